@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// fp16 and bf16 as storage types with exact conversions: round to nearest even, subnormals kept, NaN stays NaN.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace rooftile {
+
+struct Half {
+  std::uint16_t bits;
+};
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+constexpr float to_float(float x) { return x; }
+
+constexpr float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16); }
+
+constexpr float to_float(Half x) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
+  const std::uint32_t exponent = (x.bits >> 10) & 0x1fu;
+  const std::uint32_t mantissa = x.bits & 0x3ffu;
+  if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13));
+  if (exponent == 0) {   // zero or subnormal: mantissa * 2^-24, exact in fp32
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign ? -magnitude : magnitude;
+  }
+  return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+template <class T>
+constexpr T from_float(float x);
+
+template <>
+constexpr float from_float<float>(float x) { return x; }
+
+template <>
+constexpr BFloat16 from_float<BFloat16>(float x) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<std::uint16_t>((bits >> 16) | 0x40u)};
+  return {static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+template <>
+constexpr Half from_float<Half>(float x) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<std::uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu))};
+  if (magnitude >= 0x477ff000u) return {static_cast<std::uint16_t>(sign | 0x7c00u)};   // rounds past 65504
+  if (magnitude < 0x38800000u) {   // below the smallest normal: adding 0.5 rounds at the last subnormal bit
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return {static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u))};
+  }
+  const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23);
+  return {static_cast<std::uint16_t>(sign | (rounded >> 13))};
+}
+
+}  // namespace rooftile

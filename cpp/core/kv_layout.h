@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where every code, scale and minimum of a compressed cache lies. Both backends read this file and no other.
+//
+// One (page, KV head) is one block of contiguous bytes:
+//   K codes | V codes | K scale | K min | V scale | V min          (what a format has not is left out)
+// K codes lie as [token][d]: the lanes of one tensor-core row read 16-byte pieces of it, because the contraction over
+// d may run in any order. V codes are interleaved in tiles so that one 32-bit word holds, for a lane, pairs of
+// neighbouring tokens of the same d: one bit operation makes a 16-bit pair of them and the transpose is free.
+// head_dim is padded to a multiple of 32 inside the block (padded codes are 0).
+// Scales: per-token formats one a token; K of the kivi formats one per channel and group of 32 tokens, [group][d].
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/hd.h"
+#include "rooftile/kv_cache.h"
+
+namespace rooftile {
+
+inline constexpr int kv_group = 32;       // tokens that share a K scale in the kivi formats
+inline constexpr int kv_ring = 64;        // raw tokens kept per row: the open group and 16 to go back into a closed one
+inline constexpr int kv_step_back = 16;   // tokens that can be taken back across a group boundary
+
+ROOFTILE_HD constexpr bool is_element_format(KvFormat f) {
+  return f == KvFormat::fp32 || f == KvFormat::fp16 || f == KvFormat::bf16;
+}
+ROOFTILE_HD constexpr bool is_kivi(KvFormat f) { return f == KvFormat::int4_kivi || f == KvFormat::int4_kivi_sym; }
+ROOFTILE_HD constexpr bool has_min(KvFormat f) { return f == KvFormat::int4_kivi; }
+ROOFTILE_HD constexpr int code_bits(KvFormat f) {
+  switch (f) {
+    case KvFormat::fp32: return 32;
+    case KvFormat::fp16: case KvFormat::bf16: return 16;
+    case KvFormat::int8: return 8;
+    default: return 4;
+  }
+}
+// Symmetric formats: codes lie in [-qmax, qmax].
+ROOFTILE_HD constexpr int qmax(KvFormat f) { return f == KvFormat::int8 ? 127 : 7; }
+
+ROOFTILE_HD constexpr int padded_head_dim(int d) { return (d + 31) / 32 * 32; }
+
+// Index of a K code inside its block, in codes.
+ROOFTILE_HD constexpr std::int64_t k_code_index(int head_dim, int token, int d) {
+  return std::int64_t{token} * padded_head_dim(head_dim) + d;
+}
+
+// Index of a V code inside its block's V section, in codes.
+//   int8: tiles of 16 tokens x 32 d = 32 pieces of 16 bytes, piece (d % 8, token / 2 % 4); inside a piece
+//         word d / 8, byte (token / 8, token % 2).
+//   int4: tiles of 32 tokens (16 when a page holds 16) x 32 d = 32 pieces, piece (d % 8, token / 2 % 4); inside a
+//         piece word token / 8, nibble (token % 2, d / 8).
+ROOFTILE_HD constexpr std::int64_t v_code_index(KvFormat f, int page_size, int head_dim, int token, int d) {
+  const int tile = f == KvFormat::int8 || page_size == 16 ? 16 : 32;
+  const int t = token % tile;
+  const std::int64_t tile_base = std::int64_t{token / tile} * tile * padded_head_dim(head_dim) + (d / 32) * 32 * tile;
+  const int piece = (d % 8) * 4 + (t / 2) % 4;
+  const int inside = f == KvFormat::int8 ? ((d / 8) % 4) * 4 + (t / 8) * 2 + t % 2
+                                         : (t / 8) * 8 + (t % 2) * 4 + (d / 8) % 4;
+  return tile_base + piece * tile + inside;
+}
+
+// Byte offsets of the sections of one block.
+struct KvBlock {
+  std::int64_t v_codes = 0, k_scale = 0, k_min = 0, v_scale = 0, v_min = 0;
+  std::int64_t bytes = 0;
+};
+ROOFTILE_HD constexpr KvBlock kv_block(KvFormat f, int page_size, int head_dim) {
+  KvBlock b;
+  const int d = is_element_format(f) ? head_dim : padded_head_dim(head_dim);
+  const std::int64_t codes = std::int64_t{page_size} * d * code_bits(f) / 8;
+  b.v_codes = codes;
+  b.bytes = 2 * codes;
+  if (is_element_format(f)) return b;
+  const std::int64_t token_scales = std::int64_t{page_size} * 2;
+  const std::int64_t k_scales = is_kivi(f) ? std::int64_t{page_size / kv_group} * d * 2 : token_scales;
+  b.k_scale = b.bytes;
+  b.bytes += k_scales;
+  b.k_min = b.bytes;
+  if (has_min(f)) b.bytes += k_scales;
+  b.v_scale = b.bytes;
+  b.bytes += token_scales;
+  b.v_min = b.bytes;
+  if (has_min(f)) b.bytes += token_scales;
+  return b;
+}
+
+// The query at position t sees tokens [0, code_end(t)) as codes and [code_end(t), t] raw.
+ROOFTILE_HD constexpr std::int64_t kivi_code_end(std::int64_t position) { return position / kv_group * kv_group; }
+
+}  // namespace rooftile

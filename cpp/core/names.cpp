@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <sstream>
+
+#include "core/kv_layout.h"
+#include "rooftile/error.h"
+#include "rooftile/gemm.h"
+#include "rooftile/kv_cache.h"
+#include "rooftile/tensor.h"
+
+namespace rooftile {
+
+const char* name(DType t) {
+  switch (t) {
+    case DType::f32: return "float32";
+    case DType::f16: return "float16";
+    case DType::bf16: return "bfloat16";
+    case DType::f8_e4m3: return "float8_e4m3fn";
+    case DType::i8: return "int8";
+    case DType::u8: return "uint8";
+    case DType::i32: return "int32";
+    case DType::i64: return "int64";
+  }
+  return "?";
+}
+
+std::string name(Device d) { return d.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(d.index); }
+
+std::string shape_text(const TensorView& t) {
+  std::ostringstream text;
+  text << '[';
+  for (int i = 0; i < t.ndim; ++i) text << (i ? ", " : "") << t.shape[i];
+  text << ']';
+  return text.str();
+}
+
+std::string describe(const TensorView& t) {
+  return t.given() ? std::string(name(t.dtype)) + shape_text(t) + " on " + name(t.device) : "nothing";
+}
+
+bool same_shape(const TensorView& a, const TensorView& b) {
+  if (a.ndim != b.ndim) return false;
+  for (int i = 0; i < a.ndim; ++i)
+    if (a.shape[i] != b.shape[i]) return false;
+  return true;
+}
+
+const char* name(KvFormat f) {
+  switch (f) {
+    case KvFormat::fp32: return "fp32";
+    case KvFormat::fp16: return "fp16";
+    case KvFormat::bf16: return "bf16";
+    case KvFormat::int8: return "int8";
+    case KvFormat::int4: return "int4";
+    case KvFormat::int4_kivi_sym: return "int4-kivi-sym";
+    case KvFormat::int4_kivi: return "int4-kivi";
+  }
+  return "?";
+}
+
+KvFormat kv_format_from_name(const char* text) {
+  std::string known;
+  for (int i = 0; i < kv_format_count; ++i) {
+    const auto f = static_cast<KvFormat>(i);
+    if (std::string(name(f)) == text) return f;
+    known += (i ? ", " : "") + std::string(name(f));
+  }
+  fail(ErrorKind::value, "format: \"", text, "\" is not a cache format; known: ", known);
+}
+
+std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim) {
+  return static_cast<std::size_t>(kv_block(f, page_size, head_dim).bytes);
+}
+
+const char* name(W4Zeros z) {
+  switch (z) {
+    case W4Zeros::symmetric: return "symmetric";
+    case W4Zeros::integer: return "integer";
+    case W4Zeros::minima: return "minima";
+  }
+  return "?";
+}
+
+}  // namespace rooftile

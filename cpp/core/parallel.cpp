@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/parallel.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace rooftile {
+namespace {
+
+// ---- the process' own OpenMP runtime, if one is loaded --------------------------------------------------------------
+
+struct OpenMp {
+  void (*parallel)(void (*fn)(void*), void* data, unsigned threads, unsigned flags) = nullptr;   // GOMP_parallel
+  int (*max_threads)() = nullptr;
+  int (*thread_num)() = nullptr;
+  int (*in_parallel)() = nullptr;
+  bool usable() const { return parallel && max_threads && thread_num && in_parallel; }
+};
+
+int look_for_runtime(dl_phdr_info* info, std::size_t, void* found) {
+  const char* path = info->dlpi_name;
+  const char* base = path ? std::strrchr(path, '/') : nullptr;
+  base = base ? base + 1 : path;
+  if (base && (std::strncmp(base, "libgomp", 7) == 0 || std::strncmp(base, "libiomp", 7) == 0 ||
+               std::strncmp(base, "libomp", 6) == 0)) {
+    *static_cast<std::string*>(found) = path;
+    return 1;
+  }
+  return 0;
+}
+
+OpenMp find_openmp() {
+  OpenMp runtime;
+  std::string path;
+  dl_iterate_phdr(look_for_runtime, &path);
+  if (path.empty()) return runtime;
+  void* library = dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY);   // already loaded: only its handle
+  if (!library) return runtime;
+  const auto get = [&](auto& function, const char* symbol) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
+  };
+  get(runtime.parallel, "GOMP_parallel");
+  get(runtime.max_threads, "omp_get_max_threads");
+  get(runtime.thread_num, "omp_get_thread_num");
+  get(runtime.in_parallel, "omp_in_parallel");
+  return runtime;
+}
+
+// Looked up until one is found: torch may be imported after us.
+const OpenMp& openmp() {
+  static std::mutex mutex;
+  static OpenMp runtime;
+  static std::atomic<bool> ready{false};
+  if (!ready.load(std::memory_order_acquire)) {
+    std::lock_guard lock(mutex);
+    if (!ready.load(std::memory_order_relaxed)) {
+      const OpenMp found = find_openmp();
+      if (found.usable()) {
+        runtime = found;
+        ready.store(true, std::memory_order_release);
+      } else {
+        static const OpenMp none;
+        return none;
+      }
+    }
+  }
+  return runtime;
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+// ---- one loop, shared by both ways of running it ----------------------------------------------------------------------
+
+struct Loop {
+  void (*task)(const void*, std::int64_t, int);
+  const void* body;
+  std::int64_t tasks;
+  std::atomic<std::int64_t> next{0};
+  std::exception_ptr error;
+  std::mutex error_mutex;
+
+  void work(int thread) {
+    try {
+      for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(body, i, thread);
+    } catch (...) {
+      std::lock_guard lock(error_mutex);
+      if (!error) error = std::current_exception();
+      next.store(tasks, std::memory_order_relaxed);
+    }
+  }
+};
+
+// ---- the library's own threads ------------------------------------------------------------------------------------------
+
+class Pool {
+ public:
+  ~Pool() {
+    if (owner_ != getpid()) {   // a forked child has no worker threads to join
+      for (std::thread& t : workers_) t.detach();
+      return;
+    }
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& t : workers_) t.join();
+  }
+
+  // Runs the loop on the caller and up to threads - 1 workers. A second caller at the same time runs alone.
+  void run(Loop& loop, int threads) {
+    std::unique_lock busy(run_mutex_, std::try_to_lock);
+    if (!busy.owns_lock() || (!workers_.empty() && owner_ != getpid())) return loop.work(0);
+    owner_ = getpid();
+    while (static_cast<int>(workers_.size()) < threads - 1) {
+      const int index = static_cast<int>(workers_.size()) + 1;
+      workers_.emplace_back([this, index, seen = generation_]() mutable { serve(index, seen); });
+    }
+    {
+      std::lock_guard lock(mutex_);
+      loop_ = &loop;
+      width_ = threads;
+      pending_ = static_cast<int>(workers_.size());
+      ++generation_;
+    }
+    wake_.notify_all();
+    loop.work(0);
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [&] { return pending_ == 0; });
+    loop_ = nullptr;
+  }
+
+ private:
+  void serve(int index, std::uint64_t seen) {
+    for (;;) {
+      Loop* loop;
+      {
+        std::unique_lock lock(mutex_);
+        wake_.wait(lock, [&] { return stop_ || generation_ != seen; });
+        if (stop_) return;
+        seen = generation_;
+        loop = index < width_ ? loop_ : nullptr;
+      }
+      if (loop) loop->work(index);
+      {
+        std::lock_guard lock(mutex_);
+        if (--pending_ == 0) done_.notify_one();
+      }
+    }
+  }
+
+  std::mutex run_mutex_, mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> workers_;
+  Loop* loop_ = nullptr;
+  int width_ = 0, pending_ = 0;
+  std::uint64_t generation_ = 0;
+  bool stop_ = false;
+  pid_t owner_ = 0;
+};
+
+Pool& own_pool() {
+  static Pool pool;
+  return pool;
+}
+
+}  // namespace
+
+Parallel::Parallel(int threads) : threads_(threads) {
+  if (threads_ > 0) return;
+  const OpenMp& runtime = openmp();
+  threads_ = runtime.usable() ? std::max(1, runtime.max_threads()) : usable_cores();
+}
+
+void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const {
+  Loop loop{task, body, tasks, {}, {}, {}};
+  const int width = static_cast<int>(std::min<std::int64_t>(threads_, tasks));
+  const OpenMp& runtime = openmp();
+  if (width <= 1 || (runtime.usable() && runtime.in_parallel())) {
+    loop.work(0);
+  } else if (runtime.usable()) {
+    struct Team {
+      Loop* loop;
+      int (*thread_num)();
+    } team{&loop, runtime.thread_num};
+    runtime.parallel([](void* t) { static_cast<Team*>(t)->loop->work(static_cast<Team*>(t)->thread_num()); }, &team,
+                     static_cast<unsigned>(threads_), 0);   // always the full team: libgomp keeps one size alive
+  } else {
+    own_pool().run(loop, width);
+  }
+  if (loop.error) std::rethrow_exception(loop.error);
+}
+
+const char* parallel_backend() { return openmp().usable() ? "openmp (shared)" : "rooftile"; }
+
+}  // namespace rooftile

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
+#include "cpu/kernels.h"
+#include "rooftile/error.h"
+
+namespace rooftile::cpu {
+namespace {
+
+struct Variant {
+  const Kernels& (*kernels)();
+  bool (*runs)();
+};
+
+bool always() { return true; }
+#ifdef ROOFTILE_X86
+// __builtin_cpu_supports also checks that the operating system saves the registers (XCR0).
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+constexpr Variant variants[] = {   // best first; the reference is never chosen unasked
+#ifdef ROOFTILE_X86
+    {avx512_kernels, has_avx512},
+    {avx2_kernels, has_avx2},
+#endif
+    {portable_kernels, always},
+    {reference_kernels, always},
+};
+
+const Kernels& best() {
+  for (const Variant& v : variants)
+    if (v.runs()) return v.kernels();
+  return portable_kernels();
+}
+
+}  // namespace
+
+const Kernels& kernels_for(const char* variant) {
+  static const Kernels& chosen = best();
+  if (!variant) return chosen;
+  for (const Variant& v : variants)
+    if (std::strcmp(v.kernels().variant, variant) == 0) {
+      ROOFTILE_CHECK_KIND(not_supported, v.runs(), "plan: variant \"", variant, "\" needs instructions this CPU does not have; it runs: ",
+                          runnable_variants());
+      return v.kernels();
+    }
+  fail(ErrorKind::not_supported, "plan: no CPU variant \"", variant, "\"; this CPU runs: ", runnable_variants());
+}
+
+const char* runnable_variants() {
+  static const std::string text = [] {
+    std::string names;
+    for (const Variant& v : variants)
+      if (v.runs()) names += (names.empty() ? "" : ", ") + std::string(v.kernels().variant);
+    return names;
+  }();
+  return text.c_str();
+}
+
+}  // namespace rooftile::cpu

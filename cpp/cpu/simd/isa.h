@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// Include this last. What follows it in the file is compiled for one instruction set, in that set's own namespace.
+//
+// The target is set by a pragma and not by -march on the command line, so inline functions of shared headers stay
+// baseline code: with -march the linker could pick an AVX-512 copy of one of them for everybody.
+#pragma once
+
+#ifdef ROOFTILE_X86
+#include <immintrin.h>
+#endif
+
+#if defined(ROOFTILE_ISA_AVX512)
+#define ROOFTILE_ISA avx512
+#define ROOFTILE_AVX512 1
+#define ROOFTILE_F16C 1
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,prefer-vector-width=512")
+#elif defined(ROOFTILE_ISA_AVX2)
+#define ROOFTILE_ISA avx2
+#define ROOFTILE_F16C 1
+#pragma GCC target("avx2,fma,f16c")
+#else
+#define ROOFTILE_ISA portable
+#endif

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/kernels.h"
+#include "cpu/simd/isa.h"
+#include "cpu/simd/kernels_isa.h"
+
+#define ROOFTILE_TEXT(x) #x
+#define ROOFTILE_NAME(x) ROOFTILE_TEXT(x)
+#define ROOFTILE_JOIN(a, b) a##b
+#define ROOFTILE_FUNCTION(isa) ROOFTILE_JOIN(isa, _kernels)
+
+namespace rooftile::cpu {
+
+const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
+  static const Kernels table{
+      ROOFTILE_NAME(ROOFTILE_ISA),
+      ROOFTILE_ISA::decode_attention, ROOFTILE_ISA::prefill_attention, ROOFTILE_ISA::merge_attention,
+      ROOFTILE_ISA::kv_append,        ROOFTILE_ISA::w4a16_matmul,      ROOFTILE_ISA::norm,
+      ROOFTILE_ISA::rope,             ROOFTILE_ISA::gated,             ROOFTILE_ISA::softmax,
+  };
+  return table;
+}
+
+}  // namespace rooftile::cpu

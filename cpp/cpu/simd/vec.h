@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sixteen floats at a time, on every instruction set: the compiler splits the vector where registers are narrower, so
+// the order of every sum, and with it every bit (but for fused multiply-adds), is the same everywhere.
+// Include isa.h first.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/half.h"
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+
+inline constexpr int lanes = 16;
+typedef float F32 __attribute__((vector_size(64)));
+typedef std::int32_t I32 __attribute__((vector_size(64)));
+typedef std::uint32_t U32 __attribute__((vector_size(64)));
+typedef std::uint16_t U16 __attribute__((vector_size(32)));
+typedef std::uint8_t U8 __attribute__((vector_size(16)));
+typedef std::int8_t I8 __attribute__((vector_size(16)));
+
+#define ROOFTILE_INLINE static inline __attribute__((always_inline))
+
+template <class V, class T>
+ROOFTILE_INLINE V load_raw(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V, class T>
+ROOFTILE_INLINE void store_raw(T* p, V v) { std::memcpy(p, &v, sizeof v); }
+
+ROOFTILE_INLINE F32 splat(float x) {
+#ifdef ROOFTILE_AVX512
+  return (F32)_mm512_set1_ps(x);
+#else
+  return x - F32{};   // keeps -0
+#endif
+}
+
+ROOFTILE_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }   // contracted where the target has it
+
+ROOFTILE_INLINE F32 vmax(F32 a, F32 b) {   // b where a is NaN
+#ifdef ROOFTILE_AVX512
+  return (F32)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// ---- loads and stores of sixteen elements, converting ----
+
+ROOFTILE_INLINE F32 load(const float* p) { return load_raw<F32>(p); }
+ROOFTILE_INLINE F32 load(const BFloat16* p) {
+  return (F32)(__builtin_convertvector(load_raw<U16>(p), U32) << 16);
+}
+ROOFTILE_INLINE F32 load(const Half* p) {
+#if defined(ROOFTILE_AVX512)
+  return (F32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(ROOFTILE_F16C)
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  F32 v;
+  const __m256 halves[2] = {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+  std::memcpy(&v, halves, sizeof v);
+  return v;
+#else
+  float f[lanes];
+  for (int i = 0; i < lanes; ++i) f[i] = to_float(p[i]);
+  return load_raw<F32>(f);
+#endif
+}
+
+ROOFTILE_INLINE void store(float* p, F32 v) { store_raw(p, v); }
+ROOFTILE_INLINE void store(BFloat16* p, F32 v) {
+  const U32 bits = (U32)v;
+  const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const U32 nan = (bits >> 16) | 0x40u;
+  const I32 is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  store_raw(p, __builtin_convertvector((U32)(is_nan ? (I32)nan : (I32)rounded), U16));
+}
+ROOFTILE_INLINE void store(Half* p, F32 v) {
+#if defined(ROOFTILE_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(ROOFTILE_F16C)
+  __m256 halves[2];
+  std::memcpy(halves, &v, sizeof v);
+  __m128i* q = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(q, _mm256_cvtps_ph(halves[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128(q + 1, _mm256_cvtps_ph(halves[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  float f[lanes];
+  store_raw(f, v);
+  for (int i = 0; i < lanes; ++i) p[i] = from_float<Half>(f[i]);
+#endif
+}
+
+// The first n elements (n <= 16); the other lanes are `fill` and are not written.
+template <class T>
+ROOFTILE_INLINE F32 load_some(const T* p, int n, float fill = 0.0f) {
+  if (n >= lanes) return load(p);
+  float f[lanes];
+  for (int i = 0; i < lanes; ++i) f[i] = i < n ? to_float(p[i]) : fill;
+  return load_raw<F32>(f);
+}
+template <class T>
+ROOFTILE_INLINE void store_some(T* p, F32 v, int n) {
+  if (n >= lanes) return store(p, v);
+  T f[lanes];
+  store(f, v);
+  std::memcpy(p, f, sizeof(T) * static_cast<std::size_t>(n));
+}
+
+// ---- across lanes, in one fixed order ----
+
+ROOFTILE_INLINE float sum(F32 v) {
+  float f[lanes];
+  store_raw(f, v);
+  for (int width = lanes / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) f[i] += f[i + width];
+  return f[0];
+}
+ROOFTILE_INLINE float max(F32 v) {
+  float f[lanes];
+  store_raw(f, v);
+  for (int width = lanes / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) f[i] = f[i] > f[i + width] ? f[i] : f[i + width];
+  return f[0];
+}
+
+// e^x: 0 at -inf and below -103.97, inf above 88.72, NaN at NaN; within 1 ulp of the true value elsewhere.
+ROOFTILE_INLINE F32 exp(F32 x) {
+  const F32 log2e = splat(1.44269504088896341f);
+  const F32 magic = splat(12582912.0f);   // 1.5 * 2^23: adding it rounds to an integer
+  F32 clipped = x < -104.0f ? splat(-104.0f) : x;
+  clipped = clipped > 89.0f ? splat(89.0f) : clipped;
+  const F32 shifted = fma(clipped, log2e, magic);
+  const F32 n = shifted - magic;
+  F32 r = fma(n, splat(-0.693359375f), clipped);
+  r = fma(n, splat(2.12194440e-4f), r);
+  F32 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p * r, r, r) + 1.0f;
+  // 2^n in two steps, so that subnormal results and 2^128 come out right
+  const I32 k = (I32)shifted - (I32)magic;
+  const I32 half = k >> 1;
+  const F32 a = (F32)((half + 127) << 23), b = (F32)((k - half + 127) << 23);
+  const F32 y = p * a * b;
+  return x != x ? x : y;
+}
+
+}  // namespace rooftile::cpu::ROOFTILE_ISA

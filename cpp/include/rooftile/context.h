@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where a call runs. Passed to every op; the library keeps no state of its own.
+#pragma once
+
+#include <cstddef>
+
+#include "rooftile/tensor.h"
+
+namespace rooftile {
+
+struct Context {
+  Device device;
+  void* stream = nullptr;          // a cudaStream_t; this header knows no CUDA
+  void* workspace = nullptr;       // device memory lent by the caller; the CPU backend needs none
+  std::size_t workspace_bytes = 0;
+  int threads = 0;                 // CPU threads; 0: as many as the process' OpenMP pool has, else one per core
+  const char* variant = nullptr;   // force one kernel variant by name ("reference", "portable", "avx2", "avx512")
+};
+
+// The variant that ran, for reports: "cpu_avx512_bf16_int4-kivi_d64".
+struct KernelName {
+  char text[64] = {};
+};
+
+}  // namespace rooftile

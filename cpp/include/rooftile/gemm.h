@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// W4A16: 16-bit activations (fp32 too on the CPU) times 4-bit weights.
+#pragma once
+
+#include <cstdint>
+
+#include "rooftile/context.h"
+#include "rooftile/tensor.h"
+
+namespace rooftile {
+
+// u is the stored nibble, 0..15.
+enum class W4Zeros : std::uint8_t {
+  symmetric,  // w = (u - 8) * s
+  integer,    // w = (u - z) * s        GPTQ, AWQ
+  minima,     // w = u * s + m          GGUF Q4_1
+};
+const char* name(W4Zeros z);
+
+// A weight [N, K] in kernel form (cpp/core/w4_layout.h).
+struct W4View {
+  std::int64_t n = 0, k = 0;
+  int group = 0;                // 32, 64, 128 or k
+  W4Zeros zeros = W4Zeros::symmetric;
+  DType scale_dtype = DType::f16;   // f16 or bf16: of scales and minima
+  Device device;
+  const std::uint8_t* codes = nullptr;   // w4_code_bytes(n, k)
+  const std::byte* scales = nullptr;     // w4_scale_count(n, k, group) elements
+  const std::byte* offsets = nullptr;    // the same count: integer zeros as uint8, or minima in scale_dtype; null if symmetric
+  const std::int32_t* perm = nullptr;    // [k] act-order: column i of the packed weight multiplies x[perm[i]]; null: identity
+};
+
+std::int64_t w4_code_bytes(std::int64_t n, std::int64_t k);
+std::int64_t w4_scale_count(std::int64_t n, std::int64_t k, int group);
+
+// Canonical form -> kernel form and back, lossless. codes uint8 [N, K/2] low nibble first; scales [N, K/G];
+// offsets: absent, uint8 [N, K/G] zeros or [N, K/G] minima. The kernel tensors are flat uint8.
+void w4_pack(const Context&, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int group,
+             TensorView out_codes, TensorView out_scales, TensorView out_offsets);
+void w4_unpack(const Context&, const W4View&, TensorView codes, TensorView scales, TensorView offsets);
+
+// Round to nearest: weight [N, K] fp32, fp16 or bf16 -> canonical form. Symmetric (qmax 7) or minima.
+void w4_quantize(const Context&, TensorView weight, int group, W4Zeros zeros, TensorView codes, TensorView scales,
+                 TensorView offsets);
+
+// w [N, K] = what the codes stand for, in w's dtype.
+void w4_dequantize(const Context&, const W4View&, TensorView w);
+
+// x [..., K] -> y [..., N] in x's dtype; bias [N] in x's dtype, may be absent. fp32 accumulation; every row's bits
+// are the same at every number of rows.
+KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView bias, TensorView y);
+
+}  // namespace rooftile

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The KV cache of one layer, contiguous or paged, in any format (docs/guide/cache-formats.md).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "rooftile/context.h"
+#include "rooftile/tensor.h"
+
+namespace rooftile {
+
+enum class KvFormat : std::uint8_t { fp32, fp16, bf16, int8, int4, int4_kivi_sym, int4_kivi };
+inline constexpr int kv_format_count = 7;
+
+const char* name(KvFormat f);                       // "int4-kivi"
+KvFormat kv_format_from_name(const char* text);     // throws a value error that lists the formats
+
+// Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima.
+std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim);
+
+// One layer's cache. All pointers lie on `device`. A token p of row r lives in slot p % page_size of page
+// block_table[r][p / page_size]. Bytes of (page, head) start at  base + page * page_stride + head * head_stride.
+struct KvCacheView {
+  KvFormat format = KvFormat::fp16;
+  DType dtype = DType::f16;          // of q, k and v; the kivi formats keep the open group in it
+  Device device;
+  int pages = 0, page_size = 0, kv_heads = 0, head_dim = 0;
+  int max_rows = 0, max_pages = 0;   // max_pages: pages a row can have
+
+  struct Plane {                     // K or V
+    std::byte* codes = nullptr;      // 16- and 32-bit formats: the elements themselves
+    std::byte* scale = nullptr;      // null where the format has none
+    std::byte* min = nullptr;
+    std::int64_t page_stride = 0, head_stride = 0;   // bytes, for codes, scale and min alike
+    std::int64_t token_stride = 0;                   // bytes; element formats only
+  };
+  Plane k, v;
+
+  const std::int32_t* block_table = nullptr;   // null: page i of row r is r * max_pages + i (contiguous)
+  std::int64_t table_stride = 0;               // elements between rows of block_table
+  std::int32_t* lengths = nullptr;             // [max_rows] tokens stored
+
+  // kivi formats: the newest `ring_size` raw tokens of every row, token p in slot p % ring_size.
+  std::byte *ring_k = nullptr, *ring_v = nullptr;    // [max_rows, kv_heads, ring_size, head_dim]
+  int ring_size = 0;
+  std::int32_t* raw_from = nullptr;            // [max_rows] first position whose raw value the ring still holds
+
+  int capacity() const { return max_pages * page_size; }
+};
+
+// k, v [B, T, kv_heads, head_dim]; row b's first counts[b] tokens (all T without counts) go to cache row rows[b]
+// (b without rows). Lengths grow. Raises before anything is written when a row would pass its capacity.
+KernelName kv_append(const Context&, const KvCacheView&, TensorView k, TensorView v, TensorView rows, TensorView counts);
+
+// Sets lengths. rows, lengths int32 [n] on the host. Per-token formats take any smaller length; kivi formats a
+// multiple of 32, or up to 16 tokens back (the ring still holds them).
+void kv_truncate(const Context&, const KvCacheView&, TensorView rows, TensorView lengths);
+
+// Row i becomes what row index[i] was, for all rows at once (beam search). Contiguous caches move bytes;
+// paged caches are reordered by their page table, in the Python layer's allocator, and copy the ring here.
+void kv_reorder(const Context&, const KvCacheView&, TensorView index, bool move_pages);
+
+// dst's pages [first_page, pages that dst_tokens need) and its ring become copies of src's. Lengths are set.
+void kv_copy_row(const Context&, const KvCacheView&, int src, int dst, int first_page);
+
+// K and V of row `row` as the query at position `at` sees them, fp32 [at + 1, kv_heads, head_dim] each:
+// codes for the groups that were full before `at`, raw values for its own group.
+void kv_dequantize(const Context&, const KvCacheView&, int row, std::int64_t at, TensorView out_k, TensorView out_v);
+
+// The stored codes in logical order, int8 [tokens, kv_heads, head_dim] (tokens: whole groups for kivi formats).
+void kv_dump_codes(const Context&, const KvCacheView&, int row, TensorView out_k, TensorView out_v);
+// The stored scales or minima in logical order, fp32: per-token formats [tokens, kv_heads, 1];
+// K of a kivi format [groups, kv_heads, head_dim].
+enum class KvSide : std::uint8_t { k, v };
+void kv_dump_scales(const Context&, const KvCacheView&, int row, KvSide side, bool minima, TensorView out);
+
+}  // namespace rooftile

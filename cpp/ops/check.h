@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks that every op makes, in the caller's words: "rms_norm: weight must be ...". One fact each.
+#pragma once
+
+#include <initializer_list>
+
+#include "cpu/kernels.h"
+#include "rooftile/context.h"
+#include "rooftile/error.h"
+#include "rooftile/tensor.h"
+
+namespace rooftile::check {
+
+// Names one argument of one op and checks it.
+class Arg {
+ public:
+  Arg(const char* op, const char* argument, const TensorView& t) : op_(op), argument_(argument), t_(t) {}
+
+  const Arg& given() const {
+    ROOFTILE_CHECK_KIND(type, t_.given(), op_, ": ", argument_, " must be a tensor, got None");
+    return *this;
+  }
+  const Arg& ndim(int at_least, int at_most) const {
+    ROOFTILE_CHECK(t_.ndim >= at_least && t_.ndim <= at_most, op_, ": ", argument_, " must have ", at_least,
+                   at_least == at_most ? "" : " to " + std::to_string(at_most), " dimensions, got ", describe(t_));
+    return *this;
+  }
+  const Arg& shape(std::initializer_list<std::int64_t> expected, const char* names) const {
+    bool same = t_.ndim == static_cast<int>(expected.size());
+    for (int i = 0; same && i < t_.ndim; ++i) same = t_.shape[i] == expected.begin()[i];
+    if (!same) {
+      std::string text;
+      for (std::int64_t e : expected) text += (text.empty() ? "" : ", ") + std::to_string(e);
+      fail(ErrorKind::value, op_, ": ", argument_, " must be ", names, " = [", text, "], got ", describe(t_));
+    }
+    return *this;
+  }
+  const Arg& shape_of(const TensorView& other, const char* other_name) const {
+    ROOFTILE_CHECK(same_shape(t_, other), op_, ": ", argument_, " must have ", other_name, "'s shape ", shape_text(other),
+                   ", got ", describe(t_));
+    return *this;
+  }
+  const Arg& dtype(std::initializer_list<DType> allowed) const {
+    for (DType d : allowed)
+      if (t_.dtype == d) return *this;
+    std::string text;
+    for (DType d : allowed) text += (text.empty() ? "" : " or ") + std::string(name(d));
+    fail(ErrorKind::type, op_, ": ", argument_, " must be ", text, ", got ", describe(t_));
+  }
+  const Arg& activation() const { return dtype({DType::f32, DType::f16, DType::bf16}); }
+  const Arg& device(Device expected, const char* whose) const {
+    ROOFTILE_CHECK(t_.device == expected, op_, ": ", argument_, " must be on ", whose, "'s device ", name(expected), ", got ",
+                   describe(t_));
+    return *this;
+  }
+  const Arg& writable() const {
+    ROOFTILE_CHECK(!t_.read_only, op_, ": ", argument_, " is read-only and would be written");
+    for (int i = 0; i < t_.ndim; ++i)
+      ROOFTILE_CHECK(t_.shape[i] <= 1 || t_.stride[i] != 0 || t_.numel() == 0, op_, ": ", argument_,
+                     " is expanded (stride 0 in dimension ", i, ") and would be written");
+    return *this;
+  }
+
+ private:
+  const char* op_;
+  const char* argument_;
+  const TensorView& t_;
+};
+
+// The CPU kernels a call runs on. Raises for a device that has no kernels in this build.
+inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
+  ROOFTILE_CHECK_KIND(not_supported, ctx.device.type == DeviceType::cpu, op, ": tensors are on ", name(ctx.device),
+                      ", but this build of rooftile has CPU kernels only");
+  return cpu::kernels_for(ctx.variant);
+}
+
+KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts);   // "cpu_avx512_bf16"
+
+}  // namespace rooftile::check

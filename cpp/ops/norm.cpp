@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/check.h"
+#include "rooftile/fused.h"
+
+namespace rooftile {
+namespace {
+
+KernelName run_norm(const char* op, const Context& ctx, const cpu::NormArgs& a) {
+  using check::Arg;
+  Arg(op, "x", a.x).given().activation().ndim(1, TensorView::max_ndim);
+  const std::int64_t hidden = a.x.last();
+  ROOFTILE_CHECK(hidden > 0, op, ": x must have a last dimension of at least 1, got ", describe(a.x));
+  Arg(op, "out", a.y).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
+  for (const auto& [argument, t] : {std::pair{"weight", &a.weight}, {"bias", &a.bias}})
+    if (t->given()) Arg(op, argument, *t).shape({hidden}, "[hidden]").dtype({a.x.dtype, DType::f32}).device(a.x.device, "x");
+  if (a.residual.given()) {
+    Arg(op, "residual", a.residual).shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x");
+    Arg(op, "residual_out", a.res).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
+  }
+  ROOFTILE_CHECK(a.eps >= 0, op, ": eps must be at least 0, got ", a.eps);
+  const cpu::Kernels& k = check::cpu_kernels(op, ctx);
+  k.norm(Parallel(ctx.threads), a);
+  return check::kernel_name(k, {name(a.x.dtype)});
+}
+
+}  // namespace
+
+KernelName rms_norm(const Context& ctx, TensorView x, TensorView weight, float eps, TensorView y) {
+  return run_norm("rms_norm", ctx, {.x = x, .weight = weight, .y = y, .eps = eps});
+}
+
+KernelName add_rms_norm(const Context& ctx, TensorView x, TensorView residual, TensorView weight, float eps, TensorView y,
+                        TensorView res) {
+  check::Arg("add_rms_norm", "residual", residual).given();
+  return run_norm("add_rms_norm", ctx, {.x = x, .residual = residual, .weight = weight, .y = y, .res = res, .eps = eps});
+}
+
+KernelName layer_norm(const Context& ctx, TensorView x, TensorView weight, TensorView bias, float eps, TensorView y) {
+  return run_norm("layer_norm", ctx, {.x = x, .weight = weight, .bias = bias, .y = y, .eps = eps, .subtract_mean = true});
+}
+
+KernelName add_layer_norm(const Context& ctx, TensorView x, TensorView residual, TensorView weight, TensorView bias,
+                          float eps, TensorView y, TensorView res) {
+  check::Arg("add_layer_norm", "residual", residual).given();
+  return run_norm("add_layer_norm", ctx,
+                  {.x = x, .residual = residual, .weight = weight, .bias = bias, .y = y, .res = res, .eps = eps,
+                   .subtract_mean = true});
+}
+
+}  // namespace rooftile

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rooftile: LLM-inference kernels made of CuTe tiles, with a CPU twin for every one of them."""
+
+from rooftile import _C
+from rooftile._arrays import record_kernels
+from rooftile.errors import ArgumentError, ArgumentTypeError, DeviceError, NotSupportedError, RooftileError
+from rooftile.fused import rms_norm
+
+__version__ = _C.version
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "DeviceError",
+    "NotSupportedError",
+    "RooftileError",
+    "record_kernels",
+    "rms_norm",
+]

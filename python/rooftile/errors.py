@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error rooftile raises on purpose. Each message names the argument, what came and what is expected."""
+
+
+class RooftileError(Exception):
+    """Base of all errors below."""
+
+
+class ArgumentError(RooftileError, ValueError):
+    """An argument has a value that cannot be right (shape, range, device, layout)."""
+
+
+class ArgumentTypeError(RooftileError, TypeError):
+    """An argument has the wrong type or dtype."""
+
+
+class NotSupportedError(RooftileError, NotImplementedError):
+    """A reasonable request that is not compiled or not implemented; the message lists what is."""
+
+
+class DeviceError(RooftileError, RuntimeError):
+    """The device or its driver failed."""

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "rooftile/context.h"
+
+namespace rooftile::python {
+
+// Runs one op without the GIL and returns the name of the kernel that ran.
+template <class Op>
+nanobind::str run(const Op& op) {
+  KernelName kernel;
+  {
+    nanobind::gil_scoped_release unlocked;
+    kernel = op();
+  }
+  return nanobind::str(kernel.text);
+}
+
+void bind_fused(nanobind::module_& m);
+
+}  // namespace rooftile::python

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// The extension module rooftile._C. Private: the public names and their docs are in python/rooftile.
+#include <nanobind/nanobind.h>
+
+#include "bind.h"
+#include "cpu/kernels.h"
+#include "kernels/backend.h"
+#include "rooftile/error.h"
+
+namespace nb = nanobind;
+
+namespace rooftile::python {
+namespace {
+
+const char* python_class(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::value: return "ArgumentError";
+    case ErrorKind::type: return "ArgumentTypeError";
+    case ErrorKind::not_supported: return "NotSupportedError";
+    case ErrorKind::device: return "DeviceError";
+  }
+  return "RooftileError";
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& e) {
+    nb::object type = nb::module_::import_("rooftile.errors").attr(python_class(e.kind()));
+    PyErr_SetString(type.ptr(), e.what());
+  }
+}
+
+}  // namespace
+}  // namespace rooftile::python
+
+NB_MODULE(_C, m) {
+  using namespace rooftile;
+  nb::register_exception_translator(python::translate);
+  m.attr("version") = ROOFTILE_VERSION;
+  m.attr("binding_mode") = ROOFTILE_MODE;
+  m.def("cpu_variants", [] { return cpu::runnable_variants(); });
+  m.def("gpu_backend", [] { return gpu::backend(); });
+  m.def("parallel_backend", [] { return parallel_backend(); });
+  m.def("parallel_threads", [] { return Parallel(0).threads(); });
+  python::bind_fused(m);
+}

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensor_caster.h"
+
+#include <cstring>
+#include <string>
+
+namespace rooftile::python {
+
+// DLPack 1.3, "DLPackExchangeAPI": the part of its layout that is used.
+struct ExchangeTable {
+  struct { std::uint32_t major, minor; } version;
+  ExchangeTable* previous;
+  void* managed_tensor_allocator;
+  void* managed_tensor_from_py_object;
+  void* managed_tensor_to_py_object;
+  int (*dltensor_from_py_object)(void* object, nb::dlpack::dltensor* out);
+  int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);
+};
+
+namespace {
+
+constexpr int dl_cpu = 1, dl_cuda = 2, dl_cuda_host = 3;
+
+std::string text_of(nb::handle h) {
+  nb::object text = nb::steal(PyObject_Str(h.ptr()));
+  return text.is_valid() ? std::string(nb::borrow<nb::str>(text).c_str()) : std::string("?");
+}
+
+std::string python_type(nb::handle h) {
+  nb::object type = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(h.ptr())));
+  return text_of(type.attr("__name__"));
+}
+
+// What one Python type is to us. Found out once a type.
+struct TypeFacts {
+  PyTypeObject* type = nullptr;
+  bool torch = false;                       // torch.Tensor or torch.nn.Parameter, exactly
+  bool torch_subclass = false;
+  const ExchangeTable* table = nullptr;     // null: no usable table
+};
+
+bool is_exact_torch(nb::handle type) {
+  if (!nb::hasattr(type, "__module__")) return false;
+  const auto module = text_of(type.attr("__module__"));
+  const auto name = text_of(type.attr("__name__"));
+  return (module == "torch" && name == "Tensor") || (module == "torch.nn.parameter" && name == "Parameter");
+}
+
+TypeFacts find_facts(PyTypeObject* type) {
+  TypeFacts facts{type};
+  nb::object t = nb::borrow(reinterpret_cast<PyObject*>(type));
+  facts.torch = is_exact_torch(t);
+  if (!facts.torch && nb::hasattr(t, "__mro__"))
+    for (nb::handle base : nb::borrow<nb::tuple>(t.attr("__mro__"))) facts.torch_subclass |= is_exact_torch(base);
+  if (facts.torch && nb::hasattr(t, "__dlpack_c_exchange_api__")) {
+    nb::object capsule = t.attr("__dlpack_c_exchange_api__");
+    const auto* table = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (!table) PyErr_Clear();
+    if (table && table->version.major == 1 && table->dltensor_from_py_object) facts.table = table;
+  }
+  return facts;
+}
+
+// The few types a process passes to us, newest first. Guarded by the GIL.
+const TypeFacts& facts_of(nb::handle h) {
+  static TypeFacts known[8];
+  PyTypeObject* type = Py_TYPE(h.ptr());
+  for (const TypeFacts& f : known)
+    if (f.type == type) return f;
+  TypeFacts facts = find_facts(type);
+  Py_INCREF(reinterpret_cast<PyObject*>(type));   // so that the address stays this type's
+  if (known[7].type) Py_DECREF(reinterpret_cast<PyObject*>(known[7].type));
+  std::memmove(known + 1, known, sizeof known - sizeof *known);
+  return known[0] = facts;
+}
+
+bool grad_mode_on() {
+  static nb::handle is_grad_enabled = nb::object(nb::module_::import_("torch").attr("is_grad_enabled")).release();
+  return nb::cast<bool>(is_grad_enabled());
+}
+
+bool is_true(nb::handle h, const char* attribute, bool call) {
+  nb::object value = h.attr(attribute);
+  if (call) value = value();
+  return value.ptr() == Py_True;
+}
+
+[[noreturn]] void refuse(ErrorKind kind, const char* op, const char* argument, const std::string& why) {
+  fail(kind, op, ": ", argument, " ", why);
+}
+
+// Takes the pending Python error and returns its text.
+std::string take_python_error() {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  std::string text = value ? text_of(nb::handle(value)) : "unknown error";
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+  return text.substr(0, text.find('\n'));   // torch appends a C++ stack trace
+}
+
+DType dtype_of(nb::dlpack::dtype t, const char* op, const char* argument) {
+  struct Known {
+    int code, bits;
+    DType dtype;
+  };
+  constexpr Known known[] = {{2, 32, DType::f32}, {2, 16, DType::f16}, {4, 16, DType::bf16}, {0, 32, DType::i32},
+                             {0, 64, DType::i64}, {1, 8, DType::u8},   {0, 8, DType::i8},    {10, 8, DType::f8_e4m3}};
+  for (const Known& k : known)
+    if (k.code == t.code && k.bits == t.bits && t.lanes == 1) return k.dtype;
+  static constexpr const char* families[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
+  const std::string family = t.code < 7 ? families[t.code] : "DLPack type code " + std::to_string(t.code) + ", ";
+  refuse(ErrorKind::type, op, argument,
+         "has dtype " + (t.code == 6 ? family : family + std::to_string(t.bits)) +
+             ", which no op takes (float32, float16, bfloat16, float8_e4m3fn, int8, uint8, int32, int64)");
+}
+
+Device device_of(int type, int index, const char* op, const char* argument) {
+  if (type == dl_cpu || type == dl_cuda_host) return {DeviceType::cpu, 0};
+  if (type == dl_cuda) return {DeviceType::cuda, index};
+  refuse(ErrorKind::value, op, argument, "is on a device rooftile does not know (DLPack device type " + std::to_string(type) + ")");
+}
+
+void check_memory(const TensorView& t, const char* op, const char* argument) {
+  if (!t.data && t.numel() > 0)
+    refuse(ErrorKind::value, op, argument, "has no memory behind it (" + describe(t) + ")");
+}
+
+}  // namespace
+
+TensorView Args::in(nb::handle h, const char* argument) { return convert(h, argument, false); }
+TensorView Args::out(nb::handle h, const char* argument) { return convert(h, argument, true); }
+
+TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
+  const TypeFacts& facts = facts_of(h);
+  if (facts.torch_subclass)
+    refuse(ErrorKind::type, op_, argument, "is a " + python_type(h) + ", which holds no memory of its own kind; expected a plain torch.Tensor");
+  if (facts.torch) {
+    if (is_true(h, "requires_grad", false) && grad_mode_on())
+      refuse(ErrorKind::value, op_, argument, "requires grad; rooftile is for inference: call it under torch.no_grad() or inference_mode()");
+    if (is_true(h, "is_neg", true))
+      refuse(ErrorKind::value, op_, argument, "is a lazily negated view; call resolve_neg() first");
+  }
+
+  TensorView t;
+  const auto take = [&](const nb::dlpack::dltensor& d) {
+    if (d.ndim > TensorView::max_ndim)
+      refuse(ErrorKind::value, op_, argument, "has " + std::to_string(d.ndim) + " dimensions, at most " + std::to_string(TensorView::max_ndim) + " are taken");
+    t.data = static_cast<char*>(d.data) + d.byte_offset;
+    if (!d.data) t.data = nullptr;
+    t.dtype = dtype_of(d.dtype, op_, argument);
+    t.device = device_of(d.device.device_type, d.device.device_id, op_, argument);
+    t.ndim = d.ndim;
+    std::int64_t contiguous = 1;
+    for (int i = d.ndim - 1; i >= 0; --i) {
+      t.shape[i] = d.shape[i];
+      t.stride[i] = d.strides ? d.strides[i] : contiguous;
+      contiguous *= d.shape[i];
+    }
+  };
+
+  if (facts.table) {
+    nb::dlpack::dltensor d;
+    if (facts.table->dltensor_from_py_object(h.ptr(), &d) != 0)
+      refuse(ErrorKind::type, op_, argument, "cannot be read: " + take_python_error());
+    take(d);
+    table_ = facts.table;
+  } else {
+    nb::object object = nb::borrow(h);
+    bool bf16 = false;
+    if (python_type(h) == "ndarray" && nb::hasattr(h, "dtype") &&
+        text_of(h.attr("dtype")) == "bfloat16") {   // ml_dtypes: NumPy has no DLPack code for it
+      object = h.attr("view")("uint16");
+      bf16 = true;
+    }
+    nb::ndarray<nb::ro> read;
+    if (!nb::try_cast(object, read, false)) {
+      PyErr_Clear();
+      refuse(ErrorKind::type, op_, argument, "must be an array that speaks DLPack (torch, NumPy, jax, cupy), got " + python_type(h));
+    }
+    nb::ndarray<> written;
+    t.read_only = writes && !nb::try_cast(object, written, false);
+    PyErr_Clear();
+    nb::dlpack::dltensor d{};
+    d.data = const_cast<void*>(static_cast<const void*>(read.data()));
+    d.device = {read.device_type(), read.device_id()};
+    d.ndim = static_cast<std::int32_t>(read.ndim());
+    d.dtype = read.dtype();
+    if (bf16) d.dtype = {4, 16, 1};
+    d.shape = const_cast<std::int64_t*>(read.shape_ptr());
+    d.strides = const_cast<std::int64_t*>(read.stride_ptr());
+    take(d);
+    objects_.push_back(object);
+    kept_.push_back(std::move(read));
+  }
+  check_memory(t, op_, argument);
+  if (t.read_only) refuse(ErrorKind::value, op_, argument, "is read-only and would be written");
+  return t;
+}
+
+double Args::number(nb::handle h, const char* argument) {
+  const double value = PyFloat_AsDouble(h.ptr());   // takes int, float and anything with __float__
+  if (value == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    refuse(ErrorKind::type, op_, argument, "must be a number, got " + python_type(h));
+  }
+  return value;
+}
+
+std::int64_t Args::integer(nb::handle h, const char* argument) {
+  nb::object index = nb::steal(PyNumber_Index(h.ptr()));   // takes int and anything with __index__, never a float
+  const std::int64_t value = index.is_valid() ? PyLong_AsLongLong(index.ptr()) : -1;
+  if (value == -1 && PyErr_Occurred()) {
+    const bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
+    PyErr_Clear();
+    if (overflow) refuse(ErrorKind::value, op_, argument, "does not fit 64 bits: " + text_of(h));
+    refuse(ErrorKind::type, op_, argument, "must be an integer, got " + python_type(h));
+  }
+  return value;
+}
+
+const char* Args::text(nb::handle h, const char* argument) {
+  if (!nb::isinstance<nb::str>(h)) refuse(ErrorKind::type, op_, argument, "must be a string, got " + python_type(h));
+  return nb::borrow<nb::str>(h).c_str();   // lives as long as the Python string
+}
+
+Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan, int threads) {
+  Context ctx;
+  ctx.device = first.device;
+  ctx.threads = threads;
+  if (!plan.is_none()) ctx.variant = text(plan, "plan");
+  if (!stream.is_none()) {
+    ctx.stream = reinterpret_cast<void*>(integer(stream, "stream"));
+  } else if (ctx.device.type == DeviceType::cuda && table_ && table_->current_work_stream) {
+    if (table_->current_work_stream(dl_cuda, ctx.device.index, &ctx.stream) != 0)
+      refuse(ErrorKind::device, op_, "stream", "cannot be read from torch: " + take_python_error());
+  }
+  return ctx;
+}
+
+}  // namespace rooftile::python

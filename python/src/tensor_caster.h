@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one file that knows DLPack's C exchange table, nb::ndarray and TensorView.
+//
+// torch tensors come through the C exchange table of their type (0.1 us, no reference taken, no synchronisation);
+// everything else through nb::ndarray (NumPy, jax, cupy, older torch). Guards: a torch subclass (FakeTensor, DTensor),
+// a tensor that needs grad while grad mode is on, a negated view, memory that is not there: each a typed error that names
+// the argument.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <deque>
+
+#include "rooftile/context.h"
+#include "rooftile/error.h"
+#include "rooftile/tensor.h"
+
+namespace nb = nanobind;
+
+namespace rooftile::python {
+
+// Converts the tensor arguments of one call and keeps alive what must outlive it.
+class Args {
+ public:
+  explicit Args(const char* op) : op_(op) {}
+
+  TensorView in(nb::handle h, const char* argument);            // a tensor
+  TensorView optional(nb::handle h, const char* argument) { return h.is_none() ? TensorView{} : in(h, argument); }
+  TensorView out(nb::handle h, const char* argument);           // a tensor that will be written
+  TensorView optional_out(nb::handle h, const char* argument) { return h.is_none() ? TensorView{} : out(h, argument); }
+
+  double number(nb::handle h, const char* argument);
+  std::int64_t integer(nb::handle h, const char* argument);
+  const char* text(nb::handle h, const char* argument);
+
+  // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
+  // plan: None or a variant's name. threads: 0 for the default.
+  Context context(const TensorView& first, nb::handle stream, nb::handle plan, int threads = 0);
+
+ private:
+  TensorView convert(nb::handle h, const char* argument, bool writes);
+
+  const char* op_;
+  std::deque<nb::ndarray<nb::ro>> kept_;
+  std::deque<nb::object> objects_;
+  const struct ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
+};
+
+}  // namespace rooftile::python
