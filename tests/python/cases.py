@@ -7,7 +7,7 @@ import torch
 from rooftile import _C
 
 DTYPES = ("float32", "float16", "bfloat16")
-PLANS = tuple(_C.cpu_variants())  # every CPU variant this machine can run, "reference" among them
+PLANS = tuple(_C.cpu_variants().split(", "))  # every CPU variant this machine can run, "reference" among them
 
 # (query heads, KV heads, head_dim): real models, odd ratios, head_dims on both sides of every vector width.
 HEADS = {
