@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
 #include "ops/check.h"
 #include "rooftile/fused.h"
 
@@ -17,7 +19,7 @@ KernelName run_norm(const char* op, const Context& ctx, const cpu::NormArgs& a) 
     Arg(op, "residual", a.residual).shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x");
     Arg(op, "residual_out", a.res).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
   }
-  ROOFTILE_CHECK(a.eps >= 0, op, ": eps must be at least 0, got ", a.eps);
+  ROOFTILE_CHECK(a.eps >= 0 && std::isfinite(a.eps), op, ": eps must be finite and at least 0, got ", a.eps);
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.norm(Parallel(ctx.threads), a);
   return check::kernel_name(k, {name(a.x.dtype)});

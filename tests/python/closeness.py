@@ -80,7 +80,7 @@ def assert_close(ours, naive, exact, slack=2.0, frobenius=None, dtype=None):
         row_error = np.linalg.norm(error.reshape(rows.shape), axis=1) / np.where(row_norm, row_norm, 1)
         worst = row_error.argmax()
         assert row_error[worst] <= 4 * frobenius, (
-            f"row {worst} (leading dimensions flattened) has relative error {row_error[worst]:.3e}, allowed {4 * frobenius:.1e}"
+            f"row {worst} has relative error {row_error[worst]:.3e}, allowed {4 * frobenius:.1e}"
         )
 
 
