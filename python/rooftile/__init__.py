@@ -3,8 +3,16 @@
 
 from rooftile import _C
 from rooftile._arrays import record_kernels
-from rooftile.errors import ArgumentError, ArgumentTypeError, DeviceError, NotSupportedError, RooftileError
+from rooftile.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    NotSupportedError,
+    OutOfPagesError,
+    RooftileError,
+)
 from rooftile.fused import rms_norm
+from rooftile.kv_cache import KVCache
 
 __version__ = _C.version
 
@@ -12,7 +20,9 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
+    "KVCache",
     "NotSupportedError",
+    "OutOfPagesError",
     "RooftileError",
     "record_kernels",
     "rms_norm",
