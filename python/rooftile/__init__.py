@@ -4,7 +4,7 @@
 from rooftile import _C
 from rooftile._arrays import record_kernels
 from rooftile.errors import ArgumentError, ArgumentTypeError, DeviceError, NotSupportedError, RooftileError
-from rooftile.fused import rms_norm
+from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
 
 __version__ = _C.version
 
@@ -14,6 +14,13 @@ __all__ = [
     "DeviceError",
     "NotSupportedError",
     "RooftileError",
+    "add_layer_norm",
+    "add_rms_norm",
+    "gelu_mul",
+    "layer_norm",
     "record_kernels",
     "rms_norm",
+    "rope",
+    "silu_mul",
+    "softmax",
 ]
