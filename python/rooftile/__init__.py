@@ -5,6 +5,7 @@ from rooftile import _C
 from rooftile._arrays import record_kernels
 from rooftile.errors import ArgumentError, ArgumentTypeError, DeviceError, NotSupportedError, RooftileError
 from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
+from rooftile.gemm import W4Weight, w4a16_matmul
 
 __version__ = _C.version
 
@@ -14,6 +15,7 @@ __all__ = [
     "DeviceError",
     "NotSupportedError",
     "RooftileError",
+    "W4Weight",
     "add_layer_norm",
     "add_rms_norm",
     "gelu_mul",
@@ -23,4 +25,5 @@ __all__ = [
     "rope",
     "silu_mul",
     "softmax",
+    "w4a16_matmul",
 ]
