@@ -11,7 +11,8 @@ from rooftile.errors import (
     OutOfPagesError,
     RooftileError,
 )
-from rooftile.fused import rms_norm
+from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
+from rooftile.gemm import W4Weight, w4a16_matmul
 from rooftile.kv_cache import KVCache
 
 __version__ = _C.version
@@ -24,6 +25,15 @@ __all__ = [
     "NotSupportedError",
     "OutOfPagesError",
     "RooftileError",
+    "W4Weight",
+    "add_layer_norm",
+    "add_rms_norm",
+    "gelu_mul",
+    "layer_norm",
     "record_kernels",
     "rms_norm",
+    "rope",
+    "silu_mul",
+    "softmax",
+    "w4a16_matmul",
 ]

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# Two commands for a fresh machine with Python >= 3.10, a C++ compiler and pip:  make demo   make test
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find cpp python third_party -name '*.so' -prune -o -type f -print 2>/dev/null | grep -v __pycache__) CMakeLists.txt pyproject.toml
+
+.PHONY: demo test pytest ctest lint format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/rooftile demo
+
+test: pytest ctest
+
+pytest: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+# C++ tests, where GoogleTest is found (Debian: apt-get install libgtest-dev)
+ctest: $(VENV)/.test
+	$(BIN)/cmake --preset cpu -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build --preset cpu
+	$(BIN)/ctest --preset cpu
+
+lint: $(VENV)/.test
+	$(BIN)/python -m pip install -q --disable-pip-version-check ruff codespell
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell cpp python tests docs README.md
+
+# ---- set-up: one virtual environment, torch pinned, then rooftile built from this tree ----
+$(VENV)/.venv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.venv $(SOURCES)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" ".[demo]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.venv $(SOURCES)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" ".[test]" "cmake>=3.30" ninja "nanobind>=3.1"
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf build $(VENV) python/rooftile/*.so
