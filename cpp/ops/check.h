@@ -79,6 +79,11 @@ inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
   return cpu::kernels_for(ctx.variant);
 }
 
+// Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart.
+void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other);
+// The same for an input that `out` is computed from element by element: out may also be that very view.
+void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
+
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts);   // "cpu_avx512_bf16"
 
 }  // namespace rooftile::check

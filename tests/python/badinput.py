@@ -186,12 +186,30 @@ def scalar_faults(argument):
     }.items():
         yield Fault(label, value)
     if argument.kind is int:
-        for value in (0.5, float("nan"), float("inf"), 2**31, 2**63, -(2**63) - 1, 2**200):
+        too_wide = (2**31, -(2**31) - 1) if argument.bits == 32 else ()
+        for value in (0.5, float("nan"), float("inf"), 2**64, -(2**63) - 1, 2**200, *too_wide):
             yield Fault(f"value {value}", value)
 
 
-def faults(op, name, call):
+def object_faults(argument, value, dtype):
+    yield Fault("None", None)
+    for label, other in {
+        "tensor": torch.ones(2),
+        "string": "int4",
+        "int": 3,
+        "object": Unexpected(),
+        "list": [1.0],
+    }.items():
+        yield Fault(label, other)
+    yield Fault("its type", type(value))
+    for label, other in argument.wrong(dtype).items():
+        yield Fault(label, other, relational=True)
+
+
+def faults(op, name, call, dtype):
     argument = op.arguments[name]
+    if isinstance(argument, ops.Object):
+        return object_faults(argument, call.kwargs[name], dtype)
     if isinstance(argument, ops.Tensor):
         return tensor_faults(argument, call.kwargs[name])
     return scalar_faults(argument)
