@@ -53,9 +53,9 @@ _WEIGHTS = ("dequantize", "w4a16")
 def load_gguf(path, *, dtype="bfloat16", weights="dequantize", progress=True):
     """The causal language model of a GGUF file, as a transformers model on the CPU, in eval mode, without gradients.
 
-    path: a GGUF file of version 2 or 3; architecture llama or qwen2 (with its QKV bias); any mix of the tensor types the
-    `gguf` package dequantises. dtype: of the weights and activations: float32, float16 or bfloat16, a torch.dtype or its
-    name. weights: "dequantize" makes every linear layer an nn.Linear; "w4a16" keeps the codes, scales and minima of
+    path: a GGUF file of version 2 or 3; architecture llama or qwen2 (with its QKV bias); any mix of the tensor types
+    the `gguf` package dequantises. dtype: of the weights and activations: float32, float16 or bfloat16, a torch.dtype
+    or its name. weights: "dequantize" makes every linear layer an nn.Linear; "w4a16" keeps the codes, scales and minima of
     tensors stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear, lossless) and dequantises the rest. The embedding
     and the head are always dequantised. progress: show a bar where stderr is a terminal.
 
@@ -200,9 +200,8 @@ class _Plan:
             if tensor not in file.tensors:
                 raise ArgumentError(f"{file.path}: tensor '{tensor}' is missing (architecture {self.name})")
             if file.tensors[tensor].shape != shape:
-                raise ArgumentError(
-                    f"{file.path}: tensor '{tensor}' has shape {list(file.tensors[tensor].shape)}, expected {list(shape)}"
-                )
+                came = list(file.tensors[tensor].shape)
+                raise ArgumentError(f"{file.path}: tensor '{tensor}' has shape {came}, expected {list(shape)}")
         extra = file.tensors.keys() - {tensor for tensor, _, _ in table.values()}
         if extra:
             raise NotSupportedError(
@@ -286,7 +285,7 @@ def _fill(model, plan, dtype, progress):
 
 
 def _read_parameter(file, tensor, heads, dtype):
-    """Tensor `tensor` dequantised to a torch tensor of `dtype`, the rows of `heads` heads put in half-split RoPE order."""
+    """Tensor `tensor` dequantised to `dtype`; with `heads`, its rows put in the order of half-split RoPE."""
     info = file.tensors[tensor]
     data = file.read(tensor).reshape(math.prod(info.shape[:-1]), -1)
     if heads is not None:
@@ -315,7 +314,8 @@ def _dequantize(file, info, data, dtype):
                 values = gguf.quants.dequantize(data[i : i + step], info.type)
         except NotImplementedError:
             raise NotSupportedError(
-                f"{file.path}: tensor '{info.name}' has type {info.type.name}, which the gguf package does not dequantise"
+                f"{file.path}: tensor '{info.name}' has type {info.type.name}, "
+                "which the gguf package does not dequantise"
             ) from None
         out[i : i + step] = torch.from_numpy(values)
     return out

@@ -7,6 +7,7 @@ under it is a SIGBUS), so only its tables of types are used here.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import struct
@@ -38,7 +39,10 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class GGUFFile:
-    """What a GGUF file's header says. metadata: key -> int, float, bool, str or list of these. tensors: name -> TensorInfo."""
+    """What a GGUF file's header says.
+
+    metadata: key -> int, float, bool, str or a list of these. tensors: name -> TensorInfo.
+    """
 
     path: str
     version: int
@@ -146,10 +150,11 @@ class _Header:
 
     def check_overlap(self, tensors):
         ordered = sorted(tensors.values(), key=lambda info: info.offset)
-        for a, b in zip(ordered, ordered[1:], strict=False):
+        for a, b in itertools.pairwise(ordered):
             if a.offset + a.nbytes > b.offset:
                 raise ArgumentError(
-                    f"{self.path}: tensors '{a.name}' and '{b.name}' overlap at byte {b.offset}: the directory is corrupt"
+                    f"{self.path}: tensors '{a.name}' and '{b.name}' overlap at byte {b.offset}: "
+                    "the directory is corrupt"
                 )
 
     def tensor(self, i, count):
@@ -215,9 +220,10 @@ class _Header:
     def count(self, what, item_bytes):
         """A 64-bit number of items, each at least `item_bytes` long, that must still fit into the file."""
         n = self.number("Q", what)
-        if n * item_bytes > self.size - self.position:
+        left = self.size - self.position
+        if n * item_bytes > left:
             raise ArgumentError(
-                f"{self.path}: {what} is {n}, more than the {self.size - self.position} bytes left in the file can hold: "
+                f"{self.path}: {what} is {n}, more than the {left} bytes left can hold: "
                 "the file is truncated or corrupt"
             )
         return n
@@ -229,7 +235,8 @@ class _Header:
         data = self.file.read(n)
         if len(data) != n:
             raise ArgumentError(
-                f"{self.path}: the file ends inside {what}: {n} bytes expected at byte {self.position}, {len(data)} there"
+                f"{self.path}: the file ends inside {what}: {n} bytes expected at byte {self.position}, "
+                f"{len(data)} there"
             )
         self.position += n
         return data
