@@ -100,13 +100,13 @@ def expect(error, path, *words):
         load_gguf(path)
     for word in (str(path), *words):
         assert word in str(caught.value)
+    return str(caught.value)
 
 
 def with_meta(tmp_path, changes):
-    """A llama file with metadata keys changed ("llama." is put in front of names without a dot) or dropped (None)."""
+    """A llama file with metadata keys changed, or dropped (None)."""
     meta = tiny_gguf.metadata("llama")
-    for name, value in changes.items():
-        key = name.replace("__", ".")
+    for key, value in changes.items():
         if value is None:
             del meta[key]
         else:
@@ -152,7 +152,8 @@ def test_metadata_faults(tmp_path, key, value, error, words):
         path = corrupt(tiny_gguf.write(tmp_path / "a.gguf", extra_meta={"general.alignmenT": value}), b"menT", b"ment")
     else:
         path = with_meta(tmp_path, {key: value})
-    expect(error, path, key, *words)
+    message = expect(error, path, *words)
+    assert key in message or "tensor '" in message  # the key, or the tensor that contradicts it
 
 
 def test_expert_count_zero_is_no_experts(tmp_path):
@@ -248,9 +249,6 @@ def test_corrupt_header(tmp_path, old, new, at, error, words):
 
 
 def test_key_that_occurs_twice(tmp_path):
-    path = corrupt(
-        tiny_gguf.write(tmp_path / "a.gguf"), b"llama.attention.head_count_kv", b"llama.attention.head_count"
-    )
     path = tiny_gguf.write(tmp_path / "b.gguf", extra_meta={"llama.block_counX": (2, "uint32")})
     expect(ArgumentError, corrupt(path, b"counX", b"count"), "llama.block_count", "twice")
 
@@ -279,7 +277,7 @@ def test_truncated_anywhere(llama, tmp_path):
 
 
 def test_any_corrupt_byte_gives_a_model_or_a_typed_error(llama, tmp_path):
-    """Every byte of the header in turn (some of them) and random pairs: nothing but RooftileError ever comes out."""
+    """One or two random bytes of the header changed: nothing but RooftileError ever comes out."""
     with open(llama, "rb") as f:
         content = f.read()
     size = min(t.offset for t in read_gguf(llama).tensors.values())
@@ -319,7 +317,7 @@ def test_no_file(tmp_path):
 
 
 def test_wrong_options(llama):
-    with pytest.raises(ArgumentTypeError, match="dtype.*float64"):
+    with pytest.raises(ArgumentTypeError, match=r"dtype.*float64"):
         load_gguf(llama, dtype=torch.float64)
-    with pytest.raises(ArgumentError, match="weights.*'int3'"):
+    with pytest.raises(ArgumentError, match=r"weights.*'int3'"):
         load_gguf(llama, weights="int3")
