@@ -321,3 +321,32 @@ def test_wrong_options(llama):
         load_gguf(llama, dtype=torch.float64)
     with pytest.raises(ArgumentError, match=r"weights.*'int3'"):
         load_gguf(llama, weights="int3")
+
+
+@pytest.fixture(scope="module")
+def w4(tiny):
+    pytest.importorskip("rooftile.nn")
+    _, path, _ = tiny
+    return load_gguf(path, dtype="float32"), load_gguf(path, dtype="float32", weights="w4a16")
+
+
+def test_w4a16_keeps_the_codes(w4):
+    """Q4_0 and Q4_1 tensors, permuted rows included, read back as what dequantising gives, bit for bit."""
+    from rooftile.nn import W4Linear
+
+    plain, packed = w4
+    kept = {name: module for name, module in packed.named_modules() if isinstance(module, W4Linear)}
+    assert {name.split(".")[-1] for name in kept} == {"q_proj", "k_proj", "down_proj"}
+    for name, module in kept.items():
+        assert np.array_equal(np.asarray(module.weight.dequantize()), plain.get_submodule(name).weight.numpy()), name
+    for name, value in packed.state_dict().items():
+        if name in plain.state_dict():
+            assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_w4a16_logits(w4, tiny):
+    arch, _, data = tiny
+    exact = tiny_gguf.forward(arch, data, IDS)
+    with torch.no_grad():
+        ours = w4[1](torch.tensor(IDS)[None], use_cache=False).logits[0].double().numpy()
+    assert np.abs(ours - exact).max() <= 2e-5 * np.abs(exact).max()
