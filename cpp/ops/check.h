@@ -11,6 +11,9 @@
 
 namespace rooftile::check {
 
+// Whether two indices may lead to one element. Views whose dimensions interleave without meeting count as well.
+bool overlaps_itself(const TensorView& t);
+
 // Names one argument of one op and checks it.
 class Arg {
  public:
@@ -58,6 +61,8 @@ class Arg {
     for (int i = 0; i < t_.ndim; ++i)
       ROOFTILE_CHECK(t_.shape[i] <= 1 || t_.stride[i] != 0 || t_.numel() == 0, op_, ": ", argument_,
                      " is expanded (stride 0 in dimension ", i, ") and would be written");
+    ROOFTILE_CHECK(!overlaps_itself(t_), op_, ": ", argument_, " has strides that lead two indices to one element, and would "
+                   "be written; got ", describe(t_));
     return *this;
   }
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
 #include "ops/check.h"
 #include "rooftile/fused.h"
 
@@ -14,7 +16,7 @@ KernelName run_norm(const char* op, const Context& ctx, const cpu::NormArgs& a) 
   if (adds) Arg(op, "residual", a.residual).shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x");
   for (const auto& [argument, t] : {std::pair{"weight", &a.weight}, {"bias", &a.bias}})
     if (t->given()) Arg(op, argument, *t).shape({hidden}, "[hidden]").dtype({a.x.dtype, DType::f32}).device(a.x.device, "x");
-  ROOFTILE_CHECK(a.eps >= 0, op, ": eps must be at least 0, got ", a.eps);
+  ROOFTILE_CHECK(a.eps >= 0 && std::isfinite(a.eps), op, ": eps must be finite and at least 0, got ", a.eps);
   const auto check_output = [&](const char* argument, const TensorView& t) {
     Arg(op, argument, t).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
     for (const auto& [name, in] : {std::pair{"x", &a.x}, {"residual", &a.residual}})

@@ -35,7 +35,9 @@ def empty(like, shape=None, dtype=None):
         dtype = getattr(torch, dtype) if dtype else like.dtype
         return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=like.device)
     if not hasattr(like, "shape"):
-        raise ArgumentTypeError(f"expected an array that speaks DLPack (torch, NumPy, jax, cupy), got {type(like).__name__}")
+        raise ArgumentTypeError(
+            f"expected an array that speaks DLPack (torch, NumPy, jax, cupy), got {type(like).__name__}"
+        )
     return np.empty(like.shape if shape is None else shape, dtype=numpy_dtype(dtype or str(like.dtype)))
 
 
