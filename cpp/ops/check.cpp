@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 
 namespace rooftile::check {
@@ -96,11 +95,17 @@ bool overlaps_itself(const TensorView& t) {
 }
 
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts) {
-  KernelName result;
-  int used = std::snprintf(result.text, sizeof result.text, "cpu_%s", k.variant);
-  for (const char* part : parts)
-    if (used < static_cast<int>(sizeof result.text))
-      used += std::snprintf(result.text + used, sizeof result.text - static_cast<std::size_t>(used), "_%s", part);
+  KernelName result;   // zeros
+  std::size_t used = 0;
+  const auto append = [&](const char* text) {
+    for (; *text && used + 1 < sizeof result.text; ++text) result.text[used++] = *text;
+  };
+  append("cpu_");
+  append(k.variant);
+  for (const char* part : parts) {
+    append("_");
+    append(part);
+  }
   return result;
 }
 

@@ -31,7 +31,7 @@ def empty(like, shape=None, dtype=None):
     torch = torch_of(like)
     if torch is not None:
         if shape is None and dtype is None:
-            return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         dtype = getattr(torch, dtype) if dtype else like.dtype
         return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=like.device)
     if not hasattr(like, "shape"):
