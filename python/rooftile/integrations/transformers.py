@@ -7,9 +7,9 @@
     model.generate(**inputs, past_key_values=RooftileCache(model.config, format="int4-kivi"))
 
 How the pieces meet. For every layer transformers calls `cache.update(k, v)` and then the attention function with what
-update returned. A prompt must be attended raw before it is stored, a few new tokens must be stored before they are attended, so
-update() only holds the new keys and values and returns a handle; the attention function takes them from it, attends and stores
-in the right order. Any other attention function fails at its first touch of the handle.
+update returned. A prompt must be attended raw before it is stored, a few new tokens must be stored before they are
+attended, so update() only holds the new keys and values and returns a handle; the attention function takes them from
+it, attends and stores in the right order. Any other attention function fails at its first touch of the handle.
 
 Padding. The mask function hands over which columns are padding instead of a 4-D mask. Padding is never stored: each
 row of the cache holds its own tokens from position 0 on, so its bytes are those of the unpadded prompt.
@@ -82,8 +82,9 @@ class _Mask:
             column = torch.arange(q_length, device=new.device)
             pads = (q_length - counts)[:, None]
             self.counts = counts.to(torch.int32)
-            self.to_tokens = ((column + pads) % q_length)[:, :, None, None]  # a row's tokens first, padding behind
-            self.to_columns = ((column - pads) % q_length)[:, :, None, None]  # and back
+            # Columns hold padding first, then tokens; the kernels want a row's tokens first.
+            self.to_tokens = ((column + pads) % q_length)[:, :, None, None]
+            self.to_columns = ((column - pads) % q_length)[:, :, None, None]
 
     def tokens_first(self, x):
         """x [B, T, H, D] in columns -> in tokens."""
@@ -97,15 +98,15 @@ def _window_of(mask_function):
     """None for the plain causal mask, W for a causal sliding window; every other mask is refused."""
     if mask_function is causal_mask_function:
         return None
-    # transformers builds the sliding window as and_masks(sliding_window_overlay(W), causal_mask_function), all closures.
-    if mask_function.__code__ is _AND_CODE:
+    # transformers builds a sliding window as and_masks(sliding_window_overlay(W), causal_mask_function): closures.
+    if getattr(mask_function, "__code__", None) is _AND_CODE:
         parts = mask_function.__closure__[0].cell_contents
-        if len(parts) == 2 and parts[1] is causal_mask_function and getattr(parts[0], "__code__", None) is _WINDOW_CODE:
+        if len(parts) == 2 and getattr(parts[0], "__code__", None) is _WINDOW_CODE and parts[1] is causal_mask_function:
             return parts[0].__closure__[0].cell_contents
     raise NotSupportedError(
-        f"attention_mask: the attention function 'rooftile' has causal masks, with or without a sliding window, and left "
-        f"padding; this model asks for {getattr(mask_function, '__qualname__', mask_function)} (packed sequences, chunked, "
-        "bidirectional or custom masks are not implemented)"
+        "attention_mask: the attention function 'rooftile' has causal masks, with or without a sliding window, and "
+        f"left padding; this model asks for {getattr(mask_function, '__qualname__', mask_function)} (packed sequences, "
+        "chunked, bidirectional and custom masks are not implemented)"
     )
 
 
@@ -203,9 +204,9 @@ class RooftileLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, format, capacity=None, dtype=None):
+    def __init__(self, format, capacity=None, dtype=None, stepwise=False):
         super().__init__()
-        self.format, self.capacity, self.dtype = format, capacity, dtype
+        self.format, self.capacity, self.dtype, self.stepwise = format, capacity, dtype, stepwise
         self.cache = None  # rt.KVCache
         self.columns = 0  # what transformers calls the sequence length: tokens and padding
         self.tokens = None  # int64 [B]: tokens of each row; None while no row has padding
@@ -239,8 +240,8 @@ class RooftileLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.cache.batch:
             raise ArgumentError(
-                f"past_key_values: this RooftileCache holds {self.cache.batch} rows, the input has {key_states.shape[0]}; "
-                "call reset() or use a new cache"
+                f"past_key_values: this RooftileCache holds {self.cache.batch} rows, the input has "
+                f"{key_states.shape[0]}; call reset() or use a new cache"
             )
         self.columns += key_states.shape[2]
         self.held = _NewTokens(self, key_states, value_states)
@@ -258,7 +259,7 @@ class RooftileLayer(CacheLayerMixin):
         v = mask.tokens_first(new.value.transpose(1, 2))
         if self.columns > self.cache.capacity:
             self.cache = self.cache.select(capacity=max(2 * self.cache.capacity, self.columns))
-        if before == 0 or length > SHORT:
+        if not self.stepwise and (before == 0 or length > SHORT):
             past = self.cache if before else None
             out = rt.prefill_attention(q, k, v, cache=past, counts=mask.counts, **options)
             self.cache.append(k, v, counts=mask.counts)
@@ -289,8 +290,9 @@ class RooftileLayer(CacheLayerMixin):
     def _settled(self):
         if self.held is not None:
             raise NotSupportedError(
-                "past_key_values: the tokens of an earlier forward were not stored, because it stopped half way or ran another "
-                "attention function than 'rooftile' (model.set_attn_implementation('rooftile')); reset() this cache"
+                "past_key_values: the tokens of an earlier forward were not stored, because it stopped half way or ran "
+                "another attention function than 'rooftile' (model.set_attn_implementation('rooftile')); "
+                "reset() this cache"
             )
 
     def get_mask_sizes(self, query_length):
@@ -331,7 +333,7 @@ class RooftileLayer(CacheLayerMixin):
         self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove):
-        """Takes back the newest -tokens_to_remove columns; a positive value is the length to keep (transformers < 5.18).
+        """Takes back the newest -tokens_to_remove columns; a positive value is the length to keep (before 5.18).
 
         Raises ArgumentError where the format cannot: kivi formats take back 16 tokens, or go to a multiple of 32.
         """
@@ -353,15 +355,18 @@ class RooftileCache(Cache):
 
     config: the model's config. format: one name for all layers, or {"default": name, layer: name}; see
     docs/guide/cache-formats.md. capacity: tokens to make room for at once; the cache grows beyond it by doubling, which
-    copies it. dtype: of the keys and values, default that of the first ones.
+    copies it. dtype: of the keys and values, default that of the first ones. stepwise: a forward over T tokens gives
+    what T forwards over one token give (its tokens are stored before they are attended), which is how text is scored
+    under a compressed cache; kivi formats then take at most 32 tokens per forward.
 
         cache = RooftileCache(model.config, format="int4-kivi")
         model.generate(**inputs, past_key_values=cache)          # cache.nbytes, cache.layers[i].cache (an rt.KVCache)
 
-    Raises ArgumentError for a wrong format or capacity, NotSupportedError for models whose layers are not all plain attention.
+    Raises ArgumentError for a wrong format or capacity, NotSupportedError for models with layers that are not plain
+    attention.
     """
 
-    def __init__(self, config, *, format="int4-kivi", capacity=None, dtype=None):
+    def __init__(self, config, *, format="int4-kivi", capacity=None, dtype=None, stepwise=False):
         text = config.get_text_config(decoder=True)
         odd = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
         if odd or getattr(text, "num_kv_shared_layers", 0):
@@ -380,7 +385,7 @@ class RooftileCache(Cache):
         for name in names:
             if name not in rt.KV_FORMATS:
                 raise ArgumentError(f"format: expected one of {', '.join(rt.KV_FORMATS)}, got {name!r}")
-        super().__init__(layers=[RooftileLayer(name, capacity, dtype) for name in names])
+        super().__init__(layers=[RooftileLayer(name, capacity, dtype, stepwise) for name in names])
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self.layers[layer_idx]
