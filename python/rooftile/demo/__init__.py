@@ -3,7 +3,10 @@
 
 from importlib.resources import files
 
-TEXT_TITLE = "Botchan, chapters 1-2, by Natsume Soseki, translated by Yasotaro Morri, revised by J. R. Kennedy (1919), public domain"
+TEXT_TITLE = (
+    "Botchan, chapters 1-2, by Natsume Soseki, translated by Yasotaro Morri, revised by J. R. Kennedy (1919), "
+    "public domain"
+)
 
 
 def text():

@@ -27,8 +27,8 @@ VARIANTS = (
     Variant("bf16 cache", "bf16"),
     Variant("int8 cache", "int8"),
     Variant("int4 cache", "int4"),
-    Variant("int4-kivi-sym cache", "int4-kivi-sym"),
-    Variant("int4-kivi cache", "int4-kivi"),
+    Variant("int4-kivi-sym", "int4-kivi-sym"),
+    Variant("int4-kivi", "int4-kivi"),
     Variant("W4A16", "bf16", w4a16=True),
     Variant("W4A16 + int4-kivi", "int4-kivi", w4a16=True),
 )
@@ -100,7 +100,7 @@ class Runner:
 def measure_speed(runners, prompt, steps, rounds, advance):
     """Prefill and decode of all runners, taking turns, so that a slow moment of the machine hits all of them alike."""
     capacity = prompt.shape[1] + steps
-    for runner in runners:      # first calls: pages, thread pools, code paths
+    for runner in runners:  # first calls: pages, thread pools, code paths
         runner.prefill(prompt[:, :64], 66)
         runner.decode(2)
         runner.prefill_seconds.clear()
@@ -123,6 +123,17 @@ def speed_forwards(runners, rounds):
     return len(runners) * (1 + rounds + 4)
 
 
+def speed_figures(runner, prompt_tokens, yardstick):
+    """Medians of what measure_speed timed; the speedup is over the yardstick's decode."""
+    decode = statistics.median(runner.decode_seconds)
+    return {
+        "prefill_tok_s": prompt_tokens / statistics.median(runner.prefill_seconds),
+        "decode_tok_s": 1 / decode,
+        "decode_ms": [1e3 * seconds for seconds in (min(runner.decode_seconds), decode, max(runner.decode_seconds))],
+        "decode_speedup": statistics.median(yardstick.decode_seconds) / decode,
+    }
+
+
 def measure_quality(runners, chunks, advance):
     """Mean NLL per chunk, KL from the first runner, and how often the likeliest token is the same, per runner.
 
@@ -136,7 +147,9 @@ def measure_quality(runners, chunks, advance):
             if reference is None:
                 reference = logp
             result["nll"].append(-logp.gather(1, ids[1:, None]).mean().item())
-            result["kl"].append(torch.nn.functional.kl_div(logp, reference, reduction="batchmean", log_target=True).item())
+            result["kl"].append(
+                torch.nn.functional.kl_div(logp, reference, reduction="batchmean", log_target=True).item()
+            )
             result["top1"].append((logp.argmax(1) == reference.argmax(1)).float().mean().item())
             advance()
     return results
@@ -157,3 +170,26 @@ def quality_figures(result, baseline):
         "kl": statistics.fmean(result["kl"]),
         "top1": statistics.fmean(result["top1"]),
     }
+
+
+def wrong_kernels(report):
+    """What contradicts a row's claim, as sentences: another cache format or weight format, another variant, nothing."""
+    native = report["run"]["native_variant"]
+    formats = {row["format"] for row in report["rows"]} - {None, BASELINE.format}
+    wrong = []
+    for row in report["rows"]:
+        parts = {kernel: kernel.split("_") for kernel in row["kernels"]}
+        if row["format"] is None:
+            wrong += [f"{row['name']}: it is transformers' own row, but {kernel} ran" for kernel in parts]
+            continue
+        for kernel, words in parts.items():
+            if words[: len(native)] != native:
+                wrong.append(f"{row['name']}: {kernel} ran, this machine's variant is {'_'.join(native)}")
+            if formats.intersection(words) - {row["format"]}:
+                wrong.append(f"{row['name']}: {kernel} ran, the row's cache format is {row['format']}")
+        if not any(row["format"] in words[len(native) :] for words in parts.values()):
+            wrong.append(f"{row['name']}: no kernel of the cache format {row['format']} ran")
+        w4a16 = any(word.startswith("w4a16") for words in parts.values() for word in words)
+        if w4a16 != (row["weights"] == "w4a16"):
+            wrong.append(f"{row['name']}: {'a' if w4a16 else 'no'} W4A16 kernel ran, its weights are {row['weights']}")
+    return wrong

@@ -8,11 +8,22 @@ from rich.table import Table
 from rich.text import Text
 
 
-def _table(title, first, *columns):
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column(first, no_wrap=True)
+def _table(title, *columns):
+    """Names on the left, figures on the right; without columns: names and running text."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        show_header=bool(columns),
+    )
+    table.add_column(no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
+    if not columns:
+        table.add_column(overflow="fold")
     return table
 
 
@@ -25,7 +36,14 @@ def _note(text):
 
 
 def speed_table(report):
-    table = _table("Memory and speed", "", "weights\nMiB", "cache\nMiB", "prefill\ntok/s", "decode\ntok/s", "decode vs\ntransformers")
+    table = _table(
+        "Memory and speed",
+        "weights\nMiB",
+        "cache\nMiB",
+        "prefill\ntok/s",
+        "decode\ntok/s",
+        "decode vs\ntransformers",
+    )
     for row in report["rows"]:
         table.add_row(
             row["name"],
@@ -41,21 +59,19 @@ def speed_table(report):
     return Group(
         table,
         _note(
-            f"Prompt of {run['prompt_tokens']} tokens, then {run['decode_tokens']} greedy steps of one token; all rows take turns "
-            f"in one process; medians; {run['torch_threads']} threads, bfloat16 activations. Cache: bytes for these "
-            f"{run['context_tokens']} tokens, scales and the kivi formats' newest 64 raw tokens included."
+            f"Prompt of {run['prompt_tokens']} tokens, then {run['decode_tokens']} greedy steps of one token; all rows "
+            f"take turns in one process; medians; {run['torch_threads']} threads, bfloat16 activations. Cache: bytes "
+            f"for these {run['context_tokens']} tokens, with scales and the 64 newest tokens that kivi formats keep raw."
         ),
     )
 
 
-def _signed(value, error, digits):
-    if error is None:
-        return f"{value:+.{digits}f}"
-    return f"{value:+.{digits}f} ± {error:.{digits}f}"
+def _signed(value, error):
+    return f"{value:+.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def quality_table(report):
-    table = _table("Quality", "", "perplexity", "change, %\n(± s.e.)", "nats per token\n(± s.e.)", "KL,\nnats", "same top\ntoken, %")
+    table = _table("Quality", "perplexity", "change", "nats per token\n(± s.e.)", "KL\nnats", "top-1\nsame")
     for row in report["rows"]:
         q = row["quality"]
         if q is None:
@@ -66,37 +82,31 @@ def quality_table(report):
         table.add_row(
             row["name"],
             f"{q['perplexity']:.3f}",
-            _signed(q["percent"], q["percent_se"], 2),
-            _signed(q["dnll"], q["dnll_se"], 4),
+            f"{q['percent']:+.2f} %",
+            _signed(q["dnll"], q["dnll_se"]),
             f"{q['kl']:.4f}",
-            f"{100 * q['top1']:.1f}",
+            f"{100 * q['top1']:.1f} %",
         )
     run = report["run"]
     return Group(
         table,
         _note(
-            f"Text: {run['text']}. {run['chunks']} chunks of {run['chunk_tokens']} tokens, fed as decoding sees them. Differences "
-            f"are paired with the row '{run['baseline']}', their standard error is over the chunks. Lower is better; KL is "
-            "the distance between the two models' predictions."
+            f"Lower is better. Text: {run['text']}. {run['chunks']} chunks of {run['chunk_tokens']} tokens, seen as "
+            f"decoding sees them. Differences are paired with '{run['baseline']}', standard errors are over the chunks. "
+            "KL: distance between the predictions. top-1 same: how often the likeliest token is the same one."
         ),
     )
 
 
 def words_table(report):
-    table = Table(title="What each one writes after the prompt", title_justify="left", title_style="bold", box=SIMPLE_HEAD,
-                  padding=(0, 1), pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _table("What each one writes after the prompt")
     for row in report["rows"]:
         table.add_row(row["name"], Text(" ".join(row["words"].split())))
     return Group(table, _note(f"The prompt ends: … {report['run']['prompt_end']}"))
 
 
 def kernels_table(report):
-    table = Table(title="Kernels that ran", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1),
-                  pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = _table("Kernels that ran")
     for row in report["rows"]:
         table.add_row(row["name"], ", ".join(row["kernels"]) or "none of rooftile's")
     return table
@@ -107,61 +117,60 @@ def tables(report):
 
 
 def draw(report, path):
-    """The picture: memory, decode speed and quality as bars, one row per variant. PNG or whatever `path` ends in."""
+    """The picture: memory, decode speed and quality as bars, one line per variant. PNG, or what `path` ends in."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = report["rows"]
-    names = [row["name"] for row in rows]
-    y = range(len(rows))
-    grey, blue, orange = "#b8bec6", "#2f6db5", "#e08a2e"
-    figure, (memory, speed, quality) = pyplot.subplots(
-        1, 3, figsize=(13, 0.48 * len(rows) + 2.0), sharey=True, width_ratios=(1.15, 1, 1), layout="constrained"
+    rows, run = report["rows"], report["run"]
+    grey, blue, orange, green = "#b3bac4", "#2f6db5", "#e08a2e", "#3f9b6c"
+    figure, (weights, cache, speed, quality) = pyplot.subplots(
+        1, 4, figsize=(15, 0.46 * len(rows) + 1.9), sharey=True, layout="constrained"
     )
 
-    weights = [row["weight_bytes"] / 2**20 for row in rows]
-    caches = [row["cache_bytes"] / 2**20 for row in rows]
-    memory.barh(y, weights, color=grey, label="weights")
-    memory.barh(y, caches, left=weights, color=orange, label="KV cache")
-    for i, (w, c) in enumerate(zip(weights, caches, strict=True)):
-        memory.text(w + c, i, f" {w:.0f} + {c:.1f}", va="center", fontsize=9)
-    memory.set_title(f"Memory, MiB\n({report['run']['context_tokens']} tokens of context)", fontsize=11)
-    memory.set_xlim(0, 1.3 * max(w + c for w, c in zip(weights, caches, strict=True)))
-    memory.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False, fontsize=9)
-
-    rates = [row["decode_tok_s"] for row in rows]
-    speed.barh(y, rates, color=[grey if row["format"] is None else blue for row in rows])
-    for i, (rate, row) in enumerate(zip(rates, rows, strict=True)):
-        ratio = "" if row["format"] is None else f"  ({row['decode_speedup']:.2f}x)"
-        speed.text(rate, i, f" {rate:.1f}{ratio}", va="center", fontsize=9)
-    speed.axvline(rates[0], color="#555555", linewidth=1, linestyle=":")
-    speed.set_title("Decode, tokens per second\n(higher is better)", fontsize=11)
-    speed.set_xlim(0, 1.35 * max(rates))
-
-    changes = [row["quality"]["percent"] if row["quality"] else None for row in rows]
-    shown = [change or 0 for change in changes]
-    errors = [(row["quality"] or {}).get("percent_se") or 0 for row in rows]
-    quality.barh(y, shown, xerr=errors, color=blue, error_kw={"elinewidth": 1, "capsize": 3})
-    reach = max(max(a + e for a, e in zip(shown, errors, strict=True)), 0.1)
-    for i, (change, error) in enumerate(zip(changes, errors, strict=True)):
-        if change is None:
-            text = "not scored"
-        elif names[i] == report["run"]["baseline"]:
-            text = f"baseline {rows[i]['quality']['perplexity']:.2f}"
-        else:
-            text = f"{change:+.2f} %"
-        quality.text(max(shown[i], 0) + error + 0.02 * reach, i, text, va="center", fontsize=9)
-    quality.set_title("Perplexity, change in %\n(lower is better; bars: ± 1 s.e.)", fontsize=11)
-    quality.set_xlim(min(0, 1.1 * min(a - e for a, e in zip(shown, errors, strict=True))), 1.35 * reach)
-
-    memory.set_yticks(y, names)
-    memory.invert_yaxis()
-    for axes in (memory, speed, quality):
+    def bars(axes, title, values, texts, colours, errors=None):
+        axes.barh(range(len(rows)), values, xerr=errors, color=colours, error_kw={"elinewidth": 1, "capsize": 3})
+        ends = [max(v, 0) + e for v, e in zip(values, errors or [0] * len(rows), strict=True)]
+        reach = max(*ends, 1e-9)
+        for i, (end, text) in enumerate(zip(ends, texts, strict=True)):
+            axes.text(end + 0.02 * reach, i, text, va="center", fontsize=9.5)
+        axes.set_xlim(min(0, *values), 1.5 * reach)
+        axes.set_title(title, fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(left=False)
-    run = report["run"]
-    figure.suptitle(f"rooftile demo: {run['model']}, {run['machine']}, {run['torch_threads']} threads", fontsize=12)
-    figure.savefig(path, dpi=130)
+
+    def mib(axes, title, key, colour):
+        values = [row[key] / 2**20 for row in rows]
+        texts = [f"{v:.1f}" + ("" if i == 0 else f"  ({values[0] / v:.1f}x less)") for i, v in enumerate(values)]
+        texts = [text.replace("  (1.0x less)", "") for text in texts]
+        bars(axes, title, values, texts, [grey if i == 0 else colour for i in range(len(rows))])
+
+    mib(weights, "Weights, MiB", "weight_bytes", green)
+    mib(cache, f"KV cache of {run['context_tokens']} tokens, MiB", "cache_bytes", orange)
+    rates = [row["decode_tok_s"] for row in rows]
+    texts = [
+        f"{row['decode_tok_s']:.1f}" + ("" if i == 0 else f"  ({row['decode_speedup']:.2f}x)")
+        for i, row in enumerate(rows)
+    ]
+    bars(speed, "Decode, tokens per second\n(higher is better)", rates, texts, [grey] + [blue] * (len(rows) - 1))
+    speed.axvline(rates[0], color="#555555", linewidth=1, linestyle=":", zorder=0)
+
+    scored = [row["quality"] or {"percent": 0, "percent_se": 0} for row in rows]
+    texts = ["not scored" if row["quality"] is None else f"{row['quality']['percent']:+.2f} %" for row in rows]
+    for i, row in enumerate(rows):
+        if row["name"] == run["baseline"]:
+            texts[i] = f"baseline: {row['quality']['perplexity']:.2f}"
+    bars(
+        quality,
+        "Perplexity, change\n(lower is better; whiskers ± 1 s.e.)",
+        [q["percent"] for q in scored],
+        texts,
+        blue,
+        [q["percent_se"] or 0 for q in scored],
+    )
+    weights.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    weights.invert_yaxis()
+    figure.suptitle(f"rooftile demo: {run['model']} on {run['machine']}, {run['torch_threads']} threads", fontsize=12)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -318,14 +318,14 @@ class RooftileLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx):
         self._settled()
         if self.cache is not None:
-            self.cache.reorder(beam_idx.to(device="cpu", dtype=torch.int32))
+            self.cache.reorder(beam_idx.tolist())
             if self.tokens is not None:
                 self.tokens = self.tokens[beam_idx.to(self.tokens.device)]
 
     def batch_select_indices(self, indices):
         self._settled()
         if self.cache is not None:
-            self.cache = self.cache.select(indices)
+            self.cache = self.cache.select(indices.tolist())
             if self.tokens is not None:
                 self.tokens = self.tokens[indices.to(self.tokens.device)]
 
@@ -344,7 +344,7 @@ class RooftileLayer(CacheLayerMixin):
             return
         tokens = self.tokens if self.tokens is not None else torch.full((self.cache.batch,), self.columns)
         tokens = (tokens - (self.columns - keep)).clamp_min(0)
-        self.cache.truncate(torch.arange(self.cache.batch, dtype=torch.int32), tokens.to(torch.int32))
+        self.cache.truncate(list(range(self.cache.batch)), tokens.tolist())
         if self.tokens is not None:
             self.tokens = tokens
         self.columns = keep
@@ -382,9 +382,8 @@ class RooftileCache(Cache):
         if unknown:
             raise ArgumentError(f"format: expected the keys 'default' and 0..{layers - 1}, got {unknown[0]!r}")
         names = [formats.get(i, formats.get("default")) for i in range(layers)]
-        for name in names:
-            if name not in rt.KV_FORMATS:
-                raise ArgumentError(f"format: expected one of {', '.join(rt.KV_FORMATS)}, got {name!r}")
+        for name in set(names):
+            rt.KVCache(0, 1, 1, 1, format=name)  # an unknown format is refused here, not in the first forward
         super().__init__(layers=[RooftileLayer(name, capacity, dtype, stepwise) for name in names])
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
