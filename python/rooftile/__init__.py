@@ -5,6 +5,7 @@ from rooftile import _C
 from rooftile._arrays import record_kernels
 from rooftile.errors import ArgumentError, ArgumentTypeError, DeviceError, NotSupportedError, RooftileError
 from rooftile.fused import rms_norm
+from rooftile.gemm import W4Weight, w4a16_matmul
 
 __version__ = _C.version
 
@@ -14,6 +15,8 @@ __all__ = [
     "DeviceError",
     "NotSupportedError",
     "RooftileError",
+    "W4Weight",
     "record_kernels",
     "rms_norm",
+    "w4a16_matmul",
 ]

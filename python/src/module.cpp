@@ -44,4 +44,5 @@ NB_MODULE(_C, m) {
   m.def("parallel_backend", [] { return parallel_backend(); });
   m.def("parallel_threads", [] { return Parallel(0).threads(); });
   python::bind_fused(m);
+  python::bind_gemm(m);
 }
