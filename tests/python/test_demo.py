@@ -12,9 +12,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from rich.console import Console  # noqa: E402
-
 import rooftile as rt  # noqa: E402
+from rich.console import Console  # noqa: E402
 from rooftile import demo  # noqa: E402
 from rooftile.cli import demo as command  # noqa: E402
 from rooftile.demo import measure, report  # noqa: E402

@@ -61,7 +61,7 @@ def speed_table(report):
         _note(
             f"Prompt of {run['prompt_tokens']} tokens, then {run['decode_tokens']} greedy steps of one token; all rows "
             f"take turns in one process; medians; {run['torch_threads']} threads, bfloat16 activations. Cache: bytes "
-            f"for these {run['context_tokens']} tokens, with scales and the 64 newest tokens that kivi formats keep raw."
+            f"for these {run['context_tokens']} tokens, with scales and the 64 newest tokens kivi formats keep raw."
         ),
     )
 
@@ -92,7 +92,7 @@ def quality_table(report):
         table,
         _note(
             f"Lower is better. Text: {run['text']}. {run['chunks']} chunks of {run['chunk_tokens']} tokens, seen as "
-            f"decoding sees them. Differences are paired with '{run['baseline']}', standard errors are over the chunks. "
+            f"decoding sees them. Differences are paired with '{run['baseline']}', standard errors are over chunks. "
             "KL: distance between the predictions. top-1 same: how often the likeliest token is the same one."
         ),
     )
