@@ -23,7 +23,9 @@ def empty(like, shape=None, dtype=None):
     dtype: a name such as "float32", default `like`'s own.
     """
     if not hasattr(like, "shape"):
-        raise ArgumentTypeError(f"expected an array that speaks DLPack (torch, NumPy, jax, cupy), got {type(like).__name__}")
+        raise ArgumentTypeError(
+            f"expected an array that speaks DLPack (torch, NumPy, jax, cupy), got {type(like).__name__}"
+        )
     torch = torch_of(like)
     shape = like.shape if shape is None else shape
     if torch is not None:

@@ -55,9 +55,9 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", progress=True):
 
     path: a GGUF file of version 2 or 3; architecture llama or qwen2 (with its QKV bias); any mix of the tensor types
     the `gguf` package dequantises. dtype: of the weights and activations: float32, float16 or bfloat16, a torch.dtype
-    or its name. weights: "dequantize" makes every linear layer an nn.Linear; "w4a16" keeps the codes, scales and minima of
-    tensors stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear, lossless) and dequantises the rest. The embedding
-    and the head are always dequantised. progress: show a bar where stderr is a terminal.
+    or its name. weights: "dequantize" makes every linear layer an nn.Linear; "w4a16" keeps the codes, scales and
+    minima of tensors stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear, lossless) and dequantises the rest.
+    The embedding and the head are always dequantised. progress: show a bar where stderr is a terminal.
 
     Raises ArgumentError naming the file and the key or tensor for a truncated, corrupt or inconsistent file, and
     NotSupportedError for what is sound but not mapped (another architecture, RoPE scaling other than linear, experts).
