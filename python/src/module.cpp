@@ -45,4 +45,5 @@ NB_MODULE(_C, m) {
   m.def("parallel_threads", [] { return Parallel(0).threads(); });
   python::bind_fused(m);
   python::bind_gemm(m);
+  python::bind_kv_cache(m);
 }
