@@ -32,7 +32,7 @@ def empty(like, shape=None, dtype=None):
         if like.layout is not torch.strided:
             return None
         if shape is None and dtype is None:
-            return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         dtype = getattr(torch, dtype) if dtype else like.dtype
         return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=like.device)
     if not isinstance(getattr(like, "shape", None), tuple):
