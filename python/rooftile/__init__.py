@@ -14,6 +14,8 @@ from rooftile.errors import (
 from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
 from rooftile.gemm import W4Weight, w4a16_matmul
 from rooftile.kv_cache import KVCache
+from rooftile.kv_model import ModelKVCache
+from rooftile.kv_paged import PagedKVCache
 
 __version__ = _C.version
 
@@ -22,8 +24,10 @@ __all__ = [
     "ArgumentTypeError",
     "DeviceError",
     "KVCache",
+    "ModelKVCache",
     "NotSupportedError",
     "OutOfPagesError",
+    "PagedKVCache",
     "RooftileError",
     "W4Weight",
     "add_layer_norm",
