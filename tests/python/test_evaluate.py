@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rooftile.errors import ArgumentError
-from rooftile.evaluate import Score, Variant, compare, split_chunks
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from rooftile.errors import ArgumentError  # noqa: E402
+from rooftile.evaluate import Score, Variant, compare, split_chunks  # noqa: E402
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 VOCAB = 61
 
