@@ -6,6 +6,7 @@ from rooftile._arrays import record_kernels
 from rooftile.errors import ArgumentError, ArgumentTypeError, DeviceError, NotSupportedError, RooftileError
 from rooftile.fused import rms_norm
 from rooftile.gemm import W4Weight, w4a16_matmul
+from rooftile.quantize import W4A16, quantize_
 
 __version__ = _C.version
 
@@ -15,7 +16,9 @@ __all__ = [
     "DeviceError",
     "NotSupportedError",
     "RooftileError",
+    "W4A16",
     "W4Weight",
+    "quantize_",
     "record_kernels",
     "rms_norm",
     "w4a16_matmul",
