@@ -14,12 +14,14 @@ from rooftile.errors import (
 )
 from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
 from rooftile.gemm import W4Weight, w4a16_matmul
-from rooftile.kv_cache import KVCache
+from rooftile.kv_cache import KV_FORMATS, KVCache
 from rooftile.quantize import W4A16, quantize_
 
 __version__ = _C.version
 
 __all__ = [
+    "KV_FORMATS",
+    "W4A16",
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
@@ -28,7 +30,6 @@ __all__ = [
     "NotSupportedError",
     "OutOfPagesError",
     "RooftileError",
-    "W4A16",
     "W4Weight",
     "add_layer_norm",
     "add_rms_norm",
