@@ -3,9 +3,17 @@
 
 from rooftile import _C
 from rooftile._arrays import record_kernels
-from rooftile.errors import ArgumentError, ArgumentTypeError, DeviceError, NotSupportedError, RooftileError
-from rooftile.fused import rms_norm
+from rooftile.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    NotSupportedError,
+    OutOfPagesError,
+    RooftileError,
+)
+from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
 from rooftile.gemm import W4Weight, w4a16_matmul
+from rooftile.kv_cache import KVCache
 from rooftile.quantize import W4A16, quantize_
 
 __version__ = _C.version
@@ -14,12 +22,21 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
+    "KVCache",
     "NotSupportedError",
+    "OutOfPagesError",
     "RooftileError",
     "W4A16",
     "W4Weight",
+    "add_layer_norm",
+    "add_rms_norm",
+    "gelu_mul",
+    "layer_norm",
     "quantize_",
     "record_kernels",
     "rms_norm",
+    "rope",
+    "silu_mul",
+    "softmax",
     "w4a16_matmul",
 ]
