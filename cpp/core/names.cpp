@@ -80,4 +80,28 @@ const char* name(W4Zeros z) {
   return "?";
 }
 
+W4Zeros w4_zeros_from_name(const char* op, const char* text) {
+  const std::string known = text;
+  for (W4Zeros z : {W4Zeros::symmetric, W4Zeros::integer, W4Zeros::minima})
+    if (known == name(z)) return z;
+  fail(ErrorKind::value, op, ": zeros must be \"symmetric\", \"integer\" or \"minima\", got \"", text, "\"");
+}
+
+const char* name(Activation a) {
+  switch (a) {
+    case Activation::none: return "none";
+    case Activation::silu: return "silu";
+    case Activation::gelu_tanh: return "gelu_tanh";
+    case Activation::gelu_erf: return "gelu";
+  }
+  return "?";
+}
+
+Activation activation_from_name(const char* op, const char* text) {
+  const std::string known = text;
+  for (Activation a : {Activation::none, Activation::silu, Activation::gelu_tanh, Activation::gelu_erf})
+    if (known == name(a)) return a;
+  fail(ErrorKind::value, op, ": activation must be \"silu\", \"gelu\" or \"gelu_tanh\", got \"", text, "\"");
+}
+
 }  // namespace rooftile

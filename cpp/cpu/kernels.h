@@ -40,6 +40,12 @@ struct PrefillArgs {
   LogitParams logits;
 };
 
+struct W4MatmulArgs {
+  TensorView x, y, bias, residual;    // rows of K and of N; bias [N], residual like y: may be absent
+  const W4View* w = nullptr;
+  Activation activation = Activation::none;
+};
+
 enum class Gate { silu, gelu_tanh, gelu_erf };
 
 // rms_norm, layer_norm and their add_ forms: s = x (+ residual, rounded to the dtype and kept in res), y = norm(s).
@@ -61,7 +67,7 @@ struct Kernels {
   void (*kv_append)(const Parallel&, const KvCacheView&, const TensorView& k, const TensorView& v,
                     const std::int32_t* rows, const std::int32_t* counts);
 
-  void (*w4a16_matmul)(const Parallel&, const TensorView& x, const W4View&, const TensorView& bias, const TensorView& y);
+  void (*w4a16_matmul)(const Parallel&, const W4MatmulArgs&);
 
   void (*norm)(const Parallel&, const NormArgs&);
   void (*rope)(const Parallel&, const TensorView& x, const TensorView& cos, const TensorView& sin,

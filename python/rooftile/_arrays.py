@@ -6,8 +6,6 @@ import sys
 
 import numpy as np
 
-from rooftile.errors import ArgumentTypeError
-
 _recorders = []
 
 
@@ -26,19 +24,24 @@ def compiling():
 def empty(like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 
-    dtype: a name such as "float32", default `like`'s own.
+    dtype: a name such as "float32", default `like`'s own. None where `like` is no array that an op takes: the binding
+    reads `like` before its outputs and refuses it by the name of its argument.
     """
     torch = torch_of(like)
     if torch is not None:
+        if like.layout is not torch.strided:
+            return None
         if shape is None and dtype is None:
             return torch.empty_like(like, memory_format=torch.contiguous_format)
-        dtype = getattr(torch, dtype) if dtype else like.dtype
-        return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=like.device)
-    if not hasattr(like, "shape"):
-        raise ArgumentTypeError(
-            f"expected an array that speaks DLPack (torch, NumPy, jax, cupy), got {type(like).__name__}"
-        )
-    return np.empty(like.shape if shape is None else shape, dtype=numpy_dtype(dtype or str(like.dtype)))
+        shape = like.shape if shape is None else shape
+        return like.new_empty(shape, dtype=getattr(torch, dtype)) if dtype else like.new_empty(shape)
+    if not isinstance(getattr(like, "shape", None), tuple):
+        return None
+    try:
+        dtype = numpy_dtype(dtype or str(like.dtype))
+    except TypeError:
+        return None
+    return np.empty(like.shape if shape is None else shape, dtype=dtype)
 
 
 def numpy_dtype(name):
@@ -46,7 +49,9 @@ def numpy_dtype(name):
         try:
             import ml_dtypes
         except ImportError as e:
-            raise ImportError("bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)") from e
+            raise ImportError(
+                "bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)"
+            ) from e
         return ml_dtypes.bfloat16
     return np.dtype(name)
 

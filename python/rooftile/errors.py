@@ -10,6 +10,10 @@ class ArgumentError(RooftileError, ValueError):
     """An argument has a value that cannot be right (shape, range, device, layout)."""
 
 
+class OutOfPagesError(ArgumentError):
+    """A paged cache has fewer free pages than a call needs. The cache is as it was before the call."""
+
+
 class ArgumentTypeError(RooftileError, TypeError):
     """An argument has the wrong type or dtype."""
 

@@ -9,7 +9,7 @@ argument.
 
 from rooftile import _C
 from rooftile._arrays import compiling, empty, ran
-from rooftile.errors import ArgumentTypeError
+from rooftile.kv_cache import _ints
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
@@ -92,6 +92,23 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     return q_out, k_out
 
 
+def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, q_out=None, stream=None, plan=None):
+    """rope on q and k, then cache.append(k, v): what a layer does before its decode attention, in one call.
+
+    q: [B, T, q_heads, D]; k, v: [B, T, kv_heads, D] in the cache's dtype; cos, sin, positions [B, T] as in rope (padding
+    tokens need a valid position too); rows, counts: [B] as in KVCache.append. k itself is not changed.
+    Returns q turned, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
+    """
+    if q_out is None:
+        q_out = empty(q)
+    ran(
+        _C.rope_append(
+            q, k, v, cos, sin, positions, cache, _ints("rows", rows), _ints("counts", counts), q_out, stream, plan
+        )
+    )
+    return q_out
+
+
 def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     """silu(gate) * up with gate_up = [gate | up] (SwiGLU: Shazeer 2020, arXiv 2002.05202).
 
@@ -135,9 +152,7 @@ def softmax(x, *, out=None, stream=None, plan=None):
 
 def _half(gate_up):
     shape = getattr(gate_up, "shape", None)
-    if shape is None:
-        raise ArgumentTypeError(f"gate_up must be an array that speaks DLPack, got {type(gate_up).__name__}")
-    return empty(gate_up, (*shape[:-1], shape[-1] // 2) if len(shape) else ())
+    return empty(gate_up, (*shape[:-1], shape[-1] // 2)) if isinstance(shape, tuple) and shape else None
 
 
 def _torch_op(name, arguments, outputs, stream, plan):

@@ -179,7 +179,7 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
       bf16 = true;
     }
     nb::ndarray<nb::ro> read;
-    if (!nb::try_cast(object, read, false)) {
+    if (!nb::hasattr(h, "__dlpack__") || !nb::try_cast(object, read, false)) {   // bytes and the like are no arrays
       PyErr_Clear();
       refuse(ErrorKind::type, op_, argument, "must be an array that speaks DLPack (torch, NumPy, jax, cupy), got " + python_type(h));
     }

@@ -34,6 +34,8 @@ class Args {
   std::int64_t integer(nb::handle h, const char* argument);
   const char* text(nb::handle h, const char* argument);
 
+  const char* op() const { return op_; }
+
   // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
   // plan: None or a variant's name. threads: 0 for the default.
   Context context(const TensorView& first, nb::handle stream, nb::handle plan, int threads = 0);

@@ -3,6 +3,11 @@
 
 import cases
 import pytest
+import torch
+
+# Small calls one after another: waking a second thread for each costs more than it brings, on a busy machine many times
+# more. test_row_independence.py runs every op on several.
+torch.set_num_threads(1)
 
 BAD_INPUTS = pytest.StashKey[int]()
 

@@ -83,6 +83,7 @@ class Op:
     arguments: dict  # name -> Tensor, Scalar or Object, every argument of the function
     build: Callable  # (Make) -> kwargs
     empties: tuple = ()  # further builds, with dimensions of size 0
+    large: Callable | None = None  # a build that is worth splitting over threads
     state: Callable = lambda kwargs: []  # tensors behind objects that the op changes
 
     def call(self, dtype="float32", device="cpu", build=None):
@@ -128,21 +129,114 @@ OUT = Tensor(written=True, optional=True, rows=0)
 ROWS = Tensor(primary=True, expandable=(0, 1), rows=0)
 
 
-def _rms_norm(*lead):
-    return lambda m: {
-        "x": m.input(*lead, 37),
-        "weight": m.input(37, mean=1.0),
-        "eps": 1e-5,
-        "out": m.output(*lead, 37),
-    }
+HIDDEN = 37  # a full vector, and a tail of every width
 
+
+def _norm(*lead, bias=False, adds=False):
+    def build(m):
+        kwargs = {"x": m.input(*lead, HIDDEN), "weight": m.input(HIDDEN, mean=1.0), "eps": 1e-5}
+        if bias:
+            kwargs["bias"] = m.input(HIDDEN)
+        if adds:
+            kwargs |= {"residual": m.input(*lead, HIDDEN), "residual_out": m.output(*lead, HIDDEN)}
+        return kwargs | {"out": m.output(*lead, HIDDEN)}
+
+    return build
+
+
+def _norm_op(function, bias=False, adds=False):
+    arguments = {"x": ROWS, "weight": WEIGHT, "eps": EPS, "out": OUT, **CONTEXT}
+    if bias:
+        arguments["bias"] = WEIGHT
+    if adds:
+        arguments |= {"residual": Tensor(expandable=(0, 1), rows=0), "residual_out": OUT}
+
+    def norm(*lead):
+        return _norm(*lead, bias=bias, adds=adds)
+
+    return Op(
+        function.__name__,
+        function,
+        arguments,
+        norm(2, 3),
+        empties=(norm(0, 3), norm(2, 0), norm(0)),
+        large=norm(67, 9),
+    )
+
+
+def _rope(batch, tokens, heads=3, kv_heads=1, dim=22, pairs=9, index="int64"):
+    """Fewer pairs than half the dimensions: what lies past them is copied."""
+
+    def build(m):
+        positions = cases.generator("positions").integers(0, 50, (batch, tokens))
+        return {
+            "q": m.input(batch, tokens, heads, dim),
+            "k": m.input(batch, tokens, kv_heads, dim),
+            "cos": m.input(50, pairs),
+            "sin": m.input(50, pairs),
+            "positions": m.index(positions, index),
+            "q_out": m.output(batch, tokens, heads, dim),
+            "k_out": m.output(batch, tokens, kv_heads, dim),
+        }
+
+    return build
+
+
+def _gated(*lead, **more):
+    return lambda m: {"gate_up": m.input(*lead, 2 * HIDDEN, spread=3.0), "out": m.output(*lead, HIDDEN), **more}
+
+
+def _softmax(*lead):
+    return lambda m: {"x": m.input(*lead, HIDDEN, spread=3.0), "out": m.output(*lead, HIDDEN)}
+
+
+TABLE = Tensor(primary=True)
+POSITIONS = Tensor(INDICES, bad_values=(-1, 50, 2**31 - 1, -(2**31)), expandable=(0, 1), rows=0)
 
 OPS = [
+    _norm_op(rt.rms_norm),
+    _norm_op(rt.add_rms_norm, adds=True),
+    _norm_op(rt.layer_norm, bias=True),
+    _norm_op(rt.add_layer_norm, bias=True, adds=True),
     Op(
-        "rms_norm",
-        rt.rms_norm,
-        {"x": ROWS, "weight": WEIGHT, "eps": EPS, "out": OUT, **CONTEXT},
-        _rms_norm(2, 3),
-        empties=(_rms_norm(0, 3), _rms_norm(2, 0), _rms_norm(0)),
+        "rope",
+        rt.rope,
+        {
+            "q": ROWS,
+            "k": ROWS,
+            "cos": TABLE,
+            "sin": TABLE,
+            "positions": POSITIONS,
+            "q_out": OUT,
+            "k_out": OUT,
+            **CONTEXT,
+        },
+        _rope(2, 3),
+        empties=(_rope(0, 3), _rope(2, 0)),
+        large=_rope(17, 33, index="int32"),
+    ),
+    Op(
+        "silu_mul",
+        rt.silu_mul,
+        {"gate_up": ROWS, "out": OUT, **CONTEXT},
+        _gated(2, 3),
+        empties=(_gated(0, 3), _gated(2, 0), _gated(0)),
+        large=_gated(67, 9),
+    ),
+    Op(
+        "gelu_mul",
+        rt.gelu_mul,
+        {"gate_up": ROWS, "approximate": Scalar(str, bad=("erf", "TANH")), "out": OUT, **CONTEXT},
+        _gated(2, 3, approximate="tanh"),
+        empties=(_gated(0, 3, approximate="none"), _gated(2, 0, approximate="tanh")),
+        large=_gated(67, 9, approximate="none"),
+    ),
+    Op(
+        "softmax",
+        rt.softmax,
+        {"x": ROWS, "out": OUT, **CONTEXT},
+        _softmax(2, 3),
+        empties=(_softmax(0, 3), _softmax(2, 0), _softmax(0)),
+        large=_softmax(67, 9),
     ),
 ]

@@ -44,7 +44,7 @@ def test_any_number_of_threads(op, dtype, device, plan):
         results = []
         for n in (1, 2, 5):
             torch.set_num_threads(n)
-            call = op.call(dtype, device)
+            call = op.call(dtype, device, op.large)
             call.run(plan=plan)
             results.append(call.written())
     finally:

@@ -1,7 +1,60 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "rooftile/error.h"
+#include <cmath>
+#include <numbers>
+
+#include "core/w4_layout.h"
+#include "cpu/element.h"
 #include "cpu/ref/kernels_ref.h"
 
 namespace rooftile::cpu::reference {
-void w4a16_matmul(const Parallel&, const TensorView&, const W4View&, const TensorView&, const TensorView&) { fail(ErrorKind::not_supported, "todo"); }
+namespace {
+
+double element(const std::byte* data, DType t, std::int64_t i) {
+  TensorView v;
+  v.data = const_cast<std::byte*>(data);
+  v.dtype = t;
+  return read(v, i);
 }
+
+double weight(const W4View& w, std::int64_t n, std::int64_t k) {
+  const std::int64_t index = w4_code_index(w4_tiles_k(w.k), n, k);
+  const int u = w.codes[index / 2] >> (4 * (index % 2)) & 15;
+  const std::int64_t at = w4_scale_index(w.k / w.group, n, k / w.group);
+  const double scale = element(w.scales, w.scale_dtype, at);
+  switch (w.zeros) {
+    case W4Zeros::symmetric: return (u - 8) * scale;
+    case W4Zeros::integer: return (u - std::to_integer<int>(w.offsets[at])) * scale;
+    case W4Zeros::minima: return u * scale + element(w.offsets, w.scale_dtype, at);
+  }
+  return 0;
+}
+
+double activate(Activation a, double x) {
+  switch (a) {
+    case Activation::none: return x;
+    case Activation::silu: return x / (1 + std::exp(-x));
+    case Activation::gelu_tanh:
+      return 0.5 * x * (1 + std::tanh(std::sqrt(2 / std::numbers::pi) * (x + 0.044715 * x * x * x)));
+    case Activation::gelu_erf: return 0.5 * x * std::erfc(-x / std::numbers::sqrt2);
+  }
+  return 0;
+}
+
+}  // namespace
+
+void w4a16_matmul(const Parallel& parallel, const W4MatmulArgs& a) {
+  const W4View& w = *a.w;
+  parallel.run(a.x.rows(), [&](std::int64_t m, int) {
+    for (std::int64_t n = 0; n < w.n; ++n) {
+      double total = 0;
+      for (std::int64_t k = 0; k < w.k; ++k)
+        total += weight(w, n, k) * read(a.x, a.x.row_offset(m) + (w.perm ? w.perm[k] : k) * a.x.last_stride());
+      if (a.bias.given()) total += read(a.bias, n * a.bias.stride[0]);
+      total = activate(a.activation, total);
+      if (a.residual.given()) total += read(a.residual, a.residual.row_offset(m) + n * a.residual.last_stride());
+      write(a.y, a.y.row_offset(m) + n * a.y.last_stride(), static_cast<float>(total));
+    }
+  });
+}
+
+}  // namespace rooftile::cpu::reference

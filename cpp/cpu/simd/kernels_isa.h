@@ -12,7 +12,7 @@ void merge_attention(const Parallel&, const TensorView& out_a, const TensorView&
                      const TensorView& lse_b, const TensorView& out, const TensorView& lse);
 void kv_append(const Parallel&, const KvCacheView&, const TensorView& k, const TensorView& v, const std::int32_t* rows,
                const std::int32_t* counts);
-void w4a16_matmul(const Parallel&, const TensorView& x, const W4View&, const TensorView& bias, const TensorView& y);
+void w4a16_matmul(const Parallel&, const W4MatmulArgs&);
 void norm(const Parallel&, const NormArgs&);
 void rope(const Parallel&, const TensorView& x, const TensorView& cos, const TensorView& sin, const TensorView& positions,
           const TensorView& y);

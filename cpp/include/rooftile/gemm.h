@@ -20,18 +20,27 @@ const char* name(W4Zeros z);
 // A weight [N, K] in kernel form (cpp/core/w4_layout.h).
 struct W4View {
   std::int64_t n = 0, k = 0;
-  int group = 0;                // 32, 64, 128 or k
+  int group = 0;                    // 32, 64, 128 or k
   W4Zeros zeros = W4Zeros::symmetric;
   DType scale_dtype = DType::f16;   // f16 or bf16: of scales and minima
   Device device;
-  const std::uint8_t* codes = nullptr;   // w4_code_bytes(n, k)
-  const std::byte* scales = nullptr;     // w4_scale_count(n, k, group) elements
-  const std::byte* offsets = nullptr;    // the same count: integer zeros as uint8, or minima in scale_dtype; null if symmetric
+  const std::uint8_t* codes = nullptr;   // [N / 16][K / 64] tiles of 512 bytes
+  const std::byte* scales = nullptr;     // [N / 16][K / group][16]
+  const std::byte* offsets = nullptr;    // the same: integer zeros as uint8, or minima in scale_dtype; null if symmetric
   const std::int32_t* perm = nullptr;    // [k] act-order: column i of the packed weight multiplies x[perm[i]]; null: identity
 };
 
-std::int64_t w4_code_bytes(std::int64_t n, std::int64_t k);
-std::int64_t w4_scale_count(std::int64_t n, std::int64_t k, int group);
+// Bytes of the kernel tensors. Raises, naming `op`, what no weight can have.
+struct W4Sizes {
+  std::int64_t codes = 0, scales = 0, offsets = 0;
+};
+W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int group, W4Zeros zeros);
+W4Zeros w4_zeros_from_name(const char* op, const char* text);
+
+// A view of kernel-form tensors, after checking that they are one: flat uint8 of the sizes above (perm: int32 [K], a
+// permutation). offsets and perm may be absent.
+W4View w4_view(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
+               TensorView scales, TensorView offsets, TensorView perm);
 
 // Canonical form -> kernel form and back, lossless. codes uint8 [N, K/2] low nibble first; scales [N, K/G];
 // offsets: absent, uint8 [N, K/G] zeros or [N, K/G] minima. The kernel tensors are flat uint8.
@@ -46,8 +55,19 @@ void w4_quantize(const Context&, TensorView weight, int group, W4Zeros zeros, Te
 // w [N, K] = what the codes stand for, in w's dtype.
 void w4_dequantize(const Context&, const W4View&, TensorView w);
 
-// x [..., K] -> y [..., N] in x's dtype; bias [N] in x's dtype, may be absent. fp32 accumulation; every row's bits
-// are the same at every number of rows.
-KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView bias, TensorView y);
+// What is applied to a product before it is rounded to y's dtype.
+enum class Activation : std::uint8_t { none, silu, gelu_tanh, gelu_erf };
+const char* name(Activation a);                          // "none", "silu", "gelu_tanh", "gelu"
+Activation activation_from_name(const char* op, const char* text);
+
+struct MatmulOptions {
+  TensorView bias;       // [N] in x's dtype; may be absent
+  TensorView residual;   // y's shape and dtype, may be y itself; may be absent
+  Activation activation = Activation::none;
+};
+
+// y = activation(x W^T + bias) + residual.  x [..., K] -> y [..., N] in x's dtype, rounded once. fp32 accumulation; every
+// row's bits are the same at every number of rows, next to any neighbours, on any number of threads. y must not overlap x.
+KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
 
 }  // namespace rooftile

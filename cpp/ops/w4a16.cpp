@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "core/half.h"
+#include "core/w4_layout.h"
+#include "cpu/element.h"
+#include "ops/check.h"
+#include "rooftile/gemm.h"
+
+namespace rooftile {
+namespace {
+
+using check::Arg;
+
+struct Shape {
+  std::int64_t n, k, groups;
+};
+
+Shape check_shape(const char* op, std::int64_t n, std::int64_t k, int group) {
+  ROOFTILE_CHECK(n >= 0, op, ": N must not be negative, got ", n);
+  ROOFTILE_CHECK(k > 0 && k % 2 == 0, op, ": K must be even and at least 2 (two codes a byte), got ", k);
+  ROOFTILE_CHECK(group == 32 || group == 64 || group == 128 || group == k, op,
+                 ": group_size must be 32, 64, 128 or K = ", k, ", got ", group);
+  ROOFTILE_CHECK(k % group == 0, op, ": K = ", k, " is not a multiple of group_size = ", group);
+  return {n, k, k / group};
+}
+
+void check_offsets(const char* op, const char* argument, const TensorView& t, W4Zeros zeros) {
+  if (zeros == W4Zeros::symmetric) {
+    ROOFTILE_CHECK(!t.given(), op, ": ", argument, " must be None for symmetric weights, got ", describe(t));
+  } else {
+    ROOFTILE_CHECK(t.given(), op, ": ", argument, " must be given for weights with ", name(zeros), ", got None");
+  }
+}
+
+// codes, scales, offsets in canonical form.
+Shape check_canonical(const char* op, const TensorView& codes, const TensorView& scales, const TensorView& offsets,
+                      W4Zeros zeros, int group, const char* offsets_name) {
+  Arg(op, "codes", codes).given().dtype({DType::u8}).ndim(2, 2);
+  const Shape s = check_shape(op, codes.shape[0], codes.shape[1] * 2, group);
+  Arg(op, "scales", scales).given().dtype({DType::f16, DType::bf16}).shape({s.n, s.groups}, "[N, K / group_size]")
+      .device(codes.device, "codes");
+  check_offsets(op, offsets_name, offsets, zeros);
+  if (offsets.given())
+    Arg(op, offsets_name, offsets).dtype({zeros == W4Zeros::integer ? DType::u8 : scales.dtype})
+        .shape({s.n, s.groups}, "[N, K / group_size]").device(codes.device, "codes");
+  return s;
+}
+
+struct KernelNames {
+  const char *codes, *scales, *offsets;
+};
+void check_kernel_form(const char* op, const W4Sizes& sizes, const TensorView& codes, const TensorView& scales,
+                       const TensorView& offsets, W4Zeros zeros, const KernelNames& names) {
+  const auto flat = [&](const char* argument, const TensorView& t, std::int64_t bytes) {
+    Arg(op, argument, t).given().dtype({DType::u8}).shape({bytes}, "flat bytes").device(codes.device, names.codes);
+    ROOFTILE_CHECK(bytes <= 1 || t.stride[0] == 1, op, ": ", argument, " must be contiguous, got stride ", t.stride[0]);
+  };
+  flat(names.codes, codes, sizes.codes);
+  flat(names.scales, scales, sizes.scales);
+  check_offsets(op, names.offsets, offsets, zeros);
+  if (offsets.given()) flat(names.offsets, offsets, sizes.offsets);
+}
+
+template <class T>
+T& at(const TensorView& t, std::int64_t i, std::int64_t j) { return t.as<T>()[i * t.stride[0] + j * t.stride[1]]; }
+
+// Calls f(row of scales in the tensor's own element type): what is moved is bits.
+template <class F>
+void with_offset_element(W4Zeros zeros, F&& f) {
+  if (zeros == W4Zeros::integer) return f(std::uint8_t{});
+  f(std::uint16_t{});
+}
+
+void require_cpu(const char* op, const Context& ctx) { check::cpu_kernels(op, ctx); }
+
+template <class T>
+void pack_groups(const TensorView& from, const Shape& s, T* to) {
+  std::fill_n(to, w4_tiles_n(s.n) * w4_tile_n * s.groups, T{});
+  for (std::int64_t n = 0; n < s.n; ++n)
+    for (std::int64_t g = 0; g < s.groups; ++g) to[w4_scale_index(s.groups, n, g)] = at<T>(from, n, g);
+}
+template <class T>
+void unpack_groups(const T* from, const Shape& s, const TensorView& to) {
+  for (std::int64_t n = 0; n < s.n; ++n)
+    for (std::int64_t g = 0; g < s.groups; ++g) at<T>(to, n, g) = from[w4_scale_index(s.groups, n, g)];
+}
+
+// x rounded to the scale's dtype: a positive value never becomes 0, a finite one never infinite.
+float stored(float x, DType t) {
+  const auto round = [x](auto e) {
+    using T = decltype(e);
+    const float r = to_float(from_float<T>(x));
+    if (std::isinf(r) && std::isfinite(x)) return std::copysign(std::is_same_v<T, Half> ? 65504.0f : 0x1.fep127f, x);
+    return r;
+  };
+  return t == DType::f16 ? round(Half{}) : round(BFloat16{});
+}
+float stored_scale(float x, DType t) {
+  const float r = stored(x, t);
+  return r == 0 && x > 0 ? (t == DType::f16 ? 0x1p-24f : 0x1p-133f) : r;
+}
+
+}  // namespace
+
+W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int group, W4Zeros zeros) {
+  const Shape s = check_shape(op, n, k, group);
+  const std::int64_t count = w4_tiles_n(n) * w4_tile_n * s.groups;
+  return {.codes = w4_tiles_n(n) * w4_tiles_k(k) * w4_tile_bytes, .scales = 2 * count,
+          .offsets = zeros == W4Zeros::symmetric ? 0 : zeros == W4Zeros::integer ? count : 2 * count};
+}
+
+W4View w4_view(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
+               TensorView scales, TensorView offsets, TensorView perm) {
+  const char* op = "W4Weight";
+  check_kernel_form(op, w4_sizes(op, n, k, group, zeros), codes, scales, offsets, zeros, {"codes", "scales", "offsets"});
+  ROOFTILE_CHECK_KIND(type, scale_dtype == DType::f16 || scale_dtype == DType::bf16, op,
+                      ": scale_dtype must be float16 or bfloat16, got ", name(scale_dtype));
+  if (perm.given()) {
+    Arg(op, "perm", perm).dtype({DType::i32}).shape({k}, "[K]").device(codes.device, "codes");
+    ROOFTILE_CHECK(perm.stride[0] == 1, op, ": perm must be contiguous, got stride ", perm.stride[0]);
+    if (perm.device.type == DeviceType::cpu) {
+      std::vector<bool> seen(static_cast<std::size_t>(k));
+      for (std::int64_t i = 0; i < k; ++i) {
+        const std::int32_t p = perm.as<std::int32_t>()[i];
+        ROOFTILE_CHECK(p >= 0 && p < k, op, ": perm[", i, "] = ", p, " is outside [0, ", k, ")");
+        ROOFTILE_CHECK(!seen[static_cast<std::size_t>(p)], op, ": perm is not a permutation: ", p, " occurs twice");
+        seen[static_cast<std::size_t>(p)] = true;
+      }
+    }
+  }
+  return {.n = n, .k = k, .group = group, .zeros = zeros, .scale_dtype = scale_dtype, .device = codes.device,
+          .codes = codes.as<std::uint8_t>(), .scales = scales.as<std::byte>(),
+          .offsets = offsets.given() ? offsets.as<std::byte>() : nullptr,
+          .perm = perm.given() ? perm.as<std::int32_t>() : nullptr};
+}
+
+void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int group,
+             TensorView out_codes, TensorView out_scales, TensorView out_offsets) {
+  const char* op = "w4_pack";
+  const Shape s = check_canonical(op, codes, scales, offsets, zeros, group, "zeros");
+  check_kernel_form(op, w4_sizes(op, s.n, s.k, group, zeros), out_codes, out_scales, out_offsets, zeros,
+                    {"out_codes", "out_scales", "out_offsets"});
+  Arg(op, "out_codes", out_codes).device(codes.device, "codes");
+  require_cpu(op, ctx);
+
+  const std::int64_t tiles_k = w4_tiles_k(s.k), tile_row = tiles_k * w4_tile_bytes;
+  Parallel(ctx.threads).run(w4_tiles_n(s.n), [&](std::int64_t tile, int) {
+    std::uint8_t* to = out_codes.as<std::uint8_t>();
+    std::fill_n(to + tile * tile_row, tile_row, std::uint8_t{0});
+    for (std::int64_t n = tile * w4_tile_n; n < std::min(s.n, (tile + 1) * w4_tile_n); ++n)
+      for (std::int64_t k = 0; k < s.k; k += 2) {
+        const std::uint8_t pair = at<std::uint8_t>(codes, n, k / 2);
+        const std::int64_t low = w4_code_index(tiles_k, n, k), high = w4_code_index(tiles_k, n, k + 1);
+        to[low / 2] |= static_cast<std::uint8_t>((pair & 15) << (4 * (low % 2)));
+        to[high / 2] |= static_cast<std::uint8_t>((pair >> 4) << (4 * (high % 2)));
+      }
+  });
+  pack_groups(scales, s, out_scales.as<std::uint16_t>());
+  if (offsets.given())
+    with_offset_element(zeros, [&](auto e) { pack_groups(offsets, s, out_offsets.as<decltype(e)>()); });
+}
+
+void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView scales, TensorView offsets) {
+  const char* op = "w4_unpack";
+  const Shape s = check_canonical(op, codes, scales, offsets, w.zeros, w.group, "zeros");
+  ROOFTILE_CHECK(s.n == w.n && s.k == w.k, op, ": codes must be [N, K / 2] = [", w.n, ", ", w.k / 2, "], got ", describe(codes));
+  Arg(op, "scales", scales).dtype({w.scale_dtype});
+  for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"zeros", &offsets}})
+    if (t->given()) Arg(op, argument, *t).writable();
+  require_cpu(op, ctx);
+
+  const std::int64_t tiles_k = w4_tiles_k(s.k);
+  Parallel(ctx.threads).run(w4_tiles_n(s.n), [&](std::int64_t tile, int) {
+    const auto nibble = [&](std::int64_t n, std::int64_t k) {
+      const std::int64_t index = w4_code_index(tiles_k, n, k);
+      return w.codes[index / 2] >> (4 * (index % 2)) & 15;
+    };
+    for (std::int64_t n = tile * w4_tile_n; n < std::min(s.n, (tile + 1) * w4_tile_n); ++n)
+      for (std::int64_t k = 0; k < s.k; k += 2)
+        at<std::uint8_t>(codes, n, k / 2) = static_cast<std::uint8_t>(nibble(n, k) | nibble(n, k + 1) << 4);
+  });
+  unpack_groups(reinterpret_cast<const std::uint16_t*>(w.scales), s, scales);
+  if (offsets.given())
+    with_offset_element(w.zeros, [&](auto e) { unpack_groups(reinterpret_cast<const decltype(e)*>(w.offsets), s, offsets); });
+}
+
+void w4_quantize(const Context& ctx, TensorView weight, int group, W4Zeros zeros, TensorView codes, TensorView scales,
+                 TensorView offsets) {
+  const char* op = "w4_quantize";
+  Arg(op, "weight", weight).given().activation().ndim(2, 2);
+  const std::int64_t rows = weight.shape[0], k = weight.shape[1];
+  check_shape(op, rows, k, group);
+  ROOFTILE_CHECK_KIND(not_supported, zeros != W4Zeros::integer, op,
+                      ": zeros must be \"symmetric\" or \"minima\"; rounding to integer zeros is not implemented (they can be imported)");
+  Arg(op, "codes", codes).given().dtype({DType::u8}).shape({rows, k / 2}, "[N, K / 2]").device(weight.device, "weight");
+  const Shape s = check_canonical(op, codes, scales, offsets, zeros, group, "minima");
+  for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"minima", &offsets}})
+    if (t->given()) Arg(op, argument, *t).writable();
+  require_cpu(op, ctx);
+
+  const DType dtype = scales.dtype;
+  Parallel(ctx.threads).run(s.n, [&](std::int64_t n, int) {
+    std::vector<float> x(static_cast<std::size_t>(group));
+    for (std::int64_t g = 0; g < s.groups; ++g) {
+      float low = std::numeric_limits<float>::infinity(), high = -low;
+      bool finite = true;
+      for (int i = 0; i < group; ++i) {
+        const float v = cpu::read(weight, n * weight.stride[0] + (g * group + i) * weight.stride[1]);
+        x[static_cast<std::size_t>(i)] = v;
+        finite &= std::isfinite(v);
+        low = std::min(low, v);
+        high = std::max(high, v);
+      }
+      const bool affine = zeros == W4Zeros::minima;
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      float scale = nan, minimum = nan;
+      if (finite) {
+        minimum = affine ? stored(low, dtype) : 0.0f;
+        scale = stored_scale(affine ? (high - low) / 15.0f : std::max(-low, high) / 7.0f, dtype);
+      }
+      const std::int64_t at_scale = n * scales.stride[0] + g * scales.stride[1];
+      cpu::write(scales, at_scale, scale);
+      if (affine) cpu::write(offsets, n * offsets.stride[0] + g * offsets.stride[1], minimum);
+      const auto code = [&](int i) {
+        // a zero or NaN scale reads back as the minimum (0 if symmetric) or NaN, whatever the code is
+        if (!(scale > 0)) return affine ? 0 : 8;
+        const float u = std::nearbyint((x[static_cast<std::size_t>(i)] - minimum) / scale);
+        return static_cast<int>(affine ? std::clamp(u, 0.0f, 15.0f) : std::clamp(u, -7.0f, 7.0f) + 8.0f);
+      };
+      for (int i = 0; i < group; i += 2)
+        at<std::uint8_t>(codes, n, (g * group + i) / 2) = static_cast<std::uint8_t>(code(i) | code(i + 1) << 4);
+    }
+  });
+}
+
+void w4_dequantize(const Context& ctx, const W4View& w, TensorView to) {
+  const char* op = "w4_dequantize";
+  Arg(op, "out", to).given().activation().shape({w.n, w.k}, "[N, K]").device(w.device, "weight").writable();
+  require_cpu(op, ctx);
+  const std::int64_t groups = w.k / w.group, tiles_k = w4_tiles_k(w.k);
+  const auto element = [&](const std::byte* p, std::int64_t i) {
+    return w.scale_dtype == DType::f16 ? to_float(reinterpret_cast<const Half*>(p)[i])
+                                       : to_float(reinterpret_cast<const BFloat16*>(p)[i]);
+  };
+  Parallel(ctx.threads).run(w.n, [&](std::int64_t n, int) {
+    for (std::int64_t k = 0; k < w.k; ++k) {
+      const std::int64_t index = w4_code_index(tiles_k, n, k), group = w4_scale_index(groups, n, k / w.group);
+      const int u = w.codes[index / 2] >> (4 * (index % 2)) & 15;
+      const float scale = element(w.scales, group);
+      float x = 0;
+      switch (w.zeros) {
+        case W4Zeros::symmetric: x = static_cast<float>(u - 8) * scale; break;
+        case W4Zeros::integer: x = static_cast<float>(u - std::to_integer<int>(w.offsets[group])) * scale; break;
+        case W4Zeros::minima: x = static_cast<float>(u) * scale + element(w.offsets, group); break;
+      }
+      const std::int64_t column = w.perm ? w.perm[k] : k;
+      cpu::write(to, n * to.stride[0] + column * to.stride[1], x);
+    }
+  });
+}
+
+KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
+  const char* op = "w4a16_matmul";
+  Arg(op, "x", x).given().activation().ndim(1, TensorView::max_ndim).device(w.device, "the weight");
+  ROOFTILE_CHECK(x.last() == w.k, op, ": x must have a last dimension of K = ", w.k, ", got ", describe(x));
+  TensorView expected = x;
+  expected.shape[x.ndim - 1] = w.n;
+  const auto like_y = [&](const char* argument, const TensorView& t) {
+    Arg(op, argument, t).given().dtype({x.dtype}).device(x.device, "x");
+    ROOFTILE_CHECK(same_shape(t, expected), op, ": ", argument, " must be x's shape with N = ", w.n,
+                   " last, ", shape_text(expected), ", got ", describe(t));
+  };
+  like_y("out", y);
+  Arg(op, "out", y).writable();
+  if (options.bias.given())
+    Arg(op, "bias", options.bias).shape({w.n}, "[N]").dtype({x.dtype}).device(x.device, "x");
+  if (options.residual.given()) like_y("residual", options.residual);
+  ROOFTILE_CHECK_KIND(not_supported, options.activation == Activation::none, op, ": activation \"",
+                      name(options.activation), "\" is not implemented yet; apply it to the result");
+  const cpu::Kernels& k = check::cpu_kernels(op, ctx);
+  k.w4a16_matmul(Parallel(ctx.threads),
+                 {.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w, .activation = options.activation});
+  const std::string group = "w4g" + std::to_string(w.group);
+  return check::kernel_name(k, {name(x.dtype), group.c_str(), name(w.zeros)});
+}
+
+}  // namespace rooftile

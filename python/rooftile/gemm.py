@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""4-bit weights and the products with them. Formats: docs/kernels/w4a16.md."""
+
+import numpy as np
+
+from rooftile import _C
+from rooftile._arrays import empty, numpy_dtype, ran, torch_of
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+
+_GGUF_BLOCK = 32
+_GGUF_TYPES = {"Q4_0": (2, 1, "symmetric"), "Q4_1": (3, 2, "minima")}  # ggml number, fp16 values before the codes, kind
+
+
+def _dtype_name(x):
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _contiguous(x):
+    return x.contiguous() if torch_of(x) else np.ascontiguousarray(x)
+
+
+def _view(x, dtype):
+    """The bytes of a contiguous array as another dtype."""
+    torch = torch_of(x)
+    return x.view(getattr(torch, dtype) if torch else numpy_dtype(dtype))
+
+
+class W4Weight:
+    """A weight [N, K] in 4 bits, in the one layout that every kernel and every number of rows reads.
+
+    Made by `quantize`, `from_canonical`, `from_kpacked` or `from_gguf`. A stored code u is 0..15 and stands for
+    `(u - 8) * scale` (kind "symmetric"), `(u - zero) * scale` ("integer") or `u * scale + minimum` ("minima"), one scale
+    (and zero or minimum) for each group of `group_size` = 32, 64, 128 or K neighbours along K. K is even and a multiple of
+    group_size; N and K need not be multiples of anything else.
+
+    codes, scales, offsets, perm: the kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while
+    the weight is in use and must not be resized.
+    """
+
+    def __init__(self, codes, scales, offsets, *, shape, group_size, kind, scale_dtype, perm=None):
+        """Takes kernel-form arrays as they are (see `codes`, `scales`, `offsets`, `perm` of another weight)."""
+        n, k = shape
+        self._handle = _C.W4Handle(codes, scales, offsets, perm, n, k, group_size, kind, scale_dtype)
+        self.codes, self.scales, self.offsets, self.perm = codes, scales, offsets, perm
+        self.shape, self.group_size, self.kind, self.scale_dtype = (int(n), int(k)), int(group_size), kind, scale_dtype
+
+    def __reduce__(self):
+        return _rebuild, (self.codes, self.scales, self.offsets, self.perm, self.layout)
+
+    def __repr__(self):
+        order = ", act-order" if self.perm is not None else ""
+        return (
+            f"W4Weight([{self.shape[0]}, {self.shape[1]}], {self.kind}, group_size={self.group_size}, "
+            f"{self.scale_dtype} scales{order})"
+        )
+
+    @property
+    def layout(self):
+        """shape, group_size, kind and scale_dtype: what the kernel-form arrays mean."""
+        return {"shape": self.shape, "group_size": self.group_size, "kind": self.kind, "scale_dtype": self.scale_dtype}
+
+    @property
+    def nbytes(self):
+        """Bytes of all kernel-form arrays, padding included."""
+        return sum(int(a.nbytes) for a in (self.codes, self.scales, self.offsets, self.perm) if a is not None)
+
+    @classmethod
+    def quantize(cls, weight, *, group_size=128, zeros=None):
+        """Round to nearest.
+
+        weight: [N, K] (the nn.Linear convention), float32, float16 or bfloat16, any strides. zeros: None for symmetric
+        (scale = absmax / 7, codes -7..7) or "minima" (scale = (max - min) / 15). Scales are bfloat16 for bfloat16
+        weights, else float16; codes are rounded to nearest even with the stored scale. A group of zeros (constants) has
+        scale 0 and reads back exactly; a group with NaN or Inf reads back as NaN.
+        """
+        if zeros not in (None, "symmetric", "minima"):
+            raise ArgumentError(f'W4Weight.quantize: zeros must be None, "symmetric" or "minima", got {zeros!r}')
+        kind = zeros or "symmetric"
+        n, k = _shape2(weight, "W4Weight.quantize", "weight")
+        _C.w4_sizes(n, k, group_size, kind)
+        scale_dtype = "bfloat16" if _dtype_name(weight) == "bfloat16" else "float16"
+        codes, scales, offsets = _canonical_like(weight, n, k, group_size, kind, scale_dtype)
+        _C.w4_quantize(weight, group_size, kind, codes, scales, offsets)
+        return cls.from_canonical(codes, scales, offsets, group_size=group_size)
+
+    @classmethod
+    def from_canonical(cls, codes, scales, zeros=None, *, group_size=None, kind=None, perm=None):
+        """From the exchange form, lossless.
+
+        codes: uint8 [N, K/2], two codes a byte, low nibble first. scales: float16 or bfloat16 [N, K/group_size]. zeros:
+        None, uint8 [N, K/group_size] (integer zeros) or [N, K/group_size] in scales' dtype (minima). kind: "symmetric",
+        "integer" or "minima", default what `zeros` is; group_size: default what the shapes say. perm: int32 [K],
+        act-order: column i of the codes multiplies x[..., perm[i]].
+        """
+        op = "W4Weight.from_canonical"
+        n, half = _shape2(codes, op, "codes")
+        groups = _shape2(scales, op, "scales")[1]
+        if group_size is None:
+            if groups == 0 or 2 * half % groups:
+                raise ArgumentError(f"{op}: scales has {groups} groups a row, which do not divide K = {2 * half}")
+            group_size = 2 * half // groups
+        if kind is None:
+            kind = "symmetric" if zeros is None else "integer" if _dtype_name(zeros) == "uint8" else "minima"
+        sizes = _C.w4_sizes(n, 2 * half, group_size, kind)
+        flat = [empty(codes, (size,), "uint8") if size or i < 2 else None for i, size in enumerate(sizes)]
+        if kind != "symmetric" and flat[2] is None:
+            flat[2] = empty(codes, (0,), "uint8")
+        _C.w4_pack(codes, scales, zeros, kind, group_size, *flat)
+        return cls(
+            *flat, shape=(n, 2 * half), group_size=group_size, kind=kind, scale_dtype=_dtype_name(scales), perm=perm
+        )
+
+    @classmethod
+    def from_kpacked(cls, packed, scales):
+        """From the signed form packed along K, symmetric, lossless.
+
+        packed: int32 [K/8, N]; bits 4i .. 4i+3 of row p are the two's complement code of element 8p + i. scales:
+        float16 or bfloat16 [K/group_size, N].
+        """
+        op = "W4Weight.from_kpacked"
+        _shape2(packed, op, "packed")
+        _shape2(scales, op, "scales")
+        if _dtype_name(packed) != "int32":
+            raise ArgumentTypeError(f"{op}: packed must be int32, got {_dtype_name(packed)}")
+        codes = _view(_contiguous(packed.T), "uint8") ^ 0x88
+        return cls.from_canonical(codes, scales.T)
+
+    @classmethod
+    def from_gguf(cls, data, ggml_type, shape):
+        """From the blocks of a GGUF tensor, lossless: Q4_0 (symmetric) or Q4_1 (minima), group size 32.
+
+        data: the tensor's bytes: a bytes-like object or a uint8 array of any shape (a torch tensor gives a weight in torch).
+        ggml_type: "Q4_0" or "Q4_1", their number (2, 3) or gguf.GGMLQuantizationType. shape: (N, K), rows of K.
+        """
+        op = "W4Weight.from_gguf"
+        name = getattr(ggml_type, "name", ggml_type)
+        name = next((key for key, (number, *_) in _GGUF_TYPES.items() if name in (key, number)), None)
+        if name is None:
+            raise NotSupportedError(f"{op}: ggml_type must be Q4_0 or Q4_1, got {ggml_type!r}")
+        _, values, kind = _GGUF_TYPES[name]
+        try:
+            n, k = (int(s) for s in shape)
+        except (TypeError, ValueError):
+            raise ArgumentError(f"{op}: shape must be (N, K), got {shape!r}") from None
+        if n < 0 or k <= 0 or k % _GGUF_BLOCK:
+            raise ArgumentError(
+                f"{op}: K must be a positive multiple of {_GGUF_BLOCK} for {name}, got shape ({n}, {k})"
+            )
+        raw = _bytes_of(data, op)
+        block_bytes = 2 * values + _GGUF_BLOCK // 2
+        expected = n * (k // _GGUF_BLOCK) * block_bytes
+        if raw.size != expected:
+            raise ArgumentError(f"{op}: data must have {expected} bytes for {name} [{n}, {k}], got {raw.size}")
+        blocks = raw.reshape(n, k // _GGUF_BLOCK, block_bytes)
+        halves = np.ascontiguousarray(blocks[..., : 2 * values]).view(np.float16)
+        # a block's low nibbles are its elements 0..15, the high ones 16..31; ours are neighbours in a byte
+        pairs = blocks[..., 2 * values :]
+        even, odd = pairs[..., 0::2], pairs[..., 1::2]
+        codes = np.concatenate([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], axis=-1).reshape(n, k // 2)
+        parts = [codes, *(np.ascontiguousarray(halves[..., i]) for i in range(values))]
+        torch = torch_of(data)
+        if torch:
+            parts = [torch.from_numpy(p) for p in parts]
+        return cls.from_canonical(*parts, group_size=_GGUF_BLOCK, kind=kind)
+
+    def unpack(self):
+        """The exchange form: (codes, scales, zeros) as `from_canonical` takes them, bit for bit; zeros None if symmetric."""
+        parts = _canonical_like(self.codes, *self.shape, self.group_size, self.kind, self.scale_dtype)
+        _C.w4_unpack(self._handle, *parts)
+        return parts
+
+    def to_kpacked(self):
+        """(packed, scales) as `from_kpacked` takes them. Symmetric weights whose K is a multiple of 8, no act-order."""
+        op = "W4Weight.to_kpacked"
+        if self.kind != "symmetric" or self.perm is not None:
+            raise NotSupportedError(
+                f"{op}: the signed form holds symmetric weights without act-order, this is {self!r}"
+            )
+        if self.shape[1] % 8:
+            raise NotSupportedError(f"{op}: K must be a multiple of 8 (eight codes an int32), got K = {self.shape[1]}")
+        codes, scales, _ = self.unpack()
+        return _contiguous(_view(codes ^ 0x88, "int32").T), _contiguous(scales.T)
+
+    def dequantize(self, dtype="float32"):
+        """What the codes stand for: [N, K] in `dtype` ("float32", "float16", "bfloat16" or a torch or NumPy dtype)."""
+        name = str(dtype).removeprefix("torch.")
+        if name not in ("float32", "float16", "bfloat16"):
+            try:
+                name = np.dtype(dtype).name
+            except TypeError:
+                raise ArgumentTypeError(f"W4Weight.dequantize: dtype must be a float dtype, got {dtype!r}") from None
+        out = empty(self.codes, self.shape, name)
+        _C.w4_dequantize(self._handle, out)
+        return out
+
+
+def _rebuild(codes, scales, offsets, perm, layout):
+    return W4Weight(codes, scales, offsets, perm=perm, **layout)
+
+
+def _shape2(x, op, argument):
+    shape = getattr(x, "shape", None)
+    if shape is None:
+        raise ArgumentTypeError(f"{op}: {argument} must be an array of two dimensions, got {type(x).__name__}")
+    if len(shape) != 2:
+        raise ArgumentError(f"{op}: {argument} must have two dimensions, got shape {list(shape)}")
+    return int(shape[0]), int(shape[1])
+
+
+def _bytes_of(data, op):
+    torch = torch_of(data)
+    try:
+        if torch:
+            array = data.detach().cpu().contiguous().numpy() if data.device.type == "cpu" else None
+        elif isinstance(data, np.ndarray):
+            array = np.ascontiguousarray(data)
+        else:
+            array = np.frombuffer(data, dtype=np.uint8)
+    except (TypeError, ValueError, BufferError):
+        array = None
+    if array is None or array.dtype != np.uint8:
+        raise ArgumentTypeError(f"{op}: data must be bytes or a uint8 array in host memory, got {type(data).__name__}")
+    return array.reshape(-1)
+
+
+def _canonical_like(like, n, k, group_size, kind, scale_dtype):
+    groups = (n, k // group_size)
+    offsets = None
+    if kind != "symmetric":
+        offsets = empty(like, groups, "uint8" if kind == "integer" else scale_dtype)
+    return empty(like, (n, k // 2), "uint8"), empty(like, groups, scale_dtype), offsets
+
+
+def w4a16_matmul(
+    x,
+    w,
+    *,
+    bias=None,
+    activation=None,
+    residual=None,
+    out=None,
+    batch_invariant=False,
+    stream=None,
+    plan=None,
+):
+    """activation(x @ w.T + bias) + residual with a 4-bit weight.
+
+    x: [..., K], float32 (CPU), float16 or bfloat16, any strides. w: a W4Weight [N, K] on x's device. bias: [N] in x's
+    dtype. residual: [..., N] in x's dtype. Returns [..., N] in x's dtype, written to `out` when given (`out` may be
+    `residual`, not x). Sums in fp32, rounded once.
+
+    Deterministic. On the CPU a row's bits are the same at every number of rows, next to any neighbours and on any number
+    of threads, so `batch_invariant=True` changes nothing there. activation: None (others are not implemented yet).
+    Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError for an activation.
+    """
+    handle = getattr(w, "_handle", w)
+    if out is None:
+        shape = getattr(w, "shape", None)
+        # a wrong x or w is named by the call below
+        out = empty(x, (*x.shape[:-1], shape[0])) if isinstance(w, W4Weight) and hasattr(x, "shape") else x
+    ran(_C.w4a16_matmul(x, handle, bias, activation, residual, out, stream, plan))
+    return out

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <string>
+
+#include "bind.h"
+#include "rooftile/gemm.h"
+#include "tensor_caster.h"
+#include "w4_handle.h"
+
+namespace rooftile::python {
+
+using namespace nb::literals;
+using nb::handle;
+
+namespace {
+
+int group_size(Args& args, const char* op, handle h) {
+  const std::int64_t value = args.integer(h, "group_size");
+  ROOFTILE_CHECK(value > 0 && value <= INT32_MAX, op, ": group_size must be 32, 64, 128 or K, got ", value);
+  return static_cast<int>(value);
+}
+
+DType scale_dtype(const std::string& text) {
+  for (DType t : {DType::f16, DType::bf16})
+    if (text == name(t)) return t;
+  fail(ErrorKind::type, "W4Weight: scale_dtype must be float16 or bfloat16, got ", text);
+}
+
+}  // namespace
+
+W4Handle::W4Handle(handle codes, handle scales, handle offsets, handle perm, handle n, handle k, handle group,
+                   handle zeros, handle dtype)
+    : arrays_(nb::make_tuple(nb::borrow(codes), nb::borrow(scales), nb::borrow(offsets), nb::borrow(perm))) {
+  const char* op = "W4Weight";
+  Args args(op);
+  view_ = rooftile::w4_view(args.integer(n, "n"), args.integer(k, "k"), group_size(args, op, group),
+                            w4_zeros_from_name(op, args.text(zeros, "zeros")), scale_dtype(args.text(dtype, "scale_dtype")),
+                            args.in(codes, "codes"), args.in(scales, "scales"), args.optional(offsets, "offsets"),
+                            args.optional(perm, "perm"));
+}
+
+const W4View& w4_view(handle h, const char* op) {
+  if (!nb::isinstance<W4Handle>(h)) {
+    const nb::object type = nb::borrow(h.type());
+    fail(ErrorKind::type, op, ": w must be a rooftile.W4Weight, got ", nb::cast<nb::str>(type.attr("__name__")).c_str());
+  }
+  return nb::cast<W4Handle&>(h).view();
+}
+
+void bind_gemm(nb::module_& m) {
+  nb::class_<W4Handle>(m, "W4Handle")
+      .def(nb::init<handle, handle, handle, handle, handle, handle, handle, handle, handle>(), "codes"_a.none(),
+           "scales"_a.none(), "offsets"_a.none(), "perm"_a.none(), "n"_a.none(), "k"_a.none(), "group_size"_a.none(),
+           "zeros"_a.none(), "scale_dtype"_a.none());
+
+  // Bytes of the kernel tensors (codes, scales, offsets) of a weight.
+  m.def("w4_sizes", [](handle n, handle k, handle group, handle zeros) {
+    const char* op = "W4Weight";
+    Args args(op);
+    const std::int64_t rows = args.integer(n, "N"), columns = args.integer(k, "K");
+    const W4Sizes s = w4_sizes(op, rows, columns, group_size(args, op, group), w4_zeros_from_name(op, args.text(zeros, "zeros")));
+    return nb::make_tuple(s.codes, s.scales, s.offsets);
+  }, "n"_a.none(), "k"_a.none(), "group_size"_a.none(), "zeros"_a.none());
+
+  m.def("w4_pack", [](handle codes, handle scales, handle offsets, handle zeros, handle group, handle out_codes,
+                      handle out_scales, handle out_offsets) {
+    const char* op = "W4Weight.from_canonical";
+    Args args(op);
+    const TensorView c = args.in(codes, "codes"), s = args.in(scales, "scales"), o = args.optional(offsets, "zeros");
+    const TensorView to_c = args.out(out_codes, "out_codes"), to_s = args.out(out_scales, "out_scales"),
+                     to_o = args.optional_out(out_offsets, "out_offsets");
+    const W4Zeros z = w4_zeros_from_name(op, args.text(zeros, "kind"));
+    const int g = group_size(args, op, group);
+    const Context ctx = args.context(c, nb::none(), nb::none());
+    nb::gil_scoped_release unlocked;
+    w4_pack(ctx, c, s, o, z, g, to_c, to_s, to_o);
+  }, "codes"_a.none(), "scales"_a.none(), "offsets"_a.none(), "zeros"_a.none(), "group_size"_a.none(),
+        "out_codes"_a.none(), "out_scales"_a.none(), "out_offsets"_a.none());
+
+  m.def("w4_unpack", [](handle w, handle codes, handle scales, handle offsets) {
+    const char* op = "W4Weight.unpack";
+    Args args(op);
+    const W4View& view = w4_view(w, op);
+    const TensorView c = args.out(codes, "codes"), s = args.out(scales, "scales"), o = args.optional_out(offsets, "zeros");
+    const Context ctx = args.context(c, nb::none(), nb::none());
+    nb::gil_scoped_release unlocked;
+    w4_unpack(ctx, view, c, s, o);
+  }, "w"_a.none(), "codes"_a.none(), "scales"_a.none(), "offsets"_a.none());
+
+  m.def("w4_quantize", [](handle weight, handle group, handle zeros, handle codes, handle scales, handle offsets) {
+    const char* op = "W4Weight.quantize";
+    Args args(op);
+    const TensorView x = args.in(weight, "weight"), c = args.out(codes, "codes"), s = args.out(scales, "scales"),
+                     o = args.optional_out(offsets, "minima");
+    const W4Zeros z = w4_zeros_from_name(op, args.text(zeros, "zeros"));
+    const int g = group_size(args, op, group);
+    const Context ctx = args.context(x, nb::none(), nb::none());
+    nb::gil_scoped_release unlocked;
+    w4_quantize(ctx, x, g, z, c, s, o);
+  }, "weight"_a.none(), "group_size"_a.none(), "zeros"_a.none(), "codes"_a.none(), "scales"_a.none(), "offsets"_a.none());
+
+  m.def("w4_dequantize", [](handle w, handle out) {
+    const char* op = "W4Weight.dequantize";
+    Args args(op);
+    const W4View& view = w4_view(w, op);
+    const TensorView to = args.out(out, "out");
+    const Context ctx = args.context(to, nb::none(), nb::none());
+    nb::gil_scoped_release unlocked;
+    w4_dequantize(ctx, view, to);
+  }, "w"_a.none(), "out"_a.none());
+
+  m.def("w4a16_matmul", [](handle x, handle w, handle bias, handle activation, handle residual, handle out,
+                           handle stream, handle plan) {
+    const char* op = "w4a16_matmul";
+    Args args(op);
+    const TensorView tx = args.in(x, "x");
+    const W4View& view = w4_view(w, op);
+    const TensorView ty = args.out(out, "out");
+    MatmulOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
+    if (!activation.is_none()) options.activation = activation_from_name(op, args.text(activation, "activation"));
+    const Context ctx = args.context(tx, stream, plan);
+    return run([&] { return w4a16_matmul(ctx, tx, view, ty, options); });
+  }, "x"_a.none(), "w"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
+        "stream"_a.none(), "plan"_a.none());
+}
+
+}  // namespace rooftile::python
