@@ -21,6 +21,13 @@ def compiling():
     return torch is not None and torch.compiler.is_compiling()
 
 
+def torch_op(name, inputs, outputs, stream, plan):
+    """What a public function does while it is traced: the same through torch.ops.rooftile."""
+    from rooftile import torch_ops  # registers them; torch is there, it is tracing us
+
+    return torch_ops.call(name, inputs, outputs, stream, plan)
+
+
 def empty(like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 
@@ -49,9 +56,7 @@ def numpy_dtype(name):
         try:
             import ml_dtypes
         except ImportError as e:
-            raise ImportError(
-                "bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)"
-            ) from e
+            raise ImportError("bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)") from e
         return ml_dtypes.bfloat16
     return np.dtype(name)
 
