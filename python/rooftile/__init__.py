@@ -12,7 +12,17 @@ from rooftile.errors import (
     OutOfPagesError,
     RooftileError,
 )
-from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
+from rooftile.fused import (
+    add_layer_norm,
+    add_rms_norm,
+    gelu_mul,
+    layer_norm,
+    rms_norm,
+    rope,
+    rope_append,
+    silu_mul,
+    softmax,
+)
 from rooftile.gemm import W4Weight, w4a16_matmul
 from rooftile.kv_cache import KV_FORMATS, KVCache
 from rooftile.kv_model import ModelKVCache
@@ -43,6 +53,7 @@ __all__ = [
     "record_kernels",
     "rms_norm",
     "rope",
+    "rope_append",
     "silu_mul",
     "softmax",
     "w4a16_matmul",
