@@ -360,3 +360,29 @@ class KVCache(_Cache):
     def fork(self, src, dst):
         """Row dst becomes a copy of row src."""
         _C.kv_copy_row(self._handle, src, dst, 0)
+
+    def select(self, rows=None, *, capacity=None):
+        """A new cache whose row i is a copy of row rows[i], bit for bit; all rows in order without `rows`.
+
+        rows: list of ints or an int32 array, repeats allowed. capacity: of the new cache, default this one's.
+        Raises ArgumentError for a row that is not there or does not fit.
+        """
+        rows = list(range(self.batch)) if rows is None else _host(_ints("rows", rows)).tolist()
+        if any(not 0 <= row < self.batch for row in rows):
+            raise ArgumentError(f"select: rows must lie in [0, {self.batch}), got {rows}")
+        capacity = self.capacity if capacity is None else capacity
+        copy = KVCache(len(rows), capacity, self.kv_heads, self.head_dim, format=self.format, dtype=self.dtype)
+        longest = max((self.lengths[row] for row in rows), default=0)
+        if longest > copy.capacity:
+            raise ArgumentError(f"select: capacity {capacity} is less than the {longest} tokens that a row holds")
+        pages = _pages_for(longest, CONTIGUOUS_PAGE)
+        for name, source in self._arrays.items():
+            target = copy._arrays[name]
+            if name.endswith("pool"):
+                source = source.reshape(self.batch, self.max_pages, *source.shape[1:])[:, :pages]
+                target = target.reshape(copy.batch, copy.max_pages, *target.shape[1:])[:, :pages]
+            target[:] = source[rows]
+        return copy
+
+    def __deepcopy__(self, memo):
+        return self.select()
