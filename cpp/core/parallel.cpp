@@ -17,6 +17,8 @@
 #include <thread>
 #include <vector>
 
+#include "rooftile/build.h"
+
 namespace rooftile {
 namespace {
 

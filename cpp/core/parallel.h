@@ -28,6 +28,4 @@ class Parallel {
   int threads_;
 };
 
-const char* parallel_backend();   // "openmp (shared)" or "rooftile"
-
 }  // namespace rooftile

@@ -33,4 +33,18 @@ inline void write(const TensorView& t, std::int64_t offset, float x) {
   }
 }
 
+// One element of an integer tensor (int32 or int64).
+inline std::int64_t integer_at(const TensorView& t, std::int64_t offset) {
+  return t.dtype == DType::i64 ? static_cast<const std::int64_t*>(t.data)[offset] : static_cast<const std::int32_t*>(t.data)[offset];
+}
+// Offset in elements of element `index`, counted in row-major order; any strides.
+inline std::int64_t element_offset(const TensorView& t, std::int64_t index) {
+  std::int64_t offset = 0;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    offset += (index % t.shape[i]) * t.stride[i];
+    index /= t.shape[i];
+  }
+  return offset;
+}
+
 }  // namespace rooftile::cpu

@@ -1,16 +1,111 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/check.h"
 
-#include <cstdio>
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
 
 namespace rooftile::check {
+namespace {
+
+bool same_memory(const TensorView& a, const TensorView& b) {
+  if (a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim) return false;
+  for (int i = 0; i < a.ndim; ++i)
+    if (a.stride[i] != b.stride[i] && a.shape[i] > 1) return false;
+  return true;
+}
+
+// Do two strided tensors share a byte? A sum of c * stride over the dimensions of both (b's counted backwards, so that
+// all terms are positive) would have to meet the distance between them: a search from the largest stride down, in which
+// the smaller strides leave at most a few c to try where dimensions nest.
+class Meeting {
+ public:
+  Meeting(const TensorView& a, const TensorView& b) {
+    target_ = reinterpret_cast<std::intptr_t>(b.data) - reinterpret_cast<std::intptr_t>(a.data);
+    before_ = static_cast<std::int64_t>(size_of(b.dtype)) - 1;   // bytes by which an element of b may start before one of a
+    after_ = static_cast<std::int64_t>(size_of(a.dtype)) - 1;
+    add(a, true);
+    add(b, false);
+    std::sort(terms_, terms_ + count_, [](const Term& x, const Term& y) { return x.stride > y.stride; });
+  }
+  bool possible() { return possible(0, target_); }
+
+ private:
+  struct Term {
+    std::int64_t stride, steps;   // c in [0, steps]
+  };
+
+  void add(const TensorView& t, bool forwards) {
+    for (int i = 0; i < t.ndim; ++i) {
+      const std::int64_t stride = t.stride[i] * static_cast<std::int64_t>(size_of(t.dtype)), steps = t.shape[i] - 1;
+      if (steps == 0 || stride == 0) continue;
+      if ((stride > 0) != forwards) target_ += std::abs(stride) * steps;   // counted from the other end
+      terms_[count_++] = {std::abs(stride), steps};
+    }
+  }
+
+  bool possible(int k, std::int64_t rest) {
+    if (k == count_) return -before_ <= rest && rest <= after_;
+    std::int64_t reach = after_;
+    for (int i = k + 1; i < count_; ++i) reach += terms_[i].stride * terms_[i].steps;
+    const std::int64_t stride = terms_[k].stride;
+    const std::int64_t first = rest > reach ? (rest - reach + stride - 1) / stride : 0;
+    const std::int64_t last = rest + before_ < 0 ? -1 : std::min(terms_[k].steps, (rest + before_) / stride);
+    for (std::int64_t c = first; c <= last; ++c)
+      if (--work_ < 0 || possible(k + 1, rest - c * stride)) return true;   // too tangled to tell: as if they met
+    return false;
+  }
+
+  Term terms_[2 * TensorView::max_ndim];
+  int count_ = 0, work_ = 10000;
+  std::int64_t target_, before_, after_;
+};
+
+bool lie_apart(const TensorView& a, const TensorView& b) {
+  return a.numel() == 0 || b.numel() == 0 || !Meeting(a, b).possible();
+}
+
+}  // namespace
+
+void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other) {
+  ROOFTILE_CHECK(lie_apart(out, other), op, ": ", out_name, " must not share memory with ", other_name);
+}
+
+void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in) {
+  ROOFTILE_CHECK(same_memory(out, in) || lie_apart(out, in), op, ": ", out_name, " overlaps ", in_name,
+                 " in memory; it must be ", in_name, " itself (same strides) or lie apart from it");
+}
+
+bool overlaps_itself(const TensorView& t) {
+  if (t.numel() == 0) return false;
+  // From the smallest stride up, each dimension must step over all that lies inside it. Doubles: products may be vast.
+  double reach = 0;
+  bool done[TensorView::max_ndim] = {};
+  for (int round = 0; round < t.ndim; ++round) {
+    int next = -1;
+    for (int i = 0; i < t.ndim; ++i)
+      if (!done[i] && t.shape[i] > 1 && (next < 0 || std::abs(t.stride[i]) < std::abs(t.stride[next]))) next = i;
+    if (next < 0) break;
+    done[next] = true;
+    const double stride = std::abs(static_cast<double>(t.stride[next]));
+    if (stride <= reach) return true;
+    reach += static_cast<double>(t.shape[next] - 1) * stride;
+  }
+  return false;
+}
 
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts) {
-  KernelName result;
-  int used = std::snprintf(result.text, sizeof result.text, "cpu_%s", k.variant);
-  for (const char* part : parts)
-    if (used < static_cast<int>(sizeof result.text))
-      used += std::snprintf(result.text + used, sizeof result.text - static_cast<std::size_t>(used), "_%s", part);
+  KernelName result;   // zeros
+  std::size_t used = 0;
+  const auto append = [&](const char* text) {
+    for (; *text && used + 1 < sizeof result.text; ++text) result.text[used++] = *text;
+  };
+  append("cpu_");
+  append(k.variant);
+  for (const char* part : parts) {
+    append("_");
+    append(part);
+  }
   return result;
 }
 

@@ -11,6 +11,9 @@
 
 namespace rooftile::check {
 
+// Whether two indices may lead to one element. Views whose dimensions interleave without meeting count as well.
+bool overlaps_itself(const TensorView& t);
+
 // Names one argument of one op and checks it.
 class Arg {
  public:
@@ -58,6 +61,8 @@ class Arg {
     for (int i = 0; i < t_.ndim; ++i)
       ROOFTILE_CHECK(t_.shape[i] <= 1 || t_.stride[i] != 0 || t_.numel() == 0, op_, ": ", argument_,
                      " is expanded (stride 0 in dimension ", i, ") and would be written");
+    ROOFTILE_CHECK(!overlaps_itself(t_), op_, ": ", argument_, " has strides that lead two indices to one element, and would "
+                   "be written; got ", describe(t_));
     return *this;
   }
 
@@ -73,6 +78,11 @@ inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
                       ", but this build of rooftile has CPU kernels only");
   return cpu::kernels_for(ctx.variant);
 }
+
+// Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart.
+void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other);
+// The same for an input that `out` is computed from element by element: out may also be that very view.
+void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
 
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts);   // "cpu_avx512_bf16"
 

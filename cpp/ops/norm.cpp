@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
 #include "ops/check.h"
 #include "rooftile/fused.h"
 
@@ -10,14 +12,23 @@ KernelName run_norm(const char* op, const Context& ctx, const cpu::NormArgs& a) 
   Arg(op, "x", a.x).given().activation().ndim(1, TensorView::max_ndim);
   const std::int64_t hidden = a.x.last();
   ROOFTILE_CHECK(hidden > 0, op, ": x must have a last dimension of at least 1, got ", describe(a.x));
-  Arg(op, "out", a.y).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
+  const bool adds = a.residual.given();
+  if (adds) Arg(op, "residual", a.residual).shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x");
   for (const auto& [argument, t] : {std::pair{"weight", &a.weight}, {"bias", &a.bias}})
     if (t->given()) Arg(op, argument, *t).shape({hidden}, "[hidden]").dtype({a.x.dtype, DType::f32}).device(a.x.device, "x");
-  if (a.residual.given()) {
-    Arg(op, "residual", a.residual).shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x");
-    Arg(op, "residual_out", a.res).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
+  ROOFTILE_CHECK(a.eps >= 0 && std::isfinite(a.eps), op, ": eps must be finite and at least 0, got ", a.eps);
+  const auto check_output = [&](const char* argument, const TensorView& t) {
+    Arg(op, argument, t).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
+    for (const auto& [name, in] : {std::pair{"x", &a.x}, {"residual", &a.residual}})
+      if (in->given()) check::check_overlap(op, argument, t, name, *in);
+    for (const auto& [name, in] : {std::pair{"weight", &a.weight}, {"bias", &a.bias}})
+      if (in->given()) check::check_apart(op, argument, t, name, *in);
+  };
+  check_output("out", a.y);
+  if (adds) {
+    check_output("residual_out", a.res);
+    check::check_apart(op, "residual_out", a.res, "out", a.y);
   }
-  ROOFTILE_CHECK(a.eps >= 0, op, ": eps must be at least 0, got ", a.eps);
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.norm(Parallel(ctx.threads), a);
   return check::kernel_name(k, {name(a.x.dtype)});

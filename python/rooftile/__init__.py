@@ -11,7 +11,7 @@ from rooftile.errors import (
     OutOfPagesError,
     RooftileError,
 )
-from rooftile.fused import rms_norm
+from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
 from rooftile.gemm import W4Weight, w4a16_matmul
 from rooftile.kv_cache import KVCache
 
@@ -26,7 +26,14 @@ __all__ = [
     "OutOfPagesError",
     "RooftileError",
     "W4Weight",
+    "add_layer_norm",
+    "add_rms_norm",
+    "gelu_mul",
+    "layer_norm",
     "record_kernels",
     "rms_norm",
+    "rope",
+    "silu_mul",
+    "softmax",
     "w4a16_matmul",
 ]

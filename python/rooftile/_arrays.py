@@ -6,8 +6,6 @@ import sys
 
 import numpy as np
 
-from rooftile.errors import ArgumentTypeError
-
 _recorders = []
 
 
@@ -17,20 +15,33 @@ def torch_of(x):
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
 
-def empty(like, shape=None, dtype=None):
-    """An uninitialised array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
+def compiling():
+    """Whether torch.compile or torch.export is tracing the caller: ops then go through torch.ops.rooftile."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
 
-    dtype: a name such as "float32", default `like`'s own.
+
+def empty(like, shape=None, dtype=None):
+    """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
+
+    dtype: a name such as "float32", default `like`'s own. None where `like` is no array that an op takes: the binding
+    reads `like` before its outputs and refuses it by the name of its argument.
     """
-    if not hasattr(like, "shape"):
-        raise ArgumentTypeError(
-            f"expected an array that speaks DLPack (torch, NumPy, jax, cupy), got {type(like).__name__}"
-        )
     torch = torch_of(like)
-    shape = like.shape if shape is None else shape
     if torch is not None:
-        return like.new_empty(shape, dtype=getattr(torch, dtype) if dtype else None)
-    return np.empty(shape, dtype=numpy_dtype(dtype or str(like.dtype)))
+        if like.layout is not torch.strided:
+            return None
+        if shape is None and dtype is None:
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+        dtype = getattr(torch, dtype) if dtype else like.dtype
+        return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=like.device)
+    if not isinstance(getattr(like, "shape", None), tuple):
+        return None
+    try:
+        dtype = numpy_dtype(dtype or str(like.dtype))
+    except TypeError:
+        return None
+    return np.empty(like.shape if shape is None else shape, dtype=dtype)
 
 
 def numpy_dtype(name):

@@ -1,18 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small ops between the products. Statistics in fp32, results rounded once."""
+"""The small ops between the products. Results are rounded once to the output's dtype.
+
+Common to all of them: tensors are float32 (CPU), float16 or bfloat16 of any strides; an output is contiguous unless it
+is given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that have no
+current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError naming the
+argument.
+"""
 
 from rooftile import _C
-from rooftile._arrays import empty, ran
+from rooftile._arrays import compiling, empty, ran
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     """x * rsqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-    x: [..., hidden], float32 (CPU), float16 or bfloat16, any strides. weight: [hidden], x's dtype or float32, or None.
-    Returns [..., hidden] in x's dtype, written to `out` when given (`out` may be x). Statistics in fp32.
-    Raises ArgumentError / ArgumentTypeError naming the argument.
+    x: [..., hidden]. weight: [hidden], x's dtype or float32, or None.
+    Returns [..., hidden] in x's dtype, written to `out` when given.
     """
+    if compiling():
+        return _torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
     if out is None:
         out = empty(x)
     ran(_C.rms_norm(x, weight, eps, out, stream, plan))
     return out
+
+
+def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=None, stream=None, plan=None):
+    """rms_norm of x + residual, and the sum itself: the next block's residual.
+
+    x, residual: [..., hidden] of one dtype; the sum is rounded to it first and the norm is of the rounded sum.
+    weight: [hidden], x's dtype or float32, or None.
+    Returns (y, x + residual), both [..., hidden] in x's dtype, written to `out` and `residual_out` when given
+    (`residual_out` may be `residual`, `out` may be `x`).
+    """
+    if compiling():
+        return _torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
+    if out is None:
+        out = empty(x)
+    if residual_out is None:
+        residual_out = empty(x)
+    ran(_C.add_rms_norm(x, residual, weight, eps, out, residual_out, stream, plan))
+    return out, residual_out
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, plan=None):
+    """(x - mean) * rsqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016, arXiv 1607.06450).
+
+    x: [..., hidden]; var is the biased variance. weight, bias: [hidden], x's dtype or float32, or None.
+    Returns [..., hidden] in x's dtype, written to `out` when given.
+    """
+    if compiling():
+        return _torch_op("layer_norm", (x, weight, bias, eps), (out,), stream, plan)
+    if out is None:
+        out = empty(x)
+    ran(_C.layer_norm(x, weight, bias, eps, out, stream, plan))
+    return out
+
+
+def add_layer_norm(
+    x, residual, weight=None, bias=None, eps=1e-5, *, out=None, residual_out=None, stream=None, plan=None
+):
+    """layer_norm of x + residual, and the sum itself. Shapes and outputs as add_rms_norm; bias: [hidden] or None."""
+    if compiling():
+        return _torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
+    if out is None:
+        out = empty(x)
+    if residual_out is None:
+        residual_out = empty(x)
+    ran(_C.add_layer_norm(x, residual, weight, bias, eps, out, residual_out, stream, plan))
+    return out, residual_out
+
+
+def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan=None):
+    """Rotary position embedding of q and k, half-split as in GPT-NeoX and Llama (Su et al. 2021, arXiv 2104.09864).
+
+    q: [..., q_heads, D] and k: [..., kv_heads, D], usually [B, T, heads, D] or [tokens, heads, D]; the head counts may
+    differ. positions: int32 or int64 with q's leading dimensions, each in [0, max_position).
+    cos, sin: [max_position, R], R <= D / 2, q's dtype or float32: one column a pair, not the doubled tables of
+    transformers. Dims i and i + R of a head turn together by row positions[...] of the tables; dims from 2R on are
+    copied.
+    Returns (q, k) turned, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
+    """
+    if compiling():
+        return _torch_op("rope", (q, k, cos, sin, positions), (q_out, k_out), stream, plan)
+    if q_out is None:
+        q_out = empty(q)
+    if k_out is None:
+        k_out = empty(k)
+    ran(_C.rope(q, k, cos, sin, positions, q_out, k_out, stream, plan))
+    return q_out, k_out
+
+
+def silu_mul(gate_up, *, out=None, stream=None, plan=None):
+    """silu(gate) * up with gate_up = [gate | up] (SwiGLU: Shazeer 2020, arXiv 2002.05202).
+
+    gate_up: [..., 2 * hidden]. Returns [..., hidden] in its dtype, written to `out` when given (`out` may be the gate
+    half of gate_up). A gate of -inf gives NaN, as in torch.
+    """
+    if compiling():
+        return _torch_op("silu_mul", (gate_up,), (out,), stream, plan)
+    if out is None:
+        out = _half(gate_up)
+    ran(_C.silu_mul(gate_up, out, stream, plan))
+    return out
+
+
+def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
+    """gelu(gate) * up with gate_up = [gate | up] (GELU: Hendrycks and Gimpel 2016, arXiv 1606.08415).
+
+    approximate: "tanh", or "none" for the form with erf, as in torch. Shapes as silu_mul.
+    """
+    if compiling():
+        return _torch_op("gelu_mul", (gate_up, approximate), (out,), stream, plan)
+    if out is None:
+        out = _half(gate_up)
+    ran(_C.gelu_mul(gate_up, approximate, out, stream, plan))
+    return out
+
+
+def softmax(x, *, out=None, stream=None, plan=None):
+    """exp(x - max) / sum over the last dimension.
+
+    x: [..., n]. Returns [..., n] in x's dtype, written to `out` when given. As in torch, a row of -inf only, or one
+    that holds +inf or NaN, is NaN throughout.
+    """
+    if compiling():
+        return _torch_op("softmax", (x,), (out,), stream, plan)
+    if out is None:
+        out = empty(x)
+    ran(_C.softmax(x, out, stream, plan))
+    return out
+
+
+def _half(gate_up):
+    shape = getattr(gate_up, "shape", None)
+    return empty(gate_up, (*shape[:-1], shape[-1] // 2) if isinstance(shape, tuple) and shape else ())
+
+
+def _torch_op(name, arguments, outputs, stream, plan):
+    from rooftile import torch_ops  # registers them; torch is there, it is tracing us
+
+    return torch_ops.call(name, arguments, outputs, stream, plan)

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
 #include "bind.h"
 #include "rooftile/fused.h"
 #include "tensor_caster.h"
@@ -7,6 +9,18 @@ namespace rooftile::python {
 
 using namespace nb::literals;
 using nb::handle;
+
+namespace {
+
+// torch's own names for the two forms of GELU.
+Gelu gelu_form(Args& args, handle h) {
+  const char* text = args.text(h, "approximate");
+  if (std::strcmp(text, "tanh") == 0) return Gelu::tanh;
+  if (std::strcmp(text, "none") == 0) return Gelu::erf;
+  fail(ErrorKind::value, "gelu_mul: approximate must be \"tanh\" or \"none\", got \"", text, "\"");
+}
+
+}  // namespace
 
 // Every binding converts its arguments, releases the GIL and calls one function of cpp/include. It returns the name of
 // the kernel that ran.
@@ -18,6 +32,71 @@ void bind_fused(nb::module_& m) {
     const Context ctx = args.context(tx, stream, plan);
     return run([&] { return rms_norm(ctx, tx, tw, e, ty); });
   }, "x"_a.none(), "weight"_a.none(), "eps"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  m.def("add_rms_norm", [](handle x, handle residual, handle weight, handle eps, handle out, handle residual_out,
+                           handle stream, handle plan) {
+    Args args("add_rms_norm");
+    const TensorView tx = args.in(x, "x"), tr = args.in(residual, "residual"), tw = args.optional(weight, "weight");
+    const TensorView ty = args.out(out, "out"), ts = args.out(residual_out, "residual_out");
+    const float e = static_cast<float>(args.number(eps, "eps"));
+    const Context ctx = args.context(tx, stream, plan);
+    return run([&] { return add_rms_norm(ctx, tx, tr, tw, e, ty, ts); });
+  }, "x"_a.none(), "residual"_a.none(), "weight"_a.none(), "eps"_a.none(), "out"_a.none(), "residual_out"_a.none(),
+     "stream"_a.none(), "plan"_a.none());
+
+  m.def("layer_norm", [](handle x, handle weight, handle bias, handle eps, handle out, handle stream, handle plan) {
+    Args args("layer_norm");
+    const TensorView tx = args.in(x, "x"), tw = args.optional(weight, "weight"), tb = args.optional(bias, "bias");
+    const TensorView ty = args.out(out, "out");
+    const float e = static_cast<float>(args.number(eps, "eps"));
+    const Context ctx = args.context(tx, stream, plan);
+    return run([&] { return layer_norm(ctx, tx, tw, tb, e, ty); });
+  }, "x"_a.none(), "weight"_a.none(), "bias"_a.none(), "eps"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  m.def("add_layer_norm", [](handle x, handle residual, handle weight, handle bias, handle eps, handle out,
+                             handle residual_out, handle stream, handle plan) {
+    Args args("add_layer_norm");
+    const TensorView tx = args.in(x, "x"), tr = args.in(residual, "residual");
+    const TensorView tw = args.optional(weight, "weight"), tb = args.optional(bias, "bias");
+    const TensorView ty = args.out(out, "out"), ts = args.out(residual_out, "residual_out");
+    const float e = static_cast<float>(args.number(eps, "eps"));
+    const Context ctx = args.context(tx, stream, plan);
+    return run([&] { return add_layer_norm(ctx, tx, tr, tw, tb, e, ty, ts); });
+  }, "x"_a.none(), "residual"_a.none(), "weight"_a.none(), "bias"_a.none(), "eps"_a.none(), "out"_a.none(),
+     "residual_out"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  m.def("rope", [](handle q, handle k, handle cos, handle sin, handle positions, handle q_out, handle k_out, handle stream,
+                   handle plan) {
+    Args args("rope");
+    const TensorView tq = args.in(q, "q"), tk = args.in(k, "k"), tc = args.in(cos, "cos"), ts = args.in(sin, "sin");
+    const TensorView tp = args.in(positions, "positions");
+    const TensorView oq = args.out(q_out, "q_out"), ok = args.out(k_out, "k_out");
+    const Context ctx = args.context(tq, stream, plan);
+    return run([&] { return rope(ctx, tq, tk, tc, ts, tp, oq, ok); });
+  }, "q"_a.none(), "k"_a.none(), "cos"_a.none(), "sin"_a.none(), "positions"_a.none(), "q_out"_a.none(), "k_out"_a.none(),
+     "stream"_a.none(), "plan"_a.none());
+
+  m.def("silu_mul", [](handle gate_up, handle out, handle stream, handle plan) {
+    Args args("silu_mul");
+    const TensorView tx = args.in(gate_up, "gate_up"), th = args.out(out, "out");
+    const Context ctx = args.context(tx, stream, plan);
+    return run([&] { return silu_mul(ctx, tx, th); });
+  }, "gate_up"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  m.def("gelu_mul", [](handle gate_up, handle approximate, handle out, handle stream, handle plan) {
+    Args args("gelu_mul");
+    const TensorView tx = args.in(gate_up, "gate_up"), th = args.out(out, "out");
+    const Gelu form = gelu_form(args, approximate);
+    const Context ctx = args.context(tx, stream, plan);
+    return run([&] { return gelu_mul(ctx, tx, form, th); });
+  }, "gate_up"_a.none(), "approximate"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  m.def("softmax", [](handle x, handle out, handle stream, handle plan) {
+    Args args("softmax");
+    const TensorView tx = args.in(x, "x"), ty = args.out(out, "out");
+    const Context ctx = args.context(tx, stream, plan);
+    return run([&] { return softmax(ctx, tx, ty); });
+  }, "x"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
 }
 
 }  // namespace rooftile::python

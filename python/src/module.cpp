@@ -3,8 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bind.h"
-#include "cpu/kernels.h"
-#include "kernels/backend.h"
+#include "rooftile/build.h"
 #include "rooftile/error.h"
 
 namespace nb = nanobind;
@@ -39,10 +38,10 @@ NB_MODULE(_C, m) {
   nb::register_exception_translator(python::translate);
   m.attr("version") = ROOFTILE_VERSION;
   m.attr("binding_mode") = ROOFTILE_MODE;
-  m.def("cpu_variants", [] { return cpu::runnable_variants(); });
-  m.def("gpu_backend", [] { return gpu::backend(); });
+  m.def("cpu_variants", [] { return cpu_variants(); });
+  m.def("gpu_backend", [] { return gpu_backend(); });
   m.def("parallel_backend", [] { return parallel_backend(); });
-  m.def("parallel_threads", [] { return Parallel(0).threads(); });
+  m.def("parallel_threads", [] { return parallel_threads(); });
   python::bind_fused(m);
   python::bind_gemm(m);
   python::bind_kv_cache(m);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small ops between the products. Statistics in fp32; results rounded once to the output's dtype.
+// The small ops between the products. Arithmetic in fp32 or wider; results rounded once to the output's dtype.
+// Unless said otherwise an output may be the very input it is computed from, and may not overlap an input otherwise.
 #pragma once
 
 #include "rooftile/context.h"
@@ -10,7 +11,7 @@ namespace rooftile {
 
 // y = x * rsqrt(mean(x^2) + eps) * weight over the last dimension. x, y [..., H]; weight [H], may be absent.
 KernelName rms_norm(const Context&, TensorView x, TensorView weight, float eps, TensorView y);
-// res = x + residual rounded to the dtype; y = rms_norm(res). res may be residual itself.
+// res = x + residual rounded to the dtype; y = rms_norm(res). y and res are two tensors; each may be x or residual.
 KernelName add_rms_norm(const Context&, TensorView x, TensorView residual, TensorView weight, float eps, TensorView y,
                         TensorView res);
 // y = (x - mean) * rsqrt(var + eps) * weight + bias; weight and bias may be absent.
@@ -18,20 +19,22 @@ KernelName layer_norm(const Context&, TensorView x, TensorView weight, TensorVie
 KernelName add_layer_norm(const Context&, TensorView x, TensorView residual, TensorView weight, TensorView bias, float eps,
                           TensorView y, TensorView res);
 
-// Half-split rotary embedding. x, y [..., H, D]; cos, sin [max_position, R] with R <= D/2 pairs (dims i and i + R
-// turn together, the rest is copied), any activation dtype or fp32; positions int32 or int64 with x's leading shape.
-// y may be x itself.
-KernelName rope(const Context&, TensorView x, TensorView cos, TensorView sin, TensorView positions, TensorView y);
+// Half-split rotary embedding of q and k. cos, sin [max_position, R] with R <= D/2 pairs (dims i and i + R turn together,
+// the rest is copied), q's dtype or fp32; positions int32 or int64 with the leading shape of q [..., Hq, D] and
+// k [..., Hkv, D], read and checked on the host. q_out may be q, k_out k.
+KernelName rope(const Context&, TensorView q, TensorView k, TensorView cos, TensorView sin, TensorView positions,
+                TensorView q_out, TensorView k_out);
 
-// rope on q (into q_out) and on k, then append of k and v.  Shapes as rope and kv_append: q, q_out [B, T, Hq, D],
-// k, v [B, T, Hkv, D], positions [B, T].
+// rope on q (into q_out, which may be q) and on k, then append of k and v.  Shapes as rope and kv_append: q, q_out
+// [B, T, Hq, D], k, v [B, T, Hkv, D], positions [B, T]. Nothing is written when an argument is refused.
 KernelName rope_append(const Context&, TensorView q, TensorView k, TensorView v, TensorView cos, TensorView sin,
                        TensorView positions, const KvCacheView&, TensorView rows, TensorView counts, TensorView q_out);
 
-// h = silu(g) * u, x [..., 2H] = [gate | up], h [..., H].
+// h = f(gate) * up, x [..., 2H] = [gate | up], h [..., H]; h may be the gate half of x.
 KernelName silu_mul(const Context&, TensorView x, TensorView h);
 enum class Gelu : std::uint8_t { tanh, erf };
 KernelName gelu_mul(const Context&, TensorView x, Gelu approximate, TensorView h);
-KernelName softmax(const Context&, TensorView x, TensorView y);   // over the last dimension
+// exp(x - max) / sum over the last dimension. A row whose maximum is -inf, or that holds +inf or NaN, becomes NaN.
+KernelName softmax(const Context&, TensorView x, TensorView y);
 
 }  // namespace rooftile

@@ -48,6 +48,7 @@ _READ_KEYS = {
 _INERT_KEYS = {"rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
 _DTYPES = ("float32", "float16", "bfloat16")
 _WEIGHTS = ("dequantize", "w4a16")
+_KEPT_TYPES = ("Q4_0", "Q4_1")  # what W4Weight.from_gguf takes without loss
 
 
 def load_gguf(path, *, dtype="bfloat16", weights="dequantize", progress=True):
@@ -68,9 +69,7 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", progress=True):
     file = read_gguf(path)
     plan = _Plan(file)
     model = plan.empty_model(dtype)
-    if weights == "w4a16":
-        raise NotSupportedError("weights='w4a16' is not there yet")
-    _fill(model, plan, dtype, progress)
+    _fill(model, plan, dtype, weights == "w4a16", progress)
     return model
 
 
@@ -262,35 +261,61 @@ class _Plan:
         return model.requires_grad_(False).eval()
 
 
-def _fill(model, plan, dtype, progress):
-    """Gives every parameter of `model` its tensor."""
+def _fill(model, plan, dtype, keep_codes, progress):
+    """Gives every parameter of `model` its tensor; with keep_codes, linear layers in 4 bits become W4Linear."""
     file = plan.file
     total = sum(file.tensors[tensor].nbytes for tensor, _, _ in plan.parameters.values())
-    # NumPy and torch release the GIL; more threads than two or three only wait for memory
+    # NumPy and torch release the GIL; more threads would only wait for memory
     with (
         concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool,
         progress_bar(f"Loading {os.path.basename(file.path)}", total, unit="bytes", show=progress) as advance,
     ):
-        jobs = {}
+        jobs = []
         for parameter, (tensor, _, heads) in plan.parameters.items():
-            jobs[pool.submit(_read_parameter, file, tensor, heads, dtype)] = (parameter, tensor)
+            in_blocks = parameter.startswith("model.layers.") and parameter.endswith("_proj.weight")
+            as_codes = keep_codes and in_blocks and file.tensors[tensor].type.name in _KEPT_TYPES
+            read = _read_codes if as_codes else _read_parameter
+            jobs.append((parameter, tensor, pool.submit(read, file, tensor, heads, dtype)))
         try:
-            for job in concurrent.futures.as_completed(jobs):
-                parameter, tensor = jobs[job]
-                _set_parameter(model, parameter, job.result())
+            for parameter, tensor, job in jobs:
+                _place(model, parameter, job.result())
                 advance(file.tensors[tensor].nbytes)
         finally:
             pool.shutdown(cancel_futures=True)
     model.tie_weights()
 
 
+def _place(model, parameter, value):
+    """Makes `value` the parameter; a W4Linear replaces the linear layer whose weight it is (a bias is placed later)."""
+    import torch
+
+    module, _, name = parameter.rpartition(".")
+    if isinstance(value, torch.nn.Module):
+        model.set_submodule(module, value)
+    else:
+        setattr(model.get_submodule(module), name, torch.nn.Parameter(value, requires_grad=False))
+
+
+def _rows(file, tensor, heads):
+    """The tensor as stored, uint8 [rows, bytes of a row]; with `heads`, the rows put in the order of half-split RoPE."""
+    data = file.read(tensor).reshape(math.prod(file.tensors[tensor].shape[:-1]), -1)
+    return data if heads is None else data[half_split_rows(len(data), heads)]
+
+
 def _read_parameter(file, tensor, heads, dtype):
-    """Tensor `tensor` dequantised to `dtype`; with `heads`, its rows put in the order of half-split RoPE."""
     info = file.tensors[tensor]
-    data = file.read(tensor).reshape(math.prod(info.shape[:-1]), -1)
-    if heads is not None:
-        data = data[half_split_rows(len(data), heads)]
-    return _dequantize(file, info, data, dtype).reshape(info.shape)
+    return _dequantize(file, info, _rows(file, tensor, heads), dtype).reshape(info.shape)
+
+
+def _read_codes(file, tensor, heads, dtype):
+    import torch
+
+    from rooftile.gemm import W4Weight
+    from rooftile.nn import W4Linear
+
+    info = file.tensors[tensor]
+    data = torch.from_numpy(_rows(file, tensor, heads))
+    return W4Linear.from_weight(W4Weight.from_gguf(data, info.type.name, info.shape)).eval()
 
 
 def half_split_rows(rows, heads):
@@ -319,10 +344,3 @@ def _dequantize(file, info, data, dtype):
             ) from None
         out[i : i + step] = torch.from_numpy(values)
     return out
-
-
-def _set_parameter(model, name, value):
-    import torch
-
-    module, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=False))

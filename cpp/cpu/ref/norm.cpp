@@ -2,7 +2,6 @@
 #include <cmath>
 
 #include "cpu/element.h"
-#include "rooftile/error.h"
 #include "cpu/ref/kernels_ref.h"
 
 namespace rooftile::cpu::reference {
@@ -33,8 +32,5 @@ void norm(const Parallel& parallel, const NormArgs& a) {
   });
 }
 
-void rope(const Parallel&, const TensorView&, const TensorView&, const TensorView&, const TensorView&, const TensorView&) { fail(ErrorKind::not_supported, "todo"); }
-void gated(const Parallel&, const TensorView&, const TensorView&, Gate) { fail(ErrorKind::not_supported, "todo"); }
-void softmax(const Parallel&, const TensorView&, const TensorView&) { fail(ErrorKind::not_supported, "todo"); }
 
 }  // namespace rooftile::cpu::reference

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// Norms over rows.  x, y, residual, res [..., H]   weight, bias [H]
+// Passes over a row that the cache holds: (add,) mean, squares, result. Bound by memory for long batches.
+#include <cmath>
+#include <memory>
+
+#include "cpu/element.h"
+#include "cpu/kernels.h"
+#include "cpu/simd/isa.h"
+#include "cpu/simd/kernels_isa.h"
+#include "cpu/simd/vec.h"
+#include "cpu/simd/vec64.h"
+#include "cpu/simd/rows.h"
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+namespace {
+
+// weight or bias as contiguous fp32. Null where there is none.
+class Parameter {
+ public:
+  explicit Parameter(const TensorView& t) {
+    if (!t.given()) return;
+    room_ = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(t.shape[0]));
+    data_ = as_floats(t, 0, t.shape[0], t.stride[0], room_.get());
+  }
+  const float* data() const { return data_; }
+
+ private:
+  const float* data_ = nullptr;
+  std::unique_ptr<float[]> room_;
+};
+
+template <class T>
+void add_row(const T* x, const T* residual, T* res, std::int64_t n) {
+  for_pieces(n, [=](std::int64_t i, auto lanes) {
+    store64(res + i, load64(x + i, lanes) + load64(residual + i, lanes), lanes);
+  });
+}
+
+template <bool subtract_mean, class T>
+void norm_row(const T* x, const float* weight, const float* bias, T* y, std::int64_t n, double eps) {
+  const double count = static_cast<double>(n);
+  const double mean =
+      subtract_mean ? sum_over(n, [=](std::int64_t i, auto lanes) { return load64(x + i, lanes); }) / count : 0.0;
+  const auto centred = [=](std::int64_t i, auto lanes) {
+    const F64 v = load64(x + i, lanes);
+    return subtract_mean ? v - mean : v;
+  };
+  const double square = sum_over(n, [=](std::int64_t i, auto lanes) {
+    const F64 v = only(centred(i, lanes), lanes);
+    return v * v;
+  });
+  const double scale = 1.0 / std::sqrt(square / count + eps);
+  for_pieces(n, [=](std::int64_t i, auto lanes) {
+    F64 v = centred(i, lanes) * scale;
+    if (weight) v *= load64(weight + i, lanes);
+    if (bias) v += load64(bias + i, lanes);
+    store64(y + i, v, lanes);
+  });
+}
+
+template <class T>
+void norm_rows(const Parallel& parallel, const NormArgs& a) {
+  const int threads = parallel.threads();
+  const RowScratch<T> x_room(a.x, threads), y_room(a.y, threads), add_room(a.residual, threads), res_room(a.res, threads);
+  const Parameter weight(a.weight), bias(a.bias);
+  const std::int64_t n = a.x.last();
+  for_rows(parallel, a.x.rows(), n, [&](std::int64_t row, int thread) {
+    const T* x = x_room.read(a.x, row, thread);
+    if (a.residual.given()) {
+      T* res = res_room.write(a.res, row, thread);
+      add_row(x, add_room.read(a.residual, row, thread), res, n);
+      res_room.commit(a.res, row, thread);
+      x = res;   // the norm is of the rounded sum
+    }
+    T* y = y_room.write(a.y, row, thread);
+    if (a.subtract_mean) {
+      norm_row<true>(x, weight.data(), bias.data(), y, n, a.eps);
+    } else {
+      norm_row<false>(x, weight.data(), bias.data(), y, n, a.eps);
+    }
+    y_room.commit(a.y, row, thread);
+  });
+}
+
+}  // namespace
+
+void norm(const Parallel& parallel, const NormArgs& a) {
+  with_element(a.x.dtype, [&](auto e) { norm_rows<decltype(e)>(parallel, a); });
+}
+
+}  // namespace rooftile::cpu::ROOFTILE_ISA

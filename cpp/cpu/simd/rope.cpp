@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Half-split rotary embedding.  x, y [..., H, D]   cos, sin [max_position, R]   positions [...]
+// Dims i and i + R of every head turn together by the angle of the token's position; dims from 2R on are copied.
+#include <cstring>
+#include <memory>
+
+#include "cpu/element.h"
+#include "cpu/kernels.h"
+#include "cpu/simd/isa.h"
+#include "cpu/simd/kernels_isa.h"
+#include "cpu/simd/vec.h"
+#include "cpu/simd/vec64.h"
+#include "cpu/simd/rows.h"
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+namespace {
+
+// y may be x. Both halves of a piece are read before either is written.
+template <class T>
+void turn(const T* x, const float* cos, const float* sin, T* y, std::int64_t pairs, std::int64_t dim) {
+  for_pieces(pairs, [=](std::int64_t i, auto lanes) {
+    const F64 low = load64(x + i, lanes), high = load64(x + pairs + i, lanes);
+    const F64 c = load64(cos + i, lanes), s = load64(sin + i, lanes);
+    store64(y + i, low * c - high * s, lanes);
+    store64(y + pairs + i, high * c + low * s, lanes);
+  });
+  if (y != x && dim > 2 * pairs)
+    std::memcpy(y + 2 * pairs, x + 2 * pairs, sizeof(T) * static_cast<std::size_t>(dim - 2 * pairs));
+}
+
+}  // namespace
+
+void rope(const Parallel& parallel, const TensorView& x, const TensorView& cos, const TensorView& sin,
+          const TensorView& positions, const TensorView& y) {
+  const std::int64_t heads = x.shape[x.ndim - 2], dim = x.last(), pairs = cos.shape[1], tokens = positions.numel();
+  const auto angles = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(2 * pairs * parallel.threads()));
+  with_element(x.dtype, [&](auto e) {
+    using T = decltype(e);
+    const RowScratch<T> x_room(x, parallel.threads()), y_room(y, parallel.threads());
+    for_rows(parallel, tokens, heads * dim, [&](std::int64_t token, int thread) {
+      const std::int64_t position = integer_at(positions, element_offset(positions, token));
+      float* room = angles.get() + 2 * pairs * thread;
+      const float* c = as_floats(cos, position * cos.stride[0], pairs, cos.stride[1], room);
+      const float* s = as_floats(sin, position * sin.stride[0], pairs, sin.stride[1], room + pairs);
+      for (std::int64_t row = token * heads; row < (token + 1) * heads; ++row) {
+        turn(x_room.read(x, row, thread), c, s, y_room.write(y, row, thread), pairs, dim);
+        y_room.commit(y, row, thread);
+      }
+    });
+  });
+}
+
+}  // namespace rooftile::cpu::ROOFTILE_ISA

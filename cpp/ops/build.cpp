@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "rooftile/build.h"
+
+#include "core/parallel.h"
+#include "cpu/kernels.h"
+#include "kernels/backend.h"
+
+namespace rooftile {
+
+const char* cpu_variants() { return cpu::runnable_variants(); }
+const char* gpu_backend() { return gpu::backend(); }
+int parallel_threads() { return Parallel(0).threads(); }
+
+}  // namespace rooftile

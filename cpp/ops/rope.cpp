@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/element.h"
+#include "ops/check.h"
+#include "rooftile/fused.h"
+
+namespace rooftile {
+namespace {
+
+using check::Arg;
+
+// The leading dimensions of `x` [..., H, D] as a shape of their own.
+TensorView leading(const TensorView& x) {
+  TensorView t = x;
+  t.ndim = x.ndim - 2;
+  return t;
+}
+
+void check_heads(const char* op, const char* argument, const TensorView& x, const TensorView& q, const TensorView& cos) {
+  Arg(op, argument, x).given().ndim(2, TensorView::max_ndim).dtype({q.dtype}).device(q.device, "q");
+  ROOFTILE_CHECK(same_shape(leading(x), leading(q)), op, ": ", argument, " must have q's leading dimensions ",
+                 shape_text(leading(q)), ", got ", describe(x));
+  ROOFTILE_CHECK(2 * cos.shape[1] <= x.last(), op, ": cos has ", cos.shape[1], " columns, so ", argument, " needs head_dim >= ",
+                 2 * cos.shape[1], ", got ", describe(x));
+}
+
+void check_positions(const char* op, const TensorView& positions, const TensorView& q, const TensorView& cos) {
+  Arg(op, "positions", positions).given().dtype({DType::i32, DType::i64}).device(q.device, "q");
+  ROOFTILE_CHECK(same_shape(positions, leading(q)), op, ": positions must have q's leading dimensions ", shape_text(leading(q)),
+                 ", got ", describe(positions));
+  if (q.device.type != DeviceType::cpu) return;
+  for (std::int64_t i = 0; i < positions.numel(); ++i) {
+    const std::int64_t p = cpu::integer_at(positions, cpu::element_offset(positions, i));
+    ROOFTILE_CHECK(p >= 0 && p < cos.shape[0], op, ": positions must lie in [0, ", cos.shape[0], "), the rows of cos, got ", p,
+                   " at index ", i);
+  }
+}
+
+void check_inputs(const char* op, const TensorView& q, const TensorView& k, const TensorView& cos, const TensorView& sin,
+                  const TensorView& positions) {
+  Arg(op, "q", q).given().activation().ndim(2, TensorView::max_ndim);
+  Arg(op, "cos", cos).given().dtype({q.dtype, DType::f32}).ndim(2, 2).device(q.device, "q");
+  Arg(op, "sin", sin).given().dtype({q.dtype, DType::f32}).shape_of(cos, "cos").device(q.device, "q");
+  check_heads(op, "q", q, q, cos);
+  check_heads(op, "k", k, q, cos);
+  check_positions(op, positions, q, cos);
+}
+
+void check_output(const char* op, const char* argument, const TensorView& t, const char* in_name, const TensorView& in) {
+  Arg(op, argument, t).given().shape_of(in, in_name).dtype({in.dtype}).device(in.device, in_name).writable();
+  check::check_overlap(op, argument, t, in_name, in);
+}
+
+}  // namespace
+
+KernelName rope(const Context& ctx, TensorView q, TensorView k, TensorView cos, TensorView sin, TensorView positions,
+                TensorView q_out, TensorView k_out) {
+  constexpr const char* op = "rope";
+  check_inputs(op, q, k, cos, sin, positions);
+  check_output(op, "q_out", q_out, "q", q);
+  check_output(op, "k_out", k_out, "k", k);
+  check::check_apart(op, "q_out", q_out, "k", k);
+  check::check_apart(op, "k_out", k_out, "q", q);
+  check::check_apart(op, "k_out", k_out, "q_out", q_out);
+  const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
+  const Parallel parallel(ctx.threads);
+  kernels.rope(parallel, q, cos, sin, positions, q_out);
+  kernels.rope(parallel, k, cos, sin, positions, k_out);
+  return check::kernel_name(kernels, {name(q.dtype)});
+}
+
+}  // namespace rooftile

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/check.h"
+#include "rooftile/fused.h"
+
+namespace rooftile {
+
+KernelName softmax(const Context& ctx, TensorView x, TensorView y) {
+  constexpr const char* op = "softmax";
+  using check::Arg;
+  Arg(op, "x", x).given().activation().ndim(1, TensorView::max_ndim);
+  Arg(op, "out", y).given().shape_of(x, "x").dtype({x.dtype}).device(x.device, "x").writable();
+  check::check_overlap(op, "out", y, "x", x);
+  const cpu::Kernels& k = check::cpu_kernels(op, ctx);
+  k.softmax(Parallel(ctx.threads), x, y);
+  return check::kernel_name(k, {name(x.dtype)});
+}
+
+}  // namespace rooftile

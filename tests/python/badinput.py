@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad arguments, generated for every argument of an op and every class of fault."""
+
+import numpy as np
+import ops
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+ALL_DTYPES = (
+    "float32 float16 bfloat16 float64 int8 uint8 int16 int32 int64 bool complex64 float8_e4m3fn float8_e5m2".split()
+)
+STRANGE_NUMPY = (">f4", "U4", "O", "M8[s]", "i8,f4", "g", "c16")
+
+
+class Fault:
+    """label: what is wrong. value: the bad argument. relational: right alone, wrong beside the others, so that an error
+    may name either side when the argument is the one that others are measured against."""
+
+    def __init__(self, label, value, relational=False):
+        self.label, self.value, self.relational = label, value, relational
+
+
+class Unexpected:
+    """An object of a type no op knows."""
+
+    def __repr__(self):
+        return "Unexpected()"
+
+
+def _not_tensors(t):
+    yield Fault("list", t.tolist() if t.numel() < 10_000 else [1.0])
+    yield Fault("tuple", tuple(t.shape))
+    yield Fault("int", 3)
+    yield Fault("float", 0.5)
+    yield Fault("bool", True)
+    yield Fault("string", "x")
+    yield Fault("bytes", b"xxxx")
+    yield Fault("dict", {"data": t})
+    yield Fault("type", type(t))
+    yield Fault("object", Unexpected())
+    yield Fault("function", len)
+    yield Fault("shape only", type("Shaped", (), {"shape": tuple(t.shape), "dtype": t.dtype})())
+
+
+def _wrong_dtypes(argument, t):
+    for name in ALL_DTYPES:
+        dtype = getattr(torch, name)
+        if dtype != t.dtype:
+            value = torch.zeros(t.shape, dtype=dtype, device=t.device)
+            if name not in argument.dtypes:
+                yield Fault(f"dtype {name}", value)
+    for name in STRANGE_NUMPY:
+        yield Fault(f"NumPy dtype {name}", np.zeros(tuple(t.shape), dtype=name))
+
+
+def _wrong_shapes(argument, t):
+    def like(shape):
+        value = torch.zeros(shape, dtype=t.dtype, device=t.device)
+        return value + t.reshape(-1)[0] if t.numel() and value.numel() and not t.dtype.is_floating_point else value
+
+    shape = tuple(t.shape)
+    yield Fault("rank 0", like(()), relational=True)
+    yield Fault("rank + 1 in front", like((1, *shape)), relational=True)
+    yield Fault("rank + 1 behind", like((*shape, 1)), relational=True)
+    yield Fault("rank 7", like((1,) * (7 - len(shape)) + shape))
+    if len(shape) > 1:
+        yield Fault("rank - 1 (first gone)", like(shape[1:]), relational=True)
+        yield Fault("rank - 1 (last gone)", like(shape[:-1]), relational=True)
+        yield Fault("flat", like((t.numel(),)), relational=True)
+        if shape != shape[::-1]:
+            yield Fault("transposed", like(shape[::-1]), relational=True)
+    for dim, size in enumerate(shape):
+        if dim in argument.free_dims:
+            continue
+        for wrong in {size + 1, size - 1, 2 * size, 0, 1, size + 2**20} - {size, -1}:
+            resized = [*shape]
+            resized[dim] = wrong
+            value = like(resized) if wrong < 2**20 else like([1] * len(shape)).expand(resized)
+            yield Fault(f"dimension {dim} is {wrong}, not {size}", value, relational=True)
+
+
+def _huge(t):
+    """Views of shapes whose element or byte count overflows 32 or 64 bits, over a few bytes."""
+    base = torch.zeros(1, dtype=t.dtype, device=t.device)
+    ndim = max(t.ndim, 1)
+    for size in (2**31 - 1, 2**31, 2**32 + 1, 2**61, 2**62, 2**63 - 1):
+        for dims in {(ndim - 1,), (0,), tuple(range(ndim))}:
+            shape = [size if d in dims else (t.shape[d] if t.ndim else 1) for d in range(ndim)]
+            try:
+                value = base.as_strided(shape, [0] * ndim)
+            except RuntimeError:  # torch itself refuses it
+                continue
+            yield Fault(f"shape {shape}", value, relational=True)
+
+
+def _wrong_places(t):
+    yield Fault("meta device", torch.empty(t.shape, dtype=t.dtype, device="meta"))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(t.detach().clone())  # not yielded inside: the mode would stay on
+    yield Fault("fake tensor", fake)
+    yield Fault("subclass", t.as_subclass(type("Wrapped", (torch.Tensor,), {})))
+    gone = t.clone(memory_format=torch.contiguous_format)
+    if gone.numel():
+        gone.untyped_storage().resize_(0)
+        yield Fault("storage freed", gone)
+    if t.dtype.is_floating_point:
+        yield Fault("requires grad", t.detach().clone().requires_grad_())
+        yield Fault("parameter that requires grad", torch.nn.Parameter(t.detach().clone()))
+        yield Fault("result that requires grad", t.detach().clone().requires_grad_() * 1)
+    if t.dtype == torch.float32:
+        yield Fault("lazily negated", torch.complex(t, t).conj().imag)
+    if t.ndim >= 1 and t.dtype.is_floating_point:
+        yield Fault("sparse COO", t.to_sparse())
+    if t.ndim == 2 and t.dtype.is_floating_point:
+        yield Fault("sparse CSR", t.to_sparse_csr())
+    if t.dtype == torch.float32 and 1 <= t.ndim <= 5:
+        yield Fault("MKL-DNN layout", t.contiguous().to_mkldnn())
+
+
+def _unwritable(t):
+    for dim, size in enumerate(t.shape):
+        if size > 1:
+            yield Fault(f"expanded in dimension {dim}", t.clone().narrow(dim, 0, 1).expand(t.shape))
+    if t.ndim >= 2 and t.shape[-2] > 1 and t.shape[-1] > 1:
+        strides = list(t.clone().stride())
+        strides[-2] = 1
+        yield Fault("rows overlap", t.clone().as_strided(t.shape, strides))
+        strides[-2] = t.shape[-1] - 1
+        yield Fault("rows overlap by one", t.clone().as_strided(t.shape, strides))
+    if t.dtype != torch.bfloat16:
+        array = t.numpy().copy()
+        array.flags.writeable = False
+        yield Fault("read-only NumPy", array)
+        yield Fault("read-only broadcast", np.broadcast_to(array[(0,) * array.ndim], array.shape))
+
+
+def _bad_values(argument, t):
+    """Index tensors: one bad element in the last place, where a check that stops early would miss it."""
+    for bad in argument.bad_values:
+        for place in {0, t.numel() - 1}:
+            value = t.clone(memory_format=torch.contiguous_format)
+            value.view(-1)[place] = bad
+            yield Fault(f"value {bad} at {place}", value)
+
+
+def tensor_faults(argument, t):
+    if not argument.optional:
+        yield Fault("None", None)
+    yield from _not_tensors(t)
+    yield from _wrong_dtypes(argument, t)
+    yield from _wrong_shapes(argument, t)
+    yield from _huge(t)
+    yield from _wrong_places(t)
+    if argument.written:
+        yield from _unwritable(t)
+    yield from _bad_values(argument, t)
+
+
+def scalar_faults(argument):
+    if not argument.optional:
+        yield Fault("None", None)
+    for value in argument.bad:
+        yield Fault(f"value {value!r}", value)
+    objects = {
+        "list": [1],
+        "tuple": (1, 2),
+        "dict": {},
+        "object": Unexpected(),
+        "type": int,
+        "function": len,
+        "bytes": b"1",
+    }
+    if argument.kind is str:
+        yield from (Fault(label, value) for label, value in objects.items())
+        yield from (
+            Fault(label, v)
+            for label, v in {"int": 1, "float": 0.5, "empty": "", "unknown": "no such", "bool": True}.items()
+        )
+        return
+    for label, value in {
+        **objects,
+        "string": "1",
+        "complex": 1 + 1j,
+        "array": np.ones(2),
+        "tensor": torch.ones(2),
+    }.items():
+        yield Fault(label, value)
+    if argument.kind is int:
+        too_wide = (2**31, -(2**31) - 1) if argument.bits == 32 else ()
+        for value in (0.5, float("nan"), float("inf"), 2**64, -(2**63) - 1, 2**200, *too_wide):
+            yield Fault(f"value {value}", value)
+
+
+def object_faults(argument, value, dtype):
+    yield Fault("None", None)
+    for label, other in {
+        "tensor": torch.ones(2),
+        "string": "int4",
+        "int": 3,
+        "object": Unexpected(),
+        "list": [1.0],
+    }.items():
+        yield Fault(label, other)
+    yield Fault("its type", type(value))
+    for label, other in argument.wrong(dtype).items():
+        yield Fault(label, other, relational=True)
+
+
+def faults(op, name, call, dtype):
+    argument = op.arguments[name]
+    if isinstance(argument, ops.Object):
+        return object_faults(argument, call.kwargs[name], dtype)
+    if isinstance(argument, ops.Tensor):
+        return tensor_faults(argument, call.kwargs[name])
+    return scalar_faults(argument)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every op with each tensor against an unreadable page; prints what it is about to do. Run by test_poison.py."""
+
+import ctypes
+import mmap
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cases
+import closeness
+import ops
+import torch
+
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_kept = []  # mappings, alive as long as their tensors may be
+
+
+def beside_a_wall(t, at_end):
+    """A contiguous copy of t whose last byte lies before an unreadable page (its first byte behind one)."""
+    size = t.numel() * t.element_size()
+    pages = -(-size // PAGE)
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for wall in (start, start + (pages + 1) * PAGE):
+        if _libc.mprotect(ctypes.c_void_p(wall), PAGE, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    _kept.append(memory)
+    offset = PAGE + (pages * PAGE - size if at_end else 0)
+    copy = torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=offset).view(t.shape)
+    return copy.copy_(t)
+
+
+def main():
+    for op in ops.OPS:
+        for dtype in cases.DTYPES:
+            for plan in cases.PLANS:
+                for at_end in (True, False):
+                    call, plain = op.call(dtype), op.call(dtype)
+                    print(op.name, dtype, plan, "end" if at_end else "start", flush=True)
+                    for name in op.tensors():
+                        if call.kwargs[name].numel():
+                            call.kwargs[name] = beside_a_wall(call.kwargs[name], at_end)
+                    call.run(plan=plan)
+                    plain.run(plan=plan)
+                    for a, b in zip(call.written(), plain.written(), strict=True):
+                        closeness.assert_bits_equal(a, b, f"{op.name} {dtype} {plan}")
+        _kept.clear()
+
+
+if __name__ == "__main__":
+    main()

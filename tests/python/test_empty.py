@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch 0, no tokens, no rows: the right empty answer, nothing written, and a right good call after it."""
+
+import closeness
+import ops
+import pytest
+
+EMPTIES = [pytest.param(op, build, id=f"{op.name}-{i}") for op in ops.OPS for i, build in enumerate(op.empties)]
+
+
+@pytest.mark.parametrize("op, build", EMPTIES)
+def test_empty_calls(op, build, dtype, device, plan):
+    baseline = op.call(dtype, device)
+    baseline.run(plan=plan)
+    call = op.call(dtype, device, build)
+    call.run(plan=plan)
+    for guard in call.guards:
+        guard.check_margins()
+    given = {name: None for name in op.tensors(written=True) if op.arguments[name].optional}
+    results = call.run(plan=plan, **given)
+    results = results if isinstance(results, tuple) else (results,)
+    for result, t in zip(results, call.written(), strict=True):
+        assert result.shape == t.shape and result.dtype == t.dtype and result.device == t.device
+    after = op.call(dtype, device)
+    after.run(plan=plan)
+    for a, b in zip(after.written(), baseline.written(), strict=True):
+        closeness.assert_bits_equal(a, b)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tensor argument of every op in every memory layout gives the contiguous call's bits."""
+
+import cases
+import closeness
+import layouts
+import numpy as np
+import ops
+import pytest
+import torch
+
+PAIRS = [pytest.param(op, name, id=f"{op.name}-{name}") for op in ops.OPS for name in op.tensors()]
+
+
+def _run(op, dtype, device, plan, **changes):
+    """The call's written tensors as contiguous copies, after the tensors in `changes` took the place of the plain ones:
+    name -> function from the plain tensor to its stand-in."""
+    call = op.call(dtype, device)
+    for name, change in changes.items():
+        call.kwargs[name] = change(call.kwargs[name])
+    call.run(plan=plan)
+    return [t.clone() if isinstance(t, torch.Tensor) else np.array(t) for t in call.written()]
+
+
+def _assert_same(results, expected, what):
+    for a, b in zip(results, expected, strict=True):
+        closeness.assert_bits_equal(a, b, what)
+
+
+@pytest.mark.parametrize("op, name", PAIRS)
+def test_torch_layouts(op, name, dtype, device, plan):
+    expected = _run(op, dtype, device, plan)
+    plain = op.call(dtype, device).kwargs[name]
+    for layout, (make, ndim) in layouts.TORCH.items():
+        if plain.ndim >= ndim:
+            _assert_same(_run(op, dtype, device, plan, **{name: make}), expected, f"{name} {layout}:")
+
+
+@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.name)
+def test_layouts_that_differ(op, dtype, device, plan):
+    """Each argument in another layout than its neighbours, so that no one's strides can stand for another's."""
+    expected = _run(op, dtype, device, plan)
+    names, plain = op.tensors(), op.call(dtype, device).kwargs
+    for turn in range(len(layouts.TORCH)):
+        changes = {}
+        for i, name in enumerate(names):
+            fitting = [make for make, ndim in layouts.TORCH.values() if plain[name].ndim >= ndim]
+            changes[name] = fitting[(turn + 5 * i) % len(fitting)]
+        _assert_same(_run(op, dtype, device, plan, **changes), expected, f"turn {turn}:")
+
+
+@pytest.mark.parametrize("op, name", [p for p in PAIRS if p.values[0].arguments[p.values[1]].expandable])
+def test_expanded_inputs(op, name, dtype, device, plan):
+    """Stride 0 reads like its materialised copy."""
+    for dim in op.arguments[name].expandable:
+        both = [
+            _run(op, dtype, device, plan, **{name: lambda t, i=i, dim=dim: layouts.expanded(t, dim)[i]}) for i in (0, 1)
+        ]
+        _assert_same(both[1], both[0], f"{name} expanded in dimension {dim}:")
+
+
+@pytest.mark.parametrize("op, name", PAIRS)
+def test_numpy_layouts(op, name, dtype, plan):
+    """All arguments as NumPy arrays, one of them reversed, in Fortran order, read-only or off its alignment."""
+    expected = _run(op, dtype, "cpu", plan)
+    numpy = {n: lambda t: _as_numpy(t) for n in op.tensors()}
+    written = op.arguments[name].written
+    for layout, (make, ndim) in layouts.NUMPY.items():
+        if op.call(dtype).kwargs[name].ndim < ndim or (written and layout == "read only"):
+            continue
+        results = _run(op, dtype, "cpu", plan, **{**numpy, name: lambda t, make=make: make(_as_numpy(t))})
+        for a, b in zip(results, expected, strict=True):
+            assert np.array_equal(closeness.to_bytes(a), closeness.to_bytes(b)), f"{name} {layout}"
+
+
+def _as_numpy(t):
+    name = closeness.dtype_name(t)
+    return cases.numpy_array(closeness.to_numpy64(t), name) if t.is_floating_point() else t.numpy().copy()
