@@ -7,6 +7,7 @@ from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
     DeviceError,
+    FetchError,
     NotSupportedError,
     OutOfPagesError,
     RooftileError,
@@ -14,6 +15,7 @@ from rooftile.errors import (
 from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
 from rooftile.gemm import W4Weight, w4a16_matmul
 from rooftile.kv_cache import KVCache
+from rooftile.quantize import W4A16, quantize_
 
 __version__ = _C.version
 
@@ -21,15 +23,18 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
+    "FetchError",
     "KVCache",
     "NotSupportedError",
     "OutOfPagesError",
     "RooftileError",
+    "W4A16",
     "W4Weight",
     "add_layer_norm",
     "add_rms_norm",
     "gelu_mul",
     "layer_norm",
+    "quantize_",
     "record_kernels",
     "rms_norm",
     "rope",
