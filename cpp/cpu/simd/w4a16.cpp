@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = x W^T with W in 4 bits, plus bias and residual.        x [M, K], y [M, N], W in tiles of 16 n x 64 k (core/w4_layout.h)
+// y = activation(x W^T + bias) + residual with W in 4 bits.
+//   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // A 64-byte load of a tile is row g and row g + 8: its 16 words hold, nibble by nibble, 16 positions of k of one row. So
 // lanes are positions of k, x is put into the codes' order once a call, and every output has one accumulator of 16 lanes
@@ -18,6 +19,8 @@
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
 #include "cpu/simd/vec.h"
+#include "cpu/simd/vec64.h"
+#include "cpu/simd/activation.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
@@ -273,6 +276,23 @@ void store_tile(const TensorView& t, std::int64_t offset, int count, F32 v) {
   });
 }
 
+template <class A>
+F32 activated(F32 x) {
+  float f[lanes];
+  store(f, x);
+  for (int i = 0; i < lanes; i += lanes64) store64(f + i, A::apply(load64(f + i)));
+  return load(f);
+}
+F32 activate(Activation a, F32 x) {
+  switch (a) {
+    case Activation::none: return x;
+    case Activation::silu: return activated<Silu>(x);
+    case Activation::gelu_tanh: return activated<GeluTanh>(x);
+    case Activation::gelu_erf: return activated<GeluErf>(x);
+  }
+  return x;
+}
+
 // What follows the product, for the sixteen outputs of one tile and any row.
 class Epilogue {
  public:
@@ -283,6 +303,7 @@ class Epilogue {
   // y_row, residual_row: offsets of the row in elements
   void operator()(F32 product, std::int64_t y_row, std::int64_t residual_row) const {
     if (a_.bias.given()) product += bias_;
+    product = activate(a_.activation, product);
     if (a_.residual.given()) product += load_tile(a_.residual, residual_row + n_ * a_.residual.last_stride(), count_);
     store_tile(a_.y, y_row + n_ * a_.y.last_stride(), count_, product);
   }
