@@ -257,6 +257,6 @@ def w4a16_matmul(
     if out is None:
         shape = getattr(w, "shape", None)
         # a wrong x or w is named by the call below
-        out = empty(x, (*x.shape[:-1], shape[0])) if isinstance(w, W4Weight) and hasattr(x, "shape") else x
+        out = empty(x, (*x.shape[:-1], shape[0])) if isinstance(w, W4Weight) and isinstance(getattr(x, "shape", None), tuple) else x
     ran(_C.w4a16_matmul(x, handle, bias, activation, residual, out, stream, plan))
     return out
