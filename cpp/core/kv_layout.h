@@ -38,6 +38,9 @@ ROOFTILE_HD constexpr int code_bits(KvFormat f) {
 // Symmetric formats: codes lie in [-qmax, qmax].
 ROOFTILE_HD constexpr int qmax(KvFormat f) { return f == KvFormat::int8 ? 127 : 7; }
 
+// Scales and minima are stored in the cache's 16-bit dtype, fp16 when its inputs are fp32.
+ROOFTILE_HD constexpr DType kv_scale_dtype(DType d) { return d == DType::bf16 ? DType::bf16 : DType::f16; }
+
 ROOFTILE_HD constexpr int padded_head_dim(int d) { return (d + 31) / 32 * 32; }
 
 // Index of a K code inside its block, in codes.
@@ -83,6 +86,12 @@ ROOFTILE_HD constexpr KvBlock kv_block(KvFormat f, int page_size, int head_dim) 
   b.v_min = b.bytes;
   if (has_min(f)) b.bytes += token_scales;
   return b;
+}
+
+// The page that holds token `token` of row `row`. Reads no table entry but that token's.
+ROOFTILE_HD inline std::int64_t kv_page(const KvCacheView& c, std::int64_t row, std::int64_t token) {
+  const std::int64_t i = token / c.page_size;
+  return c.block_table ? c.block_table[row * c.table_stride + i] : row * c.max_pages + i;
 }
 
 // The query at position t sees tokens [0, code_end(t)) as codes and [code_end(t), t] raw.

@@ -32,7 +32,7 @@ def empty(like, shape=None, dtype=None):
         if like.layout is not torch.strided:
             return None
         if shape is None and dtype is None:
-            return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         dtype = getattr(torch, dtype) if dtype else like.dtype
         return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=like.device)
     if not isinstance(getattr(like, "shape", None), tuple):
@@ -49,7 +49,9 @@ def numpy_dtype(name):
         try:
             import ml_dtypes
         except ImportError as e:
-            raise ImportError("bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)") from e
+            raise ImportError(
+                "bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)"
+            ) from e
         return ml_dtypes.bfloat16
     return np.dtype(name)
 

@@ -10,6 +10,10 @@ class ArgumentError(RooftileError, ValueError):
     """An argument has a value that cannot be right (shape, range, device, layout)."""
 
 
+class OutOfPagesError(ArgumentError):
+    """A paged cache has fewer free pages than a call needs. The cache is as it was before the call."""
+
+
 class ArgumentTypeError(RooftileError, TypeError):
     """An argument has the wrong type or dtype."""
 
@@ -20,3 +24,7 @@ class NotSupportedError(RooftileError, NotImplementedError):
 
 class DeviceError(RooftileError, RuntimeError):
     """The device or its driver failed."""
+
+
+class FetchError(RooftileError, RuntimeError):
+    """A file could not be fetched, or what came is not the file that was asked for."""

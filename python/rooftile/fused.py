@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small ops between the products. Results are rounded once to the output's dtype.
 
-Common to all of them: tensors are float32 (CPU), float16 or bfloat16 of any strides; an output is contiguous unless it is
-given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that have no current
-stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError naming the argument.
+Common to all of them: tensors are float32 (CPU), float16 or bfloat16 of any strides; an output is contiguous unless it
+is given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that have no
+current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError naming the
+argument.
 """
 
 from rooftile import _C
@@ -56,7 +57,9 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, pl
     return out
 
 
-def add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5, *, out=None, residual_out=None, stream=None, plan=None):
+def add_layer_norm(
+    x, residual, weight=None, bias=None, eps=1e-5, *, out=None, residual_out=None, stream=None, plan=None
+):
     """layer_norm of x + residual, and the sum itself. Shapes and outputs as add_rms_norm; bias: [hidden] or None."""
     if compiling():
         return _torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
@@ -69,12 +72,13 @@ def add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5, *, out=None, r
 
 
 def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan=None):
-    """Rotary position embedding of q and k, half-split (Su et al. 2021, arXiv 2104.09864; the GPT-NeoX and Llama order).
+    """Rotary position embedding of q and k, half-split as in GPT-NeoX and Llama (Su et al. 2021, arXiv 2104.09864).
 
     q: [..., q_heads, D] and k: [..., kv_heads, D], usually [B, T, heads, D] or [tokens, heads, D]; the head counts may
     differ. positions: int32 or int64 with q's leading dimensions, each in [0, max_position).
     cos, sin: [max_position, R], R <= D / 2, q's dtype or float32: one column a pair, not the doubled tables of
-    transformers. Dims i and i + R of a head turn together by row positions[...] of the tables; dims from 2R on are copied.
+    transformers. Dims i and i + R of a head turn together by row positions[...] of the tables; dims from 2R on are
+    copied.
     Returns (q, k) turned, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
     """
     if compiling():
@@ -90,8 +94,8 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
 def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     """silu(gate) * up with gate_up = [gate | up] (SwiGLU: Shazeer 2020, arXiv 2002.05202).
 
-    gate_up: [..., 2 * hidden]. Returns [..., hidden] in its dtype, written to `out` when given (`out` may be the gate half
-    of gate_up). A gate of -inf gives NaN, as in torch.
+    gate_up: [..., 2 * hidden]. Returns [..., hidden] in its dtype, written to `out` when given (`out` may be the gate
+    half of gate_up). A gate of -inf gives NaN, as in torch.
     """
     if compiling():
         return _torch_op("silu_mul", (gate_up,), (out,), stream, plan)
@@ -117,8 +121,8 @@ def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
 def softmax(x, *, out=None, stream=None, plan=None):
     """exp(x - max) / sum over the last dimension.
 
-    x: [..., n]. Returns [..., n] in x's dtype, written to `out` when given. As in torch, a row of -inf only, or one that
-    holds +inf or NaN, is NaN throughout.
+    x: [..., n]. Returns [..., n] in x's dtype, written to `out` when given. As in torch, a row of -inf only, or one
+    that holds +inf or NaN, is NaN throughout.
     """
     if compiling():
         return _torch_op("softmax", (x,), (out,), stream, plan)

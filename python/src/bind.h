@@ -20,5 +20,6 @@ nanobind::str run(const Op& op) {
 
 void bind_fused(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
+void bind_kv_cache(nanobind::module_& m);
 
 }  // namespace rooftile::python

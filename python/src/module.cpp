@@ -44,4 +44,5 @@ NB_MODULE(_C, m) {
   m.def("parallel_threads", [] { return parallel_threads(); });
   python::bind_fused(m);
   python::bind_gemm(m);
+  python::bind_kv_cache(m);
 }

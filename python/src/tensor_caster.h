@@ -10,7 +10,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <deque>
+#include <vector>
 
 #include "rooftile/context.h"
 #include "rooftile/error.h"
@@ -34,6 +34,8 @@ class Args {
   std::int64_t integer(nb::handle h, const char* argument);
   const char* text(nb::handle h, const char* argument);
 
+  const char* op() const { return op_; }
+
   // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
   // plan: None or a variant's name. threads: 0 for the default.
   Context context(const TensorView& first, nb::handle stream, nb::handle plan, int threads = 0);
@@ -42,8 +44,8 @@ class Args {
   TensorView convert(nb::handle h, const char* argument, bool writes);
 
   const char* op_;
-  std::deque<nb::ndarray<nb::ro>> kept_;
-  std::deque<nb::object> objects_;
+  std::vector<nb::ndarray<nb::ro>> kept_;
+  std::vector<nb::object> objects_;
   const struct ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
 };
 

@@ -46,32 +46,54 @@ struct KvCacheView {
   int ring_size = 0;
   std::int32_t* raw_from = nullptr;            // [max_rows] first position whose raw value the ring still holds
 
-  int capacity() const { return max_pages * page_size; }
+  std::int64_t capacity() const { return std::int64_t{max_pages} * page_size; }
 };
+
+// The arrays of one cache as somebody allocated them.
+struct KvCacheArrays {
+  TensorView pool;             // quantised formats: uint8 [pages, kv_heads, kv_block_bytes], any outer strides
+  TensorView k_pool, v_pool;   // element formats: [pages, page_size, kv_heads, head_dim] each, last stride 1
+  TensorView block_table;      // int32 [max_rows, max_pages]; absent: page i of row r is r * max_pages + i
+  TensorView lengths;          // int32 [max_rows]
+  TensorView ring_k, ring_v;   // kivi formats: [max_rows, kv_heads, 64, head_dim] in the cache's dtype, contiguous
+  TensorView raw_from;         // kivi formats: int32 [max_rows]
+};
+struct KvCacheShape {
+  KvFormat format = KvFormat::fp16;
+  DType dtype = DType::f16;
+  std::int64_t page_size = 0, kv_heads = 0, head_dim = 0, max_rows = 0, max_pages = 0;
+};
+// Checks every array against the shape and puts the view together.
+KvCacheView kv_cache_view(const KvCacheShape&, const KvCacheArrays&);
 
 // k, v [B, T, kv_heads, head_dim]; row b's first counts[b] tokens (all T without counts) go to cache row rows[b]
 // (b without rows). Lengths grow. Raises before anything is written when a row would pass its capacity.
 KernelName kv_append(const Context&, const KvCacheView&, TensorView k, TensorView v, TensorView rows, TensorView counts);
 
 // Sets lengths. rows, lengths int32 [n] on the host. Per-token formats take any smaller length; kivi formats a
-// multiple of 32, or up to 16 tokens back (the ring still holds them).
+// multiple of 32, or up to 16 tokens back (the ring still holds them). raw_from follows.
 void kv_truncate(const Context&, const KvCacheView&, TensorView rows, TensorView lengths);
 
-// Row i becomes what row index[i] was, for all rows at once (beam search). Contiguous caches move bytes;
-// paged caches are reordered by their page table, in the Python layer's allocator, and copy the ring here.
+// Row i becomes what row index[i] was, for all rows at once (beam search); index int32 [max_rows] on the host.
+// move_pages: the pages' bytes move too (contiguous). Without it only ring, raw_from and length move: a paged cache is
+// reordered by its page table, in the allocator of the Python layer.
 void kv_reorder(const Context&, const KvCacheView&, TensorView index, bool move_pages);
 
-// dst's pages [first_page, pages that dst_tokens need) and its ring become copies of src's. Lengths are set.
+// dst's pages from first_page up to the last that src's length needs, its ring, raw_from and length become copies of
+// src's. Pages before first_page are shared by the two rows' tables, or the caller's affair.
 void kv_copy_row(const Context&, const KvCacheView&, int src, int dst, int first_page);
 
-// K and V of row `row` as the query at position `at` sees them, fp32 [at + 1, kv_heads, head_dim] each:
-// codes for the groups that were full before `at`, raw values for its own group.
+// Page dst[i] becomes a copy of page src[i] for i in order; both int32 [n] on the host (copy on write of shared pages).
+void kv_copy_pages(const Context&, const KvCacheView&, TensorView src, TensorView dst);
+
+// K and V of row `row` as the query at position `at` sees them, fp32 [min(at + 1, length), kv_heads, head_dim] each:
+// codes for the groups that were full before `at`, raw values for its own group. at = length: the token to come.
 void kv_dequantize(const Context&, const KvCacheView&, int row, std::int64_t at, TensorView out_k, TensorView out_v);
 
 // The stored codes in logical order, int8 [tokens, kv_heads, head_dim] (tokens: whole groups for kivi formats).
 void kv_dump_codes(const Context&, const KvCacheView&, int row, TensorView out_k, TensorView out_v);
 // The stored scales or minima in logical order, fp32: per-token formats [tokens, kv_heads, 1];
-// K of a kivi format [groups, kv_heads, head_dim].
+// K of a kivi format [groups, kv_heads, head_dim]. NaN marks a group that held a NaN or an infinity.
 enum class KvSide : std::uint8_t { k, v };
 void kv_dump_scales(const Context&, const KvCacheView&, int row, KvSide side, bool minima, TensorView out);
 

@@ -1,0 +1,495 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "rooftile/kv_cache.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "core/kv_layout.h"
+#include "cpu/element.h"
+#include "ops/check.h"
+
+namespace rooftile {
+namespace {
+
+using check::Arg;
+
+// An int32 [n] argument on the host, as neighbours.
+class Ints {
+ public:
+  Ints() = default;
+  Ints(const char* op, const char* argument, const TensorView& t, std::int64_t n, const char* names) {
+    Arg(op, argument, t).given().dtype({DType::i32}).shape({n}, names);
+    read(op, argument, t);
+  }
+  Ints(const char* op, const char* argument, const TensorView& t) {   // of any length
+    Arg(op, argument, t).given().dtype({DType::i32}).ndim(1, 1);
+    read(op, argument, t);
+  }
+  std::int64_t size() const { return size_; }
+  const std::int32_t* data() const { return data_; }
+  std::int32_t operator[](std::int64_t i) const { return data_[i]; }
+
+ private:
+  void read(const char* op, const char* argument, const TensorView& t) {
+    ROOFTILE_CHECK(t.device.type == DeviceType::cpu, op, ": ", argument, " must be on the host, got ", describe(t));
+    size_ = t.shape[0];
+    data_ = t.as<const std::int32_t>();
+    if (size_ <= 1 || t.stride[0] == 1) return;
+    for (std::int64_t i = 0; i < size_; ++i) copy_.push_back(t.as<const std::int32_t>()[i * t.stride[0]]);
+    data_ = copy_.data();
+  }
+  std::int64_t size_ = 0;
+  const std::int32_t* data_ = nullptr;
+  std::vector<std::int32_t> copy_;
+};
+
+// The first position whose raw value a kivi cache still holds.
+std::int64_t raw_begin(const KvCacheView& c, std::int64_t row) {
+  return std::max<std::int64_t>(c.raw_from[row], std::int64_t{c.lengths[row]} - c.ring_size);
+}
+
+void check_row(const char* op, const char* argument, const KvCacheView& c, std::int64_t row) {
+  ROOFTILE_CHECK(row >= 0 && row < c.max_rows, op, ": ", argument, " must lie in [0, ", c.max_rows, "), got ", row);
+}
+
+// The stored length of a row. A serving engine may share the array, so its values are checked at every use.
+std::int64_t length_of(const char* op, const KvCacheView& c, std::int64_t row) {
+  const std::int64_t length = c.lengths[row];
+  ROOFTILE_CHECK(length >= 0 && length <= c.capacity(), op, ": cache lengths[", row, "] must lie in [0, ", c.capacity(), "], got ",
+                 length);
+  return length;
+}
+
+// The pages of tokens [begin, end) of a row exist. Entries of other tokens are not read.
+void check_pages(const char* op, const KvCacheView& c, std::int64_t row, std::int64_t begin, std::int64_t end) {
+  if (!c.block_table || begin >= end) return;
+  for (std::int64_t i = begin / c.page_size; i <= (end - 1) / c.page_size; ++i) {
+    const std::int32_t page = c.block_table[row * c.table_stride + i];
+    ROOFTILE_CHECK(page >= 0 && page < c.pages, op, ": block_table[", row, ", ", i, "] must be a page in [0, ", c.pages, "), got ",
+                   page);
+  }
+}
+
+const cpu::Kernels& host_kernels(const char* op, const Context& ctx, const KvCacheView& c) {
+  ROOFTILE_CHECK_KIND(not_supported, c.device.type == DeviceType::cpu, op, ": the cache is on ", name(c.device),
+                      ", but this build of rooftile has CPU kernels only");
+  return check::cpu_kernels(op, ctx);
+}
+
+// visit(bytes of page 0, page stride, how many) for every run of bytes that makes up a page.
+template <class Visit>
+void for_each_run(const KvCacheView& c, const Visit& visit) {
+  const KvBlock block = kv_block(c.format, c.page_size, c.head_dim);
+  for (const KvCacheView::Plane* plane : {&c.k, &c.v})
+    for (std::int64_t head = 0; head < c.kv_heads; ++head) {
+      const std::int64_t at = head * plane->head_stride;
+      if (is_element_format(c.format)) {
+        for (std::int64_t token = 0; token < c.page_size; ++token)
+          visit(plane->codes + at + token * plane->token_stride, plane->page_stride,
+                c.head_dim * static_cast<std::int64_t>(size_of(c.dtype)));
+        continue;
+      }
+      const std::int64_t scales = plane == &c.k ? block.k_min - block.k_scale : block.v_min - block.v_scale;
+      visit(plane->codes + at, plane->page_stride, block.v_codes);
+      visit(plane->scale + at, plane->page_stride, scales);
+      if (plane->min) visit(plane->min + at, plane->page_stride, scales);
+    }
+}
+
+void copy_page(const KvCacheView& c, std::int64_t from, std::int64_t to) {
+  if (from == to) return;
+  for_each_run(c, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
+    std::memcpy(base + to * stride, base + from * stride, static_cast<std::size_t>(bytes));
+  });
+}
+
+std::int64_t ring_bytes(const KvCacheView& c) {
+  return std::int64_t{c.kv_heads} * c.ring_size * c.head_dim * static_cast<std::int64_t>(size_of(c.dtype));
+}
+
+void copy_ring(const KvCacheView& c, std::int64_t from, std::int64_t to) {
+  if (!is_kivi(c.format)) return;
+  const std::int64_t bytes = ring_bytes(c);
+  for (std::byte* ring : {c.ring_k, c.ring_v})
+    std::memcpy(ring + to * bytes, ring + from * bytes, static_cast<std::size_t>(bytes));
+  c.raw_from[to] = c.raw_from[from];
+}
+
+std::int64_t pages_for(const KvCacheView& c, std::int64_t tokens) { return (tokens + c.page_size - 1) / c.page_size; }
+
+// Reads what a block stores, one value at a time.
+struct Reader {
+  const KvCacheView& c;
+  std::int64_t row, head;
+  KvSide side;
+
+  const KvCacheView::Plane& plane() const { return side == KvSide::k ? c.k : c.v; }
+  const std::byte* section(const std::byte* base, std::int64_t token) const {
+    return base + kv_page(c, row, token) * plane().page_stride + head * plane().head_stride;
+  }
+  int code(std::int64_t token, int d) const {
+    const int slot = static_cast<int>(token % c.page_size);
+    const std::int64_t index =
+        side == KvSide::k ? k_code_index(c.head_dim, slot, d) : v_code_index(c.format, c.page_size, c.head_dim, slot, d);
+    const std::byte* codes = section(plane().codes, token);
+    if (code_bits(c.format) == 8) return static_cast<std::int8_t>(codes[index]);
+    const int nibble = (static_cast<int>(codes[index / 2]) >> (index % 2 * 4)) & 15;
+    return has_min(c.format) || nibble < 8 ? nibble : nibble - 16;
+  }
+  float scale(std::int64_t token, int d, bool minima) const {
+    const std::int64_t slot = token % c.page_size;
+    const bool per_channel = side == KvSide::k && is_kivi(c.format);
+    const std::int64_t index = per_channel ? slot / kv_group * padded_head_dim(c.head_dim) + d : slot;
+    const std::byte* base = section(minima ? plane().min : plane().scale, token);
+    return cpu::read({.data = const_cast<std::byte*>(base), .dtype = kv_scale_dtype(c.dtype)}, index);
+  }
+  float decoded(std::int64_t token, int d) const {   // two roundings: the product, then the sum
+    const float product = static_cast<float>(code(token, d)) * scale(token, d, false);
+    return has_min(c.format) ? product + scale(token, d, true) : product;
+  }
+  float raw(std::int64_t token, int d) const {
+    if (is_element_format(c.format)) {
+      const std::byte* base = section(plane().codes, token) + token % c.page_size * plane().token_stride;
+      return cpu::read({.data = const_cast<std::byte*>(base), .dtype = c.dtype}, d);
+    }
+    const std::int64_t slot = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
+    return cpu::read({.data = side == KvSide::k ? c.ring_k : c.ring_v, .dtype = c.dtype}, slot * c.head_dim + d);
+  }
+};
+
+void check_quantised(const char* op, const KvCacheView& c) {
+  ROOFTILE_CHECK(!is_element_format(c.format), op, ": a cache of format ", name(c.format), " stores elements, not codes");
+}
+
+// How many tokens of a row are stored as codes.
+std::int64_t coded_tokens(const char* op, const KvCacheView& c, std::int64_t row) {
+  const std::int64_t length = length_of(op, c, row);
+  return is_kivi(c.format) ? kivi_code_end(length) : length;
+}
+
+std::int64_t bytes_between(const TensorView& t, int dimension) {
+  return t.stride[dimension] * static_cast<std::int64_t>(size_of(t.dtype));
+}
+
+// A writable int32 array of the cache, its inner dimension contiguous.
+void check_table(const char* op, const char* argument, const TensorView& t, std::initializer_list<std::int64_t> shape,
+                 const char* names, Device device) {
+  Arg(op, argument, t).given().dtype({DType::i32}).shape(shape, names).device(device, "the pool").writable();
+  ROOFTILE_CHECK(t.last() <= 1 || t.last_stride() == 1, op, ": ", argument, " must have neighbouring elements in its last dimension, got stride ",
+                 t.last_stride());
+}
+
+}  // namespace
+
+KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
+  const char* op = "KVCache";
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  const auto count = [&](const char* argument, std::int64_t value, std::int64_t at_least) {
+    ROOFTILE_CHECK(value >= at_least && value <= most, op, ": ", argument, " must lie in [", at_least, ", ", most, "], got ", value);
+    return static_cast<int>(value);
+  };
+  ROOFTILE_CHECK_KIND(type, is_activation(s.dtype), op, ": dtype must be float32, float16 or bfloat16, got ", name(s.dtype));
+  const DType element = s.format == KvFormat::fp32 ? DType::f32 : s.format == KvFormat::fp16 ? DType::f16 : DType::bf16;
+  ROOFTILE_CHECK_KIND(type, !is_element_format(s.format) || s.dtype == element, op, ": format ", name(s.format), " stores ",
+                      name(element), ", so dtype cannot be ", name(s.dtype));
+  KvCacheView c;
+  c.format = s.format;
+  c.dtype = s.dtype;
+  c.page_size = count("page_size", s.page_size, 1);
+  c.kv_heads = count("kv_heads", s.kv_heads, 1);
+  c.head_dim = count("head_dim", s.head_dim, 1);
+  c.max_rows = count("max_rows", s.max_rows, 0);
+  c.max_pages = count("max_pages", s.max_pages, 0);
+  ROOFTILE_CHECK(c.page_size == 16 || c.page_size == 32 || c.page_size == 64 || c.page_size == 128, op,
+                 ": page_size must be 16, 32, 64 or 128, got ", c.page_size);
+  ROOFTILE_CHECK(!is_kivi(c.format) || c.page_size % kv_group == 0, op, ": format ", name(c.format),
+                 " stores groups of 32 tokens, so page_size must be 32, 64 or 128, got ", c.page_size);
+  ROOFTILE_CHECK(c.capacity() <= most, op, ": a row would hold ", c.capacity(), " tokens, at most ", most, " are counted");
+
+  std::int64_t pages = 0;
+  if (is_element_format(c.format)) {
+    const struct { const char* argument; const TensorView& t; KvCacheView::Plane& plane; } sides[] = {{"k_pool", a.k_pool, c.k},
+                                                                                                {"v_pool", a.v_pool, c.v}};
+    pages = a.k_pool.given() && a.k_pool.ndim == 4 ? a.k_pool.shape[0] : 0;
+    for (const auto& [argument, t, plane] : sides) {
+      Arg(op, argument, t).given().dtype({c.dtype}).ndim(4, 4);
+      Arg(op, argument, t).shape({pages, c.page_size, c.kv_heads, c.head_dim}, "[pages, page_size, kv_heads, head_dim]")
+          .device(a.k_pool.device, "k_pool").writable();
+      ROOFTILE_CHECK(c.head_dim == 1 || t.last_stride() == 1, op, ": ", argument,
+                     " must have neighbouring elements in its last dimension, got stride ", t.last_stride());
+      ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(t.data) % size_of(c.dtype) == 0, op, ": ", argument, " is not aligned to its elements");
+      plane = {.codes = static_cast<std::byte*>(t.data), .page_stride = bytes_between(t, 0), .head_stride = bytes_between(t, 2),
+               .token_stride = bytes_between(t, 1)};
+    }
+    c.device = a.k_pool.device;
+  } else {
+    const TensorView& t = a.pool;
+    Arg(op, "pool", t).given().dtype({DType::u8}).ndim(3, 3);
+    const KvBlock block = kv_block(c.format, c.page_size, c.head_dim);
+    pages = t.shape[0];
+    Arg(op, "pool", t).shape({pages, c.kv_heads, block.bytes}, "[pages, kv_heads, block_bytes]").writable();
+    ROOFTILE_CHECK(t.last_stride() == 1, op, ": pool must have neighbouring bytes in its last dimension, got stride ", t.last_stride());
+    ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && (t.shape[0] <= 1 || t.stride[0] % 16 == 0) &&
+                       (t.shape[1] <= 1 || t.stride[1] % 16 == 0),
+                   op, ": every block of pool must start at a multiple of 16 bytes, got strides ", t.stride[0], " and ", t.stride[1],
+                   " at address ...", reinterpret_cast<std::uintptr_t>(t.data) % 16, " modulo 16");
+    auto* base = static_cast<std::byte*>(t.data);
+    c.k = {.codes = base, .scale = base + block.k_scale, .min = has_min(c.format) ? base + block.k_min : nullptr,
+           .page_stride = t.stride[0], .head_stride = t.stride[1]};
+    c.v = {.codes = base + block.v_codes, .scale = base + block.v_scale, .min = has_min(c.format) ? base + block.v_min : nullptr,
+           .page_stride = t.stride[0], .head_stride = t.stride[1]};
+    c.device = t.device;
+  }
+  c.pages = count("pages", pages, 0);
+
+  if (a.block_table.given()) {
+    check_table(op, "block_table", a.block_table, {c.max_rows, c.max_pages}, "[max_rows, max_pages]", c.device);
+    c.block_table = a.block_table.as<const std::int32_t>();
+    c.table_stride = a.block_table.stride[0];
+  } else {
+    ROOFTILE_CHECK(pages == std::int64_t{c.max_rows} * c.max_pages, op, ": a pool without block_table must hold max_rows * max_pages = ",
+                   std::int64_t{c.max_rows} * c.max_pages, " pages, got ", pages);
+  }
+  check_table(op, "lengths", a.lengths, {c.max_rows}, "[max_rows]", c.device);
+  c.lengths = a.lengths.as<std::int32_t>();
+  if (is_kivi(c.format)) {
+    c.ring_size = kv_ring;
+    for (const auto& [argument, t] : {std::pair{"ring_k", &a.ring_k}, {"ring_v", &a.ring_v}}) {
+      Arg(op, argument, *t).given().dtype({c.dtype}).shape({c.max_rows, c.kv_heads, kv_ring, c.head_dim}, "[max_rows, kv_heads, 64, head_dim]")
+          .device(c.device, "the pool").writable();
+      std::int64_t contiguous = 1;
+      for (int i = 3; i >= 0; contiguous *= t->shape[i--])
+        ROOFTILE_CHECK(t->shape[i] <= 1 || t->stride[i] == contiguous, op, ": ", argument, " must be contiguous, got stride ", t->stride[i],
+                       " in dimension ", i);
+    }
+    c.ring_k = a.ring_k.as<std::byte>();
+    c.ring_v = a.ring_v.as<std::byte>();
+    check_table(op, "raw_from", a.raw_from, {c.max_rows}, "[max_rows]", c.device);
+    c.raw_from = a.raw_from.as<std::int32_t>();
+  }
+  return c;
+}
+
+KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, TensorView v, TensorView rows, TensorView counts) {
+  const char* op = "append";
+  Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4);
+  const std::int64_t batch = k.shape[0], tokens = k.shape[1];
+  Arg(op, "k", k).shape({batch, tokens, c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]").device(c.device, "the cache");
+  Arg(op, "v", v).given().dtype({c.dtype}).shape_of(k, "k").device(c.device, "the cache");
+  const cpu::Kernels& kernels = host_kernels(op, ctx, c);
+  const Ints row_list = rows.given() ? Ints(op, "rows", rows, batch, "[batch]") : Ints{};
+  const Ints count_list = counts.given() ? Ints(op, "counts", counts, batch, "[batch]") : Ints{};
+  ROOFTILE_CHECK(rows.given() || batch <= c.max_rows, op, ": k has batch ", batch, ", but the cache has ", c.max_rows,
+                 " rows; pass rows= to say which");
+  std::vector<bool> seen(rows.given() ? static_cast<std::size_t>(c.max_rows) : 0);
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const std::int64_t row = rows.given() ? row_list[b] : b, n = counts.given() ? count_list[b] : tokens;
+    if (rows.given()) check_row(op, "rows", c, row);
+    ROOFTILE_CHECK(n >= 0 && n <= tokens, op, ": counts must lie in [0, ", tokens, "], got ", n, " at index ", b);
+    if (n == 0) continue;   // a padding row; it may name a row that another entry writes
+    if (rows.given()) {
+      ROOFTILE_CHECK(!seen[static_cast<std::size_t>(row)], op, ": rows names row ", row, " twice");
+      seen[static_cast<std::size_t>(row)] = true;
+    }
+    const std::int64_t length = length_of(op, c, row);
+    ROOFTILE_CHECK(length + n <= c.capacity(), op, ": row ", row, " holds ", length, " tokens and has room for ", c.capacity(),
+                   "; ", n, " more do not fit");
+    check_pages(op, c, row, length, length + n);
+  }
+  const std::int32_t* row_data = rows.given() ? row_list.data() : nullptr;
+  const std::int32_t* count_data = counts.given() ? count_list.data() : nullptr;
+  kernels.kv_append(Parallel(ctx.threads), c, k, v, row_data, count_data);
+  for (std::int64_t b = 0; b < batch; ++b)
+    c.lengths[row_data ? row_data[b] : b] += static_cast<std::int32_t>(count_data ? count_data[b] : tokens);
+  return check::kernel_name(kernels, {"append", name(c.dtype), name(c.format)});
+}
+
+void kv_truncate(const Context& ctx, const KvCacheView& c, TensorView rows, TensorView lengths) {
+  const char* op = "truncate";
+  host_kernels(op, ctx, c);
+  const Ints row_list(op, "rows", rows), length_list(op, "lengths", lengths, row_list.size(), "[rows]");
+  for (std::int64_t i = 0; i < row_list.size(); ++i) {
+    const std::int64_t row = row_list[i], to = length_list[i];
+    check_row(op, "rows", c, row);
+    for (std::int64_t j = 0; j < i; ++j) ROOFTILE_CHECK(row_list[j] != row, op, ": rows names row ", row, " twice");
+    const std::int64_t from = length_of(op, c, row);
+    ROOFTILE_CHECK(to >= 0 && to <= from, op, ": lengths must lie in [0, ", from, "] for row ", row, ", which holds ", from,
+                   " tokens, got ", to);
+    if (!is_kivi(c.format) || to % kv_group == 0 || to == from) continue;
+    ROOFTILE_CHECK(from - to <= kv_step_back, op, ": a cache of format ", name(c.format),
+                   " can be cut to a multiple of 32 tokens, or by at most 16; row ", row, " holds ", from, " and lengths asks for ", to);
+    ROOFTILE_CHECK(kivi_code_end(to) >= raw_begin(c, row), op, ": row ", row, " holds raw tokens from position ", raw_begin(c, row),
+                   " on, after earlier cuts; lengths can be that, a multiple of 32 below it, or more, got ", to);
+  }
+  for (std::int64_t i = 0; i < row_list.size(); ++i) {
+    const std::int64_t row = row_list[i];
+    if (is_kivi(c.format)) c.raw_from[row] = static_cast<std::int32_t>(std::min<std::int64_t>(std::max<std::int64_t>(raw_begin(c, row), 0), length_list[i]));
+    c.lengths[row] = length_list[i];
+  }
+}
+
+void kv_copy_pages(const Context& ctx, const KvCacheView& c, TensorView src, TensorView dst) {
+  const char* op = "copy_pages";
+  host_kernels(op, ctx, c);
+  const Ints from(op, "src", src), to(op, "dst", dst, from.size(), "[src]");
+  for (const auto& [argument, list] : {std::pair{"src", &from}, {"dst", &to}})
+    for (std::int64_t i = 0; i < list->size(); ++i)
+      ROOFTILE_CHECK((*list)[i] >= 0 && (*list)[i] < c.pages, op, ": ", argument, " must lie in [0, ", c.pages, "), got ", (*list)[i]);
+  for (std::int64_t i = 0; i < from.size(); ++i) copy_page(c, from[i], to[i]);
+}
+
+void kv_copy_row(const Context& ctx, const KvCacheView& c, int src, int dst, int first_page) {
+  const char* op = "fork";
+  host_kernels(op, ctx, c);
+  check_row(op, "src", c, src);
+  check_row(op, "dst", c, dst);
+  const std::int64_t length = length_of(op, c, src), begin = std::int64_t{first_page} * c.page_size;
+  ROOFTILE_CHECK(first_page >= 0, op, ": first_page must be at least 0, got ", first_page);
+  check_pages(op, c, src, begin, length);
+  check_pages(op, c, dst, begin, length);
+  if (src == dst) return;
+  for (std::int64_t token = begin; token < length; token += c.page_size) copy_page(c, kv_page(c, src, token), kv_page(c, dst, token));
+  copy_ring(c, src, dst);
+  c.lengths[dst] = c.lengths[src];
+}
+
+namespace {
+
+// One row put aside, so that a cycle of rows can be turned.
+class SavedRow {
+ public:
+  SavedRow(const KvCacheView& c, std::int64_t row, bool pages) : c_(c), pages_(pages ? pages_for(c, c.lengths[row]) : 0) {
+    length_ = c.lengths[row];
+    walk(row, [this](std::byte* p, std::int64_t n) { bytes_.insert(bytes_.end(), p, p + n); });
+    if (is_kivi(c.format)) raw_from_ = c.raw_from[row];
+  }
+  void put(std::int64_t row) {
+    std::size_t at = 0;
+    walk(row, [&](std::byte* p, std::int64_t n) {
+      std::memcpy(p, bytes_.data() + at, static_cast<std::size_t>(n));
+      at += static_cast<std::size_t>(n);
+    });
+    if (is_kivi(c_.format)) c_.raw_from[row] = raw_from_;
+    c_.lengths[row] = length_;
+  }
+
+ private:
+  template <class Visit>
+  void walk(std::int64_t row, const Visit& visit) const {
+    for (std::int64_t i = 0; i < pages_; ++i)
+      for_each_run(c_, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
+        visit(base + kv_page(c_, row, i * c_.page_size) * stride, bytes);
+      });
+    if (!is_kivi(c_.format)) return;
+    const std::int64_t bytes = ring_bytes(c_);
+    for (std::byte* ring : {c_.ring_k, c_.ring_v}) visit(ring + row * bytes, bytes);
+  }
+
+  const KvCacheView& c_;
+  std::int64_t pages_;
+  std::vector<std::byte> bytes_;
+  std::int32_t length_ = 0, raw_from_ = 0;
+};
+
+}  // namespace
+
+void kv_reorder(const Context& ctx, const KvCacheView& c, TensorView index, bool move_pages) {
+  const char* op = "reorder";
+  host_kernels(op, ctx, c);
+  const Ints list(op, "index", index, c.max_rows, "[rows]");
+  for (std::int64_t i = 0; i < c.max_rows; ++i) {
+    check_row(op, "index", c, list[i]);
+    length_of(op, c, i);
+    ROOFTILE_CHECK(!move_pages || !c.block_table, op, ": rows of a paged cache are reordered by their table");
+  }
+  const auto move = [&](std::int64_t from, std::int64_t to) {
+    if (move_pages)
+      for (std::int64_t t = 0; t < c.lengths[from]; t += c.page_size) copy_page(c, kv_page(c, from, t), kv_page(c, to, t));
+    copy_ring(c, from, to);
+    c.lengths[to] = c.lengths[from];
+  };
+  // Rows nobody still wants to read are overwritten first; what remains are cycles, each turned through one saved row.
+  std::vector<int> readers(static_cast<std::size_t>(c.max_rows), 0);
+  std::vector<bool> done(static_cast<std::size_t>(c.max_rows), false);
+  const auto at = [](std::int64_t i) { return static_cast<std::size_t>(i); };
+  for (std::int64_t i = 0; i < c.max_rows; ++i)
+    if (list[i] == i) done[at(i)] = true;
+    else ++readers[at(list[i])];
+  for (std::int64_t start = 0; start < c.max_rows; ++start)
+    for (std::int64_t i = start; !done[at(i)] && readers[at(i)] == 0; i = list[i]) {
+      move(list[i], i);
+      done[at(i)] = true;
+      --readers[at(list[i])];
+    }
+  for (std::int64_t start = 0; start < c.max_rows; ++start) {
+    if (done[at(start)]) continue;
+    SavedRow saved(c, start, move_pages);
+    std::int64_t i = start;
+    for (; list[i] != start; i = list[i]) {
+      move(list[i], i);
+      done[at(i)] = true;
+    }
+    saved.put(i);
+    done[at(i)] = true;
+  }
+}
+
+void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64_t at, TensorView out_k, TensorView out_v) {
+  const char* op = "dequantize";
+  host_kernels(op, ctx, c);
+  check_row(op, "row", c, row);
+  const std::int64_t length = length_of(op, c, row);
+  ROOFTILE_CHECK(at >= 0 && at <= length, op, ": at must lie in [0, ", length, "] for row ", row, ", got ", at);
+  const std::int64_t tokens = std::min(at + 1, length);
+  const std::int64_t coded = is_kivi(c.format) ? kivi_code_end(at) : is_element_format(c.format) ? 0 : tokens;
+  ROOFTILE_CHECK(!is_kivi(c.format) || coded >= raw_begin(c, row), op, ": the query at position ", at, " of row ", row,
+                 " sees raw tokens from position ", coded, " on, but the cache holds them only from position ", raw_begin(c, row), " on");
+  check_pages(op, c, row, 0, tokens);
+  for (const auto& [argument, t] : {std::pair{"out_k", &out_k}, {"out_v", &out_v}})
+    Arg(op, argument, *t).given().dtype({DType::f32}).shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]").writable();
+  Parallel(ctx.threads).run(std::int64_t{c.kv_heads} * 2, [&](std::int64_t task, int) {
+    const Reader reader{c, row, task / 2, task % 2 ? KvSide::v : KvSide::k};
+    const TensorView& out = task % 2 ? out_v : out_k;
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      float* to = out.as<float>() + token * out.stride[0] + reader.head * out.stride[1];
+      for (int d = 0; d < c.head_dim; ++d) to[d * out.stride[2]] = token < coded ? reader.decoded(token, d) : reader.raw(token, d);
+    }
+  });
+}
+
+void kv_dump_codes(const Context& ctx, const KvCacheView& c, int row, TensorView out_k, TensorView out_v) {
+  const char* op = "dump";
+  host_kernels(op, ctx, c);
+  check_row(op, "row", c, row);
+  check_quantised(op, c);
+  const std::int64_t tokens = coded_tokens(op, c, row);
+  check_pages(op, c, row, 0, tokens);
+  for (const auto& [argument, t] : {std::pair{"out_k", &out_k}, {"out_v", &out_v}})
+    Arg(op, argument, *t).given().dtype({DType::i8}).shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]").writable();
+  for (const auto& [side, out] : {std::pair{KvSide::k, &out_k}, {KvSide::v, &out_v}})
+    for (std::int64_t head = 0; head < c.kv_heads; ++head)
+      for (std::int64_t token = 0; token < tokens; ++token)
+        for (int d = 0; d < c.head_dim; ++d)
+          out->as<std::int8_t>()[token * out->stride[0] + head * out->stride[1] + d * out->stride[2]] =
+              static_cast<std::int8_t>(Reader{c, row, head, side}.code(token, d));
+}
+
+void kv_dump_scales(const Context& ctx, const KvCacheView& c, int row, KvSide side, bool minima, TensorView out) {
+  const char* op = "dump";
+  host_kernels(op, ctx, c);
+  check_row(op, "row", c, row);
+  check_quantised(op, c);
+  ROOFTILE_CHECK(!minima || has_min(c.format), op, ": a cache of format ", name(c.format), " has no minima");
+  const std::int64_t tokens = coded_tokens(op, c, row);
+  check_pages(op, c, row, 0, tokens);
+  const int step = side == KvSide::k && is_kivi(c.format) ? kv_group : 1, width = step == 1 ? 1 : c.head_dim;
+  Arg(op, "out", out).given().dtype({DType::f32}).shape({tokens / step, c.kv_heads, width}, "[groups, kv_heads, channels]").writable();
+  for (std::int64_t i = 0; i < tokens / step; ++i)
+    for (std::int64_t head = 0; head < c.kv_heads; ++head)
+      for (int d = 0; d < width; ++d)
+        out.as<float>()[i * out.stride[0] + head * out.stride[1] + d * out.stride[2]] = Reader{c, row, head, side}.scale(i * step, d, minima);
+}
+
+}  // namespace rooftile

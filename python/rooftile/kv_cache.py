@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches in every format of docs/guide/cache-formats.md: contiguous, paged, and views on an engine's own pool.
+
+A cache belongs to one attention layer; `ModelKVCache` is one for every layer of a model. One thread at a time may
+change a cache.
+"""
+
+import sys
+
+import numpy as np
+
+from rooftile import _C
+from rooftile._arrays import numpy_dtype, ran
+from rooftile.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    NotSupportedError,
+    OutOfPagesError,
+)
+
+CONTIGUOUS_PAGE = (
+    64  # tokens; a contiguous cache is a pool whose pages follow each other
+)
+GROUP = 32  # tokens that become codes together in the kivi formats
+RING = 64  # raw tokens a row of a kivi cache keeps
+
+_ELEMENT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_KIVI = ("int4-kivi-sym", "int4-kivi")
+_ARRAYS = (
+    "pool",
+    "k_pool",
+    "v_pool",
+    "block_table",
+    "lengths",
+    "ring_k",
+    "ring_v",
+    "raw_from",
+)
+
+
+def _check_format(format):
+    if format not in _C.kv_formats():
+        raise ArgumentError(
+            f"format: {format!r} is not a cache format; known: {', '.join(_C.kv_formats())}"
+        )
+    return format
+
+
+def _dtype_name(format, dtype):
+    """The dtype of a cache's k and v: the element format's own, else float32 unless given."""
+    if dtype is None:
+        return _ELEMENT_DTYPES.get(format, "float32")
+    return (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
+
+
+def _check_device(device):
+    if device is not None and str(device).split(":")[0] != "cpu":
+        raise NotSupportedError(
+            f"device: {device} has no cache kernels in this build of rooftile; it runs: cpu"
+        )
+
+
+def _count(name, value, at_least=0):
+    if not hasattr(value, "__index__"):
+        raise ArgumentTypeError(
+            f"{name} must be an integer, got {type(value).__name__}"
+        )
+    value = value.__index__()
+    if not at_least <= value < 2**31:
+        raise ArgumentError(f"{name} must lie in [{at_least}, 2**31), got {value}")
+    return value
+
+
+def _pages_for(tokens, page_size):
+    return -(-tokens // page_size)
+
+
+def _zeros(shape, dtype):
+    """torch where it is imported, else NumPy."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+    return np.zeros(shape, numpy_dtype(dtype))
+
+
+def _ints(name, values):
+    """A list becomes int32; an array is passed on as it is (the binding takes int32 only)."""
+    if values is None or hasattr(values, "__dlpack__"):
+        return values
+    try:
+        return np.array([v.__index__() for v in values], np.int32)
+    except OverflowError:
+        raise ArgumentError(f"{name} does not fit 32 bits: {values}") from None
+    except (TypeError, AttributeError):
+        raise ArgumentTypeError(
+            f"{name} must be a list of integers or an int32 array, got {values!r}"
+        ) from None
+
+
+def _host(array):
+    """An int32 array of the cache as NumPy: the same memory."""
+    return array.numpy() if hasattr(array, "numpy") else np.asarray(array)
+
+
+class _Cache:
+    """What contiguous, paged and viewed caches have in common."""
+
+    def __init__(
+        self, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays
+    ):
+        self.format = format
+        self.dtype = dtype
+        self.page_size = page_size
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.max_rows = max_rows
+        self.max_pages = max_pages
+        self._arrays = arrays
+        self._handle = _C.KvCache(
+            format,
+            dtype,
+            page_size,
+            head_dim,
+            kv_heads,
+            max_rows,
+            max_pages,
+            *(arrays.get(name) for name in _ARRAYS),
+        )
+        self._lengths = _host(arrays["lengths"])
+
+    @property
+    def capacity(self):
+        """Tokens a row can hold."""
+        return self.max_pages * self.page_size
+
+    @property
+    def lengths(self):
+        """Tokens stored in every row: a list of `max_rows` ints."""
+        return self._lengths.tolist()
+
+    @property
+    def seq_lens(self):
+        """int32 [max_rows], the lengths as the kernels read them."""
+        return self._arrays["lengths"]
+
+    @property
+    def nbytes(self):
+        """Bytes allocated: pool, rings, block table and lengths."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    @property
+    def nbytes_used(self):
+        """Bytes the stored tokens need: codes, scales and minima of encoded tokens, the elements of raw ones."""
+        return sum(self._row_bytes(tokens) for tokens in self.lengths)
+
+    def _row_bytes(self, tokens):
+        raw = tokens % GROUP if self.format in _KIVI else 0
+        block = _C.kv_block_bytes(self.format, self.page_size, self.head_dim)
+        element = 4 if self.dtype == "float32" else 2
+        return self.kv_heads * (
+            (tokens - raw) * block // self.page_size + raw * 2 * self.head_dim * element
+        )
+
+    def append(self, k, v, *, rows=None, counts=None, stream=None, plan=None):
+        """Stores new tokens behind those that are there.
+
+        k, v: [batch, tokens, kv_heads, head_dim] in the cache's dtype, any strides. Entry b goes to cache row rows[b]
+        (row b without `rows`) and stores its first counts[b] tokens (all without `counts`; 0 for a padding row, of
+        which nothing is stored). rows, counts: [batch], lists of ints or int32 arrays. A row is written once a call.
+        All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
+        Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
+        """
+        ran(
+            _C.kv_append(
+                self._handle,
+                k,
+                v,
+                _ints("rows", rows),
+                _ints("counts", counts),
+                stream,
+                plan,
+            )
+        )
+
+    def truncate(self, rows, lengths):
+        """Cuts rows[i] to its first lengths[i] tokens. rows, lengths: lists of ints or int32 arrays of one size.
+
+        Per-token and element formats take any length up to the stored one. The kivi formats take any multiple of 32,
+        or up to 16 tokens back: only those raw values are still there. Anything else is an ArgumentError, and no row
+        is cut.
+        """
+        _C.kv_truncate(self._handle, _ints("rows", rows), _ints("lengths", lengths))
+
+    def reset(self, rows=None):
+        """Empties the given rows (a list of ints or an int32 array), or all."""
+        rows = (
+            range(self.max_rows)
+            if rows is None
+            else _host(_ints("rows", rows)).tolist()
+        )
+        self.truncate(rows, [0] * len(rows))
+
+    def dequantize(self, row=None, at=None):
+        """K and V as the query at position `at` sees them, in float32.
+
+        The kivi formats show such a query the groups that were full before `at` as codes, and its own group raw.
+        row: one row -> k, v [tokens, kv_heads, head_dim]. Without it all rows -> [max_rows, longest, kv_heads,
+        head_dim], zeros past a row's tokens. `at` (an int) defaults to each row's newest token; a row's length stands
+        for the token to come. Raises ArgumentError where a kivi cache was truncated so that raw values are gone.
+        """
+        if row is not None:
+            at = self._newest(row) if at is None else _count("at", at)
+            tokens = min(at + 1, self.lengths[row])
+            k, v = (
+                _zeros((tokens, self.kv_heads, self.head_dim), "float32")
+                for _ in range(2)
+            )
+            _C.kv_dequantize(self._handle, row, at, k, v)
+            return k, v
+        at = None if at is None else _count("at", at)
+        ends = [self._newest(r) if at is None else at for r in range(self.max_rows)]
+        tokens = [
+            min(end + 1, length) for end, length in zip(ends, self.lengths, strict=True)
+        ]
+        shape = (self.max_rows, max(tokens, default=0), self.kv_heads, self.head_dim)
+        k, v = _zeros(shape, "float32"), _zeros(shape, "float32")
+        for r, (end, n) in enumerate(zip(ends, tokens, strict=True)):
+            _C.kv_dequantize(self._handle, r, end, k[r, :n], v[r, :n])
+        return k, v
+
+    def _newest(self, row):
+        if not 0 <= _count("row", row) < self.max_rows:
+            raise ArgumentError(
+                f"dequantize: row must lie in [0, {self.max_rows}), got {row}"
+            )
+        return max(self.lengths[row] - 1, 0)
+
+    def dump(self, row):
+        """What a row stores, in logical order: a dict.
+
+        "length"; of quantised formats "k_codes", "v_codes" int8 [tokens, kv_heads, head_dim] and, in float32,
+        "k_scale", "v_scale" (and "k_min", "v_min" of int4-kivi): [tokens, kv_heads, 1], or [groups, kv_heads,
+        head_dim] for K of the kivi formats. "k_raw", "v_raw" [tokens, kv_heads, head_dim] in float32: the tokens kept as
+        elements, which are all of an element format and the open group of a kivi format (absent from the others).
+        """
+        length = (
+            self.lengths[_count("row", row)]
+            if 0 <= _count("row", row) < self.max_rows
+            else None
+        )
+        if length is None:
+            raise ArgumentError(
+                f"dump: row must lie in [0, {self.max_rows}), got {row}"
+            )
+        facts = {"length": length}
+        kivi, heads, dim = self.format in _KIVI, self.kv_heads, self.head_dim
+        coded = length // GROUP * GROUP if kivi else length
+        if self.format not in _ELEMENT_DTYPES:
+            facts["k_codes"], facts["v_codes"] = (
+                _zeros((coded, heads, dim), "int8") for _ in range(2)
+            )
+            _C.kv_dump_codes(self._handle, row, facts["k_codes"], facts["v_codes"])
+            for side, shape in (
+                ("k", (coded // GROUP, heads, dim) if kivi else (coded, heads, 1)),
+                ("v", (coded, heads, 1)),
+            ):
+                for kind in ("scale", "min")[: 2 if self.format == "int4-kivi" else 1]:
+                    facts[f"{side}_{kind}"] = _zeros(shape, "float32")
+                    _C.kv_dump_scales(
+                        self._handle,
+                        row,
+                        side == "v",
+                        kind == "min",
+                        facts[f"{side}_{kind}"],
+                    )
+        if kivi or self.format in _ELEMENT_DTYPES:
+            k, v = self.dequantize(row, at=length)
+            raw = coded if kivi else 0
+            facts["k_raw"], facts["v_raw"] = k[raw:], v[raw:]
+        return facts
+
+    def __repr__(self):
+        return (
+            f"{type(self).__name__}(format={self.format!r}, dtype={self.dtype!r}, max_rows={self.max_rows}, "
+            f"capacity={self.capacity}, page_size={self.page_size}, kv_heads={self.kv_heads}, head_dim={self.head_dim})"
+        )
+
+
+def _own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows):
+    arrays = {
+        "lengths": _zeros((max_rows,), "int32"),
+        **_own_ring(format, dtype, kv_heads, head_dim, max_rows),
+    }
+    if format in _ELEMENT_DTYPES:
+        pool = _zeros((pages, kv_heads, 2, page_size, head_dim), dtype)
+        arrays["k_pool"], arrays["v_pool"] = (
+            pool[:, :, side].swapaxes(1, 2) for side in range(2)
+        )
+    else:
+        arrays["pool"] = _zeros(
+            (pages, kv_heads, _C.kv_block_bytes(format, page_size, head_dim)), "uint8"
+        )
+    return arrays
+
+
+def _own_ring(format, dtype, kv_heads, head_dim, max_rows):
+    if format not in _KIVI:
+        return {}
+    shape = (max_rows, kv_heads, RING, head_dim)
+    return {
+        "ring_k": _zeros(shape, dtype),
+        "ring_v": _zeros(shape, dtype),
+        "raw_from": _zeros((max_rows,), "int32"),
+    }
+
+
+class KVCache(_Cache):
+    """The keys and values of one layer, a fixed room for every row.
+
+    batch: rows. capacity: tokens a row can hold, rounded up to whole pages of 64. format: "int4-kivi" (Liu et al. 2024,
+    arXiv 2402.02750), "int4-kivi-sym", "int4", "int8", "fp16", "bf16" or "fp32". dtype: of k and v, "float32",
+    "float16", "bfloat16" or the torch dtype of that name; default the element format's own, float32 for the quantised
+    formats. Memory is torch's where torch is imported, else NumPy's.
+    """
+
+    def __init__(
+        self,
+        batch,
+        capacity,
+        kv_heads,
+        head_dim,
+        *,
+        format="int4-kivi",
+        dtype=None,
+        device=None,
+    ):
+        dtype = _dtype_name(_check_format(format), dtype)
+        _check_device(device)
+        batch, capacity = _count("batch", batch), _count("capacity", capacity)
+        kv_heads, head_dim = (
+            _count("kv_heads", kv_heads, 1),
+            _count("head_dim", head_dim, 1),
+        )
+        pages = _pages_for(capacity, CONTIGUOUS_PAGE)
+        arrays = _own_arrays(
+            format, dtype, batch * pages, CONTIGUOUS_PAGE, kv_heads, head_dim, batch
+        )
+        super().__init__(
+            format, dtype, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, pages, arrays
+        )
+
+    @property
+    def batch(self):
+        return self.max_rows
+
+    def reorder(self, index):
+        """Row i becomes what row index[i] was (beam search). index: [batch], a list of ints or an int32 array."""
+        _C.kv_reorder(self._handle, _ints("index", index), True)
+
+    def fork(self, src, dst):
+        """Row dst becomes a copy of row src."""
+        _C.kv_copy_row(self._handle, src, dst, 0)
