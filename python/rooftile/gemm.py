@@ -259,6 +259,7 @@ def w4a16_matmul(
     if out is None:
         # what x or w lacks is named by the call below, which reads both before its output
         n = w.shape[:1] if isinstance(w, W4Weight) else ()
-        out = empty(x, (*getattr(x, "shape", ())[:-1], *n))
+        shape = getattr(x, "shape", ())
+        out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
     ran(_C.w4a16_matmul(x, getattr(w, "_handle", w), bias, activation, residual, out, stream, plan))
     return out
