@@ -221,6 +221,7 @@ def bits_per_pair(format, config, dtype):
 
 def _print(console, report):
     from rich import box
+    from rich.console import Console
     from rich.table import Table
 
     p = report["protocol"]
@@ -250,4 +251,5 @@ def _print(console, report):
             f"{100 * row['top1']:.2f}%",
             "" if row["bits"] is None else f"{row['bits']:.2f}",
         )
-    console.print(table, width=max(console.width, 96), crop=False)  # figures are never cut
+    # lines that a narrow terminal wraps, rather than figures that are cut
+    Console(width=max(console.width, 96)).print(table)
