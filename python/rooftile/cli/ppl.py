@@ -252,4 +252,4 @@ def _print(console, report):
             "" if row["bits"] is None else f"{row['bits']:.2f}",
         )
     # lines that a narrow terminal wraps, rather than figures that are cut
-    Console(width=max(console.width, 96)).print(table)
+    Console(width=max(console.width, 108)).print(table)
