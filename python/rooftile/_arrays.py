@@ -49,9 +49,7 @@ def numpy_dtype(name):
         try:
             import ml_dtypes
         except ImportError as e:
-            raise ImportError(
-                "bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)"
-            ) from e
+            raise ImportError("bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)") from e
         return ml_dtypes.bfloat16
     return np.dtype(name)
 

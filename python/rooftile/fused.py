@@ -56,7 +56,9 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, pl
     return out
 
 
-def add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5, *, out=None, residual_out=None, stream=None, plan=None):
+def add_layer_norm(
+    x, residual, weight=None, bias=None, eps=1e-5, *, out=None, residual_out=None, stream=None, plan=None
+):
     """layer_norm of x + residual, and the sum itself. Shapes and outputs as add_rms_norm; bias: [hidden] or None."""
     if compiling():
         return _torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)

@@ -18,9 +18,7 @@ from rooftile.errors import (
     OutOfPagesError,
 )
 
-CONTIGUOUS_PAGE = (
-    64  # tokens; a contiguous cache is a pool whose pages follow each other
-)
+CONTIGUOUS_PAGE = 64  # tokens; a contiguous cache is a pool whose pages follow each other
 GROUP = 32  # tokens that become codes together in the kivi formats
 RING = 64  # raw tokens a row of a kivi cache keeps
 
@@ -40,9 +38,7 @@ _ARRAYS = (
 
 def _check_format(format):
     if format not in _C.kv_formats():
-        raise ArgumentError(
-            f"format: {format!r} is not a cache format; known: {', '.join(_C.kv_formats())}"
-        )
+        raise ArgumentError(f"format: {format!r} is not a cache format; known: {', '.join(_C.kv_formats())}")
     return format
 
 
@@ -55,16 +51,12 @@ def _dtype_name(format, dtype):
 
 def _check_device(device):
     if device is not None and str(device).split(":")[0] != "cpu":
-        raise NotSupportedError(
-            f"device: {device} has no cache kernels in this build of rooftile; it runs: cpu"
-        )
+        raise NotSupportedError(f"device: {device} has no cache kernels in this build of rooftile; it runs: cpu")
 
 
 def _count(name, value, at_least=0):
     if not hasattr(value, "__index__"):
-        raise ArgumentTypeError(
-            f"{name} must be an integer, got {type(value).__name__}"
-        )
+        raise ArgumentTypeError(f"{name} must be an integer, got {type(value).__name__}")
     value = value.__index__()
     if not at_least <= value < 2**31:
         raise ArgumentError(f"{name} must lie in [{at_least}, 2**31), got {value}")
@@ -92,9 +84,7 @@ def _ints(name, values):
     except OverflowError:
         raise ArgumentError(f"{name} does not fit 32 bits: {values}") from None
     except (TypeError, AttributeError):
-        raise ArgumentTypeError(
-            f"{name} must be a list of integers or an int32 array, got {values!r}"
-        ) from None
+        raise ArgumentTypeError(f"{name} must be a list of integers or an int32 array, got {values!r}") from None
 
 
 def _host(array):
@@ -105,9 +95,7 @@ def _host(array):
 class _Cache:
     """What contiguous, paged and viewed caches have in common."""
 
-    def __init__(
-        self, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays
-    ):
+    def __init__(self, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays):
         self.format = format
         self.dtype = dtype
         self.page_size = page_size
@@ -157,9 +145,7 @@ class _Cache:
         raw = tokens % GROUP if self.format in _KIVI else 0
         block = _C.kv_block_bytes(self.format, self.page_size, self.head_dim)
         element = 4 if self.dtype == "float32" else 2
-        return self.kv_heads * (
-            (tokens - raw) * block // self.page_size + raw * 2 * self.head_dim * element
-        )
+        return self.kv_heads * ((tokens - raw) * block // self.page_size + raw * 2 * self.head_dim * element)
 
     def append(self, k, v, *, rows=None, counts=None, stream=None, plan=None):
         """Stores new tokens behind those that are there.
@@ -193,11 +179,7 @@ class _Cache:
 
     def reset(self, rows=None):
         """Empties the given rows (a list of ints or an int32 array), or all."""
-        rows = (
-            range(self.max_rows)
-            if rows is None
-            else _host(_ints("rows", rows)).tolist()
-        )
+        rows = range(self.max_rows) if rows is None else _host(_ints("rows", rows)).tolist()
         self.truncate(rows, [0] * len(rows))
 
     def dequantize(self, row=None, at=None):
@@ -211,17 +193,12 @@ class _Cache:
         if row is not None:
             at = self._newest(row) if at is None else _count("at", at)
             tokens = min(at + 1, self.lengths[row])
-            k, v = (
-                _zeros((tokens, self.kv_heads, self.head_dim), "float32")
-                for _ in range(2)
-            )
+            k, v = (_zeros((tokens, self.kv_heads, self.head_dim), "float32") for _ in range(2))
             _C.kv_dequantize(self._handle, row, at, k, v)
             return k, v
         at = None if at is None else _count("at", at)
         ends = [self._newest(r) if at is None else at for r in range(self.max_rows)]
-        tokens = [
-            min(end + 1, length) for end, length in zip(ends, self.lengths, strict=True)
-        ]
+        tokens = [min(end + 1, length) for end, length in zip(ends, self.lengths, strict=True)]
         shape = (self.max_rows, max(tokens, default=0), self.kv_heads, self.head_dim)
         k, v = _zeros(shape, "float32"), _zeros(shape, "float32")
         for r, (end, n) in enumerate(zip(ends, tokens, strict=True)):
@@ -230,9 +207,7 @@ class _Cache:
 
     def _newest(self, row):
         if not 0 <= _count("row", row) < self.max_rows:
-            raise ArgumentError(
-                f"dequantize: row must lie in [0, {self.max_rows}), got {row}"
-            )
+            raise ArgumentError(f"dequantize: row must lie in [0, {self.max_rows}), got {row}")
         return max(self.lengths[row] - 1, 0)
 
     def dump(self, row):
@@ -243,22 +218,14 @@ class _Cache:
         head_dim] for K of the kivi formats. "k_raw", "v_raw" [tokens, kv_heads, head_dim] in float32: the tokens kept as
         elements, which are all of an element format and the open group of a kivi format (absent from the others).
         """
-        length = (
-            self.lengths[_count("row", row)]
-            if 0 <= _count("row", row) < self.max_rows
-            else None
-        )
+        length = self.lengths[_count("row", row)] if 0 <= _count("row", row) < self.max_rows else None
         if length is None:
-            raise ArgumentError(
-                f"dump: row must lie in [0, {self.max_rows}), got {row}"
-            )
+            raise ArgumentError(f"dump: row must lie in [0, {self.max_rows}), got {row}")
         facts = {"length": length}
         kivi, heads, dim = self.format in _KIVI, self.kv_heads, self.head_dim
         coded = length // GROUP * GROUP if kivi else length
         if self.format not in _ELEMENT_DTYPES:
-            facts["k_codes"], facts["v_codes"] = (
-                _zeros((coded, heads, dim), "int8") for _ in range(2)
-            )
+            facts["k_codes"], facts["v_codes"] = (_zeros((coded, heads, dim), "int8") for _ in range(2))
             _C.kv_dump_codes(self._handle, row, facts["k_codes"], facts["v_codes"])
             for side, shape in (
                 ("k", (coded // GROUP, heads, dim) if kivi else (coded, heads, 1)),
@@ -293,13 +260,9 @@ def _own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows):
     }
     if format in _ELEMENT_DTYPES:
         pool = _zeros((pages, kv_heads, 2, page_size, head_dim), dtype)
-        arrays["k_pool"], arrays["v_pool"] = (
-            pool[:, :, side].swapaxes(1, 2) for side in range(2)
-        )
+        arrays["k_pool"], arrays["v_pool"] = (pool[:, :, side].swapaxes(1, 2) for side in range(2))
     else:
-        arrays["pool"] = _zeros(
-            (pages, kv_heads, _C.kv_block_bytes(format, page_size, head_dim)), "uint8"
-        )
+        arrays["pool"] = _zeros((pages, kv_heads, _C.kv_block_bytes(format, page_size, head_dim)), "uint8")
     return arrays
 
 
@@ -342,12 +305,8 @@ class KVCache(_Cache):
             _count("head_dim", head_dim, 1),
         )
         pages = _pages_for(capacity, CONTIGUOUS_PAGE)
-        arrays = _own_arrays(
-            format, dtype, batch * pages, CONTIGUOUS_PAGE, kv_heads, head_dim, batch
-        )
-        super().__init__(
-            format, dtype, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, pages, arrays
-        )
+        arrays = _own_arrays(format, dtype, batch * pages, CONTIGUOUS_PAGE, kv_heads, head_dim, batch)
+        super().__init__(format, dtype, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, pages, arrays)
 
     @property
     def batch(self):
