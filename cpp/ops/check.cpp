@@ -3,20 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 
 namespace rooftile::check {
 namespace {
-
-// First and one-past-last byte that the tensor can touch.
-std::pair<std::intptr_t, std::intptr_t> byte_range(const TensorView& t) {
-  std::int64_t low = 0, high = 0;
-  for (int i = 0; i < t.ndim; ++i) (t.stride[i] < 0 ? low : high) += (t.shape[i] - 1) * t.stride[i];
-  const auto base = reinterpret_cast<std::intptr_t>(t.data);
-  const auto size = static_cast<std::int64_t>(size_of(t.dtype));
-  return {base + low * size, base + (high + 1) * size};
-}
 
 bool same_memory(const TensorView& a, const TensorView& b) {
   if (a.data != b.data || a.dtype != b.dtype || a.ndim != b.ndim) return false;
@@ -25,29 +15,54 @@ bool same_memory(const TensorView& a, const TensorView& b) {
   return true;
 }
 
-// Rows of both are runs of bytes that repeat at multiples of one pitch: they lie apart if their runs do within a pitch.
-bool apart_within_a_pitch(const TensorView& a, const TensorView& b) {
-  std::int64_t pitch = 0;
-  for (const TensorView* t : {&a, &b})
-    for (int i = 0; i + 1 < t->ndim; ++i)
-      if (t->shape[i] > 1 && (pitch == 0 || std::llabs(t->stride[i]) < pitch)) pitch = std::llabs(t->stride[i]);
-  if (pitch == 0 || a.dtype != b.dtype || a.last_stride() < 0 || b.last_stride() < 0) return false;
-  for (const TensorView* t : {&a, &b})
-    for (int i = 0; i + 1 < t->ndim; ++i)
-      if (t->shape[i] > 1 && t->stride[i] % pitch != 0) return false;
-  const auto size = static_cast<std::int64_t>(size_of(a.dtype));
-  const std::int64_t bytes = pitch * size;
-  const std::int64_t run_a = ((a.last() - 1) * a.last_stride() + 1) * size, run_b = ((b.last() - 1) * b.last_stride() + 1) * size;
-  const std::int64_t distance = reinterpret_cast<std::intptr_t>(b.data) - reinterpret_cast<std::intptr_t>(a.data);
-  const std::int64_t from_a = ((distance % bytes) + bytes) % bytes;
-  return from_a >= run_a && from_a + run_b <= bytes;
-}
+// Do two strided tensors share a byte? A sum of c * stride over the dimensions of both (b's counted backwards, so that
+// all terms are positive) would have to meet the distance between them: a search from the largest stride down, in which
+// the smaller strides leave at most a few c to try where dimensions nest.
+class Meeting {
+ public:
+  Meeting(const TensorView& a, const TensorView& b) {
+    target_ = reinterpret_cast<std::intptr_t>(b.data) - reinterpret_cast<std::intptr_t>(a.data);
+    before_ = static_cast<std::int64_t>(size_of(b.dtype)) - 1;   // bytes by which an element of b may start before one of a
+    after_ = static_cast<std::int64_t>(size_of(a.dtype)) - 1;
+    add(a, true);
+    add(b, false);
+    std::sort(terms_, terms_ + count_, [](const Term& x, const Term& y) { return x.stride > y.stride; });
+  }
+  bool possible() { return possible(0, target_); }
+
+ private:
+  struct Term {
+    std::int64_t stride, steps;   // c in [0, steps]
+  };
+
+  void add(const TensorView& t, bool forwards) {
+    for (int i = 0; i < t.ndim; ++i) {
+      const std::int64_t stride = t.stride[i] * static_cast<std::int64_t>(size_of(t.dtype)), steps = t.shape[i] - 1;
+      if (steps == 0 || stride == 0) continue;
+      if ((stride > 0) != forwards) target_ += std::abs(stride) * steps;   // counted from the other end
+      terms_[count_++] = {std::abs(stride), steps};
+    }
+  }
+
+  bool possible(int k, std::int64_t rest) {
+    if (k == count_) return -before_ <= rest && rest <= after_;
+    std::int64_t reach = after_;
+    for (int i = k + 1; i < count_; ++i) reach += terms_[i].stride * terms_[i].steps;
+    const std::int64_t stride = terms_[k].stride;
+    const std::int64_t first = rest > reach ? (rest - reach + stride - 1) / stride : 0;
+    const std::int64_t last = rest + before_ < 0 ? -1 : std::min(terms_[k].steps, (rest + before_) / stride);
+    for (std::int64_t c = first; c <= last; ++c)
+      if (--work_ < 0 || possible(k + 1, rest - c * stride)) return true;   // too tangled to tell: as if they met
+    return false;
+  }
+
+  Term terms_[2 * TensorView::max_ndim];
+  int count_ = 0, work_ = 10000;
+  std::int64_t target_, before_, after_;
+};
 
 bool lie_apart(const TensorView& a, const TensorView& b) {
-  if (a.numel() == 0 || b.numel() == 0) return true;
-  const auto [a_begin, a_end] = byte_range(a);
-  const auto [b_begin, b_end] = byte_range(b);
-  return a_end <= b_begin || b_end <= a_begin || (a.ndim > 0 && b.ndim > 0 && apart_within_a_pitch(a, b));
+  return a.numel() == 0 || b.numel() == 0 || !Meeting(a, b).possible();
 }
 
 }  // namespace
@@ -80,11 +95,17 @@ bool overlaps_itself(const TensorView& t) {
 }
 
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts) {
-  KernelName result;
-  int used = std::snprintf(result.text, sizeof result.text, "cpu_%s", k.variant);
-  for (const char* part : parts)
-    if (used < static_cast<int>(sizeof result.text))
-      used += std::snprintf(result.text + used, sizeof result.text - static_cast<std::size_t>(used), "_%s", part);
+  KernelName result;   // zeros
+  std::size_t used = 0;
+  const auto append = [&](const char* text) {
+    for (; *text && used + 1 < sizeof result.text; ++text) result.text[used++] = *text;
+  };
+  append("cpu_");
+  append(k.variant);
+  for (const char* part : parts) {
+    append("_");
+    append(part);
+  }
   return result;
 }
 

@@ -21,6 +21,13 @@ def compiling():
     return torch is not None and torch.compiler.is_compiling()
 
 
+def torch_op(name, inputs, outputs, stream, plan):
+    """What a public function does while it is traced: the same through torch.ops.rooftile."""
+    from rooftile import torch_ops  # registers them; torch is there, it is tracing us
+
+    return torch_ops.call(name, inputs, outputs, stream, plan)
+
+
 def empty(like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 
@@ -32,9 +39,9 @@ def empty(like, shape=None, dtype=None):
         if like.layout is not torch.strided:
             return None
         if shape is None and dtype is None:
-            return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
-        dtype = getattr(torch, dtype) if dtype else like.dtype
-        return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=like.device)
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+        shape = like.shape if shape is None else shape
+        return like.new_empty(shape, dtype=getattr(torch, dtype)) if dtype else like.new_empty(shape)
     if not isinstance(getattr(like, "shape", None), tuple):
         return None
     try:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small ops between the products. Results are rounded once to the output's dtype.
 
-Common to all of them: tensors are float32 (CPU), float16 or bfloat16 of any strides; an output is contiguous unless it is
-given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that have no current
-stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError naming the argument.
+Common to all of them: tensors are float32 (CPU), float16 or bfloat16 of any strides; an output is contiguous unless it
+is given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that have no
+current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError naming the
+argument.
 """
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, ran
+from rooftile._arrays import compiling, empty, ran, torch_op
+from rooftile.kv_cache import _ints
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
@@ -17,7 +19,7 @@ def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
     if compiling():
-        return _torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
+        return torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
     if out is None:
         out = empty(x)
     ran(_C.rms_norm(x, weight, eps, out, stream, plan))
@@ -33,7 +35,7 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=N
     (`residual_out` may be `residual`, `out` may be `x`).
     """
     if compiling():
-        return _torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
+        return torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
     if out is None:
         out = empty(x)
     if residual_out is None:
@@ -49,7 +51,7 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, pl
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
     if compiling():
-        return _torch_op("layer_norm", (x, weight, bias, eps), (out,), stream, plan)
+        return torch_op("layer_norm", (x, weight, bias, eps), (out,), stream, plan)
     if out is None:
         out = empty(x)
     ran(_C.layer_norm(x, weight, bias, eps, out, stream, plan))
@@ -61,7 +63,7 @@ def add_layer_norm(
 ):
     """layer_norm of x + residual, and the sum itself. Shapes and outputs as add_rms_norm; bias: [hidden] or None."""
     if compiling():
-        return _torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
+        return torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
     if out is None:
         out = empty(x)
     if residual_out is None:
@@ -71,16 +73,17 @@ def add_layer_norm(
 
 
 def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan=None):
-    """Rotary position embedding of q and k, half-split (Su et al. 2021, arXiv 2104.09864; the GPT-NeoX and Llama order).
+    """Rotary position embedding of q and k, half-split as in GPT-NeoX and Llama (Su et al. 2021, arXiv 2104.09864).
 
     q: [..., q_heads, D] and k: [..., kv_heads, D], usually [B, T, heads, D] or [tokens, heads, D]; the head counts may
     differ. positions: int32 or int64 with q's leading dimensions, each in [0, max_position).
     cos, sin: [max_position, R], R <= D / 2, q's dtype or float32: one column a pair, not the doubled tables of
-    transformers. Dims i and i + R of a head turn together by row positions[...] of the tables; dims from 2R on are copied.
+    transformers. Dims i and i + R of a head turn together by row positions[...] of the tables; dims from 2R on are
+    copied.
     Returns (q, k) turned, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
     """
     if compiling():
-        return _torch_op("rope", (q, k, cos, sin, positions), (q_out, k_out), stream, plan)
+        return torch_op("rope", (q, k, cos, sin, positions), (q_out, k_out), stream, plan)
     if q_out is None:
         q_out = empty(q)
     if k_out is None:
@@ -89,14 +92,31 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     return q_out, k_out
 
 
+def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, q_out=None, stream=None, plan=None):
+    """rope on q and k, then cache.append(k, v): what a layer does before its decode attention, in one call.
+
+    q: [B, T, q_heads, D]; k, v: [B, T, kv_heads, D] in the cache's dtype; cos, sin, positions [B, T] as in rope
+    (padding tokens need a valid position too); rows, counts: [B] as in KVCache.append. k itself is not changed.
+    Returns q turned, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
+    """
+    if q_out is None:
+        q_out = empty(q)
+    ran(
+        _C.rope_append(
+            q, k, v, cos, sin, positions, cache, _ints("rows", rows), _ints("counts", counts), q_out, stream, plan
+        )
+    )
+    return q_out
+
+
 def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     """silu(gate) * up with gate_up = [gate | up] (SwiGLU: Shazeer 2020, arXiv 2002.05202).
 
-    gate_up: [..., 2 * hidden]. Returns [..., hidden] in its dtype, written to `out` when given (`out` may be the gate half
-    of gate_up). A gate of -inf gives NaN, as in torch.
+    gate_up: [..., 2 * hidden]. Returns [..., hidden] in its dtype, written to `out` when given (`out` may be the gate
+    half of gate_up). A gate of -inf gives NaN, as in torch.
     """
     if compiling():
-        return _torch_op("silu_mul", (gate_up,), (out,), stream, plan)
+        return torch_op("silu_mul", (gate_up,), (out,), stream, plan)
     if out is None:
         out = _half(gate_up)
     ran(_C.silu_mul(gate_up, out, stream, plan))
@@ -109,7 +129,7 @@ def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
     approximate: "tanh", or "none" for the form with erf, as in torch. Shapes as silu_mul.
     """
     if compiling():
-        return _torch_op("gelu_mul", (gate_up, approximate), (out,), stream, plan)
+        return torch_op("gelu_mul", (gate_up, approximate), (out,), stream, plan)
     if out is None:
         out = _half(gate_up)
     ran(_C.gelu_mul(gate_up, approximate, out, stream, plan))
@@ -119,11 +139,11 @@ def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
 def softmax(x, *, out=None, stream=None, plan=None):
     """exp(x - max) / sum over the last dimension.
 
-    x: [..., n]. Returns [..., n] in x's dtype, written to `out` when given. As in torch, a row of -inf only, or one that
-    holds +inf or NaN, is NaN throughout.
+    x: [..., n]. Returns [..., n] in x's dtype, written to `out` when given. As in torch, a row of -inf only, or one
+    that holds +inf or NaN, is NaN throughout.
     """
     if compiling():
-        return _torch_op("softmax", (x,), (out,), stream, plan)
+        return torch_op("softmax", (x,), (out,), stream, plan)
     if out is None:
         out = empty(x)
     ran(_C.softmax(x, out, stream, plan))
@@ -132,10 +152,4 @@ def softmax(x, *, out=None, stream=None, plan=None):
 
 def _half(gate_up):
     shape = getattr(gate_up, "shape", None)
-    return empty(gate_up, (*shape[:-1], shape[-1] // 2) if isinstance(shape, tuple) and shape else ())
-
-
-def _torch_op(name, arguments, outputs, stream, plan):
-    from rooftile import torch_ops  # registers them; torch is there, it is tracing us
-
-    return torch_ops.call(name, arguments, outputs, stream, plan)
+    return empty(gate_up, (*shape[:-1], shape[-1] // 2)) if isinstance(shape, tuple) and shape else None

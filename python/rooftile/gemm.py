@@ -4,7 +4,7 @@
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import empty, numpy_dtype, ran, torch_of
+from rooftile._arrays import compiling, empty, numpy_dtype, ran, torch_of, torch_op
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 _GGUF_BLOCK = 32
@@ -253,9 +253,13 @@ def w4a16_matmul(
     number of threads, so `batch_invariant=True` changes nothing there. Raises ArgumentError / ArgumentTypeError naming
     the argument.
     """
+    if compiling():
+        form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
+        return torch_op("w4a16_matmul", (x, *form, bias, activation, residual), (out,), stream, plan)
     if out is None:
         # what x or w lacks is named by the call below, which reads both before its output
         n = w.shape[:1] if isinstance(w, W4Weight) else ()
-        out = empty(x, (*getattr(x, "shape", ())[:-1], *n))
+        shape = getattr(x, "shape", ())
+        out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
     ran(_C.w4a16_matmul(x, getattr(w, "_handle", w), bias, activation, residual, out, stream, plan))
     return out

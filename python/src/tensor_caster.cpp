@@ -79,10 +79,14 @@ bool grad_mode_on() {
   return nb::cast<bool>(is_grad_enabled());
 }
 
-bool is_true(nb::handle h, const char* attribute, bool call) {
-  nb::object value = h.attr(attribute);
-  if (call) value = value();
-  return value.ptr() == Py_True;
+// Attribute names as Python strings, made once: a lookup by C string would make and hash one every call.
+const nb::str& requires_grad_name() {
+  static const nb::str* const name = new nb::str("requires_grad");   // outlives the interpreter's shutdown
+  return *name;
+}
+const nb::str& is_neg_name() {
+  static const nb::str* const name = new nb::str("is_neg");
+  return *name;
 }
 
 [[noreturn]] void refuse(ErrorKind kind, const char* op, const char* argument, const std::string& why) {
@@ -137,9 +141,9 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
   if (facts.torch_subclass)
     refuse(ErrorKind::type, op_, argument, "is a " + python_type(h) + ", which holds no memory of its own kind; expected a plain torch.Tensor");
   if (facts.torch) {
-    if (is_true(h, "requires_grad", false) && grad_mode_on())
+    if (nb::object(h.attr(requires_grad_name())).ptr() == Py_True && grad_mode_on())
       refuse(ErrorKind::value, op_, argument, "requires grad; rooftile is for inference: call it under torch.no_grad() or inference_mode()");
-    if (is_true(h, "is_neg", true))
+    if (nb::object(h.attr(is_neg_name())()).ptr() == Py_True)
       refuse(ErrorKind::value, op_, argument, "is a lazily negated view; call resolve_neg() first");
   }
 

@@ -10,7 +10,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <deque>
+#include <vector>
 
 #include "rooftile/context.h"
 #include "rooftile/error.h"
@@ -44,8 +44,8 @@ class Args {
   TensorView convert(nb::handle h, const char* argument, bool writes);
 
   const char* op_;
-  std::deque<nb::ndarray<nb::ro>> kept_;
-  std::deque<nb::object> objects_;
+  std::vector<nb::ndarray<nb::ro>> kept_;
+  std::vector<nb::object> objects_;
   const struct ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
 };
 

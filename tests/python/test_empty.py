@@ -5,7 +5,7 @@ import closeness
 import ops
 import pytest
 
-EMPTIES = [pytest.param(op, build, id=f"{op.name}-{i}") for op in ops.OPS for i, build in enumerate(op.empties)]
+EMPTIES = [pytest.param(op, build, id=f"{op.id}-{i}") for op in ops.OPS for i, build in enumerate(op.empties)]
 
 
 @pytest.mark.parametrize("op, build", EMPTIES)

@@ -22,8 +22,9 @@ void gated_rows(const Parallel& parallel, const TensorView& x, const TensorView&
     for_rows(parallel, x.rows(), x.last(), [&](std::int64_t row, int thread) {
       const T* gate = x_room.read(x, row, thread);
       T* to = h_room.write(h, row, thread);
-      for (std::int64_t i = 0; i < n; i += lanes64)
-        store64_some(to + i, Activation::apply(load64_some(gate + i, n - i)) * load64_some(gate + n + i, n - i), n - i);
+      for_pieces(n, [=](std::int64_t i, auto lanes) {
+        store64(to + i, Activation::apply(load64(gate + i, lanes)) * load64(gate + n + i, lanes), lanes);
+      });
       h_room.commit(h, row, thread);
     });
   });

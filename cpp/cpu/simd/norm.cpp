@@ -15,21 +15,13 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-// weight or bias as contiguous fp32, in place where it already is. Null where there is none.
+// weight or bias as contiguous fp32. Null where there is none.
 class Parameter {
  public:
   explicit Parameter(const TensorView& t) {
     if (!t.given()) return;
-    if (t.dtype == DType::f32 && t.stride[0] == 1) {
-      data_ = t.as<float>();
-      return;
-    }
     room_ = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(t.shape[0]));
-    with_element(t.dtype, [&](auto e) {
-      const auto* p = t.as<decltype(e)>();
-      for (std::int64_t i = 0; i < t.shape[0]; ++i) room_[i] = to_float(p[i * t.stride[0]]);
-    });
-    data_ = room_.get();
+    data_ = as_floats(t, 0, t.shape[0], t.stride[0], room_.get());
   }
   const float* data() const { return data_; }
 
@@ -40,30 +32,31 @@ class Parameter {
 
 template <class T>
 void add_row(const T* x, const T* residual, T* res, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; i += lanes64)
-    store64_some(res + i, load64_some(x + i, n - i) + load64_some(residual + i, n - i), n - i);
+  for_pieces(n, [=](std::int64_t i, auto lanes) {
+    store64(res + i, load64(x + i, lanes) + load64(residual + i, lanes), lanes);
+  });
 }
 
 template <bool subtract_mean, class T>
 void norm_row(const T* x, const float* weight, const float* bias, T* y, std::int64_t n, double eps) {
   const double count = static_cast<double>(n);
-  const double mean = subtract_mean ? sum_over(n, [&](std::int64_t i, std::int64_t some) { return load64_some(x + i, some); }) / count : 0.0;
-  const auto centred = [&](std::int64_t i, std::int64_t some) {
-    const F64 v = load64_some(x + i, some);
+  const double mean =
+      subtract_mean ? sum_over(n, [=](std::int64_t i, auto lanes) { return load64(x + i, lanes); }) / count : 0.0;
+  const auto centred = [=](std::int64_t i, auto lanes) {
+    const F64 v = load64(x + i, lanes);
     return subtract_mean ? v - mean : v;
   };
-  const double square = sum_over(n, [&](std::int64_t i, std::int64_t some) {
-    const F64 v = first(centred(i, some), some);
+  const double square = sum_over(n, [=](std::int64_t i, auto lanes) {
+    const F64 v = only(centred(i, lanes), lanes);
     return v * v;
   });
   const double scale = 1.0 / std::sqrt(square / count + eps);
-  for (std::int64_t i = 0; i < n; i += lanes64) {
-    const std::int64_t some = n - i;
-    F64 v = centred(i, some) * scale;
-    if (weight) v *= load64_some(weight + i, some);
-    if (bias) v += load64_some(bias + i, some);
-    store64_some(y + i, v, some);
-  }
+  for_pieces(n, [=](std::int64_t i, auto lanes) {
+    F64 v = centred(i, lanes) * scale;
+    if (weight) v *= load64(weight + i, lanes);
+    if (bias) v += load64(bias + i, lanes);
+    store64(y + i, v, lanes);
+  });
 }
 
 template <class T>

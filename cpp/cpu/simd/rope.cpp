@@ -18,22 +18,14 @@ namespace {
 // y may be x. Both halves of a piece are read before either is written.
 template <class T>
 void turn(const T* x, const float* cos, const float* sin, T* y, std::int64_t pairs, std::int64_t dim) {
-  for (std::int64_t i = 0; i < pairs; i += lanes64) {
-    const std::int64_t some = pairs - i;
-    const F64 low = load64_some(x + i, some), high = load64_some(x + pairs + i, some);
-    const F64 c = load64_some(cos + i, some), s = load64_some(sin + i, some);
-    store64_some(y + i, low * c - high * s, some);
-    store64_some(y + pairs + i, high * c + low * s, some);
-  }
+  for_pieces(pairs, [=](std::int64_t i, auto lanes) {
+    const F64 low = load64(x + i, lanes), high = load64(x + pairs + i, lanes);
+    const F64 c = load64(cos + i, lanes), s = load64(sin + i, lanes);
+    store64(y + i, low * c - high * s, lanes);
+    store64(y + pairs + i, high * c + low * s, lanes);
+  });
   if (y != x && dim > 2 * pairs)
     std::memcpy(y + 2 * pairs, x + 2 * pairs, sizeof(T) * static_cast<std::size_t>(dim - 2 * pairs));
-}
-
-void read_angles(const TensorView& table, std::int64_t position, float* to) {
-  with_element(table.dtype, [&](auto e) {
-    const auto* p = table.as<decltype(e)>() + position * table.stride[0];
-    for (std::int64_t i = 0; i < table.shape[1]; ++i) to[i] = to_float(p[i * table.stride[1]]);
-  });
 }
 
 }  // namespace
@@ -47,10 +39,9 @@ void rope(const Parallel& parallel, const TensorView& x, const TensorView& cos, 
     const RowScratch<T> x_room(x, parallel.threads()), y_room(y, parallel.threads());
     for_rows(parallel, tokens, heads * dim, [&](std::int64_t token, int thread) {
       const std::int64_t position = integer_at(positions, element_offset(positions, token));
-      float* c = angles.get() + 2 * pairs * thread;
-      float* s = c + pairs;
-      read_angles(cos, position, c);
-      read_angles(sin, position, s);
+      float* room = angles.get() + 2 * pairs * thread;
+      const float* c = as_floats(cos, position * cos.stride[0], pairs, cos.stride[1], room);
+      const float* s = as_floats(sin, position * sin.stride[0], pairs, sin.stride[1], room + pairs);
       for (std::int64_t row = token * heads; row < (token + 1) * heads; ++row) {
         turn(x_room.read(x, row, thread), c, s, y_room.write(y, row, thread), pairs, dim);
         y_room.commit(y, row, thread);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows (the last dimension) of strided tensors as contiguous memory, and the loop over them. Include isa.h first.
+// Rows (the last dimension) of strided tensors as contiguous memory, and the loop over them. Include isa.h and vec.h first.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "core/parallel.h"
+#include "cpu/element.h"
 #include "rooftile/tensor.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
@@ -24,6 +25,19 @@ inline void for_rows(const Parallel& parallel, std::int64_t rows, std::int64_t r
     const std::int64_t end = (task + 1) * piece < rows ? (task + 1) * piece : rows;
     for (std::int64_t row = task * piece; row < end; ++row) body(row, thread);
   });
+}
+
+// `count` elements of a float tensor as contiguous fp32: in place where they lie so already, else converted into `room`.
+inline const float* as_floats(const TensorView& t, std::int64_t offset, std::int64_t count, std::int64_t stride, float* room) {
+  if (t.dtype == DType::f32 && stride == 1) return t.as<float>() + offset;
+  with_element(t.dtype, [&](auto e) {
+    const auto* p = t.as<decltype(e)>() + offset;
+    std::int64_t i = 0;
+    if (stride == 1)
+      for (; i + lanes <= count; i += lanes) store(room + i, load(p + i));
+    for (; i < count; ++i) room[i] = to_float(p[i * stride]);
+  });
+  return room;
 }
 
 // Room for one row per thread of a tensor whose last dimension is strided; none where rows can be used in place.

@@ -27,12 +27,9 @@ float row_max(const T* x, std::int64_t n) {
 template <class T>
 void softmax_row(const T* x, T* y, std::int64_t n) {
   const double highest = row_max(x, n);
-  const double total = sum_over(n, [&](std::int64_t i, std::int64_t some) {
-    return first(exp64(load64_some(x + i, some) - highest), some);
-  });
+  const double total = sum_over(n, [=](std::int64_t i, auto lanes) { return only(exp64(load64(x + i, lanes) - highest), lanes); });
   const double scale = 1.0 / total;
-  for (std::int64_t i = 0; i < n; i += lanes64)
-    store64_some(y + i, exp64(load64_some(x + i, n - i) - highest) * scale, n - i);
+  for_pieces(n, [=](std::int64_t i, auto lanes) { store64(y + i, exp64(load64(x + i, lanes) - highest) * scale, lanes); });
 }
 
 }  // namespace

@@ -54,25 +54,40 @@ ROOFTILE_INLINE void store64(Half* p, F64 v) {
 #endif
 }
 
-// The first n elements (n <= 8); the other lanes are 0 and are not written.
+// How many of the eight lanes of a piece are real: all of them, known at compile time, or the rest of a row.
+struct Whole {};
+struct Part {
+  std::size_t count;   // 1..7
+};
+// body(offset, Whole or Part) over [0, n) in pieces of eight.
+template <class Body>
+ROOFTILE_INLINE void for_pieces(std::int64_t n, const Body& body) {
+  std::int64_t i = 0;
+  for (; i + lanes64 <= n; i += lanes64) body(i, Whole{});
+  if (i < n) body(i, Part{static_cast<std::size_t>(n - i)});
+}
+
+// The real lanes of a piece; the others are 0 and are not written.
 template <class T>
-ROOFTILE_INLINE F64 load64_some(const T* p, std::int64_t n) {
-  if (n >= lanes64) return load64(p);
+ROOFTILE_INLINE F64 load64(const T* p, Whole) { return load64(p); }
+template <class T>
+ROOFTILE_INLINE F64 load64(const T* p, Part part) {
   T whole[lanes64] = {};
-  std::memcpy(whole, p, sizeof(T) * static_cast<std::size_t>(n));
+  std::memcpy(whole, p, sizeof(T) * part.count);
   return load64(whole);
 }
 template <class T>
-ROOFTILE_INLINE void store64_some(T* p, F64 v, std::int64_t n) {
-  if (n >= lanes64) return store64(p, v);
+ROOFTILE_INLINE void store64(T* p, F64 v, Whole) { store64(p, v); }
+template <class T>
+ROOFTILE_INLINE void store64(T* p, F64 v, Part part) {
   T whole[lanes64];
   store64(whole, v);
-  std::memcpy(p, whole, sizeof(T) * static_cast<std::size_t>(n));
+  std::memcpy(p, whole, sizeof(T) * part.count);
 }
-// v with 0 in the lanes from n on.
-ROOFTILE_INLINE F64 first(F64 v, std::int64_t n) {
-  if (n < lanes64)
-    for (int i = static_cast<int>(n); i < lanes64; ++i) v[i] = 0;
+// v with 0 in the other lanes.
+ROOFTILE_INLINE F64 only(F64 v, Whole) { return v; }
+ROOFTILE_INLINE F64 only(F64 v, Part part) {
+  for (std::size_t i = part.count; i < lanes64; ++i) v[i] = 0;
   return v;
 }
 
@@ -132,14 +147,18 @@ ROOFTILE_INLINE double sum(F64 v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-// The sum of term(i, count) over pieces of at most eight of [0, n); term gives 0 in the lanes from count on.
+// The sum of term(offset, Whole or Part) over [0, n); term gives 0 in the lanes that are not real.
 template <class Term>
 ROOFTILE_INLINE double sum_over(std::int64_t n, const Term& term) {
   F64 part[4] = {};
   std::int64_t i = 0;
-  for (; i + 4 * lanes64 <= n; i += 4 * lanes64)
-    for (int j = 0; j < 4; ++j) part[j] += term(i + j * lanes64, std::int64_t{lanes64});
-  for (; i < n; i += lanes64) part[0] += term(i, n - i < lanes64 ? n - i : lanes64);
+  for (; i + 4 * lanes64 <= n; i += 4 * lanes64) {
+    part[0] += term(i, Whole{});
+    part[1] += term(i + lanes64, Whole{});
+    part[2] += term(i + 2 * lanes64, Whole{});
+    part[3] += term(i + 3 * lanes64, Whole{});
+  }
+  for_pieces(n - i, [&](std::int64_t j, auto lanes) { part[0] += term(i + j, lanes); });
   return sum((part[0] + part[1]) + (part[2] + part[3]));
 }
 

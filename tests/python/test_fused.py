@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small ops against the float64 oracle: values to 1 ulp, strides, in-place outputs, edges of the number formats."""
+
+import math
+
+import cases
+import numpy as np
+import oracle
+import pytest
+import rooftile as rt
+import torch
+from closeness import assert_bits_equal, assert_ulp, to_numpy64
+
+HIDDEN = (*cases.HIDDEN, 4099, 20000)
+ROTARY = ((64, 32), (64, 3), (128, 24), (96, 40), (80, 40), (59, 29), (48, 0), (1, 0), (256, 48))  # head_dim, pairs
+
+
+def data(shape, dtype, *key, **kw):
+    array = cases.values(shape, dtype, *key, **kw)
+    return array, cases.tensor(array, dtype)
+
+
+def gelu(gate, approximate):
+    """In the tail through erfc and the sigmoid: 1 + erf and 1 + tanh lose their digits there, even in float64."""
+    with np.errstate(over="ignore"):
+        if approximate == "tanh":
+            return gate / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    return 0.5 * gate * np.vectorize(math.erfc, otypes=[np.float64])(-gate / math.sqrt(2))
+
+
+def angles(positions, pairs, dtype):
+    angle = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(pairs) / max(pairs, 1))
+    return tuple(oracle.round_to(f(angle), dtype) for f in (np.cos, np.sin))
+
+
+# ---------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_norms_are_exact_to_a_unit(hidden, dtype, plan):
+    x, tx = data((3, hidden), dtype, "x", hidden, spread=3.0, mean=0.5)
+    r, tr = data((3, hidden), dtype, "r", hidden)
+    w, tw = data((hidden,), dtype, "w", hidden, mean=1.0)
+    b, tb = data((hidden,), "float32", "b", hidden)
+    assert_ulp(rt.rms_norm(tx, plan=plan), oracle.rms_norm(x))
+    assert_ulp(rt.rms_norm(tx, tw, 1e-5, plan=plan), oracle.rms_norm(x, w, 1e-5))
+    y, s = rt.add_rms_norm(tx, tr, tw, plan=plan)
+    exact_y, exact_s = oracle.add_rms_norm(x, r, w, 1e-6, dtype)
+    assert_ulp(y, exact_y)
+    assert (to_numpy64(s) == exact_s).all()
+    assert_ulp(rt.layer_norm(tx, plan=plan), oracle.layer_norm(x))
+    assert_ulp(rt.layer_norm(tx, tw, tb, 1e-6, plan=plan), oracle.layer_norm(x, w, b, 1e-6))
+    y, s = rt.add_layer_norm(tx, tr, tw, tb, plan=plan)
+    exact_y, exact_s = oracle.add_layer_norm(x, r, w, b, 1e-5, dtype)
+    assert_ulp(y, exact_y)
+    assert (to_numpy64(s) == exact_s).all()
+
+
+@pytest.mark.parametrize("size", [300.0, 6e4])
+def test_large_values_do_not_overflow(size, dtype, plan):
+    x = oracle.round_to(size * np.sign(cases.values((2, 576), "float32", size)), dtype)
+    assert_ulp(rt.rms_norm(cases.tensor(x, dtype), plan=plan), oracle.rms_norm(x))
+    assert_ulp(rt.layer_norm(cases.tensor(x, dtype), plan=plan), oracle.layer_norm(x))
+
+
+@pytest.mark.parametrize("mean_square", [1e-7, 1e-6, 1e-5, 1e-4])
+def test_eps_is_neither_raised_nor_dropped(mean_square, dtype, plan):
+    x, tx = data((4, 640), dtype, mean_square, spread=math.sqrt(mean_square))
+    assert_ulp(rt.rms_norm(tx, eps=1e-6, plan=plan), oracle.rms_norm(x, eps=1e-6), max_ulp=1)
+
+
+def test_layer_norm_of_values_far_from_zero(dtype, plan):
+    x, tx = data((3, 1000), dtype, "far", mean=1000.0, spread=1.0)
+    assert_ulp(rt.layer_norm(tx, plan=plan), oracle.layer_norm(x))
+
+
+def test_constant_and_zero_rows(dtype, plan):
+    zero = torch.zeros(2, 33, dtype=cases.torch_dtype(dtype))
+    assert (rt.rms_norm(zero, plan=plan) == 0).all()
+    assert (rt.layer_norm(zero + 3, plan=plan) == 0).all()
+    assert rt.rms_norm(zero, eps=0.0, plan=plan).isnan().all()
+
+
+def test_norms_in_place(dtype, plan):
+    _, x = data((3, 100), dtype, "x")
+    _, r = data((3, 100), dtype, "r")
+    _, w = data((100,), dtype, "w")
+    y, s = rt.add_rms_norm(x, r, w, plan=plan)
+    x_, r_ = x.clone(), r.clone()
+    got = rt.add_rms_norm(x_, r_, w, out=x_, residual_out=r_, plan=plan)
+    assert got[0] is x_ and got[1] is r_
+    assert_bits_equal(x_, y)
+    assert_bits_equal(r_, s)
+    x_, r_ = x.clone(), r.clone()  # crosswise
+    rt.add_rms_norm(x_, r_, w, out=r_, residual_out=x_, plan=plan)
+    assert_bits_equal(r_, y)
+    assert_bits_equal(x_, s)
+
+
+def test_an_output_that_overlaps_is_refused():
+    buffer = torch.randn(8, 64)
+    x, w = buffer[:, :32], torch.ones(32)
+    before = buffer.clone()
+    for out in (buffer[:, 1:33], buffer[:, 8:40], buffer[:, 0:64:2]):
+        with pytest.raises(rt.ArgumentError, match="out overlaps x"):
+            rt.rms_norm(x, w, out=out)
+    with pytest.raises(rt.ArgumentError, match="residual_out must not share memory with out"):
+        rt.add_rms_norm(x, x, w, out=buffer[:, 32:], residual_out=buffer[:, 32:])
+    with pytest.raises(rt.ArgumentError, match="out must not share memory with weight"):
+        rt.rms_norm(x[0], w, out=w)
+    assert torch.equal(buffer, before)
+    rt.rms_norm(x, w, out=buffer[:, 32:])  # the other half of the same rows lies apart
+    assert_ulp(buffer[:, 32:], oracle.rms_norm(to_numpy64(before[:, :32])))
+
+
+# ---------------------------------------------------------------- rope
+
+
+@pytest.mark.parametrize("dim,pairs", ROTARY)
+@pytest.mark.parametrize("table", ["float32", "own"])
+def test_rope(dim, pairs, table, dtype, plan):
+    table = dtype if table == "own" else table
+    q, tq = data((2, 5, 3, dim), dtype, "q", dim)
+    k, tk = data((2, 5, 1, dim), dtype, "k", dim)
+    cos, sin = angles(40, pairs, table)
+    positions = cases.generator("p", dim).integers(0, 40, (2, 5))
+    got = rt.rope(
+        tq, tk, cases.tensor(cos, table), cases.tensor(sin, table), torch.from_numpy(positions).int(), plan=plan
+    )
+    for x, y in zip((q, k), got, strict=True):
+        exact = oracle.rope(x, cos, sin, positions)
+        assert_ulp(y, exact)
+        assert (to_numpy64(y)[..., 2 * pairs :] == exact[..., 2 * pairs :]).all()
+
+
+@pytest.mark.parametrize("dim,pairs", ROTARY)
+def test_rope_in_place_leaves_the_rest_alone(dim, pairs, dtype, plan):
+    """A NaN pattern in the columns that do not turn comes back bit for bit, and nothing beside the heads is touched."""
+    cos, sin = (cases.tensor(t, "float32") for t in angles(40, pairs, "float32"))
+    positions = torch.tensor([39, 0, 7])
+    words = torch.int32 if dtype == "float32" else torch.int16
+    whole = cases.tensor(cases.values((3, 6, dim), dtype, "in place", dim), dtype)
+    nan = {"float32": 0x7FC12345, "float16": 0x7E55, "bfloat16": 0x7FD5}[dtype]
+    whole.view(words)[..., 2 * pairs :] = nan
+    expected = rt.rope(whole[:, 1:3], whole[:, 4:5], cos, sin, positions, plan=plan)
+    inplace = whole.clone()
+    rt.rope(
+        inplace[:, 1:3], inplace[:, 4:5], cos, sin, positions, q_out=inplace[:, 1:3], k_out=inplace[:, 4:5], plan=plan
+    )
+    reference = whole.clone()
+    reference[:, 1:3], reference[:, 4:5] = expected
+    assert_bits_equal(inplace, reference)
+    assert (inplace.view(words)[..., 2 * pairs :] == nan).all()
+
+
+def test_rope_refuses_positions_outside_the_tables():
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
+    cos = sin = torch.ones(5, 4)
+    for bad in (-1, 5, 2**31 - 1, -(2**31)):
+        positions = torch.zeros(2, 3, dtype=torch.int32)
+        positions[1, 2] = bad
+        before = q.clone()
+        with pytest.raises(rt.ArgumentError, match=r"positions must lie in \[0, 5\)"):
+            rt.rope(q, k, cos, sin, positions, q_out=q)
+        assert torch.equal(q, before)
+    with pytest.raises(rt.ArgumentError, match="positions"):
+        rt.rope(q, k, cos, sin, torch.full((2, 3), 2**40))
+    for shape in ((2,), (3, 2), (2, 3, 1), ()):
+        with pytest.raises(rt.ArgumentError, match="positions must have q's leading dimensions"):
+            rt.rope(q, k, cos, sin, torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(rt.ArgumentError, match="head_dim >= 8"):
+        rt.rope(q[..., :6], k, cos, sin, torch.zeros(2, 3, dtype=torch.int64))
+    rt.rope(q, k, cos, sin, torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_rope_takes_one_token_and_flat_tokens():
+    cos, sin = (cases.tensor(t, "float32") for t in angles(9, 4, "float32"))
+    q, k = torch.randn(6, 3, 8), torch.randn(6, 2, 8)
+    positions = torch.tensor([8, 0, 3, 3, 1, 2])
+    flat = rt.rope(q, k, cos, sin, positions)
+    square = rt.rope(q.view(2, 3, 3, 8), k.view(2, 3, 2, 8), cos, sin, positions.view(2, 3).int())
+    for a, b in zip(flat, square, strict=True):
+        assert_bits_equal(a, b.view(a.shape))
+    one = rt.rope(q[2], k[2], cos, sin, positions[2])
+    for a, b in zip(one, flat, strict=True):
+        assert_bits_equal(a, b[2])
+
+
+def test_rope_append_is_rope_then_append(dtype, plan):
+    format = {"float32": "fp32", "float16": "int8", "bfloat16": "int4-kivi"}[dtype]
+    make = lambda: rt.KVCache(3, 128, 2, 64, format=format, dtype=dtype)  # noqa: E731
+    together, apart = make(), make()
+    cos, sin = (cases.tensor(t, "float32") for t in angles(90, 20, "float32"))
+    rows, counts = [2, 0], [37, 12]
+    for step in range(2):
+        q, k, v = (data((2, 40, h, 64), dtype, step, i)[1] for i, h in enumerate((6, 2, 2)))
+        positions = (torch.arange(40) + torch.tensor([[37 * step], [12 * step]])).int()
+        before = k.clone()
+        got = rt.rope_append(q, k, v, cos, sin, positions, together, rows=rows, counts=counts, plan=plan)
+        assert_bits_equal(k, before)
+        q_turned, k_turned = rt.rope(q, k, cos, sin, positions, plan=plan)
+        assert_bits_equal(got, q_turned)
+        apart.append(k_turned, v, rows=rows, counts=counts, plan=plan)
+    assert together.lengths == apart.lengths == [24, 0, 74]
+    for row in (0, 2):
+        for ours, theirs in zip(together.dequantize(row), apart.dequantize(row), strict=True):
+            assert_bits_equal(ours, theirs)
+
+
+def test_rope_append_that_fails_writes_nothing():
+    cache = rt.KVCache(1, 64, 2, 16, format="fp32")
+    q, k, v = torch.randn(1, 60, 4, 16), torch.randn(1, 60, 2, 16), torch.randn(1, 60, 2, 16)
+    cos = sin = torch.ones(200, 8)
+    positions = torch.arange(60)[None]
+    rt.rope_append(q, k, v, cos, sin, positions, cache)
+    before, stored = q.clone(), cache.dequantize(0)[0]
+    bad = positions.clone()
+    bad[0, 59] = 200
+    for changes, match in (
+        ({"positions": positions}, "room for 64"),
+        ({"positions": bad}, "positions must lie in"),
+        ({"v": v[:, :59]}, "v must have"),
+        ({"k": k[..., :1]}, "head_dim >= 16"),
+        ({"counts": [61]}, "counts must lie in"),
+        ({"cache": None}, "cache"),
+        ({"q_out": q[:, :, :2]}, "q_out must have q's shape"),
+    ):
+        arguments = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "positions": positions, "cache": cache, "q_out": q}
+        with pytest.raises((rt.ArgumentError, rt.ArgumentTypeError), match=match):
+            rt.rope_append(**{**arguments, **changes})
+        assert torch.equal(q, before) and cache.lengths == [60] and torch.equal(cache.dequantize(0)[0], stored)
+    rt.rope_append(q[:, :4], k[:, :4], v[:, :4], cos, sin, positions[:, :4], cache)
+    assert cache.lengths == [64]
+
+
+# ---------------------------------------------------------------- gated activations
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 7, 8, 9, 17, 576, 1536, 10007])
+def test_gated(hidden, dtype, plan):
+    x, tx = data((3, 2 * hidden), dtype, "gated", hidden, spread=3.0)
+    gate, up = np.split(x, 2, axis=-1)
+    assert_ulp(rt.silu_mul(tx, plan=plan), oracle.silu_mul(x))
+    for approximate in ("tanh", "none"):
+        assert_ulp(rt.gelu_mul(tx, approximate=approximate, plan=plan), gelu(gate, approximate) * up)
+
+
+def test_gated_over_the_whole_range(dtype, plan):
+    """Every binade of both signs, up to where the result underflows or overflows."""
+    edges = np.concatenate([np.linspace(-120, 120, 4001), np.ldexp(1.0, np.arange(-40, 16)), [0.0]])
+    gate = oracle.round_to(np.concatenate([edges, -edges]), dtype)
+    x = cases.tensor(np.concatenate([gate, np.ones_like(gate)]), dtype)
+    both = np.concatenate([gate, np.ones_like(gate)])
+    assert_ulp(rt.silu_mul(x, plan=plan), oracle.silu_mul(both))
+    for approximate in ("tanh", "none"):
+        assert_ulp(rt.gelu_mul(x, approximate=approximate, plan=plan), gelu(gate, approximate))
+
+
+def test_gated_special_values(dtype, plan):
+    inf, nan = math.inf, math.nan
+    gate = torch.tensor([inf, -inf, nan, 1, 1, 0, -0.0], dtype=cases.torch_dtype(dtype))
+    up = torch.tensor([1, 1, 1, inf, nan, inf, 1], dtype=gate.dtype)
+    expected = torch.tensor([inf, nan, nan, inf, nan, nan, -0.0], dtype=gate.dtype)
+    x = torch.cat([gate, up])
+    largest = torch.tensor([torch.finfo(gate.dtype).max, 1], dtype=gate.dtype)
+    for f in (rt.silu_mul, rt.gelu_mul, lambda x, plan: rt.gelu_mul(x, approximate="none", plan=plan)):
+        torch.testing.assert_close(f(x, plan=plan), expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.signbit(f(x, plan=plan))[6]
+        assert f(largest, plan=plan) == largest[0]
+
+
+def test_gated_into_its_own_gate(dtype, plan):
+    _, x = data((4, 50), dtype, "gate")
+    expected = rt.silu_mul(x, plan=plan)
+    up = x[:, 25:].clone()
+    rt.silu_mul(x, out=x[:, :25], plan=plan)
+    assert_bits_equal(x[:, :25].contiguous(), expected)
+    assert_bits_equal(x[:, 25:].contiguous(), up)
+    with pytest.raises(rt.ArgumentError, match="out must not share memory with the up half"):
+        rt.silu_mul(x, out=x[:, 25:])
+    with pytest.raises(rt.ArgumentError, match="out overlaps the gate half"):
+        rt.silu_mul(x, out=x[:, 1:26])
+
+
+def test_gelu_names_its_forms():
+    x = torch.randn(2, 8)
+    for bad in ("erf", "", "Tanh"):
+        with pytest.raises(rt.ArgumentError, match='approximate must be "tanh" or "none"'):
+            rt.gelu_mul(x, approximate=bad)
+    for bad in (None, 1, True):
+        with pytest.raises(rt.ArgumentTypeError, match="approximate"):
+            rt.gelu_mul(x, approximate=bad)
+    with pytest.raises(rt.ArgumentError, match="even last dimension"):
+        rt.gelu_mul(torch.randn(2, 7))
+
+
+# ---------------------------------------------------------------- softmax
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 15, 16, 17, 31, 49, 577, 4099, 50000])
+def test_softmax(n, dtype, plan):
+    x, tx = data((3, n), dtype, "softmax", n, spread=4.0)
+    y = rt.softmax(tx, plan=plan)
+    if n:
+        assert_ulp(y, oracle.softmax(x))
+    else:
+        assert tuple(y.shape) == (3, 0)
+
+
+def test_softmax_of_large_and_masked_logits(dtype, plan):
+    x = cases.values((4, 300), dtype, "masked", spread=2.0)
+    x[0] += 40000.0  # e^x alone would overflow
+    x[1, 7:] = -np.inf
+    x[2, :299] = -np.inf
+    x = oracle.round_to(x, dtype)
+    y = rt.softmax(cases.tensor(x, dtype), plan=plan)
+    assert_ulp(y, oracle.softmax(x))
+    assert (y[1, 7:] == 0).all() and y[2, 299] == 1
+
+
+def test_softmax_without_a_finite_maximum_is_nan_as_in_torch(dtype, plan):
+    x = torch.randn(5, 40).to(cases.torch_dtype(dtype))
+    x[0] = -math.inf
+    x[1, 39] = math.inf
+    x[2, 0] = math.nan
+    x[3, 39] = math.nan
+    y = rt.softmax(x, plan=plan)
+    assert torch.equal(y.isnan(), x.softmax(-1).isnan())
+    assert y[:4].isnan().all() and not y[4].isnan().any()
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def functional(plan=None):
+    """name -> the op as a function of one tensor [2, 3, 5, 34]."""
+    cos, sin = (cases.tensor(t, "float32") for t in angles(40, 10, "float32"))
+    positions = torch.arange(6).view(2, 3)
+    return {
+        "rms_norm": lambda x, out=None: rt.rms_norm(x, out=out, plan=plan),
+        "layer_norm": lambda x, out=None: rt.layer_norm(x, out=out, plan=plan),
+        "add_rms_norm": lambda x, out=None: rt.add_rms_norm(x, x, out=out, plan=plan)[0],
+        "rope": lambda x, out=None: rt.rope(x, x[:, :, :1], cos, sin, positions, q_out=out, plan=plan)[0],
+        "silu_mul": lambda x, out=None: rt.silu_mul(x, out=out, plan=plan),
+        "gelu_mul": lambda x, out=None: rt.gelu_mul(x, out=out, plan=plan),
+        "softmax": lambda x, out=None: rt.softmax(x, out=out, plan=plan),
+    }
+
+
+@pytest.mark.parametrize("name", functional())
+def test_any_strides_in_and_out(name, dtype, plan):
+    f = functional(plan)[name]
+    x = cases.tensor(cases.values((2, 3, 5, 34), dtype, name), dtype)
+    expected = f(x)
+    wide = torch.zeros(2, 3, 5, 80, dtype=x.dtype)
+    wide[..., 3:71:2] = x
+    swapped = x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    for view in (wide[..., 3:71:2], swapped):
+        assert_bits_equal(f(view), expected)
+    lead, last = expected.shape[:-1], expected.shape[-1]
+    for base, take in (
+        (torch.full((*lead, 2 * last + 5), 7.0, dtype=x.dtype), lambda t: t[..., 4:-1:2]),
+        (torch.full((last + 2, *lead), 7.0, dtype=x.dtype), lambda t: t[1:-1].permute(1, 2, 3, 0)),
+    ):
+        reference = base.clone()
+        take(reference).copy_(expected)
+        f(x, take(base))
+        assert_bits_equal(base, reference)
+
+
+@pytest.mark.parametrize("name", [name for name in functional() if name != "rope"])  # its rows have positions
+def test_many_rows_equal_one_row_at_a_time(name, dtype):
+    """Enough rows to go over several threads; a row's bits do not depend on its neighbours."""
+    x = cases.tensor(cases.values((500, 130), dtype, name), dtype)
+    f = functional()[name]
+    together = f(x)
+    for row in (0, 1, 250, 499):
+        assert_bits_equal(f(x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize("name", functional())
+def test_variants_agree_to_a_unit(name, dtype):
+    x = cases.tensor(cases.values((2, 3, 5, 34), dtype, name), dtype)
+    reference = to_numpy64(functional("reference")[name](x))
+    for plan in cases.PLANS:
+        with rt.record_kernels() as ran:
+            assert_ulp(functional(plan)[name](x), reference)
+        assert ran == [f"cpu_{plan}_{dtype}"]
