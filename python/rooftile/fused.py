@@ -9,7 +9,7 @@ argument.
 
 from rooftile import _C
 from rooftile._arrays import compiling, empty, ran, torch_op
-from rooftile.kv_cache import _ints
+from rooftile.kv_cache import ints
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
@@ -103,7 +103,7 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
         q_out = empty(q)
     ran(
         _C.rope_append(
-            q, k, v, cos, sin, positions, cache, _ints("rows", rows), _ints("counts", counts), q_out, stream, plan
+            q, k, v, cos, sin, positions, cache, ints("rows", rows), ints("counts", counts), q_out, stream, plan
         )
     )
     return q_out

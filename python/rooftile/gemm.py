@@ -29,9 +29,9 @@ class W4Weight:
     """A weight [N, K] in 4 bits, in the one layout that every kernel and every number of rows reads.
 
     Made by `quantize`, `from_canonical`, `from_kpacked` or `from_gguf`. A stored code u is 0..15 and stands for
-    `(u - 8) * scale` (kind "symmetric"), `(u - zero) * scale` ("integer") or `u * scale + minimum` ("minima"), one scale
-    (and zero or minimum) for each group of `group_size` = 32, 64, 128 or K neighbours along K. K is even and a multiple of
-    group_size; N and K need not be multiples of anything else.
+    `(u - 8) * scale` (kind "symmetric"), `(u - zero) * scale` ("integer") or `u * scale + minimum` ("minima"), one
+    scale (and zero or minimum) for each group of `group_size` = 32, 64, 128 or K neighbours along K. K is even and a
+    multiple of group_size; N and K need not be multiples of anything else.
 
     codes, scales, offsets, perm: the kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while
     the weight is in use and must not be resized.
@@ -129,8 +129,8 @@ class W4Weight:
     def from_gguf(cls, data, ggml_type, shape):
         """From the blocks of a GGUF tensor, lossless: Q4_0 (symmetric) or Q4_1 (minima), group size 32.
 
-        data: the tensor's bytes: a bytes-like object or a uint8 array of any shape (a torch tensor gives a weight in torch).
-        ggml_type: "Q4_0" or "Q4_1", their number (2, 3) or gguf.GGMLQuantizationType. shape: (N, K), rows of K.
+        data: the tensor's bytes: a bytes-like object or a uint8 array of any shape (a torch tensor gives a weight in
+        torch). ggml_type: "Q4_0" or "Q4_1", their number (2, 3) or gguf.GGMLQuantizationType. shape: (N, K), rows of K.
         """
         op = "W4Weight.from_gguf"
         name = getattr(ggml_type, "name", ggml_type)
@@ -164,7 +164,7 @@ class W4Weight:
         return cls.from_canonical(*parts, group_size=_GGUF_BLOCK, kind=kind)
 
     def unpack(self):
-        """The exchange form: (codes, scales, zeros) as `from_canonical` takes them, bit for bit; zeros None if symmetric."""
+        """The exchange form, bit for bit: (codes, scales, zeros) as `from_canonical` takes them; zeros may be None."""
         parts = _canonical_like(self.codes, *self.shape, self.group_size, self.kind, self.scale_dtype)
         _C.w4_unpack(self._handle, *parts)
         return parts
@@ -249,9 +249,9 @@ def w4a16_matmul(
     dtype. activation: None, "silu", "gelu" or "gelu_tanh". residual: [..., N] in x's dtype. Returns [..., N] in x's
     dtype, written to `out` when given (`out` may be `residual`; it must not overlap x). Sums in fp32, rounded once.
 
-    Deterministic. On the CPU a row's bits are the same at every number of rows, next to any neighbours and on any number
-    of threads, so `batch_invariant=True` changes nothing there. Raises ArgumentError / ArgumentTypeError naming the
-    argument.
+    Deterministic. On the CPU a row's bits are the same at every number of rows, next to any neighbours and on any
+    number of threads, so `batch_invariant=True` changes nothing there. Raises ArgumentError / ArgumentTypeError naming
+    the argument.
     """
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
