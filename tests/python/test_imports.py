@@ -29,7 +29,7 @@ def run(code):
 def test_import_loads_no_framework():
     loaded = run(
         "import rooftile, sys; rooftile.env()\n"
-        "print([m for m in ('torch', 'jax', 'transformers', 'rich', 'gguf', 'ml_dtypes', 'tokenizers') if m in sys.modules])"
+        "print([m for m in ('torch', 'jax', 'transformers', 'rich', 'gguf', 'ml_dtypes') if m in sys.modules])"
     )
     assert loaded == "[]"
 
