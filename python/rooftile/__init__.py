@@ -25,6 +25,8 @@ from rooftile.fused import (
 )
 from rooftile.gemm import W4Weight, w4a16_matmul
 from rooftile.kv_cache import KVCache
+from rooftile.kv_model import ModelKVCache
+from rooftile.kv_paged import PagedKVCache
 
 __version__ = _C.version
 
@@ -33,8 +35,10 @@ __all__ = [
     "ArgumentTypeError",
     "DeviceError",
     "KVCache",
+    "ModelKVCache",
     "NotSupportedError",
     "OutOfPagesError",
+    "PagedKVCache",
     "RooftileError",
     "W4Weight",
     "add_layer_norm",

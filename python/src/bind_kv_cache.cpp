@@ -43,8 +43,8 @@ const KvCacheView& cache_view(handle cache, const char* op) {
   if (nb::isinstance<KvCache>(cache)) return nb::inst_ptr<KvCache>(cache)->view;
   nb::object inner = nb::getattr(cache, "_handle", nb::none());
   if (nb::isinstance<KvCache>(inner)) return nb::inst_ptr<KvCache>(inner)->view;   // the owner keeps it alive
-  fail(ErrorKind::type, op, ": cache must be a rooftile KVCache or PagedKVCache, got ",
-       nb::str(nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(cache.ptr()))).attr("__name__")).c_str());
+  const nb::object type_name = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(cache.ptr()))).attr("__name__");
+  fail(ErrorKind::type, op, ": cache must be a rooftile KVCache or PagedKVCache, got ", nb::str(type_name).c_str());
 }
 
 void bind_kv_cache(nb::module_& m) {
