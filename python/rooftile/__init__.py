@@ -8,6 +8,7 @@ from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
     DeviceError,
+    FetchError,
     NotSupportedError,
     OutOfPagesError,
     RooftileError,
@@ -24,16 +25,20 @@ from rooftile.fused import (
     softmax,
 )
 from rooftile.gemm import W4Weight, w4a16_matmul
-from rooftile.kv_cache import KVCache
+from rooftile.kv_cache import KV_FORMATS, KVCache
 from rooftile.kv_model import ModelKVCache
 from rooftile.kv_paged import PagedKVCache
+from rooftile.quantize import W4A16, quantize_
 
 __version__ = _C.version
 
 __all__ = [
+    "KV_FORMATS",
+    "W4A16",
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
+    "FetchError",
     "KVCache",
     "ModelKVCache",
     "NotSupportedError",
@@ -46,6 +51,7 @@ __all__ = [
     "env",
     "gelu_mul",
     "layer_norm",
+    "quantize_",
     "record_kernels",
     "rms_norm",
     "rope",

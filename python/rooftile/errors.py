@@ -24,3 +24,7 @@ class NotSupportedError(RooftileError, NotImplementedError):
 
 class DeviceError(RooftileError, RuntimeError):
     """The device or its driver failed."""
+
+
+class FetchError(RooftileError, RuntimeError):
+    """A file could not be fetched, or what came is not the file that was asked for."""

@@ -102,9 +102,9 @@ class W4Weight:
         if kind is None:
             kind = "symmetric" if zeros is None else "integer" if _dtype_name(zeros) == "uint8" else "minima"
         sizes = _C.w4_sizes(n, 2 * half, group_size, kind)
-        flat = [empty(codes, (size,), "uint8") if size or i < 2 else None for i, size in enumerate(sizes)]
-        if kind != "symmetric" and flat[2] is None:
-            flat[2] = empty(codes, (0,), "uint8")
+        flat = [empty(codes, (size,), "uint8") for size in sizes]
+        if kind == "symmetric":
+            flat[2] = None
         _C.w4_pack(codes, scales, zeros, kind, group_size, *flat)
         return cls(
             *flat, shape=(n, 2 * half), group_size=group_size, kind=kind, scale_dtype=_dtype_name(scales), perm=perm
@@ -246,20 +246,19 @@ def w4a16_matmul(
     """activation(x @ w.T + bias) + residual with a 4-bit weight.
 
     x: [..., K], float32 (CPU), float16 or bfloat16, any strides. w: a W4Weight [N, K] on x's device. bias: [N] in x's
-    dtype. residual: [..., N] in x's dtype. Returns [..., N] in x's dtype, written to `out` when given (`out` may be
-    `residual`, not x). Sums in fp32, rounded once.
+    dtype. activation: None, "silu", "gelu" or "gelu_tanh". residual: [..., N] in x's dtype. Returns [..., N] in x's
+    dtype, written to `out` when given (`out` may be `residual`; it must not overlap x). Sums in fp32, rounded once.
 
     Deterministic. On the CPU a row's bits are the same at every number of rows, next to any neighbours and on any number
-    of threads, so `batch_invariant=True` changes nothing there. activation: None (others are not implemented yet).
-    Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError for an activation.
+    of threads, so `batch_invariant=True` changes nothing there. Raises ArgumentError / ArgumentTypeError naming the
+    argument.
     """
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return torch_op("w4a16_matmul", (x, *form, bias, activation, residual), (out,), stream, plan)
-    handle = getattr(w, "_handle", w)
     if out is None:
-        shape = getattr(w, "shape", None)
-        # a wrong x or w is named by the call below
-        out = empty(x, (*x.shape[:-1], shape[0])) if isinstance(w, W4Weight) and hasattr(x, "shape") else x
-    ran(_C.w4a16_matmul(x, handle, bias, activation, residual, out, stream, plan))
+        # what x or w lacks is named by the call below, which reads both before its output
+        n = w.shape[:1] if isinstance(w, W4Weight) else ()
+        out = empty(x, (*getattr(x, "shape", ())[:-1], *n))
+    ran(_C.w4a16_matmul(x, getattr(w, "_handle", w), bias, activation, residual, out, stream, plan))
     return out

@@ -18,6 +18,7 @@ from rooftile.errors import (
 )
 
 CONTIGUOUS_PAGE = 64  # tokens; a contiguous cache is a pool whose pages follow each other
+KV_FORMATS = tuple(_C.kv_formats())
 GROUP = 32  # tokens that become codes together in the kivi formats
 RING = 64  # raw tokens a row of a kivi cache keeps
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = x W^T with W in 4 bits, plus bias and residual.        x [M, K], y [M, N], W in tiles of 16 n x 64 k (core/w4_layout.h)
+// y = activation(x W^T + bias) + residual with W in 4 bits.
+//   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // A 64-byte load of a tile is row g and row g + 8: its 16 words hold, nibble by nibble, 16 positions of k of one row. So
 // lanes are positions of k, x is put into the codes' order once a call, and every output has one accumulator of 16 lanes
@@ -18,6 +19,8 @@
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
 #include "cpu/simd/vec.h"
+#include "cpu/simd/vec64.h"
+#include "cpu/simd/activation.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
@@ -99,31 +102,46 @@ void natural_order(const TensorView& x, std::int64_t m, const std::int32_t* perm
 
 // ---- decoding -------------------------------------------------------------------------------------------------------------
 
-// w = (u - zero) * scale + minimum, of the sixteen rows of a tile. A block of 64 k has two halves of 32, which lie in
-// different groups where the group is 32.
+// Every kind of weight is w = (u - origin) * scale + shift: the origin is 0 for minima, else 8; the shift is the minimum,
+// 0, or (8 - zero) * scale, which is exact. Of the sixteen rows of a tile; a block of 64 k has two halves of 32, which lie
+// in different groups where the group is 32.
 struct TileScales {
-  float scale[2][tile_n], zero[2][tile_n], minimum[2][tile_n];
+  float scale[2][tile_n], shift[2][tile_n];
 };
+ROOFTILE_INLINE float origin(const W4View& w) { return w.zeros == W4Zeros::minima ? 0.0f : 8.0f; }
 
+// Groups are 32, 64, 128 or all of k: no division by a variable, it would cost as much as a block.
+ROOFTILE_INLINE std::int64_t group_count(const W4View& w) {
+  return w.group == w.k ? 1 : w.group == 32 ? w.k / 32 : w.group == 64 ? w.k / 64 : w.k / 128;
+}
 template <bool Split>
-ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_t block, TileScales& to) {
-  const std::int64_t groups = w.k / w.group;
+ROOFTILE_INLINE std::int64_t group_of(const W4View& w, std::int64_t block, int half) {
+  if (Split) return std::min(2 * block + half, w.k / 32 - 1);   // the last half may be padding
+  return w.group == w.k ? 0 : w.group == 64 ? block : block / 2;
+}
+
+// `loaded`: the group that `to` holds already, -1 at first.
+template <bool Split>
+ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_t block, std::int64_t& loaded, TileScales& to) {
+  if (loaded == group_of<Split>(w, block, 0)) return;
+  loaded = group_of<Split>(w, block, 0);
   for (int half = 0; half < (Split ? 2 : 1); ++half) {
-    const std::int64_t group = std::min((block * block_k + half * 32) / w.group, groups - 1);   // past the end: padding
-    const std::int64_t at = w4_scale_index(groups, tile * tile_n, group);
+    const std::int64_t at = w4_scale_index(group_count(w), tile * tile_n, group_of<Split>(w, block, half));
     const auto sixteen = [&](const std::byte* data) {
       return w.scale_dtype == DType::f16 ? load(reinterpret_cast<const Half*>(data) + at)
                                          : load(reinterpret_cast<const BFloat16*>(data) + at);
     };
-    store(to.scale[half], sixteen(w.scales));
-    F32 zero{}, minimum{};
-    if (w.zeros == W4Zeros::symmetric) zero = splat(8.0f);
-    if (w.zeros == W4Zeros::integer)
-      zero = __builtin_convertvector(load_raw<U8>(reinterpret_cast<const std::uint8_t*>(w.offsets) + at), F32);
-    if (w.zeros == W4Zeros::minima) minimum = sixteen(w.offsets);
-    store(to.zero[half], zero);
-    store(to.minimum[half], minimum);
+    const F32 scale = sixteen(w.scales);
+    F32 shift{};
+    if (w.zeros == W4Zeros::minima) shift = sixteen(w.offsets);
+    if (w.zeros == W4Zeros::integer) {
+      const U8 zeros = load_raw<U8>(reinterpret_cast<const std::uint8_t*>(w.offsets) + at);
+      shift = (8.0f - __builtin_convertvector(zeros, F32)) * scale;
+    }
+    store(to.scale[half], scale);
+    store(to.shift[half], shift);
   }
+  asm("" : "+m"(to));   // a broadcast from memory is free, from a register it takes the port that the permutes need
 }
 
 // One row's weights from its codes.
@@ -132,11 +150,11 @@ struct RowDecoder {
   __m512 table[2];   // what each of the sixteen codes stands for, in either half
 };
 template <bool Split>
-ROOFTILE_INLINE RowDecoder row_decoder(const TileScales& s, int row) {
+ROOFTILE_INLINE RowDecoder row_decoder(const TileScales& s, int row, float origin) {
   const F32 codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   RowDecoder d;
   for (int half = 0; half < (Split ? 2 : 1); ++half)
-    d.table[half] = (__m512)fma(codes - splat(s.zero[half][row]), splat(s.scale[half][row]), splat(s.minimum[half][row]));
+    d.table[half] = (__m512)fma(codes - origin, splat(s.scale[half][row]), splat(s.shift[half][row]));
   return d;
 }
 // The four quads of row g (High = 0) or g + 8 (High = 1) in one 64-byte load: nibble High + 2 (q / 2) + 4 (q % 2).
@@ -157,22 +175,23 @@ ROOFTILE_INLINE void decode(__m512i codes, const RowDecoder& d, F32 (&w)[quads])
 using Codes = __m512i;
 #else
 struct RowDecoder {
-  F32 zero, scale, minimum;
+  float origin;
+  F32 scale, shift;
 };
 template <bool Split>
-ROOFTILE_INLINE RowDecoder row_decoder(const TileScales& s, int row) {
+ROOFTILE_INLINE RowDecoder row_decoder(const TileScales& s, int row, float origin) {
   const auto by_lane = [row](const float (&v)[2][tile_n]) {
     if constexpr (!Split) return splat(v[0][row]);
     const I32 second = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
     return second ? splat(v[1][row]) : splat(v[0][row]);
   };
-  return {by_lane(s.zero), by_lane(s.scale), by_lane(s.minimum)};
+  return {origin, by_lane(s.scale), by_lane(s.shift)};
 }
 template <bool Split, int High>
 ROOFTILE_INLINE void decode(U32 codes, const RowDecoder& d, F32 (&w)[quads]) {
   for (int q = 0; q < quads; ++q) {
     const I32 u = (I32)((codes >> (4 * High + 8 * (q / 2) + 16 * (q % 2))) & 15);
-    w[q] = fma(__builtin_convertvector(u, F32) - d.zero, d.scale, d.minimum);
+    w[q] = fma(__builtin_convertvector(u, F32) - d.origin, d.scale, d.shift);
   }
 }
 using Codes = U32;
@@ -186,13 +205,15 @@ ROOFTILE_INLINE const std::uint8_t* tile_codes(const W4View& w, std::int64_t til
 template <bool Split>
 void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* to) {
   TileScales scales;
-  load_scales<Split>(w, tile, block, scales);
+  std::int64_t loaded = -1;
+  load_scales<Split>(w, tile, block, loaded, scales);
   const std::uint8_t* codes = tile_codes(w, tile, block);
+  const float zero = origin(w);
   for (int g = 0; g < 8; ++g) {
     const Codes c = load_raw<Codes>(codes + g * 64);
     F32 low[quads], high[quads];
-    decode<Split, 0>(c, row_decoder<Split>(scales, g), low);
-    decode<Split, 1>(c, row_decoder<Split>(scales, g + 8), high);
+    decode<Split, 0>(c, row_decoder<Split>(scales, g, zero), low);
+    decode<Split, 1>(c, row_decoder<Split>(scales, g + 8, zero), high);
     for (int q = 0; q < quads; ++q) {
       store(to + g * row_floats + q * lanes, low[q]);
       store(to + (g + 8) * row_floats + q * lanes, high[q]);
@@ -255,6 +276,23 @@ void store_tile(const TensorView& t, std::int64_t offset, int count, F32 v) {
   });
 }
 
+template <class A>
+F32 activated(F32 x) {
+  float f[lanes];
+  store(f, x);
+  for (int i = 0; i < lanes; i += lanes64) store64(f + i, A::apply(load64(f + i)));
+  return load(f);
+}
+F32 activate(Activation a, F32 x) {
+  switch (a) {
+    case Activation::none: return x;
+    case Activation::silu: return activated<Silu>(x);
+    case Activation::gelu_tanh: return activated<GeluTanh>(x);
+    case Activation::gelu_erf: return activated<GeluErf>(x);
+  }
+  return x;
+}
+
 // What follows the product, for the sixteen outputs of one tile and any row.
 class Epilogue {
  public:
@@ -265,6 +303,7 @@ class Epilogue {
   // y_row, residual_row: offsets of the row in elements
   void operator()(F32 product, std::int64_t y_row, std::int64_t residual_row) const {
     if (a_.bias.given()) product += bias_;
+    product = activate(a_.activation, product);
     if (a_.residual.given()) product += load_tile(a_.residual, residual_row + n_ * a_.residual.last_stride(), count_);
     store_tile(a_.y, y_row + n_ * a_.y.last_stride(), count_, product);
   }
@@ -282,18 +321,20 @@ template <bool Split>
 void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile_n]) {
   for (F32& a : acc) a = F32{};
   TileScales scales;
+  std::int64_t loaded = -1;
   const std::int64_t whole = w.k / block_k;
+  const float zero = origin(w);
   for (std::int64_t block = 0; block < whole; ++block) {
     const float* xb = x + block * block_k;
     const F32 x_quads[quads] = {load(xb), load(xb + lanes), load(xb + 2 * lanes), load(xb + 3 * lanes)};
-    load_scales<Split>(w, tile, block, scales);
+    load_scales<Split>(w, tile, block, loaded, scales);
     const std::uint8_t* codes = tile_codes(w, tile, block);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
       const Codes c = load_raw<Codes>(codes + g * 64);
       F32 low[quads], high[quads];
-      decode<Split, 0>(c, row_decoder<Split>(scales, g), low);
-      decode<Split, 1>(c, row_decoder<Split>(scales, g + 8), high);
+      decode<Split, 0>(c, row_decoder<Split>(scales, g, zero), low);
+      decode<Split, 1>(c, row_decoder<Split>(scales, g + 8, zero), high);
 #pragma GCC unroll 4
       for (int q = 0; q < quads; ++q) {
         acc[g] = fma(low[q], x_quads[q], acc[g]);

