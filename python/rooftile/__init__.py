@@ -3,6 +3,7 @@
 
 from rooftile import _C
 from rooftile._arrays import record_kernels
+from rooftile.env import env
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -47,6 +48,7 @@ __all__ = [
     "W4Weight",
     "add_layer_norm",
     "add_rms_norm",
+    "env",
     "gelu_mul",
     "layer_norm",
     "quantize_",
