@@ -29,14 +29,24 @@ struct DecodeArgs {
   LogitParams logits;
 };
 
+// One sequence of a prefill. Offsets, in elements, of its first token in each tensor.
+struct PrefillSequence {
+  std::int64_t q = 0, k = 0, v = 0, out = 0, lse = 0;
+  std::int64_t queries = 0;   // tokens of q, out and lse
+  std::int64_t real = 0;      // the first `real` of them attend; the rest get out 0 and lse -inf
+  std::int64_t keys = 0;      // tokens of k and v that are attended
+  std::int64_t cached = 0;    // tokens of the cache row, before k
+  std::int32_t row = 0;       // cache row
+  // Query i stands at position cached + keys - real + i: causal is aligned to the end.
+  std::int64_t position(std::int64_t i) const { return cached + keys - real + i; }
+};
+
 struct PrefillArgs {
-  TensorView q, k, v, out, lse;       // [total, H, D], lse [total, H]: batches are given by `begin` below
+  TensorView q, k, v, out, lse;       // [token, H, D], lse [token, H]; lse may be absent; only the strides of `token` count
   std::int64_t batch = 0;
-  const std::int64_t* q_begin = nullptr;   // [batch + 1] first query of each sequence in q
-  const std::int64_t* k_begin = nullptr;   // [batch + 1]
+  const PrefillSequence* sequences = nullptr;   // [batch]
   bool causal = true;
-  const KvCacheView* cache = nullptr;      // keys before k, at positions 0 .. length - 1
-  const std::int32_t* rows = nullptr;
+  const KvCacheView* cache = nullptr;      // keys before k, as the cache stands
   LogitParams logits;
 };
 

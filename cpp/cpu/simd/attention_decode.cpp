@@ -1,0 +1,451 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode attention: the newest T queries of every row against its cache, split along the sequence.
+//   q, out [B, T, Hq, D]     cache: pages of [K | V] blocks per KV head (core/kv_layout.h)
+// A task is one (row, KV head, block of queries, chunk of tokens). The Hq / Hkv query heads and the T queries of a task
+// are its rows: every K or V code is unpacked once and meets all of them.
+// Cost of a KV head: 4 * S * D * T * Hq / Hkv flop on S * (bytes of K and V) bytes: memory for 16 bits at T = 1, the
+// unpacking for 4 bits.
+// Chunks lie at absolute positions and are merged in order, by whoever finishes a row's last one, so a row's bits depend
+// on its own tokens alone. A row sees a token or skips it; it never adds a masked one with weight 0.
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "core/kv_layout.h"
+#include "cpu/element.h"
+#include "cpu/kernels.h"
+#include "cpu/scratch.h"
+#include "cpu/simd/isa.h"
+#include "cpu/simd/kernels_isa.h"
+#include "cpu/simd/vec.h"
+#include "cpu/simd/kv_tile.h"
+#include "cpu/simd/attention_math.h"
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+namespace {
+
+constexpr int chunk = 128;       // tokens whose softmax is computed at once
+constexpr int max_rows = 64;     // of a task, where the heads of one query are not more
+
+// Some queries of one batch entry and KV head.
+struct Unit {
+  std::int64_t batch, head;            // KV head
+  std::int64_t first_query, queries;
+  std::int64_t cache_row;
+  std::int64_t position;               // of the first query; below 0: sees nothing
+  std::int64_t real;                   // queries of this unit that are real
+  std::int64_t first_chunk, chunks;    // 0 chunks: nothing to see
+  std::int64_t first_task, tasks;      // tasks: 1, or one a chunk
+  std::int32_t left;                   // tasks not yet done
+};
+
+// Tokens a row sees, relative to the chunk.
+struct Range {
+  int first = 0, last = 0;
+  bool empty() const { return first >= last; }
+};
+
+// One thread's arrays. rows * width floats unless said otherwise.
+struct Room {
+  float *q, *q_paired, *q_scaled;
+  float* s;                            // [rows][chunk]
+  float* weight;                       // [row_block][tile]: probabilities times V scales
+  float *k, *v;                        // [tile][width]
+  float *channel, *channel_min;        // [width]
+  float *acc, *total;                  // of the chunk, and of all chunks so far
+  SoftmaxState *state, *total_state;   // [rows]
+  float* bias;                         // [rows]: dot(q, K minima) of the tile; then sums of p * V minimum
+  Range* range;                        // [rows]
+};
+
+class Decode {
+ public:
+  Decode(const Parallel& parallel, const DecodeArgs& a);
+  void run();
+
+ private:
+  std::int64_t plan();   // the number of tasks
+  void task(std::int64_t index, int thread);
+  Unit& unit_of(std::int64_t task);
+  void load_queries(const Unit& u, Room& room) const;
+  void attend_chunk(const Unit& u, std::int64_t first_token, Room& room, float* acc, SoftmaxState* state) const;
+  template <class Body>
+  void each_source(const Unit& u, std::int64_t tile_first, const Body& body) const;
+  void score(const CachedHead&, bool ring, std::int64_t first, int offset, int n, int row0, int row1, Room&) const;
+  void weigh(const CachedHead&, bool ring, std::int64_t first, int offset, int n, int row0, int row1, Room&,
+             float* acc) const;
+  void finish(const Unit& u, Room& room) const;
+  Room room(int thread) const;
+  std::size_t room_bytes() const;
+  std::int64_t rows_of(const Unit& u) const { return u.queries * group_; }
+  float* partial(const Unit& u, std::int64_t c) const {
+    return partials_ + (u.first_task + c) * partial_stride_;
+  }
+
+  const Parallel& parallel_;
+  const DecodeArgs& a_;
+  const KvCacheView& cache_;
+  const std::int64_t group_;           // query heads of a KV head
+  const int width_;
+  const std::int64_t block_;           // queries of a unit
+  const std::int64_t rows_;            // most rows of a unit
+  const std::int64_t partial_stride_;
+  const std::int64_t count_;           // of units
+  const Scratch unit_memory_;
+  Unit* const units_;
+  bool split_ = false;                 // chunks are tasks of their own
+  float* partials_ = nullptr;
+  std::byte* rooms_ = nullptr;
+};
+
+std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+Decode::Decode(const Parallel& parallel, const DecodeArgs& a)
+    : parallel_(parallel),
+      a_(a),
+      cache_(*a.cache),
+      group_(a.q.shape[2] / a.cache->kv_heads),
+      width_(tile_width(*a.cache)),
+      block_(group_ >= max_rows ? 1 : max_rows / group_ < a.q.shape[1] ? max_rows / group_ : a.q.shape[1]),
+      rows_(block_ * group_),
+      partial_stride_((rows_ * (width_ + 2) + 15) / 16 * 16),
+      count_(a.q.shape[0] * a.cache->kv_heads * ((a.q.shape[1] + block_ - 1) / block_)),
+      unit_memory_(static_cast<std::size_t>(count_) * sizeof(Unit)),
+      units_(reinterpret_cast<Unit*>(unit_memory_.data())) {}
+
+std::size_t Decode::room_bytes() const {
+  const std::size_t rows = static_cast<std::size_t>(rows_), width = static_cast<std::size_t>(width_);
+  constexpr std::size_t arrays = 16;   // at most; each may take up to a cache line more
+  return aligned(sizeof(float) * (5 * rows * width + rows * (chunk + 1) + row_block * tile + 2 * tile * width + 2 * width) +
+                 rows * (2 * sizeof(SoftmaxState) + sizeof(Range)) + arrays * 64);
+}
+
+Room Decode::room(int thread) const {
+  std::byte* at = rooms_ + static_cast<std::size_t>(thread) * room_bytes();
+  const auto take = [&](auto*& p, std::int64_t count) {
+    p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
+    at += aligned(static_cast<std::size_t>(count) * sizeof *p);
+  };
+  Room r;
+  take(r.q, rows_ * width_);
+  take(r.q_paired, rows_ * width_);
+  take(r.q_scaled, rows_ * width_);
+  take(r.s, rows_ * chunk);
+  take(r.weight, row_block * tile);
+  take(r.k, tile * width_);
+  take(r.v, tile * width_);
+  take(r.channel, width_);
+  take(r.channel_min, width_);
+  take(r.acc, rows_ * width_);
+  take(r.total, rows_ * width_);
+  take(r.state, rows_);
+  take(r.total_state, rows_);
+  take(r.bias, rows_);
+  take(r.range, rows_);
+  return r;
+}
+
+std::int64_t Decode::plan() {
+  Unit* next = units_;
+  const std::int64_t batch = a_.q.shape[0], tokens = a_.q.shape[1];
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const std::int64_t row = a_.rows ? a_.rows[b] : b, length = cache_.lengths[row];
+    const std::int64_t count = a_.counts ? a_.counts[b] : tokens;
+    for (std::int64_t head = 0; head < cache_.kv_heads; ++head)
+      for (std::int64_t i = 0; i < tokens; i += block_) {
+        Unit u{b, head, i, tokens - i < block_ ? tokens - i : block_, row, length - count + i, 0, 0, 0, 0, 0, 0};
+        u.real = count - i < 0 ? 0 : count - i < u.queries ? count - i : u.queries;
+        const std::int64_t last = u.position + u.real - 1;
+        if (u.real > 0 && last >= 0) {
+          std::int64_t first = 0;
+          if (a_.logits.window > 0 && u.position - a_.logits.window + 1 > 0) first = u.position - a_.logits.window + 1;
+          u.first_chunk = first / chunk;
+          u.chunks = last / chunk + 1 - u.first_chunk;
+        }
+        *next++ = u;
+      }
+  }
+  // One task a unit where that keeps every thread busy: its chunks are then merged as they come.
+  const bool few = count_ < 4 * parallel_.threads();
+  std::int64_t task = 0;
+  for (Unit* u = units_; u < next; ++u) {
+    u->first_task = task;
+    u->tasks = few && u->chunks > 1 ? u->chunks : 1;
+    u->left = static_cast<std::int32_t>(u->tasks);
+    split_ |= u->tasks > 1;
+    task += u->tasks;
+  }
+  return task;
+}
+
+void Decode::run() {
+  const std::int64_t tasks = plan();
+  const std::size_t partial_bytes =
+      split_ ? aligned(static_cast<std::size_t>(tasks * partial_stride_) * sizeof(float)) : 0;
+  const Scratch scratch(partial_bytes + static_cast<std::size_t>(parallel_.threads()) * room_bytes());
+  partials_ = reinterpret_cast<float*>(scratch.data());
+  rooms_ = scratch.data() + partial_bytes;
+  parallel_.run(tasks, [this](std::int64_t i, int thread) { task(i, thread); });
+}
+
+Unit& Decode::unit_of(std::int64_t task) {
+  std::int64_t low = 0, high = count_;   // first_task of units_[low] <= task < that of units_[high]
+  while (high - low > 1) {
+    const std::int64_t middle = (low + high) / 2;
+    (units_[middle].first_task <= task ? low : high) = middle;
+  }
+  return units_[low];
+}
+
+// total = total merged with part, whose keys follow. One function for every caller, so that its bits are one.
+__attribute__((noinline)) void merge_state(float* total, SoftmaxState& total_state, const float* part, SoftmaxState part_state,
+                                           int width) {
+  if (part_state.sum == 0) return;   // saw nothing
+  if (total_state.sum == 0) {
+    std::memcpy(total, part, sizeof(float) * static_cast<std::size_t>(width));
+    total_state = part_state;
+    return;
+  }
+  const float top = total_state.top > part_state.top ? total_state.top : part_state.top;
+  const float a = ::expf(total_state.top - top), b = ::expf(part_state.top - top);
+  for (int d = 0; d < width; d += lanes) {
+    const F32 kept = load(total + d) * a;
+    store(total + d, fma(load(part + d), splat(b), kept));
+  }
+  const float kept = total_state.sum * a;
+  total_state = {top, kept + part_state.sum * b};
+}
+
+void Decode::task(std::int64_t index, int thread) {
+  Unit& u = unit_of(index);
+  Room r = room(thread);
+  const std::int64_t rows = rows_of(u);
+  const auto clear = [&] {
+    for (std::int64_t i = 0; i < rows; ++i) r.total_state[i] = {};
+  };
+  const auto merge = [&](const float* acc, const SoftmaxState* state) {
+    for (std::int64_t i = 0; i < rows; ++i)
+      merge_state(r.total + i * width_, r.total_state[i], acc + i * width_, state[i], width_);
+  };
+  if (u.chunks > 0) load_queries(u, r);
+  if (u.tasks == 1) {
+    clear();
+    for (std::int64_t c = 0; c < u.chunks; ++c) {
+      attend_chunk(u, (u.first_chunk + c) * chunk, r, r.acc, r.state);
+      merge(r.acc, r.state);
+    }
+    return finish(u, r);
+  }
+  const auto states = [&](std::int64_t c) { return reinterpret_cast<SoftmaxState*>(partial(u, c) + rows_ * width_); };
+  const std::int64_t mine = index - u.first_task;
+  attend_chunk(u, (u.first_chunk + mine) * chunk, r, partial(u, mine), states(mine));
+  if (__atomic_sub_fetch(&u.left, 1, __ATOMIC_ACQ_REL) > 0) return;
+  clear();
+  for (std::int64_t c = 0; c < u.tasks; ++c) merge(partial(u, c), states(c));
+  finish(u, r);
+}
+
+void Decode::load_queries(const Unit& u, Room& r) const {
+  for (std::int64_t i = 0; i < u.queries; ++i)
+    for (std::int64_t g = 0; g < group_; ++g) {
+      const std::int64_t at = (i * group_ + g) * width_;
+      const std::int64_t offset = u.batch * a_.q.stride[0] + (u.first_query + i) * a_.q.stride[1] +
+                                  (u.head * group_ + g) * a_.q.stride[2];
+      gather_row(a_.q, offset, a_.q.stride[3], cache_.head_dim, width_, r.q + at);
+      if (is_paired(cache_.format)) pair_channels(r.q + at, width_, r.q_paired + at);
+    }
+}
+
+// body(from the ring?, first row, last row + 1) for every form in which the unit's rows see a tile: all of them as stored,
+// or, in the kivi formats, the rows whose own group this is raw and the later ones as codes.
+template <class Body>
+void Decode::each_source(const Unit& u, std::int64_t tile_first, const Body& body) const {
+  const int rows = static_cast<int>(u.real * group_);
+  if (!is_kivi(cache_.format)) return body(false, 0, rows);
+  const auto row_at = [&](std::int64_t position) {   // first row at or after a position
+    const std::int64_t i = position - u.position;
+    return static_cast<int>((i < 0 ? 0 : i > u.real ? u.real : i) * group_);
+  };
+  const int raw = row_at(tile_first), coded = row_at(tile_first + tile);
+  if (raw < coded) body(true, raw, coded);
+  if (coded < rows) body(false, coded, rows);
+}
+
+void Decode::attend_chunk(const Unit& u, std::int64_t first_token, Room& r, float* acc, SoftmaxState* state) const {
+  const int rows = static_cast<int>(rows_of(u)), real = static_cast<int>(u.real * group_);
+  const std::int64_t last_token = u.position + u.real - 1;   // the last one that is read
+  Range all{chunk, 0};
+  for (int i = 0; i < rows; ++i) {
+    const std::int64_t position = u.position + i / group_, window = a_.logits.window;
+    const std::int64_t first = window > 0 && position - window + 1 > first_token ? position - window + 1 - first_token : 0;
+    const std::int64_t last = position + 1 - first_token < chunk ? position + 1 - first_token : chunk;
+    Range& range = r.range[i];
+    range = i < real && first < last ? Range{static_cast<int>(first), static_cast<int>(last)} : Range{};
+    if (range.empty()) continue;
+    all.first = range.first < all.first ? range.first : all.first;
+    all.last = range.last > all.last ? range.last : all.last;
+  }
+  const CachedHead head{&cache_, u.cache_row, u.head};
+  const auto each_tile = [&](const auto& body) {
+    for (int offset = all.first / tile * tile; offset < all.last; offset += tile) {
+      const std::int64_t first = first_token + offset;
+      const int n = last_token + 1 - first < tile ? static_cast<int>(last_token + 1 - first) : tile;
+      each_source(u, first, [&](bool ring, int row0, int row1) { body(ring, first, offset, n, row0, row1); });
+    }
+  };
+  each_tile([&](bool ring, std::int64_t first, int offset, int n, int row0, int row1) {
+    score(head, ring, first, offset, n, row0, row1, r);
+  });
+  for (int i = 0; i < rows; ++i) {
+    const Range range = r.range[i];
+    state[i] = range.empty() ? SoftmaxState{} : exponentiate(r.s + i * chunk, range.first, range.last, minus_infinity);
+    r.bias[i] = 0;
+    for (int d = 0; d < width_; d += lanes) store(acc + i * width_ + d, F32{});
+  }
+  each_tile([&](bool ring, std::int64_t first, int offset, int n, int row0, int row1) {
+    weigh(head, ring, first, offset, n, row0, row1, r, acc);
+  });
+  if (!has_min(cache_.format)) return;
+  for (int i = 0; i < rows; ++i)
+    for (int d = 0; d < width_; d += lanes) store(acc + i * width_ + d, load(acc + i * width_ + d) + r.bias[i]);
+}
+
+// Logits of one tile: s[row][offset .. offset + n).
+void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int offset, int n, int row0, int row1,
+                   Room& r) const {
+  TokenRows k;
+  TileScales scales;
+  scales.channel = r.channel;
+  scales.channel_min = r.channel_min;
+  const float* q = r.q;
+  const bool coded = !is_element_format(cache_.format) && !ring;
+  for (int i = row0; i < row1; ++i) r.bias[i] = 0;
+  if (!coded) {
+    find_elements(head, cache_.k, ring ? cache_.ring_k : nullptr, first, n, k);
+    // 16-bit keys are widened as they are read, unless many rows would do it again and again
+    if (cache_.head_dim % lanes || width_ != cache_.head_dim || (k.dtype != DType::f32 && row1 - row0 > 2 * row_block))
+      widen(k, n, cache_.head_dim, width_, r.k);
+  } else {
+    unpack_k(head, first, n, r.k, scales);
+    scratch_rows(r.k, n, width_, k);
+    if (is_paired(cache_.format)) q = r.q_paired;
+    if (is_kivi(cache_.format)) {   // sum q (u scale + min) = sum (q scale) u + sum q min
+      for (int i = row0; i < row1; ++i) {
+        F32 bias{};
+        for (int d = 0; d < width_; d += lanes) {
+          const F32 x = load(q + i * width_ + d);
+          store(r.q_scaled + i * width_ + d, x * load(scales.channel + d));
+          if (has_min(cache_.format)) bias = fma(x, load(scales.channel_min + d), bias);
+        }
+        r.bias[i] = sum(bias);
+      }
+      q = r.q_scaled;
+    }
+  }
+  float* s = r.s + offset;
+  for (int i = row0; i < row1; i += row_block)
+    with_rows(row1 - i, [&](auto count) __attribute__((always_inline)) {
+      Range span{tile, 0};
+      for (int j = i; j < i + count; ++j) {
+        if (r.range[j].empty()) continue;
+        span.first = r.range[j].first - offset < span.first ? r.range[j].first - offset : span.first;
+        span.last = r.range[j].last - offset > span.last ? r.range[j].last - offset : span.last;
+      }
+      span = {span.first < 0 ? 0 : span.first, span.last > tile ? tile : span.last};
+      if (span.empty()) return;
+      with_token_type(k.dtype, [&](auto e) __attribute__((always_inline)) {
+        dot_rows<decltype(e), decltype(count)::value>(q + i * width_, width_, k, span.first, span.last, s + i * chunk, chunk);
+      });
+      F32 factor[2] = {splat(a_.logits.scale), splat(a_.logits.scale)};
+      if (coded && !is_kivi(cache_.format))
+        for (int h = 0; h < 2; ++h) factor[h] *= load(scales.token + h * lanes);
+      for (int j = i; j < i + count; ++j)
+        for (int h = 0; h < 2; ++h) {
+          float* at = s + j * chunk + h * lanes;
+          const F32 whole = load(at) + r.bias[j];
+          F32 x = whole * factor[h];
+          if (a_.logits.softcap > 0) x = soft_cap(x, a_.logits.softcap);
+          store(at, x);
+        }
+    });
+}
+
+// Adds the values of one tile, weighted.
+void Decode::weigh(const CachedHead& head, bool ring, std::int64_t first, int offset, int n, int row0, int row1,
+                   Room& r, float* acc) const {
+  TokenRows v;
+  TileScales scales;
+  const bool coded = !is_element_format(cache_.format) && !ring;
+  if (!coded) {
+    find_elements(head, cache_.v, ring ? cache_.ring_v : nullptr, first, n, v);
+    if (cache_.head_dim % lanes || width_ != cache_.head_dim || (v.dtype != DType::f32 && row1 - row0 > 2 * row_block))
+      widen(v, n, cache_.head_dim, width_, r.v);
+  } else {
+    unpack_v(head, first, n, r.v, scales);
+    scratch_rows(r.v, n, width_, v);
+  }
+  const auto span_of = [&](int row) {
+    const Range range = r.range[row];
+    const int from = range.first - offset, to = range.last - offset;
+    return Range{from < 0 ? 0 : from, to > tile ? tile : to};
+  };
+  for (int i = row0; i < row1;) {
+    const Range span = span_of(i);
+    int count = 1;   // rows that see the same tokens
+    while (count < row_block && i + count < row1 && span_of(i + count).first == span.first && span_of(i + count).last == span.last)
+      ++count;
+    if (!span.empty()) {
+      const float* p = r.s + i * chunk + offset;
+      int stride = chunk;
+      if (coded) {
+        for (int j = 0; j < count; ++j)
+          for (int h = 0; h < tile; h += lanes) {
+            const F32 x = load(p + j * chunk + h);
+            store(r.weight + j * tile + h, x * load(scales.token + h));
+            if (!has_min(cache_.format)) continue;
+            const F32 least = x * load(scales.token_min + h);
+            r.bias[i + j] += sum(select_range(least, h, span.first, span.last, F32{}));
+          }
+        p = r.weight;
+        stride = tile;
+      }
+      with_rows(count, [&](auto rows) __attribute__((always_inline)) {
+        with_token_type(v.dtype, [&](auto e) __attribute__((always_inline)) {
+          add_values<decltype(e), decltype(rows)::value>(p, stride, v, span.first, span.last, acc + i * width_, width_);
+        });
+      });
+    }
+    i += count;
+  }
+}
+
+void Decode::finish(const Unit& u, Room& r) const {
+  for (std::int64_t i = 0; i < u.queries; ++i)
+    for (std::int64_t g = 0; g < group_; ++g) {
+      const std::int64_t row = i * group_ + g, h = u.head * group_ + g, t = u.first_query + i;
+      float* acc = r.total + row * width_;
+      SoftmaxState state = r.total_state[row];
+      const bool saw = !(state.sum == 0);
+      float kept = 1.0f;
+      if (a_.logits.sinks && i < u.real) {
+        const float sink = read(*a_.logits.sinks, h * a_.logits.sinks->stride[0]);
+        const float top = state.top > sink ? state.top : sink;
+        if (top != minus_infinity) {
+          kept = ::expf(state.top - top);
+          state = {top, state.sum * kept + ::expf(sink - top)};
+        }
+      }
+      for (int d = 0; d < width_; d += lanes) store(acc + d, saw ? load(acc + d) * kept / state.sum : F32{});
+      scatter_row(acc, cache_.head_dim, a_.out,
+                  u.batch * a_.out.stride[0] + t * a_.out.stride[1] + h * a_.out.stride[2], a_.out.stride[3]);
+      if (a_.lse.given())
+        a_.lse.as<float>()[u.batch * a_.lse.stride[0] + t * a_.lse.stride[1] + h * a_.lse.stride[2]] =
+            state.sum == 0 ? minus_infinity : state.top + ::logf(state.sum);
+    }
+}
+
+}  // namespace
+
+void decode_attention(const Parallel& parallel, const DecodeArgs& a) { Decode(parallel, a).run(); }
+
+}  // namespace rooftile::cpu::ROOFTILE_ISA

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+// The register-blocked loops of attention. Include isa.h, vec.h and kv_tile.h first.
+//
+// Every result is one chain of fused multiply-adds in an order fixed by the data's position (channels in order for a
+// dot product, tokens in order for a weighted sum), so it does not matter how rows are put together into blocks.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "cpu/element.h"
+#include "cpu/kernels.h"
+#include "cpu/simd/kv_tile.h"
+#include "cpu/simd/vec.h"
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+
+inline constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+inline constexpr int row_block = 4;   // rows that share each load of a key or value
+
+// n elements of any dtype and stride as fp32, then zeros up to `width`.
+ROOFTILE_INLINE void gather_row(const TensorView& t, std::int64_t offset, std::int64_t stride, int n, int width, float* to) {
+  with_element(t.dtype, [&](auto e) {
+    const auto* from = t.as<decltype(e)>() + offset;
+    int i = 0;
+    if (stride == 1)
+      for (; i + lanes <= n; i += lanes) store(to + i, load(from + i));
+    for (; i < n; ++i) to[i] = to_float(from[i * stride]);
+  });
+  for (int i = n; i < width; ++i) to[i] = 0;
+}
+ROOFTILE_INLINE void scatter_row(const float* from, int n, const TensorView& t, std::int64_t offset, std::int64_t stride) {
+  with_element(t.dtype, [&](auto e) {
+    using E = decltype(e);
+    E* to = t.as<E>() + offset;
+    int i = 0;
+    if (stride == 1)
+      for (; i + lanes <= n; i += lanes) store(to + i, load(from + i));
+    for (; i < n; ++i) to[i * stride] = from_float<E>(from[i]);
+  });
+}
+
+// Calls f with the number of rows, at most row_block, as a constant.
+template <class F>
+ROOFTILE_INLINE void with_rows(int rows, const F& f) {
+  switch (rows) {
+    case 1: return f(std::integral_constant<int, 1>{});
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 3: return f(std::integral_constant<int, 3>{});
+    default: return f(std::integral_constant<int, 4>{});
+  }
+}
+template <class F>
+ROOFTILE_INLINE void with_token_type(DType t, const F& f) {
+  switch (t) {
+    case DType::f16: return f(Half{});
+    case DType::bf16: return f(BFloat16{});
+    default: return f(float{});
+  }
+}
+
+// ---- sums of many vectors at once: out[i] = the sixteen lanes of v[i], always added in the same tree ----
+
+#ifdef ROOFTILE_AVX512
+inline constexpr int sums_at_once = 16;
+ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
+  // The tree leaves result i where this says; the inputs enter it in that order.
+  constexpr int place[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
+  __m512 x[16], y[8], z[4], w[2];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) x[place[i]] = (__m512)v[i];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    z[i] = _mm512_add_ps(_mm512_shuffle_f32x4(y[i], y[i + 4], 0x88), _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    w[i] = _mm512_add_ps(_mm512_unpacklo_ps(z[i], z[i + 2]), _mm512_unpackhi_ps(z[i], z[i + 2]));
+  const __m512d a = _mm512_castps_pd(w[0]), b = _mm512_castps_pd(w[1]);
+  _mm512_storeu_ps(out, _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))));
+}
+#else
+inline constexpr int sums_at_once = 4;
+ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
+  typedef float F32x4 __attribute__((vector_size(16)));
+#pragma GCC unroll 4
+  for (int i = 0; i < sums_at_once; ++i) {
+    F32x4 part[4];
+    std::memcpy(part, &v[i], sizeof part);
+    const F32x4 four = (part[0] + part[2]) + (part[1] + part[3]);
+    out[i] = (four[0] + four[2]) + (four[1] + four[3]);
+  }
+}
+#endif
+
+// s[r][t] = dot(q[r], k[t]) for `rows` <= row_block rows and the tokens first .. last - 1 of a tile (whole blocks of
+// tokens: some more are computed). q [rows][width], s [rows][s_stride].
+template <class E, int rows>
+ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int first, int last, float* s, int s_stride) {
+  constexpr int tokens = rows == 3 ? sums_at_once / 4 : sums_at_once / rows;
+  for (int t = first / tokens * tokens; t < last; t += tokens) {
+    F32 acc[sums_at_once] = {};
+    const E* key[tokens];
+#pragma GCC unroll 16
+    for (int j = 0; j < tokens; ++j) key[j] = reinterpret_cast<const E*>(k.token[t + j]);
+    for (int d = 0; d < width; d += lanes) {
+      F32 kv[tokens];
+#pragma GCC unroll 16
+      for (int j = 0; j < tokens; ++j) kv[j] = load(key[j] + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        const F32 qv = load(q + r * width + d);
+#pragma GCC unroll 16
+        for (int j = 0; j < tokens; ++j) acc[r * tokens + j] = fma(qv, kv[j], acc[r * tokens + j]);
+      }
+    }
+    float sums[sums_at_once];
+    sum_each(acc, sums);
+    for (int r = 0; r < rows; ++r) std::memcpy(s + r * s_stride + t, sums + r * tokens, sizeof(float) * tokens);
+  }
+}
+
+// acc[r] += sum over tokens first .. last - 1 of p[r][t] * v[t].
+template <class E, int rows, int vectors>
+ROOFTILE_INLINE void add_values_block(const float* p, int p_stride, const TokenRows& v, int first, int last, float* acc,
+                                      int width, int d) {
+  F32 sum[rows][vectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) sum[r][i] = load(acc + r * width + d + i * lanes);
+  for (int t = first; t < last; ++t) {
+    const E* value = reinterpret_cast<const E*>(v.token[t]) + d;
+    F32 x[vectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) x[i] = load(value + i * lanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      const F32 weight = splat(p[r * p_stride + t]);
+#pragma GCC unroll 4
+      for (int i = 0; i < vectors; ++i) sum[r][i] = fma(weight, x[i], sum[r][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) store(acc + r * width + d + i * lanes, sum[r][i]);
+}
+template <class E, int rows>
+ROOFTILE_INLINE void add_values(const float* p, int p_stride, const TokenRows& v, int first, int last, float* acc, int width) {
+#ifdef ROOFTILE_AVX512
+  constexpr int vectors = 4;
+#else
+  constexpr int vectors = 1;
+#endif
+  int d = 0;
+  for (; d + vectors * lanes <= width; d += vectors * lanes)
+    add_values_block<E, rows, vectors>(p, p_stride, v, first, last, acc, width, d);
+  for (; d < width; d += lanes) add_values_block<E, rows, 1>(p, p_stride, v, first, last, acc, width, d);
+}
+
+// ---- c [m][ldc] (+)= a [m][lda] * b [depth][ldb]; n a multiple of 16 ----
+
+#ifdef ROOFTILE_AVX512
+inline constexpr int gemm_rows = 6, gemm_vectors = 4;
+#else
+inline constexpr int gemm_rows = 2, gemm_vectors = 2;
+#endif
+
+template <int rows, int vectors>
+ROOFTILE_INLINE void gemm_block(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int depth, bool add) {
+  F32 sum[rows][vectors];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) sum[r][i] = add ? load(c + r * ldc + i * lanes) : F32{};
+  for (int k = 0; k < depth; ++k) {
+    F32 x[vectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) x[i] = load(b + k * ldb + i * lanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; ++r) {
+      const F32 y = splat(a[r * lda + k]);
+#pragma GCC unroll 4
+      for (int i = 0; i < vectors; ++i) sum[r][i] = fma(y, x[i], sum[r][i]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; ++i) store(c + r * ldc + i * lanes, sum[r][i]);
+}
+template <int rows>
+ROOFTILE_INLINE void gemm_strip(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int n, int depth, bool add) {
+  int j = 0;
+  for (; j + gemm_vectors * lanes <= n; j += gemm_vectors * lanes)
+    gemm_block<rows, gemm_vectors>(a, lda, b + j, ldb, c + j, ldc, depth, add);
+  for (; j < n; j += lanes) gemm_block<rows, 1>(a, lda, b + j, ldb, c + j, ldc, depth, add);
+}
+static inline void gemm(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int depth, bool add) {
+  int i = 0;
+  for (; i + gemm_rows <= m; i += gemm_rows) gemm_strip<gemm_rows>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, depth, add);
+  for (; i + 2 <= m; i += 2) gemm_strip<2>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, depth, add);
+  for (; i < m; ++i) gemm_strip<1>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, depth, add);
+}
+
+// ---- logits and softmax ----
+
+// tanh x: Lambert's continued fraction near 0, where 1 - 2 / (e^2x + 1) would cancel.
+ROOFTILE_INLINE F32 tanh(F32 x) {
+  const F32 z = x * x;
+  const F32 over = x * fma(fma(fma(z, splat(1.0f), splat(378.0f)), z, splat(17325.0f)), z, splat(135135.0f));
+  const F32 under = fma(fma(fma(z, splat(28.0f), splat(3150.0f)), z, splat(62370.0f)), z, splat(135135.0f));
+  const F32 near = over / under;
+  const F32 far = 1.0f - 2.0f / (exp(x + x) + 1.0f);
+  return z < 1.0f ? near : far;
+}
+ROOFTILE_INLINE F32 soft_cap(F32 s, float cap) { return tanh(s / cap) * cap; }
+
+ROOFTILE_INLINE F32 lane_index() {
+  return F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+}
+// x where first <= i + lane < last, else `other`.
+ROOFTILE_INLINE F32 select_range(F32 x, int i, int first, int last, F32 other) {
+  const F32 at = lane_index() + static_cast<float>(i);
+  const I32 inside = (at >= static_cast<float>(first)) & (at < static_cast<float>(last));
+  return inside ? x : other;
+}
+
+// The running state of one row's softmax: the largest logit and the sum of e^(logit - largest).
+struct SoftmaxState {
+  float top = minus_infinity, sum = 0;
+};
+
+// s[first .. last) of one row becomes e^(s - top), whatever else lies in its vectors 0. Returns top and the sum.
+ROOFTILE_INLINE SoftmaxState exponentiate(float* s, int first, int last, float at_least) {
+  const F32 none = splat(minus_infinity);
+  const int begin = first / lanes * lanes;
+  F32 largest = none;
+  for (int i = begin; i < last; i += lanes) {
+    F32 x = load(s + i);
+    if (i < first || i + lanes > last) {
+      x = select_range(x, i, first, last, none);
+      store(s + i, x);
+    }
+    largest = vmax(x, largest);
+  }
+  SoftmaxState state{max(largest), 0};
+  state.top = at_least > state.top ? at_least : state.top;
+  const F32 shift = splat(state.top == minus_infinity ? 0.0f : state.top);
+  F32 total{};
+  for (int i = begin; i < last; i += lanes) {
+    const F32 e = exp(load(s + i) - shift);
+    store(s + i, e);
+    total += e;
+  }
+  state.sum = rooftile::cpu::ROOFTILE_ISA::sum(total);
+  return state;
+}
+
+}  // namespace rooftile::cpu::ROOFTILE_ISA

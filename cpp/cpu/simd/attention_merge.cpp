@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two partial attention results over disjoint keys become one. Bound by memory: each element is read and written once.
+#include <cmath>
+#include <type_traits>
+
+#include "core/kv_layout.h"
+#include "cpu/element.h"
+#include "cpu/kernels.h"
+#include "cpu/scratch.h"
+#include "cpu/simd/isa.h"
+#include "cpu/simd/kernels_isa.h"
+#include "cpu/simd/vec.h"
+#include "cpu/simd/kv_tile.h"
+#include "cpu/simd/attention_math.h"
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+namespace {
+
+// Element `row` of lse [..., H], counted as the rows of out [..., H, D].
+std::int64_t element_offset(const TensorView& t, std::int64_t row) {
+  std::int64_t offset = 0;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    offset += row % t.shape[i] * t.stride[i];
+    row /= t.shape[i];
+  }
+  return offset;
+}
+
+}  // namespace
+
+void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
+                     const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
+  const int dim = static_cast<int>(out.last()), width = (dim + lanes - 1) / lanes * lanes;
+  constexpr std::int64_t block = 32;   // rows of a task
+  const Scratch scratch(static_cast<std::size_t>(parallel.threads() * width * 2) * sizeof(float));
+  parallel.run((out.rows() + block - 1) / block, [&](std::int64_t task, int thread) {
+    float* x = reinterpret_cast<float*>(scratch.data()) + thread * width * 2;
+    float* y = x + width;
+    const std::int64_t end = (task + 1) * block < out.rows() ? (task + 1) * block : out.rows();
+    for (std::int64_t row = task * block; row < end; ++row) {
+      const float a = lse_a.as<float>()[element_offset(lse_a, row)], b = lse_b.as<float>()[element_offset(lse_b, row)];
+      const auto gather = [&](const TensorView& t, float* to) {
+        gather_row(t, t.row_offset(row), t.last_stride(), dim, width, to);
+      };
+      float merged = minus_infinity;
+      if (a == minus_infinity && b == minus_infinity) {   // a side without keys holds nothing worth reading
+        for (int d = 0; d < width; d += lanes) store(x + d, F32{});
+      } else if (b == minus_infinity) {
+        gather(out_a, x);
+        merged = a;
+      } else if (a == minus_infinity) {
+        gather(out_b, x);
+        merged = b;
+      } else {
+        gather(out_a, x);
+        gather(out_b, y);
+        const float top = a > b ? a : b;
+        const float wa = ::expf(a - top), wb = ::expf(b - top), total = wa + wb;
+        for (int d = 0; d < width; d += lanes) {
+          const F32 part = load(x + d) * wa;
+          store(x + d, fma(load(y + d), splat(wb), part) / total);
+        }
+        merged = top + ::logf(total);
+      }
+      scatter_row(x, dim, out, out.row_offset(row), out.last_stride());
+      if (lse.given()) lse.as<float>()[element_offset(lse, row)] = merged;
+    }
+  });
+}
+
+}  // namespace rooftile::cpu::ROOFTILE_ISA

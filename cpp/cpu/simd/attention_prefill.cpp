@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+// Prefill attention: many queries a sequence, tiles of queries against blocks of keys.
+//   q, out [token, Hq, D]   k, v [token, Hkv, D]   and, before them, the tokens of a cache row
+// A task is one (sequence, KV head, tile of queries): the tile's queries times the Hq / Hkv heads are the rows of two
+// small matrix products per block of keys, S = Q K^T and O += P V. K is transposed and both are widened to fp32 once a
+// block; the running softmax rescales O when a row's largest logit grows.
+// Cost: 4 * S^2 * D * Hq flop (half of it when causal): the multiply-add units are the roof.
+// Blocks start at multiples of 64 tokens of the cache and of k, so a row's bits depend on its own keys alone. Where a
+// block holds a NaN or an infinity, each row takes only the tokens it sees.
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "core/kv_layout.h"
+#include "cpu/element.h"
+#include "cpu/kernels.h"
+#include "cpu/scratch.h"
+#include "cpu/simd/isa.h"
+#include "cpu/simd/kernels_isa.h"
+#include "cpu/simd/vec.h"
+#include "cpu/simd/kv_tile.h"
+#include "cpu/simd/attention_math.h"
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+namespace {
+
+constexpr int key_block = 64;
+constexpr int query_rows = 96;   // rows of a tile, where the heads of one query are not more
+
+// One thread's arrays.
+struct Room {
+  float* q;                  // [rows][width]
+  float* acc;                // [rows][width]
+  float* s;                  // [rows][key_block]
+  float* kt;                 // [width][key_block]
+  float* v;                  // [key_block][width]
+  float* codes;              // [tile][width]
+  float *channel, *channel_min;
+  SoftmaxState* state;       // [rows]
+  std::int64_t *first, *last;   // [rows] positions a row sees, both inclusive
+  std::int64_t* position;    // [rows]
+  float* slope;              // [rows] of ALiBi, or 0
+};
+
+std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// to [16][to_stride] = from [16][from_stride] transposed.
+ROOFTILE_INLINE void transpose16(const float* from, int from_stride, float* to, int to_stride) {
+#ifdef ROOFTILE_AVX512
+  __m512 a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(from + i * from_stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)   // rows 4 i .. 4 i + 3: a[4 i + j] has column 4 * lane + j of the four
+#pragma GCC unroll 2
+    for (int z = 0; z < 2; ++z) {
+      const __m512d x = _mm512_castps_pd(b[4 * i + z]), y = _mm512_castps_pd(b[4 * i + 2 + z]);
+      a[4 * i + 2 * z] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+      a[4 * i + 2 * z + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+    }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512 low01 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x44), high01 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xee);
+    const __m512 low23 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x44), high23 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xee);
+    _mm512_storeu_ps(to + j * to_stride, _mm512_shuffle_f32x4(low01, low23, 0x88));
+    _mm512_storeu_ps(to + (4 + j) * to_stride, _mm512_shuffle_f32x4(low01, low23, 0xdd));
+    _mm512_storeu_ps(to + (8 + j) * to_stride, _mm512_shuffle_f32x4(high01, high23, 0x88));
+    _mm512_storeu_ps(to + (12 + j) * to_stride, _mm512_shuffle_f32x4(high01, high23, 0xdd));
+  }
+#else
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+#endif
+}
+
+class Prefill {
+ public:
+  Prefill(const Parallel& parallel, const PrefillArgs& a)
+      : parallel_(parallel),
+        a_(a),
+        dim_(static_cast<int>(a.q.shape[2])),
+        width_(a.cache ? tile_width(*a.cache) : (dim_ + lanes - 1) / lanes * lanes),
+        kv_heads_(a.k.shape[1]),
+        group_(a.q.shape[1] / a.k.shape[1]),
+        queries_(group_ >= query_rows ? 1 : query_rows / group_),
+        rows_(queries_ * group_) {}
+
+  void run() {
+    std::int64_t most = 0;
+    for (std::int64_t b = 0; b < a_.batch; ++b) most = a_.sequences[b].queries > most ? a_.sequences[b].queries : most;
+    const std::int64_t tiles = (most + queries_ - 1) / queries_;
+    const Scratch scratch(static_cast<std::size_t>(parallel_.threads()) * room_bytes());
+    rooms_ = scratch.data();
+    // The last tiles of a causal sequence see the most keys: they go first.
+    parallel_.run(tiles * a_.batch * kv_heads_, [&](std::int64_t i, int thread) {
+      const PrefillSequence& s = a_.sequences[i / kv_heads_ % a_.batch];
+      const std::int64_t first = (tiles - 1 - i / kv_heads_ / a_.batch) * queries_;
+      if (first < s.queries) task(s, i % kv_heads_, first, s.queries - first < queries_ ? s.queries - first : queries_, thread);
+    });
+  }
+
+ private:
+  void task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries, int thread) const;
+  void attend_block(Room& r, int rows, std::int64_t position, int n, bool finite) const;
+  bool load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Room& r) const;
+  bool load_cached(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Room& r) const;
+  void transpose(float* k, int tokens, bool paired, float* kt) const;
+
+  std::size_t room_bytes() const {
+    const std::size_t rows = static_cast<std::size_t>(rows_), width = static_cast<std::size_t>(width_);
+    constexpr std::size_t arrays = 16;   // at most; each may take up to a cache line more
+    return aligned(sizeof(float) * (2 * rows * width + rows * key_block + 2 * width * key_block + tile * width + 2 * width) +
+                   rows * (sizeof(SoftmaxState) + 3 * sizeof(std::int64_t) + sizeof(float)) + arrays * 64);
+  }
+  Room room(int thread) const {
+    std::byte* at = rooms_ + static_cast<std::size_t>(thread) * room_bytes();
+    const auto take = [&](auto*& p, std::int64_t count) {
+      p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
+      at += aligned(static_cast<std::size_t>(count) * sizeof *p);
+    };
+    Room r;
+    take(r.q, rows_ * width_);
+    take(r.acc, rows_ * width_);
+    take(r.s, rows_ * key_block);
+    take(r.kt, width_ * key_block);
+    take(r.v, width_ * key_block);
+    take(r.codes, tile * width_);
+    take(r.channel, width_);
+    take(r.channel_min, width_);
+    take(r.state, rows_);
+    take(r.first, rows_);
+    take(r.last, rows_);
+    take(r.position, rows_);
+    take(r.slope, rows_);
+    return r;
+  }
+
+  const Parallel& parallel_;
+  const PrefillArgs& a_;
+  const int dim_, width_;
+  const std::int64_t kv_heads_, group_, queries_, rows_;   // rows of a tile: its queries times the heads of the KV head
+  std::byte* rooms_ = nullptr;
+};
+
+// kt [width][key_block] from k [tokens][width], in whole vectors of tokens. Paired channels go back to their places.
+void Prefill::transpose(float* k, int tokens, bool paired, float* kt) const {
+  for (int t = tokens; t % lanes; ++t)
+    for (int d = 0; d < width_; d += lanes) store(k + t * width_ + d, F32{});
+  for (int d = 0; d < width_; d += lanes)
+    for (int t = 0; t < tokens; t += lanes) {
+      if (!paired) {
+        transpose16(k + t * width_ + d, width_, kt + d * key_block + t, key_block);
+      } else {   // vector 0 of a pair: even channels, 1: odd ones
+        const int base = d / 32 * 32 + d / 16 % 2;
+        transpose16(k + t * width_ + d, width_, kt + base * key_block + t, 2 * key_block);
+      }
+    }
+}
+
+// Keys and values first .. first + n - 1 of k and v. Returns whether all values are finite.
+bool Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Room& r) const {
+  F32 probe{};
+  for (int base = 0; base < n; base += tile) {
+    const int count = n - base < tile ? n - base : tile;
+    for (int t = 0; t < count; ++t) {
+      const std::int64_t j = first + base + t;
+      gather_row(a_.k, s.k + j * a_.k.stride[0] + head * a_.k.stride[1], a_.k.stride[2], dim_, width_, r.codes + t * width_);
+      float* v = r.v + (base + t) * width_;
+      gather_row(a_.v, s.v + j * a_.v.stride[0] + head * a_.v.stride[1], a_.v.stride[2], dim_, width_, v);
+      for (int d = 0; d < width_; d += lanes) probe = fma(load(v + d), F32{}, probe);
+    }
+    transpose(r.codes, count, false, r.kt + base);
+  }
+  return sum(probe) == 0;
+}
+
+// The same from the cache: closed groups as codes, the open group of a kivi format from the ring.
+bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std::int64_t first, int n, Room& r) const {
+  const KvCacheView& c = *a_.cache;
+  const CachedHead head{&c, s.row, head_index};
+  const std::int64_t code_end = is_element_format(c.format) ? 0 : is_kivi(c.format) ? kivi_code_end(s.cached) : s.cached;
+  F32 probe{};
+  for (int base = 0; base < n; base += tile) {
+    const std::int64_t token = first + base;
+    const int count = n - base < tile ? n - base : tile;
+    float* v = r.v + base * width_;
+    if (token >= code_end) {
+      TokenRows rows;
+      const bool ring = is_kivi(c.format);
+      find_elements(head, c.k, ring ? c.ring_k : nullptr, token, count, rows);
+      widen(rows, count, dim_, width_, r.codes);
+      find_elements(head, c.v, ring ? c.ring_v : nullptr, token, count, rows);
+      widen(rows, count, dim_, width_, v);
+      transpose(r.codes, count, false, r.kt + base);
+    } else {
+      TileScales scales;
+      scales.channel = r.channel;
+      scales.channel_min = r.channel_min;
+      unpack_k(head, token, count, r.codes, scales);
+      for (int t = 0; t < count; ++t)   // rounded as the format says: code * scale is exact, then + min
+        for (int d = 0; d < width_; d += lanes) {
+          float* at = r.codes + t * width_ + d;
+          const F32 scale = is_kivi(c.format) ? load(scales.channel + d) : splat(scales.token[t]);
+          store(at, has_min(c.format) ? fma(load(at), scale, load(scales.channel_min + d)) : load(at) * scale);
+        }
+      transpose(r.codes, count, is_paired(c.format), r.kt + base);
+      unpack_v(head, token, count, r.codes, scales);   // may write the whole interleaved tile
+      for (int t = 0; t < count; ++t) {
+        const F32 scale = splat(scales.token[t]);
+        for (int d = 0; d < width_; d += lanes) {
+          const F32 x = load(r.codes + t * width_ + d);
+          store(v + t * width_ + d, has_min(c.format) ? fma(x, scale, splat(scales.token_min[t])) : x * scale);
+        }
+      }
+    }
+    for (int t = 0; t < count; ++t)
+      for (int d = 0; d < width_; d += lanes) probe = fma(load(v + t * width_ + d), F32{}, probe);
+  }
+  return sum(probe) == 0;
+}
+
+// All rows against the n keys of the block that starts at `position`.
+void Prefill::attend_block(Room& r, int rows, std::int64_t position, int n, bool finite) const {
+  const int whole = (n + lanes - 1) / lanes * lanes;
+  gemm(r.q, width_, r.kt, key_block, r.s, key_block, rows, whole, width_, false);
+  for (int i = 0; i < rows; ++i) {
+    float* s = r.s + i * key_block;
+    const std::int64_t from = r.first[i] - position, to = r.last[i] + 1 - position;
+    const int first = from < 0 ? 0 : from > n ? n : static_cast<int>(from);
+    const int last = to < 0 ? 0 : to > n ? n : static_cast<int>(to);
+    for (int t = 0; t < whole; t += lanes)
+      if (first >= last || t + lanes <= first || t >= last) store(s + t, F32{});
+    if (first >= last) continue;
+    for (int t = first / lanes * lanes; t < last; t += lanes) {
+      F32 x = load(s + t) * a_.logits.scale;
+      if (a_.logits.softcap > 0) x = soft_cap(x, a_.logits.softcap);
+      if (a_.logits.alibi_slopes)
+        x = fma(lane_index() + static_cast<float>(position + t - r.position[i]), splat(r.slope[i]), x);
+      store(s + t, x);
+    }
+    SoftmaxState& state = r.state[i];
+    const SoftmaxState block = exponentiate(s, first, last, state.top);
+    if (block.top > state.top) {
+      const float kept = ::expf(state.top - block.top);
+      for (int d = 0; d < width_; d += lanes) store(r.acc + i * width_ + d, load(r.acc + i * width_ + d) * kept);
+      state.sum *= kept;
+    }
+    state.top = block.top;
+    state.sum += block.sum;
+  }
+  if (finite) return gemm(r.s, key_block, r.v, width_, r.acc, width_, rows, width_, n, true);
+  for (int i = 0; i < rows; ++i) {
+    const std::int64_t from = r.first[i] - position, to = r.last[i] + 1 - position;
+    const int first = from < 0 ? 0 : from > n ? n : static_cast<int>(from);
+    const int last = to < 0 ? 0 : to > n ? n : static_cast<int>(to);
+    if (first < last)
+      gemm(r.s + i * key_block + first, key_block, r.v + first * width_, width_, r.acc + i * width_, width_, 1, width_, last - first, true);
+  }
+}
+
+void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries, int thread) const {
+  Room r = room(thread);
+  const int rows = static_cast<int>(queries * group_);
+  const std::int64_t window = a_.logits.window, keys = s.cached + s.keys;
+  std::int64_t first_seen = keys, last_seen = -1;
+  for (int i = 0; i < rows; ++i) {
+    const std::int64_t query = first_query + i / group_, position = s.position(query);
+    const std::int64_t h = head * group_ + i % group_;
+    gather_row(a_.q, s.q + query * a_.q.stride[0] + h * a_.q.stride[1], a_.q.stride[2], dim_, width_, r.q + i * width_);
+    for (int d = 0; d < width_; d += lanes) store(r.acc + i * width_ + d, F32{});
+    r.position[i] = position;
+    r.slope[i] = a_.logits.alibi_slopes ? read(*a_.logits.alibi_slopes, h * a_.logits.alibi_slopes->stride[0]) : 0.0f;
+    r.state[i] = {};
+    r.first[i] = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
+    r.last[i] = a_.causal && position < keys - 1 ? position : keys - 1;
+    if (!a_.causal && window > 0 && position + window - 1 < r.last[i]) r.last[i] = position + window - 1;
+    if (query >= s.real) r.last[i] = -1;
+    if (r.first[i] > r.last[i]) continue;
+    first_seen = r.first[i] < first_seen ? r.first[i] : first_seen;
+    last_seen = r.last[i] > last_seen ? r.last[i] : last_seen;
+  }
+  const auto blocks = [&](std::int64_t begin, std::int64_t end, const auto& load_block) {   // positions [begin, end)
+    const std::int64_t from = first_seen > begin ? (first_seen - begin) / key_block * key_block : 0;
+    for (std::int64_t j = from; begin + j < end && begin + j <= last_seen; j += key_block) {
+      const std::int64_t left = (end - 1 < last_seen ? end - 1 : last_seen) + 1 - begin - j;
+      const int n = left < key_block ? static_cast<int>(left) : key_block;
+      attend_block(r, rows, begin + j, n, load_block(j, n));
+    }
+  };
+  blocks(0, s.cached, [&](std::int64_t j, int n) { return load_cached(s, head, j, n, r); });
+  blocks(s.cached, keys, [&](std::int64_t j, int n) { return load_new(s, head, j, n, r); });
+
+  for (int i = 0; i < rows; ++i) {
+    const std::int64_t query = first_query + i / group_, h = head * group_ + i % group_;
+    float* acc = r.acc + i * width_;
+    SoftmaxState state = r.state[i];
+    const bool saw = !(state.sum == 0);
+    float kept = 1.0f;
+    if (a_.logits.sinks && query < s.real) {
+      const float sink = read(*a_.logits.sinks, h * a_.logits.sinks->stride[0]);
+      const float top = state.top > sink ? state.top : sink;
+      if (top != minus_infinity) {
+        kept = ::expf(state.top - top);
+        state = {top, state.sum * kept + ::expf(sink - top)};
+      }
+    }
+    for (int d = 0; d < width_; d += lanes) store(acc + d, saw ? load(acc + d) * kept / state.sum : F32{});
+    scatter_row(acc, dim_, a_.out, s.out + query * a_.out.stride[0] + h * a_.out.stride[1], a_.out.stride[2]);
+    if (a_.lse.given())
+      a_.lse.as<float>()[s.lse + query * a_.lse.stride[0] + h * a_.lse.stride[1]] =
+          state.sum == 0 ? minus_infinity : state.top + ::logf(state.sum);
+  }
+}
+
+}  // namespace
+
+void prefill_attention(const Parallel& parallel, const PrefillArgs& a) { Prefill(parallel, a).run(); }
+
+}  // namespace rooftile::cpu::ROOFTILE_ISA
