@@ -16,7 +16,8 @@ def _dtype_name(x):
 
 
 def _contiguous(x):
-    return x.contiguous() if torch_of(x) else np.ascontiguousarray(x)
+    torch = torch_of(x)  # clone: .contiguous() keeps odd strides of dimensions of size 1, which a view refuses
+    return x.clone(memory_format=torch.contiguous_format) if torch else np.ascontiguousarray(x)
 
 
 def _view(x, dtype):
@@ -101,7 +102,13 @@ class W4Weight:
             group_size = 2 * half // groups
         if kind is None:
             kind = "symmetric" if zeros is None else "integer" if _dtype_name(zeros) == "uint8" else "minima"
+        if kind not in ("symmetric", "integer", "minima"):
+            raise ArgumentError(f'{op}: kind must be "symmetric", "integer" or "minima", got {kind!r}')
         sizes = _C.w4_sizes(n, 2 * half, group_size, kind)
+        if tuple(scales.shape) != (n, 2 * half // int(group_size)):  # before memory is made by what codes say
+            raise ArgumentError(
+                f"{op}: scales must be [N, K / group_size] = [{n}, {2 * half // int(group_size)}], got {list(scales.shape)}"
+            )
         flat = [empty(codes, (size,), "uint8") for size in sizes]
         if kind == "symmetric":
             flat[2] = None
@@ -200,7 +207,7 @@ def _rebuild(codes, scales, offsets, perm, layout):
 
 def _shape2(x, op, argument):
     shape = getattr(x, "shape", None)
-    if shape is None:
+    if not isinstance(shape, tuple):
         raise ArgumentTypeError(f"{op}: {argument} must be an array of two dimensions, got {type(x).__name__}")
     if len(shape) != 2:
         raise ArgumentError(f"{op}: {argument} must have two dimensions, got shape {list(shape)}")

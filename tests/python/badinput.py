@@ -67,7 +67,7 @@ def _wrong_shapes(argument, t):
         yield Fault("rank - 1 (first gone)", like(shape[1:]), relational=True)
         yield Fault("rank - 1 (last gone)", like(shape[:-1]), relational=True)
         yield Fault("flat", like((t.numel(),)), relational=True)
-        if shape != shape[::-1]:
+        if shape != shape[::-1] and not argument.free_dims:
             yield Fault("transposed", like(shape[::-1]), relational=True)
     for dim, size in enumerate(shape):
         if dim in argument.free_dims:
@@ -148,7 +148,7 @@ def _bad_values(argument, t):
 def tensor_faults(argument, t):
     if not argument.optional:
         yield Fault("None", None)
-    yield from _not_tensors(t)
+    yield from (fault for fault in _not_tensors(t) if not (argument.lists and fault.label in ("list", "tuple")))
     yield from _wrong_dtypes(argument, t)
     yield from _wrong_shapes(argument, t)
     yield from _huge(argument, t)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import cases
 import numpy as np
+import oracle
 import rooftile as rt
 import torch
 
@@ -28,6 +29,7 @@ class Tensor:
     bad_values: tuple = ()  # of index tensors: out of range
     expandable: tuple = ()  # dimensions along which a stride of 0 is a legal input
     rows: int | None = None  # the dimension that counts independent rows
+    lists: bool = False  # a list of numbers is welcome as well
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Op:
     state: Callable = lambda kwargs: []  # tensors behind objects that the op changes
     made: Callable = lambda returned: []  # arrays that the op makes itself, out of what it returns
     case: str = ""  # where one op has several entries
+    also: tuple = ()  # other names under which errors may speak of it: its functions in C++
 
     @property
     def id(self):
@@ -310,7 +313,7 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False):
         "zeros": Tensor(zeros_dtypes),
         "group_size": GROUP_SIZE,
         "kind": Scalar(str, optional=True),
-        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1, 5)),
+        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True),
     }
     absent = [n for n, given in (("zeros", kind != "symmetric"), ("perm", act_order)) if not given]
     return Op(
@@ -320,6 +323,7 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False):
         _from_canonical(kind, act_order),
         made=w4_arrays,
         case=kind,
+        also=("W4Weight", "w4_pack"),
     )
 
 
@@ -330,33 +334,73 @@ W4_OPS = [
     _from_canonical_op("symmetric", frozenset()),
     _from_canonical_op("integer", frozenset(["uint8"])),
     _from_canonical_op("minima", SCALES, act_order=True),
-    Op(
-        "W4Weight.from_kpacked",
-        rt.W4Weight.from_kpacked,
-        {"packed": Tensor(frozenset(["int32"]), primary=True), "scales": Tensor(SCALES, primary=True)},
-        lambda m: {
-            "packed": m.given(
-                torch.from_numpy(cases.generator("kpacked").integers(-(2**31), 2**31, (12, 19), dtype=np.int32))
-            ),
-            "scales": m.input(3, 19, dtype="float16"),
-        },
-        made=w4_arrays,
-    ),
     *(
         Op(
             "W4Weight.quantize",
             rt.W4Weight.quantize,
             {
-                "weight": Tensor(free_dims=(0,)),
+                "weight": Tensor(free_dims=(0, 1)),
                 "group_size": Scalar(int, bad=GROUP_SIZE.bad),
                 "zeros": Scalar(str, optional=True, bad=("integer",)),
             },
             lambda m, zeros=zeros: {"weight": m.input(W4_N, W4_K), "group_size": W4_GROUP, "zeros": zeros},
             made=w4_arrays,
             case=zeros,
+            also=("W4Weight", "w4_quantize"),
         )
         for zeros in ("symmetric", "minima")
     ),
+]
+
+# ---- KV cache
+
+KV_HEADS, HEAD_DIM, CACHE_ROWS = 2, 40, 3
+STORED = 30  # tokens a row holds before the call: the append closes a group
+
+
+def kv_cache(format, dtype, head_dim=HEAD_DIM, kv_heads=KV_HEADS, stored=STORED):
+    cache = rt.KVCache(CACHE_ROWS, 128, kv_heads, head_dim, format=format, dtype=dtype)
+    if stored:
+        shape = (CACHE_ROWS, stored, kv_heads, head_dim)
+        k, v = (cases.tensor(cases.values(shape, dtype, "stored", side), dtype) for side in "kv")
+        cache.append(k, v)
+    return cache
+
+
+def _cache_state(kwargs):
+    return list(kwargs["self"]._arrays.values())
+
+
+def _append(format, batch=2, tokens=5, counts=(5, 3)):
+    def build(m):
+        shape = (batch, tokens, KV_HEADS, HEAD_DIM)
+        element = oracle.ELEMENT_FORMATS.get(format, m.dtype)
+        return {
+            "self": kv_cache(format, element),
+            "k": m.input(*shape, dtype=element),
+            "v": m.input(*shape, dtype=element),
+            "rows": m.index([2, 0][:batch]),
+            "counts": m.index(counts[:batch]),
+        }
+
+    return build
+
+
+ROW_INDEX = Tensor(frozenset(["int32"]), optional=True, bad_values=(-1, CACHE_ROWS, 2**31 - 1, -(2**31)), lists=True)
+COUNT = Tensor(frozenset(["int32"]), optional=True, bad_values=(-1, 6, 2**31 - 1, -(2**31)), lists=True)
+NEW_TOKENS = Tensor(primary=True)
+
+KV_OPS = [
+    Op(
+        "append",
+        rt.KVCache.append,
+        {"self": Absent(), "k": NEW_TOKENS, "v": NEW_TOKENS, "rows": ROW_INDEX, "counts": COUNT, **CONTEXT},
+        _append(format),
+        empties=(_append(format, batch=0), _append(format, tokens=0, counts=(0, 0)), _append(format, counts=(0, 0))),
+        state=_cache_state,
+        case=format,
+    )
+    for format in ("fp32", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi")
 ]
 
 TABLE = Tensor(primary=True)
@@ -409,4 +453,5 @@ OPS = [
         large=_softmax(67, 9),
     ),
     *W4_OPS,
+    *KV_OPS,
 ]

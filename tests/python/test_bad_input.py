@@ -25,7 +25,7 @@ def _wrong(op, name, fault, call, changes):
     try:
         call.run(**changes, **{name: fault.value})
     except rt.RooftileError as e:
-        if not str(e).startswith((f"{op.name}: ", f"{op.name.split('.')[0]}: ", "plan: ")):
+        if not str(e).startswith((*(f"{n}: " for n in (op.name, "plan", *op.also)), f"{name} must ")):
             return f"the error does not start with the op's name: {e}"
         if not _names(str(e).removeprefix(op.name), *others):
             return f"the error does not name {' or '.join(others)}: {e}"
@@ -103,7 +103,7 @@ def test_the_table_is_complete():
         if inspect.isfunction(function) and "plan" in inspect.signature(function).parameters:
             assert function in listed, f"{name} is not in ops.py"
     for op in ops.OPS:
-        parameters = [p for p in inspect.signature(op.function).parameters if p != "self"]
+        parameters = list(inspect.signature(op.function).parameters)
         assert sorted(parameters) == sorted(op.arguments), op.name
 
 
