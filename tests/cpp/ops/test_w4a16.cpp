@@ -112,7 +112,7 @@ TEST(W4A16, EveryVariantGivesTheExactProductOfSmallIntegers) {
           for (std::int64_t i = 0; i < c.n; ++i) bias.set(i, static_cast<float>(i % 7));
           w4a16_matmul({.variant = "reference"}, x.view, w.view, expected.view, {.bias = bias.view});
           for (const std::string& name : variants())
-            for (int threads : {1, 3}) {
+            for (int threads : m == 9 ? std::vector{1, 3} : std::vector{1}) {
               Tensor y(dtype, {m, c.n});
               w4a16_matmul({.threads = threads, .variant = name.c_str()}, x.view, w.view, y.view, {.bias = bias.view});
               for (std::int64_t i = 0; i < m * c.n; ++i)
