@@ -3,6 +3,7 @@
 
 from rooftile import _C
 from rooftile._arrays import record_kernels
+from rooftile.attention import decode_attention, merge_attention, prefill_attention
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -28,8 +29,11 @@ __all__ = [
     "W4Weight",
     "add_layer_norm",
     "add_rms_norm",
+    "decode_attention",
     "gelu_mul",
     "layer_norm",
+    "merge_attention",
+    "prefill_attention",
     "record_kernels",
     "rms_norm",
     "rope",
