@@ -14,7 +14,6 @@
 
 namespace rooftile {
 
-inline constexpr int w4_layout_version = 1;
 inline constexpr int w4_tile_n = 16, w4_tile_k = 64, w4_tile_bytes = 512;
 
 ROOFTILE_HD constexpr std::int64_t w4_tiles_n(std::int64_t n) { return (n + w4_tile_n - 1) / w4_tile_n; }

@@ -280,8 +280,6 @@ KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, Tenso
   if (options.bias.given())
     Arg(op, "bias", options.bias).shape({w.n}, "[N]").dtype({x.dtype}).device(x.device, "x");
   if (options.residual.given()) like_y("residual", options.residual);
-  ROOFTILE_CHECK_KIND(not_supported, options.activation == Activation::none, op, ": activation \"",
-                      name(options.activation), "\" is not implemented yet; apply it to the result");
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.w4a16_matmul(Parallel(ctx.threads),
                  {.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w, .activation = options.activation});

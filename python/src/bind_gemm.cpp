@@ -52,6 +52,8 @@ void bind_gemm(nb::module_& m) {
            "scales"_a.none(), "offsets"_a.none(), "perm"_a.none(), "n"_a.none(), "k"_a.none(), "group_size"_a.none(),
            "zeros"_a.none(), "scale_dtype"_a.none());
 
+  m.attr("w4_layout_version") = w4_layout_version;
+
   // Bytes of the kernel tensors (codes, scales, offsets) of a weight.
   m.def("w4_sizes", [](handle n, handle k, handle group, handle zeros) {
     const char* op = "W4Weight";

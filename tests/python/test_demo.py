@@ -110,29 +110,24 @@ def test_a_row_that_ran_something_else_is_an_error(arguments, monkeypatch):
         command.run(arguments())
 
 
-def test_quality_figures():
-    base = {"nll": [2.0, 3.0], "kl": [0.0, 0.0], "top1": [1.0, 1.0]}
-    other = {"nll": [2.1, 3.3], "kl": [0.5, 0.7], "top1": [0.9, 0.7]}
-    q = measure.quality_figures(other, base)
-    assert q["perplexity"] == pytest.approx(math.exp(2.7)) and q["dnll"] == pytest.approx(0.2)
-    assert q["dnll_se"] == pytest.approx(0.1) and q["percent"] == pytest.approx(100 * (math.exp(0.2) - 1))
-    assert q["kl"] == pytest.approx(0.6) and q["top1"] == pytest.approx(0.8)
-    assert measure.quality_figures({k: v[:1] for k, v in other.items()}, base | {"nll": [2.0]})["dnll_se"] is None
-
-
 def test_measured_quality_is_the_models_own(arguments):
     """NLL and KL against logits computed by transformers alone, in float64."""
     model = tiny_model(None, "float32")
-    ids = torch.randint(0, 256, (64,), generator=torch.Generator().manual_seed(3))
+    chunks = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(3)).numpy()
     runners = [measure.Runner(measure.Variant(f, f), model) for f in ("fp32", "int4")]
-    fp32, int4 = measure.measure_quality(runners, [ids], lambda: None)
+    scores = measure.measure_quality(runners, chunks)
+    fp32, int4 = (measure.quality_figures(score, scores[0]) for score in scores)
     model.set_attn_implementation("sdpa")
+    ids = torch.as_tensor(chunks)
     with torch.no_grad():
-        logp = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
-    assert fp32["nll"][0] == pytest.approx(-logp.gather(1, ids[1:, None]).mean().item(), rel=1e-4)
-    assert fp32["kl"] == [0.0] and int4["kl"][0] > 0
-    other = runners[1].log_probabilities(ids).double()
-    assert int4["kl"][0] == pytest.approx((logp.exp() * (logp - other)).sum(1).mean().item(), rel=1e-2)
+        logp = model(ids).logits[:, :-1].double().log_softmax(-1)
+    nll = -logp.gather(2, ids[:, 1:, None]).mean((1, 2))
+    assert fp32["perplexity"] == pytest.approx(nll.mean().exp().item(), rel=1e-4)
+    assert fp32["dnll"] == fp32["kl"] == 0 and fp32["top1"] == 1
+    differences = scores[1].nll - nll.numpy()
+    assert int4["dnll"] == pytest.approx(differences.mean(), rel=1e-2, abs=1e-4)
+    assert int4["dnll_se"] == pytest.approx(abs(differences[0] - differences[1]) / 2, rel=1e-2, abs=1e-4)
+    assert int4["percent"] == pytest.approx(100 * (math.exp(int4["dnll"]) - 1)) and int4["kl"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RooftileCache and the attention "rooftile" in transformers, on tiny random models: no network."""
 
+import copy
 import types
 
 import pytest
@@ -184,7 +185,7 @@ def test_padding_is_never_stored(format, monkeypatch):
         alone = RooftileCache(model.config, format=format)
         attend(alone, torch.zeros(1, 9, 45 - pad, 16), *(x[row : row + 1, :, pad:] for x in seen[0]))
         assert_same_bytes(stored(cache, row), stored(alone))
-        assert int(cache.layers[0].cache.lengths[row]) == 45 - pad
+        assert cache.layers[0].cache.lengths[row] == 45 - pad
     assert cache.get_seq_length() == 45
 
 
@@ -256,6 +257,19 @@ def test_reset_takes_another_batch():
         assert torch.equal(generate(model, "rooftile", ids, mask, cache), generate(model, theirs, ids, mask))
         cache.reset()
         assert cache.get_seq_length() == 0
+
+
+def test_a_copied_prompt_is_reused():
+    """copy.deepcopy of a filled cache, as transformers' guide does it for a shared prefix."""
+    model, theirs = tiny()
+    ids, mask = prompts(1)
+    prefix = RooftileCache(model.config, format="fp32")
+    model.set_attn_implementation("rooftile")
+    model(ids[:, :40], past_key_values=prefix)
+    for _ in range(2):
+        cache = copy.deepcopy(prefix)
+        assert torch.equal(generate(model, "rooftile", ids, mask, cache), generate(model, theirs, ids, mask))
+    assert prefix.layers[0].cache.lengths == [40]
 
 
 def test_crop():

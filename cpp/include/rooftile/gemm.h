@@ -17,6 +17,8 @@ enum class W4Zeros : std::uint8_t {
 };
 const char* name(W4Zeros z);
 
+inline constexpr int w4_layout_version = 1;   // of the kernel form: counts up when it changes
+
 // A weight [N, K] in kernel form (cpp/core/w4_layout.h).
 struct W4View {
   std::int64_t n = 0, k = 0;

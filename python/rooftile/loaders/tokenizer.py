@@ -92,15 +92,15 @@ def load_tokenizer(path):
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
         )
-    architecture = file.metadata.get("general.architecture")
+    context = f"{file.get('general.architecture', str)}.context_length"
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=bos,
         eos_token=eos,
         pad_token=pad if pad is not None else eos,
         unk_token=unknown,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        model_max_length=file.metadata.get(f"{architecture}.context_length"),
+        chat_template=file.get("tokenizer.chat_template", str, "") or None,
+        model_max_length=file.get(context, int) if context in file.metadata else None,
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch modules. Needs torch; `import rooftile` alone does not load it."""
+
+import torch
+
+from rooftile import _C
+from rooftile.errors import ArgumentError, ArgumentTypeError
+from rooftile.gemm import W4Weight, w4a16_matmul
+
+_KINDS = ("symmetric", "integer", "minima")
+_SCALES = ("float16", "bfloat16")
+
+
+class W4Linear(torch.nn.Module):
+    """y = x W^T + bias with W in 4 bits: nn.Linear for inference.
+
+    x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The kernel-form weight
+    is held in uint8 buffers (`codes`, `scales`, `offsets`, and `perm`), which .to(dtype) leaves alone; `bias` is a
+    frozen parameter in x's dtype. Make one with `from_weight` or `from_linear`, or empty (to be filled by
+    load_state_dict) with the constructor.
+    """
+
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        bias=True,
+        *,
+        group_size=128,
+        kind="symmetric",
+        scale_dtype="float16",
+        act_order=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        codes, scales, offsets = _C.w4_sizes(out_features, in_features, group_size, kind)
+
+        def buffer(size, dtype=torch.uint8):
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        perm = torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None
+        offsets = buffer(offsets) if kind != "symmetric" else None
+        weight = W4Weight(
+            buffer(codes),
+            buffer(scales),
+            offsets,
+            shape=(out_features, in_features),
+            group_size=group_size,
+            kind=kind,
+            scale_dtype=scale_dtype,
+            perm=perm,
+        )
+        self._hold(weight, torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @classmethod
+    def from_weight(cls, weight, bias=None):
+        """weight: a W4Weight [out_features, in_features]; its arrays are shared. bias: [out_features] or None."""
+        if not isinstance(weight, W4Weight):
+            raise ArgumentTypeError(f"W4Linear.from_weight: weight must be a W4Weight, got {type(weight).__name__}")
+        if bias is not None and tuple(bias.shape) != weight.shape[:1]:
+            raise ArgumentError(f"W4Linear.from_weight: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+        self = cls.__new__(cls)
+        torch.nn.Module.__init__(self)
+        arrays = [
+            None if a is None else torch.as_tensor(a)
+            for a in (weight.codes, weight.scales, weight.offsets, weight.perm)
+        ]
+        self._hold(W4Weight(*arrays[:3], perm=arrays[3], **weight.layout), bias)
+        return self
+
+    @classmethod
+    def from_linear(cls, linear, *, group_size=128, zeros=None):
+        """Rounds an nn.Linear's weight to nearest (W4Weight.quantize). The bias is kept as it is."""
+        if not isinstance(linear, torch.nn.Linear):
+            raise ArgumentTypeError(f"W4Linear.from_linear: linear must be an nn.Linear, got {type(linear).__name__}")
+        weight = W4Weight.quantize(linear.weight.detach(), group_size=group_size, zeros=zeros)
+        return cls.from_weight(weight, None if linear.bias is None else linear.bias.detach())
+
+    def _hold(self, weight, bias):
+        self.out_features, self.in_features = weight.shape
+        self._layout = weight.layout
+        for name in ("codes", "scales", "offsets", "perm"):
+            self.register_buffer(name, getattr(weight, name))
+        self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias, requires_grad=False))
+        self._weight = weight
+
+    @property
+    def weight(self):
+        """The W4Weight over this module's buffers."""
+        w = self._weight
+        if (
+            w.codes is not self.codes
+            or w.scales is not self.scales
+            or w.offsets is not self.offsets
+            or w.perm is not self.perm
+        ):
+            w = self._weight = W4Weight(self.codes, self.scales, self.offsets, perm=self.perm, **self._layout)
+        return w
+
+    def forward(self, x):
+        return w4a16_matmul(x, self.weight, bias=self.bias)
+
+    def get_extra_state(self):
+        """What the bytes mean, as a tensor, so that any checkpoint format can hold it."""
+        shape, layout = self._layout["shape"], self._layout
+        kind, scales = _KINDS.index(layout["kind"]), _SCALES.index(layout["scale_dtype"])
+        return torch.tensor([_C.w4_layout_version, *shape, layout["group_size"], kind, scales])
+
+    def set_extra_state(self, state):
+        if state.tolist() != self.get_extra_state().tolist():
+            version, n, k, group, kind, scales = state.tolist()
+            raise ArgumentError(
+                f"W4Linear: the checkpoint holds [{n}, {k}] {_KINDS[kind]} group_size={group} {_SCALES[scales]} scales "
+                f"in layout {version}; this module is {self.extra_repr()}"
+            )
+
+    def __getstate__(self):
+        state = self.__dict__.copy()
+        state["_weight"] = None
+        return state
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._weight = W4Weight(self.codes, self.scales, self.offsets, perm=self.perm, **self._layout)
+
+    def extra_repr(self):
+        layout = self._layout
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{layout['kind']}, group_size={layout['group_size']}, {layout['scale_dtype']} scales"
+        )

