@@ -3,6 +3,7 @@
 
 from rooftile import _C
 from rooftile._arrays import record_kernels
+from rooftile.attention import decode_attention, merge_attention, prefill_attention
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -20,6 +21,7 @@ from rooftile.quantize import W4A16, quantize_
 __version__ = _C.version
 
 __all__ = [
+    "W4A16",
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
@@ -28,12 +30,14 @@ __all__ = [
     "NotSupportedError",
     "OutOfPagesError",
     "RooftileError",
-    "W4A16",
     "W4Weight",
     "add_layer_norm",
     "add_rms_norm",
+    "decode_attention",
     "gelu_mul",
     "layer_norm",
+    "merge_attention",
+    "prefill_attention",
     "quantize_",
     "record_kernels",
     "rms_norm",
