@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstddef>
+#include <memory>
+
 #include "cpu/element.h"
 #include "ops/check.h"
 #include "rooftile/fused.h"
@@ -66,6 +69,29 @@ KernelName rope(const Context& ctx, TensorView q, TensorView k, TensorView cos, 
   kernels.rope(parallel, q, cos, sin, positions, q_out);
   kernels.rope(parallel, k, cos, sin, positions, k_out);
   return check::kernel_name(kernels, {name(q.dtype)});
+}
+
+KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorView v, TensorView cos, TensorView sin,
+                       TensorView positions, const KvCacheView& cache, TensorView rows, TensorView counts, TensorView q_out) {
+  constexpr const char* op = "rope_append";
+  Arg(op, "q", q).given().ndim(4, 4);
+  check_inputs(op, q, k, cos, sin, positions);
+  check_output(op, "q_out", q_out, "q", q);
+  const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
+  const Parallel parallel(ctx.threads);
+
+  TensorView turned = k;   // contiguous: k belongs to the caller and the cache may round it
+  std::int64_t stride = 1;
+  for (int i = k.ndim - 1; i >= 0; --i) {
+    turned.stride[i] = stride;
+    stride *= k.shape[i];
+  }
+  const auto room = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(k.numel()) * size_of(k.dtype));
+  turned.data = room.get();
+  kernels.rope(parallel, k, cos, sin, positions, turned);
+  kv_append(ctx, cache, turned, v, rows, counts);   // checks v, rows, counts and the capacity before it writes
+  kernels.rope(parallel, q, cos, sin, positions, q_out);
+  return check::kernel_name(kernels, {name(q.dtype), name(cache.format)});
 }
 
 }  // namespace rooftile

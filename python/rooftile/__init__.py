@@ -4,6 +4,7 @@
 from rooftile import _C
 from rooftile._arrays import record_kernels
 from rooftile.attention import decode_attention, merge_attention, prefill_attention
+from rooftile.env import env
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -13,27 +14,43 @@ from rooftile.errors import (
     OutOfPagesError,
     RooftileError,
 )
-from rooftile.fused import add_layer_norm, add_rms_norm, gelu_mul, layer_norm, rms_norm, rope, silu_mul, softmax
+from rooftile.fused import (
+    add_layer_norm,
+    add_rms_norm,
+    gelu_mul,
+    layer_norm,
+    rms_norm,
+    rope,
+    rope_append,
+    silu_mul,
+    softmax,
+)
 from rooftile.gemm import W4Weight, w4a16_matmul
-from rooftile.kv_cache import KVCache
+from rooftile.kv_cache import KV_FORMATS, KVCache
+from rooftile.kv_model import ModelKVCache
+from rooftile.kv_paged import PagedKVCache
 from rooftile.quantize import W4A16, quantize_
 
 __version__ = _C.version
 
 __all__ = [
+    "KV_FORMATS",
     "W4A16",
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
     "FetchError",
     "KVCache",
+    "ModelKVCache",
     "NotSupportedError",
     "OutOfPagesError",
+    "PagedKVCache",
     "RooftileError",
     "W4Weight",
     "add_layer_norm",
     "add_rms_norm",
     "decode_attention",
+    "env",
     "gelu_mul",
     "layer_norm",
     "merge_attention",
@@ -42,6 +59,7 @@ __all__ = [
     "record_kernels",
     "rms_norm",
     "rope",
+    "rope_append",
     "silu_mul",
     "softmax",
     "w4a16_matmul",

@@ -21,6 +21,13 @@ def compiling():
     return torch is not None and torch.compiler.is_compiling()
 
 
+def torch_op(name, inputs, outputs, stream, plan):
+    """What a public function does while it is traced: the same through torch.ops.rooftile."""
+    from rooftile import torch_ops  # registers them; torch is there, it is tracing us
+
+    return torch_ops.call(name, inputs, outputs, stream, plan)
+
+
 def empty(like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 
@@ -33,8 +40,8 @@ def empty(like, shape=None, dtype=None):
             return None
         if shape is None and dtype is None:
             return torch.empty_like(like, memory_format=torch.contiguous_format)
-        dtype = getattr(torch, dtype) if dtype else like.dtype
-        return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=like.device)
+        shape = like.shape if shape is None else shape
+        return like.new_empty(shape, dtype=getattr(torch, dtype)) if dtype else like.new_empty(shape)
     if not isinstance(getattr(like, "shape", None), tuple):
         return None
     try:
@@ -49,9 +56,7 @@ def numpy_dtype(name):
         try:
             import ml_dtypes
         except ImportError as e:
-            raise ImportError(
-                "bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)"
-            ) from e
+            raise ImportError("bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)") from e
         return ml_dtypes.bfloat16
     return np.dtype(name)
 

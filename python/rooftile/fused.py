@@ -8,7 +8,8 @@ argument.
 """
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, ran
+from rooftile._arrays import compiling, empty, ran, torch_op
+from rooftile.kv_cache import ints
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
@@ -18,7 +19,7 @@ def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
     if compiling():
-        return _torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
+        return torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
     if out is None:
         out = empty(x)
     ran(_C.rms_norm(x, weight, eps, out, stream, plan))
@@ -34,7 +35,7 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=N
     (`residual_out` may be `residual`, `out` may be `x`).
     """
     if compiling():
-        return _torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
+        return torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
     if out is None:
         out = empty(x)
     if residual_out is None:
@@ -50,7 +51,7 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, pl
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
     if compiling():
-        return _torch_op("layer_norm", (x, weight, bias, eps), (out,), stream, plan)
+        return torch_op("layer_norm", (x, weight, bias, eps), (out,), stream, plan)
     if out is None:
         out = empty(x)
     ran(_C.layer_norm(x, weight, bias, eps, out, stream, plan))
@@ -62,7 +63,7 @@ def add_layer_norm(
 ):
     """layer_norm of x + residual, and the sum itself. Shapes and outputs as add_rms_norm; bias: [hidden] or None."""
     if compiling():
-        return _torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
+        return torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
     if out is None:
         out = empty(x)
     if residual_out is None:
@@ -82,13 +83,30 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     Returns (q, k) turned, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
     """
     if compiling():
-        return _torch_op("rope", (q, k, cos, sin, positions), (q_out, k_out), stream, plan)
+        return torch_op("rope", (q, k, cos, sin, positions), (q_out, k_out), stream, plan)
     if q_out is None:
         q_out = empty(q)
     if k_out is None:
         k_out = empty(k)
     ran(_C.rope(q, k, cos, sin, positions, q_out, k_out, stream, plan))
     return q_out, k_out
+
+
+def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, q_out=None, stream=None, plan=None):
+    """rope on q and k, then cache.append(k, v): what a layer does before its decode attention, in one call.
+
+    q: [B, T, q_heads, D]; k, v: [B, T, kv_heads, D] in the cache's dtype; cos, sin, positions [B, T] as in rope
+    (padding tokens need a valid position too); rows, counts: [B] as in KVCache.append. k itself is not changed.
+    Returns q turned, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
+    """
+    if q_out is None:
+        q_out = empty(q)
+    ran(
+        _C.rope_append(
+            q, k, v, cos, sin, positions, cache, ints("rows", rows), ints("counts", counts), q_out, stream, plan
+        )
+    )
+    return q_out
 
 
 def silu_mul(gate_up, *, out=None, stream=None, plan=None):
@@ -98,7 +116,7 @@ def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     half of gate_up). A gate of -inf gives NaN, as in torch.
     """
     if compiling():
-        return _torch_op("silu_mul", (gate_up,), (out,), stream, plan)
+        return torch_op("silu_mul", (gate_up,), (out,), stream, plan)
     if out is None:
         out = _half(gate_up)
     ran(_C.silu_mul(gate_up, out, stream, plan))
@@ -111,7 +129,7 @@ def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
     approximate: "tanh", or "none" for the form with erf, as in torch. Shapes as silu_mul.
     """
     if compiling():
-        return _torch_op("gelu_mul", (gate_up, approximate), (out,), stream, plan)
+        return torch_op("gelu_mul", (gate_up, approximate), (out,), stream, plan)
     if out is None:
         out = _half(gate_up)
     ran(_C.gelu_mul(gate_up, approximate, out, stream, plan))
@@ -125,7 +143,7 @@ def softmax(x, *, out=None, stream=None, plan=None):
     that holds +inf or NaN, is NaN throughout.
     """
     if compiling():
-        return _torch_op("softmax", (x,), (out,), stream, plan)
+        return torch_op("softmax", (x,), (out,), stream, plan)
     if out is None:
         out = empty(x)
     ran(_C.softmax(x, out, stream, plan))
@@ -134,10 +152,4 @@ def softmax(x, *, out=None, stream=None, plan=None):
 
 def _half(gate_up):
     shape = getattr(gate_up, "shape", None)
-    return empty(gate_up, (*shape[:-1], shape[-1] // 2) if isinstance(shape, tuple) and shape else ())
-
-
-def _torch_op(name, arguments, outputs, stream, plan):
-    from rooftile import torch_ops  # registers them; torch is there, it is tracing us
-
-    return torch_ops.call(name, arguments, outputs, stream, plan)
+    return empty(gate_up, (*shape[:-1], shape[-1] // 2)) if isinstance(shape, tuple) and shape else None

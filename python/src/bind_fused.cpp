@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "bind.h"
+#include "kv_cache_handle.h"
 #include "rooftile/fused.h"
 #include "tensor_caster.h"
 
@@ -75,6 +76,18 @@ void bind_fused(nb::module_& m) {
     return run([&] { return rope(ctx, tq, tk, tc, ts, tp, oq, ok); });
   }, "q"_a.none(), "k"_a.none(), "cos"_a.none(), "sin"_a.none(), "positions"_a.none(), "q_out"_a.none(), "k_out"_a.none(),
      "stream"_a.none(), "plan"_a.none());
+
+  m.def("rope_append", [](handle q, handle k, handle v, handle cos, handle sin, handle positions, handle cache, handle rows,
+                          handle counts, handle q_out, handle stream, handle plan) {
+    Args args("rope_append");
+    const TensorView tq = args.in(q, "q"), tk = args.in(k, "k"), tv = args.in(v, "v");
+    const TensorView tc = args.in(cos, "cos"), ts = args.in(sin, "sin"), tp = args.in(positions, "positions");
+    const KvCacheView& view = cache_view(cache, "rope_append");
+    const TensorView tr = args.optional(rows, "rows"), tn = args.optional(counts, "counts"), oq = args.out(q_out, "q_out");
+    const Context ctx = args.context(tq, stream, plan);
+    return run([&] { return rope_append(ctx, tq, tk, tv, tc, ts, tp, view, tr, tn, oq); });
+  }, "q"_a.none(), "k"_a.none(), "v"_a.none(), "cos"_a.none(), "sin"_a.none(), "positions"_a.none(), "cache"_a.none(),
+     "rows"_a.none(), "counts"_a.none(), "q_out"_a.none(), "stream"_a.none(), "plan"_a.none());
 
   m.def("silu_mul", [](handle gate_up, handle out, handle stream, handle plan) {
     Args args("silu_mul");

@@ -36,6 +36,7 @@ void translate(const std::exception_ptr& pointer, void*) {
 NB_MODULE(_C, m) {
   using namespace rooftile;
   nb::register_exception_translator(python::translate);
+  nb::set_leak_warnings(false);   // torch.compile keeps what it traced, our handles too, until the process ends
   m.attr("version") = ROOFTILE_VERSION;
   m.attr("binding_mode") = ROOFTILE_MODE;
   m.def("cpu_variants", [] { return cpu_variants(); });

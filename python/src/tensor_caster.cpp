@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensor_caster.h"
 
+#include <cstdint>
 #include <cstring>
 #include <string>
 
@@ -29,6 +30,11 @@ std::string text_of(nb::handle h) {
 std::string python_type(nb::handle h) {
   nb::object type = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(h.ptr())));
   return text_of(type.attr("__name__"));
+}
+
+std::string module_of(nb::handle h) {
+  nb::object type = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(h.ptr())));
+  return text_of(type.attr("__module__"));
 }
 
 // What one Python type is to us. Found out once a type.
@@ -127,6 +133,8 @@ Device device_of(int type, int index, const char* op, const char* argument) {
 }
 
 void check_memory(const TensorView& t, const char* op, const char* argument) {
+  if (reinterpret_cast<std::uintptr_t>(t.data) % size_of(t.dtype) != 0)
+    refuse(ErrorKind::value, op, argument, "is not aligned to its elements (" + describe(t) + "); copy it");
   if (!t.data && t.numel() > 0)
     refuse(ErrorKind::value, op, argument, "has no memory behind it (" + describe(t) + ")");
 }
@@ -183,9 +191,11 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
       PyErr_Clear();
       refuse(ErrorKind::type, op_, argument, "must be an array that speaks DLPack (torch, NumPy, jax, cupy), got " + python_type(h));
     }
-    nb::ndarray<> written;
-    t.read_only = writes && !nb::try_cast(object, written, false);
-    PyErr_Clear();
+    if (writes) {   // jax arrays are immutable, but their DLPack capsule does not say so
+      nb::ndarray<> written;
+      t.read_only = module_of(h).rfind("jax", 0) == 0 || !nb::try_cast(object, written, false);
+      PyErr_Clear();
+    }
     nb::dlpack::dltensor d{};
     d.data = const_cast<void*>(static_cast<const void*>(read.data()));
     d.device = {read.device_type(), read.device_id()};

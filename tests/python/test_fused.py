@@ -186,6 +186,53 @@ def test_rope_takes_one_token_and_flat_tokens():
         assert_bits_equal(a, b[2])
 
 
+def test_rope_append_is_rope_then_append(dtype, plan):
+    format = {"float32": "fp32", "float16": "int8", "bfloat16": "int4-kivi"}[dtype]
+    make = lambda: rt.KVCache(3, 128, 2, 64, format=format, dtype=dtype)  # noqa: E731
+    together, apart = make(), make()
+    cos, sin = (cases.tensor(t, "float32") for t in angles(90, 20, "float32"))
+    rows, counts = [2, 0], [37, 12]
+    for step in range(2):
+        q, k, v = (data((2, 40, h, 64), dtype, step, i)[1] for i, h in enumerate((6, 2, 2)))
+        positions = (torch.arange(40) + torch.tensor([[37 * step], [12 * step]])).int()
+        before = k.clone()
+        got = rt.rope_append(q, k, v, cos, sin, positions, together, rows=rows, counts=counts, plan=plan)
+        assert_bits_equal(k, before)
+        q_turned, k_turned = rt.rope(q, k, cos, sin, positions, plan=plan)
+        assert_bits_equal(got, q_turned)
+        apart.append(k_turned, v, rows=rows, counts=counts, plan=plan)
+    assert together.lengths == apart.lengths == [24, 0, 74]
+    for row in (0, 2):
+        for ours, theirs in zip(together.dequantize(row), apart.dequantize(row), strict=True):
+            assert_bits_equal(ours, theirs)
+
+
+def test_rope_append_that_fails_writes_nothing():
+    cache = rt.KVCache(1, 64, 2, 16, format="fp32")
+    q, k, v = torch.randn(1, 60, 4, 16), torch.randn(1, 60, 2, 16), torch.randn(1, 60, 2, 16)
+    cos = sin = torch.ones(200, 8)
+    positions = torch.arange(60)[None]
+    rt.rope_append(q, k, v, cos, sin, positions, cache)
+    before, stored = q.clone(), cache.dequantize(0)[0]
+    bad = positions.clone()
+    bad[0, 59] = 200
+    for changes, match in (
+        ({"positions": positions}, "room for 64"),
+        ({"positions": bad}, "positions must lie in"),
+        ({"v": v[:, :59]}, "v must have"),
+        ({"k": k[..., :1]}, "head_dim >= 16"),
+        ({"counts": [61]}, "counts must lie in"),
+        ({"cache": None}, "cache"),
+        ({"q_out": q[:, :, :2]}, "q_out must have q's shape"),
+    ):
+        arguments = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "positions": positions, "cache": cache, "q_out": q}
+        with pytest.raises((rt.ArgumentError, rt.ArgumentTypeError), match=match):
+            rt.rope_append(**{**arguments, **changes})
+        assert torch.equal(q, before) and cache.lengths == [60] and torch.equal(cache.dequantize(0)[0], stored)
+    rt.rope_append(q[:, :4], k[:, :4], v[:, :4], cos, sin, positions[:, :4], cache)
+    assert cache.lengths == [64]
+
+
 # ---------------------------------------------------------------- gated activations
 
 

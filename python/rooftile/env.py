@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this installation is and what it can run: for `rooftile env`, bug reports and benchmark files."""
+
+import ctypes.util
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from rooftile import _C
+
+PACKAGES = ("torch", "numpy", "jax", "transformers", "nanobind-backend")
+OPS = (
+    "decode_attention",
+    "prefill_attention",
+    "merge_attention",
+    "kv_cache",
+    "w4a16_matmul",
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "add_layer_norm",
+    "rope",
+    "rope_append",
+    "silu_mul",
+    "gelu_mul",
+    "softmax",
+)
+
+
+def env():
+    """A dict of plain values, ready for JSON.
+
+    version, commit (None outside a checkout), binding ("split" or "linked"), python, platform, cpu {model, cores,
+    variants: runnable kernel variants best first, chosen, threads, parallel}, gpu {backend, driver: libcuda is there},
+    packages {name: version or None}, torch_exchange_table (bool; None without torch), ops {name: {cpu, gpu}}: the
+    kernel variant that an op takes, or "none". Imports nothing that is not imported yet: torch_exchange_table is
+    None until torch is.
+    """
+    variants = _C.cpu_variants().split(", ")
+    chosen = variants[0]
+    gpu = _C.gpu_backend()
+    gpu_kernels = "none" if gpu.startswith("none") else gpu
+    return {
+        "version": _C.version,
+        "commit": _commit(),
+        "binding": _C.binding_mode,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": os.cpu_count(),
+            "variants": variants,
+            "chosen": chosen,
+            "threads": _C.parallel_threads(),
+            "parallel": _C.parallel_backend(),
+        },
+        "gpu": {"backend": gpu, "driver": ctypes.util.find_library("cuda") is not None},
+        "packages": {name: _package(name) for name in PACKAGES},
+        "torch_exchange_table": _exchange_table(),
+        "ops": {op: {"cpu": chosen, "gpu": gpu_kernels} for op in OPS},
+    }
+
+
+def format_text(facts):
+    """`env()` as aligned lines for a terminal."""
+    rows = _rows(facts)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    ops = facts["ops"]
+    width = max(len("op"), *(len(op) for op in ops))
+    cpu = max(len("cpu"), *(len(kernels["cpu"]) for kernels in ops.values()))
+    lines += ["", f"{'op':<{width}}  {'cpu':<{cpu}}  gpu"]
+    lines += [f"{op:<{width}}  {kernels['cpu']:<{cpu}}  {kernels['gpu']}" for op, kernels in ops.items()]
+    return "\n".join(lines)
+
+
+def format_markdown(facts):
+    """`env()` as two tables, for an issue."""
+    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in _rows(facts))]
+    lines += ["", "| op | cpu | gpu |", "|---|---|---|"]
+    lines += [f"| {op} | {kernels['cpu']} | {kernels['gpu']} |" for op, kernels in facts["ops"].items()]
+    return "\n".join(lines)
+
+
+def _rows(facts):
+    cpu, gpu = facts["cpu"], facts["gpu"]
+    table = {None: "torch is not imported", True: "yes", False: "no: slower calls, torch >= 2.10 has it"}
+    return [
+        ("rooftile", f"{facts['version']}" + (f" ({facts['commit']})" if facts["commit"] else "")),
+        ("binding", facts["binding"]),
+        ("python", facts["python"]),
+        ("platform", facts["platform"]),
+        ("cpu", f"{cpu['model']}, {cpu['cores']} cores"),
+        ("cpu variants", f"{', '.join(cpu['variants'])} (chosen: {cpu['chosen']})"),
+        ("threads", f"{cpu['threads']}, {cpu['parallel']}"),
+        ("gpu backend", gpu["backend"]),
+        ("CUDA driver", "found" if gpu["driver"] else "not found"),
+        *((name, version or "not installed") for name, version in facts["packages"].items()),
+        ("torch C exchange table", table[facts["torch_exchange_table"]]),
+    ]
+
+
+def _package(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _exchange_table():
+    torch = sys.modules.get("torch")
+    return None if torch is None else hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
+def _cpu_model():
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit():
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The caches of a whole model: one KVCache a layer."""
+
+from rooftile.errors import ArgumentError, ArgumentTypeError
+from rooftile.kv_cache import KVCache, integer
+
+
+class ModelKVCache:
+    """One KVCache for every layer; what changes rows changes them in all layers, or in none.
+
+    format: one name, or a dict of layer -> name, negative layers counted from the end, with "default" for the others:
+    `{"default": "int4-kivi", 0: "bf16", -1: "bf16"}`. The rest as KVCache; a layer of an element format has that
+    format's dtype unless `dtype` is given. `cache[i]` is layer i's cache: append and attend there.
+    """
+
+    def __init__(self, num_layers, batch, capacity, kv_heads, head_dim, *, format="int4-kivi", dtype=None, device=None):
+        formats = _formats(integer("num_layers", num_layers), format)
+        self.layers = [
+            KVCache(batch, capacity, kv_heads, head_dim, format=name, dtype=dtype, device=device) for name in formats
+        ]
+
+    def __len__(self):
+        return len(self.layers)
+
+    def __getitem__(self, layer):
+        return self.layers[layer]
+
+    def __iter__(self):
+        return iter(self.layers)
+
+    def truncate(self, rows, lengths):
+        """KVCache.truncate in every layer; an error in one leaves all as they were."""
+        self._change(lambda layer: layer.truncate(rows, lengths))
+
+    def reorder(self, index):
+        """KVCache.reorder in every layer."""
+        self._change(lambda layer: layer.reorder(index))
+
+    def reset(self, rows=None):
+        """KVCache.reset in every layer."""
+        self._change(lambda layer: layer.reset(rows))
+
+    def fork(self, src, dst):
+        """KVCache.fork in every layer."""
+        self._change(lambda layer: layer.fork(src, dst))
+
+    def _change(self, change):
+        """A layer that refuses a call is as it was; the layers before it have at most changed their lengths.
+
+        (reorder and fork are refused for arguments that all layers judge alike, so by the first layer or by none.)
+        """
+        before = [[numbers.copy() for numbers in layer.positions] for layer in self.layers]
+        try:
+            for layer in self.layers:
+                change(layer)
+        except Exception:
+            for layer, saved in zip(self.layers, before, strict=True):
+                for numbers, old in zip(layer.positions, saved, strict=True):
+                    numbers[:] = old
+            raise
+
+    @property
+    def lengths(self):
+        """Tokens stored in every row, of the first layer."""
+        return self.layers[0].lengths if self.layers else []
+
+    @property
+    def nbytes(self):
+        """Bytes allocated by all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def nbytes_used(self):
+        """Bytes the stored tokens of all layers need."""
+        return sum(layer.nbytes_used for layer in self.layers)
+
+
+def _formats(num_layers, format):
+    if isinstance(format, str):
+        return [format] * num_layers
+    if not isinstance(format, dict):
+        raise ArgumentTypeError(f"format must be a name or a dict of layer -> name, got {type(format).__name__}")
+    names = {}
+    for layer, name in format.items():
+        if layer == "default":
+            continue
+        if not -num_layers <= integer("format: layer", layer, -num_layers) < num_layers:
+            raise ArgumentError(f"format: layer {layer} is not one of {num_layers}")
+        names[layer % num_layers] = name
+    if "default" not in format and len(names) < num_layers:
+        raise ArgumentError('format: a dict that does not name every layer needs a "default"')
+    return [names.get(layer, format.get("default")) for layer in range(num_layers)]

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every variant stores the bytes of the reference, however the tokens are split; what is refused changes nothing.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <sstream>
+#include <vector>
+
+#include "core/half.h"
+#include "core/kv_layout.h"
+#include "cpu/kernels.h"
+#include "rooftile/error.h"
+#include "rooftile/kv_cache.h"
+
+namespace rooftile {
+namespace {
+
+TensorView tensor(void* data, DType dtype, std::initializer_list<std::int64_t> shape) {
+  TensorView t;
+  t.data = data;
+  t.dtype = dtype;
+  t.ndim = static_cast<int>(shape.size());
+  std::int64_t stride = 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    t.shape[i] = shape.begin()[i];
+    t.stride[i] = stride;
+    stride *= t.shape[i];
+  }
+  return t;
+}
+
+// A contiguous cache and the memory behind it.
+struct Cache {
+  Cache(KvFormat f, DType dtype, int rows, int pages, int page_size, int heads, int dim) {
+    const bool elements = is_element_format(f);
+    const auto total = static_cast<std::size_t>(rows * pages);
+    pool.assign(total * static_cast<std::size_t>(heads) * kv_block_bytes(f, page_size, dim), std::byte{0});
+    const auto raw = is_kivi(f) ? static_cast<std::size_t>(rows * heads * kv_ring * dim) * size_of(dtype) : 0;
+    ring_k.assign(raw, std::byte{0});
+    ring_v.assign(raw, std::byte{0});
+    lengths.assign(static_cast<std::size_t>(rows), 0);
+    raw_from = lengths;
+    KvCacheArrays a;
+    const std::int64_t n = rows * pages;
+    if (elements) {
+      a.k_pool = tensor(pool.data(), dtype, {n, page_size, heads, dim});
+      a.v_pool = tensor(pool.data() + pool.size() / 2, dtype, {n, page_size, heads, dim});
+    } else {
+      a.pool = tensor(pool.data(), DType::u8, {n, heads, static_cast<std::int64_t>(kv_block_bytes(f, page_size, dim))});
+    }
+    a.lengths = tensor(lengths.data(), DType::i32, {rows});
+    if (is_kivi(f)) {
+      a.ring_k = tensor(ring_k.data(), dtype, {rows, heads, kv_ring, dim});
+      a.ring_v = tensor(ring_v.data(), dtype, {rows, heads, kv_ring, dim});
+      a.raw_from = tensor(raw_from.data(), DType::i32, {rows});
+    }
+    view = kv_cache_view({f, dtype, page_size, heads, dim, rows, pages}, a);
+  }
+  bool same_bytes(const Cache& o) const {
+    return pool == o.pool && ring_k == o.ring_k && ring_v == o.ring_v && lengths == o.lengths && raw_from == o.raw_from;
+  }
+  std::vector<std::byte> pool, ring_k, ring_v;
+  std::vector<std::int32_t> lengths, raw_from;
+  KvCacheView view;
+};
+
+std::vector<std::byte> normal(DType dtype, std::size_t n, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> values;
+  std::vector<std::byte> bytes(n * size_of(dtype));
+  for (std::size_t i = 0; i < n; ++i) {
+    const float x = values(random);
+    const Half half = from_float<Half>(x);
+    const BFloat16 brain = from_float<BFloat16>(x);
+    const void* from = dtype == DType::f32   ? static_cast<const void*>(&x)
+                       : dtype == DType::f16 ? &half.bits
+                                             : &brain.bits;
+    std::memcpy(bytes.data() + i * size_of(dtype), from, size_of(dtype));
+  }
+  return bytes;
+}
+
+constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16,          KvFormat::bf16,     KvFormat::int8,
+                                KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi};
+constexpr int heads = 2, tokens = 75;
+
+std::vector<std::string> variants() {
+  std::vector<std::string> names;
+  std::istringstream list(cpu::runnable_variants());
+  for (std::string name; std::getline(list >> std::ws, name, ',');) names.push_back(name);
+  return names;
+}
+
+TEST(KvAppend, EveryVariantAndSplitStoresTheSameBytes) {
+  for (KvFormat f : formats)
+    for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      if (is_element_format(f) && code_bits(f) != 8 * static_cast<int>(size_of(dtype))) continue;
+      if (is_element_format(f) && (f == KvFormat::bf16) != (dtype == DType::bf16)) continue;
+      for (int dim : {1, 40, 80, 111, 128}) {
+        auto k = normal(dtype, static_cast<std::size_t>(2 * tokens * heads * dim), 1),
+             v = normal(dtype, k.size() / size_of(dtype), 2);
+        const TensorView tk = tensor(k.data(), dtype, {2, tokens, heads, dim}),
+                         tv = tensor(v.data(), dtype, {2, tokens, heads, dim});
+        Cache whole(f, dtype, 2, 4, 32, heads, dim);
+        Context ctx;
+        ctx.variant = "reference";
+        kv_append(ctx, whole.view, tk, tv, {}, {});
+        for (const std::string& variant : variants()) {
+          ctx.variant = variant.c_str();
+          Cache split(f, dtype, 2, 4, 32, heads, dim);
+          for (int at = 0, step = 1; at < tokens; at += step, step = step * 2 + 1) {
+            TensorView pk = tk, pv = tv;
+            for (TensorView* t : {&pk, &pv}) {
+              t->data =
+                  static_cast<std::byte*>(t->data) + at * t->stride[1] * static_cast<std::int64_t>(size_of(dtype));
+              t->shape[1] = std::min(step, tokens - at);
+            }
+            kv_append(ctx, split.view, pk, pv, {}, {});
+          }
+          EXPECT_TRUE(split.same_bytes(whole)) << variant << ' ' << name(f) << ' ' << name(dtype) << " d " << dim;
+        }
+      }
+    }
+}
+
+TEST(KvReorder, EveryMapOfFourRows) {
+  const int dim = 40;
+  for (KvFormat f : formats) {
+    const DType dtype = f == KvFormat::fp32 ? DType::f32 : f == KvFormat::bf16 ? DType::bf16 : DType::f16;
+    auto k = normal(dtype, static_cast<std::size_t>(4 * tokens * heads * dim), 3);
+    const TensorView t = tensor(k.data(), dtype, {4, tokens, heads, dim});
+    std::int32_t counts[] = {75, 64, 0, 31};
+    const TensorView tc = tensor(counts, DType::i32, {4});
+    Cache source(f, dtype, 4, 3, 32, heads, dim);
+    kv_append({}, source.view, t, t, {}, tc);
+    for (int code = 0; code < 256; code += is_kivi(f) ? 1 : 5) {
+      std::int32_t index[] = {code & 3, code >> 2 & 3, code >> 4 & 3, code >> 6};
+      Cache moved(f, dtype, 4, 3, 32, heads, dim);
+      kv_append({}, moved.view, t, t, {}, tc);
+      kv_reorder({}, moved.view, tensor(index, DType::i32, {4}), true);
+      for (int row = 0; row < 4; ++row) {
+        const std::int32_t length = counts[index[row]];
+        ASSERT_EQ(moved.lengths[static_cast<std::size_t>(row)], length);
+        std::vector<float> a(static_cast<std::size_t>(length * heads * dim)), b = a, c = a, d = a;
+        const auto out = [&](std::vector<float>& x) { return tensor(x.data(), DType::f32, {length, heads, dim}); };
+        kv_dequantize({}, moved.view, row, length, out(a), out(b));
+        kv_dequantize({}, source.view, index[row], length, out(c), out(d));
+        ASSERT_TRUE(a == c && b == d) << name(f) << " map " << code << " row " << row;
+      }
+    }
+  }
+}
+
+TEST(KvAppend, WhatIsRefusedChangesNothing) {
+  Cache cache(KvFormat::int4_kivi, DType::f32, 2, 1, 32, heads, 40),
+      before(KvFormat::int4_kivi, DType::f32, 2, 1, 32, heads, 40);
+  auto k = normal(DType::f32, 2 * 33 * heads * 40, 4);
+  const TensorView t = tensor(k.data(), DType::f32, {2, 33, heads, 40});
+  std::int32_t counts[] = {32, 33}, rows[] = {1, 1}, few[] = {1, 1};
+  EXPECT_THROW(kv_append({}, cache.view, t, t, {}, {}), Error);
+  EXPECT_THROW(kv_append({}, cache.view, t, t, {}, tensor(counts, DType::i32, {2})), Error);
+  EXPECT_THROW(kv_append({}, cache.view, t, t, tensor(rows, DType::i32, {2}), tensor(few, DType::i32, {2})), Error);
+  EXPECT_THROW(kv_append({}, cache.view, {}, t, {}, {}), Error);
+  EXPECT_TRUE(cache.same_bytes(before));
+}
+
+}   // namespace
+}   // namespace rooftile

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the KV cache share: the formats, caches of every kind, and all bytes of one."""
+
+import cases
+import numpy as np
+import oracle
+import rooftile as rt
+import torch
+
+QUANTISED = tuple(f for f in oracle.KV_FORMATS if f not in oracle.ELEMENT_FORMATS)
+# every (format, dtype of k and v) there is
+KINDS = tuple(
+    (format, dtype)
+    for format in oracle.KV_FORMATS
+    for dtype in cases.DTYPES
+    if oracle.ELEMENT_FORMATS.get(format, dtype) == dtype
+)
+PAGES = {f: (32, 64, 128) if f in oracle.KIVI_FORMATS else (16, 32, 64, 128) for f in oracle.KV_FORMATS}
+
+
+def kv(tokens, heads, dim, dtype, *key, batch=None):
+    """k, v as float64 arrays that `dtype` holds: [tokens, heads, dim], or [batch, ...]."""
+    shape = (tokens, heads, dim) if batch is None else (batch, tokens, heads, dim)
+    return cases.values(shape, dtype, "k", *key, mean=0.3), cases.values(shape, dtype, "v", *key)
+
+
+def tensors(k, v, dtype):
+    """As append takes them; one row gets its batch dimension."""
+    return tuple(cases.tensor(x if x.ndim == 4 else x[None], dtype) for x in (k, v))
+
+
+def contiguous(format, dtype, heads, dim, rows=1, capacity=200):
+    return rt.KVCache(rows, capacity, heads, dim, format=format, dtype=dtype)
+
+
+def paged(format, dtype, heads, dim, rows=1, capacity=200, page_size=32):
+    pages = -(-capacity // page_size)
+    return rt.PagedKVCache(
+        rows * pages, page_size, heads, dim, max_rows=rows, max_pages_per_row=pages, format=format, dtype=dtype
+    )
+
+
+def state(cache):
+    """A copy of every byte of a cache, by name."""
+    return {name: np.array(as_bytes(array)) for name, array in cache._arrays.items()}
+
+
+def as_bytes(array):
+    return array.contiguous().view(torch.uint8).numpy() if isinstance(array, torch.Tensor) else array.view(np.uint8)
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        left, right = (np.asarray(x[name]) for x in (a, b))
+        np.testing.assert_array_equal(left, right, err_msg=name)

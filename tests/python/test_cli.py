@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what is mistyped gives one line and status 2; ppl runs from text and from token ids."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("gguf")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import rooftile
+import tiny_gguf
+from rooftile.cli import main
+
+CHUNKS = [[(7 * i + j) % 300 for j in range(40)] for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_gguf.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture
+def ids(tmp_path):
+    path = tmp_path / "ids.json"
+    path.write_text(json.dumps({"what": "numbers", "chunks": CHUNKS}))
+    return str(path)
+
+
+def test_help_lists_the_commands_and_loads_no_torch():
+    code = (
+        "import sys; from rooftile.cli import main; status = main([]); print('torch' in sys.modules); sys.exit(status)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(rooftile.__file__))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stdout.splitlines()[-1] == "False"
+    assert " ppl " in done.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"rooftile {rooftile.__version__}\n"
+
+
+def one_line(capsys):
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("rooftile ppl: error: ")
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "none.gguf", "--token-ids", "IDS"], ("none.gguf", "No such file")),
+        (["--model", "IDS", "--token-ids", "IDS"], ("not a GGUF file",)),
+        (["--model", "MODEL", "--token-ids", "none.json"], ("--token-ids none.json", "No such file")),
+        (["--model", "MODEL", "--token-ids", "MODEL"], ("--token-ids", "UTF-8")),
+        (["--model", "MODEL", "--text", "MODEL"], ("--text", "UTF-8")),
+        (["--model", "MODEL", "--text", "none.txt"], ("--text none.txt", "No such file")),
+        (["--model", "MODEL", "--text", "IDS", "--chunks", "9"], ("--text", "tokens", "9 asked for")),
+        (["--model", "MODEL", "--text", "IDS", "--chunk-tokens", "1"], ("--chunk-tokens", "at least 2")),
+        (["--model", "MODEL", "--token-ids", "IDS", "--chunks", "4"], ("--chunks", "4", "has 3")),
+        (["--model", "MODEL", "--token-ids", "IDS", "--chunk-tokens", "8"], ("--chunk-tokens",)),
+        (["--model", "MODEL", "--token-ids", "IDS", "--formats", "int3"], ("--formats", "'int3'", "int4-kivi")),
+        (["--model", "MODEL", "--token-ids", "IDS", "--json", "no/such/folder/a.json"], ("--json", "does not exist")),
+        (["--model", "MODEL", "--token-ids", "IDS", "--json", "."], ("--json .", "is a folder")),
+    ],
+)
+def test_mistakes(model, ids, capsys, arguments, words):
+    arguments = [{"MODEL": model, "IDS": ids}.get(a, a) for a in arguments]
+    assert main(["ppl", *arguments]) == 2
+    line = one_line(capsys)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("option", ["--chunks", "--chunk-tokens", "--threads"])
+@pytest.mark.parametrize("value", ["-1", "0", "x", "1.5"])
+def test_numbers(option, value, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["ppl", option, value])
+    assert caught.value.code == 2
+    assert f"expected a whole number from 1 on, got '{value}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"chunks": 5}',
+        '{"chunks": []}',
+        '{"chunks": [[]]}',
+        '{"chunks": [[1]]}',
+        '{"chunks": [[1, 2], [1]]}',
+        '{"chunks": [[1, "2"]]}',
+        '{"chunks": [[1, -2]]}',
+        '{"chunks": [[1, 320]]}',
+    ],
+)
+def test_bad_token_ids(model, tmp_path, capsys, content):
+    path = tmp_path / "ids.json"
+    path.write_text(content)
+    assert main(["ppl", "--model", model, "--token-ids", str(path)]) == 2
+    one_line(capsys)
+
+
+@pytest.mark.parametrize("weights", ["dequantize", "w4a16"])
+def test_ppl(model, ids, tmp_path, capsys, weights):
+    out = tmp_path / "out.json"
+    command = ["ppl", "--model", model, "--token-ids", ids, "--formats", "fp32,int4-kivi", "--weights", weights]
+    assert main([*command, "--chunks", "2", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    rows = {row["name"]: row for row in report["rows"]}
+    prefix = "" if weights == "dequantize" else "W4A16 + "
+    assert list(rows) == ["baseline", *([] if not prefix else ["W4A16"]), prefix + "fp32", prefix + "int4-kivi"]
+    assert report["protocol"]["chunks"] == 2 and report["protocol"]["scored_tokens"] == 78
+    assert rows[prefix + "fp32"]["bits"] == 64
+    assert rows[prefix + "fp32"]["dnll"] == pytest.approx(0, abs=1e-5)
+    assert rows[prefix + "int4-kivi"]["kl"] > 1e-6
+    printed = capsys.readouterr().out
+    for name in rows:
+        assert name in printed

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rt.env() says what is true of this machine, in three forms."""
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+import rooftile as rt
+import torch
+from rooftile import _C
+from rooftile.cli import env as command
+from rooftile.env import OPS, format_markdown, format_text
+
+
+def test_facts():
+    facts = rt.env()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["version"] == rt.__version__
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["packages"]["numpy"] == np.__version__
+    assert facts["torch_exchange_table"] == hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert facts["cpu"]["chosen"] == facts["cpu"]["variants"][0]
+    assert facts["cpu"]["threads"] == _C.parallel_threads() >= 1
+
+
+def test_the_chosen_variant_is_the_one_that_runs():
+    with rt.record_kernels() as ran:
+        rt.rms_norm(torch.ones(2, 4))
+    assert ran == [f"cpu_{rt.env()['ops']['rms_norm']['cpu']}_float32"]
+
+
+def test_every_public_op_is_listed():
+    functions = {name for name in rt.__all__ if callable(getattr(rt, name)) and name.islower()}
+    no_kernel = {"accelerate", "env", "quantize_", "record_kernels", "warmup"}
+    assert functions - no_kernel <= set(OPS)
+
+
+def test_text_and_markdown_hold_every_fact():
+    facts = rt.env()
+    for text in (format_text(facts), format_markdown(facts)):
+        for word in (facts["version"], facts["cpu"]["model"], facts["gpu"]["backend"], *OPS, *facts["packages"]):
+            assert str(word) in text
+    widths = {line.index(facts["cpu"]["chosen"]) for line in format_text(facts).splitlines()[-len(OPS) :]}
+    assert len(widths) == 1
+    facts["packages"]["jax"] = facts["commit"] = facts["torch_exchange_table"] = None
+    assert "not installed" in format_text(facts) and "None" not in format_text(facts) + format_markdown(facts)
+
+
+@pytest.mark.parametrize("options", [[], ["--markdown"], ["--json"]])
+def test_command(options, capsys, tmp_path):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args(options)) == 0
+    printed = capsys.readouterr().out
+    facts = rt.env()
+    if options == ["--json"]:
+        assert json.loads(printed) == facts
+        file = tmp_path / "env.json"
+        assert command.run(parser.parse_args(["--json", str(file)])) == 0
+        assert json.loads(file.read_text()) == facts
+    else:
+        assert printed.strip() == (format_markdown if options else format_text)(facts)

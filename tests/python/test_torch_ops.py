@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.rooftile and torch.compile: the same bits as the eager call, honest stand-ins, few recompiles."""
+
+import pytest
+import rooftile as rt
+import torch
+from closeness import assert_bits_equal
+from rooftile import torch_ops
+from torch._dynamo.testing import CompileCounter
+
+
+def _weight(kind):
+    return rt.W4Weight.quantize(torch.randn(24, 64, generator=torch.manual_seed(1)), group_size=32, zeros=kind)
+
+
+def cases(tokens=5, dtype=torch.bfloat16):
+    """name -> (function of tensors, tensors). Weights and caches are captured, as a module would hold them."""
+    torch.manual_seed(0)
+    make = lambda *shape: torch.randn(*shape).to(dtype)  # noqa: E731
+    x, r, w, b = make(2, tokens, 32), make(2, tokens, 32), make(32), make(32)
+    cos, sin = torch.randn(64, 8), torch.randn(64, 8)
+    positions = torch.arange(tokens).repeat(2, 1)
+    symmetric, minima, bias = _weight(None), _weight("minima"), make(24)
+    return {
+        "rms_norm": (lambda x, w: rt.rms_norm(x, w, 1e-5), (x, w)),
+        "add_rms_norm": (lambda x, r, w: rt.add_rms_norm(x, r, w), (x, r, w)),
+        "layer_norm": (lambda x, w, b: rt.layer_norm(x, w, b), (x, w, b)),
+        "add_layer_norm": (lambda x, r: rt.add_layer_norm(x, r), (x, r)),
+        "rope": (rt.rope, (make(2, tokens, 3, 16), make(2, tokens, 1, 16), cos, sin, positions)),
+        "silu_mul": (rt.silu_mul, (x,)),
+        "gelu_mul": (lambda x: rt.gelu_mul(x, approximate="none"), (x,)),
+        "softmax": (rt.softmax, (x,)),
+        "w4a16_matmul": (lambda x: rt.w4a16_matmul(x, symmetric), (make(2, tokens, 64),)),
+        "w4a16_matmul_minima": (lambda x, b: rt.w4a16_matmul(x, minima, bias=b), (make(tokens, 64), bias)),
+    }
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_equals_eager(name, backend):
+    f, inputs = cases()[name]
+    with rt.record_kernels() as eager_ran:
+        expected = as_tuple(f(*inputs))
+    with rt.record_kernels() as ran:
+        got = as_tuple(torch.compile(f, fullgraph=True, backend=backend)(*inputs))
+    assert ran == eager_ran and len(ran) == 1
+    for a, b in zip(got, expected, strict=True):
+        assert_bits_equal(a, b)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_growing_sequence_compiles_twice_at_most(name):
+    compiles = CompileCounter()
+    compiled = torch.compile(cases()[name][0], fullgraph=True, backend=compiles)
+    for tokens in (3, 4, 5, 7, 8, 9, 16, 17, 33):
+        f, inputs = cases(tokens)[name]
+        for a, b in zip(as_tuple(compiled(*inputs)), as_tuple(f(*inputs)), strict=True):
+            assert_bits_equal(a, b)
+    assert compiles.frame_count <= 2
+
+
+def _op_inputs(name):
+    """Arguments of torch.ops.rooftile.<name>, those of `cases` with what the public function adds."""
+    inputs = cases()[name][1]
+    if name == "w4a16_matmul":
+        w = _weight("minima")
+        form = (w.codes, w.scales, w.offsets, None, *w.shape, w.group_size, w.kind, w.scale_dtype)
+        return (*inputs, *form, None, None, None)
+    extra = {
+        "rms_norm": (1e-5,),
+        "add_rms_norm": (1e-5,),
+        "layer_norm": (1e-5,),
+        "add_layer_norm": (None, None, 1e-5),
+        "gelu_mul": ("tanh",),
+    }
+    return (*inputs, *extra.get(name, ()))
+
+
+@pytest.mark.parametrize("name", torch_ops.OPS)
+def test_opcheck(name):
+    op, out_op = getattr(torch.ops.rooftile, name).default, getattr(torch.ops.rooftile, name + "_out").default
+    inputs = _op_inputs(name)
+    torch.library.opcheck(op, inputs)
+    results = as_tuple(op(*inputs))
+    written = {out: torch.zeros_like(t) for out, t in zip(torch_ops.OPS[name].outputs, results, strict=True)}
+    torch.library.opcheck(out_op, inputs, written)
+    out_op(*inputs, **written)
+    for a, b in zip(written.values(), results, strict=True):
+        assert_bits_equal(a, b)
+
+
+@pytest.mark.parametrize("name", torch_ops.OPS)
+@pytest.mark.parametrize("layout", ["contiguous", "swapped", "strided", "empty"])
+def test_stand_in_has_the_real_shape_and_strides(name, layout):
+    """opcheck compares no strides on the CPU."""
+
+    def lay_out(t):
+        if layout == "swapped" and t.dim() > 2:
+            return t.transpose(0, 1).contiguous().transpose(0, 1)
+        if layout == "strided" and t.dim() > 1:
+            return torch.stack([t, t], -1).flatten(-2)[..., ::2]
+        return t[:0] if layout == "empty" and t.dim() > 2 else t
+
+    first, *rest = _op_inputs(name)
+    if name == "w4a16_matmul":
+        inputs = (lay_out(first), *rest)
+    elif name == "rope":
+        q, k, cos, sin, positions = first, *rest
+        inputs = (lay_out(q), lay_out(k), cos, sin, positions[:0] if layout == "empty" else positions)
+    else:
+        inputs = tuple(lay_out(t) if isinstance(t, torch.Tensor) else t for t in (first, *rest))
+    op = getattr(torch.ops.rooftile, name).default
+    real = as_tuple(op(*inputs))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = as_tuple(op(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in inputs)))
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+def test_given_outputs_are_written_by_the_compiled_call():
+    x, r, w = cases()["add_rms_norm"][1]
+    expected = rt.add_rms_norm(x, r, w)
+
+    def f(x, r, w, out):
+        y, s = rt.add_rms_norm(x, r, w, out=out, residual_out=r)
+        return y + s
+
+    out, residual = torch.zeros_like(x), r.clone()
+    got = torch.compile(f, fullgraph=True, backend="aot_eager")(x, residual, w, out)
+    assert_bits_equal(out, expected[0])
+    assert_bits_equal(residual, expected[1])
+    assert_bits_equal(got, expected[0] + expected[1])
+
+
+def test_errors_of_a_compiled_call_name_the_argument():
+    compiled = torch.compile(lambda x, w: rt.rms_norm(x, w), fullgraph=True, backend="eager")
+    with pytest.raises(rt.ArgumentError, match="weight must be"):
+        compiled(torch.randn(3, 8), torch.ones(7))
+    assert compiled(torch.randn(3, 8), torch.ones(8)).shape == (3, 8)
+    with pytest.raises(Exception, match="stream cannot be given"):
+        torch.compile(lambda x: rt.rms_norm(x, stream=1), fullgraph=True, backend="eager")(torch.randn(3, 8))
+
+
+def test_export():
+    class Block(torch.nn.Module):
+        def forward(self, x, w):
+            return rt.silu_mul(rt.rms_norm(x, w))
+
+    x, w = torch.randn(4, 32), torch.randn(32)
+    program = torch.export.export(Block(), (x, w))
+    assert_bits_equal(program.module()(x, w), Block()(x, w))
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert {"rooftile.rms_norm.default", "rooftile.silu_mul.default"} <= targets
