@@ -32,8 +32,8 @@ class Letters:
 def tiny_model(path, dtype, weights="dequantize"):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-        head_dim=16, vocab_size=256, max_position_embeddings=512,
+        hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=256, max_position_embeddings=512,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval().requires_grad_(False)
     for parameter in model.parameters():
