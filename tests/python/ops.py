@@ -30,6 +30,7 @@ class Tensor:
     expandable: tuple = ()  # dimensions along which a stride of 0 is a legal input
     rows: int | None = None  # the dimension that counts independent rows
     lists: bool = False  # a list of numbers is welcome as well
+    contiguous: bool = False  # any other layout is refused by name
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False):
         "zeros": Tensor(zeros_dtypes),
         "group_size": GROUP_SIZE,
         "kind": Scalar(str, optional=True),
-        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True),
+        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True, contiguous=True),
     }
     absent = [n for n, given in (("zeros", kind != "symmetric"), ("perm", act_order)) if not given]
     return Op(
@@ -400,7 +401,7 @@ KV_OPS = [
         state=_cache_state,
         case=format,
     )
-    for format in ("fp32", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi")
+    for format in ("bf16", "int8", "int4-kivi")
 ]
 
 TABLE = Tensor(primary=True)
