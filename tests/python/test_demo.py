@@ -21,7 +21,7 @@ from rooftile.demo import measure, report  # noqa: E402
 class Letters:
     """A tokenizer of single bytes."""
 
-    def __call__(self, text):
+    def __call__(self, text, verbose=True):
         return {"input_ids": list(text.encode())}
 
     def decode(self, ids):

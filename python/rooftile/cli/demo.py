@@ -77,7 +77,7 @@ def measure(args):
     text = read_text(args.text, "--text") if args.text else demo_text()[:_CHARACTERS]
     path = pathlib.Path(args.model) if args.model else demo_model()
     tokenizer = load_tokenizer(path)
-    ids = torch.tensor(tokenizer(text)["input_ids"])
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     needed = max(prompt_tokens, chunk_tokens)
     if len(ids) < needed:
         raise ArgumentError(f"--text: this prompt and these chunks need {needed} tokens or more, it has {len(ids)}")
