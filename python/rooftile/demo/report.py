@@ -77,11 +77,11 @@ def quality_table(report):
         if q is None:
             continue
         if row["name"] == report["run"]["baseline"]:
-            table.add_row(row["name"], f"{q['perplexity']:.3f}", "baseline", "", "", "")
+            table.add_row(row["name"], f"{q['perplexity']:#.5g}", "baseline", "", "", "")
             continue
         table.add_row(
             row["name"],
-            f"{q['perplexity']:.3f}",
+            f"{q['perplexity']:#.5g}",
             f"{q['percent']:+.2f} %",
             _signed(q["dnll"], q["dnll_se"]),
             f"{q['kl']:.4f}",
