@@ -57,8 +57,8 @@ void check_row(const char* op, const char* argument, const KvCacheView& c, std::
 // The stored length of a row. A serving engine may share the array, so its values are checked at every use.
 std::int64_t length_of(const char* op, const KvCacheView& c, std::int64_t row) {
   const std::int64_t length = c.lengths[row];
-  ROOFTILE_CHECK(length >= 0 && length <= c.capacity(), op, ": cache lengths[", row, "] must lie in [0, ", c.capacity(), "], got ",
-                 length);
+  ROOFTILE_CHECK(length >= 0 && length <= c.capacity(), op, ": cache lengths[", row, "] must lie in [0, ", c.capacity(),
+                 "], got ", length);
   return length;
 }
 
@@ -67,8 +67,8 @@ void check_pages(const char* op, const KvCacheView& c, std::int64_t row, std::in
   if (!c.block_table || begin >= end) return;
   for (std::int64_t i = begin / c.page_size; i <= (end - 1) / c.page_size; ++i) {
     const std::int32_t page = c.block_table[row * c.table_stride + i];
-    ROOFTILE_CHECK(page >= 0 && page < c.pages, op, ": block_table[", row, ", ", i, "] must be a page in [0, ", c.pages, "), got ",
-                   page);
+    ROOFTILE_CHECK(page >= 0 && page < c.pages, op, ": block_table[", row, ", ", i, "] must be a page in [0, ", c.pages,
+                   "), got ", page);
   }
 }
 
@@ -131,8 +131,8 @@ struct Reader {
   }
   int code(std::int64_t token, int d) const {
     const int slot = static_cast<int>(token % c.page_size);
-    const std::int64_t index =
-        side == KvSide::k ? k_code_index(c.head_dim, slot, d) : v_code_index(c.format, c.page_size, c.head_dim, slot, d);
+    const std::int64_t index = side == KvSide::k ? k_code_index(c.head_dim, slot, d)
+                                                 : v_code_index(c.format, c.page_size, c.head_dim, slot, d);
     const std::byte* codes = section(plane().codes, token);
     if (code_bits(c.format) == 8) return static_cast<std::int8_t>(codes[index]);
     const int nibble = (static_cast<int>(codes[index / 2]) >> (index % 2 * 4)) & 15;
@@ -160,7 +160,8 @@ struct Reader {
 };
 
 void check_quantised(const char* op, const KvCacheView& c) {
-  ROOFTILE_CHECK(!is_element_format(c.format), op, ": a cache of format ", name(c.format), " stores elements, not codes");
+  ROOFTILE_CHECK(!is_element_format(c.format), op, ": a cache of format ", name(c.format),
+                 " stores elements, not codes");
 }
 
 // How many tokens of a row are stored as codes.
@@ -177,23 +178,25 @@ std::int64_t bytes_between(const TensorView& t, int dimension) {
 void check_table(const char* op, const char* argument, const TensorView& t, std::initializer_list<std::int64_t> shape,
                  const char* names, Device device) {
   Arg(op, argument, t).given().dtype({DType::i32}).shape(shape, names).device(device, "the pool").writable();
-  ROOFTILE_CHECK(t.last() <= 1 || t.last_stride() == 1, op, ": ", argument, " must have neighbouring elements in its last dimension, got stride ",
-                 t.last_stride());
+  ROOFTILE_CHECK(t.last() <= 1 || t.last_stride() == 1, op, ": ", argument,
+                 " must have neighbouring elements in its last dimension, got stride ", t.last_stride());
 }
 
-}  // namespace
+}   // namespace
 
 KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
   const char* op = "KVCache";
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   const auto count = [&](const char* argument, std::int64_t value, std::int64_t at_least) {
-    ROOFTILE_CHECK(value >= at_least && value <= most, op, ": ", argument, " must lie in [", at_least, ", ", most, "], got ", value);
+    ROOFTILE_CHECK(value >= at_least && value <= most, op, ": ", argument, " must lie in [", at_least, ", ", most,
+                   "], got ", value);
     return static_cast<int>(value);
   };
-  ROOFTILE_CHECK_KIND(type, is_activation(s.dtype), op, ": dtype must be float32, float16 or bfloat16, got ", name(s.dtype));
+  ROOFTILE_CHECK_KIND(type, is_activation(s.dtype), op, ": dtype must be float32, float16 or bfloat16, got ",
+                      name(s.dtype));
   const DType element = s.format == KvFormat::fp32 ? DType::f32 : s.format == KvFormat::fp16 ? DType::f16 : DType::bf16;
-  ROOFTILE_CHECK_KIND(type, !is_element_format(s.format) || s.dtype == element, op, ": format ", name(s.format), " stores ",
-                      name(element), ", so dtype cannot be ", name(s.dtype));
+  ROOFTILE_CHECK_KIND(type, !is_element_format(s.format) || s.dtype == element, op, ": format ", name(s.format),
+                      " stores ", name(element), ", so dtype cannot be ", name(s.dtype));
   KvCacheView c;
   c.format = s.format;
   c.dtype = s.dtype;
@@ -206,21 +209,30 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
                  ": page_size must be 16, 32, 64 or 128, got ", c.page_size);
   ROOFTILE_CHECK(!is_kivi(c.format) || c.page_size % kv_group == 0, op, ": format ", name(c.format),
                  " stores groups of 32 tokens, so page_size must be 32, 64 or 128, got ", c.page_size);
-  ROOFTILE_CHECK(c.capacity() <= most, op, ": a row would hold ", c.capacity(), " tokens, at most ", most, " are counted");
+  ROOFTILE_CHECK(c.capacity() <= most, op, ": a row would hold ", c.capacity(), " tokens, at most ", most,
+                 " are counted");
 
   std::int64_t pages = 0;
   if (is_element_format(c.format)) {
-    const struct { const char* argument; const TensorView& t; KvCacheView::Plane& plane; } sides[] = {{"k_pool", a.k_pool, c.k},
-                                                                                                {"v_pool", a.v_pool, c.v}};
+    const struct {
+      const char* argument;
+      const TensorView& t;
+      KvCacheView::Plane& plane;
+    } sides[] = {{"k_pool", a.k_pool, c.k}, {"v_pool", a.v_pool, c.v}};
     pages = a.k_pool.given() && a.k_pool.ndim == 4 ? a.k_pool.shape[0] : 0;
     for (const auto& [argument, t, plane] : sides) {
       Arg(op, argument, t).given().dtype({c.dtype}).ndim(4, 4);
-      Arg(op, argument, t).shape({pages, c.page_size, c.kv_heads, c.head_dim}, "[pages, page_size, kv_heads, head_dim]")
-          .device(a.k_pool.device, "k_pool").writable();
+      Arg(op, argument, t)
+          .shape({pages, c.page_size, c.kv_heads, c.head_dim}, "[pages, page_size, kv_heads, head_dim]")
+          .device(a.k_pool.device, "k_pool")
+          .writable();
       ROOFTILE_CHECK(c.head_dim == 1 || t.last_stride() == 1, op, ": ", argument,
                      " must have neighbouring elements in its last dimension, got stride ", t.last_stride());
-      ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(t.data) % size_of(c.dtype) == 0, op, ": ", argument, " is not aligned to its elements");
-      plane = {.codes = static_cast<std::byte*>(t.data), .page_stride = bytes_between(t, 0), .head_stride = bytes_between(t, 2),
+      ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(t.data) % size_of(c.dtype) == 0, op, ": ", argument,
+                     " is not aligned to its elements");
+      plane = {.codes = static_cast<std::byte*>(t.data),
+               .page_stride = bytes_between(t, 0),
+               .head_stride = bytes_between(t, 2),
                .token_stride = bytes_between(t, 1)};
     }
     c.device = a.k_pool.device;
@@ -230,16 +242,23 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
     const KvBlock block = kv_block(c.format, c.page_size, c.head_dim);
     pages = t.shape[0];
     Arg(op, "pool", t).shape({pages, c.kv_heads, block.bytes}, "[pages, kv_heads, block_bytes]").writable();
-    ROOFTILE_CHECK(t.last_stride() == 1, op, ": pool must have neighbouring bytes in its last dimension, got stride ", t.last_stride());
+    ROOFTILE_CHECK(t.last_stride() == 1, op, ": pool must have neighbouring bytes in its last dimension, got stride ",
+                   t.last_stride());
     ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && (t.shape[0] <= 1 || t.stride[0] % 16 == 0) &&
                        (t.shape[1] <= 1 || t.stride[1] % 16 == 0),
-                   op, ": every block of pool must start at a multiple of 16 bytes, got strides ", t.stride[0], " and ", t.stride[1],
-                   " at address ...", reinterpret_cast<std::uintptr_t>(t.data) % 16, " modulo 16");
+                   op, ": every block of pool must start at a multiple of 16 bytes, got strides ", t.stride[0], " and ",
+                   t.stride[1], " at address ...", reinterpret_cast<std::uintptr_t>(t.data) % 16, " modulo 16");
     auto* base = static_cast<std::byte*>(t.data);
-    c.k = {.codes = base, .scale = base + block.k_scale, .min = has_min(c.format) ? base + block.k_min : nullptr,
-           .page_stride = t.stride[0], .head_stride = t.stride[1]};
-    c.v = {.codes = base + block.v_codes, .scale = base + block.v_scale, .min = has_min(c.format) ? base + block.v_min : nullptr,
-           .page_stride = t.stride[0], .head_stride = t.stride[1]};
+    c.k = {.codes = base,
+           .scale = base + block.k_scale,
+           .min = has_min(c.format) ? base + block.k_min : nullptr,
+           .page_stride = t.stride[0],
+           .head_stride = t.stride[1]};
+    c.v = {.codes = base + block.v_codes,
+           .scale = base + block.v_scale,
+           .min = has_min(c.format) ? base + block.v_min : nullptr,
+           .page_stride = t.stride[0],
+           .head_stride = t.stride[1]};
     c.device = t.device;
   }
   c.pages = count("pages", pages, 0);
@@ -249,7 +268,8 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
     c.block_table = a.block_table.as<const std::int32_t>();
     c.table_stride = a.block_table.stride[0];
   } else {
-    ROOFTILE_CHECK(pages == std::int64_t{c.max_rows} * c.max_pages, op, ": a pool without block_table must hold max_rows * max_pages = ",
+    ROOFTILE_CHECK(pages == std::int64_t{c.max_rows} * c.max_pages, op,
+                   ": a pool without block_table must hold max_rows * max_pages = ",
                    std::int64_t{c.max_rows} * c.max_pages, " pages, got ", pages);
   }
   check_table(op, "lengths", a.lengths, {c.max_rows}, "[max_rows]", c.device);
@@ -257,12 +277,16 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
   if (is_kivi(c.format)) {
     c.ring_size = kv_ring;
     for (const auto& [argument, t] : {std::pair{"ring_k", &a.ring_k}, {"ring_v", &a.ring_v}}) {
-      Arg(op, argument, *t).given().dtype({c.dtype}).shape({c.max_rows, c.kv_heads, kv_ring, c.head_dim}, "[max_rows, kv_heads, 64, head_dim]")
-          .device(c.device, "the pool").writable();
+      Arg(op, argument, *t)
+          .given()
+          .dtype({c.dtype})
+          .shape({c.max_rows, c.kv_heads, kv_ring, c.head_dim}, "[max_rows, kv_heads, 64, head_dim]")
+          .device(c.device, "the pool")
+          .writable();
       std::int64_t contiguous = 1;
       for (int i = 3; i >= 0; contiguous *= t->shape[i--])
-        ROOFTILE_CHECK(t->shape[i] <= 1 || t->stride[i] == contiguous, op, ": ", argument, " must be contiguous, got stride ", t->stride[i],
-                       " in dimension ", i);
+        ROOFTILE_CHECK(t->shape[i] <= 1 || t->stride[i] == contiguous, op, ": ", argument,
+                       " must be contiguous, got stride ", t->stride[i], " in dimension ", i);
     }
     c.ring_k = a.ring_k.as<std::byte>();
     c.ring_v = a.ring_v.as<std::byte>();
@@ -272,11 +296,14 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
   return c;
 }
 
-KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, TensorView v, TensorView rows, TensorView counts) {
+KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, TensorView v, TensorView rows,
+                     TensorView counts) {
   const char* op = "append";
   Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4);
   const std::int64_t batch = k.shape[0], tokens = k.shape[1];
-  Arg(op, "k", k).shape({batch, tokens, c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]").device(c.device, "the cache");
+  Arg(op, "k", k)
+      .shape({batch, tokens, c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]")
+      .device(c.device, "the cache");
   Arg(op, "v", v).given().dtype({c.dtype}).shape_of(k, "k").device(c.device, "the cache");
   const cpu::Kernels& kernels = host_kernels(op, ctx, c);
   const Ints row_list = rows.given() ? Ints(op, "rows", rows, batch, "[batch]") : Ints{};
@@ -294,8 +321,8 @@ KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, Ten
       seen[static_cast<std::size_t>(row)] = true;
     }
     const std::int64_t length = length_of(op, c, row);
-    ROOFTILE_CHECK(length + n <= c.capacity(), op, ": row ", row, " holds ", length, " tokens and has room for ", c.capacity(),
-                   "; ", n, " more do not fit");
+    ROOFTILE_CHECK(length + n <= c.capacity(), op, ": row ", row, " holds ", length, " tokens and has room for ",
+                   c.capacity(), "; ", n, " more do not fit");
     check_pages(op, c, row, length, length + n);
   }
   const std::int32_t* row_data = rows.given() ? row_list.data() : nullptr;
@@ -315,17 +342,21 @@ void kv_truncate(const Context& ctx, const KvCacheView& c, TensorView rows, Tens
     check_row(op, "rows", c, row);
     for (std::int64_t j = 0; j < i; ++j) ROOFTILE_CHECK(row_list[j] != row, op, ": rows names row ", row, " twice");
     const std::int64_t from = length_of(op, c, row);
-    ROOFTILE_CHECK(to >= 0 && to <= from, op, ": lengths must lie in [0, ", from, "] for row ", row, ", which holds ", from,
-                   " tokens, got ", to);
+    ROOFTILE_CHECK(to >= 0 && to <= from, op, ": lengths must lie in [0, ", from, "] for row ", row, ", which holds ",
+                   from, " tokens, got ", to);
     if (!is_kivi(c.format) || to % kv_group == 0 || to == from) continue;
     ROOFTILE_CHECK(from - to <= kv_step_back, op, ": a cache of format ", name(c.format),
-                   " can be cut to a multiple of 32 tokens, or by at most 16; row ", row, " holds ", from, " and lengths asks for ", to);
-    ROOFTILE_CHECK(kivi_code_end(to) >= raw_begin(c, row), op, ": row ", row, " holds raw tokens from position ", raw_begin(c, row),
+                   " can be cut to a multiple of 32 tokens, or by at most 16; row ", row, " holds ", from,
+                   " and lengths asks for ", to);
+    ROOFTILE_CHECK(kivi_code_end(to) >= raw_begin(c, row), op, ": row ", row, " holds raw tokens from position ",
+                   raw_begin(c, row),
                    " on, after earlier cuts; lengths can be that, a multiple of 32 below it, or more, got ", to);
   }
   for (std::int64_t i = 0; i < row_list.size(); ++i) {
     const std::int64_t row = row_list[i];
-    if (is_kivi(c.format)) c.raw_from[row] = static_cast<std::int32_t>(std::min<std::int64_t>(std::max<std::int64_t>(raw_begin(c, row), 0), length_list[i]));
+    if (is_kivi(c.format))
+      c.raw_from[row] = static_cast<std::int32_t>(
+          std::min<std::int64_t>(std::max<std::int64_t>(raw_begin(c, row), 0), length_list[i]));
     c.lengths[row] = length_list[i];
   }
 }
@@ -336,7 +367,8 @@ void kv_copy_pages(const Context& ctx, const KvCacheView& c, TensorView src, Ten
   const Ints from(op, "src", src), to(op, "dst", dst, from.size(), "[src]");
   for (const auto& [argument, list] : {std::pair{"src", &from}, {"dst", &to}})
     for (std::int64_t i = 0; i < list->size(); ++i)
-      ROOFTILE_CHECK((*list)[i] >= 0 && (*list)[i] < c.pages, op, ": ", argument, " must lie in [0, ", c.pages, "), got ", (*list)[i]);
+      ROOFTILE_CHECK((*list)[i] >= 0 && (*list)[i] < c.pages, op, ": ", argument, " must lie in [0, ", c.pages,
+                     "), got ", (*list)[i]);
   for (std::int64_t i = 0; i < from.size(); ++i) copy_page(c, from[i], to[i]);
 }
 
@@ -350,7 +382,8 @@ void kv_copy_row(const Context& ctx, const KvCacheView& c, int src, int dst, int
   check_pages(op, c, src, begin, length);
   check_pages(op, c, dst, begin, length);
   if (src == dst) return;
-  for (std::int64_t token = begin; token < length; token += c.page_size) copy_page(c, kv_page(c, src, token), kv_page(c, dst, token));
+  for (std::int64_t token = begin; token < length; token += c.page_size)
+    copy_page(c, kv_page(c, src, token), kv_page(c, dst, token));
   copy_ring(c, src, dst);
   c.lengths[dst] = c.lengths[src];
 }
@@ -360,7 +393,8 @@ namespace {
 // One row put aside, so that a cycle of rows can be turned.
 class SavedRow {
  public:
-  SavedRow(const KvCacheView& c, std::int64_t row, bool pages) : c_(c), pages_(pages ? pages_for(c, c.lengths[row]) : 0) {
+  SavedRow(const KvCacheView& c, std::int64_t row, bool pages)
+      : c_(c), pages_(pages ? pages_for(c, c.lengths[row]) : 0) {
     length_ = c.lengths[row];
     walk(row, [this](std::byte* p, std::int64_t n) { bytes_.insert(bytes_.end(), p, p + n); });
     if (is_kivi(c.format)) raw_from_ = c.raw_from[row];
@@ -393,7 +427,7 @@ class SavedRow {
   std::int32_t length_ = 0, raw_from_ = 0;
 };
 
-}  // namespace
+}   // namespace
 
 void kv_reorder(const Context& ctx, const KvCacheView& c, TensorView index, bool move_pages) {
   const char* op = "reorder";
@@ -406,7 +440,8 @@ void kv_reorder(const Context& ctx, const KvCacheView& c, TensorView index, bool
   }
   const auto move = [&](std::int64_t from, std::int64_t to) {
     if (move_pages)
-      for (std::int64_t t = 0; t < c.lengths[from]; t += c.page_size) copy_page(c, kv_page(c, from, t), kv_page(c, to, t));
+      for (std::int64_t t = 0; t < c.lengths[from]; t += c.page_size)
+        copy_page(c, kv_page(c, from, t), kv_page(c, to, t));
     copy_ring(c, from, to);
     c.lengths[to] = c.lengths[from];
   };
@@ -415,8 +450,10 @@ void kv_reorder(const Context& ctx, const KvCacheView& c, TensorView index, bool
   std::vector<bool> done(static_cast<std::size_t>(c.max_rows), false);
   const auto at = [](std::int64_t i) { return static_cast<std::size_t>(i); };
   for (std::int64_t i = 0; i < c.max_rows; ++i)
-    if (list[i] == i) done[at(i)] = true;
-    else ++readers[at(list[i])];
+    if (list[i] == i)
+      done[at(i)] = true;
+    else
+      ++readers[at(list[i])];
   for (std::int64_t start = 0; start < c.max_rows; ++start)
     for (std::int64_t i = start; !done[at(i)] && readers[at(i)] == 0; i = list[i]) {
       move(list[i], i);
@@ -436,7 +473,8 @@ void kv_reorder(const Context& ctx, const KvCacheView& c, TensorView index, bool
   }
 }
 
-void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64_t at, TensorView out_k, TensorView out_v) {
+void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64_t at, TensorView out_k,
+                   TensorView out_v) {
   const char* op = "dequantize";
   host_kernels(op, ctx, c);
   check_row(op, "row", c, row);
@@ -445,16 +483,22 @@ void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64
   const std::int64_t tokens = std::min(at + 1, length);
   const std::int64_t coded = is_kivi(c.format) ? kivi_code_end(at) : is_element_format(c.format) ? 0 : tokens;
   ROOFTILE_CHECK(!is_kivi(c.format) || coded >= raw_begin(c, row), op, ": the query at position ", at, " of row ", row,
-                 " sees raw tokens from position ", coded, " on, but the cache holds them only from position ", raw_begin(c, row), " on");
+                 " sees raw tokens from position ", coded, " on, but the cache holds them only from position ",
+                 raw_begin(c, row), " on");
   check_pages(op, c, row, 0, tokens);
   for (const auto& [argument, t] : {std::pair{"out_k", &out_k}, {"out_v", &out_v}})
-    Arg(op, argument, *t).given().dtype({DType::f32}).shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]").writable();
+    Arg(op, argument, *t)
+        .given()
+        .dtype({DType::f32})
+        .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
+        .writable();
   Parallel(ctx.threads).run(std::int64_t{c.kv_heads} * 2, [&](std::int64_t task, int) {
     const Reader reader{c, row, task / 2, task % 2 ? KvSide::v : KvSide::k};
     const TensorView& out = task % 2 ? out_v : out_k;
     for (std::int64_t token = 0; token < tokens; ++token) {
       float* to = out.as<float>() + token * out.stride[0] + reader.head * out.stride[1];
-      for (int d = 0; d < c.head_dim; ++d) to[d * out.stride[2]] = token < coded ? reader.decoded(token, d) : reader.raw(token, d);
+      for (int d = 0; d < c.head_dim; ++d)
+        to[d * out.stride[2]] = token < coded ? reader.decoded(token, d) : reader.raw(token, d);
     }
   });
 }
@@ -467,7 +511,11 @@ void kv_dump_codes(const Context& ctx, const KvCacheView& c, int row, TensorView
   const std::int64_t tokens = coded_tokens(op, c, row);
   check_pages(op, c, row, 0, tokens);
   for (const auto& [argument, t] : {std::pair{"out_k", &out_k}, {"out_v", &out_v}})
-    Arg(op, argument, *t).given().dtype({DType::i8}).shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]").writable();
+    Arg(op, argument, *t)
+        .given()
+        .dtype({DType::i8})
+        .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
+        .writable();
   for (const auto& [side, out] : {std::pair{KvSide::k, &out_k}, {KvSide::v, &out_v}})
     for (std::int64_t head = 0; head < c.kv_heads; ++head)
       for (std::int64_t token = 0; token < tokens; ++token)
@@ -485,11 +533,16 @@ void kv_dump_scales(const Context& ctx, const KvCacheView& c, int row, KvSide si
   const std::int64_t tokens = coded_tokens(op, c, row);
   check_pages(op, c, row, 0, tokens);
   const int step = side == KvSide::k && is_kivi(c.format) ? kv_group : 1, width = step == 1 ? 1 : c.head_dim;
-  Arg(op, "out", out).given().dtype({DType::f32}).shape({tokens / step, c.kv_heads, width}, "[groups, kv_heads, channels]").writable();
+  Arg(op, "out", out)
+      .given()
+      .dtype({DType::f32})
+      .shape({tokens / step, c.kv_heads, width}, "[groups, kv_heads, channels]")
+      .writable();
   for (std::int64_t i = 0; i < tokens / step; ++i)
     for (std::int64_t head = 0; head < c.kv_heads; ++head)
       for (int d = 0; d < width; ++d)
-        out.as<float>()[i * out.stride[0] + head * out.stride[1] + d * out.stride[2]] = Reader{c, row, head, side}.scale(i * step, d, minima);
+        out.as<float>()[i * out.stride[0] + head * out.stride[1] + d * out.stride[2]] =
+            Reader{c, row, head, side}.scale(i * step, d, minima);
 }
 
-}  // namespace rooftile
+}   // namespace rooftile

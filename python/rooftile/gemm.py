@@ -16,7 +16,8 @@ def _dtype_name(x):
 
 
 def _contiguous(x):
-    return x.contiguous() if torch_of(x) else np.ascontiguousarray(x)
+    torch = torch_of(x)  # clone: .contiguous() keeps odd strides of dimensions of size 1, which a view refuses
+    return x.clone(memory_format=torch.contiguous_format) if torch else np.ascontiguousarray(x)
 
 
 def _view(x, dtype):
@@ -29,9 +30,9 @@ class W4Weight:
     """A weight [N, K] in 4 bits, in the one layout that every kernel and every number of rows reads.
 
     Made by `quantize`, `from_canonical`, `from_kpacked` or `from_gguf`. A stored code u is 0..15 and stands for
-    `(u - 8) * scale` (kind "symmetric"), `(u - zero) * scale` ("integer") or `u * scale + minimum` ("minima"), one scale
-    (and zero or minimum) for each group of `group_size` = 32, 64, 128 or K neighbours along K. K is even and a multiple of
-    group_size; N and K need not be multiples of anything else.
+    `(u - 8) * scale` (kind "symmetric"), `(u - zero) * scale` ("integer") or `u * scale + minimum` ("minima"), one
+    scale (and zero or minimum) for each group of `group_size` = 32, 64, 128 or K neighbours along K. K is even and a
+    multiple of group_size; N and K need not be multiples of anything else.
 
     codes, scales, offsets, perm: the kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while
     the weight is in use and must not be resized.
@@ -101,7 +102,13 @@ class W4Weight:
             group_size = 2 * half // groups
         if kind is None:
             kind = "symmetric" if zeros is None else "integer" if _dtype_name(zeros) == "uint8" else "minima"
+        if kind not in ("symmetric", "integer", "minima"):
+            raise ArgumentError(f'{op}: kind must be "symmetric", "integer" or "minima", got {kind!r}')
         sizes = _C.w4_sizes(n, 2 * half, group_size, kind)
+        if tuple(scales.shape) != (n, 2 * half // int(group_size)):  # before memory is made by what codes say
+            raise ArgumentError(
+                f"{op}: scales must be [N, K / group_size] = [{n}, {2 * half // int(group_size)}], got {list(scales.shape)}"
+            )
         flat = [empty(codes, (size,), "uint8") for size in sizes]
         if kind == "symmetric":
             flat[2] = None
@@ -129,8 +136,8 @@ class W4Weight:
     def from_gguf(cls, data, ggml_type, shape):
         """From the blocks of a GGUF tensor, lossless: Q4_0 (symmetric) or Q4_1 (minima), group size 32.
 
-        data: the tensor's bytes: a bytes-like object or a uint8 array of any shape (a torch tensor gives a weight in torch).
-        ggml_type: "Q4_0" or "Q4_1", their number (2, 3) or gguf.GGMLQuantizationType. shape: (N, K), rows of K.
+        data: the tensor's bytes: a bytes-like object or a uint8 array of any shape (a torch tensor gives a weight in
+        torch). ggml_type: "Q4_0" or "Q4_1", their number (2, 3) or gguf.GGMLQuantizationType. shape: (N, K), rows of K.
         """
         op = "W4Weight.from_gguf"
         name = getattr(ggml_type, "name", ggml_type)
@@ -164,7 +171,7 @@ class W4Weight:
         return cls.from_canonical(*parts, group_size=_GGUF_BLOCK, kind=kind)
 
     def unpack(self):
-        """The exchange form: (codes, scales, zeros) as `from_canonical` takes them, bit for bit; zeros None if symmetric."""
+        """The exchange form, bit for bit: (codes, scales, zeros) as `from_canonical` takes them; zeros may be None."""
         parts = _canonical_like(self.codes, *self.shape, self.group_size, self.kind, self.scale_dtype)
         _C.w4_unpack(self._handle, *parts)
         return parts
@@ -200,7 +207,7 @@ def _rebuild(codes, scales, offsets, perm, layout):
 
 def _shape2(x, op, argument):
     shape = getattr(x, "shape", None)
-    if shape is None:
+    if not isinstance(shape, tuple):
         raise ArgumentTypeError(f"{op}: {argument} must be an array of two dimensions, got {type(x).__name__}")
     if len(shape) != 2:
         raise ArgumentError(f"{op}: {argument} must have two dimensions, got shape {list(shape)}")
@@ -249,9 +256,9 @@ def w4a16_matmul(
     dtype. activation: None, "silu", "gelu" or "gelu_tanh". residual: [..., N] in x's dtype. Returns [..., N] in x's
     dtype, written to `out` when given (`out` may be `residual`; it must not overlap x). Sums in fp32, rounded once.
 
-    Deterministic. On the CPU a row's bits are the same at every number of rows, next to any neighbours and on any number
-    of threads, so `batch_invariant=True` changes nothing there. Raises ArgumentError / ArgumentTypeError naming the
-    argument.
+    Deterministic. On the CPU a row's bits are the same at every number of rows, next to any neighbours and on any
+    number of threads, so `batch_invariant=True` changes nothing there. Raises ArgumentError / ArgumentTypeError naming
+    the argument.
     """
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
@@ -259,6 +266,7 @@ def w4a16_matmul(
     if out is None:
         # what x or w lacks is named by the call below, which reads both before its output
         n = w.shape[:1] if isinstance(w, W4Weight) else ()
-        out = empty(x, (*getattr(x, "shape", ())[:-1], *n))
+        shape = getattr(x, "shape", ())
+        out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
     ran(_C.w4a16_matmul(x, getattr(w, "_handle", w), bias, activation, residual, out, stream, plan))
     return out

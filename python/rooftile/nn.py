@@ -14,10 +14,10 @@ _SCALES = ("float16", "bfloat16")
 class W4Linear(torch.nn.Module):
     """y = x W^T + bias with W in 4 bits: nn.Linear for inference.
 
-    x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The kernel-form weight is
-    held in uint8 buffers (`codes`, `scales`, `offsets`, and `perm`), which .to(dtype) leaves alone; `bias` is a frozen
-    parameter and follows x's dtype as in nn.Linear. Make one with `from_weight` or `from_linear`, or empty (to be filled
-    by load_state_dict) with the constructor.
+    x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The kernel-form weight
+    is held in uint8 buffers (`codes`, `scales`, `offsets`, and `perm`), which .to(dtype) leaves alone; `bias` is a
+    frozen parameter in x's dtype. Make one with `from_weight` or `from_linear`, or empty (to be filled by
+    load_state_dict) with the constructor.
     """
 
     def __init__(
@@ -55,14 +55,17 @@ class W4Linear(torch.nn.Module):
 
     @classmethod
     def from_weight(cls, weight, bias=None):
-        """weight: a W4Weight [out_features, in_features]; NumPy arrays are shared, not copied. bias: [out_features] or None."""
+        """weight: a W4Weight [out_features, in_features]; its arrays are shared. bias: [out_features] or None."""
         if not isinstance(weight, W4Weight):
             raise ArgumentTypeError(f"W4Linear.from_weight: weight must be a W4Weight, got {type(weight).__name__}")
         if bias is not None and tuple(bias.shape) != weight.shape[:1]:
             raise ArgumentError(f"W4Linear.from_weight: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
         self = cls.__new__(cls)
         torch.nn.Module.__init__(self)
-        arrays = [None if a is None else torch.as_tensor(a) for a in (weight.codes, weight.scales, weight.offsets, weight.perm)]
+        arrays = [
+            None if a is None else torch.as_tensor(a)
+            for a in (weight.codes, weight.scales, weight.offsets, weight.perm)
+        ]
         self._hold(W4Weight(*arrays[:3], perm=arrays[3], **weight.layout), bias)
         return self
 
@@ -86,7 +89,12 @@ class W4Linear(torch.nn.Module):
     def weight(self):
         """The W4Weight over this module's buffers."""
         w = self._weight
-        if w.codes is not self.codes or w.scales is not self.scales or w.offsets is not self.offsets or w.perm is not self.perm:
+        if (
+            w.codes is not self.codes
+            or w.scales is not self.scales
+            or w.offsets is not self.offsets
+            or w.perm is not self.perm
+        ):
             w = self._weight = W4Weight(self.codes, self.scales, self.offsets, perm=self.perm, **self._layout)
         return w
 

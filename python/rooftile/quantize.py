@@ -26,8 +26,9 @@ def quantize_(model, config=None, *, skip=(), progress=True):
 
     model: a torch module. config: a W4A16 (default: group 128, symmetric). skip: names or shell patterns of modules to
     leave as they are, such as "*.mlp.down_proj". Left alone always: `lm_head`, the module of
-    `model.get_output_embeddings()`, and any layer that shares its weight with another module. All layers are checked before the first is replaced: a layer whose in_features is not
-    a multiple of group_size raises ArgumentError naming it. progress: show a progress bar.
+    `model.get_output_embeddings()`, and any layer that shares its weight with another module. All layers are checked
+    before the first is replaced: one whose in_features is not a multiple of group_size raises ArgumentError naming it.
+    progress: show a progress bar.
     """
     import torch
 
@@ -47,7 +48,9 @@ def quantize_(model, config=None, *, skip=(), progress=True):
         try:
             _C.w4_sizes(layer.out_features, layer.in_features, config.group_size, kind)
         except ArgumentError as e:
-            raise ArgumentError(f"quantize_: {name or 'model'}: {e}; choose another group_size or skip the layer") from None
+            raise ArgumentError(
+                f"quantize_: {name or 'model'}: {e}; choose another group_size or skip the layer"
+            ) from None
         if layer.weight.device.type == "meta":
             raise ArgumentError(f"quantize_: {name or 'model'}: weight has no memory behind it (meta device)")
     for name, layer in _progress(layers, progress):
@@ -68,7 +71,9 @@ def _linears(model, patterns):
         for parameter in module.parameters(recurse=False):
             holders[parameter] = holders.get(parameter, 0) + 1
     if isinstance(model, torch.nn.Linear):
-        raise ArgumentError("quantize_: model is itself an nn.Linear, which cannot be replaced in place; use W4Linear.from_linear")
+        raise ArgumentError(
+            "quantize_: model is itself an nn.Linear, which cannot be replaced in place; use W4Linear.from_linear"
+        )
     return [
         (name, module)
         for name, module in modules.items()

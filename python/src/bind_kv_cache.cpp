@@ -37,7 +37,7 @@ Context host_context(const KvCacheView& c) {
   return ctx;
 }
 
-}  // namespace
+}   // namespace
 
 const KvCacheView& cache_view(handle cache, const char* op) {
   if (nb::isinstance<KvCache>(cache)) return nb::inst_ptr<KvCache>(cache)->view;
@@ -49,90 +49,126 @@ const KvCacheView& cache_view(handle cache, const char* op) {
 
 void bind_kv_cache(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, handle format, handle dtype, handle page_size, handle head_dim, handle kv_heads,
-                          handle max_rows, handle max_pages, handle pool, handle k_pool, handle v_pool, handle block_table,
-                          handle lengths, handle ring_k, handle ring_v, handle raw_from) {
-        Args args("KVCache");
-        KvCacheShape shape;
-        shape.format = kv_format_from_name(args.text(format, "format"));
-        shape.dtype = dtype_from_name(args.text(dtype, "dtype"));
-        shape.page_size = args.integer(page_size, "page_size");
-        shape.head_dim = args.integer(head_dim, "head_dim");
-        shape.kv_heads = args.integer(kv_heads, "kv_heads");
-        shape.max_rows = args.integer(max_rows, "max_rows");
-        shape.max_pages = args.integer(max_pages, "max_pages");
-        KvCacheArrays arrays;
-        arrays.pool = args.optional_out(pool, "pool");
-        arrays.k_pool = args.optional_out(k_pool, "k_pool");
-        arrays.v_pool = args.optional_out(v_pool, "v_pool");
-        arrays.block_table = args.optional(block_table, "block_table");
-        arrays.lengths = args.optional_out(lengths, "lengths");
-        arrays.ring_k = args.optional_out(ring_k, "ring_k");
-        arrays.ring_v = args.optional_out(ring_v, "ring_v");
-        arrays.raw_from = args.optional_out(raw_from, "raw_from");
-        const KvCacheView view = kv_cache_view(shape, arrays);
-        new (self) KvCache{view, {}};
-        for (handle h : {pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from}) self->arrays.push_back(nb::borrow(h));
-      }, "format"_a, "dtype"_a, "page_size"_a, "head_dim"_a, "kv_heads"_a, "max_rows"_a, "max_pages"_a, "pool"_a.none(),
-         "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(), "ring_k"_a.none(), "ring_v"_a.none(),
-         "raw_from"_a.none());
+      .def(
+          "__init__",
+          [](KvCache* self, handle format, handle dtype, handle page_size, handle head_dim, handle kv_heads,
+             handle max_rows, handle max_pages, handle pool, handle k_pool, handle v_pool, handle block_table,
+             handle lengths, handle ring_k, handle ring_v, handle raw_from) {
+            Args args("KVCache");
+            KvCacheShape shape;
+            shape.format = kv_format_from_name(args.text(format, "format"));
+            shape.dtype = dtype_from_name(args.text(dtype, "dtype"));
+            shape.page_size = args.integer(page_size, "page_size");
+            shape.head_dim = args.integer(head_dim, "head_dim");
+            shape.kv_heads = args.integer(kv_heads, "kv_heads");
+            shape.max_rows = args.integer(max_rows, "max_rows");
+            shape.max_pages = args.integer(max_pages, "max_pages");
+            KvCacheArrays arrays;
+            arrays.pool = args.optional_out(pool, "pool");
+            arrays.k_pool = args.optional_out(k_pool, "k_pool");
+            arrays.v_pool = args.optional_out(v_pool, "v_pool");
+            arrays.block_table = args.optional(block_table, "block_table");
+            arrays.lengths = args.optional_out(lengths, "lengths");
+            arrays.ring_k = args.optional_out(ring_k, "ring_k");
+            arrays.ring_v = args.optional_out(ring_v, "ring_v");
+            arrays.raw_from = args.optional_out(raw_from, "raw_from");
+            const KvCacheView view = kv_cache_view(shape, arrays);
+            new (self) KvCache{view, {}};
+            for (handle h : {pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from})
+              self->arrays.push_back(nb::borrow(h));
+          },
+          "format"_a, "dtype"_a, "page_size"_a, "head_dim"_a, "kv_heads"_a, "max_rows"_a, "max_pages"_a,
+          "pool"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(),
+          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none());
 
-  m.def("kv_block_bytes", [](handle format, handle page_size, handle head_dim) {
-    Args args("KVCache");
-    return kv_block_bytes(kv_format_from_name(args.text(format, "format")), small(args, page_size, "page_size"), small(args, head_dim, "head_dim"));
-  }, "format"_a, "page_size"_a, "head_dim"_a);
+  m.def(
+      "kv_block_bytes",
+      [](handle format, handle page_size, handle head_dim) {
+        Args args("KVCache");
+        return kv_block_bytes(kv_format_from_name(args.text(format, "format")), small(args, page_size, "page_size"),
+                              small(args, head_dim, "head_dim"));
+      },
+      "format"_a, "page_size"_a, "head_dim"_a);
   m.def("kv_formats", [] {
     nb::list names;
     for (int i = 0; i < kv_format_count; ++i) names.append(name(static_cast<KvFormat>(i)));
     return names;
   });
 
-  m.def("kv_append", [](handle cache, handle k, handle v, handle rows, handle counts, handle stream, handle plan) {
-    Args args("append");
-    const KvCacheView& c = cache_view(cache, "append");
-    const TensorView tk = args.in(k, "k"), tv = args.in(v, "v");
-    const TensorView tr = args.optional(rows, "rows"), tc = args.optional(counts, "counts");
-    const Context ctx = args.context(tk, stream, plan);
-    return run([&] { return kv_append(ctx, c, tk, tv, tr, tc); });
-  }, "cache"_a.none(), "k"_a.none(), "v"_a.none(), "rows"_a.none(), "counts"_a.none(), "stream"_a.none(), "plan"_a.none());
+  m.def(
+      "kv_append",
+      [](handle cache, handle k, handle v, handle rows, handle counts, handle stream, handle plan) {
+        Args args("append");
+        const KvCacheView& c = cache_view(cache, "append");
+        const TensorView tk = args.in(k, "k"), tv = args.in(v, "v");
+        const TensorView tr = args.optional(rows, "rows"), tc = args.optional(counts, "counts");
+        const Context ctx = args.context(tk, stream, plan);
+        return run([&] { return kv_append(ctx, c, tk, tv, tr, tc); });
+      },
+      "cache"_a.none(), "k"_a.none(), "v"_a.none(), "rows"_a.none(), "counts"_a.none(), "stream"_a.none(),
+      "plan"_a.none());
 
-  m.def("kv_truncate", [](handle cache, handle rows, handle lengths) {
-    Args args("truncate");
-    const KvCacheView& c = cache_view(cache, "truncate");
-    kv_truncate(host_context(c), c, args.in(rows, "rows"), args.in(lengths, "lengths"));
-  }, "cache"_a.none(), "rows"_a.none(), "lengths"_a.none());
-  m.def("kv_reorder", [](handle cache, handle index, handle move_pages) {
-    Args args("reorder");
-    const KvCacheView& c = cache_view(cache, "reorder");
-    kv_reorder(host_context(c), c, args.in(index, "index"), args.integer(move_pages, "move_pages") != 0);
-  }, "cache"_a.none(), "index"_a.none(), "move_pages"_a);
-  m.def("kv_copy_row", [](handle cache, handle src, handle dst, handle first_page) {
-    Args args("fork");
-    const KvCacheView& c = cache_view(cache, "fork");
-    kv_copy_row(host_context(c), c, small(args, src, "src"), small(args, dst, "dst"), small(args, first_page, "first_page"));
-  }, "cache"_a.none(), "src"_a, "dst"_a, "first_page"_a);
-  m.def("kv_copy_pages", [](handle cache, handle src, handle dst) {
-    Args args("copy_pages");
-    const KvCacheView& c = cache_view(cache, "copy_pages");
-    kv_copy_pages(host_context(c), c, args.in(src, "src"), args.in(dst, "dst"));
-  }, "cache"_a.none(), "src"_a.none(), "dst"_a.none());
+  m.def(
+      "kv_truncate",
+      [](handle cache, handle rows, handle lengths) {
+        Args args("truncate");
+        const KvCacheView& c = cache_view(cache, "truncate");
+        kv_truncate(host_context(c), c, args.in(rows, "rows"), args.in(lengths, "lengths"));
+      },
+      "cache"_a.none(), "rows"_a.none(), "lengths"_a.none());
+  m.def(
+      "kv_reorder",
+      [](handle cache, handle index, handle move_pages) {
+        Args args("reorder");
+        const KvCacheView& c = cache_view(cache, "reorder");
+        kv_reorder(host_context(c), c, args.in(index, "index"), args.integer(move_pages, "move_pages") != 0);
+      },
+      "cache"_a.none(), "index"_a.none(), "move_pages"_a);
+  m.def(
+      "kv_copy_row",
+      [](handle cache, handle src, handle dst, handle first_page) {
+        Args args("fork");
+        const KvCacheView& c = cache_view(cache, "fork");
+        kv_copy_row(host_context(c), c, small(args, src, "src"), small(args, dst, "dst"),
+                    small(args, first_page, "first_page"));
+      },
+      "cache"_a.none(), "src"_a, "dst"_a, "first_page"_a);
+  m.def(
+      "kv_copy_pages",
+      [](handle cache, handle src, handle dst) {
+        Args args("copy_pages");
+        const KvCacheView& c = cache_view(cache, "copy_pages");
+        kv_copy_pages(host_context(c), c, args.in(src, "src"), args.in(dst, "dst"));
+      },
+      "cache"_a.none(), "src"_a.none(), "dst"_a.none());
 
-  m.def("kv_dequantize", [](handle cache, handle row, handle at, handle out_k, handle out_v) {
-    Args args("dequantize");
-    const KvCacheView& c = cache_view(cache, "dequantize");
-    kv_dequantize(host_context(c), c, small(args, row, "row"), args.integer(at, "at"), args.out(out_k, "out_k"), args.out(out_v, "out_v"));
-  }, "cache"_a.none(), "row"_a, "at"_a, "out_k"_a.none(), "out_v"_a.none());
-  m.def("kv_dump_codes", [](handle cache, handle row, handle out_k, handle out_v) {
-    Args args("dump");
-    const KvCacheView& c = cache_view(cache, "dump");
-    kv_dump_codes(host_context(c), c, small(args, row, "row"), args.out(out_k, "out_k"), args.out(out_v, "out_v"));
-  }, "cache"_a.none(), "row"_a, "out_k"_a.none(), "out_v"_a.none());
-  m.def("kv_dump_scales", [](handle cache, handle row, handle values, handle minima, handle out) {
-    Args args("dump");
-    const KvCacheView& c = cache_view(cache, "dump");
-    kv_dump_scales(host_context(c), c, small(args, row, "row"), args.integer(values, "values") != 0 ? KvSide::v : KvSide::k,
-                   args.integer(minima, "minima") != 0, args.out(out, "out"));
-  }, "cache"_a.none(), "row"_a, "values"_a, "minima"_a, "out"_a.none());
+  m.def(
+      "kv_dequantize",
+      [](handle cache, handle row, handle at, handle out_k, handle out_v) {
+        Args args("dequantize");
+        const KvCacheView& c = cache_view(cache, "dequantize");
+        kv_dequantize(host_context(c), c, small(args, row, "row"), args.integer(at, "at"), args.out(out_k, "out_k"),
+                      args.out(out_v, "out_v"));
+      },
+      "cache"_a.none(), "row"_a, "at"_a, "out_k"_a.none(), "out_v"_a.none());
+  m.def(
+      "kv_dump_codes",
+      [](handle cache, handle row, handle out_k, handle out_v) {
+        Args args("dump");
+        const KvCacheView& c = cache_view(cache, "dump");
+        kv_dump_codes(host_context(c), c, small(args, row, "row"), args.out(out_k, "out_k"), args.out(out_v, "out_v"));
+      },
+      "cache"_a.none(), "row"_a, "out_k"_a.none(), "out_v"_a.none());
+  m.def(
+      "kv_dump_scales",
+      [](handle cache, handle row, handle values, handle minima, handle out) {
+        Args args("dump");
+        const KvCacheView& c = cache_view(cache, "dump");
+        kv_dump_scales(host_context(c), c, small(args, row, "row"),
+                       args.integer(values, "values") != 0 ? KvSide::v : KvSide::k, args.integer(minima, "minima") != 0,
+                       args.out(out, "out"));
+      },
+      "cache"_a.none(), "row"_a, "values"_a, "minima"_a, "out"_a.none());
 }
 
-}  // namespace rooftile::python
+}   // namespace rooftile::python

@@ -2,6 +2,7 @@
 """Runs every op with each tensor against an unreadable page; prints what it is about to do. Run by test_poison.py."""
 
 import ctypes
+import functools
 import mmap
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ _kept = []  # mappings, alive as long as their tensors may be
 
 def beside_a_wall(t, at_end):
     """A contiguous copy of t whose last byte lies before an unreadable page (its first byte behind one)."""
+    if not t.numel():
+        return t
     size = t.numel() * t.element_size()
     pages = -(-size // PAGE)
     memory = mmap.mmap(-1, (pages + 2) * PAGE)
@@ -39,14 +42,17 @@ def main():
             for plan in cases.PLANS:
                 for at_end in (True, False):
                     call, plain = op.call(dtype), op.call(dtype)
-                    print(op.name, dtype, plan, "end" if at_end else "start", flush=True)
-                    for name in op.tensors():
-                        if call.kwargs[name].numel():
-                            call.kwargs[name] = beside_a_wall(call.kwargs[name], at_end)
+                    print(op.id, dtype, plan, "end" if at_end else "start", flush=True)
+                    place = functools.partial(beside_a_wall, at_end=at_end)
+                    for name, argument in op.arguments.items():
+                        if isinstance(argument, ops.Tensor):
+                            call.kwargs[name] = place(call.kwargs[name])
+                        elif isinstance(argument, ops.Object):
+                            call.kwargs[name] = argument.moved(call.kwargs[name], place)
                     call.run(plan=plan)
                     plain.run(plan=plan)
                     for a, b in zip(call.written(), plain.written(), strict=True):
-                        closeness.assert_bits_equal(a, b, f"{op.name} {dtype} {plan}")
+                        closeness.assert_bits_equal(a, b, f"{op.id} {dtype} {plan}")
         _kept.clear()
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import cases
+import numpy as np
+import oracle
 import rooftile as rt
 import torch
 
@@ -27,6 +29,7 @@ class Tensor:
     bad_values: tuple = ()  # of index tensors: out of range
     expandable: tuple = ()  # dimensions along which a stride of 0 is a legal input
     rows: int | None = None  # the dimension that counts independent rows
+    lists: bool = False  # a list of numbers is welcome as well
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,18 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Object:
-    """A cache or a weight. wrong: dtype -> {label: one of the right type that does not fit the call}."""
+    """A cache or a weight. wrong: dtype -> {label: one of the right type that does not fit the call}.
+
+    moved: (object, place) -> the same with every array a through place(a).
+    """
 
     wrong: Callable = lambda dtype: {}
+    moved: Callable = lambda value, place: value
+
+
+@dataclass(frozen=True)
+class Absent:
+    """An argument that must not be given in this call."""
 
 
 @dataclass
@@ -54,6 +66,7 @@ class Call:
     kwargs: dict
     guards: list
     before: list = field(default_factory=list)
+    returned: object = None
 
     def __post_init__(self):
         self.before = [t.clone() for t in self.op.state(self.kwargs)]
@@ -61,13 +74,17 @@ class Call:
     def guard(self, name):
         return next(g for g in self.guards if g.tensor is self.kwargs[name])
 
-    def run(self, **changes):
-        return self.op.function(**{**self.kwargs, **changes})
+    def run(self, plan=None, **changes):
+        """plan: passed on to ops that take one."""
+        if plan is not None and "plan" in self.op.arguments:
+            changes["plan"] = plan
+        self.returned = self.op.function(**{**self.kwargs, **changes})
+        return self.returned
 
     def written(self):
-        """What a good call leaves behind: every tensor it writes, and the state of what it changes."""
+        """What the good call before left behind: every tensor it wrote or made, and the state of what it changed."""
         outputs = [self.kwargs[name] for name in self.op.tensors(written=True) if self.kwargs.get(name) is not None]
-        return outputs + self.op.state(self.kwargs)
+        return outputs + self.op.made(self.returned) + self.op.state(self.kwargs)
 
     def check_untouched(self):
         for guard in self.guards:
@@ -85,6 +102,13 @@ class Op:
     empties: tuple = ()  # further builds, with dimensions of size 0
     large: Callable | None = None  # a build that is worth splitting over threads
     state: Callable = lambda kwargs: []  # tensors behind objects that the op changes
+    made: Callable = lambda returned: []  # arrays that the op makes itself, out of what it returns
+    case: str = ""  # where one op has several entries
+    also: tuple = ()  # other names under which errors may speak of it: its functions in C++
+
+    @property
+    def id(self):
+        return f"{self.name} {self.case}" if self.case else self.name
 
     def call(self, dtype="float32", device="cpu", build=None):
         make = Make(self, dtype, device)
@@ -122,6 +146,7 @@ class Make:
 
 PLAN = Scalar(str, optional=True)
 STREAM = Scalar(int, optional=True, bits=64)
+FLAG = Scalar(bool)
 CONTEXT = {"stream": STREAM, "plan": PLAN}
 EPS = Scalar(bad=(-1.0, -1e-30, float("nan"), float("inf"), 1e300))
 WEIGHT = Tensor(optional=True)
@@ -190,6 +215,194 @@ def _softmax(*lead):
     return lambda m: {"x": m.input(*lead, HIDDEN, spread=3.0), "out": m.output(*lead, HIDDEN)}
 
 
+# ---- W4A16
+
+W4_N, W4_K, W4_GROUP = 19, 96, 32  # no multiple of a tile in either direction
+
+
+def _w4_parts(kind, n=W4_N, k=W4_K, group=W4_GROUP, scale_dtype="float16"):
+    """Canonical codes, scales and zeros of a weight."""
+    rng = cases.generator("w4", kind, n, k)
+    codes = torch.from_numpy(rng.integers(0, 256, (n, k // 2), dtype=np.uint8))
+    dtype = cases.torch_dtype(scale_dtype)
+    scales = torch.from_numpy(rng.uniform(0.01, 0.1, (n, k // group))).to(dtype)
+    zeros = {
+        "symmetric": None,
+        "integer": torch.from_numpy(rng.integers(0, 16, (n, k // group), dtype=np.uint8)),
+        "minima": torch.from_numpy(rng.uniform(-0.5, 0.0, (n, k // group))).to(dtype),
+    }[kind]
+    return codes, scales, zeros
+
+
+def w4_weight(kind="symmetric", n=W4_N, k=W4_K, act_order=False):
+    codes, scales, zeros = _w4_parts(kind, n, k)
+    perm = torch.from_numpy(cases.generator("perm").permutation(k).astype(np.int32)) if act_order else None
+    return rt.W4Weight.from_canonical(codes, scales, zeros, perm=perm)
+
+
+def w4_arrays(w):
+    return [a for a in (w.codes, w.scales, w.offsets, w.perm) if a is not None]
+
+
+def _w4_moved(w, place):
+    parts = [None if a is None else place(a) for a in (w.codes, w.scales, w.offsets)]
+    return rt.W4Weight(*parts, perm=None if w.perm is None else place(w.perm), **w.layout)
+
+
+W4 = Object(
+    wrong=lambda dtype: {"K larger": w4_weight(k=128), "K smaller": w4_weight(k=32), "N larger": w4_weight(n=W4_N + 1)},
+    moved=_w4_moved,
+)
+
+
+def _w4a16(kind, *lead, act_order=False):
+    return lambda m: {
+        "x": m.input(*lead, W4_K),
+        "w": w4_weight(kind, act_order=act_order),
+        "bias": m.input(W4_N),
+        "residual": m.input(*lead, W4_N),
+        "out": m.output(*lead, W4_N),
+    }
+
+
+def _w4a16_op(kind, **more):
+    return Op(
+        "w4a16_matmul",
+        rt.w4a16_matmul,
+        {
+            "x": ROWS,
+            "w": W4,
+            "bias": WEIGHT,
+            "activation": Scalar(str, optional=True, bad=("relu6",)),
+            "residual": Tensor(optional=True, expandable=(0, 1), rows=0),
+            "out": OUT,
+            "batch_invariant": FLAG,
+            **CONTEXT,
+        },
+        _w4a16(kind, 2, 3, **more),
+        empties=(_w4a16(kind, 0, 3, **more), _w4a16(kind, 2, 0, **more)),
+        large=_w4a16(kind, 5, 9, **more),
+        case=" ".join([kind, *more]),
+    )
+
+
+def _from_canonical(kind, act_order=False):
+    def build(m):
+        codes, scales, zeros = _w4_parts(kind)
+        perm = cases.generator("perm").permutation(W4_K)
+        return {
+            "codes": m.given(codes),
+            "scales": m.given(scales),
+            "zeros": None if zeros is None else m.given(zeros),
+            "group_size": W4_GROUP,
+            "kind": kind,
+            "perm": m.index(perm) if act_order else None,
+        }
+
+    return build
+
+
+SCALES = frozenset(["float16", "bfloat16"])
+GROUP_SIZE = Scalar(int, optional=True, bad=(0, -1, -32, 16, 33, 48, 64, 2**31 - 1))
+
+
+def _from_canonical_op(kind, zeros_dtypes, act_order=False):
+    arguments = {
+        "codes": Tensor(frozenset(["uint8"]), primary=True),
+        "scales": Tensor(SCALES, primary=True),
+        "zeros": Tensor(zeros_dtypes),
+        "group_size": GROUP_SIZE,
+        "kind": Scalar(str, optional=True),
+        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True),
+    }
+    absent = [n for n, given in (("zeros", kind != "symmetric"), ("perm", act_order)) if not given]
+    return Op(
+        "W4Weight.from_canonical",
+        rt.W4Weight.from_canonical,
+        {n: Absent() if n in absent else a for n, a in arguments.items()},
+        _from_canonical(kind, act_order),
+        made=w4_arrays,
+        case=kind,
+        also=("W4Weight", "w4_pack"),
+    )
+
+
+W4_OPS = [
+    _w4a16_op("symmetric"),
+    _w4a16_op("integer"),
+    _w4a16_op("minima", act_order=True),
+    _from_canonical_op("symmetric", frozenset()),
+    _from_canonical_op("integer", frozenset(["uint8"])),
+    _from_canonical_op("minima", SCALES, act_order=True),
+    *(
+        Op(
+            "W4Weight.quantize",
+            rt.W4Weight.quantize,
+            {
+                "weight": Tensor(free_dims=(0, 1)),
+                "group_size": Scalar(int, bad=GROUP_SIZE.bad),
+                "zeros": Scalar(str, optional=True, bad=("integer",)),
+            },
+            lambda m, zeros=zeros: {"weight": m.input(W4_N, W4_K), "group_size": W4_GROUP, "zeros": zeros},
+            made=w4_arrays,
+            case=zeros,
+            also=("W4Weight", "w4_quantize"),
+        )
+        for zeros in ("symmetric", "minima")
+    ),
+]
+
+# ---- KV cache
+
+KV_HEADS, HEAD_DIM, CACHE_ROWS = 2, 40, 3
+STORED = 30  # tokens a row holds before the call: the append closes a group
+
+
+def kv_cache(format, dtype, head_dim=HEAD_DIM, kv_heads=KV_HEADS, stored=STORED):
+    cache = rt.KVCache(CACHE_ROWS, 128, kv_heads, head_dim, format=format, dtype=dtype)
+    if stored:
+        shape = (CACHE_ROWS, stored, kv_heads, head_dim)
+        k, v = (cases.tensor(cases.values(shape, dtype, "stored", side), dtype) for side in "kv")
+        cache.append(k, v)
+    return cache
+
+
+def _cache_state(kwargs):
+    return list(kwargs["self"]._arrays.values())
+
+
+def _append(format, batch=2, tokens=5, counts=(5, 3)):
+    def build(m):
+        shape = (batch, tokens, KV_HEADS, HEAD_DIM)
+        element = oracle.ELEMENT_FORMATS.get(format, m.dtype)
+        return {
+            "self": kv_cache(format, element),
+            "k": m.input(*shape, dtype=element),
+            "v": m.input(*shape, dtype=element),
+            "rows": m.index([2, 0][:batch]),
+            "counts": m.index(counts[:batch]),
+        }
+
+    return build
+
+
+ROW_INDEX = Tensor(frozenset(["int32"]), optional=True, bad_values=(-1, CACHE_ROWS, 2**31 - 1, -(2**31)), lists=True)
+COUNT = Tensor(frozenset(["int32"]), optional=True, bad_values=(-1, 6, 2**31 - 1, -(2**31)), lists=True)
+NEW_TOKENS = Tensor(primary=True)
+
+KV_OPS = [
+    Op(
+        "append",
+        rt.KVCache.append,
+        {"self": Absent(), "k": NEW_TOKENS, "v": NEW_TOKENS, "rows": ROW_INDEX, "counts": COUNT, **CONTEXT},
+        _append(format),
+        empties=(_append(format, batch=0), _append(format, tokens=0, counts=(0, 0)), _append(format, counts=(0, 0))),
+        state=_cache_state,
+        case=format,
+    )
+    for format in ("fp32", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi")
+]
+
 TABLE = Tensor(primary=True)
 POSITIONS = Tensor(INDICES, bad_values=(-1, 50, 2**31 - 1, -(2**31)), expandable=(0, 1), rows=0)
 
@@ -239,4 +452,6 @@ OPS = [
         empties=(_softmax(0, 3), _softmax(2, 0), _softmax(0)),
         large=_softmax(67, 9),
     ),
+    *W4_OPS,
+    *KV_OPS,
 ]

@@ -25,7 +25,7 @@ def _wrong(op, name, fault, call, changes):
     try:
         call.run(**changes, **{name: fault.value})
     except rt.RooftileError as e:
-        if not str(e).startswith((f"{op.name}: ", "plan: ")):
+        if not str(e).startswith((*(f"{n}: " for n in (op.name, "plan", *op.also)), f"{name} must ")):
             return f"the error does not start with the op's name: {e}"
         if not _names(str(e).removeprefix(op.name), *others):
             return f"the error does not name {' or '.join(others)}: {e}"
@@ -62,7 +62,7 @@ def _check(op, name, dtype, device, omit_outputs):
 
 @pytest.mark.parametrize("outputs", ["given", "omitted"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("op, name", [pytest.param(op, n, id=f"{op.name}-{n}") for op in ops.OPS for n in op.arguments])
+@pytest.mark.parametrize("op, name", [pytest.param(op, n, id=f"{op.id}-{n}") for op in ops.OPS for n in op.arguments])
 def test_every_fault_is_a_typed_error(op, name, dtype, outputs, device, count_bad_input):
     omit = outputs == "omitted"
     if omit and (
@@ -74,7 +74,7 @@ def test_every_fault_is_a_typed_error(op, name, dtype, outputs, device, count_ba
     assert not problems, f"{len(problems)} of {count} bad calls of {op.name}({name}=):\n  " + "\n  ".join(problems)
 
 
-@pytest.mark.parametrize("op, name", [pytest.param(op, n, id=f"{op.name}-{n}") for op in ops.OPS for n in op.tensors()])
+@pytest.mark.parametrize("op, name", [pytest.param(op, n, id=f"{op.id}-{n}") for op in ops.OPS for n in op.tensors()])
 def test_inside_a_functorch_transform(op, name, device, count_bad_input):
     """Under vmap and grad a tensor's type is torch.Tensor but its memory is not the caller's."""
     call = op.call("float32", device)
@@ -103,11 +103,11 @@ def test_the_table_is_complete():
         if inspect.isfunction(function) and "plan" in inspect.signature(function).parameters:
             assert function in listed, f"{name} is not in ops.py"
     for op in ops.OPS:
-        parameters = [p for p in inspect.signature(op.function).parameters if p != "self"]
+        parameters = list(inspect.signature(op.function).parameters)
         assert sorted(parameters) == sorted(op.arguments), op.name
 
 
-@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.id)
 def test_unknown_and_missing_arguments(op, count_bad_input):
     call = op.call()
     count_bad_input(1)
@@ -122,7 +122,7 @@ def test_unknown_and_missing_arguments(op, count_bad_input):
             op.function(**kwargs)
 
 
-@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.id)
 def test_no_grad_takes_parameters(op):
     """What is refused under grad mode is welcome outside it."""
     call, other = op.call(), op.call()

@@ -9,7 +9,7 @@ import ops
 import pytest
 import torch
 
-PAIRS = [pytest.param(op, name, id=f"{op.name}-{name}") for op in ops.OPS for name in op.tensors()]
+PAIRS = [pytest.param(op, name, id=f"{op.id}-{name}") for op in ops.OPS for name in op.tensors()]
 
 
 def _run(op, dtype, device, plan, **changes):
@@ -36,7 +36,7 @@ def test_torch_layouts(op, name, dtype, device, plan):
             _assert_same(_run(op, dtype, device, plan, **{name: make}), expected, f"{name} {layout}:")
 
 
-@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.id)
 def test_layouts_that_differ(op, dtype, device, plan):
     """Each argument in another layout than its neighbours, so that no one's strides can stand for another's."""
     expected = _run(op, dtype, device, plan)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.id)
 def test_writes_its_own_elements_and_all_of_them(op, dtype, device, plan):
     call = op.call(dtype, device)
     call.run(plan=plan)
@@ -28,7 +28,7 @@ def test_writes_its_own_elements_and_all_of_them(op, dtype, device, plan):
         assert not torch.isnan(call.kwargs[name].float()).any(), f"{name} holds poison: something outside was read"
 
 
-@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.id)
 def test_strided_outputs_leave_the_gaps(op, dtype, device, plan):
     """Outputs with holes between their elements and rows: the holes stay poison."""
     plain, holes = op.call(dtype, device), op.call(dtype, device)
@@ -49,7 +49,7 @@ def test_strided_outputs_leave_the_gaps(op, dtype, device, plan):
         closeness.assert_bits_equal(holes.kwargs[name], plain.kwargs[name], name)
 
 
-@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.id)
 def test_same_call_same_bits(op, dtype, device, plan):
     first = op.call(dtype, device)
     first.run(plan=plan)

@@ -26,7 +26,8 @@ void put_code(KvFormat f, std::byte* base, std::int64_t index, int code) {
     return;
   }
   const int shift = static_cast<int>(index % 2) * 4;
-  base[index / 2] = (base[index / 2] & static_cast<std::byte>(0xf0 >> shift)) | static_cast<std::byte>((code & 15) << shift);
+  base[index / 2] =
+      (base[index / 2] & static_cast<std::byte>(0xf0 >> shift)) | static_cast<std::byte>((code & 15) << shift);
 }
 
 // One row's one head: where its tokens come from and go to.
@@ -100,14 +101,16 @@ struct Target {
   void close_group(std::int64_t first) const {
     const int slot = static_cast<int>(first % c.page_size), padded = padded_head_dim(c.head_dim);
     for (int d = 0; d < padded; ++d)   // channels past head_dim are groups of zeros
-      encode(c.k, first, std::int64_t{slot / kv_group} * padded + d, kv_group,
-             [&](int i) { return d < c.head_dim ? read(ring(c.ring_k, first + i), d) : 0.0f; },
-             [&](int i) { return k_code_index(c.head_dim, slot + i, d); });
+      encode(
+          c.k, first, std::int64_t{slot / kv_group} * padded + d, kv_group,
+          [&](int i) { return d < c.head_dim ? read(ring(c.ring_k, first + i), d) : 0.0f; },
+          [&](int i) { return k_code_index(c.head_dim, slot + i, d); });
     for (std::int64_t token = first; token < first + kv_group; ++token)
       encode_v_token(token, [&](int d) { return read(ring(c.ring_v, token), d); });
   }
 
-  void append(std::int64_t token, const TensorView& k, std::int64_t k_at, const TensorView& v, std::int64_t v_at) const {
+  void append(std::int64_t token, const TensorView& k, std::int64_t k_at, const TensorView& v,
+              std::int64_t v_at) const {
     const auto value_k = [&](int d) { return read(k, k_at + d * k.last_stride()); };
     const auto value_v = [&](int d) { return read(v, v_at + d * v.last_stride()); };
     if (is_kivi(c.format)) {
@@ -118,7 +121,8 @@ struct Target {
       if (token % kv_group == kv_group - 1) close_group(token + 1 - kv_group);
     } else if (is_element_format(c.format)) {
       const auto slot = [&](const KvCacheView::Plane& plane) {
-        return TensorView{.data = in_page(plane, plane.codes, token) + token % c.page_size * plane.token_stride, .dtype = c.dtype};
+        return TensorView{.data = in_page(plane, plane.codes, token) + token % c.page_size * plane.token_stride,
+                          .dtype = c.dtype};
       };
       for (int d = 0; d < c.head_dim; ++d) {
         write(slot(c.k), d, value_k(d));
@@ -131,7 +135,7 @@ struct Target {
   }
 };
 
-}  // namespace
+}   // namespace
 
 void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView& k, const TensorView& v,
                const std::int32_t* rows, const std::int32_t* counts) {
@@ -146,4 +150,4 @@ void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView&
   });
 }
 
-}  // namespace rooftile::cpu::reference
+}   // namespace rooftile::cpu::reference

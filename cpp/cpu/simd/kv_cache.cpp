@@ -3,8 +3,9 @@
 //
 // One task is one (batch entry, KV head): nobody else writes its tokens, and no value depends on another task.
 // kivi formats copy every token into the row's ring, raw, and encode 32 of them from the ring when the last of a group
-// arrives: every way of splitting tokens over calls goes through the same steps. The arithmetic of an encoding is part of
-// the format: subtractions, divisions and roundings that no compiler may contract, so all instruction sets give equal bytes.
+// arrives: every way of splitting tokens over calls goes through the same steps. The arithmetic of an encoding is part
+// of the format: subtractions, divisions and roundings that no compiler may contract, so all instruction sets give
+// equal bytes.
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -135,7 +136,8 @@ void put_v_codes(std::uint8_t* block, int page_size, int head_dim, int slot, con
     } else {
       const auto eight = [&](int j) { return __builtin_convertvector(load_raw<U8x8>(codes + d + 8 * j) & 15, U16x8); };
       const U16x8 words = eight(0) | (eight(1) << 4) | (eight(2) << 8) | (eight(3) << 12);
-      for (int i = 0; i < 8; ++i) std::memcpy(block + (first + i * step) / 2, reinterpret_cast<const char*>(&words) + 2 * i, 2);
+      for (int i = 0; i < 8; ++i)
+        std::memcpy(block + (first + i * step) / 2, reinterpret_cast<const char*>(&words) + 2 * i, 2);
     }
   }
 }
@@ -157,7 +159,10 @@ class Writer {
 
  public:
   Writer(const KvCacheView& c, std::int64_t row, std::int64_t head)
-      : c_(c), row_(row), head_(head), token_(static_cast<std::size_t>(c.head_dim)),
+      : c_(c),
+        row_(row),
+        head_(head),
+        token_(static_cast<std::size_t>(c.head_dim)),
         codes_(static_cast<std::size_t>(padded_head_dim(c.head_dim))) {
     const std::int64_t ring = (row * c.kv_heads + head) * c.ring_size * c.head_dim;
     if constexpr (is_kivi(f)) {
@@ -183,7 +188,8 @@ class Writer {
       copy_token(reinterpret_cast<std::byte*>(token_.data()), k, k_stride, d);
       encode_token(c_.k, page, slot, token_.data());
       for (int i = 0; i < padded_head_dim(d); i += lanes)
-        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, slot, i), __builtin_convertvector(load_raw<I8>(codes_.data() + i), I32));
+        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, slot, i),
+                       __builtin_convertvector(load_raw<I8>(codes_.data() + i), I32));
       copy_token(reinterpret_cast<std::byte*>(token_.data()), v, v_stride, d);
       store_v_token(page, slot, token_.data());
     }
@@ -208,7 +214,8 @@ class Writer {
     for (int i = 0; i < n; i += lanes) range.add(load_some(x + i, n - i, fill));
     range.join();
     Scale* minima = scales_at(plane, plane.min, page);
-    const auto grid = Grid<f>::make(range, scales_at(plane, plane.scale, page) + slot, has_min(f) ? minima + slot : nullptr, 1);
+    const auto grid =
+        Grid<f>::make(range, scales_at(plane, plane.scale, page) + slot, has_min(f) ? minima + slot : nullptr, 1);
     // stored() rounds all lanes alike, so every lane of the grid is this group's
     for (int i = 0; i < n; i += lanes)
       store_raw(codes_.data() + i, __builtin_convertvector(grid.codes(load_some(x + i, n - i, fill)), I8));
@@ -234,7 +241,8 @@ class Writer {
         range.add(x[t]);
       }
       const auto grid = Grid<f>::make(range, scales + i, has_min(f) ? minima + i : nullptr, lanes);
-      for (int t = 0; t < kv_group; ++t) put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, slot + t, i), grid.codes(x[t]));
+      for (int t = 0; t < kv_group; ++t)
+        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, slot + t, i), grid.codes(x[t]));
     }
     for (int t = 0; t < kv_group; ++t) store_v_token(page, slot + t, ring_v_ + ring + std::int64_t{t} * d);
   }
@@ -263,20 +271,27 @@ void append_as(const Parallel& parallel, const KvCacheView& c, const TensorView&
   });
 }
 
-}  // namespace
+}   // namespace
 
 void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView& k, const TensorView& v,
                const std::int32_t* rows, const std::int32_t* counts) {
   const Parallel p = k.numel() < serial_below ? Parallel(1) : parallel;
   switch (c.format) {
-    case KvFormat::fp32: return append_as<KvFormat::fp32>(p, c, k, v, rows, counts);
-    case KvFormat::fp16: return append_as<KvFormat::fp16>(p, c, k, v, rows, counts);
-    case KvFormat::bf16: return append_as<KvFormat::bf16>(p, c, k, v, rows, counts);
-    case KvFormat::int8: return append_as<KvFormat::int8>(p, c, k, v, rows, counts);
-    case KvFormat::int4: return append_as<KvFormat::int4>(p, c, k, v, rows, counts);
-    case KvFormat::int4_kivi_sym: return append_as<KvFormat::int4_kivi_sym>(p, c, k, v, rows, counts);
-    case KvFormat::int4_kivi: return append_as<KvFormat::int4_kivi>(p, c, k, v, rows, counts);
+    case KvFormat::fp32:
+      return append_as<KvFormat::fp32>(p, c, k, v, rows, counts);
+    case KvFormat::fp16:
+      return append_as<KvFormat::fp16>(p, c, k, v, rows, counts);
+    case KvFormat::bf16:
+      return append_as<KvFormat::bf16>(p, c, k, v, rows, counts);
+    case KvFormat::int8:
+      return append_as<KvFormat::int8>(p, c, k, v, rows, counts);
+    case KvFormat::int4:
+      return append_as<KvFormat::int4>(p, c, k, v, rows, counts);
+    case KvFormat::int4_kivi_sym:
+      return append_as<KvFormat::int4_kivi_sym>(p, c, k, v, rows, counts);
+    case KvFormat::int4_kivi:
+      return append_as<KvFormat::int4_kivi>(p, c, k, v, rows, counts);
   }
 }
 
-}  // namespace rooftile::cpu::ROOFTILE_ISA
+}   // namespace rooftile::cpu::ROOFTILE_ISA

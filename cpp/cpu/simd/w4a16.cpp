@@ -10,11 +10,11 @@
 // Tasks are ranges of tiles (x blocks of rows); no two write the same output.
 #include <algorithm>
 #include <cstddef>
-#include <new>
 
 #include "core/w4_layout.h"
 #include "cpu/element.h"
 #include "cpu/kernels.h"
+#include "cpu/scratch.h"
 #include "rooftile/error.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
@@ -41,20 +41,8 @@ constexpr int micro_rows = 6, micro_n = 4;              // accumulators of the i
 constexpr int micro_rows = 2, micro_n = 2;              // 8 of 16
 #endif
 
-// Uninitialised, 64-byte aligned.
-class Buffer {
- public:
-  explicit Buffer(std::int64_t bytes)
-      : p_(static_cast<std::byte*>(::operator new(static_cast<std::size_t>(bytes), std::align_val_t{64}))) {}
-  ~Buffer() { ::operator delete(p_, std::align_val_t{64}); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  template <class T = float>
-  T* at(std::int64_t byte) const { return reinterpret_cast<T*>(p_ + byte); }
-
- private:
-  std::byte* p_;
-};
+template <class T = float>
+T* at(const Scratch& scratch, std::int64_t byte) { return reinterpret_cast<T*>(scratch.data() + byte); }
 
 // ---- x in the codes' order ----------------------------------------------------------------------------------------------
 
@@ -441,7 +429,7 @@ void multiply_panel(const Parallel& parallel, const W4MatmulArgs& a, const Panel
 
   const std::int64_t strip_bytes = strip_blocks * tile_floats * 4, acc_bytes = rows * tile_n * lanes * 4;
   const std::int64_t room = p.rows == 1 ? 0 : strip_bytes + acc_bytes;
-  const Buffer scratch(room * (alone ? 1 : parallel.threads()));
+  const Scratch scratch(static_cast<std::size_t>(room * (alone ? 1 : parallel.threads())));
   const auto task = [&](std::int64_t t, int thread) {
     const std::int64_t piece = t / runs, begin = (t % runs) * run, end = std::min(tiles, begin + run);
     const std::int64_t m0 = piece * rows, count = std::min(rows, p.rows - m0);
@@ -453,8 +441,8 @@ void multiply_panel(const Parallel& parallel, const W4MatmulArgs& a, const Panel
         finish(sums(acc), p.y_at[0], p.residual_at[0]);
         continue;
       }
-      float* strip = scratch.at(room * thread);
-      F32* acc = scratch.at<F32>(room * thread + strip_bytes);
+      float* strip = at(scratch, room * thread);
+      F32* acc = at<F32>(scratch, room * thread + strip_bytes);
       many_rows<Split>(w, tile, p.x + m0 * p.x_row, p.x_row, static_cast<int>(count), strip, acc);
       for (std::int64_t m = 0; m < count; ++m) finish(sums(acc + m * tile_n), p.y_at[m0 + m], p.residual_at[m0 + m]);
     }
@@ -474,12 +462,12 @@ void w4a16_matmul(const Parallel& parallel, const W4MatmulArgs& a) {
   if (total == 0 || a.w->n == 0) return;
   const std::int64_t at_once = std::min(total, std::max<std::int64_t>(1, panel_bytes / (x_row * 4)));
   const std::int64_t x_bytes = at_once * x_row * 4, natural_bytes = x_row * 4 * parallel.threads();
-  const Buffer buffer(x_bytes + natural_bytes + at_once * 16);
+  const Scratch buffer(static_cast<std::size_t>(x_bytes + natural_bytes + at_once * 16));
   for (std::int64_t first = 0; first < total; first += at_once) {
-    const Panel p{first, std::min(at_once, total - first), x_row, buffer.at(0),
-                  buffer.at<std::int64_t>(x_bytes + natural_bytes),
-                  buffer.at<std::int64_t>(x_bytes + natural_bytes + at_once * 8)};
-    fill_panel(parallel, a, p, buffer.at(x_bytes));
+    const Panel p{first, std::min(at_once, total - first), x_row, at(buffer, 0),
+                  at<std::int64_t>(buffer, x_bytes + natural_bytes),
+                  at<std::int64_t>(buffer, x_bytes + natural_bytes + at_once * 8)};
+    fill_panel(parallel, a, p, at(buffer, x_bytes));
     if (a.w->group == 32) {
       multiply_panel<true>(parallel, a, p);
     } else {

@@ -220,6 +220,8 @@ def bits_per_pair(format, config, dtype):
 
 
 def _print(console, report):
+    from rich import box
+    from rich.console import Console
     from rich.table import Table
 
     p = report["protocol"]
@@ -234,7 +236,7 @@ def _print(console, report):
         ),
     ):
         console.print(f"{label:10}{value}", markup=False, highlight=False, soft_wrap=True)
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("format", no_wrap=True)
     for title in ("perplexity", "vs baseline", "dNLL ± s.e. (nats)", "KL", "top-1", "bits/K+V"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -245,8 +247,9 @@ def _print(console, report):
             f"{row['perplexity']:.3f}",
             f"{row['vs_baseline_percent']:+.2f}%",
             f"{row['dnll']:+.5f}{error}",
-            f"{row['kl']:.5f}",
+            f"{round(row['kl'], 5) + 0:.5f}",
             f"{100 * row['top1']:.2f}%",
             "" if row["bits"] is None else f"{row['bits']:.2f}",
         )
-    console.print(table)
+    # lines that a narrow terminal wraps, rather than figures that are cut
+    Console(width=max(console.width, 108)).print(table)

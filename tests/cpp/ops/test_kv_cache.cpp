@@ -73,14 +73,16 @@ std::vector<std::byte> normal(DType dtype, std::size_t n, unsigned seed) {
     const float x = values(random);
     const Half half = from_float<Half>(x);
     const BFloat16 brain = from_float<BFloat16>(x);
-    const void* from = dtype == DType::f32 ? static_cast<const void*>(&x) : dtype == DType::f16 ? &half.bits : &brain.bits;
+    const void* from = dtype == DType::f32   ? static_cast<const void*>(&x)
+                       : dtype == DType::f16 ? &half.bits
+                                             : &brain.bits;
     std::memcpy(bytes.data() + i * size_of(dtype), from, size_of(dtype));
   }
   return bytes;
 }
 
-constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16, KvFormat::bf16, KvFormat::int8, KvFormat::int4,
-                                KvFormat::int4_kivi_sym, KvFormat::int4_kivi};
+constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16,          KvFormat::bf16,     KvFormat::int8,
+                                KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi};
 constexpr int heads = 2, tokens = 75;
 
 std::vector<std::string> variants() {
@@ -96,8 +98,10 @@ TEST(KvAppend, EveryVariantAndSplitStoresTheSameBytes) {
       if (is_element_format(f) && code_bits(f) != 8 * static_cast<int>(size_of(dtype))) continue;
       if (is_element_format(f) && (f == KvFormat::bf16) != (dtype == DType::bf16)) continue;
       for (int dim : {1, 40, 80, 111, 128}) {
-        auto k = normal(dtype, static_cast<std::size_t>(2 * tokens * heads * dim), 1), v = normal(dtype, k.size() / size_of(dtype), 2);
-        const TensorView tk = tensor(k.data(), dtype, {2, tokens, heads, dim}), tv = tensor(v.data(), dtype, {2, tokens, heads, dim});
+        auto k = normal(dtype, static_cast<std::size_t>(2 * tokens * heads * dim), 1),
+             v = normal(dtype, k.size() / size_of(dtype), 2);
+        const TensorView tk = tensor(k.data(), dtype, {2, tokens, heads, dim}),
+                         tv = tensor(v.data(), dtype, {2, tokens, heads, dim});
         Cache whole(f, dtype, 2, 4, 32, heads, dim);
         Context ctx;
         ctx.variant = "reference";
@@ -108,7 +112,8 @@ TEST(KvAppend, EveryVariantAndSplitStoresTheSameBytes) {
           for (int at = 0, step = 1; at < tokens; at += step, step = step * 2 + 1) {
             TensorView pk = tk, pv = tv;
             for (TensorView* t : {&pk, &pv}) {
-              t->data = static_cast<std::byte*>(t->data) + at * t->stride[1] * static_cast<std::int64_t>(size_of(dtype));
+              t->data =
+                  static_cast<std::byte*>(t->data) + at * t->stride[1] * static_cast<std::int64_t>(size_of(dtype));
               t->shape[1] = std::min(step, tokens - at);
             }
             kv_append(ctx, split.view, pk, pv, {}, {});
@@ -148,7 +153,8 @@ TEST(KvReorder, EveryMapOfFourRows) {
 }
 
 TEST(KvAppend, WhatIsRefusedChangesNothing) {
-  Cache cache(KvFormat::int4_kivi, DType::f32, 2, 1, 32, heads, 40), before(KvFormat::int4_kivi, DType::f32, 2, 1, 32, heads, 40);
+  Cache cache(KvFormat::int4_kivi, DType::f32, 2, 1, 32, heads, 40),
+      before(KvFormat::int4_kivi, DType::f32, 2, 1, 32, heads, 40);
   auto k = normal(DType::f32, 2 * 33 * heads * 40, 4);
   const TensorView t = tensor(k.data(), DType::f32, {2, 33, heads, 40});
   std::int32_t counts[] = {32, 33}, rows[] = {1, 1}, few[] = {1, 1};
@@ -159,5 +165,5 @@ TEST(KvAppend, WhatIsRefusedChangesNothing) {
   EXPECT_TRUE(cache.same_bytes(before));
 }
 
-}  // namespace
-}  // namespace rooftile
+}   // namespace
+}   // namespace rooftile

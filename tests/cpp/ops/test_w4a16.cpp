@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every CPU variant of the 4-bit product against the reference, in buffers of exactly the size needed, so that a read
+// or write past an end is seen by the address sanitizer; and the forms of a weight against each other.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/half.h"
+#include "cpu/kernels.h"
+#include "rooftile/error.h"
+#include "rooftile/gemm.h"
+
+namespace rooftile {
+namespace {
+
+struct Tensor {
+  std::vector<std::byte> bytes;
+  TensorView view;
+  Tensor() = default;
+  Tensor(DType dtype, std::vector<std::int64_t> shape) {
+    view.dtype = dtype;
+    view.ndim = static_cast<int>(shape.size());
+    std::int64_t n = 1;
+    for (int i = view.ndim; i-- > 0;) {
+      view.shape[i] = shape[static_cast<std::size_t>(i)];
+      view.stride[i] = n;
+      n *= view.shape[i];
+    }
+    bytes.resize(static_cast<std::size_t>(n) * size_of(dtype));
+    view.data = bytes.data();
+  }
+  Tensor(Tensor&&) = default;
+  Tensor& operator=(Tensor&&) = default;
+
+  void set(std::int64_t i, float x) {
+    switch (view.dtype) {
+      case DType::f16: view.as<Half>()[i] = from_float<Half>(x); break;
+      case DType::bf16: view.as<BFloat16>()[i] = from_float<BFloat16>(x); break;
+      default: view.as<float>()[i] = x;
+    }
+  }
+  float get(std::int64_t i) const {
+    switch (view.dtype) {
+      case DType::f16: return to_float(view.as<Half>()[i]);
+      case DType::bf16: return to_float(view.as<BFloat16>()[i]);
+      default: return view.as<float>()[i];
+    }
+  }
+};
+
+struct Weight {
+  Tensor codes, scales, offsets;              // canonical
+  Tensor kernel_codes, kernel_scales, kernel_offsets;
+  W4View view;
+};
+
+Weight make_weight(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType scale_dtype, std::mt19937& rng) {
+  Weight w;
+  w.codes = Tensor(DType::u8, {n, k / 2});
+  for (std::byte& b : w.codes.bytes) b = static_cast<std::byte>(rng() & 255);
+  w.scales = Tensor(scale_dtype, {n, k / group});
+  const W4Sizes sizes = w4_sizes("test", n, k, group, zeros);
+  w.kernel_codes = Tensor(DType::u8, {sizes.codes});
+  w.kernel_scales = Tensor(DType::u8, {sizes.scales});
+  for (std::int64_t i = 0; i < w.scales.view.numel(); ++i) w.scales.set(i, std::ldexp(1.0f, -static_cast<int>(rng() % 3)));
+  if (zeros != W4Zeros::symmetric) {
+    w.offsets = Tensor(zeros == W4Zeros::integer ? DType::u8 : scale_dtype, {n, k / group});
+    w.kernel_offsets = Tensor(DType::u8, {sizes.offsets});
+    for (std::int64_t i = 0; i < w.offsets.view.numel(); ++i) {
+      const int x = static_cast<int>(rng() % 16);
+      if (zeros == W4Zeros::integer) {
+        w.offsets.view.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(x);
+      } else {
+        w.offsets.set(i, static_cast<float>(x - 8));
+      }
+    }
+  }
+  w4_pack({}, w.codes.view, w.scales.view, w.offsets.view, zeros, group, w.kernel_codes.view, w.kernel_scales.view,
+          w.kernel_offsets.view);
+  w.view = w4_view(n, k, group, zeros, scale_dtype, w.kernel_codes.view, w.kernel_scales.view, w.kernel_offsets.view, {});
+  return w;
+}
+
+std::vector<std::string> variants() {
+  std::vector<std::string> names;
+  std::istringstream text(cpu::runnable_variants());
+  for (std::string name; std::getline(text, name, ',');) names.push_back(name.substr(name.find_first_not_of(' ')));
+  return names;
+}
+
+constexpr W4Zeros kinds[] = {W4Zeros::symmetric, W4Zeros::integer, W4Zeros::minima};
+struct Case {
+  std::int64_t n, k;
+  int group;
+};
+constexpr Case cases[] = {{1, 32, 32}, {16, 64, 64}, {17, 96, 32}, {5, 50, 50}, {33, 384, 128}, {40, 192, 192}, {3, 576, 64}};
+
+TEST(W4A16, EveryVariantGivesTheExactProductOfSmallIntegers) {
+  std::mt19937 rng(1);
+  for (const Case& c : cases)
+    for (W4Zeros zeros : kinds)
+      for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+        for (std::int64_t m : {1, 2, 9, 100}) {
+          const Weight w = make_weight(c.n, c.k, c.group, zeros, dtype == DType::bf16 ? DType::bf16 : DType::f16, rng);
+          Tensor x(dtype, {m, c.k}), bias(dtype, {c.n}), expected(dtype, {m, c.n});
+          for (std::int64_t i = 0; i < m * c.k; ++i) x.set(i, static_cast<float>(static_cast<int>(rng() % 5) - 2));
+          for (std::int64_t i = 0; i < c.n; ++i) bias.set(i, static_cast<float>(i % 7));
+          w4a16_matmul({.variant = "reference"}, x.view, w.view, expected.view, {.bias = bias.view});
+          for (const std::string& name : variants())
+            for (int threads : {1, 3}) {
+              Tensor y(dtype, {m, c.n});
+              w4a16_matmul({.threads = threads, .variant = name.c_str()}, x.view, w.view, y.view, {.bias = bias.view});
+              for (std::int64_t i = 0; i < m * c.n; ++i)
+                ASSERT_EQ(y.get(i), expected.get(i))
+                    << name << " n " << c.n << " k " << c.k << " group " << c.group << ' ' << rooftile::name(zeros)
+                    << " m " << m << " index " << i;
+            }
+        }
+}
+
+TEST(W4A16, UnpackGivesBackEveryBit) {
+  std::mt19937 rng(2);
+  for (const Case& c : cases)
+    for (W4Zeros zeros : kinds) {
+      const Weight w = make_weight(c.n, c.k, c.group, zeros, DType::f16, rng);
+      Tensor codes(DType::u8, {c.n, c.k / 2}), scales(DType::f16, {c.n, c.k / c.group}), offsets;
+      if (zeros != W4Zeros::symmetric) offsets = Tensor(w.offsets.view.dtype, {c.n, c.k / c.group});
+      w4_unpack({}, w.view, codes.view, scales.view, offsets.view);
+      EXPECT_EQ(codes.bytes, w.codes.bytes);
+      EXPECT_EQ(scales.bytes, w.scales.bytes);
+      EXPECT_EQ(offsets.bytes, w.offsets.bytes);
+    }
+}
+
+TEST(W4A16, QuantizedWeightIsWithinHalfAStep) {
+  std::mt19937 rng(3);
+  std::normal_distribution<float> normal;
+  for (const Case& c : cases)
+    for (W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
+      Tensor x(DType::f32, {c.n, c.k}), back(DType::f32, {c.n, c.k});
+      for (std::int64_t i = 0; i < c.n * c.k; ++i) x.set(i, normal(rng));
+      Weight w = make_weight(c.n, c.k, c.group, zeros, DType::f16, rng);
+      w4_quantize({}, x.view, c.group, zeros, w.codes.view, w.scales.view, w.offsets.view);
+      w4_pack({}, w.codes.view, w.scales.view, w.offsets.view, zeros, c.group, w.kernel_codes.view, w.kernel_scales.view,
+              w.kernel_offsets.view);
+      w4_dequantize({}, w.view, back.view);
+      for (std::int64_t i = 0; i < c.n * c.k; ++i) {
+        const float scale = w.scales.get(i / c.group);
+        ASSERT_LE(std::abs(back.get(i) - x.get(i)), 0.51f * scale + 0.01f) << "index " << i;
+      }
+    }
+}
+
+TEST(W4A16, WrongKernelTensorsAreRefused) {
+  std::mt19937 rng(4);
+  const Weight w = make_weight(17, 96, 32, W4Zeros::minima, DType::f16, rng);
+  const auto view = [&](int group, const TensorView& codes, const TensorView& scales, const TensorView& offsets) {
+    return w4_view(17, 96, group, W4Zeros::minima, DType::f16, codes, scales, offsets, {});
+  };
+  const Tensor small(DType::u8, {4});
+  EXPECT_NO_THROW(view(32, w.kernel_codes.view, w.kernel_scales.view, w.kernel_offsets.view));
+  EXPECT_THROW(view(32, small.view, w.kernel_scales.view, w.kernel_offsets.view), Error);
+  EXPECT_THROW(view(32, w.kernel_codes.view, small.view, w.kernel_offsets.view), Error);
+  EXPECT_THROW(view(32, w.kernel_codes.view, w.kernel_scales.view, small.view), Error);
+  EXPECT_THROW(view(32, w.kernel_codes.view, w.kernel_scales.view, {}), Error);
+  EXPECT_THROW(view(64, w.kernel_codes.view, w.kernel_scales.view, w.kernel_offsets.view), Error);
+  EXPECT_THROW(view(48, w.kernel_codes.view, w.kernel_scales.view, w.kernel_offsets.view), Error);
+}
+
+}  // namespace
+}  // namespace rooftile

@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""4-bit weights and the products with them, against the float64 oracle."""
+
+import cases
+import closeness
+import gguf
+import numpy as np
+import oracle
+import pytest
+import rooftile as rt
+import torch
+from rooftile import _C
+
+KINDS = ("symmetric", "integer", "minima")
+FAST = [p for p in cases.PLANS if p != "reference"]
+# (N, K, group): groups of every size, tails of N, of K (96, 576) and of the last tile, and real layers
+WEIGHTS = (
+    (1, 32, 32),
+    (16, 64, 64),
+    (17, 96, 32),
+    (5, 50, 50),
+    (33, 96, 96),
+    (192, 576, 32),
+    (100, 576, 64),
+    (48, 1536, 128),
+    (17, 576, 576),
+    (16, 320, 64),
+    (576, 64, 64),
+    (1000, 96, 32),
+)
+ROWS = (0, 1, 2, 5, 16, 17, 33, 64, 130)
+
+
+def parts(n, k, group, kind, scale_dtype="float16", exact=False):
+    """A random weight in canonical form: codes uint8, scales and zeros as float64 (zeros None if symmetric)."""
+    rng = cases.generator("w4", n, k, group, kind)
+    codes = rng.integers(0, 256, (n, k // 2)).astype(np.uint8)
+    shape = (n, k // group)
+    if exact:
+        scales = cases.powers_of_two(shape, "scales", n, k, lowest=-2, highest=0)
+        minima = cases.exact_values(shape, "minima", n, k)
+    else:
+        scales = oracle.round_to(rng.uniform(0.001, 0.1, shape), scale_dtype)
+        minima = oracle.round_to(rng.uniform(-1, 0, shape), scale_dtype)
+    zeros = {"symmetric": None, "integer": rng.integers(0, 16, shape).astype(np.float64), "minima": minima}[kind]
+    return codes, scales, zeros
+
+
+def weight(codes, scales, zeros, kind, scale_dtype="float16", group=None, perm=None):
+    if zeros is not None:
+        zeros = cases.tensor(zeros, "uint8" if kind == "integer" else scale_dtype)
+    perm = None if perm is None else torch.from_numpy(perm.astype(np.int32))
+    scales = cases.tensor(scales, scale_dtype)
+    return rt.W4Weight.from_canonical(torch.from_numpy(codes), scales, zeros, kind=kind, group_size=group, perm=perm)
+
+
+def both(n, k, group, kind, **options):
+    """(W4Weight, the dense float64 weight it stands for)."""
+    codes, scales, zeros = parts(n, k, group, kind, **options)
+    options.pop("exact", None)
+    return weight(codes, scales, zeros, kind, group=group, **options), oracle.w4_decode(codes, scales, kind, zeros)
+
+
+# ---------------------------------------------------------------- products
+
+
+def assert_product(y, x, dense, dtype):
+    """Within the worst case of the sum, element by element; where outputs are many, as close as a naive product too."""
+    exact = oracle.w4a16_matmul(x, dense)
+    steps = -(-x.shape[-1] // 64) * 4 + 6  # multiply-adds of one lane, then the lanes, and the weight's own rounding
+    bound = oracle.EPS["float32"] / 2 * steps * (np.abs(x) @ np.abs(dense).T) + oracle.quantum(exact, dtype)
+    error = np.abs(closeness.to_numpy64(y) - exact)
+    assert (error <= bound).all(), f"off by {(error / bound).max():.2f} of the worst case"
+    if exact.size >= 256:
+        naive = oracle.matmul_naive(x, dense, dtype)
+        closeness.assert_close(y, naive, exact, frobenius=closeness.MATMUL_BOUND[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k, group", WEIGHTS)
+def test_product(n, k, group, kind, dtype, plan):
+    w, dense = both(n, k, group, kind, scale_dtype="bfloat16" if dtype == "bfloat16" else "float16")
+    for m in ROWS if plan == cases.PLANS[0] else (1, 5) if plan == "reference" else (1, 2, 17):
+        x = cases.values((m, k), dtype, "x", m, k)
+        y = rt.w4a16_matmul(cases.tensor(x, dtype), w, plan=plan)
+        assert_product(y, x, dense, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k, group", WEIGHTS)
+def test_exact_data_give_the_rounded_exact_product(n, k, group, kind, dtype, plan):
+    w, dense = both(n, k, group, kind, exact=True)
+    for m in (1, 3) if plan == "reference" else (1, 2, 7, 33):
+        x = cases.exact_values((m, k), "exact x", m, k)
+        bias = cases.exact_values((n,), "bias", n)
+        y = rt.w4a16_matmul(cases.tensor(x, dtype), w, bias=cases.tensor(bias, dtype), plan=plan)
+        closeness.assert_exact(y, oracle.w4a16_matmul(x, dense, bias))
+
+
+@pytest.mark.parametrize("plan", FAST)
+@pytest.mark.parametrize("n, k, group", WEIGHTS)
+def test_a_row_has_the_same_bits_at_every_number_of_rows(n, k, group, plan):
+    for kind, dtype in zip(KINDS, cases.DTYPES, strict=True):
+        w, _ = both(n, k, group, kind)
+        x = cases.tensor(cases.values((200, k), dtype, "rows", k), dtype)
+        whole = rt.w4a16_matmul(x, w, plan=plan)
+        closeness.assert_bits_equal(rt.w4a16_matmul(x, w, plan=plan), whole, "run to run")
+        for m in (1, 2, 3, 6, 7, 97, 130):
+            for first in (0, 200 - m):
+                some = rt.w4a16_matmul(x[first : first + m], w, plan=plan, batch_invariant=True)
+                closeness.assert_bits_equal(some, whole[first : first + m], f"{m} rows from {first}")
+
+
+def test_threads_change_no_bit():
+    w, _ = both(192, 576, 32, "minima")
+    large, small = (cases.tensor(cases.values((m, 576), "float32", "threads"), "float32") for m in (150, 1))
+    one = [rt.w4a16_matmul(x, w) for x in (large, small)]
+    wide, _ = both(1536, 576, 32, "minima")
+    alone = rt.w4a16_matmul(small, wide)
+    torch.set_num_threads(2)
+    try:
+        for x, y in zip((large, small), one, strict=True):
+            closeness.assert_bits_equal(rt.w4a16_matmul(x, w), y)
+        closeness.assert_bits_equal(rt.w4a16_matmul(small, wide), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_any_shape_of_x_and_many_rows():
+    w, dense = both(17, 96, 32, "minima")
+    for shape in ((96,), (2, 3, 96), (2, 0, 96), (1, 2, 1, 3, 96)):
+        x = cases.values(shape, "float32", "shape", *shape)
+        y = rt.w4a16_matmul(cases.tensor(x, "float32"), w)
+        assert_product(y.reshape(-1, 17), x.reshape(-1, 96), dense, "float32")
+        assert y.shape == (*shape[:-1], 17)
+    x = cases.exact_values((50_000, 96), "many")  # more than one panel of x
+    w, dense = both(17, 96, 32, "minima", exact=True)
+    closeness.assert_exact(rt.w4a16_matmul(cases.tensor(x, "float32"), w), x @ dense.T)
+
+
+@pytest.mark.parametrize("m", [1, 2, 19])
+def test_strides_of_every_tensor(m, dtype, plan):
+    n, k = 33, 96
+    w, _ = both(n, k, 32, "minima")
+    x, bias, residual = (cases.tensor(cases.values(s, dtype, "strides", *s), dtype) for s in ((m, k), (n,), (m, n)))
+    expected = rt.w4a16_matmul(x, w, bias=bias, residual=residual, plan=plan)
+    for strides in ((2 * k, 2), (1, m), (k + 3, 1)):
+        view = cases.guarded((m, k), dtype, strides=strides, values=x).tensor
+        out = cases.guarded((m, n), dtype, strides={2 * k: (3 * n, 3), 1: (1, m), k + 3: (n + 5, 1)}[strides[0]])
+        far_bias = cases.guarded((n,), dtype, strides=(4,), values=bias).tensor
+        far_residual = cases.guarded((m, n), dtype, strides=(2 * n, 2), values=residual).tensor
+        got = rt.w4a16_matmul(view, w, bias=far_bias, residual=far_residual, out=out.tensor, plan=plan)
+        assert got is out.tensor
+        closeness.assert_bits_equal(got, expected)
+        out.check_margins()
+        out.check_written()
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
+def test_epilogue(activation, dtype, plan):
+    n, k, m = 33, 64, 3
+    w, dense = both(n, k, 64, "symmetric")
+    x, bias, residual = (cases.values(s, dtype, "epilogue", *s) for s in ((m, k), (n,), (m, n)))
+    exact = torch.from_numpy(oracle.w4a16_matmul(x, dense, bias))
+    gelu = torch.nn.functional.gelu
+    exact = {
+        None: lambda: exact,
+        "silu": lambda: torch.nn.functional.silu(exact),
+        "gelu": lambda: gelu(exact),
+        "gelu_tanh": lambda: gelu(exact, approximate="tanh"),
+    }[activation]().numpy() + residual
+    tx, tb, tr = (cases.tensor(v, dtype) for v in (x, bias, residual))
+    y = rt.w4a16_matmul(tx, w, bias=tb, activation=activation, residual=tr, plan=plan)
+    closeness.assert_close(y, oracle.round_to(exact, dtype), exact, frobenius=closeness.MATMUL_BOUND[dtype])
+    closeness.assert_bits_equal(
+        rt.w4a16_matmul(tx, w, bias=tb, activation=activation, residual=tr, out=tr, plan=plan), y, "into residual"
+    )
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_act_order(m, dtype, plan):
+    n, k = 20, 192
+    codes, scales, zeros = parts(n, k, 64, "integer")
+    perm = cases.generator("perm").permutation(k)
+    w = weight(codes, scales, zeros, "integer", perm=perm)
+    dense = oracle.w4_decode(codes, scales, "integer", zeros, perm)
+    closeness.assert_close(w.dequantize(), dense, dense)
+    x = cases.values((m, k), dtype, "act-order")
+    y = rt.w4a16_matmul(cases.tensor(x, dtype), w, plan=plan)
+    assert_product(y, x, dense, dtype)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("group", [32, 64])
+def test_every_code_at_every_zero(group, m, plan):
+    """x = one unit vector a column reads the weight itself."""
+    u = np.tile(np.arange(16), (16, 4)) if group == 64 else np.tile(np.arange(16), (16, 2))
+    codes, scales, zeros = oracle.w4_pack_nibbles(u), np.full((16, 1), 0.375), np.arange(16.0)[:, None]
+    k = u.shape[1]
+    for kind, offsets in (("symmetric", None), ("integer", zeros), ("minima", zeros - 8), ("integer", zeros + 240)):
+        w = weight(codes, scales, offsets, kind)
+        dense = oracle.w4_decode(codes, scales, kind, offsets)
+        closeness.assert_exact(w.dequantize(), dense)
+        eye = torch.eye(k)
+        got = torch.cat([rt.w4a16_matmul(eye[i : i + m], w, plan=plan) for i in range(0, k, m)])
+        closeness.assert_exact(got.T, dense)
+
+
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("m", [1, 3])
+def test_scales_at_the_edges(m, scale_dtype, plan):
+    """0, the smallest subnormal, the largest, infinity and NaN: each stays in its own output."""
+    n, k = 16, 96  # the last block is half padding
+    edges = [0.0, oracle.SMALLEST[scale_dtype], -oracle.SMALLEST[scale_dtype], np.inf, np.nan, 1.0]
+    if scale_dtype == "float16":
+        edges.append(oracle.LARGEST[scale_dtype])
+    codes = np.full((n, k // 2), 0xFF, np.uint8)
+    scales = np.ones((n, 3))
+    scales[: len(edges), 2] = edges
+    for kind, zeros in (("symmetric", None), ("integer", np.full((n, 3), 3.0)), ("minima", np.full((n, 3), 0.5))):
+        w = weight(codes, scales, zeros, kind, scale_dtype)
+        dense = oracle.w4_decode(codes, scales, kind, zeros)
+        x = np.abs(cases.exact_values((m, k), "edges", zeros=0)) + 1
+        y = rt.w4a16_matmul(cases.tensor(x, "float32"), w, plan=plan)
+        with np.errstate(invalid="ignore"):
+            closeness.assert_close(y, oracle.matmul_naive(x, dense, "float32"), x @ dense.T)
+        closeness.assert_exact(w.dequantize(), dense)
+
+
+def test_special_values_of_x_stay_in_their_row(plan):
+    w, _ = both(16, 64, 32, "symmetric")
+    for special in (np.nan, np.inf):
+        x = torch.ones(3, 64)
+        x[1, 7] = special
+        y = rt.w4a16_matmul(x, w, plan=plan)
+        assert torch.isfinite(y[[0, 2]]).all()
+        assert (~torch.isfinite(y[1])).all()
+
+
+# ---------------------------------------------------------------- forms
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("n, k, group", WEIGHTS[:6])
+def test_any_bits_survive_packing(n, k, group, kind, scale_dtype):
+    rng = cases.generator("bits", n, k)
+    codes = rng.integers(0, 256, (n, k // 2)).astype(np.uint8)
+    groups = (n, k // group)
+    scales = torch.from_numpy(rng.integers(0, 2**16, groups).astype(np.uint16)).view(cases.torch_dtype(scale_dtype))
+    zeros = {
+        "symmetric": None,
+        "integer": torch.from_numpy(rng.integers(0, 256, groups).astype(np.uint8)),
+        "minima": torch.from_numpy(rng.integers(0, 2**16, groups).astype(np.uint16)).view(scales.dtype),
+    }[kind]
+    w = rt.W4Weight.from_canonical(torch.from_numpy(codes), scales, zeros)
+    assert (w.shape, w.group_size, w.kind, w.scale_dtype) == ((n, k), group, kind, scale_dtype)
+    assert np.array_equal(w.codes.numpy(), oracle.w4_kernel_codes(codes))
+    bits = scales.view(torch.int16).numpy()
+    assert np.array_equal(w.scales.view(torch.int16).numpy(), oracle.w4_kernel_scales(bits))
+    assert w.nbytes == sum(t.numel() for t in (w.codes, w.scales, w.offsets) if t is not None)
+    for ours, theirs in zip(w.unpack(), (torch.from_numpy(codes), scales, zeros), strict=True):
+        assert (ours is None and theirs is None) or closeness.assert_bits_equal(ours, theirs) is None
+
+
+def test_strided_canonical_form():
+    codes, scales, zeros = parts(33, 96, 32, "minima")
+    expected = weight(codes, scales, zeros, "minima")
+    views = [
+        torch.from_numpy(codes).T.contiguous().T,
+        *(cases.tensor(a.T.copy(), "float16").T for a in (scales, zeros)),
+    ]
+    w = rt.W4Weight.from_canonical(*views)
+    for name in ("codes", "scales", "offsets"):
+        assert torch.equal(getattr(w, name), getattr(expected, name))
+
+
+def test_numpy_and_jax_give_the_same_as_torch():
+    codes, scales, zeros = parts(17, 96, 32, "minima")
+    w = rt.W4Weight.from_canonical(codes, scales.astype(np.float16), zeros.astype(np.float16))
+    assert isinstance(w.codes, np.ndarray)
+    reference = weight(codes, scales, zeros, "minima")
+    for dtype in cases.DTYPES:
+        x = cases.values((2, 96), dtype, "numpy")
+        expected = rt.w4a16_matmul(cases.tensor(x, dtype), reference)
+        y = rt.w4a16_matmul(cases.numpy_array(x, dtype), w)
+        assert isinstance(y, np.ndarray)
+        closeness.assert_bits_equal(y, expected)
+        closeness.assert_bits_equal(w.dequantize(dtype), reference.dequantize(dtype))
+    jax = pytest.importorskip("jax.numpy")
+    got = rt.w4a16_matmul(jax.asarray(x, "float32"), w)
+    closeness.assert_bits_equal(got, rt.w4a16_matmul(cases.tensor(x, "float32"), reference))
+
+
+@pytest.mark.parametrize("zeros", [None, "minima"])
+@pytest.mark.parametrize("n, k, group", [(5, 64, 32), (16, 128, 128), (3, 50, 50)])
+def test_quantize_is_the_documented_rounding(n, k, group, zeros, dtype):
+    x = cases.values((n, k), dtype, "quantize", n, k)
+    x[0, :group] = 0
+    x[1, :group] = cases.values((), dtype, "constant") + 1
+    x[2, 0] = {"float32": np.nan, "float16": np.inf, "bfloat16": -np.inf}[dtype]
+    x[2, -1] = 5e-8 if dtype != "bfloat16" else 2.0**-130
+    if n > 3:
+        x[3, :group] = oracle.round_to(
+            x[3, :group] * {"float32": 3e-8, "float16": 3e-7, "bfloat16": 1e-38}[dtype], dtype
+        )
+        x[4, :group] = oracle.round_to(x[4, :group] * {"float32": 1e6, "float16": 1e4, "bfloat16": 3e37}[dtype], dtype)
+    x = oracle.round_to(x, dtype)
+    w = rt.W4Weight.quantize(cases.tensor(x, dtype), group_size=group, zeros=zeros)
+    kind, scale_dtype = zeros or "symmetric", oracle.scale_dtype(dtype)
+    assert (w.kind, w.scale_dtype, w.group_size) == (kind, scale_dtype, group)
+    codes, scales, minima = oracle.w4_quantize(x, group, kind, scale_dtype)
+    got = w.unpack()
+    assert np.array_equal(got[0].numpy(), codes)
+    closeness.assert_exact(got[1], scales)
+    assert (got[2] is None) == (minima is None)
+    if minima is not None:
+        closeness.assert_exact(got[2], minima)
+    strided = cases.guarded((n, k), dtype, strides=(1, n), values=cases.tensor(x, dtype)).tensor
+    assert torch.equal(rt.W4Weight.quantize(strided, group_size=group, zeros=zeros).codes, w.codes)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1"])
+def test_gguf_blocks_are_imported_without_loss(name):
+    ggml_type = getattr(gguf.GGMLQuantizationType, name)
+    n, k = 19, 96
+    x = cases.generator("gguf").standard_normal((n, k)).astype(np.float32)
+    data = gguf.quantize(x, ggml_type)
+    expected = gguf.dequantize(data, ggml_type)
+    raw = data.reshape(n, k // 32, -1)
+    for source in (data, data.tobytes(), torch.from_numpy(data), memoryview(data.tobytes())):
+        w = rt.W4Weight.from_gguf(source, ggml_type, (n, k))
+        dense = w.dequantize()
+        assert (w.group_size, w.kind) == (32, {"Q4_0": "symmetric", "Q4_1": "minima"}[name])
+        assert isinstance(dense, torch.Tensor) == isinstance(source, torch.Tensor)
+        assert np.array_equal(np.asarray(dense), expected)
+        assert np.array_equal(
+            np.asarray(dense, np.float64), getattr(oracle, f"gguf_{name.lower()}")(raw).reshape(n, k)
+        ) or (
+            name == "Q4_1"  # the file's own sum is rounded once to float32
+        )
+    for same in (name, int(ggml_type)):
+        assert np.array_equal(rt.W4Weight.from_gguf(data, same, (n, k)).codes, np.asarray(w.codes))
+    for bad in (data.tobytes()[:-1], b"", data.tobytes() + b"\0"):
+        with pytest.raises(rt.ArgumentError, match=r"from_gguf: data must have \d+ bytes for " + name):
+            rt.W4Weight.from_gguf(bad, name, (n, k))
+
+
+def test_signed_form_packed_along_k():
+    codes, scales, _ = parts(17, 128, 32, "symmetric")
+    w = weight(codes, scales, None, "symmetric")
+    packed, packed_scales = w.to_kpacked()
+    u = oracle.w4_unpack_nibbles(codes) - 8
+    words = np.zeros((16, 17), np.int64)
+    for i in range(8):
+        words |= (u[:, i::8].T & 15) << 4 * i
+    assert packed.dtype == torch.int32
+    assert np.array_equal(packed.numpy(), words.astype(np.uint32).view(np.int32))
+    closeness.assert_exact(packed_scales, scales.T)
+    assert torch.equal(rt.W4Weight.from_kpacked(packed, packed_scales).codes, w.codes)
+    # compressed-tensors' weight_packed, int32 [N, K/8] of u, is the canonical form under another name
+    weight_packed = np.zeros((17, 16), np.int64)
+    for i in range(8):
+        weight_packed |= (u[:, i::8] + 8) << 4 * i
+    assert np.array_equal(weight_packed.astype(np.uint32).view(np.uint8).reshape(17, 64), w.unpack()[0].numpy())
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def sample():
+    return both(16, 64, 32, "symmetric")[0]
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda w: w.quantize(torch.zeros(4, 100), group_size=64), rt.ArgumentError, "K = 100 .* group_size = 64"),
+        *(
+            (lambda w, g=g: w.quantize(torch.zeros(4, 768), group_size=g), rt.ArgumentError, f"group_size.*got {g}")
+            for g in (8, 16, 24, 48, 256, 0, -1)
+        ),
+        (
+            lambda w: w.quantize(torch.zeros(4, 768), group_size=32.0),
+            rt.ArgumentTypeError,
+            "group_size must be an integer",
+        ),
+        (lambda w: w.quantize(torch.zeros(4, 33), group_size=33), rt.ArgumentError, "K must be even"),
+        (lambda w: w.quantize(torch.zeros(4), group_size=32), rt.ArgumentError, "weight must have two dimensions"),
+        (lambda w: w.quantize(None), rt.ArgumentTypeError, "weight"),
+        (lambda w: w.quantize(torch.zeros(4, 64, dtype=torch.int32)), rt.ArgumentError, "group_size"),
+        (lambda w: w.quantize(torch.zeros(4, 128, dtype=torch.int32)), rt.ArgumentTypeError, "weight must be float32"),
+        (lambda w: w.quantize(torch.zeros(4, 128), zeros="integer"), rt.ArgumentError, "zeros must be"),
+        (
+            lambda w: w.from_canonical(torch.zeros(4, 32), torch.zeros(4, 1)),
+            rt.ArgumentTypeError,
+            "codes must be uint8",
+        ),
+        (
+            lambda w: w.from_canonical(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 1)),
+            rt.ArgumentTypeError,
+            "scale",
+        ),
+        (
+            lambda w: w.from_canonical(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(3, 1).half()),
+            rt.ArgumentError,
+            "scales must be",
+        ),
+        (
+            lambda w: w.from_canonical(
+                torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 1).half(), torch.zeros(4, 2)
+            ),
+            rt.ArgumentTypeError,
+            "zeros must be float16",
+        ),
+        (
+            lambda w: w.from_canonical(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 1).half(), kind="minima"),
+            rt.ArgumentError,
+            "zeros must be given",
+        ),
+        (lambda w: w.from_gguf(b"", "Q4_K", (4, 256)), rt.NotSupportedError, "Q4_0 or Q4_1"),
+        (lambda w: w.from_gguf(b"", "Q4_0", (4, 48)), rt.ArgumentError, "multiple of 32"),
+        (lambda w: w.from_gguf(None, "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),
+        (lambda w: w.from_gguf(np.zeros(72, np.int8), "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),
+        (lambda w: w.from_gguf(b"", "Q4_0", 7), rt.ArgumentError, "shape"),
+        (lambda w: w.dequantize("int8"), rt.ArgumentTypeError, "out must be float32"),
+        (lambda w: w.dequantize("nonsense"), rt.ArgumentTypeError, "dtype"),
+        (lambda w: rt.w4a16_matmul(torch.zeros(2, 63), w), rt.ArgumentError, "x must have a last dimension of K = 64"),
+        (lambda w: rt.w4a16_matmul(torch.zeros(2, 64), None), rt.ArgumentTypeError, "w must be a rooftile.W4Weight"),
+        (lambda w: rt.w4a16_matmul(None, w), rt.ArgumentTypeError, "x must be"),
+        (
+            lambda w: rt.w4a16_matmul(torch.zeros(2, 64), w, bias=torch.zeros(15)),
+            rt.ArgumentError,
+            r"bias must be \[N\] = \[16\]",
+        ),
+        (
+            lambda w: rt.w4a16_matmul(torch.zeros(2, 64), w, residual=torch.zeros(16)),
+            rt.ArgumentError,
+            "residual must be",
+        ),
+        (
+            lambda w: rt.w4a16_matmul(torch.zeros(2, 64), w, out=torch.zeros(2, 16).half()),
+            rt.ArgumentTypeError,
+            "out must be float32",
+        ),
+        (lambda w: rt.w4a16_matmul(torch.zeros(2, 64), w, activation="relu"), rt.ArgumentError, "activation must be"),
+    ],
+)
+def test_bad_input_is_named(call, error, text):
+    w = sample()
+    with pytest.raises(error, match=text):
+        call(w)
+    assert torch.isfinite(rt.w4a16_matmul(torch.ones(1, 64), w)).all()  # the next good call works
+
+
+def test_act_order_must_be_a_permutation():
+    codes, scales, _ = parts(16, 64, 64, "symmetric")
+    for perm, text in (
+        (np.zeros(64), "0 occurs twice"),
+        (np.arange(64) + 1, "outside"),
+        (np.arange(63), r"\[K\] = \[64\]"),
+    ):
+        with pytest.raises(rt.ArgumentError, match=text):
+            weight(codes, scales, None, "symmetric", perm=perm)
+
+
+def test_the_kernel_that_ran_has_its_name():
+    with rt.record_kernels() as names:
+        rt.w4a16_matmul(torch.zeros(1, 64), sample(), plan="portable")
+    assert names == ["cpu_portable_float32_w4g32_symmetric"]
+    assert _C.w4_layout_version == 1

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""W4Linear and quantize_."""
+
+import copy
+import io
+import pickle
+
+import closeness
+import pytest
+import rooftile as rt
+import torch
+from rooftile.nn import W4Linear
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.no_grad():
+        yield
+
+
+def linear(k=64, n=48, bias=True):
+    torch.manual_seed(k * n)
+    return torch.nn.Linear(k, n, bias=bias)
+
+
+class Tied(torch.nn.Module):
+    """A model in small: tied embeddings, one layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 64)
+        self.blocks = torch.nn.ModuleList(
+            [torch.nn.ModuleDict({"up": linear(64, 128), "down": linear(128, 64)}) for _ in range(2)]
+        )
+        self.lm_head = torch.nn.Linear(64, 64, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_from_linear(bias):
+    layer = linear(bias=bias)
+    ours = W4Linear.from_linear(layer, group_size=32, zeros="minima")
+    x = torch.randn(2, 3, 64)
+    dense = ours.weight.dequantize()
+    expected = torch.nn.functional.linear(x.double(), dense.double(), layer.bias.double() if bias else None)
+    closeness.assert_close(ours(x), expected.float().numpy(), expected.numpy(), frobenius=2e-6)
+    assert (ours.in_features, ours.out_features, ours.bias is not None) == (64, 48, bias)
+    assert not any(p.requires_grad for p in ours.parameters())
+    assert f"in_features=64, out_features=48, bias={bias}, minima, group_size=32" in repr(ours)
+
+
+def test_from_a_weight_in_numpy():
+    w = rt.W4Weight.quantize(torch.randn(48, 64).numpy(), group_size=64)
+    ours = W4Linear.from_weight(w)
+    x = torch.randn(5, 64)
+    closeness.assert_bits_equal(ours(x), rt.w4a16_matmul(x, w))
+    assert ours.codes.data_ptr() == w.codes.ctypes.data
+    with pytest.raises(rt.ArgumentTypeError, match="weight must be a W4Weight"):
+        W4Linear.from_weight(torch.zeros(48, 64))
+    with pytest.raises(rt.ArgumentError, match=r"bias must be \[48\]"):
+        W4Linear.from_weight(w, torch.zeros(47))
+
+
+def test_saved_and_loaded():
+    x = torch.randn(5, 64)
+    ours = W4Linear.from_linear(linear(), group_size=32, zeros="minima")
+    expected = ours(x)
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    empty = W4Linear(64, 48, group_size=32, kind="minima")
+    empty.load_state_dict(torch.load(file, weights_only=True))
+    for same in (empty, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        closeness.assert_bits_equal(same(x), expected)
+        assert same.codes.data_ptr() != ours.codes.data_ptr()
+    again = pickle.loads(pickle.dumps(ours.weight))
+    assert torch.equal(again.dequantize(), ours.weight.dequantize())
+    other = W4Linear(64, 48, group_size=32, kind="minima", scale_dtype="bfloat16")
+    with pytest.raises(rt.ArgumentError, match="float16 scales in layout 1; this module is"):
+        other.load_state_dict(ours.state_dict())
+
+
+def test_loading_into_used_module_is_seen():
+    a, b = (W4Linear.from_linear(torch.nn.Linear(64, 48), group_size=32) for _ in range(2))
+    x = torch.randn(1, 64)
+    a(x)
+    a.load_state_dict(b.state_dict())
+    closeness.assert_bits_equal(a(x), b(x))
+    a.load_state_dict(W4Linear.from_linear(torch.nn.Linear(64, 48), group_size=32).state_dict(), assign=True)
+    assert not torch.equal(a(x), b(x))
+
+
+def test_dtype_moves_the_bias_and_no_code():
+    ours = W4Linear.from_linear(linear(), group_size=32)
+    codes = ours.codes.clone()
+    ours.to(torch.bfloat16)
+    assert torch.equal(ours.codes, codes) and ours.bias.dtype == torch.bfloat16
+    assert ours(torch.randn(2, 64).bfloat16()).dtype == torch.bfloat16
+
+
+def test_quantize_leaves_the_head_and_what_is_skipped():
+    model = Tied()
+    before = model.blocks[0]["up"]
+    assert rt.quantize_(model, rt.W4A16(group_size=64), skip="*.1.down", progress=False) == 3
+    assert isinstance(model.lm_head, torch.nn.Linear) and isinstance(model.blocks[1]["down"], torch.nn.Linear)
+    up = model.blocks[0]["up"]
+    assert isinstance(up, W4Linear)
+    closeness.assert_bits_equal(up.weight.dequantize(), rt.W4Weight.quantize(before.weight, group_size=64).dequantize())
+    assert rt.quantize_(model, rt.W4A16(group_size=64)) == 1  # what was left, with a bar
+
+
+def test_quantize_leaves_a_tied_output_of_any_name():
+    model = Tied()
+    model.out = model._modules.pop("lm_head")
+    assert rt.quantize_(model, rt.W4A16(group_size=64), progress=False) == 4
+    assert isinstance(model.out, torch.nn.Linear)
+
+
+def test_quantize_refuses_before_it_changes_anything():
+    model = Tied()
+    model.odd = linear(96, 8)
+    with pytest.raises(rt.ArgumentError, match=r"quantize_: odd: .*K = 96.*choose another group_size or skip"):
+        rt.quantize_(model, rt.W4A16(group_size=64), progress=False)
+    assert not any(isinstance(m, W4Linear) for m in model.modules())
+    for config, error in ((32, rt.ArgumentTypeError), ("w4a16", rt.ArgumentTypeError)):
+        with pytest.raises(error, match="config must be"):
+            rt.quantize_(model, config)
+    with pytest.raises(rt.ArgumentTypeError, match="model must be"):
+        rt.quantize_([model])
+    with pytest.raises(rt.ArgumentError, match="cannot be replaced in place"):
+        rt.quantize_(linear())
+    with pytest.raises(rt.ArgumentError, match="zeros must be"):
+        rt.W4A16(zeros="integer")
+    with pytest.raises(rt.ArgumentError, match="group_size must be"):
+        rt.W4A16(group_size="128")
