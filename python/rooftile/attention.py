@@ -5,13 +5,22 @@ Log-sum-exp values are natural logarithms. A query that sees no key gets out 0 a
 """
 
 from rooftile import _C
-from rooftile._arrays import empty, ran
-from rooftile.errors import ArgumentTypeError
+from rooftile._arrays import compiling, empty, ran, torch_op
+from rooftile.errors import ArgumentTypeError, NotSupportedError
 
 
 def _empty_lse(q):
     """fp32 with q's shape less head_dim."""
     return empty(q, tuple(q.shape)[:-1], "float32")
+
+
+def _traced(op, inputs, out, lse, return_lse, stream, plan):
+    """The call as torch.compile records it; the operator always computes lse."""
+    q = inputs[0]
+    if out is not None or lse is not None:
+        out, lse = empty(q) if out is None else out, _empty_lse(q) if lse is None else lse
+    out, lse = torch_op(op, inputs, (out, lse), stream, plan)
+    return (out, lse) if return_lse else out
 
 
 def decode_attention(
@@ -53,6 +62,9 @@ def decode_attention(
     Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError for T > 32 with a kivi cache.
     Split along the sequence as in Flash-Decoding (Dao et al. 2023); kivi formats after Liu et al. 2024, arXiv 2402.02750.
     """
+    if compiling():
+        options = (rows, counts, scale, window, softcap, sinks)
+        return _traced("decode_attention", (q, *cache.flat(), *options), out, lse, return_lse, stream, plan)
     if out is None:
         out = empty(q)
     if lse is None and return_lse:
@@ -108,6 +120,11 @@ def prefill_attention(
     """
     if not isinstance(causal, bool):
         raise ArgumentTypeError(f"prefill_attention: causal must be True or False, got {type(causal).__name__}")
+    if compiling():
+        if cache is not None or rows is not None or counts is not None:
+            raise NotSupportedError("prefill_attention: cache, rows and counts cannot be given under torch.compile")
+        options = (causal, scale, window, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+        return _traced("prefill_attention", (q, k, v, *options), out, lse, return_lse, stream, plan)
     if out is None:
         out = empty(q)
     if lse is None and return_lse:
@@ -147,6 +164,8 @@ def merge_attention(out_a, lse_a, out_b, lse_b, *, out=None, lse=None, stream=No
     Returns (out, lse), written to `out` and `lse` when given; they may be out_a and lse_a themselves. fp32 arithmetic.
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """
+    if compiling():
+        return torch_op("merge_attention", (out_a, lse_a, out_b, lse_b), (out, lse), stream, plan)
     if out is None:
         out = empty(out_a)
     if lse is None:

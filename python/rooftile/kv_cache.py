@@ -106,19 +106,15 @@ class Cache:
         self.max_rows = max_rows
         self.max_pages = max_pages
         self._arrays = arrays
-        self._handle = _C.KvCache(
-            format,
-            dtype,
-            page_size,
-            head_dim,
-            kv_heads,
-            max_rows,
-            max_pages,
-            *(arrays.get(name) for name in _ARRAYS),
-        )
+        self._handle = _C.KvCache(*self.flat())
         self._lengths = host(arrays["lengths"])
         # what truncate changes: lengths, and where raw tokens begin
         self.positions = [host(arrays[name]) for name in ("lengths", "raw_from") if name in arrays]
+
+    def flat(self):
+        """The cache as plain values and arrays, as _C.KvCache and torch.ops.rooftile.decode_attention take it."""
+        shape = (self.page_size, self.head_dim, self.kv_heads, self.max_rows, self.max_pages)
+        return self.format, self.dtype, *shape, *(self._arrays.get(name) for name in _ARRAYS)
 
     @property
     def capacity(self):
