@@ -27,7 +27,7 @@ FORMATS = (*ELEMENT.items(), *((f, "float32") for f in ("int8", "int4", *KIVI)))
 
 
 def tokens(lengths, kv_heads, dim, dtype, *key):
-    """K and V of every row: a list of (k, v), float64 [length, kv_heads, dim]. Keys have a channel with a large bias."""
+    """K and V of every row: a list of (k, v), float64 [length, kv_heads, dim]. One key channel has a bias."""
     rows = []
     for row, length in enumerate(lengths):
         k, v = (cases.values((length, kv_heads, dim), dtype, side, row, *key) for side in ("k", "v"))
@@ -49,7 +49,9 @@ def filled(rows, format, dtype, capacity=None):
     """A contiguous cache whose row b holds rows[b]; what it does not use is 0xFF: NaN, or codes of -1 or 15."""
     longest = max(len(k) for k, _ in rows)
     kv_heads, dim = rows[0][0].shape[1:]
-    cache = rt.KVCache(len(rows), max(longest, 1) if capacity is None else capacity, kv_heads, dim, format=format, dtype=dtype)
+    cache = rt.KVCache(
+        len(rows), max(longest, 1) if capacity is None else capacity, kv_heads, dim, format=format, dtype=dtype
+    )
     poison(cache)
     append(cache, rows)
     return cache
@@ -82,8 +84,11 @@ def seen_by_decode(cache, row, count):
         first = end
 
 
-def check_decode(cache, q, out, lse, *, rows=None, counts=None, **options):
-    """out and lse [B, T, Hq, ...] of decode_attention for q (float64) against the oracle fed with dequantize()."""
+def expect_decode(cache, q, *, rows=None, counts=None, **options):
+    """What decode_attention must give for q (float64 [B, T, Hq, D]): the oracle fed with dequantize().
+
+    Returns exact, what a naive version in the cache's dtype gives, and the exact lse.
+    """
     exact, naive = np.zeros(q.shape), np.zeros(q.shape)
     exact_lse = np.full(q.shape[:-1], -np.inf)
     if "sinks" in options:
@@ -93,10 +98,20 @@ def check_decode(cache, q, out, lse, *, rows=None, counts=None, **options):
         exact_lse[b, count:] = -np.inf
         for i, j, k, v, positions in seen_by_decode(cache, b if rows is None else rows[b], count):
             queries = q[b, i:j]
-            exact[b, i:j], exact_lse[b, i:j] = oracle.attention_reference(queries, k, v, q_positions=positions, **options)
+            exact[b, i:j], exact_lse[b, i:j] = oracle.attention_reference(
+                queries, k, v, q_positions=positions, **options
+            )
             naive[b, i:j], _ = oracle.attention_naive(queries, k, v, cache.dtype, q_positions=positions, **options)
-    assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[cache.dtype])
+    return exact, naive, exact_lse
+
+
+def check(dtype, out, lse, exact, naive, exact_lse):
+    assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[dtype])
     check_lse(lse, exact_lse)
+
+
+def check_decode(cache, q, out, lse, **options):
+    check(cache.dtype, out, lse, *expect_decode(cache, q, **options))
 
 
 def check_lse(lse, exact):
@@ -128,7 +143,7 @@ class Viewed:
 
 
 def scattered(cache, order):
-    """The same tokens with page p of the pool at order[p], found through a block table whose unused entries are wild."""
+    """The same tokens with page p of the pool at order[p], found by a block table whose unused entries are wild."""
     index = torch.argsort(torch.as_tensor(order))
     pools = {n: a[index].clone() for n, a in cache._arrays.items() if n in ("pool", "k_pool", "v_pool")}
     table = torch.full((cache.max_rows, cache.max_pages), 2**30, dtype=torch.int32)
