@@ -3,6 +3,7 @@
 
 from rooftile import _C
 from rooftile._arrays import record_kernels
+from rooftile.attention import decode_attention, merge_attention, prefill_attention
 from rooftile.env import env
 from rooftile.errors import (
     ArgumentError,
@@ -48,9 +49,12 @@ __all__ = [
     "W4Weight",
     "add_layer_norm",
     "add_rms_norm",
+    "decode_attention",
     "env",
     "gelu_mul",
     "layer_norm",
+    "merge_attention",
+    "prefill_attention",
     "quantize_",
     "record_kernels",
     "rms_norm",

@@ -7,9 +7,11 @@ current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentE
 argument.
 """
 
+import contextlib
+
 from rooftile import _C
 from rooftile._arrays import compiling, empty, ran, torch_op
-from rooftile.kv_cache import ints
+from rooftile.kv_cache import Cache, ints
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
@@ -101,11 +103,9 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     """
     if q_out is None:
         q_out = empty(q)
-    ran(
-        _C.rope_append(
-            q, k, v, cos, sin, positions, cache, ints("rows", rows), ints("counts", counts), q_out, stream, plan
-        )
-    )
+    rows, counts = ints("rows", rows), ints("counts", counts)
+    with cache.room(k, rows, counts) if isinstance(cache, Cache) else contextlib.nullcontext():
+        ran(_C.rope_append(q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan))
     return q_out
 
 

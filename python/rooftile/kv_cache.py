@@ -5,6 +5,7 @@ A cache belongs to one attention layer; `ModelKVCache` is one for every layer of
 change a cache.
 """
 
+import contextlib
 import sys
 
 import numpy as np
@@ -105,19 +106,15 @@ class Cache:
         self.max_rows = max_rows
         self.max_pages = max_pages
         self._arrays = arrays
-        self._handle = _C.KvCache(
-            format,
-            dtype,
-            page_size,
-            head_dim,
-            kv_heads,
-            max_rows,
-            max_pages,
-            *(arrays.get(name) for name in _ARRAYS),
-        )
+        self._handle = _C.KvCache(*self.flat())
         self._lengths = host(arrays["lengths"])
         # what truncate changes: lengths, and where raw tokens begin
         self.positions = [host(arrays[name]) for name in ("lengths", "raw_from") if name in arrays]
+
+    def flat(self):
+        """The cache as plain values and arrays, as _C.KvCache and torch.ops.rooftile.decode_attention take it."""
+        shape = (self.page_size, self.head_dim, self.kv_heads, self.max_rows, self.max_pages)
+        return self.format, self.dtype, *shape, *(self._arrays.get(name) for name in _ARRAYS)
 
     @property
     def capacity(self):
@@ -159,17 +156,13 @@ class Cache:
         All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
         Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
         """
-        ran(
-            _C.kv_append(
-                self._handle,
-                k,
-                v,
-                ints("rows", rows),
-                ints("counts", counts),
-                stream,
-                plan,
-            )
-        )
+        rows, counts = ints("rows", rows), ints("counts", counts)
+        with self.room(k, rows, counts):
+            ran(_C.kv_append(self._handle, k, v, rows, counts, stream, plan))
+
+    def room(self, k, rows, counts):
+        """A context in which the rows have the memory that appending k takes; an error inside gives it back."""
+        return contextlib.nullcontext()
 
     def truncate(self, rows, lengths):
         """Cuts rows[i] to its first lengths[i] tokens. rows, lengths: lists of ints or int32 arrays of one size.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
+import contextlib
+
 import numpy as np
 
 from rooftile import _C
@@ -105,9 +107,9 @@ class PagedKVCache(Cache):
         raw = sum(self._row_bytes(tokens % GROUP) for tokens in self.lengths) if self.format in KIVI else 0
         return (self.num_pages - len(self._free)) * page + raw
 
-    def append(self, k, v, *, rows=None, counts=None, stream=None, plan=None):
-        """KVCache.append; rows take pages as they grow, or the call raises OutOfPagesError."""
-        rows, counts = ints("rows", rows), ints("counts", counts)
+    @contextlib.contextmanager
+    def room(self, k, rows, counts):
+        """Rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back."""
         changes = []
         try:
             self._make_room(k, rows, counts, changes)
@@ -115,7 +117,7 @@ class PagedKVCache(Cache):
             if copies:
                 src, dst = np.array(copies, np.int32).T
                 _C.kv_copy_pages(self._handle, src, dst)
-            super().append(k, v, rows=rows, counts=counts, stream=stream, plan=plan)
+            yield
         except BaseException:
             self._undo(changes)
             raise

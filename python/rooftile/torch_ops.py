@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rooftile import fused, gemm
+from rooftile import _C, attention, fused, gemm
 from rooftile.errors import NotSupportedError
 
 _library = torch.library.Library("rooftile", "DEF")
@@ -22,7 +22,8 @@ class _Op:
     inputs: str  # schema of the arguments
     outputs: tuple  # names of the function's output arguments
     function: object  # the public function
-    fake: object  # (inputs) -> one shape per output; its dtype and device are the first argument's
+    fake: object  # (inputs) -> one shape per output; the device is the first argument's
+    dtypes: tuple = (None, None)  # of the outputs; None: the first argument's
 
 
 def _like_first(count=1):
@@ -35,6 +36,28 @@ def _w4a16_matmul(
     layout = {"shape": (n, k), "group_size": group_size, "kind": kind, "scale_dtype": scale_dtype}
     w = gemm.W4Weight(codes, scales, offsets, perm=perm, **layout)
     return gemm.w4a16_matmul(x, w, bias=bias, activation=activation, residual=residual, **options)
+
+
+_CACHE = (
+    "str format, str dtype, int page_size, int head_dim, int kv_heads, int max_rows, int max_pages, Tensor? pool, "
+    "Tensor? k_pool, Tensor? v_pool, Tensor? block_table, Tensor lengths, Tensor? ring_k, Tensor? ring_v, "
+    "Tensor? raw_from"
+)
+_CACHE_PARTS = _CACHE.count(",") + 1  # Cache.flat()
+
+
+def _decode_attention(q, *inputs, **options):
+    cache, (rows, counts, scale, window, softcap, sinks) = inputs[:_CACHE_PARTS], inputs[_CACHE_PARTS:]
+    options |= {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    return attention.decode_attention(q, _C.KvCache(*cache), rows=rows, counts=counts, return_lse=True, **options)
+
+
+def _prefill_attention(
+    q, k, v, causal, scale, window, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, **options
+):
+    options |= {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options |= {"alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return attention.prefill_attention(q, k, v, return_lse=True, **options)
 
 
 OPS = {
@@ -73,6 +96,28 @@ OPS = {
         _w4a16_matmul,
         lambda x, codes, scales, offsets, perm, n, *_: [(*x.shape[:-1], n)],
     ),
+    "decode_attention": _Op(
+        f"Tensor q, {_CACHE}, Tensor? rows, Tensor? counts, float? scale, int? window, float? softcap, Tensor? sinks",
+        ("out", "lse"),
+        _decode_attention,
+        lambda q, *_: [q.shape, q.shape[:-1]],
+        (None, torch.float32),
+    ),
+    "prefill_attention": _Op(
+        "Tensor q, Tensor k, Tensor v, bool causal, float? scale, int? window, float? softcap, Tensor? sinks, "
+        "Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k",
+        ("out", "lse"),
+        _prefill_attention,
+        lambda q, *_: [q.shape, q.shape[:-1]],
+        (None, torch.float32),
+    ),
+    "merge_attention": _Op(
+        "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b",
+        ("out", "lse"),
+        attention.merge_attention,
+        lambda out_a, lse_a, *_: [out_a.shape, lse_a.shape],
+        (None, torch.float32),
+    ),
 }
 
 
@@ -90,7 +135,8 @@ def _register(name, op):
         op.function(*inputs, plan=plan, **outputs)
 
     def fake(*inputs, plan=None):
-        results = tuple(inputs[0].new_empty(shape) for shape in op.fake(*inputs))
+        shapes = op.fake(*inputs)
+        results = tuple(inputs[0].new_empty(s, dtype=t) for s, t in zip(shapes, op.dtypes, strict=False))
         return results[0] if single else results
 
     def fake_out(*inputs, plan=None, **outputs):

@@ -18,6 +18,7 @@ nanobind::str run(const Op& op) {
   return nanobind::str(kernel.text);
 }
 
+void bind_attention(nanobind::module_& m);
 void bind_fused(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);

@@ -30,6 +30,7 @@ class Tensor:
     expandable: tuple = ()  # dimensions along which a stride of 0 is a legal input
     rows: int | None = None  # the dimension that counts independent rows
     lists: bool = False  # a list of numbers is welcome as well
+    contiguous: bool = False  # any other layout is refused by name
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False):
         "zeros": Tensor(zeros_dtypes),
         "group_size": GROUP_SIZE,
         "kind": Scalar(str, optional=True),
-        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True),
+        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True, contiguous=True),
     }
     absent = [n for n, given in (("zeros", kind != "symmetric"), ("perm", act_order)) if not given]
     return Op(
@@ -400,7 +401,169 @@ KV_OPS = [
         state=_cache_state,
         case=format,
     )
-    for format in ("fp32", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi")
+    for format in ("bf16", "int8", "int4-kivi")
+]
+
+# ---- attention
+
+Q_HEADS = 2 * KV_HEADS
+FLOAT32 = frozenset(["float32"])
+LSE = Tensor(FLOAT32, written=True, optional=True, rows=0)
+HEAD_VALUES = Tensor(optional=True)
+LOGITS = {
+    "scale": Scalar(optional=True, bad=(float("nan"), float("inf"), 1e300)),
+    "window": Scalar(int, optional=True, bad=(0, -1, -(2**31)), bits=64),
+    "softcap": Scalar(optional=True, bad=(0.0, -1.0, float("nan"), float("inf"), 1e300)),
+    "sinks": HEAD_VALUES,
+    "return_lse": Scalar(bool),
+}
+
+
+def _other_caches(dtype):
+    other = "bfloat16" if dtype == "float32" else "float32"
+    return {
+        "of another dtype": kv_cache("int8", other),
+        "of another head_dim": kv_cache("int8", dtype, head_dim=HEAD_DIM + 8),
+        "of another number of heads": kv_cache("int8", dtype, kv_heads=3),
+    }
+
+
+def _decode(format, batch=2, tokens=5, stored=STORED):
+    def build(m):
+        shape = (batch, tokens, Q_HEADS)
+        return {
+            "q": m.input(*shape, HEAD_DIM),
+            "cache": kv_cache(format, m.dtype, stored=stored),
+            "rows": m.index([2, 0][:batch]),
+            "counts": m.index([5, 3][:batch]) if tokens == 5 else None,
+            "window": 20,
+            "sinks": m.input(Q_HEADS),
+            "out": m.output(*shape, HEAD_DIM),
+            "lse": m.output(*shape, dtype="float32"),
+        }
+
+    return build
+
+
+def _prefill(batch=2, tokens=5, keys=7, format=None):
+    def build(m):
+        shape = (batch, tokens, Q_HEADS)
+        cached = {"cache": kv_cache(format, m.dtype), "rows": m.index([2, 0][:batch])} if format else {}
+        return {
+            "q": m.input(*shape, HEAD_DIM),
+            **{n: m.input(batch, tokens if format else keys, KV_HEADS, HEAD_DIM) for n in "kv"},
+            "counts": m.index([5, 3][:batch]) if format and tokens == 5 else None,
+            "sinks": m.input(Q_HEADS),
+            "alibi_slopes": m.input(Q_HEADS, dtype="float32"),
+            "out": m.output(*shape, HEAD_DIM),
+            "lse": m.output(*shape, dtype="float32"),
+            **cached,
+        }
+
+    return build
+
+
+def _packed(m):
+    return {
+        "q": m.input(9, Q_HEADS, HEAD_DIM),
+        **{n: m.input(12, KV_HEADS, HEAD_DIM) for n in "kv"},
+        "cu_seqlens_q": m.index([0, 4, 4, 9]),
+        "cu_seqlens_k": m.index([0, 5, 7, 12]),
+        "out": m.output(9, Q_HEADS, HEAD_DIM),
+        "lse": m.output(9, Q_HEADS, dtype="float32"),
+    }
+
+
+def _merge(*lead):
+    def build(m):
+        sides = {f"{n}_{s}": m.input(*lead, *d, dtype=t) for s in "ab" for n, d, t in _PARTS}
+        return sides | {n: m.output(*lead, *d, dtype=t) for n, d, t in _PARTS}
+
+    return build
+
+
+_PARTS = (("out", (HEAD_DIM,), None), ("lse", (), "float32"))
+_PICKED = Tensor(frozenset(["int32"]), optional=True, bad_values=ROW_INDEX.bad_values, lists=True, rows=0)
+_COUNTED = Tensor(frozenset(["int32"]), optional=True, bad_values=COUNT.bad_values, lists=True, rows=0)
+_BEGINS = Tensor(frozenset(["int32"]), optional=True, primary=True, bad_values=(-1, 50, 2**31 - 1), lists=True)
+_PREFILL = {
+    "q": ROWS,
+    "k": Tensor(primary=True, expandable=(0, 1), rows=0),
+    "v": Tensor(primary=True, expandable=(0, 1), rows=0),
+    "causal": Scalar(bool),
+    "alibi_slopes": Tensor(FLOAT32, optional=True),
+    "out": OUT,
+    "lse": LSE,
+    **LOGITS,
+    **CONTEXT,
+}
+_UNPACKED = {"cu_seqlens_q": Absent(), "cu_seqlens_k": Absent()}
+
+ATTENTION_OPS = [
+    *(
+        Op(
+            "decode_attention",
+            rt.decode_attention,
+            {
+                "q": ROWS,
+                "cache": Object(_other_caches),
+                "rows": _PICKED,
+                "counts": _COUNTED,
+                "out": OUT,
+                "lse": LSE,
+                **LOGITS,
+                **CONTEXT,
+            },
+            _decode(format),
+            empties=(_decode(format, batch=0), _decode(format, tokens=0), _decode(format, stored=0)),
+            case=format,
+        )
+        for format in ("int8", "int4-kivi")
+    ),
+    Op(
+        "prefill_attention",
+        rt.prefill_attention,
+        {**_PREFILL, **_UNPACKED, "cache": Absent(), "rows": Absent(), "counts": Absent()},
+        _prefill(),
+        empties=(_prefill(batch=0), _prefill(tokens=0), _prefill(keys=0)),
+        large=_prefill(tokens=70, keys=90),
+    ),
+    Op(
+        "prefill_attention",
+        rt.prefill_attention,
+        {**_PREFILL, **_UNPACKED, "cache": Object(_other_caches), "rows": _PICKED, "counts": _COUNTED},
+        _prefill(format="int4-kivi"),
+        empties=(_prefill(batch=0, format="int4-kivi"), _prefill(tokens=0, format="int4-kivi")),
+        case="cache",
+    ),
+    Op(
+        "prefill_attention",
+        rt.prefill_attention,
+        {
+            n: Tensor(a.dtypes, a.optional, a.written, a.primary) if isinstance(a, Tensor) else a
+            for n, a in _PREFILL.items()
+        }
+        | {"cu_seqlens_q": _BEGINS, "cu_seqlens_k": _BEGINS}
+        | {"cache": Absent(), "rows": Absent(), "counts": Absent()},
+        _packed,
+        case="packed",
+    ),
+    Op(
+        "merge_attention",
+        rt.merge_attention,
+        {
+            "out_a": ROWS,
+            "lse_a": Tensor(FLOAT32, expandable=(0, 1), rows=0),
+            "out_b": ROWS,
+            "lse_b": Tensor(FLOAT32, expandable=(0, 1), rows=0),
+            "out": OUT,
+            "lse": LSE,
+            **CONTEXT,
+        },
+        _merge(2, 3),
+        empties=(_merge(0, 3), _merge(2, 0)),
+        large=_merge(67, 9),
+    ),
 ]
 
 TABLE = Tensor(primary=True)
@@ -454,4 +617,5 @@ OPS = [
     ),
     *W4_OPS,
     *KV_OPS,
+    *ATTENTION_OPS,
 ]

@@ -51,13 +51,19 @@ def _check(op, name, dtype, device, omit_outputs):
             call.check_untouched()
         except AssertionError as e:
             problem = f"{problem or 'right error'}; but {e}"
-        call = op.call(dtype, device)
-        call.run()
-        for a, b in zip(call.written(), baseline.written(), strict=True):
-            closeness.assert_bits_equal(a, b, f"the good call after {fault.label}")
         if problem:
             problems.append(f"{fault.label}: {problem}")
+        if not omit_outputs:
+            _assert_good_call(op, dtype, device, baseline, fault.label)
+    _assert_good_call(op, dtype, device, baseline, "all of them")
     return problems, count
+
+
+def _assert_good_call(op, dtype, device, baseline, after):
+    call = op.call(dtype, device)
+    call.run()
+    for a, b in zip(call.written(), baseline.written(), strict=True):
+        closeness.assert_bits_equal(a, b, f"the good call after {after}")
 
 
 @pytest.mark.parametrize("outputs", ["given", "omitted"])
@@ -65,6 +71,8 @@ def _check(op, name, dtype, device, omit_outputs):
 @pytest.mark.parametrize("op, name", [pytest.param(op, n, id=f"{op.id}-{n}") for op in ops.OPS for n in op.arguments])
 def test_every_fault_is_a_typed_error(op, name, dtype, outputs, device, count_bad_input):
     omit = outputs == "omitted"
+    if dtype == "bfloat16" and op.case != next(o.case for o in ops.OPS if o.name == op.name):
+        return  # the checks know nothing of a case's kind or format
     if omit and (
         name in op.tensors(written=True) or not all(op.arguments[n].optional for n in op.tensors(written=True))
     ):

@@ -186,9 +186,15 @@ def test_rope_takes_one_token_and_flat_tokens():
         assert_bits_equal(a, b[2])
 
 
-def test_rope_append_is_rope_then_append(dtype, plan):
+@pytest.mark.parametrize("paged", [False, True])
+def test_rope_append_is_rope_then_append(paged, dtype, plan):
     format = {"float32": "fp32", "float16": "int8", "bfloat16": "int4-kivi"}[dtype]
-    make = lambda: rt.KVCache(3, 128, 2, 64, format=format, dtype=dtype)  # noqa: E731
+
+    def make():
+        if paged:
+            return rt.PagedKVCache(5, 32, 2, 64, max_rows=3, format=format, dtype=dtype)
+        return rt.KVCache(3, 128, 2, 64, format=format, dtype=dtype)
+
     together, apart = make(), make()
     cos, sin = (cases.tensor(t, "float32") for t in angles(90, 20, "float32"))
     rows, counts = [2, 0], [37, 12]
@@ -205,6 +211,18 @@ def test_rope_append_is_rope_then_append(dtype, plan):
     for row in (0, 2):
         for ours, theirs in zip(together.dequantize(row), apart.dequantize(row), strict=True):
             assert_bits_equal(ours, theirs)
+
+
+def test_rope_append_without_pages_left_gives_back_what_it_took():
+    cache = rt.PagedKVCache(3, 32, 2, 16, max_rows=2, format="fp32")
+    q, k = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16)
+    cos = sin = torch.ones(64, 8)
+    positions = torch.arange(40).repeat(2, 1)
+    with pytest.raises(rt.OutOfPagesError):
+        rt.rope_append(q, k, k, cos, sin, positions, cache)
+    assert cache.lengths == [0, 0] and cache.free_pages == 3
+    rt.rope_append(q, k, k, cos, sin, positions, cache, counts=[40, 32])
+    assert cache.lengths == [40, 32] and cache.free_pages == 0
 
 
 def test_rope_append_that_fails_writes_nothing():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-few = settings(max_examples=15, deadline=None, derandomize=True)
+few = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def _state(cache):
@@ -35,7 +35,12 @@ def test_any_split_of_the_tokens_leaves_the_same_bytes(format, parts, head_dim):
 
 
 @few
-@given(st.sampled_from(oracle.KV_FORMATS), st.sampled_from(cases.DTYPES), st.integers(1, 140), st.integers(1, 70))
+@given(
+    st.sampled_from(oracle.KV_FORMATS),
+    st.sampled_from(cases.DTYPES),
+    st.sampled_from((1, 31, 32, 64, 96, 128, 140)),
+    st.integers(1, 70),
+)
 def test_a_cache_holds_what_the_format_says(format, dtype, tokens, head_dim):
     """Codes, scales and what a query sees, bit by bit against the oracle."""
     dtype = oracle.ELEMENT_FORMATS.get(format, dtype)

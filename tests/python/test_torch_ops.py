@@ -13,6 +13,13 @@ def _weight(kind):
     return rt.W4Weight.quantize(torch.randn(24, 64, generator=torch.manual_seed(1)), group_size=32, zeros=kind)
 
 
+def _cache(format, dtype):
+    cache = rt.KVCache(2, 128, 2, 32, format=format, dtype=dtype)
+    k, v = torch.randn(2, 2, 50, 2, 32, generator=torch.manual_seed(2)).to(dtype)
+    cache.append(k, v, counts=[50, 37])
+    return cache
+
+
 def cases(tokens=5, dtype=torch.bfloat16):
     """name -> (function of tensors, tensors). Weights and caches are captured, as a module would hold them."""
     torch.manual_seed(0)
@@ -21,6 +28,9 @@ def cases(tokens=5, dtype=torch.bfloat16):
     cos, sin = torch.randn(64, 8), torch.randn(64, 8)
     positions = torch.arange(tokens).repeat(2, 1)
     symmetric, minima, bias = _weight(None), _weight("minima"), make(24)
+    kivi, plain = _cache("int4-kivi", dtype), _cache("bf16", dtype)
+    q, kv = make(2, tokens, 4, 32), (make(2, tokens, 2, 32), make(2, tokens, 2, 32))
+    lse = torch.randn(2, tokens, 4)
     return {
         "rms_norm": (lambda x, w: rt.rms_norm(x, w, 1e-5), (x, w)),
         "add_rms_norm": (lambda x, r, w: rt.add_rms_norm(x, r, w), (x, r, w)),
@@ -31,6 +41,10 @@ def cases(tokens=5, dtype=torch.bfloat16):
         "gelu_mul": (lambda x: rt.gelu_mul(x, approximate="none"), (x,)),
         "softmax": (rt.softmax, (x,)),
         "w4a16_matmul": (lambda x: rt.w4a16_matmul(x, symmetric), (make(2, tokens, 64),)),
+        "decode_attention": (lambda q: rt.decode_attention(q, kivi, return_lse=True), (q[:, -2:],)),
+        "decode_attention_plain": (lambda q: rt.decode_attention(q, plain, window=9, softcap=5.0), (q,)),
+        "prefill_attention": (lambda q, k, v: rt.prefill_attention(q, k, v), (q, *kv)),
+        "merge_attention": (rt.merge_attention, (q, lse, q.flip(1), lse.flip(1))),
         "w4a16_matmul_minima": (lambda x, b: rt.w4a16_matmul(x, minima, bias=b), (make(tokens, 64), bias)),
     }
 
@@ -76,7 +90,10 @@ def _op_inputs(name):
         w = _weight("minima")
         form = (w.codes, w.scales, w.offsets, None, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return (*inputs, *form, None, None, None)
+    if name == "decode_attention":
+        return (*inputs, *_cache("int4-kivi", torch.bfloat16).flat(), None, None, 0.2, 40, None, None)
     extra = {
+        "prefill_attention": (True, None, None, None, None, None, None, None),
         "rms_norm": (1e-5,),
         "add_rms_norm": (1e-5,),
         "layer_norm": (1e-5,),
@@ -114,6 +131,9 @@ def test_stand_in_has_the_real_shape_and_strides(name, layout):
     first, *rest = _op_inputs(name)
     if name == "w4a16_matmul":
         inputs = (lay_out(first), *rest)
+    elif name == "decode_attention":
+        rows = torch.zeros(0, dtype=torch.int32) if layout == "empty" else None
+        inputs = (lay_out(first), *rest[:-6], rows, *rest[-5:])
     elif name == "rope":
         q, k, cos, sin, positions = first, *rest
         inputs = (lay_out(q), lay_out(k), cos, sin, positions[:0] if layout == "empty" else positions)

@@ -54,7 +54,7 @@ struct Room {
   float *channel, *channel_min;        // [width]
   float *acc, *total;                  // of the chunk, and of all chunks so far
   SoftmaxState *state, *total_state;   // [rows]
-  float* bias;                         // [rows]: dot(q, K minima) of the tile; then sums of p * V minimum
+  float* bias;                         // [rows]: dot(q, K minima) of the tile; then sums of p * V's middle
   Range* range;                        // [rows]
 };
 
@@ -310,6 +310,11 @@ void Decode::attend_chunk(const Unit& u, std::int64_t first_token, Room& r, floa
     for (int d = 0; d < width_; d += lanes) store(acc + i * width_ + d, load(acc + i * width_ + d) + r.bias[i]);
 }
 
+// Minima -> what the middle code stands for.
+void to_middle(const float* scale, float* min, int n) {
+  for (int i = 0; i < n; i += lanes) store(min + i, fma(load(scale + i), splat(affine_middle), load(min + i)));
+}
+
 // Logits of one tile: s[row][offset .. offset + n).
 void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int offset, int n, int row0, int row1,
                    Room& r) const {
@@ -329,7 +334,8 @@ void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int of
     unpack_k(head, first, n, r.k, scales);
     scratch_rows(r.k, n, width_, k);
     if (is_paired(cache_.format)) q = r.q_paired;
-    if (is_kivi(cache_.format)) {   // sum q (u scale + min) = sum (q scale) u + sum q min
+    if (is_kivi(cache_.format)) {   // sum q (u scale + min) = sum (q scale) (u - 8) + sum q (min + 8 scale)
+      if (has_min(cache_.format)) to_middle(r.channel, r.channel_min, width_);
       for (int i = row0; i < row1; ++i) {
         F32 bias{};
         for (int d = 0; d < width_; d += lanes) {
@@ -382,6 +388,7 @@ void Decode::weigh(const CachedHead& head, bool ring, std::int64_t first, int of
       widen(v, n, cache_.head_dim, width_, r.v);
   } else {
     unpack_v(head, first, n, r.v, scales);
+    if (has_min(cache_.format)) to_middle(scales.token, scales.token_min, tile);
     scratch_rows(r.v, n, width_, v);
   }
   const auto span_of = [&](int row) {
@@ -403,8 +410,8 @@ void Decode::weigh(const CachedHead& head, bool ring, std::int64_t first, int of
             const F32 x = load(p + j * chunk + h);
             store(r.weight + j * tile + h, x * load(scales.token + h));
             if (!has_min(cache_.format)) continue;
-            const F32 least = x * load(scales.token_min + h);
-            r.bias[i + j] += sum(select_range(least, h, span.first, span.last, F32{}));
+            const F32 middle = x * load(scales.token_min + h);
+            r.bias[i + j] += sum(select_range(middle, h, span.first, span.last, F32{}));
           }
         p = r.weight;
         stride = tile;

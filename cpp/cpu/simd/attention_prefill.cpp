@@ -206,7 +206,7 @@ bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std
         for (int d = 0; d < width_; d += lanes) {
           float* at = r.codes + t * width_ + d;
           const F32 scale = is_kivi(c.format) ? load(scales.channel + d) : splat(scales.token[t]);
-          store(at, has_min(c.format) ? fma(load(at), scale, load(scales.channel_min + d)) : load(at) * scale);
+          store(at, has_min(c.format) ? fma(load(at) + affine_middle, scale, load(scales.channel_min + d)) : load(at) * scale);
         }
       transpose(r.codes, count, is_paired(c.format), r.kt + base);
       unpack_v(head, token, count, r.codes, scales);   // may write the whole interleaved tile
@@ -214,7 +214,7 @@ bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std
         const F32 scale = splat(scales.token[t]);
         for (int d = 0; d < width_; d += lanes) {
           const F32 x = load(r.codes + t * width_ + d);
-          store(v + t * width_ + d, has_min(c.format) ? fma(x, scale, splat(scales.token_min[t])) : x * scale);
+          store(v + t * width_ + d, has_min(c.format) ? fma(x + affine_middle, scale, splat(scales.token_min[t])) : x * scale);
         }
       }
     }

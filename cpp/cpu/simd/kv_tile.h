@@ -2,7 +2,8 @@
 // Thirty-two tokens of one KV head, from any cache format to something a product can be made of.
 //
 // Elements are read where they lie (a pointer per token) or widened to fp32; codes become fp32 whole numbers, their
-// scales and minima stay apart so that the product is made on the codes and scaled once.
+// scales and minima stay apart so that the product is made on the codes and scaled once. Codes of an affine format come
+// out as u - 8, -8 .. 7: sums of them around their middle lose fewer bits than sums of u against sums of the minimum.
 // K codes of four bits come out in paired order: of every 32 channels first the sixteen even ones, then the odd ones;
 // that is how they fall out of the bytes, and a dot product may run in any order.
 // V codes lie interleaved for the tensor cores (core/kv_layout.h) and are untangled by four rounds of byte zips.
@@ -34,6 +35,8 @@ ROOFTILE_INLINE float sixteen_bit(const std::byte* p, DType t, std::int64_t i) {
   if (t == DType::bf16) return to_float(BFloat16{bits});
   return to_float(Half{bits});
 }
+
+inline constexpr float affine_middle = 8.0f;   // what is taken off the codes of an affine format
 
 ROOFTILE_INLINE bool is_paired(KvFormat f) { return code_bits(f) == 4; }
 
@@ -129,9 +132,11 @@ ROOFTILE_INLINE void unpack_v_int4(const std::byte* codes, bool is_signed, float
       low[a] = both & splat_byte<B>(15);
       high[a] = both >> 4;
       if (is_signed) {   // two's complement nibbles
-        low[a] = (low[a] ^ splat_byte<B>(8)) - splat_byte<B>(8);
-        high[a] = (high[a] ^ splat_byte<B>(8)) - splat_byte<B>(8);
+        low[a] ^= splat_byte<B>(8);
+        high[a] ^= splat_byte<B>(8);
       }
+      low[a] -= splat_byte<B>(8);
+      high[a] -= splat_byte<B>(8);
     }
     zip_pieces(low, low_zip);
     zip_pieces(high, high_zip);
@@ -252,6 +257,7 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
   const KvCacheView& c = *h.cache;
   const int width = tile_width(c);
   const bool is_signed = !has_min(c.format);
+  const I8 flip = static_cast<std::int8_t>(-0x78) - I8{};   // 0x88
   for (int t = 0; t < n;) {
     const std::byte* base = h.at(c.k.codes, c.k, first + t);
     for (std::int64_t s = (first + t) % c.page_size; s < c.page_size && t < n; ++s, ++t) {
@@ -263,16 +269,10 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
       } else {
         const std::byte* from = base + s * width / 2;
         for (int d = 0; d < width; d += 2 * lanes) {
-          I32 even, odd;
-          if (is_signed) {
-            const I32 both = __builtin_convertvector(load_raw<I8>(from + d / 2), I32);
-            even = (both << 28) >> 28;
-            odd = both >> 4;
-          } else {
-            const I32 both = __builtin_convertvector(load_raw<U8>(from + d / 2), I32);
-            even = both & 15;
-            odd = both >> 4;
-          }
+          I8 bytes = load_raw<I8>(from + d / 2);
+          if (!is_signed) bytes ^= flip;   // u with its top bit turned is u - 8 in two's complement
+          const I32 both = __builtin_convertvector(bytes, I32);
+          const I32 even = (both << 28) >> 28, odd = both >> 4;
           store(to + d, __builtin_convertvector(even, F32));
           store(to + d + lanes, __builtin_convertvector(odd, F32));
         }

