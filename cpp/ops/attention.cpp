@@ -16,6 +16,8 @@ using check::Arg;
 constexpr std::int64_t max_head_dim = 512;
 
 // Values of a small int32 tensor on the host.
+constexpr std::int64_t max_sequences = std::int64_t{1} << 26;   // packed into one call
+
 std::vector<std::int32_t> host_values(const char* op, const char* argument, const TensorView& t) {
   Arg(op, argument, t).ndim(1, 1).dtype({DType::i32}).device({}, "the host");
   std::vector<std::int32_t> values(static_cast<std::size_t>(t.shape[0]));
@@ -184,6 +186,9 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
   if (packed) {
     const auto begins = [&](const char* argument, const TensorView& t, const TensorView& of, const char* tensor) {
       Arg(op, argument, t).given();
+      // the length is whatever a caller says: bounded before memory is made for it
+      ROOFTILE_CHECK(t.ndim != 1 || t.shape[0] <= max_sequences, op, ": ", argument, " must be [batch + 1] with at most ",
+                     max_sequences, " entries, got ", describe(t));
       const std::vector<std::int32_t> values = host_values(op, argument, t);
       ROOFTILE_CHECK(!values.empty() && values.front() == 0, op, ": ", argument, " must be [batch + 1] and start with 0, got ",
                      describe(t), values.empty() ? "" : " starting with " + std::to_string(values.front()));

@@ -77,6 +77,8 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   Arg(op, "q", q).given().ndim(4, 4);
   check_inputs(op, q, k, cos, sin, positions);
   check_output(op, "q_out", q_out, "q", q);
+  // before memory is made by what k says
+  Arg(op, "k", k).shape({k.shape[0], k.shape[1], cache.kv_heads, cache.head_dim}, "[batch, tokens, kv_heads, head_dim]");
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
   const Parallel parallel(ctx.threads);
 

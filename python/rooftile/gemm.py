@@ -106,9 +106,8 @@ class W4Weight:
             raise ArgumentError(f'{op}: kind must be "symmetric", "integer" or "minima", got {kind!r}')
         sizes = _C.w4_sizes(n, 2 * half, group_size, kind)
         if tuple(scales.shape) != (n, 2 * half // int(group_size)):  # before memory is made by what codes say
-            raise ArgumentError(
-                f"{op}: scales must be [N, K / group_size] = [{n}, {2 * half // int(group_size)}], got {list(scales.shape)}"
-            )
+            groups = 2 * half // int(group_size)
+            raise ArgumentError(f"{op}: scales must be [N, K / group_size] = [{n}, {groups}], got {list(scales.shape)}")
         flat = [empty(codes, (size,), "uint8") for size in sizes]
         if kind == "symmetric":
             flat[2] = None

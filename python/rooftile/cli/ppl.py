@@ -4,6 +4,7 @@
 import argparse
 import json
 import math
+import pathlib
 
 from rooftile.cli._files import check_writable, read_text, write_json
 from rooftile.errors import ArgumentError
@@ -114,7 +115,7 @@ def measure(args):
         "command": "ppl",
         "protocol": {
             "model": str(file.metadata.get("general.name", path)),
-            "file": str(path),
+            "file": pathlib.Path(path).name,
             "text": source,
             "tokenizer": tokenizer_name,
             "chunks": len(chunks),
