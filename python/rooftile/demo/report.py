@@ -87,7 +87,7 @@ def quality_table(report):
             f"{q['percent']:+.2f} %",
             _signed(q["dnll"], q["dnll_se"]),
             f"{q['kl']:.4f}",
-            f"{100 * q['top1']:.1f} %",
+            f"{100 * q['top1']:.1f}%",
         )
     run = report["run"]
     return Group(
