@@ -1,9 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the GPU side of this build is.
+// What the GPU backend offers to ops, one function a kernel family. Arguments have been checked by ops as far as the host
+// can see them: what lies inside device tensors the kernels check. Every call is asynchronous on ctx.stream, allocates
+// nothing and can be captured. In a build without CUDA no_cuda.cpp stands in for all of them and refuses.
 #pragma once
+
+#include "core/op_args.h"
 
 namespace rooftile::gpu {
 
 const char* backend();   // "sm_80, sm_90a" or why there is none
+
+KernelName norm(const char* op, const Context&, const NormArgs&);
+KernelName rope(const char* op, const Context&, const TensorView& x, const TensorView& cos, const TensorView& sin,
+                const TensorView& positions, const TensorView& y);
+KernelName gated(const char* op, const Context&, const TensorView& x, const TensorView& h, Gate);
+KernelName softmax(const Context&, const TensorView& x, const TensorView& y);
+KernelName merge_attention(const Context&, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
+                           const TensorView& lse_b, const TensorView& out, const TensorView& lse);
+
+// rows and counts of DecodeArgs lie on the device. ctx.workspace holds decode_workspace bytes.
+KernelName decode_attention(const Context&, const DecodeArgs&);
+std::size_t decode_workspace(const Context&, const DecodeArgs&);
+
+// Optional rotation of k and of q (into q_out) on the way: cos given. lengths grow on the device.
+struct AppendArgs {
+  const KvCacheView* cache = nullptr;
+  TensorView k, v;                                // [B, T, Hkv, D]
+  TensorView q, q_out, cos, sin, positions;       // rope_append only
+  const std::int32_t* rows = nullptr;             // [B] or null
+  const std::int32_t* counts = nullptr;
+};
+KernelName kv_append(const char* op, const Context&, const AppendArgs&);
+
+KernelName w4a16_matmul(const Context&, const W4MatmulArgs&);
+std::size_t w4a16_workspace(const Context&, const W4MatmulArgs&);
+
+// codes, scales and offsets (zeros or minima; absent if symmetric) of a weight, canonical or in kernel form.
+struct W4Arrays {
+  TensorView codes, scales, offsets;
+};
+void w4_pack(const char* op, const Context&, const W4Arrays& canonical, const W4Arrays& kernel_form, W4Zeros, int group);
+void w4_unpack(const char* op, const Context&, const W4View&, const W4Arrays& canonical);
+void w4_quantize(const char* op, const Context&, const TensorView& weight, int group, W4Zeros, const W4Arrays& canonical);
+void w4_dequantize(const char* op, const Context&, const W4View&, const TensorView& to);
+
+// Copies between any two places the device or the host can reach, in stream order; the host waits for it to be done.
+void copy_bytes(const char* op, const Context&, void* to, const void* from, std::size_t bytes);
 
 }  // namespace rooftile::gpu

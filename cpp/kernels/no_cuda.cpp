@@ -1,9 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stands in for every GPU family in a build without CUDA.
 #include "kernels/backend.h"
+#include "rooftile/error.h"
 
 namespace rooftile::gpu {
+namespace {
+
+[[noreturn]] void none(const char* op, const Context& ctx) {
+  fail(ErrorKind::not_supported, op, ": tensors are on ", name(ctx.device), ", but this build of rooftile has CPU kernels only");
+}
+
+}  // namespace
 
 const char* backend() { return "none: built without CUDA"; }
+
+KernelName norm(const char* op, const Context& ctx, const NormArgs&) { none(op, ctx); }
+KernelName rope(const char* op, const Context& ctx, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
+                const TensorView&) {
+  none(op, ctx);
+}
+KernelName gated(const char* op, const Context& ctx, const TensorView&, const TensorView&, Gate) { none(op, ctx); }
+KernelName softmax(const Context& ctx, const TensorView&, const TensorView&) { none("softmax", ctx); }
+KernelName merge_attention(const Context& ctx, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
+                           const TensorView&, const TensorView&) {
+  none("merge_attention", ctx);
+}
+KernelName decode_attention(const Context& ctx, const DecodeArgs&) { none("decode_attention", ctx); }
+std::size_t decode_workspace(const Context& ctx, const DecodeArgs&) { none("decode_attention", ctx); }
+KernelName kv_append(const char* op, const Context& ctx, const AppendArgs&) { none(op, ctx); }
+KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs&) { none("w4a16_matmul", ctx); }
+std::size_t w4a16_workspace(const Context& ctx, const W4MatmulArgs&) { none("w4a16_matmul", ctx); }
+void w4_pack(const char* op, const Context& ctx, const W4Arrays&, const W4Arrays&, W4Zeros, int) { none(op, ctx); }
+void w4_unpack(const char* op, const Context& ctx, const W4View&, const W4Arrays&) { none(op, ctx); }
+void w4_quantize(const char* op, const Context& ctx, const TensorView&, int, W4Zeros, const W4Arrays&) { none(op, ctx); }
+void w4_dequantize(const char* op, const Context& ctx, const W4View&, const TensorView&) { none(op, ctx); }
+void copy_bytes(const char* op, const Context& ctx, void*, const void*, std::size_t) { none(op, ctx); }
 
 }  // namespace rooftile::gpu

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/kv_layout.h"
+#include "kernels/backend.h"
 #include "ops/check.h"
 
 namespace rooftile {
@@ -25,6 +26,14 @@ std::vector<std::int32_t> host_values(const char* op, const char* argument, cons
   return values;
 }
 
+// An int32 [batch] argument that lies beside the cache on a GPU; the kernels check its values.
+const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch, Device device) {
+  if (!t.given()) return nullptr;
+  Arg(op, argument, t).dtype({DType::i32}).shape({batch}, "[batch]").device(device, "the cache");
+  ROOFTILE_CHECK(batch <= 1 || t.stride[0] == 1, op, ": ", argument, " must be contiguous on a GPU, got stride ", t.stride[0]);
+  return t.as<std::int32_t>();
+}
+
 void check_q(const char* op, const TensorView& q, std::int64_t kv_heads) {
   const std::int64_t heads = q.shape[q.ndim - 2], dim = q.last();
   ROOFTILE_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, op, ": q must have a multiple of the ", kv_heads,
@@ -41,9 +50,9 @@ void check_out(const char* op, const TensorView& q, const TensorView& out, const
   Arg(op, "lse", lse).shape_of(per_head, "q without head_dim").dtype({DType::f32}).device(q.device, "q").writable();
 }
 
-cpu::LogitParams logit_params(const char* op, const TensorView& q, const LogitOptions& o) {
+LogitParams logit_params(const char* op, const TensorView& q, const LogitOptions& o) {
   const std::int64_t heads = q.shape[q.ndim - 2];
-  cpu::LogitParams p;
+  LogitParams p;
   p.scale = o.scale ? *o.scale : 1.0f / std::sqrt(static_cast<float>(q.last()));
   ROOFTILE_CHECK(std::isfinite(p.scale), op, ": scale must be finite, got ", p.scale);
   if (o.window) {
@@ -131,8 +140,7 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   check_q(op, q, cache.kv_heads);
   check_out(op, q, out, lse);
   ROOFTILE_CHECK(!options.alibi_slopes.given(), op, ": alibi_slopes is an option of prefill_attention");
-  const cpu::Kernels& k = check::cpu_kernels(op, ctx);
-  cpu::DecodeArgs a{.q = q, .out = out, .lse = lse, .cache = &cache, .logits = logit_params(op, q, options)};
+  DecodeArgs a{.q = q, .out = out, .lse = lse, .cache = &cache, .logits = logit_params(op, q, options)};
   if (q.ndim == 3)
     for (TensorView* t : {&a.q, &a.out, &a.lse})
       if (t->given()) {   // [B, ...] -> [B, 1, ...]
@@ -147,6 +155,15 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   ROOFTILE_CHECK_KIND(not_supported, !is_kivi(cache.format) || tokens <= kv_group, op, ": q has ", tokens,
                       " new tokens, with a ", name(cache.format), " cache at most ", kv_group,
                       "; use prefill_attention(..., cache=) before the append");
+  if (check::on_gpu(ctx)) {
+    check::check_gpu(op, ctx, "q", q);
+    check::raise_fault(op, cache);
+    a.rows = device_values(op, "rows", rows, batch, cache.device);
+    a.counts = device_values(op, "counts", counts, batch, cache.device);
+    ROOFTILE_CHECK(rows.given() || batch <= cache.max_rows, op, ": q has a batch of ", batch, ", the cache has ", cache.max_rows, " rows");
+    return gpu::decode_attention(ctx, a);
+  }
+  const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   const std::vector<std::int32_t> row_values = cache_rows(op, cache, batch, rows);
   const std::vector<std::int32_t> real = count_values(op, counts, batch, tokens);
   for (std::size_t b = 0; b < row_values.size(); ++b) {
@@ -179,10 +196,10 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
     ROOFTILE_CHECK(!options.rows.given(), op, ": rows picks rows of a cache, but cache is None");
   }
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
-  cpu::PrefillArgs a{.q = q, .k = k, .v = v, .out = out, .lse = lse, .causal = options.causal, .cache = cache,
+  PrefillArgs a{.q = q, .k = k, .v = v, .out = out, .lse = lse, .causal = options.causal, .cache = cache,
                      .logits = logit_params(op, q, options)};
 
-  std::vector<cpu::PrefillSequence> sequences;
+  std::vector<PrefillSequence> sequences;
   if (packed) {
     const auto begins = [&](const char* argument, const TensorView& t, const TensorView& of, const char* tensor) {
       Arg(op, argument, t).given();
@@ -204,7 +221,7 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
     ROOFTILE_CHECK(k_begin.size() == q_begin.size(), op, ": cu_seqlens_k must have cu_seqlens_q's length ", q_begin.size(),
                    ", got ", k_begin.size());
     for (std::size_t b = 0; b + 1 < q_begin.size(); ++b) {
-      cpu::PrefillSequence s;
+      PrefillSequence s;
       s.q = q_begin[b] * q.stride[0];
       s.out = q_begin[b] * out.stride[0];
       s.lse = q_begin[b] * lse.stride[0];
@@ -217,7 +234,7 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
   } else {
     ROOFTILE_CHECK(k.shape[0] == q.shape[0], op, ": k must have q's batch of ", q.shape[0], ", got ", describe(k));
     for (std::int64_t b = 0; b < q.shape[0]; ++b) {
-      cpu::PrefillSequence s;
+      PrefillSequence s;
       s.q = b * q.stride[0];
       s.out = b * out.stride[0];
       s.lse = b * lse.stride[0];
@@ -246,10 +263,10 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
     }
   }
   std::int64_t longest = 0;
-  for (const cpu::PrefillSequence& s : sequences) longest = s.queries > longest ? s.queries : longest;
+  for (const PrefillSequence& s : sequences) longest = s.queries > longest ? s.queries : longest;
   const std::vector<std::int32_t> real = count_values(op, options.counts, batch, longest);
   for (std::size_t b = 0; b < sequences.size(); ++b) {
-    cpu::PrefillSequence& s = sequences[b];
+    PrefillSequence& s = sequences[b];
     if (cache || options.counts.given())
       ROOFTILE_CHECK(s.keys == s.queries, op, ": k must have as many tokens as q when ", cache ? "cache" : "counts",
                      " is given, got ", s.keys, " and ", s.queries, " in sequence ", b);
@@ -278,6 +295,10 @@ KernelName merge_attention(const Context& ctx, TensorView out_a, TensorView lse_
       Arg(op, argument, *t).shape_of(per_head, "out_a without head_dim").dtype({DType::f32}).device(out_a.device, "out_a");
   Arg(op, "out", out).given().shape_of(out_a, "out_a").dtype({out_a.dtype}).device(out_a.device, "out_a").writable();
   if (lse.given()) Arg(op, "lse", lse).writable();
+  if (check::on_gpu(ctx)) {
+    check::check_gpu(op, ctx, "out_a", out_a);
+    return gpu::merge_attention(ctx, out_a, lse_a, out_b, lse_b, out, lse);
+  }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   if (out.numel() > 0) k.merge_attention(Parallel(ctx.threads), out_a, lse_a, out_b, lse_b, out, lse);
   return attention_name(k, out_a.dtype, nullptr, out_a.last());

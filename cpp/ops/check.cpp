@@ -94,6 +94,23 @@ bool overlaps_itself(const TensorView& t) {
   return false;
 }
 
+void raise_fault(const char* op, const KvCacheView& cache) {
+  if (!cache.fault || *cache.fault == 0) return;
+  const int code = *cache.fault % 16, row = *cache.fault / 16;
+  *cache.fault = 0;
+  const char* why = "something that cannot be";
+  switch (static_cast<KvFault>(code)) {
+    case KvFault::row: why = "rows named a row that the cache does not have"; break;
+    case KvFault::length: why = "the row's stored length was not in [0, capacity]"; break;
+    case KvFault::capacity: why = "the new tokens did not fit the row's capacity"; break;
+    case KvFault::count: why = "counts was not in [0, T]"; break;
+    case KvFault::page: why = "block_table named a page that the pool does not have"; break;
+    case KvFault::raw: why = "the raw tokens it needed were cut away by an earlier truncate"; break;
+    case KvFault::none: break;
+  }
+  fail(ErrorKind::value, op, ": an earlier call on this cache left row ", row, " alone: ", why);
+}
+
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts) {
   KernelName result;   // zeros
   std::size_t used = 0;

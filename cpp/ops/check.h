@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "cpu/kernels.h"
+#include "rooftile/kv_cache.h"
 #include "rooftile/context.h"
 #include "rooftile/error.h"
 #include "rooftile/tensor.h"
@@ -72,12 +73,25 @@ class Arg {
   const TensorView& t_;
 };
 
-// The CPU kernels a call runs on. Raises for a device that has no kernels in this build.
+inline bool on_gpu(const Context& ctx) { return ctx.device.type == DeviceType::cuda; }
+
+// The CPU kernels a call runs on. Raises for an op that has no other.
 inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
-  ROOFTILE_CHECK_KIND(not_supported, ctx.device.type == DeviceType::cpu, op, ": tensors are on ", name(ctx.device),
-                      ", but this build of rooftile has CPU kernels only");
+  ROOFTILE_CHECK_KIND(not_supported, !on_gpu(ctx), op, ": tensors are on ", name(ctx.device),
+                      ", but this op has CPU kernels only");
   return cpu::kernels_for(ctx.variant);
 }
+
+// What every call on a GPU has in common: the element types there, and no variants to choose from yet.
+inline void check_gpu(const char* op, const Context& ctx, const char* argument, const TensorView& t) {
+  ROOFTILE_CHECK_KIND(not_supported, t.dtype != DType::f32, op, ": ", argument, " must be float16 or bfloat16 on a GPU, got ",
+                      describe(t));
+  ROOFTILE_CHECK_KIND(not_supported, !ctx.variant, op, ": plan \"", ctx.variant ? ctx.variant : "",
+                      "\" is no variant of the GPU kernels; leave plan out");
+}
+
+// Raises what a kernel found wrong in an earlier call on this cache (KvCacheView::fault), and clears it.
+void raise_fault(const char* op, const KvCacheView& cache);
 
 // Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart.
 void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other);

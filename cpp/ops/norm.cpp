@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 
+#include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/fused.h"
 
 namespace rooftile {
 namespace {
 
-KernelName run_norm(const char* op, const Context& ctx, const cpu::NormArgs& a) {
+KernelName run_norm(const char* op, const Context& ctx, const NormArgs& a) {
   using check::Arg;
   Arg(op, "x", a.x).given().activation().ndim(1, TensorView::max_ndim);
   const std::int64_t hidden = a.x.last();
@@ -28,6 +29,10 @@ KernelName run_norm(const char* op, const Context& ctx, const cpu::NormArgs& a) 
   if (adds) {
     check_output("residual_out", a.res);
     check::check_apart(op, "residual_out", a.res, "out", a.y);
+  }
+  if (check::on_gpu(ctx)) {
+    check::check_gpu(op, ctx, "x", a.x);
+    return gpu::norm(op, ctx, a);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.norm(Parallel(ctx.threads), a);

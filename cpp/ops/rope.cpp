@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "cpu/element.h"
+#include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/fused.h"
 
@@ -64,6 +65,11 @@ KernelName rope(const Context& ctx, TensorView q, TensorView k, TensorView cos, 
   check::check_apart(op, "q_out", q_out, "k", k);
   check::check_apart(op, "k_out", k_out, "q", q);
   check::check_apart(op, "k_out", k_out, "q_out", q_out);
+  if (check::on_gpu(ctx)) {
+    check::check_gpu(op, ctx, "q", q);
+    gpu::rope(op, ctx, q, cos, sin, positions, q_out);
+    return gpu::rope(op, ctx, k, cos, sin, positions, k_out);
+  }
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
   const Parallel parallel(ctx.threads);
   kernels.rope(parallel, q, cos, sin, positions, q_out);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/fused.h"
 
@@ -10,6 +11,10 @@ KernelName softmax(const Context& ctx, TensorView x, TensorView y) {
   Arg(op, "x", x).given().activation().ndim(1, TensorView::max_ndim);
   Arg(op, "out", y).given().shape_of(x, "x").dtype({x.dtype}).device(x.device, "x").writable();
   check::check_overlap(op, "out", y, "x", x);
+  if (check::on_gpu(ctx)) {
+    check::check_gpu(op, ctx, "x", x);
+    return gpu::softmax(ctx, x, y);
+  }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.softmax(Parallel(ctx.threads), x, y);
   return check::kernel_name(k, {name(x.dtype)});

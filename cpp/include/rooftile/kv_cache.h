@@ -19,6 +19,9 @@ KvFormat kv_format_from_name(const char* text);     // throws a value error that
 // Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima.
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim);
 
+// What a kernel may find wrong in arrays that the host does not read.
+enum class KvFault : std::int32_t { none, row, length, capacity, count, page, raw };
+
 // One layer's cache. All pointers lie on `device`. A token p of row r lives in slot p % page_size of page
 // block_table[r][p / page_size]. Bytes of (page, head) start at  base + page * page_stride + head * head_stride.
 struct KvCacheView {
@@ -46,6 +49,10 @@ struct KvCacheView {
   int ring_size = 0;
   std::int32_t* raw_from = nullptr;            // [max_rows] first position whose raw value the ring still holds
 
+  // GPU caches: one int32 that host and device both reach. A kernel that finds a row, length or page that cannot be
+  // leaves that row alone and writes KvFault + 16 * row here; the next call on the cache raises it.
+  volatile std::int32_t* fault = nullptr;
+
   std::int64_t capacity() const { return std::int64_t{max_pages} * page_size; }
 };
 
@@ -57,6 +64,7 @@ struct KvCacheArrays {
   TensorView lengths;          // int32 [max_rows]
   TensorView ring_k, ring_v;   // kivi formats: [max_rows, kv_heads, 64, head_dim] in the cache's dtype, contiguous
   TensorView raw_from;         // kivi formats: int32 [max_rows]
+  TensorView fault;            // GPU caches: int32 [1] in pinned host memory
 };
 struct KvCacheShape {
   KvFormat format = KvFormat::fp16;

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a family launches: on the call's device and stream, with every error typed.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "rooftile/context.h"
+#include "rooftile/error.h"
+
+namespace rooftile::gpu {
+
+#define ROOFTILE_CUDA_CHECK(op, call)                                                                         \
+  do {                                                                                                        \
+    if (const cudaError_t rooftile_status = (call); rooftile_status != cudaSuccess)                           \
+      ::rooftile::gpu::fail_cuda(op, #call, rooftile_status);                                                 \
+  } while (0)
+
+// Throws a device error with CUDA's own words, after taking the error off the runtime's record.
+[[noreturn]] inline void fail_cuda(const char* op, const char* what, cudaError_t status) {
+  (void)cudaGetLastError();
+  fail(ErrorKind::device, op, ": ", what, " failed: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")");
+}
+
+// The device of one call: current while this lives, the caller's current device again afterwards.
+class DeviceScope {
+ public:
+  DeviceScope(const char* op, const Context& ctx) : op_(op), stream_(static_cast<cudaStream_t>(ctx.stream)) {
+    const int device = ctx.device.index;
+    ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
+    if (device != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));
+    changed_ = device != before_;
+    int major = 0, minor = 0;
+    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    if (major < 8) {
+      ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+      fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " has compute capability ", major, ".", minor,
+           "; the kernels need 8.0 (Ampere) or newer");
+    }
+    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device));
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  ~DeviceScope() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+
+  int sms() const { return sms_; }
+  cudaStream_t stream() const { return stream_; }
+  const char* op() const { return op_; }
+
+  // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value.
+  template <class Params>
+  void launch(void (*kernel)(Params), std::int64_t blocks, int threads, std::size_t shared_bytes, const Params& params) const {
+    if (blocks == 0) return;
+    if (shared_bytes > 48 * 1024)
+      ROOFTILE_CUDA_CHECK(op_, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    ROOFTILE_CUDA_CHECK(op_, cudaLaunchKernelEx(&config, kernel, params));
+  }
+
+ private:
+  const char* op_;
+  cudaStream_t stream_;
+  int before_ = 0, sms_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace rooftile::gpu

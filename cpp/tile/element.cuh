@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 16-bit element types on the device, and their pairs in one register.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "rooftile/tensor.h"
+
+namespace rooftile::tile {
+
+using half = __half;
+using bf16 = __nv_bfloat16;
+
+__device__ __forceinline__ float to_float(half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+template <class T>
+__device__ __forceinline__ T from_float(float x);   // round to nearest even
+template <>
+__device__ __forceinline__ half from_float<half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+
+// Two neighbours in one 32-bit register, the first in the low half.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ std::uint32_t pack<half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+template <>
+__device__ __forceinline__ std::uint32_t pack<bf16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+template <class T>
+__device__ __forceinline__ float2 unpack(std::uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack<half>(std::uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack<bf16>(std::uint32_t pair) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+
+// Host: calls f(T{}) with the device type of a 16-bit activation dtype.
+template <class F>
+auto with_element16(DType t, F&& f) {
+  return t == DType::f16 ? f(half{}) : f(bf16{});
+}
+
+}  // namespace rooftile::tile

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+# Finds CuTe's headers: ROOFTILE_CUTLASS_INCLUDE if given, else the nvidia-cutlass wheel where it is installed, else that
+# wheel fetched with pip into the build tree, without its dependencies (of which the headers need none).
+set(ROOFTILE_CUTLASS_VERSION 4.2.0.0)
+set(ROOFTILE_CUTLASS_INCLUDE "" CACHE PATH "Folder that holds cute/tensor.hpp; empty: the nvidia-cutlass wheel")
+if(NOT ROOFTILE_CUTLASS_INCLUDE)
+  find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -c "import importlib.metadata as m, importlib.util as u
+if m.version('nvidia-cutlass').startswith('4.2.'): print(next(iter(u.find_spec('cutlass_library').submodule_search_locations)))"
+    OUTPUT_VARIABLE installed OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  set(fetched ${PROJECT_SOURCE_DIR}/build/cutlass-${ROOFTILE_CUTLASS_VERSION})
+  if(NOT installed AND NOT EXISTS ${fetched}/cutlass_library)
+    message(STATUS "rooftile: fetching nvidia-cutlass ${ROOFTILE_CUTLASS_VERSION} (6 MB of headers) with pip")
+    execute_process(
+      COMMAND ${Python_EXECUTABLE} -m pip install --quiet --disable-pip-version-check --no-deps --target ${fetched}
+              nvidia-cutlass==${ROOFTILE_CUTLASS_VERSION}
+      RESULT_VARIABLE failed ERROR_VARIABLE why)
+    if(failed)
+      message(FATAL_ERROR "rooftile: could not fetch nvidia-cutlass with pip; install it (pip install --no-deps "
+                          "nvidia-cutlass==${ROOFTILE_CUTLASS_VERSION}) or set ROOFTILE_CUTLASS_INCLUDE. pip said:\n${why}")
+    endif()
+  endif()
+  if(NOT installed)
+    set(installed ${fetched}/cutlass_library)
+  endif()
+  set(ROOFTILE_CUTLASS_INCLUDE ${installed}/source/include)
+endif()
+if(NOT EXISTS ${ROOFTILE_CUTLASS_INCLUDE}/cute/tensor.hpp)
+  message(FATAL_ERROR "rooftile: no cute/tensor.hpp in ${ROOFTILE_CUTLASS_INCLUDE}")
+endif()

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiler launcher of the GPU sources: runs nvcc and keeps, beside the object, what the checks of the kernels read.
+
+keep_reports.py nvcc ... -o NAME.o  ->  NAME.o.ptxas (registers, spills, shared memory, warnings of every kernel) and
+NAME.o.<architecture>.ptx.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+command = sys.argv[1:]
+target = Path(command[command.index("-o") + 1])
+with tempfile.TemporaryDirectory() as kept:
+    done = subprocess.run([*command, "--keep", "--keep-dir", kept], stderr=subprocess.PIPE, text=True)
+    Path(f"{target}.ptxas").write_text(done.stderr)
+    for ptx in Path(kept).glob("*.ptx"):
+        architecture = re.search(r"\.target (\w+)", ptx.read_text())
+        shutil.move(ptx, f"{target}.{architecture[1] if architecture else ptx.stem}.ptx")
+# what ptxas reports of every kernel is no news to whoever builds
+quiet = re.compile(r"^(ptxas info|ptxas <macro|\s+Function properties|\s+\d+ bytes stack frame)")
+sys.stderr.writelines(line for line in done.stderr.splitlines(keepends=True) if not quiet.match(line))
+sys.exit(done.returncode)
