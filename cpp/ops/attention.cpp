@@ -79,6 +79,17 @@ void check_cache(const char* op, const TensorView& q, const KvCacheView& cache) 
   ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ", describe(q));
 }
 
+// [B, ...] -> [B, 1, ...]
+void add_token_dimension(TensorView& t) {
+  if (!t.given()) return;
+  for (int i = t.ndim++; i > 1; --i) {
+    t.shape[i] = t.shape[i - 1];
+    t.stride[i] = t.stride[i - 1];
+  }
+  t.shape[1] = 1;
+  t.stride[1] = 0;
+}
+
 // The cache row of every batch entry, in range and with pages that exist.
 std::vector<std::int32_t> cache_rows(const char* op, const KvCacheView& cache, std::int64_t batch, const TensorView& rows) {
   std::vector<std::int32_t> result;
@@ -132,6 +143,16 @@ KernelName attention_name(const cpu::Kernels& k, DType dtype, const char* format
 
 }  // namespace
 
+std::size_t decode_workspace(const Context& ctx, TensorView q, const KvCacheView& cache) {
+  if (!check::on_gpu(ctx)) return 0;
+  constexpr const char* op = "decode_attention";
+  Arg(op, "q", q).given().ndim(3, 4).activation();
+  check_cache(op, q, cache);
+  check_q(op, q, cache.kv_heads);
+  if (q.ndim == 3) add_token_dimension(q);
+  return gpu::decode_workspace(ctx, {.q = q, .cache = &cache});
+}
+
 KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView& cache, TensorView out, TensorView lse,
                             TensorView rows, TensorView counts, const LogitOptions& options) {
   constexpr const char* op = "decode_attention";
@@ -142,15 +163,7 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   ROOFTILE_CHECK(!options.alibi_slopes.given(), op, ": alibi_slopes is an option of prefill_attention");
   DecodeArgs a{.q = q, .out = out, .lse = lse, .cache = &cache, .logits = logit_params(op, q, options)};
   if (q.ndim == 3)
-    for (TensorView* t : {&a.q, &a.out, &a.lse})
-      if (t->given()) {   // [B, ...] -> [B, 1, ...]
-        for (int i = t->ndim++; i > 1; --i) {
-          t->shape[i] = t->shape[i - 1];
-          t->stride[i] = t->stride[i - 1];
-        }
-        t->shape[1] = 1;
-        t->stride[1] = 0;
-      }
+    for (TensorView* t : {&a.q, &a.out, &a.lse}) add_token_dimension(*t);
   const std::int64_t batch = a.q.shape[0], tokens = a.q.shape[1];
   ROOFTILE_CHECK_KIND(not_supported, !is_kivi(cache.format) || tokens <= kv_group, op, ": q has ", tokens,
                       " new tokens, with a ", name(cache.format), " cache at most ", kv_group,

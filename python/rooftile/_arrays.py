@@ -51,6 +51,13 @@ def empty(like, shape=None, dtype=None):
     return np.empty(like.shape if shape is None else shape, dtype=dtype)
 
 
+def gpu_workspace(like, size_of, *arguments):
+    """Device memory for one call, `size_of(like, *arguments)` bytes; None unless `like` is a tensor on a GPU."""
+    if not getattr(like, "is_cuda", False):
+        return None
+    return like.new_empty((size_of(like, *arguments),), dtype=torch_of(like).uint8)
+
+
 def numpy_dtype(name):
     if name == "bfloat16":
         try:

@@ -5,7 +5,7 @@ Log-sum-exp values are natural logarithms. A query that sees no key gets out 0 a
 """
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, ran, torch_op
+from rooftile._arrays import compiling, empty, gpu_workspace, ran, torch_op
 from rooftile.errors import ArgumentTypeError, NotSupportedError
 from rooftile.kv_cache import ints
 
@@ -71,7 +71,8 @@ def decode_attention(
     if lse is None and return_lse:
         lse = _empty_lse(q)
     rows, counts = ints("rows", rows), ints("counts", counts)
-    ran(_C.decode_attention(q, cache, out, lse, rows, counts, scale, window, softcap, sinks, stream, plan))
+    workspace = gpu_workspace(q, _C.decode_workspace, cache)
+    ran(_C.decode_attention(q, cache, out, lse, rows, counts, scale, window, softcap, sinks, workspace, stream, plan))
     return (out, lse) if return_lse else out
 
 

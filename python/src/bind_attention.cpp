@@ -30,17 +30,25 @@ void read_logits(Args& args, LogitOptions& o, handle scale, handle window, handl
 
 void bind_attention(nb::module_& m) {
   m.def("decode_attention", [](handle q, handle cache, handle out, handle lse, handle rows, handle counts, handle scale,
-                               handle window, handle softcap, handle sinks, handle stream, handle plan) {
+                               handle window, handle softcap, handle sinks, handle workspace, handle stream, handle plan) {
     Args args("decode_attention");
     const TensorView tq = args.in(q, "q"), to = args.out(out, "out"), tl = args.optional_out(lse, "lse");
     const TensorView tr = args.optional(rows, "rows"), tc = args.optional(counts, "counts");
     const KvCacheView& view = cache_view(cache, args.op());
     LogitOptions options;
     read_logits(args, options, scale, window, softcap, sinks);
-    const Context ctx = args.context(tq, stream, plan);
+    Context ctx = args.context(tq, stream, plan);
+    args.lend(ctx, workspace);
     return run([&] { return decode_attention(ctx, tq, view, to, tl, tr, tc, options); });
   }, "q"_a.none(), "cache"_a.none(), "out"_a.none(), "lse"_a.none(), "rows"_a.none(), "counts"_a.none(), "scale"_a.none(),
-     "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(), "stream"_a.none(), "plan"_a.none());
+     "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(), "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  m.def("decode_workspace", [](handle q, handle cache) {
+    Args args("decode_attention");
+    const TensorView tq = args.in(q, "q");
+    const KvCacheView& view = cache_view(cache, args.op());
+    return decode_workspace(args.context(tq, nb::none(), nb::none()), tq, view);
+  }, "q"_a.none(), "cache"_a.none());
 
   m.def("prefill_attention", [](handle q, handle k, handle v, handle out, handle lse, bool causal, handle scale, handle window,
                                 handle softcap, handle sinks, handle alibi_slopes, handle cu_seqlens_q, handle cu_seqlens_k,

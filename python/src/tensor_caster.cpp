@@ -239,6 +239,15 @@ const char* Args::text(nb::handle h, const char* argument) {
   return nb::borrow<nb::str>(h).c_str();   // lives as long as the Python string
 }
 
+void Args::lend(Context& ctx, nb::handle workspace) {
+  if (workspace.is_none()) return;
+  const TensorView t = out(workspace, "workspace");
+  if (t.dtype != DType::u8 || t.ndim != 1 || (t.shape[0] > 1 && t.stride[0] != 1) || t.device != ctx.device)
+    refuse(ErrorKind::value, op_, "workspace", "must be contiguous uint8 [bytes] on " + name(ctx.device) + ", got " + describe(t));
+  ctx.workspace = t.data;
+  ctx.workspace_bytes = static_cast<std::size_t>(t.shape[0]);
+}
+
 Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan, int threads) {
   Context ctx;
   ctx.device = first.device;

@@ -39,6 +39,8 @@ class Args {
   // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
   // plan: None or a variant's name. threads: 0 for the default.
   Context context(const TensorView& first, nb::handle stream, nb::handle plan, int threads = 0);
+  // Lends `workspace`, a contiguous uint8 tensor on the call's device or None, to the call.
+  void lend(Context& ctx, nb::handle workspace);
 
  private:
   TensorView convert(nb::handle h, const char* argument, bool writes);

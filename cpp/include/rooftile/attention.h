@@ -25,6 +25,8 @@ struct LogitOptions {
 // (T): query i < counts[b] stands at position length - counts[b] + i, the others get out 0 and lse -inf.
 KernelName decode_attention(const Context&, TensorView q, const KvCacheView&, TensorView out, TensorView lse,
                             TensorView rows, TensorView counts, const LogitOptions&);
+// Bytes of workspace that call needs on ctx.device: bounded by the device, 0 on a CPU.
+std::size_t decode_workspace(const Context&, TensorView q, const KvCacheView&);
 
 struct PrefillOptions : LogitOptions {
   bool causal = true;                // aligned to the end when k is longer than q

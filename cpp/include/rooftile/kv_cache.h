@@ -53,7 +53,7 @@ struct KvCacheView {
   // leaves that row alone and writes KvFault + 16 * row here; the next call on the cache raises it.
   volatile std::int32_t* fault = nullptr;
 
-  std::int64_t capacity() const { return std::int64_t{max_pages} * page_size; }
+  constexpr std::int64_t capacity() const { return std::int64_t{max_pages} * page_size; }
 };
 
 // The arrays of one cache as somebody allocated them.

@@ -42,22 +42,22 @@ struct TensorView {
   std::int64_t shape[max_ndim] = {};
   std::int64_t stride[max_ndim] = {};  // in elements, as DLPack and torch count
 
-  bool given() const { return ndim >= 0; }
-  std::int64_t numel() const {
+  constexpr bool given() const { return ndim >= 0; }
+  constexpr std::int64_t numel() const {
     std::int64_t n = ndim < 0 ? 0 : 1;
     for (int i = 0; i < ndim; ++i) n *= shape[i];
     return n;
   }
   // Rows are everything but the last dimension, flattened in order.
-  std::int64_t rows() const {
+  constexpr std::int64_t rows() const {
     std::int64_t n = 1;
     for (int i = 0; i + 1 < ndim; ++i) n *= shape[i];
     return n;
   }
-  std::int64_t last() const { return shape[ndim - 1]; }
-  std::int64_t last_stride() const { return stride[ndim - 1]; }
+  constexpr std::int64_t last() const { return shape[ndim - 1]; }
+  constexpr std::int64_t last_stride() const { return stride[ndim - 1]; }
   // Offset in elements of the first element of row `row`; any strides.
-  std::int64_t row_offset(std::int64_t row) const {
+  constexpr std::int64_t row_offset(std::int64_t row) const {
     std::int64_t offset = 0;
     for (int i = ndim - 2; i >= 0; --i) {
       offset += (row % shape[i]) * stride[i];
@@ -66,7 +66,7 @@ struct TensorView {
     return offset;
   }
   template <class T>
-  T* as() const { return static_cast<T*>(data); }
+  constexpr T* as() const { return static_cast<T*>(data); }
 };
 
 std::string shape_text(const TensorView& t);     // "[2, 8, 128]"

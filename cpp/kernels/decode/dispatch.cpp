@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdio>
+
+#include "kernels/backend.h"
+#include "kernels/decode/plan.h"
+#include "kernels/launch.h"
+
+namespace rooftile::gpu {
+namespace {
+
+constexpr const char* op = "decode_attention";
+
+const DecodeVariant& find_variant(const DecodeKey& key) {
+  std::string compiled;
+  for (std::span<const DecodeVariant> variants : {bits16_variants(), int8_variants(), int4_kivi_variants()})
+    for (const DecodeVariant& v : variants) {
+      if (v.key == key) return v;
+      compiled += (compiled.empty() ? "" : ", ") + text(v.key);
+    }
+  fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", compiled);
+}
+
+DecodeKey key_of(const DecodeArgs& a) { return {a.q.dtype, a.cache->format, a.cache->head_dim}; }
+
+DecodePlan plan_of(const DecodeArgs& a, const DecodeVariant& v, int sms) {
+  return plan_decode(a.q.shape[0], a.q.shape[1], a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads),
+                     a.cache->head_dim, sms, v.blocks_per_sm);
+}
+
+// What the vector loads need; the caches this library makes have it.
+void check_alignment(const KvCacheView& c) {
+  for (const auto& [side, plane] : {std::pair{"K", &c.k}, {"V", &c.v}})
+    ROOFTILE_CHECK_KIND(not_supported,
+                        reinterpret_cast<std::uintptr_t>(plane->codes) % 16 == 0 && plane->page_stride % 16 == 0 &&
+                            plane->head_stride % 16 == 0 && plane->token_stride % 16 == 0,
+                        op, ": cache has ", side, " rows that do not all start at multiples of 16 bytes, which the GPU kernels need");
+}
+
+}  // namespace
+
+std::size_t decode_workspace(const Context& ctx, const DecodeArgs& a) {
+  const DeviceScope scope(op, ctx);
+  return plan_of(a, find_variant(key_of(a)), scope.sms()).workspace_bytes;
+}
+
+KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
+  const DeviceScope scope(op, ctx);
+  const DecodeVariant& variant = find_variant(key_of(a));
+  check_alignment(*a.cache);
+  const DecodePlan plan = plan_of(a, variant, scope.sms());
+  ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op, ": workspace must have ", plan.workspace_bytes, " bytes, got ",
+                 ctx.workspace_bytes);
+  auto* workspace = static_cast<std::byte*>(ctx.workspace);
+  DecodeParams p = {};
+  p.q = a.q;
+  p.out = a.out;
+  p.lse = a.lse;
+  if (a.logits.sinks) p.sinks = *a.logits.sinks;
+  p.cache = *a.cache;
+  p.rows = a.rows;
+  p.counts = a.counts;
+  p.q_per_kv = static_cast<int>(a.q.shape[2] / a.cache->kv_heads);
+  p.passes = plan.passes;
+  p.scale = a.logits.scale;
+  p.softcap = a.logits.softcap;
+  p.window = a.logits.window;
+  p.row_begin = reinterpret_cast<std::int64_t*>(workspace);
+  p.node_o = reinterpret_cast<float*>(workspace + plan.node_o);
+  p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
+  p.blocks = plan.blocks;
+  if (plan.blocks > 0) variant.launch(scope, p);
+  KernelName kernel;
+  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_%s_d%d", name(a.q.dtype), name(a.cache->format), a.cache->head_dim);
+  return kernel;
+}
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fold of schedule.h on the device: leaves of one task arrive in order, full nodes are merged as soon as they are
+// complete, and what a run can merge no further leaves through `emit`.
+#pragma once
+
+#include "kernels/decode/schedule.h"
+#include "tile/softmax.cuh"
+
+namespace rooftile::gpu {
+
+// A thread's share of a softmax state: S values of one column.
+template <int S>
+struct Node {
+  float m, l, o[S];
+};
+
+template <int S>
+__device__ __forceinline__ Node<S> merge(const Node<S>& a, const Node<S>& b) {
+  const tile::MergeWeights w = tile::merge_weights(a.m, b.m);
+  Node<S> r;
+  r.m = w.m;
+  r.l = tile::merge_values(a.l, b.l, w);
+#pragma unroll
+  for (int i = 0; i < S; ++i) r.o[i] = tile::merge_values(a.o[i], b.o[i], w);
+  return r;
+}
+
+// Left halves that wait for their right ones: at most one a level. Threads that share a column share its (m, l).
+template <int S, int Threads, int Columns>
+struct FoldMemory {
+  float o[fold_levels][S][Threads];
+  float m[fold_levels][Columns], l[fold_levels][Columns];
+};
+
+template <int S, int Threads, int Columns>
+class Fold {
+ public:
+  // first: the run's first leaf. thread, column: this thread's place in `memory`.
+  __device__ Fold(FoldMemory<S, Threads, Columns>& memory, int thread, int column, int first)
+      : memory_(memory), thread_(thread), column_(column), first_(first) {}
+
+  // The node of leaves [at, at + (1 << level)), the next in order.
+  template <class Emit>
+  __device__ void push(Node<S> node, int at, int level, const Emit& emit) {
+    while (level + 1 < fold_levels && (at >> level) % 2 == 1 && at - (1 << level) >= first_) {
+      node = merge(load(level), node);
+      waiting_ &= ~(1u << level);
+      at -= 1 << level;
+      ++level;
+    }
+    if (level + 1 < fold_levels && (at >> level) % 2 == 1) {   // its left half belongs to another block
+      emit(node);
+      return;
+    }
+    __syncwarp();   // threads of one column have read what is overwritten here
+    memory_.m[level][column_] = node.m;
+    memory_.l[level][column_] = node.l;
+#pragma unroll
+    for (int i = 0; i < S; ++i) memory_.o[level][i][thread_] = node.o[i];
+    waiting_ |= 1u << level;
+    __syncwarp();
+  }
+
+  // The run ends inside its task: what waits, in order.
+  template <class Emit>
+  __device__ void flush(const Emit& emit) {
+    for (int level = fold_levels - 1; level >= 0; --level)
+      if (waiting_ >> level & 1) emit(load(level));
+    waiting_ = 0;
+  }
+
+  // The run was the whole task: its result.
+  __device__ Node<S> finish() {
+    Node<S> result{-INFINITY, 0.0f, {}};
+    bool any = false;
+    for (int level = 0; level < fold_levels; ++level) {
+      if (!(waiting_ >> level & 1)) continue;
+      result = any ? merge(load(level), result) : load(level);
+      any = true;
+    }
+    waiting_ = 0;
+    return result;
+  }
+
+ private:
+  __device__ Node<S> load(int level) const {
+    Node<S> node;
+    node.m = memory_.m[level][column_];
+    node.l = memory_.l[level][column_];
+#pragma unroll
+    for (int i = 0; i < S; ++i) node.o[i] = memory_.o[level][i][thread_];
+    return node;
+  }
+
+  FoldMemory<S, Threads, Columns>& memory_;
+  int thread_, column_, first_;
+  unsigned waiting_ = 0;
+};
+
+}  // namespace rooftile::gpu

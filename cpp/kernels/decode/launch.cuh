@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "kernels/decode/combine.cuh"
+#include "kernels/decode/plan.h"
+#include "kernels/decode/split_kv.cuh"
+#include "kernels/launch.h"
+
+namespace rooftile::gpu {
+
+template <class Config>
+void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
+  scope.launch(split_kv<Config>, p.blocks, decode_threads, sizeof(DecodeShared<Config>), p);
+  const std::int64_t used = std::min<std::int64_t>(columns, p.q_per_kv * p.q.shape[1]);
+  scope.launch(combine<typename Config::T, Config::head_dim>, p.q.shape[0] * p.cache.kv_heads * p.passes * used,
+               Config::head_dim, 0, p);
+}
+
+template <class Config>
+constexpr DecodeVariant decode_variant() {
+  return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim},
+          Config::blocks_per_sm, launch_decode<Config>};
+}
+
+}  // namespace rooftile::gpu

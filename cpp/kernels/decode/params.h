@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "core/op_args.h"
+
+namespace rooftile::gpu {
+
+struct DecodeParams {                  // tensors travel whole, never as loose strides
+  TensorView q, out, lse;              // [B, T, Hq, D]; lse [B, T, Hq] or absent
+  TensorView sinks;                    // [Hq] or absent
+  KvCacheView cache;
+  const std::int32_t *rows, *counts;   // [B] or null
+  int q_per_kv, passes;                // passes of 8 columns; column c of a KV head is query (c / q_per_kv, c % q_per_kv)
+  float scale, softcap;
+  std::int64_t window;
+  // Workspace.
+  float* node_o;                       // [blocks, slots_per_block, columns, D]
+  float* node_ml;                      // [blocks, slots_per_block, columns]
+  std::int64_t* row_begin;             // [B + 1]: first unit of every batch entry, then the total
+  int blocks;
+};
+
+}  // namespace rooftile::gpu

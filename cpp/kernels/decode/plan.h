@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which variant runs, on how many blocks, with how much workspace: from the problem's shape and the device alone.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "kernels/decode/params.h"
+
+namespace rooftile::gpu {
+
+struct DecodeKey {
+  DType dtype;
+  KvFormat format;
+  int head_dim;
+  bool operator==(const DecodeKey&) const = default;
+};
+std::string text(const DecodeKey& key);   // "float16 int8 d128"
+
+struct DecodePlan {
+  int blocks = 0;
+  int passes = 0;                          // of 8 query columns
+  std::size_t node_o = 0, node_ml = 0;     // offsets of the parts of the workspace; row_begin is at 0
+  std::size_t workspace_bytes = 0;
+};
+// blocks_per_sm: how many of the variant's blocks a multiprocessor holds.
+DecodePlan plan_decode(std::int64_t batch, std::int64_t tokens, int kv_heads, int q_per_kv, int head_dim, int sms, int blocks_per_sm);
+
+// One compiled variant. The table of all is the sum of its files'.
+class DeviceScope;
+struct DecodeVariant {
+  DecodeKey key;
+  int blocks_per_sm;
+  void (*launch)(const DeviceScope&, const DecodeParams&);
+};
+std::span<const DecodeVariant> bits16_variants();
+std::span<const DecodeVariant> int8_variants();
+std::span<const DecodeVariant> int4_kivi_variants();
+
+}  // namespace rooftile::gpu

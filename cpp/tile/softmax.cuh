@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// Softmax states that can be merged: maximum m (in units of log2), sum l of 2^(x - m), and values o summed with those
+// weights. Every merge is written in explicitly rounded operations: a state has the same bits wherever it is merged.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace rooftile::tile {
+
+inline constexpr float log2_e = 1.4426950408889634f, ln_2 = 0.6931471805599453f;
+
+// 2^x to 2 units in the last place; results below 2^-126 become 0.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// What the two sides of a merge are multiplied with. A side that saw no key has m = -inf and l = 0.
+struct MergeWeights {
+  float m, a, b;
+};
+__device__ __forceinline__ MergeWeights merge_weights(float m_a, float m_b) {
+  const float m = fmaxf(m_a, m_b), base = m == -INFINITY ? 0.0f : m;
+  return {m, exp2f(__fsub_rn(m_a, base)), exp2f(__fsub_rn(m_b, base))};
+}
+__device__ __forceinline__ float merge_values(float a, float b, const MergeWeights& w) {
+  return __fmaf_rn(b, w.b, __fmul_rn(a, w.a));
+}
+
+// A finished row: out = o * factor. sink: one more logit without a value, in units of log2, -inf for none.
+struct SoftmaxResult {
+  float factor, lse;   // lse: natural logarithm
+};
+__device__ __forceinline__ SoftmaxResult finish_softmax(float m, float l, float sink) {
+  const float top = fmaxf(m, sink);
+  if (top == -INFINITY && l == 0.0f) return {0.0f, -INFINITY};
+  const float weight = exp2f(m - top), sum = l * weight + exp2f(sink - top);
+  return {weight / sum, (top + log2f(sum)) * ln_2};
+}
+
+}  // namespace rooftile::tile
