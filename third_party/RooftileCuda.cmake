@@ -47,5 +47,5 @@ if(ROOFTILE_CUDA_ENABLED)
   target_include_directories(rooftile_cuda_flags SYSTEM INTERFACE ${ROOFTILE_CUTLASS_INCLUDE})
   target_compile_options(rooftile_cuda_flags INTERFACE
     "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-Xptxas=-v>")
-  target_link_libraries(rooftile_cuda_flags INTERFACE rooftile_flags)
+  target_link_libraries(rooftile_cuda_flags INTERFACE rooftile_flags CUDA::cudart_static)
 endif()

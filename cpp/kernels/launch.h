@@ -23,6 +23,10 @@ namespace rooftile::gpu {
   fail(ErrorKind::device, op, ": ", what, " failed: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")");
 }
 
+// with_previous: a kernel that waits in its own code (tile/grid.cuh) for the launch before it, and may start while that
+// one still runs. On a device older than Hopper it starts behind it.
+enum class Overlap { none, with_previous };
+
 // The device of one call: current while this lives, the caller's current device again afterwards.
 class DeviceScope {
  public:
@@ -31,11 +35,11 @@ class DeviceScope {
     ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
     if (device != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));
     changed_ = device != before_;
-    int major = 0, minor = 0;
-    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    if (major < 8) {
+    int minor = 0;
+    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device));
+    if (major_ < 8) {
       ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-      fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " has compute capability ", major, ".", minor,
+      fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " has compute capability ", major_, ".", minor,
            "; the kernels need 8.0 (Ampere) or newer");
     }
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device));
@@ -51,7 +55,8 @@ class DeviceScope {
 
   // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value.
   template <class Params>
-  void launch(void (*kernel)(Params), std::int64_t blocks, int threads, std::size_t shared_bytes, const Params& params) const {
+  void launch(void (*kernel)(Params), std::int64_t blocks, int threads, std::size_t shared_bytes, const Params& params,
+              Overlap overlap = Overlap::none) const {
     if (blocks == 0) return;
     if (shared_bytes > 48 * 1024)
       ROOFTILE_CUDA_CHECK(op_, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
@@ -60,13 +65,18 @@ class DeviceScope {
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = overlap == Overlap::with_previous && major_ >= 9 ? 1 : 0;
     ROOFTILE_CUDA_CHECK(op_, cudaLaunchKernelEx(&config, kernel, params));
   }
 
  private:
   const char* op_;
   cudaStream_t stream_;
-  int before_ = 0, sms_ = 0;
+  int before_ = 0, sms_ = 0, major_ = 0;
   bool changed_ = false;
 };
 

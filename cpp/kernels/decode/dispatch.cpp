@@ -3,6 +3,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
+#include "kernels/decode/schedule.h"
 #include "kernels/launch.h"
 
 namespace rooftile::gpu {
@@ -36,6 +37,14 @@ void check_alignment(const KvCacheView& c) {
                         op, ": cache has ", side, " rows that do not all start at multiples of 16 bytes, which the GPU kernels need");
 }
 
+// Work is counted in 32 bits.
+void check_size(const DecodeArgs& a) {
+  const double columns_all = static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / columns + a.cache->kv_heads;
+  const double units = static_cast<double>(a.q.shape[0]) * columns_all * (static_cast<double>(a.cache->capacity()) / unit_tokens + 2);
+  ROOFTILE_CHECK_KIND(not_supported, units < 0x1p31 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q), " over a cache of capacity ",
+                      a.cache->capacity(), " is more than one call counts (2^31 units of 128 tokens x 8 query columns)");
+}
+
 }  // namespace
 
 std::size_t decode_workspace(const Context& ctx, const DecodeArgs& a) {
@@ -47,6 +56,7 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   const DeviceScope scope(op, ctx);
   const DecodeVariant& variant = find_variant(key_of(a));
   check_alignment(*a.cache);
+  check_size(a);
   const DecodePlan plan = plan_of(a, variant, scope.sms());
   ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op, ": workspace must have ", plan.workspace_bytes, " bytes, got ",
                  ctx.workspace_bytes);
@@ -59,12 +69,14 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.cache = *a.cache;
   p.rows = a.rows;
   p.counts = a.counts;
+  p.batch = static_cast<int>(a.q.shape[0]);
+  p.tokens = static_cast<int>(a.q.shape[1]);
   p.q_per_kv = static_cast<int>(a.q.shape[2] / a.cache->kv_heads);
   p.passes = plan.passes;
   p.scale = a.logits.scale;
   p.softcap = a.logits.softcap;
   p.window = a.logits.window;
-  p.row_begin = reinterpret_cast<std::int64_t*>(workspace);
+  p.row_begin = reinterpret_cast<std::int32_t*>(workspace);
   p.node_o = reinterpret_cast<float*>(workspace + plan.node_o);
   p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
   p.blocks = plan.blocks;

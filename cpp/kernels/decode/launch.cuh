@@ -11,9 +11,9 @@ namespace rooftile::gpu {
 template <class Config>
 void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
   scope.launch(split_kv<Config>, p.blocks, decode_threads, sizeof(DecodeShared<Config>), p);
-  const std::int64_t used = std::min<std::int64_t>(columns, p.q_per_kv * p.q.shape[1]);
-  scope.launch(combine<typename Config::T, Config::head_dim>, p.q.shape[0] * p.cache.kv_heads * p.passes * used,
-               Config::head_dim, 0, p);
+  const std::int64_t used = std::min<std::int64_t>(columns, std::int64_t{p.q_per_kv} * p.tokens);
+  scope.launch(combine<typename Config::T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used,
+               Config::head_dim, 0, p, Overlap::with_previous);
 }
 
 template <class Config>

@@ -10,13 +10,14 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   TensorView sinks;                    // [Hq] or absent
   KvCacheView cache;
   const std::int32_t *rows, *counts;   // [B] or null
+  int batch, tokens;                   // B, T
   int q_per_kv, passes;                // passes of 8 columns; column c of a KV head is query (c / q_per_kv, c % q_per_kv)
   float scale, softcap;
   std::int64_t window;
   // Workspace.
   float* node_o;                       // [blocks, slots_per_block, columns, D]
   float* node_ml;                      // [blocks, slots_per_block, columns]
-  std::int64_t* row_begin;             // [B + 1]: first unit of every batch entry, then the total
+  std::int32_t* row_begin;             // [B + 1]: first unit of every batch entry, then the total
   int blocks;
 };
 

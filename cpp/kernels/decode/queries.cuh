@@ -14,7 +14,7 @@ __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, int b) {
   const int row = p.rows ? p.rows[b] : b;
   const bool inside = row >= 0 && row < c.max_rows;
   return row_work(c.format, c.capacity(), row, c.max_rows, inside ? c.lengths[row] : 0,
-                  p.counts ? p.counts[b] : static_cast<int>(p.q.shape[1]), static_cast<int>(p.q.shape[1]),
+                  p.counts ? p.counts[b] : p.tokens, p.tokens,
                   inside && c.raw_from ? c.raw_from[row] : 0, p.window);
 }
 
@@ -27,9 +27,10 @@ struct Column {
   int position;        // of the query in its row; below 0 where it sees nothing
 };
 __device__ __forceinline__ Column column_of(const DecodeParams& p, const Task& task, const RowWork& w, int column) {
-  const int c = task.pass * columns + column, token = c / p.q_per_kv;
-  if (token >= p.q.shape[1]) return {-1, 0, -1};
-  return {token, task.kv_head * p.q_per_kv + c % p.q_per_kv, token < w.count ? w.length - w.count + token : -1};
+  const unsigned c = task.pass * columns + column, per_kv = p.q_per_kv;
+  const int token = static_cast<int>(c / per_kv);
+  if (token >= p.tokens) return {-1, 0, -1};
+  return {token, task.kv_head * p.q_per_kv + static_cast<int>(c % per_kv), token < w.count ? w.length - w.count + token : -1};
 }
 
 // The tokens that the two columns of a lane see, and bounds for the whole task: [outer_begin, outer_end) holds all that
@@ -48,10 +49,10 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
       v.end[j] = 0x7fffffff;
       continue;
     }
-    const int first = p.window > 0 && c.position + 1 > p.window ? static_cast<int>(c.position + 1 - p.window) : 0;
+    const int first = p.window > 0 && c.position >= p.window ? c.position + 1 - static_cast<int>(p.window) : 0;
     int begin = first, end = c.position + 1;
     if (is_kivi(p.cache.format)) {
-      const int boundary = static_cast<int>(kivi_code_end(c.position < 0 ? 0 : c.position));
+      const int boundary = max(c.position, 0) & ~(kv_group - 1);
       if (raw) begin = boundary > begin ? boundary : begin;
       else end = boundary < end ? boundary : end;
     }
@@ -75,13 +76,29 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
   return v;
 }
 
-// N query elements from d0 on of the column of this lane's row g; zeros for padding. Any strides.
+// N neighbouring query elements from d0 on; zeros for padding. Any strides.
 template <class T, int N>
 __device__ __forceinline__ void load_query(const DecodeParams& p, const Task& task, const Column& c, int d0, T (&x)[N]) {
   const TensorView& q = p.q;
-  const T* from = static_cast<const T*>(q.data) + task.b * q.stride[0] + c.token * q.stride[1] + c.head * q.stride[2];
+  const T* from = static_cast<const T*>(q.data) + task.b * q.stride[0] + c.token * q.stride[1] + c.head * q.stride[2] + d0 * q.stride[3];
+  constexpr int bytes = N * sizeof(T) < 16 ? N * sizeof(T) : 16;
+  struct alignas(bytes) Piece {
+    T x[bytes / sizeof(T)];
+  };
+  if (c.token < 0) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = c.token >= 0 ? from[(d0 + i) * q.stride[3]] : T(0.0f);
+    for (T& e : x) e = T(0.0f);
+  } else if (q.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(from) % bytes == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += bytes / sizeof(T)) {
+      const Piece piece = *reinterpret_cast<const Piece*>(from + i);
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(bytes / sizeof(T)); ++j) x[i + j] = piece.x[j];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = from[i * q.stride[3]];
+  }
 }
 
 // The same columns as operands B of the products with 16-bit keys: fragment k covers head_dim 16 k .. 16 k + 15.
@@ -113,8 +130,18 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Task& 
   const bool real = c.token < w.count;
   const tile::SoftmaxResult r = real ? tile::finish_softmax(m, l, sink) : tile::SoftmaxResult{0.0f, -INFINITY};
   T* to = p.out.as<T>() + task.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
+  alignas(S * sizeof(T)) T values[S];
 #pragma unroll
-  for (int i = 0; i < S; ++i) to[(d0 + i) * p.out.stride[3]] = tile::from_float<T>(real && l != 0.0f ? o[i] * r.factor : 0.0f);
+  for (int i = 0; i < S; ++i) values[i] = tile::from_float<T>(real && l != 0.0f ? o[i] * r.factor : 0.0f);
+  struct alignas(S * sizeof(T)) Piece {
+    T x[S];
+  };
+  if (p.out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(to) % sizeof(Piece) == 0) {
+    *reinterpret_cast<Piece*>(to + d0) = *reinterpret_cast<const Piece*>(values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < S; ++i) to[(d0 + i) * p.out.stride[3]] = values[i];
+  }
   if (first && p.lse.given())
     p.lse.as<float>()[task.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2]] = r.lse;
 }

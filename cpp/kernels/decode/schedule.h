@@ -10,8 +10,10 @@
 // stores few nodes: those that no longer run would have merged (the canonical decomposition of its run).
 //
 // Who. Work is counted in units of 128 tokens. A task is one (batch entry, KV head, pass of 8 query columns); tasks lie
-// one after another, batch entries outermost, each leaf taking as many units as it has. Block b of n owns the leaves that
-// start in units [total * b / n, total * (b + 1) / n).
+// one after another, batch entries outermost, each leaf taking as many units as it has. Every block owns the leaves that
+// start in its share of the units, and all shares but the last are equal.
+//
+// Units are counted in 32 bits (plan.cpp refuses what would not fit): this arithmetic is the fixed cost of a short call.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +32,9 @@ inline constexpr int columns = 8;         // query heads (times new tokens) of o
 inline constexpr int slots_inside = 12, slots_start = 7, slots_per_block = slots_inside + slots_start;
 
 // Units of one leaf, from how many tokens the row shows.
-ROOFTILE_HD constexpr int leaf_units(std::int64_t tokens) {
-  const std::int64_t most = std::int64_t{max_leaves} * unit_tokens;
-  return tokens <= most ? 1 : static_cast<int>((tokens + most - 1) / most);
+ROOFTILE_HD constexpr int leaf_units(int tokens) {
+  constexpr unsigned most = max_leaves * unit_tokens;
+  return tokens <= static_cast<int>(most) ? 1 : static_cast<int>((static_cast<unsigned>(tokens) + most - 1) / most);
 }
 
 // What one batch entry has to do.
@@ -46,14 +48,13 @@ struct RowWork {
   KvFault fault = KvFault::none;
 
   ROOFTILE_HD int all_leaves() const { return leaves + (raw ? 1 : 0); }
-  ROOFTILE_HD std::int64_t task_units() const { return std::int64_t{leaves} * units + (raw ? 1 : 0); }
-  ROOFTILE_HD std::int64_t leaf_begin(int leaf) const { return std::int64_t{leaf} * units; }   // in units
+  ROOFTILE_HD int task_units() const { return leaves * units + (raw ? 1 : 0); }
+  ROOFTILE_HD int leaf_begin(int leaf) const { return leaf * units; }   // in units
   // The first leaf that starts at `unit` or later.
-  ROOFTILE_HD int leaf_from(std::int64_t unit) const {
+  ROOFTILE_HD int leaf_from(int unit) const {
     if (unit <= 0) return 0;
-    const std::int64_t paged = std::int64_t{leaves} * units;
-    if (unit > paged) return all_leaves();
-    return static_cast<int>((unit + units - 1) / units);   // == leaves: the raw one
+    const int paged = leaves * units;
+    return unit > paged ? all_leaves() : static_cast<int>(static_cast<unsigned>(unit + units - 1) / static_cast<unsigned>(units));
   }
 };
 
@@ -69,49 +70,38 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int 
   else if (count < 0 || count > tokens) w.fault = KvFault::count;
   if (w.fault != KvFault::none || length == 0 || count == 0) return w;
   const int first = length > count ? length - count : 0;   // position of the first query that can see anything
-  std::int64_t begin = window > 0 && first + 1 > window ? first + 1 - window : 0;
-  w.begin = static_cast<int>(begin / 32 * 32);
+  w.begin = window > 0 && first >= window ? (first + 1 - static_cast<int>(window)) & ~31 : 0;
   w.end = length;
   if (is_kivi(format)) {
-    w.end = static_cast<int>(kivi_code_end(length - 1));
-    w.raw = true;
-    if (kivi_code_end(first) < raw_from) w.fault = KvFault::raw;
-    if (w.fault != KvFault::none) {
-      w.raw = false;
+    static_assert(kv_group == 32);
+    if ((first & ~31) < raw_from) {
+      w.fault = KvFault::raw;
       return w;
     }
+    w.end = (length - 1) & ~31;
+    w.raw = true;
   }
   if (w.end <= w.begin) return w;
   w.units = leaf_units(w.end - w.begin);
-  w.leaves = static_cast<int>((w.end - w.begin + std::int64_t{w.units} * unit_tokens - 1) / (std::int64_t{w.units} * unit_tokens));
+  const unsigned leaf = static_cast<unsigned>(w.units) * unit_tokens;
+  w.leaves = static_cast<int>((static_cast<unsigned>(w.end - w.begin) + leaf - 1) / leaf);
   return w;
 }
 
-// The units of all tasks over the blocks, as evenly as whole units allow.
+// The units of all tasks over the blocks.
 struct Split {
-  std::int64_t each;
-  std::uint32_t rest, blocks;
-
-  ROOFTILE_HD Split(std::int64_t total, int blocks)
-      : each(total / blocks), rest(static_cast<std::uint32_t>(total % blocks)), blocks(static_cast<std::uint32_t>(blocks)) {}
-  // First unit of a block. (rest * block fits: both are less than the few thousand blocks a device holds.)
-  ROOFTILE_HD std::int64_t begin(int block) const { return each * block + rest * static_cast<std::uint32_t>(block) / blocks; }
-  // The block that owns `unit`: the last one whose first unit is not behind it.
-  ROOFTILE_HD int owner(std::int64_t unit) const {
-    int low = 0, high = static_cast<int>(blocks) - 1;
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (begin(middle) <= unit) low = middle;
-      else high = middle - 1;
-    }
-    return low;
-  }
+  int total, each;
+  ROOFTILE_HD Split(int total, int blocks)
+      : total(total), each(static_cast<int>((static_cast<unsigned>(total) + static_cast<unsigned>(blocks) - 1) / static_cast<unsigned>(blocks))) {}
+  ROOFTILE_HD int begin(int block) const { return block * each < total ? block * each : total; }
+  ROOFTILE_HD int owner(int unit) const { return static_cast<int>(static_cast<unsigned>(unit) / static_cast<unsigned>(each)); }
 };
 
-// Level of the node that starts the canonical decomposition of leaves [at, end).
+// Level of the node that starts the canonical decomposition of leaves [at, end), at < end: as large as `at` is round and
+// as the run is long.
 ROOFTILE_HD inline int node_level(int at, int end) {
   int level = 0;
-  while (level + 1 < fold_levels && at % (2 << level) == 0 && at + (2 << level) <= end) ++level;
+  while (level + 1 < fold_levels && (at & ((2 << level) - 1)) == 0 && at + (2 << level) <= end) ++level;
   return level;
 }
 

@@ -11,90 +11,82 @@
 // 16-bit, D = 128: 512 bytes a token and 8 KFLOP: bandwidth is the roof, tensor cores take a third of the time. int4-kivi:
 // 148 bytes a token, the same products and 2 instructions per pair of codes: bandwidth again, issue slots close behind.
 //
-// Memory to operands. Codes: global -> registers, decoded there; K of the next tile is loaded while this tile's softmax
-// and values run, V of the next while its scores run. 16 bit: cp.async -> shared memory of the warp's own -> ldmatrix,
-// `stages` tiles deep. No barrier between warps but at leaf ends.
+// Memory to operands: cp.async into a ring of the warp's own, `stages` tiles deep; from there codes go to registers as
+// they are and are decoded in them, 16-bit rows through ldmatrix. No barrier between warps but at leaf ends.
 #pragma once
 
 #include "kernels/decode/fold.cuh"
 #include "kernels/decode/tiles.cuh"
+#include "tile/grid.cuh"
 
 namespace rooftile::gpu {
 
 inline constexpr int decode_warps = 4, decode_threads = 32 * decode_warps;
 
+// What a warp keeps in flight for itself: `stages` tiles of this type.
+template <class T, int D>
+struct ElementStage {
+  alignas(128) T k[16 * D], v[16 * D];
+};
+template <class Config>
+using StageOf = std::conditional_t<is_element_format(Config::format), ElementStage<typename Config::T, Config::head_dim>,
+                                   CodeStage<Config::format, Config::head_dim>>;
+
 template <class Config>
 struct DecodeShared {
   static constexpr int D = Config::head_dim, S = D / 16;   // S: values a thread merges
-  float o[decode_warps][columns][D + 4];                   // the warps' states at the end of a leaf; padded against conflicts
+  StageOf<Config> ring[decode_warps][Config::stages];
+  alignas(16) float o[decode_warps][columns][D + 4];       // the warps' states at the end of a leaf; padded against conflicts
   float m[decode_warps][columns], l[decode_warps][columns];
   FoldMemory<S, decode_threads, columns> fold;
-  std::int64_t scan[decode_warps];
-  std::int64_t found_base;
-  int found_entry;
-  alignas(128) typename Config::T ring[decode_warps][Config::stages > 0 ? Config::stages : 1][Config::stages > 0 ? 2 * 16 * D : 8];
 };
 
 // Where this block starts: its units, and the batch entry that holds the first.
 struct BlockRange {
-  std::int64_t begin, end;     // units
-  std::int64_t entry_base;     // first unit of that entry
+  int begin, end;     // units
+  int entry_base;     // first unit of that entry
   int entry;
 };
 
-__device__ __forceinline__ std::int64_t block_scan(std::int64_t x, std::int64_t* warps) {   // inclusive
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+__device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const std::int64_t left = __shfl_up_sync(0xffffffffu, x, step);
+    const int left = __shfl_up_sync(0xffffffffu, x, step);
     if (lane >= step) x += left;
   }
-  if (lane == 31) warps[warp] = x;
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) x += warps[w];
-  __syncthreads();
   return x;
 }
 
-// Every block counts the units of all entries; block 0 also leaves their prefix sums for the combine, and reports faults.
-template <class Shared>
-__device__ BlockRange find_range(const DecodeParams& p, Shared& shared) {
-  const int batch = static_cast<int>(p.q.shape[0]), thread = threadIdx.x;
-  const std::int64_t tasks = std::int64_t{p.cache.kv_heads} * p.passes;
-  std::int64_t sum = 0;
-  for (int b = thread; b < batch; b += decode_threads) {
+// Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also leaves their prefix sums for
+// the combine, and reports faults.
+__device__ inline BlockRange find_range(const DecodeParams& p) {
+  const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes;
+  const bool reports = blockIdx.x == 0 && threadIdx.x < 32;
+  const auto units_of = [&](int b) {
+    if (b >= p.batch) return 0;
     const RowWork w = row_work_of(p, b);
-    if (blockIdx.x == 0 && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * w.row;
-    sum += w.task_units() * tasks;
-  }
-  sum = block_scan(sum, shared.scan);
-  if (thread == decode_threads - 1) shared.found_base = sum;
-  __syncthreads();
-  const std::int64_t total = shared.found_base;
-  __syncthreads();
-  const Split split(total, p.blocks);
-  BlockRange r{split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, 0};
-  if (thread == 0) shared.found_entry = -1;
-  std::int64_t before = 0;
-  for (int first = 0; first < batch; first += decode_threads) {
-    const int b = first + thread;
-    const std::int64_t units = b < batch ? row_work_of(p, b).task_units() * tasks : 0;
-    const std::int64_t end = before + block_scan(units, shared.scan);
-    if (blockIdx.x == 0 && b < batch) p.row_begin[b] = end - units;
-    if (end - units <= r.begin && r.begin < end) {
-      shared.found_entry = b;
-      shared.found_base = end - units;
+    if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * w.row;
+    return w.task_units() * tasks;
+  };
+  const int first_units = units_of(lane);
+  int sum = first_units;
+  for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(b);
+  const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks);
+  BlockRange r{split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1};
+  if (r.begin >= r.end && !reports) return r;
+  int before = 0;
+  for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
+    const int units = first == 0 ? first_units : units_of(first + lane), end = before + warp_scan(units, lane);
+    if (reports && first + lane < p.batch) p.row_begin[first + lane] = end - units;
+    const unsigned holds = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
+    if (holds) {
+      const int owner = __ffs(holds) - 1;
+      r.entry = first + owner;
+      r.entry_base = __shfl_sync(0xffffffffu, end - units, owner);
     }
-    if (thread == decode_threads - 1) shared.scan[0] = end;
-    __syncthreads();
-    before = shared.scan[0];
-    const bool found = shared.found_entry >= 0;
-    __syncthreads();
-    if (found && blockIdx.x != 0) break;
+    before = __shfl_sync(0xffffffffu, end, 31);
   }
-  if (blockIdx.x == 0 && thread == 0) p.row_begin[batch] = total;
-  r.entry = shared.found_entry;
-  r.entry_base = shared.found_base;
+  if (reports && lane == 0) p.row_begin[p.batch] = split.total;
   return r;
 }
 
@@ -120,17 +112,17 @@ class SplitKv {
       : p(p), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
   __device__ void run() {
-    const BlockRange range = find_range(p, shared);
+    const BlockRange range = find_range(p);
     if (range.begin >= range.end) return;
     const int tasks = p.cache.kv_heads * p.passes;
-    std::int64_t base = range.entry_base;
-    for (int b = range.entry; b < p.q.shape[0] && base < range.end; ++b) {
+    int base = range.entry_base;
+    for (int b = range.entry; b < p.batch && base < range.end; ++b) {
       const RowWork w = row_work_of(p, b);
-      const std::int64_t units = w.task_units();
+      const int units = w.task_units();
       if (units == 0) continue;
-      const int first_task = range.begin > base ? static_cast<int>((range.begin - base) / units) : 0;
+      const int first_task = range.begin > base ? static_cast<int>(static_cast<unsigned>(range.begin - base) / static_cast<unsigned>(units)) : 0;
       for (int task = first_task; task < tasks; ++task) {
-        const std::int64_t task_base = base + task * units;
+        const int task_base = base + task * units;
         if (task_base >= range.end) return;
         const int first = w.leaf_from(range.begin - task_base), last = min(w.all_leaves(), w.leaf_from(range.end - task_base));
         if (first < last) segment({b, task / p.passes, task % p.passes}, w, first, last);
@@ -214,47 +206,56 @@ class SplitKv {
     if (first >= last) return;
     const Visible see = visible(p, task, w, lane, false);
     const int steps = w.units * tiles_per_unit;   // of one warp in one leaf
-    const auto token_of = [&](int k) { return w.begin + (k * decode_warps + warp) * tile_tokens; };
-    if constexpr (elements) element_tiles(task, w, see, first * steps, last * steps, steps, token_of, leaf_end);
-    else code_tiles(task, w, see, first * steps, last * steps, steps, token_of, leaf_end);
+    if constexpr (elements) element_tiles(task, w, see, first * steps, last * steps, steps, leaf_end);
+    else code_tiles(task, w, see, first * steps, last * steps, steps, leaf_end);
+  }
+
+  // First token of this warp's tile k, counted from the row's first leaf.
+  __device__ int token_of(const RowWork& w, int k) const { return w.begin + (k * decode_warps + warp) * tile_tokens; }
+
+  // Tiles k .. k_end - 1 of this warp: issue(stage, token) starts a tile's copies, `stages - 1` tiles ahead of
+  // compute(stage, token); both are left out for tiles behind the row's end. prepare() runs behind the first copies.
+  template <class Issue, class Prepare, class Compute, class LeafEnd>
+  __device__ void pipeline(const RowWork& w, int k, int k_end, int steps, const Issue& issue, const Prepare& prepare,
+                           const Compute& compute, const LeafEnd& leaf_end) {
+    const auto start = [&](int step) {   // always one group of copies, maybe empty
+      if (step < k_end && token_of(w, step) < w.end) issue(shared.ring[warp][step % Config::stages], token_of(w, step));
+      cute::cp_async_fence();
+    };
+#pragma unroll
+    for (int i = 0; i < Config::stages - 1; ++i) start(k + i);
+    prepare();
+    for (; k < k_end; ++k) {
+      __syncwarp();   // every lane has read the stage that is filled next
+      start(k + Config::stages - 1);
+      cute::cp_async_wait<Config::stages - 1>();
+      __syncwarp();   // this tile has come, from all lanes
+      if (token_of(w, k) < w.end) compute(shared.ring[warp][k % Config::stages], token_of(w, k));
+      if ((k + 1) % steps == 0) leaf_end(k / steps);
+    }
+    cute::cp_async_wait<0>();
   }
 
   // factor of scores_to_logits. unit: what the queries were divided by.
   __device__ float factor_of(float unit) const { return unit * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e); }
 
-  template <class TokenOf, class LeafEnd>
-  __device__ void element_tiles(const Task& task, const RowWork& w, const Visible& see, int k, int k_end, int steps,
-                                const TokenOf& token_of, const LeafEnd& leaf_end) {
+  template <class LeafEnd>
+  __device__ void element_tiles(const Task& task, const RowWork& w, const Visible& see, int k, int k_end, int steps, const LeafEnd& leaf_end) {
     const KvCacheView& c = p.cache;
     tile::FragmentB q[D / 16];
-    load_query_fragments<T, D>(p, task, w, lane, q);
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
     const std::int64_t k_head = task.kv_head * c.k.head_stride, v_head = task.kv_head * c.v.head_stride;
-    const auto issue = [&](int step) {   // always one group of copies, maybe empty
-      const int token = token_of(step);
-      if (step < k_end && token < w.end) {
-        T* to = shared.ring[warp][step % Config::stages];
-        const std::int64_t page = checked_page(c, w.row, token), slot = token % c.page_size;
-        const std::byte* k_rows = c.k.codes + page * c.k.page_stride + k_head + slot * c.k.token_stride;
-        const std::byte* v_rows = c.v.codes + page * c.v.page_stride + v_head + slot * c.v.token_stride;
-        const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
-        copy_rows_async<T, D>(to, lane, [&](int i) { return k_rows + i * c.k.token_stride; }, wanted);
-        copy_rows_async<T, D>(to + 16 * D, lane, [&](int i) { return v_rows + i * c.v.token_stride; }, wanted);
-      }
-      cute::cp_async_fence();
-    };
-#pragma unroll
-    for (int i = 0; i < Config::stages - 1; ++i) issue(k + i);
-    for (; k < k_end; ++k) {
-      __syncwarp();   // every lane has read the stage that is filled next
-      issue(k + Config::stages - 1);
-      cute::cp_async_wait<Config::stages - 1>();
-      __syncwarp();   // this tile has come, from all lanes
-      const int token = token_of(k);
-      if (token < w.end) element_tile(shared.ring[warp][k % Config::stages], shared.ring[warp][k % Config::stages] + 16 * D, q, factor, see, token);
-      if ((k + 1) % steps == 0) leaf_end(k / steps);
-    }
-    cute::cp_async_wait<0>();
+    pipeline(w, k, k_end, steps,
+        [&](ElementStage<T, D>& stage, int token) {
+          const std::int64_t page = checked_page(c, w.row, token), slot = token & (c.page_size - 1);
+          const std::byte* k_rows = c.k.codes + page * c.k.page_stride + k_head + slot * c.k.token_stride;
+          const std::byte* v_rows = c.v.codes + page * c.v.page_stride + v_head + slot * c.v.token_stride;
+          const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
+          copy_rows_async<T, D>(stage.k, lane, [&](int i) { return k_rows + i * c.k.token_stride; }, wanted);
+          copy_rows_async<T, D>(stage.v, lane, [&](int i) { return v_rows + i * c.v.token_stride; }, wanted);
+        },
+        [&] { load_query_fragments<T, D>(p, task, w, lane, q); },
+        [&](const ElementStage<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); }, leaf_end);
   }
 
   __device__ void element_tile(const T* k, const T* v, const tile::FragmentB (&q)[D / 16], const float (&factor)[2],
@@ -267,73 +268,41 @@ class SplitKv {
     values16<T, D>(state, s, v, lane);
   }
 
-  template <class TokenOf, class LeafEnd>
-  __device__ void code_tiles(const Task& task, const RowWork& w, const Visible& see, int k, int k_end, int steps,
-                             const TokenOf& token_of, const LeafEnd& leaf_end) {
+  template <class LeafEnd>
+  __device__ void code_tiles(const Task& task, const RowWork& w, const Visible& see, int k, int k_end, int steps, const LeafEnd& leaf_end) {
+    using Stage = CodeStage<format, D>;
     const KvCacheView& c = p.cache;
     CodeQueries<format, D> q;
-    q.template load<T>(p, task, w, lane);
-    const float factor[2] = {factor_of(q.unit[0]), factor_of(q.unit[1])};
+    float factor[2];
     const std::int64_t head = task.kv_head * c.k.head_stride;
-    const auto there = [&](int step) { return step < k_end && token_of(step) < w.end; };
-    // Pages of a tile: two where a page holds 16 tokens. Looked up one tile ahead of its loads.
-    struct Pages {
-      std::int64_t first, second;
-    };
-    const auto pages_of = [&](int step) {
-      if (!there(step)) return Pages{0, 0};
-      const int token = token_of(step);
-      const std::int64_t first = checked_page(c, w.row, token);
-      return Pages{first, c.page_size == 16 && token + 16 < w.end ? checked_page(c, w.row, token + 16) : first};
-    };
-    const auto place = [&](int step, const Pages& pages) {
-      const int token = token_of(step), slots = c.page_size - 1;
-      return [=, this](int i) {
-        struct {
-          std::int64_t offset;
-          int slot;
-        } at{(i < 16 ? pages.first : pages.second) * c.k.page_stride + head, (token + i) & slots};
-        return at;
-      };
-    };
-    const auto wanted = [&](int step) {
-      const int token = token_of(step) + lane;
-      return token >= see.outer_begin && token < see.outer_end;
-    };
-    CodeTile<format, D> x;
-    Pages pages = pages_of(k);
-    if (there(k)) {
-      x.load_k(c, place(k, pages), lane);
-      x.load_v(c, place(k, pages), lane, wanted(k));
-    }
-    pages = pages_of(k + 1);
-    for (; k < k_end; ++k) {
-      const bool now = there(k), next = there(k + 1);
-      const auto next_place = place(k + 1, pages);
-      float s[2][4];
-      if (now) {
-        code_scores<T, format, D>(s, x, q);
-        if constexpr (!is_kivi(format)) scale_scores<T>(s, x.k_scale[0], lane);
-      }
-      if (next) x.load_k(c, next_place, lane);
-      if (now) {
-        const int token = token_of(k);
-        scores_to_logits(s, factor, p.softcap);
-        mask(s, see, token, lane);
-        online_softmax(s, state);
-        code_values<T, format, D>(state, s, x, lane);
-      }
-      if (next) x.load_v(c, next_place, lane, wanted(k + 1));
-      pages = pages_of(k + 2);
-      if ((k + 1) % steps == 0) leaf_end(k / steps);
-    }
+    pipeline(w, k, k_end, steps,
+        [&](Stage& stage, int token) {
+          const std::int64_t first = checked_page(c, w.row, token) * c.k.page_stride + head;
+          const bool crosses = c.page_size == 16 && token + 16 < w.end;
+          stage.copy_async(c, first, crosses ? checked_page(c, w.row, token + 16) * c.k.page_stride + head : first,
+                           token & (c.page_size - 1), lane);
+        },
+        [&] {
+          q.template load<T>(p, task, w, lane);
+          factor[0] = factor_of(q.unit[0]);
+          factor[1] = factor_of(q.unit[1]);
+        },
+        [&](const Stage& stage, int token) {
+          float s[2][4];
+          code_scores<T, format, D>(s, stage, q, lane);
+          scores_to_logits(s, factor, p.softcap);
+          mask(s, see, token, lane);
+          online_softmax(s, state);
+          code_values<T, format, D>(state, s, stage, lane, token + lane >= see.outer_begin && token + lane < see.outer_end);
+        },
+        leaf_end);
   }
 
   // The raw tokens of a kivi row: at most 64, one tile a warp, through the warp's part of shared.o.
   __device__ void raw_leaf(const Task& task, const RowWork& w) {
     const KvCacheView& c = p.cache;
     const Visible see = visible(p, task, w, lane, true);
-    const int token = static_cast<int>(kivi_code_end(w.length > w.count ? w.length - w.count : 0)) + 16 * warp;
+    const int token = (max(w.length - w.count, 0) & ~(kv_group - 1)) + 16 * warp;
     if (token >= w.length) return;
     static_assert(sizeof(shared.o[0]) >= 16 * D * sizeof(T));
     T* rows = reinterpret_cast<T*>(&shared.o[warp][0][0]);
@@ -370,6 +339,7 @@ class SplitKv {
 template <class Config>
 __global__ __launch_bounds__(decode_threads, Config::blocks_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
+  tile::let_next_kernel_start();
   SplitKv<Config>(p, *reinterpret_cast<DecodeShared<Config>*>(bytes)).run();
 }
 

@@ -9,7 +9,6 @@
 #include "tile/dequant.cuh"
 #include "tile/mma.cuh"
 #include "tile/softmax.cuh"
-#include "tile/stream.cuh"
 
 namespace rooftile::gpu {
 
@@ -146,68 +145,58 @@ __device__ __forceinline__ void values16(WarpState<D>& state, const float (&s)[1
     tile::mma<T>(state.o[i], tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8)), weights);
 }
 
-// ---- codes, 32 tokens, straight from global memory into operands ----
+// ---- codes, 32 tokens, from shared memory into operands ----
 
-// The lane's part of a tile's codes and scales. K: rows g, g + 8, g + 16, g + 24, of each the lane's quarter.
+// One tile as it lies in its page: codes of K and of V, each one run of bytes, then the scales.
 template <KvFormat F, int D>
-struct CodeTile {
-  static constexpr bool four_bits = code_bits(F) == 4;
-  static constexpr int k_words = D * code_bits(F) / 8 / 4 / 4;              // of a row, a lane
-  static constexpr int piece = k_words < 4 ? k_words : 4;                   // words a load
-  static constexpr int v_loads = 32 * D * code_bits(F) / 8 / 512;           // of 16 bytes a lane
-  static constexpr int scale_words = is_kivi(F) ? D / 4 / 2 : 1;            // K: channels of the lane's quarter, or one token
+struct CodeStage {
+  static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
+  static constexpr int row_pieces = row_bytes / 16;                         // of 16 bytes
+  static constexpr bool swizzled = row_pieces == 8;                         // two neighbouring rows would share all banks
 
-  std::uint32_t k[4][k_words];
-  std::uint32_t k_scale[scale_words], k_min[has_min(F) ? scale_words : 1];
-  tile::Words32<4> v[v_loads];
-  std::uint32_t v_scale, v_min;   // of token `lane` of the tile, 16 bits
+  alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
+  alignas(16) std::uint16_t k_scale[is_kivi(F) ? D : 32], k_min[has_min(F) ? D : 8];
+  alignas(16) std::uint16_t v_scale[32], v_min[has_min(F) ? 32 : 8];
 
-  // at(token): the page's bytes and the slot in it, of the token that many behind the tile's first.
-  template <class Where>
-  __device__ __forceinline__ void load_k(const KvCacheView& c, const Where& where, int lane) {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const auto at = where(g + 8 * i);
-      const std::byte* row = c.k.codes + at.offset + at.slot * (D * code_bits(F) / 8);
-#pragma unroll
-      for (int w = 0; w < k_words; w += piece) {
-        const auto x = tile::load_stream<piece>(row + w * 16 + t * piece * 4);
-#pragma unroll
-        for (int j = 0; j < piece; ++j) k[i][w + j] = x.w[j];
-      }
-    }
-    if constexpr (is_kivi(F)) {
-      const auto at = where(0);
-      const std::int64_t from = at.offset + (at.slot / kv_group) * (D * 2) + t * (scale_words * 4);
-#pragma unroll
-      for (int w = 0; w < scale_words; w += 4) {
-        const uint4 s = __ldg(reinterpret_cast<const uint4*>(c.k.scale + from + w * 4));
-        k_scale[w] = s.x, k_scale[w + 1] = s.y, k_scale[w + 2] = s.z, k_scale[w + 3] = s.w;
-        if constexpr (has_min(F)) {
-          const uint4 m = __ldg(reinterpret_cast<const uint4*>(c.k.min + from + w * 4));
-          k_min[w] = m.x, k_min[w + 1] = m.y, k_min[w + 2] = m.z, k_min[w + 3] = m.w;
-        }
-      }
-    } else {
-      const auto at = where(lane);
-      k_scale[0] = __ldg(reinterpret_cast<const unsigned short*>(c.k.scale + at.offset) + at.slot);
-    }
+  // Where 16 bytes of a row of K lie.
+  __device__ __forceinline__ static int k_piece(int token, int piece) {
+    return token * row_bytes + (swizzled ? piece ^ (token & 1) * 4 : piece) * 16;
   }
-  // wanted: whether token `lane` is there and seen; if not its values count as 0, whatever the memory holds.
-  template <class Where>
-  __device__ __forceinline__ void load_v(const KvCacheView& c, const Where& where, int lane, bool wanted) {
-    constexpr int tile_tokens = four_bits ? 32 : 16, tile_loads = v_loads / (32 / tile_tokens);
+
+  // first, second: offsets of the pages of tokens 0 and 16 of the tile, the head's part of them; slot of token 0.
+  __device__ __forceinline__ void copy_async(const KvCacheView& c, std::int64_t first, std::int64_t second, int slot, int lane) {
+    const bool two_pages = c.page_size == 16;
+    const auto piece = [&](void* to, const std::byte* from) {
+      cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
+                                                             *static_cast<cute::uint128_t*>(to));
+    };
+    const auto offset = [&](int half) { return half == 0 ? first + std::int64_t{slot} * row_bytes
+                                             : two_pages ? second : first + std::int64_t{slot + 16} * row_bytes; };
 #pragma unroll
-    for (int i = 0; i < v_loads; ++i) {
-      const auto at = where(i / tile_loads * tile_tokens);
-      v[i] = tile::load_stream<4>(c.v.codes + at.offset + at.slot * (D * code_bits(F) / 8) + i % tile_loads * 512 + lane * 16);
+    for (int i = 0; i < tile_bytes / 512; ++i) {
+      const int at = i * 32 + lane, half = at / (16 * row_pieces);
+      const std::int64_t from = offset(half) + at % (16 * row_pieces) * 16;
+      piece(k + k_piece(at / row_pieces, at % row_pieces), c.k.codes + from);
+      piece(v + at * 16, c.v.codes + from);
     }
-    const auto at = where(wanted ? lane : 0);
-    v_scale = wanted ? __ldg(reinterpret_cast<const unsigned short*>(c.v.scale + at.offset) + at.slot) : 0;
-    if constexpr (has_min(F)) v_min = wanted ? __ldg(reinterpret_cast<const unsigned short*>(c.v.min + at.offset) + at.slot) : 0;
+    if constexpr (is_kivi(F)) {   // a group's scales: D / 8 pieces, and its minima
+      const std::int64_t from = first + slot / kv_group * (D * 2);
+      if (lane < D / 8) piece(k_scale + lane * 8, c.k.scale + from + lane * 16);
+      if constexpr (has_min(F))
+        if (lane >= 32 - D / 8) piece(k_min + (lane - (32 - D / 8)) * 8, c.k.min + from + (lane - (32 - D / 8)) * 16);
+    }
+    // Tokens' scales: 4 pieces of 8 tokens.
+    const int token = lane % 4 * 8;
+    const std::int64_t from = token < 16 || !two_pages ? first + (slot + token) * 2 : second + (token - 16) * 2;
+    if (lane < 4) piece(v_scale + token, c.v.scale + from);
+    if constexpr (has_min(F))
+      if (lane >= 4 && lane < 8) piece(v_min + token, c.v.min + from);
+    if constexpr (!is_kivi(F))
+      if (lane >= 8 && lane < 12) piece(k_scale + token, c.k.scale + from);
   }
 };
+
+__device__ __forceinline__ std::uint32_t word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
 template <class T>
 __device__ __forceinline__ float stored_scale(std::uint32_t bits) {
@@ -263,37 +252,68 @@ struct CodeQueries {
   }
 };
 
-// Scores of 32 tokens, in the queries' units; int8: still to be multiplied with the tokens' scales.
+// Scores of 32 tokens, in the queries' units.
 template <class T, KvFormat F, int D>
-__device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeTile<F, D>& x, const CodeQueries<F, D>& q) {
+__device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F, D>& x, const CodeQueries<F, D>& q, int lane) {
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (auto& tile : s)
+#pragma unroll
     for (float& e : tile) e = 0.0f;
   if constexpr (F == KvFormat::int8) {
 #pragma unroll
-    for (int ks = 0; ks < D / 16; ++ks)
+    for (int part = 0; part < D / 64; ++part) {   // 64 channels: 16 bytes a lane and row
+      uint4 row[4];
 #pragma unroll
-      for (int mt = 0; mt < 2; ++mt) {
-        tile::FragmentA a;
-        tile::decode_int8(x.k[2 * mt][ks], a.r[0], a.r[2]);
-        tile::decode_int8(x.k[2 * mt + 1][ks], a.r[1], a.r[3]);
-        tile::mma<tile::half>(s[mt], a, q.q[ks]);
+      for (int i = 0; i < 4; ++i) row[i] = *reinterpret_cast<const uint4*>(x.k + x.k_piece(g + 8 * i, 4 * part + t));
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+#pragma unroll
+        for (int mt = 0; mt < 2; ++mt) {
+          tile::FragmentA a;
+          tile::decode_int8(word(row[2 * mt], w), a.r[0], a.r[2]);
+          tile::decode_int8(word(row[2 * mt + 1], w), a.r[1], a.r[3]);
+          tile::mma<tile::half>(s[mt], a, q.q[4 * part + w]);
+        }
+    }
+#pragma unroll
+    for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float scale = stored_scale<T>(x.k_scale[16 * mt + 8 * half + g]);
+        s[mt][2 * half] *= scale;
+        s[mt][2 * half + 1] *= scale;
       }
   } else {
     // k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for all tokens
     float centre[4] = {};
+    // A lane's quarter of a row is D / 32 words of 8 codes.
+    std::uint32_t row[4][D / 32];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned char* from = x.k + (g + 8 * i) * x.row_bytes + t * (D / 8);
+      if constexpr (D == 128) {
+        const uint4 r = *reinterpret_cast<const uint4*>(from);
+        row[i][0] = r.x, row[i][1] = r.y, row[i][2] = r.z, row[i][3] = r.w;
+      } else {
+        const uint2 r = *reinterpret_cast<const uint2*>(from);
+        row[i][0] = r.x, row[i][1] = r.y;
+      }
+    }
 #pragma unroll
     for (int w = 0; w < D / 32; ++w) {
+      const int channel = t * (D / 4) + 8 * w;
+      const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale + channel), minima = *reinterpret_cast<const uint4*>(x.k_min + channel);
       std::uint32_t scale[4], middle[4];   // of pairs (r, r + 4)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
-        scale[r] = scales_f16<T>(__byte_perm(x.k_scale[4 * w + r / 2], x.k_scale[4 * w + 2 + r / 2], selector));
-        middle[r] = tile::fma_f16x2(scale[r], 0x48004800u, scales_f16<T>(__byte_perm(x.k_min[4 * w + r / 2], x.k_min[4 * w + 2 + r / 2], selector)));
+        scale[r] = scales_f16<T>(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
+        middle[r] = tile::fma_f16x2(scale[r], 0x48004800u, scales_f16<T>(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
       }
       std::uint32_t code[4][4];   // row block, pair
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tile::decode_uint4_minus_8(x.k[i][w], code[i]);
+      for (int i = 0; i < 4; ++i) tile::decode_uint4_minus_8(row[i][w], code[i]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const tile::FragmentB raw = q.q[2 * w + h];
@@ -312,10 +332,11 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeTile<F, 
 }
 
 // Adds the values of 32 tokens. The tokens' scales go into the weights, minima into the column's shift.
+// wanted: whether token `lane` is there and seen; if not its values count as 0, whatever the memory holds.
 template <class T, KvFormat F, int D>
-__device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4], const CodeTile<F, D>& x, int lane) {
+__device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4], const CodeStage<F, D>& x, int lane, bool wanted) {
   // Weights times scales become fp16 in units of a power of two above the largest scale so far.
-  const float own = stored_scale<T>(x.v_scale);
+  const float own = wanted ? stored_scale<T>(x.v_scale[lane]) : 0.0f;
   const std::uint32_t top = __reduce_max_sync(0xffffffffu, __float_as_uint(own) & 0x7fffffffu);
   if (top > __float_as_uint(state.unit) || state.unit == 0.0f) {
     const std::uint32_t bits = min(top & 0x7f800000u, 0x7e000000u) + 0x00800000u;
@@ -325,7 +346,7 @@ __device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4
   }
   const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(state.unit));
   float centre = 0.0f;
-  if constexpr (has_min(F)) centre = stored_scale<T>(x.v_min) + 8.0f * own;
+  if constexpr (has_min(F)) centre = wanted ? stored_scale<T>(x.v_min[lane]) + 8.0f * own : 0.0f;
   const float scaled = own * inverse;
   tile::FragmentB weights[2];
 #pragma unroll
@@ -345,45 +366,37 @@ __device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4
     }
     weights[mt] = weights_fragment<tile::half>(p);
   }
+  // Blocks of 512 bytes: int8 16 tokens x 32 channels, int4 32 x 32; a lane's 16 bytes lie in lane order.
+  const auto* blocks = reinterpret_cast<const uint4*>(x.v) + lane;
   if constexpr (F == KvFormat::int8) {
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
-      for (int dt = 0; dt < D / 32; ++dt)
+      for (int dt = 0; dt < D / 32; ++dt) {
+        const uint4 piece = blocks[(mt * (D / 32) + dt) * 32];
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {   // word j: d 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
           tile::FragmentA a;
-          tile::decode_int8(x.v[mt * (D / 32) + dt].w[j], a.r[0], a.r[2]);
-          tile::decode_int8(x.v[mt * (D / 32) + dt].w[j + 1], a.r[1], a.r[3]);
+          tile::decode_int8(word(piece, j), a.r[0], a.r[2]);
+          tile::decode_int8(word(piece, j + 1), a.r[1], a.r[3]);
           tile::mma<tile::half>(state.o[2 * dt + j / 2], a, weights[mt]);
         }
+      }
   } else {
 #pragma unroll
-    for (int dt = 0; dt < D / 32; ++dt)
+    for (int dt = 0; dt < D / 32; ++dt) {
+      const uint4 piece = blocks[dt * 32];
 #pragma unroll
       for (int mt = 0; mt < 2; ++mt) {   // word w: tokens 8 w + 2t and the next; pair r: d 8 r + g
         std::uint32_t even[4], odd[4];
-        tile::decode_uint4_minus_8(x.v[dt].w[2 * mt], even);
-        tile::decode_uint4_minus_8(x.v[dt].w[2 * mt + 1], odd);
+        tile::decode_uint4_minus_8(word(piece, 2 * mt), even);
+        tile::decode_uint4_minus_8(word(piece, 2 * mt + 1), odd);
 #pragma unroll
         for (int r = 0; r < 4; r += 2)
           tile::mma<tile::half>(state.o[2 * dt + r / 2], {{even[r], even[r + 1], odd[r], odd[r + 1]}}, weights[mt]);
       }
-  }
-}
-
-// int8: the tokens' scales of K, on the scores.
-template <class T>
-__device__ __forceinline__ void scale_scores(float (&s)[2][4], std::uint32_t k_scale, int lane) {
-  const float own = stored_scale<T>(k_scale);
-#pragma unroll
-  for (int mt = 0; mt < 2; ++mt)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float scale = __shfl_sync(0xffffffffu, own, 16 * mt + 8 * half + lane / 4);
-      s[mt][2 * half] *= scale;
-      s[mt][2 * half + 1] *= scale;
     }
+  }
 }
 
 }  // namespace rooftile::gpu

@@ -7,7 +7,7 @@ template <class Element, int D>
 struct Kivi {
   using T = Element;
   static constexpr KvFormat format = KvFormat::int4_kivi;
-  static constexpr int head_dim = D, stages = 0, blocks_per_sm = D == 128 ? 2 : 3;
+  static constexpr int head_dim = D, stages = D == 128 ? 3 : 4, blocks_per_sm = D == 128 ? 2 : 3;
 };
 struct Fp16KiviD64 : Kivi<tile::half, 64> {};
 struct Fp16KiviD128 : Kivi<tile::half, 128> {};

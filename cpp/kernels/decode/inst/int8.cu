@@ -7,7 +7,7 @@ template <class Element, int D>
 struct Int8 {
   using T = Element;
   static constexpr KvFormat format = KvFormat::int8;
-  static constexpr int head_dim = D, stages = 0, blocks_per_sm = D == 128 ? 2 : 3;
+  static constexpr int head_dim = D, stages = D == 128 ? 2 : 3, blocks_per_sm = 2;
 };
 struct Fp16Int8D64 : Int8<tile::half, 64> {};
 struct Fp16Int8D128 : Int8<tile::half, 128> {};

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Programmatic dependent launch: a kernel may start before the one before it in the stream has ended.
+#pragma once
+
+namespace rooftile::tile {
+
+// Everything the previous kernel wrote is there. Needed before the first read of it, in every thread that reads.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may start as soon as all blocks have said so (or ended) and there is room for it.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace rooftile::tile
