@@ -76,11 +76,17 @@ class Arg {
 inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
   ROOFTILE_CHECK_KIND(not_supported, ctx.device.type == DeviceType::cpu, op, ": tensors are on ", name(ctx.device),
                       ", but this build of rooftile has CPU kernels only");
-  return cpu::kernels_for(ctx.variant);
+  return cpu::kernels_for(op, ctx.variant);
 }
 
 // Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart.
 void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other);
+// The same against many; tensors that were not given count as apart.
+struct Named {
+  const char* name;
+  const TensorView& t;
+};
+void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others);
 // The same for an input that `out` is computed from element by element: out may also be that very view.
 void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
 
