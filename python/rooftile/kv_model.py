@@ -90,5 +90,5 @@ def _formats(num_layers, format):
             raise ArgumentError(f"ModelKVCache: format names layer {layer}, there are {num_layers}")
         names[layer % num_layers] = name
     if "default" not in format and len(names) < num_layers:
-        raise ArgumentError('ModelKVCache: format: a dict that does not name every layer needs a "default"')
+        raise ArgumentError('ModelKVCache: format must have a "default", or name every layer')
     return [names.get(layer, format.get("default")) for layer in range(num_layers)]
