@@ -57,14 +57,14 @@ const char* name(KvFormat f) {
   return "?";
 }
 
-KvFormat kv_format_from_name(const char* text) {
+KvFormat kv_format_from_name(const char* op, const char* text) {
   std::string known;
   for (int i = 0; i < kv_format_count; ++i) {
     const auto f = static_cast<KvFormat>(i);
     if (std::string(name(f)) == text) return f;
     known += (i ? ", " : "") + std::string(name(f));
   }
-  fail(ErrorKind::value, "format: \"", text, "\" is not a cache format; known: ", known);
+  fail(ErrorKind::value, op, ": format \"", text, "\" is not a cache format; known: ", known);
 }
 
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim) {

@@ -39,16 +39,16 @@ const Kernels& best() {
 
 }  // namespace
 
-const Kernels& kernels_for(const char* variant) {
+const Kernels& kernels_for(const char* op, const char* variant) {
   static const Kernels& chosen = best();
   if (!variant) return chosen;
   for (const Variant& v : variants)
     if (std::strcmp(v.kernels().variant, variant) == 0) {
-      ROOFTILE_CHECK_KIND(not_supported, v.runs(), "plan: variant \"", variant, "\" needs instructions this CPU does not have; it runs: ",
-                          runnable_variants());
+      ROOFTILE_CHECK_KIND(not_supported, v.runs(), op, ": plan \"", variant,
+                          "\" needs instructions this CPU does not have; it runs: ", runnable_variants());
       return v.kernels();
     }
-  fail(ErrorKind::not_supported, "plan: no CPU variant \"", variant, "\"; this CPU runs: ", runnable_variants());
+  fail(ErrorKind::not_supported, op, ": plan \"", variant, "\" is no CPU variant; this CPU runs: ", runnable_variants());
 }
 
 const char* runnable_variants() {

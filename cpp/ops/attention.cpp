@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <initializer_list>
 #include <vector>
 
 #include "core/kv_layout.h"
@@ -48,6 +49,14 @@ void check_out(const char* op, const TensorView& q, const TensorView& out, const
   TensorView per_head = q;   // q without its last dimension
   --per_head.ndim;
   Arg(op, "lse", lse).shape_of(per_head, "q without head_dim").dtype({DType::f32}).device(q.device, "q").writable();
+}
+
+// Outputs share no memory with each other nor with an input.
+void check_apart(const char* op, const TensorView& out, const TensorView& lse, std::initializer_list<check::Named> inputs) {
+  check::check_apart(op, "out", out, inputs);
+  if (!lse.given()) return;
+  check::check_apart(op, "lse", lse, inputs);
+  check::check_apart(op, "lse", lse, "out", out);
 }
 
 LogitParams logit_params(const char* op, const TensorView& q, const LogitOptions& o) {
@@ -161,6 +170,7 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   check_q(op, q, cache.kv_heads);
   check_out(op, q, out, lse);
   ROOFTILE_CHECK(!options.alibi_slopes.given(), op, ": alibi_slopes is an option of prefill_attention");
+  check_apart(op, out, lse, {{"q", q}, {"sinks", options.sinks}, {"rows", rows}, {"counts", counts}});
   DecodeArgs a{.q = q, .out = out, .lse = lse, .cache = &cache, .logits = logit_params(op, q, options)};
   if (q.ndim == 3)
     for (TensorView* t : {&a.q, &a.out, &a.lse}) add_token_dimension(*t);
@@ -201,6 +211,10 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
   const std::int64_t kv_heads = k.shape[ndim - 2];
   check_q(op, q, kv_heads);
   check_out(op, q, out, lse);
+  check_apart(op, out, lse,
+              {{"q", q}, {"k", k}, {"v", v}, {"sinks", options.sinks}, {"alibi_slopes", options.alibi_slopes},
+               {"cu_seqlens_q", options.cu_seqlens_q}, {"cu_seqlens_k", options.cu_seqlens_k}, {"rows", options.rows},
+               {"counts", options.counts}});
   const KvCacheView* cache = options.cache;
   if (cache) {
     check_cache(op, q, *cache);
@@ -307,7 +321,13 @@ KernelName merge_attention(const Context& ctx, TensorView out_a, TensorView lse_
     if (t->given())
       Arg(op, argument, *t).shape_of(per_head, "out_a without head_dim").dtype({DType::f32}).device(out_a.device, "out_a");
   Arg(op, "out", out).given().shape_of(out_a, "out_a").dtype({out_a.dtype}).device(out_a.device, "out_a").writable();
-  if (lse.given()) Arg(op, "lse", lse).writable();
+  for (const auto& [argument, t] : {check::Named{"out_a", out_a}, {"out_b", out_b}}) check::check_overlap(op, "out", out, argument, t);
+  check::check_apart(op, "out", out, {{"lse_a", lse_a}, {"lse_b", lse_b}});
+  if (lse.given()) {
+    Arg(op, "lse", lse).writable();
+    for (const auto& [argument, t] : {check::Named{"lse_a", lse_a}, {"lse_b", lse_b}}) check::check_overlap(op, "lse", lse, argument, t);
+    check::check_apart(op, "lse", lse, {{"out_a", out_a}, {"out_b", out_b}, {"out", out}});
+  }
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "out_a", out_a);
     return gpu::merge_attention(ctx, out_a, lse_a, out_b, lse_b, out, lse);

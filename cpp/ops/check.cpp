@@ -61,14 +61,36 @@ class Meeting {
   std::int64_t target_, before_, after_;
 };
 
+// Where a tensor's bytes begin and end. Doubles: addresses are exact in them, and strides may be vast.
+struct Span {
+  double begin, end;
+};
+Span span(const TensorView& t) {
+  const auto size = static_cast<double>(size_of(t.dtype));
+  Span s{static_cast<double>(reinterpret_cast<std::uintptr_t>(t.data)), 0};
+  s.end = s.begin + size;
+  for (int i = 0; i < t.ndim; ++i) {
+    const double reach = static_cast<double>(t.stride[i]) * static_cast<double>(t.shape[i] - 1) * size;
+    (reach < 0 ? s.begin : s.end) += reach;
+  }
+  return s;
+}
+
 bool lie_apart(const TensorView& a, const TensorView& b) {
-  return a.numel() == 0 || b.numel() == 0 || !Meeting(a, b).possible();
+  if (a.numel() == 0 || b.numel() == 0) return true;
+  const Span x = span(a), y = span(b);
+  return x.end <= y.begin || y.end <= x.begin || !Meeting(a, b).possible();
 }
 
 }  // namespace
 
 void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other) {
   ROOFTILE_CHECK(lie_apart(out, other), op, ": ", out_name, " must not share memory with ", other_name);
+}
+
+void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others) {
+  for (const auto& [name, t] : others)
+    if (t.given()) check_apart(op, out_name, out, name, t);
 }
 
 void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in) {

@@ -79,7 +79,7 @@ inline bool on_gpu(const Context& ctx) { return ctx.device.type == DeviceType::c
 inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
   ROOFTILE_CHECK_KIND(not_supported, !on_gpu(ctx), op, ": tensors are on ", name(ctx.device),
                       ", but this op has CPU kernels only");
-  return cpu::kernels_for(ctx.variant);
+  return cpu::kernels_for(op, ctx.variant);
 }
 
 // What every call on a GPU has in common: the element types there, and no variants to choose from yet.
@@ -95,6 +95,12 @@ void raise_fault(const char* op, const KvCacheView& cache);
 
 // Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart.
 void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other);
+// The same against many; tensors that were not given count as apart.
+struct Named {
+  const char* name;
+  const TensorView& t;
+};
+void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others);
 // The same for an input that `out` is computed from element by element: out may also be that very view.
 void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
 

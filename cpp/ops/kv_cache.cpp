@@ -9,6 +9,7 @@
 #include "core/kv_layout.h"
 #include "cpu/element.h"
 #include "ops/check.h"
+#include "ops/kv_append.h"
 
 namespace rooftile {
 namespace {
@@ -23,9 +24,14 @@ class Ints {
     Arg(op, argument, t).given().dtype({DType::i32}).shape({n}, names);
     read(op, argument, t);
   }
-  Ints(const char* op, const char* argument, const TensorView& t) {   // of any length
+  // Of any length up to `most`: bounded before memory is made for it.
+  static Ints up_to(std::int64_t most, const char* of, const char* op, const char* argument, const TensorView& t) {
+    Ints list;
     Arg(op, argument, t).given().dtype({DType::i32}).ndim(1, 1);
-    read(op, argument, t);
+    ROOFTILE_CHECK(t.shape[0] <= most, op, ": ", argument, " must have at most ", most, " entries, the cache's ", of, ", got ",
+                   describe(t));
+    list.read(op, argument, t);
+    return list;
   }
   std::int64_t size() const { return size_; }
   const std::int32_t* data() const { return data_; }
@@ -184,8 +190,7 @@ void check_table(const char* op, const char* argument, const TensorView& t, std:
 
 }   // namespace
 
-KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
-  const char* op = "KVCache";
+KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const char* op) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   const auto count = [&](const char* argument, std::int64_t value, std::int64_t at_least) {
     ROOFTILE_CHECK(value >= at_least && value <= most, op, ": ", argument, " must lie in [", at_least, ", ", most,
@@ -272,7 +277,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
                    ": a pool without block_table must hold max_rows * max_pages = ",
                    std::int64_t{c.max_rows} * c.max_pages, " pages, got ", pages);
   }
-  check_table(op, "lengths", a.lengths, {c.max_rows}, "[max_rows]", c.device);
+  check_table(op, a.block_table.given() ? "seq_lens" : "lengths", a.lengths, {c.max_rows}, "[max_rows]", c.device);
   c.lengths = a.lengths.as<std::int32_t>();
   if (is_kivi(c.format)) {
     c.ring_size = kv_ring;
@@ -298,7 +303,11 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a) {
 
 KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, TensorView v, TensorView rows,
                      TensorView counts) {
-  const char* op = "append";
+  return append("append", ctx, c, k, v, rows, counts);
+}
+
+KernelName append(const char* op, const Context& ctx, const KvCacheView& c, TensorView k, TensorView v, TensorView rows,
+                  TensorView counts) {
   Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4);
   const std::int64_t batch = k.shape[0], tokens = k.shape[1];
   Arg(op, "k", k)
@@ -321,8 +330,8 @@ KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, Ten
       seen[static_cast<std::size_t>(row)] = true;
     }
     const std::int64_t length = length_of(op, c, row);
-    ROOFTILE_CHECK(length + n <= c.capacity(), op, ": row ", row, " holds ", length, " tokens and has room for ",
-                   c.capacity(), "; ", n, " more do not fit");
+    ROOFTILE_CHECK(length + n <= c.capacity(), op, ": ", counts.given() ? "counts" : "k", " has ", n, " tokens for row ", row,
+                   ", which holds ", length, " and has room for ", c.capacity(), "; they do not fit");
     check_pages(op, c, row, length, length + n);
   }
   const std::int32_t* row_data = rows.given() ? row_list.data() : nullptr;
@@ -336,7 +345,8 @@ KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, Ten
 void kv_truncate(const Context& ctx, const KvCacheView& c, TensorView rows, TensorView lengths) {
   const char* op = "truncate";
   host_kernels(op, ctx, c);
-  const Ints row_list(op, "rows", rows), length_list(op, "lengths", lengths, row_list.size(), "[rows]");
+  const Ints row_list = Ints::up_to(c.max_rows, "rows", op, "rows", rows);
+  const Ints length_list(op, "lengths", lengths, row_list.size(), "[rows]");
   for (std::int64_t i = 0; i < row_list.size(); ++i) {
     const std::int64_t row = row_list[i], to = length_list[i];
     check_row(op, "rows", c, row);
@@ -361,10 +371,26 @@ void kv_truncate(const Context& ctx, const KvCacheView& c, TensorView rows, Tens
   }
 }
 
+void kv_reset(const Context& ctx, const KvCacheView& c, TensorView rows) {
+  const char* op = "reset";
+  host_kernels(op, ctx, c);
+  const auto clear = [&](std::int64_t row) {
+    c.lengths[row] = 0;
+    if (is_kivi(c.format)) c.raw_from[row] = 0;
+  };
+  if (!rows.given()) {
+    for (std::int64_t row = 0; row < c.max_rows; ++row) clear(row);
+    return;
+  }
+  const Ints list = Ints::up_to(c.max_rows, "rows", op, "rows", rows);
+  for (std::int64_t i = 0; i < list.size(); ++i) check_row(op, "rows", c, list[i]);
+  for (std::int64_t i = 0; i < list.size(); ++i) clear(list[i]);
+}
+
 void kv_copy_pages(const Context& ctx, const KvCacheView& c, TensorView src, TensorView dst) {
   const char* op = "copy_pages";
   host_kernels(op, ctx, c);
-  const Ints from(op, "src", src), to(op, "dst", dst, from.size(), "[src]");
+  const Ints from = Ints::up_to(c.pages, "pages", op, "src", src), to(op, "dst", dst, from.size(), "[src]");
   for (const auto& [argument, list] : {std::pair{"src", &from}, {"dst", &to}})
     for (std::int64_t i = 0; i < list->size(); ++i)
       ROOFTILE_CHECK((*list)[i] >= 0 && (*list)[i] < c.pages, op, ": ", argument, " must lie in [0, ", c.pages,

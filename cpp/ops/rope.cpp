@@ -5,6 +5,7 @@
 #include "cpu/element.h"
 #include "kernels/backend.h"
 #include "ops/check.h"
+#include "ops/kv_append.h"
 #include "rooftile/fused.h"
 
 namespace rooftile {
@@ -62,9 +63,8 @@ KernelName rope(const Context& ctx, TensorView q, TensorView k, TensorView cos, 
   check_inputs(op, q, k, cos, sin, positions);
   check_output(op, "q_out", q_out, "q", q);
   check_output(op, "k_out", k_out, "k", k);
-  check::check_apart(op, "q_out", q_out, "k", k);
-  check::check_apart(op, "k_out", k_out, "q", q);
-  check::check_apart(op, "k_out", k_out, "q_out", q_out);
+  check::check_apart(op, "q_out", q_out, {{"k", k}, {"cos", cos}, {"sin", sin}, {"positions", positions}});
+  check::check_apart(op, "k_out", k_out, {{"q", q}, {"cos", cos}, {"sin", sin}, {"positions", positions}, {"q_out", q_out}});
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "q", q);
     gpu::rope(op, ctx, q, cos, sin, positions, q_out);
@@ -83,6 +83,8 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   Arg(op, "q", q).given().ndim(4, 4);
   check_inputs(op, q, k, cos, sin, positions);
   check_output(op, "q_out", q_out, "q", q);
+  check::check_apart(op, "q_out", q_out, {{"k", k}, {"v", v}, {"cos", cos}, {"sin", sin}, {"positions", positions},
+                                          {"rows", rows}, {"counts", counts}});
   // before memory is made by what k says
   Arg(op, "k", k).shape({k.shape[0], k.shape[1], cache.kv_heads, cache.head_dim}, "[batch, tokens, kv_heads, head_dim]");
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
@@ -97,7 +99,7 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   const auto room = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(k.numel()) * size_of(k.dtype));
   turned.data = room.get();
   kernels.rope(parallel, k, cos, sin, positions, turned);
-  kv_append(ctx, cache, turned, v, rows, counts);   // checks v, rows, counts and the capacity before it writes
+  append(op, ctx, cache, turned, v, rows, counts);   // checks v, rows, counts and the capacity before it writes
   kernels.rope(parallel, q, cos, sin, positions, q_out);
   return check::kernel_name(kernels, {name(q.dtype), name(cache.format)});
 }

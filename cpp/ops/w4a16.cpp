@@ -20,12 +20,14 @@ struct Shape {
   std::int64_t n, k, groups;
 };
 
-Shape check_shape(const char* op, std::int64_t n, std::int64_t k, int group) {
-  ROOFTILE_CHECK(n >= 0, op, ": N must not be negative, got ", n);
-  ROOFTILE_CHECK(k > 0 && k % 2 == 0, op, ": K must be even and at least 2 (two codes a byte), got ", k);
+// argument: which one of the op says N and K.
+Shape check_shape(const char* op, const char* argument, std::int64_t n, std::int64_t k, int group) {
+  ROOFTILE_CHECK(n >= 0, op, ": ", argument, " must have N rows, at least 0, got N = ", n);
+  ROOFTILE_CHECK(k > 0 && k % 2 == 0, op, ": ", argument, " must have an even number of columns K, at least 2 (two codes a "
+                 "byte), got K = ", k);
   ROOFTILE_CHECK(group == 32 || group == 64 || group == 128 || group == k, op,
                  ": group_size must be 32, 64, 128 or K = ", k, ", got ", group);
-  ROOFTILE_CHECK(k % group == 0, op, ": K = ", k, " is not a multiple of group_size = ", group);
+  ROOFTILE_CHECK(k % group == 0, op, ": group_size = ", group, " must divide ", argument, "'s K = ", k);
   return {n, k, k / group};
 }
 
@@ -41,7 +43,9 @@ void check_offsets(const char* op, const char* argument, const TensorView& t, W4
 Shape check_canonical(const char* op, const TensorView& codes, const TensorView& scales, const TensorView& offsets,
                       W4Zeros zeros, int group, const char* offsets_name) {
   Arg(op, "codes", codes).given().dtype({DType::u8}).ndim(2, 2);
-  const Shape s = check_shape(op, codes.shape[0], codes.shape[1] * 2, group);
+  ROOFTILE_CHECK(codes.shape[1] <= std::numeric_limits<std::int32_t>::max(), op, ": codes must be [N, K / 2], got ",
+                 describe(codes));
+  const Shape s = check_shape(op, "codes", codes.shape[0], codes.shape[1] * 2, group);
   Arg(op, "scales", scales).given().dtype({DType::f16, DType::bf16}).shape({s.n, s.groups}, "[N, K / group_size]")
       .device(codes.device, "codes");
   check_offsets(op, offsets_name, offsets, zeros);
@@ -107,16 +111,15 @@ float stored_scale(float x, DType t) {
 
 }  // namespace
 
-W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int group, W4Zeros zeros) {
-  const Shape s = check_shape(op, n, k, group);
+W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int group, W4Zeros zeros, const char* argument) {
+  const Shape s = check_shape(op, argument, n, k, group);
   const std::int64_t count = w4_tiles_n(n) * w4_tile_n * s.groups;
   return {.codes = w4_tiles_n(n) * w4_tiles_k(k) * w4_tile_bytes, .scales = 2 * count,
           .offsets = zeros == W4Zeros::symmetric ? 0 : zeros == W4Zeros::integer ? count : 2 * count};
 }
 
 W4View w4_view(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
-               TensorView scales, TensorView offsets, TensorView perm) {
-  const char* op = "W4Weight";
+               TensorView scales, TensorView offsets, TensorView perm, const char* op) {
   check_kernel_form(op, w4_sizes(op, n, k, group, zeros), codes, scales, offsets, zeros, {"codes", "scales", "offsets"});
   ROOFTILE_CHECK_KIND(type, scale_dtype == DType::f16 || scale_dtype == DType::bf16, op,
                       ": scale_dtype must be float16 or bfloat16, got ", name(scale_dtype));
@@ -140,8 +143,7 @@ W4View w4_view(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType s
 }
 
 void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int group,
-             TensorView out_codes, TensorView out_scales, TensorView out_offsets) {
-  const char* op = "w4_pack";
+             TensorView out_codes, TensorView out_scales, TensorView out_offsets, const char* op) {
   const Shape s = check_canonical(op, codes, scales, offsets, zeros, group, "zeros");
   check_kernel_form(op, w4_sizes(op, s.n, s.k, group, zeros), out_codes, out_scales, out_offsets, zeros,
                     {"out_codes", "out_scales", "out_offsets"});
@@ -166,7 +168,7 @@ void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView
 }
 
 void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView scales, TensorView offsets) {
-  const char* op = "w4_unpack";
+  const char* op = "W4Weight.unpack";
   const Shape s = check_canonical(op, codes, scales, offsets, w.zeros, w.group, "zeros");
   ROOFTILE_CHECK(s.n == w.n && s.k == w.k, op, ": codes must be [N, K / 2] = [", w.n, ", ", w.k / 2, "], got ", describe(codes));
   Arg(op, "scales", scales).dtype({w.scale_dtype});
@@ -191,10 +193,10 @@ void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView
 
 void w4_quantize(const Context& ctx, TensorView weight, int group, W4Zeros zeros, TensorView codes, TensorView scales,
                  TensorView offsets) {
-  const char* op = "w4_quantize";
+  const char* op = "W4Weight.quantize";
   Arg(op, "weight", weight).given().activation().ndim(2, 2);
   const std::int64_t rows = weight.shape[0], k = weight.shape[1];
-  check_shape(op, rows, k, group);
+  check_shape(op, "weight", rows, k, group);
   ROOFTILE_CHECK_KIND(not_supported, zeros != W4Zeros::integer, op,
                       ": zeros must be \"symmetric\" or \"minima\"; rounding to integer zeros is not implemented (they can be imported)");
   Arg(op, "codes", codes).given().dtype({DType::u8}).shape({rows, k / 2}, "[N, K / 2]").device(weight.device, "weight");
@@ -239,7 +241,7 @@ void w4_quantize(const Context& ctx, TensorView weight, int group, W4Zeros zeros
 }
 
 void w4_dequantize(const Context& ctx, const W4View& w, TensorView to) {
-  const char* op = "w4_dequantize";
+  const char* op = "W4Weight.dequantize";
   Arg(op, "out", to).given().activation().shape({w.n, w.k}, "[N, K]").device(w.device, "weight").writable();
   require_cpu(op, ctx);
   const std::int64_t groups = w.k / w.group, tiles_k = w4_tiles_k(w.k);
@@ -279,7 +281,11 @@ KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, Tenso
   Arg(op, "out", y).writable();
   if (options.bias.given())
     Arg(op, "bias", options.bias).shape({w.n}, "[N]").dtype({x.dtype}).device(x.device, "x");
-  if (options.residual.given()) like_y("residual", options.residual);
+  check::check_apart(op, "out", y, {{"x", x}, {"bias", options.bias}});
+  if (options.residual.given()) {
+    like_y("residual", options.residual);
+    check::check_overlap(op, "out", y, "residual", options.residual);
+  }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.w4a16_matmul(Parallel(ctx.threads),
                  {.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w, .activation = options.activation});

@@ -56,9 +56,9 @@ def decode_attention(
     float32, one more logit per head that has no value.
 
     Returns out with q's shape and dtype, written to `out` when given; with return_lse=True also the float32 log-sum-exp
-    [B, q_heads] or [B, T, q_heads], sinks included, written to `lse` when given. No visible key: out 0, lse -inf (the
-    sink's logit when there are sinks). fp32 accumulation. A row's bits depend on its own tokens only: not on the batch,
-    T, the capacity, the pages it lies in or the number of threads.
+    [B, q_heads] or [B, T, q_heads], sinks included, written to `lse` when given. Outputs share no memory with an input
+    or each other. No visible key: out 0, lse -inf (the sink's logit when there are sinks). fp32 accumulation. A row's
+    bits depend on its own tokens only: not on the batch, T, the capacity, its pages or the number of threads.
 
     Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError for T > 32 with a kivi cache.
     Split along the sequence as in Flash-Decoding (Dao et al. 2023); kivi formats: Liu et al. 2024, arXiv 2402.02750.
@@ -70,7 +70,8 @@ def decode_attention(
         out = empty(q)
     if lse is None and return_lse:
         lse = _empty_lse(q)
-    rows, counts = ints("rows", rows), ints("counts", counts)
+    op = "decode_attention"
+    rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
     workspace = gpu_workspace(q, _C.decode_workspace, cache)
     ran(_C.decode_attention(q, cache, out, lse, rows, counts, scale, window, softcap, sinks, workspace, stream, plan))
     return (out, lse) if return_lse else out
@@ -117,7 +118,8 @@ def prefill_attention(
     counts: [B] likewise, row b's first counts[b] tokens are real; the others are not attended, out 0, lse -inf.
 
     Returns out with q's shape and dtype, written to `out` when given; with return_lse=True also the float32 natural
-    log-sum-exp, q's shape less head_dim, sinks included, written to `lse` when given. No visible key: out 0, lse -inf
+    log-sum-exp, q's shape less head_dim, sinks included, written to `lse` when given. Outputs share no memory with
+    an input or each other. No visible key: out 0, lse -inf
     (the sink's logit when there are sinks). fp32 accumulation; a row's bits do not depend on its neighbours.
 
     Raises ArgumentError / ArgumentTypeError naming the argument.
@@ -129,6 +131,7 @@ def prefill_attention(
             raise NotSupportedError("prefill_attention: cache, rows and counts cannot be given under torch.compile")
         options = (causal, scale, window, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
         return _traced("prefill_attention", (q, k, v, *options), out, lse, return_lse, stream, plan)
+    op = "prefill_attention"
     if out is None:
         out = empty(q)
     if lse is None and return_lse:
@@ -146,11 +149,11 @@ def prefill_attention(
             softcap,
             sinks,
             alibi_slopes,
-            ints("cu_seqlens_q", cu_seqlens_q),
-            ints("cu_seqlens_k", cu_seqlens_k),
+            ints(op, "cu_seqlens_q", cu_seqlens_q),
+            ints(op, "cu_seqlens_k", cu_seqlens_k),
             cache,
-            ints("rows", rows),
-            ints("counts", counts),
+            ints(op, "rows", rows),
+            ints(op, "counts", counts),
             stream,
             plan,
         )

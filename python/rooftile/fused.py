@@ -103,8 +103,9 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     """
     if q_out is None:
         q_out = empty(q)
-    rows, counts = ints("rows", rows), ints("counts", counts)
-    with cache.room(k, rows, counts) if isinstance(cache, Cache) else contextlib.nullcontext():
+    op = "rope_append"
+    rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
+    with cache.room(op, k, rows, counts) if isinstance(cache, Cache) else contextlib.nullcontext():
         ran(_C.rope_append(q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan))
     return q_out
 

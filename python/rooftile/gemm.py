@@ -40,8 +40,12 @@ class W4Weight:
 
     def __init__(self, codes, scales, offsets, *, shape, group_size, kind, scale_dtype, perm=None):
         """Takes kernel-form arrays as they are (see `codes`, `scales`, `offsets`, `perm` of another weight)."""
+        self._take("W4Weight", codes, scales, offsets, shape, group_size, kind, scale_dtype, perm)
+
+    def _take(self, op, codes, scales, offsets, shape, group_size, kind, scale_dtype, perm):
+        """op: whose name errors begin with."""
         n, k = shape
-        self._handle = _C.W4Handle(codes, scales, offsets, perm, n, k, group_size, kind, scale_dtype)
+        self._handle = _C.W4Handle(codes, scales, offsets, perm, n, k, group_size, kind, scale_dtype, op)
         self.codes, self.scales, self.offsets, self.perm = codes, scales, offsets, perm
         self.shape, self.group_size, self.kind, self.scale_dtype = (int(n), int(k)), int(group_size), kind, scale_dtype
 
@@ -78,7 +82,7 @@ class W4Weight:
             raise ArgumentError(f'W4Weight.quantize: zeros must be None, "symmetric" or "minima", got {zeros!r}')
         kind = zeros or "symmetric"
         n, k = _shape2(weight, "W4Weight.quantize", "weight")
-        _C.w4_sizes(n, k, group_size, kind)
+        _C.w4_sizes("W4Weight.quantize", "weight", n, k, group_size, kind)
         scale_dtype = "bfloat16" if _dtype_name(weight) == "bfloat16" else "float16"
         codes, scales, offsets = _canonical_like(weight, n, k, group_size, kind, scale_dtype)
         _C.w4_quantize(weight, group_size, kind, codes, scales, offsets)
@@ -93,7 +97,11 @@ class W4Weight:
         "integer" or "minima", default what `zeros` is; group_size: default what the shapes say. perm: int32 [K],
         act-order: column i of the codes multiplies x[..., perm[i]].
         """
-        op = "W4Weight.from_canonical"
+        return cls._pack("W4Weight.from_canonical", codes, scales, zeros, group_size, kind, perm)
+
+    @classmethod
+    def _pack(cls, op, codes, scales, zeros=None, group_size=None, kind=None, perm=None):
+        """from_canonical, for the op whose name errors begin with."""
         n, half = _shape2(codes, op, "codes")
         groups = _shape2(scales, op, "scales")[1]
         if group_size is None:
@@ -104,17 +112,17 @@ class W4Weight:
             kind = "symmetric" if zeros is None else "integer" if _dtype_name(zeros) == "uint8" else "minima"
         if kind not in ("symmetric", "integer", "minima"):
             raise ArgumentError(f'{op}: kind must be "symmetric", "integer" or "minima", got {kind!r}')
-        sizes = _C.w4_sizes(n, 2 * half, group_size, kind)
+        sizes = _C.w4_sizes(op, "codes", n, 2 * half, group_size, kind)
         if tuple(scales.shape) != (n, 2 * half // int(group_size)):  # before memory is made by what codes say
             groups = 2 * half // int(group_size)
             raise ArgumentError(f"{op}: scales must be [N, K / group_size] = [{n}, {groups}], got {list(scales.shape)}")
         flat = [empty(codes, (size,), "uint8") for size in sizes]
         if kind == "symmetric":
             flat[2] = None
-        _C.w4_pack(codes, scales, zeros, kind, group_size, *flat)
-        return cls(
-            *flat, shape=(n, 2 * half), group_size=group_size, kind=kind, scale_dtype=_dtype_name(scales), perm=perm
-        )
+        _C.w4_pack(op, codes, scales, zeros, kind, group_size, *flat)
+        weight = cls.__new__(cls)
+        weight._take(op, *flat, (n, 2 * half), group_size, kind, _dtype_name(scales), perm)
+        return weight
 
     @classmethod
     def from_kpacked(cls, packed, scales):
@@ -124,12 +132,26 @@ class W4Weight:
         float16 or bfloat16 [K/group_size, N].
         """
         op = "W4Weight.from_kpacked"
-        _shape2(packed, op, "packed")
-        _shape2(scales, op, "scales")
+        for name, array in (("packed", packed), ("scales", scales)):
+            _C.check_array(op, name, array)
+            _shape2(array, op, name)
         if _dtype_name(packed) != "int32":
             raise ArgumentTypeError(f"{op}: packed must be int32, got {_dtype_name(packed)}")
+        if _dtype_name(scales) not in ("float16", "bfloat16"):
+            raise ArgumentTypeError(f"{op}: scales must be float16 or bfloat16, got {_dtype_name(scales)}")
+        (rows, n), (groups, columns) = packed.shape, scales.shape
+        if columns != n:
+            raise ArgumentError(f"{op}: scales must have packed's N = {n} columns, got {list(scales.shape)}")
+        k = 8 * rows
+        if k == 0:
+            raise ArgumentError(f"{op}: packed must be [K / 8, N] with K at least 8, got {list(packed.shape)}")
+        if groups == 0 or k % groups or k // groups not in (32, 64, 128, k):  # before memory is made
+            raise ArgumentError(
+                f"{op}: scales must be [K / group_size, N] with packed's K = {k} and group_size 32, 64, 128 or K, "
+                f"got {list(scales.shape)}"
+            )
         codes = _view(_contiguous(packed.T), "uint8") ^ 0x88
-        return cls.from_canonical(codes, scales.T)
+        return cls._pack(op, codes, scales.T)
 
     @classmethod
     def from_gguf(cls, data, ggml_type, shape):
@@ -167,7 +189,7 @@ class W4Weight:
         torch = torch_of(data)
         if torch:
             parts = [torch.from_numpy(p) for p in parts]
-        return cls.from_canonical(*parts, group_size=_GGUF_BLOCK, kind=kind)
+        return cls._pack(op, *parts, group_size=_GGUF_BLOCK, kind=kind)
 
     def unpack(self):
         """The exchange form, bit for bit: (codes, scales, zeros) as `from_canonical` takes them; zeros may be None."""
@@ -253,7 +275,8 @@ def w4a16_matmul(
 
     x: [..., K], float32 (CPU), float16 or bfloat16, any strides. w: a W4Weight [N, K] on x's device. bias: [N] in x's
     dtype. activation: None, "silu", "gelu" or "gelu_tanh". residual: [..., N] in x's dtype. Returns [..., N] in x's
-    dtype, written to `out` when given (`out` may be `residual`; it must not overlap x). Sums in fp32, rounded once.
+    dtype, written to `out` when given (which may be `residual`, and shares no memory with another input). Sums in fp32,
+    rounded once.
 
     Deterministic. On the CPU a row's bits are the same at every number of rows, next to any neighbours and on any
     number of threads, so `batch_invariant=True` changes nothing there. Raises ArgumentError / ArgumentTypeError naming

@@ -6,6 +6,7 @@ change a cache.
 """
 
 import contextlib
+import operator
 import sys
 
 import numpy as np
@@ -37,9 +38,9 @@ _ARRAYS = (
 )
 
 
-def check_format(format):
+def check_format(op, format):
     if format not in _C.kv_formats():
-        raise ArgumentError(f"format: {format!r} is not a cache format; known: {', '.join(_C.kv_formats())}")
+        raise ArgumentError(f"{op}: format {format!r} is not a cache format; known: {', '.join(_C.kv_formats())}")
     return format
 
 
@@ -50,18 +51,19 @@ def dtype_name(format, dtype):
     return (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
 
 
-def check_device(device):
+def check_device(op, device):
     if device is not None and str(device).split(":")[0] != "cpu":
-        raise NotSupportedError(f"device: {device} has no cache kernels in this build of rooftile; it runs: cpu")
+        raise NotSupportedError(f"{op}: device {device} has no cache kernels in this build of rooftile; it runs: cpu")
 
 
-def integer(name, value, at_least=0):
+def integer(op, name, value, at_least=0):
     """A Python int from anything that is one exactly."""
-    if not hasattr(value, "__index__"):
-        raise ArgumentTypeError(f"{name} must be an integer, got {type(value).__name__}")
-    value = value.__index__()
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{op}: {name} must be an integer, got {type(value).__name__}") from None
     if not at_least <= value < 2**31:
-        raise ArgumentError(f"{name} must lie in [{at_least}, 2**31), got {value}")
+        raise ArgumentError(f"{op}: {name} must lie in [{at_least}, 2**31), got {value}")
     return value
 
 
@@ -77,16 +79,16 @@ def zeros(shape, dtype):
     return np.zeros(shape, numpy_dtype(dtype))
 
 
-def ints(name, values):
+def ints(op, name, values):
     """A list becomes int32; an array is passed on as it is (the binding takes int32 only)."""
     if values is None or hasattr(values, "__dlpack__"):
         return values
     try:
-        return np.array([v.__index__() for v in values], np.int32)
+        return np.array([operator.index(v) for v in values], np.int32)
     except OverflowError:
-        raise ArgumentError(f"{name} does not fit 32 bits: {values}") from None
-    except (TypeError, AttributeError):
-        raise ArgumentTypeError(f"{name} must be a list of integers or an int32 array, got {values!r}") from None
+        raise ArgumentError(f"{op}: {name} does not fit 32 bits: {values}") from None
+    except TypeError:
+        raise ArgumentTypeError(f"{op}: {name} must be a list of integers or an int32 array, got {values!r}") from None
 
 
 def host(array):
@@ -97,7 +99,7 @@ def host(array):
 class Cache:
     """What contiguous, paged and viewed caches have in common."""
 
-    def __init__(self, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays):
+    def __init__(self, op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays):
         self.format = format
         self.dtype = dtype
         self.page_size = page_size
@@ -106,7 +108,7 @@ class Cache:
         self.max_rows = max_rows
         self.max_pages = max_pages
         self._arrays = arrays
-        self._handle = _C.KvCache(*self.flat())
+        self._handle = _C.KvCache(*self.flat(), op)
         self._lengths = host(arrays["lengths"])
         # what truncate changes: lengths, and where raw tokens begin
         self.positions = [host(arrays[name]) for name in ("lengths", "raw_from") if name in arrays]
@@ -156,12 +158,15 @@ class Cache:
         All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
         Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
         """
-        rows, counts = ints("rows", rows), ints("counts", counts)
-        with self.room(k, rows, counts):
+        rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
+        with self.room("append", k, rows, counts):
             ran(_C.kv_append(self._handle, k, v, rows, counts, stream, plan))
 
-    def room(self, k, rows, counts):
-        """A context in which the rows have the memory that appending k takes; an error inside gives it back."""
+    def room(self, op, k, rows, counts):
+        """A context in which the rows have the memory that appending k takes; an error inside gives it back.
+
+        op: whose name errors begin with.
+        """
         return contextlib.nullcontext()
 
     def truncate(self, rows, lengths):
@@ -171,12 +176,11 @@ class Cache:
         or up to 16 tokens back: only those raw values are still there. Anything else is an ArgumentError, and no row
         is cut.
         """
-        _C.kv_truncate(self._handle, ints("rows", rows), ints("lengths", lengths))
+        _C.kv_truncate(self._handle, ints("truncate", "rows", rows), ints("truncate", "lengths", lengths))
 
     def reset(self, rows=None):
         """Empties the given rows (a list of ints or an int32 array), or all."""
-        rows = range(self.max_rows) if rows is None else host(ints("rows", rows)).tolist()
-        self.truncate(rows, [0] * len(rows))
+        _C.kv_reset(self._handle, ints("reset", "rows", rows))
 
     def dequantize(self, row=None, at=None):
         """K and V as the query at position `at` sees them, in float32.
@@ -187,13 +191,13 @@ class Cache:
         for the token to come. Raises ArgumentError where a kivi cache was truncated so that raw values are gone.
         """
         if row is not None:
-            length = self._length(row)
-            at = max(length - 1, 0) if at is None else integer("at", at)
+            length = self._length("dequantize", "row", row)
+            at = max(length - 1, 0) if at is None else integer("dequantize", "at", at)
             tokens = min(at + 1, length)
             k, v = (zeros((tokens, self.kv_heads, self.head_dim), "float32") for _ in range(2))
             _C.kv_dequantize(self._handle, row, at, k, v)
             return k, v
-        at = None if at is None else integer("at", at)
+        at = None if at is None else integer("dequantize", "at", at)
         ends = [max(length - 1, 0) if at is None else at for length in self.lengths]
         tokens = [min(end + 1, length) for end, length in zip(ends, self.lengths, strict=True)]
         shape = (self.max_rows, max(tokens, default=0), self.kv_heads, self.head_dim)
@@ -202,9 +206,9 @@ class Cache:
             _C.kv_dequantize(self._handle, r, end, k[r, :n], v[r, :n])
         return k, v
 
-    def _length(self, row):
-        if integer("row", row) >= self.max_rows:
-            raise ArgumentError(f"row must lie in [0, {self.max_rows}), got {row}")
+    def _length(self, op, name, row):
+        if integer(op, name, row) >= self.max_rows:
+            raise ArgumentError(f"{op}: {name} must lie in [0, {self.max_rows}), got {row}")
         return self._lengths[row].item()
 
     def dump(self, row):
@@ -215,7 +219,7 @@ class Cache:
         head_dim] for K of the kivi formats. "k_raw", "v_raw" [tokens, kv_heads, head_dim] in float32: the tokens kept
         as elements, all of them in an element format, the open group in a kivi format (absent from the others).
         """
-        length = self._length(row)
+        length = self._length("dump", "row", row)
         facts = {"length": length}
         kivi, heads, dim = self.format in KIVI, self.kv_heads, self.head_dim
         coded = length // GROUP * GROUP if kivi else length
@@ -286,16 +290,14 @@ class KVCache(Cache):
         dtype=None,
         device=None,
     ):
-        dtype = dtype_name(check_format(format), dtype)
-        check_device(device)
-        batch, capacity = integer("batch", batch), integer("capacity", capacity)
-        kv_heads, head_dim = (
-            integer("kv_heads", kv_heads, 1),
-            integer("head_dim", head_dim, 1),
-        )
+        op = "KVCache"
+        dtype = dtype_name(check_format(op, format), dtype)
+        check_device(op, device)
+        batch, capacity = integer(op, "batch", batch), integer(op, "capacity", capacity)
+        kv_heads, head_dim = integer(op, "kv_heads", kv_heads, 1), integer(op, "head_dim", head_dim, 1)
         pages = pages_for(capacity, CONTIGUOUS_PAGE)
         arrays = own_arrays(format, dtype, batch * pages, CONTIGUOUS_PAGE, kv_heads, head_dim, batch)
-        super().__init__(format, dtype, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, pages, arrays)
+        super().__init__(op, format, dtype, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, pages, arrays)
 
     @property
     def batch(self):
@@ -303,7 +305,7 @@ class KVCache(Cache):
 
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [batch], a list of ints or an int32 array."""
-        _C.kv_reorder(self._handle, ints("index", index), True)
+        _C.kv_reorder(self._handle, ints("reorder", "index", index), True)
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src."""
@@ -315,7 +317,7 @@ class KVCache(Cache):
         rows: list of ints or an int32 array, repeats allowed. capacity: of the new cache, default this one's.
         Raises ArgumentError for a row that is not there or does not fit.
         """
-        rows = list(range(self.batch)) if rows is None else host(ints("rows", rows)).tolist()
+        rows = list(range(self.batch)) if rows is None else host(ints("select", "rows", rows)).tolist()
         if any(not 0 <= row < self.batch for row in rows):
             raise ArgumentError(f"select: rows must lie in [0, {self.batch}), got {rows}")
         capacity = self.capacity if capacity is None else capacity

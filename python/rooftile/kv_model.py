@@ -14,7 +14,7 @@ class ModelKVCache:
     """
 
     def __init__(self, num_layers, batch, capacity, kv_heads, head_dim, *, format="int4-kivi", dtype=None, device=None):
-        formats = _formats(integer("num_layers", num_layers), format)
+        formats = _formats(integer("ModelKVCache", "num_layers", num_layers), format)
         self.layers = [
             KVCache(batch, capacity, kv_heads, head_dim, format=name, dtype=dtype, device=device) for name in formats
         ]
@@ -79,14 +79,16 @@ def _formats(num_layers, format):
     if isinstance(format, str):
         return [format] * num_layers
     if not isinstance(format, dict):
-        raise ArgumentTypeError(f"format must be a name or a dict of layer -> name, got {type(format).__name__}")
+        raise ArgumentTypeError(
+            f"ModelKVCache: format must be a name or a dict of layer -> name, got {type(format).__name__}"
+        )
     names = {}
     for layer, name in format.items():
         if layer == "default":
             continue
-        if not -num_layers <= integer("format: layer", layer, -num_layers) < num_layers:
-            raise ArgumentError(f"format: layer {layer} is not one of {num_layers}")
+        if not -num_layers <= integer("ModelKVCache", "a layer of format", layer, -num_layers) < num_layers:
+            raise ArgumentError(f"ModelKVCache: format names layer {layer}, there are {num_layers}")
         names[layer % num_layers] = name
     if "default" not in format and len(names) < num_layers:
-        raise ArgumentError('format: a dict that does not name every layer needs a "default"')
+        raise ArgumentError('ModelKVCache: format must have a "default", or name every layer')
     return [names.get(layer, format.get("default")) for layer in range(num_layers)]

@@ -2,6 +2,7 @@
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
 import contextlib
+import itertools
 
 import numpy as np
 
@@ -46,15 +47,16 @@ class PagedKVCache(Cache):
         dtype=None,
         device=None,
     ):
-        dtype = dtype_name(check_format(format), dtype)
-        check_device(device)
-        num_pages, page_size = integer("num_pages", num_pages), integer("page_size", page_size, 1)
-        kv_heads, head_dim = integer("kv_heads", kv_heads, 1), integer("head_dim", head_dim, 1)
-        max_rows = integer("max_rows", max_rows)
-        max_pages = num_pages if max_pages_per_row is None else integer("max_pages_per_row", max_pages_per_row)
+        op = "PagedKVCache"
+        dtype = dtype_name(check_format(op, format), dtype)
+        check_device(op, device)
+        num_pages, page_size = integer(op, "num_pages", num_pages), integer(op, "page_size", page_size, 1)
+        kv_heads, head_dim = integer(op, "kv_heads", kv_heads, 1), integer(op, "head_dim", head_dim, 1)
+        max_rows = integer(op, "max_rows", max_rows)
+        max_pages = num_pages if max_pages_per_row is None else integer(op, "max_pages_per_row", max_pages_per_row)
         arrays = own_arrays(format, dtype, num_pages, page_size, kv_heads, head_dim, max_rows)
         arrays["block_table"] = zeros((max_rows, max_pages), "int32")
-        super().__init__(format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
+        super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
         self.num_pages = num_pages
         self._table = host(arrays["block_table"])
         self._table[:] = -1
@@ -108,11 +110,11 @@ class PagedKVCache(Cache):
         return (self.num_pages - len(self._free)) * page + raw
 
     @contextlib.contextmanager
-    def room(self, k, rows, counts):
+    def room(self, op, k, rows, counts):
         """Rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back."""
         changes = []
         try:
-            self._make_room(k, rows, counts, changes)
+            self._make_room(op, k, rows, counts, changes)
             copies = [(old, new) for _, _, old, new in changes if old >= 0]
             if copies:
                 src, dst = np.array(copies, np.int32).T
@@ -122,17 +124,24 @@ class PagedKVCache(Cache):
             self._undo(changes)
             raise
 
-    def _make_room(self, k, rows, counts, changes):
+    def _make_room(self, op, k, rows, counts, changes):
         """Gives every row the pages that its new tokens need, and its own copy of shared pages they would write.
 
         Arguments that make no sense are left alone here: append refuses them, before it writes, in its own words.
         """
-        shape = tuple(getattr(k, "shape", ()))
-        given = [host(values) for values in (rows, counts) if values is not None]
-        if len(shape) != 4 or any(values.ndim != 1 or values.dtype != np.int32 for values in given):
+        given = {name: values for name, values in (("rows", rows), ("counts", counts)) if values is not None}
+        for name, array in (("k", k), *given.items()):
+            _C.check_array(op, name, array)
+        shape = tuple(k.shape)
+        if len(shape) != 4 or (rows is None and shape[0] > self.max_rows):
             return
-        rows = range(shape[0]) if rows is None else host(rows).tolist()
-        counts = [shape[1]] * shape[0] if counts is None else host(counts).tolist()
+        if any(tuple(v.shape) != shape[:1] or str(v.dtype) not in ("int32", "torch.int32") for v in given.values()):
+            return
+        try:
+            rows = range(shape[0]) if rows is None else host(rows).tolist()
+            counts = itertools.repeat(shape[1]) if counts is None else host(counts).tolist()
+        except RuntimeError:  # inside a functorch transform
+            return
         kivi = self.format in KIVI
         for row, tokens in zip(rows, counts, strict=False):
             if not 0 <= row < self.max_rows or not 0 < tokens <= shape[1]:
@@ -147,15 +156,15 @@ class PagedKVCache(Cache):
             behind = min(pages_for(last, self.page_size), len(pages)) if first < last else 0
             for i in range(first // self.page_size, behind):
                 if self._users[pages[i]] > 1:
-                    self._set_page(row, i, changes)
+                    self._set_page(op, row, i, changes)
             for i in range(len(pages), pages_for(end, self.page_size)):
-                self._set_page(row, i, changes)
+                self._set_page(op, row, i, changes)
 
-    def _set_page(self, row, i, changes):
+    def _set_page(self, op, row, i, changes):
         """Puts a free page at place i of a row, in place of a shared one or behind the last."""
         if not self._free:
             raise OutOfPagesError(
-                f"append: row {row} needs another page of {self.page_size} tokens, all {self.num_pages} are taken"
+                f"{op}: row {row} needs another page of {self.page_size} tokens, all {self.num_pages} are taken"
             )
         new, pages, old = self._free.pop(), self._pages[row], -1
         self._users[new] = 1
@@ -180,9 +189,19 @@ class PagedKVCache(Cache):
 
     def truncate(self, rows, lengths):
         """KVCache.truncate; pages behind the new lengths are given back."""
-        rows = ints("rows", rows)
+        rows = ints("truncate", "rows", rows)
         super().truncate(rows, lengths)
-        for row in host(rows).tolist():
+        self._give_back(host(rows).tolist())
+
+    def reset(self, rows=None):
+        """KVCache.reset; the rows' pages are given back."""
+        rows = ints("reset", "rows", rows)
+        super().reset(rows)
+        self._give_back(range(self.max_rows) if rows is None else host(rows).tolist())
+
+    def _give_back(self, rows):
+        """The pages that lie behind the tokens of the rows."""
+        for row in rows:
             self._shorten(row, pages_for(self._lengths[row].item(), self.page_size))
 
     def _shorten(self, row, pages):
@@ -206,7 +225,7 @@ class PagedKVCache(Cache):
 
         Pages do not move: rows share them until one writes.
         """
-        index = ints("index", index)
+        index = ints("reorder", "index", index)
         _C.kv_reorder(self._handle, index, False)
         before = self._pages
         after = [list(before[source]) for source in host(index).tolist()]
@@ -218,8 +237,8 @@ class PagedKVCache(Cache):
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
-        length = self._length(src)
-        self._length(dst)
+        length = self._length("fork", "src", src)
+        self._length("fork", "dst", dst)
         if src == dst:
             return
         full, needed = length // self.page_size, pages_for(length, self.page_size)
@@ -243,47 +262,49 @@ class KVCacheView(Cache):
     """What PagedKVCache.view returns: the methods of a cache on pages that somebody else hands out."""
 
     def __init__(self, pool, block_table, seq_lens, format, dtype, page_size, head_dim, layout, ring):
-        dtype = dtype_name(check_format(format), dtype)
+        op = "PagedKVCache.view"
+        dtype = dtype_name(check_format(op, format), dtype)
         if layout not in ("NHD", "HND"):
-            raise ArgumentError(f'layout must be "NHD" or "HND", got {layout!r}')
-        max_rows, max_pages = _shape("block_table", block_table, 2)
+            raise ArgumentError(f'{op}: layout must be "NHD" or "HND", got {layout!r}')
+        max_rows, max_pages = _shape(op, "block_table", block_table, 2)
         arrays = {"block_table": block_table, "lengths": seq_lens}
         if format in ELEMENT_DTYPES:
             if isinstance(pool, (tuple, list)) and len(pool) == 2:
                 sides = pool
             else:
-                _, two, *_ = _shape("pool", pool, 5)
+                _, two, *_ = _shape(op, "pool", pool, 5)
                 if two != 2:
                     raise ArgumentError(
-                        f"pool must hold K and V in its second dimension, got shape {tuple(pool.shape)}"
+                        f"{op}: pool must hold K and V in its second dimension, got shape {tuple(pool.shape)}"
                     )
                 sides = (pool[:, 0], pool[:, 1])
             for name, side in zip(("k_pool", "v_pool"), sides, strict=True):
-                _shape(name, side, 4)
+                _shape(op, name, side, 4)
                 arrays[name] = side if layout == "NHD" else side.swapaxes(1, 2)
             _, own_page_size, kv_heads, own_head_dim = arrays["k_pool"].shape
-            page_size = own_page_size if page_size is None else integer("page_size", page_size, 1)
-            head_dim = own_head_dim if head_dim is None else integer("head_dim", head_dim, 1)
+            page_size = own_page_size if page_size is None else integer(op, "page_size", page_size, 1)
+            head_dim = own_head_dim if head_dim is None else integer(op, "head_dim", head_dim, 1)
         else:
-            _, kv_heads, _ = _shape("pool", pool, 3)
+            _, kv_heads, _ = _shape(op, "pool", pool, 3)
             if page_size is None or head_dim is None:
-                raise ArgumentTypeError(f"page_size and head_dim are needed with format {format!r}")
-            page_size, head_dim = integer("page_size", page_size, 1), integer("head_dim", head_dim, 1)
+                raise ArgumentTypeError(f"{op}: page_size and head_dim are needed with format {format!r}")
+            page_size, head_dim = integer(op, "page_size", page_size, 1), integer(op, "head_dim", head_dim, 1)
             arrays["pool"] = pool
         if format in KIVI:
             if ring is not None and not (isinstance(ring, (tuple, list)) and len(ring) == 3):
-                raise ArgumentTypeError(f"ring must be (ring_k, ring_v, raw_from), got {type(ring).__name__}")
+                raise ArgumentTypeError(f"{op}: ring must be (ring_k, ring_v, raw_from), got {type(ring).__name__}")
             if ring is None:
                 arrays.update(own_ring(format, dtype, kv_heads, head_dim, max_rows))
             else:
                 arrays.update(zip(("ring_k", "ring_v", "raw_from"), ring, strict=True))
         elif ring is not None:
-            raise ArgumentError(f"ring: format {format!r} keeps no raw tokens")
-        super().__init__(format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
+            raise ArgumentError(f"{op}: ring is given, but format {format!r} keeps no raw tokens")
+        super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
         if format in KIVI and ring is None:
             if (self._lengths % GROUP).any():
                 raise ArgumentError(
-                    f"ring is needed where a row's length is not a multiple of {GROUP}, got seq_lens {self.lengths}"
+                    f"{op}: ring is needed where a row's length is not a multiple of {GROUP}, "
+                    f"got seq_lens {self.lengths}"
                 )
             host(arrays["raw_from"])[:] = self._lengths
 
@@ -292,7 +313,7 @@ class KVCacheView(Cache):
 
         index: [max_rows], a list of ints or an int32 array.
         """
-        _C.kv_reorder(self._handle, ints("index", index), False)
+        _C.kv_reorder(self._handle, ints("reorder", "index", index), False)
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src in the pages that its row of the block table names.
@@ -302,12 +323,12 @@ class KVCacheView(Cache):
         _C.kv_copy_row(self._handle, src, dst, 0)
 
 
-def _shape(name, array, ndim):
+def _shape(op, name, array, ndim):
     shape = getattr(array, "shape", None)
     if shape is None:
         raise ArgumentTypeError(
-            f"{name} must be an array that speaks DLPack (torch, NumPy), got {type(array).__name__}"
+            f"{op}: {name} must be an array that speaks DLPack (torch, NumPy), got {type(array).__name__}"
         )
     if len(shape) != ndim:
-        raise ArgumentError(f"{name} must have {ndim} dimensions, got shape {tuple(shape)}")
+        raise ArgumentError(f"{op}: {name} must have {ndim} dimensions, got shape {tuple(shape)}")
     return tuple(shape)

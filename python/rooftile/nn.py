@@ -34,7 +34,7 @@ class W4Linear(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
-        codes, scales, offsets = _C.w4_sizes(out_features, in_features, group_size, kind)
+        codes, scales, offsets = _C.w4_sizes("W4Linear", "in_features", out_features, in_features, group_size, kind)
 
         def buffer(size, dtype=torch.uint8):
             return torch.zeros(size, dtype=dtype, device=device)

@@ -46,11 +46,10 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     kind = "minima" if config.zeros == "minima" else "symmetric"
     for name, layer in layers:
         try:
-            _C.w4_sizes(layer.out_features, layer.in_features, config.group_size, kind)
+            where = f"quantize_: {name or 'model'}"
+            _C.w4_sizes(where, "weight", layer.out_features, layer.in_features, config.group_size, kind)
         except ArgumentError as e:
-            raise ArgumentError(
-                f"quantize_: {name or 'model'}: {e}; choose another group_size or skip the layer"
-            ) from None
+            raise ArgumentError(f"{e}; choose another group_size or skip the layer") from None
         if layer.weight.device.type == "meta":
             raise ArgumentError(f"quantize_: {name or 'model'}: weight has no memory behind it (meta device)")
     for name, layer in _progress(layers, progress):

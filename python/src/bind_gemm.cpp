@@ -19,23 +19,22 @@ int group_size(Args& args, const char* op, handle h) {
   return static_cast<int>(value);
 }
 
-DType scale_dtype(const std::string& text) {
+DType scale_dtype(const char* op, const std::string& text) {
   for (DType t : {DType::f16, DType::bf16})
     if (text == name(t)) return t;
-  fail(ErrorKind::type, "W4Weight: scale_dtype must be float16 or bfloat16, got ", text);
+  fail(ErrorKind::type, op, ": scale_dtype must be float16 or bfloat16, got ", text);
 }
 
 }  // namespace
 
 W4Handle::W4Handle(handle codes, handle scales, handle offsets, handle perm, handle n, handle k, handle group,
-                   handle zeros, handle dtype)
+                   handle zeros, handle dtype, const char* op)
     : arrays_(nb::make_tuple(nb::borrow(codes), nb::borrow(scales), nb::borrow(offsets), nb::borrow(perm))) {
-  const char* op = "W4Weight";
   Args args(op);
   view_ = rooftile::w4_view(args.integer(n, "n"), args.integer(k, "k"), group_size(args, op, group),
-                            w4_zeros_from_name(op, args.text(zeros, "zeros")), scale_dtype(args.text(dtype, "scale_dtype")),
+                            w4_zeros_from_name(op, args.text(zeros, "zeros")), scale_dtype(op, args.text(dtype, "scale_dtype")),
                             args.in(codes, "codes"), args.in(scales, "scales"), args.optional(offsets, "offsets"),
-                            args.optional(perm, "perm"));
+                            args.optional(perm, "perm"), op);
 }
 
 const W4View& w4_view(handle h, const char* op) {
@@ -48,24 +47,27 @@ const W4View& w4_view(handle h, const char* op) {
 
 void bind_gemm(nb::module_& m) {
   nb::class_<W4Handle>(m, "W4Handle")
-      .def(nb::init<handle, handle, handle, handle, handle, handle, handle, handle, handle>(), "codes"_a.none(),
+      .def(nb::init<handle, handle, handle, handle, handle, handle, handle, handle, handle, const char*>(), "codes"_a.none(),
            "scales"_a.none(), "offsets"_a.none(), "perm"_a.none(), "n"_a.none(), "k"_a.none(), "group_size"_a.none(),
-           "zeros"_a.none(), "scale_dtype"_a.none());
+           "zeros"_a.none(), "scale_dtype"_a.none(), "op"_a);
 
   m.attr("w4_layout_version") = w4_layout_version;
 
-  // Bytes of the kernel tensors (codes, scales, offsets) of a weight.
-  m.def("w4_sizes", [](handle n, handle k, handle group, handle zeros) {
-    const char* op = "W4Weight";
+  // Bytes of the kernel tensors (codes, scales, offsets) of a weight. argument: what says N and K.
+  m.def("w4_sizes", [](const char* op, const char* argument, handle n, handle k, handle group, handle zeros) {
     Args args(op);
-    const std::int64_t rows = args.integer(n, "N"), columns = args.integer(k, "K");
-    const W4Sizes s = w4_sizes(op, rows, columns, group_size(args, op, group), w4_zeros_from_name(op, args.text(zeros, "zeros")));
+    const std::int64_t rows = args.integer(n, argument), columns = args.integer(k, argument);
+    const W4Sizes s = w4_sizes(op, rows, columns, group_size(args, op, group),
+                               w4_zeros_from_name(op, args.text(zeros, "zeros")), argument);
     return nb::make_tuple(s.codes, s.scales, s.offsets);
-  }, "n"_a.none(), "k"_a.none(), "group_size"_a.none(), "zeros"_a.none());
+  }, "op"_a, "argument"_a, "n"_a.none(), "k"_a.none(), "group_size"_a.none(), "zeros"_a.none());
 
-  m.def("w4_pack", [](handle codes, handle scales, handle offsets, handle zeros, handle group, handle out_codes,
+  // Refuses, in the op's words, what no op takes as an array: for checks that Python has to make first.
+  m.def("check_array", [](const char* op, const char* argument, handle array) { Args(op).in(array, argument); },
+        "op"_a, "argument"_a, "array"_a.none());
+
+  m.def("w4_pack", [](const char* op, handle codes, handle scales, handle offsets, handle zeros, handle group, handle out_codes,
                       handle out_scales, handle out_offsets) {
-    const char* op = "W4Weight.from_canonical";
     Args args(op);
     const TensorView c = args.in(codes, "codes"), s = args.in(scales, "scales"), o = args.optional(offsets, "zeros");
     const TensorView to_c = args.out(out_codes, "out_codes"), to_s = args.out(out_scales, "out_scales"),
@@ -74,8 +76,8 @@ void bind_gemm(nb::module_& m) {
     const int g = group_size(args, op, group);
     const Context ctx = args.context(c, nb::none(), nb::none());
     nb::gil_scoped_release unlocked;
-    w4_pack(ctx, c, s, o, z, g, to_c, to_s, to_o);
-  }, "codes"_a.none(), "scales"_a.none(), "offsets"_a.none(), "zeros"_a.none(), "group_size"_a.none(),
+    w4_pack(ctx, c, s, o, z, g, to_c, to_s, to_o, op);
+  }, "op"_a, "codes"_a.none(), "scales"_a.none(), "offsets"_a.none(), "zeros"_a.none(), "group_size"_a.none(),
         "out_codes"_a.none(), "out_scales"_a.none(), "out_offsets"_a.none());
 
   m.def("w4_unpack", [](handle w, handle codes, handle scales, handle offsets) {

@@ -18,10 +18,10 @@ struct KvCache {
   std::vector<nb::object> arrays;   // whose memory the view points into
 };
 
-DType dtype_from_name(const char* text) {
+DType dtype_from_name(const char* op, const char* text) {
   for (DType d : {DType::f32, DType::f16, DType::bf16})
     if (std::string(name(d)) == text) return d;
-  fail(ErrorKind::type, "KVCache: dtype must be float32, float16 or bfloat16, got ", text);
+  fail(ErrorKind::type, op, ": dtype must be float32, float16 or bfloat16, got ", text);
 }
 
 // A row or page number.
@@ -53,11 +53,11 @@ void bind_kv_cache(nb::module_& m) {
           "__init__",
           [](KvCache* self, handle format, handle dtype, handle page_size, handle head_dim, handle kv_heads,
              handle max_rows, handle max_pages, handle pool, handle k_pool, handle v_pool, handle block_table,
-             handle lengths, handle ring_k, handle ring_v, handle raw_from) {
-            Args args("KVCache");
+             handle lengths, handle ring_k, handle ring_v, handle raw_from, const char* op) {
+            Args args(op);
             KvCacheShape shape;
-            shape.format = kv_format_from_name(args.text(format, "format"));
-            shape.dtype = dtype_from_name(args.text(dtype, "dtype"));
+            shape.format = kv_format_from_name(op, args.text(format, "format"));
+            shape.dtype = dtype_from_name(op, args.text(dtype, "dtype"));
             shape.page_size = args.integer(page_size, "page_size");
             shape.head_dim = args.integer(head_dim, "head_dim");
             shape.kv_heads = args.integer(kv_heads, "kv_heads");
@@ -68,24 +68,24 @@ void bind_kv_cache(nb::module_& m) {
             arrays.k_pool = args.optional_out(k_pool, "k_pool");
             arrays.v_pool = args.optional_out(v_pool, "v_pool");
             arrays.block_table = args.optional(block_table, "block_table");
-            arrays.lengths = args.optional_out(lengths, "lengths");
+            arrays.lengths = args.optional_out(lengths, block_table.is_none() ? "lengths" : "seq_lens");
             arrays.ring_k = args.optional_out(ring_k, "ring_k");
             arrays.ring_v = args.optional_out(ring_v, "ring_v");
             arrays.raw_from = args.optional_out(raw_from, "raw_from");
-            const KvCacheView view = kv_cache_view(shape, arrays);
+            const KvCacheView view = kv_cache_view(shape, arrays, op);
             new (self) KvCache{view, {}};
             for (handle h : {pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from})
               self->arrays.push_back(nb::borrow(h));
           },
           "format"_a, "dtype"_a, "page_size"_a, "head_dim"_a, "kv_heads"_a, "max_rows"_a, "max_pages"_a,
           "pool"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(),
-          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none());
+          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "op"_a = "KVCache");
 
   m.def(
       "kv_block_bytes",
       [](handle format, handle page_size, handle head_dim) {
         Args args("KVCache");
-        return kv_block_bytes(kv_format_from_name(args.text(format, "format")), small(args, page_size, "page_size"),
+        return kv_block_bytes(kv_format_from_name(args.op(), args.text(format, "format")), small(args, page_size, "page_size"),
                               small(args, head_dim, "head_dim"));
       },
       "format"_a, "page_size"_a, "head_dim"_a);
@@ -117,6 +117,14 @@ void bind_kv_cache(nb::module_& m) {
       },
       "cache"_a.none(), "rows"_a.none(), "lengths"_a.none());
   m.def(
+      "kv_reset",
+      [](handle cache, handle rows) {
+        Args args("reset");
+        const KvCacheView& c = cache_view(cache, "reset");
+        kv_reset(host_context(c), c, args.optional(rows, "rows"));
+      },
+      "cache"_a.none(), "rows"_a.none());
+  m.def(
       "kv_reorder",
       [](handle cache, handle index, handle move_pages) {
         Args args("reorder");
@@ -132,7 +140,7 @@ void bind_kv_cache(nb::module_& m) {
         kv_copy_row(host_context(c), c, small(args, src, "src"), small(args, dst, "dst"),
                     small(args, first_page, "first_page"));
       },
-      "cache"_a.none(), "src"_a, "dst"_a, "first_page"_a);
+      "cache"_a.none(), "src"_a.none(), "dst"_a.none(), "first_page"_a);
   m.def(
       "kv_copy_pages",
       [](handle cache, handle src, handle dst) {

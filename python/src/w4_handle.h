@@ -10,8 +10,9 @@ namespace rooftile::python {
 class W4Handle {
  public:
   // codes, scales: uint8 arrays in kernel form; offsets, perm: the same or None. Kept alive, and must not be resized.
+  // op: whose name errors begin with.
   W4Handle(nb::handle codes, nb::handle scales, nb::handle offsets, nb::handle perm, nb::handle n, nb::handle k,
-           nb::handle group, nb::handle zeros, nb::handle scale_dtype);
+           nb::handle group, nb::handle zeros, nb::handle scale_dtype, const char* op);
   const W4View& view() const { return view_; }
 
  private:

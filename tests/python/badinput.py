@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad arguments, generated for every argument of an op and every class of fault."""
 
+import itertools
+
 import numpy as np
 import ops
 import torch
@@ -14,10 +16,15 @@ STRANGE_NUMPY = (">f4", "U4", "O", "M8[s]", "i8,f4", "g", "c16")
 
 class Fault:
     """label: what is wrong. value: the bad argument. relational: right alone, wrong beside the others, so that an error
-    may name either side when the argument is the one that others are measured against."""
+    may name either side when the argument is the one that others are measured against. beside: other arguments that
+    change with it. memory: a tensor that the refused call must leave as it is."""
 
-    def __init__(self, label, value, relational=False):
-        self.label, self.value, self.relational = label, value, relational
+    def __init__(self, label, value, relational=False, beside=None, memory=None):
+        self.label, self.value, self.relational, self.beside = label, value, relational, beside or {}
+        self.memory, self.before = memory, None if memory is None else memory.clone()
+
+    def check_untouched(self):
+        assert self.memory is None or torch.equal(self.memory, self.before), "shared memory was written"
 
 
 class Unexpected:
@@ -145,6 +152,28 @@ def _bad_values(argument, t):
             yield Fault(f"value {bad} at {place}", value)
 
 
+def overlap_faults(op, name, call):
+    """The output `name` shares a part of its memory with each other tensor of the call: from its middle on, and in its
+    first element alone."""
+    out = call.kwargs[name]
+    size = out.numel() * out.element_size()
+    for other, argument in op.arguments.items():
+        t = call.kwargs.get(other)
+        if other == name or not isinstance(argument, ops.Tensor) or t is None:
+            continue
+        other_size, middle = t.numel() * t.element_size(), size // 2 // 8 * 8
+        for label, begin in {"from its middle on": middle, "at its start": t.element_size() - other_size}.items():
+            base = -(-other_size // 64) * 64  # of the output: no element of either is misaligned
+            memory = torch.zeros(base + size + other_size, dtype=torch.uint8)
+            value, neighbour = (
+                memory[start : start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+                for start, x in ((base, out), (base + begin, t))
+            )
+            if not argument.written:
+                neighbour.copy_(t)
+            yield Fault(f"shares memory with {other} {label}", value, beside={other: neighbour}, memory=memory)
+
+
 def tensor_faults(argument, t):
     if not argument.optional:
         yield Fault("None", None)
@@ -217,5 +246,6 @@ def faults(op, name, call, dtype):
     if isinstance(argument, ops.Object):
         return object_faults(argument, call.kwargs[name], dtype)
     if isinstance(argument, ops.Tensor):
-        return tensor_faults(argument, call.kwargs[name])
+        overlaps = overlap_faults(op, name, call) if argument.written else ()
+        return itertools.chain(tensor_faults(argument, call.kwargs[name]), overlaps)
     return scalar_faults(argument)

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import rooftile as rt
 import torch
+from rooftile.kv_paged import KVCacheView
 
 ACTIVATIONS = frozenset(cases.DTYPES)
 INDICES = frozenset(["int32", "int64"])
@@ -71,6 +72,8 @@ class Call:
 
     def __post_init__(self):
         self.before = [t.clone() for t in self.op.state(self.kwargs)]
+        for guard in self.guards:  # making a cache on guarded memory filled it
+            guard.before = guard.bytes.clone()
 
     def guard(self, name):
         return next(g for g in self.guards if g.tensor is self.kwargs[name])
@@ -105,7 +108,6 @@ class Op:
     state: Callable = lambda kwargs: []  # tensors behind objects that the op changes
     made: Callable = lambda returned: []  # arrays that the op makes itself, out of what it returns
     case: str = ""  # where one op has several entries
-    also: tuple = ()  # other names under which errors may speak of it: its functions in C++
 
     @property
     def id(self):
@@ -324,11 +326,26 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False):
         _from_canonical(kind, act_order),
         made=w4_arrays,
         case=kind,
-        also=("W4Weight", "w4_pack"),
     )
 
 
+def _from_kpacked(m):
+    codes, scales, _ = _w4_parts("symmetric")
+    packed = codes.view(torch.int32).T ^ -0x77777778  # two's complement nibbles
+    return {"packed": m.given(packed), "scales": m.given(scales.T)}
+
+
 W4_OPS = [
+    Op(
+        "W4Weight.from_kpacked",
+        rt.W4Weight.from_kpacked,
+        {  # any K and any group size are right somewhere
+            "packed": Tensor(frozenset(["int32"]), primary=True, free_dims=(0,)),
+            "scales": Tensor(SCALES, primary=True, free_dims=(0,)),
+        },
+        _from_kpacked,
+        made=w4_arrays,
+    ),
     _w4a16_op("symmetric"),
     _w4a16_op("integer"),
     _w4a16_op("minima", act_order=True),
@@ -347,7 +364,6 @@ W4_OPS = [
             lambda m, zeros=zeros: {"weight": m.input(W4_N, W4_K), "group_size": W4_GROUP, "zeros": zeros},
             made=w4_arrays,
             case=zeros,
-            also=("W4Weight", "w4_quantize"),
         )
         for zeros in ("symmetric", "minima")
     ),
@@ -359,25 +375,69 @@ KV_HEADS, HEAD_DIM, CACHE_ROWS = 2, 40, 3
 STORED = 30  # tokens a row holds before the call: the append closes a group
 
 
-def kv_cache(format, dtype, head_dim=HEAD_DIM, kv_heads=KV_HEADS, stored=STORED):
-    cache = rt.KVCache(CACHE_ROWS, 128, kv_heads, head_dim, format=format, dtype=dtype)
+PAGE = 32
+PAGES = ((7, 2, 9), (0, 4, 5), (3, 8, 1))  # of the rows of a paged cache; page 6 is nobody's
+NO_PAGE = 10**6  # what stands in a table where nothing may look
+
+
+def kv_cache(format, dtype, head_dim=HEAD_DIM, kv_heads=KV_HEADS, stored=STORED, kind="contiguous", make=None):
+    """kind: "contiguous", "paged", or "view", whose arrays are an engine's: out of guarded memory with `make`."""
+    element = oracle.ELEMENT_FORMATS.get(format, dtype)
+    if kind == "contiguous":
+        cache = rt.KVCache(CACHE_ROWS, 128, kv_heads, head_dim, format=format, dtype=element)
+    elif kind == "paged":
+        cache = rt.PagedKVCache(
+            13, PAGE, kv_heads, head_dim, max_rows=CACHE_ROWS, max_pages_per_row=4, format=format, dtype=element
+        )
+    else:
+        place = make.given if make else torch.clone
+        inner = (kv_heads, oracle.block_bytes(format, PAGE, head_dim))
+        pool = torch.zeros((10, *inner), dtype=torch.uint8)
+        if format in oracle.ELEMENT_FORMATS:
+            pool = torch.zeros((10, 2, PAGE, kv_heads, head_dim), dtype=cases.torch_dtype(element))
+        table = torch.tensor([[*pages, NO_PAGE] for pages in PAGES], dtype=torch.int32)
+        none = torch.zeros(CACHE_ROWS, dtype=torch.int32)
+        parts = [place(t) for t in (pool, table, none)]
+        raw = torch.zeros((CACHE_ROWS, kv_heads, 64, head_dim), dtype=cases.torch_dtype(element))
+        ring = tuple(place(t) for t in (raw, raw, none)) if format in oracle.KIVI_FORMATS else None
+        cache = kv_view(format, element, head_dim, parts, ring)
     if stored:
         shape = (CACHE_ROWS, stored, kv_heads, head_dim)
-        k, v = (cases.tensor(cases.values(shape, dtype, "stored", side), dtype) for side in "kv")
+        k, v = (cases.tensor(cases.values(shape, element, "stored", side), element) for side in "kv")
         cache.append(k, v)
     return cache
 
 
+def kv_view(format, element, head_dim, parts, ring):
+    sizes = {} if format in oracle.ELEMENT_FORMATS else {"page_size": PAGE, "head_dim": head_dim}
+    return rt.PagedKVCache.view(*parts, format=format, dtype=element, ring=ring, **sizes)
+
+
+def _cache_moved(cache, place):
+    """Views on an engine's memory: the same with every array in another place."""
+    if "pool" not in cache._arrays or isinstance(cache, rt.KVCache | rt.PagedKVCache):
+        return cache
+    parts = [place(cache._arrays[n]) for n in ("pool", "block_table", "lengths")]
+    ring = tuple(place(cache._arrays[n]) for n in ("ring_k", "ring_v", "raw_from") if n in cache._arrays)
+    return kv_view(cache.format, cache.dtype, cache.head_dim, parts, ring or None)
+
+
+def cache_state(cache):
+    """All arrays of a cache; of one with an allocator also who holds which page."""
+    books = [torch.tensor(pages, dtype=torch.int64) for pages in (getattr(cache, n, []) for n in ("_free", "_users"))]
+    return [*cache._arrays.values(), *books]
+
+
 def _cache_state(kwargs):
-    return list(kwargs["self"]._arrays.values())
+    return cache_state(kwargs["self"])
 
 
-def _append(format, batch=2, tokens=5, counts=(5, 3)):
+def _append(format, batch=2, tokens=5, counts=(5, 3), kind="contiguous"):
     def build(m):
         shape = (batch, tokens, KV_HEADS, HEAD_DIM)
         element = oracle.ELEMENT_FORMATS.get(format, m.dtype)
         return {
-            "self": kv_cache(format, element),
+            "self": kv_cache(format, element, kind=kind, make=m),
             "k": m.input(*shape, dtype=element),
             "v": m.input(*shape, dtype=element),
             "rows": m.index([2, 0][:batch]),
@@ -391,17 +451,97 @@ ROW_INDEX = Tensor(frozenset(["int32"]), optional=True, bad_values=(-1, CACHE_RO
 COUNT = Tensor(frozenset(["int32"]), optional=True, bad_values=(-1, 6, 2**31 - 1, -(2**31)), lists=True)
 NEW_TOKENS = Tensor(primary=True)
 
+# (format, kind of cache): every kind with a format of each family
+CACHES = [
+    ("bf16", "contiguous"),
+    ("int8", "contiguous"),
+    ("int4-kivi", "contiguous"),
+    ("int8", "paged"),
+    ("int4-kivi", "paged"),
+    ("fp32", "view"),
+    ("int8", "view"),
+    ("int4-kivi", "view"),
+]
+CLASSES = {"contiguous": rt.KVCache, "paged": rt.PagedKVCache, "view": KVCacheView}
+
+
+def _case(format, kind):
+    return format if kind == "contiguous" else f"{kind} {format}"
+
+
+def _change(format, kind, make=lambda m: {}, **scalars):
+    """A call of a method that takes index tensors and plain values; every row holds STORED tokens."""
+    return lambda m: {"self": kv_cache(format, m.dtype, kind=kind, make=m), **make(m), **scalars}
+
+
+def _on_rows(rows, **values):
+    return lambda m: {n: m.index(v) for n, v in {"rows": rows, **values}.items()}
+
+
+def _kv_ops(format, kind):
+    """Everything that changes or reads a cache but append, which has its own number of rows and tokens."""
+    cls, some_rows = CLASSES[kind], Tensor(ROW_INDEX.dtypes, bad_values=ROW_INDEX.bad_values, lists=True, primary=True)
+    lengths = Tensor(ROW_INDEX.dtypes, bad_values=(-1, STORED + 1, 2**31 - 1, -(2**31)), lists=True)
+    index = Tensor(ROW_INDEX.dtypes, bad_values=ROW_INDEX.bad_values, lists=True)
+    any_rows = Tensor(ROW_INDEX.dtypes, bad_values=ROW_INDEX.bad_values, lists=True, optional=True, free_dims=(0,))
+    row = Scalar(int, bad=(-1, CACHE_ROWS, 2**31 - 1))
+
+    def op(name, arguments, call, empties=(), **more):
+        return Op(
+            name,
+            getattr(cls, name),
+            {"self": Absent(), **arguments},
+            _change(format, kind, call) if callable(call) else _change(format, kind, **call),
+            empties=tuple(_change(format, kind, e) for e in empties),
+            state=_cache_state,
+            case=_case(format, kind),
+            **more,
+        )
+
+    return [
+        op(
+            "truncate",
+            {"rows": some_rows, "lengths": lengths},
+            _on_rows([2, 0], lengths=[STORED - 11, 0]),
+            empties=(_on_rows([], lengths=[]),),
+        ),
+        op("reorder", {"index": index}, lambda m: {"index": m.index([1, 2, 0])}),
+        op("fork", {"src": row, "dst": row}, {"src": 2, "dst": 0}),
+        op("reset", {"rows": any_rows}, _on_rows([2, 0]), empties=(_on_rows([]), lambda m: {"rows": None})),
+        op(
+            "dequantize",
+            {
+                "row": Scalar(int, optional=True, bad=row.bad),
+                "at": Scalar(int, optional=True, bad=(-1, STORED + 1, 2**31 - 1)),
+            },
+            {"row": 1, "at": STORED - 1},
+            made=list,
+        ),
+    ]
+
+
 KV_OPS = [
-    Op(
-        "append",
-        rt.KVCache.append,
-        {"self": Absent(), "k": NEW_TOKENS, "v": NEW_TOKENS, "rows": ROW_INDEX, "counts": COUNT, **CONTEXT},
-        _append(format),
-        empties=(_append(format, batch=0), _append(format, tokens=0, counts=(0, 0)), _append(format, counts=(0, 0))),
-        state=_cache_state,
-        case=format,
-    )
-    for format in ("bf16", "int8", "int4-kivi")
+    *(
+        Op(
+            "append",
+            CLASSES[kind].append,
+            {"self": Absent(), "k": NEW_TOKENS, "v": NEW_TOKENS, "rows": ROW_INDEX, "counts": COUNT, **CONTEXT},
+            _append(format, kind=kind),
+            empties=(
+                _append(format, batch=0, kind=kind),
+                _append(format, tokens=0, counts=(0, 0), kind=kind),
+                _append(format, counts=(0, 0), kind=kind),
+            ),
+            state=_cache_state,
+            case=_case(format, kind),
+        )
+        for format, kind in CACHES
+    ),
+    *(
+        op
+        for kind, format in (("contiguous", "int4-kivi"), ("paged", "int8"), ("view", "int4-kivi"))
+        for op in _kv_ops(format, kind)
+    ),
 ]
 
 # ---- attention
@@ -428,12 +568,12 @@ def _other_caches(dtype):
     }
 
 
-def _decode(format, batch=2, tokens=5, stored=STORED):
+def _decode(format, batch=2, tokens=5, stored=STORED, kind="contiguous"):
     def build(m):
         shape = (batch, tokens, Q_HEADS)
         return {
             "q": m.input(*shape, HEAD_DIM),
-            "cache": kv_cache(format, m.dtype, stored=stored),
+            "cache": kv_cache(format, m.dtype, stored=stored, kind=kind, make=m),
             "rows": m.index([2, 0][:batch]),
             "counts": m.index([5, 3][:batch]) if tokens == 5 else None,
             "window": 20,
@@ -508,7 +648,7 @@ ATTENTION_OPS = [
             rt.decode_attention,
             {
                 "q": ROWS,
-                "cache": Object(_other_caches),
+                "cache": Object(_other_caches, _cache_moved),
                 "rows": _PICKED,
                 "counts": _COUNTED,
                 "out": OUT,
@@ -516,11 +656,13 @@ ATTENTION_OPS = [
                 **LOGITS,
                 **CONTEXT,
             },
-            _decode(format),
-            empties=(_decode(format, batch=0), _decode(format, tokens=0), _decode(format, stored=0)),
-            case=format,
+            _decode(format, kind=kind),
+            empties=tuple(_decode(format, kind=kind, **e) for e in ({"batch": 0}, {"tokens": 0}, {"stored": 0})),
+            state=lambda kwargs: cache_state(kwargs["cache"]),
+            case=_case(format, kind),
         )
-        for format in ("int8", "int4-kivi")
+        for format, kind in CACHES
+        if format not in oracle.ELEMENT_FORMATS
     ),
     Op(
         "prefill_attention",
@@ -628,8 +770,7 @@ OPS = [
             **CONTEXT,
         },
         _rope_append(),
-        state=lambda kwargs: list(kwargs["cache"]._arrays.values()),
-        also=("append",),
+        state=lambda kwargs: cache_state(kwargs["cache"]),
     ),
     Op(
         "silu_mul",

@@ -599,12 +599,12 @@ def silu_mul(x):
 
 
 def gelu_mul(x, approximate="tanh"):
+    """1 + tanh(z) as 2 / (1 + exp(-2 z)), and 1 + erf(z) as erfc(-z): neither cancels where the gate is negative."""
     gate, up = np.split(np.asarray(x, np.float64), 2, axis=-1)
     if approximate == "tanh":
-        inner = np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
-    else:
-        inner = np.vectorize(math.erf, otypes=[np.float64])(gate / math.sqrt(2))
-    return 0.5 * gate * (1 + inner) * up
+        with np.errstate(over="ignore"):
+            return gate / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    return 0.5 * gate * np.vectorize(math.erfc, otypes=[np.float64])(-gate / math.sqrt(2)) * up
 
 
 def softmax(x):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of every op x every class of fault: a typed error that names the argument, before anything is written,
-and the next good call is right. Count them with `pytest -rA`, or read the summary line."""
+"""Every argument of every op x every class of fault: a typed error that begins with the op's public name and names the
+argument, before anything is written, and the next good call is right. The summary line counts them."""
 
 import inspect
 import re
@@ -23,11 +23,11 @@ def _wrong(op, name, fault, call, changes):
     if fault.relational and (isinstance(op.arguments[name], ops.Object) or op.arguments[name].primary):
         others = list(op.arguments)
     try:
-        call.run(**changes, **{name: fault.value})
+        call.run(**{**changes, **fault.beside, name: fault.value})
     except rt.RooftileError as e:
-        if not str(e).startswith((*(f"{n}: " for n in (op.name, "plan", *op.also)), f"{name} must ")):
+        if not str(e).startswith(f"{op.name}: "):
             return f"the error does not start with the op's name: {e}"
-        if not _names(str(e).removeprefix(op.name), *others):
+        if not _names(str(e).removeprefix(f"{op.name}: "), *others):
             return f"the error does not name {' or '.join(others)}: {e}"
     except Exception as e:
         return f"{type(e).__name__} is not a rooftile error: {e}"
@@ -49,6 +49,7 @@ def _check(op, name, dtype, device, omit_outputs):
         problem = _wrong(op, name, fault, call, changes)
         try:
             call.check_untouched()
+            fault.check_untouched()
         except AssertionError as e:
             problem = f"{problem or 'right error'}; but {e}"
         if problem:

@@ -569,3 +569,10 @@ def test_a_model_changes_all_layers_or_none():
     for wrong in ({0: "int8"}, {"default": "int8", 4: "fp32"}):
         with pytest.raises(rt.ArgumentError, match="format"):
             rt.ModelKVCache(4, 1, 10, 1, 64, format=wrong)
+
+
+def test_more_rows_than_the_cache_has_are_refused_unread():
+    cache, rows = rt.KVCache(2, 64, 1, 8), torch.zeros(1, dtype=torch.int32).expand(2**40)
+    for op, call in (("reset", cache.reset), ("truncate", lambda rows: cache.truncate(rows, rows))):
+        with pytest.raises(rt.ArgumentError, match=f"^{op}: rows must have at most 2 entries"):
+            call(rows)

@@ -297,8 +297,16 @@ BAD_VIEWS = {
     ),
     "table of one dimension": ({"block_table": torch.zeros(2, dtype=torch.int32)}, rt.ArgumentError, "block_table"),
     "table transposed": ({"block_table": torch.zeros(2, 2, dtype=torch.int32).T}, rt.ArgumentError, "block_table"),
-    "lengths of another size": ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, rt.ArgumentError, "lengths must be"),
-    "lengths int64": ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, rt.ArgumentTypeError, "lengths must be int32"),
+    "lengths of another size": (
+        {"seq_lens": torch.zeros(3, dtype=torch.int32)},
+        rt.ArgumentError,
+        "view: seq_lens must be",
+    ),
+    "lengths int64": (
+        {"seq_lens": torch.zeros(2, dtype=torch.int64)},
+        rt.ArgumentTypeError,
+        "view: seq_lens must be int32",
+    ),
     "layout": ({"layout": "DHN"}, rt.ArgumentError, "layout"),
     "ring without need": ({"ring": (1, 2, 3)}, rt.ArgumentError, "ring"),
     "ring is no tuple": (

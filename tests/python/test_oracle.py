@@ -3,6 +3,7 @@
 
 import closeness
 import gguf
+import mpmath
 import numpy as np
 import oracle
 import pytest
@@ -335,11 +336,29 @@ def test_activations_are_torchs():
     x = values((4, 34), "float32", "act", spread=4)
     gate, up = doubles(*np.split(x, 2, axis=-1))
     assert np.allclose(oracle.silu_mul(x), (F.silu(gate) * up).numpy(), rtol=1e-13)
-    assert np.allclose(
-        oracle.gelu_mul(x, "tanh"), (F.gelu(gate, approximate="tanh") * up).numpy(), rtol=1e-11, atol=1e-14
-    )
-    assert np.allclose(oracle.gelu_mul(x, "erf"), (F.gelu(gate) * up).numpy(), rtol=1e-11, atol=1e-14)
+    for approximate in ("tanh", "none"):
+        expected = (F.gelu(gate, approximate=approximate) * up).numpy()
+        assert np.allclose(oracle.gelu_mul(x, approximate), expected, rtol=1e-11, atol=1e-14)
     assert np.allclose(oracle.softmax(x), torch.from_numpy(x).softmax(-1).numpy(), rtol=1e-13)
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gelu_keeps_its_digits_in_the_tail(approximate):
+    """Against the definition in 700 digits: in float64, 1 + tanh and 1 + erf cancel for gates below -5."""
+    gates = np.concatenate([np.linspace(-37, 12, 197), -np.ldexp(1.0, np.arange(-60, 5)), [-21.0, -26.5]])
+    with mpmath.workdps(700):
+        root, cubic = mpmath.sqrt(2 / mpmath.pi), mpmath.mpf("0.044715")
+        inner = {
+            "tanh": lambda g: mpmath.tanh(root * (g + cubic * g**3)),
+            "none": lambda g: mpmath.erf(g / mpmath.sqrt(2)),
+        }[approximate]
+        exact = np.array([float(g / 2 * (1 + inner(g)) * 3) for g in map(mpmath.mpf, gates)])
+    normal = np.abs(exact) > 1e-300
+    assert gates[normal].min() < -20
+    got = oracle.gelu_mul(np.stack([gates, np.full_like(gates, 3.0)]).reshape(1, -1), approximate)[0]
+    # erfc and exp turn an argument's half unit into as many units as the argument squared
+    assert np.allclose(got[normal], exact[normal], rtol=1e-12, atol=0)
+    assert np.allclose(got, exact, rtol=1e-12, atol=1e-300)
 
 
 def test_rope_is_a_rotation():

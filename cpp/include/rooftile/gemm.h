@@ -32,22 +32,23 @@ struct W4View {
   const std::int32_t* perm = nullptr;    // [k] act-order: column i of the packed weight multiplies x[perm[i]]; null: identity
 };
 
-// Bytes of the kernel tensors. Raises, naming `op`, what no weight can have.
+// Bytes of the kernel tensors. Raises, naming `op` and the argument that says N and K, what no weight can have.
 struct W4Sizes {
   std::int64_t codes = 0, scales = 0, offsets = 0;
 };
-W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int group, W4Zeros zeros);
+W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int group, W4Zeros zeros, const char* argument = "shape");
 W4Zeros w4_zeros_from_name(const char* op, const char* text);
 
 // A view of kernel-form tensors, after checking that they are one: flat uint8 of the sizes above (perm: int32 [K], a
 // permutation). offsets and perm may be absent.
 W4View w4_view(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
-               TensorView scales, TensorView offsets, TensorView perm);
+               TensorView scales, TensorView offsets, TensorView perm, const char* op = "W4Weight");
 
 // Canonical form -> kernel form and back, lossless. codes uint8 [N, K/2] low nibble first; scales [N, K/G];
 // offsets: absent, uint8 [N, K/G] zeros or [N, K/G] minima. The kernel tensors are flat uint8.
 void w4_pack(const Context&, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int group,
-             TensorView out_codes, TensorView out_scales, TensorView out_offsets);
+             TensorView out_codes, TensorView out_scales, TensorView out_offsets,
+             const char* op = "W4Weight.from_canonical");
 void w4_unpack(const Context&, const W4View&, TensorView codes, TensorView scales, TensorView offsets);
 
 // Round to nearest: weight [N, K] fp32, fp16 or bf16 -> canonical form. Symmetric (qmax 7) or minima.

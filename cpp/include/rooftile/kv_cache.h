@@ -14,7 +14,7 @@ enum class KvFormat : std::uint8_t { fp32, fp16, bf16, int8, int4, int4_kivi_sym
 inline constexpr int kv_format_count = 7;
 
 const char* name(KvFormat f);                       // "int4-kivi"
-KvFormat kv_format_from_name(const char* text);     // throws a value error that lists the formats
+KvFormat kv_format_from_name(const char* op, const char* text);   // throws a value error that lists the formats
 
 // Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima.
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim);
@@ -71,8 +71,8 @@ struct KvCacheShape {
   DType dtype = DType::f16;
   std::int64_t page_size = 0, kv_heads = 0, head_dim = 0, max_rows = 0, max_pages = 0;
 };
-// Checks every array against the shape and puts the view together.
-KvCacheView kv_cache_view(const KvCacheShape&, const KvCacheArrays&);
+// Checks every array against the shape and puts the view together. op: whose name errors begin with.
+KvCacheView kv_cache_view(const KvCacheShape&, const KvCacheArrays&, const char* op = "KVCache");
 
 // k, v [B, T, kv_heads, head_dim]; row b's first counts[b] tokens (all T without counts) go to cache row rows[b]
 // (b without rows). Lengths grow. Raises before anything is written when a row would pass its capacity.
@@ -81,6 +81,9 @@ KernelName kv_append(const Context&, const KvCacheView&, TensorView k, TensorVie
 // Sets lengths. rows, lengths int32 [n] on the host. Per-token formats take any smaller length; kivi formats a
 // multiple of 32, or up to 16 tokens back (the ring still holds them). raw_from follows.
 void kv_truncate(const Context&, const KvCacheView&, TensorView rows, TensorView lengths);
+
+// Empties the given rows, int32 [n] on the host, or all: what they hold is not looked at.
+void kv_reset(const Context&, const KvCacheView&, TensorView rows);
 
 // Row i becomes what row index[i] was, for all rows at once (beam search); index int32 [max_rows] on the host.
 // move_pages: the pages' bytes move too (contiguous). Without it only ring, raw_from and length move: a paged cache is

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 namespace rooftile {
@@ -43,17 +44,10 @@ struct TensorView {
   std::int64_t stride[max_ndim] = {};  // in elements, as DLPack and torch count
 
   constexpr bool given() const { return ndim >= 0; }
-  constexpr std::int64_t numel() const {
-    std::int64_t n = ndim < 0 ? 0 : 1;
-    for (int i = 0; i < ndim; ++i) n *= shape[i];
-    return n;
-  }
+  // Counts stop at the largest number: an expanded view may claim more elements than 64 bits count.
+  constexpr std::int64_t numel() const { return ndim < 0 ? 0 : product(ndim); }
   // Rows are everything but the last dimension, flattened in order.
-  constexpr std::int64_t rows() const {
-    std::int64_t n = 1;
-    for (int i = 0; i + 1 < ndim; ++i) n *= shape[i];
-    return n;
-  }
+  constexpr std::int64_t rows() const { return product(ndim - 1); }
   constexpr std::int64_t last() const { return shape[ndim - 1]; }
   constexpr std::int64_t last_stride() const { return stride[ndim - 1]; }
   // Offset in elements of the first element of row `row`; any strides.
@@ -67,6 +61,17 @@ struct TensorView {
   }
   template <class T>
   constexpr T* as() const { return static_cast<T*>(data); }
+
+ private:
+  constexpr std::int64_t product(int dims) const {
+    constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
+    std::int64_t n = 1;
+    for (int i = 0; i < dims; ++i) {
+      if (shape[i] == 0) return 0;
+      n = n > most / shape[i] ? most : n * shape[i];
+    }
+    return n;
+  }
 };
 
 std::string shape_text(const TensorView& t);     // "[2, 8, 128]"
