@@ -112,7 +112,7 @@ def test_256_greedy_tokens_are_those_of_sdpa(model, tokenizer, questions):
 
 
 def meaning(q, k, v):
-    """One row of an int4-kivi RooftileCache in float64: q [T, Hq, D], the newest of all tokens; k, v all of them raw."""
+    """One row of an int4-kivi RooftileCache in float64: q [T, Hq, D], the newest tokens; k, v all of them, raw."""
     before = len(k) - len(q)
     if before == 0:
         return oracle.attention_reference(q, k, v)[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs before any arithmetic: tiny shapes, one thread. Fails at three times the promise, for busy machines."""
+"""What a call costs before any arithmetic: tiny shapes, one thread. Fails at three times the promise."""
 
 import time
 
