@@ -61,24 +61,35 @@ OpenMp find_openmp() {
   return runtime;
 }
 
-// Looked up until one is found: torch may be imported after us.
+// How many libraries this process has ever loaded.
+unsigned long long libraries_loaded() {
+  unsigned long long count = 0;
+  dl_iterate_phdr([](dl_phdr_info* info, std::size_t, void* to) {
+    *static_cast<unsigned long long*>(to) = info->dlpi_adds;
+    return 1;   // every entry says the same
+  }, &count);
+  return count;
+}
+
+// Looked up until one is found, again whenever a library was loaded: torch may be imported after us.
 const OpenMp& openmp() {
   static std::mutex mutex;
   static OpenMp runtime;
+  static const OpenMp none;
   static std::atomic<bool> ready{false};
-  if (!ready.load(std::memory_order_acquire)) {
-    std::lock_guard lock(mutex);
-    if (!ready.load(std::memory_order_relaxed)) {
-      const OpenMp found = find_openmp();
-      if (found.usable()) {
-        runtime = found;
-        ready.store(true, std::memory_order_release);
-      } else {
-        static const OpenMp none;
-        return none;
-      }
-    }
+  static std::atomic<unsigned long long> looked_at{0};
+  if (ready.load(std::memory_order_acquire)) return runtime;
+  const unsigned long long loaded = libraries_loaded();
+  if (looked_at.load(std::memory_order_relaxed) == loaded) return none;
+  std::lock_guard lock(mutex);
+  if (ready.load(std::memory_order_relaxed)) return runtime;
+  const OpenMp found = find_openmp();
+  if (!found.usable()) {
+    looked_at.store(loaded, std::memory_order_relaxed);
+    return none;
   }
+  runtime = found;
+  ready.store(true, std::memory_order_release);
   return runtime;
 }
 

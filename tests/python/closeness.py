@@ -84,21 +84,24 @@ def assert_close(ours, naive, exact, slack=2.0, frobenius=None, dtype=None):
         )
 
 
-def ulp_error(ours, exact, dtype):
-    """Distance in units of the last place of `dtype` at the exact value."""
+def ulp_error(ours, exact, dtype, terms=0.0):
+    """Distance in units of the last place of `dtype` at the exact value, or at the largest of the `terms` it is the sum
+    of: what cancels has no digits to keep."""
     got, exact = to_numpy64(ours), np.asarray(exact, np.float64)
     with np.errstate(invalid="ignore"):
         rounded = oracle.round_to(exact, dtype)
         same = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
-        distance = np.abs(got - exact) / oracle.quantum(np.where(np.isfinite(exact), exact, 1.0), dtype)
+        distance = np.abs(got - exact) / oracle.quantum(
+            np.maximum(np.where(np.isfinite(exact), np.abs(exact), 1.0), np.abs(terms)), dtype
+        )
     return np.where(same, 0.0, np.where(np.isnan(distance), np.inf, distance))
 
 
-def assert_ulp(ours, exact, dtype=None, max_ulp=2, share=0.999):
+def assert_ulp(ours, exact, dtype=None, max_ulp=2, share=0.999, terms=0.0):
     """At least `share` of the elements within 1 unit in the last place of the exact value, all within `max_ulp`."""
     dtype = dtype or dtype_name(ours)
     assert_same_shape(ours, exact)
-    error = ulp_error(ours, exact, dtype)
+    error = ulp_error(ours, exact, dtype, terms)
     if error.size == 0:
         return
     at = np.unravel_index(error.argmax(), error.shape)

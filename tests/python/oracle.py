@@ -551,16 +551,23 @@ def _eps(eps):
     return float(np.float32(eps))  # the ops take eps in float32
 
 
-def rms_norm(x, weight=None, eps=1e-6):
-    x = np.asarray(x, np.float64)
-    y = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + _eps(eps))
+# dtype=np.float32 makes them naive: what a plain float32 program computes.
+
+
+def _as(dtype, *arrays):
+    return (None if a is None else np.asarray(a).astype(dtype) for a in arrays)
+
+
+def rms_norm(x, weight=None, eps=1e-6, dtype=np.float64):
+    x, weight = _as(dtype, x, weight)
+    y = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + dtype(_eps(eps)))
     return y if weight is None else y * weight
 
 
-def layer_norm(x, weight=None, bias=None, eps=1e-5):
-    x = np.asarray(x, np.float64)
+def layer_norm(x, weight=None, bias=None, eps=1e-5, dtype=np.float64):
+    x, weight, bias = _as(dtype, x, weight, bias)
     centred = x - x.mean(axis=-1, keepdims=True)
-    y = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + _eps(eps))
+    y = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + dtype(_eps(eps)))
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
@@ -592,8 +599,8 @@ def rope(x, cos, sin, positions):
     return y
 
 
-def silu_mul(x):
-    gate, up = np.split(np.asarray(x, np.float64), 2, axis=-1)
+def silu_mul(x, dtype=np.float64):
+    gate, up = np.split(np.asarray(x).astype(dtype), 2, axis=-1)
     with np.errstate(over="ignore"):
         return gate / (1 + np.exp(-gate)) * up
 
@@ -607,8 +614,8 @@ def gelu_mul(x, approximate="tanh"):
     return 0.5 * gate * np.vectorize(math.erfc, otypes=[np.float64])(-gate / math.sqrt(2)) * up
 
 
-def softmax(x):
-    x = np.asarray(x, np.float64)
+def softmax(x, dtype=np.float64):
+    x = np.asarray(x).astype(dtype)
     with np.errstate(invalid="ignore"):
         e = np.exp(x - x.max(axis=-1, keepdims=True))
         return e / e.sum(axis=-1, keepdims=True)

@@ -9,7 +9,7 @@ import oracle
 import pytest
 import rooftile as rt
 import torch
-from closeness import assert_bits_equal, assert_ulp, to_numpy64
+from closeness import assert_bits_equal, assert_close, assert_ulp, dtype_name, to_numpy64, ulp_error
 
 HIDDEN = (*cases.HIDDEN, 4099, 20000)
 ROTARY = ((64, 32), (64, 3), (128, 24), (96, 40), (80, 40), (59, 29), (48, 0), (1, 0), (256, 48))  # head_dim, pairs
@@ -18,6 +18,27 @@ ROTARY = ((64, 32), (64, 3), (128, 24), (96, 40), (80, 40), (59, 29), (48, 0), (
 def data(shape, dtype, *key, **kw):
     array = cases.values(shape, dtype, *key, **kw)
     return array, cases.tensor(array, dtype)
+
+
+def assert_right(y, op, *args, terms=0.0, frobenius=1e-6, **options):
+    """Against op, an oracle function: 16-bit results to a unit, since float32 arithmetic leaves them only their own
+    rounding; float32 results at most twice as wrong as a plain float32 program."""
+    exact = op(*args, **options)
+    if dtype_name(y) == "float32":
+        assert_close(y, op(*args, **options, dtype=np.float32), exact, frobenius=frobenius)
+    else:
+        assert_ulp(y, exact, terms=terms)
+
+
+def gelu(x, approximate, dtype=np.float64):
+    """oracle.gelu_mul; naive in float32 as the formulas stand."""
+    if dtype is np.float64:
+        return oracle.gelu_mul(x, approximate)
+    gate, up = np.split(np.asarray(x).astype(dtype), 2, axis=-1)
+    inner = np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+    if approximate == "none":
+        inner = np.vectorize(math.erf, otypes=[dtype])(gate / np.sqrt(dtype(2)))
+    return dtype(0.5) * gate * (1 + inner).astype(dtype) * up
 
 
 def angles(positions, pairs, dtype):
@@ -29,41 +50,42 @@ def angles(positions, pairs, dtype):
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_norms_are_exact_to_a_unit(hidden, dtype, plan):
+def test_norms(hidden, dtype, plan):
     x, tx = data((3, hidden), dtype, "x", hidden, spread=3.0, mean=0.5)
     r, tr = data((3, hidden), dtype, "r", hidden)
     w, tw = data((hidden,), dtype, "w", hidden, mean=1.0)
     b, tb = data((hidden,), "float32", "b", hidden)
-    assert_ulp(rt.rms_norm(tx, plan=plan), oracle.rms_norm(x))
-    assert_ulp(rt.rms_norm(tx, tw, 1e-5, plan=plan), oracle.rms_norm(x, w, 1e-5))
+    assert_right(rt.rms_norm(tx, plan=plan), oracle.rms_norm, x)
+    assert_right(rt.rms_norm(tx, tw, 1e-5, plan=plan), oracle.rms_norm, x, w, 1e-5)
     y, s = rt.add_rms_norm(tx, tr, tw, plan=plan)
-    exact_y, exact_s = oracle.add_rms_norm(x, r, w, 1e-6, dtype)
-    assert_ulp(y, exact_y)
-    assert (to_numpy64(s) == exact_s).all()
-    assert_ulp(rt.layer_norm(tx, plan=plan), oracle.layer_norm(x))
-    assert_ulp(rt.layer_norm(tx, tw, tb, 1e-6, plan=plan), oracle.layer_norm(x, w, b, 1e-6))
+    total = oracle.round_to(x + r, dtype)
+    assert_right(y, oracle.rms_norm, total, w)
+    assert (to_numpy64(s) == total).all()
+    assert_right(rt.layer_norm(tx, plan=plan), oracle.layer_norm, x)
+    assert_right(rt.layer_norm(tx, tw, tb, 1e-6, plan=plan), oracle.layer_norm, x, w, b, 1e-6, terms=b)
     y, s = rt.add_layer_norm(tx, tr, tw, tb, plan=plan)
-    exact_y, exact_s = oracle.add_layer_norm(x, r, w, b, 1e-5, dtype)
-    assert_ulp(y, exact_y)
-    assert (to_numpy64(s) == exact_s).all()
+    assert_right(y, oracle.layer_norm, total, w, b, terms=b)
+    assert (to_numpy64(s) == total).all()
 
 
 @pytest.mark.parametrize("size", [300.0, 6e4])
 def test_large_values_do_not_overflow(size, dtype, plan):
     x = oracle.round_to(size * np.sign(cases.values((2, 576), "float32", size)), dtype)
-    assert_ulp(rt.rms_norm(cases.tensor(x, dtype), plan=plan), oracle.rms_norm(x))
-    assert_ulp(rt.layer_norm(cases.tensor(x, dtype), plan=plan), oracle.layer_norm(x))
+    assert_right(rt.rms_norm(cases.tensor(x, dtype), plan=plan), oracle.rms_norm, x)
+    assert_right(rt.layer_norm(cases.tensor(x, dtype), plan=plan), oracle.layer_norm, x)
 
 
 @pytest.mark.parametrize("mean_square", [1e-7, 1e-6, 1e-5, 1e-4])
 def test_eps_is_neither_raised_nor_dropped(mean_square, dtype, plan):
     x, tx = data((4, 640), dtype, mean_square, spread=math.sqrt(mean_square))
-    assert_ulp(rt.rms_norm(tx, eps=1e-6, plan=plan), oracle.rms_norm(x, eps=1e-6), max_ulp=1)
+    y = rt.rms_norm(tx, eps=1e-6, plan=plan)
+    assert_right(y, oracle.rms_norm, x)
+    assert dtype == "float32" or ulp_error(y, oracle.rms_norm(x), dtype).max() <= 1
 
 
 def test_layer_norm_of_values_far_from_zero(dtype, plan):
     x, tx = data((3, 1000), dtype, "far", mean=1000.0, spread=1.0)
-    assert_ulp(rt.layer_norm(tx, plan=plan), oracle.layer_norm(x))
+    assert_right(rt.layer_norm(tx, plan=plan), oracle.layer_norm, x, frobenius=None)  # most of x cancels
 
 
 def test_constant_and_zero_rows(dtype, plan):
@@ -102,7 +124,7 @@ def test_an_output_that_overlaps_is_refused():
         rt.rms_norm(x[0], w, out=w)
     assert torch.equal(buffer, before)
     rt.rms_norm(x, w, out=buffer[:, 32:])  # the other half of the same rows lies apart
-    assert_ulp(buffer[:, 32:], oracle.rms_norm(to_numpy64(before[:, :32])))
+    assert_right(buffer[:, 32:], oracle.rms_norm, to_numpy64(before[:, :32]))
 
 
 # ---------------------------------------------------------------- rope
@@ -249,20 +271,34 @@ def test_rope_append_that_fails_writes_nothing():
 @pytest.mark.parametrize("hidden", [0, 1, 7, 8, 9, 17, 576, 1536, 10007])
 def test_gated(hidden, dtype, plan):
     x, tx = data((3, 2 * hidden), dtype, "gated", hidden, spread=3.0)
-    assert_ulp(rt.silu_mul(tx, plan=plan), oracle.silu_mul(x))
+    assert_right(rt.silu_mul(tx, plan=plan), oracle.silu_mul, x)
     for approximate in ("tanh", "none"):
-        assert_ulp(rt.gelu_mul(tx, approximate=approximate, plan=plan), oracle.gelu_mul(x, approximate))
+        assert_right(rt.gelu_mul(tx, approximate=approximate, plan=plan), gelu, x, approximate)
 
 
 def test_gated_over_the_whole_range(dtype, plan):
-    """Every binade of both signs, up to where the result underflows or overflows."""
+    """Every binade of both signs, up to where the result underflows or overflows.
+
+    float32: 4 roundings, and those of the exponent, which are relative to its size; what is near the smallest normal
+    number loses digits on its way through the subnormal ones.
+    """
+
+    def check(y, exact):
+        if dtype == "float32":
+            with np.errstate(divide="ignore"):
+                size = np.abs(np.log(np.abs(np.where(exact == 0, 1, exact))))
+            bound = oracle.EPS[dtype] / 2 * np.abs(exact) * (8 + 4 * size) + 2.0**-140
+            assert (np.abs(to_numpy64(y) - exact) <= bound).all()
+        else:
+            assert_ulp(y, exact)
+
     edges = np.concatenate([np.linspace(-120, 120, 4001), np.ldexp(1.0, np.arange(-40, 16)), [0.0]])
     gate = oracle.round_to(np.concatenate([edges, -edges]), dtype)
     x = cases.tensor(np.concatenate([gate, np.ones_like(gate)]), dtype)
     both = np.concatenate([gate, np.ones_like(gate)])
-    assert_ulp(rt.silu_mul(x, plan=plan), oracle.silu_mul(both))
+    check(rt.silu_mul(x, plan=plan), oracle.silu_mul(both))
     for approximate in ("tanh", "none"):
-        assert_ulp(rt.gelu_mul(x, approximate=approximate, plan=plan), oracle.gelu_mul(both, approximate))
+        check(rt.gelu_mul(x, approximate=approximate, plan=plan), oracle.gelu_mul(both, approximate))
 
 
 def test_gated_special_values(dtype, plan):
@@ -311,7 +347,7 @@ def test_softmax(n, dtype, plan):
     x, tx = data((3, n), dtype, "softmax", n, spread=4.0)
     y = rt.softmax(tx, plan=plan)
     if n:
-        assert_ulp(y, oracle.softmax(x))
+        assert_right(y, oracle.softmax, x)
     else:
         assert tuple(y.shape) == (3, 0)
 
@@ -323,7 +359,7 @@ def test_softmax_of_large_and_masked_logits(dtype, plan):
     x[2, :299] = -np.inf
     x = oracle.round_to(x, dtype)
     y = rt.softmax(cases.tensor(x, dtype), plan=plan)
-    assert_ulp(y, oracle.softmax(x))
+    assert_right(y, oracle.softmax, x)
     assert (y[1, 7:] == 0).all() and y[2, 299] == 1
 
 
@@ -388,10 +424,14 @@ def test_many_rows_equal_one_row_at_a_time(name, dtype):
 
 
 @pytest.mark.parametrize("name", functional())
-def test_variants_agree_to_a_unit(name, dtype):
+def test_variants_agree(name, dtype):
     x = cases.tensor(cases.values((2, 3, 5, 34), dtype, name), dtype)
     reference = to_numpy64(functional("reference")[name](x))
     for plan in cases.PLANS:
         with rt.record_kernels() as ran:
-            assert_ulp(functional(plan)[name](x), reference)
+            y = functional(plan)[name](x)
+        if dtype == "float32":  # the reference computes in double
+            assert_close(y, reference, reference, slack=0, frobenius=1e-6)
+        else:
+            assert_ulp(y, reference)
         assert ran == [f"cpu_{plan}_{dtype}"]

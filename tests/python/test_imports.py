@@ -70,3 +70,12 @@ def test_torch_may_come_later():
         "print(type(b).__name__, bool((b.numpy() == a).all()), torch.equal(b, c))"
     )
     assert printed == "Tensor True True"
+
+
+def test_an_openmp_runtime_is_found_when_it_comes_later():
+    pytest.importorskip("torch")
+    backends = run(
+        "from rooftile import _C\nbefore = [_C.parallel_backend() for _ in range(2)]\nimport torch\n"
+        "print(*before, _C.parallel_backend(), sep=', ')"
+    )
+    assert backends == "rooftile, rooftile, openmp (shared)"

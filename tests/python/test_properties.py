@@ -112,4 +112,4 @@ def test_softmax_ignores_what_is_minus_infinity(rows, n, hidden):
     padded = torch.cat([x, torch.full((rows, hidden), -torch.inf)], dim=1)
     p = rt.softmax(padded)
     assert (p[:, n:] == 0).all()
-    closeness.assert_ulp(p[:, :n], oracle.softmax(x.numpy()))
+    closeness.assert_close(p[:, :n], oracle.softmax(x.numpy(), np.float32), oracle.softmax(x.numpy()))

@@ -6,7 +6,6 @@
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
 #include "cpu/simd/vec.h"
-#include "cpu/simd/vec64.h"
 #include "cpu/simd/activation.h"
 #include "cpu/simd/rows.h"
 
@@ -23,7 +22,7 @@ void gated_rows(const Parallel& parallel, const TensorView& x, const TensorView&
       const T* gate = x_room.read(x, row, thread);
       T* to = h_room.write(h, row, thread);
       for_pieces(n, [=](std::int64_t i, auto lanes) {
-        store64(to + i, Activation::apply(load64(gate + i, lanes)) * load64(gate + n + i, lanes), lanes);
+        store(to + i, Activation::apply(load(gate + i, lanes)) * load(gate + n + i, lanes), lanes);
       });
       h_room.commit(h, row, thread);
     });

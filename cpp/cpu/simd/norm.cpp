@@ -9,7 +9,6 @@
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
 #include "cpu/simd/vec.h"
-#include "cpu/simd/vec64.h"
 #include "cpu/simd/rows.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
@@ -33,29 +32,30 @@ class Parameter {
 template <class T>
 void add_row(const T* x, const T* residual, T* res, std::int64_t n) {
   for_pieces(n, [=](std::int64_t i, auto lanes) {
-    store64(res + i, load64(x + i, lanes) + load64(residual + i, lanes), lanes);
+    store(res + i, load(x + i, lanes) + load(residual + i, lanes), lanes);
   });
 }
 
 template <bool subtract_mean, class T>
 void norm_row(const T* x, const float* weight, const float* bias, T* y, std::int64_t n, double eps) {
   const double count = static_cast<double>(n);
-  const double mean =
-      subtract_mean ? sum_over(n, [=](std::int64_t i, auto lanes) { return load64(x + i, lanes); }) / count : 0.0;
+  const double mean = subtract_mean ? sum_over(n, [=](std::int64_t i, auto lanes) { return load(x + i, lanes); }) / count : 0.0;
+  // In two parts: values far from 0 keep the digits of their distance to the mean.
+  const float rounded = static_cast<float>(mean), rest = static_cast<float>(mean - rounded);
   const auto centred = [=](std::int64_t i, auto lanes) {
-    const F64 v = load64(x + i, lanes);
-    return subtract_mean ? v - mean : v;
+    const F32 v = load(x + i, lanes);
+    return subtract_mean ? v - rounded - rest : v;
   };
   const double square = sum_over(n, [=](std::int64_t i, auto lanes) {
-    const F64 v = only(centred(i, lanes), lanes);
+    const F32 v = only(centred(i, lanes), lanes);
     return v * v;
   });
-  const double scale = 1.0 / std::sqrt(square / count + eps);
+  const float scale = static_cast<float>(1.0 / std::sqrt(square / count + eps));
   for_pieces(n, [=](std::int64_t i, auto lanes) {
-    F64 v = centred(i, lanes) * scale;
-    if (weight) v *= load64(weight + i, lanes);
-    if (bias) v += load64(bias + i, lanes);
-    store64(y + i, v, lanes);
+    F32 v = centred(i, lanes) * scale;
+    if (weight) v *= load(weight + i, lanes);
+    if (bias) v += load(bias + i, lanes);
+    store(y + i, v, lanes);
   });
 }
 

@@ -9,7 +9,6 @@
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
 #include "cpu/simd/vec.h"
-#include "cpu/simd/vec64.h"
 #include "cpu/simd/rows.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
@@ -19,10 +18,10 @@ namespace {
 template <class T>
 void turn(const T* x, const float* cos, const float* sin, T* y, std::int64_t pairs, std::int64_t dim) {
   for_pieces(pairs, [=](std::int64_t i, auto lanes) {
-    const F64 low = load64(x + i, lanes), high = load64(x + pairs + i, lanes);
-    const F64 c = load64(cos + i, lanes), s = load64(sin + i, lanes);
-    store64(y + i, low * c - high * s, lanes);
-    store64(y + pairs + i, high * c + low * s, lanes);
+    const Wide low = wide(load(x + i, lanes)), high = wide(load(x + pairs + i, lanes));
+    const Wide c = wide(load(cos + i, lanes)), s = wide(load(sin + i, lanes));
+    store(y + i, narrow(low * c - high * s), lanes);
+    store(y + pairs + i, narrow(high * c + low * s), lanes);
   });
   if (y != x && dim > 2 * pairs)
     std::memcpy(y + 2 * pairs, x + 2 * pairs, sizeof(T) * static_cast<std::size_t>(dim - 2 * pairs));

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows (the last dimension) of strided tensors as contiguous memory, and the loop over them. Include isa.h and vec.h first.
+// Rows (the last dimension) of strided tensors as contiguous memory, the loop over them and the loops along one.
+// Include isa.h and vec.h first.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 
 #include "core/parallel.h"
@@ -71,5 +73,57 @@ class RowScratch {
   std::int64_t width_;
   std::unique_ptr<T[]> room_;
 };
+
+// ---- along a row ----
+
+// How many of the sixteen lanes of a piece are real: all of them, known at compile time, or the rest of a row.
+struct Whole {};
+struct Part {
+  int count;   // 1..15
+};
+// body(offset, Whole or Part) over [0, n) in pieces of sixteen.
+template <class Body>
+ROOFTILE_INLINE void for_pieces(std::int64_t n, const Body& body) {
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) body(i, Whole{});
+  if (i < n) body(i, Part{static_cast<int>(n - i)});
+}
+
+// The real lanes of a piece; the others are 0 and are not written.
+template <class T>
+ROOFTILE_INLINE F32 load(const T* p, Whole) { return load(p); }
+template <class T>
+ROOFTILE_INLINE F32 load(const T* p, Part part) {
+  T whole[lanes] = {};
+  std::memcpy(whole, p, sizeof(T) * static_cast<std::size_t>(part.count));
+  return load(whole);
+}
+template <class T>
+ROOFTILE_INLINE void store(T* p, F32 v, Whole) { store(p, v); }
+template <class T>
+ROOFTILE_INLINE void store(T* p, F32 v, Part part) { store_some(p, v, part.count); }
+// v with 0 in the other lanes.
+ROOFTILE_INLINE F32 only(F32 v, Whole) { return v; }
+ROOFTILE_INLINE F32 only(F32 v, Part part) {
+  for (int i = part.count; i < lanes; ++i) v[i] = 0;
+  return v;
+}
+
+// The sum over [0, n) of term(offset, Whole or Part), which gives 0 in the lanes that are not real. Eight at a time are
+// added in float, the rest in double, in one fixed order: a long row loses no more digits than a short one.
+template <class Term>
+ROOFTILE_INLINE double sum_over(std::int64_t n, const Term& term) {
+  constexpr int step = 8 * lanes;
+  Wide total{};
+  std::int64_t i = 0;
+  for (; i + step <= n; i += step) {
+    F32 part[4];
+    for (int j = 0; j < 4; ++j) part[j] = term(i + j * lanes, Whole{});
+    for (int j = 0; j < 4; ++j) part[j] += term(i + (4 + j) * lanes, Whole{});
+    total = total + wide((part[0] + part[1]) + (part[2] + part[3]));
+  }
+  for_pieces(n - i, [&](std::int64_t j, auto lanes) { total = total + wide(term(i + j, lanes)); });
+  return sum(total);
+}
 
 }  // namespace rooftile::cpu::ROOFTILE_ISA

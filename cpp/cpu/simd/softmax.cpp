@@ -2,13 +2,14 @@
 // Softmax over the last dimension.  x, y [..., N]
 // Three passes over a row: maximum, sum of exponentials, result. Bound by the exponentials while the cache holds a row.
 #include <limits>
+#include <memory>
+#include <type_traits>
 
 #include "cpu/element.h"
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
 #include "cpu/simd/vec.h"
-#include "cpu/simd/vec64.h"
 #include "cpu/simd/rows.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
@@ -24,12 +25,17 @@ float row_max(const T* x, std::int64_t n) {
   return max(highest);
 }
 
+// e: room for n exponentials; may be y.
 template <class T>
-void softmax_row(const T* x, T* y, std::int64_t n) {
-  const double highest = row_max(x, n);
-  const double total = sum_over(n, [=](std::int64_t i, auto lanes) { return only(exp64(load64(x + i, lanes) - highest), lanes); });
-  const double scale = 1.0 / total;
-  for_pieces(n, [=](std::int64_t i, auto lanes) { store64(y + i, exp64(load64(x + i, lanes) - highest) * scale, lanes); });
+void softmax_row(const T* x, T* y, float* e, std::int64_t n) {
+  const float highest = row_max(x, n);
+  const double total = sum_over(n, [=](std::int64_t i, auto lanes) {
+    const F32 v = only(exp(load(x + i, lanes) - highest), lanes);
+    store(e + i, v, lanes);
+    return v;
+  });
+  const float scale = static_cast<float>(1.0 / total);
+  for_pieces(n, [=](std::int64_t i, auto lanes) { store(y + i, load(e + i, lanes) * scale, lanes); });
 }
 
 }  // namespace
@@ -37,9 +43,15 @@ void softmax_row(const T* x, T* y, std::int64_t n) {
 void softmax(const Parallel& parallel, const TensorView& x, const TensorView& y) {
   with_element(x.dtype, [&](auto e) {
     using T = decltype(e);
+    const std::int64_t n = x.last();
     const RowScratch<T> x_room(x, parallel.threads()), y_room(y, parallel.threads());
-    for_rows(parallel, x.rows(), x.last(), [&](std::int64_t row, int thread) {
-      softmax_row(x_room.read(x, row, thread), y_room.write(y, row, thread), x.last());
+    std::unique_ptr<float[]> room;
+    if (!std::is_same_v<T, float>) room = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(n * parallel.threads()));
+    for_rows(parallel, x.rows(), n, [&](std::int64_t row, int thread) {
+      T* to = y_room.write(y, row, thread);
+      float* e = room.get() + n * thread;
+      if constexpr (std::is_same_v<T, float>) e = to;
+      softmax_row(x_room.read(x, row, thread), to, e, n);
       y_room.commit(y, row, thread);
     });
   });

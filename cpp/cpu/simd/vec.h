@@ -48,6 +48,46 @@ ROOFTILE_INLINE F32 vmax(F32 a, F32 b) {   // b where a is NaN
 #endif
 }
 
+ROOFTILE_INLINE F32 clamp(F32 x, float low, float high) {   // NaN stays NaN
+#ifdef ROOFTILE_AVX512
+  return (F32)_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), (__m512)x));
+#else
+  x = x < low ? splat(low) : x;
+  return x > high ? splat(high) : x;
+#endif
+}
+
+ROOFTILE_INLINE F32 magnitude(F32 x) { return (F32)((I32)x & 0x7fffffff); }
+
+// a in the lanes where `sign` is negative, -0 among them, b elsewhere.
+ROOFTILE_INLINE F32 where_negative(F32 sign, F32 a, F32 b) {
+  const I32 negative = (I32)sign >> 31;
+  return (F32)(((I32)a & negative) | ((I32)b & ~negative));
+}
+
+// ---- sixteen doubles, for what float would lose: long sums, and differences that cancel ----
+
+typedef double F64 __attribute__((vector_size(64)));
+typedef float F32x8 __attribute__((vector_size(32)));
+struct Wide {
+  F64 low, high;
+};
+
+ROOFTILE_INLINE Wide wide(F32 x) {
+  F32x8 half[2];
+  std::memcpy(half, &x, sizeof x);
+  return {__builtin_convertvector(half[0], F64), __builtin_convertvector(half[1], F64)};
+}
+ROOFTILE_INLINE F32 narrow(Wide x) {
+  const F32x8 half[2] = {__builtin_convertvector(x.low, F32x8), __builtin_convertvector(x.high, F32x8)};
+  F32 y;
+  std::memcpy(&y, half, sizeof y);
+  return y;
+}
+ROOFTILE_INLINE Wide operator+(Wide a, Wide b) { return {a.low + b.low, a.high + b.high}; }
+ROOFTILE_INLINE Wide operator-(Wide a, Wide b) { return {a.low - b.low, a.high - b.high}; }
+ROOFTILE_INLINE Wide operator*(Wide a, Wide b) { return {a.low * b.low, a.high * b.high}; }   // exact for products of floats
+
 // ---- loads and stores of sixteen elements, converting ----
 
 ROOFTILE_INLINE F32 load(const float* p) { return load_raw<F32>(p); }
@@ -75,7 +115,7 @@ ROOFTILE_INLINE void store(BFloat16* p, F32 v) {
   const U32 bits = (U32)v;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const U32 nan = (bits >> 16) | 0x40u;
-  const I32 is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const I32 is_nan = v != v;
   store_raw(p, __builtin_convertvector((U32)(is_nan ? (I32)nan : (I32)rounded), U16));
 }
 ROOFTILE_INLINE void store(Half* p, F32 v) {
@@ -119,6 +159,10 @@ ROOFTILE_INLINE float sum(F32 v) {
     for (int i = 0; i < width; ++i) f[i] += f[i + width];
   return f[0];
 }
+ROOFTILE_INLINE double sum(Wide w) {
+  const F64 v = w.low + w.high;
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
 ROOFTILE_INLINE float max(F32 v) {
   float f[lanes];
   store_raw(f, v);
@@ -131,8 +175,7 @@ ROOFTILE_INLINE float max(F32 v) {
 ROOFTILE_INLINE F32 exp(F32 x) {
   const F32 log2e = splat(1.44269504088896341f);
   const F32 magic = splat(12582912.0f);   // 1.5 * 2^23: adding it rounds to an integer
-  F32 clipped = x < -104.0f ? splat(-104.0f) : x;
-  clipped = clipped > 89.0f ? splat(89.0f) : clipped;
+  const F32 clipped = clamp(x, -104.0f, 89.0f);
   const F32 shifted = fma(clipped, log2e, magic);
   const F32 n = shifted - magic;
   F32 r = fma(n, splat(-0.693359375f), clipped);
@@ -144,12 +187,13 @@ ROOFTILE_INLINE F32 exp(F32 x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p * r, r, r) + 1.0f;
-  // 2^n in two steps, so that subnormal results and 2^128 come out right
+#ifdef ROOFTILE_AVX512
+  return (F32)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else   // 2^n in two steps, so that subnormal results and 2^128 come out right
   const I32 k = (I32)shifted - (I32)magic;
   const I32 half = k >> 1;
-  const F32 a = (F32)((half + 127) << 23), b = (F32)((k - half + 127) << 23);
-  const F32 y = p * a * b;
-  return x != x ? x : y;
+  return p * (F32)((half + 127) << 23) * (F32)((k - half + 127) << 23);
+#endif
 }
 
 }  // namespace rooftile::cpu::ROOFTILE_ISA

@@ -19,7 +19,6 @@
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
 #include "cpu/simd/vec.h"
-#include "cpu/simd/vec64.h"
 #include "cpu/simd/activation.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
@@ -264,19 +263,12 @@ void store_tile(const TensorView& t, std::int64_t offset, int count, F32 v) {
   });
 }
 
-template <class A>
-F32 activated(F32 x) {
-  float f[lanes];
-  store(f, x);
-  for (int i = 0; i < lanes; i += lanes64) store64(f + i, A::apply(load64(f + i)));
-  return load(f);
-}
 F32 activate(Activation a, F32 x) {
   switch (a) {
     case Activation::none: return x;
-    case Activation::silu: return activated<Silu>(x);
-    case Activation::gelu_tanh: return activated<GeluTanh>(x);
-    case Activation::gelu_erf: return activated<GeluErf>(x);
+    case Activation::silu: return Silu::apply(x);
+    case Activation::gelu_tanh: return GeluTanh::apply(x);
+    case Activation::gelu_erf: return GeluErf::apply(x);
   }
   return x;
 }
