@@ -84,9 +84,8 @@ def _gpu_names():
 
 
 def device_of(array):
-    """The device of an array as check_device names it."""
-    kind, index = array.__dlpack_device__() if hasattr(array, "__dlpack_device__") else (1, 0)
-    return f"cuda:{index}" if kind == 2 else "cpu"
+    """The device of an array as check_device names it; on a GPU caches are made of torch tensors."""
+    return str(array.device) if getattr(array, "is_cuda", False) else "cpu"
 
 
 def integer(name, value, at_least=0):
@@ -126,7 +125,7 @@ def ints(name, values, device="cpu"):
         except (TypeError, AttributeError):
             raise ArgumentTypeError(f"{name} must be a list of integers or an int32 array, got {values!r}") from None
     if device != "cpu" and isinstance(values, np.ndarray):
-        return sys.modules["torch"].tensor(values, device=device)
+        return sys.modules["torch"].from_numpy(np.array(values)).to(device, non_blocking=True)
     return values
 
 
@@ -144,16 +143,11 @@ def host_ints(name, values):
 
 
 def assign(target, source):
-    """The same bytes in another array: NumPy or torch, on any device."""
-    torch = torch_of(target) or torch_of(source)
-    if torch is None or (torch_of(target) and torch_of(source)):
-        target[:] = source
-        return
-    target, source = (
-        x.view(torch.uint8) if torch_of(x) else torch.from_numpy(np.ascontiguousarray(x).view(np.uint8))
-        for x in (target, source)
-    )
-    target.copy_(source)
+    """The same bytes in another array; torch on any device, or NumPy."""
+    torch = torch_of(target)
+    if torch is not None and torch_of(source) is None:  # as bytes: NumPy's bfloat16 is not torch's
+        target, source = target.view(torch.uint8), torch.from_numpy(np.ascontiguousarray(source).view(np.uint8))
+    target[:] = source
 
 
 class Cache:
