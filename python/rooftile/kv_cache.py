@@ -63,7 +63,8 @@ def check_device(device):
         return "cpu"
     backend = _C.gpu_backend()
     if name.split(":")[0] != "cuda" or backend.startswith("none"):
-        raise NotSupportedError(f"device: {name} has no cache kernels in this build of rooftile; it runs: cpu{_gpu_names()}")
+        known = f"cpu{_gpu_names()}"
+        raise NotSupportedError(f"device: {name} has no cache kernels in this build of rooftile; it runs: {known}")
     try:
         import torch
     except ImportError:
@@ -367,8 +368,8 @@ class KVCache(Cache):
     batch: rows. capacity: tokens a row can hold, rounded up to whole pages of 64. format: "int4-kivi" (Liu et al. 2024,
     arXiv 2402.02750), "int4-kivi-sym", "int4", "int8", "fp16", "bf16" or "fp32". dtype: of k and v, "float32",
     "float16", "bfloat16" or the torch dtype of that name; default the element format's own, for the quantised formats
-    float32, on a GPU float16. device: "cpu" (default), "cuda", "cuda:1" or a torch.device. Memory is torch's where torch
-    is imported, else NumPy's; on a GPU always torch's. `cache.device` names the device.
+    float32, on a GPU float16. device: "cpu" (default), "cuda", "cuda:1" or a torch.device; `cache.device` names it.
+    Memory is torch's where torch is imported, else NumPy's; on a GPU always torch's.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ void bind_kv_cache(nb::module_& m) {
           },
           "format"_a, "dtype"_a, "page_size"_a, "head_dim"_a, "kv_heads"_a, "max_rows"_a, "max_pages"_a,
           "pool"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(),
-          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "fault"_a.none());
+          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "fault"_a.none() = nb::none());
 
   m.def(
       "kv_block_bytes",

@@ -50,7 +50,9 @@ def state(cache):
 
 
 def as_bytes(array):
-    return array.cpu().contiguous().view(torch.uint8).numpy() if isinstance(array, torch.Tensor) else array.view(np.uint8)
+    if isinstance(array, torch.Tensor):
+        return array.cpu().contiguous().view(torch.uint8).numpy()
+    return array.view(np.uint8)
 
 
 def assert_same(a, b):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache on a GPU holds the bytes that one on the CPU would; what only the kernels can see is checked there.
 
-Not a test of this file needs a GPU to be collected: on a machine without one they have no parameters and are skipped.
+Without a GPU most tests have no parameters and are skipped.
 """
 
 import cases
@@ -18,7 +18,13 @@ gpus = pytest.mark.parametrize("device", GPUS)
 kinds = pytest.mark.parametrize("format, dtype", kinds_on("cuda"))
 some_kinds = pytest.mark.parametrize(
     "format, dtype",
-    (("fp16", "float16"), ("int8", "bfloat16"), ("int4", "float16"), ("int4-kivi", "bfloat16"), ("int4-kivi-sym", "float16")),
+    (
+        ("fp16", "float16"),
+        ("int8", "bfloat16"),
+        ("int4", "float16"),
+        ("int4-kivi", "bfloat16"),
+        ("int4-kivi-sym", "float16"),
+    ),
 )
 makes = pytest.mark.parametrize("make", (contiguous, paged))
 
@@ -39,7 +45,7 @@ def wild(tokens, heads, dim, dtype, *key, batch=None):
     largest = oracle.LARGEST[dtype]
     for x in (k, v):
         flat = x.reshape(-1, heads, dim)
-        flat[:: 7] = 0.0
+        flat[::7] = 0.0
         flat[::14, :, ::2] = -0.0
         flat[3::11] *= 2.0**-20
         flat[5::13] *= largest / 8
@@ -199,7 +205,9 @@ def test_a_full_row_is_left_alone(device, format, dtype):
 
 
 @gpus
-@pytest.mark.parametrize("what, message", (("page", "row 1 alone: block_table"), ("length", "row 1 alone: the row's stored length")))
+@pytest.mark.parametrize(
+    "what, message", (("page", "row 1 alone: block_table"), ("length", "row 1 alone: the row's stored length"))
+)
 def test_bad_tables_and_lengths_of_a_view(device, what, message):
     pool = torch.zeros(6, 2, 16, 2, 64, dtype=torch.float16, device=device)
     table = torch.tensor([[0, 1, 2], [3, 10**6, 5]], dtype=torch.int32, device=device)
