@@ -27,14 +27,6 @@ std::vector<std::int32_t> host_values(const char* op, const char* argument, cons
   return values;
 }
 
-// An int32 [batch] argument that lies beside the cache on a GPU; the kernels check its values.
-const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch, Device device) {
-  if (!t.given()) return nullptr;
-  Arg(op, argument, t).dtype({DType::i32}).shape({batch}, "[batch]").device(device, "the cache");
-  ROOFTILE_CHECK(batch <= 1 || t.stride[0] == 1, op, ": ", argument, " must be contiguous on a GPU, got stride ", t.stride[0]);
-  return t.as<std::int32_t>();
-}
-
 void check_q(const char* op, const TensorView& q, std::int64_t kv_heads) {
   const std::int64_t heads = q.shape[q.ndim - 2], dim = q.last();
   ROOFTILE_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, op, ": q must have a multiple of the ", kv_heads,
@@ -181,8 +173,8 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "q", q);
     check::raise_fault(op, cache);
-    a.rows = device_values(op, "rows", rows, batch, cache.device);
-    a.counts = device_values(op, "counts", counts, batch, cache.device);
+    a.rows = check::device_values(op, "rows", rows, batch, cache.device);
+    a.counts = check::device_values(op, "counts", counts, batch, cache.device);
     ROOFTILE_CHECK(rows.given() || batch <= cache.max_rows, op, ": q has a batch of ", batch, ", the cache has ", cache.max_rows, " rows");
     return gpu::decode_attention(ctx, a);
   }

@@ -116,6 +116,13 @@ bool overlaps_itself(const TensorView& t) {
   return false;
 }
 
+const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch, Device device) {
+  if (!t.given()) return nullptr;
+  Arg(op, argument, t).dtype({DType::i32}).shape({batch}, "[batch]").device(device, "the cache");
+  ROOFTILE_CHECK(batch <= 1 || t.stride[0] == 1, op, ": ", argument, " must be contiguous on a GPU, got stride ", t.stride[0]);
+  return t.as<std::int32_t>();
+}
+
 void raise_fault(const char* op, const KvCacheView& cache) {
   if (!cache.fault || *cache.fault == 0) return;
   const int code = *cache.fault % 16, row = *cache.fault / 16;
@@ -127,10 +134,13 @@ void raise_fault(const char* op, const KvCacheView& cache) {
     case KvFault::capacity: why = "the new tokens did not fit the row's capacity"; break;
     case KvFault::count: why = "counts was not in [0, T]"; break;
     case KvFault::page: why = "block_table named a page that the pool does not have"; break;
+    case KvFault::position: why = "positions must lie in [0, rows of cos)"; break;
+    case KvFault::twice: why = "rows named it twice"; break;
     case KvFault::raw: why = "the raw tokens it needed were cut away by an earlier truncate"; break;
     case KvFault::none: break;
   }
-  fail(ErrorKind::value, op, ": an earlier call on this cache left row ", row, " alone: ", why);
+  const bool named = code != static_cast<int>(KvFault::row);   // a row that is none has no number
+  fail(ErrorKind::value, op, ": an earlier call on this cache left ", named ? "row " : "batch entry ", row, " alone: ", why);
 }
 
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts) {

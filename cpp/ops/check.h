@@ -90,6 +90,9 @@ inline void check_gpu(const char* op, const Context& ctx, const char* argument, 
                       "\" is no variant of the GPU kernels; leave plan out");
 }
 
+// An int32 [batch] argument that lies beside the cache on a GPU, or null; the kernels check its values.
+const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch, Device device);
+
 // Raises what a kernel found wrong in an earlier call on this cache (KvCacheView::fault), and clears it.
 void raise_fault(const char* op, const KvCacheView& cache);
 

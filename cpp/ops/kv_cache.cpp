@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "core/kv_layout.h"
 #include "cpu/element.h"
+#include "kernels/backend.h"
+#include "ops/append.h"
 #include "ops/check.h"
 #include "ops/kv_append.h"
 
@@ -68,6 +71,11 @@ std::int64_t length_of(const char* op, const KvCacheView& c, std::int64_t row) {
   return length;
 }
 
+void check_batch(const char* op, const KvCacheView& c, std::int64_t batch, const TensorView& rows) {
+  ROOFTILE_CHECK(rows.given() || batch <= c.max_rows, op, ": k has batch ", batch, ", but the cache has ", c.max_rows,
+                 " rows; pass rows= to say which");
+}
+
 // The pages of tokens [begin, end) of a row exist. Entries of other tokens are not read.
 void check_pages(const char* op, const KvCacheView& c, std::int64_t row, std::int64_t begin, std::int64_t end) {
   if (!c.block_table || begin >= end) return;
@@ -78,36 +86,93 @@ void check_pages(const char* op, const KvCacheView& c, std::int64_t row, std::in
   }
 }
 
-const cpu::Kernels& host_kernels(const char* op, const Context& ctx, const KvCacheView& c) {
+// For what reads single values of a cache: there the host must reach them.
+void check_on_host(const char* op, const KvCacheView& c) {
   ROOFTILE_CHECK_KIND(not_supported, c.device.type == DeviceType::cpu, op, ": the cache is on ", name(c.device),
-                      ", but this build of rooftile has CPU kernels only");
-  return check::cpu_kernels(op, ctx);
+                      "; copy it to the host first");
 }
+
+// A cache whose small arrays (lengths, raw_from, table rows) the host can read and write: its own, or copies of a GPU
+// cache's that commit() writes back. Pools and rings stay where they are; copy() moves their bytes.
+class HostAccess {
+ public:
+  HostAccess(const char* op, const Context& ctx, const KvCacheView& cache) : view(cache), op_(op), ctx_(ctx), cache_(cache) {
+    if (!remote()) return;
+    view.block_table = nullptr;
+    stage(cache.lengths, lengths_, view.lengths);
+    if (cache.raw_from) stage(cache.raw_from, raw_from_, view.raw_from);
+    check::raise_fault(op, cache);   // now that the calls before this one are done
+  }
+  // From here on view.block_table has these rows.
+  void stage_table(std::initializer_list<std::int64_t> rows) {
+    if (!remote() || !cache_.block_table) return;
+    const auto wide = static_cast<std::size_t>(cache_.max_pages);
+    table_.resize(wide * static_cast<std::size_t>(cache_.max_rows));
+    for (std::int64_t row : rows)
+      copy(table_.data() + static_cast<std::size_t>(row) * wide, cache_.block_table + row * cache_.table_stride,
+           cache_.max_pages * std::int64_t{sizeof(std::int32_t)});
+    view.block_table = table_.data();
+    view.table_stride = cache_.max_pages;
+  }
+  void copy(void* to, const void* from, std::int64_t bytes) const {
+    if (remote())
+      gpu::copy_bytes(op_, ctx_, to, from, static_cast<std::size_t>(bytes));
+    else
+      std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+  void commit() const {
+    if (!remote()) return;
+    copy(cache_.lengths, lengths_.data(), bytes_of_rows());
+    if (cache_.raw_from) copy(cache_.raw_from, raw_from_.data(), bytes_of_rows());
+  }
+
+  KvCacheView view;
+
+ private:
+  bool remote() const { return cache_.device.type != DeviceType::cpu; }
+  std::int64_t bytes_of_rows() const { return cache_.max_rows * std::int64_t{sizeof(std::int32_t)}; }
+  void stage(const std::int32_t* from, std::vector<std::int32_t>& values, std::int32_t*& seen) {
+    values.resize(static_cast<std::size_t>(cache_.max_rows));
+    copy(values.data(), from, bytes_of_rows());
+    seen = values.data();
+  }
+
+  const char* op_;
+  const Context& ctx_;
+  const KvCacheView& cache_;
+  std::vector<std::int32_t> lengths_, raw_from_, table_;
+};
 
 // visit(bytes of page 0, page stride, how many) for every run of bytes that makes up a page.
 template <class Visit>
 void for_each_run(const KvCacheView& c, const Visit& visit) {
-  const KvBlock block = kv_block(c.format, c.page_size, c.head_dim);
-  for (const KvCacheView::Plane* plane : {&c.k, &c.v})
-    for (std::int64_t head = 0; head < c.kv_heads; ++head) {
-      const std::int64_t at = head * plane->head_stride;
-      if (is_element_format(c.format)) {
-        for (std::int64_t token = 0; token < c.page_size; ++token)
-          visit(plane->codes + at + token * plane->token_stride, plane->page_stride,
-                c.head_dim * static_cast<std::int64_t>(size_of(c.dtype)));
-        continue;
+  struct Dimension {
+    std::int64_t count, stride;
+  };
+  const bool elements = is_element_format(c.format);
+  for (const KvCacheView::Plane* plane : {&c.k, &c.v}) {
+    std::int64_t run = elements ? c.head_dim * static_cast<std::int64_t>(size_of(c.dtype))
+                                : kv_block(c.format, c.page_size, c.head_dim).bytes;
+    Dimension inner{elements ? c.page_size : 1, plane->token_stride}, outer{c.kv_heads, plane->head_stride};
+    if (elements && outer.stride < inner.stride) std::swap(inner, outer);
+    for (Dimension* d : {&inner, &outer})
+      if (d->stride == run || d->count == 1) {   // neighbours are one run
+        run *= d->count;
+        d->count = 1;
+      } else {
+        break;
       }
-      const std::int64_t scales = plane == &c.k ? block.k_min - block.k_scale : block.v_min - block.v_scale;
-      visit(plane->codes + at, plane->page_stride, block.v_codes);
-      visit(plane->scale + at, plane->page_stride, scales);
-      if (plane->min) visit(plane->min + at, plane->page_stride, scales);
-    }
+    for (std::int64_t i = 0; i < outer.count; ++i)
+      for (std::int64_t j = 0; j < inner.count; ++j)
+        visit(plane->codes + i * outer.stride + j * inner.stride, plane->page_stride, run);
+    if (!elements) return;   // a block holds K and V, codes and scales
+  }
 }
 
-void copy_page(const KvCacheView& c, std::int64_t from, std::int64_t to) {
+void copy_page(const HostAccess& host, std::int64_t from, std::int64_t to) {
   if (from == to) return;
-  for_each_run(c, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
-    std::memcpy(base + to * stride, base + from * stride, static_cast<std::size_t>(bytes));
+  for_each_run(host.view, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
+    host.copy(base + to * stride, base + from * stride, bytes);
   });
 }
 
@@ -115,11 +180,11 @@ std::int64_t ring_bytes(const KvCacheView& c) {
   return std::int64_t{c.kv_heads} * c.ring_size * c.head_dim * static_cast<std::int64_t>(size_of(c.dtype));
 }
 
-void copy_ring(const KvCacheView& c, std::int64_t from, std::int64_t to) {
+void copy_ring(const HostAccess& host, std::int64_t from, std::int64_t to) {
+  const KvCacheView& c = host.view;
   if (!is_kivi(c.format)) return;
   const std::int64_t bytes = ring_bytes(c);
-  for (std::byte* ring : {c.ring_k, c.ring_v})
-    std::memcpy(ring + to * bytes, ring + from * bytes, static_cast<std::size_t>(bytes));
+  for (std::byte* ring : {c.ring_k, c.ring_v}) host.copy(ring + to * bytes, ring + from * bytes, bytes);
   c.raw_from[to] = c.raw_from[from];
 }
 
@@ -298,8 +363,38 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
     check_table(op, "raw_from", a.raw_from, {c.max_rows}, "[max_rows]", c.device);
     c.raw_from = a.raw_from.as<std::int32_t>();
   }
+  if (a.fault.given()) {
+    Arg(op, "fault", a.fault).dtype({DType::i32}).shape({1}, "[1]").device({}, "the host").writable();
+    ROOFTILE_CHECK(c.device.type != DeviceType::cpu, op, ": fault belongs to caches on a GPU, the pool is on ", name(c.device));
+    c.fault = a.fault.as<std::int32_t>();
+  }
   return c;
 }
+
+namespace check {
+
+void check_append(const char* op, const KvCacheView& c, const TensorView& k, const TensorView& v) {
+  Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4);
+  Arg(op, "k", k)
+      .shape({k.shape[0], k.shape[1], c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]")
+      .device(c.device, "the cache");
+  Arg(op, "v", v).given().dtype({c.dtype}).shape_of(k, "k").device(c.device, "the cache");
+}
+
+gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k, const TensorView& v,
+                           const TensorView& rows, const TensorView& counts) {
+  check_gpu(op, ctx, "k", k);
+  check_append(op, c, k, v);
+  const std::int64_t batch = k.shape[0];
+  check_batch(op, c, batch, rows);
+  gpu::AppendArgs a{.cache = &c, .k = k, .v = v};
+  a.rows = device_values(op, "rows", rows, batch, c.device);
+  a.counts = device_values(op, "counts", counts, batch, c.device);
+  raise_fault(op, c);
+  return a;
+}
+
+}  // namespace check
 
 KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, TensorView v, TensorView rows,
                      TensorView counts) {
@@ -308,17 +403,13 @@ KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, Ten
 
 KernelName append(const char* op, const Context& ctx, const KvCacheView& c, TensorView k, TensorView v, TensorView rows,
                   TensorView counts) {
-  Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4);
+  if (check::on_gpu(ctx)) return gpu::kv_append(op, ctx, check::gpu_append(op, ctx, c, k, v, rows, counts));
+  check::check_append(op, c, k, v);
   const std::int64_t batch = k.shape[0], tokens = k.shape[1];
-  Arg(op, "k", k)
-      .shape({batch, tokens, c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]")
-      .device(c.device, "the cache");
-  Arg(op, "v", v).given().dtype({c.dtype}).shape_of(k, "k").device(c.device, "the cache");
-  const cpu::Kernels& kernels = host_kernels(op, ctx, c);
+  const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
   const Ints row_list = rows.given() ? Ints(op, "rows", rows, batch, "[batch]") : Ints{};
   const Ints count_list = counts.given() ? Ints(op, "counts", counts, batch, "[batch]") : Ints{};
-  ROOFTILE_CHECK(rows.given() || batch <= c.max_rows, op, ": k has batch ", batch, ", but the cache has ", c.max_rows,
-                 " rows; pass rows= to say which");
+  check_batch(op, c, batch, rows);
   std::vector<bool> seen(rows.given() ? static_cast<std::size_t>(c.max_rows) : 0);
   for (std::int64_t b = 0; b < batch; ++b) {
     const std::int64_t row = rows.given() ? row_list[b] : b, n = counts.given() ? count_list[b] : tokens;
@@ -342,9 +433,10 @@ KernelName append(const char* op, const Context& ctx, const KvCacheView& c, Tens
   return check::kernel_name(kernels, {"append", name(c.dtype), name(c.format)});
 }
 
-void kv_truncate(const Context& ctx, const KvCacheView& c, TensorView rows, TensorView lengths) {
+void kv_truncate(const Context& ctx, const KvCacheView& cache, TensorView rows, TensorView lengths) {
   const char* op = "truncate";
-  host_kernels(op, ctx, c);
+  const HostAccess host(op, ctx, cache);
+  const KvCacheView& c = host.view;
   const Ints row_list = Ints::up_to(c.max_rows, "rows", op, "rows", rows);
   const Ints length_list(op, "lengths", lengths, row_list.size(), "[rows]");
   for (std::int64_t i = 0; i < row_list.size(); ++i) {
@@ -369,49 +461,55 @@ void kv_truncate(const Context& ctx, const KvCacheView& c, TensorView rows, Tens
           std::min<std::int64_t>(std::max<std::int64_t>(raw_begin(c, row), 0), length_list[i]));
     c.lengths[row] = length_list[i];
   }
+  host.commit();
 }
 
-void kv_reset(const Context& ctx, const KvCacheView& c, TensorView rows) {
+void kv_reset(const Context& ctx, const KvCacheView& cache, TensorView rows) {
   const char* op = "reset";
-  host_kernels(op, ctx, c);
+  const HostAccess host(op, ctx, cache);
+  const KvCacheView& c = host.view;
   const auto clear = [&](std::int64_t row) {
     c.lengths[row] = 0;
     if (is_kivi(c.format)) c.raw_from[row] = 0;
   };
   if (!rows.given()) {
     for (std::int64_t row = 0; row < c.max_rows; ++row) clear(row);
-    return;
+  } else {
+    const Ints list = Ints::up_to(c.max_rows, "rows", op, "rows", rows);
+    for (std::int64_t i = 0; i < list.size(); ++i) check_row(op, "rows", c, list[i]);
+    for (std::int64_t i = 0; i < list.size(); ++i) clear(list[i]);
   }
-  const Ints list = Ints::up_to(c.max_rows, "rows", op, "rows", rows);
-  for (std::int64_t i = 0; i < list.size(); ++i) check_row(op, "rows", c, list[i]);
-  for (std::int64_t i = 0; i < list.size(); ++i) clear(list[i]);
+  host.commit();
 }
 
 void kv_copy_pages(const Context& ctx, const KvCacheView& c, TensorView src, TensorView dst) {
   const char* op = "copy_pages";
-  host_kernels(op, ctx, c);
   const Ints from = Ints::up_to(c.pages, "pages", op, "src", src), to(op, "dst", dst, from.size(), "[src]");
   for (const auto& [argument, list] : {std::pair{"src", &from}, {"dst", &to}})
     for (std::int64_t i = 0; i < list->size(); ++i)
       ROOFTILE_CHECK((*list)[i] >= 0 && (*list)[i] < c.pages, op, ": ", argument, " must lie in [0, ", c.pages,
                      "), got ", (*list)[i]);
-  for (std::int64_t i = 0; i < from.size(); ++i) copy_page(c, from[i], to[i]);
+  const HostAccess host(op, ctx, c);
+  for (std::int64_t i = 0; i < from.size(); ++i) copy_page(host, from[i], to[i]);
 }
 
-void kv_copy_row(const Context& ctx, const KvCacheView& c, int src, int dst, int first_page) {
+void kv_copy_row(const Context& ctx, const KvCacheView& cache, int src, int dst, int first_page) {
   const char* op = "fork";
-  host_kernels(op, ctx, c);
-  check_row(op, "src", c, src);
-  check_row(op, "dst", c, dst);
+  check_row(op, "src", cache, src);
+  check_row(op, "dst", cache, dst);
+  HostAccess host(op, ctx, cache);
+  host.stage_table({src, dst});
+  const KvCacheView& c = host.view;
   const std::int64_t length = length_of(op, c, src), begin = std::int64_t{first_page} * c.page_size;
   ROOFTILE_CHECK(first_page >= 0, op, ": first_page must be at least 0, got ", first_page);
   check_pages(op, c, src, begin, length);
   check_pages(op, c, dst, begin, length);
   if (src == dst) return;
   for (std::int64_t token = begin; token < length; token += c.page_size)
-    copy_page(c, kv_page(c, src, token), kv_page(c, dst, token));
-  copy_ring(c, src, dst);
+    copy_page(host, kv_page(c, src, token), kv_page(c, dst, token));
+  copy_ring(host, src, dst);
   c.lengths[dst] = c.lengths[src];
+  host.commit();
 }
 
 namespace {
@@ -419,16 +517,19 @@ namespace {
 // One row put aside, so that a cycle of rows can be turned.
 class SavedRow {
  public:
-  SavedRow(const KvCacheView& c, std::int64_t row, bool pages)
-      : c_(c), pages_(pages ? pages_for(c, c.lengths[row]) : 0) {
-    length_ = c.lengths[row];
-    walk(row, [this](std::byte* p, std::int64_t n) { bytes_.insert(bytes_.end(), p, p + n); });
-    if (is_kivi(c.format)) raw_from_ = c.raw_from[row];
+  SavedRow(const HostAccess& host, std::int64_t row, bool pages)
+      : host_(host), c_(host.view), pages_(pages ? pages_for(c_, c_.lengths[row]) : 0) {
+    length_ = c_.lengths[row];
+    walk(row, [this](std::byte* p, std::int64_t n) {
+      bytes_.resize(bytes_.size() + static_cast<std::size_t>(n));
+      host_.copy(bytes_.data() + bytes_.size() - n, p, n);
+    });
+    if (is_kivi(c_.format)) raw_from_ = c_.raw_from[row];
   }
   void put(std::int64_t row) {
     std::size_t at = 0;
     walk(row, [&](std::byte* p, std::int64_t n) {
-      std::memcpy(p, bytes_.data() + at, static_cast<std::size_t>(n));
+      host_.copy(p, bytes_.data() + at, n);
       at += static_cast<std::size_t>(n);
     });
     if (is_kivi(c_.format)) c_.raw_from[row] = raw_from_;
@@ -447,6 +548,7 @@ class SavedRow {
     for (std::byte* ring : {c_.ring_k, c_.ring_v}) visit(ring + row * bytes, bytes);
   }
 
+  const HostAccess& host_;
   const KvCacheView& c_;
   std::int64_t pages_;
   std::vector<std::byte> bytes_;
@@ -455,20 +557,21 @@ class SavedRow {
 
 }   // namespace
 
-void kv_reorder(const Context& ctx, const KvCacheView& c, TensorView index, bool move_pages) {
+void kv_reorder(const Context& ctx, const KvCacheView& cache, TensorView index, bool move_pages) {
   const char* op = "reorder";
-  host_kernels(op, ctx, c);
+  const HostAccess host(op, ctx, cache);
+  const KvCacheView& c = host.view;
   const Ints list(op, "index", index, c.max_rows, "[rows]");
   for (std::int64_t i = 0; i < c.max_rows; ++i) {
     check_row(op, "index", c, list[i]);
     length_of(op, c, i);
-    ROOFTILE_CHECK(!move_pages || !c.block_table, op, ": rows of a paged cache are reordered by their table");
+    ROOFTILE_CHECK(!move_pages || !cache.block_table, op, ": rows of a paged cache are reordered by their table");
   }
   const auto move = [&](std::int64_t from, std::int64_t to) {
     if (move_pages)
       for (std::int64_t t = 0; t < c.lengths[from]; t += c.page_size)
-        copy_page(c, kv_page(c, from, t), kv_page(c, to, t));
-    copy_ring(c, from, to);
+        copy_page(host, kv_page(c, from, t), kv_page(c, to, t));
+    copy_ring(host, from, to);
     c.lengths[to] = c.lengths[from];
   };
   // Rows nobody still wants to read are overwritten first; what remains are cycles, each turned through one saved row.
@@ -488,7 +591,7 @@ void kv_reorder(const Context& ctx, const KvCacheView& c, TensorView index, bool
     }
   for (std::int64_t start = 0; start < c.max_rows; ++start) {
     if (done[at(start)]) continue;
-    SavedRow saved(c, start, move_pages);
+    SavedRow saved(host, start, move_pages);
     std::int64_t i = start;
     for (; list[i] != start; i = list[i]) {
       move(list[i], i);
@@ -497,12 +600,13 @@ void kv_reorder(const Context& ctx, const KvCacheView& c, TensorView index, bool
     saved.put(i);
     done[at(i)] = true;
   }
+  host.commit();
 }
 
 void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64_t at, TensorView out_k,
                    TensorView out_v) {
   const char* op = "dequantize";
-  host_kernels(op, ctx, c);
+  check_on_host(op, c);
   check_row(op, "row", c, row);
   const std::int64_t length = length_of(op, c, row);
   ROOFTILE_CHECK(at >= 0 && at <= length, op, ": at must lie in [0, ", length, "] for row ", row, ", got ", at);
@@ -529,9 +633,9 @@ void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64
   });
 }
 
-void kv_dump_codes(const Context& ctx, const KvCacheView& c, int row, TensorView out_k, TensorView out_v) {
+void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out_k, TensorView out_v) {
   const char* op = "dump";
-  host_kernels(op, ctx, c);
+  check_on_host(op, c);
   check_row(op, "row", c, row);
   check_quantised(op, c);
   const std::int64_t tokens = coded_tokens(op, c, row);
@@ -550,9 +654,9 @@ void kv_dump_codes(const Context& ctx, const KvCacheView& c, int row, TensorView
               static_cast<std::int8_t>(Reader{c, row, head, side}.code(token, d));
 }
 
-void kv_dump_scales(const Context& ctx, const KvCacheView& c, int row, KvSide side, bool minima, TensorView out) {
+void kv_dump_scales(const Context&, const KvCacheView& c, int row, KvSide side, bool minima, TensorView out) {
   const char* op = "dump";
-  host_kernels(op, ctx, c);
+  check_on_host(op, c);
   check_row(op, "row", c, row);
   check_quantised(op, c);
   ROOFTILE_CHECK(!minima || has_min(c.format), op, ": a cache of format ", name(c.format), " has no minima");

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstddef>
 #include <memory>
+#include <utility>
 
 #include "cpu/element.h"
 #include "kernels/backend.h"
+#include "ops/append.h"
 #include "ops/check.h"
 #include "ops/kv_append.h"
 #include "rooftile/fused.h"
@@ -87,6 +89,17 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
                                           {"rows", rows}, {"counts", counts}});
   // before memory is made by what k says
   Arg(op, "k", k).shape({k.shape[0], k.shape[1], cache.kv_heads, cache.head_dim}, "[batch, tokens, kv_heads, head_dim]");
+  if (check::on_gpu(ctx)) {
+    for (const auto& [argument, t] : {std::pair{"k", &k}, {"v", &v}}) check::check_apart(op, "q_out", q_out, argument, *t);
+    ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ", describe(q));
+    gpu::AppendArgs a = check::gpu_append(op, ctx, cache, k, v, rows, counts);
+    a.q = q;
+    a.q_out = q_out;
+    a.cos = cos;
+    a.sin = sin;
+    a.positions = positions;
+    return gpu::kv_append(op, ctx, a);
+  }
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
   const Parallel parallel(ctx.threads);
 

@@ -70,8 +70,8 @@ def decode_attention(
         out = empty(q)
     if lse is None and return_lse:
         lse = _empty_lse(q)
-    op = "decode_attention"
-    rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
+    op, device = "decode_attention", getattr(cache, "device", "cpu")
+    rows, counts = ints(op, "rows", rows, device), ints(op, "counts", counts, device)
     workspace = gpu_workspace(q, _C.decode_workspace, cache)
     ran(_C.decode_attention(q, cache, out, lse, rows, counts, scale, window, softcap, sinks, workspace, stream, plan))
     return (out, lse) if return_lse else out

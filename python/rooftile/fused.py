@@ -100,12 +100,16 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     q: [B, T, q_heads, D]; k, v: [B, T, kv_heads, D] in the cache's dtype; cos, sin, positions [B, T] as in rope
     (padding tokens need a valid position too); rows, counts: [B] as in KVCache.append. k itself is not changed.
     Returns q turned, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
+    On a GPU as KVCache.append: an entry with a position that is not in the tables is left alone, its q_out included.
     """
     if q_out is None:
         q_out = empty(q)
     op = "rope_append"
     rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
-    with cache.room(op, k, rows, counts) if isinstance(cache, Cache) else contextlib.nullcontext():
+    own = isinstance(cache, Cache)
+    with cache.room(op, k, rows, counts) if own else contextlib.nullcontext():
+        if own and cache.device != "cpu":
+            rows, counts = ints(op, "rows", rows, cache.device), ints(op, "counts", counts, cache.device)
         ran(_C.rope_append(q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan))
     return q_out
 

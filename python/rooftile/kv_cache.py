@@ -6,13 +6,14 @@ change a cache.
 """
 
 import contextlib
+import copy
 import operator
 import sys
 
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import numpy_dtype, ran
+from rooftile._arrays import numpy_dtype, ran, torch_of
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,6 +36,7 @@ _ARRAYS = (
     "ring_k",
     "ring_v",
     "raw_from",
+    "fault",
 )
 
 
@@ -44,16 +46,48 @@ def check_format(op, format):
     return format
 
 
-def dtype_name(format, dtype):
-    """The dtype of a cache's k and v: the element format's own, else float32 unless given."""
+def dtype_name(op, format, dtype, device="cpu"):
+    """The dtype of a cache's k and v: the element format's own, else float32 (float16 on a GPU) unless given."""
     if dtype is None:
-        return ELEMENT_DTYPES.get(format, "float32")
-    return (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
+        name = ELEMENT_DTYPES.get(format, "float32" if device == "cpu" else "float16")
+    else:
+        name = (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
+    if device != "cpu" and name == "float32":
+        raise NotSupportedError(f"{op}: dtype float32: such caches run on the CPU; on {device} use float16 or bfloat16")
+    return name
 
 
 def check_device(op, device):
-    if device is not None and str(device).split(":")[0] != "cpu":
-        raise NotSupportedError(f"{op}: device {device} has no cache kernels in this build of rooftile; it runs: cpu")
+    """ "cpu" or "cuda:N" from what a caller gives: None, a name, a torch.device."""
+    name = "cpu" if device is None else str(device)
+    if name.split(":")[0] == "cpu":
+        return "cpu"
+    backend = _C.gpu_backend()
+    if name.split(":")[0] != "cuda" or backend.startswith("none"):
+        known = f"cpu{_gpu_names()}"
+        raise NotSupportedError(f"{op}: device {name} has no cache kernels in this build of rooftile; it runs: {known}")
+    try:
+        import torch
+    except ImportError:
+        raise NotSupportedError(f"{op}: device caches on {name} are made of torch tensors; install torch") from None
+    if not torch.cuda.is_available():
+        raise NotSupportedError(f"{op}: device torch finds no GPU for {name}; there is: cpu")
+    index = name.partition(":")[2] or str(torch.cuda.current_device())
+    if not (index.isdecimal() and int(index) < torch.cuda.device_count()):
+        raise ArgumentError(f"{op}: device {name} is not there; there are: cpu{_gpu_names()}")
+    return f"cuda:{int(index)}"
+
+
+def _gpu_names():
+    if _C.gpu_backend().startswith("none"):
+        return ""
+    torch = sys.modules.get("torch")
+    return "".join(f", cuda:{i}" for i in range(torch.cuda.device_count())) if torch else ", cuda"
+
+
+def device_of(array):
+    """The device of an array as check_device names it; on a GPU caches are made of torch tensors."""
+    return str(array.device) if getattr(array, "is_cuda", False) else "cpu"
 
 
 def integer(op, name, value, at_least=0):
@@ -71,29 +105,54 @@ def pages_for(tokens, page_size):
     return -(-tokens // page_size)
 
 
-def zeros(shape, dtype):
+def zeros(shape, dtype, device="cpu"):
     """torch where it is imported, else NumPy."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        return torch.zeros(shape, dtype=getattr(torch, dtype))
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
     return np.zeros(shape, numpy_dtype(dtype))
 
 
-def ints(op, name, values):
-    """A list becomes int32; an array is passed on as it is (the binding takes int32 only)."""
-    if values is None or hasattr(values, "__dlpack__"):
-        return values
-    try:
-        return np.array([operator.index(v) for v in values], np.int32)
-    except OverflowError:
-        raise ArgumentError(f"{op}: {name} does not fit 32 bits: {values}") from None
-    except TypeError:
-        raise ArgumentTypeError(f"{op}: {name} must be a list of integers or an int32 array, got {values!r}") from None
+def ints(op, name, values, device="cpu"):
+    """A list becomes int32 on the device, and so does a NumPy array for a GPU.
+
+    Any other array is passed on as it is (the binding takes int32 only).
+    """
+    if values is None:
+        return None
+    if not hasattr(values, "__dlpack__"):
+        try:
+            values = np.array([operator.index(v) for v in values], np.int32)
+        except OverflowError:
+            raise ArgumentError(f"{op}: {name} does not fit 32 bits: {values}") from None
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{op}: {name} must be a list of integers or an int32 array, got {values!r}"
+            ) from None
+    if device != "cpu" and isinstance(values, np.ndarray):
+        return sys.modules["torch"].from_numpy(np.array(values)).to(device, non_blocking=True)
+    return values
 
 
 def host(array):
-    """An int32 array of the cache as NumPy: the same memory."""
-    return array.numpy() if hasattr(array, "numpy") else np.asarray(array)
+    """An int32 array as NumPy: the same memory if it lies on the host."""
+    if not hasattr(array, "numpy"):
+        return np.asarray(array)
+    return (array.cpu() if getattr(array, "is_cuda", False) else array).numpy()
+
+
+def host_ints(op, name, values):
+    """ints(), with what lies on a GPU copied to the host."""
+    values = ints(op, name, values)
+    return values.cpu() if getattr(values, "is_cuda", False) else values
+
+
+def assign(target, source):
+    """The same bytes in another array; torch on any device, or NumPy."""
+    torch = torch_of(target)
+    if torch is not None and torch_of(source) is None:  # as bytes: NumPy's bfloat16 is not torch's
+        target, source = target.view(torch.uint8), torch.from_numpy(np.ascontiguousarray(source).view(np.uint8))
+    target[:] = source
 
 
 class Cache:
@@ -107,11 +166,20 @@ class Cache:
         self.head_dim = head_dim
         self.max_rows = max_rows
         self.max_pages = max_pages
+        self._hold_arrays(op, arrays)
+
+    def _hold_arrays(self, op, arrays):
+        self.device = device_of(arrays["lengths"])
+        if self.device != "cpu":  # kernels report here what the host could not check
+            torch = sys.modules["torch"]
+            arrays["fault"] = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._arrays = arrays
         self._handle = _C.KvCache(*self.flat(), op)
-        self._lengths = host(arrays["lengths"])
+        here = host if self.device == "cpu" else lambda array: array
         # what truncate changes: lengths, and where raw tokens begin
-        self.positions = [host(arrays[name]) for name in ("lengths", "raw_from") if name in arrays]
+        self.positions = [here(arrays[name]) for name in ("lengths", "raw_from") if name in arrays]
+        # the lengths as the host can read them without asking a device
+        self._lengths = self.positions[0] if self.device == "cpu" else None
 
     def flat(self):
         """The cache as plain values and arrays, as _C.KvCache and torch.ops.rooftile.decode_attention take it."""
@@ -125,8 +193,8 @@ class Cache:
 
     @property
     def lengths(self):
-        """Tokens stored in every row: a list of `max_rows` ints."""
-        return self._lengths.tolist()
+        """Tokens stored in every row: a list of `max_rows` ints. On a GPU this waits for the work before it."""
+        return self.positions[0].tolist()
 
     @property
     def seq_lens(self):
@@ -136,7 +204,7 @@ class Cache:
     @property
     def nbytes(self):
         """Bytes allocated: pool, rings, block table and lengths."""
-        return sum(array.nbytes for array in self._arrays.values())
+        return sum(array.nbytes for name, array in self._arrays.items() if name != "fault")
 
     @property
     def nbytes_used(self):
@@ -160,6 +228,8 @@ class Cache:
         """
         rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
         with self.room("append", k, rows, counts):
+            if self.device != "cpu":
+                rows, counts = ints("append", "rows", rows, self.device), ints("append", "counts", counts, self.device)
             ran(_C.kv_append(self._handle, k, v, rows, counts, stream, plan))
 
     def room(self, op, k, rows, counts):
@@ -176,11 +246,37 @@ class Cache:
         or up to 16 tokens back: only those raw values are still there. Anything else is an ArgumentError, and no row
         is cut.
         """
-        _C.kv_truncate(self._handle, ints("truncate", "rows", rows), ints("truncate", "lengths", lengths))
+        _C.kv_truncate(
+            self._handle, host_ints("truncate", "rows", rows), host_ints("truncate", "lengths", lengths), self._stream()
+        )
+
+    def _stream(self):
+        """The stream of what changes rows: torch's current one, None on the CPU."""
+        if self.device == "cpu":
+            return None
+        return sys.modules["torch"].cuda.current_stream(self.device).cuda_stream
+
+    def to(self, device):
+        """A copy of the cache with the same bytes on `device` ("cpu", "cuda", "cuda:1", a torch.device).
+
+        The copy has memory of its own; of a view's pool it has the rows' table and every page.
+        """
+        device = check_device("to", device)
+        dtype_name("to", self.format, self.dtype, device)
+        twin = copy.copy(self)
+        shape = (self.page_size, self.kv_heads, self.head_dim, self.max_rows)
+        pages = next(self._arrays[name].shape[0] for name in ("pool", "k_pool") if name in self._arrays)
+        arrays = own_arrays(self.format, self.dtype, pages, *shape, device)
+        if "block_table" in self._arrays:
+            arrays["block_table"] = zeros((self.max_rows, self.max_pages), "int32", device)
+        for name, array in arrays.items():
+            assign(array, self._arrays[name])
+        twin._hold_arrays("to", arrays)
+        return twin
 
     def reset(self, rows=None):
         """Empties the given rows (a list of ints or an int32 array), or all."""
-        _C.kv_reset(self._handle, ints("reset", "rows", rows))
+        _C.kv_reset(self._handle, host_ints("reset", "rows", rows), self._stream())
 
     def dequantize(self, row=None, at=None):
         """K and V as the query at position `at` sees them, in float32.
@@ -190,6 +286,8 @@ class Cache:
         head_dim], zeros past a row's tokens. `at` (an int) defaults to each row's newest token; a row's length stands
         for the token to come. Raises ArgumentError where a kivi cache was truncated so that raw values are gone.
         """
+        if self.device != "cpu":
+            return tuple(x.to(self.device) for x in self.to("cpu").dequantize(row, at))
         if row is not None:
             length = self._length("dequantize", "row", row)
             at = max(length - 1, 0) if at is None else integer("dequantize", "at", at)
@@ -209,7 +307,7 @@ class Cache:
     def _length(self, op, name, row):
         if integer(op, name, row) >= self.max_rows:
             raise ArgumentError(f"{op}: {name} must lie in [0, {self.max_rows}), got {row}")
-        return self._lengths[row].item()
+        return (self.positions[0] if self._lengths is None else self._lengths)[row].item()
 
     def dump(self, row):
         """What a row stores, in logical order: a dict.
@@ -219,6 +317,9 @@ class Cache:
         head_dim] for K of the kivi formats. "k_raw", "v_raw" [tokens, kv_heads, head_dim] in float32: the tokens kept
         as elements, all of them in an element format, the open group in a kivi format (absent from the others).
         """
+        if self.device != "cpu":
+            facts = self.to("cpu").dump(row)
+            return {name: x if name == "length" else x.to(self.device) for name, x in facts.items()}
         length = self._length("dump", "row", row)
         facts = {"length": length}
         kivi, heads, dim = self.format in KIVI, self.kv_heads, self.head_dim
@@ -242,31 +343,32 @@ class Cache:
     def __repr__(self):
         return (
             f"{type(self).__name__}(format={self.format!r}, dtype={self.dtype!r}, max_rows={self.max_rows}, "
-            f"capacity={self.capacity}, page_size={self.page_size}, kv_heads={self.kv_heads}, head_dim={self.head_dim})"
+            f"capacity={self.capacity}, page_size={self.page_size}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+            + (")" if self.device == "cpu" else f", device={self.device!r})")
         )
 
 
-def own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows):
+def own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device="cpu"):
     arrays = {
-        "lengths": zeros((max_rows,), "int32"),
-        **own_ring(format, dtype, kv_heads, head_dim, max_rows),
+        "lengths": zeros((max_rows,), "int32", device),
+        **own_ring(format, dtype, kv_heads, head_dim, max_rows, device),
     }
     if format in ELEMENT_DTYPES:
-        pool = zeros((pages, kv_heads, 2, page_size, head_dim), dtype)
+        pool = zeros((pages, kv_heads, 2, page_size, head_dim), dtype, device)
         arrays["k_pool"], arrays["v_pool"] = (pool[:, :, side].swapaxes(1, 2) for side in range(2))
     else:
-        arrays["pool"] = zeros((pages, kv_heads, _C.kv_block_bytes(format, page_size, head_dim)), "uint8")
+        arrays["pool"] = zeros((pages, kv_heads, _C.kv_block_bytes(format, page_size, head_dim)), "uint8", device)
     return arrays
 
 
-def own_ring(format, dtype, kv_heads, head_dim, max_rows):
+def own_ring(format, dtype, kv_heads, head_dim, max_rows, device="cpu"):
     if format not in KIVI:
         return {}
     shape = (max_rows, kv_heads, RING, head_dim)
     return {
-        "ring_k": zeros(shape, dtype),
-        "ring_v": zeros(shape, dtype),
-        "raw_from": zeros((max_rows,), "int32"),
+        "ring_k": zeros(shape, dtype, device),
+        "ring_v": zeros(shape, dtype, device),
+        "raw_from": zeros((max_rows,), "int32", device),
     }
 
 
@@ -275,8 +377,9 @@ class KVCache(Cache):
 
     batch: rows. capacity: tokens a row can hold, rounded up to whole pages of 64. format: "int4-kivi" (Liu et al. 2024,
     arXiv 2402.02750), "int4-kivi-sym", "int4", "int8", "fp16", "bf16" or "fp32". dtype: of k and v, "float32",
-    "float16", "bfloat16" or the torch dtype of that name; default the element format's own, float32 for the quantised
-    formats. Memory is torch's where torch is imported, else NumPy's.
+    "float16", "bfloat16" or the torch dtype of that name; default the element format's own, for the quantised formats
+    float32, on a GPU float16. device: "cpu" (default), "cuda", "cuda:1" or a torch.device; `cache.device` names it.
+    Memory is torch's where torch is imported, else NumPy's; on a GPU always torch's.
     """
 
     def __init__(
@@ -291,12 +394,12 @@ class KVCache(Cache):
         device=None,
     ):
         op = "KVCache"
-        dtype = dtype_name(check_format(op, format), dtype)
-        check_device(op, device)
+        device = check_device(op, device)
+        dtype = dtype_name(op, check_format(op, format), dtype, device)
         batch, capacity = integer(op, "batch", batch), integer(op, "capacity", capacity)
         kv_heads, head_dim = integer(op, "kv_heads", kv_heads, 1), integer(op, "head_dim", head_dim, 1)
         pages = pages_for(capacity, CONTIGUOUS_PAGE)
-        arrays = own_arrays(format, dtype, batch * pages, CONTIGUOUS_PAGE, kv_heads, head_dim, batch)
+        arrays = own_arrays(format, dtype, batch * pages, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, device)
         super().__init__(op, format, dtype, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, pages, arrays)
 
     @property
@@ -305,11 +408,11 @@ class KVCache(Cache):
 
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [batch], a list of ints or an int32 array."""
-        _C.kv_reorder(self._handle, ints("reorder", "index", index), True)
+        _C.kv_reorder(self._handle, host_ints("reorder", "index", index), True, self._stream())
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src."""
-        _C.kv_copy_row(self._handle, src, dst, 0)
+        _C.kv_copy_row(self._handle, src, dst, 0, self._stream())
 
     def select(self, rows=None, *, capacity=None):
         """A new cache whose row i is a copy of row rows[i], bit for bit; all rows in order without `rows`.
@@ -321,18 +424,22 @@ class KVCache(Cache):
         if any(not 0 <= row < self.batch for row in rows):
             raise ArgumentError(f"select: rows must lie in [0, {self.batch}), got {rows}")
         capacity = self.capacity if capacity is None else capacity
-        copy = KVCache(len(rows), capacity, self.kv_heads, self.head_dim, format=self.format, dtype=self.dtype)
-        longest = max((self.lengths[row] for row in rows), default=0)
-        if longest > copy.capacity:
+        shape = (len(rows), capacity, self.kv_heads, self.head_dim)
+        chosen = KVCache(*shape, format=self.format, dtype=self.dtype, device=self.device)
+        lengths = self.lengths
+        longest = max((lengths[row] for row in rows), default=0)
+        if longest > chosen.capacity:
             raise ArgumentError(f"select: capacity {capacity} is less than the {longest} tokens that a row holds")
         pages = pages_for(longest, CONTIGUOUS_PAGE)
         for name, source in self._arrays.items():
-            target = copy._arrays[name]
+            if name == "fault":
+                continue
+            target = chosen._arrays[name]
             if name.endswith("pool"):
                 source = source.reshape(self.batch, self.max_pages, *source.shape[1:])[:, :pages]
-                target = target.reshape(copy.batch, copy.max_pages, *target.shape[1:])[:, :pages]
+                target = target.reshape(chosen.batch, chosen.max_pages, *target.shape[1:])[:, :pages]
             target[:] = source[rows]
-        return copy
+        return chosen
 
     def __deepcopy__(self, memo):
         return self.select()

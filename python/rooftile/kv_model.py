@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The caches of a whole model: one KVCache a layer."""
 
+import copy
+
 from rooftile.errors import ArgumentError, ArgumentTypeError
 from rooftile.kv_cache import KVCache, integer
 
@@ -49,7 +51,7 @@ class ModelKVCache:
 
         (reorder and fork are refused for arguments that all layers judge alike, so by the first layer or by none.)
         """
-        before = [[numbers.copy() for numbers in layer.positions] for layer in self.layers]
+        before = [copy.deepcopy(layer.positions) for layer in self.layers]
         try:
             for layer in self.layers:
                 change(layer)

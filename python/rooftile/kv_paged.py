@@ -15,8 +15,10 @@ from rooftile.kv_cache import (
     Cache,
     check_device,
     check_format,
+    device_of,
     dtype_name,
     host,
+    host_ints,
     integer,
     ints,
     own_arrays,
@@ -30,8 +32,12 @@ class PagedKVCache(Cache):
     """The keys and values of one layer in pages that rows take as they grow and can share.
 
     num_pages: pages of the pool. page_size: tokens, 16, 32, 64 or 128; 32 or more in the kivi formats. max_rows: rows.
-    max_pages_per_row: default num_pages. format, dtype: as KVCache. A page that rows share is copied when one of them
-    writes into it. A call that needs more pages than are free raises OutOfPagesError and changes nothing.
+    max_pages_per_row: default num_pages. format, dtype, device: as KVCache. A page that rows share is copied when one
+    of them writes into it. A call that needs more pages than are free raises OutOfPagesError and changes nothing.
+
+    On a GPU the host keeps its own table and lengths, so append waits for the device only to read rows or counts that
+    are CUDA tensors. A graph that captured an append does not take pages when it is replayed: use a view with a table
+    of your own there, or a KVCache.
     """
 
     def __init__(
@@ -48,21 +54,59 @@ class PagedKVCache(Cache):
         device=None,
     ):
         op = "PagedKVCache"
-        dtype = dtype_name(check_format(op, format), dtype)
-        check_device(op, device)
+        device = check_device(op, device)
+        dtype = dtype_name(op, check_format(op, format), dtype, device)
         num_pages, page_size = integer(op, "num_pages", num_pages), integer(op, "page_size", page_size, 1)
         kv_heads, head_dim = integer(op, "kv_heads", kv_heads, 1), integer(op, "head_dim", head_dim, 1)
         max_rows = integer(op, "max_rows", max_rows)
         max_pages = num_pages if max_pages_per_row is None else integer(op, "max_pages_per_row", max_pages_per_row)
-        arrays = own_arrays(format, dtype, num_pages, page_size, kv_heads, head_dim, max_rows)
-        arrays["block_table"] = zeros((max_rows, max_pages), "int32")
+        arrays = own_arrays(format, dtype, num_pages, page_size, kv_heads, head_dim, max_rows, device)
+        arrays["block_table"] = zeros((max_rows, max_pages), "int32", device)
+        arrays["block_table"][:] = -1
         super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
         self.num_pages = num_pages
-        self._table = host(arrays["block_table"])
-        self._table[:] = -1
         self._free = list(range(num_pages))[::-1]  # the lowest page is taken first
         self._users = [0] * num_pages  # rows that hold a page
         self._pages = [[] for _ in range(max_rows)]
+
+    def _hold_arrays(self, op, arrays):
+        super()._hold_arrays(op, arrays)
+        # On the CPU the cache's own memory; on a GPU copies that change with it, ahead of the device.
+        self._table = host(arrays["block_table"])
+        self._stale = []  # places of a GPU's table that differ from _table
+        if self.device != "cpu":
+            self._lengths = host(arrays["lengths"])
+
+    def to(self, device):
+        """Cache.to; the copy hands out its own pages."""
+        twin = super().to(device)
+        twin._free, twin._users, twin._pages = list(self._free), list(self._users), [list(p) for p in self._pages]
+        return twin
+
+    def _write(self, row, begin, pages):
+        """Puts pages into the row's places from `begin` on."""
+        self._table[row, begin : begin + len(pages)] = pages
+        if self.device != "cpu":
+            self._stale += [(row, i) for i in range(begin, begin + len(pages))]
+
+    def _publish(self):
+        """Sends what changed in the table to the GPU, behind the work that is queued there."""
+        if not self._stale:
+            return
+        rows, columns = np.array(list(dict.fromkeys(self._stale)), np.int64).T
+        self._stale = []
+        sent = np.stack([rows, columns, self._table[rows, columns]])
+        table = self._arrays["block_table"]
+        rows, columns, pages = ints("append", "table", sent, self.device)
+        table.index_put_((rows, columns), pages.int())
+
+    def _settle(self, rows):
+        """The host's lengths are the device's again; pages behind those of `rows` are given back."""
+        if self.device != "cpu":
+            self._lengths[:] = self.lengths
+        for row in rows:
+            self._shorten(row, pages_for(self._lengths[row].item(), self.page_size))
+        self._publish()
 
     @staticmethod
     def view(
@@ -112,22 +156,29 @@ class PagedKVCache(Cache):
     @contextlib.contextmanager
     def room(self, op, k, rows, counts):
         """Rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back."""
-        changes = []
+        changes, grown = [], []
         try:
-            self._make_room(op, k, rows, counts, changes)
+            self._make_room(op, k, rows, counts, changes, grown)
             copies = [(old, new) for _, _, old, new in changes if old >= 0]
             if copies:
                 src, dst = np.array(copies, np.int32).T
-                _C.kv_copy_pages(self._handle, src, dst)
+                _C.kv_copy_pages(self._handle, src, dst, self._stream())
+            self._publish()
             yield
         except BaseException:
             self._undo(changes)
+            if self.device != "cpu":  # a fault of an earlier call: some row did not grow
+                self._settle(range(self.max_rows))
             raise
+        if self.device != "cpu":
+            for row, tokens in grown:
+                self._lengths[row] += tokens
 
-    def _make_room(self, op, k, rows, counts, changes):
+    def _make_room(self, op, k, rows, counts, changes, grown):
         """Gives every row the pages that its new tokens need, and its own copy of shared pages they would write.
 
         Arguments that make no sense are left alone here: append refuses them, before it writes, in its own words.
+        changes: gets (row, place, page before or -1, page now). grown: gets (row, tokens).
         """
         given = {name: values for name, values in (("rows", rows), ("counts", counts)) if values is not None}
         for name, array in (("k", k), *given.items()):
@@ -150,6 +201,7 @@ class PagedKVCache(Cache):
             end = begin + tokens
             if end > self.capacity:
                 continue
+            grown.append((row, tokens))
             pages = self._pages[row]
             # a group that closes is written as a whole, an open one not at all
             first, last = (begin // GROUP * GROUP, end // GROUP * GROUP) if kivi else (begin, end)
@@ -173,14 +225,14 @@ class PagedKVCache(Cache):
         else:
             old, pages[i] = pages[i], new
             self._users[old] -= 1
-        self._table[row, i] = new
+        self._write(row, i, [new])
         changes.append((row, i, old, new))
 
     def _undo(self, changes):
         for row, i, old, new in reversed(changes):
             self._users[new] = 0
             self._free.append(new)
-            self._table[row, i] = old
+            self._write(row, i, [old])
             if old < 0:
                 self._pages[row].pop()
             else:
@@ -189,25 +241,21 @@ class PagedKVCache(Cache):
 
     def truncate(self, rows, lengths):
         """KVCache.truncate; pages behind the new lengths are given back."""
-        rows = ints("truncate", "rows", rows)
+        rows = host_ints("truncate", "rows", rows)
         super().truncate(rows, lengths)
-        self._give_back(host(rows).tolist())
+        self._settle(host(rows).tolist())
 
     def reset(self, rows=None):
         """KVCache.reset; the rows' pages are given back."""
-        rows = ints("reset", "rows", rows)
+        rows = host_ints("reset", "rows", rows)
         super().reset(rows)
-        self._give_back(range(self.max_rows) if rows is None else host(rows).tolist())
-
-    def _give_back(self, rows):
-        """The pages that lie behind the tokens of the rows."""
-        for row in rows:
-            self._shorten(row, pages_for(self._lengths[row].item(), self.page_size))
+        self._settle(range(self.max_rows) if rows is None else host(rows).tolist())
 
     def _shorten(self, row, pages):
-        self._release(self._pages[row][pages:])
+        freed = self._pages[row][pages:]
+        self._release(freed)
         del self._pages[row][pages:]
-        self._table[row, pages:] = -1
+        self._write(row, pages, [-1] * len(freed))
 
     def _release(self, pages):
         for page in reversed(pages):
@@ -216,17 +264,17 @@ class PagedKVCache(Cache):
                 self._free.append(page)
 
     def _hold(self, row, pages):
+        before = len(self._pages[row])
         self._pages[row] = pages
-        self._table[row, : len(pages)] = pages
-        self._table[row, len(pages) :] = -1
+        self._write(row, 0, pages + [-1] * (before - len(pages)))
 
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [max_rows], a list of ints or an int32 array.
 
         Pages do not move: rows share them until one writes.
         """
-        index = ints("reorder", "index", index)
-        _C.kv_reorder(self._handle, index, False)
+        index = host_ints("reorder", "index", index)
+        _C.kv_reorder(self._handle, index, False, self._stream())
         before = self._pages
         after = [list(before[source]) for source in host(index).tolist()]
         for page in (page for pages in after for page in pages):
@@ -234,6 +282,7 @@ class PagedKVCache(Cache):
         for row, pages in enumerate(after):
             self._release(before[row])
             self._hold(row, pages)
+        self._settle(())
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
@@ -255,7 +304,10 @@ class PagedKVCache(Cache):
         for page in own:
             self._users[page] = 1
         self._hold(dst, shared + own)
-        _C.kv_copy_row(self._handle, src, dst, full)
+        self._publish()
+        _C.kv_copy_row(self._handle, src, dst, full, self._stream())
+        if self.device != "cpu":
+            self._lengths[dst] = length
 
 
 class KVCacheView(Cache):
@@ -263,10 +315,13 @@ class KVCacheView(Cache):
 
     def __init__(self, pool, block_table, seq_lens, format, dtype, page_size, head_dim, layout, ring):
         op = "PagedKVCache.view"
-        dtype = dtype_name(check_format(op, format), dtype)
+        device = device_of(seq_lens)
+        dtype = dtype_name(op, check_format(op, format), dtype, device)
         if layout not in ("NHD", "HND"):
             raise ArgumentError(f'{op}: layout must be "NHD" or "HND", got {layout!r}')
         max_rows, max_pages = _shape(op, "block_table", block_table, 2)
+        if device != "cpu":
+            check_device(op, device)
         arrays = {"block_table": block_table, "lengths": seq_lens}
         if format in ELEMENT_DTYPES:
             if isinstance(pool, (tuple, list)) and len(pool) == 2:
@@ -294,33 +349,34 @@ class KVCacheView(Cache):
             if ring is not None and not (isinstance(ring, (tuple, list)) and len(ring) == 3):
                 raise ArgumentTypeError(f"{op}: ring must be (ring_k, ring_v, raw_from), got {type(ring).__name__}")
             if ring is None:
-                arrays.update(own_ring(format, dtype, kv_heads, head_dim, max_rows))
+                arrays.update(own_ring(format, dtype, kv_heads, head_dim, max_rows, device))
             else:
                 arrays.update(zip(("ring_k", "ring_v", "raw_from"), ring, strict=True))
         elif ring is not None:
             raise ArgumentError(f"{op}: ring is given, but format {format!r} keeps no raw tokens")
         super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
         if format in KIVI and ring is None:
-            if (self._lengths % GROUP).any():
+            lengths, raw_from = self.positions
+            if any(length % GROUP for length in self.lengths):
                 raise ArgumentError(
                     f"{op}: ring is needed where a row's length is not a multiple of {GROUP}, "
                     f"got seq_lens {self.lengths}"
                 )
-            host(arrays["raw_from"])[:] = self._lengths
+            raw_from[:] = lengths
 
     def reorder(self, index):
         """Rings and lengths: row i becomes what row index[i] was. The rows of the block table are the engine's to move.
 
         index: [max_rows], a list of ints or an int32 array.
         """
-        _C.kv_reorder(self._handle, ints("reorder", "index", index), False)
+        _C.kv_reorder(self._handle, host_ints("reorder", "index", index), False, self._stream())
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src in the pages that its row of the block table names.
 
         Where both rows name the same page nothing is copied.
         """
-        _C.kv_copy_row(self._handle, src, dst, 0)
+        _C.kv_copy_row(self._handle, src, dst, 0, self._stream())
 
 
 def _shape(op, name, array, ndim):

@@ -41,7 +41,7 @@ def _w4a16_matmul(
 _CACHE = (
     "str format, str dtype, int page_size, int head_dim, int kv_heads, int max_rows, int max_pages, Tensor? pool, "
     "Tensor? k_pool, Tensor? v_pool, Tensor? block_table, Tensor lengths, Tensor? ring_k, Tensor? ring_v, "
-    "Tensor? raw_from"
+    "Tensor? raw_from, Tensor? fault"
 )
 _CACHE_PARTS = _CACHE.count(",") + 1  # Cache.flat()
 

@@ -31,9 +31,11 @@ int small(Args& args, handle h, const char* argument) {
   return static_cast<int>(value);
 }
 
-Context host_context(const KvCacheView& c) {
+// Where the cache lies. stream: an integer handle, or None on the CPU.
+Context cache_context(Args& args, const KvCacheView& c, handle stream = nb::none()) {
   Context ctx;
   ctx.device = c.device;
+  if (!stream.is_none()) ctx.stream = reinterpret_cast<void*>(args.integer(stream, "stream"));
   return ctx;
 }
 
@@ -53,7 +55,7 @@ void bind_kv_cache(nb::module_& m) {
           "__init__",
           [](KvCache* self, handle format, handle dtype, handle page_size, handle head_dim, handle kv_heads,
              handle max_rows, handle max_pages, handle pool, handle k_pool, handle v_pool, handle block_table,
-             handle lengths, handle ring_k, handle ring_v, handle raw_from, const char* op) {
+             handle lengths, handle ring_k, handle ring_v, handle raw_from, handle fault, const char* op) {
             Args args(op);
             KvCacheShape shape;
             shape.format = kv_format_from_name(op, args.text(format, "format"));
@@ -72,14 +74,15 @@ void bind_kv_cache(nb::module_& m) {
             arrays.ring_k = args.optional_out(ring_k, "ring_k");
             arrays.ring_v = args.optional_out(ring_v, "ring_v");
             arrays.raw_from = args.optional_out(raw_from, "raw_from");
+            arrays.fault = args.optional_out(fault, "fault");
             const KvCacheView view = kv_cache_view(shape, arrays, op);
             new (self) KvCache{view, {}};
-            for (handle h : {pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from})
+            for (handle h : {pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from, fault})
               self->arrays.push_back(nb::borrow(h));
           },
           "format"_a, "dtype"_a, "page_size"_a, "head_dim"_a, "kv_heads"_a, "max_rows"_a, "max_pages"_a,
           "pool"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(),
-          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "op"_a = "KVCache");
+          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "fault"_a.none() = nb::none(), "op"_a = "KVCache");
 
   m.def(
       "kv_block_bytes",
@@ -110,52 +113,52 @@ void bind_kv_cache(nb::module_& m) {
 
   m.def(
       "kv_truncate",
-      [](handle cache, handle rows, handle lengths) {
+      [](handle cache, handle rows, handle lengths, handle stream) {
         Args args("truncate");
         const KvCacheView& c = cache_view(cache, "truncate");
-        kv_truncate(host_context(c), c, args.in(rows, "rows"), args.in(lengths, "lengths"));
+        kv_truncate(cache_context(args, c, stream), c, args.in(rows, "rows"), args.in(lengths, "lengths"));
       },
-      "cache"_a.none(), "rows"_a.none(), "lengths"_a.none());
+      "cache"_a.none(), "rows"_a.none(), "lengths"_a.none(), "stream"_a.none());
   m.def(
       "kv_reset",
-      [](handle cache, handle rows) {
+      [](handle cache, handle rows, handle stream) {
         Args args("reset");
         const KvCacheView& c = cache_view(cache, "reset");
-        kv_reset(host_context(c), c, args.optional(rows, "rows"));
+        kv_reset(cache_context(args, c, stream), c, args.optional(rows, "rows"));
       },
-      "cache"_a.none(), "rows"_a.none());
+      "cache"_a.none(), "rows"_a.none(), "stream"_a.none());
   m.def(
       "kv_reorder",
-      [](handle cache, handle index, handle move_pages) {
+      [](handle cache, handle index, handle move_pages, handle stream) {
         Args args("reorder");
         const KvCacheView& c = cache_view(cache, "reorder");
-        kv_reorder(host_context(c), c, args.in(index, "index"), args.integer(move_pages, "move_pages") != 0);
+        kv_reorder(cache_context(args, c, stream), c, args.in(index, "index"), args.integer(move_pages, "move_pages") != 0);
       },
-      "cache"_a.none(), "index"_a.none(), "move_pages"_a);
+      "cache"_a.none(), "index"_a.none(), "move_pages"_a, "stream"_a.none());
   m.def(
       "kv_copy_row",
-      [](handle cache, handle src, handle dst, handle first_page) {
+      [](handle cache, handle src, handle dst, handle first_page, handle stream) {
         Args args("fork");
         const KvCacheView& c = cache_view(cache, "fork");
-        kv_copy_row(host_context(c), c, small(args, src, "src"), small(args, dst, "dst"),
+        kv_copy_row(cache_context(args, c, stream), c, small(args, src, "src"), small(args, dst, "dst"),
                     small(args, first_page, "first_page"));
       },
-      "cache"_a.none(), "src"_a.none(), "dst"_a.none(), "first_page"_a);
+      "cache"_a.none(), "src"_a.none(), "dst"_a.none(), "first_page"_a, "stream"_a.none());
   m.def(
       "kv_copy_pages",
-      [](handle cache, handle src, handle dst) {
+      [](handle cache, handle src, handle dst, handle stream) {
         Args args("copy_pages");
         const KvCacheView& c = cache_view(cache, "copy_pages");
-        kv_copy_pages(host_context(c), c, args.in(src, "src"), args.in(dst, "dst"));
+        kv_copy_pages(cache_context(args, c, stream), c, args.in(src, "src"), args.in(dst, "dst"));
       },
-      "cache"_a.none(), "src"_a.none(), "dst"_a.none());
+      "cache"_a.none(), "src"_a.none(), "dst"_a.none(), "stream"_a.none());
 
   m.def(
       "kv_dequantize",
       [](handle cache, handle row, handle at, handle out_k, handle out_v) {
         Args args("dequantize");
         const KvCacheView& c = cache_view(cache, "dequantize");
-        kv_dequantize(host_context(c), c, small(args, row, "row"), args.integer(at, "at"), args.out(out_k, "out_k"),
+        kv_dequantize(cache_context(args, c), c, small(args, row, "row"), args.integer(at, "at"), args.out(out_k, "out_k"),
                       args.out(out_v, "out_v"));
       },
       "cache"_a.none(), "row"_a, "at"_a, "out_k"_a.none(), "out_v"_a.none());
@@ -164,7 +167,7 @@ void bind_kv_cache(nb::module_& m) {
       [](handle cache, handle row, handle out_k, handle out_v) {
         Args args("dump");
         const KvCacheView& c = cache_view(cache, "dump");
-        kv_dump_codes(host_context(c), c, small(args, row, "row"), args.out(out_k, "out_k"), args.out(out_v, "out_v"));
+        kv_dump_codes(cache_context(args, c), c, small(args, row, "row"), args.out(out_k, "out_k"), args.out(out_v, "out_v"));
       },
       "cache"_a.none(), "row"_a, "out_k"_a.none(), "out_v"_a.none());
   m.def(
@@ -172,7 +175,7 @@ void bind_kv_cache(nb::module_& m) {
       [](handle cache, handle row, handle values, handle minima, handle out) {
         Args args("dump");
         const KvCacheView& c = cache_view(cache, "dump");
-        kv_dump_scales(host_context(c), c, small(args, row, "row"),
+        kv_dump_scales(cache_context(args, c), c, small(args, row, "row"),
                        args.integer(values, "values") != 0 ? KvSide::v : KvSide::k, args.integer(minima, "minima") != 0,
                        args.out(out, "out"));
       },

@@ -24,33 +24,40 @@ def kv(tokens, heads, dim, dtype, *key, batch=None):
     return cases.values(shape, dtype, "k", *key, mean=0.3), cases.values(shape, dtype, "v", *key)
 
 
-def tensors(k, v, dtype):
+def kinds_on(device):
+    """The kinds a device takes."""
+    return KINDS if device == "cpu" else tuple(kind for kind in KINDS if kind[1] != "float32")
+
+
+def tensors(k, v, dtype, device="cpu"):
     """As append takes them; one row gets its batch dimension."""
-    return tuple(cases.tensor(x if x.ndim == 4 else x[None], dtype) for x in (k, v))
+    return tuple(cases.tensor(x if x.ndim == 4 else x[None], dtype, device) for x in (k, v))
 
 
-def contiguous(format, dtype, heads, dim, rows=1, capacity=200):
-    return rt.KVCache(rows, capacity, heads, dim, format=format, dtype=dtype)
+def contiguous(format, dtype, heads, dim, rows=1, capacity=200, device="cpu"):
+    return rt.KVCache(rows, capacity, heads, dim, format=format, dtype=dtype, device=device)
 
 
-def paged(format, dtype, heads, dim, rows=1, capacity=200, page_size=32):
+def paged(format, dtype, heads, dim, rows=1, capacity=200, page_size=32, device="cpu"):
     pages = -(-capacity // page_size)
-    return rt.PagedKVCache(
-        rows * pages, page_size, heads, dim, max_rows=rows, max_pages_per_row=pages, format=format, dtype=dtype
-    )
+    options = {"max_rows": rows, "max_pages_per_row": pages, "format": format, "dtype": dtype, "device": device}
+    return rt.PagedKVCache(rows * pages, page_size, heads, dim, **options)
 
 
 def state(cache):
     """A copy of every byte of a cache, by name."""
-    return {name: np.array(as_bytes(array)) for name, array in cache._arrays.items()}
+    return {name: np.array(as_bytes(array)) for name, array in cache._arrays.items() if name != "fault"}
 
 
 def as_bytes(array):
-    return array.contiguous().view(torch.uint8).numpy() if isinstance(array, torch.Tensor) else array.view(np.uint8)
+    if isinstance(array, torch.Tensor):
+        return array.cpu().contiguous().view(torch.uint8).numpy()
+    return array.view(np.uint8)
 
 
 def assert_same(a, b):
     assert a.keys() == b.keys()
     for name in a:
-        left, right = (np.asarray(x[name]) for x in (a, b))
+        left, right = (x[name].cpu() if isinstance(x[name], torch.Tensor) else x[name] for x in (a, b))
+        left, right = np.asarray(left), np.asarray(right)
         np.testing.assert_array_equal(left, right, err_msg=name)

@@ -576,3 +576,22 @@ def test_more_rows_than_the_cache_has_are_refused_unread():
     for op, call in (("reset", cache.reset), ("truncate", lambda rows: cache.truncate(rows, rows))):
         with pytest.raises(rt.ArgumentError, match=f"^{op}: rows must have at most 2 entries"):
             call(rows)
+
+
+@pytest.mark.skipif(len(cases.devices()) > 1, reason="there is a GPU")
+def test_no_gpu_says_so():
+    with pytest.raises(rt.NotSupportedError, match="device cuda"):
+        rt.KVCache(1, 10, 1, 64, device="cuda")
+
+
+@pytest.mark.parametrize("format, dtype", (("bf16", "bfloat16"), ("int4-kivi", "float32"), ("int8", "float16")))
+@pytest.mark.parametrize("make", (contiguous, paged))
+def test_a_copy_on_the_same_device(format, dtype, make):
+    k, v = tensors(*kv(50, 2, 64, dtype, format), dtype)
+    cache = make(format, dtype, 2, 64)
+    cache.append(k, v)
+    before, twin = state(cache), cache.to("cpu")
+    assert_same(state(twin), before)
+    twin.append(k, v)
+    assert_same(state(cache), before)
+    assert (cache.lengths, twin.lengths) == ([50], [100])

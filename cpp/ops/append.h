@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// What append and rope_append check alike.
+#pragma once
+
+#include "kernels/backend.h"
+#include "ops/check.h"
+
+namespace rooftile::check {
+
+// k and v [B, T, kv_heads, head_dim] fit the cache.
+void check_append(const char* op, const KvCacheView& cache, const TensorView& k, const TensorView& v);
+
+// The call on a GPU, with all that the host can check checked; a fault of an earlier one is raised. `cache` must outlive it.
+gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& cache, const TensorView& k, const TensorView& v,
+                           const TensorView& rows, const TensorView& counts);
+
+}  // namespace rooftile::check
