@@ -44,6 +44,8 @@ void w4_unpack(const char* op, const Context&, const W4View&, const W4Arrays& ca
 void w4_quantize(const char* op, const Context&, const TensorView& weight, int group, W4Zeros, const W4Arrays& canonical);
 void w4_dequantize(const char* op, const Context&, const W4View&, const TensorView& to);
 
+KernelName read_bytes(const Context&, const TensorView& x, const TensorView& sink);
+
 // Copies between any two places the device or the host can reach, in stream order; the host waits for it to be done.
 void copy_bytes(const char* op, const Context&, void* to, const void* from, std::size_t bytes);
 
