@@ -13,10 +13,11 @@ namespace {
 }  // namespace
 
 const char* backend() { return "none: built without CUDA"; }
+void warmup(const Context& ctx) { none("warmup", ctx); }
 
 KernelName norm(const char* op, const Context& ctx, const NormArgs&) { none(op, ctx); }
 KernelName rope(const char* op, const Context& ctx, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
-                const TensorView&) {
+                const TensorView&, const TensorView&, const TensorView&) {
   none(op, ctx);
 }
 KernelName gated(const char* op, const Context& ctx, const TensorView&, const TensorView&, Gate) { none(op, ctx); }
