@@ -32,7 +32,8 @@ WEIGHTS = ((16, 64), (16, 128), (49, 64), (8, 576), (192, 576), (33, 320), (576,
 
 
 def devices():
-    return ("cpu", "cuda") if torch.cuda.is_available() and getattr(_C, "cuda_ops", ()) else ("cpu",)
+    has_kernels = not _C.gpu_backend().startswith("none")
+    return ("cpu", "cuda") if has_kernels and torch.cuda.is_available() else ("cpu",)
 
 
 def torch_dtype(dtype):
