@@ -21,8 +21,8 @@ def data(device, shape, dtype, *key, **kw):
 
 
 def assert_biased(ours, exact):
-    """To a unit. Where a bias cancels what it is added to, fp32 statistics leave an error of their own: on a GPU only the
-    bound against a naive version holds there."""
+    """To a unit. Where a bias cancels what it is added to, fp32 statistics leave an error of their own: on a GPU only
+    the bound against a naive version holds there."""
     if ours.is_cuda:
         assert_ulp(ours, exact, max_ulp=math.inf)
         assert_close(ours, oracle.round_to(exact, dtype_name(ours)), exact)
