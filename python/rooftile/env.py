@@ -46,8 +46,8 @@ GPU_OPS = (
 def warmup(device=None):
     """Load every kernel onto a GPU: what the first use of a kernel does, and a CUDA graph capture may not.
 
-    device: a torch.device, "cuda:1" or an index; default: torch's current device, or 0 without torch. Call it once before
-    the first capture. Without a GPU there is nothing to load and nothing is done, unless `device` asks for one:
+    device: a torch.device, "cuda:1" or an index; default: torch's current device, or 0 without torch. Call it once
+    before the first capture. Without a GPU there is nothing to load and nothing is done, unless `device` asks for one:
     NotSupportedError in a build without GPU kernels, DeviceError where the device cannot be used.
     """
     torch = sys.modules.get("torch")
