@@ -3,8 +3,8 @@
 
 Common to all of them: tensors are float16, bfloat16 or, on the CPU, float32, of any strides; an output is contiguous
 unless it is given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that
-have no current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError naming the
-argument.
+have no current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError
+naming the argument.
 """
 
 import contextlib
