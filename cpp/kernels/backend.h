@@ -9,10 +9,12 @@
 namespace rooftile::gpu {
 
 const char* backend();   // "sm_80, sm_90a" or why there is none
+void warmup(const Context&);   // loads every kernel on the device: see warmup.h
 
 KernelName norm(const char* op, const Context&, const NormArgs&);
-KernelName rope(const char* op, const Context&, const TensorView& x, const TensorView& cos, const TensorView& sin,
-                const TensorView& positions, const TensorView& y);
+// A position outside the tables, which the host cannot see, makes that token's outputs NaN.
+KernelName rope(const char* op, const Context&, const TensorView& q, const TensorView& k, const TensorView& cos,
+                const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out);
 KernelName gated(const char* op, const Context&, const TensorView& x, const TensorView& h, Gate);
 KernelName softmax(const Context&, const TensorView& x, const TensorView& y);
 KernelName merge_attention(const Context&, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,

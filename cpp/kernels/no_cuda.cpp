@@ -13,10 +13,13 @@ namespace {
 }  // namespace
 
 const char* backend() { return "none: built without CUDA"; }
+void warmup(const Context& ctx) {
+  fail(ErrorKind::not_supported, "warmup: device is ", name(ctx.device), ", but this build of rooftile has CPU kernels only");
+}
 
 KernelName norm(const char* op, const Context& ctx, const NormArgs&) { none(op, ctx); }
 KernelName rope(const char* op, const Context& ctx, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
-                const TensorView&) {
+                const TensorView&, const TensorView&, const TensorView&) {
   none(op, ctx);
 }
 KernelName gated(const char* op, const Context& ctx, const TensorView&, const TensorView&, Gate) { none(op, ctx); }

@@ -51,18 +51,29 @@ def time_calls(calls, at_least=20):
     return statistics.median(times), min(times), max(times)
 
 
+_STREAM = 1 << 30  # bytes: far more than any L2
+
+
 def ceilings():
     """What this machine does at most, measured: {"read_gb_s", "copy_gb_s", "bf16_tflop_s"}."""
-    big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    found = {"read_gb_s": _read(), "copy_gb_s": _copy(), "bf16_tflop_s": _product()}
+    torch.cuda.empty_cache()
+    return {name: round(value, 1) for name, value in found.items()}
+
+
+def _read():
+    x = torch.empty(_STREAM, dtype=torch.uint8, device="cuda").random_()
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
-    read, *_ = time_calls([lambda: _C.read_bytes(big, sink)], 4)
-    other = torch.empty_like(big)
-    copy, *_ = time_calls([lambda: other.copy_(big)], 4)
-    del big, other
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    product, *_ = time_calls([lambda: torch.mm(a, b)], 4)
-    return {
-        "read_gb_s": round((1 << 30) / read / 1e3, 1),
-        "copy_gb_s": round(2 * (1 << 30) / copy / 1e3, 1),
-        "bf16_tflop_s": round(2 * 8192**3 / product / 1e6, 1),
-    }
+    return _STREAM / time_calls([lambda: _C.read_bytes(x, sink)], 4)[0] / 1e3
+
+
+def _copy():
+    x = torch.empty(_STREAM, dtype=torch.uint8, device="cuda").random_()
+    y = torch.empty_like(x)
+    return 2 * _STREAM / time_calls([lambda: y.copy_(x)], 4)[0] / 1e3
+
+
+def _product():
+    n = 8192
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return 2 * n**3 / time_calls([lambda: torch.mm(a, b)], 4)[0] / 1e6
