@@ -75,7 +75,8 @@ W4Plan plan_w4a16(const W4Problem& p) {
   plan.x_tokens = plan.form == 0 ? static_cast<int>(std::max<std::int64_t>(p.m, 1)) : 8 * f.token_tiles;
   const std::size_t ring = static_cast<std::size_t>(w4_warps * f.stages * w4_slot_bytes(f));
   const std::size_t tile = static_cast<std::size_t>(plan.x_tokens) * (2 * w4_tile_k + 4 * 2);   // x, and at most two sums
-  const int room = static_cast<int>((shared_limit - ring) / tile) / unit_tiles * unit_tiles;
+  int room = static_cast<int>((shared_limit - ring) / tile) / unit_tiles * unit_tiles;
+  if (room > 4) room -= room % 4;   // a warp stages x in runs of four tiles
   plan.panel_tiles = std::min(plan.chunk_tiles, room);
   plan.shared_bytes = ring + tile * static_cast<std::size_t>(plan.panel_tiles);
   if (plan.splits > 1)
