@@ -68,7 +68,7 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   }
   p.x_in_pairs = in_pairs(a);
   p.w = w;
-  p.groups = w.k / w.group;
+  p.groups = static_cast<int>(w.k / w.group);
   p.activation = a.activation;
   p.row_blocks = plan.row_blocks;
   p.span = plan.span;

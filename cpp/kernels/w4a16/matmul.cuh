@@ -140,10 +140,11 @@ struct CodeRing {
   const std::byte* side = nullptr;    // this lane's 16 bytes of scales or offsets of group 0; null: it copies none
   int side_at = 0, side_step = 0;     // where in a slot; bytes a group
   int side_half = 0;                  // which group of a tile
+  int groups, up = 0, down = 0;       // tile t of a row starts in group t << up >> down
   std::uint64_t policy;
 
-  __device__ __forceinline__ CodeRing(const W4MatmulParams& p, std::uint8_t* ring, std::int64_t first_row, std::int64_t first_tile)
-      : slots(ring), policy(tile::evict_first()) {
+  __device__ __forceinline__ CodeRing(const W4MatmulParams& p, std::uint8_t* ring, std::int64_t first_row, int first_tile)
+      : slots(ring), groups(p.groups), policy(tile::evict_first()) {
     const int lane = threadIdx.x % 32;
     const std::int64_t last_row = w4_tiles_n(p.w.n) - 1, tiles_k = w4_tiles_k(p.w.k);
     codes = p.w.codes + (first_row * tiles_k + first_tile) * w4_tile_bytes + lane * 16;
@@ -152,25 +153,26 @@ struct CodeRing {
       row_stride[r] = (min(first_row + r, last_row) - first_row) * tiles_k * w4_tile_bytes;
     // eight lanes a row tile: (group of the tile, scales or offsets, half of the 32 bytes)
     const int r = lane / 8, half = lane / 4 % 2, offset = lane / 2 % 2, piece = lane % 2;
-    if (r >= Cfg::row_tiles || (half == 1 && p.span != 32)) return;
+    up = p.span == 32;
+    down = p.span == 128 ? (p.groups == 1 ? 31 : 1) : 0;   // one group for all of K: 0
+    if (r >= Cfg::row_tiles || (half == 1 && !up)) return;
     if (offset && p.w.zeros == W4Zeros::symmetric) return;
     const bool bytes = offset && p.w.zeros == W4Zeros::integer;
     if (bytes && piece == 1) return;
     side_step = bytes ? 16 : 32;
     side_half = half;
     side_at = Cfg::row_tiles * w4_tile_bytes + (r * 2 + half) * 64 + offset * 32 + piece * 16;
-    side = (offset ? p.w.offsets : p.w.scales) + min(first_row + r, last_row) * p.groups * side_step + piece * 16;
+    side = (offset ? p.w.offsets : p.w.scales) + min(first_row + r, last_row) * groups * side_step + piece * 16;
   }
 
   // Starts the copies of tile `tile` of the chunk, whose first tile is `first_tile` of the row.
-  __device__ __forceinline__ void fill(const W4MatmulParams& p, int slot, int tile, std::int64_t first_tile) const {
+  __device__ __forceinline__ void fill(int slot, int tile, int first_tile) const {
     std::uint8_t* to = slots + slot * Cfg::slot;
 #pragma unroll
     for (int r = 0; r < Cfg::row_tiles; ++r)
       tile::cp_async_16(to + r * w4_tile_bytes + threadIdx.x % 32 * 16, codes + row_stride[r] + static_cast<std::int64_t>(tile) * w4_tile_bytes, policy);
-    const std::int64_t at = first_tile + tile;
-    const std::int64_t group = p.groups == 1 ? 0 : p.span == 32 ? 2 * at + side_half : p.span == 64 ? at : at / 2;
-    if (side && group < p.groups && (p.groups > 1 || side_half == 0))
+    const int group = ((first_tile + tile) << up >> down) + side_half;
+    if (side && group < groups)
       cute::SM80_CP_ASYNC_CACHEALWAYS<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(side + group * side_step),
                                                              *reinterpret_cast<cute::uint128_t*>(to + side_at));
   }
@@ -197,8 +199,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::min_ctas) w4a16_stream(con
   const int split = static_cast<int>(rest / p.row_blocks);
   const std::int64_t local_token0 = token_block * w4_tokens, token0 = p.first_token + local_token0;
   const int tokens = static_cast<int>(min(static_cast<std::int64_t>(8 * NT), p.tokens - local_token0));
-  const std::int64_t first_tile = static_cast<std::int64_t>(split) * p.chunk_tiles;
-  const int tiles = static_cast<int>(min(static_cast<std::int64_t>(p.chunk_tiles), w4_tiles_k(p.w.k) - first_tile));
+  const int first_tile = split * p.chunk_tiles;
+  const int tiles = min(p.chunk_tiles, static_cast<int>(w4_tiles_k(p.w.k)) - first_tile);
   const std::int64_t first_row = (row_block * w4_warps + warp) * R;
   const bool works = first_row < w4_tiles_n(p.w.n);   // the last CTA of rows may have warps without any
 
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::min_ctas) w4a16_stream(con
   const CodeRing<Cfg> codes(p, ring, works ? first_row : 0, first_tile);
 #pragma unroll
   for (int s = 0; s < S - 1; ++s) {
-    if (works && s < tiles) codes.fill(p, s, s, first_tile);
+    if (works && s < tiles) codes.fill(s, s, first_tile);
     cute::cp_async_fence();
   }
 
@@ -230,7 +232,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::min_ctas) w4a16_stream(con
     for (int tile = panel0; tile < panel_end; ++tile) {
       cute::cp_async_wait<S - 2>();
       __syncwarp();   // all lanes' copies of this slot have arrived; all lanes have read the slot before it
-      if (tile + S - 1 < tiles) codes.fill(p, slot == 0 ? S - 1 : slot - 1, tile + S - 1, first_tile);
+      if (tile + S - 1 < tiles) codes.fill(slot == 0 ? S - 1 : slot - 1, tile + S - 1, first_tile);
       cute::cp_async_fence();
 
       const std::uint8_t* here = ring + slot * Cfg::slot;
@@ -257,12 +259,13 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::min_ctas) w4a16_stream(con
         }
 
         // The end of a span: its sums are scaled and added to the chunk's.
-        const std::int64_t at = first_tile + tile;
-        const bool whole = half == 1 && (p.span == 64 || (p.span == 128 && (tile % 2 == 1 || tile + 1 == tiles)));
-        if (!(p.span == 32 ? p.groups == 1 || 2 * at + half < p.groups : whole)) continue;
-        const int span_at = p.span == 32 ? 2 * (tile - panel0) + half : p.span == 64 ? tile - panel0 : (tile - panel0) / 2;
+        // (in halves of a tile; where that is a group, the last may be padding, which has no scale)
+        const int last = 2 * tile + half, spans = p.span / 32;
+        if ((last & (spans - 1)) != spans - 1 && last + 1 != 2 * tiles) continue;
+        if (p.span == 32 && 2 * first_tile + last >= p.groups) continue;
+        const int span_at = (last - 2 * panel0) >> (spans >> 1);
         const float* sum = sums + span_at * p.x_tokens;
-        const std::uint8_t* side = here + R * w4_tile_bytes + (p.span == 32 && p.groups > 1 ? half * 64 : 0);
+        const std::uint8_t* side = here + R * w4_tile_bytes + (p.span == 32 ? half * 64 : 0);
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           float scale[2], zero[2] = {8.0f, 8.0f}, minimum[2] = {};

@@ -48,7 +48,7 @@ struct W4MatmulParams {
   std::int64_t bias_stride = 0;
   bool x_in_pairs = false;          // x can be read two elements at a time
   W4View w;
-  std::int64_t groups = 0;
+  int groups = 0;
   Activation activation = Activation::none;
   std::int64_t first_token = 0, tokens = 0;   // of this launch
   std::int64_t token_blocks = 0, row_blocks = 0;
