@@ -35,8 +35,8 @@ class W4Weight:
     multiple of group_size; N and K need not be multiples of anything else.
 
     It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
-    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while the weight is in use and must not be
-    resized. On a GPU the values of perm are not checked: a column outside [0, K) makes products NaN.
+    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while the weight is in use and must not
+    be resized. On a GPU the values of perm are not checked: a column outside [0, K) makes products NaN.
     """
 
     def __init__(self, codes, scales, offsets, *, shape, group_size, kind, scale_dtype, perm=None):
@@ -171,11 +171,12 @@ class W4Weight:
         return cls.from_canonical(*parts, group_size=_GGUF_BLOCK, kind=kind)
 
     def to(self, device):
-        """This weight on another torch device ("cuda", "cpu", torch.device(...)): itself if it is there, else a copy."""
+        """This weight on a torch device ("cuda", "cpu", torch.device(...)): itself if it is there, else a copy."""
         import torch
 
         arrays = [
-            None if a is None else torch.as_tensor(a).to(device) for a in (self.codes, self.scales, self.offsets, self.perm)
+            None if a is None else torch.as_tensor(a).to(device)
+            for a in (self.codes, self.scales, self.offsets, self.perm)
         ]
         if arrays[0] is self.codes:
             return self
@@ -267,8 +268,8 @@ def w4a16_matmul(
     dtype. activation: None, "silu", "gelu" or "gelu_tanh". residual: [..., N] in x's dtype. Returns [..., N] in x's
     dtype, written to `out` when given (`out` may be `residual`; it must not overlap x). Sums in fp32, rounded once.
 
-    Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of rows
-    too; on a GPU they may change between regimes of rows (up to 8, 16, 32, 64, then every further 64) unless
+    Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
+    rows too; on a GPU they may change between regimes of rows (up to 8, 16, 32, 64, then every further 64) unless
     `batch_invariant=True`, which costs speed. Raises ArgumentError / ArgumentTypeError naming the argument.
     """
     if compiling():

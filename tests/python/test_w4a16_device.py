@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights and their products on every device that has kernels: right, deterministic, and the CPU's bits of a weight."""
+"""4-bit weights and their products on every device that has kernels: right, deterministic, a weight's bits the CPU's."""
 
 import cases
 import closeness
@@ -14,7 +14,16 @@ from rooftile.nn import W4Linear
 
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 300)
 # (N, K, group): tails of N, of K and of a tile, every span of a scale, chunks of K, more rows than a CTA takes
-SMALL = ((64, 64, 32), (17, 96, 32), (96, 96, 96), (5, 50, 50), (100, 576, 64), (33, 576, 576), (48, 1536, 128), (576, 64, 64))
+SMALL = (
+    (64, 64, 32),
+    (17, 96, 32),
+    (96, 96, 96),
+    (5, 50, 50),
+    (100, 576, 64),
+    (33, 576, 576),
+    (48, 1536, 128),
+    (576, 64, 64),
+)
 LARGE = ((64, 4096, 128), (64, 4096, 32), (64, 4096, 4096), (4096, 576, 64), (300, 4096, 64), (4096, 96, 32))
 DTYPES = ("float16", "bfloat16")
 
@@ -103,7 +112,9 @@ def test_strides_of_every_tensor(m, dtype, device):
         out.check_margins()
         out.check_written()
     rows = x.reshape(1, m, 1, k).expand(2, m, 1, k)  # leading dimensions that do not collapse
-    bits = rt.w4a16_matmul(rows, w, bias=bias, residual=residual.reshape(1, m, 1, n).expand(2, m, 1, n), batch_invariant=True)
+    bits = rt.w4a16_matmul(
+        rows, w, bias=bias, residual=residual.reshape(1, m, 1, n).expand(2, m, 1, n), batch_invariant=True
+    )
     one = rt.w4a16_matmul(x, w, bias=bias, residual=residual, batch_invariant=True)
     for i in range(2):
         closeness.assert_bits_equal(bits[i, :, 0], one)
