@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights and their products on every device that has kernels: right, deterministic, a weight's bits the CPU's."""
+"""4-bit weights and their products on every device that has kernels; a weight has the same bits everywhere."""
 
 import cases
 import closeness
