@@ -16,7 +16,7 @@ if not GPUS:
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
 
 LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1030)
-# Lengths on both sides of where a row gets one leaf more, and leaves more units: 64 leaves of 128 tokens, then larger ones.
+# Lengths on both sides of where a row gets one leaf more, and its leaves more units: 64 leaves of 128 tokens at first.
 LONG = (1, 33, 128, 129, 1000, 4096, 8192, 8193, 8225, 16385, 20000)
 STORES = (
     ("fp16", "float16"),
@@ -35,7 +35,7 @@ def queries(batch, t, heads, dim, dtype, *key):
 
 
 def check_against(cache, q64, out, lse, **options):
-    """cache: the CPU's. The lse may err as twice a naive version's too: scales folded into 16-bit queries round there."""
+    """cache: the CPU's. Its scales, folded into 16-bit queries, round there: the lse feels it in the kivi formats."""
     exact, naive, exact_lse = checks.expect_decode(cache, q64, **options)
     assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[cache.dtype])
     got = to_numpy64(lse)
@@ -48,9 +48,10 @@ def check_against(cache, q64, out, lse, **options):
 
 
 def check(cache, q64, q, **options):
-    on_gpu = {
-        n: torch.tensor(v, dtype=torch.int32).cuda() if n in ("rows", "counts") else v for n, v in options.items()
-    }
+    on_gpu = dict(options)
+    for name in ("rows", "counts"):
+        if name in options:
+            on_gpu[name] = torch.tensor(options[name], dtype=torch.int32).cuda()
     if "sinks" in options:
         on_gpu["sinks"] = cases.tensor(options["sinks"], "float32").cuda()
     with rt.record_kernels() as names:
@@ -134,20 +135,22 @@ def test_pages_anywhere(format, dtype, page_size):
 
 @stores
 def test_extreme_logits(format, dtype):
-    """Logits of -1e5 and more beside ordinary ones: no infinity, no NaN, the right winner."""
+    """Logits of -1e5 and more beside ordinary ones: no infinity, no NaN, the right winner. In whole groups: a group with
+    both has lost its small values when it was encoded."""
     rows = tokens((90, 300), 1, 64, dtype)
     for k, _ in rows:
-        k[1::2] = oracle.round_to(-300.0 * np.abs(k[1::2]), dtype)
+        for begin in range(32, len(k), 64):
+            k[begin : begin + 32] = oracle.round_to(-300.0 * np.abs(k[begin : begin + 32]), dtype)
     cache = filled(rows, format, dtype)
     q64 = np.abs(cases.values((2, 1, 4, 64), dtype, "positive")) * 40
     q64 = oracle.round_to(q64, dtype)
     out, lse = rt.decode_attention(cases.tensor(q64, dtype).cuda(), cache.to("cuda"), return_lse=True)
     exact, naive, exact_lse = checks.expect_decode(cache, q64)
-    assert_close(out, naive, exact, slack=4.0)
+    assert_close(out, naive, exact)
     assert torch.isfinite(lse).all() and np.allclose(to_numpy64(lse), exact_lse, rtol=2e-2)
 
 
-@pytest.mark.parametrize("scale", [2.0**-12, 2.0**8])
+@pytest.mark.parametrize("scale", [2.0**-7, 2.0**8])
 @stores
 def test_small_and_large_values(format, dtype, scale):
     """Scales far from 1: what goes through fp16 on the way has the range for it."""
@@ -242,7 +245,7 @@ def test_what_only_the_kernels_see(format, dtype):
     """A row number, a length, a count or a page out of range: that row is left alone, and the next call says so."""
     host = filled(tokens((70, 300, 33), 2, 64, dtype), format, dtype)
     cache = host.to("cuda")
-    q64, q = queries(3, 2, 4, 64, dtype)
+    _, q = queries(3, 2, 4, 64, dtype)
     good = rt.decode_attention(q, cache)
 
     def after(name, **options):

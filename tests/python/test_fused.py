@@ -42,7 +42,7 @@ def gelu(x, approximate, dtype=np.float64):
 
 
 def near(x, device):
-    """The size of a normalised mean: what a value near it cancels against. Where sums are in double none of it is lost."""
+    """The size of a normalised mean, against which values near it cancel. Sums in double lose nothing there."""
     return 0.0 if device == "cpu" else np.abs(x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-3)
 
 

@@ -22,20 +22,25 @@ W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
 
 using Kernel = void (*)(W4MatmulParams);
 
-template <class T>
+template <class T, bool minima>
 Kernel stream_kernel(int form) {
   switch (form) {
-    case 0: return w4a16_stream<W4Config<T, 0, 2>>;
-    case 1: return w4a16_stream<W4Config<T, 1, 2>>;
-    case 2: return w4a16_stream<W4Config<T, 2, 1>>;
-    default: return w4a16_stream<W4Config<T, 3, 1>>;
+    case 0: return w4a16_stream<W4Config<T, 0, minima>>;
+    case 1: return w4a16_stream<W4Config<T, 1, minima>>;
+    case 2: return w4a16_stream<W4Config<T, 2, minima>>;
+    default: return w4a16_stream<W4Config<T, 3, minima>>;
   }
 }
 
-// Two elements at a time: every row starts at 4 bytes.
-bool in_pairs(const W4MatmulArgs& a) {
-  bool even = reinterpret_cast<std::uintptr_t>(a.x.data) % 4 == 0;
-  for (int i = 0; i + 1 < a.x.ndim; ++i) even &= a.x.shape[i] == 1 || a.x.stride[i] % 2 == 0;
+Kernel stream_kernel(bool is_half, bool minima, int form) {
+  if (is_half) return minima ? stream_kernel<tile::half, true>(form) : stream_kernel<tile::half, false>(form);
+  return minima ? stream_kernel<tile::bf16, true>(form) : stream_kernel<tile::bf16, false>(form);
+}
+
+// Every row of x is whole pieces of 16 bytes that start at multiples of them.
+bool in_pieces(const W4MatmulArgs& a) {
+  bool even = reinterpret_cast<std::uintptr_t>(a.x.data) % 16 == 0 && a.x.last() % 8 == 0;
+  for (int i = 0; i + 1 < a.x.ndim; ++i) even &= a.x.shape[i] == 1 || a.x.stride[i] % 8 == 0;
   return even && a.x.last_stride() == 1 && !a.w->perm;
 }
 
@@ -67,16 +72,20 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
     p.bias = a.bias.data;
     p.bias_stride = a.bias.stride[0];
   }
-  p.x_in_pairs = in_pairs(a);
+  p.x_in_pieces = in_pieces(a);
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
   p.activation = a.activation;
-  p.row_blocks = plan.row_blocks;
+  p.row_blocks = static_cast<unsigned>(plan.row_blocks);
+  p.finish_blocks = static_cast<unsigned>((w.n + 4 * w4_finish_threads - 1) / (4 * w4_finish_threads));
+  p.k = static_cast<int>(w.k);
+  p.group = w.group;
   p.span = plan.span;
+  p.span_shift = plan.span == 128 ? 2 : plan.span == 64 ? 1 : 0;
   p.splits = plan.splits;
-  p.chunk_tiles = plan.chunk_tiles;
-  p.panel_tiles = plan.panel_tiles;
-  p.x_tokens = plan.x_tokens;
+  p.steps = static_cast<int>((w4_tiles_k(w.k) + 1) / 2);
+  p.chunk_steps = plan.chunk_steps;
+  p.x_rows = plan.x_rows;
   p.partial = static_cast<float*>(ctx.workspace);
 
   const std::int64_t m = a.x.rows();
@@ -84,21 +93,20 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);
-    p.token_blocks = (p.tokens + w4_tokens - 1) / w4_tokens;
-    scope.launch(is_half ? stream_kernel<tile::half>(plan.form) : stream_kernel<tile::bf16>(plan.form),
-                 p.token_blocks * p.row_blocks * p.splits, w4_warps * 32, plan.shared_bytes, p);
+    p.token_blocks = static_cast<unsigned>((p.tokens + w4_tokens - 1) / w4_tokens);
+    scope.launch(stream_kernel(is_half, w.zeros == W4Zeros::minima, plan.form), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
+                 w4_warps * 32, plan.shared_bytes, p);
     if (p.splits == 1) continue;
     scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>,
-                 (p.tokens * w.n + w4_finish_threads - 1) / w4_finish_threads, w4_finish_threads, 0, p);
+                 p.tokens * p.finish_blocks, w4_finish_threads, 0, p, Overlap::with_previous);
   }
   return kernel;
 }
 
 void load_w4a16_kernels(const char* op) {
-  for (int form = 0; form < 4; ++form) {
-    load_kernel(op, stream_kernel<tile::half>(form));
-    load_kernel(op, stream_kernel<tile::bf16>(form));
-  }
+  for (int form = 0; form < 4; ++form)
+    for (bool is_half : {false, true})
+      for (bool minima : {false, true}) load_kernel(op, stream_kernel(is_half, minima, form));
   load_kernel(op, w4a16_finish<tile::half>);
   load_kernel(op, w4a16_finish<tile::bf16>);
 }

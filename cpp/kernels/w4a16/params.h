@@ -46,13 +46,16 @@ struct W4MatmulParams {
   Rows x, y, residual;              // [m, k], [m, n], [m, n]
   const void* bias = nullptr;       // [n] or null
   std::int64_t bias_stride = 0;
-  bool x_in_pairs = false;          // x can be read two elements at a time
+  bool x_in_pieces = false;         // x can be read 16 bytes at a time
   W4View w;
   int groups = 0;
   Activation activation = Activation::none;
   std::int64_t first_token = 0, tokens = 0;   // of this launch
-  std::int64_t token_blocks = 0, row_blocks = 0;
-  int span = 0, splits = 0, chunk_tiles = 0, panel_tiles = 0, x_tokens = 0;
+  unsigned token_blocks = 0, row_blocks = 0, finish_blocks = 0;   // of this launch; finish: of a token
+  int k = 0, group = 0;             // as in w, in 32 bits
+  int span = 0, span_shift = 0;     // k that are scaled at once; log2 of it in 32 k
+  int splits = 0, steps = 0, chunk_steps = 0;   // steps of 128 k: all, and of one split
+  int x_rows = 0;                   // tokens a panel has room for
   float* partial = nullptr;         // [split][token of this launch][n, padded to 16]
 };
 

@@ -7,17 +7,21 @@
 
 namespace rooftile::gpu {
 
-// One compiled form of the kernel: how many tokens and rows of W a warp holds, and how deep its ring of codes is.
+// One compiled form of the kernel: how many tokens a warp holds, how deep its ring of codes is, how much of K a panel of x
+// has. A panel is never shorter than the ring: the wait for a step of codes is the wait for the panel behind it.
 struct W4Form {
   int token_tiles;   // of 8 tokens, the N of the mma
-  int row_tiles;     // of 16 rows of W
-  int stages;        // of the ring of a warp; a stage is one tile of 64 k of each of its row tiles
+  int stages;        // of the ring of a warp; a stage is one step: 16 rows of W, 128 k
+  int panel_k;
 };
-inline constexpr W4Form w4_forms[] = {{1, 1, 8}, {2, 2, 6}, {4, 2, 6}, {8, 2, 4}};
+inline constexpr W4Form w4_forms[] = {{1, 6, 1024}, {2, 5, 512}, {4, 3, 512}, {8, 3, 256}};
 inline constexpr int w4_warps = 8;
+inline constexpr int w4_step_k = 128;
 inline constexpr int w4_tokens = 8 * w4_forms[3].token_tiles;   // the most a CTA takes
+inline constexpr int w4_side_bytes = 128;                       // scales, or offsets, of the groups of a step
+inline constexpr int w4_slot_bytes = 2 * 512 + 2 * w4_side_bytes;
 
-constexpr int w4_slot_bytes(W4Form f) { return f.row_tiles * (512 + 128); }   // codes; scales and offsets of two groups
+constexpr int w4_panel_pitch(W4Form f) { return 2 * f.panel_k + 16; }   // bytes of a row; 16 more against bank conflicts
 
 struct W4Problem {
   std::int64_t m = 0, n = 0, k = 0;
@@ -29,9 +33,8 @@ struct W4Plan {
   int form = 0;                    // index into w4_forms
   int span = 0;                    // k whose sum is scaled at once: 32, 64 or 128; a multiple of it starts every chunk
   int splits = 0;                  // of K; above 1 their sums meet in the workspace
-  int chunk_tiles = 0;             // tiles of 64 k in one split
-  int panel_tiles = 0;             // of which x is in shared memory at a time
-  int x_tokens = 0;                // tokens that x has room for there
+  int chunk_steps = 0;             // steps of 128 k in one split
+  int x_rows = 0;                  // tokens that a panel of x has room for
   std::int64_t launch_tokens = 0;  // tokens of one launch; below m the launches follow each other
   std::int64_t token_blocks = 0, row_blocks = 0;   // of one launch
   std::size_t shared_bytes = 0, workspace_bytes = 0;

@@ -32,20 +32,19 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       p.batch_invariant = invariant;
       const W4Plan plan = plan_w4a16(p);
       const W4Form form = w4_forms[plan.form];
-      const std::int64_t tiles = w4_tiles_k(p.k), chunk = plan.chunk_tiles;
+      const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, chunk = plan.chunk_steps;
       SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms);
-      EXPECT_GE(plan.splits * chunk, tiles);
-      EXPECT_LT((plan.splits - 1) * chunk, tiles);
-      EXPECT_EQ(chunk * w4_tile_k % plan.span, 0);
+      EXPECT_GE(plan.splits * chunk, steps);
+      EXPECT_LT((plan.splits - 1) * chunk, steps);
+      EXPECT_EQ(w4_step_k % plan.span, 0);
       EXPECT_TRUE(plan.span <= p.group || p.group == p.k);
-      EXPECT_GE(plan.panel_tiles, 1);
-      EXPECT_EQ(plan.panel_tiles * w4_tile_k % plan.span, 0);
+      EXPECT_GE(form.panel_k / w4_step_k, form.stages - 1);   // the ring's wait covers the panel's
       EXPECT_LE(plan.shared_bytes, 99u * 1024);
-      EXPECT_GE(plan.x_tokens, std::min<std::int64_t>(p.m, 8 * form.token_tiles));
-      EXPECT_GE(plan.row_blocks * w4_warps * form.row_tiles * w4_tile_n, p.n);
+      EXPECT_GE(plan.x_rows, std::min<std::int64_t>(p.m, 8 * form.token_tiles));
+      EXPECT_GE(plan.row_blocks * w4_warps * w4_tile_n, p.n);
       EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
       const std::int64_t ctas = plan.row_blocks * plan.token_blocks * plan.splits;
-      EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(ctas) * w4_warps * 16 * form.row_tiles * w4_tokens * 4);
+      EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(ctas) * w4_warps * 16 * w4_tokens * 4);
     }
   });
 }
@@ -57,7 +56,7 @@ TEST(W4Plan, SplitsDependOnTheRegimeOnly) {
       q.m = m;
       q.batch_invariant = invariant;
       const W4Plan plan = plan_w4a16(q);
-      return std::pair{plan.splits, plan.chunk_tiles};
+      return std::pair{plan.splits, plan.chunk_steps};
     };
     EXPECT_EQ(cut(1, false), cut(8, false));
     EXPECT_EQ(cut(9, false), cut(16, false));
