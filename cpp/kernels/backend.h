@@ -9,10 +9,12 @@
 namespace rooftile::gpu {
 
 const char* backend();   // "sm_80, sm_90a" or why there is none
+void warmup(const Context&);   // loads every kernel on the device: see warmup.h
 
 KernelName norm(const char* op, const Context&, const NormArgs&);
-KernelName rope(const char* op, const Context&, const TensorView& x, const TensorView& cos, const TensorView& sin,
-                const TensorView& positions, const TensorView& y);
+// A position outside the tables, which the host cannot see, makes that token's outputs NaN.
+KernelName rope(const char* op, const Context&, const TensorView& q, const TensorView& k, const TensorView& cos,
+                const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out);
 KernelName gated(const char* op, const Context&, const TensorView& x, const TensorView& h, Gate);
 KernelName softmax(const Context&, const TensorView& x, const TensorView& y);
 KernelName merge_attention(const Context&, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
@@ -43,6 +45,8 @@ void w4_pack(const char* op, const Context&, const W4Arrays& canonical, const W4
 void w4_unpack(const char* op, const Context&, const W4View&, const W4Arrays& canonical);
 void w4_quantize(const char* op, const Context&, const TensorView& weight, int group, W4Zeros, const W4Arrays& canonical);
 void w4_dequantize(const char* op, const Context&, const W4View&, const TensorView& to);
+
+KernelName read_bytes(const Context&, const TensorView& x, const TensorView& sink);
 
 // Copies between any two places the device or the host can reach, in stream order; the host waits for it to be done.
 void copy_bytes(const char* op, const Context&, void* to, const void* from, std::size_t bytes);

@@ -4,10 +4,18 @@
 
 #include "kernels/backend.h"
 #include "kernels/launch.h"
+#include "kernels/warmup.h"
 
 namespace rooftile::gpu {
 
 const char* backend() { return ROOFTILE_CUDA_TARGETS; }
+
+void warmup(const Context& ctx) {
+  constexpr const char* op = "warmup";
+  const DeviceScope scope(op, ctx);
+  load_norm_kernels(op);
+  load_elementwise_kernels(op);
+}
 
 void copy_bytes(const char* op, const Context& ctx, void* to, const void* from, std::size_t bytes) {
   if (bytes == 0) return;

@@ -13,10 +13,13 @@ namespace {
 }  // namespace
 
 const char* backend() { return "none: built without CUDA"; }
+void warmup(const Context& ctx) {
+  fail(ErrorKind::not_supported, "warmup: device is ", name(ctx.device), ", but this build of rooftile has CPU kernels only");
+}
 
 KernelName norm(const char* op, const Context& ctx, const NormArgs&) { none(op, ctx); }
 KernelName rope(const char* op, const Context& ctx, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
-                const TensorView&) {
+                const TensorView&, const TensorView&, const TensorView&) {
   none(op, ctx);
 }
 KernelName gated(const char* op, const Context& ctx, const TensorView&, const TensorView&, Gate) { none(op, ctx); }
@@ -34,6 +37,7 @@ void w4_pack(const char* op, const Context& ctx, const W4Arrays&, const W4Arrays
 void w4_unpack(const char* op, const Context& ctx, const W4View&, const W4Arrays&) { none(op, ctx); }
 void w4_quantize(const char* op, const Context& ctx, const TensorView&, int, W4Zeros, const W4Arrays&) { none(op, ctx); }
 void w4_dequantize(const char* op, const Context& ctx, const W4View&, const TensorView&) { none(op, ctx); }
+KernelName read_bytes(const Context& ctx, const TensorView&, const TensorView&) { none("read_bytes", ctx); }
 void copy_bytes(const char* op, const Context& ctx, void*, const void*, std::size_t) { none(op, ctx); }
 
 }  // namespace rooftile::gpu

@@ -9,6 +9,7 @@ namespace rooftile {
 
 const char* cpu_variants() { return cpu::runnable_variants(); }
 const char* gpu_backend() { return gpu::backend(); }
+void warmup(const Context& ctx) { gpu::warmup(ctx); }
 int parallel_threads() { return Parallel(0).threads(); }
 
 }  // namespace rooftile

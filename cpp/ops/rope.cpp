@@ -69,8 +69,7 @@ KernelName rope(const Context& ctx, TensorView q, TensorView k, TensorView cos, 
   check::check_apart(op, "k_out", k_out, {{"q", q}, {"cos", cos}, {"sin", sin}, {"positions", positions}, {"q_out", q_out}});
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "q", q);
-    gpu::rope(op, ctx, q, cos, sin, positions, q_out);
-    return gpu::rope(op, ctx, k, cos, sin, positions, k_out);
+    return gpu::rope(op, ctx, q, k, cos, sin, positions, q_out, k_out);
   }
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
   const Parallel parallel(ctx.threads);

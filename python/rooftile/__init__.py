@@ -4,7 +4,7 @@
 from rooftile import _C
 from rooftile._arrays import record_kernels
 from rooftile.attention import decode_attention, merge_attention, prefill_attention
-from rooftile.env import env
+from rooftile.env import env, warmup
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -63,4 +63,5 @@ __all__ = [
     "silu_mul",
     "softmax",
     "w4a16_matmul",
+    "warmup",
 ]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from rooftile import _C
+from rooftile.errors import ArgumentError
 
 PACKAGES = ("torch", "numpy", "jax", "transformers", "nanobind-backend")
 OPS = (
@@ -28,13 +29,50 @@ OPS = (
     "gelu_mul",
     "softmax",
 )
+# Those with GPU kernels, in a build that has any.
+GPU_OPS = (
+    "merge_attention",
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "add_layer_norm",
+    "rope",
+    "silu_mul",
+    "gelu_mul",
+    "softmax",
+)
+
+
+def warmup(device=None):
+    """Load every kernel onto a GPU: what the first use of a kernel does, and a CUDA graph capture may not.
+
+    device: a torch.device, "cuda:1" or an index; default: torch's current device, or 0 without torch. Call it once
+    before the first capture. Without a GPU there is nothing to load and nothing is done, unless `device` asks for one:
+    NotSupportedError in a build without GPU kernels, DeviceError where the device cannot be used.
+    """
+    torch = sys.modules.get("torch")
+    if device is None:
+        if _C.gpu_backend().startswith("none") or (torch is not None and not torch.cuda.is_available()):
+            return
+        _C.warmup(0 if torch is None else torch.cuda.current_device())
+        return
+    kind, _, index = str(device).rpartition(":") if ":" in str(device) else (str(device), "", "")
+    if kind.isdecimal() and not index:
+        kind, index = "cuda", kind
+    if kind == "cpu":
+        return
+    if kind != "cuda" or not (index == "" or index.isdecimal()):
+        raise ArgumentError(f'warmup: device must be a CUDA device such as "cuda:0" or its index, got {device!r}')
+    current = torch.cuda.current_device() if index == "" and torch is not None and torch.cuda.is_available() else 0
+    _C.warmup(int(index) if index else current)
 
 
 def env():
     """A dict of plain values, ready for JSON.
 
     version, commit (None outside a checkout), binding ("split" or "linked"), python, platform, cpu {model, cores,
-    variants: runnable kernel variants best first, chosen, threads, parallel}, gpu {backend, driver: libcuda is there},
+    variants: runnable kernel variants best first, chosen, threads, parallel}, gpu {backend, driver: libcuda is there,
+    devices [{name, compute_capability, memory_gb}]: None until torch is imported, which counts them},
     packages {name: version or None}, torch_exchange_table (bool; None without torch), ops {name: {cpu, gpu}}: the
     kernel variant that an op takes, or "none". Imports nothing that is not imported yet: torch_exchange_table is
     None until torch is.
@@ -57,10 +95,10 @@ def env():
             "threads": _C.parallel_threads(),
             "parallel": _C.parallel_backend(),
         },
-        "gpu": {"backend": gpu, "driver": ctypes.util.find_library("cuda") is not None},
+        "gpu": {"backend": gpu, "driver": ctypes.util.find_library("cuda") is not None, "devices": _gpus()},
         "packages": {name: _package(name) for name in PACKAGES},
         "torch_exchange_table": _exchange_table(),
-        "ops": {op: {"cpu": chosen, "gpu": gpu_kernels} for op in OPS},
+        "ops": {op: {"cpu": chosen, "gpu": gpu_kernels if op in GPU_OPS else "none"} for op in OPS},
     }
 
 
@@ -98,6 +136,10 @@ def _rows(facts):
         ("threads", f"{cpu['threads']}, {cpu['parallel']}"),
         ("gpu backend", gpu["backend"]),
         ("CUDA driver", "found" if gpu["driver"] else "not found"),
+        *(
+            (f"gpu {i}", f"{d['name']}, compute capability {d['compute_capability']}, {d['memory_gb']} GB")
+            for i, d in enumerate(gpu["devices"] or ())
+        ),
         *((name, version or "not installed") for name, version in facts["packages"].items()),
         ("torch C exchange table", table[facts["torch_exchange_table"]]),
     ]
@@ -108,6 +150,21 @@ def _package(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _gpus():
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        {
+            "name": gpu.name,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gb": round(gpu.total_memory / 1e9, 1),
+        }
+        for gpu in found
+    ]
 
 
 def _exchange_table():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small ops between the products. Results are rounded once to the output's dtype.
 
-Common to all of them: tensors are float32 (CPU), float16 or bfloat16 of any strides; an output is contiguous unless it
-is given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that have no
-current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError naming the
-argument.
+Common to all of them: tensors are float16, bfloat16 or, on the CPU, float32, of any strides; an output is contiguous
+unless it is given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that
+have no current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError
+naming the argument.
 """
 
 import contextlib
@@ -78,7 +78,8 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     """Rotary position embedding of q and k, half-split as in GPT-NeoX and Llama (Su et al. 2021, arXiv 2104.09864).
 
     q: [..., q_heads, D] and k: [..., kv_heads, D], usually [B, T, heads, D] or [tokens, heads, D]; the head counts may
-    differ. positions: int32 or int64 with q's leading dimensions, each in [0, max_position).
+    differ. positions: int32 or int64 with q's leading dimensions, each in [0, max_position); on a GPU, where the host
+    does not read them, a token whose position is outside gets NaN.
     cos, sin: [max_position, R], R <= D / 2, q's dtype or float32: one column a pair, not the doubled tables of
     transformers. Dims i and i + R of a head turn together by row positions[...] of the tables; dims from 2R on are
     copied.

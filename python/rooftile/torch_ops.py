@@ -143,7 +143,8 @@ def _register(name, op):
         return None
 
     for suffix, implementation, stand_in in (("", run, fake), ("_out", run_out, fake_out)):
-        _library.impl(name + suffix, implementation, "CPU")
+        for key in ("CPU", "CUDA"):
+            _library.impl(name + suffix, implementation, key)
         torch.library.register_fake(f"rooftile::{name}{suffix}", stand_in, lib=_library)
 
 

@@ -4,6 +4,7 @@
 #include "bind.h"
 #include "kv_cache_handle.h"
 #include "rooftile/fused.h"
+#include "rooftile/roof.h"
 #include "tensor_caster.h"
 
 namespace rooftile::python {
@@ -110,6 +111,15 @@ void bind_fused(nb::module_& m) {
     const Context ctx = args.context(tx, stream, plan);
     return run([&] { return softmax(ctx, tx, ty); });
   }, "x"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
+}
+
+void bind_roof(nb::module_& m) {
+  m.def("read_bytes", [](handle x, handle sink, handle stream) {
+    Args args("read_bytes");
+    const TensorView tx = args.in(x, "x"), ts = args.out(sink, "sink");
+    const Context ctx = args.context(tx, stream, nb::none());
+    return run([&] { return read_bytes(ctx, tx, ts); });
+  }, "x"_a.none(), "sink"_a.none(), "stream"_a.none() = nb::none());
 }
 
 }  // namespace rooftile::python

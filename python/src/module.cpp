@@ -41,10 +41,12 @@ NB_MODULE(_C, m) {
   m.attr("binding_mode") = ROOFTILE_MODE;
   m.def("cpu_variants", [] { return cpu_variants(); });
   m.def("gpu_backend", [] { return gpu_backend(); });
+  m.def("warmup", [](int device) { warmup({.device = {DeviceType::cuda, device}}); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("parallel_backend", [] { return parallel_backend(); });
   m.def("parallel_threads", [] { return parallel_threads(); });
   python::bind_attention(m);
   python::bind_fused(m);
   python::bind_gemm(m);
   python::bind_kv_cache(m);
+  python::bind_roof(m);
 }

@@ -155,6 +155,7 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
       refuse(ErrorKind::value, op_, argument, "is a lazily negated view; call resolve_neg() first");
   }
 
+  torch_ |= facts.torch;
   TensorView t;
   const auto take = [&](const nb::dlpack::dltensor& d) {
     if (d.ndim > TensorView::max_ndim)
@@ -258,6 +259,9 @@ Context Args::context(const TensorView& first, nb::handle stream, nb::handle pla
   } else if (ctx.device.type == DeviceType::cuda && table_ && table_->current_work_stream) {
     if (table_->current_work_stream(dl_cuda, ctx.device.index, &ctx.stream) != 0)
       refuse(ErrorKind::device, op_, "stream", "cannot be read from torch: " + take_python_error());
+  } else if (ctx.device.type == DeviceType::cuda && torch_) {
+    nb::object current = nb::module_::import_("torch").attr("cuda").attr("current_stream")(ctx.device.index);
+    ctx.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(current.attr("cuda_stream")));
   }
   return ctx;
 }

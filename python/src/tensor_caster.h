@@ -49,6 +49,7 @@ class Args {
   std::vector<nb::ndarray<nb::ro>> kept_;
   std::vector<nb::object> objects_;
   const struct ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
+  bool torch_ = false;                            // whether there was one
 };
 
 }  // namespace rooftile::python

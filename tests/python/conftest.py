@@ -24,8 +24,32 @@ def dtype(request):
 
 @pytest.fixture(params=cases.PLANS)
 def plan(request):
-    """Every kernel variant that this machine can run."""
-    return request.param
+    """Every kernel variant that this machine can run. On a GPU there is one, which is None."""
+    return plan_of(request)
+
+
+def plan_of(request):
+    return None if _params(request.node).get("device") == "cuda" else request.param
+
+
+def _params(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what a GPU has not: float32, plans (one stands for none), ops without GPU kernels."""
+
+    def there(item):
+        params = _params(item)
+        return params.get("device") != "cuda" or (
+            params.get("dtype") != "float32"
+            and params.get("plan", cases.PLANS[0]) == cases.PLANS[0]
+            and getattr(params.get("op"), "gpu", True)
+        )
+
+    kept = [item for item in items if there(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not there(item)])
+    items[:] = kept
 
 
 @pytest.fixture

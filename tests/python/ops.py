@@ -108,6 +108,7 @@ class Op:
     state: Callable = lambda kwargs: []  # tensors behind objects that the op changes
     made: Callable = lambda returned: []  # arrays that the op makes itself, out of what it returns
     case: str = ""  # where one op has several entries
+    gpu: bool = False  # has GPU kernels, and a build that makes its arguments there
 
     @property
     def id(self):
@@ -189,6 +190,7 @@ def _norm_op(function, bias=False, adds=False):
         norm(2, 3),
         empties=(norm(0, 3), norm(2, 0), norm(0)),
         large=norm(67, 9),
+        gpu=True,
     )
 
 
@@ -707,6 +709,7 @@ ATTENTION_OPS = [
         _merge(2, 3),
         empties=(_merge(0, 3), _merge(2, 0)),
         large=_merge(67, 9),
+        gpu=True,
     ),
 ]
 
@@ -752,6 +755,7 @@ OPS = [
         _rope(2, 3),
         empties=(_rope(0, 3), _rope(2, 0)),
         large=_rope(17, 33, index="int32"),
+        gpu=True,
     ),
     Op(
         "rope_append",
@@ -779,6 +783,7 @@ OPS = [
         _gated(2, 3),
         empties=(_gated(0, 3), _gated(2, 0), _gated(0)),
         large=_gated(67, 9),
+        gpu=True,
     ),
     Op(
         "gelu_mul",
@@ -787,6 +792,7 @@ OPS = [
         _gated(2, 3, approximate="tanh"),
         empties=(_gated(0, 3, approximate="none"), _gated(2, 0, approximate="tanh")),
         large=_gated(67, 9, approximate="none"),
+        gpu=True,
     ),
     Op(
         "softmax",
@@ -795,6 +801,7 @@ OPS = [
         _softmax(2, 3),
         empties=(_softmax(0, 3), _softmax(2, 0), _softmax(0)),
         large=_softmax(67, 9),
+        gpu=True,
     ),
     *W4_OPS,
     *KV_OPS,

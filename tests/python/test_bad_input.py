@@ -86,7 +86,7 @@ def test_every_fault_is_a_typed_error(op, name, dtype, outputs, device, count_ba
 @pytest.mark.parametrize("op, name", [pytest.param(op, n, id=f"{op.id}-{n}") for op in ops.OPS for n in op.tensors()])
 def test_inside_a_functorch_transform(op, name, device, count_bad_input):
     """Under vmap and grad a tensor's type is torch.Tensor but its memory is not the caller's."""
-    call = op.call("float32", device)
+    call = op.call("bfloat16" if device == "cuda" else "float32", device)
     t = call.kwargs[name]
     transforms = {"vmap": lambda f: torch.vmap(f)(torch.stack([t, t]))}
     if t.dtype.is_floating_point:

@@ -15,9 +15,9 @@ HIDDEN = (*cases.HIDDEN, 4099, 20000)
 ROTARY = ((64, 32), (64, 3), (128, 24), (96, 40), (80, 40), (59, 29), (48, 0), (1, 0), (256, 48))  # head_dim, pairs
 
 
-def data(shape, dtype, *key, **kw):
+def data(device, shape, dtype, *key, **kw):
     array = cases.values(shape, dtype, *key, **kw)
-    return array, cases.tensor(array, dtype)
+    return array, cases.tensor(array, dtype, device)
 
 
 def assert_right(y, op, *args, terms=0.0, frobenius=1e-6, **options):
@@ -50,11 +50,11 @@ def angles(positions, pairs, dtype):
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_norms(hidden, dtype, plan):
-    x, tx = data((3, hidden), dtype, "x", hidden, spread=3.0, mean=0.5)
-    r, tr = data((3, hidden), dtype, "r", hidden)
-    w, tw = data((hidden,), dtype, "w", hidden, mean=1.0)
-    b, tb = data((hidden,), "float32", "b", hidden)
+def test_norms(hidden, dtype, device, plan):
+    x, tx = data(device, (3, hidden), dtype, "x", hidden, spread=3.0, mean=0.5)
+    r, tr = data(device, (3, hidden), dtype, "r", hidden)
+    w, tw = data(device, (hidden,), dtype, "w", hidden, mean=1.0)
+    b, tb = data(device, (hidden,), "float32", "b", hidden)
     assert_right(rt.rms_norm(tx, plan=plan), oracle.rms_norm, x)
     assert_right(rt.rms_norm(tx, tw, 1e-5, plan=plan), oracle.rms_norm, x, w, 1e-5)
     y, s = rt.add_rms_norm(tx, tr, tw, plan=plan)
@@ -69,36 +69,36 @@ def test_norms(hidden, dtype, plan):
 
 
 @pytest.mark.parametrize("size", [300.0, 6e4])
-def test_large_values_do_not_overflow(size, dtype, plan):
+def test_large_values_do_not_overflow(size, dtype, device, plan):
     x = oracle.round_to(size * np.sign(cases.values((2, 576), "float32", size)), dtype)
-    assert_right(rt.rms_norm(cases.tensor(x, dtype), plan=plan), oracle.rms_norm, x)
-    assert_right(rt.layer_norm(cases.tensor(x, dtype), plan=plan), oracle.layer_norm, x)
+    assert_right(rt.rms_norm(cases.tensor(x, dtype, device), plan=plan), oracle.rms_norm, x)
+    assert_right(rt.layer_norm(cases.tensor(x, dtype, device), plan=plan), oracle.layer_norm, x)
 
 
 @pytest.mark.parametrize("mean_square", [1e-7, 1e-6, 1e-5, 1e-4])
-def test_eps_is_neither_raised_nor_dropped(mean_square, dtype, plan):
-    x, tx = data((4, 640), dtype, mean_square, spread=math.sqrt(mean_square))
+def test_eps_is_neither_raised_nor_dropped(mean_square, dtype, device, plan):
+    x, tx = data(device, (4, 640), dtype, mean_square, spread=math.sqrt(mean_square))
     y = rt.rms_norm(tx, eps=1e-6, plan=plan)
     assert_right(y, oracle.rms_norm, x)
     assert dtype == "float32" or ulp_error(y, oracle.rms_norm(x), dtype).max() <= 1
 
 
-def test_layer_norm_of_values_far_from_zero(dtype, plan):
-    x, tx = data((3, 1000), dtype, "far", mean=1000.0, spread=1.0)
+def test_layer_norm_of_values_far_from_zero(dtype, device, plan):
+    x, tx = data(device, (3, 1000), dtype, "far", mean=1000.0, spread=1.0)
     assert_right(rt.layer_norm(tx, plan=plan), oracle.layer_norm, x, frobenius=None)  # most of x cancels
 
 
-def test_constant_and_zero_rows(dtype, plan):
-    zero = torch.zeros(2, 33, dtype=cases.torch_dtype(dtype))
+def test_constant_and_zero_rows(dtype, device, plan):
+    zero = torch.zeros(2, 33, dtype=cases.torch_dtype(dtype), device=device)
     assert (rt.rms_norm(zero, plan=plan) == 0).all()
     assert (rt.layer_norm(zero + 3, plan=plan) == 0).all()
     assert rt.rms_norm(zero, eps=0.0, plan=plan).isnan().all()
 
 
-def test_norms_in_place(dtype, plan):
-    _, x = data((3, 100), dtype, "x")
-    _, r = data((3, 100), dtype, "r")
-    _, w = data((100,), dtype, "w")
+def test_norms_in_place(dtype, device, plan):
+    _, x = data(device, (3, 100), dtype, "x")
+    _, r = data(device, (3, 100), dtype, "r")
+    _, w = data(device, (100,), dtype, "w")
     y, s = rt.add_rms_norm(x, r, w, plan=plan)
     x_, r_ = x.clone(), r.clone()
     got = rt.add_rms_norm(x_, r_, w, out=x_, residual_out=r_, plan=plan)
@@ -132,14 +132,19 @@ def test_an_output_that_overlaps_is_refused():
 
 @pytest.mark.parametrize("dim,pairs", ROTARY)
 @pytest.mark.parametrize("table", ["float32", "own"])
-def test_rope(dim, pairs, table, dtype, plan):
+def test_rope(dim, pairs, table, dtype, device, plan):
     table = dtype if table == "own" else table
-    q, tq = data((2, 5, 3, dim), dtype, "q", dim)
-    k, tk = data((2, 5, 1, dim), dtype, "k", dim)
+    q, tq = data(device, (2, 5, 3, dim), dtype, "q", dim)
+    k, tk = data(device, (2, 5, 1, dim), dtype, "k", dim)
     cos, sin = angles(40, pairs, table)
     positions = cases.generator("p", dim).integers(0, 40, (2, 5))
     got = rt.rope(
-        tq, tk, cases.tensor(cos, table), cases.tensor(sin, table), torch.from_numpy(positions).int(), plan=plan
+        tq,
+        tk,
+        cases.tensor(cos, table, device),
+        cases.tensor(sin, table, device),
+        torch.from_numpy(positions).int().to(device),
+        plan=plan,
     )
     for x, y in zip((q, k), got, strict=True):
         exact = oracle.rope(x, cos, sin, positions)
@@ -148,12 +153,12 @@ def test_rope(dim, pairs, table, dtype, plan):
 
 
 @pytest.mark.parametrize("dim,pairs", ROTARY)
-def test_rope_in_place_leaves_the_rest_alone(dim, pairs, dtype, plan):
+def test_rope_in_place_leaves_the_rest_alone(dim, pairs, dtype, device, plan):
     """A NaN pattern in the columns that do not turn comes back bit for bit, and nothing beside the heads is touched."""
-    cos, sin = (cases.tensor(t, "float32") for t in angles(40, pairs, "float32"))
-    positions = torch.tensor([39, 0, 7])
+    cos, sin = (cases.tensor(t, "float32", device) for t in angles(40, pairs, "float32"))
+    positions = torch.tensor([39, 0, 7], device=device)
     words = torch.int32 if dtype == "float32" else torch.int16
-    whole = cases.tensor(cases.values((3, 6, dim), dtype, "in place", dim), dtype)
+    whole = cases.tensor(cases.values((3, 6, dim), dtype, "in place", dim), dtype, device)
     nan = {"float32": 0x7FC12345, "float16": 0x7E55, "bfloat16": 0x7FD5}[dtype]
     whole.view(words)[..., 2 * pairs :] = nan
     expected = rt.rope(whole[:, 1:3], whole[:, 4:5], cos, sin, positions, plan=plan)
@@ -213,7 +218,7 @@ def test_rope_append_is_rope_then_append(paged, dtype, plan):
     cos, sin = (cases.tensor(t, "float32") for t in angles(90, 20, "float32"))
     rows, counts = [2, 0], [37, 12]
     for step in range(2):
-        q, k, v = (data((2, 40, h, 64), dtype, step, i)[1] for i, h in enumerate((6, 2, 2)))
+        q, k, v = (data("cpu", (2, 40, h, 64), dtype, step, i)[1] for i, h in enumerate((6, 2, 2)))
         positions = (torch.arange(40) + torch.tensor([[37 * step], [12 * step]])).int()
         before = k.clone()
         got = rt.rope_append(q, k, v, cos, sin, positions, together, rows=rows, counts=counts, plan=plan)
@@ -269,14 +274,14 @@ def test_rope_append_that_fails_writes_nothing():
 
 
 @pytest.mark.parametrize("hidden", [0, 1, 7, 8, 9, 17, 576, 1536, 10007])
-def test_gated(hidden, dtype, plan):
-    x, tx = data((3, 2 * hidden), dtype, "gated", hidden, spread=3.0)
+def test_gated(hidden, dtype, device, plan):
+    x, tx = data(device, (3, 2 * hidden), dtype, "gated", hidden, spread=3.0)
     assert_right(rt.silu_mul(tx, plan=plan), oracle.silu_mul, x)
     for approximate in ("tanh", "none"):
         assert_right(rt.gelu_mul(tx, approximate=approximate, plan=plan), gelu, x, approximate)
 
 
-def test_gated_over_the_whole_range(dtype, plan):
+def test_gated_over_the_whole_range(dtype, device, plan):
     """Every binade of both signs, up to where the result underflows or overflows.
 
     float32: 4 roundings, and those of the exponent, which are relative to its size; what is near the smallest normal
@@ -294,28 +299,28 @@ def test_gated_over_the_whole_range(dtype, plan):
 
     edges = np.concatenate([np.linspace(-120, 120, 4001), np.ldexp(1.0, np.arange(-40, 16)), [0.0]])
     gate = oracle.round_to(np.concatenate([edges, -edges]), dtype)
-    x = cases.tensor(np.concatenate([gate, np.ones_like(gate)]), dtype)
+    x = cases.tensor(np.concatenate([gate, np.ones_like(gate)]), dtype, device)
     both = np.concatenate([gate, np.ones_like(gate)])
     check(rt.silu_mul(x, plan=plan), oracle.silu_mul(both))
     for approximate in ("tanh", "none"):
         check(rt.gelu_mul(x, approximate=approximate, plan=plan), oracle.gelu_mul(both, approximate))
 
 
-def test_gated_special_values(dtype, plan):
+def test_gated_special_values(dtype, device, plan):
     inf, nan = math.inf, math.nan
-    gate = torch.tensor([inf, -inf, nan, 1, 1, 0, -0.0], dtype=cases.torch_dtype(dtype))
-    up = torch.tensor([1, 1, 1, inf, nan, inf, 1], dtype=gate.dtype)
-    expected = torch.tensor([inf, nan, nan, inf, nan, nan, -0.0], dtype=gate.dtype)
+    gate = torch.tensor([inf, -inf, nan, 1, 1, 0, -0.0], dtype=cases.torch_dtype(dtype), device=device)
+    up = torch.tensor([1, 1, 1, inf, nan, inf, 1], dtype=gate.dtype, device=device)
+    expected = torch.tensor([inf, nan, nan, inf, nan, nan, -0.0], dtype=gate.dtype, device=device)
     x = torch.cat([gate, up])
-    largest = torch.tensor([torch.finfo(gate.dtype).max, 1], dtype=gate.dtype)
+    largest = torch.tensor([torch.finfo(gate.dtype).max, 1], dtype=gate.dtype, device=device)
     for f in (rt.silu_mul, rt.gelu_mul, lambda x, plan: rt.gelu_mul(x, approximate="none", plan=plan)):
         torch.testing.assert_close(f(x, plan=plan), expected, rtol=0, atol=0, equal_nan=True)
         assert torch.signbit(f(x, plan=plan))[6]
         assert f(largest, plan=plan) == largest[0]
 
 
-def test_gated_into_its_own_gate(dtype, plan):
-    _, x = data((4, 50), dtype, "gate")
+def test_gated_into_its_own_gate(dtype, device, plan):
+    _, x = data(device, (4, 50), dtype, "gate")
     expected = rt.silu_mul(x, plan=plan)
     up = x[:, 25:].clone()
     rt.silu_mul(x, out=x[:, :25], plan=plan)
@@ -343,8 +348,8 @@ def test_gelu_names_its_forms():
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 15, 16, 17, 31, 49, 577, 4099, 50000])
-def test_softmax(n, dtype, plan):
-    x, tx = data((3, n), dtype, "softmax", n, spread=4.0)
+def test_softmax(n, dtype, device, plan):
+    x, tx = data(device, (3, n), dtype, "softmax", n, spread=4.0)
     y = rt.softmax(tx, plan=plan)
     if n:
         assert_right(y, oracle.softmax, x)
@@ -352,19 +357,19 @@ def test_softmax(n, dtype, plan):
         assert tuple(y.shape) == (3, 0)
 
 
-def test_softmax_of_large_and_masked_logits(dtype, plan):
+def test_softmax_of_large_and_masked_logits(dtype, device, plan):
     x = cases.values((4, 300), dtype, "masked", spread=2.0)
     x[0] += 40000.0  # e^x alone would overflow
     x[1, 7:] = -np.inf
     x[2, :299] = -np.inf
     x = oracle.round_to(x, dtype)
-    y = rt.softmax(cases.tensor(x, dtype), plan=plan)
+    y = rt.softmax(cases.tensor(x, dtype, device), plan=plan)
     assert_right(y, oracle.softmax, x)
     assert (y[1, 7:] == 0).all() and y[2, 299] == 1
 
 
-def test_softmax_without_a_finite_maximum_is_nan_as_in_torch(dtype, plan):
-    x = torch.randn(5, 40).to(cases.torch_dtype(dtype))
+def test_softmax_without_a_finite_maximum_is_nan_as_in_torch(dtype, device, plan):
+    x = torch.randn(5, 40).to(device, cases.torch_dtype(dtype))
     x[0] = -math.inf
     x[1, 39] = math.inf
     x[2, 0] = math.nan
@@ -377,10 +382,10 @@ def test_softmax_without_a_finite_maximum_is_nan_as_in_torch(dtype, plan):
 # ---------------------------------------------------------------- all of them
 
 
-def functional(plan=None):
+def functional(plan=None, device="cpu"):
     """name -> the op as a function of one tensor [2, 3, 5, 34]."""
-    cos, sin = (cases.tensor(t, "float32") for t in angles(40, 10, "float32"))
-    positions = torch.arange(6).view(2, 3)
+    cos, sin = (cases.tensor(t, "float32", device) for t in angles(40, 10, "float32"))
+    positions = torch.arange(6, device=device).view(2, 3)
     return {
         "rms_norm": lambda x, out=None: rt.rms_norm(x, out=out, plan=plan),
         "layer_norm": lambda x, out=None: rt.layer_norm(x, out=out, plan=plan),
@@ -393,19 +398,19 @@ def functional(plan=None):
 
 
 @pytest.mark.parametrize("name", functional())
-def test_any_strides_in_and_out(name, dtype, plan):
-    f = functional(plan)[name]
-    x = cases.tensor(cases.values((2, 3, 5, 34), dtype, name), dtype)
+def test_any_strides_in_and_out(name, dtype, device, plan):
+    f = functional(plan, device)[name]
+    x = cases.tensor(cases.values((2, 3, 5, 34), dtype, name), dtype, device)
     expected = f(x)
-    wide = torch.zeros(2, 3, 5, 80, dtype=x.dtype)
+    wide = torch.zeros(2, 3, 5, 80, dtype=x.dtype, device=device)
     wide[..., 3:71:2] = x
     swapped = x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
     for view in (wide[..., 3:71:2], swapped):
         assert_bits_equal(f(view), expected)
     lead, last = expected.shape[:-1], expected.shape[-1]
     for base, take in (
-        (torch.full((*lead, 2 * last + 5), 7.0, dtype=x.dtype), lambda t: t[..., 4:-1:2]),
-        (torch.full((last + 2, *lead), 7.0, dtype=x.dtype), lambda t: t[1:-1].permute(1, 2, 3, 0)),
+        (torch.full((*lead, 2 * last + 5), 7.0, dtype=x.dtype, device=device), lambda t: t[..., 4:-1:2]),
+        (torch.full((last + 2, *lead), 7.0, dtype=x.dtype, device=device), lambda t: t[1:-1].permute(1, 2, 3, 0)),
     ):
         reference = base.clone()
         take(reference).copy_(expected)
@@ -414,10 +419,10 @@ def test_any_strides_in_and_out(name, dtype, plan):
 
 
 @pytest.mark.parametrize("name", [name for name in functional() if name != "rope"])  # its rows have positions
-def test_many_rows_equal_one_row_at_a_time(name, dtype):
+def test_many_rows_equal_one_row_at_a_time(name, dtype, device):
     """Enough rows to go over several threads; a row's bits do not depend on its neighbours."""
-    x = cases.tensor(cases.values((500, 130), dtype, name), dtype)
-    f = functional()[name]
+    x = cases.tensor(cases.values((500, 130), dtype, name), dtype, device)
+    f = functional(device=device)[name]
     together = f(x)
     for row in (0, 1, 250, 499):
         assert_bits_equal(f(x[row : row + 1])[0], together[row])

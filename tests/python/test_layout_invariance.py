@@ -9,6 +9,7 @@ import ops
 import pytest
 import rooftile as rt
 import torch
+from conftest import plan_of
 
 
 def _any_layout(op):
@@ -27,7 +28,7 @@ CONTIGUOUS = [
 @pytest.fixture(params=(cases.PLANS[0], "reference"))
 def plan(request):
     """The portable and vector variants are one source: the fastest stands for all of them here."""
-    return request.param
+    return plan_of(request)
 
 
 @pytest.mark.parametrize("op, name", CONTIGUOUS)

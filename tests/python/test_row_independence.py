@@ -14,7 +14,7 @@ def _rows_of(op, call, rows):
     for name in op.tensors():
         dim, t = op.arguments[name].rows, call.kwargs[name]
         if dim is not None and t is not None:
-            narrowed[name] = t.index_select(dim, torch.tensor(rows))
+            narrowed[name] = t.index_select(dim, torch.tensor(rows, device=t.device))
     return narrowed
 
 
@@ -33,7 +33,7 @@ def test_alone_as_in_a_batch(op, dtype, device, plan):
         part.run(plan=plan, **changes)
         for name in outputs:
             dim = op.arguments[name].rows
-            expected = whole.kwargs[name].index_select(dim, torch.tensor(rows))
+            expected = whole.kwargs[name].index_select(dim, torch.tensor(rows, device=device))
             closeness.assert_bits_equal(changes[name], expected, f"{name}, rows {rows} alone:")
 
 

@@ -1,0 +1,355 @@
+// SPDX-License-Identifier: Apache-2.0
+// rope, the gated activations, softmax and merge_attention. All are bound by memory: every element is read once and written
+// once (a softmax row past 16384 elements is read twice). T is fp16 or bf16, arithmetic fp32, strides are any; see rows.cuh
+// for how a tensor is cut into pieces of eight elements and why the bits do not depend on its strides.
+//   gated    x [rows, 2H] = [gate | up] -> h [rows, H]             a thread a piece of h;  6 bytes, some 15 flops an element
+//   rope     x [tokens, heads, D] -> y, q and k in one launch      a thread eight pairs, or eight elements that are copied;
+//            cos, sin [max_position, R], dims i and i + R turn     4 bytes, 3 flops an element
+//   softmax  x [rows, N] -> y                                      a team a row, as in norm.cu;  4 bytes, some 12 flops
+//   merge    out_a, out_b [rows, D], lse_a, lse_b [rows]           up to 32 lanes a row;  6 bytes, 4 flops an element
+// Outputs may be inputs: a thread writes only elements that it alone reads, after it has read them; merge's lse, which all
+// lanes of a row read, is written after a __syncwarp. Sync in softmax: partial results of the warps -> shared memory -> all.
+#include "kernels/backend.h"
+#include "kernels/kernel_name.h"
+#include "kernels/launch.h"
+#include "kernels/warmup.h"
+#include "tile/reduce.cuh"
+#include "tile/rows.cuh"
+
+namespace rooftile::gpu {
+namespace {
+
+using namespace rooftile::tile;
+
+constexpr int block_threads = 128;
+
+std::int64_t blocks_for(std::int64_t threads) { return (threads + block_threads - 1) / block_threads; }
+__device__ __forceinline__ std::int64_t thread_index() { return static_cast<std::int64_t>(blockIdx.x) * block_threads + threadIdx.x; }
+std::int64_t pieces_of(std::int64_t n) { return (n + piece - 1) / piece; }
+
+// ---------------------------------------------------------------- gated activations
+
+struct GatedParams {
+  Rows gate, up, h;
+  std::int64_t rows, n;
+  Divisor pieces;   // of a row
+};
+
+// Through the exponential of a number that is not positive: nothing overflows, and the tail keeps its digits.
+struct Silu {
+  static __device__ __forceinline__ float of(float g) {
+    const float e = expf(-fabsf(g));
+    return __fdividef(g < 0 ? g * e : g, 1 + e);
+  }
+};
+struct GeluTanh {   // 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2u)) with u = sqrt(2 / pi) * (g + 0.044715 g^3)
+  static __device__ __forceinline__ float of(float g) {
+    const float u2 = 1.5957691216057308f * fmaf(0.044715f * g * g, g, g), e = expf(-fabsf(u2));
+    return __fdividef(g < 0 ? g * e : g, 1 + e);
+  }
+};
+struct GeluErf {
+  static __device__ __forceinline__ float of(float g) { return 0.5f * g * erfcf(g * -0.70710678118654752f); }
+};
+
+template <class T, class Activation, bool vector>
+__global__ __launch_bounds__(block_threads) void gated_pieces(const __grid_constant__ GatedParams p) {
+  const Division at = divide(thread_index(), p.pieces);
+  if (at.quotient >= p.rows) return;
+  const std::int64_t first = at.rest * piece;
+  const uint4 g = load_piece<vector>(row_at(p.gate, at.quotient), first, p.n);
+  const uint4 u = load_piece<vector>(row_at(p.up, at.quotient), first, p.n);
+  Floats h = to_floats<T>(g);
+  const Floats up = to_floats<T>(u);
+#pragma unroll
+  for (int i = 0; i < piece; ++i) h.at[i] = Activation::of(h.at[i]) * up.at[i];
+  store_piece<vector>(row_at(p.h, at.quotient), first, p.n, from_floats<T>(h));
+}
+
+template <class T, bool vector, class F>
+void with_gated(Gate gate, F&& f) {
+  if (gate == Gate::silu) f(gated_pieces<T, Silu, vector>);
+  else if (gate == Gate::gelu_tanh) f(gated_pieces<T, GeluTanh, vector>);
+  else f(gated_pieces<T, GeluErf, vector>);
+}
+
+// ---------------------------------------------------------------- rope
+
+struct RopeTensor {
+  Rows x, y;
+  std::int64_t threads, n;   // n: D
+  Divisor pieces, heads;     // pieces of a row: of pairs, then of what is copied
+};
+struct RopeParams {
+  RopeTensor q, k;
+  Table cos, sin;
+  Rows positions;
+  std::int64_t pairs, max_position;
+  bool wide_positions;   // int64
+};
+
+__device__ __forceinline__ std::int64_t position_of(const RopeParams& p, std::int64_t token) {
+  const std::int64_t offset = row_offset(p.positions, token);
+  return p.wide_positions ? reinterpret_cast<const std::int64_t*>(p.positions.data)[offset]
+                          : reinterpret_cast<const std::int32_t*>(p.positions.data)[offset];
+}
+
+// a * b - c * d, each product to more than fp32: what cancels keeps its digits.
+__device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
+  const float cd = c * d, lost = fmaf(-c, d, cd);
+  return fmaf(a, b, -cd) + lost;
+}
+
+template <class T, bool vector>
+__global__ __launch_bounds__(block_threads) void rope_pieces(const __grid_constant__ RopeParams p) {
+  const bool is_k = thread_index() >= p.q.threads;
+  const RopeTensor& t = is_k ? p.k : p.q;
+  const std::int64_t index = thread_index() - (is_k ? p.q.threads : 0);
+  if (index >= t.threads) return;
+  const Division at = divide(index, t.pieces);
+  const std::int64_t position = position_of(p, divide(at.quotient, t.heads).quotient);
+  const bool known = position >= 0 && position < p.max_position;
+  constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};   // of both types
+
+  const Row x = row_at(t.x, at.quotient), y = row_at(t.y, at.quotient);
+  const std::int64_t first = at.rest * piece, pair_end = (p.pairs + piece - 1) / piece * piece;
+  if (first >= pair_end) {   // past the pairs
+    const std::int64_t copied = first - pair_end + 2 * p.pairs;
+    store_piece<vector>(y, copied, t.n, known ? load_piece<vector>(x, copied, t.n) : nan);
+    return;
+  }
+  const Row x_high = {x.data + p.pairs * x.step, x.step}, y_high = {y.data + p.pairs * y.step, y.step};
+  uint4 low = load_piece<vector>(x, first, p.pairs), high = load_piece<vector>(x_high, first, p.pairs);
+  if (known) {
+    const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs), s = load_table<T, vector>(p.sin, position, first, p.pairs);
+    const Floats a = to_floats<T>(low), b = to_floats<T>(high);
+    Floats turned_low, turned_high;
+#pragma unroll
+    for (int i = 0; i < piece; ++i) {
+      turned_low.at[i] = difference_of_products(a.at[i], c.at[i], b.at[i], s.at[i]);
+      turned_high.at[i] = difference_of_products(b.at[i], c.at[i], -a.at[i], s.at[i]);
+    }
+    low = from_floats<T>(turned_low);
+    high = from_floats<T>(turned_high);
+  } else {
+    low = high = nan;
+  }
+  store_piece<vector>(y, first, p.pairs, low);
+  store_piece<vector>(y_high, first, p.pairs, high);
+}
+
+RopeTensor rope_tensor(const TensorView& x, const TensorView& y, std::int64_t pairs) {
+  const std::int64_t n = x.last(), pieces = pieces_of(pairs) + pieces_of(n - 2 * pairs);
+  const std::int64_t heads = x.shape[x.ndim - 2];
+  if (x.numel() == 0) return {.threads = 0};
+  return {.x = rows_of(x), .y = rows_of(y), .threads = x.rows() * pieces, .n = n, .pieces = divisor(pieces),
+          .heads = divisor(heads)};
+}
+
+// ---------------------------------------------------------------- softmax
+
+struct SoftmaxParams {
+  Rows x, y;
+  std::int64_t rows, n;
+  int lanes;
+};
+
+template <class T, int pieces, bool vector>
+__global__ __launch_bounds__(512) void softmax_rows(const __grid_constant__ SoftmaxParams p) {
+  __shared__ float shared[2][32];
+  const Place at = place(p.lanes);
+  const std::int64_t row = at.row < p.rows ? at.row : 0;   // lanes without a row reduce with the others
+  const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
+  const auto first = [&](int k) { return (at.rank + k * p.lanes) * piece; };
+  const Row x = row_at(p.x, row);
+  uint4 raw[pieces];
+#pragma unroll
+  for (int k = 0; k < pieces; ++k) raw[k] = load_piece<vector>(x, first(k), n);
+  float highest = Max::identity;
+  Floats e[pieces];
+#pragma unroll
+  for (int k = 0; k < pieces; ++k) {
+    e[k] = to_floats<T>(raw[k]);
+#pragma unroll
+    for (int i = 0; i < piece; ++i)
+      if (inside<vector>(i, n - first(k))) highest = fmaxf(highest, e[k].at[i]);
+  }
+  highest = reduce_team(highest, p.lanes, shared[0], Max{});
+  float total = 0;
+#pragma unroll
+  for (int k = 0; k < pieces; ++k) {
+    float part = 0;
+#pragma unroll
+    for (int i = 0; i < piece; ++i) {
+      e[k].at[i] = inside<vector>(i, n - first(k)) ? expf(e[k].at[i] - highest) : 0.0f;
+      part += e[k].at[i];
+    }
+    total += part;
+  }
+  const float scale = 1.0f / reduce_team(total, p.lanes, shared[1], Sum{});
+  const Row y = row_at(p.y, row);
+#pragma unroll
+  for (int k = 0; k < pieces; ++k) {
+#pragma unroll
+    for (int i = 0; i < piece; ++i) e[k].at[i] *= scale;
+    store_piece<vector>(y, first(k), n, from_floats<T>(e[k]));
+  }
+}
+
+// A row that does not fit registers: its maximum and the sum below it in one pass, the result in a second.
+template <class T, bool vector>
+__global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__ SoftmaxParams p) {
+  __shared__ float shared[2][32];
+  const std::int64_t begin = threadIdx.x * piece, step = blockDim.x * piece;
+  const Row x = row_at(p.x, blockIdx.x), y = row_at(p.y, blockIdx.x);
+  float highest = Max::identity, total = 0;   // of this thread's elements so far
+  for (std::int64_t first = begin; first < p.n; first += step) {
+    const Floats v = to_floats<T>(load_piece<vector>(x, first, p.n));
+    float top = highest;
+#pragma unroll
+    for (int i = 0; i < piece; ++i)
+      if (inside<vector>(i, p.n - first)) top = fmaxf(top, v.at[i]);
+    const float base = top == Max::identity ? 0.0f : top;   // -inf so far: exp(-inf - 0) is 0; a NaN still goes through
+    float part = 0;
+#pragma unroll
+    for (int i = 0; i < piece; ++i) part += inside<vector>(i, p.n - first) ? expf(v.at[i] - base) : 0.0f;
+    total = fmaf(total, expf(highest - base), part);
+    highest = top;
+  }
+  const float top = reduce_team(highest, p.lanes, shared[0], Max{});
+  // A thread of -inf only: its total, 0 or NaN, counts as it is. A row of -inf only must become NaN.
+  total = highest == Max::identity && top != Max::identity ? total : total * expf(highest - top);
+  const float scale = 1.0f / reduce_team(total, p.lanes, shared[1], Sum{});
+  for (std::int64_t first = begin; first < p.n; first += step) {
+    Floats v = to_floats<T>(load_piece<vector>(x, first, p.n));
+#pragma unroll
+    for (int i = 0; i < piece; ++i) v.at[i] = expf(v.at[i] - top) * scale;
+    store_piece<vector>(y, first, p.n, from_floats<T>(v));
+  }
+}
+
+template <class T, bool vector, class F>
+void with_softmax(int pieces, F&& f) {
+  if (pieces == 2) f(softmax_rows<T, 2, vector>);
+  else if (pieces == 4) f(softmax_rows<T, 4, vector>);
+  else f(softmax_long_rows<T, vector>);
+}
+
+// ---------------------------------------------------------------- merge
+
+struct MergeParams {
+  Rows out_a, out_b, out, lse_a, lse_b, lse;   // lse may be absent
+  std::int64_t rows, n;
+  int lanes;
+};
+
+__device__ __forceinline__ float* lse_at(const Rows& r, std::int64_t row) {
+  return reinterpret_cast<float*>(r.data) + row_offset(r, row);
+}
+
+template <class T, bool vector>
+__global__ __launch_bounds__(block_threads) void merge_rows(const __grid_constant__ MergeParams p) {
+  const Place at = place(p.lanes);
+  const std::int64_t row = at.row < p.rows ? at.row : 0;
+  const std::int64_t n = at.row < p.rows ? p.n : 0;
+  const float a = *lse_at(p.lse_a, row), b = *lse_at(p.lse_b, row);
+  const bool only_a = b == Max::identity, only_b = a == Max::identity;   // a side without keys has an lse of -inf
+  const float top = a > b ? a : b, weight_a = expf(a - top), weight_b = expf(b - top), total = weight_a + weight_b;
+  const Row out_a = row_at(p.out_a, row), out_b = row_at(p.out_b, row), out = row_at(p.out, row);
+  for (std::int64_t first = at.rank * piece; first < n; first += p.lanes * piece) {
+    const uint4 raw_a = load_piece<vector>(out_a, first, n), raw_b = load_piece<vector>(out_b, first, n);
+    Floats x = to_floats<T>(raw_a);
+    const Floats y = to_floats<T>(raw_b);
+#pragma unroll
+    for (int i = 0; i < piece; ++i) x.at[i] = __fdividef(fmaf(y.at[i], weight_b, x.at[i] * weight_a), total);
+    const uint4 merged = only_a && only_b ? uint4{} : only_a ? raw_a : only_b ? raw_b : from_floats<T>(x);
+    store_piece<vector>(out, first, n, merged);
+  }
+  __syncwarp();   // all lanes of the row have read lse_a and lse_b, which lse may be
+  if (p.lse.data && at.row < p.rows && at.rank == 0) *lse_at(p.lse, row) = only_a ? a : only_b ? b : top + logf(total);
+}
+
+// f(each dtype, each way of access): what warmup loads.
+template <class F>
+void for_all(F&& f) {
+  f(half{}, std::true_type{});
+  f(half{}, std::false_type{});
+  f(bf16{}, std::true_type{});
+  f(bf16{}, std::false_type{});
+}
+
+}  // namespace
+
+KernelName gated(const char* op, const Context& ctx, const TensorView& x, const TensorView& h, Gate gate) {
+  const DeviceScope scope(op, ctx);
+  TensorView up = x;
+  up.data = x.as<std::uint16_t>() + h.last() * x.last_stride();
+  const GatedParams p = {.gate = rows_of(x), .up = rows_of(up), .h = rows_of(h), .rows = h.rows(), .n = h.last(),
+                         .pieces = divisor(pieces_of(h.last()))};
+  with_element16(x.dtype, [&](auto e) {
+    with_vector(p.n, [&](auto vector) {
+      with_gated<decltype(e), vector>(gate, [&](auto kernel) {
+        scope.launch(kernel, blocks_for(p.rows * p.pieces.value), block_threads, 0, p);
+      });
+    }, p.gate, p.up, p.h);
+  });
+  return kernel_name({"cuda", name(x.dtype)});
+}
+
+KernelName rope(const char* op, const Context& ctx, const TensorView& q, const TensorView& k, const TensorView& cos,
+                const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out) {
+  const DeviceScope scope(op, ctx);
+  const std::int64_t pairs = cos.shape[1];
+  const RopeParams p = {.q = rope_tensor(q, q_out, pairs), .k = rope_tensor(k, k_out, pairs), .cos = table_of(cos),
+                        .sin = table_of(sin), .positions = rows_of(positions, positions.ndim), .pairs = pairs,
+                        .max_position = cos.shape[0], .wide_positions = positions.dtype == DType::i64};
+  const bool even = q.last() % piece == 0 && k.last() % piece == 0;
+  with_element16(q.dtype, [&](auto e) {
+    with_vector(even ? pairs : 1, [&](auto vector) {
+      scope.launch(rope_pieces<decltype(e), vector>, blocks_for(p.q.threads + p.k.threads), block_threads, 0, p);
+    }, p.q.x, p.q.y, p.k.x, p.k.y, p.cos, p.sin);
+  });
+  return kernel_name({"cuda", name(q.dtype)});
+}
+
+KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y) {
+  const DeviceScope scope("softmax", ctx);
+  const RowPlan plan = plan_row(x.last());
+  const SoftmaxParams p = {.x = rows_of(x), .y = rows_of(y), .rows = x.rows(), .n = x.last(), .lanes = plan.lanes};
+  const std::int64_t blocks = x.numel() == 0 ? 0 : (p.rows + plan.rows() - 1) / plan.rows();
+  with_element16(x.dtype, [&](auto e) {
+    with_vector(p.n, [&](auto vector) {
+      with_softmax<decltype(e), vector>(plan.pieces, [&](auto kernel) { scope.launch(kernel, blocks, plan.threads, 0, p); });
+    }, p.x, p.y);
+  });
+  return kernel_name({"cuda", name(x.dtype)});
+}
+
+KernelName merge_attention(const Context& ctx, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
+                           const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
+  const DeviceScope scope("merge_attention", ctx);
+  const auto scalars = [](const TensorView& t) { return rows_of(t, t.ndim); };
+  const std::int64_t n = out.last();
+  const int lanes = n >= 32 * piece ? 32 : static_cast<int>(std::bit_ceil(static_cast<unsigned>(n > 0 ? pieces_of(n) : 1)));
+  const MergeParams p = {.out_a = rows_of(out_a), .out_b = rows_of(out_b), .out = rows_of(out), .lse_a = scalars(lse_a),
+                         .lse_b = scalars(lse_b), .lse = scalars(lse), .rows = out.rows(), .n = n, .lanes = lanes};
+  with_element16(out.dtype, [&](auto e) {
+    with_vector(n, [&](auto vector) {
+      scope.launch(merge_rows<decltype(e), vector>, blocks_for(p.rows * lanes), block_threads, 0, p);
+    }, p.out_a, p.out_b, p.out);
+  });
+  return kernel_name({"cuda", name(out.dtype)});
+}
+
+void load_elementwise_kernels(const char* op) {
+  const auto load = [op](auto kernel) { load_kernel(op, kernel); };
+  for_all([&](auto e, auto vector) {
+    using T = decltype(e);
+    for (Gate gate : {Gate::silu, Gate::gelu_tanh, Gate::gelu_erf}) with_gated<T, vector>(gate, load);
+    for (int pieces : {0, 2, 4}) with_softmax<T, vector>(pieces, load);
+    load(rope_pieces<T, vector>);
+    load(merge_rows<T, vector>);
+  });
+}
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// rms_norm, layer_norm and their add_ forms over the last dimension.
+//   x, residual, y, res [rows, N] of T, any strides   weight, bias [N] of T or fp32; residual, res, weight, bias may be absent
+//   s = x (+ residual, rounded to T and kept in res)   y = (s - mean) * rsqrt(var + eps) * weight + bias
+// A team of threads owns a row: 1 to 32 lanes of a warp up to N = 1024 (a block has several rows), a whole block above.
+// A thread keeps its 16 or 32 elements in registers as it read them, so up to N = 16384 a row is read once; longer rows
+// are read again, out of L2. All loads are issued before the first value is used.
+// Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Memory is the roof; below some 64 rows it is latency.
+// Statistics are fp32 over the registers: the sum of squares is of deviations from the mean, and their own sum corrects
+// the mean, so rows far from zero keep their digits. The order of every sum follows from N alone.
+// Sync: partial sums of the warps -> shared memory -> all warps, once a sum. y and res may be x or residual: a thread
+// writes only elements that it alone reads, after it has read them.
+#include "kernels/backend.h"
+#include "kernels/kernel_name.h"
+#include "kernels/launch.h"
+#include "kernels/warmup.h"
+#include "tile/reduce.cuh"
+#include "tile/rows.cuh"
+
+namespace rooftile::gpu {
+namespace {
+
+using namespace rooftile::tile;
+
+struct NormParams {
+  Rows x, residual, y, res;
+  Table weight, bias;
+  std::int64_t rows, n;
+  int lanes;
+  float eps;
+  bool subtract_mean;
+};
+
+struct Moments {
+  float mean, error;   // mean + error is the mean, to more digits than one float has
+  float scale;
+};
+
+template <class T>
+__device__ __forceinline__ uint4 add(uint4 a, uint4 b) {
+  const Floats x = to_floats<T>(a), r = to_floats<T>(b);
+  Floats s;
+#pragma unroll
+  for (int i = 0; i < piece; ++i) s.at[i] = x.at[i] + r.at[i];
+  return from_floats<T>(s);
+}
+
+__device__ __forceinline__ float sum(const Floats& x) {   // past a row's end: zeros
+  float total = 0;
+#pragma unroll
+  for (int i = 0; i < piece; ++i) total += x.at[i];
+  return total;
+}
+
+// Sums of the deviations from the mean and of their squares, over the elements before the row's end.
+struct Deviations {
+  float sum = 0, squares = 0;
+  template <bool vector, class Index>
+  __device__ __forceinline__ void add(const Floats& x, float mean, Index left) {
+    float a = 0, b = 0;
+#pragma unroll
+    for (int i = 0; i < piece; ++i) {
+      const float d = inside<vector>(i, left) ? x.at[i] - mean : 0.0f;
+      a += d;
+      b = fmaf(d, d, b);
+    }
+    sum += a;
+    squares += b;
+  }
+};
+
+__device__ __forceinline__ Moments moments(const NormParams& p, float mean, float sum, float squares) {
+  const float n = static_cast<float>(p.n), error = p.subtract_mean ? sum / n : 0.0f;
+  const float variance = squares / n - error * error;
+  return {mean, error, rsqrtf((variance < 0 ? 0.0f : variance) + p.eps)};   // a NaN stays one
+}
+
+// Writes y for elements [first, first + 8) of s.
+template <class T, bool vector, class Index>
+__device__ __forceinline__ void write(const NormParams& p, const Row& y, uint4 s, const Moments& m, Index first, Index n) {
+  Floats v = to_floats<T>(s);
+#pragma unroll
+  for (int i = 0; i < piece; ++i) v.at[i] = (v.at[i] - m.mean - m.error) * m.scale;
+  if (p.weight.data) {
+    const Floats w = load_table<T, vector>(p.weight, 0, first, n);
+#pragma unroll
+    for (int i = 0; i < piece; ++i) v.at[i] *= w.at[i];
+  }
+  if (p.bias.data) {
+    const Floats b = load_table<T, vector>(p.bias, 0, first, n);
+#pragma unroll
+    for (int i = 0; i < piece; ++i) v.at[i] += b.at[i];
+  }
+  store_piece<vector>(y, first, n, from_floats<T>(v));
+}
+
+template <class T, int pieces, bool vector>
+__global__ __launch_bounds__(512, vector ? (pieces == 2 ? 3 : 2) : 1) void norm_rows(const __grid_constant__ NormParams p) {
+  __shared__ float shared[3][32];
+  const Place at = place(p.lanes);
+  const std::int64_t row = at.row < p.rows ? at.row : 0;   // lanes without a row reduce with the others
+  const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
+  const auto first = [&](int k) { return (at.rank + k * p.lanes) * piece; };
+
+  uint4 s[pieces], r[pieces];
+  const Row x = row_at(p.x, row);
+#pragma unroll
+  for (int k = 0; k < pieces; ++k) s[k] = load_piece<vector>(x, first(k), n);
+  if (p.residual.data) {
+    const Row residual = row_at(p.residual, row);
+#pragma unroll
+    for (int k = 0; k < pieces; ++k) r[k] = load_piece<vector>(residual, first(k), n);
+  }
+#pragma unroll
+  for (int k = 0; k < pieces; ++k) {
+    prefetch_table(p.weight, first(k), n);
+    prefetch_table(p.bias, first(k), n);
+  }
+  if (p.residual.data) {
+    const Row res = row_at(p.res, row);
+#pragma unroll
+    for (int k = 0; k < pieces; ++k) store_piece<vector>(res, first(k), n, s[k] = add<T>(s[k], r[k]));
+  }
+
+  float mean = 0;
+  if (p.subtract_mean) {
+#pragma unroll
+    for (int k = 0; k < pieces; ++k) {
+      mean += sum(to_floats<T>(s[k]));
+      keep_packed(s[k]);
+    }
+    mean = reduce_team(mean, p.lanes, shared[0], Sum{}) / static_cast<float>(p.n);
+  }
+  Deviations d;
+#pragma unroll
+  for (int k = 0; k < pieces; ++k) {
+    d.add<vector>(to_floats<T>(s[k]), mean, n - first(k));
+    keep_packed(s[k]);
+  }
+  if (p.subtract_mean) d.sum = reduce_team(d.sum, p.lanes, shared[1], Sum{});
+  const Moments m = moments(p, mean, d.sum, reduce_team(d.squares, p.lanes, shared[2], Sum{}));
+  const Row y = row_at(p.y, row);
+#pragma unroll
+  for (int k = 0; k < pieces; ++k) write<T, vector>(p, y, s[k], m, first(k), n);
+}
+
+// A row that does not fit registers: one pass a statistic and one to write.
+template <class T, bool vector>
+__global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ NormParams p) {
+  __shared__ float shared[3][32];
+  const std::int64_t row = blockIdx.x, begin = threadIdx.x * piece, step = blockDim.x * piece;
+  const Row y = row_at(p.y, row);
+  Row s = row_at(p.x, row);
+  if (p.residual.data) {
+    const Row residual = row_at(p.residual, row), res = row_at(p.res, row);
+#pragma unroll 4
+    for (std::int64_t i = begin; i < p.n; i += step)
+      store_piece<vector>(res, i, p.n, add<T>(load_piece<vector>(s, i, p.n), load_piece<vector>(residual, i, p.n)));
+    s = res;
+  }
+  float mean = 0;
+  if (p.subtract_mean) {
+#pragma unroll 4
+    for (std::int64_t i = begin; i < p.n; i += step) mean += sum(to_floats<T>(load_piece<vector>(s, i, p.n)));
+    mean = reduce_team(mean, p.lanes, shared[0], Sum{}) / static_cast<float>(p.n);
+  }
+  Deviations d;
+#pragma unroll 4
+  for (std::int64_t i = begin; i < p.n; i += step) d.add<vector>(to_floats<T>(load_piece<vector>(s, i, p.n)), mean, p.n - i);
+  if (p.subtract_mean) d.sum = reduce_team(d.sum, p.lanes, shared[1], Sum{});
+  const Moments m = moments(p, mean, d.sum, reduce_team(d.squares, p.lanes, shared[2], Sum{}));
+  for (std::int64_t i = begin; i < p.n; i += step) write<T, vector>(p, y, load_piece<vector>(s, i, p.n), m, i, p.n);
+}
+
+// f(kernel) for one dtype: the one that a row of `pieces` in registers takes.
+template <class T, bool vector, class F>
+void with_kernel(int pieces, F&& f) {
+  if (pieces == 2) f(norm_rows<T, 2, vector>);
+  else if (pieces == 4) f(norm_rows<T, 4, vector>);
+  else f(norm_long_rows<T, vector>);
+}
+
+}  // namespace
+
+KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
+  const DeviceScope scope(op, ctx);
+  const RowPlan plan = plan_row(a.x.last());
+  const NormParams p = {.x = rows_of(a.x), .residual = rows_of(a.residual), .y = rows_of(a.y), .res = rows_of(a.res),
+                        .weight = table_of(a.weight), .bias = table_of(a.bias), .rows = a.x.rows(), .n = a.x.last(),
+                        .lanes = plan.lanes, .eps = a.eps, .subtract_mean = a.subtract_mean};
+  with_element16(a.x.dtype, [&](auto e) {
+    with_vector(p.n, [&](auto vector) {
+      with_kernel<decltype(e), vector>(plan.pieces, [&](auto kernel) {
+        scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p);
+      });
+    }, p.x, p.residual, p.y, p.res, p.weight, p.bias);
+  });
+  return kernel_name({"cuda", name(a.x.dtype)});
+}
+
+void load_norm_kernels(const char* op) {
+  const auto load = [op](auto kernel) { load_kernel(op, kernel); };
+  for (int pieces : {0, 2, 4}) {
+    with_kernel<half, true>(pieces, load);
+    with_kernel<half, false>(pieces, load);
+    with_kernel<bf16, true>(pieces, load);
+    with_kernel<bf16, false>(pieces, load);
+  }
+}
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels reach a device when they are first used, which a stream capture may not allow. warmup() loads all of them:
+// every file of kernels has one function here, which loads its own.
+#pragma once
+
+#include "kernels/launch.h"
+
+namespace rooftile::gpu {
+
+// Loads one kernel on the current device.
+template <class Params>
+void load_kernel(const char* op, void (*kernel)(Params)) {
+  cudaFuncAttributes attributes;
+  ROOFTILE_CUDA_CHECK(op, cudaFuncGetAttributes(&attributes, kernel));
+}
+
+void load_norm_kernels(const char* op);
+void load_elementwise_kernels(const char* op);
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// 16-byte accesses to global memory. Pointers are multiples of 16 bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace rooftile::tile {
+
+// Read once: it takes no room in L1, which is left to what is read again. Coherent: the launch may write the same bytes later.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+// Read by many and written by nobody during the launch.
+__device__ __forceinline__ uint4 load_shared_by_many(const void* from) { return __ldg(static_cast<const uint4*>(from)); }
+
+// Starts on its way to L2 what will be read soon. Any alignment.
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+__device__ __forceinline__ void store(void* to, uint4 x) { *static_cast<uint4*>(to) = x; }
+
+}  // namespace rooftile::tile

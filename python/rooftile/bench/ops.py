@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small ops between the products, against torch eager and torch.compile."""
+
+import re
+
+import torch
+import torch.nn.functional as F
+
+import rooftile as rt
+from rooftile.bench.report import row
+from rooftile.bench.timing import copies_for, time_calls
+from rooftile.errors import ArgumentError
+
+_DTYPE = torch.bfloat16
+_TOLERANCE = 8e-3  # relative Frobenius error against float32
+_HEAD_DIM = 128
+
+
+def _normal(*shape):
+    return torch.randn(shape, dtype=_DTYPE, device="cuda")
+
+
+def _weight(h):
+    return 1 + 0.1 * _normal(h)
+
+
+def _rms(x, w):
+    return F.rms_norm(x, x.shape[-1:], w, 1e-6)
+
+
+def _add_rms(x, residual, w):
+    s = x + residual
+    return _rms(s, w), s
+
+
+def _rotate(x, cos, sin):
+    low, high = x.chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def _rope(q, k, cos, sin, positions):
+    cos, sin = (t[positions][:, None].to(q.dtype) for t in (cos, sin))
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rope_inputs(t, h):
+    angle = torch.arange(t, device="cuda")[:, None] * 1e4 ** -(torch.arange(_HEAD_DIM // 2, device="cuda") / 64)
+    heads = h // _HEAD_DIM
+    tables = angle.cos(), angle.sin()
+    return (
+        _normal(t, heads, _HEAD_DIM),
+        _normal(t, max(heads // 4, 1), _HEAD_DIM),
+        *tables,
+        torch.arange(t, device="cuda"),
+    )
+
+
+def _merge(a, la, b, lb):
+    weights = torch.softmax(torch.stack([la, lb], -1), -1)
+    return (a * weights[..., :1] + b * weights[..., 1:]).to(a.dtype), torch.logaddexp(la, lb)
+
+
+def _merge_inputs(t, h):
+    heads = h // _HEAD_DIM
+    side = lambda: (_normal(t, heads, _HEAD_DIM), torch.randn(t, heads, device="cuda"))  # noqa: E731
+    return *side(), *side()
+
+
+# name: (inputs(tokens, hidden), ours, torch's, bytes moved per hidden element of a token)
+OPS = {
+    "rms_norm": (lambda t, h: (_normal(t, h), _weight(h)), lambda x, w: rt.rms_norm(x, w, 1e-6), _rms, 4),
+    "add_rms_norm": (
+        lambda t, h: (_normal(t, h), _normal(t, h), _weight(h)),
+        lambda x, r, w: rt.add_rms_norm(x, r, w, 1e-6),
+        _add_rms,
+        8,
+    ),
+    "layer_norm": (
+        lambda t, h: (_normal(t, h), _weight(h), _normal(h)),
+        lambda x, w, b: rt.layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, 1e-5),
+        4,
+    ),
+    "silu_mul": (
+        lambda t, h: (_normal(t, 2 * h),),
+        rt.silu_mul,
+        lambda x: F.silu(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :],
+        6,
+    ),
+    "gelu_mul": (
+        lambda t, h: (_normal(t, 2 * h),),
+        rt.gelu_mul,
+        lambda x: F.gelu(x[..., : x.shape[-1] // 2], approximate="tanh") * x[..., x.shape[-1] // 2 :],
+        6,
+    ),
+    "softmax": (lambda t, h: (_normal(t, h),), rt.softmax, lambda x: x.softmax(-1), 4),
+    "rope": (_rope_inputs, rt.rope, _rope, 5),
+    "merge_attention": (_merge_inputs, rt.merge_attention, _merge, 6),
+}
+CASES = tuple(f"{op}_t{t}_h{h}" for op in OPS for t, h in ((1, 4096), (64, 4096), (16384, 4096)))
+
+
+def parse(case):
+    """(op, tokens, hidden) from a case's name."""
+    found = re.fullmatch(rf"({'|'.join(OPS)})_t(\d+)_h(\d+)", case)
+    if not found:
+        raise ArgumentError(f"bench ops: {case!r} is no case; they look like rms_norm_t64_h4096; ops: {', '.join(OPS)}")
+    return found[1], int(found[2]), int(found[3])
+
+
+def steps(cases):
+    """How often run() calls advance()."""
+    return len(cases)
+
+
+def run(cases, peers, ceiling, advance):
+    """(rows, names of peers that are not there). advance(): once a case."""
+    rows = []
+    for case in cases:
+        name, tokens, hidden = parse(case)
+        inputs, ours, theirs, per_element = OPS[name]
+        torch.manual_seed(0)
+        first = inputs(tokens, hidden)
+        nbytes = per_element * tokens * hidden
+        copies = [first] + [inputs(tokens, hidden) for _ in range(copies_for(nbytes) - 1)]
+        expected = _flat(theirs(*(x.float() if x.is_floating_point() else x for x in first)))
+        candidates = [("rooftile", ours)]
+        if peers:
+            torch._dynamo.reset()
+            candidates += [("torch.eager", theirs), ("torch.compile", torch.compile(theirs, dynamic=False))]
+        for impl, call in candidates:
+            with rt.record_kernels() as names:
+                got = _flat(call(*first))
+            error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True))
+            if not error <= _TOLERANCE:
+                raise RuntimeError(f"{case} {impl}: wrong answer, relative error {error:.2e}; it is not timed")
+            times = time_calls([lambda c=c, call=call: call(*c) for c in copies])
+            rows.append(row(case, impl, "bf16", names[-1] if names else impl, times, nbytes, 0, error, ceiling))
+        advance()
+    return rows, set()
+
+
+def _flat(result):
+    return result if isinstance(result, tuple) else (result,)

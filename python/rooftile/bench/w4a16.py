@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""W4A16 products against the same products in 16 bit and against the 4-bit kernels of others."""
+
+import importlib.util
+import re
+
+import torch
+
+import rooftile as rt
+from rooftile.bench.report import row
+from rooftile.bench.timing import copies_for, time_calls
+from rooftile.errors import ArgumentError
+
+_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CASES = tuple(f"k{k}_n{n}_m{m}" for k, n in _SHAPES for m in _ROWS)
+_GROUP = 128
+_TOLERANCE = {"float16": 4e-4, "bfloat16": 2e-3}  # relative Frobenius error against the dequantised weight
+
+
+def parse(case):
+    """(K, N, M) from a case's name."""
+    found = re.fullmatch(r"k(\d+)_n(\d+)_m(\d+)", case)
+    if not found:
+        raise ArgumentError(f"bench w4a16: {case!r} is no case; they look like k4096_n14336_m1")
+    return tuple(map(int, found.groups()))
+
+
+def steps(cases):
+    """How often run() calls advance()."""
+    return len(cases)
+
+
+def run(cases, peers, ceiling, advance):
+    """(rows, names of peers that are not there). advance(): once a case."""
+    missing = {"marlin", "machete"} if peers and importlib.util.find_spec("vllm") is None else set()
+    rows, weights = [], {}
+    for case in cases:
+        k, n, m = parse(case)
+        if (k, n) not in weights:
+            weights.clear()
+            torch.cuda.empty_cache()
+            weights[k, n] = _Weights(k, n, peers)
+        rows += weights[k, n].rows(case, m, peers, ceiling)
+        advance()
+    return rows, missing
+
+
+class _Weights:
+    """One weight in every form that is timed, each as often as the L2 needs to forget it."""
+
+    def __init__(self, k, n, peers):
+        torch.manual_seed(0)
+        self.k, self.n = k, n
+        weight = torch.randn(n, k, dtype=torch.float16, device="cuda") * k**-0.5
+        w = rt.W4Weight.quantize(weight, group_size=_GROUP)
+        self.exact = w.dequantize("float32").to("cuda")
+        self.ours = [w] + [w.to("cuda") for _ in range(copies_for(w.nbytes) - 1)]
+        if peers:
+            half = self.exact.half()
+            self.dense = [half] + [half.clone() for _ in range(copies_for(half.nbytes) - 1)]
+            self.tiny = self._tinygemm(w)
+
+    def _tinygemm(self, w):
+        """torch's own 4-bit product: bf16, unsigned codes around a zero in the scale's units."""
+        codes, scales, _ = w.unpack()
+        packed = (codes >> 4) | ((codes & 15) << 4)  # it takes the first of two codes from the high half
+        packed = torch._convert_weight_to_int4pack(packed.contiguous(), 8)
+        pairs = torch.stack([scales.bfloat16(), torch.zeros_like(scales, dtype=torch.bfloat16)], -1)
+        pairs = pairs.transpose(0, 1).contiguous()
+        count = copies_for(packed.nbytes)
+        return [(packed.clone(), pairs.clone()) for _ in range(count)]
+
+    def rows(self, case, m, peers, ceiling):
+        torch.manual_seed(m)
+        x = torch.randn(m, self.k, dtype=torch.float16, device="cuda")
+        expected = x.float() @ self.exact.T
+        flops, activations = 2 * m * self.n * self.k, 2 * m * (self.k + self.n)
+        with rt.record_kernels() as names:
+            out = rt.w4a16_matmul(x, self.ours[0])
+        error = self._error(f"{case} rooftile", out, expected, "float16")
+        times = time_calls([lambda w=w: rt.w4a16_matmul(x, w, out=out) for w in self.ours])
+        nbytes = self.ours[0].nbytes + activations
+        rows = [row(case, "rooftile", f"int4-g{_GROUP}", names[-1], times, nbytes, flops, error, ceiling)]
+        if not peers:
+            return rows
+        error = self._error(f"{case} cublas", x @ self.dense[0].T, expected, "float16")
+        times = time_calls([lambda w=w: torch.mm(x, w.T, out=out) for w in self.dense])
+        nbytes = self.dense[0].nbytes + activations
+        rows.append(row(case, "cublas", "fp16", "torch.mm", times, nbytes, flops, error, ceiling))
+        if m <= 128:
+            x16 = x.bfloat16()
+            call = torch._weight_int4pack_mm
+            error = self._error(f"{case} tinygemm", call(x16, self.tiny[0][0], _GROUP, self.tiny[0][1]), expected, None)
+            times = time_calls([lambda w=w: call(x16, w[0], _GROUP, w[1]) for w in self.tiny])
+            nbytes = self.tiny[0][0].nbytes + self.tiny[0][1].nbytes + activations
+            rows.append(
+                row(case, "tinygemm", f"int4-g{_GROUP}", "_weight_int4pack_mm", times, nbytes, flops, error, ceiling)
+            )
+        return rows
+
+    @staticmethod
+    def _error(name, got, expected, dtype):
+        error = float((got.float() - expected).norm() / expected.norm())
+        bound = _TOLERANCE[dtype] if dtype else 1e-2  # bf16 scales and activations of a peer
+        if not error <= bound:
+            raise RuntimeError(f"{name}: wrong answer, relative error {error:.2e}; it is not timed")
+        return error
