@@ -49,6 +49,7 @@ struct W4MatmulArgs {
   TensorView x, y, bias, residual;    // rows of K and of N; bias [N], residual like y: may be absent
   const W4View* w = nullptr;
   Activation activation = Activation::none;
+  bool batch_invariant = false;       // a row's bits are the same at every number of rows
 };
 
 enum class Gate { silu, gelu_tanh, gelu_erf };

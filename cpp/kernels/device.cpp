@@ -13,8 +13,11 @@ const char* backend() { return ROOFTILE_CUDA_TARGETS; }
 void warmup(const Context& ctx) {
   constexpr const char* op = "warmup";
   const DeviceScope scope(op, ctx);
-  load_norm_kernels(op);
+  load_append_kernels(op);
+  load_decode_kernels(op);
   load_elementwise_kernels(op);
+  load_norm_kernels(op);
+  load_w4a16_kernels(op);
 }
 
 void copy_bytes(const char* op, const Context& ctx, void* to, const void* from, std::size_t bytes) {

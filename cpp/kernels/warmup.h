@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels reach a device when they are first used, which a stream capture may not allow. warmup() loads all of them:
 // every file of kernels has one function here, which loads its own.
+// (What only converts weights or measures the roof is not part of any capture.)
 #pragma once
 
 #include "kernels/launch.h"
@@ -14,7 +15,10 @@ void load_kernel(const char* op, void (*kernel)(Params)) {
   ROOFTILE_CUDA_CHECK(op, cudaFuncGetAttributes(&attributes, kernel));
 }
 
-void load_norm_kernels(const char* op);
+void load_append_kernels(const char* op);
+void load_decode_kernels(const char* op);
 void load_elementwise_kernels(const char* op);
+void load_norm_kernels(const char* op);
+void load_w4a16_kernels(const char* op);
 
 }  // namespace rooftile::gpu

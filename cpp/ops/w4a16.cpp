@@ -7,7 +7,9 @@
 
 #include "core/half.h"
 #include "core/w4_layout.h"
+#include "core/w4_round.h"
 #include "cpu/element.h"
+#include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/gemm.h"
 
@@ -63,6 +65,8 @@ void check_kernel_form(const char* op, const W4Sizes& sizes, const TensorView& c
   const auto flat = [&](const char* argument, const TensorView& t, std::int64_t bytes) {
     Arg(op, argument, t).given().dtype({DType::u8}).shape({bytes}, "flat bytes").device(codes.device, names.codes);
     ROOFTILE_CHECK(bytes <= 1 || t.stride[0] == 1, op, ": ", argument, " must be contiguous, got stride ", t.stride[0]);
+    ROOFTILE_CHECK(t.device.type == DeviceType::cpu || reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0, op, ": ", argument,
+                   " must start at a multiple of 16 bytes on a GPU; copy it");
   };
   flat(names.codes, codes, sizes.codes);
   flat(names.scales, scales, sizes.scales);
@@ -80,8 +84,6 @@ void with_offset_element(W4Zeros zeros, F&& f) {
   f(std::uint16_t{});
 }
 
-void require_cpu(const char* op, const Context& ctx) { check::cpu_kernels(op, ctx); }
-
 template <class T>
 void pack_groups(const TensorView& from, const Shape& s, T* to) {
   std::fill_n(to, w4_tiles_n(s.n) * w4_tile_n * s.groups, T{});
@@ -92,21 +94,6 @@ template <class T>
 void unpack_groups(const T* from, const Shape& s, const TensorView& to) {
   for (std::int64_t n = 0; n < s.n; ++n)
     for (std::int64_t g = 0; g < s.groups; ++g) at<T>(to, n, g) = from[w4_scale_index(s.groups, n, g)];
-}
-
-// x rounded to the scale's dtype: a positive value never becomes 0, a finite one never infinite.
-float stored(float x, DType t) {
-  const auto round = [x](auto e) {
-    using T = decltype(e);
-    const float r = to_float(from_float<T>(x));
-    if (std::isinf(r) && std::isfinite(x)) return std::copysign(std::is_same_v<T, Half> ? 65504.0f : 0x1.fep127f, x);
-    return r;
-  };
-  return t == DType::f16 ? round(Half{}) : round(BFloat16{});
-}
-float stored_scale(float x, DType t) {
-  const float r = stored(x, t);
-  return r == 0 && x > 0 ? (t == DType::f16 ? 0x1p-24f : 0x1p-133f) : r;
 }
 
 }  // namespace
@@ -148,7 +135,8 @@ void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView
   check_kernel_form(op, w4_sizes(op, s.n, s.k, group, zeros), out_codes, out_scales, out_offsets, zeros,
                     {"out_codes", "out_scales", "out_offsets"});
   Arg(op, "out_codes", out_codes).device(codes.device, "codes");
-  require_cpu(op, ctx);
+  if (check::on_gpu(ctx))
+    return gpu::w4_pack(op, ctx, {codes, scales, offsets}, {out_codes, out_scales, out_offsets}, zeros, group);
 
   const std::int64_t tiles_k = w4_tiles_k(s.k), tile_row = tiles_k * w4_tile_bytes;
   Parallel(ctx.threads).run(w4_tiles_n(s.n), [&](std::int64_t tile, int) {
@@ -173,8 +161,8 @@ void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView
   ROOFTILE_CHECK(s.n == w.n && s.k == w.k, op, ": codes must be [N, K / 2] = [", w.n, ", ", w.k / 2, "], got ", describe(codes));
   Arg(op, "scales", scales).dtype({w.scale_dtype});
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"zeros", &offsets}})
-    if (t->given()) Arg(op, argument, *t).writable();
-  require_cpu(op, ctx);
+    if (t->given()) Arg(op, argument, *t).device(w.device, "the weight").writable();
+  if (check::on_gpu(ctx)) return gpu::w4_unpack(op, ctx, w, {codes, scales, offsets});
 
   const std::int64_t tiles_k = w4_tiles_k(s.k);
   Parallel(ctx.threads).run(w4_tiles_n(s.n), [&](std::int64_t tile, int) {
@@ -203,7 +191,7 @@ void w4_quantize(const Context& ctx, TensorView weight, int group, W4Zeros zeros
   const Shape s = check_canonical(op, codes, scales, offsets, zeros, group, "minima");
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"minima", &offsets}})
     if (t->given()) Arg(op, argument, *t).writable();
-  require_cpu(op, ctx);
+  if (check::on_gpu(ctx)) return gpu::w4_quantize(op, ctx, weight, group, zeros, {codes, scales, offsets});
 
   const DType dtype = scales.dtype;
   Parallel(ctx.threads).run(s.n, [&](std::int64_t n, int) {
@@ -219,21 +207,10 @@ void w4_quantize(const Context& ctx, TensorView weight, int group, W4Zeros zeros
         high = std::max(high, v);
       }
       const bool affine = zeros == W4Zeros::minima;
-      const float nan = std::numeric_limits<float>::quiet_NaN();
-      float scale = nan, minimum = nan;
-      if (finite) {
-        minimum = affine ? stored(low, dtype) : 0.0f;
-        scale = stored_scale(affine ? (high - low) / 15.0f : std::max(-low, high) / 7.0f, dtype);
-      }
-      const std::int64_t at_scale = n * scales.stride[0] + g * scales.stride[1];
-      cpu::write(scales, at_scale, scale);
-      if (affine) cpu::write(offsets, n * offsets.stride[0] + g * offsets.stride[1], minimum);
-      const auto code = [&](int i) {
-        // a zero or NaN scale reads back as the minimum (0 if symmetric) or NaN, whatever the code is
-        if (!(scale > 0)) return affine ? 0 : 8;
-        const float u = std::nearbyint((x[static_cast<std::size_t>(i)] - minimum) / scale);
-        return static_cast<int>(affine ? std::clamp(u, 0.0f, 15.0f) : std::clamp(u, -7.0f, 7.0f) + 8.0f);
-      };
+      const W4Group rounded = W4Group::of(low, high, finite, affine, dtype);
+      cpu::write(scales, n * scales.stride[0] + g * scales.stride[1], rounded.scale);
+      if (affine) cpu::write(offsets, n * offsets.stride[0] + g * offsets.stride[1], rounded.minimum);
+      const auto code = [&](int i) { return rounded.code(x[static_cast<std::size_t>(i)]); };
       for (int i = 0; i < group; i += 2)
         at<std::uint8_t>(codes, n, (g * group + i) / 2) = static_cast<std::uint8_t>(code(i) | code(i + 1) << 4);
     }
@@ -243,7 +220,7 @@ void w4_quantize(const Context& ctx, TensorView weight, int group, W4Zeros zeros
 void w4_dequantize(const Context& ctx, const W4View& w, TensorView to) {
   const char* op = "W4Weight.dequantize";
   Arg(op, "out", to).given().activation().shape({w.n, w.k}, "[N, K]").device(w.device, "weight").writable();
-  require_cpu(op, ctx);
+  if (check::on_gpu(ctx)) return gpu::w4_dequantize(op, ctx, w, to);
   const std::int64_t groups = w.k / w.group, tiles_k = w4_tiles_k(w.k);
   const auto element = [&](const std::byte* p, std::int64_t i) {
     return w.scale_dtype == DType::f16 ? to_float(reinterpret_cast<const Half*>(p)[i])
@@ -266,10 +243,24 @@ void w4_dequantize(const Context& ctx, const W4View& w, TensorView to) {
   });
 }
 
-KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
-  const char* op = "w4a16_matmul";
+namespace {
+
+void check_x(const char* op, const TensorView& x, const W4View& w) {
   Arg(op, "x", x).given().activation().ndim(1, TensorView::max_ndim).device(w.device, "the weight");
   ROOFTILE_CHECK(x.last() == w.k, op, ": x must have a last dimension of K = ", w.k, ", got ", describe(x));
+}
+
+}  // namespace
+
+std::size_t w4a16_workspace(const Context& ctx, TensorView x, const W4View& w, const MatmulOptions& options) {
+  check_x("w4a16_matmul", x, w);
+  if (!check::on_gpu(ctx)) return 0;
+  return gpu::w4a16_workspace(ctx, {.x = x, .w = &w, .batch_invariant = options.batch_invariant});
+}
+
+KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
+  const char* op = "w4a16_matmul";
+  check_x(op, x, w);
   TensorView expected = x;
   expected.shape[x.ndim - 1] = w.n;
   const auto like_y = [&](const char* argument, const TensorView& t) {
@@ -286,9 +277,14 @@ KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, Tenso
     like_y("residual", options.residual);
     check::check_overlap(op, "out", y, "residual", options.residual);
   }
+  const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
+                          .activation = options.activation, .batch_invariant = options.batch_invariant};
+  if (check::on_gpu(ctx)) {
+    check::check_gpu(op, ctx, "x", x);
+    return gpu::w4a16_matmul(ctx, args);
+  }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
-  k.w4a16_matmul(Parallel(ctx.threads),
-                 {.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w, .activation = options.activation});
+  k.w4a16_matmul(Parallel(ctx.threads), args);
   const std::string group = "w4g" + std::to_string(w.group);
   return check::kernel_name(k, {name(x.dtype), group.c_str(), name(w.zeros)});
 }

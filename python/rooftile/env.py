@@ -31,12 +31,16 @@ OPS = (
 )
 # Those with GPU kernels, in a build that has any.
 GPU_OPS = (
+    "decode_attention",
     "merge_attention",
+    "kv_cache",
+    "w4a16_matmul",
     "rms_norm",
     "add_rms_norm",
     "layer_norm",
     "add_layer_norm",
     "rope",
+    "rope_append",
     "silu_mul",
     "gelu_mul",
     "softmax",

@@ -34,8 +34,9 @@ class W4Weight:
     scale (and zero or minimum) for each group of `group_size` = 32, 64, 128 or K neighbours along K. K is even and a
     multiple of group_size; N and K need not be multiples of anything else.
 
-    codes, scales, offsets, perm: the kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while
-    the weight is in use and must not be resized.
+    It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
+    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while the weight is in use and must not
+    be resized. On a GPU the values of perm are not checked: a column outside [0, K) makes products NaN.
     """
 
     def __init__(self, codes, scales, offsets, *, shape, group_size, kind, scale_dtype, perm=None):
@@ -191,6 +192,18 @@ class W4Weight:
             parts = [torch.from_numpy(p) for p in parts]
         return cls._pack(op, *parts, group_size=_GGUF_BLOCK, kind=kind)
 
+    def to(self, device):
+        """This weight on a torch device ("cuda", "cpu", torch.device(...)): itself if it is there, else a copy."""
+        import torch
+
+        arrays = [
+            None if a is None else torch.as_tensor(a).to(device)
+            for a in (self.codes, self.scales, self.offsets, self.perm)
+        ]
+        if arrays[0] is self.codes:
+            return self
+        return W4Weight(*arrays[:3], perm=arrays[3], **self.layout)
+
     def unpack(self):
         """The exchange form, bit for bit: (codes, scales, zeros) as `from_canonical` takes them; zeros may be None."""
         parts = _canonical_like(self.codes, *self.shape, self.group_size, self.kind, self.scale_dtype)
@@ -278,17 +291,21 @@ def w4a16_matmul(
     dtype, written to `out` when given (which may be `residual`, and shares no memory with another input). Sums in fp32,
     rounded once.
 
-    Deterministic. On the CPU a row's bits are the same at every number of rows, next to any neighbours and on any
-    number of threads, so `batch_invariant=True` changes nothing there. Raises ArgumentError / ArgumentTypeError naming
-    the argument.
+    Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
+    rows too; on a GPU they may change between regimes of rows (up to 8, 16, 32, 64, then every further 64) unless
+    `batch_invariant=True`, which costs speed. Raises ArgumentError / ArgumentTypeError naming the argument.
     """
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
-        return torch_op("w4a16_matmul", (x, *form, bias, activation, residual), (out,), stream, plan)
+        return torch_op("w4a16_matmul", (x, *form, bias, activation, residual, batch_invariant), (out,), stream, plan)
     if out is None:
         # what x or w lacks is named by the call below, which reads both before its output
         n = w.shape[:1] if isinstance(w, W4Weight) else ()
         shape = getattr(x, "shape", ())
         out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
-    ran(_C.w4a16_matmul(x, getattr(w, "_handle", w), bias, activation, residual, out, stream, plan))
+    handle, workspace = getattr(w, "_handle", w), None
+    if getattr(x, "is_cuda", False):
+        size = _C.w4a16_workspace(x, handle, batch_invariant)
+        workspace = x.new_empty(size // 4, dtype=torch_of(x).float32) if size else None
+    ran(_C.w4a16_matmul(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
     return out

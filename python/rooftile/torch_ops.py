@@ -31,11 +31,26 @@ def _like_first(count=1):
 
 
 def _w4a16_matmul(
-    x, codes, scales, offsets, perm, n, k, group_size, kind, scale_dtype, bias, activation, residual, **options
+    x,
+    codes,
+    scales,
+    offsets,
+    perm,
+    n,
+    k,
+    group_size,
+    kind,
+    scale_dtype,
+    bias,
+    activation,
+    residual,
+    batch_invariant=False,
+    **options,
 ):
     layout = {"shape": (n, k), "group_size": group_size, "kind": kind, "scale_dtype": scale_dtype}
     w = gemm.W4Weight(codes, scales, offsets, perm=perm, **layout)
-    return gemm.w4a16_matmul(x, w, bias=bias, activation=activation, residual=residual, **options)
+    options |= {"bias": bias, "activation": activation, "residual": residual, "batch_invariant": batch_invariant}
+    return gemm.w4a16_matmul(x, w, **options)
 
 
 _CACHE = (
@@ -91,7 +106,7 @@ OPS = {
     "softmax": _Op("Tensor x", ("out",), fused.softmax, _like_first()),
     "w4a16_matmul": _Op(
         "Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? perm, int n, int k, int group_size, str kind, "
-        "str scale_dtype, Tensor? bias, str? activation, Tensor? residual",
+        "str scale_dtype, Tensor? bias, str? activation, Tensor? residual, bool batch_invariant=False",
         ("out",),
         _w4a16_matmul,
         lambda x, codes, scales, offsets, perm, n, *_: [(*x.shape[:-1], n)],

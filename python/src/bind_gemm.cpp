@@ -112,8 +112,16 @@ void bind_gemm(nb::module_& m) {
     w4_dequantize(ctx, view, to);
   }, "w"_a.none(), "out"_a.none());
 
+  // Bytes that w4a16_matmul needs as its workspace.
+  m.def("w4a16_workspace", [](handle x, handle w, bool batch_invariant) {
+    const char* op = "w4a16_matmul";
+    Args args(op);
+    const TensorView tx = args.in(x, "x");
+    return w4a16_workspace(args.context(tx, nb::none(), nb::none()), tx, w4_view(w, op), {.batch_invariant = batch_invariant});
+  }, "x"_a.none(), "w"_a.none(), "batch_invariant"_a);
+
   m.def("w4a16_matmul", [](handle x, handle w, handle bias, handle activation, handle residual, handle out,
-                           handle stream, handle plan) {
+                           bool batch_invariant, handle workspace, handle stream, handle plan) {
     const char* op = "w4a16_matmul";
     Args args(op);
     const TensorView tx = args.in(x, "x");
@@ -121,10 +129,17 @@ void bind_gemm(nb::module_& m) {
     const TensorView ty = args.out(out, "out");
     MatmulOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
     if (!activation.is_none()) options.activation = activation_from_name(op, args.text(activation, "activation"));
-    const Context ctx = args.context(tx, stream, plan);
+    options.batch_invariant = batch_invariant;
+    Context ctx = args.context(tx, stream, plan);
+    if (!workspace.is_none()) {
+      const TensorView lent = args.out(workspace, "workspace");
+      ROOFTILE_CHECK(lent.device == tx.device, op, ": workspace must be on x's device ", name(tx.device), ", got ", describe(lent));
+      ctx.workspace = lent.data;
+      ctx.workspace_bytes = static_cast<std::size_t>(lent.numel()) * size_of(lent.dtype);
+    }
     return run([&] { return w4a16_matmul(ctx, tx, view, ty, options); });
   }, "x"_a.none(), "w"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
-        "stream"_a.none(), "plan"_a.none());
+        "batch_invariant"_a, "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
 }
 
 }  // namespace rooftile::python

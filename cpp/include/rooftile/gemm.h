@@ -67,10 +67,15 @@ struct MatmulOptions {
   TensorView bias;       // [N] in x's dtype; may be absent
   TensorView residual;   // y's shape and dtype, may be y itself; may be absent
   Activation activation = Activation::none;
+  bool batch_invariant = false;   // a row's bits are the same at every number of rows: on the CPU they always are
 };
 
-// y = activation(x W^T + bias) + residual.  x [..., K] -> y [..., N] in x's dtype, rounded once. fp32 accumulation; every
-// row's bits are the same at every number of rows, next to any neighbours, on any number of threads. y must not overlap x.
+// y = activation(x W^T + bias) + residual.  x [..., K] -> y [..., N] in x's dtype, rounded once. fp32 accumulation. A row's
+// bits are the same next to any neighbours and on any number of threads; on the CPU at every number of rows, on a GPU within
+// a regime of rows (docs/kernels/w4a16.md) unless batch_invariant. y must not overlap x. perm of a weight on a GPU is not
+// checked by the host: a column that leaves x reads as NaN.
 KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
+// Bytes of device memory that ctx.workspace must lend to that call. 0 on the CPU.
+std::size_t w4a16_workspace(const Context&, TensorView x, const W4View& w, const MatmulOptions& options = {});
 
 }  // namespace rooftile

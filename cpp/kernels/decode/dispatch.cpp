@@ -1,23 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cstdio>
-
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/schedule.h"
+#include "kernels/kernel_name.h"
 #include "kernels/launch.h"
+#include "kernels/warmup.h"
 
 namespace rooftile::gpu {
 namespace {
 
 constexpr const char* op = "decode_attention";
 
-const DecodeVariant& find_variant(const DecodeKey& key) {
-  std::string compiled;
+// Calls visit(variant) for every compiled variant.
+template <class Visit>
+void for_each_variant(const Visit& visit) {
   for (std::span<const DecodeVariant> variants : {bits16_variants(), int8_variants(), int4_kivi_variants()})
-    for (const DecodeVariant& v : variants) {
-      if (v.key == key) return v;
-      compiled += (compiled.empty() ? "" : ", ") + text(v.key);
-    }
+    for (const DecodeVariant& v : variants) visit(v);
+}
+
+const DecodeVariant& find_variant(const DecodeKey& key) {
+  const DecodeVariant* found = nullptr;
+  for_each_variant([&](const DecodeVariant& v) { found = v.key == key ? &v : found; });
+  if (found) return *found;
+  std::string compiled;
+  for_each_variant([&](const DecodeVariant& v) { compiled += (compiled.empty() ? "" : ", ") + text(v.key); });
   fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", compiled);
 }
 
@@ -46,6 +52,10 @@ void check_size(const DecodeArgs& a) {
 }
 
 }  // namespace
+
+void load_decode_kernels(const char* op) {
+  for_each_variant([op](const DecodeVariant& v) { v.load(op); });
+}
 
 std::size_t decode_workspace(const Context& ctx, const DecodeArgs& a) {
   const DeviceScope scope(op, ctx);
@@ -81,9 +91,9 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
   p.blocks = plan.blocks;
   if (plan.blocks > 0) variant.launch(scope, p);
-  KernelName kernel;
-  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_%s_d%d", name(a.q.dtype), name(a.cache->format), a.cache->head_dim);
-  return kernel;
+  std::string dim = "d";
+  dim += std::to_string(a.cache->head_dim);
+  return kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), dim.c_str()});
 }
 
 }  // namespace rooftile::gpu

@@ -5,6 +5,7 @@
 #include "kernels/decode/plan.h"
 #include "kernels/decode/split_kv.cuh"
 #include "kernels/launch.h"
+#include "kernels/warmup.h"
 
 namespace rooftile::gpu {
 
@@ -17,9 +18,15 @@ void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
 }
 
 template <class Config>
+void load_decode(const char* op) {
+  load_kernel(op, split_kv<Config>);
+  load_kernel(op, combine<typename Config::T, Config::head_dim>);
+}
+
+template <class Config>
 constexpr DecodeVariant decode_variant() {
   return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim},
-          Config::blocks_per_sm, launch_decode<Config>};
+          Config::blocks_per_sm, launch_decode<Config>, load_decode<Config>};
 }
 
 }  // namespace rooftile::gpu

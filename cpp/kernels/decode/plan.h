@@ -33,6 +33,7 @@ struct DecodeVariant {
   DecodeKey key;
   int blocks_per_sm;
   void (*launch)(const DeviceScope&, const DecodeParams&);
+  void (*load)(const char* op);
 };
 std::span<const DecodeVariant> bits16_variants();
 std::span<const DecodeVariant> int8_variants();

@@ -25,6 +25,7 @@
 #include "core/kv_layout.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
+#include "kernels/warmup.h"
 #include "tile/element.cuh"
 
 namespace rooftile::gpu {
@@ -581,6 +582,14 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
                batch * p.entry_blocks, warps * 32, 0, p);
   scope.launch(grow, batch, 256, 0, p);
   return name;
+}
+
+void load_append_kernels(const char* op) {
+  for (int f = static_cast<int>(KvFormat::fp16); f < kv_format_count; ++f) {
+    load_kernel(op, kernel_for<tile::half>(static_cast<KvFormat>(f)));
+    load_kernel(op, kernel_for<tile::bf16>(static_cast<KvFormat>(f)));
+  }
+  load_kernel(op, grow);
 }
 
 }  // namespace rooftile::gpu

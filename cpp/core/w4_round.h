@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rounding to 4 bits, one definition for both backends: what a group's scale, minimum and codes are.
+#pragma once
+
+#include <cmath>
+
+#include "core/half.h"
+#include "core/hd.h"
+#include "rooftile/tensor.h"
+
+namespace rooftile {
+
+// x rounded to the scale's dtype: a finite value never becomes infinite.
+ROOFTILE_HD inline float w4_stored(float x, DType t) {
+  const float largest = t == DType::f16 ? 65504.0f : 0x1.fep127f, infinity = INFINITY;
+  const float r = t == DType::f16 ? to_float(from_float<Half>(x)) : to_float(from_float<BFloat16>(x));
+  const bool overflowed = (r == infinity || r == -infinity) && x != infinity && x != -infinity;
+  return overflowed ? (x < 0 ? -largest : largest) : r;
+}
+
+// The same for a scale: a positive one never becomes 0.
+ROOFTILE_HD inline float w4_stored_scale(float x, DType t) {
+  const float r = w4_stored(x, t);
+  return r == 0 && x > 0 ? (t == DType::f16 ? 0x1p-24f : 0x1p-133f) : r;
+}
+
+struct W4Group {
+  bool affine;            // minima; else symmetric
+  float scale, minimum;   // as stored
+
+  // Of a group whose values lie in [low, high]. One that is not finite has NaN for both.
+  ROOFTILE_HD static W4Group of(float low, float high, bool finite, bool affine, DType t) {
+    if (!finite) return {affine, NAN, NAN};
+    const float magnitude = -low < high ? high : -low;
+    return {affine, w4_stored_scale(affine ? (high - low) / 15.0f : magnitude / 7.0f, t), affine ? w4_stored(low, t) : 0.0f};
+  }
+  ROOFTILE_HD int code(float x) const {
+    // a zero or NaN scale reads back as the minimum (0 if symmetric) or NaN, whatever the code is
+    if (!(scale > 0)) return affine ? 0 : 8;
+    const float u = nearbyintf((x - minimum) / scale);
+    const float lowest = affine ? 0.0f : -7.0f, highest = affine ? 15.0f : 7.0f;
+    const float clamped = u < lowest ? lowest : u > highest ? highest : u;
+    return static_cast<int>(clamped) + (affine ? 0 : 8);
+  }
+};
+
+}  // namespace rooftile

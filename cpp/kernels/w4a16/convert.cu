@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forms of a 4-bit weight on the device: canonical <-> kernel form, rounding to 4 bits, and what the codes stand for. The
+// same bits as on the CPU: rounding has one definition (core/w4_round.h), and nothing here leaves room for a fused
+// multiply-add to change a result (a code times a scale is exact).
+//   codes [N, K / 2]   scales, offsets [N, groups], any strides   kernel form: core/w4_layout.h
+// A thread makes one element of what is written (a word of codes, a byte, a scale; quantize: a warp one group), so writes
+// are coalesced and reads gathered. Bound by bandwidth; done once a weight.
+#include <cstddef>
+#include <type_traits>
+
+#include "core/w4_layout.h"
+#include "core/w4_round.h"
+#include "kernels/backend.h"
+#include "kernels/launch.h"
+
+namespace rooftile::gpu {
+namespace {
+
+constexpr int threads = 256;
+
+__device__ std::int64_t thread_index() { return static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x; }
+
+void launch_over(const DeviceScope& scope, std::int64_t elements, auto kernel, const auto& params) {
+  scope.launch(kernel, (elements + threads - 1) / threads, threads, 0, params);
+}
+
+struct Matrix {
+  void* data;
+  std::int64_t rows, columns, row_stride, column_stride;
+  explicit Matrix(const TensorView& t)
+      : data(t.data), rows(t.shape[0]), columns(t.shape[1]), row_stride(t.stride[0]), column_stride(t.stride[1]) {}
+  template <class T>
+  __device__ T& at(std::int64_t i, std::int64_t j) const { return static_cast<T*>(data)[i * row_stride + j * column_stride]; }
+};
+
+// ---- canonical <-> kernel form ---------------------------------------------------------------------------------------------
+
+struct CodesParams {
+  Matrix canonical;      // [N, K / 2]
+  std::uint32_t* words;  // [N / 16][K / 64][lane][k-step]
+};
+
+// Row and first column of the pair whose nibbles are r and r + 4 of word `word` of `lane` of a tile.
+__device__ std::int64_t row_of(std::int64_t tile_n, int lane, int r) { return tile_n * w4_tile_n + lane / 4 + 8 * (r % 2); }
+__device__ std::int64_t column_of(std::int64_t tile_k, int lane, int word, int r) {
+  return tile_k * w4_tile_k + 16 * word + 8 * (r / 2) + 2 * (lane % 4);
+}
+
+__global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ CodesParams p) {
+  const std::int64_t tiles_k = w4_tiles_k(2 * p.canonical.columns), index = thread_index();
+  if (index >= w4_tiles_n(p.canonical.rows) * tiles_k * (w4_tile_bytes / 4)) return;
+  const std::int64_t tile = index / 128, tile_n = tile / tiles_k;
+  const int lane = static_cast<int>(index % 128) / 4, word = static_cast<int>(index) % 4;
+  std::uint32_t packed = 0;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const std::int64_t n = row_of(tile_n, lane, r), k = column_of(tile - tile_n * tiles_k, lane, word, r);
+    if (n >= p.canonical.rows || k >= 2 * p.canonical.columns) continue;
+    const std::uint32_t pair = p.canonical.at<std::uint8_t>(n, k / 2);
+    packed |= (pair & 15) << (4 * r) | (pair >> 4) << (4 * r + 16);
+  }
+  p.words[index] = packed;
+}
+
+__global__ void __launch_bounds__(threads) unpack_codes(const __grid_constant__ CodesParams p) {
+  const std::int64_t index = thread_index();
+  if (index >= p.canonical.rows * p.canonical.columns) return;
+  const std::int64_t n = index / p.canonical.columns, half = index - n * p.canonical.columns;
+  const std::int64_t nibble = w4_code_index(w4_tiles_k(2 * p.canonical.columns), n, 2 * half);   // the second is 4 nibbles on
+  const std::uint32_t pair = p.words[nibble / 8] >> (4 * (nibble % 8));
+  p.canonical.at<std::uint8_t>(n, half) = static_cast<std::uint8_t>((pair & 15) | (pair >> 16 & 15) << 4);
+}
+
+struct GroupsParams {
+  Matrix canonical;   // [N, groups]
+  void* flat;         // [N / 16][group][16]
+};
+
+template <class T>
+__global__ void __launch_bounds__(threads) pack_groups(const __grid_constant__ GroupsParams p) {
+  const std::int64_t index = thread_index(), groups = p.canonical.columns;
+  if (index >= w4_tiles_n(p.canonical.rows) * w4_tile_n * groups) return;
+  const std::int64_t group = index / w4_tile_n % groups, n = index / (w4_tile_n * groups) * w4_tile_n + index % w4_tile_n;
+  static_cast<T*>(p.flat)[index] = n < p.canonical.rows ? p.canonical.at<T>(n, group) : T{};
+}
+template <class T>
+__global__ void __launch_bounds__(threads) unpack_groups(const __grid_constant__ GroupsParams p) {
+  const std::int64_t index = thread_index(), groups = p.canonical.columns;
+  if (index >= p.canonical.rows * groups) return;
+  const std::int64_t n = index / groups, group = index - n * groups;
+  p.canonical.at<T>(n, group) = static_cast<const T*>(p.flat)[w4_scale_index(groups, n, group)];
+}
+
+void launch_groups(const DeviceScope& scope, const TensorView& canonical, void* flat, bool pack) {
+  const GroupsParams p{Matrix(canonical), flat};
+  const bool bytes = canonical.dtype == DType::u8;
+  if (pack) {
+    launch_over(scope, w4_tiles_n(p.canonical.rows) * w4_tile_n * p.canonical.columns,
+                bytes ? pack_groups<std::uint8_t> : pack_groups<std::uint16_t>, p);
+  } else {
+    launch_over(scope, p.canonical.rows * p.canonical.columns, bytes ? unpack_groups<std::uint8_t> : unpack_groups<std::uint16_t>, p);
+  }
+}
+
+// ---- rounding ---------------------------------------------------------------------------------------------------------------
+
+struct QuantizeParams {
+  Matrix weight;                   // [N, K]
+  Matrix codes, scales, minima;    // [N, K / 2], [N, groups]; minima without data: symmetric
+  int group;
+};
+
+template <class T>
+__device__ void store_as(const Matrix& to, std::int64_t i, std::int64_t j, float x) { to.at<T>(i, j) = from_float<T>(x); }
+
+// A warp rounds one group.
+template <class T, class Scale>
+__global__ void __launch_bounds__(threads) quantize(const __grid_constant__ QuantizeParams p) {
+  const std::int64_t index = thread_index() / 32, groups = p.scales.columns;
+  if (index >= p.scales.rows * groups) return;
+  const std::int64_t n = index / groups, group = index - n * groups, k0 = group * p.group;
+  const int lane = threadIdx.x % 32;
+  const auto value = [&](int i) { return to_float(p.weight.at<T>(n, k0 + i)); };
+
+  float low = INFINITY, high = -INFINITY;
+  bool finite = true;
+  for (int i = lane; i < p.group; i += 32) {
+    const float x = value(i);
+    finite &= x - x == 0;
+    low = fminf(low, x);
+    high = fmaxf(high, x);
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
+    high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
+  }
+  finite = __all_sync(0xffffffffu, finite);
+  // a zero that is the least of its group has the sign of the first zero there, as in a loop over the elements
+  if (low == 0) {
+    for (int i = 0; i < p.group; i += 32) {
+      const float x = i + lane < p.group ? value(i + lane) : 1.0f;
+      const unsigned zeros = __ballot_sync(0xffffffffu, x == 0);
+      if (zeros == 0) continue;
+      low = __shfl_sync(0xffffffffu, x, __ffs(zeros) - 1);
+      break;
+    }
+    if (high == 0) high = low;
+  }
+
+  const bool affine = p.minima.data;
+  const DType dtype = std::is_same_v<Scale, Half> ? DType::f16 : DType::bf16;
+  const W4Group rounded = W4Group::of(low, high, finite, affine, dtype);
+  if (lane == 0) {
+    store_as<Scale>(p.scales, n, group, rounded.scale);
+    if (affine) store_as<Scale>(p.minima, n, group, rounded.minimum);
+  }
+  for (int i = 2 * lane; i < p.group; i += 64)
+    p.codes.at<std::uint8_t>(n, (k0 + i) / 2) = static_cast<std::uint8_t>(rounded.code(value(i)) | rounded.code(value(i + 1)) << 4);
+}
+
+// ---- what the codes stand for ------------------------------------------------------------------------------------------------
+
+struct DequantizeParams {
+  W4View w;
+  Matrix to;   // [N, K]
+};
+
+__device__ float group_value(const W4View& w, const std::byte* data, std::int64_t at) {
+  return w.scale_dtype == DType::f16 ? to_float(reinterpret_cast<const Half*>(data)[at])
+                                     : to_float(reinterpret_cast<const BFloat16*>(data)[at]);
+}
+
+template <class T>
+__global__ void __launch_bounds__(threads) dequantize(const __grid_constant__ DequantizeParams p) {
+  const W4View& w = p.w;
+  const std::int64_t index = thread_index();
+  if (index >= w.n * w.k) return;
+  const std::int64_t n = index / w.k, k = index - n * w.k;
+  const std::int64_t nibble = w4_code_index(w4_tiles_k(w.k), n, k), at = w4_scale_index(w.k / w.group, n, k / w.group);
+  const int u = w.codes[nibble / 2] >> (4 * (nibble % 2)) & 15;
+  const float scale = group_value(w, w.scales, at);
+  float x = 0;
+  switch (w.zeros) {
+    case W4Zeros::symmetric: x = static_cast<float>(u - 8) * scale; break;
+    case W4Zeros::integer: x = static_cast<float>(u - static_cast<int>(w.offsets[at])) * scale; break;
+    case W4Zeros::minima: x = __fadd_rn(__fmul_rn(static_cast<float>(u), scale), group_value(w, w.offsets, at)); break;
+  }
+  const std::int64_t column = w.perm ? w.perm[k] : k;
+  if (column >= 0 && column < w.k) store_as<T>(p.to, n, column, x);
+}
+
+// Calls f with a value of the host's element type, whose conversions are the same bits on both sides.
+void with_element(DType t, auto&& f) {
+  switch (t) {
+    case DType::f16: return f(Half{});
+    case DType::bf16: return f(BFloat16{});
+    default: return f(float{});
+  }
+}
+
+}  // namespace
+
+void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, const W4Arrays& kernel_form, W4Zeros, int) {
+  const DeviceScope scope(op, ctx);
+  const CodesParams codes{Matrix(canonical.codes), kernel_form.codes.as<std::uint32_t>()};
+  launch_over(scope, kernel_form.codes.numel() / 4, pack_codes, codes);
+  launch_groups(scope, canonical.scales, kernel_form.scales.data, true);
+  if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, kernel_form.offsets.data, true);
+}
+
+void w4_unpack(const char* op, const Context& ctx, const W4View& w, const W4Arrays& canonical) {
+  const DeviceScope scope(op, ctx);
+  auto* words = const_cast<std::uint32_t*>(reinterpret_cast<const std::uint32_t*>(w.codes));
+  launch_over(scope, canonical.codes.numel(), unpack_codes, CodesParams{Matrix(canonical.codes), words});
+  launch_groups(scope, canonical.scales, const_cast<std::byte*>(w.scales), false);
+  if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, const_cast<std::byte*>(w.offsets), false);
+}
+
+void w4_quantize(const char* op, const Context& ctx, const TensorView& weight, int group, W4Zeros, const W4Arrays& canonical) {
+  const DeviceScope scope(op, ctx);
+  const QuantizeParams p{Matrix(weight), Matrix(canonical.codes), Matrix(canonical.scales), Matrix(canonical.offsets), group};
+  with_element(weight.dtype, [&](auto element) {
+    using T = decltype(element);
+    launch_over(scope, canonical.scales.numel() * 32, canonical.scales.dtype == DType::f16 ? quantize<T, Half> : quantize<T, BFloat16>, p);
+  });
+}
+
+void w4_dequantize(const char* op, const Context& ctx, const W4View& w, const TensorView& to) {
+  const DeviceScope scope(op, ctx);
+  with_element(to.dtype, [&](auto element) { launch_over(scope, w.n * w.k, dequantize<decltype(element)>, DequantizeParams{w, Matrix(to)}); });
+}
+
+}  // namespace rooftile::gpu

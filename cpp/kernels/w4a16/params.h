@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of a 4-bit product receive.
+#pragma once
+
+#include <cstdint>
+
+#include "core/hd.h"
+#include "kernels/w4a16/plan.h"
+#include "rooftile/gemm.h"
+
+namespace rooftile::gpu {
+
+// A tensor [..., last] as rows, at any strides. Leading dimensions that lie evenly are one.
+struct Rows {
+  void* data = nullptr;   // null: not given
+  std::int64_t last_stride = 0;
+  std::int64_t shape[TensorView::max_ndim - 1] = {}, stride[TensorView::max_ndim - 1] = {};   // innermost first
+  int ndim = 0;
+
+  Rows() = default;
+  explicit Rows(const TensorView& t) {
+    if (!t.given()) return;
+    data = t.data;
+    last_stride = t.last_stride();
+    for (int i = t.ndim - 2; i >= 0; --i) {
+      if (t.shape[i] == 1) continue;
+      if (ndim > 0 && t.stride[i] == shape[ndim - 1] * stride[ndim - 1]) {
+        shape[ndim - 1] *= t.shape[i];
+      } else {
+        shape[ndim] = t.shape[i];
+        stride[ndim++] = t.stride[i];
+      }
+    }
+  }
+  ROOFTILE_HD std::int64_t offset(std::int64_t row) const {
+    std::int64_t at = 0;
+    for (int i = 0; i + 1 < ndim; ++i) {
+      at += row % shape[i] * stride[i];
+      row /= shape[i];
+    }
+    return ndim > 0 ? at + row * stride[ndim - 1] : at;
+  }
+};
+
+struct W4MatmulParams {
+  Rows x, y, residual;              // [m, k], [m, n], [m, n]
+  const void* bias = nullptr;       // [n] or null
+  std::int64_t bias_stride = 0;
+  bool x_in_pairs = false;          // x can be read two elements at a time
+  W4View w;
+  int groups = 0;
+  Activation activation = Activation::none;
+  std::int64_t first_token = 0, tokens = 0;   // of this launch
+  std::int64_t token_blocks = 0, row_blocks = 0;
+  int span = 0, splits = 0, chunk_tiles = 0, panel_tiles = 0, x_tokens = 0;
+  float* partial = nullptr;         // [split][token of this launch][n, padded to 16]
+};
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// What any plan of a 4-bit product must be, over many problems: every tile of K in exactly one chunk, chunks that start on
+// a span, shared memory that every supported GPU has, a workspace bounded by the device, bits that depend on m by regime.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "core/w4_layout.h"
+#include "kernels/w4a16/plan.h"
+
+namespace rooftile::gpu {
+namespace {
+
+constexpr std::int64_t rows[] = {1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300, 4096};
+struct Weight {
+  std::int64_t n, k;
+};
+constexpr Weight weights[] = {{1, 32}, {5, 50}, {192, 576}, {1024, 4096}, {4096, 4096}, {14336, 4096}, {4096, 14336}, {17, 100000}};
+
+template <class F>
+void for_each_problem(F&& f) {
+  for (const Weight& w : weights)
+    for (std::int64_t m : rows)
+      for (int group : {32, 64, 128, static_cast<int>(w.k)})
+        for (int sms : {1, 46, 108, 132})
+          if (w.k % group == 0) f(W4Problem{.m = m, .n = w.n, .k = w.k, .group = group, .sms = sms});
+}
+
+TEST(W4Plan, CoversTheProblemWithinTheDevice) {
+  for_each_problem([](W4Problem p) {
+    for (bool invariant : {false, true}) {
+      p.batch_invariant = invariant;
+      const W4Plan plan = plan_w4a16(p);
+      const W4Form form = w4_forms[plan.form];
+      const std::int64_t tiles = w4_tiles_k(p.k), chunk = plan.chunk_tiles;
+      SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms);
+      EXPECT_GE(plan.splits * chunk, tiles);
+      EXPECT_LT((plan.splits - 1) * chunk, tiles);
+      EXPECT_EQ(chunk * w4_tile_k % plan.span, 0);
+      EXPECT_TRUE(plan.span <= p.group || p.group == p.k);
+      EXPECT_GE(plan.panel_tiles, 1);
+      EXPECT_EQ(plan.panel_tiles * w4_tile_k % plan.span, 0);
+      EXPECT_LE(plan.shared_bytes, 99u * 1024);
+      EXPECT_GE(plan.x_tokens, std::min<std::int64_t>(p.m, 8 * form.token_tiles));
+      EXPECT_GE(plan.row_blocks * w4_warps * form.row_tiles * w4_tile_n, p.n);
+      EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
+      const std::int64_t ctas = plan.row_blocks * plan.token_blocks * plan.splits;
+      EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(ctas) * w4_warps * 16 * form.row_tiles * w4_tokens * 4);
+    }
+  });
+}
+
+TEST(W4Plan, SplitsDependOnTheRegimeOnly) {
+  for_each_problem([](W4Problem p) {
+    const auto cut = [&](std::int64_t m, bool invariant) {
+      W4Problem q = p;
+      q.m = m;
+      q.batch_invariant = invariant;
+      const W4Plan plan = plan_w4a16(q);
+      return std::pair{plan.splits, plan.chunk_tiles};
+    };
+    EXPECT_EQ(cut(1, false), cut(8, false));
+    EXPECT_EQ(cut(9, false), cut(16, false));
+    EXPECT_EQ(cut(17, false), cut(32, false));
+    EXPECT_EQ(cut(33, false), cut(64, false));
+    EXPECT_EQ(cut(p.m, true), cut(1, true));
+  });
+}
+
+TEST(W4Plan, FewRowsOfALargeWeightKeepEverySmBusy) {
+  for (const auto& [n, k] : {Weight{4096, 4096}, {14336, 4096}, {4096, 14336}}) {
+    const W4Plan plan = plan_w4a16({.m = 1, .n = n, .k = k, .group = 128, .sms = 132});
+    EXPECT_GE(plan.row_blocks * plan.splits, 132);
+    EXPECT_LE(plan.workspace_bytes, 1u << 20);
+  }
+}
+
+}  // namespace
+}  // namespace rooftile::gpu

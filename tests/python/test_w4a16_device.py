@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""4-bit weights and their products on every device that has kernels; a weight has the same bits everywhere."""
+
+import cases
+import closeness
+import numpy as np
+import oracle
+import pytest
+import rooftile as rt
+import test_w4a16 as w4
+import torch
+from rooftile import _C
+from rooftile.nn import W4Linear
+
+ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 300)
+# (N, K, group): tails of N, of K and of a tile, every span of a scale, chunks of K, more rows than a CTA takes
+SMALL = (
+    (64, 64, 32),
+    (17, 96, 32),
+    (96, 96, 96),
+    (5, 50, 50),
+    (100, 576, 64),
+    (33, 576, 576),
+    (48, 1536, 128),
+    (576, 64, 64),
+)
+LARGE = ((64, 4096, 128), (64, 4096, 32), (64, 4096, 4096), (4096, 576, 64), (300, 4096, 64), (4096, 96, 32))
+DTYPES = ("float16", "bfloat16")
+
+
+def shapes(device):
+    return SMALL if device == "cpu" else SMALL + LARGE
+
+
+def rows(device):
+    return (1, 2, 17) if device == "cpu" else ROWS
+
+
+def weight(n, k, group, kind, device, **options):
+    w, dense = w4.both(n, k, group, kind, **options)
+    return w.to(device), dense
+
+
+def cuda_only(device):
+    if device == "cpu":
+        pytest.skip("of the GPU's kernels")
+
+
+@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_data_give_the_rounded_exact_product(kind, dtype, device):
+    for n, k, group in shapes(device):
+        w, dense = weight(n, k, group, kind, device, exact=True)
+        x = cases.exact_values((max(rows(device)), k), "exact x", k)
+        bias = cases.exact_values((n,), "bias", n)
+        exact = oracle.w4a16_matmul(x, dense, bias)
+        tx, tb = cases.tensor(x, dtype, device), cases.tensor(bias, dtype, device)
+        for m in rows(device):
+            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb), exact[:m])
+            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb, batch_invariant=True), exact[:m])
+
+
+@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_product(kind, dtype, device):
+    for n, k, group in shapes(device):
+        w, dense = weight(n, k, group, kind, device, scale_dtype=dtype)
+        x = cases.values((max(rows(device)), k), dtype, "x", k)
+        expected, tx = w4.Expected(x, dense, dtype), cases.tensor(x, dtype, device)
+        for m in rows(device):
+            expected.check(rt.w4a16_matmul(tx[:m], w), f"[{n}, {k}] group {group}, {m} rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_run_the_neighbours_or_if_asked_the_rows(dtype, device):
+    for (n, k, group), kind in zip(((192, 576, 32), (100, 1536, 128), (64, 4096, 64)), w4.KINDS, strict=True):
+        w, _ = weight(n, k, group, kind, device)
+        x = cases.tensor(cases.values((300, k), dtype, "rows", k), dtype, device)
+        whole = rt.w4a16_matmul(x, w, batch_invariant=True)
+        for m in (1, 2, 8, 9, 16, 31, 33, 64, 65, 200):
+            y = rt.w4a16_matmul(x[:m], w)
+            closeness.assert_bits_equal(rt.w4a16_matmul(x[:m], w), y, f"run to run, {m} rows")
+            other = x[:m].clone()
+            other[1:] = float("nan")
+            closeness.assert_bits_equal(rt.w4a16_matmul(other, w)[:1], y[:1], f"neighbours, {m} rows")
+            for first in (0, 300 - m):
+                some = rt.w4a16_matmul(x[first : first + m], w, batch_invariant=True)
+                closeness.assert_bits_equal(some, whole[first : first + m], f"{m} rows from {first}")
+        # rows of one regime
+        for low, high in ((1, 8), (9, 16), (17, 32), (33, 64)):
+            alone, many = rt.w4a16_matmul(x[:low], w), rt.w4a16_matmul(x[:high], w)
+            closeness.assert_bits_equal(alone, many[:low], f"{low} and {high} rows")
+
+
+@pytest.mark.parametrize("m", [1, 3, 19, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_of_every_tensor(m, dtype, device):
+    n, k = 33, 96
+    w, _ = weight(n, k, 32, "minima", device)
+    x, bias, residual = (
+        cases.tensor(cases.values(s, dtype, "strides", *s), dtype, device) for s in ((m, k), (n,), (m, n))
+    )
+    expected = rt.w4a16_matmul(x, w, bias=bias, residual=residual)
+    for strides in ((2 * k, 2), (1, m), (k + 3, 1), (k + 2, 1)):
+        view = cases.guarded((m, k), dtype, device, strides=strides, values=x).tensor
+        out_strides = {2 * k: (3 * n, 3), 1: (1, m), k + 3: (n + 5, 1), k + 2: (n, 1)}[strides[0]]
+        out = cases.guarded((m, n), dtype, device, strides=out_strides)
+        far_bias = cases.guarded((n,), dtype, device, strides=(4,), values=bias).tensor
+        far_residual = cases.guarded((m, n), dtype, device, strides=(2 * n, 2), values=residual).tensor
+        got = rt.w4a16_matmul(view, w, bias=far_bias, residual=far_residual, out=out.tensor)
+        closeness.assert_bits_equal(got, expected)
+        out.check_margins()
+        out.check_written()
+    rows = x.reshape(1, m, 1, k).expand(2, m, 1, k)  # leading dimensions that do not collapse
+    bits = rt.w4a16_matmul(
+        rows, w, bias=bias, residual=residual.reshape(1, m, 1, n).expand(2, m, 1, n), batch_invariant=True
+    )
+    one = rt.w4a16_matmul(x, w, bias=bias, residual=residual, batch_invariant=True)
+    for i in range(2):
+        closeness.assert_bits_equal(bits[i, :, 0], one)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("k", [64, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_epilogue(activation, k, dtype, device):
+    n, m = 33, 5
+    w, dense = weight(n, k, 64, "symmetric", device)
+    x = oracle.round_to(cases.values((m, k), dtype, "epilogue") * 0.25, dtype)
+    bias, residual = (cases.values(s, dtype, "epilogue", *s) for s in ((n,), (m, n)))
+    exact = torch.from_numpy(oracle.w4a16_matmul(x, dense, bias))
+    functional = torch.nn.functional
+    exact = {
+        None: lambda: exact,
+        "silu": lambda: functional.silu(exact),
+        "gelu": lambda: functional.gelu(exact),
+        "gelu_tanh": lambda: functional.gelu(exact, approximate="tanh"),
+    }[activation]().numpy() + residual
+    tx, tb, tr = (cases.tensor(v, dtype, device) for v in (x, bias, residual))
+    y = rt.w4a16_matmul(tx, w, bias=tb, activation=activation, residual=tr)
+    closeness.assert_close(y, oracle.round_to(exact, dtype), exact, frobenius=closeness.MATMUL_BOUND[dtype])
+    into = rt.w4a16_matmul(tx, w, bias=tb, activation=activation, residual=tr, out=tr)
+    closeness.assert_bits_equal(into, y, "into residual")
+
+
+@pytest.mark.parametrize("m", [1, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_act_order(m, dtype, device):
+    n, k = 20, 192
+    codes, scales, zeros = w4.parts(n, k, 64, "integer")
+    perm = cases.generator("perm").permutation(k)
+    w = w4.weight(codes, scales, zeros, "integer", perm=perm).to(device)
+    dense = oracle.w4_decode(codes, scales, "integer", zeros, perm)
+    closeness.assert_close(w.dequantize(), dense, dense)
+    x = cases.values((m, k), dtype, "act-order")
+    w4.Expected(x, dense, dtype).check(rt.w4a16_matmul(cases.tensor(x, dtype, device), w))
+
+
+def test_a_column_order_that_leaves_x_reads_as_nan(device):
+    cuda_only(device)
+    w, _ = weight(16, 64, 64, "symmetric", device)
+    perm = torch.arange(64, dtype=torch.int32, device=device)
+    perm[3] = 64
+    w = rt.W4Weight(w.codes, w.scales, w.offsets, perm=perm, **w.layout)
+    assert rt.w4a16_matmul(torch.ones(2, 64, device=device).half(), w).isnan().all()
+
+
+def test_no_rows(device):
+    w, _ = weight(17, 96, 32, "minima", device)
+    for shape in ((0, 96), (2, 0, 96)):
+        assert rt.w4a16_matmul(torch.empty(shape, device=device).half(), w).shape == (*shape[:-1], 17)
+    none = rt.W4Weight.quantize(torch.empty(0, 64, device=device), group_size=64)
+    assert rt.w4a16_matmul(torch.ones(3, 64, device=device).half(), none).shape == (3, 0)
+
+
+@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+def test_a_weight_has_the_same_bits_on_every_device(kind, scale_dtype, device):
+    for n, k, group in w4.WEIGHTS:
+        codes, scales, zeros = w4.parts(n, k, group, kind, scale_dtype)
+        here = w4.weight(codes, scales, zeros, kind, scale_dtype, group=group)
+        parts = [None if p is None else p.to(device) for p in here.unpack()]
+        w = rt.W4Weight.from_canonical(*parts, kind=kind, group_size=group)
+        for ours, theirs in zip((w.codes, w.scales, w.offsets), (here.codes, here.scales, here.offsets), strict=True):
+            assert theirs is None or torch.equal(ours.cpu(), theirs)
+        for ours, theirs in zip(w.unpack(), parts, strict=True):
+            assert theirs is None or closeness.assert_bits_equal(ours, theirs) is None
+        for dtype in cases.DTYPES:
+            closeness.assert_bits_equal(w.dequantize(dtype), here.dequantize(dtype))
+        assert here.to("cpu") is here and here.to(device).codes.device.type == device
+
+
+@pytest.mark.parametrize("zeros", [None, "minima"])
+@pytest.mark.parametrize("n, k, group", [(9, 64, 32), (17, 128, 128), (6, 50, 50), (33, 576, 64)])
+def test_rounding_gives_the_same_bits_on_every_device(n, k, group, zeros, dtype, device):
+    x = cases.values((n, k), dtype, "quantize", n, k)
+    x[0, :group] = 0
+    x[0, 1:group:2] = -0.0
+    x[1, :group] = np.abs(x[1, :group])
+    x[1, 2:group:3] = -0.0
+    x[2, 0] = np.nan
+    x[3, -1] = np.inf
+    x[4] = oracle.round_to(x[4] * {"float32": 3e-8, "float16": 3e-7, "bfloat16": 1e-38}[dtype], dtype)
+    x[5] = oracle.round_to(x[5] * {"float32": 1e6, "float16": 1e4, "bfloat16": 3e37}[dtype], dtype)
+    x = cases.tensor(x, dtype)
+    here, there = (rt.W4Weight.quantize(t, group_size=group, zeros=zeros) for t in (x, x.to(device)))
+    for name in ("codes", "scales", "offsets"):
+        ours, theirs = getattr(there, name), getattr(here, name)
+        assert (ours is None and theirs is None) or torch.equal(ours.cpu(), theirs), name
+    strided = x.T.contiguous().T.to(device)
+    assert torch.equal(rt.W4Weight.quantize(strided, group_size=group, zeros=zeros).codes, there.codes)
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_captured_in_a_graph(m, device):
+    cuda_only(device)
+    w, _ = weight(100, 4096, 128, "integer", device)
+    x = cases.tensor(cases.values((m, 4096), "float16", "graph"), "float16", device)
+    expected, out = rt.w4a16_matmul(x, w), torch.zeros(m, 100, dtype=torch.float16, device=device)
+    still = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rt.w4a16_matmul(still, w, out=out)
+    still.copy_(x)
+    for _ in range(2):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        closeness.assert_bits_equal(out, expected)
+
+
+def test_what_a_gpu_refuses_is_named(device):
+    cuda_only(device)
+    w, _ = weight(64, 4096, 128, "symmetric", device)
+    x = torch.ones(2, 4096, device=device).half()
+    for call, error, text in (
+        (lambda: rt.w4a16_matmul(x.float(), w), rt.NotSupportedError, "x must be float16 or bfloat16 on a GPU"),
+        (lambda: rt.w4a16_matmul(x.cpu(), w), rt.ArgumentError, "x must be on the weight's device"),
+        (lambda: rt.w4a16_matmul(x, w.to("cpu")), rt.ArgumentError, "x must be on the weight's device"),
+        (lambda: rt.w4a16_matmul(x, w, out=x[:, :64]), rt.ArgumentError, "out must not share memory with x"),
+        (
+            lambda: _C.w4a16_matmul(x, w._handle, None, None, None, x.new_empty(2, 64), False, None, None, None),
+            rt.ArgumentError,
+            "workspace must have .* bytes",
+        ),
+        (
+            lambda: rt.W4Weight(torch.cat([w.codes[:1], w.codes])[1:], w.scales, None, **w.layout),
+            rt.ArgumentError,
+            "codes must start at a multiple of 16 bytes",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    assert torch.isfinite(rt.w4a16_matmul(x, w)).all()
+
+
+def test_modules_move(device):
+    with torch.no_grad():
+        layer = torch.nn.Linear(128, 48).half()
+        here = W4Linear.from_linear(layer, group_size=64, zeros="minima")
+        there = W4Linear.from_linear(layer.to(device), group_size=64, zeros="minima")
+        moved = here.to(device)
+        x = torch.randn(3, 128, device=device).half()
+        closeness.assert_bits_equal(moved(x), there(x))
+        assert moved.weight.codes.device.type == device
+        model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 32)).half().to(device)
+        assert rt.quantize_(model, rt.W4A16(group_size=64), progress=False) == 2
+        assert torch.isfinite(model(x)).all()
