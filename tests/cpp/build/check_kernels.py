@@ -42,7 +42,7 @@ def short_names(symbols):
     done = subprocess.run(["c++filt"], input="\n".join(symbols), check=True, capture_output=True, text=True)
     for symbol, text in zip(symbols, done.stdout.splitlines(), strict=True):
         text = re.sub(r"\(anonymous namespace\)::|rooftile::(gpu::)?", "", text).removeprefix("void ")
-        text = re.sub(r"\((\w+)\)(\d+)", r"\2", text)  # (KvFormat)3
+        text = re.sub(r"\((\w+)\)(\d+)", r"\2", text).replace("> >", ">>")  # (KvFormat)3
         yield symbol, text[: text.rindex("(")] if text.endswith(")") else text
 
 
