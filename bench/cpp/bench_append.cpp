@@ -65,7 +65,7 @@ void add_all(const bench::Gpu& gpu) {
   for (const auto& [rows, tokens] : {Shape{1, 1}, {8, 1}, {64, 1}, {64, 4}, {8, 512}, {1, 4096}})
     for (const auto& [format, dtype] : {Variant{KvFormat::fp16, DType::f16}, {KvFormat::bf16, DType::bf16}, {KvFormat::int8, DType::f16},
                                         {KvFormat::int4, DType::f16}, {KvFormat::int4_kivi, DType::f16}})
-      bench::add("append/append_b" + std::to_string(rows) + "_t" + std::to_string(tokens) + "/" + name(format) + "/warm",
+      bench::add(bench::text("append/append_b", rows, "_t", tokens, "/", name(format), "/warm"),
                  [&gpu, rows, tokens, format, dtype](benchmark::State& state) { append(state, gpu, rows, tokens, format, dtype); });
 }
 

@@ -83,7 +83,7 @@ void add_all(const bench::Gpu& gpu) {
   std::vector<Case> cases;
   for (int batch : {1, 8, 64})
     for (int tokens : {1024, 4096, 32768})
-      cases.push_back({"b" + std::to_string(batch) + "_kv" + std::to_string(tokens), std::vector<std::int32_t>(static_cast<std::size_t>(batch), tokens)});
+      cases.push_back({bench::text("b", batch, "_kv", tokens), std::vector<std::int32_t>(static_cast<std::size_t>(batch), tokens)});
   cases.push_back({"b1_kv131072", {131072}});
   cases.push_back({"b8_kv4096_paged64", std::vector<std::int32_t>(8, 4096), 1, true});
   cases.push_back({"b8_kv4096_t4", std::vector<std::int32_t>(8, 4096), 4});
@@ -98,7 +98,7 @@ void add_all(const bench::Gpu& gpu) {
     for (const Case& c : cases)
       for (const bool cold : {true, false}) {
         if (!cold && c.lengths.size() * static_cast<std::size_t>(c.lengths[0]) > 32768) continue;   // larger than the L2, or nearly
-        bench::add("decode/" + c.name + "/" + v.name + (cold ? "/cold" : "/warm"),
+        bench::add(bench::text("decode/", c.name, "/", v.name, cold ? "/cold" : "/warm"),
                    [&gpu, c, v, cold](benchmark::State& state) { decode(state, gpu, c, v.format, v.dtype, cold); });
       }
 }

@@ -115,7 +115,7 @@ void time_op(benchmark::State& state, const bench::Gpu& gpu, const Op& op, std::
 
 void add_op(const bench::Gpu& gpu, const Op& op, std::int64_t tokens, std::int64_t h) {
   const bool cold = tokens >= 64;   // what a few rows need no rotation makes cold: there the inputs are the kernel before's
-  bench::add(std::string("ops/") + op.name + "_t" + std::to_string(tokens) + "_h" + std::to_string(h) + "/bf16" + (cold ? "/cold" : "/warm"),
+  bench::add(bench::text("ops/", op.name, "_t", tokens, "_h", h, "/bf16", cold ? "/cold" : "/warm"),
              [&gpu, op, tokens, h, cold](benchmark::State& state) { time_op(state, gpu, op, tokens, h, DType::bf16, cold); });
 }
 

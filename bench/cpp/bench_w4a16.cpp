@@ -82,9 +82,8 @@ void add_all(const bench::Gpu& gpu) {
         for (const bool cold : {true, false}) {
           if (!cold && (m > 1 || dtype != DType::f16)) continue;
           if (dtype == DType::bf16 && m != 1 && m != 16) continue;
-          const std::string name = "w4a16/k" + std::to_string(k) + "_n" + std::to_string(n) + "_m" + std::to_string(m) + "/int4-g128" +
-                                   (dtype == DType::bf16 ? "-bf16" : "") + (cold ? "/cold" : "/warm");
-          bench::add(name, [&gpu, k, n, m, dtype, cold](benchmark::State& state) { w4a16(state, gpu, k, n, m, dtype, cold); });
+          bench::add(bench::text("w4a16/k", k, "_n", n, "_m", m, "/int4-g128", dtype == DType::bf16 ? "-bf16" : "", cold ? "/cold" : "/warm"),
+                     [&gpu, k, n, m, dtype, cold](benchmark::State& state) { w4a16(state, gpu, k, n, m, dtype, cold); });
         }
 }
 

@@ -15,6 +15,7 @@
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -97,6 +98,13 @@ struct Work {
 // The benchmark's loop: one replay an iteration. before: enqueued in front of every replay, outside its time.
 void time_calls(benchmark::State&, const Gpu&, Replay&, const Work&, const std::function<void()>& before = {});
 
+// The parts put together: the name of a case.
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream all;
+  (all << ... << parts);
+  return all.str();
+}
 // Registers a benchmark; an error it throws skips it.
 void add(const std::string& name, const std::function<void(benchmark::State&)>& body);
 // The main function: `add_all` registers what the binary measures. Fails without a device.

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the machine can do: how fast memory is read and copied, and what a launch costs at least. The floors under small
 // reads are what a kernel of that size is to be held against.
-#include <string>
-
 #include "harness.h"
 #include "rooftile/roof.h"
 
@@ -12,9 +10,7 @@ using namespace rooftile;
 
 void add_reads(const bench::Gpu& gpu) {
   for (const double megabytes : {0.5, 1.0, 2.2, 4.4, 8.7, 16.8, 30.3, 60.0, 134.0, 310.0, 545.0, 1074.0}) {
-    std::string size = std::to_string(megabytes);
-    size.resize(size.find('.') + 2);
-    bench::add("read/" + size + "mb/cold", [&gpu, megabytes](benchmark::State& state) {
+    bench::add(bench::text("read/", megabytes, "mb/cold"), [&gpu, megabytes](benchmark::State& state) {
       const std::int64_t bytes = static_cast<std::int64_t>(megabytes * 1e6) / 16 * 16;
       const int copies = gpu.copies(static_cast<double>(bytes), true);
       const bench::Array all = gpu.random(DType::u8, {copies, bytes}, 1), sink = gpu.array(DType::i32, {1});

@@ -3,7 +3,7 @@
 no stack, no performance warnings, and the instructions that the kernel's cost model counts on.
 
 check_kernels.py FOLDER             FOLDER holds the reports that keep_reports.py left beside the objects of cpp/kernels
-check_kernels.py FOLDER --measured  prints the table as it would be for what is there now
+check_kernels.py FOLDER --measured  prints the table for what is there now, registers rounded up to the eights they come in
 check_kernels.py FOLDER --selftest  plants faults in copies of the reports and expects each to be found
 
 A line of the table is a pattern of kernel names with the registers allowed on each architecture, the bytes of shared
@@ -50,7 +50,7 @@ def ptx_of_entries(path):
     """{symbol: text} of a PTX file."""
     text = path.read_text()
     starts = [(m.start(), m[1]) for m in re.finditer(r"(?m)^(?:\.visible |\.weak )?\.(?:entry|func)[^\n]*?(\w+)\(", text)]
-    ends = [start for start, _ in starts[1:]] + [len(text)]
+    ends = [*(start for start, _ in starts[1:]), len(text)][: len(starts)]
     return {symbol: text[start:end] for (start, symbol), end in zip(starts, ends, strict=True)}
 
 
@@ -124,7 +124,7 @@ def measured(folder, budgets):
     for k in sorted(kernels, key=lambda k: k.name):
         for pattern in lines_for(k, budgets) or [k.name]:
             line = table.setdefault(pattern, {"registers": {}, "shared": 0, "ptx": []})
-            line["registers"][k.architecture] = max(line["registers"].get(k.architecture, 0), k.registers)
+            line["registers"][k.architecture] = max(line["registers"].get(k.architecture, 0), -(-k.registers // 8) * 8)
             line["shared"] = max(line["shared"], k.shared)
     return "{\n" + ",\n".join(f"{json.dumps(p)}: {json.dumps(line)}" for p, line in table.items()) + "\n}"
 

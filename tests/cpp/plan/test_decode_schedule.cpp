@@ -36,7 +36,7 @@ Folded fold(int first, int last, int leaves) {
   Folded run;
   std::array<std::optional<Node>, fold_levels> waiting;
   for (int leaf = first; leaf < last; ++leaf) {
-    Node node{leaf, 0, "<" + std::to_string(leaf) + ">"};
+    Node node{leaf, 0, std::string("<").append(std::to_string(leaf)) + ">"};
     while (node.level + 1 < fold_levels && (node.at >> node.level) % 2 == 1 && waiting[static_cast<std::size_t>(node.level)]) {
       std::optional<Node>& left = waiting[static_cast<std::size_t>(node.level)];
       node = {left->at, node.level + 1, merged(left->state, node.state)};
