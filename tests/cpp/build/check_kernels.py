@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ptxas and the PTX say of every GPU kernel, held to kernel_budgets.json: registers, static shared memory, no spills,
-no stack, no performance warnings, and the instructions that the kernel's cost model counts on.
+"""What ptxas and the PTX say of every GPU kernel, held to kernel_budgets.json: registers, static shared memory, no
+spills, no stack, no performance warnings, and the instructions that the kernel's cost model counts on.
 
 check_kernels.py FOLDER             FOLDER holds the reports that keep_reports.py left beside the objects of cpp/kernels
-check_kernels.py FOLDER --measured  prints the table for what is there now, registers rounded up to the eights they come in
+check_kernels.py FOLDER --measured  prints the table for what is there now, registers rounded up to a multiple of eight
 check_kernels.py FOLDER --selftest  plants faults in copies of the reports and expects each to be found
 
-A line of the table is a pattern of kernel names with the registers allowed on each architecture, the bytes of shared
+Registers are handed out in eights, so that slack costs nothing. A line of the table is a pattern of kernel names with the registers allowed on each architecture, the bytes of shared
 memory, and what must be found in the PTX of each kernel it matches (regular expressions).
 """
 
@@ -49,7 +49,8 @@ def short_names(symbols):
 def ptx_of_entries(path):
     """{symbol: text} of a PTX file."""
     text = path.read_text()
-    starts = [(m.start(), m[1]) for m in re.finditer(r"(?m)^(?:\.visible |\.weak )?\.(?:entry|func)[^\n]*?(\w+)\(", text)]
+    headers = re.finditer(r"(?m)^(?:\.visible |\.weak )?\.(?:entry|func)[^\n]*?(\w+)\(", text)
+    starts = [(m.start(), m[1]) for m in headers]
     ends = [*(start for start, _ in starts[1:]), len(text)][: len(starts)]
     return {symbol: text[start:end] for (start, symbol), end in zip(starts, ends, strict=True)}
 
@@ -160,7 +161,8 @@ def selftest(folder, budgets):
             found = check(Path(copy), own)[0]
             if not any(expected in problem for problem in found):
                 yield f"not found: {expected!r} after {old!r} became {new!r} in {file}"
-    if not any("no kernel is" in p for p in check(folder, {**budgets, "no_such_kernel": next(iter(budgets.values()))})[0]):
+    found = check(folder, {**budgets, "no_such_kernel": next(iter(budgets.values()))})[0]
+    if not any("no kernel is no_such_kernel" in problem for problem in found):
         yield "not found: a budget without a kernel"
 
 
