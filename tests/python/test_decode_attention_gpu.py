@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention on a GPU: the caches are filled on the CPU and copied, the truth is the oracle fed dequantize()."""
+
+import attention_checks as checks
+import cases
+import numpy as np
+import oracle
+import pytest
+import rooftile as rt
+import torch
+from attention_checks import filled, tokens
+from closeness import ATTENTION_BOUND, assert_bits_equal, assert_close, to_numpy64
+
+GPUS = tuple(device for device in cases.devices() if device != "cpu")
+if not GPUS:
+    pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
+
+LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1030)
+# Lengths on both sides of where a row gets one leaf more, and leaves more units: 64 leaves of 128 tokens, then larger ones.
+LONG = (1, 33, 128, 129, 1000, 4096, 8192, 8193, 8225, 16385, 20000)
+STORES = (
+    ("fp16", "float16"),
+    ("bf16", "bfloat16"),
+    ("int8", "float16"),
+    ("int8", "bfloat16"),
+    ("int4-kivi", "float16"),
+    ("int4-kivi", "bfloat16"),
+)
+stores = pytest.mark.parametrize(("format", "dtype"), STORES)
+
+
+def queries(batch, t, heads, dim, dtype, *key):
+    q = cases.values((batch, t, heads, dim), dtype, "q", *key)
+    return q, cases.tensor(q, dtype).cuda()
+
+
+def check_against(cache, q64, out, lse, **options):
+    """cache: the CPU's. The lse may err as twice a naive version's too: scales folded into 16-bit queries round there."""
+    exact, naive, exact_lse = checks.expect_decode(cache, q64, **options)
+    assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[cache.dtype])
+    got = to_numpy64(lse)
+    hidden = np.isneginf(exact_lse)
+    assert (np.isneginf(got) == hidden).all()
+    error = np.abs(np.where(hidden, 0, got) - np.where(hidden, 0, exact_lse))
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[cache.dtype] if cache.format == "int4-kivi" else 2.0**-20
+    largest = np.abs(q64).max(initial=0) * 10 * q64.shape[-1] ** 0.5  # of a logit, keys being at most about 10
+    assert error.max(initial=0) <= unit * largest, f"lse off by {error.max()}, allowed {unit * largest}"
+
+
+def check(cache, q64, q, **options):
+    on_gpu = {
+        n: torch.tensor(v, dtype=torch.int32).cuda() if n in ("rows", "counts") else v for n, v in options.items()
+    }
+    if "sinks" in options:
+        on_gpu["sinks"] = cases.tensor(options["sinks"], "float32").cuda()
+    with rt.record_kernels() as names:
+        out, lse = rt.decode_attention(q, cache.to("cuda"), return_lse=True, **on_gpu)
+    assert names == [f"cuda_{cache.dtype}_{cache.format}_d{cache.head_dim}"]
+    check_against(cache, q64, out, lse, **options)
+
+
+@pytest.mark.parametrize(
+    "shape", [(9, 3, 64), (8, 8, 64), (32, 8, 128), (12, 2, 128), (5, 1, 128), (71, 1, 64)], ids=str
+)
+@stores
+def test_one_token(format, dtype, shape):
+    heads, kv_heads, dim = shape
+    cache = filled(tokens(LENGTHS, kv_heads, dim, dtype, shape), format, dtype)
+    q64, q = queries(len(LENGTHS), 1, heads, dim, dtype, shape)
+    check(cache, q64, q)
+
+
+@pytest.mark.parametrize("t", [2, 5, 16, 32])
+@stores
+def test_several_tokens(format, dtype, t):
+    lengths = (1, t, 31, 32, 33, 47, 64, 65, 130, 141, 257)
+    cache = filled(tokens(lengths, 3, 64, dtype, t), format, dtype)
+    q64, q = queries(len(lengths), t, 9, 64, dtype, t)
+    check(cache, q64, q)
+
+
+@pytest.mark.parametrize(("format", "dtype"), [s for s in STORES if s[0] != "int4-kivi"])
+def test_more_tokens_than_stored(format, dtype):
+    cache = filled(tokens((150, 301), 1, 64, dtype), format, dtype)
+    q64, q = queries(2, 200, 2, 64, dtype)
+    check(cache, q64, q)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 33},
+        {"window": 100},
+        {"window": 2**40},
+        {"softcap": 2.0},
+        {"scale": 0.3},
+        {"scale": -1.0},
+        {"window": 65, "softcap": 1.5, "scale": 0.7},
+    ],
+    ids=str,
+)
+@stores
+def test_options(format, dtype, options):
+    cache = filled(tokens((1, 40, 290, 1030), 2, 128, dtype), format, dtype)
+    q64, q = queries(4, 3, 8, 128, dtype)
+    check(cache, q64, q, **options)
+
+
+@stores
+def test_rows_counts_and_sinks(format, dtype):
+    cache = filled(tokens((0, 1, 40, 290, 77), 2, 64, dtype), format, dtype)
+    q64, q = queries(4, 4, 6, 64, dtype)
+    sinks = cases.values((6,), "float32", "sinks", spread=3.0)
+    check(cache, q64, q, rows=[3, 4, 0, 1], counts=[4, 1, 3, 0], sinks=sinks)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@stores
+def test_pages_anywhere(format, dtype, page_size):
+    if format == "int4-kivi" and page_size == 16:
+        pytest.skip("a page holds whole groups")
+    lengths, heads, dim = (0, 1, 100, 257), 2, 64
+    pages = 24 if page_size == 16 else 12
+    cache = rt.PagedKVCache(80, page_size, heads, dim, max_rows=4, max_pages_per_row=pages, format=format, dtype=dtype)
+    checks.poison(cache)
+    for row, part in enumerate(tokens(lengths, heads, dim, dtype)):  # rows grow in turns, so that their pages mix
+        for begin in range(0, len(part[0]), 50):
+            k, v = (cases.tensor(x[begin : begin + 50], dtype)[None] for x in part)
+            cache.append(k, v, rows=[row])
+    q64, q = queries(4, 2, 6, dim, dtype)
+    check(cache, q64, q)
+
+
+@stores
+def test_extreme_logits(format, dtype):
+    """Logits of -1e5 and more beside ordinary ones: no infinity, no NaN, the right winner."""
+    rows = tokens((90, 300), 1, 64, dtype)
+    for k, _ in rows:
+        k[1::2] = oracle.round_to(-300.0 * np.abs(k[1::2]), dtype)
+    cache = filled(rows, format, dtype)
+    q64 = np.abs(cases.values((2, 1, 4, 64), dtype, "positive")) * 40
+    q64 = oracle.round_to(q64, dtype)
+    out, lse = rt.decode_attention(cases.tensor(q64, dtype).cuda(), cache.to("cuda"), return_lse=True)
+    exact, naive, exact_lse = checks.expect_decode(cache, q64)
+    assert_close(out, naive, exact, slack=4.0)
+    assert torch.isfinite(lse).all() and np.allclose(to_numpy64(lse), exact_lse, rtol=2e-2)
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**8])
+@stores
+def test_small_and_large_values(format, dtype, scale):
+    """Scales far from 1: what goes through fp16 on the way has the range for it."""
+    rows = [(k, oracle.round_to(v * scale, dtype)) for k, v in tokens((70, 700), 2, 64, dtype)]
+    cache = filled(rows, format, dtype)
+    q64, q = queries(2, 1, 4, 64, dtype)
+    out = rt.decode_attention(q, cache.to("cuda"))
+    exact, naive, _ = checks.expect_decode(cache, q64)
+    assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[dtype])
+
+
+# ---------------------------------------------------------------- the same row, the same bits
+
+
+@stores
+def test_a_row_does_not_depend_on_its_neighbours(format, dtype):
+    heads, kv_heads, dim = 8, 2, 128
+    for n in LONG:
+        (k, v), *_ = tokens((n,), kv_heads, dim, dtype, n)
+        k, v = cases.tensor(k, dtype)[None].cuda(), cases.tensor(v, dtype)[None].cuda()
+        _, q = queries(1, 1, heads, dim, dtype, n)
+        seen = []
+        for batch, at, others in ((1, 0, 0), (2, 1, n), (7, 3, 777), (64, 63, 40), (40, 0, 2000)):
+            cache = rt.KVCache(batch, max(n, others) + at, kv_heads, dim, format=format, dtype=dtype, device="cuda")
+            cache.append(k, v, rows=[at])
+            if others:
+                noise = torch.randn(1, others, kv_heads, dim, device="cuda").to(k.dtype)
+                for row in range(batch):
+                    if row != at:
+                        cache.append(noise, noise, rows=[row])
+            many = torch.randn(batch, 1, heads, dim, device="cuda").to(q.dtype)
+            many[at] = q[0]
+            out, lse = rt.decode_attention(many, cache, return_lse=True)
+            seen.append((out[at], lse[at]))
+        for out, lse in seen[1:]:
+            assert_bits_equal(out, seen[0][0], f"length {n}:")
+            assert_bits_equal(lse, seen[0][1], f"length {n}:")
+
+
+@stores
+def test_graph_replay_follows_lengths_and_tables(format, dtype):
+    heads, kv_heads, dim, page, rows = 8, 2, 64, 32, 5
+    rng = cases.generator("graph", format, dtype)
+    host = rt.PagedKVCache(400, page, kv_heads, dim, max_rows=rows, max_pages_per_row=80, format=format, dtype=dtype)
+    noise = torch.randn(rows, 80 * page, kv_heads, dim).to(cases.torch_dtype(dtype))
+    host.append(noise, noise.flip(1))
+    cache = host.to("cuda")
+    _, q = queries(rows, 1, heads, dim, dtype)
+    out = torch.empty_like(q)
+    rt.warmup()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rt.decode_attention(q, cache, out=out)
+    table, lengths = cache.block_table, cache.seq_lens
+    for _ in range(100):
+        new = [int(n) for n in rng.integers(0, 80 * page + 1, rows)]
+        if format == "int4-kivi":  # the raw tokens in the rings are those of whole groups only
+            new = [n // 32 * 32 for n in new]
+            cache._arrays["raw_from"].zero_()
+        lengths.copy_(torch.tensor(new, dtype=torch.int32))
+        table.copy_(torch.from_numpy(rng.permutation(400).reshape(rows, 80).astype(np.int32)))
+        q.normal_()
+        graph.replay()
+        assert_bits_equal(out, rt.decode_attention(q, cache), f"lengths {new}:")
+
+
+@stores
+def test_strides_and_outputs(format, dtype):
+    cache = filled(tokens((70, 300), 2, 64, dtype), format, dtype).to("cuda")
+    _, q = queries(2, 3, 4, 64, dtype)
+    expected, expected_lse = rt.decode_attention(q, cache, return_lse=True)
+    layouts = {
+        "heads outermost": q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+        "every second element": torch.stack([q, q], -1).flatten(-2)[..., ::2],
+        "odd offset": torch.cat([q.flatten()[:1], q.flatten()]).as_strided(q.shape, q.stride(), 1),
+        "padded rows": torch.cat([q, q], -1)[..., :64],
+    }
+    for name, view in layouts.items():
+        room = torch.full((2, 3, 4, 130), 7.0, dtype=q.dtype, device="cuda")
+        out, lse = room[..., 1:129:2], torch.full((2, 3, 8), 7.0, device="cuda")[..., ::2]
+        rt.decode_attention(view, cache, out=out, lse=lse)
+        assert_bits_equal(out, expected, name)
+        assert_bits_equal(lse, expected_lse, name)
+        assert (room[..., 0::2] == 7).all() and (room[..., 129] == 7).all(), name
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+@stores
+def test_what_only_the_kernels_see(format, dtype):
+    """A row number, a length, a count or a page out of range: that row is left alone, and the next call says so."""
+    host = filled(tokens((70, 300, 33), 2, 64, dtype), format, dtype)
+    cache = host.to("cuda")
+    q64, q = queries(3, 2, 4, 64, dtype)
+    good = rt.decode_attention(q, cache)
+
+    def after(name, **options):
+        out = torch.full_like(q, 7.0)
+        rt.decode_attention(q, cache, out=out, **options)
+        torch.cuda.synchronize()
+        with pytest.raises(rt.ArgumentError, match=name):
+            rt.decode_attention(q, cache)
+        assert_bits_equal(rt.decode_attention(q, cache), good)
+        return out
+
+    out = after("rows named", rows=torch.tensor([0, 99, 2], dtype=torch.int32, device="cuda"))
+    assert (out[1] == 7).all()
+    assert_bits_equal(out[0::2], good[0::2])
+    out = after("counts was", counts=torch.tensor([2, 2, 3], dtype=torch.int32, device="cuda"))
+    assert (out[2] == 7).all()
+    cache.seq_lens[1] = 10**6
+    out = torch.full_like(q, 7.0)
+    rt.decode_attention(q, cache, out=out)
+    torch.cuda.synchronize()
+    cache.seq_lens[1] = 300
+    with pytest.raises(rt.ArgumentError, match="length"):
+        rt.decode_attention(q, cache)
+    assert (out[1] == 7).all()
+    assert_bits_equal(rt.decode_attention(q, cache), good)
+
+
+def test_a_page_that_is_not_there():
+    cache = rt.PagedKVCache(8, 32, 1, 64, max_rows=1, format="int8", dtype="float16", device="cuda")
+    k = torch.randn(1, 100, 1, 64, dtype=torch.float16, device="cuda")
+    cache.append(k, k)
+    q = torch.randn(1, 1, 64, dtype=torch.float16, device="cuda")
+    good = rt.decode_attention(q, cache)
+    table = cache.block_table.clone()
+    cache.block_table[0, 1] = 8
+    rt.decode_attention(q, cache)
+    torch.cuda.synchronize()
+    with pytest.raises(rt.ArgumentError, match="block_table"):
+        rt.decode_attention(q, cache)
+    cache.block_table.copy_(table)
+    assert_bits_equal(rt.decode_attention(q, cache), good)
+
+
+def test_what_is_not_compiled_is_named():
+    cache = rt.KVCache(1, 64, 1, 80, format="int8", dtype="float16", device="cuda")
+    with pytest.raises(rt.NotSupportedError, match=r"float16 int8 d80; compiled: float16 fp16 d64"):
+        rt.decode_attention(torch.zeros(1, 2, 80, dtype=torch.float16, device="cuda"), cache)
+    cache = rt.KVCache(1, 64, 1, 64, format="int8", dtype="float16", device="cuda")
+    with pytest.raises(rt.ArgumentError, match="q must be on cache's device cuda:0"):
+        rt.decode_attention(torch.zeros(1, 2, 64, dtype=torch.float16), cache)
+    with pytest.raises(rt.NotSupportedError, match="plan"):
+        rt.decode_attention(torch.zeros(1, 2, 64, dtype=torch.float16, device="cuda"), cache, plan="avx512")
+
+
+def test_empty():
+    cache = rt.KVCache(2, 64, 2, 64, format="int4-kivi", dtype="float16", device="cuda")
+    for shape in ((0, 4, 64), (2, 0, 4, 64)):
+        out, lse = rt.decode_attention(torch.zeros(shape, dtype=torch.float16, device="cuda"), cache, return_lse=True)
+        assert out.shape == shape and lse.shape == shape[:-1]
+    out, lse = rt.decode_attention(torch.ones(2, 4, 64, dtype=torch.float16, device="cuda"), cache, return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all()
