@@ -6,8 +6,9 @@ check_kernels.py FOLDER             FOLDER holds the reports that keep_reports.p
 check_kernels.py FOLDER --measured  prints the table for what is there now, registers rounded up to a multiple of eight
 check_kernels.py FOLDER --selftest  plants faults in copies of the reports and expects each to be found
 
-Registers are handed out in eights, so that slack costs nothing. A line of the table is a pattern of kernel names with the registers allowed on each architecture, the bytes of shared
-memory, and what must be found in the PTX of each kernel it matches (regular expressions).
+A line of the table is a pattern of kernel names with the registers allowed on each architecture, the bytes of shared
+memory, and what must be found in the PTX of each kernel it matches (regular expressions). Registers are handed out in
+eights, so the slack of a budget that is a multiple of eight costs nothing.
 """
 
 import json
