@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find cpp python third_party -name '*.so' -prune -o -type f -print 2>/dev/null | grep -v __pycache__) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test pytest ctest lint format clean
+.PHONY: demo test pytest ctest ctest-cuda lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rooftile demo
@@ -21,6 +21,12 @@ ctest: $(VENV)/.test
 	$(BIN)/cmake --preset cpu -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 	$(BIN)/cmake --build --preset cpu
 	$(BIN)/ctest --preset cpu
+
+# The same with the GPU kernels and their checks; needs nvcc, and skips what needs a GPU where there is none
+ctest-cuda: $(VENV)/.test
+	$(BIN)/cmake --preset cuda -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build --preset cuda
+	$(BIN)/ctest --preset cuda
 
 lint: $(VENV)/.test
 	$(BIN)/python -m pip install -q --disable-pip-version-check ruff codespell

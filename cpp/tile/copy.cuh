@@ -25,8 +25,10 @@ __device__ __forceinline__ uint4 load_shared_by_many(const void* from) { return 
 // Starts on its way to L2 what will be read soon. Any alignment.
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-__device__ __forceinline__ void store(void* to, uint4 x) { *static_cast<uint4*>(to) = x; }
-
+// One instruction: left to the compiler, words that come from packed pairs may be stored one by one.
+__device__ __forceinline__ void store(void* to, uint4 x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 
 // L2 policy of bytes that are read once: they go first when room is needed.
 __device__ __forceinline__ std::uint64_t evict_first() {

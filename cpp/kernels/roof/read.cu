@@ -15,7 +15,7 @@ struct ReadParams {
 
 constexpr int threads = 512, in_flight = 8;
 
-__global__ __launch_bounds__(threads) void read_all(ReadParams p) {
+__global__ __launch_bounds__(threads, 4) void read_all(ReadParams p) {
   const std::int64_t step = std::int64_t{gridDim.x} * threads * in_flight;
   unsigned all = 0;
   for (std::int64_t first = std::int64_t{blockIdx.x} * threads * in_flight + threadIdx.x; first < p.count; first += step) {

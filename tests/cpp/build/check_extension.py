@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The extension needs no framework, no CUDA library and no libpython, exports its init function alone, and is small.
 
-check_extension.py PATH/_C.abi3.so
+check_extension.py PATH/_C.abi3.so [--cuda]     --cuda: it holds GPU kernels, and the CUDA runtime linked into it
 """
 
 import re
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LARGEST = 8 << 20  # of a CPU build
+LARGEST = (40 if "--cuda" in sys.argv else 8) << 20
 PLATFORM = r"lib(stdc\+\+|gcc_s|c|m|dl|pthread|rt)\.so|ld-linux"
 FRAMEWORKS = r"_ZN?K?(2at|3c10|5torch)|cuda[A-Z]|cu[A-Z][a-z]|nv[A-Z]|cublas|omp_|GOMP|__kmpc"
 

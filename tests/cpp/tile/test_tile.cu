@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// The primitives that kernels are made of, one by one, on a GPU: every code of a format, every place of a fragment.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <type_traits>
+
+#include "tile/dequant.cuh"
+#include "tile/mma.cuh"
+#include "tile/softmax.cuh"
+
+namespace rooftile::tile {
+namespace {
+
+class Tile : public testing::Test {
+ protected:
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no GPU";
+  }
+};
+
+// Memory that host and device see.
+template <class T>
+struct Shared {
+  explicit Shared(std::size_t n) : n(n) { EXPECT_EQ(cudaMallocManaged(&data, n * sizeof(T)), cudaSuccess); }
+  Shared(const Shared&) = delete;
+  ~Shared() { cudaFree(data); }
+  T& operator[](std::size_t i) const { return data[i]; }
+
+  T* data = nullptr;
+  std::size_t n;
+};
+
+template <class... Args>
+void launch(void (*kernel)(Args...), int threads, std::type_identity_t<Args>... args) {   // in blocks of 32
+  kernel<<<threads / 32, 32>>>(args...);
+  ASSERT_EQ(cudaGetLastError(), cudaSuccess);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+}
+__device__ int thread_index() { return static_cast<int>(blockIdx.x * 32 + threadIdx.x); }
+
+__global__ void decode_bytes(float* to) {   // of word i: codes i, i + 1, i + 2, i + 3
+  const std::uint32_t i = thread_index();
+  std::uint32_t low, high;
+  decode_int8((i & 255) | ((i + 1) & 255) << 8 | ((i + 2) & 255) << 16 | ((i + 3) & 255) << 24, low, high);
+  const float2 a = unpack<half>(low), b = unpack<half>(high);
+  to[4 * i] = a.x, to[4 * i + 1] = a.y, to[4 * i + 2] = b.x, to[4 * i + 3] = b.y;
+}
+
+TEST_F(Tile, EveryInt8CodeInEveryByte) {
+  const Shared<float> decoded(256 * 4);
+  launch(decode_bytes, 256, decoded.data);
+  for (int i = 0; i < 256; ++i)
+    for (int byte = 0; byte < 4; ++byte)
+      EXPECT_EQ(decoded[static_cast<std::size_t>(4 * i + byte)], static_cast<std::int8_t>(i + byte)) << "byte " << byte;
+}
+
+__host__ __device__ constexpr std::uint32_t nibbles(std::uint32_t i) { return i | ~i << 16; }
+__global__ void decode_nibbles(float* to) {
+  const std::uint32_t i = thread_index();
+  std::uint32_t pair[4];
+  decode_uint4_minus_8(nibbles(i), pair);
+  for (int r = 0; r < 4; ++r) {
+    const float2 x = unpack<half>(pair[r]);
+    to[8 * i + r] = x.x, to[8 * i + r + 4] = x.y;
+  }
+}
+
+TEST_F(Tile, EveryNibbleInEveryPlace) {
+  constexpr std::uint32_t words = 1 << 16;
+  const Shared<float> decoded(words * 8);
+  launch(decode_nibbles, words, decoded.data);
+  for (std::uint32_t i = 0; i < words; ++i)
+    for (std::uint32_t place = 0; place < 8; ++place)
+      ASSERT_EQ(decoded[8 * i + place], static_cast<int>(nibbles(i) >> (4 * place) & 15) - 8) << "place " << place << " of " << i;
+}
+
+__global__ void transpose(std::uint32_t* to) {   // element (row, column) is 8 row + column
+  const std::uint32_t lane = thread_index(), first = lane / 4 * 8 + lane % 4 * 2;
+  to[lane] = transpose_8x8(first | (first + 1) << 16);
+}
+
+TEST_F(Tile, TransposeOfEightByEight) {
+  const Shared<std::uint32_t> turned(32);
+  launch(transpose, 32, turned.data);
+  for (std::uint32_t lane = 0; lane < 32; ++lane) {
+    const std::uint32_t row = lane / 4, column = lane % 4 * 2;
+    EXPECT_EQ(turned[lane] & 0xffff, 8 * column + row);
+    EXPECT_EQ(turned[lane] >> 16, 8 * (column + 1) + row);
+  }
+}
+
+// A [16, 16] of small integers times B [16, 8]: exact, so a wrong place shows.
+__host__ __device__ float a_at(int row, int k) { return static_cast<float>((row * 5 + k * 3) % 13 - 6); }
+__host__ __device__ float b_at(int k, int column) { return static_cast<float>((k * 7 + column * 2) % 11 - 5); }
+template <class T>
+__global__ void multiply(float* to) {
+  const int lane = thread_index(), g = lane / 4, t = lane % 4;
+  FragmentA a;
+  FragmentB b;
+  for (int r = 0; r < 4; ++r) {
+    const int row = g + r % 2 * 8, k = 2 * t + r / 2 * 8;
+    a.r[r] = pack<T>(a_at(row, k), a_at(row, k + 1));
+  }
+  for (int r = 0; r < 2; ++r) b.r[r] = pack<T>(b_at(2 * t + 8 * r, g), b_at(2 * t + 8 * r + 1, g));
+  float d[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+  mma<T>(d, a, b);
+  for (int i = 0; i < 4; ++i) to[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+}
+
+template <class T>
+void check_product() {
+  const Shared<float> product(16 * 8);
+  launch(multiply<T>, 32, product.data);
+  for (int row = 0; row < 16; ++row)
+    for (int column = 0; column < 8; ++column) {
+      float expected = 1;
+      for (int k = 0; k < 16; ++k) expected += a_at(row, k) * b_at(k, column);
+      EXPECT_EQ(product[static_cast<std::size_t>(8 * row + column)], expected) << row << ", " << column;
+    }
+}
+TEST_F(Tile, MmaOfHalf) { check_product<half>(); }
+TEST_F(Tile, MmaOfBf16) { check_product<bf16>(); }
+
+__global__ void load_tiles(std::uint32_t* plain, std::uint32_t* turned) {
+  __shared__ alignas(16) std::uint16_t tiles[32][8];   // the rows of four tiles; element = 8 row + column
+  const int lane = thread_index();
+  for (int column = 0; column < 8; ++column) tiles[lane][column] = static_cast<std::uint16_t>(8 * lane + column);
+  __syncwarp();
+  const FragmentA a = load_8x8x4(tiles[lane]), b = load_8x8x4_transposed(tiles[lane]);
+  for (int r = 0; r < 4; ++r) plain[4 * lane + r] = a.r[r], turned[4 * lane + r] = b.r[r];
+}
+
+TEST_F(Tile, LoadsOfFourTiles) {
+  const Shared<std::uint32_t> plain(32 * 4), turned(32 * 4);
+  launch(load_tiles, 32, plain.data, turned.data);
+  for (std::uint32_t lane = 0; lane < 32; ++lane)
+    for (std::uint32_t r = 0; r < 4; ++r) {
+      const std::uint32_t row = lane / 4, column = lane % 4 * 2, tile = 64 * r;
+      EXPECT_EQ(plain[4 * lane + r], (tile + 8 * row + column) | (tile + 8 * row + column + 1) << 16);
+      EXPECT_EQ(turned[4 * lane + r], (tile + 8 * column + row) | (tile + 8 * (column + 1) + row) << 16);
+    }
+}
+
+constexpr int maxima_count = 8;
+__global__ void merge_all(const float* m, MergeWeights* weights, float* values) {
+  const int i = thread_index();
+  const float a = m[i / maxima_count], b = m[i % maxima_count];
+  weights[i] = merge_weights(a, b);
+  values[i] = merge_values(a == -INFINITY ? 0.0f : 1.1f, b == -INFINITY ? 0.0f : 0.7f, weights[i]);
+}
+
+TEST_F(Tile, MergeWeights) {
+  constexpr float none = -std::numeric_limits<float>::infinity();
+  constexpr float maxima[maxima_count] = {none, -300.0f, -2.5f, 0.0f, 1.0f, 2.25f, 100.0f, 1e4f};
+  const Shared<float> m(maxima_count), merged(maxima_count * maxima_count);
+  const Shared<MergeWeights> weights(merged.n);
+  std::copy(std::begin(maxima), std::end(maxima), m.data);
+  launch(merge_all, static_cast<int>(merged.n), m.data, weights.data, merged.data);
+  for (std::size_t i = 0; i < merged.n; ++i) {
+    const float a = maxima[i / maxima_count], b = maxima[i % maxima_count], top = std::max(a, b);
+    SCOPED_TRACE(testing::Message() << a << ", " << b);
+    EXPECT_EQ(weights[i].m, top);
+    if (top == none) {
+      EXPECT_EQ(merged[i], 0.0f);
+      continue;
+    }
+    EXPECT_NEAR(weights[i].a, std::exp2(double{a} - top), 1e-6);
+    EXPECT_NEAR(weights[i].b, std::exp2(double{b} - top), 1e-6);
+    // an empty side changes no bit, whichever side it is
+    if (a == none) {
+      EXPECT_EQ(merged[i], 0.7f);
+    }
+    if (b == none) {
+      EXPECT_EQ(merged[i], 1.1f);
+    }
+  }
+}
+
+__global__ void finish_rows(SoftmaxResult* to) {
+  if (thread_index() > 0) return;
+  to[0] = finish_softmax(-INFINITY, 0.0f, -INFINITY);
+  to[1] = finish_softmax(3.0f, 4.0f, -INFINITY);
+  to[2] = finish_softmax(3.0f, 4.0f, 5.0f);
+  to[3] = finish_softmax(-INFINITY, 0.0f, 2.0f);
+}
+
+TEST_F(Tile, AFinishedRow) {
+  const Shared<SoftmaxResult> result(4);
+  launch(finish_rows, 32, result.data);
+  constexpr double ln2 = 0.69314718055994531;
+  EXPECT_EQ(result[0].factor, 0.0f);
+  EXPECT_EQ(result[0].lse, -INFINITY);
+  EXPECT_FLOAT_EQ(result[1].factor, 0.25f);
+  EXPECT_FLOAT_EQ(result[1].lse, static_cast<float>(5 * ln2));   // 2^3 * 4
+  EXPECT_FLOAT_EQ(result[2].factor, 0.125f);                     // 2^3 of 2^3 * 4 + 2^5
+  EXPECT_FLOAT_EQ(result[2].lse, static_cast<float>(6 * ln2));
+  EXPECT_FLOAT_EQ(result[3].lse, static_cast<float>(2 * ln2));   // the sink alone
+}
+
+}  // namespace
+}  // namespace rooftile::tile
