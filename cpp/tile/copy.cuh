@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16-byte accesses to global memory, and copies that CuTe's atoms have no cache hint for. Pointers are multiples of 16 bytes.
+// 16-byte accesses to global memory and copies from there. Pointers are multiples of 16 bytes.
 #pragma once
 
 #include <cstdint>
 
 #include "cute/arch/copy_sm80.hpp"
-#include "cute/arch/util.hpp"
 
 namespace rooftile::tile {
 
@@ -30,17 +29,10 @@ __device__ __forceinline__ void store(void* to, uint4 x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
-// L2 policy of bytes that are read once: they go first when room is needed.
-__device__ __forceinline__ std::uint64_t evict_first() {
-  std::uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// 16 bytes from global to shared memory, past L1.
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, std::uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(cute::cast_smem_ptr_to_uint(shared)),
-               "l"(global), "l"(policy) : "memory");
+// 16 bytes from global to shared memory, past L1. (With an L2 policy, CUDA 13.0's ptxas took an impossible uniform register
+// for it in one kernel, which then stopped with an illegal instruction: no hint.)
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
+  cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(global), *static_cast<cute::uint128_t*>(shared));
 }
 
 }  // namespace rooftile::tile

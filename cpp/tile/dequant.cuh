@@ -6,6 +6,13 @@
 
 namespace rooftile::tile {
 
+// (x & mask) | magic in one instruction: both constants must lie in registers for it.
+__device__ __forceinline__ std::uint32_t mask_or(std::uint32_t x, std::uint32_t mask, std::uint32_t magic) {
+  std::uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(magic));
+  return r;
+}
+
 __device__ __forceinline__ std::uint32_t add_f16x2(std::uint32_t a, std::uint32_t b) {
   const __half2 sum = __hadd2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
   return reinterpret_cast<const std::uint32_t&>(sum);
@@ -34,10 +41,10 @@ __device__ __forceinline__ void decode_int8(std::uint32_t word, std::uint32_t& l
 __device__ __forceinline__ void decode_uint4_minus_8(std::uint32_t word, std::uint32_t (&pair)[4]) {
   constexpr std::uint32_t minus_1032 = 0xe408e408u, sixteenth = 0x2c002c00u, minus_72 = 0xd480d480u;
   const std::uint32_t upper = word >> 8;
-  pair[0] = add_f16x2((word & 0x000f000fu) | 0x64006400u, minus_1032);
-  pair[1] = fma_f16x2((word & 0x00f000f0u) | 0x64006400u, sixteenth, minus_72);
-  pair[2] = add_f16x2((upper & 0x000f000fu) | 0x64006400u, minus_1032);
-  pair[3] = fma_f16x2((upper & 0x00f000f0u) | 0x64006400u, sixteenth, minus_72);
+  pair[0] = add_f16x2(mask_or(word, 0x000f000fu, 0x64006400u), minus_1032);
+  pair[1] = fma_f16x2(mask_or(word, 0x00f000f0u, 0x64006400u), sixteenth, minus_72);
+  pair[2] = add_f16x2(mask_or(upper, 0x000f000fu, 0x64006400u), minus_1032);
+  pair[3] = fma_f16x2(mask_or(upper, 0x00f000f0u, 0x64006400u), sixteenth, minus_72);
 }
 
 }  // namespace rooftile::tile

@@ -27,10 +27,10 @@ struct W4Decode<half> {
   __device__ __forceinline__ static void decode(std::uint32_t word, const Zero& zero, std::uint32_t (&a)[4]) {
     constexpr std::uint32_t sixteenth = 0x2c002c00;
     const std::uint32_t upper = word >> 8;
-    a[0] = add_f16x2((word & 0x000f000f) | 0x64006400, zero.low);
-    a[1] = fma_f16x2((word & 0x00f000f0) | 0x64006400, sixteenth, zero.high);
-    a[2] = add_f16x2((upper & 0x000f000f) | 0x64006400, zero.low);
-    a[3] = fma_f16x2((upper & 0x00f000f0) | 0x64006400, sixteenth, zero.high);
+    a[0] = add_f16x2(mask_or(word, 0x000f000f, 0x64006400), zero.low);
+    a[1] = fma_f16x2(mask_or(word, 0x00f000f0, 0x64006400), sixteenth, zero.high);
+    a[2] = add_f16x2(mask_or(upper, 0x000f000f, 0x64006400), zero.low);
+    a[3] = fma_f16x2(mask_or(upper, 0x00f000f0, 0x64006400), sixteenth, zero.high);
   }
 };
 
@@ -48,7 +48,7 @@ struct W4Decode<bf16> {
   __device__ __forceinline__ static void decode(std::uint32_t word, const Zero& zero, std::uint32_t (&a)[4]) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const std::uint32_t raised = (word >> (4 * r) & 0x000f000f) | 0x43004300, off = r % 2 ? zero.high : zero.low;
+      const std::uint32_t raised = mask_or(word >> (4 * r), 0x000f000f, 0x43004300), off = r % 2 ? zero.high : zero.low;
       const __nv_bfloat162 u = __hadd2(reinterpret_cast<const __nv_bfloat162&>(raised), reinterpret_cast<const __nv_bfloat162&>(off));
       a[r] = reinterpret_cast<const std::uint32_t&>(u);
     }

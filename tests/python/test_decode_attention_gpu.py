@@ -135,8 +135,10 @@ def test_pages_anywhere(format, dtype, page_size):
 
 @stores
 def test_extreme_logits(format, dtype):
-    """Logits of -1e5 and more beside ordinary ones: no infinity, no NaN, the right winner. In whole groups: a group with
-    both has lost its small values when it was encoded."""
+    """Logits of -1e5 and more beside ordinary ones: no infinity, no NaN, the right winner.
+
+    They fill whole groups: a group with both has lost its small values when it was encoded.
+    """
     rows = tokens((90, 300), 1, 64, dtype)
     for k, _ in rows:
         for begin in range(32, len(k), 64):

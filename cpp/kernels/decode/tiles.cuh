@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/decode/queries.cuh"
+#include "tile/copy.cuh"
 #include "tile/dequant.cuh"
 #include "tile/mma.cuh"
 #include "tile/softmax.cuh"
@@ -166,10 +167,7 @@ struct CodeStage {
   // first, second: offsets of the pages of tokens 0 and 16 of the tile, the head's part of them; slot of token 0.
   __device__ __forceinline__ void copy_async(const KvCacheView& c, std::int64_t first, std::int64_t second, int slot, int lane) {
     const bool two_pages = c.page_size == 16;
-    const auto piece = [&](void* to, const std::byte* from) {
-      cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
-                                                             *static_cast<cute::uint128_t*>(to));
-    };
+    const auto piece = [](void* to, const std::byte* from) { tile::cp_async_16(to, from); };
     const auto offset = [&](int half) { return half == 0 ? first + std::int64_t{slot} * row_bytes
                                              : two_pages ? second : first + std::int64_t{slot + 16} * row_bytes; };
 #pragma unroll

@@ -22,26 +22,27 @@ W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
 
 using Kernel = void (*)(W4MatmulParams);
 
-template <class T, bool minima>
+template <class T, bool small_groups, bool minima>
 Kernel stream_kernel(int form) {
   switch (form) {
-    case 0: return w4a16_stream<W4Config<T, 0, minima>>;
-    case 1: return w4a16_stream<W4Config<T, 1, minima>>;
-    case 2: return w4a16_stream<W4Config<T, 2, minima>>;
-    default: return w4a16_stream<W4Config<T, 3, minima>>;
+    case 0: return w4a16_stream<W4Config<T, 0, small_groups, minima>>;
+    case 1: return w4a16_stream<W4Config<T, 1, small_groups, minima>>;
+    case 2: return w4a16_stream<W4Config<T, 2, small_groups, minima>>;
+    default: return w4a16_stream<W4Config<T, 3, small_groups, minima>>;
   }
 }
 
-Kernel stream_kernel(bool is_half, bool minima, int form) {
-  if (is_half) return minima ? stream_kernel<tile::half, true>(form) : stream_kernel<tile::half, false>(form);
-  return minima ? stream_kernel<tile::bf16, true>(form) : stream_kernel<tile::bf16, false>(form);
+template <class T>
+Kernel stream_kernel(int form, int span, W4Zeros zeros) {
+  if (zeros == W4Zeros::minima) return stream_kernel<T, true, true>(form);
+  return span < w4_step_k ? stream_kernel<T, true, false>(form) : stream_kernel<T, false, false>(form);
 }
 
-// Every row of x is whole pieces of 16 bytes that start at multiples of them.
+// Every row of x is whole pieces of 16 bytes that start at multiples of them, and rows lie evenly.
 bool in_pieces(const W4MatmulArgs& a) {
   bool even = reinterpret_cast<std::uintptr_t>(a.x.data) % 16 == 0 && a.x.last() % 8 == 0;
   for (int i = 0; i + 1 < a.x.ndim; ++i) even &= a.x.shape[i] == 1 || a.x.stride[i] % 8 == 0;
-  return even && a.x.last_stride() == 1 && !a.w->perm;
+  return even && a.x.last_stride() == 1 && !a.w->perm && Rows(a.x).ndim <= 1;
 }
 
 }  // namespace
@@ -73,6 +74,7 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
     p.bias_stride = a.bias.stride[0];
   }
   p.x_in_pieces = in_pieces(a);
+  p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : 0;
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
   p.activation = a.activation;
@@ -94,8 +96,8 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);
     p.token_blocks = static_cast<unsigned>((p.tokens + w4_tokens - 1) / w4_tokens);
-    scope.launch(stream_kernel(is_half, w.zeros == W4Zeros::minima, plan.form), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
-                 w4_warps * 32, plan.shared_bytes, p);
+    scope.launch(is_half ? stream_kernel<tile::half>(plan.form, plan.span, w.zeros) : stream_kernel<tile::bf16>(plan.form, plan.span, w.zeros),
+                 std::int64_t{p.token_blocks} * p.row_blocks * p.splits, w4_warps * 32, plan.shared_bytes, p);
     if (p.splits == 1) continue;
     scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>,
                  p.tokens * p.finish_blocks, w4_finish_threads, 0, p, Overlap::with_previous);
@@ -105,8 +107,11 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
 
 void load_w4a16_kernels(const char* op) {
   for (int form = 0; form < 4; ++form)
-    for (bool is_half : {false, true})
-      for (bool minima : {false, true}) load_kernel(op, stream_kernel(is_half, minima, form));
+    for (int span : {64, 128})
+      for (W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
+        load_kernel(op, stream_kernel<tile::half>(form, span, zeros));
+        load_kernel(op, stream_kernel<tile::bf16>(form, span, zeros));
+      }
   load_kernel(op, w4a16_finish<tile::half>);
   load_kernel(op, w4a16_finish<tile::bf16>);
 }

@@ -29,13 +29,14 @@
 
 namespace rooftile::gpu {
 
-template <class Element, int form_, bool minima_>
+// small_groups: a step may hold several spans. minima take the same path.
+template <class Element, int form_, bool small_groups_, bool minima_>
 struct W4Config {
   using T = Element;
   static constexpr W4Form form = w4_forms[form_];
   static constexpr int token_tiles = form.token_tiles, stages = form.stages, panel_k = form.panel_k;
   static constexpr int panel_steps = panel_k / w4_step_k, pitch = w4_panel_pitch(form);
-  static constexpr bool minima = minima_;
+  static constexpr bool minima = minima_, small_groups = small_groups_ || minima_;
   static constexpr int ctas = minima && token_tiles == 8 ? 1 : 2;   // a multiprocessor: sums of x take 32 registers more
 };
 
@@ -90,14 +91,16 @@ __device__ __forceinline__ void copy_panel(const W4MatmulParams& p, std::uint8_t
   using T = typename Cfg::T;
   const T* x = static_cast<const T*>(p.x.data);
   if (p.x_in_pieces) {
-    constexpr int pieces = Cfg::panel_k / 8;
-    for (int i = threadIdx.x; i < tokens * pieces; i += w4_warps * 32) {
-      const int token = i / pieces, piece = i % pieces;
-      const std::int64_t k = k0 + piece * 8;
-      const bool inside = k < p.w.k;
-      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>::copy(
-          *reinterpret_cast<const cute::uint128_t*>(x + p.x.offset(token0 + token) + (inside ? k : 0)),
-          *reinterpret_cast<cute::uint128_t*>(panel + token * Cfg::pitch + piece * 16), inside);
+    constexpr int pieces = Cfg::panel_k / 8, tokens_at_once = w4_warps * 32 / pieces;
+    const int first = threadIdx.x / pieces, piece = threadIdx.x % pieces;
+    const bool inside = k0 + piece * 8 < p.w.k;
+    const T* from = x + (token0 + first) * p.x_stride + (inside ? k0 + piece * 8 : 0);
+    std::uint8_t* to = panel + first * Cfg::pitch + piece * 16;
+    for (int token = first; token < tokens; token += tokens_at_once) {
+      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
+                                                                   *reinterpret_cast<cute::uint128_t*>(to), inside);
+      from += tokens_at_once * p.x_stride;
+      to += tokens_at_once * Cfg::pitch;
     }
     return;
   }
@@ -142,9 +145,8 @@ struct CodeStream {
   // Starts the copies of the next step.
   __device__ __forceinline__ void fill(std::uint8_t* slot) {
     std::uint8_t* to = slot + threadIdx.x % 32 * 16;
-    const std::uint64_t policy = tile::evict_first();
-    tile::cp_async_16(to, codes, policy);
-    if (tiles_left > 1) tile::cp_async_16(to + w4_tile_bytes, codes + w4_tile_bytes, policy);
+    tile::cp_async_16(to, codes);
+    if (tiles_left > 1) tile::cp_async_16(to + w4_tile_bytes, codes + w4_tile_bytes);
     if (side && side_left > 0)
       cute::SM80_CP_ASYNC_CACHEALWAYS<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(side),
                                                              *reinterpret_cast<cute::uint128_t*>(slot + side_at));
@@ -162,6 +164,23 @@ __device__ __forceinline__ float load_scale(const std::uint8_t* shared, int row,
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------------
 
+// What a block works on. Neighbouring CTAs share rows of W, then the chunk of x.
+struct W4Place {
+  std::int64_t local_token0, row;   // row: this warp's tile row
+  unsigned split;
+  int tokens;
+};
+template <int NT>
+__device__ __forceinline__ W4Place w4_place(const W4MatmulParams& p, unsigned block) {
+  const unsigned token_blocks = p.token_blocks, row_blocks = p.row_blocks, rest = block / token_blocks;
+  W4Place at;
+  at.local_token0 = std::int64_t{block % token_blocks} * w4_tokens;
+  at.row = std::int64_t{rest % row_blocks} * w4_warps + threadIdx.x / 32;
+  at.split = rest / row_blocks;
+  at.tokens = static_cast<int>(min(static_cast<std::int64_t>(8 * NT), p.tokens - at.local_token0));
+  return at;
+}
+
 template <class Cfg>
 __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const __grid_constant__ W4MatmulParams p) {
   using T = typename Cfg::T;
@@ -171,28 +190,25 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   tile::let_next_kernel_start();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  // neighbouring CTAs share rows of W, then the chunk of x
-  const unsigned token_blocks = p.token_blocks, row_blocks = p.row_blocks;
-  const unsigned token_block = blockIdx.x % token_blocks, rest = blockIdx.x / token_blocks;
-  const unsigned row_block = rest % row_blocks, split = rest / row_blocks;
-  const std::int64_t local_token0 = std::int64_t{token_block} * w4_tokens, token0 = p.first_token + local_token0;
-  const int tokens = static_cast<int>(min(static_cast<std::int64_t>(8 * NT), p.tokens - local_token0));
-  const int first = split * p.chunk_steps, steps = min(p.chunk_steps, p.steps - first);
-  const std::int64_t row = std::int64_t{row_block} * w4_warps + warp;
-  const bool works = row < w4_tiles_n(p.w.n);   // the last CTA of rows may have warps without any
+  const W4Place place = w4_place<NT>(p, blockIdx.x);
+  const int first = place.split * p.chunk_steps, steps = min(p.chunk_steps, p.steps - first);
+  const bool works = place.row < w4_tiles_n(p.w.n);   // the last CTA of rows may have warps without any
 
   std::uint8_t* const ring = shared + warp * (S * w4_slot_bytes);
   std::uint8_t* panel = shared + w4_warps * S * w4_slot_bytes;
   const int panel_bytes = p.x_rows * Cfg::pitch;
-  copy_panel<Cfg>(p, panel, token0, tokens, std::int64_t{first} * w4_step_k);
-  CodeStream codes(p, works ? row : 0, first);
+  copy_panel<Cfg>(p, panel, p.first_token + place.local_token0, place.tokens, std::int64_t{first} * w4_step_k);
+  CodeStream codes(p, works ? place.row : 0, first);
 #pragma unroll
   for (int s = 0; s < S - 1; ++s) {
     if (works && s < steps) codes.fill(ring + s * w4_slot_bytes);
     cute::cp_async_fence();
   }
 
-  float acc[NT][4] = {}, total[NT][4] = {};   // of the span, of the chunk: rows g, g + 8 x tokens 2t, 2t + 1
+  // Of the span, of the chunk: rows g, g + 8 x tokens 2t, 2t + 1. Few tokens take turns in two sums: products wait for
+  // the one before them.
+  constexpr int turns = NT <= 2 && !Cfg::small_groups ? 2 : 1;
+  float acc[turns][NT][4] = {}, total[NT][4] = {};
   float ones[Cfg::minima ? NT : 1][4] = {};   // of the span: the sum of x, in every row
   const bool half_scales = p.w.scale_dtype == DType::f16;
   typename Decode::Zero zero = Decode::zero(8, 8);
@@ -208,7 +224,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
     __syncthreads();   // all threads' copies of this panel have come; all warps have read the one before it
     std::uint8_t* const next_panel = shared + w4_warps * S * w4_slot_bytes + (panel == shared + w4_warps * S * w4_slot_bytes ? panel_bytes : 0);
     const int panel_end = min(step + Cfg::panel_steps, steps);
-    if (panel_end < steps) copy_panel<Cfg>(p, next_panel, token0, tokens, std::int64_t{first + panel_end} * w4_step_k);
+    if (panel_end < steps) copy_panel<Cfg>(p, next_panel, p.first_token + place.local_token0, place.tokens, std::int64_t{first + panel_end} * w4_step_k);
 
     for (int in_panel = 0; step < panel_end; ++step, ++in_panel) {
       cute::cp_async_wait<S - 2>();
@@ -221,12 +237,12 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
       slot = slot == ring + (S - 1) * w4_slot_bytes ? ring : slot + w4_slot_bytes;
 
       const std::uint8_t* const x = panel + x_at + in_panel * (2 * w4_step_k);
-      const int left = p.k - (first + step) * w4_step_k;   // of K, from this step on
+      [[maybe_unused]] const int left = p.k - (first + step) * w4_step_k;   // of K, from this step on
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {   // 32 k
-        const std::uint8_t* const group = here + 2 * w4_tile_bytes + (quarter >> p.span_shift) * 32;
-        if (p.w.zeros == W4Zeros::integer && (quarter & ((1 << p.span_shift) - 1)) == 0) {
-          const std::uint8_t* const zeros = here + 2 * w4_tile_bytes + w4_side_bytes + (quarter >> p.span_shift) * 16;
+        const std::uint8_t* const group = here + 2 * w4_tile_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 32;
+        if (p.w.zeros == W4Zeros::integer && (Cfg::small_groups ? (quarter & ((1 << p.span_shift) - 1)) == 0 : quarter == 0)) {
+          const std::uint8_t* const zeros = here + 2 * w4_tile_bytes + w4_side_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 16;
           zero = Decode::zero(zeros[g], zeros[g + 8]);
         }
         const uint2 words = *reinterpret_cast<const uint2*>(here + quarter / 2 * w4_tile_bytes + lane * 16 + quarter % 2 * 8);
@@ -236,8 +252,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           const tile::FragmentA b = tile::load_8x8x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
-          tile::mma<T>(acc[nt], a[0], {{b.r[0], b.r[1]}});
-          tile::mma<T>(acc[nt], a[1], {{b.r[2], b.r[3]}});
+          tile::mma<T>(acc[0][nt], a[0], {{b.r[0], b.r[1]}});
+          tile::mma<T>(acc[turns - 1][nt], a[1], {{b.r[2], b.r[3]}});
           if constexpr (Cfg::minima) {
             constexpr std::uint32_t one = Decode::one;
             tile::mma<T>(ones[nt], {{one, one, one, one}}, {{b.r[0], b.r[1]}});
@@ -246,8 +262,12 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
         }
 
         // The end of a span: its sum is scaled and added to the chunk's. Past K there are neither codes nor scales.
-        if ((quarter & ((1 << p.span_shift) - 1)) != (1 << p.span_shift) - 1) continue;
-        if (left <= (quarter >> p.span_shift << p.span_shift) * 32) continue;
+        if constexpr (Cfg::small_groups) {
+          if ((quarter & ((1 << p.span_shift) - 1)) != (1 << p.span_shift) - 1) continue;
+          if (left <= (quarter >> p.span_shift << p.span_shift) * 32) continue;
+        } else if (quarter < 3) {
+          continue;
+        }
         const float scale[2] = {load_scale(group, g, half_scales), load_scale(group, g + 8, half_scales)};
         float minimum[2] = {};
         if constexpr (Cfg::minima) {
@@ -258,8 +278,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
         for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            total[nt][i] = fmaf(scale[i / 2], acc[nt][i], total[nt][i]);
-            acc[nt][i] = 0.0f;
+            total[nt][i] = fmaf(scale[i / 2], turns == 2 ? acc[0][nt][i] + acc[1][nt][i] : acc[0][nt][i], total[nt][i]);
+            acc[0][nt][i] = acc[turns - 1][nt][i] = 0.0f;
             if constexpr (Cfg::minima) {
               total[nt][i] = fmaf(minimum[i / 2], ones[nt][i], total[nt][i]);
               ones[nt][i] = 0.0f;
@@ -271,16 +291,20 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   }
   if (!works) return;
 
-  const std::int64_t n0 = row * w4_tile_n + g;
+  // Found again rather than kept in registers through the loop.
+  unsigned block = blockIdx.x;
+  asm volatile("" : "+r"(block));
+  const W4Place end = w4_place<NT>(p, block);
+  const std::int64_t n0 = end.row * w4_tile_n + g;
   const int rows_left = static_cast<int>(min(p.w.n - n0, std::int64_t{16}));
   if (p.splits > 1) {
     const std::int64_t padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
-    float* to = p.partial + (split * p.tokens + local_token0 + 2 * t) * padded_n + n0;
+    float* to = p.partial + (end.split * p.tokens + end.local_token0 + 2 * t) * padded_n + n0;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt, to += 8 * padded_n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (nt * 8 + 2 * t + i % 2 < tokens) to[i % 2 * padded_n + i / 2 * 8] = total[nt][i];   // the padding of N has room
+        if (nt * 8 + 2 * t + i % 2 < end.tokens) to[i % 2 * padded_n + i / 2 * 8] = total[nt][i];   // the padding of N has room
     return;
   }
 #pragma unroll
@@ -288,7 +312,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = nt * 8 + 2 * t + i % 2;
-      if (token < tokens && i / 2 * 8 < rows_left) store_output<T>(p, token0 + token, n0 + i / 2 * 8, total[nt][i]);
+      if (token < end.tokens && i / 2 * 8 < rows_left) store_output<T>(p, p.first_token + end.local_token0 + token, n0 + i / 2 * 8, total[nt][i]);
     }
 }
 

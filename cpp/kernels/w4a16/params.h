@@ -46,7 +46,8 @@ struct W4MatmulParams {
   Rows x, y, residual;              // [m, k], [m, n], [m, n]
   const void* bias = nullptr;       // [n] or null
   std::int64_t bias_stride = 0;
-  bool x_in_pieces = false;         // x can be read 16 bytes at a time
+  bool x_in_pieces = false;         // x can be read 16 bytes at a time, its rows `x_stride` elements apart
+  std::int64_t x_stride = 0;
   W4View w;
   int groups = 0;
   Activation activation = Activation::none;
