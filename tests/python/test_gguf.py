@@ -321,6 +321,8 @@ def test_wrong_options(llama):
         load_gguf(llama, dtype=torch.float64)
     with pytest.raises(ArgumentError, match=r"weights.*'int3'"):
         load_gguf(llama, weights="int3")
+    with pytest.raises(ArgumentError, match="device must be one that torch can use, got 'abacus'"):
+        load_gguf(llama, device="abacus")
 
 
 @pytest.fixture(scope="module")
