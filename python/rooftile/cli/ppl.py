@@ -27,7 +27,7 @@ def add_arguments(parser):
     add(
         "--formats",
         metavar="LIST",
-        help=f"cache formats, with commas (default: {_DEFAULT_FORMATS}; on a GPU those of them that it has kernels for)",
+        help=f"cache formats, with commas (default: {_DEFAULT_FORMATS}; on a GPU those of them with a kernel)",
     )
     add(
         "--weights",
