@@ -12,6 +12,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import cases
 import rooftile
 import tiny_gguf
 from rooftile.cli import main
@@ -69,6 +70,12 @@ def one_line(capsys):
         (["--model", "MODEL", "--token-ids", "IDS", "--formats", "int3"], ("--formats", "'int3'", "int4-kivi")),
         (["--model", "MODEL", "--token-ids", "IDS", "--json", "no/such/folder/a.json"], ("--json", "does not exist")),
         (["--model", "MODEL", "--token-ids", "IDS", "--json", "."], ("--json .", "is a folder")),
+        (["--model", "MODEL", "--token-ids", "IDS", "--device", "abacus"], ("--device", "abacus", "cpu")),
+        pytest.param(
+            ["--model", "MODEL", "--token-ids", "IDS", "--device", "cuda"],
+            ("--device", "cuda", "cpu"),
+            marks=pytest.mark.skipif("cuda" in cases.devices(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_mistakes(model, ids, capsys, arguments, words):
@@ -127,3 +134,16 @@ def test_ppl(model, ids, tmp_path, capsys, weights):
     printed = capsys.readouterr().out
     for name in rows:
         assert name in printed
+
+
+@pytest.mark.skipif("cuda" not in cases.devices(), reason="no GPU, or a build without GPU kernels")
+def test_ppl_on_a_gpu(model, ids, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    command = ["ppl", "--model", model, "--token-ids", ids, "--device", "cuda"]
+    assert main([*command, "--weights", "w4a16", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert [row["format"] for row in report["rows"]] == [None, None, "int8", "int4-kivi"]
+    assert report["protocol"]["device"] == "cuda:0" and report["protocol"]["dtype"] == "bfloat16"
+    assert all(0 <= row["kl"] < 0.1 for row in report["rows"]) and "on cuda:0" in capsys.readouterr().out
+    assert main([*command, "--formats", "int8,int4"]) == 2
+    assert "--formats: int4 has no decode kernel on this device" in one_line(capsys)

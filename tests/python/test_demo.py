@@ -6,6 +6,7 @@ import copy
 import json
 import math
 
+import cases
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -28,7 +29,7 @@ class Letters:
         return bytes(int(i) % 128 for i in ids).decode()
 
 
-def tiny_model(path, dtype, weights="dequantize"):
+def tiny_model(path, dtype, weights="dequantize", device="cpu"):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -39,7 +40,7 @@ def tiny_model(path, dtype, weights="dequantize"):
         parameter.normal_(0, 0.15)
     if weights == "w4a16":
         rt.quantize_(model, rt.W4A16(group_size=32))
-    return model
+    return model.to(device)
 
 
 @pytest.fixture
@@ -65,9 +66,9 @@ def test_all_rows(arguments, tmp_path, capsys):
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
     rows = {row["name"]: row for row in figures["rows"]}
     assert list(rows) == [v.name for v in (measure.YARDSTICK, *measure.VARIANTS)] and len(rows) == 8
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name, row in rows.items():
-        assert name in shown and row["prefill_tok_s"] > 0 and row["decode_tok_s"] > 0
+        assert name in printed and row["prefill_tok_s"] > 0 and row["decode_tok_s"] > 0
         assert len(row["words"]) == 5
         assert bool(row["kernels"]) == (row["format"] is not None)
     bf16, int8, int4, kivi = (rows[f"{name}"] for name in ("bf16 cache", "int8 cache", "int4 cache", "int4-kivi"))
@@ -76,16 +77,78 @@ def test_all_rows(arguments, tmp_path, capsys):
     assert 0 < int8["quality"]["kl"] < int4["quality"]["kl"] and kivi["quality"]["kl"] < int4["quality"]["kl"]
     assert rows["W4A16"]["weight_bytes"] < bf16["weight_bytes"]
     assert rows["transformers sdpa"]["quality"] is None and rows["transformers sdpa"]["decode_speedup"] == 1
-    assert figures["run"]["torch_threads"] == torch.get_num_threads() and "Text: words.txt" in shown
+    assert figures["run"]["torch_threads"] == torch.get_num_threads() and "Text: words.txt" in printed
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_tables_fit_the_terminal(arguments, width, capsys):
-    figures = command.measure(arguments())
+MISSING = ("int4 cache", "int4-kivi-sym")
+
+
+def as_on_a_gpu(figures):
+    """A report as it would be on a GPU: kernels of other names, two formats without one."""
+    figures["run"].update(device="cuda:0", machine="NVIDIA H200", native_variant=["cuda"], prompts="torch sdpa")
+    for i, row in enumerate(figures["rows"]):
+        if row["name"] in MISSING:
+            names = ("name", "format", "weights")
+            figures["rows"][i] = {**{n: row[n] for n in names}, "missing": "decode_attention: no GPU kernel"}
+        else:
+            row["kernels"] = ["_".join(["cuda", *kernel.split("_")[2:]]) for kernel in row["kernels"]]
+    return figures
+
+
+def shown(figures, width=120):
     console = Console(width=width)
     with console.capture() as capture:
         console.print(report.tables(figures))
-    lines = capture.get().splitlines()
+    return capture.get()
+
+
+def test_what_a_gpu_lacks_is_said(arguments, tmp_path):
+    figures = as_on_a_gpu(command.measure(arguments()))
+    assert measure.wrong_kernels(figures) == []
+    text = shown(figures)
+    for name in MISSING:
+        lines = [line for line in text.splitlines() if line.startswith(f" {name} ") or line.startswith(f"{name} ")]
+        assert len(lines) == 4 and all("not on cuda yet" in line for line in lines), name
+    assert text.count("not on cuda yet") == 8
+    assert "Prompts ran on torch's sdpa in every row" in " ".join(text.split())
+    assert "NVIDIA H200" in text and "Kernels that ran (cuda)" in text and "threads" not in text
+    report.draw(figures, tmp_path / "gpu.png")
+    assert (tmp_path / "gpu.png").read_bytes()[:4] == b"\x89PNG"
+    figures["rows"][2]["kernels"].append("cpu_avx512_bfloat16_int8_d64")
+    assert measure.wrong_kernels(figures) == [
+        "int8 cache: cpu_avx512_bfloat16_int8_d64 ran, this machine's variant is cuda"
+    ]
+
+
+def test_a_cpu_row_says_nothing_of_gpus(arguments):
+    text = shown(command.measure(arguments()))
+    assert "sdpa in every row" not in text and "yet" not in text and f"{torch.get_num_threads()} threads" in text
+
+
+@pytest.mark.skipif("cuda" not in cases.devices(), reason="no GPU, or a build without GPU kernels")
+def test_on_a_gpu(arguments, tmp_path):
+    """Every format that has a kernel runs on it; W4A16 too."""
+    assert command.run(arguments("--device", "cuda")) == 0
+    figures = json.loads((tmp_path / "demo.json").read_text())
+    rows = {row["name"]: row for row in figures["rows"]}
+    assert list(rows) == [v.name for v in (measure.YARDSTICK, *measure.VARIANTS)]
+    assert figures["run"]["device"] == "cuda:0" and figures["run"]["native_variant"] == ["cuda"]
+    for name, row in rows.items():
+        if name in MISSING:
+            assert "no GPU kernel" in row["missing"] and "decode_tok_s" not in row
+        else:
+            assert row["missing"] is None and row["decode_tok_s"] > 0 and len(row["words"]) == 5
+    assert rows["bf16 cache"]["quality"]["kl"] == 0 < rows["int8 cache"]["quality"]["kl"]
+    assert "cuda_bfloat16_int4-kivi_d64" in rows["W4A16 + int4-kivi"]["kernels"]
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal(arguments, width, gpu):
+    figures = command.measure(arguments())
+    if gpu:
+        figures = as_on_a_gpu(figures)
+    lines = shown(figures, width).splitlines()
     assert max(map(len, lines)) <= width
     assert [line for line in lines if "…" in line and "prompt ends" not in line] == []
 
@@ -137,7 +200,8 @@ def test_measured_quality_is_the_models_own(arguments):
 @pytest.mark.parametrize(
     ("words", "error", "names"),
     [
-        (["--device", "cuda"], rt.NotSupportedError, "--device"),
+        (["--device", "cuda:99"], rt.RooftileError, "--device: device"),
+        (["--device", "abacus"], rt.NotSupportedError, "--device: device abacus"),
         (["--json", "nowhere/x.json"], rt.ArgumentError, "--json"),
         (["--prompt-tokens", "10000000"], rt.ArgumentError, "--text"),
     ],

@@ -52,6 +52,15 @@ def test_weights_are_rounded_once(llama, dtype):
         assert torch.equal(value, exact[name].to(value.dtype)), name
 
 
+def test_the_device_changes_nothing_else(llama, device):
+    here, there = load_gguf(llama, weights="w4a16"), load_gguf(llama, weights="w4a16", device=device)
+    assert all(x.device.type == device for x in (*there.parameters(), *there.buffers()))
+    assert there.lm_head.weight.data_ptr() == there.model.embed_tokens.weight.data_ptr()
+    theirs = there.state_dict()
+    for name, value in here.state_dict().items():
+        assert torch.equal(value, theirs[name].cpu()), name
+
+
 def test_header_equals_the_gguf_packages_reader(tiny):
     _, path, _ = tiny
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)
@@ -321,6 +330,8 @@ def test_wrong_options(llama):
         load_gguf(llama, dtype=torch.float64)
     with pytest.raises(ArgumentError, match=r"weights.*'int3'"):
         load_gguf(llama, weights="int3")
+    with pytest.raises(ArgumentError, match="device must be one that torch can use, got 'abacus'"):
+        load_gguf(llama, device="abacus")
 
 
 @pytest.fixture(scope="module")

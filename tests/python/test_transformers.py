@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RooftileCache and the attention "rooftile" in transformers, on tiny random models: no network."""
+"""RooftileCache and the attention "rooftile" in transformers, on tiny random models: no network.
+
+Tests that take `device` run on a GPU too, with the heads and dtypes that it has kernels for.
+"""
 
 import copy
 import types
 
+import cases
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,6 +18,11 @@ import transformers  # noqa: E402
 from rooftile.integrations.transformers import RooftileCache, rooftile_attention, rooftile_mask  # noqa: E402
 
 FORMATS = ("fp32", "int8", "int4", "int4-kivi-sym", "int4-kivi")
+# device, dtype of the model, the cache format that keeps it as it is
+KINDS = [("cpu", "float32", "fp32"), ("cuda", "float16", "fp16"), ("cuda", "bfloat16", "bf16")]
+kinds = pytest.mark.parametrize(("device", "dtype", "raw"), [kind for kind in KINDS if kind[0] in cases.devices()])
+on_a_gpu = pytest.mark.skipif("cuda" not in cases.devices(), reason="no GPU, or a build without GPU kernels")
+HEAD_DIM = {"cpu": 16, "cuda": 64}
 SIZES = {
     "hidden_size": 144,
     "intermediate_size": 96,
@@ -34,30 +43,49 @@ MODELS = {
 }
 
 
-def tiny(name="llama", **changes):
+def tiny(name="llama", device="cpu", dtype="float32"):
     """A random model whose predictions depend strongly on the text, and the attention it is compared with."""
     kind, extra, theirs = MODELS[name]
     torch.manual_seed(7)
-    config = getattr(transformers, kind + "Config")(**SIZES, **extra, **changes)
+    config = getattr(transformers, kind + "Config")(**{**SIZES, **extra, "head_dim": HEAD_DIM[device]})
     model = getattr(transformers, kind + "ForCausalLM")(config).eval().requires_grad_(False)
     for key, parameter in model.named_parameters():
         parameter.normal_(0, 0.1 if parameter.ndim > 1 else 0.5)
         if key.endswith("norm.weight"):
             parameter.add_(1)
-    return model, theirs
+    return model.to(device, getattr(torch, dtype)), theirs
 
 
-def prompts(batch=3, length=45, seed=0):
+def prompts(batch=3, length=45, seed=0, device="cpu"):
     ids = torch.randint(3, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
-    return ids, torch.ones_like(ids)
+    return ids.to(device), torch.ones_like(ids, device=device)
 
 
-def padded(pads=(17, 0, 5), length=45):
-    ids, mask = prompts(len(pads), length)
+def padded(pads=(17, 0, 5), length=45, device="cpu"):
+    ids, mask = prompts(len(pads), length, device=device)
     for row, pad in enumerate(pads):
         mask[row, :pad] = 0
         ids[row, :pad] = 0
     return ids, mask
+
+
+def feed(model, ids, mask, pieces, cache):
+    """Logits [B, columns, vocabulary] of columns that come in several forwards over `cache`."""
+    model.set_attn_implementation("rooftile")
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    logits, begin = [], 0
+    for end in torch.tensor(pieces).cumsum(0).tolist():
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], "past_key_values": cache}
+        logits.append(model(ids[:, begin:end], **options).logits)
+        begin = end
+    return torch.cat(logits, 1)
+
+
+def whole(model, attention, ids, mask):
+    """The same of one forward without a cache."""
+    model.set_attn_implementation(attention)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    return model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
 
 def generate(model, attention, ids, mask, cache=None, new=24, **options):
@@ -77,14 +105,16 @@ def attend(cache, q, k, v, layer=0, **options):
     )[0]
 
 
-def layer_inputs(tokens, batch=1, seed=1):
+def layer_inputs(tokens, batch=1, seed=1, device="cpu", dtype="float32"):
     draw = torch.Generator().manual_seed(seed)
     heads = (SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["num_key_value_heads"])
-    return [torch.randn(batch, h, tokens, SIZES["head_dim"], generator=draw) for h in heads]
+    shapes = [(batch, h, tokens, HEAD_DIM[device]) for h in heads]
+    return [torch.randn(shape, generator=draw).to(device, getattr(torch, dtype)) for shape in shapes]
 
 
 def exact_attention(q, k, v):
-    """float64: q [Hq, D] of one query over k, v [tokens, Hkv, D]."""
+    """float64: q [Hq, D] of one query over k, v [tokens, Hkv, D]; on the CPU."""
+    q, k, v = q.cpu(), k.cpu(), v.cpu()
     group = q.shape[0] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     weights = torch.einsum("hd,jhd->hj", q.double(), k).mul(q.shape[-1] ** -0.5).softmax(-1)
@@ -155,38 +185,83 @@ def test_assisted_generation_crops_the_cache():
     assert torch.equal(generate(model, "rooftile", ids, mask, cache, prompt_lookup_num_tokens=3), expected)
 
 
-def test_forward_without_a_cache_equals_transformers():
-    model, theirs = tiny()
-    ids, mask = padded()
-    model.set_attn_implementation(theirs)
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
-    model.set_attn_implementation("rooftile")
-    logits = model(ids, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+def assert_as_good(ours, theirs, exact, mask):
+    """Logits at most twice as far from float64 as those of transformers in the same dtype, padding apart."""
+    real = mask.bool().cpu()
+    error, naive = ((x.cpu().double() - exact)[real].norm() for x in (ours, theirs))
+    assert error <= 2 * naive + 1e-6 * exact[real].norm(), f"{error:.3e}, transformers {naive:.3e}"
 
 
-def test_a_padded_prompt_in_pieces_equals_transformers():
-    """Rows whose tokens begin in the first piece, in a short one (stored, then attended) and in a long one."""
-    model, theirs = tiny()
-    pads = (17, 0, 31)
-    ids, mask = padded(pads)
-    model.set_attn_implementation(theirs)
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    model.set_attn_implementation("rooftile")
-    cache = RooftileCache(model.config, format="fp32")
-    for start, stop in ((0, 14), (14, 20), (20, 45)):
-        options = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop], "past_key_values": cache}
-        logits, real = model(ids[:, start:stop], **options).logits, mask[:, start:stop].bool()
-        torch.testing.assert_close(logits[real], expected[:, start:stop][real], rtol=1e-4, atol=1e-4)
-    assert cache.layers[0].cache.lengths == [45 - pad for pad in pads]
+@kinds
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "mistral"])
+def test_forward_without_a_cache_equals_transformers(name, device, dtype, raw):
+    model, theirs = tiny(name, device, dtype)
+    ids, mask = padded(device=device)
+    expected = whole(model, theirs, ids, mask)
+    exact = whole(copy.deepcopy(model).to("cpu", torch.float64), theirs, ids.cpu(), mask.cpu())
+    assert_as_good(whole(model, "rooftile", ids, mask), expected, exact, mask)
+
+
+@kinds
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize(
+    ("pads", "pieces"),
+    [
+        ((0,), (45, 1, 1, 5, 60, 1, 17)),  # a prompt, steps, a short and a long second turn, a step
+        ((17, 0, 5), (45, 1, 1, 5, 60, 1, 17)),
+        # rows whose tokens begin in the first piece, in a short one (stored, then attended) and in a long one
+        ((17, 0, 31), (14, 6, 25)),
+        ((3, 0, 31), (20, 1, 1, 10, 40)),
+    ],
+    ids=str,
+)
+def test_a_text_in_pieces_is_as_good_as_transformers(name, pads, pieces, device, dtype, raw):
+    model, theirs = tiny(name, device, dtype)
+    ids, mask = padded(pads, sum(pieces), device)
+    expected = whole(model, theirs, ids, mask)
+    exact = whole(copy.deepcopy(model).to("cpu", torch.float64), theirs, ids.cpu(), mask.cpu())
+    cache = RooftileCache(model.config, format=raw)
+    with rt.record_kernels() as kernels:
+        assert_as_good(feed(model, ids, mask, pieces, cache), expected, exact, mask)
+    assert cache.layers[0].cache.lengths == [sum(pieces) - pad for pad in pads]
+    assert {kernel.split("_")[0] for kernel in kernels} == {device}
+
+
+@kinds
+def test_generate_chooses_what_sdpa_chooses(device, dtype, raw):
+    """sdpa sees the whole text in one forward; its best token may be another one only within rounding."""
+    model, theirs = tiny(device=device, dtype=dtype)
+    ids, mask = padded(device=device)
+    tokens = generate(model, "rooftile", ids, mask, RooftileCache(model.config, format=raw), new=64)
+    mask = torch.cat([mask, mask.new_ones(len(ids), 64)], 1)
+    logits = whole(model, theirs, tokens, mask)[:, 44:-1].float()
+    chosen = logits.gather(-1, tokens[:, 45:, None])[..., 0]
+    rounding = 16 * torch.finfo(getattr(torch, dtype)).eps * logits.abs().max()
+    assert (logits.max(-1).values - chosen).max() <= rounding < logits.std()
+
+
+@kinds
+@pytest.mark.parametrize("format", ["int8", "int4-kivi"])
+def test_a_second_turn_over_codes(format, device, dtype, raw):
+    """generate() twice with one cache: the kernels of the format run, and padding does not change what a row writes."""
+    model, _ = tiny(device=device, dtype=dtype)
+    ids, mask = padded((9, 0), device=device)
+    cache = RooftileCache(model.config, format=format)
+    with rt.record_kernels() as kernels:
+        first = generate(model, "rooftile", ids, mask, cache)
+        ids = torch.cat([first, prompts(2, 40, seed=3, device=device)[0]], 1)
+        mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], 1)
+        second = generate(model, "rooftile", ids, mask, cache)
+    assert cache.layers[0].cache.lengths == [second.shape[1] - 1 - 9, second.shape[1] - 1]
+    assert f"{dtype}_{format}" in " ".join(kernels) and torch.equal(second[:, : ids.shape[1]], ids)
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_outputs_at_padding_are_0(cached):
-    q, k, v = layer_inputs(6, batch=2)
+@kinds
+def test_outputs_at_padding_are_0(cached, device, dtype, raw):
+    q, k, v = layer_inputs(6, batch=2, device=device, dtype=dtype)
     tokens = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    mask = rooftile_mask(2, 6, 6, attention_mask=tokens)
+    mask = rooftile_mask(2, 6, 6, attention_mask=tokens.to(device))
     if cached:
         out = attend(RooftileCache(tiny()[0].config, format="int8"), q, k, v, mask=mask)
     else:
@@ -212,10 +287,12 @@ def test_rows_that_move_take_their_padding_along(move):
 # ---- what is stored ----
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_padding_is_never_stored(format, monkeypatch):
-    model, _ = tiny()
-    ids, mask = padded()
+@pytest.mark.parametrize("format", ["raw", *FORMATS[1:]])
+@kinds
+def test_padding_is_never_stored(format, device, dtype, raw, monkeypatch):
+    format = raw if format == "raw" else format
+    model, _ = tiny(device=device, dtype=dtype)
+    ids, mask = padded(device=device)
     seen = []
     update = RooftileCache.update
     monkeypatch.setattr(
@@ -227,7 +304,8 @@ def test_padding_is_never_stored(format, monkeypatch):
     monkeypatch.undo()
     for row, pad in enumerate((17, 0, 5)):
         alone = RooftileCache(model.config, format=format)
-        attend(alone, torch.zeros(1, 9, 45 - pad, 16), *(x[row : row + 1, :, pad:] for x in seen[0]))
+        k, v = (x[row : row + 1, :, pad:] for x in seen[0])
+        attend(alone, k.repeat(1, 3, 1, 1), k, v)
         assert_same_bytes(stored(cache, row), stored(alone))
         assert cache.layers[0].cache.lengths[row] == 45 - pad
     assert cache.get_seq_length() == 45
@@ -244,27 +322,36 @@ def test_growing_keeps_the_bytes(format):
         assert_same_bytes(stored(small, row), stored(large, row))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_steps_match_float64_over_the_dequantised_cache(format):
-    cache = RooftileCache(tiny()[0].config, format=format)
-    q, k, v = layer_inputs(90)
+@pytest.mark.parametrize("format", ["raw", *FORMATS[1:]])
+@kinds
+def test_steps_match_float64_over_the_dequantised_cache(format, device, dtype, raw):
+    if device == "cuda" and format in ("int4", "int4-kivi-sym"):
+        pytest.skip("no decode kernel")
+    cache = RooftileCache(tiny()[0].config, format=raw if format == "raw" else format)
+    q, k, v = layer_inputs(128, device=device, dtype=dtype)
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    if device == "cuda":
+        near = {"rtol": 0, "atol": 4 * torch.finfo(q.dtype).eps}
     first = attend(cache, q[:, :, :70], k[:, :, :70], v[:, :, :70])
     for t in (0, 40, 69):  # the prompt attends raw keys and values
-        raw = (x[0, :, : t + 1].transpose(0, 1) for x in (k, v))
-        torch.testing.assert_close(first[0, t].double(), exact_attention(q[0, :, t], *raw), rtol=1e-5, atol=1e-5)
-    for start, stop in ((70, 71), (71, 87), (87, 90)):
+        new = (x[0, :, : t + 1].transpose(0, 1) for x in (k, v))
+        torch.testing.assert_close(first[0, t].double().cpu(), exact_attention(q[0, :, t], *new), **near)
+    # on a GPU a long turn is read in the same way; the ring still holds the raw tokens of all its groups
+    for start, stop in ((70, 71), (71, 87), (87, 90), *(((90, 128),) if device == "cuda" else ())):
         out = attend(cache, *(x[:, :, start:stop] for x in (q, k, v)))
         for t in range(start, stop):
             seen = (torch.as_tensor(x[0])[: t + 1] for x in cache.layers[0].cache.dequantize(at=t))
-            torch.testing.assert_close(
-                out[0, t - start].double(), exact_attention(q[0, :, t], *seen), rtol=1e-5, atol=1e-5
-            )
+            torch.testing.assert_close(out[0, t - start].double().cpu(), exact_attention(q[0, :, t], *seen), **near)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_stepwise_equals_single_steps(format):
+@pytest.mark.parametrize("format", ["raw", *FORMATS[1:]])
+@kinds
+def test_stepwise_equals_single_steps(format, device, dtype, raw):
+    if device == "cuda" and format in ("int4", "int4-kivi-sym"):
+        pytest.skip("no decode kernel")
+    format = raw if format == "raw" else format
     together, single = (RooftileCache(tiny()[0].config, format=format, stepwise=True) for _ in range(2))
-    q, k, v = layer_inputs(96)
+    q, k, v = layer_inputs(96, device=device, dtype=dtype)
     for start in range(0, 96, 32):
         block = attend(together, *(x[:, :, start : start + 32] for x in (q, k, v)))
         steps = [attend(single, *(x[:, :, t : t + 1] for x in (q, k, v))) for t in range(start, start + 32)]
@@ -387,6 +474,66 @@ def test_a_mask_that_contradicts_the_cache_is_refused():
         model(ids, attention_mask=mask, past_key_values=cache)
         with pytest.raises(rt.ArgumentError, match="row 0"):
             model(ids[:, :1], attention_mask=later, past_key_values=cache)
+
+
+@on_a_gpu
+def test_on_a_gpu_a_contradicting_mask_is_raised_at_the_next_forward():
+    model, _ = tiny(device="cuda", dtype="bfloat16")
+    ids, mask = padded(device="cuda")
+    model.set_attn_implementation("rooftile")
+    step, ones = ids[:, :1], mask.new_ones(3, 1)
+    hidden = torch.cat([mask, ones], 1)
+    hidden[1, 45] = 0  # the new token is called padding
+    cache = RooftileCache(model.config, format="int8")
+    for later in (torch.cat([torch.ones_like(mask), ones], 1), hidden):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        model(step, attention_mask=torch.cat([mask, ones], 1), past_key_values=cache)
+        torch.cuda.synchronize()
+        model(step, attention_mask=torch.cat([later, ones], 1), past_key_values=cache)
+        torch.cuda.synchronize()
+        with pytest.raises(rt.ArgumentError, match="attention_mask: in an earlier forward"):
+            model(step, attention_mask=torch.cat([mask, ones, ones, ones], 1), past_key_values=cache)
+        cache.reset()
+    model(ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(rt.ArgumentError, match="row 0"):
+        model(step, past_key_values=cache)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("pads", [(0, 0), (17, 0)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_later_forward_does_not_wait_for_the_gpu(pads, tokens):
+    model, _ = tiny(device="cuda", dtype="bfloat16")
+    ids, mask = padded(pads, 60 + 2 * tokens, device="cuda")
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache = RooftileCache(model.config, format="int4-kivi", capacity=256)
+    model.set_attn_implementation("rooftile")
+    for begin, end in ((0, 60), (60, 60 + tokens), (60 + tokens, 60 + 2 * tokens)):
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], "past_key_values": cache}
+        torch.cuda.set_sync_debug_mode("error" if begin > 60 else "default")
+        try:
+            model(ids[:, begin:end], **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert cache.layers[0].cache.lengths == [60 + 2 * tokens - pad for pad in pads]
+
+
+@on_a_gpu
+def test_what_a_gpu_has_not_is_named():
+    q, k, v = layer_inputs(20, device="cuda", dtype="bfloat16")
+    config = tiny()[0].config
+    with pytest.raises(rt.NotSupportedError, match=r"softcap: on a GPU.*stepwise=True"):
+        attend(RooftileCache(config, format="int8"), q, k, v, softcap=5.0)
+    with pytest.raises(rt.NotSupportedError, match="sinks: on a GPU"):
+        attend(RooftileCache(config, format="int8"), q, k, v, s_aux=torch.zeros(9, device="cuda"))
+    cache = RooftileCache(config, format="int8", stepwise=True)
+    assert attend(cache, q, k, v, softcap=5.0, s_aux=torch.zeros(9, device="cuda")).shape == (1, 20, 9, 64)
+    cache = RooftileCache(config, format="int4")
+    attend(cache, q, k, v)
+    with pytest.raises(rt.NotSupportedError, match="no GPU kernel for cache bfloat16 int4 d64"):
+        attend(cache, *layer_inputs(1, device="cuda", dtype="bfloat16"))
+    with pytest.raises(rt.NotSupportedError, match="prefill_attention: tensors are on"):
+        rt.prefill_attention(*(x.transpose(1, 2) for x in (q, k, v)))
 
 
 def test_what_is_not_implemented_is_refused():

@@ -5,6 +5,7 @@ import datetime
 import pathlib
 import platform
 
+from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
 from rooftile.cli.ppl import positive
 from rooftile.errors import ArgumentError, DeviceError, NotSupportedError
@@ -26,7 +27,7 @@ def add_arguments(parser):
     add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 6; --quick 2)")
     add("--chunk-tokens", type=positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
     add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
-    add("--device", default="cpu", help="cpu (default)")
+    add("--device", default="cpu", help="cpu (default) or cuda")
     add("--picture", metavar="FILE", default="rooftile-demo.png", help="where the picture goes (default: %(default)s)")
     add("--json", metavar="FILE", help="write every figure as JSON")
 
@@ -38,8 +39,7 @@ def run(args):
     from rooftile.demo.measure import wrong_kernels
     from rooftile.demo.report import draw, tables
 
-    if args.device != "cpu":
-        raise NotSupportedError(f"--device: the demo runs on 'cpu' for now, got {args.device!r}")
+    usable_device(args.device)
     check_writable(args.picture, "--picture")
     check_writable(args.json, "--json")
     console = Console()
@@ -68,6 +68,7 @@ def measure(args):
     from rooftile.loaders import demo_model, demo_text, load_gguf, load_tokenizer
     from rooftile.loaders.fetch import TEXT
 
+    device = usable_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
     prompt_tokens = args.prompt_tokens or (240 if args.quick else 720)
@@ -85,17 +86,22 @@ def measure(args):
     chunk_count = args.chunks or min(2 if args.quick else 6, len(ids) // chunk_tokens)
     chunks = evaluate.split_chunks(ids, chunk_tokens, chunk_count)
     prompt_tokens = whole_words(ids, prompt_tokens, tokenizer)
-    prompt = ids[None, :prompt_tokens]
+    prompt = ids[None, :prompt_tokens].to(device)
 
-    plain = load_gguf(path, dtype="bfloat16")
+    plain = load_gguf(path, dtype="bfloat16", device=device)
     longest = max(prompt_tokens + decode_tokens, chunk_tokens)
     if longest > plain.config.max_position_embeddings:
         raise ArgumentError(
             f"--prompt-tokens, --decode-tokens, --chunk-tokens: {longest} tokens at once are more than the model's "
             f"context of {plain.config.max_position_embeddings}"
         )
-    packed = load_gguf(path, dtype="bfloat16", weights="w4a16")
-    runners = [m.Runner(v, packed if v.w4a16 else plain) for v in (m.YARDSTICK, *m.VARIANTS)]
+    packed = load_gguf(path, dtype="bfloat16", weights="w4a16", device=device)
+    rt.warmup(device)
+    variants = (m.YARDSTICK, *m.VARIANTS)
+    missing = {v.name: v.format and missing_kernel(v.format, plain) for v in variants}
+    if missing[m.BASELINE.name]:
+        raise NotSupportedError(f"--device: {missing[m.BASELINE.name]}")
+    runners = [m.Runner(v, packed if v.w4a16 else plain) for v in variants if not missing[v.name]]
     with progress_bar("Timing", m.speed_forwards(runners, rounds)) as advance:
         m.measure_speed(runners, prompt, decode_tokens, rounds, advance)
     cache_bytes = [m.cache_bytes(r.cache) for r in runners]
@@ -103,22 +109,28 @@ def measure(args):
     qualities = [None, *(m.quality_figures(score, scores[0]) for score in scores)]
 
     with rt.record_kernels() as native:
-        rt.rms_norm(torch.zeros(1, 64, dtype=torch.bfloat16))
-    rows = []
+        rt.rms_norm(torch.zeros(1, 64, dtype=torch.bfloat16, device=device))
+    figures = {}
     for runner, size, quality in zip(runners, cache_bytes, qualities, strict=True):
-        rows.append(
-            {
-                "name": runner.variant.name,
-                "format": runner.variant.format,
-                "weights": "w4a16" if runner.variant.w4a16 else "bf16",
-                "weight_bytes": m.weight_bytes(runner.model),
-                "cache_bytes": size,
-                **m.speed_figures(runner, prompt_tokens, runners[0]),
-                "quality": quality,
-                "words": tokenizer.decode(runner.written),
-                "kernels": sorted(runner.kernels),
-            }
-        )
+        figures[runner.variant.name] = {
+            "weight_bytes": m.weight_bytes(runner.model),
+            "cache_bytes": size,
+            **m.speed_figures(runner, prompt_tokens, runners[0]),
+            "quality": quality,
+            "words": tokenizer.decode(runner.written),
+            "kernels": sorted(runner.kernels),
+        }
+    rows = [
+        {
+            "name": v.name,
+            "format": v.format,
+            "weights": "w4a16" if v.w4a16 else "bf16",
+            "missing": missing[v.name],
+            **figures.get(v.name, {}),
+        }
+        for v in variants
+    ]
+    on_gpu = device != "cpu"
     return {
         "schema": 1,
         "family": "demo",
@@ -126,7 +138,9 @@ def measure(args):
         "run": {
             "model": path.name,
             "text": str(args.text) if args.text else f"{TEXT.what}, from the package {TEXT.requirement}",
-            "machine": cpu_name(),
+            "device": device,
+            "machine": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+            "prompts": "torch sdpa" if on_gpu else "rooftile",
             "torch_threads": torch.get_num_threads(),
             "versions": {p.__name__: p.__version__ for p in (rt, torch, transformers)},
             "prompt_tokens": prompt_tokens,
@@ -136,7 +150,7 @@ def measure(args):
             "chunks": len(chunks),
             "chunk_tokens": chunk_tokens,
             "baseline": m.BASELINE.name,
-            "native_variant": native[0].split("_")[:2],
+            "native_variant": native[0].split("_")[: 1 if on_gpu else 2],
         },
         "rows": rows,
     }

@@ -6,8 +6,9 @@ import json
 import math
 import pathlib
 
+from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
-from rooftile.errors import ArgumentError
+from rooftile.errors import ArgumentError, NotSupportedError
 
 SUMMARY = "perplexity of a GGUF model under compressed KV caches and 4-bit weights, against the same model without"
 
@@ -23,7 +24,11 @@ def add_arguments(parser):
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Wikipedia articles, fetched once)")
     source.add_argument("--token-ids", metavar="FILE", help='JSON with "chunks": equally long lists of token ids')
-    add("--formats", metavar="LIST", default=_DEFAULT_FORMATS, help="cache formats, with commas (default: %(default)s)")
+    add(
+        "--formats",
+        metavar="LIST",
+        help=f"cache formats, with commas (default: {_DEFAULT_FORMATS}; on a GPU those of them with a kernel)",
+    )
     add(
         "--weights",
         choices=("dequantize", "w4a16"),
@@ -32,7 +37,8 @@ def add_arguments(parser):
     )
     add("--chunks", type=positive, metavar="N", help=f"chunks to score (default: {_DEFAULT_CHUNKS}; of token ids: all)")
     add("--chunk-tokens", type=positive, metavar="N", help="tokens in a chunk of text (default: 512)")
-    add("--dtype", choices=_DTYPES, default="float32", help="of weights and activations (default: %(default)s)")
+    add("--dtype", choices=_DTYPES, help="of weights and activations (default: float32, on a GPU bfloat16)")
+    add("--device", default="cpu", help="cpu (default) or cuda")
     add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--json", metavar="FILE", help="write every figure as JSON")
 
@@ -63,7 +69,9 @@ def run(args):
 
 def measure(args):
     """Everything the command measures, as the dict that --json writes."""
-    formats = _formats(args.formats)
+    formats = _formats(args.formats or _DEFAULT_FORMATS)
+    device = usable_device(args.device)
+    dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
 
     import torch
 
@@ -84,18 +92,20 @@ def measure(args):
         chunks, source = _chunks_of_text(args, text, load_tokenizer(file))
         tokenizer_name = f"{file.get('tokenizer.ggml.model', str)}/{file.get('tokenizer.ggml.pre', str)} of the file"
 
-    baseline = load_gguf(path, dtype=args.dtype)
+    baseline = load_gguf(path, dtype=dtype, device=device)
     _check_length(len(chunks[0]), baseline.config)
+    if device != "cpu":
+        formats = _formats_on_gpu(formats, baseline, asked=args.formats is not None)
     variants = [evaluate.Variant("baseline", baseline, attention="sdpa")]
     rows = [{"name": "baseline", "format": None, "weights": "dequantize", "bits": None}]
     model, prefix = baseline, ""
     if args.weights == "w4a16":
-        model, prefix = load_gguf(path, dtype=args.dtype, weights="w4a16"), "W4A16 + "
+        model, prefix = load_gguf(path, dtype=dtype, weights="w4a16", device=device), "W4A16 + "
         variants.append(evaluate.Variant("W4A16", model, attention="sdpa"))
         rows.append({"name": "W4A16", "format": None, "weights": "w4a16", "bits": None})
     for name in formats:
         variants.append(_cache_variant(prefix + name, model, name))
-        bits = bits_per_pair(name, model.config, args.dtype)
+        bits = bits_per_pair(name, model.config, dtype)
         rows.append({"name": prefix + name, "format": name, "weights": args.weights, "bits": bits})
 
     scores = evaluate.compare(variants, chunks)
@@ -121,7 +131,8 @@ def measure(args):
             "chunks": len(chunks),
             "chunk_tokens": len(chunks[0]),
             "scored_tokens": len(chunks) * (len(chunks[0]) - 1),
-            "dtype": args.dtype,
+            "dtype": dtype,
+            "device": device,
             "step": _STEP,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
@@ -138,6 +149,15 @@ def _formats(text):
         if name not in rooftile.KV_FORMATS:
             raise ArgumentError(f"--formats: expected some of {', '.join(rooftile.KV_FORMATS)}, got {name!r}")
     return names
+
+
+def _formats_on_gpu(formats, model, *, asked):
+    """Those with a decode kernel for the model. Raises NotSupportedError where one that was asked for has none."""
+    missing = {name: missing_kernel(name, model) for name in formats}
+    for name, reason in missing.items():
+        if reason and asked:
+            raise NotSupportedError(f"--formats: {name} has no decode kernel on this device: {reason}")
+    return [name for name in formats if not missing[name]]
 
 
 def _read_token_ids(args):
@@ -227,7 +247,7 @@ def _print(console, report):
 
     p = report["protocol"]
     for label, value in (
-        ("model", f"{p['model']}, {p['dtype']}"),
+        ("model", f"{p['model']}, {p['dtype']}" + ("" if p["device"] == "cpu" else f" on {p['device']}")),
         ("text", p["text"]),
         ("tokenizer", p["tokenizer"]),
         (

@@ -37,6 +37,15 @@ def _note(text):
     return Padding(Text(text, style="dim"), (0, 0, 1, 1))
 
 
+def _not_yet(report):
+    """What stands in place of the figures of a row whose kernels are not there."""
+    return f"not on {report['run']['device'].partition(':')[0]} yet"
+
+
+def _on_gpu(report):
+    return report["run"]["device"] != "cpu"
+
+
 def speed_table(report):
     table = _table(
         "Memory and speed",
@@ -47,6 +56,9 @@ def speed_table(report):
         "decode vs\ntransformers",
     )
     for row in report["rows"]:
+        if row["missing"]:
+            table.add_row(row["name"], *[""] * 4, _not_yet(report))
+            continue
         table.add_row(
             row["name"],
             _mib(row["weight_bytes"]),
@@ -58,12 +70,14 @@ def speed_table(report):
         if row["format"] is None:
             table.add_section()
     run = report["run"]
+    where = run["machine"] if _on_gpu(report) else f"{run['torch_threads']} threads"
+    prompts = " Prompts ran on torch's sdpa in every row: prefill has no GPU kernel yet." if _on_gpu(report) else ""
     return Group(
         table,
         _note(
             f"Prompt of {run['prompt_tokens']} tokens, then {run['decode_tokens']} greedy steps of one token; all rows "
-            f"take turns in one process; medians; {run['torch_threads']} threads, bfloat16 activations. Cache: bytes "
-            f"for these {run['context_tokens']} tokens, with scales and the 64 newest tokens kivi formats keep raw."
+            f"take turns in one process; medians; {where}, bfloat16 activations. Cache: bytes for these "
+            f"{run['context_tokens']} tokens, with scales and the 64 newest tokens kivi formats keep raw.{prompts}"
         ),
     )
 
@@ -75,6 +89,9 @@ def _signed(value, error):
 def quality_table(report):
     table = _table("Quality", "perplexity", "change", "nats per token\n(± s.e.)", "KL\nnats", "top-1\nsame")
     for row in report["rows"]:
+        if row["missing"]:
+            table.add_row(row["name"], "", "", _not_yet(report), "", "")
+            continue
         q = row["quality"]
         if q is None:
             continue
@@ -103,7 +120,7 @@ def quality_table(report):
 def words_table(report):
     table = _table("What each one writes after the prompt")
     for row in report["rows"]:
-        table.add_row(row["name"], Text(" ".join(row["words"].split())))
+        table.add_row(row["name"], Text(_not_yet(report) if row["missing"] else " ".join(row["words"].split())))
     return Group(table, _note(f"The prompt ends: … {report['run']['prompt_end']}"))
 
 
@@ -112,6 +129,9 @@ def kernels_table(report):
     variant = "_".join(report["run"]["native_variant"])
     table = _table(f"Kernels that ran ({variant})")
     for row in report["rows"]:
+        if row["missing"]:
+            table.add_row(row["name"], _not_yet(report))
+            continue
         names = ", ".join(kernel.removeprefix(variant + "_") for kernel in row["kernels"])
         table.add_row(row["name"], names or "none of rooftile's")
     return table
@@ -148,23 +168,33 @@ def draw(report, path):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)
 
+    def figures(key, text):
+        """Values and texts of one panel; a row that is missing has none."""
+        values = [0 if row["missing"] else row[key] for row in rows]
+        return values, ["" if row["missing"] else text(row) for row in rows]
+
     def mib(axes, title, key, colour):
-        values = [row[key] / 2**20 for row in rows]
-        texts = [f"{v:.1f}" + (f"  ({values[0] / v:.1f}x less)" if 1.1 * v < values[0] else "") for v in values]
-        bars(axes, title, values, texts, [grey if i == 0 else colour for i in range(len(rows))])
+        def text(row):
+            less = f"  ({rows[0][key] / row[key]:.1f}x less)" if 1.1 * row[key] < rows[0][key] else ""
+            return _mib(row[key]) + less
+
+        values, texts = figures(key, text)
+        bars(axes, title, [v / 2**20 for v in values], texts, [grey] + [colour] * (len(rows) - 1))
 
     mib(weights, "Weights, MiB", "weight_bytes", green)
     mib(cache, f"KV cache of {run['context_tokens']} tokens, MiB", "cache_bytes", orange)
-    rates = [row["decode_tok_s"] for row in rows]
-    texts = [
-        f"{row['decode_tok_s']:.1f}" + ("" if i == 0 else f"  ({row['decode_speedup']:.2f}x)")
-        for i, row in enumerate(rows)
-    ]
+    rates, texts = figures(
+        "decode_tok_s",
+        lambda row: f"{row['decode_tok_s']:.1f}" + ("" if row is rows[0] else f"  ({row['decode_speedup']:.2f}x)"),
+    )
+    texts = [_not_yet(report) if row["missing"] else text for row, text in zip(rows, texts, strict=True)]
     bars(speed, "Decode, tokens per second\n(higher is better)", rates, texts, [grey] + [blue] * (len(rows) - 1))
     speed.axvline(rates[0], color="#555555", linewidth=1, linestyle=":", zorder=0)
 
-    scored = [row["quality"] or {"percent": 0, "percent_se": 0} for row in rows]
-    texts = ["not scored" if row["quality"] is None else f"{row['quality']['percent']:+.2f} %" for row in rows]
+    scored, texts = figures(
+        "quality", lambda row: f"{row['quality']['percent']:+.2f} %" if row["quality"] else "not scored"
+    )
+    scored = [q or {"percent": 0, "percent_se": 0} for q in scored]
     for i, row in enumerate(rows):
         if row["name"] == run["baseline"]:
             texts[i] = f"baseline: {row['quality']['perplexity']:.2f}"
@@ -178,6 +208,7 @@ def draw(report, path):
     )
     weights.set_yticks(range(len(rows)), [row["name"] for row in rows])
     weights.invert_yaxis()
-    figure.suptitle(f"rooftile demo: {run['model']} on {run['machine']}, {run['torch_threads']} threads", fontsize=12)
+    how = "prompts on torch's sdpa" if _on_gpu(report) else f"{run['torch_threads']} threads"
+    figure.suptitle(f"rooftile demo: {run['model']} on {run['machine']}, {how}", fontsize=12)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -14,6 +14,10 @@ it, attends and stores in the right order. Any other attention function fails at
 Padding. The mask function hands over which columns are padding instead of a 4-D mask. Padding is never stored: each
 row of the cache holds its own tokens from position 0 on, so its bytes are those of the unpadded prompt.
 transformers counts padded columns in `get_seq_length()`, and so does the cache towards transformers.
+
+On a GPU a first prompt attends its raw keys and values with torch's scaled_dot_product_attention. Whatever follows is
+stored up to 16 tokens at a time and read by the decode kernels, and no such step makes the host wait: what the mask
+says is then compared with the cache on the device, and a contradiction is raised at the next forward.
 """
 
 import torch
@@ -29,7 +33,8 @@ from transformers.masking_utils import (
 import rooftile as rt
 from rooftile.errors import ArgumentError, NotSupportedError
 
-# Up to this many new tokens go through decode attention, which reads the cache once for all of them.
+# Up to this many new tokens go through decode attention, which reads the cache once for all of them. On a GPU longer
+# inputs behind a filled cache go there in pieces of this many.
 SHORT = 16
 # Room for this many tokens beyond the first forward when no capacity is asked for; doubled when full.
 HEADROOM = 256
@@ -64,18 +69,34 @@ class _NewTokens:
 class _Mask:
     """Which columns are padding and how far a query looks back: what the attention function gets as attention_mask.
 
-    stored: int64 [B], tokens of each row in the columns before the new ones; None when no column at all is padding.
-    counts: int32 [B], tokens of each row among the new columns; None when all of them are tokens.
+    tokens: bool [B, columns], what is not padding; None once it was read (or where no mask was given).
+    Known after read(): stored: int64 [B], tokens of each row in the columns before the new ones, None when no column at
+    all is padding. counts: int32 [B], tokens of each row among the new columns, None when all of them are tokens.
+    begun: whether every row has a token by now, so that later columns cannot be padding.
+    compared: whether a cache compares `tokens` with itself on the device, which makes reading them needless.
     """
 
-    __slots__ = ("counts", "stored", "to_columns", "to_tokens", "window")
+    __slots__ = ("begun", "compared", "counts", "q_length", "stored", "to_columns", "to_tokens", "tokens", "window")
 
-    def __init__(self, window, padding=None, q_length=0):
-        self.window = window
+    def __init__(self, window, tokens=None, q_length=0):
+        self.window, self.tokens, self.q_length = window, tokens, q_length
         self.stored = self.counts = None
-        if padding is None:
+        self.begun, self.compared = True, False
+
+    def read(self):
+        """Looks at the columns, for which a GPU is waited for. Raises ArgumentError for padding behind a token."""
+        tokens, self.tokens = self.tokens, None
+        if tokens is None or tokens.all():
             return
-        past, new = padding[:, : padding.shape[1] - q_length], padding[:, padding.shape[1] - q_length :]
+        after = tokens[:, :-1] & ~tokens[:, 1:]
+        if after.any():
+            row, column = after.nonzero()[0].tolist()
+            raise ArgumentError(
+                f"attention_mask: row {row} has padding at column {column + 1}, behind a token; only left padding is "
+                "supported (tokenizer.padding_side = 'left')"
+            )
+        q_length = self.q_length
+        past, new = tokens[:, : tokens.shape[1] - q_length], tokens[:, tokens.shape[1] - q_length :]
         self.stored = past.sum(1)
         if not new.all():
             counts = new.sum(1)
@@ -85,6 +106,7 @@ class _Mask:
             # Columns hold padding first, then tokens; the kernels want a row's tokens first.
             self.to_tokens = ((column + pads) % q_length)[:, :, None, None]
             self.to_columns = ((column - pads) % q_length)[:, :, None, None]
+            self.begun = bool(new[:, -1].all())
 
     def tokens_first(self, x):
         """x [B, T, H, D] in columns -> in tokens."""
@@ -136,17 +158,32 @@ def rooftile_mask(
             f"attention_mask: expected [batch, columns] = [{batch_size}, {kv_length}] (cached and new columns), "
             f"got {list(attention_mask.shape)}"
         )
-    tokens = attention_mask.bool()
-    if tokens.all():
-        return _Mask(window)
-    after = tokens[:, :-1] & ~tokens[:, 1:]
-    if after.any():
-        row, column = after.nonzero()[0].tolist()
-        raise ArgumentError(
-            f"attention_mask: row {row} has padding at column {column + 1}, behind a token; only left padding is "
-            "supported (tokenizer.padding_side = 'left')"
-        )
-    return _Mask(window, tokens, q_length)
+    mask = _Mask(window, attention_mask.bool(), q_length)
+    if kv_length == q_length or not attention_mask.is_cuda:
+        mask.read()
+    return mask
+
+
+def _prompt_on_gpu(q, k, v, counts, *, scale, window, softcap, sinks):
+    """Causal self-attention by torch: q [B, T, Hq, D], k, v [B, T, Hkv, D], of each row its first counts[b] tokens."""
+    for name, value in (("softcap", softcap), ("sinks", sinks)):
+        if value is not None:
+            raise NotSupportedError(
+                f"{name}: on a GPU prompts run on torch's scaled_dot_product_attention, which has none; "
+                "RooftileCache(..., stepwise=True) reads them with the decode kernels instead"
+            )
+    length = q.shape[1]
+    position = torch.arange(length, device=q.device)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    # a row's tokens come first, so that the causal mask hides its padding
+    if window is None or window >= length:
+        seen = {"is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
+    else:
+        distance = position[:, None] - position
+        seen = {"attn_mask": (distance >= 0) & (distance < window)}
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, **seen).transpose(1, 2)
+    return out if counts is None else out.masked_fill((position >= counts[:, None])[:, :, None, None], 0)
 
 
 def rooftile_attention(
@@ -165,7 +202,8 @@ def rooftile_attention(
 ):
     """The attention function of transformers: query [B, Hq, T, D] -> ([B, T, Hq, D], None).
 
-    Over a RooftileCache it attends and stores the new tokens; without a cache it is rt.prefill_attention.
+    Over a RooftileCache it attends and stores the new tokens; without a cache it is rt.prefill_attention, on a GPU
+    torch's scaled_dot_product_attention.
     """
     if dropout:
         raise NotSupportedError(f"dropout: rooftile is for inference, expected 0, got {dropout} (call model.eval())")
@@ -194,8 +232,27 @@ def rooftile_attention(
             f"cache (use_cache=False); got {key.shape[2]} keys for {query.shape[2]} queries from another cache"
         )
     q, k, v = (attention_mask.tokens_first(x.transpose(1, 2)) for x in (query, key, value))
-    out = rt.prefill_attention(q, k, v, counts=attention_mask.counts, **options)
+    if q.is_cuda:
+        out = _prompt_on_gpu(q, k, v, attention_mask.counts, **options)
+    else:
+        out = rt.prefill_attention(q, k, v, counts=attention_mask.counts, **options)
     return attention_mask.columns(out), None
+
+
+class _Contradiction:
+    """Whether a mask contradicted the cache on a GPU, which the host learns without waiting for it."""
+
+    def __init__(self, device):
+        with torch.inference_mode(False):  # so that forwards in and out of it may write them
+            self.found = torch.zeros((), dtype=torch.bool, device=device)
+            self.seen = torch.zeros((), dtype=torch.bool).pin_memory()
+
+    def add(self, found):
+        self.found |= found
+        self.seen.copy_(self.found, non_blocking=True)
+
+    def __deepcopy__(self, memo):  # a copied tensor would not be pinned
+        return _Contradiction(self.found.device)
 
 
 class RooftileLayer(CacheLayerMixin):
@@ -209,7 +266,9 @@ class RooftileLayer(CacheLayerMixin):
         self.format, self.capacity, self.dtype, self.stepwise = format, capacity, dtype, stepwise
         self.cache = None  # rt.KVCache
         self.columns = 0  # what transformers calls the sequence length: tokens and padding
-        self.tokens = None  # int64 [B]: tokens of each row; None while no row has padding
+        self.padded = False  # whether a row has padding, and so fewer tokens than columns
+        self.begun = False  # whether every row has a token
+        self.contradiction = None  # _Contradiction, of steps on a GPU
         self.held = None  # _NewTokens between update() and the attention function
 
     @property
@@ -253,41 +312,70 @@ class RooftileLayer(CacheLayerMixin):
             raise ArgumentError("key: these keys and values were stored already; every update() is attended once")
         length = new.key.shape[2]
         before = self.columns - length
-        self._check_rows(mask, before)
+        self._check_mask(mask, before)
         q = mask.tokens_first(query.transpose(1, 2))
         k = mask.tokens_first(new.key.transpose(1, 2))
         v = mask.tokens_first(new.value.transpose(1, 2))
         if self.columns > self.cache.capacity:
             self.cache = self.cache.select(capacity=max(2 * self.cache.capacity, self.columns))
-        if not self.stepwise and (before == 0 or length > SHORT):
-            past = self.cache if before else None
-            out = rt.prefill_attention(q, k, v, cache=past, counts=mask.counts, **options)
-            self.cache.append(k, v, counts=mask.counts)
+        if self.stepwise or (before and (length <= SHORT or query.is_cuda)):
+            out = self._store_and_attend(q, k, v, mask.counts, options)
         else:
+            if query.is_cuda:
+                out = _prompt_on_gpu(q, k, v, mask.counts, **options)
+            else:
+                past = self.cache if before else None
+                out = rt.prefill_attention(q, k, v, cache=past, counts=mask.counts, **options)
             self.cache.append(k, v, counts=mask.counts)
-            out = rt.decode_attention(q, self.cache, counts=mask.counts, **options)
-        if mask.stored is not None:
-            self.tokens = mask.stored + (length if mask.counts is None else mask.counts)
         self.held = None
         return mask.columns(out)
 
-    def _check_rows(self, mask, before):
+    def _store_and_attend(self, q, k, v, counts, options):
+        """The new tokens as decode steps see them; on a GPU, where decode kernels are for a few tokens, in pieces."""
+        length = q.shape[1]
+        size = SHORT if q.is_cuda else max(length, 1)
+        outs = []
+        for begin in range(0, max(length, 1), size):
+            piece = slice(begin, begin + size)
+            real = counts if size >= length or counts is None else (counts - begin).clamp(0, size)
+            self.cache.append(k[:, piece], v[:, piece], counts=real)
+            outs.append(rt.decode_attention(q[:, piece], self.cache, counts=real, **options))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _check_mask(self, mask, before):
         """The mask and the cache must agree on how many tokens each row holds."""
-        if mask.stored is None:
-            if self.tokens is None:
-                return
-            told = torch.full_like(self.tokens, before)
-        else:
-            told = mask.stored
-        held = self.tokens if self.tokens is not None else torch.full_like(told, before)
-        if not torch.equal(told, held):
-            row = int((told != held).nonzero()[0])
-            raise ArgumentError(
-                f"attention_mask: it says that row {row} has {int(told[row])} tokens in the cache, the cache holds "
-                f"{int(held[row])}; pass the mask of all columns, cached and new, as it was for the earlier ones"
-            )
+        if mask.tokens is not None and self.begun:
+            if not mask.compared:
+                self._compare_later(mask)
+            return
+        mask.read()
+        if mask.stored is not None or self.padded:
+            held = self.cache.seq_lens
+            told = torch.full_like(held, before) if mask.stored is None else mask.stored
+            if (told != held).any():
+                row = int((told != held).nonzero()[0])
+                raise ArgumentError(
+                    f"attention_mask: it says that row {row} has {int(told[row])} tokens in the cache, the cache holds "
+                    f"{int(held[row])}; pass the mask of all columns, cached and new, as it was for the earlier ones"
+                )
+        self.padded, self.begun = mask.stored is not None, mask.begun
+
+    def _compare_later(self, mask):
+        """The same on a GPU, without waiting for it: every row must be padding, then its stored and its new tokens."""
+        if self.contradiction is None:
+            self.contradiction = _Contradiction(mask.tokens.device)
+        columns = mask.tokens.shape[1]
+        first = columns - mask.q_length - self.cache.seq_lens
+        expected = torch.arange(columns, device=first.device) >= first[:, None]
+        self.contradiction.add((mask.tokens != expected).any())
+        mask.compared = True
 
     def _settled(self):
+        if self.contradiction is not None and self.contradiction.seen:
+            raise ArgumentError(
+                "attention_mask: in an earlier forward it did not say left padding, then the tokens that the cache "
+                "holds, then the new ones; reset() this cache and pass the mask of all columns each time"
+            )
         if self.held is not None:
             raise NotSupportedError(
                 "past_key_values: the tokens of an earlier forward were not stored, because it stopped half way or ran "
@@ -306,8 +394,9 @@ class RooftileLayer(CacheLayerMixin):
 
     def reset(self):
         """Forgets everything, the memory included."""
-        self.cache = self.tokens = self.held = None
+        self.cache = self.held = self.contradiction = None
         self.columns = 0
+        self.padded = self.begun = False
         self.is_initialized = False
 
     def offload(self):
@@ -319,15 +408,11 @@ class RooftileLayer(CacheLayerMixin):
         self._settled()
         if self.cache is not None:
             self.cache.reorder(beam_idx.tolist())
-            if self.tokens is not None:
-                self.tokens = self.tokens[beam_idx.to(self.tokens.device)]
 
     def batch_select_indices(self, indices):
         self._settled()
         if self.cache is not None:
             self.cache = self.cache.select(indices.tolist())
-            if self.tokens is not None:
-                self.tokens = self.tokens[indices.to(self.tokens.device)]
 
     def batch_repeat_interleave(self, repeats):
         self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
@@ -342,11 +427,9 @@ class RooftileLayer(CacheLayerMixin):
         keep = max(keep, 0)
         if self.cache is None or keep == self.columns:
             return
-        tokens = self.tokens if self.tokens is not None else torch.full((self.cache.batch,), self.columns)
-        tokens = (tokens - (self.columns - keep)).clamp_min(0)
-        self.cache.truncate(list(range(self.cache.batch)), tokens.tolist())
-        if self.tokens is not None:
-            self.tokens = tokens
+        tokens = [max(length - (self.columns - keep), 0) for length in self.cache.lengths]
+        self.cache.truncate(list(range(self.cache.batch)), tokens)
+        self.begun = all(tokens)
         self.columns = keep
 
 

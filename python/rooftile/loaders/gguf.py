@@ -51,14 +51,15 @@ _WEIGHTS = ("dequantize", "w4a16")
 _KEPT_TYPES = ("Q4_0", "Q4_1")  # what W4Weight.from_gguf takes without loss
 
 
-def load_gguf(path, *, dtype="bfloat16", weights="dequantize", progress=True):
-    """The causal language model of a GGUF file, as a transformers model on the CPU, in eval mode, without gradients.
+def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", progress=True):
+    """The causal language model of a GGUF file, as a transformers model in eval mode, without gradients.
 
     path: a GGUF file of version 2 or 3; architecture llama or qwen2 (with its QKV bias); any mix of the tensor types
     the `gguf` package dequantises. dtype: of the weights and activations: float32, float16 or bfloat16, a torch.dtype
     or its name. weights: "dequantize" makes every linear layer an nn.Linear; "w4a16" keeps the codes, scales and
     minima of tensors stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear, lossless) and dequantises the rest.
-    The embedding and the head are always dequantised. progress: show a bar where stderr is a terminal.
+    The embedding and the head are always dequantised. device: where the model goes, tensor by tensor: "cpu", "cuda",
+    "cuda:1" or a torch.device. progress: show a bar where stderr is a terminal.
 
     Raises ArgumentError naming the file and the key or tensor for a truncated, corrupt or inconsistent file, and
     NotSupportedError for what is sound but not mapped (another architecture, RoPE scaling other than linear, experts).
@@ -66,10 +67,11 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", progress=True):
     dtype = _torch_dtype(dtype)
     if weights not in _WEIGHTS:
         raise ArgumentError(f"weights must be one of {', '.join(_WEIGHTS)}, got {describe(weights)}")
+    device = _torch_device(device)
     file = read_gguf(path)
     plan = _Plan(file)
-    model = plan.empty_model(dtype)
-    _fill(model, plan, dtype, weights == "w4a16", progress)
+    model = plan.empty_model(dtype, device)
+    _fill(model, plan, dtype, weights == "w4a16", device, progress)
     return model
 
 
@@ -85,6 +87,16 @@ def _torch_dtype(dtype):
     if name not in _DTYPES:
         raise ArgumentTypeError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     return getattr(torch, name)
+
+
+def _torch_device(device):
+    import torch
+
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as e:  # the last is torch's word for a build without CUDA
+        reason = str(e).partition("\n")[0]
+        raise ArgumentError(f"device must be one that torch can use, got {device!r} ({reason})") from None
 
 
 class _Plan:
@@ -247,7 +259,7 @@ class _Plan:
             )
         return rope
 
-    def empty_model(self, dtype):
+    def empty_model(self, dtype, device):
         """The model with every parameter on the meta device: nothing is allocated or initialised yet."""
         import torch
         import transformers
@@ -257,11 +269,11 @@ class _Plan:
         model.config.dtype = dtype
         model.config.name_or_path = os.path.basename(self.file.path)
         # a buffer made on the meta device holds nothing: make it again
-        model.model.rotary_emb = type(model.model.rotary_emb)(self.config)
+        model.model.rotary_emb = type(model.model.rotary_emb)(self.config).to(device)
         return model.requires_grad_(False).eval()
 
 
-def _fill(model, plan, dtype, keep_codes, progress):
+def _fill(model, plan, dtype, keep_codes, device, progress):
     """Gives every parameter of `model` its tensor; with keep_codes, linear layers in 4 bits become W4Linear."""
     file = plan.file
     total = sum(file.tensors[tensor].nbytes for tensor, _, _ in plan.parameters.values())
@@ -278,7 +290,7 @@ def _fill(model, plan, dtype, keep_codes, progress):
             jobs.append((parameter, tensor, pool.submit(read, file, tensor, heads, dtype)))
         try:
             for parameter, tensor, job in jobs:
-                _place(model, parameter, job.result())
+                _place(model, parameter, job.result().to(device))
                 advance(file.tensors[tensor].nbytes)
         finally:
             pool.shutdown(cancel_futures=True)
