@@ -205,10 +205,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
     cute::cp_async_fence();
   }
 
-  // Of the span, of the chunk: rows g, g + 8 x tokens 2t, 2t + 1. Few tokens take turns in two sums: products wait for
-  // the one before them.
-  constexpr int turns = NT <= 2 && !Cfg::small_groups ? 2 : 1;
-  float acc[turns][NT][4] = {}, total[NT][4] = {};
+  float acc[NT][4] = {}, total[NT][4] = {};   // of the span, of the chunk: rows g, g + 8 x tokens 2t, 2t + 1
   float ones[Cfg::minima ? NT : 1][4] = {};   // of the span: the sum of x, in every row
   const bool half_scales = p.w.scale_dtype == DType::f16;
   typename Decode::Zero zero = Decode::zero(8, 8);
@@ -252,8 +249,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           const tile::FragmentA b = tile::load_8x8x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
-          tile::mma<T>(acc[0][nt], a[0], {{b.r[0], b.r[1]}});
-          tile::mma<T>(acc[turns - 1][nt], a[1], {{b.r[2], b.r[3]}});
+          tile::mma<T>(acc[nt], a[0], {{b.r[0], b.r[1]}});
+          tile::mma<T>(acc[nt], a[1], {{b.r[2], b.r[3]}});
           if constexpr (Cfg::minima) {
             constexpr std::uint32_t one = Decode::one;
             tile::mma<T>(ones[nt], {{one, one, one, one}}, {{b.r[0], b.r[1]}});
@@ -278,8 +275,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
         for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            total[nt][i] = fmaf(scale[i / 2], turns == 2 ? acc[0][nt][i] + acc[1][nt][i] : acc[0][nt][i], total[nt][i]);
-            acc[0][nt][i] = acc[turns - 1][nt][i] = 0.0f;
+            total[nt][i] = fmaf(scale[i / 2], acc[nt][i], total[nt][i]);
+            acc[nt][i] = 0.0f;
             if constexpr (Cfg::minima) {
               total[nt][i] = fmaf(minimum[i / 2], ones[nt][i], total[nt][i]);
               ones[nt][i] = 0.0f;
