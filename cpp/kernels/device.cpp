@@ -3,12 +3,20 @@
 #include <cuda_runtime.h>
 
 #include "kernels/backend.h"
+#include "kernels/device.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 
 namespace rooftile::gpu {
 
 const char* backend() { return ROOFTILE_CUDA_TARGETS; }
+
+int device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  (void)cudaGetLastError();   // no driver, or one that is too old
+  return 0;
+}
 
 void warmup(const Context& ctx) {
   constexpr const char* op = "warmup";

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stands in for every GPU family in a build without CUDA.
 #include "kernels/backend.h"
+#include "kernels/device.h"
 #include "rooftile/error.h"
 
 namespace rooftile::gpu {
@@ -12,6 +13,7 @@ namespace {
 
 }  // namespace
 
+int device_count() { return 0; }
 const char* backend() { return "none: built without CUDA"; }
 void warmup(const Context& ctx) {
   fail(ErrorKind::not_supported, "warmup: device is ", name(ctx.device), ", but this build of rooftile has CPU kernels only");

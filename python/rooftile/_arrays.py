@@ -28,6 +28,13 @@ def torch_op(name, inputs, outputs, stream, plan):
     return torch_ops.call(name, inputs, outputs, stream, plan)
 
 
+def torch_store(name, inputs, cache, rows, counts, stream, plan):
+    """The same for what stores into a cache."""
+    from rooftile import torch_ops
+
+    return torch_ops.store(name, inputs, cache, rows, counts, stream, plan)
+
+
 def empty(like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 

@@ -56,9 +56,9 @@ def warmup(device=None):
     """
     torch = sys.modules.get("torch")
     if device is None:
-        if _C.gpu_backend().startswith("none") or (torch is not None and not torch.cuda.is_available()):
+        if _C.gpu_count() == 0:
             return
-        _C.warmup(0 if torch is None else torch.cuda.current_device())
+        _C.warmup(0 if torch is None or not torch.cuda.is_available() else torch.cuda.current_device())
         return
     kind, _, index = str(device).rpartition(":") if ":" in str(device) else (str(device), "", "")
     if kind.isdecimal() and not index:

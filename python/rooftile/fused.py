@@ -10,7 +10,8 @@ naming the argument.
 import contextlib
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, ran, torch_op
+from rooftile._arrays import compiling, empty, ran, torch_op, torch_store
+from rooftile.errors import NotSupportedError
 from rooftile.kv_cache import Cache, ints
 
 
@@ -103,6 +104,11 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     Returns q turned, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
     On a GPU as KVCache.append: an entry with a position that is not in the tables is left alone, its q_out included.
     """
+    if compiling():
+        if q_out is not None:
+            raise NotSupportedError("rope_append: q_out cannot be given under torch.compile")
+        cache.check_traced("rope_append")
+        return torch_store("rope_append", (q, k, v, cos, sin, positions), cache, rows, counts, stream, plan)
     if q_out is None:
         q_out = empty(q)
     op = "rope_append"

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import numpy_dtype, ran, torch_of
+from rooftile._arrays import compiling, numpy_dtype, ran, torch_of, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -225,12 +225,20 @@ class Cache:
         which nothing is stored). rows, counts: [batch], lists of ints or int32 arrays. A row is written once a call.
         All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
         Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
+        Under torch.compile rows and counts are int32 tensors, and the cache is no PagedKVCache.
         """
+        if compiling():
+            self.check_traced("append")
+            torch_store("append", (k, v), self, rows, counts, stream, plan)
+            return
         rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
         with self.room("append", k, rows, counts):
             if self.device != "cpu":
                 rows, counts = ints("append", "rows", rows, self.device), ints("append", "counts", counts, self.device)
             ran(_C.kv_append(self._handle, k, v, rows, counts, stream, plan))
+
+    def check_traced(self, op):
+        """Raises where a call that stores cannot be part of a traced graph."""
 
     def room(self, op, k, rows, counts):
         """A context in which the rows have the memory that appending k takes; an error inside gives it back.

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from rooftile import _C
-from rooftile.errors import ArgumentError, ArgumentTypeError, OutOfPagesError
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import (
     ELEMENT_DTYPES,
     GROUP,
@@ -152,6 +152,12 @@ class PagedKVCache(Cache):
         page = self.kv_heads * _C.kv_block_bytes(self.format, self.page_size, self.head_dim)
         raw = sum(self._row_bytes(tokens % GROUP) for tokens in self.lengths) if self.format in KIVI else 0
         return (self.num_pages - len(self._free)) * page + raw
+
+    def check_traced(self, op):
+        raise NotSupportedError(
+            f"{op}: a PagedKVCache takes its pages on the host, which torch.compile cannot trace; use a KVCache, or "
+            "PagedKVCache.view with a table of your own"
+        )
 
     @contextlib.contextmanager
     def room(self, op, k, rows, counts):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rooftile import _C, attention, fused, gemm
+from rooftile._arrays import ran
 from rooftile.errors import NotSupportedError
 
 _library = torch.library.Library("rooftile", "DEF")
@@ -59,6 +60,31 @@ _CACHE = (
     "Tensor? raw_from, Tensor? fault"
 )
 _CACHE_PARTS = _CACHE.count(",") + 1  # Cache.flat()
+
+
+# The same for ops that store: what an append writes. K and V of an element format are two views of one pool.
+_WRITTEN = ("pool", "k_pool", "v_pool", "lengths", "ring_k", "ring_v", "raw_from", "fault")
+
+
+def _written_cache():
+    parts = []
+    for part in _CACHE.split(", "):
+        kind, name = part.split(" ")
+        if name in _WRITTEN:
+            letter = "abcdefgh"[_WRITTEN.index(name)]
+            kind = kind.replace("Tensor", f"Tensor({letter}!)")
+        parts.append(f"{kind} {name}")
+    return ", ".join(parts)
+
+
+def _append(k, v, *inputs, plan=None):
+    cache, (rows, counts) = inputs[:_CACHE_PARTS], inputs[_CACHE_PARTS:]
+    ran(_C.kv_append(_C.KvCache(*cache), k, v, rows, counts, None, plan))
+
+
+def _rope_append(q, k, v, cos, sin, positions, *inputs, plan=None):
+    cache, (rows, counts) = inputs[:_CACHE_PARTS], inputs[_CACHE_PARTS:]
+    return fused.rope_append(q, k, v, cos, sin, positions, _C.KvCache(*cache), rows=rows, counts=counts, plan=plan)
 
 
 def _decode_attention(q, *inputs, **options):
@@ -165,6 +191,38 @@ def _register(name, op):
 
 for _name, _op in OPS.items():
     _register(_name, _op)
+
+
+# Ops that change a cache. They have no form that is given its outputs.
+STORING = {
+    "append": ("Tensor k, Tensor v", "()", _append, lambda *_: None),
+    "rope_append": (
+        "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions",
+        "Tensor",
+        _rope_append,
+        lambda q, *_: q.new_empty(q.shape),
+    ),
+}
+
+
+def _register_storing(name, inputs, returns, function, fake):
+    _library.define(
+        f"{name}({inputs}, {_written_cache()}, Tensor? rows, Tensor? counts, *, str? plan=None) -> {returns}"
+    )
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, function, device)
+    torch.library.register_fake(f"rooftile::{name}", lambda *inputs, plan=None: fake(*inputs), lib=_library)
+
+
+for _name, _storing in STORING.items():
+    _register_storing(_name, *_storing)
+
+
+def store(name, inputs, cache, rows, counts, stream, plan):
+    """append or rope_append as Cache.append and rope_append call them while they are traced."""
+    if stream is not None:
+        raise NotSupportedError(f"{name}: stream cannot be given under torch.compile; it uses torch's current stream")
+    return getattr(torch.ops.rooftile, name)(*inputs, *cache.flat(), rows, counts, plan=plan)
 
 
 def call(name, inputs, outputs, stream, plan):

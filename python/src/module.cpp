@@ -40,6 +40,7 @@ NB_MODULE(_C, m) {
   m.attr("version") = ROOFTILE_VERSION;
   m.attr("binding_mode") = ROOFTILE_MODE;
   m.def("cpu_variants", [] { return cpu_variants(); });
+  m.def("gpu_count", [] { return gpu_count(); });
   m.def("gpu_backend", [] { return gpu_backend(); });
   m.def("warmup", [](int device) { warmup({.device = {DeviceType::cuda, device}}); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("parallel_backend", [] { return parallel_backend(); });

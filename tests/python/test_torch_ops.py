@@ -181,3 +181,49 @@ def test_export():
     assert_bits_equal(program.module()(x, w), Block()(x, w))
     targets = {str(node.target) for node in program.graph.nodes}
     assert {"rooftile.rms_norm.default", "rooftile.silu_mul.default"} <= targets
+
+
+# -------------------------------------------- a decode step: what stores, what attends, what multiplies
+
+STEPS = (("int8", "float16"), ("int4-kivi", "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"))
+
+
+def decode_step(cache, w, q, k, v, cos, sin, positions):
+    q = rt.rope_append(q, k, v, cos, sin, positions, cache)
+    first = rt.decode_attention(q, cache)
+    cache.append(k, v)
+    out, lse = rt.decode_attention(q, cache, return_lse=True)
+    return rt.w4a16_matmul((first + out).flatten(2), w), lse
+
+
+@pytest.mark.parametrize(("format", "dtype"), STEPS)
+@torch.no_grad()
+def test_a_decode_step_is_one_graph(format, dtype, device):
+    """fullgraph: no break; the cache is changed as an eager step changes it."""
+    torch.manual_seed(0)
+    eager, traced = (rt.KVCache(2, 128, 2, 64, format=format, dtype=dtype, device=device) for _ in range(2))
+    make = lambda *shape: torch.randn(*shape, device=device).to(getattr(torch, dtype))  # noqa: E731
+    w = rt.W4Weight.quantize(make(96, 256), group_size=64)
+    cos, sin = torch.randn(200, 32, device=device), torch.randn(200, 32, device=device)
+    step = torch.compile(decode_step, fullgraph=True, backend="aot_eager")
+    for i in range(40):
+        q, k, v = make(2, 1, 4, 64), make(2, 1, 2, 64), make(2, 1, 2, 64)
+        inputs = (w, q, k, v, cos, sin, torch.full((2, 1), i, device=device))
+        for a, b in zip(step(traced, *inputs), decode_step(eager, *inputs), strict=True):
+            assert torch.equal(a, b)
+    assert traced.lengths == eager.lengths == [80, 80]
+    q, k = make(2, 1, 4, 64), make(2, 1, 2, 64)
+    positions = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    ops = torch.ops.rooftile
+    torch.library.opcheck(ops.append.default, (k, k.clone(), *eager.flat(), None, None))
+    torch.library.opcheck(ops.rope_append.default, (q, k, k.clone(), cos, sin, positions, *eager.flat(), None, None))
+    torch.library.opcheck(ops.decode_attention.default, (q, *eager.flat(), None, None, None, None, None, None))
+    form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
+    torch.library.opcheck(ops.w4a16_matmul.default, (make(3, 256), *form, None, None, None))
+
+
+def test_a_paged_cache_says_why_it_is_not_traced():
+    cache = rt.PagedKVCache(4, 32, 1, 64, max_rows=1, format="int8")
+    k = torch.randn(1, 1, 1, 64)
+    with pytest.raises(Exception, match="takes its pages on the host"):
+        torch.compile(lambda k: cache.append(k, k), fullgraph=True, backend="eager")(k)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compiled forms of the 4-bit product, and the one place that launches them.
+// The one place that launches the 4-bit product.
 #include <algorithm>
 #include <cstdio>
 
@@ -7,7 +7,7 @@
 #include "kernels/backend.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
-#include "kernels/w4a16/matmul.cuh"
+#include "kernels/w4a16/finish.cuh"
 #include "rooftile/error.h"
 
 namespace rooftile::gpu {
@@ -20,22 +20,8 @@ W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
                      .batch_invariant = a.batch_invariant});
 }
 
-using Kernel = void (*)(W4MatmulParams);
-
-template <class T, bool small_groups, bool minima>
-Kernel stream_kernel(int form) {
-  switch (form) {
-    case 0: return w4a16_stream<W4Config<T, 0, small_groups, minima>>;
-    case 1: return w4a16_stream<W4Config<T, 1, small_groups, minima>>;
-    case 2: return w4a16_stream<W4Config<T, 2, small_groups, minima>>;
-    default: return w4a16_stream<W4Config<T, 3, small_groups, minima>>;
-  }
-}
-
-template <class T>
-Kernel stream_kernel(int form, int span, W4Zeros zeros) {
-  if (zeros == W4Zeros::minima) return stream_kernel<T, true, true>(form);
-  return span < w4_step_k ? stream_kernel<T, true, false>(form) : stream_kernel<T, false, false>(form);
+W4Kernel stream_kernel(bool is_half, int form, int span, W4Zeros zeros) {
+  return is_half ? w4a16_stream_half(form, span, zeros) : w4a16_stream_bf16(form, span, zeros);
 }
 
 // Every row of x is whole pieces of 16 bytes that start at multiples of them, and rows lie evenly.
@@ -96,8 +82,8 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);
     p.token_blocks = static_cast<unsigned>((p.tokens + w4_tokens - 1) / w4_tokens);
-    scope.launch(is_half ? stream_kernel<tile::half>(plan.form, plan.span, w.zeros) : stream_kernel<tile::bf16>(plan.form, plan.span, w.zeros),
-                 std::int64_t{p.token_blocks} * p.row_blocks * p.splits, w4_warps * 32, plan.shared_bytes, p);
+    scope.launch(stream_kernel(is_half, plan.form, plan.span, w.zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
+                 w4_warps * 32, plan.shared_bytes, p);
     if (p.splits == 1) continue;
     scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>,
                  p.tokens * p.finish_blocks, w4_finish_threads, 0, p, Overlap::with_previous);
@@ -109,8 +95,8 @@ void load_w4a16_kernels(const char* op) {
   for (int form = 0; form < 4; ++form)
     for (int span : {64, 128})
       for (W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
-        load_kernel(op, stream_kernel<tile::half>(form, span, zeros));
-        load_kernel(op, stream_kernel<tile::bf16>(form, span, zeros));
+        load_kernel(op, w4a16_stream_half(form, span, zeros));
+        load_kernel(op, w4a16_stream_bf16(form, span, zeros));
       }
   load_kernel(op, w4a16_finish<tile::half>);
   load_kernel(op, w4a16_finish<tile::bf16>);

@@ -20,9 +20,9 @@
 #pragma once
 
 #include "core/w4_layout.h"
+#include "kernels/w4a16/finish.cuh"
 #include "kernels/w4a16/params.h"
 #include "tile/copy.cuh"
-#include "tile/element.cuh"
 #include "tile/grid.cuh"
 #include "tile/mma.cuh"
 #include "tile/w4.cuh"
@@ -39,49 +39,6 @@ struct W4Config {
   static constexpr bool minima = minima_, small_groups = small_groups_ || minima_;
   static constexpr int ctas = minima && token_tiles == 8 ? 1 : 2;   // a multiprocessor: sums of x take 32 registers more
 };
-
-// ---- the end of a row -----------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float activate(Activation a, float x) {
-  switch (a) {
-    case Activation::none: return x;
-    case Activation::silu: return x / (1.0f + expf(-x));
-    case Activation::gelu_tanh: return x / (1.0f + expf(-1.5957691216057308f * x * fmaf(0.044715f * x, x, 1.0f)));
-    case Activation::gelu_erf: return 0.5f * x * erfcf(-0.70710678118654752f * x);
-  }
-  return x;
-}
-
-// Adds bias, activation and residual to one output and stores it. `token` counts from the first of the call.
-template <class T>
-__device__ __forceinline__ void store_output(const W4MatmulParams& p, std::int64_t token, std::int64_t n, float sum) {
-  if (p.bias) sum += tile::to_float(static_cast<const T*>(p.bias)[n * p.bias_stride]);
-  sum = activate(p.activation, sum);
-  if (p.residual.data) sum += tile::to_float(static_cast<const T*>(p.residual.data)[p.residual.offset(token) + n * p.residual.last_stride]);
-  static_cast<T*>(p.y.data)[p.y.offset(token) + n * p.y.last_stride] = tile::from_float<T>(sum);
-}
-
-inline constexpr int w4_finish_threads = 256;
-
-// Adds the chunks of K in order. A thread has four neighbouring outputs of a token.
-template <class T>
-__global__ void __launch_bounds__(w4_finish_threads) w4a16_finish(const __grid_constant__ W4MatmulParams p) {
-  const std::int64_t padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
-  const unsigned blocks = p.finish_blocks;
-  const std::int64_t token = blockIdx.x / blocks, n = (std::int64_t{blockIdx.x % blocks} * w4_finish_threads + threadIdx.x) * 4;
-  if (n >= p.w.n) return;
-  tile::wait_for_previous_kernel();
-  const float* partial = p.partial + token * padded_n + n;
-  float sum[4] = {};
-#pragma unroll 4
-  for (int split = 0; split < p.splits; ++split) {
-    const float4 part = *reinterpret_cast<const float4*>(partial + split * p.tokens * padded_n);
-    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (n + i < p.w.n) store_output<T>(p, p.first_token + token, n + i, sum[i]);
-}
 
 // ---- x ----------------------------------------------------------------------------------------------------------------------
 
@@ -311,6 +268,22 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
       const int token = nt * 8 + 2 * t + i % 2;
       if (token < end.tokens && i / 2 * 8 < rows_left) store_output<T>(p, p.first_token + end.local_token0 + token, n0 + i / 2 * 8, total[nt][i]);
     }
+}
+
+// The kernel of one form: the rows of the table are w4_forms, how spans lie in a step, and whether there are minima.
+template <class T, bool small_groups, bool minima>
+W4Kernel w4a16_form(int form) {
+  switch (form) {
+    case 0: return w4a16_stream<W4Config<T, 0, small_groups, minima>>;
+    case 1: return w4a16_stream<W4Config<T, 1, small_groups, minima>>;
+    case 2: return w4a16_stream<W4Config<T, 2, small_groups, minima>>;
+    default: return w4a16_stream<W4Config<T, 3, small_groups, minima>>;
+  }
+}
+template <class T>
+W4Kernel w4a16_kernel(int form, int span, W4Zeros zeros) {
+  if (zeros == W4Zeros::minima) return w4a16_form<T, true, true>(form);
+  return span < w4_step_k ? w4a16_form<T, true, false>(form) : w4a16_form<T, false, false>(form);
 }
 
 }  // namespace rooftile::gpu

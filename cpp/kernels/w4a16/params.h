@@ -60,4 +60,9 @@ struct W4MatmulParams {
   float* partial = nullptr;         // [split][token of this launch][n, padded to 16]
 };
 
+using W4Kernel = void (*)(W4MatmulParams);
+// inst/half.cu, inst/bf16.cu. span: k that are scaled at once.
+W4Kernel w4a16_stream_half(int form, int span, W4Zeros);
+W4Kernel w4a16_stream_bf16(int form, int span, W4Zeros);
+
 }  // namespace rooftile::gpu

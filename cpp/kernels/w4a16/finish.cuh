@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// What follows the product: bias, activation, residual, rounding; and the sum of what several chunks of K left.
+//   partial fp32 [split][token][n, padded to 16] -> y [M, N]     4 bytes a split and output: it stays in L2
+#pragma once
+
+#include "core/w4_layout.h"
+#include "kernels/w4a16/params.h"
+#include "tile/element.cuh"
+#include "tile/grid.cuh"
+
+namespace rooftile::gpu {
+
+__device__ __forceinline__ float activate(Activation a, float x) {
+  switch (a) {
+    case Activation::none: return x;
+    case Activation::silu: return x / (1.0f + expf(-x));
+    case Activation::gelu_tanh: return x / (1.0f + expf(-1.5957691216057308f * x * fmaf(0.044715f * x, x, 1.0f)));
+    case Activation::gelu_erf: return 0.5f * x * erfcf(-0.70710678118654752f * x);
+  }
+  return x;
+}
+
+// Adds bias, activation and residual to one output and stores it. `token` counts from the first of the call.
+template <class T>
+__device__ __forceinline__ void store_output(const W4MatmulParams& p, std::int64_t token, std::int64_t n, float sum) {
+  if (p.bias) sum += tile::to_float(static_cast<const T*>(p.bias)[n * p.bias_stride]);
+  sum = activate(p.activation, sum);
+  if (p.residual.data) sum += tile::to_float(static_cast<const T*>(p.residual.data)[p.residual.offset(token) + n * p.residual.last_stride]);
+  static_cast<T*>(p.y.data)[p.y.offset(token) + n * p.y.last_stride] = tile::from_float<T>(sum);
+}
+
+inline constexpr int w4_finish_threads = 256;
+
+// Adds the chunks of K in order. A thread has four neighbouring outputs of a token.
+template <class T>
+__global__ void __launch_bounds__(w4_finish_threads) w4a16_finish(const __grid_constant__ W4MatmulParams p) {
+  const std::int64_t padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
+  const unsigned blocks = p.finish_blocks;
+  const std::int64_t token = blockIdx.x / blocks, n = (std::int64_t{blockIdx.x % blocks} * w4_finish_threads + threadIdx.x) * 4;
+  if (n >= p.w.n) return;
+  tile::wait_for_previous_kernel();
+  const float* partial = p.partial + token * padded_n + n;
+  float sum[4] = {};
+#pragma unroll 4
+  for (int split = 0; split < p.splits; ++split) {
+    const float4 part = *reinterpret_cast<const float4*>(partial + split * p.tokens * padded_n);
+    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (n + i < p.w.n) store_output<T>(p, p.first_token + token, n + i, sum[i]);
+}
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/w4a16/matmul.cuh"
+
+namespace rooftile::gpu {
+
+W4Kernel w4a16_stream_half(int form, int span, W4Zeros zeros) { return w4a16_kernel<tile::half>(form, span, zeros); }
+
+}  // namespace rooftile::gpu
