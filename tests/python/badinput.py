@@ -168,7 +168,7 @@ def overlap_faults(op, name, call):
         other_size, middle = t.numel() * t.element_size(), size // 2 // 8 * 8
         for label, begin in {"from its middle on": middle, "at its start": t.element_size() - other_size}.items():
             base = -(-other_size // 64) * 64  # of the output: no element of either is misaligned
-            memory = torch.zeros(base + size + other_size, dtype=torch.uint8)
+            memory = torch.zeros(base + size + other_size, dtype=torch.uint8, device=out.device)
             value, neighbour = (
                 memory[start : start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
                 for start, x in ((base, out), (base + begin, t))

@@ -128,12 +128,14 @@ def test_options(format, dtype, options):
     check_decode(cache, q64, *both(q, cache, **options), **options)
 
 
+@pytest.mark.parametrize("plan", cases.PLANS)
 @pytest.mark.parametrize("sink_dtype", ["float32", "bfloat16"])
-def test_sinks(sink_dtype):
+def test_sinks(sink_dtype, plan):
     cache = filled(tokens((0, 1, 40, 290), 2, 64, "bfloat16"), "int4-kivi", "bfloat16")
     q64, q = queries(4, 4, 6, 64, "bfloat16")
     sinks = cases.values((6,), sink_dtype, "sinks", spread=3.0)
-    got = both(q, cache, sinks=cases.tensor(sinks, sink_dtype), counts=torch.tensor([4, 1, 3, 0], dtype=torch.int32))
+    counts = torch.tensor([4, 1, 3, 0], dtype=torch.int32)
+    got = both(q, cache, sinks=cases.tensor(sinks, sink_dtype), counts=counts, plan=plan)
     check_decode(cache, q64, *got, sinks=sinks, counts=[4, 1, 3, 0])
 
 

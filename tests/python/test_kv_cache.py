@@ -484,7 +484,7 @@ BAD_CACHES = {
     "format None": ({"format": None}, rt.ArgumentError, "format"),
     "dtype of another kind": ({"dtype": "int8"}, rt.ArgumentTypeError, "dtype must be float32"),
     "fp16 of float32": ({"format": "fp16", "dtype": "float32"}, rt.ArgumentTypeError, "format fp16"),
-    "no such device": ({"device": "cuda"}, rt.NotSupportedError, "device"),
+    "no such device": ({"device": "xpu"}, rt.NotSupportedError, "device"),
     "negative batch": ({"batch": -1}, rt.ArgumentError, "batch"),
     "fractional capacity": ({"capacity": 1.5}, rt.ArgumentTypeError, "capacity"),
     "no heads": ({"kv_heads": 0}, rt.ArgumentError, "kv_heads"),

@@ -56,13 +56,13 @@ struct CachedHead {
   }
 };
 
-// Softmax over the keys first .. last that `visible` admits, then the weighted sum of the values.
+// Softmax over the keys first .. last, then the weighted sum of the values. A query that is not real sees no sink either.
 template <class Key, class Value>
-void attend(std::int64_t q_offset, const TensorView& q, const LogitParams& p, std::int64_t position, std::int64_t head,
+void attend(bool real, std::int64_t q_offset, const TensorView& q, const LogitParams& p, std::int64_t position, std::int64_t head,
             std::int64_t first, std::int64_t last, const Key& key, const Value& value, const TensorView& out,
             std::int64_t out_offset, const TensorView& lse, std::int64_t lse_offset) {
   const int dim = static_cast<int>(q.last());
-  const double sink = p.sinks ? read(*p.sinks, head * p.sinks->stride[0]) : -infinity;
+  const double sink = p.sinks && real ? read(*p.sinks, head * p.sinks->stride[0]) : -infinity;
   const double slope = p.alibi_slopes ? read(*p.alibi_slopes, head * p.alibi_slopes->stride[0]) : 0.0;
   std::vector<double> weight;
   double top = sink;
@@ -101,7 +101,7 @@ void decode_attention(const Parallel& parallel, const DecodeArgs& a) {
       std::int64_t first = 0;
       if (a.logits.window > 0 && position - a.logits.window + 1 > 0) first = position - a.logits.window + 1;
       const CachedHead kv{c, row, h / (heads / c.kv_heads), is_kivi(c.format) ? kivi_code_end(position) : position + 1};
-      attend(a.q.row_offset((b * tokens + i) * heads + h), a.q, a.logits, position, h, first, position,
+      attend(i < count, a.q.row_offset((b * tokens + i) * heads + h), a.q, a.logits, position, h, first, position,
              [&](std::int64_t j, int d) { return kv.value(true, j, d); },
              [&](std::int64_t j, int d) { return kv.value(false, j, d); }, a.out,
              a.out.row_offset((b * tokens + i) * heads + h), a.lse,
@@ -130,7 +130,7 @@ void prefill_attention(const Parallel& parallel, const PrefillArgs& a) {
         return CachedHead{*a.cache, s.row, kv_head, is_kivi(a.cache->format) ? kivi_code_end(s.cached) : s.cached}
             .value(is_k, j, d);
       };
-      attend(s.q + i * a.q.stride[0] + h * a.q.stride[1], a.q, a.logits, position, h, first, last,
+      attend(i < s.real, s.q + i * a.q.stride[0] + h * a.q.stride[1], a.q, a.logits, position, h, first, last,
              [&](std::int64_t j, int d) { return value(true, j, d); },
              [&](std::int64_t j, int d) { return value(false, j, d); }, a.out,
              s.out + i * a.out.stride[0] + h * a.out.stride[1], a.lse,
