@@ -5,15 +5,17 @@ set(ROOFTILE_CUTLASS_VERSION 4.2.0.0)
 set(ROOFTILE_CUTLASS_INCLUDE "" CACHE PATH "Folder that holds cute/tensor.hpp; empty: the nvidia-cutlass wheel")
 if(NOT ROOFTILE_CUTLASS_INCLUDE)
   find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+  # pip builds a wheel with PYTHONPATH set so that its own environment, and pip itself, cannot be seen
+  set(python ${CMAKE_COMMAND} -E env --unset=PYTHONPATH ${Python_EXECUTABLE})
   execute_process(
-    COMMAND ${Python_EXECUTABLE} -c "import importlib.metadata as m, importlib.util as u
+    COMMAND ${python} -c "import importlib.metadata as m, importlib.util as u
 if m.version('nvidia-cutlass').startswith('4.2.'): print(next(iter(u.find_spec('cutlass_library').submodule_search_locations)))"
     OUTPUT_VARIABLE installed OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   set(fetched ${PROJECT_SOURCE_DIR}/build/cutlass-${ROOFTILE_CUTLASS_VERSION})
   if(NOT installed AND NOT EXISTS ${fetched}/cutlass_library)
     message(STATUS "rooftile: fetching nvidia-cutlass ${ROOFTILE_CUTLASS_VERSION} (6 MB of headers) with pip")
     execute_process(
-      COMMAND ${Python_EXECUTABLE} -m pip install --quiet --disable-pip-version-check --no-deps --target ${fetched}
+      COMMAND ${python} -m pip install --quiet --disable-pip-version-check --no-deps --target ${fetched}
               nvidia-cutlass==${ROOFTILE_CUTLASS_VERSION}
       RESULT_VARIABLE failed ERROR_VARIABLE why)
     if(failed)

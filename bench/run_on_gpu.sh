@@ -1,0 +1,248 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Tests and measures rooftile on the GPU of this machine, and says what passed, what failed and what was left out.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: bench/run_on_gpu.sh [options]
+
+  --installed      test the installed rooftile; default: build the wheel from this tree with GPU kernels and install it
+  --quick          fewer tests, sanitizers and cases
+  --all            every Python test, and initcheck and synccheck
+  --skip STEP      leave a step out: tests, sanitizers, gbench, bench (may be given again)
+  --build DIR      a C++ build folder (default: build/cuda); its test and benchmark programs run where they are there
+  --out DIR        logs and results (default: build/gpu-run)
+
+environment:
+  PYTHON           the Python to use and to install into (default: .venv/bin/python where it is, else python3)
+  WHEELS           a folder of wheels: everything is installed from there, without a network. A rooftile wheel in it is
+                   installed as it is, else one is built from this tree
+
+Exit status: 0 if nothing failed, 1 if something did, 2 if it could not start.
+TEXT
+}
+
+cannot() {
+  printf 'run_on_gpu: %s\n' "$*" >&2
+  exit 2
+}
+
+start=$PWD
+cd "$(dirname "$0")/.."
+mode=usual installed=no skips=" " build=$PWD/build/cuda out=$PWD/build/gpu-run
+absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$start" "$1" ;; esac; }
+while [ $# -gt 0 ]; do
+  case $1 in
+    --installed) installed=yes ;;
+    --quick) mode=quick ;;
+    --all) mode=all ;;
+    --skip | --build | --out)
+      [ $# -ge 2 ] || cannot "$1 needs a value"
+      case $1 in
+        --build) build=$(absolute "$2") ;;
+        --out) out=$(absolute "$2") ;;
+        --skip)
+          case $2 in
+            tests | sanitizers | gbench | bench) skips+="$2 " ;;
+            *) cannot "--skip $2: the steps are tests, sanitizers, gbench, bench" ;;
+          esac
+          ;;
+      esac
+      shift
+      ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    *)
+      usage >&2
+      cannot "unknown option $1"
+      ;;
+  esac
+  shift
+done
+
+# ---- what is needed ----
+
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=python3
+  [ ! -x .venv/bin/python ] || PYTHON=$PWD/.venv/bin/python
+fi
+case $PYTHON in */*) PYTHON=$(absolute "$PYTHON") ;; esac
+command -v "$PYTHON" >/dev/null || cannot "no Python at '$PYTHON'; set PYTHON"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || cannot "$PYTHON is older than Python 3.10"
+"$PYTHON" -c 'import torch' 2>/dev/null || cannot "$PYTHON has no torch; install torch 2.6 or newer, built for CUDA"
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+  cannot "torch sees no GPU: $("$PYTHON" -c 'import torch; print("torch", torch.__version__, "for CUDA", torch.version.cuda)')"
+pip_options=(-q --disable-pip-version-check)
+from_tree=yes
+if [ -n "${WHEELS:-}" ]; then
+  WHEELS=$(absolute "$WHEELS")
+  [ -d "$WHEELS" ] || cannot "WHEELS: no folder $WHEELS"
+  export PIP_NO_INDEX=1 PIP_FIND_LINKS=$WHEELS   # also for what a build of the wheel calls pip for
+  ! compgen -G "$WHEELS/rooftile-*.whl" >/dev/null || from_tree=no
+fi
+[ "$installed" = no ] || from_tree=no
+mkdir -p "$out" || cannot "cannot write to $out"
+out=$(cd "$out" && pwd)
+
+# ---- steps ----
+
+summary=() failures=0
+note() {
+  summary+=("$(printf '%-9s %-24s %s' "$1" "$2" "$3")")
+  printf '%s\n' "${summary[-1]}"
+}
+skipped() { [[ $skips == *" $1 "* ]]; }
+
+# step NAME COMMAND...: its output goes to OUT/NAME.log.
+step() {
+  local name=$1 log=$out/$1.log begin=$SECONDS
+  shift
+  printf '\n---- %s: %s\n' "$name" "$*"
+  if "$@" >"$log" 2>&1; then
+    note passed "$name" "$((SECONDS - begin)) s$(last_words "$log")"
+    return 0
+  fi
+  failures=$((failures + 1))
+  tail -n 25 "$log"
+  note FAILED "$name" "$((SECONDS - begin)) s, see $log"
+  return 1
+}
+
+# pytest's counts, or compute-sanitizer's.
+last_words() {
+  local words
+  words=$(grep -E '^=* ?[0-9]+ (passed|skipped|failed)|ERROR SUMMARY|RACECHECK SUMMARY' "$1" | tail -n 1 | tr -d '=' || true)
+  [ -z "$words" ] || printf ', %s' "$(printf '%s' "$words" | sed 's/^ *//; s/ *$//')"
+}
+
+has_gpu_kernels() {   # of the installed package, not of the source tree
+  (cd "$out" && "$PYTHON" -c 'import sys, rooftile; sys.exit(rooftile.env()["gpu"]["backend"].startswith("none"))') 2>/dev/null
+}
+
+install_rooftile() {
+  if [ $from_tree = yes ]; then
+    "$PYTHON" -m pip install "${pip_options[@]}" -C cmake.define.ROOFTILE_CUDA=ON .
+  else
+    "$PYTHON" -m pip install "${pip_options[@]}" rooftile &&
+      "$PYTHON" -m pip install "${pip_options[@]}" --no-deps --force-reinstall rooftile
+  fi
+}
+
+if [ "$installed" = yes ]; then
+  has_gpu_kernels || cannot "--installed: $PYTHON has no rooftile with GPU kernels; leave --installed out to build it"
+  note passed install "as it was installed"
+else
+  if [ $from_tree = yes ]; then
+    nvcc=${CUDACXX:-$(command -v nvcc || echo "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")}
+    command -v "$nvcc" >/dev/null ||
+      cannot "no nvcc to build GPU kernels with; set CUDACXX or CUDA_HOME, put a rooftile wheel into WHEELS, or use --installed"
+  fi
+  step install install_rooftile || cannot "rooftile could not be installed"
+  has_gpu_kernels || cannot "the rooftile that was installed has no GPU kernels; see $out/install.log"
+fi
+(cd "$out" && "$PYTHON" -m rooftile env) | tee "$out/env.txt"
+
+# ---- Python tests ----
+
+run_pytest() {
+  local missing files=()
+  missing=$("$PYTHON" -c 'import importlib.util as u
+print(*(n for n in ("pytest", "hypothesis", "ml_dtypes", "mpmath") if u.find_spec(n) is None))')
+  if [ -n "$missing" ]; then
+    # shellcheck disable=SC2086  # names of packages, one a word
+    "$PYTHON" -m pip install "${pip_options[@]}" ${missing//_/-} >"$out/test-packages.log" 2>&1 || {
+      note "left out" tests "not installed: $missing; see $out/test-packages.log"
+      return 0
+    }
+  fi
+  case $mode in
+    quick) files=(tests/python/test_{cuda,decode_attention_gpu,kv_cache_gpu,w4a16_device}.py) ;;
+    usual) mapfile -t files < <(grep -lEw 'cuda|device' tests/python/test_*.py) ;;
+    all) files=(tests/python) ;;
+  esac
+  local options=(-q -p no:cacheprovider)
+  if [ -n "${WHEELS:-}" ]; then
+    options+=(-m "not model")
+    note "left out" "tests of a real model" "they fetch it, and WHEELS says there is no network"
+  fi
+  step tests "$PYTHON" -m pytest "${options[@]}" "${files[@]}" || true
+}
+if skipped tests; then note "left out" tests "--skip"; else run_pytest; fi
+
+# ---- sanitizers ----
+
+run_sanitizers() {
+  local sanitizer="" found=no tools=(memcheck racecheck)
+  for candidate in "$(command -v compute-sanitizer || true)" "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer"; do
+    if [ -x "$candidate" ]; then
+      sanitizer=$candidate
+      break
+    fi
+  done
+  case $mode in quick) tools=(memcheck) ;; all) tools+=(initcheck synccheck) ;; esac
+  for program in test_tile test_gpu_ops; do
+    local path=$build/tests/cpp/$program
+    if [ ! -x "$path" ]; then
+      note "left out" "$program" "no $path; cmake --preset cuda && cmake --build --preset cuda makes it"
+      continue
+    fi
+    found=yes
+    step "$program" "$path" || continue
+    [ -n "$sanitizer" ] || continue
+    for tool in "${tools[@]}"; do
+      step "$program.$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 "$path" || true
+    done
+  done
+  [ $found = no ] || [ -n "$sanitizer" ] || note "left out" sanitizers "no compute-sanitizer on PATH or below CUDA_HOME"
+}
+if skipped sanitizers; then note "left out" "C++ tests, sanitizers" "--skip"; else run_sanitizers; fi
+
+# ---- C++ benchmarks ----
+
+# A wrong answer skips its benchmark, which does not change the exit status.
+gbench() {
+  "$1" "--benchmark_out=$2" --benchmark_out_format=json "${@:3}" || return 1
+  ! grep -q '"error_occurred": true' "$2"
+}
+run_gbench() {
+  local options=() found=no
+  [ $mode != quick ] || options=(--benchmark_min_time=0.02s)
+  for program in peaks bench_decode bench_w4a16 bench_append bench_ops; do
+    [ -x "$build/bench/cpp/$program" ] || continue
+    found=yes
+    step "gbench.$program" gbench "$build/bench/cpp/$program" "$out/gbench.$program.json" "${options[@]}" || true
+  done
+  [ $found = yes ] || note "left out" gbench "no programs in $build/bench/cpp"
+}
+if skipped gbench; then note "left out" gbench "--skip"; else run_gbench; fi
+
+# ---- rooftile bench ----
+
+run_bench() {
+  local cases=() build_name=() commit
+  if [ "$from_tree" = yes ] && commit=$(git rev-parse --short HEAD 2>/dev/null); then build_name=(--commit "$commit"); fi
+  for family in decode w4a16 ops; do
+    cases=()
+    if [ $mode = quick ]; then
+      case $family in
+        decode) cases=(--case b1_kv4096 --case b8_kv4096 --case append_b64_t1) ;;
+        w4a16) cases=(--case k4096_n4096_m1 --case k4096_n4096_m16) ;;
+        ops) cases=(--only _t64_) ;;
+      esac
+    fi
+    # in another folder: the installed package, not the source tree
+    step "bench.$family" env -C "$out" "$PYTHON" -m rooftile bench "$family" --peers --json "$out/$family.json" \
+      "${cases[@]}" "${build_name[@]}" && cat "$out/bench.$family.log" || true
+  done
+}
+if skipped bench; then note "left out" bench "--skip"; else run_bench; fi
+
+# ---- what came of it ----
+
+printf '\n==== summary ====\n'
+printf '%s\n' "${summary[@]}" | tee "$out/summary.txt"
+printf 'logs and results: %s\n' "$out"
+[ $failures -eq 0 ]

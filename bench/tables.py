@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown tables of what `rooftile bench` measured: a row a case, microseconds and percent of the roof of each of our
+formats, and the fastest peer.
+
+tables.py RESULTS.json [PATTERN ...]     prints the table, of cases that match a shell pattern if any are given
+tables.py RESULTS.json --into FILE ...   writes it between the markers `<!-- table: FAMILY [PATTERN ...] -->` and
+                                         `<!-- end of table -->` of these files
+"""
+
+import argparse
+import json
+import re
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+OURS = "rooftile"
+
+
+def microseconds(us):
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def table(result, patterns=()):
+    """The table's text; ValueError where no case matches."""
+    cases = {}
+    for row in result["rows"]:
+        if not patterns or any(fnmatchcase(row["case"], pattern) for pattern in patterns):
+            cases.setdefault(row["case"], []).append(row)
+    if not cases:
+        raise ValueError(f"no case of {result['family']} matches {' or '.join(patterns) or 'anything'}")
+    variants = list(dict.fromkeys(r["variant"] for rows in cases.values() for r in rows if r["impl"] == OURS))
+    peers = any(r["impl"] != OURS for rows in cases.values() for r in rows)
+    head = ["case", *variants, *(["best peer", "peer / ours"] if peers else [])]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for case, rows in cases.items():
+        ours = {r["variant"]: r for r in rows if r["impl"] == OURS}
+        cells = [case]
+        for variant in variants:
+            r = ours.get(variant)
+            cells.append(f"{microseconds(r['us'])} ({r['percent_of_roof']:.0f} %)" if r else "")
+        if peers:
+            best = min((r for r in rows if r["impl"] != OURS), key=lambda r: r["us"], default=None)
+            ratios = [f"{best['us'] / ours[v]['us']:.2f}" for v in variants if best and v in ours]
+            cells += [f"{microseconds(best['us'])} {best['impl']}" if best else "", " / ".join(ratios)]
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n\n" + caption(result) + "\n"
+
+
+def caption(result):
+    """What was measured, where and how."""
+    machine, ceiling = result["machine"], result["ceiling"]
+    clocks = "-".join(str(mhz) for mhz in sorted(set(machine["sm_clock_mhz"])))
+    missing = f"; peers not installed: {', '.join(result['missing'])}" if result["missing"] else ""
+    return (
+        f"Microseconds (percent of the roof). {machine['gpu']}, SM clock {clocks} MHz, driver {machine['driver']}, "
+        f"torch {machine['torch']}; the roof, measured in the same run: {ceiling['read_gb_s']:.0f} GB/s read, "
+        f"{ceiling['bf16_tflop_s']:.0f} TFLOP/s bf16. {result['harness']}{missing}. "
+        f"Commit {result['commit']}, {result['date']}."
+    )
+
+
+def fill(text, result):
+    """`text` with the family's tables between their markers written anew, and how many there were."""
+    pattern = rf"(<!-- table: {result['family']}((?: [^ \n]+)*?) -->\n)(?:(?!<!-- table).)*?(<!-- end of table -->)"
+    return re.subn(pattern, lambda m: f"{m[1]}{table(result, m[2].split())}{m[3]}", text, flags=re.DOTALL)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN")
+    parser.add_argument("--into", nargs="+", type=Path, default=[], metavar="FILE")
+    args = parser.parse_args(arguments)
+    result = json.loads(args.results.read_text())
+    if result.get("schema") != 1:
+        parser.error(f"{args.results}: schema {result.get('schema')}, this script reads 1")
+    if not args.into:
+        try:
+            print(table(result, args.patterns), end="")
+        except ValueError as e:
+            parser.error(str(e))
+    for path in args.into:
+        text, count = fill(path.read_text(), result)
+        if count == 0:
+            parser.error(f"{path}: no `<!-- table: {result['family']} -->` with an `<!-- end of table -->`")
+        path.write_text(text)
+        print(f"{path}: {count} tables")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rooftile bench without a GPU: names of cases, the results file, its tables. What it measures needs a GPU."""
+
+import importlib.util
+import io
+import json
+from pathlib import Path
+
+import pytest
+import rooftile as rt
+from rooftile.bench import decode, ops, report, timing, w4a16
+from rooftile.cli import main
+
+FAMILIES = {"decode": decode, "w4a16": w4a16, "ops": ops}
+CEILING = {"read_gb_s": 4000.0, "copy_gb_s": 3600.0, "bf16_tflop_s": 700.0}
+FACTS = {"gpu": "A GPU", "driver": "1.2", "cuda": "13.0", "torch": "2.13.0"}
+
+
+def load_tables():
+    path = Path(__file__).parents[2] / "bench" / "tables.py"
+    spec = importlib.util.spec_from_file_location("bench_tables", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLES = load_tables()
+
+
+# ---------------------------------------------------------------- names of cases
+
+
+@pytest.mark.parametrize(("family", "case"), [(f, c) for f, module in FAMILIES.items() for c in module.CASES])
+def test_every_listed_case_parses(family, case):
+    assert FAMILIES[family].parse(case)
+
+
+def test_cases_are_listed_once():
+    for module in FAMILIES.values():
+        assert len(set(module.CASES)) == len(module.CASES) <= module.steps(module.CASES)
+
+
+PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "append": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "means"),
+    [
+        ("decode", "b8_kv4096", PLAIN),
+        ("decode", "b1_kv131072", PLAIN | {"b": 1, "kv": 131072}),
+        ("decode", "b8_kv4096_t4", PLAIN | {"t": 4}),
+        ("decode", "b8_kv4096_paged16", PLAIN | {"paged": 16}),
+        ("decode", "b8_kv4096_hq9_hkv3_d64", PLAIN | {"hq": 9, "hkv": 3, "d": 64}),
+        ("decode", "b8_kv4096_d64_t2_hkv3_hq9", PLAIN | {"hq": 9, "hkv": 3, "d": 64, "t": 2}),
+        ("decode", "append_b64_t1", PLAIN | {"b": 64, "append": True}),
+        ("w4a16", "k4096_n14336_m1", (4096, 14336, 1)),
+        ("w4a16", "k14336_n4096_m256", (14336, 4096, 256)),
+        ("ops", "rms_norm_t64_h4096", ("rms_norm", 64, 4096)),
+        ("ops", "add_rms_norm_t1_h576", ("add_rms_norm", 1, 576)),
+        ("ops", "merge_attention_t16384_h4096", ("merge_attention", 16384, 4096)),
+    ],
+)
+def test_what_a_case_means(family, case, means):
+    assert FAMILIES[family].parse(case) == means
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        ("decode", ""),
+        ("decode", "b8"),
+        ("decode", "kv4096_b8"),
+        ("decode", "b8_kv4096_"),
+        ("decode", "b8_kv4096_x3"),
+        ("decode", "b-8_kv4096"),
+        ("decode", "b8_kv4096 "),
+        ("decode", "append"),
+        ("w4a16", "k4096_n14336"),
+        ("w4a16", "n14336_k4096_m1"),
+        ("w4a16", "k4096_n14336_m1_g32"),
+        ("ops", "rms_norm"),
+        ("ops", "tanh_t1_h4096"),
+        ("ops", "xrms_norm_t1_h4096"),
+        ("ops", "rms_norm_t1_h4096_"),
+    ],
+)
+def test_names_that_are_no_case(family, case):
+    with pytest.raises(rt.ArgumentError, match=f"bench {family}: .* is no case; they look like "):
+        FAMILIES[family].parse(case)
+
+
+def test_the_command_without_a_gpu(capsys, tmp_path):
+    assert main(["bench", "decode", "--list", "--only", "paged"]) == 0
+    assert capsys.readouterr().out.split() == ["b8_kv4096_paged16", "b8_kv4096_paged64"]
+    for arguments, words in (
+        (["w4a16", "--only", "nothing"], "--only: no case of w4a16 holds nothing"),
+        (["w4a16", "--case", "k4096"], "is no case"),
+        (["ops", "--json", str(tmp_path / "no" / "where.json")], "--json"),
+    ):
+        assert main(["bench", *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the results file
+
+
+def measured(family="decode", missing=("flashinfer",)):
+    """A made-up result: two cases, two formats, two peers; the second case lacks one of the formats."""
+    nbytes, flops = 40_000_000, 160_000_000
+
+    def row(case, impl, variant, us):
+        return report.row(case, impl, variant, f"kernel_{variant}", (us, us - 1, us + 2), nbytes, flops, 1e-4, CEILING)
+
+    rows = [
+        row("a", "rooftile", "fp16", 12.5),
+        row("a", "rooftile", "int8", 10.0),
+        row("a", "torch.eager", "fp16", 50.0),
+        row("a", "torch.sdpa", "fp16", 25.0),
+        row("b", "rooftile", "fp16", 200.0),
+        row("b", "torch.eager", "fp16", 100.0),
+    ]
+    before, after = FACTS | {"sm_clock_mhz": 345}, FACTS | {"sm_clock_mhz": 1980}
+    return report.report(family, rows, CEILING, set(missing), (before, after), "abc1234")
+
+
+def test_a_row_is_held_against_the_nearer_roof():
+    streams = report.row("a", "rooftile", "fp16", "k", (10.0, 9.5, 12.25), 20_000_000, 10**9, 1.234e-4, CEILING)
+    assert streams["gb_s"] == 2000.0 and streams["tflop_s"] == 100.0
+    assert streams["percent_of_roof"] == 50.0  # 2000 of 4000 GB/s; 100 of 700 TFLOP/s is less
+    assert (streams["us"], streams["us_min"], streams["us_max"]) == (10.0, 9.5, 12.25)
+    assert streams["rel_err"] == 1.2e-4 and streams["l2"] == "cold"
+    computes = report.row("a", "rooftile", "fp16", "k", (10.0, 9.5, 12.0), 2_000_000, 35 * 10**8, 0.0, CEILING)
+    assert computes["percent_of_roof"] == 50.0  # 350 of 700 TFLOP/s
+
+
+def test_a_report_is_plain_json():
+    result = measured()
+    assert json.loads(json.dumps(result)) == result
+    assert result["schema"] == 1 and result["family"] == "decode" and result["commit"] == "abc1234"
+    assert result["machine"] == FACTS | {"sm_clock_mhz": [345, 1980]}
+    assert result["missing"] == ["flashinfer"] and result["harness"] == timing.harness()
+
+
+def test_the_table_on_the_terminal():
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=200).print(report.table(measured()))
+    text = out.getvalue()
+    assert "decode on A GPU: reads at most 4000 GB/s, bf16 700 TFLOP/s" in text and "flashinfer" in text
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "rooftile" in line]
+    assert lines == [
+        ["a", "rooftile", "fp16", "12.5", "3200", "13", "80.0", "2.00"],
+        ["a", "rooftile", "int8", "10.0", "4000", "16", "100.0", "2.50"],
+        ["b", "rooftile", "fp16", "200.0", "200", "1", "5.0", "0.50"],
+    ]
+
+
+# ---------------------------------------------------------------- bench/tables.py
+
+
+def test_the_markdown_table():
+    lines = TABLES.table(measured()).splitlines()
+    assert lines[:5] == [
+        "| case | fp16 | int8 | best peer | peer / ours |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| a | 12.5 (80 %) | 10.0 (100 %) | 25.0 torch.sdpa | 2.00 / 2.50 |",
+        "| b | 200 (5 %) |  | 100 torch.eager | 0.50 |",
+        "",
+    ]
+    for fact in ("A GPU", "345-1980 MHz", "4000 GB/s", "700 TFLOP/s", "flashinfer", "abc1234", timing.harness()):
+        assert fact in lines[5], fact
+
+
+def test_a_table_without_peers_and_of_some_cases():
+    result = measured(missing=())
+    result["rows"] = [r for r in result["rows"] if r["impl"] == "rooftile"]
+    assert TABLES.table(result, ["b"]).splitlines()[:3] == ["| case | fp16 |", "| --- | ---: |", "| b | 200 (5 %) |"]
+    assert "not installed" not in TABLES.caption(result)
+    with pytest.raises(ValueError, match="no case of decode matches c"):
+        TABLES.table(result, ["c"])
+
+
+def test_tables_are_written_between_their_markers(tmp_path, capsys):
+    results, page = tmp_path / "decode.json", tmp_path / "page.md"
+    results.write_text(json.dumps(measured()))
+    page.write_text(
+        "before\n<!-- table: decode -->\nold\n<!-- end of table -->\nbetween\n<!-- table: decode b* x -->\n"
+        "<!-- end of table -->\n<!-- table: w4a16 -->\n<!-- end of table -->\nafter\n"
+    )
+    assert TABLES.main([str(results), "--into", str(page)]) == 0
+    once = page.read_text()
+    assert TABLES.main([str(results), "--into", str(page)]) == 0
+    assert page.read_text() == once and "old" not in once  # and again changes nothing
+    assert once.count("| a |") == 1 and once.count("| b |") == 2
+    assert (
+        once.startswith("before\n<!-- table: decode -->\n| case |") and "between\n<!-- table: decode b* x -->\n" in once
+    )
+    assert once.endswith("<!-- table: w4a16 -->\n<!-- end of table -->\nafter\n")
+    capsys.readouterr()
+    assert TABLES.main([str(results), "a"]) == 0
+    assert capsys.readouterr().out == TABLES.table(measured(), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("text", "extra", "words"),
+    [
+        ("no marker", None, "no `<!-- table: decode -->`"),
+        ("<!-- table: decode -->\nnever ends", None, "no `<!-- table: decode -->`"),
+        ("<!-- table: decode -->\n<!-- table: ops -->\n<!-- end of table -->\n", None, "no `<!-- table: decode -->`"),
+        ("", {"schema": 2}, "schema 2, this script reads 1"),
+    ],
+)
+def test_tables_refuse(tmp_path, capsys, text, extra, words):
+    results, page = tmp_path / "decode.json", tmp_path / "page.md"
+    results.write_text(json.dumps(measured() | (extra or {})))
+    page.write_text(text)
+    with pytest.raises(SystemExit):
+        TABLES.main([str(results), "--into", str(page)])
+    assert words in capsys.readouterr().err and page.read_text() == text
