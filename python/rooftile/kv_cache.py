@@ -144,7 +144,7 @@ def host(array):
 def host_ints(op, name, values):
     """ints(), with what lies on a GPU copied to the host."""
     values = ints(op, name, values)
-    return values.cpu() if getattr(values, "is_cuda", False) else values
+    return values.cpu() if getattr(values, "is_cuda", False) is True else values
 
 
 def assign(target, source):

@@ -131,12 +131,7 @@ void bind_gemm(nb::module_& m) {
     if (!activation.is_none()) options.activation = activation_from_name(op, args.text(activation, "activation"));
     options.batch_invariant = batch_invariant;
     Context ctx = args.context(tx, stream, plan);
-    if (!workspace.is_none()) {
-      const TensorView lent = args.out(workspace, "workspace");
-      ROOFTILE_CHECK(lent.device == tx.device, op, ": workspace must be on x's device ", name(tx.device), ", got ", describe(lent));
-      ctx.workspace = lent.data;
-      ctx.workspace_bytes = static_cast<std::size_t>(lent.numel()) * size_of(lent.dtype);
-    }
+    args.lend(ctx, workspace);
     return run([&] { return w4a16_matmul(ctx, tx, view, ty, options); });
   }, "x"_a.none(), "w"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
         "batch_invariant"_a, "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());

@@ -36,13 +36,13 @@ def decode_attention():
     cache = rt.KVCache(1, 64, 1, 16, format="fp32")
     cache.append(torch.randn(1, 4, 1, 16), torch.randn(1, 4, 1, 16))
     q, out = torch.randn(1, 1, 16), torch.empty(1, 1, 16)
-    return lambda: rt.decode_attention(q, cache), lambda: _C.decode_attention(q, cache, out, *[None] * 9)
+    return lambda: rt.decode_attention(q, cache), lambda: _C.decode_attention(q, cache, out, *[None] * 10)
 
 
 def w4a16_matmul():
     w = rt.W4Weight.quantize(torch.randn(16, 32), group_size=32)
     x, out = torch.randn(1, 32), torch.empty(1, 16)
-    return lambda: rt.w4a16_matmul(x, w), lambda: _C.w4a16_matmul(x, w._handle, None, None, None, out, None, None)
+    return lambda: rt.w4a16_matmul(x, w), lambda: _C.w4a16_matmul(x, w._handle, None, None, None, out, False, *[None] * 3)
 
 
 @pytest.mark.parametrize("make", [add_rms_norm, decode_attention, w4a16_matmul], ids=lambda f: f.__name__)

@@ -60,6 +60,22 @@ def test_exact_data_give_the_rounded_exact_product(kind, dtype, device):
             closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb, batch_invariant=True), exact[:m])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integer_zeros_may_lie_far_outside_the_codes(dtype, device):
+    for n, k, group in ((40, 128, 32), (33, 576, 64), (17, 96, 96)):
+        codes, scales, zeros = w4.parts(n, k, group, "integer", exact=True)
+        zeros[:] = cases.generator("far zeros", n, k).integers(0, 256, zeros.shape)
+        zeros.flat[:8] = (0, 15, 16, 63, 64, 127, 128, 255)
+        w = w4.weight(codes, scales, zeros, "integer", group=group).to(device)
+        # one value a row, a power of two: the product is (u - zero) * scale * x, exact
+        x = np.zeros((min(rows(device)[-1], k), k))
+        x[np.arange(len(x)), np.arange(len(x)) * 7 % k] = 2.0 ** (np.arange(len(x)) % 5 - 2)
+        exact = oracle.w4a16_matmul(x, oracle.w4_decode(codes, scales, "integer", zeros))
+        tx = cases.tensor(x, dtype, device)
+        for m in rows(device):
+            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w), exact[:m])
+
+
 @pytest.mark.parametrize("kind", w4.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_product(kind, dtype, device):

@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   float acc[NT][4] = {}, total[NT][4] = {};   // of the span, of the chunk: rows g, g + 8 x tokens 2t, 2t + 1
   float ones[Cfg::minima ? NT : 1][4] = {};   // of the span: the sum of x, in every row
   const bool half_scales = p.w.scale_dtype == DType::f16;
-  typename Decode::Zero zero = Decode::zero(8, 8);
-  if constexpr (Cfg::minima) zero = Decode::zero(0, 0);
+  typename Decode::Zero zero = Decode::zero(8, 8, false);
+  if constexpr (Cfg::minima) zero = Decode::zero(0, 0, false);
   // where ldmatrix reads: token lane % 8 of a tile, k 8 (lane / 8) of 32. One tile of tokens holds only those that are
   // there: the other columns repeat the last.
   const int x_at = min(lane % 8, p.x_rows - 1) * Cfg::pitch + lane / 8 * 16;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
         const std::uint8_t* const group = here + 2 * w4_tile_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 32;
         if (p.w.zeros == W4Zeros::integer && (Cfg::small_groups ? (quarter & ((1 << p.span_shift) - 1)) == 0 : quarter == 0)) {
           const std::uint8_t* const zeros = here + 2 * w4_tile_bytes + w4_side_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 16;
-          zero = Decode::zero(zeros[g], zeros[g + 8]);
+          zero = Decode::zero(zeros[g], zeros[g + 8], true);
         }
         const uint2 words = *reinterpret_cast<const uint2*>(here + quarter / 2 * w4_tile_bytes + lane * 16 + quarter % 2 * 8);
         tile::FragmentA a[2];
