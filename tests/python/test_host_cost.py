@@ -42,7 +42,9 @@ def decode_attention():
 def w4a16_matmul():
     w = rt.W4Weight.quantize(torch.randn(16, 32), group_size=32)
     x, out = torch.randn(1, 32), torch.empty(1, 16)
-    return lambda: rt.w4a16_matmul(x, w), lambda: _C.w4a16_matmul(x, w._handle, None, None, None, out, False, *[None] * 3)
+    return lambda: rt.w4a16_matmul(x, w), lambda: _C.w4a16_matmul(
+        x, w._handle, None, None, None, out, False, *[None] * 3
+    )
 
 
 @pytest.mark.parametrize("make", [add_rms_norm, decode_attention, w4a16_matmul], ids=lambda f: f.__name__)
