@@ -4,7 +4,7 @@
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, numpy_dtype, ran, torch_of, torch_op
+from rooftile._arrays import compiling, empty, gpu_workspace, numpy_dtype, ran, torch_of, torch_op
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 _GGUF_BLOCK = 32
@@ -303,9 +303,7 @@ def w4a16_matmul(
         n = w.shape[:1] if isinstance(w, W4Weight) else ()
         shape = getattr(x, "shape", ())
         out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
-    handle, workspace = getattr(w, "_handle", w), None
-    if getattr(x, "is_cuda", False):
-        size = _C.w4a16_workspace(x, handle, batch_invariant)
-        workspace = x.new_empty(size // 4, dtype=torch_of(x).float32) if size else None
+    handle = getattr(w, "_handle", w)
+    workspace = gpu_workspace(x, _C.w4a16_workspace, handle, batch_invariant)
     ran(_C.w4a16_matmul(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
     return out
