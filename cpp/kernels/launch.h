@@ -30,11 +30,9 @@ enum class Overlap { none, with_previous };
 // The device of one call: current while this lives, the caller's current device again afterwards.
 class DeviceScope {
  public:
-  DeviceScope(const char* op, const Context& ctx) : op_(op), stream_(static_cast<cudaStream_t>(ctx.stream)) {
-    const int device = ctx.device.index;
-    ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
-    if (device != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));
-    changed_ = device != before_;
+  DeviceScope(const char* op, const Context& ctx)
+      : op_(op), stream_(static_cast<cudaStream_t>(ctx.stream)), device_(ctx.device.index) {
+    const int device = device_;
     int minor = 0;
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device));
     if (major_ < 8) {
@@ -43,6 +41,9 @@ class DeviceScope {
            "; the kernels need 8.0 (Ampere) or newer");
     }
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device));
+    ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
+    if (device != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));   // last: nothing throws once it is changed
+    changed_ = device != before_;
   }
   DeviceScope(const DeviceScope&) = delete;
   ~DeviceScope() {
@@ -50,6 +51,17 @@ class DeviceScope {
   }
 
   int sms() const { return sms_; }
+  // How many blocks with that much shared memory (and what the system adds to each) a multiprocessor holds at once; at
+  // least one is asked for.
+  int blocks_that_fit(std::size_t shared_bytes) const {
+    int of_block = 0, all = 0, reserved = 0;
+    ROOFTILE_CUDA_CHECK(op_, cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_));
+    ROOFTILE_CUDA_CHECK(op_, cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_));
+    ROOFTILE_CUDA_CHECK(op_, cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device_));
+    ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(of_block), op_, ": the kernel needs ", shared_bytes,
+                        " bytes of shared memory in a block, the device has ", of_block);
+    return static_cast<int>(static_cast<std::size_t>(all) / (shared_bytes + static_cast<std::size_t>(reserved)));
+  }
   cudaStream_t stream() const { return stream_; }
   const char* op() const { return op_; }
 
@@ -76,7 +88,7 @@ class DeviceScope {
  private:
   const char* op_;
   cudaStream_t stream_;
-  int before_ = 0, sms_ = 0, major_ = 0;
+  int device_, before_ = 0, sms_ = 0, major_ = 0;
   bool changed_ = false;
 };
 

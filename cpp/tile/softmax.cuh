@@ -35,8 +35,8 @@ struct SoftmaxResult {
 __device__ __forceinline__ SoftmaxResult finish_softmax(float m, float l, float sink) {
   const float top = fmaxf(m, sink);
   if (top == -INFINITY && l == 0.0f) return {0.0f, -INFINITY};
-  const float weight = exp2f(m - top), sum = l * weight + exp2f(sink - top);
-  return {weight / sum, (top + log2f(sum)) * ln_2};
+  const float weight = exp2f(__fsub_rn(m, top)), sum = __fmaf_rn(l, weight, exp2f(__fsub_rn(sink, top)));
+  return {__fdiv_rn(weight, sum), __fmul_rn(__fadd_rn(top, log2f(sum)), ln_2)};
 }
 
 }  // namespace rooftile::tile

@@ -7,58 +7,50 @@
 
 namespace rooftile::tile {
 
-// decode: one word (a lane's codes of one k-step) -> the four fragment registers u - zero, exactly. Registers 0 and 2 are row
-// g of the tile, 1 and 3 row g + 8; zero(low, high, given) holds the zeros of the two rows, 0 to 255; given: they are the
-// weight's own, and not 8 or 0 for all rows.
+// decode: one word (a lane's codes of one k-step) -> the four fragment registers (u - zero) / unit, exactly. Registers 0 and
+// 2 are row g of the tile, 1 and 3 row g + 8. zero(g, g8): the zeros of the two rows, 0 to 255, in one register.
+//
+// A nibble needs no exponent: its bits alone are the subnormal number u * 2^-24 (fp16) or u * 2^-133 (bf16), one place
+// higher 16 times that. One multiply-add with a power of two and -zero / unit does the rest; every value has few enough bits.
 template <class T>
 struct W4Decode;
 
-// fp16: a nibble ored under 0x6400 is 1024 + u, one place higher 1024 + 16 u; an addition or a multiply-add takes the rest
-// off.
 template <>
 struct W4Decode<half> {
-  static constexpr std::uint32_t one = 0x3c003c00;
-  struct Zero {
-    std::uint32_t low, high;   // -(1024 + zero), -(64 + zero), twice
-  };
-  __device__ __forceinline__ static Zero zero(int low, int high, bool) {
-    const std::uint32_t a = __half_as_ushort(__int2half_rn(-1024 - low)), b = __half_as_ushort(__int2half_rn(-64 - high));
-    return {a | a << 16, b | b << 16};
+  static constexpr float unit = 512.0f;
+  static constexpr std::uint32_t one = 0x18001800;   // 1 / unit
+  using Zero = std::uint32_t;                        // -zero / unit
+  __device__ __forceinline__ static Zero zero(std::uint32_t g, std::uint32_t g8) {
+    return mul_f16x2(g | g8 << 16, 0xf800f800);   // -2^15
   }
-  __device__ __forceinline__ static void decode(std::uint32_t word, const Zero& zero, std::uint32_t (&a)[4]) {
-    constexpr std::uint32_t sixteenth = 0x2c002c00;
-    const std::uint32_t upper = word >> 8;
-    a[0] = add_f16x2(mask_or(word, 0x000f000f, 0x64006400), zero.low);
-    a[1] = fma_f16x2(mask_or(word, 0x00f000f0, 0x64006400), sixteenth, zero.high);
-    a[2] = add_f16x2(mask_or(upper, 0x000f000f, 0x64006400), zero.low);
-    a[3] = fma_f16x2(mask_or(upper, 0x00f000f0, 0x64006400), sixteenth, zero.high);
+  __device__ __forceinline__ static void decode(std::uint32_t word, Zero zero, std::uint32_t (&a)[4]) {
+    const std::uint32_t g = __byte_perm(zero, zero, 0x1010), g8 = __byte_perm(zero, zero, 0x3232), upper = word >> 8;
+    a[0] = fma_f16x2(word & 0x000f000f, 0x78007800, g);    // 2^15
+    a[1] = fma_f16x2(word & 0x00f000f0, 0x68006800, g8);   // 2^11
+    a[2] = fma_f16x2(upper & 0x000f000f, 0x78007800, g);
+    a[3] = fma_f16x2(upper & 0x00f000f0, 0x68006800, g8);
   }
 };
 
-// bf16: a nibble in the mantissa of 128 is 128 + u. 128 + zero is exact up to 255: zeros that may be larger come off alone.
-__device__ __forceinline__ std::uint32_t add_bf16x2(std::uint32_t a, std::uint32_t b) {
-  const __nv_bfloat162 sum = __hadd2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
-  return reinterpret_cast<const std::uint32_t&>(sum);
+__device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  const __nv_bfloat162 r = __hfma2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b),
+                                   reinterpret_cast<const __nv_bfloat162&>(c));
+  return reinterpret_cast<const std::uint32_t&>(r);
 }
 template <>
 struct W4Decode<bf16> {
-  static constexpr std::uint32_t one = 0x3f803f80;
-  struct Zero {
-    std::uint32_t low, high;   // -(128 + zero), or -zero if given; twice
-    bool given;
-  };
-  __device__ __forceinline__ static Zero zero(int low, int high, bool given) {
-    const int base = given ? 0 : 128;
-    const std::uint32_t a = __bfloat16_as_ushort(__int2bfloat16_rn(-base - low)), b = __bfloat16_as_ushort(__int2bfloat16_rn(-base - high));
-    return {a | a << 16, b | b << 16, given};
+  static constexpr float unit = 64.0f;
+  static constexpr std::uint32_t one = 0x3c803c80;
+  using Zero = std::uint32_t;
+  __device__ __forceinline__ static Zero zero(std::uint32_t g, std::uint32_t g8) {
+    return fma_bf16x2(g | g8 << 16, 0xff00ff00, 0x80008000);   // -2^127; -0 changes nothing
   }
-  __device__ __forceinline__ static void decode(std::uint32_t word, const Zero& zero, std::uint32_t (&a)[4]) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const std::uint32_t raised = mask_or(word >> (4 * r), 0x000f000f, 0x43004300), off = r % 2 ? zero.high : zero.low;
-      a[r] = add_bf16x2(raised, zero.given ? 0xc300c300 : off);
-      if (zero.given) a[r] = add_bf16x2(a[r], off);
-    }
+  __device__ __forceinline__ static void decode(std::uint32_t word, Zero zero, std::uint32_t (&a)[4]) {
+    const std::uint32_t g = __byte_perm(zero, zero, 0x1010), g8 = __byte_perm(zero, zero, 0x3232), upper = word >> 8;
+    a[0] = fma_bf16x2(word & 0x000f000f, 0x7f007f00, g);    // 2^127
+    a[1] = fma_bf16x2(word & 0x00f000f0, 0x7d007d00, g8);   // 2^123
+    a[2] = fma_bf16x2(upper & 0x000f000f, 0x7f007f00, g);
+    a[3] = fma_bf16x2(upper & 0x00f000f0, 0x7d007d00, g8);
   }
 };
 

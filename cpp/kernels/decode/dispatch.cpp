@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/schedule.h"
@@ -18,20 +21,31 @@ void for_each_variant(const Visit& visit) {
     for (const DecodeVariant& v : variants) visit(v);
 }
 
-const DecodeVariant& find_variant(const DecodeKey& key) {
+// leaves: of all tasks, at most.
+const DecodeVariant& find_variant(const DecodeKey& key, double leaves) {
   const DecodeVariant* found = nullptr;
-  for_each_variant([&](const DecodeVariant& v) { found = v.key == key ? &v : found; });
+  for_each_variant([&](const DecodeVariant& v) {
+    if (v.key == key && v.least_leaves <= leaves && (!found || v.least_leaves > found->least_leaves)) found = &v;
+  });
   if (found) return *found;
   std::string compiled;
-  for_each_variant([&](const DecodeVariant& v) { compiled += (compiled.empty() ? "" : ", ") + text(v.key); });
+  for_each_variant([&](const DecodeVariant& v) {
+    if (v.least_leaves == 0) compiled += (compiled.empty() ? "" : ", ") + text(v.key);
+  });
   fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", compiled);
 }
 
-DecodeKey key_of(const DecodeArgs& a) { return {a.q.dtype, a.cache->format, a.cache->head_dim}; }
+const DecodeVariant& variant_of(const DecodeArgs& a) {
+  const auto capacity = static_cast<int>(std::min<std::int64_t>(a.cache->capacity(), 0x7fffff80));
+  const int leaves_of_row = divide_up(divide_up(capacity, unit_tokens), leaf_units(capacity)) + is_kivi(a.cache->format);
+  const double tasks = static_cast<double>(a.q.shape[0]) * a.cache->kv_heads * std::ceil(static_cast<double>(a.q.shape[1]) *
+                       static_cast<double>(a.q.shape[2] / a.cache->kv_heads) / columns);
+  return find_variant({a.q.dtype, a.cache->format, a.cache->head_dim}, tasks * leaves_of_row);
+}
 
-DecodePlan plan_of(const DecodeArgs& a, const DecodeVariant& v, int sms) {
+DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVariant& v) {
   return plan_decode(a.q.shape[0], a.q.shape[1], a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads),
-                     a.cache->head_dim, sms, v.blocks_per_sm);
+                     a.cache->head_dim, scope.sms(), std::min(v.blocks_per_sm, scope.blocks_that_fit(v.shared_bytes)));
 }
 
 // What the vector loads need; the caches this library makes have it.
@@ -41,13 +55,18 @@ void check_alignment(const KvCacheView& c) {
                         reinterpret_cast<std::uintptr_t>(plane->codes) % 16 == 0 && plane->page_stride % 16 == 0 &&
                             plane->head_stride % 16 == 0 && plane->token_stride % 16 == 0,
                         op, ": cache has ", side, " rows that do not all start at multiples of 16 bytes, which the GPU kernels need");
+  for (const std::byte* ring : {c.ring_k, c.ring_v})
+    ROOFTILE_CHECK_KIND(not_supported, reinterpret_cast<std::uintptr_t>(ring) % 16 == 0, op,
+                        ": cache has a ring that does not start at a multiple of 16 bytes, which the GPU kernels need");
 }
 
-// Work is counted in 32 bits.
+// Work is counted in 32 bits: the units of all tasks, of which a row's last leaf may have one leaf's too many, and as many
+// again as there are blocks.
 void check_size(const DecodeArgs& a) {
   const double columns_all = static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / columns + a.cache->kv_heads;
-  const double units = static_cast<double>(a.q.shape[0]) * columns_all * (static_cast<double>(a.cache->capacity()) / unit_tokens + 2);
-  ROOFTILE_CHECK_KIND(not_supported, units < 0x1p31 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q), " over a cache of capacity ",
+  const double of_task = static_cast<double>(a.cache->capacity()) / unit_tokens * (1 + 1.0 / max_leaves) + 3;
+  const double units = static_cast<double>(a.q.shape[0]) * columns_all * of_task;
+  ROOFTILE_CHECK_KIND(not_supported, units < 0x1.fp30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q), " over a cache of capacity ",
                       a.cache->capacity(), " is more than one call counts (2^31 units of 128 tokens x 8 query columns)");
 }
 
@@ -59,17 +78,18 @@ void load_decode_kernels(const char* op) {
 
 std::size_t decode_workspace(const Context& ctx, const DecodeArgs& a) {
   const DeviceScope scope(op, ctx);
-  return plan_of(a, find_variant(key_of(a)), scope.sms()).workspace_bytes;
+  return plan_of(scope, a, variant_of(a)).workspace_bytes;
 }
 
 KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   const DeviceScope scope(op, ctx);
-  const DecodeVariant& variant = find_variant(key_of(a));
+  const DecodeVariant& variant = variant_of(a);
   check_alignment(*a.cache);
   check_size(a);
-  const DecodePlan plan = plan_of(a, variant, scope.sms());
+  const DecodePlan plan = plan_of(scope, a, variant);
   ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op, ": workspace must have ", plan.workspace_bytes, " bytes, got ",
                  ctx.workspace_bytes);
+  ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op, ": workspace is not aligned to 16 bytes");
   auto* workspace = static_cast<std::byte*>(ctx.workspace);
   DecodeParams p = {};
   p.q = a.q;
@@ -89,11 +109,13 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.row_begin = reinterpret_cast<std::int32_t*>(workspace);
   p.node_o = reinterpret_cast<float*>(workspace + plan.node_o);
   p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
+  p.fold = reinterpret_cast<float*>(workspace + plan.fold);
   p.blocks = plan.blocks;
   if (plan.blocks > 0) variant.launch(scope, p);
   std::string dim = "d";
   dim += std::to_string(a.cache->head_dim);
-  return kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), dim.c_str()});
+  return variant.least_leaves > 0 ? kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), dim.c_str(), "many"})
+                                  : kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), dim.c_str()});
 }
 
 }  // namespace rooftile::gpu

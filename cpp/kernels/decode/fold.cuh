@@ -8,7 +8,7 @@
 
 namespace rooftile::gpu {
 
-// A thread's share of a softmax state: S values of one column.
+// A thread's share of a softmax state: S values of one column, in pieces of four (combine: one value).
 template <int S>
 struct Node {
   float m, l, o[S];
@@ -25,23 +25,25 @@ __device__ __forceinline__ Node<S> merge(const Node<S>& a, const Node<S>& b) {
   return r;
 }
 
-// Left halves that wait for their right ones: at most one a level. Threads that share a column share its (m, l).
+// Left halves that wait for their right ones: at most one a level. Threads that share a column share its (m, l). The last
+// levels are touched once in 16 leaves or less: their values wait in the workspace.
 template <int S, int Threads, int Columns>
 struct FoldMemory {
-  float o[fold_levels][S][Threads];
+  float o[fold_levels - deep_levels][S][Threads];
   float m[fold_levels][Columns], l[fold_levels][Columns];
 };
 
 template <int S, int Threads, int Columns>
 class Fold {
  public:
-  // first: the run's first leaf. thread, column: this thread's place in `memory`.
-  __device__ Fold(FoldMemory<S, Threads, Columns>& memory, int thread, int column, int first)
-      : memory_(memory), thread_(thread), column_(column), first_(first) {}
+  // deep: [deep_levels][S][Threads] floats of the block. first: the run's first leaf. thread, column: this thread's place.
+  __device__ Fold(FoldMemory<S, Threads, Columns>& memory, float* deep, int thread, int column, int first)
+      : memory_(memory), deep_(deep), thread_(thread), column_(column), first_(first) {}
 
-  // The node of leaves [at, at + (1 << level)), the next in order.
+  // The node of leaf `at`, the next in order.
   template <class Emit>
-  __device__ void push(Node<S> node, int at, int level, const Emit& emit) {
+  __device__ void push(Node<S> node, int at, const Emit& emit) {
+    int level = 0;
     while (level + 1 < fold_levels && (at >> level) % 2 == 1 && at - (1 << level) >= first_) {
       node = merge(load(level), node);
       waiting_ &= ~(1u << level);
@@ -56,7 +58,7 @@ class Fold {
     memory_.m[level][column_] = node.m;
     memory_.l[level][column_] = node.l;
 #pragma unroll
-    for (int i = 0; i < S; ++i) memory_.o[level][i][thread_] = node.o[i];
+    for (int i = 0; i < S; ++i) values(level)[i * Threads] = node.o[i];
     waiting_ |= 1u << level;
     __syncwarp();
   }
@@ -88,11 +90,17 @@ class Fold {
     node.m = memory_.m[level][column_];
     node.l = memory_.l[level][column_];
 #pragma unroll
-    for (int i = 0; i < S; ++i) node.o[i] = memory_.o[level][i][thread_];
+    for (int i = 0; i < S; ++i) node.o[i] = values(level)[i * Threads];
     return node;
+  }
+  // This thread's values of a level, Threads apart.
+  __device__ float* values(int level) const {
+    constexpr int near = fold_levels - deep_levels;
+    return (level < near ? memory_.o[level][0] : deep_ + (level - near) * S * Threads) + thread_;
   }
 
   FoldMemory<S, Threads, Columns>& memory_;
+  float* deep_;
   int thread_, column_, first_;
   unsigned waiting_ = 0;
 };

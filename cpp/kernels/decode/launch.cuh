@@ -11,7 +11,8 @@ namespace rooftile::gpu {
 
 template <class Config>
 void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
-  scope.launch(split_kv<Config>, p.blocks, decode_threads, sizeof(DecodeShared<Config>), p);
+  static_assert(sizeof(DecodeShared<Config>) <= 99 * 1024);   // what a block of every supported architecture may have
+  scope.launch(split_kv<Config>, p.blocks, decode_threads, sizeof(DecodeShared<Config>), p, Overlap::with_previous);
   const std::int64_t used = std::min<std::int64_t>(columns, std::int64_t{p.q_per_kv} * p.tokens);
   scope.launch(combine<typename Config::T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used,
                Config::head_dim, 0, p, Overlap::with_previous);
@@ -23,10 +24,25 @@ void load_decode(const char* op) {
   load_kernel(op, combine<typename Config::T, Config::head_dim>);
 }
 
+// What a variant is made of. `stages` tiles of a warp on the way, `blocks` a multiprocessor.
+template <class Element, KvFormat F, int D, int Stages, int Blocks, int LeastLeaves = 0>
+struct DecodeConfig {
+  using T = Element;
+  static constexpr KvFormat format = F;
+  static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks, least_leaves = LeastLeaves;
+};
+
 template <class Config>
 constexpr DecodeVariant decode_variant() {
-  return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim},
-          Config::blocks_per_sm, launch_decode<Config>, load_decode<Config>};
+  return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim}, Config::least_leaves,
+          Config::blocks_per_sm, sizeof(DecodeShared<Config>), launch_decode<Config>, load_decode<Config>};
+}
+
+// The table of one file.
+template <class... Configs>
+std::span<const DecodeVariant> decode_variants() {
+  static constexpr DecodeVariant table[] = {decode_variant<Configs>()...};
+  return table;
 }
 
 }  // namespace rooftile::gpu

@@ -16,7 +16,8 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   std::int64_t window;
   // Workspace.
   float* node_o;                       // [blocks, slots_per_block, columns, D]
-  float* node_ml;                      // [blocks, slots_per_block, columns]
+  float* node_ml;                      // [blocks, slots_per_block, columns, 2]; l below 0: the row is left alone
+  float* fold;                         // [blocks, deep_levels, columns, D]: left halves that wait long
   std::int32_t* row_begin;             // [B + 1]: first unit of every batch entry, then the total
   int blocks;
 };

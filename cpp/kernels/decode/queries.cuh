@@ -4,18 +4,23 @@
 
 #include "kernels/decode/params.h"
 #include "kernels/decode/schedule.h"
+#include "tile/copy.cuh"
 #include "tile/mma.cuh"
 #include "tile/softmax.cuh"
 
 namespace rooftile::gpu {
 
-__device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, int b) {
+__device__ __forceinline__ int first_bit(unsigned x) { return __ffs(static_cast<int>(x)) - 1; }
+
+// read: how an int32 is loaded.
+template <class Read>
+__device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, int b, const Read& read) {
   const KvCacheView& c = p.cache;
-  const int row = p.rows ? p.rows[b] : b;
+  const int row = p.rows ? read(p.rows + b) : b;
   const bool inside = row >= 0 && row < c.max_rows;
-  return row_work(c.format, c.capacity(), row, c.max_rows, inside ? c.lengths[row] : 0,
-                  p.counts ? p.counts[b] : p.tokens, p.tokens,
-                  inside && c.raw_from ? c.raw_from[row] : 0, p.window);
+  return row_work(c.format, c.capacity(), row, c.max_rows, inside ? read(c.lengths + row) : 0,
+                  p.counts ? read(p.counts + b) : p.tokens, p.tokens,
+                  inside && c.raw_from ? read(c.raw_from + row) : 0, p.window);
 }
 
 // One task: 8 columns of a (batch entry, KV head). Column c of the head is query c / q_per_kv of head c % q_per_kv.
@@ -27,21 +32,20 @@ struct Column {
   int position;        // of the query in its row; below 0 where it sees nothing
 };
 __device__ __forceinline__ Column column_of(const DecodeParams& p, const Task& task, const RowWork& w, int column) {
-  const unsigned c = task.pass * columns + column, per_kv = p.q_per_kv;
-  const int token = static_cast<int>(c / per_kv);
+  const int c = task.pass * columns + column, token = p.tokens == 1 ? c >= p.q_per_kv : divide(c, p.q_per_kv);
   if (token >= p.tokens) return {-1, 0, -1};
-  return {token, task.kv_head * p.q_per_kv + static_cast<int>(c % per_kv), token < w.count ? w.length - w.count + token : -1};
+  return {token, task.kv_head * p.q_per_kv + c - token * p.q_per_kv, token < w.count ? w.length - w.count + token : -1};
 }
 
 // The tokens that the two columns of a lane see, and bounds for the whole task: [outer_begin, outer_end) holds all that
 // any column sees, [inner_begin, inner_end) is seen by all of them. Padding columns see everything; nobody reads them.
 struct Visible {
-  int begin[2], end[2];
+  int begin[2], end[2], query[2];   // query: the new token that a column belongs to, -1 for padding
   int outer_begin, outer_end, inner_begin, inner_end;
 };
 // raw: the part of a kivi row that is read raw, else the part that lies in pages.
 __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& task, const RowWork& w, int lane, bool raw) {
-  Visible v{{0, 0}, {0, 0}, 0x7fffffff, 0, 0, 0x7fffffff};
+  Visible v{{0, 0}, {0, 0}, {-1, -1}, 0x7fffffff, 0, 0, 0x7fffffff};
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const Column c = column_of(p, task, w, lane % 4 * 2 + j);
@@ -49,6 +53,7 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
       v.end[j] = 0x7fffffff;
       continue;
     }
+    v.query[j] = c.token;
     const int first = p.window > 0 && c.position >= p.window ? c.position + 1 - static_cast<int>(p.window) : 0;
     int begin = first, end = c.position + 1;
     if (is_kivi(p.cache.format)) {
@@ -76,47 +81,50 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
   return v;
 }
 
-// N neighbouring query elements from d0 on; zeros for padding. Any strides.
-template <class T, int N>
-__device__ __forceinline__ void load_query(const DecodeParams& p, const Task& task, const Column& c, int d0, T (&x)[N]) {
+// [tokens or columns][D] 16-bit elements in shared memory, 16-byte pieces of a row exchanged by the row's low bits: no bank
+// conflicts. Where element d of a row lies.
+template <int D>
+__device__ __forceinline__ int swizzled(int row, int d) {
+  return row * D + ((d / 8) ^ (row & 7)) * 8 + d % 8;
+}
+
+// Starts the copies of the 8 query columns of a task, rows of `to`; zeros for padding. Any strides. A warp's work.
+template <class T, int D>
+__device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const Task& task, const RowWork& w, int lane, T* to) {
   const TensorView& q = p.q;
-  const T* from = static_cast<const T*>(q.data) + task.b * q.stride[0] + c.token * q.stride[1] + c.head * q.stride[2] + d0 * q.stride[3];
-  constexpr int bytes = N * sizeof(T) < 16 ? N * sizeof(T) : 16;
-  struct alignas(bytes) Piece {
-    T x[bytes / sizeof(T)];
-  };
-  if (c.token < 0) {
 #pragma unroll
-    for (T& e : x) e = T(0.0f);
-  } else if (q.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(from) % bytes == 0) {
+  for (int i = 0; i < D / 32; ++i) {
+    const int piece = i * 32 + lane, column = piece / (D / 8), d0 = piece % (D / 8) * 8;
+    const Column c = column_of(p, task, w, column);
+    const bool real = c.token >= 0;
+    const T* from = static_cast<const T*>(q.data) + (real ? task.b * q.stride[0] + c.token * q.stride[1] + c.head * q.stride[2] + d0 * q.stride[3] : 0);
+    T* at = to + swizzled<D>(column, d0);
+    if (q.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
+                                                                   *reinterpret_cast<cute::uint128_t*>(at), real);
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; i += bytes / sizeof(T)) {
-      const Piece piece = *reinterpret_cast<const Piece*>(from + i);
-#pragma unroll
-      for (int j = 0; j < static_cast<int>(bytes / sizeof(T)); ++j) x[i + j] = piece.x[j];
+      for (int j = 0; j < 8; ++j) at[j] = real ? from[j * q.stride[3]] : T(0.0f);
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = from[i * q.stride[3]];
   }
 }
 
-// The same columns as operands B of the products with 16-bit keys: fragment k covers head_dim 16 k .. 16 k + 15.
+// The same columns, arrived, as operands B of the products with 16-bit keys: fragment k covers head_dim 16 k .. 16 k + 15.
 template <class T, int D>
-__device__ __forceinline__ void load_query_fragments(const DecodeParams& p, const Task& task, const RowWork& w, int lane,
-                                                     tile::FragmentB (&q)[D / 16]) {
-  const Column c = column_of(p, task, w, lane / 4);
+__device__ __forceinline__ void load_query_fragments(const T* columns_at, int lane, tile::FragmentB (&q)[D / 16]) {
 #pragma unroll
-  for (int k = 0; k < D / 16; ++k)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      T x[2];
-      load_query<T>(p, task, c, 16 * k + 8 * half + lane % 4 * 2, x);
-      q[k].r[half] = tile::pack<T>(tile::to_float(x[0]), tile::to_float(x[1]));
-    }
+  for (int k = 0; k < D / 16; k += 2) {
+    const tile::FragmentA four = tile::load_8x8x4(columns_at + swizzled<D>(lane % 8, 16 * k + lane / 8 * 8));
+    q[k] = {{four.r[0], four.r[1]}};
+    q[k + 1] = {{four.r[2], four.r[3]}};
+  }
 }
 
-// Writes S values from d0 on of a column's finished row; `first`: this thread writes the log-sum-exp too.
+// Where the values of one of a block's 128 threads lie: piece j of four at d0 + 64 j.
+inline constexpr int value_pieces_apart = 64;
+
+// Writes S values of a column's finished row, one at d0 or pieces of four from there on; `first`: this thread writes the
+// log-sum-exp too.
 template <class T, int S>
 __device__ __forceinline__ void write_result(const DecodeParams& p, const Task& task, const RowWork& w, int column, int d0,
                                              bool first, float m, float l, const float (&o)[S]) {
@@ -130,17 +138,22 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Task& 
   const bool real = c.token < w.count;
   const tile::SoftmaxResult r = real ? tile::finish_softmax(m, l, sink) : tile::SoftmaxResult{0.0f, -INFINITY};
   T* to = p.out.as<T>() + task.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
-  alignas(S * sizeof(T)) T values[S];
-#pragma unroll
-  for (int i = 0; i < S; ++i) values[i] = tile::from_float<T>(real && l != 0.0f ? o[i] * r.factor : 0.0f);
-  struct alignas(S * sizeof(T)) Piece {
-    T x[S];
+  constexpr int N = S < 4 ? S : 4;
+  struct alignas(N * sizeof(T)) Piece {
+    T x[N];
   };
-  if (p.out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(to) % sizeof(Piece) == 0) {
-    *reinterpret_cast<Piece*>(to + d0) = *reinterpret_cast<const Piece*>(values);
-  } else {
 #pragma unroll
-    for (int i = 0; i < S; ++i) to[(d0 + i) * p.out.stride[3]] = values[i];
+  for (int j = 0; j < S / N; ++j) {
+    const int d = d0 + j * value_pieces_apart;
+    Piece values;
+#pragma unroll
+    for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(real && l != 0.0f ? __fmul_rn(o[j * N + i], r.factor) : 0.0f);
+    if (p.out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(to) % sizeof(Piece) == 0) {
+      *reinterpret_cast<Piece*>(to + d) = values;
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[(d + i) * p.out.stride[3]] = values.x[i];
+    }
   }
   if (first && p.lse.given())
     p.lse.as<float>()[task.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2]] = r.lse;

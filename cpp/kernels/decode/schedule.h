@@ -13,7 +13,8 @@
 // one after another, batch entries outermost, each leaf taking as many units as it has. Every block owns the leaves that
 // start in its share of the units, and all shares but the last are equal.
 //
-// Units are counted in 32 bits (plan.cpp refuses what would not fit): this arithmetic is the fixed cost of a short call.
+// Units are counted in 32 bits (dispatch.cpp refuses what would not fit): this arithmetic is the fixed cost of a short
+// call, and so are divisions, some 25 instructions that wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +27,28 @@ namespace rooftile::gpu {
 inline constexpr int unit_tokens = 128;   // four warps, a tile of 32 tokens each
 inline constexpr int max_leaves = 64;     // without the raw one
 inline constexpr int fold_levels = 7;     // 65 leaves: levels 0 to 6
+inline constexpr int deep_levels = 3;     // the last of them: what waits there waits in the workspace, not in shared memory
 inline constexpr int columns = 8;         // query heads (times new tokens) of one pass: the N of one mma
 // Nodes a block may have to store: of a run that ends or crosses a task it did not start (canonical, both ends ragged),
 // and of a run that starts a task it does not end (ragged on the right only).
 inline constexpr int slots_inside = 12, slots_start = 7, slots_per_block = slots_inside + slots_start;
 
-// Units of one leaf, from how many tokens the row shows.
+// a / b, neither negative; most often by 1.
+ROOFTILE_HD constexpr int divide(int a, int b) {
+  return b == 1 ? a : static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
+}
+ROOFTILE_HD constexpr int divide_up(int a, int b) {
+  return b == 1 ? a : static_cast<int>((static_cast<unsigned>(a) + static_cast<unsigned>(b) - 1) / static_cast<unsigned>(b));
+}
+
+// Units of one leaf, from how many tokens the row shows: few leaves, as each ends with a merge that costs about as much as
+// its tokens, but enough of them for one row of eight KV heads to fill a device.
 ROOFTILE_HD constexpr int leaf_units(int tokens) {
+  if (tokens <= 16 * unit_tokens) return 1;
+  if (tokens <= max_leaves * unit_tokens) return 2;
   constexpr unsigned most = max_leaves * unit_tokens;
-  return tokens <= static_cast<int>(most) ? 1 : static_cast<int>((static_cast<unsigned>(tokens) + most - 1) / most);
+  const unsigned least = (static_cast<unsigned>(tokens) + most - 1) / most;
+  return least > 4 ? static_cast<int>(least) : 4;
 }
 
 // What one batch entry has to do.
@@ -54,7 +68,7 @@ struct RowWork {
   ROOFTILE_HD int leaf_from(int unit) const {
     if (unit <= 0) return 0;
     const int paged = leaves * units;
-    return unit > paged ? all_leaves() : static_cast<int>(static_cast<unsigned>(unit + units - 1) / static_cast<unsigned>(units));
+    return unit > paged ? all_leaves() : divide_up(unit, units);
   }
 };
 
@@ -83,18 +97,16 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int 
   }
   if (w.end <= w.begin) return w;
   w.units = leaf_units(w.end - w.begin);
-  const unsigned leaf = static_cast<unsigned>(w.units) * unit_tokens;
-  w.leaves = static_cast<int>((static_cast<unsigned>(w.end - w.begin) + leaf - 1) / leaf);
+  w.leaves = divide_up(divide_up(w.end - w.begin, unit_tokens), w.units);
   return w;
 }
 
 // The units of all tasks over the blocks.
 struct Split {
   int total, each;
-  ROOFTILE_HD Split(int total, int blocks)
-      : total(total), each(static_cast<int>((static_cast<unsigned>(total) + static_cast<unsigned>(blocks) - 1) / static_cast<unsigned>(blocks))) {}
+  ROOFTILE_HD Split(int total, int blocks) : total(total), each(divide_up(total, blocks)) {}
   ROOFTILE_HD int begin(int block) const { return block * each < total ? block * each : total; }
-  ROOFTILE_HD int owner(int unit) const { return static_cast<int>(static_cast<unsigned>(unit) / static_cast<unsigned>(each)); }
+  ROOFTILE_HD int owner(int unit) const { return divide(unit, each); }
 };
 
 // Level of the node that starts the canonical decomposition of leaves [at, end), at < end: as large as `at` is round and

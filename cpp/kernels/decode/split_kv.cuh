@@ -39,6 +39,11 @@ struct DecodeShared {
   alignas(16) float o[decode_warps][columns][D + 4];       // the warps' states at the end of a leaf; padded against conflicts
   float m[decode_warps][columns], l[decode_warps][columns];
   FoldMemory<S, decode_threads, columns> fold;
+  int bad_segment;                                         // the last one that met a page that is none
+
+  // A warp's memory in other uses: query columns before its next state is written, a raw tile when the ring is done.
+  __device__ typename Config::T* queries(int warp) { return reinterpret_cast<typename Config::T*>(&o[warp][0][0]); }
+  __device__ ElementStage<typename Config::T, D>& raw(int warp) { return *reinterpret_cast<ElementStage<typename Config::T, D>*>(&ring[warp][0]); }
 };
 
 // Where this block starts: its units, and the batch entry that holds the first.
@@ -57,6 +62,8 @@ __device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
   return x;
 }
 
+__device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
+
 // Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also leaves their prefix sums for
 // the combine, and reports faults.
 __device__ inline BlockRange find_range(const DecodeParams& p) {
@@ -64,8 +71,8 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
   const bool reports = blockIdx.x == 0 && threadIdx.x < 32;
   const auto units_of = [&](int b) {
     if (b >= p.batch) return 0;
-    const RowWork w = row_work_of(p, b);
-    if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * w.row;
+    const RowWork w = row_work_of(p, b, read);
+    if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
     return w.task_units() * tasks;
   };
   const int first_units = units_of(lane);
@@ -80,7 +87,7 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
     if (reports && first + lane < p.batch) p.row_begin[first + lane] = end - units;
     const unsigned holds = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
     if (holds) {
-      const int owner = __ffs(holds) - 1;
+      const int owner = first_bit(holds);
       r.entry = first + owner;
       r.entry_base = __shfl_sync(0xffffffffu, end - units, owner);
     }
@@ -88,14 +95,6 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
   }
   if (reports && lane == 0) p.row_begin[p.batch] = split.total;
   return r;
-}
-
-// A page that the table must not name counts as page 0, and is reported.
-__device__ __forceinline__ std::int64_t checked_page(const KvCacheView& c, int row, int token) {
-  const std::int64_t page = kv_page(c, row, token);
-  if (page >= 0 && page < c.pages) return page;
-  *c.fault = static_cast<int>(KvFault::page) + 16 * row;
-  return 0;
 }
 
 template <class Config>
@@ -109,23 +108,27 @@ class SplitKv {
 
  public:
   __device__ SplitKv(const DecodeParams& p, DecodeShared<Config>& shared)
-      : p(p), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
+      : p(p), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32), page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
     const BlockRange range = find_range(p);
     if (range.begin >= range.end) return;
+    if (threadIdx.x == 0) shared.bad_segment = 0;
+    __syncthreads();   // before any warp finds one
     const int tasks = p.cache.kv_heads * p.passes;
     int base = range.entry_base;
     for (int b = range.entry; b < p.batch && base < range.end; ++b) {
-      const RowWork w = row_work_of(p, b);
+      const RowWork w = row_work_of(p, b, read);
       const int units = w.task_units();
       if (units == 0) continue;
-      const int first_task = range.begin > base ? static_cast<int>(static_cast<unsigned>(range.begin - base) / static_cast<unsigned>(units)) : 0;
-      for (int task = first_task; task < tasks; ++task) {
+      for (int task = range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
         const int task_base = base + task * units;
         if (task_base >= range.end) return;
         const int first = w.leaf_from(range.begin - task_base), last = min(w.all_leaves(), w.leaf_from(range.end - task_base));
-        if (first < last) segment({b, task / p.passes, task % p.passes}, w, first, last);
+        if (first < last) {
+          const int kv_head = divide(task, p.passes);
+          segment({b, kv_head, task - kv_head * p.passes}, w, first, last);
+        }
       }
       base += units * tasks;
     }
@@ -134,29 +137,31 @@ class SplitKv {
  private:
   // Leaves [first, last) of one task.
   __device__ void segment(const Task& task, const RowWork& w, int first, int last) {
-    const int column = threadIdx.x / 16, d0 = threadIdx.x % 16 * S;
-    Fold<S, decode_threads, columns> fold(shared.fold, threadIdx.x, column, first);
+    const int column = threadIdx.x / 16, d0 = threadIdx.x % 16 * 4;
+    ++this_segment;
+    if (w.raw && last == w.all_leaves()) prefetch_raw(task, w);
+    Fold<S, decode_threads, columns> fold(shared.fold, p.fold + std::int64_t{blockIdx.x} * deep_levels * columns * D, threadIdx.x, column, first);
     int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
     const auto emit = [&](const Node<S>& node) {
       const std::int64_t at = std::int64_t{slot++} * columns + column;
 #pragma unroll
       for (int i = 0; i < S; i += 4)
-        *reinterpret_cast<float4*>(p.node_o + at * D + d0 + i) = make_float4(node.o[i], node.o[i + 1], node.o[i + 2], node.o[i + 3]);
-      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, node.l);
+        *reinterpret_cast<float4*>(p.node_o + at * D + d0 + i / 4 * value_pieces_apart) = make_float4(node.o[i], node.o[i + 1], node.o[i + 2], node.o[i + 3]);
+      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, shared.bad_segment == this_segment ? -1.0f : node.l);
     };
     state.reset();
-    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { fold.push(merge_warps(column, d0), leaf, 0, emit); });
+    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { fold.push(merge_warps(column, d0), leaf, emit); });
     if constexpr (is_kivi(format))
       if (w.raw && last == w.all_leaves()) {
         raw_leaf(task, w);
-        fold.push(merge_warps(column, d0), w.leaves, 0, emit);
+        fold.push(merge_warps(column, d0), w.leaves, emit);
       }
     if (first > 0 || last < w.all_leaves()) {
       fold.flush(emit);
       return;
     }
     const Node<S> result = fold.finish();
-    write_result<T>(p, task, w, column, d0, d0 == 0, result.m, result.l, result.o);
+    if (shared.bad_segment != this_segment) write_result<T>(p, task, w, column, d0, d0 == 0, result.m, result.l, result.o);
   }
 
   // The four warps' states become one node, and are reset.
@@ -195,7 +200,13 @@ class SplitKv {
       const float weight = exp2f(shared.m[w][column] - base);
       node.l = __fmaf_rn(shared.l[w][column], weight, node.l);
 #pragma unroll
-      for (int i = 0; i < S; ++i) node.o[i] = __fmaf_rn(shared.o[w][column][d0 + i], weight, node.o[i]);
+      for (int i = 0; i < S; i += 4) {
+        const float4 o = *reinterpret_cast<const float4*>(&shared.o[w][column][d0 + i / 4 * value_pieces_apart]);
+        node.o[i] = __fmaf_rn(o.x, weight, node.o[i]);
+        node.o[i + 1] = __fmaf_rn(o.y, weight, node.o[i + 1]);
+        node.o[i + 2] = __fmaf_rn(o.z, weight, node.o[i + 2]);
+        node.o[i + 3] = __fmaf_rn(o.w, weight, node.o[i + 3]);
+      }
     }
     __syncthreads();   // the states may be overwritten
     return node;
@@ -204,34 +215,50 @@ class SplitKv {
   template <class LeafEnd>
   __device__ void paged_leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
     if (first >= last) return;
+    copy_queries_async<T, D>(p, task, w, lane, shared.queries(warp));
+    cute::cp_async_fence();
     const Visible see = visible(p, task, w, lane, false);
-    const int steps = w.units * tiles_per_unit;   // of one warp in one leaf
-    if constexpr (elements) element_tiles(task, w, see, first * steps, last * steps, steps, leaf_end);
-    else code_tiles(task, w, see, first * steps, last * steps, steps, leaf_end);
+    if constexpr (elements) element_tiles(task, w, see, first, last, leaf_end);
+    else code_tiles(task, w, see, first, last, leaf_end);
+  }
+
+  // The page that holds `token`; -1 for one that the table must not name: reported, and the row is left alone.
+  __device__ std::int64_t page_of(const RowWork& w, int token) const {
+    const std::int64_t page = kv_page_at(p.cache, w.row, token >> page_shift);
+    if (page >= 0 && page < p.cache.pages) return page;
+    *p.cache.fault = static_cast<int>(KvFault::page) + 16 * w.row;
+    shared.bad_segment = this_segment;
+    return -1;
   }
 
   // First token of this warp's tile k, counted from the row's first leaf.
   __device__ int token_of(const RowWork& w, int k) const { return w.begin + (k * decode_warps + warp) * tile_tokens; }
 
-  // Tiles k .. k_end - 1 of this warp: issue(stage, token) starts a tile's copies, `stages - 1` tiles ahead of
-  // compute(stage, token); both are left out for tiles behind the row's end. prepare() runs behind the first copies.
+  // This warp's tiles of leaves [first, last): issue(stage, token) starts a tile's copies, `stages - 1` tiles ahead of
+  // compute(stage, token); both are left out for tiles behind the row's end. prepare() runs when the queries have come.
   template <class Issue, class Prepare, class Compute, class LeafEnd>
-  __device__ void pipeline(const RowWork& w, int k, int k_end, int steps, const Issue& issue, const Prepare& prepare,
+  __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Prepare& prepare,
                            const Compute& compute, const LeafEnd& leaf_end) {
+    const int steps = w.units * tiles_per_unit, k_end = last * steps;   // of one leaf
+    int k = first * steps;
     const auto start = [&](int step) {   // always one group of copies, maybe empty
       if (step < k_end && token_of(w, step) < w.end) issue(shared.ring[warp][step % Config::stages], token_of(w, step));
       cute::cp_async_fence();
     };
 #pragma unroll
     for (int i = 0; i < Config::stages - 1; ++i) start(k + i);
+    cute::cp_async_wait<Config::stages - 1>();
+    __syncwarp();   // the queries have come, from all lanes
     prepare();
-    for (; k < k_end; ++k) {
-      __syncwarp();   // every lane has read the stage that is filled next
-      start(k + Config::stages - 1);
-      cute::cp_async_wait<Config::stages - 1>();
-      __syncwarp();   // this tile has come, from all lanes
-      if (token_of(w, k) < w.end) compute(shared.ring[warp][k % Config::stages], token_of(w, k));
-      if ((k + 1) % steps == 0) leaf_end(k / steps);
+    for (int leaf = first; leaf < last; ++leaf) {
+      for (int i = 0; i < steps; ++i, ++k) {
+        __syncwarp();   // every lane has read the stage that is filled next
+        start(k + Config::stages - 1);
+        cute::cp_async_wait<Config::stages - 1>();
+        __syncwarp();   // this tile has come, from all lanes
+        if (token_of(w, k) < w.end) compute(shared.ring[warp][k % Config::stages], token_of(w, k));
+      }
+      leaf_end(leaf);
     }
     cute::cp_async_wait<0>();
   }
@@ -240,21 +267,22 @@ class SplitKv {
   __device__ float factor_of(float unit) const { return unit * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e); }
 
   template <class LeafEnd>
-  __device__ void element_tiles(const Task& task, const RowWork& w, const Visible& see, int k, int k_end, int steps, const LeafEnd& leaf_end) {
+  __device__ void element_tiles(const Task& task, const RowWork& w, const Visible& see, int first, int last, const LeafEnd& leaf_end) {
     const KvCacheView& c = p.cache;
     tile::FragmentB q[D / 16];
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
     const std::int64_t k_head = task.kv_head * c.k.head_stride, v_head = task.kv_head * c.v.head_stride;
-    pipeline(w, k, k_end, steps,
+    pipeline(w, first, last,
         [&](ElementStage<T, D>& stage, int token) {
-          const std::int64_t page = checked_page(c, w.row, token), slot = token & (c.page_size - 1);
+          const std::int64_t page = page_of(w, token), slot = token & (c.page_size - 1);
+          if (page < 0) return;
           const std::byte* k_rows = c.k.codes + page * c.k.page_stride + k_head + slot * c.k.token_stride;
           const std::byte* v_rows = c.v.codes + page * c.v.page_stride + v_head + slot * c.v.token_stride;
           const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
           copy_rows_async<T, D>(stage.k, lane, [&](int i) { return k_rows + i * c.k.token_stride; }, wanted);
           copy_rows_async<T, D>(stage.v, lane, [&](int i) { return v_rows + i * c.v.token_stride; }, wanted);
         },
-        [&] { load_query_fragments<T, D>(p, task, w, lane, q); },
+        [&] { load_query_fragments<T, D>(shared.queries(warp), lane, q); },
         [&](const ElementStage<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); }, leaf_end);
   }
 
@@ -265,25 +293,27 @@ class SplitKv {
     scores_to_logits(s, factor, p.softcap);
     mask(s, see, token, lane);
     online_softmax(s, state);
-    values16<T, D>(state, s, v, lane);
+    if (p.tokens == 1 || all_seen(see, token, 16)) values16<T, D>(state, s, v, lane);
+    else values16_apart<T, D>(state, s, v, see, token, lane);
   }
 
   template <class LeafEnd>
-  __device__ void code_tiles(const Task& task, const RowWork& w, const Visible& see, int k, int k_end, int steps, const LeafEnd& leaf_end) {
+  __device__ void code_tiles(const Task& task, const RowWork& w, const Visible& see, int first, int last, const LeafEnd& leaf_end) {
     using Stage = CodeStage<format, D>;
     const KvCacheView& c = p.cache;
     CodeQueries<format, D> q;
     float factor[2];
     const std::int64_t head = task.kv_head * c.k.head_stride;
-    pipeline(w, k, k_end, steps,
+    pipeline(w, first, last,
         [&](Stage& stage, int token) {
-          const std::int64_t first = checked_page(c, w.row, token) * c.k.page_stride + head;
+          const std::int64_t page = page_of(w, token);
           const bool crosses = c.page_size == 16 && token + 16 < w.end;
-          stage.copy_async(c, first, crosses ? checked_page(c, w.row, token + 16) * c.k.page_stride + head : first,
-                           token & (c.page_size - 1), lane);
+          const std::int64_t second = crosses ? page_of(w, token + 16) : page;
+          if (page < 0 || second < 0) return;
+          stage.copy_async(c, page * c.k.page_stride + head, second * c.k.page_stride + head, token & (c.page_size - 1), lane);
         },
         [&] {
-          q.template load<T>(p, task, w, lane);
+          q.template load<T>(shared.queries(warp), lane);
           factor[0] = factor_of(q.unit[0]);
           factor[1] = factor_of(q.unit[1]);
         },
@@ -293,53 +323,58 @@ class SplitKv {
           scores_to_logits(s, factor, p.softcap);
           mask(s, see, token, lane);
           online_softmax(s, state);
-          code_values<T, format, D>(state, s, stage, lane, token + lane >= see.outer_begin && token + lane < see.outer_end);
+          code_values<T, format, D>(state, s, stage, see, token, lane);
         },
         leaf_end);
   }
 
-  // The raw tokens of a kivi row: at most 64, one tile a warp, through the warp's part of shared.o.
+  // The raw tokens of a kivi row: at most 64, one tile a warp. First of the warp's tile, and where its rows begin in the ring.
+  __device__ int raw_token(const RowWork& w) const { return (max(w.length - w.count, 0) & ~(kv_group - 1)) + 16 * warp; }
+  __device__ std::int64_t raw_offset(const Task& task, const RowWork& w) const {
+    const KvCacheView& c = p.cache;
+    return ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + raw_token(w) % c.ring_size) * (D * sizeof(T));
+  }
+  __device__ void prefetch_raw(const Task& task, const RowWork& w) const {
+    const std::int64_t from = raw_offset(task, w) + lane * (16 * D * sizeof(T) / 32);
+    if (raw_token(w) >= w.length) return;
+    tile::prefetch(p.cache.ring_k + from);
+    tile::prefetch(p.cache.ring_v + from);
+  }
   __device__ void raw_leaf(const Task& task, const RowWork& w) {
     const KvCacheView& c = p.cache;
-    const Visible see = visible(p, task, w, lane, true);
-    const int token = (max(w.length - w.count, 0) & ~(kv_group - 1)) + 16 * warp;
+    const int token = raw_token(w);
     if (token >= w.length) return;
-    static_assert(sizeof(shared.o[0]) >= 16 * D * sizeof(T));
-    T* rows = reinterpret_cast<T*>(&shared.o[warp][0][0]);
-    tile::FragmentB q[D / 16];
-    load_query_fragments<T, D>(p, task, w, lane, q);
-    const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
-    const std::int64_t row_bytes = D * sizeof(T);
-    const std::int64_t from = ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + token % c.ring_size) * row_bytes;
+    const Visible see = visible(p, task, w, lane, true);
+    static_assert(sizeof(shared.ring[0]) >= sizeof(ElementStage<T, D>) && sizeof(shared.o[0]) >= columns * D * sizeof(T));
+    ElementStage<T, D>& raw = shared.raw(warp);
+    const std::int64_t from = raw_offset(task, w), row_bytes = D * sizeof(T);
     const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
-    const auto copy = [&](const std::byte* ring) {
-      __syncwarp();   // what was there has been read
-      copy_rows_async<T, D>(rows, lane, [&](int i) { return ring + from + i * row_bytes; }, wanted);
-      cute::cp_async_fence();
-      cute::cp_async_wait<0>();
-      __syncwarp();
-    };
-    float s[1][4];
-    copy(c.ring_k);
-    scores16<T, D>(s, rows, q, lane);
-    scores_to_logits(s, factor, p.softcap);
-    mask(s, see, token, lane);
-    online_softmax(s, state);
-    copy(c.ring_v);
-    values16<T, D>(state, s, rows, lane);
+    __syncwarp();   // what was there has been read
+    copy_queries_async<T, D>(p, task, w, lane, shared.queries(warp));
+    copy_rows_async<T, D>(raw.k, lane, [&](int i) { return c.ring_k + from + i * row_bytes; }, wanted);
+    copy_rows_async<T, D>(raw.v, lane, [&](int i) { return c.ring_v + from + i * row_bytes; }, wanted);
+    cute::cp_async_fence();
+    cute::cp_async_wait<0>();
+    __syncwarp();   // all of it has come
+    tile::FragmentB q[D / 16];
+    load_query_fragments<T, D>(shared.queries(warp), lane, q);
+    const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
+    element_tile(raw.k, raw.v, q, factor, see, token);
     __syncwarp();
   }
 
   const DecodeParams& p;
   DecodeShared<Config>& shared;
-  const int lane, warp;
+  const int lane, warp, page_shift;
+  int this_segment = 0;
   WarpState<D> state;
 };
 
 template <class Config>
 __global__ __launch_bounds__(decode_threads, Config::blocks_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
-  tile::let_next_kernel_start();
+  tile::wait_for_previous_kernel();
+  tile::let_next_kernel_start();   // behind the wait: the combine counts on what this kernel found
   SplitKv<Config>(p, *reinterpret_cast<DecodeShared<Config>*>(bytes)).run();
 }
 

@@ -58,10 +58,14 @@ __device__ __forceinline__ void scores_to_logits(float (&s)[M][4], const float (
       for (int i = 0; i < 4; ++i) tile[i] = softcap * tile::log2_e * tanhf(tile[i]);
 }
 
+// Whether all columns see all of `tokens` tokens from `token` on.
+__device__ __forceinline__ bool all_seen(const Visible& v, int token, int tokens) {
+  return token >= v.inner_begin && token + tokens <= v.inner_end;
+}
 // token: of row 0 of the tile. M row blocks of 16.
 template <int M>
 __device__ __forceinline__ void mask(float (&s)[M][4], const Visible& v, int token, int lane) {
-  if (token >= v.inner_begin && token + 16 * M <= v.inner_end) return;
+  if (all_seen(v, token, 16 * M)) return;
 #pragma unroll
   for (int mt = 0; mt < M; ++mt)
 #pragma unroll
@@ -108,12 +112,6 @@ __device__ __forceinline__ tile::FragmentB weights_fragment(const float (&s)[4])
 
 // ---- 16-bit keys and values, 16 tokens, from shared memory ----
 
-// [16 tokens][D] in shared memory, 16-byte pieces of a row exchanged by the token's low bits: no bank conflicts.
-template <int D>
-__device__ __forceinline__ int swizzled(int token, int d) {
-  return token * D + ((d / 8) ^ (token & 7)) * 8 + d % 8;
-}
-
 // Copies rows first .. first + 15 of a tile; a row that `wanted` denies becomes 0 and is not read.
 template <class T, int D, class Row, class Wanted>
 __device__ __forceinline__ void copy_rows_async(T* to, int lane, const Row& row, const Wanted& wanted) {
@@ -137,13 +135,51 @@ __device__ __forceinline__ void scores16(float (&s)[1][4], const T* k, const til
     tile::mma<T>(s[0], tile::load_8x8x4(k + swizzled<D>(lane % 16, 16 * ks + lane / 16 * 8)), q[ks]);
 }
 
+// V^T of 16 tokens x channels 16 i .. 16 i + 15 as operand A.
+template <class T, int D>
+__device__ __forceinline__ tile::FragmentA values_fragment(const T* v, int i, int lane) {
+  return tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8));
+}
 template <class T, int D>
 __device__ __forceinline__ void values16(WarpState<D>& state, const float (&s)[1][4], const T* v, int lane) {
   const tile::FragmentB weights = weights_fragment<T>(s[0]);
   state.unit = 1.0f;
 #pragma unroll
-  for (int i = 0; i < D / 16; ++i)
-    tile::mma<T>(state.o[i], tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8)), weights);
+  for (int i = 0; i < D / 16; ++i) tile::mma<T>(state.o[i], values_fragment<T, D>(v, i, lane), weights);
+}
+
+// The same where some columns do not see all of the tokens. A weight of 0 does not keep out a NaN or an infinity, so every
+// new token takes a product of its own, over the values that it sees, and its own columns of it.
+template <class T, int D>
+__device__ __forceinline__ void values16_apart(WarpState<D>& state, const float (&s)[1][4], const T* v, const Visible& see, int token, int lane) {
+  const tile::FragmentB weights = weights_fragment<T>(s[0]);
+  state.unit = 1.0f;
+  int last = max(see.query[0], see.query[1]);
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) last = max(last, __shfl_xor_sync(0xffffffffu, last, step));
+  for (int query = __shfl_sync(0xffffffffu, see.query[0], 0); query <= last; ++query) {
+    // what it sees, from a lane that has a column of it; the lane's four tokens are 2t, 2t + 1, 2t + 8, 2t + 9
+    const bool own[2] = {see.query[0] == query, see.query[1] == query};
+    const int from = first_bit(__ballot_sync(0xffffffffu, own[0] || own[1]));
+    const int begin = __shfl_sync(0xffffffffu, own[0] ? see.begin[0] : see.begin[1], from) - token;
+    const int end = __shfl_sync(0xffffffffu, own[0] ? see.end[0] : see.end[1], from) - token;
+    std::uint32_t seen[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = lane % 4 * 2 + 8 * half;
+      seen[half] = (at >= begin && at < end ? 0xffffu : 0u) | (at + 1 >= begin && at + 1 < end ? 0xffff0000u : 0u);
+    }
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      tile::FragmentA a = values_fragment<T, D>(v, i, lane);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) a.r[r] &= seen[r / 2];
+      float sum[4] = {state.o[i][0], state.o[i][1], state.o[i][2], state.o[i][3]};
+      tile::mma<T>(sum, a, weights);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) state.o[i][e] = own[e % 2] ? sum[e] : state.o[i][e];
+    }
+  }
 }
 
 // ---- codes, 32 tokens, from shared memory into operands ----
@@ -153,7 +189,7 @@ template <KvFormat F, int D>
 struct CodeStage {
   static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
   static constexpr int row_pieces = row_bytes / 16;                         // of 16 bytes
-  static constexpr bool swizzled = row_pieces == 8;                         // two neighbouring rows would share all banks
+  static constexpr bool exchanged = row_pieces == 8;                        // two neighbouring rows would share all banks
 
   alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
   alignas(16) std::uint16_t k_scale[is_kivi(F) ? D : 32], k_min[has_min(F) ? D : 8];
@@ -161,7 +197,7 @@ struct CodeStage {
 
   // Where 16 bytes of a row of K lie.
   __device__ __forceinline__ static int k_piece(int token, int piece) {
-    return token * row_bytes + (swizzled ? piece ^ (token & 1) * 4 : piece) * 16;
+    return token * row_bytes + (exchanged ? piece ^ (token & 1) * 4 : piece) * 16;
   }
 
   // first, second: offsets of the pages of tokens 0 and 16 of the tile, the head's part of them; slot of token 0.
@@ -200,13 +236,40 @@ template <class T>
 __device__ __forceinline__ float stored_scale(std::uint32_t bits) {
   return tile::to_float(__builtin_bit_cast(T, static_cast<unsigned short>(bits)));
 }
-// Two stored scales as fp16; what a bf16 cache stores fits unless it passes 65504.
-template <class T>
-__device__ __forceinline__ std::uint32_t scales_f16(std::uint32_t pair) {
-  if constexpr (std::is_same_v<T, tile::half>) return pair;
-  const float2 x = tile::unpack<T>(pair);
-  return tile::pack<tile::half>(x.x, x.y);
-}
+// What the K scales and minima of a group are divided by before they become fp16: 1 for an fp16 cache, for a bf16 cache
+// whose range is wider a power of two within a factor of two of the largest. A warp's work.
+template <class T, KvFormat F, int D>
+struct GroupUnit {
+  float unit = 1.0f;
+  std::uint32_t inverse = 0;   // bf16, twice
+
+  __device__ __forceinline__ explicit GroupUnit(const CodeStage<F, D>& x, int lane) {
+    if constexpr (std::is_same_v<T, tile::bf16>) {
+      std::uint32_t top = 0;   // of the magnitudes' bits
+      const auto add = [&](const std::uint16_t* from) {
+        if constexpr (D == 128) {
+          const uint2 w = *reinterpret_cast<const uint2*>(from + lane * 4);
+          top = max(top, max(max(w.x & 0x7fff, w.x >> 16 & 0x7fff), max(w.y & 0x7fff, w.y >> 16 & 0x7fff)));
+        } else {
+          const std::uint32_t w = *reinterpret_cast<const std::uint32_t*>(from + lane * 2);
+          top = max(top, max(w & 0x7fff, w >> 16 & 0x7fff));
+        }
+      };
+      add(x.k_scale);
+      add(x.k_min);
+      const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
+      const std::uint32_t of = exponent > 0 && exponent < 254 ? exponent : 127;   // all zeros, or not finite: as they are
+      unit = __uint_as_float(of << 23);
+      inverse = (254 - of) * 0x00800080u;
+    }
+  }
+  // Two stored scales or minima.
+  __device__ __forceinline__ std::uint32_t f16(std::uint32_t pair) const {
+    if constexpr (std::is_same_v<T, tile::half>) return pair;
+    const __nv_bfloat162 x = __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(inverse));
+    return tile::pack<tile::half>(__low2float(x), __high2float(x));
+  }
+};
 
 // The query columns as operands B in the order of the codes, divided by a power of two that keeps them below 1.
 template <KvFormat F, int D>
@@ -214,20 +277,22 @@ struct CodeQueries {
   tile::FragmentB q[D / 16];
   float unit[2];   // that power, of columns 2t and 2t + 1
 
+  // columns_at: the columns as copy_queries_async left them.
   template <class T>
-  __device__ __forceinline__ void load(const DecodeParams& p, const Task& task, const RowWork& w, int lane) {
-    const Column c = column_of(p, task, w, lane / 4);
+  __device__ __forceinline__ void load(const T* columns_at, int lane) {
     constexpr int quarter = D / 4;
     // The head_dim of the lane's codes: int4 neighbours of its quarter of the row; int8 16-byte pieces of every 64.
     float x[quarter], top = 0.0f;
 #pragma unroll
-    for (int i = 0; i < quarter / 16; ++i) {
-      T part[16];
-      load_query<T>(p, task, c, code_bits(F) == 4 ? lane % 4 * quarter + 16 * i : 64 * i + lane % 4 * 16, part);
+    for (int i = 0; i < quarter / 8; ++i) {
+      const int d = code_bits(F) == 4 ? lane % 4 * quarter + 8 * i : i / 2 * 64 + lane % 4 * 16 + i % 2 * 8;
+      const uint4 part = *reinterpret_cast<const uint4*>(columns_at + swizzled<D>(lane / 4, d));
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        x[16 * i + j] = tile::to_float(part[j]);
-        top = fmaxf(top, fabsf(x[16 * i + j]));
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = tile::unpack<T>(word(part, j));
+        x[8 * i + 2 * j] = pair.x;
+        x[8 * i + 2 * j + 1] = pair.y;
+        top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
       }
     }
 #pragma unroll
@@ -285,6 +350,7 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F,
   } else {
     // k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for all tokens
     float centre[4] = {};
+    const GroupUnit<T, F, D> group(x, lane);
     // A lane's quarter of a row is D / 32 words of 8 codes.
     std::uint32_t row[4][D / 32];
 #pragma unroll
@@ -306,8 +372,8 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F,
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
-        scale[r] = scales_f16<T>(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
-        middle[r] = tile::fma_f16x2(scale[r], 0x48004800u, scales_f16<T>(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
+        scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
+        middle[r] = tile::fma_f16x2(scale[r], 0x48004800u, group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
       }
       std::uint32_t code[4][4];   // row block, pair
 #pragma unroll
@@ -325,17 +391,19 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F,
 #pragma unroll
     for (auto& tile : s)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tile[i] += centre[i & 1];
+      for (int i = 0; i < 4; ++i) tile[i] = (tile[i] + centre[i & 1]) * group.unit;
   }
 }
 
 // Adds the values of 32 tokens. The tokens' scales go into the weights, minima into the column's shift.
-// wanted: whether token `lane` is there and seen; if not its values count as 0, whatever the memory holds.
+// token: the first. What a column does not see counts as 0 in it, whatever the memory holds.
 template <class T, KvFormat F, int D>
-__device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4], const CodeStage<F, D>& x, int lane, bool wanted) {
-  // Weights times scales become fp16 in units of a power of two above the largest scale so far.
+__device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4], const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
+  const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end, all = all_seen(see, token, 32);
+  // Weights times scales become fp16 in units of a power of two above the largest finite scale so far.
   const float own = wanted ? stored_scale<T>(x.v_scale[lane]) : 0.0f;
-  const std::uint32_t top = __reduce_max_sync(0xffffffffu, __float_as_uint(own) & 0x7fffffffu);
+  const std::uint32_t magnitude = __float_as_uint(own) & 0x7fffffffu;
+  const std::uint32_t top = __reduce_max_sync(0xffffffffu, magnitude < 0x7f800000u ? magnitude : 0u);
   if (top > __float_as_uint(state.unit) || state.unit == 0.0f) {
     const std::uint32_t bits = min(top & 0x7f800000u, 0x7e000000u) + 0x00800000u;
     const float change = state.unit * __uint_as_float(0x7f000000u - bits);
@@ -354,13 +422,14 @@ __device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4
     for (int half = 0; half < 2; ++half) {
       const int from = 16 * mt + 8 * half + lane / 4;
       const float scale = __shfl_sync(0xffffffffu, scaled, from);
-      if constexpr (has_min(F)) {
-        const float middle = __shfl_sync(0xffffffffu, centre, from);
-        state.shift[0] += s[mt][2 * half] * middle;
-        state.shift[1] += s[mt][2 * half + 1] * middle;
+      float middle = 0.0f;
+      if constexpr (has_min(F)) middle = __shfl_sync(0xffffffffu, centre, from);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const bool seen = all || (token + from >= see.begin[j] && token + from < see.end[j]);
+        if constexpr (has_min(F)) state.shift[j] += seen ? s[mt][2 * half + j] * middle : 0.0f;
+        p[2 * half + j] = seen ? s[mt][2 * half + j] * scale : 0.0f;
       }
-      p[2 * half] = s[mt][2 * half] * scale;
-      p[2 * half + 1] = s[mt][2 * half + 1] * scale;
     }
     weights[mt] = weights_fragment<tile::half>(p);
   }

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ Co
   const std::int64_t tiles_k = w4_tiles_k(2 * p.canonical.columns), index = thread_index();
   if (index >= w4_tiles_n(p.canonical.rows) * tiles_k * (w4_tile_bytes / 4)) return;
   const std::int64_t tile = index / 128, tile_n = tile / tiles_k;
-  const int lane = static_cast<int>(index % 128) / 4, word = static_cast<int>(index) % 4;
+  const int lane = static_cast<int>(index % 128) / 4, word = static_cast<int>(index % 4);
   std::uint32_t packed = 0;
 #pragma unroll
   for (int r = 0; r < 4; ++r) {

@@ -48,8 +48,8 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   if (a.y.numel() == 0) return kernel;
   ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op_name, ": workspace must have ", plan.workspace_bytes,
                  " bytes for this product, got ", ctx.workspace_bytes);
-  ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % sizeof(float) == 0, op_name,
-                 ": workspace is not aligned to 4 bytes");
+  ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op_name,
+                 ": workspace is not aligned to 16 bytes");
 
   W4MatmulParams p;
   p.x = Rows(a.x);

@@ -8,9 +8,10 @@
 //                   16 bytes of a tile that it copied itself, scales are the warp's
 //   x               global -> shared memory as it lies, a panel of `panel_k` of K at a time and the next one behind it
 //                   (cp.async) -> ldmatrix, which is the B fragment
-// Codes become u - zero in registers, exactly (zero = 8, z, or 0 with minima). The sum over a span (32, 64 or 128 k, never
-// more than a group) is finished in fp32:   total += scale * sum of (u - zero) x  [+ minimum * sum of x]
-// so products of exactly representable data stay exact. The sum of x is one more product, with ones. Chunks of K leave fp32
+// Codes become (u - zero) / unit in registers, exactly (zero = 8, z, or 0 with minima; unit a power of two). The sum over a
+// span (32, 64 or 128 k, never more than a group) is finished in fp32:
+//   total += scale * sum of (u - zero) / unit * x  [+ minimum * sum of x / unit],   times unit at the end
+// so products of exactly representable data stay exact. The sum of x is one more product, with 1 / unit. Chunks of K leave fp32
 // sums in the workspace, which `finish` adds in order; with one chunk the CTA finishes alone.
 //
 // Cost: N K (1/2 + b/G) bytes of W, 2 M N K flop, some 50 instructions a warp for 512 bytes of codes: bandwidth is the roof
@@ -163,16 +164,14 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   }
 
   float acc[NT][4] = {}, total[NT][4] = {};   // of the span, of the chunk: rows g, g + 8 x tokens 2t, 2t + 1
-  float ones[Cfg::minima ? NT : 1][4] = {};   // of the span: the sum of x, in every row
+  float ones[Cfg::minima ? NT : 1][4] = {};   // of the span: the sum of x / unit, in every row
   const bool half_scales = p.w.scale_dtype == DType::f16;
-  typename Decode::Zero zero = Decode::zero(8, 8, false);
-  if constexpr (Cfg::minima) zero = Decode::zero(0, 0, false);
+  typename Decode::Zero zero = Cfg::minima ? Decode::zero(0, 0) : Decode::zero(8, 8);
   // where ldmatrix reads: token lane % 8 of a tile, k 8 (lane / 8) of 32. One tile of tokens holds only those that are
   // there: the other columns repeat the last.
   const int x_at = min(lane % 8, p.x_rows - 1) * Cfg::pitch + lane / 8 * 16;
 
-  std::uint8_t* slot = ring;
-  std::uint8_t* free_slot = ring + (S - 1) * w4_slot_bytes;
+  int stage = 0;
   for (int step = 0; step < steps;) {
     cute::cp_async_wait<S - 2>();
     __syncthreads();   // all threads' copies of this panel have come; all warps have read the one before it
@@ -183,12 +182,11 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
     for (int in_panel = 0; step < panel_end; ++step, ++in_panel) {
       cute::cp_async_wait<S - 2>();
       __syncwarp();   // all lanes' copies of this slot have come; all lanes have read the slot before it
-      if (works && step + S - 1 < steps) codes.fill(free_slot);
+      if (works && step + S - 1 < steps) codes.fill(ring + (stage == 0 ? S - 1 : stage - 1) * w4_slot_bytes);
       cute::cp_async_fence();
-      free_slot = slot;
       if (!works) continue;
-      const std::uint8_t* const here = slot;
-      slot = slot == ring + (S - 1) * w4_slot_bytes ? ring : slot + w4_slot_bytes;
+      const std::uint8_t* const here = ring + stage * w4_slot_bytes;
+      stage = stage == S - 1 ? 0 : stage + 1;
 
       const std::uint8_t* const x = panel + x_at + in_panel * (2 * w4_step_k);
       [[maybe_unused]] const int left = p.k - (first + step) * w4_step_k;   // of K, from this step on
@@ -197,7 +195,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
         const std::uint8_t* const group = here + 2 * w4_tile_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 32;
         if (p.w.zeros == W4Zeros::integer && (Cfg::small_groups ? (quarter & ((1 << p.span_shift) - 1)) == 0 : quarter == 0)) {
           const std::uint8_t* const zeros = here + 2 * w4_tile_bytes + w4_side_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 16;
-          zero = Decode::zero(zeros[g], zeros[g + 8], true);
+          zero = Decode::zero(zeros[g], zeros[g + 8]);
         }
         const uint2 words = *reinterpret_cast<const uint2*>(here + quarter / 2 * w4_tile_bytes + lane * 16 + quarter % 2 * 8);
         tile::FragmentA a[2];
@@ -258,7 +256,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
     for (int nt = 0; nt < NT; ++nt, to += 8 * padded_n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (nt * 8 + 2 * t + i % 2 < end.tokens) to[i % 2 * padded_n + i / 2 * 8] = total[nt][i];   // the padding of N has room
+        if (nt * 8 + 2 * t + i % 2 < end.tokens) to[i % 2 * padded_n + i / 2 * 8] = total[nt][i] * Decode::unit;   // the padding of N has room
     return;
   }
 #pragma unroll
@@ -266,7 +264,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = nt * 8 + 2 * t + i % 2;
-      if (token < end.tokens && i / 2 * 8 < rows_left) store_output<T>(p, p.first_token + end.local_token0 + token, n0 + i / 2 * 8, total[nt][i]);
+      if (token < end.tokens && i / 2 * 8 < rows_left) store_output<T>(p, p.first_token + end.local_token0 + token, n0 + i / 2 * 8, total[nt][i] * Decode::unit);
     }
 }
 

@@ -32,6 +32,7 @@ Cut cut_k(const W4Problem& p, int form, std::int64_t row_blocks, std::int64_t to
   for (std::int64_t wanted = 1; wanted <= std::min<std::int64_t>(max_splits, steps); ++wanted) {
     const std::int64_t chunk = divide_up(steps, wanted), splits = divide_up(steps, chunk);
     if (splits != wanted || (wanted > 1 && chunk < 2)) continue;
+    if (wanted > 1 && row_blocks * token_blocks * splits > slots) continue;   // the workspace is one tile a CTA at most
     const std::int64_t waves = divide_up(row_blocks * token_blocks * splits, slots);
     const double kilobytes = rows * static_cast<double>(chunk) * (64 + 2 * tokens) / 1024;
     double us = static_cast<double>(waves) * (kilobytes / 14 + 1.0);

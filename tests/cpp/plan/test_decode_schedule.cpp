@@ -127,14 +127,16 @@ TEST(DecodeSchedule, AnySplitOfARowIsTheExpressionOfOneBlock) {
   }
 }
 
-TEST(DecodeSchedule, LeavesAreFewAndNoLongerThanNeeded) {
+TEST(DecodeSchedule, LeavesAreFewAndLongOnlyInLongRows) {
   Random random(2);
   for (int trial = 0; trial < 20000; ++trial) {
     const int tokens = trial < 9000 ? trial + 1 : trial < 9200 ? (trial - 8999) * max_leaves * unit_tokens : between(random, 1, trial % 2 ? 1 << 20 : 0x7fffff80);
     const std::int64_t units = leaf_units(tokens), leaf = units * unit_tokens;
     ASSERT_GE(units, 1);
     ASSERT_LE((tokens + leaf - 1) / leaf, max_leaves) << tokens;
-    ASSERT_TRUE(units == 1 || (units - 1) * unit_tokens * max_leaves < tokens) << tokens;
+    ASSERT_TRUE(units == 1 || (tokens + leaf - 1) / leaf > 8) << tokens;
+    ASSERT_TRUE(units > 1 || tokens <= 2048) << tokens;
+    ASSERT_LE(units, leaf_units(tokens == 0x7fffff80 ? tokens : tokens + 1)) << tokens;
   }
 }
 
@@ -315,9 +317,11 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
                 const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * columns;
                 EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 1) * 4);
                 EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
-                EXPECT_GE(plan.workspace_bytes - plan.node_ml, nodes * 8);
-                EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16, 0u);
-                EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + 3 * 256);
+                EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
+                const std::size_t fold = static_cast<std::size_t>(plan.blocks * deep_levels * columns * head_dim) * 4;
+                EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
+                EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
+                EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);
               }
 }
 

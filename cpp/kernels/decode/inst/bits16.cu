@@ -3,21 +3,11 @@
 
 namespace rooftile::gpu {
 
-template <class Element, KvFormat F, int D>
-struct Bits16 {
-  using T = Element;
-  static constexpr KvFormat format = F;
-  static constexpr int head_dim = D, stages = D == 128 ? 2 : 4, blocks_per_sm = 2;
-};
-struct Fp16D64 : Bits16<tile::half, KvFormat::fp16, 64> {};
-struct Fp16D128 : Bits16<tile::half, KvFormat::fp16, 128> {};
-struct Bf16D64 : Bits16<tile::bf16, KvFormat::bf16, 64> {};
-struct Bf16D128 : Bits16<tile::bf16, KvFormat::bf16, 128> {};
+struct Fp16D64 : DecodeConfig<tile::half, KvFormat::fp16, 64, 4, 2> {};
+struct Fp16D128 : DecodeConfig<tile::half, KvFormat::fp16, 128, 2, 2> {};
+struct Bf16D64 : DecodeConfig<tile::bf16, KvFormat::bf16, 64, 4, 2> {};
+struct Bf16D128 : DecodeConfig<tile::bf16, KvFormat::bf16, 128, 2, 2> {};
 
-std::span<const DecodeVariant> bits16_variants() {
-  static constexpr DecodeVariant table[] = {decode_variant<Fp16D64>(), decode_variant<Fp16D128>(), decode_variant<Bf16D64>(),
-                                            decode_variant<Bf16D128>()};
-  return table;
-}
+std::span<const DecodeVariant> bits16_variants() { return decode_variants<Fp16D64, Fp16D128, Bf16D64, Bf16D128>(); }
 
 }  // namespace rooftile::gpu
