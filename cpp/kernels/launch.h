@@ -6,6 +6,8 @@
 
 #include <cstddef>
 
+#include "kernels/backend.h"
+#include "kernels/targets.h"
 #include "rooftile/context.h"
 #include "rooftile/error.h"
 
@@ -32,17 +34,14 @@ class DeviceScope {
  public:
   DeviceScope(const char* op, const Context& ctx) : op_(op), stream_(static_cast<cudaStream_t>(ctx.stream)) {
     const int device = ctx.device.index;
-    ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
-    if (device != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));
-    changed_ = device != before_;
     int minor = 0;
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device));
-    if (major_ < 8) {
-      ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-      fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " has compute capability ", major_, ".", minor,
-           "; the kernels need 8.0 (Ampere) or newer");
-    }
+    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    if (const auto why = refusal(backend(), major_, minor)) fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device));
+    ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
+    changed_ = device != before_;
+    if (changed_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));
   }
   DeviceScope(const DeviceScope&) = delete;
   ~DeviceScope() {
