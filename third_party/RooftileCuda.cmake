@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Decides whether GPU kernels are built, and says so. Sets ROOFTILE_CUDA_ENABLED and enables the language.
+# Decides whether GPU kernels are built, and says so. Sets ROOFTILE_CUDA_ENABLED, enables the language and sets
+# ROOFTILE_CUDA_TARGETS: machine code "sm_80" and PTX "compute_80" of the build.
 set(ROOFTILE_CUDA_ENABLED OFF)
 find_program(ROOFTILE_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
 mark_as_advanced(ROOFTILE_NVCC)
@@ -34,6 +35,9 @@ if(ROOFTILE_CUDA_ENABLED)
   set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   enable_language(CUDA)
+  if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")
+    set(CMAKE_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES_NATIVE})
+  endif()
   find_package(CUDAToolkit REQUIRED)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.4)
     message(FATAL_ERROR "rooftile: nvcc 12.4 or newer is needed, ${ROOFTILE_NVCC} is ${CMAKE_CUDA_COMPILER_VERSION}; "
@@ -43,9 +47,15 @@ if(ROOFTILE_CUDA_ENABLED)
   message(STATUS "rooftile: building GPU kernels for ${ROOFTILE_CUDA_ARCHITECTURES} with nvcc ${CMAKE_CUDA_COMPILER_VERSION}, "
                  "CuTe from ${ROOFTILE_CUTLASS_INCLUDE}")
 
+  string(REGEX REPLACE "([0-9]+a?)-real" "sm_\\1" ROOFTILE_CUDA_TARGETS "${CMAKE_CUDA_ARCHITECTURES}")
+  string(REGEX REPLACE "([0-9]+a?)-virtual" "compute_\\1" ROOFTILE_CUDA_TARGETS "${ROOFTILE_CUDA_TARGETS}")
+  list(TRANSFORM ROOFTILE_CUDA_TARGETS REPLACE "^([0-9]+a?)$" "sm_\\1;compute_\\1")   # a number alone is both
+
+  # rooftile_cuda_language: every .cu file. rooftile_cuda_flags: the kernels of the wheel, whose reports are checked.
+  add_library(rooftile_cuda_language INTERFACE)
+  target_include_directories(rooftile_cuda_language SYSTEM INTERFACE ${ROOFTILE_CUTLASS_INCLUDE})
+  target_compile_options(rooftile_cuda_language INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
   add_library(rooftile_cuda_flags INTERFACE)
-  target_include_directories(rooftile_cuda_flags SYSTEM INTERFACE ${ROOFTILE_CUTLASS_INCLUDE})
-  target_compile_options(rooftile_cuda_flags INTERFACE
-    "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-Xptxas=-v>")
-  target_link_libraries(rooftile_cuda_flags INTERFACE rooftile_flags CUDA::cudart_static)
+  target_compile_options(rooftile_cuda_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
+  target_link_libraries(rooftile_cuda_flags INTERFACE rooftile_cuda_language CUDA::cudart_static)
 endif()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiler launcher of the GPU sources: runs nvcc and keeps, beside the object, what the checks of the kernels read.
 
-keep_reports.py nvcc ... -o NAME.o  ->  NAME.o.ptxas (registers, spills, shared memory, warnings of every kernel) and
-NAME.o.<architecture>.ptx.
+keep_reports.py nvcc ... -o NAME.o  ->  NAME.o.command (nvcc's arguments, one a line), NAME.o.ptxas (registers, spills,
+shared memory, warnings of every kernel) and NAME.o.<architecture>.ptx.
 """
 
 import re
@@ -14,6 +14,7 @@ from pathlib import Path
 
 command = sys.argv[1:]
 target = Path(command[command.index("-o") + 1])
+Path(f"{target}.command").write_text("\n".join(command))
 with tempfile.TemporaryDirectory() as kept:
     done = subprocess.run([*command, "--keep", "--keep-dir", kept], stderr=subprocess.PIPE, text=True)
     Path(f"{target}.ptxas").write_text(done.stderr)

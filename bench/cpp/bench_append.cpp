@@ -42,7 +42,7 @@ void append(benchmark::State& state, const bench::Gpu& gpu, std::int64_t rows, s
   const bench::Array lengths = gpu.ints(std::vector<std::int32_t>(static_cast<std::size_t>(rows), start));
   const auto set_back = [&] {
     for (const auto& cache : caches)
-      bench::check_cuda(cudaMemcpyAsync(cache->lengths().view.data, lengths.view.data, lengths.bytes(), cudaMemcpyDeviceToDevice, gpu.stream()), "copy");
+      bench::check_cuda(cudaMemcpyAsync(cache->view().lengths, lengths.view.data, lengths.bytes(), cudaMemcpyDeviceToDevice, gpu.stream()), "copy");
   };
   KernelName kernel;
   const auto call = [&](int i) { kernel = kv_append(gpu.context(), caches[static_cast<std::size_t>(i)]->view(), k.view, v.view, {}, {}); };

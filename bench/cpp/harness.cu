@@ -6,42 +6,22 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
-#include <numeric>
-#include <random>
 
-#include "core/half.h"
-#include "core/kv_layout.h"
 #include "rooftile/error.h"
 #include "rooftile/roof.h"
+#include "support/kv_arrays.h"
 
 namespace rooftile::bench {
 namespace {
 
 #define CHECK_CUDA(call) check_cuda((call), #call)
 
-TensorView contiguous(void* data, DType dtype, Device device, Shape shape) {
-  TensorView t;
-  t.data = data;
-  t.dtype = dtype;
-  t.device = device;
-  t.ndim = static_cast<int>(shape.size());
-  std::int64_t stride = 1;
-  for (int i = t.ndim - 1; i >= 0; --i) {
-    t.shape[i] = shape.begin()[i];
-    t.stride[i] = stride;
-    stride *= t.shape[i];
-  }
-  return t;
+Array owned(TensorView view, void* memory, void (*release)(void*)) {
+  view.data = memory;
+  return {std::shared_ptr<void>(memory, release), view};
 }
-std::size_t bytes_of(DType dtype, Shape shape) {
-  return std::accumulate(shape.begin(), shape.end(), size_of(dtype), [](std::size_t n, std::int64_t x) { return n * static_cast<std::size_t>(x); });
-}
-Array owned(DType dtype, Shape shape, Device device, void* memory, void (*release)(void*)) {
-  Array a;
-  a.memory = std::shared_ptr<void>(memory, release);
-  a.view = contiguous(memory, dtype, device, shape);
-  return a;
-}
+// An allocation of no bytes would be null.
+std::size_t room_for(const TensorView& t) { return std::max<std::size_t>(bytes_of(t), 1); }
 
 constexpr int threads = 256;
 
@@ -77,29 +57,23 @@ void check_cuda(cudaError_t status, const char* what) {
   fail(ErrorKind::device, what, " failed: ", cudaGetErrorString(status));
 }
 
-Array host_array(DType dtype, Shape shape) {
-  return owned(dtype, shape, {}, std::calloc(std::max<std::size_t>(bytes_of(dtype, shape), 1), 1), std::free);
+Array host_array(DType dtype, const Shape& shape) {
+  const TensorView t = contiguous_view(nullptr, dtype, {}, shape);
+  return owned(t, std::calloc(room_for(t), 1), std::free);
 }
 
-Array pinned_array(DType dtype, Shape shape) {
+Array pinned_array(DType dtype, const Shape& shape) {
+  const TensorView t = contiguous_view(nullptr, dtype, {}, shape);
   void* memory = nullptr;
-  CHECK_CUDA(cudaMallocHost(&memory, bytes_of(dtype, shape)));
-  std::memset(memory, 0, bytes_of(dtype, shape));
-  return owned(dtype, shape, {}, memory, [](void* p) { (void)cudaFreeHost(p); });
-}
-
-double at(const Array& a, std::int64_t i) {
-  switch (a.view.dtype) {
-    case DType::f16: return to_float(a.view.as<Half>()[i]);
-    case DType::bf16: return to_float(a.view.as<BFloat16>()[i]);
-    default: return a.view.as<float>()[i];
-  }
+  CHECK_CUDA(cudaMallocHost(&memory, room_for(t)));
+  std::memset(memory, 0, room_for(t));
+  return owned(t, memory, [](void* p) { (void)cudaFreeHost(p); });
 }
 
 double difference(const Array& a, const Array& expected) {
   double largest = 0, size = std::numeric_limits<float>::min();
   for (std::int64_t i = 0; i < expected.view.numel(); ++i) {
-    const double x = at(a, i), y = at(expected, i);
+    const double x = cpu::read(a.view, i), y = cpu::read(expected.view, i);
     if (!std::isfinite(x) || !std::isfinite(y)) return INFINITY;
     largest = std::max(largest, std::abs(x - y));
     size = std::max(size, std::abs(y));
@@ -143,16 +117,16 @@ Context Gpu::context(const Array& workspace) const {
   return ctx;
 }
 
-Array Gpu::array(DType dtype, Shape shape) const {
+Array Gpu::array(DType dtype, const Shape& shape) const {
+  const TensorView t = contiguous_view(nullptr, dtype, context().device, shape);
   void* memory = nullptr;
-  const std::size_t bytes = std::max<std::size_t>(bytes_of(dtype, shape), 1);
-  CHECK_CUDA(cudaMalloc(&memory, bytes));
-  Array a = owned(dtype, shape, context().device, memory, [](void* p) { (void)cudaFree(p); });
-  CHECK_CUDA(cudaMemsetAsync(memory, 0, bytes, stream_));
+  CHECK_CUDA(cudaMalloc(&memory, room_for(t)));
+  const Array a = owned(t, memory, [](void* p) { (void)cudaFree(p); });
+  CHECK_CUDA(cudaMemsetAsync(memory, 0, room_for(t), stream_));
   return a;
 }
 
-Array Gpu::random(DType dtype, Shape shape, std::uint64_t seed, float low, float high) const {
+Array Gpu::random(DType dtype, const Shape& shape, std::uint64_t seed, float low, float high) const {
   const Array a = array(dtype, shape);
   const std::int64_t n = a.view.numel();
   const auto fill = [&](auto* x) {
@@ -294,46 +268,17 @@ int run(int argc, char** argv, const std::function<void(const Gpu&)>& add_all) {
 // ---- KV caches ----
 
 Cache::Cache(const Gpu* gpu, const CacheShape& shape, std::uint64_t seed) : shape_(shape) {
-  const auto make = [&](DType dtype, Shape dims) { return gpu ? gpu->array(dtype, dims) : host_array(dtype, dims); };
-  const std::int64_t rows = static_cast<std::int64_t>(shape.capacity.size()), page = shape.page_size, heads = shape.kv_heads,
-                     dim = shape.head_dim;
-  const auto pages_of = [&](std::int32_t tokens) { return (tokens + page - 1) / page; };
-  std::int64_t most = 0, total = 0;
-  for (std::int32_t tokens : shape.capacity) {
-    most = std::max(most, pages_of(tokens));
-    total += pages_of(tokens);
-  }
-  if (!shape.paged) total = rows * most;
-  KvCacheArrays a;
-  if (is_element_format(shape.format)) {
-    a.k_pool = (arrays_[k_pool_at] = make(shape.dtype, {total, page, heads, dim})).view;
-    a.v_pool = (arrays_[v_pool_at] = make(shape.dtype, {total, page, heads, dim})).view;
-  } else {
-    const auto block = static_cast<std::int64_t>(kv_block_bytes(shape.format, shape.page_size, shape.head_dim));
-    a.pool = (arrays_[pool_at] = make(DType::u8, {total, heads, block})).view;
-  }
-  if (shape.paged) {
-    std::vector<std::int32_t> order(static_cast<std::size_t>(total));
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), std::mt19937(static_cast<unsigned>(seed)));
-    table_.assign(static_cast<std::size_t>(rows * most), -1);
-    auto next = order.begin();
-    for (std::int64_t row = 0; row < rows; ++row)
-      for (std::int64_t i = 0; i < pages_of(shape.capacity[static_cast<std::size_t>(row)]); ++i)
-        table_[static_cast<std::size_t>(row * most + i)] = *next++;
-    arrays_[table_at] = make(DType::i32, {rows, most});
-    if (gpu) gpu->copy(arrays_[table_at].view.data, table_.data(), arrays_[table_at].bytes());
-    else std::memcpy(arrays_[table_at].view.data, table_.data(), arrays_[table_at].bytes());
-    a.block_table = arrays_[table_at].view;
-  }
-  a.lengths = (arrays_[lengths_at] = make(DType::i32, {rows})).view;
-  if (is_kivi(shape.format)) {
-    a.ring_k = (arrays_[ring_k_at] = make(shape.dtype, {rows, heads, kv_ring, dim})).view;
-    a.ring_v = (arrays_[ring_v_at] = make(shape.dtype, {rows, heads, kv_ring, dim})).view;
-    a.raw_from = (arrays_[raw_from_at] = make(DType::i32, {rows})).view;
-  }
-  if (gpu) a.fault = (arrays_[fault_at] = pinned_array(DType::i32, {1})).view;
-  view_ = kv_cache_view({shape.format, shape.dtype, page, heads, dim, rows, most}, a);
+  KvPages pages = deal_pages(shape.capacity, shape.page_size, shape.paged, static_cast<unsigned>(seed));
+  const KvCacheShape sizes{shape.format, shape.dtype, shape.page_size, shape.kv_heads, shape.head_dim,
+                           static_cast<std::int64_t>(shape.capacity.size()), pages.row};
+  KvCacheArrays a = kv_arrays(sizes, pages, [&](DType dtype, const Shape& dims) {
+    return arrays_.emplace_back(gpu ? gpu->array(dtype, dims) : host_array(dtype, dims)).view;
+  });
+  table_ = std::move(pages.table);
+  if (gpu && shape.paged) gpu->copy(a.block_table.data, table_.data(), bytes_of(a.block_table));
+  else if (shape.paged) std::memcpy(a.block_table.data, table_.data(), bytes_of(a.block_table));
+  if (gpu) a.fault = (fault_ = pinned_array(DType::i32, {1})).view;
+  view_ = kv_cache_view(sizes, a);
 }
 
 void Cache::fill(const Gpu& gpu, const std::vector<std::int32_t>& lengths, std::uint64_t seed) {
@@ -377,7 +322,7 @@ Cache Cache::row_on_host(const Gpu& gpu, int row, int kv_head) const {
                  "copy of a page");
   }
   if (is_kivi(shape.format)) {
-    const std::size_t bytes = one.arrays_[ring_k_at].bytes(), offset = static_cast<std::size_t>(row * view_.kv_heads + kv_head) * bytes;
+    const std::size_t bytes = static_cast<std::size_t>(kv_ring * shape.head_dim) * size_of(shape.dtype), offset = static_cast<std::size_t>(row * view_.kv_heads + kv_head) * bytes;
     read(one.view_.ring_k, view_.ring_k + offset, bytes);
     read(one.view_.ring_v, view_.ring_v + offset, bytes);
     read(&raw_from, view_.raw_from + row, sizeof raw_from);
@@ -388,8 +333,7 @@ Cache Cache::row_on_host(const Gpu& gpu, int row, int kv_head) const {
 }
 
 bool Cache::same_bytes(const Gpu& gpu, const Cache& other) const {
-  for (int i = 0; i < fault_at; ++i) {
-    if (!arrays_[i].memory) continue;
+  for (std::size_t i = 0; i < arrays_.size(); ++i) {
     const Array here = gpu.to_host(arrays_[i].view);
     if (std::memcmp(here.view.data, other.arrays_[i].view.data, here.bytes()) != 0) return false;
   }

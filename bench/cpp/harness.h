@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <initializer_list>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -22,6 +21,7 @@
 #include "rooftile/context.h"
 #include "rooftile/kv_cache.h"
 #include "rooftile/tensor.h"
+#include "support/tensors.h"
 
 namespace rooftile::bench {
 
@@ -32,12 +32,10 @@ struct Array {
   std::shared_ptr<void> memory;
   TensorView view;
 
-  std::size_t bytes() const { return static_cast<std::size_t>(view.numel()) * size_of(view.dtype); }
+  std::size_t bytes() const { return bytes_of(view); }
 };
-using Shape = std::initializer_list<std::int64_t>;
-Array host_array(DType, Shape);
-Array pinned_array(DType, Shape);   // on the host, and the device can write it
-double at(const Array& on_host, std::int64_t index);
+Array host_array(DType, const Shape&);
+Array pinned_array(DType, const Shape&);   // on the host, and the device can write it
 // The largest difference, relative to the largest value of `expected`; infinite where one is not a number.
 double difference(const Array& on_host, const Array& expected);
 double tolerance(DType);   // for difference() of an attention or a product: two roundings of large sums, and some slack
@@ -57,8 +55,8 @@ class Gpu {
   double read_gb_s() const { return read_gb_s_; }
   Context context(const Array& workspace = {}) const;
 
-  Array array(DType, Shape) const;
-  Array random(DType, Shape, std::uint64_t seed, float low = -1, float high = 1) const;   // of u8: any byte
+  Array array(DType, const Shape&) const;
+  Array random(DType, const Shape&, std::uint64_t seed, float low = -1, float high = 1) const;   // of u8: any byte
   Array ints(const std::vector<std::int32_t>&) const;   // int32 [n]
   Array to_host(const TensorView& contiguous) const;
   void copy(void* to, const void* from, std::size_t bytes) const;   // either way, and waits
@@ -125,7 +123,6 @@ class Cache {
   Cache(const Gpu*, const CacheShape&, std::uint64_t seed = 0);   // null: on the host
 
   const KvCacheView& view() const { return view_; }
-  const Array& lengths() const { return arrays_[lengths_at]; }
   // Appends random tokens up to each row's length.
   void fill(const Gpu&, const std::vector<std::int32_t>& lengths, std::uint64_t seed);
   // One row's one head as a cache of its own on the host.
@@ -133,9 +130,9 @@ class Cache {
   bool same_bytes(const Gpu&, const Cache& on_host) const;   // of two caches of one shape
 
  private:
-  enum { pool_at, k_pool_at, v_pool_at, table_at, lengths_at, ring_k_at, ring_v_at, raw_from_at, fault_at, count };
   CacheShape shape_;
-  Array arrays_[count];
+  std::vector<Array> arrays_;
+  Array fault_;
   std::vector<std::int32_t> table_;   // on the host; empty for a contiguous cache
   KvCacheView view_;
 };

@@ -8,7 +8,7 @@
 
 namespace rooftile::gpu {
 
-const char* backend();   // "sm_80, sm_90a" or why there is none
+const char* backend();   // "sm_80, compute_80, sm_90a" or why there is none
 void warmup(const Context&);   // loads every kernel on the device: see warmup.h
 
 KernelName norm(const char* op, const Context&, const NormArgs&);

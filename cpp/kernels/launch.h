@@ -6,6 +6,8 @@
 
 #include <cstddef>
 
+#include "kernels/backend.h"
+#include "kernels/targets.h"
 #include "rooftile/context.h"
 #include "rooftile/error.h"
 
@@ -24,7 +26,7 @@ namespace rooftile::gpu {
 }
 
 // with_previous: a kernel that waits in its own code (tile/grid.cuh) for the launch before it, and may start while that
-// one still runs. On a device older than Hopper it starts behind it.
+// one still runs. On other devices than Hopper, whose code does not wait, it starts behind it.
 enum class Overlap { none, with_previous };
 
 // The device of one call: current while this lives, the caller's current device again afterwards.
@@ -35,11 +37,8 @@ class DeviceScope {
     const int device = device_;
     int minor = 0;
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device));
-    if (major_ < 8) {
-      ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-      fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " has compute capability ", major_, ".", minor,
-           "; the kernels need 8.0 (Ampere) or newer");
-    }
+    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    if (const auto why = refusal(backend(), major_, minor)) fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device));
     ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
     if (device != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));   // last: nothing throws once it is changed
@@ -81,7 +80,7 @@ class DeviceScope {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = overlap == Overlap::with_previous && major_ >= 9 ? 1 : 0;
+    config.numAttrs = overlap == Overlap::with_previous && major_ == 9 ? 1 : 0;
     ROOFTILE_CUDA_CHECK(op_, cudaLaunchKernelEx(&config, kernel, params));
   }
 

@@ -22,7 +22,7 @@ bytes=$(stat -c %s "$wheel")
 import numpy as np
 import rooftile as rt
 
-assert rt._C.gpu_backend() == "sm_80, sm_90a", rt._C.gpu_backend()
+assert rt._C.gpu_backend() == "sm_80, compute_80, sm_90a", rt._C.gpu_backend()
 assert abs(rt.rms_norm(np.full((2, 8), 3, np.float32)) - 1).max() < 1e-6
 try:
     rt.KVCache(1, 64, 1, 64, device="cuda")

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ptxas and the PTX say of every GPU kernel, held to kernel_budgets.json: registers, static shared memory, no
-spills, no stack, no performance warnings, and the instructions that the kernel's cost model counts on.
+spills, no stack, no performance warnings, and the instructions that the kernel's cost model counts on; and that every
+kernel was compiled without assertions for every target of the build.
 
-check_kernels.py FOLDER             FOLDER holds the reports that keep_reports.py left beside the objects of cpp/kernels
-check_kernels.py FOLDER --measured  prints the table for what is there now, registers rounded up to a multiple of eight
-check_kernels.py FOLDER --selftest  plants faults in copies of the reports and expects each to be found
+check_kernels.py FOLDER TARGET...             FOLDER holds what keep_reports.py left beside the objects of cpp/kernels;
+                                              targets: sm_80 sm_90a, and compute_80 for PTX in the binary
+check_kernels.py FOLDER TARGET... --measured  prints the table for what is there now, registers rounded up to eights
+check_kernels.py FOLDER TARGET... --selftest  plants faults in copies of the reports and expects each to be found
 
-A line of the table is a pattern of kernel names with the registers allowed on each architecture, the bytes of shared
-memory, and what must be found in the PTX of each kernel it matches (regular expressions). Registers are handed out in
-eights, so the slack of a budget that is a multiple of eight costs nothing. Spills and stack are 0 unless a line says
-how many bytes it takes to keep a kernel within the registers that let two blocks share a multiprocessor.
+A line of the table is a pattern of kernel names with the registers allowed on each architecture that has the kernel,
+the bytes of shared memory, and what must, and what must not (no_ptx), be found in the PTX of each kernel it matches
+(regular expressions). Registers are handed out in eights, so the slack of a budget that is a multiple of eight costs
+nothing. Spills and stack are 0 unless a line says how many bytes it takes to keep a kernel within the registers that
+let two blocks share a multiprocessor.
 """
 
 import json
@@ -24,6 +27,8 @@ from pathlib import Path
 
 BUDGETS = Path(__file__).with_name("kernel_budgets.json")
 WARNING = re.compile(r"\bC75\d\d\b|performance|ptxas\s*:?\s*warning", re.IGNORECASE)
+# In no kernel: local memory, atomics on memory (bits would depend on who comes first), calls of functions.
+NEVER = (r"\b(ld|st)\.local\b", r"(?m)^\s*(@\S+\s+)?(atom|red)\.", r"(?m)^\s*(@\S+\s+)?call\b")
 
 
 @dataclass
@@ -93,8 +98,21 @@ def lines_for(kernel, budgets):
     return [pattern for pattern in budgets if fnmatchcase(kernel.name, pattern)]
 
 
-def check(folder, budgets):
+def wrong_commands(folder, targets):
+    for report in sorted(folder.rglob("*.cu.o.ptxas")):
+        where = report.name.removesuffix(".o.ptxas")
+        path = report.with_suffix(".command")
+        command = path.read_text().splitlines() if path.exists() else []
+        if "-DNDEBUG" not in command:
+            yield f"{where}: compiled without -DNDEBUG"
+        built = {code for codes in re.findall(r"code=\[([^]]*)\]", " ".join(command)) for code in codes.split(",")}
+        yield from (f"{where}: holds nothing for {target}" for target in targets if target not in built)
+
+
+def check(folder, budgets, targets):
     kernels, problems = read(folder)
+    problems += wrong_commands(folder, targets)
+    there = {(k.where, k.name) for k in kernels}
     used = set()
     for k in kernels:
         patterns = lines_for(k, budgets)
@@ -103,6 +121,12 @@ def check(folder, budgets):
             problems.append(f"{k.where}: {k.name} has {len(patterns)} lines in {BUDGETS.name}: {patterns}")
             continue
         budget = budgets[patterns[0]]
+        file = k.where.removesuffix(k.architecture)
+        problems += [
+            f"{k.where}: {k.name} is not there for {architecture}"
+            for architecture in budget["registers"]
+            if architecture in targets and (file + architecture, k.name) not in there
+        ]
         for what, is_, allowed in (
             ("registers", k.registers, budget["registers"].get(k.architecture, 0)),
             ("bytes of shared memory", k.shared, budget["shared"]),
@@ -117,6 +141,9 @@ def check(folder, budgets):
         for claim in budget["ptx"]:
             if not re.search(claim, k.ptx):
                 problems.append(f"{k.where}: {k.name} has no {claim} in its PTX")
+        for claim in (*NEVER, *budget.get("no_ptx", ())):
+            if found := re.search(claim, k.ptx):
+                problems.append(f"{k.where}: {k.name} has {found[0].strip()} in its PTX")
     problems += [f"{BUDGETS.name}: no kernel is {pattern}" for pattern in budgets if pattern not in used]
     return problems, len(kernels)
 
@@ -137,10 +164,15 @@ def planted(text, old, new):
     return re.sub(old, new, text, count=1)
 
 
-def selftest(folder, budgets):
+def selftest(folder, budgets, targets):
     """Each fault: a change of one file's text, and what has to be said about it."""
     decode = "bits16.cu.o"
     ptx = next(folder.rglob(f"{decode}.*.ptx")).name
+    architecture = next(t for t in targets if t.startswith("sm_"))
+
+    def planted_ptx(instruction, said):
+        return ptx, r"\n(?=\s*ret;)", f"\n{instruction}\n", f"has {said} in"
+
     faults = [
         (f"{decode}.ptxas", r"0 bytes spill stores", "8 bytes spill stores", "bytes of spills"),
         (f"{decode}.ptxas", r"0 bytes stack frame", "16 bytes stack frame", "bytes of stack"),
@@ -150,33 +182,42 @@ def selftest(folder, budgets):
         (f"{decode}.ptxas", r"\A", "ptxas info    : (C7510) Potential Performance Loss: 'wgmma'\n", "C7510"),
         (ptx, r"(?s)\bmma\.sync.*", "", "has no mma"),
         (ptx, r"(?s).*", "", "has no PTX"),
+        (f"{decode}.ptxas", f"for '{architecture}'", "for 'sm_70'", f"is not there for {architecture}"),
+        (f"{decode}.command", r"-DNDEBUG", "", "compiled without -DNDEBUG"),
+        *((f"{decode}.command", rf"(code=\[[^]]*?)\b{t}\b", r"\1", f"holds nothing for {t}") for t in targets),
+        planted_ptx("st.local.u32 [%r1], %r2;", "st.local"),
+        planted_ptx("@%p1 atom.global.add.u32 %r1, [%rd1], %r2;", "@%p1 atom."),
+        planted_ptx("red.global.add.f32 [%rd1], %f1;", "red."),
+        planted_ptx("call.uni (retval0), vprintf, (param0);", "call"),
+        planted_ptx("add.f64 %fd1, %fd2, %fd3;", ".f64"),
     ]
     for file, old, new, expected in faults:
         with tempfile.TemporaryDirectory() as copy:
-            for path in (p for suffix in ("ptxas", "ptx") for p in folder.rglob(f"{decode}*.{suffix}")):
+            for path in (p for suffix in ("ptxas", "ptx", "command") for p in folder.rglob(f"{decode}*.{suffix}")):
                 shutil.copy(path, copy)
             path = Path(copy) / file
             own = {p: line for p, line in budgets.items() if any(fnmatchcase(k.name, p) for k in read(Path(copy))[0])}
-            if before := check(Path(copy), own)[0]:
+            if before := check(Path(copy), own, targets)[0]:
                 yield f"found without a fault: {before[0]}"
             path.write_text(planted(path.read_text(), old, new))
-            found = check(Path(copy), own)[0]
+            found = check(Path(copy), own, targets)[0]
             if not any(expected in problem for problem in found):
                 yield f"not found: {expected!r} after {old!r} became {new!r} in {file}"
-    found = check(folder, {**budgets, "no_such_kernel": next(iter(budgets.values()))})[0]
+    found = check(folder, {**budgets, "no_such_kernel": next(iter(budgets.values()))}, targets)[0]
     if not any("no kernel is no_such_kernel" in problem for problem in found):
         yield "not found: a budget without a kernel"
 
 
 if __name__ == "__main__":
     folder, budgets = Path(sys.argv[1]), json.loads(BUDGETS.read_text())
+    targets = [argument for argument in sys.argv[2:] if not argument.startswith("--")]
     if "--measured" in sys.argv:
         print(measured(folder, budgets))
         sys.exit()
     if "--selftest" in sys.argv:
-        problems, summary = list(selftest(folder, budgets)), "every planted fault was found"
+        problems, summary = list(selftest(folder, budgets, targets)), "every planted fault was found"
     else:
-        problems, count = check(folder, budgets)
+        problems, count = check(folder, budgets, targets)
         summary = f"{count} kernels within their budgets"
     print("\n".join(problems) or summary)
     sys.exit(bool(problems))

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "core/half.h"
 #include "core/kv_layout.h"
 #include "cpu/kernels.h"
 #include "rooftile/attention.h"
+#include "support/tensors.h"
 
 namespace rooftile {
 namespace {
@@ -33,33 +33,12 @@ struct Array {
   TensorView view;
 
   Array() = default;
-  Array(DType dtype, std::initializer_list<std::int64_t> shape) {
-    view.dtype = dtype;
-    view.ndim = static_cast<int>(shape.size());
-    std::int64_t stride = 1;
-    for (int i = view.ndim - 1; i >= 0; --i) {
-      view.shape[i] = shape.begin()[i];
-      view.stride[i] = stride;
-      stride *= view.shape[i];
-    }
-    bytes.resize(static_cast<std::size_t>(stride) * size_of(dtype) + 1, std::byte{0xff});
+  Array(DType dtype, const Shape& shape) : view(contiguous_view(nullptr, dtype, {}, shape)) {
+    bytes.resize(bytes_of(view) + 1, std::byte{0xff});
     view.data = bytes.data();
   }
   std::int64_t size() const { return view.numel(); }
-  float at(std::int64_t i) const {
-    switch (view.dtype) {
-      case DType::f16: return to_float(view.as<Half>()[i]);
-      case DType::bf16: return to_float(view.as<BFloat16>()[i]);
-      default: return view.as<float>()[i];
-    }
-  }
-  void set(std::int64_t i, float x) {
-    switch (view.dtype) {
-      case DType::f16: view.as<Half>()[i] = from_float<Half>(x); break;
-      case DType::bf16: view.as<BFloat16>()[i] = from_float<BFloat16>(x); break;
-      default: view.as<float>()[i] = x; break;
-    }
-  }
+  void set(std::int64_t i, float x) { cpu::write(view, i, x); }
 };
 
 class Random {
@@ -67,7 +46,7 @@ class Random {
   explicit Random(unsigned seed) : engine_(seed) {}
   float normal() { return std::normal_distribution<float>()(engine_); }
   int below(int n) { return static_cast<int>(engine_() % static_cast<unsigned>(n)); }
-  Array array(DType dtype, std::initializer_list<std::int64_t> shape) {
+  Array array(DType dtype, const Shape& shape) {
     Array a(dtype, shape);
     for (std::int64_t i = 0; i < a.size(); ++i) a.set(i, normal());
     return a;
@@ -135,10 +114,10 @@ struct Cache {
 
  private:
   void put(std::byte* p, DType t, std::int64_t i, float x) {
-    Array a;
-    a.view.data = p;
-    a.view.dtype = t;
-    a.set(i, x);
+    TensorView at;
+    at.data = p;
+    at.dtype = t;
+    cpu::write(at, i, x);
   }
   void store(Random& random, int r, int h, int t) {
     const int dim = view.head_dim, length = lengths[static_cast<std::size_t>(r)];
@@ -179,19 +158,6 @@ struct Cache {
   }
 };
 
-double worst(const Array& a, const Array& b) {
-  double error = 0, size = 1;
-  for (std::int64_t i = 0; i < a.size(); ++i) {
-    const double x = a.at(i), y = b.at(i);
-    if (std::isinf(y) || std::isinf(x) || std::isnan(x) || std::isnan(y)) {
-      if (!(x == y)) return INFINITY;
-      continue;
-    }
-    error = std::max(error, std::abs(x - y));
-    size = std::max(size, std::abs(y));
-  }
-  return error / size;
-}
 double tolerance(DType t) { return t == DType::f32 ? 4e-6 : t == DType::f16 ? 1e-3 : 8e-3; }
 
 DType input_type(KvFormat f, int page_size) {
@@ -229,9 +195,9 @@ TEST(Attention, DecodeVariantsAgreeWithTheReference) {
         for (const char* variant : variants) {
           if (!runs(variant)) continue;
           const auto got = run(variant);
-          EXPECT_LE(worst(got.first, expected.first), tolerance(dtype))
+          EXPECT_LE(worst_row(got.first.view, expected.first.view), tolerance(dtype))
               << variant << " " << name(f) << " page " << page_size << " d " << dim << " T " << tokens;
-          EXPECT_LE(worst(got.second, expected.second), 4e-6) << variant << " " << name(f) << " lse";
+          EXPECT_LE(worst_row(got.second.view, expected.second.view, 1), 4e-6) << variant << " " << name(f) << " lse";
         }
       }
     }
@@ -266,8 +232,8 @@ TEST(Attention, PrefillVariantsAgreeWithTheReference) {
         for (const char* variant : variants) {
           if (!runs(variant)) continue;
           const auto got = run(variant);
-          EXPECT_LE(worst(got.first, expected.first), tolerance(dtype)) << variant << " " << name(f) << " d " << dim;
-          EXPECT_LE(worst(got.second, expected.second), 4e-6) << variant << " " << name(f) << " lse";
+          EXPECT_LE(worst_row(got.first.view, expected.first.view), tolerance(dtype)) << variant << " " << name(f) << " d " << dim;
+          EXPECT_LE(worst_row(got.second.view, expected.second.view, 1), 4e-6) << variant << " " << name(f) << " lse";
         }
       }
     }
@@ -310,8 +276,8 @@ TEST(Attention, MergeVariantsAgreeWithTheReference) {
     for (const char* variant : variants) {
       if (!runs(variant)) continue;
       const auto got = run(variant);
-      EXPECT_LE(worst(got.first, expected.first), tolerance(dtype)) << variant;
-      EXPECT_LE(worst(got.second, expected.second), 1e-6) << variant;
+      EXPECT_LE(worst_row(got.first.view, expected.first.view), tolerance(dtype)) << variant;
+      EXPECT_LE(worst_row(got.second.view, expected.second.view, 1), 1e-6) << variant;
     }
   }
 }

@@ -2,66 +2,34 @@
 // Every variant stores the bytes of the reference, however the tokens are split; what is refused changes nothing.
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <random>
 #include <sstream>
 #include <vector>
 
-#include "core/half.h"
-#include "core/kv_layout.h"
 #include "cpu/kernels.h"
 #include "rooftile/error.h"
 #include "rooftile/kv_cache.h"
+#include "support/kv_arrays.h"
 
 namespace rooftile {
 namespace {
 
-TensorView tensor(void* data, DType dtype, std::initializer_list<std::int64_t> shape) {
-  TensorView t;
-  t.data = data;
-  t.dtype = dtype;
-  t.ndim = static_cast<int>(shape.size());
-  std::int64_t stride = 1;
-  for (int i = t.ndim - 1; i >= 0; --i) {
-    t.shape[i] = shape.begin()[i];
-    t.stride[i] = stride;
-    stride *= t.shape[i];
-  }
-  return t;
-}
+TensorView tensor(void* data, DType dtype, const Shape& shape) { return contiguous_view(data, dtype, {}, shape); }
 
-// A contiguous cache and the memory behind it.
+// A contiguous cache and the memory behind it. What nothing was stored in is 0xff.
 struct Cache {
   Cache(KvFormat f, DType dtype, int rows, int pages, int page_size, int heads, int dim) {
-    const bool elements = is_element_format(f);
-    const auto total = static_cast<std::size_t>(rows * pages);
-    pool.assign(total * static_cast<std::size_t>(heads) * kv_block_bytes(f, page_size, dim), std::byte{0});
-    const auto raw = is_kivi(f) ? static_cast<std::size_t>(rows * heads * kv_ring * dim) * size_of(dtype) : 0;
-    ring_k.assign(raw, std::byte{0});
-    ring_v.assign(raw, std::byte{0});
-    lengths.assign(static_cast<std::size_t>(rows), 0);
-    raw_from = lengths;
-    KvCacheArrays a;
-    const std::int64_t n = rows * pages;
-    if (elements) {
-      a.k_pool = tensor(pool.data(), dtype, {n, page_size, heads, dim});
-      a.v_pool = tensor(pool.data() + pool.size() / 2, dtype, {n, page_size, heads, dim});
-    } else {
-      a.pool = tensor(pool.data(), DType::u8, {n, heads, static_cast<std::int64_t>(kv_block_bytes(f, page_size, dim))});
-    }
-    a.lengths = tensor(lengths.data(), DType::i32, {rows});
-    if (is_kivi(f)) {
-      a.ring_k = tensor(ring_k.data(), dtype, {rows, heads, kv_ring, dim});
-      a.ring_v = tensor(ring_v.data(), dtype, {rows, heads, kv_ring, dim});
-      a.raw_from = tensor(raw_from.data(), DType::i32, {rows});
-    }
-    view = kv_cache_view({f, dtype, page_size, heads, dim, rows, pages}, a);
+    const KvCacheShape shape{f, dtype, page_size, heads, dim, rows, pages};
+    const auto allocate = [&](DType t, const Shape& s) {
+      TensorView array = tensor(nullptr, t, s);
+      memory.emplace_back(bytes_of(array), t == DType::i32 ? std::byte{0} : std::byte{0xff});
+      array.data = memory.back().data();
+      return array;
+    };
+    view = kv_cache_view(shape, kv_arrays(shape, {.row = pages, .all = rows * pages}, allocate));
   }
-  bool same_bytes(const Cache& o) const {
-    return pool == o.pool && ring_k == o.ring_k && ring_v == o.ring_v && lengths == o.lengths && raw_from == o.raw_from;
-  }
-  std::vector<std::byte> pool, ring_k, ring_v;
-  std::vector<std::int32_t> lengths, raw_from;
+  bool same_bytes(const Cache& o) const { return memory == o.memory; }
+  std::vector<std::vector<std::byte>> memory;
   KvCacheView view;
 };
 
@@ -69,15 +37,8 @@ std::vector<std::byte> normal(DType dtype, std::size_t n, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> values;
   std::vector<std::byte> bytes(n * size_of(dtype));
-  for (std::size_t i = 0; i < n; ++i) {
-    const float x = values(random);
-    const Half half = from_float<Half>(x);
-    const BFloat16 brain = from_float<BFloat16>(x);
-    const void* from = dtype == DType::f32   ? static_cast<const void*>(&x)
-                       : dtype == DType::f16 ? &half.bits
-                                             : &brain.bits;
-    std::memcpy(bytes.data() + i * size_of(dtype), from, size_of(dtype));
-  }
+  const TensorView t = tensor(bytes.data(), dtype, {static_cast<std::int64_t>(n)});
+  for (std::int64_t i = 0; i < t.numel(); ++i) cpu::write(t, i, values(random));
   return bytes;
 }
 
@@ -141,7 +102,7 @@ TEST(KvReorder, MapsOfFourRows) {
       kv_reorder({}, moved.view, tensor(index, DType::i32, {4}), true);
       for (int row = 0; row < 4; ++row) {
         const std::int32_t length = counts[index[row]];
-        ASSERT_EQ(moved.lengths[static_cast<std::size_t>(row)], length);
+        ASSERT_EQ(moved.view.lengths[row], length);
         std::vector<float> a(static_cast<std::size_t>(length * heads * dim)), b = a, c = a, d = a;
         const auto out = [&](std::vector<float>& x) { return tensor(x.data(), DType::f32, {length, heads, dim}); };
         kv_dequantize({}, moved.view, row, length, out(a), out(b));

@@ -4,16 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <random>
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "core/half.h"
 #include "cpu/kernels.h"
 #include "rooftile/error.h"
 #include "rooftile/gemm.h"
+#include "support/tensors.h"
 
 namespace rooftile {
 namespace {
@@ -22,35 +21,15 @@ struct Tensor {
   std::vector<std::byte> bytes;
   TensorView view;
   Tensor() = default;
-  Tensor(DType dtype, std::vector<std::int64_t> shape) {
-    view.dtype = dtype;
-    view.ndim = static_cast<int>(shape.size());
-    std::int64_t n = 1;
-    for (int i = view.ndim; i-- > 0;) {
-      view.shape[i] = shape[static_cast<std::size_t>(i)];
-      view.stride[i] = n;
-      n *= view.shape[i];
-    }
-    bytes.resize(static_cast<std::size_t>(n) * size_of(dtype));
+  Tensor(DType dtype, const Shape& shape) : view(contiguous_view(nullptr, dtype, {}, shape)) {
+    bytes.resize(bytes_of(view));
     view.data = bytes.data();
   }
   Tensor(Tensor&&) = default;
   Tensor& operator=(Tensor&&) = default;
 
-  void set(std::int64_t i, float x) {
-    switch (view.dtype) {
-      case DType::f16: view.as<Half>()[i] = from_float<Half>(x); break;
-      case DType::bf16: view.as<BFloat16>()[i] = from_float<BFloat16>(x); break;
-      default: view.as<float>()[i] = x;
-    }
-  }
-  float get(std::int64_t i) const {
-    switch (view.dtype) {
-      case DType::f16: return to_float(view.as<Half>()[i]);
-      case DType::bf16: return to_float(view.as<BFloat16>()[i]);
-      default: return view.as<float>()[i];
-    }
-  }
+  void set(std::int64_t i, float x) { cpu::write(view, i, x); }
+  float get(std::int64_t i) const { return cpu::read(view, i); }
 };
 
 struct Weight {

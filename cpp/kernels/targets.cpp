@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/targets.h"
+
+#include <algorithm>
+#include <charconv>
+
+namespace rooftile::gpu {
+namespace {
+
+// capability: ten times the major number plus the minor one, as in the target's name.
+bool runs(std::string_view target, int capability) {
+  const bool ptx = target.starts_with("compute_");
+  target.remove_prefix(target.find('_') + 1);
+  int built = 0;
+  std::from_chars(target.data(), target.data() + target.size(), built);
+  if (target.ends_with('a')) return capability == built;   // uses what no other GPU has
+  return capability >= built && (ptx || capability / 10 == built / 10);
+}
+
+}  // namespace
+
+std::optional<std::string> refusal(std::string_view targets, int major, int minor) {
+  for (std::string_view rest = targets; !rest.empty();) {
+    const std::string_view target = rest.substr(0, rest.find(", "));
+    if (runs(target, 10 * major + minor)) return std::nullopt;
+    rest.remove_prefix(std::min(rest.size(), target.size() + 2));
+  }
+  return "has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
+         ", which runs none of what this build is compiled for: " + std::string(targets);
+}
+
+}  // namespace rooftile::gpu
