@@ -52,7 +52,7 @@ def caption(result):
     """What was measured, where and how."""
     machine, ceiling = result["machine"], result["ceiling"]
     clocks = "-".join(str(mhz) for mhz in sorted(set(machine["sm_clock_mhz"])))
-    missing = f"; peers not installed: {', '.join(result['missing'])}" if result["missing"] else ""
+    missing = f"; peers not measured: {', '.join(result['missing'])}" if result["missing"] else ""
     return (
         f"Microseconds (percent of the roof). {machine['gpu']}, SM clock {clocks} MHz, driver {machine['driver']}, "
         f"torch {machine['torch']}; the roof, measured in the same run: {ceiling['read_gb_s']:.0f} GB/s read, "
