@@ -181,7 +181,7 @@ def _tail_mask(shape):
 
 
 def _flashinfer(shape, q):
-    """A call of its paged decode kernel, or None: it is not installed, or this version does not take these arguments."""
+    """A call of its paged decode kernel; None if it is not installed, or refuses these arguments."""
     try:
         import flashinfer
     except ImportError:
