@@ -274,3 +274,13 @@ def test_more_than_memory_is_a_typed_error(format, head_dim):
         rows = {"max_rows": 2, "max_pages_per_row": 2} if call is rt.PagedKVCache else {}
         with pytest.raises((DeviceError, rt.ArgumentError), match=f"{call.__name__}: .*head_dim"):
             call(*sizes, 2**20, head_dim, format=format, **rows)
+
+
+def test_a_shape_whose_bytes_overflow_is_refused():
+    nothing = torch.zeros(0, dtype=torch.uint8)
+    with pytest.raises(rt.ArgumentError, match="W4Weight: shape must be"):
+        rt.W4Weight(nothing, nothing, None, shape=(2**62, 64), group_size=32, kind="symmetric", scale_dtype="float16")
+
+
+def test_true_is_row_one():
+    assert torch.equal(FILLED.dequantize(True)[0], FILLED.dequantize(1)[0])
