@@ -4,10 +4,11 @@
 import torch
 
 from rooftile import _C
+from rooftile._arrays import torch_device
 from rooftile.errors import ArgumentError, ArgumentTypeError
-from rooftile.gemm import W4Weight, w4a16_matmul
+from rooftile.gemm import W4_KINDS, W4Weight, w4a16_matmul
+from rooftile.kv_cache import integer
 
-_KINDS = ("symmetric", "integer", "minima")
 _SCALES = ("float16", "bfloat16")
 
 
@@ -34,6 +35,13 @@ class W4Linear(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
+        out_features = integer("W4Linear", "out_features", out_features)
+        in_features = integer("W4Linear", "in_features", in_features, 1)
+        if not isinstance(kind, str) or kind not in W4_KINDS:
+            raise ArgumentError(f"W4Linear: kind must be one of {', '.join(W4_KINDS)}, got {kind!r}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ArgumentTypeError(f"W4Linear: dtype must be a torch.dtype or None, got {dtype!r}")
+        device = torch_device("W4Linear", device)
         codes, scales, offsets = _C.w4_sizes("W4Linear", "in_features", out_features, in_features, group_size, kind)
 
         def buffer(size, dtype=torch.uint8):
@@ -58,6 +66,8 @@ class W4Linear(torch.nn.Module):
         """weight: a W4Weight [out_features, in_features]; its arrays are shared. bias: [out_features] or None."""
         if not isinstance(weight, W4Weight):
             raise ArgumentTypeError(f"W4Linear.from_weight: weight must be a W4Weight, got {type(weight).__name__}")
+        if not (bias is None or isinstance(bias, torch.Tensor)):
+            raise ArgumentTypeError(f"W4Linear.from_weight: bias must be a torch tensor, got {type(bias).__name__}")
         if bias is not None and tuple(bias.shape) != weight.shape[:1]:
             raise ArgumentError(f"W4Linear.from_weight: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
         self = cls.__new__(cls)
@@ -104,15 +114,15 @@ class W4Linear(torch.nn.Module):
     def get_extra_state(self):
         """What the bytes mean, as a tensor, so that any checkpoint format can hold it."""
         shape, layout = self._layout["shape"], self._layout
-        kind, scales = _KINDS.index(layout["kind"]), _SCALES.index(layout["scale_dtype"])
+        kind, scales = W4_KINDS.index(layout["kind"]), _SCALES.index(layout["scale_dtype"])
         return torch.tensor([_C.w4_layout_version, *shape, layout["group_size"], kind, scales])
 
     def set_extra_state(self, state):
         if state.tolist() != self.get_extra_state().tolist():
             version, n, k, group, kind, scales = state.tolist()
             raise ArgumentError(
-                f"W4Linear: the checkpoint holds [{n}, {k}] {_KINDS[kind]} group_size={group} {_SCALES[scales]} scales "
-                f"in layout {version}; this module is {self.extra_repr()}"
+                f"W4Linear: the checkpoint holds [{n}, {k}] {W4_KINDS[kind]} group_size={group} {_SCALES[scales]} "
+                f"scales in layout {version}; this module is {self.extra_repr()}"
             )
 
     def __getstate__(self):

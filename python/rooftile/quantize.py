@@ -2,6 +2,7 @@
 """Rounding a whole model's linear layers in place."""
 
 import fnmatch
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rooftile.errors import ArgumentError, ArgumentTypeError
@@ -28,11 +29,12 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     leave as they are, such as "*.mlp.down_proj". Left alone always: `lm_head`, the module of
     `model.get_output_embeddings()`, and any layer that shares its weight with another module. All layers are checked
     before the first is replaced: one whose in_features is not a multiple of group_size raises ArgumentError naming it.
-    progress: show a progress bar.
+    progress: show a bar where stderr is a terminal.
     """
     import torch
 
     from rooftile import _C
+    from rooftile._progress import progress_bar
     from rooftile.nn import W4Linear
 
     if not isinstance(model, torch.nn.Module):
@@ -40,7 +42,9 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     config = W4A16() if config is None else config
     if not isinstance(config, W4A16):
         raise ArgumentTypeError(f"quantize_: config must be a rooftile.W4A16, got {type(config).__name__}")
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    patterns = (skip,) if isinstance(skip, str) else skip
+    if not (isinstance(patterns, Collection) and all(isinstance(p, str) for p in patterns)):
+        raise ArgumentTypeError(f"quantize_: skip must be names or patterns of modules, got {skip!r}")
 
     layers = _linears(model, patterns)
     kind = "minima" if config.zeros == "minima" else "symmetric"
@@ -52,11 +56,13 @@ def quantize_(model, config=None, *, skip=(), progress=True):
             raise ArgumentError(f"{e}; choose another group_size or skip the layer") from None
         if layer.weight.device.type == "meta":
             raise ArgumentError(f"quantize_: {name or 'model'}: weight has no memory behind it (meta device)")
-    for name, layer in _progress(layers, progress):
-        new = W4Linear.from_linear(layer, group_size=config.group_size, zeros=config.zeros)
-        new.train(layer.training)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+    with progress_bar("Quantising", len(layers), show=progress) as advance:
+        for name, layer in layers:
+            new = W4Linear.from_linear(layer, group_size=config.group_size, zeros=config.zeros)
+            new.train(layer.training)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new)
+            advance()
     return len(layers)
 
 
@@ -82,11 +88,3 @@ def _linears(model, patterns):
         and holders[module.weight] == 1
         and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
     ]
-
-
-def _progress(layers, show):
-    if not show:
-        return layers
-    from rich.progress import track
-
-    return track(layers, description="quantising", transient=True)
