@@ -78,6 +78,7 @@ void load_decode_kernels(const char* op) {
 
 std::size_t decode_workspace(const Context& ctx, const DecodeArgs& a) {
   const DeviceScope scope(op, ctx);
+  check_size(a);
   return plan_of(scope, a, variant_of(a)).workspace_bytes;
 }
 
