@@ -86,6 +86,52 @@ def test_a_row_does_not_depend_on_its_neighbours(format, dtype):
             assert_bits_equal(lse, seen[0][1], f"length {n}:")
 
 
+LEAF, MOST = 128, 8192  # tokens of a leaf, and up to how many tokens leaves have that size
+
+
+@pytest.mark.parametrize("window", [None, 100, 8200])
+@pytest.mark.parametrize(
+    "length", [LEAF - 32, LEAF - 1, LEAF, LEAF + 1, LEAF + 32, MOST - 32, MOST, MOST + 1, MOST + 32]
+)
+@stores
+def test_tokens_at_once_and_one_by_one(format, dtype, length, window):
+    """The same logits, but leaves that begin elsewhere: weights are rounded around other maxima, sums in other orders.
+
+    Either side rounds the weights that meet the values to 16 bits, by u of each or 2^-24 of the largest, and what it
+    stores. The values are |v|, of a coded token (u - 8) * scale, which is at most 16 / 15 of its largest |v|. The rest
+    is fp32: an exponential (2^-20) and fewer than length / 128 + 64 additions that one weight goes through, 2^-23 each.
+    """
+    t, heads, kv_heads, dim = 16, 8, 2, 64
+    units = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
+    unit = units["bfloat16" if format == "bf16" else "float16"]  # codes meet fp16 weights whatever the cache's dtype
+    fp32 = 2.0**-20 + 2.0**-23 * (length / 128 + 64)
+    (k, v), *_ = tokens([length], kv_heads, dim, dtype, length)
+    cache = filled([(k[: length - t], v[: length - t])], format, dtype, capacity=length)
+    gpu = cache.to("cuda")
+    q64, q = queries(1, t, heads, dim, dtype, length)
+    singles = []
+    for i in range(length - t, length):
+        new = [cases.tensor(x[None, i : i + 1], dtype) for x in (k, v)]
+        cache.append(*new)
+        gpu.append(*(x.cuda() for x in new))
+        singles.append(rt.decode_attention(q[:, i - length :][:, :1], gpu, window=window, return_lse=True))
+    out, lse = (to_numpy64(x) for x in rt.decode_attention(q, gpu, window=window, return_lse=True))
+    out_1, lse_1 = (to_numpy64(torch.cat(x, 1)) for x in zip(*singles, strict=True))
+    spread, largest = np.zeros(out.shape), 0.0  # sum p |v|
+    for i, j, seen_k, seen_v, positions in checks.seen_by_decode(cache, 0, t):
+        options = {"q_positions": positions, "window": window}
+        size = np.abs(seen_v)
+        if format == "int4-kivi":
+            size[:] = 16 / 15 * size.max(axis=-1, keepdims=True)
+        spread[0, i:j], _ = oracle.attention_reference(q64[0, i:j], seen_k, size, **options)
+        largest = max(largest, size.max())
+    visible = min(length, window or length)
+    allowed = 2 * ((unit + fp32) * spread + 2.0**-24 * visible * largest + units[dtype] * np.abs(out))
+    assert (np.abs(out - out_1) <= allowed).all(), f"{(np.abs(out - out_1) / allowed).max()} of what is allowed"
+    allowed = 2 * fp32 + 2.0**-22 * np.abs(lse)
+    assert (np.abs(lse - lse_1) <= allowed).all(), f"{(np.abs(lse - lse_1) / allowed).max()} of what is allowed"
+
+
 @stores
 def test_graph_replay_follows_lengths_and_tables(format, dtype):
     heads, kv_heads, dim, page, rows = 8, 2, 64, 32, 5
@@ -111,6 +157,43 @@ def test_graph_replay_follows_lengths_and_tables(format, dtype):
         q.normal_()
         graph.replay()
         assert_bits_equal(out, rt.decode_attention(q, cache), f"lengths {new}:")
+
+
+@stores
+def test_pages_past_2_to_the_32_bytes(format, dtype):
+    """The same tokens in the first pages of a pool and in its last: the same bytes there, the same bits, nothing else
+    written."""
+    heads, dim, page, n = 2, 128, 128, 300
+    shape = (heads, oracle.block_bytes(format, page, dim))
+    kind = torch.uint8
+    if format in checks.ELEMENT:
+        shape, kind = (2, page, heads, dim), cases.torch_dtype(dtype)
+    page_bytes = int(np.prod(shape)) * kind.itemsize
+    pages = 2**32 // page_bytes + 2**31 // page_bytes
+    if torch.cuda.mem_get_info()[0] < 2 * pages * page_bytes:
+        pytest.skip(f"needs {2 * pages * page_bytes / 1e9:.0f} GB of free GPU memory")
+    pool = torch.empty((pages, *shape), dtype=kind, device="cuda")
+    everything = pool.view(torch.uint8)
+    everything.fill_(0xA5)
+    table = torch.tensor([[0, 1, 2], [pages - 1, pages - 2, pages - 3]], dtype=torch.int32, device="cuda")
+    lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
+    sizes = {} if format in checks.ELEMENT else {"page_size": page, "head_dim": dim}
+    cache = rt.PagedKVCache.view(pool, table, lengths, format=format, dtype=dtype, **sizes)
+    k, v = torch.randn(2, 1, n, heads, dim, device="cuda").to(cases.torch_dtype(dtype)).expand(2, 2, n, heads, dim)
+    cache.append(k[:, :250], v[:, :250])
+    for i in range(250, n):
+        cache.append(k[:, i : i + 1], v[:, i : i + 1])
+    q = torch.randn(1, 4, 8, dim, device="cuda").to(k.dtype).expand(2, 4, 8, dim)
+    out, lse = rt.decode_attention(q, cache, return_lse=True)
+    assert_bits_equal(out[1], out[0])
+    assert_bits_equal(lse[1], lse[0])
+    host = rt.KVCache(1, n, heads, dim, format=format, dtype=dtype)
+    host.append(k[:1].cpu(), v[:1].cpu())
+    exact, naive, _ = checks.expect_decode(host, to_numpy64(q)[:1])
+    assert_close(out[:1], naive, exact, frobenius=ATTENTION_BOUND[dtype])
+    assert torch.equal(everything[:3], everything[-3:].flip(0))
+    for part in everything[3:-3].split(4096):
+        assert (part == 0xA5).all()
 
 
 @stores
