@@ -117,7 +117,7 @@ def zeros(shape, dtype, device="cpu"):
 
 
 def ints(op, name, values, device="cpu"):
-    """A list becomes int32 on the device, and so does a NumPy array for a GPU.
+    """A list becomes int32 on the device; for a GPU a NumPy array of integers goes there too.
 
     Any other array is passed on as it is (the binding takes int32 only).
     """
@@ -132,7 +132,7 @@ def ints(op, name, values, device="cpu"):
             raise ArgumentTypeError(
                 f"{op}: {name} must be a list of integers or an int32 array, got {values!r}"
             ) from None
-    if device != "cpu" and isinstance(values, np.ndarray):
+    if device != "cpu" and isinstance(values, np.ndarray) and values.dtype in (np.int32, np.int64):
         return sys.modules["torch"].from_numpy(np.array(values)).to(device, non_blocking=True)
     return values
 
@@ -144,10 +144,17 @@ def host(array):
     return (array.cpu() if getattr(array, "is_cuda", False) else array).numpy()
 
 
-def host_ints(op, name, values):
-    """ints(), with what lies on a GPU copied to the host."""
+def host_ints(op, name, values, most):
+    """ints(), with what lies on a GPU copied to the host.
+
+    What is no list of at most `most` values stays where it is, before memory is made for it: the binding refuses it.
+    """
     values = ints(op, name, values)
-    return values.cpu() if getattr(values, "is_cuda", False) is True else values
+    if getattr(values, "is_cuda", False) is True:
+        _C.check_array(op, name, values)
+        if values.ndim == 1 and len(values) <= most:
+            return values.cpu()
+    return values
 
 
 def assign(target, source):
@@ -257,9 +264,11 @@ class Cache:
         or up to 16 tokens back: only those raw values are still there. Anything else is an ArgumentError, and no row
         is cut.
         """
-        _C.kv_truncate(
-            self._handle, host_ints("truncate", "rows", rows), host_ints("truncate", "lengths", lengths), self._stream()
-        )
+        rows, lengths = self._host_ints("truncate", "rows", rows), self._host_ints("truncate", "lengths", lengths)
+        _C.kv_truncate(self._handle, rows, lengths, self._stream())
+
+    def _host_ints(self, op, name, values):
+        return host_ints(op, name, values, self.max_rows)
 
     def _stream(self):
         """The stream of what changes rows: torch's current one, None on the CPU."""
@@ -287,7 +296,7 @@ class Cache:
 
     def reset(self, rows=None):
         """Empties the given rows (a list of ints or an int32 array), or all."""
-        _C.kv_reset(self._handle, host_ints("reset", "rows", rows), self._stream())
+        _C.kv_reset(self._handle, self._host_ints("reset", "rows", rows), self._stream())
 
     def dequantize(self, row=None, at=None):
         """K and V as the query at position `at` sees them, in float32.
@@ -433,7 +442,7 @@ class KVCache(Cache):
 
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [batch], a list of ints or an int32 array."""
-        _C.kv_reorder(self._handle, host_ints("reorder", "index", index), True, self._stream())
+        _C.kv_reorder(self._handle, self._host_ints("reorder", "index", index), True, self._stream())
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src."""

@@ -18,7 +18,6 @@ from rooftile.kv_cache import (
     device_of,
     dtype_name,
     host,
-    host_ints,
     integer,
     ints,
     own_arrays,
@@ -251,13 +250,13 @@ class PagedKVCache(Cache):
 
     def truncate(self, rows, lengths):
         """KVCache.truncate; pages behind the new lengths are given back."""
-        rows = host_ints("truncate", "rows", rows)
+        rows = self._host_ints("truncate", "rows", rows)
         super().truncate(rows, lengths)
         self._settle(host(rows).tolist())
 
     def reset(self, rows=None):
         """KVCache.reset; the rows' pages are given back."""
-        rows = host_ints("reset", "rows", rows)
+        rows = self._host_ints("reset", "rows", rows)
         super().reset(rows)
         self._settle(range(self.max_rows) if rows is None else host(rows).tolist())
 
@@ -283,7 +282,7 @@ class PagedKVCache(Cache):
 
         Pages do not move: rows share them until one writes.
         """
-        index = host_ints("reorder", "index", index)
+        index = self._host_ints("reorder", "index", index)
         _C.kv_reorder(self._handle, index, False, self._stream())
         before = self._pages
         after = [list(before[source]) for source in host(index).tolist()]
@@ -379,7 +378,7 @@ class KVCacheView(Cache):
 
         index: [max_rows], a list of ints or an int32 array.
         """
-        _C.kv_reorder(self._handle, host_ints("reorder", "index", index), False, self._stream())
+        _C.kv_reorder(self._handle, self._host_ints("reorder", "index", index), False, self._stream())
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src in the pages that its row of the block table names.

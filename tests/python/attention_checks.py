@@ -24,6 +24,21 @@ STORES = (
     ("int4-kivi", "float32"),
 )
 FORMATS = (*ELEMENT.items(), *((f, "float32") for f in ("int8", "int4", *KIVI)))
+# What has decode kernels on a GPU.
+GPU_STORES = (
+    ("fp16", "float16"),
+    ("bf16", "bfloat16"),
+    ("int8", "float16"),
+    ("int8", "bfloat16"),
+    ("int4-kivi", "float16"),
+    ("int4-kivi", "bfloat16"),
+)
+
+
+def on_devices(cpu_stores):
+    """(device, format, dtype) of every test on the devices that are here."""
+    stores = {"cpu": cpu_stores, "cuda": GPU_STORES}
+    return [(device, *store) for device in cases.devices() for store in stores[device]]
 
 
 def tokens(lengths, kv_heads, dim, dtype, *key):
@@ -105,22 +120,99 @@ def expect_decode(cache, q, *, rows=None, counts=None, **options):
     return exact, naive, exact_lse
 
 
-def check(dtype, out, lse, exact, naive, exact_lse):
+def check(dtype, out, lse, exact, naive, exact_lse, lse_bound=None):
     assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[dtype])
-    check_lse(lse, exact_lse)
+    check_lse(lse, exact_lse, lse_bound)
 
 
-def check_decode(cache, q, out, lse, **options):
-    check(cache.dtype, out, lse, *expect_decode(cache, q, **options))
-
-
-def check_lse(lse, exact):
+def check_lse(lse, exact, bound=None):
+    """bound: of each value; default 1e-5 of the largest."""
     got = to_numpy64(lse)
     assert got.shape == exact.shape
     hidden = np.isneginf(exact)
     assert (np.isneginf(got) == hidden).all()
     error = np.abs(np.where(hidden, 0, got) - np.where(hidden, 0, exact))
-    assert error.max(initial=0) <= 1e-5 * max(1.0, np.abs(exact[~hidden]).max(initial=0)), f"lse off by {error.max()}"
+    if bound is None:
+        bound = np.full(exact.shape, 1e-5 * max(1.0, np.abs(exact[~hidden]).max(initial=0)))
+    # negated: NaN is wrong too
+    wrong = ~(error <= bound)
+    assert not wrong.any(), f"lse off by {error[wrong].max()}, allowed {bound[wrong].min()}"
+
+
+def run_and_check(cache, q, device="cpu", *, plan=None, sink_dtype="float32", **options):
+    """decode_attention on `device` into outputs full of NaN, over what the CPU's `cache` holds, against the oracle.
+
+    q: float64 [B, T, Hq, D] or [B, Hq, D]. rows, counts: lists; sinks: float64.
+    """
+    given = dict(options)
+    for name in ("rows", "counts"):
+        if name in options:
+            given[name] = torch.tensor(options[name], dtype=torch.int32, device=device)
+    if "sinks" in options:
+        given["sinks"] = cases.tensor(options["sinks"], sink_dtype, device)
+    tq = cases.tensor(q, cache.dtype, device)
+    out, lse = torch.full_like(tq, float("nan")), torch.full(q.shape[:-1], float("nan"), device=device)
+    with rt.record_kernels() as names:
+        rt.decode_attention(tq, cache.to(device), out=out, lse=lse, plan=plan, **given)
+    variant = f"cpu_{plan or cases.PLANS[0]}" if device == "cpu" else "cuda"
+    assert names == [f"{variant}_{cache.dtype}_{cache.format}_d{cache.head_dim}"]
+    if q.ndim == 3:
+        q, out, lse = (x[:, None] for x in (q, out, lse))
+    exact, naive, exact_lse = expect_decode(cache, q, **options)
+    bound = None if device == "cpu" else gpu_lse_bound(cache, q, exact_lse, **options)
+    check(cache.dtype, out, lse, exact, naive, exact_lse, bound)
+
+
+def gpu_lse_bound(cache, q, exact_lse, *, rows=None, counts=None, scale=None, window=None, **_):
+    """How far each lse of a GPU's kernels may be off.
+
+    The sum of weights and the logarithm, in fp32: 2^-22 of the lse, and 2^-22 of the sum for each of the fewer than
+    length / 128 + 64 additions that one weight goes through. And as much as the visible logit that errs most
+    (a soft cap and a sink make no error larger): D * 2^-22 of sum |q_d k_d|, which is summed in fp32 by tensor cores
+    that truncate, and what `key_errors` says.
+    """
+    bound = 2.0**-22 * (np.abs(np.where(np.isneginf(exact_lse), 0, exact_lse)) + 64)
+    dim, per_kv = q.shape[-1], q.shape[2] // cache.kv_heads
+    scale = dim**-0.5 if scale is None else scale
+    for b in range(q.shape[0]):
+        row = b if rows is None else rows[b]
+        count = q.shape[1] if counts is None else counts[b]
+        bound[b] += 2.0**-22 * cache.lengths[row] / 128
+        for i, j, k, _, positions in seen_by_decode(cache, row, count):
+            queries = np.abs(q[b, i:j]).reshape(j - i, cache.kv_heads, per_kv, dim)
+            errors = key_errors(cache, row, queries, k, oracle.GROUP * (positions[-1] // oracle.GROUP))
+            keys = np.arange(len(k))
+            seen = keys <= positions[:, None]
+            if window is not None:
+                seen &= keys > positions[:, None] - window
+            worst = np.where(seen[:, None, None], errors, 0).max(axis=-1, initial=0)
+            bound[b, i:j] += abs(scale) * worst.reshape(j - i, -1)
+    return bound
+
+
+def key_errors(cache, row, q, k, code_end):
+    """How far the product of each query, |q| [T, Hkv, G, D], and each key of a row may be off: [T, Hkv, G, keys].
+
+    Codes meet a query divided by a power of two, at most twice its largest value, in fp16: what falls below 2^-14 of
+    that is off by 2^-25 of it. A kivi key that is coded is (u - 8) * scale + (min + 8 * scale): q * scale and
+    min + 8 * scale are rounded to fp16, 2^-11 of each product, and below 2^-14 off by 2^-25 too.
+    """
+    size = np.abs(k)  # of the terms that make a key, [keys, Hkv, D]
+    product = np.einsum("thgd,khd->thgk", q, size)
+    largest = q.max(axis=-1, initial=0)[..., None]
+    if cache.format not in KIVI:
+        lost = 0 if cache.format in ELEMENT else 2.0**-24 * largest * size.sum(axis=-1).T[None, :, None]
+        return k.shape[-1] * 2.0**-22 * product + lost
+    facts = cache.dump(row)
+    scale, low = (to_numpy64(facts[n]).repeat(oracle.GROUP, 0)[:code_end] for n in ("k_scale", "k_min"))
+    code = np.abs(to_numpy64(facts["k_codes"])[:code_end] - 8)
+    size = code * scale + np.abs(low + 8 * scale)
+    coded = np.einsum("thgd,khd->thgk", q, size)
+    lost = 2.0**-24 * largest * (size + code).sum(axis=-1).T[None, :, None]
+    product[..., :code_end] = coded
+    product *= k.shape[-1] * 2.0**-22
+    product[..., :code_end] += 2.0**-11 * coded + lost
+    return product
 
 
 class Viewed:

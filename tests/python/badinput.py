@@ -3,6 +3,7 @@
 
 import itertools
 
+import cases
 import numpy as np
 import ops
 import torch
@@ -102,9 +103,11 @@ def _huge(argument, t):
             yield Fault(f"shape {shape}", value, relational=True)
 
 
-def _wrong_places(t):
-    if t.is_cuda:
-        yield Fault("on the CPU", t.cpu(), relational=True)
+def _wrong_places(argument, t):
+    others = ["cpu", *(f"cuda:{i}" for i in range(2 if "cuda" in cases.devices() else 0))]
+    for device in others[: 1 + torch.cuda.device_count()]:
+        if device != str(t.device) and not argument.any_device:
+            yield Fault(f"on {device}", t.to(device), relational=True)
     yield Fault("meta device", torch.empty(t.shape, dtype=t.dtype, device="meta"))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(t.detach().clone())  # not yielded inside: the mode would stay on
@@ -185,7 +188,7 @@ def tensor_faults(argument, t):
     yield from _wrong_dtypes(argument, t)
     yield from _wrong_shapes(argument, t)
     yield from _huge(argument, t)
-    yield from _wrong_places(t)
+    yield from _wrong_places(argument, t)
     if argument.written:
         yield from _unwritable(t)
     yield from _bad_values(argument, t)
@@ -228,7 +231,7 @@ def scalar_faults(argument):
             yield Fault(f"value {value}", value)
 
 
-def object_faults(argument, value, dtype):
+def object_faults(argument, value):
     yield Fault("None", None)
     for label, other in {
         "tensor": torch.ones(2),
@@ -239,16 +242,16 @@ def object_faults(argument, value, dtype):
     }.items():
         yield Fault(label, other)
     yield Fault("its type", type(value))
-    for label, other in argument.wrong(dtype).items():
+    for label, other in argument.wrong(value).items():
         yield Fault(label, other, relational=True)
 
 
-def faults(op, name, call, dtype):
+def faults(op, name, call):
     argument = op.arguments[name]
     if isinstance(argument, ops.Absent):
         return iter(())
     if isinstance(argument, ops.Object):
-        return object_faults(argument, call.kwargs[name], dtype)
+        return object_faults(argument, call.kwargs[name])
     if isinstance(argument, ops.Tensor):
         overlaps = overlap_faults(op, name, call) if argument.written else ()
         return itertools.chain(tensor_faults(argument, call.kwargs[name]), overlaps)

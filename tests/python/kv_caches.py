@@ -55,9 +55,9 @@ def as_bytes(array):
     return array.view(np.uint8)
 
 
-def assert_same(a, b):
+def assert_same(a, b, what=""):
     assert a.keys() == b.keys()
     for name in a:
         left, right = (x[name].cpu() if isinstance(x[name], torch.Tensor) else x[name] for x in (a, b))
         left, right = np.asarray(left), np.asarray(right)
-        np.testing.assert_array_equal(left, right, err_msg=name)
+        np.testing.assert_array_equal(left, right, err_msg=f"{what} {name}")

@@ -4,8 +4,9 @@
 A new op joins bad input, layouts, poison, empty input and row independence by one entry here.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import cases
 import numpy as np
@@ -16,6 +17,7 @@ from rooftile.kv_paged import KVCacheView
 
 ACTIVATIONS = frozenset(cases.DTYPES)
 INDICES = frozenset(["int32", "int64"])
+EVERYWHERE, ON_GPU = frozenset(["cpu", "cuda"]), frozenset(["cuda"])
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Tensor:
     expandable: tuple = ()  # dimensions along which a stride of 0 is a legal input
     rows: int | None = None  # the dimension that counts independent rows
     lists: bool = False  # a list of numbers is welcome as well
-    contiguous: bool = False  # any other layout is refused by name
+    contiguous: frozenset = frozenset()  # devices on which any other layout is refused by name
+    any_device: bool = False  # it may lie elsewhere than the others
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,12 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Object:
-    """A cache or a weight. wrong: dtype -> {label: one of the right type that does not fit the call}.
+    """A cache or a weight. wrong: the good one -> {label: one of the right type that does not fit the call}.
 
     moved: (object, place) -> the same with every array a through place(a).
     """
 
-    wrong: Callable = lambda dtype: {}
+    wrong: Callable = lambda value: {}
     moved: Callable = lambda value, place: value
 
 
@@ -93,6 +96,9 @@ class Call:
     def check_untouched(self):
         for guard in self.guards:
             guard.check_untouched("an argument")
+        self.check_state()
+
+    def check_state(self):
         for before, now in zip(self.before, self.op.state(self.kwargs), strict=True):
             assert torch.equal(before.view(torch.uint8), now.view(torch.uint8)), "the cache was written"
 
@@ -127,6 +133,10 @@ class Make:
 
     def __init__(self, op, dtype, device):
         self.op, self.dtype, self.device, self.guards = op, dtype, device, []
+        self.head_dim = HEAD_DIM[device]
+
+    def cache(self, format, **options):
+        return kv_cache(format, self.dtype, head_dim=self.head_dim, make=self, device=self.device, **options)
 
     def input(self, *shape, dtype=None, spread=1.0, mean=0.0):
         dtype = dtype or self.dtype
@@ -239,10 +249,16 @@ def _w4_parts(kind, n=W4_N, k=W4_K, group=W4_GROUP, scale_dtype="float16"):
     return codes, scales, zeros
 
 
-def w4_weight(kind="symmetric", n=W4_N, k=W4_K, act_order=False):
+def w4_weight(kind="symmetric", n=W4_N, k=W4_K, act_order=False, device="cpu"):
     codes, scales, zeros = _w4_parts(kind, n, k)
     perm = torch.from_numpy(cases.generator("perm").permutation(k).astype(np.int32)) if act_order else None
-    return rt.W4Weight.from_canonical(codes, scales, zeros, perm=perm)
+    return rt.W4Weight.from_canonical(codes, scales, zeros, perm=perm).to(device)
+
+
+def _other_weights(w):
+    here = functools.partial(w4_weight, device=w.codes.device)
+    shapes = {"K larger": here(k=128), "K smaller": here(k=32), "N larger": here(n=W4_N + 1)}
+    return shapes | ({"on the CPU": w.to("cpu")} if w.codes.is_cuda else {})
 
 
 def w4_arrays(w):
@@ -254,16 +270,13 @@ def _w4_moved(w, place):
     return rt.W4Weight(*parts, perm=None if w.perm is None else place(w.perm), **w.layout)
 
 
-W4 = Object(
-    wrong=lambda dtype: {"K larger": w4_weight(k=128), "K smaller": w4_weight(k=32), "N larger": w4_weight(n=W4_N + 1)},
-    moved=_w4_moved,
-)
+W4 = Object(_other_weights, _w4_moved)
 
 
 def _w4a16(kind, *lead, act_order=False):
     return lambda m: {
         "x": m.input(*lead, W4_K),
-        "w": w4_weight(kind, act_order=act_order),
+        "w": w4_weight(kind, act_order=act_order, device=m.device),
         "bias": m.input(W4_N),
         "residual": m.input(*lead, W4_N),
         "out": m.output(*lead, W4_N),
@@ -288,6 +301,7 @@ def _w4a16_op(kind, **more):
         empties=(_w4a16(kind, 0, 3, **more), _w4a16(kind, 2, 0, **more)),
         large=_w4a16(kind, 5, 9, **more),
         case=" ".join([kind, *more]),
+        gpu=True,
     )
 
 
@@ -318,7 +332,7 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False):
         "zeros": Tensor(zeros_dtypes),
         "group_size": GROUP_SIZE,
         "kind": Scalar(str, optional=True),
-        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True, contiguous=True),
+        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True, contiguous=EVERYWHERE),
     }
     absent = [n for n, given in (("zeros", kind != "symmetric"), ("perm", act_order)) if not given]
     return Op(
@@ -328,6 +342,7 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False):
         _from_canonical(kind, act_order),
         made=w4_arrays,
         case=kind,
+        gpu=True,
     )
 
 
@@ -347,6 +362,7 @@ W4_OPS = [
         },
         _from_kpacked,
         made=w4_arrays,
+        gpu=True,
     ),
     _w4a16_op("symmetric"),
     _w4a16_op("integer"),
@@ -359,13 +375,14 @@ W4_OPS = [
             "W4Weight.quantize",
             rt.W4Weight.quantize,
             {
-                "weight": Tensor(free_dims=(0, 1)),
+                "weight": Tensor(free_dims=(0, 1), any_device=True),
                 "group_size": Scalar(int, bad=GROUP_SIZE.bad),
                 "zeros": Scalar(str, optional=True, bad=("integer",)),
             },
             lambda m, zeros=zeros: {"weight": m.input(W4_N, W4_K), "group_size": W4_GROUP, "zeros": zeros},
             made=w4_arrays,
             case=zeros,
+            gpu=True,
         )
         for zeros in ("symmetric", "minima")
     ),
@@ -373,7 +390,8 @@ W4_OPS = [
 
 # ---- KV cache
 
-KV_HEADS, HEAD_DIM, CACHE_ROWS = 2, 40, 3
+KV_HEADS, CACHE_ROWS = 2, 3
+HEAD_DIM = {"cpu": 40, "cuda": 64}  # the kernels of a GPU take few
 STORED = 30  # tokens a row holds before the call: the append closes a group
 
 
@@ -382,30 +400,28 @@ PAGES = ((7, 2, 9), (0, 4, 5), (3, 8, 1))  # of the rows of a paged cache; page 
 NO_PAGE = 10**6  # what stands in a table where nothing may look
 
 
-def kv_cache(format, dtype, head_dim=HEAD_DIM, kv_heads=KV_HEADS, stored=STORED, kind="contiguous", make=None):
-    """kind: "contiguous", "paged", or "view", whose arrays are an engine's: out of guarded memory with `make`."""
+def kv_cache(format, dtype, head_dim, kv_heads=KV_HEADS, stored=STORED, kind="contiguous", make=None, device="cpu"):
+    """kind: "contiguous", "paged", or "view", whose arrays are an engine's: out of `make`'s guarded memory."""
     element = oracle.ELEMENT_FORMATS.get(format, dtype)
+    options = {"format": format, "dtype": element, "device": device}
     if kind == "contiguous":
-        cache = rt.KVCache(CACHE_ROWS, 128, kv_heads, head_dim, format=format, dtype=element)
+        cache = rt.KVCache(CACHE_ROWS, 128, kv_heads, head_dim, **options)
     elif kind == "paged":
-        cache = rt.PagedKVCache(
-            13, PAGE, kv_heads, head_dim, max_rows=CACHE_ROWS, max_pages_per_row=4, format=format, dtype=element
-        )
+        cache = rt.PagedKVCache(13, PAGE, kv_heads, head_dim, max_rows=CACHE_ROWS, max_pages_per_row=4, **options)
     else:
-        place = make.given if make else torch.clone
         inner = (kv_heads, oracle.block_bytes(format, PAGE, head_dim))
         pool = torch.zeros((10, *inner), dtype=torch.uint8)
         if format in oracle.ELEMENT_FORMATS:
             pool = torch.zeros((10, 2, PAGE, kv_heads, head_dim), dtype=cases.torch_dtype(element))
         table = torch.tensor([[*pages, NO_PAGE] for pages in PAGES], dtype=torch.int32)
         none = torch.zeros(CACHE_ROWS, dtype=torch.int32)
-        parts = [place(t) for t in (pool, table, none)]
+        parts = [make.given(t) for t in (pool, table, none)]
         raw = torch.zeros((CACHE_ROWS, kv_heads, 64, head_dim), dtype=cases.torch_dtype(element))
-        ring = tuple(place(t) for t in (raw, raw, none)) if format in oracle.KIVI_FORMATS else None
+        ring = tuple(make.given(t) for t in (raw, raw, none)) if format in oracle.KIVI_FORMATS else None
         cache = kv_view(format, element, head_dim, parts, ring)
     if stored:
         shape = (CACHE_ROWS, stored, kv_heads, head_dim)
-        k, v = (cases.tensor(cases.values(shape, element, "stored", side), element) for side in "kv")
+        k, v = (cases.tensor(cases.values(shape, element, "stored", side), element, device) for side in "kv")
         cache.append(k, v)
     return cache
 
@@ -436,10 +452,10 @@ def _cache_state(kwargs):
 
 def _append(format, batch=2, tokens=5, counts=(5, 3), kind="contiguous"):
     def build(m):
-        shape = (batch, tokens, KV_HEADS, HEAD_DIM)
+        shape = (batch, tokens, KV_HEADS, m.head_dim)
         element = oracle.ELEMENT_FORMATS.get(format, m.dtype)
         return {
-            "self": kv_cache(format, element, kind=kind, make=m),
+            "self": m.cache(format, kind=kind),
             "k": m.input(*shape, dtype=element),
             "v": m.input(*shape, dtype=element),
             "rows": m.index([2, 0][:batch]),
@@ -449,8 +465,10 @@ def _append(format, batch=2, tokens=5, counts=(5, 3), kind="contiguous"):
     return build
 
 
-ROW_INDEX = Tensor(frozenset(["int32"]), optional=True, bad_values=(-1, CACHE_ROWS, 2**31 - 1, -(2**31)), lists=True)
-COUNT = Tensor(frozenset(["int32"]), optional=True, bad_values=(-1, 6, 2**31 - 1, -(2**31)), lists=True)
+# Of what the host reads, on any device: no layout and no place is refused.
+READ_ROWS = Tensor(frozenset(["int32"]), bad_values=(-1, CACHE_ROWS, 2**31 - 1, -(2**31)), lists=True, any_device=True)
+ROW_INDEX = replace(READ_ROWS, optional=True, any_device=False, contiguous=ON_GPU)
+COUNT = replace(ROW_INDEX, bad_values=(-1, 6, 2**31 - 1, -(2**31)))
 NEW_TOKENS = Tensor(primary=True)
 
 # (format, kind of cache): every kind with a format of each family
@@ -461,9 +479,11 @@ CACHES = [
     ("int8", "paged"),
     ("int4-kivi", "paged"),
     ("fp32", "view"),
+    ("fp16", "view"),
     ("int8", "view"),
     ("int4-kivi", "view"),
 ]
+GPU_FORMATS = ("fp16", "bf16", "int8", "int4-kivi")
 CLASSES = {"contiguous": rt.KVCache, "paged": rt.PagedKVCache, "view": KVCacheView}
 
 
@@ -473,7 +493,7 @@ def _case(format, kind):
 
 def _change(format, kind, make=lambda m: {}, **scalars):
     """A call of a method that takes index tensors and plain values; every row holds STORED tokens."""
-    return lambda m: {"self": kv_cache(format, m.dtype, kind=kind, make=m), **make(m), **scalars}
+    return lambda m: {"self": m.cache(format, kind=kind), **make(m), **scalars}
 
 
 def _on_rows(rows, **values):
@@ -482,10 +502,8 @@ def _on_rows(rows, **values):
 
 def _kv_ops(format, kind):
     """Everything that changes or reads a cache but append, which has its own number of rows and tokens."""
-    cls, some_rows = CLASSES[kind], Tensor(ROW_INDEX.dtypes, bad_values=ROW_INDEX.bad_values, lists=True, primary=True)
-    lengths = Tensor(ROW_INDEX.dtypes, bad_values=(-1, STORED + 1, 2**31 - 1, -(2**31)), lists=True)
-    index = Tensor(ROW_INDEX.dtypes, bad_values=ROW_INDEX.bad_values, lists=True)
-    any_rows = Tensor(ROW_INDEX.dtypes, bad_values=ROW_INDEX.bad_values, lists=True, optional=True, free_dims=(0,))
+    cls = CLASSES[kind]
+    lengths = replace(READ_ROWS, bad_values=(-1, STORED + 1, 2**31 - 1, -(2**31)))
     row = Scalar(int, bad=(-1, CACHE_ROWS, 2**31 - 1))
 
     def op(name, arguments, call, empties=(), **more):
@@ -497,19 +515,25 @@ def _kv_ops(format, kind):
             empties=tuple(_change(format, kind, e) for e in empties),
             state=_cache_state,
             case=_case(format, kind),
+            gpu=format in GPU_FORMATS,
             **more,
         )
 
     return [
         op(
             "truncate",
-            {"rows": some_rows, "lengths": lengths},
+            {"rows": replace(READ_ROWS, primary=True), "lengths": lengths},
             _on_rows([2, 0], lengths=[STORED - 11, 0]),
             empties=(_on_rows([], lengths=[]),),
         ),
-        op("reorder", {"index": index}, lambda m: {"index": m.index([1, 2, 0])}),
+        op("reorder", {"index": READ_ROWS}, lambda m: {"index": m.index([1, 2, 0])}),
         op("fork", {"src": row, "dst": row}, {"src": 2, "dst": 0}),
-        op("reset", {"rows": any_rows}, _on_rows([2, 0]), empties=(_on_rows([]), lambda m: {"rows": None})),
+        op(
+            "reset",
+            {"rows": replace(READ_ROWS, optional=True, free_dims=(0,))},
+            _on_rows([2, 0]),
+            empties=(_on_rows([]), lambda m: {"rows": None}),
+        ),
         op(
             "dequantize",
             {
@@ -536,6 +560,7 @@ KV_OPS = [
             ),
             state=_cache_state,
             case=_case(format, kind),
+            gpu=format in GPU_FORMATS,
         )
         for format, kind in CACHES
     ),
@@ -561,26 +586,28 @@ LOGITS = {
 }
 
 
-def _other_caches(dtype):
-    other = "bfloat16" if dtype == "float32" else "float32"
-    return {
-        "of another dtype": kv_cache("int8", other),
-        "of another head_dim": kv_cache("int8", dtype, head_dim=HEAD_DIM + 8),
-        "of another number of heads": kv_cache("int8", dtype, kv_heads=3),
+def _other_caches(cache):
+    dim, other = cache.head_dim, "bfloat16" if cache.dtype == "float16" else "float16"
+    here = functools.partial(kv_cache, "int8", device=cache.device)
+    wrong = {
+        "of another dtype": here(other, dim),
+        "of another head_dim": here(cache.dtype, dim + 8),
+        "of another number of heads": here(cache.dtype, dim, kv_heads=3),
     }
+    return wrong | ({"on the CPU": cache.to("cpu")} if cache.device != "cpu" else {})
 
 
 def _decode(format, batch=2, tokens=5, stored=STORED, kind="contiguous"):
     def build(m):
-        shape = (batch, tokens, Q_HEADS)
+        shape, dtype = (batch, tokens, Q_HEADS), oracle.ELEMENT_FORMATS.get(format, m.dtype)
         return {
-            "q": m.input(*shape, HEAD_DIM),
-            "cache": kv_cache(format, m.dtype, stored=stored, kind=kind, make=m),
+            "q": m.input(*shape, m.head_dim, dtype=dtype),
+            "cache": m.cache(format, stored=stored, kind=kind),
             "rows": m.index([2, 0][:batch]),
             "counts": m.index([5, 3][:batch]) if tokens == 5 else None,
             "window": 20,
-            "sinks": m.input(Q_HEADS),
-            "out": m.output(*shape, HEAD_DIM),
+            "sinks": m.input(Q_HEADS, dtype=dtype),
+            "out": m.output(*shape, m.head_dim, dtype=dtype),
             "lse": m.output(*shape, dtype="float32"),
         }
 
@@ -590,14 +617,14 @@ def _decode(format, batch=2, tokens=5, stored=STORED, kind="contiguous"):
 def _prefill(batch=2, tokens=5, keys=7, format=None):
     def build(m):
         shape = (batch, tokens, Q_HEADS)
-        cached = {"cache": kv_cache(format, m.dtype), "rows": m.index([2, 0][:batch])} if format else {}
+        cached = {"cache": m.cache(format), "rows": m.index([2, 0][:batch])} if format else {}
         return {
-            "q": m.input(*shape, HEAD_DIM),
-            **{n: m.input(batch, tokens if format else keys, KV_HEADS, HEAD_DIM) for n in "kv"},
+            "q": m.input(*shape, m.head_dim),
+            **{n: m.input(batch, tokens if format else keys, KV_HEADS, m.head_dim) for n in "kv"},
             "counts": m.index([5, 3][:batch]) if format and tokens == 5 else None,
             "sinks": m.input(Q_HEADS),
             "alibi_slopes": m.input(Q_HEADS, dtype="float32"),
-            "out": m.output(*shape, HEAD_DIM),
+            "out": m.output(*shape, m.head_dim),
             "lse": m.output(*shape, dtype="float32"),
             **cached,
         }
@@ -607,28 +634,27 @@ def _prefill(batch=2, tokens=5, keys=7, format=None):
 
 def _packed(m):
     return {
-        "q": m.input(9, Q_HEADS, HEAD_DIM),
-        **{n: m.input(12, KV_HEADS, HEAD_DIM) for n in "kv"},
+        "q": m.input(9, Q_HEADS, m.head_dim),
+        **{n: m.input(12, KV_HEADS, m.head_dim) for n in "kv"},
         "cu_seqlens_q": m.index([0, 4, 4, 9]),
         "cu_seqlens_k": m.index([0, 5, 7, 12]),
         "sinks": m.input(Q_HEADS),
         "alibi_slopes": m.input(Q_HEADS, dtype="float32"),
-        "out": m.output(9, Q_HEADS, HEAD_DIM),
+        "out": m.output(9, Q_HEADS, m.head_dim),
         "lse": m.output(9, Q_HEADS, dtype="float32"),
     }
 
 
 def _merge(*lead):
     def build(m):
-        sides = {f"{n}_{s}": m.input(*lead, *d, dtype=t) for s in "ab" for n, d, t in _PARTS}
-        return sides | {n: m.output(*lead, *d, dtype=t) for n, d, t in _PARTS}
+        parts = (("out", (HEAD_DIM["cpu"],), None), ("lse", (), "float32"))
+        sides = {f"{n}_{s}": m.input(*lead, *d, dtype=t) for s in "ab" for n, d, t in parts}
+        return sides | {n: m.output(*lead, *d, dtype=t) for n, d, t in parts}
 
     return build
 
 
-_PARTS = (("out", (HEAD_DIM,), None), ("lse", (), "float32"))
-_PICKED = Tensor(frozenset(["int32"]), optional=True, bad_values=ROW_INDEX.bad_values, lists=True, rows=0)
-_COUNTED = Tensor(frozenset(["int32"]), optional=True, bad_values=COUNT.bad_values, lists=True, rows=0)
+_PICKED, _COUNTED = replace(ROW_INDEX, rows=0), replace(COUNT, rows=0)
 _BEGINS = Tensor(frozenset(["int32"]), optional=True, primary=True, bad_values=(-1, 50, 2**31 - 1), lists=True)
 _PREFILL = {
     "q": ROWS,
@@ -662,9 +688,10 @@ ATTENTION_OPS = [
             empties=tuple(_decode(format, kind=kind, **e) for e in ({"batch": 0}, {"tokens": 0}, {"stored": 0})),
             state=lambda kwargs: cache_state(kwargs["cache"]),
             case=_case(format, kind),
+            gpu=format in GPU_FORMATS,
         )
         for format, kind in CACHES
-        if format not in oracle.ELEMENT_FORMATS
+        if format != "bf16"
     ),
     Op(
         "prefill_attention",
@@ -717,15 +744,15 @@ ATTENTION_OPS = [
 def _rope_append(batch=2, tokens=5):
     def build(m):
         return {
-            "q": m.input(batch, tokens, Q_HEADS, HEAD_DIM),
-            **{n: m.input(batch, tokens, KV_HEADS, HEAD_DIM) for n in "kv"},
-            "cos": m.input(50, HEAD_DIM // 2),
-            "sin": m.input(50, HEAD_DIM // 2),
-            "positions": m.index([[30 + t for t in range(tokens)]] * batch),
-            "cache": kv_cache("int4-kivi", m.dtype),
+            "q": m.input(batch, tokens, Q_HEADS, m.head_dim),
+            **{n: m.input(batch, tokens, KV_HEADS, m.head_dim) for n in "kv"},
+            "cos": m.input(50, m.head_dim // 2),
+            "sin": m.input(50, m.head_dim // 2),
+            "positions": m.index(torch.arange(30, 30 + tokens).expand(batch, tokens)),
+            "cache": m.cache("int4-kivi"),
             "rows": m.index([2, 0][:batch]),
             "counts": m.index([5, 3][:batch]) if tokens == 5 else None,
-            "q_out": m.output(batch, tokens, Q_HEADS, HEAD_DIM),
+            "q_out": m.output(batch, tokens, Q_HEADS, m.head_dim),
         }
 
     return build
@@ -774,7 +801,9 @@ OPS = [
             **CONTEXT,
         },
         _rope_append(),
+        empties=(_rope_append(batch=0), _rope_append(tokens=0)),
         state=lambda kwargs: cache_state(kwargs["cache"]),
+        gpu=True,
     ),
     Op(
         "silu_mul",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can show of the small ops: streams, CUDA graphs, devices, errors that do not stick, sizes past 32
-bits, torch's dispatcher. Their values are checked where the CPU's are: test_fused.py, test_merge_attention.py and the
-contract tests.
+"""What only a GPU can show of every op: streams, CUDA graphs, devices; of the small ones also errors that do not stick
+and sizes past 32 bits. Values are checked where the CPU's are: test_fused.py, test_decode_attention.py and others.
 """
 
 import functools
@@ -11,12 +10,14 @@ import sys
 from pathlib import Path
 
 import cases
+import kv_caches
 import ops
 import pytest
 import rooftile as rt
 import torch
+from attention_checks import GPU_STORES
 from closeness import assert_bits_equal
-from rooftile import _C, torch_ops
+from rooftile import _C
 
 if "cuda" not in cases.devices():
     why = _C.gpu_backend() if _C.gpu_backend().startswith("none") else "torch sees no GPU"
@@ -65,6 +66,72 @@ NAMES = [
 ]
 
 
+CACHE_FORMATS = ("fp16", "int8", "int4-kivi")
+
+
+def cache_ops(device="cuda"):
+    """The same for what works on a cache or a weight, whose memory is among the tensors: what a call changes of it is
+    returned as well. Made on the CPU and copied: no kernel of the library has run."""
+    generator = torch.Generator().manual_seed(1)
+
+    def make(*shape, dtype=torch.float16):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    def filled(format):
+        cache = rt.KVCache(3, 400, 2, 64, format=format, dtype="float16")
+        k, v = torch.randn(2, 3, 300, 2, 64, generator=generator).half()
+        cache.append(k, v, counts=[300, 31, 0])  # one more closes a group
+        cache = cache.to(device)
+        return cache, [array for name, array in cache._arrays.items() if name != "fault"]
+
+    def decode(cache, q, *_):
+        return rt.decode_attention(q, cache, return_lse=True)
+
+    def append(cache, k, v, *memory):
+        cache.append(k, v)
+        return tuple(array.clone() for array in memory)
+
+    def rope_append(cache, q, k, v, cos, sin, positions, *memory):
+        q_out = rt.rope_append(q, k, v, cos, sin, positions, cache)
+        return (q_out, *(array.clone() for array in memory))
+
+    q, k, v = make(3, 1, 8, 64), make(3, 1, 2, 64), make(3, 1, 2, 64)
+    tables = make(400, 32, dtype=torch.float32), make(400, 32, dtype=torch.float32)
+    positions = torch.tensor([[300], [31], [0]], device=device)
+    inputs = {decode: (q,), append: (k, v), rope_append: (q, k, v, *tables, positions)}
+    made = {}
+    for f, name in ((decode, "decode_attention"), (append, "append"), (rope_append, "rope_append")):
+        for format in CACHE_FORMATS:
+            cache, memory = filled(format)
+            made[f"{name} {format}"] = (functools.partial(f, cache), (*(t.clone() for t in inputs[f]), *memory))
+    for case, (m, n, k) in {"split": (3, 64, 4096), "whole": (40, 96, 64)}.items():
+        w = rt.W4Weight.quantize(torch.randn(n, k, generator=generator).half(), group_size=64, zeros="minima").to(
+            device
+        )
+        tensors = (make(m, k), w.codes, w.scales, w.offsets)
+        made[f"w4a16_matmul {case}"] = (lambda x, *_, w=w: rt.w4a16_matmul(x, w), tensors)
+    return made
+
+
+CACHE_NAMES = [
+    *(f"{op} {format}" for op in ("decode_attention", "append", "rope_append") for format in CACHE_FORMATS),
+    "w4a16_matmul split",
+    "w4a16_matmul whole",
+]
+ALL_NAMES = [*NAMES, *CACHE_NAMES]
+
+
+def case(name, device="cuda"):
+    """(function, its tensors, copies of what is in them)"""
+    f, inputs = (small_ops if name in NAMES else cache_ops)(device=device)[name]
+    return f, inputs, [t.clone() for t in inputs]
+
+
+def fill(tensors, values):
+    for t, value in zip(tensors, values, strict=True):
+        t.copy_(value)
+
+
 def as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
@@ -75,27 +142,27 @@ def assert_same(results, expected):
 
 
 def test_the_list_is_complete():
-    assert list(small_ops()) == NAMES
-    assert {name.split()[0] for name in NAMES} <= {op.name for op in ops.OPS if op.gpu}
+    assert list(small_ops()) == NAMES and list(cache_ops()) == CACHE_NAMES
+    with_streams = {op.name for op in ops.OPS if op.gpu and "stream" in op.arguments}
+    assert {name.split()[0] for name in ALL_NAMES} == with_streams
 
 
 # ---------------------------------------------------------------- streams
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_runs_on_the_current_stream(name):
-    """The inputs are made late on a side stream: a kernel on any other stream would read what was there before."""
-    f, inputs = small_ops()[name]
-    expected = f(*inputs)
-    stream = torch.cuda.Stream()
+    """The inputs come late, on a side stream: a kernel on any other stream would read zeros."""
+    f, inputs, values = case(name)
+    expected, stream = f(*inputs), torch.cuda.Stream()
     for _ in range(20):
-        late = [torch.full_like(t, 0) for t in inputs]
+        for t in inputs:
+            t.zero_()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(DELAY)
-            for a, b in zip(late, inputs, strict=True):
-                a.copy_(b)
-            results = f(*late)
+            fill(inputs, values)
+            results = f(*inputs)
         stream.synchronize()
         assert_same(results, expected)
 
@@ -113,9 +180,9 @@ def test_a_stream_can_be_given():
     assert_bits_equal(out, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_host_never_waits(name):
-    f, inputs = small_ops()[name]
+    f, inputs, _ = case(name)
     torch.cuda.set_sync_debug_mode("error")
     try:
         f(*inputs)
@@ -144,23 +211,76 @@ def captured(f, inputs):
     return graph, results
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_a_graph_replays_what_eager_computes(name):
-    f, inputs = small_ops()[name]
+    f, inputs, values = case(name)
     expected = f(*inputs)
+    fill(inputs, values)
     graph, results = captured(f, inputs)
     assert_same(results, expected)
-    if name == "rope":
-        return  # its positions and tables are not to be scaled
-    for t in inputs:
-        t.mul_(0.5)
+    values = [0.5 * t if t.is_floating_point() else t for t in values]
+    fill(inputs, values)
     expected = f(*inputs)
+    fill(inputs, values)
     graph.replay()
     assert_same(results, expected)
 
 
+@pytest.mark.parametrize("before", ["memcpy", "memset", "fork"])
+@pytest.mark.parametrize(("format", "dtype"), GPU_STORES)
+def test_decode_waits_for_the_node_before_it(format, dtype, before):
+    """That node writes `rows`, which the kernels read first and which name no row until then: a fault, were it read."""
+    rng = cases.generator("nodes", format, dtype, before)
+    past = torch.randn(2, 5, 2080, 2, 64).to(cases.torch_dtype(dtype))
+    host = rt.KVCache(5, 2080, 2, 64, format=format, dtype=dtype)
+    host.append(*past)
+    cache = host.to("cuda")
+    if "raw_from" in cache._arrays:
+        cache._arrays["raw_from"].zero_()  # rings are read as they are, at whatever length
+    source = torch.randn(5, 8, 64, device="cuda").to(past.dtype)
+    q, out, second, after = (torch.zeros_like(source) for _ in range(4))
+    lse = torch.zeros(5, 8, device="cuda")
+    rows, chosen = (torch.zeros(5, dtype=torch.int32, device="cuda") for _ in range(2))
+    rt.warmup()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        if before == "fork":
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(DELAY // 20)
+                rows.copy_(chosen)
+        q.copy_(source)
+        if before == "fork":
+            main.wait_stream(side)
+        elif before == "memset":
+            rows.zero_()
+        else:
+            rows.copy_(chosen)
+        rt.decode_attention(q, cache, rows=rows, out=out, lse=lse)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            after.copy_(out)
+        rt.decode_attention(q, cache, rows=rows, out=second)  # beside the copy
+        main.wait_stream(side)
+    for _ in range(30):
+        source.normal_()
+        cache.seq_lens.copy_(torch.from_numpy(32 * rng.integers(0, 66, 5)))
+        chosen.copy_(torch.from_numpy(rng.integers(0, 5, 5)))
+        rows.fill_(10**6)
+        for t in (q, out, lse, second, after):
+            t.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        named = torch.zeros_like(chosen) if before == "memset" else chosen
+        expected, expected_lse = rt.decode_attention(source, cache, rows=named, return_lse=True)
+        for name, t in {"out": out, "the second out": second, "a copy of out": after}.items():
+            assert_bits_equal(t, expected, name)
+        assert_bits_equal(lse, expected_lse)
+
+
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "after warmup"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_first_call_ever_can_be_captured(name, warm):
     child = subprocess.run(
         [sys.executable, Path(__file__), "capture", json.dumps([name, warm])],
@@ -172,11 +292,12 @@ def test_the_first_call_ever_can_be_captured(name, warm):
 
 
 def capture_in_child(name, warm):
-    f, inputs = small_ops()[name]
+    f, inputs, values = case(name)
     if warm:
         rt.warmup()
     torch.cuda.synchronize()
     _, results = captured(f, inputs)
+    fill(inputs, values)
     assert_same(results, f(*inputs))
 
 
@@ -213,18 +334,84 @@ def test_a_tensor_on_another_device_is_refused_by_name(name, index):
 
 
 @TWO_GPUS
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_current_device_stays(name):
     for current, other in ((0, 1), (1, 0)):
-        torch.cuda.set_device(current)
-        f, inputs = small_ops(device=f"cuda:{other}")[name]
-        results = as_tuple(f(*inputs))
-        assert torch.cuda.current_device() == current
-        assert all(t.device.index == other for t in results)
-        assert torch.empty(1, device="cuda").device.index == current
-        f, inputs = small_ops(device=f"cuda:{current}")[name]
-        assert_same(results, tuple(t.to(f"cuda:{other}") for t in as_tuple(f(*inputs))))
-    torch.cuda.set_device(0)
+        with torch.cuda.device(current):
+            f, inputs, _ = case(name, f"cuda:{other}")
+            results = as_tuple(f(*inputs))
+            assert torch.cuda.current_device() == current
+            assert all(t.device.index == other for t in results)
+            assert torch.empty(1, device="cuda").device.index == current
+            f, inputs, _ = case(name, f"cuda:{current}")
+            assert_same(results, f(*inputs))
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_streams_and_graphs_of_another_device_than_the_current_one(name):
+    f, inputs, values = case(name, "cuda:1")
+    expected = f(*inputs)
+    with torch.cuda.device(1):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    for _ in range(5):
+        for t in inputs:
+            t.zero_()
+        torch.cuda.synchronize(1)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(DELAY)
+            with torch.cuda.device(0):
+                fill(inputs, values)
+                results = f(*inputs)
+                assert torch.cuda.current_device() == 0
+        stream.synchronize()
+        assert_same(results, expected)
+    fill(inputs, values)
+    with torch.cuda.device(1), torch.cuda.graph(graph, stream=stream), torch.cuda.device(0):
+        results = f(*inputs)
+        assert torch.cuda.current_device() == 0
+    for t in as_tuple(results):
+        t.zero_()
+    torch.cuda.synchronize(1)
+    graph.replay()
+    torch.cuda.synchronize(1)
+    assert_same(results, expected)
+    assert torch.cuda.current_device() == 0
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("make", [kv_caches.contiguous, kv_caches.paged])
+@pytest.mark.parametrize(("format", "dtype"), GPU_STORES)
+def test_caches_on_another_device_than_the_current_one(format, dtype, make):
+    k, v = kv_caches.tensors(*kv_caches.kv(100, 2, 64, dtype, "devices", batch=3), dtype)
+    first, second = (make(format, dtype, 2, 64, rows=3, device=f"cuda:{i}") for i in range(2))
+    steps = (
+        lambda c: c.append(k.to(c.device), v.to(c.device), counts=[100, 33, 64]),
+        lambda c: c.reorder([2, 0, 1]),
+        lambda c: c.truncate([1], [96]),
+        lambda c: c.fork(1, 2),
+        lambda c: c.reset([0]),
+    )
+    for step in steps:
+        for cache in (first, second):
+            step(cache)
+            assert torch.cuda.current_device() == 0
+        assert second.device == "cuda:1" and second.lengths == first.lengths
+        kv_caches.assert_same(kv_caches.state(second), kv_caches.state(first))
+    kv_caches.assert_same(kv_caches.state(first.to("cuda:1")), kv_caches.state(second))
+    assert torch.cuda.current_device() == 0
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("zeros", [None, "minima"])
+def test_weights_on_another_device_than_the_current_one(zeros):
+    rt.warmup("cuda:1")
+    x = torch.randn(33, 576).half()
+    first, second = (rt.W4Weight.quantize(x.to(f"cuda:{i}"), group_size=64, zeros=zeros) for i in range(2))
+    for a, b in zip((*first.unpack(), first.dequantize()), (*second.unpack(), second.dequantize()), strict=True):
+        assert a is b or (b.device.index == 1 and assert_bits_equal(a, b) is None)  # None: no zeros
+    assert torch.equal(first.to("cuda:1").codes, second.codes)
+    assert torch.cuda.current_device() == 0
 
 
 # ---------------------------------------------------------------- errors
@@ -341,52 +528,6 @@ def test_past_two_to_the_31_elements(name):
     results = as_tuple(functions[name](x))
     for row in (0, rows - 1):
         assert_same(functions[name](x[row : row + 1]), tuple(t[row : row + 1] for t in results))
-
-
-# ---------------------------------------------------------------- torch
-
-
-def op_inputs(name):
-    extra = {
-        "rms_norm": (1e-5,),
-        "add_rms_norm": (1e-5,),
-        "layer_norm": (1e-5,),
-        "add_layer_norm": (1e-5,),
-        "gelu_mul": ("tanh",),
-    }
-    return (*small_ops()[name][1], *extra.get(name, ()))
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name in torch_ops.OPS])
-def test_opcheck(name):
-    op, out_op = getattr(torch.ops.rooftile, name).default, getattr(torch.ops.rooftile, name + "_out").default
-    inputs = op_inputs(name)
-    torch.library.opcheck(op, inputs)
-    results = as_tuple(op(*inputs))
-    written = {out: torch.zeros_like(t) for out, t in zip(torch_ops.OPS[name].outputs, results, strict=True)}
-    torch.library.opcheck(out_op, inputs, written)
-    out_op(*inputs, **written)
-    assert_same(tuple(written.values()), results)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled_equals_eager(name):
-    torch._dynamo.reset()
-    f, inputs = small_ops()[name]
-    assert_same(torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs), f(*inputs))
-
-
-def test_a_block_compiles_into_one_graph():
-    torch._dynamo.reset()
-    x, r, w = small_ops()["add_rms_norm"][1]
-
-    def block(x, r, w):
-        y, s = rt.add_rms_norm(x, r, w)
-        return torch.nn.functional.pad(rt.silu_mul(y), (0, 288)) + s
-
-    explained = torch._dynamo.explain(block)(x, r, w)
-    assert explained.graph_break_count == 0
-    assert_same(torch.compile(block, fullgraph=True, backend="aot_eager")(x, r, w), block(x, r, w))
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["capture"]:

@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Decode attention against the oracle fed with dequantize(), on every device; its bits and its errors on the CPU.
+
+Caches are filled on the CPU and copied. What only a GPU can show is in test_decode_attention_gpu.py."""
+
 import cases
 import numpy as np
 import oracle
@@ -13,19 +17,25 @@ from attention_checks import (
     Viewed,
     append,
     check,
-    check_decode,
     expect_decode,
     filled,
+    on_devices,
     poison,
+    run_and_check,
     scattered,
     tokens,
 )
 from closeness import assert_bits_equal, assert_exact, to_numpy64
 
-LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 520)
-SHAPES = ((9, 3, 64), (8, 8, 80), (8, 1, 96), (12, 2, 111), (32, 8, 128), (4, 2, 256), (5, 5, 1), (3, 1, 17))
+LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1030)
+SHAPES = {
+    "cpu": ((9, 3, 64), (8, 8, 80), (8, 1, 96), (12, 2, 111), (32, 8, 128), (4, 2, 256), (5, 5, 1), (3, 1, 17)),
+    "cuda": ((9, 3, 64), (8, 8, 64), (32, 8, 128), (12, 2, 128), (5, 1, 128), (71, 1, 64)),
+}
 stores = pytest.mark.parametrize(("format", "dtype"), STORES)
 formats = pytest.mark.parametrize(("format", "dtype"), FORMATS)
+stores_on_devices = pytest.mark.parametrize(("device", "format", "dtype"), on_devices(STORES))
+formats_on_devices = pytest.mark.parametrize(("device", "format", "dtype"), on_devices(FORMATS))
 
 
 def queries(batch, t, heads, dim, dtype, *key):
@@ -40,23 +50,25 @@ def both(q, cache, **options):
 # ---------------------------------------------------------------- against the oracle
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@formats
-def test_one_token(format, dtype, shape):
+@pytest.mark.parametrize(
+    ("device", "format", "dtype", "shape"),
+    [(device, *store, shape) for device, *store in on_devices(FORMATS) for shape in SHAPES[device]],
+    ids=str,
+)
+def test_one_token(device, format, dtype, shape):
     heads, kv_heads, dim = shape
     cache = filled(tokens(LENGTHS, kv_heads, dim, dtype, shape), format, dtype)
-    q64, q = queries(len(LENGTHS), 1, heads, dim, dtype, shape)
-    out, lse = both(q[:, 0], cache)
-    check_decode(cache, q64, out[:, None], lse[:, None])
+    q64, _ = queries(len(LENGTHS), 1, heads, dim, dtype, shape)
+    run_and_check(cache, q64[:, 0], device)
 
 
 @pytest.mark.parametrize("t", [2, 5, 16, 32])
-@stores
-def test_several_tokens(format, dtype, t):
+@stores_on_devices
+def test_several_tokens(device, format, dtype, t):
     lengths = (1, t, 31, 32, 33, 47, 64, 65, 130, 141, 257)
     cache = filled(tokens(lengths, 3, 64, dtype, t), format, dtype)
-    q64, q = queries(len(lengths), t, 9, 64, dtype, t)
-    check_decode(cache, q64, *both(q, cache))
+    q64, _ = queries(len(lengths), t, 9, 64, dtype, t)
+    run_and_check(cache, q64, device)
 
 
 @formats
@@ -78,30 +90,45 @@ def test_every_length(format, dtype):
 @formats
 def test_every_variant(format, dtype, plan):
     cache = filled(tokens((0, 40, 300), 2, 40, dtype), format, dtype)
-    q64, q = queries(3, 7, 6, 40, dtype)
-    with rt.record_kernels() as names:
-        check_decode(cache, q64, *both(q, cache, plan=plan, window=190, softcap=9.0), window=190, softcap=9.0)
-    assert names == [f"cpu_{plan}_{dtype}_{format}_d40"]
+    q64, _ = queries(3, 7, 6, 40, dtype)
+    run_and_check(cache, q64, plan=plan, window=190, softcap=9.0)
 
 
 @pytest.mark.parametrize("t", [1, 70, 200])
-@pytest.mark.parametrize(("format", "dtype"), [f for f in FORMATS if f[0] not in KIVI])
-def test_any_number_of_queries(format, dtype, t):
-    cache = filled(tokens((150, 301), 1, 24, dtype), format, dtype)
-    q64, q = queries(2, t, 2, 24, dtype)
-    check_decode(cache, q64, *both(q, cache))
+@pytest.mark.parametrize(("device", "format", "dtype"), [s for s in on_devices(FORMATS) if s[1] not in KIVI])
+def test_any_number_of_queries(device, format, dtype, t):
+    dim = 24 if device == "cpu" else 64
+    cache = filled(tokens((150, 301), 1, dim, dtype), format, dtype)
+    q64, _ = queries(2, t, 2, dim, dtype)
+    run_and_check(cache, q64, device)
 
 
 def test_many_heads_on_one():
     cache = filled(tokens((77,), 1, 16, "float32"), "int4-kivi", "float32")
-    q64, q = queries(1, 3, 71, 16, "float32")
-    check_decode(cache, q64, *both(q, cache))
+    q64, _ = queries(1, 3, 71, 16, "float32")
+    run_and_check(cache, q64)
 
 
 def test_head_dim_512():
     cache = filled(tokens((200,), 1, 512, "bfloat16"), "int4-kivi", "bfloat16")
-    q64, q = queries(1, 1, 2, 512, "bfloat16")
-    check_decode(cache, q64, *both(q, cache))
+    q64, _ = queries(1, 1, 2, 512, "bfloat16")
+    run_and_check(cache, q64)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@stores_on_devices
+def test_pages_anywhere(device, format, dtype, page_size):
+    if format in KIVI and page_size == 16:
+        return  # a page holds whole groups
+    pages = 24 if page_size == 16 else 12
+    cache = rt.PagedKVCache(80, page_size, 2, 64, max_rows=4, max_pages_per_row=pages, format=format, dtype=dtype)
+    poison(cache)
+    for row, part in enumerate(tokens((0, 1, 100, 257), 2, 64, dtype)):  # in pieces: pages of a row lie apart
+        for begin in range(0, len(part[0]), 50):
+            k, v = (cases.tensor(x[begin : begin + 50], dtype)[None] for x in part)
+            cache.append(k, v, rows=[row])
+    q64, _ = queries(4, 2, 6, 64, dtype)
+    run_and_check(cache, q64, device)
 
 
 # ---------------------------------------------------------------- logits
@@ -112,31 +139,46 @@ def test_head_dim_512():
     [
         {"window": 1},
         {"window": 5},
+        {"window": 33},
         {"window": 100},
+        {"window": 2**40},
         {"softcap": 2.0},
         {"softcap": 50.0},
         {"scale": 0.3},
         {"scale": -1.0},
         {"window": 33, "softcap": 1.5, "scale": 0.7},
+        {"window": 65, "softcap": 1.5, "scale": 0.7},
     ],
     ids=str,
 )
-@formats
-def test_options(format, dtype, options):
-    cache = filled(tokens((1, 40, 290), 3, 64, dtype), format, dtype)
-    q64, q = queries(3, 4, 9, 64, dtype)
-    check_decode(cache, q64, *both(q, cache, **options), **options)
+@formats_on_devices
+def test_options(device, format, dtype, options):
+    cache = filled(tokens((1, 40, 290, 1030), 2, 128, dtype), format, dtype)
+    q64, _ = queries(4, 4, 8, 128, dtype)
+    run_and_check(cache, q64, device, **options)
 
 
 @pytest.mark.parametrize("plan", cases.PLANS)
 @pytest.mark.parametrize("sink_dtype", ["float32", "bfloat16"])
 def test_sinks(sink_dtype, plan):
     cache = filled(tokens((0, 1, 40, 290), 2, 64, "bfloat16"), "int4-kivi", "bfloat16")
-    q64, q = queries(4, 4, 6, 64, "bfloat16")
+    q64, _ = queries(4, 4, 6, 64, "bfloat16")
     sinks = cases.values((6,), sink_dtype, "sinks", spread=3.0)
-    counts = torch.tensor([4, 1, 3, 0], dtype=torch.int32)
-    got = both(q, cache, sinks=cases.tensor(sinks, sink_dtype), counts=counts, plan=plan)
-    check_decode(cache, q64, *got, sinks=sinks, counts=[4, 1, 3, 0])
+    run_and_check(cache, q64, sinks=sinks, sink_dtype=sink_dtype, counts=[4, 1, 3, 0], plan=plan)
+
+
+@pytest.mark.parametrize("sinks_as_q", [False, True])
+@stores_on_devices
+def test_rows_counts_and_sinks(device, format, dtype, sinks_as_q):
+    """Outputs are full of NaN before: padding queries and queries that see nothing are written too."""
+    cache = filled(tokens((0, 1, 40, 290, 77), 2, 64, dtype), format, dtype)
+    q64, _ = queries(4, 4, 6, 64, dtype)
+    q64[1, 1:], q64[3] = np.nan, np.nan  # padding queries are not looked at
+    sink_dtype = dtype if sinks_as_q else "float32"
+    sinks = cases.values((6,), sink_dtype, "sinks", spread=3.0)
+    options = {"rows": [3, 4, 0, 1], "counts": [4, 1, 3, 0]}
+    run_and_check(cache, q64, device, sinks=sinks, sink_dtype=sink_dtype, **options)
+    run_and_check(cache, q64, device, **options)
 
 
 @pytest.mark.parametrize("window", [130, 131, 1000, 2**31, 2**40])
@@ -306,7 +348,7 @@ def test_outputs_stay_inside_their_elements(dtype):
         for guard in (out, lse):
             guard.check_margins()
             guard.check_written()
-        check_decode(cache, q64, *got)
+        check(dtype, *got, *expect_decode(cache, q64))
 
 
 def test_queries_of_any_strides():
@@ -331,13 +373,11 @@ def test_numpy():
     assert_bits_equal(out, rt.decode_attention(q, cache).numpy())
 
 
-def test_counts():
+def test_counts(device):
     cache = filled(tokens((70, 2, 40, 33), 3, 64, "bfloat16"), "int4-kivi", "bfloat16")
-    q64, q = queries(4, 5, 9, 64, "bfloat16")
-    q[1, 4], q[2] = float("nan"), float("nan")  # padding queries are not looked at
-    counts = [5, 4, 0, 1]
-    got = both(q, cache, counts=torch.tensor(counts, dtype=torch.int32))
-    check_decode(cache, q64, *got, counts=counts)
+    q64, _ = queries(4, 5, 9, 64, "bfloat16")
+    q64[1, 4], q64[2] = np.nan, np.nan
+    run_and_check(cache, q64, device, counts=[5, 4, 0, 1])
 
 
 def test_nothing_to_do():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on a GPU: the caches are filled on the CPU and copied, the truth is the oracle fed dequantize()."""
+"""What only a GPU can show of decode attention: bits, graphs, faults that kernels find, leaves, vast pools.
+
+Its values are checked where the CPU's are: test_decode_attention.py."""
 
 import attention_checks as checks
 import cases
@@ -15,122 +17,14 @@ GPUS = tuple(device for device in cases.devices() if device != "cpu")
 if not GPUS:
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
 
-LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1030)
 # Lengths on both sides of where a row gets one leaf more, and its leaves more units: 64 leaves of 128 tokens at first.
 LONG = (1, 33, 128, 129, 1000, 4096, 8192, 8193, 8225, 16385, 20000)
-STORES = (
-    ("fp16", "float16"),
-    ("bf16", "bfloat16"),
-    ("int8", "float16"),
-    ("int8", "bfloat16"),
-    ("int4-kivi", "float16"),
-    ("int4-kivi", "bfloat16"),
-)
-stores = pytest.mark.parametrize(("format", "dtype"), STORES)
+stores = pytest.mark.parametrize(("format", "dtype"), checks.GPU_STORES)
 
 
 def queries(batch, t, heads, dim, dtype, *key):
     q = cases.values((batch, t, heads, dim), dtype, "q", *key)
     return q, cases.tensor(q, dtype).cuda()
-
-
-def check_against(cache, q64, out, lse, **options):
-    """cache: the CPU's. Its scales, folded into 16-bit queries, round there: the lse feels it in the kivi formats."""
-    exact, naive, exact_lse = checks.expect_decode(cache, q64, **options)
-    assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[cache.dtype])
-    got = to_numpy64(lse)
-    hidden = np.isneginf(exact_lse)
-    assert (np.isneginf(got) == hidden).all()
-    error = np.abs(np.where(hidden, 0, got) - np.where(hidden, 0, exact_lse))
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[cache.dtype] if cache.format == "int4-kivi" else 2.0**-20
-    largest = np.abs(q64).max(initial=0) * 10 * q64.shape[-1] ** 0.5  # of a logit, keys being at most about 10
-    assert error.max(initial=0) <= unit * largest, f"lse off by {error.max()}, allowed {unit * largest}"
-
-
-def check(cache, q64, q, **options):
-    on_gpu = dict(options)
-    for name in ("rows", "counts"):
-        if name in options:
-            on_gpu[name] = torch.tensor(options[name], dtype=torch.int32).cuda()
-    if "sinks" in options:
-        on_gpu["sinks"] = cases.tensor(options["sinks"], "float32").cuda()
-    with rt.record_kernels() as names:
-        out, lse = rt.decode_attention(q, cache.to("cuda"), return_lse=True, **on_gpu)
-    assert names == [f"cuda_{cache.dtype}_{cache.format}_d{cache.head_dim}"]
-    check_against(cache, q64, out, lse, **options)
-
-
-@pytest.mark.parametrize(
-    "shape", [(9, 3, 64), (8, 8, 64), (32, 8, 128), (12, 2, 128), (5, 1, 128), (71, 1, 64)], ids=str
-)
-@stores
-def test_one_token(format, dtype, shape):
-    heads, kv_heads, dim = shape
-    cache = filled(tokens(LENGTHS, kv_heads, dim, dtype, shape), format, dtype)
-    q64, q = queries(len(LENGTHS), 1, heads, dim, dtype, shape)
-    check(cache, q64, q)
-
-
-@pytest.mark.parametrize("t", [2, 5, 16, 32])
-@stores
-def test_several_tokens(format, dtype, t):
-    lengths = (1, t, 31, 32, 33, 47, 64, 65, 130, 141, 257)
-    cache = filled(tokens(lengths, 3, 64, dtype, t), format, dtype)
-    q64, q = queries(len(lengths), t, 9, 64, dtype, t)
-    check(cache, q64, q)
-
-
-@pytest.mark.parametrize(("format", "dtype"), [s for s in STORES if s[0] != "int4-kivi"])
-def test_more_tokens_than_stored(format, dtype):
-    cache = filled(tokens((150, 301), 1, 64, dtype), format, dtype)
-    q64, q = queries(2, 200, 2, 64, dtype)
-    check(cache, q64, q)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": 1},
-        {"window": 33},
-        {"window": 100},
-        {"window": 2**40},
-        {"softcap": 2.0},
-        {"scale": 0.3},
-        {"scale": -1.0},
-        {"window": 65, "softcap": 1.5, "scale": 0.7},
-    ],
-    ids=str,
-)
-@stores
-def test_options(format, dtype, options):
-    cache = filled(tokens((1, 40, 290, 1030), 2, 128, dtype), format, dtype)
-    q64, q = queries(4, 3, 8, 128, dtype)
-    check(cache, q64, q, **options)
-
-
-@stores
-def test_rows_counts_and_sinks(format, dtype):
-    cache = filled(tokens((0, 1, 40, 290, 77), 2, 64, dtype), format, dtype)
-    q64, q = queries(4, 4, 6, 64, dtype)
-    sinks = cases.values((6,), "float32", "sinks", spread=3.0)
-    check(cache, q64, q, rows=[3, 4, 0, 1], counts=[4, 1, 3, 0], sinks=sinks)
-
-
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-@stores
-def test_pages_anywhere(format, dtype, page_size):
-    if format == "int4-kivi" and page_size == 16:
-        pytest.skip("a page holds whole groups")
-    lengths, heads, dim = (0, 1, 100, 257), 2, 64
-    pages = 24 if page_size == 16 else 12
-    cache = rt.PagedKVCache(80, page_size, heads, dim, max_rows=4, max_pages_per_row=pages, format=format, dtype=dtype)
-    checks.poison(cache)
-    for row, part in enumerate(tokens(lengths, heads, dim, dtype)):  # rows grow in turns, so that their pages mix
-        for begin in range(0, len(part[0]), 50):
-            k, v = (cases.tensor(x[begin : begin + 50], dtype)[None] for x in part)
-            cache.append(k, v, rows=[row])
-    q64, q = queries(4, 2, 6, dim, dtype)
-    check(cache, q64, q)
 
 
 @stores
@@ -192,6 +86,52 @@ def test_a_row_does_not_depend_on_its_neighbours(format, dtype):
             assert_bits_equal(lse, seen[0][1], f"length {n}:")
 
 
+LEAF, MOST = 128, 8192  # tokens of a leaf, and up to how many tokens leaves have that size
+
+
+@pytest.mark.parametrize("window", [None, 100, 8200])
+@pytest.mark.parametrize(
+    "length", [LEAF - 32, LEAF - 1, LEAF, LEAF + 1, LEAF + 32, MOST - 32, MOST, MOST + 1, MOST + 32]
+)
+@stores
+def test_tokens_at_once_and_one_by_one(format, dtype, length, window):
+    """The same logits, but leaves that begin elsewhere: weights are rounded around other maxima, sums in other orders.
+
+    Either side rounds the weights that meet the values to 16 bits, by u of each or 2^-24 of the largest, and what it
+    stores. The values are |v|, of a coded token (u - 8) * scale, which is at most 16 / 15 of its largest |v|. The rest
+    is fp32: an exponential (2^-20) and fewer than length / 128 + 64 additions that one weight goes through, 2^-23 each.
+    """
+    t, heads, kv_heads, dim = 16, 8, 2, 64
+    units = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
+    unit = units["bfloat16" if format == "bf16" else "float16"]  # codes meet fp16 weights whatever the cache's dtype
+    fp32 = 2.0**-20 + 2.0**-23 * (length / 128 + 64)
+    (k, v), *_ = tokens([length], kv_heads, dim, dtype, length)
+    cache = filled([(k[: length - t], v[: length - t])], format, dtype, capacity=length)
+    gpu = cache.to("cuda")
+    q64, q = queries(1, t, heads, dim, dtype, length)
+    singles = []
+    for i in range(length - t, length):
+        new = [cases.tensor(x[None, i : i + 1], dtype) for x in (k, v)]
+        cache.append(*new)
+        gpu.append(*(x.cuda() for x in new))
+        singles.append(rt.decode_attention(q[:, i - length :][:, :1], gpu, window=window, return_lse=True))
+    out, lse = (to_numpy64(x) for x in rt.decode_attention(q, gpu, window=window, return_lse=True))
+    out_1, lse_1 = (to_numpy64(torch.cat(x, 1)) for x in zip(*singles, strict=True))
+    spread, largest = np.zeros(out.shape), 0.0  # sum p |v|
+    for i, j, seen_k, seen_v, positions in checks.seen_by_decode(cache, 0, t):
+        options = {"q_positions": positions, "window": window}
+        size = np.abs(seen_v)
+        if format == "int4-kivi":
+            size[:] = 16 / 15 * size.max(axis=-1, keepdims=True)
+        spread[0, i:j], _ = oracle.attention_reference(q64[0, i:j], seen_k, size, **options)
+        largest = max(largest, size.max())
+    visible = min(length, window or length)
+    allowed = 2 * ((unit + fp32) * spread + 2.0**-24 * visible * largest + units[dtype] * np.abs(out))
+    assert (np.abs(out - out_1) <= allowed).all(), f"{(np.abs(out - out_1) / allowed).max()} of what is allowed"
+    allowed = 2 * fp32 + 2.0**-22 * np.abs(lse)
+    assert (np.abs(lse - lse_1) <= allowed).all(), f"{(np.abs(lse - lse_1) / allowed).max()} of what is allowed"
+
+
 @stores
 def test_graph_replay_follows_lengths_and_tables(format, dtype):
     heads, kv_heads, dim, page, rows = 8, 2, 64, 32, 5
@@ -217,6 +157,43 @@ def test_graph_replay_follows_lengths_and_tables(format, dtype):
         q.normal_()
         graph.replay()
         assert_bits_equal(out, rt.decode_attention(q, cache), f"lengths {new}:")
+
+
+@stores
+def test_pages_past_2_to_the_32_bytes(format, dtype):
+    """The same tokens in the first pages of a pool and in its last: the same bytes there, the same bits, nothing else
+    written."""
+    heads, dim, page, n = 2, 128, 128, 300
+    shape = (heads, oracle.block_bytes(format, page, dim))
+    kind = torch.uint8
+    if format in checks.ELEMENT:
+        shape, kind = (2, page, heads, dim), cases.torch_dtype(dtype)
+    page_bytes = int(np.prod(shape)) * kind.itemsize
+    pages = 2**32 // page_bytes + 2**31 // page_bytes
+    if torch.cuda.mem_get_info()[0] < 2 * pages * page_bytes:
+        pytest.skip(f"needs {2 * pages * page_bytes / 1e9:.0f} GB of free GPU memory")
+    pool = torch.empty((pages, *shape), dtype=kind, device="cuda")
+    everything = pool.view(torch.uint8)
+    everything.fill_(0xA5)
+    table = torch.tensor([[0, 1, 2], [pages - 1, pages - 2, pages - 3]], dtype=torch.int32, device="cuda")
+    lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
+    sizes = {} if format in checks.ELEMENT else {"page_size": page, "head_dim": dim}
+    cache = rt.PagedKVCache.view(pool, table, lengths, format=format, dtype=dtype, **sizes)
+    k, v = torch.randn(2, 1, n, heads, dim, device="cuda").to(cases.torch_dtype(dtype)).expand(2, 2, n, heads, dim)
+    cache.append(k[:, :250], v[:, :250])
+    for i in range(250, n):
+        cache.append(k[:, i : i + 1], v[:, i : i + 1])
+    q = torch.randn(1, 4, 8, dim, device="cuda").to(k.dtype).expand(2, 4, 8, dim)
+    out, lse = rt.decode_attention(q, cache, return_lse=True)
+    assert_bits_equal(out[1], out[0])
+    assert_bits_equal(lse[1], lse[0])
+    host = rt.KVCache(1, n, heads, dim, format=format, dtype=dtype)
+    host.append(k[:1].cpu(), v[:1].cpu())
+    exact, naive, _ = checks.expect_decode(host, to_numpy64(q)[:1])
+    assert_close(out[:1], naive, exact, frobenius=ATTENTION_BOUND[dtype])
+    assert torch.equal(everything[:3], everything[-3:].flip(0))
+    for part in everything[3:-3].split(4096):
+        assert (part == 0xA5).all()
 
 
 @stores

@@ -316,7 +316,7 @@ def test_inputs_of_any_strides(format, dtype):
         for plan in ("reference", None):
             cache = contiguous(format, dtype, 2, 64, rows=2)
             cache.append(a, b, plan=plan)
-            assert_same(state(cache), expected), name
+            assert_same(state(cache), expected, name)
     one_head = k[:, :, :1].expand(-1, -1, 2, -1), v[:, :, :1].expand(-1, -1, 2, -1)
     cache, copied = contiguous(format, dtype, 2, 64, rows=2), contiguous(format, dtype, 2, 64, rows=2)
     cache.append(*one_head)

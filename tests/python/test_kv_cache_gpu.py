@@ -129,7 +129,7 @@ def test_inputs_of_any_strides(device, format, dtype):
     for (name, a), (_, b) in zip(layouts.torch_layouts(k), layouts.torch_layouts(v), strict=True):
         gpu = contiguous(format, dtype, 2, 64, rows=2, device=device)
         gpu.append(a, b)
-        assert_same(state(gpu), state(host)), name
+        assert_same(state(gpu), state(host), name)
 
 
 @gpus

@@ -4,49 +4,60 @@
 import pytest
 import rooftile as rt
 import torch
+from cases import devices
 from closeness import assert_bits_equal
 from rooftile import torch_ops
 from torch._dynamo.testing import CompileCounter
 
 
-def _weight(kind):
-    return rt.W4Weight.quantize(torch.randn(24, 64, generator=torch.manual_seed(1)), group_size=32, zeros=kind)
+def _weight(kind, device="cpu"):
+    weight = torch.randn(24, 64, generator=torch.manual_seed(1)).to(device)
+    return rt.W4Weight.quantize(weight, group_size=32, zeros=kind)
 
 
-def _cache(format, dtype):
-    cache = rt.KVCache(2, 128, 2, 32, format=format, dtype=dtype)
-    k, v = torch.randn(2, 2, 50, 2, 32, generator=torch.manual_seed(2)).to(dtype)
+def _cache(format, dtype, device="cpu"):
+    cache = rt.KVCache(2, 128, 2, 64, format=format, dtype=dtype, device=device)
+    k, v = torch.randn(2, 2, 50, 2, 64, generator=torch.manual_seed(2)).to(device, dtype)
     cache.append(k, v, counts=[50, 37])
     return cache
 
 
-def cases(tokens=5, dtype=torch.bfloat16):
+def cases(tokens=5, dtype=torch.bfloat16, device="cpu"):
     """name -> (function of tensors, tensors). Weights and caches are captured, as a module would hold them."""
     torch.manual_seed(0)
-    make = lambda *shape: torch.randn(*shape).to(dtype)  # noqa: E731
+    make = lambda *shape, dtype=dtype: torch.randn(*shape).to(device, dtype)  # noqa: E731
     x, r, w, b = make(2, tokens, 32), make(2, tokens, 32), make(32), make(32)
-    cos, sin = torch.randn(64, 8), torch.randn(64, 8)
-    positions = torch.arange(tokens).repeat(2, 1)
-    symmetric, minima, bias = _weight(None), _weight("minima"), make(24)
-    kivi, plain = _cache("int4-kivi", dtype), _cache("bf16", dtype)
-    q, kv = make(2, tokens, 4, 32), (make(2, tokens, 2, 32), make(2, tokens, 2, 32))
-    lse = torch.randn(2, tokens, 4)
+    cos, sin = make(64, 8, dtype=torch.float32), make(64, 8, dtype=torch.float32)
+    positions = torch.arange(tokens, device=device).repeat(2, 1)
+    symmetric, minima, bias = _weight(None, device), _weight("minima", device), make(24)
+    kivi, plain = _cache("int4-kivi", dtype, device), _cache("bf16", dtype, device)
+    q, kv = make(2, tokens, 4, 64), (make(2, tokens, 2, 64), make(2, tokens, 2, 64))
+    lse = make(2, tokens, 4, dtype=torch.float32)
     return {
         "rms_norm": (lambda x, w: rt.rms_norm(x, w, 1e-5), (x, w)),
-        "add_rms_norm": (lambda x, r, w: rt.add_rms_norm(x, r, w), (x, r, w)),
-        "layer_norm": (lambda x, w, b: rt.layer_norm(x, w, b), (x, w, b)),
-        "add_layer_norm": (lambda x, r: rt.add_layer_norm(x, r), (x, r)),
+        "add_rms_norm": (rt.add_rms_norm, (x, r, w)),
+        "layer_norm": (rt.layer_norm, (x, w, b)),
+        "add_layer_norm": (rt.add_layer_norm, (x, r)),
+        "add_layer_norm affine": (rt.add_layer_norm, (x, r, w, b)),
         "rope": (rt.rope, (make(2, tokens, 3, 16), make(2, tokens, 1, 16), cos, sin, positions)),
         "silu_mul": (rt.silu_mul, (x,)),
-        "gelu_mul": (lambda x: rt.gelu_mul(x, approximate="none"), (x,)),
+        "gelu_mul": (rt.gelu_mul, (x,)),
+        "gelu_mul none": (lambda x: rt.gelu_mul(x, approximate="none"), (x,)),
         "softmax": (rt.softmax, (x,)),
         "w4a16_matmul": (lambda x: rt.w4a16_matmul(x, symmetric), (make(2, tokens, 64),)),
         "decode_attention": (lambda q: rt.decode_attention(q, kivi, return_lse=True), (q[:, -2:],)),
-        "decode_attention_plain": (lambda q: rt.decode_attention(q, plain, window=9, softcap=5.0), (q,)),
-        "prefill_attention": (lambda q, k, v: rt.prefill_attention(q, k, v), (q, *kv)),
+        "decode_attention plain": (lambda q: rt.decode_attention(q, plain, window=9, softcap=5.0), (q,)),
+        "prefill_attention": (rt.prefill_attention, (q, *kv)),
         "merge_attention": (rt.merge_attention, (q, lse, q.flip(1), lse.flip(1))),
-        "w4a16_matmul_minima": (lambda x, b: rt.w4a16_matmul(x, minima, bias=b), (make(tokens, 64), bias)),
+        "w4a16_matmul minima": (lambda x, b: rt.w4a16_matmul(x, minima, bias=b), (make(tokens, 64), bias)),
     }
+
+
+def on_devices(wanted=lambda name: True):
+    """(device, name) of every case that the device has kernels for."""
+    names = {"cpu": [n for n in cases() if wanted(n)]}
+    names["cuda"] = [n for n in names["cpu"] if n != "prefill_attention"]
+    return pytest.mark.parametrize(("device", "name"), [(d, n) for d in devices() for n in names[d]])
 
 
 def as_tuple(result):
@@ -58,10 +69,10 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", cases())
+@on_devices()
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_equals_eager(name, backend):
-    f, inputs = cases()[name]
+def test_compiled_equals_eager(name, backend, device):
+    f, inputs = cases(device=device)[name]
     with rt.record_kernels() as eager_ran:
         expected = as_tuple(f(*inputs))
     with rt.record_kernels() as ran:
@@ -72,41 +83,42 @@ def test_compiled_equals_eager(name, backend):
         assert a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("name", cases())
-def test_a_growing_sequence_compiles_twice_at_most(name):
+@on_devices()
+def test_a_growing_sequence_compiles_twice_at_most(name, device):
     compiles = CompileCounter()
-    compiled = torch.compile(cases()[name][0], fullgraph=True, backend=compiles)
+    compiled = torch.compile(cases(device=device)[name][0], fullgraph=True, backend=compiles)
     for tokens in (3, 4, 5, 7, 8, 9, 16, 17, 33):
-        f, inputs = cases(tokens)[name]
+        f, inputs = cases(tokens, device=device)[name]
         for a, b in zip(as_tuple(compiled(*inputs)), as_tuple(f(*inputs)), strict=True):
             assert_bits_equal(a, b)
     assert compiles.frame_count <= 2
 
 
-def _op_inputs(name):
+def _op_inputs(name, device):
     """Arguments of torch.ops.rooftile.<name>, those of `cases` with what the public function adds."""
-    inputs = cases()[name][1]
+    inputs = cases(device=device)[name][1]
     if name == "w4a16_matmul":
-        w = _weight("minima")
+        w = _weight("minima", device)
         form = (w.codes, w.scales, w.offsets, None, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return (*inputs, *form, None, None, None)
     if name == "decode_attention":
-        return (*inputs, *_cache("int4-kivi", torch.bfloat16).flat(), None, None, 0.2, 40, None, None)
+        return (*inputs, *_cache("int4-kivi", torch.bfloat16, device).flat(), None, None, 0.2, 40, None, None)
     extra = {
         "prefill_attention": (True, None, None, None, None, None, None, None),
         "rms_norm": (1e-5,),
         "add_rms_norm": (1e-5,),
         "layer_norm": (1e-5,),
         "add_layer_norm": (None, None, 1e-5),
+        "add_layer_norm affine": (1e-5,),
         "gelu_mul": ("tanh",),
     }
     return (*inputs, *extra.get(name, ()))
 
 
-@pytest.mark.parametrize("name", torch_ops.OPS)
-def test_opcheck(name):
+@on_devices(lambda name: name in torch_ops.OPS or name == "add_layer_norm affine")
+def test_opcheck(name, device):
+    inputs, name = _op_inputs(name, device), name.split()[0]
     op, out_op = getattr(torch.ops.rooftile, name).default, getattr(torch.ops.rooftile, name + "_out").default
-    inputs = _op_inputs(name)
     torch.library.opcheck(op, inputs)
     results = as_tuple(op(*inputs))
     written = {out: torch.zeros_like(t) for out, t in zip(torch_ops.OPS[name].outputs, results, strict=True)}
@@ -116,9 +128,9 @@ def test_opcheck(name):
         assert_bits_equal(a, b)
 
 
-@pytest.mark.parametrize("name", torch_ops.OPS)
+@on_devices(lambda name: name in torch_ops.OPS)
 @pytest.mark.parametrize("layout", ["contiguous", "swapped", "strided", "empty"])
-def test_stand_in_has_the_real_shape_and_strides(name, layout):
+def test_stand_in_has_the_real_shape_and_strides(name, layout, device):
     """opcheck compares no strides on the CPU."""
 
     def lay_out(t):
@@ -128,11 +140,11 @@ def test_stand_in_has_the_real_shape_and_strides(name, layout):
             return torch.stack([t, t], -1).flatten(-2)[..., ::2]
         return t[:0] if layout == "empty" and t.dim() > 2 else t
 
-    first, *rest = _op_inputs(name)
+    first, *rest = _op_inputs(name, device)
     if name == "w4a16_matmul":
         inputs = (lay_out(first), *rest)
     elif name == "decode_attention":
-        rows = torch.zeros(0, dtype=torch.int32) if layout == "empty" else None
+        rows = torch.zeros(0, dtype=torch.int32, device=device) if layout == "empty" else None
         inputs = (lay_out(first), *rest[:-6], rows, *rest[-5:])
     elif name == "rope":
         q, k, cos, sin, positions = first, *rest
@@ -147,8 +159,19 @@ def test_stand_in_has_the_real_shape_and_strides(name, layout):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
-def test_given_outputs_are_written_by_the_compiled_call():
-    x, r, w = cases()["add_rms_norm"][1]
+def test_a_block_compiles_into_one_graph(device):
+    x, r, w = cases(device=device)["add_rms_norm"][1]
+
+    def block(x, r, w):
+        y, s = rt.add_rms_norm(x, r, w)
+        return torch.nn.functional.pad(rt.silu_mul(y), (0, 16)) + s
+
+    assert torch._dynamo.explain(block)(x, r, w).graph_break_count == 0
+    assert_bits_equal(torch.compile(block, fullgraph=True, backend="aot_eager")(x, r, w), block(x, r, w))
+
+
+def test_given_outputs_are_written_by_the_compiled_call(device):
+    x, r, w = cases(device=device)["add_rms_norm"][1]
     expected = rt.add_rms_norm(x, r, w)
 
     def f(x, r, w, out):
