@@ -9,6 +9,7 @@ import closeness
 import pytest
 import rooftile as rt
 import torch
+import torch.nn.utils.prune
 from rooftile.nn import W4Linear
 
 
@@ -116,10 +117,41 @@ def test_quantize_leaves_a_tied_output_of_any_name():
     assert isinstance(model.out, torch.nn.Linear)
 
 
+class LowRank(torch.nn.Linear):
+    """A layer whose forward does more than its weight: a subclass of nn.Linear."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.delta = torch.nn.Parameter(torch.ones(self.out_features, self.in_features))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.delta.T
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        lambda: LowRank(64, 48),
+        lambda: torch.nn.MultiheadAttention(64, 2),  # reads out_proj.weight itself
+        lambda: torch.nn.utils.parametrizations.weight_norm(linear()),
+        lambda: torch.nn.utils.prune.l1_unstructured(linear(), "weight", 4),  # a weight computed before each forward
+    ],
+    ids=["subclass", "attention", "parametrised", "pruned"],
+)
+def test_quantize_leaves_what_is_more_than_a_linear(special):
+    model = torch.nn.ModuleDict({"special": special(), "plain": linear()})
+    before = dict(model.special.named_modules())
+    assert rt.quantize_(model, rt.W4A16(group_size=64), progress=False) == 1
+    assert isinstance(model.plain, W4Linear) and dict(model.special.named_modules()) == before
+
+
 def test_quantize_refuses_before_it_changes_anything():
     model = Tied()
     model.odd = linear(96, 8)
     with pytest.raises(rt.ArgumentError, match=r"quantize_: odd: .*K = 96.*choose another group_size or skip"):
+        rt.quantize_(model, rt.W4A16(group_size=64), progress=False)
+    model.odd = linear().double()
+    with pytest.raises(rt.ArgumentTypeError, match=r"quantize_: odd: weight must be float32, .*, got float64"):
         rt.quantize_(model, rt.W4A16(group_size=64), progress=False)
     assert not any(isinstance(m, W4Linear) for m in model.modules())
     for config, error in ((32, rt.ArgumentTypeError), ("w4a16", rt.ArgumentTypeError)):
