@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """4-bit weights and the products with them. Formats: docs/kernels/w4a16.md."""
 
+import functools
+
 import numpy as np
 
 from rooftile import _C
@@ -49,6 +51,21 @@ class W4Weight:
         self._handle = _C.W4Handle(codes, scales, offsets, perm, n, k, group_size, kind, scale_dtype, op)
         self.codes, self.scales, self.offsets, self.perm = codes, scales, offsets, perm
         self.shape, self.group_size, self.kind, self.scale_dtype = (int(n), int(k)), int(group_size), kind, scale_dtype
+
+    @classmethod
+    def _of_module(cls, arrays, layout):
+        """Over a W4Linear's own arrays, which may hold nothing yet or be traced: they are read at the first call."""
+        self = cls.__new__(cls)
+        self.codes, self.scales, self.offsets, self.perm = arrays
+        self.shape, self.group_size = layout["shape"], layout["group_size"]
+        self.kind, self.scale_dtype = layout["kind"], layout["scale_dtype"]
+        return self
+
+    @functools.cached_property
+    def _handle(self):
+        """The arrays as kernels take them."""
+        rest = (*self.shape, self.group_size, self.kind, self.scale_dtype)
+        return _C.W4Handle(self.codes, self.scales, self.offsets, self.perm, *rest, "W4Weight")
 
     def __reduce__(self):
         return _rebuild, (self.codes, self.scales, self.offsets, self.perm, self.layout)
