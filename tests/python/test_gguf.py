@@ -95,12 +95,18 @@ def test_half_split_rows_undoes_the_interleaving():
     assert rows[half_split_rows(12, 2)].tolist() == [f"{h}{xy}{i}" for h in "ab" for xy in "xy" for i in range(3)]
 
 
-def test_linear_rope_scaling(tmp_path):
-    extra = {"llama.rope.scaling.type": ("linear", "string"), "llama.rope.scaling.factor": (2.0, "float32")}
+@pytest.mark.parametrize(
+    ("kind", "factor", "scale"),
+    [("linear", 2.0, 2), (None, 2.0, 2), (None, 0.0, 1), ("none", 2.0, 1)],  # as llama.cpp reads them
+)
+def test_linear_rope_scaling(tmp_path, kind, factor, scale):
+    extra = {"llama.rope.scaling.factor": (factor, "float32")}
+    if kind is not None:
+        extra["llama.rope.scaling.type"] = (kind, "string")
     path = tiny_gguf.write(tmp_path / "a.gguf", extra_meta=extra)
     rope = load_gguf(path).model.rotary_emb
     plain = load_gguf(tiny_gguf.write(tmp_path / "b.gguf")).model.rotary_emb
-    assert torch.equal(rope.inv_freq, plain.inv_freq / 2)
+    assert torch.equal(rope.inv_freq, plain.inv_freq / scale)
 
 
 def expect(error, path, *words):

@@ -249,7 +249,8 @@ class _Plan:
 
     def rope_parameters(self):
         rope = {"rope_type": "default", "rope_theta": self.positive("rope.freq_base", 10000.0)}
-        scaling = self.get("rope.scaling.type", str, "none")
+        scaled = self.get("rope.scaling.factor", float, 0.0) != 0
+        scaling = self.get("rope.scaling.type", str, "linear" if scaled else "none")
         if scaling == "linear":
             rope.update(rope_type="linear", factor=self.positive("rope.scaling.factor"))
         elif scaling != "none":
