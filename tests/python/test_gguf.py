@@ -3,6 +3,7 @@
 
 import os
 import struct
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("transformers")
 
 import tiny_gguf  # noqa: E402
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError  # noqa: E402
+from rooftile.loaders import gguf as loader  # noqa: E402
 from rooftile.loaders import load_gguf, load_tokenizer, read_gguf  # noqa: E402
 from rooftile.loaders.gguf import gguf_config, half_split_rows  # noqa: E402
 
@@ -59,6 +61,24 @@ def test_the_device_changes_nothing_else(llama, device):
     theirs = there.state_dict()
     for name, value in here.state_dict().items():
         assert torch.equal(value, theirs[name].cpu()), name
+
+
+def test_little_of_a_model_lies_in_host_memory_on_its_way_to_another_device(llama, monkeypatch):
+    read, place, living, most = loader._read_parameter, loader._place, [], []
+
+    def tracked(*args):
+        value = read(*args)
+        living.append(weakref.ref(value))
+        return value
+
+    def counted(*args):
+        most.append(sum(value() is not None for value in living))
+        place(*args)
+
+    monkeypatch.setattr(loader, "_read_parameter", tracked)
+    monkeypatch.setattr(loader, "_place", counted)
+    load_gguf(llama, device="meta")
+    assert len(most) == 20 and max(most) <= 2 * min(4, os.cpu_count())
 
 
 def test_header_equals_the_gguf_packages_reader(tiny):
