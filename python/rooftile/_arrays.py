@@ -2,11 +2,12 @@
 """Outputs in the caller's framework, and the record of kernels that ran."""
 
 import contextlib
+import contextvars
 import sys
 
 import numpy as np
 
-_recorders = []
+_recorders = contextvars.ContextVar("rooftile.recorders", default=())  # lists of the blocks around this call
 
 
 def torch_of(x):
@@ -77,16 +78,19 @@ def numpy_dtype(name):
 
 @contextlib.contextmanager
 def record_kernels():
-    """Collects the names of the kernels that run inside the block, in order: `with record_kernels() as names:`."""
+    """Collects the names of the kernels that run inside the block, in order: `with record_kernels() as names:`.
+
+    Blocks nest. What other threads run is theirs to record.
+    """
     names = []
-    _recorders.append(names)
+    token = _recorders.set((*_recorders.get(), names))
     try:
         yield names
     finally:
-        _recorders.remove(names)
+        _recorders.reset(token)
 
 
 def ran(kernel):
     """Called with what a binding returned: the name of the kernel that ran."""
-    for names in _recorders:
+    for names in _recorders.get():
         names.append(kernel)
