@@ -420,6 +420,34 @@ def test_crop():
         cache.crop(-30)
 
 
+def test_a_refused_crop_changes_no_layer():
+    cache = RooftileCache(tiny()[0].config, format={"default": "int4-kivi", 0: "int8"})
+    for piece in (100, 7):
+        q, k, v = layer_inputs(piece)
+        for layer in range(2):
+            attend(cache, q, k, v, layer)
+    before = [stored(cache, layer=layer) for layer in range(2)]
+    with pytest.raises(rt.ArgumentError, match=r"past_key_values: .*at most 16; row 0 .*num_assistant_tokens"):
+        cache.crop(-20)
+    assert [layer.columns for layer in cache.layers] == [107, 107]
+    for layer in range(2):
+        assert_same_bytes(stored(cache, layer=layer), before[layer])
+    cache.crop(-16)
+    assert [layer.cache.lengths for layer in cache.layers] == [[91], [91]]
+
+
+def test_assisted_generation_with_a_kivi_cache():
+    model, assistant = tiny()[0], tiny("qwen2")[0]
+    assistant.generation_config.assistant_confidence_threshold = 0.0  # as many as it may propose
+    ids, mask = prompts(1)
+    options = {"new": 80, "assistant_model": assistant}
+    with pytest.raises(rt.ArgumentError, match="num_assistant_tokens"):  # 20 by default
+        generate(model, "rooftile", ids, mask, RooftileCache(model.config, format="int4-kivi"), **options)
+    assistant.generation_config.num_assistant_tokens = 16
+    cache = RooftileCache(model.config, format="int4-kivi")
+    assert generate(model, "rooftile", ids, mask, cache, **options).shape[1] == ids.shape[1] + 80
+
+
 def test_select_and_repeat_rows():
     config = tiny()[0].config
     cache = RooftileCache(config, format="int4-kivi")

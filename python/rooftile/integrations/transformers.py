@@ -428,7 +428,13 @@ class RooftileLayer(CacheLayerMixin):
         if self.cache is None or keep == self.columns:
             return
         tokens = [max(length - (self.columns - keep), 0) for length in self.cache.lengths]
-        self.cache.truncate(list(range(self.cache.batch)), tokens)
+        try:
+            self.cache.truncate(list(range(self.cache.batch)), tokens)
+        except ArgumentError as e:
+            raise ArgumentError(
+                f"past_key_values: {e} (assisted generation takes back what it proposed in vain: with kivi formats set "
+                "num_assistant_tokens, or prompt_lookup_num_tokens, to 16 or less)"
+            ) from None
         self.begun = all(tokens)
         self.columns = keep
 
@@ -478,6 +484,14 @@ class RooftileCache(Cache):
                 f"{self.layers[layer_idx - 1].columns}: an earlier forward stopped half way; reset() this cache"
             )
         return held
+
+    def crop(self, tokens_to_remove):
+        """RooftileLayer.crop in every layer, or in none."""
+        for layer in self.layers:
+            layer._settled()
+        # kivi layers, which may refuse, come first; they hold the same tokens, so that the first speaks for all
+        for layer in sorted(self.layers, key=lambda layer: layer.is_croppable):
+            layer.crop(tokens_to_remove)
 
     @property
     def nbytes(self):
