@@ -269,6 +269,46 @@ def test_outputs_at_padding_are_0(cached, device, dtype, raw):
     assert (out[~tokens.bool()] == 0).all() and (out[tokens.bool()] != 0).all()
 
 
+def test_a_mask_follows_the_layers_to_their_device():
+    """The meta device stands for another GPU: the op names what it cannot read there, where indices would not match."""
+    q, k, v = (x.to("meta") for x in layer_inputs(6, batch=2))
+    tokens = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    mask = rooftile_mask(2, 6, 6, attention_mask=tokens)
+    with pytest.raises(rt.ArgumentTypeError, match=r"prefill_attention: q .*meta"):
+        rooftile_attention(types.SimpleNamespace(is_causal=True), q, k, v, mask)
+    there = mask.on(q.device)
+    assert there is mask.on(q.device) is not mask and there.counts.is_meta and mask.on(tokens.device) is mask
+
+
+@on_a_gpu
+def test_a_mask_on_the_host_for_layers_on_a_gpu():
+    q, k, v = layer_inputs(6, batch=2, device="cuda", dtype="float16")
+    tokens = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    outs = [
+        attend(RooftileCache(tiny()[0].config, format="int8"), q, k, v, mask=rooftile_mask(2, 6, 6, attention_mask=m))
+        for m in (tokens, tokens.cuda())
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or "cuda" not in cases.devices(), reason="fewer than two GPUs")
+def test_a_padded_batch_on_a_model_over_two_gpus():
+    model, _ = tiny(device="cuda", dtype="float16")
+    ids, mask = padded(length=64, device="cuda")
+    pieces = (14, 20, 1, 1, 5, 22, 1)
+    expected = feed(model, ids, mask, pieces, RooftileCache(model.config, format="int8"))
+
+    def moved_to(device):
+        move = lambda x: x.to(device)  # noqa: E731
+        return lambda _, *given: torch.utils._pytree.tree_map_only(torch.Tensor, move, given)
+
+    model.model.layers[1].to("cuda:1").register_forward_pre_hook(moved_to("cuda:1"), with_kwargs=True)
+    model.model.norm.register_forward_pre_hook(moved_to("cuda:0"), with_kwargs=True)
+    cache = RooftileCache(model.config, format="int8")
+    assert torch.equal(feed(model, ids, mask, pieces, cache), expected)
+    assert [layer.cache.device for layer in cache.layers] == ["cuda:0", "cuda:1"]
+
+
 @pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices"])
 def test_rows_that_move_take_their_padding_along(move):
     model, theirs = tiny()

@@ -20,6 +20,8 @@ stored up to 16 tokens at a time and read by the decode kernels, and no such ste
 says is then compared with the cache on the device, and a contradiction is raised at the next forward.
 """
 
+import copy
+
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -76,12 +78,26 @@ class _Mask:
     compared: whether a cache compares `tokens` with itself on the device, which makes reading them needless.
     """
 
-    __slots__ = ("begun", "compared", "counts", "q_length", "stored", "to_columns", "to_tokens", "tokens", "window")
+    _ARRAYS = ("tokens", "stored", "counts", "to_tokens", "to_columns")
+    __slots__ = (*_ARRAYS, "begun", "compared", "copies", "device", "q_length", "window")
 
     def __init__(self, window, tokens=None, q_length=0):
         self.window, self.tokens, self.q_length = window, tokens, q_length
-        self.stored = self.counts = None
+        self.stored = self.counts = self.to_tokens = self.to_columns = None
         self.begun, self.compared = True, False
+        self.device, self.copies = None if tokens is None else tokens.device, {}
+
+    def on(self, device):
+        """The mask for layers on `device`, which share one copy (a model may be spread over several)."""
+        if self.device in (None, device):
+            return self
+        if device not in self.copies:
+            twin = self.copies[device] = copy.copy(self)
+            twin.device, twin.copies = device, {}
+            for name in self._ARRAYS:
+                array = getattr(self, name)
+                setattr(twin, name, None if array is None else array.to(device))
+        return self.copies[device]
 
     def read(self):
         """Looks at the columns, for which a GPU is waited for. Raises ArgumentError for padding behind a token."""
@@ -223,6 +239,7 @@ def rooftile_attention(
             f"attention_mask: expected the 2-D padding mask [batch, columns]; a mask of shape "
             f"{list(attention_mask.shape)} is not implemented by the attention function 'rooftile'"
         )
+    attention_mask = attention_mask.on(query.device)
     options = {"scale": scaling, "window": attention_mask.window, "softcap": softcap, "sinks": s_aux}
     if type(key) is _NewTokens:
         return key.layer.attend(query, key, attention_mask, options), None
