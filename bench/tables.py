@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown tables of what `rooftile bench` measured: a row a case, microseconds and percent of the roof of each of our
-formats, and the fastest peer.
+"""Markdown tables of results files. `rooftile bench`: a row a case, microseconds and percent of the roof of each of our
+formats, and the fastest peer. `rooftile demo` and `rooftile ppl`: a row a variant.
 
 tables.py RESULTS.json [PATTERN ...]     prints the table, of cases that match a shell pattern if any are given
 tables.py RESULTS.json --into FILE ...   writes it between the markers `<!-- table: FAMILY [PATTERN ...] -->` and
@@ -23,7 +23,12 @@ def microseconds(us):
 
 
 def table(result, patterns=()):
-    """The table's text; ValueError where no case matches."""
+    """The table's text; ValueError where no case matches. Patterns choose cases of `rooftile bench`."""
+    if result["family"] in VARIANT_ROWS:
+        head, cells = VARIANT_ROWS[result["family"]]
+        lines = [["", *head], ["---", *["---:"] * len(head)]]
+        lines += [[row["name"], *cells(row, result)] for row in result["rows"] if not row.get("missing")]
+        return _markdown(lines)
     cases = {}
     for row in result["rows"]:
         if not patterns or any(fnmatchcase(row["case"], pattern) for pattern in patterns):
@@ -45,20 +50,60 @@ def table(result, patterns=()):
             ratios = [f"{best['us'] / ours[v]['us']:.2f}" for v in variants if best and v in ours]
             cells += [f"{microseconds(best['us'])} {best['impl']}" if best else "", " / ".join(ratios)]
         lines.append(cells)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n\n" + caption(result) + "\n"
+    return _markdown(lines) + "\n" + caption(result) + "\n"
+
+
+def _markdown(lines):
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
 def caption(result):
     """What was measured, where and how."""
     machine, ceiling = result["machine"], result["ceiling"]
     clocks = "-".join(str(mhz) for mhz in sorted(set(machine["sm_clock_mhz"])))
-    missing = f"; peers not installed: {', '.join(result['missing'])}" if result["missing"] else ""
+    missing = f"; peers not measured: {', '.join(result['missing'])}" if result["missing"] else ""
     return (
         f"Microseconds (percent of the roof). {machine['gpu']}, SM clock {clocks} MHz, driver {machine['driver']}, "
         f"torch {machine['torch']}; the roof, measured in the same run: {ceiling['read_gb_s']:.0f} GB/s read, "
         f"{ceiling['bf16_tflop_s']:.0f} TFLOP/s bf16. {result['harness']}{missing}. "
         f"Commit {result['commit']}, {result['date']}."
     )
+
+
+def demo_cells(row, result):
+    quality, mib = row["quality"], 2**20
+    change = (
+        "baseline" if row["name"] == result["run"]["baseline"] else f"{quality['percent']:+.2f} %" if quality else ""
+    )
+    return [
+        f"{row['weight_bytes'] / mib:.1f}",
+        f"{row['cache_bytes'] / mib:.1f}",
+        f"{row['prefill_tok_s']:.0f}",
+        f"{row['decode_tok_s']:.1f}",
+        f"{row['decode_speedup']:.2f}x",
+        change,
+    ]
+
+
+def ppl_cells(row, result):
+    error = "" if row["dnll_se"] is None else f" ± {row['dnll_se']:.5f}"
+    return [
+        f"{row['perplexity']:.3f}",
+        f"{row['vs_baseline_percent']:+.2f} %",
+        f"{row['dnll']:+.5f}{error}",
+        f"{row['kl']:.5f}",
+        f"{100 * row['top1']:.2f} %",
+    ]
+
+
+# family: (columns, their cells of a row)
+VARIANT_ROWS = {
+    "demo": (
+        ["weights MiB", "cache MiB", "prefill tok/s", "decode tok/s", "decode vs transformers", "perplexity"],
+        demo_cells,
+    ),
+    "ppl": (["perplexity", "change", "nats per token ± s.e.", "KL", "top-1 same"], ppl_cells),
+}
 
 
 def fill(text, result):

@@ -29,22 +29,7 @@ OPS = (
     "gelu_mul",
     "softmax",
 )
-# Those with GPU kernels, in a build that has any.
-GPU_OPS = (
-    "decode_attention",
-    "merge_attention",
-    "kv_cache",
-    "w4a16_matmul",
-    "rms_norm",
-    "add_rms_norm",
-    "layer_norm",
-    "add_layer_norm",
-    "rope",
-    "rope_append",
-    "silu_mul",
-    "gelu_mul",
-    "softmax",
-)
+CPU_ONLY_OPS = ("prefill_attention",)  # in a build with GPU kernels too
 
 
 def warmup(device=None):
@@ -87,12 +72,12 @@ def env():
     gpu_kernels = "none" if gpu.startswith("none") else gpu
     return {
         "version": _C.version,
-        "commit": _commit(),
+        "commit": commit(),
         "binding": _C.binding_mode,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {
-            "model": _cpu_model(),
+            "model": cpu_model(),
             "cores": os.cpu_count(),
             "variants": variants,
             "chosen": chosen,
@@ -102,7 +87,7 @@ def env():
         "gpu": {"backend": gpu, "driver": ctypes.util.find_library("cuda") is not None, "devices": _gpus()},
         "packages": {name: _package(name) for name in PACKAGES},
         "torch_exchange_table": _exchange_table(),
-        "ops": {op: {"cpu": chosen, "gpu": gpu_kernels if op in GPU_OPS else "none"} for op in OPS},
+        "ops": {op: {"cpu": chosen, "gpu": "none" if op in CPU_ONLY_OPS else gpu_kernels} for op in OPS},
     }
 
 
@@ -176,7 +161,8 @@ def _exchange_table():
     return None if torch is None else hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
-def _cpu_model():
+def cpu_model():
+    """What the CPU calls itself, where Linux says it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -186,11 +172,14 @@ def _cpu_model():
     return platform.processor() or platform.machine()
 
 
-def _commit():
+def commit():
+    """The commit of the checkout that this package lies in; None for an installed one."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    return output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else None
+
+
+def output(*command):
+    """What a command prints, or None where it is not there or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

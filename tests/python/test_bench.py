@@ -101,6 +101,27 @@ def test_the_command_without_a_gpu(capsys, tmp_path):
         assert words in capsys.readouterr().err
 
 
+def test_a_peer_without_a_row_is_missing(monkeypatch):
+    """Whether it is installed or not: what was not measured is not there."""
+    rows = [{"impl": "torch.eager"}]
+    monkeypatch.setattr(decode, "_ours", lambda *_: {"impl": "rooftile"})
+    monkeypatch.setattr(decode, "_peers", lambda *_: rows)
+    run = lambda module, peers: module.run(module.CASES[:1], peers, CEILING, lambda: None)[1]  # noqa: E731
+    assert run(decode, True) == {"flashinfer"} and run(decode, False) == set()
+    rows.append({"impl": "flashinfer"})
+    assert run(decode, True) == set()
+
+    class Weights:
+        def __init__(self, k, n, peers):
+            pass
+
+        def rows(self, *_):
+            return rows
+
+    monkeypatch.setattr(w4a16, "_Weights", Weights)
+    assert run(w4a16, True) == {"marlin", "machete"} and run(w4a16, False) == set()
+
+
 # ---------------------------------------------------------------- the results file
 
 
@@ -176,7 +197,7 @@ def test_a_table_without_peers_and_of_some_cases():
     result = measured(missing=())
     result["rows"] = [r for r in result["rows"] if r["impl"] == "rooftile"]
     assert TABLES.table(result, ["b"]).splitlines()[:3] == ["| case | fp16 |", "| --- | ---: |", "| b | 200 (5 %) |"]
-    assert "not installed" not in TABLES.caption(result)
+    assert "not measured" not in TABLES.caption(result)
     with pytest.raises(ValueError, match="no case of decode matches c"):
         TABLES.table(result, ["c"])
 

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import cases
 import rooftile
 import tiny_gguf
+from rooftile import _results
 from rooftile.cli import main
 
 CHUNKS = [[(7 * i + j) % 300 for j in range(40)] for i in range(3)]
@@ -118,16 +119,19 @@ def test_bad_token_ids(model, tmp_path, capsys, content):
     one_line(capsys)
 
 
-@pytest.mark.parametrize("weights", ["dequantize", "w4a16"])
+@pytest.mark.parametrize("weights", ["dequantize", "w4a16", "both"])
 def test_ppl(model, ids, tmp_path, capsys, weights):
     out = tmp_path / "out.json"
     command = ["ppl", "--model", model, "--token-ids", ids, "--formats", "fp32,int4-kivi", "--weights", weights]
-    assert main([*command, "--chunks", "2", "--json", str(out)]) == 0
+    assert main([*command, "--chunks", "2", "--commit", "abc1234", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     rows = {row["name"]: row for row in report["rows"]}
-    prefix = "" if weights == "dequantize" else "W4A16 + "
-    assert list(rows) == ["baseline", *([] if not prefix else ["W4A16"]), prefix + "fp32", prefix + "int4-kivi"]
-    assert report["protocol"]["chunks"] == 2 and report["protocol"]["scored_tokens"] == 78
+    plain, packed = ["fp32", "int4-kivi"], ["W4A16", "W4A16 + fp32", "W4A16 + int4-kivi"]
+    assert list(rows) == ["baseline", *{"dequantize": plain, "w4a16": packed, "both": plain + packed}[weights]]
+    prefix = "W4A16 + " if weights == "w4a16" else ""
+    assert report["family"] == "ppl" and report["commit"] == "abc1234" and report["seconds"] > 0
+    assert report["machine"] == _results.machine("cpu")
+    assert report["run"]["chunks"] == 2 and report["run"]["scored_tokens"] == 78
     assert rows[prefix + "fp32"]["bits"] == 64
     assert rows[prefix + "fp32"]["dnll"] == pytest.approx(0, abs=1e-5)
     assert rows[prefix + "int4-kivi"]["kl"] > 1e-6
@@ -143,7 +147,7 @@ def test_ppl_on_a_gpu(model, ids, tmp_path, capsys):
     assert main([*command, "--weights", "w4a16", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert [row["format"] for row in report["rows"]] == [None, None, "int8", "int4-kivi"]
-    assert report["protocol"]["device"] == "cuda:0" and report["protocol"]["dtype"] == "bfloat16"
+    assert report["run"]["device"] == "cuda:0" and report["run"]["dtype"] == "bfloat16"
     assert all(0 <= row["kl"] < 0.1 for row in report["rows"]) and "on cuda:0" in capsys.readouterr().out
     assert main([*command, "--formats", "int8,int4"]) == 2
     assert "--formats: int4 has no decode kernel on this device" in one_line(capsys)

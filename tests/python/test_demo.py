@@ -15,6 +15,7 @@ pytest.importorskip("matplotlib")
 
 import rooftile as rt  # noqa: E402
 from rich.console import Console  # noqa: E402
+from rooftile import _results  # noqa: E402
 from rooftile.cli import demo as command  # noqa: E402
 from rooftile.demo import measure, report  # noqa: E402
 
@@ -77,6 +78,8 @@ def test_all_rows(arguments, tmp_path, capsys):
     assert 0 < int8["quality"]["kl"] < int4["quality"]["kl"] and kivi["quality"]["kl"] < int4["quality"]["kl"]
     assert rows["W4A16"]["weight_bytes"] < bf16["weight_bytes"]
     assert rows["transformers sdpa"]["quality"] is None and rows["transformers sdpa"]["decode_speedup"] == 1
+    assert figures["commit"] == (rt.env()["commit"] or rt.__version__) and figures["seconds"] > 0
+    assert figures["machine"] == _results.machine("cpu")
     assert figures["run"]["torch_threads"] == torch.get_num_threads() and "Text: words.txt" in printed
 
 
@@ -85,7 +88,8 @@ MISSING = ("int4 cache", "int4-kivi-sym")
 
 def as_on_a_gpu(figures):
     """A report as it would be on a GPU: kernels of other names, two formats without one."""
-    figures["run"].update(device="cuda:0", machine="NVIDIA H200", native_variant=["cuda"], prompts="torch sdpa")
+    figures["machine"] = {"gpu": "NVIDIA H200"}
+    figures["run"].update(device="cuda:0", native_variant=["cuda"], prompts="torch sdpa")
     for i, row in enumerate(figures["rows"]):
         if row["name"] in MISSING:
             names = ("name", "format", "weights")

@@ -1,50 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results file of `rooftile bench` (schema 1) and the table people read."""
 
-import datetime
-import pathlib
-import subprocess
-
-import torch
-
-import rooftile as rt
+from rooftile._results import head
 from rooftile.bench.timing import harness
 
 
-def machine():
-    """GPU, driver, CUDA, torch, and the clocks as found: [idle, now]."""
-    query = _output("nvidia-smi", "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader,nounits", "-i", "0")
-    driver, _, clock = (query or "unknown, 0").partition(", ")
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "sm_clock_mhz": int(clock),
-    }
-
-
-def commit():
-    """The commit of the source tree this package lies in, or the version."""
-    return _output("git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "--short", "HEAD") or rt.__version__
-
-
-def _output(*command):
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def report(family, rows, ceiling, missing, facts, commit_name=None):
-    """facts: machine() from before and from after the runs."""
+    """facts: the machine from before and from after the runs."""
     before, after = facts
     clocks = sorted({before["sm_clock_mhz"], after["sm_clock_mhz"]})
     return {
-        "schema": 1,
-        "family": family,
-        "commit": commit_name or commit(),
-        "date": datetime.date.today().isoformat(),
+        **head(family, commit_name),
         "machine": {**after, "sm_clock_mhz": clocks},
         "harness": harness(),
         "ceiling": ceiling,
@@ -83,7 +49,7 @@ def table(result):
     out = Table(
         title=f"{result['family']} on {machine['gpu']}: reads at most {ceiling['read_gb_s']:.0f} GB/s, "
         f"bf16 {ceiling['bf16_tflop_s']:.0f} TFLOP/s",
-        caption=result["harness"] + (f"; not installed: {', '.join(result['missing'])}" if result["missing"] else ""),
+        caption=result["harness"] + (f"; not measured: {', '.join(result['missing'])}" if result["missing"] else ""),
     )
     for name, justify in (
         ("case", "left"),

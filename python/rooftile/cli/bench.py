@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rooftile bench FAMILY`: the kernels against the machine's roof, and against their peers, on one GPU."""
 
+from rooftile._results import COMMIT_HELP, machine
 from rooftile.cli._files import check_writable, write_json
 from rooftile.errors import ArgumentError, DeviceError
 
@@ -19,7 +20,7 @@ def add_arguments(parser):
     add("--only", metavar="TEXT", action="append", help="cases whose name holds TEXT (may be given again)")
     add("--case", metavar="NAME", action="append", help="these cases, also such as are not in the list")
     add("--list", action="store_true", help="print the names of the cases and stop")
-    add("--commit", metavar="NAME", help="what the results file calls this build (default: git's, or the version)")
+    add("--commit", metavar="NAME", help=COMMIT_HELP)
     add("--json", metavar="FILE", help="write the results file")
 
 
@@ -51,11 +52,11 @@ def run(args):
             f"bench needs a GPU; kernels: {_C.gpu_backend()}; torch sees {torch.cuda.device_count()} GPUs"
         )
     with torch.inference_mode():
-        before = report.machine()
+        before = machine("cuda")
         ceiling = timing.ceilings()
         with progress_bar(f"Timing {args.family}", family.steps(cases)) as advance:
             rows, missing = family.run(cases, args.peers, ceiling, advance)
-        result = report.report(args.family, rows, ceiling, missing, (before, report.machine()), args.commit)
+        result = report.report(args.family, rows, ceiling, missing, (before, machine("cuda")), args.commit)
     Console().print(report.table(result))
     if args.json:
         write_json(args.json, result, "--json")

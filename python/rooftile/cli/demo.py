@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rooftile demo`: one real model, seven ways, in a few minutes: memory, speed, quality and what each writes."""
 
-import datetime
 import pathlib
-import platform
+import time
 
+from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
 from rooftile.cli.ppl import positive
@@ -30,6 +30,7 @@ def add_arguments(parser):
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--picture", metavar="FILE", default="rooftile-demo.png", help="where the picture goes (default: %(default)s)")
     add("--json", metavar="FILE", help="write every figure as JSON")
+    add("--commit", metavar="NAME", help=COMMIT_HELP)
 
 
 def run(args):
@@ -58,6 +59,7 @@ def run(args):
 
 def measure(args):
     """Everything the demo measures, as the dict that --json writes."""
+    begin = time.perf_counter()
     import torch
     import transformers
 
@@ -132,14 +134,13 @@ def measure(args):
     ]
     on_gpu = device != "cpu"
     return {
-        "schema": 1,
-        "family": "demo",
-        "date": datetime.date.today().isoformat(),
+        **head("demo", args.commit),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "machine": machine(device),
         "run": {
             "model": path.name,
             "text": str(args.text) if args.text else f"{TEXT.what}, from the package {TEXT.requirement}",
             "device": device,
-            "machine": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
             "prompts": "torch sdpa" if on_gpu else "rooftile",
             "torch_threads": torch.get_num_threads(),
             "versions": {p.__name__: p.__version__ for p in (rt, torch, transformers)},
@@ -162,14 +163,3 @@ def whole_words(ids, length, tokenizer):
         if tokenizer.decode(ids[end : end + 1]).startswith(" "):
             return end
     return length
-
-
-def cpu_name():
-    """What the CPU calls itself, where Linux says it."""
-    try:
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

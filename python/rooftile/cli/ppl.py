@@ -5,7 +5,9 @@ import argparse
 import json
 import math
 import pathlib
+import time
 
+from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
 from rooftile.errors import ArgumentError, NotSupportedError
@@ -31,7 +33,7 @@ def add_arguments(parser):
     )
     add(
         "--weights",
-        choices=("dequantize", "w4a16"),
+        choices=("dequantize", "w4a16", "both"),
         default="dequantize",
         help="w4a16: run the formats on the file's own 4-bit codes (default: %(default)s); the baseline is dequantised",
     )
@@ -41,6 +43,7 @@ def add_arguments(parser):
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--json", metavar="FILE", help="write every figure as JSON")
+    add("--commit", metavar="NAME", help=COMMIT_HELP)
 
 
 def positive(text):
@@ -69,6 +72,7 @@ def run(args):
 
 def measure(args):
     """Everything the command measures, as the dict that --json writes."""
+    begin = time.perf_counter()
     formats = _formats(args.formats or _DEFAULT_FORMATS)
     device = usable_device(args.device)
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -98,15 +102,18 @@ def measure(args):
         formats = _formats_on_gpu(formats, baseline, asked=args.formats is not None)
     variants = [evaluate.Variant("baseline", baseline, attention="sdpa")]
     rows = [{"name": "baseline", "format": None, "weights": "dequantize", "bits": None}]
-    model, prefix = baseline, ""
-    if args.weights == "w4a16":
-        model, prefix = load_gguf(path, dtype=dtype, weights="w4a16", device=device), "W4A16 + "
-        variants.append(evaluate.Variant("W4A16", model, attention="sdpa"))
-        rows.append({"name": "W4A16", "format": None, "weights": "w4a16", "bits": None})
-    for name in formats:
-        variants.append(_cache_variant(prefix + name, model, name))
-        bits = bits_per_pair(name, model.config, dtype)
-        rows.append({"name": prefix + name, "format": name, "weights": args.weights, "bits": bits})
+    for weights in ("dequantize", "w4a16"):
+        if args.weights not in (weights, "both"):
+            continue
+        model, prefix = baseline, ""
+        if weights == "w4a16":
+            model, prefix = load_gguf(path, dtype=dtype, weights=weights, device=device), "W4A16 + "
+            variants.append(evaluate.Variant("W4A16", model, attention="sdpa"))
+            rows.append({"name": "W4A16", "format": None, "weights": weights, "bits": None})
+        for name in formats:
+            variants.append(_cache_variant(prefix + name, model, name))
+            bits = bits_per_pair(name, model.config, dtype)
+            rows.append({"name": prefix + name, "format": name, "weights": weights, "bits": bits})
 
     scores = evaluate.compare(variants, chunks)
     for row, score in zip(rows, scores, strict=True):
@@ -121,9 +128,10 @@ def measure(args):
             nll_per_chunk=score.nll.tolist(),
         )
     return {
-        "schema": 1,
-        "command": "ppl",
-        "protocol": {
+        **head("ppl", args.commit),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "machine": machine(device),
+        "run": {
             "model": str(file.metadata.get("general.name", path)),
             "file": pathlib.Path(path).name,
             "text": source,
@@ -134,7 +142,6 @@ def measure(args):
             "dtype": dtype,
             "device": device,
             "step": _STEP,
-            "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         },
         "rows": rows,
@@ -245,7 +252,7 @@ def _print(console, report):
     from rich.console import Console
     from rich.table import Table
 
-    p = report["protocol"]
+    p = report["run"]
     for label, value in (
         ("model", f"{p['model']}, {p['dtype']}" + ("" if p["device"] == "cpu" else f" on {p['device']}")),
         ("text", p["text"]),

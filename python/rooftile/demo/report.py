@@ -43,7 +43,7 @@ def _not_yet(report):
 
 
 def _on_gpu(report):
-    return report["run"]["device"] != "cpu"
+    return "gpu" in report["machine"]
 
 
 def speed_table(report):
@@ -70,7 +70,7 @@ def speed_table(report):
         if row["format"] is None:
             table.add_section()
     run = report["run"]
-    where = run["machine"] if _on_gpu(report) else f"{run['torch_threads']} threads"
+    where = report["machine"]["gpu"] if _on_gpu(report) else f"{run['torch_threads']} threads"
     prompts = " Prompts ran on torch's sdpa in every row: prefill has no GPU kernel yet." if _on_gpu(report) else ""
     return Group(
         table,
@@ -208,7 +208,8 @@ def draw(report, path):
     )
     weights.set_yticks(range(len(rows)), [row["name"] for row in rows])
     weights.invert_yaxis()
+    where = report["machine"]["gpu" if _on_gpu(report) else "cpu"]
     how = "prompts on torch's sdpa" if _on_gpu(report) else f"{run['torch_threads']} threads"
-    figure.suptitle(f"rooftile demo: {run['model']} on {run['machine']}, {how}", fontsize=12)
+    figure.suptitle(f"rooftile demo: {run['model']} on {where}, {how}", fontsize=12)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
