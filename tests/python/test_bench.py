@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import rooftile as rt
+from rich.console import Console
 from rooftile.bench import decode, ops, report, timing, w4a16
 from rooftile.cli import main
+from rooftile.cli._tables import print_whole
 
 FAMILIES = {"decode": decode, "w4a16": w4a16, "ops": ops}
 CEILING = {"read_gb_s": 4000.0, "copy_gb_s": 3600.0, "bf16_tflop_s": 700.0}
@@ -163,8 +165,6 @@ def test_a_report_is_plain_json():
 
 
 def test_the_table_on_the_terminal():
-    from rich.console import Console
-
     out = io.StringIO()
     Console(file=out, width=200).print(report.table(measured()))
     text = out.getvalue()
@@ -175,6 +175,12 @@ def test_the_table_on_the_terminal():
         ["a", "rooftile", "int8", "10.0", "4000", "16", "100.0", "2.50"],
         ["b", "rooftile", "fp16", "200.0", "200", "1", "5.0", "0.50"],
     ]
+
+
+def test_the_table_is_whole_where_nobody_watches(capsys):
+    print_whole(Console(width=40), report.table(measured()))
+    text = capsys.readouterr().out
+    assert "…" not in text and "┃ x best peer ┃" in text
 
 
 # ---------------------------------------------------------------- bench/tables.py
