@@ -30,7 +30,7 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     leave as they are, such as "*.mlp.down_proj". Left alone always: `lm_head`, the module of
     `model.get_output_embeddings()`, any layer that shares its weight with another module, subclasses of nn.Linear
     (LoRA layers, `MultiheadAttention.out_proj`) and layers whose weight is computed (parametrised, pruned). progress:
-    show a progress bar.
+    show a bar where stderr is a terminal.
 
     All layers are checked before the first is replaced, and errors name the layer: ArgumentError where in_features is
     not a multiple of group_size or the weight is on the meta device, ArgumentTypeError where the weight is not float32,
@@ -39,6 +39,7 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     import torch
 
     from rooftile import _C
+    from rooftile._progress import progress_bar
     from rooftile.nn import W4Linear
 
     if not isinstance(model, torch.nn.Module):
@@ -60,11 +61,13 @@ def quantize_(model, config=None, *, skip=(), progress=True):
         dtype = str(layer.weight.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise ArgumentTypeError(f"quantize_: {name}: weight must be {', '.join(_DTYPES)}, got {dtype}")
-    for name, layer in _progress(layers, progress):
-        new = W4Linear.from_linear(layer, group_size=config.group_size, zeros=config.zeros)
-        new.train(layer.training)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+    with progress_bar("Quantising", len(layers), show=progress) as advance:
+        for name, layer in layers:
+            new = W4Linear.from_linear(layer, group_size=config.group_size, zeros=config.zeros)
+            new.train(layer.training)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new)
+            advance()
     return len(layers)
 
 
@@ -91,11 +94,3 @@ def _linears(model, patterns):
         and holders[module.weight] == 1
         and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
     ]
-
-
-def _progress(layers, show):
-    if not show:
-        return layers
-    from rich.progress import track
-
-    return track(layers, description="quantising", transient=True)

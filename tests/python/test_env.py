@@ -21,9 +21,24 @@ def test_facts():
     assert facts["version"] == rt.__version__
     assert facts["packages"]["torch"] == torch.__version__
     assert facts["packages"]["numpy"] == np.__version__
-    assert facts["torch_exchange_table"] == hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
     assert facts["cpu"]["chosen"] == facts["cpu"]["variants"][0]
     assert facts["cpu"]["threads"] == _C.parallel_threads() >= 1
+
+
+def test_torch_tensors_pass_through_the_table_that_env_reports(monkeypatch):
+    """Where there is one, nobody asks a tensor for `__dlpack__`."""
+
+    def refused(self, **options):
+        raise RuntimeError("not this way")
+
+    x = torch.ones(2, 4)
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", refused)
+    try:
+        rt.rms_norm(x, out=x)
+        through_the_table = True
+    except (RuntimeError, rt.RooftileError):
+        through_the_table = False
+    assert rt.env()["torch_exchange_table"] == through_the_table
 
 
 def test_the_chosen_variant_is_the_one_that_runs():

@@ -234,6 +234,32 @@ def test_type_that_is_not_dequantised(tmp_path):
     expect(NotSupportedError, tiny_gguf.write(tmp_path / "a.gguf", data=data), "blk.0.attn_norm.weight", "I32")
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16", *(kind.name for kind in gguf.quants._type_traits)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_type_is_dequantised_as_gguf_does(tmp_path, monkeypatch, kind, dtype):
+    """Random blocks, NaN and infinite scales among them; in pieces, and with rows put into half-split order."""
+    monkeypatch.setattr(loader, "_CHUNK_ELEMENTS", 512)
+    kind = gguf.GGMLQuantizationType[kind]
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    rows, columns = 8, 2 * 256
+    row_bytes = columns // elements * size
+    blocks = np.random.default_rng(kind.value).integers(0, 256, (rows, row_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        exact = gguf.quants.dequantize(blocks, kind)
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("t", blocks, raw_dtype=kind)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    file = read_gguf(tmp_path / "one.gguf")
+    for heads in (None, 2):
+        ours = loader._read_parameter(file, "t", heads, getattr(torch, dtype))
+        order = slice(None) if heads is None else half_split_rows(rows, heads)
+        expected = torch.from_numpy(exact[order]).to(ours.dtype)
+        assert ours.shape == (rows, columns) and torch.equal(ours.isnan(), expected.isnan())
+        assert torch.equal(ours.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
+    assert np.isfinite(exact).mean() > 0.5  # not a test of NaN alone
+
+
 def corrupt(path, old, new, at=0):
     """Replaces bytes of the file: the first `old`, `at` bytes behind its start."""
     with open(path, "rb") as f:
