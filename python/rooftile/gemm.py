@@ -94,7 +94,8 @@ class W4Weight:
         weight: [N, K] (the nn.Linear convention), float32, float16 or bfloat16, any strides. zeros: None for symmetric
         (scale = absmax / 7, codes -7..7) or "minima" (scale = (max - min) / 15). Scales are bfloat16 for bfloat16
         weights, else float16; codes are rounded to nearest even with the stored scale. A group of zeros (constants) has
-        scale 0 and reads back exactly; a group with NaN or Inf reads back as NaN.
+        scale 0 and reads back exactly; a group with NaN or Inf reads back as NaN. Raises ArgumentError for a group_size
+        that is not 32, 64, 128 or K or does not divide K, ArgumentTypeError for what is no such array.
         """
         if zeros not in (None, "symmetric", "minima"):
             raise ArgumentError(f'W4Weight.quantize: zeros must be None, "symmetric" or "minima", got {zeros!r}')
@@ -310,7 +311,11 @@ def w4a16_matmul(
 
     Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
     rows too; on a GPU they may change between regimes of rows (up to 8, 16, 32, 64, then every further 64) unless
-    `batch_invariant=True`, which costs speed. Raises ArgumentError / ArgumentTypeError naming the argument.
+    `batch_invariant=True`, which costs speed.
+    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
+    `rt.env()["cpu"]["variants"]`; not for a GPU.
+
+    Raises ArgumentError / ArgumentTypeError naming the argument.
     """
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
