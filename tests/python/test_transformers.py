@@ -460,6 +460,17 @@ def test_crop():
         cache.crop(-30)
 
 
+def test_a_format_for_each_layer():
+    config = tiny()[0].config
+    formats = lambda format: [layer.format for layer in RooftileCache(config, format=format).layers]  # noqa: E731
+    assert formats("int8") == ["int8", "int8"]
+    assert formats({"default": "int4-kivi", -1: "bf16"}) == ["int4-kivi", "bf16"]
+    assert formats({0: "fp32", 1: "int8"}) == ["fp32", "int8"]
+    for format in ({"first": "int8", "default": "int4"}, 8):
+        with pytest.raises(rt.ArgumentTypeError, match="format"):
+            RooftileCache(config, format=format)
+
+
 def test_a_refused_crop_changes_no_layer():
     cache = RooftileCache(tiny()[0].config, format={"default": "int4-kivi", 0: "int8"})
     for piece in (100, 7):
@@ -650,7 +661,7 @@ def test_training_is_refused():
     [
         ({"format": "int5"}, "int4-kivi"),
         ({"format": {0: "int8"}}, "format"),
-        ({"format": {"default": "int8", 2: "fp32"}}, "0..1"),
+        ({"format": {"default": "int8", 2: "fp32"}}, "format names layer 2, there are 2"),
         ({"capacity": 0}, "capacity"),
         ({"capacity": "many"}, "capacity"),
     ],

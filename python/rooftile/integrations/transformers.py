@@ -459,17 +459,17 @@ class RooftileLayer(CacheLayerMixin):
 class RooftileCache(Cache):
     """A KV cache of transformers in any rooftile format; goes in as `past_key_values`.
 
-    config: the model's config. format: one name for all layers, or {"default": name, layer: name}; see
-    docs/guide/cache-formats.md. capacity: tokens to make room for at once; the cache grows beyond it by doubling, which
-    copies it. dtype: of the keys and values, default that of the first ones. stepwise: a forward over T tokens gives
-    what T forwards over one token give (its tokens are stored before they are attended), which is how text is scored
-    under a compressed cache; kivi formats then take at most 32 tokens per forward.
+    config: the model's config. format: one name for all layers, or {"default": name, layer: name}, as rt.ModelKVCache
+    takes it; see docs/guide/cache-formats.md. capacity: tokens to make room for at once; the cache grows beyond it by
+    doubling, which copies it. dtype: of the keys and values, default that of the first ones. stepwise: a forward over T
+    tokens gives what T forwards over one token give (its tokens are stored before they are attended), which is how text
+    is scored under a compressed cache; kivi formats then take at most 32 tokens per forward.
 
         cache = RooftileCache(model.config, format="int4-kivi")
         model.generate(**inputs, past_key_values=cache)          # cache.nbytes, cache.layers[i].cache (an rt.KVCache)
 
-    Raises ArgumentError for a wrong format or capacity, NotSupportedError for models with layers that are not plain
-    attention.
+    Raises ArgumentError or ArgumentTypeError for a wrong format or capacity, NotSupportedError for models with layers
+    that are not plain attention.
     """
 
     def __init__(self, config, *, format="int4-kivi", capacity=None, dtype=None, stepwise=False):
@@ -482,15 +482,9 @@ class RooftileCache(Cache):
             )
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise ArgumentError(f"capacity: expected a positive number of tokens or None, got {capacity!r}")
-        layers = text.num_hidden_layers
-        formats = dict(format) if isinstance(format, dict) else {"default": format}
-        unknown = [key for key in formats if key != "default" and not (isinstance(key, int) and 0 <= key < layers)]
-        if unknown:
-            raise ArgumentError(f"format: expected the keys 'default' and 0..{layers - 1}, got {unknown[0]!r}")
-        names = [formats.get(i, formats.get("default")) for i in range(layers)]
-        for name in set(names):
-            rt.KVCache(0, 1, 1, 1, format=name)  # an unknown format is refused here, not in the first forward
-        super().__init__(layers=[RooftileLayer(name, capacity, dtype, stepwise) for name in names])
+        # without rows: what each layer's format is, and a wrong one is refused here, not in the first forward
+        empty = rt.ModelKVCache(text.num_hidden_layers, 0, 1, 1, 1, format=format)
+        super().__init__(layers=[RooftileLayer(layer.format, capacity, dtype, stepwise) for layer in empty])
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self.layers[layer_idx]
