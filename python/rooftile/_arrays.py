@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from rooftile.errors import NotSupportedError
+from rooftile.errors import ArgumentError, NotSupportedError
 
 _GPU_MEMORY = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _recorders = contextvars.ContextVar("rooftile.recorders", default=())  # lists of the blocks around this call
@@ -75,6 +75,17 @@ def empty(like, shape=None, dtype=None):
     except TypeError:
         return None
     return np.empty(like.shape if shape is None else shape, dtype=dtype)
+
+
+def torch_device(op, device):
+    """The torch.device of what a caller gives; ArgumentError where torch cannot use it."""
+    import torch
+
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, ValueError, AssertionError) as e:  # the last: torch without CUDA, asked for it
+        reason = str(e).partition("\n")[0]
+        raise ArgumentError(f"{op}: device must be one that torch can use, got {device!r} ({reason})") from None
 
 
 def gpu_workspace(like, size_of, *arguments):

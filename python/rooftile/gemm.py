@@ -2,13 +2,15 @@
 """4-bit weights and the products with them. Formats: docs/kernels/w4a16.md."""
 
 import functools
+import operator
 
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, gpu_workspace, numpy_dtype, ran, torch_of, torch_op
+from rooftile._arrays import compiling, empty, gpu_workspace, numpy_dtype, ran, torch_device, torch_of, torch_op
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
+W4_KINDS = ("symmetric", "integer", "minima")
 _GGUF_BLOCK = 32
 _GGUF_TYPES = {"Q4_0": (2, 1, "symmetric"), "Q4_1": (3, 2, "minima")}  # ggml number, fp16 values before the codes, kind
 
@@ -47,10 +49,11 @@ class W4Weight:
 
     def _take(self, op, codes, scales, offsets, shape, group_size, kind, scale_dtype, perm):
         """op: whose name errors begin with."""
-        n, k = shape
+        n, k = _sizes(op, shape)
+        _check_kind(op, kind)
         self._handle = _C.W4Handle(codes, scales, offsets, perm, n, k, group_size, kind, scale_dtype, op)
         self.codes, self.scales, self.offsets, self.perm = codes, scales, offsets, perm
-        self.shape, self.group_size, self.kind, self.scale_dtype = (int(n), int(k)), int(group_size), kind, scale_dtype
+        self.shape, self.group_size, self.kind, self.scale_dtype = (n, k), int(group_size), kind, scale_dtype
 
     @classmethod
     def _of_module(cls, arrays, layout):
@@ -129,8 +132,7 @@ class W4Weight:
             group_size = 2 * half // groups
         if kind is None:
             kind = "symmetric" if zeros is None else "integer" if _dtype_name(zeros) == "uint8" else "minima"
-        if kind not in ("symmetric", "integer", "minima"):
-            raise ArgumentError(f'{op}: kind must be "symmetric", "integer" or "minima", got {kind!r}')
+        _check_kind(op, kind)
         sizes = _C.w4_sizes(op, "codes", n, 2 * half, group_size, kind)
         if tuple(scales.shape) != (n, 2 * half // int(group_size)):  # before memory is made by what codes say
             groups = 2 * half // int(group_size)
@@ -185,11 +187,8 @@ class W4Weight:
         if name is None:
             raise NotSupportedError(f"{op}: ggml_type must be Q4_0 or Q4_1, got {ggml_type!r}")
         _, values, kind = _GGUF_TYPES[name]
-        try:
-            n, k = (int(s) for s in shape)
-        except (TypeError, ValueError):
-            raise ArgumentError(f"{op}: shape must be (N, K), got {shape!r}") from None
-        if n < 0 or k <= 0 or k % _GGUF_BLOCK:
+        n, k = _sizes(op, shape)
+        if k == 0 or k % _GGUF_BLOCK:
             raise ArgumentError(
                 f"{op}: K must be a positive multiple of {_GGUF_BLOCK} for {name}, got shape ({n}, {k})"
             )
@@ -214,6 +213,9 @@ class W4Weight:
         """This weight on a torch device ("cuda", "cpu", torch.device(...)): itself if it is there, else a copy."""
         import torch
 
+        if device is None:
+            raise ArgumentTypeError("W4Weight.to: device must be one that torch can use, got None")
+        device = torch_device("W4Weight.to", device)
         arrays = [
             None if a is None else torch.as_tensor(a).to(device)
             for a in (self.codes, self.scales, self.offsets, self.perm)
@@ -246,7 +248,7 @@ class W4Weight:
         if name not in ("float32", "float16", "bfloat16"):
             try:
                 name = np.dtype(dtype).name
-            except TypeError:
+            except (TypeError, ValueError):
                 raise ArgumentTypeError(f"W4Weight.dequantize: dtype must be a float dtype, got {dtype!r}") from None
         out = empty(self.codes, self.shape, name)
         _C.w4_dequantize(self._handle, out)
@@ -255,6 +257,22 @@ class W4Weight:
 
 def _rebuild(codes, scales, offsets, perm, layout):
     return W4Weight(codes, scales, offsets, perm=perm, **layout)
+
+
+def _sizes(op, shape):
+    """(N, K) as ints."""
+    try:
+        n, k = (operator.index(size) for size in shape)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{op}: shape must be (N, K), two integers, got {shape!r}") from None
+    if not (0 <= n < 2**31 and 0 <= k < 2**31):
+        raise ArgumentError(f"{op}: shape must be (N, K) with sizes in [0, 2**31), got {shape!r}")
+    return n, k
+
+
+def _check_kind(op, kind):
+    if not isinstance(kind, str) or kind not in W4_KINDS:
+        raise ArgumentError(f'{op}: kind must be "symmetric", "integer" or "minima", got {kind!r}')
 
 
 def _shape2(x, op, argument):

@@ -8,6 +8,7 @@ change a cache.
 import contextlib
 import copy
 import operator
+import re
 import sys
 
 import numpy as np
@@ -17,7 +18,9 @@ from rooftile._arrays import compiling, numpy_dtype, ran, torch_of, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
+    DeviceError,
     NotSupportedError,
+    RooftileError,
 )
 
 CONTIGUOUS_PAGE = 64  # tokens; a contiguous cache is a pool whose pages follow each other
@@ -41,7 +44,7 @@ _ARRAYS = (
 
 
 def check_format(op, format):
-    if format not in _C.kv_formats():
+    if not isinstance(format, str) or format not in _C.kv_formats():
         raise ArgumentError(f"{op}: format {format!r} is not a cache format; known: {', '.join(_C.kv_formats())}")
     return format
 
@@ -60,7 +63,7 @@ def dtype_name(op, format, dtype, device="cpu"):
 def check_device(op, device):
     """ "cpu" or "cuda:N" from what a caller gives: None, a name, a torch.device."""
     name = "cpu" if device is None else str(device)
-    if name.split(":")[0] == "cpu":
+    if re.fullmatch(r"cpu(:\d+)?", name):
         return "cpu"
     backend = _C.gpu_backend()
     if name.split(":")[0] != "cuda" or backend.startswith("none"):
@@ -71,7 +74,7 @@ def check_device(op, device):
     except ImportError:
         raise NotSupportedError(f"{op}: device caches on {name} are made of torch tensors; install torch") from None
     if not torch.cuda.is_available():
-        raise NotSupportedError(f"{op}: device torch finds no GPU for {name}; there is: cpu")
+        raise NotSupportedError(f"{op}: device {name} is not there, torch finds no GPU; there is: cpu")
     index = name.partition(":")[2] or str(torch.cuda.current_device())
     if not (index.isdecimal() and int(index) < torch.cuda.device_count()):
         raise ArgumentError(f"{op}: device {name} is not there; there are: cpu{_gpu_names()}")
@@ -93,7 +96,7 @@ def device_of(array):
 def integer(op, name, value, at_least=0):
     """A Python int from anything that is one exactly."""
     try:
-        value = operator.index(value)
+        value = int(operator.index(value))  # True is 1, which indexing would take for a mask
     except TypeError:
         raise ArgumentTypeError(f"{op}: {name} must be an integer, got {type(value).__name__}") from None
     if not at_least <= value < 2**31:
@@ -275,7 +278,7 @@ class Cache:
         twin = copy.copy(self)
         shape = (self.page_size, self.kv_heads, self.head_dim, self.max_rows)
         pages = next(self._arrays[name].shape[0] for name in ("pool", "k_pool") if name in self._arrays)
-        arrays = own_arrays(self.format, self.dtype, pages, *shape, device)
+        arrays = own_arrays("to", self.format, self.dtype, pages, *shape, device)
         if "block_table" in self._arrays:
             arrays["block_table"] = zeros((self.max_rows, self.max_pages), "int32", device)
         for name, array in arrays.items():
@@ -314,7 +317,8 @@ class Cache:
         return k, v
 
     def _length(self, op, name, row):
-        if integer(op, name, row) >= self.max_rows:
+        row = integer(op, name, row)
+        if row >= self.max_rows:
             raise ArgumentError(f"{op}: {name} must lie in [0, {self.max_rows}), got {row}")
         return (self.positions[0] if self._lengths is None else self._lengths)[row].item()
 
@@ -357,7 +361,20 @@ class Cache:
         )
 
 
-def own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device="cpu"):
+def own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device="cpu"):
+    """Zeroed memory of a cache. Raises DeviceError where there is not as much."""
+    try:
+        return _own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device)
+    except RooftileError:
+        raise
+    except (RuntimeError, MemoryError, TypeError, ValueError) as e:  # the last two are overflows of a size
+        raise DeviceError(
+            f"{op}: no memory on {device} for {max_rows} rows and {pages} pages: page_size {page_size}, "
+            f"kv_heads {kv_heads}, head_dim {head_dim} ({str(e).partition(chr(10))[0]})"
+        ) from e
+
+
+def _own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device):
     arrays = {
         "lengths": zeros((max_rows,), "int32", device),
         **own_ring(format, dtype, kv_heads, head_dim, max_rows, device),
@@ -409,7 +426,7 @@ class KVCache(Cache):
         batch, capacity = integer(op, "batch", batch), integer(op, "capacity", capacity)
         kv_heads, head_dim = integer(op, "kv_heads", kv_heads, 1), integer(op, "head_dim", head_dim, 1)
         pages = pages_for(capacity, CONTIGUOUS_PAGE)
-        arrays = own_arrays(format, dtype, batch * pages, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, device)
+        arrays = own_arrays(op, format, dtype, batch * pages, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, device)
         super().__init__(op, format, dtype, CONTIGUOUS_PAGE, kv_heads, head_dim, batch, pages, arrays)
 
     @property
@@ -433,10 +450,15 @@ class KVCache(Cache):
         rows: list of ints or an int32 array, repeats allowed. capacity: of the new cache, default this one's.
         Raises ArgumentError for a row that is not there or does not fit.
         """
-        rows = list(range(self.batch)) if rows is None else host(ints("select", "rows", rows)).tolist()
+        rows = np.arange(self.batch, dtype=np.int32) if rows is None else host(ints("select", "rows", rows))
+        if rows.dtype != np.int32 or rows.ndim != 1:
+            raise ArgumentTypeError(
+                f"select: rows must be a list of integers or an int32 array, got {rows.dtype}{list(rows.shape)}"
+            )
+        rows = rows.tolist()
         if any(not 0 <= row < self.batch for row in rows):
             raise ArgumentError(f"select: rows must lie in [0, {self.batch}), got {rows}")
-        capacity = self.capacity if capacity is None else capacity
+        capacity = self.capacity if capacity is None else integer("select", "capacity", capacity)
         shape = (len(rows), capacity, self.kv_heads, self.head_dim)
         chosen = KVCache(*shape, format=self.format, dtype=self.dtype, device=self.device)
         lengths = self.lengths

@@ -61,7 +61,11 @@ class PagedKVCache(Cache):
         kv_heads, head_dim = integer(op, "kv_heads", kv_heads, 1), integer(op, "head_dim", head_dim, 1)
         max_rows = integer(op, "max_rows", max_rows)
         max_pages = num_pages if max_pages_per_row is None else integer(op, "max_pages_per_row", max_pages_per_row)
-        arrays = own_arrays(format, dtype, num_pages, page_size, kv_heads, head_dim, max_rows, device)
+        if max_pages * page_size >= 2**31:
+            raise ArgumentError(
+                f"{op}: max_pages_per_row must hold fewer than 2**31 tokens, got {max_pages} pages of {page_size}"
+            )
+        arrays = own_arrays(op, format, dtype, num_pages, page_size, kv_heads, head_dim, max_rows, device)
         arrays["block_table"] = zeros((max_rows, max_pages), "int32", device)
         arrays["block_table"][:] = -1
         super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
@@ -324,7 +328,7 @@ class KVCacheView(Cache):
         op = "PagedKVCache.view"
         device = device_of(seq_lens)
         dtype = dtype_name(op, check_format(op, format), dtype, device)
-        if layout not in ("NHD", "HND"):
+        if not isinstance(layout, str) or layout not in ("NHD", "HND"):
             raise ArgumentError(f'{op}: layout must be "NHD" or "HND", got {layout!r}')
         max_rows, max_pages = _shape(op, "block_table", block_table, 2)
         if device != "cpu":

@@ -4,11 +4,11 @@
 import torch
 
 from rooftile import _C
-from rooftile._arrays import compiling
+from rooftile._arrays import compiling, torch_device
 from rooftile.errors import ArgumentError, ArgumentTypeError
-from rooftile.gemm import W4Weight, w4a16_matmul
+from rooftile.gemm import W4_KINDS, W4Weight, w4a16_matmul
+from rooftile.kv_cache import integer
 
-_KINDS = ("symmetric", "integer", "minima")
 _SCALES = ("float16", "bfloat16")
 
 
@@ -35,8 +35,15 @@ class W4Linear(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
-        if scale_dtype not in _SCALES:
+        out_features = integer("W4Linear", "out_features", out_features)
+        in_features = integer("W4Linear", "in_features", in_features, 1)
+        if not isinstance(kind, str) or kind not in W4_KINDS:
+            raise ArgumentError(f"W4Linear: kind must be one of {', '.join(W4_KINDS)}, got {kind!r}")
+        if not isinstance(scale_dtype, str) or scale_dtype not in _SCALES:
             raise ArgumentTypeError(f"W4Linear: scale_dtype must be float16 or bfloat16, got {scale_dtype!r}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ArgumentTypeError(f"W4Linear: dtype must be a torch.dtype or None, got {dtype!r}")
+        device = torch_device("W4Linear", device)
         codes, scales, offsets = _C.w4_sizes("W4Linear", "in_features", out_features, in_features, group_size, kind)
 
         def buffer(size, dtype=torch.uint8):
@@ -44,7 +51,7 @@ class W4Linear(torch.nn.Module):
 
         perm = torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None
         offsets = buffer(offsets) if kind != "symmetric" else None
-        shape = (int(out_features), int(in_features))
+        shape = (out_features, in_features)
         layout = {"shape": shape, "group_size": int(group_size), "kind": kind, "scale_dtype": scale_dtype}
         bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self._hold((buffer(codes), buffer(scales), offsets, perm), layout, bias)
@@ -54,6 +61,8 @@ class W4Linear(torch.nn.Module):
         """weight: a W4Weight [out_features, in_features]; its arrays are shared. bias: [out_features] or None."""
         if not isinstance(weight, W4Weight):
             raise ArgumentTypeError(f"W4Linear.from_weight: weight must be a W4Weight, got {type(weight).__name__}")
+        if not (bias is None or isinstance(bias, torch.Tensor)):
+            raise ArgumentTypeError(f"W4Linear.from_weight: bias must be a torch tensor, got {type(bias).__name__}")
         if bias is not None and tuple(bias.shape) != weight.shape[:1]:
             raise ArgumentError(f"W4Linear.from_weight: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
         self = cls.__new__(cls)
@@ -103,15 +112,15 @@ class W4Linear(torch.nn.Module):
     def get_extra_state(self):
         """What the bytes mean, as a tensor, so that any checkpoint format can hold it."""
         shape, layout = self._layout["shape"], self._layout
-        kind, scales = _KINDS.index(layout["kind"]), _SCALES.index(layout["scale_dtype"])
+        kind, scales = W4_KINDS.index(layout["kind"]), _SCALES.index(layout["scale_dtype"])
         return torch.tensor([_C.w4_layout_version, *shape, layout["group_size"], kind, scales])
 
     def set_extra_state(self, state):
         if state.tolist() != self.get_extra_state().tolist():
             version, n, k, group, kind, scales = state.tolist()
             raise ArgumentError(
-                f"W4Linear: the checkpoint holds [{n}, {k}] {_KINDS[kind]} group_size={group} {_SCALES[scales]} scales "
-                f"in layout {version}; this module is {self.extra_repr()}"
+                f"W4Linear: the checkpoint holds [{n}, {k}] {W4_KINDS[kind]} group_size={group} {_SCALES[scales]} "
+                f"scales in layout {version}; this module is {self.extra_repr()}"
             )
 
     def __getstate__(self):

@@ -2,6 +2,7 @@
 """Rounding a whole model's linear layers in place."""
 
 import fnmatch
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rooftile.errors import ArgumentError, ArgumentTypeError
@@ -47,7 +48,9 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     config = W4A16() if config is None else config
     if not isinstance(config, W4A16):
         raise ArgumentTypeError(f"quantize_: config must be a rooftile.W4A16, got {type(config).__name__}")
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    patterns = (skip,) if isinstance(skip, str) else skip
+    if not (isinstance(patterns, Collection) and all(isinstance(p, str) for p in patterns)):
+        raise ArgumentTypeError(f"quantize_: skip must be names or patterns of modules, got {skip!r}")
 
     layers = _linears(model, patterns)
     kind = "minima" if config.zeros == "minima" else "symmetric"

@@ -137,7 +137,7 @@ def measure(args):
     on_gpu = device != "cpu"
     return {
         **head("demo", args.commit),
-        "seconds": round(time.perf_counter() - begin, 1),
+        "seconds": round(time.perf_counter() - begin, 3),
         "machine": machine(device),
         "run": {
             "model": path.name,

@@ -136,7 +136,7 @@ def measure(args):
         )
     return {
         **head("ppl", args.commit),
-        "seconds": round(time.perf_counter() - begin, 1),
+        "seconds": round(time.perf_counter() - begin, 3),
         "machine": machine(device),
         "run": {
             "model": str(file.metadata.get("general.name", path)),

@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 
+from rooftile._arrays import torch_device
 from rooftile._progress import progress_bar
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.loaders.gguf_file import describe, read_gguf
@@ -69,7 +70,7 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     dtype = _torch_dtype(dtype)
     if weights not in _WEIGHTS:
         raise ArgumentError(f"weights must be one of {', '.join(_WEIGHTS)}, got {describe(weights)}")
-    device = _torch_device(device)
+    device = torch_device("load_gguf", device)
     file = read_gguf(path)
     plan = _Plan(file)
     model = plan.empty_model(dtype, device)
@@ -89,16 +90,6 @@ def _torch_dtype(dtype):
     if name not in _DTYPES:
         raise ArgumentTypeError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     return getattr(torch, name)
-
-
-def _torch_device(device):
-    import torch
-
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as e:  # the last is torch's word for a build without CUDA
-        reason = str(e).partition("\n")[0]
-        raise ArgumentError(f"device must be one that torch can use, got {device!r} ({reason})") from None
 
 
 class _Plan:
