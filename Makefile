@@ -32,6 +32,10 @@ lint: $(VENV)/.test
 	$(BIN)/python -m pip install -q --disable-pip-version-check ruff codespell
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell cpp python tests docs README.md
 
+format: $(VENV)/.test
+	$(BIN)/python -m pip install -q --disable-pip-version-check ruff
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
 # ---- set-up: one virtual environment, torch pinned, then rooftile built from this tree ----
 $(VENV)/.venv:
 	$(PYTHON) -m venv $(VENV)

@@ -61,9 +61,10 @@ def caption(result):
     """What was measured, where and how."""
     machine, ceiling = result["machine"], result["ceiling"]
     clocks = "-".join(str(mhz) for mhz in sorted(set(machine["sm_clock_mhz"])))
+    clocks = f"SM clock {clocks} MHz, " if clocks else ""
     missing = f"; peers not measured: {', '.join(result['missing'])}" if result["missing"] else ""
     return (
-        f"Microseconds (percent of the roof). {machine['gpu']}, SM clock {clocks} MHz, driver {machine['driver']}, "
+        f"Microseconds (percent of the roof). {machine['gpu']}, {clocks}driver {machine['driver']}, "
         f"torch {machine['torch']}; the roof, measured in the same run: {ceiling['read_gb_s']:.0f} GB/s read, "
         f"{ceiling['bf16_tflop_s']:.0f} TFLOP/s bf16. {result['harness']}{missing}. "
         f"Commit {result['commit']}, {result['date']}."

@@ -2,13 +2,15 @@
 """Outputs in the caller's framework, and the record of kernels that ran."""
 
 import contextlib
+import contextvars
 import sys
 
 import numpy as np
 
-from rooftile.errors import ArgumentError
+from rooftile.errors import ArgumentError, NotSupportedError
 
-_recorders = []
+_GPU_MEMORY = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_recorders = contextvars.ContextVar("rooftile.recorders", default=())  # lists of the blocks around this call
 
 
 def torch_of(x):
@@ -37,11 +39,25 @@ def torch_store(name, inputs, cache, rows, counts, stream, plan):
     return torch_ops.store(name, inputs, cache, rows, counts, stream, plan)
 
 
+def _refuse_on_a_gpu(like, what, needed=lambda: True):
+    """Raises NotSupportedError where `like`, no torch tensor, lies on a GPU: nobody can be asked for memory there."""
+    try:
+        kind, index = type(like).__dlpack_device__(like)
+    except Exception:  # no array, or one that cannot be shared: the binding refuses it by the name of its argument
+        return
+    if kind in _GPU_MEMORY and needed():
+        raise NotSupportedError(
+            f"{type(like).__name__} on cuda:{index}: {what} is made for torch tensors only; pass "
+            "torch.from_dlpack(array), which shares its memory"
+        )
+
+
 def empty(like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 
     dtype: a name such as "float32", default `like`'s own. None where `like` is no array that an op takes: the binding
-    reads `like` before its outputs and refuses it by the name of its argument.
+    reads `like` before its outputs and refuses it by the name of its argument. Raises NotSupportedError for arrays on a
+    GPU that are not torch's.
     """
     torch = torch_of(like)
     if torch is not None:
@@ -53,6 +69,7 @@ def empty(like, shape=None, dtype=None):
         return like.new_empty(shape, dtype=getattr(torch, dtype)) if dtype else like.new_empty(shape)
     if not isinstance(getattr(like, "shape", None), tuple):
         return None
+    _refuse_on_a_gpu(like, "an output")
     try:
         dtype = numpy_dtype(dtype or str(like.dtype))
     except TypeError:
@@ -72,8 +89,13 @@ def torch_device(op, device):
 
 
 def gpu_workspace(like, size_of, *arguments):
-    """Device memory for one call, `size_of(like, *arguments)` bytes; None unless `like` is a tensor on a GPU."""
+    """Device memory for one call, `size_of(like, *arguments)` bytes; None unless `like` is a tensor on a GPU.
+
+    Raises NotSupportedError where an array on a GPU that is not torch's would need some.
+    """
     if not getattr(like, "is_cuda", False):
+        if torch_of(like) is None:
+            _refuse_on_a_gpu(like, "the workspace of this call", lambda: size_of(like, *arguments) > 0)
         return None
     return like.new_empty((size_of(like, *arguments),), dtype=torch_of(like).uint8)
 
@@ -90,16 +112,19 @@ def numpy_dtype(name):
 
 @contextlib.contextmanager
 def record_kernels():
-    """Collects the names of the kernels that run inside the block, in order: `with record_kernels() as names:`."""
+    """Collects the names of the kernels that run inside the block, in order: `with record_kernels() as names:`.
+
+    Blocks nest. What other threads run is theirs to record.
+    """
     names = []
-    _recorders.append(names)
+    token = _recorders.set((*_recorders.get(), names))
     try:
         yield names
     finally:
-        _recorders.remove(names)
+        _recorders.reset(token)
 
 
 def ran(kernel):
     """Called with what a binding returned: the name of the kernel that ran."""
-    for names in _recorders:
+    for names in _recorders.get():
         names.append(kernel)

@@ -47,7 +47,8 @@ def decode_attention(
     head_dim up to 512. T is unlimited for the formats with a scale per token; for the kivi formats at most 32.
     cache: a KVCache, PagedKVCache or view of an engine's pool. A query at position t of a kivi cache reads the groups
     of 32 tokens that were full before t as codes and its own group raw, so T tokens at once and one at a time agree.
-    rows: [B], a list of ints or an int32 array on the host, the cache row of each batch entry; default b.
+    rows: [B], the cache row of each batch entry, default b: a list of ints, an int32 NumPy array, or an int32 tensor on
+    the cache's device.
     counts: [B] likewise, how many of the row's T queries are real; query i < counts[b] stands at position
     length - counts[b] + i, the others get out 0 and lse -inf. Default T.
 
@@ -59,6 +60,8 @@ def decode_attention(
     [B, q_heads] or [B, T, q_heads], sinks included, written to `lse` when given. Outputs share no memory with an input
     or each other. No visible key: out 0, lse -inf (the sink's logit when there are sinks). fp32 accumulation. A row's
     bits depend on its own tokens only: not on the batch, T, the capacity, its pages or the number of threads.
+    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
+    `rt.env()["cpu"]["variants"]`; not for a GPU.
 
     Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError for T > 32 with a kivi cache.
     Split along the sequence as in Flash-Decoding (Dao et al. 2023); kivi formats: Liu et al. 2024, arXiv 2402.02750.
@@ -121,8 +124,10 @@ def prefill_attention(
     log-sum-exp, q's shape less head_dim, sinks included, written to `lse` when given. Outputs share no memory with
     an input or each other. No visible key: out 0, lse -inf
     (the sink's logit when there are sinks). fp32 accumulation; a row's bits do not depend on its neighbours.
+    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
+    `rt.env()["cpu"]["variants"]`; not for a GPU.
 
-    Raises ArgumentError / ArgumentTypeError naming the argument.
+    Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError on a GPU.
     """
     if not isinstance(causal, bool):
         raise ArgumentTypeError(f"prefill_attention: causal must be True or False, got {type(causal).__name__}")
@@ -169,6 +174,8 @@ def merge_attention(out_a, lse_a, out_b, lse_b, *, out=None, lse=None, stream=No
     such sides give out 0 and lse -inf. Sinks, if any, belong to one of the two sides.
 
     Returns (out, lse), written to `out` and `lse` when given; they may be out_a and lse_a themselves. fp32 arithmetic.
+    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
+    `rt.env()["cpu"]["variants"]`; not for a GPU.
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """
     if compiling():

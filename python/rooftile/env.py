@@ -61,7 +61,8 @@ def env():
 
     version, commit (None outside a checkout), binding ("split" or "linked"), python, platform, cpu {model, cores,
     variants: runnable kernel variants best first, chosen, threads, parallel}, gpu {backend, driver: libcuda is there,
-    devices [{name, compute_capability, memory_gb}]: None until torch is imported, which counts them},
+    devices [{name, compute_capability, memory_gb}, or {error} for one that torch cannot use]: None until torch is
+    imported, which counts them},
     packages {name: version or None}, torch_exchange_table (bool; None without torch), ops {name: {cpu, gpu}}: the
     kernel variant that an op takes, or "none". Imports nothing that is not imported yet: torch_exchange_table is
     None until torch is.
@@ -126,7 +127,10 @@ def _rows(facts):
         ("gpu backend", gpu["backend"]),
         ("CUDA driver", "found" if gpu["driver"] else "not found"),
         *(
-            (f"gpu {i}", f"{d['name']}, compute capability {d['compute_capability']}, {d['memory_gb']} GB")
+            (
+                f"gpu {i}",
+                d.get("error") or f"{d['name']}, compute capability {d['compute_capability']}, {d['memory_gb']} GB",
+            )
             for i, d in enumerate(gpu["devices"] or ())
         ),
         *((name, version or "not installed") for name, version in facts["packages"].items()),
@@ -143,17 +147,19 @@ def _package(name):
 
 def _gpus():
     torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [
-        {
-            "name": gpu.name,
-            "compute_capability": f"{gpu.major}.{gpu.minor}",
-            "memory_gb": round(gpu.total_memory / 1e9, 1),
-        }
-        for gpu in found
-    ]
+    return None if torch is None else [_gpu(torch, i) for i in range(torch.cuda.device_count())]
+
+
+def _gpu(torch, index):
+    try:
+        gpu = torch.cuda.get_device_properties(index)
+    except RuntimeError as e:  # counted, but its driver or its mode keeps CUDA out
+        return {"error": str(e).partition("\n")[0]}
+    return {
+        "name": gpu.name,
+        "compute_capability": f"{gpu.major}.{gpu.minor}",
+        "memory_gb": round(gpu.total_memory / 1e9, 1),
+    }
 
 
 def _exchange_table():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """4-bit weights and the products with them. Formats: docs/kernels/w4a16.md."""
 
+import functools
 import operator
 
 import numpy as np
@@ -54,6 +55,21 @@ class W4Weight:
         self.codes, self.scales, self.offsets, self.perm = codes, scales, offsets, perm
         self.shape, self.group_size, self.kind, self.scale_dtype = (n, k), int(group_size), kind, scale_dtype
 
+    @classmethod
+    def _of_module(cls, arrays, layout):
+        """Over a W4Linear's own arrays, which may hold nothing yet or be traced: they are read at the first call."""
+        self = cls.__new__(cls)
+        self.codes, self.scales, self.offsets, self.perm = arrays
+        self.shape, self.group_size = layout["shape"], layout["group_size"]
+        self.kind, self.scale_dtype = layout["kind"], layout["scale_dtype"]
+        return self
+
+    @functools.cached_property
+    def _handle(self):
+        """The arrays as kernels take them."""
+        rest = (*self.shape, self.group_size, self.kind, self.scale_dtype)
+        return _C.W4Handle(self.codes, self.scales, self.offsets, self.perm, *rest, "W4Weight")
+
     def __reduce__(self):
         return _rebuild, (self.codes, self.scales, self.offsets, self.perm, self.layout)
 
@@ -81,7 +97,8 @@ class W4Weight:
         weight: [N, K] (the nn.Linear convention), float32, float16 or bfloat16, any strides. zeros: None for symmetric
         (scale = absmax / 7, codes -7..7) or "minima" (scale = (max - min) / 15). Scales are bfloat16 for bfloat16
         weights, else float16; codes are rounded to nearest even with the stored scale. A group of zeros (constants) has
-        scale 0 and reads back exactly; a group with NaN or Inf reads back as NaN.
+        scale 0 and reads back exactly; a group with NaN or Inf reads back as NaN. Raises ArgumentError for a group_size
+        that is not 32, 64, 128 or K or does not divide K, ArgumentTypeError for what is no such array.
         """
         if zeros not in (None, "symmetric", "minima"):
             raise ArgumentError(f'W4Weight.quantize: zeros must be None, "symmetric" or "minima", got {zeros!r}')
@@ -312,7 +329,11 @@ def w4a16_matmul(
 
     Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
     rows too; on a GPU they may change between regimes of rows (up to 8, 16, 32, 64, then every further 64) unless
-    `batch_invariant=True`, which costs speed. Raises ArgumentError / ArgumentTypeError naming the argument.
+    `batch_invariant=True`, which costs speed.
+    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
+    `rt.env()["cpu"]["variants"]`; not for a GPU.
+
+    Raises ArgumentError / ArgumentTypeError naming the argument.
     """
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)

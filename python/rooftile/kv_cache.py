@@ -234,6 +234,7 @@ class Cache:
         (row b without `rows`) and stores its first counts[b] tokens (all without `counts`; 0 for a padding row, of
         which nothing is stored). rows, counts: [batch], lists of ints or int32 arrays. A row is written once a call.
         All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
+        stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name.
         Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
         Under torch.compile rows and counts are int32 tensors, and the cache is no PagedKVCache.
         """
@@ -295,7 +296,7 @@ class Cache:
         return twin
 
     def reset(self, rows=None):
-        """Empties the given rows (a list of ints or an int32 array), or all."""
+        """Empties the given rows (a list of ints or an int32 array), or all. ArgumentError for a row not there."""
         _C.kv_reset(self._handle, self._host_ints("reset", "rows", rows), self._stream())
 
     def dequantize(self, row=None, at=None):
@@ -413,7 +414,8 @@ class KVCache(Cache):
     arXiv 2402.02750), "int4-kivi-sym", "int4", "int8", "fp16", "bf16" or "fp32". dtype: of k and v, "float32",
     "float16", "bfloat16" or the torch dtype of that name; default the element format's own, for the quantised formats
     float32, on a GPU float16. device: "cpu" (default), "cuda", "cuda:1" or a torch.device; `cache.device` names it.
-    Memory is torch's where torch is imported, else NumPy's; on a GPU always torch's.
+    Memory is torch's where torch is imported, else NumPy's; on a GPU always torch's. Raises ArgumentError or
+    ArgumentTypeError naming the argument, NotSupportedError for a device without cache kernels.
     """
 
     def __init__(
@@ -441,11 +443,14 @@ class KVCache(Cache):
         return self.max_rows
 
     def reorder(self, index):
-        """Row i becomes what row index[i] was (beam search). index: [batch], a list of ints or an int32 array."""
+        """Row i becomes what row index[i] was (beam search). index: [batch], a list of ints or an int32 array.
+
+        Raises ArgumentError for another number of rows or a row that is not there, and moves none.
+        """
         _C.kv_reorder(self._handle, self._host_ints("reorder", "index", index), True, self._stream())
 
     def fork(self, src, dst):
-        """Row dst becomes a copy of row src."""
+        """Row dst becomes a copy of row src. Raises ArgumentError for a row that is not there."""
         _C.kv_copy_row(self._handle, src, dst, 0, self._stream())
 
     def select(self, rows=None, *, capacity=None):

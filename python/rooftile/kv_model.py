@@ -13,6 +13,8 @@ class ModelKVCache:
     format: one name, or a dict of layer -> name, negative layers counted from the end, with "default" for the others:
     `{"default": "int4-kivi", 0: "bf16", -1: "bf16"}`. The rest as KVCache; a layer of an element format has that
     format's dtype unless `dtype` is given. `cache[i]` is layer i's cache: append and attend there.
+    Raises ArgumentError or ArgumentTypeError for a `format` that names a layer that is not there or leaves one out, and
+    what KVCache raises.
     """
 
     def __init__(self, num_layers, batch, capacity, kv_heads, head_dim, *, format="int4-kivi", dtype=None, device=None):

@@ -33,6 +33,7 @@ class PagedKVCache(Cache):
     num_pages: pages of the pool. page_size: tokens, 16, 32, 64 or 128; 32 or more in the kivi formats. max_rows: rows.
     max_pages_per_row: default num_pages. format, dtype, device: as KVCache. A page that rows share is copied when one
     of them writes into it. A call that needs more pages than are free raises OutOfPagesError and changes nothing.
+    Raises ArgumentError or ArgumentTypeError naming the argument, NotSupportedError for a device without cache kernels.
 
     On a GPU the host keeps its own table and lengths, so append waits for the device only to read rows or counts that
     are CUDA tensors. A graph that captured an append does not take pages when it is replayed: use a view with a table

@@ -4,7 +4,7 @@
 import torch
 
 from rooftile import _C
-from rooftile._arrays import torch_device
+from rooftile._arrays import compiling, torch_device
 from rooftile.errors import ArgumentError, ArgumentTypeError
 from rooftile.gemm import W4_KINDS, W4Weight, w4a16_matmul
 from rooftile.kv_cache import integer
@@ -18,7 +18,7 @@ class W4Linear(torch.nn.Module):
     x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The kernel-form weight
     is held in uint8 buffers (`codes`, `scales`, `offsets`, and `perm`), which .to(dtype) leaves alone; `bias` is a
     frozen parameter in x's dtype. Make one with `from_weight` or `from_linear`, or empty (to be filled by
-    load_state_dict) with the constructor.
+    load_state_dict) with the constructor, on any torch device, "meta" included.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class W4Linear(torch.nn.Module):
         in_features = integer("W4Linear", "in_features", in_features, 1)
         if not isinstance(kind, str) or kind not in W4_KINDS:
             raise ArgumentError(f"W4Linear: kind must be one of {', '.join(W4_KINDS)}, got {kind!r}")
+        if not isinstance(scale_dtype, str) or scale_dtype not in _SCALES:
+            raise ArgumentTypeError(f"W4Linear: scale_dtype must be float16 or bfloat16, got {scale_dtype!r}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ArgumentTypeError(f"W4Linear: dtype must be a torch.dtype or None, got {dtype!r}")
         device = torch_device("W4Linear", device)
@@ -49,17 +51,10 @@ class W4Linear(torch.nn.Module):
 
         perm = torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None
         offsets = buffer(offsets) if kind != "symmetric" else None
-        weight = W4Weight(
-            buffer(codes),
-            buffer(scales),
-            offsets,
-            shape=(out_features, in_features),
-            group_size=group_size,
-            kind=kind,
-            scale_dtype=scale_dtype,
-            perm=perm,
-        )
-        self._hold(weight, torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+        shape = (out_features, in_features)
+        layout = {"shape": shape, "group_size": int(group_size), "kind": kind, "scale_dtype": scale_dtype}
+        bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self._hold((buffer(codes), buffer(scales), offsets, perm), layout, bias)
 
     @classmethod
     def from_weight(cls, weight, bias=None):
@@ -76,7 +71,7 @@ class W4Linear(torch.nn.Module):
             None if a is None else torch.as_tensor(a)
             for a in (weight.codes, weight.scales, weight.offsets, weight.perm)
         ]
-        self._hold(W4Weight(*arrays[:3], perm=arrays[3], **weight.layout), bias)
+        self._hold(arrays, weight.layout, bias)
         return self
 
     @classmethod
@@ -87,25 +82,28 @@ class W4Linear(torch.nn.Module):
         weight = W4Weight.quantize(linear.weight.detach(), group_size=group_size, zeros=zeros)
         return cls.from_weight(weight, None if linear.bias is None else linear.bias.detach())
 
-    def _hold(self, weight, bias):
-        self.out_features, self.in_features = weight.shape
-        self._layout = weight.layout
-        for name in ("codes", "scales", "offsets", "perm"):
-            self.register_buffer(name, getattr(weight, name))
+    def _hold(self, arrays, layout, bias):
+        self.out_features, self.in_features = layout["shape"]
+        self._layout = layout
+        for name, array in zip(("codes", "scales", "offsets", "perm"), arrays, strict=True):
+            self.register_buffer(name, array)
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias, requires_grad=False))
-        self._weight = weight
+        self._weight = None
 
     @property
     def weight(self):
         """The W4Weight over this module's buffers."""
-        w = self._weight
+        w, arrays = self._weight, (self.codes, self.scales, self.offsets, self.perm)
         if (
-            w.codes is not self.codes
-            or w.scales is not self.scales
-            or w.offsets is not self.offsets
-            or w.perm is not self.perm
+            w is None
+            or w.codes is not arrays[0]
+            or w.scales is not arrays[1]
+            or w.offsets is not arrays[2]
+            or w.perm is not arrays[3]
         ):
-            w = self._weight = W4Weight(self.codes, self.scales, self.offsets, perm=self.perm, **self._layout)
+            w = W4Weight._of_module(arrays, self._layout)
+            if not compiling():
+                self._weight = w
         return w
 
     def forward(self, x):
@@ -129,10 +127,6 @@ class W4Linear(torch.nn.Module):
         state = self.__dict__.copy()
         state["_weight"] = None
         return state
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self._weight = W4Weight(self.codes, self.scales, self.offsets, perm=self.perm, **self._layout)
 
     def extra_repr(self):
         layout = self._layout

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rooftile.errors import ArgumentError, ArgumentTypeError
 
+_DTYPES = ("float32", "float16", "bfloat16")
+
 
 @dataclass(frozen=True)
 class W4A16:
@@ -27,9 +29,13 @@ def quantize_(model, config=None, *, skip=(), progress=True):
 
     model: a torch module. config: a W4A16 (default: group 128, symmetric). skip: names or shell patterns of modules to
     leave as they are, such as "*.mlp.down_proj". Left alone always: `lm_head`, the module of
-    `model.get_output_embeddings()`, and any layer that shares its weight with another module. All layers are checked
-    before the first is replaced: one whose in_features is not a multiple of group_size raises ArgumentError naming it.
-    progress: show a bar where stderr is a terminal.
+    `model.get_output_embeddings()`, any layer that shares its weight with another module, subclasses of nn.Linear
+    (LoRA layers, `MultiheadAttention.out_proj`) and layers whose weight is computed (parametrised, pruned). progress:
+    show a bar where stderr is a terminal.
+
+    All layers are checked before the first is replaced, and errors name the layer: ArgumentError where in_features is
+    not a multiple of group_size or the weight is on the meta device, ArgumentTypeError where the weight is not float32,
+    float16 or bfloat16.
     """
     import torch
 
@@ -50,12 +56,14 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     kind = "minima" if config.zeros == "minima" else "symmetric"
     for name, layer in layers:
         try:
-            where = f"quantize_: {name or 'model'}"
-            _C.w4_sizes(where, "weight", layer.out_features, layer.in_features, config.group_size, kind)
+            _C.w4_sizes(f"quantize_: {name}", "weight", layer.out_features, layer.in_features, config.group_size, kind)
         except ArgumentError as e:
             raise ArgumentError(f"{e}; choose another group_size or skip the layer") from None
         if layer.weight.device.type == "meta":
-            raise ArgumentError(f"quantize_: {name or 'model'}: weight has no memory behind it (meta device)")
+            raise ArgumentError(f"quantize_: {name}: weight has no memory behind it (meta device)")
+        dtype = str(layer.weight.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise ArgumentTypeError(f"quantize_: {name}: weight must be {', '.join(_DTYPES)}, got {dtype}")
     with progress_bar("Quantising", len(layers), show=progress) as advance:
         for name, layer in layers:
             new = W4Linear.from_linear(layer, group_size=config.group_size, zeros=config.zeros)
@@ -82,7 +90,8 @@ def _linears(model, patterns):
     return [
         (name, module)
         for name, module in modules.items()
-        if isinstance(module, torch.nn.Linear)
+        if type(module) is torch.nn.Linear  # what a subclass adds would be lost
+        and module._parameters.get("weight") is not None
         and module is not head
         and name.rpartition(".")[2] != "lm_head"
         and holders[module.weight] == 1

@@ -4,12 +4,18 @@
 import importlib.util
 import io
 import json
+import re
+import types
 from pathlib import Path
 
 import pytest
 import rooftile as rt
+import torch
+from rich.console import Console
+from rooftile import _results
 from rooftile.bench import decode, ops, report, timing, w4a16
 from rooftile.cli import main
+from rooftile.cli._tables import print_whole
 
 FAMILIES = {"decode": decode, "w4a16": w4a16, "ops": ops}
 CEILING = {"read_gb_s": 4000.0, "copy_gb_s": 3600.0, "bf16_tflop_s": 700.0}
@@ -53,6 +59,7 @@ PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "
         ("decode", "b8_kv4096_hq9_hkv3_d64", PLAIN | {"hq": 9, "hkv": 3, "d": 64}),
         ("decode", "b8_kv4096_d64_t2_hkv3_hq9", PLAIN | {"hq": 9, "hkv": 3, "d": 64, "t": 2}),
         ("decode", "append_b64_t1", PLAIN | {"b": 64, "append": True}),
+        ("decode", "append_b8_hkv3_d64_t1", PLAIN | {"b": 8, "hkv": 3, "d": 64, "append": True}),
         ("w4a16", "k4096_n14336_m1", (4096, 14336, 1)),
         ("w4a16", "k14336_n4096_m256", (14336, 4096, 256)),
         ("ops", "rms_norm_t64_h4096", ("rms_norm", 64, 4096)),
@@ -75,6 +82,9 @@ def test_what_a_case_means(family, case, means):
         ("decode", "b-8_kv4096"),
         ("decode", "b8_kv4096 "),
         ("decode", "append"),
+        ("decode", "append_b64_t4"),  # one token at a time into a contiguous cache is what is timed
+        ("decode", "append_b64_paged16"),
+        ("decode", "append_b64_hq9"),
         ("w4a16", "k4096_n14336"),
         ("w4a16", "n14336_k4096_m1"),
         ("w4a16", "k4096_n14336_m1_g32"),
@@ -122,7 +132,41 @@ def test_a_peer_without_a_row_is_missing(monkeypatch):
     assert run(w4a16, True) == {"marlin", "machete"} and run(w4a16, False) == set()
 
 
+def test_a_peer_that_is_left_out_is_named(monkeypatch, capsys):
+    """It refuses the shape, as cuDNN does on a CPU, or errs; the others are timed."""
+    shape = decode.parse("b1_kv64_hq2_hkv1_d16")
+    monkeypatch.setattr(decode, "_tensors", lambda _: (torch.ones(1, 1, 2, 16), *torch.randn(2, 1, 64, 1, 16)))
+    monkeypatch.setattr(decode, "_DTYPE", torch.float32)
+    monkeypatch.setattr(decode, "copies_for", lambda _: 1)
+    monkeypatch.setattr(decode, "time_calls", lambda _: (1.0, 1.0, 1.0))
+    assert "torch.eager" in {r["impl"] for r in decode._peers("a", shape, CEILING)}
+    assert re.search(r"^a torch\.sdpa\.cudnn is left out: \S", capsys.readouterr().err, re.MULTILINE)
+    monkeypatch.setattr(decode, "exact", lambda q, k, v: torch.ones(1, 1, 2, 16))
+    assert decode._peers("a", shape, CEILING) == []
+    assert "a torch.eager is left out: checked: wrong answer, relative error" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- the results file
+
+
+@pytest.mark.parametrize(
+    ("printed", "driver", "clock"),
+    [("580.1, 1980", "580.1", 1980), ("580.1, [N/A]", "580.1", None), ("", "unknown", None), (None, "unknown", None)],
+)
+def test_driver_and_clock_of_the_gpu_that_torch_uses(monkeypatch, printed, driver, clock):
+    """Its UUID is asked for: number 0 of nvidia-smi may be another one."""
+    asked = []
+    monkeypatch.setattr(_results, "output", lambda *command: (asked.append(command), printed)[1])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="ab-12"))
+    facts = _results.machine("cuda:1")
+    assert (facts["driver"], facts["sm_clock_mhz"]) == (driver, clock) and asked[0][-2:] == ("-i", "GPU-ab-12")
+
+
+def test_clocks_that_nobody_knows():
+    facts = FACTS | {"sm_clock_mhz": None}
+    result = report.report("decode", [], CEILING, (), (facts, facts), "abc1234")
+    assert result["machine"]["sm_clock_mhz"] == [] and "MHz" not in TABLES.caption(result)
 
 
 def measured(family="decode", missing=("flashinfer",)):
@@ -163,8 +207,6 @@ def test_a_report_is_plain_json():
 
 
 def test_the_table_on_the_terminal():
-    from rich.console import Console
-
     out = io.StringIO()
     Console(file=out, width=200).print(report.table(measured()))
     text = out.getvalue()
@@ -175,6 +217,12 @@ def test_the_table_on_the_terminal():
         ["a", "rooftile", "int8", "10.0", "4000", "16", "100.0", "2.50"],
         ["b", "rooftile", "fp16", "200.0", "200", "1", "5.0", "0.50"],
     ]
+
+
+def test_the_table_is_whole_where_nobody_watches(capsys):
+    print_whole(Console(width=40), report.table(measured()))
+    text = capsys.readouterr().out
+    assert "…" not in text and "┃ x best peer ┃" in text
 
 
 # ---------------------------------------------------------------- bench/tables.py

@@ -145,7 +145,7 @@ def test_pages_anywhere(device, format, dtype, page_size):
         {"softcap": 2.0},
         {"softcap": 50.0},
         {"scale": 0.3},
-        {"scale": -1.0},
+        {"scale": -0.25},
         {"window": 33, "softcap": 1.5, "scale": 0.7},
         {"window": 65, "softcap": 1.5, "scale": 0.7},
     ],

@@ -5,6 +5,7 @@ import argparse
 import copy
 import json
 import math
+import sys
 
 import cases
 import pytest
@@ -208,11 +209,21 @@ def test_measured_quality_is_the_models_own(arguments):
         (["--device", "abacus"], rt.NotSupportedError, "--device: device abacus"),
         (["--json", "nowhere/x.json"], rt.ArgumentError, "--json"),
         (["--prompt-tokens", "10000000"], rt.ArgumentError, "--text"),
+        (["--chunk-tokens", "1"], rt.ArgumentError, "--chunk-tokens: expected at least 2"),
+        (["--picture", "out.webm"], rt.ArgumentError, r"--picture out\.webm: expected .*png.*svg"),
     ],
 )
-def test_bad_arguments(arguments, words, error, names):
+def test_bad_arguments(arguments, words, error, names, monkeypatch):
+    monkeypatch.setattr(measure, "measure_speed", None)  # refused before the work begins
     with pytest.raises(error, match=names):
         command.run(arguments(*words))
+
+
+def test_without_matplotlib_nothing_begins(arguments, monkeypatch):
+    monkeypatch.setattr(command, "measure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        command.run(arguments())
 
 
 def test_bad_numbers_are_usage_errors(arguments, capsys):

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import rooftile as rt
 import torch
 from rooftile import _C
 from rooftile.cli import env as command
+from rooftile.cli import main
 from rooftile.env import OPS, format_markdown, format_text
 
 
@@ -76,3 +78,34 @@ def test_command(options, capsys, tmp_path):
         assert json.loads(file.read_text()) == facts
     else:
         assert printed.strip() == (format_markdown if options else format_text)(facts)
+
+
+def test_a_file_that_cannot_be_written(capsys):
+    assert main(["env", "--json", "no/such/folder/a.json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("rooftile env: error: --json no/such/folder/a.json: the folder")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ImportError("no torch"), OSError("libcudart.so: cannot open shared object file")])
+def test_a_torch_that_cannot_be_imported(error, monkeypatch, capsys):
+    class Broken:
+        def find_spec(self, name, *_):
+            if name == "torch":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert main(["env"]) == 0
+    assert f"torch                   {torch.__version__}" in capsys.readouterr().out
+
+
+def test_a_gpu_that_cannot_be_used(monkeypatch):
+    def broken(index):
+        raise RuntimeError("CUDA error: system not yet initialized\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    facts = rt.env()
+    assert facts["gpu"]["devices"] == [{"error": "CUDA error: system not yet initialized"}]
+    assert "gpu 0                   CUDA error: system not yet initialized" in format_text(facts)

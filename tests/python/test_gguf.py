@@ -3,6 +3,7 @@
 
 import os
 import struct
+import weakref
 
 import numpy as np
 import pytest
@@ -62,6 +63,24 @@ def test_the_device_changes_nothing_else(llama, device):
         assert torch.equal(value, theirs[name].cpu()), name
 
 
+def test_little_of_a_model_lies_in_host_memory_on_its_way_to_another_device(llama, monkeypatch):
+    read, place, living, most = loader._read_parameter, loader._place, [], []
+
+    def tracked(*args):
+        value = read(*args)
+        living.append(weakref.ref(value))
+        return value
+
+    def counted(*args):
+        most.append(sum(value() is not None for value in living))
+        place(*args)
+
+    monkeypatch.setattr(loader, "_read_parameter", tracked)
+    monkeypatch.setattr(loader, "_place", counted)
+    load_gguf(llama, device="meta")
+    assert len(most) == 20 and max(most) <= 2 * min(4, os.cpu_count())
+
+
 def test_header_equals_the_gguf_packages_reader(tiny):
     _, path, _ = tiny
     ours, theirs = read_gguf(path), gguf.GGUFReader(path)
@@ -96,12 +115,18 @@ def test_half_split_rows_undoes_the_interleaving():
     assert rows[half_split_rows(12, 2)].tolist() == [f"{h}{xy}{i}" for h in "ab" for xy in "xy" for i in range(3)]
 
 
-def test_linear_rope_scaling(tmp_path):
-    extra = {"llama.rope.scaling.type": ("linear", "string"), "llama.rope.scaling.factor": (2.0, "float32")}
+@pytest.mark.parametrize(
+    ("kind", "factor", "scale"),
+    [("linear", 2.0, 2), (None, 2.0, 2), (None, 0.0, 1), ("none", 2.0, 1)],  # as llama.cpp reads them
+)
+def test_linear_rope_scaling(tmp_path, kind, factor, scale):
+    extra = {"llama.rope.scaling.factor": (factor, "float32")}
+    if kind is not None:
+        extra["llama.rope.scaling.type"] = (kind, "string")
     path = tiny_gguf.write(tmp_path / "a.gguf", extra_meta=extra)
     rope = load_gguf(path).model.rotary_emb
     plain = load_gguf(tiny_gguf.write(tmp_path / "b.gguf")).model.rotary_emb
-    assert torch.equal(rope.inv_freq, plain.inv_freq / 2)
+    assert torch.equal(rope.inv_freq, plain.inv_freq / scale)
 
 
 def expect(error, path, *words):

@@ -269,6 +269,46 @@ def test_outputs_at_padding_are_0(cached, device, dtype, raw):
     assert (out[~tokens.bool()] == 0).all() and (out[tokens.bool()] != 0).all()
 
 
+def test_a_mask_follows_the_layers_to_their_device():
+    """The meta device stands for another GPU: the op names what it cannot read there, where indices would not match."""
+    q, k, v = (x.to("meta") for x in layer_inputs(6, batch=2))
+    tokens = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    mask = rooftile_mask(2, 6, 6, attention_mask=tokens)
+    with pytest.raises(rt.ArgumentTypeError, match=r"prefill_attention: q .*meta"):
+        rooftile_attention(types.SimpleNamespace(is_causal=True), q, k, v, mask)
+    there = mask.on(q.device)
+    assert there is mask.on(q.device) is not mask and there.counts.is_meta and mask.on(tokens.device) is mask
+
+
+@on_a_gpu
+def test_a_mask_on_the_host_for_layers_on_a_gpu():
+    q, k, v = layer_inputs(6, batch=2, device="cuda", dtype="float16")
+    tokens = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    outs = [
+        attend(RooftileCache(tiny()[0].config, format="int8"), q, k, v, mask=rooftile_mask(2, 6, 6, attention_mask=m))
+        for m in (tokens, tokens.cuda())
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or "cuda" not in cases.devices(), reason="fewer than two GPUs")
+def test_a_padded_batch_on_a_model_over_two_gpus():
+    model, _ = tiny(device="cuda", dtype="float16")
+    ids, mask = padded(length=64, device="cuda")
+    pieces = (14, 20, 1, 1, 5, 22, 1)
+    expected = feed(model, ids, mask, pieces, RooftileCache(model.config, format="int8"))
+
+    def moved_to(device):
+        move = lambda x: x.to(device)  # noqa: E731
+        return lambda _, *given: torch.utils._pytree.tree_map_only(torch.Tensor, move, given)
+
+    model.model.layers[1].to("cuda:1").register_forward_pre_hook(moved_to("cuda:1"), with_kwargs=True)
+    model.model.norm.register_forward_pre_hook(moved_to("cuda:0"), with_kwargs=True)
+    cache = RooftileCache(model.config, format="int8")
+    assert torch.equal(feed(model, ids, mask, pieces, cache), expected)
+    assert [layer.cache.device for layer in cache.layers] == ["cuda:0", "cuda:1"]
+
+
 @pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices"])
 def test_rows_that_move_take_their_padding_along(move):
     model, theirs = tiny()
@@ -418,6 +458,45 @@ def test_crop():
         assert torch.equal(attend(cache, *new), attend(fresh, *new))
     with pytest.raises(rt.ArgumentError, match="length"):
         cache.crop(-30)
+
+
+def test_a_format_for_each_layer():
+    config = tiny()[0].config
+    formats = lambda format: [layer.format for layer in RooftileCache(config, format=format).layers]  # noqa: E731
+    assert formats("int8") == ["int8", "int8"]
+    assert formats({"default": "int4-kivi", -1: "bf16"}) == ["int4-kivi", "bf16"]
+    assert formats({0: "fp32", 1: "int8"}) == ["fp32", "int8"]
+    for format in ({"first": "int8", "default": "int4"}, 8):
+        with pytest.raises(rt.ArgumentTypeError, match="format"):
+            RooftileCache(config, format=format)
+
+
+def test_a_refused_crop_changes_no_layer():
+    cache = RooftileCache(tiny()[0].config, format={"default": "int4-kivi", 0: "int8"})
+    for piece in (100, 7):
+        q, k, v = layer_inputs(piece)
+        for layer in range(2):
+            attend(cache, q, k, v, layer)
+    before = [stored(cache, layer=layer) for layer in range(2)]
+    with pytest.raises(rt.ArgumentError, match=r"past_key_values: .*at most 16; row 0 .*num_assistant_tokens"):
+        cache.crop(-20)
+    assert [layer.columns for layer in cache.layers] == [107, 107]
+    for layer in range(2):
+        assert_same_bytes(stored(cache, layer=layer), before[layer])
+    cache.crop(-16)
+    assert [layer.cache.lengths for layer in cache.layers] == [[91], [91]]
+
+
+def test_assisted_generation_with_a_kivi_cache():
+    model, assistant = tiny()[0], tiny("qwen2")[0]
+    assistant.generation_config.assistant_confidence_threshold = 0.0  # as many as it may propose
+    ids, mask = prompts(1)
+    options = {"new": 80, "assistant_model": assistant}
+    with pytest.raises(rt.ArgumentError, match="num_assistant_tokens"):  # 20 by default
+        generate(model, "rooftile", ids, mask, RooftileCache(model.config, format="int4-kivi"), **options)
+    assistant.generation_config.num_assistant_tokens = 16
+    cache = RooftileCache(model.config, format="int4-kivi")
+    assert generate(model, "rooftile", ids, mask, cache, **options).shape[1] == ids.shape[1] + 80
 
 
 def test_select_and_repeat_rows():
@@ -582,7 +661,7 @@ def test_training_is_refused():
     [
         ({"format": "int5"}, "int4-kivi"),
         ({"format": {0: "int8"}}, "format"),
-        ({"format": {"default": "int8", 2: "fp32"}}, "0..1"),
+        ({"format": {"default": "int8", 2: "fp32"}}, "format names layer 2, there are 2"),
         ({"capacity": 0}, "capacity"),
         ({"capacity": "many"}, "capacity"),
     ],

@@ -278,6 +278,8 @@ def test_modules_move(device):
         moved = here.to(device)
         x = torch.randn(3, 128, device=device).half()
         closeness.assert_bits_equal(moved(x), there(x))
+        torch._dynamo.reset()
+        closeness.assert_bits_equal(torch.compile(moved, fullgraph=True, backend="eager")(x), there(x))
         assert moved.weight.codes.device.type == device
         model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 32)).half().to(device)
         assert rt.quantize_(model, rt.W4A16(group_size=64), progress=False) == 2

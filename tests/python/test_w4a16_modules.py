@@ -9,6 +9,7 @@ import closeness
 import pytest
 import rooftile as rt
 import torch
+import torch.nn.utils.prune
 from rooftile.nn import W4Linear
 
 
@@ -116,10 +117,75 @@ def test_quantize_leaves_a_tied_output_of_any_name():
     assert isinstance(model.out, torch.nn.Linear)
 
 
+@pytest.mark.parametrize("act_order", [False, True])
+def test_traces_with_other_arrays_than_it_was_made_with(act_order):
+    ours = W4Linear.from_linear(linear(), group_size=32, zeros="minima")
+    if act_order:
+        codes, scales, minima = ours.weight.unpack()
+        perm = torch.randperm(64, dtype=torch.int32)
+        ours = W4Linear.from_weight(rt.W4Weight.from_canonical(codes, scales, minima, perm=perm), ours.bias)
+    x = torch.randn(2, 64)
+    expected = ours(x)
+    for name, array in ours.named_buffers():  # what .to(device) does
+        setattr(ours, name, array.clone())
+    torch._dynamo.reset()
+    closeness.assert_bits_equal(torch.compile(ours, fullgraph=True, backend="eager")(x), expected)
+
+
+def test_on_the_meta_device():
+    ours = W4Linear.from_linear(linear(), group_size=32, zeros="minima")
+    with torch.device("meta"):
+        empty = W4Linear(64, 48, group_size=32, kind="minima")
+    x = torch.randn(2, 64)
+    assert all(t.is_meta for t in (*empty.buffers(), *empty.parameters())) and "minima" in repr(empty)
+    with pytest.raises(rt.ArgumentTypeError, match=r"W4Weight: .* meta"):
+        empty(x)
+    for there in (copy.deepcopy(empty).to_empty(device="cpu"), copy.deepcopy(empty)):
+        there.load_state_dict(ours.state_dict(), assign=there.codes.is_meta)
+        closeness.assert_bits_equal(there(x), ours(x))
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", None, torch.float16])
+def test_scale_dtype_is_checked(scale_dtype):
+    with pytest.raises(rt.ArgumentTypeError, match="W4Linear: scale_dtype must be float16 or bfloat16, got"):
+        W4Linear(64, 48, group_size=32, scale_dtype=scale_dtype)
+
+
+class LowRank(torch.nn.Linear):
+    """A layer whose forward does more than its weight: a subclass of nn.Linear."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.delta = torch.nn.Parameter(torch.ones(self.out_features, self.in_features))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.delta.T
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        lambda: LowRank(64, 48),
+        lambda: torch.nn.MultiheadAttention(64, 2),  # reads out_proj.weight itself
+        lambda: torch.nn.utils.parametrizations.weight_norm(linear()),
+        lambda: torch.nn.utils.prune.l1_unstructured(linear(), "weight", 4),  # a weight computed before each forward
+    ],
+    ids=["subclass", "attention", "parametrised", "pruned"],
+)
+def test_quantize_leaves_what_is_more_than_a_linear(special):
+    model = torch.nn.ModuleDict({"special": special(), "plain": linear()})
+    before = dict(model.special.named_modules())
+    assert rt.quantize_(model, rt.W4A16(group_size=64), progress=False) == 1
+    assert isinstance(model.plain, W4Linear) and dict(model.special.named_modules()) == before
+
+
 def test_quantize_refuses_before_it_changes_anything():
     model = Tied()
     model.odd = linear(96, 8)
     with pytest.raises(rt.ArgumentError, match=r"quantize_: odd: .*K = 96.*choose another group_size or skip"):
+        rt.quantize_(model, rt.W4A16(group_size=64), progress=False)
+    model.odd = linear().double()
+    with pytest.raises(rt.ArgumentTypeError, match=r"quantize_: odd: weight must be float32, .*, got float64"):
         rt.quantize_(model, rt.W4A16(group_size=64), progress=False)
     assert not any(isinstance(m, W4Linear) for m in model.modules())
     for config, error in ((32, rt.ArgumentTypeError), ("w4a16", rt.ArgumentTypeError)):

@@ -2,6 +2,7 @@
 """Decode attention over every cache format with GPU kernels, append, and the 16-bit attention of the peers."""
 
 import re
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +31,12 @@ _DTYPE = torch.float16
 def parse(case):
     """{"b", "kv", "hq", "hkv", "d", "t", "paged", "append"} from a case's name."""
     found = re.fullmatch(
-        r"(?:b(?P<b>\d+)_kv(?P<kv>\d+)|append_b(?P<ab>\d+))(?P<rest>(?:_(?:hq|hkv|d|t|paged)\d+)*)", case
+        r"(?:b(?P<b>\d+)_kv(?P<kv>\d+)(?:_(?:hq|hkv|d|t|paged)\d+)*|append_b(?P<ab>\d+)(?:_(?:hkv|d)\d+|_t1)*)", case
     )
     if not found:
         raise ArgumentError(f"bench decode: {case!r} is no case; they look like b8_kv4096, b8_kv4096_t4, append_b64_t1")
     shape = {"hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0}
-    shape |= {name: int(value) for name, value in re.findall(r"_(hq|hkv|d|t|paged)(\d+)", found["rest"])}
+    shape |= {name: int(value) for name, value in re.findall(r"_(hq|hkv|d|t|paged)(\d+)", case)}
     return shape | {"b": int(found["b"] or found["ab"]), "kv": int(found["kv"] or 4096), "append": bool(found["ab"])}
 
 
@@ -167,8 +168,9 @@ def _peers(case, shape, ceiling):
     rows = []
     for name, call in candidates:
         try:
-            error = _error(f"{case} {name}", call(*copies[0]).transpose(1, 2)[:1], expected)
-        except RuntimeError:  # it refuses the shape, or its answer is wrong: no row
+            error = _error("checked", call(*copies[0]).transpose(1, 2)[:1], expected)
+        except RuntimeError as e:  # it refuses the shape, needs more memory than there is, or is wrong
+            print(f"{case} {name} is left out: {str(e).partition(chr(10))[0]}", file=sys.stderr)
             continue
         times = time_calls([lambda c=c, call=call: call(*c) for c in copies])
         rows.append(row(case, name, "fp16", name, times, nbytes, _flops(shape), error, ceiling))

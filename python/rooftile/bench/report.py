@@ -8,7 +8,7 @@ from rooftile.bench.timing import harness
 def report(family, rows, ceiling, missing, facts, commit_name=None):
     """facts: the machine from before and from after the runs."""
     before, after = facts
-    clocks = sorted({before["sm_clock_mhz"], after["sm_clock_mhz"]})
+    clocks = sorted({before["sm_clock_mhz"], after["sm_clock_mhz"]} - {None})
     return {
         **head(family, commit_name),
         "machine": {**after, "sm_clock_mhz": clocks},

@@ -3,6 +3,7 @@
 
 from rooftile._results import COMMIT_HELP, machine
 from rooftile.cli._files import check_writable, write_json
+from rooftile.cli._tables import print_whole
 from rooftile.errors import ArgumentError, DeviceError
 
 SUMMARY = "time one kernel family on a GPU: microseconds, share of the measured roof, peers beside it"
@@ -57,7 +58,7 @@ def run(args):
         with progress_bar(f"Timing {args.family}", family.steps(cases)) as advance:
             rows, missing = family.run(cases, args.peers, ceiling, advance)
         result = report.report(args.family, rows, ceiling, missing, (before, machine("cuda")), args.commit)
-    Console().print(report.table(result))
+    print_whole(Console(), report.table(result))
     if args.json:
         write_json(args.json, result, "--json")
     return 0

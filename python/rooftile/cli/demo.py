@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rooftile demo`: one real model, seven ways, in a few minutes: memory, speed, quality and what each writes."""
+"""`rooftile demo`: one real model, eight ways, in a few minutes: memory, speed, quality and what each writes."""
 
 import pathlib
 import time
@@ -7,7 +7,7 @@ import time
 from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
-from rooftile.cli.ppl import positive
+from rooftile.cli.ppl import check_chunk_tokens, positive
 from rooftile.errors import ArgumentError, DeviceError, NotSupportedError
 
 _CHARACTERS = 200_000  # of the default text: enough for the prompt and the chunks
@@ -38,9 +38,11 @@ def run(args):
     from rich.console import Console
 
     from rooftile.demo.measure import wrong_kernels
-    from rooftile.demo.report import draw, tables
+    from rooftile.demo.report import check_picture, draw, tables
 
     usable_device(args.device)
+    check_chunk_tokens(args.chunk_tokens)
+    check_picture(args.picture, "--picture")
     check_writable(args.picture, "--picture")
     check_writable(args.json, "--json")
     console = Console()

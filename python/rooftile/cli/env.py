@@ -4,6 +4,7 @@
 import contextlib
 import json
 
+from rooftile.cli._files import check_writable, write_json
 from rooftile.env import env, format_markdown, format_text
 
 SUMMARY = "what is installed here and which kernels it can run"
@@ -16,14 +17,16 @@ def add_arguments(parser):
 
 
 def run(args):
-    with contextlib.suppress(ImportError):
+    to_file = args.json not in (None, "-")
+    if to_file:
+        check_writable(args.json, "--json")
+    with contextlib.suppress(ImportError, OSError):  # the second: a library that torch needs is not there
         import torch  # noqa: F401  so that the report says whether its exchange table is there, and whose threads we use
     facts = env()
-    if args.json is None:
-        print(format_markdown(facts) if args.markdown else format_text(facts))
-    elif args.json == "-":
-        print(json.dumps(facts, indent=2))
+    if to_file:
+        write_json(args.json, facts, "--json")
+    elif args.json:
+        print(json.dumps(facts, indent=1))
     else:
-        with open(args.json, "w") as f:
-            json.dump(facts, f, indent=2)
+        print(format_markdown(facts) if args.markdown else format_text(facts))
     return 0

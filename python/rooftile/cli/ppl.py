@@ -10,6 +10,7 @@ import time
 from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
+from rooftile.cli._tables import print_whole
 from rooftile.errors import ArgumentError, NotSupportedError
 
 SUMMARY = "perplexity of a GGUF model under compressed KV caches and 4-bit weights, against the same model without"
@@ -57,7 +58,13 @@ def positive(text):
     return value
 
 
+def check_chunk_tokens(length):
+    if length == 1:
+        raise ArgumentError("--chunk-tokens: expected at least 2 (the first token is not scored), got 1")
+
+
 def run(args):
+    check_chunk_tokens(args.chunk_tokens)
     check_writable(args.json, "--json")
     from rich.console import Console
 
@@ -199,8 +206,6 @@ def _chunks_of_text(args, text, tokenizer):
         text, source = demo_text(), f"{TEXT.what}, from the package {TEXT.requirement}"
     ids = tokenizer(text, verbose=False)["input_ids"]
     length = args.chunk_tokens or 512
-    if length < 2:
-        raise ArgumentError(f"--chunk-tokens: expected at least 2 (the first token is not scored), got {length}")
     whole = len(ids) // length
     if whole < (args.chunks or 1):
         raise ArgumentError(
@@ -249,7 +254,6 @@ def bits_per_pair(format, config, dtype):
 
 def _print(console, report):
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     p = report["run"]
@@ -279,5 +283,4 @@ def _print(console, report):
             f"{100 * row['top1']:.2f}%",
             "" if row["bits"] is None else f"{row['bits']:.2f}",
         )
-    # lines that a narrow terminal wraps, rather than figures that are cut
-    Console(width=max(console.width, 108)).print(table)
+    print_whole(console, table)

@@ -2,12 +2,15 @@
 """The demo's figures as tables for a terminal of 80 columns or more, and as one picture."""
 
 import math
+import os
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from rooftile.errors import ArgumentError
 
 
 def _table(title, *columns):
@@ -139,6 +142,16 @@ def kernels_table(report):
 
 def tables(report):
     return Group(speed_table(report), quality_table(report), words_table(report), kernels_table(report))
+
+
+def check_picture(path, option):
+    """Raises before the work starts where `draw` would after it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = FigureCanvasAgg.get_supported_filetypes()
+    ending = os.path.splitext(path)[1][1:]
+    if ending and ending.lower() not in known:
+        raise ArgumentError(f"{option} {path}: expected a name that ends in one of {', '.join(sorted(known))}")
 
 
 def draw(report, path):

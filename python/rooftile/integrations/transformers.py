@@ -20,6 +20,8 @@ stored up to 16 tokens at a time and read by the decode kernels, and no such ste
 says is then compared with the cache on the device, and a contradiction is raised at the next forward.
 """
 
+import copy
+
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -76,12 +78,26 @@ class _Mask:
     compared: whether a cache compares `tokens` with itself on the device, which makes reading them needless.
     """
 
-    __slots__ = ("begun", "compared", "counts", "q_length", "stored", "to_columns", "to_tokens", "tokens", "window")
+    _ARRAYS = ("tokens", "stored", "counts", "to_tokens", "to_columns")
+    __slots__ = (*_ARRAYS, "begun", "compared", "copies", "device", "q_length", "window")
 
     def __init__(self, window, tokens=None, q_length=0):
         self.window, self.tokens, self.q_length = window, tokens, q_length
-        self.stored = self.counts = None
+        self.stored = self.counts = self.to_tokens = self.to_columns = None
         self.begun, self.compared = True, False
+        self.device, self.copies = None if tokens is None else tokens.device, {}
+
+    def on(self, device):
+        """The mask for layers on `device`, which share one copy (a model may be spread over several)."""
+        if self.device in (None, device):
+            return self
+        if device not in self.copies:
+            twin = self.copies[device] = copy.copy(self)
+            twin.device, twin.copies = device, {}
+            for name in self._ARRAYS:
+                array = getattr(self, name)
+                setattr(twin, name, None if array is None else array.to(device))
+        return self.copies[device]
 
     def read(self):
         """Looks at the columns, for which a GPU is waited for. Raises ArgumentError for padding behind a token."""
@@ -223,6 +239,7 @@ def rooftile_attention(
             f"attention_mask: expected the 2-D padding mask [batch, columns]; a mask of shape "
             f"{list(attention_mask.shape)} is not implemented by the attention function 'rooftile'"
         )
+    attention_mask = attention_mask.on(query.device)
     options = {"scale": scaling, "window": attention_mask.window, "softcap": softcap, "sinks": s_aux}
     if type(key) is _NewTokens:
         return key.layer.attend(query, key, attention_mask, options), None
@@ -428,7 +445,13 @@ class RooftileLayer(CacheLayerMixin):
         if self.cache is None or keep == self.columns:
             return
         tokens = [max(length - (self.columns - keep), 0) for length in self.cache.lengths]
-        self.cache.truncate(list(range(self.cache.batch)), tokens)
+        try:
+            self.cache.truncate(list(range(self.cache.batch)), tokens)
+        except ArgumentError as e:
+            raise ArgumentError(
+                f"past_key_values: {e} (assisted generation takes back what it proposed in vain: with kivi formats set "
+                "num_assistant_tokens, or prompt_lookup_num_tokens, to 16 or less)"
+            ) from None
         self.begun = all(tokens)
         self.columns = keep
 
@@ -436,17 +459,17 @@ class RooftileLayer(CacheLayerMixin):
 class RooftileCache(Cache):
     """A KV cache of transformers in any rooftile format; goes in as `past_key_values`.
 
-    config: the model's config. format: one name for all layers, or {"default": name, layer: name}; see
-    docs/guide/cache-formats.md. capacity: tokens to make room for at once; the cache grows beyond it by doubling, which
-    copies it. dtype: of the keys and values, default that of the first ones. stepwise: a forward over T tokens gives
-    what T forwards over one token give (its tokens are stored before they are attended), which is how text is scored
-    under a compressed cache; kivi formats then take at most 32 tokens per forward.
+    config: the model's config. format: one name for all layers, or {"default": name, layer: name}, as rt.ModelKVCache
+    takes it; see docs/guide/cache-formats.md. capacity: tokens to make room for at once; the cache grows beyond it by
+    doubling, which copies it. dtype: of the keys and values, default that of the first ones. stepwise: a forward over T
+    tokens gives what T forwards over one token give (its tokens are stored before they are attended), which is how text
+    is scored under a compressed cache; kivi formats then take at most 32 tokens per forward.
 
         cache = RooftileCache(model.config, format="int4-kivi")
         model.generate(**inputs, past_key_values=cache)          # cache.nbytes, cache.layers[i].cache (an rt.KVCache)
 
-    Raises ArgumentError for a wrong format or capacity, NotSupportedError for models with layers that are not plain
-    attention.
+    Raises ArgumentError or ArgumentTypeError for a wrong format or capacity, NotSupportedError for models with layers
+    that are not plain attention.
     """
 
     def __init__(self, config, *, format="int4-kivi", capacity=None, dtype=None, stepwise=False):
@@ -459,15 +482,9 @@ class RooftileCache(Cache):
             )
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise ArgumentError(f"capacity: expected a positive number of tokens or None, got {capacity!r}")
-        layers = text.num_hidden_layers
-        formats = dict(format) if isinstance(format, dict) else {"default": format}
-        unknown = [key for key in formats if key != "default" and not (isinstance(key, int) and 0 <= key < layers)]
-        if unknown:
-            raise ArgumentError(f"format: expected the keys 'default' and 0..{layers - 1}, got {unknown[0]!r}")
-        names = [formats.get(i, formats.get("default")) for i in range(layers)]
-        for name in set(names):
-            rt.KVCache(0, 1, 1, 1, format=name)  # an unknown format is refused here, not in the first forward
-        super().__init__(layers=[RooftileLayer(name, capacity, dtype, stepwise) for name in names])
+        # without rows: what each layer's format is, and a wrong one is refused here, not in the first forward
+        empty = rt.ModelKVCache(text.num_hidden_layers, 0, 1, 1, 1, format=format)
+        super().__init__(layers=[RooftileLayer(layer.format, capacity, dtype, stepwise) for layer in empty])
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self.layers[layer_idx]
@@ -478,6 +495,14 @@ class RooftileCache(Cache):
                 f"{self.layers[layer_idx - 1].columns}: an earlier forward stopped half way; reset() this cache"
             )
         return held
+
+    def crop(self, tokens_to_remove):
+        """RooftileLayer.crop in every layer, or in none."""
+        for layer in self.layers:
+            layer._settled()
+        # kivi layers, which may refuse, come first; they hold the same tokens, so that the first speaks for all
+        for layer in sorted(self.layers, key=lambda layer: layer.is_croppable):
+            layer.crop(tokens_to_remove)
 
     @property
     def nbytes(self):

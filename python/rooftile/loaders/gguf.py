@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files as transformers models: Llama and Qwen2, dequantised or with their own 4-bit codes."""
 
+import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import math
 import os
 
@@ -240,7 +242,8 @@ class _Plan:
 
     def rope_parameters(self):
         rope = {"rope_type": "default", "rope_theta": self.positive("rope.freq_base", 10000.0)}
-        scaling = self.get("rope.scaling.type", str, "none")
+        scaled = self.get("rope.scaling.factor", float, 0.0) != 0
+        scaling = self.get("rope.scaling.type", str, "linear" if scaled else "none")
         if scaling == "linear":
             rope.update(rope_type="linear", factor=self.positive("rope.scaling.factor"))
         elif scaling != "none":
@@ -268,20 +271,27 @@ def _fill(model, plan, dtype, keep_codes, device, progress):
     """Gives every parameter of `model` its tensor; with keep_codes, linear layers in 4 bits become W4Linear."""
     file = plan.file
     total = sum(file.tensors[tensor].nbytes for tensor, _, _ in plan.parameters.values())
-    # NumPy and torch release the GIL; more threads would only wait for memory
+
+    def read(parameter, tensor, heads):
+        in_blocks = parameter.startswith("model.layers.") and parameter.endswith("_proj.weight")
+        as_codes = keep_codes and in_blocks and file.tensors[tensor].type.name in _KEPT_TYPES
+        return (_read_codes if as_codes else _read_parameter)(file, tensor, heads, dtype)
+
+    workers = min(4, os.cpu_count() or 1)  # NumPy and torch release the GIL; more threads would only wait for memory
     with (
-        concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool,
+        concurrent.futures.ThreadPoolExecutor(workers) as pool,
         progress_bar(f"Loading {os.path.basename(file.path)}", total, unit="bytes", show=progress) as advance,
     ):
-        jobs = []
-        for parameter, (tensor, _, heads) in plan.parameters.items():
-            in_blocks = parameter.startswith("model.layers.") and parameter.endswith("_proj.weight")
-            as_codes = keep_codes and in_blocks and file.tensors[tensor].type.name in _KEPT_TYPES
-            read = _read_codes if as_codes else _read_parameter
-            jobs.append((parameter, tensor, pool.submit(read, file, tensor, heads, dtype)))
+        todo = (
+            (parameter, tensor, pool.submit(read, parameter, tensor, heads))
+            for parameter, (tensor, _, heads) in plan.parameters.items()
+        )
+        jobs = collections.deque(itertools.islice(todo, 2 * workers))  # all that waits in host memory for its device
         try:
-            for parameter, tensor, job in jobs:
+            while jobs:
+                parameter, tensor, job = jobs.popleft()
                 _place(model, parameter, job.result().to(device))
+                jobs.extend(itertools.islice(todo, 1))
                 advance(file.tensors[tensor].nbytes)
         finally:
             pool.shutdown(cancel_futures=True)
