@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes, addresses and processes at the edge of what a call takes: refused by name or right, never a flood of memory."""
+
+import numpy as np
+import pytest
+import rooftile as rt
+
+# ---------------------------------------------------------------- interleaved memory
+
+
+@pytest.mark.parametrize("rows", (3, 10002, 300001))
+def test_a_long_view_into_its_own_rows(rows):
+    """in and out interleave without meeting, however many rows there are."""
+    x = np.random.default_rng(0).standard_normal((rows, 4), np.float32)
+    expected = rt.silu_mul(x.copy())
+    np.testing.assert_array_equal(rt.silu_mul(x, out=x[:, :2]), expected)
+    with pytest.raises(rt.ArgumentError, match="share memory|overlap"):
+        rt.silu_mul(x, out=x[:, 1:3])
+
+
+def test_rope_of_a_long_fused_projection():
+    tokens, dim = 11000, 4
+    qkv = np.random.default_rng(1).standard_normal((tokens, 4, dim), np.float32)
+    cos = sin = np.full((1, dim // 2), 0.5, np.float32)
+    positions = np.zeros(tokens, np.int32)
+    q, k, v = qkv[:, :2], qkv[:, 2:3], qkv[:, 3:]
+    expected, values = rt.rope(q.copy(), k.copy(), cos, sin, positions), v.copy()
+    got = rt.rope(q, k, cos, sin, positions, q_out=q, k_out=k)
+    for ours, right in zip((*got, v), (*expected, values), strict=True):
+        np.testing.assert_array_equal(ours, right)
