@@ -18,8 +18,6 @@ using check::Arg;
 constexpr std::int64_t max_head_dim = 512;
 
 // Values of a small int32 tensor on the host.
-constexpr std::int64_t max_sequences = std::int64_t{1} << 26;   // packed into one call
-
 std::vector<std::int32_t> host_values(const char* op, const char* argument, const TensorView& t) {
   Arg(op, argument, t).ndim(1, 1).dtype({DType::i32}).device({}, "the host");
   std::vector<std::int32_t> values(static_cast<std::size_t>(t.shape[0]));
@@ -166,6 +164,7 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   DecodeArgs a{.q = q, .out = out, .lse = lse, .cache = &cache, .logits = logit_params(op, q, options)};
   if (q.ndim == 3)
     for (TensorView* t : {&a.q, &a.out, &a.lse}) add_token_dimension(*t);
+  check::check_sequences(op, "q", q);
   const std::int64_t batch = a.q.shape[0], tokens = a.q.shape[1];
   ROOFTILE_CHECK_KIND(not_supported, !is_kivi(cache.format) || tokens <= kv_group, op, ": q has ", tokens,
                       " new tokens, with a ", name(cache.format), " cache at most ", kv_group,
@@ -223,8 +222,8 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
     const auto begins = [&](const char* argument, const TensorView& t, const TensorView& of, const char* tensor) {
       Arg(op, argument, t).given();
       // the length is whatever a caller says: bounded before memory is made for it
-      ROOFTILE_CHECK(t.ndim != 1 || t.shape[0] <= max_sequences, op, ": ", argument, " must be [batch + 1] with at most ",
-                     max_sequences, " entries, got ", describe(t));
+      ROOFTILE_CHECK(t.ndim != 1 || t.shape[0] <= check::max_sequences, op, ": ", argument, " must be [batch + 1] with at most ",
+                     check::max_sequences, " entries, got ", describe(t));
       const std::vector<std::int32_t> values = host_values(op, argument, t);
       ROOFTILE_CHECK(!values.empty() && values.front() == 0, op, ": ", argument, " must be [batch + 1] and start with 0, got ",
                      describe(t), values.empty() ? "" : " starting with " + std::to_string(values.front()));
@@ -251,6 +250,7 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
       sequences.push_back(s);
     }
   } else {
+    check::check_sequences(op, "q", q);
     ROOFTILE_CHECK(k.shape[0] == q.shape[0], op, ": k must have q's batch of ", q.shape[0], ", got ", describe(k));
     for (std::int64_t b = 0; b < q.shape[0]; ++b) {
       PrefillSequence s;

@@ -375,6 +375,7 @@ namespace check {
 
 void check_append(const char* op, const KvCacheView& c, const TensorView& k, const TensorView& v) {
   Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4);
+  check_sequences(op, "k", k);
   Arg(op, "k", k)
       .shape({k.shape[0], k.shape[1], c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]")
       .device(c.device, "the cache");

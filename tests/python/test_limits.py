@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 import rooftile as rt
 
+MANY = 2**33  # more sequences than a call takes; without a token no memory is behind them
+
+
 # ---------------------------------------------------------------- interleaved memory
 
 
@@ -28,3 +31,30 @@ def test_rope_of_a_long_fused_projection():
     got = rt.rope(q, k, cos, sin, positions, q_out=q, k_out=k)
     for ours, right in zip((*got, v), (*expected, values), strict=True):
         np.testing.assert_array_equal(ours, right)
+
+
+# ---------------------------------------------------------------- more sequences than there can be
+
+
+def test_prefill_of_too_many_sequences():
+    q, k = np.empty((MANY, 0, 8, 64), np.float32), np.empty((MANY, 0, 2, 64), np.float32)
+    for options in ({}, {"counts": np.broadcast_to(np.int32(0), MANY)}):
+        with pytest.raises(rt.ArgumentError, match=r"^prefill_attention: q .*at most"):
+            rt.prefill_attention(q, k, k, **options)
+
+
+@pytest.mark.parametrize("name", ("rows", "counts"))
+def test_decode_of_too_many_sequences(name):
+    cache = rt.KVCache(1, 64, 2, 64, format="fp32")
+    q, zeros = np.empty((MANY, 0, 8, 64), np.float32), np.broadcast_to(np.int32(0), MANY)
+    with pytest.raises(rt.ArgumentError, match=r"^decode_attention: q .*at most"):
+        rt.decode_attention(q, cache, **{"rows": zeros, name: zeros})
+
+
+def test_append_of_too_many_sequences():
+    cache = rt.KVCache(1, 64, 2, 64, format="fp32")
+    k, zeros = np.empty((MANY, 0, 2, 64), np.float32), np.broadcast_to(np.int32(0), MANY)
+    for options in ({"rows": zeros}, {"rows": zeros, "counts": zeros}, {"counts": zeros}):
+        with pytest.raises(rt.ArgumentError, match=r"^append: k "):
+            cache.append(k, k, **options)
+    assert cache.lengths == [0]
