@@ -19,7 +19,7 @@ namespace {
 
 using check::Arg;
 
-// An int32 [n] argument on the host, as neighbours.
+// A copy of an int32 [n] argument on the host: what a call writes may be the memory that the argument lies in.
 class Ints {
  public:
   Ints() = default;
@@ -36,22 +36,17 @@ class Ints {
     list.read(op, argument, t);
     return list;
   }
-  std::int64_t size() const { return size_; }
-  const std::int32_t* data() const { return data_; }
-  std::int32_t operator[](std::int64_t i) const { return data_[i]; }
+  std::int64_t size() const { return static_cast<std::int64_t>(values_.size()); }
+  const std::int32_t* data() const { return values_.data(); }
+  std::int32_t operator[](std::int64_t i) const { return values_[static_cast<std::size_t>(i)]; }
 
  private:
   void read(const char* op, const char* argument, const TensorView& t) {
     ROOFTILE_CHECK(t.device.type == DeviceType::cpu, op, ": ", argument, " must be on the host, got ", describe(t));
-    size_ = t.shape[0];
-    data_ = t.as<const std::int32_t>();
-    if (size_ <= 1 || t.stride[0] == 1) return;
-    for (std::int64_t i = 0; i < size_; ++i) copy_.push_back(t.as<const std::int32_t>()[i * t.stride[0]]);
-    data_ = copy_.data();
+    values_.resize(static_cast<std::size_t>(t.shape[0]));
+    for (std::int64_t i = 0; i < size(); ++i) values_[static_cast<std::size_t>(i)] = t.as<const std::int32_t>()[i * t.stride[0]];
   }
-  std::int64_t size_ = 0;
-  const std::int32_t* data_ = nullptr;
-  std::vector<std::int32_t> copy_;
+  std::vector<std::int32_t> values_;
 };
 
 // The first position whose raw value a kivi cache still holds.
