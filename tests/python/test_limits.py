@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, addresses and processes at the edge of what a call takes: refused by name or right, never a flood of memory."""
+"""Sizes, addresses and processes at the edge of what a call takes: named or right, never a flood of memory."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def test_a_long_view_into_its_own_rows(rows):
     x = np.random.default_rng(0).standard_normal((rows, 4), np.float32)
     expected = rt.silu_mul(x.copy())
     np.testing.assert_array_equal(rt.silu_mul(x, out=x[:, :2]), expected)
-    with pytest.raises(rt.ArgumentError, match="share memory|overlap"):
+    with pytest.raises(rt.ArgumentError, match=r"share memory|overlap"):
         rt.silu_mul(x, out=x[:, 1:3])
 
 
@@ -58,3 +58,14 @@ def test_append_of_too_many_sequences():
         with pytest.raises(rt.ArgumentError, match=r"^append: k "):
             cache.append(k, k, **options)
     assert cache.lengths == [0]
+
+
+# ---------------------------------------------------------------- sizes past what offsets count
+
+
+@pytest.mark.parametrize("n, k", ((2**31, 32), (2**62, 32), (2**63 - 1, 2), (16, 2**31), (16, 2**62)))
+def test_a_weight_past_31_bits(n, k):
+    empty = np.empty(0, np.uint8)
+    for group in (32, k):
+        with pytest.raises(rt.ArgumentError, match=r"^W4Weight: .*[NK].*2147483647"):
+            rt.W4Weight(empty, empty, None, shape=(n, k), group_size=group, kind="symmetric", scale_dtype="float16")
