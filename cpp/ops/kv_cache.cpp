@@ -300,6 +300,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
                .head_stride = bytes_between(t, 2),
                .token_stride = bytes_between(t, 1)};
     }
+    check::check_apart(op, "v_pool", a.v_pool, "k_pool", a.k_pool);
     c.device = a.k_pool.device;
   } else {
     const TensorView& t = a.pool;
@@ -353,11 +354,14 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
         ROOFTILE_CHECK(t->shape[i] <= 1 || t->stride[i] == contiguous, op, ": ", argument,
                        " must be contiguous, got stride ", t->stride[i], " in dimension ", i);
     }
+    check::check_apart(op, "ring_v", a.ring_v, "ring_k", a.ring_k);
     c.ring_k = a.ring_k.as<std::byte>();
     c.ring_v = a.ring_v.as<std::byte>();
     check_table(op, "raw_from", a.raw_from, {c.max_rows}, "[max_rows]", c.device);
     c.raw_from = a.raw_from.as<std::int32_t>();
   }
+  ROOFTILE_CHECK_KIND(type, a.fault.given() || c.device.type == DeviceType::cpu, op, ": fault must be given for a cache on ",
+                      name(c.device), ", got None");
   if (a.fault.given()) {
     Arg(op, "fault", a.fault).dtype({DType::i32}).shape({1}, "[1]").device({}, "the host").writable();
     ROOFTILE_CHECK(c.device.type != DeviceType::cpu, op, ": fault belongs to caches on a GPU, the pool is on ", name(c.device));
@@ -617,6 +621,7 @@ void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64
         .given()
         .dtype({DType::f32})
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
+        .device({}, "the host")
         .writable();
   Parallel(ctx.threads).run(std::int64_t{c.kv_heads} * 2, [&](std::int64_t task, int) {
     const Reader reader{c, row, task / 2, task % 2 ? KvSide::v : KvSide::k};
@@ -641,6 +646,7 @@ void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out
         .given()
         .dtype({DType::i8})
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
+        .device({}, "the host")
         .writable();
   for (const auto& [side, out] : {std::pair{KvSide::k, &out_k}, {KvSide::v, &out_v}})
     for (std::int64_t head = 0; head < c.kv_heads; ++head)
@@ -663,6 +669,7 @@ void kv_dump_scales(const Context&, const KvCacheView& c, int row, KvSide side, 
       .given()
       .dtype({DType::f32})
       .shape({tokens / step, c.kv_heads, width}, "[groups, kv_heads, channels]")
+      .device({}, "the host")
       .writable();
   for (std::int64_t i = 0; i < tokens / step; ++i)
     for (std::int64_t head = 0; head < c.kv_heads; ++head)

@@ -245,6 +245,8 @@ void Args::lend(Context& ctx, nb::handle workspace) {
   const TensorView t = out(workspace, "workspace");
   if (t.dtype != DType::u8 || t.ndim != 1 || (t.shape[0] > 1 && t.stride[0] != 1) || t.device != ctx.device)
     refuse(ErrorKind::value, op_, "workspace", "must be contiguous uint8 [bytes] on " + name(ctx.device) + ", got " + describe(t));
+  if (reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0)
+    refuse(ErrorKind::value, op_, "workspace", "must start at a multiple of 16 bytes (" + describe(t) + ")");
   ctx.workspace = t.data;
   ctx.workspace_bytes = static_cast<std::size_t>(t.shape[0]);
 }

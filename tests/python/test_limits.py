@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes, addresses and processes at the edge of what a call takes: named or right, never a flood of memory."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import rooftile as rt
+from rooftile import _C
 
 MANY = 2**33  # more sequences than a call takes; without a token no memory is behind them
 
@@ -69,3 +72,86 @@ def test_a_weight_past_31_bits(n, k):
     for group in (32, k):
         with pytest.raises(rt.ArgumentError, match=r"^W4Weight: .*[NK].*2147483647"):
             rt.W4Weight(empty, empty, None, shape=(n, k), group_size=group, kind="symmetric", scale_dtype="float16")
+
+
+# ---------------------------------------------------------------- where arrays must lie
+
+
+def element_cache(k_pool, v_pool):
+    return _C.KvCache(
+        "fp32", "float32", 16, 8, 1, 1, 2, None, k_pool, v_pool, None, np.zeros(1, np.int32), None, None, None
+    )
+
+
+def test_the_pools_of_a_cache_lie_apart():
+    room = np.zeros((2, 16, 1, 24), np.float32)
+    element_cache(room[..., :8], room[..., 8:16])
+    for v_pool in (room[..., :8], room[..., 7:15]):
+        with pytest.raises(rt.ArgumentError, match=r"^KVCache: v_pool must not share memory with k_pool"):
+            element_cache(room[..., :8], v_pool)
+
+
+class OnGpu:
+    """An array that says it lies on a GPU: enough for what is checked before memory is touched."""
+
+    class Managed(ctypes.Structure):  # DLManagedTensor
+        _fields_ = (
+            ("data", ctypes.c_void_p),
+            ("device", ctypes.c_int32 * 2),
+            ("ndim", ctypes.c_int32),
+            ("dtype", ctypes.c_uint8 * 4),
+            ("shape", ctypes.POINTER(ctypes.c_int64)),
+            ("strides", ctypes.c_void_p),
+            ("byte_offset", ctypes.c_uint64),
+            ("manager", ctypes.c_void_p),
+            ("deleter", ctypes.c_void_p),
+        )
+
+    def __init__(self, array):
+        self.array, self.shape = array, (ctypes.c_int64 * array.ndim)(*array.shape)
+        dtype = (ctypes.c_uint8 * 4)("iuf".index(array.dtype.kind), 8 * array.itemsize, 1, 0)
+        self.managed = self.Managed(array.ctypes.data, (2, 0), array.ndim, dtype, self.shape)
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, **_):
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return make(ctypes.addressof(self.managed), b"dltensor", None)
+
+
+def test_what_the_host_writes_lies_on_the_host():
+    cache = rt.KVCache(1, 64, 1, 8, format="int8")._handle
+    here, there = (kind(np.zeros((0, 1, 8), np.float32)) for kind in (np.asarray, OnGpu))
+    codes, codes_there = (kind(np.zeros((0, 1, 8), np.int8)) for kind in (np.asarray, OnGpu))
+    for name, call in (
+        ("out_k", lambda: _C.kv_dequantize(cache, 0, 0, there, here)),
+        ("out_v", lambda: _C.kv_dequantize(cache, 0, 0, here, there)),
+        ("out_k", lambda: _C.kv_dump_codes(cache, 0, codes_there, codes)),
+        ("out_v", lambda: _C.kv_dump_codes(cache, 0, codes, codes_there)),
+        ("out", lambda: _C.kv_dump_scales(cache, 0, 0, 0, OnGpu(np.zeros((0, 1, 1), np.float32)))),
+    ):
+        with pytest.raises(rt.ArgumentError, match=f"^[a-z]+: {name} must be on the host"):
+            call()
+
+
+def test_a_cache_on_a_gpu_needs_where_to_put_its_faults():
+    pool = OnGpu(np.zeros((1, 1, _C.kv_block_bytes("int8", 16, 32)), np.uint8))
+    arrays = (pool, None, None, None, OnGpu(np.zeros(1, np.int32)), None, None, None)
+    with pytest.raises(rt.ArgumentTypeError, match=r"^KVCache: fault must be given for a cache on cuda:0"):
+        _C.KvCache("int8", "float16", 16, 32, 1, 1, 1, *arrays)
+
+
+def test_a_workspace_starts_at_a_multiple_of_16_bytes():
+    cache, q = rt.KVCache(1, 64, 2, 64, format="fp32"), np.zeros((1, 2, 64), np.float32)
+    room = np.zeros(64, np.uint8)
+    start = -room.ctypes.data % 16
+
+    def decode(workspace):
+        options = (None, None, None, None, None, None, None)  # lse, rows, counts, scale, window, softcap, sinks
+        return _C.decode_attention(q, cache, np.zeros_like(q), *options, workspace, None, None)
+
+    decode(room[start : start + 16])
+    with pytest.raises(rt.ArgumentError, match=r"^decode_attention: workspace .*16 bytes"):
+        decode(room[start + 4 : start + 20])
