@@ -18,6 +18,7 @@
 
 namespace rooftile {
 
+inline constexpr int max_head_dim = 512;   // of attention and of caches
 inline constexpr int kv_group = 32;       // tokens that share a K scale in the kivi formats
 inline constexpr int kv_ring = 64;        // raw tokens kept per row: the open group and 16 to go back into a closed one
 inline constexpr int kv_step_back = 16;   // tokens that can be taken back across a group boundary

@@ -15,8 +15,6 @@ namespace {
 
 using check::Arg;
 
-constexpr std::int64_t max_head_dim = 512;
-
 // Values of a small int32 tensor on the host.
 std::vector<std::int32_t> host_values(const char* op, const char* argument, const TensorView& t) {
   Arg(op, argument, t).ndim(1, 1).dtype({DType::i32}).device({}, "the host");

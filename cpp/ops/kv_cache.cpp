@@ -268,6 +268,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
   c.page_size = count("page_size", s.page_size, 1);
   c.kv_heads = count("kv_heads", s.kv_heads, 1);
   c.head_dim = count("head_dim", s.head_dim, 1);
+  ROOFTILE_CHECK_KIND(not_supported, c.head_dim <= max_head_dim, op, ": head_dim must be 1 to ", max_head_dim, ", got ", c.head_dim);
   c.max_rows = count("max_rows", s.max_rows, 0);
   c.max_pages = count("max_pages", s.max_pages, 0);
   ROOFTILE_CHECK(c.page_size == 16 || c.page_size == 32 || c.page_size == 64 || c.page_size == 128, op,

@@ -74,6 +74,15 @@ def test_a_weight_past_31_bits(n, k):
             rt.W4Weight(empty, empty, None, shape=(n, k), group_size=group, kind="symmetric", scale_dtype="float16")
 
 
+@pytest.mark.parametrize("head_dim", (513, 2**31 - 32, 2**31 - 1))
+def test_a_cache_of_a_vast_head_dim(head_dim):
+    with pytest.raises(rt.NotSupportedError, match=f"^KVCache: head_dim .*1 to 512.*got {head_dim}"):
+        _C.kv_block_bytes("int8", 64, head_dim)
+    for format in ("fp32", "int8"):
+        with pytest.raises(rt.NotSupportedError, match=r"^KVCache: head_dim"):
+            rt.KVCache(0, 0, 1, head_dim, format=format)
+
+
 # ---------------------------------------------------------------- where arrays must lie
 
 
