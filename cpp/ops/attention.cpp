@@ -302,6 +302,7 @@ KernelName merge_attention(const Context& ctx, TensorView out_a, TensorView lse_
                            TensorView out, TensorView lse) {
   constexpr const char* op = "merge_attention";
   Arg(op, "out_a", out_a).given().ndim(2, TensorView::max_ndim).activation();
+  ROOFTILE_CHECK(out_a.last() > 0, op, ": out_a must have a head_dim of at least 1, got ", describe(out_a));
   Arg(op, "out_b", out_b).given().shape_of(out_a, "out_a").dtype({out_a.dtype}).device(out_a.device, "out_a");
   Arg(op, "lse_a", lse_a).given();
   Arg(op, "lse_b", lse_b).given();
