@@ -364,6 +364,7 @@ def test_extreme_ranges(format, dtype, plan):
         x[:32, :, :8] *= largest / 8
         x[32:, :, 8:16] *= 2.0**-20
         x[40] *= oracle.SMALLEST[oracle.scale_dtype(dtype)]
+        x[:2, 0, 0] = x[2, 0, :2] = -0.9 * largest, 0.9 * largest  # further apart than the largest value
         x[:] = np.clip(oracle.round_to(x, dtype), -largest, largest)
     cache = contiguous(format, dtype, 1, 64)
     cache.append(*tensors(k, v, dtype), plan=plan)
@@ -371,6 +372,7 @@ def test_extreme_ranges(format, dtype, plan):
     for name, exact in vars(oracle.encode(k, v, format, dtype)).items():
         if exact is not None:
             np.testing.assert_array_equal(dump[name].astype(np.float64), exact, err_msg=name)
+    assert all(torch.isfinite(x).all() for x in cache.dequantize(0, at=64))
 
 
 @quantised_kinds
