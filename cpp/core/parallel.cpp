@@ -93,6 +93,14 @@ const OpenMp& openmp() {
   return runtime;
 }
 
+// Whether its threads are this process': a child forked after our first use of them would wait for threads it has not.
+bool openmp_is_ours() {
+  static std::atomic<pid_t> owner{0};
+  const pid_t self = getpid();
+  pid_t first = 0;
+  return owner.compare_exchange_strong(first, self, std::memory_order_relaxed) || first == self;
+}
+
 int usable_cores() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
@@ -208,7 +216,7 @@ void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const
   const OpenMp& runtime = openmp();
   if (width <= 1 || (runtime.usable() && runtime.in_parallel())) {
     loop.work(0);
-  } else if (runtime.usable()) {
+  } else if (runtime.usable() && openmp_is_ours()) {
     struct Team {
       Loop* loop;
       int (*thread_num)();

@@ -2,6 +2,8 @@
 """Sizes, addresses and processes at the edge of what a call takes: named or right, never a flood of memory."""
 
 import ctypes
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +11,13 @@ import rooftile as rt
 from rooftile import _C
 
 MANY = 2**33  # more sequences than a call takes; without a token no memory is behind them
+
+
+def python(code):
+    """Its output, from a process of its own that must end."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # ---------------------------------------------------------------- interleaved memory
@@ -164,3 +173,27 @@ def test_a_workspace_starts_at_a_multiple_of_16_bytes():
     decode(room[start : start + 16])
     with pytest.raises(rt.ArgumentError, match=r"^decode_attention: workspace .*16 bytes"):
         decode(room[start + 4 : start + 20])
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("imports", ("", "import torch"), ids=("own threads", "torch"))
+def test_a_forked_child_goes_on(imports):
+    if imports:
+        pytest.importorskip("torch")
+    python(f"""
+import os, signal
+import numpy as np
+{imports}
+import rooftile as rt
+x = np.ones((64, 4096), np.float32)
+before = rt.softmax(x)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)   # ends a child that waits for threads it does not have
+    os._exit(0 if (rt.softmax(x) == before).all() else 1)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert (rt.softmax(x) == before).all()
+""")
