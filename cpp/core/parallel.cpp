@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -150,9 +151,12 @@ class Pool {
     std::unique_lock busy(run_mutex_, std::try_to_lock);
     if (!busy.owns_lock() || (!workers_.empty() && owner_ != getpid())) return loop.work(0);
     owner_ = getpid();
-    while (static_cast<int>(workers_.size()) < threads - 1) {
-      const int index = static_cast<int>(workers_.size()) + 1;
-      workers_.emplace_back([this, index, seen = generation_]() mutable { serve(index, seen); });
+    try {
+      while (static_cast<int>(workers_.size()) < threads - 1) {
+        const int index = static_cast<int>(workers_.size()) + 1;
+        workers_.emplace_back([this, index, seen = generation_]() mutable { serve(index, seen); });
+      }
+    } catch (const std::system_error&) {   // no more threads to be had: those there are do all of it
     }
     {
       std::lock_guard lock(mutex_);

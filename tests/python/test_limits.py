@@ -2,6 +2,7 @@
 """Sizes, addresses and processes at the edge of what a call takes: named or right, never a flood of memory."""
 
 import ctypes
+import resource
 import subprocess
 import sys
 
@@ -196,4 +197,19 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 assert status == 0, status
 assert (rt.softmax(x) == before).all()
+""")
+
+
+def test_threads_that_cannot_be_made_are_done_without():
+    python(f"""
+import resource
+import numpy as np
+import rooftile as rt
+x = np.ones((64, 4096), np.float32)
+with open("/proc/self/statm") as f:
+    used = int(f.read().split()[0]) * {resource.getpagesize()}
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20),) * 2)   # no room for a stack of 8 MB
+assert rt._C.parallel_backend() == "rooftile"
+out = rt.softmax(x)
+assert (out == np.float32(1 / 4096)).all()
 """)
