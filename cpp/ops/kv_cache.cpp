@@ -440,10 +440,12 @@ void kv_truncate(const Context& ctx, const KvCacheView& cache, TensorView rows, 
   const KvCacheView& c = host.view;
   const Ints row_list = Ints::up_to(c.max_rows, "rows", op, "rows", rows);
   const Ints length_list(op, "lengths", lengths, row_list.size(), "[rows]");
+  std::vector<bool> seen(static_cast<std::size_t>(c.max_rows));
   for (std::int64_t i = 0; i < row_list.size(); ++i) {
     const std::int64_t row = row_list[i], to = length_list[i];
     check_row(op, "rows", c, row);
-    for (std::int64_t j = 0; j < i; ++j) ROOFTILE_CHECK(row_list[j] != row, op, ": rows names row ", row, " twice");
+    ROOFTILE_CHECK(!seen[static_cast<std::size_t>(row)], op, ": rows names row ", row, " twice");
+    seen[static_cast<std::size_t>(row)] = true;
     const std::int64_t from = length_of(op, c, row);
     ROOFTILE_CHECK(to >= 0 && to <= from, op, ": lengths must lie in [0, ", from, "] for row ", row, ", which holds ",
                    from, " tokens, got ", to);

@@ -73,6 +73,16 @@ def test_append_of_too_many_sequences():
     assert cache.lengths == [0]
 
 
+def test_many_short_sequences_beside_a_long_one():
+    """Work grows with the tokens there are, not with the longest sequence times the number of sequences."""
+    short, long, heads = 100_000, 20_000, 96
+    begins = np.append(np.arange(short + 1), short + long).astype(np.int32)
+    q = np.ones((short + long, heads, 1), np.float32)
+    k = np.arange(short + long, dtype=np.float32)[:, None, None]
+    out = rt.prefill_attention(q, k, k, cu_seqlens_q=begins, cu_seqlens_k=begins, window=1)
+    np.testing.assert_array_equal(out, np.broadcast_to(k, out.shape))
+
+
 # ---------------------------------------------------------------- sizes past what offsets count
 
 

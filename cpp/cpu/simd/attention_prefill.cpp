@@ -7,6 +7,7 @@
 // Cost: 4 * S^2 * D * Hq flop (half of it when causal): the multiply-add units are the roof.
 // Blocks start at multiples of 64 tokens of the cache and of k, so a row's bits depend on its own keys alone. Where a
 // block holds a NaN or an infinity, each row takes only the tokens it sees.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -91,16 +92,18 @@ class Prefill {
         rows_(queries_ * group_) {}
 
   void run() {
-    std::int64_t most = 0;
-    for (std::int64_t b = 0; b < a_.batch; ++b) most = a_.sequences[b].queries > most ? a_.sequences[b].queries : most;
-    const std::int64_t tiles = (most + queries_ - 1) / queries_;
+    const Scratch ends_room(static_cast<std::size_t>(a_.batch) * sizeof(std::int64_t));
+    auto* ends = reinterpret_cast<std::int64_t*>(ends_room.data());   // [batch] tiles of the sequences up to and with each
+    std::int64_t tiles = 0;
+    for (std::int64_t b = 0; b < a_.batch; ++b) ends[b] = tiles += (a_.sequences[b].queries + queries_ - 1) / queries_;
     const Scratch scratch(static_cast<std::size_t>(parallel_.threads()) * room_bytes());
     rooms_ = scratch.data();
     // The last tiles of a causal sequence see the most keys: they go first.
-    parallel_.run(tiles * a_.batch * kv_heads_, [&](std::int64_t i, int thread) {
-      const PrefillSequence& s = a_.sequences[i / kv_heads_ % a_.batch];
-      const std::int64_t first = (tiles - 1 - i / kv_heads_ / a_.batch) * queries_;
-      if (first < s.queries) task(s, i % kv_heads_, first, s.queries - first < queries_ ? s.queries - first : queries_, thread);
+    parallel_.run(tiles * kv_heads_, [&](std::int64_t i, int thread) {
+      const std::int64_t b = std::upper_bound(ends, ends + a_.batch, i / kv_heads_) - ends;
+      const PrefillSequence& s = a_.sequences[b];
+      const std::int64_t first = (ends[b] - 1 - i / kv_heads_) * queries_;
+      task(s, i % kv_heads_, first, s.queries - first < queries_ ? s.queries - first : queries_, thread);
     });
   }
 
