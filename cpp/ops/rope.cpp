@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstddef>
 #include <memory>
-#include <utility>
 
 #include "cpu/element.h"
 #include "kernels/backend.h"
@@ -90,7 +89,6 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   Arg(op, "k", k).shape({k.shape[0], k.shape[1], cache.kv_heads, cache.head_dim}, "[batch, tokens, kv_heads, head_dim]");
   ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ", describe(q));
   if (check::on_gpu(ctx)) {
-    for (const auto& [argument, t] : {std::pair{"k", &k}, {"v", &v}}) check::check_apart(op, "q_out", q_out, argument, *t);
     gpu::AppendArgs a = check::gpu_append(op, ctx, cache, k, v, rows, counts);
     a.q = q;
     a.q_out = q_out;

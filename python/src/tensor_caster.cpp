@@ -253,10 +253,9 @@ void Args::lend(Context& ctx, nb::handle workspace) {
   ctx.workspace_bytes = static_cast<std::size_t>(t.shape[0]);
 }
 
-Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan, int threads) {
+Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan) {
   Context ctx;
   ctx.device = first.device;
-  ctx.threads = threads;
   if (!plan.is_none()) ctx.variant = text(plan, "plan");
   if (!stream.is_none()) {
     ctx.stream = reinterpret_cast<void*>(integer(stream, "stream"));
