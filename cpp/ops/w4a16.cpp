@@ -78,7 +78,7 @@ void check_kernel_form(const char* op, const W4Sizes& sizes, const TensorView& c
 template <class T>
 T& at(const TensorView& t, std::int64_t i, std::int64_t j) { return t.as<T>()[i * t.stride[0] + j * t.stride[1]]; }
 
-// Calls f(row of scales in the tensor's own element type): what is moved is bits.
+// Calls f with a zero of the offsets' width, uint8_t or uint16_t: what is moved is bits.
 template <class F>
 void with_offset_element(W4Zeros zeros, F&& f) {
   if (zeros == W4Zeros::integer) return f(std::uint8_t{});
