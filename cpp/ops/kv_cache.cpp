@@ -12,7 +12,6 @@
 #include "kernels/backend.h"
 #include "ops/append.h"
 #include "ops/check.h"
-#include "ops/kv_append.h"
 
 namespace rooftile {
 namespace {

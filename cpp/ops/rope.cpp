@@ -6,7 +6,6 @@
 #include "kernels/backend.h"
 #include "ops/append.h"
 #include "ops/check.h"
-#include "ops/kv_append.h"
 #include "rooftile/fused.h"
 
 namespace rooftile {

@@ -43,8 +43,6 @@ struct Room {
   float* slope;              // [rows] of ALiBi, or 0
 };
 
-std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
-
 // to [16][to_stride] = from [16][from_stride] transposed.
 ROOFTILE_INLINE void transpose16(const float* from, int from_stride, float* to, int to_stride) {
 #ifdef ROOFTILE_AVX512
@@ -121,11 +119,7 @@ class Prefill {
                    rows * (sizeof(SoftmaxState) + 3 * sizeof(std::int64_t) + sizeof(float)) + arrays * 64);
   }
   Room room(int thread) const {
-    std::byte* at = rooms_ + static_cast<std::size_t>(thread) * room_bytes();
-    const auto take = [&](auto*& p, std::int64_t count) {
-      p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
-      at += aligned(static_cast<std::size_t>(count) * sizeof *p);
-    };
+    Cut take{rooms_ + static_cast<std::size_t>(thread) * room_bytes()};
     Room r;
     take(r.q, rows_ * width_);
     take(r.acc, rows_ * width_);
@@ -300,23 +294,9 @@ void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t fir
 
   for (int i = 0; i < rows; ++i) {
     const std::int64_t query = first_query + i / group_, h = head * group_ + i % group_;
-    float* acc = r.acc + i * width_;
-    SoftmaxState state = r.state[i];
-    const bool saw = !(state.sum == 0);
-    float kept = 1.0f;
-    if (a_.logits.sinks && query < s.real) {
-      const float sink = read(*a_.logits.sinks, h * a_.logits.sinks->stride[0]);
-      const float top = state.top > sink ? state.top : sink;
-      if (top != minus_infinity) {
-        kept = ::expf(state.top - top);
-        state = {top, state.sum * kept + ::expf(sink - top)};
-      }
-    }
-    for (int d = 0; d < width_; d += lanes) store(acc + d, saw ? load(acc + d) * kept / state.sum : F32{});
-    scatter_row(acc, dim_, a_.out, s.out + query * a_.out.stride[0] + h * a_.out.stride[1], a_.out.stride[2]);
-    if (a_.lse.given())
-      a_.lse.as<float>()[s.lse + query * a_.lse.stride[0] + h * a_.lse.stride[1]] =
-          state.sum == 0 ? minus_infinity : state.top + ::logf(state.sum);
+    finish_row(a_.logits, query < s.real, h, r.state[i], r.acc + i * width_, dim_, width_, a_.out,
+               s.out + query * a_.out.stride[0] + h * a_.out.stride[1], a_.lse,
+               s.lse + query * a_.lse.stride[0] + h * a_.lse.stride[1]);
   }
 }
 

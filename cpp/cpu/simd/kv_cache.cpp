@@ -31,11 +31,6 @@ constexpr float smallest_scale = std::is_same_v<Scale, BFloat16> ? 0x1p-133f : 0
 template <class Scale>
 constexpr float largest_minimum = std::is_same_v<Scale, BFloat16> ? 0x1.fep+127f : 65504.0f;
 
-ROOFTILE_INLINE F32 clamp(F32 x, float low, float high) {
-  x = x < low ? splat(low) : x;
-  return x > high ? splat(high) : x;
-}
-
 // ---- sixteen groups, one a lane ----
 
 // What a pass over their values finds.
@@ -55,8 +50,7 @@ struct Range {
       low = x < low ? x : low;
       high = x > high ? x : high;
     } else {
-      const F32 magnitude = (F32)((I32)x & 0x7fffffff);
-      high = magnitude > high ? magnitude : high;
+      high = vmax(magnitude(x), high);
     }
   }
 
