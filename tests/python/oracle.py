@@ -71,7 +71,7 @@ def _f32(x):
 
 
 def _stored_scale(scale, positive, dtype, largest=None):
-    """A float32 scale as it is stored: a positive one never rounds to 0, a large one becomes `largest` (of its type)."""
+    """A float32 scale as stored: a positive one never rounds to 0, a large one becomes `largest` (of its type)."""
     stored = round_to(scale, dtype)
     stored = np.where(positive & (stored == 0), SMALLEST[dtype], stored)
     return np.minimum(stored, LARGEST[dtype] if largest is None else largest)
