@@ -24,7 +24,7 @@ ctest: $(VENV)/.test
 
 # The same with the GPU kernels and their checks; needs nvcc, and skips what needs a GPU where there is none
 ctest-cuda: $(VENV)/.test
-	$(BIN)/cmake --preset cuda -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --preset cuda -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/cmake --build --preset cuda
 	$(BIN)/ctest --preset cuda
 

@@ -18,6 +18,7 @@
 
 namespace rooftile {
 
+inline constexpr int max_head_dim = 512;   // of attention and of caches
 inline constexpr int kv_group = 32;       // tokens that share a K scale in the kivi formats
 inline constexpr int kv_ring = 64;        // raw tokens kept per row: the open group and 16 to go back into a closed one
 inline constexpr int kv_step_back = 16;   // tokens that can be taken back across a group boundary
@@ -40,6 +41,11 @@ ROOFTILE_HD constexpr int qmax(KvFormat f) { return f == KvFormat::int8 ? 127 : 
 
 // Scales and minima are stored in the cache's 16-bit dtype, fp16 when its inputs are fp32.
 ROOFTILE_HD constexpr DType kv_scale_dtype(DType d) { return d == DType::bf16 ? DType::bf16 : DType::f16; }
+
+// Scales stop at the largest of their type; those of affine formats at the largest of which 15 are finite.
+ROOFTILE_HD constexpr float kv_largest_scale(KvFormat f, DType scale) {
+  return scale == DType::f16 ? 65504.0f : has_min(f) ? 0x1.1p+124f : 0x1.fep+127f;
+}
 
 ROOFTILE_HD constexpr int padded_head_dim(int d) { return (d + 31) / 32 * 32; }
 

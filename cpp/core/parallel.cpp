@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -93,6 +94,14 @@ const OpenMp& openmp() {
   return runtime;
 }
 
+// Whether its threads are this process': a child forked after our first use of them would wait for threads it has not.
+bool openmp_is_ours() {
+  static std::atomic<pid_t> owner{0};
+  const pid_t self = getpid();
+  pid_t first = 0;
+  return owner.compare_exchange_strong(first, self, std::memory_order_relaxed) || first == self;
+}
+
 int usable_cores() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
@@ -142,9 +151,12 @@ class Pool {
     std::unique_lock busy(run_mutex_, std::try_to_lock);
     if (!busy.owns_lock() || (!workers_.empty() && owner_ != getpid())) return loop.work(0);
     owner_ = getpid();
-    while (static_cast<int>(workers_.size()) < threads - 1) {
-      const int index = static_cast<int>(workers_.size()) + 1;
-      workers_.emplace_back([this, index, seen = generation_]() mutable { serve(index, seen); });
+    try {
+      while (static_cast<int>(workers_.size()) < threads - 1) {
+        const int index = static_cast<int>(workers_.size()) + 1;
+        workers_.emplace_back([this, index, seen = generation_]() mutable { serve(index, seen); });
+      }
+    } catch (const std::system_error&) {   // no more threads to be had: those there are do all of it
     }
     {
       std::lock_guard lock(mutex_);
@@ -208,7 +220,7 @@ void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const
   const OpenMp& runtime = openmp();
   if (width <= 1 || (runtime.usable() && runtime.in_parallel())) {
     loop.work(0);
-  } else if (runtime.usable()) {
+  } else if (runtime.usable() && openmp_is_ours()) {
     struct Team {
       Loop* loop;
       int (*thread_num)();

@@ -18,9 +18,10 @@ ROOFTILE_HD inline float w4_stored(float x, DType t) {
   return overflowed ? (x < 0 ? -largest : largest) : r;
 }
 
-// The same for a scale: a positive one never becomes 0.
-ROOFTILE_HD inline float w4_stored_scale(float x, DType t) {
-  const float r = w4_stored(x, t);
+// The same for a scale: a positive one never becomes 0, and 15 of them above a minimum never infinite.
+ROOFTILE_HD inline float w4_stored_scale(float x, DType t, bool affine) {
+  const float largest = t == DType::f16 ? 65504.0f : affine ? 0x1.1p124f : 0x1.fep127f;
+  const float r = w4_stored(x < largest ? x : largest, t);
   return r == 0 && x > 0 ? (t == DType::f16 ? 0x1p-24f : 0x1p-133f) : r;
 }
 
@@ -32,7 +33,8 @@ struct W4Group {
   ROOFTILE_HD static W4Group of(float low, float high, bool finite, bool affine, DType t) {
     if (!finite) return {affine, NAN, NAN};
     const float magnitude = -low < high ? high : -low;
-    return {affine, w4_stored_scale(affine ? (high - low) / 15.0f : magnitude / 7.0f, t), affine ? w4_stored(low, t) : 0.0f};
+    const float step = affine ? (high - low) / 15.0f : magnitude / 7.0f;   // infinite where low and high are that far apart
+    return {affine, w4_stored_scale(step, t, affine), affine ? w4_stored(low, t) : 0.0f};
   }
   ROOFTILE_HD int code(float x) const {
     // a zero or NaN scale reads back as the minimum (0 if symmetric) or NaN, whatever the code is

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What append and rope_append check alike.
+// What append and rope_append share.
 #pragma once
 
 #include "kernels/backend.h"
 #include "ops/check.h"
 
-namespace rooftile::check {
+namespace rooftile {
+
+// kv_append on the CPU or a GPU, with errors that name `op`.
+KernelName append(const char* op, const Context&, const KvCacheView&, TensorView k, TensorView v, TensorView rows,
+                  TensorView counts);
+
+namespace check {
 
 // k and v [B, T, kv_heads, head_dim] fit the cache.
 void check_append(const char* op, const KvCacheView& cache, const TensorView& k, const TensorView& v);
@@ -14,4 +20,5 @@ void check_append(const char* op, const KvCacheView& cache, const TensorView& k,
 gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& cache, const TensorView& k, const TensorView& v,
                            const TensorView& rows, const TensorView& counts);
 
-}  // namespace rooftile::check
+}  // namespace check
+}  // namespace rooftile

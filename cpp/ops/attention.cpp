@@ -15,11 +15,7 @@ namespace {
 
 using check::Arg;
 
-constexpr std::int64_t max_head_dim = 512;
-
 // Values of a small int32 tensor on the host.
-constexpr std::int64_t max_sequences = std::int64_t{1} << 26;   // packed into one call
-
 std::vector<std::int32_t> host_values(const char* op, const char* argument, const TensorView& t) {
   Arg(op, argument, t).ndim(1, 1).dtype({DType::i32}).device({}, "the host");
   std::vector<std::int32_t> values(static_cast<std::size_t>(t.shape[0]));
@@ -166,6 +162,7 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   DecodeArgs a{.q = q, .out = out, .lse = lse, .cache = &cache, .logits = logit_params(op, q, options)};
   if (q.ndim == 3)
     for (TensorView* t : {&a.q, &a.out, &a.lse}) add_token_dimension(*t);
+  check::check_sequences(op, "q", q);
   const std::int64_t batch = a.q.shape[0], tokens = a.q.shape[1];
   ROOFTILE_CHECK_KIND(not_supported, !is_kivi(cache.format) || tokens <= kv_group, op, ": q has ", tokens,
                       " new tokens, with a ", name(cache.format), " cache at most ", kv_group,
@@ -223,8 +220,8 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
     const auto begins = [&](const char* argument, const TensorView& t, const TensorView& of, const char* tensor) {
       Arg(op, argument, t).given();
       // the length is whatever a caller says: bounded before memory is made for it
-      ROOFTILE_CHECK(t.ndim != 1 || t.shape[0] <= max_sequences, op, ": ", argument, " must be [batch + 1] with at most ",
-                     max_sequences, " entries, got ", describe(t));
+      ROOFTILE_CHECK(t.ndim != 1 || t.shape[0] <= check::max_sequences, op, ": ", argument, " must be [batch + 1] with at most ",
+                     check::max_sequences, " entries, got ", describe(t));
       const std::vector<std::int32_t> values = host_values(op, argument, t);
       ROOFTILE_CHECK(!values.empty() && values.front() == 0, op, ": ", argument, " must be [batch + 1] and start with 0, got ",
                      describe(t), values.empty() ? "" : " starting with " + std::to_string(values.front()));
@@ -251,6 +248,7 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
       sequences.push_back(s);
     }
   } else {
+    check::check_sequences(op, "q", q);
     ROOFTILE_CHECK(k.shape[0] == q.shape[0], op, ": k must have q's batch of ", q.shape[0], ", got ", describe(k));
     for (std::int64_t b = 0; b < q.shape[0]; ++b) {
       PrefillSequence s;
@@ -304,6 +302,7 @@ KernelName merge_attention(const Context& ctx, TensorView out_a, TensorView lse_
                            TensorView out, TensorView lse) {
   constexpr const char* op = "merge_attention";
   Arg(op, "out_a", out_a).given().ndim(2, TensorView::max_ndim).activation();
+  ROOFTILE_CHECK(out_a.last() > 0, op, ": out_a must have a head_dim of at least 1, got ", describe(out_a));
   Arg(op, "out_b", out_b).given().shape_of(out_a, "out_a").dtype({out_a.dtype}).device(out_a.device, "out_a");
   Arg(op, "lse_a", lse_a).given();
   Arg(op, "lse_b", lse_b).given();

@@ -27,6 +27,13 @@ class Meeting {
     add(a, true);
     add(b, false);
     std::sort(terms_, terms_ + count_, [](const Term& x, const Term& y) { return x.stride > y.stride; });
+    int merged = 0;   // rows of one buffer have one stride in both: together they are one term
+    for (int i = 1; i < count_; ++i)
+      if (terms_[i].stride == terms_[merged].stride)
+        terms_[merged].steps += terms_[i].steps;
+      else
+        terms_[++merged] = terms_[i];
+    if (count_ > 0) count_ = merged + 1;
   }
   bool possible() { return possible(0, target_); }
 

@@ -90,6 +90,13 @@ inline void check_gpu(const char* op, const Context& ctx, const char* argument, 
                       "\" is no variant of the GPU kernels; leave plan out");
 }
 
+// Sequences of one call: lists of the host are made by this number. Without tokens a tensor may claim any.
+inline constexpr std::int64_t max_sequences = std::int64_t{1} << 24;
+inline void check_sequences(const char* op, const char* argument, const TensorView& t) {
+  ROOFTILE_CHECK(t.shape[0] <= max_sequences, op, ": ", argument, " must have a batch of at most ", max_sequences, ", got ",
+                 describe(t));
+}
+
 // An int32 [batch] argument that lies beside the cache on a GPU, or null; the kernels check its values.
 const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch, Device device);
 

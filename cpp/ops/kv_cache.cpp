@@ -12,14 +12,13 @@
 #include "kernels/backend.h"
 #include "ops/append.h"
 #include "ops/check.h"
-#include "ops/kv_append.h"
 
 namespace rooftile {
 namespace {
 
 using check::Arg;
 
-// An int32 [n] argument on the host, as neighbours.
+// A copy of an int32 [n] argument on the host: what a call writes may be the memory that the argument lies in.
 class Ints {
  public:
   Ints() = default;
@@ -36,22 +35,17 @@ class Ints {
     list.read(op, argument, t);
     return list;
   }
-  std::int64_t size() const { return size_; }
-  const std::int32_t* data() const { return data_; }
-  std::int32_t operator[](std::int64_t i) const { return data_[i]; }
+  std::int64_t size() const { return static_cast<std::int64_t>(values_.size()); }
+  const std::int32_t* data() const { return values_.data(); }
+  std::int32_t operator[](std::int64_t i) const { return values_[static_cast<std::size_t>(i)]; }
 
  private:
   void read(const char* op, const char* argument, const TensorView& t) {
     ROOFTILE_CHECK(t.device.type == DeviceType::cpu, op, ": ", argument, " must be on the host, got ", describe(t));
-    size_ = t.shape[0];
-    data_ = t.as<const std::int32_t>();
-    if (size_ <= 1 || t.stride[0] == 1) return;
-    for (std::int64_t i = 0; i < size_; ++i) copy_.push_back(t.as<const std::int32_t>()[i * t.stride[0]]);
-    data_ = copy_.data();
+    values_.resize(static_cast<std::size_t>(t.shape[0]));
+    for (std::int64_t i = 0; i < size(); ++i) values_[static_cast<std::size_t>(i)] = t.as<const std::int32_t>()[i * t.stride[0]];
   }
-  std::int64_t size_ = 0;
-  const std::int32_t* data_ = nullptr;
-  std::vector<std::int32_t> copy_;
+  std::vector<std::int32_t> values_;
 };
 
 // The first position whose raw value a kivi cache still holds.
@@ -273,6 +267,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
   c.page_size = count("page_size", s.page_size, 1);
   c.kv_heads = count("kv_heads", s.kv_heads, 1);
   c.head_dim = count("head_dim", s.head_dim, 1);
+  ROOFTILE_CHECK_KIND(not_supported, c.head_dim <= max_head_dim, op, ": head_dim must be 1 to ", max_head_dim, ", got ", c.head_dim);
   c.max_rows = count("max_rows", s.max_rows, 0);
   c.max_pages = count("max_pages", s.max_pages, 0);
   ROOFTILE_CHECK(c.page_size == 16 || c.page_size == 32 || c.page_size == 64 || c.page_size == 128, op,
@@ -305,6 +300,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
                .head_stride = bytes_between(t, 2),
                .token_stride = bytes_between(t, 1)};
     }
+    check::check_apart(op, "v_pool", a.v_pool, "k_pool", a.k_pool);
     c.device = a.k_pool.device;
   } else {
     const TensorView& t = a.pool;
@@ -358,11 +354,14 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
         ROOFTILE_CHECK(t->shape[i] <= 1 || t->stride[i] == contiguous, op, ": ", argument,
                        " must be contiguous, got stride ", t->stride[i], " in dimension ", i);
     }
+    check::check_apart(op, "ring_v", a.ring_v, "ring_k", a.ring_k);
     c.ring_k = a.ring_k.as<std::byte>();
     c.ring_v = a.ring_v.as<std::byte>();
     check_table(op, "raw_from", a.raw_from, {c.max_rows}, "[max_rows]", c.device);
     c.raw_from = a.raw_from.as<std::int32_t>();
   }
+  ROOFTILE_CHECK_KIND(type, a.fault.given() || c.device.type == DeviceType::cpu, op, ": fault must be given for a cache on ",
+                      name(c.device), ", got None");
   if (a.fault.given()) {
     Arg(op, "fault", a.fault).dtype({DType::i32}).shape({1}, "[1]").device({}, "the host").writable();
     ROOFTILE_CHECK(c.device.type != DeviceType::cpu, op, ": fault belongs to caches on a GPU, the pool is on ", name(c.device));
@@ -375,6 +374,7 @@ namespace check {
 
 void check_append(const char* op, const KvCacheView& c, const TensorView& k, const TensorView& v) {
   Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4);
+  check_sequences(op, "k", k);
   Arg(op, "k", k)
       .shape({k.shape[0], k.shape[1], c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]")
       .device(c.device, "the cache");
@@ -439,10 +439,12 @@ void kv_truncate(const Context& ctx, const KvCacheView& cache, TensorView rows, 
   const KvCacheView& c = host.view;
   const Ints row_list = Ints::up_to(c.max_rows, "rows", op, "rows", rows);
   const Ints length_list(op, "lengths", lengths, row_list.size(), "[rows]");
+  std::vector<bool> seen(static_cast<std::size_t>(c.max_rows));
   for (std::int64_t i = 0; i < row_list.size(); ++i) {
     const std::int64_t row = row_list[i], to = length_list[i];
     check_row(op, "rows", c, row);
-    for (std::int64_t j = 0; j < i; ++j) ROOFTILE_CHECK(row_list[j] != row, op, ": rows names row ", row, " twice");
+    ROOFTILE_CHECK(!seen[static_cast<std::size_t>(row)], op, ": rows names row ", row, " twice");
+    seen[static_cast<std::size_t>(row)] = true;
     const std::int64_t from = length_of(op, c, row);
     ROOFTILE_CHECK(to >= 0 && to <= from, op, ": lengths must lie in [0, ", from, "] for row ", row, ", which holds ",
                    from, " tokens, got ", to);
@@ -621,6 +623,7 @@ void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64
         .given()
         .dtype({DType::f32})
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
+        .device({}, "the host")
         .writable();
   Parallel(ctx.threads).run(std::int64_t{c.kv_heads} * 2, [&](std::int64_t task, int) {
     const Reader reader{c, row, task / 2, task % 2 ? KvSide::v : KvSide::k};
@@ -645,6 +648,7 @@ void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out
         .given()
         .dtype({DType::i8})
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
+        .device({}, "the host")
         .writable();
   for (const auto& [side, out] : {std::pair{KvSide::k, &out_k}, {KvSide::v, &out_v}})
     for (std::int64_t head = 0; head < c.kv_heads; ++head)
@@ -667,6 +671,7 @@ void kv_dump_scales(const Context&, const KvCacheView& c, int row, KvSide side, 
       .given()
       .dtype({DType::f32})
       .shape({tokens / step, c.kv_heads, width}, "[groups, kv_heads, channels]")
+      .device({}, "the host")
       .writable();
   for (std::int64_t i = 0; i < tokens / step; ++i)
     for (std::int64_t head = 0; head < c.kv_heads; ++head)

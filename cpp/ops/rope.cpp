@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstddef>
 #include <memory>
-#include <utility>
 
 #include "cpu/element.h"
 #include "kernels/backend.h"
 #include "ops/append.h"
 #include "ops/check.h"
-#include "ops/kv_append.h"
 #include "rooftile/fused.h"
 
 namespace rooftile {
@@ -88,9 +86,8 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
                                           {"rows", rows}, {"counts", counts}});
   // before memory is made by what k says
   Arg(op, "k", k).shape({k.shape[0], k.shape[1], cache.kv_heads, cache.head_dim}, "[batch, tokens, kv_heads, head_dim]");
+  ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ", describe(q));
   if (check::on_gpu(ctx)) {
-    for (const auto& [argument, t] : {std::pair{"k", &k}, {"v", &v}}) check::check_apart(op, "q_out", q_out, argument, *t);
-    ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ", describe(q));
     gpu::AppendArgs a = check::gpu_append(op, ctx, cache, k, v, rows, counts);
     a.q = q;
     a.q_out = q_out;

@@ -24,9 +24,10 @@ struct Shape {
 
 // argument: which one of the op says N and K.
 Shape check_shape(const char* op, const char* argument, std::int64_t n, std::int64_t k, int group) {
-  ROOFTILE_CHECK(n >= 0, op, ": ", argument, " must have N rows, at least 0, got N = ", n);
-  ROOFTILE_CHECK(k > 0 && k % 2 == 0, op, ": ", argument, " must have an even number of columns K, at least 2 (two codes a "
-                 "byte), got K = ", k);
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  ROOFTILE_CHECK(n >= 0 && n <= most, op, ": ", argument, " must have N rows, 0 to ", most, ", got N = ", n);
+  ROOFTILE_CHECK(k > 0 && k <= most && k % 2 == 0, op, ": ", argument, " must have an even number of columns K, 2 to ", most,
+                 " (two codes a byte), got K = ", k);
   ROOFTILE_CHECK(group == 32 || group == 64 || group == 128 || group == k, op,
                  ": group_size must be 32, 64, 128 or K = ", k, ", got ", group);
   ROOFTILE_CHECK(k % group == 0, op, ": group_size = ", group, " must divide ", argument, "'s K = ", k);
@@ -45,8 +46,8 @@ void check_offsets(const char* op, const char* argument, const TensorView& t, W4
 Shape check_canonical(const char* op, const TensorView& codes, const TensorView& scales, const TensorView& offsets,
                       W4Zeros zeros, int group, const char* offsets_name) {
   Arg(op, "codes", codes).given().dtype({DType::u8}).ndim(2, 2);
-  ROOFTILE_CHECK(codes.shape[1] <= std::numeric_limits<std::int32_t>::max(), op, ": codes must be [N, K / 2], got ",
-                 describe(codes));
+  ROOFTILE_CHECK(codes.shape[1] <= std::numeric_limits<std::int32_t>::max() / 2, op, ": codes must be [N, K / 2] with K below "
+                 "2**31, got ", describe(codes));
   const Shape s = check_shape(op, "codes", codes.shape[0], codes.shape[1] * 2, group);
   Arg(op, "scales", scales).given().dtype({DType::f16, DType::bf16}).shape({s.n, s.groups}, "[N, K / group_size]")
       .device(codes.device, "codes");
@@ -77,7 +78,7 @@ void check_kernel_form(const char* op, const W4Sizes& sizes, const TensorView& c
 template <class T>
 T& at(const TensorView& t, std::int64_t i, std::int64_t j) { return t.as<T>()[i * t.stride[0] + j * t.stride[1]]; }
 
-// Calls f(row of scales in the tensor's own element type): what is moved is bits.
+// Calls f with a zero of the offsets' width, uint8_t or uint16_t: what is moved is bits.
 template <class F>
 void with_offset_element(W4Zeros zeros, F&& f) {
   if (zeros == W4Zeros::integer) return f(std::uint8_t{});

@@ -67,17 +67,19 @@ TypeFacts find_facts(PyTypeObject* type) {
   return facts;
 }
 
-// The few types a process passes to us, newest first. Guarded by the GIL.
-const TypeFacts& facts_of(nb::handle h) {
+// The few types a process passes to us, newest first. Guarded by the GIL, which a caller may let go of: it gets a copy.
+TypeFacts facts_of(nb::handle h) {
   static TypeFacts known[8];
   PyTypeObject* type = Py_TYPE(h.ptr());
   for (const TypeFacts& f : known)
     if (f.type == type) return f;
-  TypeFacts facts = find_facts(type);
+  const TypeFacts facts = find_facts(type);
   Py_INCREF(reinterpret_cast<PyObject*>(type));   // so that the address stays this type's
-  if (known[7].type) Py_DECREF(reinterpret_cast<PyObject*>(known[7].type));
+  PyTypeObject* const oldest = known[7].type;
   std::memmove(known + 1, known, sizeof known - sizeof *known);
-  return known[0] = facts;
+  known[0] = facts;
+  Py_XDECREF(reinterpret_cast<PyObject*>(oldest));   // last: the end of a type may run Python
+  return facts;
 }
 
 bool grad_mode_on() {
@@ -145,7 +147,7 @@ TensorView Args::in(nb::handle h, const char* argument) { return convert(h, argu
 TensorView Args::out(nb::handle h, const char* argument) { return convert(h, argument, true); }
 
 TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
-  const TypeFacts& facts = facts_of(h);
+  const TypeFacts facts = facts_of(h);
   if (facts.torch_subclass)
     refuse(ErrorKind::type, op_, argument, "is a " + python_type(h) + ", which holds no memory of its own kind; expected a plain torch.Tensor");
   if (facts.torch) {
@@ -245,14 +247,15 @@ void Args::lend(Context& ctx, nb::handle workspace) {
   const TensorView t = out(workspace, "workspace");
   if (t.dtype != DType::u8 || t.ndim != 1 || (t.shape[0] > 1 && t.stride[0] != 1) || t.device != ctx.device)
     refuse(ErrorKind::value, op_, "workspace", "must be contiguous uint8 [bytes] on " + name(ctx.device) + ", got " + describe(t));
+  if (reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0)
+    refuse(ErrorKind::value, op_, "workspace", "must start at a multiple of 16 bytes (" + describe(t) + ")");
   ctx.workspace = t.data;
   ctx.workspace_bytes = static_cast<std::size_t>(t.shape[0]);
 }
 
-Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan, int threads) {
+Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan) {
   Context ctx;
   ctx.device = first.device;
-  ctx.threads = threads;
   if (!plan.is_none()) ctx.variant = text(plan, "plan");
   if (!stream.is_none()) {
     ctx.stream = reinterpret_cast<void*>(integer(stream, "stream"));

@@ -37,8 +37,8 @@ class Args {
   const char* op() const { return op_; }
 
   // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
-  // plan: None or a variant's name. threads: 0 for the default.
-  Context context(const TensorView& first, nb::handle stream, nb::handle plan, int threads = 0);
+  // plan: None or a variant's name.
+  Context context(const TensorView& first, nb::handle stream, nb::handle plan);
   // Lends `workspace`, a contiguous uint8 tensor on the call's device or None, to the call.
   void lend(Context& ctx, nb::handle workspace);
 

@@ -9,9 +9,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 "$python" -m pip install -q --disable-pip-version-check "scikit-build-core>=1.1"
+touch "$work/start"
 "$python" -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w "$work" \
   -C build-dir=build/cuda -C cmake.define.ROOFTILE_CUDA=ON -C cmake.define.ROOFTILE_INPLACE=OFF \
   -C cmake.define.Python_EXECUTABLE="$python" .
+again=$(find build/cuda -name '*.cu.o' -newer "$work/start")
+[ -z "$again" ] || { printf 'compiled a second time:\n%s\n' "$again"; exit 1; }
 wheel=$(ls "$work"/rooftile-*.whl)
 bytes=$(stat -c %s "$wheel")
 [ "$bytes" -le $((40 << 20)) ] || { echo "$wheel has $bytes bytes, more than 40 MB"; exit 1; }

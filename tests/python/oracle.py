@@ -70,11 +70,11 @@ def _f32(x):
     return np.asarray(x, np.float32)
 
 
-def _stored_scale(scale, positive, dtype):
-    """A float32 scale as it is stored: a positive one never rounds to 0, a large one never to infinity."""
+def _stored_scale(scale, positive, dtype, largest=None):
+    """A float32 scale as stored: a positive one never rounds to 0, a large one becomes `largest` (of its type)."""
     stored = round_to(scale, dtype)
     stored = np.where(positive & (stored == 0), SMALLEST[dtype], stored)
-    return np.where(np.isposinf(stored), LARGEST[dtype], stored)
+    return np.minimum(stored, LARGEST[dtype] if largest is None else largest)
 
 
 def quantize_symmetric(x, axis, qmax, dtype):
@@ -96,7 +96,8 @@ def quantize_affine(x, axis, dtype):
         ok = np.isfinite(x).all(axis=axis, keepdims=True)
         low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
         minimum = np.clip(round_to(low, dtype), -LARGEST[dtype], LARGEST[dtype])
-        scale = _stored_scale(_f32(high - low) / np.float32(15), high > low, dtype)
+        largest = 17 * 2.0**120 if dtype == "bfloat16" else None  # the last bfloat16 of which 15 are finite
+        scale = _stored_scale(_f32(high - low) / np.float32(15), high > low, dtype, largest)
         above = _f32(x - _f32(minimum))
         ratio = np.where(scale > 0, above / np.where(scale > 0, _f32(scale), np.float32(1)), np.float32(0))
         codes = np.where(ok, np.clip(np.rint(ratio), 0, 15), 0)

@@ -265,6 +265,7 @@ def test_rope_append_that_fails_writes_nothing():
         ({"positions": bad}, "positions must lie in"),
         ({"v": v[:, :59]}, "v must have"),
         ({"k": k[..., :1]}, "head_dim >= 16"),
+        ({name: torch.randn(1, 60, 4, 32) for name in ("q", "q_out")}, "q must have the cache's head_dim 16"),
         ({"counts": [61]}, "counts must lie in"),
         ({"cache": None}, "cache"),
         ({"q_out": q[:, :, :2]}, "q_out must have q's shape"),

@@ -364,6 +364,7 @@ def test_extreme_ranges(format, dtype, plan):
         x[:32, :, :8] *= largest / 8
         x[32:, :, 8:16] *= 2.0**-20
         x[40] *= oracle.SMALLEST[oracle.scale_dtype(dtype)]
+        x[:2, 0, 0] = x[2, 0, :2] = -0.9 * largest, 0.9 * largest  # further apart than the largest value
         x[:] = np.clip(oracle.round_to(x, dtype), -largest, largest)
     cache = contiguous(format, dtype, 1, 64)
     cache.append(*tensors(k, v, dtype), plan=plan)
@@ -371,6 +372,7 @@ def test_extreme_ranges(format, dtype, plan):
     for name, exact in vars(oracle.encode(k, v, format, dtype)).items():
         if exact is not None:
             np.testing.assert_array_equal(dump[name].astype(np.float64), exact, err_msg=name)
+    assert all(torch.isfinite(x).all() for x in cache.dequantize(0, at=64))
 
 
 @quantised_kinds
@@ -569,6 +571,17 @@ def test_a_model_changes_all_layers_or_none():
     for wrong in ({0: "int8"}, {"default": "int8", 4: "fp32"}):
         with pytest.raises(rt.ArgumentError, match="format"):
             rt.ModelKVCache(4, 1, 10, 1, 64, format=wrong)
+
+
+@pytest.mark.parametrize("name", ("rows", "counts"))
+def test_lists_may_lie_in_the_lengths_that_a_call_writes(name):
+    cache = rt.KVCache(2, 64, 1, 8, format="fp32")
+    k = torch.arange(16.0).reshape(2, 1, 1, 8)
+    cache.append(k[:1], k[:1], rows=[0])
+    cache.append(k, k, **{name: cache.seq_lens})  # rows 1 and 0, or one token and none
+    assert cache.lengths == ([2, 1] if name == "rows" else [2, 0])
+    if name == "rows":
+        assert torch.equal(cache.dequantize(0)[0][1], k[1, 0]) and torch.equal(cache.dequantize(1)[0][0], k[0, 0])
 
 
 def test_more_rows_than_the_cache_has_are_refused_unread():

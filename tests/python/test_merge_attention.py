@@ -99,6 +99,7 @@ def test_nothing_to_do():
     [
         (0, torch.zeros(8), rt.ArgumentError, "out_a"),
         (0, torch.zeros(3, 4, 8, dtype=torch.int32), rt.ArgumentTypeError, "out_a"),
+        (0, torch.zeros(3, 4, 0), rt.ArgumentError, "out_a must have a head_dim"),
         (1, torch.zeros(3, 5), rt.ArgumentError, "lse_a"),
         (1, torch.zeros(3, 4, dtype=torch.float16), rt.ArgumentTypeError, "lse_a"),
         (2, torch.zeros(3, 4, 9), rt.ArgumentError, "out_b"),

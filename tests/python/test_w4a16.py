@@ -335,6 +335,23 @@ def test_quantize_is_the_documented_rounding(n, k, group, zeros, dtype):
     assert torch.equal(rt.W4Weight.quantize(strided, group_size=group, zeros=zeros).codes, w.codes)
 
 
+@pytest.mark.parametrize("zeros", [None, "minima"])
+def test_quantize_of_what_is_finite_is_finite(zeros, dtype):
+    """Also where the distance from least to greatest is not."""
+    x = np.zeros((2, 32))
+    x[0, :3] = np.array([-0.9, 0.9, 0.3]) * oracle.LARGEST[dtype]
+    x[1, :2] = 0.996 * oracle.LARGEST[dtype], 0
+    x = oracle.round_to(x, dtype)
+    w = rt.W4Weight.quantize(cases.tensor(x, dtype), group_size=32, zeros=zeros)
+    codes, scales, minima = oracle.w4_quantize(x, 32, zeros or "symmetric", oracle.scale_dtype(dtype))
+    got = w.unpack()
+    assert np.array_equal(got[0].numpy(), codes)
+    closeness.assert_exact(got[1], scales)
+    if zeros:
+        closeness.assert_exact(got[2], minima)
+    assert torch.isfinite(w.dequantize("float32")).all()
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1"])
 def test_gguf_blocks_are_imported_without_loss(name):
     ggml_type = getattr(gguf.GGMLQuantizationType, name)

@@ -143,15 +143,7 @@ void merge_attention(const Parallel& parallel, const TensorView& out_a, const Te
                      const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
   parallel.run(out.rows(), [&](std::int64_t row, int) {
     // lse has one dimension less than out, so its elements are out's rows in the same order
-    const auto at = [row](const TensorView& t) {
-      std::int64_t offset = 0, rest = row;
-      for (int i = t.ndim - 1; i >= 0; --i) {
-        offset += rest % t.shape[i] * t.stride[i];
-        rest /= t.shape[i];
-      }
-      return offset;
-    };
-    const double a = read(lse_a, at(lse_a)), b = read(lse_b, at(lse_b));
+    const double a = read(lse_a, element_offset(lse_a, row)), b = read(lse_b, element_offset(lse_b, row));
     const double top = a > b || std::isnan(a) ? a : b;
     const double total = std::exp(a - top) + std::exp(b - top);
     for (std::int64_t d = 0; d < out.last(); ++d) {
@@ -163,7 +155,7 @@ void merge_attention(const Parallel& parallel, const TensorView& out_a, const Te
       write(out, out.row_offset(row) + d * out.last_stride(), static_cast<float>(o));
     }
     if (lse.given())
-      write(lse, at(lse), static_cast<float>(top == -infinity ? top : a == -infinity ? b : b == -infinity ? a : top + std::log(total)));
+      write(lse, element_offset(lse, row), static_cast<float>(top == -infinity ? top : a == -infinity ? b : b == -infinity ? a : top + std::log(total)));
   });
 }
 

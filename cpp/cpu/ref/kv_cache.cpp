@@ -63,6 +63,7 @@ struct Target {
     const float top = static_cast<float>(affine ? 15 : qmax(c.format)), bottom = affine ? 0 : -top;
     float scale = width / top;
     if (width > 0 && scale < smallest_scale(stored)) scale = smallest_scale(stored);
+    if (scale > kv_largest_scale(c.format, stored)) scale = kv_largest_scale(c.format, stored);
     scale = put_scale(stored, in_page(plane, plane.scale, token), index, finite ? scale : nan);
     float minimum = 0;
     if (affine)   // + 0: a group of zeros of both signs has minimum +0

@@ -98,8 +98,6 @@ class Decode {
   std::byte* rooms_ = nullptr;
 };
 
-std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
-
 Decode::Decode(const Parallel& parallel, const DecodeArgs& a)
     : parallel_(parallel),
       a_(a),
@@ -121,11 +119,7 @@ std::size_t Decode::room_bytes() const {
 }
 
 Room Decode::room(int thread) const {
-  std::byte* at = rooms_ + static_cast<std::size_t>(thread) * room_bytes();
-  const auto take = [&](auto*& p, std::int64_t count) {
-    p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
-    at += aligned(static_cast<std::size_t>(count) * sizeof *p);
-  };
+  Cut take{rooms_ + static_cast<std::size_t>(thread) * room_bytes()};
   Room r;
   take(r.q, rows_ * width_);
   take(r.q_paired, rows_ * width_);
@@ -430,24 +424,9 @@ void Decode::finish(const Unit& u, Room& r) const {
   for (std::int64_t i = 0; i < u.queries; ++i)
     for (std::int64_t g = 0; g < group_; ++g) {
       const std::int64_t row = i * group_ + g, h = u.head * group_ + g, t = u.first_query + i;
-      float* acc = r.total + row * width_;
-      SoftmaxState state = r.total_state[row];
-      const bool saw = !(state.sum == 0);
-      float kept = 1.0f;
-      if (a_.logits.sinks && i < u.real) {
-        const float sink = read(*a_.logits.sinks, h * a_.logits.sinks->stride[0]);
-        const float top = state.top > sink ? state.top : sink;
-        if (top != minus_infinity) {
-          kept = ::expf(state.top - top);
-          state = {top, state.sum * kept + ::expf(sink - top)};
-        }
-      }
-      for (int d = 0; d < width_; d += lanes) store(acc + d, saw ? load(acc + d) * kept / state.sum : F32{});
-      scatter_row(acc, cache_.head_dim, a_.out,
-                  u.batch * a_.out.stride[0] + t * a_.out.stride[1] + h * a_.out.stride[2], a_.out.stride[3]);
-      if (a_.lse.given())
-        a_.lse.as<float>()[u.batch * a_.lse.stride[0] + t * a_.lse.stride[1] + h * a_.lse.stride[2]] =
-            state.sum == 0 ? minus_infinity : state.top + ::logf(state.sum);
+      finish_row(a_.logits, i < u.real, h, r.total_state[row], r.total + row * width_, cache_.head_dim, width_, a_.out,
+                 u.batch * a_.out.stride[0] + t * a_.out.stride[1] + h * a_.out.stride[2], a_.lse,
+                 u.batch * a_.lse.stride[0] + t * a_.lse.stride[1] + h * a_.lse.stride[2]);
     }
 }
 

@@ -51,6 +51,8 @@ ROOFTILE_INLINE void with_rows(int rows, const F& f) {
     default: return f(std::integral_constant<int, 4>{});
   }
 }
+
+// with_element for functions that are always inline: a shared template is baseline code and cannot inline them.
 template <class F>
 ROOFTILE_INLINE void with_token_type(DType t, const F& f) {
   switch (t) {
@@ -260,5 +262,36 @@ ROOFTILE_INLINE SoftmaxState exponentiate(float* s, int first, int last, float a
   state.sum = rooftile::cpu::ROOFTILE_ISA::sum(total);
   return state;
 }
+
+// Writes one row of out and lse: acc, the weighted values, over the softmax's sum, to which a real query's sink belongs.
+ROOFTILE_INLINE void finish_row(const LogitParams& p, bool real, std::int64_t head, SoftmaxState state, float* acc, int dim,
+                                int width, const TensorView& out, std::int64_t out_offset, const TensorView& lse,
+                                std::int64_t lse_offset) {
+  const bool saw = !(state.sum == 0);
+  float kept = 1.0f;
+  if (p.sinks && real) {
+    const float sink = read(*p.sinks, head * p.sinks->stride[0]);
+    const float top = state.top > sink ? state.top : sink;
+    if (top != minus_infinity) {
+      kept = ::expf(state.top - top);
+      state = {top, state.sum * kept + ::expf(sink - top)};
+    }
+  }
+  for (int d = 0; d < width; d += lanes) store(acc + d, saw ? load(acc + d) * kept / state.sum : F32{});
+  scatter_row(acc, dim, out, out_offset, out.last_stride());
+  if (lse.given()) lse.as<float>()[lse_offset] = state.sum == 0 ? minus_infinity : state.top + ::logf(state.sum);
+}
+
+// ---- a thread's arrays, cut from scratch memory at cache lines ----
+
+ROOFTILE_INLINE std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+struct Cut {
+  std::byte* at;
+  template <class T>
+  void operator()(T*& array, std::int64_t count) {
+    array = reinterpret_cast<T*>(at);
+    at += aligned(static_cast<std::size_t>(count) * sizeof(T));
+  }
+};
 
 }  // namespace rooftile::cpu::ROOFTILE_ISA

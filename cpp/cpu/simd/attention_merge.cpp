@@ -14,19 +14,6 @@
 #include "cpu/simd/attention_math.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
-namespace {
-
-// Element `row` of lse [..., H], counted as the rows of out [..., H, D].
-std::int64_t element_offset(const TensorView& t, std::int64_t row) {
-  std::int64_t offset = 0;
-  for (int i = t.ndim - 1; i >= 0; --i) {
-    offset += row % t.shape[i] * t.stride[i];
-    row /= t.shape[i];
-  }
-  return offset;
-}
-
-}  // namespace
 
 void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
                      const TensorView& lse_b, const TensorView& out, const TensorView& lse) {

@@ -7,6 +7,7 @@
 // Cost: 4 * S^2 * D * Hq flop (half of it when causal): the multiply-add units are the roof.
 // Blocks start at multiples of 64 tokens of the cache and of k, so a row's bits depend on its own keys alone. Where a
 // block holds a NaN or an infinity, each row takes only the tokens it sees.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -41,8 +42,6 @@ struct Room {
   std::int64_t* position;    // [rows]
   float* slope;              // [rows] of ALiBi, or 0
 };
-
-std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // to [16][to_stride] = from [16][from_stride] transposed.
 ROOFTILE_INLINE void transpose16(const float* from, int from_stride, float* to, int to_stride) {
@@ -91,16 +90,18 @@ class Prefill {
         rows_(queries_ * group_) {}
 
   void run() {
-    std::int64_t most = 0;
-    for (std::int64_t b = 0; b < a_.batch; ++b) most = a_.sequences[b].queries > most ? a_.sequences[b].queries : most;
-    const std::int64_t tiles = (most + queries_ - 1) / queries_;
+    const Scratch ends_room(static_cast<std::size_t>(a_.batch) * sizeof(std::int64_t));
+    auto* ends = reinterpret_cast<std::int64_t*>(ends_room.data());   // [batch] tiles of the sequences up to and with each
+    std::int64_t tiles = 0;
+    for (std::int64_t b = 0; b < a_.batch; ++b) ends[b] = tiles += (a_.sequences[b].queries + queries_ - 1) / queries_;
     const Scratch scratch(static_cast<std::size_t>(parallel_.threads()) * room_bytes());
     rooms_ = scratch.data();
     // The last tiles of a causal sequence see the most keys: they go first.
-    parallel_.run(tiles * a_.batch * kv_heads_, [&](std::int64_t i, int thread) {
-      const PrefillSequence& s = a_.sequences[i / kv_heads_ % a_.batch];
-      const std::int64_t first = (tiles - 1 - i / kv_heads_ / a_.batch) * queries_;
-      if (first < s.queries) task(s, i % kv_heads_, first, s.queries - first < queries_ ? s.queries - first : queries_, thread);
+    parallel_.run(tiles * kv_heads_, [&](std::int64_t i, int thread) {
+      const std::int64_t b = std::upper_bound(ends, ends + a_.batch, i / kv_heads_) - ends;
+      const PrefillSequence& s = a_.sequences[b];
+      const std::int64_t first = (ends[b] - 1 - i / kv_heads_) * queries_;
+      task(s, i % kv_heads_, first, s.queries - first < queries_ ? s.queries - first : queries_, thread);
     });
   }
 
@@ -118,11 +119,7 @@ class Prefill {
                    rows * (sizeof(SoftmaxState) + 3 * sizeof(std::int64_t) + sizeof(float)) + arrays * 64);
   }
   Room room(int thread) const {
-    std::byte* at = rooms_ + static_cast<std::size_t>(thread) * room_bytes();
-    const auto take = [&](auto*& p, std::int64_t count) {
-      p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
-      at += aligned(static_cast<std::size_t>(count) * sizeof *p);
-    };
+    Cut take{rooms_ + static_cast<std::size_t>(thread) * room_bytes()};
     Room r;
     take(r.q, rows_ * width_);
     take(r.acc, rows_ * width_);
@@ -297,23 +294,9 @@ void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t fir
 
   for (int i = 0; i < rows; ++i) {
     const std::int64_t query = first_query + i / group_, h = head * group_ + i % group_;
-    float* acc = r.acc + i * width_;
-    SoftmaxState state = r.state[i];
-    const bool saw = !(state.sum == 0);
-    float kept = 1.0f;
-    if (a_.logits.sinks && query < s.real) {
-      const float sink = read(*a_.logits.sinks, h * a_.logits.sinks->stride[0]);
-      const float top = state.top > sink ? state.top : sink;
-      if (top != minus_infinity) {
-        kept = ::expf(state.top - top);
-        state = {top, state.sum * kept + ::expf(sink - top)};
-      }
-    }
-    for (int d = 0; d < width_; d += lanes) store(acc + d, saw ? load(acc + d) * kept / state.sum : F32{});
-    scatter_row(acc, dim_, a_.out, s.out + query * a_.out.stride[0] + h * a_.out.stride[1], a_.out.stride[2]);
-    if (a_.lse.given())
-      a_.lse.as<float>()[s.lse + query * a_.lse.stride[0] + h * a_.lse.stride[1]] =
-          state.sum == 0 ? minus_infinity : state.top + ::logf(state.sum);
+    finish_row(a_.logits, query < s.real, h, r.state[i], r.acc + i * width_, dim_, width_, a_.out,
+               s.out + query * a_.out.stride[0] + h * a_.out.stride[1], a_.lse,
+               s.lse + query * a_.lse.stride[0] + h * a_.lse.stride[1]);
   }
 }
 

@@ -29,12 +29,7 @@ constexpr std::int64_t serial_below = 1 << 14;   // values: fewer are stored soo
 template <class Scale>
 constexpr float smallest_scale = std::is_same_v<Scale, BFloat16> ? 0x1p-133f : 0x1p-24f;   // subnormal
 template <class Scale>
-constexpr float largest_scale = std::is_same_v<Scale, BFloat16> ? 0x1.fep+127f : 65504.0f;
-
-ROOFTILE_INLINE F32 clamp(F32 x, float low, float high) {
-  x = x < low ? splat(low) : x;
-  return x > high ? splat(high) : x;
-}
+constexpr float largest_minimum = std::is_same_v<Scale, BFloat16> ? 0x1.fep+127f : 65504.0f;
 
 // ---- sixteen groups, one a lane ----
 
@@ -55,8 +50,7 @@ struct Range {
       low = x < low ? x : low;
       high = x > high ? x : high;
     } else {
-      const F32 magnitude = (F32)((I32)x & 0x7fffffff);
-      high = magnitude > high ? magnitude : high;
+      high = vmax(magnitude(x), high);
     }
   }
 
@@ -83,11 +77,12 @@ struct Grid {
   static __attribute__((always_inline)) Grid make(const Range<f>& r, Scale* scales, Scale* minima, int n) {
     const F32 nan = splat(std::numeric_limits<float>::quiet_NaN());
     const F32 width = has_min(f) ? r.high - r.low : r.high;
-    F32 scale = clamp(width / top, smallest_scale<Scale>, largest_scale<Scale>);
+    constexpr float largest = kv_largest_scale(f, std::is_same_v<Scale, BFloat16> ? DType::bf16 : DType::f16);
+    F32 scale = clamp(width / top, smallest_scale<Scale>, largest);
     scale = width > 0.0f ? scale : F32{};
     Grid g{stored(r.broken ? nan : scale, scales, n), F32{}};
     if constexpr (has_min(f)) {   // + 0: a group of zeros of both signs has minimum +0
-      const F32 minimum = clamp(r.low + 0.0f, -largest_scale<Scale>, largest_scale<Scale>);
+      const F32 minimum = clamp(r.low + 0.0f, -largest_minimum<Scale>, largest_minimum<Scale>);
       g.minimum = stored(r.broken ? nan : minimum, minima, n);
     }
     return g;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a call runs. Passed to every op; the library keeps no state of its own.
+// Where a call runs. Passed to every op; between calls the library keeps CPU threads that wait and what it found out
+// about the machine, nothing else.
 #pragma once
 
 #include <cstddef>

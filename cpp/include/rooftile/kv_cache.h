@@ -16,7 +16,7 @@ inline constexpr int kv_format_count = 7;
 const char* name(KvFormat f);                       // "int4-kivi"
 KvFormat kv_format_from_name(const char* op, const char* text);   // throws a value error that lists the formats
 
-// Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima.
+// Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima. head_dim 1 to 512.
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim);
 
 // What a kernel may find wrong in arrays that the host does not read.
