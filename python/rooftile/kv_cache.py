@@ -9,6 +9,7 @@ import contextlib
 import copy
 import operator
 import sys
+from array import array as c_array
 
 import numpy as np
 
@@ -122,7 +123,7 @@ def ints(op, name, values, device="cpu"):
         return None
     if not hasattr(values, "__dlpack__"):
         try:
-            values = np.array([operator.index(v) for v in values], np.int32)
+            values = np.array(c_array("i", list(values)))  # which never narrows, as NumPy below 2 does
         except OverflowError:
             raise ArgumentError(f"{op}: {name} does not fit 32 bits: {values}") from None
         except TypeError:

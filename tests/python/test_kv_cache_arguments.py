@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How rows, counts and lengths that are lists reach the kernels."""
+
+import numpy as np
+import pytest
+import rooftile as rt
+import torch
+from rooftile.kv_cache import ints
+
+
+@pytest.mark.parametrize("value", (2**31, 2**32, -(2**32), 2**63, 2**70))
+def test_a_list_is_never_narrowed(value, count_bad_input):
+    """NumPy below 2 wraps where it narrows: 2**32 would be row 0."""
+    cache = rt.KVCache(2, 64, 1, 16, format="fp32")
+    k = torch.ones(1, 1, 1, 16)
+    for name, call in (
+        ("rows", lambda: cache.append(k, k, rows=[value])),
+        ("counts", lambda: cache.append(k, k, counts=[value])),
+        ("lengths", lambda: cache.truncate([0], [value])),
+    ):
+        with pytest.raises(rt.ArgumentError, match=f"{name} does not fit 32 bits: \\[{value}\\]"):
+            call()
+    assert cache.lengths == [0, 0]
+    count_bad_input(3)
+
+
+def test_what_a_list_may_hold():
+    class Two:
+        def __index__(self):
+            return 2
+
+    for values in ([1, np.int64(7), Two(), True], (1, 7, 2, 1), range(3), []):
+        array = ints("append", "rows", values)
+        assert array.dtype == np.int32 and array.tolist() == [int(v) if not isinstance(v, Two) else 2 for v in values]
+    for wrong in ([1.0], ["1"], [None], "12", 3, object()):
+        with pytest.raises(rt.ArgumentTypeError, match="rows must be a list of integers or an int32 array"):
+            ints("append", "rows", wrong)
