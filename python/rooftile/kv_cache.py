@@ -131,7 +131,12 @@ def ints(op, name, values, device="cpu"):
                 f"{op}: {name} must be a list of integers or an int32 array, got {values!r}"
             ) from None
     if device != "cpu" and isinstance(values, np.ndarray):
-        return sys.modules["torch"].from_numpy(np.array(values)).to(device, non_blocking=True)
+        torch = sys.modules["torch"]
+        if torch.cuda.is_current_stream_capturing():  # a replay would copy from memory that is gone
+            raise ArgumentError(
+                f"{op}: {name} must be an int32 tensor on {device} while a graph is captured, got {values.tolist()}"
+            )
+        return torch.from_numpy(np.array(values)).to(device, non_blocking=True)
     return values
 
 

@@ -35,3 +35,14 @@ def test_what_a_list_may_hold():
     for wrong in ([1.0], ["1"], [None], "12", 3, object()):
         with pytest.raises(rt.ArgumentTypeError, match="rows must be a list of integers or an int32 array"):
             ints("append", "rows", wrong)
+
+
+@pytest.mark.parametrize("rows", ([0], (0,), np.zeros(1, np.int32)))
+def test_a_graph_cannot_capture_numbers_of_the_host(rows, monkeypatch):
+    """A capture would keep the address of memory that is gone when the graph is replayed."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(rt.ArgumentError, match="rows must be an int32 tensor on cuda:1 while a graph is captured, got"):
+        ints("append", "rows", rows, "cuda:1")
+    assert ints("append", "rows", None, "cuda:1") is None
+    on_device = torch.zeros(1, dtype=torch.int32)  # stands for a tensor there
+    assert ints("append", "rows", on_device, "cuda:1") is on_device
