@@ -62,8 +62,9 @@ _CACHE = (
 _CACHE_PARTS = _CACHE.count(",") + 1  # Cache.flat()
 
 
-# The same for ops that store: what an append writes. K and V of an element format are two views of one pool.
-_WRITTEN = ("pool", "k_pool", "v_pool", "lengths", "ring_k", "ring_v", "raw_from", "fault")
+# The same for ops that store: what an append writes. K and V of an element format are two views of one pool. Not the
+# word of faults: what is written a graph may hand over as a clone, and the kernels' word is one place in memory.
+_WRITTEN = ("pool", "k_pool", "v_pool", "lengths", "ring_k", "ring_v", "raw_from")
 
 
 def _written_cache():

@@ -227,3 +227,11 @@ def test_a_paged_cache_says_why_it_is_not_traced():
     k = torch.randn(1, 1, 1, 64)
     with pytest.raises(Exception, match="takes its pages on the host"):
         torch.compile(lambda k: cache.append(k, k), fullgraph=True, backend="eager")(k)
+
+
+@pytest.mark.parametrize("name", torch_ops.STORING)
+def test_no_graph_copies_the_word_of_faults(name):
+    """What a schema calls written a graph may hand over as a clone: the kernels would report to a word nobody reads."""
+    schema = getattr(torch.ops.rooftile, name).default._schema
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    assert {"pool", "lengths"} <= written and "fault" not in written
