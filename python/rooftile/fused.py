@@ -13,6 +13,7 @@ from rooftile import _C
 from rooftile._arrays import compiling, empty, ran, torch_op, torch_store
 from rooftile.errors import NotSupportedError
 from rooftile.kv_cache import Cache, ints
+from rooftile.kv_pages import Pages
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
@@ -107,16 +108,13 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     if compiling():
         if q_out is not None:
             raise NotSupportedError("rope_append: q_out cannot be given under torch.compile")
-        cache.check_traced("rope_append")
         return torch_store("rope_append", (q, k, v, cos, sin, positions), cache, rows, counts, stream, plan)
     if q_out is None:
         q_out = empty(q)
     op = "rope_append"
     rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
-    own = isinstance(cache, Cache)
-    with cache.room(op, k, rows, counts) if own else contextlib.nullcontext():
-        if own and cache.device != "cpu":
-            rows, counts = ints(op, "rows", rows, cache.device), ints(op, "counts", counts, cache.device)
+    own = isinstance(cache, (Cache, Pages))
+    with cache.room(op, k, rows, counts) if own else contextlib.nullcontext((rows, counts)) as (rows, counts):
         ran(_C.rope_append(q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan))
     return q_out
 

@@ -28,7 +28,7 @@ RING = 64  # raw tokens a row of a kivi cache keeps
 
 ELEMENT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 KIVI = ("int4-kivi-sym", "int4-kivi")
-_ARRAYS = (
+ARRAYS = (
     "pool",
     "k_pool",
     "v_pool",
@@ -153,6 +153,18 @@ def host_ints(op, name, values):
     return values.cpu() if getattr(values, "is_cuda", False) is True else values
 
 
+def current_stream(device):
+    """The stream of what changes rows: torch's current one, None on the CPU."""
+    return None if device == "cpu" else sys.modules["torch"].cuda.current_stream(device).cuda_stream
+
+
+def append(cache, k, v, rows, counts, stream, plan):
+    """Cache.append outside a trace. cache: a Cache, or the Pages of one."""
+    rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
+    with cache.room("append", k, rows, counts) as (rows, counts):
+        ran(_C.kv_append(cache._handle, k, v, rows, counts, stream, plan))
+
+
 def assign(target, source):
     """The same bytes in another array; torch on any device, or NumPy."""
     torch = torch_of(target)
@@ -163,6 +175,8 @@ def assign(target, source):
 
 class Cache:
     """What contiguous, paged and viewed caches have in common."""
+
+    page_state = ()  # what an operator that stores is given besides flat(): Pages.__init__
 
     def __init__(self, op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays):
         self.format = format
@@ -190,7 +204,7 @@ class Cache:
     def flat(self):
         """The cache as plain values and arrays, as _C.KvCache and torch.ops.rooftile.decode_attention take it."""
         shape = (self.page_size, self.head_dim, self.kv_heads, self.max_rows, self.max_pages)
-        return self.format, self.dtype, *shape, *(self._arrays.get(name) for name in _ARRAYS)
+        return self.format, self.dtype, *shape, *(self._arrays.get(name) for name in ARRAYS)
 
     @property
     def capacity(self):
@@ -231,27 +245,19 @@ class Cache:
         which nothing is stored). rows, counts: [batch], lists of ints or int32 arrays. A row is written once a call.
         All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
         Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
-        Under torch.compile rows and counts are int32 tensors, and the cache is no PagedKVCache.
+        Under torch.compile rows and counts are int32 tensors; a PagedKVCache takes them on the host.
         """
         if compiling():
-            self.check_traced("append")
             torch_store("append", (k, v), self, rows, counts, stream, plan)
-            return
-        rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
-        with self.room("append", k, rows, counts):
-            if self.device != "cpu":
-                rows, counts = ints("append", "rows", rows, self.device), ints("append", "counts", counts, self.device)
-            ran(_C.kv_append(self._handle, k, v, rows, counts, stream, plan))
-
-    def check_traced(self, op):
-        """Raises where a call that stores cannot be part of a traced graph."""
+        else:
+            append(self, k, v, rows, counts, stream, plan)
 
     def room(self, op, k, rows, counts):
         """A context in which the rows have the memory that appending k takes; an error inside gives it back.
 
-        op: whose name errors begin with.
+        op: whose name errors begin with. Its value: rows and counts where the kernels read them.
         """
-        return contextlib.nullcontext()
+        return contextlib.nullcontext((ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)))
 
     def truncate(self, rows, lengths):
         """Cuts rows[i] to its first lengths[i] tokens. rows, lengths: lists of ints or int32 arrays of one size.
@@ -265,10 +271,7 @@ class Cache:
         )
 
     def _stream(self):
-        """The stream of what changes rows: torch's current one, None on the CPU."""
-        if self.device == "cpu":
-            return None
-        return sys.modules["torch"].cuda.current_stream(self.device).cuda_stream
+        return current_stream(self.device)
 
     def to(self, device):
         """A copy of the cache with the same bytes on `device` ("cpu", "cuda", "cuda:1", a torch.device).
