@@ -30,8 +30,8 @@ class PagedKVCache(Cache):
     of them writes into it. A call that needs more pages than are free raises OutOfPagesError and changes nothing.
 
     On a GPU the host keeps its own table and lengths, so append waits for the device only to read rows or counts that
-    are CUDA tensors. A graph that captured an append does not take pages when it is replayed: use a view with a table
-    of your own there, or a KVCache.
+    are CUDA tensors. While a CUDA graph is captured append is refused, as a replay would take no pages: use a view
+    with a table of your own there, or a KVCache.
     """
 
     def __init__(

@@ -3,11 +3,12 @@
 
 import contextlib
 import itertools
+import sys
 
 import numpy as np
 
 from rooftile import _C
-from rooftile.errors import OutOfPagesError
+from rooftile.errors import NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import ARRAYS, GROUP, KIVI, current_stream, device_of, host, ints, pages_for
 
 
@@ -79,6 +80,11 @@ class Pages:
     @contextlib.contextmanager
     def room(self, op, k, rows, counts):
         """Rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back."""
+        if self.device != "cpu" and sys.modules["torch"].cuda.is_current_stream_capturing():
+            raise NotSupportedError(
+                f"{op}: a PagedKVCache takes its pages on the host, which a graph that is captured would not repeat; "
+                "use a KVCache, or PagedKVCache.view with a table of your own"
+            )
         changes, grown = [], []
         try:
             self._grow(op, k, rows, counts, changes, grown)
