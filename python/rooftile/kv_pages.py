@@ -30,6 +30,7 @@ class Pages:
         self.users = host(users)
         self.table = host(arrays["block_table"] if table is None else table)
         self.lengths = host(arrays["lengths"] if lengths is None else lengths)
+        self._fault = None if arrays["fault"] is None else memoryview(host(arrays["fault"]))
         # the same memory, of which single values are read faster
         self._users, self._table, self._lengths = (memoryview(x) for x in (self.users, self.table, self.lengths))
         self._stale = []  # places of a GPU's table that differ from `table`
@@ -72,6 +73,13 @@ class Pages:
             self._shorten(row, pages_for(self.lengths[row].item(), self.page_size))
         self.publish()
 
+    def catch_up(self):
+        """Settles where any call on the cache raised that an earlier one left a row alone. True: all is well now."""
+        if self._fault is None or self._fault[0] != _C.kv_fault_raised:
+            return False
+        self.settle()
+        return self._fault[0] == _C.kv_fault_raised
+
     def _shorten(self, row, pages):
         freed = self.held(row)[pages:]
         self.users[freed] -= 1
@@ -85,7 +93,9 @@ class Pages:
                 f"{op}: a PagedKVCache takes its pages on the host, which a graph that is captured would not repeat; "
                 "use a KVCache, or PagedKVCache.view with a table of your own"
             )
-        changes, grown = [], []
+        behind, changes, grown = self.catch_up(), [], []
+        if behind:
+            self._fault[0] = 0
         try:
             self._grow(op, k, rows, counts, changes, grown)
             if changes:
@@ -99,6 +109,8 @@ class Pages:
             self._undo(changes)
             if self.device != "cpu":  # a fault of an earlier call: some row did not grow
                 self.settle()
+                if behind and self._fault[0] == 0:  # a graph throws away what was settled
+                    self._fault[0] = _C.kv_fault_raised
             raise
         if self.device != "cpu":
             for row, tokens in grown:

@@ -50,6 +50,7 @@ const KvCacheView& cache_view(handle cache, const char* op) {
 }
 
 void bind_kv_cache(nb::module_& m) {
+  m.attr("kv_fault_raised") = kv_fault_raised;
   nb::class_<KvCache>(m, "KvCache")
       .def(
           "__init__",

@@ -5,7 +5,7 @@ import cases
 import pytest
 import rooftile as rt
 import torch
-from kv_caches import contiguous, paged
+from kv_caches import assert_same, contiguous, kv, paged, tensors
 
 GPUS = tuple(device for device in cases.devices() if device != "cpu")
 if not GPUS:
@@ -47,3 +47,42 @@ def test_the_host_takes_no_part_in_a_capture(device):
     assert (one.lengths, pages.lengths) == ([2], [1])
     pages.append(k, k)
     check_books(pages)
+
+
+@gpus
+@pytest.mark.parametrize("raises", ("decode_attention", "truncate", "reset", "reorder", "fork", "append"))
+@pytest.mark.parametrize("then", ("fork", "append"))
+def test_whoever_raises_a_fault_the_host_learns_of_it(device, raises, then):
+    """Row 0 holds 10 tokens and keeps them; the host counted 20, a whole page and a part of the next."""
+    k, v = tensors(*kv(60, 2, 64, "float16"), "float16", device)
+    cos, sin = torch.ones(8, 32, device=device), torch.zeros(8, 32, device=device)
+    cache = paged("fp16", "float16", 2, 64, rows=3, capacity=64, page_size=16, device=device)
+    cache.append(k[:, :10], v[:, :10], rows=[0])
+    bad = torch.full((1, 10), 8, device=device)
+    rt.rope_append(k[:, 10:20], k[:, 10:20], v[:, 10:20], cos, sin, bad, cache, rows=[0])
+    torch.cuda.synchronize()
+    calls = {
+        "decode_attention": lambda: rt.decode_attention(k[:, :1], cache, rows=[0]),
+        "truncate": lambda: cache.truncate([2], [0]),
+        "reset": lambda: cache.reset([2]),
+        "reorder": lambda: cache.reorder([0, 1, 2]),
+        "fork": lambda: cache.fork(0, 2),
+        "append": lambda: cache.append(k[:, :1], v[:, :1], rows=[2]),
+    }
+    with pytest.raises(rt.ArgumentError, match=f"{raises}: an earlier call on this cache left row 0 alone: positions"):
+        calls[raises]()
+    if then == "append":
+        cache.append(k[:, 10:20], v[:, 10:20], rows=[0])
+        check_books(cache)
+        cache.truncate([0], [10])
+    cache.fork(0, 1)
+    check_books(cache)
+    assert cache.block_table[0, 0] != cache.block_table[1, 0]
+    cache.append(k[:, 10:30], v[:, 10:30], rows=[0])
+    cache.append(k[:, 40:60], v[:, 40:60], rows=[1])
+    check_books(cache)
+    expected = contiguous("fp16", "float16", 2, 64, rows=2)
+    for row, tokens in enumerate((range(30), [*range(10), *range(40, 60)])):
+        expected.append(*(x[:, list(tokens)].cpu() for x in (k, v)), rows=[row])
+        got = cache.dump(row)
+        assert_same({name: x.cpu() if name != "length" else x for name, x in got.items()}, expected.dump(row))

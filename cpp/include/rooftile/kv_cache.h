@@ -21,6 +21,8 @@ std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim);
 
 // What a kernel may find wrong in arrays that the host does not read.
 enum class KvFault : std::int32_t { none, row, length, capacity, count, page, raw, position, twice };
+inline constexpr std::int32_t kv_fault_raised = -1;   // in place of a fault that was raised: nothing to raise, but lengths may
+                                                      // be less than the calls so far make an allocator expect
 
 // One layer's cache. All pointers lie on `device`. A token p of row r lives in slot p % page_size of page
 // block_table[r][p / page_size]. Bytes of (page, head) start at  base + page * page_stride + head * head_stride.
