@@ -464,6 +464,25 @@ void kv_truncate(const Context& ctx, const KvCacheView& cache, TensorView rows, 
   host.commit();
 }
 
+namespace {
+
+// What kv_reorder is given, checked.
+Ints checked_index(const char* op, const KvCacheView& c, const TensorView& index) {
+  Ints list(op, "index", index, c.max_rows, "[rows]");
+  for (std::int64_t i = 0; i < c.max_rows; ++i) {
+    check_row(op, "index", c, list[i]);
+    length_of(op, c, i);
+  }
+  return list;
+}
+
+}   // namespace
+
+void kv_check(const char* op, const Context& ctx, const KvCacheView& cache, TensorView index) {
+  const HostAccess host(op, ctx, cache);
+  if (index.given()) checked_index(op, host.view, index);
+}
+
 void kv_reset(const Context& ctx, const KvCacheView& cache, TensorView rows) {
   const char* op = "reset";
   const HostAccess host(op, ctx, cache);
@@ -561,12 +580,8 @@ void kv_reorder(const Context& ctx, const KvCacheView& cache, TensorView index, 
   const char* op = "reorder";
   const HostAccess host(op, ctx, cache);
   const KvCacheView& c = host.view;
-  const Ints list(op, "index", index, c.max_rows, "[rows]");
-  for (std::int64_t i = 0; i < c.max_rows; ++i) {
-    check_row(op, "index", c, list[i]);
-    length_of(op, c, i);
-    ROOFTILE_CHECK(!move_pages || !cache.block_table, op, ": rows of a paged cache are reordered by their table");
-  }
+  const Ints list = checked_index(op, c, index);
+  ROOFTILE_CHECK(!move_pages || !cache.block_table, op, ": rows of a paged cache are reordered by their table");
   const auto move = [&](std::int64_t from, std::int64_t to) {
     if (move_pages)
       for (std::int64_t t = 0; t < c.lengths[from]; t += c.page_size)

@@ -270,6 +270,13 @@ class Cache:
             self._handle, host_ints("truncate", "rows", rows), host_ints("truncate", "lengths", lengths), self._stream()
         )
 
+    def check(self, op, index=None):
+        """Waits for the work before it and raises what a kernel found wrong there, in the name of `op`.
+
+        Before a change of several steps, of which none is done then. index: as reorder takes it, refused like there.
+        """
+        _C.kv_check(op, self._handle, index, self._stream())
+
     def _stream(self):
         return current_stream(self.device)
 

@@ -144,6 +144,7 @@ class PagedKVCache(Cache):
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
+        self.check("fork")
         self._pages.catch_up()
         length = self._length("fork", "src", src)
         self._length("fork", "dst", dst)

@@ -113,6 +113,17 @@ void bind_kv_cache(nb::module_& m) {
       "plan"_a.none());
 
   m.def(
+      "kv_check",
+      [](const char* op, handle cache, handle index, handle stream) {
+        Args args(op);
+        const KvCacheView& c = cache_view(cache, op);
+        const TensorView list = args.optional(index, "index");
+        const Context ctx = cache_context(args, c, stream);
+        const nb::gil_scoped_release unlocked;
+        kv_check(op, ctx, c, list);
+      },
+      "op"_a, "cache"_a.none(), "index"_a.none(), "stream"_a.none());
+  m.def(
       "kv_truncate",
       [](handle cache, handle rows, handle lengths, handle stream) {
         Args args("truncate");

@@ -46,3 +46,25 @@ def test_a_graph_cannot_capture_numbers_of_the_host(rows, monkeypatch):
     assert ints("append", "rows", None, "cuda:1") is None
     on_device = torch.zeros(1, dtype=torch.int32)  # stands for a tensor there
     assert ints("append", "rows", on_device, "cuda:1") is on_device
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    (
+        ([0, 2], r"index must lie in \[0, 2\), got 2"),
+        ([0, -1], r"index must lie in \[0, 2\), got -1"),
+        ([0], r"index must be \[rows\] = \[2\], got"),
+    ),
+)
+def test_an_index_is_judged_before_rows_move(index, message, count_bad_input):
+    """check, which a reorder on a GPU begins with, says what reorder says."""
+    cache = rt.KVCache(2, 64, 1, 16, format="fp32")
+    k = torch.ones(2, 3, 1, 16)
+    cache.append(k, k, counts=[1, 3])
+    cache.check("reorder")
+    cache.check("reorder", ints("reorder", "index", [1, 0]))
+    for call in (cache.reorder, lambda index: cache.check("reorder", ints("reorder", "index", index))):
+        with pytest.raises(rt.ArgumentError, match="reorder: " + message):
+            call(index)
+    assert cache.lengths == [1, 3]
+    count_bad_input(2)

@@ -5,7 +5,7 @@ import cases
 import pytest
 import rooftile as rt
 import torch
-from kv_caches import assert_same, contiguous, kv, paged, tensors
+from kv_caches import assert_same, contiguous, kv, paged, state, tensors
 
 GPUS = tuple(device for device in cases.devices() if device != "cpu")
 if not GPUS:
@@ -86,3 +86,52 @@ def test_whoever_raises_a_fault_the_host_learns_of_it(device, raises, then):
         expected.append(*(x[:, list(tokens)].cpu() for x in (k, v)), rows=[row])
         got = cache.dump(row)
         assert_same({name: x.cpu() if name != "length" else x for name, x in got.items()}, expected.dump(row))
+
+
+def fault(cache, device):
+    """Leaves a fault behind: a row that the cache does not have."""
+    k = torch.zeros(1, 1, 2, 64, dtype=torch.float16, device=device)
+    cache.append(k, k, rows=torch.tensor([99], dtype=torch.int32, device=device))
+    torch.cuda.synchronize()
+
+
+ROW_CHANGES = {
+    "fork": lambda cache: cache.fork(0, 1),
+    "reorder": lambda cache: cache.reorder([1, 0, 2]),
+    "truncate": lambda cache: cache.truncate([0], [32]),
+    "reset": lambda cache: cache.reset([0]),
+}
+
+
+@gpus
+@pytest.mark.parametrize("change", ROW_CHANGES)
+@pytest.mark.parametrize("format", ("int8", "int4-kivi"))
+def test_a_fault_inside_a_change_of_rows_leaves_the_pages(device, change, format):
+    k, v = tensors(*kv(40, 2, 64, "float16", batch=3), "float16", device)
+    cache = paged(format, "float16", 2, 64, rows=3, capacity=64, device=device)
+    cache.append(k, v, counts=[40, 20, 33])
+    before, books = state(cache), [x.clone() for x in cache.page_state]
+    fault(cache, device)
+    with pytest.raises(rt.ArgumentError, match=f"{change}: an earlier call on this cache"):
+        ROW_CHANGES[change](cache)
+    assert_same(state(cache), before)
+    assert all(torch.equal(a, b) for a, b in zip(cache.page_state, books, strict=True))
+    ROW_CHANGES[change](cache)
+    check_books(cache)
+
+
+@gpus
+@pytest.mark.parametrize("change", ROW_CHANGES)
+def test_a_fault_in_one_layer_leaves_all_layers(device, change):
+    k, v = tensors(*kv(40, 2, 64, "float16", batch=3), "float16", device)
+    model = rt.ModelKVCache(3, 3, 64, 2, 64, dtype="float16", device=device)
+    for layer in model:
+        layer.append(k, v, counts=[40, 20, 33])
+    before = [state(layer) for layer in model]
+    fault(model[1], device)
+    with pytest.raises(rt.ArgumentError, match=f"{change}: an earlier call on this cache"):
+        ROW_CHANGES[change](model)
+    for layer, bytes_before in zip(model, before, strict=True):
+        assert_same(state(layer), bytes_before)
+    ROW_CHANGES[change](model)
+    assert all(layer.lengths == model.lengths for layer in model)

@@ -80,6 +80,10 @@ KvCacheView kv_cache_view(const KvCacheShape&, const KvCacheArrays&, const char*
 // (b without rows). Lengths grow. Raises before anything is written when a row would pass its capacity.
 KernelName kv_append(const Context&, const KvCacheView&, TensorView k, TensorView v, TensorView rows, TensorView counts);
 
+// Waits for the work before it and raises what a kernel found wrong in it. index, where given, must be one for kv_reorder.
+// For changes of several steps: what can be refused is refused before the first.
+void kv_check(const char* op, const Context&, const KvCacheView&, TensorView index);
+
 // Sets lengths. rows, lengths int32 [n] on the host. Per-token formats take any smaller length; kivi formats a
 // multiple of 32, or up to 16 tokens back (the ring still holds them). raw_from follows.
 void kv_truncate(const Context&, const KvCacheView&, TensorView rows, TensorView lengths);
