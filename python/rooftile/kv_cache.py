@@ -277,6 +277,32 @@ class Cache:
         """
         _C.kv_check(op, self._handle, index, self._stream())
 
+    def _reorder(self, index):
+        """Row i of all that belongs to the rows becomes what row index[i] was: pages too where no table names them."""
+        index, tabled = host_ints("reorder", "index", index), "block_table" in self._arrays
+        if self.device == "cpu":
+            _C.kv_reorder(self._handle, index, not tabled, None)
+            return
+        self.check("reorder", index)
+        moved = [(row, source) for row, source in enumerate(host(index).tolist()) if row != source]
+        if not moved:
+            return
+        lengths = self.lengths
+        pages = 0 if tabled else pages_for(max(lengths[source] for _, source in moved), self.page_size)
+        rows, sources = sys.modules["torch"].tensor(moved, device=self.device).T
+        for array in self._row_arrays(pages).values():
+            array[rows] = array[sources]
+
+    def _row_arrays(self, pages):
+        """name -> array of which row i belongs to row i: of a pool without a table the rows' first `pages` pages."""
+        arrays = {name: x for name, x in self._arrays.items() if name not in ("fault", "block_table")}
+        for name in ("pool", "k_pool", "v_pool"):
+            if name in arrays:
+                pool = arrays.pop(name)
+                if pages:
+                    arrays[name] = pool.reshape(self.max_rows, self.max_pages, *pool.shape[1:])[:, :pages]
+        return arrays
+
     def _stream(self):
         return current_stream(self.device)
 
@@ -432,7 +458,7 @@ class KVCache(Cache):
 
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [batch], a list of ints or an int32 array."""
-        _C.kv_reorder(self._handle, host_ints("reorder", "index", index), True, self._stream())
+        self._reorder(index)
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src."""
@@ -455,14 +481,9 @@ class KVCache(Cache):
         if longest > chosen.capacity:
             raise ArgumentError(f"select: capacity {capacity} is less than the {longest} tokens that a row holds")
         pages = pages_for(longest, CONTIGUOUS_PAGE)
-        for name, source in self._arrays.items():
-            if name == "fault":
-                continue
-            target = chosen._arrays[name]
-            if name.endswith("pool"):
-                source = source.reshape(self.batch, self.max_pages, *source.shape[1:])[:, :pages]
-                target = target.reshape(chosen.batch, chosen.max_pages, *target.shape[1:])[:, :pages]
-            target[:] = source[rows]
+        targets = chosen._row_arrays(pages)
+        for name, source in self._row_arrays(pages).items():
+            targets[name][:] = source[rows]
         return chosen
 
     def __deepcopy__(self, memo):

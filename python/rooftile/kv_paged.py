@@ -139,7 +139,7 @@ class PagedKVCache(Cache):
         Pages do not move: rows share them until one writes.
         """
         index = host_ints("reorder", "index", index)
-        _C.kv_reorder(self._handle, index, False, self._stream())
+        self._reorder(index)
         self._pages.reorder(host(index))
 
     def fork(self, src, dst):
@@ -219,7 +219,7 @@ class KVCacheView(Cache):
 
         index: [max_rows], a list of ints or an int32 array.
         """
-        _C.kv_reorder(self._handle, host_ints("reorder", "index", index), False, self._stream())
+        self._reorder(index)
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src in the pages that its row of the block table names.
