@@ -14,7 +14,7 @@ from array import array as c_array
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import compiling, numpy_dtype, ran, torch_of, torch_store
+from rooftile._arrays import compiling, numpy_dtype, ran, streamed, torch_of, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -237,6 +237,7 @@ class Cache:
         element = 4 if self.dtype == "float32" else 2
         return self.kv_heads * ((tokens - raw) * block // self.page_size + raw * 2 * self.head_dim * element)
 
+    @streamed
     def append(self, k, v, *, rows=None, counts=None, stream=None, plan=None):
         """Stores new tokens behind those that are there.
 
