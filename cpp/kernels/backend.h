@@ -48,7 +48,8 @@ void w4_dequantize(const char* op, const Context&, const W4View&, const TensorVi
 
 KernelName read_bytes(const Context&, const TensorView& x, const TensorView& sink);
 
-// Copies between any two places the device or the host can reach, in stream order; the host waits for it to be done.
-void copy_bytes(const char* op, const Context&, void* to, const void* from, std::size_t bytes);
+// Copies between any two places the device or the host can reach, in stream order. wait: until it is done, which memory of
+// the host's needs.
+void copy_bytes(const char* op, const Context&, void* to, const void* from, std::size_t bytes, bool wait);
 
 }  // namespace rooftile::gpu

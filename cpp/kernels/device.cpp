@@ -28,11 +28,11 @@ void warmup(const Context& ctx) {
   load_w4a16_kernels(op);
 }
 
-void copy_bytes(const char* op, const Context& ctx, void* to, const void* from, std::size_t bytes) {
+void copy_bytes(const char* op, const Context& ctx, void* to, const void* from, std::size_t bytes, bool wait) {
   if (bytes == 0) return;
   const DeviceScope scope(op, ctx);
   ROOFTILE_CUDA_CHECK(op, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, scope.stream()));
-  ROOFTILE_CUDA_CHECK(op, cudaStreamSynchronize(scope.stream()));
+  if (wait) ROOFTILE_CUDA_CHECK(op, cudaStreamSynchronize(scope.stream()));
 }
 
 }  // namespace rooftile::gpu

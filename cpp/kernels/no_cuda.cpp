@@ -40,6 +40,6 @@ void w4_unpack(const char* op, const Context& ctx, const W4View&, const W4Arrays
 void w4_quantize(const char* op, const Context& ctx, const TensorView&, int, W4Zeros, const W4Arrays&) { none(op, ctx); }
 void w4_dequantize(const char* op, const Context& ctx, const W4View&, const TensorView&) { none(op, ctx); }
 KernelName read_bytes(const Context& ctx, const TensorView&, const TensorView&) { none("read_bytes", ctx); }
-void copy_bytes(const char* op, const Context& ctx, void*, const void*, std::size_t) { none(op, ctx); }
+void copy_bytes(const char* op, const Context& ctx, void*, const void*, std::size_t, bool) { none(op, ctx); }
 
 }  // namespace rooftile::gpu

@@ -100,7 +100,7 @@ inline void check_sequences(const char* op, const char* argument, const TensorVi
 // An int32 [batch] argument that lies beside the cache on a GPU, or null; the kernels check its values.
 const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch, Device device);
 
-// Raises what a kernel found wrong in an earlier call on this cache (KvCacheView::fault), and clears it.
+// Raises what a kernel found wrong in an earlier call on this cache (KvCacheView::fault), and leaves kv_fault_raised.
 void raise_fault(const char* op, const KvCacheView& cache);
 
 // Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart.

@@ -108,12 +108,9 @@ class HostAccess {
     view.block_table = table_.data();
     view.table_stride = cache_.max_pages;
   }
-  void copy(void* to, const void* from, std::int64_t bytes) const {
-    if (remote())
-      gpu::copy_bytes(op_, ctx_, to, from, static_cast<std::size_t>(bytes));
-    else
-      std::memcpy(to, from, static_cast<std::size_t>(bytes));
-  }
+  // To or from the host's memory, done on return; within the cache, in stream order.
+  void copy(void* to, const void* from, std::int64_t bytes) const { copy(to, from, bytes, true); }
+  void copy_within(void* to, const void* from, std::int64_t bytes) const { copy(to, from, bytes, false); }
   void commit() const {
     if (!remote()) return;
     copy(cache_.lengths, lengths_.data(), bytes_of_rows());
@@ -123,6 +120,12 @@ class HostAccess {
   KvCacheView view;
 
  private:
+  void copy(void* to, const void* from, std::int64_t bytes, bool wait) const {
+    if (remote())
+      gpu::copy_bytes(op_, ctx_, to, from, static_cast<std::size_t>(bytes), wait);
+    else
+      std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
   bool remote() const { return cache_.device.type != DeviceType::cpu; }
   std::int64_t bytes_of_rows() const { return cache_.max_rows * std::int64_t{sizeof(std::int32_t)}; }
   void stage(const std::int32_t* from, std::vector<std::int32_t>& values, std::int32_t*& seen) {
@@ -166,7 +169,7 @@ void for_each_run(const KvCacheView& c, const Visit& visit) {
 void copy_page(const HostAccess& host, std::int64_t from, std::int64_t to) {
   if (from == to) return;
   for_each_run(host.view, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
-    host.copy(base + to * stride, base + from * stride, bytes);
+    host.copy_within(base + to * stride, base + from * stride, bytes);
   });
 }
 
@@ -178,7 +181,7 @@ void copy_ring(const HostAccess& host, std::int64_t from, std::int64_t to) {
   const KvCacheView& c = host.view;
   if (!is_kivi(c.format)) return;
   const std::int64_t bytes = ring_bytes(c);
-  for (std::byte* ring : {c.ring_k, c.ring_v}) host.copy(ring + to * bytes, ring + from * bytes, bytes);
+  for (std::byte* ring : {c.ring_k, c.ring_v}) host.copy_within(ring + to * bytes, ring + from * bytes, bytes);
   c.raw_from[to] = c.raw_from[from];
 }
 
@@ -466,6 +469,25 @@ void kv_truncate(const Context& ctx, const KvCacheView& cache, TensorView rows, 
   host.commit();
 }
 
+namespace {
+
+// What kv_reorder is given, checked.
+Ints checked_index(const char* op, const KvCacheView& c, const TensorView& index) {
+  Ints list(op, "index", index, c.max_rows, "[rows]");
+  for (std::int64_t i = 0; i < c.max_rows; ++i) {
+    check_row(op, "index", c, list[i]);
+    length_of(op, c, i);
+  }
+  return list;
+}
+
+}   // namespace
+
+void kv_check(const char* op, const Context& ctx, const KvCacheView& cache, TensorView index) {
+  const HostAccess host(op, ctx, cache);
+  if (index.given()) checked_index(op, host.view, index);
+}
+
 void kv_reset(const Context& ctx, const KvCacheView& cache, TensorView rows) {
   const char* op = "reset";
   const HostAccess host(op, ctx, cache);
@@ -563,12 +585,8 @@ void kv_reorder(const Context& ctx, const KvCacheView& cache, TensorView index, 
   const char* op = "reorder";
   const HostAccess host(op, ctx, cache);
   const KvCacheView& c = host.view;
-  const Ints list(op, "index", index, c.max_rows, "[rows]");
-  for (std::int64_t i = 0; i < c.max_rows; ++i) {
-    check_row(op, "index", c, list[i]);
-    length_of(op, c, i);
-    ROOFTILE_CHECK(!move_pages || !cache.block_table, op, ": rows of a paged cache are reordered by their table");
-  }
+  const Ints list = checked_index(op, c, index);
+  ROOFTILE_CHECK(!move_pages || !cache.block_table, op, ": rows of a paged cache are reordered by their table");
   const auto move = [&](std::int64_t from, std::int64_t to) {
     if (move_pages)
       for (std::int64_t t = 0; t < c.lengths[from]; t += c.page_size)

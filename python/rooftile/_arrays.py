@@ -3,6 +3,8 @@
 
 import contextlib
 import contextvars
+import functools
+import numbers
 import sys
 
 import numpy as np
@@ -50,6 +52,27 @@ def _refuse_on_a_gpu(like, what, needed=lambda: True):
             f"{type(like).__name__} on cuda:{index}: {what} is made for torch tensors only; pass "
             "torch.from_dlpack(array), which shares its memory"
         )
+
+
+def streamed(function):
+    """A public function with `stream=`: for torch tensors on a GPU the one given is torch's current stream meanwhile.
+
+    Outputs, workspace and what is copied to the device are torch's work on its current stream. Kernels on another one
+    would race with it, and their memory be handed out again before they have run.
+    """
+
+    @functools.wraps(function)
+    def call(*args, stream=None, **options):
+        if stream is None:
+            return function(*args, **options)
+        like = next((x for x in (*args, *options.values()) if getattr(x, "is_cuda", False) is True), None)
+        torch = torch_of(like)
+        if torch is None or compiling() or not isinstance(stream, numbers.Integral) or not 0 <= stream < 2**63:
+            return function(*args, stream=stream, **options)  # which judges it
+        with torch.cuda.stream(torch.cuda.ExternalStream(int(stream), like.device)):
+            return function(*args, **options)
+
+    return call
 
 
 def empty(like, shape=None, dtype=None):

@@ -5,7 +5,7 @@ Log-sum-exp values are natural logarithms. A query that sees no key gets out 0 a
 """
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, gpu_workspace, ran, torch_op
+from rooftile._arrays import compiling, empty, gpu_workspace, ran, streamed, torch_op
 from rooftile.errors import ArgumentTypeError, NotSupportedError
 from rooftile.kv_cache import ints
 
@@ -24,6 +24,7 @@ def _traced(op, inputs, out, lse, return_lse, stream, plan):
     return (out, lse) if return_lse else out
 
 
+@streamed
 def decode_attention(
     q,
     cache,
@@ -80,6 +81,7 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
+@streamed
 def prefill_attention(
     q,
     k,
@@ -166,6 +168,7 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
+@streamed
 def merge_attention(out_a, lse_a, out_b, lse_b, *, out=None, lse=None, stream=None, plan=None):
     """One attention result from two over disjoint sets of keys.
 

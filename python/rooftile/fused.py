@@ -10,11 +10,13 @@ naming the argument.
 import contextlib
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, ran, torch_op, torch_store
+from rooftile._arrays import compiling, empty, ran, streamed, torch_op, torch_store
 from rooftile.errors import NotSupportedError
 from rooftile.kv_cache import Cache, ints
+from rooftile.kv_pages import Pages
 
 
+@streamed
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     """x * rsqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
 
@@ -29,6 +31,7 @@ def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     return out
 
 
+@streamed
 def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=None, stream=None, plan=None):
     """rms_norm of x + residual, and the sum itself: the next block's residual.
 
@@ -47,6 +50,7 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=N
     return out, residual_out
 
 
+@streamed
 def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, plan=None):
     """(x - mean) * rsqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016, arXiv 1607.06450).
 
@@ -61,6 +65,7 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, pl
     return out
 
 
+@streamed
 def add_layer_norm(
     x, residual, weight=None, bias=None, eps=1e-5, *, out=None, residual_out=None, stream=None, plan=None
 ):
@@ -75,6 +80,7 @@ def add_layer_norm(
     return out, residual_out
 
 
+@streamed
 def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan=None):
     """Rotary position embedding of q and k, half-split as in GPT-NeoX and Llama (Su et al. 2021, arXiv 2104.09864).
 
@@ -96,6 +102,7 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     return q_out, k_out
 
 
+@streamed
 def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, q_out=None, stream=None, plan=None):
     """rope on q and k, then cache.append(k, v): what a layer does before its decode attention, in one call.
 
@@ -107,20 +114,18 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     if compiling():
         if q_out is not None:
             raise NotSupportedError("rope_append: q_out cannot be given under torch.compile")
-        cache.check_traced("rope_append")
         return torch_store("rope_append", (q, k, v, cos, sin, positions), cache, rows, counts, stream, plan)
     if q_out is None:
         q_out = empty(q)
     op = "rope_append"
     rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
-    own = isinstance(cache, Cache)
-    with cache.room(op, k, rows, counts) if own else contextlib.nullcontext():
-        if own and cache.device != "cpu":
-            rows, counts = ints(op, "rows", rows, cache.device), ints(op, "counts", counts, cache.device)
+    own = isinstance(cache, (Cache, Pages))
+    with cache.room(op, k, rows, counts) if own else contextlib.nullcontext((rows, counts)) as (rows, counts):
         ran(_C.rope_append(q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan))
     return q_out
 
 
+@streamed
 def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     """silu(gate) * up with gate_up = [gate | up] (SwiGLU: Shazeer 2020, arXiv 2002.05202).
 
@@ -135,6 +140,7 @@ def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     return out
 
 
+@streamed
 def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
     """gelu(gate) * up with gate_up = [gate | up] (GELU: Hendrycks and Gimpel 2016, arXiv 1606.08415).
 
@@ -148,6 +154,7 @@ def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
     return out
 
 
+@streamed
 def softmax(x, *, out=None, stream=None, plan=None):
     """exp(x - max) / sum over the last dimension.
 

@@ -7,7 +7,17 @@ import operator
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, gpu_workspace, numpy_dtype, ran, torch_device, torch_of, torch_op
+from rooftile._arrays import (
+    compiling,
+    empty,
+    gpu_workspace,
+    numpy_dtype,
+    ran,
+    streamed,
+    torch_device,
+    torch_of,
+    torch_op,
+)
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 W4_KINDS = ("symmetric", "integer", "minima")
@@ -308,6 +318,7 @@ def _canonical_like(like, n, k, group_size, kind, scale_dtype):
     return empty(like, (n, k // 2), "uint8"), empty(like, groups, scale_dtype), offsets
 
 
+@streamed
 def w4a16_matmul(
     x,
     w,

@@ -10,11 +10,12 @@ import copy
 import operator
 import re
 import sys
+from array import array as c_array
 
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import compiling, numpy_dtype, ran, torch_of, torch_store
+from rooftile._arrays import compiling, numpy_dtype, ran, streamed, torch_of, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -30,7 +31,7 @@ RING = 64  # raw tokens a row of a kivi cache keeps
 
 ELEMENT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 KIVI = ("int4-kivi-sym", "int4-kivi")
-_ARRAYS = (
+ARRAYS = (
     "pool",
     "k_pool",
     "v_pool",
@@ -125,7 +126,7 @@ def ints(op, name, values, device="cpu"):
         return None
     if not hasattr(values, "__dlpack__"):
         try:
-            values = np.array([operator.index(v) for v in values], np.int32)
+            values = np.array(c_array("i", list(values)))  # which never narrows, as NumPy below 2 does
         except OverflowError:
             raise ArgumentError(f"{op}: {name} does not fit 32 bits: {values}") from None
         except TypeError:
@@ -133,7 +134,12 @@ def ints(op, name, values, device="cpu"):
                 f"{op}: {name} must be a list of integers or an int32 array, got {values!r}"
             ) from None
     if device != "cpu" and isinstance(values, np.ndarray) and values.dtype in (np.int32, np.int64):
-        return sys.modules["torch"].from_numpy(np.array(values)).to(device, non_blocking=True)
+        torch = sys.modules["torch"]
+        if torch.cuda.is_current_stream_capturing():  # a replay would copy from memory that is gone
+            raise ArgumentError(
+                f"{op}: {name} must be an int32 tensor on {device} while a graph is captured, got {values.tolist()}"
+            )
+        return torch.from_numpy(np.array(values)).to(device, non_blocking=True)
     return values
 
 
@@ -157,6 +163,18 @@ def host_ints(op, name, values, most):
     return values
 
 
+def current_stream(device):
+    """The stream of what changes rows: torch's current one, None on the CPU."""
+    return None if device == "cpu" else sys.modules["torch"].cuda.current_stream(device).cuda_stream
+
+
+def append(cache, k, v, rows, counts, stream, plan):
+    """Cache.append outside a trace. cache: a Cache, or the Pages of one."""
+    rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
+    with cache.room("append", k, rows, counts) as (rows, counts):
+        ran(_C.kv_append(cache._handle, k, v, rows, counts, stream, plan))
+
+
 def assign(target, source):
     """The same bytes in another array; torch on any device, or NumPy."""
     torch = torch_of(target)
@@ -167,6 +185,8 @@ def assign(target, source):
 
 class Cache:
     """What contiguous, paged and viewed caches have in common."""
+
+    page_state = ()  # what an operator that stores is given besides flat(): Pages.__init__
 
     def __init__(self, op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays):
         self.format = format
@@ -194,7 +214,7 @@ class Cache:
     def flat(self):
         """The cache as plain values and arrays, as _C.KvCache and torch.ops.rooftile.decode_attention take it."""
         shape = (self.page_size, self.head_dim, self.kv_heads, self.max_rows, self.max_pages)
-        return self.format, self.dtype, *shape, *(self._arrays.get(name) for name in _ARRAYS)
+        return self.format, self.dtype, *shape, *(self._arrays.get(name) for name in ARRAYS)
 
     @property
     def capacity(self):
@@ -227,6 +247,7 @@ class Cache:
         element = 4 if self.dtype == "float32" else 2
         return self.kv_heads * ((tokens - raw) * block // self.page_size + raw * 2 * self.head_dim * element)
 
+    @streamed
     def append(self, k, v, *, rows=None, counts=None, stream=None, plan=None):
         """Stores new tokens behind those that are there.
 
@@ -236,27 +257,19 @@ class Cache:
         All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
         stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name.
         Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
-        Under torch.compile rows and counts are int32 tensors, and the cache is no PagedKVCache.
+        Under torch.compile rows and counts are int32 tensors; a PagedKVCache takes them on the host.
         """
         if compiling():
-            self.check_traced("append")
             torch_store("append", (k, v), self, rows, counts, stream, plan)
-            return
-        rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
-        with self.room("append", k, rows, counts):
-            if self.device != "cpu":
-                rows, counts = ints("append", "rows", rows, self.device), ints("append", "counts", counts, self.device)
-            ran(_C.kv_append(self._handle, k, v, rows, counts, stream, plan))
-
-    def check_traced(self, op):
-        """Raises where a call that stores cannot be part of a traced graph."""
+        else:
+            append(self, k, v, rows, counts, stream, plan)
 
     def room(self, op, k, rows, counts):
         """A context in which the rows have the memory that appending k takes; an error inside gives it back.
 
-        op: whose name errors begin with.
+        op: whose name errors begin with. Its value: rows and counts where the kernels read them.
         """
-        return contextlib.nullcontext()
+        return contextlib.nullcontext((ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)))
 
     def truncate(self, rows, lengths):
         """Cuts rows[i] to its first lengths[i] tokens. rows, lengths: lists of ints or int32 arrays of one size.
@@ -271,11 +284,41 @@ class Cache:
     def _host_ints(self, op, name, values):
         return host_ints(op, name, values, self.max_rows)
 
-    def _stream(self):
-        """The stream of what changes rows: torch's current one, None on the CPU."""
+    def check(self, op, index=None):
+        """Waits for the work before it and raises what a kernel found wrong there, in the name of `op`.
+
+        Before a change of several steps, of which none is done then. index: as reorder takes it, refused like there.
+        """
+        _C.kv_check(op, self._handle, index, self._stream())
+
+    def _reorder(self, index):
+        """Row i of all that belongs to the rows becomes what row index[i] was: pages too where no table names them."""
+        index, tabled = self._host_ints("reorder", "index", index), "block_table" in self._arrays
         if self.device == "cpu":
-            return None
-        return sys.modules["torch"].cuda.current_stream(self.device).cuda_stream
+            _C.kv_reorder(self._handle, index, not tabled, None)
+            return
+        self.check("reorder", index)
+        moved = [(row, source) for row, source in enumerate(host(index).tolist()) if row != source]
+        if not moved:
+            return
+        lengths = self.lengths
+        pages = 0 if tabled else pages_for(max(lengths[source] for _, source in moved), self.page_size)
+        rows, sources = sys.modules["torch"].tensor(moved, device=self.device).T
+        for array in self._row_arrays(pages).values():
+            array[rows] = array[sources]
+
+    def _row_arrays(self, pages):
+        """name -> array of which row i belongs to row i: of a pool without a table the rows' first `pages` pages."""
+        arrays = {name: x for name, x in self._arrays.items() if name not in ("fault", "block_table")}
+        for name in ("pool", "k_pool", "v_pool"):
+            if name in arrays:
+                pool = arrays.pop(name)
+                if pages:
+                    arrays[name] = pool.reshape(self.max_rows, self.max_pages, *pool.shape[1:])[:, :pages]
+        return arrays
+
+    def _stream(self):
+        return current_stream(self.device)
 
     def to(self, device):
         """A copy of the cache with the same bytes on `device` ("cpu", "cuda", "cuda:1", a torch.device).
@@ -447,7 +490,7 @@ class KVCache(Cache):
 
         Raises ArgumentError for another number of rows or a row that is not there, and moves none.
         """
-        _C.kv_reorder(self._handle, self._host_ints("reorder", "index", index), True, self._stream())
+        self._reorder(index)
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src. Raises ArgumentError for a row that is not there."""
@@ -475,14 +518,9 @@ class KVCache(Cache):
         if longest > chosen.capacity:
             raise ArgumentError(f"select: capacity {capacity} is less than the {longest} tokens that a row holds")
         pages = pages_for(longest, CONTIGUOUS_PAGE)
-        for name, source in self._arrays.items():
-            if name == "fault":
-                continue
-            target = chosen._arrays[name]
-            if name.endswith("pool"):
-                source = source.reshape(self.batch, self.max_pages, *source.shape[1:])[:, :pages]
-                target = target.reshape(chosen.batch, chosen.max_pages, *target.shape[1:])[:, :pages]
-            target[:] = source[rows]
+        targets = chosen._row_arrays(pages)
+        for name, source in self._row_arrays(pages).items():
+            targets[name][:] = source[rows]
         return chosen
 
     def __deepcopy__(self, memo):

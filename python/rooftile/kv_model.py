@@ -34,25 +34,28 @@ class ModelKVCache:
 
     def truncate(self, rows, lengths):
         """KVCache.truncate in every layer; an error in one leaves all as they were."""
-        self._change(lambda layer: layer.truncate(rows, lengths))
+        self._change("truncate", lambda layer: layer.truncate(rows, lengths))
 
     def reorder(self, index):
         """KVCache.reorder in every layer."""
-        self._change(lambda layer: layer.reorder(index))
+        self._change("reorder", lambda layer: layer.reorder(index))
 
     def reset(self, rows=None):
         """KVCache.reset in every layer."""
-        self._change(lambda layer: layer.reset(rows))
+        self._change("reset", lambda layer: layer.reset(rows))
 
     def fork(self, src, dst):
         """KVCache.fork in every layer."""
-        self._change(lambda layer: layer.fork(src, dst))
+        self._change("fork", lambda layer: layer.fork(src, dst))
 
-    def _change(self, change):
+    def _change(self, op, change):
         """A layer that refuses a call is as it was; the layers before it have at most changed their lengths.
 
-        (reorder and fork are refused for arguments that all layers judge alike, so by the first layer or by none.)
+        (What kernels found wrong is raised before the first layer changes. Else reorder and fork are refused for
+        arguments that all layers judge alike, so by the first layer or by none.)
         """
+        for layer in self.layers:
+            layer.check(op)
         before = [copy.deepcopy(layer.positions) for layer in self.layers]
         try:
             for layer in self.layers:

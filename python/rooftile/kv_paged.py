@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
-import contextlib
-import itertools
-
-import numpy as np
-
 from rooftile import _C
-from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfPagesError
+from rooftile.errors import ArgumentError, ArgumentTypeError, OutOfPagesError
 from rooftile.kv_cache import (
     ELEMENT_DTYPES,
     GROUP,
@@ -19,12 +14,11 @@ from rooftile.kv_cache import (
     dtype_name,
     host,
     integer,
-    ints,
     own_arrays,
     own_ring,
-    pages_for,
     zeros,
 )
+from rooftile.kv_pages import Pages
 
 
 class PagedKVCache(Cache):
@@ -36,8 +30,8 @@ class PagedKVCache(Cache):
     Raises ArgumentError or ArgumentTypeError naming the argument, NotSupportedError for a device without cache kernels.
 
     On a GPU the host keeps its own table and lengths, so append waits for the device only to read rows or counts that
-    are CUDA tensors. A graph that captured an append does not take pages when it is replayed: use a view with a table
-    of your own there, or a KVCache.
+    are CUDA tensors. While a CUDA graph is captured append is refused, as a replay would take no pages: use a view
+    with a table of your own there, or a KVCache.
     """
 
     def __init__(
@@ -67,50 +61,21 @@ class PagedKVCache(Cache):
         arrays = own_arrays(op, format, dtype, num_pages, page_size, kv_heads, head_dim, max_rows, device)
         arrays["block_table"] = zeros((max_rows, max_pages), "int32", device)
         arrays["block_table"][:] = -1
-        super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
         self.num_pages = num_pages
-        self._free = list(range(num_pages))[::-1]  # the lowest page is taken first
-        self._users = [0] * num_pages  # rows that hold a page
-        self._pages = [[] for _ in range(max_rows)]
+        super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
 
     def _hold_arrays(self, op, arrays):
         super()._hold_arrays(op, arrays)
-        # On the CPU the cache's own memory; on a GPU copies that change with it, ahead of the device.
-        self._table = host(arrays["block_table"])
-        self._stale = []  # places of a GPU's table that differ from _table
-        if self.device != "cpu":
-            self._lengths = host(arrays["lengths"])
+        on_host = () if self.device == "cpu" else (arrays["block_table"].cpu(), arrays["lengths"].cpu())
+        self.page_state = (zeros((self.num_pages,), "int32"), *on_host)
+        self._pages = Pages(self.flat(), self._handle, *self.page_state)
+        self._lengths = self._pages.lengths
 
     def to(self, device):
         """Cache.to; the copy hands out its own pages."""
         twin = super().to(device)
-        twin._free, twin._users, twin._pages = list(self._free), list(self._users), [list(p) for p in self._pages]
+        twin._pages.users[:] = self._pages.users
         return twin
-
-    def _write(self, row, begin, pages):
-        """Puts pages into the row's places from `begin` on."""
-        self._table[row, begin : begin + len(pages)] = pages
-        if self.device != "cpu":
-            self._stale += [(row, i) for i in range(begin, begin + len(pages))]
-
-    def _publish(self):
-        """Sends what changed in the table to the GPU, behind the work that is queued there."""
-        if not self._stale:
-            return
-        rows, columns = np.array(list(dict.fromkeys(self._stale)), np.int64).T
-        self._stale = []
-        sent = np.stack([rows, columns, self._table[rows, columns]])
-        table = self._arrays["block_table"]
-        rows, columns, pages = ints("append", "table", sent, self.device)
-        table.index_put_((rows, columns), pages.int())
-
-    def _settle(self, rows):
-        """The host's lengths are the device's again; pages behind those of `rows` are given back."""
-        if self.device != "cpu":
-            self._lengths[:] = self.lengths
-        for row in rows:
-            self._shorten(row, pages_for(self._lengths[row].item(), self.page_size))
-        self._publish()
 
     @staticmethod
     def view(
@@ -143,7 +108,7 @@ class PagedKVCache(Cache):
     @property
     def free_pages(self):
         """Pages that no row holds."""
-        return len(self._free)
+        return self._pages.free
 
     @property
     def block_table(self):
@@ -155,128 +120,22 @@ class PagedKVCache(Cache):
         """Bytes of the pages that rows hold, a shared page once, and of the raw tokens of open groups."""
         page = self.kv_heads * _C.kv_block_bytes(self.format, self.page_size, self.head_dim)
         raw = sum(self._row_bytes(tokens % GROUP) for tokens in self.lengths) if self.format in KIVI else 0
-        return (self.num_pages - len(self._free)) * page + raw
+        return (self.num_pages - self.free_pages) * page + raw
 
-    def check_traced(self, op):
-        raise NotSupportedError(
-            f"{op}: a PagedKVCache takes its pages on the host, which torch.compile cannot trace; use a KVCache, or "
-            "PagedKVCache.view with a table of your own"
-        )
-
-    @contextlib.contextmanager
     def room(self, op, k, rows, counts):
-        """Rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back."""
-        changes, grown = [], []
-        try:
-            self._make_room(op, k, rows, counts, changes, grown)
-            copies = [(old, new) for _, _, old, new in changes if old >= 0]
-            if copies:
-                src, dst = np.array(copies, np.int32).T
-                _C.kv_copy_pages(self._handle, src, dst, self._stream())
-            self._publish()
-            yield
-        except BaseException:
-            self._undo(changes)
-            if self.device != "cpu":  # a fault of an earlier call: some row did not grow
-                self._settle(range(self.max_rows))
-            raise
-        if self.device != "cpu":
-            for row, tokens in grown:
-                self._lengths[row] += tokens
-
-    def _make_room(self, op, k, rows, counts, changes, grown):
-        """Gives every row the pages that its new tokens need, and its own copy of shared pages they would write.
-
-        Arguments that make no sense are left alone here: append refuses them, before it writes, in its own words.
-        changes: gets (row, place, page before or -1, page now). grown: gets (row, tokens).
-        """
-        given = {name: values for name, values in (("rows", rows), ("counts", counts)) if values is not None}
-        for name, array in (("k", k), *given.items()):
-            _C.check_array(op, name, array)
-        shape = tuple(k.shape)
-        if len(shape) != 4 or (rows is None and shape[0] > self.max_rows):
-            return
-        if any(tuple(v.shape) != shape[:1] or str(v.dtype) not in ("int32", "torch.int32") for v in given.values()):
-            return
-        try:
-            rows = range(shape[0]) if rows is None else host(rows).tolist()
-            counts = itertools.repeat(shape[1]) if counts is None else host(counts).tolist()
-        except RuntimeError:  # inside a functorch transform
-            return
-        kivi = self.format in KIVI
-        for row, tokens in zip(rows, counts, strict=False):
-            if not 0 <= row < self.max_rows or not 0 < tokens <= shape[1]:
-                continue
-            begin = self._lengths[row].item()
-            end = begin + tokens
-            if end > self.capacity:
-                continue
-            grown.append((row, tokens))
-            pages = self._pages[row]
-            # a group that closes is written as a whole, an open one not at all
-            first, last = (begin // GROUP * GROUP, end // GROUP * GROUP) if kivi else (begin, end)
-            behind = min(pages_for(last, self.page_size), len(pages)) if first < last else 0
-            for i in range(first // self.page_size, behind):
-                if self._users[pages[i]] > 1:
-                    self._set_page(op, row, i, changes)
-            for i in range(len(pages), pages_for(end, self.page_size)):
-                self._set_page(op, row, i, changes)
-
-    def _set_page(self, op, row, i, changes):
-        """Puts a free page at place i of a row, in place of a shared one or behind the last."""
-        if not self._free:
-            raise OutOfPagesError(
-                f"{op}: row {row} needs another page of {self.page_size} tokens, all {self.num_pages} are taken"
-            )
-        new, pages, old = self._free.pop(), self._pages[row], -1
-        self._users[new] = 1
-        if i == len(pages):
-            pages.append(new)
-        else:
-            old, pages[i] = pages[i], new
-            self._users[old] -= 1
-        self._write(row, i, [new])
-        changes.append((row, i, old, new))
-
-    def _undo(self, changes):
-        for row, i, old, new in reversed(changes):
-            self._users[new] = 0
-            self._free.append(new)
-            self._write(row, i, [old])
-            if old < 0:
-                self._pages[row].pop()
-            else:
-                self._pages[row][i] = old
-                self._users[old] += 1
+        return self._pages.room(op, k, rows, counts)
 
     def truncate(self, rows, lengths):
         """KVCache.truncate; pages behind the new lengths are given back."""
         rows = self._host_ints("truncate", "rows", rows)
         super().truncate(rows, lengths)
-        self._settle(host(rows).tolist())
+        self._pages.settle(host(rows).tolist())
 
     def reset(self, rows=None):
         """KVCache.reset; the rows' pages are given back."""
         rows = self._host_ints("reset", "rows", rows)
         super().reset(rows)
-        self._settle(range(self.max_rows) if rows is None else host(rows).tolist())
-
-    def _shorten(self, row, pages):
-        freed = self._pages[row][pages:]
-        self._release(freed)
-        del self._pages[row][pages:]
-        self._write(row, pages, [-1] * len(freed))
-
-    def _release(self, pages):
-        for page in reversed(pages):
-            self._users[page] -= 1
-            if self._users[page] == 0:
-                self._free.append(page)
-
-    def _hold(self, row, pages):
-        before = len(self._pages[row])
-        self._pages[row] = pages
-        self._write(row, 0, pages + [-1] * (before - len(pages)))
+        self._pages.settle(None if rows is None else host(rows).tolist())
 
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [max_rows], a list of ints or an int32 array.
@@ -284,37 +143,22 @@ class PagedKVCache(Cache):
         Pages do not move: rows share them until one writes.
         """
         index = self._host_ints("reorder", "index", index)
-        _C.kv_reorder(self._handle, index, False, self._stream())
-        before = self._pages
-        after = [list(before[source]) for source in host(index).tolist()]
-        for page in (page for pages in after for page in pages):
-            self._users[page] += 1
-        for row, pages in enumerate(after):
-            self._release(before[row])
-            self._hold(row, pages)
-        self._settle(())
+        self._reorder(index)
+        self._pages.reorder(host(index))
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
+        self.check("fork")
+        self._pages.catch_up()
         length = self._length("fork", "src", src)
         self._length("fork", "dst", dst)
         if src == dst:
             return
-        full, needed = length // self.page_size, pages_for(length, self.page_size)
-        given_back = sum(self._users[page] == 1 for page in self._pages[dst])
-        if needed - full > len(self._free) + given_back:
+        full = length // self.page_size
+        if not self._pages.share(src, dst, full, length):
             raise OutOfPagesError(
                 f"fork: row {dst} needs a page of {self.page_size} tokens, all {self.num_pages} are taken"
             )
-        shared = self._pages[src][:full]
-        for page in shared:
-            self._users[page] += 1
-        self._release(self._pages[dst])
-        own = [self._free.pop() for _ in range(needed - full)]
-        for page in own:
-            self._users[page] = 1
-        self._hold(dst, shared + own)
-        self._publish()
         _C.kv_copy_row(self._handle, src, dst, full, self._stream())
         if self.device != "cpu":
             self._lengths[dst] = length
@@ -379,7 +223,7 @@ class KVCacheView(Cache):
 
         index: [max_rows], a list of ints or an int32 array.
         """
-        _C.kv_reorder(self._handle, self._host_ints("reorder", "index", index), False, self._stream())
+        self._reorder(index)
 
     def fork(self, src, dst):
         """Row dst becomes a copy of row src in the pages that its row of the block table names.

@@ -14,6 +14,8 @@ import torch
 from rooftile import _C, attention, fused, gemm
 from rooftile._arrays import ran
 from rooftile.errors import NotSupportedError
+from rooftile.kv_cache import append
+from rooftile.kv_pages import Pages
 
 _library = torch.library.Library("rooftile", "DEF")
 
@@ -62,8 +64,11 @@ _CACHE = (
 _CACHE_PARTS = _CACHE.count(",") + 1  # Cache.flat()
 
 
-# The same for ops that store: what an append writes. K and V of an element format are two views of one pool.
-_WRITTEN = ("pool", "k_pool", "v_pool", "lengths", "ring_k", "ring_v", "raw_from", "fault")
+# The same for ops that store: what an append writes. K and V of an element format are two views of one pool. Not the
+# word of faults: what is written a graph may hand over as a clone, and the kernels' word is one place in memory. What a
+# PagedKVCache gives besides, Cache.page_state, follows at the end.
+_WRITTEN = ("pool", "k_pool", "v_pool", "block_table", "lengths", "ring_k", "ring_v", "raw_from")
+_PAGES = "Tensor(i!)? users=None, Tensor(j!)? host_table=None, Tensor(k!)? host_lengths=None"
 
 
 def _written_cache():
@@ -77,14 +82,28 @@ def _written_cache():
     return ", ".join(parts)
 
 
+def _stored_to(inputs):
+    """What follows an operator's own tensors as (cache, rows, counts), the cache a _C.KvCache or Pages."""
+    flat, (rows, counts, *state) = inputs[:_CACHE_PARTS], inputs[_CACHE_PARTS:]
+    handle, state = _C.KvCache(*flat), [x for x in state if x is not None]
+    if not state:
+        return handle, rows, counts
+    # a NumPy array is sent to the device once pages are taken
+    rows, counts = (x.numpy() if x is not None and x.is_cpu else x for x in (rows, counts))
+    return Pages(flat, handle, *state), rows, counts
+
+
 def _append(k, v, *inputs, plan=None):
-    cache, (rows, counts) = inputs[:_CACHE_PARTS], inputs[_CACHE_PARTS:]
-    ran(_C.kv_append(_C.KvCache(*cache), k, v, rows, counts, None, plan))
+    cache, rows, counts = _stored_to(inputs)
+    if isinstance(cache, Pages):
+        append(cache, k, v, rows, counts, None, plan)
+    else:
+        ran(_C.kv_append(cache, k, v, rows, counts, None, plan))
 
 
 def _rope_append(q, k, v, cos, sin, positions, *inputs, plan=None):
-    cache, (rows, counts) = inputs[:_CACHE_PARTS], inputs[_CACHE_PARTS:]
-    return fused.rope_append(q, k, v, cos, sin, positions, _C.KvCache(*cache), rows=rows, counts=counts, plan=plan)
+    cache, rows, counts = _stored_to(inputs)
+    return fused.rope_append(q, k, v, cos, sin, positions, cache, rows=rows, counts=counts, plan=plan)
 
 
 def _decode_attention(q, *inputs, **options):
@@ -207,7 +226,7 @@ STORING = {
 
 def _register_storing(name, inputs, returns, function, fake):
     _library.define(
-        f"{name}({inputs}, {_written_cache()}, Tensor? rows, Tensor? counts, *, str? plan=None) -> {returns}"
+        f"{name}({inputs}, {_written_cache()}, Tensor? rows, Tensor? counts, {_PAGES}, *, str? plan=None) -> {returns}"
     )
     for device in ("CPU", "CUDA"):
         _library.impl(name, function, device)
@@ -222,7 +241,7 @@ def store(name, inputs, cache, rows, counts, stream, plan):
     """append or rope_append as Cache.append and rope_append call them while they are traced."""
     if stream is not None:
         raise NotSupportedError(f"{name}: stream cannot be given under torch.compile; it uses torch's current stream")
-    return getattr(torch.ops.rooftile, name)(*inputs, *cache.flat(), rows, counts, plan=plan)
+    return getattr(torch.ops.rooftile, name)(*inputs, *cache.flat(), rows, counts, *cache.page_state, plan=plan)
 
 
 def call(name, inputs, outputs, stream, plan):

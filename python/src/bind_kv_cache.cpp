@@ -50,6 +50,7 @@ const KvCacheView& cache_view(handle cache, const char* op) {
 }
 
 void bind_kv_cache(nb::module_& m) {
+  m.attr("kv_fault_raised") = kv_fault_raised;
   nb::class_<KvCache>(m, "KvCache")
       .def(
           "__init__",
@@ -112,11 +113,25 @@ void bind_kv_cache(nb::module_& m) {
       "plan"_a.none());
 
   m.def(
+      "kv_check",
+      [](const char* op, handle cache, handle index, handle stream) {
+        Args args(op);
+        const KvCacheView& c = cache_view(cache, op);
+        const TensorView list = args.optional(index, "index");
+        const Context ctx = cache_context(args, c, stream);
+        const nb::gil_scoped_release unlocked;
+        kv_check(op, ctx, c, list);
+      },
+      "op"_a, "cache"_a.none(), "index"_a.none(), "stream"_a.none());
+  m.def(
       "kv_truncate",
       [](handle cache, handle rows, handle lengths, handle stream) {
         Args args("truncate");
         const KvCacheView& c = cache_view(cache, "truncate");
-        kv_truncate(cache_context(args, c, stream), c, args.in(rows, "rows"), args.in(lengths, "lengths"));
+        const TensorView tr = args.in(rows, "rows"), tl = args.in(lengths, "lengths");
+        const Context ctx = cache_context(args, c, stream);
+        const nb::gil_scoped_release unlocked;
+        kv_truncate(ctx, c, tr, tl);
       },
       "cache"_a.none(), "rows"_a.none(), "lengths"_a.none(), "stream"_a.none());
   m.def(
@@ -124,7 +139,10 @@ void bind_kv_cache(nb::module_& m) {
       [](handle cache, handle rows, handle stream) {
         Args args("reset");
         const KvCacheView& c = cache_view(cache, "reset");
-        kv_reset(cache_context(args, c, stream), c, args.optional(rows, "rows"));
+        const TensorView tr = args.optional(rows, "rows");
+        const Context ctx = cache_context(args, c, stream);
+        const nb::gil_scoped_release unlocked;
+        kv_reset(ctx, c, tr);
       },
       "cache"_a.none(), "rows"_a.none(), "stream"_a.none());
   m.def(
@@ -132,7 +150,11 @@ void bind_kv_cache(nb::module_& m) {
       [](handle cache, handle index, handle move_pages, handle stream) {
         Args args("reorder");
         const KvCacheView& c = cache_view(cache, "reorder");
-        kv_reorder(cache_context(args, c, stream), c, args.in(index, "index"), args.integer(move_pages, "move_pages") != 0);
+        const TensorView list = args.in(index, "index");
+        const bool pages_too = args.integer(move_pages, "move_pages") != 0;
+        const Context ctx = cache_context(args, c, stream);
+        const nb::gil_scoped_release unlocked;
+        kv_reorder(ctx, c, list, pages_too);
       },
       "cache"_a.none(), "index"_a.none(), "move_pages"_a, "stream"_a.none());
   m.def(
@@ -140,8 +162,10 @@ void bind_kv_cache(nb::module_& m) {
       [](handle cache, handle src, handle dst, handle first_page, handle stream) {
         Args args("fork");
         const KvCacheView& c = cache_view(cache, "fork");
-        kv_copy_row(cache_context(args, c, stream), c, small(args, src, "src"), small(args, dst, "dst"),
-                    small(args, first_page, "first_page"));
+        const int from = small(args, src, "src"), to = small(args, dst, "dst"), first = small(args, first_page, "first_page");
+        const Context ctx = cache_context(args, c, stream);
+        const nb::gil_scoped_release unlocked;
+        kv_copy_row(ctx, c, from, to, first);
       },
       "cache"_a.none(), "src"_a.none(), "dst"_a.none(), "first_page"_a, "stream"_a.none());
   m.def(
@@ -149,7 +173,10 @@ void bind_kv_cache(nb::module_& m) {
       [](handle cache, handle src, handle dst, handle stream) {
         Args args("copy_pages");
         const KvCacheView& c = cache_view(cache, "copy_pages");
-        kv_copy_pages(cache_context(args, c, stream), c, args.in(src, "src"), args.in(dst, "dst"));
+        const TensorView from = args.in(src, "src"), to = args.in(dst, "dst");
+        const Context ctx = cache_context(args, c, stream);
+        const nb::gil_scoped_release unlocked;
+        kv_copy_pages(ctx, c, from, to);
       },
       "cache"_a.none(), "src"_a.none(), "dst"_a.none(), "stream"_a.none());
 
@@ -158,8 +185,12 @@ void bind_kv_cache(nb::module_& m) {
       [](handle cache, handle row, handle at, handle out_k, handle out_v) {
         Args args("dequantize");
         const KvCacheView& c = cache_view(cache, "dequantize");
-        kv_dequantize(cache_context(args, c), c, small(args, row, "row"), args.integer(at, "at"), args.out(out_k, "out_k"),
-                      args.out(out_v, "out_v"));
+        const int r = small(args, row, "row");
+        const std::int64_t position = args.integer(at, "at");
+        const TensorView k = args.out(out_k, "out_k"), v = args.out(out_v, "out_v");
+        const Context ctx = cache_context(args, c);
+        const nb::gil_scoped_release unlocked;
+        kv_dequantize(ctx, c, r, position, k, v);
       },
       "cache"_a.none(), "row"_a, "at"_a, "out_k"_a.none(), "out_v"_a.none());
   m.def(

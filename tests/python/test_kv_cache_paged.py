@@ -15,15 +15,15 @@ formats = pytest.mark.parametrize(
 
 
 def check_pages(cache):
-    """The table, the free list and the reference counts tell one story."""
+    """The table, the lengths and the counts of users tell one story."""
     table, users = cache.block_table.numpy(), [0] * cache.num_pages
     for row, length in enumerate(cache.lengths):
         pages = -(-length // cache.page_size)
         assert (table[row, :pages] >= 0).all() and (table[row, pages:] == -1).all()
         for page in table[row, :pages]:
             users[page] += 1
-    assert users == cache._users
-    assert sorted(cache._free) == [page for page, n in enumerate(users) if n == 0]
+    assert users == cache.page_state[0].tolist()
+    assert cache.free_pages == users.count(0)
 
 
 class Model:

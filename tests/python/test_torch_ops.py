@@ -245,8 +245,84 @@ def test_a_decode_step_is_one_graph(format, dtype, device):
     torch.library.opcheck(ops.w4a16_matmul.default, (make(3, 256), *form, None, None, None))
 
 
-def test_a_paged_cache_says_why_it_is_not_traced():
-    cache = rt.PagedKVCache(4, 32, 1, 64, max_rows=1, format="int8")
-    k = torch.randn(1, 1, 1, 64)
-    with pytest.raises(Exception, match="takes its pages on the host"):
-        torch.compile(lambda k: cache.append(k, k), fullgraph=True, backend="eager")(k)
+def paged_pair(format, dtype, device, rows=3, pages=24, page_size=32):
+    """Two equal paged caches whose rows 0 and 1 share a full page and a part of the next."""
+    options = {"max_rows": rows, "max_pages_per_row": 8, "format": format, "dtype": dtype, "device": device}
+    caches = tuple(rt.PagedKVCache(pages, page_size, 2, 64, **options) for _ in range(2))
+    k, v = torch.randn(2, 1, 64, 2, 64, generator=torch.manual_seed(3)).to(getattr(torch, dtype)).to(device)
+    for cache in caches:
+        cache.append(k, v)
+        cache.fork(0, 1)
+        cache.truncate([1], [48])
+    return caches
+
+
+def assert_same_cache(a, b):
+    """The same bytes, and the same books: who holds which page, and what the host thinks."""
+    for name, array in a._arrays.items():
+        assert torch.equal(array, b._arrays[name]), name
+    for x, y in zip(a.page_state, b.page_state, strict=True):
+        assert x is y is None or torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("format", "dtype"), STEPS)
+@torch.no_grad()
+def test_a_decode_step_of_a_paged_cache_is_one_graph(format, dtype, device):
+    """Rows pass page ends and write into pages they share; table, lengths and counts of users are those of eager."""
+    eager, traced = paged_pair(format, dtype, device)
+    make = lambda *shape: torch.randn(*shape, device=device).to(getattr(torch, dtype))  # noqa: E731
+    w = rt.W4Weight.quantize(make(96, 256), group_size=64)
+    cos, sin = torch.randn(200, 32, device=device), torch.randn(200, 32, device=device)
+    step = torch.compile(decode_step, fullgraph=True, backend="aot_eager")
+    shared = (traced.block_table[0, :2] == traced.block_table[1, :2]).tolist()
+    for i in range(40):
+        q, k, v = make(3, 1, 4, 64), make(3, 1, 2, 64), make(3, 1, 2, 64)
+        inputs = (w, q, k, v, cos, sin, torch.full((3, 1), i, device=device))
+        for a, b in zip(step(traced, *inputs), decode_step(eager, *inputs), strict=True):
+            assert torch.equal(a, b)
+        assert_same_cache(traced, eager)
+    assert traced.lengths == [144, 128, 80] and shared == [True, True]
+    assert (traced.block_table[0, :2] == traced.block_table[1, :2]).tolist() == [True, False]
+    q, k = make(3, 1, 4, 64), make(3, 1, 2, 64)
+    positions = torch.zeros(3, 1, dtype=torch.int64, device=device)
+    ops, form = torch.ops.rooftile, (*eager.flat(), None, None, *eager.page_state)
+    torch.library.opcheck(ops.append.default, (k, k.clone(), *form))
+    torch.library.opcheck(ops.rope_append.default, (q, k, k.clone(), cos, sin, positions, *form))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_rows_and_counts_of_a_paged_append_are_host_tensors(backend, device):
+    eager, traced = paged_pair("int8", "float16", device)
+    k = torch.randn(2, 9, 2, 64, device=device).half()
+    append = torch.compile(
+        lambda k, rows, counts: traced.append(k, k, rows=rows, counts=counts), fullgraph=True, backend=backend
+    )
+    for rows, counts in (([2, 0], [9, 1]), ([1, 2], [5, 0]), ([0, 1], [9, 9])):
+        append(k, torch.tensor(rows, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
+        eager.append(k, k, rows=rows, counts=counts)
+        assert_same_cache(traced, eager)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_append_that_is_refused_changes_nothing(backend, device):
+    """Row 0 takes the last page before row 1 finds none; then v is of another dtype."""
+    before, cache = paged_pair("int8", "float16", device, pages=4)
+    k = torch.randn(3, 33, 2, 64, device=device).half()
+    append = torch.compile(lambda k, v: cache.append(k, v), fullgraph=True, backend=backend)
+    with pytest.raises(rt.OutOfPagesError, match="append: row 1 needs another page of 32 tokens, all 4 are taken"):
+        append(k, k)
+    assert_same_cache(cache, before)
+    with pytest.raises(rt.ArgumentTypeError, match="v must be float16"):
+        append(k[:1, :32], k[:1, :32].float())
+    assert_same_cache(cache, before)
+    append(k[:1, :32], k[:1, :32])
+    before.append(k[:1, :32], k[:1, :32])
+    assert_same_cache(cache, before)
+
+
+@pytest.mark.parametrize("name", torch_ops.STORING)
+def test_no_graph_copies_the_word_of_faults(name):
+    """What a schema calls written a graph may hand over as a clone: the kernels would report to a word nobody reads."""
+    schema = getattr(torch.ops.rooftile, name).default._schema
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    assert {"pool", "lengths"} <= written and "fault" not in written

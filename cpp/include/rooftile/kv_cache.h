@@ -21,6 +21,8 @@ std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim);
 
 // What a kernel may find wrong in arrays that the host does not read.
 enum class KvFault : std::int32_t { none, row, length, capacity, count, page, raw, position, twice };
+inline constexpr std::int32_t kv_fault_raised = -1;   // in place of a fault that was raised: nothing to raise, but lengths may
+                                                      // be less than the calls so far make an allocator expect
 
 // One layer's cache. All pointers lie on `device`. A token p of row r lives in slot p % page_size of page
 // block_table[r][p / page_size]. Bytes of (page, head) start at  base + page * page_stride + head * head_stride.
@@ -77,6 +79,10 @@ KvCacheView kv_cache_view(const KvCacheShape&, const KvCacheArrays&, const char*
 // k, v [B, T, kv_heads, head_dim]; row b's first counts[b] tokens (all T without counts) go to cache row rows[b]
 // (b without rows). Lengths grow. Raises before anything is written when a row would pass its capacity.
 KernelName kv_append(const Context&, const KvCacheView&, TensorView k, TensorView v, TensorView rows, TensorView counts);
+
+// Waits for the work before it and raises what a kernel found wrong in it. index, where given, must be one for kv_reorder.
+// For changes of several steps: what can be refused is refused before the first.
+void kv_check(const char* op, const Context&, const KvCacheView&, TensorView index);
 
 // Sets lengths. rows, lengths int32 [n] on the host. Per-token formats take any smaller length; kivi formats a
 // multiple of 32, or up to 16 tokens back (the ring still holds them). raw_from follows.

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""stream=: what a call allocates, sends and frees belongs to the stream that its kernels run on."""
+
+import inspect
+
+import cases
+import numpy as np
+import pytest
+import rooftile as rt
+import torch
+from kv_caches import contiguous, kv, paged, tensors
+from rooftile import _arrays
+
+GPUS = tuple(device for device in cases.devices() if device != "cpu")
+gpus = pytest.mark.parametrize("device", GPUS)
+DELAY = 200_000_000  # cycles, about a tenth of a second
+
+
+class OnGpu(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda, device = True, "cuda:1"
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """torch's current streams, innermost last."""
+    current = []
+
+    class Stream:
+        def __init__(self, handle, device):
+            self.named = (handle, device)
+
+        def __enter__(self):
+            current.append(self.named)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    return current
+
+
+def test_a_given_stream_is_the_current_one_during_the_call(streams):
+    """Only where a tensor is torch's on a GPU; otherwise the binding judges it."""
+    call = _arrays.streamed(lambda x, y=None, *, stream=None: (list(streams), stream))
+    far, near = torch.zeros(2).as_subclass(OnGpu), torch.zeros(2)
+    assert (
+        call(far, stream=7) == call(x=far, stream=7) == call(near, far, stream=np.uint64(7)) == ([(7, "cuda:1")], None)
+    )
+    assert call(far) == ([], None)
+    assert call(near, stream=7) == ([], 7)
+    for wrong in ("7", 1.5, 2**70, -1):
+        assert call(far, stream=wrong) == ([], wrong)
+    assert streams == []
+
+
+def test_every_function_with_a_stream_does_so():
+    functions = [f for f in vars(rt).values() if inspect.isfunction(f)] + [rt.KVCache.append]
+    named = [f for f in functions if "stream" in inspect.signature(f).parameters]
+    assert len(named) >= 13 and all(hasattr(f, "__wrapped__") for f in named)
+
+
+@gpus
+def test_pages_are_published_on_the_stream(device):
+    """The current stream is busy; the table must not wait there while the kernel runs elsewhere."""
+    k, v = tensors(*kv(40, 2, 64, "float16", batch=2), "float16", device)
+    cos, sin = torch.ones(80, 32, device=device), torch.zeros(80, 32, device=device)
+    positions = torch.arange(40, device=device).expand(2, 40)
+    cache = paged("int8", "float16", 2, 64, rows=3, capacity=96, device=device)
+    host = paged("int8", "float16", 2, 64, rows=3, capacity=96)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(DELAY)
+    cache.append(k, v, rows=[2, 0], counts=[40, 33], stream=side.cuda_stream)
+    rt.rope_append(k, k, v, cos, sin, positions, cache, rows=[0, 2], stream=side.cuda_stream)
+    side.synchronize()
+    torch.cuda.synchronize()
+    for rows, counts in (([2, 0], [40, 33]), ([0, 2], [40, 40])):
+        host.append(k.cpu(), v.cpu(), rows=rows, counts=counts)
+    assert cache.lengths == host.lengths == [73, 0, 80]
+    for ours, theirs in zip(cache.dequantize(), host.dequantize(), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@gpus
+def test_memory_of_a_call_belongs_to_the_stream(device, monkeypatch):
+    """Its workspace is free again when the call returns: on its own stream, not on the current one."""
+    k, v = tensors(*kv(60, 2, 64, "float16"), "float16", device)
+    cache = contiguous("fp16", "float16", 2, 64, device=device)
+    cache.append(k, v)
+    x, w = torch.randn(3, 256, device=device).half(), rt.W4Weight.quantize(torch.randn(64, 256, device=device).half())
+    calls = {
+        "decode": lambda **o: rt.decode_attention(k[:, :1], cache, **o),
+        "w4a16": lambda **o: rt.w4a16_matmul(x, w, **o),
+        "norm": lambda **o: rt.rms_norm(x, **o),
+    }
+    side = torch.cuda.Stream()
+    seen = []
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+
+    def spied(make):
+        def call(*args, **options):
+            seen.append(torch.cuda.current_stream().cuda_stream)
+            return make(*args, **options)
+
+        return call
+
+    for name, call in calls.items():
+        expected = call()
+        torch.cuda.synchronize()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "new_empty", spied(new_empty))
+            patch.setattr(torch, "empty_like", spied(empty_like))
+            got = call(stream=side.cuda_stream)
+        assert seen and set(seen) == {side.cuda_stream}, name
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        side.synchronize()
+        assert torch.equal(got, expected), name
+        seen.clear()
