@@ -231,7 +231,6 @@ struct Grid {
   using Scale = ScaleOf<T>;
   static constexpr bool bf16 = std::is_same_v<T, tile::bf16>;
   static constexpr float smallest = bf16 ? 0x1p-133f : 0x1p-24f;   // subnormal
-  static constexpr float largest_minimum = bf16 ? 0x1.fep+127f : 65504.0f;
   static constexpr float largest_scale = kv_largest_scale(f, bf16 ? DType::bf16 : DType::f16);
   static constexpr float top = has_min(f) ? 15.0f : static_cast<float>(qmax(f)), bottom = has_min(f) ? 0.0f : -top;
 
@@ -245,7 +244,9 @@ struct Grid {
     stored_scale = rooftile::from_float<Scale>(r.broken() ? nan : step);
     scale = rooftile::to_float(stored_scale);
     minimum = 0.0f;
-    if constexpr (has_min(f)) {   // + 0: a group of zeros of both signs has minimum +0
+    if constexpr (has_min(f)) {
+      constexpr float largest_minimum = bf16 ? 0x1.fep+127f : 65504.0f;
+      // + 0: a group of zeros of both signs has minimum +0
       const float least = fminf(fmaxf(__fadd_rn(r.least(), 0.0f), -largest_minimum), largest_minimum);
       stored_minimum = rooftile::from_float<Scale>(r.broken() ? nan : least);
       minimum = rooftile::to_float(stored_minimum);
