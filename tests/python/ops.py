@@ -442,8 +442,7 @@ def _cache_moved(cache, place):
 
 def cache_state(cache):
     """All arrays of a cache; of one with an allocator also who holds which page."""
-    books = [torch.tensor(pages, dtype=torch.int64) for pages in (getattr(cache, n, []) for n in ("_free", "_users"))]
-    return [*cache._arrays.values(), *books]
+    return [*cache._arrays.values(), *getattr(cache, "page_state", ())]
 
 
 def _cache_state(kwargs):

@@ -282,8 +282,8 @@ def test_rows_move_as_on_the_cpu(device, format, dtype, make):
     assert_same(state(gpu.to("cpu")), state(gpu))
     assert_same(state(host.to(device)), state(host))
     if make is paged:
-        assert (gpu._users, sorted(gpu._free), gpu._pages) == (host._users, sorted(host._free), host._pages)
-        np.testing.assert_array_equal(gpu.block_table.cpu().numpy(), gpu._table)
+        books = (host.page_state[0], host.block_table, host.seq_lens)
+        assert all(torch.equal(a, b) for a, b in zip(gpu.page_state, books, strict=True))
 
 
 @gpus
@@ -295,7 +295,7 @@ def test_a_paged_cache_after_a_fault(device):
     torch.cuda.synchronize()
     with pytest.raises(rt.ArgumentError, match="row 0 alone"):
         cache.append(k[:, :1], v[:, :1])
-    assert cache.lengths == [40, 50] and [len(pages) for pages in cache._pages] == [2, 2]
+    assert cache.lengths == [40, 50] and (cache.page_state[1] >= 0).sum(1).tolist() == [2, 2]
 
 
 @gpus

@@ -496,6 +496,21 @@ class RooftileCache(Cache):
             )
         return held
 
+    def _checked(self, op):
+        """Raises what is wrong with any layer before the first one changes."""
+        for layer in self.layers:
+            layer._settled()
+            if layer.cache is not None:
+                layer.cache.check(op)
+
+    def reorder_cache(self, beam_idx):
+        self._checked("reorder")
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices):
+        self._checked("select")
+        super().batch_select_indices(indices)
+
     def crop(self, tokens_to_remove):
         """RooftileLayer.crop in every layer, or in none."""
         for layer in self.layers:
