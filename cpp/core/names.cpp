@@ -67,8 +67,8 @@ KvFormat kv_format_from_name(const char* op, const char* text) {
   fail(ErrorKind::value, op, ": format \"", text, "\" is not a cache format; known: ", known);
 }
 
-std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim) {
-  ROOFTILE_CHECK_KIND(not_supported, head_dim >= 1 && head_dim <= max_head_dim, "KVCache: head_dim must be 1 to ", max_head_dim,
+std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim, const char* op) {
+  ROOFTILE_CHECK_KIND(not_supported, head_dim >= 1 && head_dim <= max_head_dim, op, ": head_dim must be 1 to ", max_head_dim,
                       ", got ", head_dim);
   return static_cast<std::size_t>(kv_block(f, page_size, head_dim).bytes);
 }

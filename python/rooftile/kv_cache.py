@@ -297,6 +297,8 @@ class Cache:
         if self.device == "cpu":
             _C.kv_reorder(self._handle, index, not tabled, None)
             return
+        if index is None:
+            raise ArgumentTypeError("reorder: index must be a list of integers or an int32 array, got None")
         self.check("reorder", index)
         moved = [(row, source) for row, source in enumerate(host(index).tolist()) if row != source]
         if not moved:
@@ -416,7 +418,7 @@ class Cache:
 def own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device="cpu"):
     """Zeroed memory of a cache. Raises DeviceError where there is not as much."""
     try:
-        return _own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device)
+        return _own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device)
     except RooftileError:
         raise
     except (RuntimeError, MemoryError, TypeError, ValueError) as e:  # the last two are overflows of a size
@@ -426,7 +428,7 @@ def own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows
         ) from e
 
 
-def _own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device):
+def _own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device):
     arrays = {
         "lengths": zeros((max_rows,), "int32", device),
         **own_ring(format, dtype, kv_heads, head_dim, max_rows, device),
@@ -435,7 +437,8 @@ def _own_arrays(format, dtype, pages, page_size, kv_heads, head_dim, max_rows, d
         pool = zeros((pages, kv_heads, 2, page_size, head_dim), dtype, device)
         arrays["k_pool"], arrays["v_pool"] = (pool[:, :, side].swapaxes(1, 2) for side in range(2))
     else:
-        arrays["pool"] = zeros((pages, kv_heads, _C.kv_block_bytes(format, page_size, head_dim)), "uint8", device)
+        block = _C.kv_block_bytes(format, page_size, head_dim, op)
+        arrays["pool"] = zeros((pages, kv_heads, block), "uint8", device)
     return arrays
 
 

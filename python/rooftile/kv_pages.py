@@ -107,10 +107,13 @@ class Pages:
             yield ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)
         except BaseException:
             self._undo(changes)
-            if self.device != "cpu":  # a fault of an earlier call: some row did not grow
-                self.settle()
-                if behind and self._fault[0] == 0:  # a graph throws away what was settled
-                    self._fault[0] = _C.kv_fault_raised
+            if self.device != "cpu":
+                if self._fault is None or self._fault[0] == _C.kv_fault_raised:  # a row did not grow
+                    self.settle()
+                else:
+                    self.publish()
+                    if behind and self._fault[0] == 0:  # a graph throws away what was settled
+                        self._fault[0] = _C.kv_fault_raised
             raise
         if self.device != "cpu":
             for row, tokens in grown:

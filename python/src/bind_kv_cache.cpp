@@ -87,12 +87,12 @@ void bind_kv_cache(nb::module_& m) {
 
   m.def(
       "kv_block_bytes",
-      [](handle format, handle page_size, handle head_dim) {
-        Args args("KVCache");
+      [](handle format, handle page_size, handle head_dim, const char* op) {
+        Args args(op);
         return kv_block_bytes(kv_format_from_name(args.op(), args.text(format, "format")), small(args, page_size, "page_size"),
-                              small(args, head_dim, "head_dim"));
+                              small(args, head_dim, "head_dim"), op);
       },
-      "format"_a, "page_size"_a, "head_dim"_a);
+      "format"_a, "page_size"_a, "head_dim"_a, "op"_a = "KVCache");
   m.def("kv_formats", [] {
     nb::list names;
     for (int i = 0; i < kv_format_count; ++i) names.append(name(static_cast<KvFormat>(i)));

@@ -89,7 +89,7 @@ def test_many_short_sequences_beside_a_long_one():
 @pytest.mark.parametrize("n, k", ((2**31, 32), (2**62, 32), (2**63 - 1, 2), (16, 2**31), (16, 2**62)))
 def test_a_weight_past_31_bits(n, k):
     empty = np.empty(0, np.uint8)
-    with pytest.raises(rt.ArgumentError, match=r"^W4Weight: .*[NK].*2147483647"):
+    with pytest.raises(rt.ArgumentError, match=r"^W4Weight: shape .*2\*\*31"):
         rt.W4Weight(empty, empty, None, shape=(n, k), group_size=32, kind="symmetric", scale_dtype="float16")
 
 

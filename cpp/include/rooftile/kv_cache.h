@@ -17,7 +17,7 @@ const char* name(KvFormat f);                       // "int4-kivi"
 KvFormat kv_format_from_name(const char* op, const char* text);   // throws a value error that lists the formats
 
 // Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima. head_dim 1 to 512.
-std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim);
+std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim, const char* op = "KVCache");
 
 // What a kernel may find wrong in arrays that the host does not read.
 enum class KvFault : std::int32_t { none, row, length, capacity, count, page, raw, position, twice };
