@@ -226,7 +226,7 @@ gbench() {
 }
 run_gbench() {
   local options=() path
-  [ $mode != quick ] || options=(--benchmark_min_time=0.02s)
+  [ $mode != quick ] || options=(--benchmark_min_time=0.02)
   for program in peaks bench_decode bench_w4a16 bench_append bench_ops; do
     path=$build/bench/cpp/$program
     if [ -x "$path" ]; then

@@ -17,8 +17,6 @@ RESULTS = {
 BENCH = ("decode", "w4a16", "ops")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHOWN = {f: f"h200/{f}.json" for f in BENCH} | {f: f"xeon-2c/{f}.json" for f in ("demo", "ppl")}  # in the tables
-# Written by a version whose head was another, without a commit: to be measured anew.
-OLD = ("h200/demo.json", "xeon-2c/demo.json", "xeon-2c/ppl.json")
 
 
 def load_tables():
@@ -31,14 +29,9 @@ def load_tables():
 TABLES = load_tables()
 
 
-def files(*families, old=None):
-    """Parameters: the results files of these families, of all without any. old: the reason why old files fail."""
-    mark = pytest.mark.xfail(strict=True, reason=old, raises=(AssertionError, KeyError))
-    return [
-        pytest.param(name, marks=[mark] if old and name in OLD else [])
-        for name, result in RESULTS.items()
-        if not families or result["family"] in families
-    ]
+def files(*families):
+    """The results files of these families, of all without any."""
+    return [name for name, result in RESULTS.items() if not families or result["family"] in families]
 
 
 # ---------------------------------------------------------------- the schema
@@ -48,7 +41,7 @@ def is_number(x):
     return type(x) in (int, float) and math.isfinite(x)
 
 
-@pytest.mark.parametrize("name", files(old="an older head"))
+@pytest.mark.parametrize("name", files())
 def test_every_file_says_what_it_is_of(name):
     result = RESULTS[name]
     assert result["schema"] == 1 and result["family"] == Path(name).stem
@@ -80,7 +73,7 @@ def test_bench_files(name):
     assert not {r["impl"] for r in rows} & set(result["missing"])
 
 
-@pytest.mark.parametrize("name", files("demo", old="without `missing`"))
+@pytest.mark.parametrize("name", files("demo"))
 def test_demo_files(name):
     pytest.importorskip("transformers")
     from rooftile.demo.measure import wrong_kernels
