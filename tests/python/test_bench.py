@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import rooftile as rt
 import torch
 from rich.console import Console
 from rooftile import _results
-from rooftile.bench import decode, ops, report, timing, w4a16
+from rooftile.bench import decode, ops, report, timing, vllm_products, w4a16
 from rooftile.cli import main
 from rooftile.cli._tables import print_whole
 
@@ -287,3 +288,99 @@ def test_tables_refuse(tmp_path, capsys, text, extra, words):
     with pytest.raises(SystemExit):
         TABLES.main([str(results), "--into", str(page)])
     assert words in capsys.readouterr().err and page.read_text() == text
+
+
+# ---------------------------------------------------------------- vLLM's products
+
+
+class PretendedVllm:
+    """The functions that are called, with vLLM's signatures, over plain arrays."""
+
+    kind, empty = object(), torch.empty(0, dtype=torch.int32)
+
+    def gptq_marlin_repack(self, b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False):
+        assert b_q_weight.dtype == torch.int32 and b_q_weight.is_contiguous() and perm is self.empty
+        assert b_q_weight.shape == (size_k // 8, size_n) and num_bits == 4 and not is_a_8bit
+        return b_q_weight.clone()
+
+    def marlin_make_empty_g_idx(self, device):
+        return self.empty
+
+    def marlin_make_workspace_new(self, device, max_blocks_per_sm=1):
+        return torch.zeros(4, dtype=torch.int32)
+
+    def marlin_permute_scales(self, s, size_k, size_n, group_size, is_a_8bit=False):
+        assert s.shape == (size_k // group_size, size_n)
+        return s.clone()
+
+    def product(self, x, qweight, scales):
+        nibbles = torch.stack([qweight >> 4 * i & 15 for i in range(8)], 1)  # [K / 8, 8, N]
+        values = nibbles.reshape(-1, qweight.shape[1]).double() - 8
+        return (x.double() @ (values * scales.double().repeat_interleave(len(values) // len(scales), 0))).half()
+
+    def apply_gptq_marlin_linear(
+        self,
+        input,
+        weight,
+        weight_scale,
+        weight_zp,
+        g_idx,
+        g_idx_sort_indices,
+        workspace,
+        wtype,
+        output_size_per_partition,
+        input_size_per_partition,
+        is_k_full,
+        input_global_scale=None,
+        bias=None,
+        use_fp32_reduce=True,
+        input_dtype=None,
+    ):
+        assert weight_zp is g_idx is g_idx_sort_indices is self.empty and wtype is self.kind and is_k_full is True
+        assert workspace.dtype == torch.int32 and input.shape[1] == input_size_per_partition
+        assert weight.shape[1] == output_size_per_partition
+        return self.product(input, weight, weight_scale)
+
+    def machete_prepack_B(self, b_q_weight, a_type, b_type, group_scales_type):
+        assert b_q_weight.stride() == (1, b_q_weight.shape[0]) and b_type is self.kind
+        assert a_type == group_scales_type == torch.float16
+        return b_q_weight.contiguous()
+
+    def machete_mm(
+        self,
+        a,
+        b_q,
+        b_type,
+        out_type=None,
+        b_group_scales=None,
+        b_group_zeros=None,
+        b_group_size=None,
+        b_channel_scales=None,
+        a_token_scales=None,
+        schedule=None,
+    ):
+        assert b_type is self.kind and b_group_zeros is None
+        assert b_q.shape[0] * 8 == b_group_scales.shape[0] * b_group_size
+        return self.product(a, b_q, b_group_scales)
+
+
+def test_vllm_is_given_the_weight_it_expects(monkeypatch):
+    w = rt.W4Weight.quantize(torch.randn(24, 256).half(), group_size=128)
+    codes, scales, _ = w.unpack()
+    assert vllm_products.products(codes, scales, 128) == {}  # not installed here
+    vllm = PretendedVllm()
+    utils = "vllm.model_executor.layers.quantization.utils"
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", utils.rpartition(".")[0], utils):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for name in ("vllm._custom_ops", f"{utils}.marlin_utils"):
+        monkeypatch.setitem(sys.modules, name, vllm)
+        monkeypatch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], vllm, raising=False)
+    scalar_type = types.ModuleType("vllm.scalar_type")
+    scalar_type.scalar_types = types.SimpleNamespace(uint4b8=vllm.kind)
+    monkeypatch.setitem(sys.modules, "vllm.scalar_type", scalar_type)
+    x = torch.randn(3, 256).half()
+    expected = x.double() @ w.dequantize("float32").double().T
+    found = vllm_products.products(codes, scales, 128)
+    assert list(found) == ["marlin", "machete"]
+    for pack, call in found.values():
+        assert torch.equal(call(x, pack()), expected.half())

@@ -198,7 +198,8 @@ def _flashinfer(shape, q):
     table = torch.arange(shape["b"] * pages, dtype=torch.int32, device="cuda")
     try:
         wrapper.plan(starts, table, last, shape["hq"], shape["hkv"], shape["d"], page, q_data_type=_DTYPE)
-    except (RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError) as e:
+        print(f"flashinfer is left out: {str(e).partition(chr(10))[0]}", file=sys.stderr)
         return None
 
     def call(k, v):

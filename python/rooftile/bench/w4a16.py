@@ -2,12 +2,14 @@
 """W4A16 products against the same products in 16 bit and against the 4-bit kernels of others."""
 
 import re
+import sys
 
 import torch
 
 import rooftile as rt
 from rooftile.bench.report import row
 from rooftile.bench.timing import copies_for, time_calls
+from rooftile.bench.vllm_products import products
 from rooftile.errors import ArgumentError
 
 _SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -41,7 +43,7 @@ def run(cases, peers, ceiling, advance):
             weights[k, n] = _Weights(k, n, peers)
         rows += weights[k, n].rows(case, m, peers, ceiling)
         advance()
-    return rows, {"marlin", "machete"} if peers else set()  # nothing here calls them yet
+    return rows, {"marlin", "machete"} - {r["impl"] for r in rows} if peers else set()
 
 
 class _Weights:
@@ -58,6 +60,13 @@ class _Weights:
             half = self.exact.half()
             self.dense = [half] + [half.clone() for _ in range(copies_for(half.nbytes) - 1)]
             self.tiny = self._tinygemm(w)
+            codes, scales, _ = w.unpack()
+            self.vllm = {}
+            for name, (pack, call) in products(codes, scales, _GROUP).items():
+                try:
+                    self.vllm[name] = [pack() for _ in range(copies_for(codes.nbytes + scales.nbytes))], call
+                except Exception as e:  # another version, or a GPU that it does not know
+                    _left_out(f"k{k}_n{n} {name}", e)
 
     def _tinygemm(self, w):
         """torch's own 4-bit product: bf16, unsigned codes around a zero in the scale's units."""
@@ -95,6 +104,15 @@ class _Weights:
             rows.append(
                 row(case, "tinygemm", f"int4-g{_GROUP}", "_weight_int4pack_mm", times, nbytes, flops, error, ceiling)
             )
+        nbytes = self.n * (self.k // 2 + 2 * self.k // _GROUP) + activations
+        for name, (forms, call) in self.vllm.items():
+            try:
+                error = self._error("checked", call(x, forms[0]), expected, "float16")
+                times = time_calls([lambda form=form, call=call: call(x, form) for form in forms])
+            except Exception as e:  # wrong, refused, or what another version calls otherwise
+                _left_out(f"{case} {name}", e)
+                continue
+            rows.append(row(case, name, f"int4-g{_GROUP}", f"vllm.{name}", times, nbytes, flops, error, ceiling))
         return rows
 
     @staticmethod
@@ -104,3 +122,7 @@ class _Weights:
         if not error <= bound:
             raise RuntimeError(f"{name}: wrong answer, relative error {error:.2e}; it is not timed")
         return error
+
+
+def _left_out(what, error):
+    print(f"{what} is left out: {str(error).partition(chr(10))[0]}", file=sys.stderr)
