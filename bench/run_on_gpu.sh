@@ -163,7 +163,7 @@ fi
 run_pytest() {
   local missing files=()
   missing=$("$PYTHON" -c 'import importlib.util as u
-print(*(n for n in ("pytest", "hypothesis", "ml_dtypes", "mpmath") if u.find_spec(n) is None))')
+print(*(n for n in "pytest hypothesis ml_dtypes mpmath gguf transformers matplotlib".split() if u.find_spec(n) is None))')
   if [ -n "$missing" ]; then
     # shellcheck disable=SC2086  # names of packages, one a word
     "$PYTHON" -m pip install "${pip_options[@]}" ${missing//_/-} >"$out/test-packages.log" 2>&1 || {
@@ -172,7 +172,7 @@ print(*(n for n in ("pytest", "hypothesis", "ml_dtypes", "mpmath") if u.find_spe
     }
   fi
   case $mode in
-    quick) files=(tests/python/test_{cuda,decode_attention_gpu,kv_cache_gpu,w4a16_device}.py) ;;
+    quick) files=(tests/python/test_{cuda,decode_attention_gpu,decode_attention_gpu_faults,kv_cache_gpu,w4a16_device}.py) ;;
     usual) mapfile -t files < <(grep -lEw 'cuda|device' tests/python/test_*.py) ;;
     all) files=(tests/python) ;;
   esac
