@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """rooftile bench without a GPU: names of cases, the results file, its tables. What it measures needs a GPU."""
 
-import importlib.util
 import io
 import json
 import re
 import sys
 import types
-from pathlib import Path
 
+import bench_scripts
 import pytest
 import rooftile as rt
 import torch
@@ -21,17 +20,7 @@ from rooftile.cli._tables import print_whole
 FAMILIES = {"decode": decode, "w4a16": w4a16, "ops": ops}
 CEILING = {"read_gb_s": 4000.0, "copy_gb_s": 3600.0, "bf16_tflop_s": 700.0}
 FACTS = {"gpu": "A GPU", "driver": "1.2", "cuda": "13.0", "torch": "2.13.0"}
-
-
-def load_tables():
-    path = Path(__file__).parents[2] / "bench" / "tables.py"
-    spec = importlib.util.spec_from_file_location("bench_tables", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TABLES = load_tables()
+TABLES = bench_scripts.load("tables")
 
 
 # ---------------------------------------------------------------- names of cases

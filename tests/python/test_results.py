@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench/results: every file has the schema, says what the docs say, and keeps what is promised."""
 
-import importlib.util
 import json
 import math
 import re
 from pathlib import Path
 
+import bench_scripts
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -17,16 +17,7 @@ RESULTS = {
 BENCH = ("decode", "w4a16", "ops")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHOWN = {f: f"h200/{f}.json" for f in BENCH} | {f: f"xeon-2c/{f}.json" for f in ("demo", "ppl")}  # in the tables
-
-
-def load_tables():
-    spec = importlib.util.spec_from_file_location("bench_tables", ROOT / "bench/tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TABLES = load_tables()
+TABLES = bench_scripts.load("tables")
 
 
 def files(*families):

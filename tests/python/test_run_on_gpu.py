@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench/run_on_gpu.sh without a GPU: what is read out of logs; what --strict refuses, with a Python that pretends."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -9,20 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_scripts
 import pytest
 import rooftile
 
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-def load_read_logs():
-    spec = importlib.util.spec_from_file_location("bench_read_logs", BENCH / "read_logs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-LOGS = load_read_logs()
+BENCH = bench_scripts.BENCH
+LOGS = bench_scripts.load("read_logs")
 
 # ---------------------------------------------------------------- as the tools print it
 
