@@ -5,6 +5,9 @@
 #include <bit>
 #include <cstdint>
 
+#include "core/hd.h"
+#include "rooftile/tensor.h"
+
 namespace rooftile {
 
 struct Half {
@@ -56,6 +59,12 @@ constexpr Half from_float<Half>(float x) {
   }
   const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23);
   return {static_cast<std::uint16_t>(sign | (rounded >> 13))};
+}
+
+// How large the stored scale of a quantised group may be: the largest number of its type and, where a minimum is added to up
+// to 15 of it, the largest of which 15 are finite.
+ROOFTILE_HD constexpr float largest_scale(DType t, bool affine) {
+  return t == DType::f16 ? 65504.0f : affine ? 0x1.1p+124f : 0x1.fep+127f;
 }
 
 }  // namespace rooftile

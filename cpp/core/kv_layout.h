@@ -42,11 +42,6 @@ ROOFTILE_HD constexpr int qmax(KvFormat f) { return f == KvFormat::int8 ? 127 : 
 // Scales and minima are stored in the cache's 16-bit dtype, fp16 when its inputs are fp32.
 ROOFTILE_HD constexpr DType kv_scale_dtype(DType d) { return d == DType::bf16 ? DType::bf16 : DType::f16; }
 
-// Scales stop at the largest of their type; those of affine formats at the largest of which 15 are finite.
-ROOFTILE_HD constexpr float kv_largest_scale(KvFormat f, DType scale) {
-  return scale == DType::f16 ? 65504.0f : has_min(f) ? 0x1.1p+124f : 0x1.fep+127f;
-}
-
 ROOFTILE_HD constexpr int padded_head_dim(int d) { return (d + 31) / 32 * 32; }
 
 // Index of a K code inside its block, in codes.

@@ -12,7 +12,7 @@ namespace rooftile {
 
 // x rounded to the scale's dtype: a finite value never becomes infinite.
 ROOFTILE_HD inline float w4_stored(float x, DType t) {
-  const float largest = t == DType::f16 ? 65504.0f : 0x1.fep127f, infinity = INFINITY;
+  const float largest = largest_scale(t, false), infinity = INFINITY;
   const float r = t == DType::f16 ? to_float(from_float<Half>(x)) : to_float(from_float<BFloat16>(x));
   const bool overflowed = (r == infinity || r == -infinity) && x != infinity && x != -infinity;
   return overflowed ? (x < 0 ? -largest : largest) : r;
@@ -20,8 +20,7 @@ ROOFTILE_HD inline float w4_stored(float x, DType t) {
 
 // The same for a scale: a positive one never becomes 0, and 15 of them above a minimum never infinite.
 ROOFTILE_HD inline float w4_stored_scale(float x, DType t, bool affine) {
-  const float largest = t == DType::f16 ? 65504.0f : affine ? 0x1.1p124f : 0x1.fep127f;
-  const float r = w4_stored(x < largest ? x : largest, t);
+  const float largest = largest_scale(t, affine), r = w4_stored(x < largest ? x : largest, t);
   return r == 0 && x > 0 ? (t == DType::f16 ? 0x1p-24f : 0x1p-133f) : r;
 }
 

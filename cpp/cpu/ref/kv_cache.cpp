@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Append, one value at a time. The arithmetic of an encoding is part of the format, so this and simd give equal bytes.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -63,7 +64,7 @@ struct Target {
     const float top = static_cast<float>(affine ? 15 : qmax(c.format)), bottom = affine ? 0 : -top;
     float scale = width / top;
     if (width > 0 && scale < smallest_scale(stored)) scale = smallest_scale(stored);
-    if (scale > kv_largest_scale(c.format, stored)) scale = kv_largest_scale(c.format, stored);
+    scale = std::min(scale, largest_scale(stored, affine));
     scale = put_scale(stored, in_page(plane, plane.scale, token), index, finite ? scale : nan);
     float minimum = 0;
     if (affine)   // + 0: a group of zeros of both signs has minimum +0

@@ -77,7 +77,7 @@ struct Grid {
   static __attribute__((always_inline)) Grid make(const Range<f>& r, Scale* scales, Scale* minima, int n) {
     const F32 nan = splat(std::numeric_limits<float>::quiet_NaN());
     const F32 width = has_min(f) ? r.high - r.low : r.high;
-    constexpr float largest = kv_largest_scale(f, std::is_same_v<Scale, BFloat16> ? DType::bf16 : DType::f16);
+    constexpr float largest = largest_scale(std::is_same_v<Scale, BFloat16> ? DType::bf16 : DType::f16, has_min(f));
     F32 scale = clamp(width / top, smallest_scale<Scale>, largest);
     scale = width > 0.0f ? scale : F32{};
     Grid g{stored(r.broken ? nan : scale, scales, n), F32{}};

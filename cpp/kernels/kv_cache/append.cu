@@ -231,7 +231,7 @@ struct Grid {
   using Scale = ScaleOf<T>;
   static constexpr bool bf16 = std::is_same_v<T, tile::bf16>;
   static constexpr float smallest = bf16 ? 0x1p-133f : 0x1p-24f;   // subnormal
-  static constexpr float largest_scale = kv_largest_scale(f, bf16 ? DType::bf16 : DType::f16);
+  static constexpr float largest_scale = rooftile::largest_scale(bf16 ? DType::bf16 : DType::f16, has_min(f));
   static constexpr float top = has_min(f) ? 15.0f : static_cast<float>(qmax(f)), bottom = has_min(f) ? 0.0f : -top;
 
   Scale stored_scale, stored_minimum;

@@ -2,13 +2,12 @@
 """Decode attention over every cache format with GPU kernels, append, and the 16-bit attention of the peers."""
 
 import re
-import sys
 
 import torch
 import torch.nn.functional as F
 
 import rooftile as rt
-from rooftile.bench.report import row
+from rooftile.bench.report import left_out, row
 from rooftile.bench.timing import copies_for, time_calls
 from rooftile.errors import ArgumentError
 
@@ -170,7 +169,7 @@ def _peers(case, shape, ceiling):
         try:
             error = _error("checked", call(*copies[0]).transpose(1, 2)[:1], expected)
         except RuntimeError as e:  # it refuses the shape, needs more memory than there is, or is wrong
-            print(f"{case} {name} is left out: {str(e).partition(chr(10))[0]}", file=sys.stderr)
+            left_out(f"{case} {name}", e)
             continue
         times = time_calls([lambda c=c, call=call: call(*c) for c in copies])
         rows.append(row(case, name, "fp16", name, times, nbytes, _flops(shape), error, ceiling))
@@ -199,7 +198,7 @@ def _flashinfer(shape, q):
     try:
         wrapper.plan(starts, table, last, shape["hq"], shape["hkv"], shape["d"], page, q_data_type=_DTYPE)
     except (RuntimeError, TypeError, ValueError) as e:
-        print(f"flashinfer is left out: {str(e).partition(chr(10))[0]}", file=sys.stderr)
+        left_out("flashinfer", e)
         return None
 
     def call(k, v):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results file of `rooftile bench` (schema 1) and the table people read."""
 
+import sys
+
 from rooftile._results import head
 from rooftile.bench.timing import harness
 
@@ -39,6 +41,11 @@ def row(case, impl, variant, kernel, times, nbytes, flops, error, ceiling, l2="c
         "percent_of_roof": round(100 * max(gb_s / ceiling["read_gb_s"], flops / us / 1e6 / ceiling["bf16_tflop_s"]), 1),
         "rel_err": float(f"{error:.2g}"),
     }
+
+
+def left_out(what, error):
+    """Says on stderr which peer has no row, and why."""
+    print(f"{what} is left out: {str(error).partition(chr(10))[0]}", file=sys.stderr)
 
 
 def table(result):

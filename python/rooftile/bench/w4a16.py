@@ -2,12 +2,11 @@
 """W4A16 products against the same products in 16 bit and against the 4-bit kernels of others."""
 
 import re
-import sys
 
 import torch
 
 import rooftile as rt
-from rooftile.bench.report import row
+from rooftile.bench.report import left_out, row
 from rooftile.bench.timing import copies_for, time_calls
 from rooftile.bench.vllm_products import products
 from rooftile.errors import ArgumentError
@@ -66,7 +65,7 @@ class _Weights:
                 try:
                     self.vllm[name] = [pack() for _ in range(copies_for(codes.nbytes + scales.nbytes))], call
                 except Exception as e:  # another version, or a GPU that it does not know
-                    _left_out(f"k{k}_n{n} {name}", e)
+                    left_out(f"k{k}_n{n} {name}", e)
 
     def _tinygemm(self, w):
         """torch's own 4-bit product: bf16, unsigned codes around a zero in the scale's units."""
@@ -110,7 +109,7 @@ class _Weights:
                 error = self._error("checked", call(x, forms[0]), expected, "float16")
                 times = time_calls([lambda form=form, call=call: call(x, form) for form in forms])
             except Exception as e:  # wrong, refused, or what another version calls otherwise
-                _left_out(f"{case} {name}", e)
+                left_out(f"{case} {name}", e)
                 continue
             rows.append(row(case, name, f"int4-g{_GROUP}", f"vllm.{name}", times, nbytes, flops, error, ceiling))
         return rows
@@ -122,7 +121,3 @@ class _Weights:
         if not error <= bound:
             raise RuntimeError(f"{name}: wrong answer, relative error {error:.2e}; it is not timed")
         return error
-
-
-def _left_out(what, error):
-    print(f"{what} is left out: {str(error).partition(chr(10))[0]}", file=sys.stderr)
