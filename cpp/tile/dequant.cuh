@@ -1,22 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stored codes -> pairs of fp16, exactly, in registers. No code needs more than 11 bits, so fp16 serves bf16 caches too.
+// Stored codes -> pairs of fp16, exactly, in registers. No code needs more than 8 bits, so fp16 serves bf16 caches too.
 #pragma once
 
 #include "tile/element.cuh"
 
 namespace rooftile::tile {
 
-// (x & mask) | magic in one instruction: both constants must lie in registers for it.
-__device__ __forceinline__ std::uint32_t mask_or(std::uint32_t x, std::uint32_t mask, std::uint32_t magic) {
-  std::uint32_t r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(magic));
-  return r;
-}
-
-__device__ __forceinline__ std::uint32_t add_f16x2(std::uint32_t a, std::uint32_t b) {
-  const __half2 sum = __hadd2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-  return reinterpret_cast<const std::uint32_t&>(sum);
-}
 __device__ __forceinline__ std::uint32_t fma_f16x2(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
   const __half2 r = __hfma2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b),
                             reinterpret_cast<const __half2&>(c));
@@ -27,24 +16,27 @@ __device__ __forceinline__ std::uint32_t mul_f16x2(std::uint32_t a, std::uint32_
   return reinterpret_cast<const std::uint32_t&>(r);
 }
 
-// Four int8 codes in a word -> (byte 0, byte 1), (byte 2, byte 3).
-// 0x64 as a high byte makes 1024 + low byte; the sign bit is flipped first, so 1152 is taken off.
-__device__ __forceinline__ void decode_int8(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
-  constexpr std::uint32_t minus_1152 = 0xe480e480u;
-  const std::uint32_t flipped = word ^ 0x80808080u;
-  low = add_f16x2(__byte_perm(flipped, 0x64646464u, 0x4140), minus_1152);
-  high = add_f16x2(__byte_perm(flipped, 0x64646464u, 0x4342), minus_1152);
-}
+// The low bits of an fp16 are a whole number in units of 2^-24: codes become operands by masking alone, as subnormals, which
+// tensor cores multiply exactly. What is unsigned stays unsigned; the caller takes the middle off the sums.
+inline constexpr float code_unit = 0x1p-24f;
 
-// Eight unsigned nibbles u in a word -> u - 8, pair r being (nibble r, nibble r + 4).
-// Ored under 0x6400 a nibble is 1024 + u, in the next place 1024 + 16 u; an exact multiply-add takes both to u - 8.
-__device__ __forceinline__ void decode_uint4_minus_8(std::uint32_t word, std::uint32_t (&pair)[4]) {
-  constexpr std::uint32_t minus_1032 = 0xe408e408u, sixteenth = 0x2c002c00u, minus_72 = 0xd480d480u;
-  const std::uint32_t upper = word >> 8;
-  pair[0] = add_f16x2(mask_or(word, 0x000f000fu, 0x64006400u), minus_1032);
-  pair[1] = fma_f16x2(mask_or(word, 0x00f000f0u, 0x64006400u), sixteenth, minus_72);
-  pair[2] = add_f16x2(mask_or(upper, 0x000f000fu, 0x64006400u), minus_1032);
-  pair[3] = fma_f16x2(mask_or(upper, 0x00f000f0u, 0x64006400u), sixteenth, minus_72);
+// Four int8 codes in a word -> (byte 0, byte 1) + 128, (byte 2, byte 3) + 128, in code units.
+__device__ __forceinline__ void decode_int8_plus_128(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+  const std::uint32_t flipped = word ^ 0x80808080u;
+  low = __byte_perm(flipped, 0, 0x4140);
+  high = __byte_perm(flipped, 0, 0x4342);
 }
+inline constexpr std::uint32_t pair_of_128 = 0x00800080u;   // in code units
+
+// Eight unsigned nibbles in a word, pair r being (nibble r, nibble r + 4): in code units for even r, in 16 of them for odd r.
+__device__ __forceinline__ void decode_uint4(std::uint32_t word, std::uint32_t (&pair)[4]) {
+  const std::uint32_t upper = word >> 8;
+  pair[0] = word & 0x000f000fu;
+  pair[1] = word & 0x00f000f0u;
+  pair[2] = upper & 0x000f000fu;
+  pair[3] = upper & 0x00f000f0u;
+}
+inline constexpr float odd_code_unit = 16 * code_unit;
+inline constexpr std::uint32_t pair_of_8 = 0x00080008u, odd_pair_of_8 = pair_of_8 << 4;   // in their units
 
 }  // namespace rooftile::tile

@@ -150,11 +150,11 @@ class SplitKv {
       if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, shared.bad_segment == this_segment ? -1.0f : node.l);
     };
     state.reset();
-    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { fold.push(merge_warps(column, d0), leaf, emit); });
+    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { fold.push(merge_warps<!elements>(column, d0), leaf, emit); });
     if constexpr (is_kivi(format))
       if (w.raw && last == w.all_leaves()) {
         raw_leaf(task, w);
-        fold.push(merge_warps(column, d0), w.leaves, emit);
+        fold.push(merge_warps<false>(column, d0), w.leaves, emit);
       }
     if (first > 0 || last < w.all_leaves()) {
       fold.flush(emit);
@@ -164,7 +164,8 @@ class SplitKv {
     if (shared.bad_segment != this_segment) write_result<T>(p, task, w, column, d0, d0 == 0, result.m, result.l, result.o);
   }
 
-  // The four warps' states become one node, and are reset.
+  // The four warps' states become one node, and are reset. Codes: they hold values of codes.
+  template <bool Codes>
   __device__ Node<S> merge_warps(int column, int d0) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -184,7 +185,7 @@ class SplitKv {
     for (int i = 0; i < D / 16; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        shared.o[warp][2 * t + e % 2][16 * i + 8 * (e / 2) + g] = state.o[i][e] * state.unit + state.shift[e % 2];
+        shared.o[warp][2 * t + e % 2][16 * i + 8 * (e / 2) + g] = state.template value<Codes>(i, e);
     state.reset();
     __syncthreads();   // all states are there
     Node<S> node;
@@ -222,27 +223,41 @@ class SplitKv {
     else code_tiles(task, w, see, first, last, leaf_end);
   }
 
-  // The page that holds `token`; -1 for one that the table must not name: reported, and the row is left alone.
-  __device__ std::int64_t page_of(const RowWork& w, int token) const {
-    const std::int64_t page = kv_page_at(p.cache, w.row, token >> page_shift);
-    if (page >= 0 && page < p.cache.pages) return page;
+  // The table's entries for a tile's first token and, where codes may cross a page, for its seventeenth. Looked up a tile
+  // ahead of their use: the lookup is a read of global memory.
+  struct Pages {
+    std::int64_t first, second;
+  };
+  __device__ Pages look_up(const RowWork& w, int token) const {
+    const std::int64_t first = kv_page_at(p.cache, w.row, token >> page_shift);
+    const bool crosses = !elements && !is_kivi(format) && p.cache.page_size == 16 && token + 16 < w.end;
+    return {first, crosses ? kv_page_at(p.cache, w.row, (token >> page_shift) + 1) : first};
+  }
+  // Whether both are pages; if the table must not name one, that is reported, and the row is left alone.
+  __device__ bool are_pages(const RowWork& w, const Pages& at) const {
+    if (at.first >= 0 && at.first < p.cache.pages && at.second >= 0 && at.second < p.cache.pages) return true;
     *p.cache.fault = static_cast<int>(KvFault::page) + 16 * w.row;
     shared.bad_segment = this_segment;
-    return -1;
+    return false;
   }
 
   // First token of this warp's tile k, counted from the row's first leaf.
   __device__ int token_of(const RowWork& w, int k) const { return w.begin + (k * decode_warps + warp) * tile_tokens; }
 
-  // This warp's tiles of leaves [first, last): issue(stage, token) starts a tile's copies, `stages - 1` tiles ahead of
-  // compute(stage, token); both are left out for tiles behind the row's end. prepare() runs when the queries have come.
+  // This warp's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, `stages - 1` tiles ahead
+  // of compute(stage, token); both are left out for tiles behind the row's end. prepare() runs when the queries have come.
   template <class Issue, class Prepare, class Compute, class LeafEnd>
   __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Prepare& prepare,
                            const Compute& compute, const LeafEnd& leaf_end) {
     const int steps = w.units * tiles_per_unit, k_end = last * steps;   // of one leaf
     int k = first * steps;
+    const auto there = [&](int step) { return step < k_end && token_of(w, step) < w.end; };
+    Pages pages{0, 0};
+    if (there(k)) pages = look_up(w, token_of(w, k));
     const auto start = [&](int step) {   // always one group of copies, maybe empty
-      if (step < k_end && token_of(w, step) < w.end) issue(shared.ring[warp][step % Config::stages], token_of(w, step));
+      const Pages now = pages;
+      if (there(step + 1)) pages = look_up(w, token_of(w, step + 1));
+      if (there(step) && are_pages(w, now)) issue(shared.ring[warp][step % Config::stages], token_of(w, step), now);
       cute::cp_async_fence();
     };
 #pragma unroll
@@ -273,14 +288,16 @@ class SplitKv {
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
     const std::int64_t k_head = task.kv_head * c.k.head_stride, v_head = task.kv_head * c.v.head_stride;
     pipeline(w, first, last,
-        [&](ElementStage<T, D>& stage, int token) {
-          const std::int64_t page = page_of(w, token), slot = token & (c.page_size - 1);
-          if (page < 0) return;
-          const std::byte* k_rows = c.k.codes + page * c.k.page_stride + k_head + slot * c.k.token_stride;
-          const std::byte* v_rows = c.v.codes + page * c.v.page_stride + v_head + slot * c.v.token_stride;
-          const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
-          copy_rows_async<T, D>(stage.k, lane, [&](int i) { return k_rows + i * c.k.token_stride; }, wanted);
-          copy_rows_async<T, D>(stage.v, lane, [&](int i) { return v_rows + i * c.v.token_stride; }, wanted);
+        [&](ElementStage<T, D>& stage, int token, const Pages& at) {
+          const std::int64_t slot = token & (c.page_size - 1);
+          const std::byte* k_rows = c.k.codes + at.first * c.k.page_stride + k_head + slot * c.k.token_stride;
+          const std::byte* v_rows = c.v.codes + at.first * c.v.page_stride + v_head + slot * c.v.token_stride;
+          const auto copy = [&](const auto& wanted) {
+            copy_rows_async<T, D>(stage.k, lane, k_rows, c.k.token_stride, wanted);
+            copy_rows_async<T, D>(stage.v, lane, v_rows, c.v.token_stride, wanted);
+          };
+          if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
+          else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
         [&] { load_query_fragments<T, D>(shared.queries(warp), lane, q); },
         [&](const ElementStage<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); }, leaf_end);
@@ -303,14 +320,10 @@ class SplitKv {
     const KvCacheView& c = p.cache;
     CodeQueries<format, D> q;
     float factor[2];
-    const std::int64_t head = task.kv_head * c.k.head_stride;
+    const CodeSource<format, D> source(c, task.kv_head, lane);
     pipeline(w, first, last,
-        [&](Stage& stage, int token) {
-          const std::int64_t page = page_of(w, token);
-          const bool crosses = c.page_size == 16 && token + 16 < w.end;
-          const std::int64_t second = crosses ? page_of(w, token + 16) : page;
-          if (page < 0 || second < 0) return;
-          stage.copy_async(c, page * c.k.page_stride + head, second * c.k.page_stride + head, token & (c.page_size - 1), lane);
+        [&](Stage& stage, int token, const Pages& at) {
+          stage.copy_async(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), lane);
         },
         [&] {
           q.template load<T>(shared.queries(warp), lane);
@@ -351,8 +364,8 @@ class SplitKv {
     const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
     __syncwarp();   // what was there has been read
     copy_queries_async<T, D>(p, task, w, lane, shared.queries(warp));
-    copy_rows_async<T, D>(raw.k, lane, [&](int i) { return c.ring_k + from + i * row_bytes; }, wanted);
-    copy_rows_async<T, D>(raw.v, lane, [&](int i) { return c.ring_v + from + i * row_bytes; }, wanted);
+    copy_rows_async<T, D>(raw.k, lane, c.ring_k + from, row_bytes, wanted);
+    copy_rows_async<T, D>(raw.v, lane, c.ring_v + from, row_bytes, wanted);
     cute::cp_async_fence();
     cute::cp_async_wait<0>();
     __syncwarp();   // all of it has come
@@ -367,7 +380,7 @@ class SplitKv {
   DecodeShared<Config>& shared;
   const int lane, warp, page_shift;
   int this_segment = 0;
-  WarpState<D> state;
+  WarpState<D, format> state;
 };
 
 template <class Config>

@@ -14,11 +14,12 @@
 namespace rooftile::gpu {
 
 // A warp's running state over its tokens of one leaf.
-template <int D>
+template <int D, KvFormat F>
 struct WarpState {
-  float m[2], l[2];          // l: this lane's share
+  static constexpr bool codes = !is_element_format(F);
+  float m[2], l[2];          // l: this lane's share. m: what the weights count from, at most `slack` below the largest logit
   float shift[2];            // the part of every output of the column that does not depend on d; this lane's share
-  float o[D / 16][4];        // (d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...)
+  float o[D / 16 + codes][4];   // (d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...); codes: unsigned, and how much that is too much
   float unit;                // o counts in this unit, a power of two; 0: nothing added yet
 
   __device__ __forceinline__ void reset() {
@@ -33,6 +34,7 @@ struct WarpState {
     unit = 0.0f;
   }
   __device__ __forceinline__ void scale_values(float first, float second) {
+    if (unit == 0.0f) return;   // all zeros
 #pragma unroll
     for (auto& tile : o) {
       tile[0] *= first;
@@ -40,6 +42,13 @@ struct WarpState {
       tile[2] *= first;
       tile[3] *= second;
     }
+  }
+  // Value e of tile i, finished; codes: whether that is what was added.
+  template <bool Codes>
+  __device__ __forceinline__ float value(int i, int e) const {
+    if constexpr (!Codes) return o[i][e] * unit + shift[e % 2];
+    const float code = e / 2 == 1 && code_bits(F) == 4 ? tile::odd_code_unit : tile::code_unit;   // the decoder's, of rows 8 + g
+    return (o[i][e] * (1.0f / code) - o[D / 16][e % 2] * (1.0f / tile::code_unit)) * unit + shift[e % 2];
   }
 };
 
@@ -75,33 +84,43 @@ __device__ __forceinline__ void mask(float (&s)[M][4], const Visible& v, int tok
     }
 }
 
-// Logits -> weights 2^(x - m), in place; m, l and what was summed before follow the maximum.
-template <int M, int D>
-__device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<D>& state) {
-  float scale[2];
+// Logits -> weights 2^(x - m), in place. m and what was summed before follow the maximum only when it is more than `slack`
+// above m: weights of up to 2^slack are no loss to fp16 or to the sums, and most tiles get by without a shuffle.
+inline constexpr float slack = 8.0f;
+template <int M, int D, KvFormat F>
+__device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<D, F>& state) {
+  float top[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    float top = fmaxf(s[0][j], s[0][j + 2]);
+    top[j] = fmaxf(s[0][j], s[0][j + 2]);
 #pragma unroll
-    for (int mt = 1; mt < M; ++mt) top = fmaxf(top, fmaxf(s[mt][j], s[mt][j + 2]));
+    for (int mt = 1; mt < M; ++mt) top[j] = fmaxf(top[j], fmaxf(s[mt][j], s[mt][j + 2]));
+  }
+  if (__any_sync(0xffffffffu, top[0] > state.m[0] + slack || top[1] > state.m[1] + slack)) {
+    float scale[2];
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-    top = fmaxf(top, state.m[j]);
-    const float base = top == -INFINITY ? 0.0f : top;
-    scale[j] = tile::fast_exp2(state.m[j] - base);
-    state.m[j] = top;
-    float sum = 0.0f;
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) top[j] = fmaxf(top[j], __shfl_xor_sync(0xffffffffu, top[j], step));
+      const bool follows = top[j] > state.m[j] + slack;
+      scale[j] = follows ? tile::fast_exp2(state.m[j] - top[j]) : 1.0f;
+      if (follows) state.m[j] = top[j];
+      state.l[j] *= scale[j];
+      state.shift[j] *= scale[j];
+    }
+    state.scale_values(scale[0], scale[1]);
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float base = state.m[j] == -INFINITY ? 0.0f : state.m[j];
 #pragma unroll
     for (int mt = 0; mt < M; ++mt)
 #pragma unroll
       for (int i = j; i < 4; i += 2) {
         s[mt][i] = tile::fast_exp2(s[mt][i] - base);
-        sum += s[mt][i];
+        state.l[j] += s[mt][i];
       }
-    state.l[j] = state.l[j] * scale[j] + sum;
-    state.shift[j] *= scale[j];
   }
-  if (__any_sync(0xffffffffu, scale[0] != 1.0f || scale[1] != 1.0f)) state.scale_values(scale[0], scale[1]);
 }
 
 // Weights of 16 tokens as operand B of the product with V.
@@ -112,17 +131,17 @@ __device__ __forceinline__ tile::FragmentB weights_fragment(const float (&s)[4])
 
 // ---- 16-bit keys and values, 16 tokens, from shared memory ----
 
-// Copies rows first .. first + 15 of a tile; a row that `wanted` denies becomes 0 and is not read.
-template <class T, int D, class Row, class Wanted>
-__device__ __forceinline__ void copy_rows_async(T* to, int lane, const Row& row, const Wanted& wanted) {
-  constexpr int pieces = D / 8;
+// Copies 16 rows, `stride` bytes apart, into a tile; a row that `wanted` denies becomes 0 and is not read.
+template <class T, int D, class Wanted>
+__device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte* from, std::int64_t stride, const Wanted& wanted) {
+  constexpr int pieces = D / 8, rows = 32 / pieces;   // of a row; that 32 lanes copy at once
+  const int first = lane / pieces, d = lane % pieces * 8;
+  const std::byte* at = from + first * stride + d * sizeof(T);
 #pragma unroll
-  for (int i = 0; i < 16 * pieces / 32; ++i) {
-    const int piece = i * 32 + lane, token = piece / pieces, d = piece % pieces * 8;
-    const bool take = wanted(token);
-    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-        *reinterpret_cast<const cute::uint128_t*>(row(take ? token : 0) + d * sizeof(T)),
-        *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(token, d)), take);
+  for (int row = 0; row < 16; row += rows, at += rows * stride) {
+    const bool take = wanted(row + first);
+    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(take ? at : from),
+                                                                 *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(row + first, d)), take);
   }
 }
 
@@ -140,8 +159,8 @@ template <class T, int D>
 __device__ __forceinline__ tile::FragmentA values_fragment(const T* v, int i, int lane) {
   return tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8));
 }
-template <class T, int D>
-__device__ __forceinline__ void values16(WarpState<D>& state, const float (&s)[1][4], const T* v, int lane) {
+template <class T, int D, KvFormat F>
+__device__ __forceinline__ void values16(WarpState<D, F>& state, const float (&s)[1][4], const T* v, int lane) {
   const tile::FragmentB weights = weights_fragment<T>(s[0]);
   state.unit = 1.0f;
 #pragma unroll
@@ -150,8 +169,8 @@ __device__ __forceinline__ void values16(WarpState<D>& state, const float (&s)[1
 
 // The same where some columns do not see all of the tokens. A weight of 0 does not keep out a NaN or an infinity, so every
 // new token takes a product of its own, over the values that it sees, and its own columns of it.
-template <class T, int D>
-__device__ __forceinline__ void values16_apart(WarpState<D>& state, const float (&s)[1][4], const T* v, const Visible& see, int token, int lane) {
+template <class T, int D, KvFormat F>
+__device__ __forceinline__ void values16_apart(WarpState<D, F>& state, const float (&s)[1][4], const T* v, const Visible& see, int token, int lane) {
   const tile::FragmentB weights = weights_fragment<T>(s[0]);
   state.unit = 1.0f;
   int last = max(see.query[0], see.query[1]);
@@ -184,6 +203,23 @@ __device__ __forceinline__ void values16_apart(WarpState<D>& state, const float 
 
 // ---- codes, 32 tokens, from shared memory into operands ----
 
+// Where a lane's 16-byte pieces of a KV head's blocks lie, of page 0 and slot 0.
+template <KvFormat F, int D>
+struct CodeSource {
+  static constexpr int group_pieces = is_kivi(F) ? D / 8 * (has_min(F) ? 2 : 1) : 0;   // lanes that copy scales of K's channels, and of tokens
+  static constexpr int token_pieces = has_min(F) || !is_kivi(F) ? 8 : 4;
+  const std::byte *k, *v, *group_scales, *token_scales;
+  int page_size;
+
+  __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int lane) : page_size(c.page_size) {
+    const std::int64_t head = kv_head * c.k.head_stride;
+    k = c.k.codes + head + lane * 16;
+    v = c.v.codes + head + lane * 16;
+    group_scales = (lane < D / 8 ? c.k.scale + lane * 16 : c.k.min + (lane - D / 8) * 16) + head;
+    token_scales = (lane < 4 ? c.v.scale : is_kivi(F) ? c.v.min : c.k.scale) + head + lane % 4 * 16;
+  }
+};
+
 // One tile as it lies in its page: codes of K and of V, each one run of bytes, then the scales.
 template <KvFormat F, int D>
 struct CodeStage {
@@ -192,41 +228,34 @@ struct CodeStage {
   static constexpr bool exchanged = row_pieces == 8;                        // two neighbouring rows would share all banks
 
   alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
-  alignas(16) std::uint16_t k_scale[is_kivi(F) ? D : 32], k_min[has_min(F) ? D : 8];
-  alignas(16) std::uint16_t v_scale[32], v_min[has_min(F) ? 32 : 8];
+  // Scales and minima in the order in which the lanes copy them: of K's channels, then of the tokens.
+  alignas(16) std::uint16_t k_scale[is_kivi(F) ? D : 8], k_min[has_min(F) ? D : 8];
+  alignas(16) std::uint16_t token_scales[64];
+  __device__ __forceinline__ const std::uint16_t* v_scale() const { return token_scales; }
+  __device__ __forceinline__ const std::uint16_t* second_scale() const { return token_scales + 32; }   // V's minima, or int8 K's scales
 
   // Where 16 bytes of a row of K lie.
   __device__ __forceinline__ static int k_piece(int token, int piece) {
     return token * row_bytes + (exchanged ? piece ^ (token & 1) * 4 : piece) * 16;
   }
 
-  // first, second: offsets of the pages of tokens 0 and 16 of the tile, the head's part of them; slot of token 0.
-  __device__ __forceinline__ void copy_async(const KvCacheView& c, std::int64_t first, std::int64_t second, int slot, int lane) {
-    const bool two_pages = c.page_size == 16;
-    const auto piece = [](void* to, const std::byte* from) { tile::cp_async_16(to, from); };
-    const auto offset = [&](int half) { return half == 0 ? first + std::int64_t{slot} * row_bytes
-                                             : two_pages ? second : first + std::int64_t{slot + 16} * row_bytes; };
+  // Starts the copy of a tile. first, second: offsets of the pages of its tokens 0 and 16; slot of token 0.
+  __device__ __forceinline__ void copy_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second, int slot, int lane) {
+    const bool two_pages = !is_kivi(F) && from.page_size == 16;   // kivi pages hold whole groups
+    const std::int64_t rows[2] = {first + slot * row_bytes, two_pages ? second : first + (slot + 16) * row_bytes};
 #pragma unroll
     for (int i = 0; i < tile_bytes / 512; ++i) {
-      const int at = i * 32 + lane, half = at / (16 * row_pieces);
-      const std::int64_t from = offset(half) + at % (16 * row_pieces) * 16;
-      piece(k + k_piece(at / row_pieces, at % row_pieces), c.k.codes + from);
-      piece(v + at * 16, c.v.codes + from);
+      const int at = i * 32 + lane, half = i * 32 / (16 * row_pieces);
+      const std::int64_t offset = rows[half] + (i * 512 - half * 16 * row_bytes);
+      tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), from.k + offset);
+      tile::cp_async_16(v + at * 16, from.v + offset);
     }
-    if constexpr (is_kivi(F)) {   // a group's scales: D / 8 pieces, and its minima
-      const std::int64_t from = first + slot / kv_group * (D * 2);
-      if (lane < D / 8) piece(k_scale + lane * 8, c.k.scale + from + lane * 16);
-      if constexpr (has_min(F))
-        if (lane >= 32 - D / 8) piece(k_min + (lane - (32 - D / 8)) * 8, c.k.min + from + (lane - (32 - D / 8)) * 16);
+    if constexpr (is_kivi(F))
+      if (lane < from.group_pieces) tile::cp_async_16(k_scale + lane * 8, from.group_scales + (first + slot / kv_group * (D * 2)));
+    if (lane < from.token_pieces) {
+      const int token = lane % 4 * 8;
+      tile::cp_async_16(token_scales + lane * 8, from.token_scales + (token < 16 || !two_pages ? first + slot * 2 : second - 32));
     }
-    // Tokens' scales: 4 pieces of 8 tokens.
-    const int token = lane % 4 * 8;
-    const std::int64_t from = token < 16 || !two_pages ? first + (slot + token) * 2 : second + (token - 16) * 2;
-    if (lane < 4) piece(v_scale + token, c.v.scale + from);
-    if constexpr (has_min(F))
-      if (lane >= 4 && lane < 8) piece(v_min + token, c.v.min + from);
-    if constexpr (!is_kivi(F))
-      if (lane >= 8 && lane < 12) piece(k_scale + token, c.k.scale + from);
   }
 };
 
@@ -275,7 +304,8 @@ struct GroupUnit {
 template <KvFormat F, int D>
 struct CodeQueries {
   tile::FragmentB q[D / 16];
-  float unit[2];   // that power, of columns 2t and 2t + 1
+  float unit[2];     // that power, of columns 2t and 2t + 1
+  float excess[2];   // int8: what their scores have too much, in code units
 
   // columns_at: the columns as copy_queries_async left them.
   template <class T>
@@ -305,13 +335,27 @@ struct CodeQueries {
     for (int ks = 0; ks < D / 16; ++ks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // int4: word ks / 2 holds pairs (r, r + 4); int8: word ks holds neighbours
-        const int low = code_bits(F) == 4 ? ks / 2 * 8 + ks % 2 * 2 + half : ks * 4 + 2 * half;
+        // int4: word ks / 2 holds pairs (r, r + 4), a product takes two even or two odd ones; int8: word ks holds neighbours
+        const int low = code_bits(F) == 4 ? ks / 2 * 8 + ks % 2 + 2 * half : ks * 4 + 2 * half;
         const int high = code_bits(F) == 4 ? low + 4 : low + 1;
         q[ks].r[half] = tile::pack<tile::half>(x[low] * inverse, x[high] * inverse);
       }
 #pragma unroll
     for (int j = 0; j < 2; ++j) unit[j] = __shfl_sync(0xffffffffu, own, (lane % 4 * 2 + j) * 4);
+    if constexpr (F == KvFormat::int8) {
+      float sum = 0.0f;   // of what the tensor cores see
+#pragma unroll
+      for (const tile::FragmentB& fragment : q)
+#pragma unroll
+        for (const std::uint32_t pair : fragment.r) {
+          const float2 two = tile::unpack<tile::half>(pair);
+          sum += two.x + two.y;
+        }
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) excess[j] = __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (128 * tile::code_unit);
+    }
   }
 };
 
@@ -319,11 +363,11 @@ struct CodeQueries {
 template <class T, KvFormat F, int D>
 __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F, D>& x, const CodeQueries<F, D>& q, int lane) {
   const int g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (auto& tile : s)
-#pragma unroll
-    for (float& e : tile) e = 0.0f;
   if constexpr (F == KvFormat::int8) {
+#pragma unroll
+    for (auto& tile : s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tile[i] = -q.excess[i & 1];
 #pragma unroll
     for (int part = 0; part < D / 64; ++part) {   // 64 channels: 16 bytes a lane and row
       uint4 row[4];
@@ -334,8 +378,8 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F,
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt) {
           tile::FragmentA a;
-          tile::decode_int8(word(row[2 * mt], w), a.r[0], a.r[2]);
-          tile::decode_int8(word(row[2 * mt + 1], w), a.r[1], a.r[3]);
+          tile::decode_int8_plus_128(word(row[2 * mt], w), a.r[0], a.r[2]);
+          tile::decode_int8_plus_128(word(row[2 * mt + 1], w), a.r[1], a.r[3]);
           tile::mma<tile::half>(s[mt], a, q.q[4 * part + w]);
         }
     }
@@ -343,13 +387,14 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F,
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float scale = stored_scale<T>(x.k_scale[16 * mt + 8 * half + g]);
+        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * half + g]) * (1.0f / tile::code_unit);
         s[mt][2 * half] *= scale;
         s[mt][2 * half + 1] *= scale;
       }
   } else {
-    // k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for all tokens
-    float centre[4] = {};
+    // k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for all tokens.
+    // Even and odd pairs of codes count in different units, so each have their sums, and a row of eights to be taken off.
+    float even[2][4] = {}, odd[2][4] = {}, even_eights[4] = {}, odd_eights[4] = {}, centre[4] = {};
     const GroupUnit<T, F, D> group(x, lane);
     // A lane's quarter of a row is D / 32 words of 8 codes.
     std::uint32_t row[4][D / 32];
@@ -377,62 +422,79 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F,
       }
       std::uint32_t code[4][4];   // row block, pair
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tile::decode_uint4_minus_8(row[i][w], code[i]);
+      for (int i = 0; i < 4; ++i) tile::decode_uint4(row[i][w], code[i]);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < 2; ++h) {   // pairs h and h + 2
         const tile::FragmentB raw = q.q[2 * w + h];
-        const tile::FragmentB scaled = {{tile::mul_f16x2(raw.r[0], scale[2 * h]), tile::mul_f16x2(raw.r[1], scale[2 * h + 1])}};
-        tile::mma<tile::half>(centre, {{middle[2 * h], middle[2 * h], middle[2 * h + 1], middle[2 * h + 1]}}, raw);
+        const tile::FragmentB scaled = {{tile::mul_f16x2(raw.r[0], scale[h]), tile::mul_f16x2(raw.r[1], scale[h + 2])}};
+        const std::uint32_t eights = h == 0 ? tile::pair_of_8 : tile::odd_pair_of_8;
+        tile::mma<tile::half>(centre, {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, raw);
+        tile::mma<tile::half>(h == 0 ? even_eights : odd_eights, {{eights, eights, eights, eights}}, scaled);
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt)
-          tile::mma<tile::half>(s[mt], {{code[2 * mt][2 * h], code[2 * mt + 1][2 * h], code[2 * mt][2 * h + 1], code[2 * mt + 1][2 * h + 1]}}, scaled);
+          tile::mma<tile::half>(h == 0 ? even[mt] : odd[mt], {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, scaled);
       }
     }
 #pragma unroll
-    for (auto& tile : s)
+    for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tile[i] = (tile[i] + centre[i & 1]) * group.unit;
+      for (int i = 0; i < 4; ++i) {
+        const float of_codes = (even[mt][i] - even_eights[i & 1]) * (1.0f / tile::code_unit) + (odd[mt][i] - odd_eights[i & 1]) * (1.0f / tile::odd_code_unit);
+        s[mt][i] = (of_codes + centre[i & 1]) * group.unit;
+      }
   }
 }
 
-// Adds the values of 32 tokens. The tokens' scales go into the weights, minima into the column's shift.
-// token: the first. What a column does not see counts as 0 in it, whatever the memory holds.
-template <class T, KvFormat F, int D>
-__device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4], const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
-  const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end, all = all_seen(see, token, 32);
-  // Weights times scales become fp16 in units of a power of two above the largest finite scale so far.
-  const float own = wanted ? stored_scale<T>(x.v_scale[lane]) : 0.0f;
-  const std::uint32_t magnitude = __float_as_uint(own) & 0x7fffffffu;
-  const std::uint32_t top = __reduce_max_sync(0xffffffffu, magnitude < 0x7f800000u ? magnitude : 0u);
-  if (top > __float_as_uint(state.unit) || state.unit == 0.0f) {
-    const std::uint32_t bits = min(top & 0x7f800000u, 0x7e000000u) + 0x00800000u;
-    const float change = state.unit * __uint_as_float(0x7f000000u - bits);
-    state.scale_values(change, change);
-    state.unit = __uint_as_float(bits);
-  }
-  const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(state.unit));
-  float centre = 0.0f;
-  if constexpr (has_min(F)) centre = wanted ? stored_scale<T>(x.v_min[lane]) + 8.0f * own : 0.0f;
-  const float scaled = own * inverse;
-  tile::FragmentB weights[2];
+// Weights of 32 tokens times their scales as operands B, in units of 1 / inverse; what the minima add goes into the shift.
+// own, middle: this lane's token's. All: every column sees all of them, else what one does not see counts as 0 in it.
+template <bool All, int D, KvFormat F>
+__device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], WarpState<D, F>& state, const float (&s)[2][4], float own,
+                                             float middle, const Visible& see, int token, int lane) {
 #pragma unroll
   for (int mt = 0; mt < 2; ++mt) {
     float p[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int from = 16 * mt + 8 * half + lane / 4;
-      const float scale = __shfl_sync(0xffffffffu, scaled, from);
-      float middle = 0.0f;
-      if constexpr (has_min(F)) middle = __shfl_sync(0xffffffffu, centre, from);
+      const float scale = __shfl_sync(0xffffffffu, own, from);
+      float add = 0.0f;
+      if constexpr (has_min(F)) add = __shfl_sync(0xffffffffu, middle, from);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const bool seen = all || (token + from >= see.begin[j] && token + from < see.end[j]);
-        if constexpr (has_min(F)) state.shift[j] += seen ? s[mt][2 * half + j] * middle : 0.0f;
-        p[2 * half + j] = seen ? s[mt][2 * half + j] * scale : 0.0f;
+        const bool seen = All || (token + from >= see.begin[j] && token + from < see.end[j]);
+        const float weight = s[mt][2 * half + j];
+        if constexpr (has_min(F)) state.shift[j] = seen ? __fmaf_rn(weight, add, state.shift[j]) : state.shift[j];
+        p[2 * half + j] = seen ? weight * scale : 0.0f;
       }
     }
     weights[mt] = weights_fragment<tile::half>(p);
   }
+}
+
+// Adds the values of 32 tokens. The tokens' scales go into the weights, minima into the column's shift.
+// token: the first. What a column does not see counts as 0 in it, whatever the memory holds.
+template <class T, KvFormat F, int D>
+__device__ __forceinline__ void code_values(WarpState<D, F>& state, float (&s)[2][4], const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
+  const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end;
+  // Weights times scales become fp16 in units of a power of two above the largest finite scale so far, or above twice of it.
+  const float own = wanted ? stored_scale<T>(x.v_scale()[lane]) : 0.0f;
+  const std::uint32_t magnitude = __float_as_uint(own) & 0x7fffffffu;
+  const std::uint32_t top = __reduce_max_sync(0xffffffffu, magnitude < 0x7f800000u ? magnitude : 0u);
+  if (top > __float_as_uint(state.unit) || state.unit == 0.0f) {
+    const std::uint32_t bits = min(top & 0x7f800000u, 0x7d800000u) + 0x01000000u;
+    const float change = state.unit * __uint_as_float(0x7f000000u - bits);
+    state.scale_values(change, change);
+    state.unit = __uint_as_float(bits);
+  }
+  const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(state.unit));
+  float middle = 0.0f;
+  if constexpr (has_min(F)) middle = wanted ? stored_scale<T>(x.second_scale()[lane]) + 8.0f * own : 0.0f;
+  tile::FragmentB weights[2];
+  if (all_seen(see, token, 32)) weigh_tokens<true>(weights, state, s, own * inverse, middle, see, token, lane);
+  else weigh_tokens<false>(weights, state, s, own * inverse, middle, see, token, lane);
+  const std::uint32_t excess = code_bits(F) == 4 ? tile::pair_of_8 : tile::pair_of_128;
+#pragma unroll
+  for (const tile::FragmentB& w : weights) tile::mma<tile::half>(state.o[D / 16], {{excess, excess, excess, excess}}, w);
   // Blocks of 512 bytes: int8 16 tokens x 32 channels, int4 32 x 32; a lane's 16 bytes lie in lane order.
   const auto* blocks = reinterpret_cast<const uint4*>(x.v) + lane;
   if constexpr (F == KvFormat::int8) {
@@ -444,8 +506,8 @@ __device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {   // word j: d 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
           tile::FragmentA a;
-          tile::decode_int8(word(piece, j), a.r[0], a.r[2]);
-          tile::decode_int8(word(piece, j + 1), a.r[1], a.r[3]);
+          tile::decode_int8_plus_128(word(piece, j), a.r[0], a.r[2]);
+          tile::decode_int8_plus_128(word(piece, j + 1), a.r[1], a.r[3]);
           tile::mma<tile::half>(state.o[2 * dt + j / 2], a, weights[mt]);
         }
       }
@@ -456,8 +518,8 @@ __device__ __forceinline__ void code_values(WarpState<D>& state, float (&s)[2][4
 #pragma unroll
       for (int mt = 0; mt < 2; ++mt) {   // word w: tokens 8 w + 2t and the next; pair r: d 8 r + g
         std::uint32_t even[4], odd[4];
-        tile::decode_uint4_minus_8(word(piece, 2 * mt), even);
-        tile::decode_uint4_minus_8(word(piece, 2 * mt + 1), odd);
+        tile::decode_uint4(word(piece, 2 * mt), even);
+        tile::decode_uint4(word(piece, 2 * mt + 1), odd);
 #pragma unroll
         for (int r = 0; r < 4; r += 2)
           tile::mma<tile::half>(state.o[2 * dt + r / 2], {{even[r], even[r + 1], odd[r], odd[r + 1]}}, weights[mt]);

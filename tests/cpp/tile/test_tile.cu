@@ -47,7 +47,7 @@ __device__ int thread_index() { return static_cast<int>(blockIdx.x * 32 + thread
 __global__ void decode_bytes(float* to) {   // of word i: codes i, i + 1, i + 2, i + 3
   const std::uint32_t i = thread_index();
   std::uint32_t low, high;
-  decode_int8((i & 255) | ((i + 1) & 255) << 8 | ((i + 2) & 255) << 16 | ((i + 3) & 255) << 24, low, high);
+  decode_int8_plus_128((i & 255) | ((i + 1) & 255) << 8 | ((i + 2) & 255) << 16 | ((i + 3) & 255) << 24, low, high);
   const float2 a = unpack<half>(low), b = unpack<half>(high);
   to[4 * i] = a.x, to[4 * i + 1] = a.y, to[4 * i + 2] = b.x, to[4 * i + 3] = b.y;
 }
@@ -57,14 +57,14 @@ TEST_F(Tile, EveryInt8CodeInEveryByte) {
   launch(decode_bytes, 256, decoded.data);
   for (int i = 0; i < 256; ++i)
     for (int byte = 0; byte < 4; ++byte)
-      EXPECT_EQ(decoded[static_cast<std::size_t>(4 * i + byte)], static_cast<std::int8_t>(i + byte)) << "byte " << byte;
+      EXPECT_EQ(decoded[static_cast<std::size_t>(4 * i + byte)], (static_cast<std::int8_t>(i + byte) + 128) * code_unit) << "byte " << byte;
 }
 
 __host__ __device__ constexpr std::uint32_t nibbles(std::uint32_t i) { return i | ~i << 16; }
 __global__ void decode_nibbles(float* to) {
   const std::uint32_t i = thread_index();
   std::uint32_t pair[4];
-  decode_uint4_minus_8(nibbles(i), pair);
+  decode_uint4(nibbles(i), pair);
   for (int r = 0; r < 4; ++r) {
     const float2 x = unpack<half>(pair[r]);
     to[8 * i + r] = x.x, to[8 * i + r + 4] = x.y;
@@ -77,7 +77,8 @@ TEST_F(Tile, EveryNibbleInEveryPlace) {
   launch(decode_nibbles, words, decoded.data);
   for (std::uint32_t i = 0; i < words; ++i)
     for (std::uint32_t place = 0; place < 8; ++place)
-      ASSERT_EQ(decoded[8 * i + place], static_cast<int>(nibbles(i) >> (4 * place) & 15) - 8) << "place " << place << " of " << i;
+      ASSERT_EQ(decoded[8 * i + place], static_cast<float>(nibbles(i) >> (4 * place) & 15) * (place % 2 ? odd_code_unit : code_unit))
+          << "place " << place << " of " << i;
 }
 
 __global__ void transpose(std::uint32_t* to) {   // element (row, column) is 8 row + column
