@@ -37,6 +37,6 @@ __device__ __forceinline__ void decode_uint4(std::uint32_t word, std::uint32_t (
   pair[3] = upper & 0x00f000f0u;
 }
 inline constexpr float odd_code_unit = 16 * code_unit;
-inline constexpr std::uint32_t pair_of_8 = 0x00080008u, odd_pair_of_8 = pair_of_8 << 4;   // in their units
+inline constexpr std::uint32_t pair_of_8 = 0x00080008u;   // in code units
 
 }  // namespace rooftile::tile

@@ -16,6 +16,13 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
+// 1 / x to 1 unit in the last place; 0 for an infinity.
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // What the two sides of a merge are multiplied with. A side that saw no key has m = -inf and l = 0.
 struct MergeWeights {
   float m, a, b;

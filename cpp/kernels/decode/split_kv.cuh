@@ -223,62 +223,77 @@ class SplitKv {
     else code_tiles(task, w, see, first, last, leaf_end);
   }
 
-  // The table's entries for a tile's first token and, where codes may cross a page, for its seventeenth. Looked up a tile
-  // ahead of their use: the lookup is a read of global memory.
-  struct Pages {
-    std::int64_t first, second;
+  // Where the row's pages are named: its part of the block table, or null and the number of its first page.
+  struct RowPages {
+    const std::int32_t* table;
+    int first;
   };
-  __device__ Pages look_up(const RowWork& w, int token) const {
-    const std::int64_t first = kv_page_at(p.cache, w.row, token >> page_shift);
+  __device__ RowPages pages_of(const RowWork& w) const {
+    return {p.cache.block_table ? p.cache.block_table + w.row * p.cache.table_stride : nullptr, w.row * p.cache.max_pages};
+  }
+  // The pages of a tile's first token and, where codes may cross a page, of its seventeenth. Looked up a tile ahead of their
+  // use: the lookup is a read of global memory.
+  struct Pages {
+    int first, second;
+  };
+  __device__ Pages look_up(const RowPages& row, const RowWork& w, int token) const {
+    const auto at = [&](int index) { return row.table ? row.table[index] : row.first + index; };
+    const int index = token >> page_shift, first = at(index);
     const bool crosses = !elements && !is_kivi(format) && p.cache.page_size == 16 && token + 16 < w.end;
-    return {first, crosses ? kv_page_at(p.cache, w.row, (token >> page_shift) + 1) : first};
+    return {first, crosses ? at(index + 1) : first};
   }
   // Whether both are pages; if the table must not name one, that is reported, and the row is left alone.
   __device__ bool are_pages(const RowWork& w, const Pages& at) const {
-    if (at.first >= 0 && at.first < p.cache.pages && at.second >= 0 && at.second < p.cache.pages) return true;
+    const auto pages = static_cast<unsigned>(p.cache.pages);
+    if (static_cast<unsigned>(at.first) < pages && static_cast<unsigned>(at.second) < pages) return true;
     *p.cache.fault = static_cast<int>(KvFault::page) + 16 * w.row;
     shared.bad_segment = this_segment;
     return false;
   }
-
-  // First token of this warp's tile k, counted from the row's first leaf.
-  __device__ int token_of(const RowWork& w, int k) const { return w.begin + (k * decode_warps + warp) * tile_tokens; }
 
   // This warp's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, `stages - 1` tiles ahead
   // of compute(stage, token); both are left out for tiles behind the row's end. prepare() runs when the queries have come.
   template <class Issue, class Prepare, class Compute, class LeafEnd>
   __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Prepare& prepare,
                            const Compute& compute, const LeafEnd& leaf_end) {
-    const int steps = w.units * tiles_per_unit, k_end = last * steps;   // of one leaf
-    int k = first * steps;
-    const auto there = [&](int step) { return step < k_end && token_of(w, step) < w.end; };
+    constexpr int stride = decode_warps * tile_tokens;   // from a tile of this warp to its next
+    const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens);
+    const RowPages row = pages_of(w);
+    const auto next_stage = [](int stage) { return stage + 1 < Config::stages ? stage + 1 : 0; };
+    int token = w.begin + first * leaf_tokens + warp * tile_tokens, ahead = token, filled = 0, used = 0;
     Pages pages{0, 0};
-    if (there(k)) pages = look_up(w, token_of(w, k));
-    const auto start = [&](int step) {   // always one group of copies, maybe empty
-      const Pages now = pages;
-      if (there(step + 1)) pages = look_up(w, token_of(w, step + 1));
-      if (there(step) && are_pages(w, now)) issue(shared.ring[warp][step % Config::stages], token_of(w, step), now);
+    if (ahead < stop) pages = look_up(row, w, ahead);
+    const auto start = [&] {   // always one group of copies, maybe empty
+      if (ahead < stop) {
+        const Pages now = pages;
+        if (ahead + stride < stop) pages = look_up(row, w, ahead + stride);
+        if (are_pages(w, now)) issue(shared.ring[warp][filled], ahead, now);
+      }
       cute::cp_async_fence();
+      ahead += stride;
+      filled = next_stage(filled);
     };
 #pragma unroll
-    for (int i = 0; i < Config::stages - 1; ++i) start(k + i);
+    for (int i = 0; i < Config::stages - 1; ++i) start();
     cute::cp_async_wait<Config::stages - 1>();
     __syncwarp();   // the queries have come, from all lanes
     prepare();
     for (int leaf = first; leaf < last; ++leaf) {
-      for (int i = 0; i < steps; ++i, ++k) {
+      for (int left = leaf_tokens / stride; left > 0; --left) {
         __syncwarp();   // every lane has read the stage that is filled next
-        start(k + Config::stages - 1);
+        start();
         cute::cp_async_wait<Config::stages - 1>();
         __syncwarp();   // this tile has come, from all lanes
-        if (token_of(w, k) < w.end) compute(shared.ring[warp][k % Config::stages], token_of(w, k));
+        if (token < w.end) compute(shared.ring[warp][used], token);
+        token += stride;
+        used = next_stage(used);
       }
       leaf_end(leaf);
     }
     cute::cp_async_wait<0>();
   }
 
-  // factor of scores_to_logits. unit: what the queries were divided by.
+  // Scores -> logits in units of log2, or, under a soft cap, to multiples of the cap. unit: what the queries were divided by.
   __device__ float factor_of(float unit) const { return unit * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e); }
 
   template <class LeafEnd>
@@ -307,7 +322,9 @@ class SplitKv {
                                const Visible& see, int token) {
     float s[1][4];
     scores16<T, D>(s, k, q, lane);
-    scores_to_logits(s, factor, p.softcap);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[0][i] *= factor[i & 1];
+    soft_cap(s, p.softcap);
     mask(s, see, token, lane);
     online_softmax(s, state);
     if (p.tokens == 1 || all_seen(see, token, 16)) values16<T, D>(state, s, v, lane);
@@ -331,12 +348,14 @@ class SplitKv {
           factor[1] = factor_of(q.unit[1]);
         },
         [&](const Stage& stage, int token) {
+          TokenScales<format> scales;
+          scales.template load<T>(state, stage, see, token, lane);
           float s[2][4];
-          code_scores<T, format, D>(s, stage, q, lane);
-          scores_to_logits(s, factor, p.softcap);
+          code_scores<T, format, D>(s, stage, q, factor, lane);
+          soft_cap(s, p.softcap);
           mask(s, see, token, lane);
           online_softmax(s, state);
-          code_values<T, format, D>(state, s, stage, see, token, lane);
+          code_values<T, format, D>(state, s, stage, scales, see, token, lane);
         },
         leaf_end);
   }

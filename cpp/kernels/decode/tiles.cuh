@@ -52,19 +52,16 @@ struct WarpState {
   }
 };
 
-// Scores -> logits in units of log2, in place. factor: per column, what a score is multiplied with (to log2, or, under a
-// soft cap, to multiples of the cap).
+// Multiples of a soft cap -> logits in units of log2, in place; without one, what comes are logits. tanh x is
+// 1 - 2 / (1 + e^2x): off by 2^-23 at most, not in proportion to small x, but logits are compared by differences.
 template <int M>
-__device__ __forceinline__ void scores_to_logits(float (&s)[M][4], const float (&factor)[2], float softcap) {
+__device__ __forceinline__ void soft_cap(float (&s)[M][4], float softcap) {
+  if (softcap == 0.0f) return;
+  const float top = softcap * tile::log2_e;
 #pragma unroll
   for (auto& tile : s)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) tile[i] *= factor[i & 1];
-  if (softcap != 0.0f)
-#pragma unroll
-    for (auto& tile : s)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) tile[i] = softcap * tile::log2_e * tanhf(tile[i]);
+    for (int i = 0; i < 4; ++i) tile[i] = top - 2.0f * top * tile::fast_reciprocal(1.0f + tile::fast_exp2(2.0f * tile::log2_e * tile[i]));
 }
 
 // Whether all columns see all of `tokens` tokens from `token` on.
@@ -203,20 +200,20 @@ __device__ __forceinline__ void values16_apart(WarpState<D, F>& state, const flo
 
 // ---- codes, 32 tokens, from shared memory into operands ----
 
-// Where a lane's 16-byte pieces of a KV head's blocks lie, of page 0 and slot 0.
+// Where a lane's 16-byte pieces of a KV head's blocks lie: of K's codes in page 0 and slot 0, and the others' from there
+// (one block's parts, core/kv_layout.h).
 template <KvFormat F, int D>
 struct CodeSource {
   static constexpr int group_pieces = is_kivi(F) ? D / 8 * (has_min(F) ? 2 : 1) : 0;   // lanes that copy scales of K's channels, and of tokens
   static constexpr int token_pieces = has_min(F) || !is_kivi(F) ? 8 : 4;
-  const std::byte *k, *v, *group_scales, *token_scales;
+  const std::byte* k;
+  int v, group_scales, token_scales;
   int page_size;
 
-  __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int lane) : page_size(c.page_size) {
-    const std::int64_t head = kv_head * c.k.head_stride;
-    k = c.k.codes + head + lane * 16;
-    v = c.v.codes + head + lane * 16;
-    group_scales = (lane < D / 8 ? c.k.scale + lane * 16 : c.k.min + (lane - D / 8) * 16) + head;
-    token_scales = (lane < 4 ? c.v.scale : is_kivi(F) ? c.v.min : c.k.scale) + head + lane % 4 * 16;
+  __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int lane)
+      : k(c.k.codes + kv_head * c.k.head_stride + lane * 16), v(static_cast<int>(c.v.codes - c.k.codes)), page_size(c.page_size) {
+    group_scales = static_cast<int>((lane < D / 8 ? c.k.scale : c.k.min) - c.k.codes) + (lane % (D / 8) - lane) * 16;
+    token_scales = static_cast<int>((lane < 4 ? c.v.scale : is_kivi(F) ? c.v.min : c.k.scale) - c.k.codes) + (lane % 4 - lane) * 16;
   }
 };
 
@@ -242,19 +239,20 @@ struct CodeStage {
   // Starts the copy of a tile. first, second: offsets of the pages of its tokens 0 and 16; slot of token 0.
   __device__ __forceinline__ void copy_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second, int slot, int lane) {
     const bool two_pages = !is_kivi(F) && from.page_size == 16;   // kivi pages hold whole groups
-    const std::int64_t rows[2] = {first + slot * row_bytes, two_pages ? second : first + (slot + 16) * row_bytes};
+    const std::byte* const pages[2] = {from.k + first, from.k + second};
+    const std::byte* const rows[2] = {pages[0] + slot * row_bytes, two_pages ? pages[1] : pages[0] + (slot + 16) * row_bytes};
 #pragma unroll
     for (int i = 0; i < tile_bytes / 512; ++i) {
       const int at = i * 32 + lane, half = i * 32 / (16 * row_pieces);
-      const std::int64_t offset = rows[half] + (i * 512 - half * 16 * row_bytes);
-      tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), from.k + offset);
-      tile::cp_async_16(v + at * 16, from.v + offset);
+      const std::byte* piece = rows[half] + (i * 512 - half * 16 * row_bytes);
+      tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), piece);
+      tile::cp_async_16(v + at * 16, piece + from.v);
     }
     if constexpr (is_kivi(F))
-      if (lane < from.group_pieces) tile::cp_async_16(k_scale + lane * 8, from.group_scales + (first + slot / kv_group * (D * 2)));
+      if (lane < from.group_pieces) tile::cp_async_16(k_scale + lane * 8, pages[0] + (from.group_scales + slot / kv_group * (D * 2)));
     if (lane < from.token_pieces) {
-      const int token = lane % 4 * 8;
-      tile::cp_async_16(token_scales + lane * 8, from.token_scales + (token < 16 || !two_pages ? first + slot * 2 : second - 32));
+      const std::byte* scales = lane % 4 < 2 || !two_pages ? pages[0] + slot * 2 : pages[1] - 32;
+      tile::cp_async_16(token_scales + lane * 8, scales + from.token_scales);
     }
   }
 };
@@ -359,9 +357,10 @@ struct CodeQueries {
   }
 };
 
-// Scores of 32 tokens, in the queries' units.
+// Scores of 32 tokens. factor: per column, what a score in the queries' units is multiplied with.
 template <class T, KvFormat F, int D>
-__device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F, D>& x, const CodeQueries<F, D>& q, int lane) {
+__device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F, D>& x, const CodeQueries<F, D>& q,
+                                            const float (&factor)[2], int lane) {
   const int g = lane / 4, t = lane % 4;
   if constexpr (F == KvFormat::int8) {
 #pragma unroll
@@ -388,13 +387,14 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F,
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * half + g]) * (1.0f / tile::code_unit);
-        s[mt][2 * half] *= scale;
-        s[mt][2 * half + 1] *= scale;
+        s[mt][2 * half] *= scale * factor[0];
+        s[mt][2 * half + 1] *= scale * factor[1];
       }
   } else {
     // k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for all tokens.
-    // Even and odd pairs of codes count in different units, so each have their sums, and a row of eights to be taken off.
-    float even[2][4] = {}, odd[2][4] = {}, even_eights[4] = {}, odd_eights[4] = {}, centre[4] = {};
+    // Even and odd pairs of codes count in different units, so each have their sums. What has been rounded is what is taken
+    // off again: eights times the scaled queries, as the codes met them.
+    float even[2][4] = {}, odd[2][4] = {}, eights[4] = {}, centre[4] = {};
     const GroupUnit<T, F, D> group(x, lane);
     // A lane's quarter of a row is D / 32 words of 8 codes.
     std::uint32_t row[4][D / 32];
@@ -427,71 +427,90 @@ __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F,
       for (int h = 0; h < 2; ++h) {   // pairs h and h + 2
         const tile::FragmentB raw = q.q[2 * w + h];
         const tile::FragmentB scaled = {{tile::mul_f16x2(raw.r[0], scale[h]), tile::mul_f16x2(raw.r[1], scale[h + 2])}};
-        const std::uint32_t eights = h == 0 ? tile::pair_of_8 : tile::odd_pair_of_8;
+        constexpr std::uint32_t minus_8 = 0xc800c800u;
         tile::mma<tile::half>(centre, {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, raw);
-        tile::mma<tile::half>(h == 0 ? even_eights : odd_eights, {{eights, eights, eights, eights}}, scaled);
+        tile::mma<tile::half>(eights, {{minus_8, minus_8, minus_8, minus_8}}, scaled);
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt)
           tile::mma<tile::half>(h == 0 ? even[mt] : odd[mt], {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, scaled);
       }
     }
+    float of_even[2], of_odd[2], base[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float of_one = factor[j] * group.unit;
+      of_even[j] = of_one * (1.0f / tile::code_unit);
+      of_odd[j] = of_one * (1.0f / tile::odd_code_unit);
+      base[j] = (eights[j] + centre[j]) * of_one;
+    }
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float of_codes = (even[mt][i] - even_eights[i & 1]) * (1.0f / tile::code_unit) + (odd[mt][i] - odd_eights[i & 1]) * (1.0f / tile::odd_code_unit);
-        s[mt][i] = (of_codes + centre[i & 1]) * group.unit;
-      }
+      for (int i = 0; i < 4; ++i) s[mt][i] = __fmaf_rn(even[mt][i], of_even[i & 1], __fmaf_rn(odd[mt][i], of_odd[i & 1], base[i & 1]));
   }
 }
 
-// Weights of 32 tokens times their scales as operands B, in units of 1 / inverse; what the minima add goes into the shift.
-// own, middle: this lane's token's. All: every column sees all of them, else what one does not see counts as 0 in it.
+// What the values of 32 tokens are weighed with besides the probabilities, of the lane's rows of the scores: the scale in the
+// state's unit, and what the minima make of the middle of the codes. Found before the scores, so that nothing waits for it.
+template <KvFormat F>
+struct TokenScales {
+  float scale[4], middle[has_min(F) ? 4 : 1];
+
+  // A token that no column sees has 0, whatever the memory holds.
+  template <class T, int D>
+  __device__ __forceinline__ void load(WarpState<D, F>& state, const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
+    const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end;
+    const float own = wanted ? stored_scale<T>(x.v_scale()[lane]) : 0.0f;
+    // Weights times scales become fp16 in units of a power of two above the largest finite scale so far, or above twice of it.
+    const std::uint32_t magnitude = __float_as_uint(own) & 0x7fffffffu;
+    const std::uint32_t top = __reduce_max_sync(0xffffffffu, magnitude < 0x7f800000u ? magnitude : 0u);
+    if (top > __float_as_uint(state.unit) || state.unit == 0.0f) {
+      const std::uint32_t bits = min(top & 0x7f800000u, 0x7d800000u) + 0x01000000u;
+      const float change = state.unit * __uint_as_float(0x7f000000u - bits);
+      state.scale_values(change, change);
+      state.unit = __uint_as_float(bits);
+    }
+    const float scaled = own * __uint_as_float(0x7f000000u - __float_as_uint(state.unit));
+    float centre = 0.0f;
+    if constexpr (has_min(F)) centre = wanted ? stored_scale<T>(x.second_scale()[lane]) + 8.0f * own : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scale[i] = __shfl_sync(0xffffffffu, scaled, 8 * i + lane / 4);
+      if constexpr (has_min(F)) middle[i] = __shfl_sync(0xffffffffu, centre, 8 * i + lane / 4);
+    }
+  }
+};
+
+// Weights of 32 tokens times their scales as operands B; what the minima add goes into the shift. All: every column sees all
+// of them, else what one does not see counts as 0 in it.
 template <bool All, int D, KvFormat F>
-__device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], WarpState<D, F>& state, const float (&s)[2][4], float own,
-                                             float middle, const Visible& see, int token, int lane) {
+__device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], WarpState<D, F>& state, const float (&s)[2][4],
+                                             const TokenScales<F>& scales, const Visible& see, int token, int lane) {
 #pragma unroll
   for (int mt = 0; mt < 2; ++mt) {
     float p[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int from = 16 * mt + 8 * half + lane / 4;
-      const float scale = __shfl_sync(0xffffffffu, own, from);
-      float add = 0.0f;
-      if constexpr (has_min(F)) add = __shfl_sync(0xffffffffu, middle, from);
+      const int at = token + 16 * mt + 8 * half + lane / 4;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const bool seen = All || (token + from >= see.begin[j] && token + from < see.end[j]);
+        const bool seen = All || (at >= see.begin[j] && at < see.end[j]);
         const float weight = s[mt][2 * half + j];
-        if constexpr (has_min(F)) state.shift[j] = seen ? __fmaf_rn(weight, add, state.shift[j]) : state.shift[j];
-        p[2 * half + j] = seen ? weight * scale : 0.0f;
+        if constexpr (has_min(F)) state.shift[j] = seen ? __fmaf_rn(weight, scales.middle[2 * mt + half], state.shift[j]) : state.shift[j];
+        p[2 * half + j] = seen ? weight * scales.scale[2 * mt + half] : 0.0f;
       }
     }
     weights[mt] = weights_fragment<tile::half>(p);
   }
 }
 
-// Adds the values of 32 tokens. The tokens' scales go into the weights, minima into the column's shift.
-// token: the first. What a column does not see counts as 0 in it, whatever the memory holds.
+// Adds the values of 32 tokens, `token` and the next. The tokens' scales go into the weights, minima into the column's shift.
 template <class T, KvFormat F, int D>
-__device__ __forceinline__ void code_values(WarpState<D, F>& state, float (&s)[2][4], const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
-  const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end;
-  // Weights times scales become fp16 in units of a power of two above the largest finite scale so far, or above twice of it.
-  const float own = wanted ? stored_scale<T>(x.v_scale()[lane]) : 0.0f;
-  const std::uint32_t magnitude = __float_as_uint(own) & 0x7fffffffu;
-  const std::uint32_t top = __reduce_max_sync(0xffffffffu, magnitude < 0x7f800000u ? magnitude : 0u);
-  if (top > __float_as_uint(state.unit) || state.unit == 0.0f) {
-    const std::uint32_t bits = min(top & 0x7f800000u, 0x7d800000u) + 0x01000000u;
-    const float change = state.unit * __uint_as_float(0x7f000000u - bits);
-    state.scale_values(change, change);
-    state.unit = __uint_as_float(bits);
-  }
-  const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(state.unit));
-  float middle = 0.0f;
-  if constexpr (has_min(F)) middle = wanted ? stored_scale<T>(x.second_scale()[lane]) + 8.0f * own : 0.0f;
+__device__ __forceinline__ void code_values(WarpState<D, F>& state, const float (&s)[2][4], const CodeStage<F, D>& x,
+                                            const TokenScales<F>& scales, const Visible& see, int token, int lane) {
   tile::FragmentB weights[2];
-  if (all_seen(see, token, 32)) weigh_tokens<true>(weights, state, s, own * inverse, middle, see, token, lane);
-  else weigh_tokens<false>(weights, state, s, own * inverse, middle, see, token, lane);
+  if (all_seen(see, token, 32)) weigh_tokens<true>(weights, state, s, scales, see, token, lane);
+  else weigh_tokens<false>(weights, state, s, scales, see, token, lane);
   const std::uint32_t excess = code_bits(F) == 4 ? tile::pair_of_8 : tile::pair_of_128;
 #pragma unroll
   for (const tile::FragmentB& w : weights) tile::mma<tile::half>(state.o[D / 16], {{excess, excess, excess, excess}}, w);
