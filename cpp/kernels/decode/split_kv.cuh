@@ -138,6 +138,7 @@ class SplitKv {
   // Leaves [first, last) of one task.
   __device__ void segment(const Task& task, const RowWork& w, int first, int last) {
     const int column = threadIdx.x / 16, d0 = threadIdx.x % 16 * 4;
+    const bool merges = task.pass * columns + 2 * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
     if (w.raw && last == w.all_leaves()) prefetch_raw(task, w);
     Fold<S, decode_threads, columns> fold(shared.fold, p.fold + std::int64_t{blockIdx.x} * deep_levels * columns * D, threadIdx.x, column, first);
@@ -149,13 +150,17 @@ class SplitKv {
         *reinterpret_cast<float4*>(p.node_o + at * D + d0 + i / 4 * value_pieces_apart) = make_float4(node.o[i], node.o[i + 1], node.o[i + 2], node.o[i + 3]);
       if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, shared.bad_segment == this_segment ? -1.0f : node.l);
     };
+    const auto add = [&](const Node<S>& node, int leaf) {
+      if (merges) fold.push(node, leaf, emit);
+    };
     state.reset();
-    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { fold.push(merge_warps<!elements>(column, d0), leaf, emit); });
+    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { add(merge_warps<!elements>(column, d0), leaf); });
     if constexpr (is_kivi(format))
       if (w.raw && last == w.all_leaves()) {
         raw_leaf(task, w);
-        fold.push(merge_warps<false>(column, d0), w.leaves, emit);
+        add(merge_warps<false>(column, d0), w.leaves);
       }
+    if (!merges) return;
     if (first > 0 || last < w.all_leaves()) {
       fold.flush(emit);
       return;
@@ -164,7 +169,10 @@ class SplitKv {
     if (shared.bad_segment != this_segment) write_result<T>(p, task, w, column, d0, d0 == 0, result.m, result.l, result.o);
   }
 
-  // The four warps' states become one node, and are reset. Codes: they hold values of codes.
+  // The four warps' states become one node, and are reset. Codes: they hold values of codes. Each warp brings its values to
+  // the common maximum while it writes them, so that the threads that merge only add.
+  // Sync: m is read between the barriers, l and o behind the second; they are written again before the next call's first
+  // barrier and behind it, where nobody reads them.
   template <bool Codes>
   __device__ Node<S> merge_warps(int column, int d0) {
     const int g = lane / 4, t = lane % 4;
@@ -173,43 +181,46 @@ class SplitKv {
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) {
         state.l[j] += __shfl_xor_sync(0xffffffffu, state.l[j], step);
-        state.shift[j] += __shfl_xor_sync(0xffffffffu, state.shift[j], step);
+        if constexpr (Codes && has_min(format)) state.shift[j] += __shfl_xor_sync(0xffffffffu, state.shift[j], step);
       }
-    if (g == 0)
+    if (g == 0) *reinterpret_cast<float2*>(&shared.m[warp][2 * t]) = make_float2(state.m[0], state.m[1]);
+    __syncthreads();   // all maxima are there
+    Node<S> node;
+    node.m = -INFINITY;
+    float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        shared.m[warp][2 * t + j] = state.m[j];
-        shared.l[warp][2 * t + j] = state.l[j];
-      }
+    for (int w = 0; w < decode_warps; ++w) {
+      const float2 m = *reinterpret_cast<const float2*>(&shared.m[w][2 * t]);
+      top[0] = fmaxf(top[0], m.x);
+      top[1] = fmaxf(top[1], m.y);
+      node.m = fmaxf(node.m, shared.m[w][column]);
+    }
+    float weight[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) weight[j] = exp2f(state.m[j] - (top[j] == -INFINITY ? 0.0f : top[j]));
+    if (g == 0) *reinterpret_cast<float2*>(&shared.l[warp][2 * t]) = make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);
+    const typename WarpState<D, format>::template Values<T, Codes> values(state, weight);
 #pragma unroll
     for (int i = 0; i < D / 16; ++i)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        shared.o[warp][2 * t + e % 2][16 * i + 8 * (e / 2) + g] = state.template value<Codes>(i, e);
+      for (int e = 0; e < 4; ++e) shared.o[warp][2 * t + e % 2][16 * i + 8 * (e / 2) + g] = values(state.o[i][e], e);
     state.reset();
-    __syncthreads();   // all states are there
-    Node<S> node;
-    node.m = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < decode_warps; ++w) node.m = fmaxf(node.m, shared.m[w][column]);
-    const float base = node.m == -INFINITY ? 0.0f : node.m;
+    __syncthreads();   // all sums are there
     node.l = 0.0f;
 #pragma unroll
     for (int i = 0; i < S; ++i) node.o[i] = 0.0f;
 #pragma unroll
     for (int w = 0; w < decode_warps; ++w) {
-      const float weight = exp2f(shared.m[w][column] - base);
-      node.l = __fmaf_rn(shared.l[w][column], weight, node.l);
+      node.l += shared.l[w][column];
 #pragma unroll
       for (int i = 0; i < S; i += 4) {
         const float4 o = *reinterpret_cast<const float4*>(&shared.o[w][column][d0 + i / 4 * value_pieces_apart]);
-        node.o[i] = __fmaf_rn(o.x, weight, node.o[i]);
-        node.o[i + 1] = __fmaf_rn(o.y, weight, node.o[i + 1]);
-        node.o[i + 2] = __fmaf_rn(o.z, weight, node.o[i + 2]);
-        node.o[i + 3] = __fmaf_rn(o.w, weight, node.o[i + 3]);
+        node.o[i] += o.x;
+        node.o[i + 1] += o.y;
+        node.o[i + 2] += o.z;
+        node.o[i + 3] += o.w;
       }
     }
-    __syncthreads();   // the states may be overwritten
     return node;
   }
 

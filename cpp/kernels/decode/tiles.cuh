@@ -43,13 +43,34 @@ struct WarpState {
       tile[3] *= second;
     }
   }
-  // Value e of tile i, finished; codes: whether that is what was added.
-  template <bool Codes>
-  __device__ __forceinline__ float value(int i, int e) const {
-    if constexpr (!Codes) return o[i][e] * unit + shift[e % 2];
-    const float code = e / 2 == 1 && code_bits(F) == 4 ? tile::odd_code_unit : tile::code_unit;   // the decoder's, of rows 8 + g
-    return (o[i][e] * (1.0f / code) - o[D / 16][e % 2] * (1.0f / tile::code_unit)) * unit + shift[e % 2];
-  }
+  // The values of o, finished and times a weight a column. Codes: whether codes were added, or elements. What the columns of
+  // a bf16 cache's codes count in can be so large that it must not be multiplied with the codes' unit.
+  template <class T, bool Codes>
+  struct Values {
+    float factor[2], excess[2], shift[2], unit;
+    static constexpr float upper = code_bits(F) == 4 ? tile::code_unit / tile::odd_code_unit : 1.0f;   // rows 8 + g: the decoder's odd pairs
+    static constexpr bool apart = std::is_same_v<T, tile::bf16>;
+
+    __device__ __forceinline__ Values(const WarpState& state, const float (&weight)[2]) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if constexpr (Codes) {
+          factor[j] = weight[j] * (1.0f / tile::code_unit) * (apart ? 1.0f : state.unit);
+          excess[j] = -state.o[D / 16][j] * factor[j];
+          shift[j] = state.shift[j] * weight[j];
+        } else {
+          factor[j] = weight[j];
+        }
+      }
+      unit = state.unit;
+    }
+    __device__ __forceinline__ float operator()(float o, int e) const {
+      const int j = e % 2;
+      if constexpr (!Codes) return o * factor[j];
+      const float sum = __fmaf_rn(o, e / 2 == 1 ? factor[j] * upper : factor[j], apart ? excess[j] : excess[j] + shift[j]);
+      return apart ? __fmaf_rn(sum, unit, shift[j]) : sum;
+    }
+  };
 };
 
 // Multiples of a soft cap -> logits in units of log2, in place; without one, what comes are logits. tanh x is
