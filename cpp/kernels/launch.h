@@ -76,15 +76,11 @@ class DeviceScope {
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
-    // Kernels that overlap must want the same division of L1 and shared memory: a multiprocessor has one at a time, and
-    // changes it only when it is empty.
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-    attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-    config.attrs = attributes;
-    config.numAttrs = overlap == Overlap::with_previous && major_ == 9 ? 2 : 0;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = overlap == Overlap::with_previous && major_ == 9 ? 1 : 0;
     ROOFTILE_CUDA_CHECK(op_, cudaLaunchKernelEx(&config, kernel, params));
   }
 

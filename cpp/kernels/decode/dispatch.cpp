@@ -21,26 +21,16 @@ void for_each_variant(const Visit& visit) {
     for (const DecodeVariant& v : variants) visit(v);
 }
 
-// leaves: of all tasks, at most.
-const DecodeVariant& find_variant(const DecodeKey& key, double leaves) {
+const DecodeVariant& variant_of(const DecodeArgs& a) {
+  const DecodeKey key{a.q.dtype, a.cache->format, a.cache->head_dim};
   const DecodeVariant* found = nullptr;
-  for_each_variant([&](const DecodeVariant& v) {
-    if (v.key == key && v.least_leaves <= leaves && (!found || v.least_leaves > found->least_leaves)) found = &v;
-  });
-  if (found) return *found;
   std::string compiled;
   for_each_variant([&](const DecodeVariant& v) {
-    if (v.least_leaves == 0) compiled += (compiled.empty() ? "" : ", ") + text(v.key);
+    if (v.key == key) found = &v;
+    compiled += (compiled.empty() ? "" : ", ") + text(v.key);
   });
-  fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", compiled);
-}
-
-const DecodeVariant& variant_of(const DecodeArgs& a) {
-  const auto capacity = static_cast<int>(std::min<std::int64_t>(a.cache->capacity(), 0x7fffff80));
-  const int leaves_of_row = divide_up(divide_up(capacity, unit_tokens), leaf_units(capacity)) + is_kivi(a.cache->format);
-  const double tasks = static_cast<double>(a.q.shape[0]) * a.cache->kv_heads * std::ceil(static_cast<double>(a.q.shape[1]) *
-                       static_cast<double>(a.q.shape[2] / a.cache->kv_heads) / columns);
-  return find_variant({a.q.dtype, a.cache->format, a.cache->head_dim}, tasks * leaves_of_row);
+  if (!found) fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", compiled);
+  return *found;
 }
 
 DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVariant& v) {
@@ -107,7 +97,7 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.scale = a.logits.scale;
   p.softcap = a.logits.softcap;
   p.window = a.logits.window;
-  p.row_begin = reinterpret_cast<std::int32_t*>(workspace);
+  p.ready = reinterpret_cast<unsigned long long*>(workspace);
   p.node_o = reinterpret_cast<float*>(workspace + plan.node_o);
   p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
   p.fold = reinterpret_cast<float*>(workspace + plan.fold);
@@ -115,8 +105,7 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   if (plan.blocks > 0) variant.launch(scope, p);
   std::string dim = "d";
   dim += std::to_string(a.cache->head_dim);
-  return variant.least_leaves > 0 ? kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), dim.c_str(), "many"})
-                                  : kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), dim.c_str()});
+  return kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), dim.c_str()});
 }
 
 }  // namespace rooftile::gpu

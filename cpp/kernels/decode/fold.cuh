@@ -8,7 +8,7 @@
 
 namespace rooftile::gpu {
 
-// A thread's share of a softmax state: S values of one column, in pieces of four (combine: one value).
+// A thread's share of a softmax state: S values of one column, in pieces of four.
 template <int S>
 struct Node {
   float m, l, o[S];

@@ -14,11 +14,11 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   int q_per_kv, passes;                // passes of 8 columns; column c of a KV head is query (c / q_per_kv, c % q_per_kv)
   float scale, softcap;
   std::int64_t window;
-  // Workspace.
+  // Workspace. What it holds beforehand does not matter.
   float* node_o;                       // [blocks, slots_per_block, columns, D]
   float* node_ml;                      // [blocks, slots_per_block, columns, 2]; l below 0: the row is left alone
   float* fold;                         // [blocks, deep_levels, columns, D]: left halves that wait long
-  std::int32_t* row_begin;             // [B + 1]: first unit of every batch entry, then the total
+  unsigned long long* ready;           // [blocks, 2]: merge_nodes.cuh
   int blocks;
 };
 

@@ -21,7 +21,7 @@ std::string text(const DecodeKey& key);   // "float16 int8 d128"
 struct DecodePlan {
   int blocks = 0;
   int passes = 0;                          // of 8 query columns
-  std::size_t node_o = 0, node_ml = 0, fold = 0;   // offsets of the parts of the workspace; row_begin is at 0
+  std::size_t node_o = 0, node_ml = 0, fold = 0;   // offsets of the parts of the workspace; `ready` is at 0
   std::size_t workspace_bytes = 0;
 };
 // blocks_per_sm: how many of the variant's blocks a multiprocessor of this device holds.
@@ -31,7 +31,6 @@ DecodePlan plan_decode(std::int64_t batch, std::int64_t tokens, int kv_heads, in
 class DeviceScope;
 struct DecodeVariant {
   DecodeKey key;
-  int least_leaves;             // of two variants with one key this one is for calls with so many leaves or more
   int blocks_per_sm;            // at most, what its registers were cut for
   std::size_t shared_bytes;     // of a block
   void (*launch)(const DeviceScope&, const DecodeParams&);
