@@ -40,8 +40,25 @@ struct Visible {
   int begin[2], end[2], query[2];   // query: the new token that a column belongs to, -1 for padding
   int outer_begin, outer_end, inner_begin, inner_end;
 };
-// raw: the part of a kivi row that is read raw, else the part that lies in pages.
+// What the query at `position` sees of it; below 0 nothing. raw: of the part of a kivi row that is read raw, else of the part
+// that lies in pages.
+struct TokenRange {
+  int begin, end;
+};
+__device__ __forceinline__ TokenRange seen_from(const DecodeParams& p, int position, bool raw) {
+  int begin = p.window > 0 && position >= p.window ? position + 1 - static_cast<int>(p.window) : 0, end = position + 1;
+  if (is_kivi(p.cache.format)) {
+    const int boundary = max(position, 0) & ~(kv_group - 1);
+    if (raw) begin = max(begin, boundary);
+    else end = min(end, boundary);
+  }
+  return {begin, max(begin, end)};
+}
 __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& task, const RowWork& w, int lane, bool raw) {
+  if (p.tokens == 1) {   // one query: padding may see what the others see
+    const TokenRange r = seen_from(p, w.length - 1, raw);
+    return {{r.begin, r.begin}, {r.end, r.end}, {0, 0}, r.begin, r.end, r.begin, r.end};
+  }
   Visible v{{0, 0}, {0, 0}, {-1, -1}, 0x7fffffff, 0, 0, 0x7fffffff};
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -50,23 +67,16 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
       v.end[j] = 0x7fffffff;
       continue;
     }
+    const TokenRange r = seen_from(p, c.position, raw);
     v.query[j] = c.token;
-    const int first = p.window > 0 && c.position >= p.window ? c.position + 1 - static_cast<int>(p.window) : 0;
-    int begin = first, end = c.position + 1;
-    if (is_kivi(p.cache.format)) {
-      const int boundary = max(c.position, 0) & ~(kv_group - 1);
-      if (raw) begin = boundary > begin ? boundary : begin;
-      else end = boundary < end ? boundary : end;
+    v.begin[j] = r.begin;
+    v.end[j] = r.end;
+    if (r.begin < r.end) {
+      v.outer_begin = min(v.outer_begin, r.begin);
+      v.outer_end = max(v.outer_end, r.end);
     }
-    if (end < begin) end = begin;
-    v.begin[j] = begin;
-    v.end[j] = end;
-    if (begin < end) {
-      v.outer_begin = min(v.outer_begin, begin);
-      v.outer_end = max(v.outer_end, end);
-    }
-    v.inner_begin = max(v.inner_begin, begin);
-    v.inner_end = min(v.inner_end, end);
+    v.inner_begin = max(v.inner_begin, r.begin);
+    v.inner_end = min(v.inner_end, r.end);
   }
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {

@@ -40,8 +40,10 @@ struct DecodeShared {
   FoldMemory<S, decode_threads, columns> fold;
   int bad_segment;                                         // the last one that met a page that is none
 
-  // The rings' memory when the block has read all its tiles.
-  __device__ MergeMemory& merge() { return *reinterpret_cast<MergeMemory*>(&ring); }
+  // The memory of the rings and of the fold when the block has read all its tiles.
+  using Merge = MergeMemory<sizeof(ring)>;
+  __device__ Merge& merge() { return *reinterpret_cast<Merge*>(&ring); }
+  __device__ auto& merge_fold() { return reinterpret_cast<FoldMemory<4, decode_threads, columns>&>(fold); }
   // A warp's memory in other uses: query columns before its next state is written, a raw tile when the ring is done.
   __device__ typename Config::T* queries(int warp) { return reinterpret_cast<typename Config::T*>(&o[warp][0][0]); }
   __device__ ElementStage<typename Config::T, D>& raw(int warp) { return *reinterpret_cast<ElementStage<typename Config::T, D>*>(&ring[warp][0]); }
@@ -53,7 +55,13 @@ struct BlockRange {
   int begin, end;     // units
   int entry_base;     // first unit of that entry
   int entry;
+  RowWork work;       // of that entry
 };
+__device__ __forceinline__ RowWork broadcast(const RowWork& w, int lane) {
+  const auto from = [lane](int x) { return __shfl_sync(0xffffffffu, x, lane); };
+  return {from(w.row), from(w.length), from(w.count), from(w.begin), from(w.end), from(w.units), from(w.leaves), from(w.raw) != 0,
+          static_cast<KvFault>(from(static_cast<int>(w.fault)))};
+}
 
 __device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
 #pragma unroll
@@ -68,25 +76,27 @@ __device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
 __device__ inline BlockRange find_range(const DecodeParams& p) {
   const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes;
   const bool reports = blockIdx.x == 0 && threadIdx.x < 32;
-  const auto units_of = [&](int b) {
-    if (b >= p.batch) return 0;
-    const RowWork w = row_work_of(p, b);
+  const auto work_of = [&](int b) {
+    const RowWork w = b < p.batch ? row_work_of(p, b) : RowWork{};
     if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
-    return w.task_units() * tasks;
+    return w;
   };
-  const int first_units = units_of(lane);
-  int sum = first_units;
-  for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(b);
+  const auto units_of = [tasks](const RowWork& w) { return w.task_units() * tasks; };
+  RowWork own = work_of(lane);
+  int sum = units_of(own);
+  for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(work_of(b));
   const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks);
-  BlockRange r{split, split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1};
+  BlockRange r{split, split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1, {}};
   int before = 0;
   for (int first = 0; r.begin < r.end && r.entry < 0; first += 32) {
-    const int units = first == 0 ? first_units : units_of(first + lane), end = before + warp_scan(units, lane);
+    if (first > 0) own = first + lane < p.batch ? row_work_of(p, first + lane) : RowWork{};
+    const int units = units_of(own), end = before + warp_scan(units, lane);
     const unsigned holds = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
     if (holds) {
       const int owner = first_bit(holds);
       r.entry = first + owner;
       r.entry_base = __shfl_sync(0xffffffffu, end - units, owner);
+      r.work = broadcast(own, owner);
     }
     before = __shfl_sync(0xffffffffu, end, 31);
   }
@@ -123,7 +133,7 @@ class SplitKv {
     const int tasks = p.cache.kv_heads * p.passes;
     int base = range.entry_base;
     for (int b = range.entry; b < p.batch && base < range.end; ++b) {
-      const RowWork w = row_work_of(p, b);
+      const RowWork w = b == range.entry ? range.work : row_work_of(p, b);
       const int units = w.task_units();
       if (units == 0) continue;
       for (int task = range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
@@ -149,7 +159,7 @@ class SplitKv {
     const int first = w.leaf_from(range.begin - base), last = w.leaf_from(range.end - base);
     if (first == 0 || first >= w.all_leaves() || last < w.all_leaves()) return;
     __syncthreads();   // the rings have been read, and this block's nodes are written
-    merge_nodes<T, D>(p, shared.merge(), task_of(range.entry, task), w, range.split, base);
+    merge_nodes<T, D>(p, shared.merge(), shared.merge_fold(), task_of(range.entry, task), w, range.split, base);
   }
 
   // A row that shows nothing has no unit, and so no owner.
@@ -180,7 +190,7 @@ class SplitKv {
       if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, shared.bad_segment == this_segment ? -1.0f : node.l);
     };
     const auto add = [&](const Node<S>& node, int leaf) {
-      if (merges) fold.push(node, leaf, emit);
+      if (merges) fold.push(node, leaf, 0, emit);
     };
     state.reset();
     paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { add(merge_warps<!elements>(column, d0), leaf); });
