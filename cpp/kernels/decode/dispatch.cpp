@@ -97,9 +97,8 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.scale = a.logits.scale;
   p.softcap = a.logits.softcap;
   p.window = a.logits.window;
-  p.ready = reinterpret_cast<unsigned long long*>(workspace);
-  p.node_o = reinterpret_cast<float*>(workspace + plan.node_o);
-  p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
+  p.node_o = reinterpret_cast<float*>(workspace);
+  p.node_ml = reinterpret_cast<MarkedNode*>(workspace + plan.node_ml);
   p.fold = reinterpret_cast<float*>(workspace + plan.fold);
   p.blocks = plan.blocks;
   if (plan.blocks > 0) variant.launch(scope, p);

@@ -40,9 +40,10 @@ class Fold {
   __device__ Fold(FoldMemory<S, Threads, Columns>& memory, float* deep, int thread, int column, int first)
       : memory_(memory), deep_(deep), thread_(thread), column_(column), first_(first) {}
 
-  // The next node in order: (level, at >> level), of a leaf or merged before.
+  // The node of leaf `at`, the next in order.
   template <class Emit>
-  __device__ void push(Node<S> node, int at, int level, const Emit& emit) {
+  __device__ void push(Node<S> node, int at, const Emit& emit) {
+    int level = 0;
     while (level + 1 < fold_levels && (at >> level) % 2 == 1 && at - (1 << level) >= first_) {
       node = merge(load(level), node);
       waiting_ &= ~(1u << level);

@@ -5,6 +5,12 @@
 
 namespace rooftile::gpu {
 
+// (m, l) of a node and column, each beside a mark that no memory holds by chance: 8 bytes arrive together.
+struct MarkedNode {
+  static constexpr std::uint32_t mark_m = 0x9e6c63d0u, mark_l = 0x876a5f3bu;
+  unsigned long long m, l;
+};
+
 struct DecodeParams {                  // tensors travel whole, never as loose strides
   TensorView q, out, lse;              // [B, T, Hq, D]; lse [B, T, Hq] or absent
   TensorView sinks;                    // [Hq] or absent
@@ -16,9 +22,8 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   std::int64_t window;
   // Workspace. What it holds beforehand does not matter.
   float* node_o;                       // [blocks, slots_per_block, columns, D]
-  float* node_ml;                      // [blocks, slots_per_block, columns, 2]; l below 0: the row is left alone
+  MarkedNode* node_ml;                 // [blocks, slots_per_block, columns]; l below 0: the row is left alone
   float* fold;                         // [blocks, deep_levels, columns, D]: left halves that wait long
-  unsigned long long* ready;           // [blocks, 2]: merge_nodes.cuh
   int blocks;
 };
 

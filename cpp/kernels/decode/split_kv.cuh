@@ -40,10 +40,8 @@ struct DecodeShared {
   FoldMemory<S, decode_threads, columns> fold;
   int bad_segment;                                         // the last one that met a page that is none
 
-  // The memory of the rings and of the fold when the block has read all its tiles.
-  using Merge = MergeMemory<sizeof(ring)>;
-  __device__ Merge& merge() { return *reinterpret_cast<Merge*>(&ring); }
-  __device__ auto& merge_fold() { return reinterpret_cast<FoldMemory<4, decode_threads, columns>&>(fold); }
+  // The rings' memory when the block has read all its tiles.
+  __device__ MergeMemory& merge() { return *reinterpret_cast<MergeMemory*>(&ring); }
   // A warp's memory in other uses: query columns before its next state is written, a raw tile when the ring is done.
   __device__ typename Config::T* queries(int warp) { return reinterpret_cast<typename Config::T*>(&o[warp][0][0]); }
   __device__ ElementStage<typename Config::T, D>& raw(int warp) { return *reinterpret_cast<ElementStage<typename Config::T, D>*>(&ring[warp][0]); }
@@ -110,7 +108,7 @@ class SplitKv {
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
   static constexpr int tile_tokens = elements ? 16 : 32;
-  static constexpr int tiles_per_unit = unit_tokens / decode_warps / tile_tokens;   // of one warp
+  static_assert(slots_inside <= 16 && decode_threads / columns == 16 && sizeof(DecodeShared<Config>::ring) >= sizeof(MergeMemory));
 
  public:
   __device__ SplitKv(const DecodeParams& p, DecodeShared<Config>& shared)
@@ -159,7 +157,7 @@ class SplitKv {
     const int first = w.leaf_from(range.begin - base), last = w.leaf_from(range.end - base);
     if (first == 0 || first >= w.all_leaves() || last < w.all_leaves()) return;
     __syncthreads();   // the rings have been read, and this block's nodes are written
-    merge_nodes<T, D>(p, shared.merge(), shared.merge_fold(), task_of(range.entry, task), w, range.split, base);
+    merge_nodes<T, D>(p, shared.merge(), task_of(range.entry, task), w, range.split, base);
   }
 
   // A row that shows nothing has no unit, and so no owner.
@@ -179,31 +177,38 @@ class SplitKv {
     const int column = threadIdx.x / 16, d0 = threadIdx.x % 16 * 4;
     const bool merges = task.pass * columns + 2 * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
+    __syncthreads();   // the last leaf's states, where the queries go, and its nodes have been read
     if (w.raw && last == w.all_leaves()) prefetch_raw(task, w);
     Fold<S, decode_threads, columns> fold(shared.fold, p.fold + std::int64_t{blockIdx.x} * deep_levels * columns * D, threadIdx.x, column, first);
-    int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
+    const int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
+    int emitted = 0;
+    float2 ml = {};   // of the node that this thread marks: the column's thread i has node i
     const auto emit = [&](const Node<S>& node) {
-      const std::int64_t at = std::int64_t{slot++} * columns + column;
+      const std::int64_t at = std::int64_t{slot + emitted} * columns + column;
 #pragma unroll
       for (int i = 0; i < S; i += 4)
         *reinterpret_cast<float4*>(p.node_o + at * D + d0 + i / 4 * value_pieces_apart) = make_float4(node.o[i], node.o[i + 1], node.o[i + 2], node.o[i + 3]);
-      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, shared.bad_segment == this_segment ? -1.0f : node.l);
+      if (static_cast<int>(threadIdx.x % 16) == emitted) ml = make_float2(node.m, node.l);
+      ++emitted;
     };
     const auto add = [&](const Node<S>& node, int leaf) {
-      if (merges) fold.push(node, leaf, 0, emit);
+      if (merges) fold.push(node, leaf, emit);
     };
     state.reset();
     paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { add(merge_warps<!elements>(column, d0), leaf); });
     if constexpr (is_kivi(format))
       if (w.raw && last == w.all_leaves()) {
+        __syncthreads();   // the states, where the queries go, have been read
         raw_leaf(task, w);
         add(merge_warps<false>(column, d0), w.leaves);
       }
     if (first > 0 || last < w.all_leaves()) {
       if (merges) fold.flush(emit);
-      if (last == w.all_leaves()) return;   // end_first_task's
-      __syncthreads();   // all nodes are written
-      if (threadIdx.x == 0) release_nodes(ready_flag(p, blockIdx.x, first == 0));
+      __syncthreads();   // all values are stored
+      if (const int node = threadIdx.x % 16; merges && node < emitted) {
+        __threadfence();
+        store_marked(p.node_ml + (slot + node) * columns + column, ml.x, shared.bad_segment == this_segment ? -1.0f : ml.y);
+      }
       return;
     }
     if (!merges) return;
