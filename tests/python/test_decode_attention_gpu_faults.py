@@ -121,7 +121,7 @@ def test_keys_of_a_bf16_cache_beyond_fp16(scale, channel):
 
 @formats
 def test_a_row_has_the_same_bits_alone_and_among_many(format, dtype):
-    """Alone several blocks share it and one merges their nodes; among many one block has it whole."""
+    """Alone several blocks share it and the combine writes it; among many one block has it whole."""
     cache = paged(format, dtype, (1000,) * 48, pages=48 * 16)
     q = normal((48, 1, 4 * HEADS, DIM), dtype)
     sinks = torch.linspace(-3, 3, 4 * HEADS, device="cuda")

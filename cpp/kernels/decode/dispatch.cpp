@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cmath>
 
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
@@ -97,8 +96,9 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.scale = a.logits.scale;
   p.softcap = a.logits.softcap;
   p.window = a.logits.window;
-  p.node_o = reinterpret_cast<float*>(workspace);
-  p.node_ml = reinterpret_cast<MarkedNode*>(workspace + plan.node_ml);
+  p.row_begin = reinterpret_cast<std::int32_t*>(workspace);
+  p.node_o = reinterpret_cast<float*>(workspace + plan.node_o);
+  p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
   p.fold = reinterpret_cast<float*>(workspace + plan.fold);
   p.blocks = plan.blocks;
   if (plan.blocks > 0) variant.launch(scope, p);

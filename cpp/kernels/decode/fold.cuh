@@ -8,7 +8,7 @@
 
 namespace rooftile::gpu {
 
-// A thread's share of a softmax state: S values of one column, in pieces of four.
+// A thread's share of a softmax state: S values of one column, in pieces of four (combine: one value).
 template <int S>
 struct Node {
   float m, l, o[S];

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "kernels/decode/combine.cuh"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/split_kv.cuh"
 #include "kernels/launch.h"
@@ -12,11 +13,15 @@ template <class Config>
 void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
   static_assert(sizeof(DecodeShared<Config>) <= 99 * 1024);   // what a block of every supported architecture may have
   scope.launch(split_kv<Config>, p.blocks, decode_threads, sizeof(DecodeShared<Config>), p, Overlap::with_previous);
+  const std::int64_t used = std::min<std::int64_t>(columns, std::int64_t{p.q_per_kv} * p.tokens);
+  scope.launch(combine<typename Config::T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used,
+               Config::head_dim, 0, p, Overlap::with_previous);
 }
 
 template <class Config>
 void load_decode(const char* op) {
   load_kernel(op, split_kv<Config>);
+  load_kernel(op, combine<typename Config::T, Config::head_dim>);
 }
 
 // What a variant is made of. `stages` tiles of a warp on the way, `blocks` a multiprocessor.

@@ -5,12 +5,6 @@
 
 namespace rooftile::gpu {
 
-// (m, l) of a node and column, each beside a mark that no memory holds by chance: 8 bytes arrive together.
-struct MarkedNode {
-  static constexpr std::uint32_t mark_m = 0x9e6c63d0u, mark_l = 0x876a5f3bu;
-  unsigned long long m, l;
-};
-
 struct DecodeParams {                  // tensors travel whole, never as loose strides
   TensorView q, out, lse;              // [B, T, Hq, D]; lse [B, T, Hq] or absent
   TensorView sinks;                    // [Hq] or absent
@@ -20,10 +14,11 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   int q_per_kv, passes;                // passes of 8 columns; column c of a KV head is query (c / q_per_kv, c % q_per_kv)
   float scale, softcap;
   std::int64_t window;
-  // Workspace. What it holds beforehand does not matter.
+  // Workspace.
   float* node_o;                       // [blocks, slots_per_block, columns, D]
-  MarkedNode* node_ml;                 // [blocks, slots_per_block, columns]; l below 0: the row is left alone
+  float* node_ml;                      // [blocks, slots_per_block, columns, 2]; l below 0: the row is left alone
   float* fold;                         // [blocks, deep_levels, columns, D]: left halves that wait long
+  std::int32_t* row_begin;             // [B + 1]: first unit of every batch entry, then the total
   int blocks;
 };
 

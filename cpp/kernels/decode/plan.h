@@ -21,7 +21,7 @@ std::string text(const DecodeKey& key);   // "float16 int8 d128"
 struct DecodePlan {
   int blocks = 0;
   int passes = 0;                          // of 8 query columns
-  std::size_t node_ml = 0, fold = 0;       // offsets of the parts of the workspace; node_o is at 0
+  std::size_t node_o = 0, node_ml = 0, fold = 0;   // offsets of the parts of the workspace; row_begin is at 0
   std::size_t workspace_bytes = 0;
 };
 // blocks_per_sm: how many of the variant's blocks a multiprocessor of this device holds.

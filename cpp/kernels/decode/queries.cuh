@@ -12,12 +12,15 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ int first_bit(unsigned x) { return __ffs(static_cast<int>(x)) - 1; }
 
-__device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, int b) {
+// read: how an int32 is loaded.
+template <class Read>
+__device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, int b, const Read& read) {
   const KvCacheView& c = p.cache;
-  const int row = p.rows ? p.rows[b] : b;
+  const int row = p.rows ? read(p.rows + b) : b;
   const bool inside = row >= 0 && row < c.max_rows;
-  return row_work(c.format, c.capacity(), row, c.max_rows, inside ? c.lengths[row] : 0, p.counts ? p.counts[b] : p.tokens, p.tokens,
-                  inside && c.raw_from ? c.raw_from[row] : 0, p.window);
+  return row_work(c.format, c.capacity(), row, c.max_rows, inside ? read(c.lengths + row) : 0,
+                  p.counts ? read(p.counts + b) : p.tokens, p.tokens,
+                  inside && c.raw_from ? read(c.raw_from + row) : 0, p.window);
 }
 
 // One task: 8 columns of a (batch entry, KV head). Column c of the head is query c / q_per_kv of head c % q_per_kv.

@@ -3,8 +3,8 @@
 //   q, out [B, T, Hq, D]    cache: pages of K and V per KV head, one block-table row per sequence (or consecutive pages)
 // A persistent grid walks the units of schedule.h. A block takes one task at a time, its four warps every fourth tile of
 // the task's tokens; each warp keeps a softmax state of its own, in registers. At the end of a leaf the four states are
-// merged through shared memory and the leaf goes into the fold. A task that one block computed whole is written at once;
-// of one that several blocks share the block with its last leaf merges the nodes (merge_nodes.cuh).
+// merged through shared memory and the leaf goes into the fold. A task that one block computed whole is written at once,
+// the others' nodes are left to combine.cuh.
 // The query heads of a KV head (times new tokens) are the columns of the products, so they share every byte read.
 //
 // Bytes per KV head: S * (bytes of a token's K and V). Flops: 4 S D per column, on 8 columns whether used or not.
@@ -16,11 +16,12 @@
 #pragma once
 
 #include "kernels/decode/fold.cuh"
-#include "kernels/decode/merge_nodes.cuh"
 #include "kernels/decode/tiles.cuh"
 #include "tile/grid.cuh"
 
 namespace rooftile::gpu {
+
+inline constexpr int decode_warps = 4, decode_threads = 32 * decode_warps;
 
 // What a warp keeps in flight for itself: `stages` tiles of this type.
 template <class T, int D>
@@ -40,8 +41,6 @@ struct DecodeShared {
   FoldMemory<S, decode_threads, columns> fold;
   int bad_segment;                                         // the last one that met a page that is none
 
-  // The rings' memory when the block has read all its tiles.
-  __device__ MergeMemory& merge() { return *reinterpret_cast<MergeMemory*>(&ring); }
   // A warp's memory in other uses: query columns before its next state is written, a raw tile when the ring is done.
   __device__ typename Config::T* queries(int warp) { return reinterpret_cast<typename Config::T*>(&o[warp][0][0]); }
   __device__ ElementStage<typename Config::T, D>& raw(int warp) { return *reinterpret_cast<ElementStage<typename Config::T, D>*>(&ring[warp][0]); }
@@ -49,7 +48,6 @@ struct DecodeShared {
 
 // Where this block starts: its units, and the batch entry that holds the first.
 struct BlockRange {
-  Split split;
   int begin, end;     // units
   int entry_base;     // first unit of that entry
   int entry;
@@ -70,12 +68,15 @@ __device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
   return x;
 }
 
-// Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also reports faults.
+__device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
+
+// Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also leaves their prefix sums for
+// the combine, and reports faults.
 __device__ inline BlockRange find_range(const DecodeParams& p) {
   const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes;
   const bool reports = blockIdx.x == 0 && threadIdx.x < 32;
   const auto work_of = [&](int b) {
-    const RowWork w = b < p.batch ? row_work_of(p, b) : RowWork{};
+    const RowWork w = b < p.batch ? row_work_of(p, b, read) : RowWork{};
     if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
     return w;
   };
@@ -84,11 +85,13 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
   int sum = units_of(own);
   for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(work_of(b));
   const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks);
-  BlockRange r{split, split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1, {}};
+  BlockRange r{split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1, {}};
+  if (r.begin >= r.end && !reports) return r;
   int before = 0;
-  for (int first = 0; r.begin < r.end && r.entry < 0; first += 32) {
-    if (first > 0) own = first + lane < p.batch ? row_work_of(p, first + lane) : RowWork{};
+  for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
+    if (first > 0) own = first + lane < p.batch ? row_work_of(p, first + lane, read) : RowWork{};
     const int units = units_of(own), end = before + warp_scan(units, lane);
+    if (reports && first + lane < p.batch) p.row_begin[first + lane] = end - units;
     const unsigned holds = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
     if (holds) {
       const int owner = first_bit(holds);
@@ -98,6 +101,7 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
     }
     before = __shfl_sync(0xffffffffu, end, 31);
   }
+  if (reports && lane == 0) p.row_begin[p.batch] = split.total;
   return r;
 }
 
@@ -108,7 +112,6 @@ class SplitKv {
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
   static constexpr int tile_tokens = elements ? 16 : 32;
-  static_assert(slots_inside <= 16 && decode_threads / columns == 16 && sizeof(DecodeShared<Config>::ring) >= sizeof(MergeMemory));
 
  public:
   __device__ SplitKv(const DecodeParams& p, DecodeShared<Config>& shared)
@@ -116,80 +119,44 @@ class SplitKv {
 
   __device__ void run() {
     const BlockRange range = find_range(p);
-    if (range.begin < range.end) {
-      if (threadIdx.x == 0) shared.bad_segment = 0;
-      __syncthreads();   // before any warp finds one
-      walk(range);
-      end_first_task(range);
-    }
-    for (int b = blockIdx.x; b < p.batch; b += p.blocks) answer_empty(b);
-  }
-
- private:
-  // All that the block owns, in order.
-  __device__ void walk(const BlockRange& range) {
+    if (range.begin >= range.end) return;
+    if (threadIdx.x == 0) shared.bad_segment = 0;
+    __syncthreads();   // before any warp finds one
     const int tasks = p.cache.kv_heads * p.passes;
     int base = range.entry_base;
     for (int b = range.entry; b < p.batch && base < range.end; ++b) {
-      const RowWork w = b == range.entry ? range.work : row_work_of(p, b);
+      const RowWork w = b == range.entry ? range.work : row_work_of(p, b, read);
       const int units = w.task_units();
       if (units == 0) continue;
       for (int task = range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
         const int task_base = base + task * units;
         if (task_base >= range.end) return;
         const int first = w.leaf_from(range.begin - task_base), last = min(w.all_leaves(), w.leaf_from(range.end - task_base));
-        if (first < last) segment(task_of(b, task), w, first, last);
+        if (first < last) {
+          const int kv_head = divide(task, p.passes);
+          segment({b, kv_head, task - kv_head * p.passes}, w, first, last);
+        }
       }
       base += units * tasks;
     }
   }
 
-  __device__ Task task_of(int b, int task) const {
-    const int kv_head = divide(task, p.passes);
-    return {b, kv_head, task - kv_head * p.passes};
-  }
-
-  // If the block's first task began in another block and ends in this one, its result is this block's to write. Last of all:
-  // the others have had the time of this block's other tasks to finish theirs.
-  __device__ void end_first_task(const BlockRange& range) {
-    const RowWork w = row_work_of(p, range.entry);
-    const int task = divide(range.begin - range.entry_base, w.task_units()), base = range.entry_base + task * w.task_units();
-    const int first = w.leaf_from(range.begin - base), last = w.leaf_from(range.end - base);
-    if (first == 0 || first >= w.all_leaves() || last < w.all_leaves()) return;
-    __syncthreads();   // the rings have been read, and this block's nodes are written
-    merge_nodes<T, D>(p, shared.merge(), task_of(range.entry, task), w, range.split, base);
-  }
-
-  // A row that shows nothing has no unit, and so no owner.
-  __device__ void answer_empty(int b) {
-    const RowWork w = row_work_of(p, b);
-    if (w.all_leaves() > 0 || w.fault != KvFault::none) return;
-    constexpr float nothing[4] = {};
-    const int per_task = columns * D / 4;
-    for (int i = threadIdx.x; i < p.cache.kv_heads * p.passes * per_task; i += decode_threads) {
-      const int d = i % (D / 4) * 4;
-      write_result<T>(p, task_of(b, i / per_task), w, i / (D / 4) % columns, d, d == 0, -INFINITY, 0.0f, nothing);
-    }
-  }
-
+ private:
   // Leaves [first, last) of one task.
   __device__ void segment(const Task& task, const RowWork& w, int first, int last) {
     const int column = threadIdx.x / 16, d0 = threadIdx.x % 16 * 4;
     const bool merges = task.pass * columns + 2 * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
-    __syncthreads();   // the last leaf's states, where the queries go, and its nodes have been read
+    __syncthreads();   // the last segment's states, where the queries go, have been read, and whether it met a page that is none
     if (w.raw && last == w.all_leaves()) prefetch_raw(task, w);
     Fold<S, decode_threads, columns> fold(shared.fold, p.fold + std::int64_t{blockIdx.x} * deep_levels * columns * D, threadIdx.x, column, first);
-    const int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
-    int emitted = 0;
-    float2 ml = {};   // of the node that this thread marks: the column's thread i has node i
+    int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
     const auto emit = [&](const Node<S>& node) {
-      const std::int64_t at = std::int64_t{slot + emitted} * columns + column;
+      const std::int64_t at = std::int64_t{slot++} * columns + column;
 #pragma unroll
       for (int i = 0; i < S; i += 4)
         *reinterpret_cast<float4*>(p.node_o + at * D + d0 + i / 4 * value_pieces_apart) = make_float4(node.o[i], node.o[i + 1], node.o[i + 2], node.o[i + 3]);
-      if (static_cast<int>(threadIdx.x % 16) == emitted) ml = make_float2(node.m, node.l);
-      ++emitted;
+      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, shared.bad_segment == this_segment ? -1.0f : node.l);
     };
     const auto add = [&](const Node<S>& node, int leaf) {
       if (merges) fold.push(node, leaf, emit);
@@ -202,16 +169,11 @@ class SplitKv {
         raw_leaf(task, w);
         add(merge_warps<false>(column, d0), w.leaves);
       }
+    if (!merges) return;
     if (first > 0 || last < w.all_leaves()) {
-      if (merges) fold.flush(emit);
-      __syncthreads();   // all values are stored
-      if (const int node = threadIdx.x % 16; merges && node < emitted) {
-        __threadfence();
-        store_marked(p.node_ml + (slot + node) * columns + column, ml.x, shared.bad_segment == this_segment ? -1.0f : ml.y);
-      }
+      fold.flush(emit);
       return;
     }
-    if (!merges) return;
     const Node<S> result = fold.finish();
     if (shared.bad_segment != this_segment) write_result<T>(p, task, w, column, d0, d0 == 0, result.m, result.l, result.o);
   }
@@ -464,7 +426,7 @@ template <class Config>
 __global__ __launch_bounds__(decode_threads, Config::blocks_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
   tile::wait_for_previous_kernel();
-  tile::let_next_kernel_start();
+  tile::let_next_kernel_start();   // behind the wait: the combine counts on what this kernel found
   SplitKv<Config>(p, *reinterpret_cast<DecodeShared<Config>*>(bytes)).run();
 }
 

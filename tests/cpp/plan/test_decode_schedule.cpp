@@ -241,7 +241,7 @@ TEST(DecodeSchedule, SharesOfTheUnits) {
   }
 }
 
-// The walk of all blocks over a whole batch, with what the merger of a task expects to find.
+// The walk of all blocks over a whole batch, with what the combine expects to find.
 TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
   Random random(5);
   std::vector<std::string> expected(max_leaves + 2);
@@ -274,7 +274,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
           for (int leaf = first; leaf < last; ++leaf) {
             ASSERT_EQ(owners[static_cast<std::size_t>(leaf)], -1);
             owners[static_cast<std::size_t>(leaf)] = block;
-            ASSERT_EQ(split.owner(base + w.leaf_begin(leaf)), block);   // what the merger looks for
+            ASSERT_EQ(split.owner(base + w.leaf_begin(leaf)), block);   // what the combine looks for
           }
           if (first >= last) continue;
           const Folded run = fold(first, last, leaves);
@@ -290,7 +290,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
           }
         }
         ASSERT_EQ(std::count(owners.begin(), owners.end(), -1), 0);
-        // did one block write the result?
+        // the combine's question: did one block write the result?
         ASSERT_EQ(whole, split.owner(base) == split.owner(base + w.leaf_begin(leaves - 1)) ? 1 : 0);
         if (!whole) {
           ASSERT_EQ(tree(nodes), expected[static_cast<std::size_t>(leaves)]);
@@ -315,12 +315,13 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
                 // every block that fits, but none without a leaf
                 EXPECT_EQ(plan.blocks, std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * (max_leaves + 1)));
                 const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * columns;
-                EXPECT_GE(plan.node_ml, nodes * static_cast<std::size_t>(head_dim) * 4);
-                EXPECT_GE(plan.fold - plan.node_ml, nodes * 16);
+                EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 1) * 4);
+                EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
+                EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
                 const std::size_t fold = static_cast<std::size_t>(plan.blocks * deep_levels * columns * head_dim) * 4;
                 EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
-                EXPECT_EQ(plan.node_ml % 16 + plan.fold % 16, 0u);
-                EXPECT_LE(plan.workspace_bytes, nodes * static_cast<std::size_t>(head_dim + 4) * 4 + fold + 2 * 256);
+                EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
+                EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);
               }
 }
 
