@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that every test shares. Tests that take `device` run on each device that has kernels."""
 
+import os
+
 import cases
 import pytest
 import torch
+
+# Tests hand over arrays of JAX's CPU. Its GPU client would take most of a GPU's memory and change the current device.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Small calls one after another: waking a second thread for each costs more than it brings, on a busy machine many times
 # more. test_row_independence.py runs every op on several.
 torch.set_num_threads(1)
 
 BAD_INPUTS = pytest.StashKey[int]()
+
+
+@pytest.fixture(autouse=True)
+def current_device_stays():
+    yield
+    if torch.cuda.is_initialized():
+        left = torch.cuda.current_device()
+        torch.cuda.set_device(0)
+        assert left == 0, "the test left another device current"
 
 
 @pytest.fixture(params=cases.devices())

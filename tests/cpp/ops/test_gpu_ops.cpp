@@ -221,6 +221,28 @@ TEST_F(Gpu, DecodeAttention) {
     });
 }
 
+// So that a block ends one task and begins another.
+TEST_F(Gpu, DecodeAttentionOfMoreTasksThanBlocks) {
+  Random random(3);
+  std::vector<std::int32_t> lengths(150);
+  for (std::int32_t& length : lengths) length = static_cast<std::int32_t>(33 + random() % 150);
+  const auto batch = static_cast<std::int64_t>(lengths.size());
+  const Array stored(lengths);
+  for (const auto [format, dtype] : attended)
+    for (const int dim : {64, 128}) {
+      SCOPED_TRACE(testing::Message() << name(format) << ' ' << name(dtype) << " d " << dim);
+      const Cache cache(format, dtype, 32, 6, dim, lengths, false);
+      const Array k(dtype, {batch, 182, 6, dim}, 1), v(dtype, {batch, 182, 6, dim}, 2), q(dtype, {batch, 1, 12, dim}, 3);
+      kv_append(context({}), cache.on({}), k.on({}), v.on({}), {}, stored.on({}));
+      cache.upload();
+      const Array out(dtype, {batch, 1, 12, dim}), lse(DType::f32, {batch, 1, 12});
+      const Array workspace(DType::u8, {static_cast<std::int64_t>(decode_workspace(context(gpu), q.on(gpu), cache.on(gpu)))});
+      for (const Device d : both) decode_attention(context(d, workspace), q.on(d), cache.on(d), out.on(d), lse.on(d), {}, {}, {});
+      out.expect_close(tolerance(dtype));
+      lse.expect_close(is_kivi(format) ? tolerance(DType::f16) : 0x1p-13, 1);
+    }
+}
+
 TEST_F(Gpu, AppendStoresTheBytesOfTheReference) {
   Random random(2);
   for (const auto [format, dtype] : appended)
