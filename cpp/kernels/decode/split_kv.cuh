@@ -9,7 +9,7 @@
 //
 // Bytes per KV head: S * (bytes of a token's K and V). Flops: 4 S D per column, on 8 columns whether used or not.
 // 16-bit, D = 128: 512 bytes a token and 8 KFLOP: bandwidth is the roof, tensor cores take a third of the time. int4-kivi:
-// 148 bytes a token, the same products and 2 instructions per pair of codes: bandwidth again, issue slots close behind.
+// 148 bytes a token, the same products and 5 instructions for 8 codes: what eight warps can hide of their latencies.
 //
 // Memory to operands: cp.async into a ring of the warp's own, `stages` tiles deep; from there codes go to registers as
 // they are and are decoded in them, 16-bit rows through ldmatrix. No barrier between warps but at leaf ends.
