@@ -89,12 +89,10 @@ ROOFTILE_HD constexpr KvBlock kv_block(KvFormat f, int page_size, int head_dim) 
   return b;
 }
 
-// The page with number `index` of row `row`, and the one that holds token `token`. Reads no table entry but that one.
-ROOFTILE_HD inline std::int64_t kv_page_at(const KvCacheView& c, std::int64_t row, std::int64_t index) {
-  return c.block_table ? c.block_table[row * c.table_stride + index] : row * c.max_pages + index;
-}
+// The page that holds token `token` of row `row`. Reads no table entry but that one.
 ROOFTILE_HD inline std::int64_t kv_page(const KvCacheView& c, std::int64_t row, std::int64_t token) {
-  return kv_page_at(c, row, token / c.page_size);
+  const std::int64_t index = token / c.page_size;
+  return c.block_table ? c.block_table[row * c.table_stride + index] : row * c.max_pages + index;
 }
 
 // The query at position t sees tokens [0, code_end(t)) as codes and [code_end(t), t] raw.

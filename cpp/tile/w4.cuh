@@ -9,17 +9,17 @@
 
 namespace rooftile::tile {
 
-// decode: one word (a lane's codes of one k-step) -> the four fragment registers (u - zero) / unit, exactly. Registers 0 and
-// 2 are row g of the tile, 1 and 3 row g + 8. zero(g, g8): the zeros of the two rows, 0 to 255, in one register.
-//
-// A nibble needs no exponent: its bits alone are the subnormal number u * 2^-24 (fp16) or u * 2^-133 (bf16), one place
-// higher 16 times that. One multiply-add with a power of two and -zero / unit does the rest; every value has few enough bits.
 __device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
   const __nv_bfloat162 r = __hfma2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b),
                                    reinterpret_cast<const __nv_bfloat162&>(c));
   return reinterpret_cast<const std::uint32_t&>(r);
 }
 
+// decode: one word (a lane's codes of one k-step) -> the four fragment registers (u - zero) / unit, exactly. Registers 0 and
+// 2 are row g of the tile, 1 and 3 row g + 8. zero(g, g8): the zeros of the two rows, 0 to 255, in one register.
+//
+// A nibble needs no exponent: its bits alone are the subnormal number u * 2^-24 (fp16) or u * 2^-133 (bf16), one place
+// higher 16 times that. One multiply-add with a power of two and -zero / unit does the rest; every value has few enough bits.
 template <class T>
 struct W4Decode {
   static constexpr bool fp16 = std::is_same_v<T, half>;

@@ -7,7 +7,8 @@ import cases
 import pytest
 import torch
 
-# Tests hand over arrays of JAX's CPU. Its GPU client would take most of a GPU's memory, may change the current device.
+# Tests hand over arrays of JAX's CPU. Its GPU client would take most of a GPU's memory and may leave another device
+# current.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Small calls one after another: waking a second thread for each costs more than it brings, on a busy machine many times

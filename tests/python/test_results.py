@@ -182,6 +182,21 @@ def test_what_a_format_costs(quality, format):
     assert quality[format]["format"] == format
 
 
+QWEN = "xeon-2c/qwen2.5-coder-1.5b/ppl.json"
+
+
+def test_what_the_formats_cost_qwen():
+    """The table of docs/guide/models.md says what the file says, as far as it is written out."""
+    rows = {row["name"]: row for row in RESULTS[QWEN]["rows"]}
+    page = (ROOT / "docs/guide/models.md").read_text()
+    text = page[page.index("Models differ. Qwen2.5") : page.index(f"bench/results/{QWEN}")]
+    assert f"baseline {rows['baseline']['perplexity']:.2f}," in text
+    written = re.findall(r"\+([\d.]+) ± ([\d.]+)", text)
+    for format, cell in zip(PLAIN_PYTORCH, written, strict=True):
+        for value, key in zip(cell, ("dnll", "dnll_se"), strict=True):
+            assert f"{rows[format][key]:.{len(value.partition('.')[2])}f}" == value, (format, key)
+
+
 def test_speed_of_the_demo():
     rows = {row["name"]: row for row in RESULTS[SHOWN["demo"]]["rows"]}
     assert rows["bf16 cache"]["decode_speedup"] >= 0.95

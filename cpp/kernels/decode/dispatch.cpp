@@ -23,13 +23,13 @@ void for_each_variant(const Visit& visit) {
 const DecodeVariant& variant_of(const DecodeArgs& a) {
   const DecodeKey key{a.q.dtype, a.cache->format, a.cache->head_dim};
   const DecodeVariant* found = nullptr;
-  std::string compiled;
   for_each_variant([&](const DecodeVariant& v) {
     if (v.key == key) found = &v;
-    compiled += (compiled.empty() ? "" : ", ") + text(v.key);
   });
-  if (!found) fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", compiled);
-  return *found;
+  if (found) return *found;
+  std::string compiled;
+  for_each_variant([&](const DecodeVariant& v) { compiled += (compiled.empty() ? "" : ", ") + text(v.key); });
+  fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", compiled);
 }
 
 DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVariant& v) {

@@ -12,7 +12,7 @@
 // 148 bytes a token, the same products and 5 instructions for 8 codes: what eight warps can hide of their latencies.
 //
 // Memory to operands: cp.async into a ring of the warp's own, `stages` tiles deep; from there codes go to registers as
-// they are and are decoded in them, 16-bit rows through ldmatrix. No barrier between warps but at leaf ends.
+// they are and are decoded in them, 16-bit rows through ldmatrix. No barrier between warps but at leaf ends and before queries.
 #pragma once
 
 #include "kernels/decode/fold.cuh"
@@ -243,7 +243,8 @@ class SplitKv {
     else code_tiles(task, w, see, first, last, leaf_end);
   }
 
-  // Where the row's pages are named: its part of the block table, or null and the number of its first page.
+  // kv_page of core/kv_layout.h, its part of the row done once: the row's part of the block table, or null and the number of
+  // its first page.
   struct RowPages {
     const std::int32_t* table;
     int first;

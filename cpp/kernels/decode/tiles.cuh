@@ -477,7 +477,7 @@ template <KvFormat F>
 struct TokenScales {
   float scale[4], middle[has_min(F) ? 4 : 1];
 
-  // A token that no column sees has 0, whatever the memory holds.
+  // Also brings the state to the unit that these tokens need. A token that no column sees has 0, whatever the memory holds.
   template <class T, int D>
   __device__ __forceinline__ void load(WarpState<D, F>& state, const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
     const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end;

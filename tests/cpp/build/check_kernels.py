@@ -11,8 +11,8 @@ check_kernels.py FOLDER TARGET... --selftest  plants faults in copies of the rep
 A line of the table is a pattern of kernel names with the registers allowed on each architecture that has the kernel,
 the bytes of shared memory, and what must, and what must not (no_ptx), be found in the PTX of each kernel it matches
 (regular expressions). Registers are handed out in eights, so the slack of a budget that is a multiple of eight costs
-nothing. Spills and stack are 0 unless a line says how many bytes it takes to keep a kernel within the registers that
-let two or three blocks share a multiprocessor.
+nothing. Spills and stack are 0 unless a line says how many bytes it takes, on which architecture, to keep a kernel
+within the registers that let two or three blocks share a multiprocessor.
 """
 
 import json
@@ -130,8 +130,8 @@ def check(folder, budgets, targets):
         for what, is_, allowed in (
             ("registers", k.registers, budget["registers"].get(k.architecture, 0)),
             ("bytes of shared memory", k.shared, budget["shared"]),
-            ("bytes of stack", k.stack, budget.get("stack", 0)),
-            ("bytes of spills", k.spills, budget.get("spills", 0)),
+            ("bytes of stack", k.stack, budget.get("stack", {}).get(k.architecture, 0)),
+            ("bytes of spills", k.spills, budget.get("spills", {}).get(k.architecture, 0)),
         ):
             if is_ > allowed:
                 problems.append(f"{k.where}: {k.name} has {is_} {what}, its budget is {allowed}")
