@@ -17,8 +17,9 @@ GPUS = tuple(device for device in cases.devices() if device != "cpu")
 if not GPUS:
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
 
-# Lengths on both sides of where a row gets one leaf more, and its leaves more units: 64 leaves of 128 tokens at first.
-LONG = (1, 33, 128, 129, 1000, 4096, 8192, 8193, 8225, 16385, 20000)
+# Lengths on both sides of where a row gets one leaf more, and its leaves more units: leaves of 128 tokens up to 2048, of
+# 256 (512 of 4-bit codes) up to 8192, of 512 up to 16384, of 1024 after that.
+LONG = (1, 33, 128, 129, 1000, 2048, 2049, 2081, 4096, 8192, 8193, 8225, 16384, 16417, 20000)
 stores = pytest.mark.parametrize(("format", "dtype"), checks.GPU_STORES)
 
 
@@ -86,10 +87,10 @@ def test_a_row_does_not_depend_on_its_neighbours(format, dtype):
             assert_bits_equal(lse, seen[0][1], f"length {n}:")
 
 
-LEAF, MOST = 128, 8192  # tokens of a leaf, and up to how many tokens leaves have that size
+LEAF, MOST = 128, 2048  # tokens of a leaf, and up to how many tokens leaves have that size
 
 
-@pytest.mark.parametrize("window", [None, 100, 8200])
+@pytest.mark.parametrize("window", [None, 100, 2056])
 @pytest.mark.parametrize(
     "length", [LEAF - 32, LEAF - 1, LEAF, LEAF + 1, LEAF + 32, MOST - 32, MOST, MOST + 1, MOST + 32]
 )

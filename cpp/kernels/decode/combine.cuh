@@ -110,7 +110,7 @@ __device__ __forceinline__ UnitCount count_units(const DecodeParams& p, int b) {
 template <class T, int D>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
   static_assert(D >= max_leaves, "a thread a leaf");
-  tile::let_next_kernel_start();   // all blocks wait below, so the next one's wait covers split_kv too
+  tile::let_next_kernel_start();   // block 0 waits below, so the next one's wait covers split_kv too
   __shared__ CombineShared shared;
   const int used = min(columns, p.q_per_kv * p.tokens), thread = threadIdx.x;
   const unsigned per_row = p.cache.kv_heads * p.passes * used, in_row = blockIdx.x % per_row;
@@ -125,35 +125,40 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   const Split split(units.total, p.blocks);
   const int base = units.before + task_in_row * w.task_units();
   const bool merges = leaves > 0 && split.owner(base) != split.owner(base + w.leaf_begin(leaves - 1));   // else one block had it all
-  if (merges)
-    for (int leaf = thread; leaf <= max_leaves; leaf += D) {
-      int at = 0, slot = 0, level = -1;
-      if (leaf < leaves) {
-        const int block = split.owner(base + w.leaf_begin(leaf)), end = min(leaves, w.leaf_from(split.begin(block + 1) - base));
-        at = w.leaf_from(split.begin(block) - base);
-        slot = block * slots_per_block + (at > 0 ? 0 : slots_inside);
-        level = node_level(at, end);
-        for (; at < leaf; ++slot) {
-          at += 1 << level;
-          level = at < end ? node_level(at, end) : 0;
-        }
-        if (at != leaf) level = -1;
-      }
-      shared.level[leaf] = level;
-      shared.node[leaf] = level < 0 ? -1 : slot * columns + column;
-    }
-  __syncthreads();   // the places of the nodes are known
-  if (counts) tile::wait_for_previous_kernel();
   const auto write = [&](float m, float l, float value) {
     const float o[1] = {value};
     write_result<T>(p, task, w, column, thread, thread == 0, m, l, o);
   };
-  if (leaves == 0 && w.fault == KvFault::none) write(-INFINITY, 0.0f, 0.0f);
-  if (!merges) return;
+  if (!merges) {
+    if (leaves == 0 && w.fault == KvFault::none) write(-INFINITY, 0.0f, 0.0f);
+    if (counts && blockIdx.x == 0) tile::wait_for_previous_kernel();
+    return;
+  }
+  for (int leaf = thread; leaf <= max_leaves; leaf += D) {
+    int at = 0, slot = 0, level = -1;
+    if (leaf < leaves) {
+      const int block = split.owner(base + w.leaf_begin(leaf)), end = min(leaves, w.leaf_from(split.begin(block + 1) - base));
+      at = w.leaf_from(split.begin(block) - base);
+      slot = block * slots_per_block + (at > 0 ? 0 : slots_inside);
+      level = node_level(at, end);
+      for (; at < leaf; ++slot) {
+        at += 1 << level;
+        level = at < end ? node_level(at, end) : 0;
+      }
+      if (at != leaf) level = -1;
+    }
+    shared.level[leaf] = level;
+    shared.node[leaf] = level < 0 ? -1 : slot * columns + column;
+  }
+  __syncthreads();   // the places of the nodes are known
+  if (counts) tile::wait_for_previous_kernel();
 
   float m, l, value;
-  constexpr int few = 16;   // leaves of most rows that are short enough for this kernel's time to count
-  if (leaves <= few + 1 ? fold_nodes<D, few>(p, shared, m, l, value) : fold_nodes<D, max_leaves>(p, shared, m, l, value)) write(m, l, value);
+  constexpr int few = 16, some = 32;   // leaves of most rows that are short enough for this kernel's time to count
+  const bool right = leaves <= few + 1    ? fold_nodes<D, few>(p, shared, m, l, value)
+                     : leaves <= some + 1 ? fold_nodes<D, some>(p, shared, m, l, value)
+                                          : fold_nodes<D, max_leaves>(p, shared, m, l, value);
+  if (right) write(m, l, value);
 }
 
 }  // namespace rooftile::gpu

@@ -49,14 +49,13 @@ void check_alignment(const KvCacheView& c) {
                         ": cache has a ring that does not start at a multiple of 16 bytes, which the GPU kernels need");
 }
 
-// Work is counted in 32 bits: the units of all tasks, of which a row's last leaf may have one leaf's too many, and as many
-// again as there are blocks.
+// Work is counted in 32 bits: the units of all tasks, and a sixteenth more where shares are rounded.
 void check_size(const DecodeArgs& a) {
   const double columns_all = static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / columns + a.cache->kv_heads;
-  const double of_task = static_cast<double>(a.cache->capacity()) / unit_tokens * (1 + 1.0 / max_leaves) + 3;
+  const double of_task = static_cast<double>(a.cache->capacity()) / unit_tokens + 2;
   const double units = static_cast<double>(a.q.shape[0]) * columns_all * of_task;
-  ROOFTILE_CHECK_KIND(not_supported, units < 0x1.fp30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q), " over a cache of capacity ",
-                      a.cache->capacity(), " is more than one call counts (2^31 units of 128 tokens x 8 query columns)");
+  ROOFTILE_CHECK_KIND(not_supported, units < 0x1p30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q), " over a cache of capacity ",
+                      a.cache->capacity(), " is more than one call counts (2^30 units of 32 tokens x 8 query columns)");
 }
 
 }  // namespace

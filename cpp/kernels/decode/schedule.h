@@ -9,9 +9,9 @@
 // right. So the bits of a row do not depend on how many thread blocks computed it, and a block with a long run of leaves
 // stores few nodes: those that no longer run would have merged (the canonical decomposition of its run).
 //
-// Who. Work is counted in units of 128 tokens. A task is one (batch entry, KV head, pass of 8 query columns); tasks lie
-// one after another, batch entries outermost, each leaf taking as many units as it has. Every block owns the leaves that
-// start in its share of the units, and all shares but the last are equal.
+// Who. Work is counted in units of 32 tokens. A task is one (batch entry, KV head, pass of 8 query columns); tasks lie
+// one after another, batch entries outermost, each taking as many units as it has, its raw leaf one. Every block owns the
+// leaves that start in its share of the units, and all shares but the last are equal.
 //
 // Units are counted in 32 bits (dispatch.cpp refuses what would not fit): this arithmetic is the fixed cost of a short
 // call, and so are divisions, some 25 instructions that wait for each other.
@@ -24,7 +24,7 @@
 
 namespace rooftile::gpu {
 
-inline constexpr int unit_tokens = 128;   // four warps, a tile of 32 tokens each
+inline constexpr int unit_tokens = 32;    // a tile of codes
 inline constexpr int max_leaves = 64;     // without the raw one
 inline constexpr int fold_levels = 7;     // 65 leaves: levels 0 to 6
 inline constexpr int deep_levels = 3;     // the last of them: what waits there waits in the workspace, not in shared memory
@@ -41,14 +41,17 @@ ROOFTILE_HD constexpr int divide_up(int a, int b) {
   return b == 1 ? a : static_cast<int>((static_cast<unsigned>(a) + static_cast<unsigned>(b) - 1) / static_cast<unsigned>(b));
 }
 
-// Units of one leaf, from how many tokens the row shows: few leaves, as each ends with a merge that costs about as much as
-// its tokens, but enough of them for one row of eight KV heads to fill a device.
-ROOFTILE_HD constexpr int leaf_units(int tokens) {
-  if (tokens <= 16 * unit_tokens) return 1;
-  if (tokens <= max_leaves * unit_tokens) return 2;
-  constexpr unsigned most = max_leaves * unit_tokens;
+// Units of one leaf, from how many tokens the row shows; a multiple of 4, a tile for each of four warps. Few leaves, as each
+// ends with a merge that costs as much as 64 tokens and, of 4-bit codes, as twice as many; but enough of them for one row of
+// eight KV heads to fill a device.
+ROOFTILE_HD constexpr int leaf_units(KvFormat format, int tokens) {
+  constexpr int tiles = 4 * unit_tokens;
+  if (tokens <= 16 * tiles) return 4;
+  if (tokens <= 64 * tiles) return code_bits(format) == 4 ? 16 : 8;
+  if (tokens <= 128 * tiles) return 16;
+  constexpr unsigned most = max_leaves * tiles;
   const unsigned least = (static_cast<unsigned>(tokens) + most - 1) / most;
-  return least > 4 ? static_cast<int>(least) : 4;
+  return 4 * static_cast<int>(least > 8 ? least : 8);
 }
 
 // What one batch entry has to do.
@@ -62,13 +65,15 @@ struct RowWork {
   KvFault fault = KvFault::none;
 
   ROOFTILE_HD int all_leaves() const { return leaves + (raw ? 1 : 0); }
-  ROOFTILE_HD int task_units() const { return leaves * units + (raw ? 1 : 0); }
-  ROOFTILE_HD int leaf_begin(int leaf) const { return leaf * units; }   // in units
+  ROOFTILE_HD int paged_units() const { return divide_up(end - begin, unit_tokens); }
+  ROOFTILE_HD int task_units() const { return paged_units() + (raw ? 1 : 0); }
+  ROOFTILE_HD int leaf_begin(int leaf) const { return leaf < leaves ? leaf * units : paged_units(); }   // in units
   // The first leaf that starts at `unit` or later.
   ROOFTILE_HD int leaf_from(int unit) const {
     if (unit <= 0) return 0;
-    const int paged = leaves * units;
-    return unit > paged ? all_leaves() : divide_up(unit, units);
+    if (unit > paged_units()) return all_leaves();
+    const int leaf = divide_up(unit, units);
+    return leaf < leaves ? leaf : leaves;
   }
 };
 
@@ -95,16 +100,24 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int 
     w.end = (length - 1) & ~31;
     w.raw = true;
   }
-  if (w.end <= w.begin) return w;
-  w.units = leaf_units(w.end - w.begin);
-  w.leaves = divide_up(divide_up(w.end - w.begin, unit_tokens), w.units);
+  if (w.end <= w.begin) {
+    w.end = w.begin;
+    return w;
+  }
+  w.units = leaf_units(format, w.end - w.begin);
+  w.leaves = divide_up(w.paged_units(), w.units);
   return w;
 }
 
-// The units of all tasks over the blocks.
+// The units of all tasks over the blocks. A long share is a round number of units, at most a sixteenth more than it must be:
+// where rows are long and even, shares are then whole nodes of the tree, or whole rows.
 struct Split {
   int total, each;
-  ROOFTILE_HD Split(int total, int blocks) : total(total), each(divide_up(total, blocks)) {}
+  ROOFTILE_HD Split(int total, int blocks) : total(total), each(divide_up(total, blocks)) {
+    int round = 1;
+    while (each >> 5 >= round) round *= 2;
+    each = (each + round - 1) & -round;
+  }
   ROOFTILE_HD int begin(int block) const { return block * each < total ? block * each : total; }
   ROOFTILE_HD int owner(int unit) const { return divide(unit, each); }
 };

@@ -41,9 +41,14 @@ struct DecodeShared {
   FoldMemory<S, decode_threads, columns> fold;
   int bad_segment;                                         // the last one that met a page that is none
 
-  // A warp's memory in other uses: query columns before its next state is written, a raw tile when the ring is done.
+  // A warp's memory in other uses: query columns before its next state is written; when the ring is done a raw tile, and the
+  // query columns once more, as 16-bit keys meet them.
+  struct Raw {
+    ElementStage<typename Config::T, D> tile;
+    typename Config::T queries[columns * D];
+  };
   __device__ typename Config::T* queries(int warp) { return reinterpret_cast<typename Config::T*>(&o[warp][0][0]); }
-  __device__ ElementStage<typename Config::T, D>& raw(int warp) { return *reinterpret_cast<ElementStage<typename Config::T, D>*>(&ring[warp][0]); }
+  __device__ Raw& raw(int warp) { return *reinterpret_cast<Raw*>(&ring[warp][0]); }
 };
 
 // Where this block starts: its units, and the batch entry that holds the first.
@@ -148,7 +153,8 @@ class SplitKv {
     const bool merges = task.pass * columns + 2 * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
     __syncthreads();   // the last segment's states, where the queries go, have been read, and whether it met a page that is none
-    if (w.raw && last == w.all_leaves()) prefetch_raw(task, w);
+    const bool raw = is_kivi(format) && w.raw && last == w.all_leaves();
+    if (raw) prefetch_raw(task, w);
     Fold<S, decode_threads, columns> fold(shared.fold, p.fold + std::int64_t{blockIdx.x} * deep_levels * columns * D, threadIdx.x, column, first);
     int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
     const auto emit = [&](const Node<S>& node) {
@@ -162,10 +168,13 @@ class SplitKv {
       if (merges) fold.push(node, leaf, emit);
     };
     state.reset();
-    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) { add(merge_warps<!elements>(column, d0), leaf); });
+    if (raw && first == w.leaves) start_raw(task, w);
+    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) {
+      if (raw && leaf + 1 == w.leaves) start_raw(task, w);   // on its way while the states are merged
+      add(merge_warps<!elements>(column, d0), leaf);
+    });
     if constexpr (is_kivi(format))
-      if (w.raw && last == w.all_leaves()) {
-        __syncthreads();   // the states, where the queries go, have been read
+      if (raw) {
         raw_leaf(task, w);
         add(merge_warps<false>(column, d0), w.leaves);
       }
@@ -393,27 +402,35 @@ class SplitKv {
     tile::prefetch(p.cache.ring_k + from);
     tile::prefetch(p.cache.ring_v + from);
   }
+  // Starts the copies of the warp's tile. The ring is done.
+  __device__ void start_raw(const Task& task, const RowWork& w) {
+    if constexpr (is_kivi(format)) {
+      const int token = raw_token(w);
+      const Visible see = visible(p, task, w, lane, true);
+      auto& raw = shared.raw(warp);
+      static_assert(sizeof(shared.ring[0]) >= sizeof(raw));
+      const std::int64_t from = raw_offset(task, w), row_bytes = D * sizeof(T);
+      const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
+      __syncwarp();   // what was there has been read
+      if (token < w.length) {
+        copy_queries_async<T, D>(p, task, w, lane, raw.queries);
+        copy_rows_async<T, D>(raw.tile.k, lane, p.cache.ring_k + from, row_bytes, wanted);
+        copy_rows_async<T, D>(raw.tile.v, lane, p.cache.ring_v + from, row_bytes, wanted);
+      }
+      cute::cp_async_fence();
+    }
+  }
   __device__ void raw_leaf(const Task& task, const RowWork& w) {
-    const KvCacheView& c = p.cache;
     const int token = raw_token(w);
-    if (token >= w.length) return;
-    const Visible see = visible(p, task, w, lane, true);
-    static_assert(sizeof(shared.ring[0]) >= sizeof(ElementStage<T, D>) && sizeof(shared.o[0]) >= columns * D * sizeof(T));
-    ElementStage<T, D>& raw = shared.raw(warp);
-    const std::int64_t from = raw_offset(task, w), row_bytes = D * sizeof(T);
-    const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
-    __syncwarp();   // what was there has been read
-    copy_queries_async<T, D>(p, task, w, lane, shared.queries(warp));
-    copy_rows_async<T, D>(raw.k, lane, c.ring_k + from, row_bytes, wanted);
-    copy_rows_async<T, D>(raw.v, lane, c.ring_v + from, row_bytes, wanted);
-    cute::cp_async_fence();
     cute::cp_async_wait<0>();
     __syncwarp();   // all of it has come
+    if (token >= w.length) return;
+    const auto& raw = shared.raw(warp);
     tile::FragmentB q[D / 16];
-    load_query_fragments<T, D>(shared.queries(warp), lane, q);
+    load_query_fragments<T, D>(raw.queries, lane, q);
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
-    element_tile(raw.k, raw.v, q, factor, see, token);
-    __syncwarp();
+    element_tile(raw.tile.k, raw.tile.v, q, factor, visible(p, task, w, lane, true), token);
+    __syncwarp();   // it has been read
   }
 
   const DecodeParams& p;

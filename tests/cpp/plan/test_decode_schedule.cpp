@@ -130,28 +130,32 @@ TEST(DecodeSchedule, AnySplitOfARowIsTheExpressionOfOneBlock) {
 TEST(DecodeSchedule, LeavesAreFewAndLongOnlyInLongRows) {
   Random random(2);
   for (int trial = 0; trial < 20000; ++trial) {
-    const int tokens = trial < 9000 ? trial + 1 : trial < 9200 ? (trial - 8999) * max_leaves * unit_tokens : between(random, 1, trial % 2 ? 1 << 20 : 0x7fffff80);
-    const std::int64_t units = leaf_units(tokens), leaf = units * unit_tokens;
-    ASSERT_GE(units, 1);
-    ASSERT_LE((tokens + leaf - 1) / leaf, max_leaves) << tokens;
-    ASSERT_TRUE(units == 1 || (tokens + leaf - 1) / leaf > 8) << tokens;
-    ASSERT_TRUE(units > 1 || tokens <= 2048) << tokens;
-    ASSERT_LE(units, leaf_units(tokens == 0x7fffff80 ? tokens : tokens + 1)) << tokens;
+    const KvFormat format = trial % 2 ? KvFormat::int4_kivi : KvFormat::int8;
+    const int tokens = trial < 9000 ? trial + 1 : trial < 9200 ? (trial - 8999) * max_leaves * 128 : between(random, 1, trial % 4 < 2 ? 1 << 20 : 0x7fffff80);
+    const std::int64_t units = leaf_units(format, tokens), leaf = units * unit_tokens, leaves = (tokens + leaf - 1) / leaf;
+    ASSERT_GE(units, 4);
+    ASSERT_EQ(units % 4, 0);   // a tile for each warp
+    ASSERT_LE(leaves, max_leaves) << tokens;
+    ASSERT_TRUE(units == 4 || leaves > 4) << tokens;
+    ASSERT_TRUE(units > 4 || tokens <= 2048) << tokens;
+    ASSERT_LE(units, leaf_units(format, tokens == 0x7fffff80 ? tokens : tokens + 1)) << tokens;
   }
 }
 
 TEST(DecodeSchedule, LeafFromFindsTheFirstLeafThatStartsThere) {
   for (int units : {1, 2, 7})
-    for (int leaves : {0, 1, 5, max_leaves})
+    for (int paged : {0, 1, 5, 35, 64 * 7})
       for (bool raw : {false, true}) {
         RowWork w;
         w.units = units;
-        w.leaves = leaves;
+        w.begin = 64;
+        w.end = w.begin + paged * unit_tokens;
+        w.leaves = divide_up(paged, units);
         w.raw = raw;
         for (int unit = -3; unit <= w.task_units(); ++unit) {
           int expected = 0;
           while (expected < w.all_leaves() && w.leaf_begin(expected) < unit) ++expected;
-          ASSERT_EQ(w.leaf_from(unit), expected) << units << " units, " << leaves << " leaves, raw " << raw << ", from " << unit;
+          ASSERT_EQ(w.leaf_from(unit), expected) << units << " units, " << w.leaves << " leaves, raw " << raw << ", from " << unit;
         }
       }
 }
@@ -189,14 +193,14 @@ TEST(DecodeSchedule, ARowsWorkIsWhatItsQueriesSee) {
       ASSERT_GT(w.begin + 32, begin);
       ASSERT_EQ(w.end, end);
       const std::int64_t leaf = std::int64_t{w.units} * unit_tokens;
-      ASSERT_EQ(w.units, leaf_units(w.end - w.begin));
+      ASSERT_EQ(w.units, leaf_units(format, w.end - w.begin));
       ASSERT_GE(w.leaves * leaf, w.end - w.begin);
       ASSERT_LT((w.leaves - 1) * leaf, w.end - w.begin);
     } else if (!is_kivi(format)) {
       FAIL() << "a query of a row that holds tokens sees its own";
     }
     ASSERT_LE(w.leaves, max_leaves);
-    ASSERT_EQ(w.task_units(), w.leaves * w.units + (w.raw ? 1 : 0));
+    ASSERT_EQ(w.task_units(), (w.end - w.begin + 31) / 32 + (w.raw ? 1 : 0));
     ASSERT_GE(w.all_leaves(), 1);
   }
 }
@@ -230,7 +234,9 @@ TEST(DecodeSchedule, SharesOfTheUnits) {
     const Split split(total, blocks);
     ASSERT_EQ(split.begin(0), 0);
     ASSERT_EQ(split.begin(blocks), total);
-    ASSERT_LT(std::int64_t{split.each - 1} * blocks, total);   // no share is larger than it must be
+    const std::int64_t least = (total + blocks - 1) / blocks;
+    ASSERT_GE(split.each, least);
+    ASSERT_LE(split.each - least, least / 16) << "no share is much larger than it must be";
     for (int block = 0; block < blocks; ++block) {
       const int begin = split.begin(block), end = split.begin(block + 1);
       ASSERT_LE(begin, end);
