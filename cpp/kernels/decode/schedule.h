@@ -94,6 +94,7 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int 
   if (is_kivi(format)) {
     static_assert(kv_group == 32);
     if ((first & ~31) < raw_from) {
+      w.begin = w.end = 0;
       w.fault = KvFault::raw;
       return w;
     }
