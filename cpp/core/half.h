@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fp16 and bf16 as storage types with exact conversions: round to nearest even, subnormals kept, NaN stays NaN.
+// fp16, bf16 and fp8 as storage types with exact conversions: round to nearest even, subnormals kept, NaN stays NaN.
 #pragma once
 
 #include <bit>
@@ -16,6 +16,9 @@ struct Half {
 struct BFloat16 {
   std::uint16_t bits;
 };
+struct E4M3 {   // OCP fp8: a sign, 4 bits of exponent (bias 7), 3 of mantissa; to 448, no infinity, NaN is S.1111.111
+  std::uint8_t bits;
+};
 
 constexpr float to_float(float x) { return x; }
 
@@ -31,6 +34,16 @@ constexpr float to_float(Half x) {
     return sign ? -magnitude : magnitude;
   }
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+constexpr float to_float(E4M3 x) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x80u) << 24, magnitude = x.bits & 0x7fu;
+  if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000u);
+  if (magnitude < 8) {   // zero or subnormal: mantissa * 2^-9
+    const float value = static_cast<float>(magnitude) * 0x1p-9f;
+    return sign ? -value : value;
+  }
+  return std::bit_cast<float>(sign | ((magnitude << 20) + (120u << 23)));
 }
 
 template <class T>
@@ -59,6 +72,21 @@ constexpr Half from_float<Half>(float x) {
   }
   const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23);
   return {static_cast<std::uint16_t>(sign | (rounded >> 13))};
+}
+
+template <>
+constexpr E4M3 from_float<E4M3>(float x) {   // saturates: what lies past 448 becomes 448
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
+  const std::uint32_t sign = (bits >> 24) & 0x80u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<std::uint8_t>(sign | 0x7fu)};
+  if (magnitude >= 0x43e00000u) return {static_cast<std::uint8_t>(sign | 0x7eu)};   // 448
+  if (magnitude < 0x3c800000u) {   // below the smallest normal: adding 2^14 rounds at the last subnormal bit
+    const float shifted = std::bit_cast<float>(magnitude) + 0x1p14f;
+    return {static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x46800000u))};
+  }
+  const std::uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - (120u << 23);
+  return {static_cast<std::uint8_t>(sign | (rounded >> 20))};
 }
 
 // How large the stored scale of a quantised group may be: the largest number of its type and, where a minimum is added to up

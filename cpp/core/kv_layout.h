@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/half.h"
 #include "core/hd.h"
 #include "rooftile/kv_cache.h"
 
@@ -32,12 +33,17 @@ ROOFTILE_HD constexpr int code_bits(KvFormat f) {
   switch (f) {
     case KvFormat::fp32: return 32;
     case KvFormat::fp16: case KvFormat::bf16: return 16;
-    case KvFormat::int8: return 8;
+    case KvFormat::int8: case KvFormat::fp8: return 8;
     default: return 4;
   }
 }
-// Symmetric formats: codes lie in [-qmax, qmax].
-ROOFTILE_HD constexpr int qmax(KvFormat f) { return f == KvFormat::int8 ? 127 : 7; }
+// Symmetric formats: what their codes stand for, before the scale, lies in [-qmax, qmax].
+ROOFTILE_HD constexpr int qmax(KvFormat f) { return f == KvFormat::int8 ? 127 : f == KvFormat::fp8 ? 448 : 7; }
+
+// What a code stands for before scale and minimum: itself, or the number whose bits it is.
+constexpr float code_value(KvFormat f, int code) {
+  return f == KvFormat::fp8 ? to_float(E4M3{static_cast<std::uint8_t>(code)}) : static_cast<float>(code);
+}
 
 // Scales and minima are stored in the cache's 16-bit dtype, fp16 when its inputs are fp32.
 ROOFTILE_HD constexpr DType kv_scale_dtype(DType d) { return d == DType::bf16 ? DType::bf16 : DType::f16; }
@@ -50,17 +56,17 @@ ROOFTILE_HD constexpr std::int64_t k_code_index(int head_dim, int token, int d) 
 }
 
 // Index of a V code inside its block's V section, in codes.
-//   int8: tiles of 16 tokens x 32 d = 32 pieces of 16 bytes, piece (d % 8, token / 2 % 4); inside a piece
+//   8 bits: tiles of 16 tokens x 32 d = 32 pieces of 16 bytes, piece (d % 8, token / 2 % 4); inside a piece
 //         word d / 8, byte (token / 8, token % 2).
-//   int4: tiles of 32 tokens (16 when a page holds 16) x 32 d = 32 pieces, piece (d % 8, token / 2 % 4); inside a
+//   4 bits: tiles of 32 tokens (16 when a page holds 16) x 32 d = 32 pieces, piece (d % 8, token / 2 % 4); inside a
 //         piece word token / 8, nibble (token % 2, d / 8).
 ROOFTILE_HD constexpr std::int64_t v_code_index(KvFormat f, int page_size, int head_dim, int token, int d) {
-  const int tile = f == KvFormat::int8 || page_size == 16 ? 16 : 32;
+  const bool wide = code_bits(f) == 8;
+  const int tile = wide || page_size == 16 ? 16 : 32;
   const int t = token % tile;
   const std::int64_t tile_base = std::int64_t{token / tile} * tile * padded_head_dim(head_dim) + (d / 32) * 32 * tile;
   const int piece = (d % 8) * 4 + (t / 2) % 4;
-  const int inside = f == KvFormat::int8 ? ((d / 8) % 4) * 4 + (t / 8) * 2 + t % 2
-                                         : (t / 8) * 8 + (t % 2) * 4 + (d / 8) % 4;
+  const int inside = wide ? ((d / 8) % 4) * 4 + (t / 8) * 2 + t % 2 : (t / 8) * 8 + (t % 2) * 4 + (d / 8) % 4;
   return tile_base + piece * tile + inside;
 }
 

@@ -53,6 +53,7 @@ const char* name(KvFormat f) {
     case KvFormat::int4: return "int4";
     case KvFormat::int4_kivi_sym: return "int4-kivi-sym";
     case KvFormat::int4_kivi: return "int4-kivi";
+    case KvFormat::fp8: return "fp8";
   }
   return "?";
 }

@@ -214,7 +214,7 @@ struct Reader {
     return cpu::read({.data = const_cast<std::byte*>(base), .dtype = kv_scale_dtype(c.dtype)}, index);
   }
   float decoded(std::int64_t token, int d) const {   // two roundings: the product, then the sum
-    const float product = static_cast<float>(code(token, d)) * scale(token, d, false);
+    const float product = code_value(c.format, code(token, d)) * scale(token, d, false);
     return has_min(c.format) ? product + scale(token, d, true) : product;
   }
   float raw(std::int64_t token, int d) const {
@@ -384,10 +384,22 @@ void check_append(const char* op, const KvCacheView& c, const TensorView& k, con
   Arg(op, "v", v).given().dtype({c.dtype}).shape_of(k, "k").device(c.device, "the cache");
 }
 
+// What the append kernels of cpp/kernels can encode.
+constexpr bool stored_on_gpu(KvFormat f) { return f != KvFormat::fp32 && f != KvFormat::fp8; }
+
+void check_stored_on_gpu(const char* op, const KvCacheView& c) {
+  if (stored_on_gpu(c.format)) return;
+  std::string compiled;
+  for (int i = 0; i < kv_format_count; ++i)
+    if (const auto f = static_cast<KvFormat>(i); stored_on_gpu(f)) compiled += (compiled.empty() ? "" : ", ") + std::string(name(f));
+  fail(ErrorKind::not_supported, op, ": no GPU kernel stores into a cache of format ", name(c.format), "; compiled: ", compiled);
+}
+
 gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k, const TensorView& v,
                            const TensorView& rows, const TensorView& counts) {
   check_gpu(op, ctx, "k", k);
   check_append(op, c, k, v);
+  check_stored_on_gpu(op, c);
   const std::int64_t batch = k.shape[0];
   check_batch(op, c, batch, rows);
   gpu::AppendArgs a{.cache = &c, .k = k, .v = v};
@@ -664,7 +676,7 @@ void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out
   for (const auto& [argument, t] : {std::pair{"out_k", &out_k}, {"out_v", &out_v}})
     Arg(op, argument, *t)
         .given()
-        .dtype({DType::i8})
+        .dtype({c.format == KvFormat::fp8 ? DType::u8 : DType::i8})
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
         .device({}, "the host")
         .writable();

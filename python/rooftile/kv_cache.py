@@ -379,10 +379,11 @@ class Cache:
     def dump(self, row):
         """What a row stores, in logical order: a dict.
 
-        "length"; of quantised formats "k_codes", "v_codes" int8 [tokens, kv_heads, head_dim] and, in float32,
-        "k_scale", "v_scale" (and "k_min", "v_min" of int4-kivi): [tokens, kv_heads, 1], or [groups, kv_heads,
-        head_dim] for K of the kivi formats. "k_raw", "v_raw" [tokens, kv_heads, head_dim] in float32: the tokens kept
-        as elements, all of them in an element format, the open group in a kivi format (absent from the others).
+        "length"; of quantised formats "k_codes", "v_codes" int8 [tokens, kv_heads, head_dim] (of fp8 uint8, the bits of
+        torch.float8_e4m3fn) and, in float32, "k_scale", "v_scale" (and "k_min", "v_min" of int4-kivi): [tokens,
+        kv_heads, 1], or [groups, kv_heads, head_dim] for K of the kivi formats. "k_raw", "v_raw" [tokens, kv_heads,
+        head_dim] in float32: the tokens kept as elements, all of them in an element format, the open group in a kivi
+        format (absent from the others).
         """
         if self.device != "cpu":
             facts = self.to("cpu").dump(row)
@@ -392,7 +393,8 @@ class Cache:
         kivi, heads, dim = self.format in KIVI, self.kv_heads, self.head_dim
         coded = length // GROUP * GROUP if kivi else length
         if self.format not in ELEMENT_DTYPES:
-            facts["k_codes"], facts["v_codes"] = (zeros((coded, heads, dim), "int8") for _ in range(2))
+            kind = "uint8" if self.format == "fp8" else "int8"
+            facts["k_codes"], facts["v_codes"] = (zeros((coded, heads, dim), kind) for _ in range(2))
             _C.kv_dump_codes(self._handle, row, facts["k_codes"], facts["v_codes"])
             for side, shape in (
                 ("k", (coded // GROUP, heads, dim) if kivi else (coded, heads, 1)),
@@ -457,7 +459,7 @@ class KVCache(Cache):
     """The keys and values of one layer, a fixed room for every row.
 
     batch: rows. capacity: tokens a row can hold, rounded up to whole pages of 64. format: "int4-kivi" (Liu et al. 2024,
-    arXiv 2402.02750), "int4-kivi-sym", "int4", "int8", "fp16", "bf16" or "fp32". dtype: of k and v, "float32",
+    arXiv 2402.02750), "int4-kivi-sym", "int4", "int8", "fp8", "fp16", "bf16" or "fp32". dtype: of k and v, "float32",
     "float16", "bfloat16" or the torch dtype of that name; default the element format's own, for the quantised formats
     float32, on a GPU float16. device: "cpu" (default), "cuda", "cuda:1" or a torch.device; `cache.device` names it.
     Memory is torch's where torch is imported, else NumPy's; on a GPU always torch's. Raises ArgumentError or

@@ -22,8 +22,10 @@ STORES = (
     ("int4-kivi-sym", "bfloat16"),
     ("int4-kivi", "float16"),
     ("int4-kivi", "float32"),
+    ("fp8", "float32"),
+    ("fp8", "bfloat16"),
 )
-FORMATS = (*ELEMENT.items(), *((f, "float32") for f in ("int8", "int4", *KIVI)))
+FORMATS = (*ELEMENT.items(), *((f, "float32") for f in ("int8", "int4", *KIVI, "fp8")))
 # What has decode kernels on a GPU.
 GPU_STORES = (
     ("fp16", "float16"),
@@ -61,7 +63,7 @@ def padded(rows, side, dtype):
 
 
 def filled(rows, format, dtype, capacity=None):
-    """A contiguous cache whose row b holds rows[b]; what it does not use is 0xFF: NaN, or codes of -1 or 15."""
+    """A contiguous cache whose row b holds rows[b]; unused memory is 0xFF: NaN (in fp8 too), or codes of -1 or 15."""
     longest = max(len(k) for k, _ in rows)
     kv_heads, dim = rows[0][0].shape[1:]
     cache = rt.KVCache(

@@ -63,6 +63,26 @@ def scale_dtype(dtype):
     return "bfloat16" if dtype == "bfloat16" else "float16"
 
 
+def e4m3_values(bits):
+    """What E4M3 bits stand for: sign, 4 bits of exponent with bias 7, 3 of mantissa, S.1111.111 NaN, no infinity."""
+    bits = np.asarray(bits, np.int64)
+    sign, exponent, mantissa = np.where(bits >> 7, -1.0, 1.0), bits >> 3 & 15, bits & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return sign * np.where((exponent == 15) & (mantissa == 7), np.nan, size)
+
+
+def e4m3_bits(x):
+    """The nearest finite E4M3 number of each x, halfway the one with an even mantissa; no x is NaN."""
+    x = np.asarray(x, np.float64)
+    numbers = e4m3_values(np.arange(127))  # those that are not negative, in order
+    size = np.minimum(np.abs(x), numbers[-1])
+    above = np.searchsorted(numbers, size)
+    below = np.maximum(above - 1, 0)
+    up, down = numbers[above] - size, size - numbers[below]
+    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return (code + np.where(np.signbit(x), 128, 0)).astype(np.uint8)
+
+
 # ---------------------------------------------------------------- quantisers (4.1), float32 step by step
 
 
@@ -77,16 +97,30 @@ def _stored_scale(scale, positive, dtype, largest=None):
     return np.minimum(stored, LARGEST[dtype] if largest is None else largest)
 
 
-def quantize_symmetric(x, axis, qmax, dtype):
-    """codes int8 and the stored scales (in `dtype`, `axis` kept as 1). x ~ code * scale, codes in [-qmax, qmax]."""
+def _symmetric_steps(x, axis, largest, dtype):
+    """x in steps of the stored scales, which take the largest |x| of a group to `largest`; those scales.
+
+    A group with a NaN or an infinity: scale NaN, steps 0.
+    """
     with np.errstate(all="ignore"):
         x = _f32(x)
         ok = np.isfinite(x).all(axis=axis, keepdims=True)
         absmax = np.where(ok, np.abs(x).max(axis=axis, keepdims=True), np.float32(0))
-        scale = _stored_scale(_f32(absmax) / np.float32(qmax), absmax > 0, dtype)
-        ratio = np.where(scale > 0, x / np.where(scale > 0, _f32(scale), np.float32(1)), np.float32(0))
-        codes = np.where(ok, np.clip(np.rint(ratio), -qmax, qmax), 0)
-        return np.nan_to_num(codes).astype(np.int8), np.where(ok, scale, np.nan)
+        scale = _stored_scale(_f32(absmax) / np.float32(largest), absmax > 0, dtype)
+        steps = np.where(ok & (scale > 0), x / np.where(scale > 0, _f32(scale), np.float32(1)), np.float32(0))
+        return steps, np.where(ok, scale, np.nan)
+
+
+def quantize_symmetric(x, axis, qmax, dtype):
+    """codes int8 and the stored scales (in `dtype`, `axis` kept as 1). x ~ code * scale, codes in [-qmax, qmax]."""
+    steps, scale = _symmetric_steps(x, axis, qmax, dtype)
+    return np.clip(np.rint(steps), -qmax, qmax).astype(np.int8), scale
+
+
+def quantize_e4m3(x, axis, dtype):
+    """The same with E4M3 numbers for codes: uint8, their bits. Past 448, the largest, they are 448."""
+    steps, scale = _symmetric_steps(x, axis, 448, dtype)
+    return e4m3_bits(steps), scale
 
 
 def quantize_affine(x, axis, dtype):
@@ -105,7 +139,9 @@ def quantize_affine(x, axis, dtype):
 
 
 def dequantize(codes, scale, minimum=None):
-    """float32 arithmetic without a fused multiply-add: round(code * scale), then round(+ min)."""
+    """float32 arithmetic without a fused multiply-add: round(code * scale), then round(+ min). uint8: E4M3 bits."""
+    if np.asarray(codes).dtype == np.uint8:
+        codes = e4m3_values(codes)
     with np.errstate(all="ignore"):
         value = _f32(codes) * _f32(scale)
         if minimum is not None:
@@ -115,9 +151,10 @@ def dequantize(codes, scale, minimum=None):
 
 # ---------------------------------------------------------------- KV cache (4.1)
 
-KV_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi")
+KV_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8")
 ELEMENT_FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 KIVI_FORMATS = ("int4-kivi-sym", "int4-kivi")
+BYTE_FORMATS = ("int8", "fp8")  # a code is a byte; those of fp8 are uint8 here, the others int8
 GROUP = 32  # tokens that share a K scale, and become codes together
 
 
@@ -125,8 +162,9 @@ GROUP = 32  # tokens that share a K scale, and become codes together
 class Codes:
     """One cache row's stored codes and scales in logical order.
 
-    k_codes, v_codes: int8 [tokens, heads, D]. Per-token scales and minima: [tokens, heads, 1]; those of K in the kivi
-    formats: [groups, heads, D]. Minima are None where the format has none. kivi formats hold whole groups only.
+    k_codes, v_codes: int8 [tokens, heads, D], of fp8 uint8. Per-token scales and minima: [tokens, heads, 1]; those of K
+    in the kivi formats: [groups, heads, D]. Minima are None where the format has none. kivi formats hold whole groups
+    only.
     """
 
     k_codes: np.ndarray
@@ -150,6 +188,9 @@ class Codes:
 def encode(k, v, format, dtype):
     """What a cache of `format` stores for one row's tokens: k, v [tokens, heads, D] -> Codes."""
     stored = scale_dtype(dtype)
+    if format == "fp8":
+        (k_codes, k_scale), (v_codes, v_scale) = (quantize_e4m3(x, -1, stored) for x in (k, v))
+        return Codes(k_codes, v_codes, k_scale, v_scale)
     if format in ("int8", "int4"):
         qmax = 127 if format == "int8" else 7
         k_codes, k_scale = quantize_symmetric(k, -1, qmax, stored)
@@ -218,7 +259,7 @@ def _take_nibbles(data, signed):
 
 def _v_order(format, page_size, padded_dim):
     """(token, d) of every V code of a block, in the order in which the codes lie."""
-    wide = format == "int8"
+    wide = format in BYTE_FORMATS
     tile_tokens = 16 if wide or page_size == 16 else 32
     for first_token in range(0, page_size, tile_tokens):
         for first_d in range(0, padded_dim, 32):
@@ -239,7 +280,7 @@ def _v_order(format, page_size, padded_dim):
 def _sections(format, page_size, head_dim):
     """(name, bytes) of the sections of a block of a compressed format, in order."""
     padded = -(-head_dim // 32) * 32
-    code_bytes = page_size * padded if format == "int8" else page_size * padded // 2
+    code_bytes = page_size * padded if format in BYTE_FORMATS else page_size * padded // 2
     k_scales = 2 * (page_size // GROUP * padded if format in KIVI_FORMATS else page_size)
     sections = [("k_codes", code_bytes), ("v_codes", code_bytes), ("k_scale", k_scales)]
     if format == "int4-kivi":
@@ -276,7 +317,7 @@ def encode_block(codes, head, format, dtype, page_size):
             page[:tokens] = values[:, head, 0]
         return bits_of(page, stored).reshape(-1).view(np.uint8)
 
-    as_bytes = (lambda run: run.astype(np.int8).view(np.uint8)) if format == "int8" else _put_nibbles
+    as_bytes = (lambda run: run.astype(np.uint8)) if format in BYTE_FORMATS else _put_nibbles
     parts = {
         "k_codes": as_bytes(k_page.reshape(-1)),
         "v_codes": as_bytes(v_run),
@@ -301,9 +342,10 @@ def decode_block(data, format, dtype, page_size, head_dim, tokens=None):
         parts[name] = np.asarray(data, np.uint8)[at : at + size]
         at += size
     signed = format != "int4-kivi"
+    kind = np.uint8 if format == "fp8" else np.int8
     as_codes = (
-        (lambda part: part.view(np.int8).astype(np.int64))
-        if format == "int8"
+        (lambda part: part.view(kind).astype(np.int64))
+        if format in BYTE_FORMATS
         else (lambda part: _take_nibbles(part, signed))
     )
     k_page = as_codes(parts["k_codes"]).reshape(page_size, padded)
@@ -320,8 +362,8 @@ def decode_block(data, format, dtype, page_size, head_dim, tokens=None):
         return values[:tokens, None, None]
 
     return Codes(
-        k_page[:tokens, None, :head_dim].astype(np.int8),
-        v_page[:tokens, None, :head_dim].astype(np.int8),
+        k_page[:tokens, None, :head_dim].astype(kind),
+        v_page[:tokens, None, :head_dim].astype(kind),
         scales("k_scale"),
         scales("v_scale"),
         scales("k_min"),

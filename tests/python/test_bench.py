@@ -16,6 +16,7 @@ from rooftile import _results
 from rooftile.bench import decode, ops, report, timing, vllm_products, w4a16
 from rooftile.cli import main
 from rooftile.cli._tables import print_whole
+from rooftile.kv_cache import KIVI
 
 FAMILIES = {"decode": decode, "w4a16": w4a16, "ops": ops}
 CEILING = {"read_gb_s": 4000.0, "copy_gb_s": 3600.0, "bf16_tflop_s": 700.0}
@@ -36,7 +37,8 @@ def test_cases_are_listed_once():
         assert len(set(module.CASES)) == len(module.CASES) <= module.steps(module.CASES)
 
 
-PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "append": False}
+PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "w": 0, "ragged": False, "append": False}
+RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64", "_t4_w1024", "_hq9_hkv3_d64")]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,9 @@ PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "
         ("decode", "b8_kv4096_paged16", PLAIN | {"paged": 16}),
         ("decode", "b8_kv4096_hq9_hkv3_d64", PLAIN | {"hq": 9, "hkv": 3, "d": 64}),
         ("decode", "b8_kv4096_d64_t2_hkv3_hq9", PLAIN | {"hq": 9, "hkv": 3, "d": 64, "t": 2}),
+        ("decode", "b64_kv32768", PLAIN | {"b": 64, "kv": 32768}),
+        ("decode", "b8_kv4096_hq32_hkv1_d128", PLAIN | {"hkv": 1}),
+        ("decode", "b8_kv4096_hq16_hkv8_d256_w1024", PLAIN | {"hq": 16, "d": 256, "w": 1024}),
         ("decode", "append_b64_t1", PLAIN | {"b": 64, "append": True}),
         ("decode", "append_b8_hkv3_d64_t1", PLAIN | {"b": 8, "hkv": 3, "d": 64, "append": True}),
         ("w4a16", "k4096_n14336_m1", (4096, 14336, 1)),
@@ -71,6 +76,10 @@ def test_what_a_case_means(family, case, means):
         ("decode", "b8_kv4096_x3"),
         ("decode", "b-8_kv4096"),
         ("decode", "b8_kv4096 "),
+        ("decode", "b0_kv4096"),
+        ("decode", "b8_kv4096_w0"),
+        ("decode", "ragged"),
+        ("decode", "ragged64_kv4096"),
         ("decode", "append"),
         ("decode", "append_b64_t4"),  # one token at a time into a contiguous cache is what is timed
         ("decode", "append_b64_paged16"),
@@ -101,7 +110,101 @@ def test_the_command_without_a_gpu(capsys, tmp_path):
         assert words in capsys.readouterr().err
 
 
-def test_a_peer_without_a_row_is_missing(monkeypatch):
+@pytest.mark.parametrize("case", RAGGED)
+def test_rows_of_a_ragged_batch(case):
+    shape = decode.parse(case)
+    tokens = decode.lengths(shape)
+    assert len(tokens) == shape["b"] and shape["kv"] == max(tokens) and tokens == decode.lengths(decode.parse(case))
+    assert all(128 <= n <= 32768 for n in tokens)
+    if shape["b"] == 64:  # as many between 128 and 2048 as between 2048 and 32768, where they would all be otherwise
+        assert len(set(tokens)) > 60 and 24 <= sum(n < 2048 for n in tokens) <= 40
+
+
+@pytest.fixture
+def bench_on_cpu(monkeypatch):
+    """The cases run on the CPU, and what is timed is called once."""
+
+    def time_calls(calls, at_least=1):
+        for call in calls:
+            call()
+        return 1.0, 1.0, 1.0
+
+    for name, value in {
+        "_DEVICE": "cpu",
+        "_too_large": lambda _: None,
+        "copies_for": lambda _: 2,
+        "time_calls": time_calls,
+    }.items():
+        monkeypatch.setattr(decode, name, value)
+
+
+@pytest.mark.parametrize(
+    ("case", "read", "seen"),
+    [
+        ("ragged3_hq4_hkv2_d32", None, None),
+        ("b2_kv300_hq4_hkv2_d32", 600, 600),
+        ("b2_kv300_hq4_hkv2_d32_paged16", 608, 600),  # whole pages
+        ("b2_kv300_hq4_hkv2_d32_w100", 200, 200),
+        ("b2_kv300_hq4_hkv2_d32_t3_w100", 204, 204),
+        ("b2_kv90_hq4_hkv1_d32_t2_w100", 180, 180),
+        ("b2_kv300_hq4_hkv4_d32_t2", 600, 600),
+    ],
+)
+def test_a_case_of_decode(case, read, seen, bench_on_cpu, capsys):
+    """Every format passes its check, the peers agree, and what is read and computed is that of the tokens seen."""
+    shape, calls = decode.parse(case), []
+    if read is None:
+        read = seen = sum(decode.lengths(shape))
+    rows, _ = decode.run([case], True, CEILING, lambda: calls.append(1))
+    ours = {r["variant"]: r for r in rows if r["impl"] == "rooftile"}
+    assert len(calls) == decode.steps([case]) == len(decode.FORMATS)
+    assert set(ours) == set(decode.FORMATS) - (set(KIVI) if shape["paged"] == 16 else set())
+    assert ours["fp16"]["bytes"] == 4 * read * shape["hkv"] * shape["d"]
+    assert {r["flops"] for r in rows} == {4 * seen * shape["t"] * shape["hq"] * shape["d"]}
+    eager = [r for r in rows if r["impl"] == "torch.eager"]
+    assert len(eager) == (not shape["ragged"] and not shape["paged"])
+    assert "torch.eager" not in capsys.readouterr().err
+    assert all(r["bytes"] == ours["fp16"]["bytes"] for r in eager)
+
+
+def test_formats_are_what_the_library_has(monkeypatch, bench_on_cpu, capsys):
+    """Asked by a call: what refuses has no row and is named once, whether it cannot be attended or not even stored."""
+    decode_attention, append = rt.decode_attention, rt.KVCache.append
+
+    def attend(q, cache, **options):
+        if cache.format == "int4":
+            raise rt.NotSupportedError("decode_attention: no kernel for int4")
+        return decode_attention(q, cache, **options)
+
+    def store(cache, *arguments, **options):
+        if cache.format == "fp8":
+            raise rt.NotSupportedError("append: no kernel for fp8")
+        append(cache, *arguments, **options)
+
+    monkeypatch.setattr(rt, "decode_attention", attend)
+    monkeypatch.setattr(rt.KVCache, "append", store)
+    cases = ["b1_kv40_hq2_hkv1_d16", "b2_kv40_hq2_hkv1_d16", "append_b2_hkv1_d16_t1"]
+    rows, _ = decode.run(cases, False, CEILING, lambda: None)
+    variants = {case: {r["variant"] for r in rows if r["case"] == case} for case in cases}
+    assert variants[cases[0]] == variants[cases[1]] == set(decode.FORMATS) - {"int4", "fp8"}
+    assert variants[cases[2]] == set(decode.FORMATS) - {"fp8"}
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(said) == [
+        "fp8 with head_dim 16 is left out: append: no kernel for fp8",
+        "int4 with head_dim 16 is left out: decode_attention: no kernel for int4",
+    ]
+
+
+def test_a_case_that_memory_is_too_small_for(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
+    monkeypatch.setattr(decode, "_DEVICE", "cpu")
+    calls = []
+    assert decode.run(["b64_kv32768"], True, CEILING, lambda: calls.append(1))[0] == []
+    assert capsys.readouterr().err == "b64_kv32768 is left out: it needs 24.0 GiB, 1.0 are free\n"
+    assert len(calls) == len(decode.FORMATS)
+
+
+def test_a_peer_without_a_row_is_missing(monkeypatch, bench_on_cpu):
     """Whether it is installed or not: what was not measured is not there."""
     rows = [{"impl": "torch.eager"}]
     monkeypatch.setattr(decode, "_ours", lambda *_: {"impl": "rooftile"})
@@ -131,9 +234,17 @@ def test_a_peer_that_is_left_out_is_named(monkeypatch, capsys):
     monkeypatch.setattr(decode, "time_calls", lambda _: (1.0, 1.0, 1.0))
     assert "torch.eager" in {r["impl"] for r in decode._peers("a", shape, CEILING)}
     assert re.search(r"^a torch\.sdpa\.cudnn is left out: \S", capsys.readouterr().err, re.MULTILINE)
-    monkeypatch.setattr(decode, "exact", lambda q, k, v: torch.ones(1, 1, 2, 16))
+    monkeypatch.setattr(decode, "exact", lambda *_: torch.ones(1, 1, 2, 16))
     assert decode._peers("a", shape, CEILING) == []
     assert "a torch.eager is left out: checked: wrong answer, relative error" in capsys.readouterr().err
+
+
+def test_copies_that_the_l2_cannot_hold(monkeypatch):
+    mib = 2**20
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=50 * mib))
+    sizes = (1, mib, 60 * mib, 100 * mib, 1500 * mib, 1501 * mib)
+    assert [timing.copies_for(n) for n in sizes] == [256, 151, 3, 2, 2, 1]
 
 
 # ---------------------------------------------------------------- the results file

@@ -245,6 +245,35 @@ def test_equal_keys_average_small_integers(format, dtype):
     assert_exact(out[0], seen.mean(axis=0).repeat(3, axis=0))
 
 
+def one_fp8_token(bits, dtype):
+    """A cache of one token whose K codes are these bits, and V codes the same from behind; scale 1/2."""
+    half = np.full((1, 1, 1), 0.5)
+    codes = oracle.Codes(bits[None, None], bits[None, None, ::-1], half, half)
+    cache = rt.KVCache(1, 64, 1, len(bits), format="fp8", dtype=dtype)
+    cache._arrays["pool"][0, 0] = torch.from_numpy(oracle.encode_block(codes, 0, "fp8", dtype, 64))
+    cache.seq_lens[0] = 1
+    return cache
+
+
+@pytest.mark.parametrize("plan", cases.PLANS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_every_code_of_fp8(dtype, plan):
+    """q = e_d makes the only key's channel d its logit; the only value takes all the weight."""
+    bits = np.arange(256, dtype=np.uint8)
+    bits[[0x7F, 0xFF]] = 0
+    q = cases.tensor(np.eye(256)[None], dtype)
+    out, lse = both(q, one_fp8_token(bits, dtype), scale=1.0, plan=plan)
+    assert_exact(lse[0], 0.5 * oracle.e4m3_values(bits))
+    assert_exact(out[0], np.tile(0.5 * oracle.e4m3_values(bits[::-1]), (256, 1)))
+    for nan in (0x7F, 0xFF):  # append stores neither; whoever did gets what they stand for
+        bits[3] = nan
+        cache = one_fp8_token(bits, dtype)
+        k, v = (to_numpy64(x)[0, 0] for x in cache.dequantize(0))
+        assert np.isnan(k).nonzero()[0].tolist() == [3] and np.isnan(v).nonzero()[0].tolist() == [252]
+        out, lse = both(q, cache, plan=plan)
+        assert torch.isnan(lse).all() and torch.isnan(out).all()
+
+
 # ---------------------------------------------------------------- the same bits
 
 

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import rooftile as rt
 import torch
+from closeness import assert_bits_equal
 from kv_caches import KINDS, PAGES, QUANTISED, as_bytes, assert_same, contiguous, kv, paged, state, tensors
 
 kinds = pytest.mark.parametrize("format, dtype", KINDS)
@@ -15,7 +16,8 @@ kinds = pytest.mark.parametrize("format, dtype", KINDS)
 some_kinds = pytest.mark.parametrize(
     "format, dtype",
     [k for k in KINDS if k[0] not in QUANTISED]
-    + [("int8", "float16"), ("int4", "bfloat16"), ("int4-kivi-sym", "float32"), ("int4-kivi", "bfloat16")],
+    + [("int8", "float16"), ("int4", "bfloat16"), ("int4-kivi-sym", "float32"), ("int4-kivi", "bfloat16")]
+    + [("fp8", "float16")],
 )
 quantised_kinds = pytest.mark.parametrize("format, dtype", [kind for kind in KINDS if kind[0] in QUANTISED])
 HEAD_DIMS = (1, 64, 80, 96, 111, 128, 256)
@@ -375,7 +377,7 @@ def test_extreme_ranges(format, dtype, plan):
     assert all(torch.isfinite(x).all() for x in cache.dequantize(0, at=64))
 
 
-@quantised_kinds
+@pytest.mark.parametrize("format, dtype", [kind for kind in KINDS if kind[0] in QUANTISED and kind[0] != "fp8"])
 def test_every_code_occurs_and_comes_back(format, dtype, plan):
     low, high = {"int8": (-127, 127), "int4-kivi": (0, 15)}.get(format, (-7, 7))
     per_token = np.resize(np.arange(low, high + 1), 32 * 256).reshape(32, 1, 256).astype(np.float64)
@@ -395,8 +397,35 @@ def test_every_code_occurs_and_comes_back(format, dtype, plan):
         torch.testing.assert_close(got, x[0].float(), rtol=0, atol=0)
 
 
+def test_every_number_of_fp8_comes_back(dtype, plan):
+    numbers = [b for b in range(256) if b & 0x7F != 0x7F]  # the others are NaN and never stored
+    x = 0.5 * oracle.e4m3_values(np.resize(numbers, 32 * 256).reshape(32, 1, 256))
+    x[:, :, 0] = 224.0  # scale 0.5
+    cache = contiguous("fp8", dtype, 1, 256)
+    given = tensors(x, x[::-1], dtype)
+    cache.append(*given, plan=plan)
+    for (side, got), sent in zip(zip("kv", cache.dequantize(0), strict=True), given, strict=True):
+        codes = cache.dump(0)[f"{side}_codes"]
+        assert codes.dtype == torch.uint8 and set(np.unique(codes)) == set(numbers)
+        assert_bits_equal(got, sent[0].float())  # -0 too
+        torch.testing.assert_close(codes.view(torch.float8_e4m3fn).float() * 0.5, got, rtol=0, atol=0)
+
+
+def test_halfway_between_two_numbers_of_fp8(dtype, plan):
+    """To the even code, and past it to the nearer: values and scale are exact in every dtype."""
+    numbers = oracle.e4m3_values(np.arange(127))
+    x = np.zeros((1, 1, 256))
+    x[0, 0, 0], x[0, 0, 2:254:2] = 448.0, -(numbers[1:] + numbers[:-1]) / 2
+    x[0, 0, 1:253:2] = (numbers[1:] + numbers[:-1]) / 2
+    cache = contiguous("fp8", dtype, 1, 256)
+    cache.append(*tensors(x, x, dtype), plan=plan)
+    codes = np.asarray(cache.dump(0)["k_codes"])[0, 0]
+    even = [b + b % 2 for b in range(126)]
+    assert codes[1:253:2].tolist() == even and codes[2:254:2].tolist() == [128 + b for b in even]
+
+
 @pytest.mark.parametrize(
-    "format, promised", (("int8", 38.0), ("int4", 13.0), ("int4-kivi-sym", 14.0), ("int4-kivi", 18.0))
+    "format, promised", (("int8", 38.0), ("int4", 13.0), ("int4-kivi-sym", 14.0), ("int4-kivi", 18.0), ("fp8", 31.0))
 )
 def test_signal_to_noise_on_normal_data(format, promised, dtype):
     k, v = kv(256, 2, 128, dtype, "sqnr")

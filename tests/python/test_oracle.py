@@ -50,6 +50,30 @@ def test_bits_come_back(dtype):
     assert np.array_equal(oracle.bits_of(x[numbers], dtype), bits[numbers])
 
 
+def test_e4m3_by_hand():
+    numbers = {0x00: 0.0, 0x01: 2.0**-9, 0x07: 7 * 2.0**-9, 0x08: 2.0**-6, 0x0F: 15 * 2.0**-9, 0x38: 1.0, 0x39: 1.125,
+               0x7E: 448.0, 0xB8: -1.0, 0xFE: -448.0}  # fmt: skip
+    assert oracle.e4m3_values(list(numbers)).tolist() == list(numbers.values())
+    assert np.signbit(oracle.e4m3_values(0x80)) and np.isnan(oracle.e4m3_values([0x7F, 0xFF])).all()
+    # 17 lies between 16 and 18, whose mantissas are 0 and 1; 19 between 1 and 2 of them; so it goes below 2^-6
+    x = [17.0, 17.01, 19.0, -19.0, 2.0**-10, 1.01 * 2.0**-10, 3 * 2.0**-10, 15 * 2.0**-10, 448.0, 463.9, 1e9, -0.0]
+    expected = [16, 18, 20, -20, 0, 2.0**-9, 2.0**-8, 2.0**-6, 448, 448, 448, 0]
+    got = oracle.e4m3_bits(x)
+    assert oracle.e4m3_values(got).tolist() == expected and got[-1] == 0x80
+
+
+def test_e4m3_is_torchs():
+    bits = np.arange(256, dtype=np.uint8)
+    x = oracle.e4m3_values(bits)
+    expected = torch.from_numpy(bits).view(torch.float8_e4m3fn).double().numpy()
+    assert np.array_equal(x, expected, equal_nan=True) and np.array_equal(np.signbit(x[:-1]), np.signbit(expected[:-1]))
+    numbers = np.sort(x[np.isfinite(x)])
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, halfway, *(np.nextafter(np.float32(halfway), np.float32(s)) for s in (-500, 500))])
+    expected = torch.from_numpy(x).float().to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert np.array_equal(oracle.e4m3_bits(x), expected)
+
+
 # ---- quantisers
 
 
@@ -66,6 +90,17 @@ def test_symmetric_uses_the_stored_scale():
     # 1/7 in float16 is 0.14282227 (below 1/7): 1 / that = 7.0017 -> 7 after rounding; 0.5 -> 3.5009 -> 4, not the tie.
     codes, scale = oracle.quantize_symmetric([[1.0, 0.5]], -1, 7, "float16")
     assert scale[0, 0] == 0.142822265625 and codes.tolist() == [[7, 4]]
+
+
+def test_e4m3_groups_by_hand():
+    # absmax 448 * 2^-3 -> scale 0.125: 2.125 is 17 steps, a tie
+    codes, scale = oracle.quantize_e4m3([[56.0, -56.0, 2.125, -0.0]], -1, "bfloat16")
+    assert scale.tolist() == [[0.125]] and codes.tolist() == [[0x7E, 0xFE, 0x58, 0x80]]
+    rows = [[0.0, -0.0], [1e-9, 0.0], [1e38, -1e38], [np.nan, 1.0], [-np.inf, 1.0]]
+    codes, scale = oracle.quantize_e4m3(rows, -1, "float16")
+    assert scale[:3, 0].tolist() == [0.0, 2.0**-24, 65504.0] and np.isnan(scale[3:, 0]).all()
+    assert codes.tolist() == [[0, 0], [0x09, 0], [0x7E, 0xFE], [0, 0], [0, 0]]  # 1e-9 is 8.6 steps of 2^-33
+    assert np.isnan(oracle.dequantize(codes, scale)[3:]).all()
 
 
 def test_special_groups():
@@ -89,9 +124,11 @@ def test_affine_by_hand():
     assert scale.tolist() == [[1.0]] and minimum.tolist() == [[1.0]] and codes[0].tolist() == list(range(16))
 
 
-@pytest.mark.parametrize("format, db", [("int8", 40), ("int4", 15), ("int4-kivi-sym", 15), ("int4-kivi", 18)])
+@pytest.mark.parametrize(
+    "format, db", [("int8", 40), ("int4", 15), ("int4-kivi-sym", 15), ("int4-kivi", 18), ("fp8", 30)]
+)
 def test_formats_keep_their_signal(format, db):
-    """Normal data: what a uniform quantiser of that many levels keeps (a swapped axis or sign loses it all)."""
+    """Normal data: what so many levels, or so many bits of mantissa, keep (a swapped axis or sign loses it all)."""
     k = values((64, 2, 64), "float16", "signal")
     v = values((64, 2, 64), "float16", "signal v")
     codes = oracle.encode(k, v, format, "float16")
@@ -129,6 +166,7 @@ def test_visibility_rule():
 
 @pytest.mark.parametrize("format, page, dim, size", [
     ("int8", 16, 32, 2 * 16 * 32 + 2 * 16 * 2),
+    ("fp8", 32, 40, 2 * 32 * 64 + 2 * 32 * 2),
     ("int4", 64, 128, 2 * 64 * 64 + 2 * 64 * 2),
     ("int4-kivi-sym", 32, 128, 2 * 32 * 64 + 128 * 2 + 32 * 2),
     ("int4-kivi", 64, 128, 2 * 64 * 64 + 2 * 2 * 128 * 2 + 2 * 64 * 2),
@@ -139,7 +177,7 @@ def test_block_size_by_hand(format, page, dim, size):
     assert oracle.block_bytes(format, page, dim) == size
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "int4-kivi-sym", "int4-kivi"])
+@pytest.mark.parametrize("format", ["int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8"])
 @pytest.mark.parametrize("page", [16, 32, 64])
 @pytest.mark.parametrize("dim", [32, 40, 128])
 def test_blocks_come_back(format, page, dim):
@@ -156,7 +194,7 @@ def test_blocks_come_back(format, page, dim):
         assert np.array_equal(back.k_codes[:, 0], codes.k_codes[:, head])
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("page", [16, 64])
 def test_v_order_visits_every_code_once(format, page):
     assert sorted(oracle._v_order(format, page, 64)) == [(t, d) for t in range(page) for d in range(64)]
@@ -171,6 +209,7 @@ def test_v_order_by_hand():
     order = list(oracle._v_order("int8", 32, 64))
     assert order[:5] == [(0, 0), (1, 0), (8, 0), (9, 0), (0, 8)]
     assert order[16] == (2, 0) and order[512] == (0, 32) and order[1024] == (16, 0)
+    assert list(oracle._v_order("fp8", 32, 64)) == order
 
 
 # ---- attention

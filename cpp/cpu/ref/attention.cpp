@@ -31,7 +31,7 @@ struct CachedHead {
     if (is_element_format(c.format)) return element(plane.codes + base + slot * plane.token_stride, d);
     const int scale_index =
         is_k && is_kivi(c.format) ? slot / kv_group * padded_head_dim(c.head_dim) + d : slot;
-    const float product = static_cast<float>(code(is_k, plane.codes + base, slot, d)) * sixteen_bit(plane.scale + base, scale_index);
+    const float product = code_value(c.format, code(is_k, plane.codes + base, slot, d)) * sixteen_bit(plane.scale + base, scale_index);
     return plane.min ? product + sixteen_bit(plane.min + base, scale_index) : product;
   }
 
@@ -50,7 +50,7 @@ struct CachedHead {
   }
   int code(bool is_k, const std::byte* codes, int slot, int d) const {
     const std::int64_t i = is_k ? k_code_index(c.head_dim, slot, d) : v_code_index(c.format, c.page_size, c.head_dim, slot, d);
-    if (c.format == KvFormat::int8) return static_cast<std::int8_t>(codes[i]);
+    if (code_bits(c.format) == 8) return static_cast<std::int8_t>(codes[i]);
     const int nibble = (static_cast<int>(codes[i / 2]) >> (i % 2 * 4)) & 15;
     return has_min(c.format) || nibble < 8 ? nibble : nibble - 16;
   }

@@ -31,6 +31,11 @@ void put_code(KvFormat f, std::byte* base, std::int64_t index, int code) {
       (base[index / 2] & static_cast<std::byte>(0xf0 >> shift)) | static_cast<std::byte>((code & 15) << shift);
 }
 
+// x in steps of the scale -> the nearest code, ties to even.
+int nearest_code(KvFormat f, float x) {
+  return f == KvFormat::fp8 ? from_float<E4M3>(x).bits : static_cast<int>(std::nearbyint(x));
+}
+
 // One row's one head: where its tokens come from and go to.
 struct Target {
   const KvCacheView& c;
@@ -73,7 +78,7 @@ struct Target {
     for (int i = 0; i < n; ++i) {
       const float ratio = (value(i) - minimum) / scale;
       const float clamped = ratio > top ? top : ratio < bottom ? bottom : ratio;
-      put_code(c.format, codes, code_index(i), finite && scale > 0 ? static_cast<int>(std::nearbyint(clamped)) : 0);
+      put_code(c.format, codes, code_index(i), finite && scale > 0 ? nearest_code(c.format, clamped) : 0);
     }
   }
 

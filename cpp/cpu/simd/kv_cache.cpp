@@ -92,7 +92,9 @@ struct Grid {
   __attribute__((always_inline)) I32 codes(F32 x) const {
     const float magic = 12582912.0f;   // 1.5 * 2^23: adding it rounds to the nearest even integer
     if constexpr (has_min(f)) x -= minimum;
-    const F32 shifted = clamp(x / scale, bottom, top) + magic;
+    const F32 steps = clamp(x / scale, bottom, top);
+    if constexpr (f == KvFormat::fp8) return e4m3_codes(steps) & (scale > 0.0f);
+    const F32 shifted = steps + magic;
     return ((I32)shifted - (I32)splat(magic)) & (scale > 0.0f);
   }
 
@@ -286,6 +288,8 @@ void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView&
       return append_as<KvFormat::int4_kivi_sym>(p, c, k, v, rows, counts);
     case KvFormat::int4_kivi:
       return append_as<KvFormat::int4_kivi>(p, c, k, v, rows, counts);
+    case KvFormat::fp8:
+      return append_as<KvFormat::fp8>(p, c, k, v, rows, counts);
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Thirty-two tokens of one KV head, from any cache format to something a product can be made of.
 //
-// Elements are read where they lie (a pointer per token) or widened to fp32; codes become fp32 whole numbers, their
+// Elements are read where they lie (a pointer per token) or widened to fp32; codes become the numbers they are, their
 // scales and minima stay apart so that the product is made on the codes and scaled once. Codes of an affine format come
 // out as u - 8, -8 .. 7: sums of them around their middle lose fewer bits than sums of u against sums of the minimum.
 // K codes of four bits come out in paired order: of every 32 channels first the sixteen even ones, then the odd ones;
@@ -108,12 +108,19 @@ ROOFTILE_INLINE void zip_pieces(const B (&x)[8], B (&y)[8]) {
   }
 }
 
-// Lane `lane` of x, sixteen signed codes, to floats.
-template <class B>
+// Sixteen codes, signed ones or E4M3, to floats.
+template <bool e4m3>
+ROOFTILE_INLINE F32 numbers(I8 codes) {
+  if constexpr (e4m3) return e4m3_values(codes);
+  return __builtin_convertvector(__builtin_convertvector(codes, I32), F32);
+}
+
+// Lane `lane` of x, sixteen codes, to floats.
+template <bool e4m3, class B>
 ROOFTILE_INLINE void store_lane(float* to, const B& x, int lane) {
   I8 codes;
   std::memcpy(&codes, reinterpret_cast<const char*>(&x) + 16 * lane, sizeof codes);
-  store(to, __builtin_convertvector(__builtin_convertvector(codes, I32), F32));
+  store(to, numbers<e4m3>(codes));
 }
 
 template <class B>
@@ -147,14 +154,15 @@ ROOFTILE_INLINE void unpack_v_int4(const std::byte* codes, bool is_signed, float
       for (int l = 0; l < step; ++l) {
         const int token = tile_tokens == 32 ? k / 2 * 8 + (lane + l) * 2 + k % 2
                                             : k / 2 % 2 * 8 + (2 * (lane + l) + k / 4) * 2 + k % 2;
-        store_lane(out + token * width, sixteen[0], l);
-        store_lane(out + token * width + 16, sixteen[1], l);
+        store_lane<false>(out + token * width, sixteen[0], l);
+        store_lane<false>(out + token * width + 16, sixteen[1], l);
       }
     }
   }
 }
 
-ROOFTILE_INLINE void unpack_v_int8(const std::byte* codes, float* out, int width) {
+template <bool e4m3>
+ROOFTILE_INLINE void unpack_v_bytes(const std::byte* codes, float* out, int width) {
   constexpr int step = static_cast<int>(sizeof(Bytes)) / 16;
   for (int lane = 0; lane < 4; lane += step) {
     Bytes x[8], y[8];
@@ -167,8 +175,8 @@ ROOFTILE_INLINE void unpack_v_int8(const std::byte* codes, float* out, int width
       const int j = k / 2, t8 = k % 2;   // channels 16 j .., tokens 8 t8 ..
       const Bytes even = zip64_low(y[4 * j + t8], y[4 * j + t8 + 2]), odd = zip64_high(y[4 * j + t8], y[4 * j + t8 + 2]);
       for (int l = 0; l < step; ++l) {
-        store_lane(out + (t8 * 8 + (lane + l) * 2) * width + 16 * j, even, l);
-        store_lane(out + (t8 * 8 + (lane + l) * 2 + 1) * width + 16 * j, odd, l);
+        store_lane<e4m3>(out + (t8 * 8 + (lane + l) * 2) * width + 16 * j, even, l);
+        store_lane<e4m3>(out + (t8 * 8 + (lane + l) * 2 + 1) * width + 16 * j, odd, l);
       }
     }
   }
@@ -262,10 +270,12 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
     const std::byte* base = h.at(c.k.codes, c.k, first + t);
     for (std::int64_t s = (first + t) % c.page_size; s < c.page_size && t < n; ++s, ++t) {
       float* to = out + t * width;
-      if (c.format == KvFormat::int8) {
+      if (code_bits(c.format) == 8) {
         const std::byte* from = base + s * width;
-        for (int d = 0; d < width; d += lanes)
-          store(to + d, __builtin_convertvector(__builtin_convertvector(load_raw<I8>(from + d), I32), F32));
+        for (int d = 0; d < width; d += lanes) {
+          const I8 codes = load_raw<I8>(from + d);
+          store(to + d, c.format == KvFormat::fp8 ? numbers<true>(codes) : numbers<false>(codes));
+        }
       } else {
         const std::byte* from = base + s * width / 2;
         for (int d = 0; d < width; d += 2 * lanes) {
@@ -306,13 +316,14 @@ ROOFTILE_INLINE void unpack_v(const CachedHead& h, std::int64_t first, int n, fl
   const KvCacheView& c = *h.cache;
   const int width = tile_width(c);
   const bool is_signed = !has_min(c.format);
-  const int tokens = c.format == KvFormat::int8 || c.page_size == 16 ? 16 : 32;   // of an interleaved tile
+  const int tokens = code_bits(c.format) == 8 || c.page_size == 16 ? 16 : 32;   // of an interleaved tile
   for (int t = 0; t < n; t += tokens) {
     const std::byte* base = h.at(c.v.codes, c.v, first + t) + (first + t) % c.page_size * width * code_bits(c.format) / 8;
     for (int d = 0; d < width; d += 32) {
       const std::byte* from = base + d * tokens * code_bits(c.format) / 8;
       float* to = out + t * width + d;
-      if (c.format == KvFormat::int8) unpack_v_int8(from, to, width);
+      if (c.format == KvFormat::int8) unpack_v_bytes<false>(from, to, width);
+      else if (c.format == KvFormat::fp8) unpack_v_bytes<true>(from, to, width);
       else if (tokens == 16) unpack_v_int4<U8, 16>(from, is_signed, to, width);
       else unpack_v_int4<Bytes, 32>(from, is_signed, to, width);
     }

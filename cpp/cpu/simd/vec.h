@@ -15,6 +15,7 @@ inline constexpr int lanes = 16;
 typedef float F32 __attribute__((vector_size(64)));
 typedef std::int32_t I32 __attribute__((vector_size(64)));
 typedef std::uint32_t U32 __attribute__((vector_size(64)));
+typedef std::int16_t I16 __attribute__((vector_size(32)));
 typedef std::uint16_t U16 __attribute__((vector_size(32)));
 typedef std::uint8_t U8 __attribute__((vector_size(16)));
 typedef std::int8_t I8 __attribute__((vector_size(16)));
@@ -132,6 +133,24 @@ ROOFTILE_INLINE void store(Half* p, F32 v) {
   store_raw(f, v);
   for (int i = 0; i < lanes; ++i) p[i] = from_float<Half>(f[i]);
 #endif
+}
+
+// ---- E4M3 codes ----
+
+// The lower seven bits are those of an fp16 of 2^-8 times the value, subnormals too; with the bit above them set, 0x7f is NaN.
+ROOFTILE_INLINE F32 e4m3_values(I8 codes) {
+  const U16 bits = (U16)__builtin_convertvector(codes, I16);
+  const U16 nan = ((bits & 0x7f) + 1) & 0x80;
+  Half h[lanes];
+  store_raw(h, ((bits << 7) & 0xbf80) | (nan << 7));
+  return load(h) * 256.0f;
+}
+// No step meets a subnormal float, which a caller may have switched off.
+ROOFTILE_INLINE I32 e4m3_codes(F32 x) {   // |x| at most 448; the upper bytes are not used
+  const F32 size = magnitude(x);
+  const I32 bits = (I32)size, normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+  const I32 subnormal = (I32)(size + 0x1p14f) - (I32)splat(0x1p14f);   // rounds to a multiple of 2^-9
+  return (size < 0x1p-6f ? subnormal : normal) | (((I32)x >> 24) & 0x80);
 }
 
 // The first n elements (n <= 16); the other lanes are `fill` and are not written.

@@ -10,8 +10,8 @@
 
 namespace rooftile {
 
-enum class KvFormat : std::uint8_t { fp32, fp16, bf16, int8, int4, int4_kivi_sym, int4_kivi };
-inline constexpr int kv_format_count = 7;
+enum class KvFormat : std::uint8_t { fp32, fp16, bf16, int8, int4, int4_kivi_sym, int4_kivi, fp8 };
+inline constexpr int kv_format_count = 8;
 
 const char* name(KvFormat f);                       // "int4-kivi"
 KvFormat kv_format_from_name(const char* op, const char* text);   // throws a value error that lists the formats
@@ -107,7 +107,8 @@ void kv_copy_pages(const Context&, const KvCacheView&, TensorView src, TensorVie
 // codes for the groups that were full before `at`, raw values for its own group. at = length: the token to come.
 void kv_dequantize(const Context&, const KvCacheView&, int row, std::int64_t at, TensorView out_k, TensorView out_v);
 
-// The stored codes in logical order, int8 [tokens, kv_heads, head_dim] (tokens: whole groups for kivi formats).
+// The stored codes in logical order, int8 [tokens, kv_heads, head_dim] (tokens: whole groups for kivi formats). fp8: uint8,
+// the bits of an E4M3 number.
 void kv_dump_codes(const Context&, const KvCacheView&, int row, TensorView out_k, TensorView out_v);
 // The stored scales or minima in logical order, fp32: per-token formats [tokens, kv_heads, 1];
 // K of a kivi format [groups, kv_heads, head_dim]. NaN marks a group that held a NaN or an infinity.

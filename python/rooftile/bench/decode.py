@@ -1,42 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention over every cache format with GPU kernels, append, and the 16-bit attention of the peers."""
 
+import functools
+import random
 import re
 
 import torch
 import torch.nn.functional as F
 
 import rooftile as rt
+from rooftile._probe import missing_kernel
 from rooftile.bench.report import left_out, row
 from rooftile.bench.timing import copies_for, time_calls
 from rooftile.errors import ArgumentError
+from rooftile.kv_cache import ELEMENT_DTYPES, KIVI
 
 CASES = (
-    *(f"b{b}_kv{n}" for b in (1, 8) for n in (1024, 4096, 32768)),
+    *(f"b{b}_kv{n}" for b in (1, 8, 64) for n in (1024, 4096, 32768)),
     "b1_kv131072",
-    "b64_kv4096",
+    "ragged64",
     "b8_kv4096_paged16",
     "b8_kv4096_paged64",
     "b8_kv4096_t4",
     "b8_kv4096_hq9_hkv3_d64",
     "b8_kv4096_hq64_hkv8_d128",
+    "b8_kv4096_hq32_hkv32_d128",
+    "b8_kv4096_hq32_hkv1_d128",
+    "b8_kv4096_hq16_hkv2_d256",
+    "b8_kv4096_hq16_hkv8_d256_w1024",
     "append_b64_t1",
 )
-FORMATS = ("fp16", "int8", "int4-kivi")
+# What a cache of _DTYPE can be. Which of them have kernels the library is asked.
+FORMATS = tuple(f for f in rt.KV_FORMATS if ELEMENT_DTYPES.get(f, "float16") == "float16")
 _TOLERANCE = 2e-3  # relative Frobenius error against float32 on the values the cache stands for
 _DTYPE = torch.float16
+_DEVICE = "cuda"
+_SHORTEST, _LONGEST = 128, 32768  # rows of a ragged batch
 
 
 def parse(case):
-    """{"b", "kv", "hq", "hkv", "d", "t", "paged", "append"} from a case's name."""
+    """{"b", "kv", "hq", "hkv", "d", "t", "paged", "w", "ragged", "append"} from a case's name.
+
+    kv: tokens of a row, of the longest in a ragged batch. w: the window, 0 without one.
+    """
     found = re.fullmatch(
-        r"(?:b(?P<b>\d+)_kv(?P<kv>\d+)(?:_(?:hq|hkv|d|t|paged)\d+)*|append_b(?P<ab>\d+)(?:_(?:hkv|d)\d+|_t1)*)", case
+        r"(?:b(?P<b>N)_kv(?P<kv>N)|ragged(?P<rb>N))(?:_(?:hq|hkv|d|t|paged|w)N)*"
+        r"|append_b(?P<ab>N)(?:_(?:hkv|d)N|_t1)*".replace("N", r"[1-9]\d*"),
+        case,
     )
     if not found:
-        raise ArgumentError(f"bench decode: {case!r} is no case; they look like b8_kv4096, b8_kv4096_t4, append_b64_t1")
-    shape = {"hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0}
-    shape |= {name: int(value) for name, value in re.findall(r"_(hq|hkv|d|t|paged)(\d+)", case)}
-    return shape | {"b": int(found["b"] or found["ab"]), "kv": int(found["kv"] or 4096), "append": bool(found["ab"])}
+        raise ArgumentError(
+            f"bench decode: {case!r} is no case; they look like b8_kv4096, b8_kv4096_t4_w1024, ragged64, append_b64_t1"
+        )
+    shape = {"hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "w": 0}
+    shape |= {name: int(value) for name, value in re.findall(r"_(hq|hkv|d|t|paged|w)(\d+)", case)}
+    shape |= {"b": int(found["b"] or found["rb"] or found["ab"]), "kv": int(found["kv"] or 4096)}
+    shape |= {"ragged": bool(found["rb"]), "append": bool(found["ab"])}
+    return shape | {"kv": max(lengths(shape))}
+
+
+def lengths(shape):
+    """Tokens of every row: of a ragged batch spread evenly over their logarithm, the same ones every time."""
+    if not shape["ragged"]:
+        return [shape["kv"]] * shape["b"]
+    rng = random.Random(0)
+    return [round(_SHORTEST * (_LONGEST / _SHORTEST) ** rng.random()) for _ in range(shape["b"])]
+
+
+def _seen(shape):
+    """Tokens of every row that some of its queries see."""
+    return [min(n, shape["w"] + shape["t"] - 1) if shape["w"] else n for n in lengths(shape)]
 
 
 def steps(cases):
@@ -46,62 +79,85 @@ def steps(cases):
 
 def run(cases, peers, ceiling, advance):
     """(rows, names of peers without one). advance(): once a case and format."""
-    rows = []
+    rows, refused = [], set()
     for case in cases:
         shape = parse(case)
-        if shape["append"]:
-            for format in FORMATS:
-                rows.append(_append(case, shape, format, ceiling))
-                advance()
-            continue
+        too_large = _too_large(shape)
+        if too_large:
+            left_out(case, too_large)
         for format in FORMATS:
-            if not (format == "int4-kivi" and shape["paged"] == 16):  # its pages hold whole groups of 32
-                rows.append(_ours(case, shape, format, ceiling))
-            torch.cuda.empty_cache()
+            reason = missing_kernel(
+                format,
+                q_heads=None if shape["append"] else shape["hq"],
+                kv_heads=shape["hkv"],
+                head_dim=shape["d"],
+                dtype=_DTYPE,
+                device=_DEVICE,
+            )
+            if reason and reason not in refused:
+                left_out(f"{format} with head_dim {shape['d']}", reason)
+                refused.add(reason)
+            # pages of a kivi format hold whole groups of 32
+            if not (reason or too_large or (format in KIVI and shape["paged"] == 16)):
+                rows.append((_append if shape["append"] else _ours)(case, shape, format, ceiling))
+                torch.cuda.empty_cache()
             advance()
-        if peers and not shape["paged"]:
+        if peers and not (too_large or shape["append"] or shape["paged"] or shape["ragged"]):
             rows += _peers(case, shape, ceiling)
             torch.cuda.empty_cache()
     return rows, {"flashinfer"} - {r["impl"] for r in rows} if peers else set()
 
 
-def _filled(shape, format, k, v):
+def _too_large(shape):
+    """Why memory is too small for K and V, an fp16 cache of them and as much to work with; None if it is not."""
+    needed, free = 3 * 4 * shape["b"] * shape["kv"] * shape["hkv"] * shape["d"], torch.cuda.mem_get_info()[0]
+    return f"it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free" if needed > free else None
+
+
+def _filled(shape, format, rows):
+    """rows: k and v [1, tokens, Hkv, D] of every row."""
     heads = (shape["hkv"], shape["d"])
+    kind = {"format": format, "dtype": "float16", "device": _DEVICE}
+    longest = max(k.shape[1] for k, _ in rows)
     if shape["paged"]:
-        per_row = -(-shape["kv"] // shape["paged"])
+        pages = [-(-k.shape[1] // shape["paged"]) for k, _ in rows]
         cache = rt.PagedKVCache(
-            shape["b"] * per_row,
-            shape["paged"],
-            *heads,
-            max_rows=shape["b"],
-            max_pages_per_row=per_row,
-            format=format,
-            dtype="float16",
-            device="cuda",
+            sum(pages), shape["paged"], *heads, max_rows=len(rows), max_pages_per_row=max(pages), **kind
         )
     else:
-        cache = rt.KVCache(shape["b"], shape["kv"], *heads, format=format, dtype="float16", device="cuda")
-    for b in range(shape["b"]):
-        cache.append(k[b : b + 1], v[b : b + 1], rows=[b])
+        cache = rt.KVCache(len(rows), longest, *heads, **kind)
+    for b, (k, v) in enumerate(rows):
+        cache.append(k, v, rows=[b])
     return cache
 
 
 def _tensors(shape):
+    """q [B, T, Hq, D]; k and v [B, tokens, Hkv, D], of a ragged batch [1, tokens of all rows, Hkv, D]."""
     torch.manual_seed(0)
-    kv = (shape["b"], shape["kv"], shape["hkv"], shape["d"])
-    k, v = (torch.randn(kv, dtype=_DTYPE, device="cuda") for _ in range(2))
-    return torch.randn(shape["b"], shape["t"], shape["hq"], shape["d"], dtype=_DTYPE, device="cuda"), k, v
+    tokens = (1, sum(lengths(shape))) if shape["ragged"] else (shape["b"], shape["kv"])
+    k, v = (torch.randn(*tokens, shape["hkv"], shape["d"], dtype=_DTYPE, device=_DEVICE) for _ in range(2))
+    return torch.randn(shape["b"], shape["t"], shape["hq"], shape["d"], dtype=_DTYPE, device=_DEVICE), k, v
 
 
-def exact(q, k, v):
+def _rows(shape, *tensors):
+    """The tensors' parts of every row, [1, tokens, Hkv, D] each."""
+    return list(zip(*(x.split(lengths(shape), 1) if shape["ragged"] else x.split(1) for x in tensors), strict=True))
+
+
+def exact(q, k, v, window=0):
     """float32 causal attention of the newest T tokens; q [B, T, Hq, D], k, v [B, N, Hkv, D]."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    tokens, keys = scores.shape[-2:]
-    future = torch.arange(keys, device=q.device) > torch.arange(keys - tokens, keys, device=q.device)[:, None]
-    return (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+    visible = _visible(*scores.shape[-2:], window, q.device)
+    return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+def _visible(tokens, keys, window, device):
+    """[tokens, keys]: which keys each of the newest tokens sees."""
+    back = torch.arange(keys - tokens, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (back >= 0) & (back < (window or keys))
 
 
 def _error(name, got, expected):
@@ -112,34 +168,41 @@ def _error(name, got, expected):
 
 
 def _flops(shape):
-    return 4 * shape["b"] * shape["t"] * shape["hq"] * shape["d"] * shape["kv"]
+    return 4 * shape["t"] * shape["hq"] * shape["d"] * sum(_seen(shape))
 
 
 def _ours(case, shape, format, ceiling):
     q, k, v = _tensors(shape)
-    cache = _filled(shape, format, k, v)
+    rows = _rows(shape, k, v)
+    cache = _filled(shape, format, rows)
+    attend = functools.partial(rt.decode_attention, q, window=shape["w"] or None)
     with rt.record_kernels() as names:
-        out = rt.decode_attention(q, cache)
-    # the first row against what its cache stands for, as its newest query sees it
-    one = _filled({**shape, "b": 1}, format, k[:1], v[:1])
-    seen = [x[None].to("cuda") for x in one.to("cpu").dequantize(0)]
-    steps = shape["t"] if format != "int4-kivi" else 1  # an older query sees its own group otherwise
-    error = _error(f"{case} {format}", out[:1, -steps:], exact(q[:1, -steps:], *seen))
-    nbytes = cache.nbytes_used
-    del k, v, one, seen
-    caches = [cache] + [cache.to("cuda") for _ in range(copies_for(nbytes) - 1)]
-    times = time_calls([lambda c=c: rt.decode_attention(q, c, out=out) for c in caches])
+        out = attend(cache)
+    # a shortest and a longest row against what its cache stands for, as its newest query sees it
+    steps = shape["t"] if format not in KIVI else 1  # an older query sees its own group otherwise
+    tokens, error = lengths(shape), 0.0
+    for b in sorted({tokens.index(min(tokens)), tokens.index(max(tokens))}):
+        seen = [x[None].to(_DEVICE) for x in _filled(shape, format, rows[b : b + 1]).to("cpu").dequantize(0)]
+        expected = exact(q[b : b + 1, -steps:], *seen, shape["w"])
+        error = max(error, _error(f"{case} {format}", out[b : b + 1, -steps:], expected))
+    nbytes = cache.nbytes_used * sum(_seen(shape)) // sum(tokens)
+    del k, v, rows, seen, expected
+    caches = [cache] + [cache.to(_DEVICE) for _ in range(copies_for(nbytes) - 1)]
+    times = time_calls([lambda c=c: attend(c, out=out) for c in caches])
     return row(case, "rooftile", format, names[-1], times, nbytes, _flops(shape), error, ceiling)
 
 
 def _peers(case, shape, ceiling):
+    """Given a window, they are handed the tokens that some query sees and no others."""
     q, k, v = _tensors(shape)
-    expected = exact(q[:1], k[:1], v[:1])
+    expected = exact(q[:1], k[:1], v[:1], shape["w"])
+    shape = {**shape, "kv": _seen(shape)[0]}
+    k, v = (x[:, -shape["kv"] :].contiguous() for x in (k, v))
     nbytes = k.nbytes + v.nbytes
     copies = [(k.transpose(1, 2), v.transpose(1, 2))]
     copies += [(k.clone().transpose(1, 2), v.clone().transpose(1, 2)) for _ in range(copies_for(nbytes) - 1)]
     queries = q.transpose(1, 2)
-    causal = {"attn_mask": _tail_mask(shape)} if shape["t"] > 1 else {}
+    causal = {"attn_mask": _visible(shape["t"], shape["kv"], shape["w"], q.device)} if shape["t"] > 1 else {}
 
     def sdpa(backend):
         def call(k, v):
@@ -176,11 +239,6 @@ def _peers(case, shape, ceiling):
     return rows
 
 
-def _tail_mask(shape):
-    keys = torch.arange(shape["kv"], device="cuda")
-    return keys <= torch.arange(shape["kv"] - shape["t"], shape["kv"], device="cuda")[:, None]
-
-
 def _flashinfer(shape, q):
     """A call of its paged decode kernel; None if it is not installed, or refuses these arguments."""
     try:
@@ -190,11 +248,11 @@ def _flashinfer(shape, q):
     page = 16
     pages = shape["kv"] // page
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
+        torch.empty(128 << 20, dtype=torch.uint8, device=_DEVICE), "NHD", use_tensor_cores=True
     )
-    starts = torch.arange(shape["b"] + 1, dtype=torch.int32, device="cuda") * pages
-    last = torch.full((shape["b"],), page, dtype=torch.int32, device="cuda")
-    table = torch.arange(shape["b"] * pages, dtype=torch.int32, device="cuda")
+    starts = torch.arange(shape["b"] + 1, dtype=torch.int32, device=_DEVICE) * pages
+    last = torch.full((shape["b"],), page, dtype=torch.int32, device=_DEVICE)
+    table = torch.arange(shape["b"] * pages, dtype=torch.int32, device=_DEVICE)
     try:
         wrapper.plan(starts, table, last, shape["hq"], shape["hkv"], shape["d"], page, q_data_type=_DTYPE)
     except (RuntimeError, TypeError, ValueError) as e:
@@ -211,8 +269,8 @@ def _flashinfer(shape, q):
 def _append(case, shape, format, ceiling):
     """The mean over 32 consecutive steps, so that a group of a kivi cache closes once."""
     steps = 32
-    cache = rt.KVCache(shape["b"], 4096, shape["hkv"], shape["d"], format=format, dtype="float16", device="cuda")
-    k, v = (torch.randn(shape["b"], 1, shape["hkv"], shape["d"], dtype=_DTYPE, device="cuda") for _ in range(2))
+    cache = rt.KVCache(shape["b"], 4096, shape["hkv"], shape["d"], format=format, dtype="float16", device=_DEVICE)
+    k, v = (torch.randn(shape["b"], 1, shape["hkv"], shape["d"], dtype=_DTYPE, device=_DEVICE) for _ in range(2))
     twin = rt.KVCache(shape["b"], 64, shape["hkv"], shape["d"], format=format, dtype="float16")
     with rt.record_kernels() as names:
         cache.append(k, v)
@@ -223,6 +281,6 @@ def _append(case, shape, format, ceiling):
         for a, b in zip(same.values(), twin.dump(0).values(), strict=True)
     ):
         raise RuntimeError(f"{case} {format}: wrong bytes; it is not timed")
-    nbytes = 2 * k.nbytes + 2 * k.numel() * {"fp16": 16, "int8": 8, "int4-kivi": 4}[format] // 8
+    nbytes = 2 * k.nbytes + 2 * k.numel() * {"fp16": 16, "int8": 8, "fp8": 8}.get(format, 4) // 8
     times = time_calls([lambda: cache.append(k, v)] * steps, steps)
     return row(case, "rooftile", format, names[-1], times, nbytes, 0, 0.0, ceiling, l2="warm")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a command runs, and which cache formats have a decode kernel there."""
 
-from rooftile.errors import NotSupportedError
+from rooftile import _probe
 
 
 def usable_device(name):
@@ -12,19 +12,13 @@ def usable_device(name):
 
 
 def missing_kernel(format, model):
-    """Why a cache of `format` cannot be attended where `model` is: the error's text, or None where it can."""
-    import torch
-
-    import rooftile as rt
-
-    config, device = model.config, model.device
-    cache = rt.KVCache(
-        1, 1, config.num_key_value_heads, config.head_dim, format=format, dtype=model.dtype, device=device
+    """Why `model`, where it is, cannot use a cache of `format`: the error's text, or None where it can."""
+    config = model.config
+    return _probe.missing_kernel(
+        format,
+        q_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=model.device,
     )
-    try:
-        rt.decode_attention(
-            torch.zeros(1, config.num_attention_heads, config.head_dim, dtype=model.dtype, device=device), cache
-        )
-    except NotSupportedError as e:
-        return str(e)
-    return None

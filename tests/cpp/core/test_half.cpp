@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every fp16 and bf16 code, both ways, against arithmetic in double that shares nothing with core/half.h.
+// Every fp16, bf16 and E4M3 code, both ways, against arithmetic in double that shares nothing with core/half.h.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -55,6 +55,40 @@ TEST(BFloat16, RoundsToNearestEven) {
     ASSERT_EQ(from_float<BFloat16>(std::bit_cast<float>((bits << 16) | 0x7fffu)).bits, bits);
   }
   EXPECT_TRUE(std::isnan(to_float(from_float<BFloat16>(std::nanf("")))));
+}
+
+double e4m3_value(unsigned bits) {
+  const double sign = bits & 0x80 ? -1 : 1;
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return std::nan("");
+  return exponent ? sign * std::ldexp(8 + mantissa, exponent - 10) : sign * std::ldexp(mantissa, -9);
+}
+
+TEST(E4M3, EveryCodeDecodesAndComesBack) {
+  for (unsigned bits = 0; bits < 0x100; ++bits) {
+    const float value = to_float(E4M3{static_cast<std::uint8_t>(bits)});
+    if ((bits & 0x7f) == 0x7f) {
+      EXPECT_TRUE(std::isnan(value));
+    } else {
+      EXPECT_EQ(static_cast<double>(value), e4m3_value(bits));
+      EXPECT_EQ(std::signbit(value), bits >= 0x80);
+    }
+    EXPECT_EQ(from_float<E4M3>(value).bits, bits);
+  }
+}
+
+TEST(E4M3, HalfwayPointsGoToEvenAndPastTheLargestIsTheLargest) {
+  for (unsigned bits = 0; bits < 0x7e; ++bits) {
+    const float middle = static_cast<float>((e4m3_value(bits) + e4m3_value(bits + 1)) / 2);
+    EXPECT_EQ(from_float<E4M3>(middle).bits, bits + (bits & 1)) << bits;
+    EXPECT_EQ(from_float<E4M3>(std::nextafter(middle, 0.0f)).bits, bits);
+    EXPECT_EQ(from_float<E4M3>(std::nextafter(middle, 1e9f)).bits, bits + 1);
+    EXPECT_EQ(from_float<E4M3>(-middle).bits, (bits + (bits & 1)) | 0x80u);
+  }
+  for (const float x : {448.01f, 463.99f, 464.0f, 480.0f, 1e30f, std::numeric_limits<float>::infinity()}) {
+    EXPECT_EQ(from_float<E4M3>(x).bits, 0x7e);
+    EXPECT_EQ(from_float<E4M3>(-x).bits, 0xfe);
+  }
 }
 
 }  // namespace

@@ -10,7 +10,8 @@
 namespace rooftile {
 namespace {
 
-constexpr KvFormat quantised[] = {KvFormat::int8, KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi};
+constexpr KvFormat quantised[] = {KvFormat::int8, KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi,
+                                  KvFormat::fp8};
 
 TEST(KvLayout, CodesFillTheirSectionOnce) {
   for (KvFormat f : quantised)
@@ -47,6 +48,7 @@ TEST(KvLayout, BitsPerPairAreTheDocumentedOnes) {
   const auto bits = [](KvFormat f) { return 8.0 * static_cast<double>(kv_block_bytes(f, 128, 128)) / (128 * 128); };
   EXPECT_DOUBLE_EQ(bits(KvFormat::fp16), 32);
   EXPECT_DOUBLE_EQ(bits(KvFormat::int8), 16.25);
+  EXPECT_DOUBLE_EQ(bits(KvFormat::fp8), 16.25);
   EXPECT_DOUBLE_EQ(bits(KvFormat::int4), 8.25);
   EXPECT_DOUBLE_EQ(bits(KvFormat::int4_kivi_sym), 8.625);
   EXPECT_DOUBLE_EQ(bits(KvFormat::int4_kivi), 9.25);

@@ -18,7 +18,7 @@ namespace rooftile {
 namespace {
 
 constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16, KvFormat::bf16, KvFormat::int8, KvFormat::int4,
-                                KvFormat::int4_kivi_sym, KvFormat::int4_kivi};
+                                KvFormat::int4_kivi_sym, KvFormat::int4_kivi, KvFormat::fp8};
 constexpr const char* variants[] = {"portable", "avx2", "avx512"};
 
 // Query heads, KV heads, head_dim, tokens.
@@ -56,7 +56,8 @@ class Random {
   std::mt19937 engine_;
 };
 
-// A paged cache of random codes and plausible scales; pages in random order. Bytes past a row's length are 0xff.
+// A paged cache of random codes and plausible scales; pages in random order. Bytes past a row's length are 0xff, and so are,
+// in formats that have no NaN among their codes, the codes that pad head_dim.
 struct Cache {
   std::vector<std::byte> pool, ring_k, ring_v;
   std::vector<std::int32_t> table, lengths, raw_from;
@@ -134,11 +135,13 @@ struct Cache {
         for (int d = 0; d < dim; ++d) put(p->codes + at + slot * p->token_stride, view.dtype, d, random.normal());
         continue;
       }
-      for (int d = 0; d < dim; ++d) {
+      for (int d = 0; d < (view.format == KvFormat::fp8 ? padded_head_dim(dim) : dim); ++d) {
         const std::int64_t i = is_k ? k_code_index(dim, slot, d) : v_code_index(view.format, view.page_size, dim, slot, d);
         std::byte* codes = p->codes + at;
         if (view.format == KvFormat::int8) {
           codes[i] = static_cast<std::byte>(random.below(255) - 127);
+        } else if (view.format == KvFormat::fp8) {
+          codes[i] = static_cast<std::byte>(d < dim ? random.below(127) | random.below(2) << 7 : 0);
         } else {
           const int nibble = has_min(view.format) ? random.below(16) : (random.below(15) - 7) & 15;
           const int keep = i % 2 ? 0x0f : 0xf0;
@@ -146,7 +149,7 @@ struct Cache {
         }
       }
       const DType scale_type = kv_scale_dtype(view.dtype);
-      const float step = view.format == KvFormat::int8 ? 0.02f : 0.25f;
+      const float step = view.format == KvFormat::int8 ? 0.02f : view.format == KvFormat::fp8 ? 0.005f : 0.25f;
       const bool per_channel = is_k && is_kivi(view.format);
       if (per_channel && t % kv_group) continue;
       for (int d = 0; d < (per_channel ? dim : 1); ++d) {
