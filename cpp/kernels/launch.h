@@ -50,6 +50,7 @@ class DeviceScope {
   }
 
   int sms() const { return sms_; }
+  int largest_cluster() const { return major_ == 9 ? 8 : 1; }   // blocks; on other devices than Hopper a block is alone
   // How many blocks with that much shared memory (and what the system adds to each) a multiprocessor holds at once; at
   // least one is asked for.
   int blocks_that_fit(std::size_t shared_bytes) const {
@@ -64,10 +65,11 @@ class DeviceScope {
   cudaStream_t stream() const { return stream_; }
   const char* op() const { return op_; }
 
-  // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value.
+  // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value. cluster: so many blocks in
+  // a row run at once and can wait for each other (tile/grid.cuh).
   template <class Params>
   void launch(void (*kernel)(Params), std::int64_t blocks, int threads, std::size_t shared_bytes, const Params& params,
-              Overlap overlap = Overlap::none) const {
+              Overlap overlap = Overlap::none, int cluster = 1) const {
     if (blocks == 0) return;
     if (shared_bytes > 48 * 1024)
       ROOFTILE_CUDA_CHECK(op_, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
@@ -76,11 +78,19 @@ class DeviceScope {
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = overlap == Overlap::with_previous && major_ == 9 ? 1 : 0;
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (overlap == Overlap::with_previous && major_ == 9) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
     ROOFTILE_CUDA_CHECK(op_, cudaLaunchKernelEx(&config, kernel, params));
   }
 

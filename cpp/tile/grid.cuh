@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programmatic dependent launch: a kernel may start before the one before it in the stream has ended.
+// Who waits for whom among blocks. Programmatic dependent launch: a kernel may start before the one before it in the stream
+// has ended.
 #pragma once
 
 namespace rooftile::tile {
@@ -14,6 +15,20 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// All threads of all blocks of the cluster say that they have come so far, and wait later until all have said so (one that
+// has ended counts as there). What a thread had read, it has read when it says so; what it had written, nobody is promised
+// to see. Where there are no clusters a block is one.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
 

@@ -58,7 +58,7 @@ def wild(tokens, heads, dim, dtype, *key, batch=None):
 @gpus
 @kinds
 @makes
-@pytest.mark.parametrize("heads, dim", ((2, 64), (3, 111), (1, 128), (1, 256), (2, 8)))
+@pytest.mark.parametrize("heads, dim", ((2, 64), (3, 111), (1, 128), (1, 256), (2, 8), (1, 130), (2, 300), (1, 512)))
 def test_the_bytes_are_those_of_the_cpu(device, format, dtype, make, heads, dim):
     k, v = wild(190, heads, dim, dtype, format, dim, batch=3)
     host, gpu = pair(make, device, format, dtype, heads, dim, rows=3)
@@ -79,6 +79,54 @@ def test_one_token_at_a_time(device, format, dtype, make):
     for i in range(100):
         append_both(host, gpu, k[:, i : i + 1], v[:, i : i + 1])
     assert_same(state(gpu), state(host))
+
+
+# Tokens of 8 heads that one cluster stores in one launch at most; one more and the call is two launches.
+MOST_TOGETHER = {format: 225 if format in oracle.KIVI_FORMATS else 8 for format in oracle.KV_FORMATS}
+
+
+@gpus
+@some_kinds
+@makes
+@pytest.mark.parametrize("before", (0, 31, 40))
+def test_one_launch_or_two(device, format, dtype, make, before):
+    for tokens in (1, 2, 3, MOST_TOGETHER[format], MOST_TOGETHER[format] + 1):
+        k, v = wild(before + tokens, 8, 64, dtype, format, tokens, batch=2)
+        host, gpu = pair(make, device, format, dtype, 8, 64, rows=2, capacity=320)
+        if before:
+            append_both(host, gpu, k[:, :before], v[:, :before], counts=[before, before - 7])
+        append_both(host, gpu, k[:, before:], v[:, before:])
+        assert_same(state(gpu), state(host), tokens)
+        assert gpu.lengths == host.lengths
+
+
+@gpus
+@some_kinds
+def test_entries_of_one_call_know_of_each_other(device, format, dtype):
+    """Rows named twice, padding entries that name a row another one writes, rows that are none; one launch and two."""
+    for tokens in (1, 2, MOST_TOGETHER[format], MOST_TOGETHER[format] + 1):
+        k, v = tensors(*kv(31 + tokens, 8, 64, dtype, format, tokens, batch=7), dtype)
+        host, gpu = pair(contiguous, device, format, dtype, 8, 64, rows=5, capacity=320)
+        append_both(host, gpu, k[:5, :31], v[:5, :31])
+        new_k, new_v = k[:, 31:], v[:, 31:]
+        rows, counts = [0, 1, 1, 5, 2, 0, 4], [tokens, tokens, 1, tokens, tokens, 0, 0]
+        ints = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, counts))
+        gpu.append(new_k.to(device), new_v.to(device), **dict(zip(("rows", "counts"), ints, strict=True)))
+        torch.cuda.synchronize()
+        host.append(new_k[[0, 4]], new_v[[0, 4]], rows=[0, 2])
+        assert_same(state(gpu), state(host), tokens)
+        with pytest.raises(rt.ArgumentError, match=r"alone: rows named (it twice|a row)"):
+            gpu.reset([3])
+
+
+@gpus
+@pytest.mark.parametrize("format, dtype", (("bf16", "bfloat16"), ("int8", "float16"), ("int4-kivi", "float16")))
+def test_more_rows_than_multiprocessors(device, format, dtype):
+    k, v = tensors(*kv(71, 2, 8, dtype, format, batch=300), dtype)
+    host, gpu = pair(contiguous, device, format, dtype, 2, 8, rows=300, capacity=128)
+    for part in (slice(0, 1), slice(1, 71)):
+        append_both(host, gpu, k[:, part], v[:, part])
+        assert_same(state(gpu), state(host))
 
 
 @gpus
@@ -135,10 +183,10 @@ def test_inputs_of_any_strides(device, format, dtype):
 @gpus
 @some_kinds
 @makes
-@pytest.mark.parametrize("pairs", (32, 30, 7))
+@pytest.mark.parametrize("dim, pairs", ((64, 32), (64, 30), (64, 7), (512, 256), (320, 100)))
 @pytest.mark.parametrize("tables", ("float32", None))
-def test_rope_append(device, format, dtype, make, pairs, tables):
-    heads, q_heads, dim = 2, 6, 64
+def test_rope_append(device, format, dtype, make, dim, pairs, tables):
+    heads, q_heads = 2, 6
     k, v = tensors(*kv(75, heads, dim, dtype, format, batch=2), dtype)
     q = cases.tensor(cases.values((2, 75, q_heads, dim), dtype, "q", format), dtype)
     angle = np.arange(300)[:, None] / 100.0 ** (np.arange(pairs) / pairs)
@@ -164,14 +212,15 @@ def test_rope_append(device, format, dtype, make, pairs, tables):
 
 @gpus
 @some_kinds
-def test_a_bad_entry_is_left_alone_and_reported_next_time(device, format, dtype):
-    k, v = tensors(*kv(40, 2, 64, dtype, format, batch=3), dtype, device)
+@pytest.mark.parametrize("tokens", (3, 40))
+def test_a_bad_entry_is_left_alone_and_reported_next_time(device, format, dtype, tokens):
+    k, v = tensors(*kv(tokens, 2, 64, dtype, format, batch=3), dtype, device)
     ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=device)  # noqa: E731
     for rows, counts, good, message in (
         (ints(0, 7, 2), None, (0, 2), "batch entry 1 alone: rows named a row that the cache does not have"),
         (ints(0, -1, 2), None, (0, 2), "batch entry 1 alone: rows"),
-        (None, ints(40, 41, 40), (0, 2), r"row 1 alone: counts was not in \[0, T\]"),
-        (None, ints(40, -1, 40), (0, 2), "row 1 alone: counts"),
+        (None, ints(tokens, tokens + 1, tokens), (0, 2), r"row 1 alone: counts was not in \[0, T\]"),
+        (None, ints(tokens, -1, tokens), (0, 2), "row 1 alone: counts"),
         (ints(1, 1, 2), None, (2,), "row 1 alone: rows named it twice"),
     ):
         host, gpu = pair(contiguous, device, format, dtype, 2, 64, rows=3, capacity=64)
@@ -204,33 +253,39 @@ def test_a_full_row_is_left_alone(device, format, dtype):
 
 
 @gpus
+@pytest.mark.parametrize("tokens", (1, 20, 40))
 @pytest.mark.parametrize(
     "what, message", (("page", "row 1 alone: block_table"), ("length", "row 1 alone: the row's stored length"))
 )
-def test_bad_tables_and_lengths_of_a_view(device, what, message):
+def test_bad_tables_and_lengths_of_a_view(device, tokens, what, message):
     pool = torch.zeros(6, 2, 16, 2, 64, dtype=torch.float16, device=device)
     table = torch.tensor([[0, 1, 2], [3, 10**6, 5]], dtype=torch.int32, device=device)
+    if tokens == 1:
+        table[1, 0] = -1
     lens = torch.tensor([0, 0 if what == "page" else -3], dtype=torch.int32, device=device)
     view = rt.PagedKVCache.view(pool, table, lens, format="fp16")
-    k, v = tensors(*kv(20, 2, 64, "float16", batch=2), "float16", device)
+    k, v = tensors(*kv(tokens, 2, 64, "float16", batch=2), "float16", device)
     view.append(k, v)
     torch.cuda.synchronize()
-    assert view.lengths == [20, lens[1].item()] and not pool[3:].any()
-    torch.testing.assert_close(pool[:2, 0].flatten(0, 1)[:20], k[0], rtol=0, atol=0)
+    assert view.lengths == [tokens, lens[1].item()] and not pool[3:].any()
+    torch.testing.assert_close(pool[:3, 0].flatten(0, 1)[:tokens], k[0], rtol=0, atol=0)
     with pytest.raises(rt.ArgumentError, match=message):
         view.append(k, v)
 
 
 @gpus
-def test_a_bad_position_leaves_row_and_query_alone(device):
-    k, v = tensors(*kv(4, 2, 64, "float16", batch=2), "float16", device)
+@pytest.mark.parametrize("tokens", (1, 4, 50))
+@pytest.mark.parametrize("bad", (-1, 50))
+def test_a_bad_position_leaves_row_and_query_alone(device, tokens, bad):
+    k, v = tensors(*kv(tokens, 2, 64, "float16", batch=2), "float16", device)
     q = k.clone()
-    cos = torch.ones(10, 32, device=device)
+    cos = torch.ones(50, 32, device=device)
     cache = contiguous("int8", "float16", 2, 64, rows=2, device=device)
     q_out = torch.full_like(q, 7.0)
-    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 10, 3]], device=device)
+    positions = torch.arange(tokens, device=device).repeat(2, 1)
+    positions[1, -1] = bad
     rt.rope_append(q, k, v, cos, torch.zeros_like(cos), positions, cache, q_out=q_out)
-    assert cache.lengths == [4, 0] and torch.equal(q_out[0], q[0]) and (q_out[1] == 7).all()
+    assert cache.lengths == [tokens, 0] and torch.equal(q_out[0], q[0]) and (q_out[1] == 7).all()
     with pytest.raises(rt.ArgumentError, match="row 1 alone: positions"):
         cache.append(k, v)
 
@@ -305,10 +360,6 @@ def test_what_a_gpu_cache_is(device):
     assert all(layer.device == "cuda:0" for layer in model) and model.lengths == [0]
     with pytest.raises(rt.NotSupportedError, match="dtype float32"):
         rt.KVCache(1, 10, 1, 64, format="fp32", device=device)
-    wide = rt.KVCache(1, 10, 1, 264, format="int8", device=device)
-    x = torch.zeros(1, 1, 1, 264, dtype=torch.float16, device=device)
-    with pytest.raises(rt.NotSupportedError, match="head_dim 264"):
-        wide.append(x, x)
     cache = rt.KVCache(1, 10, 1, 64, format="int8", device=device)
     x = torch.zeros(1, 1, 1, 64, dtype=torch.float16)
     with pytest.raises(rt.ArgumentError, match="k must be on the cache's device"):
