@@ -384,22 +384,10 @@ void check_append(const char* op, const KvCacheView& c, const TensorView& k, con
   Arg(op, "v", v).given().dtype({c.dtype}).shape_of(k, "k").device(c.device, "the cache");
 }
 
-// What the append kernels of cpp/kernels can encode.
-constexpr bool stored_on_gpu(KvFormat f) { return f != KvFormat::fp32 && f != KvFormat::fp8; }
-
-void check_stored_on_gpu(const char* op, const KvCacheView& c) {
-  if (stored_on_gpu(c.format)) return;
-  std::string compiled;
-  for (int i = 0; i < kv_format_count; ++i)
-    if (const auto f = static_cast<KvFormat>(i); stored_on_gpu(f)) compiled += (compiled.empty() ? "" : ", ") + std::string(name(f));
-  fail(ErrorKind::not_supported, op, ": no GPU kernel stores into a cache of format ", name(c.format), "; compiled: ", compiled);
-}
-
 gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k, const TensorView& v,
                            const TensorView& rows, const TensorView& counts) {
   check_gpu(op, ctx, "k", k);
   check_append(op, c, k, v);
-  check_stored_on_gpu(op, c);
   const std::int64_t batch = k.shape[0];
   check_batch(op, c, batch, rows);
   gpu::AppendArgs a{.cache = &c, .k = k, .v = v};

@@ -35,4 +35,9 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
   cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(global), *static_cast<cute::uint128_t*>(shared));
 }
 
+// 8 bytes; through L1.
+__device__ __forceinline__ void cp_async_8(void* shared, const void* global) {
+  cute::SM80_CP_ASYNC_CACHEALWAYS<std::uint64_t>::copy(*static_cast<const std::uint64_t*>(global), *static_cast<std::uint64_t*>(shared));
+}
+
 }  // namespace rooftile::tile

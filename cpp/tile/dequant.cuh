@@ -28,6 +28,15 @@ __device__ __forceinline__ void decode_int8_plus_128(std::uint32_t word, std::ui
 }
 inline constexpr std::uint32_t pair_of_128 = 0x00800080u;   // in code units
 
+// Four E4M3 codes in a word -> (byte 0, byte 1), (byte 2, byte 3), in units of 2^8: their bits are those of an fp16 of 2^-8
+// times the value. The patterns of NaN, which caches do not hold, come as 480.
+__device__ __forceinline__ void decode_e4m3(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+  const auto placed = [](std::uint32_t upper_bytes) { return (upper_bytes & 0x80008000u) | (upper_bytes >> 1 & 0x3f803f80u); };
+  low = placed(__byte_perm(word, 0, 0x1404));
+  high = placed(__byte_perm(word, 0, 0x3424));
+}
+inline constexpr float e4m3_unit = 0x1p-8f;
+
 // Eight unsigned nibbles in a word, pair r being (nibble r, nibble r + 4): in code units for even r, in 16 of them for odd r.
 __device__ __forceinline__ void decode_uint4(std::uint32_t word, std::uint32_t (&pair)[4]) {
   const std::uint32_t upper = word >> 8;

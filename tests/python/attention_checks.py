@@ -30,10 +30,7 @@ FORMATS = (*ELEMENT.items(), *((f, "float32") for f in ("int8", "int4", *KIVI, "
 GPU_STORES = (
     ("fp16", "float16"),
     ("bf16", "bfloat16"),
-    ("int8", "float16"),
-    ("int8", "bfloat16"),
-    ("int4-kivi", "float16"),
-    ("int4-kivi", "bfloat16"),
+    *((f, dtype) for f in ("int8", "int4", *KIVI, "fp8") for dtype in ("float16", "bfloat16")),
 )
 
 
@@ -196,8 +193,8 @@ def key_errors(cache, row, q, k, code_end):
     """How far the product of each query, |q| [T, Hkv, G, D], and each key of a row may be off: [T, Hkv, G, keys].
 
     Codes meet a query divided by a power of two, at most twice its largest value, in fp16: what falls below 2^-14 of
-    that is off by 2^-25 of it. A kivi key that is coded is (u - 8) * scale + (min + 8 * scale): q * scale and
-    min + 8 * scale are rounded to fp16, 2^-11 of each product, and below 2^-14 off by 2^-25 too.
+    that is off by 2^-25 of it. A kivi key that is coded is (u - 8) * scale + (min + 8 * scale), without a minimum code *
+    scale: q * scale and min + 8 * scale are rounded to fp16, 2^-11 of each product, and below 2^-14 off by 2^-25 too.
     """
     size = np.abs(k)  # of the terms that make a key, [keys, Hkv, D]
     product = np.einsum("thgd,khd->thgk", q, size)
@@ -206,9 +203,11 @@ def key_errors(cache, row, q, k, code_end):
         lost = 0 if cache.format in ELEMENT else 2.0**-24 * largest * size.sum(axis=-1).T[None, :, None]
         return k.shape[-1] * 2.0**-22 * product + lost
     facts = cache.dump(row)
-    scale, low = (to_numpy64(facts[n]).repeat(oracle.GROUP, 0)[:code_end] for n in ("k_scale", "k_min"))
-    code = np.abs(to_numpy64(facts["k_codes"])[:code_end] - 8)
-    size = code * scale + np.abs(low + 8 * scale)
+    scale = to_numpy64(facts["k_scale"]).repeat(oracle.GROUP, 0)[:code_end]
+    code = np.abs(to_numpy64(facts["k_codes"])[:code_end] - (8 if "k_min" in facts else 0))
+    size = code * scale
+    if "k_min" in facts:
+        size += np.abs(to_numpy64(facts["k_min"]).repeat(oracle.GROUP, 0)[:code_end] + 8 * scale)
     coded = np.einsum("thgd,khd->thgk", q, size)
     lost = 2.0**-24 * largest * (size + code).sum(axis=-1).T[None, :, None]
     product[..., :code_end] = coded

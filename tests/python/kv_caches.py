@@ -26,7 +26,7 @@ def kv(tokens, heads, dim, dtype, *key, batch=None):
 
 def kinds_on(device):
     """The kinds a device takes."""
-    return KINDS if device == "cpu" else tuple(kind for kind in KINDS if kind[1] != "float32" and kind[0] != "fp8")
+    return KINDS if device == "cpu" else tuple(kind for kind in KINDS if kind[1] != "float32")
 
 
 def tensors(k, v, dtype, device="cpu"):

@@ -482,7 +482,7 @@ CACHES = [
     ("int8", "view"),
     ("int4-kivi", "view"),
 ]
-GPU_FORMATS = ("fp16", "bf16", "int8", "int4-kivi")
+GPU_FORMATS = tuple(f for f in oracle.KV_FORMATS if f != "fp32")
 CLASSES = {"contiguous": rt.KVCache, "paged": rt.PagedKVCache, "view": KVCacheView}
 
 

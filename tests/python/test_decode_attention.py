@@ -30,7 +30,7 @@ from closeness import assert_bits_equal, assert_exact, to_numpy64
 LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1030)
 SHAPES = {
     "cpu": ((9, 3, 64), (8, 8, 80), (8, 1, 96), (12, 2, 111), (32, 8, 128), (4, 2, 256), (5, 5, 1), (3, 1, 17)),
-    "cuda": ((9, 3, 64), (8, 8, 64), (32, 8, 128), (12, 2, 128), (5, 1, 128), (71, 1, 64)),
+    "cuda": ((9, 3, 64), (8, 8, 64), (8, 1, 96), (32, 8, 128), (12, 2, 128), (5, 1, 128), (71, 1, 64), (6, 2, 192), (16, 2, 256)),
 }
 stores = pytest.mark.parametrize(("format", "dtype"), STORES)
 formats = pytest.mark.parametrize(("format", "dtype"), FORMATS)

@@ -13,8 +13,11 @@ FORMATS = (
     ("fp16", "float16"),
     ("bf16", "bfloat16"),
     ("int8", "float16"),
+    ("fp8", "float16"),
+    ("int4", "bfloat16"),
     ("int4-kivi", "float16"),
     ("int4-kivi", "bfloat16"),
+    ("int4-kivi-sym", "float16"),
 )
 formats = pytest.mark.parametrize(("format", "dtype"), FORMATS)
 HEADS, DIM = 2, 128

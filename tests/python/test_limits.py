@@ -171,20 +171,6 @@ def test_a_cache_on_a_gpu_needs_where_to_put_its_faults():
         _C.KvCache("int8", "float16", 16, 32, 1, 1, 1, *arrays)
 
 
-def test_a_gpu_stores_no_fp8():
-    pool = OnGpu(np.zeros((1, 1, _C.kv_block_bytes("fp8", 16, 32)), np.uint8))
-    arrays = (pool, None, None, None, OnGpu(np.zeros(1, np.int32)), None, None, None, np.zeros(1, np.int32))
-    cache = _C.KvCache("fp8", "float16", 16, 32, 1, 1, 1, *arrays)
-    x, q_out = (OnGpu(np.zeros((1, 1, 1, 32), np.float16)) for _ in range(2))
-    rope = (*(OnGpu(np.zeros((1, 1), np.float16)) for _ in range(2)), OnGpu(np.zeros((1, 1), np.int32)))
-    compiled = "fp16, bf16, int8, int4, int4-kivi-sym, int4-kivi"
-    refused = f"no GPU kernel stores into a cache of format fp8; compiled: {compiled}$"
-    with pytest.raises(rt.NotSupportedError, match=f"^append: {refused}"):
-        _C.kv_append(cache, x, x, None, None, None, None)
-    with pytest.raises(rt.NotSupportedError, match=f"^rope_append: {refused}"):
-        _C.rope_append(x, x, x, *rope, cache, None, None, q_out, None, None)
-
-
 def test_a_workspace_starts_at_a_multiple_of_16_bytes():
     cache, q = rt.KVCache(1, 64, 2, 64, format="fp32"), np.zeros((1, 2, 64), np.float32)
     room = np.zeros(64, np.uint8)

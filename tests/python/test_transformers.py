@@ -18,7 +18,6 @@ import transformers  # noqa: E402
 from rooftile.integrations.transformers import RooftileCache, rooftile_attention, rooftile_mask  # noqa: E402
 
 FORMATS = ("fp32", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8")
-CPU_ALONE = ("int4", "int4-kivi-sym", "fp8")  # have no decode kernel on a GPU
 # device, dtype of the model, the cache format that keeps it as it is
 KINDS = [("cpu", "float32", "fp32"), ("cuda", "float16", "fp16"), ("cuda", "bfloat16", "bf16")]
 kinds = pytest.mark.parametrize(("device", "dtype", "raw"), [kind for kind in KINDS if kind[0] in cases.devices()])
@@ -366,8 +365,6 @@ def test_growing_keeps_the_bytes(format):
 @pytest.mark.parametrize("format", ["raw", *FORMATS[1:]])
 @kinds
 def test_steps_match_float64_over_the_dequantised_cache(format, device, dtype, raw):
-    if device == "cuda" and format in CPU_ALONE:
-        pytest.skip("no decode kernel")
     cache = RooftileCache(tiny()[0].config, format=raw if format == "raw" else format)
     q, k, v = layer_inputs(128, device=device, dtype=dtype)
     near = {"rtol": 1e-5, "atol": 1e-5}
@@ -388,8 +385,6 @@ def test_steps_match_float64_over_the_dequantised_cache(format, device, dtype, r
 @pytest.mark.parametrize("format", ["raw", *FORMATS[1:]])
 @kinds
 def test_stepwise_equals_single_steps(format, device, dtype, raw):
-    if device == "cuda" and format in CPU_ALONE:
-        pytest.skip("no decode kernel")
     format = raw if format == "raw" else format
     together, single = (RooftileCache(tiny()[0].config, format=format, stepwise=True) for _ in range(2))
     q, k, v = layer_inputs(96, device=device, dtype=dtype)

@@ -127,7 +127,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   const bool merges = leaves > 0 && split.owner(base) != split.owner(base + w.leaf_begin(leaves - 1));   // else one block had it all
   const auto write = [&](float m, float l, float value) {
     const float o[1] = {value};
-    write_result<T>(p, task, w, column, thread, thread == 0, m, l, o);
+    write_result<T, 1>(p, task, w, column, thread, 0, thread == 0, m, l, o);
   };
   if (!merges) {
     if (leaves == 0 && w.fault == KvFault::none) write(-INFINITY, 0.0f, 0.0f);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <array>
 
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
@@ -13,10 +14,15 @@ namespace {
 
 constexpr const char* op = "decode_attention";
 
-// Calls visit(variant) for every compiled variant.
+// All compiled variants.
+std::array<std::span<const DecodeVariant>, 6> tables() {
+  return {bits16_variants(), int8_variants(), fp8_variants(), int4_variants(), int4_kivi_variants(), int4_kivi_sym_variants()};
+}
+
+// Calls visit(variant) for every one of them.
 template <class Visit>
 void for_each_variant(const Visit& visit) {
-  for (std::span<const DecodeVariant> variants : {bits16_variants(), int8_variants(), int4_kivi_variants()})
+  for (std::span<const DecodeVariant> variants : tables())
     for (const DecodeVariant& v : variants) visit(v);
 }
 
@@ -27,9 +33,15 @@ const DecodeVariant& variant_of(const DecodeArgs& a) {
     if (v.key == key) found = &v;
   });
   if (found) return *found;
-  std::string compiled;
-  for_each_variant([&](const DecodeVariant& v) { compiled += (compiled.empty() ? "" : ", ") + text(v.key); });
-  fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", compiled);
+  // Every dtype and format has the same head_dims.
+  std::string stores, dims;
+  for (std::span<const DecodeVariant> variants : tables())
+    for (const DecodeVariant& v : variants) {
+      const std::string dim = std::to_string(v.key.head_dim), store = std::string(name(v.key.dtype)) + " " + name(v.key.format);
+      if (v.key.head_dim == variants[0].key.head_dim) stores += (stores.empty() ? "" : ", ") + store;
+      if (variants.data() == tables()[0].data() && v.key.dtype == variants[0].key.dtype) dims += (dims.empty() ? "" : ", ") + dim;
+    }
+  fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", stores, "; head_dim ", dims);
 }
 
 DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVariant& v) {

@@ -26,18 +26,18 @@ __device__ __forceinline__ Node<S> merge(const Node<S>& a, const Node<S>& b) {
 }
 
 // Left halves that wait for their right ones: at most one a level. Threads that share a column share its (m, l). The last
-// levels are touched once in 16 leaves or less: their values wait in the workspace.
-template <int S, int Threads, int Columns>
+// levels are touched once in some leaves: their values wait in the workspace.
+template <int S, int Threads, int Columns, int DeepLevels>
 struct FoldMemory {
-  float o[fold_levels - deep_levels][S][Threads];
+  float o[fold_levels - DeepLevels][S][Threads];
   float m[fold_levels][Columns], l[fold_levels][Columns];
 };
 
-template <int S, int Threads, int Columns>
+template <int S, int Threads, int Columns, int DeepLevels>
 class Fold {
  public:
-  // deep: [deep_levels][S][Threads] floats of the block. first: the run's first leaf. thread, column: this thread's place.
-  __device__ Fold(FoldMemory<S, Threads, Columns>& memory, float* deep, int thread, int column, int first)
+  // deep: [DeepLevels][S][Threads] floats of the block. first: the run's first leaf. thread, column: this thread's place.
+  __device__ Fold(FoldMemory<S, Threads, Columns, DeepLevels>& memory, float* deep, int thread, int column, int first)
       : memory_(memory), deep_(deep), thread_(thread), column_(column), first_(first) {}
 
   // The node of leaf `at`, the next in order.
@@ -95,11 +95,11 @@ class Fold {
   }
   // This thread's values of a level, Threads apart.
   __device__ float* values(int level) const {
-    constexpr int near = fold_levels - deep_levels;
+    constexpr int near = fold_levels - DeepLevels;
     return (level < near ? memory_.o[level][0] : deep_ + (level - near) * S * Threads) + thread_;
   }
 
-  FoldMemory<S, Threads, Columns>& memory_;
+  FoldMemory<S, Threads, Columns, DeepLevels>& memory_;
   float* deep_;
   int thread_, column_, first_;
   unsigned waiting_ = 0;

@@ -12,7 +12,7 @@ namespace rooftile::gpu {
 template <class Config>
 void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
   static_assert(sizeof(DecodeShared<Config>) <= 99 * 1024);   // what a block of every supported architecture may have
-  scope.launch(split_kv<Config>, p.blocks, decode_threads, sizeof(DecodeShared<Config>), p, Overlap::with_previous);
+  scope.launch(split_kv<Config>, p.blocks, 32 * Config::warps, sizeof(DecodeShared<Config>), p, Overlap::with_previous);
   const std::int64_t used = std::min<std::int64_t>(columns, std::int64_t{p.q_per_kv} * p.tokens);
   scope.launch(combine<typename Config::T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used,
                Config::head_dim, 0, p, Overlap::with_previous);
@@ -24,12 +24,14 @@ void load_decode(const char* op) {
   load_kernel(op, combine<typename Config::T, Config::head_dim>);
 }
 
-// What a variant is made of. `stages` tiles of a warp on the way, `blocks` a multiprocessor.
+// What a variant is made of. `stages` tiles of a warp on the way, `blocks` a multiprocessor. Rows of more than 128 channels
+// are shared by two warps instead of four, and more of the fold waits in the workspace, so that a block stays small.
 template <class Element, KvFormat F, int D, int Stages, int Blocks>
 struct DecodeConfig {
   using T = Element;
   static constexpr KvFormat format = F;
   static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks;
+  static constexpr int warps = D > 128 ? 2 : 4, deep_levels = D > 128 ? 6 : 3;
 };
 
 template <class Config>

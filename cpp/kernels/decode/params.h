@@ -17,7 +17,7 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   // Workspace.
   float* node_o;                       // [blocks, slots_per_block, columns, D]
   float* node_ml;                      // [blocks, slots_per_block, columns, 2]; l below 0: the row is left alone
-  float* fold;                         // [blocks, deep_levels, columns, D]: left halves that wait long
+  float* fold;                         // [blocks, fold_levels, columns, D]: left halves that wait long
   std::int32_t* row_begin;             // [B + 1]: first unit of every batch entry, then the total
   int blocks;
 };

@@ -21,7 +21,7 @@ DecodePlan plan_decode(std::int64_t batch, std::int64_t tokens, int kv_heads, in
   plan.node_o = up((static_cast<std::size_t>(batch) + 1) * sizeof(std::int32_t));
   plan.node_ml = plan.node_o + up(nodes * static_cast<std::size_t>(head_dim) * sizeof(float));
   plan.fold = plan.node_ml + up(nodes * 2 * sizeof(float));
-  plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * deep_levels * columns * static_cast<std::size_t>(head_dim) * sizeof(float);
+  plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * fold_levels * columns * static_cast<std::size_t>(head_dim) * sizeof(float);
   return plan;
 }
 

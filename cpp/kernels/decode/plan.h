@@ -38,6 +38,9 @@ struct DecodeVariant {
 };
 std::span<const DecodeVariant> bits16_variants();
 std::span<const DecodeVariant> int8_variants();
+std::span<const DecodeVariant> fp8_variants();
+std::span<const DecodeVariant> int4_variants();
 std::span<const DecodeVariant> int4_kivi_variants();
+std::span<const DecodeVariant> int4_kivi_sym_variants();
 
 }  // namespace rooftile::gpu

@@ -95,7 +95,7 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
 // conflicts. Where element d of a row lies.
 template <int D>
 __device__ __forceinline__ int swizzled(int row, int d) {
-  return row * D + ((d / 8) ^ (row & 7)) * 8 + d % 8;
+  return row * D + ((d / 8) ^ (D % 64 == 0 ? row & 7 : row / 2 & 3)) * 8 + d % 8;
 }
 
 // Starts the copies of the 8 query columns of a task, rows of `to`; zeros for padding. Any strides. A warp's work.
@@ -130,14 +130,15 @@ __device__ __forceinline__ void load_query_fragments(const T* columns_at, int la
   }
 }
 
-// Where the values of one of a block's 128 threads lie: piece j of four at d0 + 64 j.
-inline constexpr int value_pieces_apart = 64;
+// How the threads of a block share the values of a column: each has pieces of `piece_values` neighbours, so many apart.
+template <int D>
+inline constexpr int piece_values = D % 64 == 0 ? 4 : 2;
 
-// Writes S values of a column's finished row, one at d0 or pieces of four from there on; `first`: this thread writes the
+// Writes S values of a column's finished row, pieces of N neighbours from d0 on, `apart`; `first`: this thread writes the
 // log-sum-exp too.
-template <class T, int S>
+template <class T, int N, int S>
 __device__ __forceinline__ void write_result(const DecodeParams& p, const Task& task, const RowWork& w, int column, int d0,
-                                             bool first, float m, float l, const float (&o)[S]) {
+                                             int apart, bool first, float m, float l, const float (&o)[S]) {
   const Column c = column_of(p, task, w, column);
   if (c.token < 0) return;
   float sink = -INFINITY;
@@ -148,13 +149,12 @@ __device__ __forceinline__ void write_result(const DecodeParams& p, const Task& 
   const bool real = c.token < w.count;
   const tile::SoftmaxResult r = real ? tile::finish_softmax(m, l, sink) : tile::SoftmaxResult{0.0f, -INFINITY};
   T* to = p.out.as<T>() + task.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
-  constexpr int N = S < 4 ? S : 4;
   struct alignas(N * sizeof(T)) Piece {
     T x[N];
   };
 #pragma unroll
   for (int j = 0; j < S / N; ++j) {
-    const int d = d0 + j * value_pieces_apart;
+    const int d = d0 + j * apart;
     Piece values;
 #pragma unroll
     for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(real && l != 0.0f ? __fmul_rn(o[j * N + i], r.factor) : 0.0f);

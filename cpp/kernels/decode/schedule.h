@@ -27,7 +27,6 @@ namespace rooftile::gpu {
 inline constexpr int unit_tokens = 32;    // a tile of codes
 inline constexpr int max_leaves = 64;     // without the raw one
 inline constexpr int fold_levels = 7;     // 65 leaves: levels 0 to 6
-inline constexpr int deep_levels = 3;     // the last of them: what waits there waits in the workspace, not in shared memory
 inline constexpr int columns = 8;         // query heads (times new tokens) of one pass: the N of one mma
 // Nodes a block may have to store: of a run that ends or crosses a task it did not start (canonical, both ends ragged),
 // and of a run that starts a task it does not end (ragged on the right only).

@@ -21,8 +21,6 @@
 
 namespace rooftile::gpu {
 
-inline constexpr int decode_warps = 4, decode_threads = 32 * decode_warps;
-
 // What a warp keeps in flight for itself: `stages` tiles of this type.
 template <class T, int D>
 struct ElementStage {
@@ -34,11 +32,11 @@ using StageOf = std::conditional_t<is_element_format(Config::format), ElementSta
 
 template <class Config>
 struct DecodeShared {
-  static constexpr int D = Config::head_dim, S = D / 16;   // S: values a thread merges
-  StageOf<Config> ring[decode_warps][Config::stages];
-  alignas(16) float o[decode_warps][columns][D + 4];       // the warps' states at the end of a leaf; padded against conflicts
-  float m[decode_warps][columns], l[decode_warps][columns];
-  FoldMemory<S, decode_threads, columns> fold;
+  static constexpr int D = Config::head_dim, warps = Config::warps, S = columns * D / (32 * warps);   // S: values a thread merges
+  StageOf<Config> ring[warps][Config::stages];
+  alignas(16) float o[warps][columns][D + 4];       // the warps' states at the end of a leaf; padded against conflicts
+  float m[warps][columns], l[warps][columns];
+  FoldMemory<S, 32 * warps, columns, Config::deep_levels> fold;
   int bad_segment;                                         // the last one that met a page that is none
 
   // A warp's memory in other uses: query columns before its next state is written; when the ring is done a raw tile, and the
@@ -113,7 +111,8 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
 template <class Config>
 class SplitKv {
   using T = typename Config::T;
-  static constexpr int D = Config::head_dim, S = D / 16;
+  static constexpr int D = Config::head_dim, warps = Config::warps, threads = 32 * warps, column_threads = threads / columns;
+  static constexpr int S = D / column_threads, N = piece_values<D>, apart = N * column_threads;   // a thread's values of a column, in pieces
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
   static constexpr int tile_tokens = elements ? 16 : 32;
@@ -147,21 +146,24 @@ class SplitKv {
   }
 
  private:
+  struct alignas(4 * N) Piece {
+    float x[N];
+  };
+
   // Leaves [first, last) of one task.
   __device__ void segment(const Task& task, const RowWork& w, int first, int last) {
-    const int column = threadIdx.x / 16, d0 = threadIdx.x % 16 * 4;
-    const bool merges = task.pass * columns + 2 * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
+    const int column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
+    const bool merges = task.pass * columns + columns / warps * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
     __syncthreads();   // the last segment's states, where the queries go, have been read, and whether it met a page that is none
     const bool raw = is_kivi(format) && w.raw && last == w.all_leaves();
     if (raw) prefetch_raw(task, w);
-    Fold<S, decode_threads, columns> fold(shared.fold, p.fold + std::int64_t{blockIdx.x} * deep_levels * columns * D, threadIdx.x, column, first);
+    Fold<S, threads, columns, Config::deep_levels> fold(shared.fold, p.fold + std::int64_t{blockIdx.x} * Config::deep_levels * columns * D, threadIdx.x, column, first);
     int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
     const auto emit = [&](const Node<S>& node) {
       const std::int64_t at = std::int64_t{slot++} * columns + column;
 #pragma unroll
-      for (int i = 0; i < S; i += 4)
-        *reinterpret_cast<float4*>(p.node_o + at * D + d0 + i / 4 * value_pieces_apart) = make_float4(node.o[i], node.o[i + 1], node.o[i + 2], node.o[i + 3]);
+      for (int i = 0; i < S / N; ++i) *reinterpret_cast<Piece*>(p.node_o + at * D + d0 + i * apart) = *reinterpret_cast<const Piece*>(&node.o[i * N]);
       if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, shared.bad_segment == this_segment ? -1.0f : node.l);
     };
     const auto add = [&](const Node<S>& node, int leaf) {
@@ -184,7 +186,7 @@ class SplitKv {
       return;
     }
     const Node<S> result = fold.finish();
-    if (shared.bad_segment != this_segment) write_result<T>(p, task, w, column, d0, d0 == 0, result.m, result.l, result.o);
+    if (shared.bad_segment != this_segment) write_result<T, N>(p, task, w, column, d0, apart, d0 == 0, result.m, result.l, result.o);
   }
 
   // The four warps' states become one node, and are reset. Codes: they hold values of codes. Each warp brings its values to
@@ -207,7 +209,7 @@ class SplitKv {
     node.m = -INFINITY;
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int w = 0; w < decode_warps; ++w) {
+    for (int w = 0; w < warps; ++w) {
       const float2 m = *reinterpret_cast<const float2*>(&shared.m[w][2 * t]);
       top[0] = fmaxf(top[0], m.x);
       top[1] = fmaxf(top[1], m.y);
@@ -228,15 +230,13 @@ class SplitKv {
 #pragma unroll
     for (int i = 0; i < S; ++i) node.o[i] = 0.0f;
 #pragma unroll
-    for (int w = 0; w < decode_warps; ++w) {
+    for (int w = 0; w < warps; ++w) {
       node.l += shared.l[w][column];
 #pragma unroll
-      for (int i = 0; i < S; i += 4) {
-        const float4 o = *reinterpret_cast<const float4*>(&shared.o[w][column][d0 + i / 4 * value_pieces_apart]);
-        node.o[i] += o.x;
-        node.o[i + 1] += o.y;
-        node.o[i + 2] += o.z;
-        node.o[i + 3] += o.w;
+      for (int i = 0; i < S / N; ++i) {
+        const Piece o = *reinterpret_cast<const Piece*>(&shared.o[w][column][d0 + i * apart]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) node.o[i * N + j] += o.x[j];
       }
     }
     return node;
@@ -286,7 +286,7 @@ class SplitKv {
   template <class Issue, class Prepare, class Compute, class LeafEnd>
   __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Prepare& prepare,
                            const Compute& compute, const LeafEnd& leaf_end) {
-    constexpr int stride = decode_warps * tile_tokens;   // from a tile of this warp to its next
+    constexpr int stride = warps * tile_tokens;   // from a tile of this warp to its next
     const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens);
     const RowPages row = pages_of(w);
     const auto next_stage = [](int stage) { return stage + 1 < Config::stages ? stage + 1 : 0; };
@@ -441,7 +441,7 @@ class SplitKv {
 };
 
 template <class Config>
-__global__ __launch_bounds__(decode_threads, Config::blocks_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
+__global__ __launch_bounds__(32 * Config::warps, Config::blocks_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
   tile::wait_for_previous_kernel();
   tile::let_next_kernel_start();   // behind the wait: the combine counts on what this kernel found

@@ -13,13 +13,31 @@
 
 namespace rooftile::gpu {
 
+// What a format's codes are as operands: fp16 in units of code_unit; 4-bit codes come in pairs of which the odd ones count 16
+// times as much. Codes of a middle are unsigned as operands, so much too large: the middle is taken off the sums.
+template <KvFormat F>
+struct CodeKind {
+  static constexpr bool codes = !is_element_format(F), pairs = code_bits(F) == 4, middle = codes && F != KvFormat::fp8;
+  static constexpr float unit = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit, odd_unit = pairs ? tile::odd_code_unit : unit;
+  static constexpr float excess = pairs ? 8 : 128;                                            // of every code
+  static constexpr std::uint32_t excess_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;   // in code units
+  static constexpr std::uint32_t flip = pairs && !has_min(F) ? 0x88888888u : 0;               // two's complement -> unsigned
+
+  // A word of codes of eight bits -> two pairs, of four bits -> four.
+  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+    if constexpr (F == KvFormat::fp8) tile::decode_e4m3(word, low, high);
+    else tile::decode_int8_plus_128(word, low, high);
+  }
+  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t (&pair)[4]) { tile::decode_uint4(word ^ flip, pair); }
+};
+
 // A warp's running state over its tokens of one leaf.
 template <int D, KvFormat F>
 struct WarpState {
-  static constexpr bool codes = !is_element_format(F);
+  static constexpr bool middle = CodeKind<F>::middle;
   float m[2], l[2];          // l: this lane's share. m: what the weights count from, at most `slack` below the largest logit
   float shift[2];            // the part of every output of the column that does not depend on d; this lane's share
-  float o[D / 16 + codes][4];   // (d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...); codes: unsigned, and how much that is too much
+  float o[D / 16 + middle][4];   // (d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...); then how much they have too much
   float unit;                // o counts in this unit, a power of two; 0: nothing added yet
 
   __device__ __forceinline__ void reset() {
@@ -48,15 +66,15 @@ struct WarpState {
   template <class T, bool Codes>
   struct Values {
     float factor[2], excess[2], shift[2], unit;
-    static constexpr float upper = code_bits(F) == 4 ? tile::code_unit / tile::odd_code_unit : 1.0f;   // rows 8 + g: the decoder's odd pairs
+    static constexpr float upper = CodeKind<F>::unit / CodeKind<F>::odd_unit;   // rows 8 + g: the decoder's odd pairs
     static constexpr bool apart = std::is_same_v<T, tile::bf16>;
 
     __device__ __forceinline__ Values(const WarpState& state, const float (&weight)[2]) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         if constexpr (Codes) {
-          factor[j] = weight[j] * (1.0f / tile::code_unit) * (apart ? 1.0f : state.unit);
-          excess[j] = -state.o[D / 16][j] * factor[j];
+          factor[j] = weight[j] * (1.0f / CodeKind<F>::unit) * (apart ? 1.0f : state.unit);
+          excess[j] = middle ? -state.o[D / 16 + middle - 1][j] * factor[j] : 0.0f;
           shift[j] = state.shift[j] * weight[j];
         } else {
           factor[j] = weight[j];
@@ -154,6 +172,7 @@ template <class T, int D, class Wanted>
 __device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte* from, std::int64_t stride, const Wanted& wanted) {
   constexpr int pieces = D / 8, rows = 32 / pieces;   // of a row; that 32 lanes copy at once
   const int first = lane / pieces, d = lane % pieces * 8;
+  if (first >= rows) return;
   const std::byte* at = from + first * stride + d * sizeof(T);
 #pragma unroll
   for (int row = 0; row < 16; row += rows, at += rows * stride) {
@@ -225,15 +244,16 @@ __device__ __forceinline__ void values16_apart(WarpState<D, F>& state, const flo
 // (one block's parts, core/kv_layout.h).
 template <KvFormat F, int D>
 struct CodeSource {
-  static constexpr int group_pieces = is_kivi(F) ? D / 8 * (has_min(F) ? 2 : 1) : 0;   // lanes that copy scales of K's channels, and of tokens
-  static constexpr int token_pieces = has_min(F) || !is_kivi(F) ? 8 : 4;
+  static constexpr int group_pieces = is_kivi(F) ? D / 8 : 0;   // of scales of K's channels, and as many of minima
+  static constexpr int token_pieces = has_min(F) || !is_kivi(F) ? 8 : 4;   // lanes that copy scales of tokens
   const std::byte* k;
-  int v, group_scales, token_scales;
+  int v, k_scale, k_min, token_scales;
   int page_size;
 
   __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int lane)
       : k(c.k.codes + kv_head * c.k.head_stride + lane * 16), v(static_cast<int>(c.v.codes - c.k.codes)), page_size(c.page_size) {
-    group_scales = static_cast<int>((lane < D / 8 ? c.k.scale : c.k.min) - c.k.codes) + (lane % (D / 8) - lane) * 16;
+    k_scale = static_cast<int>(c.k.scale - c.k.codes);
+    k_min = static_cast<int>(c.k.min - c.k.codes);
     token_scales = static_cast<int>((lane < 4 ? c.v.scale : is_kivi(F) ? c.v.min : c.k.scale) - c.k.codes) + (lane % 4 - lane) * 16;
   }
 };
@@ -243,7 +263,8 @@ template <KvFormat F, int D>
 struct CodeStage {
   static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
   static constexpr int row_pieces = row_bytes / 16;                         // of 16 bytes
-  static constexpr bool exchanged = row_pieces == 8;                        // two neighbouring rows would share all banks
+  // Two neighbouring rows would share all banks: pieces of odd ones change places with those that the other lanes read.
+  static constexpr int exchange = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
 
   alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
   // Scales and minima in the order in which the lanes copy them: of K's channels, then of the tokens.
@@ -254,7 +275,7 @@ struct CodeStage {
 
   // Where 16 bytes of a row of K lie.
   __device__ __forceinline__ static int k_piece(int token, int piece) {
-    return token * row_bytes + (exchanged ? piece ^ (token & 1) * 4 : piece) * 16;
+    return token * row_bytes + (piece ^ (token & 1) * exchange) * 16;
   }
 
   // Starts the copy of a tile. first, second: offsets of the pages of its tokens 0 and 16; slot of token 0.
@@ -264,13 +285,31 @@ struct CodeStage {
     const std::byte* const rows[2] = {pages[0] + slot * row_bytes, two_pages ? pages[1] : pages[0] + (slot + 16) * row_bytes};
 #pragma unroll
     for (int i = 0; i < tile_bytes / 512; ++i) {
-      const int at = i * 32 + lane, half = i * 32 / (16 * row_pieces);
-      const std::byte* piece = rows[half] + (i * 512 - half * 16 * row_bytes);
-      tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), piece);
-      tile::cp_async_16(v + at * 16, piece + from.v);
+      const int at = i * 32 + lane;
+      const bool second = at >= 16 * row_pieces;
+      tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), (second ? rows[1] - 16 * row_bytes : rows[0]) + i * 512);
     }
-    if constexpr (is_kivi(F))
-      if (lane < from.group_pieces) tile::cp_async_16(k_scale + lane * 8, pages[0] + (from.group_scales + slot / kv_group * (D * 2)));
+    if (CodeKind<F>::pairs && two_pages) {   // V blocks of 16 tokens: half of every lane's piece in each page
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) tile::cp_async_8(v + (i * 32 + lane) * 16 + half * 8, pages[half] + (from.v + i * 256 - lane * 8));
+    } else {
+#pragma unroll
+      for (int i = 0; i < tile_bytes / 512; ++i) {
+        const int half = i * 512 / (16 * row_bytes);   // 8-bit codes: a multiple of 32 pieces lies in either
+        tile::cp_async_16(v + (i * 32 + lane) * 16, rows[CodeKind<F>::pairs ? 0 : half] + (from.v + i * 512 - (CodeKind<F>::pairs ? 0 : half * 16 * row_bytes)));
+      }
+    }
+    if constexpr (is_kivi(F)) {
+      const int group = slot / kv_group * (D * 2);
+#pragma unroll
+      for (int i = 0; i < from.group_pieces; i += 32)
+        if (i + lane < from.group_pieces) {
+          tile::cp_async_16(k_scale + (i + lane) * 8, pages[0] + (from.k_scale + group + i * 16));
+          if constexpr (has_min(F)) tile::cp_async_16(k_min + (i + lane) * 8, pages[0] + (from.k_min + group + i * 16));
+        }
+    }
     if (lane < from.token_pieces) {
       const std::byte* scales = lane % 4 < 2 || !two_pages ? pages[0] + slot * 2 : pages[1] - 32;
       tile::cp_async_16(token_scales + lane * 8, scales + from.token_scales);
@@ -295,16 +334,15 @@ struct GroupUnit {
     if constexpr (std::is_same_v<T, tile::bf16>) {
       std::uint32_t top = 0;   // of the magnitudes' bits
       const auto add = [&](const std::uint16_t* from) {
-        if constexpr (D == 128) {
-          const uint2 w = *reinterpret_cast<const uint2*>(from + lane * 4);
-          top = max(top, max(max(w.x & 0x7fff, w.x >> 16 & 0x7fff), max(w.y & 0x7fff, w.y >> 16 & 0x7fff)));
-        } else {
-          const std::uint32_t w = *reinterpret_cast<const std::uint32_t*>(from + lane * 2);
-          top = max(top, max(w & 0x7fff, w >> 16 & 0x7fff));
-        }
+#pragma unroll
+        for (int i = 0; i < D / 2; i += 32)
+          if (i + lane < D / 2) {
+            const std::uint32_t w = *reinterpret_cast<const std::uint32_t*>(from + (i + lane) * 2);
+            top = max(top, max(w & 0x7fff, w >> 16 & 0x7fff));
+          }
       };
       add(x.k_scale);
-      add(x.k_min);
+      if constexpr (has_min(F)) add(x.k_min);
       const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
       const std::uint32_t of = exponent > 0 && exponent < 254 ? exponent : 127;   // all zeros, or not finite: as they are
       unit = __uint_as_float(of << 23);
@@ -324,17 +362,20 @@ template <KvFormat F, int D>
 struct CodeQueries {
   tile::FragmentB q[D / 16];
   float unit[2];     // that power, of columns 2t and 2t + 1
-  float excess[2];   // int8: what their scores have too much, in code units
+  float excess[2];   // scales per token: what their scores have too much, in code units
 
   // columns_at: the columns as copy_queries_async left them.
   template <class T>
   __device__ __forceinline__ void load(const T* columns_at, int lane) {
     constexpr int quarter = D / 4;
-    // The head_dim of the lane's codes: int4 neighbours of its quarter of the row; int8 16-byte pieces of every 64.
+    // The head_dim of the lane's codes: four bits: neighbours of its quarter of the row; eight: 16-byte pieces of every 64, and
+    // of 8 bytes of the last 32.
     float x[quarter], top = 0.0f;
 #pragma unroll
     for (int i = 0; i < quarter / 8; ++i) {
-      const int d = code_bits(F) == 4 ? lane % 4 * quarter + 8 * i : i / 2 * 64 + lane % 4 * 16 + i % 2 * 8;
+      const int d = code_bits(F) == 4 ? lane % 4 * quarter + 8 * i
+                    : i / 2 < D / 64  ? i / 2 * 64 + lane % 4 * 16 + i % 2 * 8
+                                      : D / 64 * 64 + lane % 4 * 8;
       const uint4 part = *reinterpret_cast<const uint4*>(columns_at + swizzled<D>(lane / 4, d));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -354,14 +395,14 @@ struct CodeQueries {
     for (int ks = 0; ks < D / 16; ++ks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // int4: word ks / 2 holds pairs (r, r + 4), a product takes two even or two odd ones; int8: word ks holds neighbours
+        // four bits: word ks / 2 holds pairs (r, r + 4), a product takes two even or two odd ones; eight: word ks holds neighbours
         const int low = code_bits(F) == 4 ? ks / 2 * 8 + ks % 2 + 2 * half : ks * 4 + 2 * half;
         const int high = code_bits(F) == 4 ? low + 4 : low + 1;
         q[ks].r[half] = tile::pack<tile::half>(x[low] * inverse, x[high] * inverse);
       }
 #pragma unroll
     for (int j = 0; j < 2; ++j) unit[j] = __shfl_sync(0xffffffffu, own, (lane % 4 * 2 + j) * 4);
-    if constexpr (F == KvFormat::int8) {
+    if constexpr (CodeKind<F>::middle && !is_kivi(F)) {
       float sum = 0.0f;   // of what the tensor cores see
 #pragma unroll
       for (const tile::FragmentB& fragment : q)
@@ -373,101 +414,139 @@ struct CodeQueries {
 #pragma unroll
       for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) excess[j] = __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (128 * tile::code_unit);
+      for (int j = 0; j < 2; ++j) excess[j] = __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (CodeKind<F>::excess * tile::code_unit);
     }
   }
 };
+
+// Words of codes at shared memory, as many as lie there together.
+template <int N>
+__device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigned char* from) {
+  static_assert(N == 1 || N == 2 || N == 4);
+  if constexpr (N == 4) {
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+  } else if constexpr (N == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    to[0] = x.x, to[1] = x.y;
+  } else {
+    to[0] = *reinterpret_cast<const std::uint32_t*>(from);
+  }
+}
+
+// Scores of 32 tokens whose codes have eight bits, in code units: W words of every token and lane, from `from` on; q: fragments
+// that meet them.
+template <KvFormat F, int W>
+__device__ __forceinline__ void byte_scores(float (&s)[2][4], const unsigned char* const (&from)[4], const tile::FragmentB* q) {
+  std::uint32_t row[4][W];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
+#pragma unroll
+  for (int w = 0; w < W; ++w)
+#pragma unroll
+    for (int mt = 0; mt < 2; ++mt) {
+      tile::FragmentA a;
+      CodeKind<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
+      CodeKind<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
+      tile::mma<tile::half>(s[mt], a, q[w]);
+    }
+}
 
 // Scores of 32 tokens. factor: per column, what a score in the queries' units is multiplied with.
 template <class T, KvFormat F, int D>
 __device__ __forceinline__ void code_scores(float (&s)[2][4], const CodeStage<F, D>& x, const CodeQueries<F, D>& q,
                                             const float (&factor)[2], int lane) {
+  using Kind = CodeKind<F>;
   const int g = lane / 4, t = lane % 4;
-  if constexpr (F == KvFormat::int8) {
+  // Of codes of four bits, even and odd pairs count in different units, so each have their sums; of eight `even` has all.
+  float even[2][4] = {}, odd[2][4] = {};
+  if constexpr (Kind::middle && !is_kivi(F)) {
 #pragma unroll
-    for (auto& tile : s)
+    for (auto& tile : even)
 #pragma unroll
       for (int i = 0; i < 4; ++i) tile[i] = -q.excess[i & 1];
+  }
+  if constexpr (!Kind::pairs) {
 #pragma unroll
-    for (int part = 0; part < D / 64; ++part) {   // 64 channels: 16 bytes a lane and row
-      uint4 row[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) row[i] = *reinterpret_cast<const uint4*>(x.k + x.k_piece(g + 8 * i, 4 * part + t));
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
-#pragma unroll
-        for (int mt = 0; mt < 2; ++mt) {
-          tile::FragmentA a;
-          tile::decode_int8_plus_128(word(row[2 * mt], w), a.r[0], a.r[2]);
-          tile::decode_int8_plus_128(word(row[2 * mt + 1], w), a.r[1], a.r[3]);
-          tile::mma<tile::half>(s[mt], a, q.q[4 * part + w]);
-        }
+    for (int part = 0; part < D / 64; ++part)   // 64 channels: 16 bytes a lane and row
+      byte_scores<F, 4>(even, {x.k + x.k_piece(g, 4 * part + t), x.k + x.k_piece(g + 8, 4 * part + t), x.k + x.k_piece(g + 16, 4 * part + t),
+                               x.k + x.k_piece(g + 24, 4 * part + t)}, q.q + 4 * part);
+    if constexpr (D % 64 != 0) {   // the last 32
+      const unsigned char* from = x.k + g * x.row_bytes + D / 64 * 64 + t * 8;
+      byte_scores<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q.q + D / 64 * 4);
     }
-#pragma unroll
-    for (int mt = 0; mt < 2; ++mt)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * half + g]) * (1.0f / tile::code_unit);
-        s[mt][2 * half] *= scale * factor[0];
-        s[mt][2 * half + 1] *= scale * factor[1];
-      }
   } else {
-    // k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for all tokens.
-    // Even and odd pairs of codes count in different units, so each have their sums. What has been rounded is what is taken
-    // off again: eights times the scaled queries, as the codes met them.
-    float even[2][4] = {}, odd[2][4] = {}, eights[4] = {}, centre[4] = {};
+    // Scales per channel: k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for
+    // all tokens. What has been rounded is what is taken off again: eights times the scaled queries, as the codes met them.
+    float eights[4] = {}, centre[4] = {};
     const GroupUnit<T, F, D> group(x, lane);
-    // A lane's quarter of a row is D / 32 words of 8 codes.
-    std::uint32_t row[4][D / 32];
+    constexpr int W = D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;   // a lane's quarter of a row is D / 32 words of 8 codes, W together
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const unsigned char* from = x.k + (g + 8 * i) * x.row_bytes + t * (D / 8);
-      if constexpr (D == 128) {
-        const uint4 r = *reinterpret_cast<const uint4*>(from);
-        row[i][0] = r.x, row[i][1] = r.y, row[i][2] = r.z, row[i][3] = r.w;
-      } else {
-        const uint2 r = *reinterpret_cast<const uint2*>(from);
-        row[i][0] = r.x, row[i][1] = r.y;
+    for (int part = 0; part < D / 32; part += W) {
+      std::uint32_t row[4][W];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (W == 4) load_words(row[i], x.k + x.k_piece(g + 8 * i, (t * (D / 32) + part) / 4));
+        else load_words(row[i], x.k + (g + 8 * i) * x.row_bytes + (t * (D / 32) + part) * 4);
+      }
+#pragma unroll
+      for (int v = 0; v < W; ++v) {
+        const int w = part + v, channel = t * (D / 4) + 8 * w;
+        std::uint32_t scale[4] = {}, middle[4] = {};   // of pairs (r, r + 4)
+        if constexpr (is_kivi(F)) {
+          const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale + channel);
+          uint4 minima = {};
+          if constexpr (has_min(F)) minima = *reinterpret_cast<const uint4*>(x.k_min + channel);
+#pragma unroll
+          for (int r = 0; r < 4; ++r) {
+            const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
+            scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
+            if constexpr (has_min(F))
+              middle[r] = tile::fma_f16x2(scale[r], 0x48004800u, group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
+          }
+        }
+        std::uint32_t code[4][4];   // row block, pair
+#pragma unroll
+        for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {   // pairs h and h + 2
+          tile::FragmentB with = q.q[2 * w + h];
+          if constexpr (has_min(F)) tile::mma<tile::half>(centre, {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, with);
+          if constexpr (is_kivi(F)) {
+            with = {{tile::mul_f16x2(with.r[0], scale[h]), tile::mul_f16x2(with.r[1], scale[h + 2])}};
+            constexpr std::uint32_t minus_8 = 0xc800c800u;
+            tile::mma<tile::half>(eights, {{minus_8, minus_8, minus_8, minus_8}}, with);
+          }
+#pragma unroll
+          for (int mt = 0; mt < 2; ++mt)
+            tile::mma<tile::half>(h == 0 ? even[mt] : odd[mt], {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, with);
+        }
       }
     }
+    if constexpr (is_kivi(F)) {
+      float of_even[2], of_odd[2], base[2];
 #pragma unroll
-    for (int w = 0; w < D / 32; ++w) {
-      const int channel = t * (D / 4) + 8 * w;
-      const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale + channel), minima = *reinterpret_cast<const uint4*>(x.k_min + channel);
-      std::uint32_t scale[4], middle[4];   // of pairs (r, r + 4)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
-        scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
-        middle[r] = tile::fma_f16x2(scale[r], 0x48004800u, group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
+      for (int j = 0; j < 2; ++j) {
+        const float of_one = factor[j] * group.unit;
+        of_even[j] = of_one * (1.0f / Kind::unit);
+        of_odd[j] = of_one * (1.0f / Kind::odd_unit);
+        base[j] = (eights[j] + centre[j]) * of_one;
       }
-      std::uint32_t code[4][4];   // row block, pair
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tile::decode_uint4(row[i][w], code[i]);
+      for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {   // pairs h and h + 2
-        const tile::FragmentB raw = q.q[2 * w + h];
-        const tile::FragmentB scaled = {{tile::mul_f16x2(raw.r[0], scale[h]), tile::mul_f16x2(raw.r[1], scale[h + 2])}};
-        constexpr std::uint32_t minus_8 = 0xc800c800u;
-        tile::mma<tile::half>(centre, {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, raw);
-        tile::mma<tile::half>(eights, {{minus_8, minus_8, minus_8, minus_8}}, scaled);
-#pragma unroll
-        for (int mt = 0; mt < 2; ++mt)
-          tile::mma<tile::half>(h == 0 ? even[mt] : odd[mt], {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, scaled);
-      }
+        for (int i = 0; i < 4; ++i) s[mt][i] = __fmaf_rn(even[mt][i], of_even[i & 1], __fmaf_rn(odd[mt][i], of_odd[i & 1], base[i & 1]));
     }
-    float of_even[2], of_odd[2], base[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float of_one = factor[j] * group.unit;
-      of_even[j] = of_one * (1.0f / tile::code_unit);
-      of_odd[j] = of_one * (1.0f / tile::odd_code_unit);
-      base[j] = (eights[j] + centre[j]) * of_one;
-    }
+  }
+  if constexpr (!is_kivi(F)) {
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[mt][i] = __fmaf_rn(even[mt][i], of_even[i & 1], __fmaf_rn(odd[mt][i], of_odd[i & 1], base[i & 1]));
+      for (int i = 0; i < 4; ++i) {
+        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::unit);
+        const float sum = Kind::pairs ? __fmaf_rn(odd[mt][i], Kind::unit / Kind::odd_unit, even[mt][i]) : even[mt][i];
+        s[mt][i] = sum * (scale * factor[i & 1]);
+      }
   }
 }
 
@@ -532,12 +611,15 @@ __device__ __forceinline__ void code_values(WarpState<D, F>& state, const float 
   tile::FragmentB weights[2];
   if (all_seen(see, token, 32)) weigh_tokens<true>(weights, state, s, scales, see, token, lane);
   else weigh_tokens<false>(weights, state, s, scales, see, token, lane);
-  const std::uint32_t excess = code_bits(F) == 4 ? tile::pair_of_8 : tile::pair_of_128;
+  using Kind = CodeKind<F>;
+  if constexpr (Kind::middle) {
+    constexpr std::uint32_t excess = Kind::excess_pair;
 #pragma unroll
-  for (const tile::FragmentB& w : weights) tile::mma<tile::half>(state.o[D / 16], {{excess, excess, excess, excess}}, w);
-  // Blocks of 512 bytes: int8 16 tokens x 32 channels, int4 32 x 32; a lane's 16 bytes lie in lane order.
+    for (const tile::FragmentB& w : weights) tile::mma<tile::half>(state.o[D / 16], {{excess, excess, excess, excess}}, w);
+  }
+  // Blocks of 512 bytes: codes of eight bits 16 tokens x 32 channels, of four 32 x 32; a lane's 16 bytes lie in lane order.
   const auto* blocks = reinterpret_cast<const uint4*>(x.v) + lane;
-  if constexpr (F == KvFormat::int8) {
+  if constexpr (!Kind::pairs) {
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
@@ -546,8 +628,8 @@ __device__ __forceinline__ void code_values(WarpState<D, F>& state, const float 
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {   // word j: d 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
           tile::FragmentA a;
-          tile::decode_int8_plus_128(word(piece, j), a.r[0], a.r[2]);
-          tile::decode_int8_plus_128(word(piece, j + 1), a.r[1], a.r[3]);
+          Kind::decode(word(piece, j), a.r[0], a.r[2]);
+          Kind::decode(word(piece, j + 1), a.r[1], a.r[3]);
           tile::mma<tile::half>(state.o[2 * dt + j / 2], a, weights[mt]);
         }
       }
@@ -558,8 +640,8 @@ __device__ __forceinline__ void code_values(WarpState<D, F>& state, const float 
 #pragma unroll
       for (int mt = 0; mt < 2; ++mt) {   // word w: tokens 8 w + 2t and the next; pair r: d 8 r + g
         std::uint32_t even[4], odd[4];
-        tile::decode_uint4(word(piece, 2 * mt), even);
-        tile::decode_uint4(word(piece, 2 * mt + 1), odd);
+        Kind::decode(word(piece, 2 * mt), even);
+        Kind::decode(word(piece, 2 * mt + 1), odd);
 #pragma unroll
         for (int r = 0; r < 4; r += 2)
           tile::mma<tile::half>(state.o[2 * dt + r / 2], {{even[r], even[r + 1], odd[r], odd[r + 1]}}, weights[mt]);

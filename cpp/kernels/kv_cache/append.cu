@@ -2,7 +2,7 @@
 // Append: tokens of k, v [B, T, Hkv, D] -> pages, rings and codes; with cos given, k and q are turned on the way.
 //
 // Blocks walk the work of one batch entry, one warp a task:
-//   element formats, int8, int4   (token, side, head): D elements of one token
+//   element formats, int8, fp8, int4   (token, side, head): D elements of one token
 //   kivi formats                  (group, side, head): up to 32 tokens. A task encodes its group if that closes in this
 //                                 call and then writes the raw tokens into the ring.
 //   q                             (token, head)
@@ -278,10 +278,17 @@ struct Grid {
     float ratio = __fmul_rn(a, inverse_);
     ratio = __fmaf_rn(__fmaf_rn(-scale_, ratio, a), inverse_, ratio);
     ratio = __fmaf_rn(__fmaf_rn(-scale_, ratio, a), inverse_, ratio);
+    if constexpr (f == KvFormat::fp8) return good_ ? e4m3(fminf(fabsf(ratio), top)) | (__float_as_int(x) >> 24 & 0x80) : 0;
     return good_ ? __float2int_rn(fminf(fmaxf(ratio, bottom), top)) : 0;
   }
 
  private:
+  // The E4M3 number nearest to 0 <= x <= 448, ties to the even one: below 2^-6 in steps of 2^-9, else three bits of mantissa.
+  static __device__ int e4m3(float x) {
+    if (x < 0x1p-6f) return __float2int_rn(x * 0x1p+9f);
+    const int bits = __float_as_int(x);
+    return ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+  }
   static __device__ T round(float x) {
     if (x != x) {
       const std::uint16_t bits = bf16 ? 0x7fc0 : 0x7e00;
@@ -608,6 +615,7 @@ template <class T>
 Kernel kernel_for(KvFormat f) {
   switch (f) {
     case KvFormat::int8: return append<T, KvFormat::int8>;
+    case KvFormat::fp8: return append<T, KvFormat::fp8>;
     case KvFormat::int4: return append<T, KvFormat::int4>;
     case KvFormat::int4_kivi_sym: return append<T, KvFormat::int4_kivi_sym>;
     case KvFormat::int4_kivi: return append<T, KvFormat::int4_kivi>;

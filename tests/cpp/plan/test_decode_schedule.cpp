@@ -324,7 +324,7 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
                 EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 1) * 4);
                 EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
                 EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
-                const std::size_t fold = static_cast<std::size_t>(plan.blocks * deep_levels * columns * head_dim) * 4;
+                const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * columns * head_dim) * 4;
                 EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
                 EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
                 EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);

@@ -3,11 +3,12 @@
 
 namespace rooftile::gpu {
 
-struct Fp16Int8D64 : DecodeConfig<tile::half, KvFormat::int8, 64, 3, 2> {};
-struct Fp16Int8D128 : DecodeConfig<tile::half, KvFormat::int8, 128, 2, 2> {};
-struct Bf16Int8D64 : DecodeConfig<tile::bf16, KvFormat::int8, 64, 3, 2> {};
-struct Bf16Int8D128 : DecodeConfig<tile::bf16, KvFormat::int8, 128, 2, 2> {};
+template <class T, int D, int Stages, int Blocks>
+struct Int8 : DecodeConfig<T, KvFormat::int8, D, Stages, Blocks> {};
 
-std::span<const DecodeVariant> int8_variants() { return decode_variants<Fp16Int8D64, Fp16Int8D128, Bf16Int8D64, Bf16Int8D128>(); }
+std::span<const DecodeVariant> int8_variants() {
+  return decode_variants<Int8<tile::half, 64, 3, 2>, Int8<tile::half, 96, 2, 2>, Int8<tile::half, 128, 2, 2>, Int8<tile::half, 192, 2, 3>, Int8<tile::half, 256, 2, 2>,
+                         Int8<tile::bf16, 64, 3, 2>, Int8<tile::bf16, 96, 2, 2>, Int8<tile::bf16, 128, 2, 2>, Int8<tile::bf16, 192, 2, 3>, Int8<tile::bf16, 256, 2, 2>>();
+}
 
 }  // namespace rooftile::gpu
