@@ -61,10 +61,11 @@ void check_alignment(const KvCacheView& c) {
                         ": cache has a ring that does not start at a multiple of 16 bytes, which the GPU kernels need");
 }
 
-// Work is counted in 32 bits: the units of all tasks, and a sixteenth more where shares are rounded.
+// Work is counted in 32 bits: the units of all tasks, half as much again as their tokens if leaves are short, and a
+// fifteenth more where shares are rounded.
 void check_size(const DecodeArgs& a) {
   const double columns_all = static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / columns + a.cache->kv_heads;
-  const double of_task = static_cast<double>(a.cache->capacity()) / unit_tokens + 2;
+  const double of_task = 1.5 * static_cast<double>(a.cache->capacity()) / unit_tokens + 16;
   const double units = static_cast<double>(a.q.shape[0]) * columns_all * of_task;
   ROOFTILE_CHECK_KIND(not_supported, units < 0x1p30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q), " over a cache of capacity ",
                       a.cache->capacity(), " is more than one call counts (2^30 units of 32 tokens x 8 query columns)");
@@ -112,6 +113,7 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
   p.fold = reinterpret_cast<float*>(workspace + plan.fold);
   p.blocks = plan.blocks;
+  p.even = even_shares(std::int64_t{p.batch} * p.cache.kv_heads * p.passes, p.blocks);
   if (plan.blocks > 0) variant.launch(scope, p);
   std::string dim = "d";
   dim += std::to_string(a.cache->head_dim);

@@ -18,7 +18,7 @@ DecodePlan plan_decode(std::int64_t batch, std::int64_t tokens, int kv_heads, in
   plan.blocks = static_cast<int>(std::min<std::int64_t>(std::int64_t{sms} * blocks_per_sm, leaves));
   const auto up = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
   const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * columns;
-  plan.node_o = up((static_cast<std::size_t>(batch) + 1) * sizeof(std::int32_t));
+  plan.node_o = up((static_cast<std::size_t>(batch) + 2) * sizeof(std::int32_t));
   plan.node_ml = plan.node_o + up(nodes * static_cast<std::size_t>(head_dim) * sizeof(float));
   plan.fold = plan.node_ml + up(nodes * 2 * sizeof(float));
   plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * fold_levels * columns * static_cast<std::size_t>(head_dim) * sizeof(float);

@@ -58,7 +58,7 @@ struct BlockRange {
 };
 __device__ __forceinline__ RowWork broadcast(const RowWork& w, int lane) {
   const auto from = [lane](int x) { return __shfl_sync(0xffffffffu, x, lane); };
-  return {from(w.row), from(w.length), from(w.count), from(w.begin), from(w.end), from(w.units), from(w.leaves), from(w.raw) != 0,
+  return {from(w.row), from(w.length), from(w.count), from(w.begin), from(w.end), from(w.units), from(w.leaves), from(w.leaf_cost), from(w.raw) != 0,
           static_cast<KvFault>(from(static_cast<int>(w.fault)))};
 }
 
@@ -86,8 +86,15 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
   const auto units_of = [tasks](const RowWork& w) { return w.task_units() * tasks; };
   RowWork own = work_of(lane);
   int sum = units_of(own);
-  for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(work_of(b));
-  const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks);
+  const int first_task = __shfl_sync(0xffffffffu, own.task_units(), 0);
+  bool even = lane >= p.batch || own.task_units() == first_task;
+  for (int b = lane + 32; b < p.batch; b += 32) {
+    const RowWork w = work_of(b);
+    sum += units_of(w);
+    even &= w.task_units() == first_task;
+  }
+  const int task_units = __all_sync(0xffffffffu, even) ? first_task : 0;
+  const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks, task_units, p.even);
   BlockRange r{split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1, {}};
   if (r.begin >= r.end && !reports) return r;
   int before = 0;
@@ -104,7 +111,10 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
     }
     before = __shfl_sync(0xffffffffu, end, 31);
   }
-  if (reports && lane == 0) p.row_begin[p.batch] = split.total;
+  if (reports && lane == 0) {
+    p.row_begin[p.batch] = split.total;
+    p.row_begin[p.batch + 1] = task_units;
+  }
   return r;
 }
 

@@ -148,13 +148,14 @@ TEST(DecodeSchedule, LeafFromFindsTheFirstLeafThatStartsThere) {
       for (bool raw : {false, true}) {
         RowWork w;
         w.units = units;
+        w.leaf_cost = units + 2;
         w.begin = 64;
         w.end = w.begin + paged * unit_tokens;
         w.leaves = divide_up(paged, units);
         w.raw = raw;
         for (int unit = -3; unit <= w.task_units(); ++unit) {
           int expected = 0;
-          while (expected < w.all_leaves() && w.leaf_begin(expected) < unit) ++expected;
+          while (expected < w.all_leaves() && w.leaf_middle(expected) < unit) ++expected;
           ASSERT_EQ(w.leaf_from(unit), expected) << units << " units, " << w.leaves << " leaves, raw " << raw << ", from " << unit;
         }
       }
@@ -200,7 +201,7 @@ TEST(DecodeSchedule, ARowsWorkIsWhatItsQueriesSee) {
       FAIL() << "a query of a row that holds tokens sees its own";
     }
     ASSERT_LE(w.leaves, max_leaves);
-    ASSERT_EQ(w.task_units(), (w.end - w.begin + 31) / 32 + (w.raw ? 1 : 0));
+    ASSERT_EQ(w.task_units(), (w.end - w.begin + 31) / 32 + w.leaves * (is_element_format(format) ? 1 : 2) + (w.raw ? 3 : 0) + 4);
     ASSERT_GE(w.all_leaves(), 1);
   }
 }
@@ -230,13 +231,18 @@ TEST(DecodeSchedule, WhatCannotBeIsAFaultAndNoWork) {
 TEST(DecodeSchedule, SharesOfTheUnits) {
   Random random(4);
   for (int trial = 0; trial < 2000; ++trial) {
-    const int total = between(random, 1, trial % 2 ? 500 : 1 << 30), blocks = between(random, 1, 300);
-    const Split split(total, blocks);
+    const int blocks = between(random, 1, 300), task = trial % 3 ? 0 : between(random, 8, trial % 2 ? 40 : 1 << 18);
+    const int tasks = task == 0 ? 1 : trial % 4 < 2 ? between(random, 1, 2000) : between(random, 1, blocks);
+    const int total = task == 0 ? between(random, 1, trial % 2 ? 500 : 1 << 30) : task * tasks;
+    const Split split(total, blocks, task, even_shares(tasks, blocks));
     ASSERT_EQ(split.begin(0), 0);
     ASSERT_EQ(split.begin(blocks), total);
     const std::int64_t least = (total + blocks - 1) / blocks;
-    ASSERT_GE(split.each, least);
-    ASSERT_LE(split.each - least, least / 16) << "no share is much larger than it must be";
+    ASSERT_GE(split.each, least - RowWork::start_cost);
+    ASSERT_LE(split.each, least + least / 14 + 1) << "no share is much larger than it must be";
+    if (task == 0) {
+      ASSERT_EQ(split.each, least);
+    }
     for (int block = 0; block < blocks; ++block) {
       const int begin = split.begin(block), end = split.begin(block + 1);
       ASSERT_LE(begin, end);
@@ -260,11 +266,12 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
     int total = 0;
     for (int b = 0; b < batch; ++b) {
       const int length = between(random, 0, 4) == 0 ? 0 : between(random, 0, longest);
-      works.push_back(row_work(format, longest, b, batch, length, between(random, 0, 3), 3, 0, trial % 4 ? 0 : 500));
+      works.push_back(row_work(format, longest, b, batch, trial % 7 < 3 ? longest : length, trial % 7 < 3 ? 3 : between(random, 0, 3), 3, 0, trial % 4 ? 0 : 500));
       total += works.back().task_units() * tasks;
     }
     if (total == 0) continue;
-    const Split split(total, blocks);
+    const bool even = std::all_of(works.begin(), works.end(), [&](const RowWork& w) { return w.task_units() == works[0].task_units(); });
+    const Split split(total, blocks, even ? works[0].task_units() : 0, even_shares(batch * tasks, blocks));
     std::vector<int> slots_used(static_cast<std::size_t>(blocks * slots_per_block));
     int base = 0;
     for (const RowWork& w : works) {
@@ -280,7 +287,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
           for (int leaf = first; leaf < last; ++leaf) {
             ASSERT_EQ(owners[static_cast<std::size_t>(leaf)], -1);
             owners[static_cast<std::size_t>(leaf)] = block;
-            ASSERT_EQ(split.owner(base + w.leaf_begin(leaf)), block);   // what the combine looks for
+            ASSERT_EQ(split.owner(base + w.leaf_middle(leaf)), block);   // what the combine looks for
           }
           if (first >= last) continue;
           const Folded run = fold(first, last, leaves);
@@ -297,7 +304,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
         }
         ASSERT_EQ(std::count(owners.begin(), owners.end(), -1), 0);
         // the combine's question: did one block write the result?
-        ASSERT_EQ(whole, split.owner(base) == split.owner(base + w.leaf_begin(leaves - 1)) ? 1 : 0);
+        ASSERT_EQ(whole, split.owner(base + w.leaf_middle(0)) == split.owner(base + w.leaf_middle(leaves - 1)) ? 1 : 0);
         if (!whole) {
           ASSERT_EQ(tree(nodes), expected[static_cast<std::size_t>(leaves)]);
         }
@@ -321,7 +328,7 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
                 // every block that fits, but none without a leaf
                 EXPECT_EQ(plan.blocks, std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * (max_leaves + 1)));
                 const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * columns;
-                EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 1) * 4);
+                EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 2) * 4);
                 EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
                 EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
                 const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * columns * head_dim) * 4;
