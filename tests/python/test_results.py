@@ -191,10 +191,21 @@ def test_what_the_formats_cost_qwen():
     page = (ROOT / "docs/guide/models.md").read_text()
     text = page[page.index("Models differ. Qwen2.5") : page.index(f"bench/results/{QWEN}")]
     assert f"baseline {rows['baseline']['perplexity']:.2f}," in text
-    written = re.findall(r"\+([\d.]+) ± ([\d.]+)", text)
-    for format, cell in zip(PLAIN_PYTORCH, written, strict=True):
+    formats, written = re.findall(r"\| `([\w-]+)`", text), re.findall(r"([+-][\d.]+) ± ([\d.]+)", text)
+    assert set(formats) == {row["format"] for row in rows.values()} - {None}
+    for format, cell in zip(formats, written, strict=True):
         for value, key in zip(cell, ("dnll", "dnll_se"), strict=True):
-            assert f"{rows[format][key]:.{len(value.partition('.')[2])}f}" == value, (format, key)
+            sign = "+" if key == "dnll" else ""
+            assert f"{rows[format][key]:{sign}.{len(value.partition('.')[2])}f}" == value, (format, key)
+
+
+def test_int8_and_fp8():
+    """What docs/guide/cache-formats.md says of the two formats of one byte."""
+    page = (ROOT / "docs/guide/cache-formats.md").read_text()
+    for name, written in zip((SHOWN["ppl"], QWEN), re.findall(r"([\d.]+\d) against ([\d.]+\d)", page), strict=True):
+        kl = {row["name"]: row["kl"] for row in RESULTS[name]["rows"]}
+        for format, text in zip(("int8", "fp8"), written, strict=True):
+            assert f"{kl[format]:.{len(text.partition('.')[2])}f}" == text, (name, format)
 
 
 def test_speed_of_the_demo():
