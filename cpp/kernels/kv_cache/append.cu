@@ -2,10 +2,12 @@
 // Append: tokens of k, v [B, T, Hkv, D] -> pages, rings and codes; with cos given, k and q are turned on the way.
 //
 // Blocks walk the work of one batch entry, one warp a task:
+//   q                             (token, two heads)
 //   element formats, int8, fp8, int4   (token, side, head): D elements of one token
 //   kivi formats                  (group, side, head): up to 32 tokens. A task encodes its group if that closes in this
-//                                 call and then writes the raw tokens into the ring.
-//   q                             (token, head)
+//                                 call and then writes the raw tokens into the ring. Where a call has so few tokens that
+//                                 they overwrite none that a closing group reads, each part of a group (K: 32 channels, V: 8
+//                                 tokens) is a task of its own: a decode step waits for the one row that closes its group.
 // Every block judges its entry before it writes: what the host cannot see (rows, counts, lengths, table entries,
 // positions) is checked here, and an entry that cannot be is left alone. A length may grow when all blocks of its entry
 // have read it. Where they are few (the tokens of decode steps) they are one block or one cluster, which knows: its first
@@ -26,6 +28,7 @@
 #include <type_traits>
 
 #include "core/half.h"
+#include "core/hd.h"
 #include "core/kv_layout.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
@@ -38,9 +41,12 @@ namespace {
 
 using tile::to_float;
 
-constexpr int warps = 4;                             // of a block
+constexpr int warps = 8;                             // of a block
 constexpr int head_rows = max_head_dim / (4 * 32);   // a row is four values a lane; a token's head is so many at most
-constexpr int staged_rows(KvFormat f) { return is_kivi(f) ? kv_group : head_rows; }
+constexpr int part_tokens = 8;                       // of a closing group: a lane holds a quad of so many tokens
+constexpr int staged_rows(KvFormat f) { return is_kivi(f) ? part_tokens : head_rows; }
+// Parts of a closing group of one head and side.
+ROOFTILE_HD constexpr int parts_of(bool is_v, int head_dim) { return is_v ? kv_group / part_tokens : padded_head_dim(head_dim) / 32; }
 
 struct Strided {   // [B, T, H, D] of 16-bit elements
   void* data = nullptr;
@@ -54,6 +60,7 @@ struct Rope {   // tables [max_position, pairs], positions [B, T]
   std::int64_t max_position = 0;
   int pairs = 0;
   bool fp32 = false, wide_positions = false;   // tables are fp32, else the cache's dtype; positions are int64
+  bool wide = false;                           // four pairs in a row are one access, and no quad holds parts of two halves
 };
 
 struct AppendParams {
@@ -135,8 +142,21 @@ __device__ void report(const AppendParams& p, const Entry& e, int b) {
 // ---- four values of a token ----
 
 template <class T>
-struct alignas(8) Quad {
-  T x[4];
+struct alignas(8) Quad {   // in words: 16-bit values would lie in a register each
+  std::uint32_t words[2];
+
+  __device__ float operator[](int j) const {
+    const float2 pair = tile::unpack<T>(words[j / 2]);
+    return j % 2 == 0 ? pair.x : pair.y;
+  }
+  __device__ void set(int j, T x) {
+    const std::uint32_t bits = reinterpret_cast<const std::uint16_t&>(x);
+    words[j / 2] = j % 2 == 0 ? (words[j / 2] & 0xffff0000u) | bits : (words[j / 2] & 0xffffu) | bits << 16;
+  }
+  __device__ T get(int j) const {
+    const auto bits = static_cast<std::uint16_t>(words[j / 2] >> (16 * (j % 2)));
+    return reinterpret_cast<const T&>(bits);
+  }
 };
 
 // Which dims are quad q of a token. K codes are stored in order; the V codes of d, d + 8, d + 16, d + 24 lie together.
@@ -163,12 +183,10 @@ template <class Order, class T>
 __device__ Quad<T> load(const Token<T>& from, int q, int head_dim) {
   if constexpr (std::is_same_v<Order, InOrder>)
     if (from.wide && 4 * q < head_dim) return *reinterpret_cast<const Quad<T>*>(from.at + 4 * q);
-  Quad<T> quad;
+  Quad<T> quad{};
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int d = Order::dim(q, j);
-    quad.x[j] = d < head_dim ? from.at[d * from.stride] : tile::from_float<T>(0.0f);
-  }
+  for (int j = 0; j < 4; ++j)
+    if (const int d = Order::dim(q, j); d < head_dim) quad.set(j, from.at[d * from.stride]);
   return quad;
 }
 
@@ -180,30 +198,75 @@ __device__ void store(const Token<T>& to, int q, int head_dim, const Quad<T>& qu
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j)
-    if (4 * q + j < head_dim) to.at[(4 * q + j) * to.stride] = quad.x[j];
+    if (4 * q + j < head_dim) to.at[(4 * q + j) * to.stride] = quad.get(j);
 }
 
-// Quad q, in order, of a token that the rotation of its position turns.
+// Quad q, in order, of a token that turns, and what each of its values turns with. Past the pairs there is none.
 template <class T>
-__device__ Quad<T> turned(const Rope& r, std::int64_t position, const Token<T>& from, int q, int head_dim) {
-  const auto entry = [&](const void* table, std::int64_t at) {
-    return static_cast<double>(r.fp32 ? static_cast<const float*>(table)[at] : to_float(static_cast<const T*>(table)[at]));
-  };
-  Quad<T> quad;
+struct Pair {
+  Quad<T> own, partner;
+};
+struct Angles {
+  float cos[4], sin[4];
+};
+
+template <class T>
+__device__ Pair<T> pair_of(const Rope& r, const Token<T>& from, int q, int head_dim) {
+  Pair<T> pair{load<InOrder>(from, q, head_dim), {}};
+  const auto partner = [&](int d) { return d < r.pairs ? d + r.pairs : d - r.pairs; };
+  if (r.wide && from.wide) {
+    if (4 * q < 2 * r.pairs) pair.partner = *reinterpret_cast<const Quad<T>*>(from.at + partner(4 * q));
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (4 * q + j < 2 * r.pairs) pair.partner.set(j, from.at[partner(4 * q + j) * from.stride]);
+  }
+  return pair;
+}
+
+template <class T>
+__device__ Angles angles_of(const Rope& r, std::int64_t position, int q) {
+  const std::int64_t cos = position * r.cos_row, sin = position * r.sin_row;
+  Angles a{};
+  if (r.wide) {
+    const int i = 4 * q < r.pairs ? 4 * q : 4 * q - r.pairs;
+    if (i >= r.pairs) return a;
+    const auto read = [&](float(&x)[4], const void* table, std::int64_t at) {
+      if (r.fp32) {
+        const float4 quad = *reinterpret_cast<const float4*>(static_cast<const float*>(table) + at);
+        x[0] = quad.x, x[1] = quad.y, x[2] = quad.z, x[3] = quad.w;
+      } else {
+        const Quad<T> quad = *reinterpret_cast<const Quad<T>*>(static_cast<const T*>(table) + at);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = quad[j];
+      }
+    };
+    read(a.cos, r.cos, cos + i);
+    read(a.sin, r.sin, sin + i);
+  } else {
+    const auto read = [&](const void* table, std::int64_t at) {
+      return r.fp32 ? static_cast<const float*>(table)[at] : to_float(static_cast<const T*>(table)[at]);
+    };
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int d = 4 * q + j, i = d < r.pairs ? d : d - r.pairs;
+      if (i >= r.pairs) continue;
+      a.cos[j] = read(r.cos, cos + i * r.cos_column);
+      a.sin[j] = read(r.sin, sin + i * r.sin_column);
+    }
+  }
+  return a;
+}
+
+template <class T>
+__device__ Quad<T> turned(const Rope& r, const Pair<T>& pair, const Angles& a, int q) {
+  Quad<T> quad = pair.own;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int d = 4 * q + j, i = d < r.pairs ? d : d - r.pairs;
-    if (d >= head_dim) {
-      quad.x[j] = tile::from_float<T>(0.0f);
-    } else if (d >= 2 * r.pairs) {
-      quad.x[j] = from.at[d * from.stride];
-    } else {
-      const double c = entry(r.cos, position * r.cos_row + i * r.cos_column);
-      const double s = entry(r.sin, position * r.sin_row + i * r.sin_column);
-      const double low = to_float(from.at[i * from.stride]), high = to_float(from.at[(i + r.pairs) * from.stride]);
-      const double y = d < r.pairs ? low * c - high * s : high * c + low * s;
-      quad.x[j] = tile::from_float<T>(static_cast<float>(y));
-    }
+    const int d = 4 * q + j;
+    const double own = pair.own[j], partner = pair.partner[j], sin = d < r.pairs ? -a.sin[j] : a.sin[j];
+    const float y = static_cast<float>(own * a.cos[j] + partner * sin);
+    if (d < 2 * r.pairs) quad.set(j, tile::from_float<T>(y));
   }
   return quad;
 }
@@ -230,6 +293,15 @@ struct Range {
   __device__ void join() {   // all lanes hold parts of one group
     if constexpr (has_min(f)) low = __reduce_min_sync(0xffffffffu, low);
     high = __reduce_max_sync(0xffffffffu, high);
+  }
+  __device__ void join_with(int lanes) {   // that many lanes on, in turn, another part
+    if constexpr (has_min(f)) low = min(low, __shfl_xor_sync(0xffffffffu, low, lanes));
+    high = max(high, __shfl_xor_sync(0xffffffffu, high, lanes));
+  }
+  __device__ void become(const Range& other, bool so) {   // by bits: a choice would be one of addresses, in memory
+    const int mask = -static_cast<int>(so);
+    low = (low & ~mask) | (other.low & mask);
+    high = (high & ~mask) | (other.high & mask);
   }
   __device__ bool broken() const {   // holds a NaN or an infinity: they lie past all numbers
     return high >= infinity || (has_min(f) && low <= flip(infinity | static_cast<int>(0x80000000u)));
@@ -263,10 +335,19 @@ struct Grid {
       minimum = to_float(stored_minimum);
     }
     const float scale = to_float(stored_scale);
-    good_ = scale > 0.0f;
     factor_ = !bf16 ? 1.0f : scale < 0x1p-64f ? 0x1p+80f : scale > 0x1p+64f ? 0x1p-80f : 1.0f;
     scale_ = __fmul_rn(scale, factor_);
     inverse_ = __frcp_rn(scale_);
+  }
+
+  // That of a lane, for codes.
+  __device__ Grid of(int lane) const {
+    Grid grid = *this;
+    if constexpr (has_min(f)) grid.minimum = __shfl_sync(0xffffffffu, minimum, lane);
+    grid.scale_ = __shfl_sync(0xffffffffu, scale_, lane);
+    grid.inverse_ = __shfl_sync(0xffffffffu, inverse_, lane);
+    if constexpr (bf16) grid.factor_ = __shfl_sync(0xffffffffu, factor_, lane);
+    return grid;
   }
 
   // 0 where the scale is 0 or NaN. The quotient is the correctly rounded one: behind the first correction it errs by
@@ -278,8 +359,8 @@ struct Grid {
     float ratio = __fmul_rn(a, inverse_);
     ratio = __fmaf_rn(__fmaf_rn(-scale_, ratio, a), inverse_, ratio);
     ratio = __fmaf_rn(__fmaf_rn(-scale_, ratio, a), inverse_, ratio);
-    if constexpr (f == KvFormat::fp8) return good_ ? e4m3(fminf(fabsf(ratio), top)) | (__float_as_int(x) >> 24 & 0x80) : 0;
-    return good_ ? __float2int_rn(fminf(fmaxf(ratio, bottom), top)) : 0;
+    if constexpr (f == KvFormat::fp8) return scale_ > 0.0f ? e4m3(fminf(fabsf(ratio), top)) | (__float_as_int(x) >> 24 & 0x80) : 0;
+    return scale_ > 0.0f ? __float2int_rn(fminf(fmaxf(ratio, bottom), top)) : 0;
   }
 
  private:
@@ -297,7 +378,6 @@ struct Grid {
     return tile::from_float<T>(x);
   }
   float scale_, inverse_, factor_;   // scale_: the stored one times factor_, a power of two
-  bool good_;
 };
 
 // Four codes side by side, the first lowest.
@@ -328,7 +408,7 @@ __device__ void store_codes(const KvCacheView& c, std::byte* section, int slot, 
 
 // ---- what one warp does ----
 
-template <class T, KvFormat f>
+template <class T, KvFormat f, bool turning>   // turning: cos is given
 struct Warp {
   const AppendParams& p;
   const Entry& e;
@@ -348,7 +428,7 @@ struct Warp {
     return {reinterpret_cast<T*>(is_v ? p.c.ring_v : p.c.ring_k) + slot * p.c.head_dim, 1, p.wide_ring};
   }
 
-  __device__ bool turns(bool is_v) const { return p.rope.cos && !is_v; }
+  __device__ bool turns(bool is_v) const { return turning && !is_v; }
   __device__ Token<T> given(int token, int head, bool is_v) const { return token_of<T>(is_v ? p.v : p.k, b, token, head); }
   // Quad q of a new token, in the order in which it is stored; V is encoded by eights. Without what a rotation does.
   __device__ Quad<T> given_quad(const Token<T>& from, bool is_v, int q) const {
@@ -358,17 +438,19 @@ struct Warp {
   }
   __device__ Quad<T> new_quad(int token, int head, bool is_v, int q) const {
     const Token<T> from = given(token, head, is_v);
-    return turns(is_v) ? turned(p.rope, position_of(p.rope, b, token), from, q, p.c.head_dim) : given_quad(from, is_v, q);
+    if constexpr (turning)
+      if (!is_v) return turned(p.rope, pair_of(p.rope, from, q, p.c.head_dim), angles_of<T>(p.rope, position_of(p.rope, b, token), q), q);
+    return given_quad(from, is_v, q);
   }
 
-  // Four values of a new token that were on their way before the entry was judged: the lane's first.
+  // What was on its way before the entry was judged: the lane's first quad of a new token, or of two heads of q, turned.
   struct Early {
-    Quad<T> quad;
+    Quad<T> quad[2];
     bool there;
   };
-  __device__ void copy_new(const Token<T>& to, int token, int head, bool is_v, const Early& early) const {
+  __device__ void copy_new(const Token<T>& to, int token, int head, bool is_v, const Early& early, bool there) const {
     for (int q = lane; 4 * q < p.c.head_dim; q += 32)
-      store(to, q, p.c.head_dim, early.there && q == lane ? early.quad : new_quad(token, head, is_v, q));
+      store(to, q, p.c.head_dim, there && q == lane ? early.quad[0] : new_quad(token, head, is_v, q));
   }
 
   // One token as one group; its values are staged from `row` on.
@@ -382,7 +464,7 @@ struct Warp {
       const Quad<T> x = staged[row + q / 32][lane];
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (Order::dim(q, j) < c.head_dim) range.add(to_float(x.x[j]));
+        if (Order::dim(q, j) < c.head_dim) range.add(x[j]);
     }
     range.join();
     const Grid<T, f> grid(range);
@@ -394,7 +476,7 @@ struct Warp {
       const Quad<T> x = staged[row + q / 32][lane];
       int codes[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) codes[j] = Order::dim(q, j) < c.head_dim ? grid.code(to_float(x.x[j])) : 0;
+      for (int j = 0; j < 4; ++j) codes[j] = Order::dim(q, j) < c.head_dim ? grid.code(x[j]) : 0;
       store_codes<f, Order>(c, section(plane, plane.codes, page, head), slot, q, packed<f>(codes));
     }
   }
@@ -405,10 +487,10 @@ struct Warp {
     const KvCacheView::Plane& plane = is_v ? p.c.v : p.c.k;
     if constexpr (is_element_format(f)) {
       std::byte* at = section(plane, plane.codes, page_of(position), head) + slot_of(position) * plane.token_stride;
-      copy_new({reinterpret_cast<T*>(at), 1, p.wide_pool}, token, head, is_v, early);
+      copy_new({reinterpret_cast<T*>(at), 1, p.wide_pool}, token, head, is_v, early, early.there);
     } else {
       for (int q = lane; 4 * q < padded_head_dim(p.c.head_dim); q += 32)
-        staged[q / 32][lane] = early.there && q == lane ? early.quad : new_quad(token, head, is_v, q);
+        staged[q / 32][lane] = early.there && q == lane ? early.quad[0] : new_quad(token, head, is_v, q);
       if (is_v)
         encode_token<ByEight>(plane, position, head, 0);
       else
@@ -416,64 +498,134 @@ struct Warp {
     }
   }
 
-  // K of the 32 tokens from `first` on, one group a channel: those that are older than the call lie in the ring.
-  __device__ void close_k(int first, int head) const {
+  // Quad q of eight tokens of a closing group, those that are older than the call from the ring: all on their way at once.
+  template <class Position>
+  __device__ void fetch(Quad<T> (&x)[part_tokens], bool is_v, int head, int q, Position position) const {
     const KvCacheView& c = p.c;
-    const std::int64_t page = page_of(first);
-    const int slot = slot_of(first), padded = padded_head_dim(c.head_dim);
-    for (int q = lane; 4 * q < padded; q += 32) {
-      Range<f> range[4];
-      const auto stage = [&](int t, const Quad<T>& x) {
-        staged[t][lane] = x;
+    const Strided& s = is_v ? p.v : p.k;
+    const Token<T> first_new = given(0, head, is_v), first_slot = ring(is_v, 0, head);
+    const auto is_new = [&](int i) { return position(i) >= e.length; };
+    const auto at = [&](int i) {
+      return is_new(i) ? first_new.at + (position(i) - e.length) * s.token : first_slot.at + position(i) % kv_ring * c.head_dim;
+    };
+    const bool wide = first_slot.wide && first_new.wide;
+    if (wide && 4 * q < c.head_dim) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) range[j].add(to_float(x.x[j]));
-      };
-      const int old = max(e.length - first, 0), token = first - e.length;
-#pragma unroll 8
-      for (int t = 0; t < old; ++t) stage(t, load<InOrder>(ring(false, first + t, head), q, c.head_dim));
-      if (p.rope.cos) {
-#pragma unroll 1
-        for (int t = old; t < kv_group; ++t) stage(t, new_quad(token + t, head, false, q));
-      } else {
-#pragma unroll 4
-        for (int t = old; t < kv_group; ++t) stage(t, load<InOrder>(given(token + t, head, false), q, c.head_dim));
-      }
-      const Grid<T, f> grid[4] = {Grid<T, f>(range[0]), Grid<T, f>(range[1]), Grid<T, f>(range[2]), Grid<T, f>(range[3])};
-      const std::int64_t index = std::int64_t{slot / kv_group} * padded + 4 * q;
-      T* scales = reinterpret_cast<T*>(section(c.k, c.k.scale, page, head)) + index;
+      for (int i = 0; i < part_tokens; ++i) x[i] = *reinterpret_cast<const Quad<T>*>(at(i) + 4 * q);
+    } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) scales[j] = grid[j].stored_scale;
-      if constexpr (has_min(f)) {
-        T* minima = reinterpret_cast<T*>(section(c.k, c.k.min, page, head)) + index;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) minima[j] = grid[j].stored_minimum;
-      }
-      std::byte* codes_at = section(c.k, c.k.codes, page, head);
-#pragma unroll 4
-      for (int t = 0; t < kv_group; ++t) {
-        const Quad<T> x = staged[t][lane];
-        int codes[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) codes[j] = grid[j].code(to_float(x.x[j]));
-        store_codes<f, InOrder>(c, codes_at, slot + t, q, packed<f>(codes));
-      }
+      for (int i = 0; i < part_tokens; ++i) x[i] = {};
     }
+    if (wide && !turns(is_v)) return;
+    const auto slow = [&](int i) { return !wide || (turns(is_v) && is_new(i)); };
+#pragma unroll 1
+    for (int i = 0; i < part_tokens; ++i)
+      if (slow(i))
+        staged[i][lane] = is_new(i) && turns(is_v) ? new_quad(position(i) - e.length, head, is_v, q)
+                                                   : load<InOrder>(Token<T>{at(i), is_new(i) ? s.dim : 1, false}, q, c.head_dim);
+#pragma unroll
+    for (int i = 0; i < part_tokens; ++i)
+      if (slow(i)) x[i] = staged[i][lane];
   }
 
-  // V of the same tokens, a token a group. All of them are staged at once, or as many as there are rows for.
-  __device__ void close_v(int first, int head) const {
-    const int padded = padded_head_dim(p.c.head_dim), rows = (padded + 4 * 32 - 1) / (4 * 32);
-    const int part = rows == 1 ? kv_group : kv_group / head_rows;
-    for (int begin = first; begin < first + kv_group; begin += part) {
-      for (int q = lane; 4 * q < padded; q += 32)
-#pragma unroll 8
-        for (int t = 0; t < part; ++t) {
-          const int position = begin + t;
-          const Token<T> from = position < e.length ? ring(true, position, head) : given(position - e.length, head, true);
-          staged[t * rows + q / 32][lane] = load<ByEight>(from, q, p.c.head_dim);
-        }
-#pragma unroll 2
-      for (int t = 0; t < part; ++t) encode_token<ByEight>(p.c.v, begin + t, head, t * rows);
+  // K of 32 channels of the 32 tokens from `first` on, one group a channel: a lane has four channels of every fourth token.
+  __device__ void close_k(int first, int head, int part) const {
+    const KvCacheView& c = p.c;
+    const int q = 8 * part + lane % 8, token = lane / 8;
+    Quad<T> x[part_tokens];
+    fetch(x, false, head, q, [&](int i) { return first + token + 4 * i; });
+    Range<f> range[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < part_tokens; ++i) range[j].add(x[i][j]);
+      range[j].join_with(8);
+      range[j].join_with(16);
+    }
+    // The four lanes of four channels take one each.
+    Range<f> mine = range[0];
+#pragma unroll
+    for (int j = 1; j < 4; ++j) mine.become(range[j], token == j);
+    const Grid<T, f> grid(mine);
+    const std::int64_t page = page_of(first);
+    const int slot = slot_of(first);
+    const std::int64_t index = std::int64_t{slot / kv_group} * padded_head_dim(c.head_dim) + 4 * q + token;
+    reinterpret_cast<T*>(section(c.k, c.k.scale, page, head))[index] = grid.stored_scale;
+    if constexpr (has_min(f)) reinterpret_cast<T*>(section(c.k, c.k.min, page, head))[index] = grid.stored_minimum;
+    std::uint32_t words[part_tokens] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Grid<T, f> of_channel = grid.of(8 * j + lane % 8);
+#pragma unroll
+      for (int i = 0; i < part_tokens; ++i)
+        words[i] |= (static_cast<std::uint32_t>(of_channel.code(x[i][j])) & 15) << (4 * j);
+    }
+    std::byte* codes_at = section(c.k, c.k.codes, page, head);
+#pragma unroll
+    for (int i = 0; i < part_tokens; ++i) store_codes<f, InOrder>(c, codes_at, slot + token + 4 * i, q, words[i]);
+  }
+
+  // V of eight of those tokens, a token a group: the eight whose codes are whole 16-byte pieces, 0 1 8 9 16 17 24 25 and so on.
+  __device__ void close_v(int first, int head, int part) const {
+    const KvCacheView& c = p.c;
+    const int padded = padded_head_dim(c.head_dim), pieces = (padded + 4 * 32 - 1) / (4 * 32);
+    const auto slot_in_group = [&](int i) { return 8 * (i / 2) + 2 * part + i % 2; };
+    const auto position = [&](int i) { return first + slot_in_group(i); };
+    Quad<T> x[part_tokens];
+    Range<f> range[part_tokens];
+#pragma unroll 1
+    for (int piece = 0; piece < pieces; ++piece) {
+      const int q = 32 * piece + lane;
+      fetch(x, true, head, q, position);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (4 * q + j < c.head_dim)
+#pragma unroll
+          for (int i = 0; i < part_tokens; ++i) range[i].add(x[i][j]);
+    }
+#pragma unroll
+    for (int i = 0; i < part_tokens; ++i) range[i].join();
+    Range<f> mine = range[0];
+#pragma unroll
+    for (int i = 1; i < part_tokens; ++i) mine.become(range[i], lane % part_tokens == i);
+    const Grid<T, f> grid(mine);
+    const std::int64_t page = page_of(first);
+    const int slot = slot_of(first);
+    if (lane < part_tokens) {
+      reinterpret_cast<T*>(section(c.v, c.v.scale, page, head))[slot + slot_in_group(lane)] = grid.stored_scale;
+      if constexpr (has_min(f)) reinterpret_cast<T*>(section(c.v, c.v.min, page, head))[slot + slot_in_group(lane)] = grid.stored_minimum;
+    }
+    std::uint32_t* words = reinterpret_cast<std::uint32_t*>(staged);   // of a dim, the codes of the eight tokens
+#pragma unroll 1
+    for (int piece = 0; piece < pieces; ++piece) {
+      const int q = 32 * piece + lane;
+      if (pieces > 1) fetch(x, true, head, q, position);   // again: all of a token is more than a lane can hold
+      std::uint32_t of_dim[4] = {};
+#pragma unroll
+      for (int i = 0; i < part_tokens; ++i) {
+        const Grid<T, f> of_token = grid.of(i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          of_dim[j] |= (static_cast<std::uint32_t>(of_token.code(x[i][j])) & 15) << (16 * (i % 2) + 4 * (i / 2));
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (4 * q + j >= c.head_dim) of_dim[j] = 0;
+      __syncwarp();   // what was staged or read from there is done with
+      reinterpret_cast<uint4*>(words)[lane] = {of_dim[0], of_dim[1], of_dim[2], of_dim[3]};
+      __syncwarp();
+      const int tile = 4 * piece + lane / 8;
+      std::uint32_t out[4] = {};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const std::uint32_t word = words[lane / 8 * 32 + lane % 8 + 8 * j];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] |= (word >> (4 * i) & 0x000f000fu) << (4 * j);
+      }
+      __syncwarp();
+      if (32 * tile >= padded) continue;
+      const std::int64_t index = v_code_index(f, kv_group, c.head_dim, slot + 2 * part, 32 * tile + lane % 8);
+      *reinterpret_cast<uint4*>(section(c.v, c.v.codes, page, head) + index / 2) = {out[0], out[1], out[2], out[3]};
     }
   }
 
@@ -484,40 +636,50 @@ struct Warp {
     const int end = e.length + e.tokens, stop = min(end - first, kv_group);
     for (int i = end - first > kv_ring ? 0 : max(e.length - first, 0); i < stop; ++i) {
       const int position = first + i + (end - 1 - first - i) / kv_ring * kv_ring, token = position - e.length;
-      if (token >= 0) copy_new(ring(is_v, position, head), token, head, is_v, {early.quad, early.there && token == 0});
+      if (token >= 0) copy_new(ring(is_v, position, head), token, head, is_v, early, early.there && token == 0);
     }
   }
 
-  __device__ void do_group(int index, int head, bool is_v, const Early& early) const {
+  // Parts [begin, end) of a closing group, then the ring.
+  __device__ void do_group(int index, int head, bool is_v, int begin, int end, bool fill, const Early& early) const {
     const int first = (e.length / kv_group + index) * kv_group;
-    if (first + kv_group <= e.length + e.tokens) {
+#pragma unroll 1
+    for (int part = begin; part < end; ++part)
       if (is_v)
-        close_v(first, head);
+        close_v(first, head, part);
       else
-        close_k(first, head);
-    }
+        close_k(first, head, part);
     __syncwarp();   // the lanes that read a slot of the ring -> the lanes that write it
-    if (index < 2) fill_ring(first, head, is_v, early);
+    if (fill && index < 2) fill_ring(first, head, is_v, early);
   }
 
-  // q_out may be q: a lane reads what another writes.
-  __device__ void turn_q(int token, int head) const {
-    const Token<T> from = token_of<T>(p.q, b, token, head), to = token_of<T>(p.q_out, b, token, head);
+  // Heads 2 * pair and the next. q_out may be q: a lane reads what another writes.
+  __device__ void turn_q(int token, int pair, const Early& early) const {
     const std::int64_t position = position_of(p.rope, b, token);
-    for (int q = lane; 4 * q < p.c.head_dim; q += 32) staged[q / 32][lane] = turned(p.rope, position, from, q, p.c.head_dim);
-    __syncwarp();   // all of the head is read -> it may be overwritten
-    for (int q = lane; 4 * q < p.c.head_dim; q += 32) store(to, q, p.c.head_dim, staged[q / 32][lane]);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int head = 2 * pair + i;
+      if (head == p.q_heads) break;
+      const Token<T> from = token_of<T>(p.q, b, token, head), to = token_of<T>(p.q_out, b, token, head);
+      for (int q = lane; 4 * q < p.c.head_dim; q += 32)
+        staged[q / 32][lane] = early.there && q == lane
+                                   ? (i == 0 ? early.quad[0] : early.quad[1])
+                                   : turned(p.rope, pair_of(p.rope, from, q, p.c.head_dim), angles_of<T>(p.rope, position, q), q);
+      __syncwarp();   // all of the head is read -> it may be overwritten
+      for (int q = lane; 4 * q < p.c.head_dim; q += 32) store(to, q, p.c.head_dim, staged[q / 32][lane]);
+    }
   }
 };
 
-template <class T, KvFormat f>
-__global__ __launch_bounds__(warps * 32, is_kivi(f) ? 4 : 6) void append(const __grid_constant__ AppendParams p) {
-  __shared__ Quad<T> staged[warps][staged_rows(f)][32];
+template <class T, KvFormat f, bool turning>
+__global__ __launch_bounds__(warps * 32, 4 - (turning ? 1 : 0) - (is_kivi(f) ? 1 : 0)) void append(const __grid_constant__ AppendParams p) {
+  __shared__ __align__(16) Quad<T> staged[warps][staged_rows(f)][32];
   const int b = static_cast<int>(blockIdx.x >> p.entry_bits), block = static_cast<int>(blockIdx.x) - (b << p.entry_bits);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, heads = p.c.kv_heads;
   const int first = block * warps + warp, step = warps << p.entry_bits;
+  const int q_pairs = turning ? (p.q_heads + 1) / 2 : 0, turns = p.tokens * q_pairs;
   Entry e{};
-  const Warp<T, f> w{p, e, staged[warp], b, lane};
+  const Warp<T, f, turning> w{p, e, staged[warp], b, lane};
   struct Task {
     int head, index;   // index: of the token, or of the group
     bool is_v;
@@ -527,36 +689,65 @@ __global__ __launch_bounds__(warps * 32, is_kivi(f) ? 4 : 6) void append(const _
     return Task{task - static_cast<int>(of_head) * heads, static_cast<int>(of_head / 2), of_head % 2 != 0};
   };
 
-  // A first token of which nothing has to be known (what turns needs a position).
-  const Task early_task = task_of(first);
-  const Token<T> early_from = w.given(is_kivi(f) ? 0 : early_task.index, early_task.head, early_task.is_v);
-  typename Warp<T, f>::Early early{{}, early_task.index < (is_kivi(f) ? 1 : p.tokens) && !w.turns(early_task.is_v)};
+  // Values of the first task, of which nothing has to be known; and what turns them, where the position may be used.
+  const bool early_q = first < turns;
+  const Task early_task = early_q ? Task{2 * (first % q_pairs), first / q_pairs, false} : task_of(first - turns);
+  const int token = is_kivi(f) && !early_q ? 0 : early_task.index;
+  const Token<T> from = early_q ? token_of<T>(p.q, b, token, early_task.head) : w.given(token, early_task.head, early_task.is_v);
+  typename Warp<T, f, turning>::Early early{{}, early_task.index < (is_kivi(f) && !early_q ? 1 : p.tokens)};
+  const bool early_turns = early.there && w.turns(early_task.is_v), second = early_q && early_task.head + 1 < p.q_heads;
+  Pair<T> pair[2] = {};
+  Angles angles{};
   tile::wait_for_previous_kernel();
   tile::let_next_kernel_start();
   e = entry_of(p, b);
-  if (early.there) early.quad = w.given_quad(early_from, early_task.is_v, lane);
+  if (early_turns) {
+    const std::int64_t position = position_of(p.rope, b, token);
+    pair[0] = pair_of(p.rope, from, lane, p.c.head_dim);
+    if (second) pair[1] = pair_of(p.rope, Token<T>{from.at + p.q.head, from.stride, from.wide}, lane, p.c.head_dim);
+    if (position >= 0 && position < p.rope.max_position) angles = angles_of<T>(p.rope, position, lane);
+  } else if (early.there) {
+    early.quad[0] = w.given_quad(from, early_task.is_v, lane);
+  }
   judge(p, b, e);
   if (__syncthreads_or(e.fault != KvFault::none)) {
     if (p.together && block == 0) report(p, e, b);
     return;
   }
   tile::arrive_at_cluster();
+  if (early_turns)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) early.quad[i] = turned(p.rope, pair[i], angles, lane);
 
-  int stored = e.tokens * 2 * heads;
+  int stored = e.tokens * 2 * heads, closing = 0;   // tasks; closing: parts of the one group that closes, where they are tasks
+  const bool in_parts = is_kivi(f) && p.tokens <= kv_group;
   if constexpr (is_kivi(f))
-    if (e.tokens > 0) stored = ((e.length + e.tokens - 1) / kv_group - e.length / kv_group + 1) * 2 * heads;
-  const int tasks = stored + (p.rope.cos ? p.tokens * p.q_heads : 0);
-  for (int task = first; task < tasks; task += step) {
-    if (task < stored) {
-      const Task t = task_of(task);
-      if constexpr (is_kivi(f))
-        w.do_group(t.index, t.head, t.is_v, early);
-      else
-        w.store_new(t.index, t.head, t.is_v, early);
-      early.there = false;   // it was of the first task
-    } else {
-      w.turn_q((task - stored) / p.q_heads, (task - stored) % p.q_heads);
+    if (e.tokens > 0) {
+      const int groups = (e.length + e.tokens) / kv_group - e.length / kv_group;   // that close
+      stored = ((e.length + e.tokens - 1) / kv_group - e.length / kv_group + 1) * 2 * heads;
+      if (in_parts && groups > 0) closing = heads * (parts_of(false, p.c.head_dim) + parts_of(true, p.c.head_dim));
     }
+  for (int task = first; task < turns + stored + closing; task += step) {
+    const int of_stored = task - turns;
+    if (turning && of_stored < 0) {
+      w.turn_q(task / q_pairs, task % q_pairs, early);
+    } else if constexpr (is_kivi(f)) {
+      Task t = task_of(of_stored);
+      int begin = 0, end = 0;
+      if (of_stored >= stored) {
+        const int parts_v = parts_of(true, p.c.head_dim), part = (of_stored - stored) / heads;
+        t = {(of_stored - stored) % heads, 0, part < parts_v};
+        begin = t.is_v ? part : part - parts_v;
+        end = begin + 1;
+      } else if (!in_parts && (e.length / kv_group + t.index + 1) * kv_group <= e.length + e.tokens) {
+        end = parts_of(t.is_v, p.c.head_dim);
+      }
+      w.do_group(t.index, t.head, t.is_v, begin, end, of_stored < stored, early);
+    } else {
+      const Task t = task_of(of_stored);
+      w.store_new(t.index, t.head, t.is_v, early);
+    }
+    early.there = false;   // it was of the first task
   }
   tile::wait_for_cluster();   // all blocks of the entry have read its length -> it may grow
   if (p.together && block == 0 && threadIdx.x == 0 && e.tokens > 0) p.c.lengths[e.row] = e.length + e.tokens;
@@ -586,19 +777,23 @@ Strided strided(const TensorView& t) {
 
 Rope rope_of(const AppendArgs& a) {
   if (!a.cos.given()) return {};
-  return {.cos = a.cos.data,
-          .sin = a.sin.data,
-          .positions = a.positions.data,
-          .cos_row = a.cos.stride[0],
-          .cos_column = a.cos.stride[1],
-          .sin_row = a.sin.stride[0],
-          .sin_column = a.sin.stride[1],
-          .position_batch = a.positions.stride[0],
-          .position_token = a.positions.stride[1],
-          .max_position = a.cos.shape[0],
-          .pairs = static_cast<int>(a.cos.shape[1]),
-          .fp32 = a.cos.dtype == DType::f32,
-          .wide_positions = a.positions.dtype == DType::i64};
+  Rope r{.cos = a.cos.data,
+         .sin = a.sin.data,
+         .positions = a.positions.data,
+         .cos_row = a.cos.stride[0],
+         .cos_column = a.cos.stride[1],
+         .sin_row = a.sin.stride[0],
+         .sin_column = a.sin.stride[1],
+         .position_batch = a.positions.stride[0],
+         .position_token = a.positions.stride[1],
+         .max_position = a.cos.shape[0],
+         .pairs = static_cast<int>(a.cos.shape[1]),
+         .fp32 = a.cos.dtype == DType::f32,
+         .wide_positions = a.positions.dtype == DType::i64};
+  const std::uintptr_t quad = r.fp32 ? 16 : 8;   // bytes
+  r.wide = r.pairs % 4 == 0 && r.cos_column == 1 && r.sin_column == 1 && reinterpret_cast<std::uintptr_t>(r.cos) % quad == 0 &&
+           reinterpret_cast<std::uintptr_t>(r.sin) % quad == 0 && (r.max_position <= 1 || (r.cos_row % 4 == 0 && r.sin_row % 4 == 0));
+  return r;
 }
 
 bool wide_pool(const KvCacheView& c) {
@@ -611,16 +806,21 @@ bool wide_pool(const KvCacheView& c) {
 
 using Kernel = void (*)(AppendParams);
 
-template <class T>
+template <class T, bool turning>
 Kernel kernel_for(KvFormat f) {
   switch (f) {
-    case KvFormat::int8: return append<T, KvFormat::int8>;
-    case KvFormat::fp8: return append<T, KvFormat::fp8>;
-    case KvFormat::int4: return append<T, KvFormat::int4>;
-    case KvFormat::int4_kivi_sym: return append<T, KvFormat::int4_kivi_sym>;
-    case KvFormat::int4_kivi: return append<T, KvFormat::int4_kivi>;
-    default: return append<T, std::is_same_v<T, tile::bf16> ? KvFormat::bf16 : KvFormat::fp16>;
+    case KvFormat::int8: return append<T, KvFormat::int8, turning>;
+    case KvFormat::fp8: return append<T, KvFormat::fp8, turning>;
+    case KvFormat::int4: return append<T, KvFormat::int4, turning>;
+    case KvFormat::int4_kivi_sym: return append<T, KvFormat::int4_kivi_sym, turning>;
+    case KvFormat::int4_kivi: return append<T, KvFormat::int4_kivi, turning>;
+    default: return append<T, std::is_same_v<T, tile::bf16> ? KvFormat::bf16 : KvFormat::fp16, turning>;
   }
+}
+
+template <class T>
+Kernel kernel_for(KvFormat f, bool turning) {
+  return turning ? kernel_for<T, true>(f) : kernel_for<T, false>(f);
 }
 
 }  // namespace
@@ -629,7 +829,7 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
   const KvCacheView& c = *a.cache;
   const std::int64_t batch = a.k.shape[0], tokens = a.k.shape[1], q_heads = a.cos.given() ? a.q.shape[2] : 0;
   const std::int64_t groups = (tokens + 2 * (kv_group - 1)) / kv_group;   // that the tokens of a row may touch
-  const std::int64_t tasks = c.kv_heads * 2 * (is_kivi(c.format) ? groups : tokens) + tokens * q_heads;
+  const std::int64_t tasks = c.kv_heads * 2 * (is_kivi(c.format) ? groups : tokens) + tokens * ((q_heads + 1) / 2);
   constexpr std::int64_t most = std::numeric_limits<int>::max() / 4;      // sums of task numbers stay 32 bits
   ROOFTILE_CHECK_KIND(not_supported, tasks <= most && batch <= most, op, ": k has ", tokens, " tokens for each of ", batch,
                       " rows; on a GPU tokens times heads of one row are at most ", most, " a call");
@@ -639,10 +839,15 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
 
   const DeviceScope scope(op, ctx);
   // Enough blocks to fill the device, but few enough that judging an entry is little beside its work. Where a cluster does
-  // it in four rounds of tasks, as many as that takes.
-  const std::int64_t cluster = scope.largest_cluster();
-  const std::int64_t all = (tasks + warps - 1) / warps, fill = (std::int64_t{scope.sms()} * 16 + batch - 1) / batch;
-  const auto blocks = static_cast<std::uint64_t>(std::min({all, fill, all <= 4 * cluster ? cluster : fill}));
+  // it in two rounds of tasks, as many as that takes. A group that closes in parts has warps for two rounds, where they all
+  // run at once and leave room for the launch behind.
+  const std::int64_t cluster = scope.largest_cluster(), sms = scope.sms();
+  const bool in_parts = is_kivi(c.format) && tokens <= kv_group;
+  const std::int64_t parts = in_parts ? c.kv_heads * (parts_of(false, c.head_dim) + parts_of(true, c.head_dim)) : 0;
+  const auto blocks_of = [](std::int64_t n) { return (n + warps - 1) / warps; };
+  const std::int64_t all = std::max(blocks_of(tasks), std::min({blocks_of((parts + 1) / 2), sms * 4 / batch, cluster}));
+  const std::int64_t fill = (sms * 8 + batch - 1) / batch;
+  const auto blocks = static_cast<std::uint64_t>(std::min({all, fill, all <= 2 * cluster ? cluster : fill}));
   const int entry_bits = std::bit_width(blocks <= static_cast<std::uint64_t>(cluster) ? blocks - 1 : blocks / 2);   // up, or down
   const bool together = 1 << entry_bits <= cluster;
   const AppendParams p{.c = c,
@@ -661,17 +866,19 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
                        .together = together,
                        .wide_pool = wide_pool(c),
                        .wide_ring = c.head_dim % 4 == 0 && eights(c.ring_k) && eights(c.ring_v)};
-  scope.launch(c.dtype == DType::bf16 ? kernel_for<tile::bf16>(c.format) : kernel_for<tile::half>(c.format), batch << entry_bits,
+  const Kernel kernel = (c.dtype == DType::bf16 ? kernel_for<tile::bf16> : kernel_for<tile::half>)(c.format, p.rope.cos != nullptr);
+  scope.launch(kernel, batch << entry_bits,
                warps * 32, 0, p, Overlap::with_previous, together ? 1 << entry_bits : 1);
   if (!together) scope.launch(grow, batch, 256, 0, p, Overlap::with_previous);
   return name;
 }
 
 void load_append_kernels(const char* op) {
-  for (int f = static_cast<int>(KvFormat::fp16); f < kv_format_count; ++f) {
-    load_kernel(op, kernel_for<tile::half>(static_cast<KvFormat>(f)));
-    load_kernel(op, kernel_for<tile::bf16>(static_cast<KvFormat>(f)));
-  }
+  for (int f = static_cast<int>(KvFormat::fp16); f < kv_format_count; ++f)
+    for (const bool turning : {false, true}) {
+      load_kernel(op, kernel_for<tile::half>(static_cast<KvFormat>(f), turning));
+      load_kernel(op, kernel_for<tile::bf16>(static_cast<KvFormat>(f), turning));
+    }
   load_kernel(op, grow);
 }
 
