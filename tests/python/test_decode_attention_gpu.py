@@ -18,8 +18,8 @@ if not GPUS:
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
 
 # Lengths on both sides of where a row gets one leaf more, and its leaves more units: leaves of 128 tokens up to 2048, of
-# 256 (512 of 4-bit codes) up to 8192, of 512 up to 16384, of 1024 after that.
-LONG = (1, 33, 128, 129, 1000, 2048, 2049, 2081, 4096, 8192, 8193, 8225, 16384, 16417, 20000)
+# 256 up to 4096, of 256 (512 of 4-bit codes) up to 8192, of 512 up to 16384, of 1024 after that.
+LONG = (1, 33, 128, 129, 1000, 2048, 2049, 2081, 4096, 4097, 4129, 8192, 8193, 8225, 16384, 16417, 20000)
 stores = pytest.mark.parametrize(("format", "dtype"), checks.GPU_STORES)
 
 

@@ -99,14 +99,18 @@ __device__ __forceinline__ int read_from_l2(const std::int32_t* from) { return _
 
 // Units before batch entry b, and of all. Counted by every warp for itself; at most 32 entries.
 struct UnitCount {
-  int before, total, task;   // task: of every task, 0 if they differ
+  int before, total;
+  bool even;   // all tasks are as long
 };
 __device__ __forceinline__ UnitCount count_units(const DecodeParams& p, int b) {
   const int lane = threadIdx.x % 32;
-  const int task = lane < p.batch ? row_work_of(p, lane, read_from_l2).task_units() : 0, units = task * p.cache.kv_heads * p.passes;
-  const int first_task = __shfl_sync(0xffffffffu, task, 0);
-  const bool even = __all_sync(0xffffffffu, lane >= p.batch || task == first_task);
-  return {__reduce_add_sync(0xffffffffu, lane < b ? units : 0), __reduce_add_sync(0xffffffffu, units), even ? first_task : 0};
+  RowWork w;
+  if (lane < p.batch) w = row_work_of(p, p.cache.format, lane, read_from_l2);
+  const int first_task = __shfl_sync(0xffffffffu, w.task_units(), 0);
+  const bool even = __all_sync(0xffffffffu, lane >= p.batch || w.task_units() == first_task);
+  if (!even) w.weigh(p.cache.format);
+  const int units = w.task_units() * p.cache.kv_heads * p.passes;
+  return {__reduce_add_sync(0xffffffffu, lane < b ? units : 0), __reduce_add_sync(0xffffffffu, units), even};
 }
 
 template <class T, int D>
@@ -119,14 +123,15 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   const int b = static_cast<int>(blockIdx.x / per_row), column = static_cast<int>(in_row % used), task_in_row = static_cast<int>(in_row / used);
   const Task task{b, task_in_row / p.passes, task_in_row % p.passes};
 
-  const RowWork w = row_work_of(p, b, read_from_l2);
+  RowWork w = row_work_of(p, p.cache.format, b, read_from_l2);
   const int leaves = w.all_leaves();
   const bool counts = p.batch <= 32;
   if (!counts) tile::wait_for_previous_kernel();
-  const UnitCount units = counts ? count_units(p, b) : UnitCount{p.row_begin[b], p.row_begin[p.batch], p.row_begin[p.batch + 1]};
-  const Split split(units.total, p.blocks, units.task, p.even);
+  const UnitCount units = counts ? count_units(p, b) : UnitCount{p.row_begin[b], p.row_begin[p.batch], p.row_begin[p.batch + 1] != 0};
+  if (!units.even) w.weigh(p.cache.format);
+  const Split split(units.total, p.blocks, units.even);
   const int base = units.before + task_in_row * w.task_units();
-  const bool merges = leaves > 0 && split.owner(base + w.leaf_middle(0)) != split.owner(base + w.leaf_middle(leaves - 1));   // else one block had it all
+  const bool merges = leaves > 0 && split.owner(base) != split.owner(base + w.leaf_begin(leaves - 1));   // else one block had it all
   const auto write = [&](float m, float l, float value) {
     const float o[1] = {value};
     write_result<T, 1>(p, task, w, column, thread, 0, thread == 0, m, l, o);
@@ -139,7 +144,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   for (int leaf = thread; leaf <= max_leaves; leaf += D) {
     int at = 0, slot = 0, level = -1;
     if (leaf < leaves) {
-      const int block = split.owner(base + w.leaf_middle(leaf)), end = min(leaves, w.leaf_from(split.begin(block + 1) - base));
+      const int block = split.owner(base + w.leaf_begin(leaf)), end = min(leaves, w.leaf_from(split.begin(block + 1) - base));
       at = w.leaf_from(split.begin(block) - base);
       slot = block * slots_per_block + (at > 0 ? 0 : slots_inside);
       level = node_level(at, end);

@@ -113,7 +113,6 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
   p.fold = reinterpret_cast<float*>(workspace + plan.fold);
   p.blocks = plan.blocks;
-  p.even = even_shares(std::int64_t{p.batch} * p.cache.kv_heads * p.passes, p.blocks);
   if (plan.blocks > 0) variant.launch(scope, p);
   std::string dim = "d";
   dim += std::to_string(a.cache->head_dim);

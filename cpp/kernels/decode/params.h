@@ -2,7 +2,6 @@
 #pragma once
 
 #include "core/op_args.h"
-#include "kernels/decode/schedule.h"
 
 namespace rooftile::gpu {
 
@@ -19,9 +18,8 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   float* node_o;                       // [blocks, slots_per_block, columns, D]
   float* node_ml;                      // [blocks, slots_per_block, columns, 2]; l below 0: the row is left alone
   float* fold;                         // [blocks, fold_levels, columns, D]: left halves that wait long
-  std::int32_t* row_begin;             // [B + 2]: first unit of every batch entry, the total, the units of every task (0: they differ)
+  std::int32_t* row_begin;             // [B + 2]: first unit of every batch entry, the total, whether all tasks are as long
   int blocks;
-  EvenShares even;                     // where all rows are as long
 };
 
 }  // namespace rooftile::gpu

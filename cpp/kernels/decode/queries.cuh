@@ -12,13 +12,13 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ int first_bit(unsigned x) { return __ffs(static_cast<int>(x)) - 1; }
 
-// read: how an int32 is loaded.
+// read: how an int32 is loaded. format: of the cache, where a kernel knows it.
 template <class Read>
-__device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, int b, const Read& read) {
+__device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat format, int b, const Read& read) {
   const KvCacheView& c = p.cache;
   const int row = p.rows ? read(p.rows + b) : b;
   const bool inside = row >= 0 && row < c.max_rows;
-  return row_work(c.format, c.capacity(), row, c.max_rows, inside ? read(c.lengths + row) : 0,
+  return row_work(format, c.capacity(), row, c.max_rows, inside ? read(c.lengths + row) : 0,
                   p.counts ? read(p.counts + b) : p.tokens, p.tokens,
                   inside && c.raw_from ? read(c.raw_from + row) : 0, p.window);
 }

@@ -10,9 +10,10 @@
 // stores few nodes: those that no longer run would have merged (the canonical decomposition of its run).
 //
 // Who. Work is counted in units, the time that 32 tokens take. A task is one (batch entry, KV head, pass of 8 query columns);
-// tasks lie one after another, batch entries outermost, each as long as its tokens, the ends of its leaves, its raw leaf and
-// its start take. Every block owns the leaves whose middle lies in its share of the units. Where all tasks are as long and
-// (nearly) fill the blocks so, a block's share is whole tasks, or a task's share is whole blocks; else all shares are equal.
+// tasks lie one after another, batch entries outermost. Every block owns the leaves that start in its share of the
+// units, and all shares but the last are equal. Where all tasks are as long, a task has as many units as tokens / 32, so that
+// shares are whole tasks or whole nodes of the tree; where they differ it has more, for what the ends of its leaves, its raw
+// leaf and its start take: a share of many short rows would else take longest.
 //
 // Units are counted in 32 bits (dispatch.cpp refuses what would not fit): this arithmetic is the fixed cost of a short
 // call, and so are divisions, some 25 instructions that wait for each other.
@@ -47,6 +48,7 @@ ROOFTILE_HD constexpr int divide_up(int a, int b) {
 ROOFTILE_HD constexpr int leaf_units(KvFormat format, int tokens) {
   constexpr int tiles = 4 * unit_tokens;
   if (tokens <= 16 * tiles) return 4;
+  if (tokens <= 32 * tiles) return 8;
   if (tokens <= 64 * tiles) return code_bits(format) == 4 ? 16 : 8;
   if (tokens <= 128 * tiles) return 16;
   constexpr unsigned most = max_leaves * tiles;
@@ -61,25 +63,25 @@ struct RowWork {
   int begin = 0, end = 0;       // tokens [begin, end) are read from pages; begin is a multiple of 32
   int units = 1;                // of a leaf
   int leaves = 0;               // of pages, and one more if `raw`
-  int leaf_cost = 1;            // of one leaf, its end included
+  int leaf_cost = 1;            // units of time of a leaf: `units`, or more in a batch of rows of different lengths
   bool raw = false;
   KvFault fault = KvFault::none;
 
   ROOFTILE_HD int all_leaves() const { return leaves + (raw ? 1 : 0); }
-  // In units of time. The raw leaf is at most 64 tokens, latency more than work; a task starts with a wait for its first tile.
-  static constexpr int raw_cost = 3, start_cost = 4;
+  // For a batch of rows of different lengths.
+  ROOFTILE_HD void weigh(KvFormat format) { leaf_cost = units + (is_element_format(format) ? 1 : 2); }
   ROOFTILE_HD int paged_units() const { return divide_up(end - begin, unit_tokens) + leaves * (leaf_cost - units); }
-  ROOFTILE_HD int task_units() const { return all_leaves() == 0 ? 0 : paged_units() + (raw ? raw_cost : 0) + start_cost; }
-  ROOFTILE_HD int leaf_middle(int leaf) const {
-    if (leaf + 1 < leaves) return leaf * leaf_cost + leaf_cost / 2;
-    return leaf < leaves ? (leaf * leaf_cost + paged_units()) / 2 : paged_units() + raw_cost / 2;   // the last may be short
+  ROOFTILE_HD int task_units() const {
+    if (leaf_cost == units) return paged_units() + (raw ? 1 : 0);
+    return all_leaves() == 0 ? 0 : paged_units() + (raw ? 3 : 0) + 4;   // the raw leaf, and the wait for a first tile
   }
-  // The first leaf whose middle lies at `unit` or later.
+  ROOFTILE_HD int leaf_begin(int leaf) const { return leaf < leaves ? leaf * leaf_cost : paged_units(); }
+  // The first leaf that starts at `unit` or later.
   ROOFTILE_HD int leaf_from(int unit) const {
-    const int after = unit - leaf_cost / 2, leaf = after <= 0 ? 0 : divide_up(after, leaf_cost);
-    if (leaf + 1 < leaves) return leaf;
-    if (leaves > 0 && unit <= leaf_middle(leaves - 1)) return leaves - 1;
-    return unit > leaf_middle(leaves) ? all_leaves() : leaves;
+    if (unit <= 0) return 0;
+    if (unit > paged_units()) return all_leaves();
+    const int leaf = divide_up(unit, leaf_cost);
+    return leaf < leaves ? leaf : leaves;
   }
 };
 
@@ -113,47 +115,21 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int 
   }
   w.units = leaf_units(format, w.end - w.begin);
   w.leaves = divide_up(divide_up(w.end - w.begin, unit_tokens), w.units);
-  w.leaf_cost = w.units + (is_element_format(format) ? 1 : 2);
+  w.leaf_cost = w.units;
   return w;
 }
 
-// What shares are where all tasks are as long, from their number: whole tasks of a block, or so many blocks of a task. Neither
-// if more than a fifteenth of the blocks would have nothing.
-struct EvenShares {
-  int tasks_of_block = 0, blocks_of_task = 0;
-};
-constexpr EvenShares even_shares(std::int64_t tasks, int blocks) {
-  if (tasks <= 0 || blocks <= 0) return {};
-  if (tasks >= blocks) {
-    const std::int64_t of_block = (tasks + blocks - 1) / blocks;
-    return {of_block * blocks - tasks <= tasks / 15 ? static_cast<int>(of_block) : 0, 0};
-  }
-  const int of_task = static_cast<int>(blocks / tasks);
-  return {0, blocks - of_task * tasks <= blocks / 15 ? of_task : 0};
-}
-
-// The units of all tasks over the blocks. task: units of every task, 0 if they differ.
+// The units of all tasks over the blocks. even: all tasks are as long; a long share is then a round number of units, at most a
+// sixteenth more than it must be.
 struct Split {
-  int total, each, task = 0, parts = 1;   // task: where it is cut into `parts` shares of its own
-  ROOFTILE_HD Split(int total, int blocks, int task_units, const EvenShares& even) : total(total) {
-    if (task_units > 0 && even.blocks_of_task > 0) {
-      task = task_units;
-      parts = even.blocks_of_task;
-      each = divide_up(task - RowWork::start_cost, parts);
-    } else {
-      each = task_units > 0 && even.tasks_of_block > 0 ? even.tasks_of_block * task_units : divide_up(total, blocks);
-    }
+  int total, each;
+  ROOFTILE_HD Split(int total, int blocks, bool even) : total(total), each(divide_up(total, blocks)) {
+    int round = 1;
+    while (even && each >> 5 >= round) round *= 2;
+    each = (each + round - 1) & -round;
   }
-  ROOFTILE_HD int begin(int block) const {
-    if (task == 0) return block * each < total ? block * each : total;
-    const int of = divide(block, parts), at = (block - of * parts) * each, unit = of * task + (at < task ? at : task);
-    return unit < total ? unit : total;
-  }
-  ROOFTILE_HD int owner(int unit) const {
-    if (task == 0) return divide(unit, each);
-    const int of = divide(unit, task), part = divide(unit - of * task, each);
-    return of * parts + (part < parts ? part : parts - 1);
-  }
+  ROOFTILE_HD int begin(int block) const { return block * each < total ? block * each : total; }
+  ROOFTILE_HD int owner(int unit) const { return divide(unit, each); }
 };
 
 // Level of the node that starts the canonical decomposition of leaves [at, end), at < end: as large as `at` is round and

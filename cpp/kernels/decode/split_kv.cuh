@@ -54,6 +54,7 @@ struct BlockRange {
   int begin, end;     // units
   int entry_base;     // first unit of that entry
   int entry;
+  bool even;          // all tasks are as long
   RowWork work;       // of that entry
 };
 __device__ __forceinline__ RowWork broadcast(const RowWork& w, int lane) {
@@ -75,31 +76,41 @@ __device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
 
 // Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also leaves their prefix sums for
 // the combine, and reports faults.
+template <KvFormat format>
 __device__ inline BlockRange find_range(const DecodeParams& p) {
   const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes;
   const bool reports = blockIdx.x == 0 && threadIdx.x < 32;
   const auto work_of = [&](int b) {
-    const RowWork w = b < p.batch ? row_work_of(p, b, read) : RowWork{};
+    const RowWork w = b < p.batch ? row_work_of(p, format, b, read) : RowWork{};
     if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
     return w;
   };
   const auto units_of = [tasks](const RowWork& w) { return w.task_units() * tasks; };
   RowWork own = work_of(lane);
-  int sum = units_of(own);
   const int first_task = __shfl_sync(0xffffffffu, own.task_units(), 0);
+  int sum = units_of(own);
   bool even = lane >= p.batch || own.task_units() == first_task;
   for (int b = lane + 32; b < p.batch; b += 32) {
     const RowWork w = work_of(b);
     sum += units_of(w);
     even &= w.task_units() == first_task;
   }
-  const int task_units = __all_sync(0xffffffffu, even) ? first_task : 0;
-  const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks, task_units, p.even);
-  BlockRange r{split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1, {}};
+  even = __all_sync(0xffffffffu, even);
+  const auto weighed = [&](RowWork w) {
+    if (!even) w.weigh(format);
+    return w;
+  };
+  own = weighed(own);
+  if (!even) {
+    sum = units_of(own);
+    for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(weighed(row_work_of(p, format, b, read)));
+  }
+  const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks, even);
+  BlockRange r{split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1, even, {}};
   if (r.begin >= r.end && !reports) return r;
   int before = 0;
   for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
-    if (first > 0) own = first + lane < p.batch ? row_work_of(p, first + lane, read) : RowWork{};
+    if (first > 0) own = first + lane < p.batch ? weighed(row_work_of(p, format, first + lane, read)) : RowWork{};
     const int units = units_of(own), end = before + warp_scan(units, lane);
     if (reports && first + lane < p.batch) p.row_begin[first + lane] = end - units;
     const unsigned holds = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
@@ -113,7 +124,7 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
   }
   if (reports && lane == 0) {
     p.row_begin[p.batch] = split.total;
-    p.row_begin[p.batch + 1] = task_units;
+    p.row_begin[p.batch + 1] = even;
   }
   return r;
 }
@@ -132,14 +143,18 @@ class SplitKv {
       : p(p), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32), page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
-    const BlockRange range = find_range(p);
+    const BlockRange range = find_range<format>(p);
     if (range.begin >= range.end) return;
     if (threadIdx.x == 0) shared.bad_segment = 0;
     __syncthreads();   // before any warp finds one
     const int tasks = p.cache.kv_heads * p.passes;
     int base = range.entry_base;
     for (int b = range.entry; b < p.batch && base < range.end; ++b) {
-      const RowWork w = b == range.entry ? range.work : row_work_of(p, b, read);
+      RowWork w = range.work;
+      if (b != range.entry) {
+        w = row_work_of(p, format, b, read);
+        if (!range.even) w.weigh(format);
+      }
       const int units = w.task_units();
       if (units == 0) continue;
       for (int task = range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {

@@ -155,7 +155,7 @@ TEST(DecodeSchedule, LeafFromFindsTheFirstLeafThatStartsThere) {
         w.raw = raw;
         for (int unit = -3; unit <= w.task_units(); ++unit) {
           int expected = 0;
-          while (expected < w.all_leaves() && w.leaf_middle(expected) < unit) ++expected;
+          while (expected < w.all_leaves() && w.leaf_begin(expected) < unit) ++expected;
           ASSERT_EQ(w.leaf_from(unit), expected) << units << " units, " << w.leaves << " leaves, raw " << raw << ", from " << unit;
         }
       }
@@ -201,7 +201,7 @@ TEST(DecodeSchedule, ARowsWorkIsWhatItsQueriesSee) {
       FAIL() << "a query of a row that holds tokens sees its own";
     }
     ASSERT_LE(w.leaves, max_leaves);
-    ASSERT_EQ(w.task_units(), (w.end - w.begin + 31) / 32 + w.leaves * (is_element_format(format) ? 1 : 2) + (w.raw ? 3 : 0) + 4);
+    ASSERT_EQ(w.task_units(), (w.end - w.begin + 31) / 32 + (w.raw ? 1 : 0));
     ASSERT_GE(w.all_leaves(), 1);
   }
 }
@@ -231,18 +231,13 @@ TEST(DecodeSchedule, WhatCannotBeIsAFaultAndNoWork) {
 TEST(DecodeSchedule, SharesOfTheUnits) {
   Random random(4);
   for (int trial = 0; trial < 2000; ++trial) {
-    const int blocks = between(random, 1, 300), task = trial % 3 ? 0 : between(random, 8, trial % 2 ? 40 : 1 << 18);
-    const int tasks = task == 0 ? 1 : trial % 4 < 2 ? between(random, 1, 2000) : between(random, 1, blocks);
-    const int total = task == 0 ? between(random, 1, trial % 2 ? 500 : 1 << 30) : task * tasks;
-    const Split split(total, blocks, task, even_shares(tasks, blocks));
+    const int total = between(random, 1, trial % 2 ? 500 : 1 << 30), blocks = between(random, 1, 300);
+    const Split split(total, blocks, trial % 3 == 0);
     ASSERT_EQ(split.begin(0), 0);
     ASSERT_EQ(split.begin(blocks), total);
     const std::int64_t least = (total + blocks - 1) / blocks;
-    ASSERT_GE(split.each, least - RowWork::start_cost);
-    ASSERT_LE(split.each, least + least / 14 + 1) << "no share is much larger than it must be";
-    if (task == 0) {
-      ASSERT_EQ(split.each, least);
-    }
+    ASSERT_GE(split.each, least);
+    ASSERT_LE(split.each - least, trial % 3 == 0 ? least / 16 : 0) << "no share is much larger than it must be";
     for (int block = 0; block < blocks; ++block) {
       const int begin = split.begin(block), end = split.begin(block + 1);
       ASSERT_LE(begin, end);
@@ -263,15 +258,18 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
     const int batch = between(random, 1, trial % 3 ? 6 : 40), tasks = between(random, 1, 12), blocks = between(random, 1, trial % 5 ? 40 : 396);
     const int longest = std::array{40, 3000, 60000}[static_cast<std::size_t>(trial % 3)];
     std::vector<RowWork> works;
-    int total = 0;
     for (int b = 0; b < batch; ++b) {
       const int length = between(random, 0, 4) == 0 ? 0 : between(random, 0, longest);
       works.push_back(row_work(format, longest, b, batch, trial % 7 < 3 ? longest : length, trial % 7 < 3 ? 3 : between(random, 0, 3), 3, 0, trial % 4 ? 0 : 500));
-      total += works.back().task_units() * tasks;
+    }
+    const bool even = std::all_of(works.begin(), works.end(), [&](const RowWork& w) { return w.task_units() == works[0].task_units(); });
+    int total = 0;
+    for (RowWork& w : works) {
+      if (!even) w.weigh(format);
+      total += w.task_units() * tasks;
     }
     if (total == 0) continue;
-    const bool even = std::all_of(works.begin(), works.end(), [&](const RowWork& w) { return w.task_units() == works[0].task_units(); });
-    const Split split(total, blocks, even ? works[0].task_units() : 0, even_shares(batch * tasks, blocks));
+    const Split split(total, blocks, even);
     std::vector<int> slots_used(static_cast<std::size_t>(blocks * slots_per_block));
     int base = 0;
     for (const RowWork& w : works) {
@@ -287,7 +285,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
           for (int leaf = first; leaf < last; ++leaf) {
             ASSERT_EQ(owners[static_cast<std::size_t>(leaf)], -1);
             owners[static_cast<std::size_t>(leaf)] = block;
-            ASSERT_EQ(split.owner(base + w.leaf_middle(leaf)), block);   // what the combine looks for
+            ASSERT_EQ(split.owner(base + w.leaf_begin(leaf)), block);   // what the combine looks for
           }
           if (first >= last) continue;
           const Folded run = fold(first, last, leaves);
@@ -304,7 +302,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
         }
         ASSERT_EQ(std::count(owners.begin(), owners.end(), -1), 0);
         // the combine's question: did one block write the result?
-        ASSERT_EQ(whole, split.owner(base + w.leaf_middle(0)) == split.owner(base + w.leaf_middle(leaves - 1)) ? 1 : 0);
+        ASSERT_EQ(whole, split.owner(base + w.leaf_begin(0)) == split.owner(base + w.leaf_begin(leaves - 1)) ? 1 : 0);
         if (!whole) {
           ASSERT_EQ(tree(nodes), expected[static_cast<std::size_t>(leaves)]);
         }
