@@ -677,7 +677,7 @@ __global__ __launch_bounds__(warps * 32, 4 - (turning ? 1 : 0) - (is_kivi(f) ? 1
   const int b = static_cast<int>(blockIdx.x >> p.entry_bits), block = static_cast<int>(blockIdx.x) - (b << p.entry_bits);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, heads = p.c.kv_heads;
   const int first = block * warps + warp, step = warps << p.entry_bits;
-  const int q_pairs = turning ? (p.q_heads + 1) / 2 : 0, turns = p.tokens * q_pairs;
+  const int q_pairs = turning ? (p.q_heads + 1) / 2 : 1, turns = turning ? p.tokens * q_pairs : 0;
   Entry e{};
   const Warp<T, f, turning> w{p, e, staged[warp], b, lane};
   struct Task {
