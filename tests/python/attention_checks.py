@@ -193,8 +193,9 @@ def key_errors(cache, row, q, k, code_end):
     """How far the product of each query, |q| [T, Hkv, G, D], and each key of a row may be off: [T, Hkv, G, keys].
 
     Codes meet a query divided by a power of two, at most twice its largest value, in fp16: what falls below 2^-14 of
-    that is off by 2^-25 of it. A kivi key that is coded is (u - 8) * scale + (min + 8 * scale), without a minimum code *
-    scale: q * scale and min + 8 * scale are rounded to fp16, 2^-11 of each product, and below 2^-14 off by 2^-25 too.
+    that is off by 2^-25 of it. A kivi key that is coded is (u - 8) * scale + (min + 8 * scale), without a minimum
+    code * scale: q * scale and min + 8 * scale are rounded to fp16, 2^-11 of each product, and below 2^-14 off by
+    2^-25 too.
     """
     size = np.abs(k)  # of the terms that make a key, [keys, Hkv, D]
     product = np.einsum("thgd,khd->thgk", q, size)

@@ -17,8 +17,8 @@ GPUS = tuple(device for device in cases.devices() if device != "cpu")
 if not GPUS:
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
 
-# Lengths on both sides of where a row gets one leaf more, and its leaves more units: leaves of 128 tokens up to 2048, of
-# 256 up to 4096, of 256 (512 of 4-bit codes) up to 8192, of 512 up to 16384, of 1024 after that.
+# Lengths on both sides of where a row gets one leaf more, and its leaves more units: leaves of 128 tokens up to 2048,
+# of 256 up to 4096, of 256 (512 of 4-bit codes) up to 8192, of 512 up to 16384, of 1024 after that.
 LONG = (1, 33, 128, 129, 1000, 2048, 2049, 2081, 4096, 4097, 4129, 8192, 8193, 8225, 16384, 16417, 20000)
 stores = pytest.mark.parametrize(("format", "dtype"), checks.GPU_STORES)
 
@@ -271,7 +271,9 @@ def test_a_page_that_is_not_there():
 
 def test_what_is_not_compiled_is_named():
     cache = rt.KVCache(1, 64, 1, 80, format="int8", dtype="float16", device="cuda")
-    with pytest.raises(rt.NotSupportedError, match=r"float16 int8 d80; compiled: float16 fp16, .*; head_dim 64, 96, 128, 192, 256$"):
+    with pytest.raises(
+        rt.NotSupportedError, match=r"float16 int8 d80; compiled: float16 fp16, .*; head_dim 64, 96, 128, 192, 256$"
+    ):
         rt.decode_attention(torch.zeros(1, 2, 80, dtype=torch.float16, device="cuda"), cache)
     cache = rt.KVCache(1, 64, 1, 64, format="int8", dtype="float16", device="cuda")
     with pytest.raises(rt.ArgumentError, match="q must be on cache's device cuda:0"):
