@@ -139,10 +139,7 @@ def test_on_a_gpu(arguments, tmp_path):
     assert list(rows) == [v.name for v in (measure.YARDSTICK, *measure.VARIANTS)]
     assert figures["run"]["device"] == "cuda:0" and figures["run"]["native_variant"] == ["cuda"]
     for name, row in rows.items():
-        if name in MISSING:
-            assert "no GPU kernel" in row["missing"] and "decode_tok_s" not in row
-        else:
-            assert row["missing"] is None and row["decode_tok_s"] > 0 and len(row["words"]) == 5
+        assert row["missing"] is None and row["decode_tok_s"] > 0 and len(row["words"]) == 5, name
     assert rows["bf16 cache"]["quality"]["kl"] == 0 < rows["int8 cache"]["quality"]["kl"]
     assert "cuda_bfloat16_int4-kivi_d64" in rows["W4A16 + int4-kivi"]["kernels"]
 
