@@ -88,7 +88,7 @@ MISSING = ("int4 cache", "int4-kivi-sym")
 
 
 def as_on_a_gpu(figures):
-    """A report as it would be on a GPU: kernels of other names, two formats without one."""
+    """A report as it would be on a GPU: kernels of other names, two formats as if they had none."""
     figures["machine"] = {"gpu": "NVIDIA H200"}
     figures["run"].update(device="cuda:0", native_variant=["cuda"], prompts="torch sdpa")
     for i, row in enumerate(figures["rows"]):

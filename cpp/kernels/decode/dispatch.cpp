@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <array>
 
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
@@ -14,15 +13,11 @@ namespace {
 
 constexpr const char* op = "decode_attention";
 
-// All compiled variants.
-std::array<std::span<const DecodeVariant>, 6> tables() {
-  return {bits16_variants(), int8_variants(), fp8_variants(), int4_variants(), int4_kivi_variants(), int4_kivi_sym_variants()};
-}
-
-// Calls visit(variant) for every one of them.
+// Calls visit(variant) for every compiled variant.
 template <class Visit>
 void for_each_variant(const Visit& visit) {
-  for (std::span<const DecodeVariant> variants : tables())
+  for (std::span<const DecodeVariant> variants :
+       {bits16_variants(), int8_variants(), fp8_variants(), int4_variants(), int4_kivi_variants(), int4_kivi_sym_variants()})
     for (const DecodeVariant& v : variants) visit(v);
 }
 
@@ -35,12 +30,12 @@ const DecodeVariant& variant_of(const DecodeArgs& a) {
   if (found) return *found;
   // Every dtype and format has the same head_dims.
   std::string stores, dims;
-  for (std::span<const DecodeVariant> variants : tables())
-    for (const DecodeVariant& v : variants) {
-      const std::string dim = std::to_string(v.key.head_dim), store = std::string(name(v.key.dtype)) + " " + name(v.key.format);
-      if (v.key.head_dim == variants[0].key.head_dim) stores += (stores.empty() ? "" : ", ") + store;
-      if (variants.data() == tables()[0].data() && v.key.dtype == variants[0].key.dtype) dims += (dims.empty() ? "" : ", ") + dim;
-    }
+  const auto add = [](std::string& list, const std::string& next) { list += (list.empty() ? "" : ", ") + next; };
+  const DecodeKey& first = bits16_variants()[0].key;
+  for_each_variant([&](const DecodeVariant& v) {
+    if (v.key.head_dim == first.head_dim) add(stores, std::string(name(v.key.dtype)) + " " + name(v.key.format));
+    if (v.key.dtype == first.dtype && v.key.format == first.format) add(dims, std::to_string(v.key.head_dim));
+  });
   fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", stores, "; head_dim ", dims);
 }
 
