@@ -18,6 +18,32 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Whether blocks can be launched as clusters at all.
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool has_clusters = true;
+#else
+inline constexpr bool has_clusters = false;
+#endif
+
+// Where the same shared variable lies in block `rank` of the cluster; only where there are clusters.
+template <class X>
+__device__ __forceinline__ X* in_block(X* own, int rank) {
+#if __CUDA_ARCH__ >= 900
+  X* other;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(own), "r"(rank));
+  return other;
+#else
+  return own;
+#endif
+}
+// All threads of all blocks of the cluster have come here (one that has ended counts as there), and see what the others wrote
+// before, in shared and in global memory.
+__device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
 // All threads of all blocks of the cluster say that they have come so far, and wait later until all have said so (one that
 // has ended counts as there). What a thread had read, it has read when it says so; what it had written, nobody is promised
 // to see. Where there are no clusters a block is one.

@@ -29,8 +29,10 @@ __device__ __forceinline__ Node<S> merge(const Node<S>& a, const Node<S>& b) {
 // levels are touched once in some leaves: their values wait in the workspace.
 template <int S, int Threads, int Columns, int DeepLevels>
 struct FoldMemory {
-  float o[fold_levels - DeepLevels][S][Threads];
+  static constexpr int near = fold_levels - DeepLevels;
+  float o[near][S][Threads];
   float m[fold_levels][Columns], l[fold_levels][Columns];
+  __device__ float* values(int level, float* deep) { return level < near ? o[level][0] : deep + (level - near) * S * Threads; }
 };
 
 template <int S, int Threads, int Columns, int DeepLevels>
@@ -61,6 +63,14 @@ class Fold {
     for (int i = 0; i < S; ++i) values(level)[i * Threads] = node.o[i];
     waiting_ |= 1u << level;
     __syncwarp();
+  }
+
+  // Instead of push: the run's node number `slot` stays as it is, for the blocks of the cluster to read.
+  __device__ void keep(const Node<S>& node, int slot) {
+    memory_.m[slot][column_] = node.m;
+    memory_.l[slot][column_] = node.l;
+#pragma unroll
+    for (int i = 0; i < S; ++i) values(slot)[i * Threads] = node.o[i];
   }
 
   // The run ends inside its task: what waits, in order.
@@ -94,10 +104,7 @@ class Fold {
     return node;
   }
   // This thread's values of a level, Threads apart.
-  __device__ float* values(int level) const {
-    constexpr int near = fold_levels - DeepLevels;
-    return (level < near ? memory_.o[level][0] : deep_ + (level - near) * S * Threads) + thread_;
-  }
+  __device__ float* values(int level) const { return memory_.values(level, deep_) + thread_; }
 
   FoldMemory<S, Threads, Columns, DeepLevels>& memory_;
   float* deep_;

@@ -12,7 +12,8 @@ namespace rooftile::gpu {
 template <class Config>
 void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
   static_assert(sizeof(DecodeShared<Config>) <= 99 * 1024);   // what a block of every supported architecture may have
-  scope.launch(split_kv<Config>, p.blocks, 32 * Config::warps, sizeof(DecodeShared<Config>), p, Overlap::with_previous);
+  scope.launch(split_kv<Config>, p.blocks, 32 * Config::warps, sizeof(DecodeShared<Config>), p, Overlap::with_previous, p.cluster);
+  if (p.cluster > 1) return;
   const std::int64_t used = std::min<std::int64_t>(columns, std::int64_t{p.q_per_kv} * p.tokens);
   scope.launch(combine<typename Config::T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used,
                Config::head_dim, 0, p, Overlap::with_previous);

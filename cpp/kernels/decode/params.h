@@ -19,7 +19,7 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   float* node_ml;                      // [blocks, slots_per_block, columns, 2]; l below 0: the row is left alone
   float* fold;                         // [blocks, fold_levels, columns, D]: left halves that wait long
   std::int32_t* row_begin;             // [B + 2]: first unit of every batch entry, the total, whether all tasks are as long
-  int blocks;
+  int blocks, cluster;                 // cluster: blocks of a task that merges its leaves itself; 1: a persistent grid, and combine
 };
 
 }  // namespace rooftile::gpu

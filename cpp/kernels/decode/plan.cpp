@@ -11,14 +11,19 @@ std::string text(const DecodeKey& key) {
   return std::string(name(key.dtype)) + " " + name(key.format) + " d" + std::to_string(key.head_dim);
 }
 
-DecodePlan plan_decode(std::int64_t batch, std::int64_t tokens, int kv_heads, int q_per_kv, int head_dim, int sms, int blocks_per_sm) {
+DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room) {
+  const auto& [batch, tokens, kv_heads, q_per_kv, head_dim, visible] = shape;
   DecodePlan plan;
   plan.passes = static_cast<int>((tokens * q_per_kv + columns - 1) / columns);
-  const std::int64_t leaves = batch * kv_heads * plan.passes * (max_leaves + 1);   // at most
-  plan.blocks = static_cast<int>(std::min<std::int64_t>(std::int64_t{sms} * blocks_per_sm, leaves));
+  const std::int64_t tasks = batch * kv_heads * plan.passes, resident = std::int64_t{room.sms} * room.blocks_per_sm;
+  // Clusters do not cross groups of multiprocessors, whose sizes differ: a thirty-second of the device may be left over.
+  if (visible <= most_cluster_tokens)
+    while (2 * plan.cluster <= room.largest_cluster && tasks * 2 * plan.cluster <= resident - resident / 32) plan.cluster *= 2;
+  if (plan.cluster < 4) plan.cluster = 1;
+  plan.blocks = static_cast<int>(plan.cluster > 1 ? tasks * plan.cluster : std::min(resident, tasks * max_leaves));
   const auto up = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
   const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * columns;
-  plan.node_o = up((static_cast<std::size_t>(batch) + 2) * sizeof(std::int32_t));
+  plan.node_o = up((static_cast<std::size_t>(shape.batch) + 2) * sizeof(std::int32_t));
   plan.node_ml = plan.node_o + up(nodes * static_cast<std::size_t>(head_dim) * sizeof(float));
   plan.fold = plan.node_ml + up(nodes * 2 * sizeof(float));
   plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * fold_levels * columns * static_cast<std::size_t>(head_dim) * sizeof(float);

@@ -19,13 +19,21 @@ struct DecodeKey {
 std::string text(const DecodeKey& key);   // "float16 int8 d128"
 
 struct DecodePlan {
-  int blocks = 0;
+  int blocks = 0, cluster = 1;             // as in DecodeParams
   int passes = 0;                          // of 8 query columns
   std::size_t node_o = 0, node_ml = 0, fold = 0;   // offsets of the parts of the workspace; row_begin is at 0
   std::size_t workspace_bytes = 0;
 };
-// blocks_per_sm: how many of the variant's blocks a multiprocessor of this device holds.
-DecodePlan plan_decode(std::int64_t batch, std::int64_t tokens, int kv_heads, int q_per_kv, int head_dim, int sms, int blocks_per_sm);
+struct DecodeShape {
+  std::int64_t batch, tokens;
+  int kv_heads, q_per_kv, head_dim;
+  std::int64_t visible;   // tokens that the queries of a row see together, at most: of capacity and window
+};
+struct DecodeRoom {
+  int sms, blocks_per_sm;   // how many of the variant's blocks a multiprocessor of this device holds
+  int largest_cluster;
+};
+DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room);
 
 // One compiled variant. The table of all is the sum of its files'.
 class DeviceScope;

@@ -2,7 +2,7 @@
 // How a row is cut, and who computes which piece. Pure arithmetic, the same on host and device.
 //
 // Leaves. A row's visible tokens are cut into at most 64 leaves of equal size, from the row alone. The raw tokens of a
-// kivi row are one leaf more. A leaf's result is a softmax state (m, l, o).
+// kivi row belong to its last leaf, or are its only one. A leaf's result is a softmax state (m, l, o).
 //
 // The fold. States are merged along one binary tree over the leaves: node (level, i) covers leaves
 // [i << level, (i + 1) << level) and is the merge of its two halves. Leaves that no full node covers are merged from the
@@ -13,7 +13,10 @@
 // tasks lie one after another, batch entries outermost. Every block owns the leaves that start in its share of the
 // units, and all shares but the last are equal. Where all tasks are as long, a task has as many units as tokens / 32, so that
 // shares are whole tasks or whole nodes of the tree; where they differ it has more, for what the ends of its leaves, its raw
-// leaf and its start take: a share of many short rows would else take longest.
+// tokens and its start take: a share of many short rows would else take longest.
+//
+// In a small batch of short rows a task is a cluster of blocks: each takes leaves that follow each other, and the cluster
+// merges their states itself.
 //
 // Units are counted in 32 bits (dispatch.cpp refuses what would not fit): this arithmetic is the fixed cost of a short
 // call, and so are divisions, some 25 instructions that wait for each other.
@@ -27,12 +30,13 @@
 namespace rooftile::gpu {
 
 inline constexpr int unit_tokens = 32;    // a tile of codes
-inline constexpr int max_leaves = 64;     // without the raw one
-inline constexpr int fold_levels = 7;     // 65 leaves: levels 0 to 6
+inline constexpr int max_leaves = 64;
+inline constexpr int fold_levels = 7;     // 0 to 6
+inline constexpr int cluster_leaves = 16, most_cluster_tokens = 4096;   // of a task that a cluster computes
 inline constexpr int columns = 8;         // query heads (times new tokens) of one pass: the N of one mma
 // Nodes a block may have to store: of a run that ends or crosses a task it did not start (canonical, both ends ragged),
 // and of a run that starts a task it does not end (ragged on the right only).
-inline constexpr int slots_inside = 12, slots_start = 7, slots_per_block = slots_inside + slots_start;
+inline constexpr int slots_inside = 10, slots_start = 6, slots_per_block = slots_inside + slots_start;
 
 // a / b, neither negative; most often by 1.
 ROOFTILE_HD constexpr int divide(int a, int b) {
@@ -62,26 +66,32 @@ struct RowWork {
   int length = 0, count = 0;    // tokens stored; queries that are real, the last of them at position length - 1
   int begin = 0, end = 0;       // tokens [begin, end) are read from pages; begin is a multiple of 32
   int units = 1;                // of a leaf
-  int leaves = 0;               // of pages, and one more if `raw`
+  int leaves = 0;
   int leaf_cost = 1;            // units of time of a leaf: `units`, or more in a batch of rows of different lengths
-  bool raw = false;
+  bool raw = false;             // the last leaf has raw tokens too
   KvFault fault = KvFault::none;
 
-  ROOFTILE_HD int all_leaves() const { return leaves + (raw ? 1 : 0); }
   // For a batch of rows of different lengths.
   ROOFTILE_HD void weigh(KvFormat format) { leaf_cost = units + (is_element_format(format) ? 1 : 2); }
-  ROOFTILE_HD int paged_units() const { return divide_up(end - begin, unit_tokens) + leaves * (leaf_cost - units); }
   ROOFTILE_HD int task_units() const {
-    if (leaf_cost == units) return paged_units() + (raw ? 1 : 0);
-    return all_leaves() == 0 ? 0 : paged_units() + (raw ? 3 : 0) + 4;   // the raw leaf, and the wait for a first tile
+    const int tokens = divide_up(end - begin, unit_tokens) + leaves * (leaf_cost - units);
+    if (leaf_cost == units) return tokens + (raw ? 1 : 0);
+    return leaves == 0 ? 0 : tokens + (raw ? 2 : 0) + 4;   // the raw tokens, and the wait for a first tile
   }
-  ROOFTILE_HD int leaf_begin(int leaf) const { return leaf < leaves ? leaf * leaf_cost : paged_units(); }
+  ROOFTILE_HD int leaf_begin(int leaf) const { return leaf * leaf_cost; }
   // The first leaf that starts at `unit` or later.
   ROOFTILE_HD int leaf_from(int unit) const {
     if (unit <= 0) return 0;
-    if (unit > paged_units()) return all_leaves();
     const int leaf = divide_up(unit, leaf_cost);
     return leaf < leaves ? leaf : leaves;
+  }
+  // The first leaf of block `rank` of a cluster of `blocks`, both powers of two as the units of leaves of short rows are: a
+  // leaf belongs to the block in whose share of the tokens its middle lies.
+  ROOFTILE_HD int leaf_of_rank(int rank, int blocks) const {
+    if (rank >= blocks) return leaves;
+    const int share = 2 * task_units() * rank, leaf = units * blocks;   // in parts of 1 / (2 blocks) of a unit
+    const int first = share <= leaf ? 0 : divide_up(share - leaf, 2 * leaf);
+    return first < leaves ? first : leaves;
   }
 };
 
@@ -109,13 +119,10 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int 
     w.end = (length - 1) & ~31;
     w.raw = true;
   }
-  if (w.end <= w.begin) {
-    w.end = w.begin;
-    return w;
-  }
-  w.units = leaf_units(format, w.end - w.begin);
+  if (w.end < w.begin) w.end = w.begin;
+  w.leaf_cost = w.units = leaf_units(format, w.end - w.begin);
   w.leaves = divide_up(divide_up(w.end - w.begin, unit_tokens), w.units);
-  w.leaf_cost = w.units;
+  if (w.leaves == 0 && w.raw) w.leaves = 1;
   return w;
 }
 

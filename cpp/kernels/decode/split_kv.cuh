@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode attention over a KV cache, split along the sequence.
 //   q, out [B, T, Hq, D]    cache: pages of K and V per KV head, one block-table row per sequence (or consecutive pages)
-// A persistent grid walks the units of schedule.h. A block takes one task at a time, its four warps every fourth tile of
+// A persistent grid walks the units of schedule.h, or a cluster of blocks has one task. A block takes one task at a time, its four warps every fourth tile of
 // the task's tokens; each warp keeps a softmax state of its own, in registers. At the end of a leaf the four states are
 // merged through shared memory and the leaf goes into the fold. A task that one block computed whole is written at once,
-// the others' nodes are left to combine.cuh.
+// the others' nodes are left to combine.cuh or, of a cluster, to cluster.cuh.
 // The query heads of a KV head (times new tokens) are the columns of the products, so they share every byte read.
 //
 // Bytes per KV head: S * (bytes of a token's K and V). Flops: 4 S D per column, on 8 columns whether used or not.
@@ -15,6 +15,7 @@
 // they are and are decoded in them, 16-bit rows through ldmatrix. No barrier between warps but at leaf ends and before queries.
 #pragma once
 
+#include "kernels/decode/cluster.cuh"
 #include "kernels/decode/fold.cuh"
 #include "kernels/decode/tiles.cuh"
 #include "tile/grid.cuh"
@@ -38,15 +39,20 @@ struct DecodeShared {
   float m[warps][columns], l[warps][columns];
   FoldMemory<S, 32 * warps, columns, Config::deep_levels> fold;
   int bad_segment;                                         // the last one that met a page that is none
+  // Query columns that are needed until the task ends: raw keys meet them after codes.
+  static constexpr bool needs_queries = is_kivi(Config::format);
+  alignas(16) typename Config::T raw_queries[warps][needs_queries ? columns * D : 1];
 
-  // A warp's memory in other uses: query columns before its next state is written; when the ring is done a raw tile, and the
-  // query columns once more, as 16-bit keys meet them.
-  struct Raw {
-    ElementStage<typename Config::T, D> tile;
-    typename Config::T queries[columns * D];
-  };
-  __device__ typename Config::T* queries(int warp) { return reinterpret_cast<typename Config::T*>(&o[warp][0][0]); }
-  __device__ Raw& raw(int warp) { return *reinterpret_cast<Raw*>(&ring[warp][0]); }
+  // A warp's memory in other uses: query columns before its next state is written; 16-bit keys or values in a stage.
+  __device__ typename Config::T* queries(int warp) { return needs_queries ? raw_queries[warp] : reinterpret_cast<typename Config::T*>(&o[warp][0][0]); }
+  __device__ typename Config::T* raw(int warp, int stage) {
+    static_assert(sizeof(ring[0][0]) >= 16 * D * sizeof(typename Config::T));
+    return reinterpret_cast<typename Config::T*>(&ring[warp][stage]);
+  }
+  __device__ ClusterMemory& after_tiles() {
+    static_assert(sizeof(ring) >= sizeof(ClusterMemory));
+    return *reinterpret_cast<ClusterMemory*>(&ring);
+  }
 };
 
 // Where this block starts: its units, and the batch entry that holds the first.
@@ -143,7 +149,8 @@ class SplitKv {
       : p(p), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32), page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
-    const BlockRange range = find_range<format>(p);
+    const bool clustered = tile::has_clusters && p.cluster > 1;
+    const BlockRange range = clustered ? cluster_range() : find_range<format>(p);
     if (range.begin >= range.end) return;
     if (threadIdx.x == 0) shared.bad_segment = 0;
     __syncthreads();   // before any warp finds one
@@ -160,10 +167,11 @@ class SplitKv {
       for (int task = range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
         const int task_base = base + task * units;
         if (task_base >= range.end) return;
-        const int first = w.leaf_from(range.begin - task_base), last = min(w.all_leaves(), w.leaf_from(range.end - task_base));
-        if (first < last) {
+        const int first = clustered ? w.leaf_of_rank(rank(), p.cluster) : w.leaf_from(range.begin - task_base);
+        const int last = clustered ? w.leaf_of_rank(rank() + 1, p.cluster) : min(w.leaves, w.leaf_from(range.end - task_base));
+        if (first < last || clustered) {
           const int kv_head = divide(task, p.passes);
-          segment({b, kv_head, task - kv_head * p.passes}, w, first, last);
+          segment({b, kv_head, task - kv_head * p.passes}, w, first, last, clustered);
         }
       }
       base += units * tasks;
@@ -175,38 +183,60 @@ class SplitKv {
     float x[N];
   };
 
-  // Leaves [first, last) of one task.
-  __device__ void segment(const Task& task, const RowWork& w, int first, int last) {
+  __device__ int rank() const { return blockIdx.x & (p.cluster - 1); }   // in the cluster, whose size is a power of two
+
+  // The one task of this block's cluster, as if its share were the task's first unit. Rows that see nothing are answered here.
+  __device__ BlockRange cluster_range() const {
+    const int tasks = p.cache.kv_heads * p.passes, index = static_cast<int>(blockIdx.x) >> first_bit(p.cluster);
+    const int b = p.batch == 1 ? 0 : divide(index, tasks), in_row = index - b * tasks;
+    const RowWork w = row_work_of(p, format, b, read);
+    if (w.fault != KvFault::none && in_row == 0 && rank() == 0 && threadIdx.x == 0)
+      *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
+    const int units = w.task_units();
+    if (units == 0 && w.fault == KvFault::none && rank() == 0) {
+      const float nothing[S] = {};
+      const int kv_head = divide(in_row, p.passes), column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
+      write_result<T, N>(p, {b, kv_head, in_row - kv_head * p.passes}, w, column, d0, apart, d0 == 0, -INFINITY, 0.0f, nothing);
+    }
+    return {in_row * units, in_row * units + (units > 0), 0, b, true, w};
+  }
+
+  // Leaves [first, last) of one task; of a cluster maybe none.
+  __device__ void segment(const Task& task, const RowWork& w, int first, int last, bool clustered) {
     const int column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
     const bool merges = task.pass * columns + columns / warps * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
-    __syncthreads();   // the last segment's states, where the queries go, have been read, and whether it met a page that is none
-    const bool raw = is_kivi(format) && w.raw && last == w.all_leaves();
-    if (raw) prefetch_raw(task, w);
-    Fold<S, threads, columns, Config::deep_levels> fold(shared.fold, p.fold + std::int64_t{blockIdx.x} * Config::deep_levels * columns * D, threadIdx.x, column, first);
+    __syncthreads();   // the last segment's states, where queries may go, have been read, and whether it met a page that is none
+    float* const deep = p.fold + std::int64_t{blockIdx.x} * Config::deep_levels * columns * D;
+    Fold<S, threads, columns, Config::deep_levels> fold(shared.fold, deep, threadIdx.x, column, first);
     int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
+    const auto with_fault = [&](float l) { return shared.bad_segment == this_segment ? -1.0f : l; };
     const auto emit = [&](const Node<S>& node) {
       const std::int64_t at = std::int64_t{slot++} * columns + column;
 #pragma unroll
       for (int i = 0; i < S / N; ++i) *reinterpret_cast<Piece*>(p.node_o + at * D + d0 + i * apart) = *reinterpret_cast<const Piece*>(&node.o[i * N]);
-      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, shared.bad_segment == this_segment ? -1.0f : node.l);
+      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, with_fault(node.l));
     };
-    const auto add = [&](const Node<S>& node, int leaf) {
-      if (merges) fold.push(node, leaf, emit);
+    const auto add = [&](Node<S> node, int leaf) {
+      if (!merges) return;
+      if (clustered) {
+        node.l = with_fault(node.l);
+        fold.keep(node, leaf - first);
+      } else {
+        fold.push(node, leaf, emit);
+      }
     };
     state.reset();
-    if (raw && first == w.leaves) start_raw(task, w);
-    paged_leaves(task, w, first, min(last, w.leaves), [&](int leaf) {
-      if (raw && leaf + 1 == w.leaves) start_raw(task, w);   // on its way while the states are merged
-      add(merge_warps<!elements>(column, d0), leaf);
+    leaves(task, w, first, last, [&](int leaf, bool elements_now) {
+      if (elements_now) add(merge_warps<false>(column, d0), leaf);
+      else if constexpr (!elements) add(merge_warps<true>(column, d0), leaf);
     });
-    if constexpr (is_kivi(format))
-      if (raw) {
-        raw_leaf(task, w);
-        add(merge_warps<false>(column, d0), w.leaves);
-      }
+    if (clustered) {
+      merge_cluster<T, D, threads>(p, task, w, rank(), shared.fold, shared.after_tiles(), deep);
+      return;
+    }
     if (!merges) return;
-    if (first > 0 || last < w.all_leaves()) {
+    if (first > 0 || last < w.leaves) {
       fold.flush(emit);
       return;
     }
@@ -267,8 +297,9 @@ class SplitKv {
     return node;
   }
 
+  // leaf_end(leaf, elements_now): the warps' states are whole; whether they hold sums of elements, or of codes.
   template <class LeafEnd>
-  __device__ void paged_leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
+  __device__ void leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
     if (first >= last) return;
     copy_queries_async<T, D>(p, task, w, lane, shared.queries(warp));
     cute::cp_async_fence();
@@ -308,8 +339,9 @@ class SplitKv {
 
   // This warp's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, `stages - 1` tiles ahead
   // of compute(stage, token); both are left out for tiles behind the row's end. prepare() runs when the queries have come.
-  template <class Issue, class Prepare, class Compute, class LeafEnd>
-  __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Prepare& prepare,
+  // behind(stage) may start other copies into stages, one a call, that no tile needs any more: `stages - 1` times at least.
+  template <class Issue, class Behind, class Prepare, class Compute, class LeafEnd>
+  __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Behind& behind, const Prepare& prepare,
                            const Compute& compute, const LeafEnd& leaf_end) {
     constexpr int stride = warps * tile_tokens;   // from a tile of this warp to its next
     const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens);
@@ -323,6 +355,8 @@ class SplitKv {
         const Pages now = pages;
         if (ahead + stride < stop) pages = look_up(row, w, ahead + stride);
         if (are_pages(w, now)) issue(shared.ring[warp][filled], ahead, now);
+      } else {
+        behind(filled);
       }
       cute::cp_async_fence();
       ahead += stride;
@@ -369,8 +403,9 @@ class SplitKv {
           if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
           else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
-        [&] { load_query_fragments<T, D>(shared.queries(warp), lane, q); },
-        [&](const ElementStage<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); }, leaf_end);
+        [](int) {}, [&] { load_query_fragments<T, D>(shared.queries(warp), lane, q); },
+        [&](const ElementStage<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); },
+        [&](int leaf) { leaf_end(leaf, true); });
   }
 
   __device__ void element_tile(const T* k, const T* v, const tile::FragmentB (&q)[D / 16], const float (&factor)[2],
@@ -393,9 +428,14 @@ class SplitKv {
     CodeQueries<format, D> q;
     float factor[2];
     const CodeSource<format, D> source(c, task.kv_head, lane);
+    RawTile raw(p, task, w, warp, last == w.leaves);
     pipeline(w, first, last,
         [&](Stage& stage, int token, const Pages& at) {
           stage.copy_async(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), lane);
+        },
+        [&](int stage) {
+          if constexpr (is_kivi(format))
+            if (raw.halves < 2) start_raw(raw, task, w, stage);
         },
         [&] {
           q.template load<T>(shared.queries(warp), lane);
@@ -412,50 +452,59 @@ class SplitKv {
           online_softmax(s, state);
           code_values<T, format, D>(state, s, stage, scales, see, token, lane);
         },
-        leaf_end);
+        [&](int leaf) {
+          if constexpr (is_kivi(format))
+            if (raw.there && leaf + 1 == w.leaves) {
+              raw_tiles(raw, task, w);
+              leaf_end(leaf, true);
+              return;
+            }
+          leaf_end(leaf, false);
+        });
   }
 
-  // The raw tokens of a kivi row: at most 64, one tile a warp. First of the warp's tile, and where its rows begin in the ring.
-  __device__ int raw_token(const RowWork& w) const { return (max(w.length - w.count, 0) & ~(kv_group - 1)) + 16 * warp; }
-  __device__ std::int64_t raw_offset(const Task& task, const RowWork& w) const {
-    const KvCacheView& c = p.cache;
-    return ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + raw_token(w) % c.ring_size) * (D * sizeof(T));
-  }
-  __device__ void prefetch_raw(const Task& task, const RowWork& w) const {
-    const std::int64_t from = raw_offset(task, w) + lane * (16 * D * sizeof(T) / 32);
-    if (raw_token(w) >= w.length) return;
-    tile::prefetch(p.cache.ring_k + from);
-    tile::prefetch(p.cache.ring_v + from);
-  }
-  // Starts the copies of the warp's tile. The ring is done.
-  __device__ void start_raw(const Task& task, const RowWork& w) {
-    if constexpr (is_kivi(format)) {
-      const int token = raw_token(w);
-      const Visible see = visible(p, task, w, lane, true);
-      auto& raw = shared.raw(warp);
-      static_assert(sizeof(shared.ring[0]) >= sizeof(raw));
-      const std::int64_t from = raw_offset(task, w), row_bytes = D * sizeof(T);
-      const auto wanted = [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; };
-      __syncwarp();   // what was there has been read
-      if (token < w.length) {
-        copy_queries_async<T, D>(p, task, w, lane, raw.queries);
-        copy_rows_async<T, D>(raw.tile.k, lane, p.cache.ring_k + from, row_bytes, wanted);
-        copy_rows_async<T, D>(raw.tile.v, lane, p.cache.ring_v + from, row_bytes, wanted);
-      }
-      cute::cp_async_fence();
+  // The raw tokens of a kivi row, 64 at most, are tiles of 16 at the end of its last leaf: of the warps in turn, from the one
+  // whose turn it would be to take one more tile of codes.
+  struct RawTile {
+    bool there;         // the run ends with raw tokens
+    int token;          // first of the warp's own tile
+    int halves = 0;     // of it that have been started: its keys, its values
+    int stage[2] = {};  // where they go
+    __device__ RawTile(const DecodeParams& p, const Task& task, const RowWork& w, int warp, bool ends) : there(is_kivi(format) && ends && w.raw) {
+      const int tiles = (w.end - w.begin) / tile_tokens;
+      token = (max(w.length - w.count, 0) & ~(kv_group - 1)) + (warp - tiles & warps - 1) * 16;
+      if (!there || token >= w.length) halves = 2;
     }
+  };
+  __device__ void start_raw(RawTile& raw, const Task& task, const RowWork& w, int stage) const {
+    const KvCacheView& c = p.cache;
+    const Visible see = visible(p, task, w, lane, true);
+    const std::int64_t row = ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + raw.token % c.ring_size) * (D * sizeof(T));
+    copy_rows_async<T, D>(shared.raw(warp, stage), lane, (raw.halves == 0 ? c.ring_k : c.ring_v) + row, D * sizeof(T),
+                          [&](int i) { return raw.token + i >= see.outer_begin && raw.token + i < see.outer_end; });
+    raw.stage[raw.halves++] = stage;
   }
-  __device__ void raw_leaf(const Task& task, const RowWork& w) {
-    const int token = raw_token(w);
+  __device__ void raw_tiles(RawTile& raw, const Task& task, const RowWork& w) {
     cute::cp_async_wait<0>();
-    __syncwarp();   // all of it has come
-    if (token >= w.length) return;
-    const auto& raw = shared.raw(warp);
+    __syncwarp();   // its own has come, from all lanes
+    state.template become_elements<T>();
+    if (raw.token >= w.length) return;
     tile::FragmentB q[D / 16];
-    load_query_fragments<T, D>(raw.queries, lane, q);
+    load_query_fragments<T, D>(shared.queries(warp), lane, q);
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
-    element_tile(raw.tile.k, raw.tile.v, q, factor, visible(p, task, w, lane, true), token);
-    __syncwarp();   // it has been read
+    const Visible see = visible(p, task, w, lane, true);
+    while (true) {
+      element_tile(shared.raw(warp, raw.stage[0]), shared.raw(warp, raw.stage[1]), q, factor, see, raw.token);
+      raw.token += 16 * warps;
+      if (warps * 16 >= kv_ring || raw.token >= w.length) break;
+      __syncwarp();   // it has been read
+      raw.halves = 0;
+      start_raw(raw, task, w, raw.stage[0]);
+      start_raw(raw, task, w, raw.stage[1]);
+      cute::cp_async_fence();
+      cute::cp_async_wait<0>();
+      __syncwarp();   // the next has come, from all lanes
+    }
   }
 
   const DecodeParams& p;

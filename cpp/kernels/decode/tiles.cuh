@@ -89,6 +89,25 @@ struct WarpState {
       return apart ? __fmaf_rn(sum, unit, shift[j]) : sum;
     }
   };
+
+  // Sums of codes become sums of elements, and elements may follow.
+  template <class T>
+  __device__ __forceinline__ void become_elements() {
+    if constexpr (has_min(F)) {
+#pragma unroll
+      for (float& x : shift)
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    }
+    const float one[2] = {1.0f, 1.0f};
+    const Values<T, true> values(*this, one);
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[i][e] = values(o[i][e], e);
+    shift[0] = shift[1] = 0.0f;
+    unit = 1.0f;
+  }
 };
 
 // Multiples of a soft cap -> logits in units of log2, in place; without one, what comes are logits. tanh x is
