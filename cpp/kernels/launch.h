@@ -65,16 +65,21 @@ class DeviceScope {
   cudaStream_t stream() const { return stream_; }
   const char* op() const { return op_; }
 
+  // How many blocks a grid has; y above 1: blocks x, x + 1 ... come before those with the next y.
+  struct Grid {
+    std::int64_t x, y = 1;
+    Grid(std::int64_t x, std::int64_t y = 1) : x(x), y(y) {}
+  };
   // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value. cluster: so many blocks in
   // a row run at once and can wait for each other (tile/grid.cuh).
   template <class Params>
-  void launch(void (*kernel)(Params), std::int64_t blocks, int threads, std::size_t shared_bytes, const Params& params,
+  void launch(void (*kernel)(Params), Grid grid, int threads, std::size_t shared_bytes, const Params& params,
               Overlap overlap = Overlap::none, int cluster = 1) const {
-    if (blocks == 0) return;
+    if (grid.x == 0) return;
     if (shared_bytes > 48 * 1024)
       ROOFTILE_CUDA_CHECK(op_, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;

@@ -36,6 +36,20 @@ __device__ __forceinline__ X* in_block(X* own, int rank) {
   return own;
 #endif
 }
+// Which cluster of the grid this block belongs to, and which of its blocks it is.
+struct InCluster {
+  int cluster, rank;
+};
+__device__ __forceinline__ InCluster place_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+  InCluster at;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(at.cluster));
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(at.rank));
+  return at;
+#else
+  return {static_cast<int>(blockIdx.x), 0};
+#endif
+}
 // All threads of all blocks of the cluster have come here (one that has ended counts as there), and see what the others wrote
 // before, in shared and in global memory.
 __device__ __forceinline__ void sync_cluster() {

@@ -25,13 +25,11 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task&
   const bool keeps = w.leaf_of_rank(rank, p.cluster) < w.leaf_of_rank(rank + 1, p.cluster);
   if (thread < cluster_leaves) {
     const int leaf = thread;
-    int owner = 0;
-    for (int other = 1; other < p.cluster; ++other) owner += w.leaf_of_rank(other, p.cluster) <= leaf;
-    const int slot = leaf - w.leaf_of_rank(owner, p.cluster);
+    const int owner = w.rank_of_leaf(leaf, p.cluster), slot = leaf - w.leaf_of_rank(owner, p.cluster);
     Memory* memory = tile::in_block(&own, owner);
     const bool there = leaf < w.leaves;
     free.tree.level[leaf] = 0;
-    free.o[leaf] = there ? memory->values(slot, deep + (owner - rank) * std::int64_t{fold_levels - Memory::near} * columns * D) : nullptr;
+    free.o[leaf] = there ? memory->values(slot, deep + (owner - rank) * std::int64_t{Memory::deep} * columns * D) : nullptr;
     free.m[leaf] = there ? memory->m[slot] : nullptr;
     free.l[leaf] = there ? memory->l[slot] : nullptr;
   }

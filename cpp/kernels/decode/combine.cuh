@@ -72,9 +72,11 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   if (!counts) tile::wait_for_previous_kernel();
   const UnitCount units = counts ? count_units(p, b) : UnitCount{p.row_begin[b], p.row_begin[p.batch], p.row_begin[p.batch + 1] != 0};
   if (!units.even) w.weigh(p.cache.format);
+  const int tasks = p.cache.kv_heads * p.passes, ranks = ranks_of(units.even, w.task_units(), std::int64_t{p.batch} * tasks, p.blocks);
   const Split split(units.total, p.blocks, units.even);
-  const int base = units.before + task_in_row * w.task_units();
-  const bool merges = leaves > 0 && split.owner(base) != split.owner(base + w.leaf_begin(leaves - 1));   // else one block had it all
+  const int base = units.before + task_in_row * w.task_units(), first_share = (b * tasks + task_in_row) * ranks;
+  const auto share_of = [&](int leaf) { return ranks ? first_share + w.rank_of_leaf(leaf, ranks) : split.owner(base + w.leaf_begin(leaf)); };
+  const bool merges = leaves > 0 && share_of(0) != share_of(leaves - 1);   // else one block had it all
   const auto write = [&](float m, float l, float value) {
     const float o[1] = {value};
     write_result<T, 1>(p, task, w, column, thread, 0, thread == 0, m, l, o);
@@ -87,9 +89,10 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   for (int leaf = thread; leaf < max_leaves; leaf += D) {
     int at = 0, slot = 0, level = -1;
     if (leaf < leaves) {
-      const int block = split.owner(base + w.leaf_begin(leaf)), end = min(leaves, w.leaf_from(split.begin(block + 1) - base));
-      at = w.leaf_from(split.begin(block) - base);
-      slot = block * slots_per_block + (at > 0 ? 0 : slots_inside);
+      const int share = share_of(leaf);
+      const int end = ranks ? w.leaf_of_rank(share - first_share + 1, ranks) : min(leaves, w.leaf_from(split.begin(share + 1) - base));
+      at = ranks ? w.leaf_of_rank(share - first_share, ranks) : w.leaf_from(split.begin(share) - base);
+      slot = share * slots_per_block + (at > 0 ? 0 : slots_inside);
       level = node_level(at, end);
       for (; at < leaf; ++slot) {
         at += 1 << level;

@@ -44,7 +44,7 @@ DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVa
   // what one query sees, the other queries' steps, and what starts at a multiple of 32
   const std::int64_t visible = a.logits.window > 0 ? std::min(capacity, a.logits.window + tokens + 31) : capacity;
   return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads), a.cache->head_dim, visible},
-                     {scope.sms(), std::min(v.blocks_per_sm, scope.blocks_that_fit(v.shared_bytes)), scope.largest_cluster()});
+                     {scope.sms(), std::min(v.blocks_per_sm, scope.blocks_that_fit(v.shared_bytes)), v.clusters ? scope.largest_cluster() : 1});
 }
 
 // What the vector loads need; the caches this library makes have it.
@@ -111,6 +111,7 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
   p.fold = reinterpret_cast<float*>(workspace + plan.fold);
   p.blocks = plan.blocks;
+  p.layers = plan.layers;
   p.cluster = plan.cluster;
   if (plan.blocks > 0) variant.launch(scope, p);
   std::string dim = "d";

@@ -26,20 +26,20 @@ __device__ __forceinline__ Node<S> merge(const Node<S>& a, const Node<S>& b) {
 }
 
 // Left halves that wait for their right ones: at most one a level. Threads that share a column share its (m, l). The last
-// levels are touched once in some leaves: their values wait in the workspace.
-template <int S, int Threads, int Columns, int DeepLevels>
+// levels are touched once in some leaves: the values of all but the first `Near` wait in the workspace.
+template <int S, int Threads, int Columns, int Near>
 struct FoldMemory {
-  static constexpr int near = fold_levels - DeepLevels;
+  static constexpr int near = Near, deep = fold_slots - Near;
   float o[near][S][Threads];
-  float m[fold_levels][Columns], l[fold_levels][Columns];
+  float m[fold_slots][Columns], l[fold_slots][Columns];
   __device__ float* values(int level, float* deep) { return level < near ? o[level][0] : deep + (level - near) * S * Threads; }
 };
 
-template <int S, int Threads, int Columns, int DeepLevels>
+template <int S, int Threads, int Columns, int Near>
 class Fold {
  public:
-  // deep: [DeepLevels][S][Threads] floats of the block. first: the run's first leaf. thread, column: this thread's place.
-  __device__ Fold(FoldMemory<S, Threads, Columns, DeepLevels>& memory, float* deep, int thread, int column, int first)
+  // deep: [fold_slots - Near][S][Threads] floats of the block. first: the run's first leaf. thread, column: this thread's place.
+  __device__ Fold(FoldMemory<S, Threads, Columns, Near>& memory, float* deep, int thread, int column, int first)
       : memory_(memory), deep_(deep), thread_(thread), column_(column), first_(first) {}
 
   // The node of leaf `at`, the next in order.
@@ -65,10 +65,10 @@ class Fold {
     __syncwarp();
   }
 
-  // Instead of push: the run's node number `slot` stays as it is, for the blocks of the cluster to read.
-  __device__ void keep(const Node<S>& node, int slot) {
+  // Instead of push: the run's node number `slot` stays as it is, with an l of its own, for the blocks of the cluster to read.
+  __device__ void keep(const Node<S>& node, float l, int slot) {
     memory_.m[slot][column_] = node.m;
-    memory_.l[slot][column_] = node.l;
+    memory_.l[slot][column_] = l;
 #pragma unroll
     for (int i = 0; i < S; ++i) values(slot)[i * Threads] = node.o[i];
   }
@@ -106,7 +106,7 @@ class Fold {
   // This thread's values of a level, Threads apart.
   __device__ float* values(int level) const { return memory_.values(level, deep_) + thread_; }
 
-  FoldMemory<S, Threads, Columns, DeepLevels>& memory_;
+  FoldMemory<S, Threads, Columns, Near>& memory_;
   float* deep_;
   int thread_, column_, first_;
   unsigned waiting_ = 0;

@@ -19,7 +19,7 @@ struct DecodeKey {
 std::string text(const DecodeKey& key);   // "float16 int8 d128"
 
 struct DecodePlan {
-  int blocks = 0, cluster = 1;             // as in DecodeParams
+  int blocks = 0, layers = 1, cluster = 1;   // as in DecodeParams
   int passes = 0;                          // of 8 query columns
   std::size_t node_o = 0, node_ml = 0, fold = 0;   // offsets of the parts of the workspace; row_begin is at 0
   std::size_t workspace_bytes = 0;
@@ -40,6 +40,7 @@ class DeviceScope;
 struct DecodeVariant {
   DecodeKey key;
   int blocks_per_sm;            // at most, what its registers were cut for
+  bool clusters;
   std::size_t shared_bytes;     // of a block
   void (*launch)(const DeviceScope&, const DecodeParams&);
   void (*load)(const char* op);

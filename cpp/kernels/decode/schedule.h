@@ -15,8 +15,8 @@
 // shares are whole tasks or whole nodes of the tree; where they differ it has more, for what the ends of its leaves, its raw
 // tokens and its start take: a share of many short rows would else take longest.
 //
-// In a small batch of short rows a task is a cluster of blocks: each takes leaves that follow each other, and the cluster
-// merges their states itself.
+// Few tasks of the same length have each a whole number of blocks to themselves, and no block has parts of two. In a small batch of short
+// rows these blocks are a cluster, which merges their states itself.
 //
 // Units are counted in 32 bits (dispatch.cpp refuses what would not fit): this arithmetic is the fixed cost of a short
 // call, and so are divisions, some 25 instructions that wait for each other.
@@ -32,7 +32,9 @@ namespace rooftile::gpu {
 inline constexpr int unit_tokens = 32;    // a tile of codes
 inline constexpr int max_leaves = 64;
 inline constexpr int fold_levels = 7;     // 0 to 6
-inline constexpr int cluster_leaves = 16, most_cluster_tokens = 4096;   // of a task that a cluster computes
+inline constexpr int cluster_leaves = 16;         // of a task that a cluster computes
+inline constexpr int most_cluster_tokens = 512;   // of each of its blocks, at most
+inline constexpr int fold_slots = 8;      // states that a block may have to keep: one a level, or all leaves of its part of a cluster
 inline constexpr int columns = 8;         // query heads (times new tokens) of one pass: the N of one mma
 // Nodes a block may have to store: of a run that ends or crosses a task it did not start (canonical, both ends ragged),
 // and of a run that starts a task it does not end (ragged on the right only).
@@ -85,11 +87,15 @@ struct RowWork {
     const int leaf = divide_up(unit, leaf_cost);
     return leaf < leaves ? leaf : leaves;
   }
-  // The first leaf of block `rank` of a cluster of `blocks`, both powers of two as the units of leaves of short rows are: a
-  // leaf belongs to the block in whose share of the tokens its middle lies.
-  ROOFTILE_HD int leaf_of_rank(int rank, int blocks) const {
-    if (rank >= blocks) return leaves;
-    const int share = 2 * task_units() * rank, leaf = units * blocks;   // in parts of 1 / (2 blocks) of a unit
+  // A task of `ranks` blocks: a leaf belongs to the one in whose share of the tokens its middle lies. That one, and the
+  // first leaf of a block; in parts of 1 / (2 ranks) of a unit.
+  ROOFTILE_HD int rank_of_leaf(int leaf, int ranks) const {
+    const int rank = divide((2 * leaf + 1) * units * ranks, 2 * task_units());
+    return rank < ranks ? rank : ranks - 1;
+  }
+  ROOFTILE_HD int leaf_of_rank(int rank, int ranks) const {
+    if (rank >= ranks) return leaves;
+    const int share = 2 * task_units() * rank, leaf = units * ranks;
     const int first = share <= leaf ? 0 : divide_up(share - leaf, 2 * leaf);
     return first < leaves ? first : leaves;
   }
@@ -138,6 +144,13 @@ struct Split {
   ROOFTILE_HD int begin(int block) const { return block * each < total ? block * each : total; }
   ROOFTILE_HD int owner(int unit) const { return divide(unit, each); }
 };
+
+// Where all tasks are as long and few, each has so many blocks to itself, if that leaves few without work; else 0.
+ROOFTILE_HD inline int ranks_of(bool even, int task_units, std::int64_t tasks, int blocks) {
+  if (!even || task_units >= 1 << 19 || 2 * tasks > blocks) return 0;   // rank_of_leaf counts in 32 bits
+  const int all = static_cast<int>(tasks), ranks = divide(blocks, all);
+  return 8 * all * ranks >= 7 * blocks ? ranks : 0;
+}
 
 // Level of the node that starts the canonical decomposition of leaves [at, end), at < end: as large as `at` is round and
 // as the run is long.

@@ -31,13 +31,27 @@ template <class Config>
 using StageOf = std::conditional_t<is_element_format(Config::format), ElementStage<typename Config::T, Config::head_dim>,
                                    CodeStage<Config::format, Config::head_dim>>;
 
+__device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
+
+// Where this block starts: its units, and the batch entry that holds the first.
+struct BlockRange {
+  int begin, end;     // units
+  int entry_base;     // first unit of that entry
+  int entry;
+  bool even;          // all tasks are as long
+  RowWork work;       // of that entry
+  int share = 0;            // where its nodes go
+  int rank = 0, ranks = 0;  // of the blocks that have one task to themselves; 0: blocks have units
+};
+
 template <class Config>
 struct DecodeShared {
   static constexpr int D = Config::head_dim, warps = Config::warps, S = columns * D / (32 * warps);   // S: values a thread merges
   StageOf<Config> ring[warps][Config::stages];
   alignas(16) float o[warps][columns][D + 4];       // the warps' states at the end of a leaf; padded against conflicts
   float m[warps][columns], l[warps][columns];
-  FoldMemory<S, 32 * warps, columns, Config::deep_levels> fold;
+  FoldMemory<S, 32 * warps, columns, Config::near_levels> fold;
+  BlockRange range;
   int bad_segment;                                         // the last one that met a page that is none
   // Query columns that are needed until the task ends: raw keys meet them after codes.
   static constexpr bool needs_queries = is_kivi(Config::format);
@@ -55,14 +69,17 @@ struct DecodeShared {
   }
 };
 
-// Where this block starts: its units, and the batch entry that holds the first.
-struct BlockRange {
-  int begin, end;     // units
-  int entry_base;     // first unit of that entry
-  int entry;
-  bool even;          // all tasks are as long
-  RowWork work;       // of that entry
-};
+// Neighbouring shares go to one multiprocessor: where only every second has work, no two of these meet.
+__device__ __forceinline__ int share_of_block() { return static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y); }
+// A block of one task has what starts in the task's first unit, `index` being the task's number in the batch.
+template <KvFormat format>
+__device__ __forceinline__ BlockRange one_task(const DecodeParams& p, int index, int rank, int ranks, int share) {
+  const int tasks = p.cache.kv_heads * p.passes, b = p.batch == 1 ? 0 : divide(index, tasks), in_row = index - b * tasks;
+  if (b >= p.batch) return {};
+  const RowWork w = row_work_of(p, format, b, read);
+  const int units = w.task_units();
+  return {in_row * units, in_row * units + (units > 0), 0, b, true, w, share, rank, ranks};
+}
 __device__ __forceinline__ RowWork broadcast(const RowWork& w, int lane) {
   const auto from = [lane](int x) { return __shfl_sync(0xffffffffu, x, lane); };
   return {from(w.row), from(w.length), from(w.count), from(w.begin), from(w.end), from(w.units), from(w.leaves), from(w.leaf_cost), from(w.raw) != 0,
@@ -78,14 +95,13 @@ __device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
   return x;
 }
 
-__device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
-
 // Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also leaves their prefix sums for
 // the combine, and reports faults.
 template <KvFormat format>
 __device__ inline BlockRange find_range(const DecodeParams& p) {
   const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes;
-  const bool reports = blockIdx.x == 0 && threadIdx.x < 32;
+  const int share = share_of_block();
+  const bool reports = share == 0 && threadIdx.x < 32;
   const auto work_of = [&](int b) {
     const RowWork w = b < p.batch ? row_work_of(p, format, b, read) : RowWork{};
     if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
@@ -102,6 +118,11 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
     even &= w.task_units() == first_task;
   }
   even = __all_sync(0xffffffffu, even);
+  if (const int ranks = ranks_of(even, first_task, std::int64_t{p.batch} * tasks, p.blocks)) {
+    for (int i = lane; reports && i < p.batch + 2; i += 32) p.row_begin[i] = i == p.batch + 1 ? even : i * first_task * tasks;
+    const int index = divide(share, ranks);
+    return one_task<format>(p, index, share - index * ranks, ranks, share);
+  }
   const auto weighed = [&](RowWork w) {
     if (!even) w.weigh(format);
     return w;
@@ -112,7 +133,7 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
     for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(weighed(row_work_of(p, format, b, read)));
   }
   const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks, even);
-  BlockRange r{split.begin(blockIdx.x), split.begin(blockIdx.x + 1), 0, -1, even, {}};
+  BlockRange r{split.begin(share), split.begin(share + 1), 0, -1, even, {}, share};
   if (r.begin >= r.end && !reports) return r;
   int before = 0;
   for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
@@ -149,11 +170,17 @@ class SplitKv {
       : p(p), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32), page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
-    const bool clustered = tile::has_clusters && p.cluster > 1;
-    const BlockRange range = clustered ? cluster_range() : find_range<format>(p);
-    if (range.begin >= range.end) return;
-    if (threadIdx.x == 0) shared.bad_segment = 0;
-    __syncthreads();   // before any warp finds one
+    const bool clustered = Config::clusters && tile::has_clusters && p.cluster > 1;
+    {
+      const BlockRange found = clustered ? cluster_range() : find_range<format>(p);
+      if (found.begin >= found.end) return;
+      if (threadIdx.x == 0) {
+        shared.range = found;
+        shared.bad_segment = 0;
+      }
+    }
+    __syncthreads();   // the range is there; before any warp finds a page that is none
+    const BlockRange& range = shared.range;
     const int tasks = p.cache.kv_heads * p.passes;
     int base = range.entry_base;
     for (int b = range.entry; b < p.batch && base < range.end; ++b) {
@@ -167,11 +194,11 @@ class SplitKv {
       for (int task = range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
         const int task_base = base + task * units;
         if (task_base >= range.end) return;
-        const int first = clustered ? w.leaf_of_rank(rank(), p.cluster) : w.leaf_from(range.begin - task_base);
-        const int last = clustered ? w.leaf_of_rank(rank() + 1, p.cluster) : min(w.leaves, w.leaf_from(range.end - task_base));
+        const int first = range.ranks ? w.leaf_of_rank(range.rank, range.ranks) : w.leaf_from(range.begin - task_base);
+        const int last = range.ranks ? w.leaf_of_rank(range.rank + 1, range.ranks) : min(w.leaves, w.leaf_from(range.end - task_base));
         if (first < last || clustered) {
           const int kv_head = divide(task, p.passes);
-          segment({b, kv_head, task - kv_head * p.passes}, w, first, last, clustered);
+          segment({b, kv_head, task - kv_head * p.passes}, w, first, last, range.share, clustered);
         }
       }
       base += units * tasks;
@@ -183,33 +210,32 @@ class SplitKv {
     float x[N];
   };
 
-  __device__ int rank() const { return blockIdx.x & (p.cluster - 1); }   // in the cluster, whose size is a power of two
-
-  // The one task of this block's cluster, as if its share were the task's first unit. Rows that see nothing are answered here.
+  // The one task of this block's cluster. Its first block says what is wrong, and answers rows that see nothing.
   __device__ BlockRange cluster_range() const {
-    const int tasks = p.cache.kv_heads * p.passes, index = static_cast<int>(blockIdx.x) >> first_bit(p.cluster);
-    const int b = p.batch == 1 ? 0 : divide(index, tasks), in_row = index - b * tasks;
-    const RowWork w = row_work_of(p, format, b, read);
-    if (w.fault != KvFault::none && in_row == 0 && rank() == 0 && threadIdx.x == 0)
-      *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
-    const int units = w.task_units();
-    if (units == 0 && w.fault == KvFault::none && rank() == 0) {
+    const auto [index, rank] = tile::place_in_cluster();
+    const BlockRange range = one_task<format>(p, index, rank, p.cluster, 0);
+    const RowWork& w = range.work;
+    if (rank > 0 || range.begin < range.end) return range;
+    const int tasks = p.cache.kv_heads * p.passes, in_row = index - range.entry * tasks, kv_head = divide(in_row, p.passes);
+    if (w.fault == KvFault::none) {
       const float nothing[S] = {};
-      const int kv_head = divide(in_row, p.passes), column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
-      write_result<T, N>(p, {b, kv_head, in_row - kv_head * p.passes}, w, column, d0, apart, d0 == 0, -INFINITY, 0.0f, nothing);
+      const int column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
+      write_result<T, N>(p, {range.entry, kv_head, in_row - kv_head * p.passes}, w, column, d0, apart, d0 == 0, -INFINITY, 0.0f, nothing);
+    } else if (in_row == 0 && threadIdx.x == 0) {
+      *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? range.entry : w.row);
     }
-    return {in_row * units, in_row * units + (units > 0), 0, b, true, w};
+    return range;
   }
 
   // Leaves [first, last) of one task; of a cluster maybe none.
-  __device__ void segment(const Task& task, const RowWork& w, int first, int last, bool clustered) {
+  __device__ void segment(const Task& task, const RowWork& w, int first, int last, int share, bool clustered) {
     const int column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
     const bool merges = task.pass * columns + columns / warps * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
     __syncthreads();   // the last segment's states, where queries may go, have been read, and whether it met a page that is none
-    float* const deep = p.fold + std::int64_t{blockIdx.x} * Config::deep_levels * columns * D;
-    Fold<S, threads, columns, Config::deep_levels> fold(shared.fold, deep, threadIdx.x, column, first);
-    int slot = blockIdx.x * slots_per_block + (first > 0 ? 0 : slots_inside);
+    float* const deep = p.fold + std::int64_t{share_of_block()} * decltype(shared.fold)::deep * columns * D;
+    Fold<S, threads, columns, Config::near_levels> fold(shared.fold, deep, threadIdx.x, column, first);
+    int slot = share * slots_per_block + (first > 0 ? 0 : slots_inside);
     const auto with_fault = [&](float l) { return shared.bad_segment == this_segment ? -1.0f : l; };
     const auto emit = [&](const Node<S>& node) {
       const std::int64_t at = std::int64_t{slot++} * columns + column;
@@ -217,24 +243,21 @@ class SplitKv {
       for (int i = 0; i < S / N; ++i) *reinterpret_cast<Piece*>(p.node_o + at * D + d0 + i * apart) = *reinterpret_cast<const Piece*>(&node.o[i * N]);
       if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, with_fault(node.l));
     };
-    const auto add = [&](Node<S> node, int leaf) {
+    const auto add = [&](const Node<S>& node, int leaf) {
       if (!merges) return;
-      if (clustered) {
-        node.l = with_fault(node.l);
-        fold.keep(node, leaf - first);
-      } else {
-        fold.push(node, leaf, emit);
-      }
+      if (Config::clusters && clustered) fold.keep(node, with_fault(node.l), leaf - first);
+      else fold.push(node, leaf, emit);
     };
     state.reset();
     leaves(task, w, first, last, [&](int leaf, bool elements_now) {
       if (elements_now) add(merge_warps<false>(column, d0), leaf);
       else if constexpr (!elements) add(merge_warps<true>(column, d0), leaf);
     });
-    if (clustered) {
-      merge_cluster<T, D, threads>(p, task, w, rank(), shared.fold, shared.after_tiles(), deep);
-      return;
-    }
+    if constexpr (Config::clusters && tile::has_clusters)
+      if (clustered) {
+        merge_cluster<T, D, threads>(p, task, w, tile::place_in_cluster().rank, shared.fold, shared.after_tiles(), deep);
+        return;
+      }
     if (!merges) return;
     if (first > 0 || last < w.leaves) {
       fold.flush(emit);
@@ -469,7 +492,7 @@ class SplitKv {
     bool there;         // the run ends with raw tokens
     int token;          // first of the warp's own tile
     int halves = 0;     // of it that have been started: its keys, its values
-    int stage[2] = {};  // where they go
+    int k_stage = 0, v_stage = 0;
     __device__ RawTile(const DecodeParams& p, const Task& task, const RowWork& w, int warp, bool ends) : there(is_kivi(format) && ends && w.raw) {
       const int tiles = (w.end - w.begin) / tile_tokens;
       token = (max(w.length - w.count, 0) & ~(kv_group - 1)) + (warp - tiles & warps - 1) * 16;
@@ -482,7 +505,8 @@ class SplitKv {
     const std::int64_t row = ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + raw.token % c.ring_size) * (D * sizeof(T));
     copy_rows_async<T, D>(shared.raw(warp, stage), lane, (raw.halves == 0 ? c.ring_k : c.ring_v) + row, D * sizeof(T),
                           [&](int i) { return raw.token + i >= see.outer_begin && raw.token + i < see.outer_end; });
-    raw.stage[raw.halves++] = stage;
+    (raw.halves == 0 ? raw.k_stage : raw.v_stage) = stage;
+    ++raw.halves;
   }
   __device__ void raw_tiles(RawTile& raw, const Task& task, const RowWork& w) {
     cute::cp_async_wait<0>();
@@ -494,13 +518,13 @@ class SplitKv {
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
     const Visible see = visible(p, task, w, lane, true);
     while (true) {
-      element_tile(shared.raw(warp, raw.stage[0]), shared.raw(warp, raw.stage[1]), q, factor, see, raw.token);
+      element_tile(shared.raw(warp, raw.k_stage), shared.raw(warp, raw.v_stage), q, factor, see, raw.token);
       raw.token += 16 * warps;
       if (warps * 16 >= kv_ring || raw.token >= w.length) break;
       __syncwarp();   // it has been read
       raw.halves = 0;
-      start_raw(raw, task, w, raw.stage[0]);
-      start_raw(raw, task, w, raw.stage[1]);
+      start_raw(raw, task, w, raw.k_stage);
+      start_raw(raw, task, w, raw.v_stage);
       cute::cp_async_fence();
       cute::cp_async_wait<0>();
       __syncwarp();   // the next has come, from all lanes

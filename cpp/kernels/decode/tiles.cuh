@@ -201,13 +201,15 @@ __device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte
   }
 }
 
+// Two sums, of even and of odd steps, so that no product waits for the one before it.
 template <class T, int D>
 __device__ __forceinline__ void scores16(float (&s)[1][4], const T* k, const tile::FragmentB (&q)[D / 16], int lane) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) s[0][i] = 0.0f;
+  float sum[2][4] = {};
 #pragma unroll
   for (int ks = 0; ks < D / 16; ++ks)
-    tile::mma<T>(s[0], tile::load_8x8x4(k + swizzled<D>(lane % 16, 16 * ks + lane / 16 * 8)), q[ks]);
+    tile::mma<T>(sum[ks % 2], tile::load_8x8x4(k + swizzled<D>(lane % 16, 16 * ks + lane / 16 * 8)), q[ks]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[0][i] = sum[0][i] + sum[1][i];
 }
 
 // V^T of 16 tokens x channels 16 i .. 16 i + 15 as operand A.

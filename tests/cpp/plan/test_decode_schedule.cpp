@@ -55,10 +55,10 @@ Folded fold(int first, int last, int leaves) {
   return run;
 }
 
-// The tree over 64 leaves and the 65th, where missing leaves are empty states, from nodes that cover it.
+// The tree over 64 leaves, where missing leaves are empty states, from nodes that cover it.
 std::string tree(const std::vector<Node>& nodes) {
-  std::array<std::string, max_leaves + 1> state;
-  std::array<int, max_leaves + 1> came;
+  std::array<std::string, max_leaves> state;
+  std::array<int, max_leaves> came;
   came.fill(-1);
   for (const Node& node : nodes) {
     state[static_cast<std::size_t>(node.at)] = node.state;
@@ -69,13 +69,12 @@ std::string tree(const std::vector<Node>& nodes) {
     for (int start = 0; start < max_leaves; start += 1 << level)
       if (came[static_cast<std::size_t>(start)] < level)
         merge(state[static_cast<std::size_t>(start)], state[static_cast<std::size_t>(start + (1 << (level - 1)))]);
-  merge(state[0], state[max_leaves]);
   return state[0];
 }
 
 TEST(DecodeSchedule, RunsDecomposeExactlyAndFitTheirSlots) {
-  for (int first = 0; first <= max_leaves; ++first)
-    for (int last = first + 1; last <= max_leaves + 1; ++last) {
+  for (int first = 0; first < max_leaves; ++first)
+    for (int last = first + 1; last <= max_leaves; ++last) {
       int count = 0, at = first;
       while (at < last) {
         const int level = node_level(at, last);
@@ -91,8 +90,8 @@ TEST(DecodeSchedule, RunsDecomposeExactlyAndFitTheirSlots) {
 }
 
 TEST(DecodeSchedule, AFoldLeavesTheCanonicalNodesInOrder) {
-  for (int first = 0; first <= max_leaves; ++first)
-    for (int last = first + 1; last <= max_leaves + 1; ++last) {
+  for (int first = 0; first < max_leaves; ++first)
+    for (int last = first + 1; last <= max_leaves; ++last) {
       const Folded run = fold(first, last, last + 1);   // a run that does not end its task
       int at = first;
       for (const Node& node : run.nodes) {
@@ -106,7 +105,7 @@ TEST(DecodeSchedule, AFoldLeavesTheCanonicalNodesInOrder) {
 
 TEST(DecodeSchedule, AnySplitOfARowIsTheExpressionOfOneBlock) {
   Random random(1);
-  for (int leaves = 1; leaves <= max_leaves + 1; ++leaves) {
+  for (int leaves = 1; leaves <= max_leaves; ++leaves) {
     const std::string expected = fold(0, leaves, leaves).whole;
     EXPECT_EQ(std::count(expected.begin(), expected.end(), '<'), leaves);
     for (int trial = 0; trial < 60; ++trial) {
@@ -151,11 +150,11 @@ TEST(DecodeSchedule, LeafFromFindsTheFirstLeafThatStartsThere) {
         w.leaf_cost = units + 2;
         w.begin = 64;
         w.end = w.begin + paged * unit_tokens;
-        w.leaves = divide_up(paged, units);
+        w.leaves = paged == 0 && raw ? 1 : divide_up(paged, units);
         w.raw = raw;
         for (int unit = -3; unit <= w.task_units(); ++unit) {
           int expected = 0;
-          while (expected < w.all_leaves() && w.leaf_begin(expected) < unit) ++expected;
+          while (expected < w.leaves && w.leaf_begin(expected) < unit) ++expected;
           ASSERT_EQ(w.leaf_from(unit), expected) << units << " units, " << w.leaves << " leaves, raw " << raw << ", from " << unit;
         }
       }
@@ -197,12 +196,13 @@ TEST(DecodeSchedule, ARowsWorkIsWhatItsQueriesSee) {
       ASSERT_EQ(w.units, leaf_units(format, w.end - w.begin));
       ASSERT_GE(w.leaves * leaf, w.end - w.begin);
       ASSERT_LT((w.leaves - 1) * leaf, w.end - w.begin);
-    } else if (!is_kivi(format)) {
-      FAIL() << "a query of a row that holds tokens sees its own";
+    } else {
+      ASSERT_TRUE(is_kivi(format)) << "a query of a row that holds tokens sees its own";
+      ASSERT_EQ(w.leaves, 1);   // of raw tokens alone
     }
     ASSERT_LE(w.leaves, max_leaves);
     ASSERT_EQ(w.task_units(), (w.end - w.begin + 31) / 32 + (w.raw ? 1 : 0));
-    ASSERT_GE(w.all_leaves(), 1);
+    ASSERT_GE(w.leaves, 1);
   }
 }
 
@@ -251,9 +251,10 @@ TEST(DecodeSchedule, SharesOfTheUnits) {
 // The walk of all blocks over a whole batch, with what the combine expects to find.
 TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
   Random random(5);
-  std::vector<std::string> expected(max_leaves + 2);
-  for (int leaves = 1; leaves <= max_leaves + 1; ++leaves) expected[static_cast<std::size_t>(leaves)] = fold(0, leaves, leaves).whole;
-  for (int trial = 0; trial < 400; ++trial) {
+  std::vector<std::string> expected(max_leaves + 1);
+  for (int leaves = 1; leaves <= max_leaves; ++leaves) expected[static_cast<std::size_t>(leaves)] = fold(0, leaves, leaves).whole;
+  int ranked = 0;
+  for (int trial = 0; trial < 600; ++trial) {
     const KvFormat format = trial % 2 ? KvFormat::int4_kivi : KvFormat::bf16;
     const int batch = between(random, 1, trial % 3 ? 6 : 40), tasks = between(random, 1, 12), blocks = between(random, 1, trial % 5 ? 40 : 396);
     const int longest = std::array{40, 3000, 60000}[static_cast<std::size_t>(trial % 3)];
@@ -270,22 +271,26 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
     }
     if (total == 0) continue;
     const Split split(total, blocks, even);
+    const int ranks = ranks_of(even, works[0].task_units(), std::int64_t{batch} * tasks, blocks);
+    ranked += ranks > 0;
     std::vector<int> slots_used(static_cast<std::size_t>(blocks * slots_per_block));
-    int base = 0;
+    int base = 0, task_index = 0;
     for (const RowWork& w : works) {
-      const int leaves = w.all_leaves();
-      for (int task = 0; task < tasks && w.task_units() > 0; ++task, base += w.task_units()) {
+      const int leaves = w.leaves;
+      for (int task = 0; task < tasks && w.task_units() > 0; ++task, ++task_index, base += w.task_units()) {
+        const auto owner = [&](int leaf) { return ranks ? task_index * ranks + w.rank_of_leaf(leaf, ranks) : split.owner(base + w.leaf_begin(leaf)); };
         std::vector<int> owners(static_cast<std::size_t>(leaves), -1);
         std::vector<Node> nodes;
         int whole = 0;
         for (int block = 0; block < blocks; ++block) {
-          const int begin = split.begin(block), end = split.begin(block + 1);
-          if (begin >= end || base >= end || base + w.task_units() <= begin) continue;
-          const int first = w.leaf_from(begin - base), last = std::min(leaves, w.leaf_from(end - base));
+          const int begin = split.begin(block), end = split.begin(block + 1), rank = block - task_index * ranks;
+          if (ranks ? rank < 0 || rank >= ranks : begin >= end || base >= end || base + w.task_units() <= begin) continue;
+          const int first = ranks ? w.leaf_of_rank(rank, ranks) : w.leaf_from(begin - base);
+          const int last = ranks ? w.leaf_of_rank(rank + 1, ranks) : std::min(leaves, w.leaf_from(end - base));
           for (int leaf = first; leaf < last; ++leaf) {
             ASSERT_EQ(owners[static_cast<std::size_t>(leaf)], -1);
             owners[static_cast<std::size_t>(leaf)] = block;
-            ASSERT_EQ(split.owner(base + w.leaf_begin(leaf)), block);   // what the combine looks for
+            ASSERT_EQ(owner(leaf), block);   // what the combine looks for
           }
           if (first >= last) continue;
           const Folded run = fold(first, last, leaves);
@@ -302,7 +307,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
         }
         ASSERT_EQ(std::count(owners.begin(), owners.end(), -1), 0);
         // the combine's question: did one block write the result?
-        ASSERT_EQ(whole, split.owner(base + w.leaf_begin(0)) == split.owner(base + w.leaf_begin(leaves - 1)) ? 1 : 0);
+        ASSERT_EQ(whole, owner(0) == owner(leaves - 1) ? 1 : 0);
         if (!whole) {
           ASSERT_EQ(tree(nodes), expected[static_cast<std::size_t>(leaves)]);
         }
@@ -310,6 +315,63 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
     }
     ASSERT_EQ(base, total);
   }
+  EXPECT_GT(ranked, 30);
+}
+
+TEST(DecodeSchedule, RanksShareATaskEvenly) {
+  Random random(6);
+  for (int trial = 0; trial < 4000; ++trial) {
+    const KvFormat format = trial % 2 ? KvFormat::int4_kivi : KvFormat::bf16;
+    const int length = between(random, 1, trial % 3 ? 5000 : 1 << 24), ranks = between(random, 1, trial % 4 ? 40 : 500);
+    const RowWork w = row_work(format, length, 0, 1, length, 1, 1, 0, 0);
+    ASSERT_EQ(w.leaf_of_rank(0, ranks), 0);
+    ASSERT_EQ(w.leaf_of_rank(ranks, ranks), w.leaves);
+    for (int rank = 0; rank < ranks; ++rank) {
+      const int first = w.leaf_of_rank(rank, ranks), last = w.leaf_of_rank(rank + 1, ranks);
+      ASSERT_LE(first, last);
+      ASSERT_LE(last - first, (w.leaves + ranks - 1) / ranks + 1);
+      for (int leaf = first; leaf < last; ++leaf) ASSERT_EQ(w.rank_of_leaf(leaf, ranks), rank) << length;
+    }
+  }
+}
+
+TEST(DecodeSchedule, FewEvenTasksHaveTheirOwnBlocks) {
+  EXPECT_EQ(ranks_of(true, 32, 8, 264), 33);
+  EXPECT_EQ(ranks_of(true, 33, 64, 264), 4);
+  EXPECT_EQ(ranks_of(true, 33, 100, 264), 0);   // 64 blocks would have nothing to do
+  EXPECT_EQ(ranks_of(true, 33, 200, 264), 0);
+  EXPECT_EQ(ranks_of(false, 33, 64, 264), 0);
+  EXPECT_EQ(ranks_of(true, 1 << 19, 64, 264), 0);
+  EXPECT_EQ(ranks_of(true, 33, std::int64_t{1} << 40, 264), 0);
+}
+
+// A cluster's blocks can keep all leaves that a row of so many tokens can have.
+TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
+  int clusters = 0;
+  for (std::int64_t batch : {1, 2, 8, 16, 32})
+    for (int kv_heads : {1, 3, 8})
+      for (int per_sm : {2, 3})
+        for (std::int64_t visible : {1, 500, 1024, 2048, 4096, 5000}) {
+          const DecodePlan plan = plan_decode({batch, 1, kv_heads, 4, 128, visible}, {132, per_sm, 8});
+          const DecodePlan any = plan_decode({batch, 1, kv_heads, 4, 128, 1 << 20}, {132, per_sm, 8});
+          EXPECT_LE(plan.workspace_bytes, any.workspace_bytes);   // asked for without the window
+          EXPECT_EQ(any.cluster, 1);
+          if (plan.cluster == 1) continue;
+          ++clusters;
+          EXPECT_EQ(plan.blocks, plan.cluster * batch * kv_heads);
+          EXPECT_LE(8 * plan.blocks, 7 * 132 * per_sm);
+          for (int length = 1; length <= visible; ++length)
+            for (KvFormat format : {KvFormat::fp16, KvFormat::int4_kivi}) {
+              const RowWork w = row_work(format, visible, 0, 1, length, 1, 1, 0, 0);
+              ASSERT_LE(w.leaves, cluster_leaves);
+              for (int rank = 0; rank < plan.cluster; ++rank)
+                ASSERT_LE(w.leaf_of_rank(rank + 1, plan.cluster) - w.leaf_of_rank(rank, plan.cluster), fold_slots);
+            }
+        }
+  EXPECT_GT(clusters, 20);
+  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, 1024}, {132, 2, 8}).cluster, 8);
+  EXPECT_EQ(plan_decode({8, 1, 8, 4, 128, 1024}, {132, 2, 8}).cluster, 2);
+  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, 1024}, {132, 2, 1}).cluster, 1);   // a device without clusters
 }
 
 TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
@@ -320,16 +382,17 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
           for (int head_dim : {64, 128})
             for (int sms : {46, 132})
               for (int per_sm : {2, 3}) {
-                const DecodePlan plan = plan_decode(batch, tokens, kv_heads, q_per_kv, head_dim, sms, per_sm);
+                const DecodePlan plan = plan_decode({batch, tokens, kv_heads, q_per_kv, head_dim, 1 << 20}, {sms, per_sm, 8});
                 EXPECT_GE(plan.passes * columns, tokens * q_per_kv);
                 EXPECT_LT((plan.passes - 1) * columns, tokens * q_per_kv);
                 // every block that fits, but none without a leaf
-                EXPECT_EQ(plan.blocks, std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * (max_leaves + 1)));
+                EXPECT_EQ(plan.blocks, std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * max_leaves));
+                EXPECT_EQ(plan.blocks % plan.layers, 0);
                 const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * columns;
                 EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 2) * 4);
                 EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
                 EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
-                const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * columns * head_dim) * 4;
+                const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_slots * columns * head_dim) * 4;
                 EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
                 EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
                 EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);
@@ -337,7 +400,7 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
 }
 
 TEST(DecodePlan, ALongRowAloneFillsTheDevice) {
-  EXPECT_EQ(plan_decode(1, 1, 8, 4, 128, 132, 2).blocks, 264);
+  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, 1 << 20}, {132, 2, 8}).blocks, 264);
 }
 
 }  // namespace
