@@ -70,7 +70,8 @@ def test_a_row_does_not_depend_on_its_neighbours(format, dtype):
         k, v = cases.tensor(k, dtype)[None].cuda(), cases.tensor(v, dtype)[None].cuda()
         _, q = queries(1, 1, heads, dim, dtype, n)
         seen = []
-        for batch, at, others in ((1, 0, 0), (2, 1, n), (7, 3, 777), (64, 63, 40), (40, 0, 2000)):
+        # small batches of short rows are clusters, by the capacity; a larger one, of rows as long and of others, a grid
+        for batch, at, others in ((1, 0, 0), (1, 0, 9000), (2, 1, n), (7, 3, 777), (64, 63, 40), (40, 0, 2000)):
             cache = rt.KVCache(batch, max(n, others) + at, kv_heads, dim, format=format, dtype=dtype, device="cuda")
             cache.append(k, v, rows=[at])
             if others:
@@ -104,7 +105,8 @@ def test_tokens_at_once_and_one_by_one(format, dtype, length, window):
     """
     t, heads, kv_heads, dim = 16, 8, 2, 64
     units = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
-    unit = units["bfloat16" if format == "bf16" else "float16"]  # codes meet fp16 weights whatever the cache's dtype
+    # codes meet fp16 weights whatever the cache's dtype, raw tokens weights of that dtype
+    unit = units[dtype if format in ("fp16", "bf16", *checks.KIVI) else "float16"]
     fp32 = 2.0**-20 + 2.0**-23 * (length / 128 + 64)
     (k, v), *_ = tokens([length], kv_heads, dim, dtype, length)
     cache = filled([(k[: length - t], v[: length - t])], format, dtype, capacity=length)
@@ -131,6 +133,16 @@ def test_tokens_at_once_and_one_by_one(format, dtype, length, window):
     assert (np.abs(out - out_1) <= allowed).all(), f"{(np.abs(out - out_1) / allowed).max()} of what is allowed"
     allowed = 2 * fp32 + 2.0**-22 * np.abs(lse)
     assert (np.abs(lse - lse_1) <= allowed).all(), f"{(np.abs(lse - lse_1) / allowed).max()} of what is allowed"
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("t", [1, 4, 16, 32])
+@pytest.mark.parametrize("format", checks.KIVI)
+def test_as_many_raw_tokens_as_there_can_be(format, t, dim):
+    """Queries of two groups: raw are the first one's group and what the other has so far, up to 63 tokens."""
+    for lengths in ((t, 32, 31 + t), (33, 32 + t, 63 + t), (127 + t, 128 + t, 159 + t, 2079 + t)):
+        cache = filled(tokens(lengths, 2, dim, "float16", t, dim), format, "float16")
+        checks.run_and_check(cache, queries(len(lengths), t, 4, dim, "float16", lengths[0])[0], "cuda")
 
 
 @stores

@@ -25,14 +25,15 @@ void load_decode(const char* op) {
   load_kernel(op, combine<typename Config::T, Config::head_dim>);
 }
 
-// What a variant is made of. `stages` tiles of a warp on the way, `blocks` a multiprocessor. Rows of more than 128 channels
-// are shared by two warps instead of four, and more of the fold waits in the workspace, so that a block stays small.
+// What a variant is made of. `stages` tiles of a team on the way, `blocks` a multiprocessor. A team is one warp; of more than
+// 128 channels two, which have half of the output's channels each, and more of the fold waits in the workspace, so that a
+// block stays small.
 template <class Element, KvFormat F, int D, int Stages, int Blocks>
 struct DecodeConfig {
   using T = Element;
   static constexpr KvFormat format = F;
   static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks;
-  static constexpr int warps = D > 128 ? 2 : 4, near_levels = D > 128 ? 1 : 4;
+  static constexpr int warps = 4, team = D > 128 ? 2 : 1, near_levels = D > 128 ? 1 : 4;
   static constexpr bool clusters = D <= 128;   // with more, keeping leaves costs more than the second launch
 };
 

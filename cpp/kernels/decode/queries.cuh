@@ -98,13 +98,13 @@ __device__ __forceinline__ int swizzled(int row, int d) {
   return row * D + ((d / 8) ^ (D % 64 == 0 ? row & 7 : row / 2 & 3)) * 8 + d % 8;
 }
 
-// Starts the copies of the 8 query columns of a task, rows of `to`; zeros for padding. Any strides. A warp's work.
-template <class T, int D>
+// Starts the copies of the 8 query columns of a task, rows of `to`, by Lanes threads; zeros for padding. Any strides.
+template <class T, int D, int Lanes>
 __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const Task& task, const RowWork& w, int lane, T* to) {
   const TensorView& q = p.q;
 #pragma unroll
-  for (int i = 0; i < D / 32; ++i) {
-    const int piece = i * 32 + lane, column = piece / (D / 8), d0 = piece % (D / 8) * 8;
+  for (int i = 0; i < D / Lanes; ++i) {
+    const int piece = i * Lanes + lane, column = piece / (D / 8), d0 = piece % (D / 8) * 8;
     const Column c = column_of(p, task, w, column);
     const bool real = c.token >= 0;
     const T* from = static_cast<const T*>(q.data) + (real ? task.b * q.stride[0] + c.token * q.stride[1] + c.head * q.stride[2] + d0 * q.stride[3] : 0);

@@ -19,6 +19,7 @@
 #include "kernels/decode/fold.cuh"
 #include "kernels/decode/tiles.cuh"
 #include "tile/grid.cuh"
+#include "tile/team.cuh"
 
 namespace rooftile::gpu {
 
@@ -46,22 +47,22 @@ struct BlockRange {
 
 template <class Config>
 struct DecodeShared {
-  static constexpr int D = Config::head_dim, warps = Config::warps, S = columns * D / (32 * warps);   // S: values a thread merges
-  StageOf<Config> ring[warps][Config::stages];
-  alignas(16) float o[warps][columns][D + 4];       // the warps' states at the end of a leaf; padded against conflicts
-  float m[warps][columns], l[warps][columns];
-  FoldMemory<S, 32 * warps, columns, Config::near_levels> fold;
+  static constexpr int D = Config::head_dim, teams = Config::warps / Config::team, threads = 32 * Config::warps;
+  StageOf<Config> ring[teams][Config::stages];
+  alignas(16) float o[teams][columns][D + 4];       // the teams' states at the end of a leaf; padded against conflicts
+  float m[teams][columns], l[teams][columns];
+  FoldMemory<columns * D / threads, threads, columns, Config::near_levels> fold;
   BlockRange range;
-  int bad_segment;                                         // the last one that met a page that is none
+  int bad_segment;                                  // the last one that met a page that is none
   // Query columns that are needed until the task ends: raw keys meet them after codes.
   static constexpr bool needs_queries = is_kivi(Config::format);
-  alignas(16) typename Config::T raw_queries[warps][needs_queries ? columns * D : 1];
+  alignas(16) typename Config::T raw_queries[teams][needs_queries ? columns * D : 1];
 
-  // A warp's memory in other uses: query columns before its next state is written; 16-bit keys or values in a stage.
-  __device__ typename Config::T* queries(int warp) { return needs_queries ? raw_queries[warp] : reinterpret_cast<typename Config::T*>(&o[warp][0][0]); }
-  __device__ typename Config::T* raw(int warp, int stage) {
+  // A team's memory in other uses: query columns before its next state is written; 16-bit keys or values in a stage.
+  __device__ typename Config::T* queries(int team) { return needs_queries ? raw_queries[team] : reinterpret_cast<typename Config::T*>(&o[team][0][0]); }
+  __device__ typename Config::T* raw(int team, int stage) {
     static_assert(sizeof(ring[0][0]) >= 16 * D * sizeof(typename Config::T));
-    return reinterpret_cast<typename Config::T*>(&ring[warp][stage]);
+    return reinterpret_cast<typename Config::T*>(&ring[team][stage]);
   }
   __device__ ClusterMemory& after_tiles() {
     static_assert(sizeof(ring) >= sizeof(ClusterMemory));
@@ -160,6 +161,7 @@ template <class Config>
 class SplitKv {
   using T = typename Config::T;
   static constexpr int D = Config::head_dim, warps = Config::warps, threads = 32 * warps, column_threads = threads / columns;
+  static constexpr int teams = warps / Config::team, lanes = 32 * Config::team, W = D / Config::team;   // of a team; channels of a warp
   static constexpr int S = D / column_threads, N = piece_values<D>, apart = N * column_threads;   // a thread's values of a column, in pieces
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
@@ -167,7 +169,7 @@ class SplitKv {
 
  public:
   __device__ SplitKv(const DecodeParams& p, DecodeShared<Config>& shared)
-      : p(p), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32), page_shift(first_bit(p.cache.page_size)) {}
+      : p(p), shared(shared), lane(threadIdx.x % 32), team(threadIdx.x / lanes), part(threadIdx.x / 32 % Config::team), page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
     const bool clustered = Config::clusters && tile::has_clusters && p.cluster > 1;
@@ -206,6 +208,8 @@ class SplitKv {
   }
 
  private:
+  __device__ void sync() const { tile::sync_team<Config::team>(team); }
+
   struct alignas(4 * N) Piece {
     float x[N];
   };
@@ -230,7 +234,7 @@ class SplitKv {
   // Leaves [first, last) of one task; of a cluster maybe none.
   __device__ void segment(const Task& task, const RowWork& w, int first, int last, int share, bool clustered) {
     const int column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
-    const bool merges = task.pass * columns + columns / warps * warp < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
+    const bool merges = task.pass * columns + columns / warps * (team * Config::team + part) < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
     __syncthreads();   // the last segment's states, where queries may go, have been read, and whether it met a page that is none
     float* const deep = p.fold + std::int64_t{share_of_block()} * decltype(shared.fold)::deep * columns * D;
@@ -267,7 +271,7 @@ class SplitKv {
     if (shared.bad_segment != this_segment) write_result<T, N>(p, task, w, column, d0, apart, d0 == 0, result.m, result.l, result.o);
   }
 
-  // The four warps' states become one node, and are reset. Codes: they hold values of codes. Each warp brings its values to
+  // The teams' states become one node, and are reset. Codes: they hold values of codes. Each warp brings its values to
   // the common maximum while it writes them, so that the threads that merge only add.
   // Sync: m is read between the barriers, l and o behind the second; they are written again before the next call's first
   // barrier and behind it, where nobody reads them.
@@ -281,13 +285,13 @@ class SplitKv {
         state.l[j] += __shfl_xor_sync(0xffffffffu, state.l[j], step);
         if constexpr (Codes && has_min(format)) state.shift[j] += __shfl_xor_sync(0xffffffffu, state.shift[j], step);
       }
-    if (g == 0) *reinterpret_cast<float2*>(&shared.m[warp][2 * t]) = make_float2(state.m[0], state.m[1]);
+    if (g == 0 && part == 0) *reinterpret_cast<float2*>(&shared.m[team][2 * t]) = make_float2(state.m[0], state.m[1]);
     __syncthreads();   // all maxima are there
     Node<S> node;
     node.m = -INFINITY;
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int w = 0; w < warps; ++w) {
+    for (int w = 0; w < teams; ++w) {
       const float2 m = *reinterpret_cast<const float2*>(&shared.m[w][2 * t]);
       top[0] = fmaxf(top[0], m.x);
       top[1] = fmaxf(top[1], m.y);
@@ -296,19 +300,19 @@ class SplitKv {
     float weight[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) weight[j] = exp2f(state.m[j] - (top[j] == -INFINITY ? 0.0f : top[j]));
-    if (g == 0) *reinterpret_cast<float2*>(&shared.l[warp][2 * t]) = make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);
-    const typename WarpState<D, format>::template Values<T, Codes> values(state, weight);
+    if (g == 0 && part == 0) *reinterpret_cast<float2*>(&shared.l[team][2 * t]) = make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);
+    const typename WarpState<W, format>::template Values<T, Codes> values(state, weight);
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i)
+    for (int i = 0; i < W / 16; ++i)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) shared.o[warp][2 * t + e % 2][16 * i + 8 * (e / 2) + g] = values(state.o[i][e], e);
+      for (int e = 0; e < 4; ++e) shared.o[team][2 * t + e % 2][part * W + 16 * i + 8 * (e / 2) + g] = values(state.o[i][e], e);
     state.reset();
     __syncthreads();   // all sums are there
     node.l = 0.0f;
 #pragma unroll
     for (int i = 0; i < S; ++i) node.o[i] = 0.0f;
 #pragma unroll
-    for (int w = 0; w < warps; ++w) {
+    for (int w = 0; w < teams; ++w) {
       node.l += shared.l[w][column];
 #pragma unroll
       for (int i = 0; i < S / N; ++i) {
@@ -324,7 +328,7 @@ class SplitKv {
   template <class LeafEnd>
   __device__ void leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
     if (first >= last) return;
-    copy_queries_async<T, D>(p, task, w, lane, shared.queries(warp));
+    copy_queries_async<T, D, lanes>(p, task, w, part * 32 + lane, shared.queries(team));
     cute::cp_async_fence();
     const Visible see = visible(p, task, w, lane, false);
     if constexpr (elements) element_tiles(task, w, see, first, last, leaf_end);
@@ -360,24 +364,24 @@ class SplitKv {
     return false;
   }
 
-  // This warp's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, `stages - 1` tiles ahead
+  // The team's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, `stages - 1` tiles ahead
   // of compute(stage, token); both are left out for tiles behind the row's end. prepare() runs when the queries have come.
   // behind(stage) may start other copies into stages, one a call, that no tile needs any more: `stages - 1` times at least.
   template <class Issue, class Behind, class Prepare, class Compute, class LeafEnd>
   __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Behind& behind, const Prepare& prepare,
                            const Compute& compute, const LeafEnd& leaf_end) {
-    constexpr int stride = warps * tile_tokens;   // from a tile of this warp to its next
+    constexpr int stride = teams * tile_tokens;   // from a tile of this team to its next
     const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens);
     const RowPages row = pages_of(w);
     const auto next_stage = [](int stage) { return stage + 1 < Config::stages ? stage + 1 : 0; };
-    int token = w.begin + first * leaf_tokens + warp * tile_tokens, ahead = token, filled = 0, used = 0;
+    int token = w.begin + first * leaf_tokens + team * tile_tokens, ahead = token, filled = 0, used = 0;
     Pages pages{0, 0};
     if (ahead < stop) pages = look_up(row, w, ahead);
     const auto start = [&] {   // always one group of copies, maybe empty
       if (ahead < stop) {
         const Pages now = pages;
         if (ahead + stride < stop) pages = look_up(row, w, ahead + stride);
-        if (are_pages(w, now)) issue(shared.ring[warp][filled], ahead, now);
+        if (are_pages(w, now)) issue(shared.ring[team][filled], ahead, now);
       } else {
         behind(filled);
       }
@@ -388,15 +392,15 @@ class SplitKv {
 #pragma unroll
     for (int i = 0; i < Config::stages - 1; ++i) start();
     cute::cp_async_wait<Config::stages - 1>();
-    __syncwarp();   // the queries have come, from all lanes
+    sync();   // the queries have come, from all threads
     prepare();
     for (int leaf = first; leaf < last; ++leaf) {
       for (int left = leaf_tokens / stride; left > 0; --left) {
-        __syncwarp();   // every lane has read the stage that is filled next
+        sync();   // every thread has read the stage that is filled next
         start();
         cute::cp_async_wait<Config::stages - 1>();
-        __syncwarp();   // this tile has come, from all lanes
-        if (token < w.end) compute(shared.ring[warp][used], token);
+        sync();   // this tile has come, from all threads
+        if (token < w.end) compute(shared.ring[team][used], token);
         token += stride;
         used = next_stage(used);
       }
@@ -420,13 +424,13 @@ class SplitKv {
           const std::byte* k_rows = c.k.codes + at.first * c.k.page_stride + k_head + slot * c.k.token_stride;
           const std::byte* v_rows = c.v.codes + at.first * c.v.page_stride + v_head + slot * c.v.token_stride;
           const auto copy = [&](const auto& wanted) {
-            copy_rows_async<T, D>(stage.k, lane, k_rows, c.k.token_stride, wanted);
-            copy_rows_async<T, D>(stage.v, lane, v_rows, c.v.token_stride, wanted);
+            copy_rows_async<T, D, lanes>(stage.k, part * 32 + lane, k_rows, c.k.token_stride, wanted);
+            copy_rows_async<T, D, lanes>(stage.v, part * 32 + lane, v_rows, c.v.token_stride, wanted);
           };
           if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
           else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
-        [](int) {}, [&] { load_query_fragments<T, D>(shared.queries(warp), lane, q); },
+        [](int) {}, [&] { load_query_fragments<T, D>(shared.queries(team), lane, q); },
         [&](const ElementStage<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); },
         [&](int leaf) { leaf_end(leaf, true); });
   }
@@ -440,8 +444,8 @@ class SplitKv {
     soft_cap(s, p.softcap);
     mask(s, see, token, lane);
     online_softmax(s, state);
-    if (p.tokens == 1 || all_seen(see, token, 16)) values16<T, D>(state, s, v, lane);
-    else values16_apart<T, D>(state, s, v, see, token, lane);
+    if (p.tokens == 1 || all_seen(see, token, 16)) values16<T, D>(state, s, v, lane, part);
+    else values16_apart<T, D>(state, s, v, see, token, lane, part);
   }
 
   template <class LeafEnd>
@@ -450,18 +454,18 @@ class SplitKv {
     const KvCacheView& c = p.cache;
     CodeQueries<format, D> q;
     float factor[2];
-    const CodeSource<format, D> source(c, task.kv_head, lane);
-    RawTile raw(p, task, w, warp, last == w.leaves);
+    const CodeSource<format, D> source(c, task.kv_head, part * 32 + lane);
+    RawTile raw(p, task, w, team, last == w.leaves);
     pipeline(w, first, last,
         [&](Stage& stage, int token, const Pages& at) {
-          stage.copy_async(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), lane);
+          stage.template copy_async<lanes>(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), part * 32 + lane);
         },
         [&](int stage) {
           if constexpr (is_kivi(format))
             if (raw.halves < 2) start_raw(raw, task, w, stage);
         },
         [&] {
-          q.template load<T>(shared.queries(warp), lane);
+          q.template load<T>(shared.queries(team), lane);
           factor[0] = factor_of(q.unit[0]);
           factor[1] = factor_of(q.unit[1]);
         },
@@ -473,7 +477,7 @@ class SplitKv {
           soft_cap(s, p.softcap);
           mask(s, see, token, lane);
           online_softmax(s, state);
-          code_values<T, format, D>(state, s, stage, scales, see, token, lane);
+          code_values<T, format, D>(state, s, stage, scales, see, token, lane, part);
         },
         [&](int leaf) {
           if constexpr (is_kivi(format))
@@ -486,16 +490,16 @@ class SplitKv {
         });
   }
 
-  // The raw tokens of a kivi row, 64 at most, are tiles of 16 at the end of its last leaf: of the warps in turn, from the one
+  // The raw tokens of a kivi row, 64 at most, are tiles of 16 at the end of its last leaf: of the teams in turn, from the one
   // whose turn it would be to take one more tile of codes.
   struct RawTile {
     bool there;         // the run ends with raw tokens
-    int token;          // first of the warp's own tile
+    int token;          // first of the team's own tile
     int halves = 0;     // of it that have been started: its keys, its values
     int k_stage = 0, v_stage = 0;
-    __device__ RawTile(const DecodeParams& p, const Task& task, const RowWork& w, int warp, bool ends) : there(is_kivi(format) && ends && w.raw) {
+    __device__ RawTile(const DecodeParams& p, const Task& task, const RowWork& w, int team, bool ends) : there(is_kivi(format) && ends && w.raw) {
       const int tiles = (w.end - w.begin) / tile_tokens;
-      token = (max(w.length - w.count, 0) & ~(kv_group - 1)) + (warp - tiles & warps - 1) * 16;
+      token = (max(w.length - w.count, 0) & ~(kv_group - 1)) + (team - tiles & teams - 1) * 16;
       if (!there || token >= w.length) halves = 2;
     }
   };
@@ -503,39 +507,39 @@ class SplitKv {
     const KvCacheView& c = p.cache;
     const Visible see = visible(p, task, w, lane, true);
     const std::int64_t row = ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + raw.token % c.ring_size) * (D * sizeof(T));
-    copy_rows_async<T, D>(shared.raw(warp, stage), lane, (raw.halves == 0 ? c.ring_k : c.ring_v) + row, D * sizeof(T),
+    copy_rows_async<T, D, lanes>(shared.raw(team, stage), part * 32 + lane, (raw.halves == 0 ? c.ring_k : c.ring_v) + row, D * sizeof(T),
                           [&](int i) { return raw.token + i >= see.outer_begin && raw.token + i < see.outer_end; });
     (raw.halves == 0 ? raw.k_stage : raw.v_stage) = stage;
     ++raw.halves;
   }
   __device__ void raw_tiles(RawTile& raw, const Task& task, const RowWork& w) {
     cute::cp_async_wait<0>();
-    __syncwarp();   // its own has come, from all lanes
+    sync();   // its own has come, from all threads
     state.template become_elements<T>();
     if (raw.token >= w.length) return;
     tile::FragmentB q[D / 16];
-    load_query_fragments<T, D>(shared.queries(warp), lane, q);
+    load_query_fragments<T, D>(shared.queries(team), lane, q);
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
     const Visible see = visible(p, task, w, lane, true);
     while (true) {
-      element_tile(shared.raw(warp, raw.k_stage), shared.raw(warp, raw.v_stage), q, factor, see, raw.token);
-      raw.token += 16 * warps;
-      if (warps * 16 >= kv_ring || raw.token >= w.length) break;
-      __syncwarp();   // it has been read
+      element_tile(shared.raw(team, raw.k_stage), shared.raw(team, raw.v_stage), q, factor, see, raw.token);
+      raw.token += 16 * teams;
+      if (teams * 16 >= kv_ring || raw.token >= w.length) break;
+      sync();   // it has been read
       raw.halves = 0;
       start_raw(raw, task, w, raw.k_stage);
       start_raw(raw, task, w, raw.v_stage);
       cute::cp_async_fence();
       cute::cp_async_wait<0>();
-      __syncwarp();   // the next has come, from all lanes
+      sync();   // the next has come, from all threads
     }
   }
 
   const DecodeParams& p;
   DecodeShared<Config>& shared;
-  const int lane, warp, page_shift;
+  const int lane, team, part, page_shift;   // part: which of its team's warps this one is
   int this_segment = 0;
-  WarpState<D, format> state;
+  WarpState<W, format> state;
 };
 
 template <class Config>

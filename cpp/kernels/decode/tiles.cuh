@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp's work on one tile of tokens, for every kind of cache: scores, softmax, values.
 //   S^T [tokens, 8 columns] = K [tokens, D] Q^T      K is operand A, tokens are its rows
-//   O^T [D, 8 columns]     += V^T [D, tokens] P^T    V^T is operand A, head_dim its rows; P^T is S^T transposed in registers
+//   O^T [W, 8 columns]     += V^T [W, tokens] P^T    V^T is operand A, head_dim its rows; P^T is S^T transposed in registers
+// W: channels of the warp's own: D, or half of it where two warps have the same tiles; `part` is which half. Both then find
+// the same scores.
 // Lane (g, t) owns columns 2t and 2t + 1 of both: their maximum, sum and rescaling never leave the lane's quad column.
 #pragma once
 
@@ -32,12 +34,12 @@ struct CodeKind {
 };
 
 // A warp's running state over its tokens of one leaf.
-template <int D, KvFormat F>
+template <int W, KvFormat F>
 struct WarpState {
   static constexpr bool middle = CodeKind<F>::middle;
   float m[2], l[2];          // l: this lane's share. m: what the weights count from, at most `slack` below the largest logit
   float shift[2];            // the part of every output of the column that does not depend on d; this lane's share
-  float o[D / 16 + middle][4];   // (d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...); then how much they have too much
+  float o[W / 16 + middle][4];   // (own d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...); then how much they have too much
   float unit;                // o counts in this unit, a power of two; 0: nothing added yet
 
   __device__ __forceinline__ void reset() {
@@ -74,7 +76,8 @@ struct WarpState {
       for (int j = 0; j < 2; ++j) {
         if constexpr (Codes) {
           factor[j] = weight[j] * (1.0f / CodeKind<F>::unit) * (apart ? 1.0f : state.unit);
-          excess[j] = middle ? -state.o[D / 16 + middle - 1][j] * factor[j] : 0.0f;
+          if constexpr (middle) excess[j] = -state.o[W / 16][j] * factor[j];
+          else excess[j] = 0.0f;
           shift[j] = state.shift[j] * weight[j];
         } else {
           factor[j] = weight[j];
@@ -102,7 +105,7 @@ struct WarpState {
     const float one[2] = {1.0f, 1.0f};
     const Values<T, true> values(*this, one);
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i)
+    for (int i = 0; i < W / 16; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[i][e] = values(o[i][e], e);
     shift[0] = shift[1] = 0.0f;
@@ -142,8 +145,8 @@ __device__ __forceinline__ void mask(float (&s)[M][4], const Visible& v, int tok
 // Logits -> weights 2^(x - m), in place. m and what was summed before follow the maximum only when it is more than `slack`
 // above m: weights of up to 2^slack are no loss to fp16 or to the sums, and most tiles get by without a shuffle.
 inline constexpr float slack = 8.0f;
-template <int M, int D, KvFormat F>
-__device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<D, F>& state) {
+template <int M, int W, KvFormat F>
+__device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<W, F>& state) {
   float top[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -186,10 +189,10 @@ __device__ __forceinline__ tile::FragmentB weights_fragment(const float (&s)[4])
 
 // ---- 16-bit keys and values, 16 tokens, from shared memory ----
 
-// Copies 16 rows, `stride` bytes apart, into a tile; a row that `wanted` denies becomes 0 and is not read.
-template <class T, int D, class Wanted>
+// Copies 16 rows, `stride` bytes apart, into a tile, by Lanes threads; a row that `wanted` denies becomes 0 and is not read.
+template <class T, int D, int Lanes, class Wanted>
 __device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte* from, std::int64_t stride, const Wanted& wanted) {
-  constexpr int pieces = D / 8, rows = 32 / pieces;   // of a row; that 32 lanes copy at once
+  constexpr int pieces = D / 8, rows = Lanes / pieces;   // of a row; that are copied at once
   const int first = lane / pieces, d = lane % pieces * 8;
   if (first >= rows) return;
   const std::byte* at = from + first * stride + d * sizeof(T);
@@ -217,18 +220,18 @@ template <class T, int D>
 __device__ __forceinline__ tile::FragmentA values_fragment(const T* v, int i, int lane) {
   return tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8));
 }
-template <class T, int D, KvFormat F>
-__device__ __forceinline__ void values16(WarpState<D, F>& state, const float (&s)[1][4], const T* v, int lane) {
+template <class T, int D, int W, KvFormat F>
+__device__ __forceinline__ void values16(WarpState<W, F>& state, const float (&s)[1][4], const T* v, int lane, int part) {
   const tile::FragmentB weights = weights_fragment<T>(s[0]);
   state.unit = 1.0f;
 #pragma unroll
-  for (int i = 0; i < D / 16; ++i) tile::mma<T>(state.o[i], values_fragment<T, D>(v, i, lane), weights);
+  for (int i = 0; i < W / 16; ++i) tile::mma<T>(state.o[i], values_fragment<T, D>(v, part * (W / 16) + i, lane), weights);
 }
 
 // The same where some columns do not see all of the tokens. A weight of 0 does not keep out a NaN or an infinity, so every
 // new token takes a product of its own, over the values that it sees, and its own columns of it.
-template <class T, int D, KvFormat F>
-__device__ __forceinline__ void values16_apart(WarpState<D, F>& state, const float (&s)[1][4], const T* v, const Visible& see, int token, int lane) {
+template <class T, int D, int W, KvFormat F>
+__device__ __forceinline__ void values16_apart(WarpState<W, F>& state, const float (&s)[1][4], const T* v, const Visible& see, int token, int lane, int part) {
   const tile::FragmentB weights = weights_fragment<T>(s[0]);
   state.unit = 1.0f;
   int last = max(see.query[0], see.query[1]);
@@ -247,8 +250,8 @@ __device__ __forceinline__ void values16_apart(WarpState<D, F>& state, const flo
       seen[half] = (at >= begin && at < end ? 0xffffu : 0u) | (at + 1 >= begin && at + 1 < end ? 0xffff0000u : 0u);
     }
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      tile::FragmentA a = values_fragment<T, D>(v, i, lane);
+    for (int i = 0; i < W / 16; ++i) {
+      tile::FragmentA a = values_fragment<T, D>(v, part * (W / 16) + i, lane);
 #pragma unroll
       for (int r = 0; r < 4; ++r) a.r[r] &= seen[r / 2];
       float sum[4] = {state.o[i][0], state.o[i][1], state.o[i][2], state.o[i][3]};
@@ -299,33 +302,36 @@ struct CodeStage {
     return token * row_bytes + (piece ^ (token & 1) * exchange) * 16;
   }
 
-  // Starts the copy of a tile. first, second: offsets of the pages of its tokens 0 and 16; slot of token 0.
+  // Starts the copy of a tile, by Lanes threads. first, second: offsets of the pages of its tokens 0 and 16; slot of token 0.
+  template <int Lanes>
   __device__ __forceinline__ void copy_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second, int slot, int lane) {
+    constexpr int run = Lanes * 16;   // bytes copied at once
+    static_assert(tile_bytes % run == 0);
     const bool two_pages = !is_kivi(F) && from.page_size == 16;   // kivi pages hold whole groups
     const std::byte* const pages[2] = {from.k + first, from.k + second};
     const std::byte* const rows[2] = {pages[0] + slot * row_bytes, two_pages ? pages[1] : pages[0] + (slot + 16) * row_bytes};
 #pragma unroll
-    for (int i = 0; i < tile_bytes / 512; ++i) {
-      const int at = i * 32 + lane;
+    for (int i = 0; i < tile_bytes / run; ++i) {
+      const int at = i * Lanes + lane;
       const bool second = at >= 16 * row_pieces;
-      tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), (second ? rows[1] - 16 * row_bytes : rows[0]) + i * 512);
+      tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), (second ? rows[1] - 16 * row_bytes : rows[0]) + i * run);
     }
     if (CodeKind<F>::pairs && two_pages) {   // V blocks of 16 tokens: half of every lane's piece in each page
 #pragma unroll
-      for (int i = 0; i < D / 32; ++i)
+      for (int i = 0; i < D / Lanes; ++i)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) tile::cp_async_8(v + (i * 32 + lane) * 16 + half * 8, pages[half] + (from.v + i * 256 - lane * 8));
+        for (int half = 0; half < 2; ++half) tile::cp_async_8(v + (i * Lanes + lane) * 16 + half * 8, pages[half] + (from.v + i * (Lanes * 8) - lane * 8));
     } else {
 #pragma unroll
-      for (int i = 0; i < tile_bytes / 512; ++i) {
-        const int half = i * 512 / (16 * row_bytes);   // 8-bit codes: a multiple of 32 pieces lies in either
-        tile::cp_async_16(v + (i * 32 + lane) * 16, rows[CodeKind<F>::pairs ? 0 : half] + (from.v + i * 512 - (CodeKind<F>::pairs ? 0 : half * 16 * row_bytes)));
+      for (int i = 0; i < tile_bytes / run; ++i) {
+        const int half = i * run / (16 * row_bytes);   // 8-bit codes: a multiple of the lanes' pieces lies in either
+        tile::cp_async_16(v + (i * Lanes + lane) * 16, rows[CodeKind<F>::pairs ? 0 : half] + (from.v + i * run - (CodeKind<F>::pairs ? 0 : half * 16 * row_bytes)));
       }
     }
     if constexpr (is_kivi(F)) {
       const int group = slot / kv_group * (D * 2);
 #pragma unroll
-      for (int i = 0; i < from.group_pieces; i += 32)
+      for (int i = 0; i < from.group_pieces; i += Lanes)
         if (i + lane < from.group_pieces) {
           tile::cp_async_16(k_scale + (i + lane) * 8, pages[0] + (from.k_scale + group + i * 16));
           if constexpr (has_min(F)) tile::cp_async_16(k_min + (i + lane) * 8, pages[0] + (from.k_min + group + i * 16));
@@ -578,8 +584,8 @@ struct TokenScales {
   float scale[4], middle[has_min(F) ? 4 : 1];
 
   // Also brings the state to the unit that these tokens need. A token that no column sees has 0, whatever the memory holds.
-  template <class T, int D>
-  __device__ __forceinline__ void load(WarpState<D, F>& state, const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
+  template <class T, int W, int D>
+  __device__ __forceinline__ void load(WarpState<W, F>& state, const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
     const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end;
     const float own = wanted ? stored_scale<T>(x.v_scale()[lane]) : 0.0f;
     // Weights times scales become fp16 in units of a power of two above the largest finite scale so far, or above twice of it.
@@ -604,8 +610,8 @@ struct TokenScales {
 
 // Weights of 32 tokens times their scales as operands B; what the minima add goes into the shift. All: every column sees all
 // of them, else what one does not see counts as 0 in it.
-template <bool All, int D, KvFormat F>
-__device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], WarpState<D, F>& state, const float (&s)[2][4],
+template <bool All, int W, KvFormat F>
+__device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], WarpState<W, F>& state, const float (&s)[2][4],
                                              const TokenScales<F>& scales, const Visible& see, int token, int lane) {
 #pragma unroll
   for (int mt = 0; mt < 2; ++mt) {
@@ -626,9 +632,9 @@ __device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], Warp
 }
 
 // Adds the values of 32 tokens, `token` and the next. The tokens' scales go into the weights, minima into the column's shift.
-template <class T, KvFormat F, int D>
-__device__ __forceinline__ void code_values(WarpState<D, F>& state, const float (&s)[2][4], const CodeStage<F, D>& x,
-                                            const TokenScales<F>& scales, const Visible& see, int token, int lane) {
+template <class T, KvFormat F, int D, int W>
+__device__ __forceinline__ void code_values(WarpState<W, F>& state, const float (&s)[2][4], const CodeStage<F, D>& x,
+                                            const TokenScales<F>& scales, const Visible& see, int token, int lane, int part) {
   tile::FragmentB weights[2];
   if (all_seen(see, token, 32)) weigh_tokens<true>(weights, state, s, scales, see, token, lane);
   else weigh_tokens<false>(weights, state, s, scales, see, token, lane);
@@ -636,15 +642,15 @@ __device__ __forceinline__ void code_values(WarpState<D, F>& state, const float 
   if constexpr (Kind::middle) {
     constexpr std::uint32_t excess = Kind::excess_pair;
 #pragma unroll
-    for (const tile::FragmentB& w : weights) tile::mma<tile::half>(state.o[D / 16], {{excess, excess, excess, excess}}, w);
+    for (const tile::FragmentB& w : weights) tile::mma<tile::half>(state.o[W / 16], {{excess, excess, excess, excess}}, w);
   }
   // Blocks of 512 bytes: codes of eight bits 16 tokens x 32 channels, of four 32 x 32; a lane's 16 bytes lie in lane order.
-  const auto* blocks = reinterpret_cast<const uint4*>(x.v) + lane;
+  const auto* blocks = reinterpret_cast<const uint4*>(x.v) + part * W + lane;
   if constexpr (!Kind::pairs) {
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
-      for (int dt = 0; dt < D / 32; ++dt) {
+      for (int dt = 0; dt < W / 32; ++dt) {
         const uint4 piece = blocks[(mt * (D / 32) + dt) * 32];
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {   // word j: d 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
@@ -656,7 +662,7 @@ __device__ __forceinline__ void code_values(WarpState<D, F>& state, const float 
       }
   } else {
 #pragma unroll
-    for (int dt = 0; dt < D / 32; ++dt) {
+    for (int dt = 0; dt < W / 32; ++dt) {
       const uint4 piece = blocks[dt * 32];
 #pragma unroll
       for (int mt = 0; mt < 2; ++mt) {   // word w: tokens 8 w + 2t and the next; pair r: d 8 r + g

@@ -7,8 +7,8 @@ template <class T, int D, int Stages, int Blocks>
 struct Int4Kivi : DecodeConfig<T, KvFormat::int4_kivi, D, Stages, Blocks> {};
 
 std::span<const DecodeVariant> int4_kivi_variants() {
-  return decode_variants<Int4Kivi<tile::half, 64, 4, 2>, Int4Kivi<tile::half, 96, 3, 2>, Int4Kivi<tile::half, 128, 3, 2>, Int4Kivi<tile::half, 192, 3, 3>, Int4Kivi<tile::half, 256, 3, 2>,
-                         Int4Kivi<tile::bf16, 64, 4, 2>, Int4Kivi<tile::bf16, 96, 3, 2>, Int4Kivi<tile::bf16, 128, 3, 2>, Int4Kivi<tile::bf16, 192, 3, 3>, Int4Kivi<tile::bf16, 256, 3, 2>>();
+  return decode_variants<Int4Kivi<tile::half, 64, 4, 2>, Int4Kivi<tile::half, 96, 3, 2>, Int4Kivi<tile::half, 128, 3, 2>, Int4Kivi<tile::half, 192, 3, 2>, Int4Kivi<tile::half, 256, 3, 2>,
+                         Int4Kivi<tile::bf16, 64, 4, 2>, Int4Kivi<tile::bf16, 96, 3, 2>, Int4Kivi<tile::bf16, 128, 3, 2>, Int4Kivi<tile::bf16, 192, 3, 2>, Int4Kivi<tile::bf16, 256, 3, 2>>();
 }
 
 }  // namespace rooftile::gpu
