@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a task that a cluster of blocks has computed: every block kept the states of its leaves, near ones in its shared
-// memory, the others in the workspace; now the blocks take the columns in turn and merge them by tree.cuh. No second launch.
+// The end of a task that a cluster of blocks has computed: every block kept the states of its leaves in its shared
+// memory; now the blocks take the columns in turn and merge them by tree.cuh. No second launch.
 // Latency is the roof: a barrier of the cluster, then (m, l) and values at once from the other blocks' shared memory.
 #pragma once
 
@@ -19,38 +19,32 @@ struct ClusterMemory {
 // Memory: the block's FoldMemory, filled by Fold::keep. free: shared memory that no warp uses any more. All threads.
 template <class T, int D, int Threads, class Memory>
 __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task& task, const RowWork& w, int rank, Memory& own,
-                                              ClusterMemory& free, float* deep) {
+                                              ClusterMemory& free) {
+  static_assert(D <= Threads, "a thread a value");
   constexpr int column_threads = Threads / columns, N = piece_values<D>, apart = N * column_threads;
   const int thread = threadIdx.x, used = min(columns, p.q_per_kv * p.tokens - task.pass * columns);
   const bool keeps = w.leaf_of_rank(rank, p.cluster) < w.leaf_of_rank(rank + 1, p.cluster);
   if (thread < cluster_leaves) {
-    const int leaf = thread;
-    const int owner = w.rank_of_leaf(leaf, p.cluster), slot = leaf - w.leaf_of_rank(owner, p.cluster);
+    const int leaf = thread, owner = w.rank_of_leaf(leaf, p.cluster), slot = leaf - w.leaf_of_rank(owner, p.cluster);
     Memory* memory = tile::in_block(&own, owner);
     const bool there = leaf < w.leaves;
     free.tree.level[leaf] = 0;
-    free.o[leaf] = there ? memory->values(slot, deep + (owner - rank) * std::int64_t{Memory::deep} * columns * D) : nullptr;
+    free.o[leaf] = there ? memory->o[slot][0] : nullptr;
     free.m[leaf] = there ? memory->m[slot] : nullptr;
     free.l[leaf] = there ? memory->l[slot] : nullptr;
   }
   tile::sync_cluster();   // every block has kept its leaves; the addresses are there
+  const int at = (thread / apart * N + thread % N) * Threads + thread % apart / N;   // as the threads of segment() share column 0
   for (int column = rank; column < used; column += p.cluster) {
     using Leaves = Tree<cluster_leaves, Threads>;
     Leaves leaves([&](int leaf) { return free.m[leaf] ? make_float2(free.m[leaf][column], free.l[leaf][column]) : make_float2(-INFINITY, 0.0f); });
     float o[cluster_leaves];
-    const auto fetch = [&](int d) {   // as the threads of segment() share a column
-      const int at = (d / apart * N + d % N) * Threads + column * column_threads + d % apart / N;
 #pragma unroll
-      for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = free.o[leaf] ? free.o[leaf][at] : 0.0f;
-    };
-    if (thread < D) fetch(thread);
+    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = thread < D && free.o[leaf] ? free.o[leaf][at + column * column_threads] : 0.0f;
     if (column != rank) __syncthreads();   // the last column's weights have been read
     if (!leaves.weigh(free.tree)) break;
-    for (int d = thread; d < D; d += Threads) {
-      if (d != thread) fetch(d);
-      const float value[1] = {Leaves::value(free.tree, o)};
-      write_result<T, 1>(p, task, w, column, d, 0, d == 0, Leaves::m(free.tree), Leaves::l(free.tree), value);
-    }
+    const float value[1] = {Leaves::value(free.tree, o)};
+    if (thread < D) write_result<T, 1>(p, task, w, column, thread, 0, thread == 0, Leaves::m(free.tree), Leaves::l(free.tree), value);
   }
   if (!keeps) return;   // nobody reads from here
   tile::arrive_at_cluster();

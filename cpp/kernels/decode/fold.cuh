@@ -29,16 +29,16 @@ __device__ __forceinline__ Node<S> merge(const Node<S>& a, const Node<S>& b) {
 // levels are touched once in some leaves: the values of all but the first `Near` wait in the workspace.
 template <int S, int Threads, int Columns, int Near>
 struct FoldMemory {
-  static constexpr int near = Near, deep = fold_slots - Near;
+  static constexpr int near = Near, deep = fold_levels - Near;
   float o[near][S][Threads];
-  float m[fold_slots][Columns], l[fold_slots][Columns];
+  float m[fold_levels][Columns], l[fold_levels][Columns];
   __device__ float* values(int level, float* deep) { return level < near ? o[level][0] : deep + (level - near) * S * Threads; }
 };
 
 template <int S, int Threads, int Columns, int Near>
 class Fold {
  public:
-  // deep: [fold_slots - Near][S][Threads] floats of the block. first: the run's first leaf. thread, column: this thread's place.
+  // deep: [fold_levels - Near][S][Threads] floats of the block. first: the run's first leaf. thread, column: this thread's place.
   __device__ Fold(FoldMemory<S, Threads, Columns, Near>& memory, float* deep, int thread, int column, int first)
       : memory_(memory), deep_(deep), thread_(thread), column_(column), first_(first) {}
 
@@ -65,12 +65,12 @@ class Fold {
     __syncwarp();
   }
 
-  // Instead of push: the run's node number `slot` stays as it is, with an l of its own, for the blocks of the cluster to read.
+  // Instead of push: the run's node number `slot`, below Near, stays as it is, with an l of its own, for the blocks of the cluster to read.
   __device__ void keep(const Node<S>& node, float l, int slot) {
     memory_.m[slot][column_] = node.m;
     memory_.l[slot][column_] = l;
 #pragma unroll
-    for (int i = 0; i < S; ++i) values(slot)[i * Threads] = node.o[i];
+    for (int i = 0; i < S; ++i) memory_.o[slot][i][thread_] = node.o[i];
   }
 
   // The run ends inside its task: what waits, in order.

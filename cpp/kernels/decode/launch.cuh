@@ -12,7 +12,7 @@ namespace rooftile::gpu {
 template <class Config>
 void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
   static_assert(sizeof(DecodeShared<Config>) <= 99 * 1024);   // what a block of every supported architecture may have
-  scope.launch(split_kv<Config>, {p.cluster > 1 ? p.blocks : p.blocks / p.layers, p.cluster > 1 ? 1 : p.layers}, 32 * Config::warps, sizeof(DecodeShared<Config>), p, Overlap::with_previous, p.cluster);
+  scope.launch(split_kv<Config>, {p.blocks / p.layers, p.layers}, 32 * Config::warps, sizeof(DecodeShared<Config>), p, Overlap::with_previous, p.cluster);
   if (p.cluster > 1) return;
   const std::int64_t used = std::min<std::int64_t>(columns, std::int64_t{p.q_per_kv} * p.tokens);
   scope.launch(combine<typename Config::T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used,
@@ -34,7 +34,7 @@ struct DecodeConfig {
   static constexpr KvFormat format = F;
   static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks;
   static constexpr int warps = 4, team = D > 128 ? 2 : 1, near_levels = D > 128 ? 1 : 4;
-  static constexpr bool clusters = D <= 128;   // with more, keeping leaves costs more than the second launch
+  static constexpr bool clusters = near_levels >= cluster_slots;   // there is room for a block's leaves
 };
 
 template <class Config>

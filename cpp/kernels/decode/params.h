@@ -17,7 +17,7 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   // Workspace.
   float* node_o;                       // [shares, slots_per_block, columns, D]
   float* node_ml;                      // [shares, slots_per_block, columns, 2]; l below 0: the row is left alone
-  float* fold;                         // [blocks, fold_slots, columns, D]: states that wait long
+  float* fold;                         // [blocks, fold_levels, columns, D]: left halves that wait long
   std::int32_t* row_begin;             // [B + 2]: first unit of every batch entry, the total, whether all tasks are as long
   int blocks, layers;                  // layers: blocks of a multiprocessor, where the grid has as many for each
   int cluster;                         // blocks of a task that merges its leaves itself; 1: a persistent grid, and combine

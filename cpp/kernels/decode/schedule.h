@@ -15,8 +15,8 @@
 // shares are whole tasks or whole nodes of the tree; where they differ it has more, for what the ends of its leaves, its raw
 // tokens and its start take: a share of many short rows would else take longest.
 //
-// Few tasks of the same length have each a whole number of blocks to themselves, and no block has parts of two. In a small batch of short
-// rows these blocks are a cluster, which merges their states itself.
+// Few tasks of the same length have each a whole number of blocks to themselves, and no block has parts of two. In a small
+// batch of short rows these blocks are a cluster, which merges their states itself.
 //
 // Units are counted in 32 bits (dispatch.cpp refuses what would not fit): this arithmetic is the fixed cost of a short
 // call, and so are divisions, some 25 instructions that wait for each other.
@@ -32,9 +32,8 @@ namespace rooftile::gpu {
 inline constexpr int unit_tokens = 32;    // a tile of codes
 inline constexpr int max_leaves = 64;
 inline constexpr int fold_levels = 7;     // 0 to 6
-inline constexpr int cluster_leaves = 16;         // of a task that a cluster computes
-inline constexpr int most_cluster_tokens = 512;   // of each of its blocks, at most
-inline constexpr int fold_slots = 8;      // states that a block may have to keep: one a level, or all leaves of its part of a cluster
+inline constexpr int cluster_leaves = 16;   // of a task that a cluster computes
+inline constexpr int cluster_tokens = 512, cluster_slots = 4;   // tokens of each of its blocks at most, and so leaves
 inline constexpr int columns = 8;         // query heads (times new tokens) of one pass: the N of one mma
 // Nodes a block may have to store: of a run that ends or crosses a task it did not start (canonical, both ends ragged),
 // and of a run that starts a task it does not end (ragged on the right only).

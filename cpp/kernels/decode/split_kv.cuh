@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode attention over a KV cache, split along the sequence.
 //   q, out [B, T, Hq, D]    cache: pages of K and V per KV head, one block-table row per sequence (or consecutive pages)
-// A persistent grid walks the units of schedule.h, or a cluster of blocks has one task. A block takes one task at a time, its four warps every fourth tile of
-// the task's tokens; each warp keeps a softmax state of its own, in registers. At the end of a leaf the four states are
-// merged through shared memory and the leaf goes into the fold. A task that one block computed whole is written at once,
+// A persistent grid walks the units of schedule.h, or a cluster of blocks has one task. A block takes one task at a time, its
+// teams take its tiles of tokens in turn; each warp keeps a softmax state of its own, in registers. At the end of a leaf these
+// are merged through shared memory and the leaf goes into the fold. A task that one block computed whole is written at once,
 // the others' nodes are left to combine.cuh or, of a cluster, to cluster.cuh.
+// A team is a warp; of more than 128 channels two, which read the same tiles and own half of the output's channels each: half of
+// the registers of one warp, and twice as many warps for the same memory.
 // The query heads of a KV head (times new tokens) are the columns of the products, so they share every byte read.
 //
 // Bytes per KV head: S * (bytes of a token's K and V). Flops: 4 S D per column, on 8 columns whether used or not.
 // 16-bit, D = 128: 512 bytes a token and 8 KFLOP: bandwidth is the roof, tensor cores take a third of the time. int4-kivi:
 // 148 bytes a token, the same products and 5 instructions for 8 codes: what eight warps can hide of their latencies.
 //
-// Memory to operands: cp.async into a ring of the warp's own, `stages` tiles deep; from there codes go to registers as
-// they are and are decoded in them, 16-bit rows through ldmatrix. No barrier between warps but at leaf ends and before queries.
+// Memory to operands: cp.async into a ring of the team's own, `stages` tiles deep; from there codes go to registers as
+// they are and are decoded in them, 16-bit rows through ldmatrix. No barrier between teams but at leaf ends and before queries.
 #pragma once
 
 #include "kernels/decode/cluster.cuh"
@@ -23,7 +25,7 @@
 
 namespace rooftile::gpu {
 
-// What a warp keeps in flight for itself: `stages` tiles of this type.
+// What a team keeps in flight for itself: `stages` tiles of this type.
 template <class T, int D>
 struct ElementStage {
   alignas(128) T k[16 * D], v[16 * D];
@@ -34,15 +36,15 @@ using StageOf = std::conditional_t<is_element_format(Config::format), ElementSta
 
 __device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
 
-// Where this block starts: its units, and the batch entry that holds the first.
+// What a block has to do: units, from the batch entry that holds the first, or its part of one task.
 struct BlockRange {
-  int begin, end;     // units
-  int entry_base;     // first unit of that entry
+  int begin, end;           // units; of one task its first
+  int entry_base;           // first unit of that entry
   int entry;
-  bool even;          // all tasks are as long
-  RowWork work;       // of that entry
+  bool even;                // all tasks are as long
+  RowWork work;             // of that entry
   int share = 0;            // where its nodes go
-  int rank = 0, ranks = 0;  // of the blocks that have one task to themselves; 0: blocks have units
+  int rank = 0, ranks = 0;  // of the blocks that have the task to themselves; 0: it has units
 };
 
 template <class Config>
@@ -72,7 +74,7 @@ struct DecodeShared {
 
 // Neighbouring shares go to one multiprocessor: where only every second has work, no two of these meet.
 __device__ __forceinline__ int share_of_block() { return static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y); }
-// A block of one task has what starts in the task's first unit, `index` being the task's number in the batch.
+// A part of one task, the batch's number `index`.
 template <KvFormat format>
 __device__ __forceinline__ BlockRange one_task(const DecodeParams& p, int index, int rank, int ranks, int share) {
   const int tasks = p.cache.kv_heads * p.passes, b = p.batch == 1 ? 0 : divide(index, tasks), in_row = index - b * tasks;
@@ -100,8 +102,7 @@ __device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
 // the combine, and reports faults.
 template <KvFormat format>
 __device__ inline BlockRange find_range(const DecodeParams& p) {
-  const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes;
-  const int share = share_of_block();
+  const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes, share = share_of_block();
   const bool reports = share == 0 && threadIdx.x < 32;
   const auto work_of = [&](int b) {
     const RowWork w = b < p.batch ? row_work_of(p, format, b, read) : RowWork{};
@@ -237,8 +238,7 @@ class SplitKv {
     const bool merges = task.pass * columns + columns / warps * (team * Config::team + part) < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
     __syncthreads();   // the last segment's states, where queries may go, have been read, and whether it met a page that is none
-    float* const deep = p.fold + std::int64_t{share_of_block()} * decltype(shared.fold)::deep * columns * D;
-    Fold<S, threads, columns, Config::near_levels> fold(shared.fold, deep, threadIdx.x, column, first);
+    Fold<S, threads, columns, Config::near_levels> fold(shared.fold, p.fold + std::int64_t{share_of_block()} * decltype(shared.fold)::deep * columns * D, threadIdx.x, column, first);
     int slot = share * slots_per_block + (first > 0 ? 0 : slots_inside);
     const auto with_fault = [&](float l) { return shared.bad_segment == this_segment ? -1.0f : l; };
     const auto emit = [&](const Node<S>& node) {
@@ -259,7 +259,7 @@ class SplitKv {
     });
     if constexpr (Config::clusters && tile::has_clusters)
       if (clustered) {
-        merge_cluster<T, D, threads>(p, task, w, tile::place_in_cluster().rank, shared.fold, shared.after_tiles(), deep);
+        merge_cluster<T, D, threads>(p, task, w, tile::place_in_cluster().rank, shared.fold, shared.after_tiles());
         return;
       }
     if (!merges) return;

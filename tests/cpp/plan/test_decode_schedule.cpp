@@ -360,12 +360,13 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
           ++clusters;
           EXPECT_EQ(plan.blocks, plan.cluster * batch * kv_heads);
           EXPECT_LE(8 * plan.blocks, 7 * 132 * per_sm);
+          EXPECT_EQ(plan.layers, 1);
           for (int length = 1; length <= visible; ++length)
             for (KvFormat format : {KvFormat::fp16, KvFormat::int4_kivi}) {
               const RowWork w = row_work(format, visible, 0, 1, length, 1, 1, 0, 0);
               ASSERT_LE(w.leaves, cluster_leaves);
               for (int rank = 0; rank < plan.cluster; ++rank)
-                ASSERT_LE(w.leaf_of_rank(rank + 1, plan.cluster) - w.leaf_of_rank(rank, plan.cluster), fold_slots);
+                ASSERT_LE(w.leaf_of_rank(rank + 1, plan.cluster) - w.leaf_of_rank(rank, plan.cluster), cluster_slots);
             }
         }
   EXPECT_GT(clusters, 20);
@@ -392,7 +393,7 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
                 EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 2) * 4);
                 EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
                 EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
-                const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_slots * columns * head_dim) * 4;
+                const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * columns * head_dim) * 4;
                 EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
                 EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
                 EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);
