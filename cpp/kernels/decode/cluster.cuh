@@ -13,7 +13,7 @@ namespace rooftile::gpu {
 
 struct ClusterMemory {
   TreeMemory tree;
-  const float *o[cluster_leaves], *m[cluster_leaves], *l[cluster_leaves];   // where a leaf's state begins; null: no such leaf
+  const float *o[cluster_leaves], *m[cluster_leaves], *l[cluster_leaves];   // where a leaf's state begins; behind the last leaf, its
 };
 
 // Memory: the block's FoldMemory, filled by Fold::keep. free: shared memory that no warp uses any more. All threads.
@@ -25,22 +25,27 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task&
   const int thread = threadIdx.x, used = min(columns, p.q_per_kv * p.tokens - task.pass * columns);
   const bool keeps = w.leaf_of_rank(rank, p.cluster) < w.leaf_of_rank(rank + 1, p.cluster);
   if (thread < cluster_leaves) {
-    const int leaf = thread, owner = w.rank_of_leaf(leaf, p.cluster), slot = leaf - w.leaf_of_rank(owner, p.cluster);
-    Memory* memory = tile::in_block(&own, owner);
-    const bool there = leaf < w.leaves;
-    free.tree.level[leaf] = 0;
-    free.o[leaf] = there ? memory->o[slot][0] : nullptr;
-    free.m[leaf] = there ? memory->m[slot] : nullptr;
-    free.l[leaf] = there ? memory->l[slot] : nullptr;
+    const int leaf = min(thread, w.leaves - 1), owner = w.rank_of_leaf(leaf, p.cluster), slot = leaf - w.leaf_of_rank(owner, p.cluster);
+    const Memory* memory = tile::in_block(&own, owner);
+    free.tree.level[thread] = 0;
+    free.o[thread] = memory->o[slot][0];
+    free.m[thread] = memory->m[slot];
+    free.l[thread] = memory->l[slot];
   }
   tile::sync_cluster();   // every block has kept its leaves; the addresses are there
-  const int at = (thread / apart * N + thread % N) * Threads + thread % apart / N;   // as the threads of segment() share column 0
+  const int d = min(thread, D - 1), at = (d / apart * N + d % N) * Threads + d % apart / N;   // as the threads of segment() share column 0
   for (int column = rank; column < used; column += p.cluster) {
     using Leaves = Tree<cluster_leaves, Threads>;
-    Leaves leaves([&](int leaf) { return free.m[leaf] ? make_float2(free.m[leaf][column], free.l[leaf][column]) : make_float2(-INFINITY, 0.0f); });
+    // Nothing is skipped, so that all loads are on the way together: what is behind the last leaf is read and not used.
+    Leaves leaves([&](int leaf) {
+      const float m = free.m[leaf][column], l = free.l[leaf][column];
+      return leaf < w.leaves ? make_float2(m, l) : make_float2(-INFINITY, 0.0f);
+    });
     float o[cluster_leaves];
 #pragma unroll
-    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = thread < D && free.o[leaf] ? free.o[leaf][at + column * column_threads] : 0.0f;
+    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = free.o[leaf][at + column * column_threads];
+#pragma unroll
+    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = leaf < w.leaves ? o[leaf] : 0.0f;
     if (column != rank) __syncthreads();   // the last column's weights have been read
     if (!leaves.weigh(free.tree)) break;
     const float value[1] = {Leaves::value(free.tree, o)};
