@@ -150,12 +150,20 @@ def check(folder, budgets, targets):
 
 def measured(folder, budgets):
     kernels, _ = read(folder)
-    table = {pattern: {**line, "registers": {}, "shared": 0} for pattern, line in budgets.items()}
+    own = ("registers", "shared", "stack", "spills")
+    table = {
+        pattern: {"registers": {}, "shared": 0, **{key: x for key, x in line.items() if key not in own}}
+        for pattern, line in budgets.items()
+    }
     for k in sorted(kernels, key=lambda k: k.name):
         for pattern in lines_for(k, budgets) or [k.name]:
             line = table.setdefault(pattern, {"registers": {}, "shared": 0, "ptx": []})
             line["registers"][k.architecture] = max(line["registers"].get(k.architecture, 0), -(-k.registers // 8) * 8)
             line["shared"] = max(line["shared"], k.shared)
+            for what, is_ in (("stack", k.stack), ("spills", k.spills)):
+                if is_:
+                    line.setdefault(what, {})
+                    line[what][k.architecture] = max(line[what].get(k.architecture, 0), is_)
     return "{\n" + ",\n".join(f"{json.dumps(p)}: {json.dumps(line)}" for p, line in table.items()) + "\n}"
 
 

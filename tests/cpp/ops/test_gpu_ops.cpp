@@ -175,7 +175,7 @@ void for_each_page_size(KvFormat f, const F& body) {
 TEST_F(Gpu, DecodeAttention) {
   const std::vector<std::int32_t> lengths{1, 130, 0, 519, 33, 64};
   const auto batch = static_cast<std::int64_t>(lengths.size());
-  const Shape widest{batch, 519, 3, 128};
+  const Shape widest{batch, 519, 3, 256};
   const Array k_f16(DType::f16, widest, 1), v_f16(DType::f16, widest, 2), k_bf16(DType::bf16, widest, 1), v_bf16(DType::bf16, widest, 2);
   Random random(1);
   const auto compare = [&](KvFormat format, DType dtype, int page, int dim, std::int64_t tokens) {
@@ -215,10 +215,31 @@ TEST_F(Gpu, DecodeAttention) {
   };
   for (const auto [format, dtype] : attended)
     for_each_page_size(format, [&, format = format, dtype = dtype](int page) {
-      for (const int dim : {64, 128})
+      for (const int dim : {64, 128, 256})
         for (const std::int64_t tokens : {1, 5})   // 5: two passes of query columns, and a group ends between them
-          compare(format, dtype, page, dim, tokens);
+          if (dim < 256 || page == 32) compare(format, dtype, page, dim, tokens);
     });
+}
+
+// Rows of so many tokens, whose caches are as long as the longest, attended by one query each.
+void expect_same_attention(const std::vector<std::int32_t>& lengths, int kv_heads, std::initializer_list<int> dims) {
+  const auto batch = static_cast<std::int64_t>(lengths.size()), longest = static_cast<std::int64_t>(*std::max_element(lengths.begin(), lengths.end()));
+  const Array stored(lengths);
+  for (const auto [format, dtype] : attended)
+    for (const int dim : dims) {
+      if (dtype != DType::f16) continue;   // the same code
+      SCOPED_TRACE(testing::Message() << name(format) << ' ' << name(dtype) << " d " << dim);
+      const Cache cache(format, dtype, 32, kv_heads, dim, lengths, false);
+      const int heads = 2 * kv_heads;
+      const Array k(dtype, {batch, longest, kv_heads, dim}, 1), v(dtype, {batch, longest, kv_heads, dim}, 2), q(dtype, {batch, 1, heads, dim}, 3);
+      kv_append(context({}), cache.on({}), k.on({}), v.on({}), {}, stored.on({}));
+      cache.upload();
+      const Array out(dtype, {batch, 1, heads, dim}), lse(DType::f32, {batch, 1, heads});
+      const Array workspace(DType::u8, {static_cast<std::int64_t>(decode_workspace(context(gpu), q.on(gpu), cache.on(gpu)))});
+      for (const Device d : both) decode_attention(context(d, workspace), q.on(d), cache.on(d), out.on(d), lse.on(d), {}, {}, {});
+      out.expect_close(tolerance(dtype));
+      lse.expect_close(is_kivi(format) ? tolerance(DType::f16) : 0x1p-13, 1);
+    }
 }
 
 // So that a block ends one task and begins another.
@@ -226,22 +247,13 @@ TEST_F(Gpu, DecodeAttentionOfMoreTasksThanBlocks) {
   Random random(3);
   std::vector<std::int32_t> lengths(100);
   for (std::int32_t& length : lengths) length = static_cast<std::int32_t>(33 + random() % 150);
-  const auto batch = static_cast<std::int64_t>(lengths.size());
-  const Array stored(lengths);
-  for (const auto [format, dtype] : attended)
-    for (const int dim : {64, 128}) {
-      if (dtype != DType::f16) continue;   // the same code
-      SCOPED_TRACE(testing::Message() << name(format) << ' ' << name(dtype) << " d " << dim);
-      const Cache cache(format, dtype, 32, 6, dim, lengths, false);
-      const Array k(dtype, {batch, 182, 6, dim}, 1), v(dtype, {batch, 182, 6, dim}, 2), q(dtype, {batch, 1, 12, dim}, 3);
-      kv_append(context({}), cache.on({}), k.on({}), v.on({}), {}, stored.on({}));
-      cache.upload();
-      const Array out(dtype, {batch, 1, 12, dim}), lse(DType::f32, {batch, 1, 12});
-      const Array workspace(DType::u8, {static_cast<std::int64_t>(decode_workspace(context(gpu), q.on(gpu), cache.on(gpu)))});
-      for (const Device d : both) decode_attention(context(d, workspace), q.on(d), cache.on(d), out.on(d), lse.on(d), {}, {}, {});
-      out.expect_close(tolerance(dtype));
-      lse.expect_close(is_kivi(format) ? tolerance(DType::f16) : 0x1p-13, 1);
-    }
+  expect_same_attention(lengths, 6, {64, 128});
+}
+
+// Too long for clusters: blocks that have a task to themselves, and blocks that have units of any.
+TEST_F(Gpu, DecodeAttentionOfLongRows) {
+  expect_same_attention({4200, 4200}, 1, {128, 256});
+  expect_same_attention({4200, 90, 300}, 1, {128, 256});
 }
 
 TEST_F(Gpu, AppendStoresTheBytesOfTheReference) {
