@@ -18,7 +18,7 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room) {
   const std::int64_t tasks = batch * kv_heads * plan.passes, resident = std::int64_t{room.sms} * room.blocks_per_sm;
   // Groups of multiprocessors differ in size and clusters do not cross them: an eighth of the device may be left over.
   while (2 * plan.cluster <= room.largest_cluster && 16 * tasks * plan.cluster <= 7 * resident) plan.cluster *= 2;
-  if (visible > cluster_tokens * plan.cluster) plan.cluster = 1;
+  if (visible > cluster_tokens(plan.cluster)) plan.cluster = 1;
   plan.layers = plan.cluster == 1 && tasks * max_leaves >= resident ? room.blocks_per_sm : 1;
   plan.blocks = static_cast<int>(plan.cluster > 1 ? tasks * plan.cluster : std::min(resident, tasks * max_leaves));
   const auto up = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };

@@ -33,7 +33,10 @@ inline constexpr int unit_tokens = 32;    // a tile of codes
 inline constexpr int max_leaves = 64;
 inline constexpr int fold_levels = 7;     // 0 to 6
 inline constexpr int cluster_leaves = 16;   // of a task that a cluster computes
-inline constexpr int cluster_tokens = 512, cluster_slots = 4;   // tokens of each of its blocks at most, and so leaves
+inline constexpr int cluster_slots = 4;     // of them a block can keep
+// Up to how many tokens a row may have for a cluster of so many blocks: 512 a block, but as many as leave none with a fifth leaf,
+// which the last of four has where the row's last leaf holds 32 of 128 tokens.
+ROOFTILE_HD constexpr int cluster_tokens(int blocks) { return blocks == 4 ? 15 * 128 : 512 * blocks; }
 inline constexpr int columns = 8;         // query heads (times new tokens) of one pass: the N of one mma
 // Nodes a block may have to store: of a run that ends or crosses a task it did not start (canonical, both ends ragged),
 // and of a run that starts a task it does not end (ragged on the right only).

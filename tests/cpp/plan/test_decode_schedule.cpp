@@ -351,7 +351,7 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
   for (std::int64_t batch : {1, 2, 8, 16, 32})
     for (int kv_heads : {1, 3, 8})
       for (int per_sm : {2, 3})
-        for (std::int64_t visible : {1, 500, 1024, 2048, 4096, 5000}) {
+        for (std::int64_t visible : {1, 500, 1024, 1920, 2048, 4096, 5000}) {
           const DecodePlan plan = plan_decode({batch, 1, kv_heads, 4, 128, visible}, {132, per_sm, 8});
           const DecodePlan any = plan_decode({batch, 1, kv_heads, 4, 128, 1 << 20}, {132, per_sm, 8});
           EXPECT_LE(plan.workspace_bytes, any.workspace_bytes);   // asked for without the window
@@ -372,6 +372,8 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
   EXPECT_GT(clusters, 20);
   EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, 1024}, {132, 2, 8}).cluster, 8);
   EXPECT_EQ(plan_decode({8, 1, 8, 4, 128, 1024}, {132, 2, 8}).cluster, 2);
+  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, 1920}, {132, 2, 8}).cluster, 4);
+  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, 1921}, {132, 2, 8}).cluster, 1);
   EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, 1024}, {132, 2, 1}).cluster, 1);   // a device without clusters
 }
 
