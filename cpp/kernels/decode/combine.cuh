@@ -59,7 +59,7 @@ __device__ __forceinline__ UnitCount count_units(const DecodeParams& p, int b) {
 
 template <class T, int D>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
-    tile::let_next_kernel_start();   // block 0 waits below, so the next one's wait covers split_kv too
+  tile::let_next_kernel_start();   // block 0 waits below, so the next one's wait covers split_kv too
   __shared__ CombineMemory memory;
   const int used = min(columns, p.q_per_kv * p.tokens), thread = threadIdx.x;
   const unsigned per_row = p.cache.kv_heads * p.passes * used, in_row = blockIdx.x % per_row;
