@@ -17,7 +17,7 @@ namespace rooftile::gpu {
 
 struct CombineMemory {
   TreeMemory tree;
-  int node[max_leaves];   // that starts at a leaf, -1: none does
+  int node[max_leaves], level[max_leaves];   // that starts at a leaf, -1: none does
 };
 
 // The column's result over at most N leaves. False: a page was none, and split_kv has said so.
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool merge_nodes(const DecodeParams& p, CombineMemory
   float o[N];
 #pragma unroll
   for (int leaf = 0; leaf < N; ++leaf) o[leaf] = memory.node[leaf] < 0 ? 0.0f : p.node_o[std::int64_t{memory.node[leaf]} * D + threadIdx.x];
-  if (!nodes.weigh(memory.tree)) return false;
+  if (!nodes.weigh(memory.tree, [&](int leaf) { return memory.level[leaf]; })) return false;
   m = Nodes::m(memory.tree);
   l = Nodes::l(memory.tree);
   value = Nodes::value(memory.tree, o);
@@ -100,7 +100,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
       }
       if (at != leaf) level = -1;
     }
-    memory.tree.level[leaf] = level;
+    memory.level[leaf] = level;
     memory.node[leaf] = level < 0 ? -1 : slot * columns + column;
   }
   __syncthreads();   // the places of the nodes are known

@@ -102,19 +102,26 @@ __device__ __forceinline__ int swizzled(int row, int d) {
 template <class T, int D, int Lanes>
 __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const Task& task, const RowWork& w, int lane, T* to) {
   const TensorView& q = p.q;
+  const T* const row = static_cast<const T*>(q.data) + task.b * q.stride[0];
+  const auto place = [&](int piece, int& column, int& d0) { column = piece / (D / 8), d0 = piece % (D / 8) * 8; };
+  const auto from = [&](const Column& c) { return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0); };
+  const auto bits = static_cast<std::uint64_t>(q.stride[0] | q.stride[1] | q.stride[2]) * sizeof(T) | reinterpret_cast<std::uintptr_t>(q.data);
+  if (q.stride[3] == 1 && bits % 16 == 0) {
 #pragma unroll
-  for (int i = 0; i < D / Lanes; ++i) {
-    const int piece = i * Lanes + lane, column = piece / (D / 8), d0 = piece % (D / 8) * 8;
-    const Column c = column_of(p, task, w, column);
-    const bool real = c.token >= 0;
-    const T* from = static_cast<const T*>(q.data) + (real ? task.b * q.stride[0] + c.token * q.stride[1] + c.head * q.stride[2] + d0 * q.stride[3] : 0);
-    T* at = to + swizzled<D>(column, d0);
-    if (q.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
-                                                                   *reinterpret_cast<cute::uint128_t*>(at), real);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) at[j] = real ? from[j * q.stride[3]] : T(0.0f);
+    for (int i = 0; i < D / Lanes; ++i) {
+      int column, d0;
+      place(i * Lanes + lane, column, d0);
+      const Column c = column_of(p, task, w, column);
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from(c) + d0),
+                                                                   *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(column, d0)), c.token >= 0);
+    }
+  } else {
+#pragma unroll 1
+    for (int piece = lane; piece < D; piece += Lanes) {
+      int column, d0;
+      place(piece, column, d0);
+      const Column c = column_of(p, task, w, column);
+      for (int j = 0; j < 8; ++j) to[swizzled<D>(column, d0) + j] = c.token >= 0 ? from(c)[(d0 + j) * q.stride[3]] : T(0.0f);
     }
   }
 }

@@ -45,6 +45,7 @@ struct BlockRange {
   RowWork work;             // of that entry
   int share = 0;            // where its nodes go
   int rank = 0, ranks = 0;  // of the blocks that have the task to themselves; 0: it has units
+  int task = 0, first = 0, last = 0;   // in a cluster: the task of the entry, and the block's leaves of it
 };
 
 template <class Config>
@@ -55,6 +56,7 @@ struct DecodeShared {
   float m[teams][columns], l[teams][columns];
   FoldMemory<columns * D / threads, threads, columns, Config::near_levels> fold;
   BlockRange range;
+  KeptLeaves kept;                                  // in a cluster
   int bad_segment;                                  // the last one that met a page that is none
   // Query columns that are needed until the task ends: raw keys meet them after codes.
   static constexpr bool needs_queries = is_kivi(Config::format);
@@ -66,9 +68,9 @@ struct DecodeShared {
     static_assert(sizeof(ring[0][0]) >= 16 * D * sizeof(typename Config::T));
     return reinterpret_cast<typename Config::T*>(&ring[team][stage]);
   }
-  __device__ ClusterMemory& after_tiles() {
-    static_assert(sizeof(ring) >= sizeof(ClusterMemory));
-    return *reinterpret_cast<ClusterMemory*>(&ring);
+  __device__ TreeMemory* after_tiles() {   // one of each warp
+    static_assert(sizeof(ring) >= Config::warps * sizeof(TreeMemory));
+    return reinterpret_cast<TreeMemory*>(&ring);
   }
 };
 
@@ -194,11 +196,13 @@ class SplitKv {
       }
       const int units = w.task_units();
       if (units == 0) continue;
-      for (int task = range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
+      for (int task = clustered ? range.task : range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
         const int task_base = base + task * units;
         if (task_base >= range.end) return;
-        const int first = range.ranks ? w.leaf_of_rank(range.rank, range.ranks) : w.leaf_from(range.begin - task_base);
-        const int last = range.ranks ? w.leaf_of_rank(range.rank + 1, range.ranks) : min(w.leaves, w.leaf_from(range.end - task_base));
+        const int first = clustered ? range.first : range.ranks ? w.leaf_of_rank(range.rank, range.ranks) : w.leaf_from(range.begin - task_base);
+        const int last = clustered      ? range.last
+                         : range.ranks ? w.leaf_of_rank(range.rank + 1, range.ranks)
+                                       : min(w.leaves, w.leaf_from(range.end - task_base));
         if (first < last || clustered) {
           const int kv_head = divide(task, p.passes);
           segment({b, kv_head, task - kv_head * p.passes}, w, first, last, range.share, clustered);
@@ -215,18 +219,30 @@ class SplitKv {
     float x[N];
   };
 
-  // The one task of this block's cluster. Its first block says what is wrong, and answers rows that see nothing.
-  __device__ BlockRange cluster_range() const {
+  // The one task of this block's cluster. A lane finds a leaf's owner, so that all of it takes one division. Its first block says
+  // what is wrong, and answers rows that see nothing.
+  __device__ BlockRange cluster_range() {
     const auto [index, rank] = tile::place_in_cluster();
-    const BlockRange range = one_task<format>(p, index, rank, p.cluster, 0);
+    BlockRange range = one_task<format>(p, index, rank, p.cluster, 0);
     const RowWork& w = range.work;
-    if (rank > 0 || range.begin < range.end) return range;
-    const int tasks = p.cache.kv_heads * p.passes, in_row = index - range.entry * tasks, kv_head = divide(in_row, p.passes);
+    const int tasks = p.cache.kv_heads * p.passes;
+    range.task = index - range.entry * tasks;
+    if (range.begin < range.end) {
+      const int leaf = min(lane, w.leaves - 1), owner = w.rank_of_leaf(leaf, p.cluster);
+      const auto leaves_of = [&](int ranks) { return __popc(__ballot_sync(0xffffffffu, lane < w.leaves && owner < ranks)); };
+      range.first = leaves_of(rank);
+      range.last = leaves_of(rank + 1);
+      const unsigned same = __match_any_sync(0xffffffffu, owner);   // its first leaf is the lowest of these lanes
+      if (threadIdx.x < cluster_leaves) find_leaf(shared.kept, shared.fold, threadIdx.x, owner, leaf - first_bit(same));
+      return range;
+    }
+    if (rank > 0) return range;
+    const int kv_head = divide(range.task, p.passes);
     if (w.fault == KvFault::none) {
       const float nothing[S] = {};
       const int column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
-      write_result<T, N>(p, {range.entry, kv_head, in_row - kv_head * p.passes}, w, column, d0, apart, d0 == 0, -INFINITY, 0.0f, nothing);
-    } else if (in_row == 0 && threadIdx.x == 0) {
+      write_result<T, N>(p, {range.entry, kv_head, range.task - kv_head * p.passes}, w, column, d0, apart, d0 == 0, -INFINITY, 0.0f, nothing);
+    } else if (range.task == 0 && threadIdx.x == 0) {
       *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? range.entry : w.row);
     }
     return range;
@@ -259,7 +275,7 @@ class SplitKv {
     });
     if constexpr (Config::clusters && tile::has_clusters)
       if (clustered) {
-        merge_cluster<T, D, threads>(p, task, w, tile::place_in_cluster().rank, shared.fold, shared.after_tiles());
+        merge_cluster<T, D, threads>(p, task, w, tile::place_in_cluster().rank, first < last, shared.kept, shared.after_tiles());
         return;
       }
     if (!merges) return;

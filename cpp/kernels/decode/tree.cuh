@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tree of schedule.h over one column of a task, by all threads of a block at once, from nodes that lie anywhere.
+// The tree of schedule.h over one column of a task, by all threads of a block or by a warp at once, from nodes that lie anywhere.
 // All (m, l) and the first values are fetched together; one warp works out the tree's (m, l) and the weights of every merge;
 // then every thread runs the same N - 1 multiply-adds on its values. Leaves that are not there are empty states, and a node
 // that came merged meets empty ones: both change no bit. So the tree is the fold's.
@@ -10,14 +10,13 @@
 
 namespace rooftile::gpu {
 
-// What the threads of a block tell each other, a leaf each and a merge each.
+// What the threads tell each other, a leaf each and a merge each.
 struct TreeMemory {
   float m[max_leaves], l[max_leaves];
-  int level[max_leaves];                        // of the node that starts at a leaf; -1: none does
   tile::MergeWeights weights[max_leaves - 1];   // of node (level, i) of N leaves at N - (N >> (level - 1)) + i
 };
 
-// N: a power of two, at least as many as there are leaves. memory.level has been written and a barrier passed.
+// N: a power of two, at least as many as there are leaves. Threads: of the block, or the 32 of a warp that has a memory of its own.
 template <int N, int Threads>
 class Tree {
  public:
@@ -26,25 +25,26 @@ class Tree {
   __device__ __forceinline__ explicit Tree(const Statistics& statistics) {
 #pragma unroll
     for (int i = 0; i < own; ++i) {
-      const int leaf = threadIdx.x + i * Threads;
+      const int leaf = thread() + i * Threads;
       ml_[i] = leaf < N ? statistics(leaf) : make_float2(-INFINITY, 0.0f);
     }
   }
 
-  // The weights of all merges. False in all threads: a page was none.
-  __device__ __forceinline__ bool weigh(TreeMemory& memory) {
+  // The weights of all merges. level_of(leaf): of the node that starts there; -1: none does. False in all threads: a page was none.
+  template <class Level>
+  __device__ __forceinline__ bool weigh(TreeMemory& memory, const Level& level_of) {
     bool bad = false;
 #pragma unroll
     for (int i = 0; i < own; ++i)
-      if (const int leaf = threadIdx.x + i * Threads; leaf < N) {
+      if (const int leaf = thread() + i * Threads; leaf < N) {
         memory.m[leaf] = ml_[i].x;
         memory.l[leaf] = ml_[i].y;
         bad |= ml_[i].y < 0.0f;
       }
-    if (__syncthreads_or(bad)) return false;   // all (m, l) are there
-    if (threadIdx.x < 32) {
+    if (any(bad)) return false;   // all (m, l) are there
+    if (thread() < 32) {
       // After step `level` lane i holds node (level, i).
-      const int lane = threadIdx.x;
+      const int lane = thread();
       float m_own = 0.0f, l_own = 0.0f;
       int first = 0;
 #pragma unroll
@@ -57,7 +57,7 @@ class Tree {
         if (lane < nodes) {
           tile::MergeWeights merge{memory.m[start], 1.0f, 0.0f};
           l_own = memory.l[start];
-          if (memory.level[start] < level) {   // did not come merged
+          if (level_of(start) < level) {   // did not come merged
             merge = tile::merge_weights(m_a, m_b);
             l_own = tile::merge_values(l_a, l_b, merge);
           }
@@ -68,7 +68,7 @@ class Tree {
       }
       if (lane == 0) memory.l[0] = l_own;
     }
-    __syncthreads();   // the weights are there
+    sync();   // the weights are there
     return true;
   }
 
@@ -86,6 +86,20 @@ class Tree {
       o[i << Level] = tile::merge_values(o[i << Level], o[(i << Level) + (1 << (Level - 1))], memory.weights[N - (N >> (Level - 1)) + i]);
     if constexpr (N >> Level > 1) return merge_levels<Level + 1>(memory, o);
     else return o[0];
+  }
+
+  __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x) % Threads; }
+  __device__ __forceinline__ static void sync() {
+    if constexpr (Threads == 32) __syncwarp();
+    else __syncthreads();
+  }
+  __device__ __forceinline__ static bool any(bool x) {   // of all threads, which have come here
+    if constexpr (Threads == 32) {
+      __syncwarp();
+      return __any_sync(0xffffffffu, x);
+    } else {
+      return __syncthreads_or(x);
+    }
   }
 
   static constexpr int own = (N + Threads - 1) / Threads;   // leaves of a thread
