@@ -28,8 +28,9 @@ def queries(batch, t, heads, dim, dtype, *key):
     return q, cases.tensor(q, dtype).cuda()
 
 
+@pytest.mark.parametrize("heads", [4, 16])
 @stores
-def test_extreme_logits(format, dtype):
+def test_extreme_logits(format, dtype, heads):
     """Logits of -1e5 and more beside ordinary ones: no infinity, no NaN, the right winner.
 
     They fill whole groups: a group with both has lost its small values when it was encoded.
@@ -39,7 +40,7 @@ def test_extreme_logits(format, dtype):
         for begin in range(32, len(k), 64):
             k[begin : begin + 32] = oracle.round_to(-300.0 * np.abs(k[begin : begin + 32]), dtype)
     cache = filled(rows, format, dtype)
-    q64 = np.abs(cases.values((2, 1, 4, 64), dtype, "positive")) * 40
+    q64 = np.abs(cases.values((2, 1, heads, 64), dtype, "positive")) * 40
     q64 = oracle.round_to(q64, dtype)
     out, lse = rt.decode_attention(cases.tensor(q64, dtype).cuda(), cache.to("cuda"), return_lse=True)
     exact, naive, exact_lse = checks.expect_decode(cache, q64)
@@ -47,13 +48,27 @@ def test_extreme_logits(format, dtype):
     assert torch.isfinite(lse).all() and np.allclose(to_numpy64(lse), exact_lse, rtol=2e-2)
 
 
-@pytest.mark.parametrize("scale", [2.0**-7, 2.0**8])
+@pytest.mark.parametrize("heads", [4, 16])
 @stores
-def test_small_and_large_values(format, dtype, scale):
+def test_logits_far_below_zero(format, dtype, heads):
+    """Every logit is -96,000, so every weight is that of all others and none can be taken from a maximum of 0."""
+    rows = [(np.full_like(k, -300.0), v) for k, v in tokens((33, 90, 300), 1, 64, dtype)]
+    cache = filled(rows, format, dtype)
+    q64 = np.full((3, 1, heads, 64), 40.0)
+    out, lse = rt.decode_attention(cases.tensor(q64, dtype).cuda(), cache.to("cuda"), return_lse=True)
+    exact, _, exact_lse = checks.expect_decode(cache, q64)
+    assert np.abs(to_numpy64(out) - exact).max() <= {"float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    assert np.allclose(to_numpy64(lse), exact_lse, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [2.0**-7, 2.0**8])
+@pytest.mark.parametrize("heads", [4, 32])
+@stores
+def test_small_and_large_values(format, dtype, heads, scale):
     """Scales far from 1: what goes through fp16 on the way has the range for it."""
     rows = [(k, oracle.round_to(v * scale, dtype)) for k, v in tokens((70, 700), 2, 64, dtype)]
     cache = filled(rows, format, dtype)
-    q64, q = queries(2, 1, 4, 64, dtype)
+    q64, q = queries(2, 1, heads, 64, dtype)
     out = rt.decode_attention(q, cache.to("cuda"))
     exact, naive, _ = checks.expect_decode(cache, q64)
     assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[dtype])

@@ -20,15 +20,15 @@ template <class Memory>
 __device__ __forceinline__ void find_leaf(KeptLeaves& kept, Memory& own, int at, int owner, int slot) {
   const Memory* memory = tile::in_block(&own, owner);
   kept.o[at] = memory->o[slot][0];
-  kept.m[at] = memory->m[slot];
-  kept.l[at] = memory->l[slot];
+  kept.m[at] = memory->m[slot][0];
+  kept.l[at] = memory->l[slot][0];
 }
 
 // All threads. keeps: the block has kept leaves. free: shared memory that no warp uses any more, a part of each warp.
 template <class T, int D, int Threads>
 __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task& task, const RowWork& w, int rank, bool keeps, const KeptLeaves& kept, TreeMemory* free) {
   static_assert(D <= Threads, "a thread a value");
-  using Leaves = Tree<cluster_leaves, 32>;   // each warp works it out for itself
+  using Leaves = Tree<cluster_leaves>;
   constexpr int column_threads = Threads / columns, N = piece_values<D>, apart = N * column_threads;
   const int thread = threadIdx.x, used = min(columns, p.q_per_kv * p.tokens - task.pass * columns);
   TreeMemory& memory = free[thread / 32];
@@ -48,7 +48,11 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task&
     __syncwarp();   // the last column's weights have been read
     if (!leaves.weigh(memory, [](int) { return 0; })) break;
     const float value[1] = {Leaves::value(memory, o)};
-    if (thread < D) write_result<T, 1>(p, task, w, column, thread, 0, thread == 0, Leaves::m(memory), Leaves::l(memory), value);
+    if (thread < D) {
+      const ColumnResult<T> result(p, task, w, column, Leaves::m(memory), Leaves::l(memory));
+      result.write(thread, value);
+      if (thread == 0) result.write_lse();
+    }
   }
   if (!keeps) return;   // nobody reads from here
   tile::arrive_at_cluster();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Merges the nodes that split_kv left of tasks that several blocks shared, and answers rows that see nothing.
-//   node_o [blocks, slots, 8, D], node_ml [blocks, slots, 8, 2] -> out, lse
+//   node_o [blocks, slots, columns, D], node_ml [blocks, slots, columns, 2] -> out, lse
 // One block a column of a task, a thread a value. It finds the task's nodes by the arithmetic of schedule.h, a thread a
 // leaf, and merges them by tree.cuh.
 // Bytes: 4 (D + 2) a node, at most 64 nodes. Latency is the roof: the lengths, then the nodes.
@@ -15,15 +15,17 @@
 
 namespace rooftile::gpu {
 
+template <int D>
 struct CombineMemory {
-  TreeMemory tree;
+  TreeMemory tree[D / 32];   // a warp each
   int node[max_leaves], level[max_leaves];   // that starts at a leaf, -1: none does
 };
 
 // The column's result over at most N leaves. False: a page was none, and split_kv has said so.
 template <int D, int N>
-__device__ __forceinline__ bool merge_nodes(const DecodeParams& p, CombineMemory& memory, float& m, float& l, float& value) {
-  using Nodes = Tree<N, D>;
+__device__ __forceinline__ bool merge_nodes(const DecodeParams& p, CombineMemory<D>& memory, float& m, float& l, float& value) {
+  using Nodes = Tree<N>;
+  TreeMemory& tree = memory.tree[threadIdx.x / 32];
   Nodes nodes([&](int leaf) {
     const int node = memory.node[leaf];
     return node < 0 ? make_float2(-INFINITY, 0.0f) : *reinterpret_cast<const float2*>(p.node_ml + std::int64_t{node} * 2);
@@ -31,10 +33,10 @@ __device__ __forceinline__ bool merge_nodes(const DecodeParams& p, CombineMemory
   float o[N];
 #pragma unroll
   for (int leaf = 0; leaf < N; ++leaf) o[leaf] = memory.node[leaf] < 0 ? 0.0f : p.node_o[std::int64_t{memory.node[leaf]} * D + threadIdx.x];
-  if (!nodes.weigh(memory.tree, [&](int leaf) { return memory.level[leaf]; })) return false;
-  m = Nodes::m(memory.tree);
-  l = Nodes::l(memory.tree);
-  value = Nodes::value(memory.tree, o);
+  if (!nodes.weigh(tree, [&](int leaf) { return memory.level[leaf]; })) return false;
+  m = Nodes::m(tree);
+  l = Nodes::l(tree);
+  value = Nodes::value(tree, o);
   return true;
 }
 
@@ -60,11 +62,11 @@ __device__ __forceinline__ UnitCount count_units(const DecodeParams& p, int b) {
 template <class T, int D>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
   tile::let_next_kernel_start();   // block 0 waits below, so the next one's wait covers split_kv too
-  __shared__ CombineMemory memory;
-  const int used = min(columns, p.q_per_kv * p.tokens), thread = threadIdx.x;
+  __shared__ CombineMemory<D> memory;
+  const int used = min(p.columns, p.q_per_kv * p.tokens), thread = threadIdx.x;
   const unsigned per_row = p.cache.kv_heads * p.passes * used, in_row = blockIdx.x % per_row;
   const int b = static_cast<int>(blockIdx.x / per_row), column = static_cast<int>(in_row % used), task_in_row = static_cast<int>(in_row / used);
-  const Task task{b, task_in_row / p.passes, task_in_row % p.passes};
+  const Task task{b, task_in_row / p.passes, task_in_row % p.passes * (p.columns / columns)};
 
   RowWork w = row_work_of(p, p.cache.format, b, read_from_l2);
   const int leaves = w.leaves;
@@ -72,14 +74,16 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   if (!counts) tile::wait_for_previous_kernel();
   const UnitCount units = counts ? count_units(p, b) : UnitCount{p.row_begin[b], p.row_begin[p.batch], p.row_begin[p.batch + 1] != 0};
   if (!units.even) w.weigh(p.cache.format);
-  const int tasks = p.cache.kv_heads * p.passes, ranks = ranks_of(units.even, w.task_units(), std::int64_t{p.batch} * tasks, p.blocks);
+  const int tasks = p.cache.kv_heads * p.passes, ranks = ranks_of(units.even, w.task_units(), p.ranks);
   const Split split(units.total, p.blocks, units.even);
   const int base = units.before + task_in_row * w.task_units(), first_share = (b * tasks + task_in_row) * ranks;
   const auto share_of = [&](int leaf) { return ranks ? first_share + w.rank_of_leaf(leaf, ranks) : split.owner(base + w.leaf_begin(leaf)); };
   const bool merges = leaves > 0 && share_of(0) != share_of(leaves - 1);   // else one block had it all
   const auto write = [&](float m, float l, float value) {
     const float o[1] = {value};
-    write_result<T, 1>(p, task, w, column, thread, 0, thread == 0, m, l, o);
+    const ColumnResult<T> result(p, task, w, column, m, l);
+    result.write(thread, o);
+    if (thread == 0) result.write_lse();
   };
   if (!merges) {
     if (leaves == 0 && w.fault == KvFault::none) write(-INFINITY, 0.0f, 0.0f);
@@ -101,7 +105,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
       if (at != leaf) level = -1;
     }
     memory.level[leaf] = level;
-    memory.node[leaf] = level < 0 ? -1 : slot * columns + column;
+    memory.node[leaf] = level < 0 ? -1 : slot * p.columns + column;
   }
   __syncthreads();   // the places of the nodes are known
   if (counts) tile::wait_for_previous_kernel();

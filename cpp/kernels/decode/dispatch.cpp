@@ -21,11 +21,14 @@ void for_each_variant(const Visit& visit) {
     for (const DecodeVariant& v : variants) visit(v);
 }
 
+// Of the variants for this cache the one of the most columns that a task fills to more than half; tables begin with the smallest.
 const DecodeVariant& variant_of(const DecodeArgs& a) {
-  const DecodeKey key{a.q.dtype, a.cache->format, a.cache->head_dim};
+  DecodeKey key{a.q.dtype, a.cache->format, a.cache->head_dim, 0};
+  const std::int64_t wanted = a.q.shape[1] * (a.q.shape[2] / a.cache->kv_heads);
   const DecodeVariant* found = nullptr;
   for_each_variant([&](const DecodeVariant& v) {
-    if (v.key == key) found = &v;
+    key.columns = v.key.columns;
+    if (v.key == key && (!found || 2 * wanted > v.key.columns)) found = &v;
   });
   if (found) return *found;
   // Every dtype and format has the same head_dims.
@@ -33,6 +36,7 @@ const DecodeVariant& variant_of(const DecodeArgs& a) {
   const auto add = [](std::string& list, const std::string& next) { list += (list.empty() ? "" : ", ") + next; };
   const DecodeKey& first = bits16_variants()[0].key;
   for_each_variant([&](const DecodeVariant& v) {
+    if (v.key.columns != first.columns) return;
     if (v.key.head_dim == first.head_dim) add(stores, std::string(name(v.key.dtype)) + " " + name(v.key.format));
     if (v.key.dtype == first.dtype && v.key.format == first.format) add(dims, std::to_string(v.key.head_dim));
   });
@@ -43,7 +47,7 @@ DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVa
   const std::int64_t tokens = a.q.shape[1], capacity = a.cache->capacity();
   // what one query sees, the other queries' steps, and what starts at a multiple of 32
   const std::int64_t visible = a.logits.window > 0 ? std::min(capacity, a.logits.window + tokens + 31) : capacity;
-  return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads), a.cache->head_dim, visible},
+  return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads), a.cache->head_dim, v.key.columns, visible},
                      {scope.sms(), std::min(v.blocks_per_sm, scope.blocks_that_fit(v.shared_bytes)), v.clusters ? scope.largest_cluster() : 1});
 }
 
@@ -102,6 +106,7 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.batch = static_cast<int>(a.q.shape[0]);
   p.tokens = static_cast<int>(a.q.shape[1]);
   p.q_per_kv = static_cast<int>(a.q.shape[2] / a.cache->kv_heads);
+  p.columns = variant.key.columns;
   p.passes = plan.passes;
   p.scale = a.logits.scale;
   p.softcap = a.logits.softcap;
@@ -112,6 +117,7 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.fold = reinterpret_cast<float*>(workspace + plan.fold);
   p.blocks = plan.blocks;
   p.layers = plan.layers;
+  p.ranks = plan.ranks;
   p.cluster = plan.cluster;
   if (plan.blocks > 0) variant.launch(scope, p);
   std::string dim = "d";

@@ -8,43 +8,50 @@
 
 namespace rooftile::gpu {
 
-// A thread's share of a softmax state: S values of one column, in pieces of four (combine: one value).
-template <int S>
+// A thread's share of a softmax state: (m, l) of K columns and S values of them. One column: pieces of four channels (combine: one
+// value). More: tiles in the layout of a product (tile/mma.cuh), two columns each, rows being channels.
+template <int K, int S>
 struct Node {
-  float m, l, o[S];
+  float m[K], l[K], o[S];
+  // Which column value i belongs to.
+  static constexpr int column(int i) { return K == 1 ? 0 : i / (2 * S / K) * 2 + i % 2; }
 };
 
-template <int S>
-__device__ __forceinline__ Node<S> merge(const Node<S>& a, const Node<S>& b) {
-  const tile::MergeWeights w = tile::merge_weights(a.m, b.m);
-  Node<S> r;
-  r.m = w.m;
-  r.l = tile::merge_values(a.l, b.l, w);
+template <int K, int S>
+__device__ __forceinline__ Node<K, S> merge(const Node<K, S>& a, const Node<K, S>& b) {
+  Node<K, S> r;
+  tile::MergeWeights w[K];
 #pragma unroll
-  for (int i = 0; i < S; ++i) r.o[i] = tile::merge_values(a.o[i], b.o[i], w);
+  for (int k = 0; k < K; ++k) {
+    w[k] = tile::merge_weights(a.m[k], b.m[k]);
+    r.m[k] = w[k].m;
+    r.l[k] = tile::merge_values(a.l[k], b.l[k], w[k]);
+  }
+#pragma unroll
+  for (int i = 0; i < S; ++i) r.o[i] = tile::merge_values(a.o[i], b.o[i], w[Node<K, S>::column(i)]);
   return r;
 }
 
-// Left halves that wait for their right ones: at most one a level. Threads that share a column share its (m, l). The last
-// levels are touched once in some leaves: the values of all but the first `Near` wait in the workspace.
-template <int S, int Threads, int Columns, int Near>
+// Left halves that wait for their right ones: at most one a level. Threads of a warp that share columns share a place for their
+// (m, l). The last levels are touched once in some leaves: the values of all but the first `Near` wait in the workspace.
+template <int K, int S, int Threads, int Places, int Near>
 struct FoldMemory {
   static constexpr int near = Near, deep = fold_levels - Near;
   float o[near][S][Threads];
-  float m[fold_levels][Columns], l[fold_levels][Columns];
+  float m[fold_levels][K][Places], l[fold_levels][K][Places];
   __device__ float* values(int level, float* deep) { return level < near ? o[level][0] : deep + (level - near) * S * Threads; }
 };
 
-template <int S, int Threads, int Columns, int Near>
+template <int K, int S, int Threads, int Places, int Near>
 class Fold {
  public:
-  // deep: [fold_levels - Near][S][Threads] floats of the block. first: the run's first leaf. thread, column: this thread's place.
-  __device__ Fold(FoldMemory<S, Threads, Columns, Near>& memory, float* deep, int thread, int column, int first)
-      : memory_(memory), deep_(deep), thread_(thread), column_(column), first_(first) {}
+  // deep: [fold_levels - Near][S][Threads] floats of the block. first: the run's first leaf; only: it is all of the run, but not of its task. thread: this one; place: of its columns.
+  __device__ Fold(FoldMemory<K, S, Threads, Places, Near>& memory, float* deep, int thread, int place, int first, bool only)
+      : memory_(memory), deep_(deep), thread_(thread), place_(place), first_(first), only_(only) {}
 
   // The node of leaf `at`, the next in order.
   template <class Emit>
-  __device__ void push(Node<S> node, int at, const Emit& emit) {
+  __device__ void push(Node<K, S> node, int at, const Emit& emit) {
     int level = 0;
     while (level + 1 < fold_levels && (at >> level) % 2 == 1 && at - (1 << level) >= first_) {
       node = merge(load(level), node);
@@ -52,13 +59,16 @@ class Fold {
       at -= 1 << level;
       ++level;
     }
-    if (level + 1 < fold_levels && (at >> level) % 2 == 1) {   // its left half belongs to another block
+    if (only_ || (level + 1 < fold_levels && (at >> level) % 2 == 1)) {   // its left half, or what follows, belongs to another block
       emit(node);
       return;
     }
-    __syncwarp();   // threads of one column have read what is overwritten here
-    memory_.m[level][column_] = node.m;
-    memory_.l[level][column_] = node.l;
+    __syncwarp();   // threads of one place have read what is overwritten here
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      memory_.m[level][k][place_] = node.m[k];
+      memory_.l[level][k][place_] = node.l[k];
+    }
 #pragma unroll
     for (int i = 0; i < S; ++i) values(level)[i * Threads] = node.o[i];
     waiting_ |= 1u << level;
@@ -66,9 +76,10 @@ class Fold {
   }
 
   // Instead of push: the run's node number `slot`, below Near, stays as it is, with an l of its own, for the blocks of the cluster to read.
-  __device__ void keep(const Node<S>& node, float l, int slot) {
-    memory_.m[slot][column_] = node.m;
-    memory_.l[slot][column_] = l;
+  __device__ void keep(const Node<K, S>& node, float l, int slot) {
+    static_assert(K == 1);
+    memory_.m[slot][0][place_] = node.m[0];
+    memory_.l[slot][0][place_] = l;
 #pragma unroll
     for (int i = 0; i < S; ++i) memory_.o[slot][i][thread_] = node.o[i];
   }
@@ -82,8 +93,8 @@ class Fold {
   }
 
   // The run was the whole task: its result.
-  __device__ Node<S> finish() {
-    Node<S> result{-INFINITY, 0.0f, {}};
+  __device__ Node<K, S> finish() {
+    Node<K, S> result;   // some level waits
     bool any = false;
     for (int level = 0; level < fold_levels; ++level) {
       if (!(waiting_ >> level & 1)) continue;
@@ -95,10 +106,13 @@ class Fold {
   }
 
  private:
-  __device__ Node<S> load(int level) const {
-    Node<S> node;
-    node.m = memory_.m[level][column_];
-    node.l = memory_.l[level][column_];
+  __device__ Node<K, S> load(int level) const {
+    Node<K, S> node;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      node.m[k] = memory_.m[level][k][place_];
+      node.l[k] = memory_.l[level][k][place_];
+    }
 #pragma unroll
     for (int i = 0; i < S; ++i) node.o[i] = values(level)[i * Threads];
     return node;
@@ -106,9 +120,10 @@ class Fold {
   // This thread's values of a level, Threads apart.
   __device__ float* values(int level) const { return memory_.values(level, deep_) + thread_; }
 
-  FoldMemory<S, Threads, Columns, Near>& memory_;
+  FoldMemory<K, S, Threads, Places, Near>& memory_;
   float* deep_;
-  int thread_, column_, first_;
+  int thread_, place_, first_;
+  bool only_;
   unsigned waiting_ = 0;
 };
 

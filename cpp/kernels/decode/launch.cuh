@@ -4,26 +4,36 @@
 #include "kernels/decode/combine.cuh"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/split_kv.cuh"
+#include "kernels/decode/step_kv.cuh"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 
 namespace rooftile::gpu {
 
+// One kernel or the other.
 template <class Config>
-void launch_decode(const DeviceScope& scope, const DecodeParams& p) {
-  static_assert(sizeof(DecodeShared<Config>) <= 99 * 1024);   // what a block of every supported architecture may have
-  scope.launch(split_kv<Config>, {p.blocks / p.layers, p.layers}, 32 * Config::warps, sizeof(DecodeShared<Config>), p, Overlap::with_previous, p.cluster);
-  if (p.cluster > 1) return;
-  const std::int64_t used = std::min<std::int64_t>(columns, std::int64_t{p.q_per_kv} * p.tokens);
-  scope.launch(combine<typename Config::T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used,
-               Config::head_dim, 0, p, Overlap::with_previous);
-}
+struct DecodeKernel {
+  using T = typename Config::T;
+  static constexpr bool steps = Config::column_tiles > 1;
+  using Shared = std::conditional_t<steps, StepShared<Config>, DecodeShared<Config>>;
+  static constexpr auto split = [] {
+    if constexpr (steps) return step_kv<Config>;
+    else return split_kv<Config>;
+  }();
+  static constexpr int threads = 32 * Config::warps;
 
-template <class Config>
-void load_decode(const char* op) {
-  load_kernel(op, split_kv<Config>);
-  load_kernel(op, combine<typename Config::T, Config::head_dim>);
-}
+  static void launch(const DeviceScope& scope, const DecodeParams& p) {
+    static_assert(sizeof(Shared) <= 99 * 1024);   // what a block of every supported architecture may have
+    scope.launch(split, {p.blocks / p.layers, p.layers}, threads, sizeof(Shared), p, Overlap::with_previous, p.cluster);
+    if (p.cluster > 1) return;
+    const std::int64_t used = std::min<std::int64_t>(p.columns, std::int64_t{p.q_per_kv} * p.tokens);
+    scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used, Config::head_dim, 0, p, Overlap::with_previous);
+  }
+  static void load(const char* op) {
+    load_kernel(op, split);
+    load_kernel(op, combine<T, Config::head_dim>);
+  }
+};
 
 // What a variant is made of. `stages` tiles of a team on the way, `blocks` a multiprocessor. A team is one warp; of more than
 // 128 channels two, which have half of the output's channels each, and more of the fold waits in the workspace, so that a
@@ -32,15 +42,24 @@ template <class Element, KvFormat F, int D, int Stages, int Blocks>
 struct DecodeConfig {
   using T = Element;
   static constexpr KvFormat format = F;
-  static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks;
+  static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks, column_tiles = 1;
   static constexpr int warps = 4, team = D > 128 ? 2 : 1, near_levels = D > 128 ? 1 : 4;
   static constexpr bool clusters = near_levels >= cluster_slots;   // there is room for a block's leaves
+};
+// The same of one for more columns: two steps on the way.
+template <class Element, KvFormat F, int D>
+struct StepConfig {
+  using T = Element;
+  static constexpr KvFormat format = F;
+  static constexpr int head_dim = D, stages = 2, blocks_per_sm = 2, column_tiles = 2, warps = 4, near_levels = 1;
+  static constexpr bool clusters = false;
 };
 
 template <class Config>
 constexpr DecodeVariant decode_variant() {
-  return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim},
-          Config::blocks_per_sm, Config::clusters, sizeof(DecodeShared<Config>), launch_decode<Config>, load_decode<Config>};
+  using Kernel = DecodeKernel<Config>;
+  return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim, columns * Config::column_tiles},
+          Config::blocks_per_sm, Config::clusters, sizeof(typename Kernel::Shared), Kernel::launch, Kernel::load};
 }
 
 // The table of one file.

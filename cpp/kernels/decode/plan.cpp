@@ -12,7 +12,7 @@ std::string text(const DecodeKey& key) {
 }
 
 DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room) {
-  const auto& [batch, tokens, kv_heads, q_per_kv, head_dim, visible] = shape;
+  const auto& [batch, tokens, kv_heads, q_per_kv, head_dim, columns, visible] = shape;
   DecodePlan plan;
   plan.passes = static_cast<int>((tokens * q_per_kv + columns - 1) / columns);
   const std::int64_t tasks = batch * kv_heads * plan.passes, resident = std::int64_t{room.sms} * room.blocks_per_sm;
@@ -21,12 +21,13 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room) {
   if (visible > cluster_tokens(plan.cluster)) plan.cluster = 1;
   plan.layers = plan.cluster == 1 && tasks * max_leaves >= resident ? room.blocks_per_sm : 1;
   plan.blocks = static_cast<int>(plan.cluster > 1 ? tasks * plan.cluster : std::min(resident, tasks * max_leaves));
+  plan.ranks = ranks_if_even(tasks, plan.blocks);
   const auto up = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
-  const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * columns;
+  const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * static_cast<std::size_t>(columns);
   plan.node_o = up((static_cast<std::size_t>(shape.batch) + 2) * sizeof(std::int32_t));
   plan.node_ml = plan.node_o + up(nodes * static_cast<std::size_t>(head_dim) * sizeof(float));
   plan.fold = plan.node_ml + up(nodes * 2 * sizeof(float));
-  plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * fold_levels * columns * static_cast<std::size_t>(head_dim) * sizeof(float);
+  plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * fold_levels * static_cast<std::size_t>(columns * head_dim) * sizeof(float);
   return plan;
 }
 

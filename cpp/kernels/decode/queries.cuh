@@ -23,9 +23,9 @@ __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat f
                   inside && c.raw_from ? read(c.raw_from + row) : 0, p.window);
 }
 
-// One task: 8 columns of a (batch entry, KV head). Column c of the head is query c / q_per_kv of head c % q_per_kv.
+// One task: 8 columns, or some times 8, of a (batch entry, KV head). Column c of the head is query c / q_per_kv of head c % q_per_kv.
 struct Task {
-  int b, kv_head, pass;
+  int b, kv_head, pass;   // pass: of 8 columns, the task's first
 };
 struct Column {
   int token, head;     // token: -1 where the column is padding
@@ -98,8 +98,9 @@ __device__ __forceinline__ int swizzled(int row, int d) {
   return row * D + ((d / 8) ^ (D % 64 == 0 ? row & 7 : row / 2 & 3)) * 8 + d % 8;
 }
 
-// Starts the copies of the 8 query columns of a task, rows of `to`, by Lanes threads; zeros for padding. Any strides.
-template <class T, int D, int Lanes>
+// Starts the copies of N times 8 query columns, from a task's first on, rows of `to`, by Lanes threads; zeros for padding. Any
+// strides.
+template <class T, int D, int N, int Lanes>
 __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const Task& task, const RowWork& w, int lane, T* to) {
   const TensorView& q = p.q;
   const T* const row = static_cast<const T*>(q.data) + task.b * q.stride[0];
@@ -108,7 +109,7 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
   const auto bits = static_cast<std::uint64_t>(q.stride[0] | q.stride[1] | q.stride[2]) * sizeof(T) | reinterpret_cast<std::uintptr_t>(q.data);
   if (q.stride[3] == 1 && bits % 16 == 0) {
 #pragma unroll
-    for (int i = 0; i < D / Lanes; ++i) {
+    for (int i = 0; i < N * D / Lanes; ++i) {
       int column, d0;
       place(i * Lanes + lane, column, d0);
       const Column c = column_of(p, task, w, column);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
     }
   } else {
 #pragma unroll 1
-    for (int piece = lane; piece < D; piece += Lanes) {
+    for (int piece = lane; piece < N * D; piece += Lanes) {
       int column, d0;
       place(piece, column, d0);
       const Column c = column_of(p, task, w, column);
@@ -141,39 +142,52 @@ __device__ __forceinline__ void load_query_fragments(const T* columns_at, int la
 template <int D>
 inline constexpr int piece_values = D % 64 == 0 ? 4 : 2;
 
-// Writes S values of a column's finished row, pieces of N neighbours from d0 on, `apart`; `first`: this thread writes the
-// log-sum-exp too.
-template <class T, int N, int S>
-__device__ __forceinline__ void write_result(const DecodeParams& p, const Task& task, const RowWork& w, int column, int d0,
-                                             int apart, bool first, float m, float l, const float (&o)[S]) {
-  const Column c = column_of(p, task, w, column);
-  if (c.token < 0) return;
-  float sink = -INFINITY;
-  if (p.sinks.given()) {
-    const std::int64_t at = c.head * p.sinks.stride[0];
-    sink = tile::log2_e * (p.sinks.dtype == DType::f32 ? p.sinks.as<const float>()[at] : tile::to_float(p.sinks.as<const T>()[at]));
+// Where one column's finished row goes.
+template <class T>
+class ColumnResult {
+ public:
+  __device__ __forceinline__ ColumnResult(const DecodeParams& p, const Task& task, const RowWork& w, int column, float m, float l) : p_(p) {
+    const Column c = column_of(p, task, w, column);
+    there_ = c.token >= 0;
+    if (!there_) return;
+    float sink = -INFINITY;
+    if (p.sinks.given()) {
+      const std::int64_t at = c.head * p.sinks.stride[0];
+      sink = tile::log2_e * (p.sinks.dtype == DType::f32 ? p.sinks.as<const float>()[at] : tile::to_float(p.sinks.as<const T>()[at]));
+    }
+    const bool real = c.token < w.count;
+    result_ = real ? tile::finish_softmax(m, l, sink) : tile::SoftmaxResult{0.0f, -INFINITY};
+    any_ = real && l != 0.0f;
+    out_ = p.out.as<T>() + task.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
+    if (p.lse.given()) lse_ = p.lse.as<float>() + task.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2];
   }
-  const bool real = c.token < w.count;
-  const tile::SoftmaxResult r = real ? tile::finish_softmax(m, l, sink) : tile::SoftmaxResult{0.0f, -INFINITY};
-  T* to = p.out.as<T>() + task.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
-  struct alignas(N * sizeof(T)) Piece {
-    T x[N];
-  };
+  // N neighbouring values.
+  template <int N>
+  __device__ __forceinline__ void write(int d, const float (&o)[N]) const {
+    if (!there_) return;
+    struct alignas(N * sizeof(T)) Piece {
+      T x[N];
+    } values;
 #pragma unroll
-  for (int j = 0; j < S / N; ++j) {
-    const int d = d0 + j * apart;
-    Piece values;
-#pragma unroll
-    for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(real && l != 0.0f ? __fmul_rn(o[j * N + i], r.factor) : 0.0f);
-    if (p.out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(to) % sizeof(Piece) == 0) {
-      *reinterpret_cast<Piece*>(to + d) = values;
+    for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(any_ ? __fmul_rn(o[i], result_.factor) : 0.0f);
+    if (p_.out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(out_) % sizeof(Piece) == 0) {
+      *reinterpret_cast<Piece*>(out_ + d) = values;
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i) to[(d + i) * p.out.stride[3]] = values.x[i];
+      for (int i = 0; i < N; ++i) out_[(d + i) * p_.out.stride[3]] = values.x[i];
     }
   }
-  if (first && p.lse.given())
-    p.lse.as<float>()[task.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2]] = r.lse;
-}
+  // One thread's part.
+  __device__ __forceinline__ void write_lse() const {
+    if (there_ && p_.lse.given()) *lse_ = result_.lse;
+  }
+
+ private:
+  const DecodeParams& p_;
+  bool there_, any_ = false;
+  tile::SoftmaxResult result_{};
+  T* out_ = nullptr;
+  float* lse_ = nullptr;
+};
 
 }  // namespace rooftile::gpu

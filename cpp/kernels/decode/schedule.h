@@ -148,10 +148,13 @@ struct Split {
 };
 
 // Where all tasks are as long and few, each has so many blocks to itself, if that leaves few without work; else 0.
-ROOFTILE_HD inline int ranks_of(bool even, int task_units, std::int64_t tasks, int blocks) {
-  if (!even || task_units >= 1 << 19 || 2 * tasks > blocks) return 0;   // rank_of_leaf counts in 32 bits
-  const int all = static_cast<int>(tasks), ranks = divide(blocks, all);
+inline int ranks_if_even(std::int64_t tasks, int blocks) {
+  if (tasks == 0 || 2 * tasks > blocks) return 0;
+  const int all = static_cast<int>(tasks), ranks = blocks / all;
   return 8 * all * ranks >= 7 * blocks ? ranks : 0;
+}
+ROOFTILE_HD constexpr int ranks_of(bool even, int task_units, int if_even) {
+  return even && task_units < 1 << 19 ? if_even : 0;   // rank_of_leaf counts in 32 bits
 }
 
 // Level of the node that starts the canonical decomposition of leaves [at, end), at < end: as large as `at` is round and

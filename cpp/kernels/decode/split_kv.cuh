@@ -19,7 +19,9 @@
 
 #include "kernels/decode/cluster.cuh"
 #include "kernels/decode/fold.cuh"
-#include "kernels/decode/tiles.cuh"
+#include "kernels/decode/pages.cuh"
+#include "kernels/decode/range.cuh"
+#include "kernels/decode/warp_state.cuh"
 #include "tile/grid.cuh"
 #include "tile/team.cuh"
 
@@ -34,27 +36,13 @@ template <class Config>
 using StageOf = std::conditional_t<is_element_format(Config::format), ElementStage<typename Config::T, Config::head_dim>,
                                    CodeStage<Config::format, Config::head_dim>>;
 
-__device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
-
-// What a block has to do: units, from the batch entry that holds the first, or its part of one task.
-struct BlockRange {
-  int begin, end;           // units; of one task its first
-  int entry_base;           // first unit of that entry
-  int entry;
-  bool even;                // all tasks are as long
-  RowWork work;             // of that entry
-  int share = 0;            // where its nodes go
-  int rank = 0, ranks = 0;  // of the blocks that have the task to themselves; 0: it has units
-  int task = 0, first = 0, last = 0;   // in a cluster: the task of the entry, and the block's leaves of it
-};
-
 template <class Config>
 struct DecodeShared {
   static constexpr int D = Config::head_dim, teams = Config::warps / Config::team, threads = 32 * Config::warps;
   StageOf<Config> ring[teams][Config::stages];
   alignas(16) float o[teams][columns][D + 4];       // the teams' states at the end of a leaf; padded against conflicts
   float m[teams][columns], l[teams][columns];
-  FoldMemory<columns * D / threads, threads, columns, Config::near_levels> fold;
+  FoldMemory<1, columns * D / threads, threads, columns, Config::near_levels> fold;
   BlockRange range;
   KeptLeaves kept;                                  // in a cluster
   int bad_segment;                                  // the last one that met a page that is none
@@ -73,92 +61,6 @@ struct DecodeShared {
     return reinterpret_cast<TreeMemory*>(&ring);
   }
 };
-
-// Neighbouring shares go to one multiprocessor: where only every second has work, no two of these meet.
-__device__ __forceinline__ int share_of_block() { return static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y); }
-// A part of one task, the batch's number `index`.
-template <KvFormat format>
-__device__ __forceinline__ BlockRange one_task(const DecodeParams& p, int index, int rank, int ranks, int share) {
-  const int tasks = p.cache.kv_heads * p.passes, b = p.batch == 1 ? 0 : divide(index, tasks), in_row = index - b * tasks;
-  if (b >= p.batch) return {};
-  const RowWork w = row_work_of(p, format, b, read);
-  const int units = w.task_units();
-  return {in_row * units, in_row * units + (units > 0), 0, b, true, w, share, rank, ranks};
-}
-__device__ __forceinline__ RowWork broadcast(const RowWork& w, int lane) {
-  const auto from = [lane](int x) { return __shfl_sync(0xffffffffu, x, lane); };
-  return {from(w.row), from(w.length), from(w.count), from(w.begin), from(w.end), from(w.units), from(w.leaves), from(w.leaf_cost), from(w.raw) != 0,
-          static_cast<KvFault>(from(static_cast<int>(w.fault)))};
-}
-
-__device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int left = __shfl_up_sync(0xffffffffu, x, step);
-    if (lane >= step) x += left;
-  }
-  return x;
-}
-
-// Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also leaves their prefix sums for
-// the combine, and reports faults.
-template <KvFormat format>
-__device__ inline BlockRange find_range(const DecodeParams& p) {
-  const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes, share = share_of_block();
-  const bool reports = share == 0 && threadIdx.x < 32;
-  const auto work_of = [&](int b) {
-    const RowWork w = b < p.batch ? row_work_of(p, format, b, read) : RowWork{};
-    if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
-    return w;
-  };
-  const auto units_of = [tasks](const RowWork& w) { return w.task_units() * tasks; };
-  RowWork own = work_of(lane);
-  const int first_task = __shfl_sync(0xffffffffu, own.task_units(), 0);
-  int sum = units_of(own);
-  bool even = lane >= p.batch || own.task_units() == first_task;
-  for (int b = lane + 32; b < p.batch; b += 32) {
-    const RowWork w = work_of(b);
-    sum += units_of(w);
-    even &= w.task_units() == first_task;
-  }
-  even = __all_sync(0xffffffffu, even);
-  if (const int ranks = ranks_of(even, first_task, std::int64_t{p.batch} * tasks, p.blocks)) {
-    for (int i = lane; reports && i < p.batch + 2; i += 32) p.row_begin[i] = i == p.batch + 1 ? even : i * first_task * tasks;
-    const int index = divide(share, ranks);
-    return one_task<format>(p, index, share - index * ranks, ranks, share);
-  }
-  const auto weighed = [&](RowWork w) {
-    if (!even) w.weigh(format);
-    return w;
-  };
-  own = weighed(own);
-  if (!even) {
-    sum = units_of(own);
-    for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(weighed(row_work_of(p, format, b, read)));
-  }
-  const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks, even);
-  BlockRange r{split.begin(share), split.begin(share + 1), 0, -1, even, {}, share};
-  if (r.begin >= r.end && !reports) return r;
-  int before = 0;
-  for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
-    if (first > 0) own = first + lane < p.batch ? weighed(row_work_of(p, format, first + lane, read)) : RowWork{};
-    const int units = units_of(own), end = before + warp_scan(units, lane);
-    if (reports && first + lane < p.batch) p.row_begin[first + lane] = end - units;
-    const unsigned holds = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
-    if (holds) {
-      const int owner = first_bit(holds);
-      r.entry = first + owner;
-      r.entry_base = __shfl_sync(0xffffffffu, end - units, owner);
-      r.work = broadcast(own, owner);
-    }
-    before = __shfl_sync(0xffffffffu, end, 31);
-  }
-  if (reports && lane == 0) {
-    p.row_begin[p.batch] = split.total;
-    p.row_begin[p.batch + 1] = even;
-  }
-  return r;
-}
 
 template <class Config>
 class SplitKv {
@@ -185,31 +87,9 @@ class SplitKv {
       }
     }
     __syncthreads();   // the range is there; before any warp finds a page that is none
-    const BlockRange& range = shared.range;
-    const int tasks = p.cache.kv_heads * p.passes;
-    int base = range.entry_base;
-    for (int b = range.entry; b < p.batch && base < range.end; ++b) {
-      RowWork w = range.work;
-      if (b != range.entry) {
-        w = row_work_of(p, format, b, read);
-        if (!range.even) w.weigh(format);
-      }
-      const int units = w.task_units();
-      if (units == 0) continue;
-      for (int task = clustered ? range.task : range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
-        const int task_base = base + task * units;
-        if (task_base >= range.end) return;
-        const int first = clustered ? range.first : range.ranks ? w.leaf_of_rank(range.rank, range.ranks) : w.leaf_from(range.begin - task_base);
-        const int last = clustered      ? range.last
-                         : range.ranks ? w.leaf_of_rank(range.rank + 1, range.ranks)
-                                       : min(w.leaves, w.leaf_from(range.end - task_base));
-        if (first < last || clustered) {
-          const int kv_head = divide(task, p.passes);
-          segment({b, kv_head, task - kv_head * p.passes}, w, first, last, range.share, clustered);
-        }
-      }
-      base += units * tasks;
-    }
+    each_segment<format>(p, shared.range, [&](const Task& task, const RowWork& w, int first, int last) {
+      if (first < last || clustered) segment(task, w, first, last, shared.range.share, clustered);
+    });
   }
 
  private:
@@ -223,10 +103,8 @@ class SplitKv {
   // what is wrong, and answers rows that see nothing.
   __device__ BlockRange cluster_range() {
     const auto [index, rank] = tile::place_in_cluster();
-    BlockRange range = one_task<format>(p, index, rank, p.cluster, 0);
+    BlockRange range = one_task(p, index, rank, p.cluster, 0, [&](int b) { return row_work_of(p, format, b, read); });
     const RowWork& w = range.work;
-    const int tasks = p.cache.kv_heads * p.passes;
-    range.task = index - range.entry * tasks;
     if (range.begin < range.end) {
       const int leaf = min(lane, w.leaves - 1), owner = w.rank_of_leaf(leaf, p.cluster);
       const auto leaves_of = [&](int ranks) { return __popc(__ballot_sync(0xffffffffu, lane < w.leaves && owner < ranks)); };
@@ -239,9 +117,7 @@ class SplitKv {
     if (rank > 0) return range;
     const int kv_head = divide(range.task, p.passes);
     if (w.fault == KvFault::none) {
-      const float nothing[S] = {};
-      const int column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
-      write_result<T, N>(p, {range.entry, kv_head, range.task - kv_head * p.passes}, w, column, d0, apart, d0 == 0, -INFINITY, 0.0f, nothing);
+      write(ColumnResult<T>(p, {range.entry, kv_head, range.task - kv_head * p.passes}, w, threadIdx.x / column_threads, -INFINITY, 0.0f), {});
     } else if (range.task == 0 && threadIdx.x == 0) {
       *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? range.entry : w.row);
     }
@@ -254,18 +130,18 @@ class SplitKv {
     const bool merges = task.pass * columns + columns / warps * (team * Config::team + part) < p.q_per_kv * p.tokens;   // the warp has a column that is no padding
     ++this_segment;
     __syncthreads();   // the last segment's states, where queries may go, have been read, and whether it met a page that is none
-    Fold<S, threads, columns, Config::near_levels> fold(shared.fold, p.fold + std::int64_t{share_of_block()} * decltype(shared.fold)::deep * columns * D, threadIdx.x, column, first);
+    Fold<1, S, threads, columns, Config::near_levels> fold(shared.fold, p.fold + std::int64_t{share_of_block()} * decltype(shared.fold)::deep * columns * D, threadIdx.x, column, first, last - first == 1 && w.leaves > 1);
     int slot = share * slots_per_block + (first > 0 ? 0 : slots_inside);
     const auto with_fault = [&](float l) { return shared.bad_segment == this_segment ? -1.0f : l; };
-    const auto emit = [&](const Node<S>& node) {
+    const auto emit = [&](const Node<1, S>& node) {
       const std::int64_t at = std::int64_t{slot++} * columns + column;
 #pragma unroll
       for (int i = 0; i < S / N; ++i) *reinterpret_cast<Piece*>(p.node_o + at * D + d0 + i * apart) = *reinterpret_cast<const Piece*>(&node.o[i * N]);
-      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m, with_fault(node.l));
+      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m[0], with_fault(node.l[0]));
     };
-    const auto add = [&](const Node<S>& node, int leaf) {
+    const auto add = [&](const Node<1, S>& node, int leaf) {
       if (!merges) return;
-      if (Config::clusters && clustered) fold.keep(node, with_fault(node.l), leaf - first);
+      if (Config::clusters && clustered) fold.keep(node, with_fault(node.l[0]), leaf - first);
       else fold.push(node, leaf, emit);
     };
     state.reset();
@@ -283,8 +159,15 @@ class SplitKv {
       fold.flush(emit);
       return;
     }
-    const Node<S> result = fold.finish();
-    if (shared.bad_segment != this_segment) write_result<T, N>(p, task, w, column, d0, apart, d0 == 0, result.m, result.l, result.o);
+    const Node<1, S> result = fold.finish();
+    if (shared.bad_segment != this_segment) write(ColumnResult<T>(p, task, w, column, result.m[0], result.l[0]), result.o);
+  }
+  // The thread's values of its column.
+  __device__ void write(const ColumnResult<T>& to, const float (&o)[S]) const {
+    const int d0 = threadIdx.x % column_threads * N;
+#pragma unroll
+    for (int i = 0; i < S / N; ++i) to.write(d0 + i * apart, reinterpret_cast<const Piece*>(&o[i * N])->x);
+    if (d0 == 0) to.write_lse();
   }
 
   // The teams' states become one node, and are reset. Codes: they hold values of codes. Each warp brings its values to
@@ -292,7 +175,7 @@ class SplitKv {
   // Sync: m is read between the barriers, l and o behind the second; they are written again before the next call's first
   // barrier and behind it, where nobody reads them.
   template <bool Codes>
-  __device__ Node<S> merge_warps(int column, int d0) {
+  __device__ Node<1, S> merge_warps(int column, int d0) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
@@ -303,33 +186,36 @@ class SplitKv {
       }
     if (g == 0 && part == 0) *reinterpret_cast<float2*>(&shared.m[team][2 * t]) = make_float2(state.m[0], state.m[1]);
     __syncthreads();   // all maxima are there
-    Node<S> node;
-    node.m = -INFINITY;
+    Node<1, S> node;
+    node.m[0] = -INFINITY;
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int w = 0; w < teams; ++w) {
       const float2 m = *reinterpret_cast<const float2*>(&shared.m[w][2 * t]);
       top[0] = fmaxf(top[0], m.x);
       top[1] = fmaxf(top[1], m.y);
-      node.m = fmaxf(node.m, shared.m[w][column]);
+      node.m[0] = fmaxf(node.m[0], shared.m[w][column]);
     }
     float weight[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) weight[j] = exp2f(state.m[j] - (top[j] == -INFINITY ? 0.0f : top[j]));
     if (g == 0 && part == 0) *reinterpret_cast<float2*>(&shared.l[team][2 * t]) = make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);
-    const typename WarpState<W, format>::template Values<T, Codes> values(state, weight);
+    const auto write = [&](const auto& values) {
 #pragma unroll
-    for (int i = 0; i < W / 16; ++i)
+      for (int i = 0; i < W / 16; ++i)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) shared.o[team][2 * t + e % 2][part * W + 16 * i + 8 * (e / 2) + g] = values(state.o[i][e], e);
+        for (int e = 0; e < 4; ++e) shared.o[team][2 * t + e % 2][part * W + 16 * i + 8 * (e / 2) + g] = values(state.o[i][e], e);
+    };
+    if constexpr (Codes) write(state.template code_values<T>(weight));
+    else write([&](float o, int e) { return o * weight[e % 2]; });
     state.reset();
     __syncthreads();   // all sums are there
-    node.l = 0.0f;
+    node.l[0] = 0.0f;
 #pragma unroll
     for (int i = 0; i < S; ++i) node.o[i] = 0.0f;
 #pragma unroll
     for (int w = 0; w < teams; ++w) {
-      node.l += shared.l[w][column];
+      node.l[0] += shared.l[w][column];
 #pragma unroll
       for (int i = 0; i < S / N; ++i) {
         const Piece o = *reinterpret_cast<const Piece*>(&shared.o[w][column][d0 + i * apart]);
@@ -344,40 +230,11 @@ class SplitKv {
   template <class LeafEnd>
   __device__ void leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
     if (first >= last) return;
-    copy_queries_async<T, D, lanes>(p, task, w, part * 32 + lane, shared.queries(team));
+    copy_queries_async<T, D, 1, lanes>(p, task, w, part * 32 + lane, shared.queries(team));
     cute::cp_async_fence();
     const Visible see = visible(p, task, w, lane, false);
     if constexpr (elements) element_tiles(task, w, see, first, last, leaf_end);
     else code_tiles(task, w, see, first, last, leaf_end);
-  }
-
-  // kv_page of core/kv_layout.h, its part of the row done once: the row's part of the block table, or null and the number of
-  // its first page.
-  struct RowPages {
-    const std::int32_t* table;
-    int first;
-  };
-  __device__ RowPages pages_of(const RowWork& w) const {
-    return {p.cache.block_table ? p.cache.block_table + w.row * p.cache.table_stride : nullptr, w.row * p.cache.max_pages};
-  }
-  // The pages of a tile's first token and, where codes may cross a page, of its seventeenth. Looked up a tile ahead of their
-  // use: the lookup is a read of global memory.
-  struct Pages {
-    int first, second;
-  };
-  __device__ Pages look_up(const RowPages& row, const RowWork& w, int token) const {
-    const auto at = [&](int index) { return row.table ? row.table[index] : row.first + index; };
-    const int index = token >> page_shift, first = at(index);
-    const bool crosses = !elements && !is_kivi(format) && p.cache.page_size == 16 && token + 16 < w.end;
-    return {first, crosses ? at(index + 1) : first};
-  }
-  // Whether both are pages; if the table must not name one, that is reported, and the row is left alone.
-  __device__ bool are_pages(const RowWork& w, const Pages& at) const {
-    const auto pages = static_cast<unsigned>(p.cache.pages);
-    if (static_cast<unsigned>(at.first) < pages && static_cast<unsigned>(at.second) < pages) return true;
-    *p.cache.fault = static_cast<int>(KvFault::page) + 16 * w.row;
-    shared.bad_segment = this_segment;
-    return false;
   }
 
   // The team's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, `stages - 1` tiles ahead
@@ -388,16 +245,17 @@ class SplitKv {
                            const Compute& compute, const LeafEnd& leaf_end) {
     constexpr int stride = teams * tile_tokens;   // from a tile of this team to its next
     const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens);
-    const RowPages row = pages_of(w);
+    const RowPages<format> row(p.cache, w, page_shift);
     const auto next_stage = [](int stage) { return stage + 1 < Config::stages ? stage + 1 : 0; };
     int token = w.begin + first * leaf_tokens + team * tile_tokens, ahead = token, filled = 0, used = 0;
     Pages pages{0, 0};
-    if (ahead < stop) pages = look_up(row, w, ahead);
+    if (ahead < stop) pages = row.look_up(ahead);
     const auto start = [&] {   // always one group of copies, maybe empty
       if (ahead < stop) {
         const Pages now = pages;
-        if (ahead + stride < stop) pages = look_up(row, w, ahead + stride);
-        if (are_pages(w, now)) issue(shared.ring[team][filled], ahead, now);
+        if (ahead + stride < stop) pages = row.look_up(ahead + stride);
+        if (row.are_pages(now)) issue(shared.ring[team][filled], ahead, now);
+        else shared.bad_segment = this_segment;   // the row is left alone
       } else {
         behind(filled);
       }
@@ -431,7 +289,7 @@ class SplitKv {
   template <class LeafEnd>
   __device__ void element_tiles(const Task& task, const RowWork& w, const Visible& see, int first, int last, const LeafEnd& leaf_end) {
     const KvCacheView& c = p.cache;
-    tile::FragmentB q[D / 16];
+    tile::FragmentB q[1][D / 16];
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
     const std::int64_t k_head = task.kv_head * c.k.head_stride, v_head = task.kv_head * c.v.head_stride;
     pipeline(w, first, last,
@@ -446,54 +304,58 @@ class SplitKv {
           if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
           else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
-        [](int) {}, [&] { load_query_fragments<T, D>(shared.queries(team), lane, q); },
+        [](int) {}, [&] { load_query_fragments<T, D>(shared.queries(team), lane, q[0]); },
         [&](const ElementStage<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); },
         [&](int leaf) { leaf_end(leaf, true); });
   }
 
-  __device__ void element_tile(const T* k, const T* v, const tile::FragmentB (&q)[D / 16], const float (&factor)[2],
+  __device__ void element_tile(const T* k, const T* v, const tile::FragmentB (&q)[1][D / 16], const float (&factor)[2],
                                const Visible& see, int token) {
-    float s[1][4];
-    scores16<T, D>(s, k, q, lane);
+    float of_all[1][1][4];
+    scores16<T, D>(of_all, k, q, lane);
+    float (&s)[1][4] = of_all[0];
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[0][i] *= factor[i & 1];
     soft_cap(s, p.softcap);
     mask(s, see, token, lane);
     online_softmax(s, state);
-    if (p.tokens == 1 || all_seen(see, token, 16)) values16<T, D>(state, s, v, lane, part);
-    else values16_apart<T, D>(state, s, v, see, token, lane, part);
+    if (p.tokens == 1 || all_seen(see, token, 16)) add_values16<T, D>(state, s[0], v, lane, part);
+    else add_values16_apart<T, D>(state, s[0], v, see, token, lane, part);
   }
 
   template <class LeafEnd>
   __device__ void code_tiles(const Task& task, const RowWork& w, const Visible& see, int first, int last, const LeafEnd& leaf_end) {
     using Stage = CodeStage<format, D>;
     const KvCacheView& c = p.cache;
-    CodeQueries<format, D> q;
-    float factor[2];
+    CodeQueries<format, D> q[1];
+    float factor[1][2];
     const CodeSource<format, D> source(c, task.kv_head, part * 32 + lane);
     RawTile raw(p, task, w, team, last == w.leaves);
     pipeline(w, first, last,
         [&](Stage& stage, int token, const Pages& at) {
-          stage.template copy_async<lanes>(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), part * 32 + lane);
+          const std::int64_t first = at.first * c.k.page_stride, second = at.second * c.k.page_stride;
+          stage.template copy_keys_async<lanes>(source, first, second, token & (c.page_size - 1), part * 32 + lane);
+          stage.template copy_values_async<lanes>(source, first, second, token & (c.page_size - 1), part * 32 + lane);
         },
         [&](int stage) {
           if constexpr (is_kivi(format))
             if (raw.halves < 2) start_raw(raw, task, w, stage);
         },
         [&] {
-          q.template load<T>(shared.queries(team), lane);
-          factor[0] = factor_of(q.unit[0]);
-          factor[1] = factor_of(q.unit[1]);
+          q[0].template load<T>(shared.queries(team), lane);
+          factor[0][0] = factor_of(q[0].unit[0]);
+          factor[0][1] = factor_of(q[0].unit[1]);
         },
         [&](const Stage& stage, int token) {
           TokenScales<format> scales;
           scales.template load<T>(state, stage, see, token, lane);
-          float s[2][4];
-          code_scores<T, format, D>(s, stage, q, factor, lane);
+          float of_all[1][2][4];
+          code_scores<T, format, D>(of_all, stage, q, factor, lane);
+          float (&s)[2][4] = of_all[0];
           soft_cap(s, p.softcap);
           mask(s, see, token, lane);
           online_softmax(s, state);
-          code_values<T, format, D>(state, s, stage, scales, see, token, lane, part);
+          add_code_values<T, format, D>(state, s, stage, scales, see, token, lane, part);
         },
         [&](int leaf) {
           if constexpr (is_kivi(format))
@@ -533,8 +395,8 @@ class SplitKv {
     sync();   // its own has come, from all threads
     state.template become_elements<T>();
     if (raw.token >= w.length) return;
-    tile::FragmentB q[D / 16];
-    load_query_fragments<T, D>(shared.queries(team), lane, q);
+    tile::FragmentB q[1][D / 16];
+    load_query_fragments<T, D>(shared.queries(team), lane, q[0]);
     const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
     const Visible see = visible(p, task, w, lane, true);
     while (true) {

@@ -271,7 +271,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
     }
     if (total == 0) continue;
     const Split split(total, blocks, even);
-    const int ranks = ranks_of(even, works[0].task_units(), std::int64_t{batch} * tasks, blocks);
+    const int ranks = ranks_of(even, works[0].task_units(), ranks_if_even(std::int64_t{batch} * tasks, blocks));
     ranked += ranks > 0;
     std::vector<int> slots_used(static_cast<std::size_t>(blocks * slots_per_block));
     int base = 0, task_index = 0;
@@ -336,13 +336,13 @@ TEST(DecodeSchedule, RanksShareATaskEvenly) {
 }
 
 TEST(DecodeSchedule, FewEvenTasksHaveTheirOwnBlocks) {
-  EXPECT_EQ(ranks_of(true, 32, 8, 264), 33);
-  EXPECT_EQ(ranks_of(true, 33, 64, 264), 4);
-  EXPECT_EQ(ranks_of(true, 33, 100, 264), 0);   // 64 blocks would have nothing to do
-  EXPECT_EQ(ranks_of(true, 33, 200, 264), 0);
-  EXPECT_EQ(ranks_of(false, 33, 64, 264), 0);
-  EXPECT_EQ(ranks_of(true, 1 << 19, 64, 264), 0);
-  EXPECT_EQ(ranks_of(true, 33, std::int64_t{1} << 40, 264), 0);
+  EXPECT_EQ(ranks_of(true, 32, ranks_if_even(8, 264)), 33);
+  EXPECT_EQ(ranks_of(true, 33, ranks_if_even(64, 264)), 4);
+  EXPECT_EQ(ranks_of(true, 33, ranks_if_even(100, 264)), 0);   // 64 blocks would have nothing to do
+  EXPECT_EQ(ranks_of(true, 33, ranks_if_even(200, 264)), 0);
+  EXPECT_EQ(ranks_of(false, 33, ranks_if_even(64, 264)), 0);
+  EXPECT_EQ(ranks_of(true, 1 << 19, ranks_if_even(64, 264)), 0);
+  EXPECT_EQ(ranks_of(true, 33, ranks_if_even(std::int64_t{1} << 40, 264)), 0);
 }
 
 // A cluster's blocks can keep all leaves that a row of so many tokens can have.
@@ -352,8 +352,8 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
     for (int kv_heads : {1, 3, 8})
       for (int per_sm : {2, 3})
         for (std::int64_t visible : {1, 500, 1024, 1920, 2048, 4096, 5000}) {
-          const DecodePlan plan = plan_decode({batch, 1, kv_heads, 4, 128, visible}, {132, per_sm, 8});
-          const DecodePlan any = plan_decode({batch, 1, kv_heads, 4, 128, 1 << 20}, {132, per_sm, 8});
+          const DecodePlan plan = plan_decode({batch, 1, kv_heads, 4, 128, columns, visible}, {132, per_sm, 8});
+          const DecodePlan any = plan_decode({batch, 1, kv_heads, 4, 128, columns, 1 << 20}, {132, per_sm, 8});
           EXPECT_LE(plan.workspace_bytes, any.workspace_bytes);   // asked for without the window
           EXPECT_EQ(any.cluster, 1);
           if (plan.cluster == 1) continue;
@@ -370,11 +370,11 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
             }
         }
   EXPECT_GT(clusters, 20);
-  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, 1024}, {132, 2, 8}).cluster, 8);
-  EXPECT_EQ(plan_decode({8, 1, 8, 4, 128, 1024}, {132, 2, 8}).cluster, 2);
-  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, 1920}, {132, 2, 8}).cluster, 4);
-  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, 1921}, {132, 2, 8}).cluster, 1);
-  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, 1024}, {132, 2, 1}).cluster, 1);   // a device without clusters
+  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, columns, 1024}, {132, 2, 8}).cluster, 8);
+  EXPECT_EQ(plan_decode({8, 1, 8, 4, 128, columns, 1024}, {132, 2, 8}).cluster, 2);
+  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, columns, 1920}, {132, 2, 8}).cluster, 4);
+  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, columns, 1921}, {132, 2, 8}).cluster, 1);
+  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, columns, 1024}, {132, 2, 1}).cluster, 1);   // a device without clusters
 }
 
 TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
@@ -383,19 +383,20 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
       for (int kv_heads : {1, 8})
         for (int q_per_kv : {1, 4, 7, 16})
           for (int head_dim : {64, 128})
+           for (int width : {8, 16})
             for (int sms : {46, 132})
               for (int per_sm : {2, 3}) {
-                const DecodePlan plan = plan_decode({batch, tokens, kv_heads, q_per_kv, head_dim, 1 << 20}, {sms, per_sm, 8});
-                EXPECT_GE(plan.passes * columns, tokens * q_per_kv);
-                EXPECT_LT((plan.passes - 1) * columns, tokens * q_per_kv);
+                const DecodePlan plan = plan_decode({batch, tokens, kv_heads, q_per_kv, head_dim, width, 1 << 20}, {sms, per_sm, 8});
+                EXPECT_GE(plan.passes * width, tokens * q_per_kv);
+                EXPECT_LT((plan.passes - 1) * width, tokens * q_per_kv);
                 // every block that fits, but none without a leaf
                 EXPECT_EQ(plan.blocks, std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * max_leaves));
                 EXPECT_EQ(plan.blocks % plan.layers, 0);
-                const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * columns;
+                const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * static_cast<std::size_t>(width);
                 EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 2) * 4);
                 EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
                 EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
-                const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * columns * head_dim) * 4;
+                const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * width * head_dim) * 4;
                 EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
                 EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
                 EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);
@@ -403,7 +404,7 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
 }
 
 TEST(DecodePlan, ALongRowAloneFillsTheDevice) {
-  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, 1 << 20}, {132, 2, 8}).blocks, 264);
+  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, columns, 1 << 20}, {132, 2, 8}).blocks, 264);
 }
 
 }  // namespace

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a block whose warps work on one step of tokens together knows of those it has seen.
+// Each warp finds the weights of the tokens it has the scores of, all of them read all weights from shared memory, and each
+// multiplies them with channels of its own.
+#pragma once
+
+#include "kernels/decode/tiles.cuh"
+
+namespace rooftile::gpu {
+
+// N: times 8 columns. C: times 16 channels of the warp's own.
+template <int N, int C, KvFormat F>
+struct State {
+  float m[N][2];        // what the weights count from, at most `slack` below the largest logit. The same in all warps
+  float l[N][2];        // this lane's share of the sum of the weights
+  float shift[N][2];    // of the part of every output that does not depend on the channel; this lane's share
+  float o[N * C][4];    // tile i of columns n at n * C + i: (channels 16 i + g, columns 2t, 2t + 1), (16 i + 8 + g, ...), of all tokens
+  float excess[N][4];   // how much all of o have too much, a part of the tokens each warp
+  float unit;           // o counts in this unit, a power of two; 0: no token yet. The same in all warps
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        m[n][j] = -INFINITY;
+        l[n][j] = shift[n][j] = 0.0f;
+      }
+      for (float& x : excess[n]) x = 0.0f;
+    }
+#pragma unroll
+    for (auto& tile : o)
+      for (float& x : tile) x = 0.0f;
+    unit = 0.0f;
+  }
+};
+
+// The largest of the lane's own logits of column 2t + j.
+template <int M>
+__device__ __forceinline__ float largest(const float (&s)[M][4], int j) {
+  float top = -INFINITY;
+#pragma unroll
+  for (int mt = 0; mt < M; ++mt) top = fmaxf(top, fmaxf(s[mt][j], s[mt][j + 2]));
+  return top;
+}
+__device__ __forceinline__ float weight_of(float logit, float m) { return tile::fast_exp2(logit - (m == -INFINITY ? 0.0f : m)); }
+
+// A step's weights lie as [8 columns' tile][token][8]: 16-bit elements, 16 bytes a token.
+// One lane's four weights of 16 tokens.
+template <class T>
+__device__ __forceinline__ void put_weights(T* rows, const float (&p)[4], int lane) {
+  auto* const at = reinterpret_cast<std::uint32_t*>(rows + lane / 4 * columns + lane % 4 * 2);
+  at[0] = tile::pack<T>(p[0], p[1]);
+  at[8 * columns / 2] = tile::pack<T>(p[2], p[3]);
+}
+// Those of 32 tokens as operands B: of the first 16 in the first two registers.
+template <class T>
+__device__ __forceinline__ tile::FragmentA get_weights(const T* rows, int lane) { return tile::load_8x8x4_transposed(rows + lane * columns); }
+
+// What the values of 32 tokens are weighed with besides the probabilities: lane i has token i's. A token that no column sees
+// has 0, whatever the memory holds.
+template <KvFormat F>
+struct StepScales {
+  float own = 0.0f, centre = 0.0f;   // the scale; what the minimum makes of the middle of the codes
+  std::uint32_t top = 0;             // of the finite scales' magnitudes, the largest one's bits
+
+  template <class T, int D>
+  __device__ __forceinline__ StepScales(const CodeStage<F, D>& x, bool wanted, int lane, T) {
+    own = wanted ? stored_scale<T>(x.v_scale()[lane]) : 0.0f;
+    if constexpr (has_min(F)) centre = wanted ? stored_scale<T>(x.second_scale()[lane]) + 8.0f * own : 0.0f;
+    const std::uint32_t magnitude = __float_as_uint(own) & 0x7fffffffu;
+    top = __reduce_max_sync(0xffffffffu, magnitude < 0x7f800000u ? magnitude : 0u);
+  }
+};
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes of 32 tokens: how they come from their page into shared memory and from there into operands, and their scores.
+//   S^T [32 tokens, 8 columns] = K [32 tokens, D] Q^T      K is operand A, tokens are its rows
+#pragma once
+
+#include "kernels/decode/queries.cuh"
+#include "tile/copy.cuh"
+#include "tile/dequant.cuh"
+#include "tile/mma.cuh"
+
+namespace rooftile::gpu {
+
+// What a format's codes are as operands: fp16 in units of code_unit; 4-bit codes come in pairs of which the odd ones count 16
+// times as much. Codes of a middle are unsigned as operands, so much too large: the middle is taken off the sums.
+template <KvFormat F>
+struct CodeKind {
+  static constexpr bool codes = !is_element_format(F), pairs = code_bits(F) == 4, middle = codes && F != KvFormat::fp8;
+  static constexpr float unit = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit, odd_unit = pairs ? tile::odd_code_unit : unit;
+  static constexpr float excess = pairs ? 8 : 128;                                            // of every code
+  static constexpr std::uint32_t excess_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;   // in code units
+  static constexpr std::uint32_t flip = pairs && !has_min(F) ? 0x88888888u : 0;               // two's complement -> unsigned
+
+  // A word of codes of eight bits -> two pairs, of four bits -> four.
+  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+    if constexpr (F == KvFormat::fp8) tile::decode_e4m3(word, low, high);
+    else tile::decode_int8_plus_128(word, low, high);
+  }
+  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t (&pair)[4]) { tile::decode_uint4(word ^ flip, pair); }
+};
+
+// Where a lane's 16-byte pieces of a KV head's blocks lie: of K's codes in page 0 and slot 0, and the others' from there
+// (one block's parts, core/kv_layout.h).
+template <KvFormat F, int D>
+struct CodeSource {
+  static constexpr int group_pieces = is_kivi(F) ? D / 8 : 0;   // of scales of K's channels, and as many of minima
+  static constexpr int token_pieces = has_min(F) || !is_kivi(F) ? 8 : 4;   // lanes that copy scales of tokens
+  const std::byte* k;
+  int v, k_scale, k_min, token_scales;
+  int page_size;
+  __device__ __forceinline__ bool two_pages() const { return !is_kivi(F) && page_size == 16; }   // has a tile; kivi pages hold whole groups
+
+  __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int lane)
+      : k(c.k.codes + kv_head * c.k.head_stride + lane * 16), v(static_cast<int>(c.v.codes - c.k.codes)), page_size(c.page_size) {
+    k_scale = static_cast<int>(c.k.scale - c.k.codes);
+    k_min = static_cast<int>(c.k.min - c.k.codes);
+    token_scales = static_cast<int>((lane < 4 ? c.v.scale : is_kivi(F) ? c.v.min : c.k.scale) - c.k.codes) + (lane % 4 - lane) * 16;
+  }
+};
+
+// One tile as it lies in its page: codes of K and of V, each one run of bytes, then the scales.
+template <KvFormat F, int D>
+struct CodeStage {
+  static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
+  static constexpr int row_pieces = row_bytes / 16;                         // of 16 bytes
+  // Two neighbouring rows would share all banks: pieces of odd ones change places with those that the other lanes read.
+  static constexpr int exchange = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
+
+  alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
+  // Scales and minima in the order in which the lanes copy them: of K's channels, then of the tokens.
+  alignas(16) std::uint16_t k_scale[is_kivi(F) ? D : 8], k_min[has_min(F) ? D : 8];
+  alignas(16) std::uint16_t token_scales[64];
+  __device__ __forceinline__ const std::uint16_t* v_scale() const { return token_scales; }
+  __device__ __forceinline__ const std::uint16_t* second_scale() const { return token_scales + 32; }   // V's minima, or int8 K's scales
+
+  // Where 16 bytes of a row of K lie.
+  __device__ __forceinline__ static int k_piece(int token, int piece) {
+    return token * row_bytes + (piece ^ (token & 1) * exchange) * 16;
+  }
+
+  // Start the copies of a tile's keys and what belongs to all its tokens, and of its values, by Lanes threads. first, second: offsets
+  // of the pages of its tokens 0 and 16; slot of token 0.
+  template <int Lanes>
+  __device__ __forceinline__ void copy_keys_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second, int slot, int lane) {
+    constexpr int run = Lanes * 16;   // bytes copied at once
+    static_assert(tile_bytes % run == 0);
+    const std::byte* const page = from.k + first;
+    const auto copy = [&](const std::byte* low, const std::byte* high) {   // rows 0 and 16, the second as if it lay behind the first
+#pragma unroll
+      for (int i = 0; i < tile_bytes / run; ++i) {
+        const int at = i * Lanes + lane;
+        tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), (at >= 16 * row_pieces ? high : low) + i * run);
+      }
+    };
+    const bool two_pages = from.two_pages();
+    if (two_pages) copy(page + slot * row_bytes, from.k + second - 16 * row_bytes);
+    else copy(page + slot * row_bytes, page + slot * row_bytes);
+    if constexpr (is_kivi(F)) {
+      const int group = slot / kv_group * (D * 2);
+#pragma unroll
+      for (int i = 0; i < from.group_pieces; i += Lanes)
+        if (i + lane < from.group_pieces) {
+          tile::cp_async_16(k_scale + (i + lane) * 8, page + (from.k_scale + group + i * 16));
+          if constexpr (has_min(F)) tile::cp_async_16(k_min + (i + lane) * 8, page + (from.k_min + group + i * 16));
+        }
+    }
+    if (lane < from.token_pieces) {
+      const std::byte* scales = two_pages && lane % 4 >= 2 ? from.k + second - 32 : page + slot * 2;
+      tile::cp_async_16(token_scales + lane * 8, scales + from.token_scales);
+    }
+  }
+  template <int Lanes>
+  __device__ __forceinline__ void copy_values_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second, int slot, int lane) {
+    constexpr int run = Lanes * 16;
+    const std::byte* const pages[2] = {from.k + first + from.v, from.k + second + from.v};
+    if (!from.two_pages()) {
+#pragma unroll
+      for (int i = 0; i < tile_bytes / run; ++i) tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[0] + slot * row_bytes + i * run);
+    } else if constexpr (CodeKind<F>::pairs) {   // V blocks of 16 tokens: half of every lane's piece in each page
+#pragma unroll
+      for (int i = 0; i < D / Lanes; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) tile::cp_async_8(v + (i * Lanes + lane) * 16 + half * 8, pages[half] + i * (Lanes * 8) - lane * 8);
+    } else {   // a multiple of the lanes' pieces lies in either
+#pragma unroll
+      for (int i = 0; i < tile_bytes / run; ++i) {
+        const int half = i * run / (16 * row_bytes);
+        tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[half] + (i * run - half * 16 * row_bytes));
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ std::uint32_t word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+template <class T>
+__device__ __forceinline__ float stored_scale(std::uint32_t bits) {
+  return tile::to_float(__builtin_bit_cast(T, static_cast<unsigned short>(bits)));
+}
+// What the K scales and minima of a group are divided by before they become fp16: 1 for an fp16 cache, for a bf16 cache
+// whose range is wider a power of two within a factor of two of the largest. A warp's work.
+template <class T, KvFormat F, int D>
+struct GroupUnit {
+  float unit = 1.0f;
+  std::uint32_t inverse = 0;   // bf16, twice
+
+  __device__ __forceinline__ explicit GroupUnit(const CodeStage<F, D>& x, int lane) {
+    if constexpr (std::is_same_v<T, tile::bf16>) {
+      std::uint32_t top = 0;   // of the magnitudes' bits
+      const auto add = [&](const std::uint16_t* from) {
+#pragma unroll
+        for (int i = 0; i < D / 2; i += 32)
+          if (i + lane < D / 2) {
+            const std::uint32_t w = *reinterpret_cast<const std::uint32_t*>(from + (i + lane) * 2);
+            top = max(top, max(w & 0x7fff, w >> 16 & 0x7fff));
+          }
+      };
+      add(x.k_scale);
+      if constexpr (has_min(F)) add(x.k_min);
+      const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
+      const std::uint32_t of = exponent > 0 && exponent < 254 ? exponent : 127;   // all zeros, or not finite: as they are
+      unit = __uint_as_float(of << 23);
+      inverse = (254 - of) * 0x00800080u;
+    }
+  }
+  // Two stored scales or minima.
+  __device__ __forceinline__ std::uint32_t f16(std::uint32_t pair) const {
+    if constexpr (std::is_same_v<T, tile::half>) return pair;
+    const __nv_bfloat162 x = __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(inverse));
+    return tile::pack<tile::half>(__low2float(x), __high2float(x));
+  }
+};
+
+// The query columns as operands B in the order of the codes, divided by a power of two that keeps them below 1.
+template <KvFormat F, int D>
+struct CodeQueries {
+  tile::FragmentB q[D / 16];
+  float unit[2];     // that power, of columns 2t and 2t + 1
+  float excess[2];   // scales per token: what their scores have too much, in code units
+
+  // columns_at: the columns as copy_queries_async left them.
+  template <class T>
+  __device__ __forceinline__ void load(const T* columns_at, int lane) {
+    constexpr int quarter = D / 4;
+    // The head_dim of the lane's codes: four bits: neighbours of its quarter of the row; eight: 16-byte pieces of every 64, and
+    // of 8 bytes of the last 32.
+    float x[quarter], top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < quarter / 8; ++i) {
+      const int d = code_bits(F) == 4 ? lane % 4 * quarter + 8 * i
+                    : i / 2 < D / 64  ? i / 2 * 64 + lane % 4 * 16 + i % 2 * 8
+                                      : D / 64 * 64 + lane % 4 * 8;
+      const uint4 part = *reinterpret_cast<const uint4*>(columns_at + swizzled<D>(lane / 4, d));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = tile::unpack<T>(word(part, j));
+        x[8 * i + 2 * j] = pair.x;
+        x[8 * i + 2 * j + 1] = pair.y;
+        top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    // the power of two above the largest; 1 for a column of zeros or of infinities
+    const std::uint32_t exponent = __float_as_uint(top) >> 23;
+    const bool ordinary = exponent > 0 && exponent < 253;
+    const float own = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f, inverse = ordinary ? __uint_as_float((253 - exponent) << 23) : 1.0f;
+#pragma unroll
+    for (int ks = 0; ks < D / 16; ++ks)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // four bits: word ks / 2 holds pairs (r, r + 4), a product takes two even or two odd ones; eight: word ks holds neighbours
+        const int low = code_bits(F) == 4 ? ks / 2 * 8 + ks % 2 + 2 * half : ks * 4 + 2 * half;
+        const int high = code_bits(F) == 4 ? low + 4 : low + 1;
+        q[ks].r[half] = tile::pack<tile::half>(x[low] * inverse, x[high] * inverse);
+      }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) unit[j] = __shfl_sync(0xffffffffu, own, (lane % 4 * 2 + j) * 4);
+    if constexpr (CodeKind<F>::middle && !is_kivi(F)) {
+      float sum = 0.0f;   // of what the tensor cores see
+#pragma unroll
+      for (const tile::FragmentB& fragment : q)
+#pragma unroll
+        for (const std::uint32_t pair : fragment.r) {
+          const float2 two = tile::unpack<tile::half>(pair);
+          sum += two.x + two.y;
+        }
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) excess[j] = __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (CodeKind<F>::excess * tile::code_unit);
+    }
+  }
+};
+
+// Words of codes at shared memory, as many as lie there together.
+template <int N>
+__device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigned char* from) {
+  static_assert(N == 1 || N == 2 || N == 4);
+  if constexpr (N == 4) {
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+  } else if constexpr (N == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    to[0] = x.x, to[1] = x.y;
+  } else {
+    to[0] = *reinterpret_cast<const std::uint32_t*>(from);
+  }
+}
+
+// Scores of 32 tokens whose codes have eight bits, in code units: W words of every token and lane, from `from` on, meet the
+// queries' fragments from `first` on.
+template <KvFormat F, int W, int N, int D>
+__device__ __forceinline__ void byte_scores(float (&s)[N][2][4], const unsigned char* const (&from)[4], const CodeQueries<F, D> (&q)[N], int first) {
+  std::uint32_t row[4][W];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
+#pragma unroll
+  for (int w = 0; w < W; ++w)
+#pragma unroll
+    for (int mt = 0; mt < 2; ++mt) {
+      tile::FragmentA a;
+      CodeKind<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
+      CodeKind<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
+#pragma unroll
+      for (int n = 0; n < N; ++n) tile::mma<tile::half>(s[n][mt], a, q[n].q[first + w]);
+    }
+}
+
+// Scores of 32 tokens and N times 8 columns. factor: per column, what a score in the queries' units is multiplied with.
+template <class T, KvFormat F, int D, int N>
+__device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage<F, D>& x, const CodeQueries<F, D> (&q)[N],
+                                            const float (&factor)[N][2], int lane) {
+  using Kind = CodeKind<F>;
+  const int g = lane / 4, t = lane % 4;
+  // Of codes of four bits, even and odd pairs count in different units, so each have their sums; of eight `even` has all.
+  float even[N][2][4] = {}, odd[N][2][4] = {};
+  if constexpr (Kind::middle && !is_kivi(F)) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (auto& tile : even[n])
+#pragma unroll
+        for (int i = 0; i < 4; ++i) tile[i] = -q[n].excess[i & 1];
+  }
+  if constexpr (!Kind::pairs) {
+#pragma unroll
+    for (int part = 0; part < D / 64; ++part)   // 64 channels: 16 bytes a lane and row
+      byte_scores<F, 4>(even, {x.k + x.k_piece(g, 4 * part + t), x.k + x.k_piece(g + 8, 4 * part + t), x.k + x.k_piece(g + 16, 4 * part + t),
+                               x.k + x.k_piece(g + 24, 4 * part + t)}, q, 4 * part);
+    if constexpr (D % 64 != 0) {   // the last 32
+      const unsigned char* from = x.k + g * x.row_bytes + D / 64 * 64 + t * 8;
+      byte_scores<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q, D / 64 * 4);
+    }
+  } else {
+    // Scales per channel: k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for
+    // all tokens. What has been rounded is what is taken off again: eights times the scaled queries, as the codes met them.
+    float eights[N][4] = {}, centre[N][4] = {};
+    const GroupUnit<T, F, D> group(x, lane);
+    constexpr int W = D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;   // a lane's quarter of a row is D / 32 words of 8 codes, W together
+#pragma unroll
+    for (int part = 0; part < D / 32; part += W) {
+      std::uint32_t row[4][W];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (W == 4) load_words(row[i], x.k + x.k_piece(g + 8 * i, (t * (D / 32) + part) / 4));
+        else load_words(row[i], x.k + (g + 8 * i) * x.row_bytes + (t * (D / 32) + part) * 4);
+      }
+#pragma unroll
+      for (int v = 0; v < W; ++v) {
+        const int w = part + v, channel = t * (D / 4) + 8 * w;
+        std::uint32_t scale[4] = {}, middle[4] = {};   // of pairs (r, r + 4)
+        if constexpr (is_kivi(F)) {
+          const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale + channel);
+          uint4 minima = {};
+          if constexpr (has_min(F)) minima = *reinterpret_cast<const uint4*>(x.k_min + channel);
+#pragma unroll
+          for (int r = 0; r < 4; ++r) {
+            const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
+            scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
+            if constexpr (has_min(F))
+              middle[r] = tile::fma_f16x2(scale[r], 0x48004800u, group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
+          }
+        }
+        std::uint32_t code[4][4];   // row block, pair
+#pragma unroll
+        for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {   // pairs h and h + 2
+            tile::FragmentB with = q[n].q[2 * w + h];
+            if constexpr (has_min(F)) tile::mma<tile::half>(centre[n], {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, with);
+            if constexpr (is_kivi(F)) {
+              with = {{tile::mul_f16x2(with.r[0], scale[h]), tile::mul_f16x2(with.r[1], scale[h + 2])}};
+              constexpr std::uint32_t minus_8 = 0xc800c800u;
+              tile::mma<tile::half>(eights[n], {{minus_8, minus_8, minus_8, minus_8}}, with);
+            }
+#pragma unroll
+            for (int mt = 0; mt < 2; ++mt)
+              tile::mma<tile::half>(h == 0 ? even[n][mt] : odd[n][mt],
+                                    {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, with);
+          }
+      }
+    }
+    if constexpr (is_kivi(F)) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float of_even[2], of_odd[2], base[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float of_one = factor[n][j] * group.unit;
+          of_even[j] = of_one * (1.0f / Kind::unit);
+          of_odd[j] = of_one * (1.0f / Kind::odd_unit);
+          base[j] = (eights[n][j] + centre[n][j]) * of_one;
+        }
+#pragma unroll
+        for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[n][mt][i] = __fmaf_rn(even[n][mt][i], of_even[i & 1], __fmaf_rn(odd[n][mt][i], of_odd[i & 1], base[i & 1]));
+      }
+    }
+  }
+  if constexpr (!is_kivi(F)) {
+#pragma unroll
+    for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::unit);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          const float sum = Kind::pairs ? __fmaf_rn(odd[n][mt][i], Kind::unit / Kind::odd_unit, even[n][mt][i]) : even[n][mt][i];
+          s[n][mt][i] = sum * (scale * factor[n][i & 1]);
+        }
+      }
+  }
+}
+
+}  // namespace rooftile::gpu
