@@ -47,11 +47,11 @@ struct DecodeConfig {
   static constexpr bool clusters = near_levels >= cluster_slots;   // there is room for a block's leaves
 };
 // The same of one for more columns: two steps on the way.
-template <class Element, KvFormat F, int D>
+template <class Element, KvFormat F>
 struct StepConfig {
   using T = Element;
   static constexpr KvFormat format = F;
-  static constexpr int head_dim = D, stages = 2, blocks_per_sm = 2, column_tiles = 2, warps = 4, near_levels = 1;
+  static constexpr int head_dim = 128, stages = 2, blocks_per_sm = 2, column_tiles = 2, warps = 4, near_levels = 1;
   static constexpr bool clusters = false;
 };
 

@@ -30,16 +30,14 @@ template <class Config>
 using TileOf = std::conditional_t<is_element_format(Config::format), ElementTile<typename Config::T, Config::head_dim>,
                                   CodeStage<Config::format, Config::head_dim>>;
 
-// Who has what. Blocks of 32 channels go to the warps; where they are fewer than warps, two warps have the same block and each half
-// of the step's tokens, and at the end of a leaf half of the block's channels.
+// Who has what: a warp has a tile of the step's tokens, and a block of 32 channels.
 template <class Config>
 struct Shares {
   static constexpr int D = Config::head_dim, warps = 4, threads = 32 * warps;
-  static_assert(D == 64 || D == 128);
+  static_assert(D == 32 * warps);
   static constexpr int tile_tokens = is_element_format(Config::format) ? 16 : 32, step_tokens = warps * tile_tokens;
   static constexpr int N = Config::column_tiles;             // times 8 columns
-  static constexpr int apart = D == 64 ? 2 : 1;              // warps that share the tokens of a block of channels
-  static constexpr int C = 2, ends = C / apart;              // tiles of 16 channels of a warp in a leaf, at its end
+  static constexpr int C = 2;                                // tiles of 16 channels of a warp
 };
 
 template <class Config>
@@ -55,8 +53,7 @@ struct StepShared {
   float top[Of::warps][Of::N * columns];                     // logits
   std::uint32_t top_scale[Of::warps];
   float l[Of::warps][Of::N * columns], shift[Of::warps][Of::N * columns], excess[Of::warps][Of::N * columns];
-  alignas(16) float4 half[Of::apart == 2 ? 2 * Of::threads : 1][Of::N];   // of the other's tokens, at the end of a leaf
-  FoldMemory<2 * Of::N, Of::N * Of::ends * 4, Of::threads, Of::threads / 8, Config::near_levels> fold;
+  FoldMemory<2 * Of::N, Of::N * Of::C * 4, Of::threads, Of::threads / 8, Config::near_levels> fold;
   BlockRange range;
   int bad_segment;                                           // the last one that met a page that is none
 
@@ -68,11 +65,11 @@ template <class Config>
 class StepKv {
   using T = typename Config::T;
   using Of = Shares<Config>;
-  static constexpr int D = Of::D, N = Of::N, C = Of::C, ends = Of::ends, warps = Of::warps, tile_tokens = Of::tile_tokens, step_tokens = Of::step_tokens;
+  static constexpr int D = Of::D, N = Of::N, C = Of::C, warps = Of::warps, tile_tokens = Of::tile_tokens, step_tokens = Of::step_tokens;
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
-  static constexpr int node_values = N * ends * 4;
-  using LeafNode = Node<2 * N, node_values>;   // (n, j) at 2 n + j, (n, i, e) at (n * ends + i) * 4 + e
+  static constexpr int node_values = N * C * 4;
+  using LeafNode = Node<2 * N, node_values>;   // (n, j) at 2 n + j, (n, i, e) at (n * C + i) * 4 + e
 
  public:
   __device__ StepKv(const DecodeParams& p, StepShared<Config>& shared)
@@ -95,11 +92,8 @@ class StepKv {
 
  private:
   __device__ bool bad() const { return shared.bad_segment == this_segment; }   // a page of this segment was none
-  // The warp's block of channels, and which half of a step's tokens it has of it.
-  __device__ int block() const { return warp % (warps / Of::apart); }
-  __device__ int half() const { return Of::apart == 1 ? 0 : warp / (warps / Of::apart); }
   // The channel of value (i, e) of a node.
-  __device__ int channel(int i, int e) const { return 16 * (2 * block() + half() + i) + 8 * (e / 2) + lane / 4; }
+  __device__ int channel(int i, int e) const { return 16 * (C * warp + i) + 8 * (e / 2) + lane / 4; }
 
   // Leaves [first, last) of one task.
   __device__ void segment(const Task& task, const RowWork& w, int first, int last, int share) {
@@ -120,9 +114,9 @@ class StepKv {
     };
     const auto each_value = [&](const LeafNode& node, int n, int j, const auto& visit) {
 #pragma unroll
-      for (int i = 0; i < ends; ++i)
+      for (int i = 0; i < C; ++i)
 #pragma unroll
-        for (int e = j; e < 4; e += 2) visit(channel(i, e), node.o[(n * ends + i) * 4 + e]);
+        for (int e = j; e < 4; e += 2) visit(channel(i, e), node.o[(n * C + i) * 4 + e]);
     };
     const bool has_first = warp == 0 && lane < 4;
     const auto emit = [&](const LeafNode& node) {
@@ -172,17 +166,6 @@ class StepKv {
         if constexpr (min) tell(shared.shift, state.shift[n][0], state.shift[n][1]);
         if constexpr (middle) tell(shared.excess, state.excess[n][0], state.excess[n][1]);
       }
-    if constexpr (Of::apart == 2)   // the other's half of the channels, of this warp's half of the tokens
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const auto give = [&](const float (&o)[N * C][4], int at) {
-          float other[4];
-          choose(o, n, 1 - half(), other);
-          shared.half[at * Of::threads + threadIdx.x][n] = make_float4(other[0], other[1], other[2], other[3]);
-        };
-        give(state.o, 0);
-        if constexpr (is_kivi(format)) give(raw, 1);
-      }
     __syncthreads();   // all sums are there
     LeafNode node;
 #pragma unroll
@@ -202,40 +185,21 @@ class StepKv {
       if constexpr (middle) sum_of(shared.excess, excess);
       if constexpr (min) sum_of(shared.shift, shift);
       const CodeValues<T, format> values(excess, shift, {1.0f, 1.0f}, state.unit);
-      // Sums of tile i of the warp's channels at the end, over all tokens.
-      const auto whole = [&](const float (&o)[N * C][4], int i, int at, float (&to)[4]) {
-        if constexpr (Of::apart == 2) {
-          const float4 other = shared.half[at * Of::threads + (threadIdx.x ^ (Of::threads / 2))][n];
-          float mine[4];
-          choose(o, n, half(), mine);
-          to[0] = mine[0] + other.x, to[1] = mine[1] + other.y, to[2] = mine[2] + other.z, to[3] = mine[3] + other.w;
-        } else {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) to[e] = o[n * C + i][e];
-        }
-      };
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         node.m[2 * n + j] = state.m[n][j];
         node.l[2 * n + j] = l[j];
       }
 #pragma unroll
-      for (int i = 0; i < ends; ++i) {
-        float o[4], of_raw[4] = {};
-        whole(state.o, i, 0, o);
-        if constexpr (is_kivi(format)) whole(raw, i, 1, of_raw);
+      for (int i = 0; i < C; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) node.o[(n * ends + i) * 4 + e] = (codes ? values(o[e], e) : o[e]) + of_raw[e];
-      }
+        for (int e = 0; e < 4; ++e) {
+          const float o = state.o[n * C + i][e];
+          node.o[(n * C + i) * 4 + e] = (codes ? values(o, e) : o) + (is_kivi(format) ? raw[n * C + i][e] : 0.0f);
+        }
     }
     state.reset();
     return node;
-  }
-
-  // Tile `which` of two, one value at a time: an array that is indexed by a variable does not stay in registers.
-  __device__ static void choose(const float (&o)[N * C][4], int n, int which, float (&to)[4]) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) to[e] = which == 0 ? o[n * C][e] : o[n * C + 1][e];
   }
 
   // leaf_end(leaf, raw): the block's state is whole.
@@ -482,10 +446,8 @@ class StepKv {
         put_weights(shared.weights(n) + 16 * warp * columns, weight, lane);
       }
     }, met, rescale);
-    constexpr int own_tiles = warps / Of::apart;   // the warp's share of a whole step
 #pragma unroll
-    for (int pair = 0; pair < own_tiles; pair += 2) {
-      const int at = half() * own_tiles + pair;
+    for (int at = 0; at < warps; at += 2) {
       if (tiles < warps && at >= tiles) break;
       tile::FragmentA weights[N];
 #pragma unroll
@@ -498,10 +460,10 @@ class StepKv {
 #pragma unroll
         for (int n = 0; n < N; ++n) of_tile[n] = {{weights[n].r[2 * i], weights[n].r[2 * i + 1]}};
         if (p.tokens == 1 || all_see(see, first, 16)) {
-          values16<T, D, C>(o, of_tile, values(at + i), 2 * block(), lane);
+          values16<T, D, C>(o, of_tile, values(at + i), C * warp, lane);
         } else {
 #pragma unroll
-          for (int n = 0; n < N; ++n) values16_apart<T, D, C>(o + n * C, of_tile[n], values(at + i), see[n], first, 2 * block(), lane);
+          for (int n = 0; n < N; ++n) values16_apart<T, D, C>(o + n * C, of_tile[n], values(at + i), see[n], first, C * warp, lane);
         }
       }
     }
@@ -609,13 +571,11 @@ class StepKv {
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt) tile::mma<tile::half>(state.excess[n], {{excess, excess, excess, excess}}, weights[mt][n]);
     }
-    constexpr int own_tiles = warps / Of::apart;
 #pragma unroll
-    for (int i = 0; i < own_tiles; ++i) {
-      const int tile = half() * own_tiles + i;
+    for (int tile = 0; tile < warps; ++tile) {
       tile::FragmentB weights[2][N];
       weights_of(tile, weights);
-      code_values<format, D, C>(state.o, weights, tiles[tile], block(), lane);
+      code_values<format, D, C>(state.o, weights, tiles[tile], warp, lane);
     }
   }
 
