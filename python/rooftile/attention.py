@@ -60,7 +60,8 @@ def decode_attention(
     Returns out with q's shape and dtype, written to `out` when given; with return_lse=True also the float32 log-sum-exp
     [B, q_heads] or [B, T, q_heads], sinks included, written to `lse` when given. Outputs share no memory with an input
     or each other. No visible key: out 0, lse -inf (the sink's logit when there are sinks). fp32 accumulation. A row's
-    bits depend on its own tokens only: not on the batch, T, the capacity, its pages or the number of threads.
+    bits depend on its own tokens only: not on the batch, the capacity, its pages or the number of threads, nor, on the
+    CPU, on T; on a GPU T queries at once and one by one agree within rounding.
     stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
     `rt.env()["cpu"]["variants"]`; not for a GPU.
 
