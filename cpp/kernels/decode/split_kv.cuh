@@ -27,19 +27,10 @@
 
 namespace rooftile::gpu {
 
-// What a team keeps in flight for itself: `stages` tiles of this type.
-template <class T, int D>
-struct ElementStage {
-  alignas(128) T k[16 * D], v[16 * D];
-};
-template <class Config>
-using StageOf = std::conditional_t<is_element_format(Config::format), ElementStage<typename Config::T, Config::head_dim>,
-                                   CodeStage<Config::format, Config::head_dim>>;
-
 template <class Config>
 struct DecodeShared {
   static constexpr int D = Config::head_dim, teams = Config::warps / Config::team, threads = 32 * Config::warps;
-  StageOf<Config> ring[teams][Config::stages];
+  TileOf<Config> ring[teams][Config::stages];         // what a team keeps in flight for itself
   alignas(16) float o[teams][columns][D + 4];       // the teams' states at the end of a leaf; padded against conflicts
   float m[teams][columns], l[teams][columns];
   FoldMemory<1, columns * D / threads, threads, columns, Config::near_levels> fold;
@@ -283,17 +274,14 @@ class SplitKv {
     cute::cp_async_wait<0>();
   }
 
-  // Scores -> logits in units of log2, or, under a soft cap, to multiples of the cap. unit: what the queries were divided by.
-  __device__ float factor_of(float unit) const { return unit * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e); }
-
   template <class LeafEnd>
   __device__ void element_tiles(const Task& task, const RowWork& w, const Visible& see, int first, int last, const LeafEnd& leaf_end) {
     const KvCacheView& c = p.cache;
     tile::FragmentB q[1][D / 16];
-    const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
+    const float factor[2] = {factor_of(p, 1.0f), factor_of(p, 1.0f)};
     const std::int64_t k_head = task.kv_head * c.k.head_stride, v_head = task.kv_head * c.v.head_stride;
     pipeline(w, first, last,
-        [&](ElementStage<T, D>& stage, int token, const Pages& at) {
+        [&](ElementTile<T, D>& stage, int token, const Pages& at) {
           const std::int64_t slot = token & (c.page_size - 1);
           const std::byte* k_rows = c.k.codes + at.first * c.k.page_stride + k_head + slot * c.k.token_stride;
           const std::byte* v_rows = c.v.codes + at.first * c.v.page_stride + v_head + slot * c.v.token_stride;
@@ -305,7 +293,7 @@ class SplitKv {
           else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
         [](int) {}, [&] { load_query_fragments<T, D>(shared.queries(team), lane, q[0]); },
-        [&](const ElementStage<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); },
+        [&](const ElementTile<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); },
         [&](int leaf) { leaf_end(leaf, true); });
   }
 
@@ -343,8 +331,8 @@ class SplitKv {
         },
         [&] {
           q[0].template load<T>(shared.queries(team), lane);
-          factor[0][0] = factor_of(q[0].unit[0]);
-          factor[0][1] = factor_of(q[0].unit[1]);
+          factor[0][0] = factor_of(p, q[0].unit[0]);
+          factor[0][1] = factor_of(p, q[0].unit[1]);
         },
         [&](const Stage& stage, int token) {
           TokenScales<format> scales;
@@ -397,7 +385,7 @@ class SplitKv {
     if (raw.token >= w.length) return;
     tile::FragmentB q[1][D / 16];
     load_query_fragments<T, D>(shared.queries(team), lane, q[0]);
-    const float factor[2] = {factor_of(1.0f), factor_of(1.0f)};
+    const float factor[2] = {factor_of(p, 1.0f), factor_of(p, 1.0f)};
     const Visible see = visible(p, task, w, lane, true);
     while (true) {
       element_tile(shared.raw(team, raw.k_stage), shared.raw(team, raw.v_stage), q, factor, see, raw.token);

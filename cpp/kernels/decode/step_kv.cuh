@@ -21,15 +21,6 @@
 
 namespace rooftile::gpu {
 
-// A warp's tile of a step.
-template <class T, int D>
-struct ElementTile {
-  alignas(128) T k[16 * D], v[16 * D];
-};
-template <class Config>
-using TileOf = std::conditional_t<is_element_format(Config::format), ElementTile<typename Config::T, Config::head_dim>,
-                                  CodeStage<Config::format, Config::head_dim>>;
-
 // Who has what: a warp has a tile of the step's tokens, and a block of 32 channels.
 template <class Config>
 struct Shares {
@@ -297,9 +288,6 @@ class StepKv {
     cute::cp_async_wait<0>();
   }
 
-  // Scores -> logits in units of log2, or, under a soft cap, to multiples of the cap. unit: what the queries were divided by.
-  __device__ float factor_of(float unit) const { return unit * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e); }
-
   // ---- a step's weights ----
 
   // All maxima follow the step's largest logits, s being the lane's own of them, and the unit the step's largest scale; what
@@ -420,7 +408,7 @@ class StepKv {
     float s[N][1][4];
     if (tiles == warps || warp < tiles) {
       scores16<T, D>(s, keys(warp), q, lane);
-      const float factor = factor_of(1.0f);
+      const float factor = factor_of(p, 1.0f);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -494,8 +482,8 @@ class StepKv {
 #pragma unroll
           for (int n = 0; n < N; ++n) {
             q[n].template load<T>(shared.queries(n), lane);
-            factor[n][0] = factor_of(q[n].unit[0]);
-            factor[n][1] = factor_of(q[n].unit[1]);
+            factor[n][0] = factor_of(p, q[n].unit[0]);
+            factor[n][1] = factor_of(p, q[n].unit[1]);
           }
         },
         [&](const Tile* tiles, int token, const auto& met) { code_step(tiles, q, factor, see, token, met); },

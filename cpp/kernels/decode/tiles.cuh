@@ -13,6 +13,20 @@
 
 namespace rooftile::gpu {
 
+// A tile in shared memory: 16 tokens of 16 bits or 32 of codes.
+template <class T, int D>
+struct ElementTile {
+  alignas(128) T k[16 * D], v[16 * D];
+};
+template <class Config>
+using TileOf = std::conditional_t<is_element_format(Config::format), ElementTile<typename Config::T, Config::head_dim>,
+                                  CodeStage<Config::format, Config::head_dim>>;
+
+// Scores -> logits in units of log2, or, under a soft cap, to multiples of the cap. unit: what the queries were divided by.
+__device__ __forceinline__ float factor_of(const DecodeParams& p, float unit) {
+  return unit * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e);
+}
+
 // Multiples of a soft cap -> logits in units of log2, in place; without one, what comes are logits. tanh x is
 // 1 - 2 / (1 + e^2x): off by 2^-23 at most, not in proportion to small x, but logits are compared by differences.
 template <int M>
