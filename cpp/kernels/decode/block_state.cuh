@@ -35,14 +35,6 @@ struct State {
   }
 };
 
-// The largest of the lane's own logits of column 2t + j.
-template <int M>
-__device__ __forceinline__ float largest(const float (&s)[M][4], int j) {
-  float top = -INFINITY;
-#pragma unroll
-  for (int mt = 0; mt < M; ++mt) top = fmaxf(top, fmaxf(s[mt][j], s[mt][j + 2]));
-  return top;
-}
 __device__ __forceinline__ float weight_of(float logit, float m) { return tile::fast_exp2(logit - (m == -INFINITY ? 0.0f : m)); }
 
 // A step's weights lie as [8 columns' tile][token][8]: 16-bit elements, 16 bytes a token.

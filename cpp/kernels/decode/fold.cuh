@@ -8,8 +8,8 @@
 
 namespace rooftile::gpu {
 
-// A thread's share of a softmax state: (m, l) of K columns and S values of them. One column: pieces of four channels (combine: one
-// value). More: tiles in the layout of a product (tile/mma.cuh), two columns each, rows being channels.
+// A thread's share of a softmax state: (m, l) of K columns and S values of them. One column: pieces of four channels.
+// More: tiles in the layout of a product (tile/mma.cuh), two columns each, rows being channels.
 template <int K, int S>
 struct Node {
   float m[K], l[K], o[S];
@@ -45,7 +45,8 @@ struct FoldMemory {
 template <int K, int S, int Threads, int Places, int Near>
 class Fold {
  public:
-  // deep: [fold_levels - Near][S][Threads] floats of the block. first: the run's first leaf; only: it is all of the run, but not of its task. thread: this one; place: of its columns.
+  // deep: [fold_levels - Near][S][Threads] floats of the block. first: the run's first leaf; only: it is all of the run, but not
+  // of its task. thread: this one; place: of its columns.
   __device__ Fold(FoldMemory<K, S, Threads, Places, Near>& memory, float* deep, int thread, int place, int first, bool only)
       : memory_(memory), deep_(deep), thread_(thread), place_(place), first_(first), only_(only) {}
 

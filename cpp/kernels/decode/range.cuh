@@ -113,6 +113,18 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
   return r;
 }
 
+// Puts what every warp has found where the block keeps it, and no segment has met a page that is none. False: nothing to do. All
+// threads see it then; before any warp finds such a page.
+__device__ __forceinline__ bool keep_range(const BlockRange& found, BlockRange& range, int& bad_segment) {
+  if (found.begin >= found.end) return false;
+  if (threadIdx.x == 0) {
+    range = found;
+    bad_segment = 0;
+  }
+  __syncthreads();
+  return true;
+}
+
 // Calls visit(task, work, first, last) for the block's leaves [first, last) of every task that it has a part of; of its only task
 // there may be none. Task.pass counts tasks of the KV head.
 template <KvFormat format, class Visit>

@@ -30,7 +30,7 @@ namespace rooftile::gpu {
 template <class Config>
 struct DecodeShared {
   static constexpr int D = Config::head_dim, teams = Config::warps / Config::team, threads = 32 * Config::warps;
-  TileOf<Config> ring[teams][Config::stages];         // what a team keeps in flight for itself
+  TileOf<Config> ring[teams][Config::stages];       // what a team keeps in flight for itself
   alignas(16) float o[teams][columns][D + 4];       // the teams' states at the end of a leaf; padded against conflicts
   float m[teams][columns], l[teams][columns];
   FoldMemory<1, columns * D / threads, threads, columns, Config::near_levels> fold;
@@ -71,13 +71,8 @@ class SplitKv {
     const bool clustered = Config::clusters && tile::has_clusters && p.cluster > 1;
     {
       const BlockRange found = clustered ? cluster_range() : find_range<format>(p);
-      if (found.begin >= found.end) return;
-      if (threadIdx.x == 0) {
-        shared.range = found;
-        shared.bad_segment = 0;
-      }
+      if (!keep_range(found, shared.range, shared.bad_segment)) return;
     }
-    __syncthreads();   // the range is there; before any warp finds a page that is none
     each_segment<format>(p, shared.range, [&](const Task& task, const RowWork& w, int first, int last) {
       if (first < last || clustered) segment(task, w, first, last, shared.range.share, clustered);
     });

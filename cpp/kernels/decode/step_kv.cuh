@@ -67,15 +67,7 @@ class StepKv {
       : p(p), shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
-    {
-      const BlockRange found = find_range<format>(p);
-      if (found.begin >= found.end) return;
-      if (threadIdx.x == 0) {
-        shared.range = found;
-        shared.bad_segment = 0;
-      }
-    }
-    __syncthreads();   // the range is there; before any warp finds a page that is none
+    if (!keep_range(find_range<format>(p), shared.range, shared.bad_segment)) return;
     each_segment<format>(p, shared.range, [&](const Task& task, const RowWork& w, int first, int last) {
       if (first < last) segment({task.b, task.kv_head, task.pass * N}, w, first, last, shared.range.share);
     });
@@ -196,7 +188,6 @@ class StepKv {
   // leaf_end(leaf, raw): the block's state is whole.
   template <class LeafEnd>
   __device__ void leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
-    if (first >= last) return;
     copy_queries_async<T, D, N, Of::threads>(p, task, w, threadIdx.x, shared.queries(0));
     cute::cp_async_fence();
     Visible see[N];

@@ -56,6 +56,14 @@ __device__ __forceinline__ void mask(float (&s)[M][4], const Visible& v, int tok
     }
 }
 
+// The largest of the lane's own logits of column 2t + j.
+template <int M>
+__device__ __forceinline__ float largest(const float (&s)[M][4], int j) {
+  float top = fmaxf(s[0][j], s[0][j + 2]);
+#pragma unroll
+  for (int mt = 1; mt < M; ++mt) top = fmaxf(top, fmaxf(s[mt][j], s[mt][j + 2]));
+  return top;
+}
 // The maximum that weights count from, and what was summed before, follow the largest logit only when that is more than this
 // above it: weights of up to 2^slack are no loss to fp16 or to the sums.
 inline constexpr float slack = 8.0f, most_weight = 256.0f;

@@ -67,13 +67,7 @@ struct WarpState {
 
 template <int M, int W, KvFormat F>
 __device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<W, F>& state) {
-  float top[2];
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    top[j] = fmaxf(s[0][j], s[0][j + 2]);
-#pragma unroll
-    for (int mt = 1; mt < M; ++mt) top[j] = fmaxf(top[j], fmaxf(s[mt][j], s[mt][j + 2]));
-  }
+  float top[2] = {largest(s, 0), largest(s, 1)};
   if (__any_sync(0xffffffffu, top[0] > state.m[0] + slack || top[1] > state.m[1] + slack)) {
     float scale[2];
 #pragma unroll

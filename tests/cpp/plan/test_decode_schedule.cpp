@@ -383,24 +383,24 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
       for (int kv_heads : {1, 8})
         for (int q_per_kv : {1, 4, 7, 16})
           for (int head_dim : {64, 128})
-           for (int width : {8, 16})
-            for (int sms : {46, 132})
-              for (int per_sm : {2, 3}) {
-                const DecodePlan plan = plan_decode({batch, tokens, kv_heads, q_per_kv, head_dim, width, 1 << 20}, {sms, per_sm, 8});
-                EXPECT_GE(plan.passes * width, tokens * q_per_kv);
-                EXPECT_LT((plan.passes - 1) * width, tokens * q_per_kv);
-                // every block that fits, but none without a leaf
-                EXPECT_EQ(plan.blocks, std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * max_leaves));
-                EXPECT_EQ(plan.blocks % plan.layers, 0);
-                const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * static_cast<std::size_t>(width);
-                EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 2) * 4);
-                EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
-                EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
-                const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * width * head_dim) * 4;
-                EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
-                EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
-                EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);
-              }
+            for (int width : {8, 16})
+              for (int sms : {46, 132})
+                for (int per_sm : {2, 3}) {
+                  const DecodePlan plan = plan_decode({batch, tokens, kv_heads, q_per_kv, head_dim, width, 1 << 20}, {sms, per_sm, 8});
+                  EXPECT_GE(plan.passes * width, tokens * q_per_kv);
+                  EXPECT_LT((plan.passes - 1) * width, tokens * q_per_kv);
+                  // every block that fits, but none without a leaf
+                  EXPECT_EQ(plan.blocks, std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * max_leaves));
+                  EXPECT_EQ(plan.blocks % plan.layers, 0);
+                  const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * static_cast<std::size_t>(width);
+                  EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 2) * 4);
+                  EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
+                  EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
+                  const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * width * head_dim) * 4;
+                  EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
+                  EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
+                  EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);
+                }
 }
 
 TEST(DecodePlan, ALongRowAloneFillsTheDevice) {
