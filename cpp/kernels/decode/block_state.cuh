@@ -17,6 +17,7 @@ struct State {
   float o[N * C][4];    // tile i of columns n at n * C + i: (channels 16 i + g, columns 2t, 2t + 1), (16 i + 8 + g, ...), of all tokens
   float excess[N][4];   // how much all of o have too much, a part of the tokens each warp
   float unit;           // o counts in this unit, a power of two; 0: no token yet. The same in all warps
+  bool empty;           // no step yet
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -32,6 +33,7 @@ struct State {
     for (auto& tile : o)
       for (float& x : tile) x = 0.0f;
     unit = 0.0f;
+    empty = true;
   }
 };
 

@@ -33,8 +33,10 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task&
   const int thread = threadIdx.x, used = min(columns, p.q_per_kv * p.tokens - task.pass * columns);
   TreeMemory& memory = free[thread / 32];
   const int d = min(thread, D - 1), at = (d / apart * N + d % N) * Threads + d % apart / N;   // as the threads of segment() share column 0
+  ColumnResult<T> result(p, task, w, rank);
   tile::sync_cluster();   // every block has kept its leaves
   for (int column = rank; column < used; column += p.cluster) {
+    if (column != rank) result = ColumnResult<T>(p, task, w, column);
     // Nothing is skipped, so that all loads are on the way together: what is behind the last leaf is read and not used.
     Leaves leaves([&](int leaf) {
       const float m = kept.m[leaf][column], l = kept.l[leaf][column];
@@ -49,7 +51,7 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task&
     if (!leaves.weigh(memory, [](int) { return 0; })) break;
     const float value[1] = {Leaves::value(memory, o)};
     if (thread < D) {
-      const ColumnResult<T> result(p, task, w, column, Leaves::m(memory), Leaves::l(memory));
+      result.finish(Leaves::m(memory), Leaves::l(memory));
       result.write(thread, value);
       if (thread == 0) result.write_lse();
     }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "kernels/decode/queries.cuh"
+#include "kernels/decode/range.cuh"
 #include "kernels/decode/tree.cuh"
 #include "tile/grid.cuh"
 
@@ -43,45 +44,64 @@ __device__ __forceinline__ bool merge_nodes(const DecodeParams& p, CombineMemory
 // Before the wait a line of the L1 may be older than the launch.
 __device__ __forceinline__ int read_from_l2(const std::int32_t* from) { return __ldcg(from); }
 
-// Units before batch entry b, and of all. Counted by every warp for itself; at most 32 entries.
-struct UnitCount {
-  int before, total;
-  bool even;   // all tasks are as long
+// What batch entry b has to do, how many units come before its own, and of all.
+struct EntryWork {
+  RowWork work;
+  int before = 0, total = 0;
+  bool even = false;   // all tasks are as long
 };
-__device__ __forceinline__ UnitCount count_units(const DecodeParams& p, int b) {
+// Counted by every warp for itself; at most 32 entries.
+__device__ __forceinline__ EntryWork count_units(const DecodeParams& p, int b) {
   const int lane = threadIdx.x % 32;
   RowWork w;
   if (lane < p.batch) w = row_work_of(p, p.cache.format, lane, read_from_l2);
   const int first_task = __shfl_sync(0xffffffffu, w.task_units(), 0);
-  const bool even = __all_sync(0xffffffffu, lane >= p.batch || w.task_units() == first_task);
-  if (!even) w.weigh(p.cache.format);
-  const int units = w.task_units() * p.cache.kv_heads * p.passes;
-  return {__reduce_add_sync(0xffffffffu, lane < b ? units : 0), __reduce_add_sync(0xffffffffu, units), even};
+  EntryWork entry;
+  entry.even = __all_sync(0xffffffffu, lane >= p.batch || w.task_units() == first_task);
+  if (entry.even) {
+    entry.before = b * p.tasks * first_task;
+    entry.total = p.batch * p.tasks * first_task;
+  } else {
+    w.weigh(p.cache.format);
+    const int units = w.task_units() * p.tasks;
+    entry.before = __reduce_add_sync(0xffffffffu, lane < b ? units : 0);
+    entry.total = __reduce_add_sync(0xffffffffu, units);
+  }
+  entry.work = broadcast(w, b);
+  return entry;
 }
 
 template <class T, int D>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
   tile::let_next_kernel_start();   // block 0 waits below, so the next one's wait covers split_kv too
   __shared__ CombineMemory<D> memory;
-  const int used = min(p.columns, p.q_per_kv * p.tokens), thread = threadIdx.x;
-  const unsigned per_row = p.cache.kv_heads * p.passes * used, in_row = blockIdx.x % per_row;
-  const int b = static_cast<int>(blockIdx.x / per_row), column = static_cast<int>(in_row % used), task_in_row = static_cast<int>(in_row / used);
-  const Task task{b, task_in_row / p.passes, task_in_row % p.passes * (p.columns / columns)};
+  const int thread = threadIdx.x, index = static_cast<int>(blockIdx.x), of_all = divide(index, p.by_columns_used), column = index - of_all * p.columns_used;
+  const int b = divide(of_all, p.by_tasks), task_in_row = of_all - b * p.tasks;
+  const int kv_head = divide(task_in_row, p.by_passes);
+  const Task task{b, kv_head, (task_in_row - kv_head * p.passes) * (p.columns / columns)};
 
-  RowWork w = row_work_of(p, p.cache.format, b, read_from_l2);
-  const int leaves = w.leaves;
   const bool counts = p.batch <= 32;
-  if (!counts) tile::wait_for_previous_kernel();
-  const UnitCount units = counts ? count_units(p, b) : UnitCount{p.row_begin[b], p.row_begin[p.batch], p.row_begin[p.batch + 1] != 0};
-  if (!units.even) w.weigh(p.cache.format);
-  const int tasks = p.cache.kv_heads * p.passes, ranks = ranks_of(units.even, w.task_units(), p.ranks);
-  const Split split(units.total, p.blocks, units.even);
-  const int base = units.before + task_in_row * w.task_units(), first_share = (b * tasks + task_in_row) * ranks;
+  EntryWork entry;
+  if (counts) {
+    entry = count_units(p, b);
+  } else {
+    entry.work = row_work_of(p, p.cache.format, b, read_from_l2);
+    tile::wait_for_previous_kernel();
+    entry.before = p.row_begin[b];
+    entry.total = p.row_begin[p.batch];
+    entry.even = p.row_begin[p.batch + 1] != 0;
+    if (!entry.even) entry.work.weigh(p.cache.format);
+  }
+  const RowWork& w = entry.work;
+  const int leaves = w.leaves, ranks = ranks_of(entry.even, w.task_units(), p.ranks);
+  const Split split(entry.total, p.blocks, entry.even);
+  const int base = entry.before + task_in_row * w.task_units(), first_share = of_all * ranks;
   const auto share_of = [&](int leaf) { return ranks ? first_share + w.rank_of_leaf(leaf, ranks) : split.owner(base + w.leaf_begin(leaf)); };
   const bool merges = leaves > 0 && share_of(0) != share_of(leaves - 1);   // else one block had it all
+  ColumnResult<T> result(p, task, w, column);
   const auto write = [&](float m, float l, float value) {
     const float o[1] = {value};
-    const ColumnResult<T> result(p, task, w, column, m, l);
+    result.finish(m, l);
     result.write(thread, o);
     if (thread == 0) result.write_lse();
   };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <limits>
 
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
@@ -63,6 +64,12 @@ void check_alignment(const KvCacheView& c) {
                         ": cache has a ring that does not start at a multiple of 16 bytes, which the GPU kernels need");
 }
 
+// Whether every 8 elements of a 16-bit tensor's rows are one 16-byte word.
+bool rows_are_vectors(const TensorView& t) {
+  if (t.last_stride() != 1 || reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0) return false;
+  return std::all_of(t.stride, t.stride + t.ndim - 1, [](std::int64_t stride) { return stride % 8 == 0; });
+}
+
 // Work is counted in 32 bits: the units of all tasks, half as much again as their tokens if leaves are short, and a
 // fifteenth more where shares are rounded.
 void check_size(const DecodeArgs& a) {
@@ -108,9 +115,14 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.q_per_kv = static_cast<int>(a.q.shape[2] / a.cache->kv_heads);
   p.columns = variant.key.columns;
   p.passes = plan.passes;
+  p.columns_used = static_cast<int>(std::min<std::int64_t>(p.columns, a.q.shape[1] * p.q_per_kv));
+  p.tasks = a.cache->kv_heads * plan.passes;
+  p.vector_queries = rows_are_vectors(a.q);
   p.scale = a.logits.scale;
   p.softcap = a.logits.softcap;
-  p.window = a.logits.window;
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  p.window = static_cast<int>(std::min(a.logits.window, most));
+  p.capacity = static_cast<int>(std::min(a.cache->capacity(), most));
   p.row_begin = reinterpret_cast<std::int32_t*>(workspace);
   p.node_o = reinterpret_cast<float*>(workspace + plan.node_o);
   p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
@@ -119,6 +131,11 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.layers = plan.layers;
   p.ranks = plan.ranks;
   p.cluster = plan.cluster;
+  p.by_q_per_kv = Divisor(p.q_per_kv);
+  p.by_passes = Divisor(p.passes);
+  p.by_tasks = Divisor(p.tasks);
+  p.by_ranks = Divisor(std::max(p.ranks, 1));
+  p.by_columns_used = Divisor(p.columns_used);
   if (plan.blocks > 0) variant.launch(scope, p);
   std::string dim = "d";
   dim += std::to_string(a.cache->head_dim);

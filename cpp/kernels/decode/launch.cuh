@@ -26,8 +26,7 @@ struct DecodeKernel {
     static_assert(sizeof(Shared) <= 99 * 1024);   // what a block of every supported architecture may have
     scope.launch(split, {p.blocks / p.layers, p.layers}, threads, sizeof(Shared), p, Overlap::with_previous, p.cluster);
     if (p.cluster > 1) return;
-    const std::int64_t used = std::min<std::int64_t>(p.columns, std::int64_t{p.q_per_kv} * p.tokens);
-    scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.cache.kv_heads * p.passes * used, Config::head_dim, 0, p, Overlap::with_previous);
+    scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.tasks * p.columns_used, Config::head_dim, 0, p, Overlap::with_previous);
   }
   static void load(const char* op) {
     load_kernel(op, split);

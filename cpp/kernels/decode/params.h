@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/op_args.h"
+#include "kernels/decode/schedule.h"
 
 namespace rooftile::gpu {
 
@@ -13,8 +14,12 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   int batch, tokens;                   // B, T
   int q_per_kv;                        // column c of a KV head is query (c / q_per_kv, c % q_per_kv)
   int columns, passes;                 // of a task, a multiple of 8; tasks of a KV head
+  int columns_used;                    // of the first pass: the others have no more
+  int tasks;                           // of a batch entry
+  int capacity;                        // of a row, no more than an int32 counts
+  int window;                          // likewise; 0: none
   float scale, softcap;
-  std::int64_t window;
+  bool vector_queries;                 // every 8 elements of q lie side by side, on 16 bytes
   // Workspace.
   float* node_o;                       // [shares, slots_per_block, columns, D]
   float* node_ml;                      // [shares, slots_per_block, columns, 2]; l below 0: the row is left alone
@@ -23,6 +28,7 @@ struct DecodeParams {                  // tensors travel whole, never as loose s
   int ranks;                           // blocks of each task where all tasks are as long; 0: tasks share blocks
   int blocks, layers;                  // layers: blocks of a multiprocessor, where the grid has as many for each
   int cluster;                         // blocks of a task that merges its leaves itself; 1: a persistent grid, and combine
+  Divisor by_q_per_kv, by_passes, by_tasks, by_ranks, by_columns_used;
 };
 
 }  // namespace rooftile::gpu

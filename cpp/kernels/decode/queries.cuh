@@ -18,7 +18,7 @@ __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat f
   const KvCacheView& c = p.cache;
   const int row = p.rows ? read(p.rows + b) : b;
   const bool inside = row >= 0 && row < c.max_rows;
-  return row_work(format, c.capacity(), row, c.max_rows, inside ? read(c.lengths + row) : 0,
+  return row_work(format, p.capacity, row, c.max_rows, inside ? read(c.lengths + row) : 0,
                   p.counts ? read(p.counts + b) : p.tokens, p.tokens,
                   inside && c.raw_from ? read(c.raw_from + row) : 0, p.window);
 }
@@ -32,7 +32,7 @@ struct Column {
   int position;        // of the query in its row; below 0 where it sees nothing
 };
 __device__ __forceinline__ Column column_of(const DecodeParams& p, const Task& task, const RowWork& w, int column) {
-  const int c = task.pass * columns + column, token = p.tokens == 1 ? c >= p.q_per_kv : divide(c, p.q_per_kv);
+  const int c = task.pass * columns + column, token = divide(c, p.by_q_per_kv);
   if (token >= p.tokens) return {-1, 0, -1};
   return {token, task.kv_head * p.q_per_kv + c - token * p.q_per_kv, token < w.count ? w.length - w.count + token : -1};
 }
@@ -49,7 +49,7 @@ struct TokenRange {
   int begin, end;
 };
 __device__ __forceinline__ TokenRange seen_from(const DecodeParams& p, int position, bool raw) {
-  int begin = p.window > 0 && position >= p.window ? position + 1 - static_cast<int>(p.window) : 0, end = position + 1;
+  int begin = p.window > 0 && position >= p.window ? position + 1 - p.window : 0, end = position + 1;
   if (is_kivi(p.cache.format)) {
     const int boundary = max(position, 0) & ~(kv_group - 1);
     if (raw) begin = max(begin, boundary);
@@ -106,8 +106,7 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
   const T* const row = static_cast<const T*>(q.data) + task.b * q.stride[0];
   const auto place = [&](int piece, int& column, int& d0) { column = piece / (D / 8), d0 = piece % (D / 8) * 8; };
   const auto from = [&](const Column& c) { return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0); };
-  const auto bits = static_cast<std::uint64_t>(q.stride[0] | q.stride[1] | q.stride[2]) * sizeof(T) | reinterpret_cast<std::uintptr_t>(q.data);
-  if (q.stride[3] == 1 && bits % 16 == 0) {
+  if (p.vector_queries) {
 #pragma unroll
     for (int i = 0; i < N * D / Lanes; ++i) {
       int column, d0;
@@ -142,24 +141,27 @@ __device__ __forceinline__ void load_query_fragments(const T* columns_at, int la
 template <int D>
 inline constexpr int piece_values = D % 64 == 0 ? 4 : 2;
 
-// Where one column's finished row goes.
+// Where one column's finished row goes. Known before its sums are, maybe before what ran before has ended (so past the L1); finish()
+// with those comes before anything is written.
 template <class T>
 class ColumnResult {
  public:
-  __device__ __forceinline__ ColumnResult(const DecodeParams& p, const Task& task, const RowWork& w, int column, float m, float l) : p_(p) {
+  __device__ __forceinline__ ColumnResult(const DecodeParams& p, const Task& task, const RowWork& w, int column) : p_(&p) {
     const Column c = column_of(p, task, w, column);
     there_ = c.token >= 0;
     if (!there_) return;
-    float sink = -INFINITY;
     if (p.sinks.given()) {
       const std::int64_t at = c.head * p.sinks.stride[0];
-      sink = tile::log2_e * (p.sinks.dtype == DType::f32 ? p.sinks.as<const float>()[at] : tile::to_float(p.sinks.as<const T>()[at]));
+      sink_ = tile::log2_e * (p.sinks.dtype == DType::f32 ? __ldcg(p.sinks.as<const float>() + at) : tile::to_float(__ldcg(p.sinks.as<const T>() + at)));
     }
-    const bool real = c.token < w.count;
-    result_ = real ? tile::finish_softmax(m, l, sink) : tile::SoftmaxResult{0.0f, -INFINITY};
-    any_ = real && l != 0.0f;
+    real_ = c.token < w.count;
     out_ = p.out.as<T>() + task.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
     if (p.lse.given()) lse_ = p.lse.as<float>() + task.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2];
+  }
+  __device__ __forceinline__ void finish(float m, float l) {
+    if (!real_) return;
+    result_ = tile::finish_softmax(m, l, sink_);
+    any_ = l != 0.0f;
   }
   // N neighbouring values.
   template <int N>
@@ -170,22 +172,23 @@ class ColumnResult {
     } values;
 #pragma unroll
     for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(any_ ? __fmul_rn(o[i], result_.factor) : 0.0f);
-    if (p_.out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(out_) % sizeof(Piece) == 0) {
+    if (p_->out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(out_) % sizeof(Piece) == 0) {
       *reinterpret_cast<Piece*>(out_ + d) = values;
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i) out_[(d + i) * p_.out.stride[3]] = values.x[i];
+      for (int i = 0; i < N; ++i) out_[(d + i) * p_->out.stride[3]] = values.x[i];
     }
   }
   // One thread's part.
   __device__ __forceinline__ void write_lse() const {
-    if (there_ && p_.lse.given()) *lse_ = result_.lse;
+    if (there_ && p_->lse.given()) *lse_ = result_.lse;
   }
 
  private:
-  const DecodeParams& p_;
-  bool there_, any_ = false;
-  tile::SoftmaxResult result_{};
+  const DecodeParams* p_;
+  bool there_, real_ = false, any_ = false;
+  float sink_ = -INFINITY;
+  tile::SoftmaxResult result_{0.0f, -INFINITY};
   T* out_ = nullptr;
   float* lse_ = nullptr;
 };

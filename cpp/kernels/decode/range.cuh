@@ -5,29 +5,42 @@
 #include "kernels/decode/params.h"
 #include "kernels/decode/queries.cuh"
 #include "kernels/decode/schedule.h"
+#include "tile/copy.cuh"
 
 namespace rooftile::gpu {
 
 __device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
 
-// What a block has to do: units, from the batch entry that holds the first, or its part of one task.
+// What a block has to do: units, from the first leaf of its own on, or its part of one task. Tasks are counted within an entry.
 struct BlockRange {
   int begin, end;           // units; of one task its first
-  int entry_base;           // first unit of that entry
+  int task_base;            // first unit of the first task
   int entry;
   bool even;                // all tasks are as long
   RowWork work;             // of that entry
   int share = 0;            // where its nodes go
   int rank = 0, ranks = 0;  // of the blocks that have the task to themselves; 0: it has units
-  int task = 0, first = 0, last = 0;   // then: the task of the entry, and the block's leaves of it
+  int task = 0, first = 0, last = 0;   // the first task, and the block's leaves of it
 };
 
 // Neighbouring shares go to one multiprocessor: where only every second has work, no two of these meet.
 __device__ __forceinline__ int share_of_block() { return static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y); }
+
+// What find_range will read comes into the L2 while the kernel before still runs. It may change until then; nothing is read here.
+__device__ __forceinline__ void fetch_ahead(const DecodeParams& p) {
+  const int b = threadIdx.x;
+  if (b >= 32 || b >= p.batch) return;
+  if (p.counts) tile::prefetch(p.counts + b);
+  if (p.rows) return tile::prefetch(p.rows + b);   // which rows, is not known yet
+  if (b >= p.cache.max_rows) return;
+  tile::prefetch(p.cache.lengths + b);
+  if (p.cache.raw_from) tile::prefetch(p.cache.raw_from + b);
+}
+
 // A part of one task, the batch's number `index`. work_of(b) is what entry b has to do.
 template <class WorkOf>
 __device__ __forceinline__ BlockRange one_task(const DecodeParams& p, int index, int rank, int ranks, int share, const WorkOf& work_of) {
-  const int tasks = p.cache.kv_heads * p.passes, b = p.batch == 1 ? 0 : divide(index, tasks), in_row = index - b * tasks;
+  const int b = divide(index, p.by_tasks), in_row = index - b * p.tasks;
   if (b >= p.batch) return {};
   const RowWork w = work_of(b);
   const int units = w.task_units();
@@ -52,27 +65,28 @@ __device__ __forceinline__ int warp_scan(int x, int lane) {   // inclusive
 // the combine, and reports faults.
 template <KvFormat format>
 __device__ inline BlockRange find_range(const DecodeParams& p) {
-  const int lane = threadIdx.x % 32, tasks = p.cache.kv_heads * p.passes, share = share_of_block();
+  const int lane = threadIdx.x % 32, share = share_of_block();
   const bool reports = share == 0 && threadIdx.x < 32;
-  const auto work_of = [&](int b) {
-    const RowWork w = b < p.batch ? row_work_of(p, format, b, read) : RowWork{};
+  RowWork own;   // of entry `lane`
+  int task_units = 0;   // of the first entry's tasks
+  bool even = true;
+#pragma unroll 1
+  for (int first = 0; first < p.batch; first += 32) {
+    const int b = first + lane;
+    RowWork w;
+    if (b < p.batch) w = row_work_of(p, format, b, read);
     if (reports && w.fault != KvFault::none) *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
-    return w;
-  };
-  const auto units_of = [tasks](const RowWork& w) { return w.task_units() * tasks; };
-  RowWork own = work_of(lane);
-  const int first_task = __shfl_sync(0xffffffffu, own.task_units(), 0);
-  int sum = units_of(own);
-  bool even = lane >= p.batch || own.task_units() == first_task;
-  for (int b = lane + 32; b < p.batch; b += 32) {
-    const RowWork w = work_of(b);
-    sum += units_of(w);
-    even &= w.task_units() == first_task;
+    const int units = w.task_units();
+    if (first == 0) {
+      own = w;
+      task_units = __shfl_sync(0xffffffffu, units, 0);
+    }
+    even &= b >= p.batch || units == task_units;
   }
   even = __all_sync(0xffffffffu, even);
-  if (const int ranks = ranks_of(even, first_task, p.ranks)) {
-    for (int i = lane; reports && i < p.batch + 2; i += 32) p.row_begin[i] = i == p.batch + 1 ? even : i * first_task * tasks;
-    const int index = divide(share, ranks);
+  if (const int ranks = ranks_of(even, task_units, p.ranks)) {
+    for (int i = lane; reports && i < p.batch + 2; i += 32) p.row_begin[i] = i == p.batch + 1 ? even : i * task_units * p.tasks;
+    const int index = divide(share, p.by_ranks);
     BlockRange r = one_task(p, index, share - index * ranks, ranks, share,
                             [&](int b) { return p.batch <= 32 ? broadcast(own, b) : row_work_of(p, format, b, read); });
     const int bound = r.begin < r.end ? r.work.leaf_of_rank(r.rank + lane % 2, ranks) : 0;
@@ -80,28 +94,37 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
     r.last = __shfl_sync(0xffffffffu, bound, 1);
     return r;
   }
-  const auto weighed = [&](RowWork w) {
-    if (!even) w.weigh(format);
-    return w;
-  };
-  own = weighed(own);
+  int total = p.batch * task_units * p.tasks;
   if (!even) {
-    sum = units_of(own);
-    for (int b = lane + 32; b < p.batch; b += 32) sum += units_of(weighed(row_work_of(p, format, b, read)));
+    total = 0;
+#pragma unroll 1
+    for (int first = 0; first < p.batch; first += 32)
+      if (const int b = first + lane; b < p.batch) {
+        RowWork w = row_work_of(p, format, b, read);
+        w.weigh(format);
+        total += w.task_units();
+        if (first == 0) own = w;
+      }
+    total = __reduce_add_sync(0xffffffffu, total) * p.tasks;
   }
-  const Split split(__reduce_add_sync(0xffffffffu, sum), p.blocks, even);
+  const Split split(total, p.blocks, even);
   BlockRange r{split.begin(share), split.begin(share + 1), 0, -1, even, {}, share};
   if (r.begin >= r.end && !reports) return r;
   int before = 0;
+#pragma unroll 1
   for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
-    if (first > 0) own = first + lane < p.batch ? weighed(row_work_of(p, format, first + lane, read)) : RowWork{};
-    const int units = units_of(own), end = before + warp_scan(units, lane);
+    if (first > 0) {
+      own = {};
+      if (first + lane < p.batch) own = row_work_of(p, format, first + lane, read);
+      if (!even && first + lane < p.batch) own.weigh(format);
+    }
+    const int units = own.task_units() * p.tasks, end = before + warp_scan(units, lane);
     if (reports && first + lane < p.batch) p.row_begin[first + lane] = end - units;
     const unsigned holds = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
     if (holds) {
       const int owner = first_bit(holds);
       r.entry = first + owner;
-      r.entry_base = __shfl_sync(0xffffffffu, end - units, owner);
+      r.task_base = __shfl_sync(0xffffffffu, end - units, owner);
       r.work = broadcast(own, owner);
     }
     before = __shfl_sync(0xffffffffu, end, 31);
@@ -110,6 +133,12 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
     p.row_begin[p.batch] = split.total;
     p.row_begin[p.batch + 1] = even;
   }
+  if (r.begin >= r.end) return r;
+  const int units = r.work.task_units();
+  r.task = divide(r.begin - r.task_base, units);
+  r.task_base += r.task * units;
+  r.first = r.work.leaf_from(r.begin - r.task_base);
+  r.last = r.work.leaf_from(r.end - r.task_base);
   return r;
 }
 
@@ -129,25 +158,23 @@ __device__ __forceinline__ bool keep_range(const BlockRange& found, BlockRange& 
 // there may be none. Task.pass counts tasks of the KV head.
 template <KvFormat format, class Visit>
 __device__ __forceinline__ void each_segment(const DecodeParams& p, const BlockRange& range, const Visit& visit) {
-  const int tasks = p.cache.kv_heads * p.passes;
-  int base = range.entry_base;
-  for (int b = range.entry; b < p.batch && base < range.end; ++b) {
-    RowWork w = range.work;
-    if (b != range.entry) {
-      w = row_work_of(p, format, b, read);
-      if (!range.even) w.weigh(format);
+  int b = range.entry, task = range.task, base = range.task_base, first = range.first, last = range.last;
+  RowWork w = range.work;
+  while (true) {
+    const int kv_head = divide(task, p.by_passes);
+    if (first < last || range.ranks) visit(Task{b, kv_head, task - kv_head * p.passes}, w, first, last);
+    if (range.ranks) return;
+    base += w.task_units();
+    if (base >= range.end) return;
+    if (++task == p.tasks) {
+      task = 0;
+      do {   // entries that see nothing have no units
+        w = row_work_of(p, format, ++b, read);
+        if (!range.even) w.weigh(format);
+      } while (w.leaves == 0);
     }
-    const int units = w.task_units();
-    if (units == 0) continue;
-    for (int task = range.ranks ? range.task : range.begin > base ? divide(range.begin - base, units) : 0; task < tasks; ++task) {
-      const int task_base = base + task * units;
-      if (task_base >= range.end) return;
-      const int first = range.ranks ? range.first : w.leaf_from(range.begin - task_base);
-      const int last = range.ranks ? range.last : min(w.leaves, w.leaf_from(range.end - task_base));
-      const int kv_head = divide(task, p.passes);
-      if (first < last || range.ranks) visit(Task{b, kv_head, task - kv_head * p.passes}, w, first, last);
-    }
-    base += units * tasks;
+    first = 0;
+    last = w.leaf_from(range.end - base);
   }
 }
 

@@ -22,6 +22,7 @@
 // call, and so are divisions, some 25 instructions that wait for each other.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "core/hd.h"
@@ -50,6 +51,28 @@ ROOFTILE_HD constexpr int divide_up(int a, int b) {
   return b == 1 ? a : static_cast<int>((static_cast<unsigned>(a) + static_cast<unsigned>(b) - 1) / static_cast<unsigned>(b));
 }
 
+// What the host knows is divided by its rounded-up reciprocal: two instructions, exact for 0 <= a < 2^31
+// (Granlund and Montgomery 1994).
+struct Divisor {
+  int value = 1, shift = 0;
+  std::uint32_t reciprocal = 0;   // of 1: none
+  Divisor() = default;
+  explicit Divisor(int b) : value(b) {
+    if (b == 1) return;
+    const int bits = std::bit_width(static_cast<unsigned>(b) - 1);
+    shift = bits - 1;
+    reciprocal = static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + bits)) + static_cast<unsigned>(b) - 1) / static_cast<unsigned>(b));
+  }
+};
+ROOFTILE_HD inline int divide(int a, const Divisor& b) {
+#ifdef __CUDA_ARCH__
+  const std::uint32_t high = __umulhi(static_cast<std::uint32_t>(a), b.reciprocal);
+#else
+  const std::uint32_t high = static_cast<std::uint32_t>(std::uint64_t{static_cast<std::uint32_t>(a)} * b.reciprocal >> 32);
+#endif
+  return b.value == 1 ? a : static_cast<int>(high >> b.shift);
+}
+
 // Units of one leaf, from how many tokens the row shows; a multiple of 4, a tile for each of four warps. Few leaves, as each
 // ends with a merge that costs as much as 64 tokens and, of 4-bit codes, as twice as many; but enough of them for one row of
 // eight KV heads to fill a device.
@@ -62,6 +85,12 @@ ROOFTILE_HD constexpr int leaf_units(KvFormat format, int tokens) {
   constexpr unsigned most = max_leaves * tiles;
   const unsigned least = (static_cast<unsigned>(tokens) + most - 1) / most;
   return 4 * static_cast<int>(least > 8 ? least : 8);
+}
+
+// How many leaves of `units` so many units are; most leaves are a power of two.
+ROOFTILE_HD constexpr int leaves_of(int all, int units) {
+  if (units > 32) return divide_up(all, units);
+  return (all + units - 1) >> (units == 4 ? 2 : units == 8 ? 3 : units == 16 ? 4 : 5);
 }
 
 // What one batch entry has to do.
@@ -104,8 +133,8 @@ struct RowWork {
 };
 
 // length, count, raw_from as read; every one of them may be wrong.
-ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int row, int max_rows, int length, int count,
-                                    int tokens, int raw_from, std::int64_t window) {
+ROOFTILE_HD inline RowWork row_work(KvFormat format, int capacity, int row, int max_rows, int length, int count, int tokens, int raw_from,
+                                    int window) {
   RowWork w;
   w.row = row;
   w.length = length;
@@ -115,7 +144,7 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int 
   else if (count < 0 || count > tokens) w.fault = KvFault::count;
   if (w.fault != KvFault::none || length == 0 || count == 0) return w;
   const int first = length > count ? length - count : 0;   // position of the first query that can see anything
-  w.begin = window > 0 && first >= window ? (first + 1 - static_cast<int>(window)) & ~31 : 0;
+  w.begin = window > 0 && first >= window ? (first + 1 - window) & ~31 : 0;
   w.end = length;
   if (is_kivi(format)) {
     static_assert(kv_group == 32);
@@ -129,7 +158,7 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, std::int64_t capacity, int 
   }
   if (w.end < w.begin) w.end = w.begin;
   w.leaf_cost = w.units = leaf_units(format, w.end - w.begin);
-  w.leaves = divide_up(divide_up(w.end - w.begin, unit_tokens), w.units);
+  w.leaves = leaves_of(divide_up(w.end - w.begin, unit_tokens), w.units);
   if (w.leaves == 0 && w.raw) w.leaves = 1;
   return w;
 }

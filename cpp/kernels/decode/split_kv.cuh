@@ -101,9 +101,11 @@ class SplitKv {
       return range;
     }
     if (rank > 0) return range;
-    const int kv_head = divide(range.task, p.passes);
+    const int kv_head = divide(range.task, p.by_passes);
     if (w.fault == KvFault::none) {
-      write(ColumnResult<T>(p, {range.entry, kv_head, range.task - kv_head * p.passes}, w, threadIdx.x / column_threads, -INFINITY, 0.0f), {});
+      ColumnResult<T> to(p, {range.entry, kv_head, range.task - kv_head * p.passes}, w, threadIdx.x / column_threads);
+      to.finish(-INFINITY, 0.0f);
+      write(to, {});
     } else if (range.task == 0 && threadIdx.x == 0) {
       *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? range.entry : w.row);
     }
@@ -146,7 +148,10 @@ class SplitKv {
       return;
     }
     const Node<1, S> result = fold.finish();
-    if (shared.bad_segment != this_segment) write(ColumnResult<T>(p, task, w, column, result.m[0], result.l[0]), result.o);
+    if (shared.bad_segment == this_segment) return;
+    ColumnResult<T> to(p, task, w, column);
+    to.finish(result.m[0], result.l[0]);
+    write(to, result.o);
   }
   // The thread's values of its column.
   __device__ void write(const ColumnResult<T>& to, const float (&o)[S]) const {
@@ -212,55 +217,60 @@ class SplitKv {
     return node;
   }
 
+  __device__ void copy_queries(const Task& task, const RowWork& w) { copy_queries_async<T, D, 1, lanes>(p, task, w, part * 32 + lane, shared.queries(team)); }
+
   // leaf_end(leaf, elements_now): the warps' states are whole; whether they hold sums of elements, or of codes.
   template <class LeafEnd>
   __device__ void leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
     if (first >= last) return;
-    copy_queries_async<T, D, 1, lanes>(p, task, w, part * 32 + lane, shared.queries(team));
-    cute::cp_async_fence();
     const Visible see = visible(p, task, w, lane, false);
     if constexpr (elements) element_tiles(task, w, see, first, last, leaf_end);
     else code_tiles(task, w, see, first, last, leaf_end);
   }
 
-  // The team's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, `stages - 1` tiles ahead
-  // of compute(stage, token); both are left out for tiles behind the row's end. prepare() runs when the queries have come.
-  // behind(stage) may start other copies into stages, one a call, that no tile needs any more: `stages - 1` times at least.
-  template <class Issue, class Behind, class Prepare, class Compute, class LeafEnd>
-  __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Behind& behind, const Prepare& prepare,
-                           const Compute& compute, const LeafEnd& leaf_end) {
+  // The team's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, compute(stage, token) comes when
+  // they are there; both are left out for tiles behind the row's end. A stage is filled again when its tile has been read. queries()
+  // starts their copies behind the first tile's, prepare() runs when they have come.
+  // behind(stage) may start other copies into stages, one a call, that no tile needs any more: `stages` times at least.
+  template <class Issue, class Behind, class Queries, class Prepare, class Compute, class LeafEnd>
+  __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Behind& behind, const Queries& queries,
+                           const Prepare& prepare, const Compute& compute, const LeafEnd& leaf_end) {
     constexpr int stride = teams * tile_tokens;   // from a tile of this team to its next
     const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens);
     const RowPages<format> row(p.cache, w, page_shift);
     const auto next_stage = [](int stage) { return stage + 1 < Config::stages ? stage + 1 : 0; };
-    int token = w.begin + first * leaf_tokens + team * tile_tokens, ahead = token, filled = 0, used = 0;
+    int token = w.begin + first * leaf_tokens + team * tile_tokens, ahead = token, used = 0;
     Pages pages{0, 0};
     if (ahead < stop) pages = row.look_up(ahead);
-    const auto start = [&] {   // always one group of copies, maybe empty
+    const auto fill = [&](int stage) {   // always one group of copies, maybe empty
       if (ahead < stop) {
         const Pages now = pages;
         if (ahead + stride < stop) pages = row.look_up(ahead + stride);
-        if (row.are_pages(now)) issue(shared.ring[team][filled], ahead, now);
+        if (row.are_pages(now)) issue(shared.ring[team][stage], ahead, now);
         else shared.bad_segment = this_segment;   // the row is left alone
       } else {
-        behind(filled);
+        behind(stage);
       }
       cute::cp_async_fence();
       ahead += stride;
-      filled = next_stage(filled);
     };
-#pragma unroll
-    for (int i = 0; i < Config::stages - 1; ++i) start();
+#pragma unroll 1
+    for (int stage = 0; stage < Config::stages; ++stage) {
+      fill(stage);
+      if (stage > 0) continue;
+      queries();
+      cute::cp_async_fence();
+    }
     cute::cp_async_wait<Config::stages - 1>();
     sync();   // the queries have come, from all threads
     prepare();
     for (int leaf = first; leaf < last; ++leaf) {
       for (int left = leaf_tokens / stride; left > 0; --left) {
-        sync();   // every thread has read the stage that is filled next
-        start();
         cute::cp_async_wait<Config::stages - 1>();
         sync();   // this tile has come, from all threads
         if (token < w.end) compute(shared.ring[team][used], token);
+        sync();   // every thread has read it
+        fill(used);
         token += stride;
         used = next_stage(used);
       }
@@ -287,7 +297,7 @@ class SplitKv {
           if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
           else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
-        [](int) {}, [&] { load_query_fragments<T, D>(shared.queries(team), lane, q[0]); },
+        [](int) {}, [&] { copy_queries(task, w); }, [&] { load_query_fragments<T, D>(shared.queries(team), lane, q[0]); },
         [&](const ElementTile<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); },
         [&](int leaf) { leaf_end(leaf, true); });
   }
@@ -324,6 +334,7 @@ class SplitKv {
           if constexpr (is_kivi(format))
             if (raw.halves < 2) start_raw(raw, task, w, stage);
         },
+        [&] { copy_queries(task, w); },
         [&] {
           q[0].template load<T>(shared.queries(team), lane);
           factor[0][0] = factor_of(p, q[0].unit[0]);
@@ -406,6 +417,7 @@ class SplitKv {
 template <class Config>
 __global__ __launch_bounds__(32 * Config::warps, Config::blocks_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
+  fetch_ahead(p);
   tile::wait_for_previous_kernel();
   tile::let_next_kernel_start();   // behind the wait: the combine counts on what this kernel found
   SplitKv<Config>(p, *reinterpret_cast<DecodeShared<Config>*>(bytes)).run();

@@ -118,7 +118,8 @@ class StepKv {
     const LeafNode result = fold.finish();
     if (bad()) return;
     each_column([&](int n, int j, int column) {
-      const ColumnResult<T> to(p, task, w, column, result.m[2 * n + j], result.l[2 * n + j]);
+      ColumnResult<T> to(p, task, w, column);
+      to.finish(result.m[2 * n + j], result.l[2 * n + j]);
       each_value(result, n, j, [&](int d, float o) {
         const float one[1] = {o};
         to.write(d, one);
@@ -188,8 +189,6 @@ class StepKv {
   // leaf_end(leaf, raw): the block's state is whole.
   template <class LeafEnd>
   __device__ void leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
-    copy_queries_async<T, D, N, Of::threads>(p, task, w, threadIdx.x, shared.queries(0));
-    cute::cp_async_fence();
     Visible see[N];
     look(task, w, false, see);
     if constexpr (elements) element_tiles(task, w, see, first, last, leaf_end);
@@ -216,15 +215,15 @@ class StepKv {
   // The steps of leaves [first, last). A stage's keys are filled again as soon as all warps have the step's weights, its values
   // when they have been multiplied: keys(tile, token, pages) and values(...) start the copies of the warp's tile, of no token where
   // it lies behind the end; behind(stage) runs once, when a stage is free that no step needs. prepare() runs when the queries
-  // have come. compute(stage, token, met): token is the step's first; met(), called by all threads, passes the barrier at which all
-  // weights have been written and the values have come, and says whether any thread had met(true).
+  // have come. compute(stage, token, arrived, refill): token is the step's first; arrived() waits for the thread's copies of values, and
+  // refill(), behind the barrier that makes them all threads' and the weights too, fills the keys again.
   struct Ahead {
     int token;             // of the warp's next tile to copy
     Pages next, now;       // of that tile, and of the one whose keys have been started
     bool there;            // that one's pages are pages
   };
   template <class Keys, class Values, class Behind, class Prepare, class Compute, class LeafEnd>
-  __device__ void pipeline(const RowWork& w, int first, int last, const Keys& keys, const Values& values, const Behind& behind,
+  __device__ void pipeline(const Task& task, const RowWork& w, int first, int last, const Keys& keys, const Values& values, const Behind& behind,
                            const Prepare& prepare, const Compute& compute, const LeafEnd& leaf_end) {
     constexpr int pending = 2 * (Config::stages - 1);   // groups of copies that nobody waits for yet
     const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens), own = warp * tile_tokens;
@@ -252,13 +251,14 @@ class StepKv {
       ahead.token += step_tokens;
       cute::cp_async_fence();
     };
-#pragma unroll
-    for (int i = 0; i < Config::stages - 1; ++i) {
+#pragma unroll 1
+    for (int i = 0; i < Config::stages; ++i) {
       start_keys(i);
+      if (i + 1 == Config::stages) break;
+      if (i == 0) copy_queries_async<T, D, N, Of::threads>(p, task, w, threadIdx.x, shared.queries(0));   // of the first values' group
       start_values(i);
     }
-    start_keys(Config::stages - 1);
-    cute::cp_async_wait<pending + 1>();
+    cute::cp_async_wait<pending - 1>();
     __syncthreads();   // the queries have come, from all threads
     prepare();
     for (int leaf = first; leaf < last; ++leaf) {
@@ -266,12 +266,7 @@ class StepKv {
         cute::cp_async_wait<pending>();
         __syncthreads();   // these keys have come, from all threads; every warp has read the last step's values and weights
         start_values(used + Config::stages - 1 < Config::stages ? used + Config::stages - 1 : used - 1);
-        compute(shared.ring[used], token, [&](bool mine) {
-          cute::cp_async_wait<pending>();
-          const bool any = __syncthreads_or(mine);   // all weights are there, and these values; the keys have been read
-          start_keys(used);
-          return any;
-        });
+        compute(shared.ring[used], token, [] { cute::cp_async_wait<pending>(); }, [&] { start_keys(used); });
         used = next_stage(used);
       }
       leaf_end(leaf);
@@ -333,24 +328,26 @@ class StepKv {
     }
   }
 
-  // Weights of a step, from its logits: put(sum, shift) writes the lane's own and adds them up, met(mine) as in pipeline. Behind it
-  // all weights are there. Weights of up to 2^slack are left as they are: their sum says whether one may be larger. Where there is no
-  // maximum yet a weight may be 0 and the largest nevertheless.
-  template <int M, class Put, class Met, class Rescale>
-  __device__ void weigh(const float (&s)[N][M][4], std::uint32_t top_scale, bool more, const Put& put, const Met& met, const Rescale& rescale) {
-    float sum[N][2] = {}, shift[N][2] = {};
-    put(sum, shift);
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) more |= state.m[n][j] == -INFINITY ? largest(s[n], j) > -INFINITY : sum[n][j] > most_weight;
-    if (met(more)) {
-      follow(s, top_scale, rescale);
+  // Weights of a step, from its logits: put(sum, shift) writes the lane's own and adds them up. Behind it all weights are there, and
+  // what arrived() waits for. Weights of up to 2^slack are left as they are: their sum says whether one may be larger. Where there is no
+  // maximum yet a weight may be 0 and the largest nevertheless; a leaf's first step finds the maxima before any weight.
+  template <int M, class Put, class Arrived, class Rescale>
+  __device__ void weigh(const float (&s)[N][M][4], std::uint32_t top_scale, bool more, const Put& put, const Arrived& arrived, const Rescale& rescale) {
+    float sum[N][2], shift[N][2];
+    arrived();
+#pragma unroll 1
+    for (bool follows = state.empty;; follows = true) {
+      if (follows) follow(s, top_scale, rescale);
 #pragma unroll
       for (int n = 0; n < N; ++n) sum[n][0] = sum[n][1] = shift[n][0] = shift[n][1] = 0.0f;
       put(sum, shift);
-      __syncthreads();   // all weights are there again
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) more |= state.m[n][j] == -INFINITY ? largest(s[n], j) > -INFINITY : sum[n][j] > most_weight;
+      if (!__syncthreads_or(more && !follows)) break;   // all weights are there; is one too large?
     }
+    state.empty = false;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -375,13 +372,13 @@ class StepKv {
     const auto rows_of = [&](const KvCacheView::Plane& plane, std::int64_t head, int token, const Pages& at) {
       return plane.codes + at.first * plane.page_stride + head + (token & (c.page_size - 1)) * plane.token_stride;
     };
-    pipeline(w, first, last,
+    pipeline(task, w, first, last,
         [&](ElementTile<T, D>& tile, int token, const Pages& at) { copy(tile.k, rows_of(c.k, k_head, token, at), c.k.token_stride, token); },
         [&](ElementTile<T, D>& tile, int token, const Pages& at) { copy(tile.v, rows_of(c.v, v_head, token, at), c.v.token_stride, token); },
         [](int) {}, [&] { load_queries(q); },
-        [&](const ElementTile<T, D>* tiles, int token, const auto& met) {
-          element_step([&](int i) { return tiles[i].k; }, [&](int i) { return tiles[i].v; }, std::integral_constant<int, warps>(), q, see, token, state.o, met,
-                       [](int, const float (&)[2]) {});
+        [&](const ElementTile<T, D>* tiles, int token, const auto& arrived, const auto& refill) {
+          element_step([&](int i) { return tiles[i].k; }, [&](int i) { return tiles[i].v; }, std::integral_constant<int, warps>(), q, see, token, state.o, arrived,
+                       refill, [](int, const float (&)[2]) {});
         },
         [&](int leaf) { leaf_end(leaf, no_raw); });
   }
@@ -392,9 +389,9 @@ class StepKv {
 
   // A step of 16-bit rows, `tiles` of 16 tokens from `token` on. keys, values: where tile i lies; rows that no column sees are
   // zeros.
-  template <class Keys, class Values, class Tiles, class Met, class Rescale>
+  template <class Keys, class Values, class Tiles, class Arrived, class Refill, class Rescale>
   __device__ void element_step(const Keys& keys, const Values& values, Tiles tiles, const tile::FragmentB (&q)[N][D / 16], const Visible (&see)[N], int token,
-                               float (&o)[N * C][4], const Met& met, const Rescale& rescale) {
+                               float (&o)[N * C][4], const Arrived& arrived, const Refill& refill, const Rescale& rescale) {
     const int own = token + 16 * warp;
     float s[N][1][4];
     if (tiles == warps || warp < tiles) {
@@ -424,7 +421,8 @@ class StepKv {
         }
         put_weights(shared.weights(n) + 16 * warp * columns, weight, lane);
       }
-    }, met, rescale);
+    }, arrived, rescale);
+    refill();
 #pragma unroll
     for (int at = 0; at < warps; at += 2) {
       if (tiles < warps && at >= tiles) break;
@@ -458,7 +456,7 @@ class StepKv {
     float factor[N][2];
     const CodeSource<format, D> source(c, task.kv_head, lane);
     RawTiles raw(w, last == w.leaves);
-    pipeline(w, first, last,
+    pipeline(task, w, first, last,
         [&](Tile& tile, int token, const Pages& at) {
           if (token < w.end) tile.template copy_keys_async<32>(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), lane);
         },
@@ -477,7 +475,7 @@ class StepKv {
             factor[n][1] = factor_of(p, q[n].unit[1]);
           }
         },
-        [&](const Tile* tiles, int token, const auto& met) { code_step(tiles, q, factor, see, token, met); },
+        [&](const Tile* tiles, int token, const auto& arrived, const auto& refill) { code_step(tiles, q, factor, see, token, arrived, refill); },
         [&](int leaf) {
           float raw_o[N * C][4] = {};
           if constexpr (is_kivi(format))
@@ -487,9 +485,9 @@ class StepKv {
   }
 
   // A step of codes, `warps` tiles of 32 tokens from `token` on. Where a tile lies behind the row's end its codes are any, its weights 0.
-  template <class Met>
+  template <class Arrived, class Refill>
   __device__ void code_step(const CodeStage<format, D>* tiles, const CodeQueries<format, D> (&q)[N], const float (&factor)[N][2], const Visible (&see)[N],
-                            int token, const Met& met) {
+                            int token, const Arrived& arrived, const Refill& refill) {
     const int own = token + 32 * warp;
     const CodeStage<format, D>& own_tile = tiles[warp];
     const bool all = all_see(see, own, 32);
@@ -532,7 +530,8 @@ class StepKv {
       };
       if (all) put(std::true_type());
       else put(std::false_type());
-    }, met, [](int, const float (&)[2]) {});
+    }, arrived, [](int, const float (&)[2]) {});
+    refill();
     const auto weights_of = [&](int tile, tile::FragmentB (&weights)[2][N]) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -602,7 +601,7 @@ class StepKv {
       cute::cp_async_wait<0>();
       __syncthreads();   // they have come, from all threads; nobody reads weights
       element_step([&](int i) { return raw_rows(raw.stage, i, 0); }, [&](int i) { return raw_rows(raw.stage, i, 1); }, std::integral_constant<int, raw_tiles>(), q, see,
-                   token, o, [](bool mine) { return __syncthreads_or(mine) != 0; },
+                   token, o, [] {}, [] {},
                    [&](int n, const float (&factor)[2]) {
 #pragma unroll
                      for (int i = 0; i < C; ++i)
@@ -622,6 +621,7 @@ class StepKv {
 template <class Config>
 __global__ __launch_bounds__(Shares<Config>::threads, Config::blocks_per_sm) void step_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
+  fetch_ahead(p);
   tile::wait_for_previous_kernel();
   tile::let_next_kernel_start();   // behind the wait: the combine counts on what this kernel found
   StepKv<Config>(p, *reinterpret_cast<StepShared<Config>*>(bytes)).run();
