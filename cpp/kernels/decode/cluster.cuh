@@ -47,11 +47,11 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task&
     for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = kept.o[leaf][at + column * column_threads];
 #pragma unroll
     for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = leaf < w.leaves ? o[leaf] : 0.0f;
-    __syncwarp();   // the last column's weights have been read
-    if (!leaves.weigh(memory, [](int) { return 0; })) break;
+    __syncwarp();   // the last column's factors have been read
+    if (!leaves.weigh(memory)) break;
     const float value[1] = {Leaves::value(memory, o)};
     if (thread < D) {
-      result.finish(Leaves::m(memory), Leaves::l(memory));
+      result.finish(leaves.m(), leaves.l());
       result.write(thread, value);
       if (thread == 0) result.write_lse();
     }

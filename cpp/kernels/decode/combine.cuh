@@ -19,7 +19,7 @@ namespace rooftile::gpu {
 template <int D>
 struct CombineMemory {
   TreeMemory tree[D / 32];   // a warp each
-  int node[max_leaves], level[max_leaves];   // that starts at a leaf, -1: none does
+  int node[max_leaves];    // that starts at a leaf, -1: none does
 };
 
 // The column's result over at most N leaves. False: a page was none, and split_kv has said so.
@@ -34,9 +34,9 @@ __device__ __forceinline__ bool merge_nodes(const DecodeParams& p, CombineMemory
   float o[N];
 #pragma unroll
   for (int leaf = 0; leaf < N; ++leaf) o[leaf] = memory.node[leaf] < 0 ? 0.0f : p.node_o[std::int64_t{memory.node[leaf]} * D + threadIdx.x];
-  if (!nodes.weigh(tree, [&](int leaf) { return memory.level[leaf]; })) return false;
-  m = Nodes::m(tree);
-  l = Nodes::l(tree);
+  if (!nodes.weigh(tree)) return false;
+  m = nodes.m();
+  l = nodes.l();
   value = Nodes::value(tree, o);
   return true;
 }
@@ -94,10 +94,6 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   }
   const RowWork& w = entry.work;
   const int leaves = w.leaves, ranks = ranks_of(entry.even, w.task_units(), p.ranks);
-  const Split split(entry.total, p.blocks, entry.even);
-  const int base = entry.before + task_in_row * w.task_units(), first_share = of_all * ranks;
-  const auto share_of = [&](int leaf) { return ranks ? first_share + w.rank_of_leaf(leaf, ranks) : split.owner(base + w.leaf_begin(leaf)); };
-  const bool merges = leaves > 0 && share_of(0) != share_of(leaves - 1);   // else one block had it all
   ColumnResult<T> result(p, task, w, column);
   const auto write = [&](float m, float l, float value) {
     const float o[1] = {value};
@@ -105,27 +101,30 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     result.write(thread, o);
     if (thread == 0) result.write_lse();
   };
-  if (!merges) {
+  // The run of leaves, some block's, that the thread's leaf lies in.
+  const int leaf = min(thread, leaves - 1);
+  int share = 0, at = 0, end = leaves;
+  if (leaves > 0 && ranks) {
+    const int rank = w.rank_of_leaf(leaf, ranks);
+    share = of_all * ranks + rank;
+    at = w.leaf_of_rank(rank, ranks);
+    end = w.leaf_of_rank(rank + 1, ranks);
+  } else if (leaves > 0) {
+    const Split split(entry.total, p.blocks, entry.even);
+    const int base = entry.before + task_in_row * w.task_units();
+    share = split.owner(base + w.leaf_begin(leaf));
+    at = w.leaf_from(split.begin(share) - base);
+    end = w.leaf_from(split.begin(share + 1) - base);
+  }
+  if (at == 0 && end == leaves) {   // one block had it all, or there is nothing
     if (leaves == 0 && w.fault == KvFault::none) write(-INFINITY, 0.0f, 0.0f);
     if (counts && blockIdx.x == 0) tile::wait_for_previous_kernel();
     return;
   }
-  for (int leaf = thread; leaf < max_leaves; leaf += D) {
-    int at = 0, slot = 0, level = -1;
-    if (leaf < leaves) {
-      const int share = share_of(leaf);
-      const int end = ranks ? w.leaf_of_rank(share - first_share + 1, ranks) : min(leaves, w.leaf_from(split.begin(share + 1) - base));
-      at = ranks ? w.leaf_of_rank(share - first_share, ranks) : w.leaf_from(split.begin(share) - base);
-      slot = share * slots_per_block + (at > 0 ? 0 : slots_inside);
-      level = node_level(at, end);
-      for (; at < leaf; ++slot) {
-        at += 1 << level;
-        level = at < end ? node_level(at, end) : 0;
-      }
-      if (at != leaf) level = -1;
-    }
-    memory.level[leaf] = level;
-    memory.node[leaf] = level < 0 ? -1 : slot * p.columns + column;
+  if (thread < max_leaves) {
+    int slot = share * slots_per_block + (at > 0 ? 0 : slots_inside);
+    for (; at < leaf; ++slot) at += 1 << node_level(at, end);
+    memory.node[thread] = thread < leaves && at == leaf ? slot * p.columns + column : -1;
   }
   __syncthreads();   // the places of the nodes are known
   if (counts) tile::wait_for_previous_kernel();

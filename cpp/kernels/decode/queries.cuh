@@ -108,7 +108,8 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
   const auto from = [&](const Column& c) { return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0); };
   if (p.vector_queries) {
 #pragma unroll
-    for (int i = 0; i < N * D / Lanes; ++i) {
+    for (int i = 0; i < (N * D + Lanes - 1) / Lanes; ++i) {
+      if (N * D % Lanes != 0 && i * Lanes + lane >= N * D) break;
       int column, d0;
       place(i * Lanes + lane, column, d0);
       const Column c = column_of(p, task, w, column);

@@ -189,9 +189,15 @@ ROOFTILE_HD constexpr int ranks_of(bool even, int task_units, int if_even) {
 // Level of the node that starts the canonical decomposition of leaves [at, end), at < end: as large as `at` is round and
 // as the run is long.
 ROOFTILE_HD inline int node_level(int at, int end) {
-  int level = 0;
-  while (level + 1 < fold_levels && (at & ((2 << level) - 1)) == 0 && at + (2 << level) <= end) ++level;
-  return level;
+  const auto log2 = [](int x) {
+#ifdef __CUDA_ARCH__
+    return 31 - __clz(x);
+#else
+    return std::bit_width(static_cast<unsigned>(x)) - 1;
+#endif
+  };
+  const int long_enough = log2(end - at), round = at == 0 ? fold_levels - 1 : log2(at & -at);
+  return long_enough < round ? long_enough : round;
 }
 
 }  // namespace rooftile::gpu

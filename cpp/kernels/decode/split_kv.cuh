@@ -39,10 +39,13 @@ struct DecodeShared {
   int bad_segment;                                  // the last one that met a page that is none
   // Query columns that are needed until the task ends: raw keys meet them after codes.
   static constexpr bool needs_queries = is_kivi(Config::format);
-  alignas(16) typename Config::T raw_queries[teams][needs_queries ? columns * D : 1];
+  alignas(16) typename Config::T raw_queries[needs_queries ? columns * D : 8];
+  // A team that has two raw tiles has four halves of them.
+  static constexpr bool pairs_raw = is_kivi(Config::format) && Config::team == 1;
+  alignas(16) typename Config::T raw_half[pairs_raw && Config::stages < 4 ? 16 * D : 8];
 
-  // A team's memory in other uses: query columns before its next state is written; 16-bit keys or values in a stage.
-  __device__ typename Config::T* queries(int team) { return needs_queries ? raw_queries[team] : reinterpret_cast<typename Config::T*>(&o[team][0][0]); }
+  // Memory in other uses: query columns before the next states are written; 16-bit keys or values in a stage.
+  __device__ typename Config::T* queries() { return needs_queries ? raw_queries : reinterpret_cast<typename Config::T*>(&o[0][0][0]); }
   __device__ typename Config::T* raw(int team, int stage) {
     static_assert(sizeof(ring[0][0]) >= 16 * D * sizeof(typename Config::T));
     return reinterpret_cast<typename Config::T*>(&ring[team][stage]);
@@ -217,7 +220,7 @@ class SplitKv {
     return node;
   }
 
-  __device__ void copy_queries(const Task& task, const RowWork& w) { copy_queries_async<T, D, 1, lanes>(p, task, w, part * 32 + lane, shared.queries(team)); }
+  __device__ void copy_queries(const Task& task, const RowWork& w) { copy_queries_async<T, D, 1, threads>(p, task, w, threadIdx.x, shared.queries()); }
 
   // leaf_end(leaf, elements_now): the warps' states are whole; whether they hold sums of elements, or of codes.
   template <class LeafEnd>
@@ -262,7 +265,7 @@ class SplitKv {
       cute::cp_async_fence();
     }
     cute::cp_async_wait<Config::stages - 1>();
-    sync();   // the queries have come, from all threads
+    __syncthreads();   // the queries have come, from all threads
     prepare();
     for (int leaf = first; leaf < last; ++leaf) {
       for (int left = leaf_tokens / stride; left > 0; --left) {
@@ -297,7 +300,7 @@ class SplitKv {
           if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
           else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
-        [](int) {}, [&] { copy_queries(task, w); }, [&] { load_query_fragments<T, D>(shared.queries(team), lane, q[0]); },
+        [](int) {}, [&] { copy_queries(task, w); }, [&] { load_query_fragments<T, D>(shared.queries(), lane, q[0]); },
         [&](const ElementTile<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); },
         [&](int leaf) { leaf_end(leaf, true); });
   }
@@ -323,7 +326,7 @@ class SplitKv {
     CodeQueries<format, D> q[1];
     float factor[1][2];
     const CodeSource<format, D> source(c, task.kv_head, part * 32 + lane);
-    RawTile raw(p, task, w, team, last == w.leaves);
+    RawTile raw(w, team, last == w.leaves);
     pipeline(w, first, last,
         [&](Stage& stage, int token, const Pages& at) {
           const std::int64_t first = at.first * c.k.page_stride, second = at.second * c.k.page_stride;
@@ -332,11 +335,15 @@ class SplitKv {
         },
         [&](int stage) {
           if constexpr (is_kivi(format))
-            if (raw.halves < 2) start_raw(raw, task, w, stage);
+            if (raw.started < raw.halves) start_raw(raw, task, w, stage);
         },
-        [&] { copy_queries(task, w); },
         [&] {
-          q[0].template load<T>(shared.queries(team), lane);
+          copy_queries(task, w);
+          if constexpr (is_kivi(format))
+            if (raw.halves > Config::stages) copy_raw(raw, task, w, 3);
+        },
+        [&] {
+          q[0].template load<T>(shared.queries(), lane);
           factor[0][0] = factor_of(p, q[0].unit[0]);
           factor[0][1] = factor_of(p, q[0].unit[1]);
         },
@@ -363,44 +370,56 @@ class SplitKv {
   }
 
   // The raw tokens of a kivi row, 64 at most, are tiles of 16 at the end of its last leaf: of the teams in turn, from the one
-  // whose turn it would be to take one more tile of codes.
+  // whose turn it would be to take one more tile of codes. That one takes two at once where it has a tile of codes less than others.
   struct RawTile {
     bool there;         // the run ends with raw tokens
-    int token;          // first of the team's own tile
-    int halves = 0;     // of it that have been started: its keys, its values
-    int k_stage = 0, v_stage = 0;
-    __device__ RawTile(const DecodeParams& p, const Task& task, const RowWork& w, int team, bool ends) : there(is_kivi(format) && ends && w.raw) {
-      const int tiles = (w.end - w.begin) / tile_tokens;
-      token = (max(w.length - w.count, 0) & ~(kv_group - 1)) + (team - tiles & teams - 1) * 16;
-      if (!there || token >= w.length) halves = 2;
+    int token;          // first of the team's own tiles
+    int halves = 0;     // of them: keys, values, and of a second one
+    int started = 0;    // of those, in stages, one after another
+    int stage = 0;      // of the first
+    __device__ RawTile(const RowWork& w, int team, bool ends) : there(is_kivi(format) && ends && w.raw) {
+      const int first = max(w.length - w.count, 0) & ~(kv_group - 1), tiles = (w.end - w.begin) / tile_tokens, turn = team - tiles & teams - 1;
+      const bool pairs = DecodeShared<Config>::pairs_raw && (tiles & teams - 1) != 0 && w.length - first > 16 && w.length - first <= 32;
+      token = first + turn * 16;
+      if (there && token < w.length) halves = !pairs ? 2 : turn == 0 ? 4 : 0;
     }
   };
-  __device__ void start_raw(RawTile& raw, const Task& task, const RowWork& w, int stage) const {
+  __device__ T* raw_half(const RawTile& raw, int half) const {
+    return DecodeShared<Config>::pairs_raw && half >= Config::stages ? shared.raw_half : shared.raw(team, (raw.stage + half) % Config::stages);
+  }
+  __device__ void copy_raw(const RawTile& raw, const Task& task, const RowWork& w, int half) const {
     const KvCacheView& c = p.cache;
     const Visible see = visible(p, task, w, lane, true);
-    const std::int64_t row = ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + raw.token % c.ring_size) * (D * sizeof(T));
-    copy_rows_async<T, D, lanes>(shared.raw(team, stage), part * 32 + lane, (raw.halves == 0 ? c.ring_k : c.ring_v) + row, D * sizeof(T),
-                          [&](int i) { return raw.token + i >= see.outer_begin && raw.token + i < see.outer_end; });
-    (raw.halves == 0 ? raw.k_stage : raw.v_stage) = stage;
-    ++raw.halves;
+    const int token = raw.token + half / 2 * 16;
+    const std::int64_t row = ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + token % c.ring_size) * (D * sizeof(T));
+    copy_rows_async<T, D, lanes>(raw_half(raw, half), part * 32 + lane, (half % 2 == 0 ? c.ring_k : c.ring_v) + row, D * sizeof(T),
+                          [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
+  }
+  __device__ void start_raw(RawTile& raw, const Task& task, const RowWork& w, int stage) const {
+    if (raw.started == 0) raw.stage = stage;
+    if (raw.started < Config::stages) copy_raw(raw, task, w, raw.started);
+    ++raw.started;
   }
   __device__ void raw_tiles(RawTile& raw, const Task& task, const RowWork& w) {
     cute::cp_async_wait<0>();
     sync();   // its own has come, from all threads
     state.template become_elements<T>();
-    if (raw.token >= w.length) return;
+    if (raw.halves == 0) return;
     tile::FragmentB q[1][D / 16];
-    load_query_fragments<T, D>(shared.queries(team), lane, q[0]);
+    load_query_fragments<T, D>(shared.queries(), lane, q[0]);
     const float factor[2] = {factor_of(p, 1.0f), factor_of(p, 1.0f)};
     const Visible see = visible(p, task, w, lane, true);
-    while (true) {
-      element_tile(shared.raw(team, raw.k_stage), shared.raw(team, raw.v_stage), q, factor, see, raw.token);
+#pragma unroll 1
+    for (int half = 0;;) {
+      element_tile(raw_half(raw, half), raw_half(raw, half + 1), q, factor, see, raw.token + half / 2 * 16);
+      half += 2;
+      if (half < raw.halves) continue;
       raw.token += 16 * teams;
       if (teams * 16 >= kv_ring || raw.token >= w.length) break;
       sync();   // it has been read
-      raw.halves = 0;
-      start_raw(raw, task, w, raw.k_stage);
-      start_raw(raw, task, w, raw.v_stage);
+      half = 0;
+      copy_raw(raw, task, w, 0);
+      copy_raw(raw, task, w, 1);
       cute::cp_async_fence();
       cute::cp_async_wait<0>();
       sync();   // the next has come, from all threads
