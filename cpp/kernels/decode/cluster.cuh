@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a task that a cluster of blocks has computed: every block kept the states of its leaves in its shared
-// memory; now the blocks take the columns in turn and merge them by tree.cuh. No second launch.
-// Latency is the roof: a barrier of the cluster, then (m, l) and values at once from the other blocks' shared memory.
+// The end of a task that a cluster of blocks has computed: the blocks have the task's columns in turn, each block writes the states of
+// its leaves to the blocks that have the columns, and these merge them by tree.cuh. No second launch.
+// Latency is the roof: one barrier of the cluster; what is read behind it lies in the block's own shared memory.
 #pragma once
 
 #include "kernels/decode/fold.cuh"
@@ -11,42 +11,34 @@
 
 namespace rooftile::gpu {
 
-// Where the state of a task's leaf begins in the cluster's shared memory; behind the last leaf, its.
-struct KeptLeaves {
-  const float *o[cluster_leaves], *m[cluster_leaves], *l[cluster_leaves];
+// The states of a block's columns, of every leaf of the task.
+template <int D>
+struct ClusterStates {
+  alignas(16) float o[cluster_slots * columns][D];
+  float2 ml[cluster_slots * columns];   // l below 0: a page was none
 };
-// Of leaf `at`. Memory: the block's FoldMemory, filled by Fold::keep. Known before there are any states.
-template <class Memory>
-__device__ __forceinline__ void find_leaf(KeptLeaves& kept, Memory& own, int at, int owner, int slot) {
-  const Memory* memory = tile::in_block(&own, owner);
-  kept.o[at] = memory->o[slot][0];
-  kept.m[at] = memory->m[slot][0];
-  kept.l[at] = memory->l[slot][0];
+// Which block of a cluster has a column, and where it has the state of a leaf.
+__device__ __forceinline__ int block_of_column(const DecodeParams& p, int column) { return column & (p.cluster - 1); }
+__device__ __forceinline__ int cluster_slot(const DecodeParams& p, int leaf, int column) {
+  const int shift = first_bit(p.cluster);
+  return (leaf * columns >> shift) + (column >> shift);
 }
 
-// All threads. keeps: the block has kept leaves. free: shared memory that no warp uses any more, a part of each warp.
+// All threads, once the block's states are on their way. free: shared memory that no warp uses any more, a part of each warp.
 template <class T, int D, int Threads>
-__device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task& task, const RowWork& w, int rank, bool keeps, const KeptLeaves& kept, TreeMemory* free) {
+__device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task& task, const RowWork& w, int rank, const ClusterStates<D>& states, TreeMemory* free) {
   static_assert(D <= Threads, "a thread a value");
   using Leaves = Tree<cluster_leaves>;
-  constexpr int column_threads = Threads / columns, N = piece_values<D>, apart = N * column_threads;
-  const int thread = threadIdx.x, used = min(columns, p.q_per_kv * p.tokens - task.pass * columns);
+  const int thread = threadIdx.x, d = min(thread, D - 1), used = min(columns, p.q_per_kv * p.tokens - task.pass * columns);
   TreeMemory& memory = free[thread / 32];
-  const int d = min(thread, D - 1), at = (d / apart * N + d % N) * Threads + d % apart / N;   // as the threads of segment() share column 0
   ColumnResult<T> result(p, task, w, rank);
-  tile::sync_cluster();   // every block has kept its leaves
+  tile::sync_cluster();   // all states have come
   for (int column = rank; column < used; column += p.cluster) {
     if (column != rank) result = ColumnResult<T>(p, task, w, column);
-    // Nothing is skipped, so that all loads are on the way together: what is behind the last leaf is read and not used.
-    Leaves leaves([&](int leaf) {
-      const float m = kept.m[leaf][column], l = kept.l[leaf][column];
-      return leaf < w.leaves ? make_float2(m, l) : make_float2(-INFINITY, 0.0f);
-    });
+    Leaves leaves([&](int leaf) { return leaf < w.leaves ? states.ml[cluster_slot(p, leaf, column)] : make_float2(-INFINITY, 0.0f); });
     float o[cluster_leaves];
 #pragma unroll
-    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = kept.o[leaf][at + column * column_threads];
-#pragma unroll
-    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = leaf < w.leaves ? o[leaf] : 0.0f;
+    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = leaf < w.leaves ? states.o[cluster_slot(p, leaf, column)][d] : 0.0f;
     __syncwarp();   // the last column's factors have been read
     if (!leaves.weigh(memory)) break;
     const float value[1] = {Leaves::value(memory, o)};
@@ -56,9 +48,6 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task&
       if (thread == 0) result.write_lse();
     }
   }
-  if (!keeps) return;   // nobody reads from here
-  tile::arrive_at_cluster();
-  tile::wait_for_cluster();
 }
 
 }  // namespace rooftile::gpu

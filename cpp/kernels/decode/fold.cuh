@@ -76,15 +76,6 @@ class Fold {
     __syncwarp();
   }
 
-  // Instead of push: the run's node number `slot`, below Near, stays as it is, with an l of its own, for the blocks of the cluster to read.
-  __device__ void keep(const Node<K, S>& node, float l, int slot) {
-    static_assert(K == 1);
-    memory_.m[slot][0][place_] = node.m[0];
-    memory_.l[slot][0][place_] = l;
-#pragma unroll
-    for (int i = 0; i < S; ++i) memory_.o[slot][i][thread_] = node.o[i];
-  }
-
   // The run ends inside its task: what waits, in order.
   template <class Emit>
   __device__ void flush(const Emit& emit) {

@@ -91,6 +91,12 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
   return v;
 }
 
+// Bytes from a kivi cache's ring of raw tokens, of K or of V, to where it keeps `token` of a row.
+template <class T, int D>
+__device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const Task& task, const RowWork& w, int token) {
+  return ((std::int64_t{w.row} * p.cache.kv_heads + task.kv_head) * kv_ring + token % kv_ring) * (D * sizeof(T));
+}
+
 // [tokens or columns][D] 16-bit elements in shared memory, 16-byte pieces of a row exchanged by the row's low bits: no bank
 // conflicts. Where element d of a row lies.
 template <int D>

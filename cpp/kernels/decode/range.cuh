@@ -21,6 +21,13 @@ struct BlockRange {
   int share = 0;            // where its nodes go
   int rank = 0, ranks = 0;  // of the blocks that have the task to themselves; 0: it has units
   int task = 0, first = 0, last = 0;   // the first task, and the block's leaves of it
+
+  // Of the only task, by a whole warp.
+  __device__ __forceinline__ void own_leaves(int lane) {
+    const int bound = work.leaf_of_rank(rank + lane % 2, ranks);
+    first = __shfl_sync(0xffffffffu, bound, 0);
+    last = __shfl_sync(0xffffffffu, bound, 1);
+  }
 };
 
 // Neighbouring shares go to one multiprocessor: where only every second has work, no two of these meet.
@@ -89,9 +96,7 @@ __device__ inline BlockRange find_range(const DecodeParams& p) {
     const int index = divide(share, p.by_ranks);
     BlockRange r = one_task(p, index, share - index * ranks, ranks, share,
                             [&](int b) { return p.batch <= 32 ? broadcast(own, b) : row_work_of(p, format, b, read); });
-    const int bound = r.begin < r.end ? r.work.leaf_of_rank(r.rank + lane % 2, ranks) : 0;
-    r.first = __shfl_sync(0xffffffffu, bound, 0);
-    r.last = __shfl_sync(0xffffffffu, bound, 1);
+    if (r.begin < r.end) r.own_leaves(lane);
     return r;
   }
   int total = p.batch * task_units * p.tasks;

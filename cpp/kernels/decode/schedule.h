@@ -34,10 +34,9 @@ inline constexpr int unit_tokens = 32;    // a tile of codes
 inline constexpr int max_leaves = 64;
 inline constexpr int fold_levels = 7;     // 0 to 6
 inline constexpr int cluster_leaves = 16;   // of a task that a cluster computes
-inline constexpr int cluster_slots = 4;     // of them a block can keep
-// Up to how many tokens a row may have for a cluster of so many blocks: 512 a block, but as many as leave none with a fifth leaf,
-// which the last of four has where the row's last leaf holds 32 of 128 tokens.
-ROOFTILE_HD constexpr int cluster_tokens(int blocks) { return blocks == 4 ? 15 * 128 : 512 * blocks; }
+inline constexpr int cluster_slots = 4;     // times 8: states of (leaf, column) that a block of it has room for
+// Up to how many tokens a row may have for a cluster of so many blocks.
+ROOFTILE_HD constexpr int cluster_tokens(int blocks) { return 512 * blocks; }
 inline constexpr int columns = 8;         // query heads (times new tokens) of one pass: the N of one mma
 // Nodes a block may have to store: of a run that ends or crosses a task it did not start (canonical, both ends ragged),
 // and of a run that starts a task it does not end (ragged on the right only).
@@ -87,11 +86,15 @@ ROOFTILE_HD constexpr int leaf_units(KvFormat format, int tokens) {
   return 4 * static_cast<int>(least > 8 ? least : 8);
 }
 
-// How many leaves of `units` so many units are; most leaves are a power of two.
-ROOFTILE_HD constexpr int leaves_of(int all, int units) {
-  if (units > 32) return divide_up(all, units);
-  return (all + units - 1) >> (units == 4 ? 2 : units == 8 ? 3 : units == 16 ? 4 : 5);
+ROOFTILE_HD inline int log2_of(int x) {   // x > 0, rounded down
+#ifdef __CUDA_ARCH__
+  return 31 - __clz(x);
+#else
+  return std::bit_width(static_cast<unsigned>(x)) - 1;
+#endif
 }
+// a / b, rounded up, where b most often is a power of two.
+ROOFTILE_HD inline int divide_up_round(int a, int b) { return (b & (b - 1)) == 0 ? (a + b - 1) >> log2_of(b) : divide_up(a, b); }
 
 // What one batch entry has to do.
 struct RowWork {
@@ -127,7 +130,7 @@ struct RowWork {
   ROOFTILE_HD int leaf_of_rank(int rank, int ranks) const {
     if (rank >= ranks) return leaves;
     const int share = 2 * task_units() * rank, leaf = units * ranks;
-    const int first = share <= leaf ? 0 : divide_up(share - leaf, 2 * leaf);
+    const int first = share <= leaf ? 0 : divide_up_round(share - leaf, 2 * leaf);
     return first < leaves ? first : leaves;
   }
 };
@@ -158,7 +161,7 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, int capacity, int row, int 
   }
   if (w.end < w.begin) w.end = w.begin;
   w.leaf_cost = w.units = leaf_units(format, w.end - w.begin);
-  w.leaves = leaves_of(divide_up(w.end - w.begin, unit_tokens), w.units);
+  w.leaves = divide_up_round(divide_up(w.end - w.begin, unit_tokens), w.units);
   if (w.leaves == 0 && w.raw) w.leaves = 1;
   return w;
 }
@@ -189,14 +192,7 @@ ROOFTILE_HD constexpr int ranks_of(bool even, int task_units, int if_even) {
 // Level of the node that starts the canonical decomposition of leaves [at, end), at < end: as large as `at` is round and
 // as the run is long.
 ROOFTILE_HD inline int node_level(int at, int end) {
-  const auto log2 = [](int x) {
-#ifdef __CUDA_ARCH__
-    return 31 - __clz(x);
-#else
-    return std::bit_width(static_cast<unsigned>(x)) - 1;
-#endif
-  };
-  const int long_enough = log2(end - at), round = at == 0 ? fold_levels - 1 : log2(at & -at);
+  const int long_enough = log2_of(end - at), round = at == 0 ? fold_levels - 1 : log2_of(at & -at);
   return long_enough < round ? long_enough : round;
 }
 

@@ -33,9 +33,11 @@ struct DecodeShared {
   TileOf<Config> ring[teams][Config::stages];       // what a team keeps in flight for itself
   alignas(16) float o[teams][columns][D + 4];       // the teams' states at the end of a leaf; padded against conflicts
   float m[teams][columns], l[teams][columns];
-  FoldMemory<1, columns * D / threads, threads, columns, Config::near_levels> fold;
+  union {
+    FoldMemory<1, columns * D / threads, threads, columns, Config::near_levels> fold;
+    std::conditional_t<Config::clusters, ClusterStates<D>, char> states;   // in a cluster
+  };
   BlockRange range;
-  KeptLeaves kept;                                  // in a cluster
   int bad_segment;                                  // the last one that met a page that is none
   // Query columns that are needed until the task ends: raw keys meet them after codes.
   static constexpr bool needs_queries = is_kivi(Config::format);
@@ -88,19 +90,13 @@ class SplitKv {
     float x[N];
   };
 
-  // The one task of this block's cluster. A lane finds a leaf's owner, so that all of it takes one division. Its first block says
-  // what is wrong, and answers rows that see nothing.
+  // The one task of this block's cluster. Its first block says what is wrong, and answers rows that see nothing.
   __device__ BlockRange cluster_range() {
     const auto [index, rank] = tile::place_in_cluster();
     BlockRange range = one_task(p, index, rank, p.cluster, 0, [&](int b) { return row_work_of(p, format, b, read); });
     const RowWork& w = range.work;
     if (range.begin < range.end) {
-      const int leaf = min(lane, w.leaves - 1), owner = w.rank_of_leaf(leaf, p.cluster);
-      const auto leaves_of = [&](int ranks) { return __popc(__ballot_sync(0xffffffffu, lane < w.leaves && owner < ranks)); };
-      range.first = leaves_of(rank);
-      range.last = leaves_of(rank + 1);
-      const unsigned same = __match_any_sync(0xffffffffu, owner);   // its first leaf is the lowest of these lanes
-      if (threadIdx.x < cluster_leaves) find_leaf(shared.kept, shared.fold, threadIdx.x, owner, leaf - first_bit(same));
+      range.own_leaves(lane);
       return range;
     }
     if (rank > 0) return range;
@@ -132,9 +128,19 @@ class SplitKv {
     };
     const auto add = [&](const Node<1, S>& node, int leaf) {
       if (!merges) return;
-      if (Config::clusters && clustered) fold.keep(node, with_fault(node.l[0]), leaf - first);
-      else fold.push(node, leaf, emit);
+      if constexpr (Config::clusters)
+        if (clustered) {
+          ClusterStates<D>* const to = tile::in_block(&shared.states, block_of_column(p, column));
+          const int at = cluster_slot(p, leaf, column);
+#pragma unroll
+          for (int i = 0; i < S / N; ++i) *reinterpret_cast<Piece*>(to->o[at] + d0 + i * apart) = *reinterpret_cast<const Piece*>(&node.o[i * N]);
+          if (d0 == 0) to->ml[at] = make_float2(node.m[0], with_fault(node.l[0]));
+          return;
+        }
+      fold.push(node, leaf, emit);
     };
+    if constexpr (Config::clusters)
+      if (clustered) tile::wait_for_cluster();   // all its blocks have started
     state.reset();
     leaves(task, w, first, last, [&](int leaf, bool elements_now) {
       if (elements_now) add(merge_warps<false>(column, d0), leaf);
@@ -142,7 +148,7 @@ class SplitKv {
     });
     if constexpr (Config::clusters && tile::has_clusters)
       if (clustered) {
-        merge_cluster<T, D, threads>(p, task, w, tile::place_in_cluster().rank, first < last, shared.kept, shared.after_tiles());
+        merge_cluster<T, D, threads>(p, task, w, tile::place_in_cluster().rank, shared.states, shared.after_tiles());
         return;
       }
     if (!merges) return;
@@ -326,7 +332,7 @@ class SplitKv {
     CodeQueries<format, D> q[1];
     float factor[1][2];
     const CodeSource<format, D> source(c, task.kv_head, part * 32 + lane);
-    RawTile raw(w, team, last == w.leaves);
+    RawTile raw(p, task, w, team, lane, last == w.leaves);
     pipeline(w, first, last,
         [&](Stage& stage, int token, const Pages& at) {
           const std::int64_t first = at.first * c.k.page_stride, second = at.second * c.k.page_stride;
@@ -373,27 +379,29 @@ class SplitKv {
   // whose turn it would be to take one more tile of codes. That one takes two at once where it has a tile of codes less than others.
   struct RawTile {
     bool there;         // the run ends with raw tokens
-    int token;          // first of the team's own tiles
+    int token = 0;      // first of the team's own tiles
     int halves = 0;     // of them: keys, values, and of a second one
     int started = 0;    // of those, in stages, one after another
     int stage = 0;      // of the first
-    __device__ RawTile(const RowWork& w, int team, bool ends) : there(is_kivi(format) && ends && w.raw) {
+    int begin = 0, end = 0;   // what some column sees of the row's raw tokens
+    __device__ RawTile(const DecodeParams& p, const Task& task, const RowWork& w, int team, int lane, bool ends) : there(is_kivi(format) && ends && w.raw) {
+      if (!there) return;
+      const Visible see = visible(p, task, w, lane, true);
+      begin = see.outer_begin;
+      end = see.outer_end;
       const int first = max(w.length - w.count, 0) & ~(kv_group - 1), tiles = (w.end - w.begin) / tile_tokens, turn = team - tiles & teams - 1;
       const bool pairs = DecodeShared<Config>::pairs_raw && (tiles & teams - 1) != 0 && w.length - first > 16 && w.length - first <= 32;
       token = first + turn * 16;
-      if (there && token < w.length) halves = !pairs ? 2 : turn == 0 ? 4 : 0;
+      if (token < w.length) halves = !pairs ? 2 : turn == 0 ? 4 : 0;
     }
   };
   __device__ T* raw_half(const RawTile& raw, int half) const {
     return DecodeShared<Config>::pairs_raw && half >= Config::stages ? shared.raw_half : shared.raw(team, (raw.stage + half) % Config::stages);
   }
   __device__ void copy_raw(const RawTile& raw, const Task& task, const RowWork& w, int half) const {
-    const KvCacheView& c = p.cache;
-    const Visible see = visible(p, task, w, lane, true);
     const int token = raw.token + half / 2 * 16;
-    const std::int64_t row = ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + token % c.ring_size) * (D * sizeof(T));
-    copy_rows_async<T, D, lanes>(raw_half(raw, half), part * 32 + lane, (half % 2 == 0 ? c.ring_k : c.ring_v) + row, D * sizeof(T),
-                          [&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
+    copy_rows_async<T, D, lanes>(raw_half(raw, half), part * 32 + lane, (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, task, w, token), D * sizeof(T),
+                                 [from = raw.begin - token, to = raw.end - token](int i) { return i >= from && i < to; });
   }
   __device__ void start_raw(RawTile& raw, const Task& task, const RowWork& w, int stage) const {
     if (raw.started == 0) raw.stage = stage;
@@ -436,6 +444,8 @@ class SplitKv {
 template <class Config>
 __global__ __launch_bounds__(32 * Config::warps, Config::blocks_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
+  if constexpr (Config::clusters)
+    if (tile::has_clusters && p.cluster > 1) tile::arrive_at_cluster();
   fetch_ahead(p);
   tile::wait_for_previous_kernel();
   tile::let_next_kernel_start();   // behind the wait: the combine counts on what this kernel found

@@ -455,7 +455,7 @@ class StepKv {
     CodeQueries<format, D> q[N];
     float factor[N][2];
     const CodeSource<format, D> source(c, task.kv_head, lane);
-    RawTiles raw(w, last == w.leaves);
+    RawTiles raw = find_raw(task, w, last == w.leaves);
     pipeline(task, w, first, last,
         [&](Tile& tile, int token, const Pages& at) {
           if (token < w.end) tile.template copy_keys_async<32>(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), lane);
@@ -562,30 +562,43 @@ class StepKv {
   // 64 at most, at the end of its last leaf: tiles of 16, as many at once as a stage has room for the keys and values of.
   static constexpr int raw_bytes = 16 * D * static_cast<int>(sizeof(T));
   static constexpr int raw_tiles = warps * static_cast<int>(sizeof(TileOf<Config>)) / (2 * raw_bytes);
+  static_assert(!is_kivi(format) || (raw_tiles > 0 && raw_tiles <= warps));
   struct RawTiles {
     bool there;       // the run ends with raw tokens
-    int first;        // of them all
+    int first = 0;    // of them all
     int stage = 0;    // where they are
-    __device__ RawTiles(const RowWork& w, bool ends) : there(is_kivi(format) && ends && w.raw), first(max(w.length - w.count, 0) & ~(kv_group - 1)) {}
+    int begin = 0, end = 0;   // what some column sees of them
   };
+  __device__ RawTiles find_raw(const Task& task, const RowWork& w, bool ends) const {
+    RawTiles raw{is_kivi(format) && ends && w.raw};
+    if (!raw.there) return raw;
+    Visible see[N];
+    look(task, w, true, see);
+    raw.first = max(w.length - w.count, 0) & ~(kv_group - 1);
+    raw.begin = see[0].outer_begin;
+    raw.end = see[0].outer_end;
+#pragma unroll
+    for (int n = 1; n < N; ++n) {
+      raw.begin = min(raw.begin, see[n].outer_begin);
+      raw.end = max(raw.end, see[n].outer_end);
+    }
+    return raw;
+  }
   __device__ T* raw_rows(int stage, int tile, int values) const {
     return reinterpret_cast<T*>(reinterpret_cast<std::byte*>(shared.ring[stage]) + (2 * tile + values) * raw_bytes);
   }
-  __device__ void copy_raw(const Task& task, const RowWork& w, int stage, int first) const {
-    static_assert(!is_kivi(format) || (raw_tiles > 0 && raw_tiles <= warps));
-    const KvCacheView& c = p.cache;
-    if (warp >= raw_tiles) return;
-    Visible see[N];
-    look(task, w, true, see);
-    const int token = first + 16 * warp;
-    const std::int64_t row = ((std::int64_t{w.row} * c.kv_heads + task.kv_head) * c.ring_size + token % c.ring_size) * (D * sizeof(T));
-    const auto wanted = [&](int i) { return token + i < w.length && seen(see, token + i); };
-    copy_rows_async<T, D, 32>(raw_rows(stage, warp, 0), lane, c.ring_k + row, D * sizeof(T), wanted);
-    copy_rows_async<T, D, 32>(raw_rows(stage, warp, 1), lane, c.ring_v + row, D * sizeof(T), wanted);
+  // Keys and values of the tiles from token `first` on, a warp one of them at a time.
+  __device__ void copy_raw(const RawTiles& raw, const Task& task, const RowWork& w, int first) const {
+#pragma unroll 1
+    for (int half = warp; half < 2 * raw_tiles; half += warps) {
+      const int token = first + half / 2 * 16;
+      copy_rows_async<T, D, 32>(raw_rows(raw.stage, half / 2, half % 2), lane, (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, task, w, token),
+                                D * sizeof(T), [from = raw.begin - token, to = raw.end - token](int i) { return i >= from && i < to; });
+    }
   }
   __device__ void start_raw(RawTiles& raw, const Task& task, const RowWork& w, int stage) const {
     raw.stage = stage;
-    copy_raw(task, w, stage, raw.first);
+    copy_raw(raw, task, w, raw.first);
   }
   __device__ void raw_steps(const RawTiles& raw, const Task& task, const RowWork& w, float (&o)[N * C][4]) {
     tile::FragmentB q[N][D / 16];
@@ -595,7 +608,7 @@ class StepKv {
     for (int token = raw.first; token < w.length; token += 16 * raw_tiles) {
       if (token > raw.first) {
         __syncthreads();   // the tiles before have been read
-        copy_raw(task, w, raw.stage, token);
+        copy_raw(raw, task, w, token);
         cute::cp_async_fence();
       }
       cute::cp_async_wait<0>();

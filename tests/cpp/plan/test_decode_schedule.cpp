@@ -365,15 +365,14 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
             for (KvFormat format : {KvFormat::fp16, KvFormat::int4_kivi}) {
               const RowWork w = row_work(format, visible, 0, 1, length, 1, 1, 0, 0);
               ASSERT_LE(w.leaves, cluster_leaves);
-              for (int rank = 0; rank < plan.cluster; ++rank)
-                ASSERT_LE(w.leaf_of_rank(rank + 1, plan.cluster) - w.leaf_of_rank(rank, plan.cluster), cluster_slots);
+              ASSERT_LE(w.leaves * columns, plan.cluster * cluster_slots * columns);   // the states of all, over the blocks' memory
             }
         }
   EXPECT_GT(clusters, 20);
   EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, columns, 1024}, {132, 2, 8}).cluster, 8);
   EXPECT_EQ(plan_decode({8, 1, 8, 4, 128, columns, 1024}, {132, 2, 8}).cluster, 2);
-  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, columns, 1920}, {132, 2, 8}).cluster, 4);
-  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, columns, 1921}, {132, 2, 8}).cluster, 1);
+  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, columns, 2048}, {132, 2, 8}).cluster, 4);
+  EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, columns, 2049}, {132, 2, 8}).cluster, 1);
   EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, columns, 1024}, {132, 2, 1}).cluster, 1);   // a device without clusters
 }
 
