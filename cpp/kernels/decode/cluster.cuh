@@ -35,10 +35,18 @@ __device__ __forceinline__ void merge_cluster(const DecodeParams& p, const Task&
   tile::sync_cluster();   // all states have come
   for (int column = rank; column < used; column += p.cluster) {
     if (column != rank) result = ColumnResult<T>(p, task, w, column);
-    Leaves leaves([&](int leaf) { return leaf < w.leaves ? states.ml[cluster_slot(p, leaf, column)] : make_float2(-INFINITY, 0.0f); });
+    // Nothing is skipped, so that all loads are on the way together: what is behind the last leaf is its state, and not used.
+    const int first = cluster_slot(p, 0, column), apart = cluster_slot(p, 1, 0);
+    const auto slot = [&](int leaf) { return first + min(leaf, w.leaves - 1) * apart; };
+    Leaves leaves([&](int leaf) {
+      const float2 ml = states.ml[slot(leaf)];
+      return leaf < w.leaves ? ml : make_float2(-INFINITY, 0.0f);
+    });
     float o[cluster_leaves];
 #pragma unroll
-    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = leaf < w.leaves ? states.o[cluster_slot(p, leaf, column)][d] : 0.0f;
+    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = states.o[slot(leaf)][d];
+#pragma unroll
+    for (int leaf = 0; leaf < cluster_leaves; ++leaf) o[leaf] = leaf < w.leaves ? o[leaf] : 0.0f;
     __syncwarp();   // the last column's factors have been read
     if (!leaves.weigh(memory)) break;
     const float value[1] = {Leaves::value(memory, o)};

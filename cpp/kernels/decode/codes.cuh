@@ -160,6 +160,36 @@ struct GroupUnit {
   }
 };
 
+// Of pairs of elements: the largest magnitude, which is no NaN; and each times a power of two, as fp16.
+template <class T, int N>
+__device__ __forceinline__ float largest_magnitude(const std::uint32_t (&x)[N]) {
+  using Pair = std::conditional_t<std::is_same_v<T, tile::half>, __half2, __nv_bfloat162>;
+  Pair top = __habs2(reinterpret_cast<const Pair&>(x[0]));
+#pragma unroll
+  for (int i = 1; i < N; ++i) top = __hmax2(top, __habs2(reinterpret_cast<const Pair&>(x[i])));
+  const float2 two = tile::unpack<T>(reinterpret_cast<const std::uint32_t&>(top));
+  return fmaxf(two.x, two.y);
+}
+template <class T, int N>
+__device__ __forceinline__ void scale_to_f16(std::uint32_t (&x)[N], float power) {
+  if constexpr (std::is_same_v<T, tile::half>) {   // one rounding at most: a power that fp16 has not is large, and loses nothing
+    const bool large = power > 0x1p15f;
+    const std::uint32_t by = tile::pack<tile::half>(large ? 0x1p15f : power, large ? 0x1p15f : power);
+#pragma unroll
+    for (std::uint32_t& pair : x) pair = tile::mul_f16x2(pair, by);
+    if (!large) return;
+    const std::uint32_t then = tile::pack<tile::half>(power * 0x1p-15f, power * 0x1p-15f);
+#pragma unroll
+    for (std::uint32_t& pair : x) pair = tile::mul_f16x2(pair, then);
+  } else {
+#pragma unroll
+    for (std::uint32_t& pair : x) {
+      const float2 two = tile::unpack<T>(pair);
+      pair = tile::pack<tile::half>(two.x * power, two.y * power);
+    }
+  }
+}
+
 // The query columns as operands B in the order of the codes, divided by a power of two that keeps them below 1.
 template <KvFormat F, int D>
 struct CodeQueries {
@@ -173,7 +203,7 @@ struct CodeQueries {
     constexpr int quarter = D / 4;
     // The head_dim of the lane's codes: four bits: neighbours of its quarter of the row; eight: 16-byte pieces of every 64, and
     // of 8 bytes of the last 32.
-    float x[quarter], top = 0.0f;
+    std::uint32_t x[quarter / 2];
 #pragma unroll
     for (int i = 0; i < quarter / 8; ++i) {
       const int d = code_bits(F) == 4 ? lane % 4 * quarter + 8 * i
@@ -181,27 +211,23 @@ struct CodeQueries {
                                       : D / 64 * 64 + lane % 4 * 8;
       const uint4 part = *reinterpret_cast<const uint4*>(columns_at + swizzled<D>(lane / 4, d));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 pair = tile::unpack<T>(word(part, j));
-        x[8 * i + 2 * j] = pair.x;
-        x[8 * i + 2 * j + 1] = pair.y;
-        top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-      }
+      for (int j = 0; j < 4; ++j) x[4 * i + j] = word(part, j);
     }
+    float top = largest_magnitude<T>(x);
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
     // the power of two above the largest; 1 for a column of zeros or of infinities
     const std::uint32_t exponent = __float_as_uint(top) >> 23;
     const bool ordinary = exponent > 0 && exponent < 253;
     const float own = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f, inverse = ordinary ? __uint_as_float((253 - exponent) << 23) : 1.0f;
+    scale_to_f16<T>(x, inverse);
 #pragma unroll
     for (int ks = 0; ks < D / 16; ++ks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // four bits: word ks / 2 holds pairs (r, r + 4), a product takes two even or two odd ones; eight: word ks holds neighbours
-        const int low = code_bits(F) == 4 ? ks / 2 * 8 + ks % 2 + 2 * half : ks * 4 + 2 * half;
-        const int high = code_bits(F) == 4 ? low + 4 : low + 1;
-        q[ks].r[half] = tile::pack<tile::half>(x[low] * inverse, x[high] * inverse);
+        const int at = ks / 2 * 4 + half;
+        q[ks].r[half] = code_bits(F) == 4 ? __byte_perm(x[at], x[at + 2], ks % 2 == 0 ? 0x5410 : 0x7632) : x[2 * ks + half];
       }
 #pragma unroll
     for (int j = 0; j < 2; ++j) unit[j] = __shfl_sync(0xffffffffu, own, (lane % 4 * 2 + j) * 4);
