@@ -41,6 +41,8 @@ struct StepShared {
   static constexpr int weights_size = Of::N * Of::step_tokens * columns, queries_size = Of::N * columns * D;
   alignas(16) T weights_or_queries[is_kivi(Config::format) || weights_size > queries_size ? weights_size : queries_size];
   alignas(16) T raw_queries[is_kivi(Config::format) ? queries_size : 8];
+  static constexpr int raw_tiles = 2;                        // at once, keys and values each
+  alignas(128) T raw[is_kivi(Config::format) ? raw_tiles : 1][2][is_kivi(Config::format) ? 16 * D : 8];
   float top[Of::warps][Of::N * columns];                     // logits
   std::uint32_t top_scale[Of::warps];
   float l[Of::warps][Of::N * columns], shift[Of::warps][Of::N * columns], excess[Of::warps][Of::N * columns];
@@ -214,17 +216,17 @@ class StepKv {
 
   // The steps of leaves [first, last). A stage's keys are filled again as soon as all warps have the step's weights, its values
   // when they have been multiplied: keys(tile, token, pages) and values(...) start the copies of the warp's tile, of no token where
-  // it lies behind the end; behind(stage) runs once, when a stage is free that no step needs. prepare() runs when the queries
-  // have come. compute(stage, token, arrived, refill): token is the step's first; arrived() waits for the thread's copies of values, and
+  // it lies behind the end. queries() starts the copies of what is needed besides, behind the first keys; prepare() runs when that has
+  // come. compute(stage, token, arrived, refill): token is the step's first; arrived() waits for the thread's copies of values, and
   // refill(), behind the barrier that makes them all threads' and the weights too, fills the keys again.
   struct Ahead {
     int token;             // of the warp's next tile to copy
     Pages next, now;       // of that tile, and of the one whose keys have been started
     bool there;            // that one's pages are pages
   };
-  template <class Keys, class Values, class Behind, class Prepare, class Compute, class LeafEnd>
-  __device__ void pipeline(const Task& task, const RowWork& w, int first, int last, const Keys& keys, const Values& values, const Behind& behind,
-                           const Prepare& prepare, const Compute& compute, const LeafEnd& leaf_end) {
+  template <class Keys, class Values, class Queries, class Prepare, class Compute, class LeafEnd>
+  __device__ void pipeline(const RowWork& w, int first, int last, const Keys& keys, const Values& values, const Queries& queries, const Prepare& prepare,
+                           const Compute& compute, const LeafEnd& leaf_end) {
     constexpr int pending = 2 * (Config::stages - 1);   // groups of copies that nobody waits for yet
     const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens), own = warp * tile_tokens;
     const RowPages<format> row(p.cache, w, page_shift);
@@ -243,11 +245,7 @@ class StepKv {
       cute::cp_async_fence();
     };
     const auto start_values = [&](int stage) {
-      if (ahead.token - own < stop) {
-        if (ahead.there) values(shared.ring[stage][warp], ahead.token, ahead.now);
-      } else if (ahead.token - own < stop + step_tokens) {
-        behind(stage);
-      }
+      if (ahead.token - own < stop && ahead.there) values(shared.ring[stage][warp], ahead.token, ahead.now);
       ahead.token += step_tokens;
       cute::cp_async_fence();
     };
@@ -255,7 +253,7 @@ class StepKv {
     for (int i = 0; i < Config::stages; ++i) {
       start_keys(i);
       if (i + 1 == Config::stages) break;
-      if (i == 0) copy_queries_async<T, D, N, Of::threads>(p, task, w, threadIdx.x, shared.queries(0));   // of the first values' group
+      if (i == 0) queries();   // of the first values' group
       start_values(i);
     }
     cute::cp_async_wait<pending - 1>();
@@ -372,16 +370,17 @@ class StepKv {
     const auto rows_of = [&](const KvCacheView::Plane& plane, std::int64_t head, int token, const Pages& at) {
       return plane.codes + at.first * plane.page_stride + head + (token & (c.page_size - 1)) * plane.token_stride;
     };
-    pipeline(task, w, first, last,
+    pipeline(w, first, last,
         [&](ElementTile<T, D>& tile, int token, const Pages& at) { copy(tile.k, rows_of(c.k, k_head, token, at), c.k.token_stride, token); },
         [&](ElementTile<T, D>& tile, int token, const Pages& at) { copy(tile.v, rows_of(c.v, v_head, token, at), c.v.token_stride, token); },
-        [](int) {}, [&] { load_queries(q); },
+        [&] { copy_queries(task, w); }, [&] { load_queries(q); },
         [&](const ElementTile<T, D>* tiles, int token, const auto& arrived, const auto& refill) {
           element_step([&](int i) { return tiles[i].k; }, [&](int i) { return tiles[i].v; }, std::integral_constant<int, warps>(), q, see, token, state.o, arrived,
                        refill, [](int, const float (&)[2]) {});
         },
         [&](int leaf) { leaf_end(leaf, no_raw); });
   }
+  __device__ void copy_queries(const Task& task, const RowWork& w) const { copy_queries_async<T, D, N, Of::threads>(p, task, w, threadIdx.x, shared.queries(0)); }
   __device__ void load_queries(tile::FragmentB (&q)[N][D / 16]) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) load_query_fragments<T, D>(shared.queries(n), lane, q[n]);
@@ -455,17 +454,18 @@ class StepKv {
     CodeQueries<format, D> q[N];
     float factor[N][2];
     const CodeSource<format, D> source(c, task.kv_head, lane);
-    RawTiles raw = find_raw(task, w, last == w.leaves);
-    pipeline(task, w, first, last,
+    const RawTiles raw = find_raw(task, w, last == w.leaves);
+    pipeline(w, first, last,
         [&](Tile& tile, int token, const Pages& at) {
           if (token < w.end) tile.template copy_keys_async<32>(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), lane);
         },
         [&](Tile& tile, int token, const Pages& at) {
           if (token < w.end) tile.template copy_values_async<32>(source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1), lane);
         },
-        [&](int stage) {
+        [&] {
+          copy_queries(task, w);
           if constexpr (is_kivi(format))
-            if (raw.there) start_raw(raw, task, w, stage);
+            if (raw.there) copy_raw(raw, task, w, raw.first);
         },
         [&] {
 #pragma unroll
@@ -559,14 +559,11 @@ class StepKv {
 
   // ---- the raw tokens of a kivi row ----
 
-  // 64 at most, at the end of its last leaf: tiles of 16, as many at once as a stage has room for the keys and values of.
-  static constexpr int raw_bytes = 16 * D * static_cast<int>(sizeof(T));
-  static constexpr int raw_tiles = warps * static_cast<int>(sizeof(TileOf<Config>)) / (2 * raw_bytes);
-  static_assert(!is_kivi(format) || (raw_tiles > 0 && raw_tiles <= warps));
+  // 64 at most, at the end of its last leaf: tiles of 16, some at once.
+  static constexpr int raw_tiles = StepShared<Config>::raw_tiles;
   struct RawTiles {
     bool there;       // the run ends with raw tokens
     int first = 0;    // of them all
-    int stage = 0;    // where they are
     int begin = 0, end = 0;   // what some column sees of them
   };
   __device__ RawTiles find_raw(const Task& task, const RowWork& w, bool ends) const {
@@ -584,21 +581,14 @@ class StepKv {
     }
     return raw;
   }
-  __device__ T* raw_rows(int stage, int tile, int values) const {
-    return reinterpret_cast<T*>(reinterpret_cast<std::byte*>(shared.ring[stage]) + (2 * tile + values) * raw_bytes);
-  }
   // Keys and values of the tiles from token `first` on, a warp one of them at a time.
   __device__ void copy_raw(const RawTiles& raw, const Task& task, const RowWork& w, int first) const {
 #pragma unroll 1
     for (int half = warp; half < 2 * raw_tiles; half += warps) {
       const int token = first + half / 2 * 16;
-      copy_rows_async<T, D, 32>(raw_rows(raw.stage, half / 2, half % 2), lane, (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, task, w, token),
+      copy_rows_async<T, D, 32>(shared.raw[half / 2][half % 2], lane, (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, task, w, token),
                                 D * sizeof(T), [from = raw.begin - token, to = raw.end - token](int i) { return i >= from && i < to; });
     }
-  }
-  __device__ void start_raw(RawTiles& raw, const Task& task, const RowWork& w, int stage) const {
-    raw.stage = stage;
-    copy_raw(raw, task, w, raw.first);
   }
   __device__ void raw_steps(const RawTiles& raw, const Task& task, const RowWork& w, float (&o)[N * C][4]) {
     tile::FragmentB q[N][D / 16];
@@ -610,10 +600,10 @@ class StepKv {
         __syncthreads();   // the tiles before have been read
         copy_raw(raw, task, w, token);
         cute::cp_async_fence();
+        cute::cp_async_wait<0>();
       }
-      cute::cp_async_wait<0>();
-      __syncthreads();   // they have come, from all threads; nobody reads weights
-      element_step([&](int i) { return raw_rows(raw.stage, i, 0); }, [&](int i) { return raw_rows(raw.stage, i, 1); }, std::integral_constant<int, raw_tiles>(), q, see,
+      __syncthreads();   // they have come, from all threads (the first of them with the queries); nobody reads weights
+      element_step([&](int i) { return shared.raw[i][0]; }, [&](int i) { return shared.raw[i][1]; }, std::integral_constant<int, raw_tiles>(), q, see,
                    token, o, [] {}, [] {},
                    [&](int n, const float (&factor)[2]) {
 #pragma unroll
