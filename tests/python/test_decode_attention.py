@@ -40,6 +40,7 @@ SHAPES = {
         (71, 1, 64),
         (6, 2, 192),
         (16, 2, 256),
+        (6, 2, 512),
     ),
 }
 stores = pytest.mark.parametrize(("format", "dtype"), STORES)

@@ -150,7 +150,7 @@ def test_tokens_at_once_and_one_by_one(format, dtype, length, window):
     assert (np.abs(lse - lse_1) <= allowed).all(), f"{(np.abs(lse - lse_1) / allowed).max()} of what is allowed"
 
 
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256, 512])
 @pytest.mark.parametrize("t", [1, 4, 16, 32])
 @pytest.mark.parametrize("format", checks.KIVI)
 def test_as_many_raw_tokens_as_there_can_be(format, t, dim):
@@ -299,7 +299,7 @@ def test_a_page_that_is_not_there():
 def test_what_is_not_compiled_is_named():
     cache = rt.KVCache(1, 64, 1, 80, format="int8", dtype="float16", device="cuda")
     with pytest.raises(
-        rt.NotSupportedError, match=r"float16 int8 d80; compiled: float16 fp16, .*; head_dim 64, 96, 128, 192, 256$"
+        rt.NotSupportedError, match=r"float16 int8 d80; compiled: float16 fp16, .*; head_dim 64, 96, 128, 192, 256, 512$"
     ):
         rt.decode_attention(torch.zeros(1, 2, 80, dtype=torch.float16, device="cuda"), cache)
     cache = rt.KVCache(1, 64, 1, 64, format="int8", dtype="float16", device="cuda")

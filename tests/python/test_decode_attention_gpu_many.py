@@ -48,7 +48,7 @@ def attend(q, cache, **options):
 # Where a leaf ends and where leaves grow; in kivi rows, whose last tokens are raw, up to 32 tokens later.
 LEAVES = (128, 2048, 4096, 8192, 16384, 65536)
 # Up to how many tokens of capacity small batches are clusters of 2, 4 and 8 blocks; one more capacity without.
-CLUSTERS = (1024, 1920, 4096)
+CLUSTERS = (1024, 2048, 4096)
 CAPACITIES = (*CLUSTERS, 20032)
 LENGTHS = sorted(
     {0, 1, 31, 32, 33, 1000, 20000}

@@ -137,9 +137,10 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.by_ranks = Divisor(std::max(p.ranks, 1));
   p.by_columns_used = Divisor(p.columns_used);
   if (plan.blocks > 0) variant.launch(scope, p);
-  std::string dim = "d";
-  dim += std::to_string(a.cache->head_dim);
-  return kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), dim.c_str()});
+  std::string shape = "d";
+  shape += std::to_string(a.cache->head_dim);
+  if (p.columns > columns) shape.append("_c").append(std::to_string(p.columns));   // step_kv
+  return kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), shape.c_str()});
 }
 
 }  // namespace rooftile::gpu

@@ -35,14 +35,14 @@ struct DecodeKernel {
 };
 
 // What a variant is made of. `stages` tiles of a team on the way, `blocks` a multiprocessor. A team is one warp; of more than
-// 128 channels two, which have half of the output's channels each, and more of the fold waits in the workspace, so that a
-// block stays small.
+// 128 channels two, of more than 256 all four, which share the output's channels, and more of the fold waits in the workspace, so that
+// a block stays small.
 template <class Element, KvFormat F, int D, int Stages, int Blocks>
 struct DecodeConfig {
   using T = Element;
   static constexpr KvFormat format = F;
   static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks, column_tiles = 1;
-  static constexpr int warps = 4, team = D > 128 ? 2 : 1, near_levels = D > 128 ? 1 : 4;
+  static constexpr int warps = 4, team = D > 256 ? 4 : D > 128 ? 2 : 1, near_levels = D > 128 ? 1 : 4;
   static constexpr bool clusters = near_levels >= cluster_slots;   // there is room for a block's leaves
 };
 // The same of one for more columns: two steps on the way.

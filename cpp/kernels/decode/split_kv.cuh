@@ -5,8 +5,8 @@
 // teams take its tiles of tokens in turn; each warp keeps a softmax state of its own, in registers. At the end of a leaf these
 // are merged through shared memory and the leaf goes into the fold. A task that one block computed whole is written at once,
 // the others' nodes are left to combine.cuh or, of a cluster, to cluster.cuh.
-// A team is a warp; of more than 128 channels two, which read the same tiles and own half of the output's channels each: half of
-// the registers of one warp, and twice as many warps for the same memory.
+// A team is a warp; of more than 128 channels two, of more than 256 four, which read the same tiles and share the output's channels:
+// fewer registers of each warp, and more warps for the same memory.
 // The query heads of a KV head (times new tokens) are the columns of the products, so they share every byte read.
 //
 // Bytes per KV head: S * (bytes of a token's K and V). Flops: 4 S D per column, on 8 columns whether used or not.
