@@ -101,6 +101,11 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op, ": workspace must have ", plan.workspace_bytes, " bytes, got ",
                  ctx.workspace_bytes);
   ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op, ": workspace is not aligned to 16 bytes");
+  std::string shape = "d";
+  shape += std::to_string(a.cache->head_dim);
+  if (variant.key.columns > columns) shape.append("_c").append(std::to_string(variant.key.columns));   // step_kv
+  const KernelName ran = kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), shape.c_str()});
+  if (plan.blocks == 0) return ran;   // no query
   auto* workspace = static_cast<std::byte*>(ctx.workspace);
   DecodeParams p = {};
   p.q = a.q;
@@ -136,11 +141,8 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.by_tasks = Divisor(p.tasks);
   p.by_ranks = Divisor(std::max(p.ranks, 1));
   p.by_columns_used = Divisor(p.columns_used);
-  if (plan.blocks > 0) variant.launch(scope, p);
-  std::string shape = "d";
-  shape += std::to_string(a.cache->head_dim);
-  if (p.columns > columns) shape.append("_c").append(std::to_string(p.columns));   // step_kv
-  return kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), shape.c_str()});
+  variant.launch(scope, p);
+  return ran;
 }
 
 }  // namespace rooftile::gpu
