@@ -272,7 +272,7 @@ class SplitKv {
     }
     cute::cp_async_wait<Config::stages - 1>();
     __syncthreads();   // the queries have come, from all threads
-    prepare();
+    if (token < stop) prepare();
     for (int leaf = first; leaf < last; ++leaf) {
       for (int left = leaf_tokens / stride; left > 0; --left) {
         cute::cp_async_wait<Config::stages - 1>();
@@ -379,7 +379,8 @@ class SplitKv {
   // whose turn it would be to take one more tile of codes. That one takes two at once where it has a tile of codes less than others.
   struct RawTile {
     bool there;         // the run ends with raw tokens
-    int token = 0;      // first of the team's own tiles
+    int first = 0;      // of them all
+    int token = 0;      // of the team's own tiles the first
     int halves = 0;     // of them: keys, values, and of a second one
     int started = 0;    // of those, in stages, one after another
     int stage = 0;      // of the first
@@ -389,7 +390,8 @@ class SplitKv {
       const Visible see = visible(p, task, w, lane, true);
       begin = see.outer_begin;
       end = see.outer_end;
-      const int first = max(w.length - w.count, 0) & ~(kv_group - 1), tiles = (w.end - w.begin) / tile_tokens, turn = team - tiles & teams - 1;
+      first = max(w.length - w.count, 0) & ~(kv_group - 1);
+      const int tiles = (w.end - w.begin) / tile_tokens, turn = team - tiles & teams - 1;
       const bool pairs = DecodeShared<Config>::pairs_raw && (tiles & teams - 1) != 0 && w.length - first > 16 && w.length - first <= 32;
       token = first + turn * 16;
       if (token < w.length) halves = !pairs ? 2 : turn == 0 ? 4 : 0;
@@ -412,25 +414,24 @@ class SplitKv {
     cute::cp_async_wait<0>();
     sync();   // its own has come, from all threads
     state.template become_elements<T>();
-    if (raw.halves == 0) return;
+    if (teams * 16 >= kv_ring && raw.halves == 0) return;
     tile::FragmentB q[1][D / 16];
     load_query_fragments<T, D>(shared.queries(), lane, q[0]);
     const float factor[2] = {factor_of(p, 1.0f), factor_of(p, 1.0f)};
     const Visible see = visible(p, task, w, lane, true);
 #pragma unroll 1
-    for (int half = 0;;) {
-      element_tile(raw_half(raw, half), raw_half(raw, half + 1), q, factor, see, raw.token + half / 2 * 16);
-      half += 2;
-      if (half < raw.halves) continue;
+    for (int first = raw.first;;) {
+#pragma unroll 1
+      for (int half = 0; half < raw.halves; half += 2) element_tile(raw_half(raw, half), raw_half(raw, half + 1), q, factor, see, raw.token + half / 2 * 16);
+      first += 16 * teams;
+      if (teams * 16 >= kv_ring || first >= w.length) break;
+      __syncthreads();   // all teams' have been read
       raw.token += 16 * teams;
-      if (teams * 16 >= kv_ring || raw.token >= w.length) break;
-      sync();   // it has been read
-      half = 0;
-      copy_raw(raw, task, w, 0);
-      copy_raw(raw, task, w, 1);
+      raw.halves = raw.token < w.length ? 2 : 0;
+      for (int half = 0; half < raw.halves; ++half) copy_raw(raw, task, w, half);
       cute::cp_async_fence();
       cute::cp_async_wait<0>();
-      sync();   // the next has come, from all threads
+      __syncthreads();   // the next have come, from all threads
     }
   }
 
