@@ -300,7 +300,8 @@ def test_a_page_that_is_not_there():
 def test_what_is_not_compiled_is_named():
     cache = rt.KVCache(1, 64, 1, 80, format="int8", dtype="float16", device="cuda")
     with pytest.raises(
-        rt.NotSupportedError, match=r"float16 int8 d80; compiled: float16 fp16, .*; head_dim 64, 96, 128, 192, 256, 512$"
+        rt.NotSupportedError,
+        match=r"float16 int8 d80; compiled: float16 fp16, .*; head_dim 64, 96, 128, 192, 256, 512$",
     ):
         rt.decode_attention(torch.zeros(1, 2, 80, dtype=torch.float16, device="cuda"), cache)
     cache = rt.KVCache(1, 64, 1, 64, format="int8", dtype="float16", device="cuda")
