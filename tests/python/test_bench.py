@@ -37,7 +37,8 @@ def test_cases_are_listed_once():
         assert len(set(module.CASES)) == len(module.CASES) <= module.steps(module.CASES)
 
 
-PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "w": 0, "ragged": False, "append": False}
+PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "w": 0}
+PLAIN |= dict.fromkeys(("ragged", "append", "shared"), False)
 RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64", "_t4_w1024", "_hq9_hkv3_d64")]
 
 
@@ -48,6 +49,7 @@ RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64",
         ("decode", "b1_kv131072", PLAIN | {"b": 1, "kv": 131072}),
         ("decode", "b8_kv4096_t4", PLAIN | {"t": 4}),
         ("decode", "b8_kv4096_paged16", PLAIN | {"paged": 16}),
+        ("decode", "b8_kv4096_t4_paged16_shared", PLAIN | {"t": 4, "paged": 16, "shared": True}),
         ("decode", "b8_kv4096_hq9_hkv3_d64", PLAIN | {"hq": 9, "hkv": 3, "d": 64}),
         ("decode", "b8_kv4096_d64_t2_hkv3_hq9", PLAIN | {"hq": 9, "hkv": 3, "d": 64, "t": 2}),
         ("decode", "b64_kv32768", PLAIN | {"b": 64, "kv": 32768}),
@@ -80,6 +82,8 @@ def test_what_a_case_means(family, case, means):
         ("decode", "b8_kv4096_w0"),
         ("decode", "ragged"),
         ("decode", "ragged64_kv4096"),
+        ("decode", "b8_kv4096_shared"),  # pages are what rows share
+        ("decode", "ragged64_paged64_shared"),
         ("decode", "append"),
         ("decode", "append_b64_t4"),  # one token at a time into a contiguous cache is what is timed
         ("decode", "append_b64_paged16"),
@@ -100,7 +104,7 @@ def test_names_that_are_no_case(family, case):
 
 def test_the_command_without_a_gpu(capsys, tmp_path):
     assert main(["bench", "decode", "--list", "--only", "paged"]) == 0
-    assert capsys.readouterr().out.split() == ["b8_kv4096_paged16", "b8_kv4096_paged64"]
+    assert capsys.readouterr().out.split() == ["b8_kv4096_paged16", "b8_kv4096_paged64", "b64_kv4096_paged64_shared"]
     for arguments, words in (
         (["w4a16", "--only", "nothing"], "--only: no case of w4a16 holds nothing"),
         (["w4a16", "--case", "k4096"], "is no case"),
@@ -144,6 +148,7 @@ def bench_on_cpu(monkeypatch):
         ("ragged3_hq4_hkv2_d32", None, None),
         ("b2_kv300_hq4_hkv2_d32", 600, 600),
         ("b2_kv300_hq4_hkv2_d32_paged16", 608, 600),  # whole pages
+        ("b2_kv300_hq4_hkv2_d32_paged64_shared", 384, 600),  # four pages of both, one of each
         ("b2_kv300_hq4_hkv2_d32_w100", 200, 200),
         ("b2_kv300_hq4_hkv2_d32_t3_w100", 204, 204),
         ("b2_kv90_hq4_hkv1_d32_t2_w100", 180, 180),

@@ -21,6 +21,7 @@ CASES = (
     "ragged64",
     "b8_kv4096_paged16",
     "b8_kv4096_paged64",
+    "b64_kv4096_paged64_shared",
     "b8_kv4096_t4",
     "b8_kv4096_hq9_hkv3_d64",
     "b8_kv4096_hq64_hkv8_d128",
@@ -39,12 +40,14 @@ _SHORTEST, _LONGEST = 128, 32768  # rows of a ragged batch
 
 
 def parse(case):
-    """{"b", "kv", "hq", "hkv", "d", "t", "paged", "w", "ragged", "append"} from a case's name.
+    """{"b", "kv", "hq", "hkv", "d", "t", "paged", "w", "ragged", "append", "shared"} from a case's name.
 
-    kv: tokens of a row, of the longest in a ragged batch. w: the window, 0 without one.
+    kv: tokens of a row, of the longest in a ragged batch. w: the window, 0 without one. shared: rows are forks of the
+    first one, so all have its pages.
     """
     found = re.fullmatch(
-        r"(?:b(?P<b>N)_kv(?P<kv>N)|ragged(?P<rb>N))(?:_(?:hq|hkv|d|t|paged|w)N)*"
+        r"b(?P<b>N)_kv(?P<kv>N)(?:_(?:hq|hkv|d|t|paged|w)N)*(?P<shared>_pagedN_shared)?"
+        r"|ragged(?P<rb>N)(?:_(?:hq|hkv|d|t|paged|w)N)*"
         r"|append_b(?P<ab>N)(?:_(?:hkv|d)N|_t1)*".replace("N", r"[1-9]\d*"),
         case,
     )
@@ -55,7 +58,7 @@ def parse(case):
     shape = {"hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "w": 0}
     shape |= {name: int(value) for name, value in re.findall(r"_(hq|hkv|d|t|paged|w)(\d+)", case)}
     shape |= {"b": int(found["b"] or found["rb"] or found["ab"]), "kv": int(found["kv"] or 4096)}
-    shape |= {"ragged": bool(found["rb"]), "append": bool(found["ab"])}
+    shape |= {"ragged": bool(found["rb"]), "append": bool(found["ab"]), "shared": bool(found["shared"])}
     return shape | {"kv": max(lengths(shape))}
 
 
@@ -122,20 +125,30 @@ def _filled(shape, format, rows):
     if shape["paged"]:
         pages = [-(-k.shape[1] // shape["paged"]) for k, _ in rows]
         cache = rt.PagedKVCache(
-            sum(pages), shape["paged"], *heads, max_rows=len(rows), max_pages_per_row=max(pages), **kind
+            pages[0] + len(rows) - 1 if shape["shared"] else sum(pages),  # a fork has a last page of its own
+            shape["paged"],
+            *heads,
+            max_rows=len(rows),
+            max_pages_per_row=max(pages),
+            **kind,
         )
     else:
         cache = rt.KVCache(len(rows), longest, *heads, **kind)
     for b, (k, v) in enumerate(rows):
-        cache.append(k, v, rows=[b])
+        if b > 0 and shape["shared"]:
+            cache.fork(0, b)
+        else:
+            cache.append(k, v, rows=[b])
     return cache
 
 
 def _tensors(shape):
     """q [B, T, Hq, D]; k and v [B, tokens, Hkv, D], of a ragged batch [1, tokens of all rows, Hkv, D]."""
     torch.manual_seed(0)
-    tokens = (1, sum(lengths(shape))) if shape["ragged"] else (shape["b"], shape["kv"])
+    tokens = (1, sum(lengths(shape))) if shape["ragged"] else (1 if shape["shared"] else shape["b"], shape["kv"])
     k, v = (torch.randn(*tokens, shape["hkv"], shape["d"], dtype=_DTYPE, device=_DEVICE) for _ in range(2))
+    if shape["shared"]:
+        k, v = (x.expand(shape["b"], -1, -1, -1) for x in (k, v))
     return torch.randn(shape["b"], shape["t"], shape["hq"], shape["d"], dtype=_DTYPE, device=_DEVICE), k, v
 
 
