@@ -43,7 +43,7 @@ struct DecodeConfig {
   static constexpr KvFormat format = F;
   static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks, column_tiles = 1;
   static constexpr int warps = 4, team = D > 256 ? 4 : D > 128 ? 2 : 1, near_levels = D > 128 ? 1 : 4;
-  static constexpr bool clusters = near_levels >= cluster_slots;   // there is room for a block's leaves
+  static constexpr bool clusters = near_levels >= cluster_slots;   // the states of a cluster's leaves take no more room than the fold
 };
 // The same of one for more columns: two steps on the way.
 template <class Element, KvFormat F>
