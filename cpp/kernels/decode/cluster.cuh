@@ -4,7 +4,6 @@
 // Latency is the roof: one barrier of the cluster; what is read behind it lies in the block's own shared memory.
 #pragma once
 
-#include "kernels/decode/fold.cuh"
 #include "kernels/decode/queries.cuh"
 #include "kernels/decode/tree.cuh"
 #include "tile/grid.cuh"
