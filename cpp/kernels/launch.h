@@ -50,6 +50,7 @@ class DeviceScope {
   }
 
   int sms() const { return sms_; }
+  bool has_wgmma() const { return major_ == 9; }
   int largest_cluster() const { return major_ == 9 ? 8 : 1; }   // blocks; on other devices than Hopper a block is alone
   // How many blocks with that much shared memory (and what the system adds to each) a multiprocessor holds at once; at
   // least one is asked for.

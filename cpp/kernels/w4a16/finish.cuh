@@ -29,6 +29,44 @@ __device__ __forceinline__ void store_output(const W4MatmulParams& p, std::int64
   static_cast<T*>(p.y.data)[p.y.offset(token) + n * p.y.last_stride] = tile::from_float<T>(sum);
 }
 
+// The same of four neighbours along N, n a multiple of 4, of one token after another.
+template <class T>
+class Outputs {
+ public:
+  __device__ __forceinline__ Outputs(const W4MatmulParams& p, std::int64_t n) : p_(p), n_(n), plain_(p.y_in_pieces && p.activation == Activation::none && !p.residual.data) {
+    if (p.bias && p.y_in_pieces && n < p.w.n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bias_[i] = tile::to_float(static_cast<const T*>(p.bias)[(n + i) * p.bias_stride]);
+  }
+  __device__ __forceinline__ void store(std::int64_t token, float4 sums) const {
+    float x[4] = {sums.x, sums.y, sums.z, sums.w};
+    if (!p_.y_in_pieces) {
+      for (int i = 0; i < 4; ++i)
+        if (n_ + i < p_.w.n) store_output<T>(p_, token, n_ + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
+      return;
+    }
+    if (n_ >= p_.w.n) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] += bias_[i];
+    if (!plain_) {
+#pragma unroll
+      for (float& value : x) value = activate(p_.activation, value);
+      if (p_.residual.data) {
+        const uint2 four = *reinterpret_cast<const uint2*>(static_cast<const T*>(p_.residual.data) + token * p_.residual.stride[0] + n_);
+        const float2 low = tile::unpack<T>(four.x), high = tile::unpack<T>(four.y);
+        x[0] += low.x, x[1] += low.y, x[2] += high.x, x[3] += high.y;
+      }
+    }
+    *reinterpret_cast<uint2*>(static_cast<T*>(p_.y.data) + token * p_.y.stride[0] + n_) = make_uint2(tile::pack<T>(x[0], x[1]), tile::pack<T>(x[2], x[3]));
+  }
+
+ private:
+  const W4MatmulParams& p_;
+  const std::int64_t n_;
+  const bool plain_;
+  float bias_[4] = {};
+};
+
 inline constexpr int w4_finish_threads = 256;
 
 // Adds the chunks of K in order. A thread has four neighbouring outputs of a token.
@@ -40,15 +78,13 @@ __global__ void __launch_bounds__(w4_finish_threads) w4a16_finish(const __grid_c
   if (n >= p.w.n) return;
   tile::wait_for_previous_kernel();
   const float* partial = p.partial + token * padded_n + n;
-  float sum[4] = {};
+  float4 sum = {};
 #pragma unroll 4
   for (int split = 0; split < p.splits; ++split) {
     const float4 part = *reinterpret_cast<const float4*>(partial + split * p.tokens * padded_n);
-    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (n + i < p.w.n) store_output<T>(p, p.first_token + token, n + i, sum[i]);
+  Outputs<T>(p, n).store(p.first_token + token, sum);
 }
 
 }  // namespace rooftile::gpu

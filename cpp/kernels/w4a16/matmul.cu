@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one place that launches the 4-bit product.
 #include <algorithm>
+#include <bit>
 #include <cstdio>
 
 #include "core/w4_layout.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
+#include "kernels/tensor_map.h"
 #include "kernels/warmup.h"
 #include "kernels/w4a16/finish.cuh"
 #include "rooftile/error.h"
@@ -14,11 +16,6 @@ namespace rooftile::gpu {
 namespace {
 
 constexpr const char* op_name = "w4a16_matmul";
-
-W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
-  return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .group = a.w->group, .sms = scope.sms(),
-                     .batch_invariant = a.batch_invariant});
-}
 
 W4Kernel stream_kernel(bool is_half, int form, int span, W4Zeros zeros) {
   return is_half ? w4a16_stream_half(form, span, zeros) : w4a16_stream_bf16(form, span, zeros);
@@ -29,6 +26,20 @@ bool in_pieces(const W4MatmulArgs& a) {
   bool even = reinterpret_cast<std::uintptr_t>(a.x.data) % 16 == 0 && a.x.last() % 8 == 0;
   for (int i = 0; i + 1 < a.x.ndim; ++i) even &= a.x.shape[i] == 1 || a.x.stride[i] % 8 == 0;
   return even && a.x.last_stride() == 1 && !a.w->perm && Rows(a.x).ndim <= 1;
+}
+
+// Four neighbours of every row are 8 bytes at a multiple of them, and rows lie evenly.
+bool in_fours(const TensorView& t) {
+  if (!t.given()) return true;
+  const Rows rows(t);
+  return reinterpret_cast<std::uintptr_t>(t.data) % 8 == 0 && t.last() % 4 == 0 && t.last_stride() == 1 && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
+}
+
+W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
+  const Rows x(a.x);
+  const bool tiles = scope.has_wgmma() && in_pieces(a) && a.w->zeros != W4Zeros::minima && (x.ndim == 0 || x.stride[0] > 0);
+  return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .group = a.w->group, .sms = scope.sms(),
+                     .batch_invariant = a.batch_invariant, .tiles = tiles});
 }
 
 }  // namespace
@@ -43,8 +54,8 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   const W4View& w = *a.w;
   const W4Plan plan = plan_of(scope, a);
   KernelName kernel;
-  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_w4g%d_%s_t%d_split%d", name(a.x.dtype), w.group, name(w.zeros),
-                8 * w4_forms[plan.form].token_tiles, plan.splits);
+  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_w4g%d_%s_%s%d_split%d", name(a.x.dtype), w.group, name(w.zeros), plan.tiles ? "tile" : "t",
+                plan.tiles ? w4_tiles_forms[plan.form].tokens : 8 * w4_forms[plan.form].token_tiles, plan.splits);
   if (a.y.numel() == 0) return kernel;
   ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op_name, ": workspace must have ", plan.workspace_bytes,
                  " bytes for this product, got ", ctx.workspace_bytes);
@@ -59,6 +70,7 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
     p.bias = a.bias.data;
     p.bias_stride = a.bias.stride[0];
   }
+  p.y_in_pieces = in_fours(a.y) && in_fours(a.residual);
   p.x_in_pieces = in_pieces(a);
   p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : 0;
   p.w = w;
@@ -78,6 +90,18 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
 
   const std::int64_t m = a.x.rows();
   const bool is_half = a.x.dtype == DType::f16;
+  if (plan.tiles) {
+    const W4TilesForm f = w4_tiles_forms[plan.form];
+    W4TilesParams tiles{.product = p, .x = {}, .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)), .token_group = static_cast<unsigned>(plan.token_group)};
+    tiles.product.tokens = m;
+    tiles.product.token_blocks = static_cast<unsigned>(plan.token_blocks);
+    tiles.x = rows_map(op_name, a.x.data, a.x.dtype, {.rows = m, .columns = w.k, .stride = p.x.ndim > 0 ? p.x_stride : w.k}, f.tokens / plan.cluster, 64);
+    scope.launch(is_half ? w4a16_tiles_half(plan.form, plan.span) : w4a16_tiles_bf16(plan.form, plan.span), plan.token_blocks * plan.row_blocks * plan.splits,
+                 f.threads(), plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
+    if (p.splits > 1)
+      scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>, m * p.finish_blocks, w4_finish_threads, 0, tiles.product, Overlap::with_previous);
+    return kernel;
+  }
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);
@@ -98,6 +122,11 @@ void load_w4a16_kernels(const char* op) {
         load_kernel(op, w4a16_stream_half(form, span, zeros));
         load_kernel(op, w4a16_stream_bf16(form, span, zeros));
       }
+  for (int form = 0; form < 3; ++form)
+    for (int span : {32, 64, 128}) {
+      load_kernel(op, w4a16_tiles_half(form, span));
+      load_kernel(op, w4a16_tiles_bf16(form, span));
+    }
   load_kernel(op, w4a16_finish<tile::half>);
   load_kernel(op, w4a16_finish<tile::bf16>);
 }

@@ -2,6 +2,8 @@
 // What the kernels of a 4-bit product receive.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 
 #include "core/hd.h"
@@ -46,6 +48,7 @@ struct W4MatmulParams {
   Rows x, y, residual;              // [m, k], [m, n], [m, n]
   const void* bias = nullptr;       // [n] or null
   std::int64_t bias_stride = 0;
+  bool y_in_pieces = false;         // y and residual: four neighbours of a row are 8 bytes, rows lie evenly
   bool x_in_pieces = false;         // x can be read 16 bytes at a time, its rows `x_stride` elements apart
   std::int64_t x_stride = 0;
   W4View w;
@@ -64,5 +67,16 @@ using W4Kernel = void (*)(W4MatmulParams);
 // inst/half.cu, inst/bf16.cu. span: k that are scaled at once.
 W4Kernel w4a16_stream_half(int form, int span, W4Zeros);
 W4Kernel w4a16_stream_bf16(int form, int span, W4Zeros);
+
+// The kernel for more tokens.
+struct W4TilesParams {
+  W4MatmulParams product;
+  CUtensorMap x;       // boxes of tokens / cluster rows x 64 columns
+  int cluster_shift = 0;   // log2 of the CTAs that share tokens
+  unsigned token_group = 1;   // blocks of tokens that meet all rows of W before the next ones do
+};
+using W4TilesKernel = void (*)(W4TilesParams);
+W4TilesKernel w4a16_tiles_half(int form, int span);
+W4TilesKernel w4a16_tiles_bf16(int form, int span);
 
 }  // namespace rooftile::gpu

@@ -45,6 +45,36 @@ Cut cut_k(const W4Problem& p, int form, std::int64_t row_blocks, std::int64_t to
   return best;
 }
 
+// The same for tiles.cuh, in cycles of a multiprocessor; rough facts of an H200. Nothing but the number of blocks of tokens
+// depends on m.
+void plan_tiles(const W4Problem& p, W4Plan& plan) {
+  plan.tiles = true;
+  while (plan.form < 2 && w4_tiles_forms[plan.form].tokens < p.m) ++plan.form;
+  const W4TilesForm f = w4_tiles_forms[plan.form];
+  plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());
+  plan.cluster = plan.row_blocks % 2 == 0 ? 2 : 1;
+  plan.token_blocks = divide_up(p.m, f.tokens);
+  plan.launch_tokens = p.m;
+  const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), blocks = plan.row_blocks * plan.token_blocks;
+  const std::int64_t sms = std::max(p.sms, 1);
+  double least = 0;
+  for (std::int64_t wanted = 1; wanted <= std::min<std::int64_t>(max_splits, steps); ++wanted) {
+    const std::int64_t chunk = divide_up(steps, wanted), splits = divide_up(steps, chunk);
+    if (splits != wanted || (wanted > 1 && (chunk < 2 || blocks * splits > sms * f.ctas))) continue;
+    // of the busiest multiprocessor: its CTAs share the tensor cores, or wait for their own copies and registers
+    const std::int64_t ctas = divide_up(blocks * splits, sms), rounds = divide_up(ctas, f.ctas);
+    const double step = 4.0 * f.tokens * f.groups;
+    double cycles = static_cast<double>(chunk) * std::max(static_cast<double>(ctas) * 1.3 * step, static_cast<double>(rounds) * (step + 450)) + 3500.0 * static_cast<double>(rounds);
+    if (splits > 1) cycles += 3000 + static_cast<double>(splits * plan.token_blocks * f.tokens * p.n) * 8 / 1700;
+    if (wanted > 1 && cycles >= least) continue;
+    least = cycles;
+    plan.splits = static_cast<int>(splits);
+    plan.chunk_steps = static_cast<int>(chunk);
+  }
+  plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, 8));   // 12 MB of x at once
+  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + 16) + f.stages * f.warps() * w4_slot_bytes);
+}
+
 }  // namespace
 
 W4Plan plan_w4a16(const W4Problem& p) {
@@ -52,6 +82,15 @@ W4Plan plan_w4a16(const W4Problem& p) {
   plan.span = std::min(p.group, 128);
   if (p.group == p.k && plan.span != 32 && plan.span != 64) plan.span = 128;
 
+  const auto workspace = [&] {
+    return plan.splits > 1 ? sizeof(float) * static_cast<std::size_t>(plan.splits * plan.launch_tokens * w4_tiles_n(p.n) * w4_tile_n) : 0;
+  };
+  if (p.tiles && p.m > w4_stream_tokens && !p.batch_invariant) {
+    plan_tiles(p, plan);
+    plan.workspace_bytes = workspace();
+    plan.why = plan.splits > 1 ? "tiles of tokens, split along K to fill the device" : "tiles of tokens";
+    return plan;
+  }
   plan.form = form_of(std::min<std::int64_t>(p.m, w4_tokens));
   const W4Form f = w4_forms[plan.form];
   plan.row_blocks = divide_up(w4_tiles_n(p.n), w4_warps);
@@ -67,8 +106,7 @@ W4Plan plan_w4a16(const W4Problem& p) {
   plan.x_rows = plan.form == 0 ? static_cast<int>(std::max<std::int64_t>(p.m, 1)) : 8 * f.token_tiles;
   const int panels = plan.chunk_steps * w4_step_k > f.panel_k ? 2 : 1;
   plan.shared_bytes = static_cast<std::size_t>(w4_warps * f.stages * w4_slot_bytes + panels * plan.x_rows * w4_panel_pitch(f));
-  if (plan.splits > 1)
-    plan.workspace_bytes = sizeof(float) * static_cast<std::size_t>(plan.splits * plan.launch_tokens * w4_tiles_n(p.n) * w4_tile_n);
+  plan.workspace_bytes = workspace();
   plan.why = p.batch_invariant ? "one split at every number of rows, as asked"
              : plan.splits > 1 ? "split along K: the blocks of rows alone would not fill the device evenly"
                                : "whole rows: they fill the device, or splitting would cost more";

@@ -21,16 +21,30 @@ inline constexpr int w4_tokens = 8 * w4_forms[3].token_tiles;   // the most a CT
 inline constexpr int w4_side_bytes = 128;                       // scales, or offsets, of the groups of a step
 inline constexpr int w4_slot_bytes = 2 * 512 + 2 * w4_side_bytes;
 
+// The same of the kernel for more tokens (tiles.cuh): tokens of a CTA, groups of four warps, steps of 128 k on the way of x and of a
+// warp's codes, CTAs a multiprocessor.
+struct W4TilesForm {
+  int tokens, groups, x_stages, stages, ctas;
+  constexpr int warps() const { return 4 * groups; }
+  constexpr int threads() const { return 32 * (warps() + 4); }   // and a group of which one thread brings x
+};
+inline constexpr W4TilesForm w4_tiles_forms[] = {{32, 2, 5, 5, 2}, {64, 2, 6, 6, 1}, {128, 2, 5, 5, 1}};
+inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
+
 constexpr int w4_panel_pitch(W4Form f) { return 2 * f.panel_k + 16; }   // bytes of a row; 16 more against bank conflicts
 
 struct W4Problem {
   std::int64_t m = 0, n = 0, k = 0;
   int group = 0, sms = 0;
   bool batch_invariant = false;
+  bool tiles = false;              // the device and the arguments allow tiles.cuh
 };
 
 struct W4Plan {
-  int form = 0;                    // index into w4_forms
+  bool tiles = false;              // tiles.cuh instead of stream.cuh
+  int form = 0;                    // index into w4_tiles_forms or w4_forms
+  int cluster = 1;                 // of tiles: CTAs that share tokens; row_blocks is a multiple of it
+  int token_group = 1;             // of tiles: blocks of tokens that meet all rows of W before the next ones do
   int span = 0;                    // k whose sum is scaled at once: 32, 64 or 128; a multiple of it starts every chunk
   int splits = 0;                  // of K; above 1 their sums meet in the workspace
   int chunk_steps = 0;             // steps of 128 k in one split
@@ -42,7 +56,7 @@ struct W4Plan {
 };
 
 // Same problem and device, same plan. Splits, and with them the bits of a row, depend on m through its regime only:
-// up to 8, 16, 32 and 64 tokens, then each further 64; batch_invariant takes the split of the second at every m.
+// up to 8, 16, 32 and 64 tokens, then each further 64 (tiles.cuh: 128); batch_invariant takes the split of the second at every m.
 W4Plan plan_w4a16(const W4Problem&);
 
 }  // namespace rooftile::gpu

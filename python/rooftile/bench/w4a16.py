@@ -12,7 +12,7 @@ from rooftile.bench.vllm_products import products
 from rooftile.errors import ArgumentError
 
 _SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 8192)
 CASES = tuple(f"k{k}_n{n}_m{m}" for k, n in _SHAPES for m in _ROWS)
 _GROUP = 128
 _TOLERANCE = {"float16": 4e-4, "bfloat16": 2e-3}  # relative Frobenius error against the dequantised weight

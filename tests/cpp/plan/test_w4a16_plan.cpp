@@ -49,6 +49,37 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
   });
 }
 
+TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
+  for_each_problem([](W4Problem p) {
+    p.tiles = true;
+    const W4Plan plan = plan_w4a16(p);
+    SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms);
+    ASSERT_EQ(plan.tiles, p.m > w4_stream_tokens);
+    if (!plan.tiles) return;
+    const W4TilesForm form = w4_tiles_forms[plan.form];
+    const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, chunk = plan.chunk_steps, ctas = plan.row_blocks * plan.token_blocks * plan.splits;
+    EXPECT_GE(plan.splits * chunk, steps);
+    EXPECT_LT((plan.splits - 1) * chunk, steps);
+    EXPECT_TRUE(plan.span == 32 || plan.span == 64 || plan.span == 128);
+    EXPECT_TRUE(plan.span <= p.group || p.group == p.k);
+    EXPECT_GE(plan.token_blocks * form.tokens, p.m);
+    EXPECT_LT((plan.token_blocks - 1) * form.tokens, p.m);
+    EXPECT_GE(plan.row_blocks * form.warps() * w4_tile_n, p.n);
+    EXPECT_EQ(plan.row_blocks % plan.cluster, 0);
+    EXPECT_EQ(form.tokens / plan.cluster % 8, 0);   // rows of a swizzle
+    EXPECT_GE(plan.token_group, 1);
+    EXPECT_LE(plan.shared_bytes, (228u / static_cast<unsigned>(form.ctas) - 1) * 1024);
+    EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
+    if (plan.splits > 1) {
+      EXPECT_LE(ctas, std::int64_t{p.sms} * form.ctas);   // and so is the workspace
+    }
+  });
+}
+
+TEST(W4Plan, TilesAreNotForBatchInvariance) {
+  EXPECT_FALSE(plan_w4a16({.m = 4096, .n = 4096, .k = 4096, .group = 128, .sms = 132, .batch_invariant = true, .tiles = true}).tiles);
+}
+
 TEST(W4Plan, SplitsDependOnTheRegimeOnly) {
   for_each_problem([](W4Problem p) {
     const auto cut = [&](std::int64_t m, bool invariant) {
@@ -63,6 +94,11 @@ TEST(W4Plan, SplitsDependOnTheRegimeOnly) {
     EXPECT_EQ(cut(17, false), cut(32, false));
     EXPECT_EQ(cut(33, false), cut(64, false));
     EXPECT_EQ(cut(p.m, true), cut(1, true));
+    p.tiles = true;
+    EXPECT_EQ(cut(17, false), cut(32, false));
+    EXPECT_EQ(cut(33, false), cut(64, false));
+    EXPECT_EQ(cut(65, false), cut(128, false));
+    EXPECT_EQ(cut(385, false), cut(512, false));
   });
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 4 bits, on mma m16n8k16.
+// y = activation(x W^T + bias) + residual with W in 4 bits, on mma m16n8k16: for few tokens, and for any where tiles.cuh cannot run.
 //   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // W is the register A operand, tokens are the mma's N: 8 of them a tile, so few tokens waste little. A CTA takes up to 64
@@ -87,17 +87,26 @@ struct CodeStream {
 
   __device__ __forceinline__ CodeStream(const W4MatmulParams& p, std::int64_t row, int first)
       : tiles_left(static_cast<int>(w4_tiles_k(p.w.k)) - 2 * first) {
-    const int lane = threadIdx.x % 32, in_step = w4_step_k / p.span, piece = lane % 8;
+    const int lane = threadIdx.x % 32, in_step = 4 >> p.span_shift, piece = lane % 8;
     codes = p.w.codes + (row * w4_tiles_k(p.w.k) + 2 * first) * w4_tile_bytes + lane * 16;
     const bool offset = lane >= 8, bytes = offset && p.w.zeros == W4Zeros::integer;
-    const int pieces = bytes ? 1 : 2, size = bytes ? 16 : 32;   // of a group
+    const int shift = bytes ? 0 : 1, size = bytes ? 16 : 32;   // log2 of the pieces of a group; its bytes
     group_step = p.span < p.group && p.groups == 1 ? 0 : in_step;   // one group for all of K
-    const int side_group = first * group_step + piece / pieces;
+    const int side_group = first * group_step + (piece >> shift);
     side_left = p.groups - side_group;
     side_step = group_step * size;
     side_at = 2 * w4_tile_bytes + (offset ? w4_side_bytes : 0) + piece * 16;
-    if (lane >= 16 || piece >= in_step * pieces || (offset && p.w.zeros == W4Zeros::symmetric)) return;
-    side = (offset ? p.w.offsets : p.w.scales) + (row * p.groups + side_group) * size + piece % pieces * 16;
+    if (lane >= 16 || piece >= in_step << shift || (offset && p.w.zeros == W4Zeros::symmetric)) return;
+    side = (offset ? p.w.offsets : p.w.scales) + (row * p.groups + side_group) * size + (piece & shift) * 16;
+  }
+
+  // Starts the codes of the next `steps` steps on their way to L2, which the kernel before may still be writing.
+  template <int steps>
+  __device__ __forceinline__ void prefetch() const {
+    if (threadIdx.x % 8 != 0) return;   // 128 bytes each
+#pragma unroll
+    for (int i = 0; i < 2 * steps; ++i)
+      if (i < tiles_left) tile::prefetch(codes + i * w4_tile_bytes);
   }
 
   // Starts the copies of the next step.
