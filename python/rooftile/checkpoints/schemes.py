@@ -195,11 +195,12 @@ class _CompressedTensors:
         )
 
 
+_INERT = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}  # how codes were found; dtypes that tensors tell
+_READ = {"num_bits", "type", "symmetric", "strategy", "group_size", "actorder", "dynamic"}
+
+
 class _WeightGroup:
     """One of config_groups: what its weights are."""
-
-    _INERT = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}  # how codes were found; dtypes the tensors have
-    _READ = {"num_bits", "type", "symmetric", "strategy", "group_size", "actorder", "dynamic"}
 
     def __init__(self, top, fields):
         (top if fields.value.get("format") is None else fields).expect("format", "pack-quantized")
@@ -208,7 +209,7 @@ class _WeightGroup:
         weights = fields.child("weights")
         weights.expect("num_bits", 4)
         weights.expect("type", "int")
-        weights.absent("dynamic", *sorted(set(weights.value) - self._INERT - self._READ))
+        weights.absent("dynamic", *sorted(set(weights.value) - _INERT - _READ))
         self.symmetric = weights.get("symmetric", bool)
         strategy = weights.expect("strategy", "group", "channel")
         self.size = weights.group_size() if strategy == "group" else None

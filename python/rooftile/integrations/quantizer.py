@@ -150,7 +150,7 @@ class _Round(ConversionOps):
         name = full_layer_name.removesuffix(".weight")
         linear = model.get_submodule(name)
         rounding = self.quantizer.quantization_config.rounding
-        linear.weight = torch.nn.Parameter(value.to(linear.weight.dtype), requires_grad=False)
+        linear.weight = torch.nn.Parameter(value, requires_grad=False)
         model.set_submodule(name, W4Linear.from_linear(linear, group_size=rounding.group_size, zeros=rounding.zeros))
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)

@@ -111,7 +111,7 @@ class GGUFParameter:
 
 
 def open_gguf(path, *, dtype="bfloat16", weights="dequantize"):
-    """(model, [GGUFParameter]): what load_gguf makes, on the meta device, and what fills it. Arguments and errors as there."""
+    """(model, [GGUFParameter]): load_gguf's model on the meta device, and what fills it. Its arguments and errors."""
     dtype = _torch_dtype(dtype)
     if weights not in _WEIGHTS:
         raise ArgumentError(f"weights must be one of {', '.join(_WEIGHTS)}, got {describe(weights)}")
