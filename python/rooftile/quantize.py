@@ -75,13 +75,19 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     return len(layers)
 
 
+def name_patterns(op, skip):
+    """`skip` as a list of str. op: whose name errors begin with."""
+    patterns = (skip,) if isinstance(skip, str) else skip
+    if not (isinstance(patterns, Collection) and all(isinstance(p, str) for p in patterns)):
+        raise ArgumentTypeError(f"{op}: skip must be names or patterns of modules, got {skip!r}")
+    return list(patterns)
+
+
 def linear_layers(op, model, skip):
     """[(name, nn.Linear)] of what quantize_ would replace. op: whose name errors begin with."""
     import torch
 
-    patterns = (skip,) if isinstance(skip, str) else skip
-    if not (isinstance(patterns, Collection) and all(isinstance(p, str) for p in patterns)):
-        raise ArgumentTypeError(f"{op}: skip must be names or patterns of modules, got {skip!r}")
+    patterns = name_patterns(op, skip)
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())

@@ -89,7 +89,7 @@ class _FolderSource:
 
     def source(self):
         tied = self.tied_names()
-        entries = []
+        entries, missing = [], []
         for name, parameter in self.model.state_dict().items():
             module, _, suffix = name.rpartition(".")
             if suffix == "weight" and self.scheme and f"{module}.{self.scheme.main}" in self.left:
@@ -98,9 +98,13 @@ class _FolderSource:
                         f"{self.where}: tie_word_embeddings is set, but '{module}' has weights of its own in 4 bits"
                     )
                 entries.append(self.packed(module))
-            elif name in self.left or name not in tied:
+            elif name in self.left:
                 entries.append(self.plain(name, module, suffix, parameter))
+            elif name not in tied:
+                missing.append(name)
         self.leave_out()
+        if missing:
+            raise ArgumentError(f"{self.folder.path}: tensor '{missing[0]}' is missing ({len(missing)} such tensors)")
         form = f"{self.scheme.name} 4-bit" if self.scheme else "safetensors"
         return Source(str(self.folder.path), form, self.config, entries, self.left_out)
 
@@ -143,13 +147,16 @@ class _FolderSource:
             raise NotSupportedError(
                 f"{module.where}: 4-bit weights of a {type(linear).__name__} are not read; read: those of a Linear"
             )
-        nbytes = sum(self.left.pop(n).nbytes for n in module.names() if n in self.left)
-        n, k = linear.out_features, linear.in_features
-        return Entry(name, self.scheme.name, LOSSLESS, nbytes, lambda: self.scheme.read(module, n, k))
+        nbytes = sum(self.left.pop(f"{name}.{s}").nbytes for s in module.unread)
+
+        def read():
+            weight = self.scheme.read(module, linear.out_features, linear.in_features)
+            module.check_all_read()
+            return weight
+
+        return Entry(name, self.scheme.name, LOSSLESS, nbytes, read)
 
     def plain(self, name, module, suffix, parameter):
-        if name not in self.left:
-            raise ArgumentError(f"{self.folder.path}: tensor '{name}' is missing")
         info = self.left.pop(name)
         if info.shape != tuple(parameter.shape):
             raise ArgumentError(
@@ -195,12 +202,17 @@ class _Module:
     """The packed tensors of one linear layer, as a scheme asks for them."""
 
     def __init__(self, owner, name):
-        self.folder, self.scheme, self.name = owner.folder, owner.scheme, name
+        self.folder, self.name = owner.folder, name
         file = self.folder.tensors[f"{name}.{owner.scheme.main}"].file
         self.where = f"{file}: {name}"
+        self.unread = {s for s in owner.scheme.suffixes if f"{name}.{s}" in owner.folder.tensors}
 
-    def names(self):
-        return [f"{self.name}.{suffix}" for suffix in self.scheme.suffixes]
+    def check_all_read(self):
+        if self.unread:
+            raise ArgumentError(
+                f"{self.where}: {min(self.unread)} is there, but config.json has no use for it; leaving it out would "
+                "change the weight"
+            )
 
     def tensor(self, suffix, shape, dtypes, optional=False):
         """The tensor with this suffix, of this shape and one of these dtypes; None where it may be missing and is."""
@@ -209,6 +221,7 @@ class _Module:
             if optional:
                 return None
             raise ArgumentError(f"{self.where}: {suffix} is missing")
+        self.unread.discard(suffix)
         if info.dtype not in dtypes:
             raise ArgumentError(
                 f"{info.file}: {self.name}: {suffix} has dtype {info.dtype}, expected {' or '.join(dtypes)}"

@@ -20,7 +20,9 @@ from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
 from rooftile.errors import ArgumentError
 from rooftile.nn import W4Linear
-from rooftile.quantize import W4A16, linear_layers
+from rooftile.quantize import W4A16, linear_layers, name_patterns
+
+_DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -31,12 +33,16 @@ class RooftileConfig(QuantizationConfigMixin):
     write it).
     """
 
-    def __init__(self, group_size=128, zeros="symmetric", skip=(), *, layout=None, layouts=None, quant_method=None):
+    def __init__(
+        self, group_size=128, zeros="symmetric", skip=(), *, layout=None, layouts=None, quant_method=None, **unknown
+    ):
+        if unknown:
+            raise ArgumentError(f"RooftileConfig: there is no field {min(unknown)!r}")
         if quant_method not in (None, QUANT_METHOD):
             raise ArgumentError(f"RooftileConfig: quant_method must be {QUANT_METHOD!r}, got {quant_method!r}")
         self.quant_method = QUANT_METHOD
         self.rounding = W4A16(group_size, zeros)
-        self.skip = [skip] if isinstance(skip, str) else list(skip)
+        self.skip = name_patterns("RooftileConfig", skip)
         self.modules = None if layouts is None else read_manifest(layout, layouts)
 
     @classmethod
@@ -109,7 +115,8 @@ class RooftileQuantizer(HfQuantizer):
                 dtype=linear.weight.dtype,
                 **layout,
             )
-            _check_tensors(where, module, name, tensors)
+            if tensors:  # from_pretrained may be given a state_dict instead
+                _check_tensors(where, module, name, tensors)
             model.set_submodule(here, module)
 
     def param_needs_quantization(self, model, param_name, **kwargs):
@@ -161,9 +168,12 @@ def _check_tensors(where, module, name, tensors):
     """A tensor that is missing would be left as random bytes with a warning: refuse it."""
     for suffix, expected in module.state_dict().items():
         info = tensors.get(f"{name}.{suffix}")
-        if tensors and info is None:
+        if info is None:
             raise ArgumentError(f"{where}: tensor '{name}.{suffix}' is missing from the checkpoint")
-        if tensors and info.shape != tuple(expected.shape):
+        if info.shape != tuple(expected.shape):
             raise ArgumentError(
                 f"{info.file}: tensor '{info.name}' has shape {list(info.shape)}, expected {list(expected.shape)}"
             )
+        dtype = _DTYPES.get(expected.dtype, info.dtype)  # a bias may be converted
+        if info.dtype != dtype:
+            raise ArgumentError(f"{info.file}: tensor '{info.name}' has dtype {info.dtype}, expected {dtype}")
