@@ -4,6 +4,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ import safetensors.torch  # noqa: E402
 import tiny_checkpoints as tiny  # noqa: E402
 import tiny_gguf  # noqa: E402
 from rooftile.checkpoints import convert, formats  # noqa: E402
+from rooftile.cli import main  # noqa: E402
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
 from rooftile.nn import W4Linear  # noqa: E402
 
@@ -236,6 +239,17 @@ def test_a_model_may_be_loaded_in_another_dtype_than_stored(tmp_path):
         assert_same_tensors(load(source, dtype, quantization_config=RooftileConfig(32)), expected)
 
 
+def test_one_config_for_two_models(tmp_path):
+    source, config = tiny.write(tmp_path / "source", tiny.tensors(None, {})), RooftileConfig(32)
+    one = load(source, quantization_config=config)
+    other = load(
+        tiny.write(tmp_path / "other", tiny.tensors(None, {}, num_hidden_layers=1), num_hidden_layers=1),
+        quantization_config=config,
+    )
+    counts = [len(m.config.quantization_config.modules) for m in (one, other)]
+    assert counts == [14, 7] and config.modules is None
+
+
 def assert_base_loads(folder):
     """In the dtype that is stored: transformers 5.17 converts no tensor whose name gets a prefix."""
     base = transformers.AutoModel.from_pretrained(folder, dtype=torch.float16)
@@ -396,3 +410,72 @@ def test_targets(tmp_path):
     assert not (target / "old").exists() and sorted(os.listdir(tmp_path)) == ["file", "other", "source", "target"]
     with pytest.raises(rt.NotSupportedError, match="quant_method is 'rooftile': nothing is left to convert"):
         convert(target, tmp_path / "again", progress=False)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command(tmp_path, capsys):
+    w = {name: tiny.weight(name, shape) for name, shape in tiny.MODULES.items() if "down_proj" in name}
+    source = tiny.write(tmp_path / "source", tiny.tensors(tiny.awq, w), tiny.awq_config())
+    command = ["convert", str(source), str(tmp_path / "target"), "--group-size", "32", "--zeros", "minima"]
+    assert main([*command, "--skip", "*.q_proj", "--skip", "*.k_proj", "--json", str(tmp_path / "report.json")]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["down_proj", "2", "AWQ", "integer,", "groups", "of", "32,", "float16", "scales"] in [x[:9] for x in lines]
+    assert any(line[:2] == ["up_proj", "2"] and "rounded" in line for line in lines)
+    assert any(line[:5] == ["q_proj", "2", "float16", "float16", "kept"] for line in lines)
+    assert "Copied: tokenizer_config.json" in out and f"Written: {tmp_path / 'target'}" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["form"] == "AWQ 4-bit" and {row["outcome"] for row in report["rows"]} == {
+        "4 bits, lossless",
+        "4 bits, rounded to nearest",
+        "kept",
+    }
+    assert len(layers(load(tmp_path / "target"))) == 10
+    capsys.readouterr()
+    assert main(command) == 2  # the target is there
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("rooftile convert: error: ") and "--overwrite" in err
+    assert main([*command, "--overwrite", "--shard-size", "20KB"]) == 0
+    assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none", "TARGET"], ("none", "No such file")),
+        (["SOURCE", "SOURCE/inside"], ("expected a folder beside it",)),
+        (["SOURCE", "TARGET", "--json", "no/such/folder/a.json"], ("--json", "does not exist")),
+        (["SOURCE", "TARGET", "--group-size", "-1"], ("group_size must be",)),
+        (["SOURCE", "TARGET", "--group-size", "48"], ("q_proj", "group_size must be 32, 64, 128 or K = 64, got 48")),
+        (["SOURCE", "TARGET", "--dtype", "float16"], ("dtype is for GGUF files",)),
+    ],
+)
+def test_mistakes_on_the_command_line(tmp_path, capsys, arguments, words):
+    source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
+    places = {"SOURCE": str(source), "TARGET": str(tmp_path / "target"), "SOURCE/inside": str(source / "inside")}
+    assert main(["convert", *(places.get(a, a) for a in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("size", ["4", "0MB", "-1GB", "big", "1TB"])
+def test_shard_sizes(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "a", "b", f"--shard-size={size}"])
+    assert f"expected a size such as 500MB, 4GB or 2GiB, got '{size}'" in capsys.readouterr().err
+
+
+def test_the_cache_and_the_weights_need_one_import():
+    code = (
+        "import rooftile.integrations.transformers\nfrom transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
+    )
+    path = os.path.dirname(os.path.dirname(rt.__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", code + "assert 'rooftile' in AUTO_QUANTIZER_MAPPING"],
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0

@@ -124,7 +124,7 @@ def test_activations(tmp_path):
         ({"model_type": None}, ARGUMENT, ("model_type must be a string, got None",)),
         ({"model_type": "abacus"}, SUPPORTED, ("model_type 'abacus'",)),
         ({"model_type": "vit"}, ARGUMENT, ("no causal language model",)),
-        ({"auto_map": {"AutoModel": "evil.Model"}}, SUPPORTED, ("auto_map",)),
+        ({"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, SUPPORTED, ("model_type 'own'",)),
         ({"hidden_size": "64"}, ARGUMENT, ("transformers makes no causal language model",)),
         ({"hidden_size": 0}, ARGUMENT, ()),
         ({"hidden_size": 72}, ARGUMENT, ("model.embed_tokens.weight", "[96, 64]", "[96, 72]")),
@@ -243,6 +243,11 @@ def test_rounding_arguments(tmp_path):
     refused(source, tmp_path, ARGUMENT, "dtype is for GGUF files", dtype="bfloat16")
     source = tiny.write(tmp_path / "awq", awq(), AWQ())
     refused(source, tmp_path, ARGUMENT, "skip is for layers that would be rounded", skip="*.q_proj")
+
+
+def test_nothing_in_four_bits(tmp_path):
+    source = tiny.write(tmp_path / "source", plain())
+    refused(source, tmp_path, SUPPORTED, str(source), "no layer would be in 4 bits", rounding=rt.W4A16(32), skip="*")
 
 
 # ---------------------------------------------------------------- files

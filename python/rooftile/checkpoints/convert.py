@@ -9,7 +9,7 @@ import shutil
 from rooftile import __version__
 from rooftile._progress import progress_bar
 from rooftile.checkpoints.manifest import layout_of, write_manifest
-from rooftile.checkpoints.sources import open_source
+from rooftile.checkpoints.sources import LOSSLESS, ROUNDED, open_source
 from rooftile.checkpoints.writer import ShardWriter, check_target, write_json, written_whole
 from rooftile.errors import NotSupportedError
 from rooftile.gemm import W4Weight
@@ -20,6 +20,8 @@ from rooftile.nn import W4Linear
 _COMPANIONS = (
     "*token*.json",
     "*.model",
+    "*.tiktoken",
+    "tekken.json",
     "vocab.*",
     "merges.txt",
     "chat_template*",
@@ -51,6 +53,11 @@ def convert(
     """
     check_target(target, source, overwrite)
     opened = open_source(source, rounding=rounding, skip=skip, dtype=dtype)
+    if not any(e.outcome in (LOSSLESS, ROUNDED) for e in opened.entries):
+        raise NotSupportedError(
+            f"{source}: no layer would be in 4 bits: none is stored so, and none is a Linear to be rounded (those of a "
+            "GGUF file are where a rounding is given, that is --group-size or --zeros)"
+        )
     rows, layouts = [], {}
     what, total = f"Converting {os.path.basename(os.path.abspath(source))}", sum(e.nbytes for e in opened.entries)
     with written_whole(target) as folder, progress_bar(what, total, unit="bytes", show=progress) as advance:

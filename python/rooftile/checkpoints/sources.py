@@ -112,13 +112,11 @@ class _FolderSource:
         """The model that config.json describes, on the meta device."""
         import transformers
 
-        if self.config.get("auto_map"):
-            raise NotSupportedError(f"{self.where}: auto_map asks for code of its own, which is not run")
         kind = self.config.get("model_type")
         if not isinstance(kind, str):
             raise ArgumentError(f"{self.where}: model_type must be a string, got {kind!r}")
         if kind not in transformers.CONFIG_MAPPING:
-            raise NotSupportedError(f"{self.where}: model_type '{kind}' is not known to transformers")
+            raise NotSupportedError(f"{self.where}: model_type '{kind}' is not one that transformers knows by itself")
         text = self.config.get("text_config")
         layers = {**self.config, **(text if isinstance(text, dict) else {})}.get("num_hidden_layers")
         if type(layers) is int and layers > len(self.folder.tensors):  # before as many are made
@@ -135,10 +133,8 @@ class _FolderSource:
 
     def tied_names(self):
         """Names of parameters that are another one's tensor."""
-        seen, tied = set(), set()
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            (tied if parameter in seen else seen).add(name if parameter in seen else parameter)
-        return tied
+        own = dict(self.model.named_parameters())  # each parameter once
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - own.keys()
 
     def packed(self, name):
         module = _Module(self, name)

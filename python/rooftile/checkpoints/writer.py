@@ -44,10 +44,10 @@ def written_whole(path):
             path.rename(old)
         draft.rename(path)
     except OSError as e:
-        if old.exists() and not path.exists():
-            old.rename(path)
         raise ArgumentError(f"{path}: {e.strerror or e}") from e
     finally:
+        if old.exists() and not path.exists():  # between the two renames
+            old.rename(path)
         for folder in (draft, old):
             shutil.rmtree(folder, ignore_errors=True)
 

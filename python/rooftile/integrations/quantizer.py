@@ -128,7 +128,8 @@ class RooftileQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if not self.pre_quantized:
-            self.quantization_config.modules = RooftileConfig.of(model).modules
+            # another object: the caller may round another model with theirs
+            self.quantization_config = model.config.quantization_config = RooftileConfig.of(model)
         for module in model.modules():
             if isinstance(module, W4Linear) and module.bias is not None:
                 module.bias.requires_grad_(False)
