@@ -27,7 +27,7 @@ class Entry:
     """One weight of the model.
 
     name: of the module, where `read` gives a W4Weight, else of the tensor. form: how the source stores it. outcome: one
-    of the four above. nbytes: in the source. read: () -> W4Weight or torch.Tensor.
+    of the five above. nbytes: in the source. read: () -> W4Weight or torch.Tensor.
     """
 
     name: str
@@ -57,7 +57,7 @@ def open_source(path, *, rounding=None, skip=(), dtype=None):
         if dtype is not None:
             raise ArgumentError(f"{_OP}: dtype is for GGUF files, {path} is a folder and keeps its own; got {dtype!r}")
         return _FolderSource(path, rounding, skip).source()
-    return _gguf_source(path, rounding, skip, dtype or "bfloat16")
+    return _gguf_source(path, rounding, skip, str(dtype or "bfloat16").removeprefix("torch."))
 
 
 def _rounded(model, rounding, skip):
