@@ -259,7 +259,10 @@ def test_what_is_no_source(tmp_path):
     refused(tmp_path / "empty", tmp_path, ARGUMENT, "config.json")
     source = tiny.write(tmp_path / "source", plain())
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    refused(source, tmp_path, ARGUMENT, "neither model.safetensors nor model.safetensors.index.json")
+    refused(source, tmp_path, ARGUMENT, "model.safetensors.index.json: neither is there")
+    (source / "pytorch_model.bin").rename(source / "model.safetensors")
+    (source / "model.safetensors.index.json").write_text("{}")
+    refused(source, tmp_path, ARGUMENT, "model.safetensors.index.json: both are there")
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,12 @@ class TensorFolder:
         self._check_index()
 
     def _file_names(self):
-        index = self.path / INDEX
+        index, single = self.path / INDEX, self.path / SINGLE
+        if index.exists() == single.exists():
+            came = "both are" if index.exists() else "neither is"
+            raise ArgumentError(f"{self.path}: {SINGLE}, {INDEX}: {came} there; expected one of them")
         self._map = None
-        if not index.exists():
-            if not (self.path / SINGLE).exists():
-                raise ArgumentError(f"{self.path}: neither {SINGLE} nor {INDEX} is there; expected one of them")
+        if single.exists():
             return [SINGLE]
         self._map = read_json(index).get("weight_map")
         if not (isinstance(self._map, dict) and self._map and all(isinstance(v, str) for v in self._map.values())):

@@ -138,7 +138,7 @@ class _Awq:
 
     def __init__(self, fields):
         fields.expect("bits", 4)
-        fields.expect("zero_point", True)
+        fields.expect("zero_point", True, default=True)
         version = fields.get("format" if fields.value.get("version") is None else "version", str, "gemm")
         if version.lower() != "gemm":
             fields.refuse("version", "'gemm'")
