@@ -19,6 +19,7 @@ import rooftile as rt  # noqa: E402
 import safetensors.torch  # noqa: E402
 import tiny_checkpoints as tiny  # noqa: E402
 import tiny_gguf  # noqa: E402
+from rooftile import checkpoints  # noqa: E402
 from rooftile.checkpoints import convert, formats  # noqa: E402
 from rooftile.cli import main  # noqa: E402
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
@@ -166,6 +167,13 @@ def test_saved_again_is_the_same(case, tmp_path):
     assert torch.equal(first(IDS).logits, again(IDS).logits)
     configs = [json.loads((p / "config.json").read_text()) for p in (target, tmp_path / "again")]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_loaded_without_a_folder(case):
+    source, target, _, _, _ = case
+    ours, through = checkpoints.load(source, progress=False), load(target, torch.float16)
+    assert_same_tensors(ours, through)
+    assert torch.equal(ours(IDS).logits, through(IDS).logits) and ours.dtype == torch.float16 and not ours.training
 
 
 # ---------------------------------------------------------------- against compressed-tensors itself
@@ -333,6 +341,14 @@ def test_gguf(tmp_path, arch):
     }
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "target")
     assert "tokenizer.json" in report["copied"] and tokenizer.decode(tokenizer("hello w")["input_ids"]) == "hello w"
+
+
+def test_gguf_loaded_without_a_folder(tmp_path):
+    path = tiny_gguf.write(tmp_path / "tiny.gguf")
+    convert(path, tmp_path / "target", dtype="float32", progress=False)
+    ours, through = checkpoints.load(path, dtype="float32", progress=False), load(tmp_path / "target")
+    assert_same_tensors(ours, through)
+    assert torch.equal(ours(IDS).logits, through(IDS).logits)
 
 
 def test_gguf_rounded_further(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From any source to a folder that from_pretrained reads."""
+"""From any source to a folder that from_pretrained reads, or to a model."""
 
 import fnmatch
 import os
@@ -52,23 +52,11 @@ def convert(
     NotSupportedError for what is sound but not mapped.
     """
     check_target(target, source, overwrite)
-    opened = open_source(source, rounding=rounding, skip=skip, dtype=dtype)
-    if not any(e.outcome in (LOSSLESS, ROUNDED) for e in opened.entries):
-        raise NotSupportedError(
-            f"{source}: no layer would be in 4 bits: none is stored so, and none is a Linear to be rounded (those of a "
-            "GGUF file are where a rounding is given, that is --group-size or --zeros)"
-        )
+    opened = _open(source, rounding, skip, dtype)
     rows, layouts = [], {}
-    what, total = f"Converting {os.path.basename(os.path.abspath(source))}", sum(e.nbytes for e in opened.entries)
-    with written_whole(target) as folder, progress_bar(what, total, unit="bytes", show=progress) as advance:
+    with written_whole(target) as folder:
         shards = ShardWriter(folder, shard_bytes)
-        for entry in opened.entries:
-            value = entry.read()
-            if isinstance(value, W4Weight):
-                layouts[entry.name] = layout_of(value)
-                tensors = W4Linear.from_weight(value).state_dict(prefix=f"{entry.name}.")
-            else:
-                tensors = {entry.name: value}
+        for entry, value, tensors in _weights(opened, layouts, "Converting", progress):
             shards.add(tensors)
             rows.append(
                 {
@@ -80,7 +68,6 @@ def convert(
                     "bytes_after": sum(t.nbytes for t in tensors.values()),
                 }
             )
-            advance(entry.nbytes)
         shards.close()
         write_json(folder / "config.json", {**opened.config, "quantization_config": write_manifest(layouts)})
         copied, left_out = _companions(opened, folder)
@@ -93,6 +80,50 @@ def convert(
         "left_out": opened.left_out + left_out,
         "copied": copied,
     }
+
+
+def load(source, *, rounding=None, skip=(), dtype=None, device_map=None, progress=True):
+    """The model of `source`, without a folder in between: what `convert` and then from_pretrained give.
+
+    source, rounding, skip, progress, errors: as of `convert`. dtype: of activations and of all that is not in 4 bits;
+    as stored unless given ("bfloat16" for GGUF). device_map: as of from_pretrained. All weights lie in host memory.
+    """
+    import transformers
+
+    import rooftile.integrations.quantizer  # noqa: F401  registers quant_method "rooftile"
+
+    opened = _open(source, rounding, skip, None if os.path.isdir(source) else dtype)
+    layouts, state = {}, {}
+    for _, _, tensors in _weights(opened, layouts, "Loading", progress):
+        state.update(tensors)
+    config = {**opened.config, "quantization_config": write_manifest(layouts)}
+    config = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    dtype = "auto" if dtype is None else dtype
+    return opened.model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, device_map=device_map)
+
+
+def _open(source, rounding, skip, dtype):
+    opened = open_source(source, rounding=rounding, skip=skip, dtype=dtype)
+    if not any(e.outcome in (LOSSLESS, ROUNDED) for e in opened.entries):
+        raise NotSupportedError(
+            f"{source}: no layer would be in 4 bits: none is stored so, and none is a Linear to be rounded (those of a "
+            "GGUF file are where a rounding is given, that is --group-size or --zeros)"
+        )
+    return opened
+
+
+def _weights(source, layouts, doing, progress):
+    """Yields (entry, value, tensors by their names in the model) of each weight; fills layouts for the manifest."""
+    what, total = f"{doing} {os.path.basename(os.path.abspath(source.path))}", sum(e.nbytes for e in source.entries)
+    with progress_bar(what, total, unit="bytes", show=progress) as advance:
+        for entry in source.entries:
+            value = entry.read()
+            if isinstance(value, W4Weight):
+                layouts[entry.name] = layout_of(value)
+                yield entry, value, W4Linear.from_weight(value).state_dict(prefix=f"{entry.name}.")
+            else:
+                yield entry, value, {entry.name: value}
+            advance(entry.nbytes)
 
 
 def _form(value):

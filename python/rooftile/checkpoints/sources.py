@@ -39,11 +39,12 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """config: the dict for config.json, without quantisation. form: what the source is, in words. entries: in the order
-    of the model. left_out: tensors that are not carried over, and why."""
+    """form: what the source is, in words. model_class: in transformers. config: the dict for config.json, without
+    quantisation. entries: in the order of the model. left_out: tensors that are not carried over, and why."""
 
     path: str
     form: str
+    model_class: type
     config: dict
     entries: list
     left_out: list
@@ -106,7 +107,7 @@ class _FolderSource:
         if missing:
             raise ArgumentError(f"{self.folder.path}: tensor '{missing[0]}' is missing ({len(missing)} such tensors)")
         form = f"{self.scheme.name} 4-bit" if self.scheme else "safetensors"
-        return Source(str(self.folder.path), form, self.config, entries, self.left_out)
+        return Source(str(self.folder.path), form, type(self.model), self.config, entries, self.left_out)
 
     def empty_model(self):
         """The model that config.json describes, on the meta device."""
@@ -259,7 +260,7 @@ def _gguf_source(path, rounding, skip, dtype):
             outcome = KEPT if stored == dtype else CONVERTED if stored else DEQUANTISED
             entries.append(Entry(p.name, form, outcome, p.nbytes, p.read))
     config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
-    return Source(str(path), "GGUF", config, entries, [])
+    return Source(str(path), "GGUF", type(model), config, entries, [])
 
 
 def _round(weight, rounding):
