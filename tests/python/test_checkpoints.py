@@ -263,6 +263,17 @@ def assert_base_loads(folder):
     assert torch.equal(base(IDS).last_hidden_state, load(folder, torch.float16).model(IDS).last_hidden_state)
 
 
+def test_a_base_model_saved_alone(tmp_path):
+    source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
+    base = transformers.AutoModel.from_pretrained(source, quantization_config=RooftileConfig(32))
+    base.save_pretrained(tmp_path / "base")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "base")
+    whole = load(tmp_path / "base", torch.float16)  # with a head of random weights, as transformers says
+    assert_same_tensors(again, base)
+    assert torch.equal(again(IDS).last_hidden_state, base(IDS).last_hidden_state)
+    assert torch.equal(whole.model(IDS).last_hidden_state, base(IDS).last_hidden_state)
+
+
 def test_the_model_without_its_head(tmp_path):
     source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
     convert(source, tmp_path / "target", rounding=rt.W4A16(32), progress=False)

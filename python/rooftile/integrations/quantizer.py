@@ -47,10 +47,9 @@ class RooftileConfig(QuantizationConfigMixin):
 
     @classmethod
     def of(cls, model):
-        """Of a model that holds W4Linear modules already (rt.quantize_, load_gguf): what save_pretrained then needs.
+        """Of a model that holds W4Linear modules already (rt.quantize_, load_gguf).
 
-        model.config.quantization_config = RooftileConfig.of(model)
-        model.save_pretrained(folder)
+        `model.config.quantization_config = RooftileConfig.of(model)`, and save_pretrained writes a folder to load.
         """
         config = cls()
         config.modules = {
@@ -91,20 +90,18 @@ class RooftileQuantizer(HfQuantizer):
 
     def _replace(self, model, checkpoint_files):
         """Empty W4Linear modules in the places that config.json names."""
-        prefix = f"{model.base_model_prefix}."
-        alone = not hasattr(model, model.base_model_prefix)  # the base model of what was saved, without its head
-        tensors = {}
+        prefix, names, tensors = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}, {}
         for file in checkpoint_files or ():
             tensors.update((info.name, info) for info in safetensors_header(file))
         for name, layout in self.quantization_config.modules.items():
-            if alone and not name.startswith(prefix):
-                continue
-            here = name.removeprefix(prefix) if alone else name
             where = f"config.json: quantization_config: module '{name}'"
-            try:
-                linear = model.get_submodule(here)
-            except AttributeError:
-                raise ArgumentError(f"{where} is not in a {type(model).__name__}") from None
+            # either this model or the one that was saved may be the base model alone
+            here = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
+            if here is None:
+                if not hasattr(model, model.base_model_prefix) and not name.startswith(prefix):
+                    continue  # a head, and this is the base model alone
+                raise ArgumentError(f"{where} is not in a {type(model).__name__}")
+            linear = model.get_submodule(here)
             if type(linear) is not torch.nn.Linear:
                 raise ArgumentError(f"{where} is a {type(linear).__name__}, expected a Linear")
             module = W4Linear(
