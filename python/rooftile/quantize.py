@@ -23,6 +23,16 @@ class W4A16:
         if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size <= 0:
             raise ArgumentError(f"W4A16: group_size must be 32, 64, 128 or K, got {self.group_size!r}")
 
+    def check(self, where, shape):
+        """Raises ArgumentError, beginning with `where`, for a weight [N, K] that cannot be rounded so."""
+        from rooftile import _C
+
+        kind = "minima" if self.zeros == "minima" else "symmetric"
+        try:
+            _C.w4_sizes(where, "weight", *shape, self.group_size, kind)
+        except ArgumentError as e:
+            raise ArgumentError(f"{e}; choose another group_size or skip the layer") from None
+
 
 def quantize_(model, config=None, *, skip=(), progress=True):
     """Replaces every nn.Linear but the output head by a W4Linear, in place, rounding to nearest. Returns how many.
@@ -39,7 +49,6 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     """
     import torch
 
-    from rooftile import _C
     from rooftile._progress import progress_bar
     from rooftile.nn import W4Linear
 
@@ -48,17 +57,9 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     config = W4A16() if config is None else config
     if not isinstance(config, W4A16):
         raise ArgumentTypeError(f"quantize_: config must be a rooftile.W4A16, got {type(config).__name__}")
-    patterns = (skip,) if isinstance(skip, str) else skip
-    if not (isinstance(patterns, Collection) and all(isinstance(p, str) for p in patterns)):
-        raise ArgumentTypeError(f"quantize_: skip must be names or patterns of modules, got {skip!r}")
-
-    layers = _linears(model, patterns)
-    kind = "minima" if config.zeros == "minima" else "symmetric"
+    layers = linear_layers("quantize_", model, skip)
     for name, layer in layers:
-        try:
-            _C.w4_sizes(f"quantize_: {name}", "weight", layer.out_features, layer.in_features, config.group_size, kind)
-        except ArgumentError as e:
-            raise ArgumentError(f"{e}; choose another group_size or skip the layer") from None
+        config.check(f"quantize_: {name}", layer.weight.shape)
         if layer.weight.device.type == "meta":
             raise ArgumentError(f"quantize_: {name}: weight has no memory behind it (meta device)")
         dtype = str(layer.weight.dtype).removeprefix("torch.")
@@ -74,8 +75,19 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     return len(layers)
 
 
-def _linears(model, patterns):
+def name_patterns(op, skip):
+    """`skip` as a list of str. op: whose name errors begin with."""
+    patterns = (skip,) if isinstance(skip, str) else skip
+    if not (isinstance(patterns, Collection) and all(isinstance(p, str) for p in patterns)):
+        raise ArgumentTypeError(f"{op}: skip must be names or patterns of modules, got {skip!r}")
+    return list(patterns)
+
+
+def linear_layers(op, model, skip):
+    """[(name, nn.Linear)] of what quantize_ would replace. op: whose name errors begin with."""
     import torch
+
+    patterns = name_patterns(op, skip)
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())
@@ -85,7 +97,7 @@ def _linears(model, patterns):
             holders[parameter] = holders.get(parameter, 0) + 1
     if isinstance(model, torch.nn.Linear):
         raise ArgumentError(
-            "quantize_: model is itself an nn.Linear, which cannot be replaced in place; use W4Linear.from_linear"
+            f"{op}: model is itself an nn.Linear, which cannot be replaced in place; use W4Linear.from_linear"
         )
     return [
         (name, module)

@@ -16,7 +16,7 @@ import sys
 from rooftile import __version__
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError
 
-_OPTIONAL_PACKAGES = ("torch", "transformers", "gguf", "tokenizers", "matplotlib")
+_OPTIONAL_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers", "matplotlib")
 
 
 def main(arguments=None):

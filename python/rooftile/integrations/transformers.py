@@ -34,6 +34,7 @@ from transformers.masking_utils import (
 
 import rooftile as rt
 from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile.integrations.quantizer import RooftileConfig  # noqa: F401  registers quant_method "rooftile"
 
 # Up to this many new tokens go through decode attention, which reads the cache once for all of them. On a GPU longer
 # inputs behind a filled cache go there in pieces of this many.

@@ -13,7 +13,7 @@ import numpy as np
 from rooftile._arrays import torch_device
 from rooftile._progress import progress_bar
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
-from rooftile.loaders.gguf_file import describe, read_gguf
+from rooftile.loaders.gguf_file import GGUFFile, describe, read_gguf
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantised at a time: the temporaries stay in the cache, the peak memory small
 
@@ -67,15 +67,64 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     Raises ArgumentError naming the file and the key or tensor for a truncated, corrupt or inconsistent file, and
     NotSupportedError for what is sound but not mapped (another architecture, RoPE scaling other than linear, experts).
     """
+    device = torch_device("load_gguf", device)
+    model, parameters = open_gguf(path, dtype=dtype, weights=weights)
+    # a buffer made on the meta device holds nothing: make it again
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    _fill(model, parameters, device, progress)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFParameter:
+    """One parameter of the model: its name there, and the tensor of the file that it is.
+
+    keeps_codes: whether `read` gives a W4Linear for the whole layer, without its bias, instead of a tensor.
+    """
+
+    name: str
+    tensor: str
+    file: GGUFFile
+    heads: int  # of its permuted rows, or None
+    dtype: object  # torch.dtype
+    keeps_codes: bool
+
+    @property
+    def type(self):
+        """The name of the GGUF type, such as "Q4_0"."""
+        return self.file.tensors[self.tensor].type.name
+
+    @property
+    def shape(self):
+        return self.file.tensors[self.tensor].shape
+
+    @property
+    def nbytes(self):
+        """In the file."""
+        return self.file.tensors[self.tensor].nbytes
+
+    def read(self, dtype=None):
+        """The W4Linear, or the tensor in `dtype` (a name; default self.dtype)."""
+        if self.keeps_codes:
+            return _read_codes(self.file, self.tensor, self.heads)
+        return _read_parameter(self.file, self.tensor, self.heads, _torch_dtype(dtype or self.dtype))
+
+
+def open_gguf(path, *, dtype="bfloat16", weights="dequantize"):
+    """(model, [GGUFParameter]): load_gguf's model on the meta device, and what fills it. Its arguments and errors."""
     dtype = _torch_dtype(dtype)
     if weights not in _WEIGHTS:
         raise ArgumentError(f"weights must be one of {', '.join(_WEIGHTS)}, got {describe(weights)}")
-    device = torch_device("load_gguf", device)
     file = read_gguf(path)
     plan = _Plan(file)
-    model = plan.empty_model(dtype, device)
-    _fill(model, plan, dtype, weights == "w4a16", device, progress)
-    return model
+
+    def parameter(name, tensor, heads):
+        in_blocks = name.startswith("model.layers.") and name.endswith("_proj.weight")
+        keeps_codes = weights == "w4a16" and in_blocks and file.tensors[tensor].type.name in _KEPT_TYPES
+        return GGUFParameter(name, tensor, file, heads, dtype, keeps_codes)
+
+    parameters = [parameter(name, tensor, heads) for name, (tensor, _, heads) in plan.parameters.items()]
+    return plan.empty_model(dtype), parameters
 
 
 def gguf_config(file):
@@ -253,7 +302,7 @@ class _Plan:
             )
         return rope
 
-    def empty_model(self, dtype, device):
+    def empty_model(self, dtype):
         """The model with every parameter on the meta device: nothing is allocated or initialised yet."""
         import torch
         import transformers
@@ -262,37 +311,26 @@ class _Plan:
             model = getattr(transformers, self.architecture.model)(self.config)
         model.config.dtype = dtype
         model.config.name_or_path = os.path.basename(self.file.path)
-        # a buffer made on the meta device holds nothing: make it again
-        model.model.rotary_emb = type(model.model.rotary_emb)(self.config).to(device)
         return model.requires_grad_(False).eval()
 
 
-def _fill(model, plan, dtype, keep_codes, device, progress):
-    """Gives every parameter of `model` its tensor; with keep_codes, linear layers in 4 bits become W4Linear."""
-    file = plan.file
-    total = sum(file.tensors[tensor].nbytes for tensor, _, _ in plan.parameters.values())
-
-    def read(parameter, tensor, heads):
-        in_blocks = parameter.startswith("model.layers.") and parameter.endswith("_proj.weight")
-        as_codes = keep_codes and in_blocks and file.tensors[tensor].type.name in _KEPT_TYPES
-        return (_read_codes if as_codes else _read_parameter)(file, tensor, heads, dtype)
-
+def _fill(model, parameters, device, progress):
+    """Gives every parameter of `model` its tensor, and puts each W4Linear in the place of its linear layer."""
+    total = sum(p.nbytes for p in parameters)
+    what = f"Loading {os.path.basename(parameters[0].file.path)}"
     workers = min(4, os.cpu_count() or 1)  # NumPy and torch release the GIL; more threads would only wait for memory
     with (
         concurrent.futures.ThreadPoolExecutor(workers) as pool,
-        progress_bar(f"Loading {os.path.basename(file.path)}", total, unit="bytes", show=progress) as advance,
+        progress_bar(what, total, unit="bytes", show=progress) as advance,
     ):
-        todo = (
-            (parameter, tensor, pool.submit(read, parameter, tensor, heads))
-            for parameter, (tensor, _, heads) in plan.parameters.items()
-        )
+        todo = ((p, pool.submit(p.read)) for p in parameters)
         jobs = collections.deque(itertools.islice(todo, 2 * workers))  # all that waits in host memory for its device
         try:
             while jobs:
-                parameter, tensor, job = jobs.popleft()
-                _place(model, parameter, job.result().to(device))
+                parameter, job = jobs.popleft()
+                _place(model, parameter.name, job.result().to(device))
                 jobs.extend(itertools.islice(todo, 1))
-                advance(file.tensors[tensor].nbytes)
+                advance(parameter.nbytes)
         finally:
             pool.shutdown(cancel_futures=True)
     model.tie_weights()
@@ -320,7 +358,7 @@ def _read_parameter(file, tensor, heads, dtype):
     return _dequantize(file, info, _rows(file, tensor, heads), dtype).reshape(info.shape)
 
 
-def _read_codes(file, tensor, heads, dtype):
+def _read_codes(file, tensor, heads):
     import torch
 
     from rooftile.gemm import W4Weight

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of other libraries into rooftile's 4-bit weights: 16-bit folders, compressed-tensors, GPTQ, AWQ, GGUF."""
+
+from rooftile.checkpoints.convert import convert, load
+
+__all__ = ["convert", "load"]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From any source to a folder that from_pretrained reads, or to a model."""
+
+import fnmatch
+import os
+import pathlib
+import shutil
+
+from rooftile import __version__
+from rooftile._progress import progress_bar
+from rooftile.checkpoints.manifest import layout_of, write_manifest
+from rooftile.checkpoints.sources import LOSSLESS, ROUNDED, open_source
+from rooftile.checkpoints.writer import ShardWriter, check_target, write_json, written_whole
+from rooftile.errors import NotSupportedError
+from rooftile.gemm import W4Weight
+from rooftile.loaders.tokenizer import load_tokenizer
+from rooftile.nn import W4Linear
+
+# what goes along as it is: tokenizers, generation, terms of use
+_COMPANIONS = (
+    "*token*.json",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+SHARD_BYTES = 4 * 10**9
+
+
+def convert(
+    source, target, *, rounding=None, skip=(), dtype=None, shard_bytes=SHARD_BYTES, overwrite=False, progress=True
+):
+    """Writes `target`, a folder that transformers reads once rooftile.integrations.quantizer is imported.
+
+    source: a folder with config.json and safetensors, 16-bit or 4-bit (compressed-tensors pack-quantized, GPTQ, AWQ
+    gemm), or a GGUF file. What is in 4 bits already is repacked, lossless. rounding: a W4A16 for linear layers that are
+    not, except the output head and `skip` (names or shell patterns); None is W4A16() for a 16-bit folder, and keeps
+    them in every other source. dtype: what a GGUF file's other tensors become, "bfloat16" unless given. shard_bytes:
+    the most in one file. overwrite: replace `target`, which must be a model's folder. progress: show a bar where stderr
+    is a terminal.
+
+    One weight of the source and one file of the target are in memory at a time. `target` is written beside its place
+    and renamed: it is there whole or not at all. Returns a report: source, target, form, rows (one for each weight:
+    name, from, to, outcome, bytes_before, bytes_after), left_out (tensors not carried over, and why), copied (files).
+
+    Raises ArgumentError naming file, module and field for what is corrupt, missing or contradicts itself, and
+    NotSupportedError for what is sound but not mapped.
+    """
+    check_target(target, source, overwrite)
+    opened = _open(source, rounding, skip, dtype)
+    rows, layouts = [], {}
+    with written_whole(target) as folder:
+        shards = ShardWriter(folder, shard_bytes)
+        for entry, value, tensors in _weights(opened, layouts, "Converting", progress):
+            shards.add(tensors)
+            rows.append(
+                {
+                    "name": entry.name,
+                    "from": entry.form,
+                    "to": _form(value),
+                    "outcome": entry.outcome,
+                    "bytes_before": entry.nbytes,
+                    "bytes_after": sum(t.nbytes for t in tensors.values()),
+                }
+            )
+        shards.close()
+        write_json(folder / "config.json", {**opened.config, "quantization_config": write_manifest(layouts)})
+        copied, left_out = _companions(opened, folder)
+    return {
+        "rooftile": __version__,
+        "source": str(source),
+        "target": str(target),
+        "form": opened.form,
+        "rows": rows,
+        "left_out": opened.left_out + left_out,
+        "copied": copied,
+    }
+
+
+def load(source, *, rounding=None, skip=(), dtype=None, device_map=None, progress=True):
+    """The model of `source`, without a folder in between: what `convert` and then from_pretrained give.
+
+    source, rounding, skip, progress, errors: as of `convert`. dtype: of activations and of all that is not in 4 bits;
+    as stored unless given ("bfloat16" for GGUF). device_map: as of from_pretrained. All weights lie in host memory.
+    """
+    import transformers
+
+    import rooftile.integrations.quantizer  # noqa: F401  registers quant_method "rooftile"
+
+    opened = _open(source, rounding, skip, None if os.path.isdir(source) else dtype)
+    layouts, state = {}, {}
+    for _, _, tensors in _weights(opened, layouts, "Loading", progress):
+        state.update(tensors)
+    config = {**opened.config, "quantization_config": write_manifest(layouts)}
+    config = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    dtype = "auto" if dtype is None else dtype
+    return opened.model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, device_map=device_map)
+
+
+def _open(source, rounding, skip, dtype):
+    opened = open_source(source, rounding=rounding, skip=skip, dtype=dtype)
+    if not any(e.outcome in (LOSSLESS, ROUNDED) for e in opened.entries):
+        raise NotSupportedError(
+            f"{source}: no layer would be in 4 bits: none is stored so, and none is a Linear to be rounded (those of a "
+            "GGUF file are where a rounding is given, that is --group-size or --zeros)"
+        )
+    return opened
+
+
+def _weights(source, layouts, doing, progress):
+    """Yields (entry, value, tensors by their names in the model) of each weight; fills layouts for the manifest."""
+    what, total = f"{doing} {os.path.basename(os.path.abspath(source.path))}", sum(e.nbytes for e in source.entries)
+    with progress_bar(what, total, unit="bytes", show=progress) as advance:
+        for entry in source.entries:
+            value = entry.read()
+            if isinstance(value, W4Weight):
+                layouts[entry.name] = layout_of(value)
+                yield entry, value, W4Linear.from_weight(value).state_dict(prefix=f"{entry.name}.")
+            else:
+                yield entry, value, {entry.name: value}
+            advance(entry.nbytes)
+
+
+def _form(value):
+    if not isinstance(value, W4Weight):
+        return str(value.dtype).removeprefix("torch.")
+    order = ", act-order" if value.perm is not None else ""
+    return f"{value.kind}, groups of {value.group_size}, {value.scale_dtype} scales{order}"
+
+
+def _companions(source, folder):
+    """Brings the tokenizer and the like; returns what came, and what did not and why."""
+    path = pathlib.Path(source.path)
+    if path.is_dir():
+        names = sorted(f.name for f in path.iterdir() if f.is_file() and _goes_along(f.name))
+        for name in names:
+            shutil.copyfile(path / name, folder / name)
+        return names, []
+    before = set(os.listdir(folder))
+    try:
+        load_tokenizer(path).save_pretrained(folder)
+    except NotSupportedError as e:
+        return [], [f"tokenizer: {e}"]
+    return sorted(set(os.listdir(folder)) - before), []
+
+
+def _goes_along(name):
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _COMPANIONS)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What config.json says of a source's quantisation: read into a scheme, or refused by the name of the field."""
+
+import re
+
+import torch
+
+from rooftile.checkpoints import formats
+from rooftile.errors import ArgumentError, NotSupportedError
+
+_16_BIT = ("F16", "BF16")
+_MISSING = object()
+
+
+def scheme_of(where, config):
+    """The scheme of config["quantization_config"], or None where weights are plain. `where` begins every error."""
+    fields = config.get("quantization_config")
+    if fields is None:
+        fields = config.get("compression_config")  # what compressed-tensors wrote at first
+    if fields is None:
+        return None
+    fields = _Fields(where, "quantization_config", fields)
+    method = fields.get("quant_method", str)
+    if method == "rooftile":
+        raise NotSupportedError(f"{where}: quantization_config: quant_method is 'rooftile': nothing is left to convert")
+    if method not in _SCHEMES:
+        raise NotSupportedError(
+            f"{where}: quantization_config: quant_method '{method}' is not read; read: {', '.join(_SCHEMES)}"
+        )
+    return _SCHEMES[method](fields)
+
+
+class _Fields:
+    """An object in config.json whose fields are asked for by name and type."""
+
+    def __init__(self, where, name, value):
+        if not isinstance(value, dict):
+            raise ArgumentError(f"{where}: {name} must be an object, got {value!r:.60}")
+        self.where, self.name, self.value = where, name, value
+
+    def get(self, key, kind, default=_MISSING):
+        """The field, of type `kind`; null is as good as missing, which needs a default."""
+        value = self.value.get(key)
+        if value is None:
+            if default is _MISSING:
+                raise ArgumentError(f"{self.where}: {self.name}: {key} is missing, expected {kind.__name__}")
+            return default
+        if type(value) is not kind:
+            raise ArgumentError(f"{self.where}: {self.name}: {key} must be {kind.__name__}, got {value!r:.60}")
+        return value
+
+    def child(self, key):
+        return _Fields(self.where, f"{self.name}: {key}", self.value.get(key))
+
+    def refuse(self, key, expected):
+        value = self.value.get(key)
+        raise NotSupportedError(f"{self.where}: {self.name}: {key} = {value!r:.60} is not read; read: {expected}")
+
+    def expect(self, key, *allowed, default=_MISSING):
+        """Refuses every value of the field but these."""
+        value = self.value.get(key)
+        if value is None and default is not _MISSING:
+            return default
+        if value is None:
+            raise ArgumentError(f"{self.where}: {self.name}: {key} is missing, expected {_words(allowed)}")
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            self.refuse(key, _words(allowed))
+        return value
+
+    def absent(self, *keys):
+        """Refuses fields that say something: whatever is not null, false or empty."""
+        for key in keys:
+            if self.value.get(key):
+                self.refuse(key, "null")
+
+    def group_size(self):
+        """A number of columns, or None for all of them, which is written -1."""
+        size = self.get("group_size", int)
+        if size != -1 and size <= 0:
+            raise ArgumentError(f"{self.where}: {self.name}: group_size must be positive or -1, got {size}")
+        return None if size == -1 else size
+
+
+def _words(values):
+    return " or ".join(repr(v) if isinstance(v, str) else str(v).lower() for v in values)
+
+
+class _Gptq:
+    """qweight, qzeros, scales and g_idx; see formats.from_gptq."""
+
+    name = "GPTQ"
+    main = "qweight"
+    suffixes = ("qweight", "qzeros", "scales", "g_idx")
+
+    def __init__(self, fields):
+        fields.expect("bits", 4)
+        fields.expect("pack_dtype", "int32", default="int32")
+        fields.absent("is_marlin_format")
+        self.size = fields.group_size()
+        self.symmetric = fields.get("sym", bool)
+        self.act_order = fields.get("desc_act", bool)
+        key = "format" if fields.value.get("checkpoint_format") is None else "checkpoint_format"
+        self.version = fields.expect(key, "gptq", "gptq_v2", default="gptq")
+        if any(not str(pattern).startswith("-:") for pattern in fields.get("dynamic", dict, {})):
+            fields.refuse("dynamic", "patterns that begin with '-:' (layers left alone)")
+
+    def read(self, module, n, k):
+        group = module.group_size(self.size, k)
+        module.divides("the columns of qzeros", n, 8)
+        module.divides("in_features", k, 8)
+        qweight = module.tensor("qweight", (k // 8, n), ("I32",))
+        qzeros = module.tensor("qzeros", (k // group, n // 8), ("I32",))
+        scales = module.tensor("scales", (k // group, n), _16_BIT)
+        g_idx = module.tensor("g_idx", (k,), ("I32",), optional=not self.act_order)
+        if g_idx is not None and not self.act_order and not torch.equal(g_idx, torch.arange(k) // group):
+            raise ArgumentError(
+                f"{module.where}: g_idx is not 0, 0, .. 1, 1, ..; expected that, since the config says desc_act = false"
+            )
+        return formats.from_gptq(
+            module.where,
+            qweight,
+            qzeros,
+            scales,
+            k,
+            group,
+            stored_minus_one=self.version == "gptq",
+            symmetric=self.symmetric,
+            g_idx=g_idx,
+        )
+
+
+class _Awq:
+    """qweight, qzeros and scales; see formats.from_awq."""
+
+    name = "AWQ"
+    main = "qweight"
+    suffixes = ("qweight", "qzeros", "scales")
+
+    def __init__(self, fields):
+        fields.expect("bits", 4)
+        fields.expect("zero_point", True, default=True)
+        version = fields.get("format" if fields.value.get("version") is None else "version", str, "gemm")
+        if version.lower() != "gemm":
+            fields.refuse("version", "'gemm'")
+        self.size = fields.group_size()
+        self.plain = fields.get("modules_to_not_convert", list, [])
+
+    def read(self, module, n, k):
+        for name in self.plain:
+            if isinstance(name, str) and name in module.name:
+                raise ArgumentError(
+                    f"{module.where}: has qweight, but modules_to_not_convert of config.json names '{name}'"
+                )
+        group = module.group_size(self.size, k)
+        module.divides("the columns of qweight", n, 8)
+        qweight = module.tensor("qweight", (k, n // 8), ("I32",))
+        qzeros = module.tensor("qzeros", (k // group, n // 8), ("I32",))
+        scales = module.tensor("scales", (k // group, n), _16_BIT)
+        return formats.from_awq(module.where, qweight, qzeros, scales, k, group)
+
+
+class _CompressedTensors:
+    """Format pack-quantized: weight_packed, weight_scale, weight_shape and what else a group asks for."""
+
+    name = "compressed-tensors"
+    main = "weight_packed"
+    suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+
+    def __init__(self, fields):
+        fields.absent("kv_cache_scheme", "sparsity_config", "transform_config")
+        fields.expect("quantization_status", "compressed", "frozen", default="compressed")
+        self.ignore = _patterns(fields, "ignore", [])
+        groups = fields.child("config_groups")
+        self.groups = [_WeightGroup(fields, groups.child(name)) for name in groups.value]
+
+    def read(self, module, n, k):
+        if any(_matches(pattern, module.name) for pattern in self.ignore):
+            raise ArgumentError(f"{module.where}: has weight_packed, but `ignore` of config.json matches it")
+        group = next((g for g in self.groups if any(_matches(t, module.name) for t in g.targets)), None)
+        if group is None:
+            raise ArgumentError(f"{module.where}: has weight_packed, but `targets` of no group in config.json match it")
+        size = module.group_size(group.size, k)
+        shape = module.tensor("weight_shape", (2,), ("I64", "I32")).tolist()
+        if shape != [n, k]:
+            raise ArgumentError(f"{module.where}: weight_shape holds {shape}, expected [{n}, {k}]")
+        return formats.from_compressed_tensors(
+            module.where,
+            module.tensor("weight_packed", (n, -(-k // 8)), ("I32",)),
+            module.tensor("weight_scale", (n, k // size), _16_BIT),
+            n,
+            k,
+            size,
+            None if group.symmetric else module.tensor("weight_zero_point", (-(-n // 8), k // size), ("I32",)),
+            module.tensor("weight_g_idx", (k,), ("I32", "I64")) if group.act_order else None,
+        )
+
+
+_INERT = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}  # how codes were found; dtypes that tensors tell
+_READ = {"num_bits", "type", "symmetric", "strategy", "group_size", "actorder", "dynamic"}
+
+
+class _WeightGroup:
+    """One of config_groups: what its weights are."""
+
+    def __init__(self, top, fields):
+        (top if fields.value.get("format") is None else fields).expect("format", "pack-quantized")
+        fields.absent("input_activations", "output_activations")
+        self.targets = _patterns(fields, "targets")
+        weights = fields.child("weights")
+        weights.expect("num_bits", 4)
+        weights.expect("type", "int")
+        weights.absent("dynamic", *sorted(set(weights.value) - _INERT - _READ))
+        self.symmetric = weights.get("symmetric", bool)
+        strategy = weights.expect("strategy", "group", "channel")
+        self.size = weights.group_size() if strategy == "group" else None
+        order = weights.expect("actorder", False, "group", "dynamic", "weight", "static", default=None)
+        self.act_order = order in ("group", "dynamic")  # "weight": the order of quantising, not of storing
+
+
+def _patterns(fields, key, default=_MISSING):
+    values = fields.get(key, list, default)
+    for value in values:
+        try:
+            re.compile(value.removeprefix("re:"))
+        except (AttributeError, re.error):
+            raise ArgumentError(
+                f"{fields.where}: {fields.name}: {key} must hold names and 're:' expressions, got {value!r:.60}"
+            ) from None
+    return values
+
+
+def _matches(pattern, module):
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return pattern in ("Linear", module)
+
+
+_SCHEMES = {"compressed-tensors": _CompressedTensors, "gptq": _Gptq, "awq": _Awq}

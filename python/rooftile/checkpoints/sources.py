@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is to convert: every tensor of a source with its place in the model, read one at a time."""
+
+import copy
+import dataclasses
+import os
+import typing
+
+import torch
+
+from rooftile.checkpoints.folder import TensorFolder
+from rooftile.checkpoints.schemes import scheme_of
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from rooftile.gemm import W4Weight
+from rooftile.loaders.gguf import open_gguf
+from rooftile.quantize import W4A16, linear_layers
+
+LOSSLESS, ROUNDED = "4 bits, lossless", "4 bits, rounded to nearest"
+KEPT, CONVERTED, DEQUANTISED = "kept", "converted", "dequantised"  # as stored, to another float type, from codes
+_OP = "convert"
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ROUNDED_FROM = ("F32", "F16", "BF16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One weight of the model.
+
+    name: of the module, where `read` gives a W4Weight, else of the tensor. form: how the source stores it. outcome: one
+    of the five above. nbytes: in the source. read: () -> W4Weight or torch.Tensor.
+    """
+
+    name: str
+    form: str
+    outcome: str
+    nbytes: int
+    read: typing.Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """form: what the source is, in words. model_class: in transformers. config: the dict for config.json, without
+    quantisation. entries: in the order of the model. left_out: tensors that are not carried over, and why."""
+
+    path: str
+    form: str
+    model_class: type
+    config: dict
+    entries: list
+    left_out: list
+
+
+def open_source(path, *, rounding=None, skip=(), dtype=None):
+    """A Source, of which headers alone were read. Arguments and errors as of `convert`."""
+    if rounding is not None and not isinstance(rounding, W4A16):
+        raise ArgumentTypeError(f"{_OP}: rounding must be a rooftile.W4A16 or None, got {type(rounding).__name__}")
+    if os.path.isdir(path):
+        if dtype is not None:
+            raise ArgumentError(f"{_OP}: dtype is for GGUF files, {path} is a folder and keeps its own; got {dtype!r}")
+        return _FolderSource(path, rounding, skip).source()
+    return _gguf_source(path, rounding, skip, str(dtype or "bfloat16").removeprefix("torch."))
+
+
+def _rounded(model, rounding, skip):
+    """name -> nn.Linear of what is to be rounded."""
+    if rounding is None and skip:
+        raise ArgumentError(
+            f"{_OP}: skip is for layers that would be rounded, and without a rounding (group_size, zeros) the source "
+            f"keeps all that is not in 4 bits; got {skip!r}"
+        )
+    return {} if rounding is None else dict(linear_layers(_OP, model, skip))
+
+
+# ---------------------------------------------------------------- a folder of safetensors
+
+
+class _FolderSource:
+    def __init__(self, path, rounding, skip):
+        self.folder = TensorFolder(path)
+        self.where = str(self.folder.path / "config.json")
+        self.scheme = scheme_of(self.where, self.folder.config)
+        self.config = {
+            k: v for k, v in self.folder.config.items() if k not in ("quantization_config", "compression_config")
+        }
+        self.model = self.empty_model()
+        self.rounding = W4A16() if rounding is None and self.scheme is None else rounding
+        self.rounded = _rounded(self.model, self.rounding, skip)
+        self.left = dict(self.folder.tensors)  # those without a place yet
+        self.left_out = []
+
+    def source(self):
+        tied = self.tied_names()
+        entries, missing = [], []
+        for name, parameter in self.model.state_dict().items():
+            module, _, suffix = name.rpartition(".")
+            if suffix == "weight" and self.scheme and f"{module}.{self.scheme.main}" in self.left:
+                if name in tied:
+                    raise NotSupportedError(
+                        f"{self.where}: tie_word_embeddings is set, but '{module}' has weights of its own in 4 bits"
+                    )
+                entries.append(self.packed(module))
+            elif name in self.left:
+                entries.append(self.plain(name, module, suffix, parameter))
+            elif name not in tied:
+                missing.append(name)
+        self.leave_out()
+        if missing:
+            raise ArgumentError(f"{self.folder.path}: tensor '{missing[0]}' is missing ({len(missing)} such tensors)")
+        form = f"{self.scheme.name} 4-bit" if self.scheme else "safetensors"
+        return Source(str(self.folder.path), form, type(self.model), self.config, entries, self.left_out)
+
+    def empty_model(self):
+        """The model that config.json describes, on the meta device."""
+        import transformers
+
+        kind = self.config.get("model_type")
+        if not isinstance(kind, str):
+            raise ArgumentError(f"{self.where}: model_type must be a string, got {kind!r}")
+        if kind not in transformers.CONFIG_MAPPING:
+            raise NotSupportedError(f"{self.where}: model_type '{kind}' is not one that transformers knows by itself")
+        text = self.config.get("text_config")
+        layers = {**self.config, **(text if isinstance(text, dict) else {})}.get("num_hidden_layers")
+        if type(layers) is int and layers > len(self.folder.tensors):  # before as many are made
+            raise ArgumentError(
+                f"{self.where}: num_hidden_layers is {layers}, but there are {len(self.folder.tensors)} tensors"
+            )
+        try:
+            config = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(self.config))
+            with torch.device("meta"):
+                return transformers.AutoModelForCausalLM.from_config(config)
+        except Exception as e:  # whatever a wrong field leads to
+            reason = str(e).strip().replace("\n", " ")[:300]
+            raise ArgumentError(f"{self.where}: transformers makes no causal language model of it: {reason}") from e
+
+    def tied_names(self):
+        """Names of parameters that are another one's tensor."""
+        own = dict(self.model.named_parameters())  # each parameter once
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - own.keys()
+
+    def packed(self, name):
+        module = _Module(self, name)
+        linear = self.model.get_submodule(name)
+        if type(linear) is not torch.nn.Linear:
+            raise NotSupportedError(
+                f"{module.where}: 4-bit weights of a {type(linear).__name__} are not read; read: those of a Linear"
+            )
+        nbytes = sum(self.left.pop(f"{name}.{s}").nbytes for s in module.unread)
+
+        def read():
+            weight = self.scheme.read(module, linear.out_features, linear.in_features)
+            module.check_all_read()
+            return weight
+
+        return Entry(name, self.scheme.name, LOSSLESS, nbytes, read)
+
+    def plain(self, name, module, suffix, parameter):
+        info = self.left.pop(name)
+        if info.shape != tuple(parameter.shape):
+            raise ArgumentError(
+                f"{info.file}: tensor '{name}' has shape {list(info.shape)}, expected {list(parameter.shape)} by "
+                "config.json"
+            )
+        if parameter.is_floating_point() and info.dtype not in _FLOATS:
+            raise NotSupportedError(
+                f"{info.file}: tensor '{name}' has dtype {info.dtype}, which is not read without a "
+                f"quantization_config; read: {', '.join(_FLOATS)}"
+            )
+        form = _FLOATS.get(info.dtype, info.dtype)
+        if suffix == "weight" and module in self.rounded:
+            if info.dtype not in _ROUNDED_FROM:
+                raise NotSupportedError(
+                    f"{info.file}: tensor '{name}' has dtype {info.dtype}, rounded are {', '.join(_ROUNDED_FROM)}"
+                )
+            self.rounding.check(f"{info.file}: {module}", info.shape)
+            return Entry(module, form, ROUNDED, info.nbytes, lambda: _round(self.folder.read(name), self.rounding))
+        return Entry(name, form, KEPT, info.nbytes, lambda: self.folder.read(name))
+
+    def leave_out(self):
+        """What has no place in the model: refused, but for what changes nothing."""
+        for name, info in self.left.items():
+            module, _, suffix = name.rpartition(".")
+            if suffix == "inv_freq":
+                self.left_out.append(f"{name}: computed from config.json")
+            elif suffix == "bias" and self.scheme and self.has_linear(module) and not self.folder.read(name).any():
+                self.left_out.append(f"{name}: all zeros, and the model has no such bias")
+            else:
+                hint = "" if self.scheme or suffix == "weight" else " (config.json has no quantization_config)"
+                raise NotSupportedError(
+                    f"{info.file}: tensor '{name}' has no place in a {self.config['model_type']} model{hint}; leaving "
+                    "it out would change the model"
+                )
+
+    def has_linear(self, name):
+        modules = dict(self.model.named_modules())
+        return isinstance(modules.get(name), torch.nn.Linear)
+
+
+class _Module:
+    """The packed tensors of one linear layer, as a scheme asks for them."""
+
+    def __init__(self, owner, name):
+        self.folder, self.name = owner.folder, name
+        file = self.folder.tensors[f"{name}.{owner.scheme.main}"].file
+        self.where = f"{file}: {name}"
+        self.unread = {s for s in owner.scheme.suffixes if f"{name}.{s}" in owner.folder.tensors}
+
+    def check_all_read(self):
+        if self.unread:
+            raise ArgumentError(
+                f"{self.where}: {min(self.unread)} is there, but config.json has no use for it; leaving it out would "
+                "change the weight"
+            )
+
+    def tensor(self, suffix, shape, dtypes, optional=False):
+        """The tensor with this suffix, of this shape and one of these dtypes; None where it may be missing and is."""
+        info = self.folder.tensors.get(f"{self.name}.{suffix}")
+        if info is None:
+            if optional:
+                return None
+            raise ArgumentError(f"{self.where}: {suffix} is missing")
+        self.unread.discard(suffix)
+        if info.dtype not in dtypes:
+            raise ArgumentError(
+                f"{info.file}: {self.name}: {suffix} has dtype {info.dtype}, expected {' or '.join(dtypes)}"
+            )
+        if info.shape != shape:
+            raise ArgumentError(
+                f"{info.file}: {self.name}: {suffix} has shape {list(info.shape)}, expected {list(shape)} by "
+                "config.json"
+            )
+        return self.folder.read(info.name)
+
+    def group_size(self, size, k):
+        size = k if size is None else size
+        if k % size:
+            raise NotSupportedError(f"{self.where}: group_size {size} does not divide the layer's {k} columns")
+        return size
+
+    def divides(self, what, size, divisor):
+        if size % divisor:
+            raise NotSupportedError(f"{self.where}: {what} hold {divisor} each, which do not make {size}")
+
+
+# ---------------------------------------------------------------- a GGUF file
+
+
+def _gguf_source(path, rounding, skip, dtype):
+    model, parameters = open_gguf(path, dtype=dtype, weights="w4a16")
+    rounded = _rounded(model, rounding, skip)
+    entries = []
+    for p in parameters:
+        module, form = p.name.removesuffix(".weight"), p.type
+        if p.keeps_codes:
+            entries.append(Entry(module, form, LOSSLESS, p.nbytes, lambda p=p: p.read().weight))
+        elif module in rounded:
+            rounding.check(f"{path}: {module}", p.shape)
+            entries.append(Entry(module, form, ROUNDED, p.nbytes, lambda p=p: _round(p.read("float32"), rounding)))
+        else:
+            stored = _FLOATS.get(form)
+            outcome = KEPT if stored == dtype else CONVERTED if stored else DEQUANTISED
+            entries.append(Entry(p.name, form, outcome, p.nbytes, p.read))
+    config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
+    return Source(str(path), "GGUF", type(model), config, entries, [])
+
+
+def _round(weight, rounding):
+    return W4Weight.quantize(weight, group_size=rounding.group_size, zeros=rounding.zeros)

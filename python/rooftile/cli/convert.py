@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rooftile convert`: a checkpoint into a folder of 4-bit weights that from_pretrained reads."""
+
+import argparse
+import re
+
+from rooftile.cli._files import check_writable, write_json
+from rooftile.cli._tables import print_whole
+from rooftile.quantize import W4A16
+
+SUMMARY = "a checkpoint (16-bit, compressed-tensors, GPTQ, AWQ, GGUF) into 4-bit weights that from_pretrained reads"
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_arguments(parser):
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a folder with config.json and safetensors files, or a GGUF file")
+    add("target", metavar="TARGET", help="the folder to write; must not be there yet, or be empty")
+    add(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="round linear layers that are not in 4 bits already, in groups of N (16-bit folders: 128 unless given)",
+    )
+    add("--zeros", choices=("symmetric", "minima"), help="how they are rounded (default: symmetric)")
+    add("--skip", action="append", default=[], metavar="PATTERN", help="leave these of them as they are; repeatable")
+    add(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="of a GGUF file's other tensors (default: bfloat16)"
+    )
+    add("--shard-size", type=_bytes, default="4GB", metavar="SIZE", help="the most in one file (default: %(default)s)")
+    add("--overwrite", action="store_true", help="replace TARGET where it is a model's folder")
+    add("--json", metavar="FILE", help="write what became of every weight as JSON")
+
+
+def _bytes(text):
+    match = re.fullmatch(r"(\d+)([KMG]I?B)", text.upper())
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a size such as 500MB, 4GB or 2GiB, got {text!r}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def run(args):
+    check_writable(args.json, "--json")
+    rounding = None
+    if args.group_size is not None or args.zeros is not None:
+        rounding = W4A16(args.group_size if args.group_size is not None else 128, args.zeros or "symmetric")
+    from rich.console import Console
+
+    from rooftile.checkpoints import convert
+
+    report = convert(
+        args.source,
+        args.target,
+        rounding=rounding,
+        skip=args.skip,
+        dtype=args.dtype,
+        shard_bytes=args.shard_size,
+        overwrite=args.overwrite,
+    )
+    console = Console()
+    _print(console, report)
+    if args.json:
+        write_json(args.json, report, "--json")
+        console.print(f"What became of every weight: {args.json}", soft_wrap=True)
+    return 0
+
+
+def _print(console, report):
+    from rich.table import Table
+
+    kinds = {}  # rows of the table: all weights of one kind with one fate
+    for row in report["rows"]:
+        kind = (_kind(row["name"]), row["from"], row["to"], row["outcome"])
+        count, before, after = kinds.get(kind, (0, 0, 0))
+        kinds[kind] = (count + 1, before + row["bytes_before"], after + row["bytes_after"])
+    table = Table(title=f"{report['source']} ({report['form']})", title_justify="left", box=None)
+    for name in ("weights", "number", "from", "to", "outcome", "MiB before", "MiB after"):
+        table.add_column(name, justify="right" if name == "number" or "MiB" in name else "left")
+    for (kind, *words), (count, before, after) in kinds.items():
+        table.add_row(kind, str(count), *words, _mib(before), _mib(after))
+    table.add_section()
+    sums = [sum(row[key] for row in report["rows"]) for key in ("bytes_before", "bytes_after")]
+    table.add_row("all", str(len(report["rows"])), "", "", "", *map(_mib, sums))
+    print_whole(console, table)
+    for line in report["left_out"]:
+        console.print(f"Left out: {line}", soft_wrap=True, highlight=False)
+    if report["copied"]:
+        console.print(f"Copied: {', '.join(report['copied'])}", soft_wrap=True, highlight=False)
+    console.print(f"Written: {report['target']}", soft_wrap=True, highlight=False)
+
+
+def _kind(name):
+    """q_proj of model.layers.3.self_attn.q_proj, and what of it."""
+    parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+    return ".".join(parts[-2:]) if parts[-1] == "bias" else parts[-1]
+
+
+def _mib(size):
+    return f"{size / 2**20:,.2f}"

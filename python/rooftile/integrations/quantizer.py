@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face transformers (>= 5.17): 4-bit weights through from_pretrained and save_pretrained.
+
+    from rooftile.integrations.quantizer import RooftileConfig       # also registers quant_method "rooftile"
+
+    model = AutoModelForCausalLM.from_pretrained("converted-folder")
+    model = AutoModelForCausalLM.from_pretrained("bf16-folder", quantization_config=RooftileConfig(group_size=64))
+
+A folder in 4 bits says in config.json which modules are W4Linear and what their bytes mean; these replace the linear
+layers before the weights are read. A 16-bit folder is rounded layer by layer while it is read: when the weight of a
+linear layer comes, the layer becomes a W4Linear, so the model is never in memory as a whole in 16 bits.
+"""
+
+import torch
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from rooftile.checkpoints.folder import safetensors_header
+from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
+from rooftile.errors import ArgumentError
+from rooftile.nn import W4Linear
+from rooftile.quantize import W4A16, linear_layers, name_patterns
+
+_DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
+
+
+@register_quantization_config(QUANT_METHOD)
+class RooftileConfig(QuantizationConfigMixin):
+    """How from_pretrained rounds a 16-bit model: group_size and zeros as in rt.W4A16, skip as in rt.quantize_.
+
+    layout, layouts: of a model that is in 4 bits already; config.json holds them (rooftile convert and save_pretrained
+    write it).
+    """
+
+    def __init__(
+        self, group_size=128, zeros="symmetric", skip=(), *, layout=None, layouts=None, quant_method=None, **unknown
+    ):
+        if unknown:
+            raise ArgumentError(f"RooftileConfig: there is no field {min(unknown)!r}")
+        if quant_method not in (None, QUANT_METHOD):
+            raise ArgumentError(f"RooftileConfig: quant_method must be {QUANT_METHOD!r}, got {quant_method!r}")
+        self.quant_method = QUANT_METHOD
+        self.rounding = W4A16(group_size, zeros)
+        self.skip = name_patterns("RooftileConfig", skip)
+        self.modules = None if layouts is None else read_manifest(layout, layouts)
+
+    @classmethod
+    def of(cls, model):
+        """Of a model that holds W4Linear modules already (rt.quantize_, load_gguf).
+
+        `model.config.quantization_config = RooftileConfig.of(model)`, and save_pretrained writes a folder to load.
+        """
+        config = cls()
+        config.modules = {
+            name: layout_of(module.weight) for name, module in model.named_modules() if isinstance(module, W4Linear)
+        }
+        return config
+
+    def to_dict(self):
+        if self.modules is not None:
+            return write_manifest(self.modules)
+        return {
+            "quant_method": QUANT_METHOD,
+            "group_size": self.rounding.group_size,
+            "zeros": self.rounding.zeros,
+            "skip": self.skip,
+        }
+
+
+@register_quantizer(QUANT_METHOD)
+class RooftileQuantizer(HfQuantizer):
+    """What transformers calls while it loads and saves a model with a RooftileConfig."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config, **kwargs):
+        super().__init__(quantization_config, **kwargs)
+        if self.pre_quantized and quantization_config.modules is None:
+            raise ArgumentError("config.json: quantization_config: layouts is missing; expected what convert writes")
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        if self.pre_quantized:
+            self._replace(model, checkpoint_files)
+            return
+        config = self.quantization_config
+        self.todo = dict(linear_layers("RooftileConfig", model, config.skip))
+        for name, layer in self.todo.items():
+            config.rounding.check(f"RooftileConfig: {name}", layer.weight.shape)
+
+    def _replace(self, model, checkpoint_files):
+        """Empty W4Linear modules in the places that config.json names."""
+        prefix, names, tensors = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}, {}
+        for file in checkpoint_files or ():
+            tensors.update((info.name, info) for info in safetensors_header(file))
+        for name, layout in self.quantization_config.modules.items():
+            where = f"config.json: quantization_config: module '{name}'"
+            # either this model or the one that was saved may be the base model alone
+            here = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
+            if here is None:
+                if not hasattr(model, model.base_model_prefix) and not name.startswith(prefix):
+                    continue  # a head, and this is the base model alone
+                raise ArgumentError(f"{where} is not in a {type(model).__name__}")
+            linear = model.get_submodule(here)
+            if type(linear) is not torch.nn.Linear:
+                raise ArgumentError(f"{where} is a {type(linear).__name__}, expected a Linear")
+            module = W4Linear(
+                linear.in_features,
+                linear.out_features,
+                linear.bias is not None,
+                device="meta",
+                dtype=linear.weight.dtype,
+                **layout,
+            )
+            if tensors:  # from_pretrained may be given a state_dict instead
+                _check_tensors(where, module, name, tensors)
+            model.set_submodule(here, module)
+
+    def param_needs_quantization(self, model, param_name, **kwargs):
+        module, _, name = param_name.rpartition(".")
+        return not self.pre_quantized and name == "weight" and module in self.todo
+
+    def get_quantize_ops(self):
+        return _Round(self)
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        if not self.pre_quantized:
+            # another object: the caller may round another model with theirs
+            self.quantization_config = model.config.quantization_config = RooftileConfig.of(model)
+        for module in model.modules():
+            if isinstance(module, W4Linear) and module.bias is not None:
+                module.bias.requires_grad_(False)
+
+    def is_serializable(self, *args, **kwargs):
+        return True
+
+    @property
+    def is_trainable(self):
+        return False
+
+    @property
+    def is_compileable(self):
+        return True
+
+
+class _Round(ConversionOps):
+    """The weight of one linear layer, just read: the layer becomes a W4Linear."""
+
+    def __init__(self, quantizer):
+        self.quantizer = quantizer
+
+    def convert(self, input_dict, *, model, full_layer_name, missing_keys=None, **kwargs):
+        (value,) = input_dict.values()
+        value = value[0] if isinstance(value, list) else value
+        name = full_layer_name.removesuffix(".weight")
+        linear = model.get_submodule(name)
+        rounding = self.quantizer.quantization_config.rounding
+        linear.weight = torch.nn.Parameter(value, requires_grad=False)
+        model.set_submodule(name, W4Linear.from_linear(linear, group_size=rounding.group_size, zeros=rounding.zeros))
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {}
+
+
+def _check_tensors(where, module, name, tensors):
+    """A tensor that is missing would be left as random bytes with a warning: refuse it."""
+    for suffix, expected in module.state_dict().items():
+        info = tensors.get(f"{name}.{suffix}")
+        if info is None:
+            raise ArgumentError(f"{where}: tensor '{name}.{suffix}' is missing from the checkpoint")
+        if info.shape != tuple(expected.shape):
+            raise ArgumentError(
+                f"{info.file}: tensor '{info.name}' has shape {list(info.shape)}, expected {list(expected.shape)}"
+            )
+        dtype = _DTYPES.get(expected.dtype, info.dtype)  # a bias may be converted
+        if info.dtype != dtype:
+            raise ArgumentError(f"{info.file}: tensor '{info.name}' has dtype {info.dtype}, expected {dtype}")
