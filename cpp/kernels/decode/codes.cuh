@@ -45,6 +45,12 @@ struct CodeSource {
     k_min = static_cast<int>(c.k.min - c.k.codes);
     token_scales = static_cast<int>((lane < 4 ? c.v.scale : is_kivi(F) ? c.v.min : c.k.scale) - c.k.codes) + (lane % 4 - lane) * 16;
   }
+  // In registers, instead of being found again for every tile. A group's minima are then copied with its scales, by the lanes behind
+  // those that copy these: k_scale is theirs.
+  __device__ __forceinline__ void keep(int lane) {
+    if (has_min(F) && lane >= group_pieces) k_scale = k_min - group_pieces * 16;
+    asm("" : "+l"(k), "+r"(v), "+r"(k_scale), "+r"(token_scales));
+  }
 };
 
 // One tile as it lies in its page: codes of K and of V, each one run of bytes, then the scales.
@@ -57,8 +63,10 @@ struct CodeStage {
 
   alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
   // Scales and minima in the order in which the lanes copy them: of K's channels, then of the tokens.
-  alignas(16) std::uint16_t k_scale[is_kivi(F) ? D : 8], k_min[has_min(F) ? D : 8];
+  alignas(16) std::uint16_t k_scales[is_kivi(F) ? (has_min(F) ? 2 : 1) * D : 16];
   alignas(16) std::uint16_t token_scales[64];
+  __device__ __forceinline__ const std::uint16_t* k_scale() const { return k_scales; }
+  __device__ __forceinline__ const std::uint16_t* k_min() const { return k_scales + D; }
   __device__ __forceinline__ const std::uint16_t* v_scale() const { return token_scales; }
   __device__ __forceinline__ const std::uint16_t* second_scale() const { return token_scales + 32; }   // V's minima, or int8 K's scales
 
@@ -68,8 +76,8 @@ struct CodeStage {
   }
 
   // Start the copies of a tile's keys and what belongs to all its tokens, and of its values, by Lanes threads. first, second: offsets
-  // of the pages of its tokens 0 and 16; slot of token 0.
-  template <int Lanes>
+  // of the pages of its tokens 0 and 16; slot of token 0. Kept: `from` is.
+  template <int Lanes, bool Kept = false>
   __device__ __forceinline__ void copy_keys_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second, int slot, int lane) {
     constexpr int run = Lanes * 16;   // bytes copied at once
     static_assert(tile_bytes % run == 0);
@@ -86,12 +94,13 @@ struct CodeStage {
     else copy(page + slot * row_bytes, page + slot * row_bytes);
     if constexpr (is_kivi(F)) {
       const int group = slot / kv_group * (D * 2);
-#pragma unroll
-      for (int i = 0; i < from.group_pieces; i += Lanes)
-        if (i + lane < from.group_pieces) {
-          tile::cp_async_16(k_scale + (i + lane) * 8, page + (from.k_scale + group + i * 16));
-          if constexpr (has_min(F)) tile::cp_async_16(k_min + (i + lane) * 8, page + (from.k_min + group + i * 16));
-        }
+      static_assert(from.group_pieces * (Kept && has_min(F) ? 2 : 1) <= Lanes);
+      if constexpr (Kept && has_min(F)) {
+        if (2 * from.group_pieces == Lanes || lane < 2 * from.group_pieces) tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
+      } else if (lane < from.group_pieces) {
+        tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
+        if constexpr (has_min(F)) tile::cp_async_16(k_scales + D + lane * 8, page + (from.k_min + group));
+      }
     }
     if (lane < from.token_pieces) {
       const std::byte* scales = two_pages && lane % 4 >= 2 ? from.k + second - 32 : page + slot * 2;
@@ -144,8 +153,8 @@ struct GroupUnit {
             top = max(top, max(w & 0x7fff, w >> 16 & 0x7fff));
           }
       };
-      add(x.k_scale);
-      if constexpr (has_min(F)) add(x.k_min);
+      add(x.k_scale());
+      if constexpr (has_min(F)) add(x.k_min());
       const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
       const std::uint32_t of = exponent > 0 && exponent < 254 ? exponent : 127;   // all zeros, or not finite: as they are
       unit = __uint_as_float(of << 23);
@@ -310,7 +319,10 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
   } else {
     // Scales per channel: k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for
     // all tokens. What has been rounded is what is taken off again: eights times the scaled queries, as the codes met them.
-    float eights[N][4] = {}, centre[N][4] = {};
+    // Eight columns have registers for sums of even and of odd pairs apart, half as long a chain of products. Of the centre's one row is
+    // enough: even pairs' is row g, and odd ones' row g + 8 of the same operand.
+    constexpr int chains = N == 1 ? 2 : 1;
+    float eights[N][chains][4] = {}, centre[N][chains][4] = {};
     const GroupUnit<T, F, D> group(x, lane);
     constexpr int W = D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;   // a lane's quarter of a row is D / 32 words of 8 codes, W together
 #pragma unroll
@@ -326,9 +338,9 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
         const int w = part + v, channel = t * (D / 4) + 8 * w;
         std::uint32_t scale[4] = {}, middle[4] = {};   // of pairs (r, r + 4)
         if constexpr (is_kivi(F)) {
-          const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale + channel);
+          const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale() + channel);
           uint4 minima = {};
-          if constexpr (has_min(F)) minima = *reinterpret_cast<const uint4*>(x.k_min + channel);
+          if constexpr (has_min(F)) minima = *reinterpret_cast<const uint4*>(x.k_min() + channel);
 #pragma unroll
           for (int r = 0; r < 4; ++r) {
             const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
@@ -345,11 +357,12 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
 #pragma unroll
           for (int h = 0; h < 2; ++h) {   // pairs h and h + 2
             tile::FragmentB with = q[n].q[2 * w + h];
-            if constexpr (has_min(F)) tile::mma<tile::half>(centre[n], {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, with);
+            if constexpr (has_min(F) && chains == 2) tile::mma<tile::half>(centre[n][h], {{middle[0], middle[1], middle[2], middle[3]}}, with);
+            else if constexpr (has_min(F)) tile::mma<tile::half>(centre[n][0], {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, with);
             if constexpr (is_kivi(F)) {
               with = {{tile::mul_f16x2(with.r[0], scale[h]), tile::mul_f16x2(with.r[1], scale[h + 2])}};
               constexpr std::uint32_t minus_8 = 0xc800c800u;
-              tile::mma<tile::half>(eights[n], {{minus_8, minus_8, minus_8, minus_8}}, with);
+              tile::mma<tile::half>(eights[n][h % chains], {{minus_8, minus_8, minus_8, minus_8}}, with);
             }
 #pragma unroll
             for (int mt = 0; mt < 2; ++mt)
@@ -367,7 +380,9 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
           const float of_one = factor[n][j] * group.unit;
           of_even[j] = of_one * (1.0f / Kind::unit);
           of_odd[j] = of_one * (1.0f / Kind::odd_unit);
-          base[j] = (eights[n][j] + centre[n][j]) * of_one;
+          base[j] = eights[n][0][j] + centre[n][0][j];
+          if constexpr (chains == 2) base[j] += eights[n][1][j] + centre[n][1][2 + j];
+          base[j] *= of_one;
         }
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt)

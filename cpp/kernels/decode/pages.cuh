@@ -23,8 +23,15 @@ class RowPages {
       : cache_(cache), table_(cache.block_table ? cache.block_table + w.row * cache.table_stride : nullptr), first_(w.row * cache.max_pages),
         row_(w.row), end_(w.end), page_shift_(page_shift) {}
 
+  // Branchless: for where the lookup is among much else.
+  template <bool Branchless = false>
   __device__ __forceinline__ Pages look_up(int token) const {
-    const auto at = [&](int index) { return table_ ? table_[index] : first_ + index; };
+    const auto at = [&](int index) {
+      if constexpr (!Branchless) return table_ ? table_[index] : first_ + index;
+      int page = first_ + index;
+      asm volatile("{\n.reg .pred given;\nsetp.ne.u64 given, %1, 0;\n@given ld.global.b32 %0, [%2];\n}" : "+r"(page) : "l"(table_), "l"(table_ + index));
+      return page;
+    };
     const int index = token >> page_shift_, first = at(index);
     const bool crosses = !is_element_format(format) && !is_kivi(format) && cache_.page_size == 16 && token + 16 < end_;
     return {first, crosses ? at(index + 1) : first};

@@ -70,7 +70,7 @@ class SplitKv {
 
  public:
   __device__ SplitKv(const DecodeParams& p, DecodeShared<Config>& shared)
-      : p(p), shared(shared), lane(threadIdx.x % 32), team(threadIdx.x / lanes), part(threadIdx.x / 32 % Config::team), page_shift(first_bit(p.cache.page_size)) {}
+      : p(p), shared(shared), lane(threadIdx.x % 32), team(tile::uniform(threadIdx.x / lanes)), part(threadIdx.x / 32 % Config::team), page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
     const bool clustered = Config::clusters && tile::has_clusters && p.cluster > 1;
@@ -253,8 +253,9 @@ class SplitKv {
     if (ahead < stop) pages = row.look_up(ahead);
     const auto fill = [&](int stage) {   // always one group of copies, maybe empty
       if (ahead < stop) {
-        const Pages now = pages;
-        if (ahead + stride < stop) pages = row.look_up(ahead + stride);
+        Pages now = pages;
+        asm volatile("" : "+r"(now.first), "+r"(now.second));   // moved before the next are on their way, not behind them
+        pages = row.template look_up<true>(min(ahead + stride, stop - 1));   // behind the last tile the last one's again
         if (row.are_pages(now)) issue(shared.ring[team][stage], ahead, now);
         else shared.bad_segment = this_segment;   // the row is left alone
       } else {
@@ -331,12 +332,15 @@ class SplitKv {
     const KvCacheView& c = p.cache;
     CodeQueries<format, D> q[1];
     float factor[1][2];
-    const CodeSource<format, D> source(c, task.kv_head, part * 32 + lane);
+    CodeSource<format, D> source(c, task.kv_head, part * 32 + lane);
+    source.keep(part * 32 + lane);
     RawTile raw(p, task, w, team, lane, last == w.leaves);
+    int plain_end = p.softcap == 0.0f ? see.inner_end : 0;   // the logits of tiles up to there stay as they are
+    asm("" : "+r"(plain_end));   // kept, not found again for every tile
     pipeline(w, first, last,
         [&](Stage& stage, int token, const Pages& at) {
           const std::int64_t first = at.first * c.k.page_stride, second = at.second * c.k.page_stride;
-          stage.template copy_keys_async<lanes>(source, first, second, token & (c.page_size - 1), part * 32 + lane);
+          stage.template copy_keys_async<lanes, true>(source, first, second, token & (c.page_size - 1), part * 32 + lane);
           stage.template copy_values_async<lanes>(source, first, second, token & (c.page_size - 1), part * 32 + lane);
         },
         [&](int stage) {
@@ -355,14 +359,18 @@ class SplitKv {
         },
         [&](const Stage& stage, int token) {
           TokenScales<format> scales;
-          scales.template load<T>(state, stage, see, token, lane);
+          scales.template load<T>(stage, see, token, lane);
           float of_all[1][2][4];
           code_scores<T, format, D>(of_all, stage, q, factor, lane);
+          scales.spread(lane);
           float (&s)[2][4] = of_all[0];
-          soft_cap(s, p.softcap);
-          mask(s, see, token, lane);
-          online_softmax(s, state);
-          add_code_values<T, format, D>(state, s, stage, scales, see, token, lane, part);
+          if (token >= see.inner_begin && token + 32 <= plain_end) {   // from here on two copies: weights and values are one run of instructions
+            add_code_values<true>(state, s, stage, scales, see, token, lane, part);
+          } else {
+            soft_cap(s, p.softcap);
+            mask(s, see, token, lane);
+            add_code_values<false>(state, s, stage, scales, see, token, lane, part);
+          }
         },
         [&](int leaf) {
           if constexpr (is_kivi(format))

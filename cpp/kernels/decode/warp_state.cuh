@@ -65,10 +65,13 @@ struct WarpState {
   }
 };
 
+// Brings the state to the maximum that these logits' weights count from and to the unit that their tokens' scales need: unit_top is
+// the largest of them, as exceeds_unit takes it. Most often there is nothing to do.
 template <int M, int W, KvFormat F>
-__device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<W, F>& state) {
+__device__ __forceinline__ void follow_maximum(const float (&s)[M][4], WarpState<W, F>& state, std::uint32_t unit_top = 0) {
   float top[2] = {largest(s, 0), largest(s, 1)};
-  if (__any_sync(0xffffffffu, top[0] > state.m[0] + slack || top[1] > state.m[1] + slack)) {
+  const bool grows = !is_element_format(F) && exceeds_unit(unit_top, state.unit);
+  if (__any_sync(0xffffffffu, top[0] > state.m[0] + slack || top[1] > state.m[1] + slack || grows)) {
     float scale[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -80,8 +83,15 @@ __device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<W, F>
       state.l[j] *= scale[j];
       state.shift[j] *= scale[j];
     }
-    state.scale_values(scale[0], scale[1]);
+    const float unit = grows ? unit_above(unit_top) : state.unit, change = grows ? state.unit * inverse_of_unit(unit) : 1.0f;
+    state.scale_values(scale[0] * change, scale[1] * change);
+    state.unit = unit;
   }
+}
+
+// Logits become weights, which the state's sum takes in.
+template <int M, int W, KvFormat F>
+__device__ __forceinline__ void take_weights(float (&s)[M][4], WarpState<W, F>& state) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const float base = state.m[j] == -INFINITY ? 0.0f : state.m[j];
@@ -93,6 +103,12 @@ __device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<W, F>
         state.l[j] += s[mt][i];
       }
   }
+}
+
+template <int M, int W, KvFormat F>
+__device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<W, F>& state) {
+  follow_maximum(s, state);
+  take_weights(s, state);
 }
 
 // Weights of 16 tokens as operand B of the product with V.
@@ -115,31 +131,32 @@ __device__ __forceinline__ void add_values16_apart(WarpState<W, F>& state, const
   values16_apart<T, D, W / 16>(state.o, weights_fragment<T>(s), v, see, token, part * (W / 16), lane);
 }
 
-// What the values of 32 tokens are weighed with besides the probabilities, of the lane's rows of the scores: the scale in the
-// state's unit, and what the minima make of the middle of the codes. Found before the scores, so that nothing waits for it.
+// What the values of 32 tokens are weighed with besides the probabilities: of the lane's own token, then of its rows of the scores.
+// A token that no column sees has 0, whatever the memory holds.
 template <KvFormat F>
 struct TokenScales {
+  float own, own_middle;   // the scale, and what the minimum makes of the middle of the codes
   float scale[4], middle[has_min(F) ? 4 : 1];
+  std::uint32_t top;       // the largest finite scale, as exceeds_unit takes it
 
-  // Also brings the state to the unit that these tokens need. A token that no column sees has 0, whatever the memory holds.
-  template <class T, int W, int D>
-  __device__ __forceinline__ void load(WarpState<W, F>& state, const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
+  // On its way before the scores; spread() behind their products, so that nothing waits for it.
+  template <class T, int D>
+  __device__ __forceinline__ void load(const CodeStage<F, D>& x, const Visible& see, int token, int lane) {
     const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end;
-    const float own = wanted ? stored_scale<T>(x.v_scale()[lane]) : 0.0f;
-    const std::uint32_t magnitude = __float_as_uint(own) & 0x7fffffffu;
-    const std::uint32_t top = __reduce_max_sync(0xffffffffu, magnitude < 0x7f800000u ? magnitude : 0u);
-    if (exceeds_unit(top, state.unit)) {
-      const float unit = unit_above(top), change = state.unit * inverse_of_unit(unit);
-      state.scale_values(change, change);
-      state.unit = unit;
+    const float stored = stored_scale<T>(x.v_scale()[lane]);
+    own = wanted ? stored : 0.0f;
+    if constexpr (has_min(F)) {
+      const float least = stored_scale<T>(x.second_scale()[lane]);
+      own_middle = wanted ? least + 8.0f * own : 0.0f;
     }
-    const float scaled = own * inverse_of_unit(state.unit);
-    float centre = 0.0f;
-    if constexpr (has_min(F)) centre = wanted ? stored_scale<T>(x.second_scale()[lane]) + 8.0f * own : 0.0f;
+  }
+  __device__ __forceinline__ void spread(int lane) {
+    const std::uint32_t magnitude = __float_as_uint(own) & 0x7fffffffu;
+    top = __reduce_max_sync(0xffffffffu, magnitude < 0x7f800000u ? magnitude : 0u);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      scale[i] = __shfl_sync(0xffffffffu, scaled, 8 * i + lane / 4);
-      if constexpr (has_min(F)) middle[i] = __shfl_sync(0xffffffffu, centre, 8 * i + lane / 4);
+      scale[i] = __shfl_sync(0xffffffffu, own, 8 * i + lane / 4);
+      if constexpr (has_min(F)) middle[i] = __shfl_sync(0xffffffffu, own_middle, 8 * i + lane / 4);
     }
   }
 };
@@ -149,6 +166,7 @@ struct TokenScales {
 template <bool All, int W, KvFormat F>
 __device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], WarpState<W, F>& state, const float (&s)[2][4],
                                              const TokenScales<F>& scales, const Visible& see, int token, int lane) {
+  const float inverse = inverse_of_unit(state.unit);
 #pragma unroll
   for (int mt = 0; mt < 2; ++mt) {
     float p[4];
@@ -160,20 +178,22 @@ __device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], Warp
         const bool seen = All || (at >= see.begin[j] && at < see.end[j]);
         const float weight = s[mt][2 * half + j];
         if constexpr (has_min(F)) state.shift[j] = seen ? __fmaf_rn(weight, scales.middle[2 * mt + half], state.shift[j]) : state.shift[j];
-        p[2 * half + j] = seen ? weight * scales.scale[2 * mt + half] : 0.0f;
+        p[2 * half + j] = seen ? weight * (scales.scale[2 * mt + half] * inverse) : 0.0f;
       }
     }
     weights[mt] = weights_fragment<tile::half>(p);
   }
 }
 
-// Adds the values of 32 tokens, `token` and the next. The tokens' scales go into the weights, minima into the column's shift.
-template <class T, KvFormat F, int D, int W>
-__device__ __forceinline__ void add_code_values(WarpState<W, F>& state, const float (&s)[2][4], const CodeStage<F, D>& x,
+// Adds 32 tokens, `token` and the next: their weights, and their values times these. The tokens' scales go into the weights, minima
+// into the column's shift. All: as weigh_tokens.
+template <bool All, KvFormat F, int D, int W>
+__device__ __forceinline__ void add_code_values(WarpState<W, F>& state, float (&s)[2][4], const CodeStage<F, D>& x,
                                                 const TokenScales<F>& scales, const Visible& see, int token, int lane, int part) {
+  follow_maximum(s, state, scales.top);
+  take_weights(s, state);
   tile::FragmentB weights[2];
-  if (all_seen(see, token, 32)) weigh_tokens<true>(weights, state, s, scales, see, token, lane);
-  else weigh_tokens<false>(weights, state, s, scales, see, token, lane);
+  weigh_tokens<All>(weights, state, s, scales, see, token, lane);
   if constexpr (CodeKind<F>::middle) {
     constexpr std::uint32_t excess = CodeKind<F>::excess_pair;
 #pragma unroll

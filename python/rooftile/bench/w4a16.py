@@ -12,8 +12,8 @@ from rooftile.bench.vllm_products import products
 from rooftile.errors import ArgumentError
 
 _SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 8192)
-CASES = tuple(f"k{k}_n{n}_m{m}" for k, n in _SHAPES for m in _ROWS)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1024, 4096, 8192)  # the second ones heat the chip: they come last
+CASES = tuple(f"k{k}_n{n}_m{m}" for rows in _ROWS for k, n in _SHAPES for m in rows)
 _GROUP = 128
 _TOLERANCE = {"float16": 4e-4, "bfloat16": 2e-3}  # relative Frobenius error against the dequantised weight
 
