@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults to plant in the GPU kernels: a test is trusted once it was seen to fail on one.
+
+planted_faults.py --list                 what there is
+planted_faults.py --apply NAME TREE      plants one in a copy of the source tree (a git worktree, say)
+
+Then build that copy and run the tests on a GPU, as in docs/contributing.md: some must fail. A fault that no test finds
+is a test that is missing.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DECODE, W4A16 = "cpp/kernels/decode/", "cpp/kernels/w4a16/"
+
+
+@dataclass
+class Fault:
+    what: str
+    file: str
+    sound: str  # occurs once
+    faulty: str
+
+
+FAULTS = {
+    "mask_end": Fault(
+        "a row's end is one token late",
+        DECODE + "tiles.cuh",
+        "if (at < v.begin[i & 1] || at >= v.end[i & 1]) s[mt][i] = -INFINITY;",
+        "if (at < v.begin[i & 1] || at > v.end[i & 1]) s[mt][i] = -INFINITY;",
+    ),
+    "window_begin": Fault(
+        "a window begins one token early",
+        DECODE + "queries.cuh",
+        "position >= p.window ? position + 1 - p.window : 0",
+        "position >= p.window ? position - p.window : 0",
+    ),
+    "tree_factors": Fault(
+        "leaves are added without their maxima's factors",
+        DECODE + "tree.cuh",
+        "{0.0f, factors.x, factors.y}",
+        "{0.0f, 1.0f, 1.0f}",
+    ),
+    "merge_sums": Fault(
+        "sums of weights keep their own maximum at a leaf's end",
+        DECODE + "split_kv.cuh",
+        "make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);",
+        "make_float2(state.l[0], state.l[1]);",
+    ),
+    "second_page": Fault(
+        "a tile's second page is taken to be its first",
+        DECODE + "pages.cuh",
+        "return {first, crosses ? at(index + 1) : first};",
+        "return {first, crosses ? first : first};",
+    ),
+    "page_check": Fault(
+        "a tile's second page is not checked",
+        DECODE + "pages.cuh",
+        "static_cast<unsigned>(at.first) < pages && static_cast<unsigned>(at.second) < pages",
+        "static_cast<unsigned>(at.first) < pages",
+    ),
+    "raw_last": Fault(
+        "the values of a kivi row's last raw token are left out",
+        DECODE + "split_kv.cuh",
+        "[from = raw.begin - token, to = raw.end - token](int i)",
+        "[from = raw.begin - token, to = raw.end - token - half % 2](int i)",
+    ),
+    "divisor": Fault(
+        "the reciprocal of 5 is wrong",
+        DECODE + "schedule.h",
+        "    shift = bits - 1;",
+        "    shift = bits - 1 + (b == 5);",
+    ),
+    "queries_sync": Fault(
+        "queries may come before the last segment's states have been read",
+        DECODE + "split_kv.cuh",
+        "    __syncthreads();   // the last segment's states, where queries may go",
+        "    // the last segment's states, where queries may go",
+    ),
+    "wait_group": Fault(
+        "a tile is read before its copies are waited for",
+        DECODE + "split_kv.cuh",
+        "        cute::cp_async_wait<Config::stages - 1>();\n        sync();",
+        "        cute::cp_async_wait<Config::stages>();\n        sync();",
+    ),
+    "values_apart": Fault(
+        "a weight of 0 meets a NaN of a later token",
+        DECODE + "split_kv.cuh",
+        "    if (p.tokens == 1 || all_seen(see, token, 16)) add_values16",
+        "    if (p.tokens >= 1 || all_seen(see, token, 16)) add_values16",
+    ),
+    "unit_growth": Fault(
+        "sums are not brought to a scale's larger unit",
+        DECODE + "warp_state.cuh",
+        "change = grows ? state.unit * inverse_of_unit(unit) : 1.0f;",
+        "change = 1.0f;",
+    ),
+    "step_barrier": Fault(
+        "step_kv reads keys before all threads' copies have come",
+        DECODE + "step_kv.cuh",
+        "        __syncthreads();   // these keys have come",
+        "        // these keys have come",
+    ),
+    "cluster_last": Fault(
+        "a cluster forgets the last of sixteen leaves",
+        DECODE + "cluster.cuh",
+        "return leaf < w.leaves ? ml : make_float2(-INFINITY, 0.0f);",
+        "return leaf < w.leaves - (w.leaves == 16) ? ml : make_float2(-INFINITY, 0.0f);",
+    ),
+    "append_slot": Fault(
+        "scales of tokens behind the 64th of a page go elsewhere",
+        "cpp/kernels/kv_cache/append.cu",
+        "reinterpret_cast<T*>(section(plane, plane.scale, page, head))[slot] = grid.stored_scale;",
+        "reinterpret_cast<T*>(section(plane, plane.scale, page, head))[slot & 63] = grid.stored_scale;",
+    ),
+    "tile_zero": Fault(
+        "row g + 8 is decoded with row g's zero",
+        W4A16 + "tiles.cuh",
+        "zero = Decode::zero(zeros[g], zeros[g + 8]);",
+        "zero = Decode::zero(zeros[g], zeros[g]);",
+    ),
+    "tile_scale": Fault(
+        "row g + 8 is scaled with row g's scale",
+        W4A16 + "tiles.cuh",
+        "scale[1] = load_scale(group, g + 8, half_scales);",
+        "scale[1] = load_scale(group, g, half_scales);",
+    ),
+    "tile_tail": Fault(
+        "a span past the end of K is scaled with what lies there",
+        W4A16 + "tiles.cuh",
+        "if (Cfg::span < w4_step_k && left <= quarter / span_quarters * Cfg::span) return;",
+        "if (Cfg::span < w4_step_k && left < 0) return;",
+    ),
+    "tile_parity": Fault(
+        "a stage of x is read before its bytes have come, from the second time round on",
+        W4A16 + "tiles.cuh",
+        "    if (++s == X) s = 0, parity ^= 1;\n  }\n\n  // fp32",
+        "    if (++s == X) s = 0;\n  }\n\n  // fp32",
+    ),
+    "tile_part": Fault(
+        "both CTAs of a cluster bring the same part of the tokens",
+        W4A16 + "tiles.cuh",
+        "first_row = static_cast<int>(p.first_token + token0) + rank * part;",
+        "first_row = static_cast<int>(p.first_token + token0);",
+    ),
+    "finish_order": Fault(
+        "the last chunk of K is forgotten",
+        W4A16 + "finish.cuh",
+        "for (int split = 0; split < p.splits; ++split) {",
+        "for (int split = 0; split < p.splits - 1; ++split) {",
+    ),
+}
+
+
+def places(fault, tree):
+    """How often the sound text occurs in the file."""
+    return (Path(tree) / fault.file).read_text().count(fault.sound)
+
+
+def plant(fault, tree):
+    path = Path(tree) / fault.file
+    text = path.read_text()
+    if text.count(fault.sound) != 1:
+        sys.exit(f"planted_faults: {path} has the text {text.count(fault.sound)} times, expected once: {fault.sound!r}")
+    path.write_text(text.replace(fault.sound, fault.faulty))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name all faults")
+    parser.add_argument("--apply", nargs=2, metavar=("NAME", "TREE"), help="plant one in a copy of the tree")
+    args = parser.parse_args()
+    if args.list:
+        for name, fault in FAULTS.items():
+            print(f"{name:14} {fault.file:32} {fault.what}")
+    elif args.apply:
+        name, tree = args.apply
+        if name not in FAULTS:
+            sys.exit(f"planted_faults: no fault is called {name!r}; --list names them")
+        if Path(tree).resolve() == Path(__file__).resolve().parents[1]:
+            sys.exit("planted_faults: TREE is this very tree; take a copy, such as a git worktree")
+        plant(FAULTS[name], tree)
+    else:
+        parser.error("--list or --apply")
+
+
+if __name__ == "__main__":
+    main()
