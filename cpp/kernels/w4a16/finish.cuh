@@ -33,7 +33,8 @@ __device__ __forceinline__ void store_output(const W4MatmulParams& p, std::int64
 template <class T>
 class Outputs {
  public:
-  __device__ __forceinline__ Outputs(const W4MatmulParams& p, std::int64_t n) : p_(p), n_(n), plain_(p.y_in_pieces && p.activation == Activation::none && !p.residual.data) {
+  __device__ __forceinline__ Outputs(const W4MatmulParams& p, std::int64_t n)
+      : p_(p), n_(n), plain_(p.y_in_pieces && p.activation == Activation::none && !p.residual.data) {
     if (p.bias && p.y_in_pieces && n < p.w.n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) bias_[i] = tile::to_float(static_cast<const T*>(p.bias)[(n + i) * p.bias_stride]);
@@ -52,12 +53,14 @@ class Outputs {
 #pragma unroll
       for (float& value : x) value = activate(p_.activation, value);
       if (p_.residual.data) {
-        const uint2 four = *reinterpret_cast<const uint2*>(static_cast<const T*>(p_.residual.data) + token * p_.residual.stride[0] + n_);
+        const T* const residual = static_cast<const T*>(p_.residual.data) + token * p_.residual.stride[0] + n_;
+        const uint2 four = *reinterpret_cast<const uint2*>(residual);
         const float2 low = tile::unpack<T>(four.x), high = tile::unpack<T>(four.y);
         x[0] += low.x, x[1] += low.y, x[2] += high.x, x[3] += high.y;
       }
     }
-    *reinterpret_cast<uint2*>(static_cast<T*>(p_.y.data) + token * p_.y.stride[0] + n_) = make_uint2(tile::pack<T>(x[0], x[1]), tile::pack<T>(x[2], x[3]));
+    T* const y = static_cast<T*>(p_.y.data) + token * p_.y.stride[0] + n_;
+    *reinterpret_cast<uint2*>(y) = make_uint2(tile::pack<T>(x[0], x[1]), tile::pack<T>(x[2], x[3]));
   }
 
  private:

@@ -32,7 +32,8 @@ bool in_pieces(const W4MatmulArgs& a) {
 bool in_fours(const TensorView& t) {
   if (!t.given()) return true;
   const Rows rows(t);
-  return reinterpret_cast<std::uintptr_t>(t.data) % 8 == 0 && t.last() % 4 == 0 && t.last_stride() == 1 && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 8 == 0 && t.last() % 4 == 0 && t.last_stride() == 1;
+  return aligned && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
 }
 
 W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
@@ -92,14 +93,17 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   const bool is_half = a.x.dtype == DType::f16;
   if (plan.tiles) {
     const W4TilesForm f = w4_tiles_forms[plan.form];
-    W4TilesParams tiles{.product = p, .x = {}, .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)), .token_group = static_cast<unsigned>(plan.token_group)};
+    W4TilesParams tiles{.product = p, .x = {}, .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)),
+                        .token_group = static_cast<unsigned>(plan.token_group)};
     tiles.product.tokens = m;
     tiles.product.token_blocks = static_cast<unsigned>(plan.token_blocks);
-    tiles.x = rows_map(op_name, a.x.data, a.x.dtype, {.rows = m, .columns = w.k, .stride = p.x.ndim > 0 ? p.x_stride : w.k}, f.tokens / plan.cluster, 64);
-    scope.launch(is_half ? w4a16_tiles_half(plan.form, plan.span) : w4a16_tiles_bf16(plan.form, plan.span), plan.token_blocks * plan.row_blocks * plan.splits,
-                 f.threads(), plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
+    const MatrixShape x{.rows = m, .columns = w.k, .stride = p.x.ndim > 0 ? p.x_stride : w.k};
+    tiles.x = rows_map(op_name, a.x.data, a.x.dtype, x, f.tokens / plan.cluster, 64);
+    scope.launch(is_half ? w4a16_tiles_half(plan.form, plan.span) : w4a16_tiles_bf16(plan.form, plan.span),
+                 plan.token_blocks * plan.row_blocks * plan.splits, f.threads(), plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
     if (p.splits > 1)
-      scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>, m * p.finish_blocks, w4_finish_threads, 0, tiles.product, Overlap::with_previous);
+      scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>, m * p.finish_blocks, w4_finish_threads, 0,
+                   tiles.product, Overlap::with_previous);
     return kernel;
   }
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {

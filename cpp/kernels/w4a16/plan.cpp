@@ -64,7 +64,8 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
     // of the busiest multiprocessor: its CTAs share the tensor cores, or wait for their own copies and registers
     const std::int64_t ctas = divide_up(blocks * splits, sms), rounds = divide_up(ctas, f.ctas);
     const double step = 4.0 * f.tokens * f.groups;
-    double cycles = static_cast<double>(chunk) * std::max(static_cast<double>(ctas) * 1.3 * step, static_cast<double>(rounds) * (step + 450)) + 3500.0 * static_cast<double>(rounds);
+    const double busy = static_cast<double>(ctas) * 1.3 * step, waiting = static_cast<double>(rounds) * (step + 450);
+    double cycles = static_cast<double>(chunk) * std::max(busy, waiting) + 3500.0 * static_cast<double>(rounds);
     if (splits > 1) cycles += 3000 + static_cast<double>(splits * plan.token_blocks * f.tokens * p.n) * 8 / 1700;
     if (wanted > 1 && cycles >= least) continue;
     least = cycles;

@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   const unsigned group = at / (row_groups * params.token_group), width = min(params.token_group, p.token_blocks - group * params.token_group);
   at -= group * row_groups * params.token_group;
   const unsigned row_group = at / width;
-  const std::int64_t row = (std::int64_t{row_group} * cluster + rank) * warps + warp, token0 = std::int64_t{group * params.token_group + at - row_group * width} * N;   // of this launch
+  const std::int64_t row = (std::int64_t{row_group} * cluster + rank) * warps + warp;
+  const std::int64_t token0 = std::int64_t{group * params.token_group + at - row_group * width} * N;   // of this launch
   const int first = split * p.chunk_steps, steps = min(p.chunk_steps, p.steps - first);
 
   if (threadIdx.x == 0) {
@@ -227,7 +228,8 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) tile_out[(i / 4 * 8 + 2 * t + i % 2) * pitch + warp * w4_tile_n + g + i / 2 % 2 * 8] = total[i] * Decode::unit;
   sync_readers();
-  const int first_token = warp * at_once + lane / (rows / 4), column = lane % (rows / 4) * 4, tokens = static_cast<int>(min(std::int64_t{N}, p.tokens - token0));
+  const int first_token = warp * at_once + lane / (rows / 4), column = lane % (rows / 4) * 4;
+  const int tokens = static_cast<int>(min(std::int64_t{N}, p.tokens - token0));
   const std::int64_t n = (row - warp) * w4_tile_n + column, padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
   const float* from = tile_out + first_token * pitch + column;
   if (p.splits > 1) {
