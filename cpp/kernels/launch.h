@@ -35,10 +35,11 @@ class DeviceScope {
   DeviceScope(const char* op, const Context& ctx)
       : op_(op), stream_(static_cast<cudaStream_t>(ctx.stream)), device_(ctx.device.index) {
     const int device = device_;
-    int minor = 0;
-    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device));
+    int major = 0, minor = 0;
+    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    if (const auto why = refusal(backend(), major_, minor)) fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
+    if (const auto why = refusal(backend(), major, minor)) fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
+    hopper_ = major == 9 && built_for_hopper(backend());
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device));
     ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
     if (device != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));   // last: nothing throws once it is changed
@@ -50,8 +51,8 @@ class DeviceScope {
   }
 
   int sms() const { return sms_; }
-  bool has_wgmma() const { return major_ == 9; }
-  int largest_cluster() const { return major_ == 9 ? 8 : 1; }   // blocks; on other devices than Hopper a block is alone
+  bool has_wgmma() const { return hopper_; }
+  int largest_cluster() const { return hopper_ ? 8 : 1; }   // blocks; where Hopper's code does not run a block is alone
   // How many blocks with that much shared memory (and what the system adds to each) a multiprocessor holds at once; at
   // least one is asked for.
   int blocks_that_fit(std::size_t shared_bytes) const {
@@ -86,7 +87,7 @@ class DeviceScope {
     config.stream = stream_;
     cudaLaunchAttribute attributes[2] = {};
     config.attrs = attributes;
-    if (overlap == Overlap::with_previous && major_ == 9) {
+    if (overlap == Overlap::with_previous && hopper_) {
       cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -103,7 +104,8 @@ class DeviceScope {
  private:
   const char* op_;
   cudaStream_t stream_;
-  int device_, before_ = 0, sms_ = 0, major_ = 0;
+  int device_, before_ = 0, sms_ = 0;
+  bool hopper_ = false;   // its own code runs: PTX of older GPUs neither waits nor knows clusters
   bool changed_ = false;
 };
 

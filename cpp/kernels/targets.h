@@ -12,4 +12,7 @@ namespace rooftile::gpu {
 // sm is machine code, compute is PTX that newer GPUs compile for themselves. None: it runs one of them.
 std::optional<std::string> refusal(std::string_view targets, int major, int minor);
 
+// Whether a Hopper GPU runs code of its own: wgmma, clusters and waits for the kernel before exist in no other.
+bool built_for_hopper(std::string_view targets);
+
 }  // namespace rooftile::gpu

@@ -33,6 +33,11 @@ TEST(Targets, WhoRunsABuild) {
   EXPECT_EQ(run_by(""), "");
 }
 
+TEST(Targets, WhetherHopperHasCodeOfItsOwn) {
+  for (const char* targets : {"sm_80, compute_80, sm_90a", "sm_90a", "compute_90a"}) EXPECT_TRUE(built_for_hopper(targets)) << targets;
+  for (const char* targets : {"", "sm_80, compute_80", "compute_80", "sm_90, compute_90", "sm_100a"}) EXPECT_FALSE(built_for_hopper(targets)) << targets;
+}
+
 TEST(Targets, ARefusalNamesTheGpuAndTheBuild) {
   EXPECT_EQ(refusal("sm_90a", 8, 6), "has compute capability 8.6, which runs none of what this build is compiled for: sm_90a");
 }
