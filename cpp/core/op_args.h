@@ -46,9 +46,11 @@ struct PrefillArgs {
 };
 
 struct W4MatmulArgs {
-  TensorView x, y, bias, residual;    // rows of K and of N; bias [N], residual like y: may be absent
+  TensorView x, y, bias, residual;    // rows of K and of outputs(); bias [N], residual like y: may be absent
   const W4View* w = nullptr;
   Activation activation = Activation::none;
+  bool gated = false;                 // the rows of W are [gate | up]: y = activation(gate) * up + residual
+  std::int64_t outputs() const { return gated ? w->n / 2 : w->n; }
   bool batch_invariant = false;       // a row's bits are the same at every number of rows
 };
 

@@ -256,18 +256,22 @@ void check_x(const char* op, const TensorView& x, const W4View& w) {
 std::size_t w4a16_workspace(const Context& ctx, TensorView x, const W4View& w, const MatmulOptions& options) {
   check_x("w4a16_matmul", x, w);
   if (!check::on_gpu(ctx)) return 0;
-  return gpu::w4a16_workspace(ctx, {.x = x, .w = &w, .batch_invariant = options.batch_invariant});
+  return gpu::w4a16_workspace(ctx, {.x = x, .w = &w, .gated = options.gated, .batch_invariant = options.batch_invariant});
 }
 
 KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
   const char* op = "w4a16_matmul";
   check_x(op, x, w);
+  ROOFTILE_CHECK(!options.gated || w.n % 2 == 0, op, ": activation \"", name(options.activation),
+                 "_mul\" needs a weight of rows [gate | up], an even number N, got N = ", w.n);
+  const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
+                          .activation = options.activation, .gated = options.gated, .batch_invariant = options.batch_invariant};
   TensorView expected = x;
-  expected.shape[x.ndim - 1] = w.n;
+  expected.shape[x.ndim - 1] = args.outputs();
   const auto like_y = [&](const char* argument, const TensorView& t) {
     Arg(op, argument, t).given().dtype({x.dtype}).device(x.device, "x");
-    ROOFTILE_CHECK(same_shape(t, expected), op, ": ", argument, " must be x's shape with N = ", w.n,
-                   " last, ", shape_text(expected), ", got ", describe(t));
+    ROOFTILE_CHECK(same_shape(t, expected), op, ": ", argument, " must be x's shape with N", options.gated ? " / 2 = " : " = ",
+                   args.outputs(), " last, ", shape_text(expected), ", got ", describe(t));
   };
   like_y("out", y);
   Arg(op, "out", y).writable();
@@ -278,8 +282,6 @@ KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, Tenso
     like_y("residual", options.residual);
     check::check_overlap(op, "out", y, "residual", options.residual);
   }
-  const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
-                          .activation = options.activation, .batch_invariant = options.batch_invariant};
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "x", x);
     return gpu::w4a16_matmul(ctx, args);

@@ -168,6 +168,70 @@ def test_epilogue(activation, k, dtype, device):
     closeness.assert_bits_equal(into, y, "into residual")
 
 
+GATES = {
+    "silu_mul": torch.nn.functional.silu,
+    "gelu_mul": torch.nn.functional.gelu,
+    "gelu_tanh_mul": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated(activation, kind, dtype, device):
+    # outputs: whole tiles or not, of gates that share no tile with their ups, more than a CTA, none split or cut along K
+    shapes = ((32, 64, 64), (34, 96, 32), (26, 50, 50), (192, 576, 64), (160, 4096, 128), (2, 4096, 32), (4128, 128, 64))
+    for n, k, group in shapes[: 4 if device == "cpu" else None]:
+        w, dense = weight(n, k, group, kind, device, scale_dtype=dtype)
+        m = max(rows(device))
+        x = oracle.round_to(cases.values((m, k), dtype, "gated", k) * 0.25, dtype)
+        bias, residual = (cases.values(s, dtype, "gated", *s) for s in ((n,), (m, n // 2)))
+        tx, tb, tr = (cases.tensor(v, dtype, device) for v in (x, bias, residual))
+        for with_bias in (False, True):
+            product = torch.from_numpy(oracle.w4a16_matmul(x, dense, bias if with_bias else None))
+            exact = (GATES[activation](product[:, : n // 2]) * product[:, n // 2 :]).numpy() + with_bias * residual
+            options = {"bias": tb} if with_bias else {}
+            for rows_now in rows(device):
+                if with_bias:
+                    options["residual"] = tr[:rows_now]
+                expected = exact[:rows_now]
+                y = rt.w4a16_matmul(tx[:rows_now], w, activation=activation, **options)
+                bound = 2 * closeness.MATMUL_BOUND[dtype]  # two products are off
+                closeness.assert_close(y, oracle.round_to(expected, dtype), expected, frobenius=bound)
+        strided = cases.guarded((m, n // 2), dtype, device, strides=(n + 3, 2))
+        rt.w4a16_matmul(tx, w, activation=activation, **options, out=strided.tensor)
+        closeness.assert_bits_equal(strided.tensor, y)
+        strided.check_margins()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_product_of_exact_data_is_rounded_once(dtype, device):
+    for n, k, group in ((64, 576, 64), (66, 96, 32), (256, 4096, 128)):
+        w, dense = weight(n, k, group, "symmetric", device, exact=True)
+        x = np.zeros((max(rows(device)), k))  # one value a row, a power of two: few bits
+        x[np.arange(len(x)), np.arange(len(x)) * 7 % k] = 2.0 ** (np.arange(len(x)) % 3)
+        bias = np.where(np.arange(n) < n // 2, 128.0, 0.0)  # gates so large that silu(x) = x
+        product = oracle.w4a16_matmul(x, dense, bias)
+        assert product[:, : n // 2].min() > 64
+        exact = product[:, : n // 2] * product[:, n // 2 :]
+        tx, tb = cases.tensor(x, dtype, device), cases.tensor(bias, dtype, device)
+        for m in rows(device):
+            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb, activation="silu_mul"), exact[:m])
+
+
+@pytest.mark.parametrize("kind", w4.KINDS)
+def test_joined_weights_are_their_products_side_by_side(kind, device):
+    k, m = 192, 5
+    parts = [weight(n, k, 64, kind, device)[0] for n in (32, 7, 1, 40)]
+    joined = rt.W4Weight.concat(parts)
+    assert joined.shape == (80, k)
+    for ours, theirs in zip(joined.unpack(), zip(*(w.unpack() for w in parts), strict=True), strict=True):
+        assert ours is None or torch.equal(ours, torch.cat(theirs))
+    x = cases.tensor(cases.values((m, k), "float16", "joined"), "float16", device)
+    each = torch.cat([rt.w4a16_matmul(x, w) for w in parts], -1)
+    closeness.assert_bits_equal(rt.w4a16_matmul(x, joined), each)
+
+
 @pytest.mark.parametrize("m", [1, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_act_order(m, dtype, device):

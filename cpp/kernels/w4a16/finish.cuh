@@ -20,11 +20,14 @@ __device__ __forceinline__ float activate(Activation a, float x) {
   return x;
 }
 
-// Adds bias, activation and residual to one output and stores it. `token` counts from the first of the call.
+// Adds bias, activation, gate and residual to one output and stores it. `token` counts from the first of the call; `up`: of a gated
+// product.
 template <class T>
-__device__ __forceinline__ void store_output(const W4MatmulParams& p, std::int64_t token, std::int64_t n, float sum) {
-  if (p.bias) sum += tile::to_float(static_cast<const T*>(p.bias)[n * p.bias_stride]);
+__device__ __forceinline__ void store_output(const W4MatmulParams& p, std::int64_t token, std::int64_t n, float sum, float up) {
+  const T* const bias = static_cast<const T*>(p.bias);
+  if (bias) sum += tile::to_float(bias[n * p.bias_stride]);
   sum = activate(p.activation, sum);
+  if (p.gated) sum *= bias ? up + tile::to_float(bias[(n + p.outputs) * p.bias_stride]) : up;
   if (p.residual.data) sum += tile::to_float(static_cast<const T*>(p.residual.data)[p.residual.offset(token) + n * p.residual.last_stride]);
   static_cast<T*>(p.y.data)[p.y.offset(token) + n * p.y.last_stride] = tile::from_float<T>(sum);
 }
@@ -35,23 +38,32 @@ class Outputs {
  public:
   __device__ __forceinline__ Outputs(const W4MatmulParams& p, std::int64_t n)
       : p_(p), n_(n), plain_(p.y_in_pieces && p.activation == Activation::none && !p.residual.data) {
-    if (p.bias && p.y_in_pieces && n < p.w.n)
+    if (!p.bias || !p.y_in_pieces || n >= p.outputs) return;
+    const T* const bias = static_cast<const T*>(p.bias) + n * p.bias_stride;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) bias_[i] = tile::to_float(static_cast<const T*>(p.bias)[(n + i) * p.bias_stride]);
+    for (int i = 0; i < 4; ++i) {
+      bias_[i] = tile::to_float(bias[i * p.bias_stride]);
+      if (p.gated) up_bias_[i] = tile::to_float(bias[(p.outputs + i) * p.bias_stride]);
+    }
   }
-  __device__ __forceinline__ void store(std::int64_t token, float4 sums) const {
-    float x[4] = {sums.x, sums.y, sums.z, sums.w};
+  // ups: of a gated product.
+  __device__ __forceinline__ void store(std::int64_t token, float4 sums, float4 ups) const {
+    float x[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
     if (!p_.y_in_pieces) {
+#pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (n_ + i < p_.w.n) store_output<T>(p_, token, n_ + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
+        if (n_ + i < p_.outputs) store_output<T>(p_, token, n_ + i, x[i], up[i]);
       return;
     }
-    if (n_ >= p_.w.n) return;
+    if (n_ >= p_.outputs) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] += bias_[i];
     if (!plain_) {
 #pragma unroll
-      for (float& value : x) value = activate(p_.activation, value);
+      for (int i = 0; i < 4; ++i) {
+        x[i] = activate(p_.activation, x[i]);
+        if (p_.gated) x[i] *= up[i] + up_bias_[i];
+      }
       if (p_.residual.data) {
         const T* const residual = static_cast<const T*>(p_.residual.data) + token * p_.residual.stride[0] + n_;
         const uint2 four = *reinterpret_cast<const uint2*>(residual);
@@ -67,7 +79,7 @@ class Outputs {
   const W4MatmulParams& p_;
   const std::int64_t n_;
   const bool plain_;
-  float bias_[4] = {};
+  float bias_[4] = {}, up_bias_[4] = {};
 };
 
 inline constexpr int w4_finish_threads = 256;
@@ -78,16 +90,28 @@ __global__ void __launch_bounds__(w4_finish_threads) w4a16_finish(const __grid_c
   const std::int64_t padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
   const unsigned blocks = p.finish_blocks;
   const std::int64_t token = blockIdx.x / blocks, n = (std::int64_t{blockIdx.x % blocks} * w4_finish_threads + threadIdx.x) * 4;
-  if (n >= p.w.n) return;
+  tile::let_next_kernel_start();
+  if (n >= p.outputs) return;
   tile::wait_for_previous_kernel();
-  const float* partial = p.partial + token * padded_n + n;
-  float4 sum = {};
+  const float* const partial = p.partial + token * padded_n;
+  const auto sum_of = [&](std::int64_t at) {   // of four neighbours, the last of which may be outside
+    float4 sum = {};
 #pragma unroll 4
-  for (int split = 0; split < p.splits; ++split) {
-    const float4 part = *reinterpret_cast<const float4*>(partial + split * p.tokens * padded_n);
-    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-  }
-  Outputs<T>(p, n).store(p.first_token + token, sum);
+    for (int split = 0; split < p.splits; ++split) {
+      const float* const from = partial + split * p.tokens * padded_n + at;
+      float4 part = {};
+      if (at % 4 == 0) {
+        part = *reinterpret_cast<const float4*>(from);
+      } else {   // ups of gates whose number is no multiple of 4
+        const std::int64_t left = padded_n - at;
+        part = {from[0], left > 1 ? from[1] : 0.0f, left > 2 ? from[2] : 0.0f, left > 3 ? from[3] : 0.0f};
+      }
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    return sum;
+  };
+  const float4 sums = sum_of(n);
+  Outputs<T>(p, n).store(p.first_token + token, sums, p.gated ? sum_of(n + p.outputs) : float4{});
 }
 
 }  // namespace rooftile::gpu

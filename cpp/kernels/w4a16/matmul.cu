@@ -39,7 +39,8 @@ bool in_fours(const TensorView& t) {
 W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
   const Rows x(a.x);
   const bool tiles = scope.has_wgmma() && in_pieces(a) && a.w->zeros != W4Zeros::minima && (x.ndim == 0 || x.stride[0] > 0);
-  return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .group = a.w->group, .sms = scope.sms(),
+  return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .group = a.w->group, .sms = scope.sms(), .clusters = scope.largest_cluster() > 1,
+                     .gated = a.gated,
                      .batch_invariant = a.batch_invariant, .tiles = tiles});
 }
 
@@ -77,8 +78,11 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
   p.activation = a.activation;
+  p.gated = a.gated;
+  p.outputs = a.outputs();
+  p.gate_tiles = plan.gate_tiles;
   p.row_blocks = static_cast<unsigned>(plan.row_blocks);
-  p.finish_blocks = static_cast<unsigned>((w.n + 4 * w4_finish_threads - 1) / (4 * w4_finish_threads));
+  p.finish_blocks = static_cast<unsigned>((p.outputs + 4 * w4_finish_threads - 1) / (4 * w4_finish_threads));
   p.k = static_cast<int>(w.k);
   p.group = w.group;
   p.span = plan.span;
@@ -86,22 +90,23 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   p.splits = plan.splits;
   p.steps = static_cast<int>((w4_tiles_k(w.k) + 1) / 2);
   p.chunk_steps = plan.chunk_steps;
+  p.cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster));
   p.x_rows = plan.x_rows;
-  p.partial = static_cast<float*>(ctx.workspace);
+  p.sums_at = plan.sums_at;
+  p.partial = plan.finish ? static_cast<float*>(ctx.workspace) : nullptr;
 
   const std::int64_t m = a.x.rows();
   const bool is_half = a.x.dtype == DType::f16;
   if (plan.tiles) {
     const W4TilesForm f = w4_tiles_forms[plan.form];
-    W4TilesParams tiles{.product = p, .x = {}, .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)),
-                        .token_group = static_cast<unsigned>(plan.token_group)};
+    W4TilesParams tiles{.product = p, .x = {}, .token_group = static_cast<unsigned>(plan.token_group)};
     tiles.product.tokens = m;
     tiles.product.token_blocks = static_cast<unsigned>(plan.token_blocks);
     const MatrixShape x{.rows = m, .columns = w.k, .stride = p.x.ndim > 0 ? p.x_stride : w.k};
     tiles.x = rows_map(op_name, a.x.data, a.x.dtype, x, f.tokens / plan.cluster, 64);
     scope.launch(is_half ? w4a16_tiles_half(plan.form, plan.span) : w4a16_tiles_bf16(plan.form, plan.span),
                  plan.token_blocks * plan.row_blocks * plan.splits, f.threads(), plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
-    if (p.splits > 1)
+    if (plan.finish)
       scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>, m * p.finish_blocks, w4_finish_threads, 0,
                    tiles.product, Overlap::with_previous);
     return kernel;
@@ -111,8 +116,8 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
     p.tokens = std::min(plan.launch_tokens, m - first);
     p.token_blocks = static_cast<unsigned>((p.tokens + w4_tokens - 1) / w4_tokens);
     scope.launch(stream_kernel(is_half, plan.form, plan.span, w.zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
-                 w4_warps * 32, plan.shared_bytes, p);
-    if (p.splits == 1) continue;
+                 w4_warps * 32, plan.shared_bytes, p, Overlap::with_previous, plan.cluster);
+    if (!plan.finish) continue;
     scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>,
                  p.tokens * p.finish_blocks, w4_finish_threads, 0, p, Overlap::with_previous);
   }

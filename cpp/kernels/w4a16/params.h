@@ -45,7 +45,7 @@ struct Rows {
 };
 
 struct W4MatmulParams {
-  Rows x, y, residual;              // [m, k], [m, n], [m, n]
+  Rows x, y, residual;              // [m, k], [m, outputs], [m, outputs]
   const void* bias = nullptr;       // [n] or null
   std::int64_t bias_stride = 0;
   bool y_in_pieces = false;         // y and residual: four neighbours of a row are 8 bytes, rows lie evenly
@@ -54,13 +54,26 @@ struct W4MatmulParams {
   W4View w;
   int groups = 0;
   Activation activation = Activation::none;
+  bool gated = false;               // the rows of W are [gate | up]: y = activation(gate) * up + residual
+  std::int64_t outputs = 0;         // n, or n / 2 of a gated product
+  std::int64_t gate_tiles = 0;      // half of a CTA's warps have gates, tile rows of W, the others their ups, so many further on; 0: no
   std::int64_t first_token = 0, tokens = 0;   // of this launch
   unsigned token_blocks = 0, row_blocks = 0, finish_blocks = 0;   // of this launch; finish: of a token
   int k = 0, group = 0;             // as in w, in 32 bits
   int span = 0, span_shift = 0;     // k that are scaled at once; log2 of it in 32 k
   int splits = 0, steps = 0, chunk_steps = 0;   // steps of 128 k: all, and of one split
+  int cluster_shift = 0;            // log2 of the CTAs of a cluster: of stream.cuh the chunks of K, of tiles.cuh rows of W with the same tokens
   int x_rows = 0;                   // tokens a panel has room for
-  float* partial = nullptr;         // [split][token of this launch][n, padded to 16]
+  int sums_at = 0;                  // of stream.cuh: where in shared memory the sums lie that are to be finished
+  float* partial = nullptr;         // [split][token of this launch][n, padded to 16]; null: a CTA finishes its outputs itself
+
+  // The tile row of a warp; none of W's, w4_tiles_n(n) or more, if the last CTA has no work for it.
+  template <int warps>
+  ROOFTILE_HD std::int64_t tile_row(std::int64_t row_block, int warp) const {
+    if (gate_tiles == 0) return row_block * warps + warp;
+    const std::int64_t gate = row_block * (warps / 2) + warp % (warps / 2);
+    return gate < gate_tiles ? gate + (warp < warps / 2 ? 0 : gate_tiles) : 2 * gate_tiles;
+  }
 };
 
 using W4Kernel = void (*)(W4MatmulParams);
@@ -72,7 +85,6 @@ W4Kernel w4a16_stream_bf16(int form, int span, W4Zeros);
 struct W4TilesParams {
   W4MatmulParams product;
   CUtensorMap x;       // boxes of tokens / cluster rows x 64 columns
-  int cluster_shift = 0;   // log2 of the CTAs that share tokens
   unsigned token_group = 1;   // blocks of tokens that meet all rows of W before the next ones do
 };
 using W4TilesKernel = void (*)(W4TilesParams);

@@ -52,16 +52,16 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   tile::Barrier* const free = full + X;
 
   const int warp = cutlass::canonical_warp_idx_sync(), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int cluster = 1 << params.cluster_shift, rank = blockIdx.x & (cluster - 1);
+  const int cluster = 1 << p.cluster_shift, rank = blockIdx.x & (cluster - 1);
   // Neighbours have other tokens, of token_group blocks, whose x stays in L2 while all rows of W pass by.
-  const unsigned row_groups = p.row_blocks >> params.cluster_shift, all = row_groups * p.token_blocks;
-  unsigned at = blockIdx.x >> params.cluster_shift;
+  const unsigned row_groups = p.row_blocks >> p.cluster_shift, all = row_groups * p.token_blocks;
+  unsigned at = blockIdx.x >> p.cluster_shift;
   const unsigned split = p.splits > 1 ? at / all : 0;
   at -= split * all;
   const unsigned group = at / (row_groups * params.token_group), width = min(params.token_group, p.token_blocks - group * params.token_group);
   at -= group * row_groups * params.token_group;
   const unsigned row_group = at / width;
-  const std::int64_t row = (std::int64_t{row_group} * cluster + rank) * warps + warp;
+  const std::int64_t row_block = std::int64_t{row_group} * cluster + rank, row = p.tile_row<warps>(row_block, warp);
   const std::int64_t token0 = std::int64_t{group * params.token_group + at - row_group * width} * N;   // of this launch
   const int first = split * p.chunk_steps, steps = min(p.chunk_steps, p.steps - first);
 
@@ -108,12 +108,12 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 
   std::uint8_t* const ring = rings + warp * (S * w4_slot_bytes);
   CodeStream codes(p, row < w4_tiles_n(p.w.n) ? row : 0, first);   // the last CTAs may have warps without rows
-  codes.prefetch<S - 1>();
+  codes.prefetch(S - 1);
   tile::wait_for_cluster();   // the barriers are there
   tile::wait_for_previous_kernel();
 #pragma unroll
   for (int s = 0; s < S - 1; ++s) {
-    if (s < steps) codes.fill(ring + s * w4_slot_bytes);
+    if (s < steps) codes.fill(ring + s * w4_slot_bytes + lane * 16);
     cute::cp_async_fence();
   }
 
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
     __syncwarp();   // all lanes' copies of this slot have come; all lanes have read the slot before it
     std::uint8_t* const before = slot;
     slot = slot == ring + (S - 1) * w4_slot_bytes ? ring : slot + w4_slot_bytes;
-    if (step + S - 1 < steps) codes.fill(before);
+    if (step + S - 1 < steps) codes.fill(before + lane * 16);
     cute::cp_async_fence();
     words[0] = *reinterpret_cast<const uint4*>(slot + lane * 16);
     words[1] = *reinterpret_cast<const uint4*>(slot + w4_tile_bytes + lane * 16);
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   }
 
   // fp32 through shared memory: rows of tokens, so that neighbours of N are stored together. All copies have come and been read.
-  constexpr int rows = warps * w4_tile_n, pitch = rows + 4, at_once = 32 / (rows / 4);   // tokens that a warp stores at once
+  constexpr int rows = warps * w4_tile_n, pitch = rows + 4;
   float* const tile_out = reinterpret_cast<float*>(x_ring);
   static_assert(N * pitch * 4 <= X * x_bytes);
   const auto sync_readers = [] { asm volatile("bar.sync 1, %0;" ::"n"(warps * 32) : "memory"); };
@@ -228,11 +228,14 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) tile_out[(i / 4 * 8 + 2 * t + i % 2) * pitch + warp * w4_tile_n + g + i / 2 % 2 * 8] = total[i] * Decode::unit;
   sync_readers();
-  const int first_token = warp * at_once + lane / (rows / 4), column = lane % (rows / 4) * 4;
+  // A thread has four neighbouring rows of W, or of a pair of gates and ups; a warp stores 1 << shift tokens at once.
+  static_assert(rows == 128);
+  const int shift = p.gate_tiles > 0 && !p.partial ? 1 : 0, at_once = 1 << shift;
+  const int first_token = warp * at_once + (shift ? lane / 16 : 0), column = (shift ? lane % 16 : lane) * 4;
   const int tokens = static_cast<int>(min(std::int64_t{N}, p.tokens - token0));
-  const std::int64_t n = (row - warp) * w4_tile_n + column, padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
+  const std::int64_t n = p.tile_row<warps>(row_block, column / w4_tile_n) * w4_tile_n + column % w4_tile_n, padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
   const float* from = tile_out + first_token * pitch + column;
-  if (p.splits > 1) {
+  if (p.partial) {
     if (n < padded_n) {
       float* to = p.partial + (split * p.tokens + token0 + first_token) * padded_n + n;
       for (int token = first_token; token < tokens; token += warps * at_once, from += warps * at_once * pitch, to += warps * at_once * padded_n)
@@ -241,7 +244,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   } else {
     const Outputs<T> out(p, n);
     for (int token = first_token; token < tokens; token += warps * at_once, from += warps * at_once * pitch)
-      out.store(p.first_token + token0 + token, *reinterpret_cast<const float4*>(from));
+      out.store(p.first_token + token0 + token, *reinterpret_cast<const float4*>(from), *reinterpret_cast<const float4*>(from + shift * (rows / 2)));
   }
   tile::wait_for_cluster();   // nobody copies into, or arrives at, a CTA that has ended
 #endif
