@@ -53,8 +53,8 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   const W4TilesForm f = w4_tiles_forms[plan.form];
   plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());
   plan.cluster = plan.row_blocks % 2 == 0 ? 2 : 1;
-  plan.token_blocks = divide_up(p.m, f.tokens);
-  plan.launch_tokens = p.m;
+  plan.launch_tokens = std::min(p.m, p.copy_x || p.minima ? w4_prepared_tokens : std::int64_t{1} << 30);
+  plan.token_blocks = divide_up(plan.launch_tokens, f.tokens);
   const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), blocks = plan.row_blocks * plan.token_blocks;
   const std::int64_t sms = std::max(p.sms, 1);
   double least = 0;
@@ -73,7 +73,11 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
     plan.chunk_steps = static_cast<int>(chunk);
   }
   plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, 8));   // 12 MB of x at once
-  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + 16) + f.stages * f.warps() * w4_slot_bytes);
+  const std::int64_t step_sums = p.minima ? 4 * f.tokens * (w4_step_k / plan.span) : 0;   // bytes
+  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + step_sums + 16) + f.stages * f.warps() * w4_slot_bytes);
+  plan.sums_bytes = static_cast<std::size_t>(plan.token_blocks * steps * step_sums);
+  if (p.copy_x) plan.copy_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_row(p.k));
+  plan.prepare_parts = static_cast<int>(std::min(divide_up(steps * w4_step_k, w4_prepare_columns), divide_up(4 * sms, plan.launch_tokens)));
 }
 
 }  // namespace
@@ -88,7 +92,7 @@ W4Plan plan_w4a16(const W4Problem& p) {
   };
   if (p.tiles && p.m > w4_stream_tokens && !p.batch_invariant) {
     plan_tiles(p, plan);
-    plan.workspace_bytes = workspace();
+    plan.workspace_bytes = workspace() + plan.copy_bytes + plan.sums_bytes;
     plan.why = plan.splits > 1 ? "tiles of tokens, split along K to fill the device" : "tiles of tokens";
     return plan;
   }
