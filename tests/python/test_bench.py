@@ -59,6 +59,7 @@ RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64",
         ("decode", "append_b8_hkv3_d64_t1", PLAIN | {"b": 8, "hkv": 3, "d": 64, "append": True}),
         ("w4a16", "k4096_n14336_m1", (4096, 14336, 1)),
         ("w4a16", "k14336_n4096_m256", (14336, 4096, 256)),
+        ("w4a16", "k4096_n128256_m16", (4096, 128256, 16)),
         ("ops", "rms_norm_t64_h4096", ("rms_norm", 64, 4096)),
         ("ops", "add_rms_norm_t1_h576", ("add_rms_norm", 1, 576)),
         ("ops", "merge_attention_t16384_h4096", ("merge_attention", 16384, 4096)),
@@ -354,6 +355,19 @@ def test_a_table_without_peers_and_of_some_cases():
     assert "not measured" not in TABLES.caption(result)
     with pytest.raises(ValueError, match="no case of decode matches c"):
         TABLES.table(result, ["c"])
+
+
+def test_a_table_of_some_variants():
+    assert TABLES.table(measured(), ["variant=int?"]).splitlines()[:4] == [
+        "| case | int8 | best peer | peer / ours |",
+        "| --- | ---: | ---: | ---: |",
+        "| a | 10.0 (100 %) | 25.0 torch.sdpa | 2.50 |",
+        "",
+    ]
+    both = TABLES.table(measured(), ["a", "b", "variant=fp16", "variant=int8"])
+    assert both == TABLES.table(measured(), ["?"]) == TABLES.table(measured())
+    with pytest.raises(ValueError, match="no case of decode matches b or variant=int8"):
+        TABLES.table(measured(), ["b", "variant=int8"])
 
 
 def test_tables_are_written_between_their_markers(tmp_path, capsys):

@@ -72,9 +72,9 @@ W4Kernel w4a16_stream_bf16(int form, int span, W4Zeros);
 struct W4TilesParams {
   W4MatmulParams product;
   CUtensorMap x;       // of this launch's tokens, or of their copy: boxes of tokens / cluster rows x 64 columns
-  const float* sums = nullptr;   // of x / unit, with minima: [block of tokens][step][span][token of the block]
   int cluster_shift = 0;   // log2 of the CTAs that share tokens
   unsigned token_group = 1;   // blocks of tokens that meet all rows of W before the next ones do
+  const float* sums = nullptr;   // of x / unit, with minima: [block of tokens][step][span][token of the block]
 };
 using W4TilesKernel = void (*)(W4TilesParams);
 W4TilesKernel w4a16_tiles_half(int form, int span, W4Zeros);
