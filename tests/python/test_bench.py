@@ -231,6 +231,16 @@ def test_a_peer_without_a_row_is_missing(monkeypatch, bench_on_cpu):
     assert run(w4a16, True) == {"marlin", "machete"} and run(w4a16, False) == set()
 
 
+@pytest.mark.parametrize("zeros", [None, "minima"])
+def test_copies_of_a_weight_share_no_memory(zeros, monkeypatch):
+    monkeypatch.setattr(w4a16, "copies_for", lambda _: 3)
+    w = rt.W4Weight.quantize(torch.randn(32, 128, dtype=torch.float16), group_size=32, zeros=zeros)
+    copies, exact = w4a16._copies(w)
+    places = [a.data_ptr() for c in copies for a in (c.codes, c.scales, c.offsets) if a is not None]
+    assert len(set(places)) == len(places) == (9 if zeros else 6)
+    assert all(torch.equal(c.dequantize("float32"), exact) for c in copies)
+
+
 def test_a_peer_that_is_left_out_is_named(monkeypatch, capsys):
     """It refuses the shape, as cuDNN does on a CPU, or errs; the others are timed."""
     shape = decode.parse("b1_kv64_hq2_hkv1_d16")

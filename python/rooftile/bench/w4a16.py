@@ -52,8 +52,10 @@ def run(cases, peers, ceiling, advance):
 
 
 def _copies(w):
-    """As many of a weight as the L2 needs to forget it, and what it stands for."""
-    return [w] + [w.to("cuda") for _ in range(copies_for(w.nbytes) - 1)], w.dequantize("float32").to("cuda")
+    """As many of a weight as the L2 needs to forget it, and what it stands for. (`.to` gives one on its device back.)"""
+    arrays = w.codes, w.scales, w.offsets
+    others = ([None if a is None else a.clone() for a in arrays] for _ in range(copies_for(w.nbytes) - 1))
+    return [w, *(rt.W4Weight(*a, **w.layout) for a in others)], w.dequantize("float32")
 
 
 class _Weights:
