@@ -52,7 +52,7 @@ def run(cases, peers, ceiling, advance):
 
 
 def _copies(w):
-    """As many of a weight as the L2 needs to forget it, and what it stands for. (`.to` gives one on its device back.)"""
+    """As many of a weight as the L2 needs to forget it, and what it stands for. `.to` would give w itself."""
     arrays = w.codes, w.scales, w.offsets
     others = ([None if a is None else a.clone() for a in arrays] for _ in range(copies_for(w.nbytes) - 1))
     return [w, *(rt.W4Weight(*a, **w.layout) for a in others)], w.dequantize("float32")
