@@ -55,7 +55,8 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   plan.cluster = plan.row_blocks % 2 == 0 ? 2 : 1;
   plan.launch_tokens = std::min(p.m, p.copy_x || p.minima ? w4_prepared_tokens : std::int64_t{1} << 30);
   plan.token_blocks = divide_up(plan.launch_tokens, f.tokens);
-  const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), blocks = plan.row_blocks * plan.token_blocks;
+  // all of them, whatever a launch takes: bits do not depend on what is prepared
+  const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), token_blocks = divide_up(p.m, f.tokens), blocks = plan.row_blocks * token_blocks;
   const std::int64_t sms = std::max(p.sms, 1);
   double least = 0;
   for (std::int64_t wanted = 1; wanted <= std::min<std::int64_t>(max_splits, steps); ++wanted) {
@@ -66,7 +67,7 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
     const double step = 4.0 * f.tokens * f.groups;
     const double busy = static_cast<double>(ctas) * 1.3 * step, waiting = static_cast<double>(rounds) * (step + 450);
     double cycles = static_cast<double>(chunk) * std::max(busy, waiting) + 3500.0 * static_cast<double>(rounds);
-    if (splits > 1) cycles += 3000 + static_cast<double>(splits * plan.token_blocks * f.tokens * p.n) * 8 / 1700;
+    if (splits > 1) cycles += 3000 + static_cast<double>(splits * token_blocks * f.tokens * p.n) * 8 / 1700;
     if (wanted > 1 && cycles >= least) continue;
     least = cycles;
     plan.splits = static_cast<int>(splits);
