@@ -53,7 +53,7 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   const W4TilesForm f = w4_tiles_forms[plan.form];
   plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());
   plan.cluster = plan.row_blocks % 2 == 0 ? 2 : 1;
-  plan.launch_tokens = std::min(p.m, p.copy_x || p.minima ? w4_prepared_tokens : std::int64_t{1} << 30);
+  plan.launch_tokens = std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : std::int64_t{1} << 30);
   plan.token_blocks = divide_up(plan.launch_tokens, f.tokens);
   // all of them, whatever a launch takes: bits do not depend on what is prepared
   const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), token_blocks = divide_up(p.m, f.tokens), blocks = plan.row_blocks * token_blocks;

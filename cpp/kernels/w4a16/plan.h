@@ -33,10 +33,10 @@ struct W4TilesForm {
 inline constexpr W4TilesForm w4_tiles_forms[] = {{32, 2, 5, 5, 2}, {64, 2, 6, 6, 1}, {128, 2, 5, 5, 1}};
 inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
 
-// What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once, tokens of a launch, so that the workspace
-// is bounded, elements of a row of the copy of x.
+// What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or
+// only summed, so that the workspace is bounded; elements of a row of the copy.
 inline constexpr int w4_prepare_threads = 256, w4_prepare_columns = 8 * w4_prepare_threads;
-inline constexpr std::int64_t w4_prepared_tokens = 4096;
+inline constexpr std::int64_t w4_copied_tokens = 4096, w4_summed_tokens = 32768;
 ROOFTILE_HD constexpr std::int64_t w4_padded_row(std::int64_t k) { return (k + 7) / 8 * 8; }
 
 constexpr int w4_panel_pitch(W4Form f) { return 2 * f.panel_k + 16; }   // bytes of a row; 16 more against bank conflicts
