@@ -181,6 +181,12 @@ FAULTS = {
         "p.x.offset(p.first_token + token)",
         "p.x.offset(token)",
     ),
+    "box_launch": Fault(
+        "a second launch multiplies the first one's tokens",
+        W4A16 + "matmul.cu",
+        "static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;",
+        "static_cast<const std::uint16_t*>(a.x.data);",
+    ),
     "copy_tail": Fault(
         "what lies behind a row of x is read as part of it",
         W4A16 + "prepare.cuh",
