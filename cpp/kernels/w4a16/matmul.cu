@@ -62,7 +62,9 @@ void launch_tiles(const DeviceScope& scope, const Context& ctx, const W4MatmulAr
   MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x_stride};
   const void* from = static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;
   if (plan.copy_bytes + plan.sums_bytes > 0) {
-    W4PrepareParams prepare{.product = p, .block_tokens = static_cast<unsigned>(f.tokens), .parts = static_cast<unsigned>(plan.prepare_parts)};
+    // few tokens, whose rows CTAs share, are sooner copied straight
+    const std::size_t row_bytes = p.w.perm && plan.prepare_parts == 1 && p.k <= w4_prepare_row / 2 ? 2 * static_cast<std::size_t>(p.k) : 0;
+    W4PrepareParams prepare{.product = p, .row_in_shared = row_bytes > 0, .block_tokens = static_cast<unsigned>(f.tokens), .parts = static_cast<unsigned>(plan.prepare_parts)};
     std::byte* const end = static_cast<std::byte*>(ctx.workspace) + plan.workspace_bytes;
     if (plan.sums_bytes > 0) tiles.sums = prepare.sums = reinterpret_cast<float*>(end - plan.sums_bytes);
     if (plan.copy_bytes > 0) {
@@ -70,7 +72,7 @@ void launch_tiles(const DeviceScope& scope, const Context& ctx, const W4MatmulAr
       x.stride = w4_padded_row(p.k);
     }
     scope.launch(is_half ? w4a16_prepare<tile::half> : w4a16_prepare<tile::bf16>, std::int64_t{p.token_blocks} * f.tokens * plan.prepare_parts,
-                 w4_prepare_threads, 0, prepare, Overlap::with_previous);
+                 w4_prepare_threads, row_bytes, prepare, Overlap::with_previous);
   }
   tiles.x = rows_map(op_name, from, a.x.dtype, x, f.tokens / plan.cluster, 64);
   scope.launch(tiles_kernel(is_half, plan.form, plan.span, a.w->zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits, f.threads(),

@@ -85,6 +85,7 @@ struct W4PrepareParams {
   W4MatmulParams product;
   std::uint16_t* copy = nullptr;   // of x: [token of this launch][K, padded to 8] in the order of the codes; null: none
   float* sums = nullptr;           // as in W4TilesParams; null: none
+  bool row_in_shared = false;      // a row of x comes into (dynamic) shared memory before it is copied
   unsigned block_tokens = 0;       // of a CTA of tiles.cuh
   unsigned parts = 1;              // CTAs that share a token
 };

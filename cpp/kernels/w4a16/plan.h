@@ -36,6 +36,7 @@ inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not 
 // What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or
 // only summed, so that the workspace is bounded; elements of a row of the copy.
 inline constexpr int w4_prepare_threads = 256, w4_prepare_columns = 8 * w4_prepare_threads;
+inline constexpr int w4_prepare_row = 96 << 10;   // bytes of a row of x that fit into shared memory
 inline constexpr std::int64_t w4_copied_tokens = 4096, w4_summed_tokens = 32768;
 ROOFTILE_HD constexpr std::int64_t w4_padded_row(std::int64_t k) { return (k + 7) / 8 * 8; }
 
