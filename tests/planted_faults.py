@@ -190,8 +190,14 @@ FAULTS = {
     "copy_tail": Fault(
         "what lies behind a row of x is read as part of it",
         W4A16 + "prepare.cuh",
-        "bits[i] = k + i >= all_k ? 0 : column[i]",
-        "bits[i] = column[i]",
+        "= first + i * w4_prepare_threads < all_k ? inside : 0;",
+        "= inside;",
+    ),
+    "copy_sync": Fault(
+        "eight columns are taken before other threads have brought them",
+        W4A16 + "prepare.cuh",
+        "      __syncthreads();\n      eight =",
+        "      eight =",
     ),
     "finish_order": Fault(
         "the last chunk of K is forgotten",
