@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
       std::uint8_t* const x_part = x_ring + rank * part * 128;
       const auto all = static_cast<std::uint16_t>((1 << cluster) - 1);
       [[maybe_unused]] const float* sums = params.sums + (std::int64_t{token0 / N} * p.steps + first) * Cfg::step_sums;
-#pragma unroll 1
+#pragma unroll 1   // copies of it would take registers
       for (int step = 0, s = 0, parity = 1, k = first * w4_step_k; step < steps; ++step, k += w4_step_k) {
         free[s].wait(parity);
         full[s].arrive_and_expect(x_bytes + Cfg::step_sums * 4);
