@@ -54,11 +54,12 @@ def weight(codes, scales, zeros, kind, scale_dtype="float16", group=None, perm=N
     return rt.W4Weight.from_canonical(torch.from_numpy(codes), scales, zeros, kind=kind, group_size=group, perm=perm)
 
 
-def both(n, k, group, kind, **options):
+def both(n, k, group, kind, perm=None, **options):
     """(W4Weight, the dense float64 weight it stands for)."""
     codes, scales, zeros = parts(n, k, group, kind, **options)
     options.pop("exact", None)
-    return weight(codes, scales, zeros, kind, group=group, **options), oracle.w4_decode(codes, scales, kind, zeros)
+    w = weight(codes, scales, zeros, kind, group=group, perm=perm, **options)
+    return w, oracle.w4_decode(codes, scales, kind, zeros, perm)
 
 
 # ---------------------------------------------------------------- products

@@ -84,11 +84,22 @@ W4Kernel w4a16_stream_bf16(int form, int span, W4Zeros);
 // The kernel for more tokens.
 struct W4TilesParams {
   W4MatmulParams product;
-  CUtensorMap x;       // boxes of tokens / cluster rows x 64 columns
+  CUtensorMap x;       // of this launch's tokens, or of their copy: boxes of tokens / cluster rows x 64 columns
   unsigned token_group = 1;   // blocks of tokens that meet all rows of W before the next ones do
+  const float* sums = nullptr;   // of x / unit, with minima: [block of tokens][step][span][token of the block]
 };
 using W4TilesKernel = void (*)(W4TilesParams);
-W4TilesKernel w4a16_tiles_half(int form, int span);
-W4TilesKernel w4a16_tiles_bf16(int form, int span);
+W4TilesKernel w4a16_tiles_half(int form, int span, W4Zeros);
+W4TilesKernel w4a16_tiles_bf16(int form, int span, W4Zeros);
+
+// What that kernel needs of x beforehand.
+struct W4PrepareParams {
+  W4MatmulParams product;
+  std::uint16_t* copy = nullptr;   // of x: [token of this launch][K, padded to 8] in the order of the codes; null: none
+  float* sums = nullptr;           // as in W4TilesParams; null: none
+  bool row_in_shared = false;      // a row of x comes into (dynamic) shared memory before it is copied
+  unsigned block_tokens = 0;       // of a CTA of tiles.cuh
+  unsigned parts = 1;              // CTAs that share a token
+};
 
 }  // namespace rooftile::gpu

@@ -57,9 +57,10 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   const W4TilesForm f = w4_tiles_forms[plan.form];
   plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());   // a pair of gate and up rows is two, so gated or not
   plan.cluster = plan.row_blocks % 2 == 0 ? 2 : 1;
-  plan.token_blocks = divide_up(p.m, f.tokens);
-  plan.launch_tokens = p.m;
-  const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), blocks = plan.row_blocks * plan.token_blocks;
+  plan.launch_tokens = std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : std::int64_t{1} << 30);
+  plan.token_blocks = divide_up(plan.launch_tokens, f.tokens);
+  // all of them, whatever a launch takes: bits do not depend on what is prepared
+  const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), token_blocks = divide_up(p.m, f.tokens), blocks = plan.row_blocks * token_blocks;
   const std::int64_t sms = std::max(p.sms, 1);
   double least = 0;
   for (std::int64_t wanted = 1; wanted <= std::min<std::int64_t>(max_splits, steps); ++wanted) {
@@ -70,14 +71,18 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
     const double step = 4.0 * f.tokens * f.groups;
     const double busy = static_cast<double>(ctas) * 1.3 * step, waiting = static_cast<double>(rounds) * (step + 450);
     double cycles = static_cast<double>(chunk) * std::max(busy, waiting) + 3500.0 * static_cast<double>(rounds);
-    if (splits > 1) cycles += 3000 + static_cast<double>(splits * plan.token_blocks * f.tokens * p.n) * 8 / 1700;
+    if (splits > 1) cycles += 3000 + static_cast<double>(splits * token_blocks * f.tokens * p.n) * 8 / 1700;
     if (wanted > 1 && cycles >= least) continue;
     least = cycles;
     plan.splits = static_cast<int>(splits);
     plan.chunk_steps = static_cast<int>(chunk);
   }
   plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, 8));   // 12 MB of x at once
-  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + 16) + f.stages * f.warps() * w4_slot_bytes);
+  const std::int64_t step_sums = p.minima ? 4 * f.tokens * (w4_step_k / plan.span) : 0;   // bytes
+  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + step_sums + 16) + f.stages * f.warps() * w4_slot_bytes);
+  plan.sums_bytes = static_cast<std::size_t>(plan.token_blocks * steps * step_sums);
+  if (p.copy_x) plan.copy_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_row(p.k));
+  plan.prepare_parts = static_cast<int>(std::min(divide_up(steps * w4_step_k, w4_prepare_columns), divide_up(4 * sms, plan.launch_tokens)));
 }
 
 }  // namespace
@@ -96,7 +101,7 @@ W4Plan plan_w4a16(const W4Problem& p) {
   };
   if (p.tiles && p.m > w4_stream_tokens && !p.batch_invariant && !apart) {
     plan_tiles(p, plan);
-    plan.workspace_bytes = workspace();
+    plan.workspace_bytes = workspace() + plan.copy_bytes + plan.sums_bytes;
     plan.why = plan.splits > 1 ? "tiles of tokens, split along K to fill the device" : "tiles of tokens";
     return plan;
   }

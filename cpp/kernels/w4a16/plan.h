@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/hd.h"
+
 namespace rooftile::gpu {
 
 // One compiled form of the kernel: how many tokens a warp holds, how deep its ring of codes is, how much of K a panel of x
@@ -31,6 +33,13 @@ struct W4TilesForm {
 inline constexpr W4TilesForm w4_tiles_forms[] = {{32, 2, 5, 5, 2}, {64, 2, 6, 6, 1}, {128, 2, 5, 5, 1}};
 inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
 
+// What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or
+// only summed, so that the workspace is bounded; elements of a row of the copy.
+inline constexpr int w4_prepare_threads = 256, w4_prepare_columns = 8 * w4_prepare_threads;
+inline constexpr int w4_prepare_row = 96 << 10;   // bytes of a row of x that fit into shared memory
+inline constexpr std::int64_t w4_copied_tokens = 4096, w4_summed_tokens = 32768;
+ROOFTILE_HD constexpr std::int64_t w4_padded_row(std::int64_t k) { return (k + 7) / 8 * 8; }
+
 constexpr int w4_panel_pitch(W4Form f) { return 2 * f.panel_k + 16; }   // bytes of a row; 16 more against bank conflicts
 
 struct W4Problem {
@@ -39,7 +48,9 @@ struct W4Problem {
   bool clusters = false;           // the device runs clusters
   bool gated = false;              // rows of W are [gate | up]
   bool batch_invariant = false;
-  bool tiles = false;              // the device and the arguments allow tiles.cuh
+  bool tiles = false;              // the device has tiles.cuh
+  bool copy_x = false;             // which needs a copy of x: in another order, or because the copy engine cannot bring x as it lies
+  bool minima = false;             // and sums of x
 };
 
 struct W4Plan {
@@ -57,6 +68,8 @@ struct W4Plan {
   std::int64_t launch_tokens = 0;  // tokens of one launch; below m the launches follow each other
   std::int64_t token_blocks = 0, row_blocks = 0;   // of one launch
   std::size_t shared_bytes = 0, workspace_bytes = 0;
+  std::size_t copy_bytes = 0, sums_bytes = 0;   // of tiles, the end of the workspace: a copy of x, then sums of x
+  int prepare_parts = 1;           // CTAs that prepare one token
   const char* why = "";
 };
 

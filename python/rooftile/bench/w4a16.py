@@ -12,9 +12,15 @@ from rooftile.bench.vllm_products import products
 from rooftile.errors import ArgumentError
 
 _SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1024, 4096, 8192)  # the second ones heat the chip: they come last
-CASES = tuple(f"k{k}_n{n}_m{m}" for rows in _ROWS for k, n in _SHAPES for m in rows)
-_GROUP = 128
+_ALSO = (4096, 6144), (4096, 28672), (3840, 15360), (4096, 128256), (8192, 8192)
+_PARTS = (  # many rows heat the chip: they come last
+    (_SHAPES, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    (_ALSO, (1, 16, 256)),
+    (_SHAPES, (1024, 4096, 8192)),
+)
+CASES = tuple(f"k{k}_n{n}_m{m}" for shapes, rows in _PARTS for k, n in shapes for m in rows)
+_GROUP, _MINIMA_GROUP = 128, 32
+_INVARIANT_ROWS, _MINIMA_ROWS = (16, 64, 256), (1, 16, 64, 256, 1024)  # of _SHAPES: the other variants of ours
 _TOLERANCE = {"float16": 4e-4, "bfloat16": 2e-3}  # relative Frobenius error against the dequantised weight
 
 
@@ -45,6 +51,13 @@ def run(cases, peers, ceiling, advance):
     return rows, {"marlin", "machete"} - {r["impl"] for r in rows} if peers else set()
 
 
+def _copies(w):
+    """As many of a weight as the L2 needs to forget it, and what it stands for. `.to` would give w itself."""
+    arrays = w.codes, w.scales, w.offsets
+    others = ([None if a is None else a.clone() for a in arrays] for _ in range(copies_for(w.nbytes) - 1))
+    return [w, *(rt.W4Weight(*a, **w.layout) for a in others)], w.dequantize("float32")
+
+
 class _Weights:
     """One weight in every form that is timed, each as often as the L2 needs to forget it."""
 
@@ -53,8 +66,9 @@ class _Weights:
         self.k, self.n = k, n
         weight = torch.randn(n, k, dtype=torch.float16, device="cuda") * k**-0.5
         w = rt.W4Weight.quantize(weight, group_size=_GROUP)
-        self.exact = w.dequantize("float32").to("cuda")
-        self.ours = [w] + [w.to("cuda") for _ in range(copies_for(w.nbytes) - 1)]
+        self.ours, self.exact = _copies(w)
+        if (k, n) in _SHAPES:
+            self.minima = _copies(rt.W4Weight.quantize(weight, group_size=_MINIMA_GROUP, zeros="minima"))
         if peers:
             half = self.exact.half()
             self.dense = [half] + [half.clone() for _ in range(copies_for(half.nbytes) - 1)]
@@ -82,12 +96,22 @@ class _Weights:
         x = torch.randn(m, self.k, dtype=torch.float16, device="cuda")
         expected = x.float() @ self.exact.T
         flops, activations = 2 * m * self.n * self.k, 2 * m * (self.k + self.n)
-        with rt.record_kernels() as names:
-            out = rt.w4a16_matmul(x, self.ours[0])
-        error = self._error(f"{case} rooftile", out, expected, "float16")
-        times = time_calls([lambda w=w: rt.w4a16_matmul(x, w, out=out) for w in self.ours])
-        nbytes = self.ours[0].nbytes + activations
-        rows = [row(case, "rooftile", f"int4-g{_GROUP}", names[-1], times, nbytes, flops, error, ceiling)]
+        out = torch.empty(m, self.n, dtype=torch.float16, device="cuda")
+
+        def ours(variant, weights, expected, **options):
+            with rt.record_kernels() as names:
+                rt.w4a16_matmul(x, weights[0], out=out, **options)
+            error = self._error(f"{case} rooftile {variant}", out, expected, "float16")
+            times = time_calls([lambda w=w: rt.w4a16_matmul(x, w, out=out, **options) for w in weights])
+            nbytes = weights[0].nbytes + activations
+            return row(case, "rooftile", variant, names[-1], times, nbytes, flops, error, ceiling)
+
+        rows = [ours(f"int4-g{_GROUP}", self.ours, expected)]
+        if (self.k, self.n) in _SHAPES and m in _MINIMA_ROWS:
+            weights, exact = self.minima
+            rows.append(ours(f"int4-g{_MINIMA_GROUP}-minima", weights, x.float() @ exact.T))
+        if (self.k, self.n) in _SHAPES and m in _INVARIANT_ROWS:
+            rows.append(ours(f"int4-g{_GROUP}-invariant", self.ours, expected, batch_invariant=True))
         if not peers:
             return rows
         error = self._error(f"{case} cublas", x @ self.dense[0].T, expected, "float16")
