@@ -514,7 +514,11 @@ def sample():
         (lambda w: w.concat([]), rt.ArgumentError, "weights must have at least one"),
         (lambda w: w.concat([w, None]), rt.ArgumentTypeError, r"weights\[1\] must be a W4Weight, got NoneType"),
         *(
-            (lambda w, other=other: w.concat([w, both(*other)[0]]), rt.ArgumentError, f"weights\\[1\\] must have .*{what}")
+            (
+                lambda w, other=other: w.concat([w, both(*other)[0]]),
+                rt.ArgumentError,
+                f"weights\\[1\\] must have .*{what}",
+            )
             for other, what in (
                 ((16, 128, 32, "symmetric"), "K = 64, got 128"),
                 ((16, 64, 64, "symmetric"), "group_size = 32, got 64"),
