@@ -247,9 +247,7 @@ class W4Weight:
             same = weight.perm is first.perm
             if not same and (weight.perm is None or first.perm is None or not bool((weight.perm == first.perm).all())):
                 raise ArgumentError(f"{op}: weights[{i}] must have weights[0]'s act-order (perm)")
-        parts = [
-            _concat(p) if p[0] is not None else None for p in zip(*(w.unpack() for w in weights), strict=True)
-        ]
+        parts = [_concat(p) if p[0] is not None else None for p in zip(*(w.unpack() for w in weights), strict=True)]
         return cls._pack(op, *parts, first.group_size, first.kind, first.perm)
 
     def to(self, device):

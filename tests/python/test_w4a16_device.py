@@ -235,16 +235,9 @@ GATES = {
 @pytest.mark.parametrize("kind", w4.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated(activation, kind, dtype, device):
-    # outputs: whole tiles or not, of gates that share no tile with their ups, more than a CTA, none split or cut along K
-    shapes = (
-        (32, 64, 64),
-        (34, 96, 32),
-        (26, 50, 50),
-        (192, 576, 64),
-        (160, 4096, 128),
-        (2, 4096, 32),
-        (4128, 128, 64),
-    )
+    # outputs: whole tiles or not, gates that share a tile with ups, more than a CTA; K whole, cut in two and in more
+    shapes = ((32, 64, 64), (34, 96, 32), (26, 50, 50), (192, 576, 64))
+    shapes += ((160, 4096, 128), (2, 4096, 32), (4128, 128, 64))
     for n, k, group in shapes[: 4 if device == "cpu" else None]:
         w, dense = weight(n, k, group, kind, device, scale_dtype=dtype)
         m = max(rows(device))
