@@ -147,7 +147,7 @@ FAULTS = {
     ),
     "finish_order": Fault(
         "the last chunk of K is forgotten",
-        W4A16 + "finish.cuh",
+        "cpp/kernels/products/finish.cu",
         "for (int split = 0; split < p.splits; ++split) {",
         "for (int split = 0; split < p.splits - 1; ++split) {",
     ),

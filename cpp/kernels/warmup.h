@@ -19,6 +19,7 @@ void load_append_kernels(const char* op);
 void load_decode_kernels(const char* op);
 void load_elementwise_kernels(const char* op);
 void load_norm_kernels(const char* op);
+void load_product_kernels(const char* op);
 void load_w4a16_kernels(const char* op);
 
 }  // namespace rooftile::gpu

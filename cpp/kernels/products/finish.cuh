@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows the product: bias, activation, residual, rounding; and the sum of what several chunks of K left.
-//   partial fp32 [split][token][n, padded to 16] -> y [M, N]     4 bytes a split and output: it stays in L2
+// What follows the product: bias, activation, residual, rounding.
 #pragma once
 
-#include "core/w4_layout.h"
-#include "kernels/w4a16/params.h"
+#include "kernels/products/product.h"
 #include "tile/element.cuh"
-#include "tile/grid.cuh"
 
 namespace rooftile::gpu {
 
@@ -22,7 +19,7 @@ __device__ __forceinline__ float activate(Activation a, float x) {
 
 // Adds bias, activation and residual to one output and stores it. `token` counts from the first of the call.
 template <class T>
-__device__ __forceinline__ void store_output(const W4MatmulParams& p, std::int64_t token, std::int64_t n, float sum) {
+__device__ __forceinline__ void store_output(const Product& p, std::int64_t token, std::int64_t n, float sum) {
   if (p.bias) sum += tile::to_float(static_cast<const T*>(p.bias)[n * p.bias_stride]);
   sum = activate(p.activation, sum);
   if (p.residual.data) sum += tile::to_float(static_cast<const T*>(p.residual.data)[p.residual.offset(token) + n * p.residual.last_stride]);
@@ -33,9 +30,9 @@ __device__ __forceinline__ void store_output(const W4MatmulParams& p, std::int64
 template <class T>
 class Outputs {
  public:
-  __device__ __forceinline__ Outputs(const W4MatmulParams& p, std::int64_t n)
+  __device__ __forceinline__ Outputs(const Product& p, std::int64_t n)
       : p_(p), n_(n), plain_(p.y_in_pieces && p.activation == Activation::none && !p.residual.data) {
-    if (p.bias && p.y_in_pieces && n < p.w.n)
+    if (p.bias && p.y_in_pieces && n < p.n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) bias_[i] = tile::to_float(static_cast<const T*>(p.bias)[(n + i) * p.bias_stride]);
   }
@@ -43,10 +40,10 @@ class Outputs {
     float x[4] = {sums.x, sums.y, sums.z, sums.w};
     if (!p_.y_in_pieces) {
       for (int i = 0; i < 4; ++i)
-        if (n_ + i < p_.w.n) store_output<T>(p_, token, n_ + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
+        if (n_ + i < p_.n) store_output<T>(p_, token, n_ + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
       return;
     }
-    if (n_ >= p_.w.n) return;
+    if (n_ >= p_.n) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] += bias_[i];
     if (!plain_) {
@@ -64,30 +61,10 @@ class Outputs {
   }
 
  private:
-  const W4MatmulParams& p_;
+  const Product& p_;
   const std::int64_t n_;
   const bool plain_;
   float bias_[4] = {};
 };
-
-inline constexpr int w4_finish_threads = 256;
-
-// Adds the chunks of K in order. A thread has four neighbouring outputs of a token.
-template <class T>
-__global__ void __launch_bounds__(w4_finish_threads) w4a16_finish(const __grid_constant__ W4MatmulParams p) {
-  const std::int64_t padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
-  const unsigned blocks = p.finish_blocks;
-  const std::int64_t token = blockIdx.x / blocks, n = (std::int64_t{blockIdx.x % blocks} * w4_finish_threads + threadIdx.x) * 4;
-  if (n >= p.w.n) return;
-  tile::wait_for_previous_kernel();
-  const float* partial = p.partial + token * padded_n + n;
-  float4 sum = {};
-#pragma unroll 4
-  for (int split = 0; split < p.splits; ++split) {
-    const float4 part = *reinterpret_cast<const float4*>(partial + split * p.tokens * padded_n);
-    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-  }
-  Outputs<T>(p, n).store(p.first_token + token, sum);
-}
 
 }  // namespace rooftile::gpu
