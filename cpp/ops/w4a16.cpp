@@ -262,22 +262,7 @@ std::size_t w4a16_workspace(const Context& ctx, TensorView x, const W4View& w, c
 KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
   const char* op = "w4a16_matmul";
   check_x(op, x, w);
-  TensorView expected = x;
-  expected.shape[x.ndim - 1] = w.n;
-  const auto like_y = [&](const char* argument, const TensorView& t) {
-    Arg(op, argument, t).given().dtype({x.dtype}).device(x.device, "x");
-    ROOFTILE_CHECK(same_shape(t, expected), op, ": ", argument, " must be x's shape with N = ", w.n,
-                   " last, ", shape_text(expected), ", got ", describe(t));
-  };
-  like_y("out", y);
-  Arg(op, "out", y).writable();
-  if (options.bias.given())
-    Arg(op, "bias", options.bias).shape({w.n}, "[N]").dtype({x.dtype}).device(x.device, "x");
-  check::check_apart(op, "out", y, {{"x", x}, {"bias", options.bias}});
-  if (options.residual.given()) {
-    like_y("residual", options.residual);
-    check::check_overlap(op, "out", y, "residual", options.residual);
-  }
+  check::check_product(op, x, w.n, y, options.bias, options.residual);
   const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
                           .activation = options.activation, .batch_invariant = options.batch_invariant};
   if (check::on_gpu(ctx)) {

@@ -24,6 +24,13 @@ __device__ __forceinline__ uint4 load_shared_by_many(const void* from) { return 
 // Starts on its way to L2 what will be read soon. Any alignment.
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
+// The same of a run of bytes, a multiple of 16 at a multiple of 16. Hopper and later; nothing elsewhere.
+__device__ __forceinline__ void prefetch([[maybe_unused]] const void* at, [[maybe_unused]] int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+#endif
+}
+
 // One instruction: left to the compiler, words that come from packed pairs may be stored one by one.
 __device__ __forceinline__ void store(void* to, uint4 x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
@@ -33,6 +40,11 @@ __device__ __forceinline__ void store(void* to, uint4 x) {
 // for it in one kernel, which then stopped with an illegal instruction: no hint.)
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
   cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(global), *static_cast<cute::uint128_t*>(shared));
+}
+
+// The same, or 16 bytes of 0 where `there` is false: nothing is read then.
+__device__ __forceinline__ void cp_async_16_or_zeros(void* shared, const void* global, bool there) {
+  cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(global), *static_cast<cute::uint128_t*>(shared), there);
 }
 
 // 8 bytes; through L1.
