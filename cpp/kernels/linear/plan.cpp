@@ -21,8 +21,8 @@ int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps
   double least = 0;
   for (int splits = 1; splits <= max_splits && plan.row_blocks * splits <= 2 * sms; ++splits) {
     const std::int64_t chunk = divide_up(steps, splits);
-    if (divide_up(steps, chunk) != splits && splits > 1) continue;
     if (splits > 1 && chunk < linear_stages << plan.slice_shift) break;   // a ring is not worth filling for less
+    if (splits > 1 && divide_up(steps, chunk) != splits) continue;
     double us = std::max(floor, cta / splits / 70.0);
     if (splits > 1) us += 2.0 + 0.1 * splits;
     if (splits > 1 && us >= least) continue;
