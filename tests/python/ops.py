@@ -322,6 +322,8 @@ def _from_canonical(kind, act_order=False):
 
 
 SCALES = frozenset(["float16", "bfloat16"])
+
+
 def _linear(*lead):
     return lambda m: {
         "x": m.input(*lead, W4_K),

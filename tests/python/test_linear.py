@@ -102,7 +102,9 @@ def test_strides_of_every_tensor(m, dtype, plan):
     expected = rt.linear(x, weight, bias=bias, residual=residual, plan=plan)
     for strides, out_strides in (((2 * k, 2), (3 * n, 3)), ((1, m), (1, m)), ((k + 3, 1), (n + 5, 1))):
         view = cases.guarded((m, k), dtype, strides=strides, values=x).tensor
-        far_weight = cases.guarded((n, k), dtype, strides=(2 * k, 2) if strides[1] == 2 else (1, n), values=weight).tensor
+        far_weight = cases.guarded(
+            (n, k), dtype, strides=(2 * k, 2) if strides[1] == 2 else (1, n), values=weight
+        ).tensor
         out = cases.guarded((m, n), dtype, strides=out_strides)
         far_bias = cases.guarded((n,), dtype, strides=(4,), values=bias).tensor
         far_residual = cases.guarded((m, n), dtype, strides=(2 * n, 2), values=residual).tensor
@@ -152,7 +154,11 @@ X, W = torch.zeros(2, 64), torch.zeros(16, 64)
     [
         (lambda: rt.linear(None, W), rt.ArgumentTypeError, "^linear: x must be"),
         (lambda: rt.linear(X, None), rt.ArgumentTypeError, "^linear: weight must be"),
-        (lambda: rt.linear(X[:, :63], W), rt.ArgumentError, r"weight must be \[N, K\] with x's K = 63, got float32\[16"),
+        (
+            lambda: rt.linear(X[:, :63], W),
+            rt.ArgumentError,
+            r"weight must be \[N, K\] with x's K = 63, got float32\[16",
+        ),
         (lambda: rt.linear(X, W[0]), rt.ArgumentError, "weight must have 2 dimensions"),
         (lambda: rt.linear(X, W.half()), rt.ArgumentTypeError, "weight must be float32, got float16"),
         (lambda: rt.linear(X.int(), W), rt.ArgumentTypeError, "x must be float32 or float16 or bfloat16"),

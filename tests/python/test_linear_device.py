@@ -49,7 +49,10 @@ def cuda_only(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_data_give_the_rounded_exact_product(dtype, device):
     for n, k in shapes(device):
-        x, weight = cases.exact_values((max(rows(device)), k), "exact x", k), cases.exact_values((n, k), "exact weight", n, k)
+        x, weight = (
+            cases.exact_values((max(rows(device)), k), "exact x", k),
+            cases.exact_values((n, k), "exact weight", n, k),
+        )
         bias, residual = cases.exact_values((n,), "bias", n), cases.exact_values((len(x), n), "residual", n)
         exact = np.matmul(x, weight.T) + bias + residual
         tx, tw, tb, tr = (cases.tensor(v, dtype, device) for v in (x, weight, bias, residual))
@@ -66,7 +69,14 @@ def test_both_tiles_and_chunks_of_k(dtype, device):
     """On a large Hopper GPU every form runs here; elsewhere the same products must be right all the same."""
     cuda_only(device)
     kernels = set()
-    for m, n, k in ((1024, 4096, 136), (300, 20000, 64), (520, 8200, 200), (40, 4096, 64), (130, 264, 4096), (4, 64, 16384)):
+    for m, n, k in (
+        (1024, 4096, 136),
+        (300, 20000, 64),
+        (520, 8200, 200),
+        (40, 4096, 64),
+        (130, 264, 4096),
+        (4, 64, 16384),
+    ):
         x, weight = (cases.tensor(cases.exact_values(s, "tiles", *s), dtype, device) for s in ((m, k), (n, k)))
         y, kernel = ran(lambda x=x, weight=weight: rt.linear(x, weight))
         kernels.add(kernel.partition("_linear_")[2])
@@ -82,7 +92,9 @@ def test_product(dtype, device):
     for n, k in shapes(device):
         x, weight = cases.values((max(rows(device)), k), dtype, "x", k), cases.values((n, k), dtype, "weight", n, k)
         exact, naive = np.matmul(x, weight.T), oracle.matmul_naive(x, weight, dtype)
-        bound = oracle.EPS["float32"] * (k // 8 + 8) * np.matmul(np.abs(x), np.abs(weight).T) + oracle.quantum(exact, dtype)
+        bound = oracle.EPS["float32"] * (k // 8 + 8) * np.matmul(np.abs(x), np.abs(weight).T) + oracle.quantum(
+            exact, dtype
+        )
         tx, tw = cases.tensor(x, dtype, device), cases.tensor(weight, dtype, device)
         for m in rows(device):
             y = rt.linear(tx[:m], tw)
@@ -93,7 +105,9 @@ def test_product(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_run_the_neighbours_or_in_a_regime_the_rows(dtype, device):
-    for n, k in ((192, 576), (104, 1536), (64, 16384), (4096, 264), (33, 100)) if device == "cuda" else ((192, 576), (33, 100)):
+    for n, k in (
+        ((192, 576), (104, 1536), (64, 16384), (4096, 264), (33, 100)) if device == "cuda" else ((192, 576), (33, 100))
+    ):
         x = cases.tensor(cases.values((300, k), dtype, "rows", k), dtype, device)
         weight = cases.tensor(cases.values((n, k), dtype, "rows weight", n, k), dtype, device)
         seen = {}
@@ -103,7 +117,9 @@ def test_bits_do_not_depend_on_the_run_the_neighbours_or_in_a_regime_the_rows(dt
             other = x[:m].clone()
             other[1:] = float("nan")
             closeness.assert_bits_equal(rt.linear(other, weight)[:1], y[:1], f"neighbours, {m} rows")
-            closeness.assert_bits_equal(rt.linear(x[m - 1 : m].expand(m, k).contiguous(), weight)[:1], y[m - 1 :], "place")
+            closeness.assert_bits_equal(
+                rt.linear(x[m - 1 : m].expand(m, k).contiguous(), weight)[:1], y[m - 1 :], "place"
+            )
             regime = "few" if m <= 16 else kernel
             first = seen.setdefault(regime, y)
             closeness.assert_bits_equal(y[: len(first)], first, f"{m} and {len(first)} rows by {kernel}")
@@ -113,9 +129,7 @@ def test_bits_do_not_depend_on_the_run_the_neighbours_or_in_a_regime_the_rows(dt
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_of_every_tensor(m, dtype, device):
     n, k = 40, 96
-    x, weight, bias, residual = (
-        cases.exact_values(s, "strides", *s) for s in ((m, k), (n, k), (n,), (m, n))
-    )
+    x, weight, bias, residual = (cases.exact_values(s, "strides", *s) for s in ((m, k), (n, k), (n,), (m, n)))
     exact = x @ weight.T + bias + residual
     x, weight, bias, residual = (cases.tensor(t, dtype, device) for t in (x, weight, bias, residual))
     pitches = ((2 * k, 2), (1, m), (k + 3, 1), (k + 8, 1), (k, 1))
@@ -161,7 +175,10 @@ def test_epilogue(activation, m, n, k, dtype, device):
     closeness.assert_bits_equal(rt.linear(tx, tw, **options, residual=out, out=out), y, "into residual")
     plain = activated(x @ weight.T, activation)
     closeness.assert_close(
-        rt.linear(tx, tw, activation=activation), oracle.round_to(plain, dtype), plain, frobenius=closeness.MATMUL_BOUND[dtype]
+        rt.linear(tx, tw, activation=activation),
+        oracle.round_to(plain, dtype),
+        plain,
+        frobenius=closeness.MATMUL_BOUND[dtype],
     )
 
 

@@ -80,6 +80,7 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
   const int n = static_cast<int>(p.n), m = static_cast<int>(p.tokens), k = static_cast<int>(p.k);
   const auto pitch = [](const Rows& rows, std::int64_t alone) { return rows.ndim > 0 ? rows.stride[0] : alone; };
   const auto output = [&](const Rows& rows) { return cute::make_stride(cute::_1{}, pitch(rows, p.n), std::int64_t{0}); };
+  const Rows& source = p.residual.data ? p.residual : p.y;   // a tensor map needs an address; it is not read through then
   const typename Cfg::Sum::Arguments sum{{static_cast<const T*>(p.bias)}, {}, {}};
   const typename Cfg::Activated::Arguments activated{sum, {p.activation}};
   typename Kernel::Arguments arguments{
@@ -88,11 +89,12 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
       {static_cast<const T*>(p.w), cute::make_stride(p.w_stride, cute::_1{}, std::int64_t{0}),
        static_cast<const T*>(p.x.data), cute::make_stride(p.x_stride, cute::_1{}, std::int64_t{0})},
       {{{{p.residual.data ? 1.0f : 0.0f}}, {}, activated, {}},
-       static_cast<const T*>(p.residual.data), output(p.residual), static_cast<T*>(p.y.data), output(p.y)}};
+       static_cast<const T*>(source.data), output(source), static_cast<T*>(p.y.data), output(p.y)}};
   arguments.hw_info.sm_count = scope.sms();
   const typename Kernel::Params params = Kernel::to_underlying_arguments(arguments, nullptr);
   const dim3 grid = Kernel::get_grid_shape(params);
-  scope.launch(linear_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)}, Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, params, Overlap::none, 2);
+  scope.launch(linear_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)}, Kernel::MaxThreadsPerBlock,
+               Kernel::SharedStorageSize, params, Overlap::none, 2);
 }
 
 template <class T>

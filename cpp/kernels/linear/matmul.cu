@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // 16-bit products: which of the three kernels a call takes, and the launch of the first of them.
 #include <cstdio>
+#include <limits>
 
 #include "kernels/backend.h"
 #include "kernels/linear/stream.cuh"
@@ -36,9 +37,11 @@ bool in_tiles(const TensorView& t) {
 }
 
 LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a) {
+  constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max(), most_n = 65535 * std::int64_t{linear_block.rows};   // counted in int; a grid's y
   const bool bias = !a.bias.given() || (a.bias.stride[0] == 1 && reinterpret_cast<std::uintptr_t>(a.bias.data) % 16 == 0);
+  const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n;
   return plan_linear({.m = a.x.rows(), .n = a.w.shape[0], .k = a.w.shape[1], .sms = scope.sms(),
-                      .tiles = bias && in_tiles(a.x) && in_tiles(a.w) && in_tiles(a.y) && in_tiles(a.residual),
+                      .tiles = sizes && bias && in_tiles(a.x) && in_tiles(a.w) && in_tiles(a.y) && in_tiles(a.residual),
                       .wgmma = scope.has_wgmma()});
 }
 

@@ -1,29 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """W4A16 products against the same products in 16 bit and against the 4-bit kernels of others."""
 
-import re
-
 import torch
 
 import rooftile as rt
+from rooftile.bench import products
 from rooftile.bench.report import left_out, row
 from rooftile.bench.timing import copies_for, time_calls
-from rooftile.bench.vllm_products import products
-from rooftile.errors import ArgumentError
+from rooftile.bench.vllm_products import products as vllm_products
 
-_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1024, 4096, 8192)  # the second ones heat the chip: they come last
-CASES = tuple(f"k{k}_n{n}_m{m}" for rows in _ROWS for k, n in _SHAPES for m in rows)
+# the second ones heat the chip: they come last
+CASES = products.cases((1, 2, 4, 8, 16, 32, 64, 128, 256), (1024, 4096, 8192))
 _GROUP = 128
-_TOLERANCE = {"float16": 4e-4, "bfloat16": 2e-3}  # relative Frobenius error against the dequantised weight
 
 
 def parse(case):
     """(K, N, M) from a case's name."""
-    found = re.fullmatch(r"k(\d+)_n(\d+)_m(\d+)", case)
-    if not found:
-        raise ArgumentError(f"bench w4a16: {case!r} is no case; they look like k4096_n14336_m1")
-    return tuple(map(int, found.groups()))
+    return products.parse("w4a16", case)
 
 
 def steps(cases):
@@ -61,7 +54,7 @@ class _Weights:
             self.tiny = self._tinygemm(w)
             codes, scales, _ = w.unpack()
             self.vllm = {}
-            for name, (pack, call) in products(codes, scales, _GROUP).items():
+            for name, (pack, call) in vllm_products(codes, scales, _GROUP).items():
                 try:
                     self.vllm[name] = [pack() for _ in range(copies_for(codes.nbytes + scales.nbytes))], call
                 except Exception as e:  # another version, or a GPU that it does not know
@@ -84,20 +77,22 @@ class _Weights:
         flops, activations = 2 * m * self.n * self.k, 2 * m * (self.k + self.n)
         with rt.record_kernels() as names:
             out = rt.w4a16_matmul(x, self.ours[0])
-        error = self._error(f"{case} rooftile", out, expected, "float16")
+        error = products.error(f"{case} rooftile", out, expected, products.TOLERANCE["float16"])
         times = time_calls([lambda w=w: rt.w4a16_matmul(x, w, out=out) for w in self.ours])
         nbytes = self.ours[0].nbytes + activations
         rows = [row(case, "rooftile", f"int4-g{_GROUP}", names[-1], times, nbytes, flops, error, ceiling)]
         if not peers:
             return rows
-        error = self._error(f"{case} cublas", x @ self.dense[0].T, expected, "float16")
+        error = products.error(f"{case} cublas", x @ self.dense[0].T, expected, products.TOLERANCE["float16"])
         times = time_calls([lambda w=w: torch.mm(x, w.T, out=out) for w in self.dense])
         nbytes = self.dense[0].nbytes + activations
         rows.append(row(case, "cublas", "fp16", "torch.mm", times, nbytes, flops, error, ceiling))
         if m <= 128:
             x16 = x.bfloat16()
             call = torch._weight_int4pack_mm
-            error = self._error(f"{case} tinygemm", call(x16, self.tiny[0][0], _GROUP, self.tiny[0][1]), expected, None)
+            error = products.error(
+                f"{case} tinygemm", call(x16, self.tiny[0][0], _GROUP, self.tiny[0][1]), expected, 1e-2
+            )  # of bf16
             times = time_calls([lambda w=w: call(x16, w[0], _GROUP, w[1]) for w in self.tiny])
             nbytes = self.tiny[0][0].nbytes + self.tiny[0][1].nbytes + activations
             rows.append(
@@ -106,18 +101,10 @@ class _Weights:
         nbytes = self.n * (self.k // 2 + 2 * self.k // _GROUP) + activations
         for name, (forms, call) in self.vllm.items():
             try:
-                error = self._error("checked", call(x, forms[0]), expected, "float16")
+                error = products.error("checked", call(x, forms[0]), expected, products.TOLERANCE["float16"])
                 times = time_calls([lambda form=form, call=call: call(x, form) for form in forms])
             except Exception as e:  # wrong, refused, or what another version calls otherwise
                 left_out(f"{case} {name}", e)
                 continue
             rows.append(row(case, name, f"int4-g{_GROUP}", f"vllm.{name}", times, nbytes, flops, error, ceiling))
         return rows
-
-    @staticmethod
-    def _error(name, got, expected, dtype):
-        error = float((got.float() - expected).norm() / expected.norm())
-        bound = _TOLERANCE[dtype] if dtype else 1e-2  # bf16 scales and activations of a peer
-        if not error <= bound:
-            raise RuntimeError(f"{name}: wrong answer, relative error {error:.2e}; it is not timed")
-        return error
