@@ -364,13 +364,13 @@ def w4a16_matmul(
 def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, stream=None, plan=None):
     """activation(x @ weight.T + bias) + residual with a weight in x's own dtype.
 
-    x: [..., K], float32 (CPU), float16 or bfloat16, any strides. weight: [N, K] (the nn.Linear convention) in x's dtype,
-    any strides. bias: [N] in x's dtype. activation: None, "silu", "gelu" or "gelu_tanh". residual: [..., N] in x's dtype.
-    Returns [..., N] in x's dtype, written to `out` when given (which may be `residual`, and shares no memory with another
-    input). Sums in fp32, rounded once.
+    x: [..., K], float32 (CPU), float16 or bfloat16, any strides. weight: [N, K] (the nn.Linear convention) in x's
+    dtype, any strides. bias: [N] in x's dtype. activation: None, "silu", "gelu" or "gelu_tanh". residual: [..., N] in
+    x's dtype. Returns [..., N] in x's dtype, written to `out` when given (which may be `residual`, and shares no memory
+    with another input). Sums in fp32, rounded once.
 
-    Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of rows
-    too; on a GPU at every number up to 16, and beyond that wherever the same kernel runs (`rt.record_kernels`).
+    Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
+    rows too; on a GPU at every number up to 16, and beyond that wherever the same kernel runs (`rt.record_kernels`).
     stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
     `rt.env()["cpu"]["variants"]`; not for a GPU.
 

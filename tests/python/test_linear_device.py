@@ -12,7 +12,7 @@ from rooftile import _C
 from test_linear import activated
 
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 129, 300)
-# (N, K): tails of N, of K and of 16 bytes, every number of warps that share a row, K in chunks, more rows than a CTA takes
+# (N, K): tails of N, of K and of 16 bytes, every number of warps that share a row, K in chunks, many rows
 SMALL = ((64, 64), (17, 96), (5, 50), (33, 100), (49, 7), (1, 1), (8, 8), (104, 576), (576, 72), (3, 0))
 LARGE = ((64, 16384), (40, 16400), (3000, 520), (4096, 264), (20000, 136), (40000, 24))
 DTYPES = ("float16", "bfloat16")
@@ -34,10 +34,10 @@ def kind_of_tiles(device, m, n, k):
     return "_tile" if hopper else "_block"
 
 
-def ran(call):
-    """(result, name of the kernel)"""
+def linear(*tensors, **options):
+    """(rt.linear's result, name of the kernel)"""
     with rt.record_kernels() as names:
-        y = call()
+        y = rt.linear(*tensors, **options)
     return y, names[-1]
 
 
@@ -57,7 +57,7 @@ def test_exact_data_give_the_rounded_exact_product(dtype, device):
         exact = np.matmul(x, weight.T) + bias + residual
         tx, tw, tb, tr = (cases.tensor(v, dtype, device) for v in (x, weight, bias, residual))
         for m in rows(device):
-            y, kernel = ran(lambda m=m: rt.linear(tx[:m], tw, bias=tb, residual=tr[:m]))
+            y, kernel = linear(tx[:m], tw, bias=tb, residual=tr[:m])
             closeness.assert_exact(y, exact[:m])
             kind = kind_of_tiles(device, m, n, k)
             assert device == "cpu" or (kind or "_linear_t") in kernel, (m, n, k, kernel)
@@ -78,7 +78,7 @@ def test_both_tiles_and_chunks_of_k(dtype, device):
         (4, 64, 16384),
     ):
         x, weight = (cases.tensor(cases.exact_values(s, "tiles", *s), dtype, device) for s in ((m, k), (n, k)))
-        y, kernel = ran(lambda x=x, weight=weight: rt.linear(x, weight))
+        y, kernel = linear(x, weight)
         kernels.add(kernel.partition("_linear_")[2])
         exact = x.double() @ weight.double().T
         assert torch.equal(y, exact.to(y.dtype)), (m, n, k, kernel)
@@ -112,7 +112,7 @@ def test_bits_do_not_depend_on_the_run_the_neighbours_or_in_a_regime_the_rows(dt
         weight = cases.tensor(cases.values((n, k), dtype, "rows weight", n, k), dtype, device)
         seen = {}
         for m in (1, 2, 7, 8, 9, 15, 16, 17, 31, 64, 65, 129, 200, 300):
-            y, kernel = ran(lambda m=m: rt.linear(x[:m], weight))
+            y, kernel = linear(x[:m], weight)
             closeness.assert_bits_equal(rt.linear(x[:m], weight), y, f"run to run, {m} rows")
             other = x[:m].clone()
             other[1:] = float("nan")
@@ -212,7 +212,7 @@ def test_captured_in_a_graph(m, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_call_behind_another(dtype, device):
-    """A kernel may start before the one ahead has ended: x, weight, bias and residual are what that one wrote, all the same."""
+    """A kernel may start before the one ahead has ended, which writes its x, weight, bias or residual."""
     cuda_only(device)
 
     def chain(x, first, second):
@@ -256,7 +256,7 @@ def test_more_outputs_than_31_bits_count(streamed, device):
     x, weight = (cases.tensor(cases.exact_values(s, "vast"), "float16", device) for s in ((m, k), (n, k)))
     if streamed:
         x = x.T.contiguous().T
-    y, kernel = ran(lambda: rt.linear(x, weight))
+    y, kernel = linear(x, weight)
     assert y.numel() > 2**31 and ("_t16" in kernel) == streamed
     for first in (0, 32768, m - 24):
         exact = x[first : first + 24].double() @ weight.double().T

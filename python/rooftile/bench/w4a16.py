@@ -92,7 +92,7 @@ class _Weights:
             call = torch._weight_int4pack_mm
             error = products.error(
                 f"{case} tinygemm", call(x16, self.tiny[0][0], _GROUP, self.tiny[0][1]), expected, 1e-2
-            )  # of bf16
+            )  # bf16
             times = time_calls([lambda w=w: call(x16, w[0], _GROUP, w[1]) for w in self.tiny])
             nbytes = self.tiny[0][0].nbytes + self.tiny[0][1].nbytes + activations
             rows.append(
