@@ -10,6 +10,9 @@
 //   128 x 256   both groups share a tile: tensor cores are the roof
 // Cost of a step of 64 k: 64 x 128: 1 Mflop, 256 cycles of the tensor cores, 24 KB of which the cluster shares 16; 128 x 256: 4 Mflop, 1024
 // cycles, 48 KB, 32 of them shared. The sum over K is one accumulator in fp32, in order.
+// Sync: CUTLASS's: a barrier a stage that its bytes have come, another that all of the cluster have read it; the output's tile: the warps
+// that multiply, before it is stored. Bias is read behind the first tile of the product, so behind the kernel before as well.
+#define CUTLASS_ENABLE_GDC_FOR_SM90   // the warps that bring tiles wait for the kernel before, so it may still run when this one starts
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/epilogue/fusion/operations.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
@@ -94,7 +97,7 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
   const typename Kernel::Params params = Kernel::to_underlying_arguments(arguments, nullptr);
   const dim3 grid = Kernel::get_grid_shape(params);
   scope.launch(linear_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)}, Kernel::MaxThreadsPerBlock,
-               Kernel::SharedStorageSize, params, Overlap::none, 2);
+               Kernel::SharedStorageSize, params, Overlap::with_previous, 2);
 }
 
 template <class T>
