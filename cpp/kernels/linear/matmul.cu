@@ -26,7 +26,7 @@ auto stream_of(DType dtype, int form, bool pieces) {
 // Every row is whole pieces of 16 bytes that start at multiples of them, and rows lie evenly.
 bool in_pieces(const TensorView& t) {
   const Rows rows(t);
-  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 && (t.last_stride() == 1 || t.last() <= 1);
+  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 && (t.last_stride() == 1 || t.last() == 0);
   return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
 }
 // The same, and no two rows overlap: what tensor copies and 16-byte stores ask for.

@@ -385,7 +385,7 @@ TEST_F(Gpu, ProductsWithFourBitWeights) {
 
 TEST_F(Gpu, Products) {
   Random random(4);
-  for (const auto [n, k] : {std::pair<std::int64_t, std::int64_t>{147, 577}, {64, 16384}, {200, 328}})   // odd, in chunks, by tiles
+  for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{147, 577}, {64, 16384}, {200, 328}})   // odd, in chunks, by tiles
     for (const std::int64_t m : {1, 9, 40, 70}) {
       const DType dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       SCOPED_TRACE(testing::Message() << name(dtype) << " n " << n << " k " << k << " m " << m);
