@@ -19,7 +19,7 @@ int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps
   const double floor = all / (35.0 * static_cast<double>(sms));
   int best = 1;
   double least = 0;
-  for (int splits = 1; splits <= max_splits && plan.row_blocks * splits <= 2 * sms; ++splits) {
+  for (int splits = 1; splits <= max_splits; ++splits) {
     const std::int64_t chunk = divide_up(steps, splits);
     if (splits > 1 && chunk < linear_stages << plan.slice_shift) break;   // a ring is not worth filling for less
     if (splits > 1 && divide_up(steps, chunk) != splits) continue;
