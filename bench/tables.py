@@ -3,7 +3,8 @@
 """Markdown tables of results files. `rooftile bench`: a row a case, microseconds and percent of the roof of each of our
 formats, and the fastest peer. `rooftile demo` and `rooftile ppl`: a row a variant.
 
-tables.py RESULTS.json [PATTERN ...]     prints the table, of cases that match a shell pattern if any are given
+tables.py RESULTS.json [PATTERN ...]     prints the table, of cases that match a shell pattern if any are given, and of
+                                         our variants that match X where there are patterns variant=X
 tables.py RESULTS.json --into FILE ...   writes it between the markers `<!-- table: FAMILY [PATTERN ...] -->` and
                                          `<!-- end of table -->` of these files
 """
@@ -23,16 +24,15 @@ def microseconds(us):
 
 
 def table(result, patterns=()):
-    """The table's text; ValueError where no case matches. Patterns choose cases of `rooftile bench`."""
+    """The table's text; ValueError where no case matches. Patterns choose cases and variants of `rooftile bench`."""
     if result["family"] in VARIANT_ROWS:
         head, cells = VARIANT_ROWS[result["family"]]
         lines = [["", *head], ["---", *["---:"] * len(head)]]
         lines += [[row["name"], *cells(row, result)] for row in result["rows"] if not row.get("missing")]
         return _markdown(lines)
     cases = {}
-    for row in result["rows"]:
-        if not patterns or any(fnmatchcase(row["case"], pattern) for pattern in patterns):
-            cases.setdefault(row["case"], []).append(row)
+    for row in _chosen(result["rows"], patterns):
+        cases.setdefault(row["case"], []).append(row)
     if not cases:
         raise ValueError(f"no case of {result['family']} matches {' or '.join(patterns) or 'anything'}")
     variants = list(dict.fromkeys(r["variant"] for rows in cases.values() for r in rows if r["impl"] == OURS))
@@ -51,6 +51,18 @@ def table(result, patterns=()):
             cells += [f"{microseconds(best['us'])} {best['impl']}" if best else "", " / ".join(ratios)]
         lines.append(cells)
     return _markdown(lines) + "\n" + caption(result) + "\n"
+
+
+def _chosen(rows, patterns):
+    of_variant = [p.removeprefix("variant=") for p in patterns if p.startswith("variant=")]
+    of_case = [p for p in patterns if not p.startswith("variant=")]
+
+    def matches(text, patterns):
+        return not patterns or any(fnmatchcase(text, pattern) for pattern in patterns)
+
+    rows = [r for r in rows if matches(r["case"], of_case) and (r["impl"] != OURS or matches(r["variant"], of_variant))]
+    ours = {r["case"] for r in rows if r["impl"] == OURS}
+    return [r for r in rows if r["case"] in ours or not of_variant]  # no case that has peers alone
 
 
 def _markdown(lines):

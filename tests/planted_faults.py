@@ -130,8 +130,8 @@ FAULTS = {
     "tile_tail": Fault(
         "a span past the end of K is scaled with what lies there",
         W4A16 + "tiles.cuh",
-        "if (Cfg::span < w4_step_k && left <= quarter / span_quarters * Cfg::span) return;",
-        "if (Cfg::span < w4_step_k && left < 0) return;",
+        "return Cfg::span < w4_step_k && left <= quarter / span_quarters * Cfg::span;",
+        "return Cfg::span < w4_step_k && left < 0;",
     ),
     "tile_parity": Fault(
         "a stage of x is read before its bytes have come, from the second time round on",
@@ -142,8 +142,62 @@ FAULTS = {
     "tile_part": Fault(
         "both CTAs of a cluster bring the same part of the tokens",
         W4A16 + "tiles.cuh",
-        "first_row = static_cast<int>(p.first_token + token0) + rank * part;",
-        "first_row = static_cast<int>(p.first_token + token0);",
+        "first_row = token0 + rank * part;",
+        "first_row = token0;",
+    ),
+    "minimum_row": Fault(
+        "row g + 8 is given row g's minimum",
+        W4A16 + "tiles.cuh",
+        "{load_scale(group, g, half_scales), load_scale(group, g + 8, half_scales)};",
+        "{load_scale(group, g, half_scales), load_scale(group, g, half_scales)};",
+    ),
+    "minimum_span": Fault(
+        "minima meet the sums of x over the next span of the step",
+        W4A16 + "tiles.cuh",
+        "s * Cfg::step_sums + quarter / span_quarters * N + 2 * t;",
+        "s * Cfg::step_sums + (quarter / span_quarters + 1) % (w4_step_k / Cfg::span) * N + 2 * t;",
+    ),
+    "sums_of_chunk": Fault(
+        "every chunk of K is given the sums of the first",
+        W4A16 + "tiles.cuh",
+        "(std::int64_t{token0 / N} * p.steps + first) * Cfg::step_sums",
+        "(std::int64_t{token0 / N} * p.steps) * Cfg::step_sums",
+    ),
+    "sums_threads": Fault(
+        "a sum of x leaves out half of a span's threads",
+        W4A16 + "prepare.cuh",
+        "for (unsigned other = 1; other < threads_of_span; other *= 2)",
+        "for (unsigned other = 1; other < threads_of_span / 2; other *= 2)",
+    ),
+    "copy_order": Fault(
+        "the order of columns is ignored from column 2048 on",
+        W4A16 + "prepare.cuh",
+        "if (p.w.perm)",
+        "if (p.w.perm && run < w4_prepare_columns)",
+    ),
+    "copy_launch": Fault(
+        "a second launch prepares the first one's tokens",
+        W4A16 + "prepare.cuh",
+        "p.x.offset(p.first_token + token)",
+        "p.x.offset(token)",
+    ),
+    "box_launch": Fault(
+        "a second launch multiplies the first one's tokens",
+        W4A16 + "matmul.cu",
+        "static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;",
+        "static_cast<const std::uint16_t*>(a.x.data);",
+    ),
+    "copy_tail": Fault(
+        "what lies behind a row of x is read as part of it",
+        W4A16 + "prepare.cuh",
+        "= first + i * w4_prepare_threads < all_k ? inside : 0;",
+        "= inside;",
+    ),
+    "copy_sync": Fault(
+        "eight columns are taken before other threads have brought them",
+        W4A16 + "prepare.cuh",
+        "      __syncthreads();\n      eight =",
+        "      eight =",
     ),
     "finish_order": Fault(
         "the last chunk of K is forgotten",

@@ -100,11 +100,16 @@ const char* name(Activation a) {
   return "?";
 }
 
-Activation activation_from_name(const char* op, const char* text) {
-  const std::string known = text;
-  for (Activation a : {Activation::none, Activation::silu, Activation::gelu_tanh, Activation::gelu_erf})
-    if (known == name(a)) return a;
-  fail(ErrorKind::value, op, ": activation must be \"silu\", \"gelu\" or \"gelu_tanh\", got \"", text, "\"");
+Activation activation_from_name(const char* op, const char* text, bool* gated) {
+  const std::string given = text;
+  for (Activation a : {Activation::silu, Activation::gelu_tanh, Activation::gelu_erf}) {
+    const bool multiplies = gated && given == std::string(name(a)) + "_mul";
+    if (given != name(a) && !multiplies) continue;
+    if (gated) *gated = multiplies;
+    return a;
+  }
+  fail(ErrorKind::value, op, ": activation must be \"silu\", \"gelu\"", gated ? ", " : " or ", "\"gelu_tanh\"",
+       gated ? ", \"silu_mul\", \"gelu_mul\" or \"gelu_tanh_mul\"" : "", ", got \"", text, "\"");
 }
 
 }  // namespace rooftile

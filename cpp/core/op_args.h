@@ -46,15 +46,19 @@ struct PrefillArgs {
 };
 
 struct W4MatmulArgs {
-  TensorView x, y, bias, residual;    // rows of K and of N; bias [N], residual like y: may be absent
+  TensorView x, y, bias, residual;    // rows of K and of outputs(); bias [N], residual like y: may be absent
   const W4View* w = nullptr;
   Activation activation = Activation::none;
+  bool gated = false;                 // the rows of W are [gate | up]: y = activation(gate) * up + residual
+  std::int64_t outputs() const { return gated ? w->n / 2 : w->n; }
   bool batch_invariant = false;       // a row's bits are the same at every number of rows
 };
 
 struct LinearArgs {
   TensorView x, w, y, bias, residual;   // rows of K and of N; w [N, K]; bias [N], residual like y: may be absent
   Activation activation = Activation::none;
+  static constexpr bool gated = false;
+  std::int64_t outputs() const { return w.shape[0]; }
 };
 
 enum class Gate { silu, gelu_tanh, gelu_erf };

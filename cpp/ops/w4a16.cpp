@@ -256,15 +256,17 @@ void check_x(const char* op, const TensorView& x, const W4View& w) {
 std::size_t w4a16_workspace(const Context& ctx, TensorView x, const W4View& w, const MatmulOptions& options) {
   check_x("w4a16_matmul", x, w);
   if (!check::on_gpu(ctx)) return 0;
-  return gpu::w4a16_workspace(ctx, {.x = x, .w = &w, .batch_invariant = options.batch_invariant});
+  return gpu::w4a16_workspace(ctx, {.x = x, .w = &w, .gated = options.gated, .batch_invariant = options.batch_invariant});
 }
 
 KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
   const char* op = "w4a16_matmul";
   check_x(op, x, w);
-  check::check_product(op, x, w.n, y, options.bias, options.residual);
+  ROOFTILE_CHECK(!options.gated || w.n % 2 == 0, op, ": activation \"", name(options.activation),
+                 "_mul\" needs a weight of rows [gate | up], an even number N, got N = ", w.n);
   const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
-                          .activation = options.activation, .batch_invariant = options.batch_invariant};
+                          .activation = options.activation, .gated = options.gated, .batch_invariant = options.batch_invariant};
+  check::check_product(op, x, w.n, options.gated, y, options.bias, options.residual);
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "x", x);
     return gpu::w4a16_matmul(ctx, args);

@@ -21,15 +21,14 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
 // Read by many and written by nobody during the launch.
 __device__ __forceinline__ uint4 load_shared_by_many(const void* from) { return __ldg(static_cast<const uint4*>(from)); }
 
-// Starts on its way to L2 what will be read soon. Any alignment.
-__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
-// The same of a run of bytes, a multiple of 16 at a multiple of 16. Hopper and later; nothing elsewhere.
-__device__ __forceinline__ void prefetch([[maybe_unused]] const void* at, [[maybe_unused]] int bytes) {
+// Starts on its way to L2 what will be read soon: `bytes` from `at` on, both multiples of 16 (nothing on GPUs before Hopper); or
+// the line that `at` lies in.
+__device__ __forceinline__ void prefetch_run(const void* at, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
 #endif
 }
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // One instruction: left to the compiler, words that come from packed pairs may be stored one by one.
 __device__ __forceinline__ void store(void* to, uint4 x) {

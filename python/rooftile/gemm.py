@@ -219,6 +219,36 @@ class W4Weight:
             parts = [torch.from_numpy(p) for p in parts]
         return cls._pack(op, *parts, group_size=_GGUF_BLOCK, kind=kind)
 
+    @classmethod
+    def concat(cls, weights):
+        """One weight [sum of N, K] of several [N, K] of one group size, kind, scale dtype and device: q, k and v, or gate
+        and up, in one product. Lossless. Act-order: all must have the same perm. Raises ArgumentError /
+        ArgumentTypeError for what does not go together.
+        """
+        op = "W4Weight.concat"
+        weights = list(weights)
+        for i, weight in enumerate(weights):
+            if not isinstance(weight, W4Weight):
+                raise ArgumentTypeError(f"{op}: weights[{i}] must be a W4Weight, got {type(weight).__name__}")
+        if not weights:
+            raise ArgumentError(f"{op}: weights must have at least one W4Weight, got none")
+        first = weights[0]
+        for i, weight in enumerate(weights):
+            for what, ours, theirs in (
+                ("K", weight.shape[1], first.shape[1]),
+                ("group_size", weight.group_size, first.group_size),
+                ("kind", weight.kind, first.kind),
+                ("scale_dtype", weight.scale_dtype, first.scale_dtype),
+                ("device", _device(weight.codes), _device(first.codes)),
+            ):
+                if ours != theirs:
+                    raise ArgumentError(f"{op}: weights[{i}] must have weights[0]'s {what} = {theirs}, got {ours}")
+            same = weight.perm is first.perm
+            if not same and (weight.perm is None or first.perm is None or not bool((weight.perm == first.perm).all())):
+                raise ArgumentError(f"{op}: weights[{i}] must have weights[0]'s act-order (perm)")
+        parts = [_concat(p) if p[0] is not None else None for p in zip(*(w.unpack() for w in weights), strict=True)]
+        return cls._pack(op, *parts, first.group_size, first.kind, first.perm)
+
     def to(self, device):
         """This weight on a torch device ("cuda", "cpu", torch.device(...)): itself if it is there, else a copy."""
         import torch
@@ -263,6 +293,15 @@ class W4Weight:
         out = empty(self.codes, self.shape, name)
         _C.w4_dequantize(self._handle, out)
         return out
+
+
+def _device(x):
+    return str(getattr(x, "device", "cpu"))
+
+
+def _concat(arrays):
+    torch = torch_of(arrays[0])
+    return torch.cat(arrays) if torch else np.concatenate(arrays)
 
 
 def _rebuild(codes, scales, offsets, perm, layout):
@@ -318,6 +357,11 @@ def _canonical_like(like, n, k, group_size, kind, scale_dtype):
     return empty(like, (n, k // 2), "uint8"), empty(like, groups, scale_dtype), offsets
 
 
+def outputs(n, activation):
+    """Columns of the result of a product with N = n rows of weights."""
+    return n // 2 if isinstance(activation, str) and activation.endswith("_mul") else n
+
+
 @streamed
 def w4a16_matmul(
     x,
@@ -338,6 +382,11 @@ def w4a16_matmul(
     dtype, written to `out` when given (which may be `residual`, and shares no memory with another input). Sums in fp32,
     rounded once.
 
+    activation "silu_mul", "gelu_mul" or "gelu_tanh_mul": the rows of w are [gate | up] (`W4Weight.concat([gate, up])`),
+    and the result, [..., N / 2] like residual, is activation(gate) * up + residual: a gated MLP's first half in one
+    pass, as `silu_mul` or `gelu_mul` of the plain product but for the rounding in between (Shazeer 2020,
+    arXiv 2002.05202).
+
     Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
     rows too; on a GPU they may change between regimes of rows (up to 8, 16, 32, 64, then every further 64) unless
     `batch_invariant=True`, which costs speed.
@@ -351,11 +400,11 @@ def w4a16_matmul(
         return torch_op("w4a16_matmul", (x, *form, bias, activation, residual, batch_invariant), (out,), stream, plan)
     if out is None:
         # what x or w lacks is named by the call below, which reads both before its output
-        n = w.shape[:1] if isinstance(w, W4Weight) else ()
+        n = (outputs(w.shape[0], activation),) if isinstance(w, W4Weight) else ()
         shape = getattr(x, "shape", ())
         out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
     handle = getattr(w, "_handle", w)
-    workspace = gpu_workspace(x, _C.w4a16_workspace, handle, batch_invariant)
+    workspace = gpu_workspace(x, _C.w4a16_workspace, handle, activation, batch_invariant)
     ran(_C.w4a16_matmul(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
     return out
 

@@ -158,7 +158,7 @@ OPS = {
         "str scale_dtype, Tensor? bias, str? activation, Tensor? residual, bool batch_invariant=False",
         ("out",),
         _w4a16_matmul,
-        lambda x, codes, scales, offsets, perm, n, *_: [(*x.shape[:-1], n)],
+        lambda x, codes, scales, offsets, perm, n, *rest: [(*x.shape[:-1], gemm.outputs(n, rest[5]))],
     ),
     "linear": _Op(
         "Tensor x, Tensor weight, Tensor? bias, str? activation, Tensor? residual",

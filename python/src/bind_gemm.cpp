@@ -25,6 +25,10 @@ DType scale_dtype(const char* op, const std::string& text) {
   fail(ErrorKind::type, op, ": scale_dtype must be float16 or bfloat16, got ", text);
 }
 
+void take_activation(Args& args, const char* op, handle h, MatmulOptions& options) {
+  if (!h.is_none()) options.activation = activation_from_name(op, args.text(h, "activation"), &options.gated);
+}
+
 }  // namespace
 
 W4Handle::W4Handle(handle codes, handle scales, handle offsets, handle perm, handle n, handle k, handle group,
@@ -113,12 +117,14 @@ void bind_gemm(nb::module_& m) {
   }, "w"_a.none(), "out"_a.none());
 
   // Bytes that w4a16_matmul needs as its workspace.
-  m.def("w4a16_workspace", [](handle x, handle w, bool batch_invariant) {
+  m.def("w4a16_workspace", [](handle x, handle w, handle activation, bool batch_invariant) {
     const char* op = "w4a16_matmul";
     Args args(op);
     const TensorView tx = args.in(x, "x");
-    return w4a16_workspace(args.context(tx, nb::none(), nb::none()), tx, w4_view(w, op), {.batch_invariant = batch_invariant});
-  }, "x"_a.none(), "w"_a.none(), "batch_invariant"_a);
+    MatmulOptions options{.batch_invariant = batch_invariant};
+    take_activation(args, op, activation, options);
+    return w4a16_workspace(args.context(tx, nb::none(), nb::none()), tx, w4_view(w, op), options);
+  }, "x"_a.none(), "w"_a.none(), "activation"_a.none(), "batch_invariant"_a);
 
   m.def("w4a16_matmul", [](handle x, handle w, handle bias, handle activation, handle residual, handle out,
                            bool batch_invariant, handle workspace, handle stream, handle plan) {
@@ -128,7 +134,7 @@ void bind_gemm(nb::module_& m) {
     const W4View& view = w4_view(w, op);
     const TensorView ty = args.out(out, "out");
     MatmulOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
-    if (!activation.is_none()) options.activation = activation_from_name(op, args.text(activation, "activation"));
+    take_activation(args, op, activation, options);
     options.batch_invariant = batch_invariant;
     Context ctx = args.context(tx, stream, plan);
     args.lend(ctx, workspace);

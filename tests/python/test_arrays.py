@@ -44,7 +44,7 @@ def test_arrays_on_a_gpu_that_are_not_torchs():
     assert_bits_equal(out, rt.rms_norm(x))
     w = rt.W4Weight.quantize(torch.randn(64, 4096, device="cuda").half(), group_size=128)
     y = torch.empty(3, 64, device="cuda").half()
-    assert rt._C.w4a16_workspace(x, w._handle, False) > 0  # K is cut in chunks
+    assert rt._C.w4a16_workspace(x, w._handle, None, False) > 0  # K is cut in chunks
     with pytest.raises(rt.NotSupportedError, match=r"Foreign on cuda:0: .*workspace.* torch\.from_dlpack"):
         rt.w4a16_matmul(Foreign(x), w, out=y)
 

@@ -59,6 +59,7 @@ RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64",
         ("decode", "append_b8_hkv3_d64_t1", PLAIN | {"b": 8, "hkv": 3, "d": 64, "append": True}),
         ("w4a16", "k4096_n14336_m1", (4096, 14336, 1)),
         ("w4a16", "k14336_n4096_m256", (14336, 4096, 256)),
+        ("w4a16", "k4096_n128256_m16", (4096, 128256, 16)),
         ("linear", "k14336_n4096_m4096", (14336, 4096, 4096)),
         ("ops", "rms_norm_t64_h4096", ("rms_norm", 64, 4096)),
         ("ops", "add_rms_norm_t1_h576", ("add_rms_norm", 1, 576)),
@@ -257,6 +258,16 @@ def test_a_peer_without_a_row_is_missing(monkeypatch, bench_on_cpu):
     assert run(w4a16, True) == {"marlin", "machete"} and run(w4a16, False) == set()
 
 
+@pytest.mark.parametrize("zeros", [None, "minima"])
+def test_copies_of_a_weight_share_no_memory(zeros, monkeypatch):
+    monkeypatch.setattr(w4a16, "copies_for", lambda _: 3)
+    w = rt.W4Weight.quantize(torch.randn(32, 128, dtype=torch.float16), group_size=32, zeros=zeros)
+    copies, exact = w4a16._copies(w)
+    places = [a.data_ptr() for c in copies for a in (c.codes, c.scales, c.offsets) if a is not None]
+    assert len(set(places)) == len(places) == (9 if zeros else 6)
+    assert all(torch.equal(c.dequantize("float32"), exact) for c in copies)
+
+
 def test_a_peer_that_is_left_out_is_named(monkeypatch, capsys):
     """It refuses the shape, as cuDNN does on a CPU, or errs; the others are timed."""
     shape = decode.parse("b1_kv64_hq2_hkv1_d16")
@@ -381,6 +392,19 @@ def test_a_table_without_peers_and_of_some_cases():
     assert "not measured" not in TABLES.caption(result)
     with pytest.raises(ValueError, match="no case of decode matches c"):
         TABLES.table(result, ["c"])
+
+
+def test_a_table_of_some_variants():
+    assert TABLES.table(measured(), ["variant=int?"]).splitlines()[:4] == [
+        "| case | int8 | best peer | peer / ours |",
+        "| --- | ---: | ---: | ---: |",
+        "| a | 10.0 (100 %) | 25.0 torch.sdpa | 2.50 |",
+        "",
+    ]
+    both = TABLES.table(measured(), ["a", "b", "variant=fp16", "variant=int8"])
+    assert both == TABLES.table(measured(), ["?"]) == TABLES.table(measured())
+    with pytest.raises(ValueError, match="no case of decode matches b or variant=int8"):
+        TABLES.table(measured(), ["b", "variant=int8"])
 
 
 def test_tables_are_written_between_their_markers(tmp_path, capsys):

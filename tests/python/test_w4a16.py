@@ -54,11 +54,12 @@ def weight(codes, scales, zeros, kind, scale_dtype="float16", group=None, perm=N
     return rt.W4Weight.from_canonical(torch.from_numpy(codes), scales, zeros, kind=kind, group_size=group, perm=perm)
 
 
-def both(n, k, group, kind, **options):
+def both(n, k, group, kind, perm=None, **options):
     """(W4Weight, the dense float64 weight it stands for)."""
     codes, scales, zeros = parts(n, k, group, kind, **options)
     options.pop("exact", None)
-    return weight(codes, scales, zeros, kind, group=group, **options), oracle.w4_decode(codes, scales, kind, zeros)
+    w = weight(codes, scales, zeros, kind, group=group, perm=perm, **options)
+    return w, oracle.w4_decode(codes, scales, kind, zeros, perm)
 
 
 # ---------------------------------------------------------------- products
@@ -190,6 +191,22 @@ def test_epilogue(activation, dtype, plan):
     closeness.assert_bits_equal(
         rt.w4a16_matmul(tx, w, bias=tb, activation=activation, residual=tr, out=tr, plan=plan), y, "into residual"
     )
+
+
+@pytest.mark.parametrize("n, k, group", [(32, 64, 64), (38, 96, 32), (2, 64, 32)])
+@pytest.mark.parametrize("plan", cases.PLANS)
+def test_gated(n, k, group, dtype, plan):
+    w, dense = both(n, k, group, "integer")
+    m = 7
+    x = oracle.round_to(cases.values((m, k), dtype, "gated", k) * 0.25, dtype)
+    bias = cases.values((n,), dtype, "gated bias", n)
+    product = oracle.w4a16_matmul(x, dense, bias)
+    gate, up = product[:, : n // 2], product[:, n // 2 :]
+    exact = gate / (1 + np.exp(-gate)) * up
+    x, bias = cases.tensor(x, dtype), cases.tensor(bias, dtype)
+    y = rt.w4a16_matmul(x, w, bias=bias, activation="silu_mul", plan=plan)
+    closeness.assert_close(y, oracle.round_to(exact, dtype), exact, frobenius=2 * closeness.MATMUL_BOUND[dtype])
+    closeness.assert_bits_equal(rt.w4a16_matmul(x[:1], w, bias=bias, activation="silu_mul", plan=plan), y[:1])
 
 
 @pytest.mark.parametrize("m", [1, 4])
@@ -484,6 +501,30 @@ def sample():
             "out must be float32",
         ),
         (lambda w: rt.w4a16_matmul(torch.zeros(2, 64), w, activation="relu"), rt.ArgumentError, "activation must be"),
+        (
+            lambda w: rt.w4a16_matmul(torch.zeros(2, 64), both(15, 64, 32, "symmetric")[0], activation="silu_mul"),
+            rt.ArgumentError,
+            r'activation "silu_mul" needs a weight of rows \[gate \| up\], an even number N, got N = 15',
+        ),
+        (
+            lambda w: rt.w4a16_matmul(torch.zeros(2, 64), w, activation="gelu_mul", residual=torch.zeros(2, 16)),
+            rt.ArgumentError,
+            "residual must be x's shape with N / 2 = 8 last",
+        ),
+        (lambda w: w.concat([]), rt.ArgumentError, "weights must have at least one"),
+        (lambda w: w.concat([w, None]), rt.ArgumentTypeError, r"weights\[1\] must be a W4Weight, got NoneType"),
+        *(
+            (
+                lambda w, other=other: w.concat([w, both(*other)[0]]),
+                rt.ArgumentError,
+                f"weights\\[1\\] must have .*{what}",
+            )
+            for other, what in (
+                ((16, 128, 32, "symmetric"), "K = 64, got 128"),
+                ((16, 64, 64, "symmetric"), "group_size = 32, got 64"),
+                ((16, 64, 32, "minima"), "kind = symmetric, got minima"),
+            )
+        ),
     ],
 )
 def test_bad_input_is_named(call, error, text):
@@ -502,6 +543,15 @@ def test_act_order_must_be_a_permutation():
     ):
         with pytest.raises(rt.ArgumentError, match=text):
             weight(codes, scales, None, "symmetric", perm=perm)
+
+
+def test_weights_of_another_act_order_are_not_joined():
+    codes, scales, _ = parts(16, 64, 64, "symmetric")
+    plain, turned = (weight(codes, scales, None, "symmetric", perm=p) for p in (None, np.arange(64)[::-1]))
+    for pair in ((plain, turned), (turned, plain)):
+        with pytest.raises(rt.ArgumentError, match=r"weights\[1\] must have weights\[0\]'s act-order"):
+            rt.W4Weight.concat(pair)
+    assert (rt.W4Weight.concat([turned, turned]).perm == turned.perm).all()
 
 
 def test_the_kernel_that_ran_has_its_name():

@@ -36,15 +36,23 @@ def rows(device):
     return (1, 2, 17) if device == "cpu" else ROWS
 
 
-def weight(n, k, group, kind, device, **options):
-    w, dense = w4.both(n, k, group, kind, **options)
+def weight(n, k, group, kind, device, act_order=False, **options):
+    perm = cases.generator("perm", n, k).permutation(k) if act_order else None
+    w, dense = w4.both(n, k, group, kind, perm=perm, **options)
     return w.to(device), dense
 
 
-def takes_tiles(device, m, k, kind):
-    """Whether Hopper's kernel for more tokens must have run: it reads rows of x 16 bytes at a time."""
-    hopper = device != "cpu" and torch.cuda.get_device_capability()[0] == 9
-    return hopper and m > 16 and k % 8 == 0 and kind != "minima"
+def takes_tiles(device, m):
+    """Whether Hopper's kernel for more tokens must have run."""
+    return device != "cpu" and torch.cuda.get_device_capability()[0] == 9 and m > 16
+
+
+def matmul_on_tiles(x, w, **options):
+    """The product, by the kernel that its rows ask for."""
+    with rt.record_kernels() as kernels:
+        y = rt.w4a16_matmul(x, w, **options)
+    assert ("_tile" in kernels[-1]) == takes_tiles(x.device.type, x[..., 0].numel()), kernels
+    return y
 
 
 def cuda_only(device):
@@ -52,18 +60,69 @@ def cuda_only(device):
         pytest.skip("of the GPU's kernels")
 
 
+@pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("kind", w4.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_data_give_the_rounded_exact_product(kind, dtype, device):
+def test_exact_data_give_the_rounded_exact_product(kind, act_order, dtype, device):
     for n, k, group in shapes(device):
-        w, dense = weight(n, k, group, kind, device, exact=True)
+        w, dense = weight(n, k, group, kind, device, act_order, exact=True)
         x = cases.exact_values((max(rows(device)), k), "exact x", k)
         bias = cases.exact_values((n,), "bias", n)
         exact = oracle.w4a16_matmul(x, dense, bias)
         tx, tb = cases.tensor(x, dtype, device), cases.tensor(bias, dtype, device)
         for m in rows(device):
-            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb), exact[:m])
+            closeness.assert_exact(matmul_on_tiles(tx[:m], w, bias=tb), exact[:m])
             closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb, batch_invariant=True), exact[:m])
+
+
+def views(x):
+    """x at other strides, with NaN wherever nothing of it lies."""
+    m, k = x.shape
+    for strides in ((k + 3, 1), (k + 8, 1), (2 * k, 2), (1, m), (1, m + 5)):
+        yield cases.guarded((m, k), x.dtype, x.device, strides=strides, values=x).tensor
+    late = cases.guarded((m, k + 1), x.dtype, x.device, strides=(k + 7 & -8, 1)).tensor[:, 1:]
+    late.copy_(x)
+    yield late
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_x_of_any_strides_is_exact(kind, act_order, dtype, device):
+    for n, k, group in ((100, 576, 64), (33, 96, 32), (17, 50, 50), (40, 2304, 128)):
+        w, dense = weight(n, k, group, kind, device, act_order, exact=True)
+        for m in (3, 20) if device == "cpu" else (20, 70, 300):
+            x = cases.exact_values((m, k), "any strides", m, k)
+            exact = oracle.w4a16_matmul(x, dense)
+            tx = cases.tensor(x, dtype, device)
+            for view in views(tx):
+                closeness.assert_exact(matmul_on_tiles(view, w), exact)
+            closeness.assert_exact(matmul_on_tiles(tx[-1:].expand(m, k), w), np.broadcast_to(exact[-1:], exact.shape))
+            uneven = tx[None, :, None].expand(2, m, 3, k)  # leading dimensions that do not collapse
+            y = matmul_on_tiles(uneven, w)
+            closeness.assert_exact(y.reshape(-1, n), np.broadcast_to(exact[None, :, None], (2, m, 3, n)).reshape(-1, n))
+        step = 8  # rows that overlap
+        x = cases.exact_values((k + 40 * step,), "windows", k)
+        windows = np.lib.stride_tricks.sliding_window_view(x, k)[::step]
+        tx = cases.tensor(x, dtype, device).unfold(0, k, step)
+        closeness.assert_exact(matmul_on_tiles(tx, w), oracle.w4a16_matmul(windows, dense))
+
+
+@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_tokens_than_are_prepared_at_once(kind, dtype, device):
+    cuda_only(device)
+    for m, n, k, group in ((4096 + 130, 72, 256, 32), (4096 + 17, 33, 2304, 128), (32768 + 130, 24, 128, 32)):
+        x = cases.exact_values((m, k), "many", k)
+        tx = cases.tensor(x, dtype, device)
+        odd = cases.guarded((m, k), dtype, device, strides=(k + 1, 1), values=tx).tensor
+        residual = cases.exact_values((m, n), "many", n)
+        tr = cases.tensor(residual, dtype, device)
+        for act_order in (False, True):
+            w, dense = weight(n, k, group, kind, device, act_order, exact=True)
+            exact = oracle.w4a16_matmul(x, dense) + residual
+            for view in (tx, odd):
+                closeness.assert_exact(matmul_on_tiles(view, w, residual=tr), exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,10 +149,7 @@ def test_product(kind, dtype, device):
         x = cases.values((max(rows(device)), k), dtype, "x", k)
         expected, tx = w4.Expected(x, dense, dtype), cases.tensor(x, dtype, device)
         for m in rows(device):
-            with rt.record_kernels() as kernels:
-                y = rt.w4a16_matmul(tx[:m], w)
-            expected.check(y, f"[{n}, {k}] group {group}, {m} rows")
-            assert ("_tile" in kernels[-1]) == takes_tiles(device, m, k, kind), kernels
+            expected.check(matmul_on_tiles(tx[:m], w), f"[{n}, {k}] group {group}, {m} rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,26 +224,98 @@ def test_epilogue(activation, k, dtype, device):
     closeness.assert_bits_equal(into, y, "into residual")
 
 
+GATES = {
+    "silu_mul": torch.nn.functional.silu,
+    "gelu_mul": torch.nn.functional.gelu,
+    "gelu_tanh_mul": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated(activation, kind, dtype, device):
+    # outputs: whole tiles or not, gates that share no tile with their ups, more than a CTA, none split or cut along K
+    shapes = (
+        (32, 64, 64),
+        (34, 96, 32),
+        (26, 50, 50),
+        (192, 576, 64),
+        (160, 4096, 128),
+        (2, 4096, 32),
+        (4128, 128, 64),
+    )
+    for n, k, group in shapes[: 4 if device == "cpu" else None]:
+        w, dense = weight(n, k, group, kind, device, scale_dtype=dtype)
+        m = max(rows(device))
+        x = oracle.round_to(cases.values((m, k), dtype, "gated", k) * 0.25, dtype)
+        bias, residual = (cases.values(s, dtype, "gated", *s) for s in ((n,), (m, n // 2)))
+        tx, tb, tr = (cases.tensor(v, dtype, device) for v in (x, bias, residual))
+        for with_bias in (False, True):
+            product = torch.from_numpy(oracle.w4a16_matmul(x, dense, bias if with_bias else None))
+            exact = (GATES[activation](product[:, : n // 2]) * product[:, n // 2 :]).numpy() + with_bias * residual
+            options = {"bias": tb} if with_bias else {}
+            for rows_now in rows(device):
+                if with_bias:
+                    options["residual"] = tr[:rows_now]
+                expected = exact[:rows_now]
+                y = rt.w4a16_matmul(tx[:rows_now], w, activation=activation, **options)
+                bound = 2 * closeness.MATMUL_BOUND[dtype]  # two products are off
+                closeness.assert_close(y, oracle.round_to(expected, dtype), expected, frobenius=bound)
+        strided = cases.guarded((m, n // 2), dtype, device, strides=(n + 3, 2))
+        rt.w4a16_matmul(tx, w, activation=activation, **options, out=strided.tensor)
+        closeness.assert_bits_equal(strided.tensor, y)
+        strided.check_margins()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_product_of_exact_data_is_rounded_once(dtype, device):
+    for n, k, group in ((64, 576, 64), (66, 96, 32), (256, 4096, 128)):
+        w, dense = weight(n, k, group, "symmetric", device, exact=True)
+        x = np.zeros((max(rows(device)), k))  # one value a row, a power of two: few bits
+        x[np.arange(len(x)), np.arange(len(x)) * 7 % k] = 2.0 ** (np.arange(len(x)) % 3)
+        bias = np.where(np.arange(n) < n // 2, 128.0, 0.0)  # gates so large that silu(x) = x
+        product = oracle.w4a16_matmul(x, dense, bias)
+        assert product[:, : n // 2].min() > 64
+        exact = product[:, : n // 2] * product[:, n // 2 :]
+        tx, tb = cases.tensor(x, dtype, device), cases.tensor(bias, dtype, device)
+        for m in rows(device):
+            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb, activation="silu_mul"), exact[:m])
+
+
+@pytest.mark.parametrize("kind", w4.KINDS)
+def test_joined_weights_are_their_products_side_by_side(kind, device):
+    k, m = 192, 5
+    parts = [weight(n, k, 64, kind, device)[0] for n in (32, 7, 1, 40)]
+    joined = rt.W4Weight.concat(parts)
+    assert joined.shape == (80, k)
+    for ours, theirs in zip(joined.unpack(), zip(*(w.unpack() for w in parts), strict=True), strict=True):
+        assert ours is None or torch.equal(ours, torch.cat(theirs))
+    x = cases.tensor(cases.values((m, k), "float16", "joined"), "float16", device)
+    each = torch.cat([rt.w4a16_matmul(x, w) for w in parts], -1)
+    closeness.assert_bits_equal(rt.w4a16_matmul(x, joined), each)
+
+
 @pytest.mark.parametrize("m", [1, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_act_order(m, dtype, device):
     n, k = 20, 192
-    codes, scales, zeros = w4.parts(n, k, 64, "integer")
-    perm = cases.generator("perm").permutation(k)
-    w = w4.weight(codes, scales, zeros, "integer", perm=perm).to(device)
-    dense = oracle.w4_decode(codes, scales, "integer", zeros, perm)
+    w, dense = weight(n, k, 64, "integer", device, act_order=True)
     closeness.assert_close(w.dequantize(), dense, dense)
     x = cases.values((m, k), dtype, "act-order")
     w4.Expected(x, dense, dtype).check(rt.w4a16_matmul(cases.tensor(x, dtype, device), w))
 
 
-def test_a_column_order_that_leaves_x_reads_as_nan(device):
+@pytest.mark.parametrize("m", [2, 40])
+@pytest.mark.parametrize("column", [64, -1, -(2**31)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_column_order_that_leaves_x_reads_as_nan(m, column, dtype, device):
     cuda_only(device)
     w, _ = weight(16, 64, 64, "symmetric", device)
     perm = torch.arange(64, dtype=torch.int32, device=device)
-    perm[3] = 64
+    perm[3] = column
     w = rt.W4Weight(w.codes, w.scales, w.offsets, perm=perm, **w.layout)
-    assert rt.w4a16_matmul(torch.ones(2, 64, device=device).half(), w).isnan().all()
+    assert rt.w4a16_matmul(torch.ones(m, 64, device=device, dtype=getattr(torch, dtype)), w).isnan().all()
 
 
 def test_no_rows(device):
@@ -237,9 +365,10 @@ def test_rounding_gives_the_same_bits_on_every_device(n, k, group, zeros, dtype,
 
 
 @pytest.mark.parametrize("m", [1, 40])
-def test_captured_in_a_graph(m, device):
+@pytest.mark.parametrize(("kind", "act_order"), [("integer", False), ("minima", True)])
+def test_captured_in_a_graph(kind, act_order, m, device):
     cuda_only(device)
-    w, _ = weight(100, 4096, 128, "integer", device)
+    w, _ = weight(100, 4096, 128, kind, device, act_order)
     x = cases.tensor(cases.values((m, 4096), "float16", "graph"), "float16", device)
     expected, out = rt.w4a16_matmul(x, w), torch.zeros(m, 100, dtype=torch.float16, device=device)
     still = torch.zeros_like(x)

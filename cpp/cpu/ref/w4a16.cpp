@@ -32,12 +32,15 @@ double weight(const W4View& w, std::int64_t n, std::int64_t k) {
 void w4a16_matmul(const Parallel& parallel, const W4MatmulArgs& a) {
   const W4View& w = *a.w;
   parallel.run(a.x.rows(), [&](std::int64_t m, int) {
-    for (std::int64_t n = 0; n < w.n; ++n) {
+    const auto product = [&](std::int64_t n) {
       double total = 0;
       for (std::int64_t k = 0; k < w.k; ++k)
         total += weight(w, n, k) * read(a.x, a.x.row_offset(m) + (w.perm ? w.perm[k] : k) * a.x.last_stride());
-      if (a.bias.given()) total += read(a.bias, n * a.bias.stride[0]);
-      total = activate(a.activation, total);
+      return a.bias.given() ? total + read(a.bias, n * a.bias.stride[0]) : total;
+    };
+    for (std::int64_t n = 0; n < a.outputs(); ++n) {
+      double total = activate(a.activation, product(n));
+      if (a.gated) total *= product(n + a.outputs());
       if (a.residual.given()) total += read(a.residual, a.residual.row_offset(m) + n * a.residual.last_stride());
       write(a.y, a.y.row_offset(m) + n * a.y.last_stride(), static_cast<float>(total));
     }

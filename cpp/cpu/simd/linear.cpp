@@ -15,6 +15,7 @@ template <class T>
 struct Weights {
   const TensorView& w;
 
+  std::int64_t rows() const { return w.shape[0]; }
   std::int64_t rows_of(std::int64_t tile) const { return std::min<std::int64_t>(tile_n, w.shape[0] - tile * tile_n); }
   const T* row(std::int64_t n) const { return w.as<T>() + n * w.stride[0]; }
 

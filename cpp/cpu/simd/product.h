@@ -107,18 +107,21 @@ inline F32 activate(Activation a, F32 x) {
   return x;
 }
 
-// What follows the product, for the sixteen outputs of one tile and any row. Args: op_args.h.
+// What follows the product, for sixteen neighbouring outputs and any row. Args: op_args.h.
 template <class Args>
 class Epilogue {
  public:
   Epilogue(const Args& a, std::int64_t tile)
-      : a_(a), n_(tile * tile_n), count_(static_cast<int>(std::min<std::int64_t>(tile_n, a.y.last() - n_))) {
-    if (a.bias.given()) bias_ = load_tile(a.bias, n_ * a.bias.stride[0], count_);
+      : a_(a), n_(tile * tile_n), count_(static_cast<int>(std::min<std::int64_t>(tile_n, a.outputs() - n_))) {
+    if (!a.bias.given()) return;
+    bias_ = load_tile(a.bias, n_ * a.bias.stride[0], count_);
+    if (a.gated) up_bias_ = load_tile(a.bias, (n_ + a.outputs()) * a.bias.stride[0], count_);
   }
-  // y_row, residual_row: offsets of the row in elements
-  void operator()(F32 product, std::int64_t y_row, std::int64_t residual_row) const {
+  // up: of a gated product. y_row, residual_row: offsets of the row in elements
+  void operator()(F32 product, F32 up, std::int64_t y_row, std::int64_t residual_row) const {
     if (a_.bias.given()) product += bias_;
     product = activate(a_.activation, product);
+    if (a_.gated) product *= a_.bias.given() ? up + up_bias_ : up;
     if (a_.residual.given()) product += load_tile(a_.residual, residual_row + n_ * a_.residual.last_stride(), count_);
     store_tile(a_.y, y_row + n_ * a_.y.last_stride(), count_, product);
   }
@@ -127,7 +130,7 @@ class Epilogue {
   const Args& a_;
   std::int64_t n_;
   int count_;
-  F32 bias_{};
+  F32 bias_{}, up_bias_{};
 };
 
 // ---- many rows of x -----------------------------------------------------------------------------------------------------------
@@ -209,33 +212,54 @@ void fill_panel(const Parallel& parallel, const Args& a, const Weights& w, const
   }
 }
 
+// to[row]: sixteen products of each of `count` rows of the panel from m0 on with the rows of W from n on. Where those lie in
+// two tiles (n is no multiple of sixteen) each tile takes its lanes.
+template <class Weights>
+void products(const Weights& w, std::int64_t n, const Panel& p, std::int64_t m0, std::int64_t count, float* strip, F32* acc, F32* to) {
+  const int from = static_cast<int>(n % tile_n);   // lane 0 of `to` is lane `from` of the first tile
+  for (std::int64_t tile = n / tile_n; tile <= std::min((n + tile_n - 1) / tile_n, (w.rows() + tile_n - 1) / tile_n - 1); ++tile) {
+    F32 alone[tile_n];
+    if (p.rows == 1) {
+      w.one_row(tile, p.x, alone);
+    } else {
+      many_rows(w, tile, p.x + m0 * p.x_row, p.x_row, static_cast<int>(count), strip, acc);
+    }
+    const int first = static_cast<int>(tile * tile_n - n);   // which lane of `to` lane 0 of this tile is
+    for (std::int64_t m = 0; m < count; ++m) {
+      const F32 sixteen = sums(p.rows == 1 ? alone : acc + m * tile_n);
+      if (from == 0) {
+        to[m] = sixteen;
+      } else {
+        for (int i = std::max(0, first); i < std::min(tile_n, first + tile_n); ++i) to[m][i] = sixteen[i - first];
+      }
+    }
+  }
+}
+
 template <class Args, class Weights>
 void multiply_panel(const Parallel& parallel, const Args& a, const Weights& w, const Panel& p) {
-  const std::int64_t tiles = (a.y.last() + tile_n - 1) / tile_n, tile_weights = tile_n * std::max<std::int64_t>(p.x_row, 1);
+  const std::int64_t tiles = (a.outputs() + tile_n - 1) / tile_n, tile_weights = tile_n * std::max<std::int64_t>(p.x_row, 1) * (a.gated ? 2 : 1);
   const std::int64_t pieces = (p.rows + block_rows - 1) / block_rows;
   const std::int64_t rows = ((p.rows + pieces - 1) / pieces + micro_rows - 1) / micro_rows * micro_rows;   // a piece's
   const std::int64_t run = std::max<std::int64_t>(1, task_weights / (tile_weights * std::min(p.rows, rows)));   // tiles a task
   const std::int64_t runs = (tiles + run - 1) / run;
   const bool alone = p.rows * tiles * tile_weights < product_worth_a_thread;
 
-  const std::int64_t strip_bytes = strip_blocks * tile_floats * 4, acc_bytes = rows * tile_n * lanes * 4;
-  const std::int64_t room = p.rows == 1 ? 0 : strip_bytes + acc_bytes;
+  const std::int64_t strip_bytes = strip_blocks * tile_floats * 4, acc_bytes = rows * tile_n * lanes * 4, out_bytes = rows * lanes * 4;
+  const std::int64_t room = 2 * out_bytes + (p.rows == 1 ? 0 : strip_bytes + acc_bytes);
   const Scratch scratch(static_cast<std::size_t>(room * (alone ? 1 : parallel.threads())));
   const auto task = [&](std::int64_t t, int thread) {
     const std::int64_t piece = t / runs, begin = (t % runs) * run, end = std::min(tiles, begin + run);
     const std::int64_t m0 = piece * rows, count = std::min(rows, p.rows - m0);
     for (std::int64_t tile = begin; tile < end; ++tile) {
       const Epilogue finish(a, tile);
-      if (p.rows == 1) {
-        F32 acc[tile_n];
-        w.one_row(tile, p.x, acc);
-        finish(sums(acc), p.y_at[0], p.residual_at[0]);
-        continue;
-      }
-      float* strip = at(scratch, room * thread);
-      F32* acc = at<F32>(scratch, room * thread + strip_bytes);
-      many_rows(w, tile, p.x + m0 * p.x_row, p.x_row, static_cast<int>(count), strip, acc);
-      for (std::int64_t m = 0; m < count; ++m) finish(sums(acc + m * tile_n), p.y_at[m0 + m], p.residual_at[m0 + m]);
+      F32* out = at<F32>(scratch, room * thread);
+      F32* up = at<F32>(scratch, room * thread + out_bytes);
+      float* strip = at(scratch, room * thread + 2 * out_bytes);
+      F32* acc = at<F32>(scratch, room * thread + 2 * out_bytes + strip_bytes);
+      products(w, tile * tile_n, p, m0, count, strip, acc, out);
+      if (a.gated) products(w, a.outputs() + tile * tile_n, p, m0, count, strip, acc, up);
+      for (std::int64_t m = 0; m < count; ++m) finish(out[m], a.gated ? up[m] : F32{}, p.y_at[m0 + m], p.residual_at[m0 + m]);
     }
   };
   const std::int64_t used = (p.rows + rows - 1) / rows;   // pieces that have rows after rounding up
@@ -246,7 +270,7 @@ void multiply_panel(const Parallel& parallel, const Args& a, const Weights& w, c
   }
 }
 
-// The whole product. Weights: take_row(x, m, padded, room, to) puts row m of x into `to` (room: as many floats for itself),
+// The whole product. Weights: rows() of W, take_row(x, m, padded, room, to) puts row m of x into `to` (room: as many floats for itself),
 // tile(tile, block, to) 16 rows x 64 k, and one_row(tile, x, acc) the sums of sixteen rows with one row of x, in the order of `micro`.
 template <class Args, class Weights>
 void multiply(const Parallel& parallel, const Args& a, std::int64_t k, const Weights& w) {

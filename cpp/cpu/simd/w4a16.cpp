@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 4 bits.
-//   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
+// y = activation(x W^T + bias) + residual with W in 4 bits; gated: the rows of W are [gate | up], y = activation(gate) * up + residual.
+//   x [M, K]   y, residual [M, N or N / 2]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // A 64-byte load of a tile is row g and row g + 8: its 16 words hold, nibble by nibble, 16 positions of k of one row. So x is put
 // into the codes' order once a call, and codes are decoded in registers (M = 1) or into L1 (M > 1): product.h.
@@ -226,6 +226,7 @@ void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile
 template <bool Split>
 struct Weights {
   const W4View& w;
+  std::int64_t rows() const { return w.n; }
   void take_row(const TensorView& x, std::int64_t m, std::int64_t padded, float* room, float* to) const {
     natural_order(x, m, w.perm, padded, room);
     to_code_order(room, padded / block_k, to);

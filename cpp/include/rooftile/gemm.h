@@ -61,12 +61,14 @@ void w4_dequantize(const Context&, const W4View&, TensorView w);
 // What is applied to a product before it is rounded to y's dtype.
 enum class Activation : std::uint8_t { none, silu, gelu_tanh, gelu_erf };
 const char* name(Activation a);                          // "none", "silu", "gelu_tanh", "gelu"
-Activation activation_from_name(const char* op, const char* text);
+// gated: null, or set to whether the name ends in "_mul".
+Activation activation_from_name(const char* op, const char* text, bool* gated = nullptr);
 
 struct MatmulOptions {
   TensorView bias;       // [N] in x's dtype; may be absent
   TensorView residual;   // y's shape and dtype, may be y itself; may be absent
   Activation activation = Activation::none;
+  bool gated = false;             // the rows of W are [gate | up]: y [..., N / 2] = activation(gate) * up + residual
   bool batch_invariant = false;   // a row's bits are the same at every number of rows: on the CPU they always are
 };
 

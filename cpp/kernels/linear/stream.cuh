@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
   if constexpr (Cfg::pieces) {   // as much as the ring takes: S steps of all slices lie one behind the other
     const std::int64_t from = (std::int64_t{first} + slice * S) * linear_step_k, end = min(p.k, (std::int64_t{first} + all) * linear_step_k);
     if (lane < linear_rows && row + lane < p.n && from < end)
-      tile::prefetch(static_cast<const T*>(p.w) + (row + lane) * p.w_stride + from, static_cast<int>(min(end - from, std::int64_t{S * linear_step_k})) * 2);
+      tile::prefetch_run(static_cast<const T*>(p.w) + (row + lane) * p.w_stride + from,
+                         static_cast<int>(min(end - from, std::int64_t{S * linear_step_k})) * 2);
   }
   const std::int64_t k = (std::int64_t{first} + slice) * linear_step_k + 8 * t;   // of this lane, in its first step
   Weights<Cfg> weights(p, row, k, stride);
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
       sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
     }
     if (p.splits == 1) {
-      Outputs<T>(p, n).store(p.first_token + local_token0 + token, sum);
+      Outputs<T>(p, n).store(p.first_token + local_token0 + token, sum, {});
     } else if (n < p.n) {   // the padding of N has room
       *reinterpret_cast<float4*>(p.partial + (split * p.tokens + local_token0 + token) * p.padded_n() + n) = sum;
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows the product: bias, activation, residual, rounding.
+// What follows the product: bias, activation, gate, residual, rounding.
 #pragma once
 
 #include "kernels/products/product.h"
@@ -17,11 +17,14 @@ __device__ __forceinline__ float activate(Activation a, float x) {
   return x;
 }
 
-// Adds bias, activation and residual to one output and stores it. `token` counts from the first of the call.
+// Adds bias, activation, gate and residual to one output and stores it. `token` counts from the first of the call; `up`: of a gated
+// product.
 template <class T>
-__device__ __forceinline__ void store_output(const Product& p, std::int64_t token, std::int64_t n, float sum) {
-  if (p.bias) sum += tile::to_float(static_cast<const T*>(p.bias)[n * p.bias_stride]);
+__device__ __forceinline__ void store_output(const Product& p, std::int64_t token, std::int64_t n, float sum, float up) {
+  const T* const bias = static_cast<const T*>(p.bias);
+  if (bias) sum += tile::to_float(bias[n * p.bias_stride]);
   sum = activate(p.activation, sum);
+  if (p.gated) sum *= bias ? up + tile::to_float(bias[(n + p.outputs) * p.bias_stride]) : up;
   if (p.residual.data) sum += tile::to_float(static_cast<const T*>(p.residual.data)[p.residual.offset(token) + n * p.residual.last_stride]);
   static_cast<T*>(p.y.data)[p.y.offset(token) + n * p.y.last_stride] = tile::from_float<T>(sum);
 }
@@ -32,23 +35,32 @@ class Outputs {
  public:
   __device__ __forceinline__ Outputs(const Product& p, std::int64_t n)
       : p_(p), n_(n), plain_(p.y_in_pieces && p.activation == Activation::none && !p.residual.data) {
-    if (p.bias && p.y_in_pieces && n < p.n)
+    if (!p.bias || !p.y_in_pieces || n >= p.outputs) return;
+    const T* const bias = static_cast<const T*>(p.bias) + n * p.bias_stride;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) bias_[i] = tile::to_float(static_cast<const T*>(p.bias)[(n + i) * p.bias_stride]);
+    for (int i = 0; i < 4; ++i) {
+      bias_[i] = tile::to_float(bias[i * p.bias_stride]);
+      if (p.gated) up_bias_[i] = tile::to_float(bias[(p.outputs + i) * p.bias_stride]);
+    }
   }
-  __device__ __forceinline__ void store(std::int64_t token, float4 sums) const {
-    float x[4] = {sums.x, sums.y, sums.z, sums.w};
+  // ups: of a gated product.
+  __device__ __forceinline__ void store(std::int64_t token, float4 sums, float4 ups) const {
+    float x[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
     if (!p_.y_in_pieces) {
+#pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (n_ + i < p_.n) store_output<T>(p_, token, n_ + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
+        if (n_ + i < p_.outputs) store_output<T>(p_, token, n_ + i, x[i], up[i]);
       return;
     }
-    if (n_ >= p_.n) return;
+    if (n_ >= p_.outputs) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] += bias_[i];
     if (!plain_) {
 #pragma unroll
-      for (float& value : x) value = activate(p_.activation, value);
+      for (int i = 0; i < 4; ++i) {
+        x[i] = activate(p_.activation, x[i]);
+        if (p_.gated) x[i] *= up[i] + up_bias_[i];
+      }
       if (p_.residual.data) {
         const T* const residual = static_cast<const T*>(p_.residual.data) + token * p_.residual.stride[0] + n_;
         const uint2 four = *reinterpret_cast<const uint2*>(residual);
@@ -64,7 +76,7 @@ class Outputs {
   const Product& p_;
   const std::int64_t n_;
   const bool plain_;
-  float bias_[4] = {};
+  float bias_[4] = {}, up_bias_[4] = {};
 };
 
 }  // namespace rooftile::gpu

@@ -50,19 +50,21 @@ inline bool in_fours(const TensorView& t) {
 }
 
 struct Product {
-  Rows x, y, residual;              // [m, k], [m, n], [m, n]
+  Rows x, y, residual;              // [m, k], [m, outputs], [m, outputs]
   const void* bias = nullptr;       // [n] or null
   std::int64_t bias_stride = 0;
-  std::int64_t n = 0;
+  std::int64_t n = 0, outputs = 0;  // rows of W; as many outputs, or half of a gated product
+  bool gated = false;               // the rows of W are [gate | up]: y = activation(gate) * up + residual
   bool y_in_pieces = false;         // y and residual: in_fours
   Activation activation = Activation::none;
   std::int64_t first_token = 0, tokens = 0;   // of this launch
-  int splits = 1;                   // chunks of K; above 1 their sums meet in
-  float* partial = nullptr;         // [split][token of this launch][padded_n]
+  int splits = 1;                   // chunks of K
+  float* partial = nullptr;         // [split][token of this launch][padded_n]: sums that somebody else finishes; null: none
 
   Product() = default;
-  Product(const TensorView& x, const TensorView& y, const TensorView& bias, const TensorView& residual, Activation activation)
-      : x(x), y(y), residual(residual), n(y.last()), y_in_pieces(in_fours(y) && in_fours(residual)), activation(activation) {
+  Product(const TensorView& x, const TensorView& y, const TensorView& bias, const TensorView& residual, Activation activation, bool gated = false)
+      : x(x), y(y), residual(residual), n(gated ? 2 * y.last() : y.last()), outputs(y.last()), gated(gated),
+        y_in_pieces(in_fours(y) && in_fours(residual)), activation(activation) {
     if (!bias.given()) return;
     this->bias = bias.data;
     bias_stride = bias.stride[0];

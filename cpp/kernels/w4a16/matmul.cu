@@ -10,7 +10,7 @@
 #include "kernels/products/finish.h"
 #include "kernels/tensor_map.h"
 #include "kernels/warmup.h"
-#include "kernels/w4a16/params.h"
+#include "kernels/w4a16/prepare.cuh"
 #include "rooftile/error.h"
 
 namespace rooftile::gpu {
@@ -22,6 +22,10 @@ W4Kernel stream_kernel(bool is_half, int form, int span, W4Zeros zeros) {
   return is_half ? w4a16_stream_half(form, span, zeros) : w4a16_stream_bf16(form, span, zeros);
 }
 
+W4TilesKernel tiles_kernel(bool is_half, int form, int span, W4Zeros zeros) {
+  return is_half ? w4a16_tiles_half(form, span, zeros) : w4a16_tiles_bf16(form, span, zeros);
+}
+
 // Every row of x is whole pieces of 16 bytes that start at multiples of them, and rows lie evenly.
 bool in_pieces(const W4MatmulArgs& a) {
   bool even = reinterpret_cast<std::uintptr_t>(a.x.data) % 16 == 0 && a.x.last() % 8 == 0;
@@ -29,11 +33,41 @@ bool in_pieces(const W4MatmulArgs& a) {
   return even && a.x.last_stride() == 1 && !a.w->perm && Rows(a.x).ndim <= 1;
 }
 
-W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
+// The copy engine can bring boxes of x as it lies.
+bool in_boxes(const W4MatmulArgs& a) {
   const Rows x(a.x);
-  const bool tiles = scope.has_wgmma() && in_pieces(a) && a.w->zeros != W4Zeros::minima && (x.ndim == 0 || x.stride[0] > 0);
-  return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .group = a.w->group, .sms = scope.sms(),
-                     .batch_invariant = a.batch_invariant, .tiles = tiles});
+  return in_pieces(a) && (x.ndim == 0 || x.stride[0] >= a.w->k);
+}
+
+W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
+  return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .group = a.w->group, .sms = scope.sms(), .clusters = scope.largest_cluster() > 1,
+                     .gated = a.gated, .batch_invariant = a.batch_invariant, .tiles = scope.has_wgmma(), .copy_x = !in_boxes(a),
+                     .minima = a.w->zeros == W4Zeros::minima});
+}
+
+// One launch's tokens on tiles.cuh, and before it what they need in the workspace.
+void launch_tiles(const DeviceScope& scope, const Context& ctx, const W4MatmulArgs& a, const W4Plan& plan, const W4MatmulParams& p) {
+  const W4TilesForm f = w4_tiles_forms[plan.form];
+  const bool is_half = a.x.dtype == DType::f16;
+  W4TilesParams tiles{.product = p, .x = {}, .token_group = static_cast<unsigned>(plan.token_group)};
+  MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x_stride};
+  const void* from = static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;
+  if (plan.copy_bytes + plan.sums_bytes > 0) {
+    // few tokens, whose rows CTAs share, are sooner copied straight
+    const std::size_t row_bytes = p.w.perm && plan.prepare_parts == 1 && p.k <= w4_prepare_row / 2 ? 2 * static_cast<std::size_t>(p.k) : 0;
+    W4PrepareParams prepare{.product = p, .row_in_shared = row_bytes > 0, .block_tokens = static_cast<unsigned>(f.tokens), .parts = static_cast<unsigned>(plan.prepare_parts)};
+    std::byte* const end = static_cast<std::byte*>(ctx.workspace) + plan.workspace_bytes;
+    if (plan.sums_bytes > 0) tiles.sums = prepare.sums = reinterpret_cast<float*>(end - plan.sums_bytes);
+    if (plan.copy_bytes > 0) {
+      from = prepare.copy = reinterpret_cast<std::uint16_t*>(end - plan.sums_bytes - plan.copy_bytes);
+      x.stride = w4_padded_row(p.k);
+    }
+    scope.launch(is_half ? w4a16_prepare<tile::half> : w4a16_prepare<tile::bf16>, std::int64_t{p.token_blocks} * f.tokens * plan.prepare_parts,
+                 w4_prepare_threads, row_bytes, prepare, Overlap::with_previous);
+  }
+  tiles.x = rows_map(op_name, from, a.x.dtype, x, f.tokens / plan.cluster, 64);
+  scope.launch(tiles_kernel(is_half, plan.form, plan.span, a.w->zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits, f.threads(),
+               plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
 }
 
 }  // namespace
@@ -56,11 +90,12 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op_name,
                  ": workspace is not aligned to 16 bytes");
 
-  W4MatmulParams p{Product(a.x, a.y, a.bias, a.residual, a.activation)};
+  W4MatmulParams p{Product(a.x, a.y, a.bias, a.residual, a.activation, a.gated)};
   p.x_in_pieces = in_pieces(a);
   p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : 0;
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
+  p.gate_tiles = plan.gate_tiles;
   p.row_blocks = static_cast<unsigned>(plan.row_blocks);
   p.k = static_cast<int>(w.k);
   p.group = w.group;
@@ -69,31 +104,24 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   p.splits = plan.splits;
   p.steps = static_cast<int>((w4_tiles_k(w.k) + 1) / 2);
   p.chunk_steps = plan.chunk_steps;
+  p.cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster));
   p.x_rows = plan.x_rows;
-  p.partial = static_cast<float*>(ctx.workspace);
+  p.sums_at = plan.sums_at;
+  p.partial = plan.finish ? static_cast<float*>(ctx.workspace) : nullptr;
 
   const std::int64_t m = a.x.rows();
   const bool is_half = a.x.dtype == DType::f16;
-  if (plan.tiles) {
-    const W4TilesForm f = w4_tiles_forms[plan.form];
-    W4TilesParams tiles{.product = p, .x = {}, .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)),
-                        .token_group = static_cast<unsigned>(plan.token_group)};
-    tiles.product.tokens = m;
-    tiles.product.token_blocks = static_cast<unsigned>(plan.token_blocks);
-    const MatrixShape x{.rows = m, .columns = w.k, .stride = p.x.ndim > 0 ? p.x_stride : w.k};
-    tiles.x = rows_map(op_name, a.x.data, a.x.dtype, x, f.tokens / plan.cluster, 64);
-    scope.launch(is_half ? w4a16_tiles_half(plan.form, plan.span) : w4a16_tiles_bf16(plan.form, plan.span),
-                 plan.token_blocks * plan.row_blocks * plan.splits, f.threads(), plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
-    if (p.splits > 1) finish_product(scope, tiles.product, a.x.dtype);
-    return kernel;
-  }
+  const int block_tokens = plan.tiles ? w4_tiles_forms[plan.form].tokens : w4_tokens;
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);
-    p.token_blocks = static_cast<unsigned>((p.tokens + w4_tokens - 1) / w4_tokens);
-    scope.launch(stream_kernel(is_half, plan.form, plan.span, w.zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
-                 w4_warps * 32, plan.shared_bytes, p);
-    if (p.splits > 1) finish_product(scope, p, a.x.dtype);
+    p.token_blocks = static_cast<unsigned>((p.tokens + block_tokens - 1) / block_tokens);
+    if (plan.tiles)
+      launch_tiles(scope, ctx, a, plan, p);
+    else
+      scope.launch(stream_kernel(is_half, plan.form, plan.span, w.zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
+                   w4_warps * 32, plan.shared_bytes, p, Overlap::with_previous, plan.cluster);
+    if (plan.finish) finish_product(scope, p, a.x.dtype);
   }
   return kernel;
 }
@@ -106,10 +134,13 @@ void load_w4a16_kernels(const char* op) {
         load_kernel(op, w4a16_stream_bf16(form, span, zeros));
       }
   for (int form = 0; form < 3; ++form)
-    for (int span : {32, 64, 128}) {
-      load_kernel(op, w4a16_tiles_half(form, span));
-      load_kernel(op, w4a16_tiles_bf16(form, span));
-    }
+    for (int span : {32, 64, 128})
+      for (W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
+        load_kernel(op, w4a16_tiles_half(form, span, zeros));
+        load_kernel(op, w4a16_tiles_bf16(form, span, zeros));
+      }
+  load_kernel(op, w4a16_prepare<tile::half>);
+  load_kernel(op, w4a16_prepare<tile::bf16>);
 }
 
 }  // namespace rooftile::gpu

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "core/hd.h"
 #include "kernels/products/product.h"
 #include "kernels/w4a16/plan.h"
 #include "rooftile/gemm.h"
@@ -17,11 +18,22 @@ struct W4MatmulParams : Product {
   std::int64_t x_stride = 0;
   W4View w;
   int groups = 0;
+  std::int64_t gate_tiles = 0;      // half of a CTA's warps have gates, tile rows of W, the others their ups, so many further on; 0: no
   unsigned token_blocks = 0, row_blocks = 0;   // of this launch
   int k = 0, group = 0;             // as in w, in 32 bits
   int span = 0, span_shift = 0;     // k that are scaled at once; log2 of it in 32 k
   int steps = 0, chunk_steps = 0;   // steps of 128 k: all, and of one split
-  int x_rows = 0;                   // tokens a panel of x has room for
+  int cluster_shift = 0;            // log2 of the CTAs of a cluster: of stream.cuh the chunks of K, of tiles.cuh rows of W with the same tokens
+  int x_rows = 0;                   // tokens a panel has room for
+  int sums_at = 0;                  // of stream.cuh: where in shared memory the sums lie that are to be finished
+
+  // The tile row of a warp; none of W's, w4_tiles_n(n) or more, if the last CTA has no work for it.
+  template <int warps>
+  ROOFTILE_HD std::int64_t tile_row(std::int64_t row_block, int warp) const {
+    if (gate_tiles == 0) return row_block * warps + warp;
+    const std::int64_t gate = row_block * (warps / 2) + warp % (warps / 2);
+    return gate < gate_tiles ? gate + (warp < warps / 2 ? 0 : gate_tiles) : 2 * gate_tiles;
+  }
 };
 
 using W4Kernel = void (*)(W4MatmulParams);
@@ -32,12 +44,22 @@ W4Kernel w4a16_stream_bf16(int form, int span, W4Zeros);
 // The kernel for more tokens.
 struct W4TilesParams {
   W4MatmulParams product;
-  CUtensorMap x;       // boxes of tokens / cluster rows x 64 columns
-  int cluster_shift = 0;   // log2 of the CTAs that share tokens
+  CUtensorMap x;       // of this launch's tokens, or of their copy: boxes of tokens / cluster rows x 64 columns
   unsigned token_group = 1;   // blocks of tokens that meet all rows of W before the next ones do
+  const float* sums = nullptr;   // of x / unit, with minima: [block of tokens][step][span][token of the block]
 };
 using W4TilesKernel = void (*)(W4TilesParams);
-W4TilesKernel w4a16_tiles_half(int form, int span);
-W4TilesKernel w4a16_tiles_bf16(int form, int span);
+W4TilesKernel w4a16_tiles_half(int form, int span, W4Zeros);
+W4TilesKernel w4a16_tiles_bf16(int form, int span, W4Zeros);
+
+// What that kernel needs of x beforehand.
+struct W4PrepareParams {
+  W4MatmulParams product;
+  std::uint16_t* copy = nullptr;   // of x: [token of this launch][K, padded to 8] in the order of the codes; null: none
+  float* sums = nullptr;           // as in W4TilesParams; null: none
+  bool row_in_shared = false;      // a row of x comes into (dynamic) shared memory before it is copied
+  unsigned block_tokens = 0;       // of a CTA of tiles.cuh
+  unsigned parts = 1;              // CTAs that share a token
+};
 
 }  // namespace rooftile::gpu

@@ -2,6 +2,7 @@
 #include "kernels/w4a16/plan.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "core/w4_layout.h"
 
@@ -11,6 +12,7 @@ namespace {
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 constexpr int max_splits = 16;
+constexpr int w4_cluster = 2, w4_cluster_tokens = 16;   // two chunks of K of up to so many tokens are a cluster
 
 int form_of(std::int64_t tokens) {
   int form = 0;
@@ -27,6 +29,7 @@ struct Cut {
 Cut cut_k(const W4Problem& p, int form, std::int64_t row_blocks, std::int64_t token_blocks) {
   const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), slots = 2 * std::max(p.sms, 1);   // two CTAs a multiprocessor
   const double tokens = 8.0 * w4_forms[form].token_tiles, rows = 16.0 * w4_warps;
+  const bool clusters = p.clusters && form <= form_of(w4_cluster_tokens);
   Cut best{1, static_cast<int>(steps)};
   double least = 0;
   for (std::int64_t wanted = 1; wanted <= std::min<std::int64_t>(max_splits, steps); ++wanted) {
@@ -36,7 +39,8 @@ Cut cut_k(const W4Problem& p, int form, std::int64_t row_blocks, std::int64_t to
     const std::int64_t waves = divide_up(row_blocks * token_blocks * splits, slots);
     const double kilobytes = rows * static_cast<double>(chunk) * (64 + 2 * tokens) / 1024;
     double us = static_cast<double>(waves) * (kilobytes / 14 + 1.0);
-    if (splits > 1) us += 1.0 + 2 * static_cast<double>(splits * row_blocks * token_blocks) * rows * tokens * 4 / 3.5e6;
+    if (splits == w4_cluster && clusters) us += 0.5;
+    else if (splits > 1) us += 1.0 + 2 * static_cast<double>(splits * row_blocks * token_blocks) * rows * tokens * 4 / 3.5e6;
     if (wanted == 1 || us < least) {
       least = us;
       best = {static_cast<int>(splits), static_cast<int>(chunk)};
@@ -51,11 +55,12 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   plan.tiles = true;
   while (plan.form < 2 && w4_tiles_forms[plan.form].tokens < p.m) ++plan.form;
   const W4TilesForm f = w4_tiles_forms[plan.form];
-  plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());
+  plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());   // a pair of gate and up rows is two, so gated or not
   plan.cluster = plan.row_blocks % 2 == 0 ? 2 : 1;
-  plan.token_blocks = divide_up(p.m, f.tokens);
-  plan.launch_tokens = p.m;
-  const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), blocks = plan.row_blocks * plan.token_blocks;
+  plan.launch_tokens = std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : std::int64_t{1} << 30);
+  plan.token_blocks = divide_up(plan.launch_tokens, f.tokens);
+  // all of them, whatever a launch takes: bits do not depend on what is prepared
+  const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), token_blocks = divide_up(p.m, f.tokens), blocks = plan.row_blocks * token_blocks;
   const std::int64_t sms = std::max(p.sms, 1);
   double least = 0;
   for (std::int64_t wanted = 1; wanted <= std::min<std::int64_t>(max_splits, steps); ++wanted) {
@@ -66,14 +71,18 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
     const double step = 4.0 * f.tokens * f.groups;
     const double busy = static_cast<double>(ctas) * 1.3 * step, waiting = static_cast<double>(rounds) * (step + 450);
     double cycles = static_cast<double>(chunk) * std::max(busy, waiting) + 3500.0 * static_cast<double>(rounds);
-    if (splits > 1) cycles += 3000 + static_cast<double>(splits * plan.token_blocks * f.tokens * p.n) * 8 / 1700;
+    if (splits > 1) cycles += 3000 + static_cast<double>(splits * token_blocks * f.tokens * p.n) * 8 / 1700;
     if (wanted > 1 && cycles >= least) continue;
     least = cycles;
     plan.splits = static_cast<int>(splits);
     plan.chunk_steps = static_cast<int>(chunk);
   }
   plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, 8));   // 12 MB of x at once
-  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + 16) + f.stages * f.warps() * w4_slot_bytes);
+  const std::int64_t step_sums = p.minima ? 4 * f.tokens * (w4_step_k / plan.span) : 0;   // bytes
+  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + step_sums + 16) + f.stages * f.warps() * w4_slot_bytes);
+  plan.sums_bytes = static_cast<std::size_t>(plan.token_blocks * steps * step_sums);
+  if (p.copy_x) plan.copy_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_row(p.k));
+  plan.prepare_parts = static_cast<int>(std::min(divide_up(steps * w4_step_k, w4_prepare_columns), divide_up(4 * sms, plan.launch_tokens)));
 }
 
 }  // namespace
@@ -83,12 +92,16 @@ W4Plan plan_w4a16(const W4Problem& p) {
   plan.span = std::min(p.group, 128);
   if (p.group == p.k && plan.span != 32 && plan.span != 64) plan.span = 128;
 
+  const std::int64_t outputs = p.gated ? p.n / 2 : p.n;
+  const bool apart = p.gated && outputs % w4_tile_n != 0;   // a tile row of ups is not that of its gates
+  if (p.gated && !apart) plan.gate_tiles = outputs / w4_tile_n;
   const auto workspace = [&] {
-    return plan.splits > 1 ? sizeof(float) * static_cast<std::size_t>(plan.splits * plan.launch_tokens * w4_tiles_n(p.n) * w4_tile_n) : 0;
+    plan.finish = apart || (plan.splits > 1 && (plan.tiles || plan.cluster == 1));
+    return plan.finish ? sizeof(float) * static_cast<std::size_t>(plan.splits * plan.launch_tokens * w4_tiles_n(p.n) * w4_tile_n) : 0;
   };
-  if (p.tiles && p.m > w4_stream_tokens && !p.batch_invariant) {
+  if (p.tiles && p.m > w4_stream_tokens && !p.batch_invariant && !apart) {
     plan_tiles(p, plan);
-    plan.workspace_bytes = workspace();
+    plan.workspace_bytes = workspace() + plan.copy_bytes + plan.sums_bytes;
     plan.why = plan.splits > 1 ? "tiles of tokens, split along K to fill the device" : "tiles of tokens";
     return plan;
   }
@@ -100,15 +113,23 @@ W4Plan plan_w4a16(const W4Problem& p) {
   const Cut cut = cut_k(p, p.batch_invariant ? form_of(16) : plan.form, plan.row_blocks, p.batch_invariant ? 1 : token_blocks);
   plan.splits = cut.splits;
   plan.chunk_steps = cut.chunk_steps;
-  // the workspace of a split product stays bounded: no more tokens at once than one CTA takes
-  if (p.batch_invariant && plan.splits > 1) plan.launch_tokens = std::min<std::int64_t>(p.m, w4_tokens);
+  if (p.clusters && plan.splits == w4_cluster && p.m <= w4_cluster_tokens && !apart) plan.cluster = w4_cluster;
+  // the workspace stays bounded: no more tokens at once than one CTA takes
+  if (apart || (p.batch_invariant && plan.splits > 1)) plan.launch_tokens = std::min<std::int64_t>(p.m, w4_tokens);
   plan.token_blocks = divide_up(plan.launch_tokens, w4_tokens);
 
   plan.x_rows = plan.form == 0 ? static_cast<int>(std::max<std::int64_t>(p.m, 1)) : 8 * f.token_tiles;
   const int panels = plan.chunk_steps * w4_step_k > f.panel_k ? 2 : 1;
-  plan.shared_bytes = static_cast<std::size_t>(w4_warps * f.stages * w4_slot_bytes + panels * plan.x_rows * w4_panel_pitch(f));
   plan.workspace_bytes = workspace();
+  int loads = w4_warps * f.stages * w4_slot_bytes + panels * plan.x_rows * w4_panel_pitch(f), sums = 0;
+  if (!plan.finish) {
+    const int shift = std::countr_zero(static_cast<unsigned>(plan.cluster));
+    sums = plan.cluster * w4_finisher(plan.gate_tiles > 0, shift).warps * 8 * f.token_tiles * w4_sums_pitch * 4;
+  }
+  if (plan.cluster > 1) plan.sums_at = loads = (loads + 15) / 16 * 16;   // others' sums come while codes are still read
+  plan.shared_bytes = static_cast<std::size_t>(std::max(loads, plan.sums_at + sums));
   plan.why = p.batch_invariant ? "one split at every number of rows, as asked"
+             : plan.cluster > 1 ? "a cluster of CTAs has the chunks of K: the blocks of rows alone would not fill the device evenly"
              : plan.splits > 1 ? "split along K: the blocks of rows alone would not fill the device evenly"
                                : "whole rows: they fill the device, or splitting would cost more";
   return plan;

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/hd.h"
+
 namespace rooftile::gpu {
 
 // One compiled form of the kernel: how many tokens a warp holds, how deep its ring of codes is, how much of K a panel of x
@@ -15,7 +17,7 @@ struct W4Form {
   int panel_k;
 };
 inline constexpr W4Form w4_forms[] = {{1, 6, 1024}, {2, 5, 512}, {4, 3, 512}, {8, 3, 256}};
-inline constexpr int w4_warps = 8;
+inline constexpr int w4_warps = 8, w4_rows_of_warp = 16;
 inline constexpr int w4_step_k = 128;
 inline constexpr int w4_tokens = 8 * w4_forms[3].token_tiles;   // the most a CTA takes
 inline constexpr int w4_side_bytes = 128;                       // scales, or offsets, of the groups of a step
@@ -31,29 +33,56 @@ struct W4TilesForm {
 inline constexpr W4TilesForm w4_tiles_forms[] = {{32, 2, 5, 5, 2}, {64, 2, 6, 6, 1}, {128, 2, 5, 5, 1}};
 inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
 
+// What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or
+// only summed, so that the workspace is bounded; elements of a row of the copy.
+inline constexpr int w4_prepare_threads = 256, w4_prepare_columns = 8 * w4_prepare_threads;
+inline constexpr int w4_prepare_row = 96 << 10;   // bytes of a row of x that fit into shared memory
+inline constexpr std::int64_t w4_copied_tokens = 4096, w4_summed_tokens = 32768;
+ROOFTILE_HD constexpr std::int64_t w4_padded_row(std::int64_t k) { return (k + 7) / 8 * 8; }
+
 constexpr int w4_panel_pitch(W4Form f) { return 2 * f.panel_k + 16; }   // bytes of a row; 16 more against bank conflicts
 
 struct W4Problem {
   std::int64_t m = 0, n = 0, k = 0;
   int group = 0, sms = 0;
+  bool clusters = false;           // the device runs clusters
+  bool gated = false;              // rows of W are [gate | up]
   bool batch_invariant = false;
-  bool tiles = false;              // the device and the arguments allow tiles.cuh
+  bool tiles = false;              // the device has tiles.cuh
+  bool copy_x = false;             // which needs a copy of x: in another order, or because the copy engine cannot bring x as it lies
+  bool minima = false;             // and sums of x
 };
 
 struct W4Plan {
   bool tiles = false;              // tiles.cuh instead of stream.cuh
   int form = 0;                    // index into w4_tiles_forms or w4_forms
-  int cluster = 1;                 // of tiles: CTAs that share tokens; row_blocks is a multiple of it
+  int cluster = 1;                 // of tiles: CTAs that share tokens, of which row_blocks is a multiple; else the splits, or 1
   int token_group = 1;             // of tiles: blocks of tokens that meet all rows of W before the next ones do
   int span = 0;                    // k whose sum is scaled at once: 32, 64 or 128; a multiple of it starts every chunk
-  int splits = 0;                  // of K; above 1 their sums meet in the workspace
+  int splits = 0;                  // of K
+  bool finish = false;             // sums go to the workspace, where a second kernel finds them: of several splits, or of gates apart from ups
+  std::int64_t gate_tiles = 0;     // of a gated product whose CTAs have gates and their ups: tile rows of W from one to the other
   int chunk_steps = 0;             // steps of 128 k in one split
   int x_rows = 0;                  // tokens that a panel of x has room for
+  int sums_at = 0;                 // where in shared memory sums lie before they are finished, if not finish
   std::int64_t launch_tokens = 0;  // tokens of one launch; below m the launches follow each other
   std::int64_t token_blocks = 0, row_blocks = 0;   // of one launch
   std::size_t shared_bytes = 0, workspace_bytes = 0;
+  std::size_t copy_bytes = 0, sums_bytes = 0;   // of tiles, the end of the workspace: a copy of x, then sums of x
+  int prepare_parts = 1;           // CTAs that prepare one token
   const char* why = "";
 };
+
+// Which of the sums that the warps of a CTA hold, 16 rows of W each, one CTA of a cluster finishes: `outputs` times 16 columns of y,
+// from the sums of `warps` warps, which are more where gates meet their ups.
+struct W4Finisher {
+  int outputs, warps;
+};
+constexpr W4Finisher w4_finisher(bool pairs, int cluster_shift) {
+  const int all = pairs ? w4_warps / 2 : w4_warps, outputs = all >> cluster_shift > 0 ? all >> cluster_shift : 1;
+  return {outputs, pairs ? 2 * outputs : outputs};
+}
+inline constexpr int w4_sums_pitch = w4_rows_of_warp + 4;   // floats from a token to the next; 4 more against bank conflicts
 
 // Same problem and device, same plan. Splits, and with them the bits of a row, depend on m through its regime only:
 // up to 8, 16, 32 and 64 tokens, then each further 64 (tiles.cuh: 128); batch_invariant takes the split of the second at every m.

@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // y = activation(x W^T + bias) + residual with W in 4 bits, on mma m16n8k16: for few tokens, and for any where tiles.cuh cannot run.
-//   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
+// Gated: the rows of W are [gate | up], y = activation(gate) * up + residual.
+//   x [M, K]   y, residual [M, N or N / 2]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // W is the register A operand, tokens are the mma's N: 8 of them a tile, so few tokens waste little. A CTA takes up to 64
-// tokens, 8 warps x one tile row of W and one chunk of K. A step is two tiles: 16 n x 128 k.
+// tokens, 8 warps x one tile row of W (gated: four of gates, four of their ups) and one chunk of K. A step is two tiles: 16 n x 128 k.
 //   codes, scales   global -> the warp's own ring in shared memory (cp.async, `stages` steps) -> registers; a lane reads the
 //                   16 bytes of a tile that it copied itself, scales are the warp's
 //   x               global -> shared memory as it lies, a panel of `panel_k` of K at a time and the next one behind it
 //                   (cp.async) -> ldmatrix, which is the B fragment
-// Codes become (u - zero) / unit in registers, exactly (zero = 8, z, or 0 with minima; unit a power of two). The sum over a
-// span (32, 64 or 128 k, never more than a group) is finished in fp32:
+// Codes become (u - zero) / unit in registers, exactly (zero = 8, z, or 0 with minima; unit a power of two). The sum over 64 k (32
+// where groups are smaller than 128) is finished in fp32:
 //   total += scale * sum of (u - zero) / unit * x  [+ minimum * sum of x / unit],   times unit at the end
-// so products of exactly representable data stay exact. The sum of x is one more product, with 1 / unit. Chunks of K leave fp32
-// sums in the workspace, which `finish` adds in order; with one chunk the CTA finishes alone.
+// so products of exactly representable data stay exact. The sum of x is one more product, with 1 / unit. Sums of a chunk go through
+// shared memory to the threads that finish them; two chunks of K are a cluster, whose CTAs finish half of their rows each; of more
+// chunks the sums go to the workspace, and `finish` adds them in order.
 //
-// Cost: N K (1/2 + b/G) bytes of W, 2 M N K flop, some 50 instructions a warp for 512 bytes of codes: bandwidth is the roof
-// up to 8 tokens if the loads run ahead, then issue slots, beyond 32 tokens mma.sync. x is read from L2 once a CTA.
+// Cost: N K (1/2 + b/G) bytes of W, 2 M N K flop, 155 instructions of a warp for 1 KB of codes up to 8 tokens: bandwidth is the roof
+// if the loads run ahead, close to the issue slots; beyond 32 tokens mma.sync. x is read from L2 once a CTA.
 // Sync: ring: a lane waits for its own copies, __syncwarp makes the others' scales visible and is also what allows a slot
-// to be filled again. x: one __syncthreads a panel: it has come, and the one before it may be overwritten.
+// to be filled again. x: one __syncthreads a panel: it has come, and the one before it may be overwritten. Sums: all have read their
+// codes, or all CTAs of the cluster run; then the sums have come.
 #pragma once
 
 #include "core/w4_layout.h"
@@ -77,11 +80,12 @@ __device__ __forceinline__ void copy_panel(const W4MatmulParams& p, std::uint8_t
 // ---- a warp's stream of codes ---------------------------------------------------------------------------------------------
 
 // A slot: two tiles of codes [2][lane] 16 bytes, then scales and offsets of up to four groups, 32 bytes each (integer zeros
-// 16). `first`: the chunk's first step in K.
+// 16). `first`: the chunk's first step in K. A lane writes, and reads codes, at its own 16 bytes of a slot: `slot` below.
 struct CodeStream {
   const std::uint8_t* codes;            // this lane's 16 bytes of the next step's first tile
   const std::byte* side = nullptr;      // this lane's 16 bytes of scales or offsets of the next step; null: it copies none
-  int side_at = 0, side_step = 0;       // where in a slot; bytes a step
+  int side_at = 0, side_step = 0;       // from the lane's place in a slot; bytes a step
+  int group_bytes;                      // of one group's scales or offsets
   int side_left, group_step;            // groups from those bytes on; groups a step
   int tiles_left;                       // of the row, from the next step on
 
@@ -90,30 +94,27 @@ struct CodeStream {
     const int lane = threadIdx.x % 32, in_step = 4 >> p.span_shift, piece = lane % 8;
     codes = p.w.codes + (row * w4_tiles_k(p.w.k) + 2 * first) * w4_tile_bytes + lane * 16;
     const bool offset = lane >= 8, bytes = offset && p.w.zeros == W4Zeros::integer;
-    const int shift = bytes ? 0 : 1, size = bytes ? 16 : 32;   // log2 of the pieces of a group; its bytes
+    const int shift = bytes ? 0 : 1;   // log2 of the pieces of a group
+    group_bytes = bytes ? 16 : 32;
     group_step = p.span < p.group && p.groups == 1 ? 0 : in_step;   // one group for all of K
     const int side_group = first * group_step + (piece >> shift);
     side_left = p.groups - side_group;
-    side_step = group_step * size;
-    side_at = 2 * w4_tile_bytes + (offset ? w4_side_bytes : 0) + piece * 16;
+    side_step = group_step * group_bytes;
+    side_at = 2 * w4_tile_bytes + (offset ? w4_side_bytes : 0) + piece * 16 - lane * 16;
     if (lane >= 16 || piece >= in_step << shift || (offset && p.w.zeros == W4Zeros::symmetric)) return;
-    side = (offset ? p.w.offsets : p.w.scales) + (row * p.groups + side_group) * size + (piece & shift) * 16;
+    side = (offset ? p.w.offsets : p.w.scales) + (row * p.groups + side_group) * group_bytes + (piece & shift) * 16;
   }
 
-  // Starts the codes of the next `steps` steps on their way to L2, which the kernel before may still be writing.
-  template <int steps>
-  __device__ __forceinline__ void prefetch() const {
-    if (threadIdx.x % 8 != 0) return;   // 128 bytes each
-#pragma unroll
-    for (int i = 0; i < 2 * steps; ++i)
-      if (i < tiles_left) tile::prefetch(codes + i * w4_tile_bytes);
+  // Starts the codes and scales of the next `steps` steps on their way to L2; the kernel before may still be writing them.
+  __device__ __forceinline__ void prefetch(int steps) const {
+    if (threadIdx.x % 32 == 0) tile::prefetch_run(codes, min(2 * steps, tiles_left) * w4_tile_bytes);
+    if (side && threadIdx.x % 8 == 0) tile::prefetch_run(side, min(max(steps * group_step, 1), side_left) * group_bytes);
   }
 
   // Starts the copies of the next step.
   __device__ __forceinline__ void fill(std::uint8_t* slot) {
-    std::uint8_t* to = slot + threadIdx.x % 32 * 16;
-    tile::cp_async_16(to, codes);
-    if (tiles_left > 1) tile::cp_async_16(to + w4_tile_bytes, codes + w4_tile_bytes);
+    tile::cp_async_16(slot, codes);
+    if (tiles_left > 1) tile::cp_async_16(slot + w4_tile_bytes, codes + w4_tile_bytes);
     if (side && side_left > 0)
       cute::SM80_CP_ASYNC_CACHEALWAYS<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(side),
                                                              *reinterpret_cast<cute::uint128_t*>(slot + side_at));
@@ -131,19 +132,28 @@ __device__ __forceinline__ float load_scale(const std::uint8_t* shared, int row,
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------------
 
-// What a block works on. Neighbouring CTAs share rows of W, then the chunk of x.
+// What a block works on. The CTAs of a cluster have the chunks of K of the same rows and of all tokens; without clusters
+// neighbouring CTAs share rows of W, then the chunk of x.
 struct W4Place {
-  std::int64_t local_token0, row;   // row: this warp's tile row
+  std::int64_t local_token0, row_block, row;   // row: this warp's tile row
   unsigned split;
   int tokens;
 };
 template <int NT>
 __device__ __forceinline__ W4Place w4_place(const W4MatmulParams& p, unsigned block) {
-  const unsigned token_blocks = p.token_blocks, row_blocks = p.row_blocks, rest = block / token_blocks;
   W4Place at;
-  at.local_token0 = std::int64_t{block % token_blocks} * w4_tokens;
-  at.row = std::int64_t{rest % row_blocks} * w4_warps + threadIdx.x / 32;
-  at.split = rest / row_blocks;
+  unsigned token_block = 0;
+  if (p.cluster_shift > 0) {
+    at.split = block & ((1u << p.cluster_shift) - 1);
+    at.row_block = block >> p.cluster_shift;
+  } else {
+    const unsigned rest = block / p.token_blocks;
+    token_block = block % p.token_blocks;
+    at.row_block = rest % p.row_blocks;
+    at.split = rest / p.row_blocks;
+  }
+  at.local_token0 = std::int64_t{token_block} * w4_tokens;
+  at.row = p.tile_row<w4_warps>(at.row_block, threadIdx.x / 32);
   at.tokens = static_cast<int>(min(static_cast<std::int64_t>(8 * NT), p.tokens - at.local_token0));
   return at;
 }
@@ -159,28 +169,34 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const W4Place place = w4_place<NT>(p, blockIdx.x);
   const int first = place.split * p.chunk_steps, steps = min(p.chunk_steps, p.steps - first);
-  const bool works = place.row < w4_tiles_n(p.w.n);   // the last CTA of rows may have warps without any
+  const bool works = place.row < w4_tiles_n(p.w.n);   // the last CTA of rows may have warps without any: they read row 0
 
-  std::uint8_t* const ring = shared + warp * (S * w4_slot_bytes);
+  std::uint8_t* const ring = shared + warp * (S * w4_slot_bytes) + lane * 16;
   std::uint8_t* panel = shared + w4_warps * S * w4_slot_bytes;
   const int panel_bytes = p.x_rows * Cfg::pitch;
-  copy_panel<Cfg>(p, panel, p.first_token + place.local_token0, place.tokens, std::int64_t{first} * w4_step_k);
+  if (p.cluster_shift > 0) tile::arrive_at_cluster();
   CodeStream codes(p, works ? place.row : 0, first);
+  codes.prefetch(S - 1);
+  tile::wait_for_previous_kernel();
+  copy_panel<Cfg>(p, panel, p.first_token + place.local_token0, place.tokens, std::int64_t{first} * w4_step_k);
 #pragma unroll
   for (int s = 0; s < S - 1; ++s) {
-    if (works && s < steps) codes.fill(ring + s * w4_slot_bytes);
+    if (s < steps) codes.fill(ring + s * w4_slot_bytes);
     cute::cp_async_fence();
   }
 
-  float acc[NT][4] = {}, total[NT][4] = {};   // of the span, of the chunk: rows g, g + 8 x tokens 2t, 2t + 1
-  float ones[Cfg::minima ? NT : 1][4] = {};   // of the span: the sum of x / unit, in every row
+  // Of a step, 4 quarters of 32 k: what is scaled at once are units of `unit` quarters, in order. Up to 8 tokens leave registers for x
+  // of the whole step and for sums of all its units, so that loads and products need not wait for each other.
+  constexpr int unit = Cfg::small_groups ? 1 : 2, units = 4 / unit;
+  constexpr bool few = NT == 1;
+  float total[NT][4] = {};   // of the chunk: rows g, g + 8 x tokens 2t, 2t + 1
   const bool half_scales = p.w.scale_dtype == DType::f16;
   typename Decode::Zero zero = Cfg::minima ? Decode::zero(0, 0) : Decode::zero(8, 8);
   // where ldmatrix reads: token lane % 8 of a tile, k 8 (lane / 8) of 32. One tile of tokens holds only those that are
   // there: the other columns repeat the last.
   const int x_at = min(lane % 8, p.x_rows - 1) * Cfg::pitch + lane / 8 * 16;
+  std::uint8_t* slot = ring + (S - 1) * w4_slot_bytes;   // the one before the first
 
-  int stage = 0;
   for (int step = 0; step < steps;) {
     cute::cp_async_wait<S - 2>();
     __syncthreads();   // all threads' copies of this panel have come; all warps have read the one before it
@@ -188,79 +204,94 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
     const int panel_end = min(step + Cfg::panel_steps, steps);
     if (panel_end < steps) copy_panel<Cfg>(p, next_panel, p.first_token + place.local_token0, place.tokens, std::int64_t{first + panel_end} * w4_step_k);
 
-    for (int in_panel = 0; step < panel_end; ++step, ++in_panel) {
+    for (const std::uint8_t* x = panel + x_at; step < panel_end; ++step, x += 2 * w4_step_k) {
       cute::cp_async_wait<S - 2>();
       __syncwarp();   // all lanes' copies of this slot have come; all lanes have read the slot before it
-      if (works && step + S - 1 < steps) codes.fill(ring + (stage == 0 ? S - 1 : stage - 1) * w4_slot_bytes);
-      cute::cp_async_fence();
-      if (!works) continue;
-      const std::uint8_t* const here = ring + stage * w4_slot_bytes;
-      stage = stage == S - 1 ? 0 : stage + 1;
-
-      const std::uint8_t* const x = panel + x_at + in_panel * (2 * w4_step_k);
-      [[maybe_unused]] const int left = p.k - (first + step) * w4_step_k;   // of K, from this step on
+      std::uint8_t* const before = slot;
+      slot = slot == ring + (S - 1) * w4_slot_bytes ? ring : slot + w4_slot_bytes;
+      const uint4 words[2] = {*reinterpret_cast<const uint4*>(slot), *reinterpret_cast<const uint4*>(slot + w4_tile_bytes)};
+      const std::uint8_t* const sides = slot - lane * 16 + 2 * w4_tile_bytes;
+      tile::FragmentA b[few ? 4 : 1][NT];
+      const auto load_x = [&](int quarter, tile::FragmentA (&to)[NT]) {
 #pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter) {   // 32 k
-        const std::uint8_t* const group = here + 2 * w4_tile_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 32;
+        for (int nt = 0; nt < NT; ++nt) to[nt] = tile::load_8x8x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
+      };
+      if constexpr (few)
+#pragma unroll
+        for (int quarter = 0; quarter < 4; ++quarter) load_x(quarter, b[quarter]);
+      if (step + S - 1 < steps) codes.fill(before);
+      cute::cp_async_fence();
+
+      [[maybe_unused]] const int left = p.k - (first + step) * w4_step_k;   // of K, from this step on
+      float sum[few ? units : 1][NT][4] = {}, ones[Cfg::minima ? (few ? units : 1) : 1][NT][4] = {};   // ones: of x / unit, in every row
+      const auto multiply = [&](int quarter, float (&sum)[NT][4], [[maybe_unused]] float (&ones)[NT][4]) {
         if (p.w.zeros == W4Zeros::integer && (Cfg::small_groups ? (quarter & ((1 << p.span_shift) - 1)) == 0 : quarter == 0)) {
-          const std::uint8_t* const zeros = here + 2 * w4_tile_bytes + w4_side_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 16;
+          const std::uint8_t* const zeros = sides + w4_side_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 16;
           zero = Decode::zero(zeros[g], zeros[g + 8]);
         }
-        const uint2 words = *reinterpret_cast<const uint2*>(here + quarter / 2 * w4_tile_bytes + lane * 16 + quarter % 2 * 8);
+        const uint4& four = words[quarter / 2];
         tile::FragmentA a[2];
-        Decode::decode(words.x, zero, a[0].r);
-        Decode::decode(words.y, zero, a[1].r);
+        Decode::decode(quarter % 2 == 0 ? four.x : four.z, zero, a[0].r);
+        Decode::decode(quarter % 2 == 0 ? four.y : four.w, zero, a[1].r);
+        if constexpr (!few) load_x(quarter, b[0]);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const tile::FragmentA b = tile::load_8x8x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
-          tile::mma<T>(acc[nt], a[0], {{b.r[0], b.r[1]}});
-          tile::mma<T>(acc[nt], a[1], {{b.r[2], b.r[3]}});
+          const tile::FragmentA& k = b[few ? quarter : 0][nt];
+          tile::mma<T>(sum[nt], a[0], {{k.r[0], k.r[1]}});
+          tile::mma<T>(sum[nt], a[1], {{k.r[2], k.r[3]}});
           if constexpr (Cfg::minima) {
             constexpr std::uint32_t one = Decode::one;
-            tile::mma<T>(ones[nt], {{one, one, one, one}}, {{b.r[0], b.r[1]}});
-            tile::mma<T>(ones[nt], {{one, one, one, one}}, {{b.r[2], b.r[3]}});
+            tile::mma<T>(ones[nt], {{one, one, one, one}}, {{k.r[0], k.r[1]}});
+            tile::mma<T>(ones[nt], {{one, one, one, one}}, {{k.r[2], k.r[3]}});
           }
         }
-
-        // The end of a span: its sum is scaled and added to the chunk's. Past K there are neither codes nor scales.
-        if constexpr (Cfg::small_groups) {
-          if ((quarter & ((1 << p.span_shift) - 1)) != (1 << p.span_shift) - 1) continue;
-          if (left <= (quarter >> p.span_shift << p.span_shift) * 32) continue;
-        } else if (quarter < 3) {
-          continue;
-        }
-        const float scale[2] = {load_scale(group, g, half_scales), load_scale(group, g + 8, half_scales)};
+      };
+      // Past K there are neither codes nor scales.
+      const auto finish = [&](int u, const float (&sum)[NT][4], [[maybe_unused]] const float (&ones)[NT][4]) {
+        const int group = Cfg::small_groups ? u >> p.span_shift : 0;
+        const bool inside = !Cfg::small_groups || left > (group << p.span_shift) * 32;
+        const auto load = [&](const std::uint8_t* side, int row) { return inside ? load_scale(side + group * 32, row, half_scales) : 0.0f; };
+        const float scale[2] = {load(sides, g), load(sides, g + 8)};
         float minimum[2] = {};
-        if constexpr (Cfg::minima) {
-          minimum[0] = load_scale(group + w4_side_bytes, g, half_scales);
-          minimum[1] = load_scale(group + w4_side_bytes, g + 8, half_scales);
-        }
+        if constexpr (Cfg::minima) minimum[0] = load(sides + w4_side_bytes, g), minimum[1] = load(sides + w4_side_bytes, g + 8);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            total[nt][i] = fmaf(scale[i / 2], acc[nt][i], total[nt][i]);
-            acc[nt][i] = 0.0f;
-            if constexpr (Cfg::minima) {
-              total[nt][i] = fmaf(minimum[i / 2], ones[nt][i], total[nt][i]);
-              ones[nt][i] = 0.0f;
-            }
+            total[nt][i] = fmaf(scale[i / 2], sum[nt][i], total[nt][i]);
+            if constexpr (Cfg::minima) total[nt][i] = fmaf(minimum[i / 2], ones[nt][i], total[nt][i]);
           }
+      };
+      if constexpr (few) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {   // units in turns
+          const int u = i % units;
+          multiply(u * unit + i / units, sum[u], ones[Cfg::minima ? u : 0]);
+        }
+#pragma unroll
+        for (int u = 0; u < units; ++u) finish(u, sum[u], ones[Cfg::minima ? u : 0]);
+      } else {
+#pragma unroll
+        for (int quarter = 0; quarter < 4; ++quarter) {
+          multiply(quarter, sum[0], ones[0]);
+          if (quarter % unit != unit - 1) continue;
+          finish(quarter / unit, sum[0], ones[0]);
+#pragma unroll
+          for (int i = 0; i < 4 * NT; ++i) sum[0][i / 4][i % 4] = ones[0][i / 4][i % 4] = 0.0f;
+        }
       }
     }
     panel = next_panel;
   }
-  if (!works) return;
 
   // Found again rather than kept in registers through the loop.
   unsigned block = blockIdx.x;
   asm volatile("" : "+r"(block));
   const W4Place end = w4_place<NT>(p, block);
-  const std::int64_t n0 = end.row * w4_tile_n + g;
-  const int rows_left = static_cast<int>(min(p.w.n - n0, std::int64_t{16}));
-  if (p.splits > 1) {
+  if (p.partial) {
+    if (!works) return;
     const std::int64_t padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
-    float* to = p.partial + (end.split * p.tokens + end.local_token0 + 2 * t) * padded_n + n0;
+    float* to = p.partial + (end.split * p.tokens + end.local_token0 + 2 * t) * padded_n + end.row * w4_tile_n + g;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt, to += 8 * padded_n)
 #pragma unroll
@@ -268,13 +299,44 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
         if (nt * 8 + 2 * t + i % 2 < end.tokens) to[i % 2 * padded_n + i / 2 * 8] = total[nt][i] * Decode::unit;   // the padding of N has room
     return;
   }
+
+  // [chunk][a finisher's warps][token][rows]: to the CTA of the cluster that finishes them.
+  const bool pairs = p.gate_tiles > 0;
+  const int rank = static_cast<int>(end.split) & ((1 << p.cluster_shift) - 1), output = pairs ? warp % (w4_warps / 2) : warp;
+  const W4Finisher mine = w4_finisher(pairs, p.cluster_shift);
+  constexpr int pitch = w4_sums_pitch, of_warp = 8 * NT * pitch;
+  float* const sums = reinterpret_cast<float*>(shared + p.sums_at);
+  const int part = output % mine.outputs + (pairs && warp >= w4_warps / 2 ? mine.outputs : 0);
+  float* to = sums + (rank * mine.warps + part) * of_warp + 2 * t * pitch + g;
+  if (p.cluster_shift > 0) {
+    tile::wait_for_cluster();   // all of its CTAs run
+    to = tile::in_block(to, output / mine.outputs);
+  } else {
+    __syncthreads();   // all have read their codes, which lie here
+  }
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = nt * 8 + 2 * t + i % 2;
-      if (token < end.tokens && i / 2 * 8 < rows_left) store_output<T>(p, p.first_token + end.local_token0 + token, n0 + i / 2 * 8, total[nt][i] * Decode::unit);
-    }
+    for (int i = 0; i < 4; ++i) to[(nt * 8 + i % 2) * pitch + i / 2 * 8] = total[nt][i] * Decode::unit;
+  if (p.cluster_shift > 0) {
+    tile::sync_cluster();   // the sums have come
+  } else {
+    __syncthreads();
+  }
+  for (int item = threadIdx.x; item < mine.outputs * 8 * NT * 4; item += w4_warps * 32) {
+    const int rows = item % 4 * 4, token = item / 4 % (8 * NT), at = item / (4 * 8 * NT);
+    if (token >= end.tokens || rank * mine.outputs + at >= (pairs ? w4_warps / 2 : w4_warps)) continue;
+    const auto sum_of = [&](int part) {
+      float4 sum = {};
+      for (int chunk = 0; chunk < 1 << p.cluster_shift; ++chunk) {
+        const float4 x = *reinterpret_cast<const float4*>(sums + (chunk * mine.warps + part) * of_warp + token * pitch + rows);
+        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+      }
+      return sum;
+    };
+    const Outputs<T> out(p, p.tile_row<w4_warps>(end.row_block, rank * mine.outputs + at) * w4_tile_n + rows);
+    out.store(p.first_token + end.local_token0 + token, sum_of(at), pairs ? sum_of(mine.outputs + at) : float4{});
+  }
 }
 
 // The kernel of one form: the rows of the table are w4_forms, how spans lie in a step, and whether there are minima.

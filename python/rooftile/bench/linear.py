@@ -8,7 +8,10 @@ from rooftile.bench import products
 from rooftile.bench.report import row
 from rooftile.bench.timing import copies_for, time_calls
 
-CASES = products.cases((1, 2, 4, 8, 16, 32, 64, 128, 256), (1024, 4096))  # the last ones heat the chip
+CASES = products.cases(  # many rows heat the chip: they come last
+    (products.SHAPES, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    (products.SHAPES, (1024, 4096)),
+)
 _DEVICE = "cuda"
 _VARIANTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -5,13 +5,13 @@ import re
 
 from rooftile.errors import ArgumentError
 
-_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 TOLERANCE = {"float16": 4e-4, "bfloat16": 2e-3}  # relative Frobenius error of a product rounded to that type
 
 
-def cases(*rows):
-    """Names of cases for groups of numbers of rows, one group after the other."""
-    return tuple(f"k{k}_n{n}_m{m}" for group in rows for k, n in _SHAPES for m in group)
+def cases(*parts):
+    """Names of cases. parts: (shapes, numbers of rows), one behind the other."""
+    return tuple(f"k{k}_n{n}_m{m}" for shapes, rows in parts for k, n in shapes for m in rows)
 
 
 def parse(family, case):

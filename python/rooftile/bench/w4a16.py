@@ -9,9 +9,14 @@ from rooftile.bench.report import left_out, row
 from rooftile.bench.timing import copies_for, time_calls
 from rooftile.bench.vllm_products import products as vllm_products
 
-# the second ones heat the chip: they come last
-CASES = products.cases((1, 2, 4, 8, 16, 32, 64, 128, 256), (1024, 4096, 8192))
-_GROUP = 128
+_ALSO = (4096, 6144), (4096, 28672), (3840, 15360), (4096, 128256), (8192, 8192)
+CASES = products.cases(  # many rows heat the chip: they come last
+    (products.SHAPES, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    (_ALSO, (1, 16, 256)),
+    (products.SHAPES, (1024, 4096, 8192)),
+)
+_GROUP, _MINIMA_GROUP = 128, 32
+_INVARIANT_ROWS, _MINIMA_ROWS = (16, 64, 256), (1, 16, 64, 256, 1024)  # of SHAPES: the other variants of ours
 
 
 def parse(case):
@@ -38,6 +43,13 @@ def run(cases, peers, ceiling, advance):
     return rows, {"marlin", "machete"} - {r["impl"] for r in rows} if peers else set()
 
 
+def _copies(w):
+    """As many of a weight as the L2 needs to forget it, and what it stands for. `.to` would give w itself."""
+    arrays = w.codes, w.scales, w.offsets
+    others = ([None if a is None else a.clone() for a in arrays] for _ in range(copies_for(w.nbytes) - 1))
+    return [w, *(rt.W4Weight(*a, **w.layout) for a in others)], w.dequantize("float32")
+
+
 class _Weights:
     """One weight in every form that is timed, each as often as the L2 needs to forget it."""
 
@@ -46,8 +58,9 @@ class _Weights:
         self.k, self.n = k, n
         weight = torch.randn(n, k, dtype=torch.float16, device="cuda") * k**-0.5
         w = rt.W4Weight.quantize(weight, group_size=_GROUP)
-        self.exact = w.dequantize("float32").to("cuda")
-        self.ours = [w] + [w.to("cuda") for _ in range(copies_for(w.nbytes) - 1)]
+        self.ours, self.exact = _copies(w)
+        if (k, n) in products.SHAPES:
+            self.minima = _copies(rt.W4Weight.quantize(weight, group_size=_MINIMA_GROUP, zeros="minima"))
         if peers:
             half = self.exact.half()
             self.dense = [half] + [half.clone() for _ in range(copies_for(half.nbytes) - 1)]
@@ -74,25 +87,34 @@ class _Weights:
         torch.manual_seed(m)
         x = torch.randn(m, self.k, dtype=torch.float16, device="cuda")
         expected = x.float() @ self.exact.T
-        flops, activations = 2 * m * self.n * self.k, 2 * m * (self.k + self.n)
-        with rt.record_kernels() as names:
-            out = rt.w4a16_matmul(x, self.ours[0])
-        error = products.error(f"{case} rooftile", out, expected, products.TOLERANCE["float16"])
-        times = time_calls([lambda w=w: rt.w4a16_matmul(x, w, out=out) for w in self.ours])
-        nbytes = self.ours[0].nbytes + activations
-        rows = [row(case, "rooftile", f"int4-g{_GROUP}", names[-1], times, nbytes, flops, error, ceiling)]
+        flops, activations, bound = 2 * m * self.n * self.k, 2 * m * (self.k + self.n), products.TOLERANCE["float16"]
+        out = torch.empty(m, self.n, dtype=torch.float16, device="cuda")
+
+        def ours(variant, weights, expected, **options):
+            with rt.record_kernels() as names:
+                rt.w4a16_matmul(x, weights[0], out=out, **options)
+            error = products.error(f"{case} rooftile {variant}", out, expected, bound)
+            times = time_calls([lambda w=w: rt.w4a16_matmul(x, w, out=out, **options) for w in weights])
+            nbytes = weights[0].nbytes + activations
+            return row(case, "rooftile", variant, names[-1], times, nbytes, flops, error, ceiling)
+
+        rows = [ours(f"int4-g{_GROUP}", self.ours, expected)]
+        if (self.k, self.n) in products.SHAPES and m in _MINIMA_ROWS:
+            weights, exact = self.minima
+            rows.append(ours(f"int4-g{_MINIMA_GROUP}-minima", weights, x.float() @ exact.T))
+        if (self.k, self.n) in products.SHAPES and m in _INVARIANT_ROWS:
+            rows.append(ours(f"int4-g{_GROUP}-invariant", self.ours, expected, batch_invariant=True))
         if not peers:
             return rows
-        error = products.error(f"{case} cublas", x @ self.dense[0].T, expected, products.TOLERANCE["float16"])
+        error = products.error(f"{case} cublas", x @ self.dense[0].T, expected, bound)
         times = time_calls([lambda w=w: torch.mm(x, w.T, out=out) for w in self.dense])
         nbytes = self.dense[0].nbytes + activations
         rows.append(row(case, "cublas", "fp16", "torch.mm", times, nbytes, flops, error, ceiling))
         if m <= 128:
             x16 = x.bfloat16()
             call = torch._weight_int4pack_mm
-            error = products.error(
-                f"{case} tinygemm", call(x16, self.tiny[0][0], _GROUP, self.tiny[0][1]), expected, 1e-2
-            )  # bf16
+            got = call(x16, self.tiny[0][0], _GROUP, self.tiny[0][1])
+            error = products.error(f"{case} tinygemm", got, expected, 1e-2)  # its scales and activations are bf16
             times = time_calls([lambda w=w: call(x16, w[0], _GROUP, w[1]) for w in self.tiny])
             nbytes = self.tiny[0][0].nbytes + self.tiny[0][1].nbytes + activations
             rows.append(
@@ -101,7 +123,7 @@ class _Weights:
         nbytes = self.n * (self.k // 2 + 2 * self.k // _GROUP) + activations
         for name, (forms, call) in self.vllm.items():
             try:
-                error = products.error("checked", call(x, forms[0]), expected, products.TOLERANCE["float16"])
+                error = products.error("checked", call(x, forms[0]), expected, bound)
                 times = time_calls([lambda form=form, call=call: call(x, form) for form in forms])
             except Exception as e:  # wrong, refused, or what another version calls otherwise
                 left_out(f"{case} {name}", e)

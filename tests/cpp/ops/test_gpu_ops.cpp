@@ -365,18 +365,23 @@ TEST_F(Gpu, ProductsWithFourBitWeights) {
     for (const std::int64_t m : {1, 9, 20, 40, 70}) {   // a regime each
       const DType dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       MatmulOptions options{.batch_invariant = one_in(3, random)};
-      SCOPED_TRACE(testing::Message() << name(dtype) << " m " << m << (options.batch_invariant ? " invariant" : ""));
-      const std::int64_t n = w.on({}).n;
+      const std::int64_t n = w.on({}).n, k = w.on({}).k, stride = k + (one_in(2, random) ? 3 : 0);
+      SCOPED_TRACE(testing::Message() << name(dtype) << " m " << m << " stride " << stride << (options.batch_invariant ? " invariant" : ""));
       const auto seed = static_cast<unsigned>(random());
-      const Array x(dtype, {m, w.on({}).k}, seed), bias(dtype, {n}, seed + 1), residual(dtype, {m, n}, seed + 2), y(dtype, {m, n});
-      const Array workspace(DType::u8, {static_cast<std::int64_t>(w4a16_workspace(context(gpu), x.on(gpu), w.on(gpu), options))});
+      const Array wide(dtype, {m, stride}, seed), bias(dtype, {n}, seed + 1), residual(dtype, {m, n}, seed + 2), y(dtype, {m, n});
+      const auto x_on = [&](Device d) {
+        TensorView x = wide.on(d);
+        x.shape[1] = k;
+        return x;
+      };
+      const Array workspace(DType::u8, {static_cast<std::int64_t>(w4a16_workspace(context(gpu), x_on(gpu), w.on(gpu), options))});
       for (const Device d : both) {
         if (m > 1) {
           options.bias = bias.on(d);
           options.residual = residual.on(d);
           options.activation = Activation::silu;
         }
-        w4a16_matmul(context(d, workspace), x.on(d), w.on(d), y.on(d), options);
+        w4a16_matmul(context(d, workspace), x_on(d), w.on(d), y.on(d), options);
       }
       y.expect_close(tolerance(dtype));
     }

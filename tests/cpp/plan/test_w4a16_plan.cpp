@@ -26,6 +26,22 @@ void for_each_problem(F&& f) {
           if (w.k % group == 0) f(W4Problem{.m = m, .n = w.n, .k = w.k, .group = group, .sms = sms});
 }
 
+// With all that may have to be prepared, and more tokens than are prepared at once.
+template <class F>
+void for_each_tiles_problem(F&& f) {
+  for_each_problem([&](W4Problem p) {
+    p.tiles = true;
+    for (const std::int64_t m : {p.m, 11 * p.m})
+      for (const bool copy : {false, true})
+        for (const bool minima : {false, true}) {
+          p.m = m;
+          p.copy_x = copy;
+          p.minima = minima;
+          f(p);
+        }
+  });
+}
+
 TEST(W4Plan, CoversTheProblemWithinTheDevice) {
   for_each_problem([](W4Problem p) {
     for (bool invariant : {false, true}) {
@@ -50,10 +66,10 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
 }
 
 TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
-  for_each_problem([](W4Problem p) {
-    p.tiles = true;
+  for_each_tiles_problem([](const W4Problem& p) {
     const W4Plan plan = plan_w4a16(p);
-    SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms);
+    SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms
+                                    << (p.copy_x ? " copy" : "") << (p.minima ? " minima" : ""));
     ASSERT_EQ(plan.tiles, p.m > w4_stream_tokens);
     if (!plan.tiles) return;
     const W4TilesForm form = w4_tiles_forms[plan.form];
@@ -62,16 +78,55 @@ TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
     EXPECT_LT((plan.splits - 1) * chunk, steps);
     EXPECT_TRUE(plan.span == 32 || plan.span == 64 || plan.span == 128);
     EXPECT_TRUE(plan.span <= p.group || p.group == p.k);
-    EXPECT_GE(plan.token_blocks * form.tokens, p.m);
-    EXPECT_LT((plan.token_blocks - 1) * form.tokens, p.m);
+    EXPECT_GT(plan.launch_tokens, 0);
+    EXPECT_LE(plan.launch_tokens, p.m);
+    EXPECT_GE(plan.token_blocks * form.tokens, plan.launch_tokens);
+    EXPECT_LT((plan.token_blocks - 1) * form.tokens, plan.launch_tokens);
     EXPECT_GE(plan.row_blocks * form.warps() * w4_tile_n, p.n);
     EXPECT_EQ(plan.row_blocks % plan.cluster, 0);
     EXPECT_EQ(form.tokens / plan.cluster % 8, 0);   // rows of a swizzle
     EXPECT_GE(plan.token_group, 1);
     EXPECT_LE(plan.shared_bytes, (228u / static_cast<unsigned>(form.ctas) - 1) * 1024);
-    EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
+    const std::size_t prepared = plan.copy_bytes + plan.sums_bytes;
+    EXPECT_EQ(plan.workspace_bytes == prepared, plan.splits == 1);
     if (plan.splits > 1) {
       EXPECT_LE(ctas, std::int64_t{p.sms} * form.ctas);   // and so is the workspace
+    }
+  });
+}
+
+TEST(W4Plan, WhatIsPreparedForTilesHasRoom) {
+  for_each_tiles_problem([](const W4Problem& p) {
+    const W4Plan plan = plan_w4a16(p);
+    if (!plan.tiles) return;
+    SCOPED_TRACE(testing::Message() << "m " << p.m << " k " << p.k << " group " << p.group << (p.copy_x ? " copy" : "") << (p.minima ? " minima" : ""));
+    EXPECT_EQ(plan.launch_tokens, std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : p.m));
+    const W4TilesForm form = w4_tiles_forms[plan.form];
+    EXPECT_TRUE(plan.launch_tokens == p.m || plan.launch_tokens % form.tokens == 0);   // only the last launch has a block with less
+    EXPECT_EQ(plan.copy_bytes, p.copy_x ? static_cast<std::size_t>(plan.launch_tokens * ((p.k + 7) / 8) * 16) : 0u);
+    const std::int64_t spans = (w4_tiles_k(p.k) + 1) / 2 * (w4_step_k / plan.span);
+    EXPECT_GE(spans * plan.span, p.k);
+    EXPECT_EQ(plan.sums_bytes, p.minima ? static_cast<std::size_t>(4 * plan.token_blocks * form.tokens * spans) : 0u);
+    // arrays that the copy engine reads start at multiples of 16 bytes
+    EXPECT_EQ((plan.workspace_bytes - plan.copy_bytes - plan.sums_bytes) % 16, 0u);
+    EXPECT_EQ(plan.copy_bytes % 16, 0u);
+    EXPECT_EQ(plan.sums_bytes % 16, 0u);
+    EXPECT_GE(plan.prepare_parts, 1);
+    EXPECT_LE(std::int64_t{plan.prepare_parts - 1} * w4_prepare_columns, p.k);
+  });
+}
+
+TEST(W4Plan, NothingIsPreparedForFewTokensOrInvariance) {
+  for_each_tiles_problem([](W4Problem p) {
+    for (const bool few : {false, true}) {
+      p.m = few ? w4_stream_tokens : p.m;
+      p.batch_invariant = !few;
+      W4Problem plain = p;
+      plain.tiles = plain.copy_x = plain.minima = false;
+      const W4Plan plan = plan_w4a16(p);
+      EXPECT_FALSE(plan.tiles);
+      EXPECT_EQ(plan.copy_bytes + plan.sums_bytes, 0u);
+      EXPECT_EQ(plan.workspace_bytes, plan_w4a16(plain).workspace_bytes);
     }
   });
 }
@@ -99,6 +154,9 @@ TEST(W4Plan, SplitsDependOnTheRegimeOnly) {
     EXPECT_EQ(cut(33, false), cut(64, false));
     EXPECT_EQ(cut(65, false), cut(128, false));
     EXPECT_EQ(cut(385, false), cut(512, false));
+    const auto plain = cut(3 * p.m, false);
+    p.copy_x = true;   // not on x's strides
+    EXPECT_EQ(cut(3 * p.m, false), plain);
   });
 }
 
