@@ -221,8 +221,8 @@ class W4Weight:
 
     @classmethod
     def concat(cls, weights):
-        """One weight [sum of N, K] of several [N, K] of one group size, kind, scale dtype and device: q, k and v, or gate
-        and up, in one product. Lossless. Act-order: all must have the same perm. Raises ArgumentError /
+        """One weight [sum of N, K] of several [N, K] of one group size, kind, scale dtype and device: q, k and v, or
+        gate and up, in one product. Lossless. Act-order: all must have the same perm. Raises ArgumentError /
         ArgumentTypeError for what does not go together.
         """
         op = "W4Weight.concat"
