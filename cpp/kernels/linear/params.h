@@ -19,7 +19,7 @@ struct LinearParams : Product {
   int row_tiles = 0, slice_shift = 0, steps = 0, chunk_steps = 0;   // as in LinearPlan; steps: of all of K
 };
 
-// One product by tiles; all of its tensors lie as tiles need it (matmul.cu). The plan's path says whose.
+// One product by tiles; all of its tensors lie as tiles need it (linear.cu). The plan's path says whose.
 void linear_collective(const DeviceScope&, const LinearParams&, DType, int form);
 void linear_blocks(const DeviceScope&, const LinearParams&, DType);
 void load_linear_collectives(const char* op);
