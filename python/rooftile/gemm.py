@@ -221,9 +221,10 @@ class W4Weight:
 
     @classmethod
     def concat(cls, weights):
-        """One weight [sum of N, K] of several [N, K] of one group size, kind, scale dtype and device: q, k and v, or
-        gate and up, in one product. Lossless. Act-order: all must have the same perm. Raises ArgumentError /
-        ArgumentTypeError for what does not go together.
+        """One weight [sum of N, K] of several [N, K]: q, k and v, or gate and up, in one product. Lossless.
+
+        weights: of the same group size, kind, scale dtype, device and act-order. Raises ArgumentError /
+        ArgumentTypeError naming the one that does not go with the first.
         """
         op = "W4Weight.concat"
         weights = list(weights)

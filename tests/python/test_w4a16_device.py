@@ -235,16 +235,9 @@ GATES = {
 @pytest.mark.parametrize("kind", w4.KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated(activation, kind, dtype, device):
-    # outputs: whole tiles or not, gates that share no tile with their ups, more than a CTA, none split or cut along K
-    shapes = (
-        (32, 64, 64),
-        (34, 96, 32),
-        (26, 50, 50),
-        (192, 576, 64),
-        (160, 4096, 128),
-        (2, 4096, 32),
-        (4128, 128, 64),
-    )
+    # outputs: whole tiles or not, gates that share a tile with ups, more than a CTA; K whole, cut in two and in more
+    shapes = ((32, 64, 64), (34, 96, 32), (26, 50, 50), (192, 576, 64))
+    shapes += ((160, 4096, 128), (2, 4096, 32), (4128, 128, 64))
     for n, k, group in shapes[: 4 if device == "cpu" else None]:
         w, dense = weight(n, k, group, kind, device, scale_dtype=dtype)
         m = max(rows(device))
@@ -362,6 +355,44 @@ def test_rounding_gives_the_same_bits_on_every_device(n, k, group, zeros, dtype,
         assert (ours is None and theirs is None) or torch.equal(ours.cpu(), theirs), name
     strided = x.T.contiguous().T.to(device)
     assert torch.equal(rt.W4Weight.quantize(strided, group_size=group, zeros=zeros).codes, there.codes)
+
+
+@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_another_kernel_left_in_shared_memory_does_not_matter(kind, dtype, device):
+    cuda_only(device)
+    codes, scales, zeros = w4.parts(4096, 512, 32, kind, dtype)
+    scales[:] = np.nan
+    if kind == "minima":
+        zeros[:] = np.nan
+    poison = w4.weight(codes, scales, zeros, kind, dtype, group=32).to(device)
+    for k in (96, 160, 224):  # the last step of K has room for groups that are not there
+        w, dense = weight(4096, k, 32, kind, device, exact=True)
+        x = cases.exact_values((130, k), "exact x", k)
+        exact, tx = oracle.w4a16_matmul(x, dense), cases.tensor(x, dtype, device)
+        for m in (1, 9, 17, 40, 130):
+            rt.w4a16_matmul(torch.ones(m, 512, device=device).to(tx.dtype), poison)
+            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w), exact[:m])
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 128, 300])
+def test_loads_that_come_late(m, device):
+    """Memory is busy with copies on another stream: what is read before it has come would be another step's."""
+    cuda_only(device)
+    n, k = 2048, 8192
+    w, _ = weight(n, k, 128, "integer", device)
+    xs = [cases.tensor(cases.values((m, k), "float16", "late", i), "float16", device) for i in range(2)]
+    alone = [rt.w4a16_matmul(x, w) for x in xs]
+    source = torch.empty(1 << 29, dtype=torch.uint8, device=device).random_()
+    target, busy = torch.empty_like(source), torch.cuda.Stream()
+    busy.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(busy):
+        for _ in range(40):
+            target.copy_(source)
+    found = [rt.w4a16_matmul(xs[i % 2], w) for i in range(60)]
+    torch.cuda.synchronize()
+    for i, y in enumerate(found):
+        closeness.assert_bits_equal(y, alone[i % 2], f"call {i}")
 
 
 @pytest.mark.parametrize("m", [1, 40])

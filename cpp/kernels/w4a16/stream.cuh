@@ -16,8 +16,8 @@
 // shared memory to the threads that finish them; two chunks of K are a cluster, whose CTAs finish half of their rows each; of more
 // chunks the sums go to the workspace, and `finish` adds them in order.
 //
-// Cost: N K (1/2 + b/G) bytes of W, 2 M N K flop, 155 instructions of a warp for 1 KB of codes up to 8 tokens: bandwidth is the roof
-// if the loads run ahead, close to the issue slots; beyond 32 tokens mma.sync. x is read from L2 once a CTA.
+// Cost: N K (1/2 + b/G) bytes of W, 2 M N K flop, some 150 instructions of a warp for 1 KB of codes up to 8 tokens: bandwidth is the
+// roof if the loads run ahead, close to the issue slots; beyond 32 tokens mma.sync. x is read from L2 once a CTA.
 // Sync: ring: a lane waits for its own copies, __syncwarp makes the others' scales visible and is also what allows a slot
 // to be filled again. x: one __syncthreads a panel: it has come, and the one before it may be overwritten. Sums: all have read their
 // codes, or all CTAs of the cluster run; then the sums have come.
@@ -185,10 +185,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
     cute::cp_async_fence();
   }
 
-  // Of a step, 4 quarters of 32 k: what is scaled at once are units of `unit` quarters, in order. Up to 8 tokens leave registers for x
-  // of the whole step and for sums of all its units, so that loads and products need not wait for each other.
-  constexpr int unit = Cfg::small_groups ? 1 : 2, units = 4 / unit;
-  constexpr bool few = NT == 1;
+  // Of a step, 4 quarters of 32 k: sums over `unit` of them are scaled at once.
+  constexpr int unit = Cfg::small_groups ? 1 : 2;
   float total[NT][4] = {};   // of the chunk: rows g, g + 8 x tokens 2t, 2t + 1
   const bool half_scales = p.w.scale_dtype == DType::f16;
   typename Decode::Zero zero = Cfg::minima ? Decode::zero(0, 0) : Decode::zero(8, 8);
@@ -211,45 +209,36 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
       slot = slot == ring + (S - 1) * w4_slot_bytes ? ring : slot + w4_slot_bytes;
       const uint4 words[2] = {*reinterpret_cast<const uint4*>(slot), *reinterpret_cast<const uint4*>(slot + w4_tile_bytes)};
       const std::uint8_t* const sides = slot - lane * 16 + 2 * w4_tile_bytes;
-      tile::FragmentA b[few ? 4 : 1][NT];
-      const auto load_x = [&](int quarter, tile::FragmentA (&to)[NT]) {
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) to[nt] = tile::load_8x8x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
-      };
-      if constexpr (few)
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) load_x(quarter, b[quarter]);
       if (step + S - 1 < steps) codes.fill(before);
       cute::cp_async_fence();
 
       [[maybe_unused]] const int left = p.k - (first + step) * w4_step_k;   // of K, from this step on
-      float sum[few ? units : 1][NT][4] = {}, ones[Cfg::minima ? (few ? units : 1) : 1][NT][4] = {};   // ones: of x / unit, in every row
-      const auto multiply = [&](int quarter, float (&sum)[NT][4], [[maybe_unused]] float (&ones)[NT][4]) {
+      float sum[NT][4] = {}, ones[Cfg::minima ? NT : 1][4] = {};   // ones: of x / unit, in every row
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const int group = Cfg::small_groups ? quarter >> p.span_shift : 0;
         if (p.w.zeros == W4Zeros::integer && (Cfg::small_groups ? (quarter & ((1 << p.span_shift) - 1)) == 0 : quarter == 0)) {
-          const std::uint8_t* const zeros = sides + w4_side_bytes + (Cfg::small_groups ? quarter >> p.span_shift : 0) * 16;
+          const std::uint8_t* const zeros = sides + w4_side_bytes + group * 16;
           zero = Decode::zero(zeros[g], zeros[g + 8]);
         }
         const uint4& four = words[quarter / 2];
         tile::FragmentA a[2];
         Decode::decode(quarter % 2 == 0 ? four.x : four.z, zero, a[0].r);
         Decode::decode(quarter % 2 == 0 ? four.y : four.w, zero, a[1].r);
-        if constexpr (!few) load_x(quarter, b[0]);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const tile::FragmentA& k = b[few ? quarter : 0][nt];
-          tile::mma<T>(sum[nt], a[0], {{k.r[0], k.r[1]}});
-          tile::mma<T>(sum[nt], a[1], {{k.r[2], k.r[3]}});
+          const tile::FragmentA b = tile::load_8x8x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
+          tile::mma<T>(sum[nt], a[0], {{b.r[0], b.r[1]}});
+          tile::mma<T>(sum[nt], a[1], {{b.r[2], b.r[3]}});
           if constexpr (Cfg::minima) {
             constexpr std::uint32_t one = Decode::one;
-            tile::mma<T>(ones[nt], {{one, one, one, one}}, {{k.r[0], k.r[1]}});
-            tile::mma<T>(ones[nt], {{one, one, one, one}}, {{k.r[2], k.r[3]}});
+            tile::mma<T>(ones[nt], {{one, one, one, one}}, {{b.r[0], b.r[1]}});
+            tile::mma<T>(ones[nt], {{one, one, one, one}}, {{b.r[2], b.r[3]}});
           }
         }
-      };
-      // Past K there are neither codes nor scales.
-      const auto finish = [&](int u, const float (&sum)[NT][4], [[maybe_unused]] const float (&ones)[NT][4]) {
-        const int group = Cfg::small_groups ? u >> p.span_shift : 0;
-        const bool inside = !Cfg::small_groups || left > (group << p.span_shift) * 32;
+        if (quarter % unit != unit - 1) continue;
+
+        const bool inside = !Cfg::small_groups || left > (group << p.span_shift) * 32;   // past K there are neither codes nor scales
         const auto load = [&](const std::uint8_t* side, int row) { return inside ? load_scale(side + group * 32, row, half_scales) : 0.0f; };
         const float scale[2] = {load(sides, g), load(sides, g + 8)};
         float minimum[2] = {};
@@ -259,26 +248,12 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             total[nt][i] = fmaf(scale[i / 2], sum[nt][i], total[nt][i]);
-            if constexpr (Cfg::minima) total[nt][i] = fmaf(minimum[i / 2], ones[nt][i], total[nt][i]);
+            sum[nt][i] = 0.0f;
+            if constexpr (Cfg::minima) {
+              total[nt][i] = fmaf(minimum[i / 2], ones[nt][i], total[nt][i]);
+              ones[nt][i] = 0.0f;
+            }
           }
-      };
-      if constexpr (few) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {   // units in turns
-          const int u = i % units;
-          multiply(u * unit + i / units, sum[u], ones[Cfg::minima ? u : 0]);
-        }
-#pragma unroll
-        for (int u = 0; u < units; ++u) finish(u, sum[u], ones[Cfg::minima ? u : 0]);
-      } else {
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-          multiply(quarter, sum[0], ones[0]);
-          if (quarter % unit != unit - 1) continue;
-          finish(quarter / unit, sum[0], ones[0]);
-#pragma unroll
-          for (int i = 0; i < 4 * NT; ++i) sum[0][i / 4][i % 4] = ones[0][i / 4][i % 4] = 0.0f;
-        }
       }
     }
     panel = next_panel;

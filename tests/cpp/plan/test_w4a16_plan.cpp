@@ -44,8 +44,12 @@ void for_each_tiles_problem(F&& f) {
 
 TEST(W4Plan, CoversTheProblemWithinTheDevice) {
   for_each_problem([](W4Problem p) {
-    for (bool invariant : {false, true}) {
-      p.batch_invariant = invariant;
+    for (int options = 0; options < 8; ++options) {
+      p.batch_invariant = options & 1;
+      p.clusters = options & 2;
+      p.gated = options & 4 && p.n % 2 == 0;
+      const std::int64_t outputs = p.gated ? p.n / 2 : p.n;
+      const bool apart = p.gated && outputs % w4_tile_n != 0;
       const W4Plan plan = plan_w4a16(p);
       const W4Form form = w4_forms[plan.form];
       const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, chunk = plan.chunk_steps;
@@ -58,9 +62,24 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       EXPECT_LE(plan.shared_bytes, 99u * 1024);
       EXPECT_GE(plan.x_rows, std::min<std::int64_t>(p.m, 8 * form.token_tiles));
       EXPECT_GE(plan.row_blocks * w4_warps * w4_tile_n, p.n);
-      EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
-      const std::int64_t ctas = plan.row_blocks * plan.token_blocks * plan.splits;
-      EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(std::min<std::int64_t>(ctas, 2 * p.sms)) * w4_warps * 16 * w4_tokens * 4);
+      EXPECT_EQ(plan.finish, apart || (plan.splits > 1 && plan.cluster == 1));
+      EXPECT_EQ(plan.workspace_bytes == 0, !plan.finish);
+      EXPECT_EQ(plan.gate_tiles, p.gated && !apart ? outputs / w4_tile_n : 0);
+      EXPECT_GE(plan.row_blocks * w4_warps / 2, plan.gate_tiles);
+      if (plan.cluster > 1) {
+        EXPECT_TRUE(p.clusters);
+        EXPECT_EQ(plan.cluster, plan.splits);
+        EXPECT_EQ(plan.token_blocks, 1);
+      }
+      const int shift = plan.cluster > 1 ? 1 : 0;
+      const W4Finisher finisher = w4_finisher(plan.gate_tiles > 0, shift);
+      EXPECT_EQ(finisher.outputs << shift, plan.gate_tiles > 0 ? w4_warps / 2 : w4_warps);
+      const int sums = plan.cluster * finisher.warps * 8 * form.token_tiles * w4_sums_pitch * 4;
+      if (!plan.finish) {
+        EXPECT_LE(static_cast<std::size_t>(plan.sums_at + sums), plan.shared_bytes);
+      }
+      const std::int64_t ctas = plan.row_blocks * plan.token_blocks * plan.splits, most = apart ? ctas : std::min<std::int64_t>(ctas, 2 * p.sms);
+      EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(most) * w4_warps * 16 * w4_tokens * 4);
     }
   });
 }
