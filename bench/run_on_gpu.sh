@@ -172,7 +172,7 @@ print(*(n for n in "pytest hypothesis ml_dtypes mpmath gguf transformers matplot
     }
   fi
   case $mode in
-    quick) files=(tests/python/test_{cuda,decode_attention_gpu,decode_attention_gpu_faults,kv_cache_gpu,w4a16_device}.py) ;;
+    quick) files=(tests/python/test_{cuda,decode_attention_gpu,decode_attention_gpu_faults,kv_cache_gpu,linear_device,w4a16_device}.py) ;;
     usual) mapfile -t files < <(grep -lEw 'cuda|device' tests/python/test_*.py) ;;
     all) files=(tests/python) ;;
   esac
@@ -227,7 +227,7 @@ gbench() {
 run_gbench() {
   local options=() path
   [ $mode != quick ] || options=(--benchmark_min_time=0.02)
-  for program in peaks bench_decode bench_w4a16 bench_append bench_ops; do
+  for program in peaks bench_decode bench_w4a16 bench_linear bench_append bench_ops; do
     path=$build/bench/cpp/$program
     if [ -x "$path" ]; then
       step "gbench.$program" gbench "$path" "$out/gbench.$program.json" "${options[@]}" || true
@@ -242,12 +242,12 @@ skipped gbench || run_gbench
 
 run_bench() {
   local cases=()
-  for family in decode w4a16 ops; do
+  for family in decode w4a16 linear ops; do
     cases=()
     if [ $mode = quick ]; then
       case $family in
         decode) cases=(--case b1_kv4096 --case b8_kv4096 --case append_b64_t1) ;;
-        w4a16) cases=(--case k4096_n4096_m1 --case k4096_n4096_m16) ;;
+        w4a16 | linear) cases=(--case k4096_n4096_m1 --case k4096_n4096_m16) ;;
         ops) cases=(--only _t64_) ;;
       esac
     fi

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-DECODE, W4A16 = "cpp/kernels/decode/", "cpp/kernels/w4a16/"
+DECODE, W4A16, LINEAR = "cpp/kernels/decode/", "cpp/kernels/w4a16/", "cpp/kernels/linear/"
 
 
 @dataclass
@@ -201,9 +201,39 @@ FAULTS = {
     ),
     "finish_order": Fault(
         "the last chunk of K is forgotten",
-        W4A16 + "finish.cuh",
+        "cpp/kernels/products/finish.cu",
         "for (int split = 0; split < p.splits; ++split) {",
         "for (int split = 0; split < p.splits - 1; ++split) {",
+    ),
+    "linear_ring": Fault(
+        "a step of W is read before its copies have come",
+        LINEAR + "stream.cuh",
+        "cute::cp_async_wait<S - 2>();",
+        "cute::cp_async_wait<S - 1>();",
+    ),
+    "linear_slices": Fault(
+        "a warp's share of K is left out of the sum",
+        LINEAR + "stream.cuh",
+        "for (int s = 0; s < slices; ++s) {",
+        "for (int s = 0; s < max(slices - 1, 1); ++s) {",
+    ),
+    "linear_tail": Fault(
+        "one element behind the end of K counts",
+        LINEAR + "stream.cuh",
+        "if (i < left) words",
+        "if (i <= left) words",
+    ),
+    "linear_wait": Fault(
+        "W and x are read while the kernel that writes them still runs",
+        LINEAR + "stream.cuh",
+        "  tile::wait_for_previous_kernel();\n\n#pragma unroll",
+        "#pragma unroll",
+    ),
+    "linear_residual": Fault(
+        "tiles forget the residual",
+        LINEAR + "collective.cu",
+        "p.residual.data ? 1.0f : 0.0f",
+        "0.0f",
     ),
 }
 

@@ -54,6 +54,13 @@ struct W4MatmulArgs {
   bool batch_invariant = false;       // a row's bits are the same at every number of rows
 };
 
+struct LinearArgs {
+  TensorView x, w, y, bias, residual;   // rows of K and of N; w [N, K]; bias [N], residual like y: may be absent
+  Activation activation = Activation::none;
+  static constexpr bool gated = false;
+  std::int64_t outputs() const { return w.shape[0]; }
+};
+
 enum class Gate { silu, gelu_tanh, gelu_erf };
 
 // rms_norm, layer_norm and their add_ forms: s = x (+ residual, rounded to the dtype and kept in res), y = norm(s).

@@ -24,6 +24,7 @@ struct Kernels {
                     const std::int32_t* rows, const std::int32_t* counts);
 
   void (*w4a16_matmul)(const Parallel&, const W4MatmulArgs&);
+  void (*linear)(const Parallel&, const LinearArgs&);
 
   void (*norm)(const Parallel&, const NormArgs&);
   void (*rope)(const Parallel&, const TensorView& x, const TensorView& cos, const TensorView& sin,

@@ -37,6 +37,9 @@ KernelName kv_append(const char* op, const Context&, const AppendArgs&);
 KernelName w4a16_matmul(const Context&, const W4MatmulArgs&);
 std::size_t w4a16_workspace(const Context&, const W4MatmulArgs&);
 
+KernelName linear(const Context&, const LinearArgs&);
+std::size_t linear_workspace(const Context&, const LinearArgs&);
+
 // codes, scales and offsets (zeros or minima; absent if symmetric) of a weight, canonical or in kernel form.
 struct W4Arrays {
   TensorView codes, scales, offsets;

@@ -35,6 +35,8 @@ std::size_t decode_workspace(const Context& ctx, const DecodeArgs&) { none("deco
 KernelName kv_append(const char* op, const Context& ctx, const AppendArgs&) { none(op, ctx); }
 KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs&) { none("w4a16_matmul", ctx); }
 std::size_t w4a16_workspace(const Context& ctx, const W4MatmulArgs&) { none("w4a16_matmul", ctx); }
+KernelName linear(const Context& ctx, const LinearArgs&) { none("linear", ctx); }
+std::size_t linear_workspace(const Context& ctx, const LinearArgs&) { none("linear", ctx); }
 void w4_pack(const char* op, const Context& ctx, const W4Arrays&, const W4Arrays&, W4Zeros, int) { none(op, ctx); }
 void w4_unpack(const char* op, const Context& ctx, const W4View&, const W4Arrays&) { none(op, ctx); }
 void w4_quantize(const char* op, const Context& ctx, const TensorView&, int, W4Zeros, const W4Arrays&) { none(op, ctx); }

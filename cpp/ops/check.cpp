@@ -150,6 +150,25 @@ void raise_fault(const char* op, const KvCacheView& cache) {
   fail(ErrorKind::value, op, ": an earlier call on this cache left ", named ? "row " : "batch entry ", row, " alone: ", why);
 }
 
+void check_product(const char* op, const TensorView& x, std::int64_t n, bool gated, const TensorView& y, const TensorView& bias,
+                   const TensorView& residual) {
+  const std::int64_t outputs = gated ? n / 2 : n;
+  TensorView expected = x;
+  expected.shape[x.ndim - 1] = outputs;
+  const auto like_y = [&](const char* argument, const TensorView& t) {
+    Arg(op, argument, t).given().dtype({x.dtype}).device(x.device, "x");
+    ROOFTILE_CHECK(same_shape(t, expected), op, ": ", argument, " must be x's shape with N", gated ? " / 2 = " : " = ",
+                   outputs, " last, ", shape_text(expected), ", got ", describe(t));
+  };
+  like_y("out", y);
+  Arg(op, "out", y).writable();
+  if (bias.given()) Arg(op, "bias", bias).shape({n}, "[N]").dtype({x.dtype}).device(x.device, "x");
+  check_apart(op, "out", y, {{"x", x}, {"bias", bias}});
+  if (!residual.given()) return;
+  like_y("residual", residual);
+  check_overlap(op, "out", y, "residual", residual);
+}
+
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts) {
   KernelName result;   // zeros
   std::size_t used = 0;

@@ -114,6 +114,11 @@ void check_apart(const char* op, const char* out_name, const TensorView& out, st
 // The same for an input that `out` is computed from element by element: out may also be that very view.
 void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
 
+// What every product [..., K] -> [..., N], of a gated one N / 2, asks of its other tensors: y and residual are x's shape with that last, bias
+// is [N], all in x's dtype on its device; y shares memory with no input but residual, which it may be.
+void check_product(const char* op, const TensorView& x, std::int64_t n, bool gated, const TensorView& y, const TensorView& bias,
+                   const TensorView& residual);
+
 KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts);   // "cpu_avx512_bf16"
 
 }  // namespace rooftile::check

@@ -266,22 +266,7 @@ KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, Tenso
                  "_mul\" needs a weight of rows [gate | up], an even number N, got N = ", w.n);
   const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
                           .activation = options.activation, .gated = options.gated, .batch_invariant = options.batch_invariant};
-  TensorView expected = x;
-  expected.shape[x.ndim - 1] = args.outputs();
-  const auto like_y = [&](const char* argument, const TensorView& t) {
-    Arg(op, argument, t).given().dtype({x.dtype}).device(x.device, "x");
-    ROOFTILE_CHECK(same_shape(t, expected), op, ": ", argument, " must be x's shape with N", options.gated ? " / 2 = " : " = ",
-                   args.outputs(), " last, ", shape_text(expected), ", got ", describe(t));
-  };
-  like_y("out", y);
-  Arg(op, "out", y).writable();
-  if (options.bias.given())
-    Arg(op, "bias", options.bias).shape({w.n}, "[N]").dtype({x.dtype}).device(x.device, "x");
-  check::check_apart(op, "out", y, {{"x", x}, {"bias", options.bias}});
-  if (options.residual.given()) {
-    like_y("residual", options.residual);
-    check::check_overlap(op, "out", y, "residual", options.residual);
-  }
+  check::check_product(op, x, w.n, options.gated, y, options.bias, options.residual);
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "x", x);
     return gpu::w4a16_matmul(ctx, args);

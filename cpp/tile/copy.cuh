@@ -41,6 +41,11 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
   cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(global), *static_cast<cute::uint128_t*>(shared));
 }
 
+// The same, or 16 bytes of 0 where `there` is false: nothing is read then.
+__device__ __forceinline__ void cp_async_16_or_zeros(void* shared, const void* global, bool there) {
+  cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*static_cast<const cute::uint128_t*>(global), *static_cast<cute::uint128_t*>(shared), there);
+}
+
 // 8 bytes; through L1.
 __device__ __forceinline__ void cp_async_8(void* shared, const void* global) {
   cute::SM80_CP_ASYNC_CACHEALWAYS<std::uint64_t>::copy(*static_cast<const std::uint64_t*>(global), *static_cast<std::uint64_t*>(shared));

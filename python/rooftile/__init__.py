@@ -25,7 +25,7 @@ from rooftile.fused import (
     silu_mul,
     softmax,
 )
-from rooftile.gemm import W4Weight, w4a16_matmul
+from rooftile.gemm import W4Weight, linear, w4a16_matmul
 from rooftile.kv_cache import KV_FORMATS, KVCache
 from rooftile.kv_model import ModelKVCache
 from rooftile.kv_paged import PagedKVCache
@@ -53,6 +53,7 @@ __all__ = [
     "env",
     "gelu_mul",
     "layer_norm",
+    "linear",
     "merge_attention",
     "prefill_attention",
     "quantize_",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights and the products with them. Formats: docs/kernels/w4a16.md."""
+"""Products with 4-bit and 16-bit weights. Formats: docs/kernels/w4a16.md."""
 
 import functools
 import operator
@@ -407,4 +407,32 @@ def w4a16_matmul(
     handle = getattr(w, "_handle", w)
     workspace = gpu_workspace(x, _C.w4a16_workspace, handle, activation, batch_invariant)
     ran(_C.w4a16_matmul(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
+    return out
+
+
+@streamed
+def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, stream=None, plan=None):
+    """activation(x @ weight.T + bias) + residual with a weight in x's own dtype.
+
+    x: [..., K], float32 (CPU), float16 or bfloat16, any strides. weight: [N, K] (the nn.Linear convention) in x's
+    dtype, any strides. bias: [N] in x's dtype. activation: None, "silu", "gelu" or "gelu_tanh". residual: [..., N] in
+    x's dtype. Returns [..., N] in x's dtype, written to `out` when given (which may be `residual`, and shares no memory
+    with another input). Sums in fp32, rounded once.
+
+    Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
+    rows too; on a GPU at every number up to 16, and beyond that wherever the same kernel runs (`rt.record_kernels`).
+    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
+    `rt.env()["cpu"]["variants"]`; not for a GPU.
+
+    Raises ArgumentError / ArgumentTypeError naming the argument.
+    """
+    if compiling():
+        return torch_op("linear", (x, weight, bias, activation, residual), (out,), stream, plan)
+    if out is None:
+        # what x or weight lacks is named by the call below, which reads both before its output
+        shape, rows = (getattr(t, "shape", ()) for t in (x, weight))
+        whole = isinstance(shape, tuple) and isinstance(rows, tuple)
+        out = empty(x, (*shape[:-1], *rows[:1]) if whole else ())
+    workspace = gpu_workspace(x, _C.linear_workspace, weight)
+    ran(_C.linear(x, weight, bias, activation, residual, out, workspace, stream, plan))
     return out

@@ -56,6 +56,10 @@ def _w4a16_matmul(
     return gemm.w4a16_matmul(x, w, **options)
 
 
+def _linear(x, weight, bias, activation, residual, **options):
+    return gemm.linear(x, weight, bias=bias, activation=activation, residual=residual, **options)
+
+
 _CACHE = (
     "str format, str dtype, int page_size, int head_dim, int kv_heads, int max_rows, int max_pages, Tensor? pool, "
     "Tensor? k_pool, Tensor? v_pool, Tensor? block_table, Tensor lengths, Tensor? ring_k, Tensor? ring_v, "
@@ -155,6 +159,12 @@ OPS = {
         ("out",),
         _w4a16_matmul,
         lambda x, codes, scales, offsets, perm, n, *rest: [(*x.shape[:-1], gemm.outputs(n, rest[5]))],
+    ),
+    "linear": _Op(
+        "Tensor x, Tensor weight, Tensor? bias, str? activation, Tensor? residual",
+        ("out",),
+        _linear,
+        lambda x, weight, *_: [(*x.shape[:-1], weight.shape[0])],
     ),
     "decode_attention": _Op(
         f"Tensor q, {_CACHE}, Tensor? rows, Tensor? counts, float? scale, int? window, float? softcap, Tensor? sinks",

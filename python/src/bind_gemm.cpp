@@ -141,6 +141,26 @@ void bind_gemm(nb::module_& m) {
     return run([&] { return w4a16_matmul(ctx, tx, view, ty, options); });
   }, "x"_a.none(), "w"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
         "batch_invariant"_a, "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  // Bytes that linear needs as its workspace.
+  m.def("linear_workspace", [](handle x, handle weight) {
+    Args args("linear");
+    const TensorView tx = args.in(x, "x"), tw = args.in(weight, "weight");
+    return linear_workspace(args.context(tx, nb::none(), nb::none()), tx, tw);
+  }, "x"_a.none(), "weight"_a.none());
+
+  m.def("linear", [](handle x, handle weight, handle bias, handle activation, handle residual, handle out, handle workspace,
+                     handle stream, handle plan) {
+    const char* op = "linear";
+    Args args(op);
+    const TensorView tx = args.in(x, "x"), tw = args.in(weight, "weight"), ty = args.out(out, "out");
+    LinearOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
+    if (!activation.is_none()) options.activation = activation_from_name(op, args.text(activation, "activation"));
+    Context ctx = args.context(tx, stream, plan);
+    args.lend(ctx, workspace);
+    return run([&] { return linear(ctx, tx, tw, ty, options); });
+  }, "x"_a.none(), "weight"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
+        "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
 }
 
 }  // namespace rooftile::python

@@ -322,6 +322,37 @@ def _from_canonical(kind, act_order=False):
 
 
 SCALES = frozenset(["float16", "bfloat16"])
+
+
+def _linear(*lead):
+    return lambda m: {
+        "x": m.input(*lead, W4_K),
+        "weight": m.input(W4_N, W4_K),
+        "bias": m.input(W4_N),
+        "residual": m.input(*lead, W4_N),
+        "out": m.output(*lead, W4_N),
+    }
+
+
+LINEAR = Op(
+    "linear",
+    rt.linear,
+    {
+        "x": ROWS,
+        "weight": Tensor(primary=True, expandable=(0, 1)),
+        "bias": WEIGHT,
+        "activation": Scalar(str, optional=True, bad=("relu6",)),
+        "residual": Tensor(optional=True, expandable=(0, 1), rows=0),
+        "out": OUT,
+        **CONTEXT,
+    },
+    _linear(2, 3),
+    empties=(_linear(0, 3), _linear(2, 0)),
+    large=_linear(5, 9),
+    gpu=True,
+)
+
+
 GROUP_SIZE = Scalar(int, optional=True, bad=(0, -1, -32, 16, 33, 48, 64, 2**31 - 1))
 
 
@@ -831,6 +862,7 @@ OPS = [
         large=_softmax(67, 9),
         gpu=True,
     ),
+    LINEAR,
     *W4_OPS,
     *KV_OPS,
     *ATTENTION_OPS,

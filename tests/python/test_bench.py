@@ -13,12 +13,12 @@ import rooftile as rt
 import torch
 from rich.console import Console
 from rooftile import _results
-from rooftile.bench import decode, ops, report, timing, vllm_products, w4a16
+from rooftile.bench import decode, linear, ops, report, timing, vllm_products, w4a16
 from rooftile.cli import main
 from rooftile.cli._tables import print_whole
 from rooftile.kv_cache import KIVI
 
-FAMILIES = {"decode": decode, "w4a16": w4a16, "ops": ops}
+FAMILIES = {"decode": decode, "w4a16": w4a16, "linear": linear, "ops": ops}
 CEILING = {"read_gb_s": 4000.0, "copy_gb_s": 3600.0, "bf16_tflop_s": 700.0}
 FACTS = {"gpu": "A GPU", "driver": "1.2", "cuda": "13.0", "torch": "2.13.0"}
 TABLES = bench_scripts.load("tables")
@@ -60,6 +60,7 @@ RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64",
         ("w4a16", "k4096_n14336_m1", (4096, 14336, 1)),
         ("w4a16", "k14336_n4096_m256", (14336, 4096, 256)),
         ("w4a16", "k4096_n128256_m16", (4096, 128256, 16)),
+        ("linear", "k14336_n4096_m4096", (14336, 4096, 4096)),
         ("ops", "rms_norm_t64_h4096", ("rms_norm", 64, 4096)),
         ("ops", "add_rms_norm_t1_h576", ("add_rms_norm", 1, 576)),
         ("ops", "merge_attention_t16384_h4096", ("merge_attention", 16384, 4096)),
@@ -91,6 +92,7 @@ def test_what_a_case_means(family, case, means):
         ("decode", "append_b64_hq9"),
         ("w4a16", "k4096_n14336"),
         ("w4a16", "n14336_k4096_m1"),
+        ("linear", "k4096_n14336"),
         ("w4a16", "k4096_n14336_m1_g32"),
         ("ops", "rms_norm"),
         ("ops", "tanh_t1_h4096"),
@@ -171,6 +173,31 @@ def test_a_case_of_decode(case, read, seen, bench_on_cpu, capsys):
     assert len(eager) == (not shape["ragged"] and not shape["paged"])
     assert "torch.eager" not in capsys.readouterr().err
     assert all(r["bytes"] == ours["fp16"]["bytes"] for r in eager)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+def test_a_case_of_linear(peers, monkeypatch):
+    """Both types pass their check, the peer agrees, and what is read and computed is the weight, x and y."""
+    timed, advanced = [], []
+
+    def time_calls(calls):
+        timed.append([call() for call in calls])
+        return 1.0, 1.0, 1.0
+
+    for name, value in {"_DEVICE": "cpu", "copies_for": lambda _: 2, "time_calls": time_calls}.items():
+        monkeypatch.setattr(linear, name, value)
+    rows, missing = linear.run(["k64_n48_m3", "k96_n8_m1"], peers, CEILING, lambda: advanced.append(1))
+    impls = ["rooftile", "cublas"] if peers else ["rooftile"]
+    assert [(r["case"], r["variant"], r["impl"]) for r in rows] == [
+        (case, variant, impl) for case in ("k64_n48_m3", "k96_n8_m1") for variant in ("fp16", "bf16") for impl in impls
+    ]
+    assert missing == set() and len(advanced) == linear.steps(["a", "b"])
+    assert {r["bytes"] for r in rows if r["case"] == "k64_n48_m3"} == {2 * (64 * 48 + 3 * (64 + 48))}
+    assert {r["flops"] for r in rows} == {2 * 3 * 64 * 48, 2 * 96 * 8}
+    assert all(len(results) == 2 and torch.equal(*results) for results in timed)
+    monkeypatch.setattr(rt, "linear", lambda x, weight, out=None: x @ weight.T + 0.1)
+    with pytest.raises(RuntimeError, match=r"^k64_n48_m3 fp16 rooftile: wrong answer, relative error .*not timed"):
+        linear.run(["k64_n48_m3"], peers, CEILING, lambda: None)
 
 
 def test_formats_are_what_the_library_has(monkeypatch, bench_on_cpu, capsys):

@@ -110,6 +110,8 @@ def cache_ops(device="cuda"):
         )
         tensors = (make(m, k), w.codes, w.scales, w.offsets)
         made[f"w4a16_matmul {case}"] = (lambda x, *_, w=w: rt.w4a16_matmul(x, w), tensors)
+    for case, (m, n, k) in {"split": (3, 64, 16384), "whole": (12, 96, 64), "tiles": (40, 96, 64)}.items():
+        made[f"linear {case}"] = (rt.linear, (make(m, k), make(n, k)))
     return made
 
 
@@ -117,6 +119,9 @@ CACHE_NAMES = [
     *(f"{op} {format}" for op in ("decode_attention", "append", "rope_append") for format in CACHE_FORMATS),
     "w4a16_matmul split",
     "w4a16_matmul whole",
+    "linear split",
+    "linear whole",
+    "linear tiles",
 ]
 ALL_NAMES = [*NAMES, *CACHE_NAMES]
 

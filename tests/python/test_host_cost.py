@@ -47,7 +47,12 @@ def w4a16_matmul():
     )
 
 
-@pytest.mark.parametrize("make", [add_rms_norm, decode_attention, w4a16_matmul], ids=lambda f: f.__name__)
+def linear():
+    weight, x, out = torch.randn(16, 32), torch.randn(1, 32), torch.empty(1, 16)
+    return lambda: rt.linear(x, weight), lambda: _C.linear(x, weight, None, None, None, out, *[None] * 3)
+
+
+@pytest.mark.parametrize("make", [add_rms_norm, decode_attention, w4a16_matmul, linear], ids=lambda f: f.__name__)
 def test_a_call_is_cheap(make):
     public, raw = make()
     with torch.no_grad():

@@ -14,7 +14,7 @@ RESULTS = {
     str(path.relative_to(ROOT / "bench/results")): json.loads(path.read_text())
     for path in sorted((ROOT / "bench/results").rglob("*.json"))
 }
-BENCH = ("decode", "w4a16", "ops")
+BENCH = ("decode", "w4a16", "linear", "ops")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHOWN = {f: f"h200/{f}.json" for f in BENCH} | {f: f"xeon-2c/{f}.json" for f in ("demo", "ppl")}  # in the tables
 TABLES = bench_scripts.load("tables")
@@ -105,6 +105,9 @@ def test_tables_are_what_the_files_say(page):
     marked = set(re.findall(r"<!-- table: (\w+)", text))
     assert marked <= set(SHOWN)
     for family in marked:
+        if SHOWN[family] not in RESULTS:  # not measured yet: the table's place is empty
+            assert re.search(rf"<!-- table: {family} -->\n<!-- end of table -->", text), page
+            continue
         written, count = TABLES.fill(text, RESULTS[SHOWN[family]])
         assert count > 0 and written == text, f"bench/tables.py bench/results/{SHOWN[family]} --into {page.name}"
 

@@ -147,7 +147,7 @@ fi
 """
 PATH = "/usr/bin:/bin"
 TESTS = ("test_tile", "test_gpu_ops")
-BENCHMARKS = ("peaks", "bench_decode", "bench_w4a16", "bench_append", "bench_ops")
+BENCHMARKS = ("peaks", "bench_decode", "bench_w4a16", "bench_linear", "bench_append", "bench_ops")
 PROGRAMS = (*(f"tests/cpp/{name}" for name in TESTS), *(f"bench/cpp/{name}" for name in BENCHMARKS))
 
 

@@ -90,10 +90,12 @@ def test_memory_of_a_call_belongs_to_the_stream(device, monkeypatch):
     k, v = tensors(*kv(60, 2, 64, "float16"), "float16", device)
     cache = contiguous("fp16", "float16", 2, 64, device=device)
     cache.append(k, v)
-    x, w = torch.randn(3, 256, device=device).half(), rt.W4Weight.quantize(torch.randn(64, 256, device=device).half())
+    x, dense = torch.randn(3, 256, device=device).half(), torch.randn(64, 256, device=device).half()
+    w = rt.W4Weight.quantize(dense)
     calls = {
         "decode": lambda **o: rt.decode_attention(k[:, :1], cache, **o),
         "w4a16": lambda **o: rt.w4a16_matmul(x, w, **o),
+        "linear": lambda **o: rt.linear(x, dense, **o),
         "norm": lambda **o: rt.rms_norm(x, **o),
     }
     side = torch.cuda.Stream()

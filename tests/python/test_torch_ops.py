@@ -45,6 +45,7 @@ def cases(tokens=5, dtype=torch.bfloat16, device="cpu"):
         "gelu_mul none": (lambda x: rt.gelu_mul(x, approximate="none"), (x,)),
         "softmax": (rt.softmax, (x,)),
         "w4a16_matmul": (lambda x: rt.w4a16_matmul(x, symmetric), (make(2, tokens, 64),)),
+        "linear": (rt.linear, (make(2, tokens, 64), make(24, 64))),
         "decode_attention": (lambda q: rt.decode_attention(q, kivi, return_lse=True), (q[:, -2:],)),
         "decode_attention plain": (lambda q: rt.decode_attention(q, plain, window=9, softcap=5.0), (q,)),
         "prefill_attention": (rt.prefill_attention, (q, *kv)),
@@ -111,6 +112,7 @@ def _op_inputs(name, device):
         "add_layer_norm": (None, None, 1e-5),
         "add_layer_norm affine": (1e-5,),
         "gelu_mul": ("tanh",),
+        "linear": (None, None, None),
     }
     return (*inputs, *extra.get(name, ()))
 

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
-#include <numbers>
-
 #include "core/w4_layout.h"
 #include "cpu/element.h"
+#include "cpu/ref/activate.h"
 #include "cpu/ref/kernels_ref.h"
 
 namespace rooftile::cpu::reference {
@@ -25,17 +23,6 @@ double weight(const W4View& w, std::int64_t n, std::int64_t k) {
     case W4Zeros::symmetric: return (u - 8) * scale;
     case W4Zeros::integer: return (u - std::to_integer<int>(w.offsets[at])) * scale;
     case W4Zeros::minima: return u * scale + element(w.offsets, w.scale_dtype, at);
-  }
-  return 0;
-}
-
-double activate(Activation a, double x) {
-  switch (a) {
-    case Activation::none: return x;
-    case Activation::silu: return x / (1 + std::exp(-x));
-    case Activation::gelu_tanh:
-      return 0.5 * x * (1 + std::tanh(std::sqrt(2 / std::numbers::pi) * (x + 0.044715 * x * x * x)));
-    case Activation::gelu_erf: return 0.5 * x * std::erfc(-x / std::numbers::sqrt2);
   }
   return 0;
 }

@@ -13,6 +13,7 @@ void merge_attention(const Parallel&, const TensorView& out_a, const TensorView&
 void kv_append(const Parallel&, const KvCacheView&, const TensorView& k, const TensorView& v, const std::int32_t* rows,
                const std::int32_t* counts);
 void w4a16_matmul(const Parallel&, const W4MatmulArgs&);
+void linear(const Parallel&, const LinearArgs&);
 void norm(const Parallel&, const NormArgs&);
 void rope(const Parallel&, const TensorView& x, const TensorView& cos, const TensorView& sin, const TensorView& positions,
           const TensorView& y);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// W4A16: 16-bit activations (fp32 too on the CPU) times 4-bit weights.
+// Products of 16-bit activations (fp32 too on the CPU) with weights in 4 bits (W4A16) or in the activations' own type.
 #pragma once
 
 #include <cstdint>
@@ -79,5 +79,17 @@ struct MatmulOptions {
 KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
 // Bytes of device memory that ctx.workspace must lend to that call. 0 on the CPU.
 std::size_t w4a16_workspace(const Context&, TensorView x, const W4View& w, const MatmulOptions& options = {});
+
+struct LinearOptions {   // as in MatmulOptions
+  TensorView bias, residual;
+  Activation activation = Activation::none;
+};
+
+// y = activation(x weight^T + bias) + residual.  x [..., K], weight [N, K] in x's dtype -> y [..., N], rounded once. fp32
+// accumulation, any strides. A row's bits are the same next to any neighbours and on any number of threads; on the CPU at every
+// number of rows, on a GPU within a regime of rows (docs/kernels/linear.md). y must not overlap x or weight.
+KernelName linear(const Context&, TensorView x, TensorView weight, TensorView y, const LinearOptions& options = {});
+// Bytes of device memory that ctx.workspace must lend to that call. 0 on the CPU.
+std::size_t linear_workspace(const Context&, TensorView x, TensorView weight);
 
 }  // namespace rooftile

@@ -7,9 +7,9 @@
 #include "core/w4_layout.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
+#include "kernels/products/finish.h"
 #include "kernels/tensor_map.h"
 #include "kernels/warmup.h"
-#include "kernels/w4a16/finish.cuh"
 #include "kernels/w4a16/prepare.cuh"
 #include "rooftile/error.h"
 
@@ -37,14 +37,6 @@ bool in_pieces(const W4MatmulArgs& a) {
 bool in_boxes(const W4MatmulArgs& a) {
   const Rows x(a.x);
   return in_pieces(a) && (x.ndim == 0 || x.stride[0] >= a.w->k);
-}
-
-// Four neighbours of every row are 8 bytes at a multiple of them, and rows lie evenly.
-bool in_fours(const TensorView& t) {
-  if (!t.given()) return true;
-  const Rows rows(t);
-  const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 8 == 0 && t.last() % 4 == 0 && t.last_stride() == 1;
-  return aligned && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
 }
 
 W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
@@ -98,25 +90,13 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
   ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op_name,
                  ": workspace is not aligned to 16 bytes");
 
-  W4MatmulParams p;
-  p.x = Rows(a.x);
-  p.y = Rows(a.y);
-  p.residual = Rows(a.residual);
-  if (a.bias.given()) {
-    p.bias = a.bias.data;
-    p.bias_stride = a.bias.stride[0];
-  }
-  p.y_in_pieces = in_fours(a.y) && in_fours(a.residual);
+  W4MatmulParams p{Product(a.x, a.y, a.bias, a.residual, a.activation, a.gated)};
   p.x_in_pieces = in_pieces(a);
   p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : 0;
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
-  p.activation = a.activation;
-  p.gated = a.gated;
-  p.outputs = a.outputs();
   p.gate_tiles = plan.gate_tiles;
   p.row_blocks = static_cast<unsigned>(plan.row_blocks);
-  p.finish_blocks = static_cast<unsigned>((p.outputs + 4 * w4_finish_threads - 1) / (4 * w4_finish_threads));
   p.k = static_cast<int>(w.k);
   p.group = w.group;
   p.span = plan.span;
@@ -141,9 +121,7 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
     else
       scope.launch(stream_kernel(is_half, plan.form, plan.span, w.zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
                    w4_warps * 32, plan.shared_bytes, p, Overlap::with_previous, plan.cluster);
-    if (!plan.finish) continue;
-    scope.launch(is_half ? w4a16_finish<tile::half> : w4a16_finish<tile::bf16>,
-                 p.tokens * p.finish_blocks, w4_finish_threads, 0, p, Overlap::with_previous);
+    if (plan.finish) finish_product(scope, p, a.x.dtype);
   }
   return kernel;
 }
@@ -163,8 +141,6 @@ void load_w4a16_kernels(const char* op) {
       }
   load_kernel(op, w4a16_prepare<tile::half>);
   load_kernel(op, w4a16_prepare<tile::bf16>);
-  load_kernel(op, w4a16_finish<tile::half>);
-  load_kernel(op, w4a16_finish<tile::bf16>);
 }
 
 }  // namespace rooftile::gpu

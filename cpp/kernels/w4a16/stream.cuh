@@ -24,7 +24,7 @@
 #pragma once
 
 #include "core/w4_layout.h"
-#include "kernels/w4a16/finish.cuh"
+#include "kernels/products/finish.cuh"
 #include "kernels/w4a16/params.h"
 #include "tile/copy.cuh"
 #include "tile/grid.cuh"

@@ -1,35 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """W4A16 products against the same products in 16 bit and against the 4-bit kernels of others."""
 
-import re
-
 import torch
 
 import rooftile as rt
+from rooftile.bench import products
 from rooftile.bench.report import left_out, row
 from rooftile.bench.timing import copies_for, time_calls
-from rooftile.bench.vllm_products import products
-from rooftile.errors import ArgumentError
+from rooftile.bench.vllm_products import products as vllm_products
 
-_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 _ALSO = (4096, 6144), (4096, 28672), (3840, 15360), (4096, 128256), (8192, 8192)
-_PARTS = (  # many rows heat the chip: they come last
-    (_SHAPES, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+CASES = products.cases(  # many rows heat the chip: they come last
+    (products.SHAPES, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
     (_ALSO, (1, 16, 256)),
-    (_SHAPES, (1024, 4096, 8192)),
+    (products.SHAPES, (1024, 4096, 8192)),
 )
-CASES = tuple(f"k{k}_n{n}_m{m}" for shapes, rows in _PARTS for k, n in shapes for m in rows)
 _GROUP, _MINIMA_GROUP = 128, 32
-_INVARIANT_ROWS, _MINIMA_ROWS = (16, 64, 256), (1, 16, 64, 256, 1024)  # of _SHAPES: the other variants of ours
-_TOLERANCE = {"float16": 4e-4, "bfloat16": 2e-3}  # relative Frobenius error against the dequantised weight
+_INVARIANT_ROWS, _MINIMA_ROWS = (16, 64, 256), (1, 16, 64, 256, 1024)  # of SHAPES: the other variants of ours
 
 
 def parse(case):
     """(K, N, M) from a case's name."""
-    found = re.fullmatch(r"k(\d+)_n(\d+)_m(\d+)", case)
-    if not found:
-        raise ArgumentError(f"bench w4a16: {case!r} is no case; they look like k4096_n14336_m1")
-    return tuple(map(int, found.groups()))
+    return products.parse("w4a16", case)
 
 
 def steps(cases):
@@ -67,7 +59,7 @@ class _Weights:
         weight = torch.randn(n, k, dtype=torch.float16, device="cuda") * k**-0.5
         w = rt.W4Weight.quantize(weight, group_size=_GROUP)
         self.ours, self.exact = _copies(w)
-        if (k, n) in _SHAPES:
+        if (k, n) in products.SHAPES:
             self.minima = _copies(rt.W4Weight.quantize(weight, group_size=_MINIMA_GROUP, zeros="minima"))
         if peers:
             half = self.exact.half()
@@ -75,7 +67,7 @@ class _Weights:
             self.tiny = self._tinygemm(w)
             codes, scales, _ = w.unpack()
             self.vllm = {}
-            for name, (pack, call) in products(codes, scales, _GROUP).items():
+            for name, (pack, call) in vllm_products(codes, scales, _GROUP).items():
                 try:
                     self.vllm[name] = [pack() for _ in range(copies_for(codes.nbytes + scales.nbytes))], call
                 except Exception as e:  # another version, or a GPU that it does not know
@@ -95,33 +87,34 @@ class _Weights:
         torch.manual_seed(m)
         x = torch.randn(m, self.k, dtype=torch.float16, device="cuda")
         expected = x.float() @ self.exact.T
-        flops, activations = 2 * m * self.n * self.k, 2 * m * (self.k + self.n)
+        flops, activations, bound = 2 * m * self.n * self.k, 2 * m * (self.k + self.n), products.TOLERANCE["float16"]
         out = torch.empty(m, self.n, dtype=torch.float16, device="cuda")
 
         def ours(variant, weights, expected, **options):
             with rt.record_kernels() as names:
                 rt.w4a16_matmul(x, weights[0], out=out, **options)
-            error = self._error(f"{case} rooftile {variant}", out, expected, "float16")
+            error = products.error(f"{case} rooftile {variant}", out, expected, bound)
             times = time_calls([lambda w=w: rt.w4a16_matmul(x, w, out=out, **options) for w in weights])
             nbytes = weights[0].nbytes + activations
             return row(case, "rooftile", variant, names[-1], times, nbytes, flops, error, ceiling)
 
         rows = [ours(f"int4-g{_GROUP}", self.ours, expected)]
-        if (self.k, self.n) in _SHAPES and m in _MINIMA_ROWS:
+        if (self.k, self.n) in products.SHAPES and m in _MINIMA_ROWS:
             weights, exact = self.minima
             rows.append(ours(f"int4-g{_MINIMA_GROUP}-minima", weights, x.float() @ exact.T))
-        if (self.k, self.n) in _SHAPES and m in _INVARIANT_ROWS:
+        if (self.k, self.n) in products.SHAPES and m in _INVARIANT_ROWS:
             rows.append(ours(f"int4-g{_GROUP}-invariant", self.ours, expected, batch_invariant=True))
         if not peers:
             return rows
-        error = self._error(f"{case} cublas", x @ self.dense[0].T, expected, "float16")
+        error = products.error(f"{case} cublas", x @ self.dense[0].T, expected, bound)
         times = time_calls([lambda w=w: torch.mm(x, w.T, out=out) for w in self.dense])
         nbytes = self.dense[0].nbytes + activations
         rows.append(row(case, "cublas", "fp16", "torch.mm", times, nbytes, flops, error, ceiling))
         if m <= 128:
             x16 = x.bfloat16()
             call = torch._weight_int4pack_mm
-            error = self._error(f"{case} tinygemm", call(x16, self.tiny[0][0], _GROUP, self.tiny[0][1]), expected, None)
+            got = call(x16, self.tiny[0][0], _GROUP, self.tiny[0][1])
+            error = products.error(f"{case} tinygemm", got, expected, 1e-2)  # its scales and activations are bf16
             times = time_calls([lambda w=w: call(x16, w[0], _GROUP, w[1]) for w in self.tiny])
             nbytes = self.tiny[0][0].nbytes + self.tiny[0][1].nbytes + activations
             rows.append(
@@ -130,18 +123,10 @@ class _Weights:
         nbytes = self.n * (self.k // 2 + 2 * self.k // _GROUP) + activations
         for name, (forms, call) in self.vllm.items():
             try:
-                error = self._error("checked", call(x, forms[0]), expected, "float16")
+                error = products.error("checked", call(x, forms[0]), expected, bound)
                 times = time_calls([lambda form=form, call=call: call(x, form) for form in forms])
             except Exception as e:  # wrong, refused, or what another version calls otherwise
                 left_out(f"{case} {name}", e)
                 continue
             rows.append(row(case, name, f"int4-g{_GROUP}", f"vllm.{name}", times, nbytes, flops, error, ceiling))
         return rows
-
-    @staticmethod
-    def _error(name, got, expected, dtype):
-        error = float((got.float() - expected).norm() / expected.norm())
-        bound = _TOLERANCE[dtype] if dtype else 1e-2  # bf16 scales and activations of a peer
-        if not error <= bound:
-            raise RuntimeError(f"{name}: wrong answer, relative error {error:.2e}; it is not timed")
-        return error

@@ -388,6 +388,24 @@ TEST_F(Gpu, ProductsWithFourBitWeights) {
   });
 }
 
+TEST_F(Gpu, Products) {
+  Random random(4);
+  for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{147, 577}, {64, 16384}, {200, 328}})   // odd, in chunks, by tiles
+    for (const std::int64_t m : {1, 9, 40, 70}) {
+      const DType dtype = one_in(2, random) ? DType::f16 : DType::bf16;
+      SCOPED_TRACE(testing::Message() << name(dtype) << " n " << n << " k " << k << " m " << m);
+      const auto seed = static_cast<unsigned>(random());
+      const Array x(dtype, {m, k}, seed), weight(dtype, {n, k}, seed + 1), bias(dtype, {n}, seed + 2), residual(dtype, {m, n}, seed + 3), y(dtype, {m, n});
+      const Array workspace(DType::u8, {static_cast<std::int64_t>(linear_workspace(context(gpu), x.on(gpu), weight.on(gpu)))});
+      for (const Device d : both) {
+        LinearOptions options;
+        if (m > 1) options = {.bias = bias.on(d), .residual = residual.on(d), .activation = Activation::gelu_tanh};
+        linear(context(d, workspace), x.on(d), weight.on(d), y.on(d), options);
+      }
+      y.expect_close(tolerance(dtype));
+    }
+}
+
 TEST_F(Gpu, NormsActivationsAndSoftmax) {
   unsigned seed = 0;
   for (const DType dtype : {DType::f16, DType::bf16})

@@ -5,32 +5,15 @@
 
 #include <cmath>
 #include <random>
-#include <sstream>
 #include <string>
 #include <vector>
 
-#include "cpu/kernels.h"
 #include "rooftile/error.h"
 #include "rooftile/gemm.h"
-#include "support/tensors.h"
+#include "support/host_tensor.h"
 
 namespace rooftile {
 namespace {
-
-struct Tensor {
-  std::vector<std::byte> bytes;
-  TensorView view;
-  Tensor() = default;
-  Tensor(DType dtype, const Shape& shape) : view(contiguous_view(nullptr, dtype, {}, shape)) {
-    bytes.resize(bytes_of(view));
-    view.data = bytes.data();
-  }
-  Tensor(Tensor&&) = default;
-  Tensor& operator=(Tensor&&) = default;
-
-  void set(std::int64_t i, float x) { cpu::write(view, i, x); }
-  float get(std::int64_t i) const { return cpu::read(view, i); }
-};
 
 struct Weight {
   Tensor codes, scales, offsets;              // canonical
@@ -63,13 +46,6 @@ Weight make_weight(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DTy
           w.kernel_offsets.view);
   w.view = w4_view(n, k, group, zeros, scale_dtype, w.kernel_codes.view, w.kernel_scales.view, w.kernel_offsets.view, {});
   return w;
-}
-
-std::vector<std::string> variants() {
-  std::vector<std::string> names;
-  std::istringstream text(cpu::runnable_variants());
-  for (std::string name; std::getline(text, name, ',');) names.push_back(name.substr(name.find_first_not_of(' ')));
-  return names;
 }
 
 constexpr W4Zeros kinds[] = {W4Zeros::symmetric, W4Zeros::integer, W4Zeros::minima};

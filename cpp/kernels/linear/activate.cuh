@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The activation as CUTLASS's epilogues call a function: of one value or of an array, chosen when the kernel runs.
+#pragma once
+
+#include <cutlass/array.h>
+#include <cutlass/cutlass.h>
+
+#include <type_traits>
+
+#include "kernels/products/finish.cuh"
+#include "rooftile/gemm.h"
+
+namespace rooftile::gpu {
+
+struct ActivationChoice {
+  Activation activation = Activation::none;
+};
+
+template <class X>
+struct Activate {
+  using Arguments = ActivationChoice;
+  CUTLASS_DEVICE X operator()(X x, ActivationChoice chosen) const {
+    if constexpr (std::is_same_v<X, float>) {
+      x = activate(chosen.activation, x);
+    } else if (chosen.activation != Activation::none) {
+#pragma unroll
+      for (int i = 0; i < X::kElements; ++i) x[i] = activate(chosen.activation, x[i]);
+    }
+    return x;
+  }
+};
+
+template <class T>
+struct CutlassElement;
+template <>
+struct CutlassElement<tile::half> {
+  using type = cutlass::half_t;
+};
+template <>
+struct CutlassElement<tile::bf16> {
+  using type = cutlass::bfloat16_t;
+};
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// 16-bit products: which of the three kernels a call takes, and the launch of the first of them.
+#include <cstdio>
+#include <limits>
+
+#include "kernels/backend.h"
+#include "kernels/linear/stream.cuh"
+#include "kernels/products/finish.h"
+#include "kernels/warmup.h"
+#include "rooftile/error.h"
+
+namespace rooftile::gpu {
+namespace {
+
+constexpr const char* op_name = "linear";
+
+template <class T>
+auto stream_of(int form, bool pieces) {
+  if (form == 0) return pieces ? linear_stream<LinearConfig<T, 1, true>> : linear_stream<LinearConfig<T, 1, false>>;
+  return pieces ? linear_stream<LinearConfig<T, 2, true>> : linear_stream<LinearConfig<T, 2, false>>;
+}
+auto stream_of(DType dtype, int form, bool pieces) {
+  return dtype == DType::f16 ? stream_of<tile::half>(form, pieces) : stream_of<tile::bf16>(form, pieces);
+}
+
+// Every row is whole pieces of 16 bytes that start at multiples of them, and rows lie evenly.
+bool in_pieces(const TensorView& t) {
+  const Rows rows(t);
+  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 && (t.last_stride() == 1 || t.last() == 0);
+  return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
+}
+// The same, and no two rows overlap: what tensor copies and 16-byte stores ask for.
+bool in_tiles(const TensorView& t) {
+  if (!t.given()) return true;
+  const Rows rows(t);
+  return in_pieces(t) && t.last() > 0 && (rows.ndim == 0 || rows.stride[0] >= t.last());
+}
+
+LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a) {
+  constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max(), most_n = 65535 * std::int64_t{linear_block.rows};   // counted in int; a grid's y
+  const bool bias = !a.bias.given() || (a.bias.stride[0] == 1 && reinterpret_cast<std::uintptr_t>(a.bias.data) % 16 == 0);
+  const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n;
+  return plan_linear({.m = a.x.rows(), .n = a.w.shape[0], .k = a.w.shape[1], .sms = scope.sms(),
+                      .tiles = sizes && bias && in_tiles(a.x) && in_tiles(a.w) && in_tiles(a.y) && in_tiles(a.residual),
+                      .wgmma = scope.has_wgmma()});
+}
+
+KernelName name_of(const LinearPlan& plan, DType dtype, bool pieces) {
+  KernelName kernel;
+  const auto write = [&](const char* format, auto... values) {
+    std::snprintf(kernel.text, sizeof kernel.text, format, name(dtype), values...);
+  };
+  switch (plan.path) {
+    case LinearPath::stream: write("cuda_%s_linear_t%d%s_split%d", plan.form == 0 ? 8 : 16, pieces ? "" : "_strided", plan.splits); break;
+    case LinearPath::collective:
+      write("cuda_%s_linear_tile%dx%d", linear_collectives[plan.form].rows, linear_collectives[plan.form].tokens);
+      break;
+    case LinearPath::blocks: write("cuda_%s_linear_block%dx%d", linear_block.rows, linear_block.tokens); break;
+  }
+  return kernel;
+}
+
+}  // namespace
+
+std::size_t linear_workspace(const Context& ctx, const LinearArgs& a) {
+  const DeviceScope scope(op_name, ctx);
+  return plan_of(scope, a).workspace_bytes;
+}
+
+KernelName linear(const Context& ctx, const LinearArgs& a) {
+  const DeviceScope scope(op_name, ctx);
+  const LinearPlan plan = plan_of(scope, a);
+  const bool pieces = in_pieces(a.x) && in_pieces(a.w);
+  const KernelName kernel = name_of(plan, a.x.dtype, pieces);
+  if (a.y.numel() == 0) return kernel;
+  ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op_name, ": workspace must have ", plan.workspace_bytes,
+                 " bytes for this product, got ", ctx.workspace_bytes);
+  ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op_name,
+                 ": workspace is not aligned to 16 bytes");
+
+  LinearParams p{Product(a.x, a.y, a.bias, a.residual, a.activation)};
+  p.w = a.w.data;
+  p.w_stride = a.w.stride[0];
+  p.w_last_stride = a.w.stride[1];
+  p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : a.x.last();
+  p.k = a.w.shape[1];
+  p.tokens = a.x.rows();
+  p.splits = plan.splits;
+  p.partial = static_cast<float*>(ctx.workspace);
+  if (plan.path == LinearPath::collective) {
+    linear_collective(scope, p, a.x.dtype, plan.form);
+    return kernel;
+  }
+  if (plan.path == LinearPath::blocks) {
+    linear_blocks(scope, p, a.x.dtype);
+    return kernel;
+  }
+  p.token_blocks = static_cast<unsigned>(plan.token_blocks);
+  p.row_blocks = static_cast<unsigned>(plan.row_blocks);
+  p.row_tiles = plan.row_tiles;
+  p.slice_shift = plan.slice_shift;
+  p.steps = static_cast<int>((p.k + linear_step_k - 1) / linear_step_k);
+  p.chunk_steps = plan.chunk_steps;
+  scope.launch(stream_of(a.x.dtype, plan.form, pieces), plan.token_blocks * plan.row_blocks * plan.splits,
+               32 * (plan.row_tiles << plan.slice_shift), plan.shared_bytes, p, Overlap::with_previous);
+  if (p.splits > 1) finish_product(scope, p, a.x.dtype);
+  return kernel;
+}
+
+void load_linear_kernels(const char* op) {
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (int form : {0, 1})
+      for (bool pieces : {true, false}) load_kernel(op, stream_of(dtype, form, pieces));
+  load_linear_collectives(op);
+  load_linear_blocks(op);
+}
+
+}  // namespace rooftile::gpu

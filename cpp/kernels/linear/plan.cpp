@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/linear/plan.h"
+
+#include <algorithm>
+
+namespace rooftile::gpu {
+namespace {
+
+constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+constexpr int max_splits = 16;
+
+// The number of chunks of K whose estimated time is least. The constants are rough facts of a large GPU: kilobytes per
+// microsecond of one SM alone and of each when all read, what a second kernel takes.
+int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps) {
+  const double cta = 2.0 * linear_rows * plan.row_tiles * static_cast<double>(p.k) / 1024;
+  const double all = 2.0 * static_cast<double>(p.n) * static_cast<double>(p.k) / 1024;
+  const std::int64_t sms = std::max(p.sms, 1);
+  const double floor = all / (35.0 * static_cast<double>(sms));
+  int best = 1;
+  double least = 0;
+  for (int splits = 1; splits <= max_splits; ++splits) {
+    const std::int64_t chunk = divide_up(steps, splits);
+    if (splits > 1 && chunk < linear_stages << plan.slice_shift) break;   // a ring is not worth filling for less
+    if (splits > 1 && divide_up(steps, chunk) != splits) continue;
+    double us = std::max(floor, cta / splits / 70.0);
+    if (splits > 1) us += 2.0 + 0.1 * splits;
+    if (splits > 1 && us >= least) continue;
+    least = us;
+    best = splits;
+  }
+  return best;
+}
+
+void plan_stream(const LinearProblem& p, LinearPlan& plan) {
+  const std::int64_t row_tiles = divide_up(p.n, linear_rows), sms = std::max(p.sms, 1), steps = divide_up(p.k, linear_step_k);
+  plan.form = p.m > 8 ? 1 : 0;
+  // As few rows a CTA as give every SM one, or two: all read until the end. What warps are left share a row's K.
+  const std::int64_t each = divide_up(row_tiles, sms), pair = divide_up(row_tiles, 2 * sms);
+  plan.row_tiles = static_cast<int>(std::max<std::int64_t>(1, std::min<std::int64_t>(each <= linear_warps ? each : pair, linear_warps)));
+  while (plan.row_tiles << (plan.slice_shift + 1) <= linear_warps && steps >= std::int64_t{2} << (plan.slice_shift + 1)) ++plan.slice_shift;
+  plan.row_blocks = divide_up(row_tiles, plan.row_tiles);
+  plan.token_blocks = divide_up(p.m, linear_stream_tokens);
+  plan.splits = p.m <= linear_stream_tokens ? splits_of(p, plan, steps) : 1;
+  plan.chunk_steps = static_cast<int>(divide_up(steps, plan.splits));
+  const int warps = plan.row_tiles << plan.slice_shift;
+  plan.shared_bytes = static_cast<std::size_t>(warps * linear_stages * linear_step_bytes);
+  if (plan.splits > 1)
+    plan.workspace_bytes = sizeof(float) * static_cast<std::size_t>(plan.splits * p.m * row_tiles * linear_rows);
+  plan.why = plan.splits > 1 ? "few rows of W: K is split to fill the device" : "whole rows of W, streamed";
+}
+
+// The tile whose busiest SM has least to do. A step of 64 k of the small one waits for L2, of the large one for the tensor
+// cores: rough cycles of an H200.
+int collective_form(const LinearProblem& p) {
+  constexpr int cycles[] = {400, 1100};
+  const auto time = [&](int form) {
+    const LinearTile tile = linear_collectives[form];
+    const std::int64_t tiles = divide_up(p.n, 2 * tile.rows) * 2 * divide_up(p.m, tile.tokens);   // clusters of two
+    return divide_up(tiles, std::max(p.sms, 1)) * cycles[form];
+  };
+  return time(1) < time(0) ? 1 : 0;
+}
+
+}  // namespace
+
+LinearPlan plan_linear(const LinearProblem& p) {
+  LinearPlan plan;
+  if (!p.tiles || p.m <= linear_stream_tokens) {
+    plan_stream(p, plan);
+    return plan;
+  }
+  plan.path = p.wgmma ? LinearPath::collective : LinearPath::blocks;
+  if (p.wgmma) plan.form = collective_form(p);
+  plan.why = p.wgmma ? "tiles of tokens on wgmma" : "tiles of tokens on mma.sync";
+  return plan;
+}
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a 16-bit product is cut into CTAs: plain data from a pure function of the problem and the device. Host only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace rooftile::gpu {
+
+// stream: stream.cuh, any strides. collective: Hopper's wgmma (collective.cu). blocks: mma.sync (blocks.cu), for other GPUs.
+enum class LinearPath : std::uint8_t { stream, collective, blocks };
+
+// stream.cuh
+inline constexpr int linear_rows = 16, linear_step_k = 64;   // of W, of one warp in one step
+inline constexpr int linear_step_bytes = linear_rows * linear_step_k * 2;
+inline constexpr int linear_warps = 8;                       // of a CTA, at most
+inline constexpr int linear_stages = 6;                      // steps in a warp's ring
+inline constexpr int linear_stream_tokens = 16;              // of a CTA; for more tokens one of the others is used where it can be
+
+// Tiles of the others: rows of W and tokens.
+struct LinearTile {
+  int rows, tokens;
+};
+inline constexpr LinearTile linear_collectives[] = {{64, 128}, {128, 256}};
+inline constexpr LinearTile linear_block = {128, 128};
+
+struct LinearProblem {
+  std::int64_t m = 0, n = 0, k = 0;
+  int sms = 0;
+  bool tiles = false;              // the arguments lie as tensor copies and 16-byte copies need it
+  bool wgmma = false;
+};
+
+struct LinearPlan {
+  LinearPath path = LinearPath::stream;
+  int form = 0;                    // of collective: index into linear_collectives; of stream: 0 up to 8 tokens a CTA, else 1
+  // of stream
+  int row_tiles = 1, slice_shift = 0;   // a CTA has row_tiles << slice_shift warps
+  int splits = 1;                  // of K; above 1 their sums meet in the workspace
+  int chunk_steps = 0;             // steps of 64 k in one split
+  std::int64_t token_blocks = 0, row_blocks = 0;
+  std::size_t shared_bytes = 0, workspace_bytes = 0;
+  const char* why = "";
+};
+
+// Same problem and device, same plan. Up to 16 tokens nothing in it but the form, which no bit depends on, follows from m.
+LinearPlan plan_linear(const LinearProblem&);
+
+}  // namespace rooftile::gpu

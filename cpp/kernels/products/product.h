@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every product y = activation(x W^T + bias) + residual tells its kernels, whatever W is made of.
+#pragma once
+
+#include <cstdint>
+
+#include "core/hd.h"
+#include "rooftile/gemm.h"
+
+namespace rooftile::gpu {
+
+// A tensor [..., last] as rows, at any strides. Leading dimensions that lie evenly are one.
+struct Rows {
+  void* data = nullptr;   // null: not given
+  std::int64_t last_stride = 0;
+  std::int64_t shape[TensorView::max_ndim - 1] = {}, stride[TensorView::max_ndim - 1] = {};   // innermost first
+  int ndim = 0;
+
+  Rows() = default;
+  explicit Rows(const TensorView& t) {
+    if (!t.given()) return;
+    data = t.data;
+    last_stride = t.last_stride();
+    for (int i = t.ndim - 2; i >= 0; --i) {
+      if (t.shape[i] == 1) continue;
+      if (ndim > 0 && t.stride[i] == shape[ndim - 1] * stride[ndim - 1]) {
+        shape[ndim - 1] *= t.shape[i];
+      } else {
+        shape[ndim] = t.shape[i];
+        stride[ndim++] = t.stride[i];
+      }
+    }
+  }
+  ROOFTILE_HD std::int64_t offset(std::int64_t row) const {
+    std::int64_t at = 0;
+    for (int i = 0; i + 1 < ndim; ++i) {
+      at += row % shape[i] * stride[i];
+      row /= shape[i];
+    }
+    return ndim > 0 ? at + row * stride[ndim - 1] : at;
+  }
+};
+
+// Four neighbours of every row are 8 bytes at a multiple of them, and rows lie evenly.
+inline bool in_fours(const TensorView& t) {
+  if (!t.given()) return true;
+  const Rows rows(t);
+  const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 8 == 0 && t.last() % 4 == 0 && t.last_stride() == 1;
+  return aligned && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
+}
+
+struct Product {
+  Rows x, y, residual;              // [m, k], [m, outputs], [m, outputs]
+  const void* bias = nullptr;       // [n] or null
+  std::int64_t bias_stride = 0;
+  std::int64_t n = 0, outputs = 0;  // rows of W; as many outputs, or half of a gated product
+  bool gated = false;               // the rows of W are [gate | up]: y = activation(gate) * up + residual
+  bool y_in_pieces = false;         // y and residual: in_fours
+  Activation activation = Activation::none;
+  std::int64_t first_token = 0, tokens = 0;   // of this launch
+  int splits = 1;                   // chunks of K
+  float* partial = nullptr;         // [split][token of this launch][padded_n]: sums that somebody else finishes; null: none
+
+  Product() = default;
+  Product(const TensorView& x, const TensorView& y, const TensorView& bias, const TensorView& residual, Activation activation, bool gated = false)
+      : x(x), y(y), residual(residual), n(gated ? 2 * y.last() : y.last()), outputs(y.last()), gated(gated),
+        y_in_pieces(in_fours(y) && in_fours(residual)), activation(activation) {
+    if (!bias.given()) return;
+    this->bias = bias.data;
+    bias_stride = bias.stride[0];
+  }
+  ROOFTILE_HD std::int64_t padded_n() const { return (n + 15) / 16 * 16; }
+};
+
+}  // namespace rooftile::gpu

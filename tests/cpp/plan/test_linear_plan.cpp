@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// What any plan of a 16-bit product must be, over many problems: every step of K in exactly one chunk, no more warps and shared memory
+// than a CTA has, a workspace bounded by the device, up to 16 tokens nothing that a bit depends on taken from m.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "kernels/linear/plan.h"
+
+namespace rooftile::gpu {
+namespace {
+
+constexpr std::int64_t rows[] = {1, 2, 7, 8, 9, 16, 17, 32, 64, 65, 128, 300, 1024, 4096};
+struct Weight {
+  std::int64_t n, k;
+};
+constexpr Weight weights[] = {{1, 1}, {5, 50}, {3, 0}, {192, 576}, {64, 16384}, {1024, 4096}, {4096, 4096}, {6144, 4096}, {14336, 4096},
+                              {4096, 14336}, {128256, 4096}, {17, 100000}};
+
+template <class F>
+void for_each_problem(F&& f) {
+  for (const Weight& w : weights)
+    for (std::int64_t m : rows)
+      for (int sms : {1, 46, 108, 132})
+        for (bool tiles : {false, true})
+          for (bool wgmma : {false, true}) {
+            const LinearProblem p{.m = m, .n = w.n, .k = w.k, .sms = sms, .tiles = tiles, .wgmma = wgmma};
+            SCOPED_TRACE(testing::Message() << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms << (tiles ? " tiles" : "") << (wgmma ? " wgmma" : ""));
+            f(p, plan_linear(p));
+          }
+}
+
+TEST(LinearPlan, FewTokensOrOddOnesAreStreamed) {
+  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
+    const bool stream = p.m <= linear_stream_tokens || !p.tiles;
+    EXPECT_EQ(plan.path, stream ? LinearPath::stream : p.wgmma ? LinearPath::collective : LinearPath::blocks);
+    EXPECT_STRNE(plan.why, "");
+  });
+}
+
+TEST(LinearPlan, AStreamCoversTheProblemWithinTheDevice) {
+  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
+    if (plan.path != LinearPath::stream) return;
+    const std::int64_t steps = (p.k + linear_step_k - 1) / linear_step_k, warps = plan.row_tiles << plan.slice_shift;
+    EXPECT_GE(plan.row_blocks * plan.row_tiles * linear_rows, p.n);
+    EXPECT_LT((plan.row_blocks - 1) * plan.row_tiles * linear_rows, p.n);
+    EXPECT_GE(plan.token_blocks * linear_stream_tokens, p.m);
+    EXPECT_GE(std::int64_t{plan.splits} * plan.chunk_steps, steps);
+    EXPECT_TRUE(plan.splits == 1 || (plan.splits - 1) * plan.chunk_steps < steps);
+    EXPECT_TRUE(warps >= 1 && warps <= linear_warps);
+    EXPECT_TRUE(plan.form == 1 || p.m <= 8);
+    EXPECT_EQ(plan.shared_bytes, static_cast<std::size_t>(warps * linear_stages * linear_step_bytes));
+    EXPECT_LE(plan.shared_bytes, 99u * 1024);
+    EXPECT_LE(16 * linear_rows * static_cast<int>(sizeof(float)), linear_stages * linear_step_bytes);   // a warp's sums take its ring's place
+    EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
+    EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(2 * p.sms) * linear_warps * linear_rows * linear_stream_tokens * sizeof(float));
+    EXPECT_TRUE(plan.splits == 1 || p.m <= linear_stream_tokens);
+  });
+}
+
+TEST(LinearPlan, UpToSixteenTokensTheOrderOfASumIsOne) {
+  for_each_problem([](LinearProblem p, const LinearPlan&) {
+    const auto order = [&](std::int64_t m) {
+      p.m = m;
+      const LinearPlan plan = plan_linear(p);
+      return std::tuple(plan.slice_shift, plan.splits, plan.chunk_steps);
+    };
+    for (std::int64_t m : {2, 8, 9, 16}) EXPECT_EQ(order(1), order(m));
+  });
+}
+
+TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
+  for (const auto& [n, k] : {Weight{4096, 4096}, {6144, 4096}, {14336, 4096}, {28672, 4096}, {4096, 14336}}) {
+    const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true, .wgmma = true});
+    const std::int64_t rounds = (plan.row_blocks + 131) / 132;
+    EXPECT_EQ(plan.splits, 1);
+    EXPECT_LE(rounds, 2);   // as many as run at once
+    EXPECT_GE(static_cast<double>(n), 0.95 * static_cast<double>(rounds * 132 * plan.row_tiles * linear_rows)) << n;
+    EXPECT_GE(plan.row_tiles << plan.slice_shift, 6);
+  }
+}
+
+TEST(LinearPlan, TheLargeTileIsForWhatFillsTheDevice) {
+  const auto form = [](std::int64_t m, std::int64_t n) {
+    return plan_linear({.m = m, .n = n, .k = 4096, .sms = 132, .tiles = true, .wgmma = true}).form;
+  };
+  EXPECT_EQ(form(17, 4096), 0);
+  EXPECT_EQ(form(256, 4096), 0);
+  EXPECT_EQ(form(128, 14336), 0);
+  EXPECT_EQ(form(1024, 4096), 1);
+  EXPECT_EQ(form(4096, 14336), 1);
+}
+
+}  // namespace
+}  // namespace rooftile::gpu
