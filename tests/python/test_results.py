@@ -60,8 +60,8 @@ def test_bench_files(name):
         roofs = r["gb_s"] / result["ceiling"]["read_gb_s"], r["tflop_s"] / result["ceiling"]["bf16_tflop_s"]
         assert r["percent_of_roof"] == pytest.approx(100 * max(roofs), rel=0.02, abs=0.1), r
         # More than the roof is a mistake of one of the two; but a short product meets a cooler chip than the long one
-        # whose rate is the roof.
-        assert r["percent_of_roof"] <= (115 if roofs[1] > roofs[0] and r["impl"] != "rooftile" else 105), r
+        # whose rate is the roof: an H200 does up to 795 TFLOP/s then, and 670 to 690 when it is hot.
+        assert r["percent_of_roof"] <= (119 if roofs[1] > roofs[0] and r["impl"] != "rooftile" else 105), r
         assert not (r["impl"] == "rooftile" and r["kernel"].startswith("cpu")), r
     assert not {r["impl"] for r in rows} & set(result["missing"])
 
@@ -152,6 +152,8 @@ def test_never_twice_as_slow_as_the_best_peer(family):
             best[r["case"]] = min(best.get(r["case"], math.inf), r["us"])
     held = [r for r in rows if r["impl"] == "rooftile" and re.fullmatch(PROMISED[family], r["case"])]
     held = [r for r in held if not r["variant"].endswith("-invariant")]  # one order of sums has its price
+    # groups of 32 with minima are not promised where arithmetic is the roof: docs/kernels/w4a16.md has what they take
+    held = [r for r in held if not (r["variant"].endswith("-minima") and int(r["case"].rpartition("_m")[2]) > 64)]
     assert held and {r["case"] for r in held} <= set(best)
     slow = [(r["case"], r["variant"], r["us"], best[r["case"]]) for r in held if r["us"] > 2 * best[r["case"]]]
     assert slow == []
