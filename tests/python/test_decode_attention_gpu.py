@@ -76,6 +76,21 @@ def test_small_and_large_values(format, dtype, heads, scale):
     assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[dtype])
 
 
+@pytest.mark.parametrize("heads", [4, 32])
+@stores
+def test_values_that_grow_along_a_row(format, dtype, heads):
+    """Sums of coded values count in a unit that follows the largest scale so far: here it grows again and again."""
+    rows = []
+    for k, v in tokens((70, 700), 2, 64, dtype):
+        growth = 2.0 ** (np.arange(len(v)) // (len(v) // 7 + 1) - 3)
+        rows.append((k, oracle.round_to(v * growth[:, None, None], dtype)))
+    cache = filled(rows, format, dtype)
+    q64, q = queries(2, 1, heads, 64, dtype)
+    out = rt.decode_attention(q, cache.to("cuda"))
+    exact, naive, _ = checks.expect_decode(cache, q64)
+    assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[dtype])
+
+
 # ---------------------------------------------------------------- the same row, the same bits
 
 

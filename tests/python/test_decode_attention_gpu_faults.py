@@ -38,14 +38,17 @@ def paged(format, dtype, lengths, pages=128, page_size=64):
     return cache
 
 
-@formats
+@pytest.mark.parametrize(
+    ("format", "dtype", "page_size"),
+    [(*f, 64) for f in FORMATS] + [(*f, 16) for f in FORMATS if not f[0].startswith("int4-kivi")],
+)
 @pytest.mark.parametrize("length", [100, 5000])
-@pytest.mark.parametrize("bad", [-1, 128, 2**31 - 1])
-def test_a_row_with_a_bad_page_is_left_alone(format, dtype, length, bad):
-    cache = paged(format, dtype, (200, length, 333))
+@pytest.mark.parametrize("bad", [-1, 512, 2**31 - 1])
+def test_a_row_with_a_bad_page_is_left_alone(format, dtype, page_size, length, bad):
+    cache = paged(format, dtype, (200, length, 333), pages=512, page_size=page_size)
     q = normal((3, 1, 4 * HEADS, DIM), dtype)
     right = rt.decode_attention(q, cache)
-    entry = (length // 64) // 2  # in the middle
+    entry = (length // page_size) // 2 | 1  # in the middle; of 16 tokens the second page of a tile of codes
     cache.block_table[1, entry] = bad
     out = torch.full_like(q, 7)
     rt.decode_attention(q, cache, out=out)
@@ -86,21 +89,21 @@ def test_a_bad_row_is_named_by_its_place(format, dtype):
 @formats
 @pytest.mark.parametrize("what", [float("nan"), float("inf")])
 @pytest.mark.parametrize("length", [70, 96, 128, 161])
-def test_what_a_later_token_holds_does_not_reach_an_earlier_query(format, dtype, what, length):
-    t = 7
+@pytest.mark.parametrize(("t", "group", "late"), [(7, 3, 2), (4, 2, 1), (2, 3, 1)])  # more than 8 columns, 8 and fewer
+def test_what_a_later_token_holds_does_not_reach_an_earlier_query(format, dtype, what, length, t, group, late):
     k, v = (normal((1, length, HEADS, DIM), dtype, i) for i in (1, 2))
-    q = normal((1, t, 3 * HEADS, DIM), dtype, 3)
+    q = normal((1, t, group * HEADS, DIM), dtype, 3)
     outs = []
     for spoilt in (False, True):
         cache = rt.KVCache(1, 256, HEADS, DIM, format=format, dtype=dtype, device="cuda")
         values = v.clone()
         if spoilt:
-            values[:, -2:] = what
+            values[:, -late:] = what
         cache.append(k, values)
         outs.append(rt.decode_attention(q, cache))
     clean, spoilt = outs
-    assert torch.equal(spoilt[:, : t - 2], clean[:, : t - 2])
-    assert not spoilt[:, t - 2 :].isfinite().any()
+    assert torch.equal(spoilt[:, : t - late], clean[:, : t - late])
+    assert not spoilt[:, t - late :].isfinite().any()
 
 
 @pytest.mark.parametrize(("scale", "channel"), [(1e6, 1), (1e30, 1), (1e-9, 1), (1, 500), (1e30, 500), (1e-9, 500)])
