@@ -28,17 +28,14 @@ def steps(cases):
 
 def run(cases, peers, ceiling, advance):
     """(rows, names of peers without one). advance(): once a case."""
-    rows, weights = [], {}
-    for case in cases:
-        k, n, m = parse(case)
-        if (k, n) not in weights:
-            weights.clear()
-            torch.cuda.empty_cache()
-            weights[k, n] = {variant: _weights(k, n, dtype) for variant, dtype in _VARIANTS.items()}
-        for variant in _VARIANTS:
-            rows += _rows(case, m, variant, weights[k, n][variant], peers, ceiling)
-        advance()
-    return rows, set()
+
+    def weights(k, n):
+        return {variant: _weights(k, n, dtype) for variant, dtype in _VARIANTS.items()}
+
+    def rows(case, m, weights):
+        return [r for v, copies in weights.items() for r in _rows(case, m, v, copies, peers, ceiling)]
+
+    return products.run("linear", cases, weights, rows, advance), set()
 
 
 def _weights(k, n, dtype):

@@ -3,6 +3,8 @@
 
 import re
 
+import torch
+
 from rooftile.errors import ArgumentError
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -20,6 +22,22 @@ def parse(family, case):
     if not found:
         raise ArgumentError(f"bench {family}: {case!r} is no case; they look like k4096_n14336_m1")
     return tuple(map(int, found.groups()))
+
+
+def run(family, cases, weight_of, rows_of, advance):
+    """Rows of all cases, in order. weight_of(k, n): a weight in every form, held as long as cases have its shape;
+    rows_of(case, m, weight). advance(): once a case.
+    """
+    rows, shape, weight = [], None, None
+    for case in cases:
+        k, n, m = parse(family, case)
+        if (k, n) != shape:
+            weight = None
+            torch.cuda.empty_cache()
+            shape, weight = (k, n), weight_of(k, n)
+        rows += rows_of(case, m, weight)
+        advance()
+    return rows
 
 
 def error(name, got, expected, bound):

@@ -31,15 +31,11 @@ def steps(cases):
 
 def run(cases, peers, ceiling, advance):
     """(rows, names of peers without one). advance(): once a case."""
-    rows, weights = [], {}
-    for case in cases:
-        k, n, m = parse(case)
-        if (k, n) not in weights:
-            weights.clear()
-            torch.cuda.empty_cache()
-            weights[k, n] = _Weights(k, n, peers)
-        rows += weights[k, n].rows(case, m, peers, ceiling)
-        advance()
+
+    def rows_of(case, m, weight):
+        return weight.rows(case, m, peers, ceiling)
+
+    rows = products.run("w4a16", cases, lambda k, n: _Weights(k, n, peers), rows_of, advance)
     return rows, {"marlin", "machete"} - {r["impl"] for r in rows} if peers else set()
 
 
