@@ -79,13 +79,14 @@ def test_small_and_large_values(format, dtype, heads, scale):
 @pytest.mark.parametrize("heads", [4, 32])
 @stores
 def test_values_that_grow_along_a_row(format, dtype, heads):
-    """Sums of coded values count in a unit that follows the largest scale so far: here it grows again and again."""
+    """Sums of coded values count in a unit that follows the largest scale so far: here it grows again and again, also
+    from tile to tile of one warp, which has several where leaves are longer than 128 tokens."""
     rows = []
-    for k, v in tokens((70, 700), 2, 64, dtype):
-        growth = 2.0 ** (np.arange(len(v)) // (len(v) // 7 + 1) - 3)
+    for k, v in tokens((70, 700, 9000), 2, 64, dtype):
+        growth = 2.0 ** (np.arange(len(v)) // 40 % 12 - 6)
         rows.append((k, oracle.round_to(v * growth[:, None, None], dtype)))
     cache = filled(rows, format, dtype)
-    q64, q = queries(2, 1, heads, 64, dtype)
+    q64, q = queries(len(rows), 1, heads, 64, dtype)
     out = rt.decode_attention(q, cache.to("cuda"))
     exact, naive, _ = checks.expect_decode(cache, q64)
     assert_close(out, naive, exact, frobenius=ATTENTION_BOUND[dtype])

@@ -395,6 +395,20 @@ def test_loads_that_come_late(m, device):
         closeness.assert_bits_equal(y, alone[i % 2], f"call {i}")
 
 
+def test_x_that_comes_late(device):
+    """W stays in L2 and x does not: many tokens, the same 128 again and again, meet few rows of W."""
+    cuda_only(device)
+    n, k, repeats = 128, 8192, 128
+    w, _ = weight(n, k, 128, "integer", device)
+    some = cases.tensor(cases.values((128, k), "float16", "late x"), "float16")
+    expected = rt.w4a16_matmul(some, w.to("cpu")).double()
+    x = some.to(device).repeat(repeats, 1)
+    for _ in range(10):
+        y = rt.w4a16_matmul(x, w).view(repeats, 128, n)
+        assert (y[0].cpu().double() - expected).norm() <= 1e-3 * expected.norm()
+        closeness.assert_bits_equal(y, y[:1].expand_as(y), "the same tokens")
+
+
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize(("kind", "act_order"), [("integer", False), ("minima", True)])
 def test_captured_in_a_graph(kind, act_order, m, device):
