@@ -24,19 +24,19 @@ Weight view_of(bench::Array codes, bench::Array scales, std::int64_t n, std::int
   TensorView bytes = scales.view;   // the kernel tensors are flat bytes
   bytes.dtype = DType::u8;
   bytes.shape[0] *= 2;
-  const W4View view = w4_view(n, k, group, W4Zeros::symmetric, DType::f16, codes.view, bytes, {}, {});
+  const W4View view = w4_view(n, k, 4, group, W4Zeros::symmetric, DType::f16, codes.view, bytes, {}, {});
   return {std::move(codes), std::move(scales), view};
 }
 
 Weight random_weight(const bench::Gpu& gpu, std::int64_t n, std::int64_t k, std::uint64_t seed) {
-  const W4Sizes sizes = w4_sizes("bench", n, k, group, W4Zeros::symmetric);
+  const W4Sizes sizes = w4_sizes("bench", n, k, 4, group, W4Zeros::symmetric);
   return view_of(gpu.random(DType::u8, {sizes.codes}, seed), gpu.random(DType::f16, {sizes.scales / 2}, seed + 1, 0.005f, 0.02f), n, k);
 }
 
 bool matches_reference(const bench::Gpu& gpu, const Weight& w, const bench::Array& x, const bench::Array& y, bool last) {
   return bench::matches_reference(gpu, x, y, last, [&](const Context& ctx, std::int64_t first, const TensorView& rows, const TensorView& expected) {
     const std::int64_t n = expected.shape[1], tiles = n / w4_tile_n, from = first / w4_tile_n;
-    const W4Sizes sizes = w4_sizes("bench", n, w.view.k, group, W4Zeros::symmetric);
+    const W4Sizes sizes = w4_sizes("bench", n, w.view.k, 4, group, W4Zeros::symmetric);
     const Weight part = view_of(gpu.to_host(bench::narrow(w.codes.view, 0, from * (sizes.codes / tiles), sizes.codes)),
                                 gpu.to_host(bench::narrow(w.scales.view, 0, from * (sizes.scales / 2 / tiles), sizes.scales / 2)), n, w.view.k);
     w4a16_matmul(ctx, rows, part.view, expected);
@@ -44,7 +44,7 @@ bool matches_reference(const bench::Gpu& gpu, const Weight& w, const bench::Arra
 }
 
 void w4a16(benchmark::State& state, const bench::Gpu& gpu, const bench::ProductCase& c) {
-  const W4Sizes sizes = w4_sizes("bench", c.n, c.k, group, W4Zeros::symmetric);
+  const W4Sizes sizes = w4_sizes("bench", c.n, c.k, 4, group, W4Zeros::symmetric);
   bench::Work work{.bytes = static_cast<double>(sizes.codes + sizes.scales), .flops = 2.0 * static_cast<double>(c.m * c.n * c.k)};
   const int copies = gpu.copies(work.bytes, c.cold);
   work.bytes += static_cast<double>(c.m * (c.n + c.k)) * static_cast<double>(size_of(c.dtype));
