@@ -242,12 +242,12 @@ skipped gbench || run_gbench
 
 run_bench() {
   local cases=()
-  for family in decode w4a16 linear ops; do
+  for family in decode w4a16 w8a16 linear ops; do
     cases=()
     if [ $mode = quick ]; then
       case $family in
         decode) cases=(--case b1_kv4096 --case b8_kv4096 --case append_b64_t1) ;;
-        w4a16 | linear) cases=(--case k4096_n4096_m1 --case k4096_n4096_m16) ;;
+        w4a16 | w8a16 | linear) cases=(--case k4096_n4096_m1 --case k4096_n4096_m16) ;;
         ops) cases=(--only _t64_) ;;
       esac
     fi

@@ -169,6 +169,24 @@ FAULTS = {
         "for (unsigned other = 1; other < threads_of_span; other *= 2)",
         "for (unsigned other = 1; other < threads_of_span / 2; other *= 2)",
     ),
+    "byte_row": Fault(
+        "row g + 8 of a weight of 8 bits is decoded from row g's bytes",
+        "cpp/tile/w4.cuh",
+        "fma(__byte_perm(first, 0, 0x4341), raise, g8)",
+        "fma(first & 0x00ff00ff, raise, g8)",
+    ),
+    "byte_step": Fault(
+        "the second 16 k of 32 in 8 bits are decoded from the first's words",
+        "cpp/tile/w4.cuh",
+        "decode_words(four.z, four.w, g, g8, a[1].r);",
+        "decode_words(four.x, four.y, g, g8, a[1].r);",
+    ),
+    "last_run": Fault(
+        "the last run of a step in 8 bits is not copied: the ring holds that of a step before",
+        W4A16 + "stream.cuh",
+        "at < 2 * tile_bytes; at += w4_run_bytes",
+        "at < tile_bytes + w4_run_bytes; at += w4_run_bytes",
+    ),
     "copy_order": Fault(
         "the order of columns is ignored from column 2048 on",
         W4A16 + "prepare.cuh",

@@ -47,7 +47,7 @@ struct PrefillArgs {
 
 struct W4MatmulArgs {
   TensorView x, y, bias, residual;    // rows of K and of outputs(); bias [N], residual like y: may be absent
-  const W4View* w = nullptr;
+  const W4View* w = nullptr;          // of 4 or 8 bits
   Activation activation = Activation::none;
   bool gated = false;                 // the rows of W are [gate | up]: y = activation(gate) * up + residual
   std::int64_t outputs() const { return gated ? w->n / 2 : w->n; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rounding to 4 bits, one definition for both backends: what a group's scale, minimum and codes are.
+// Rounding to 4 or 8 bits, one definition for both backends: what a group's scale, minimum and codes are.
 #pragma once
 
 #include <cmath>
@@ -25,23 +25,25 @@ ROOFTILE_HD inline float w4_stored_scale(float x, DType t, bool affine) {
 }
 
 struct W4Group {
-  bool affine;            // minima; else symmetric
+  bool affine;            // minima, of 4 bits; else symmetric
+  int most;               // symmetric: the largest |code|
   float scale, minimum;   // as stored
 
   // Of a group whose values lie in [low, high]. One that is not finite has NaN for both.
-  ROOFTILE_HD static W4Group of(float low, float high, bool finite, bool affine, DType t) {
-    if (!finite) return {affine, NAN, NAN};
+  ROOFTILE_HD static W4Group of(float low, float high, bool finite, bool affine, int bits, DType t) {
+    const int most = (1 << (bits - 1)) - 1;
+    if (!finite) return {affine, most, NAN, NAN};
     const float magnitude = -low < high ? high : -low;
-    const float step = affine ? (high - low) / 15.0f : magnitude / 7.0f;   // infinite where low and high are that far apart
-    return {affine, w4_stored_scale(step, t, affine), affine ? w4_stored(low, t) : 0.0f};
+    const float step = affine ? (high - low) / 15.0f : magnitude / static_cast<float>(most);   // infinite where low and high are that far apart
+    return {affine, most, w4_stored_scale(step, t, affine), affine ? w4_stored(low, t) : 0.0f};
   }
   ROOFTILE_HD int code(float x) const {
     // a zero or NaN scale reads back as the minimum (0 if symmetric) or NaN, whatever the code is
-    if (!(scale > 0)) return affine ? 0 : 8;
+    if (!(scale > 0)) return affine ? 0 : most + 1;
     const float u = nearbyintf((x - minimum) / scale);
-    const float lowest = affine ? 0.0f : -7.0f, highest = affine ? 15.0f : 7.0f;
+    const float highest = affine ? 15.0f : static_cast<float>(most), lowest = affine ? 0.0f : -highest;
     const float clamped = u < lowest ? lowest : u > highest ? highest : u;
-    return static_cast<int>(clamped) + (affine ? 0 : 8);
+    return static_cast<int>(clamped) + (affine ? 0 : most + 1);
   }
 };
 

@@ -34,8 +34,8 @@ struct AppendArgs {
 };
 KernelName kv_append(const char* op, const Context&, const AppendArgs&);
 
-KernelName w4a16_matmul(const Context&, const W4MatmulArgs&);
-std::size_t w4a16_workspace(const Context&, const W4MatmulArgs&);
+KernelName w4a16_matmul(const char* op, const Context&, const W4MatmulArgs&);
+std::size_t w4a16_workspace(const char* op, const Context&, const W4MatmulArgs&);
 
 KernelName linear(const Context&, const LinearArgs&);
 std::size_t linear_workspace(const Context&, const LinearArgs&);
@@ -44,9 +44,9 @@ std::size_t linear_workspace(const Context&, const LinearArgs&);
 struct W4Arrays {
   TensorView codes, scales, offsets;
 };
-void w4_pack(const char* op, const Context&, const W4Arrays& canonical, const W4Arrays& kernel_form, W4Zeros, int group);
+void w4_pack(const char* op, const Context&, const W4Arrays& canonical, const W4Arrays& kernel_form, int bits);
 void w4_unpack(const char* op, const Context&, const W4View&, const W4Arrays& canonical);
-void w4_quantize(const char* op, const Context&, const TensorView& weight, int group, W4Zeros, const W4Arrays& canonical);
+void w4_quantize(const char* op, const Context&, const TensorView& weight, int bits, int group, const W4Arrays& canonical);
 void w4_dequantize(const char* op, const Context&, const W4View&, const TensorView& to);
 
 KernelName read_bytes(const Context&, const TensorView& x, const TensorView& sink);

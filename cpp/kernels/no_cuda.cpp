@@ -33,13 +33,13 @@ KernelName merge_attention(const Context& ctx, const TensorView&, const TensorVi
 KernelName decode_attention(const Context& ctx, const DecodeArgs&) { none("decode_attention", ctx); }
 std::size_t decode_workspace(const Context& ctx, const DecodeArgs&) { none("decode_attention", ctx); }
 KernelName kv_append(const char* op, const Context& ctx, const AppendArgs&) { none(op, ctx); }
-KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs&) { none("w4a16_matmul", ctx); }
-std::size_t w4a16_workspace(const Context& ctx, const W4MatmulArgs&) { none("w4a16_matmul", ctx); }
+KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs&) { none(op, ctx); }
+std::size_t w4a16_workspace(const char* op, const Context& ctx, const W4MatmulArgs&) { none(op, ctx); }
 KernelName linear(const Context& ctx, const LinearArgs&) { none("linear", ctx); }
 std::size_t linear_workspace(const Context& ctx, const LinearArgs&) { none("linear", ctx); }
-void w4_pack(const char* op, const Context& ctx, const W4Arrays&, const W4Arrays&, W4Zeros, int) { none(op, ctx); }
+void w4_pack(const char* op, const Context& ctx, const W4Arrays&, const W4Arrays&, int) { none(op, ctx); }
 void w4_unpack(const char* op, const Context& ctx, const W4View&, const W4Arrays&) { none(op, ctx); }
-void w4_quantize(const char* op, const Context& ctx, const TensorView&, int, W4Zeros, const W4Arrays&) { none(op, ctx); }
+void w4_quantize(const char* op, const Context& ctx, const TensorView&, int, int, const W4Arrays&) { none(op, ctx); }
 void w4_dequantize(const char* op, const Context& ctx, const W4View&, const TensorView&) { none(op, ctx); }
 KernelName read_bytes(const Context& ctx, const TensorView&, const TensorView&) { none("read_bytes", ctx); }
 void copy_bytes(const char* op, const Context& ctx, void*, const void*, std::size_t, bool) { none(op, ctx); }

@@ -22,12 +22,23 @@ struct Shape {
   std::int64_t n, k, groups;
 };
 
+void check_bits(const char* op, int bits, W4Zeros zeros) {
+  ROOFTILE_CHECK(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
+  ROOFTILE_CHECK(bits == 4 || zeros != W4Zeros::minima, op, ": zeros must be \"symmetric\" or \"integer\" for weights of 8 bits, got \"",
+                 name(zeros), '"');
+}
+
 // argument: which one of the op says N and K.
-Shape check_shape(const char* op, const char* argument, std::int64_t n, std::int64_t k, int group) {
+Shape check_shape(const char* op, const char* argument, std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  check_bits(op, bits, zeros);
   ROOFTILE_CHECK(n >= 0 && n <= most, op, ": ", argument, " must have N rows, 0 to ", most, ", got N = ", n);
-  ROOFTILE_CHECK(k > 0 && k <= most && k % 2 == 0, op, ": ", argument, " must have an even number of columns K, 2 to ", most,
-                 " (two codes a byte), got K = ", k);
+  if (bits == 4) {
+    ROOFTILE_CHECK(k > 0 && k <= most && k % 2 == 0, op, ": ", argument, " must have an even number of columns K, 2 to ", most,
+                   " (two codes a byte), got K = ", k);
+  } else {
+    ROOFTILE_CHECK(k > 0 && k <= most, op, ": ", argument, " must have K columns, 1 to ", most, ", got K = ", k);
+  }
   ROOFTILE_CHECK(group == 32 || group == 64 || group == 128 || group == k, op,
                  ": group_size must be 32, 64, 128 or K = ", k, ", got ", group);
   ROOFTILE_CHECK(k % group == 0, op, ": group_size = ", group, " must divide ", argument, "'s K = ", k);
@@ -42,13 +53,16 @@ void check_offsets(const char* op, const char* argument, const TensorView& t, W4
   }
 }
 
+const char* codes_shape(int bits) { return bits == 4 ? "[N, K / 2]" : "[N, K]"; }
+
 // codes, scales, offsets in canonical form.
 Shape check_canonical(const char* op, const TensorView& codes, const TensorView& scales, const TensorView& offsets,
-                      W4Zeros zeros, int group, const char* offsets_name) {
+                      W4Zeros zeros, int bits, int group, const char* offsets_name) {
+  check_bits(op, bits, zeros);
   Arg(op, "codes", codes).given().dtype({DType::u8}).ndim(2, 2);
-  ROOFTILE_CHECK(codes.shape[1] <= std::numeric_limits<std::int32_t>::max() / 2, op, ": codes must be [N, K / 2] with K below "
-                 "2**31, got ", describe(codes));
-  const Shape s = check_shape(op, "codes", codes.shape[0], codes.shape[1] * 2, group);
+  ROOFTILE_CHECK(codes.shape[1] <= std::numeric_limits<std::int32_t>::max() / (8 / bits), op, ": codes must be ", codes_shape(bits),
+                 " with K below 2**31, got ", describe(codes));
+  const Shape s = check_shape(op, "codes", codes.shape[0], codes.shape[1] * (8 / bits), bits, group, zeros);
   Arg(op, "scales", scales).given().dtype({DType::f16, DType::bf16}).shape({s.n, s.groups}, "[N, K / group_size]")
       .device(codes.device, "codes");
   check_offsets(op, offsets_name, offsets, zeros);
@@ -99,16 +113,16 @@ void unpack_groups(const T* from, const Shape& s, const TensorView& to) {
 
 }  // namespace
 
-W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int group, W4Zeros zeros, const char* argument) {
-  const Shape s = check_shape(op, argument, n, k, group);
+W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, const char* argument) {
+  const Shape s = check_shape(op, argument, n, k, bits, group, zeros);
   const std::int64_t count = w4_tiles_n(n) * w4_tile_n * s.groups;
-  return {.codes = w4_tiles_n(n) * w4_tiles_k(k) * w4_tile_bytes, .scales = 2 * count,
+  return {.codes = w4_tiles_n(n) * w4_tiles_k(k) * w4_tile_bytes(bits), .scales = 2 * count,
           .offsets = zeros == W4Zeros::symmetric ? 0 : zeros == W4Zeros::integer ? count : 2 * count};
 }
 
-W4View w4_view(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
+W4View w4_view(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
                TensorView scales, TensorView offsets, TensorView perm, const char* op) {
-  check_kernel_form(op, w4_sizes(op, n, k, group, zeros), codes, scales, offsets, zeros, {"codes", "scales", "offsets"});
+  check_kernel_form(op, w4_sizes(op, n, k, bits, group, zeros), codes, scales, offsets, zeros, {"codes", "scales", "offsets"});
   ROOFTILE_CHECK_KIND(type, scale_dtype == DType::f16 || scale_dtype == DType::bf16, op,
                       ": scale_dtype must be float16 or bfloat16, got ", name(scale_dtype));
   if (perm.given()) {
@@ -124,31 +138,30 @@ W4View w4_view(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType s
       }
     }
   }
-  return {.n = n, .k = k, .group = group, .zeros = zeros, .scale_dtype = scale_dtype, .device = codes.device,
+  return {.bits = bits, .n = n, .k = k, .group = group, .zeros = zeros, .scale_dtype = scale_dtype, .device = codes.device,
           .codes = codes.as<std::uint8_t>(), .scales = scales.as<std::byte>(),
           .offsets = offsets.given() ? offsets.as<std::byte>() : nullptr,
           .perm = perm.given() ? perm.as<std::int32_t>() : nullptr};
 }
 
-void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int group,
+void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int bits, int group,
              TensorView out_codes, TensorView out_scales, TensorView out_offsets, const char* op) {
-  const Shape s = check_canonical(op, codes, scales, offsets, zeros, group, "zeros");
-  check_kernel_form(op, w4_sizes(op, s.n, s.k, group, zeros), out_codes, out_scales, out_offsets, zeros,
+  const Shape s = check_canonical(op, codes, scales, offsets, zeros, bits, group, "zeros");
+  check_kernel_form(op, w4_sizes(op, s.n, s.k, bits, group, zeros), out_codes, out_scales, out_offsets, zeros,
                     {"out_codes", "out_scales", "out_offsets"});
   Arg(op, "out_codes", out_codes).device(codes.device, "codes");
   if (check::on_gpu(ctx))
-    return gpu::w4_pack(op, ctx, {codes, scales, offsets}, {out_codes, out_scales, out_offsets}, zeros, group);
+    return gpu::w4_pack(op, ctx, {codes, scales, offsets}, {out_codes, out_scales, out_offsets}, bits);
 
-  const std::int64_t tiles_k = w4_tiles_k(s.k), tile_row = tiles_k * w4_tile_bytes;
+  const std::int64_t tiles_k = w4_tiles_k(s.k), tile_row = tiles_k * w4_tile_bytes(bits), in_byte = 8 / bits;
   Parallel(ctx.threads).run(w4_tiles_n(s.n), [&](std::int64_t tile, int) {
     std::uint8_t* to = out_codes.as<std::uint8_t>();
     std::fill_n(to + tile * tile_row, tile_row, std::uint8_t{0});
     for (std::int64_t n = tile * w4_tile_n; n < std::min(s.n, (tile + 1) * w4_tile_n); ++n)
-      for (std::int64_t k = 0; k < s.k; k += 2) {
-        const std::uint8_t pair = at<std::uint8_t>(codes, n, k / 2);
-        const std::int64_t low = w4_code_index(tiles_k, n, k), high = w4_code_index(tiles_k, n, k + 1);
-        to[low / 2] |= static_cast<std::uint8_t>((pair & 15) << (4 * (low % 2)));
-        to[high / 2] |= static_cast<std::uint8_t>((pair >> 4) << (4 * (high % 2)));
+      for (std::int64_t k = 0; k < s.k; ++k) {
+        const std::int64_t index = w4_code_index(bits, tiles_k, n, k);
+        to[index / in_byte] |= static_cast<std::uint8_t>(w4_code(&at<std::uint8_t>(codes, n, k / in_byte), bits, k % in_byte)
+                                                         << (bits * (index % in_byte)));
       }
   });
   pack_groups(scales, s, out_scales.as<std::uint16_t>());
@@ -156,10 +169,11 @@ void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView
     with_offset_element(zeros, [&](auto e) { pack_groups(offsets, s, out_offsets.as<decltype(e)>()); });
 }
 
-void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView scales, TensorView offsets) {
-  const char* op = "W4Weight.unpack";
-  const Shape s = check_canonical(op, codes, scales, offsets, w.zeros, w.group, "zeros");
-  ROOFTILE_CHECK(s.n == w.n && s.k == w.k, op, ": codes must be [N, K / 2] = [", w.n, ", ", w.k / 2, "], got ", describe(codes));
+void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView scales, TensorView offsets, const char* op) {
+  const Shape s = check_canonical(op, codes, scales, offsets, w.zeros, w.bits, w.group, "zeros");
+  const int in_byte = 8 / w.bits;
+  ROOFTILE_CHECK(s.n == w.n && s.k == w.k, op, ": codes must be ", codes_shape(w.bits), " = [", w.n, ", ", w.k / in_byte, "], got ",
+                 describe(codes));
   Arg(op, "scales", scales).dtype({w.scale_dtype});
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"zeros", &offsets}})
     if (t->given()) Arg(op, argument, *t).device(w.device, "the weight").writable();
@@ -167,32 +181,30 @@ void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView
 
   const std::int64_t tiles_k = w4_tiles_k(s.k);
   Parallel(ctx.threads).run(w4_tiles_n(s.n), [&](std::int64_t tile, int) {
-    const auto nibble = [&](std::int64_t n, std::int64_t k) {
-      const std::int64_t index = w4_code_index(tiles_k, n, k);
-      return w.codes[index / 2] >> (4 * (index % 2)) & 15;
-    };
     for (std::int64_t n = tile * w4_tile_n; n < std::min(s.n, (tile + 1) * w4_tile_n); ++n)
-      for (std::int64_t k = 0; k < s.k; k += 2)
-        at<std::uint8_t>(codes, n, k / 2) = static_cast<std::uint8_t>(nibble(n, k) | nibble(n, k + 1) << 4);
+      for (std::int64_t k = 0; k < s.k; k += in_byte) {
+        int byte = 0;
+        for (int i = 0; i < in_byte; ++i) byte |= w4_code(w.codes, w.bits, w4_code_index(w.bits, tiles_k, n, k + i)) << (w.bits * i);
+        at<std::uint8_t>(codes, n, k / in_byte) = static_cast<std::uint8_t>(byte);
+      }
   });
   unpack_groups(reinterpret_cast<const std::uint16_t*>(w.scales), s, scales);
   if (offsets.given())
     with_offset_element(w.zeros, [&](auto e) { unpack_groups(reinterpret_cast<const decltype(e)*>(w.offsets), s, offsets); });
 }
 
-void w4_quantize(const Context& ctx, TensorView weight, int group, W4Zeros zeros, TensorView codes, TensorView scales,
-                 TensorView offsets) {
-  const char* op = "W4Weight.quantize";
+void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Zeros zeros, TensorView codes, TensorView scales,
+                 TensorView offsets, const char* op) {
   Arg(op, "weight", weight).given().activation().ndim(2, 2);
   const std::int64_t rows = weight.shape[0], k = weight.shape[1];
-  check_shape(op, "weight", rows, k, group);
+  check_shape(op, "weight", rows, k, bits, group, zeros);
   ROOFTILE_CHECK_KIND(not_supported, zeros != W4Zeros::integer, op,
-                      ": zeros must be \"symmetric\" or \"minima\"; rounding to integer zeros is not implemented (they can be imported)");
-  Arg(op, "codes", codes).given().dtype({DType::u8}).shape({rows, k / 2}, "[N, K / 2]").device(weight.device, "weight");
-  const Shape s = check_canonical(op, codes, scales, offsets, zeros, group, "minima");
+                      ": zeros must be \"symmetric\"", bits == 4 ? " or \"minima\"" : "", "; rounding to integer zeros is not implemented (they can be imported)");
+  Arg(op, "codes", codes).given().dtype({DType::u8}).shape({rows, k / (8 / bits)}, codes_shape(bits)).device(weight.device, "weight");
+  const Shape s = check_canonical(op, codes, scales, offsets, zeros, bits, group, "minima");
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"minima", &offsets}})
     if (t->given()) Arg(op, argument, *t).writable();
-  if (check::on_gpu(ctx)) return gpu::w4_quantize(op, ctx, weight, group, zeros, {codes, scales, offsets});
+  if (check::on_gpu(ctx)) return gpu::w4_quantize(op, ctx, weight, bits, group, {codes, scales, offsets});
 
   const DType dtype = scales.dtype;
   Parallel(ctx.threads).run(s.n, [&](std::int64_t n, int) {
@@ -208,18 +220,17 @@ void w4_quantize(const Context& ctx, TensorView weight, int group, W4Zeros zeros
         high = std::max(high, v);
       }
       const bool affine = zeros == W4Zeros::minima;
-      const W4Group rounded = W4Group::of(low, high, finite, affine, dtype);
+      const W4Group rounded = W4Group::of(low, high, finite, affine, bits, dtype);
       cpu::write(scales, n * scales.stride[0] + g * scales.stride[1], rounded.scale);
       if (affine) cpu::write(offsets, n * offsets.stride[0] + g * offsets.stride[1], rounded.minimum);
       const auto code = [&](int i) { return rounded.code(x[static_cast<std::size_t>(i)]); };
-      for (int i = 0; i < group; i += 2)
-        at<std::uint8_t>(codes, n, (g * group + i) / 2) = static_cast<std::uint8_t>(code(i) | code(i + 1) << 4);
+      for (int i = 0; i < group; i += 8 / bits)
+        at<std::uint8_t>(codes, n, (g * group + i) / (8 / bits)) = static_cast<std::uint8_t>(bits == 4 ? code(i) | code(i + 1) << 4 : code(i));
     }
   });
 }
 
-void w4_dequantize(const Context& ctx, const W4View& w, TensorView to) {
-  const char* op = "W4Weight.dequantize";
+void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const char* op) {
   Arg(op, "out", to).given().activation().shape({w.n, w.k}, "[N, K]").device(w.device, "weight").writable();
   if (check::on_gpu(ctx)) return gpu::w4_dequantize(op, ctx, w, to);
   const std::int64_t groups = w.k / w.group, tiles_k = w4_tiles_k(w.k);
@@ -229,12 +240,12 @@ void w4_dequantize(const Context& ctx, const W4View& w, TensorView to) {
   };
   Parallel(ctx.threads).run(w.n, [&](std::int64_t n, int) {
     for (std::int64_t k = 0; k < w.k; ++k) {
-      const std::int64_t index = w4_code_index(tiles_k, n, k), group = w4_scale_index(groups, n, k / w.group);
-      const int u = w.codes[index / 2] >> (4 * (index % 2)) & 15;
+      const std::int64_t group = w4_scale_index(groups, n, k / w.group);
+      const int u = w4_code(w.codes, w.bits, w4_code_index(w.bits, tiles_k, n, k));
       const float scale = element(w.scales, group);
       float x = 0;
       switch (w.zeros) {
-        case W4Zeros::symmetric: x = static_cast<float>(u - 8) * scale; break;
+        case W4Zeros::symmetric: x = static_cast<float>(u - w4_middle(w.bits)) * scale; break;
         case W4Zeros::integer: x = static_cast<float>(u - std::to_integer<int>(w.offsets[group])) * scale; break;
         case W4Zeros::minima: x = static_cast<float>(u) * scale + element(w.offsets, group); break;
       }
@@ -246,22 +257,20 @@ void w4_dequantize(const Context& ctx, const W4View& w, TensorView to) {
 
 namespace {
 
-void check_x(const char* op, const TensorView& x, const W4View& w) {
+void check_inputs(const char* op, int bits, const TensorView& x, const W4View& w) {
+  ROOFTILE_CHECK_KIND(type, w.bits == bits, op, ": w must be a W", bits, "Weight, of ", bits, " bits, got one of ", w.bits);
   Arg(op, "x", x).given().activation().ndim(1, TensorView::max_ndim).device(w.device, "the weight");
   ROOFTILE_CHECK(x.last() == w.k, op, ": x must have a last dimension of K = ", w.k, ", got ", describe(x));
 }
 
-}  // namespace
-
-std::size_t w4a16_workspace(const Context& ctx, TensorView x, const W4View& w, const MatmulOptions& options) {
-  check_x("w4a16_matmul", x, w);
+std::size_t workspace(const char* op, int bits, const Context& ctx, const TensorView& x, const W4View& w, const MatmulOptions& options) {
+  check_inputs(op, bits, x, w);
   if (!check::on_gpu(ctx)) return 0;
-  return gpu::w4a16_workspace(ctx, {.x = x, .w = &w, .gated = options.gated, .batch_invariant = options.batch_invariant});
+  return gpu::w4a16_workspace(op, ctx, {.x = x, .w = &w, .gated = options.gated, .batch_invariant = options.batch_invariant});
 }
 
-KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
-  const char* op = "w4a16_matmul";
-  check_x(op, x, w);
+KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView& x, const W4View& w, const TensorView& y, const MatmulOptions& options) {
+  check_inputs(op, bits, x, w);
   ROOFTILE_CHECK(!options.gated || w.n % 2 == 0, op, ": activation \"", name(options.activation),
                  "_mul\" needs a weight of rows [gate | up], an even number N, got N = ", w.n);
   const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
@@ -269,12 +278,27 @@ KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, Tenso
   check::check_product(op, x, w.n, options.gated, y, options.bias, options.residual);
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "x", x);
-    return gpu::w4a16_matmul(ctx, args);
+    return gpu::w4a16_matmul(op, ctx, args);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.w4a16_matmul(Parallel(ctx.threads), args);
-  const std::string group = "w4g" + std::to_string(w.group);
+  const std::string group = (bits == 4 ? "w4g" : "w8g") + std::to_string(w.group);
   return check::kernel_name(k, {name(x.dtype), group.c_str(), name(w.zeros)});
+}
+
+}  // namespace
+
+std::size_t w4a16_workspace(const Context& ctx, TensorView x, const W4View& w, const MatmulOptions& options) {
+  return workspace("w4a16_matmul", 4, ctx, x, w, options);
+}
+std::size_t w8a16_workspace(const Context& ctx, TensorView x, const W4View& w, const MatmulOptions& options) {
+  return workspace("w8a16_matmul", 8, ctx, x, w, options);
+}
+KernelName w4a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
+  return matmul("w4a16_matmul", 4, ctx, x, w, y, options);
+}
+KernelName w8a16_matmul(const Context& ctx, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options) {
+  return matmul("w8a16_matmul", 8, ctx, x, w, y, options);
 }
 
 }  // namespace rooftile

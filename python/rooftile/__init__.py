@@ -25,17 +25,18 @@ from rooftile.fused import (
     silu_mul,
     softmax,
 )
-from rooftile.gemm import W4Weight, linear, w4a16_matmul
+from rooftile.gemm import W4Weight, W8Weight, linear, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import KV_FORMATS, KVCache
 from rooftile.kv_model import ModelKVCache
 from rooftile.kv_paged import PagedKVCache
-from rooftile.quantize import W4A16, quantize_
+from rooftile.quantize import W4A16, W8A16, quantize_
 
 __version__ = _C.version
 
 __all__ = [
     "KV_FORMATS",
     "W4A16",
+    "W8A16",
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
@@ -47,6 +48,7 @@ __all__ = [
     "PagedKVCache",
     "RooftileError",
     "W4Weight",
+    "W8Weight",
     "add_layer_norm",
     "add_rms_norm",
     "decode_attention",
@@ -64,5 +66,6 @@ __all__ = [
     "silu_mul",
     "softmax",
     "w4a16_matmul",
+    "w8a16_matmul",
     "warmup",
 ]

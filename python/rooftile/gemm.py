@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with 4-bit and 16-bit weights. Formats: docs/kernels/w4a16.md."""
+"""Products with 4-bit, 8-bit and 16-bit weights. Formats: docs/kernels/w4a16.md."""
 
 import functools
 import operator
@@ -22,7 +22,10 @@ from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 W4_KINDS = ("symmetric", "integer", "minima")
 _GGUF_BLOCK = 32
-_GGUF_TYPES = {"Q4_0": (2, 1, "symmetric"), "Q4_1": (3, 2, "minima")}  # ggml number, fp16 values before the codes, kind
+_GGUF_TYPES = {  # by bits and name: the ggml number, fp16 values before the codes, kind
+    4: {"Q4_0": (2, 1, "symmetric"), "Q4_1": (3, 2, "minima")},
+    8: {"Q8_0": (8, 1, "symmetric")},
+}
 
 
 def _dtype_name(x):
@@ -40,34 +43,27 @@ def _view(x, dtype):
     return x.view(getattr(torch, dtype) if torch else numpy_dtype(dtype))
 
 
-class W4Weight:
-    """A weight [N, K] in 4 bits, in the one layout that every kernel and every number of rows reads.
+class PackedWeight:
+    """What weights of 4 and of 8 bits share: W4Weight and W8Weight say what their codes stand for."""
 
-    Made by `quantize`, `from_canonical`, `from_kpacked` or `from_gguf`. A stored code u is 0..15 and stands for
-    `(u - 8) * scale` (kind "symmetric"), `(u - zero) * scale` ("integer") or `u * scale + minimum` ("minima"), one
-    scale (and zero or minimum) for each group of `group_size` = 32, 64, 128 or K neighbours along K. K is even and a
-    multiple of group_size; N and K need not be multiples of anything else.
-
-    It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
-    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while the weight is in use and must not
-    be resized. On a GPU the values of perm are not checked: a column outside [0, K) makes products NaN.
-    """
+    BITS = None
+    KINDS = ()
 
     def __init__(self, codes, scales, offsets, *, shape, group_size, kind, scale_dtype, perm=None):
         """Takes kernel-form arrays as they are (see `codes`, `scales`, `offsets`, `perm` of another weight)."""
-        self._take("W4Weight", codes, scales, offsets, shape, group_size, kind, scale_dtype, perm)
+        self._take(type(self).__name__, codes, scales, offsets, shape, group_size, kind, scale_dtype, perm)
 
     def _take(self, op, codes, scales, offsets, shape, group_size, kind, scale_dtype, perm):
         """op: whose name errors begin with."""
         n, k = _sizes(op, shape)
-        _check_kind(op, kind)
-        self._handle = _C.W4Handle(codes, scales, offsets, perm, n, k, group_size, kind, scale_dtype, op)
+        self._check_kind(op, kind)
+        self._handle = _C.W4Handle(codes, scales, offsets, perm, n, k, self.BITS, group_size, kind, scale_dtype, op)
         self.codes, self.scales, self.offsets, self.perm = codes, scales, offsets, perm
         self.shape, self.group_size, self.kind, self.scale_dtype = (n, k), int(group_size), kind, scale_dtype
 
     @classmethod
     def _of_module(cls, arrays, layout):
-        """Over a W4Linear's own arrays, which may hold nothing yet or be traced: they are read at the first call."""
+        """Over a module's own arrays, which may hold nothing yet or be traced: they are read at the first call."""
         self = cls.__new__(cls)
         self.codes, self.scales, self.offsets, self.perm = arrays
         self.shape, self.group_size = layout["shape"], layout["group_size"]
@@ -77,16 +73,16 @@ class W4Weight:
     @functools.cached_property
     def _handle(self):
         """The arrays as kernels take them."""
-        rest = (*self.shape, self.group_size, self.kind, self.scale_dtype)
-        return _C.W4Handle(self.codes, self.scales, self.offsets, self.perm, *rest, "W4Weight")
+        rest = (*self.shape, self.BITS, self.group_size, self.kind, self.scale_dtype, type(self).__name__)
+        return _C.W4Handle(self.codes, self.scales, self.offsets, self.perm, *rest)
 
     def __reduce__(self):
-        return _rebuild, (self.codes, self.scales, self.offsets, self.perm, self.layout)
+        return _rebuild, (type(self), self.codes, self.scales, self.offsets, self.perm, self.layout)
 
     def __repr__(self):
         order = ", act-order" if self.perm is not None else ""
         return (
-            f"W4Weight([{self.shape[0]}, {self.shape[1]}], {self.kind}, group_size={self.group_size}, "
+            f"{type(self).__name__}([{self.shape[0]}, {self.shape[1]}], {self.kind}, group_size={self.group_size}, "
             f"{self.scale_dtype} scales{order})"
         )
 
@@ -101,59 +97,194 @@ class W4Weight:
         return sum(int(a.nbytes) for a in (self.codes, self.scales, self.offsets, self.perm) if a is not None)
 
     @classmethod
+    def _check_kind(cls, op, kind):
+        if not isinstance(kind, str) or kind not in cls.KINDS:
+            raise ArgumentError(f"{op}: kind must be {names_of(cls.KINDS)}, got {kind!r}")
+
+    @classmethod
     def quantize(cls, weight, *, group_size=128, zeros=None):
         """Round to nearest.
 
         weight: [N, K] (the nn.Linear convention), float32, float16 or bfloat16, any strides. zeros: None for symmetric
-        (scale = absmax / 7, codes -7..7) or "minima" (scale = (max - min) / 15). Scales are bfloat16 for bfloat16
-        weights, else float16; codes are rounded to nearest even with the stored scale. A group of zeros (constants) has
-        scale 0 and reads back exactly; a group with NaN or Inf reads back as NaN. Raises ArgumentError for a group_size
-        that is not 32, 64, 128 or K or does not divide K, ArgumentTypeError for what is no such array.
+        (4 bits: scale = absmax / 7, codes -7..7; 8 bits: absmax / 127, -127..127) or, of 4 bits, "minima" (scale =
+        (max - min) / 15). Scales are bfloat16 for bfloat16 weights, else float16; codes are rounded to nearest even
+        with the stored scale. A group of zeros (constants) has scale 0 and reads back exactly; a group with NaN or Inf
+        reads back as NaN. Raises ArgumentError for a group_size that is not 32, 64, 128 or K or does not divide K,
+        ArgumentTypeError for what is no such array.
         """
-        if zeros not in (None, "symmetric", "minima"):
-            raise ArgumentError(f'W4Weight.quantize: zeros must be None, "symmetric" or "minima", got {zeros!r}')
+        op = f"{cls.__name__}.quantize"
+        allowed = [kind for kind in cls.KINDS if kind != "integer"]
+        if zeros is not None and zeros not in allowed:
+            raise ArgumentError(f"{op}: zeros must be {names_of([None, *allowed])}, got {zeros!r}")
         kind = zeros or "symmetric"
-        n, k = _shape2(weight, "W4Weight.quantize", "weight")
-        _C.w4_sizes("W4Weight.quantize", "weight", n, k, group_size, kind)
+        n, k = _shape2(weight, op, "weight")
+        _C.w4_sizes(op, "weight", n, k, cls.BITS, group_size, kind)
         scale_dtype = "bfloat16" if _dtype_name(weight) == "bfloat16" else "float16"
-        codes, scales, offsets = _canonical_like(weight, n, k, group_size, kind, scale_dtype)
-        _C.w4_quantize(weight, group_size, kind, codes, scales, offsets)
+        codes, scales, offsets = cls._canonical_like(weight, n, k, group_size, kind, scale_dtype)
+        _C.w4_quantize(op, weight, cls.BITS, group_size, kind, codes, scales, offsets)
         return cls.from_canonical(codes, scales, offsets, group_size=group_size)
 
     @classmethod
     def from_canonical(cls, codes, scales, zeros=None, *, group_size=None, kind=None, perm=None):
         """From the exchange form, lossless.
 
-        codes: uint8 [N, K/2], two codes a byte, low nibble first. scales: float16 or bfloat16 [N, K/group_size]. zeros:
-        None, uint8 [N, K/group_size] (integer zeros) or [N, K/group_size] in scales' dtype (minima). kind: "symmetric",
-        "integer" or "minima", default what `zeros` is; group_size: default what the shapes say. perm: int32 [K],
-        act-order: column i of the codes multiplies x[..., perm[i]].
+        codes: uint8, of 4 bits [N, K/2], two codes a byte, low nibble first, of 8 bits [N, K]. scales: float16 or
+        bfloat16 [N, K/group_size]. zeros: None, uint8 [N, K/group_size] (integer zeros) or, of 4 bits,
+        [N, K/group_size] in scales' dtype (minima). kind: "symmetric", "integer" or "minima", default what `zeros` is;
+        group_size: default what the shapes say. perm: int32 [K], act-order: column i of the codes multiplies
+        x[..., perm[i]].
         """
-        return cls._pack("W4Weight.from_canonical", codes, scales, zeros, group_size, kind, perm)
+        return cls._pack(f"{cls.__name__}.from_canonical", codes, scales, zeros, group_size, kind, perm)
 
     @classmethod
     def _pack(cls, op, codes, scales, zeros=None, group_size=None, kind=None, perm=None):
         """from_canonical, for the op whose name errors begin with."""
-        n, half = _shape2(codes, op, "codes")
+        n, row_bytes = _shape2(codes, op, "codes")
+        k = row_bytes * 8 // cls.BITS
         groups = _shape2(scales, op, "scales")[1]
         if group_size is None:
-            if groups == 0 or 2 * half % groups:
-                raise ArgumentError(f"{op}: scales has {groups} groups a row, which do not divide K = {2 * half}")
-            group_size = 2 * half // groups
+            if groups == 0 or k % groups:
+                raise ArgumentError(f"{op}: scales has {groups} groups a row, which do not divide K = {k}")
+            group_size = k // groups
         if kind is None:
-            kind = "symmetric" if zeros is None else "integer" if _dtype_name(zeros) == "uint8" else "minima"
-        _check_kind(op, kind)
-        sizes = _C.w4_sizes(op, "codes", n, 2 * half, group_size, kind)
-        if tuple(scales.shape) != (n, 2 * half // int(group_size)):  # before memory is made by what codes say
-            groups = 2 * half // int(group_size)
+            kind = "symmetric" if zeros is None else "integer"
+            if zeros is not None and "minima" in cls.KINDS and _dtype_name(zeros) != "uint8":
+                kind = "minima"
+        cls._check_kind(op, kind)
+        sizes = _C.w4_sizes(op, "codes", n, k, cls.BITS, group_size, kind)
+        if tuple(scales.shape) != (n, k // int(group_size)):  # before memory is made by what codes say
+            groups = k // int(group_size)
             raise ArgumentError(f"{op}: scales must be [N, K / group_size] = [{n}, {groups}], got {list(scales.shape)}")
         flat = [empty(codes, (size,), "uint8") for size in sizes]
         if kind == "symmetric":
             flat[2] = None
-        _C.w4_pack(op, codes, scales, zeros, kind, group_size, *flat)
+        _C.w4_pack(op, codes, scales, zeros, kind, cls.BITS, group_size, *flat)
         weight = cls.__new__(cls)
-        weight._take(op, *flat, (n, 2 * half), group_size, kind, _dtype_name(scales), perm)
+        weight._take(op, *flat, (n, k), group_size, kind, _dtype_name(scales), perm)
         return weight
+
+    @classmethod
+    def from_gguf(cls, data, ggml_type, shape):
+        """From the blocks of a GGUF tensor, lossless, group size 32: of 4 bits Q4_0 (symmetric) or Q4_1 (minima), of 8
+        bits Q8_0 (symmetric).
+
+        data: the tensor's bytes: a bytes-like object or a uint8 array of any shape (a torch tensor gives a weight in
+        torch). ggml_type: the type's name, its number (2, 3, 8) or gguf.GGMLQuantizationType. shape: (N, K), rows of K.
+        """
+        op, types = f"{cls.__name__}.from_gguf", _GGUF_TYPES[cls.BITS]
+        name = getattr(ggml_type, "name", ggml_type)
+        name = next((key for key, (number, *_) in types.items() if name in (key, number)), None)
+        if name is None:
+            raise NotSupportedError(f"{op}: ggml_type must be {' or '.join(types)}, got {ggml_type!r}")
+        _, values, kind = types[name]
+        n, k = _sizes(op, shape)
+        if k == 0 or k % _GGUF_BLOCK:
+            raise ArgumentError(
+                f"{op}: K must be a positive multiple of {_GGUF_BLOCK} for {name}, got shape ({n}, {k})"
+            )
+        raw = _bytes_of(data, op)
+        block_bytes = 2 * values + _GGUF_BLOCK * cls.BITS // 8
+        expected = n * (k // _GGUF_BLOCK) * block_bytes
+        if raw.size != expected:
+            raise ArgumentError(f"{op}: data must have {expected} bytes for {name} [{n}, {k}], got {raw.size}")
+        blocks = raw.reshape(n, k // _GGUF_BLOCK, block_bytes)
+        halves = np.ascontiguousarray(blocks[..., : 2 * values]).view(np.float16)
+        codes = cls._gguf_codes(blocks[..., 2 * values :]).reshape(n, -1)
+        parts = [codes, *(np.ascontiguousarray(halves[..., i]) for i in range(values))]
+        torch = torch_of(data)
+        if torch:
+            parts = [torch.from_numpy(p) for p in parts]
+        return cls._pack(op, *parts, group_size=_GGUF_BLOCK, kind=kind)
+
+    @classmethod
+    def concat(cls, weights):
+        """One weight [sum of N, K] of several [N, K]: q, k and v, or gate and up, in one product. Lossless.
+
+        weights: of the same group size, kind, scale dtype, device and act-order. Raises ArgumentError /
+        ArgumentTypeError naming the one that does not go with the first.
+        """
+        op = f"{cls.__name__}.concat"
+        weights = list(weights)
+        for i, weight in enumerate(weights):
+            if not isinstance(weight, cls):
+                raise ArgumentTypeError(f"{op}: weights[{i}] must be a {cls.__name__}, got {type(weight).__name__}")
+        if not weights:
+            raise ArgumentError(f"{op}: weights must have at least one {cls.__name__}, got none")
+        first = weights[0]
+        for i, weight in enumerate(weights):
+            for what, ours, theirs in (
+                ("K", weight.shape[1], first.shape[1]),
+                ("group_size", weight.group_size, first.group_size),
+                ("kind", weight.kind, first.kind),
+                ("scale_dtype", weight.scale_dtype, first.scale_dtype),
+                ("device", _device(weight.codes), _device(first.codes)),
+            ):
+                if ours != theirs:
+                    raise ArgumentError(f"{op}: weights[{i}] must have weights[0]'s {what} = {theirs}, got {ours}")
+            same = weight.perm is first.perm
+            if not same and (weight.perm is None or first.perm is None or not bool((weight.perm == first.perm).all())):
+                raise ArgumentError(f"{op}: weights[{i}] must have weights[0]'s act-order (perm)")
+        parts = [_concat(p) if p[0] is not None else None for p in zip(*(w.unpack() for w in weights), strict=True)]
+        return cls._pack(op, *parts, first.group_size, first.kind, first.perm)
+
+    def to(self, device):
+        """This weight on a torch device ("cuda", "cpu", torch.device(...)): itself if it is there, else a copy."""
+        import torch
+
+        if device is None:
+            raise ArgumentTypeError(f"{type(self).__name__}.to: device must be one that torch can use, got None")
+        device = torch_device(f"{type(self).__name__}.to", device)
+        arrays = [
+            None if a is None else torch.as_tensor(a).to(device)
+            for a in (self.codes, self.scales, self.offsets, self.perm)
+        ]
+        if arrays[0] is self.codes:
+            return self
+        return type(self)(*arrays[:3], perm=arrays[3], **self.layout)
+
+    def unpack(self):
+        """The exchange form, bit for bit: (codes, scales, zeros) as `from_canonical` takes them; zeros may be None."""
+        parts = self._canonical_like(self.codes, *self.shape, self.group_size, self.kind, self.scale_dtype)
+        _C.w4_unpack(f"{type(self).__name__}.unpack", self._handle, *parts)
+        return parts
+
+    def dequantize(self, dtype="float32"):
+        """What the codes stand for: [N, K] in `dtype` ("float32", "float16", "bfloat16" or a torch or NumPy dtype)."""
+        op = f"{type(self).__name__}.dequantize"
+        name = str(dtype).removeprefix("torch.")
+        if name not in ("float32", "float16", "bfloat16"):
+            try:
+                name = np.dtype(dtype).name
+            except (TypeError, ValueError):
+                raise ArgumentTypeError(f"{op}: dtype must be a float dtype, got {dtype!r}") from None
+        out = empty(self.codes, self.shape, name)
+        _C.w4_dequantize(op, self._handle, out)
+        return out
+
+    @classmethod
+    def _canonical_like(cls, like, n, k, group_size, kind, scale_dtype):
+        groups = (n, k // group_size)
+        offsets = None
+        if kind != "symmetric":
+            offsets = empty(like, groups, "uint8" if kind == "integer" else scale_dtype)
+        return empty(like, (n, k * cls.BITS // 8), "uint8"), empty(like, groups, scale_dtype), offsets
+
+
+class W4Weight(PackedWeight):
+    """A weight [N, K] in 4 bits, in the one layout that every kernel and every number of rows reads.
+
+    Made by `quantize`, `from_canonical`, `from_kpacked` or `from_gguf`. A stored code u is 0..15 and stands for
+    `(u - 8) * scale` (kind "symmetric"), `(u - zero) * scale` ("integer") or `u * scale + minimum` ("minima"), one
+    scale (and zero or minimum) for each group of `group_size` = 32, 64, 128 or K neighbours along K. K is even and a
+    multiple of group_size; N and K need not be multiples of anything else.
+
+    It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
+    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while the weight is in use and must not
+    be resized. On a GPU the values of perm are not checked: a column outside [0, K) makes products NaN.
+    """
+
+    BITS = 4
+    KINDS = W4_KINDS
 
     @classmethod
     def from_kpacked(cls, packed, scales):
@@ -184,93 +315,6 @@ class W4Weight:
         codes = _view(_contiguous(packed.T), "uint8") ^ 0x88
         return cls._pack(op, codes, scales.T)
 
-    @classmethod
-    def from_gguf(cls, data, ggml_type, shape):
-        """From the blocks of a GGUF tensor, lossless: Q4_0 (symmetric) or Q4_1 (minima), group size 32.
-
-        data: the tensor's bytes: a bytes-like object or a uint8 array of any shape (a torch tensor gives a weight in
-        torch). ggml_type: "Q4_0" or "Q4_1", their number (2, 3) or gguf.GGMLQuantizationType. shape: (N, K), rows of K.
-        """
-        op = "W4Weight.from_gguf"
-        name = getattr(ggml_type, "name", ggml_type)
-        name = next((key for key, (number, *_) in _GGUF_TYPES.items() if name in (key, number)), None)
-        if name is None:
-            raise NotSupportedError(f"{op}: ggml_type must be Q4_0 or Q4_1, got {ggml_type!r}")
-        _, values, kind = _GGUF_TYPES[name]
-        n, k = _sizes(op, shape)
-        if k == 0 or k % _GGUF_BLOCK:
-            raise ArgumentError(
-                f"{op}: K must be a positive multiple of {_GGUF_BLOCK} for {name}, got shape ({n}, {k})"
-            )
-        raw = _bytes_of(data, op)
-        block_bytes = 2 * values + _GGUF_BLOCK // 2
-        expected = n * (k // _GGUF_BLOCK) * block_bytes
-        if raw.size != expected:
-            raise ArgumentError(f"{op}: data must have {expected} bytes for {name} [{n}, {k}], got {raw.size}")
-        blocks = raw.reshape(n, k // _GGUF_BLOCK, block_bytes)
-        halves = np.ascontiguousarray(blocks[..., : 2 * values]).view(np.float16)
-        # a block's low nibbles are its elements 0..15, the high ones 16..31; ours are neighbours in a byte
-        pairs = blocks[..., 2 * values :]
-        even, odd = pairs[..., 0::2], pairs[..., 1::2]
-        codes = np.concatenate([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], axis=-1).reshape(n, k // 2)
-        parts = [codes, *(np.ascontiguousarray(halves[..., i]) for i in range(values))]
-        torch = torch_of(data)
-        if torch:
-            parts = [torch.from_numpy(p) for p in parts]
-        return cls._pack(op, *parts, group_size=_GGUF_BLOCK, kind=kind)
-
-    @classmethod
-    def concat(cls, weights):
-        """One weight [sum of N, K] of several [N, K]: q, k and v, or gate and up, in one product. Lossless.
-
-        weights: of the same group size, kind, scale dtype, device and act-order. Raises ArgumentError /
-        ArgumentTypeError naming the one that does not go with the first.
-        """
-        op = "W4Weight.concat"
-        weights = list(weights)
-        for i, weight in enumerate(weights):
-            if not isinstance(weight, W4Weight):
-                raise ArgumentTypeError(f"{op}: weights[{i}] must be a W4Weight, got {type(weight).__name__}")
-        if not weights:
-            raise ArgumentError(f"{op}: weights must have at least one W4Weight, got none")
-        first = weights[0]
-        for i, weight in enumerate(weights):
-            for what, ours, theirs in (
-                ("K", weight.shape[1], first.shape[1]),
-                ("group_size", weight.group_size, first.group_size),
-                ("kind", weight.kind, first.kind),
-                ("scale_dtype", weight.scale_dtype, first.scale_dtype),
-                ("device", _device(weight.codes), _device(first.codes)),
-            ):
-                if ours != theirs:
-                    raise ArgumentError(f"{op}: weights[{i}] must have weights[0]'s {what} = {theirs}, got {ours}")
-            same = weight.perm is first.perm
-            if not same and (weight.perm is None or first.perm is None or not bool((weight.perm == first.perm).all())):
-                raise ArgumentError(f"{op}: weights[{i}] must have weights[0]'s act-order (perm)")
-        parts = [_concat(p) if p[0] is not None else None for p in zip(*(w.unpack() for w in weights), strict=True)]
-        return cls._pack(op, *parts, first.group_size, first.kind, first.perm)
-
-    def to(self, device):
-        """This weight on a torch device ("cuda", "cpu", torch.device(...)): itself if it is there, else a copy."""
-        import torch
-
-        if device is None:
-            raise ArgumentTypeError("W4Weight.to: device must be one that torch can use, got None")
-        device = torch_device("W4Weight.to", device)
-        arrays = [
-            None if a is None else torch.as_tensor(a).to(device)
-            for a in (self.codes, self.scales, self.offsets, self.perm)
-        ]
-        if arrays[0] is self.codes:
-            return self
-        return W4Weight(*arrays[:3], perm=arrays[3], **self.layout)
-
-    def unpack(self):
-        """The exchange form, bit for bit: (codes, scales, zeros) as `from_canonical` takes them; zeros may be None."""
-        parts = _canonical_like(self.codes, *self.shape, self.group_size, self.kind, self.scale_dtype)
-        _C.w4_unpack(self._handle, *parts)
-        return parts
-
     def to_kpacked(self):
         """(packed, scales) as `from_kpacked` takes them. Symmetric weights whose K is a multiple of 8, no act-order."""
         op = "W4Weight.to_kpacked"
@@ -283,17 +327,31 @@ class W4Weight:
         codes, scales, _ = self.unpack()
         return _contiguous(_view(codes ^ 0x88, "int32").T), _contiguous(scales.T)
 
-    def dequantize(self, dtype="float32"):
-        """What the codes stand for: [N, K] in `dtype` ("float32", "float16", "bfloat16" or a torch or NumPy dtype)."""
-        name = str(dtype).removeprefix("torch.")
-        if name not in ("float32", "float16", "bfloat16"):
-            try:
-                name = np.dtype(dtype).name
-            except (TypeError, ValueError):
-                raise ArgumentTypeError(f"W4Weight.dequantize: dtype must be a float dtype, got {dtype!r}") from None
-        out = empty(self.codes, self.shape, name)
-        _C.w4_dequantize(self._handle, out)
-        return out
+    @staticmethod
+    def _gguf_codes(blocks):
+        # a block's low nibbles are its elements 0..15, the high ones 16..31; ours are neighbours in a byte
+        even, odd = blocks[..., 0::2], blocks[..., 1::2]
+        return np.concatenate([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], axis=-1)
+
+
+class W8Weight(PackedWeight):
+    """A weight [N, K] in 8 bits, in the one layout that every kernel and every number of rows reads.
+
+    Made by `quantize`, `from_canonical` or `from_gguf`. A stored code u is 0..255 and stands for `(u - 128) * scale`
+    (kind "symmetric") or `(u - zero) * scale` ("integer"), one scale (and zero) for each group of `group_size` = 32,
+    64, 128 or K neighbours along K. K is a multiple of group_size; N and K need not be multiples of anything else.
+
+    It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
+    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while the weight is in use and must not
+    be resized. On a GPU the values of perm are not checked: a column outside [0, K) makes products NaN.
+    """
+
+    BITS = 8
+    KINDS = W4_KINDS[:2]
+
+    @staticmethod
+    def _gguf_codes(blocks):
+        return blocks ^ 0x80  # a block's are signed
 
 
 def _device(x):
@@ -305,8 +363,8 @@ def _concat(arrays):
     return torch.cat(arrays) if torch else np.concatenate(arrays)
 
 
-def _rebuild(codes, scales, offsets, perm, layout):
-    return W4Weight(codes, scales, offsets, perm=perm, **layout)
+def _rebuild(cls, codes, scales, offsets, perm, layout):
+    return cls(codes, scales, offsets, perm=perm, **layout)
 
 
 def _sizes(op, shape):
@@ -320,9 +378,10 @@ def _sizes(op, shape):
     return n, k
 
 
-def _check_kind(op, kind):
-    if not isinstance(kind, str) or kind not in W4_KINDS:
-        raise ArgumentError(f'{op}: kind must be "symmetric", "integer" or "minima", got {kind!r}')
+def names_of(values):
+    """Values that an argument may have, as its error names them: None, "a" or "b"."""
+    names = ["None" if value is None else f'"{value}"' for value in values]
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _shape2(x, op, argument):
@@ -350,17 +409,25 @@ def _bytes_of(data, op):
     return array.reshape(-1)
 
 
-def _canonical_like(like, n, k, group_size, kind, scale_dtype):
-    groups = (n, k // group_size)
-    offsets = None
-    if kind != "symmetric":
-        offsets = empty(like, groups, "uint8" if kind == "integer" else scale_dtype)
-    return empty(like, (n, k // 2), "uint8"), empty(like, groups, scale_dtype), offsets
-
-
 def outputs(n, activation):
     """Columns of the result of a product with N = n rows of weights."""
     return n // 2 if isinstance(activation, str) and activation.endswith("_mul") else n
+
+
+def _matmul(op, weight_type, call, workspace_of, x, w, bias, activation, residual, out, batch_invariant, stream, plan):
+    """The op of weights of `weight_type`. call, workspace_of: its functions of _C."""
+    if compiling():
+        form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
+        return torch_op(op, (x, *form, bias, activation, residual, batch_invariant), (out,), stream, plan)
+    if out is None:
+        # what x or w lacks is named by the call below, which reads both before its output
+        n = (outputs(w.shape[0], activation),) if isinstance(w, weight_type) else ()
+        shape = getattr(x, "shape", ())
+        out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
+    handle = getattr(w, "_handle", w)
+    workspace = gpu_workspace(x, workspace_of, handle, activation, batch_invariant)
+    ran(call(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
+    return out
 
 
 @streamed
@@ -396,18 +463,31 @@ def w4a16_matmul(
 
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """
-    if compiling():
-        form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
-        return torch_op("w4a16_matmul", (x, *form, bias, activation, residual, batch_invariant), (out,), stream, plan)
-    if out is None:
-        # what x or w lacks is named by the call below, which reads both before its output
-        n = (outputs(w.shape[0], activation),) if isinstance(w, W4Weight) else ()
-        shape = getattr(x, "shape", ())
-        out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
-    handle = getattr(w, "_handle", w)
-    workspace = gpu_workspace(x, _C.w4a16_workspace, handle, activation, batch_invariant)
-    ran(_C.w4a16_matmul(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
-    return out
+    options = (bias, activation, residual, out, batch_invariant, stream, plan)
+    return _matmul("w4a16_matmul", W4Weight, _C.w4a16_matmul, _C.w4a16_workspace, x, w, *options)
+
+
+@streamed
+def w8a16_matmul(
+    x,
+    w,
+    *,
+    bias=None,
+    activation=None,
+    residual=None,
+    out=None,
+    batch_invariant=False,
+    stream=None,
+    plan=None,
+):
+    """activation(x @ w.T + bias) + residual with an 8-bit weight.
+
+    w: a W8Weight [N, K] on x's device. Everything else is as in `w4a16_matmul`: x [..., K] in float32 (CPU), float16 or
+    bfloat16, the result [..., N] (of a gated activation [..., N / 2]) in x's dtype, the other arguments, what a row's
+    bits depend on, and errors.
+    """
+    options = (bias, activation, residual, out, batch_invariant, stream, plan)
+    return _matmul("w8a16_matmul", W8Weight, _C.w8a16_matmul, _C.w8a16_workspace, x, w, *options)
 
 
 @streamed

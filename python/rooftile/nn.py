@@ -6,20 +6,16 @@ import torch
 from rooftile import _C
 from rooftile._arrays import compiling, torch_device
 from rooftile.errors import ArgumentError, ArgumentTypeError
-from rooftile.gemm import W4_KINDS, W4Weight, w4a16_matmul
+from rooftile.gemm import W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import integer
 
 _SCALES = ("float16", "bfloat16")
 
 
-class W4Linear(torch.nn.Module):
-    """y = x W^T + bias with W in 4 bits: nn.Linear for inference.
+class PackedLinear(torch.nn.Module):
+    """What W4Linear and W8Linear share."""
 
-    x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The kernel-form weight
-    is held in uint8 buffers (`codes`, `scales`, `offsets`, and `perm`), which .to(dtype) leaves alone; `bias` is a
-    frozen parameter in x's dtype. Make one with `from_weight` or `from_linear`, or empty (to be filled by
-    load_state_dict) with the constructor, on any torch device, "meta" included.
-    """
+    WEIGHT = None
 
     def __init__(
         self,
@@ -35,16 +31,17 @@ class W4Linear(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
-        out_features = integer("W4Linear", "out_features", out_features)
-        in_features = integer("W4Linear", "in_features", in_features, 1)
-        if not isinstance(kind, str) or kind not in W4_KINDS:
-            raise ArgumentError(f"W4Linear: kind must be one of {', '.join(W4_KINDS)}, got {kind!r}")
+        name, bits, kinds = type(self).__name__, self.WEIGHT.BITS, self.WEIGHT.KINDS
+        out_features = integer(name, "out_features", out_features)
+        in_features = integer(name, "in_features", in_features, 1)
+        if not isinstance(kind, str) or kind not in kinds:
+            raise ArgumentError(f"{name}: kind must be one of {', '.join(kinds)}, got {kind!r}")
         if not isinstance(scale_dtype, str) or scale_dtype not in _SCALES:
-            raise ArgumentTypeError(f"W4Linear: scale_dtype must be float16 or bfloat16, got {scale_dtype!r}")
+            raise ArgumentTypeError(f"{name}: scale_dtype must be float16 or bfloat16, got {scale_dtype!r}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ArgumentTypeError(f"W4Linear: dtype must be a torch.dtype or None, got {dtype!r}")
-        device = torch_device("W4Linear", device)
-        codes, scales, offsets = _C.w4_sizes("W4Linear", "in_features", out_features, in_features, group_size, kind)
+            raise ArgumentTypeError(f"{name}: dtype must be a torch.dtype or None, got {dtype!r}")
+        device = torch_device(name, device)
+        codes, scales, offsets = _C.w4_sizes(name, "in_features", out_features, in_features, bits, group_size, kind)
 
         def buffer(size, dtype=torch.uint8):
             return torch.zeros(size, dtype=dtype, device=device)
@@ -58,13 +55,16 @@ class W4Linear(torch.nn.Module):
 
     @classmethod
     def from_weight(cls, weight, bias=None):
-        """weight: a W4Weight [out_features, in_features]; its arrays are shared. bias: [out_features] or None."""
-        if not isinstance(weight, W4Weight):
-            raise ArgumentTypeError(f"W4Linear.from_weight: weight must be a W4Weight, got {type(weight).__name__}")
+        """weight: a W4Weight (of a W8Linear a W8Weight) [out_features, in_features]; its arrays are shared. bias:
+        [out_features] or None.
+        """
+        op, weight_type = f"{cls.__name__}.from_weight", cls.WEIGHT.__name__
+        if not isinstance(weight, cls.WEIGHT):
+            raise ArgumentTypeError(f"{op}: weight must be a {weight_type}, got {type(weight).__name__}")
         if not (bias is None or isinstance(bias, torch.Tensor)):
-            raise ArgumentTypeError(f"W4Linear.from_weight: bias must be a torch tensor, got {type(bias).__name__}")
+            raise ArgumentTypeError(f"{op}: bias must be a torch tensor, got {type(bias).__name__}")
         if bias is not None and tuple(bias.shape) != weight.shape[:1]:
-            raise ArgumentError(f"W4Linear.from_weight: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+            raise ArgumentError(f"{op}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
         self = cls.__new__(cls)
         torch.nn.Module.__init__(self)
         arrays = [
@@ -76,10 +76,11 @@ class W4Linear(torch.nn.Module):
 
     @classmethod
     def from_linear(cls, linear, *, group_size=128, zeros=None):
-        """Rounds an nn.Linear's weight to nearest (W4Weight.quantize). The bias is kept as it is."""
+        """Rounds an nn.Linear's weight to nearest (`quantize` of the weight's class). The bias is kept as it is."""
         if not isinstance(linear, torch.nn.Linear):
-            raise ArgumentTypeError(f"W4Linear.from_linear: linear must be an nn.Linear, got {type(linear).__name__}")
-        weight = W4Weight.quantize(linear.weight.detach(), group_size=group_size, zeros=zeros)
+            op = f"{cls.__name__}.from_linear"
+            raise ArgumentTypeError(f"{op}: linear must be an nn.Linear, got {type(linear).__name__}")
+        weight = cls.WEIGHT.quantize(linear.weight.detach(), group_size=group_size, zeros=zeros)
         return cls.from_weight(weight, None if linear.bias is None else linear.bias.detach())
 
     def _hold(self, arrays, layout, bias):
@@ -92,7 +93,7 @@ class W4Linear(torch.nn.Module):
 
     @property
     def weight(self):
-        """The W4Weight over this module's buffers."""
+        """The weight, a W4Weight or W8Weight, over this module's buffers."""
         w, arrays = self._weight, (self.codes, self.scales, self.offsets, self.perm)
         if (
             w is None
@@ -101,13 +102,10 @@ class W4Linear(torch.nn.Module):
             or w.offsets is not arrays[2]
             or w.perm is not arrays[3]
         ):
-            w = W4Weight._of_module(arrays, self._layout)
+            w = self.WEIGHT._of_module(arrays, self._layout)
             if not compiling():
                 self._weight = w
         return w
-
-    def forward(self, x):
-        return w4a16_matmul(x, self.weight, bias=self.bias)
 
     def get_extra_state(self):
         """What the bytes mean, as a tensor, so that any checkpoint format can hold it."""
@@ -119,8 +117,8 @@ class W4Linear(torch.nn.Module):
         if state.tolist() != self.get_extra_state().tolist():
             version, n, k, group, kind, scales = state.tolist()
             raise ArgumentError(
-                f"W4Linear: the checkpoint holds [{n}, {k}] {W4_KINDS[kind]} group_size={group} {_SCALES[scales]} "
-                f"scales in layout {version}; this module is {self.extra_repr()}"
+                f"{type(self).__name__}: the checkpoint holds [{n}, {k}] {W4_KINDS[kind]} group_size={group} "
+                f"{_SCALES[scales]} scales in layout {version}; this module is {self.extra_repr()}"
             )
 
     def __getstate__(self):
@@ -134,3 +132,27 @@ class W4Linear(torch.nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{layout['kind']}, group_size={layout['group_size']}, {layout['scale_dtype']} scales"
         )
+
+
+class W4Linear(PackedLinear):
+    """y = x W^T + bias with W in 4 bits: nn.Linear for inference.
+
+    x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The kernel-form weight
+    is held in uint8 buffers (`codes`, `scales`, `offsets`, and `perm`), which .to(dtype) leaves alone; `bias` is a
+    frozen parameter in x's dtype. Make one with `from_weight` or `from_linear`, or empty (to be filled by
+    load_state_dict) with the constructor, on any torch device, "meta" included.
+    """
+
+    WEIGHT = W4Weight
+
+    def forward(self, x):
+        return w4a16_matmul(x, self.weight, bias=self.bias)
+
+
+class W8Linear(PackedLinear):
+    """y = x W^T + bias with W in 8 bits, kind "symmetric" or "integer": a W4Linear otherwise."""
+
+    WEIGHT = W8Weight
+
+    def forward(self, x):
+        return w8a16_matmul(x, self.weight, bias=self.bias)

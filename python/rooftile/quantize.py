@@ -6,38 +6,60 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rooftile.errors import ArgumentError, ArgumentTypeError
+from rooftile.gemm import names_of
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True)
-class W4A16:
-    """4-bit weights, 16-bit activations. zeros: "symmetric" or "minima"; see W4Weight.quantize."""
-
-    group_size: int = 128
-    zeros: str = "symmetric"
+class _Rounding:
+    """What W4A16 and W8A16 share. _bits; _zeros: what `zeros` may be."""
 
     def __post_init__(self):
-        if self.zeros not in ("symmetric", "minima"):
-            raise ArgumentError(f'W4A16: zeros must be "symmetric" or "minima", got {self.zeros!r}')
+        name = type(self).__name__
+        if self.zeros not in self._zeros:
+            raise ArgumentError(f"{name}: zeros must be {names_of(self._zeros)}, got {self.zeros!r}")
         if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size <= 0:
-            raise ArgumentError(f"W4A16: group_size must be 32, 64, 128 or K, got {self.group_size!r}")
+            raise ArgumentError(f"{name}: group_size must be 32, 64, 128 or K, got {self.group_size!r}")
 
     def check(self, where, shape):
         """Raises ArgumentError, beginning with `where`, for a weight [N, K] that cannot be rounded so."""
         from rooftile import _C
 
-        kind = "minima" if self.zeros == "minima" else "symmetric"
         try:
-            _C.w4_sizes(where, "weight", *shape, self.group_size, kind)
+            _C.w4_sizes(where, "weight", *shape, self._bits, self.group_size, self.zeros)
         except ArgumentError as e:
             raise ArgumentError(f"{e}; choose another group_size or skip the layer") from None
 
+    def module_of(self, linear):
+        """The W4Linear or W8Linear in an nn.Linear's place."""
+        from rooftile import nn
+
+        kind = {4: nn.W4Linear, 8: nn.W8Linear}[self._bits]
+        return kind.from_linear(linear, group_size=self.group_size, zeros=self.zeros)
+
+
+@dataclass(frozen=True)
+class W4A16(_Rounding):
+    """4-bit weights, 16-bit activations. zeros: "symmetric" or "minima"; see W4Weight.quantize."""
+
+    group_size: int = 128
+    zeros: str = "symmetric"
+    _bits, _zeros = 4, ("symmetric", "minima")
+
+
+@dataclass(frozen=True)
+class W8A16(_Rounding):
+    """8-bit weights, 16-bit activations, symmetric; see W8Weight.quantize."""
+
+    group_size: int = 128
+    _bits, _zeros, zeros = 8, ("symmetric",), "symmetric"
+
 
 def quantize_(model, config=None, *, skip=(), progress=True):
-    """Replaces every nn.Linear but the output head by a W4Linear, in place, rounding to nearest. Returns how many.
+    """Replaces every nn.Linear but the output head, in place, by one rounded to nearest. Returns how many.
 
-    model: a torch module. config: a W4A16 (default: group 128, symmetric). skip: names or shell patterns of modules to
+    model: a torch module. config: a W4A16 (default: group 128, symmetric), which makes modules of rooftile.nn.W4Linear,
+    or a W8A16: W8Linear. skip: names or shell patterns of modules to
     leave as they are, such as "*.mlp.down_proj". Left alone always: `lm_head`, the module of
     `model.get_output_embeddings()`, any layer that shares its weight with another module, subclasses of nn.Linear
     (LoRA layers, `MultiheadAttention.out_proj`) and layers whose weight is computed (parametrised, pruned). progress:
@@ -50,13 +72,12 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     import torch
 
     from rooftile._progress import progress_bar
-    from rooftile.nn import W4Linear
 
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
     config = W4A16() if config is None else config
-    if not isinstance(config, W4A16):
-        raise ArgumentTypeError(f"quantize_: config must be a rooftile.W4A16, got {type(config).__name__}")
+    if not isinstance(config, _Rounding):
+        raise ArgumentTypeError(f"quantize_: config must be a rooftile.W4A16 or W8A16, got {type(config).__name__}")
     layers = linear_layers("quantize_", model, skip)
     for name, layer in layers:
         config.check(f"quantize_: {name}", layer.weight.shape)
@@ -67,7 +88,7 @@ def quantize_(model, config=None, *, skip=(), progress=True):
             raise ArgumentTypeError(f"quantize_: {name}: weight must be {', '.join(_DTYPES)}, got {dtype}")
     with progress_bar("Quantising", len(layers), show=progress) as advance:
         for name, layer in layers:
-            new = W4Linear.from_linear(layer, group_size=config.group_size, zeros=config.zeros)
+            new = config.module_of(layer)
             new.train(layer.training)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, new)

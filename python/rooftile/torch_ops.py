@@ -7,6 +7,7 @@ returns new contiguous tensors, and `<op>_out`, which writes the tensors it is g
 only.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,9 @@ def _like_first(count=1):
     return lambda x, *_: [x.shape] * count
 
 
-def _w4a16_matmul(
+def _packed_matmul(
+    weight_type,
+    function,
     x,
     codes,
     scales,
@@ -51,9 +54,19 @@ def _w4a16_matmul(
     **options,
 ):
     layout = {"shape": (n, k), "group_size": group_size, "kind": kind, "scale_dtype": scale_dtype}
-    w = gemm.W4Weight(codes, scales, offsets, perm=perm, **layout)
+    w = weight_type(codes, scales, offsets, perm=perm, **layout)
     options |= {"bias": bias, "activation": activation, "residual": residual, "batch_invariant": batch_invariant}
-    return gemm.w4a16_matmul(x, w, **options)
+    return function(x, w, **options)
+
+
+def _packed_op(weight_type, function):
+    return _Op(
+        "Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? perm, int n, int k, int group_size, str kind, "
+        "str scale_dtype, Tensor? bias, str? activation, Tensor? residual, bool batch_invariant=False",
+        ("out",),
+        functools.partial(_packed_matmul, weight_type, function),
+        lambda x, codes, scales, offsets, perm, n, *rest: [(*x.shape[:-1], gemm.outputs(n, rest[5]))],
+    )
 
 
 def _linear(x, weight, bias, activation, residual, **options):
@@ -153,13 +166,8 @@ OPS = {
         lambda x, _: [(*x.shape[:-1], x.shape[-1] // 2)],
     ),
     "softmax": _Op("Tensor x", ("out",), fused.softmax, _like_first()),
-    "w4a16_matmul": _Op(
-        "Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? perm, int n, int k, int group_size, str kind, "
-        "str scale_dtype, Tensor? bias, str? activation, Tensor? residual, bool batch_invariant=False",
-        ("out",),
-        _w4a16_matmul,
-        lambda x, codes, scales, offsets, perm, n, *rest: [(*x.shape[:-1], gemm.outputs(n, rest[5]))],
-    ),
+    "w4a16_matmul": _packed_op(gemm.W4Weight, gemm.w4a16_matmul),
+    "w8a16_matmul": _packed_op(gemm.W8Weight, gemm.w8a16_matmul),
     "linear": _Op(
         "Tensor x, Tensor weight, Tensor? bias, str? activation, Tensor? residual",
         ("out",),

@@ -31,46 +31,77 @@ void take_activation(Args& args, const char* op, handle h, MatmulOptions& option
 
 }  // namespace
 
-W4Handle::W4Handle(handle codes, handle scales, handle offsets, handle perm, handle n, handle k, handle group,
+W4Handle::W4Handle(handle codes, handle scales, handle offsets, handle perm, handle n, handle k, int bits, handle group,
                    handle zeros, handle dtype, const char* op)
     : arrays_(nb::make_tuple(nb::borrow(codes), nb::borrow(scales), nb::borrow(offsets), nb::borrow(perm))) {
   Args args(op);
-  view_ = rooftile::w4_view(args.integer(n, "n"), args.integer(k, "k"), group_size(args, op, group),
+  view_ = rooftile::w4_view(args.integer(n, "n"), args.integer(k, "k"), bits, group_size(args, op, group),
                             w4_zeros_from_name(op, args.text(zeros, "zeros")), scale_dtype(op, args.text(dtype, "scale_dtype")),
                             args.in(codes, "codes"), args.in(scales, "scales"), args.optional(offsets, "offsets"),
                             args.optional(perm, "perm"), op);
 }
 
-const W4View& w4_view(handle h, const char* op) {
+const W4View& w4_view(handle h, const char* op, int bits) {
   if (!nb::isinstance<W4Handle>(h)) {
     const nb::object type = nb::borrow(h.type());
-    fail(ErrorKind::type, op, ": w must be a rooftile.W4Weight, got ", nb::cast<nb::str>(type.attr("__name__")).c_str());
+    fail(ErrorKind::type, op, ": w must be a rooftile.W", bits, "Weight, got ", nb::cast<nb::str>(type.attr("__name__")).c_str());
   }
   return nb::cast<W4Handle&>(h).view();
 }
 
+namespace {
+
+// op, and the bytes that it needs as its workspace.
+template <int bits, auto workspace_of, auto matmul>
+void bind_matmul(nb::module_& m, const char* workspace_name, const char* op) {
+  m.def(workspace_name, [op](handle x, handle w, handle activation, bool batch_invariant) {
+    Args args(op);
+    const TensorView tx = args.in(x, "x");
+    MatmulOptions options{.batch_invariant = batch_invariant};
+    take_activation(args, op, activation, options);
+    return workspace_of(args.context(tx, nb::none(), nb::none()), tx, w4_view(w, op, bits), options);
+  }, "x"_a.none(), "w"_a.none(), "activation"_a.none(), "batch_invariant"_a);
+
+  m.def(op, [op](handle x, handle w, handle bias, handle activation, handle residual, handle out, bool batch_invariant,
+                 handle workspace, handle stream, handle plan) {
+    Args args(op);
+    const TensorView tx = args.in(x, "x");
+    const W4View& view = w4_view(w, op, bits);
+    const TensorView ty = args.out(out, "out");
+    MatmulOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
+    take_activation(args, op, activation, options);
+    options.batch_invariant = batch_invariant;
+    Context ctx = args.context(tx, stream, plan);
+    args.lend(ctx, workspace);
+    return run([&] { return matmul(ctx, tx, view, ty, options); });
+  }, "x"_a.none(), "w"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
+        "batch_invariant"_a, "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
+}
+
+}  // namespace
+
 void bind_gemm(nb::module_& m) {
   nb::class_<W4Handle>(m, "W4Handle")
-      .def(nb::init<handle, handle, handle, handle, handle, handle, handle, handle, handle, const char*>(), "codes"_a.none(),
-           "scales"_a.none(), "offsets"_a.none(), "perm"_a.none(), "n"_a.none(), "k"_a.none(), "group_size"_a.none(),
+      .def(nb::init<handle, handle, handle, handle, handle, handle, int, handle, handle, handle, const char*>(), "codes"_a.none(),
+           "scales"_a.none(), "offsets"_a.none(), "perm"_a.none(), "n"_a.none(), "k"_a.none(), "bits"_a, "group_size"_a.none(),
            "zeros"_a.none(), "scale_dtype"_a.none(), "op"_a);
 
   m.attr("w4_layout_version") = w4_layout_version;
 
   // Bytes of the kernel tensors (codes, scales, offsets) of a weight. argument: what says N and K.
-  m.def("w4_sizes", [](const char* op, const char* argument, handle n, handle k, handle group, handle zeros) {
+  m.def("w4_sizes", [](const char* op, const char* argument, handle n, handle k, int bits, handle group, handle zeros) {
     Args args(op);
     const std::int64_t rows = args.integer(n, argument), columns = args.integer(k, argument);
-    const W4Sizes s = w4_sizes(op, rows, columns, group_size(args, op, group),
+    const W4Sizes s = w4_sizes(op, rows, columns, bits, group_size(args, op, group),
                                w4_zeros_from_name(op, args.text(zeros, "zeros")), argument);
     return nb::make_tuple(s.codes, s.scales, s.offsets);
-  }, "op"_a, "argument"_a, "n"_a.none(), "k"_a.none(), "group_size"_a.none(), "zeros"_a.none());
+  }, "op"_a, "argument"_a, "n"_a.none(), "k"_a.none(), "bits"_a, "group_size"_a.none(), "zeros"_a.none());
 
   // Refuses, in the op's words, what no op takes as an array: for checks that Python has to make first.
   m.def("check_array", [](const char* op, const char* argument, handle array) { Args(op).in(array, argument); },
         "op"_a, "argument"_a, "array"_a.none());
 
-  m.def("w4_pack", [](const char* op, handle codes, handle scales, handle offsets, handle zeros, handle group, handle out_codes,
+  m.def("w4_pack", [](const char* op, handle codes, handle scales, handle offsets, handle zeros, int bits, handle group, handle out_codes,
                       handle out_scales, handle out_offsets) {
     Args args(op);
     const TensorView c = args.in(codes, "codes"), s = args.in(scales, "scales"), o = args.optional(offsets, "zeros");
@@ -80,22 +111,19 @@ void bind_gemm(nb::module_& m) {
     const int g = group_size(args, op, group);
     const Context ctx = args.context(c, nb::none(), nb::none());
     nb::gil_scoped_release unlocked;
-    w4_pack(ctx, c, s, o, z, g, to_c, to_s, to_o, op);
-  }, "op"_a, "codes"_a.none(), "scales"_a.none(), "offsets"_a.none(), "zeros"_a.none(), "group_size"_a.none(),
+    w4_pack(ctx, c, s, o, z, bits, g, to_c, to_s, to_o, op);
+  }, "op"_a, "codes"_a.none(), "scales"_a.none(), "offsets"_a.none(), "zeros"_a.none(), "bits"_a, "group_size"_a.none(),
         "out_codes"_a.none(), "out_scales"_a.none(), "out_offsets"_a.none());
 
-  m.def("w4_unpack", [](handle w, handle codes, handle scales, handle offsets) {
-    const char* op = "W4Weight.unpack";
+  m.def("w4_unpack", [](const char* op, const W4Handle& w, handle codes, handle scales, handle offsets) {
     Args args(op);
-    const W4View& view = w4_view(w, op);
     const TensorView c = args.out(codes, "codes"), s = args.out(scales, "scales"), o = args.optional_out(offsets, "zeros");
     const Context ctx = args.context(c, nb::none(), nb::none());
     nb::gil_scoped_release unlocked;
-    w4_unpack(ctx, view, c, s, o);
-  }, "w"_a.none(), "codes"_a.none(), "scales"_a.none(), "offsets"_a.none());
+    w4_unpack(ctx, w.view(), c, s, o, op);
+  }, "op"_a, "w"_a, "codes"_a.none(), "scales"_a.none(), "offsets"_a.none());
 
-  m.def("w4_quantize", [](handle weight, handle group, handle zeros, handle codes, handle scales, handle offsets) {
-    const char* op = "W4Weight.quantize";
+  m.def("w4_quantize", [](const char* op, handle weight, int bits, handle group, handle zeros, handle codes, handle scales, handle offsets) {
     Args args(op);
     const TensorView x = args.in(weight, "weight"), c = args.out(codes, "codes"), s = args.out(scales, "scales"),
                      o = args.optional_out(offsets, "minima");
@@ -103,44 +131,19 @@ void bind_gemm(nb::module_& m) {
     const int g = group_size(args, op, group);
     const Context ctx = args.context(x, nb::none(), nb::none());
     nb::gil_scoped_release unlocked;
-    w4_quantize(ctx, x, g, z, c, s, o);
-  }, "weight"_a.none(), "group_size"_a.none(), "zeros"_a.none(), "codes"_a.none(), "scales"_a.none(), "offsets"_a.none());
+    w4_quantize(ctx, x, bits, g, z, c, s, o, op);
+  }, "op"_a, "weight"_a.none(), "bits"_a, "group_size"_a.none(), "zeros"_a.none(), "codes"_a.none(), "scales"_a.none(), "offsets"_a.none());
 
-  m.def("w4_dequantize", [](handle w, handle out) {
-    const char* op = "W4Weight.dequantize";
+  m.def("w4_dequantize", [](const char* op, const W4Handle& w, handle out) {
     Args args(op);
-    const W4View& view = w4_view(w, op);
     const TensorView to = args.out(out, "out");
     const Context ctx = args.context(to, nb::none(), nb::none());
     nb::gil_scoped_release unlocked;
-    w4_dequantize(ctx, view, to);
-  }, "w"_a.none(), "out"_a.none());
+    w4_dequantize(ctx, w.view(), to, op);
+  }, "op"_a, "w"_a, "out"_a.none());
 
-  // Bytes that w4a16_matmul needs as its workspace.
-  m.def("w4a16_workspace", [](handle x, handle w, handle activation, bool batch_invariant) {
-    const char* op = "w4a16_matmul";
-    Args args(op);
-    const TensorView tx = args.in(x, "x");
-    MatmulOptions options{.batch_invariant = batch_invariant};
-    take_activation(args, op, activation, options);
-    return w4a16_workspace(args.context(tx, nb::none(), nb::none()), tx, w4_view(w, op), options);
-  }, "x"_a.none(), "w"_a.none(), "activation"_a.none(), "batch_invariant"_a);
-
-  m.def("w4a16_matmul", [](handle x, handle w, handle bias, handle activation, handle residual, handle out,
-                           bool batch_invariant, handle workspace, handle stream, handle plan) {
-    const char* op = "w4a16_matmul";
-    Args args(op);
-    const TensorView tx = args.in(x, "x");
-    const W4View& view = w4_view(w, op);
-    const TensorView ty = args.out(out, "out");
-    MatmulOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
-    take_activation(args, op, activation, options);
-    options.batch_invariant = batch_invariant;
-    Context ctx = args.context(tx, stream, plan);
-    args.lend(ctx, workspace);
-    return run([&] { return w4a16_matmul(ctx, tx, view, ty, options); });
-  }, "x"_a.none(), "w"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
-        "batch_invariant"_a, "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
+  bind_matmul<4, w4a16_workspace, w4a16_matmul>(m, "w4a16_workspace", "w4a16_matmul");
+  bind_matmul<8, w8a16_workspace, w8a16_matmul>(m, "w8a16_workspace", "w8a16_matmul");
 
   // Bytes that linear needs as its workspace.
   m.def("linear_workspace", [](handle x, handle weight) {

@@ -235,28 +235,31 @@ def _softmax(*lead):
 W4_N, W4_K, W4_GROUP = 19, 96, 32  # no multiple of a tile in either direction
 
 
-def _w4_parts(kind, n=W4_N, k=W4_K, group=W4_GROUP, scale_dtype="float16"):
+def _w4_parts(kind, n=W4_N, k=W4_K, group=W4_GROUP, scale_dtype="float16", bits=4):
     """Canonical codes, scales and zeros of a weight."""
     rng = cases.generator("w4", kind, n, k)
-    codes = torch.from_numpy(rng.integers(0, 256, (n, k // 2), dtype=np.uint8))
+    codes = torch.from_numpy(rng.integers(0, 256, (n, k * bits // 8), dtype=np.uint8))
     dtype = cases.torch_dtype(scale_dtype)
-    scales = torch.from_numpy(rng.uniform(0.01, 0.1, (n, k // group))).to(dtype)
+    scales = torch.from_numpy(rng.uniform(0.01, 0.1, (n, k // group)) / 2 ** (bits - 4)).to(dtype)
     zeros = {
         "symmetric": None,
-        "integer": torch.from_numpy(rng.integers(0, 16, (n, k // group), dtype=np.uint8)),
+        "integer": torch.from_numpy(rng.integers(0, 2**bits, (n, k // group), dtype=np.uint8)),
         "minima": torch.from_numpy(rng.uniform(-0.5, 0.0, (n, k // group))).to(dtype),
     }[kind]
     return codes, scales, zeros
 
 
-def w4_weight(kind="symmetric", n=W4_N, k=W4_K, act_order=False, device="cpu"):
-    codes, scales, zeros = _w4_parts(kind, n, k)
+W4_TYPES = {4: rt.W4Weight, 8: rt.W8Weight}
+
+
+def w4_weight(kind="symmetric", n=W4_N, k=W4_K, act_order=False, device="cpu", bits=4):
+    codes, scales, zeros = _w4_parts(kind, n, k, bits=bits)
     perm = torch.from_numpy(cases.generator("perm").permutation(k).astype(np.int32)) if act_order else None
-    return rt.W4Weight.from_canonical(codes, scales, zeros, perm=perm).to(device)
+    return W4_TYPES[bits].from_canonical(codes, scales, zeros, perm=perm).to(device)
 
 
 def _other_weights(w):
-    here = functools.partial(w4_weight, device=w.codes.device)
+    here = functools.partial(w4_weight, device=w.codes.device, bits=w.BITS)
     shapes = {"K larger": here(k=128), "K smaller": here(k=32), "N larger": here(n=W4_N + 1)}
     return shapes | ({"on the CPU": w.to("cpu")} if w.codes.is_cuda else {})
 
@@ -267,16 +270,16 @@ def w4_arrays(w):
 
 def _w4_moved(w, place):
     parts = [None if a is None else place(a) for a in (w.codes, w.scales, w.offsets)]
-    return rt.W4Weight(*parts, perm=None if w.perm is None else place(w.perm), **w.layout)
+    return type(w)(*parts, perm=None if w.perm is None else place(w.perm), **w.layout)
 
 
 W4 = Object(_other_weights, _w4_moved)
 
 
-def _w4a16(kind, *lead, act_order=False):
+def _w4a16(kind, *lead, act_order=False, bits=4):
     return lambda m: {
         "x": m.input(*lead, W4_K),
-        "w": w4_weight(kind, act_order=act_order, device=m.device),
+        "w": w4_weight(kind, act_order=act_order, device=m.device, bits=bits),
         "bias": m.input(W4_N),
         "residual": m.input(*lead, W4_N),
         "out": m.output(*lead, W4_N),
@@ -284,9 +287,10 @@ def _w4a16(kind, *lead, act_order=False):
 
 
 def _w4a16_op(kind, **more):
+    op = f"w{more.get('bits', 4)}a16_matmul"
     return Op(
-        "w4a16_matmul",
-        rt.w4a16_matmul,
+        op,
+        getattr(rt, op),
         {
             "x": ROWS,
             "w": W4,
@@ -300,14 +304,14 @@ def _w4a16_op(kind, **more):
         _w4a16(kind, 2, 3, **more),
         empties=(_w4a16(kind, 0, 3, **more), _w4a16(kind, 2, 0, **more)),
         large=_w4a16(kind, 5, 9, **more),
-        case=" ".join([kind, *more]),
+        case=" ".join([kind, *(name for name in more if name != "bits")]),
         gpu=True,
     )
 
 
-def _from_canonical(kind, act_order=False):
+def _from_canonical(kind, act_order=False, bits=4):
     def build(m):
-        codes, scales, zeros = _w4_parts(kind)
+        codes, scales, zeros = _w4_parts(kind, bits=bits)
         perm = cases.generator("perm").permutation(W4_K)
         return {
             "codes": m.given(codes),
@@ -356,7 +360,7 @@ LINEAR = Op(
 GROUP_SIZE = Scalar(int, optional=True, bad=(0, -1, -32, 16, 33, 48, 64, 2**31 - 1))
 
 
-def _from_canonical_op(kind, zeros_dtypes, act_order=False):
+def _from_canonical_op(kind, zeros_dtypes, act_order=False, bits=4):
     arguments = {
         "codes": Tensor(frozenset(["uint8"]), primary=True),
         "scales": Tensor(SCALES, primary=True),
@@ -367,10 +371,10 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False):
     }
     absent = [n for n, given in (("zeros", kind != "symmetric"), ("perm", act_order)) if not given]
     return Op(
-        "W4Weight.from_canonical",
-        rt.W4Weight.from_canonical,
+        f"W{bits}Weight.from_canonical",
+        W4_TYPES[bits].from_canonical,
         {n: Absent() if n in absent else a for n, a in arguments.items()},
-        _from_canonical(kind, act_order),
+        _from_canonical(kind, act_order, bits),
         made=w4_arrays,
         case=kind,
         gpu=True,
@@ -401,10 +405,12 @@ W4_OPS = [
     _from_canonical_op("symmetric", frozenset()),
     _from_canonical_op("integer", frozenset(["uint8"])),
     _from_canonical_op("minima", SCALES, act_order=True),
+    _w4a16_op("integer", bits=8, act_order=True),
+    _from_canonical_op("integer", frozenset(["uint8"]), act_order=True, bits=8),
     *(
         Op(
-            "W4Weight.quantize",
-            rt.W4Weight.quantize,
+            f"W{bits}Weight.quantize",
+            W4_TYPES[bits].quantize,
             {
                 "weight": Tensor(free_dims=(0, 1), any_device=True),
                 "group_size": Scalar(int, bad=GROUP_SIZE.bad),
@@ -415,7 +421,7 @@ W4_OPS = [
             case=zeros,
             gpu=True,
         )
-        for zeros in ("symmetric", "minima")
+        for bits, zeros in ((4, "symmetric"), (4, "minima"), (8, "symmetric"))
     ),
 ]
 

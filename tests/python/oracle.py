@@ -473,7 +473,7 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
         return part_a + part_b, np.where(np.isneginf(top), -np.inf, np.log(total) + safe)
 
 
-# ---------------------------------------------------------------- W4A16 (4.2)
+# ---------------------------------------------------------------- W4A16, W8A16 (4.2)
 
 
 def w4_unpack_nibbles(codes):
@@ -487,16 +487,17 @@ def w4_pack_nibbles(u):
     return (u[:, 0::2] | u[:, 1::2] << 4).astype(np.uint8)
 
 
-def w4_decode(codes, scales, zeros="symmetric", offsets=None, perm=None):
-    """The dense weight [N, K] of the canonical form. codes uint8 [N, K/2], scales and offsets [N, K/G].
+def w4_decode(codes, scales, zeros="symmetric", offsets=None, perm=None, bits=4):
+    """The dense weight [N, K] of the canonical form. codes uint8 [N, K/2] ([N, K] of 8 bits), scales, offsets [N, K/G].
 
-    zeros: "symmetric" (u - 8) * s, "integer" (u - z) * s, "minima" u * s + m. perm: packed column i is input perm[i].
+    zeros: "symmetric" (u - 8) * s, of 8 bits (u - 128) * s, "integer" (u - z) * s, "minima" u * s + m. perm: packed
+    column i is input perm[i].
     """
-    u = w4_unpack_nibbles(codes)
+    u = w4_unpack_nibbles(codes) if bits == 4 else np.asarray(codes).astype(np.int64)
     group = u.shape[1] // np.shape(scales)[1]
     s = np.repeat(np.asarray(scales, np.float64), group, axis=1)
     if zeros == "symmetric":
-        w = (u - 8) * s
+        w = (u - {4: 8, 8: 128}[bits]) * s
     else:
         offset = np.repeat(np.asarray(offsets, np.float64), group, axis=1)
         w = {"integer": lambda: (u - offset) * s, "minima": lambda: u * s + offset}[zeros]()
@@ -507,10 +508,13 @@ def w4_decode(codes, scales, zeros="symmetric", offsets=None, perm=None):
     return dense
 
 
-def w4_quantize(weight, group, zeros="symmetric", dtype="float16"):
-    """Round to nearest: weight [N, K] -> (codes uint8 [N, K/2], scales [N, K/G], minima or None), scales in `dtype`."""
+def w4_quantize(weight, group, zeros="symmetric", dtype="float16", bits=4):
+    """Round to nearest: weight [N, K] -> (canonical codes, scales [N, K/G], minima or None), scales in `dtype`."""
     n, k = np.shape(weight)
     grouped = np.asarray(weight).reshape(n, k // group, group)
+    if bits == 8:
+        codes, scale = quantize_symmetric(grouped, -1, 127, dtype)
+        return (codes.reshape(n, k).astype(np.int64) + 128).astype(np.uint8), scale[..., 0], None
     if zeros == "symmetric":
         codes, scale = quantize_symmetric(grouped, -1, 7, dtype)
         return w4_pack_nibbles(codes.reshape(n, k) + 8), scale[..., 0], None
@@ -518,15 +522,16 @@ def w4_quantize(weight, group, zeros="symmetric", dtype="float16"):
     return w4_pack_nibbles(codes.reshape(n, k)), scale[..., 0], minimum[..., 0]
 
 
-def w4_kernel_codes(codes):
+def w4_kernel_codes(codes, bits=4):
     """Canonical codes -> the kernel form's bytes, flat uint8.
 
-    Tiles of 16 rows x 64 columns lie as [N / 16][K / 64], padded with code 0. A tile is 32 lanes x 4 words: word w is
-    k-step w of mma m16n8k16, whose A fragment gives lane (g, t) = (lane / 4, lane % 4) four registers, each a pair of
-    neighbouring k: rows g, g + 8, g, g + 8 and k 2t, 2t, 2t + 8, 2t + 8. The even element of register r is nibble r of
-    the word, the odd one nibble r + 4.
+    Tiles of 16 rows x 64 columns lie as [N / 16][K / 64], padded with code 0. The A fragment of mma m16n8k16 gives lane
+    (g, t) = (lane / 4, lane % 4) four registers, each a pair of neighbouring k: rows g, g + 8, g, g + 8 and k 2t, 2t,
+    2t + 8, 2t + 8. In 4 bits a tile is 32 lanes x 4 words, one for each k-step of 16: the even element of register r is
+    nibble r of the word, the odd one nibble r + 4. In 8 bits a tile is 2 runs of 32 k, each 32 lanes x 4 words, two for
+    each k-step: registers 0 and 1 are bytes 0 and 2, 1 and 3 of the first, registers 2 and 3 those of the second.
     """
-    u = w4_unpack_nibbles(codes)
+    u = w4_unpack_nibbles(codes) if bits == 4 else np.asarray(codes).astype(np.int64)
     n, k = u.shape
     rows, columns = -(-n // 16) * 16, -(-k // 64) * 64
     padded = np.zeros((rows, columns), np.int64)
@@ -534,16 +539,22 @@ def w4_kernel_codes(codes):
     words = []
     for row in range(0, rows, 16):
         for column in range(0, columns, 64):
-            for lane in range(32):
-                g, t = lane // 4, lane % 4
-                for step in range(4):
-                    word = 0
-                    for register in range(4):
-                        r = row + g + 8 * (register % 2)
-                        c = column + 16 * step + 2 * t + 8 * (register // 2)
-                        word |= int(padded[r, c]) << 4 * register | int(padded[r, c + 1]) << 4 * (register + 4)
-                    words.append(word)
+            for run in range(0, 64, 64 if bits == 4 else 32):
+                for lane in range(32):
+                    for step in range(run, run + (64 if bits == 4 else 32), 16):
+                        words += _w4_words(padded[row : row + 16, column + step : column + step + 16], lane, bits)
     return np.array(words, np.uint32).view(np.uint8)
+
+
+def _w4_words(step, lane, bits):
+    """A lane's words of 16 rows x 16 k."""
+    g, t = lane // 4, lane % 4
+    pairs = [[int(step[g + row, 2 * t + column + odd]) for odd in (0, 1)] for column in (0, 8) for row in (0, 8)]
+    if bits == 4:
+        return [sum(even << 4 * r | odd << 4 * (r + 4) for r, (even, odd) in enumerate(pairs))]
+    return [
+        sum(even << 8 * r | odd << 8 * (r + 2) for r, (even, odd) in enumerate(two)) for two in (pairs[:2], pairs[2:])
+    ]
 
 
 def w4_kernel_scales(scales):
@@ -577,6 +588,13 @@ def gguf_q4_0(data):
     d = data[..., :2].copy().view(np.float16).astype(np.float64)
     u = np.concatenate([data[..., 2:] & 15, data[..., 2:] >> 4], axis=-1).astype(np.float64)
     return (u - 8) * d
+
+
+def gguf_q8_0(data):
+    """Q8_0 blocks uint8 [..., 34]: fp16 d, then 32 signed bytes; byte j has weight j, q * d."""
+    data = np.ascontiguousarray(data)
+    d = np.ascontiguousarray(data[..., :2]).view(np.float16).astype(np.float64)
+    return np.ascontiguousarray(data[..., 2:]).view(np.int8) * d
 
 
 def gguf_q4_1(data):

@@ -8,7 +8,7 @@ import rooftile as rt
 import torch
 from rooftile import _C
 from rooftile.errors import DeviceError, RooftileError
-from rooftile.nn import W4Linear
+from rooftile.nn import W4Linear, W8Linear
 
 torch.manual_seed(0)
 
@@ -117,6 +117,9 @@ def pools(good):
 
 
 W4 = rt.W4Weight.quantize(torch.randn(16, 64), group_size=32, zeros="minima")
+W8 = rt.W8Weight.from_canonical(
+    torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 2).half(), torch.ones(16, 2, dtype=torch.uint8)
+)
 PERM = torch.arange(64, dtype=torch.int32)
 KERNEL_FORM = {"codes": W4.codes, "scales": W4.scales, "offsets": W4.offsets, **W4.layout, "perm": PERM}
 SHAPES = [None, 3, 1.5, "xy", (16,), (16, 64, 1), (16, 65), (16, 0), (-1, 64), (2**62, 64), (16, 2**40), (16.5, 64)]
@@ -182,6 +185,11 @@ OPS = {
     ),
     "dump": (FILLED.dump, {"row": 0}, {"row": [None, *NO_INTEGERS, 2, -1]}),
     "W4Weight": (rt.W4Weight, KERNEL_FORM, KERNEL_FAULTS),
+    "W8Weight": (
+        rt.W8Weight,
+        {"codes": W8.codes, "scales": W8.scales, "offsets": W8.offsets, **W8.layout, "perm": PERM},
+        KERNEL_FAULTS | {"kind": [None, "symmetric", "minima", *NAME], "codes": arrays(W8.codes)},
+    ),
     "W4Weight.from_gguf": (
         rt.W4Weight.from_gguf,
         {"data": bytes(16 * 2 * 18), "ggml_type": "Q4_0", "shape": (16, 64)},
@@ -194,6 +202,7 @@ OPS = {
     "W4Weight.dequantize": (W4.dequantize, {"dtype": "float32"}, {"dtype": [*NAME, None, torch.zeros(2), torch.int32]}),
     "W4Weight.to": (W4.to, {"device": "cpu"}, {"device": [None, *DEVICE, torch.zeros(2)]}),
     "W4Linear": (W4Linear, LINEAR, LINEAR_FAULTS),
+    "W8Linear": (W8Linear, LINEAR, LINEAR_FAULTS),
     "W4Linear.from_weight": (
         W4Linear.from_weight,
         {"weight": W4, "bias": torch.zeros(16)},
@@ -211,6 +220,7 @@ OPS = {
             "skip": [None, 3, 1.5, [1], [None], Strange()],
         },
     ),
+    "W8A16": (rt.W8A16, {"group_size": 32}, {"group_size": [None, "x", 1.5, [1], True, 0, -1]}),
     "W4A16": (
         rt.W4A16,
         {"group_size": 32, "zeros": "minima"},
@@ -244,7 +254,10 @@ def test_is_refused_by_name(op, argument, faults, count_bad_input):
     call, good, _ = OPS[op]
     if op == "quantize_":
         good = {"model": model(), **good}
-    begins = (op.split()[0], *{"ModelKVCache": ["KVCache"], "W4Linear": ["W4Weight"]}.get(op, []))  # made of those
+    begins = (
+        op.split()[0],
+        *{"ModelKVCache": ["KVCache"], "W4Linear": ["W4Weight"], "W8Linear": ["W8Weight"]}.get(op, []),
+    )  # made of those
     wrong = []
     for bad in faults:
         if bad is good[argument] or (

@@ -13,12 +13,12 @@ import rooftile as rt
 import torch
 from rich.console import Console
 from rooftile import _results
-from rooftile.bench import decode, linear, ops, report, timing, vllm_products, w4a16
+from rooftile.bench import decode, linear, ops, products, report, timing, vllm_products, w4a16, w8a16
 from rooftile.cli import main
 from rooftile.cli._tables import print_whole
 from rooftile.kv_cache import KIVI
 
-FAMILIES = {"decode": decode, "w4a16": w4a16, "linear": linear, "ops": ops}
+FAMILIES = {"decode": decode, "w4a16": w4a16, "w8a16": w8a16, "linear": linear, "ops": ops}
 CEILING = {"read_gb_s": 4000.0, "copy_gb_s": 3600.0, "bf16_tflop_s": 700.0}
 FACTS = {"gpu": "A GPU", "driver": "1.2", "cuda": "13.0", "torch": "2.13.0"}
 TABLES = bench_scripts.load("tables")
@@ -60,6 +60,7 @@ RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64",
         ("w4a16", "k4096_n14336_m1", (4096, 14336, 1)),
         ("w4a16", "k14336_n4096_m256", (14336, 4096, 256)),
         ("w4a16", "k4096_n128256_m16", (4096, 128256, 16)),
+        ("w8a16", "k4096_n14336_m1024", (4096, 14336, 1024)),
         ("linear", "k14336_n4096_m4096", (14336, 4096, 4096)),
         ("ops", "rms_norm_t64_h4096", ("rms_norm", 64, 4096)),
         ("ops", "add_rms_norm_t1_h576", ("add_rms_norm", 1, 576)),
@@ -92,6 +93,7 @@ def test_what_a_case_means(family, case, means):
         ("decode", "append_b64_hq9"),
         ("w4a16", "k4096_n14336"),
         ("w4a16", "n14336_k4096_m1"),
+        ("w8a16", "k4096_n14336_m"),
         ("linear", "k4096_n14336"),
         ("w4a16", "k4096_n14336_m1_g32"),
         ("ops", "rms_norm"),
@@ -200,6 +202,35 @@ def test_a_case_of_linear(peers, monkeypatch):
         linear.run(["k64_n48_m3"], peers, CEILING, lambda: None)
 
 
+@pytest.mark.parametrize("peers", [True, False])
+def test_a_case_of_w8a16(peers, monkeypatch):
+    """Ours passes its check, the peer agrees, and what is read is the codes, scales, x and y."""
+    timed, advanced = [], []
+
+    def time_calls(calls):
+        timed.append([call() for call in calls])
+        return 1.0, 1.0, 1.0
+
+    monkeypatch.setattr(w8a16, "_DEVICE", "cpu")
+    monkeypatch.setattr(products, "copies_for", lambda _: 2)
+    monkeypatch.setattr(products, "time_calls", time_calls)
+    rows, missing = w8a16.run(["k128_n64_m3", "k256_n16_m1"], peers, CEILING, lambda: advanced.append(1))
+    impls = [("rooftile", "int8-g128"), ("cublas", "fp16")] if peers else [("rooftile", "int8-g128")]
+    assert [(r["case"], r["impl"], r["variant"]) for r in rows] == [
+        (case, *impl) for case in ("k128_n64_m3", "k256_n16_m1") for impl in impls
+    ]
+    assert missing == set() and len(advanced) == w8a16.steps(["a", "b"])
+    read = [128 * 64 + 2 * 64 + 2 * 3 * (64 + 128), 256 * 16 + 2 * 2 * 16 + 2 * (16 + 256)]
+    assert [r["bytes"] for r in rows if r["impl"] == "rooftile"] == read
+    assert {r["flops"] for r in rows} == {2 * 3 * 64 * 128, 2 * 256 * 16}
+    assert all(len(results) == 2 and torch.equal(*results) for results in timed)
+    monkeypatch.setattr(rt, "w8a16_matmul", lambda x, w, out=None: x @ w.dequantize("float16").T + 0.1)
+    with pytest.raises(
+        RuntimeError, match=r"^k128_n64_m3 rooftile int8-g128: wrong answer, relative error .*not timed"
+    ):
+        w8a16.run(["k128_n64_m3"], peers, CEILING, lambda: None)
+
+
 def test_formats_are_what_the_library_has(monkeypatch, bench_on_cpu, capsys):
     """Asked by a call: what refuses has no row and is named once, whether it cannot be attended or not even stored."""
     decode_attention, append = rt.decode_attention, rt.KVCache.append
@@ -258,11 +289,12 @@ def test_a_peer_without_a_row_is_missing(monkeypatch, bench_on_cpu):
     assert run(w4a16, True) == {"marlin", "machete"} and run(w4a16, False) == set()
 
 
-@pytest.mark.parametrize("zeros", [None, "minima"])
-def test_copies_of_a_weight_share_no_memory(zeros, monkeypatch):
-    monkeypatch.setattr(w4a16, "copies_for", lambda _: 3)
-    w = rt.W4Weight.quantize(torch.randn(32, 128, dtype=torch.float16), group_size=32, zeros=zeros)
-    copies, exact = w4a16._copies(w)
+@pytest.mark.parametrize("bits, zeros", [(4, None), (4, "minima"), (8, None)])
+def test_copies_of_a_weight_share_no_memory(bits, zeros, monkeypatch):
+    monkeypatch.setattr(products, "copies_for", lambda _: 3)
+    weight_type = {4: rt.W4Weight, 8: rt.W8Weight}[bits]
+    w = weight_type.quantize(torch.randn(32, 128, dtype=torch.float16), group_size=32, zeros=zeros)
+    copies, exact = products.packed_copies(w)
     places = [a.data_ptr() for c in copies for a in (c.codes, c.scales, c.offsets) if a is not None]
     assert len(set(places)) == len(places) == (9 if zeros else 6)
     assert all(torch.equal(c.dequantize("float32"), exact) for c in copies)

@@ -238,6 +238,13 @@ def test_rounding_is_that_of_quantize(tmp_path, tied, dtype):
         assert torch.equal(again(IDS).logits, in_place(IDS).logits)
 
 
+def test_a_model_in_8_bits_is_no_checkpoint():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    rt.quantize_(model, rt.W8A16(64), progress=False)
+    with pytest.raises(rt.NotSupportedError, match=r"^RooftileConfig.of: module '0' is a W8Linear"):
+        RooftileConfig.of(model)
+
+
 def test_a_model_may_be_loaded_in_another_dtype_than_stored(tmp_path):
     """bfloat16 on disk, float32 asked for: as if loaded so and then rounded."""
     source = tiny.write(tmp_path / "source", {n: t.bfloat16() for n, t in tiny.tensors(None, {}).items()})

@@ -299,11 +299,16 @@ def test_w4_decode_by_hand():
     assert oracle.w4_decode(codes, [[0.5, 2.0]], "integer", [[1, 8]]).tolist() == [[-0.5, 0, 0, 14]]
     assert oracle.w4_decode(codes, [[0.5, 2.0]], "minima", [[-1.0, 3.0]]).tolist() == [[-1, -0.5, 19, 33]]
     assert oracle.w4_decode(codes, [[1.0]], perm=[2, 0, 3, 1]).tolist() == [[-7, 7, -8, 0]]
+    codes = np.array([[0, 1, 128, 255]], np.uint8)
+    assert oracle.w4_decode(codes, [[0.5]], bits=8).tolist() == [[-64, -63.5, 0, 63.5]]
+    assert oracle.w4_decode(codes, [[0.5, 2.0]], "integer", [[1, 255]], bits=8).tolist() == [[-0.5, 0, -254, 0]]
 
 
 def test_w4_quantize_by_hand():
     codes, scales, minima = oracle.w4_quantize([[-7.0, 7.0, 2.5, 0.0]], 4)
     assert codes.tolist() == [[0xF1, 0x8A]] and scales.tolist() == [[1.0]] and minima is None
+    codes, scales, minima = oracle.w4_quantize([[-127.0, 127.0, 2.5, 0.0]], 4, bits=8)
+    assert codes.tolist() == [[1, 255, 130, 128]] and scales.tolist() == [[1.0]] and minima is None
     codes, scales, minima = oracle.w4_quantize([[1.0, 16.0, 3.0, 2.0]], 4, "minima")
     assert codes.tolist() == [[0xF0, 0x12]] and scales.tolist() == [[1.0]] and minima.tolist() == [[1.0]]
 
@@ -319,6 +324,20 @@ def test_w4_kernel_codes_by_hand():
         u[row, column] = 15
         data = oracle.w4_kernel_codes(oracle.w4_pack_nibbles(u))
         assert data[byte] == 15 and data.sum() == 15, (row, column)
+
+
+def test_w8_kernel_codes_by_hand():
+    u = np.zeros((16, 64), np.uint8)
+    for row, column, value in ((0, 0, 1), (8, 0, 2), (0, 8, 3), (8, 8, 4), (0, 1, 5), (8, 1, 6), (0, 9, 7), (8, 9, 8)):
+        u[row, column] = value
+    data = oracle.w4_kernel_codes(u, 8)
+    assert data.size == 1024 and data[:8].tolist() == [1, 2, 5, 6, 3, 4, 7, 8] and not data[8:].any()
+    places = ((0, 16), 8), ((0, 2), 16), ((1, 0), 64), ((7, 6), 31 * 16), ((0, 32), 512), ((3, 50), 512 + 13 * 16 + 8)
+    for (row, column), byte in places:
+        u[:] = 0
+        u[row, column] = 200
+        data = oracle.w4_kernel_codes(u, 8)
+        assert data[byte] == 200 and data.astype(int).sum() == 200, (row, column)
 
 
 def test_w4_kernel_form_has_every_code_once():
@@ -337,13 +356,15 @@ def test_w4_kernel_form_has_every_code_once():
     )
 
 
-@pytest.mark.parametrize("kind, decode", [("Q4_0", oracle.gguf_q4_0), ("Q4_1", oracle.gguf_q4_1)])
+@pytest.mark.parametrize(
+    "kind, decode", [("Q4_0", oracle.gguf_q4_0), ("Q4_1", oracle.gguf_q4_1), ("Q8_0", oracle.gguf_q8_0)]
+)
 def test_gguf_blocks_are_the_gguf_packages(kind, decode):
     quant = getattr(gguf.GGMLQuantizationType, kind)
     weights = generator("gguf", kind).standard_normal((3, 64)).astype(np.float32)
     data = gguf.quants.quantize(weights, quant)
     expected = gguf.quants.dequantize(data, quant)
-    got = decode(data.reshape(-1, 18 if kind == "Q4_0" else 20)).reshape(3, 64)
+    got = decode(data.reshape(-1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind])).reshape(3, 64)
     assert np.allclose(got, expected, rtol=1e-6, atol=1e-7)
 
 

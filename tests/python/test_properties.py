@@ -71,22 +71,28 @@ def test_block_bytes_are_the_layout(format, head_dim):
 
 
 @few
-@given(st.sampled_from(["symmetric", "minima"]), st.sampled_from(cases.WEIGHTS), st.sampled_from(cases.DTYPES))
-def test_weights_are_rounded_and_laid_out_as_the_format_says(zeros, shape, dtype):
+@given(
+    st.sampled_from([(4, "symmetric"), (4, "minima"), (8, "symmetric")]),
+    st.sampled_from(cases.WEIGHTS),
+    st.sampled_from(cases.DTYPES),
+)
+def test_weights_are_rounded_and_laid_out_as_the_format_says(form, shape, dtype):
+    bits, zeros = form
     data = cases.values(shape, dtype, "weight", *shape)
-    weight = rt.W4Weight.quantize(cases.tensor(data, dtype), group_size=32, zeros=zeros)
-    codes, scales, minima = oracle.w4_quantize(data, 32, zeros, oracle.scale_dtype(dtype))
+    weight_type = {4: rt.W4Weight, 8: rt.W8Weight}[bits]
+    weight = weight_type.quantize(cases.tensor(data, dtype), group_size=32, zeros=zeros)
+    codes, scales, minima = oracle.w4_quantize(data, 32, zeros, oracle.scale_dtype(dtype), bits)
     got = weight.unpack()
     assert np.array_equal(got[0].numpy(), codes)
     closeness.assert_exact(got[1], scales)
-    assert np.array_equal(weight.codes.numpy(), oracle.w4_kernel_codes(codes))
+    assert np.array_equal(weight.codes.numpy(), oracle.w4_kernel_codes(codes, bits))
     flat = weight.scales.view(cases.torch_dtype(oracle.scale_dtype(dtype)))
     closeness.assert_exact(flat, oracle.w4_kernel_scales(scales))
     if minima is not None:
         closeness.assert_exact(got[2], minima)
     closeness.assert_close(
-        weight.dequantize(), oracle.round_to(oracle.w4_decode(codes, scales, zeros, minima), "float32"),
-        oracle.w4_decode(codes, scales, zeros, minima),
+        weight.dequantize(), oracle.round_to(oracle.w4_decode(codes, scales, zeros, minima, bits=bits), "float32"),
+        oracle.w4_decode(codes, scales, zeros, minima, bits=bits),
     )  # fmt: skip
 
 

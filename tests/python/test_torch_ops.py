@@ -10,9 +10,9 @@ from rooftile import torch_ops
 from torch._dynamo.testing import CompileCounter
 
 
-def _weight(kind, device="cpu"):
+def _weight(kind, device="cpu", weight_type=rt.W4Weight):
     weight = torch.randn(24, 64, generator=torch.manual_seed(1)).to(device)
-    return rt.W4Weight.quantize(weight, group_size=32, zeros=kind)
+    return weight_type.quantize(weight, group_size=32, zeros=kind)
 
 
 def _cache(format, dtype, device="cpu"):
@@ -29,6 +29,7 @@ def cases(tokens=5, dtype=torch.bfloat16, device="cpu"):
     x, r, w, b = make(2, tokens, 32), make(2, tokens, 32), make(32), make(32)
     cos, sin = make(64, 8, dtype=torch.float32), make(64, 8, dtype=torch.float32)
     positions = torch.arange(tokens, device=device).repeat(2, 1)
+    eight = _weight(None, device, rt.W8Weight)
     symmetric, minima, bias = _weight(None, device), _weight("minima", device), make(24)
     kivi, plain = _cache("int4-kivi", dtype, device), _cache("bf16", dtype, device)
     q, kv = make(2, tokens, 4, 64), (make(2, tokens, 2, 64), make(2, tokens, 2, 64))
@@ -45,6 +46,7 @@ def cases(tokens=5, dtype=torch.bfloat16, device="cpu"):
         "gelu_mul none": (lambda x: rt.gelu_mul(x, approximate="none"), (x,)),
         "softmax": (rt.softmax, (x,)),
         "w4a16_matmul": (lambda x: rt.w4a16_matmul(x, symmetric), (make(2, tokens, 64),)),
+        "w8a16_matmul": (lambda x: rt.w8a16_matmul(x, eight), (make(2, tokens, 64),)),
         "linear": (rt.linear, (make(2, tokens, 64), make(24, 64))),
         "decode_attention": (lambda q: rt.decode_attention(q, kivi, return_lse=True), (q[:, -2:],)),
         "decode_attention plain": (lambda q: rt.decode_attention(q, plain, window=9, softcap=5.0), (q,)),
@@ -98,8 +100,8 @@ def test_a_growing_sequence_compiles_twice_at_most(name, device):
 def _op_inputs(name, device):
     """Arguments of torch.ops.rooftile.<name>, those of `cases` with what the public function adds."""
     inputs = cases(device=device)[name][1]
-    if name == "w4a16_matmul":
-        w = _weight("minima", device)
+    if name in ("w4a16_matmul", "w8a16_matmul"):
+        w = _weight("minima", device) if name == "w4a16_matmul" else _weight(None, device, rt.W8Weight)
         form = (w.codes, w.scales, w.offsets, None, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return (*inputs, *form, None, None, None)
     if name == "decode_attention":
@@ -143,7 +145,7 @@ def test_stand_in_has_the_real_shape_and_strides(name, layout, device):
         return t[:0] if layout == "empty" and t.dim() > 2 else t
 
     first, *rest = _op_inputs(name, device)
-    if name == "w4a16_matmul":
+    if name in ("w4a16_matmul", "w8a16_matmul"):
         inputs = (lay_out(first), *rest)
     elif name == "decode_attention":
         rows = torch.zeros(0, dtype=torch.int32, device=device) if layout == "empty" else None

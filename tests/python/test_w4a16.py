@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights and the products with them, against the float64 oracle."""
+"""Weights of 4 and 8 bits and the products with them, against the float64 oracle."""
 
 import cases
 import closeness
@@ -11,7 +11,9 @@ import rooftile as rt
 import torch
 from rooftile import _C
 
-KINDS = ("symmetric", "integer", "minima")
+FORMS = ((4, "symmetric"), (4, "integer"), (4, "minima"), (8, "symmetric"), (8, "integer"))
+ROUNDED = ((4, "symmetric"), (4, "minima"), (8, "symmetric"))
+WEIGHT = {4: rt.W4Weight, 8: rt.W8Weight}
 FAST = [p for p in cases.PLANS if p != "reference"]
 # (N, K, group): groups of every size, tails of N, of K (96, 576) and of the last tile, and real layers
 WEIGHTS = (
@@ -31,10 +33,10 @@ WEIGHTS = (
 ROWS = (0, 1, 2, 5, 16, 17, 33, 64, 130)
 
 
-def parts(n, k, group, kind, scale_dtype="float16", exact=False):
+def parts(n, k, group, kind, scale_dtype="float16", exact=False, bits=4):
     """A random weight in canonical form: codes uint8, scales and zeros as float64 (zeros None if symmetric)."""
     rng = cases.generator("w4", n, k, group, kind)
-    codes = rng.integers(0, 256, (n, k // 2)).astype(np.uint8)
+    codes = rng.integers(0, 256, (n, k * bits // 8)).astype(np.uint8)
     shape = (n, k // group)
     if exact:
         scales = cases.powers_of_two(shape, "scales", n, k, lowest=-2, highest=0)
@@ -42,24 +44,29 @@ def parts(n, k, group, kind, scale_dtype="float16", exact=False):
     else:
         scales = oracle.round_to(rng.uniform(0.001, 0.1, shape), scale_dtype)
         minima = oracle.round_to(rng.uniform(-1, 0, shape), scale_dtype)
-    zeros = {"symmetric": None, "integer": rng.integers(0, 16, shape).astype(np.float64), "minima": minima}[kind]
+    zeros = {"symmetric": None, "integer": rng.integers(0, 2**bits, shape).astype(np.float64), "minima": minima}[kind]
     return codes, scales, zeros
 
 
-def weight(codes, scales, zeros, kind, scale_dtype="float16", group=None, perm=None):
+def weight(codes, scales, zeros, kind, scale_dtype="float16", group=None, perm=None, bits=4):
     if zeros is not None:
         zeros = cases.tensor(zeros, "uint8" if kind == "integer" else scale_dtype)
     perm = None if perm is None else torch.from_numpy(perm.astype(np.int32))
     scales = cases.tensor(scales, scale_dtype)
-    return rt.W4Weight.from_canonical(torch.from_numpy(codes), scales, zeros, kind=kind, group_size=group, perm=perm)
+    return WEIGHT[bits].from_canonical(torch.from_numpy(codes), scales, zeros, kind=kind, group_size=group, perm=perm)
 
 
 def both(n, k, group, kind, perm=None, **options):
-    """(W4Weight, the dense float64 weight it stands for)."""
+    """(W4Weight or W8Weight, the dense float64 weight it stands for). options: scale_dtype, exact, bits."""
     codes, scales, zeros = parts(n, k, group, kind, **options)
     options.pop("exact", None)
     w = weight(codes, scales, zeros, kind, group=group, perm=perm, **options)
-    return w, oracle.w4_decode(codes, scales, kind, zeros, perm)
+    return w, oracle.w4_decode(codes, scales, kind, zeros, perm, options.get("bits", 4))
+
+
+def matmul(x, w, **options):
+    """The product by the op for w's bits."""
+    return {4: rt.w4a16_matmul, 8: rt.w8a16_matmul}[w.BITS](x, w, **options)
 
 
 # ---------------------------------------------------------------- products
@@ -90,54 +97,54 @@ def rows_of(plan, reference, slow, fast):
     return reference if plan == "reference" else fast if plan == cases.PLANS[0] else slow
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits, kind", FORMS)
 @pytest.mark.parametrize("n, k, group", WEIGHTS)
-def test_product(n, k, group, kind, dtype):
-    w, dense = both(n, k, group, kind, scale_dtype="bfloat16" if dtype == "bfloat16" else "float16")
+def test_product(n, k, group, bits, kind, dtype):
+    w, dense = both(n, k, group, kind, bits=bits, scale_dtype="bfloat16" if dtype == "bfloat16" else "float16")
     x = cases.values((max(ROWS), k), dtype, "x", k)
     expected, x = Expected(x, dense, dtype), cases.tensor(x, dtype)
     for plan in cases.PLANS:
         for m in rows_of(plan, (1, 2), (1, 2, 17), ROWS):
-            expected.check(rt.w4a16_matmul(x[:m], w, plan=plan), f"{plan}, {m} rows")
+            expected.check(matmul(x[:m], w, plan=plan), f"{plan}, {m} rows")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits, kind", FORMS)
 @pytest.mark.parametrize("n, k, group", WEIGHTS)
-def test_exact_data_give_the_rounded_exact_product(n, k, group, kind, dtype):
-    w, dense = both(n, k, group, kind, exact=True)
+def test_exact_data_give_the_rounded_exact_product(n, k, group, bits, kind, dtype):
+    w, dense = both(n, k, group, kind, bits=bits, exact=True)
     x, bias = cases.exact_values((33, k), "exact x", k), cases.exact_values((n,), "bias", n)
     exact = oracle.w4a16_matmul(x, dense, bias)
     x, bias = cases.tensor(x, dtype), cases.tensor(bias, dtype)
     for plan in cases.PLANS:
         for m in rows_of(plan, (1,), (1, 7), (1, 2, 7, 33)):
-            closeness.assert_exact(rt.w4a16_matmul(x[:m], w, bias=bias, plan=plan), exact[:m])
+            closeness.assert_exact(matmul(x[:m], w, bias=bias, plan=plan), exact[:m])
 
 
 @pytest.mark.parametrize("plan", FAST)
 @pytest.mark.parametrize("n, k, group", WEIGHTS)
 def test_a_row_has_the_same_bits_at_every_number_of_rows(n, k, group, plan):
-    for kind, dtype in zip(KINDS, cases.DTYPES, strict=True):
-        w, _ = both(n, k, group, kind)
+    for (bits, kind), dtype in zip(FORMS, (*cases.DTYPES, "float32", "float16"), strict=True):
+        w, _ = both(n, k, group, kind, bits=bits)
         x = cases.tensor(cases.values((200, k), dtype, "rows", k), dtype)
-        whole = rt.w4a16_matmul(x, w, plan=plan)
-        closeness.assert_bits_equal(rt.w4a16_matmul(x, w, plan=plan), whole, "run to run")
+        whole = matmul(x, w, plan=plan)
+        closeness.assert_bits_equal(matmul(x, w, plan=plan), whole, "run to run")
         for m in (1, 2, 7, 97):
             for first in (0, 200 - m):
-                some = rt.w4a16_matmul(x[first : first + m], w, plan=plan, batch_invariant=True)
+                some = matmul(x[first : first + m], w, plan=plan, batch_invariant=True)
                 closeness.assert_bits_equal(some, whole[first : first + m], f"{m} rows from {first}")
 
 
 def test_threads_change_no_bit():
     w, _ = both(192, 576, 32, "minima")
     large, small = (cases.tensor(cases.values((m, 576), "float32", "threads"), "float32") for m in (150, 1))
-    one = [rt.w4a16_matmul(x, w) for x in (large, small)]
+    one = [matmul(x, w) for x in (large, small)]
     wide, _ = both(1536, 576, 32, "minima")
-    alone = rt.w4a16_matmul(small, wide)
+    alone = matmul(small, wide)
     torch.set_num_threads(2)
     try:
         for x, y in zip((large, small), one, strict=True):
-            closeness.assert_bits_equal(rt.w4a16_matmul(x, w), y)
-        closeness.assert_bits_equal(rt.w4a16_matmul(small, wide), alone)
+            closeness.assert_bits_equal(matmul(x, w), y)
+        closeness.assert_bits_equal(matmul(small, wide), alone)
     finally:
         torch.set_num_threads(1)
 
@@ -146,12 +153,12 @@ def test_any_shape_of_x_and_many_rows():
     w, dense = both(17, 96, 32, "minima")
     for shape in ((96,), (2, 3, 96), (2, 0, 96), (1, 2, 1, 3, 96)):
         x = cases.values(shape, "float32", "shape", *shape)
-        y = rt.w4a16_matmul(cases.tensor(x, "float32"), w)
+        y = matmul(cases.tensor(x, "float32"), w)
         Expected(x.reshape(-1, 96), dense, "float32").check(y.reshape(-1, 17))
         assert y.shape == (*shape[:-1], 17)
     x = cases.exact_values((50_000, 96), "many")  # more than one panel of x
     w, dense = both(17, 96, 32, "minima", exact=True)
-    closeness.assert_exact(rt.w4a16_matmul(cases.tensor(x, "float32"), w), x @ dense.T)
+    closeness.assert_exact(matmul(cases.tensor(x, "float32"), w), x @ dense.T)
 
 
 @pytest.mark.parametrize("m", [1, 2, 19])
@@ -159,13 +166,13 @@ def test_strides_of_every_tensor(m, dtype, plan):
     n, k = 33, 96
     w, _ = both(n, k, 32, "minima")
     x, bias, residual = (cases.tensor(cases.values(s, dtype, "strides", *s), dtype) for s in ((m, k), (n,), (m, n)))
-    expected = rt.w4a16_matmul(x, w, bias=bias, residual=residual, plan=plan)
+    expected = matmul(x, w, bias=bias, residual=residual, plan=plan)
     for strides in ((2 * k, 2), (1, m), (k + 3, 1)):
         view = cases.guarded((m, k), dtype, strides=strides, values=x).tensor
         out = cases.guarded((m, n), dtype, strides={2 * k: (3 * n, 3), 1: (1, m), k + 3: (n + 5, 1)}[strides[0]])
         far_bias = cases.guarded((n,), dtype, strides=(4,), values=bias).tensor
         far_residual = cases.guarded((m, n), dtype, strides=(2 * n, 2), values=residual).tensor
-        got = rt.w4a16_matmul(view, w, bias=far_bias, residual=far_residual, out=out.tensor, plan=plan)
+        got = matmul(view, w, bias=far_bias, residual=far_residual, out=out.tensor, plan=plan)
         assert got is out.tensor
         closeness.assert_bits_equal(got, expected)
         out.check_margins()
@@ -186,85 +193,92 @@ def test_epilogue(activation, dtype, plan):
         "gelu_tanh": lambda: gelu(exact, approximate="tanh"),
     }[activation]().numpy() + residual
     tx, tb, tr = (cases.tensor(v, dtype) for v in (x, bias, residual))
-    y = rt.w4a16_matmul(tx, w, bias=tb, activation=activation, residual=tr, plan=plan)
+    y = matmul(tx, w, bias=tb, activation=activation, residual=tr, plan=plan)
     closeness.assert_close(y, oracle.round_to(exact, dtype), exact, frobenius=closeness.MATMUL_BOUND[dtype])
     closeness.assert_bits_equal(
-        rt.w4a16_matmul(tx, w, bias=tb, activation=activation, residual=tr, out=tr, plan=plan), y, "into residual"
+        matmul(tx, w, bias=tb, activation=activation, residual=tr, out=tr, plan=plan), y, "into residual"
     )
 
 
+@pytest.mark.parametrize("bits", WEIGHT)
 @pytest.mark.parametrize("n, k, group", [(32, 64, 64), (38, 96, 32), (2, 64, 32)])
 @pytest.mark.parametrize("plan", cases.PLANS)
-def test_gated(n, k, group, dtype, plan):
-    w, dense = both(n, k, group, "integer")
+def test_gated(n, k, group, bits, dtype, plan):
+    w, dense = both(n, k, group, "integer", bits=bits)
     m = 7
-    x = oracle.round_to(cases.values((m, k), dtype, "gated", k) * 0.25, dtype)
+    x = oracle.round_to(cases.values((m, k), dtype, "gated", k) * (0.25 if bits == 4 else 2**-6), dtype)
     bias = cases.values((n,), dtype, "gated bias", n)
     product = oracle.w4a16_matmul(x, dense, bias)
     gate, up = product[:, : n // 2], product[:, n // 2 :]
     exact = gate / (1 + np.exp(-gate)) * up
     x, bias = cases.tensor(x, dtype), cases.tensor(bias, dtype)
-    y = rt.w4a16_matmul(x, w, bias=bias, activation="silu_mul", plan=plan)
-    closeness.assert_close(y, oracle.round_to(exact, dtype), exact, frobenius=2 * closeness.MATMUL_BOUND[dtype])
-    closeness.assert_bits_equal(rt.w4a16_matmul(x[:1], w, bias=bias, activation="silu_mul", plan=plan), y[:1])
+    y = matmul(x, w, bias=bias, activation="silu_mul", plan=plan)
+    bound = 2 * closeness.MATMUL_BOUND[dtype]
+    # a few outputs of which the naive ones are the exact ones, rounded
+    closeness.assert_close(y, oracle.round_to(exact, dtype), exact, frobenius=bound, slack=8)
+    closeness.assert_bits_equal(matmul(x[:1], w, bias=bias, activation="silu_mul", plan=plan), y[:1])
 
 
+@pytest.mark.parametrize("bits", WEIGHT)
 @pytest.mark.parametrize("m", [1, 4])
-def test_act_order(m, dtype, plan):
+def test_act_order(m, bits, dtype, plan):
     n, k = 20, 192
-    codes, scales, zeros = parts(n, k, 64, "integer")
-    perm = cases.generator("perm").permutation(k)
-    w = weight(codes, scales, zeros, "integer", perm=perm)
-    dense = oracle.w4_decode(codes, scales, "integer", zeros, perm)
+    w, dense = both(n, k, 64, "integer", perm=cases.generator("perm").permutation(k), bits=bits)
     closeness.assert_close(w.dequantize(), dense, dense)
     x = cases.values((m, k), dtype, "act-order")
-    y = rt.w4a16_matmul(cases.tensor(x, dtype), w, plan=plan)
+    y = matmul(cases.tensor(x, dtype), w, plan=plan)
     Expected(x, dense, dtype).check(y)
 
 
+@pytest.mark.parametrize("bits", WEIGHT)
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("group", [32, 64])
-def test_every_code_at_every_zero(group, m, plan):
+def test_every_code_at_every_zero(group, m, bits, plan):
     """x = one unit vector a column reads the weight itself."""
-    u = np.tile(np.arange(16), (16, 4)) if group == 64 else np.tile(np.arange(16), (16, 2))
-    codes, scales, zeros = oracle.w4_pack_nibbles(u), np.full((16, 1), 0.375), np.arange(16.0)[:, None]
-    k = u.shape[1]
-    for kind, offsets in (("symmetric", None), ("integer", zeros), ("minima", zeros - 8), ("integer", zeros + 240)):
-        w = weight(codes, scales, offsets, kind)
-        dense = oracle.w4_decode(codes, scales, kind, offsets)
+    k = max(group, 2**bits)
+    u = np.tile(np.arange(k) % 2**bits, (16, 1))
+    zeros = np.arange(16.0 * (k // group)).reshape(k // group, 16).T
+    codes, scales = oracle.w4_pack_nibbles(u) if bits == 4 else u.astype(np.uint8), np.full(zeros.shape, 0.375)
+    forms = [("symmetric", None), ("integer", zeros), ("integer", zeros + 256 - zeros.size)]
+    for kind, offsets in [*forms, ("minima", zeros - 8)] if bits == 4 else forms:
+        w = weight(codes, scales, offsets, kind, group=group, bits=bits)
+        dense = oracle.w4_decode(codes, scales, kind, offsets, bits=bits)
         closeness.assert_exact(w.dequantize(), dense)
         eye = torch.eye(k)
-        got = torch.cat([rt.w4a16_matmul(eye[i : i + m], w, plan=plan) for i in range(0, k, m)])
+        got = torch.cat([matmul(eye[i : i + m], w, plan=plan) for i in range(0, k, m)])
         closeness.assert_exact(got.T, dense)
 
 
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("m", [1, 3])
-def test_scales_at_the_edges(m, scale_dtype, plan):
+@pytest.mark.parametrize("bits", WEIGHT)
+def test_scales_at_the_edges(bits, m, scale_dtype, plan):
     """0, the smallest subnormal, the largest, infinity and NaN: each stays in its own output."""
     n, k = 16, 96  # the last block is half padding
     edges = [0.0, oracle.SMALLEST[scale_dtype], -oracle.SMALLEST[scale_dtype], np.inf, np.nan, 1.0]
     if scale_dtype == "float16":
         edges.append(oracle.LARGEST[scale_dtype])
-    codes = np.full((n, k // 2), 0xFF, np.uint8)
+    codes = np.full((n, k * bits // 8), 0xFF if bits == 4 else 135, np.uint8)
     scales = np.ones((n, 3))
     scales[: len(edges), 2] = edges
-    for kind, zeros in (("symmetric", None), ("integer", np.full((n, 3), 3.0)), ("minima", np.full((n, 3), 0.5))):
-        w = weight(codes, scales, zeros, kind, scale_dtype)
-        dense = oracle.w4_decode(codes, scales, kind, zeros)
+    forms = [("symmetric", None), ("integer", np.full((n, 3), 3.0 if bits == 4 else 123.0))]
+    for kind, zeros in [*forms, ("minima", np.full((n, 3), 0.5))] if bits == 4 else forms:
+        w = weight(codes, scales, zeros, kind, scale_dtype, bits=bits)
+        dense = oracle.w4_decode(codes, scales, kind, zeros, bits=bits)
         x = np.abs(cases.exact_values((m, k), "edges", zeros=0)) + 1
-        y = rt.w4a16_matmul(cases.tensor(x, "float32"), w, plan=plan)
+        y = matmul(cases.tensor(x, "float32"), w, plan=plan)
         with np.errstate(invalid="ignore"):
             closeness.assert_close(y, oracle.matmul_naive(x, dense, "float32"), x @ dense.T)
         closeness.assert_exact(w.dequantize(), dense)
 
 
-def test_special_values_of_x_stay_in_their_row(plan):
-    w, _ = both(16, 64, 32, "symmetric")
+@pytest.mark.parametrize("bits", WEIGHT)
+def test_special_values_of_x_stay_in_their_row(bits, plan):
+    w, _ = both(16, 64, 32, "symmetric", bits=bits)
     for special in (np.nan, np.inf):
         x = torch.ones(3, 64)
         x[1, 7] = special
-        y = rt.w4a16_matmul(x, w, plan=plan)
+        y = matmul(x, w, plan=plan)
         assert torch.isfinite(y[[0, 2]]).all()
         assert (~torch.isfinite(y[1])).all()
 
@@ -272,12 +286,12 @@ def test_special_values_of_x_stay_in_their_row(plan):
 # ---------------------------------------------------------------- forms
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits, kind", FORMS)
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("n, k, group", WEIGHTS[:6])
-def test_any_bits_survive_packing(n, k, group, kind, scale_dtype):
+def test_any_bits_survive_packing(n, k, group, bits, kind, scale_dtype):
     rng = cases.generator("bits", n, k)
-    codes = rng.integers(0, 256, (n, k // 2)).astype(np.uint8)
+    codes = rng.integers(0, 256, (n, k * bits // 8)).astype(np.uint8)
     groups = (n, k // group)
     scales = torch.from_numpy(rng.integers(0, 2**16, groups).astype(np.uint16)).view(cases.torch_dtype(scale_dtype))
     zeros = {
@@ -285,9 +299,9 @@ def test_any_bits_survive_packing(n, k, group, kind, scale_dtype):
         "integer": torch.from_numpy(rng.integers(0, 256, groups).astype(np.uint8)),
         "minima": torch.from_numpy(rng.integers(0, 2**16, groups).astype(np.uint16)).view(scales.dtype),
     }[kind]
-    w = rt.W4Weight.from_canonical(torch.from_numpy(codes), scales, zeros)
+    w = WEIGHT[bits].from_canonical(torch.from_numpy(codes), scales, zeros)
     assert (w.shape, w.group_size, w.kind, w.scale_dtype) == ((n, k), group, kind, scale_dtype)
-    assert np.array_equal(w.codes.numpy(), oracle.w4_kernel_codes(codes))
+    assert np.array_equal(w.codes.numpy(), oracle.w4_kernel_codes(codes, bits))
     bits = scales.view(torch.int16).numpy()
     assert np.array_equal(w.scales.view(torch.int16).numpy(), oracle.w4_kernel_scales(bits))
     assert w.nbytes == sum(t.numel() for t in (w.codes, w.scales, w.offsets) if t is not None)
@@ -307,26 +321,29 @@ def test_strided_canonical_form():
         assert torch.equal(getattr(w, name), getattr(expected, name))
 
 
-def test_numpy_and_jax_give_the_same_as_torch():
-    codes, scales, zeros = parts(17, 96, 32, "minima")
-    w = rt.W4Weight.from_canonical(codes, scales.astype(np.float16), zeros.astype(np.float16))
+@pytest.mark.parametrize("bits, kind", [(4, "minima"), (8, "symmetric")])
+def test_numpy_and_jax_give_the_same_as_torch(bits, kind):
+    codes, scales, zeros = parts(17, 96, 32, kind, bits=bits)
+    w = WEIGHT[bits].from_canonical(
+        codes, scales.astype(np.float16), None if zeros is None else zeros.astype(np.float16)
+    )
     assert isinstance(w.codes, np.ndarray)
-    reference = weight(codes, scales, zeros, "minima")
+    reference = weight(codes, scales, zeros, kind, bits=bits)
     for dtype in cases.DTYPES:
         x = cases.values((2, 96), dtype, "numpy")
-        expected = rt.w4a16_matmul(cases.tensor(x, dtype), reference)
-        y = rt.w4a16_matmul(cases.numpy_array(x, dtype), w)
+        expected = matmul(cases.tensor(x, dtype), reference)
+        y = matmul(cases.numpy_array(x, dtype), w)
         assert isinstance(y, np.ndarray)
         closeness.assert_bits_equal(y, expected)
         closeness.assert_bits_equal(w.dequantize(dtype), reference.dequantize(dtype))
     jax = pytest.importorskip("jax")
-    got = rt.w4a16_matmul(jax.device_put(np.asarray(x, np.float32), jax.devices("cpu")[0]), w)
-    closeness.assert_bits_equal(got, rt.w4a16_matmul(cases.tensor(x, "float32"), reference))
+    got = matmul(jax.device_put(np.asarray(x, np.float32), jax.devices("cpu")[0]), w)
+    closeness.assert_bits_equal(got, matmul(cases.tensor(x, "float32"), reference))
 
 
-@pytest.mark.parametrize("zeros", [None, "minima"])
+@pytest.mark.parametrize("bits, kind", ROUNDED)
 @pytest.mark.parametrize("n, k, group", [(5, 64, 32), (16, 128, 128), (3, 50, 50)])
-def test_quantize_is_the_documented_rounding(n, k, group, zeros, dtype):
+def test_quantize_is_the_documented_rounding(n, k, group, bits, kind, dtype):
     x = cases.values((n, k), dtype, "quantize", n, k)
     x[0, :group] = 0
     x[1, :group] = cases.values((), dtype, "constant") + 1
@@ -338,10 +355,10 @@ def test_quantize_is_the_documented_rounding(n, k, group, zeros, dtype):
         )
         x[4, :group] = oracle.round_to(x[4, :group] * {"float32": 1e6, "float16": 1e4, "bfloat16": 3e37}[dtype], dtype)
     x = oracle.round_to(x, dtype)
-    w = rt.W4Weight.quantize(cases.tensor(x, dtype), group_size=group, zeros=zeros)
-    kind, scale_dtype = zeros or "symmetric", oracle.scale_dtype(dtype)
+    w = WEIGHT[bits].quantize(cases.tensor(x, dtype), group_size=group, zeros=kind)
+    scale_dtype = oracle.scale_dtype(dtype)
     assert (w.kind, w.scale_dtype, w.group_size) == (kind, scale_dtype, group)
-    codes, scales, minima = oracle.w4_quantize(x, group, kind, scale_dtype)
+    codes, scales, minima = oracle.w4_quantize(x, group, kind, scale_dtype, bits)
     got = w.unpack()
     assert np.array_equal(got[0].numpy(), codes)
     closeness.assert_exact(got[1], scales)
@@ -349,28 +366,29 @@ def test_quantize_is_the_documented_rounding(n, k, group, zeros, dtype):
     if minima is not None:
         closeness.assert_exact(got[2], minima)
     strided = cases.guarded((n, k), dtype, strides=(1, n), values=cases.tensor(x, dtype)).tensor
-    assert torch.equal(rt.W4Weight.quantize(strided, group_size=group, zeros=zeros).codes, w.codes)
+    assert torch.equal(WEIGHT[bits].quantize(strided, group_size=group, zeros=kind).codes, w.codes)
 
 
-@pytest.mark.parametrize("zeros", [None, "minima"])
-def test_quantize_of_what_is_finite_is_finite(zeros, dtype):
+@pytest.mark.parametrize("bits, kind", ROUNDED)
+def test_quantize_of_what_is_finite_is_finite(bits, kind, dtype):
     """Also where the distance from least to greatest is not."""
     x = np.zeros((2, 32))
     x[0, :3] = np.array([-0.9, 0.9, 0.3]) * oracle.LARGEST[dtype]
     x[1, :2] = 0.996 * oracle.LARGEST[dtype], 0
     x = oracle.round_to(x, dtype)
-    w = rt.W4Weight.quantize(cases.tensor(x, dtype), group_size=32, zeros=zeros)
-    codes, scales, minima = oracle.w4_quantize(x, 32, zeros or "symmetric", oracle.scale_dtype(dtype))
+    w = WEIGHT[bits].quantize(cases.tensor(x, dtype), group_size=32, zeros=kind)
+    codes, scales, minima = oracle.w4_quantize(x, 32, kind, oracle.scale_dtype(dtype), bits)
     got = w.unpack()
     assert np.array_equal(got[0].numpy(), codes)
     closeness.assert_exact(got[1], scales)
-    if zeros:
+    if kind == "minima":
         closeness.assert_exact(got[2], minima)
     assert torch.isfinite(w.dequantize("float32")).all()
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1"])
-def test_gguf_blocks_are_imported_without_loss(name):
+@pytest.mark.parametrize("bits, name", [(4, "Q4_0"), (4, "Q4_1"), (8, "Q8_0")])
+def test_gguf_blocks_are_imported_without_loss(bits, name):
+    weight_type = WEIGHT[bits]
     ggml_type = getattr(gguf.GGMLQuantizationType, name)
     n, k = 19, 96
     x = cases.generator("gguf").standard_normal((n, k)).astype(np.float32)
@@ -378,9 +396,9 @@ def test_gguf_blocks_are_imported_without_loss(name):
     expected = gguf.dequantize(data, ggml_type)
     raw = data.reshape(n, k // 32, -1)
     for source in (data, data.tobytes(), torch.from_numpy(data), memoryview(data.tobytes())):
-        w = rt.W4Weight.from_gguf(source, ggml_type, (n, k))
+        w = weight_type.from_gguf(source, ggml_type, (n, k))
         dense = w.dequantize()
-        assert (w.group_size, w.kind) == (32, {"Q4_0": "symmetric", "Q4_1": "minima"}[name])
+        assert (w.group_size, w.kind) == (32, {"Q4_0": "symmetric", "Q4_1": "minima", "Q8_0": "symmetric"}[name])
         assert isinstance(dense, torch.Tensor) == isinstance(source, torch.Tensor)
         assert np.array_equal(np.asarray(dense), expected)
         assert np.array_equal(
@@ -389,10 +407,10 @@ def test_gguf_blocks_are_imported_without_loss(name):
             name == "Q4_1"  # the file's own sum is rounded once to float32
         )
     for same in (name, int(ggml_type)):
-        assert np.array_equal(rt.W4Weight.from_gguf(data, same, (n, k)).codes, np.asarray(w.codes))
+        assert np.array_equal(weight_type.from_gguf(data, same, (n, k)).codes, np.asarray(w.codes))
     for bad in (data.tobytes()[:-1], b"", data.tobytes() + b"\0"):
         with pytest.raises(rt.ArgumentError, match=r"from_gguf: data must have \d+ bytes for " + name):
-            rt.W4Weight.from_gguf(bad, name, (n, k))
+            weight_type.from_gguf(bad, name, (n, k))
 
 
 def test_signed_form_packed_along_k():
@@ -417,8 +435,8 @@ def test_signed_form_packed_along_k():
 # ---------------------------------------------------------------- bad input
 
 
-def sample():
-    return both(16, 64, 32, "symmetric")[0]
+def sample(bits=4):
+    return both(16, 64, 32, "symmetric", bits=bits)[0]
 
 
 @pytest.mark.parametrize(
@@ -534,6 +552,92 @@ def test_bad_input_is_named(call, error, text):
     assert torch.isfinite(rt.w4a16_matmul(torch.ones(1, 64), w)).all()  # the next good call works
 
 
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (
+            lambda w: w.quantize(torch.zeros(4, 100), group_size=64),
+            rt.ArgumentError,
+            "^W8Weight.quantize: group_size = 64 must divide .* K = 100",
+        ),
+        (
+            lambda w: w.quantize(torch.zeros(4, 64), group_size=32, zeros="minima"),
+            rt.ArgumentError,
+            "^W8Weight.quantize: zeros must be None or \"symmetric\", got 'minima'",
+        ),
+        (
+            lambda w: w.quantize(torch.zeros(4, 64).int(), group_size=32),
+            rt.ArgumentTypeError,
+            "^W8Weight.quantize: weight",
+        ),
+        (
+            lambda w: w.from_canonical(*w.unpack()[:2], kind="minima"),
+            rt.ArgumentError,
+            '^W8Weight.from_canonical: kind must be "symmetric" or "integer", got \'minima\'',
+        ),
+        (
+            lambda w: w.from_canonical(*w.unpack()[:2], torch.zeros(16, 2).half()),
+            rt.ArgumentTypeError,
+            "^W8Weight.from_canonical: zeros must be uint8",
+        ),
+        (
+            lambda w: w.from_canonical(torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 3).half(), group_size=32),
+            rt.ArgumentError,
+            r"^W8Weight.from_canonical: scales must be \[N, K / group_size\] = \[4, 2\]",
+        ),
+        (
+            lambda w: rt.W8Weight(w.codes[:-1], w.scales, None, **w.layout),
+            rt.ArgumentError,
+            r"^W8Weight: codes must be flat bytes = \[1024\]",
+        ),
+        (
+            lambda w: w.from_gguf(b"", "Q4_0", (4, 32)),
+            rt.NotSupportedError,
+            "^W8Weight.from_gguf: ggml_type must be Q8_0",
+        ),
+        (lambda w: w.from_gguf(b"", "Q8_0", (4, 32)), rt.ArgumentError, "must have 136 bytes"),
+        (lambda w: w.dequantize("int8"), rt.ArgumentTypeError, "^W8Weight.dequantize: out must be float32"),
+        (lambda w: w.to(None), rt.ArgumentTypeError, "^W8Weight.to: device"),
+        (lambda w: w.concat([w, sample()]), rt.ArgumentTypeError, r"weights\[1\] must be a W8Weight, got W4Weight"),
+        (
+            lambda w: rt.w8a16_matmul(torch.zeros(2, 63), w),
+            rt.ArgumentError,
+            "^w8a16_matmul: x must have a last dimension",
+        ),
+        (
+            lambda w: rt.w8a16_matmul(torch.zeros(2, 64), None),
+            rt.ArgumentTypeError,
+            "^w8a16_matmul: w must be a rooftile.W8Weight, got NoneType",
+        ),
+        (
+            lambda w: rt.w8a16_matmul(torch.zeros(2, 64), sample()),
+            rt.ArgumentTypeError,
+            "^w8a16_matmul: w must be a W8Weight, of 8 bits, got one of 4",
+        ),
+        (
+            lambda w: rt.w4a16_matmul(torch.zeros(2, 64), w),
+            rt.ArgumentTypeError,
+            "^w4a16_matmul: w must be a W4Weight, of 4 bits, got one of 8",
+        ),
+    ],
+)
+def test_bad_input_of_8_bits_is_named(call, error, text):
+    w = sample(8)
+    with pytest.raises(error, match=text):
+        call(w)
+    assert torch.isfinite(rt.w8a16_matmul(torch.ones(1, 64), w)).all()  # the next good call works
+
+
+def test_8_bits_need_no_even_k():
+    n, k = 17, 35
+    w, dense = both(n, k, k, "integer", bits=8, exact=True)
+    x = cases.exact_values((3, k), "odd")
+    for plan in cases.PLANS:
+        for m in (1, 3):
+            closeness.assert_exact(rt.w8a16_matmul(cases.tensor(x[:m], "float32"), w, plan=plan), x[:m] @ dense.T)
+    assert torch.equal(rt.W8Weight.from_canonical(*w.unpack()).codes, w.codes)
+
+
 def test_act_order_must_be_a_permutation():
     codes, scales, _ = parts(16, 64, 64, "symmetric")
     for perm, text in (
@@ -557,5 +661,6 @@ def test_weights_of_another_act_order_are_not_joined():
 def test_the_kernel_that_ran_has_its_name():
     with rt.record_kernels() as names:
         rt.w4a16_matmul(torch.zeros(1, 64), sample(), plan="portable")
-    assert names == ["cpu_portable_float32_w4g32_symmetric"]
+        rt.w8a16_matmul(torch.zeros(1, 64), sample(8), plan="portable")
+    assert names == ["cpu_portable_float32_w4g32_symmetric", "cpu_portable_float32_w8g32_symmetric"]
     assert _C.w4_layout_version == 1

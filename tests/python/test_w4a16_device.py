@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights and their products on every device that has kernels; a weight has the same bits everywhere."""
+"""Weights of 4 and 8 bits and their products on every device that has kernels; the same bytes everywhere."""
 
 import cases
 import closeness
@@ -10,7 +10,7 @@ import rooftile as rt
 import test_w4a16 as w4
 import torch
 from rooftile import _C
-from rooftile.nn import W4Linear
+from rooftile.nn import W4Linear, W8Linear
 
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 300)
 # (N, K, group): tails of N, of K and of a tile, every span of a scale, chunks of K, more rows than a CTA takes
@@ -50,7 +50,7 @@ def takes_tiles(device, m):
 def matmul_on_tiles(x, w, **options):
     """The product, by the kernel that its rows ask for."""
     with rt.record_kernels() as kernels:
-        y = rt.w4a16_matmul(x, w, **options)
+        y = w4.matmul(x, w, **options)
     assert ("_tile" in kernels[-1]) == takes_tiles(x.device.type, x[..., 0].numel()), kernels
     return y
 
@@ -61,18 +61,18 @@ def cuda_only(device):
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_data_give_the_rounded_exact_product(kind, act_order, dtype, device):
+def test_exact_data_give_the_rounded_exact_product(bits, kind, act_order, dtype, device):
     for n, k, group in shapes(device):
-        w, dense = weight(n, k, group, kind, device, act_order, exact=True)
+        w, dense = weight(n, k, group, kind, device, act_order, exact=True, bits=bits)
         x = cases.exact_values((max(rows(device)), k), "exact x", k)
         bias = cases.exact_values((n,), "bias", n)
         exact = oracle.w4a16_matmul(x, dense, bias)
         tx, tb = cases.tensor(x, dtype, device), cases.tensor(bias, dtype, device)
         for m in rows(device):
             closeness.assert_exact(matmul_on_tiles(tx[:m], w, bias=tb), exact[:m])
-            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb, batch_invariant=True), exact[:m])
+            closeness.assert_exact(w4.matmul(tx[:m], w, bias=tb, batch_invariant=True), exact[:m])
 
 
 def views(x):
@@ -86,11 +86,11 @@ def views(x):
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_x_of_any_strides_is_exact(kind, act_order, dtype, device):
+def test_x_of_any_strides_is_exact(bits, kind, act_order, dtype, device):
     for n, k, group in ((100, 576, 64), (33, 96, 32), (17, 50, 50), (40, 2304, 128)):
-        w, dense = weight(n, k, group, kind, device, act_order, exact=True)
+        w, dense = weight(n, k, group, kind, device, act_order, exact=True, bits=bits)
         for m in (3, 20) if device == "cpu" else (20, 70, 300):
             x = cases.exact_values((m, k), "any strides", m, k)
             exact = oracle.w4a16_matmul(x, dense)
@@ -108,9 +108,9 @@ def test_x_of_any_strides_is_exact(kind, act_order, dtype, device):
         closeness.assert_exact(matmul_on_tiles(tx, w), oracle.w4a16_matmul(windows, dense))
 
 
-@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_more_tokens_than_are_prepared_at_once(kind, dtype, device):
+def test_more_tokens_than_are_prepared_at_once(bits, kind, dtype, device):
     cuda_only(device)
     for m, n, k, group in ((4096 + 130, 72, 256, 32), (4096 + 17, 33, 2304, 128), (32768 + 130, 24, 128, 32)):
         x = cases.exact_values((m, k), "many", k)
@@ -119,33 +119,34 @@ def test_more_tokens_than_are_prepared_at_once(kind, dtype, device):
         residual = cases.exact_values((m, n), "many", n)
         tr = cases.tensor(residual, dtype, device)
         for act_order in (False, True):
-            w, dense = weight(n, k, group, kind, device, act_order, exact=True)
+            w, dense = weight(n, k, group, kind, device, act_order, exact=True, bits=bits)
             exact = oracle.w4a16_matmul(x, dense) + residual
             for view in (tx, odd):
                 closeness.assert_exact(matmul_on_tiles(view, w, residual=tr), exact)
 
 
+@pytest.mark.parametrize("bits", w4.WEIGHT)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_integer_zeros_may_lie_far_outside_the_codes(dtype, device):
+def test_every_integer_zero_is_exact(dtype, bits, device):
     for n, k, group in ((40, 128, 32), (33, 576, 64), (17, 96, 96)):
-        codes, scales, zeros = w4.parts(n, k, group, "integer", exact=True)
+        codes, scales, zeros = w4.parts(n, k, group, "integer", exact=True, bits=bits)
         zeros[:] = cases.generator("far zeros", n, k).integers(0, 256, zeros.shape)
         zeros.flat[:8] = (0, 15, 16, 63, 64, 127, 128, 255)
-        w = w4.weight(codes, scales, zeros, "integer", group=group).to(device)
+        w = w4.weight(codes, scales, zeros, "integer", group=group, bits=bits).to(device)
         # one value a row, a power of two: the product is (u - zero) * scale * x, exact
         x = np.zeros((min(rows(device)[-1], k), k))
         x[np.arange(len(x)), np.arange(len(x)) * 7 % k] = 2.0 ** (np.arange(len(x)) % 5 - 2)
-        exact = oracle.w4a16_matmul(x, oracle.w4_decode(codes, scales, "integer", zeros))
+        exact = oracle.w4a16_matmul(x, oracle.w4_decode(codes, scales, "integer", zeros, bits=bits))
         tx = cases.tensor(x, dtype, device)
         for m in rows(device):
-            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w), exact[:m])
+            closeness.assert_exact(w4.matmul(tx[:m], w), exact[:m])
 
 
-@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product(kind, dtype, device):
+def test_product(bits, kind, dtype, device):
     for n, k, group in shapes(device):
-        w, dense = weight(n, k, group, kind, device, scale_dtype=dtype)
+        w, dense = weight(n, k, group, kind, device, scale_dtype=dtype, bits=bits)
         x = cases.values((max(rows(device)), k), dtype, "x", k)
         expected, tx = w4.Expected(x, dense, dtype), cases.tensor(x, dtype, device)
         for m in rows(device):
@@ -154,22 +155,24 @@ def test_product(kind, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_run_the_neighbours_or_if_asked_the_rows(dtype, device):
-    for (n, k, group), kind in zip(((192, 576, 32), (100, 1536, 128), (64, 4096, 64)), w4.KINDS, strict=True):
-        w, _ = weight(n, k, group, kind, device)
+    for (n, k, group), (bits, kind) in zip(
+        ((192, 576, 32), (100, 1536, 128), (64, 4096, 64), (100, 1536, 128), (64, 4096, 32)), w4.FORMS, strict=True
+    ):
+        w, _ = weight(n, k, group, kind, device, bits=bits)
         x = cases.tensor(cases.values((300, k), dtype, "rows", k), dtype, device)
-        whole = rt.w4a16_matmul(x, w, batch_invariant=True)
+        whole = w4.matmul(x, w, batch_invariant=True)
         for m in (1, 2, 8, 9, 16, 31, 33, 64, 65, 200):
-            y = rt.w4a16_matmul(x[:m], w)
-            closeness.assert_bits_equal(rt.w4a16_matmul(x[:m], w), y, f"run to run, {m} rows")
+            y = w4.matmul(x[:m], w)
+            closeness.assert_bits_equal(w4.matmul(x[:m], w), y, f"run to run, {m} rows")
             other = x[:m].clone()
             other[1:] = float("nan")
-            closeness.assert_bits_equal(rt.w4a16_matmul(other, w)[:1], y[:1], f"neighbours, {m} rows")
+            closeness.assert_bits_equal(w4.matmul(other, w)[:1], y[:1], f"neighbours, {m} rows")
             for first in (0, 300 - m):
-                some = rt.w4a16_matmul(x[first : first + m], w, batch_invariant=True)
+                some = w4.matmul(x[first : first + m], w, batch_invariant=True)
                 closeness.assert_bits_equal(some, whole[first : first + m], f"{m} rows from {first}")
         # rows of one regime
         for low, high in ((1, 8), (9, 16), (17, 32), (33, 64), (129, 192)):
-            alone, many = rt.w4a16_matmul(x[:low], w), rt.w4a16_matmul(x[:high], w)
+            alone, many = w4.matmul(x[:low], w), w4.matmul(x[:high], w)
             closeness.assert_bits_equal(alone, many[:low], f"{low} and {high} rows")
 
 
@@ -232,16 +235,16 @@ GATES = {
 
 
 @pytest.mark.parametrize("activation", GATES)
-@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated(activation, kind, dtype, device):
+def test_gated(activation, bits, kind, dtype, device):
     # outputs: whole tiles or not, gates that share a tile with ups, more than a CTA; K whole, cut in two and in more
     shapes = ((32, 64, 64), (34, 96, 32), (26, 50, 50), (192, 576, 64))
     shapes += ((160, 4096, 128), (2, 4096, 32), (4128, 128, 64))
     for n, k, group in shapes[: 4 if device == "cpu" else None]:
-        w, dense = weight(n, k, group, kind, device, scale_dtype=dtype)
+        w, dense = weight(n, k, group, kind, device, scale_dtype=dtype, bits=bits)
         m = max(rows(device))
-        x = oracle.round_to(cases.values((m, k), dtype, "gated", k) * 0.25, dtype)
+        x = oracle.round_to(cases.values((m, k), dtype, "gated", k) * (0.25 if bits == 4 else 2**-6), dtype)
         bias, residual = (cases.values(s, dtype, "gated", *s) for s in ((n,), (m, n // 2)))
         tx, tb, tr = (cases.tensor(v, dtype, device) for v in (x, bias, residual))
         for with_bias in (False, True):
@@ -252,51 +255,53 @@ def test_gated(activation, kind, dtype, device):
                 if with_bias:
                     options["residual"] = tr[:rows_now]
                 expected = exact[:rows_now]
-                y = rt.w4a16_matmul(tx[:rows_now], w, activation=activation, **options)
+                y = w4.matmul(tx[:rows_now], w, activation=activation, **options)
                 bound = 2 * closeness.MATMUL_BOUND[dtype]  # two products are off
                 closeness.assert_close(y, oracle.round_to(expected, dtype), expected, frobenius=bound)
         strided = cases.guarded((m, n // 2), dtype, device, strides=(n + 3, 2))
-        rt.w4a16_matmul(tx, w, activation=activation, **options, out=strided.tensor)
+        w4.matmul(tx, w, activation=activation, **options, out=strided.tensor)
         closeness.assert_bits_equal(strided.tensor, y)
         strided.check_margins()
 
 
+@pytest.mark.parametrize("bits", w4.WEIGHT)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gated_product_of_exact_data_is_rounded_once(dtype, device):
+def test_a_gated_product_of_exact_data_is_rounded_once(dtype, bits, device):
     for n, k, group in ((64, 576, 64), (66, 96, 32), (256, 4096, 128)):
-        w, dense = weight(n, k, group, "symmetric", device, exact=True)
+        w, dense = weight(n, k, group, "symmetric", device, exact=True, bits=bits)
         x = np.zeros((max(rows(device)), k))  # one value a row, a power of two: few bits
-        x[np.arange(len(x)), np.arange(len(x)) * 7 % k] = 2.0 ** (np.arange(len(x)) % 3)
+        x[np.arange(len(x)), np.arange(len(x)) * 7 % k] = 2.0 ** (np.arange(len(x)) % 3 + 4 - bits)
         bias = np.where(np.arange(n) < n // 2, 128.0, 0.0)  # gates so large that silu(x) = x
         product = oracle.w4a16_matmul(x, dense, bias)
         assert product[:, : n // 2].min() > 64
         exact = product[:, : n // 2] * product[:, n // 2 :]
         tx, tb = cases.tensor(x, dtype, device), cases.tensor(bias, dtype, device)
         for m in rows(device):
-            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w, bias=tb, activation="silu_mul"), exact[:m])
+            closeness.assert_exact(w4.matmul(tx[:m], w, bias=tb, activation="silu_mul"), exact[:m])
 
 
-@pytest.mark.parametrize("kind", w4.KINDS)
-def test_joined_weights_are_their_products_side_by_side(kind, device):
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
+def test_joined_weights_are_their_products_side_by_side(bits, kind, device):
     k, m = 192, 5
-    parts = [weight(n, k, 64, kind, device)[0] for n in (32, 7, 1, 40)]
-    joined = rt.W4Weight.concat(parts)
+    parts = [weight(n, k, 64, kind, device, bits=bits)[0] for n in (32, 7, 1, 40)]
+    joined = w4.WEIGHT[bits].concat(parts)
     assert joined.shape == (80, k)
     for ours, theirs in zip(joined.unpack(), zip(*(w.unpack() for w in parts), strict=True), strict=True):
         assert ours is None or torch.equal(ours, torch.cat(theirs))
     x = cases.tensor(cases.values((m, k), "float16", "joined"), "float16", device)
-    each = torch.cat([rt.w4a16_matmul(x, w) for w in parts], -1)
-    closeness.assert_bits_equal(rt.w4a16_matmul(x, joined), each)
+    each = torch.cat([w4.matmul(x, w) for w in parts], -1)
+    closeness.assert_bits_equal(w4.matmul(x, joined), each)
 
 
+@pytest.mark.parametrize("bits", w4.WEIGHT)
 @pytest.mark.parametrize("m", [1, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_act_order(m, dtype, device):
+def test_act_order(m, bits, dtype, device):
     n, k = 20, 192
-    w, dense = weight(n, k, 64, "integer", device, act_order=True)
+    w, dense = weight(n, k, 64, "integer", device, act_order=True, bits=bits)
     closeness.assert_close(w.dequantize(), dense, dense)
     x = cases.values((m, k), dtype, "act-order")
-    w4.Expected(x, dense, dtype).check(rt.w4a16_matmul(cases.tensor(x, dtype, device), w))
+    w4.Expected(x, dense, dtype).check(w4.matmul(cases.tensor(x, dtype, device), w))
 
 
 @pytest.mark.parametrize("m", [2, 40])
@@ -319,14 +324,14 @@ def test_no_rows(device):
     assert rt.w4a16_matmul(torch.ones(3, 64, device=device).half(), none).shape == (3, 0)
 
 
-@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("scale_dtype", DTYPES)
-def test_a_weight_has_the_same_bits_on_every_device(kind, scale_dtype, device):
+def test_a_weight_has_the_same_bits_on_every_device(bits, kind, scale_dtype, device):
     for n, k, group in w4.WEIGHTS:
-        codes, scales, zeros = w4.parts(n, k, group, kind, scale_dtype)
-        here = w4.weight(codes, scales, zeros, kind, scale_dtype, group=group)
+        codes, scales, zeros = w4.parts(n, k, group, kind, scale_dtype, bits=bits)
+        here = w4.weight(codes, scales, zeros, kind, scale_dtype, group=group, bits=bits)
         parts = [None if p is None else p.to(device) for p in here.unpack()]
-        w = rt.W4Weight.from_canonical(*parts, kind=kind, group_size=group)
+        w = w4.WEIGHT[bits].from_canonical(*parts, kind=kind, group_size=group)
         for ours, theirs in zip((w.codes, w.scales, w.offsets), (here.codes, here.scales, here.offsets), strict=True):
             assert theirs is None or torch.equal(ours.cpu(), theirs)
         for ours, theirs in zip(w.unpack(), parts, strict=True):
@@ -336,9 +341,9 @@ def test_a_weight_has_the_same_bits_on_every_device(kind, scale_dtype, device):
         assert here.to("cpu") is here and here.to(device).codes.device.type == device
 
 
-@pytest.mark.parametrize("zeros", [None, "minima"])
+@pytest.mark.parametrize("bits, kind", w4.ROUNDED)
 @pytest.mark.parametrize("n, k, group", [(9, 64, 32), (17, 128, 128), (6, 50, 50), (33, 576, 64)])
-def test_rounding_gives_the_same_bits_on_every_device(n, k, group, zeros, dtype, device):
+def test_rounding_gives_the_same_bits_on_every_device(n, k, group, bits, kind, dtype, device):
     x = cases.values((n, k), dtype, "quantize", n, k)
     x[0, :group] = 0
     x[0, 1:group:2] = -0.0
@@ -349,47 +354,48 @@ def test_rounding_gives_the_same_bits_on_every_device(n, k, group, zeros, dtype,
     x[4] = oracle.round_to(x[4] * {"float32": 3e-8, "float16": 3e-7, "bfloat16": 1e-38}[dtype], dtype)
     x[5] = oracle.round_to(x[5] * {"float32": 1e6, "float16": 1e4, "bfloat16": 3e37}[dtype], dtype)
     x = cases.tensor(x, dtype)
-    here, there = (rt.W4Weight.quantize(t, group_size=group, zeros=zeros) for t in (x, x.to(device)))
+    here, there = (w4.WEIGHT[bits].quantize(t, group_size=group, zeros=kind) for t in (x, x.to(device)))
     for name in ("codes", "scales", "offsets"):
         ours, theirs = getattr(there, name), getattr(here, name)
         assert (ours is None and theirs is None) or torch.equal(ours.cpu(), theirs), name
     strided = x.T.contiguous().T.to(device)
-    assert torch.equal(rt.W4Weight.quantize(strided, group_size=group, zeros=zeros).codes, there.codes)
+    assert torch.equal(w4.WEIGHT[bits].quantize(strided, group_size=group, zeros=kind).codes, there.codes)
 
 
-@pytest.mark.parametrize("kind", w4.KINDS)
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_another_kernel_left_in_shared_memory_does_not_matter(kind, dtype, device):
+def test_what_another_kernel_left_in_shared_memory_does_not_matter(bits, kind, dtype, device):
     cuda_only(device)
-    codes, scales, zeros = w4.parts(4096, 512, 32, kind, dtype)
+    codes, scales, zeros = w4.parts(4096, 512, 32, kind, dtype, bits=bits)
     scales[:] = np.nan
     if kind == "minima":
         zeros[:] = np.nan
-    poison = w4.weight(codes, scales, zeros, kind, dtype, group=32).to(device)
+    poison = w4.weight(codes, scales, zeros, kind, dtype, group=32, bits=bits).to(device)
     for k in (96, 160, 224):  # the last step of K has room for groups that are not there
-        w, dense = weight(4096, k, 32, kind, device, exact=True)
+        w, dense = weight(4096, k, 32, kind, device, exact=True, bits=bits)
         x = cases.exact_values((130, k), "exact x", k)
         exact, tx = oracle.w4a16_matmul(x, dense), cases.tensor(x, dtype, device)
         for m in (1, 9, 17, 40, 130):
-            rt.w4a16_matmul(torch.ones(m, 512, device=device).to(tx.dtype), poison)
-            closeness.assert_exact(rt.w4a16_matmul(tx[:m], w), exact[:m])
+            w4.matmul(torch.ones(m, 512, device=device).to(tx.dtype), poison)
+            closeness.assert_exact(w4.matmul(tx[:m], w), exact[:m])
 
 
+@pytest.mark.parametrize("bits", w4.WEIGHT)
 @pytest.mark.parametrize("m", [1, 16, 64, 128, 300])
-def test_loads_that_come_late(m, device):
+def test_loads_that_come_late(m, bits, device):
     """Memory is busy with copies on another stream: what is read before it has come would be another step's."""
     cuda_only(device)
     n, k = 2048, 8192
-    w, _ = weight(n, k, 128, "integer", device)
+    w, _ = weight(n, k, 128, "integer", device, bits=bits)
     xs = [cases.tensor(cases.values((m, k), "float16", "late", i), "float16", device) for i in range(2)]
-    alone = [rt.w4a16_matmul(x, w) for x in xs]
+    alone = [w4.matmul(x, w) for x in xs]
     source = torch.empty(1 << 29, dtype=torch.uint8, device=device).random_()
     target, busy = torch.empty_like(source), torch.cuda.Stream()
     busy.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(busy):
         for _ in range(40):
             target.copy_(source)
-    found = [rt.w4a16_matmul(xs[i % 2], w) for i in range(60)]
+    found = [w4.matmul(xs[i % 2], w) for i in range(60)]
     torch.cuda.synchronize()
     for i, y in enumerate(found):
         closeness.assert_bits_equal(y, alone[i % 2], f"call {i}")
@@ -410,16 +416,18 @@ def test_x_that_comes_late(device):
 
 
 @pytest.mark.parametrize("m", [1, 40])
-@pytest.mark.parametrize(("kind", "act_order"), [("integer", False), ("minima", True)])
-def test_captured_in_a_graph(kind, act_order, m, device):
+@pytest.mark.parametrize(
+    ("bits", "kind", "act_order"), [(4, "integer", False), (4, "minima", True), (8, "symmetric", True)]
+)
+def test_captured_in_a_graph(bits, kind, act_order, m, device):
     cuda_only(device)
-    w, _ = weight(100, 4096, 128, kind, device, act_order)
+    w, _ = weight(100, 4096, 128, kind, device, act_order, bits=bits)
     x = cases.tensor(cases.values((m, 4096), "float16", "graph"), "float16", device)
-    expected, out = rt.w4a16_matmul(x, w), torch.zeros(m, 100, dtype=torch.float16, device=device)
+    expected, out = w4.matmul(x, w), torch.zeros(m, 100, dtype=torch.float16, device=device)
     still = torch.zeros_like(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rt.w4a16_matmul(still, w, out=out)
+        w4.matmul(still, w, out=out)
     still.copy_(x)
     for _ in range(2):
         out.fill_(float("nan"))
@@ -451,13 +459,20 @@ def test_what_a_gpu_refuses_is_named(device):
         with pytest.raises(error, match=text):
             call()
     assert torch.isfinite(rt.w4a16_matmul(x, w)).all()
+    w = weight(64, 4096, 128, "symmetric", device, bits=8)[0]
+    with pytest.raises(rt.NotSupportedError, match=r"^w8a16_matmul: x must be float16 or bfloat16 on a GPU"):
+        rt.w8a16_matmul(x.float(), w)
+    with pytest.raises(rt.ArgumentError, match=r"^w8a16_matmul: workspace must have .* bytes"):
+        _C.w8a16_matmul(x, w._handle, None, None, None, x.new_empty(2, 64), False, None, None, None)
 
 
-def test_modules_move(device):
+@pytest.mark.parametrize(
+    "module, config", [(W4Linear, rt.W4A16(64, "minima")), (W8Linear, rt.W8A16(64))], ids=["W4", "W8"]
+)
+def test_modules_move(module, config, device):
     with torch.no_grad():
         layer = torch.nn.Linear(128, 48).half()
-        here = W4Linear.from_linear(layer, group_size=64, zeros="minima")
-        there = W4Linear.from_linear(layer.to(device), group_size=64, zeros="minima")
+        here, there = (module.from_linear(x, group_size=64, zeros=config.zeros) for x in (layer, layer.to(device)))
         moved = here.to(device)
         x = torch.randn(3, 128, device=device).half()
         closeness.assert_bits_equal(moved(x), there(x))
@@ -465,5 +480,5 @@ def test_modules_move(device):
         closeness.assert_bits_equal(torch.compile(moved, fullgraph=True, backend="eager")(x), there(x))
         assert moved.weight.codes.device.type == device
         model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 32)).half().to(device)
-        assert rt.quantize_(model, rt.W4A16(group_size=64), progress=False) == 2
-        assert torch.isfinite(model(x)).all()
+        assert rt.quantize_(model, config, progress=False) == 2
+        assert isinstance(model[0], module) and torch.isfinite(model(x)).all()

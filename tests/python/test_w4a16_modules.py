@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""W4Linear and quantize_."""
+"""W4Linear, W8Linear and quantize_."""
 
 import copy
 import io
@@ -10,7 +10,7 @@ import pytest
 import rooftile as rt
 import torch
 import torch.nn.utils.prune
-from rooftile.nn import W4Linear
+from rooftile.nn import W4Linear, W8Linear
 
 
 @pytest.fixture(autouse=True)
@@ -199,3 +199,47 @@ def test_quantize_refuses_before_it_changes_anything():
         rt.W4A16(zeros="integer")
     with pytest.raises(rt.ArgumentError, match="group_size must be"):
         rt.W4A16(group_size="128")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_8_bits(bias):
+    layer = linear(bias=bias)
+    ours = W8Linear.from_linear(layer, group_size=32)
+    assert isinstance(ours.weight, rt.W8Weight)
+    x = torch.randn(5, 64)
+    closeness.assert_bits_equal(ours(x), rt.w8a16_matmul(x, ours.weight, bias=layer.bias))
+    assert (ours.weight.dequantize() - layer.weight).abs().max() <= layer.weight.abs().max() / 250
+    empty = W8Linear(64, 48, bias, group_size=32)
+    empty.load_state_dict(ours.state_dict())
+    for same in (empty, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        closeness.assert_bits_equal(same(x), ours(x))
+    assert torch.equal(pickle.loads(pickle.dumps(ours.weight)).dequantize(), ours.weight.dequantize())
+    torch._dynamo.reset()
+    closeness.assert_bits_equal(torch.compile(ours, fullgraph=True, backend="eager")(x), ours(x))
+    with pytest.raises(RuntimeError, match="size mismatch for codes"):
+        W4Linear(64, 48, bias, group_size=32).load_state_dict(ours.state_dict())
+
+
+def test_quantize_to_8_bits():
+    model = Tied()
+    before = model.blocks[0]["up"].weight
+    assert rt.quantize_(model, rt.W8A16(group_size=64), progress=False) == 4
+    up = model.blocks[0]["up"]
+    assert isinstance(up, W8Linear) and isinstance(model.lm_head, torch.nn.Linear)
+    closeness.assert_bits_equal(up.weight.dequantize(), rt.W8Weight.quantize(before, group_size=64).dequantize())
+    with pytest.raises(rt.ArgumentError, match=r"quantize_: 0: .*K = 96.*choose another group_size or skip"):
+        rt.quantize_(torch.nn.Sequential(linear(96, 8)), rt.W8A16(64), progress=False)
+    with pytest.raises(rt.ArgumentError, match=r"^W8A16: group_size must be"):
+        rt.W8A16(group_size=0)
+
+
+def test_each_module_refuses_the_others_weight():
+    four, eight = (t.quantize(torch.randn(48, 64), group_size=32) for t in (rt.W4Weight, rt.W8Weight))
+    with pytest.raises(rt.ArgumentTypeError, match=r"^W4Linear.from_weight: weight must be a W4Weight, got W8Weight"):
+        W4Linear.from_weight(eight)
+    with pytest.raises(rt.ArgumentTypeError, match=r"^W8Linear.from_weight: weight must be a W8Weight, got W4Weight"):
+        W8Linear.from_weight(four)
+    with pytest.raises(rt.ArgumentError, match=r"^W8Linear: kind must be one of symmetric, integer, got 'minima'"):
+        W8Linear(64, 48, group_size=32, kind="minima")
+    with pytest.raises(rt.ArgumentError, match=r"^W8Weight.quantize: zeros must be None"):
+        W8Linear.from_linear(linear(), group_size=32, zeros="minima")

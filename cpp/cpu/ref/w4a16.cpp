@@ -15,12 +15,11 @@ double element(const std::byte* data, DType t, std::int64_t i) {
 }
 
 double weight(const W4View& w, std::int64_t n, std::int64_t k) {
-  const std::int64_t index = w4_code_index(w4_tiles_k(w.k), n, k);
-  const int u = w.codes[index / 2] >> (4 * (index % 2)) & 15;
+  const int u = w4_code(w.codes, w.bits, w4_code_index(w.bits, w4_tiles_k(w.k), n, k));
   const std::int64_t at = w4_scale_index(w.k / w.group, n, k / w.group);
   const double scale = element(w.scales, w.scale_dtype, at);
   switch (w.zeros) {
-    case W4Zeros::symmetric: return (u - 8) * scale;
+    case W4Zeros::symmetric: return (u - w4_middle(w.bits)) * scale;
     case W4Zeros::integer: return (u - std::to_integer<int>(w.offsets[at])) * scale;
     case W4Zeros::minima: return u * scale + element(w.offsets, w.scale_dtype, at);
   }

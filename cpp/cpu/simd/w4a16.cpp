@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 4 bits; gated: the rows of W are [gate | up], y = activation(gate) * up + residual.
+// y = activation(x W^T + bias) + residual with W in 4 or 8 bits; gated: the rows of W are [gate | up], y = activation(gate) * up + residual.
 //   x [M, K]   y, residual [M, N or N / 2]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
-// A 64-byte load of a tile is row g and row g + 8: its 16 words hold, nibble by nibble, 16 positions of k of one row. So x is put
-// into the codes' order once a call, and codes are decoded in registers (M = 1) or into L1 (M > 1): product.h.
+// A 64-byte load of a run is row g and row g + 8: its 16 words hold, nibble by nibble or byte by byte, 16 positions of k of one row.
+// So x is put into the codes' order once a call, and codes are decoded in registers (M = 1) or into L1 (M > 1): product.h.
 #include <algorithm>
 #include <cstddef>
 
@@ -23,11 +23,17 @@ static_assert(tile_n == w4_tile_n && block_k == w4_tile_k);
 
 // ---- x in the codes' order ----------------------------------------------------------------------------------------------
 
-// Lane 4 t + word of quad q is k = 16 word + 8 (q / 2) + 2 t + q % 2 of its block.
-constexpr int k_of(int q, int lane) { return 16 * (lane % 4) + 8 * (q / 2) + 2 * (lane / 4) + q % 2; }
+// Lane 4 t + word of quad q is k = 16 word + 8 (q / 2) + 2 t + q % 2 of its block; in 8 bits 8 word + 32 (q / 2) + 2 t + q % 2.
+template <int bits>
+constexpr int k_of(int q, int lane) {
+  return (bits == 4 ? 16 * (lane % 4) + 8 * (q / 2) : 8 * (lane % 4) + 32 * (q / 2)) + 2 * (lane / 4) + q % 2;
+}
 
+template <int bits>
 void to_code_order(const float* x, std::int64_t blocks, float* to) {
 #ifdef ROOFTILE_AVX512
+  I32 half;   // of 32 positions of k
+  for (int lane = 0; lane < lanes; ++lane) half[lane] = k_of<8>(0, lane);
   // both sources of an even lane pair hold one word; the blend picks words 0, 1 from the first two, 2, 3 from the others
   I32 first;
   for (int lane = 0; lane < lanes; ++lane) first[lane] = 2 * (lane / 4) + 16 * (lane % 2);
@@ -35,6 +41,11 @@ void to_code_order(const float* x, std::int64_t blocks, float* to) {
     const __m512 word0 = _mm512_loadu_ps(x), word1 = _mm512_loadu_ps(x + 16), word2 = _mm512_loadu_ps(x + 32),
                  word3 = _mm512_loadu_ps(x + 48);
     for (int q = 0; q < quads; ++q) {
+      if constexpr (bits == 8) {
+        const __m512i index = (__m512i)(half + q % 2);
+        _mm512_storeu_ps(to + q * lanes, q < 2 ? _mm512_permutex2var_ps(word0, index, word1) : _mm512_permutex2var_ps(word2, index, word3));
+        continue;
+      }
       const __m512i index = (__m512i)(first + (8 * (q / 2) + q % 2));
       const __m512 low = _mm512_permutex2var_ps(word0, index, word1), high = _mm512_permutex2var_ps(word2, index, word3);
       _mm512_storeu_ps(to + q * lanes, _mm512_mask_blend_ps(0xcccc, low, high));
@@ -43,7 +54,7 @@ void to_code_order(const float* x, std::int64_t blocks, float* to) {
 #else
   for (std::int64_t b = 0; b < blocks; ++b, x += block_k, to += block_k)
     for (int q = 0; q < quads; ++q)
-      for (int lane = 0; lane < lanes; ++lane) to[q * lanes + lane] = x[k_of(q, lane)];
+      for (int lane = 0; lane < lanes; ++lane) to[q * lanes + lane] = x[k_of<bits>(q, lane)];
 #endif
 }
 
@@ -63,13 +74,13 @@ void natural_order(const TensorView& x, std::int64_t m, const std::int32_t* perm
 
 // ---- decoding -------------------------------------------------------------------------------------------------------------
 
-// Every kind of weight is w = (u - origin) * scale + shift: the origin is 0 for minima, else 8; the shift is the minimum,
-// 0, or (8 - zero) * scale, which is exact. Of the sixteen rows of a tile; a block of 64 k has two halves of 32, which lie
+// Every kind of weight is w = (u - origin) * scale + shift: the origin is 0 for minima, else 8 or 128; the shift is the minimum,
+// 0, or (origin - zero) * scale, which is exact. Of the sixteen rows of a tile; a block of 64 k has two halves of 32, which lie
 // in different groups where the group is 32.
 struct TileScales {
   float scale[2][tile_n], shift[2][tile_n];
 };
-ROOFTILE_INLINE float origin(const W4View& w) { return w.zeros == W4Zeros::minima ? 0.0f : 8.0f; }
+ROOFTILE_INLINE float origin(const W4View& w) { return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_middle(w.bits)); }
 
 // Groups are 32, 64, 128 or all of k: no division by a variable, it would cost as much as a block.
 ROOFTILE_INLINE std::int64_t group_count(const W4View& w) {
@@ -97,7 +108,7 @@ ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_
     if (w.zeros == W4Zeros::minima) shift = sixteen(w.offsets);
     if (w.zeros == W4Zeros::integer) {
       const U8 zeros = load_raw<U8>(reinterpret_cast<const std::uint8_t*>(w.offsets) + at);
-      shift = (8.0f - __builtin_convertvector(zeros, F32)) * scale;
+      shift = (origin(w) - __builtin_convertvector(zeros, F32)) * scale;
     }
     store(to.scale[half], scale);
     store(to.shift[half], shift);
@@ -105,65 +116,86 @@ ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_
   asm("" : "+m"(to));   // a broadcast from memory is free, from a register it takes the port that the permutes need
 }
 
-// One row's weights from its codes.
-#ifdef ROOFTILE_AVX512
-struct RowDecoder {
-  __m512 table[2];   // what each of the sixteen codes stands for, in either half
-};
-template <bool Split>
-ROOFTILE_INLINE RowDecoder row_decoder(const TileScales& s, int row, float origin) {
-  const F32 codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  RowDecoder d;
-  for (int half = 0; half < (Split ? 2 : 1); ++half)
-    d.table[half] = (__m512)fma(codes - origin, splat(s.scale[half][row]), splat(s.shift[half][row]));
-  return d;
-}
-// The four quads of row g (High = 0) or g + 8 (High = 1) in one 64-byte load: nibble High + 2 (q / 2) + 4 (q % 2).
-template <bool Split, int High>
-ROOFTILE_INLINE void decode(__m512i codes, const RowDecoder& d, F32 (&w)[quads]) {
-  if constexpr (Split) {   // bit 4 of an index picks the table: set in the lanes of words 2 and 3
-    const __m512i nibble = _mm512_set1_epi8(15);
-    const __m512i second = _mm512_maskz_set1_epi32(0xcccc, 0x10101010);
-    const __m512i bytes = High ? _mm512_srli_epi32(codes, 4) : codes;
-    const __m512i index = _mm512_ternarylogic_epi32(bytes, nibble, second, 0xea);   // (bytes & nibble) | second
-    for (int q = 0; q < quads; ++q)
-      w[q] = (F32)_mm512_permutex2var_ps(d.table[0], _mm512_srli_epi32(index, 8 * (q / 2) + 16 * (q % 2)), d.table[1]);
-  } else {                 // a permute looks at the low four bits only
-    for (int q = 0; q < quads; ++q)
-      w[q] = (F32)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * High + 8 * (q / 2) + 16 * (q % 2)), d.table[0]);
+// The codes of rows g and g + 8 of a tile: a 64-byte load of each of its runs.
+template <int bits>
+using Codes = U32[bits / 4];
+
+// One row's weights from its codes. Of quad q of row g (High = 0) or g + 8 (High = 1) these are nibble High + 2 (q / 2) + 4 (q % 2)
+// of the words, or byte High + 2 (q % 2) of load q / 2. So the second 32 k are lanes of words 2 and 3, or quads 2 and 3.
+template <int bits, bool Split>
+class RowDecoder {
+ public:
+  [[gnu::always_inline]] RowDecoder(const TileScales& s, int row, float origin) : origin_(origin) {
+    for (int half = 0; half < halves; ++half) {
+      scale_[half] = by_half(s.scale, row, half);
+      shift_[half] = by_half(s.shift, row, half);
+    }
   }
-}
-using Codes = __m512i;
-#else
-struct RowDecoder {
-  float origin;
-  F32 scale, shift;
-};
-template <bool Split>
-ROOFTILE_INLINE RowDecoder row_decoder(const TileScales& s, int row, float origin) {
-  const auto by_lane = [row](const float (&v)[2][tile_n]) {
-    if constexpr (!Split) return splat(v[0][row]);
+  template <int High>
+  [[gnu::always_inline]] void decode(const Codes<bits>& codes, F32 (&w)[quads]) const {
+    for (int q = 0; q < quads; ++q) {
+      const int half = halves == 2 ? q / 2 : 0, shift = bits * High + 16 * (q % 2) + (bits == 4 ? 8 * (q / 2) : 0);
+      const I32 u = (I32)((codes[bits == 4 ? 0 : q / 2] >> shift) & ((1 << bits) - 1));
+      w[q] = fma(__builtin_convertvector(u, F32) - origin_, scale_[half], shift_[half]);
+    }
+  }
+
+ private:
+  static constexpr int halves = Split && bits == 8 ? 2 : 1;
+  [[gnu::always_inline]] static F32 by_half(const float (&v)[2][tile_n], int row, int half) {
+    if constexpr (!Split || bits == 8) return splat(v[half][row]);
     const I32 second = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
     return second ? splat(v[1][row]) : splat(v[0][row]);
-  };
-  return {origin, by_lane(s.scale), by_lane(s.shift)};
-}
-template <bool Split, int High>
-ROOFTILE_INLINE void decode(U32 codes, const RowDecoder& d, F32 (&w)[quads]) {
-  for (int q = 0; q < quads; ++q) {
-    const I32 u = (I32)((codes >> (4 * High + 8 * (q / 2) + 16 * (q % 2))) & 15);
-    w[q] = fma(__builtin_convertvector(u, F32) - d.origin, d.scale, d.shift);
   }
-}
-using Codes = U32;
+  float origin_;
+  F32 scale_[halves], shift_[halves];
+};
+
+#ifdef ROOFTILE_AVX512
+template <bool Split>
+class RowDecoder<4, Split> {
+ public:
+  [[gnu::always_inline]] RowDecoder(const TileScales& s, int row, float origin) {
+    const F32 codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int half = 0; half < (Split ? 2 : 1); ++half)
+      table_[half] = (__m512)fma(codes - origin, splat(s.scale[half][row]), splat(s.shift[half][row]));
+  }
+  template <int High>
+  [[gnu::always_inline]] void decode(const Codes<4>& words, F32 (&w)[quads]) const {
+    const __m512i codes = (__m512i)words[0];
+    if constexpr (Split) {   // bit 4 of an index picks the table: set in the lanes of words 2 and 3
+      const __m512i nibble = _mm512_set1_epi8(15);
+      const __m512i second = _mm512_maskz_set1_epi32(0xcccc, 0x10101010);
+      const __m512i bytes = High ? _mm512_srli_epi32(codes, 4) : codes;
+      const __m512i index = _mm512_ternarylogic_epi32(bytes, nibble, second, 0xea);   // (bytes & nibble) | second
+      for (int q = 0; q < quads; ++q)
+        w[q] = (F32)_mm512_permutex2var_ps(table_[0], _mm512_srli_epi32(index, 8 * (q / 2) + 16 * (q % 2)), table_[1]);
+    } else {                 // a permute looks at the low four bits only
+      for (int q = 0; q < quads; ++q)
+        w[q] = (F32)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * High + 8 * (q / 2) + 16 * (q % 2)), table_[0]);
+    }
+  }
+
+ private:
+  __m512 table_[2];   // what each of the sixteen codes stands for, in either half
+};
 #endif
 
 ROOFTILE_INLINE const std::uint8_t* tile_codes(const W4View& w, std::int64_t tile, std::int64_t block) {
-  return w.codes + (tile * w4_tiles_k(w.k) + block) * w4_tile_bytes;
+  return w.codes + (tile * w4_tiles_k(w.k) + block) * w4_tile_bytes(w.bits);
+}
+
+// Rows g and g + 8 of one tile, g of 0 to 7, as fp32.
+template <int bits, bool Split>
+ROOFTILE_INLINE void decode_rows(const std::uint8_t* codes, int g, const TileScales& scales, float origin, F32 (&low)[quads], F32 (&high)[quads]) {
+  Codes<bits> c;
+  for (int run = 0; run < w4_tile_runs(bits); ++run) c[run] = load_raw<U32>(codes + run * w4_run_bytes + g * 64);
+  RowDecoder<bits, Split>(scales, g, origin).template decode<0>(c, low);
+  RowDecoder<bits, Split>(scales, g + 8, origin).template decode<1>(c, high);
 }
 
 // One tile as fp32 [16 rows][4 quads][16 lanes]; past the end of k it is 0, whatever the scales are.
-template <bool Split>
+template <int bits, bool Split>
 void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* to) {
   TileScales scales;
   std::int64_t loaded = -1;
@@ -171,10 +203,8 @@ void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* 
   const std::uint8_t* codes = tile_codes(w, tile, block);
   const float zero = origin(w);
   for (int g = 0; g < 8; ++g) {
-    const Codes c = load_raw<Codes>(codes + g * 64);
     F32 low[quads], high[quads];
-    decode<Split, 0>(c, row_decoder<Split>(scales, g, zero), low);
-    decode<Split, 1>(c, row_decoder<Split>(scales, g + 8, zero), high);
+    decode_rows<bits, Split>(codes, g, scales, zero, low, high);
     for (int q = 0; q < quads; ++q) {
       store(to + g * row_floats + q * lanes, low[q]);
       store(to + (g + 8) * row_floats + q * lanes, high[q]);
@@ -185,12 +215,12 @@ void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* 
   for (int row = 0; row < tile_n; ++row)
     for (int q = 0; q < quads; ++q)
       for (int lane = 0; lane < lanes; ++lane)
-        if (k_of(q, lane) >= left) to[row * row_floats + q * lanes + lane] = 0;
+        if (k_of<bits>(q, lane) >= left) to[row * row_floats + q * lanes + lane] = 0;
 }
 
 // ---- one row of x -----------------------------------------------------------------------------------------------------------
 
-template <bool Split>
+template <int bits, bool Split>
 void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile_n]) {
   for (F32& a : acc) a = F32{};
   TileScales scales;
@@ -204,10 +234,8 @@ void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile
     const std::uint8_t* codes = tile_codes(w, tile, block);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
-      const Codes c = load_raw<Codes>(codes + g * 64);
       F32 low[quads], high[quads];
-      decode<Split, 0>(c, row_decoder<Split>(scales, g, zero), low);
-      decode<Split, 1>(c, row_decoder<Split>(scales, g + 8, zero), high);
+      decode_rows<bits, Split>(codes, g, scales, zero, low, high);
 #pragma GCC unroll 4
       for (int q = 0; q < quads; ++q) {
         acc[g] = fma(low[q], x_quads[q], acc[g]);
@@ -217,31 +245,32 @@ void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile
   }
   if (whole * block_k == w.k) return;
   float last[tile_floats];
-  decode_tile<Split>(w, tile, whole, last);
+  decode_tile<bits, Split>(w, tile, whole, last);
   for (int row = 0; row < tile_n; ++row)
     for (int q = 0; q < quads; ++q)
       acc[row] = fma(load(last + row * row_floats + q * lanes), load(x + whole * block_k + q * lanes), acc[row]);
 }
 
-template <bool Split>
+template <int bits, bool Split>
 struct Weights {
   const W4View& w;
   std::int64_t rows() const { return w.n; }
   void take_row(const TensorView& x, std::int64_t m, std::int64_t padded, float* room, float* to) const {
     natural_order(x, m, w.perm, padded, room);
-    to_code_order(room, padded / block_k, to);
+    to_code_order<bits>(room, padded / block_k, to);
   }
-  void tile(std::int64_t tile, std::int64_t block, float* to) const { decode_tile<Split>(w, tile, block, to); }
-  void one_row(std::int64_t tile, const float* x, F32 (&acc)[tile_n]) const { rooftile::cpu::ROOFTILE_ISA::one_row<Split>(w, tile, x, acc); }
+  void tile(std::int64_t tile, std::int64_t block, float* to) const { decode_tile<bits, Split>(w, tile, block, to); }
+  void one_row(std::int64_t tile, const float* x, F32 (&acc)[tile_n]) const { rooftile::cpu::ROOFTILE_ISA::one_row<bits, Split>(w, tile, x, acc); }
 };
 
 }  // namespace
 
 void w4a16_matmul(const Parallel& parallel, const W4MatmulArgs& a) {
-  if (a.w->group == 32) {
-    multiply(parallel, a, a.w->k, Weights<true>{*a.w});
+  const auto of = [&](const auto& weights) { multiply(parallel, a, a.w->k, weights); };
+  if (a.w->bits == 4) {
+    a.w->group == 32 ? of(Weights<4, true>{*a.w}) : of(Weights<4, false>{*a.w});
   } else {
-    multiply(parallel, a, a.w->k, Weights<false>{*a.w});
+    a.w->group == 32 ? of(Weights<8, true>{*a.w}) : of(Weights<8, false>{*a.w});
   }
 }
 

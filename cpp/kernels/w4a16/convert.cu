@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forms of a 4-bit weight on the device: canonical <-> kernel form, rounding to 4 bits, and what the codes stand for. The
+// Forms of a weight of 4 or 8 bits on the device: canonical <-> kernel form, rounding, and what the codes stand for. The
 // same bits as on the CPU: rounding has one definition (core/w4_round.h), and nothing here leaves room for a fused
 // multiply-add to change a result (a code times a scale is exact).
-//   codes [N, K / 2]   scales, offsets [N, groups], any strides   kernel form: core/w4_layout.h
+//   codes [N, K / 2], in 8 bits [N, K]   scales, offsets [N, groups], any strides   kernel form: core/w4_layout.h
 // A thread makes one element of what is written (a word of codes, a byte, a scale; quantize: a warp one group), so writes
 // are coalesced and reads gathered. Bound by bandwidth; done once a weight.
 #include <cstddef>
@@ -36,39 +36,38 @@ struct Matrix {
 // ---- canonical <-> kernel form ---------------------------------------------------------------------------------------------
 
 struct CodesParams {
-  Matrix canonical;      // [N, K / 2]
-  std::uint32_t* words;  // [N / 16][K / 64][lane][k-step]
+  Matrix canonical;      // [N, bytes of K codes]
+  std::uint8_t* codes;   // [N / 16][K / 64] tiles
+  int bits;
+  ROOFTILE_HD int in_byte() const { return 8 / bits; }
+  ROOFTILE_HD std::int64_t k() const { return canonical.columns * in_byte(); }
 };
 
-// Row and first column of the pair whose nibbles are r and r + 4 of word `word` of `lane` of a tile.
-__device__ std::int64_t row_of(std::int64_t tile_n, int lane, int r) { return tile_n * w4_tile_n + lane / 4 + 8 * (r % 2); }
-__device__ std::int64_t column_of(std::int64_t tile_k, int lane, int word, int r) {
-  return tile_k * w4_tile_k + 16 * word + 8 * (r / 2) + 2 * (lane % 4);
-}
-
+// A thread makes a word.
 __global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ CodesParams p) {
-  const std::int64_t tiles_k = w4_tiles_k(2 * p.canonical.columns), index = thread_index();
-  if (index >= w4_tiles_n(p.canonical.rows) * tiles_k * (w4_tile_bytes / 4)) return;
-  const std::int64_t tile = index / 128, tile_n = tile / tiles_k;
-  const int lane = static_cast<int>(index % 128) / 4, word = static_cast<int>(index % 4);
+  const std::int64_t tiles_k = w4_tiles_k(p.k()), index = thread_index();
+  const int words = w4_tile_bytes(p.bits) / 4, in_word = 32 / p.bits;
+  if (index >= w4_tiles_n(p.canonical.rows) * tiles_k * words) return;
+  const std::int64_t tile = index / words, tile_n = tile / tiles_k, tile_k = tile - tile_n * tiles_k;
   std::uint32_t packed = 0;
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const std::int64_t n = row_of(tile_n, lane, r), k = column_of(tile - tile_n * tiles_k, lane, word, r);
-    if (n >= p.canonical.rows || k >= 2 * p.canonical.columns) continue;
-    const std::uint32_t pair = p.canonical.at<std::uint8_t>(n, k / 2);
-    packed |= (pair & 15) << (4 * r) | (pair >> 4) << (4 * r + 16);
+  for (int i = 0; i < in_word; ++i) {
+    const W4Place place = w4_place_in_tile(p.bits, static_cast<int>(index % words) * in_word + i);
+    const std::int64_t n = tile_n * w4_tile_n + place.n, k = tile_k * w4_tile_k + place.k;
+    if (n >= p.canonical.rows || k >= p.k()) continue;
+    const int code = w4_code(&p.canonical.at<std::uint8_t>(n, k / p.in_byte()), p.bits, k % p.in_byte());
+    packed |= static_cast<std::uint32_t>(code) << (p.bits * i);
   }
-  p.words[index] = packed;
+  reinterpret_cast<std::uint32_t*>(p.codes)[index] = packed;
 }
 
 __global__ void __launch_bounds__(threads) unpack_codes(const __grid_constant__ CodesParams p) {
   const std::int64_t index = thread_index();
   if (index >= p.canonical.rows * p.canonical.columns) return;
-  const std::int64_t n = index / p.canonical.columns, half = index - n * p.canonical.columns;
-  const std::int64_t nibble = w4_code_index(w4_tiles_k(2 * p.canonical.columns), n, 2 * half);   // the second is 4 nibbles on
-  const std::uint32_t pair = p.words[nibble / 8] >> (4 * (nibble % 8));
-  p.canonical.at<std::uint8_t>(n, half) = static_cast<std::uint8_t>((pair & 15) | (pair >> 16 & 15) << 4);
+  const std::int64_t n = index / p.canonical.columns, column = index - n * p.canonical.columns, tiles_k = w4_tiles_k(p.k());
+  int byte = 0;
+  for (int i = 0; i < p.in_byte(); ++i)
+    byte |= w4_code(p.codes, p.bits, w4_code_index(p.bits, tiles_k, n, column * p.in_byte() + i)) << (p.bits * i);
+  p.canonical.at<std::uint8_t>(n, column) = static_cast<std::uint8_t>(byte);
 }
 
 struct GroupsParams {
@@ -106,8 +105,8 @@ void launch_groups(const DeviceScope& scope, const TensorView& canonical, void* 
 
 struct QuantizeParams {
   Matrix weight;                   // [N, K]
-  Matrix codes, scales, minima;    // [N, K / 2], [N, groups]; minima without data: symmetric
-  int group;
+  Matrix codes, scales, minima;    // [N, bytes of K codes], [N, groups]; minima without data: symmetric
+  int bits, group;
 };
 
 template <class T>
@@ -149,13 +148,16 @@ __global__ void __launch_bounds__(threads) quantize(const __grid_constant__ Quan
 
   const bool affine = p.minima.data;
   const DType dtype = std::is_same_v<Scale, Half> ? DType::f16 : DType::bf16;
-  const W4Group rounded = W4Group::of(low, high, finite, affine, dtype);
+  const W4Group rounded = W4Group::of(low, high, finite, affine, p.bits, dtype);
   if (lane == 0) {
     store_as<Scale>(p.scales, n, group, rounded.scale);
     if (affine) store_as<Scale>(p.minima, n, group, rounded.minimum);
   }
-  for (int i = 2 * lane; i < p.group; i += 64)
-    p.codes.at<std::uint8_t>(n, (k0 + i) / 2) = static_cast<std::uint8_t>(rounded.code(value(i)) | rounded.code(value(i + 1)) << 4);
+  const int in_byte = 8 / p.bits;
+  for (int i = in_byte * lane; i < p.group; i += in_byte * 32) {
+    const int first = rounded.code(value(i)), byte = in_byte == 1 ? first : first | rounded.code(value(i + 1)) << 4;
+    p.codes.at<std::uint8_t>(n, (k0 + i) / in_byte) = static_cast<std::uint8_t>(byte);
+  }
 }
 
 // ---- what the codes stand for ------------------------------------------------------------------------------------------------
@@ -176,12 +178,12 @@ __global__ void __launch_bounds__(threads) dequantize(const __grid_constant__ De
   const std::int64_t index = thread_index();
   if (index >= w.n * w.k) return;
   const std::int64_t n = index / w.k, k = index - n * w.k;
-  const std::int64_t nibble = w4_code_index(w4_tiles_k(w.k), n, k), at = w4_scale_index(w.k / w.group, n, k / w.group);
-  const int u = w.codes[nibble / 2] >> (4 * (nibble % 2)) & 15;
+  const std::int64_t at = w4_scale_index(w.k / w.group, n, k / w.group);
+  const int u = w4_code(w.codes, w.bits, w4_code_index(w.bits, w4_tiles_k(w.k), n, k));
   const float scale = group_value(w, w.scales, at);
   float x = 0;
   switch (w.zeros) {
-    case W4Zeros::symmetric: x = static_cast<float>(u - 8) * scale; break;
+    case W4Zeros::symmetric: x = static_cast<float>(u - w4_middle(w.bits)) * scale; break;
     case W4Zeros::integer: x = static_cast<float>(u - static_cast<int>(w.offsets[at])) * scale; break;
     case W4Zeros::minima: x = __fadd_rn(__fmul_rn(static_cast<float>(u), scale), group_value(w, w.offsets, at)); break;
   }
@@ -200,9 +202,9 @@ void with_element(DType t, auto&& f) {
 
 }  // namespace
 
-void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, const W4Arrays& kernel_form, W4Zeros, int) {
+void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, const W4Arrays& kernel_form, int bits) {
   const DeviceScope scope(op, ctx);
-  const CodesParams codes{Matrix(canonical.codes), kernel_form.codes.as<std::uint32_t>()};
+  const CodesParams codes{Matrix(canonical.codes), kernel_form.codes.as<std::uint8_t>(), bits};
   launch_over(scope, kernel_form.codes.numel() / 4, pack_codes, codes);
   launch_groups(scope, canonical.scales, kernel_form.scales.data, true);
   if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, kernel_form.offsets.data, true);
@@ -210,15 +212,14 @@ void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, cons
 
 void w4_unpack(const char* op, const Context& ctx, const W4View& w, const W4Arrays& canonical) {
   const DeviceScope scope(op, ctx);
-  auto* words = const_cast<std::uint32_t*>(reinterpret_cast<const std::uint32_t*>(w.codes));
-  launch_over(scope, canonical.codes.numel(), unpack_codes, CodesParams{Matrix(canonical.codes), words});
+  launch_over(scope, canonical.codes.numel(), unpack_codes, CodesParams{Matrix(canonical.codes), const_cast<std::uint8_t*>(w.codes), w.bits});
   launch_groups(scope, canonical.scales, const_cast<std::byte*>(w.scales), false);
   if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, const_cast<std::byte*>(w.offsets), false);
 }
 
-void w4_quantize(const char* op, const Context& ctx, const TensorView& weight, int group, W4Zeros, const W4Arrays& canonical) {
+void w4_quantize(const char* op, const Context& ctx, const TensorView& weight, int bits, int group, const W4Arrays& canonical) {
   const DeviceScope scope(op, ctx);
-  const QuantizeParams p{Matrix(weight), Matrix(canonical.codes), Matrix(canonical.scales), Matrix(canonical.offsets), group};
+  const QuantizeParams p{Matrix(weight), Matrix(canonical.codes), Matrix(canonical.scales), Matrix(canonical.offsets), bits, group};
   with_element(weight.dtype, [&](auto element) {
     using T = decltype(element);
     launch_over(scope, canonical.scales.numel() * 32, canonical.scales.dtype == DType::f16 ? quantize<T, Half> : quantize<T, BFloat16>, p);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that launches the 4-bit product.
+// The one place that launches a product with a weight of 4 or 8 bits.
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -16,13 +16,13 @@
 namespace rooftile::gpu {
 namespace {
 
-constexpr const char* op_name = "w4a16_matmul";
-
-W4Kernel stream_kernel(bool is_half, int form, int span, W4Zeros zeros) {
+W4Kernel stream_kernel(bool is_half, int bits, int form, int span, W4Zeros zeros) {
+  if (bits == 8) return is_half ? w8a16_stream_half(form, span) : w8a16_stream_bf16(form, span);
   return is_half ? w4a16_stream_half(form, span, zeros) : w4a16_stream_bf16(form, span, zeros);
 }
 
-W4TilesKernel tiles_kernel(bool is_half, int form, int span, W4Zeros zeros) {
+W4TilesKernel tiles_kernel(bool is_half, int bits, int form, int span, W4Zeros zeros) {
+  if (bits == 8) return is_half ? w8a16_tiles_half(form, span) : w8a16_tiles_bf16(form, span);
   return is_half ? w4a16_tiles_half(form, span, zeros) : w4a16_tiles_bf16(form, span, zeros);
 }
 
@@ -40,14 +40,14 @@ bool in_boxes(const W4MatmulArgs& a) {
 }
 
 W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
-  return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .group = a.w->group, .sms = scope.sms(), .clusters = scope.largest_cluster() > 1,
+  return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .bits = a.w->bits, .group = a.w->group, .sms = scope.sms(), .clusters = scope.largest_cluster() > 1,
                      .gated = a.gated, .batch_invariant = a.batch_invariant, .tiles = scope.has_wgmma(), .copy_x = !in_boxes(a),
                      .minima = a.w->zeros == W4Zeros::minima});
 }
 
 // One launch's tokens on tiles.cuh, and before it what they need in the workspace.
-void launch_tiles(const DeviceScope& scope, const Context& ctx, const W4MatmulArgs& a, const W4Plan& plan, const W4MatmulParams& p) {
-  const W4TilesForm f = w4_tiles_forms[plan.form];
+void launch_tiles(const char* op, const DeviceScope& scope, const Context& ctx, const W4MatmulArgs& a, const W4Plan& plan, const W4MatmulParams& p) {
+  const W4TilesForm f = w4_tiles_form(a.w->bits, plan.form);
   const bool is_half = a.x.dtype == DType::f16;
   W4TilesParams tiles{.product = p, .x = {}, .token_group = static_cast<unsigned>(plan.token_group)};
   MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x_stride};
@@ -65,29 +65,30 @@ void launch_tiles(const DeviceScope& scope, const Context& ctx, const W4MatmulAr
     scope.launch(is_half ? w4a16_prepare<tile::half> : w4a16_prepare<tile::bf16>, std::int64_t{p.token_blocks} * f.tokens * plan.prepare_parts,
                  w4_prepare_threads, row_bytes, prepare, Overlap::with_previous);
   }
-  tiles.x = rows_map(op_name, from, a.x.dtype, x, f.tokens / plan.cluster, 64);
-  scope.launch(tiles_kernel(is_half, plan.form, plan.span, a.w->zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits, f.threads(),
+  tiles.x = rows_map(op, from, a.x.dtype, x, f.tokens / plan.cluster, 64);
+  scope.launch(tiles_kernel(is_half, a.w->bits, plan.form, plan.span, a.w->zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits, f.threads(),
                plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
 }
 
 }  // namespace
 
-std::size_t w4a16_workspace(const Context& ctx, const W4MatmulArgs& a) {
-  const DeviceScope scope(op_name, ctx);
+std::size_t w4a16_workspace(const char* op, const Context& ctx, const W4MatmulArgs& a) {
+  const DeviceScope scope(op, ctx);
   return plan_of(scope, a).workspace_bytes;
 }
 
-KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
-  const DeviceScope scope(op_name, ctx);
+KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& a) {
+  const DeviceScope scope(op, ctx);
   const W4View& w = *a.w;
   const W4Plan plan = plan_of(scope, a);
+  const int tokens_of_form = plan.tiles ? w4_tiles_form(w.bits, plan.form).tokens : 8 * w4_form(w.bits, plan.form).token_tiles;
   KernelName kernel;
-  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_w4g%d_%s_%s%d_split%d", name(a.x.dtype), w.group, name(w.zeros), plan.tiles ? "tile" : "t",
-                plan.tiles ? w4_tiles_forms[plan.form].tokens : 8 * w4_forms[plan.form].token_tiles, plan.splits);
+  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_w%dg%d_%s_%s%d_split%d", name(a.x.dtype), w.bits, w.group, name(w.zeros), plan.tiles ? "tile" : "t",
+                tokens_of_form, plan.splits);
   if (a.y.numel() == 0) return kernel;
-  ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op_name, ": workspace must have ", plan.workspace_bytes,
+  ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op, ": workspace must have ", plan.workspace_bytes,
                  " bytes for this product, got ", ctx.workspace_bytes);
-  ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op_name,
+  ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op,
                  ": workspace is not aligned to 16 bytes");
 
   W4MatmulParams p{Product(a.x, a.y, a.bias, a.residual, a.activation, a.gated)};
@@ -111,15 +112,15 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
 
   const std::int64_t m = a.x.rows();
   const bool is_half = a.x.dtype == DType::f16;
-  const int block_tokens = plan.tiles ? w4_tiles_forms[plan.form].tokens : w4_tokens;
+  const int block_tokens = plan.tiles ? tokens_of_form : w4_tokens;
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);
     p.token_blocks = static_cast<unsigned>((p.tokens + block_tokens - 1) / block_tokens);
     if (plan.tiles)
-      launch_tiles(scope, ctx, a, plan, p);
+      launch_tiles(op, scope, ctx, a, plan, p);
     else
-      scope.launch(stream_kernel(is_half, plan.form, plan.span, w.zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
+      scope.launch(stream_kernel(is_half, w.bits, plan.form, plan.span, w.zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
                    w4_warps * 32, plan.shared_bytes, p, Overlap::with_previous, plan.cluster);
     if (plan.finish) finish_product(scope, p, a.x.dtype);
   }
@@ -127,18 +128,16 @@ KernelName w4a16_matmul(const Context& ctx, const W4MatmulArgs& a) {
 }
 
 void load_w4a16_kernels(const char* op) {
-  for (int form = 0; form < 4; ++form)
-    for (int span : {64, 128})
-      for (W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
-        load_kernel(op, w4a16_stream_half(form, span, zeros));
-        load_kernel(op, w4a16_stream_bf16(form, span, zeros));
+  for (const int bits : {4, 8})
+    for (const W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
+      if (bits == 8 && zeros == W4Zeros::minima) continue;
+      for (const bool is_half : {false, true}) {
+        for (int form = 0; form < 4; ++form)
+          for (const int span : {64, 128}) load_kernel(op, stream_kernel(is_half, bits, form, span, zeros));
+        for (int form = 0; form < 3; ++form)
+          for (const int span : {32, 64, 128}) load_kernel(op, tiles_kernel(is_half, bits, form, span, zeros));
       }
-  for (int form = 0; form < 3; ++form)
-    for (int span : {32, 64, 128})
-      for (W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
-        load_kernel(op, w4a16_tiles_half(form, span, zeros));
-        load_kernel(op, w4a16_tiles_bf16(form, span, zeros));
-      }
+    }
   load_kernel(op, w4a16_prepare<tile::half>);
   load_kernel(op, w4a16_prepare<tile::bf16>);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of a 4-bit product receive.
+// What the kernels of a product with a weight of 4 or 8 bits receive.
 #pragma once
 
 #include <cuda.h>
@@ -37,9 +37,11 @@ struct W4MatmulParams : Product {
 };
 
 using W4Kernel = void (*)(W4MatmulParams);
-// inst/half.cu, inst/bf16.cu. span: k that are scaled at once.
+// inst/half.cu, inst/bf16.cu; of 8 bits inst/half8.cu, inst/bf168.cu. span: k that are scaled at once.
 W4Kernel w4a16_stream_half(int form, int span, W4Zeros);
 W4Kernel w4a16_stream_bf16(int form, int span, W4Zeros);
+W4Kernel w8a16_stream_half(int form, int span);
+W4Kernel w8a16_stream_bf16(int form, int span);
 
 // The kernel for more tokens.
 struct W4TilesParams {
@@ -51,6 +53,8 @@ struct W4TilesParams {
 using W4TilesKernel = void (*)(W4TilesParams);
 W4TilesKernel w4a16_tiles_half(int form, int span, W4Zeros);
 W4TilesKernel w4a16_tiles_bf16(int form, int span, W4Zeros);
+W4TilesKernel w8a16_tiles_half(int form, int span);
+W4TilesKernel w8a16_tiles_bf16(int form, int span);
 
 // What that kernel needs of x beforehand.
 struct W4PrepareParams {

@@ -37,7 +37,7 @@ Cut cut_k(const W4Problem& p, int form, std::int64_t row_blocks, std::int64_t to
     if (splits != wanted || (wanted > 1 && chunk < 2)) continue;
     if (wanted > 1 && row_blocks * token_blocks * splits > slots) continue;   // the workspace is one tile a CTA at most
     const std::int64_t waves = divide_up(row_blocks * token_blocks * splits, slots);
-    const double kilobytes = rows * static_cast<double>(chunk) * (64 + 2 * tokens) / 1024;
+    const double kilobytes = rows * static_cast<double>(chunk) * (16 * p.bits + 2 * tokens) / 1024;
     double us = static_cast<double>(waves) * (kilobytes / 14 + 1.0);
     if (splits == w4_cluster && clusters) us += 0.5;
     else if (splits > 1) us += 1.0 + 2 * static_cast<double>(splits * row_blocks * token_blocks) * rows * tokens * 4 / 3.5e6;
@@ -54,7 +54,7 @@ Cut cut_k(const W4Problem& p, int form, std::int64_t row_blocks, std::int64_t to
 void plan_tiles(const W4Problem& p, W4Plan& plan) {
   plan.tiles = true;
   while (plan.form < 2 && w4_tiles_forms[plan.form].tokens < p.m) ++plan.form;
-  const W4TilesForm f = w4_tiles_forms[plan.form];
+  const W4TilesForm f = w4_tiles_form(p.bits, plan.form);
   plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());   // a pair of gate and up rows is two, so gated or not
   plan.cluster = plan.row_blocks % 2 == 0 ? 2 : 1;
   plan.launch_tokens = std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : std::int64_t{1} << 30);
@@ -79,7 +79,7 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   }
   plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, 8));   // 12 MB of x at once
   const std::int64_t step_sums = p.minima ? 4 * f.tokens * (w4_step_k / plan.span) : 0;   // bytes
-  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + step_sums + 16) + f.stages * f.warps() * w4_slot_bytes);
+  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + step_sums + 16) + f.stages * f.warps() * w4_slot_bytes(p.bits));
   plan.sums_bytes = static_cast<std::size_t>(plan.token_blocks * steps * step_sums);
   if (p.copy_x) plan.copy_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_row(p.k));
   plan.prepare_parts = static_cast<int>(std::min(divide_up(steps * w4_step_k, w4_prepare_columns), divide_up(4 * sms, plan.launch_tokens)));
@@ -106,7 +106,7 @@ W4Plan plan_w4a16(const W4Problem& p) {
     return plan;
   }
   plan.form = form_of(std::min<std::int64_t>(p.m, w4_tokens));
-  const W4Form f = w4_forms[plan.form];
+  const W4Form f = w4_form(p.bits, plan.form);
   plan.row_blocks = divide_up(w4_tiles_n(p.n), w4_warps);
   plan.launch_tokens = p.m;
   const std::int64_t token_blocks = divide_up(p.m, w4_tokens);
@@ -121,7 +121,7 @@ W4Plan plan_w4a16(const W4Problem& p) {
   plan.x_rows = plan.form == 0 ? static_cast<int>(std::max<std::int64_t>(p.m, 1)) : 8 * f.token_tiles;
   const int panels = plan.chunk_steps * w4_step_k > f.panel_k ? 2 : 1;
   plan.workspace_bytes = workspace();
-  int loads = w4_warps * f.stages * w4_slot_bytes + panels * plan.x_rows * w4_panel_pitch(f), sums = 0;
+  int loads = w4_warps * f.stages * w4_slot_bytes(p.bits) + panels * plan.x_rows * w4_panel_pitch(f), sums = 0;
   if (!plan.finish) {
     const int shift = std::countr_zero(static_cast<unsigned>(plan.cluster));
     sums = plan.cluster * w4_finisher(plan.gate_tiles > 0, shift).warps * 8 * f.token_tiles * w4_sums_pitch * 4;

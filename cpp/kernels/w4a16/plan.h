@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a 4-bit product is cut into CTAs: plain data from a pure function of the problem and the device. Host only.
+// How a product with a weight of 4 or 8 bits is cut into CTAs: plain data from a pure function of the problem and the device. Host only.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "core/hd.h"
+#include "core/w4_layout.h"
 
 namespace rooftile::gpu {
 
@@ -17,11 +18,13 @@ struct W4Form {
   int panel_k;
 };
 inline constexpr W4Form w4_forms[] = {{1, 6, 1024}, {2, 5, 512}, {4, 3, 512}, {8, 3, 256}};
+inline constexpr W4Form w8_forms[] = {{1, 4, 512}, {2, 3, 512}, {4, 3, 256}, {8, 2, 128}};   // of 8 bits
+constexpr W4Form w4_form(int bits, int form) { return bits == 4 ? w4_forms[form] : w8_forms[form]; }
 inline constexpr int w4_warps = 8, w4_rows_of_warp = 16;
 inline constexpr int w4_step_k = 128;
 inline constexpr int w4_tokens = 8 * w4_forms[3].token_tiles;   // the most a CTA takes
 inline constexpr int w4_side_bytes = 128;                       // scales, or offsets, of the groups of a step
-inline constexpr int w4_slot_bytes = 2 * 512 + 2 * w4_side_bytes;
+ROOFTILE_HD constexpr int w4_slot_bytes(int bits) { return 2 * w4_tile_bytes(bits) + 2 * w4_side_bytes; }
 
 // The same of the kernel for more tokens (tiles.cuh): tokens of a CTA, groups of four warps, steps of 128 k on the way of x and of a
 // warp's codes, CTAs a multiprocessor.
@@ -31,6 +34,8 @@ struct W4TilesForm {
   constexpr int threads() const { return 32 * (warps() + 4); }   // and a group of which one thread brings x
 };
 inline constexpr W4TilesForm w4_tiles_forms[] = {{32, 2, 5, 5, 2}, {64, 2, 6, 6, 1}, {128, 2, 5, 5, 1}};
+inline constexpr W4TilesForm w8_tiles_forms[] = {{32, 2, 4, 4, 2}, {64, 2, 6, 6, 1}, {128, 2, 4, 5, 1}};   // of 8 bits
+constexpr W4TilesForm w4_tiles_form(int bits, int form) { return bits == 4 ? w4_tiles_forms[form] : w8_tiles_forms[form]; }
 inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
 
 // What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or
@@ -44,7 +49,7 @@ constexpr int w4_panel_pitch(W4Form f) { return 2 * f.panel_k + 16; }   // bytes
 
 struct W4Problem {
   std::int64_t m = 0, n = 0, k = 0;
-  int group = 0, sms = 0;
+  int bits = 4, group = 0, sms = 0;
   bool clusters = false;           // the device runs clusters
   bool gated = false;              // rows of W are [gate | up]
   bool batch_invariant = false;
@@ -55,7 +60,7 @@ struct W4Problem {
 
 struct W4Plan {
   bool tiles = false;              // tiles.cuh instead of stream.cuh
-  int form = 0;                    // index into w4_tiles_forms or w4_forms
+  int form = 0;                    // of w4_tiles_form or w4_form
   int cluster = 1;                 // of tiles: CTAs that share tokens, of which row_blocks is a multiple; else the splits, or 1
   int token_group = 1;             // of tiles: blocks of tokens that meet all rows of W before the next ones do
   int span = 0;                    // k whose sum is scaled at once: 32, 64 or 128; a multiple of it starts every chunk

@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(w4_prepare_threads) w4a16_prepare(const __grid
 #pragma unroll
     for (const std::uint32_t pair : {eight.x, eight.y, eight.z, eight.w}) {
       const float2 two = tile::unpack<T>(pair);
-      sum = fmaf(two.x, 1 / tile::W4Decode<T>::unit, sum);
-      sum = fmaf(two.y, 1 / tile::W4Decode<T>::unit, sum);
+      sum = fmaf(two.x, 1 / tile::CodeDecode<T, 4>::unit, sum);
+      sum = fmaf(two.y, 1 / tile::CodeDecode<T, 4>::unit, sum);
     }
     for (unsigned other = 1; other < threads_of_span; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
     if (threadIdx.x % threads_of_span == 0 && k < columns)

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 4 bits, on mma m16n8k16: for few tokens, and for any where tiles.cuh cannot run.
+// y = activation(x W^T + bias) + residual with W in 4 or 8 bits, on mma m16n8k16: for few tokens, and for any where tiles.cuh cannot run.
 // Gated: the rows of W are [gate | up], y = activation(gate) * up + residual.
 //   x [M, K]   y, residual [M, N or N / 2]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // W is the register A operand, tokens are the mma's N: 8 of them a tile, so few tokens waste little. A CTA takes up to 64
 // tokens, 8 warps x one tile row of W (gated: four of gates, four of their ups) and one chunk of K. A step is two tiles: 16 n x 128 k.
 //   codes, scales   global -> the warp's own ring in shared memory (cp.async, `stages` steps) -> registers; a lane reads the
-//                   16 bytes of a tile that it copied itself, scales are the warp's
+//                   16 bytes of a run that it copied itself, scales are the warp's
 //   x               global -> shared memory as it lies, a panel of `panel_k` of K at a time and the next one behind it
 //                   (cp.async) -> ldmatrix, which is the B fragment
-// Codes become (u - zero) / unit in registers, exactly (zero = 8, z, or 0 with minima; unit a power of two). The sum over 64 k (32
+// Codes become (u - zero) / unit in registers, exactly (zero = 8 or 128, z, or 0 with minima; unit a power of two). The sum over 64 k (32
 // where groups are smaller than 128) is finished in fp32:
 //   total += scale * sum of (u - zero) / unit * x  [+ minimum * sum of x / unit],   times unit at the end
 // so products of exactly representable data stay exact. The sum of x is one more product, with 1 / unit. Sums of a chunk go through
 // shared memory to the threads that finish them; two chunks of K are a cluster, whose CTAs finish half of their rows each; of more
 // chunks the sums go to the workspace, and `finish` adds them in order.
 //
-// Cost: N K (1/2 + b/G) bytes of W, 2 M N K flop, some 150 instructions of a warp for 1 KB of codes up to 8 tokens: bandwidth is the
+// Cost: N K (bits/8 + b/G) bytes of W, 2 M N K flop, some 150 instructions of a warp for 1 KB of codes (2 KB in 8 bits) up to 8 tokens: bandwidth is the
 // roof if the loads run ahead, close to the issue slots; beyond 32 tokens mma.sync. x is read from L2 once a CTA.
 // Sync: ring: a lane waits for its own copies, __syncwarp makes the others' scales visible and is also what allows a slot
 // to be filled again. x: one __syncthreads a panel: it has come, and the one before it may be overwritten. Sums: all have read their
@@ -34,10 +34,11 @@
 namespace rooftile::gpu {
 
 // small_groups: a step may hold several spans. minima take the same path.
-template <class Element, int form_, bool small_groups_, bool minima_>
+template <class Element, int bits_, int form_, bool small_groups_, bool minima_>
 struct W4Config {
   using T = Element;
-  static constexpr W4Form form = w4_forms[form_];
+  static constexpr int bits = bits_;
+  static constexpr W4Form form = w4_form(bits, form_);
   static constexpr int token_tiles = form.token_tiles, stages = form.stages, panel_k = form.panel_k;
   static constexpr int panel_steps = panel_k / w4_step_k, pitch = w4_panel_pitch(form);
   static constexpr bool minima = minima_, small_groups = small_groups_ || minima_;
@@ -79,10 +80,12 @@ __device__ __forceinline__ void copy_panel(const W4MatmulParams& p, std::uint8_t
 
 // ---- a warp's stream of codes ---------------------------------------------------------------------------------------------
 
-// A slot: two tiles of codes [2][lane] 16 bytes, then scales and offsets of up to four groups, 32 bytes each (integer zeros
+// A slot: two tiles of codes [2][run][lane] 16 bytes, then scales and offsets of up to four groups, 32 bytes each (integer zeros
 // 16). `first`: the chunk's first step in K. A lane writes, and reads codes, at its own 16 bytes of a slot: `slot` below.
+template <int bits>
 struct CodeStream {
-  const std::uint8_t* codes;            // this lane's 16 bytes of the next step's first tile
+  static constexpr int tile_bytes = w4_tile_bytes(bits);
+  const std::uint8_t* codes;            // this lane's 16 bytes of the next step's first run
   const std::byte* side = nullptr;      // this lane's 16 bytes of scales or offsets of the next step; null: it copies none
   int side_at = 0, side_step = 0;       // from the lane's place in a slot; bytes a step
   int group_bytes;                      // of one group's scales or offsets
@@ -92,7 +95,7 @@ struct CodeStream {
   __device__ __forceinline__ CodeStream(const W4MatmulParams& p, std::int64_t row, int first)
       : tiles_left(static_cast<int>(w4_tiles_k(p.w.k)) - 2 * first) {
     const int lane = threadIdx.x % 32, in_step = 4 >> p.span_shift, piece = lane % 8;
-    codes = p.w.codes + (row * w4_tiles_k(p.w.k) + 2 * first) * w4_tile_bytes + lane * 16;
+    codes = p.w.codes + (row * w4_tiles_k(p.w.k) + 2 * first) * tile_bytes + lane * 16;
     const bool offset = lane >= 8, bytes = offset && p.w.zeros == W4Zeros::integer;
     const int shift = bytes ? 0 : 1;   // log2 of the pieces of a group
     group_bytes = bytes ? 16 : 32;
@@ -100,25 +103,28 @@ struct CodeStream {
     const int side_group = first * group_step + (piece >> shift);
     side_left = p.groups - side_group;
     side_step = group_step * group_bytes;
-    side_at = 2 * w4_tile_bytes + (offset ? w4_side_bytes : 0) + piece * 16 - lane * 16;
+    side_at = 2 * tile_bytes + (offset ? w4_side_bytes : 0) + piece * 16 - lane * 16;
     if (lane >= 16 || piece >= in_step << shift || (offset && p.w.zeros == W4Zeros::symmetric)) return;
     side = (offset ? p.w.offsets : p.w.scales) + (row * p.groups + side_group) * group_bytes + (piece & shift) * 16;
   }
 
   // Starts the codes and scales of the next `steps` steps on their way to L2; the kernel before may still be writing them.
   __device__ __forceinline__ void prefetch(int steps) const {
-    if (threadIdx.x % 32 == 0) tile::prefetch_run(codes, min(2 * steps, tiles_left) * w4_tile_bytes);
+    if (threadIdx.x % 32 == 0) tile::prefetch_run(codes, min(2 * steps, tiles_left) * tile_bytes);
     if (side && threadIdx.x % 8 == 0) tile::prefetch_run(side, min(max(steps * group_step, 1), side_left) * group_bytes);
   }
 
   // Starts the copies of the next step.
   __device__ __forceinline__ void fill(std::uint8_t* slot) {
-    tile::cp_async_16(slot, codes);
-    if (tiles_left > 1) tile::cp_async_16(slot + w4_tile_bytes, codes + w4_tile_bytes);
+#pragma unroll
+    for (int at = 0; at < tile_bytes; at += w4_run_bytes) tile::cp_async_16(slot + at, codes + at);
+    if (tiles_left > 1)
+#pragma unroll
+      for (int at = tile_bytes; at < 2 * tile_bytes; at += w4_run_bytes) tile::cp_async_16(slot + at, codes + at);
     if (side && side_left > 0)
       cute::SM80_CP_ASYNC_CACHEALWAYS<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(side),
                                                              *reinterpret_cast<cute::uint128_t*>(slot + side_at));
-    codes += 2 * w4_tile_bytes;
+    codes += 2 * tile_bytes;
     side += side ? side_step : 0;
     side_left -= group_step;
     tiles_left -= 2;
@@ -161,8 +167,8 @@ __device__ __forceinline__ W4Place w4_place(const W4MatmulParams& p, unsigned bl
 template <class Cfg>
 __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const __grid_constant__ W4MatmulParams p) {
   using T = typename Cfg::T;
-  using Decode = tile::W4Decode<T>;
-  constexpr int NT = Cfg::token_tiles, S = Cfg::stages;
+  using Decode = tile::CodeDecode<T, Cfg::bits>;
+  constexpr int NT = Cfg::token_tiles, S = Cfg::stages, slot_bytes = w4_slot_bytes(Cfg::bits), middle = w4_middle(Cfg::bits);
   extern __shared__ __align__(128) std::uint8_t shared[];
   tile::let_next_kernel_start();
 
@@ -171,17 +177,17 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   const int first = place.split * p.chunk_steps, steps = min(p.chunk_steps, p.steps - first);
   const bool works = place.row < w4_tiles_n(p.w.n);   // the last CTA of rows may have warps without any: they read row 0
 
-  std::uint8_t* const ring = shared + warp * (S * w4_slot_bytes) + lane * 16;
-  std::uint8_t* panel = shared + w4_warps * S * w4_slot_bytes;
+  std::uint8_t* const ring = shared + warp * (S * slot_bytes) + lane * 16;
+  std::uint8_t* panel = shared + w4_warps * S * slot_bytes;
   const int panel_bytes = p.x_rows * Cfg::pitch;
   if (p.cluster_shift > 0) tile::arrive_at_cluster();
-  CodeStream codes(p, works ? place.row : 0, first);
+  CodeStream<Cfg::bits> codes(p, works ? place.row : 0, first);
   codes.prefetch(S - 1);
   tile::wait_for_previous_kernel();
   copy_panel<Cfg>(p, panel, p.first_token + place.local_token0, place.tokens, std::int64_t{first} * w4_step_k);
 #pragma unroll
   for (int s = 0; s < S - 1; ++s) {
-    if (s < steps) codes.fill(ring + s * w4_slot_bytes);
+    if (s < steps) codes.fill(ring + s * slot_bytes);
     cute::cp_async_fence();
   }
 
@@ -189,16 +195,16 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   constexpr int unit = Cfg::small_groups ? 1 : 2;
   float total[NT][4] = {};   // of the chunk: rows g, g + 8 x tokens 2t, 2t + 1
   const bool half_scales = p.w.scale_dtype == DType::f16;
-  typename Decode::Zero zero = Cfg::minima ? Decode::zero(0, 0) : Decode::zero(8, 8);
+  typename Decode::Zero zero = Cfg::minima ? Decode::zero(0, 0) : Decode::zero(middle, middle);
   // where ldmatrix reads: token lane % 8 of a tile, k 8 (lane / 8) of 32. One tile of tokens holds only those that are
   // there: the other columns repeat the last.
   const int x_at = min(lane % 8, p.x_rows - 1) * Cfg::pitch + lane / 8 * 16;
-  std::uint8_t* slot = ring + (S - 1) * w4_slot_bytes;   // the one before the first
+  std::uint8_t* slot = ring + (S - 1) * slot_bytes;   // the one before the first
 
   for (int step = 0; step < steps;) {
     cute::cp_async_wait<S - 2>();
     __syncthreads();   // all threads' copies of this panel have come; all warps have read the one before it
-    std::uint8_t* const next_panel = shared + w4_warps * S * w4_slot_bytes + (panel == shared + w4_warps * S * w4_slot_bytes ? panel_bytes : 0);
+    std::uint8_t* const next_panel = shared + w4_warps * S * slot_bytes + (panel == shared + w4_warps * S * slot_bytes ? panel_bytes : 0);
     const int panel_end = min(step + Cfg::panel_steps, steps);
     if (panel_end < steps) copy_panel<Cfg>(p, next_panel, p.first_token + place.local_token0, place.tokens, std::int64_t{first + panel_end} * w4_step_k);
 
@@ -206,9 +212,11 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
       cute::cp_async_wait<S - 2>();
       __syncwarp();   // all lanes' copies of this slot have come; all lanes have read the slot before it
       std::uint8_t* const before = slot;
-      slot = slot == ring + (S - 1) * w4_slot_bytes ? ring : slot + w4_slot_bytes;
-      const uint4 words[2] = {*reinterpret_cast<const uint4*>(slot), *reinterpret_cast<const uint4*>(slot + w4_tile_bytes)};
-      const std::uint8_t* const sides = slot - lane * 16 + 2 * w4_tile_bytes;
+      slot = slot == ring + (S - 1) * slot_bytes ? ring : slot + slot_bytes;
+      uint4 runs[Cfg::bits / 2];
+#pragma unroll
+      for (int run = 0; run < Cfg::bits / 2; ++run) runs[run] = *reinterpret_cast<const uint4*>(slot + run * w4_run_bytes);
+      const std::uint8_t* const sides = slot - lane * 16 + 2 * w4_tile_bytes(Cfg::bits);
       if (step + S - 1 < steps) codes.fill(before);
       cute::cp_async_fence();
 
@@ -221,10 +229,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
           const std::uint8_t* const zeros = sides + w4_side_bytes + group * 16;
           zero = Decode::zero(zeros[g], zeros[g + 8]);
         }
-        const uint4& four = words[quarter / 2];
         tile::FragmentA a[2];
-        Decode::decode(quarter % 2 == 0 ? four.x : four.z, zero, a[0].r);
-        Decode::decode(quarter % 2 == 0 ? four.y : four.w, zero, a[1].r);
+        Decode::decode(runs, quarter, zero, a);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           const tile::FragmentA b = tile::load_8x8x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
@@ -314,20 +320,23 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   }
 }
 
-// The kernel of one form: the rows of the table are w4_forms, how spans lie in a step, and whether there are minima.
-template <class T, bool small_groups, bool minima>
+// The kernel of one form: the rows of the table are those of w4_form, how spans lie in a step, and whether there are minima.
+template <class T, int bits, bool small_groups, bool minima>
 W4Kernel w4a16_form(int form) {
   switch (form) {
-    case 0: return w4a16_stream<W4Config<T, 0, small_groups, minima>>;
-    case 1: return w4a16_stream<W4Config<T, 1, small_groups, minima>>;
-    case 2: return w4a16_stream<W4Config<T, 2, small_groups, minima>>;
-    default: return w4a16_stream<W4Config<T, 3, small_groups, minima>>;
+    case 0: return w4a16_stream<W4Config<T, bits, 0, small_groups, minima>>;
+    case 1: return w4a16_stream<W4Config<T, bits, 1, small_groups, minima>>;
+    case 2: return w4a16_stream<W4Config<T, bits, 2, small_groups, minima>>;
+    default: return w4a16_stream<W4Config<T, bits, 3, small_groups, minima>>;
   }
+}
+template <class T, int bits>
+W4Kernel w4a16_kernel(int form, int span) {
+  return span < w4_step_k ? w4a16_form<T, bits, true, false>(form) : w4a16_form<T, bits, false, false>(form);
 }
 template <class T>
 W4Kernel w4a16_kernel(int form, int span, W4Zeros zeros) {
-  if (zeros == W4Zeros::minima) return w4a16_form<T, true, true>(form);
-  return span < w4_step_k ? w4a16_form<T, true, false>(form) : w4a16_form<T, false, false>(form);
+  return zeros == W4Zeros::minima ? w4a16_form<T, 4, true, true>(form) : w4a16_kernel<T, 4>(form, span);
 }
 
 }  // namespace rooftile::gpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 4 bits, on Hopper's wgmma: for more tokens than stream.cuh is fast for.
+// y = activation(x W^T + bias) + residual with W in 4 or 8 bits, on Hopper's wgmma: for more tokens than stream.cuh is fast for.
 //   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // W is the register A operand, tokens are wgmma's N. A CTA takes 128 rows of W, `tokens` tokens and one chunk of K: two groups of
@@ -32,10 +32,11 @@
 namespace rooftile::gpu {
 
 // span: k that are scaled at once.
-template <class Element, int form_, int span_, bool minima_>
+template <class Element, int bits_, int form_, int span_, bool minima_>
 struct W4TilesConfig {
   using T = Element;
-  static constexpr W4TilesForm form = w4_tiles_forms[form_];
+  static constexpr int bits = bits_;
+  static constexpr W4TilesForm form = w4_tiles_form(bits, form_);
   static constexpr int tokens = form.tokens, warps = form.warps(), x_stages = form.x_stages, stages = form.stages, ctas = form.ctas, span = span_;
   static constexpr bool minima = minima_;
   static constexpr int registers = ctas == 1 ? 240 : 104;   // of the threads that multiply
@@ -46,13 +47,14 @@ template <class Cfg>
 __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[maybe_unused]] const __grid_constant__ W4TilesParams params) {
 #ifdef ROOFTILE_WGMMA
   using T = typename Cfg::T;
-  using Decode = tile::W4Decode<T>;
+  using Decode = tile::CodeDecode<T, Cfg::bits>;
   constexpr int N = Cfg::tokens, warps = Cfg::warps, S = Cfg::stages, X = Cfg::x_stages, half_step = N * 128, x_bytes = 2 * half_step;
+  constexpr int slot_bytes = w4_slot_bytes(Cfg::bits), sides_at = 2 * w4_tile_bytes(Cfg::bits), middle = w4_middle(Cfg::bits);
   const W4MatmulParams& p = params.product;
   extern __shared__ __align__(1024) std::uint8_t shared[];
   std::uint8_t* const x_ring = shared;
   std::uint8_t* const rings = shared + X * x_bytes;
-  float* const sums_ring = reinterpret_cast<float*>(rings + warps * S * w4_slot_bytes);
+  float* const sums_ring = reinterpret_cast<float*>(rings + warps * S * slot_bytes);
   tile::Barrier* const full = reinterpret_cast<tile::Barrier*>(sums_ring + X * Cfg::step_sums);
   tile::Barrier* const free = full + X;
 
@@ -118,14 +120,14 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   }
   cutlass::arch::warpgroup_reg_alloc<Cfg::registers>();
 
-  std::uint8_t* const ring = rings + warp * (S * w4_slot_bytes);
-  CodeStream codes(p, row < w4_tiles_n(p.w.n) ? row : 0, first);   // the last CTAs may have warps without rows
+  std::uint8_t* const ring = rings + warp * (S * slot_bytes);
+  CodeStream<Cfg::bits> codes(p, row < w4_tiles_n(p.w.n) ? row : 0, first);   // the last CTAs may have warps without rows
   codes.prefetch(S - 1);
   tile::wait_for_cluster();   // the barriers are there
   tile::wait_for_previous_kernel();
 #pragma unroll
   for (int s = 0; s < S - 1; ++s) {
-    if (s < steps) codes.fill(ring + s * w4_slot_bytes + lane * 16);
+    if (s < steps) codes.fill(ring + s * slot_bytes + lane * 16);
     cute::cp_async_fence();
   }
 
@@ -134,33 +136,31 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   for (float& x : total) x = 0.0f;
   const bool half_scales = p.w.scale_dtype == DType::f16, integer = !Cfg::minima && p.w.zeros == W4Zeros::integer;
   constexpr int span_quarters = Cfg::span / 32;
-  typename Decode::Zero zero = Cfg::minima ? Decode::zero(0, 0) : Decode::zero(8, 8);
+  typename Decode::Zero zero = Cfg::minima ? Decode::zero(0, 0) : Decode::zero(middle, middle);
   float scale[2] = {};
   tile::FragmentA a[4][2];   // of a step: 32 k each
-  std::uint8_t* slot = ring + (S - 1) * w4_slot_bytes;   // the one before the first
-  uint4 words[2];   // of the step: two tiles
+  std::uint8_t* slot = ring + (S - 1) * slot_bytes;   // the one before the first
+  uint4 runs[Cfg::bits / 2];   // of the step: two tiles
   // The codes of step `step` have come; the ring's next copies start. Then `slot` is its.
   const auto take_step = [&](int step) {
     cute::cp_async_wait<S - 2>();
     __syncwarp();   // all lanes' copies of this slot have come; all lanes have read the slot before it
     std::uint8_t* const before = slot;
-    slot = slot == ring + (S - 1) * w4_slot_bytes ? ring : slot + w4_slot_bytes;
+    slot = slot == ring + (S - 1) * slot_bytes ? ring : slot + slot_bytes;
     if (step + S - 1 < steps) codes.fill(before + lane * 16);
     cute::cp_async_fence();
-    words[0] = *reinterpret_cast<const uint4*>(slot + lane * 16);
-    words[1] = *reinterpret_cast<const uint4*>(slot + w4_tile_bytes + lane * 16);
+#pragma unroll
+    for (int run = 0; run < Cfg::bits / 2; ++run) runs[run] = *reinterpret_cast<const uint4*>(slot + run * w4_run_bytes + lane * 16);
   };
   const auto decode = [&](int quarter, tile::FragmentA (&to)[2]) {
     if (integer && quarter % span_quarters == 0) {
-      const std::uint8_t* const zeros = slot + 2 * w4_tile_bytes + w4_side_bytes + quarter / span_quarters * 16;
+      const std::uint8_t* const zeros = slot + sides_at + w4_side_bytes + quarter / span_quarters * 16;
       zero = Decode::zero(zeros[g], zeros[g + 8]);
     }
-    const uint4& four = words[quarter / 2];
-    Decode::decode(quarter % 2 == 0 ? four.x : four.z, zero, to[0].r);
-    Decode::decode(quarter % 2 == 0 ? four.y : four.w, zero, to[1].r);
+    Decode::decode(runs, quarter, zero, to);
   };
   const auto load_scales = [&](int quarter) {
-    const std::uint8_t* const group = slot + 2 * w4_tile_bytes + quarter / span_quarters * 32;
+    const std::uint8_t* const group = slot + sides_at + quarter / span_quarters * 32;
     scale[0] = load_scale(group, g, half_scales);
     scale[1] = load_scale(group, g + 8, half_scales);
   };
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
     };
     const auto add_minima = [&](int quarter) {
       if (!Cfg::minima || past_k(quarter)) return;
-      const std::uint8_t* const group = slot + 2 * w4_tile_bytes + w4_side_bytes + quarter / span_quarters * 32;
+      const std::uint8_t* const group = slot + sides_at + w4_side_bytes + quarter / span_quarters * 32;
       const float minimum[2] = {load_scale(group, g, half_scales), load_scale(group, g + 8, half_scales)};
       const float* const sums = sums_ring + s * Cfg::step_sums + quarter / span_quarters * N + 2 * t;
 #pragma unroll
@@ -278,23 +278,23 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 #endif
 }
 
-template <class T, int span, bool minima>
+template <class T, int bits, int span, bool minima>
 W4TilesKernel w4a16_tiles_form(int form) {
   switch (form) {
-    case 0: return w4a16_tiles<W4TilesConfig<T, 0, span, minima>>;
-    case 1: return w4a16_tiles<W4TilesConfig<T, 1, span, minima>>;
-    default: return w4a16_tiles<W4TilesConfig<T, 2, span, minima>>;
+    case 0: return w4a16_tiles<W4TilesConfig<T, bits, 0, span, minima>>;
+    case 1: return w4a16_tiles<W4TilesConfig<T, bits, 1, span, minima>>;
+    default: return w4a16_tiles<W4TilesConfig<T, bits, 2, span, minima>>;
   }
 }
-template <class T, bool minima>
-W4TilesKernel w4a16_tiles_span(int form, int span) {
-  return span == 32   ? w4a16_tiles_form<T, 32, minima>(form)
-         : span == 64 ? w4a16_tiles_form<T, 64, minima>(form)
-                      : w4a16_tiles_form<T, 128, minima>(form);
+template <class T, int bits, bool minima = false>
+W4TilesKernel w4a16_tiles_kernel(int form, int span) {
+  return span == 32   ? w4a16_tiles_form<T, bits, 32, minima>(form)
+         : span == 64 ? w4a16_tiles_form<T, bits, 64, minima>(form)
+                      : w4a16_tiles_form<T, bits, 128, minima>(form);
 }
 template <class T>
 W4TilesKernel w4a16_tiles_kernel(int form, int span, W4Zeros zeros) {
-  return zeros == W4Zeros::minima ? w4a16_tiles_span<T, true>(form, span) : w4a16_tiles_span<T, false>(form, span);
+  return zeros == W4Zeros::minima ? w4a16_tiles_kernel<T, 4, true>(form, span) : w4a16_tiles_kernel<T, 4>(form, span);
 }
 
 }  // namespace rooftile::gpu

@@ -5,6 +5,9 @@ import re
 
 import torch
 
+import rooftile as rt
+from rooftile.bench.report import row
+from rooftile.bench.timing import copies_for, time_calls
 from rooftile.errors import ArgumentError
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -46,3 +49,38 @@ def error(name, got, expected, bound):
     if not relative <= bound:
         raise RuntimeError(f"{name}: wrong answer, relative error {relative:.2e}; it is not timed")
     return relative
+
+
+def packed_copies(w):
+    """As many of a W4Weight or W8Weight as the L2 needs to forget it, and what it stands for. `.to` would give w."""
+    arrays = w.codes, w.scales, w.offsets
+    others = ([None if a is None else a.clone() for a in arrays] for _ in range(copies_for(w.nbytes) - 1))
+    return [w, *(type(w)(*a, **w.layout) for a in others)], w.dequantize("float32")
+
+
+def dense_copies(weight):
+    """The same of a weight in 16 bits."""
+    return [weight, *(weight.clone() for _ in range(copies_for(weight.nbytes) - 1))]
+
+
+def ours(case, variant, op, x, weights, expected, ceiling, **options):
+    """The row of op(x, w) with copies of a packed weight."""
+    with rt.record_kernels() as names:
+        out = op(x, weights[0], **options)
+    found = error(f"{case} rooftile {variant}", out, expected, TOLERANCE["float16"])
+    times = time_calls([lambda w=w: op(x, w, out=out, **options) for w in weights])
+    return row(case, "rooftile", variant, names[-1], times, *_work(x, weights[0]), found, ceiling)
+
+
+def cublas(case, x, weights, expected, ceiling):
+    """The row of torch.mm with copies of a weight in 16 bits."""
+    out = x @ weights[0].T
+    found = error(f"{case} cublas", out, expected, TOLERANCE["float16"])
+    times = time_calls([lambda w=w: torch.mm(x, w.T, out=out) for w in weights])
+    return row(case, "cublas", "fp16", "torch.mm", times, *_work(x, weights[0]), found, ceiling)
+
+
+def _work(x, weight):
+    """Bytes and flops of one product."""
+    (m, k), n = x.shape, weight.shape[0]
+    return weight.nbytes + 2 * m * (k + n), 2 * m * n * k

@@ -39,13 +39,6 @@ def run(cases, peers, ceiling, advance):
     return rows, {"marlin", "machete"} - {r["impl"] for r in rows} if peers else set()
 
 
-def _copies(w):
-    """As many of a weight as the L2 needs to forget it, and what it stands for. `.to` would give w itself."""
-    arrays = w.codes, w.scales, w.offsets
-    others = ([None if a is None else a.clone() for a in arrays] for _ in range(copies_for(w.nbytes) - 1))
-    return [w, *(rt.W4Weight(*a, **w.layout) for a in others)], w.dequantize("float32")
-
-
 class _Weights:
     """One weight in every form that is timed, each as often as the L2 needs to forget it."""
 
@@ -54,12 +47,11 @@ class _Weights:
         self.k, self.n = k, n
         weight = torch.randn(n, k, dtype=torch.float16, device="cuda") * k**-0.5
         w = rt.W4Weight.quantize(weight, group_size=_GROUP)
-        self.ours, self.exact = _copies(w)
+        self.ours, self.exact = products.packed_copies(w)
         if (k, n) in products.SHAPES:
-            self.minima = _copies(rt.W4Weight.quantize(weight, group_size=_MINIMA_GROUP, zeros="minima"))
+            self.minima = products.packed_copies(rt.W4Weight.quantize(weight, group_size=_MINIMA_GROUP, zeros="minima"))
         if peers:
-            half = self.exact.half()
-            self.dense = [half] + [half.clone() for _ in range(copies_for(half.nbytes) - 1)]
+            self.dense = products.dense_copies(self.exact.half())
             self.tiny = self._tinygemm(w)
             codes, scales, _ = w.unpack()
             self.vllm = {}
@@ -84,15 +76,9 @@ class _Weights:
         x = torch.randn(m, self.k, dtype=torch.float16, device="cuda")
         expected = x.float() @ self.exact.T
         flops, activations, bound = 2 * m * self.n * self.k, 2 * m * (self.k + self.n), products.TOLERANCE["float16"]
-        out = torch.empty(m, self.n, dtype=torch.float16, device="cuda")
 
         def ours(variant, weights, expected, **options):
-            with rt.record_kernels() as names:
-                rt.w4a16_matmul(x, weights[0], out=out, **options)
-            error = products.error(f"{case} rooftile {variant}", out, expected, bound)
-            times = time_calls([lambda w=w: rt.w4a16_matmul(x, w, out=out, **options) for w in weights])
-            nbytes = weights[0].nbytes + activations
-            return row(case, "rooftile", variant, names[-1], times, nbytes, flops, error, ceiling)
+            return products.ours(case, variant, rt.w4a16_matmul, x, weights, expected, ceiling, **options)
 
         rows = [ours(f"int4-g{_GROUP}", self.ours, expected)]
         if (self.k, self.n) in products.SHAPES and m in _MINIMA_ROWS:
@@ -102,10 +88,7 @@ class _Weights:
             rows.append(ours(f"int4-g{_GROUP}-invariant", self.ours, expected, batch_invariant=True))
         if not peers:
             return rows
-        error = products.error(f"{case} cublas", x @ self.dense[0].T, expected, bound)
-        times = time_calls([lambda w=w: torch.mm(x, w.T, out=out) for w in self.dense])
-        nbytes = self.dense[0].nbytes + activations
-        rows.append(row(case, "cublas", "fp16", "torch.mm", times, nbytes, flops, error, ceiling))
+        rows.append(products.cublas(case, x, self.dense, expected, ceiling))
         if m <= 128:
             x16 = x.bfloat16()
             call = torch._weight_int4pack_mm

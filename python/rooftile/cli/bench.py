@@ -7,7 +7,7 @@ from rooftile.cli._tables import print_whole
 from rooftile.errors import ArgumentError, DeviceError
 
 SUMMARY = "time one kernel family on a GPU: microseconds, share of the measured roof, peers beside it"
-FAMILIES = ("decode", "w4a16", "linear", "ops")
+FAMILIES = ("decode", "w4a16", "w8a16", "linear", "ops")
 
 
 def add_arguments(parser):
@@ -15,7 +15,7 @@ def add_arguments(parser):
     add(
         "family",
         choices=FAMILIES,
-        help="decode: attention over a cache, append; w4a16, linear: products; ops: what lies between",
+        help="decode: attention over a cache, append; w4a16, w8a16, linear: products; ops: what lies between",
     )
     add("--peers", action="store_true", help="also time torch's own kernels, and what else is installed")
     add("--only", metavar="TEXT", action="append", help="cases whose name holds TEXT (may be given again)")

@@ -18,8 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
-from rooftile.errors import ArgumentError
-from rooftile.nn import W4Linear
+from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile.nn import W4Linear, W8Linear
 from rooftile.quantize import W4A16, linear_layers, name_patterns
 
 _DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
@@ -50,8 +50,14 @@ class RooftileConfig(QuantizationConfigMixin):
         """Of a model that holds W4Linear modules already (rt.quantize_, load_gguf).
 
         `model.config.quantization_config = RooftileConfig.of(model)`, and save_pretrained writes a folder to load.
+        Raises NotSupportedError for one that holds W8Linear modules.
         """
         config = cls()
+        eight = next((name for name, module in model.named_modules() if isinstance(module, W8Linear)), None)
+        if eight is not None:
+            raise NotSupportedError(
+                f"RooftileConfig.of: module '{eight}' is a W8Linear; config.json can name W4Linear modules only"
+            )
         config.modules = {
             name: layout_of(module.weight) for name, module in model.named_modules() if isinstance(module, W4Linear)
         }

@@ -56,19 +56,27 @@ TEST(KvLayout, BitsPerPairAreTheDocumentedOnes) {
 
 TEST(W4Layout, CodesFillTheTilesOnceAndFollowTheFragment) {
   const std::int64_t n = 48, k = 192;
-  std::vector<int> seen(static_cast<std::size_t>(n * k));
-  for (std::int64_t i = 0; i < n; ++i)
-    for (std::int64_t j = 0; j < k; ++j) ++seen.at(static_cast<std::size_t>(w4_code_index(w4_tiles_k(k), i, j)));
-  for (int s : seen) ASSERT_EQ(s, 1);
+  for (const int bits : {4, 8}) {
+    std::vector<int> seen(static_cast<std::size_t>(n * k));
+    for (std::int64_t i = 0; i < n; ++i)
+      for (std::int64_t j = 0; j < k; ++j) ++seen.at(static_cast<std::size_t>(w4_code_index(bits, w4_tiles_k(k), i, j)));
+    for (int s : seen) ASSERT_EQ(s, 1);
+    for (int index = 0; index < w4_tile_n * w4_tile_k; ++index) {
+      const W4Place place = w4_place_in_tile(bits, index);
+      ASSERT_EQ(w4_code_index(bits, 1, place.n, place.k), index) << "bits " << bits;
+    }
+  }
   // mma m16n8k16: lane (g, t) holds A[g][2t], A[g][2t+1] in register 0, row g+8 in 1, columns +8 in 2 and 3
   for (int g = 0; g < 8; ++g)
     for (int t = 0; t < 4; ++t)
       for (int reg = 0; reg < 4; ++reg)
         for (int step = 0; step < 4; ++step) {
-          const int row = g + 8 * (reg % 2), column = 16 * step + 2 * t + 8 * (reg / 2);
-          const auto index = w4_code_index(1, row, column);
-          EXPECT_EQ(index, (g * 4 + t) * 32 + step * 8 + reg);
-          EXPECT_EQ(w4_code_index(1, row, column + 1), index + 4);
+          const int row = g + 8 * (reg % 2), column = 16 * step + 2 * t + 8 * (reg / 2), lane = g * 4 + t;
+          const auto nibble = w4_code_index(4, 1, row, column), byte = w4_code_index(8, 1, row, column);
+          EXPECT_EQ(nibble, lane * 32 + step * 8 + reg);
+          EXPECT_EQ(w4_code_index(4, 1, row, column + 1), nibble + 4);
+          EXPECT_EQ(byte, step / 2 * w4_run_bytes + lane * 16 + step % 2 * 8 + reg / 2 * 4 + reg % 2);
+          EXPECT_EQ(w4_code_index(8, 1, row, column + 1), byte + 2);
         }
 }
 

@@ -294,20 +294,20 @@ TEST_F(Gpu, RopeAppend) {
 
 // A weight in all its forms: canonical, kernel form, and views of that on both sides.
 struct Weight {
-  Weight(std::int64_t n, std::int64_t k, int group, W4Zeros zeros, DType scale_dtype, bool act_order, Random& random)
-      : codes(DType::u8, {n, k / 2}), scales(scale_dtype, {n, k / group}) {
+  Weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, bool act_order, Random& random)
+      : codes(DType::u8, {n, k * bits / 8}), scales(scale_dtype, {n, k / group}) {
     if (zeros != W4Zeros::symmetric) offsets = Array(zeros == W4Zeros::integer ? DType::u8 : scale_dtype, {n, k / group});
     if (zeros == W4Zeros::integer) {   // nothing here rounds to these: made up
       for (const Array* a : {&codes, &offsets})
-        for (std::size_t i = 0; i < a->size(); ++i) a->bytes()[i] = static_cast<std::byte>(random() % (a == &codes ? 256 : 17));
-      for (std::int64_t i = 0; i < n * (k / group); ++i) cpu::write(scales.on({}), i, 0.1f + 0.01f * static_cast<float>(random() % 32));
+        for (std::size_t i = 0; i < a->size(); ++i) a->bytes()[i] = static_cast<std::byte>(random() % (a == &codes || bits == 8 ? 256 : 17));
+      for (std::int64_t i = 0; i < n * (k / group); ++i) cpu::write(scales.on({}), i, (0.1f + 0.01f * static_cast<float>(random() % 32)) / (bits == 4 ? 1 : 16));
       for (const Array* a : {&codes, &scales, &offsets}) a->upload();
     } else {
       const Array weight(DType::f32, {n, k}, static_cast<unsigned>(random()));
-      for (const Device d : both) w4_quantize(context(d), weight.on(d), group, zeros, codes.on(d), scales.on(d), offsets.on(d));
+      for (const Device d : both) w4_quantize(context(d), weight.on(d), bits, group, zeros, codes.on(d), scales.on(d), offsets.on(d));
       EXPECT_TRUE(codes.same_bytes() && scales.same_bytes() && offsets.same_bytes()) << "quantised";
     }
-    const W4Sizes sizes = w4_sizes("test", n, k, group, zeros);
+    const W4Sizes sizes = w4_sizes("test", n, k, bits, group, zeros);
     kernel_codes = Array(DType::u8, {sizes.codes});
     kernel_scales = Array(DType::u8, {sizes.scales});
     if (offsets.given()) kernel_offsets = Array(DType::u8, {sizes.offsets});
@@ -318,8 +318,8 @@ struct Weight {
       perm = Array(order);
     }
     for (const Device d : both) {
-      w4_pack(context(d), codes.on(d), scales.on(d), offsets.on(d), zeros, group, kernel_codes.on(d), kernel_scales.on(d), kernel_offsets.on(d));
-      views[d == gpu] = w4_view(n, k, group, zeros, scale_dtype, kernel_codes.on(d), kernel_scales.on(d), kernel_offsets.on(d), perm.on(d));
+      w4_pack(context(d), codes.on(d), scales.on(d), offsets.on(d), zeros, bits, group, kernel_codes.on(d), kernel_scales.on(d), kernel_offsets.on(d));
+      views[d == gpu] = w4_view(n, k, bits, group, zeros, scale_dtype, kernel_codes.on(d), kernel_scales.on(d), kernel_offsets.on(d), perm.on(d));
     }
     EXPECT_TRUE(kernel_codes.same_bytes() && kernel_scales.same_bytes() && kernel_offsets.same_bytes()) << "packed";
   }
@@ -334,20 +334,24 @@ template <class F>
 void for_each_weight(const F& body) {
   Random random(3);
   int act_order = 0;   // every third
-  for (const W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::integer, W4Zeros::minima})
+  struct Form {
+    int bits;
+    W4Zeros zeros;
+  };
+  for (const auto [bits, zeros] : {Form{4, W4Zeros::symmetric}, {4, W4Zeros::integer}, {4, W4Zeros::minima}, {8, W4Zeros::symmetric}, {8, W4Zeros::integer}})
     for (const int group : {32, 64, 128, 200}) {
       const std::int64_t n = 147, k = group == 128 ? 640 : group == 200 ? 200 : 576;   // 200: one group for all of K
       const DType scale_dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       const bool ordered = ++act_order % 3 == 0;
-      SCOPED_TRACE(testing::Message() << name(zeros) << " group " << group << " scales " << name(scale_dtype) << (ordered ? " act-order" : ""));
-      body(Weight(n, k, group, zeros, scale_dtype, ordered, random), random);
+      SCOPED_TRACE(testing::Message() << bits << " bits " << name(zeros) << " group " << group << " scales " << name(scale_dtype) << (ordered ? " act-order" : ""));
+      body(Weight(n, k, bits, group, zeros, scale_dtype, ordered, random), random);
     }
 }
 
-TEST_F(Gpu, FormsOfFourBitWeights) {
+TEST_F(Gpu, FormsOfPackedWeights) {
   for_each_weight([](const Weight& w, Random& random) {
     const W4View& view = w.on({});
-    const Array codes(DType::u8, {view.n, view.k / 2}), scales(view.scale_dtype, {view.n, view.k / view.group});
+    const Array codes(DType::u8, {view.n, view.k * view.bits / 8}), scales(view.scale_dtype, {view.n, view.k / view.group});
     const Array offsets = w.offsets.given() ? Array(w.offsets.on({}).dtype, {view.n, view.k / view.group}) : Array();
     const Array meant(one_in(3, random) ? DType::f32 : one_in(2, random) ? DType::f16 : DType::bf16, {view.n, view.k});
     for (const Device d : both) {
@@ -360,8 +364,11 @@ TEST_F(Gpu, FormsOfFourBitWeights) {
   });
 }
 
-TEST_F(Gpu, ProductsWithFourBitWeights) {
+TEST_F(Gpu, ProductsWithPackedWeights) {
   for_each_weight([](const Weight& w, Random& random) {
+    const bool four = w.on({}).bits == 4;
+    const auto workspace_of = four ? w4a16_workspace : w8a16_workspace;
+    const auto multiply = four ? w4a16_matmul : w8a16_matmul;
     for (const std::int64_t m : {1, 9, 20, 40, 70}) {   // a regime each
       const DType dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       MatmulOptions options{.batch_invariant = one_in(3, random)};
@@ -374,14 +381,14 @@ TEST_F(Gpu, ProductsWithFourBitWeights) {
         x.shape[1] = k;
         return x;
       };
-      const Array workspace(DType::u8, {static_cast<std::int64_t>(w4a16_workspace(context(gpu), x_on(gpu), w.on(gpu), options))});
+      const Array workspace(DType::u8, {static_cast<std::int64_t>(workspace_of(context(gpu), x_on(gpu), w.on(gpu), options))});
       for (const Device d : both) {
         if (m > 1) {
           options.bias = bias.on(d);
           options.residual = residual.on(d);
           options.activation = Activation::silu;
         }
-        w4a16_matmul(context(d, workspace), x_on(d), w.on(d), y.on(d), options);
+        multiply(context(d, workspace), x_on(d), w.on(d), y.on(d), options);
       }
       y.expect_close(tolerance(dtype));
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What any plan of a 4-bit product must be, over many problems: every tile of K in exactly one chunk, chunks that start on
+// What any plan of a product with a weight of 4 or 8 bits must be, over many problems: every tile of K in exactly one chunk, chunks that start on
 // a span, shared memory that every supported GPU has, a workspace bounded by the device, bits that depend on m by regime.
 #include <gtest/gtest.h>
 
@@ -23,7 +23,8 @@ void for_each_problem(F&& f) {
     for (std::int64_t m : rows)
       for (int group : {32, 64, 128, static_cast<int>(w.k)})
         for (int sms : {1, 46, 108, 132})
-          if (w.k % group == 0) f(W4Problem{.m = m, .n = w.n, .k = w.k, .group = group, .sms = sms});
+          for (int bits : {4, 8})
+            if (w.k % group == 0) f(W4Problem{.m = m, .n = w.n, .k = w.k, .bits = bits, .group = group, .sms = sms});
 }
 
 // With all that may have to be prepared, and more tokens than are prepared at once.
@@ -34,6 +35,7 @@ void for_each_tiles_problem(F&& f) {
     for (const std::int64_t m : {p.m, 11 * p.m})
       for (const bool copy : {false, true})
         for (const bool minima : {false, true}) {
+          if (minima && p.bits == 8) continue;
           p.m = m;
           p.copy_x = copy;
           p.minima = minima;
@@ -51,9 +53,9 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       const std::int64_t outputs = p.gated ? p.n / 2 : p.n;
       const bool apart = p.gated && outputs % w4_tile_n != 0;
       const W4Plan plan = plan_w4a16(p);
-      const W4Form form = w4_forms[plan.form];
+      const W4Form form = w4_form(p.bits, plan.form);
       const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, chunk = plan.chunk_steps;
-      SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms);
+      SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms << " bits " << p.bits);
       EXPECT_GE(plan.splits * chunk, steps);
       EXPECT_LT((plan.splits - 1) * chunk, steps);
       EXPECT_EQ(w4_step_k % plan.span, 0);
@@ -84,14 +86,23 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
   });
 }
 
+// Clusters, workspaces and what finishes sums know nothing of W's bits.
+TEST(W4Plan, FormsOfBothBitsTakeTheSameTokens) {
+  for (int form = 0; form < 4; ++form) EXPECT_EQ(w4_form(4, form).token_tiles, w4_form(8, form).token_tiles);
+  for (int form = 0; form < 3; ++form) {
+    EXPECT_EQ(w4_tiles_form(4, form).tokens, w4_tiles_form(8, form).tokens);
+    EXPECT_EQ(w4_tiles_form(4, form).threads(), w4_tiles_form(8, form).threads());
+  }
+}
+
 TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
   for_each_tiles_problem([](const W4Problem& p) {
     const W4Plan plan = plan_w4a16(p);
-    SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms
+    SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms << " bits " << p.bits
                                     << (p.copy_x ? " copy" : "") << (p.minima ? " minima" : ""));
     ASSERT_EQ(plan.tiles, p.m > w4_stream_tokens);
     if (!plan.tiles) return;
-    const W4TilesForm form = w4_tiles_forms[plan.form];
+    const W4TilesForm form = w4_tiles_form(p.bits, plan.form);
     const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, chunk = plan.chunk_steps, ctas = plan.row_blocks * plan.token_blocks * plan.splits;
     EXPECT_GE(plan.splits * chunk, steps);
     EXPECT_LT((plan.splits - 1) * chunk, steps);
@@ -120,7 +131,7 @@ TEST(W4Plan, WhatIsPreparedForTilesHasRoom) {
     if (!plan.tiles) return;
     SCOPED_TRACE(testing::Message() << "m " << p.m << " k " << p.k << " group " << p.group << (p.copy_x ? " copy" : "") << (p.minima ? " minima" : ""));
     EXPECT_EQ(plan.launch_tokens, std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : p.m));
-    const W4TilesForm form = w4_tiles_forms[plan.form];
+    const W4TilesForm form = w4_tiles_form(p.bits, plan.form);
     EXPECT_TRUE(plan.launch_tokens == p.m || plan.launch_tokens % form.tokens == 0);   // only the last launch has a block with less
     EXPECT_EQ(plan.copy_bytes, p.copy_x ? static_cast<std::size_t>(plan.launch_tokens * ((p.k + 7) / 8) * 16) : 0u);
     const std::int64_t spans = (w4_tiles_k(p.k) + 1) / 2 * (w4_step_k / plan.span);
