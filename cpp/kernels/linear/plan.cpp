@@ -50,6 +50,17 @@ void plan_stream(const LinearProblem& p, LinearPlan& plan) {
   plan.why = plan.splits > 1 ? "few rows of W: K is split to fill the device" : "whole rows of W, streamed";
 }
 
+// As many chunks of K as still run at once, two CTAs a multiprocessor, unless they are hardly a ring long.
+void plan_boxes(const LinearProblem& p, LinearPlan& plan) {
+  const std::int64_t steps = divide_up(p.k, linear_box_k), at_once = 2 * std::int64_t{std::max(p.sms, 1)};
+  plan.path = LinearPath::boxes;
+  while (linear_box_forms[plan.form].tokens < std::min<std::int64_t>(p.m, linear_box_tokens)) ++plan.form;
+  plan.row_blocks = divide_up(p.n, linear_box_rows);
+  plan.token_blocks = divide_up(p.m, linear_box_tokens);
+  while (plan.cluster < linear_box_cluster && 2 * plan.cluster * plan.row_blocks <= at_once && steps >= 8 * plan.cluster) plan.cluster *= 2;
+  plan.why = "up to 64 tokens at a time on wgmma";
+}
+
 // The tile whose busiest SM has least to do. A step of 64 k of the small one waits for L2, of the large one for the tensor
 // cores: rough cycles of an H200.
 int collective_form(const LinearProblem& p) {
@@ -66,6 +77,10 @@ int collective_form(const LinearProblem& p) {
 
 LinearPlan plan_linear(const LinearProblem& p) {
   LinearPlan plan;
+  if (p.wgmma && p.boxes && (!p.tiles || p.m <= linear_box_tokens)) {
+    plan_boxes(p, plan);
+    return plan;
+  }
   if (!p.tiles || p.m <= linear_stream_tokens) {
     plan_stream(p, plan);
     return plan;

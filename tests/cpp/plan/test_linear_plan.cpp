@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What any plan of a 16-bit product must be, over many problems: every step of K in exactly one chunk, no more warps and shared memory
-// than a CTA has, a workspace bounded by the device, up to 16 tokens nothing that a bit depends on taken from m.
+// than a CTA has, a workspace bounded by the device, for few tokens nothing that a bit depends on taken from m.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -23,19 +23,41 @@ void for_each_problem(F&& f) {
   for (const Weight& w : weights)
     for (std::int64_t m : rows)
       for (int sms : {1, 46, 108, 132})
-        for (bool tiles : {false, true})
+        for (int pieces : {0, 1, 2})
           for (bool wgmma : {false, true}) {
-            const LinearProblem p{.m = m, .n = w.n, .k = w.k, .sms = sms, .tiles = tiles, .wgmma = wgmma};
-            SCOPED_TRACE(testing::Message() << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms << (tiles ? " tiles" : "") << (wgmma ? " wgmma" : ""));
+            const LinearProblem p{.m = m, .n = w.n, .k = w.k, .sms = sms, .boxes = pieces > 0, .tiles = pieces > 1, .wgmma = wgmma};
+            SCOPED_TRACE(testing::Message() << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms << (p.boxes ? " boxes" : "")
+                                            << (p.tiles ? " tiles" : "") << (wgmma ? " wgmma" : ""));
             f(p, plan_linear(p));
           }
 }
 
-TEST(LinearPlan, FewTokensOrOddOnesAreStreamed) {
+TEST(LinearPlan, WhoRuns) {
   for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
-    const bool stream = p.m <= linear_stream_tokens || !p.tiles;
-    EXPECT_EQ(plan.path, stream ? LinearPath::stream : p.wgmma ? LinearPath::collective : LinearPath::blocks);
+    const auto hopper = p.tiles && p.m > 64 ? LinearPath::collective : p.boxes ? LinearPath::boxes : LinearPath::stream;
+    const auto other = p.tiles && p.m > 16 ? LinearPath::blocks : LinearPath::stream;
+    EXPECT_EQ(plan.path, p.wgmma ? hopper : other);
     EXPECT_STRNE(plan.why, "");
+  });
+}
+
+TEST(LinearPlan, BoxesCoverTheProblemWithinTheDevice) {
+  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
+    if (plan.path != LinearPath::boxes) return;
+    const std::int64_t steps = (p.k + linear_box_k - 1) / linear_box_k;
+    const LinearBoxForm form = linear_box_forms[plan.form];
+    EXPECT_GE(plan.row_blocks * linear_box_rows, p.n);
+    EXPECT_LT((plan.row_blocks - 1) * linear_box_rows, p.n);
+    EXPECT_GE(plan.token_blocks * form.tokens, p.m);
+    EXPECT_LT((plan.token_blocks - 1) * form.tokens, p.m);
+    EXPECT_TRUE(plan.form == 0 || p.m > linear_box_forms[plan.form - 1].tokens);
+    EXPECT_TRUE(plan.cluster == 1 || (plan.cluster <= linear_box_cluster && plan.row_blocks * plan.cluster <= 2 * p.sms && plan.cluster * 4 <= steps));
+    EXPECT_LE(form.shared_bytes(), 113 * 1024);   // two CTAs a multiprocessor
+    const int rows = linear_box_rows / plan.cluster;
+    EXPECT_EQ(rows % linear_rows, 0);   // of a warp: one CTA finishes them
+    EXPECT_LE(plan.cluster * form.tokens * (rows + 4) * static_cast<int>(sizeof(float)), form.stages * form.stage_bytes());   // sums take the ring's place
+    EXPECT_EQ(plan.workspace_bytes, 0u);
+    EXPECT_EQ(plan_linear({.m = 1, .n = p.n, .k = p.k, .sms = p.sms, .boxes = true, .tiles = p.tiles, .wgmma = true}).cluster, plan.cluster);
   });
 }
 
@@ -59,7 +81,7 @@ TEST(LinearPlan, AStreamCoversTheProblemWithinTheDevice) {
   });
 }
 
-TEST(LinearPlan, UpToSixteenTokensTheOrderOfASumIsOne) {
+TEST(LinearPlan, UpToSixteenStreamedTokensTheOrderOfASumIsOne) {
   for_each_problem([](LinearProblem p, const LinearPlan&) {
     const auto order = [&](std::int64_t m) {
       p.m = m;
@@ -72,7 +94,10 @@ TEST(LinearPlan, UpToSixteenTokensTheOrderOfASumIsOne) {
 
 TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {6144, 4096}, {14336, 4096}, {28672, 4096}, {4096, 14336}}) {
-    const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true, .wgmma = true});
+    const LinearPlan boxes = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .boxes = true, .tiles = true, .wgmma = true});
+    EXPECT_GE(boxes.row_blocks * boxes.cluster, 100) << n;
+    EXPECT_LE(boxes.row_blocks * boxes.cluster, 264) << n;
+    const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true});
     const std::int64_t rounds = (plan.row_blocks + 131) / 132;
     EXPECT_EQ(plan.splits, 1);
     EXPECT_LE(rounds, 2);   // as many as run at once
@@ -83,9 +108,9 @@ TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
 
 TEST(LinearPlan, TheLargeTileIsForWhatFillsTheDevice) {
   const auto form = [](std::int64_t m, std::int64_t n) {
-    return plan_linear({.m = m, .n = n, .k = 4096, .sms = 132, .tiles = true, .wgmma = true}).form;
+    return plan_linear({.m = m, .n = n, .k = 4096, .sms = 132, .boxes = true, .tiles = true, .wgmma = true}).form;
   };
-  EXPECT_EQ(form(17, 4096), 0);
+  EXPECT_EQ(form(65, 4096), 0);
   EXPECT_EQ(form(256, 4096), 0);
   EXPECT_EQ(form(128, 14336), 0);
   EXPECT_EQ(form(1024, 4096), 1);

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// y = activation(x W^T + bias) + residual with W in 16 bits, on Hopper's wgmma: for up to 64 tokens, and for more where collective.cu
+// cannot be used.
+//   x [M, K]   W [N, K]   rows in 16-byte pieces, evenly spaced    y, residual [M, N]   bias [N]   any strides
+//
+// W's rows are the M of wgmma, tokens its N: 8, 16, 32 or 64. A CTA takes 128 rows of W, that many tokens and one chunk of K; one thread
+// brings boxes of 64 k of W and of x (TMA, swizzled, a ring of `stages`), eight warps multiply, both operands from shared memory. The chunks
+// of K of the same rows are a cluster, which takes steps of 64 k in turn, so that neighbours in memory are read at the same time; the CTAs of
+// a cluster finish an even share of the rows each, from the sums of all in order. There is no workspace.
+//
+// Cost: 2 N K bytes of W; a step of a CTA is 16 KB of W, 128 bytes a token of x from L2, and some 150 cycles of the tensor cores: the bytes of
+// W are the roof as long as 40 KB a multiprocessor are on their way. Stages hold 64 to 96 KB, at most 113 KB with x: the next kernel's
+// CTAs fit beside the last ones of this, and start as soon as these have asked for all of theirs.
+// Sync: `full` (a stage's bytes have come) and `free` (all warps have read it), barriers in shared memory; the cluster: all have read their
+// last stage, where the sums of others are put, and the sums have come. W may start on its way to L2 while the kernel before still
+// runs; nothing is read before that has ended.
+#include <cuda.h>
+#include <cute/arch/cluster_sm90.hpp>
+
+#include <bit>
+
+#include "kernels/linear/params.h"
+#include "kernels/products/finish.cuh"
+#include "kernels/tensor_map.h"
+#include "kernels/warmup.h"
+#include "tile/grid.cuh"
+#include "tile/tensor_copy.cuh"
+#include "tile/wgmma.cuh"
+
+namespace rooftile::gpu {
+namespace {
+
+struct LinearBoxParams {
+  LinearParams product;
+  int cluster_shift;   // log2 of the chunks of K
+  CUtensorMap w, x;
+};
+
+template <class Element, int form_>
+struct LinearBox {
+  using T = Element;
+  static constexpr LinearBoxForm form = linear_box_forms[form_];
+  static constexpr int tokens = form.tokens, stages = form.stages;
+  static constexpr int warps = linear_box_rows / 16, threads = 32 * (warps + 1);   // one brings, the others multiply
+};
+
+template <class Cfg>
+__global__ void __launch_bounds__(Cfg::threads, 2) linear_boxes_of([[maybe_unused]] const __grid_constant__ LinearBoxParams params) {
+#ifdef ROOFTILE_WGMMA
+  using T = typename Cfg::T;
+  constexpr int N = Cfg::tokens, S = Cfg::stages, warps = Cfg::warps, w_bytes = linear_box_rows * linear_box_k * 2, stage_bytes = Cfg::form.stage_bytes();
+  const LinearParams& p = params.product;
+  extern __shared__ __align__(1024) std::uint8_t shared[];
+  tile::Barrier* const full = reinterpret_cast<tile::Barrier*>(shared + S * stage_bytes);
+  tile::Barrier* const free = full + S;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int shift = params.cluster_shift, cluster = 1 << shift, rank = static_cast<int>(blockIdx.x) & (cluster - 1);
+  // neighbouring clusters share rows of W
+  const unsigned at = blockIdx.x >> shift;
+  const int row0 = static_cast<int>(at / p.token_blocks) * linear_box_rows, token0 = static_cast<int>(at % p.token_blocks) * N;
+  const int steps = (p.steps - rank + cluster - 1) >> shift, k0 = rank * linear_box_k, k_step = cluster * linear_box_k;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < S; ++s) {
+      full[s].init(1);
+      free[s].init(warps);
+    }
+    tile::publish_barriers();
+  }
+  __syncthreads();   // the barriers are there
+
+  float sum[N / 2] = {};   // rows g, g + 8 of the warp's 16 x tokens as in tile/wgmma.cuh
+  if (warp == warps) {
+    if (cute::elect_one_sync()) {
+      for (int step = 0; step < min(S, steps); ++step) tile::prefetch_box(params.w, k0 + step * k_step, row0);
+      tile::wait_for_previous_kernel();
+#pragma unroll 1
+      for (int step = 0, s = 0, parity = 1, k = k0; step < steps; ++step, k += k_step) {
+        free[s].wait(parity);
+        full[s].arrive_and_expect(stage_bytes);
+        std::uint8_t* const to = shared + s * stage_bytes;
+        tile::copy_box(to, params.w, k, row0, full[s]);
+        tile::copy_box(to + w_bytes, params.x, k, token0, full[s]);
+        if (++s == S) s = 0, parity ^= 1;
+      }
+      tile::let_next_kernel_start();
+    }
+    __syncwarp();
+  } else {
+    const std::uint64_t operands = tile::swizzled_operand(shared);
+#pragma unroll 1
+    for (int step = 0, s = 0, parity = 0; step < steps; ++step) {
+      full[s].wait(parity);
+      const std::uint64_t x = operands + (s * stage_bytes + w_bytes) / 16, w = operands + (s * stage_bytes + warp / 4 * (w_bytes / 2)) / 16;
+      tile::pin(sum);
+      tile::begin_wgmma();
+#pragma unroll
+      for (int i = 0; i < linear_box_k / 16; ++i) tile::wgmma<T>(sum, w + 2 * i, x + 2 * i);
+      tile::end_wgmma_batch();
+      tile::wait_for_wgmma<0>();
+      tile::pin(sum);
+      if (lane == 0) free[s].arrive();
+      if (++s == S) s = 0, parity ^= 1;
+    }
+  }
+
+  // fp32 [chunk][token][rows that this CTA finishes], where the ring was
+  tile::arrive_at_cluster();
+  const int rows = linear_box_rows >> shift, pitch = rows + 4;
+  float* const sums = reinterpret_cast<float*>(shared);
+  tile::wait_for_previous_kernel();   // bias and residual, and what y held, are of other kernels
+  tile::wait_for_cluster();   // all of it have read their last stage
+  if (warp < warps) {
+    float* const to = tile::in_block(sums, warp * 16 / rows) + (rank * N + 2 * t) * pitch + warp * 16 % rows + g;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) to[(i / 4 * 8 + i % 2) * pitch + i / 2 % 2 * 8] = sum[i];
+  }
+  tile::sync_cluster();   // the sums have come
+  const int fours = rows / 4, tokens = static_cast<int>(min(std::int64_t{N}, p.tokens - token0));
+  for (int item = threadIdx.x; item < tokens * fours; item += Cfg::threads) {
+    const int token = item / fours, four = item % fours;
+    float4 total = {};
+    for (int chunk = 0; chunk < cluster; ++chunk) {
+      const float4 part = *reinterpret_cast<const float4*>(sums + (chunk * N + token) * pitch + 4 * four);
+      total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+    }
+    Outputs<T>(p, row0 + rank * rows + 4 * four).store(token0 + token, total, {});
+  }
+#endif
+}
+
+template <class Cfg>
+void launch(const DeviceScope& scope, const LinearParams& p, int cluster, DType dtype) {
+  LinearBoxParams params{.product = p, .cluster_shift = std::countr_zero(static_cast<unsigned>(cluster)), .w = {}, .x = {}};
+  params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, linear_box_rows, linear_box_k);
+  params.x = rows_map(scope.op(), p.x.data, dtype, {.rows = p.tokens, .columns = p.k, .stride = p.x_stride}, Cfg::tokens, linear_box_k);
+  scope.launch(linear_boxes_of<Cfg>, std::int64_t{p.token_blocks} * p.row_blocks * cluster, Cfg::threads, Cfg::form.shared_bytes(), params,
+               Overlap::with_previous, cluster);
+}
+
+template <class T>
+void launch(const DeviceScope& scope, const LinearParams& p, int form, int cluster, DType dtype) {
+  switch (form) {
+    case 0: return launch<LinearBox<T, 0>>(scope, p, cluster, dtype);
+    case 1: return launch<LinearBox<T, 1>>(scope, p, cluster, dtype);
+    case 2: return launch<LinearBox<T, 2>>(scope, p, cluster, dtype);
+    default: return launch<LinearBox<T, 3>>(scope, p, cluster, dtype);
+  }
+}
+
+template <class T>
+void load(const char* op) {
+  load_kernel(op, linear_boxes_of<LinearBox<T, 0>>);
+  load_kernel(op, linear_boxes_of<LinearBox<T, 1>>);
+  load_kernel(op, linear_boxes_of<LinearBox<T, 2>>);
+  load_kernel(op, linear_boxes_of<LinearBox<T, 3>>);
+}
+
+}  // namespace
+
+void linear_boxes(const DeviceScope& scope, const LinearParams& p, DType dtype, int form, int cluster) {
+  tile::with_element16(dtype, [&](auto e) { launch<decltype(e)>(scope, p, form, cluster, dtype); });
+}
+
+void load_linear_boxes(const char* op) {
+  load<tile::half>(op);
+  load<tile::bf16>(op);
+}
+
+}  // namespace rooftile::gpu
