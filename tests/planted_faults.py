@@ -236,10 +236,10 @@ FAULTS = {
         "",
     ),
     "linear_box_step": Fault(
-        "the last step of some chunks of K is left out",
+        "the last step of K is left out",
         LINEAR + "boxes.cu",
-        "(p.steps - rank + cluster - 1) >> shift",
-        "(p.steps - rank) >> shift",
+        "p.steps - first)",
+        "p.steps - first - 1)",
     ),
     "linear_box_tail": Fault(
         "what lies behind the end of a row of W counts",

@@ -32,6 +32,7 @@ namespace {
 
 struct LinearBoxParams {
   LinearParams product;
+  int rows, stages;    // of the CTA; of its ring
   int cluster_shift;   // log2 of the chunks of K
   CUtensorMap w, x;
 };
@@ -39,27 +40,26 @@ struct LinearBoxParams {
 template <class Element, int form_>
 struct LinearBox {
   using T = Element;
-  static constexpr LinearBoxForm form = linear_box_forms[form_];
-  static constexpr int tokens = form.tokens, stages = form.stages;
-  static constexpr int warps = linear_box_rows / 16, threads = 32 * (warps + 1);   // one brings, the others multiply
+  static constexpr int tokens = linear_box_forms[form_];
 };
 
 template <class Cfg>
-__global__ void __launch_bounds__(Cfg::threads, 2) linear_boxes_of([[maybe_unused]] const __grid_constant__ LinearBoxParams params) {
+__global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear_boxes_of([[maybe_unused]] const __grid_constant__ LinearBoxParams params) {
 #ifdef ROOFTILE_WGMMA
   using T = typename Cfg::T;
-  constexpr int N = Cfg::tokens, S = Cfg::stages, warps = Cfg::warps, w_bytes = linear_box_rows * linear_box_k * 2, stage_bytes = Cfg::form.stage_bytes();
+  constexpr int N = Cfg::tokens;
   const LinearParams& p = params.product;
+  const int R = params.rows, S = params.stages, w_bytes = linear_box_bytes(R), stage_bytes = linear_box_bytes(R + N);
   extern __shared__ __align__(1024) std::uint8_t shared[];
   tile::Barrier* const full = reinterpret_cast<tile::Barrier*>(shared + S * stage_bytes);
   tile::Barrier* const free = full + S;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warps = static_cast<int>(blockDim.x) / 32 - 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int shift = params.cluster_shift, cluster = 1 << shift, rank = static_cast<int>(blockIdx.x) & (cluster - 1);
   // neighbouring clusters share rows of W
   const unsigned at = blockIdx.x >> shift;
-  const int row0 = static_cast<int>(at / p.token_blocks) * linear_box_rows, token0 = static_cast<int>(at % p.token_blocks) * N;
-  const int steps = (p.steps - rank + cluster - 1) >> shift, k0 = rank * linear_box_k, k_step = cluster * linear_box_k;
+  const int row0 = static_cast<int>(at / p.token_blocks) * R, token0 = static_cast<int>(at % p.token_blocks) * N;
+  const int first = rank * p.chunk_steps, steps = max(0, min(p.chunk_steps, p.steps - first));
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
@@ -73,10 +73,10 @@ __global__ void __launch_bounds__(Cfg::threads, 2) linear_boxes_of([[maybe_unuse
   float sum[N / 2] = {};   // rows g, g + 8 of the warp's 16 x tokens as in tile/wgmma.cuh
   if (warp == warps) {
     if (cute::elect_one_sync()) {
-      for (int step = 0; step < min(S, steps); ++step) tile::prefetch_box(params.w, k0 + step * k_step, row0);
+      for (int step = 0; step < min(S, steps); ++step) tile::prefetch_box(params.w, (first + step) * linear_box_k, row0);
       tile::wait_for_previous_kernel();
 #pragma unroll 1
-      for (int step = 0, s = 0, parity = 1, k = k0; step < steps; ++step, k += k_step) {
+      for (int step = 0, s = 0, parity = 1, k = first * linear_box_k; step < steps; ++step, k += linear_box_k) {
         free[s].wait(parity);
         full[s].arrive_and_expect(stage_bytes);
         std::uint8_t* const to = shared + s * stage_bytes;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Cfg::threads, 2) linear_boxes_of([[maybe_unuse
 #pragma unroll 1
     for (int step = 0, s = 0, parity = 0; step < steps; ++step) {
       full[s].wait(parity);
-      const std::uint64_t x = operands + (s * stage_bytes + w_bytes) / 16, w = operands + (s * stage_bytes + warp / 4 * (w_bytes / 2)) / 16;
+      const std::uint64_t x = operands + (s * stage_bytes + w_bytes) / 16, w = operands + (s * stage_bytes + warp / 4 * linear_box_bytes(64)) / 16;
       tile::pin(sum);
       tile::begin_wgmma();
 #pragma unroll
@@ -107,18 +107,23 @@ __global__ void __launch_bounds__(Cfg::threads, 2) linear_boxes_of([[maybe_unuse
 
   // fp32 [chunk][token][rows that this CTA finishes], where the ring was
   tile::arrive_at_cluster();
-  const int rows = linear_box_rows >> shift, pitch = rows + 4;
+  const int rows = R >> shift, pitch = rows + 4;
   float* const sums = reinterpret_cast<float*>(shared);
   tile::wait_for_previous_kernel();   // bias and residual, and what y held, are of other kernels
   tile::wait_for_cluster();   // all of it have read their last stage
   if (warp < warps) {
-    float* const to = tile::in_block(sums, warp * 16 / rows) + (rank * N + 2 * t) * pitch + warp * 16 % rows + g;
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) to[(i / 4 * 8 + i % 2) * pitch + i / 2 % 2 * 8] = sum[i];
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp * 16 + 8 * half;
+      if (row >= R) break;   // a warp may have fewer
+      float* const to = tile::in_block(sums, row / rows) + (rank * N + 2 * t) * pitch + row % rows + g;
+#pragma unroll
+      for (int i = 0; i < N / 4; ++i) to[(i / 2 * 8 + i % 2) * pitch] = sum[i / 2 * 4 + 2 * half + i % 2];
+    }
   }
   tile::sync_cluster();   // the sums have come
   const int fours = rows / 4, tokens = static_cast<int>(min(std::int64_t{N}, p.tokens - token0));
-  for (int item = threadIdx.x; item < tokens * fours; item += Cfg::threads) {
+  for (int item = threadIdx.x; item < tokens * fours; item += static_cast<int>(blockDim.x)) {
     const int token = item / fours, four = item % fours;
     float4 total = {};
     for (int chunk = 0; chunk < cluster; ++chunk) {
@@ -131,21 +136,22 @@ __global__ void __launch_bounds__(Cfg::threads, 2) linear_boxes_of([[maybe_unuse
 }
 
 template <class Cfg>
-void launch(const DeviceScope& scope, const LinearParams& p, int cluster, DType dtype) {
-  LinearBoxParams params{.product = p, .cluster_shift = std::countr_zero(static_cast<unsigned>(cluster)), .w = {}, .x = {}};
-  params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, linear_box_rows, linear_box_k);
+void launch_form(const DeviceScope& scope, const LinearParams& p, const LinearPlan& plan, DType dtype) {
+  LinearBoxParams params{.product = p, .rows = plan.box_rows, .stages = plan.stages,
+                         .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)), .w = {}, .x = {}};
+  params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, plan.box_rows, linear_box_k);
   params.x = rows_map(scope.op(), p.x.data, dtype, {.rows = p.tokens, .columns = p.k, .stride = p.x_stride}, Cfg::tokens, linear_box_k);
-  scope.launch(linear_boxes_of<Cfg>, std::int64_t{p.token_blocks} * p.row_blocks * cluster, Cfg::threads, Cfg::form.shared_bytes(), params,
-               Overlap::with_previous, cluster);
+  scope.launch(linear_boxes_of<Cfg>, plan.token_blocks * plan.row_blocks * plan.cluster, linear_box_threads(plan.box_rows), plan.shared_bytes, params,
+               Overlap::with_previous, plan.cluster);
 }
 
 template <class T>
-void launch(const DeviceScope& scope, const LinearParams& p, int form, int cluster, DType dtype) {
-  switch (form) {
-    case 0: return launch<LinearBox<T, 0>>(scope, p, cluster, dtype);
-    case 1: return launch<LinearBox<T, 1>>(scope, p, cluster, dtype);
-    case 2: return launch<LinearBox<T, 2>>(scope, p, cluster, dtype);
-    default: return launch<LinearBox<T, 3>>(scope, p, cluster, dtype);
+void launch(const DeviceScope& scope, const LinearParams& p, const LinearPlan& plan, DType dtype) {
+  switch (plan.form) {
+    case 0: return launch_form<LinearBox<T, 0>>(scope, p, plan, dtype);
+    case 1: return launch_form<LinearBox<T, 1>>(scope, p, plan, dtype);
+    case 2: return launch_form<LinearBox<T, 2>>(scope, p, plan, dtype);
+    default: return launch_form<LinearBox<T, 3>>(scope, p, plan, dtype);
   }
 }
 
@@ -159,8 +165,8 @@ void load(const char* op) {
 
 }  // namespace
 
-void linear_boxes(const DeviceScope& scope, const LinearParams& p, DType dtype, int form, int cluster) {
-  tile::with_element16(dtype, [&](auto e) { launch<decltype(e)>(scope, p, form, cluster, dtype); });
+void linear_boxes(const DeviceScope& scope, const LinearParams& p, DType dtype, const LinearPlan& plan) {
+  tile::with_element16(dtype, [&](auto e) { launch<decltype(e)>(scope, p, plan, dtype); });
 }
 
 void load_linear_boxes(const char* op) {

@@ -52,7 +52,7 @@ KernelName name_of(const LinearPlan& plan, DType dtype, bool pieces) {
   };
   switch (plan.path) {
     case LinearPath::stream: write("cuda_%s_linear_t%d%s_split%d", plan.form == 0 ? 8 : 16, pieces ? "" : "_strided", plan.splits); break;
-    case LinearPath::boxes: write("cuda_%s_linear_box%d_split%d", linear_box_forms[plan.form].tokens, plan.cluster); break;
+    case LinearPath::boxes: write("cuda_%s_linear_box%d_split%d", linear_box_forms[plan.form], plan.cluster); break;
     case LinearPath::collective:
       write("cuda_%s_linear_tile%dx%d", linear_collectives[plan.form].rows, linear_collectives[plan.form].tokens);
       break;
@@ -90,9 +90,10 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   p.partial = static_cast<float*>(ctx.workspace);
   p.token_blocks = static_cast<unsigned>(plan.token_blocks);
   p.row_blocks = static_cast<unsigned>(plan.row_blocks);
+  p.steps = static_cast<int>((p.k + linear_step_k - 1) / linear_step_k);
+  p.chunk_steps = plan.chunk_steps;
   if (plan.path == LinearPath::boxes) {
-    p.steps = static_cast<int>((p.k + linear_box_k - 1) / linear_box_k);
-    linear_boxes(scope, p, a.x.dtype, plan.form, plan.cluster);
+    linear_boxes(scope, p, a.x.dtype, plan);
     return kernel;
   }
   if (plan.path == LinearPath::collective) {
@@ -105,8 +106,6 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   }
   p.row_tiles = plan.row_tiles;
   p.slice_shift = plan.slice_shift;
-  p.steps = static_cast<int>((p.k + linear_step_k - 1) / linear_step_k);
-  p.chunk_steps = plan.chunk_steps;
   scope.launch(stream_of(a.x.dtype, plan.form, pieces), plan.token_blocks * plan.row_blocks * plan.splits,
                32 * (plan.row_tiles << plan.slice_shift), plan.shared_bytes, p, Overlap::with_previous);
   if (p.splits > 1) finish_product(scope, p, a.x.dtype);

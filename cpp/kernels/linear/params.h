@@ -20,7 +20,7 @@ struct LinearParams : Product {
 };
 
 // One product by boxes or by tiles; its tensors lie as these need it (linear.cu). The plan's path says whose.
-void linear_boxes(const DeviceScope&, const LinearParams&, DType, int form, int cluster);
+void linear_boxes(const DeviceScope&, const LinearParams&, DType, const LinearPlan&);
 void linear_collective(const DeviceScope&, const LinearParams&, DType, int form);
 void linear_blocks(const DeviceScope&, const LinearParams&, DType);
 void load_linear_boxes(const char* op);

@@ -50,14 +50,24 @@ void plan_stream(const LinearProblem& p, LinearPlan& plan) {
   plan.why = plan.splits > 1 ? "few rows of W: K is split to fill the device" : "whole rows of W, streamed";
 }
 
-// As many chunks of K as still run at once, two CTAs a multiprocessor, unless they are hardly a ring long.
+// CTAs that all read as much, one a multiprocessor; two, three ... where they would have more than 128 rows.
 void plan_boxes(const LinearProblem& p, LinearPlan& plan) {
-  const std::int64_t steps = divide_up(p.k, linear_box_k), at_once = 2 * std::int64_t{std::max(p.sms, 1)};
+  const std::int64_t steps = divide_up(p.k, linear_box_k), sms = std::max(p.sms, 1);
+  const auto rows = [&](int cluster, std::int64_t each) { return divide_up(divide_up(std::max<std::int64_t>(p.n, 1) * cluster, sms * each), 16) * 16; };
   plan.path = LinearPath::boxes;
-  while (linear_box_forms[plan.form].tokens < std::min<std::int64_t>(p.m, linear_box_tokens)) ++plan.form;
-  plan.row_blocks = divide_up(p.n, linear_box_rows);
+  while (linear_box_forms[plan.form] < std::min<std::int64_t>(p.m, linear_box_tokens)) ++plan.form;
+  plan.cluster = rows(2, 1) <= linear_box_rows && steps >= 16 ? 2 : 1;
+  std::int64_t each = 1;
+  while (rows(plan.cluster, each) > linear_box_rows) ++each;
+  plan.box_rows = static_cast<int>(rows(plan.cluster, each));
+  plan.row_blocks = divide_up(p.n, plan.box_rows);
   plan.token_blocks = divide_up(p.m, linear_box_tokens);
-  while (plan.cluster < linear_box_cluster && 2 * plan.cluster * plan.row_blocks <= at_once && steps >= 8 * plan.cluster) plan.cluster *= 2;
+  plan.chunk_steps = static_cast<int>(divide_up(steps, plan.cluster));
+  // What lies behind the last stage is read, and not used, where rows are no multiple of 64.
+  const int stage_bytes = linear_box_bytes(plan.box_rows + linear_box_forms[plan.form]) + 16, behind = linear_box_bytes((64 - plan.box_rows % 64) % 64);
+  const bool alone = plan.row_blocks * plan.cluster * plan.token_blocks <= sms;
+  plan.stages = ((alone ? 180 : 110) * 1024 - behind) / stage_bytes;
+  plan.shared_bytes = static_cast<std::size_t>(plan.stages * stage_bytes + behind);
   plan.why = "up to 64 tokens at a time on wgmma";
 }
 

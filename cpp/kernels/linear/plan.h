@@ -17,16 +17,12 @@ inline constexpr int linear_warps = 8;                       // of a CTA, at mos
 inline constexpr int linear_stages = 6;                      // steps in a warp's ring
 inline constexpr int linear_stream_tokens = 16;              // of a CTA; for more tokens one of the others is used where it can be
 
-// boxes.cu. A CTA takes so many rows of W, and the tokens of a form; a step is so many k.
-inline constexpr int linear_box_rows = 128, linear_box_k = 64;
-inline constexpr int linear_box_cluster = 8;                 // chunks of K, at most
-struct LinearBoxForm {
-  int tokens, stages;
-  constexpr int stage_bytes() const { return (linear_box_rows + tokens) * linear_box_k * 2; }
-  constexpr int shared_bytes() const { return stages * (stage_bytes() + 16); }   // two barriers a stage
-};
-inline constexpr LinearBoxForm linear_box_forms[] = {{8, 6}, {16, 6}, {32, 5}, {64, 4}};
-inline constexpr int linear_box_tokens = 64;                 // of a CTA, at most; beyond, the collectives are used where they can be
+// boxes.cu
+inline constexpr int linear_box_rows = 128, linear_box_k = 64;   // of W, of a CTA at most; of one step
+constexpr int linear_box_bytes(int rows) { return rows * linear_box_k * 2; }                 // of W, or of x
+constexpr int linear_box_threads(int rows) { return ((rows + 63) / 64 * 4 + 1) * 32; }       // four warps multiply 64 rows, one brings them
+inline constexpr int linear_box_forms[] = {8, 16, 32, 64};       // tokens of a CTA; beyond, the collectives are used where they can be
+inline constexpr int linear_box_tokens = 64;
 
 // Tiles of the others: rows of W and tokens.
 struct LinearTile {
@@ -47,11 +43,13 @@ struct LinearPlan {
   LinearPath path = LinearPath::stream;
   int form = 0;                    // of boxes, collective: index into their table; of stream: 0 up to 8 tokens a CTA, else 1
   std::int64_t token_blocks = 0, row_blocks = 0;   // of stream and boxes
-  int cluster = 1;                 // of boxes: chunks of K, whose CTAs are a cluster
+  // of boxes
+  int box_rows = 0, stages = 0;    // of a CTA; of its ring
+  int cluster = 1;                 // chunks of K, whose CTAs are a cluster
   // of stream
   int row_tiles = 1, slice_shift = 0;   // a CTA has row_tiles << slice_shift warps
   int splits = 1;                  // of K; above 1 their sums meet in the workspace
-  int chunk_steps = 0;             // steps of 64 k in one split
+  int chunk_steps = 0;             // steps of 64 k in one split; of boxes: in one chunk
   std::size_t shared_bytes = 0, workspace_bytes = 0;
   const char* why = "";
 };

@@ -15,7 +15,7 @@ constexpr std::int64_t rows[] = {1, 2, 7, 8, 9, 16, 17, 32, 64, 65, 128, 300, 10
 struct Weight {
   std::int64_t n, k;
 };
-constexpr Weight weights[] = {{1, 1}, {5, 50}, {3, 0}, {192, 576}, {64, 16384}, {1024, 4096}, {4096, 4096}, {6144, 4096}, {14336, 4096},
+constexpr Weight weights[] = {{1, 1}, {0, 64}, {5, 50}, {3, 0}, {192, 576}, {64, 16384}, {1024, 4096}, {4096, 4096}, {6144, 4096}, {14336, 4096},
                               {4096, 14336}, {128256, 4096}, {17, 100000}};
 
 template <class F>
@@ -45,19 +45,24 @@ TEST(LinearPlan, BoxesCoverTheProblemWithinTheDevice) {
   for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
     if (plan.path != LinearPath::boxes) return;
     const std::int64_t steps = (p.k + linear_box_k - 1) / linear_box_k;
-    const LinearBoxForm form = linear_box_forms[plan.form];
-    EXPECT_GE(plan.row_blocks * linear_box_rows, p.n);
-    EXPECT_LT((plan.row_blocks - 1) * linear_box_rows, p.n);
-    EXPECT_GE(plan.token_blocks * form.tokens, p.m);
-    EXPECT_LT((plan.token_blocks - 1) * form.tokens, p.m);
-    EXPECT_TRUE(plan.form == 0 || p.m > linear_box_forms[plan.form - 1].tokens);
-    EXPECT_TRUE(plan.cluster == 1 || (plan.cluster <= linear_box_cluster && plan.row_blocks * plan.cluster <= 2 * p.sms && plan.cluster * 4 <= steps));
-    EXPECT_LE(form.shared_bytes(), 113 * 1024);   // two CTAs a multiprocessor
-    const int rows = linear_box_rows / plan.cluster;
-    EXPECT_EQ(rows % linear_rows, 0);   // of a warp: one CTA finishes them
-    EXPECT_LE(plan.cluster * form.tokens * (rows + 4) * static_cast<int>(sizeof(float)), form.stages * form.stage_bytes());   // sums take the ring's place
+    const int tokens = linear_box_forms[plan.form];
+    EXPECT_GE(plan.row_blocks * plan.box_rows, p.n);
+    EXPECT_LT((plan.row_blocks - 1) * plan.box_rows, p.n);
+    EXPECT_GE(plan.token_blocks * tokens, p.m);
+    EXPECT_LT((plan.token_blocks - 1) * tokens, p.m);
+    EXPECT_TRUE(plan.form == 0 || p.m > linear_box_forms[plan.form - 1]);
+    EXPECT_GE(plan.cluster * plan.chunk_steps, steps);
+    EXPECT_LE((plan.cluster - 1) * plan.chunk_steps, steps);   // the last chunk may have nothing to read, but no less
+    EXPECT_TRUE(plan.box_rows <= linear_box_rows && plan.box_rows % (8 * plan.cluster) == 0);   // eight rows have one CTA that finishes them
+    // Tensor cores read 64 rows at a time, within the CTA's shared memory; sums take the ring's place.
+    const int stage = linear_box_bytes(plan.box_rows + tokens), read = linear_box_bytes((plan.box_rows + 63) / 64 * 64);
+    EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>((plan.stages - 1) * stage + read));
+    EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>(plan.stages * (stage + 16)));
+    EXPECT_GE(plan.stages * stage, plan.cluster * tokens * (plan.box_rows / plan.cluster + 4) * static_cast<int>(sizeof(float)));
+    EXPECT_LE(plan.shared_bytes, (plan.row_blocks * plan.cluster * plan.token_blocks <= p.sms ? 227u : 113u) * 1024);
     EXPECT_EQ(plan.workspace_bytes, 0u);
-    EXPECT_EQ(plan_linear({.m = 1, .n = p.n, .k = p.k, .sms = p.sms, .boxes = true, .tiles = p.tiles, .wgmma = true}).cluster, plan.cluster);
+    const LinearPlan one = plan_linear({.m = 1, .n = p.n, .k = p.k, .sms = p.sms, .boxes = true, .tiles = p.tiles, .wgmma = true});
+    EXPECT_EQ(std::tuple(one.cluster, one.chunk_steps), std::tuple(plan.cluster, plan.chunk_steps));
   });
 }
 
@@ -95,8 +100,10 @@ TEST(LinearPlan, UpToSixteenStreamedTokensTheOrderOfASumIsOne) {
 TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {6144, 4096}, {14336, 4096}, {28672, 4096}, {4096, 14336}}) {
     const LinearPlan boxes = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .boxes = true, .tiles = true, .wgmma = true});
-    EXPECT_GE(boxes.row_blocks * boxes.cluster, 100) << n;
-    EXPECT_LE(boxes.row_blocks * boxes.cluster, 264) << n;
+    const std::int64_t ctas = boxes.row_blocks * boxes.cluster, each = (ctas + 131) / 132;
+    EXPECT_LE(each, 2);
+    EXPECT_GE(static_cast<double>(n * boxes.cluster), 0.94 * static_cast<double>(each * 132 * boxes.box_rows)) << n;
+    EXPECT_GE(boxes.stages * linear_box_bytes(boxes.box_rows), 64 * 1024);
     const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true});
     const std::int64_t rounds = (plan.row_blocks + 131) / 132;
     EXPECT_EQ(plan.splits, 1);
