@@ -3,17 +3,16 @@
 // cannot be used.
 //   x [M, K]   W [N, K]   rows in 16-byte pieces, evenly spaced    y, residual [M, N]   bias [N]   any strides
 //
-// W's rows are the M of wgmma, tokens its N: 8, 16, 32 or 64. A CTA takes 128 rows of W, that many tokens and one chunk of K; one thread
-// brings boxes of 64 k of W and of x (TMA, swizzled, a ring of `stages`), eight warps multiply, both operands from shared memory. The chunks
-// of K of the same rows are a cluster, which takes steps of 64 k in turn, so that neighbours in memory are read at the same time; the CTAs of
-// a cluster finish an even share of the rows each, from the sums of all in order. There is no workspace.
+// W's rows are the M of wgmma, tokens its N: 8, 16, 32 or 64. A CTA takes `rows` rows of W (16 to 128), that many tokens and one chunk of K;
+// one thread brings boxes of 64 k of W and of x (TMA, swizzled, a ring of `stages` of two boxes each), four warps multiply 64 rows, both operands from shared
+// memory. Two chunks of K are a cluster, whose CTAs finish half of the rows each, from the sums of both in order. There is no workspace.
 //
-// Cost: 2 N K bytes of W; a step of a CTA is 16 KB of W, 128 bytes a token of x from L2, and some 150 cycles of the tensor cores: the bytes of
-// W are the roof as long as 40 KB a multiprocessor are on their way. Stages hold 64 to 96 KB, at most 113 KB with x: the next kernel's
-// CTAs fit beside the last ones of this, and start as soon as these have asked for all of theirs.
-// Sync: `full` (a stage's bytes have come) and `free` (all warps have read it), barriers in shared memory; the cluster: all have read their
-// last stage, where the sums of others are put, and the sums have come. W may start on its way to L2 while the kernel before still
-// runs; nothing is read before that has ended.
+// Cost: 2 N K bytes of W, read evenly by all multiprocessors: rows and chunks are chosen so that each has one CTA, or as many as all others. A
+// step of 128 rows is 32 KB, 800 cycles of a multiprocessor's share of the bandwidth, in which the tensor cores work for 260; 256 bytes of x a
+// token come from L2 beside them. The bytes of W are the roof as long as 40 KB a multiprocessor are on their way: a ring holds over 64.
+// Sync: `full` (a stage's bytes have come) and `free` (all warps have read it), barriers in shared memory; the cluster: both have read their
+// last stage, where the sums of the other are put, and the sums have come. W may start on its way to L2 while the kernel before still
+// runs; nothing is read before that has ended. The next kernel is let in when all loads are under way.
 #include <cuda.h>
 #include <cute/arch/cluster_sm90.hpp>
 
@@ -47,9 +46,9 @@ template <class Cfg>
 __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear_boxes_of([[maybe_unused]] const __grid_constant__ LinearBoxParams params) {
 #ifdef ROOFTILE_WGMMA
   using T = typename Cfg::T;
-  constexpr int N = Cfg::tokens;
+  constexpr int N = Cfg::tokens, H = linear_boxes_a_step, x_bytes = linear_box_bytes(N);
   const LinearParams& p = params.product;
-  const int R = params.rows, S = params.stages, w_bytes = linear_box_bytes(R), stage_bytes = linear_box_bytes(R + N);
+  const int R = params.rows, S = params.stages, w_bytes = linear_box_bytes(R), stage_bytes = H * linear_box_bytes(R + N);
   extern __shared__ __align__(1024) std::uint8_t shared[];
   tile::Barrier* const full = reinterpret_cast<tile::Barrier*>(shared + S * stage_bytes);
   tile::Barrier* const free = full + S;
@@ -73,15 +72,18 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear
   float sum[N / 2] = {};   // rows g, g + 8 of the warp's 16 x tokens as in tile/wgmma.cuh
   if (warp == warps) {
     if (cute::elect_one_sync()) {
-      for (int step = 0; step < min(S, steps); ++step) tile::prefetch_box(params.w, (first + step) * linear_box_k, row0);
+      for (int box = 0; box < H * min(S, steps); ++box) tile::prefetch_box(params.w, (first * H + box) * linear_box_columns, row0);
       tile::wait_for_previous_kernel();
 #pragma unroll 1
       for (int step = 0, s = 0, parity = 1, k = first * linear_box_k; step < steps; ++step, k += linear_box_k) {
         free[s].wait(parity);
         full[s].arrive_and_expect(stage_bytes);
         std::uint8_t* const to = shared + s * stage_bytes;
-        tile::copy_box(to, params.w, k, row0, full[s]);
-        tile::copy_box(to + w_bytes, params.x, k, token0, full[s]);
+#pragma unroll
+        for (int box = 0; box < H; ++box) {
+          tile::copy_box(to + box * w_bytes, params.w, k + box * linear_box_columns, row0, full[s]);
+          tile::copy_box(to + H * w_bytes + box * x_bytes, params.x, k + box * linear_box_columns, token0, full[s]);
+        }
         if (++s == S) s = 0, parity ^= 1;
       }
       tile::let_next_kernel_start();
@@ -92,11 +94,14 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear
 #pragma unroll 1
     for (int step = 0, s = 0, parity = 0; step < steps; ++step) {
       full[s].wait(parity);
-      const std::uint64_t x = operands + (s * stage_bytes + w_bytes) / 16, w = operands + (s * stage_bytes + warp / 4 * linear_box_bytes(64)) / 16;
+      const std::uint64_t x = operands + (s * stage_bytes + H * w_bytes) / 16, w = operands + (s * stage_bytes + warp / 4 * linear_box_bytes(64)) / 16;
       tile::pin(sum);
       tile::begin_wgmma();
 #pragma unroll
-      for (int i = 0; i < linear_box_k / 16; ++i) tile::wgmma<T>(sum, w + 2 * i, x + 2 * i);
+      for (int box = 0; box < H; ++box)
+#pragma unroll
+        for (int i = 0; i < linear_box_columns / 16; ++i)
+          tile::wgmma<T>(sum, w + box * (w_bytes / 16) + 2 * i, x + box * (x_bytes / 16) + 2 * i);
       tile::end_wgmma_batch();
       tile::wait_for_wgmma<0>();
       tile::pin(sum);
@@ -139,8 +144,8 @@ template <class Cfg>
 void launch_form(const DeviceScope& scope, const LinearParams& p, const LinearPlan& plan, DType dtype) {
   LinearBoxParams params{.product = p, .rows = plan.box_rows, .stages = plan.stages,
                          .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)), .w = {}, .x = {}};
-  params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, plan.box_rows, linear_box_k);
-  params.x = rows_map(scope.op(), p.x.data, dtype, {.rows = p.tokens, .columns = p.k, .stride = p.x_stride}, Cfg::tokens, linear_box_k);
+  params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, plan.box_rows, linear_box_columns);
+  params.x = rows_map(scope.op(), p.x.data, dtype, {.rows = p.tokens, .columns = p.k, .stride = p.x_stride}, Cfg::tokens, linear_box_columns);
   scope.launch(linear_boxes_of<Cfg>, plan.token_blocks * plan.row_blocks * plan.cluster, linear_box_threads(plan.box_rows), plan.shared_bytes, params,
                Overlap::with_previous, plan.cluster);
 }

@@ -90,7 +90,8 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   p.partial = static_cast<float*>(ctx.workspace);
   p.token_blocks = static_cast<unsigned>(plan.token_blocks);
   p.row_blocks = static_cast<unsigned>(plan.row_blocks);
-  p.steps = static_cast<int>((p.k + linear_step_k - 1) / linear_step_k);
+  const int step_k = plan.path == LinearPath::boxes ? linear_box_k : linear_step_k;
+  p.steps = static_cast<int>((p.k + step_k - 1) / step_k);
   p.chunk_steps = plan.chunk_steps;
   if (plan.path == LinearPath::boxes) {
     linear_boxes(scope, p, a.x.dtype, plan);

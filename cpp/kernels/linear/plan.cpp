@@ -56,17 +56,20 @@ void plan_boxes(const LinearProblem& p, LinearPlan& plan) {
   const auto rows = [&](int cluster, std::int64_t each) { return divide_up(divide_up(std::max<std::int64_t>(p.n, 1) * cluster, sms * each), 16) * 16; };
   plan.path = LinearPath::boxes;
   while (linear_box_forms[plan.form] < std::min<std::int64_t>(p.m, linear_box_tokens)) ++plan.form;
-  plan.cluster = rows(2, 1) <= linear_box_rows && steps >= 16 ? 2 : 1;
+  plan.cluster = rows(2, 1) <= linear_box_rows && steps >= 8 ? 2 : 1;
   std::int64_t each = 1;
   while (rows(plan.cluster, each) > linear_box_rows) ++each;
   plan.box_rows = static_cast<int>(rows(plan.cluster, each));
   plan.row_blocks = divide_up(p.n, plan.box_rows);
   plan.token_blocks = divide_up(p.m, linear_box_tokens);
   plan.chunk_steps = static_cast<int>(divide_up(steps, plan.cluster));
+  // With a little more than half of the shared memory a CTA is alone on its multiprocessor, and so are the next kernel's, which may otherwise
+  // start in pairs. Short ones gain more by starting early.
+  const bool alone = plan.row_blocks * plan.cluster * plan.token_blocks <= sms && plan.chunk_steps > 16;
   // What lies behind the last stage is read, and not used, where rows are no multiple of 64.
-  const int stage_bytes = linear_box_bytes(plan.box_rows + linear_box_forms[plan.form]) + 16, behind = linear_box_bytes((64 - plan.box_rows % 64) % 64);
-  const bool alone = plan.row_blocks * plan.cluster * plan.token_blocks <= sms;
-  plan.stages = ((alone ? 180 : 110) * 1024 - behind) / stage_bytes;
+  const int behind = linear_box_bytes((64 - plan.box_rows % 64) % 64);
+  const int stage_bytes = linear_boxes_a_step * linear_box_bytes(plan.box_rows + linear_box_forms[plan.form]) + 16;
+  plan.stages = ((alone ? 128 : 110) * 1024 - behind) / stage_bytes;
   plan.shared_bytes = static_cast<std::size_t>(plan.stages * stage_bytes + behind);
   plan.why = "up to 64 tokens at a time on wgmma";
 }

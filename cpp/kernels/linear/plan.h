@@ -18,8 +18,9 @@ inline constexpr int linear_stages = 6;                      // steps in a warp'
 inline constexpr int linear_stream_tokens = 16;              // of a CTA; for more tokens one of the others is used where it can be
 
 // boxes.cu
-inline constexpr int linear_box_rows = 128, linear_box_k = 64;   // of W, of a CTA at most; of one step
-constexpr int linear_box_bytes(int rows) { return rows * linear_box_k * 2; }                 // of W, or of x
+inline constexpr int linear_box_rows = 128;                      // of W, of a CTA at most
+inline constexpr int linear_box_columns = 64, linear_boxes_a_step = 2, linear_box_k = linear_box_columns * linear_boxes_a_step;
+constexpr int linear_box_bytes(int rows) { return rows * linear_box_columns * 2; }
 constexpr int linear_box_threads(int rows) { return ((rows + 63) / 64 * 4 + 1) * 32; }       // four warps multiply 64 rows, one brings them
 inline constexpr int linear_box_forms[] = {8, 16, 32, 64};       // tokens of a CTA; beyond, the collectives are used where they can be
 inline constexpr int linear_box_tokens = 64;
@@ -49,7 +50,7 @@ struct LinearPlan {
   // of stream
   int row_tiles = 1, slice_shift = 0;   // a CTA has row_tiles << slice_shift warps
   int splits = 1;                  // of K; above 1 their sums meet in the workspace
-  int chunk_steps = 0;             // steps of 64 k in one split; of boxes: in one chunk
+  int chunk_steps = 0;             // steps of 64 k in one split; of boxes: of 128 k in one chunk
   std::size_t shared_bytes = 0, workspace_bytes = 0;
   const char* why = "";
 };

@@ -55,8 +55,8 @@ TEST(LinearPlan, BoxesCoverTheProblemWithinTheDevice) {
     EXPECT_LE((plan.cluster - 1) * plan.chunk_steps, steps);   // the last chunk may have nothing to read, but no less
     EXPECT_TRUE(plan.box_rows <= linear_box_rows && plan.box_rows % (8 * plan.cluster) == 0);   // eight rows have one CTA that finishes them
     // Tensor cores read 64 rows at a time, within the CTA's shared memory; sums take the ring's place.
-    const int stage = linear_box_bytes(plan.box_rows + tokens), read = linear_box_bytes((plan.box_rows + 63) / 64 * 64);
-    EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>((plan.stages - 1) * stage + read));
+    const int stage = linear_boxes_a_step * linear_box_bytes(plan.box_rows + tokens), w = linear_boxes_a_step * linear_box_bytes(plan.box_rows), read = linear_box_bytes((plan.box_rows + 63) / 64 * 64);
+    EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>((plan.stages - 1) * stage + w - linear_box_bytes(plan.box_rows) + read));
     EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>(plan.stages * (stage + 16)));
     EXPECT_GE(plan.stages * stage, plan.cluster * tokens * (plan.box_rows / plan.cluster + 4) * static_cast<int>(sizeof(float)));
     EXPECT_LE(plan.shared_bytes, (plan.row_blocks * plan.cluster * plan.token_blocks <= p.sms ? 227u : 113u) * 1024);
@@ -103,7 +103,7 @@ TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
     const std::int64_t ctas = boxes.row_blocks * boxes.cluster, each = (ctas + 131) / 132;
     EXPECT_LE(each, 2);
     EXPECT_GE(static_cast<double>(n * boxes.cluster), 0.94 * static_cast<double>(each * 132 * boxes.box_rows)) << n;
-    EXPECT_GE(boxes.stages * linear_box_bytes(boxes.box_rows), 64 * 1024);
+    EXPECT_GE(boxes.stages * linear_boxes_a_step * linear_box_bytes(boxes.box_rows), 64 * 1024);
     const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true});
     const std::int64_t rounds = (plan.row_blocks + 131) / 132;
     EXPECT_EQ(plan.splits, 1);
