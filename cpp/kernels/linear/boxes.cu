@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear
   float sum[N / 2] = {};   // rows g, g + 8 of the warp's 16 x tokens as in tile/wgmma.cuh
   if (warp == warps) {
     if (cute::elect_one_sync()) {
-      for (int box = 0; box < H * min(S, steps); ++box) tile::prefetch_box(params.w, (first * H + box) * linear_box_columns, row0);
+      // half a ring: more would compete with the kernel before
+      for (int box = 0; box < H * min(S / 2, steps); ++box) tile::prefetch_box(params.w, (first * H + box) * linear_box_columns, row0);
       tile::wait_for_previous_kernel();
 #pragma unroll 1
       for (int step = 0, s = 0, parity = 1, k = first * linear_box_k; step < steps; ++step, k += linear_box_k) {
