@@ -63,14 +63,14 @@ void plan_boxes(const LinearProblem& p, LinearPlan& plan) {
   plan.row_blocks = divide_up(p.n, plan.box_rows);
   plan.token_blocks = divide_up(p.m, linear_box_tokens);
   plan.chunk_steps = static_cast<int>(divide_up(steps, plan.cluster));
-  // With a little more than half of the shared memory a CTA is alone on its multiprocessor, and so are the next kernel's, which may otherwise
-  // start in pairs. Short ones gain more by starting early.
-  constexpr int half = 113 * 1024;
-  const bool alone = plan.row_blocks * plan.cluster * plan.token_blocks <= sms && plan.chunk_steps > 16;
   // What lies behind the last stage is read, and not used, where rows are no multiple of 64.
   const int behind = linear_box_bytes((64 - plan.box_rows % 64) % 64);
   const int stage_bytes = linear_boxes_a_step * linear_box_bytes(plan.box_rows + linear_box_forms[plan.form]) + 16;
-  plan.stages = (half - behind) / stage_bytes + (alone ? 1 : 0);
+  constexpr int half = 113 * 1024;   // of a multiprocessor's
+  plan.stages = (half - behind) / stage_bytes;
+  // With a stage more a CTA is alone on its multiprocessor, and so are the next kernel's, which may otherwise start in pairs. Short ones gain
+  // more by starting early.
+  if (plan.row_blocks * plan.cluster * plan.token_blocks <= sms && (plan.chunk_steps > 16 || plan.stages < 4)) ++plan.stages;
   plan.shared_bytes = static_cast<std::size_t>(plan.stages * stage_bytes + behind);
   plan.why = "up to 64 tokens at a time on wgmma";
 }
