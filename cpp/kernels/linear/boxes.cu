@@ -3,13 +3,14 @@
 // cannot be used.
 //   x [M, K]   W [N, K]   rows in 16-byte pieces, evenly spaced    y, residual [M, N]   bias [N]   any strides
 //
-// W's rows are the M of wgmma, tokens its N: 8, 16, 32 or 64. A CTA takes `rows` rows of W (16 to 128), that many tokens and one chunk of K;
-// one thread brings boxes of 64 k of W and of x (TMA, swizzled, a ring of `stages` of two boxes each), four warps multiply 64 rows, both operands from shared
-// memory. Two chunks of K are a cluster, whose CTAs finish half of the rows each, from the sums of both in order. There is no workspace.
+// W's rows are the M of wgmma, tokens its N: 8, 16, 32 or 64. A CTA takes `rows` rows of W (16 to 128), that many tokens and one chunk of K.
+// One thread brings boxes of 64 k of W and of x (TMA, swizzled, a ring of `stages` of two boxes each); four warps multiply 64 rows, both
+// operands from shared memory. Two chunks of K are a cluster, whose CTAs finish half of the rows each, from the sums of both in order.
+// There is no workspace.
 //
 // Cost: 2 N K bytes of W, read evenly by all multiprocessors: rows and chunks are chosen so that each has one CTA, or as many as all others. A
 // step of 128 rows is 32 KB, 800 cycles of a multiprocessor's share of the bandwidth, in which the tensor cores work for 260; 256 bytes of x a
-// token come from L2 beside them. The bytes of W are the roof as long as 40 KB a multiprocessor are on their way: a ring holds over 64.
+// token come from L2 beside them. The bytes of W are the roof as long as 40 KB a multiprocessor are on their way, of a ring of 90 KB and more.
 // Sync: `full` (a stage's bytes have come) and `free` (all warps have read it), barriers in shared memory; the cluster: both have read their
 // last stage, where the sums of the other are put, and the sums have come. W may start on its way to L2 while the kernel before still
 // runs; nothing is read before that has ended. The next kernel is let in when all loads are under way.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16-bit products: which of the four kernels a call takes, and the launch of the first of them.
+// 16-bit products: which of the four kernels a call takes, and the launch of the one that streams.
 #include <cstdio>
 #include <limits>
 
