@@ -229,11 +229,11 @@ FAULTS = {
         "  tile::wait_for_previous_kernel();\n\n#pragma unroll",
         "#pragma unroll",
     ),
-    "linear_box_full": Fault(
-        "a stage is read before its bytes have come",
+    "linear_box_x": Fault(
+        "both boxes of a step meet the first one's x",
         LINEAR + "boxes.cu",
-        "full[s].wait(parity);",
-        "",
+        "x + box * (x_bytes / 16) + 2 * i",
+        "x + 2 * i",
     ),
     "linear_box_step": Fault(
         "the last step of K is left out",
