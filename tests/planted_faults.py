@@ -247,6 +247,42 @@ FAULTS = {
         "  tile::wait_for_previous_kernel();\n\n#pragma unroll",
         "#pragma unroll",
     ),
+    "linear_box_x": Fault(
+        "both boxes of a step meet the first one's x",
+        LINEAR + "boxes.cu",
+        "x + box * (x_bytes / 16) + 2 * i",
+        "x + 2 * i",
+    ),
+    "linear_box_step": Fault(
+        "the last step of K is left out",
+        LINEAR + "boxes.cu",
+        "p.steps - first)",
+        "p.steps - first - 1)",
+    ),
+    "linear_box_tail": Fault(
+        "what lies behind the end of a row of W counts",
+        LINEAR + "boxes.cu",
+        ".columns = p.k, .stride = p.w_stride",
+        ".columns = p.w_stride, .stride = p.w_stride",
+    ),
+    "linear_box_chunk": Fault(
+        "the last chunk of K is forgotten",
+        LINEAR + "boxes.cu",
+        "for (int chunk = 0; chunk < cluster; ++chunk) {",
+        "for (int chunk = 0; chunk < max(cluster - 1, 1); ++chunk) {",
+    ),
+    "linear_box_sums": Fault(
+        "sums are added before the other blocks have put theirs",
+        LINEAR + "boxes.cu",
+        "tile::sync_cluster();",
+        "",
+    ),
+    "linear_box_wait": Fault(
+        "W and x are read while the kernel that writes them still runs",
+        LINEAR + "boxes.cu",
+        "      tile::wait_for_previous_kernel();\n#pragma unroll 1",
+        "#pragma unroll 1",
+    ),
     "linear_residual": Fault(
         "tiles forget the residual",
         LINEAR + "collective.cu",

@@ -21,6 +21,7 @@ struct Barrier {
   __device__ __forceinline__ void arrive_and_expect(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
   }
+  __device__ __forceinline__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory"); }
   // At the same barrier of block `rank` of the cluster.
   __device__ __forceinline__ void arrive_in_block(int rank) {
     asm volatile("{\n\t.reg .b32 at;\n\tmapa.shared::cluster.u32 at, %0, %1;\n\tmbarrier.arrive.shared::cluster.b64 _, [at];\n\t}" ::"r"(shared_address(this)), "r"(rank) : "memory");
@@ -52,6 +53,10 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int c
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)), "l"(&map),
                "r"(column), "r"(row), "r"(shared_address(&barrier))
                : "memory");
+}
+// Starts a box on its way to L2.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
 }
 // `bytes` bytes, not a tensor's, to this block's shared memory; they and both addresses are multiples of 16.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {

@@ -110,7 +110,12 @@ def cache_ops(device="cuda"):
         )
         tensors = (make(m, k), w.codes, w.scales, w.offsets)
         made[f"w4a16_matmul {case}"] = (lambda x, *_, w=w: rt.w4a16_matmul(x, w), tensors)
-    for case, (m, n, k) in {"split": (3, 64, 16384), "whole": (12, 96, 64), "tiles": (40, 96, 64)}.items():
+    for case, (m, n, k) in {
+        "split": (3, 64, 16380),
+        "whole": (12, 96, 60),
+        "boxes": (40, 96, 64),
+        "tiles": (100, 96, 64),
+    }.items():
         made[f"linear {case}"] = (rt.linear, (make(m, k), make(n, k)))
     return made
 
@@ -121,6 +126,7 @@ CACHE_NAMES = [
     "w4a16_matmul whole",
     "linear split",
     "linear whole",
+    "linear boxes",
     "linear tiles",
 ]
 ALL_NAMES = [*NAMES, *CACHE_NAMES]

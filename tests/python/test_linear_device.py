@@ -11,7 +11,7 @@ import torch
 from rooftile import _C
 from test_linear import activated
 
-ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 129, 300)
+ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300)
 # (N, K): tails of N, of K and of 16 bytes, every number of warps that share a row, K in chunks, many rows
 SMALL = ((64, 64), (17, 96), (5, 50), (33, 100), (49, 7), (1, 1), (8, 8), (104, 576), (576, 72), (3, 0))
 LARGE = ((64, 16384), (40, 16400), (3000, 520), (4096, 264), (20000, 136), (40000, 24))
@@ -28,10 +28,11 @@ def rows(device):
 
 def kind_of_tiles(device, m, n, k):
     """What must have run for a call whose tensors are all contiguous: None for the kernel that streams."""
-    if device == "cpu" or m <= 16 or n % 8 or k % 8 or k == 0:
+    if device == "cpu" or k % 8 or k == 0:
         return None
-    hopper = torch.cuda.get_device_capability()[0] == 9 and "90a" in _C.gpu_backend()
-    return "_tile" if hopper else "_block"
+    if torch.cuda.get_device_capability()[0] == 9 and "90a" in _C.gpu_backend():
+        return "_box" if m <= 64 or n % 8 else "_tile"
+    return "_block" if m > 16 and n % 8 == 0 else None
 
 
 def linear(*tensors, **options):
@@ -60,7 +61,7 @@ def test_exact_data_give_the_rounded_exact_product(dtype, device):
             y, kernel = linear(tx[:m], tw, bias=tb, residual=tr[:m])
             closeness.assert_exact(y, exact[:m])
             kind = kind_of_tiles(device, m, n, k)
-            assert device == "cpu" or (kind or "_split") in kernel, (m, n, k, kernel)
+            assert device == "cpu" or (kind or "_linear_t") in kernel, (m, n, k, kernel)
             closeness.assert_exact(rt.linear(tx[:m], tw), np.matmul(x[:m], weight.T))
 
 
@@ -76,14 +77,17 @@ def test_both_tiles_and_chunks_of_k(dtype, device):
         (40, 4096, 64),
         (130, 264, 4096),
         (4, 64, 16384),
+        (12, 136, 4096),
+        (20, 64, 1032),
+        (64, 20000, 520),
     ):
         x, weight = (cases.tensor(cases.exact_values(s, "tiles", *s), dtype, device) for s in ((m, k), (n, k)))
         y, kernel = linear(x, weight)
         kernels.add(kernel.partition("_linear_")[2])
         exact = x.double() @ weight.double().T
         assert torch.equal(y, exact.to(y.dtype)), (m, n, k, kernel)
-    if kind_of_tiles(device, 17, 8, 8) == "_tile" and torch.cuda.get_device_properties(0).multi_processor_count >= 100:
-        assert {"tile64x128", "tile128x256"} <= kernels
+    if kind_of_tiles(device, 65, 8, 8) == "_tile" and torch.cuda.get_device_properties(0).multi_processor_count >= 100:
+        assert {"tile64x128", "tile128x256", "box8_split2", "box16_split2", "box32_split2", "box64_split1"} <= kernels
     assert any(not kernel.endswith("_split1") for kernel in kernels if "split" in kernel)
 
 
@@ -120,7 +124,7 @@ def test_bits_do_not_depend_on_the_run_the_neighbours_or_in_a_regime_the_rows(dt
             closeness.assert_bits_equal(
                 rt.linear(x[m - 1 : m].expand(m, k).contiguous(), weight)[:1], y[m - 1 :], "place"
             )
-            regime = "few" if m <= 16 else kernel
+            regime = "few" if m <= 16 or "_box" in kernel else kernel
             first = seen.setdefault(regime, y)
             closeness.assert_bits_equal(y[: len(first)], first, f"{m} and {len(first)} rows by {kernel}")
 
@@ -157,6 +161,21 @@ def test_strides_of_every_tensor(m, dtype, device):
         closeness.assert_exact(rt.linear(moved, weight, bias=bias, residual=residual), exact)
         moved = flat[shift : shift + n * k].view(n, k).copy_(weight)
         closeness.assert_exact(rt.linear(x, moved, bias=bias, residual=residual), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_share_memory_with_their_neighbours(dtype, device):
+    """Whole pieces of 16 bytes all the same: streamed, on every GPU."""
+    for n, k in ((40, 96), (17, 640), *(((64, 16384), (4096, 264)) if device == "cuda" else ())):
+        flat = cases.tensor(cases.exact_values((8 * max(n, 20) + k,), "windows", n, k), dtype, device)
+        weight = cases.tensor(cases.exact_values((n, k), "beside windows", n, k), dtype, device)
+        for m in (2, 7, 9, 16, 20):
+            x = flat.as_strided((m, k), (8, 1))
+            windows = flat.as_strided((n, k), (8, 1))
+            for rows, w in ((x, weight), (x[1:2].expand(m, k), weight), (weight[:m], windows)):
+                y, kernel = linear(rows, w)
+                assert torch.equal(y, (rows.double() @ w.double().T).to(y.dtype)), (m, n, k, kernel)
+                assert device == "cpu" or "_linear_t" in kernel, kernel
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
@@ -266,6 +285,7 @@ def test_more_outputs_than_31_bits_count(streamed, device):
 def test_what_a_gpu_refuses_is_named(device):
     cuda_only(device)
     weight, x = torch.ones(64, 16384, device=device).half(), torch.ones(2, 16384, device=device).half()
+    odd = torch.ones(2, 16385, device=device).half()[:, 1:]
     for call, error, text in (
         (lambda: rt.linear(x.float(), weight.float()), rt.NotSupportedError, "x must be float16 or bfloat16 on a GPU"),
         (lambda: rt.linear(x, weight.cpu()), rt.ArgumentError, "weight must be on x's device"),
@@ -273,7 +293,7 @@ def test_what_a_gpu_refuses_is_named(device):
         (lambda: rt.linear(x, weight, out=x[:, :64]), rt.ArgumentError, "out must not share memory with x"),
         (lambda: rt.linear(x, weight, plan="avx2"), rt.NotSupportedError, "no variant of the GPU kernels"),
         (
-            lambda: _C.linear(x, weight, None, None, None, x.new_empty(2, 64), None, None, None),
+            lambda: _C.linear(odd, weight, None, None, None, x.new_empty(2, 64), None, None, None),
             rt.ArgumentError,
             "workspace must have .* bytes",
         ),

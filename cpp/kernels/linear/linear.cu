@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16-bit products: which of the three kernels a call takes, and the launch of the first of them.
+// 16-bit products: which of the four kernels a call takes, and the launch of the one that streams.
 #include <cstdio>
 #include <limits>
 
@@ -39,9 +39,9 @@ bool in_tiles(const TensorView& t) {
 LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a) {
   constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max(), most_n = 65535 * std::int64_t{linear_block.rows};   // counted in int; a grid's y
   const bool bias = !a.bias.given() || (a.bias.stride[0] == 1 && reinterpret_cast<std::uintptr_t>(a.bias.data) % 16 == 0);
-  const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n;
+  const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n, boxes = sizes && in_tiles(a.x) && in_tiles(a.w);
   return plan_linear({.m = a.x.rows(), .n = a.w.shape[0], .k = a.w.shape[1], .sms = scope.sms(),
-                      .tiles = sizes && bias && in_tiles(a.x) && in_tiles(a.w) && in_tiles(a.y) && in_tiles(a.residual),
+                      .boxes = boxes, .tiles = boxes && bias && in_tiles(a.y) && in_tiles(a.residual),
                       .wgmma = scope.has_wgmma()});
 }
 
@@ -52,6 +52,7 @@ KernelName name_of(const LinearPlan& plan, DType dtype, bool pieces) {
   };
   switch (plan.path) {
     case LinearPath::stream: write("cuda_%s_linear_t%d%s_split%d", plan.form == 0 ? 8 : 16, pieces ? "" : "_strided", plan.splits); break;
+    case LinearPath::boxes: write("cuda_%s_linear_box%d_split%d", linear_box_forms[plan.form], plan.cluster); break;
     case LinearPath::collective:
       write("cuda_%s_linear_tile%dx%d", linear_collectives[plan.form].rows, linear_collectives[plan.form].tokens);
       break;
@@ -87,6 +88,15 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   p.tokens = a.x.rows();
   p.splits = plan.splits;
   p.partial = static_cast<float*>(ctx.workspace);
+  p.token_blocks = static_cast<unsigned>(plan.token_blocks);
+  p.row_blocks = static_cast<unsigned>(plan.row_blocks);
+  const int step_k = plan.path == LinearPath::boxes ? linear_box_k : linear_step_k;
+  p.steps = static_cast<int>((p.k + step_k - 1) / step_k);
+  p.chunk_steps = plan.chunk_steps;
+  if (plan.path == LinearPath::boxes) {
+    linear_boxes(scope, p, a.x.dtype, plan);
+    return kernel;
+  }
   if (plan.path == LinearPath::collective) {
     linear_collective(scope, p, a.x.dtype, plan.form);
     return kernel;
@@ -95,12 +105,8 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
     linear_blocks(scope, p, a.x.dtype);
     return kernel;
   }
-  p.token_blocks = static_cast<unsigned>(plan.token_blocks);
-  p.row_blocks = static_cast<unsigned>(plan.row_blocks);
   p.row_tiles = plan.row_tiles;
   p.slice_shift = plan.slice_shift;
-  p.steps = static_cast<int>((p.k + linear_step_k - 1) / linear_step_k);
-  p.chunk_steps = plan.chunk_steps;
   scope.launch(stream_of(a.x.dtype, plan.form, pieces), plan.token_blocks * plan.row_blocks * plan.splits,
                32 * (plan.row_tiles << plan.slice_shift), plan.shared_bytes, p, Overlap::with_previous);
   if (p.splits > 1) finish_product(scope, p, a.x.dtype);
@@ -111,6 +117,7 @@ void load_linear_kernels(const char* op) {
   for (DType dtype : {DType::f16, DType::bf16})
     for (int form : {0, 1})
       for (bool pieces : {true, false}) load_kernel(op, stream_of(dtype, form, pieces));
+  load_linear_boxes(op);
   load_linear_collectives(op);
   load_linear_blocks(op);
 }

@@ -50,6 +50,31 @@ void plan_stream(const LinearProblem& p, LinearPlan& plan) {
   plan.why = plan.splits > 1 ? "few rows of W: K is split to fill the device" : "whole rows of W, streamed";
 }
 
+// CTAs that all read as much, one a multiprocessor; two, three ... where they would have more than 128 rows.
+void plan_boxes(const LinearProblem& p, LinearPlan& plan) {
+  const std::int64_t steps = divide_up(p.k, linear_box_k), sms = std::max(p.sms, 1);
+  const auto rows = [&](int cluster, std::int64_t each) { return divide_up(divide_up(std::max<std::int64_t>(p.n, 1) * cluster, sms * each), 16) * 16; };
+  plan.path = LinearPath::boxes;
+  while (linear_box_forms[plan.form] < std::min<std::int64_t>(p.m, linear_box_tokens)) ++plan.form;
+  plan.cluster = rows(2, 1) <= linear_box_rows && steps >= 8 ? 2 : 1;
+  std::int64_t each = 1;
+  while (rows(plan.cluster, each) > linear_box_rows) ++each;
+  plan.box_rows = static_cast<int>(rows(plan.cluster, each));
+  plan.row_blocks = divide_up(p.n, plan.box_rows);
+  plan.token_blocks = divide_up(p.m, linear_box_tokens);
+  plan.chunk_steps = static_cast<int>(divide_up(steps, plan.cluster));
+  // What lies behind the last stage is read, and not used, where rows are no multiple of 64.
+  const int behind = linear_box_bytes((64 - plan.box_rows % 64) % 64);
+  const int stage_bytes = linear_boxes_a_step * linear_box_bytes(plan.box_rows + linear_box_forms[plan.form]) + 16;
+  constexpr int half = 113 * 1024;   // of a multiprocessor's
+  plan.stages = (half - behind) / stage_bytes;
+  // With a stage more a CTA is alone on its multiprocessor, and so are the next kernel's, which may otherwise start in pairs. Short ones gain
+  // more by starting early.
+  if (plan.row_blocks * plan.cluster * plan.token_blocks <= sms && (plan.chunk_steps > 16 || plan.stages < 4)) ++plan.stages;
+  plan.shared_bytes = static_cast<std::size_t>(plan.stages * stage_bytes + behind);
+  plan.why = "up to 64 tokens at a time on wgmma";
+}
+
 // The tile whose busiest SM has least to do. A step of 64 k of the small one waits for L2, of the large one for the tensor
 // cores: rough cycles of an H200.
 int collective_form(const LinearProblem& p) {
@@ -66,6 +91,10 @@ int collective_form(const LinearProblem& p) {
 
 LinearPlan plan_linear(const LinearProblem& p) {
   LinearPlan plan;
+  if (p.wgmma && p.boxes && (!p.tiles || p.m <= linear_box_tokens)) {
+    plan_boxes(p, plan);
+    return plan;
+  }
   if (!p.tiles || p.m <= linear_stream_tokens) {
     plan_stream(p, plan);
     return plan;

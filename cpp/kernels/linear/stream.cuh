@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 16 bits, for few tokens, and for any where tiles cannot be used.
+// y = activation(x W^T + bias) + residual with W in 16 bits, for few tokens on GPUs that are no Hopper, and for any
+// number wherever the others cannot be used.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]   any strides
 //
 // W is the register A operand of mma m16n8k16, tokens are its N: 1 to 16 of them cost the same. A CTA takes row_tiles x 16 rows of W,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What any plan of a 16-bit product must be, over many problems: every step of K in exactly one chunk, no more warps and shared memory
-// than a CTA has, a workspace bounded by the device, up to 16 tokens nothing that a bit depends on taken from m.
+// than a CTA has, a workspace bounded by the device, for few tokens nothing that a bit depends on taken from m.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ constexpr std::int64_t rows[] = {1, 2, 7, 8, 9, 16, 17, 32, 64, 65, 128, 300, 10
 struct Weight {
   std::int64_t n, k;
 };
-constexpr Weight weights[] = {{1, 1}, {5, 50}, {3, 0}, {192, 576}, {64, 16384}, {1024, 4096}, {4096, 4096}, {6144, 4096}, {14336, 4096},
+constexpr Weight weights[] = {{1, 1}, {0, 64}, {5, 50}, {3, 0}, {192, 576}, {64, 16384}, {1024, 4096}, {4096, 4096}, {6144, 4096}, {14336, 4096},
                               {4096, 14336}, {128256, 4096}, {17, 100000}};
 
 template <class F>
@@ -23,19 +23,49 @@ void for_each_problem(F&& f) {
   for (const Weight& w : weights)
     for (std::int64_t m : rows)
       for (int sms : {1, 46, 108, 132})
-        for (bool tiles : {false, true})
+        for (int pieces : {0, 1, 2})
           for (bool wgmma : {false, true}) {
-            const LinearProblem p{.m = m, .n = w.n, .k = w.k, .sms = sms, .tiles = tiles, .wgmma = wgmma};
-            SCOPED_TRACE(testing::Message() << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms << (tiles ? " tiles" : "") << (wgmma ? " wgmma" : ""));
+            const LinearProblem p{.m = m, .n = w.n, .k = w.k, .sms = sms, .boxes = pieces > 0, .tiles = pieces > 1, .wgmma = wgmma};
+            SCOPED_TRACE(testing::Message() << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms << (p.boxes ? " boxes" : "")
+                                            << (p.tiles ? " tiles" : "") << (wgmma ? " wgmma" : ""));
             f(p, plan_linear(p));
           }
 }
 
-TEST(LinearPlan, FewTokensOrOddOnesAreStreamed) {
+TEST(LinearPlan, WhoRuns) {
   for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
-    const bool stream = p.m <= linear_stream_tokens || !p.tiles;
-    EXPECT_EQ(plan.path, stream ? LinearPath::stream : p.wgmma ? LinearPath::collective : LinearPath::blocks);
+    const auto hopper = p.tiles && p.m > 64 ? LinearPath::collective : p.boxes ? LinearPath::boxes : LinearPath::stream;
+    const auto other = p.tiles && p.m > 16 ? LinearPath::blocks : LinearPath::stream;
+    EXPECT_EQ(plan.path, p.wgmma ? hopper : other);
     EXPECT_STRNE(plan.why, "");
+  });
+}
+
+TEST(LinearPlan, BoxesCoverTheProblemWithinTheDevice) {
+  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
+    if (plan.path != LinearPath::boxes) return;
+    const std::int64_t steps = (p.k + linear_box_k - 1) / linear_box_k;
+    const int tokens = linear_box_forms[plan.form];
+    EXPECT_GE(plan.row_blocks * plan.box_rows, p.n);
+    EXPECT_LT((plan.row_blocks - 1) * plan.box_rows, p.n);
+    EXPECT_GE(plan.token_blocks * tokens, p.m);
+    EXPECT_LT((plan.token_blocks - 1) * tokens, p.m);
+    EXPECT_TRUE(plan.form == 0 || p.m > linear_box_forms[plan.form - 1]);
+    EXPECT_GE(plan.cluster * plan.chunk_steps, steps);
+    EXPECT_LE((plan.cluster - 1) * plan.chunk_steps, steps);   // the last chunk may have nothing to read, but no less
+    EXPECT_TRUE(plan.box_rows <= linear_box_rows && plan.box_rows % (8 * plan.cluster) == 0);   // eight rows have one CTA that finishes them
+    // Tensor cores read 64 rows at a time, within the CTA's shared memory; sums take the ring's place.
+    const int stage = linear_boxes_a_step * linear_box_bytes(plan.box_rows + tokens), w = linear_boxes_a_step * linear_box_bytes(plan.box_rows), read = linear_box_bytes((plan.box_rows + 63) / 64 * 64);
+    EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>((plan.stages - 1) * stage + w - linear_box_bytes(plan.box_rows) + read));
+    EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>(plan.stages * (stage + 16)));
+    EXPECT_GE(plan.stages * stage, plan.cluster * tokens * (plan.box_rows / plan.cluster + 4) * static_cast<int>(sizeof(float)));
+    const bool one_each = plan.row_blocks * plan.cluster * plan.token_blocks <= p.sms;
+    EXPECT_TRUE(one_each ? plan.chunk_steps <= 16 || plan.shared_bytes > 113u * 1024 : plan.shared_bytes <= 113u * 1024);   // or two CTAs fit
+    EXPECT_GE(plan.stages, one_each ? 3 : 2);
+    EXPECT_LE(plan.shared_bytes, 227u * 1024);
+    EXPECT_EQ(plan.workspace_bytes, 0u);
+    const LinearPlan one = plan_linear({.m = 1, .n = p.n, .k = p.k, .sms = p.sms, .boxes = true, .tiles = p.tiles, .wgmma = true});
+    EXPECT_EQ(std::tuple(one.cluster, one.chunk_steps), std::tuple(plan.cluster, plan.chunk_steps));
   });
 }
 
@@ -59,7 +89,7 @@ TEST(LinearPlan, AStreamCoversTheProblemWithinTheDevice) {
   });
 }
 
-TEST(LinearPlan, UpToSixteenTokensTheOrderOfASumIsOne) {
+TEST(LinearPlan, UpToSixteenStreamedTokensTheOrderOfASumIsOne) {
   for_each_problem([](LinearProblem p, const LinearPlan&) {
     const auto order = [&](std::int64_t m) {
       p.m = m;
@@ -72,7 +102,12 @@ TEST(LinearPlan, UpToSixteenTokensTheOrderOfASumIsOne) {
 
 TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {6144, 4096}, {14336, 4096}, {28672, 4096}, {4096, 14336}}) {
-    const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true, .wgmma = true});
+    const LinearPlan boxes = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .boxes = true, .tiles = true, .wgmma = true});
+    const std::int64_t ctas = boxes.row_blocks * boxes.cluster, each = (ctas + 131) / 132;
+    EXPECT_LE(each, 2);
+    EXPECT_GE(static_cast<double>(n * boxes.cluster), 0.94 * static_cast<double>(each * 132 * boxes.box_rows)) << n;
+    EXPECT_GE(boxes.stages * linear_boxes_a_step * linear_box_bytes(boxes.box_rows), 64 * 1024);
+    const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true});
     const std::int64_t rounds = (plan.row_blocks + 131) / 132;
     EXPECT_EQ(plan.splits, 1);
     EXPECT_LE(rounds, 2);   // as many as run at once
@@ -83,9 +118,9 @@ TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
 
 TEST(LinearPlan, TheLargeTileIsForWhatFillsTheDevice) {
   const auto form = [](std::int64_t m, std::int64_t n) {
-    return plan_linear({.m = m, .n = n, .k = 4096, .sms = 132, .tiles = true, .wgmma = true}).form;
+    return plan_linear({.m = m, .n = n, .k = 4096, .sms = 132, .boxes = true, .tiles = true, .wgmma = true}).form;
   };
-  EXPECT_EQ(form(17, 4096), 0);
+  EXPECT_EQ(form(65, 4096), 0);
   EXPECT_EQ(form(256, 4096), 0);
   EXPECT_EQ(form(128, 14336), 0);
   EXPECT_EQ(form(1024, 4096), 1);
