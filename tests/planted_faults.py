@@ -134,16 +134,28 @@ FAULTS = {
         "return Cfg::span < w4_step_k && left < 0;",
     ),
     "tile_parity": Fault(
-        "a stage of x is read before its bytes have come, from the second time round on",
+        "a stage is read before its bytes have come, every other time round",
         W4A16 + "tiles.cuh",
-        "    if (++s == X) s = 0, parity ^= 1;\n  }\n\n  // fp32",
-        "    if (++s == X) s = 0;\n  }\n\n  // fp32",
+        "    if (++s == S) s = 0, parity ^= 1;\n    full[s].wait(parity);",
+        "    if (++s == S) s = 0;\n    full[s].wait(parity);",
     ),
     "tile_part": Fault(
         "both CTAs of a cluster bring the same part of the tokens",
         W4A16 + "tiles.cuh",
-        "first_row = token0 + rank * part;",
-        "first_row = token0;",
+        "first_row = here.token0 + rank * part,",
+        "first_row = here.token0,",
+    ),
+    "tile_item": Fault(
+        "the next item gets the codes behind this one's",
+        W4A16 + "tiles.cuh",
+        "      codes = codes_of(here);\n",
+        "",
+    ),
+    "tile_end": Fault(
+        "a CTA may end before the other one of its cluster has sent all it sends",
+        W4A16 + "tiles.cuh",
+        "    for (int i = 0; i < S; ++i) {\n      free[s].wait(parity);",
+        "    for (int i = S; i < S; ++i) {\n      free[s].wait(parity);",
     ),
     "minimum_row": Fault(
         "row g + 8 is given row g's minimum",
@@ -160,8 +172,8 @@ FAULTS = {
     "sums_of_chunk": Fault(
         "every chunk of K is given the sums of the first",
         W4A16 + "tiles.cuh",
-        "(std::int64_t{token0 / N} * p.steps + first) * Cfg::step_sums",
-        "(std::int64_t{token0 / N} * p.steps) * Cfg::step_sums",
+        "(std::int64_t{here.token0 / N} * p.steps + here.first) * Cfg::step_sums",
+        "(std::int64_t{here.token0 / N} * p.steps) * Cfg::step_sums",
     ),
     "sums_threads": Fault(
         "a sum of x leaves out half of a span's threads",

@@ -26,6 +26,8 @@ struct Barrier {
   __device__ __forceinline__ void arrive_in_block(int rank) {
     asm volatile("{\n\t.reg .b32 at;\n\tmapa.shared::cluster.u32 at, %0, %1;\n\tmbarrier.arrive.shared::cluster.b64 _, [at];\n\t}" ::"r"(shared_address(this)), "r"(rank) : "memory");
   }
+  // This thread arrives when all it copies by cp.async has come.
+  __device__ __forceinline__ void arrive_with_copies() { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(this)) : "memory"); }
   // Until the phase of that parity has ended; phases are 0, 1, 0 ... The one before the first counts as ended, with parity 1.
   __device__ __forceinline__ void wait(int parity) {
     asm volatile(

@@ -66,7 +66,9 @@ void launch_tiles(const char* op, const DeviceScope& scope, const Context& ctx, 
                  w4_prepare_threads, row_bytes, prepare, Overlap::with_previous);
   }
   tiles.x = rows_map(op, from, a.x.dtype, x, f.tokens / plan.cluster, 64);
-  scope.launch(tiles_kernel(is_half, a.w->bits, plan.form, plan.span, a.w->zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits, f.threads(),
+  // as many CTAs as there is room for take one tile after another
+  const std::int64_t ctas = std::min(std::int64_t{p.token_blocks} * p.row_blocks * p.splits, std::int64_t{scope.sms()} * f.ctas / plan.cluster * plan.cluster);
+  scope.launch(tiles_kernel(is_half, a.w->bits, plan.form, plan.span, a.w->zeros), ctas, f.threads(),
                plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
 }
 

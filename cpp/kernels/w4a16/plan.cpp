@@ -79,7 +79,7 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   }
   plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, 8));   // 12 MB of x at once
   const std::int64_t step_sums = p.minima ? 4 * f.tokens * (w4_step_k / plan.span) : 0;   // bytes
-  plan.shared_bytes = static_cast<std::size_t>(f.x_stages * (f.tokens * w4_step_k * 2 + step_sums + 16) + f.stages * f.warps() * w4_slot_bytes(p.bits));
+  plan.shared_bytes = static_cast<std::size_t>(f.stages * (f.tokens * w4_step_k * 2 + f.warps() * w4_slot_bytes(p.bits) + step_sums + 16) + w4_tiles_out_bytes(f));
   plan.sums_bytes = static_cast<std::size_t>(plan.token_blocks * steps * step_sums);
   if (p.copy_x) plan.copy_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_row(p.k));
   plan.prepare_parts = static_cast<int>(std::min(divide_up(steps * w4_step_k, w4_prepare_columns), divide_up(4 * sms, plan.launch_tokens)));

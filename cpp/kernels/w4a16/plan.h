@@ -26,16 +26,18 @@ inline constexpr int w4_tokens = 8 * w4_forms[3].token_tiles;   // the most a CT
 inline constexpr int w4_side_bytes = 128;                       // scales, or offsets, of the groups of a step
 ROOFTILE_HD constexpr int w4_slot_bytes(int bits) { return 2 * w4_tile_bytes(bits) + 2 * w4_side_bytes; }
 
-// The same of the kernel for more tokens (tiles.cuh): tokens of a CTA, groups of four warps, steps of 128 k on the way of x and of a
-// warp's codes, CTAs a multiprocessor.
+// The same of the kernel for more tokens (tiles.cuh): tokens of a CTA, groups of four warps, steps of 128 k on the way, CTAs a
+// multiprocessor.
 struct W4TilesForm {
-  int tokens, groups, x_stages, stages, ctas;
+  int tokens, groups, stages, ctas;
   constexpr int warps() const { return 4 * groups; }
-  constexpr int threads() const { return 32 * (warps() + 4); }   // and a group of which one thread brings x
+  constexpr int threads() const { return 32 * (warps() + 4); }   // and a group that brings x and codes
 };
-inline constexpr W4TilesForm w4_tiles_forms[] = {{32, 2, 5, 5, 2}, {64, 2, 6, 6, 1}, {128, 2, 5, 5, 1}};
-inline constexpr W4TilesForm w8_tiles_forms[] = {{32, 2, 4, 4, 2}, {64, 2, 6, 6, 1}, {128, 2, 4, 5, 1}};   // of 8 bits
+inline constexpr W4TilesForm w4_tiles_forms[] = {{32, 2, 5, 2}, {64, 2, 7, 1}, {128, 2, 4, 1}};
+inline constexpr W4TilesForm w8_tiles_forms[] = {{32, 2, 3, 2}, {64, 2, 5, 1}, {128, 2, 3, 1}};   // of 8 bits
 constexpr W4TilesForm w4_tiles_form(int bits, int form) { return bits == 4 ? w4_tiles_forms[form] : w8_tiles_forms[form]; }
+constexpr int w4_tiles_out_tokens(W4TilesForm f) { return f.tokens < 64 ? f.tokens : 64; }   // of the output's tile, that are finished at once
+constexpr int w4_tiles_out_bytes(W4TilesForm f) { return w4_tiles_out_tokens(f) * (f.warps() * w4_rows_of_warp + 4) * 4; }
 inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
 
 // What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or

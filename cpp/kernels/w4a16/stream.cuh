@@ -80,47 +80,57 @@ __device__ __forceinline__ void copy_panel(const W4MatmulParams& p, std::uint8_t
 
 // ---- a warp's stream of codes ---------------------------------------------------------------------------------------------
 
-// A slot: two tiles of codes [2][run][lane] 16 bytes, then scales and offsets of up to four groups, 32 bytes each (integer zeros
-// 16). `first`: the chunk's first step in K. A lane writes, and reads codes, at its own 16 bytes of a slot: `slot` below.
-template <int bits>
+// A slot: two tiles of codes [runs][lane] 16 bytes, then scales and offsets of up to four groups, 32 bytes each (integer zeros
+// 16). Every lane copies 16 bytes of each run of codes, and some of them 16 bytes of scales or offsets; `slot` below is the lane's own
+// 16 bytes of a slot's first run. A warp copies for itself or for two others, whose slots are neighbours.
+template <int bits, int rows = 1>
 struct CodeStream {
-  static constexpr int tile_bytes = w4_tile_bytes(bits);
+  static constexpr int tile_bytes = w4_tile_bytes(bits), slot_bytes = w4_slot_bytes(bits);
   const std::uint8_t* codes;            // this lane's 16 bytes of the next step's first run
   const std::byte* side = nullptr;      // this lane's 16 bytes of scales or offsets of the next step; null: it copies none
+  std::int64_t codes_apart = 0;         // from a row's codes to the second one's
   int side_at = 0, side_step = 0;       // from the lane's place in a slot; bytes a step
   int group_bytes;                      // of one group's scales or offsets
   int side_left, group_step;            // groups from those bytes on; groups a step
   int tiles_left;                       // of the row, from the next step on
 
-  __device__ __forceinline__ CodeStream(const W4MatmulParams& p, std::int64_t row, int first)
+  // first: the chunk's first step in K; second: the other row.
+  __device__ __forceinline__ CodeStream(const W4MatmulParams& p, std::int64_t row, int first, std::int64_t second = 0)
       : tiles_left(static_cast<int>(w4_tiles_k(p.w.k)) - 2 * first) {
     const int lane = threadIdx.x % 32, in_step = 4 >> p.span_shift, piece = lane % 8;
     codes = p.w.codes + (row * w4_tiles_k(p.w.k) + 2 * first) * tile_bytes + lane * 16;
-    const bool offset = lane >= 8, bytes = offset && p.w.zeros == W4Zeros::integer;
+    if constexpr (rows == 2) codes_apart = (second - row) * w4_tiles_k(p.w.k) * tile_bytes;
+    const bool offset = lane % 16 >= 8, bytes = offset && p.w.zeros == W4Zeros::integer;
     const int shift = bytes ? 0 : 1;   // log2 of the pieces of a group
     group_bytes = bytes ? 16 : 32;
     group_step = p.span < p.group && p.groups == 1 ? 0 : in_step;   // one group for all of K
     const int side_group = first * group_step + (piece >> shift);
     side_left = p.groups - side_group;
     side_step = group_step * group_bytes;
-    side_at = 2 * tile_bytes + (offset ? w4_side_bytes : 0) + piece * 16 - lane * 16;
-    if (lane >= 16 || piece >= in_step << shift || (offset && p.w.zeros == W4Zeros::symmetric)) return;
-    side = (offset ? p.w.offsets : p.w.scales) + (row * p.groups + side_group) * group_bytes + (piece & shift) * 16;
+    side_at = lane / 16 * slot_bytes + 2 * tile_bytes + (offset ? w4_side_bytes : 0) + piece * 16 - lane * 16;
+    if (lane >= 16 * rows || piece >= in_step << shift || (offset && p.w.zeros == W4Zeros::symmetric)) return;
+    side = (offset ? p.w.offsets : p.w.scales) + ((lane < 16 ? row : second) * p.groups + side_group) * group_bytes + (piece & shift) * 16;
   }
 
   // Starts the codes and scales of the next `steps` steps on their way to L2; the kernel before may still be writing them.
   __device__ __forceinline__ void prefetch(int steps) const {
-    if (threadIdx.x % 32 == 0) tile::prefetch_run(codes, min(2 * steps, tiles_left) * tile_bytes);
-    if (side && threadIdx.x % 8 == 0) tile::prefetch_run(side, min(max(steps * group_step, 1), side_left) * group_bytes);
+    const int lane = threadIdx.x % 32;
+    if (lane % 16 == 0 && lane < 16 * rows) tile::prefetch_run(codes + lane / 16 * codes_apart - lane * 16, min(2 * steps, tiles_left) * tile_bytes);
+    if (side && lane % 8 == 0) tile::prefetch_run(side, min(max(steps * group_step, 1), side_left) * group_bytes);
   }
 
   // Starts the copies of the next step.
   __device__ __forceinline__ void fill(std::uint8_t* slot) {
 #pragma unroll
-    for (int at = 0; at < tile_bytes; at += w4_run_bytes) tile::cp_async_16(slot + at, codes + at);
-    if (tiles_left > 1)
+    for (int row = 0; row < rows; ++row) {
+      const std::uint8_t* const from = codes + row * codes_apart;
+      std::uint8_t* const to = slot + row * slot_bytes;
 #pragma unroll
-      for (int at = tile_bytes; at < 2 * tile_bytes; at += w4_run_bytes) tile::cp_async_16(slot + at, codes + at);
+      for (int at = 0; at < tile_bytes; at += w4_run_bytes) tile::cp_async_16(to + at, from + at);
+      if (tiles_left > 1)
+#pragma unroll
+        for (int at = tile_bytes; at < 2 * tile_bytes; at += w4_run_bytes) tile::cp_async_16(to + at, from + at);
+    }
     if (side && side_left > 0)
       cute::SM80_CP_ASYNC_CACHEALWAYS<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(side),
                                                              *reinterpret_cast<cute::uint128_t*>(slot + side_at));
