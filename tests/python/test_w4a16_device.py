@@ -418,7 +418,7 @@ def test_x_that_comes_late(device):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(17, 4096, 4096), (20, 4096, 256), (128, 4096, 256)])
 def test_a_hundred_thousand_products(m, n, k, device):
-    """A CTA that ends while the other one of its cluster still sends to it would spoil the next kernel, now and then."""
+    """A CTA that ends while the other one of its cluster still sends to it would spoil the next kernel now and then."""
     cuda_only(device)
     w = rt.W4Weight.quantize(torch.randn(n, k, generator=torch.Generator().manual_seed(1)).half()).to(device)
     x = cases.tensor(cases.values((m, k), "float16", "often"), "float16", device)
