@@ -19,6 +19,7 @@ OPS = (
     "merge_attention",
     "kv_cache",
     "w4a16_matmul",
+    "w8a16_matmul",
     "linear",
     "rms_norm",
     "add_rms_norm",

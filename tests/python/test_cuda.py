@@ -110,6 +110,10 @@ def cache_ops(device="cuda"):
         )
         tensors = (make(m, k), w.codes, w.scales, w.offsets)
         made[f"w4a16_matmul {case}"] = (lambda x, *_, w=w: rt.w4a16_matmul(x, w), tensors)
+    for case, (m, n, k) in {"split": (3, 64, 4096), "whole": (40, 96, 64)}.items():
+        w = rt.W8Weight.quantize(torch.randn(n, k, generator=generator).half(), group_size=64).to(device)
+        tensors = (make(m, k), w.codes, w.scales)
+        made[f"w8a16_matmul {case}"] = (lambda x, *_, w=w: rt.w8a16_matmul(x, w), tensors)
     for case, (m, n, k) in {
         "split": (3, 64, 16380),
         "whole": (12, 96, 60),
@@ -124,6 +128,8 @@ CACHE_NAMES = [
     *(f"{op} {format}" for op in ("decode_attention", "append", "rope_append") for format in CACHE_FORMATS),
     "w4a16_matmul split",
     "w4a16_matmul whole",
+    "w8a16_matmul split",
+    "w8a16_matmul whole",
     "linear split",
     "linear whole",
     "linear boxes",

@@ -14,7 +14,7 @@ RESULTS = {
     str(path.relative_to(ROOT / "bench/results")): json.loads(path.read_text())
     for path in sorted((ROOT / "bench/results").rglob("*.json"))
 }
-BENCH = ("decode", "w4a16", "linear", "ops")
+BENCH = ("decode", "w4a16", "w8a16", "linear", "ops")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHOWN = {f: f"h200/{f}.json" for f in BENCH} | {f: f"xeon-2c/{f}.json" for f in ("demo", "ppl")}  # in the tables
 TABLES = bench_scripts.load("tables")
@@ -139,6 +139,8 @@ def test_w4a16_of_one_row():
 PROMISED = {
     "decode": r"b[18]_kv(1024|4096|32768)",
     "w4a16": r"k\d+_n\d+_m\d+",
+    "w8a16": r"k\d+_n\d+_m\d+",
+    "linear": r"k\d+_n\d+_m\d+",
     "ops": r".*",
 }
 
