@@ -276,8 +276,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
         }
       }
       __syncwarp();   // all lanes have read their codes, scales and sums
-      if (lane == rank) free[stage].arrive();
-      else if (lane < cluster) free[stage].arrive_in_block(lane);
+      if (lane < cluster) free[stage].arrive_in_block(lane);
     }
 
     // fp32 through shared memory: rows of tokens, so that neighbours of N are stored together.
