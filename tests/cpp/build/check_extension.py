@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LARGEST = (60 if "--cuda" in sys.argv else 8) << 20
+LARGEST = (72 if "--cuda" in sys.argv else 8) << 20
 PLATFORM = r"lib(stdc\+\+|gcc_s|c|m|dl|pthread|rt)\.so|ld-linux"
 FRAMEWORKS = r"_ZN?K?(2at|3c10|5torch)|cuda[A-Z]|cu[A-Z][a-z]|nv[A-Z]|cublas|omp_|GOMP|__kmpc"
 
