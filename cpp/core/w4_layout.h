@@ -35,10 +35,10 @@ ROOFTILE_HD constexpr std::int64_t w4_code_index(int bits, std::int64_t padded_t
 }
 
 // And back: the element within its tile of code `index` of the tile.
-struct W4Place {
+struct W4Element {
   int n, k;
 };
-ROOFTILE_HD constexpr W4Place w4_place_in_tile(int bits, int index) {
+ROOFTILE_HD constexpr W4Element w4_element_of_tile(int bits, int index) {
   const int lane = bits == 4 ? index / 32 : index / 16 % 32, in_word = index % (32 / bits), n = lane / 4 + in_word % 2 * 8;
   if (bits == 4) return {n, index / 8 % 4 * 16 + in_word / 2 % 2 * 8 + lane % 4 * 2 + in_word / 4};
   return {n, index / 512 * 32 + index / 4 % 4 * 8 + lane % 4 * 2 + in_word / 2};

@@ -104,16 +104,12 @@ def cache_ops(device="cuda"):
         for format in CACHE_FORMATS:
             cache, memory = filled(format)
             made[f"{name} {format}"] = (functools.partial(f, cache), (*(t.clone() for t in inputs[f]), *memory))
-    for case, (m, n, k) in {"split": (3, 64, 4096), "whole": (40, 96, 64)}.items():
-        w = rt.W4Weight.quantize(torch.randn(n, k, generator=generator).half(), group_size=64, zeros="minima").to(
-            device
-        )
-        tensors = (make(m, k), w.codes, w.scales, w.offsets)
-        made[f"w4a16_matmul {case}"] = (lambda x, *_, w=w: rt.w4a16_matmul(x, w), tensors)
-    for case, (m, n, k) in {"split": (3, 64, 4096), "whole": (40, 96, 64)}.items():
-        w = rt.W8Weight.quantize(torch.randn(n, k, generator=generator).half(), group_size=64).to(device)
-        tensors = (make(m, k), w.codes, w.scales)
-        made[f"w8a16_matmul {case}"] = (lambda x, *_, w=w: rt.w8a16_matmul(x, w), tensors)
+    for op, weight_type, zeros in ((rt.w4a16_matmul, rt.W4Weight, "minima"), (rt.w8a16_matmul, rt.W8Weight, None)):
+        for case, (m, n, k) in {"split": (3, 64, 4096), "whole": (40, 96, 64)}.items():
+            dense = torch.randn(n, k, generator=generator).half()
+            w = weight_type.quantize(dense, group_size=64, zeros=zeros).to(device)
+            tensors = (make(m, k), *(t for t in (w.codes, w.scales, w.offsets) if t is not None))
+            made[f"{op.__name__} {case}"] = (lambda x, *_, op=op, w=w: op(x, w), tensors)
     for case, (m, n, k) in {
         "split": (3, 64, 16380),
         "whole": (12, 96, 60),

@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ Co
   const std::int64_t tile = index / words, tile_n = tile / tiles_k, tile_k = tile - tile_n * tiles_k;
   std::uint32_t packed = 0;
   for (int i = 0; i < in_word; ++i) {
-    const W4Place place = w4_place_in_tile(p.bits, static_cast<int>(index % words) * in_word + i);
-    const std::int64_t n = tile_n * w4_tile_n + place.n, k = tile_k * w4_tile_k + place.k;
+    const W4Element at = w4_element_of_tile(p.bits, static_cast<int>(index % words) * in_word + i);
+    const std::int64_t n = tile_n * w4_tile_n + at.n, k = tile_k * w4_tile_k + at.k;
     if (n >= p.canonical.rows || k >= p.k()) continue;
     const int code = w4_code(&p.canonical.at<std::uint8_t>(n, k / p.in_byte()), p.bits, k % p.in_byte());
     packed |= static_cast<std::uint32_t>(code) << (p.bits * i);

@@ -40,6 +40,7 @@ struct W4TilesConfig {
   static constexpr int tokens = form.tokens, warps = form.warps(), stages = form.stages, ctas = form.ctas, span = span_;
   static constexpr bool minima = minima_;
   static constexpr int registers = ctas == 1 ? 232 : 96, registers_to_bring = 40;   // of a thread that multiplies, or that brings
+  static_assert(128 * (form.groups * registers + registers_to_bring) <= form.threads() * (65536 / (ctas * form.threads()) / 8 * 8), "setmaxnreg would wait forever");
   static constexpr int step_sums = minima ? w4_step_k / span * tokens : 0;   // of x: [span][token]
 };
 

@@ -62,8 +62,8 @@ TEST(W4Layout, CodesFillTheTilesOnceAndFollowTheFragment) {
       for (std::int64_t j = 0; j < k; ++j) ++seen.at(static_cast<std::size_t>(w4_code_index(bits, w4_tiles_k(k), i, j)));
     for (int s : seen) ASSERT_EQ(s, 1);
     for (int index = 0; index < w4_tile_n * w4_tile_k; ++index) {
-      const W4Place place = w4_place_in_tile(bits, index);
-      ASSERT_EQ(w4_code_index(bits, 1, place.n, place.k), index) << "bits " << bits;
+      const W4Element at = w4_element_of_tile(bits, index);
+      ASSERT_EQ(w4_code_index(bits, 1, at.n, at.k), index) << "bits " << bits;
     }
   }
   // mma m16n8k16: lane (g, t) holds A[g][2t], A[g][2t+1] in register 0, row g+8 in 1, columns +8 in 2 and 3
