@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What no family owns: the build's architectures, and copies.
+// What no family owns: the build's architectures, what is known of devices and kernels, and copies.
 #include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "kernels/backend.h"
 #include "kernels/device.h"
@@ -16,6 +20,32 @@ int device_count() {
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
   (void)cudaGetLastError();   // no driver, or one that is too old
   return 0;
+}
+
+const DeviceFacts& device_facts(const char* op, int device) {
+  static std::mutex mutex;
+  static std::map<int, DeviceFacts> known;   // which stay where they are
+  const std::lock_guard lock(mutex);
+  if (const auto found = known.find(device); found != known.end()) return found->second;
+  DeviceFacts facts;
+  const auto ask = [&](int& value, cudaDeviceAttr what) { ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&value, what, device)); };
+  ask(facts.major, cudaDevAttrComputeCapabilityMajor);
+  ask(facts.minor, cudaDevAttrComputeCapabilityMinor);
+  ask(facts.sms, cudaDevAttrMultiProcessorCount);
+  ask(facts.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  ask(facts.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  ask(facts.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock);
+  return known.emplace(device, facts).first->second;
+}
+
+void allow_shared(const char* op, int device, const void* kernel, std::size_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, std::size_t> allowed;
+  const std::lock_guard lock(mutex);
+  std::size_t& most = allowed[{device, kernel}];
+  if (bytes <= most) return;
+  ROOFTILE_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  most = bytes;
 }
 
 void warmup(const Context& ctx) {

@@ -25,6 +25,24 @@ namespace rooftile::gpu {
   fail(ErrorKind::device, op, ": ", what, " failed: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")");
 }
 
+// What the caller lends to a call that needs `bytes` of the device's memory, checked.
+inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t bytes) {
+  if (bytes == 0) return nullptr;
+  ROOFTILE_CHECK(ctx.workspace_bytes >= bytes, op, ": workspace must have ", bytes, " bytes, got ", ctx.workspace_bytes);
+  ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op, ": workspace is not aligned to 16 bytes");
+  return static_cast<std::byte*>(ctx.workspace);
+}
+
+// What calls ask of a device. It is found out once a process, as its code is loaded.
+struct DeviceFacts {
+  int major = 0, minor = 0, sms = 0;
+  int block_shared = 0, sm_shared = 0, reserved_shared = 0;   // bytes of shared memory: the most a block may have, all, what each block costs besides
+};
+const DeviceFacts& device_facts(const char* op, int device);
+
+// Lets a kernel have that much shared memory on the current device. It stays allowed: another thread may be about to launch it with more.
+void allow_shared(const char* op, int device, const void* kernel, std::size_t bytes);
+
 // with_previous: a kernel that waits in its own code (tile/grid.cuh) for the launch before it, and may start while that
 // one still runs. On other devices than Hopper, whose code does not wait, it starts behind it.
 enum class Overlap { none, with_previous };
@@ -33,36 +51,27 @@ enum class Overlap { none, with_previous };
 class DeviceScope {
  public:
   DeviceScope(const char* op, const Context& ctx)
-      : op_(op), stream_(static_cast<cudaStream_t>(ctx.stream)), device_(ctx.device.index) {
-    const int device = device_;
-    int major = 0, minor = 0;
-    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    if (const auto why = refusal(backend(), major, minor)) fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
-    hopper_ = major == 9 && built_for_hopper(backend());
-    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, device));
+      : op_(op), stream_(static_cast<cudaStream_t>(ctx.stream)), device_(ctx.device.index), facts_(device_facts(op, device_)) {
+    if (const auto why = refusal(backend(), facts_.major, facts_.minor)) fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
+    hopper_ = facts_.major == 9 && built_for_hopper(backend());
     ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
-    if (device != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device));   // last: nothing throws once it is changed
-    changed_ = device != before_;
+    if (device_ != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device_));   // last: nothing throws once it is changed
+    changed_ = device_ != before_;
   }
   DeviceScope(const DeviceScope&) = delete;
   ~DeviceScope() {
     if (changed_) (void)cudaSetDevice(before_);
   }
 
-  int sms() const { return sms_; }
+  int sms() const { return facts_.sms; }
   bool has_wgmma() const { return hopper_; }
   int largest_cluster() const { return hopper_ ? 8 : 1; }   // blocks; where Hopper's code does not run a block is alone
   // How many blocks with that much shared memory (and what the system adds to each) a multiprocessor holds at once; at
   // least one is asked for.
   int blocks_that_fit(std::size_t shared_bytes) const {
-    int of_block = 0, all = 0, reserved = 0;
-    ROOFTILE_CUDA_CHECK(op_, cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_));
-    ROOFTILE_CUDA_CHECK(op_, cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_));
-    ROOFTILE_CUDA_CHECK(op_, cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device_));
-    ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(of_block), op_, ": the kernel needs ", shared_bytes,
-                        " bytes of shared memory in a block, the device has ", of_block);
-    return static_cast<int>(static_cast<std::size_t>(all) / (shared_bytes + static_cast<std::size_t>(reserved)));
+    ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(facts_.block_shared), op_, ": the kernel needs ", shared_bytes,
+                        " bytes of shared memory in a block, the device has ", facts_.block_shared);
+    return static_cast<int>(static_cast<std::size_t>(facts_.sm_shared) / (shared_bytes + static_cast<std::size_t>(facts_.reserved_shared)));
   }
   cudaStream_t stream() const { return stream_; }
   const char* op() const { return op_; }
@@ -78,8 +87,7 @@ class DeviceScope {
   void launch(void (*kernel)(Params), Grid grid, int threads, std::size_t shared_bytes, const Params& params,
               Overlap overlap = Overlap::none, int cluster = 1) const {
     if (grid.x == 0) return;
-    if (shared_bytes > 48 * 1024)
-      ROOFTILE_CUDA_CHECK(op_, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+    if (shared_bytes > 48 * 1024) allow_shared(op_, device_, reinterpret_cast<const void*>(kernel), shared_bytes);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
     config.blockDim = dim3(static_cast<unsigned>(threads));
@@ -104,7 +112,8 @@ class DeviceScope {
  private:
   const char* op_;
   cudaStream_t stream_;
-  int device_, before_ = 0, sms_ = 0;
+  int device_, before_ = 0;
+  const DeviceFacts& facts_;
   bool hopper_ = false;   // its own code runs: PTX of older GPUs neither waits nor knows clusters
   bool changed_ = false;
 };

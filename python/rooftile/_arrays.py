@@ -41,13 +41,13 @@ def torch_store(name, inputs, cache, rows, counts, stream, plan):
     return torch_ops.store(name, inputs, cache, rows, counts, stream, plan)
 
 
-def _refuse_on_a_gpu(like, what, needed=lambda: True):
+def _refuse_on_a_gpu(like, what):
     """Raises NotSupportedError where `like`, no torch tensor, lies on a GPU: nobody can be asked for memory there."""
     try:
         kind, index = type(like).__dlpack_device__(like)
     except Exception:  # no array, or one that cannot be shared: the binding refuses it by the name of its argument
         return
-    if kind in _GPU_MEMORY and needed():
+    if kind in _GPU_MEMORY:
         raise NotSupportedError(
             f"{type(like).__name__} on cuda:{index}: {what} is made for torch tensors only; pass "
             "torch.from_dlpack(array), which shares its memory"
@@ -111,16 +111,14 @@ def torch_device(op, device):
         raise ArgumentError(f"{op}: device must be one that torch can use, got {device!r} ({reason})") from None
 
 
-def gpu_workspace(like, size_of, *arguments):
-    """Device memory for one call, `size_of(like, *arguments)` bytes; None unless `like` is a tensor on a GPU.
+def workspace(like, size):
+    """Device memory for one call on `like`'s device, `size` bytes: bindings call this where they need some.
 
-    Raises NotSupportedError where an array on a GPU that is not torch's would need some.
+    Raises NotSupportedError for arrays on a GPU that are not torch's.
     """
-    if not getattr(like, "is_cuda", False):
-        if torch_of(like) is None:
-            _refuse_on_a_gpu(like, "the workspace of this call", lambda: size_of(like, *arguments) > 0)
-        return None
-    return like.new_empty((size_of(like, *arguments),), dtype=torch_of(like).uint8)
+    if torch_of(like) is None:
+        _refuse_on_a_gpu(like, "the workspace of this call")
+    return like.new_empty(-(-size // like.element_size()))  # in its own dtype: another one costs torch 1 us more
 
 
 def numpy_dtype(name):

@@ -5,7 +5,7 @@ Log-sum-exp values are natural logarithms. A query that sees no key gets out 0 a
 """
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, gpu_workspace, ran, streamed, torch_op
+from rooftile._arrays import compiling, empty, ran, streamed, torch_op, workspace
 from rooftile.errors import ArgumentTypeError, NotSupportedError
 from rooftile.kv_cache import ints
 
@@ -77,7 +77,6 @@ def decode_attention(
         lse = _empty_lse(q)
     op, device = "decode_attention", getattr(cache, "device", "cpu")
     rows, counts = ints(op, "rows", rows, device), ints(op, "counts", counts, device)
-    workspace = gpu_workspace(q, _C.decode_workspace, cache)
     ran(_C.decode_attention(q, cache, out, lse, rows, counts, scale, window, softcap, sinks, workspace, stream, plan))
     return (out, lse) if return_lse else out
 

@@ -10,13 +10,13 @@ from rooftile import _C
 from rooftile._arrays import (
     compiling,
     empty,
-    gpu_workspace,
     numpy_dtype,
     ran,
     streamed,
     torch_device,
     torch_of,
     torch_op,
+    workspace,
 )
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
@@ -414,8 +414,8 @@ def outputs(n, activation):
     return n // 2 if isinstance(activation, str) and activation.endswith("_mul") else n
 
 
-def _matmul(op, weight_type, call, workspace_of, x, w, bias, activation, residual, out, batch_invariant, stream, plan):
-    """The op of weights of `weight_type`. call, workspace_of: its functions of _C."""
+def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_invariant, stream, plan):
+    """The op of weights of `weight_type`. call: its function of _C."""
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return torch_op(op, (x, *form, bias, activation, residual, batch_invariant), (out,), stream, plan)
@@ -425,7 +425,6 @@ def _matmul(op, weight_type, call, workspace_of, x, w, bias, activation, residua
         shape = getattr(x, "shape", ())
         out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
     handle = getattr(w, "_handle", w)
-    workspace = gpu_workspace(x, workspace_of, handle, activation, batch_invariant)
     ran(call(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
     return out
 
@@ -464,7 +463,7 @@ def w4a16_matmul(
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """
     options = (bias, activation, residual, out, batch_invariant, stream, plan)
-    return _matmul("w4a16_matmul", W4Weight, _C.w4a16_matmul, _C.w4a16_workspace, x, w, *options)
+    return _matmul("w4a16_matmul", W4Weight, _C.w4a16_matmul, x, w, *options)
 
 
 @streamed
@@ -487,7 +486,7 @@ def w8a16_matmul(
     bits depend on, and errors.
     """
     options = (bias, activation, residual, out, batch_invariant, stream, plan)
-    return _matmul("w8a16_matmul", W8Weight, _C.w8a16_matmul, _C.w8a16_workspace, x, w, *options)
+    return _matmul("w8a16_matmul", W8Weight, _C.w8a16_matmul, x, w, *options)
 
 
 @streamed
@@ -513,6 +512,5 @@ def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, st
         shape, rows = (getattr(t, "shape", ()) for t in (x, weight))
         whole = isinstance(shape, tuple) and isinstance(rows, tuple)
         out = empty(x, (*shape[:-1], *rows[:1]) if whole else ())
-    workspace = gpu_workspace(x, _C.linear_workspace, weight)
     ran(_C.linear(x, weight, bias, activation, residual, out, workspace, stream, plan))
     return out

@@ -38,17 +38,10 @@ void bind_attention(nb::module_& m) {
     LogitOptions options;
     read_logits(args, options, scale, window, softcap, sinks);
     Context ctx = args.context(tq, stream, plan);
-    args.lend(ctx, workspace);
+    args.lend(ctx, workspace, q, decode_workspace(ctx, tq, view));
     return run([&] { return decode_attention(ctx, tq, view, to, tl, tr, tc, options); });
   }, "q"_a.none(), "cache"_a.none(), "out"_a.none(), "lse"_a.none(), "rows"_a.none(), "counts"_a.none(), "scale"_a.none(),
      "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(), "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
-
-  m.def("decode_workspace", [](handle q, handle cache) {
-    Args args("decode_attention");
-    const TensorView tq = args.in(q, "q");
-    const KvCacheView& view = cache_view(cache, args.op());
-    return decode_workspace(args.context(tq, nb::none(), nb::none()), tq, view);
-  }, "q"_a.none(), "cache"_a.none());
 
   m.def("prefill_attention", [](handle q, handle k, handle v, handle out, handle lse, bool causal, handle scale, handle window,
                                 handle softcap, handle sinks, handle alibi_slopes, handle cu_seqlens_q, handle cu_seqlens_k,

@@ -7,11 +7,20 @@
 
 namespace rooftile::python {
 
+// DLPack 1.3, "DLManagedTensorVersioned".
+struct ManagedTensor {
+  struct { std::uint32_t major, minor; } version;
+  void* context;
+  void (*deleter)(ManagedTensor*);
+  std::uint64_t flags;
+  nb::dlpack::dltensor tensor;
+};
+
 // DLPack 1.3, "DLPackExchangeAPI": the part of its layout that is used.
 struct ExchangeTable {
   struct { std::uint32_t major, minor; } version;
   ExchangeTable* previous;
-  void* managed_tensor_allocator;
+  int (*managed_tensor_allocator)(nb::dlpack::dltensor* like, ManagedTensor** out, void* error, void (*set_error)(void* error, const char* kind, const char* message));
   void* managed_tensor_from_py_object;
   void* managed_tensor_to_py_object;
   int (*dltensor_from_py_object)(void* object, nb::dlpack::dltensor* out);
@@ -242,15 +251,34 @@ const char* Args::text(nb::handle h, const char* argument) {
   return nb::borrow<nb::str>(h).c_str();   // lives as long as the Python string
 }
 
-void Args::lend(Context& ctx, nb::handle workspace) {
-  if (workspace.is_none()) return;
-  const TensorView t = out(workspace, "workspace");
-  if (t.dtype != DType::u8 || t.ndim != 1 || (t.shape[0] > 1 && t.stride[0] != 1) || t.device != ctx.device)
-    refuse(ErrorKind::value, op_, "workspace", "must be contiguous uint8 [bytes] on " + name(ctx.device) + ", got " + describe(t));
+Args::~Args() {
+  if (lent_) lent_->deleter(lent_);
+}
+
+void Args::lend(Context& ctx, nb::handle workspace, nb::handle like, std::size_t bytes) {
+  if (bytes == 0 || workspace.is_none()) return;
+  if (table_ && table_->managed_tensor_allocator) {
+    auto size = static_cast<std::int64_t>(bytes);
+    nb::dlpack::dltensor wanted;
+    wanted.device = {dl_cuda, ctx.device.index};
+    wanted.ndim = 1;
+    wanted.dtype = {1, 8, 1};   // uint8
+    wanted.shape = &size;
+    if (table_->managed_tensor_allocator(&wanted, &lent_, nullptr, [](void*, const char*, const char*) {}) == 0) {
+      ctx.workspace = static_cast<char*>(lent_->tensor.data) + lent_->tensor.byte_offset;
+      ctx.workspace_bytes = bytes;
+      return;
+    }
+    lent_ = nullptr;   // Python asks once more, and raises what torch raises
+  }
+  objects_.push_back(workspace(like, bytes));
+  const TensorView t = out(objects_.back(), "workspace");
+  if (t.ndim != 1 || (t.shape[0] > 1 && t.stride[0] != 1) || t.device != ctx.device)
+    refuse(ErrorKind::value, op_, "workspace", "must be one contiguous dimension on " + name(ctx.device) + ", got " + describe(t));
   if (reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0)
     refuse(ErrorKind::value, op_, "workspace", "must start at a multiple of 16 bytes (" + describe(t) + ")");
   ctx.workspace = t.data;
-  ctx.workspace_bytes = static_cast<std::size_t>(t.shape[0]);
+  ctx.workspace_bytes = static_cast<std::size_t>(t.shape[0]) * size_of(t.dtype);
 }
 
 Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan) {

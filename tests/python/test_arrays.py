@@ -8,6 +8,7 @@ import pytest
 import rooftile as rt
 import torch
 from closeness import assert_bits_equal
+from rooftile import _C
 
 X = torch.ones(2, 4)
 
@@ -36,7 +37,10 @@ def test_an_output_like_an_array_on_a_gpu_is_asked_for():
     assert_bits_equal(torch.as_tensor(rt.rms_norm(Foreign(X))), rt.rms_norm(X))  # in host memory: NumPy
 
 
-@pytest.mark.skipif("cuda" not in cases.devices(), reason="no GPU, or a build without GPU kernels")
+gpus = pytest.mark.skipif("cuda" not in cases.devices(), reason="no GPU, or a build without GPU kernels")
+
+
+@gpus
 def test_arrays_on_a_gpu_that_are_not_torchs():
     x = torch.randn(3, 4096, device="cuda").half()
     out = torch.empty_like(x)
@@ -44,9 +48,88 @@ def test_arrays_on_a_gpu_that_are_not_torchs():
     assert_bits_equal(out, rt.rms_norm(x))
     w = rt.W4Weight.quantize(torch.randn(64, 4096, device="cuda").half(), group_size=128)
     y = torch.empty(3, 64, device="cuda").half()
-    assert rt._C.w4a16_workspace(x, w._handle, None, False) > 0  # K is cut in chunks
+    rt.w4a16_matmul(Foreign(x), w, out=y)  # K is cut in chunks: torch, whose output it is, lends the workspace
+    assert_bits_equal(y, rt.w4a16_matmul(x, w))
     with pytest.raises(rt.NotSupportedError, match=r"Foreign on cuda:0: .*workspace.* torch\.from_dlpack"):
-        rt.w4a16_matmul(Foreign(x), w, out=y)
+        rt.w4a16_matmul(Foreign(x), w, out=Foreign(y))
+
+
+def _lent_to(op, array=lambda x: x):
+    """A call of the binding of `op` that needs a workspace, by what lends it. array: what tensors are handed in as."""
+    x, w = torch.randn(2, 16385, device="cuda").half(), torch.randn(64, 16384, device="cuda").half()
+    y = array(x.new_empty(2, 64))
+    if op == "linear":  # rows that no copy engine reads
+        return lambda lend: _C.linear(array(x[:, 1:]), array(w), None, None, None, y, lend, None, None)
+    if op == "w4a16_matmul":
+        handle = rt.W4Weight.quantize(w)._handle
+        return lambda lend: _C.w4a16_matmul(array(x[:, :-1]), handle, None, None, None, y, False, lend, None, None)
+    cache, q = rt.KVCache(2, 64, 1, 64, dtype="float16", device="cuda"), torch.randn(2, 3, 64, device="cuda").half()
+    out = array(torch.empty_like(q))
+    return lambda lend: _C.decode_attention(array(q), cache, out, *[None] * 7, lend, None, None)
+
+
+@gpus
+@pytest.mark.parametrize("op", ["decode_attention", "w4a16_matmul", "linear"])
+def test_what_lends_a_workspace_is_checked(op):
+    call, sizes = _lent_to(op, Foreign), []
+
+    def sound(like, size):
+        assert isinstance(like, Foreign)
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    call(sound)
+    assert len(sizes) == 1 and sizes[0] > 0
+    for lend, error, text in (
+        (lambda like, size: sound(like, size + 16)[4:-12], rt.ArgumentError, "must start at a multiple of 16 bytes"),
+        (lambda like, size: sound(like, size)[:-1], rt.ArgumentError, "must have [0-9]+ bytes, got"),
+        (lambda like, size: sound(like, 2 * size)[::2], rt.ArgumentError, "must be one contiguous dimension"),
+        (lambda like, size: sound(like, size)[None], rt.ArgumentError, "must be one contiguous dimension"),
+        (lambda like, size: sound(like, size).cpu(), rt.ArgumentError, "must be one contiguous dimension on cuda:0"),
+        (lambda like, size: size, rt.ArgumentTypeError, "must be an array"),
+        (None, rt.ArgumentError, "must have [0-9]+ bytes, got 0"),
+    ):
+        with pytest.raises(error, match=rf"^{op}: workspace {text}"):
+            call(lend)
+    with pytest.raises(KeyError, match="no memory"):
+        call(lambda like, size: {}["no memory"])
+
+
+@gpus
+@pytest.mark.parametrize("op", ["decode_attention", "w4a16_matmul", "linear"])
+def test_torch_lends_a_workspace_for_one_call(op):
+    call, asked = _lent_to(op), []
+
+    def python(like, size):
+        asked.append(size)
+        return rt._arrays.workspace(like, size)
+
+    call(python)
+    before = torch.cuda.memory_stats()
+    call(python)
+    after = torch.cuda.memory_stats()
+    assert after["allocated_bytes.all.current"] == before["allocated_bytes.all.current"]
+    assert after["allocated_bytes.all.allocated"] > before["allocated_bytes.all.allocated"]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call(python)
+    assert side.cuda_stream in {segment["stream"] for segment in torch.cuda.memory_snapshot()}
+    assert len(asked) == (0 if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else 3)
+
+
+@gpus
+def test_a_workspace_that_torch_has_not():
+    """Python asks again and raises what torch raises."""
+    x, w = torch.randn(4096, 16385, device="cuda").half(), torch.randn(64, 16384, device="cuda").half()
+    w, y = rt.W4Weight.quantize(w), x.new_empty(4096, 64)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            rt.w4a16_matmul(x[:, :-1], w, out=y)  # 128 MB: a copy of x
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert_bits_equal(rt.w4a16_matmul(x[:, :-1], w, out=y), rt.w4a16_matmul(x[:, :-1].contiguous(), w))
 
 
 # ---------------------------------------------------------------- record_kernels

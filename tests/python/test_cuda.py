@@ -7,6 +7,8 @@ import functools
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cases
@@ -312,6 +314,25 @@ def capture_in_child(name, warm):
     _, results = captured(f, inputs)
     fill(inputs, values)
     assert_same(results, f(*inputs))
+
+
+def test_two_threads_with_one_kernel():
+    """Which needs more shared memory in one thread than in the other."""
+    w = rt.W4Weight.quantize(torch.randn(128, 4096, device="cuda").half())
+    xs = [torch.randn(m, 4096, device="cuda").half() for m in (1, 8)]
+    expected = [rt.w4a16_matmul(x, w) for x in xs]
+    start = threading.Barrier(2)
+
+    def calls(x):
+        start.wait()
+        for _ in range(20_000):
+            y = rt.w4a16_matmul(x, w)
+        torch.cuda.synchronize()
+        return y
+
+    with ThreadPoolExecutor(2) as pool:
+        for y, alone in zip(pool.map(calls, xs), expected, strict=True):
+            assert torch.equal(y, alone)
 
 
 def test_warmup_takes_what_names_a_device():

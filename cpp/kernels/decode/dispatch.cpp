@@ -98,15 +98,12 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   check_alignment(*a.cache);
   check_size(a);
   const DecodePlan plan = plan_of(scope, a, variant);
-  ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op, ": workspace must have ", plan.workspace_bytes, " bytes, got ",
-                 ctx.workspace_bytes);
-  ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op, ": workspace is not aligned to 16 bytes");
   std::string shape = "d";
   shape += std::to_string(a.cache->head_dim);
   if (variant.key.columns > columns) shape.append("_c").append(std::to_string(variant.key.columns));   // step_kv
   const KernelName ran = kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), shape.c_str()});
   if (plan.blocks == 0) return ran;   // no query
-  auto* workspace = static_cast<std::byte*>(ctx.workspace);
+  std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
   DecodeParams p = {};
   p.q = a.q;
   p.out = a.out;

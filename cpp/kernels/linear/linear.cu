@@ -74,11 +74,6 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   const bool pieces = in_pieces(a.x) && in_pieces(a.w);
   const KernelName kernel = name_of(plan, a.x.dtype, pieces);
   if (a.y.numel() == 0) return kernel;
-  ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op_name, ": workspace must have ", plan.workspace_bytes,
-                 " bytes for this product, got ", ctx.workspace_bytes);
-  ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op_name,
-                 ": workspace is not aligned to 16 bytes");
-
   LinearParams p{Product(a.x, a.y, a.bias, a.residual, a.activation)};
   p.w = a.w.data;
   p.w_stride = a.w.stride[0];
@@ -87,7 +82,7 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   p.k = a.w.shape[1];
   p.tokens = a.x.rows();
   p.splits = plan.splits;
-  p.partial = static_cast<float*>(ctx.workspace);
+  p.partial = reinterpret_cast<float*>(workspace_of(op_name, ctx, plan.workspace_bytes));
   p.token_blocks = static_cast<unsigned>(plan.token_blocks);
   p.row_blocks = static_cast<unsigned>(plan.row_blocks);
   const int step_k = plan.path == LinearPath::boxes ? linear_box_k : linear_step_k;

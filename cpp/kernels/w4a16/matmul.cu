@@ -46,7 +46,7 @@ W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
 }
 
 // One launch's tokens on tiles.cuh, and before it what they need in the workspace.
-void launch_tiles(const char* op, const DeviceScope& scope, const Context& ctx, const W4MatmulArgs& a, const W4Plan& plan, const W4MatmulParams& p) {
+void launch_tiles(const char* op, const DeviceScope& scope, std::byte* workspace, const W4MatmulArgs& a, const W4Plan& plan, const W4MatmulParams& p) {
   const W4TilesForm f = w4_tiles_form(a.w->bits, plan.form);
   const bool is_half = a.x.dtype == DType::f16;
   W4TilesParams tiles{.product = p, .x = {}, .token_group = static_cast<unsigned>(plan.token_group)};
@@ -56,7 +56,7 @@ void launch_tiles(const char* op, const DeviceScope& scope, const Context& ctx, 
     // few tokens, whose rows CTAs share, are sooner copied straight
     const std::size_t row_bytes = p.w.perm && plan.prepare_parts == 1 && p.k <= w4_prepare_row / 2 ? 2 * static_cast<std::size_t>(p.k) : 0;
     W4PrepareParams prepare{.product = p, .row_in_shared = row_bytes > 0, .block_tokens = static_cast<unsigned>(f.tokens), .parts = static_cast<unsigned>(plan.prepare_parts)};
-    std::byte* const end = static_cast<std::byte*>(ctx.workspace) + plan.workspace_bytes;
+    std::byte* const end = workspace + plan.workspace_bytes;
     if (plan.sums_bytes > 0) tiles.sums = prepare.sums = reinterpret_cast<float*>(end - plan.sums_bytes);
     if (plan.copy_bytes > 0) {
       from = prepare.copy = reinterpret_cast<std::uint16_t*>(end - plan.sums_bytes - plan.copy_bytes);
@@ -88,10 +88,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_w%dg%d_%s_%s%d_split%d", name(a.x.dtype), w.bits, w.group, name(w.zeros), plan.tiles ? "tile" : "t",
                 tokens_of_form, plan.splits);
   if (a.y.numel() == 0) return kernel;
-  ROOFTILE_CHECK(ctx.workspace_bytes >= plan.workspace_bytes, op, ": workspace must have ", plan.workspace_bytes,
-                 " bytes for this product, got ", ctx.workspace_bytes);
-  ROOFTILE_CHECK(plan.workspace_bytes == 0 || reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op,
-                 ": workspace is not aligned to 16 bytes");
+  std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
 
   W4MatmulParams p{Product(a.x, a.y, a.bias, a.residual, a.activation, a.gated)};
   p.x_in_pieces = in_pieces(a);
@@ -110,7 +107,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   p.cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster));
   p.x_rows = plan.x_rows;
   p.sums_at = plan.sums_at;
-  p.partial = plan.finish ? static_cast<float*>(ctx.workspace) : nullptr;
+  p.partial = plan.finish ? reinterpret_cast<float*>(workspace) : nullptr;
 
   const std::int64_t m = a.x.rows();
   const bool is_half = a.x.dtype == DType::f16;
@@ -120,7 +117,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
     p.tokens = std::min(plan.launch_tokens, m - first);
     p.token_blocks = static_cast<unsigned>((p.tokens + block_tokens - 1) / block_tokens);
     if (plan.tiles)
-      launch_tiles(op, scope, ctx, a, plan, p);
+      launch_tiles(op, scope, workspace, a, plan, p);
     else
       scope.launch(stream_kernel(is_half, w.bits, plan.form, plan.span, w.zeros), std::int64_t{p.token_blocks} * p.row_blocks * p.splits,
                    w4_warps * 32, plan.shared_bytes, p, Overlap::with_previous, plan.cluster);

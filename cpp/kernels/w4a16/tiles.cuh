@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
       full[s].init(1 + bringers * 32);
-      free[s].init(warps * cluster);
+      free[s].init(warps * (32 + cluster - 1));   // the CTA's own lanes, and a lane for each warp of the others
     }
     tile::publish_barriers();
   }
@@ -276,8 +276,9 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
           for (int quarter = 0; quarter < 4; ++quarter) decode(quarter, a[quarter]);
         }
       }
-      __syncwarp();   // all lanes have read their codes, scales and sums
-      if (lane < cluster) free[stage].arrive_in_block(lane);
+      free[stage].arrive();   // this lane has read its codes, scales and sums
+      __syncwarp();           // and all have: x has been read, which the others send too
+      if (lane < cluster && lane != rank) free[stage].arrive_in_block(lane);
     }
 
     // fp32 through shared memory: rows of tokens, so that neighbours of N are stored together.
