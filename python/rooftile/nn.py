@@ -156,3 +156,11 @@ class W8Linear(PackedLinear):
 
     def forward(self, x):
         return w8a16_matmul(x, self.weight, bias=self.bias)
+
+
+LINEARS = {linear.WEIGHT.BITS: linear for linear in (W4Linear, W8Linear)}
+
+
+def linear_of(weight):
+    """The W4Linear or W8Linear over a weight's arrays, without bias."""
+    return LINEARS[weight.BITS].from_weight(weight)

@@ -34,7 +34,7 @@ class _Rounding:
         """The W4Linear or W8Linear in an nn.Linear's place."""
         from rooftile import nn
 
-        kind = {4: nn.W4Linear, 8: nn.W8Linear}[self._bits]
+        kind = nn.LINEARS[self._bits]
         return kind.from_linear(linear, group_size=self.group_size, zeros=self.zeros)
 
 

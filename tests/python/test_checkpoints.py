@@ -23,7 +23,7 @@ from rooftile import checkpoints  # noqa: E402
 from rooftile.checkpoints import convert, formats  # noqa: E402
 from rooftile.cli import main  # noqa: E402
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
-from rooftile.nn import W4Linear  # noqa: E402
+from rooftile.nn import PackedLinear, W4Linear, W8Linear  # noqa: E402
 
 IDS = torch.tensor([[5, 80, 26, 7, 30, 44, 58, 9, 12, 0, 31]])
 
@@ -39,7 +39,7 @@ def load(folder, dtype=torch.float32, **options):
 
 
 def layers(model):
-    return {name: module for name, module in model.named_modules() if isinstance(module, W4Linear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
 def assert_same_tensors(a, b):
@@ -49,7 +49,7 @@ def assert_same_tensors(a, b):
         assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
 
 
-# ---------------------------------------------------------------- 4-bit folders
+# ---------------------------------------------------------------- 4-bit and 8-bit folders
 
 GPTQ, AWQ, CT = tiny.gptq_config, tiny.awq_config, tiny.compressed_tensors_config
 FORMATS = {
@@ -96,6 +96,31 @@ FORMATS = {
         CT({"actorder": "weight"}, ignore=["re:.*lm_head"]),
         "symmetric",
     ),
+    "gptq-8": (tiny.gptq, {"bits": 8}, GPTQ(bits=8), "integer"),
+    "gptq-8-v2-act-order-symmetric": (
+        lambda w: tiny.gptq(w, "gptq_v2"),
+        {"bits": 8, "act_order": True, "symmetric": True},
+        GPTQ(bits=8, checkpoint_format="gptq_v2", desc_act=True, sym=True, group_size=64),
+        "symmetric",
+    ),
+    "ct-8": (
+        lambda w: tiny.compressed_tensors(w, True),
+        {"bits": 8, "symmetric": True, "dtype": torch.bfloat16},
+        CT({"num_bits": 8}),
+        "symmetric",
+    ),
+    "ct-8-channel-asymmetric": (
+        lambda w: tiny.compressed_tensors(w, False),
+        {"bits": 8, "lowest": 0},
+        CT({"num_bits": 8, "strategy": "channel", "group_size": None, "symmetric": False}),
+        "integer",
+    ),
+    "ct-8-act-order": (
+        lambda w: tiny.compressed_tensors(w, False, g_idx=True),
+        {"bits": 8, "act_order": True},
+        CT({"num_bits": 8, "symmetric": False, "actorder": "group"}),
+        "integer",
+    ),
 }
 
 
@@ -125,7 +150,11 @@ def test_weights_are_those_of_the_format(case):
     for name, w in weights.items():
         packed = ours[name].weight
         assert torch.equal(packed.dequantize(), w.dense), name
-        assert packed.kind == kind and packed.scale_dtype == str(w.scales.dtype).removeprefix("torch.")
+        assert (
+            packed.BITS == w.bits
+            and packed.kind == kind
+            and packed.scale_dtype == str(w.scales.dtype).removeprefix("torch.")
+        )
         assert (packed.perm is not None) == (w.groups != np.sort(w.groups)).any()
 
 
@@ -151,7 +180,7 @@ def test_all_else_is_kept_and_reported(case):
     rows = {row["name"]: row for row in report["rows"]}
     assert rows.keys() == {*weights, *kept} and len(report["rows"]) == len(rows)
     for name, row in rows.items():
-        assert row["outcome"] == ("4 bits, lossless" if name in weights else "kept")
+        assert row["outcome"] == (f"{weights[name].bits} bits, lossless" if name in weights else "kept")
     assert sum(row["bytes_before"] for row in report["rows"]) == sum(t.nbytes for t in stored.values())
     assert sum(row["bytes_after"] for row in report["rows"]) == sum(t.nbytes for t in written.values())
     assert report["copied"] == ["tokenizer_config.json"] and report["left_out"] == []
@@ -184,19 +213,21 @@ def test_loaded_without_a_folder(case):
     ("symmetric", "n", "k", "group"),
     [(True, 20, 96, 32), (False, 20, 96, 32), (False, 64, 128, 128), (True, 3, 36, None), (False, 13, 36, None)],
 )
-def test_compressed_tensors_own_packing_and_unpacking(symmetric, n, k, group, dtype):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compressed_tensors_own_packing_and_unpacking(bits, symmetric, n, k, group, dtype):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors needs Python 3.11")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     strategy = "channel" if group is None else "group"
-    args = QuantizationArgs(num_bits=4, symmetric=symmetric, strategy=strategy, group_size=group)
+    args = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy=strategy, group_size=group)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    w = tiny.weight(f"{n} {k}", (n, k), group or -1, symmetric=symmetric, dtype=dtype, lowest=0)
+    w = tiny.weight(f"{n} {k}", (n, k), group or -1, bits=bits, symmetric=symmetric, dtype=dtype, lowest=0)
+    w.scales = torch.exp2(torch.floor(torch.log2(w.scales)))  # so that w is exact in `dtype`, and rounds to its codes
     state = {
         "weight": w.dense.to(dtype),
         "weight_scale": w.scales,
-        "weight_zero_point": torch.from_numpy(w.zeros - 8).to(torch.int8),
+        "weight_zero_point": torch.from_numpy(w.zeros - 2**bits // 2).to(torch.int8),
     }
     library = BaseCompressor.get_value_from_registry("pack-quantized")
     packed = library.compress(state, scheme)
@@ -206,7 +237,7 @@ def test_compressed_tensors_own_packing_and_unpacking(symmetric, n, k, group, dt
         assert torch.equal(packed[name], tensor), name
     size = group or k
     zeros = packed.get("weight_zero_point")
-    ours = formats.from_compressed_tensors("here", packed["weight_packed"], w.scales, n, k, size, zeros)
+    ours = formats.from_compressed_tensors("here", bits, packed["weight_packed"], w.scales, n, k, size, zeros)
     assert torch.equal(ours.dequantize(dtype), library.decompress(packed, scheme)["weight"])
 
 
@@ -238,11 +269,45 @@ def test_rounding_is_that_of_quantize(tmp_path, tied, dtype):
         assert torch.equal(again(IDS).logits, in_place(IDS).logits)
 
 
-def test_a_model_in_8_bits_is_no_checkpoint():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 8))
-    rt.quantize_(model, rt.W8A16(64), progress=False)
-    with pytest.raises(rt.NotSupportedError, match=r"^RooftileConfig.of: module '0' is a W8Linear"):
-        RooftileConfig.of(model)
+def test_a_model_in_4_and_8_bits_is_a_checkpoint(tmp_path):
+    model = load(tiny.write(tmp_path / "source", tiny.tensors(None, {})), torch.float16)
+    rt.quantize_(model, rt.W8A16(64), skip=["*.mlp.*"], progress=False)
+    rt.quantize_(model, rt.W4A16(32, "minima"), skip=["*.0.mlp.up_proj"], progress=False)
+    model.config.quantization_config = RooftileConfig.of(model)
+    model.save_pretrained(tmp_path / "mixed")
+    again = load(tmp_path / "mixed", torch.float16)
+    assert_same_tensors(again, model)
+    kinds = {name: type(module) for name, module in layers(again).items()}
+    assert len(kinds) == 13 and kinds == {n: W4Linear if ".mlp." in n else W8Linear for n in kinds}
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_layers_of_both_bits_in_one_folder(tmp_path):
+    """As groups of compressed-tensors, which go by name."""
+    config = CT()
+    eight = CT({"num_bits": 8})["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"]}
+    config["config_groups"] = {"group_1": eight, **config["config_groups"]}
+    weights = {
+        name: tiny.weight(name, shape, bits=8 if "mlp" in name else 4, symmetric=True)
+        for name, shape in tiny.MODULES.items()
+    }
+    state = tiny.tensors(lambda w: tiny.compressed_tensors(w, True), weights)
+    report = convert(tiny.write(tmp_path / "source", state, config), tmp_path / "target", progress=False)
+    assert report["form"] == "compressed-tensors 4-bit and 8-bit"
+    ours = layers(load(tmp_path / "target"))
+    assert ours.keys() == weights.keys()
+    for name, w in weights.items():
+        assert ours[name].weight.BITS == w.bits and torch.equal(ours[name].weight.dequantize(), w.dense)
+
+
+def test_a_folder_of_before_there_were_8_bits(case):
+    """Its layouts say nothing of bits."""
+    _, target, _, _, _ = case
+    config = json.loads((target / "config.json").read_text())["quantization_config"]
+    if any(entry["bits"] == 8 for entry in config["layouts"]):
+        pytest.skip("there was no such folder")
+    old = [{key: value for key, value in entry.items() if key != "bits"} for entry in config["layouts"]]
+    assert RooftileConfig(layout=config["layout"], layouts=old).to_dict() == config
 
 
 def test_a_model_may_be_loaded_in_another_dtype_than_stored(tmp_path):

@@ -28,6 +28,12 @@ def gptq(**options):
     return lambda: tiny.tensors(tiny.gptq, {UP: tiny.weight(UP, SHAPE, **options)})
 
 
+def zero_of_0():
+    w = tiny.weight(UP, SHAPE, bits=8)
+    w.zeros[5, 1] = 0
+    return tiny.tensors(tiny.gptq, {UP: w})
+
+
 def awq():
     return tiny.tensors(tiny.awq, {UP: tiny.weight(UP, SHAPE)})
 
@@ -55,7 +61,8 @@ def refused(source, tmp_path, error, *words, **options):
 @pytest.mark.parametrize(
     ("state", "config", "error", "words"),
     [
-        (gptq(), GPTQ(bits=8), SUPPORTED, ("bits = 8", "read: 4")),
+        (gptq(), GPTQ(bits=2), SUPPORTED, ("bits = 2", "read: 4 or 8")),
+        (gptq(), GPTQ(bits=8), ARGUMENT, (UP, "qweight has shape [8, 128], expected [16, 128]")),
         (gptq(), GPTQ(bits=3), SUPPORTED, ("bits = 3",)),
         (gptq(), GPTQ(bits="4"), SUPPORTED, ("bits = '4'",)),
         (gptq(), GPTQ(bits=None), ARGUMENT, ("bits is missing",)),
@@ -74,12 +81,15 @@ def refused(source, tmp_path, error, *words, **options):
         (gptq(), GPTQ(dynamic={"+:.*up": {"bits": 8}}), SUPPORTED, ("dynamic =",)),
         (gptq(act_order=True), GPTQ(), ARGUMENT, (UP, "g_idx is not 0, 0", "desc_act = false")),
         (gptq(lowest=0), GPTQ(), ARGUMENT, (UP, "qzeros holds the code 15", "gptq_v2")),
-        (awq, AWQ(bits=3), SUPPORTED, ("bits = 3",)),
+        (zero_of_0, GPTQ(bits=8), ARGUMENT, (UP, "qzeros holds the code 255", "zero 256 or 0")),
+        (gptq(bits=8), GPTQ(bits=8, sym=True), ARGUMENT, (UP, "expected 128", "sym = true")),
+        (awq, AWQ(bits=8), SUPPORTED, ("bits = 8", "read: 4")),
         (awq, AWQ(version="gemv"), SUPPORTED, ("version = 'gemv'", "'gemm'")),
         (awq, AWQ(zero_point=False), SUPPORTED, ("zero_point = False",)),
         (awq, AWQ(modules_to_not_convert=["up_proj"]), ARGUMENT, (UP, "modules_to_not_convert", "'up_proj'")),
         (awq, AWQ(modules_to_not_convert="up_proj"), ARGUMENT, ("modules_to_not_convert must be list",)),
-        (ct, CT({"num_bits": 8}), SUPPORTED, ("group_0: weights: num_bits = 8",)),
+        (ct, CT({"num_bits": 3}), SUPPORTED, ("group_0: weights: num_bits = 3", "read: 4 or 8")),
+        (ct, CT({"num_bits": 8}), ARGUMENT, (UP, "weight_packed has shape [128, 8], expected [128, 16]")),
         (ct, CT({"type": "float"}), SUPPORTED, ("type = 'float'",)),
         (ct, CT({"strategy": "tensor"}), SUPPORTED, ("strategy = 'tensor'", "'group' or 'channel'")),
         (ct, CT({"symmetric": None}), ARGUMENT, ("symmetric is missing",)),
@@ -230,7 +240,7 @@ def test_what_is_no_linear_layer(tmp_path):
     state = safetensors.torch.load_file(source / "model.safetensors")
     state["model.embed_tokens.qweight"] = state.pop("model.embed_tokens.weight")
     safetensors.torch.save_file(state, source / "model.safetensors")
-    refused(source, tmp_path, SUPPORTED, "model.embed_tokens", "4-bit weights of a Embedding")
+    refused(source, tmp_path, SUPPORTED, "model.embed_tokens", "packed weights of a Embedding")
 
 
 def test_rounding_arguments(tmp_path):
@@ -247,7 +257,9 @@ def test_rounding_arguments(tmp_path):
 
 def test_nothing_in_four_bits(tmp_path):
     source = tiny.write(tmp_path / "source", plain())
-    refused(source, tmp_path, SUPPORTED, str(source), "no layer would be in 4 bits", rounding=rt.W4A16(32), skip="*")
+    refused(
+        source, tmp_path, SUPPORTED, str(source), "no layer would be in 4 or 8 bits", rounding=rt.W4A16(32), skip="*"
+    )
 
 
 # ---------------------------------------------------------------- files
@@ -406,9 +418,13 @@ def test_written_folders_with_a_tensor_gone_or_changed(written):
         (lambda q: q.pop("layout"), SUPPORTED, "layout is None"),
         (lambda q: q.pop("layouts"), ARGUMENT, "layouts is missing"),
         (lambda q: q.update(layouts={}), ARGUMENT, "layouts must be a list"),
-        (lambda q: q.update(layouts=[[]]), ARGUMENT, r"layouts\[0\] must have kind, group_size"),
-        (lambda q: q["layouts"][0].pop("kind"), ARGUMENT, r"layouts\[0\] must have kind, group_size"),
+        (lambda q: q.update(layouts=[[]]), ARGUMENT, r"layouts\[0\] must have bits, kind, group_size"),
+        (lambda q: q["layouts"][0].pop("kind"), ARGUMENT, r"layouts\[0\] must have bits, kind, group_size"),
         (lambda q: q["layouts"][0].update(kind="cubic"), ARGUMENT, "got 'cubic'"),
+        (lambda q: q["layouts"][0].update(bits=3), ARGUMENT, "bits must be 4 or 8, got 3"),
+        (lambda q: q["layouts"][0].update(bits="4"), ARGUMENT, "bits must be int, got '4'"),
+        (lambda q: q["layouts"][0].update(bits=8), ARGUMENT, "codes' has shape"),
+        (lambda q: q["layouts"][0].update(bits=8, kind="minima"), ARGUMENT, "one of symmetric, integer and"),
         (lambda q: q["layouts"][0].update(group_size="32"), ARGUMENT, "group_size must be int, got '32'"),
         (lambda q: q["layouts"][0].update(group_size=48), ARGUMENT, "group_size"),
         (lambda q: q["layouts"][0].update(group_size=64), ARGUMENT, "scales' has shape"),

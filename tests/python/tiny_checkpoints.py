@@ -34,13 +34,14 @@ MODULES = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, sh
 
 @dataclasses.dataclass
 class Weight:
-    """u: int64 [N, K], the codes 0..15 in the order of x's columns. scales: [N, G]. zeros: int64 [N, G].
+    """u: int64 [N, K], the codes 0..15 or 0..255 in the order of x's columns. scales: [N, G]. zeros: int64 [N, G].
     groups: int64 [K], the group of each column."""
 
     u: np.ndarray
     scales: torch.Tensor
     zeros: np.ndarray
     groups: np.ndarray
+    bits: int = 4
 
     @property
     def dense(self):
@@ -50,36 +51,39 @@ class Weight:
         return torch.from_numpy(values.astype(np.float32))
 
 
-def weight(name, shape, group_size=32, *, symmetric=False, act_order=False, dtype=torch.float16, lowest=1):
-    """Random codes; zeros from `lowest` to 15, or 8; a random order of groups for act_order. The same for one name."""
+def weight(name, shape, group_size=32, *, bits=4, symmetric=False, act_order=False, dtype=torch.float16, lowest=1):
+    """Random codes; zeros from `lowest` to the highest code, or in the middle; a random order of groups for act_order.
+    The same for one name."""
     rng = np.random.default_rng(list(name.encode()))
     n, k = shape
     size = k if group_size == -1 else group_size
-    scales = torch.from_numpy(rng.uniform(0.005, 0.02, (n, k // size))).to(dtype)
-    zeros = np.full(scales.shape, 8) if symmetric else rng.integers(lowest, 16, scales.shape)
+    scales = torch.from_numpy(rng.uniform(0.005, 0.02, (n, k // size)) * 16 / 2**bits).to(dtype)
+    zeros = np.full(scales.shape, 2**bits // 2) if symmetric else rng.integers(lowest, 2**bits, scales.shape)
     groups = np.arange(k) // size
-    return Weight(rng.integers(0, 16, shape), scales, zeros, rng.permutation(groups) if act_order else groups)
+    return Weight(
+        rng.integers(0, 2**bits, shape), scales, zeros, rng.permutation(groups) if act_order else groups, bits
+    )
 
 
-def word(nibbles):
-    """Eight nibbles as one int32, the first in bits 0..3."""
-    value = sum(int(nibble) << 4 * i for i, nibble in enumerate(nibbles))
+def word(codes, bits):
+    """As many codes as fit as one int32, the first in the lowest bits."""
+    value = sum(int(code) << bits * i for i, code in enumerate(codes))
     return value - 2**32 if value >= 2**31 else value
 
 
-def words(rows, columns, nibble):
-    """int32 [rows, columns]; nibble(r, c, i) is what stands in bits 4i .. 4i + 3 of word [r, c]."""
-    values = [[word([nibble(r, c, i) for i in range(8)]) for c in range(columns)] for r in range(rows)]
+def words(rows, columns, code, bits=4):
+    """int32 [rows, columns]; code(r, c, i) is what stands in bits `bits` i .. `bits` (i + 1) - 1 of word [r, c]."""
+    values = [[word([code(r, c, i) for i in range(32 // bits)], bits) for c in range(columns)] for r in range(rows)]
     return torch.tensor(values, dtype=torch.int32)
 
 
 def gptq(w, version="gptq", g_idx=True):
     """suffix -> tensor. Words run down K in qweight, along N in qzeros."""
     n, k = w.u.shape
-    less = 1 if version == "gptq" else 0
+    less, of_word = 1 if version == "gptq" else 0, 32 // w.bits
     out = {
-        "qweight": words(k // 8, n, lambda r, c, i: w.u[c, 8 * r + i]),
-        "qzeros": words(w.zeros.shape[1], n // 8, lambda g, c, i: w.zeros[8 * c + i, g] - less),
+        "qweight": words(k // of_word, n, lambda r, c, i: w.u[c, of_word * r + i], w.bits),
+        "qzeros": words(w.zeros.shape[1], n // of_word, lambda g, c, i: w.zeros[of_word * c + i, g] - less, w.bits),
         "scales": w.scales.T.contiguous(),
     }
     return {**out, "g_idx": torch.from_numpy(w.groups).to(torch.int32)} if g_idx else out
@@ -100,18 +104,21 @@ def awq(w):
 
 def compressed_tensors(w, symmetric, g_idx=False):
     """Words run along K in weight_packed, down N in weight_zero_point; the last ones are filled with 0."""
-    n, k = w.u.shape
+    (n, k), of_word = w.u.shape, 32 // w.bits
 
     def at(array, r, c):
         return array[r, c] if r < array.shape[0] and c < array.shape[1] else 0
 
     out = {
-        "weight_packed": words(n, -(-k // 8), lambda r, c, i: at(w.u, r, 8 * c + i)),
+        "weight_packed": words(n, -(-k // of_word), lambda r, c, i: at(w.u, r, of_word * c + i), w.bits),
         "weight_scale": w.scales.contiguous(),
         "weight_shape": torch.tensor([n, k]),
     }
     if not symmetric:
-        out["weight_zero_point"] = words(-(-n // 8), w.zeros.shape[1], lambda r, g, i: at(w.zeros, 8 * r + i, g))
+        rows = -(-n // of_word)
+        out["weight_zero_point"] = words(
+            rows, w.zeros.shape[1], lambda r, g, i: at(w.zeros, of_word * r + i, g), w.bits
+        )
     return {**out, "weight_g_idx": torch.from_numpy(w.groups).to(torch.int32)} if g_idx else out
 
 

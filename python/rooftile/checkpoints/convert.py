@@ -12,9 +12,9 @@ from rooftile.checkpoints.manifest import layout_of, write_manifest
 from rooftile.checkpoints.sources import LOSSLESS, ROUNDED, open_source
 from rooftile.checkpoints.writer import ShardWriter, check_target, write_json, written_whole
 from rooftile.errors import NotSupportedError
-from rooftile.gemm import W4Weight
+from rooftile.gemm import PackedWeight
 from rooftile.loaders.tokenizer import load_tokenizer
-from rooftile.nn import W4Linear
+from rooftile.nn import linear_of
 
 # what goes along as it is: tokenizers, generation, terms of use
 _COMPANIONS = (
@@ -37,12 +37,12 @@ def convert(
 ):
     """Writes `target`, a folder that transformers reads once rooftile.integrations.quantizer is imported.
 
-    source: a folder with config.json and safetensors, 16-bit or 4-bit (compressed-tensors pack-quantized, GPTQ, AWQ
-    gemm), or a GGUF file. What is in 4 bits already is repacked, lossless. rounding: a W4A16 for linear layers that are
-    not, except the output head and `skip` (names or shell patterns); None is W4A16() for a 16-bit folder, and keeps
-    them in every other source. dtype: what a GGUF file's other tensors become, "bfloat16" unless given. shard_bytes:
-    the most in one file. overwrite: replace `target`, which must be a model's folder. progress: show a bar where stderr
-    is a terminal.
+    source: a folder with config.json and safetensors, 16-bit, 4-bit or 8-bit (compressed-tensors pack-quantized, GPTQ,
+    in 4 bits AWQ gemm), or a GGUF file. What is in 4 or 8 bits already is repacked, lossless. rounding: a W4A16 for
+    linear layers that are not, except the output head and `skip` (names or shell patterns); None is W4A16() for a
+    16-bit folder, and keeps them in every other source. dtype: what a GGUF file's other tensors become, "bfloat16"
+    unless given. shard_bytes: the most in one file. overwrite: replace `target`, which must be a model's folder.
+    progress: show a bar where stderr is a terminal.
 
     One weight of the source and one file of the target are in memory at a time. `target` is written beside its place
     and renamed: it is there whole or not at all. Returns a report: source, target, form, rows (one for each weight:
@@ -85,7 +85,7 @@ def convert(
 def load(source, *, rounding=None, skip=(), dtype=None, device_map=None, progress=True):
     """The model of `source`, without a folder in between: what `convert` and then from_pretrained give.
 
-    source, rounding, skip, progress, errors: as of `convert`. dtype: of activations and of all that is not in 4 bits;
+    source, rounding, skip, progress, errors: as of `convert`. dtype: of activations and of all that is not packed;
     as stored unless given ("bfloat16" for GGUF). device_map: as of from_pretrained. All weights lie in host memory.
     """
     import transformers
@@ -104,10 +104,10 @@ def load(source, *, rounding=None, skip=(), dtype=None, device_map=None, progres
 
 def _open(source, rounding, skip, dtype):
     opened = open_source(source, rounding=rounding, skip=skip, dtype=dtype)
-    if not any(e.outcome in (LOSSLESS, ROUNDED) for e in opened.entries):
+    if not any(e.outcome in (*LOSSLESS.values(), ROUNDED) for e in opened.entries):
         raise NotSupportedError(
-            f"{source}: no layer would be in 4 bits: none is stored so, and none is a Linear to be rounded (those of a "
-            "GGUF file are where a rounding is given, that is --group-size or --zeros)"
+            f"{source}: no layer would be in 4 or 8 bits: none is stored so, and none is a Linear to be "
+            "rounded (those of a GGUF file are where a rounding is given, that is --group-size or --zeros)"
         )
     return opened
 
@@ -118,16 +118,16 @@ def _weights(source, layouts, doing, progress):
     with progress_bar(what, total, unit="bytes", show=progress) as advance:
         for entry in source.entries:
             value = entry.read()
-            if isinstance(value, W4Weight):
+            if isinstance(value, PackedWeight):
                 layouts[entry.name] = layout_of(value)
-                yield entry, value, W4Linear.from_weight(value).state_dict(prefix=f"{entry.name}.")
+                yield entry, value, linear_of(value).state_dict(prefix=f"{entry.name}.")
             else:
                 yield entry, value, {entry.name: value}
             advance(entry.nbytes)
 
 
 def _form(value):
-    if not isinstance(value, W4Weight):
+    if not isinstance(value, PackedWeight):
         return str(value.dtype).removeprefix("torch.")
     order = ", act-order" if value.perm is not None else ""
     return f"{value.kind}, groups of {value.group_size}, {value.scale_dtype} scales{order}"

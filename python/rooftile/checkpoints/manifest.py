@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization_config of a rooftile checkpoint: which modules are W4Linear, and what their bytes mean."""
+"""The quantization_config of a rooftile checkpoint: its W4Linear and W8Linear modules, and what their bytes mean."""
 
 from rooftile import _C
 from rooftile.errors import ArgumentError, NotSupportedError
-from rooftile.gemm import W4_KINDS
+from rooftile.gemm import W4Weight, W8Weight
 
 QUANT_METHOD = "rooftile"
-_FIELDS = {"kind": str, "group_size": int, "scale_dtype": str, "act_order": bool, "modules": list}
+_KINDS = {weight.BITS: weight.KINDS for weight in (W4Weight, W8Weight)}
+_FIELDS = {"bits": int, "kind": str, "group_size": int, "scale_dtype": str, "act_order": bool, "modules": list}
 
 
 def layout_of(weight):
-    """What the manifest says of a W4Weight: the keywords W4Linear takes beside its sizes."""
+    """What the manifest says of a weight: its bits, and the keywords that its module takes beside sizes."""
     return {
+        "bits": weight.BITS,
         "kind": weight.kind,
         "group_size": weight.group_size,
         "scale_dtype": weight.scale_dtype,
@@ -43,14 +45,19 @@ def read_manifest(layout, layouts):
     modules = {}
     for i, entry in enumerate(layouts):
         where = f"quantization_config: layouts[{i}]"
+        if isinstance(entry, dict):
+            entry = {"bits": 4, **entry}  # which folders did not say while there were no others
         if not isinstance(entry, dict) or entry.keys() != _FIELDS.keys():
             raise ArgumentError(f"{where} must have {', '.join(_FIELDS)}, got {entry!r:.120}")
         for field, kind in _FIELDS.items():
             if type(entry[field]) is not kind:
                 raise ArgumentError(f"{where}: {field} must be {kind.__name__}, got {entry[field]!r:.60}")
-        if entry["kind"] not in W4_KINDS or entry["scale_dtype"] not in ("float16", "bfloat16"):
+        if entry["bits"] not in _KINDS:
+            raise ArgumentError(f"{where}: bits must be {' or '.join(map(str, _KINDS))}, got {entry['bits']}")
+        kinds = _KINDS[entry["bits"]]
+        if entry["kind"] not in kinds or entry["scale_dtype"] not in ("float16", "bfloat16"):
             raise ArgumentError(
-                f"{where}: kind and scale_dtype must be one of {', '.join(W4_KINDS)} and one of float16, bfloat16, "
+                f"{where}: kind and scale_dtype must be one of {', '.join(kinds)} and one of float16, bfloat16, "
                 f"got {entry['kind']!r} and {entry['scale_dtype']!r}"
             )
         for name in entry["modules"]:

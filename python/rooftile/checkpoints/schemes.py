@@ -86,14 +86,14 @@ def _words(values):
 
 
 class _Gptq:
-    """qweight, qzeros, scales and g_idx; see formats.from_gptq."""
+    """qweight, qzeros, scales and g_idx, of 4 or 8 bits; see formats.from_gptq."""
 
     name = "GPTQ"
     main = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, fields):
-        fields.expect("bits", 4)
+        self.bits = fields.expect("bits", 4, 8)
         fields.expect("pack_dtype", "int32", default="int32")
         fields.absent("is_marlin_format")
         self.size = fields.group_size()
@@ -104,12 +104,15 @@ class _Gptq:
         if any(not str(pattern).startswith("-:") for pattern in fields.get("dynamic", dict, {})):
             fields.refuse("dynamic", "patterns that begin with '-:' (layers left alone)")
 
+    def bits_of(self, module):
+        return self.bits
+
     def read(self, module, n, k):
-        group = module.group_size(self.size, k)
-        module.divides("the columns of qzeros", n, 8)
-        module.divides("in_features", k, 8)
-        qweight = module.tensor("qweight", (k // 8, n), ("I32",))
-        qzeros = module.tensor("qzeros", (k // group, n // 8), ("I32",))
+        group, of_word = module.group_size(self.size, k), 32 // self.bits
+        module.divides("the columns of qzeros", n, of_word)
+        module.divides("in_features", k, of_word)
+        qweight = module.tensor("qweight", (k // of_word, n), ("I32",))
+        qzeros = module.tensor("qzeros", (k // group, n // of_word), ("I32",))
         scales = module.tensor("scales", (k // group, n), _16_BIT)
         g_idx = module.tensor("g_idx", (k,), ("I32",), optional=not self.act_order)
         if g_idx is not None and not self.act_order and not torch.equal(g_idx, torch.arange(k) // group):
@@ -118,6 +121,7 @@ class _Gptq:
             )
         return formats.from_gptq(
             module.where,
+            self.bits,
             qweight,
             qzeros,
             scales,
@@ -130,7 +134,7 @@ class _Gptq:
 
 
 class _Awq:
-    """qweight, qzeros and scales; see formats.from_awq."""
+    """qweight, qzeros and scales, of 4 bits; see formats.from_awq."""
 
     name = "AWQ"
     main = "qweight"
@@ -144,6 +148,9 @@ class _Awq:
             fields.refuse("version", "'gemm'")
         self.size = fields.group_size()
         self.plain = fields.get("modules_to_not_convert", list, [])
+
+    def bits_of(self, module):
+        return 4
 
     def read(self, module, n, k):
         for name in self.plain:
@@ -173,24 +180,32 @@ class _CompressedTensors:
         groups = fields.child("config_groups")
         self.groups = [_WeightGroup(fields, groups.child(name)) for name in groups.value]
 
-    def read(self, module, n, k):
+    def group_of(self, module):
         if any(_matches(pattern, module.name) for pattern in self.ignore):
             raise ArgumentError(f"{module.where}: has weight_packed, but `ignore` of config.json matches it")
         group = next((g for g in self.groups if any(_matches(t, module.name) for t in g.targets)), None)
         if group is None:
             raise ArgumentError(f"{module.where}: has weight_packed, but `targets` of no group in config.json match it")
-        size = module.group_size(group.size, k)
+        return group
+
+    def bits_of(self, module):
+        return self.group_of(module).bits
+
+    def read(self, module, n, k):
+        group = self.group_of(module)
+        size, of_word = module.group_size(group.size, k), 32 // group.bits
         shape = module.tensor("weight_shape", (2,), ("I64", "I32")).tolist()
         if shape != [n, k]:
             raise ArgumentError(f"{module.where}: weight_shape holds {shape}, expected [{n}, {k}]")
         return formats.from_compressed_tensors(
             module.where,
-            module.tensor("weight_packed", (n, -(-k // 8)), ("I32",)),
+            group.bits,
+            module.tensor("weight_packed", (n, -(-k // of_word)), ("I32",)),
             module.tensor("weight_scale", (n, k // size), _16_BIT),
             n,
             k,
             size,
-            None if group.symmetric else module.tensor("weight_zero_point", (-(-n // 8), k // size), ("I32",)),
+            None if group.symmetric else module.tensor("weight_zero_point", (-(-n // of_word), k // size), ("I32",)),
             module.tensor("weight_g_idx", (k,), ("I32", "I64")) if group.act_order else None,
         )
 
@@ -207,7 +222,7 @@ class _WeightGroup:
         fields.absent("input_activations", "output_activations")
         self.targets = _patterns(fields, "targets")
         weights = fields.child("weights")
-        weights.expect("num_bits", 4)
+        self.bits = weights.expect("num_bits", 4, 8)
         weights.expect("type", "int")
         weights.absent("dynamic", *sorted(set(weights.value) - _INERT - _READ))
         self.symmetric = weights.get("symmetric", bool)

@@ -15,7 +15,7 @@ from rooftile.gemm import W4Weight
 from rooftile.loaders.gguf import open_gguf
 from rooftile.quantize import W4A16, linear_layers
 
-LOSSLESS, ROUNDED = "4 bits, lossless", "4 bits, rounded to nearest"
+LOSSLESS, ROUNDED = {4: "4 bits, lossless", 8: "8 bits, lossless"}, "4 bits, rounded to nearest"
 KEPT, CONVERTED, DEQUANTISED = "kept", "converted", "dequantised"  # as stored, to another float type, from codes
 _OP = "convert"
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -26,8 +26,8 @@ _ROUNDED_FROM = ("F32", "F16", "BF16")
 class Entry:
     """One weight of the model.
 
-    name: of the module, where `read` gives a W4Weight, else of the tensor. form: how the source stores it. outcome: one
-    of the five above. nbytes: in the source. read: () -> W4Weight or torch.Tensor.
+    name: of the module, where `read` gives a W4Weight or W8Weight, else of the tensor. form: how the source stores it.
+    outcome: one of the six above. nbytes: in the source. read: () -> W4Weight, W8Weight or torch.Tensor.
     """
 
     name: str
@@ -66,7 +66,7 @@ def _rounded(model, rounding, skip):
     if rounding is None and skip:
         raise ArgumentError(
             f"{_OP}: skip is for layers that would be rounded, and without a rounding (group_size, zeros) the source "
-            f"keeps all that is not in 4 bits; got {skip!r}"
+            f"keeps all that is not in 4 or 8 bits; got {skip!r}"
         )
     return {} if rounding is None else dict(linear_layers(_OP, model, skip))
 
@@ -96,7 +96,7 @@ class _FolderSource:
             if suffix == "weight" and self.scheme and f"{module}.{self.scheme.main}" in self.left:
                 if name in tied:
                     raise NotSupportedError(
-                        f"{self.where}: tie_word_embeddings is set, but '{module}' has weights of its own in 4 bits"
+                        f"{self.where}: tie_word_embeddings is set, but '{module}' has packed weights of its own"
                     )
                 entries.append(self.packed(module))
             elif name in self.left:
@@ -106,8 +106,13 @@ class _FolderSource:
         self.leave_out()
         if missing:
             raise ArgumentError(f"{self.folder.path}: tensor '{missing[0]}' is missing ({len(missing)} such tensors)")
-        form = f"{self.scheme.name} 4-bit" if self.scheme else "safetensors"
-        return Source(str(self.folder.path), form, type(self.model), self.config, entries, self.left_out)
+        return Source(str(self.folder.path), self.form(entries), type(self.model), self.config, entries, self.left_out)
+
+    def form(self, entries):
+        if not self.scheme:
+            return "safetensors"
+        bits = [f"{b}-bit" for b, outcome in LOSSLESS.items() if any(e.outcome == outcome for e in entries)]
+        return " ".join((self.scheme.name, " and ".join(bits))).strip()
 
     def empty_model(self):
         """The model that config.json describes, on the meta device."""
@@ -142,7 +147,7 @@ class _FolderSource:
         linear = self.model.get_submodule(name)
         if type(linear) is not torch.nn.Linear:
             raise NotSupportedError(
-                f"{module.where}: 4-bit weights of a {type(linear).__name__} are not read; read: those of a Linear"
+                f"{module.where}: packed weights of a {type(linear).__name__} are not read; read: those of a Linear"
             )
         nbytes = sum(self.left.pop(f"{name}.{s}").nbytes for s in module.unread)
 
@@ -151,7 +156,7 @@ class _FolderSource:
             module.check_all_read()
             return weight
 
-        return Entry(name, self.scheme.name, LOSSLESS, nbytes, read)
+        return Entry(name, self.scheme.name, LOSSLESS[self.scheme.bits_of(module)], nbytes, read)
 
     def plain(self, name, module, suffix, parameter):
         info = self.left.pop(name)
@@ -251,7 +256,7 @@ def _gguf_source(path, rounding, skip, dtype):
     for p in parameters:
         module, form = p.name.removesuffix(".weight"), p.type
         if p.keeps_codes:
-            entries.append(Entry(module, form, LOSSLESS, p.nbytes, lambda p=p: p.read().weight))
+            entries.append(Entry(module, form, LOSSLESS[4], p.nbytes, lambda p=p: p.read().weight))
         elif module in rounded:
             rounding.check(f"{path}: {module}", p.shape)
             entries.append(Entry(module, form, ROUNDED, p.nbytes, lambda p=p: _round(p.read("float32"), rounding)))

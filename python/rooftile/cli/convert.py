@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rooftile convert`: a checkpoint into a folder of 4-bit weights that from_pretrained reads."""
+"""`rooftile convert`: a checkpoint into a folder of 4-bit or 8-bit weights that from_pretrained reads."""
 
 import argparse
 import re
@@ -8,7 +8,7 @@ from rooftile.cli._files import check_writable, write_json
 from rooftile.cli._tables import print_whole
 from rooftile.quantize import W4A16
 
-SUMMARY = "a checkpoint (16-bit, compressed-tensors, GPTQ, AWQ, GGUF) into 4-bit weights that from_pretrained reads"
+SUMMARY = "a checkpoint (16-bit, compressed-tensors, GPTQ, AWQ, GGUF) into 4-bit or 8-bit weights for from_pretrained"
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -21,7 +21,7 @@ def add_arguments(parser):
         "--group-size",
         type=int,
         metavar="N",
-        help="round linear layers that are not in 4 bits already, in groups of N (16-bit folders: 128 unless given)",
+        help="round linear layers that are not packed yet to 4 bits, in groups of N (16-bit folders: 128 unless given)",
     )
     add("--zeros", choices=("symmetric", "minima"), help="how they are rounded (default: symmetric)")
     add("--skip", action="append", default=[], metavar="PATTERN", help="leave these of them as they are; repeatable")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face transformers (>= 5.17): 4-bit weights through from_pretrained and save_pretrained.
+"""Hugging Face transformers (>= 5.17): 4-bit and 8-bit weights through from_pretrained and save_pretrained.
 
     from rooftile.integrations.quantizer import RooftileConfig       # also registers quant_method "rooftile"
 
     model = AutoModelForCausalLM.from_pretrained("converted-folder")
     model = AutoModelForCausalLM.from_pretrained("bf16-folder", quantization_config=RooftileConfig(group_size=64))
 
-A folder in 4 bits says in config.json which modules are W4Linear and what their bytes mean; these replace the linear
-layers before the weights are read. A 16-bit folder is rounded layer by layer while it is read: when the weight of a
-linear layer comes, the layer becomes a W4Linear, so the model is never in memory as a whole in 16 bits.
+A converted folder says in config.json which modules are W4Linear or W8Linear and what their bytes mean; these replace
+the linear layers before the weights are read. A 16-bit folder is rounded layer by layer while it is read: when the
+weight of a linear layer comes, the layer becomes a W4Linear, so the model is never in memory as a whole in 16 bits.
 """
 
 import torch
@@ -18,8 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
-from rooftile.errors import ArgumentError, NotSupportedError
-from rooftile.nn import W4Linear, W8Linear
+from rooftile.errors import ArgumentError
+from rooftile.nn import LINEARS, PackedLinear, W4Linear
 from rooftile.quantize import W4A16, linear_layers, name_patterns
 
 _DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
@@ -29,8 +29,8 @@ _DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
 class RooftileConfig(QuantizationConfigMixin):
     """How from_pretrained rounds a 16-bit model: group_size and zeros as in rt.W4A16, skip as in rt.quantize_.
 
-    layout, layouts: of a model that is in 4 bits already; config.json holds them (rooftile convert and save_pretrained
-    write it).
+    layout, layouts: of a model that is in 4 or 8 bits already; config.json holds them (rooftile convert and
+    save_pretrained write it).
     """
 
     def __init__(
@@ -47,19 +47,13 @@ class RooftileConfig(QuantizationConfigMixin):
 
     @classmethod
     def of(cls, model):
-        """Of a model that holds W4Linear modules already (rt.quantize_, load_gguf).
+        """Of a model that holds W4Linear or W8Linear modules already (rt.quantize_, load_gguf).
 
         `model.config.quantization_config = RooftileConfig.of(model)`, and save_pretrained writes a folder to load.
-        Raises NotSupportedError for one that holds W8Linear modules.
         """
         config = cls()
-        eight = next((name for name, module in model.named_modules() if isinstance(module, W8Linear)), None)
-        if eight is not None:
-            raise NotSupportedError(
-                f"RooftileConfig.of: module '{eight}' is a W8Linear; config.json can name W4Linear modules only"
-            )
         config.modules = {
-            name: layout_of(module.weight) for name, module in model.named_modules() if isinstance(module, W4Linear)
+            name: layout_of(module.weight) for name, module in model.named_modules() if isinstance(module, PackedLinear)
         }
         return config
 
@@ -95,7 +89,7 @@ class RooftileQuantizer(HfQuantizer):
             config.rounding.check(f"RooftileConfig: {name}", layer.weight.shape)
 
     def _replace(self, model, checkpoint_files):
-        """Empty W4Linear modules in the places that config.json names."""
+        """Empty W4Linear and W8Linear modules in the places that config.json names."""
         prefix, names, tensors = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}, {}
         for file in checkpoint_files or ():
             tensors.update((info.name, info) for info in safetensors_header(file))
@@ -110,13 +104,14 @@ class RooftileQuantizer(HfQuantizer):
             linear = model.get_submodule(here)
             if type(linear) is not torch.nn.Linear:
                 raise ArgumentError(f"{where} is a {type(linear).__name__}, expected a Linear")
-            module = W4Linear(
+            keywords = {key: value for key, value in layout.items() if key != "bits"}
+            module = LINEARS[layout["bits"]](
                 linear.in_features,
                 linear.out_features,
                 linear.bias is not None,
                 device="meta",
                 dtype=linear.weight.dtype,
-                **layout,
+                **keywords,
             )
             if tensors:  # from_pretrained may be given a state_dict instead
                 _check_tensors(where, module, name, tensors)
@@ -134,7 +129,7 @@ class RooftileQuantizer(HfQuantizer):
             # another object: the caller may round another model with theirs
             self.quantization_config = model.config.quantization_config = RooftileConfig.of(model)
         for module in model.modules():
-            if isinstance(module, W4Linear) and module.bias is not None:
+            if isinstance(module, PackedLinear) and module.bias is not None:
                 module.bias.requires_grad_(False)
 
     def is_serializable(self, *args, **kwargs):
