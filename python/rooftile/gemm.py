@@ -354,6 +354,9 @@ class W8Weight(PackedWeight):
         return blocks ^ 0x80  # a block's are signed
 
 
+WEIGHTS = {weight.BITS: weight for weight in (W4Weight, W8Weight)}
+
+
 def _device(x):
     return str(getattr(x, "device", "cpu"))
 

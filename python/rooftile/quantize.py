@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rooftile.errors import ArgumentError, ArgumentTypeError
-from rooftile.gemm import names_of
+from rooftile.gemm import WEIGHTS, names_of
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
 class _Rounding:
-    """What W4A16 and W8A16 share. _bits; _zeros: what `zeros` may be."""
+    """What W4A16 and W8A16 share. bits: of a weight; _zeros: what `zeros` may be."""
 
     def __post_init__(self):
         name = type(self).__name__
@@ -26,15 +26,19 @@ class _Rounding:
         from rooftile import _C
 
         try:
-            _C.w4_sizes(where, "weight", *shape, self._bits, self.group_size, self.zeros)
+            _C.w4_sizes(where, "weight", *shape, self.bits, self.group_size, self.zeros)
         except ArgumentError as e:
             raise ArgumentError(f"{e}; choose another group_size or skip the layer") from None
+
+    def weight_of(self, array):
+        """The W4Weight or W8Weight of an array [N, K]."""
+        return WEIGHTS[self.bits].quantize(array, group_size=self.group_size, zeros=self.zeros)
 
     def module_of(self, linear):
         """The W4Linear or W8Linear in an nn.Linear's place."""
         from rooftile import nn
 
-        kind = nn.LINEARS[self._bits]
+        kind = nn.LINEARS[self.bits]
         return kind.from_linear(linear, group_size=self.group_size, zeros=self.zeros)
 
 
@@ -44,7 +48,7 @@ class W4A16(_Rounding):
 
     group_size: int = 128
     zeros: str = "symmetric"
-    _bits, _zeros = 4, ("symmetric", "minima")
+    bits, _zeros = 4, ("symmetric", "minima")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,18 @@ class W8A16(_Rounding):
     """8-bit weights, 16-bit activations, symmetric; see W8Weight.quantize."""
 
     group_size: int = 128
-    _bits, _zeros, zeros = 8, ("symmetric",), "symmetric"
+    bits, _zeros, zeros = 8, ("symmetric",), "symmetric"
+
+
+def rounding_of(op, bits, group_size, zeros):
+    """The W4A16 or W8A16 of what a caller of `op` gives."""
+    if type(bits) is not int or bits not in WEIGHTS:
+        raise ArgumentError(f"{op}: bits must be {' or '.join(map(str, WEIGHTS))}, got {bits!r}")
+    if bits == 4:
+        return W4A16(group_size, zeros)
+    if zeros != W8A16.zeros:
+        raise ArgumentError(f"{op}: zeros must be {W8A16.zeros!r} with 8 bits, got {zeros!r}")
+    return W8A16(group_size)
 
 
 def quantize_(model, config=None, *, skip=(), progress=True):

@@ -244,18 +244,21 @@ def test_compressed_tensors_own_packing_and_unpacking(bits, symmetric, n, k, gro
 # ---------------------------------------------------------------- 16-bit folders
 
 
+@pytest.mark.parametrize("rounding", [rt.W4A16(64, "minima"), rt.W8A16(32)], ids=["4 bits", "8 bits"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_is_that_of_quantize(tmp_path, tied, dtype):
+def test_rounding_is_that_of_quantize(tmp_path, tied, dtype, rounding):
     """Through convert, through from_pretrained with a config, and in place: the same bytes."""
     skip = ["*.1.mlp.up_proj", "*.0.self_attn.o_proj"]
     state = {n: t.to(dtype) for n, t in tiny.tensors(None, {}, tie_word_embeddings=tied).items()}
     source = tiny.write(tmp_path / "source", state, shards=2, tie_word_embeddings=tied)
-    report = convert(source, tmp_path / "target", rounding=rt.W4A16(64, "minima"), skip=skip, progress=False)
+    report = convert(source, tmp_path / "target", rounding=rounding, skip=skip, progress=False)
     in_place = load(source, dtype)
-    rt.quantize_(in_place, rt.W4A16(64, "minima"), skip=skip, progress=False)
-    on_the_fly = load(source, dtype, quantization_config=RooftileConfig(64, "minima", skip))
-    assert len(layers(in_place)) == 12 == sum("rounded" in row["outcome"] for row in report["rows"])
+    rt.quantize_(in_place, rounding, skip=skip, progress=False)
+    config = RooftileConfig(rounding.group_size, rounding.zeros, skip, bits=rounding.bits)
+    on_the_fly = load(source, dtype, quantization_config=config)
+    rounded = f"{rounding.bits} bits, rounded to nearest"
+    assert len(layers(in_place)) == 12 == sum(row["outcome"] == rounded for row in report["rows"])
     assert_same_tensors(load(tmp_path / "target", dtype), in_place)
     assert_same_tensors(on_the_fly, in_place)
     assert not any(layer.bias.requires_grad for layer in layers(on_the_fly).values() if layer.bias is not None)
@@ -546,6 +549,7 @@ def test_the_command(tmp_path, capsys):
         (["SOURCE", "SOURCE/inside"], ("expected a folder beside it",)),
         (["SOURCE", "TARGET", "--json", "no/such/folder/a.json"], ("--json", "does not exist")),
         (["SOURCE", "TARGET", "--group-size", "-1"], ("group_size must be",)),
+        (["SOURCE", "TARGET", "--bits", "8", "--zeros", "minima"], ("zeros must be 'symmetric' with 8 bits",)),
         (["SOURCE", "TARGET", "--group-size", "48"], ("q_proj", "group_size must be 32, 64, 128 or K = 64, got 48")),
         (["SOURCE", "TARGET", "--dtype", "float16"], ("dtype is for GGUF files",)),
     ],

@@ -447,6 +447,9 @@ def test_config_arguments(tmp_path):
     for bad, error in (
         ({"group_size": "32"}, ARGUMENT),
         ({"zeros": "integer"}, ARGUMENT),
+        ({"bits": 3}, ARGUMENT),
+        ({"bits": True}, ARGUMENT),
+        ({"zeros": "minima", "bits": 8}, ARGUMENT),
         ({"skip": [5]}, rt.ArgumentTypeError),
     ):
         with pytest.raises(error, match=next(iter(bad))):

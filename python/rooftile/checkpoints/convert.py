@@ -38,11 +38,11 @@ def convert(
     """Writes `target`, a folder that transformers reads once rooftile.integrations.quantizer is imported.
 
     source: a folder with config.json and safetensors, 16-bit, 4-bit or 8-bit (compressed-tensors pack-quantized, GPTQ,
-    in 4 bits AWQ gemm), or a GGUF file. What is in 4 or 8 bits already is repacked, lossless. rounding: a W4A16 for
-    linear layers that are not, except the output head and `skip` (names or shell patterns); None is W4A16() for a
-    16-bit folder, and keeps them in every other source. dtype: what a GGUF file's other tensors become, "bfloat16"
-    unless given. shard_bytes: the most in one file. overwrite: replace `target`, which must be a model's folder.
-    progress: show a bar where stderr is a terminal.
+    in 4 bits AWQ gemm), or a GGUF file. What is in 4 or 8 bits already is repacked, lossless. rounding: a W4A16 or
+    W8A16 for linear layers that are not, except the output head and `skip` (names or shell patterns); None is W4A16()
+    for a 16-bit folder, and keeps them in every other source. dtype: what a GGUF file's other tensors become,
+    "bfloat16" unless given. shard_bytes: the most in one file. overwrite: replace `target`, which must be a model's
+    folder. progress: show a bar where stderr is a terminal.
 
     One weight of the source and one file of the target are in memory at a time. `target` is written beside its place
     and renamed: it is there whole or not at all. Returns a report: source, target, form, rows (one for each weight:
@@ -104,10 +104,10 @@ def load(source, *, rounding=None, skip=(), dtype=None, device_map=None, progres
 
 def _open(source, rounding, skip, dtype):
     opened = open_source(source, rounding=rounding, skip=skip, dtype=dtype)
-    if not any(e.outcome in (*LOSSLESS.values(), ROUNDED) for e in opened.entries):
+    if not any(e.outcome in (*LOSSLESS.values(), *ROUNDED.values()) for e in opened.entries):
         raise NotSupportedError(
             f"{source}: no layer would be in 4 or 8 bits: none is stored so, and none is a Linear to be "
-            "rounded (those of a GGUF file are where a rounding is given, that is --group-size or --zeros)"
+            "rounded (those of a GGUF file are where a rounding is given, that is --bits, --group-size or --zeros)"
         )
     return opened
 

@@ -8,9 +8,8 @@ What the arrays' shapes and dtypes must be is their caller's to check (sources.p
 import torch
 
 from rooftile.errors import ArgumentError
-from rooftile.gemm import W4Weight, W8Weight
+from rooftile.gemm import WEIGHTS
 
-WEIGHTS = {weight.BITS: weight for weight in (W4Weight, W8Weight)}
 # column of eight that each nibble of an AWQ word holds, and its inverse: the nibble that holds each column
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_NIBBLES = [_AWQ_COLUMNS.index(column) for column in range(8)]

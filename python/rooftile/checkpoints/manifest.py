@@ -3,10 +3,9 @@
 
 from rooftile import _C
 from rooftile.errors import ArgumentError, NotSupportedError
-from rooftile.gemm import W4Weight, W8Weight
+from rooftile.gemm import WEIGHTS
 
 QUANT_METHOD = "rooftile"
-_KINDS = {weight.BITS: weight.KINDS for weight in (W4Weight, W8Weight)}
 _FIELDS = {"bits": int, "kind": str, "group_size": int, "scale_dtype": str, "act_order": bool, "modules": list}
 
 
@@ -52,9 +51,9 @@ def read_manifest(layout, layouts):
         for field, kind in _FIELDS.items():
             if type(entry[field]) is not kind:
                 raise ArgumentError(f"{where}: {field} must be {kind.__name__}, got {entry[field]!r:.60}")
-        if entry["bits"] not in _KINDS:
-            raise ArgumentError(f"{where}: bits must be {' or '.join(map(str, _KINDS))}, got {entry['bits']}")
-        kinds = _KINDS[entry["bits"]]
+        if entry["bits"] not in WEIGHTS:
+            raise ArgumentError(f"{where}: bits must be {' or '.join(map(str, WEIGHTS))}, got {entry['bits']}")
+        kinds = WEIGHTS[entry["bits"]].KINDS
         if entry["kind"] not in kinds or entry["scale_dtype"] not in ("float16", "bfloat16"):
             raise ArgumentError(
                 f"{where}: kind and scale_dtype must be one of {', '.join(kinds)} and one of float16, bfloat16, "

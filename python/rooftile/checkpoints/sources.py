@@ -11,11 +11,10 @@ import torch
 from rooftile.checkpoints.folder import TensorFolder
 from rooftile.checkpoints.schemes import scheme_of
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
-from rooftile.gemm import W4Weight
 from rooftile.loaders.gguf import open_gguf
-from rooftile.quantize import W4A16, linear_layers
+from rooftile.quantize import W4A16, W8A16, linear_layers
 
-LOSSLESS, ROUNDED = {4: "4 bits, lossless", 8: "8 bits, lossless"}, "4 bits, rounded to nearest"
+LOSSLESS, ROUNDED = ({b: f"{b} bits, {how}" for b in (4, 8)} for how in ("lossless", "rounded to nearest"))
 KEPT, CONVERTED, DEQUANTISED = "kept", "converted", "dequantised"  # as stored, to another float type, from codes
 _OP = "convert"
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -27,7 +26,7 @@ class Entry:
     """One weight of the model.
 
     name: of the module, where `read` gives a W4Weight or W8Weight, else of the tensor. form: how the source stores it.
-    outcome: one of the six above. nbytes: in the source. read: () -> W4Weight, W8Weight or torch.Tensor.
+    outcome: one of the above. nbytes: in the source. read: () -> W4Weight, W8Weight or torch.Tensor.
     """
 
     name: str
@@ -52,8 +51,9 @@ class Source:
 
 def open_source(path, *, rounding=None, skip=(), dtype=None):
     """A Source, of which headers alone were read. Arguments and errors as of `convert`."""
-    if rounding is not None and not isinstance(rounding, W4A16):
-        raise ArgumentTypeError(f"{_OP}: rounding must be a rooftile.W4A16 or None, got {type(rounding).__name__}")
+    if rounding is not None and not isinstance(rounding, W4A16 | W8A16):
+        kind = type(rounding).__name__
+        raise ArgumentTypeError(f"{_OP}: rounding must be a rooftile.W4A16 or W8A16 or None, got {kind}")
     if os.path.isdir(path):
         if dtype is not None:
             raise ArgumentError(f"{_OP}: dtype is for GGUF files, {path} is a folder and keeps its own; got {dtype!r}")
@@ -65,8 +65,8 @@ def _rounded(model, rounding, skip):
     """name -> nn.Linear of what is to be rounded."""
     if rounding is None and skip:
         raise ArgumentError(
-            f"{_OP}: skip is for layers that would be rounded, and without a rounding (group_size, zeros) the source "
-            f"keeps all that is not in 4 or 8 bits; got {skip!r}"
+            f"{_OP}: skip is for layers that would be rounded, and without a rounding (bits, group_size, zeros) the "
+            f"source keeps all that is not in 4 or 8 bits; got {skip!r}"
         )
     return {} if rounding is None else dict(linear_layers(_OP, model, skip))
 
@@ -177,7 +177,8 @@ class _FolderSource:
                     f"{info.file}: tensor '{name}' has dtype {info.dtype}, rounded are {', '.join(_ROUNDED_FROM)}"
                 )
             self.rounding.check(f"{info.file}: {module}", info.shape)
-            return Entry(module, form, ROUNDED, info.nbytes, lambda: _round(self.folder.read(name), self.rounding))
+            outcome = ROUNDED[self.rounding.bits]
+            return Entry(module, form, outcome, info.nbytes, lambda: self.rounding.weight_of(self.folder.read(name)))
         return Entry(name, form, KEPT, info.nbytes, lambda: self.folder.read(name))
 
     def leave_out(self):
@@ -259,14 +260,11 @@ def _gguf_source(path, rounding, skip, dtype):
             entries.append(Entry(module, form, LOSSLESS[4], p.nbytes, lambda p=p: p.read().weight))
         elif module in rounded:
             rounding.check(f"{path}: {module}", p.shape)
-            entries.append(Entry(module, form, ROUNDED, p.nbytes, lambda p=p: _round(p.read("float32"), rounding)))
+            outcome = ROUNDED[rounding.bits]
+            entries.append(Entry(module, form, outcome, p.nbytes, lambda p=p: rounding.weight_of(p.read("float32"))))
         else:
             stored = _FLOATS.get(form)
             outcome = KEPT if stored == dtype else CONVERTED if stored else DEQUANTISED
             entries.append(Entry(p.name, form, outcome, p.nbytes, p.read))
     config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
     return Source(str(path), "GGUF", type(model), config, entries, [])
-
-
-def _round(weight, rounding):
-    return W4Weight.quantize(weight, group_size=rounding.group_size, zeros=rounding.zeros)

@@ -6,7 +6,7 @@ import re
 
 from rooftile.cli._files import check_writable, write_json
 from rooftile.cli._tables import print_whole
-from rooftile.quantize import W4A16
+from rooftile.quantize import rounding_of
 
 SUMMARY = "a checkpoint (16-bit, compressed-tensors, GPTQ, AWQ, GGUF) into 4-bit or 8-bit weights for from_pretrained"
 
@@ -21,9 +21,10 @@ def add_arguments(parser):
         "--group-size",
         type=int,
         metavar="N",
-        help="round linear layers that are not packed yet to 4 bits, in groups of N (16-bit folders: 128 unless given)",
+        help="round linear layers that are not packed yet, in groups of N (16-bit folders: 128 unless given)",
     )
-    add("--zeros", choices=("symmetric", "minima"), help="how they are rounded (default: symmetric)")
+    add("--bits", type=int, choices=(4, 8), help="to how many bits they are rounded (default: 4)")
+    add("--zeros", choices=("symmetric", "minima"), help="how they are rounded (default: symmetric; minima: of 4 bits)")
     add("--skip", action="append", default=[], metavar="PATTERN", help="leave these of them as they are; repeatable")
     add(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="of a GGUF file's other tensors (default: bfloat16)"
@@ -43,8 +44,9 @@ def _bytes(text):
 def run(args):
     check_writable(args.json, "--json")
     rounding = None
-    if args.group_size is not None or args.zeros is not None:
-        rounding = W4A16(args.group_size if args.group_size is not None else 128, args.zeros or "symmetric")
+    if any(given is not None for given in (args.bits, args.group_size, args.zeros)):
+        group_size = 128 if args.group_size is None else args.group_size
+        rounding = rounding_of("convert", args.bits or 4, group_size, args.zeros or "symmetric")
     from rich.console import Console
 
     from rooftile.checkpoints import convert

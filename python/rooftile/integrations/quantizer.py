@@ -8,7 +8,8 @@
 
 A converted folder says in config.json which modules are W4Linear or W8Linear and what their bytes mean; these replace
 the linear layers before the weights are read. A 16-bit folder is rounded layer by layer while it is read: when the
-weight of a linear layer comes, the layer becomes a W4Linear, so the model is never in memory as a whole in 16 bits.
+weight of a linear layer comes, the layer becomes a W4Linear or W8Linear, so the model is never in memory as a whole in
+16 bits.
 """
 
 import torch
@@ -19,29 +20,39 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
 from rooftile.errors import ArgumentError
-from rooftile.nn import LINEARS, PackedLinear, W4Linear
-from rooftile.quantize import W4A16, linear_layers, name_patterns
+from rooftile.nn import LINEARS, PackedLinear
+from rooftile.quantize import linear_layers, name_patterns, rounding_of
 
 _DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
 
 
 @register_quantization_config(QUANT_METHOD)
 class RooftileConfig(QuantizationConfigMixin):
-    """How from_pretrained rounds a 16-bit model: group_size and zeros as in rt.W4A16, skip as in rt.quantize_.
+    """How from_pretrained rounds a 16-bit model: to 4 or 8 `bits`; group_size and zeros as in rt.W4A16 and rt.W8A16
+    (zeros "symmetric"), skip as in rt.quantize_.
 
     layout, layouts: of a model that is in 4 or 8 bits already; config.json holds them (rooftile convert and
     save_pretrained write it).
     """
 
     def __init__(
-        self, group_size=128, zeros="symmetric", skip=(), *, layout=None, layouts=None, quant_method=None, **unknown
+        self,
+        group_size=128,
+        zeros="symmetric",
+        skip=(),
+        *,
+        bits=4,
+        layout=None,
+        layouts=None,
+        quant_method=None,
+        **unknown,
     ):
         if unknown:
             raise ArgumentError(f"RooftileConfig: there is no field {min(unknown)!r}")
         if quant_method not in (None, QUANT_METHOD):
             raise ArgumentError(f"RooftileConfig: quant_method must be {QUANT_METHOD!r}, got {quant_method!r}")
         self.quant_method = QUANT_METHOD
-        self.rounding = W4A16(group_size, zeros)
+        self.rounding = rounding_of("RooftileConfig", bits, group_size, zeros)
         self.skip = name_patterns("RooftileConfig", skip)
         self.modules = None if layouts is None else read_manifest(layout, layouts)
 
@@ -62,6 +73,7 @@ class RooftileConfig(QuantizationConfigMixin):
             return write_manifest(self.modules)
         return {
             "quant_method": QUANT_METHOD,
+            "bits": self.rounding.bits,
             "group_size": self.rounding.group_size,
             "zeros": self.rounding.zeros,
             "skip": self.skip,
@@ -145,7 +157,7 @@ class RooftileQuantizer(HfQuantizer):
 
 
 class _Round(ConversionOps):
-    """The weight of one linear layer, just read: the layer becomes a W4Linear."""
+    """The weight of one linear layer, just read: the layer becomes a W4Linear or W8Linear."""
 
     def __init__(self, quantizer):
         self.quantizer = quantizer
@@ -155,9 +167,8 @@ class _Round(ConversionOps):
         value = value[0] if isinstance(value, list) else value
         name = full_layer_name.removesuffix(".weight")
         linear = model.get_submodule(name)
-        rounding = self.quantizer.quantization_config.rounding
         linear.weight = torch.nn.Parameter(value, requires_grad=False)
-        model.set_submodule(name, W4Linear.from_linear(linear, group_size=rounding.group_size, zeros=rounding.zeros))
+        model.set_submodule(name, self.quantizer.quantization_config.rounding.module_of(linear))
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
         return {}
