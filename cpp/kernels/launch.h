@@ -33,7 +33,7 @@ inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t b
   return static_cast<std::byte*>(ctx.workspace);
 }
 
-// What calls ask of a device. It is found out once a process, as its code is loaded.
+// What calls ask of a device, found out once a process.
 struct DeviceFacts {
   int major = 0, minor = 0, sms = 0;
   int block_shared = 0, sm_shared = 0, reserved_shared = 0;   // bytes of shared memory: the most a block may have, all, what each block costs besides

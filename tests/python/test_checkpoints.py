@@ -150,11 +150,8 @@ def test_weights_are_those_of_the_format(case):
     for name, w in weights.items():
         packed = ours[name].weight
         assert torch.equal(packed.dequantize(), w.dense), name
-        assert (
-            packed.BITS == w.bits
-            and packed.kind == kind
-            and packed.scale_dtype == str(w.scales.dtype).removeprefix("torch.")
-        )
+        assert packed.BITS == w.bits
+        assert packed.kind == kind and packed.scale_dtype == str(w.scales.dtype).removeprefix("torch.")
         assert (packed.perm is not None) == (w.groups != np.sort(w.groups)).any()
 
 
@@ -223,7 +220,8 @@ def test_compressed_tensors_own_packing_and_unpacking(bits, symmetric, n, k, gro
     args = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy=strategy, group_size=group)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     w = tiny.weight(f"{n} {k}", (n, k), group or -1, bits=bits, symmetric=symmetric, dtype=dtype, lowest=0)
-    w.scales = torch.exp2(torch.floor(torch.log2(w.scales)))  # so that w is exact in `dtype`, and rounds to its codes
+    if bits == 8:  # so that w is exact in bfloat16, and rounds to its codes
+        w.scales = torch.exp2(torch.floor(torch.log2(w.scales)))
     state = {
         "weight": w.dense.to(dtype),
         "weight_scale": w.scales,
@@ -303,14 +301,18 @@ def test_layers_of_both_bits_in_one_folder(tmp_path):
         assert ours[name].weight.BITS == w.bits and torch.equal(ours[name].weight.dequantize(), w.dense)
 
 
-def test_a_folder_of_before_there_were_8_bits(case):
+def test_a_folder_of_before_there_were_8_bits(tmp_path):
     """Its layouts say nothing of bits."""
-    _, target, _, _, _ = case
-    config = json.loads((target / "config.json").read_text())["quantization_config"]
-    if any(entry["bits"] == 8 for entry in config["layouts"]):
-        pytest.skip("there was no such folder")
-    old = [{key: value for key, value in entry.items() if key != "bits"} for entry in config["layouts"]]
-    assert RooftileConfig(layout=config["layout"], layouts=old).to_dict() == config
+    convert(
+        tiny.write(tmp_path / "source", tiny.tensors(None, {})), tmp_path / "w4", rounding=rt.W4A16(32), progress=False
+    )
+    expected, path = load(tmp_path / "w4", torch.float16), tmp_path / "w4" / "config.json"
+    config = json.loads(path.read_text())
+    assert [entry.pop("bits") for entry in config["quantization_config"]["layouts"]] == [4]
+    path.write_text(json.dumps(config))
+    old = load(tmp_path / "w4", torch.float16)
+    assert len(layers(old)) == 14 and all(isinstance(layer, W4Linear) for layer in layers(old).values())
+    assert_same_tensors(old, expected)
 
 
 def test_a_model_may_be_loaded_in_another_dtype_than_stored(tmp_path):

@@ -47,7 +47,7 @@ def decode_attention(device, batch=1, capacity=64):
     q = numbers(device, batch, 1, head_dim)
     out = torch.empty_like(q)
     return (
-        lambda: rt.decode_attention(q, cache, out=out),
+        lambda: rt.decode_attention(q, cache),
         lambda: _C.decode_attention(q, cache, out, *[None] * 10),
     )
 
@@ -61,7 +61,7 @@ def w4a16_matmul(device):
     w = rt.W4Weight.quantize(numbers(device, 16, 32), group_size=32)
     x, out = numbers(device, 1, 32), numbers(device, 1, 16)
     return (
-        lambda: rt.w4a16_matmul(x, w, out=out),
+        lambda: rt.w4a16_matmul(x, w),
         lambda: _C.w4a16_matmul(x, w._handle, None, None, None, out, False, None, None, None),
     )
 
@@ -69,7 +69,7 @@ def w4a16_matmul(device):
 def linear(device):
     weight, x, out = numbers(device, 16, 32), numbers(device, 1, 32), numbers(device, 1, 16)
     return (
-        lambda: rt.linear(x, weight, out=out),
+        lambda: rt.linear(x, weight),
         lambda: _C.linear(x, weight, None, None, None, out, None, None, None),
     )
 

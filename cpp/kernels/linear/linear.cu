@@ -74,6 +74,7 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   const bool pieces = in_pieces(a.x) && in_pieces(a.w);
   const KernelName kernel = name_of(plan, a.x.dtype, pieces);
   if (a.y.numel() == 0) return kernel;
+
   LinearParams p{Product(a.x, a.y, a.bias, a.residual, a.activation)};
   p.w = a.w.data;
   p.w_stride = a.w.stride[0];

@@ -11,10 +11,12 @@ import torch
 from rooftile.checkpoints.folder import TensorFolder
 from rooftile.checkpoints.schemes import scheme_of
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from rooftile.gemm import WEIGHTS
 from rooftile.loaders.gguf import open_gguf
 from rooftile.quantize import W4A16, W8A16, linear_layers
 
-LOSSLESS, ROUNDED = ({b: f"{b} bits, {how}" for b in (4, 8)} for how in ("lossless", "rounded to nearest"))
+LOSSLESS = {bits: f"{bits} bits, lossless" for bits in WEIGHTS}
+ROUNDED = {bits: f"{bits} bits, rounded to nearest" for bits in WEIGHTS}
 KEPT, CONVERTED, DEQUANTISED = "kept", "converted", "dequantised"  # as stored, to another float type, from codes
 _OP = "convert"
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
