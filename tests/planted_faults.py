@@ -157,6 +157,30 @@ FAULTS = {
         "    for (int i = 0; i < S; ++i) {\n      free[s].wait(parity);",
         "    for (int i = S; i < S; ++i) {\n      free[s].wait(parity);",
     ),
+    "share_ticket": Fault(
+        "sums that were handed on are read before they are there",
+        W4A16 + "tiles.cuh",
+        "      if (lane == 0) tile::wait_for_ticket(params.tickets + block, params.ticket);\n",
+        "",
+    ),
+    "share_taken_back": Fault(
+        "a replay finds the ticket of the one before it",
+        W4A16 + "tiles.cuh",
+        "params.tickets[work.block_before()] = 0;",
+        "params.tickets[work.block_before()] = params.ticket;",
+    ),
+    "share_slot": Fault(
+        "sums are read where the other CTA of the cluster wrote its own",
+        W4A16 + "tiles.cuh",
+        "const unsigned block = work.block_before();",
+        "const unsigned block = work.block_before() ^ 1;",
+    ),
+    "share_longer": Fault(
+        "shares that have a step more begin where they would have none",
+        W4A16 + "params.h",
+        "(share < longer ? share : longer)",
+        "(share < longer ? 0 : longer)",
+    ),
     "minimum_row": Fault(
         "row g + 8 is given row g's minimum",
         W4A16 + "tiles.cuh",

@@ -3,6 +3,8 @@
 // has ended.
 #pragma once
 
+#include <cstdint>
+
 namespace rooftile::tile {
 
 // Everything the previous kernel wrote is there. Needed before the first read of it, in every thread that reads.
@@ -16,6 +18,17 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// A word in global memory by which one block tells another of the same grid that something is there: what this thread wrote, or was
+// told by a barrier that others wrote, is seen by whoever finds the ticket. The block that waits must be a later one.
+__device__ __forceinline__ void publish(std::uint64_t* at, std::uint64_t ticket) {
+  asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(at), "l"(ticket) : "memory");
+}
+__device__ __forceinline__ void wait_for_ticket(const std::uint64_t* at, std::uint64_t ticket) {
+  std::uint64_t found;
+  do asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
+  while (found != ticket);
 }
 
 // Whether blocks can be launched as clusters at all.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one place that launches a product with a weight of 4 or 8 bits.
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdio>
 
@@ -45,6 +46,12 @@ W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
                      .minima = a.w->zeros == W4Zeros::minima});
 }
 
+// What no other launch of this process has, and memory that was never written hardly.
+std::uint64_t new_ticket() {
+  static std::atomic<std::uint64_t> launches{0};
+  return ++launches * 0x9e3779b97f4a7c15;   // an odd factor: all are different, none is 0
+}
+
 // One launch's tokens on tiles.cuh, and before it what they need in the workspace.
 void launch_tiles(const char* op, const DeviceScope& scope, std::byte* workspace, const W4MatmulArgs& a, const W4Plan& plan, const W4MatmulParams& p) {
   const W4TilesForm f = w4_tiles_form(a.w->bits, plan.form);
@@ -66,8 +73,18 @@ void launch_tiles(const char* op, const DeviceScope& scope, std::byte* workspace
                  w4_prepare_threads, row_bytes, prepare, Overlap::with_previous);
   }
   tiles.x = rows_map(op, from, a.x.dtype, x, f.tokens / plan.cluster, 64);
-  // as many CTAs as there is room for take one tile after another
-  const std::int64_t ctas = std::min(std::int64_t{p.token_blocks} * p.row_blocks * p.splits, std::int64_t{scope.sms()} * f.ctas / plan.cluster * plan.cluster);
+  // as many CTAs as there is room for take one item after another
+  std::int64_t ctas = std::min(std::int64_t{p.token_blocks} * p.row_blocks * p.splits, std::int64_t{scope.sms()} * f.ctas / plan.cluster * plan.cluster);
+  if (plan.shares > 0) {
+    ctas = std::int64_t{plan.shares} * p.token_blocks * plan.cluster;
+    const unsigned steps = p.row_blocks / static_cast<unsigned>(plan.cluster) * static_cast<unsigned>(p.steps);
+    tiles.shares = static_cast<unsigned>(plan.shares);
+    tiles.share_steps = steps / tiles.shares;
+    tiles.longer = steps % tiles.shares;
+    tiles.tickets = reinterpret_cast<std::uint64_t*>(workspace);
+    tiles.handed = reinterpret_cast<float*>(workspace + plan.ticket_bytes);
+    tiles.ticket = new_ticket();
+  }
   scope.launch(tiles_kernel(is_half, a.w->bits, plan.form, plan.span, a.w->zeros), ctas, f.threads(),
                plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
 }
@@ -85,8 +102,8 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   const W4Plan plan = plan_of(scope, a);
   const int tokens_of_form = plan.tiles ? w4_tiles_form(w.bits, plan.form).tokens : 8 * w4_form(w.bits, plan.form).token_tiles;
   KernelName kernel;
-  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_w%dg%d_%s_%s%d_split%d", name(a.x.dtype), w.bits, w.group, name(w.zeros), plan.tiles ? "tile" : "t",
-                tokens_of_form, plan.splits);
+  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_w%dg%d_%s_%s%d_%s%d", name(a.x.dtype), w.bits, w.group, name(w.zeros), plan.tiles ? "tile" : "t",
+                tokens_of_form, plan.shares > 0 ? "shares" : "split", plan.shares > 0 ? plan.shares : plan.splits);
   if (a.y.numel() == 0) return kernel;
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
 

@@ -49,6 +49,13 @@ struct W4TilesParams {
   CUtensorMap x;       // of this launch's tokens, or of their copy: boxes of tokens / cluster rows x 64 columns
   unsigned token_group = 1;   // blocks of tokens that meet all rows of W before the next ones do
   const float* sums = nullptr;   // of x / unit, with minima: [block of tokens][step][span][token of the block]
+  unsigned shares = 0;           // even ones of all rows' steps, each a cluster's for every block of tokens; 0: clusters take items
+  unsigned share_steps = 0, longer = 0;   // of a share; so many of the first have one more
+  float* handed = nullptr;       // [CTA][...]: sums that the next share's CTA goes on with, in the order of the threads that hold them
+  std::uint64_t* tickets = nullptr;   // [CTA]: `ticket` when they are there
+  std::uint64_t ticket = 0;      // no other launch has it
+
+  ROOFTILE_HD unsigned begin_of(unsigned share) const { return share * share_steps + (share < longer ? share : longer); }
 };
 using W4TilesKernel = void (*)(W4TilesParams);
 W4TilesKernel w4a16_tiles_half(int form, int span, W4Zeros);

@@ -12,6 +12,7 @@ namespace {
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 constexpr int max_splits = 16;
+constexpr std::int64_t most_token_group = 8;   // blocks of tokens whose x is read at the same time
 constexpr int w4_cluster = 2, w4_cluster_tokens = 16;   // two chunks of K of up to so many tokens are a cluster
 
 int form_of(std::int64_t tokens) {
@@ -56,7 +57,7 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   while (plan.form < 2 && w4_tiles_forms[plan.form].tokens < p.m) ++plan.form;
   const W4TilesForm f = w4_tiles_form(p.bits, plan.form);
   plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());   // a pair of gate and up rows is two, so gated or not
-  plan.cluster = plan.row_blocks % 2 == 0 ? 2 : 1;
+  plan.cluster = plan.row_blocks % 2 == 0 && p.sms > 1 ? 2 : 1;
   plan.launch_tokens = std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : std::int64_t{1} << 30);
   plan.token_blocks = divide_up(plan.launch_tokens, f.tokens);
   // all of them, whatever a launch takes: bits do not depend on what is prepared
@@ -77,7 +78,20 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
     plan.splits = static_cast<int>(splits);
     plan.chunk_steps = static_cast<int>(chunk);
   }
-  plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, 8));   // 12 MB of x at once
+  // Whole items in rounds, the last of which may leave most of the device idle, or even shares. None is shorter than an item: who goes on
+  // with another's sums must find them there. Nothing is handed on where shares end with rows; where it is, that costs some steps.
+  const std::int64_t row_groups = plan.row_blocks / plan.cluster, clusters = sms * f.ctas / plan.cluster;
+  const std::int64_t rounds = divide_up(row_groups * plan.token_blocks, clusters), shares = std::min(row_groups, clusters / plan.token_blocks);
+  if (w4_tiles_shares(f) && plan.splits == 1 && rounds > 1 && shares > 0 && plan.token_blocks <= most_token_group && row_groups * steps < std::int64_t{1} << 31) {
+    const bool handed = row_groups % shares != 0;
+    if (divide_up(row_groups * steps, shares) + (handed ? 3 : 0) <= rounds * steps) plan.shares = static_cast<int>(shares);
+    if (plan.shares > 0 && handed) {
+      const auto ctas = static_cast<std::size_t>(shares * plan.token_blocks * plan.cluster);
+      plan.ticket_bytes = (8 * ctas + 255) / 256 * 256;
+      plan.handed_bytes = ctas * static_cast<std::size_t>(f.warps() * w4_tile_n * f.tokens) * sizeof(float);
+    }
+  }
+  plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, most_token_group));   // 12 MB of x at once
   const std::int64_t step_sums = p.minima ? 4 * f.tokens * (w4_step_k / plan.span) : 0;   // bytes
   plan.shared_bytes = static_cast<std::size_t>(f.stages * (f.tokens * w4_step_k * 2 + f.warps() * w4_slot_bytes(p.bits) + step_sums + 16) + w4_tiles_out_bytes(f));
   plan.sums_bytes = static_cast<std::size_t>(plan.token_blocks * steps * step_sums);
@@ -101,8 +115,10 @@ W4Plan plan_w4a16(const W4Problem& p) {
   };
   if (p.tiles && p.m > w4_stream_tokens && !p.batch_invariant && !apart) {
     plan_tiles(p, plan);
-    plan.workspace_bytes = workspace() + plan.copy_bytes + plan.sums_bytes;
-    plan.why = plan.splits > 1 ? "tiles of tokens, split along K to fill the device" : "tiles of tokens";
+    plan.workspace_bytes = workspace() + plan.ticket_bytes + plan.handed_bytes + plan.copy_bytes + plan.sums_bytes;
+    plan.why = plan.splits > 1   ? "tiles of tokens, split along K to fill the device"
+               : plan.shares > 0 ? "tiles of tokens, in even shares: whole ones would leave some of the device idle in the last round"
+                                 : "tiles of tokens";
     return plan;
   }
   plan.form = form_of(std::min<std::int64_t>(p.m, w4_tokens));

@@ -38,6 +38,7 @@ inline constexpr W4TilesForm w8_tiles_forms[] = {{32, 2, 3, 2}, {64, 2, 5, 1}, {
 constexpr W4TilesForm w4_tiles_form(int bits, int form) { return bits == 4 ? w4_tiles_forms[form] : w8_tiles_forms[form]; }
 constexpr int w4_tiles_out_tokens(W4TilesForm f) { return f.tokens < 64 ? f.tokens : 64; }   // of the output's tile, that are finished at once
 constexpr int w4_tiles_out_bytes(W4TilesForm f) { return w4_tiles_out_tokens(f) * (f.warps() * w4_rows_of_warp + 4) * 4; }
+constexpr bool w4_tiles_shares(W4TilesForm f) { return f.ctas == 1; }   // whether rows may be cut into even shares; two CTAs share a multiprocessor evenly enough
 inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
 
 // What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or
@@ -70,12 +71,14 @@ struct W4Plan {
   bool finish = false;             // sums go to the workspace, where a second kernel finds them: of several splits, or of gates apart from ups
   std::int64_t gate_tiles = 0;     // of a gated product whose CTAs have gates and their ups: tile rows of W from one to the other
   int chunk_steps = 0;             // steps of 128 k in one split
+  int shares = 0;                  // of tiles: what all rows of W have to do in even shares for each block of tokens, a cluster's each; 0: not cut so
   int x_rows = 0;                  // tokens that a panel of x has room for
   int sums_at = 0;                 // where in shared memory sums lie before they are finished, if not finish
   std::int64_t launch_tokens = 0;  // tokens of one launch; below m the launches follow each other
   std::int64_t token_blocks = 0, row_blocks = 0;   // of one launch
   std::size_t shared_bytes = 0, workspace_bytes = 0;
   std::size_t copy_bytes = 0, sums_bytes = 0;   // of tiles, the end of the workspace: a copy of x, then sums of x
+  std::size_t ticket_bytes = 0, handed_bytes = 0;   // of even shares, its beginning
   int prepare_parts = 1;           // CTAs that prepare one token
   const char* why = "";
 };
@@ -91,7 +94,7 @@ constexpr W4Finisher w4_finisher(bool pairs, int cluster_shift) {
 }
 inline constexpr int w4_sums_pitch = w4_rows_of_warp + 4;   // floats from a token to the next; 4 more against bank conflicts
 
-// Same problem and device, same plan. Splits, and with them the bits of a row, depend on m through its regime only:
+// Same problem and device, same plan. Even shares leave no trace in the bits. Splits, and with them the bits of a row, depend on m through its regime only:
 // up to 8, 16, 32 and 64 tokens, then each further 64 (tiles.cuh: 128); batch_invariant takes the split of the second at every m.
 W4Plan plan_w4a16(const W4Problem&);
 

@@ -3,7 +3,7 @@
 //   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // W is the register A operand, tokens are wgmma's N. As many CTAs as there is room for take one item after another: 128 rows of W,
-// `tokens` tokens and one chunk of K. Two groups of four warps multiply, a warp one tile row of W; a third group brings what they
+// `tokens` tokens and K, or one chunk of it, or, where whole items would leave CTAs idle, what an even share of all of them has of it. Two groups of four warps multiply, a warp one tile row of W; a third group brings what they
 // need, `stages` steps of 128 k ahead and on from one item to the next:
 //   codes, scales   global -> a slot for each warp (cp.async), as in stream.cuh; a warp of the third group brings those of two
 //   x               global -> shared memory, by the copy engine, swizzled; the CTAs of a cluster have other rows of W and the same
@@ -18,7 +18,9 @@
 // 32 / cluster. A warp that multiplies spends some 200 issue slots; while one group does what cannot overlap with its own product
 // the other one's runs. Tensor cores are the roof from 128 tokens on, the bytes of W below.
 // Sync: `full` (a stage's bytes have come) and `free` (all warps of the cluster have read it), barriers in shared memory; the output's
-// tile: a barrier of the warps that multiply. A CTA ends when all has come that the other one sends to it.
+// tile: a barrier of the warps that multiply. A CTA ends when all has come that the other one sends to it. Even shares: `tickets`, words in
+// global memory, by which a CTA tells a later one that the sums are there which it goes on with; a share is no shorter than K, so it finds
+// them there.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -38,35 +40,80 @@ struct W4TilesConfig {
   static constexpr int bits = bits_;
   static constexpr W4TilesForm form = w4_tiles_form(bits, form_);
   static constexpr int tokens = form.tokens, warps = form.warps(), stages = form.stages, ctas = form.ctas, span = span_;
-  static constexpr bool minima = minima_;
+  static constexpr bool minima = minima_, shares = w4_tiles_shares(form);
   static constexpr int registers = ctas == 1 ? 232 : 96, registers_to_bring = 40;   // of a thread that multiplies, or that brings
   static_assert(128 * (form.groups * registers + registers_to_bring) <= form.threads() * (65536 / (ctas * form.threads()) / 8 * 8), "setmaxnreg would wait forever");
   static constexpr int step_sums = minima ? w4_step_k / span * tokens : 0;   // of x: [span][token]
 };
 
-// What a CTA works on, one after another: 128 rows of W, the same tokens for all of a cluster, and one chunk of K.
+// What a CTA works on, one after another: 128 rows of W, the same tokens for all of a cluster, and K, a chunk or a part of it.
 struct W4TilesItem {
   unsigned split, row_block;
-  int token0, first, steps;   // token0: of this launch; first: of the chunk's steps of 128 k
+  int token0, first, steps;   // token0: of this launch; first: of the item's steps of 128 k
 };
 
-// Neighbours have other tokens, of token_group blocks, whose x stays in L2 while all rows of W pass by.
-template <int tokens>
-__device__ __forceinline__ W4TilesItem w4_tiles_item(const W4TilesParams& params, unsigned item, int rank) {
-  const W4MatmulParams& p = params.product;
-  const unsigned row_groups = p.row_blocks >> p.cluster_shift, all = row_groups * p.token_blocks;
-  W4TilesItem at;
-  at.split = p.splits > 1 ? item / all : 0;
-  item -= at.split * all;
-  const unsigned group = item / (row_groups * params.token_group), width = min(params.token_group, p.token_blocks - group * params.token_group);
-  item -= group * row_groups * params.token_group;
-  const unsigned row_group = item / width;
-  at.row_block = (row_group << p.cluster_shift) + rank;
-  at.token0 = static_cast<int>(group * params.token_group + item - row_group * width) * tokens;
-  at.first = static_cast<int>(at.split) * p.chunk_steps;
-  at.steps = min(p.chunk_steps, p.steps - at.first);
-  return at;
-}
+// The items of one cluster.
+// Whole, or the chunks of several splits: a cluster takes one of as many as there are clusters. Neighbours have other tokens, of
+// token_group blocks, whose x stays in L2 while all rows of W pass by.
+// Even shares: the steps of all rows of W lie on a line, which is cut into shares, the same for every block of tokens. A share may end
+// within rows. Its cluster begins with the steps that it has of these and hands their sums to the cluster of the next share, which
+// ends with the rest of them and adds to what it was handed. So every sum is added up in the order of K, wherever shares end.
+template <class Cfg>
+class W4TilesWork {
+ public:
+  __device__ __forceinline__ W4TilesWork(const W4TilesParams& params, int rank) : params_(params), rank_(rank) {
+    const W4MatmulParams& p = params.product;
+    const unsigned cluster = blockIdx.x >> p.cluster_shift;
+    if (in_shares()) {
+      const unsigned share = cluster / p.token_blocks;
+      token_block_ = cluster - share * p.token_blocks;
+      next_ = params.begin_of(share);
+      end_ = params.begin_of(share + 1);
+    } else {
+      next_ = cluster;
+      end_ = (p.row_blocks >> p.cluster_shift) * p.token_blocks * p.splits;
+    }
+  }
+  __device__ __forceinline__ bool left() const { return next_ < end_; }
+  __device__ __forceinline__ W4TilesItem take() {
+    const W4MatmulParams& p = params_.product;
+    W4TilesItem at;
+    if (in_shares()) {
+      const unsigned row_group = (end_ - 1) / p.steps, begin = max(row_group * p.steps, next_);
+      at.split = 0;
+      at.row_block = (row_group << p.cluster_shift) + rank_;
+      at.token0 = static_cast<int>(token_block_) * Cfg::tokens;
+      at.first = static_cast<int>(begin - row_group * p.steps);
+      at.steps = static_cast<int>(end_ - begin);
+      end_ = begin;
+      return at;
+    }
+    const unsigned row_groups = p.row_blocks >> p.cluster_shift, all = row_groups * p.token_blocks;
+    unsigned item = next_;
+    next_ += gridDim.x >> p.cluster_shift;
+    at.split = p.splits > 1 ? item / all : 0;
+    item -= at.split * all;
+    const unsigned group = item / (row_groups * params_.token_group), width = min(params_.token_group, p.token_blocks - group * params_.token_group);
+    item -= group * row_groups * params_.token_group;
+    const unsigned row_group = item / width;
+    at.row_block = (row_group << p.cluster_shift) + rank_;
+    at.token0 = static_cast<int>(group * params_.token_group + item - row_group * width) * Cfg::tokens;
+    at.first = static_cast<int>(at.split) * p.chunk_steps;
+    at.steps = min(p.chunk_steps, p.steps - at.first);
+    return at;
+  }
+  // A part of K is handed on to the CTA that has the rest, or was handed over by the CTA that had what comes before it.
+  __device__ __forceinline__ bool hands_on(const W4TilesItem& at) const { return in_shares() && at.first + at.steps < params_.product.steps; }
+  __device__ __forceinline__ bool goes_on(const W4TilesItem& at) const { return in_shares() && at.first > 0; }
+  __device__ __forceinline__ unsigned block_before() const { return blockIdx.x - (params_.product.token_blocks << params_.product.cluster_shift); }
+
+ private:
+  __device__ __forceinline__ bool in_shares() const { return Cfg::shares && params_.shares > 0; }
+
+  const W4TilesParams& params_;
+  int rank_;
+  unsigned next_, end_, token_block_ = 0;   // items, or steps of the line, taken from its end
+};
 
 template <class Cfg>
 __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[maybe_unused]] const __grid_constant__ W4TilesParams params) {
@@ -88,8 +135,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   const int cluster = 1 << p.cluster_shift, rank = blockIdx.x & (cluster - 1);
   constexpr int bringers = Cfg::form.threads() / 32 - warps;   // warps, each of which brings the codes of two
   static_assert(warps == 2 * bringers);
-  const unsigned items = (p.row_blocks >> p.cluster_shift) * p.token_blocks * p.splits;   // of clusters
-  const unsigned first_item = blockIdx.x >> p.cluster_shift, clusters = gridDim.x >> p.cluster_shift;
+  W4TilesWork<Cfg> work(params, rank);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
@@ -106,7 +152,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
     const bool brings_x = warp == warps && cute::elect_one_sync();
     const int of_warp = 2 * (warp - warps);
     if (brings_x) tile::prefetch_map(params.x);
-    W4TilesItem here = w4_tiles_item<N>(params, first_item, rank);
+    W4TilesItem here = work.take();
     const auto codes_of = [&](const W4TilesItem& item) {
       // the last rows' CTA may have warps without any: they get row 0
       const auto row = [&](int of_warp) { const std::int64_t at = p.tile_row<warps>(item.row_block, of_warp); return at < w4_tiles_n(p.w.n) ? at : 0; };
@@ -120,7 +166,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
     std::uint8_t* const x_part = x_ring + rank * part * 128;
     const auto all = static_cast<std::uint16_t>((1 << cluster) - 1);
     int s = 0, parity = 1;
-    for (unsigned item = first_item;;) {
+    for (;;) {
       const int first_row = here.token0 + rank * part, end = (here.first + here.steps) * w4_step_k;
       [[maybe_unused]] const float* sums = params.sums + (std::int64_t{here.token0 / N} * p.steps + here.first) * Cfg::step_sums;
 #pragma unroll 1   // copies of it would take registers
@@ -146,9 +192,8 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
         full[s].arrive_with_copies();
         if (++s == S) s = 0, parity ^= 1;
       }
-      item += clusters;
-      if (item >= items) break;
-      here = w4_tiles_item<N>(params, item, rank);
+      if (!work.left()) break;
+      here = work.take();
       codes = codes_of(here);
     }
     tile::let_next_kernel_start();
@@ -195,15 +240,27 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 
   constexpr int rows = warps * w4_tile_n, pitch = rows + 4, out_tokens = w4_tiles_out_tokens(Cfg::form);
   const auto sync_readers = [] { asm volatile("bar.sync 1, %0;" ::"n"(warps * 32) : "memory"); };
-  W4TilesItem here = w4_tiles_item<N>(params, first_item, rank);
+  W4TilesItem here = work.take();
   take_step();
 #pragma unroll
   for (int quarter = 0; quarter < 4; ++quarter) decode(quarter, a[quarter]);
   load_scales(3);
-  for (unsigned item = first_item;;) {
+  for (;;) {
+    const bool last = !work.left();
+    if (work.goes_on(here)) {   // always the last; loads that need not have come before the first sum is added
+      const unsigned block = work.block_before();
+      if (lane == 0) tile::wait_for_ticket(params.tickets + block, params.ticket);
+      __syncwarp();
+      const auto* const from = reinterpret_cast<const float4*>(params.handed + std::int64_t{block} * (rows * N)) + threadIdx.x;
 #pragma unroll
-    for (float& x : total) x = 0.0f;
-    const bool last = item + clusters >= items;
+      for (int i = 0; i < N / 2; i += 4) {
+        const float4 four = __ldcg(from + i / 4 * (warps * 32));
+        total[i] = four.x, total[i + 1] = four.y, total[i + 2] = four.z, total[i + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (float& x : total) x = 0.0f;
+    }
     for (int step = 0; step < here.steps; ++step) {
       const bool more = step + 1 < here.steps || !last;
       [[maybe_unused]] const int left = p.k - (here.first + step) * w4_step_k;   // of K, from this step on
@@ -281,8 +338,17 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
       if (lane < cluster && lane != rank) free[stage].arrive_in_block(lane);
     }
 
-    // fp32 through shared memory: rows of tokens, so that neighbours of N are stored together.
     if (last) tile::let_next_kernel_start();
+    if (work.hands_on(here)) {   // always the first, and not the last
+      auto* const to = reinterpret_cast<float4*>(params.handed + std::int64_t{blockIdx.x} * (rows * N)) + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i < N / 2; i += 4) __stcg(to + i / 4 * (warps * 32), make_float4(total[i], total[i + 1], total[i + 2], total[i + 3]));
+      sync_readers();
+      if (threadIdx.x == 0) tile::publish(params.tickets + blockIdx.x, params.ticket);
+      here = work.take();
+      continue;
+    }
+    // fp32 through shared memory: rows of tokens, so that neighbours of N are stored together.
     // A thread has four neighbouring rows of W, or of a pair of gates and ups; a warp stores 1 << shift tokens at once.
     static_assert(rows == 128);
     const int shift = p.gate_tiles > 0 && !p.partial ? 1 : 0, at_once = 1 << shift;
@@ -313,9 +379,10 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
       }
     }
     if (last) break;
-    item += clusters;
-    here = w4_tiles_item<N>(params, item, rank);
+    here = work.take();
   }
+  // Every warp has found it: before a replay of this launch, with this ticket, nobody may.
+  if (work.goes_on(here) && threadIdx.x == 0) params.tickets[work.block_before()] = 0;
 #endif
 }
 

@@ -13,6 +13,7 @@ _ALSO = (4096, 6144), (4096, 28672), (3840, 15360), (4096, 128256), (8192, 8192)
 CASES = products.cases(  # many rows heat the chip: they come last
     (products.SHAPES, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
     (_ALSO, (1, 16, 256)),
+    ((*products.SHAPES, _ALSO[0]), (384, 512)),
     (products.SHAPES, (1024, 4096, 8192)),
 )
 _GROUP, _MINIMA_GROUP = 128, 32

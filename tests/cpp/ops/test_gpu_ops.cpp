@@ -395,6 +395,20 @@ TEST_F(Gpu, ProductsWithPackedWeights) {
   });
 }
 
+// More rows of W than CTAs: those of Hopper cut them into even shares and hand sums on.
+TEST_F(Gpu, ProductsWithPackedWeightsInShares) {
+  Random random(5);
+  for (const W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
+    const std::int64_t m = 140, n = 40 * 256, k = 768;
+    const DType dtype = zeros == W4Zeros::minima ? DType::bf16 : DType::f16;
+    const Weight w(n, k, 4, 64, zeros, dtype, false, random);
+    const Array x(dtype, {m, k}, 1), y(dtype, {m, n});
+    const Array workspace(DType::u8, {static_cast<std::int64_t>(w4a16_workspace(context(gpu), x.on(gpu), w.on(gpu)))});
+    for (const Device d : both) w4a16_matmul(context(d, workspace), x.on(d), w.on(d), y.on(d));
+    y.expect_close(tolerance(dtype));
+  }
+}
+
 TEST_F(Gpu, Products) {
   Random random(4);
   for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{147, 577}, {64, 16384}, {200, 328}})   // odd, in chunks, by tiles

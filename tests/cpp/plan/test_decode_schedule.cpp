@@ -382,6 +382,7 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
           EXPECT_EQ(plan.blocks, plan.cluster * batch * kv_heads);
           EXPECT_LE(8 * plan.blocks, 7 * 132 * per_sm);
           EXPECT_EQ(plan.layers, 1);
+          EXPECT_EQ(plan.workspace_bytes, 0u);
           for (int length = 1; length <= visible; ++length)
             for (KvFormat format : {KvFormat::fp16, KvFormat::int4_kivi}) {
               const RowWork w = row_work(format, visible, 0, 1, length, 1, 1, 0, 0);

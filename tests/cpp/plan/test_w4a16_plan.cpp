@@ -15,7 +15,7 @@ constexpr std::int64_t rows[] = {1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300
 struct Weight {
   std::int64_t n, k;
 };
-constexpr Weight weights[] = {{1, 32}, {5, 50}, {192, 576}, {1024, 4096}, {4096, 4096}, {14336, 4096}, {4096, 14336}, {17, 100000}};
+constexpr Weight weights[] = {{1, 32}, {5, 50}, {192, 576}, {1024, 4096}, {4096, 4096}, {14336, 4096}, {4096, 14336}, {17, 100000}, {28600, 4096}};
 
 template <class F>
 void for_each_problem(F&& f) {
@@ -117,8 +117,24 @@ TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
     EXPECT_EQ(form.tokens / plan.cluster % 8, 0);   // rows of a swizzle
     EXPECT_GE(plan.token_group, 1);
     EXPECT_LE(plan.shared_bytes, (228u / static_cast<unsigned>(form.ctas) - 1) * 1024);
-    const std::size_t prepared = plan.copy_bytes + plan.sums_bytes;
-    EXPECT_EQ(plan.workspace_bytes == prepared, plan.splits == 1);
+    const std::size_t handed = plan.ticket_bytes + plan.handed_bytes, prepared = plan.copy_bytes + plan.sums_bytes;
+    EXPECT_EQ(plan.workspace_bytes == handed + prepared, plan.splits == 1);
+    if (plan.shares > 0) {
+      const std::int64_t row_groups = plan.row_blocks / plan.cluster, sharing = plan.shares * plan.token_blocks * plan.cluster;
+      EXPECT_EQ(plan.splits, 1);
+      EXPECT_TRUE(w4_tiles_shares(form));
+      EXPECT_LE(plan.shares, row_groups);   // none is shorter than an item
+      EXPECT_LE(sharing, std::int64_t{p.sms} * form.ctas);
+      EXPECT_LE((row_groups * steps + plan.shares - 1) / plan.shares, (row_groups * plan.token_blocks * plan.cluster + p.sms * form.ctas - 1) / (p.sms * form.ctas) * steps);
+      EXPECT_EQ(handed > 0, row_groups % plan.shares != 0);
+      if (handed > 0) {
+        EXPECT_GE(plan.ticket_bytes, static_cast<std::size_t>(8 * sharing));
+        EXPECT_EQ(plan.ticket_bytes % 16, 0u);
+        EXPECT_EQ(plan.handed_bytes, static_cast<std::size_t>(sharing * form.warps() * w4_tile_n * form.tokens * 4));
+      }
+    } else {
+      EXPECT_EQ(handed, 0u);
+    }
     if (plan.splits > 1) {
       EXPECT_LE(ctas, std::int64_t{p.sms} * form.ctas);   // and so is the workspace
     }
@@ -188,6 +204,20 @@ TEST(W4Plan, SplitsDependOnTheRegimeOnly) {
     p.copy_x = true;   // not on x's strides
     EXPECT_EQ(cut(3 * p.m, false), plain);
   });
+}
+
+TEST(W4Plan, SharesAreForALastRoundThatWouldBeShort) {
+  const auto plan = [](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return plan_w4a16({.m = m, .n = n, .k = k, .group = 128, .sms = 132, .clusters = true, .tiles = true});
+  };
+  EXPECT_EQ(plan(256, 14336, 4096).shares, 33);   // 1.7 rounds
+  EXPECT_EQ(plan(384, 14336, 4096).shares, 22);
+  EXPECT_EQ(plan(1024, 14336, 4096).shares, 8);   // whole rows of 8 blocks of tokens
+  EXPECT_EQ(plan(1024, 14336, 4096).workspace_bytes, 0u);
+  EXPECT_EQ(plan(128, 14336, 4096).shares, 0);   // one round
+  EXPECT_EQ(plan(256, 4096, 4096).shares, 0);    // in chunks
+  EXPECT_EQ(plan(256, 14336, 1024).shares, 0);   // too few steps to pay for it
+  EXPECT_EQ(plan(4096, 14336, 4096).shares, 0);   // more x than stays in L2
 }
 
 TEST(W4Plan, FewRowsOfALargeWeightKeepEverySmBusy) {
