@@ -176,10 +176,10 @@ FAULTS = {
         "const unsigned block = work.block_before() ^ 1;",
     ),
     "share_longer": Fault(
-        "shares that have a step more begin where they would have none",
-        W4A16 + "params.h",
-        "(share < longer ? share : longer)",
-        "(share < longer ? 0 : longer)",
+        "shares that have a step more end one too early",
+        W4A16 + "tiles.cuh",
+        "end_ = params.begin_of(share + 1);",
+        "end_ = next_ + params.share_steps;",
     ),
     "minimum_row": Fault(
         "row g + 8 is given row g's minimum",

@@ -20,7 +20,7 @@ KernelName softmax(const Context&, const TensorView& x, const TensorView& y);
 KernelName merge_attention(const Context&, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
                            const TensorView& lse_b, const TensorView& out, const TensorView& lse);
 
-// rows and counts of DecodeArgs lie on the device. ctx.workspace holds decode_workspace bytes.
+// rows and counts of DecodeArgs lie on the device. ctx lends decode_workspace bytes.
 KernelName decode_attention(const Context&, const DecodeArgs&);
 std::size_t decode_workspace(const Context&, const DecodeArgs&);
 

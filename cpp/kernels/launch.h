@@ -28,9 +28,10 @@ namespace rooftile::gpu {
 // What the caller lends to a call that needs `bytes` of the device's memory, checked.
 inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t bytes) {
   if (bytes == 0) return nullptr;
-  ROOFTILE_CHECK(ctx.workspace_bytes >= bytes, op, ": workspace must have ", bytes, " bytes, got ", ctx.workspace_bytes);
-  ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(ctx.workspace) % 16 == 0, op, ": workspace is not aligned to 16 bytes");
-  return static_cast<std::byte*>(ctx.workspace);
+  const Lender::Memory lent = ctx.lender ? ctx.lender->lend(ctx, bytes) : Lender::Memory{ctx.workspace, ctx.workspace_bytes};
+  ROOFTILE_CHECK(lent.bytes >= bytes, op, ": workspace must have ", bytes, " bytes, got ", lent.bytes);
+  ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(lent.data) % 16 == 0, op, ": workspace must start at a multiple of 16 bytes");
+  return static_cast<std::byte*>(lent.data);
 }
 
 // What calls ask of a device, found out once a process.

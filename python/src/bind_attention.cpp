@@ -38,7 +38,7 @@ void bind_attention(nb::module_& m) {
     LogitOptions options;
     read_logits(args, options, scale, window, softcap, sinks);
     Context ctx = args.context(tq, stream, plan);
-    args.lend(ctx, workspace, q, decode_workspace(ctx, tq, view));
+    args.lend_to(ctx, workspace, q);
     return run([&] { return decode_attention(ctx, tq, view, to, tl, tr, tc, options); });
   }, "q"_a.none(), "cache"_a.none(), "out"_a.none(), "lse"_a.none(), "rows"_a.none(), "counts"_a.none(), "scale"_a.none(),
      "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(), "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());

@@ -51,7 +51,7 @@ const W4View& w4_view(handle h, const char* op, int bits) {
 
 namespace {
 
-template <int bits, auto workspace_bytes, auto matmul>
+template <int bits, auto matmul>
 void bind_matmul(nb::module_& m, const char* op) {
   m.def(op, [op](handle x, handle w, handle bias, handle activation, handle residual, handle out, bool batch_invariant,
                  handle workspace, handle stream, handle plan) {
@@ -63,7 +63,7 @@ void bind_matmul(nb::module_& m, const char* op) {
     take_activation(args, op, activation, options);
     options.batch_invariant = batch_invariant;
     Context ctx = args.context(tx, stream, plan);
-    args.lend(ctx, workspace, x, workspace_bytes(ctx, tx, view, options));
+    args.lend_to(ctx, workspace, x);
     return run([&] { return matmul(ctx, tx, view, ty, options); });
   }, "x"_a.none(), "w"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
         "batch_invariant"_a, "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
@@ -133,8 +133,8 @@ void bind_gemm(nb::module_& m) {
     w4_dequantize(ctx, w.view(), to, op);
   }, "op"_a, "w"_a, "out"_a.none());
 
-  bind_matmul<4, w4a16_workspace, w4a16_matmul>(m, "w4a16_matmul");
-  bind_matmul<8, w8a16_workspace, w8a16_matmul>(m, "w8a16_matmul");
+  bind_matmul<4, w4a16_matmul>(m, "w4a16_matmul");
+  bind_matmul<8, w8a16_matmul>(m, "w8a16_matmul");
 
   m.def("linear", [](handle x, handle weight, handle bias, handle activation, handle residual, handle out, handle workspace,
                      handle stream, handle plan) {
@@ -144,7 +144,7 @@ void bind_gemm(nb::module_& m) {
     LinearOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
     if (!activation.is_none()) options.activation = activation_from_name(op, args.text(activation, "activation"));
     Context ctx = args.context(tx, stream, plan);
-    args.lend(ctx, workspace, x, linear_workspace(ctx, tx, tw));
+    args.lend_to(ctx, workspace, x);
     return run([&] { return linear(ctx, tx, tw, ty, options); });
   }, "x"_a.none(), "weight"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
         "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());

@@ -255,8 +255,14 @@ Args::~Args() {
   if (lent_) lent_->deleter(lent_);
 }
 
-void Args::lend(Context& ctx, nb::handle workspace, nb::handle like, std::size_t bytes) {
-  if (bytes == 0 || workspace.is_none()) return;
+void Args::lend_to(Context& ctx, nb::handle workspace, nb::handle like) {
+  if (workspace.is_none()) return;
+  workspace_ = workspace;
+  like_ = like;
+  ctx.lender = this;
+}
+
+Lender::Memory Args::lend(const Context& ctx, std::size_t bytes) {
   if (table_ && table_->managed_tensor_allocator) {
     auto size = static_cast<std::int64_t>(bytes);
     nb::dlpack::dltensor wanted;
@@ -265,20 +271,16 @@ void Args::lend(Context& ctx, nb::handle workspace, nb::handle like, std::size_t
     wanted.dtype = {1, 8, 1};   // uint8
     wanted.shape = &size;
     if (table_->managed_tensor_allocator(&wanted, &lent_, nullptr, [](void*, const char*, const char*) {}) == 0) {
-      ctx.workspace = static_cast<char*>(lent_->tensor.data) + lent_->tensor.byte_offset;
-      ctx.workspace_bytes = bytes;
-      return;
+      return {static_cast<char*>(lent_->tensor.data) + lent_->tensor.byte_offset, bytes};
     }
     lent_ = nullptr;   // Python asks once more, and raises what torch raises
   }
-  objects_.push_back(workspace(like, bytes));
+  nb::gil_scoped_acquire locked;
+  objects_.push_back(workspace_(like_, bytes));
   const TensorView t = out(objects_.back(), "workspace");
   if (t.ndim != 1 || (t.shape[0] > 1 && t.stride[0] != 1) || t.device != ctx.device)
     refuse(ErrorKind::value, op_, "workspace", "must be one contiguous dimension on " + name(ctx.device) + ", got " + describe(t));
-  if (reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0)
-    refuse(ErrorKind::value, op_, "workspace", "must start at a multiple of 16 bytes (" + describe(t) + ")");
-  ctx.workspace = t.data;
-  ctx.workspace_bytes = static_cast<std::size_t>(t.shape[0]) * size_of(t.dtype);
+  return {t.data, static_cast<std::size_t>(t.shape[0]) * size_of(t.dtype)};
 }
 
 Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan) {

@@ -21,11 +21,11 @@ namespace nb = nanobind;
 namespace rooftile::python {
 
 // Converts the tensor arguments of one call and keeps alive what must outlive it.
-class Args {
+class Args final : public Lender {
  public:
   explicit Args(const char* op) : op_(op) {}
   Args(const Args&) = delete;
-  ~Args();
+  ~Args();   // with the GIL
 
   TensorView in(nb::handle h, const char* argument);            // a tensor
   TensorView optional(nb::handle h, const char* argument) { return h.is_none() ? TensorView{} : in(h, argument); }
@@ -41,12 +41,13 @@ class Args {
   // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
   // plan: None or a variant's name.
   Context context(const TensorView& first, nb::handle stream, nb::handle plan);
-  // Lends the call the `bytes` it needs, which a GPU's do: torch's, on its current stream, through its exchange table (1.3 us
-  // sooner than through Python), else what `workspace(like, bytes)` gives, a tensor of one dimension on the call's device.
-  // None: nothing is lent.
-  void lend(Context& ctx, nb::handle workspace, nb::handle like, std::size_t bytes);
+  // Whoever runs on `ctx` is lent what it asks for, which a GPU's ops do: torch's memory, on its current stream, through its exchange
+  // table (1.3 us sooner than through Python), else what `workspace(like, bytes)` gives, a tensor of one dimension on the call's
+  // device. Both arguments outlive the call. None: nothing is lent.
+  void lend_to(Context& ctx, nb::handle workspace, nb::handle like);
 
  private:
+  Memory lend(const Context&, std::size_t bytes) override;   // without the GIL
   TensorView convert(nb::handle h, const char* argument, bool writes);
 
   const char* op_;
@@ -54,6 +55,7 @@ class Args {
   std::vector<nb::object> objects_;
   const struct ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
   bool torch_ = false;                            // whether there was one
+  nb::handle workspace_, like_;                   // of lend_to
   struct ManagedTensor* lent_ = nullptr;          // by torch, until the call is over
 };
 

@@ -63,7 +63,7 @@ def _lent_to(op, array=lambda x: x):
     if op == "w4a16_matmul":
         handle = rt.W4Weight.quantize(w)._handle
         return lambda lend: _C.w4a16_matmul(array(x[:, :-1]), handle, None, None, None, y, False, lend, None, None)
-    cache, q = rt.KVCache(8, 4096, 1, 64, dtype="float16", device="cuda"), torch.randn(8, 3, 64, device="cuda").half()
+    cache, q = rt.KVCache(8, 8192, 1, 64, dtype="float16", device="cuda"), torch.randn(8, 3, 64, device="cuda").half()
     out = array(torch.empty_like(q))
     return lambda lend: _C.decode_attention(array(q), cache, out, *[None] * 7, lend, None, None)
 

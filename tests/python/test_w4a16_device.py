@@ -439,7 +439,6 @@ def test_replays_of_a_product_in_shares(m, n, k, group, device):
     xs = [cases.tensor(cases.values((m, k), "float16", "replays", i), "float16", device) for i in range(4)]
     expected = [matmul_in_shares(x, w) for x in xs]
     x, y = torch.empty_like(xs[0]), torch.empty_like(expected[0])
-    rt.warmup()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rt.w4a16_matmul(x, w, out=y)

@@ -9,11 +9,27 @@
 
 namespace rooftile {
 
+struct Context;
+
+// Lends a call the device memory it needs, once the op knows how much: at least `bytes`, until the call has returned. May throw.
+class Lender {
+ public:
+  struct Memory {
+    void* data = nullptr;
+    std::size_t bytes = 0;
+  };
+  virtual Memory lend(const Context&, std::size_t bytes) = 0;
+
+ protected:
+  ~Lender() = default;
+};
+
 struct Context {
   Device device;
   void* stream = nullptr;          // a cudaStream_t; this header knows no CUDA
   void* workspace = nullptr;       // device memory lent by the caller; the CPU backend needs none
   std::size_t workspace_bytes = 0;
+  Lender* lender = nullptr;        // asked for it instead, at most once a call
   int threads = 0;                 // CPU threads; 0: as many as the process' OpenMP pool has, else one per core
   const char* variant = nullptr;   // force one kernel variant by name ("reference", "portable", "avx2", "avx512")
 };

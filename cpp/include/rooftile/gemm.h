@@ -78,7 +78,7 @@ struct MatmulOptions {
 // checked by the host: a column that leaves x reads as NaN. w has 4 bits, of w8a16_matmul 8.
 KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
 KernelName w8a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
-// Bytes of device memory that ctx.workspace must lend to that call. 0 on the CPU.
+// Bytes of device memory that must be lent to that call. 0 on the CPU.
 std::size_t w4a16_workspace(const Context&, TensorView x, const W4View& w, const MatmulOptions& options = {});
 std::size_t w8a16_workspace(const Context&, TensorView x, const W4View& w, const MatmulOptions& options = {});
 
@@ -91,7 +91,7 @@ struct LinearOptions {   // as in MatmulOptions
 // accumulation, any strides. A row's bits are the same next to any neighbours and on any number of threads; on the CPU at every
 // number of rows, on a GPU within a regime of rows (docs/kernels/linear.md). y must not overlap x or weight.
 KernelName linear(const Context&, TensorView x, TensorView weight, TensorView y, const LinearOptions& options = {});
-// Bytes of device memory that ctx.workspace must lend to that call. 0 on the CPU.
+// Bytes of device memory that must be lent to that call. 0 on the CPU.
 std::size_t linear_workspace(const Context&, TensorView x, TensorView weight);
 
 }  // namespace rooftile

@@ -3,8 +3,8 @@
 //   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // W is the register A operand, tokens are wgmma's N. As many CTAs as there is room for take one item after another: 128 rows of W,
-// `tokens` tokens and K, or one chunk of it, or, where whole items would leave CTAs idle, what an even share of all of them has of it. Two groups of four warps multiply, a warp one tile row of W; a third group brings what they
-// need, `stages` steps of 128 k ahead and on from one item to the next:
+// `tokens` tokens and K, or one chunk of it, or the part of it that is in the CTA's even share of all items. Two groups of four warps
+// multiply, a warp one tile row of W; a third group brings what they need, `stages` steps of 128 k ahead and on from one item to the next:
 //   codes, scales   global -> a slot for each warp (cp.async), as in stream.cuh; a warp of the third group brings those of two
 //   x               global -> shared memory, by the copy engine, swizzled; the CTAs of a cluster have other rows of W and the same
 //                   tokens: each brings a part of the tokens to all of them
@@ -18,9 +18,9 @@
 // 32 / cluster. A warp that multiplies spends some 200 issue slots; while one group does what cannot overlap with its own product
 // the other one's runs. Tensor cores are the roof from 128 tokens on, the bytes of W below.
 // Sync: `full` (a stage's bytes have come) and `free` (all warps of the cluster have read it), barriers in shared memory; the output's
-// tile: a barrier of the warps that multiply. A CTA ends when all has come that the other one sends to it. Even shares: `tickets`, words in
-// global memory, by which a CTA tells a later one that the sums are there which it goes on with; a share is no shorter than K, so it finds
-// them there.
+// tile: a barrier of the warps that multiply. A CTA ends when all has come that the other one sends to it. Of even shares: `tickets`,
+// words in global memory, by which a CTA tells a later one that the sums are there which it goes on with. It asks for them at its end, and
+// they were written near the beginning.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   load_scales(3);
   for (;;) {
     const bool last = !work.left();
-    if (work.goes_on(here)) {   // always the last; loads that need not have come before the first sum is added
+    if (work.goes_on(here)) {   // always the last; these loads may take until the first sum is added
       const unsigned block = work.block_before();
       if (lane == 0) tile::wait_for_ticket(params.tickets + block, params.ticket);
       __syncwarp();
