@@ -75,8 +75,9 @@ def decode_attention(
         out = empty(q)
     if lse is None and return_lse:
         lse = _empty_lse(q)
-    op, device = "decode_attention", getattr(cache, "device", "cpu")
-    rows, counts = ints(op, "rows", rows, device), ints(op, "counts", counts, device)
+    if rows is not None or counts is not None:
+        op, device = "decode_attention", getattr(cache, "device", "cpu")
+        rows, counts = ints(op, "rows", rows, device), ints(op, "counts", counts, device)
     ran(_C.decode_attention(q, cache, out, lse, rows, counts, scale, window, softcap, sinks, workspace, stream, plan))
     return (out, lse) if return_lse else out
 
