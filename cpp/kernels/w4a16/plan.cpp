@@ -86,9 +86,9 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
     const bool handed = row_groups % shares != 0;
     if (divide_up(row_groups * steps, shares) + (handed ? 3 : 0) <= rounds * steps) plan.shares = static_cast<int>(shares);
     if (plan.shares > 0 && handed) {
-      const auto ctas = static_cast<std::size_t>(shares * plan.token_blocks * plan.cluster);
-      plan.ticket_bytes = (8 * ctas + 255) / 256 * 256;
-      plan.handed_bytes = ctas * static_cast<std::size_t>(f.warps() * w4_tile_n * f.tokens) * sizeof(float);
+      const std::int64_t ctas = shares * plan.token_blocks * plan.cluster;
+      plan.ticket_bytes = static_cast<std::size_t>(divide_up(8 * ctas, 256) * 256);
+      plan.handed_bytes = static_cast<std::size_t>(ctas * f.warps() * w4_tile_n * f.tokens) * sizeof(float);
     }
   }
   plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, most_token_group));   // 12 MB of x at once

@@ -38,7 +38,7 @@ inline constexpr W4TilesForm w8_tiles_forms[] = {{32, 2, 3, 2}, {64, 2, 5, 1}, {
 constexpr W4TilesForm w4_tiles_form(int bits, int form) { return bits == 4 ? w4_tiles_forms[form] : w8_tiles_forms[form]; }
 constexpr int w4_tiles_out_tokens(W4TilesForm f) { return f.tokens < 64 ? f.tokens : 64; }   // of the output's tile, that are finished at once
 constexpr int w4_tiles_out_bytes(W4TilesForm f) { return w4_tiles_out_tokens(f) * (f.warps() * w4_rows_of_warp + 4) * 4; }
-constexpr bool w4_tiles_shares(W4TilesForm f) { return f.ctas == 1; }   // whether rows may be cut into even shares; two CTAs share a multiprocessor evenly enough
+constexpr bool w4_tiles_shares(W4TilesForm f) { return f.ctas == 1; }   // may be cut into even shares; where two CTAs share a multiprocessor it gained nothing
 inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
 
 // What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or
@@ -94,8 +94,9 @@ constexpr W4Finisher w4_finisher(bool pairs, int cluster_shift) {
 }
 inline constexpr int w4_sums_pitch = w4_rows_of_warp + 4;   // floats from a token to the next; 4 more against bank conflicts
 
-// Same problem and device, same plan. Even shares leave no trace in the bits. Splits, and with them the bits of a row, depend on m through its regime only:
-// up to 8, 16, 32 and 64 tokens, then each further 64 (tiles.cuh: 128); batch_invariant takes the split of the second at every m.
+// Same problem and device, same plan. Splits, and with them the bits of a row, depend on m through its regime only: up to 8, 16, 32
+// and 64 tokens, then each further 64 (tiles.cuh: 128); batch_invariant takes the split of the second at every m. Even shares leave no
+// trace in the bits.
 W4Plan plan_w4a16(const W4Problem&);
 
 }  // namespace rooftile::gpu
