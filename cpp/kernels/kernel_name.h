@@ -1,20 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <initializer_list>
+#include <charconv>
+#include <concepts>
+#include <cstddef>
 
 #include "rooftile/context.h"
 
 namespace rooftile::gpu {
 
-// The parts with "_" between them: "cuda_bfloat16".
-inline KernelName kernel_name(std::initializer_list<const char*> parts) {
-  KernelName result;   // zeros
+// Texts and numbers, one after another: kernel_name("cuda_", name(dtype), "_t", 16). Every call makes one: a snprintf takes as long as
+// all checks of its arguments.
+template <class... Parts>
+KernelName kernel_name(Parts... parts) {
+  KernelName result;   // zeros, of which the last one stays
   std::size_t used = 0;
-  for (const char* part : parts) {
-    if (used > 0 && used + 1 < sizeof result.text) result.text[used++] = '_';
-    for (; *part && used + 1 < sizeof result.text; ++part) result.text[used++] = *part;
-  }
+  const auto append = [&](auto part) {
+    constexpr std::size_t room = sizeof result.text - 1;
+    if constexpr (std::integral<decltype(part)>) {
+      const auto [end, error] = std::to_chars(result.text + used, result.text + room, part);
+      if (error == std::errc()) used = static_cast<std::size_t>(end - result.text);
+    } else {
+      for (const char* text = part; *text && used < room; ++text) result.text[used++] = *text;
+    }
+  };
+  (append(parts), ...);
   return result;
 }
 

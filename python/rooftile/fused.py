@@ -10,19 +10,20 @@ naming the argument.
 import contextlib
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, ran, streamed, torch_op, torch_store
+from rooftile._arrays import compiling, empty, on_stream, ran, torch_leads, torch_op, torch_store
 from rooftile.errors import NotSupportedError
 from rooftile.kv_cache import Cache, ints
 from rooftile.kv_pages import Pages
 
 
-@streamed
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     """x * rsqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
 
     x: [..., hidden]. weight: [hidden], x's dtype or float32, or None.
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
+    if stream is not None and torch_leads(stream, x):
+        return on_stream(rms_norm, x, locals())
     if compiling():
         return torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
     if out is None:
@@ -31,7 +32,6 @@ def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     return out
 
 
-@streamed
 def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=None, stream=None, plan=None):
     """rms_norm of x + residual, and the sum itself: the next block's residual.
 
@@ -40,6 +40,8 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=N
     Returns (y, x + residual), both [..., hidden] in x's dtype, written to `out` and `residual_out` when given
     (`residual_out` may be `residual`, `out` may be `x`).
     """
+    if stream is not None and torch_leads(stream, x):
+        return on_stream(add_rms_norm, x, locals())
     if compiling():
         return torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
     if out is None:
@@ -50,13 +52,14 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=N
     return out, residual_out
 
 
-@streamed
 def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, plan=None):
     """(x - mean) * rsqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016, arXiv 1607.06450).
 
     x: [..., hidden]; var is the biased variance. weight, bias: [hidden], x's dtype or float32, or None.
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
+    if stream is not None and torch_leads(stream, x):
+        return on_stream(layer_norm, x, locals())
     if compiling():
         return torch_op("layer_norm", (x, weight, bias, eps), (out,), stream, plan)
     if out is None:
@@ -65,11 +68,12 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, pl
     return out
 
 
-@streamed
 def add_layer_norm(
     x, residual, weight=None, bias=None, eps=1e-5, *, out=None, residual_out=None, stream=None, plan=None
 ):
     """layer_norm of x + residual, and the sum itself. Shapes and outputs as add_rms_norm; bias: [hidden] or None."""
+    if stream is not None and torch_leads(stream, x):
+        return on_stream(add_layer_norm, x, locals())
     if compiling():
         return torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
     if out is None:
@@ -80,7 +84,6 @@ def add_layer_norm(
     return out, residual_out
 
 
-@streamed
 def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan=None):
     """Rotary position embedding of q and k, half-split as in GPT-NeoX and Llama (Su et al. 2021, arXiv 2104.09864).
 
@@ -92,6 +95,8 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     copied.
     Returns (q, k) turned, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
     """
+    if stream is not None and torch_leads(stream, q):
+        return on_stream(rope, q, locals())
     if compiling():
         return torch_op("rope", (q, k, cos, sin, positions), (q_out, k_out), stream, plan)
     if q_out is None:
@@ -102,7 +107,6 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     return q_out, k_out
 
 
-@streamed
 def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, q_out=None, stream=None, plan=None):
     """rope on q and k, then cache.append(k, v): what a layer does before its decode attention, in one call.
 
@@ -111,6 +115,8 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     Returns q turned, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
     On a GPU as KVCache.append: an entry with a position that is not in the tables is left alone, its q_out included.
     """
+    if stream is not None and torch_leads(stream, q):
+        return on_stream(rope_append, q, locals())
     if compiling():
         if q_out is not None:
             raise NotSupportedError("rope_append: q_out cannot be given under torch.compile")
@@ -125,13 +131,14 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     return q_out
 
 
-@streamed
 def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     """silu(gate) * up with gate_up = [gate | up] (SwiGLU: Shazeer 2020, arXiv 2002.05202).
 
     gate_up: [..., 2 * hidden]. Returns [..., hidden] in its dtype, written to `out` when given (`out` may be the gate
     half of gate_up). A gate of -inf gives NaN, as in torch.
     """
+    if stream is not None and torch_leads(stream, gate_up):
+        return on_stream(silu_mul, gate_up, locals())
     if compiling():
         return torch_op("silu_mul", (gate_up,), (out,), stream, plan)
     if out is None:
@@ -140,12 +147,13 @@ def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     return out
 
 
-@streamed
 def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
     """gelu(gate) * up with gate_up = [gate | up] (GELU: Hendrycks and Gimpel 2016, arXiv 1606.08415).
 
     approximate: "tanh", or "none" for the form with erf, as in torch. Shapes as silu_mul.
     """
+    if stream is not None and torch_leads(stream, gate_up):
+        return on_stream(gelu_mul, gate_up, locals())
     if compiling():
         return torch_op("gelu_mul", (gate_up, approximate), (out,), stream, plan)
     if out is None:
@@ -154,13 +162,14 @@ def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
     return out
 
 
-@streamed
 def softmax(x, *, out=None, stream=None, plan=None):
     """exp(x - max) / sum over the last dimension.
 
     x: [..., n]. Returns [..., n] in x's dtype, written to `out` when given. As in torch, a row of -inf only, or one
     that holds +inf or NaN, is NaN throughout.
     """
+    if stream is not None and torch_leads(stream, x):
+        return on_stream(softmax, x, locals())
     if compiling():
         return torch_op("softmax", (x,), (out,), stream, plan)
     if out is None:

@@ -11,9 +11,10 @@ from rooftile._arrays import (
     compiling,
     empty,
     numpy_dtype,
+    on_stream,
     ran,
-    streamed,
     torch_device,
+    torch_leads,
     torch_of,
     torch_op,
     workspace,
@@ -419,6 +420,8 @@ def outputs(n, activation):
 
 def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_invariant, stream, plan):
     """The op of weights of `weight_type`. call: its function of _C."""
+    if stream is not None and torch_leads(stream, x):
+        return on_stream(_matmul, x, locals())
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return torch_op(op, (x, *form, bias, activation, residual, batch_invariant), (out,), stream, plan)
@@ -432,7 +435,6 @@ def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_
     return out
 
 
-@streamed
 def w4a16_matmul(
     x,
     w,
@@ -469,7 +471,6 @@ def w4a16_matmul(
     return _matmul("w4a16_matmul", W4Weight, _C.w4a16_matmul, x, w, *options)
 
 
-@streamed
 def w8a16_matmul(
     x,
     w,
@@ -492,7 +493,6 @@ def w8a16_matmul(
     return _matmul("w8a16_matmul", W8Weight, _C.w8a16_matmul, x, w, *options)
 
 
-@streamed
 def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, stream=None, plan=None):
     """activation(x @ weight.T + bias) + residual with a weight in x's own dtype.
 
@@ -508,6 +508,8 @@ def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, st
 
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """
+    if stream is not None and torch_leads(stream, x):
+        return on_stream(linear, x, locals())
     if compiling():
         return torch_op("linear", (x, weight, bias, activation, residual), (out,), stream, plan)
     if out is None:

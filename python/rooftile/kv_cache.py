@@ -15,7 +15,7 @@ from array import array as c_array
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import compiling, numpy_dtype, ran, streamed, torch_of, torch_store
+from rooftile._arrays import compiling, numpy_dtype, on_stream, ran, torch_leads, torch_of, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -170,6 +170,8 @@ def current_stream(device):
 
 def append(cache, k, v, rows, counts, stream, plan):
     """Cache.append outside a trace. cache: a Cache, or the Pages of one."""
+    if stream is not None and torch_leads(stream, k):
+        return on_stream(append, k, locals())
     rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
     with cache.room("append", k, rows, counts) as (rows, counts):
         ran(_C.kv_append(cache._handle, k, v, rows, counts, stream, plan))
@@ -247,7 +249,6 @@ class Cache:
         element = 4 if self.dtype == "float32" else 2
         return self.kv_heads * ((tokens - raw) * block // self.page_size + raw * 2 * self.head_dim * element)
 
-    @streamed
     def append(self, k, v, *, rows=None, counts=None, stream=None, plan=None):
         """Stores new tokens behind those that are there.
 

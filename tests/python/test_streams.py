@@ -2,6 +2,7 @@
 """stream=: what a call allocates, sends and frees belongs to the stream that its kernels run on."""
 
 import inspect
+import sys
 
 import cases
 import numpy as np
@@ -42,24 +43,40 @@ def streams(monkeypatch):
     return current
 
 
+def current_and_given(x, streams, *, stream=None):
+    """torch's current streams as an op finds them, and the stream that it gives to its binding."""
+    if stream is not None and _arrays.torch_leads(stream, x):
+        return _arrays.on_stream(current_and_given, x, locals())
+    return list(streams), stream
+
+
 def test_a_given_stream_is_the_current_one_during_the_call(streams):
-    """Only where a tensor is torch's on a GPU; otherwise the binding judges it."""
-    call = _arrays.streamed(lambda x, y=None, *, stream=None: (list(streams), stream))
-    far, near = torch.zeros(2).as_subclass(OnGpu), torch.zeros(2)
-    assert (
-        call(far, stream=7) == call(x=far, stream=7) == call(near, far, stream=np.uint64(7)) == ([(7, "cuda:1")], None)
-    )
-    assert call(far) == ([], None)
-    assert call(near, stream=7) == ([], 7)
+    """Only where the first tensor is torch's on a GPU; otherwise the binding judges it."""
+    call, far, near = current_and_given, torch.zeros(2).as_subclass(OnGpu), torch.zeros(2)
+    given = call(far, streams, stream=7), call(x=far, streams=streams, stream=np.uint64(7))
+    assert given[0] == given[1] == ([(7, "cuda:1")], None)
+    assert call(far, streams) == ([], None)
+    assert call(near, streams, stream=7) == call(np.zeros(2), streams, stream=7) == ([], 7)
     for wrong in ("7", 1.5, 2**70, -1):
-        assert call(far, stream=wrong) == ([], wrong)
+        assert call(far, streams, stream=wrong) == ([], wrong)
     assert streams == []
 
 
-def test_every_function_with_a_stream_does_so():
-    functions = [f for f in vars(rt).values() if inspect.isfunction(f)] + [rt.KVCache.append]
-    named = [f for f in functions if "stream" in inspect.signature(f).parameters]
-    assert len(named) >= 13 and all(hasattr(f, "__wrapped__") for f in named)
+CACHE = rt.KVCache(1, 64, 1, 64, dtype="float16")
+TAKEN = [f for f in vars(rt).values() if inspect.isfunction(f) and "stream" in inspect.signature(f).parameters]
+
+
+@pytest.mark.parametrize("function", [*TAKEN, CACHE.append], ids=lambda f: f.__name__)
+def test_every_function_with_a_stream_does_so(function, monkeypatch):
+    """Before it looks at anything else: it is called again on that stream, with all that was given."""
+    far, again = torch.zeros(2, 2).as_subclass(OnGpu), []
+    module = sys.modules[function.__module__]
+    monkeypatch.setattr(module, "on_stream", lambda *call: again.append(call))
+    names = list(inspect.signature(function).parameters)
+    options = {name: object() for name in names} | {names[0]: far, "stream": 7}
+    assert function(**options) is None
+    [(_, like, arguments)] = again
+    assert like is far and all(arguments[name] is value for name, value in options.items())
 
 
 @gpus

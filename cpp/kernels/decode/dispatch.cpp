@@ -98,10 +98,10 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   check_alignment(*a.cache);
   check_size(a);
   const DecodePlan plan = plan_of(scope, a, variant);
-  std::string shape = "d";
-  shape += std::to_string(a.cache->head_dim);
-  if (variant.key.columns > columns) shape.append("_c").append(std::to_string(variant.key.columns));   // step_kv
-  const KernelName ran = kernel_name({"cuda", name(a.q.dtype), name(a.cache->format), shape.c_str()});
+  const char *const dtype = name(a.q.dtype), *const format = name(a.cache->format);
+  const KernelName ran = variant.key.columns > columns   // step_kv
+                             ? kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim, "_c", variant.key.columns)
+                             : kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim);
   if (plan.blocks == 0) return ran;   // no query
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
   DecodeParams p = {};

@@ -293,7 +293,7 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
       });
     }, p.gate, p.up, p.h);
   });
-  return kernel_name({"cuda", name(x.dtype)});
+  return kernel_name("cuda_", name(x.dtype));
 }
 
 KernelName rope(const char* op, const Context& ctx, const TensorView& q, const TensorView& k, const TensorView& cos,
@@ -309,7 +309,7 @@ KernelName rope(const char* op, const Context& ctx, const TensorView& q, const T
       scope.launch(rope_pieces<decltype(e), vector>, blocks_for(p.q.threads + p.k.threads), block_threads, 0, p);
     }, p.q.x, p.q.y, p.k.x, p.k.y, p.cos, p.sin);
   });
-  return kernel_name({"cuda", name(q.dtype)});
+  return kernel_name("cuda_", name(q.dtype));
 }
 
 KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y) {
@@ -322,7 +322,7 @@ KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y)
       with_softmax<decltype(e), vector>(plan.pieces, [&](auto kernel) { scope.launch(kernel, blocks, plan.threads, 0, p); });
     }, p.x, p.y);
   });
-  return kernel_name({"cuda", name(x.dtype)});
+  return kernel_name("cuda_", name(x.dtype));
 }
 
 KernelName merge_attention(const Context& ctx, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
@@ -338,7 +338,7 @@ KernelName merge_attention(const Context& ctx, const TensorView& out_a, const Te
       scope.launch(merge_rows<decltype(e), vector>, blocks_for(p.rows * lanes), block_threads, 0, p);
     }, p.out_a, p.out_b, p.out);
   });
-  return kernel_name({"cuda", name(out.dtype)});
+  return kernel_name("cuda_", name(out.dtype));
 }
 
 void load_elementwise_kernels(const char* op) {

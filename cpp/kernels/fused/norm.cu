@@ -195,7 +195,7 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
       });
     }, p.x, p.residual, p.y, p.res, p.weight, p.bias);
   });
-  return kernel_name({"cuda", name(a.x.dtype)});
+  return kernel_name("cuda_", name(a.x.dtype));
 }
 
 void load_norm_kernels(const char* op) {

@@ -23,7 +23,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <cstdio>
 #include <limits>
 #include <type_traits>
 
@@ -31,6 +30,7 @@
 #include "core/hd.h"
 #include "core/kv_layout.h"
 #include "kernels/backend.h"
+#include "kernels/kernel_name.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/element.cuh"
@@ -833,9 +833,8 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
   constexpr std::int64_t most = std::numeric_limits<int>::max() / 4;      // sums of task numbers stay 32 bits
   ROOFTILE_CHECK_KIND(not_supported, tasks <= most && batch <= most, op, ": k has ", tokens, " tokens for each of ", batch,
                       " rows; on a GPU tokens times heads of one row are at most ", most, " a call");
-  KernelName name;
-  std::snprintf(name.text, sizeof name.text, "cuda_%s_%s_%s", op, rooftile::name(c.dtype), rooftile::name(c.format));
-  if (batch == 0 || tokens == 0) return name;
+  const KernelName ran = kernel_name("cuda_", op, "_", name(c.dtype), "_", name(c.format));
+  if (batch == 0 || tokens == 0) return ran;
 
   const DeviceScope scope(op, ctx);
   // Enough blocks to fill the device, but few enough that judging an entry is little beside its work. Where a cluster does
@@ -870,7 +869,7 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
   scope.launch(kernel, batch << entry_bits,
                warps * 32, 0, p, Overlap::with_previous, together ? 1 << entry_bits : 1);
   if (!together) scope.launch(grow, batch, 256, 0, p, Overlap::with_previous);
-  return name;
+  return ran;
 }
 
 void load_append_kernels(const char* op) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // 16-bit products: which of the four kernels a call takes, and the launch of the one that streams.
-#include <cstdio>
 #include <limits>
 
 #include "kernels/backend.h"
+#include "kernels/kernel_name.h"
 #include "kernels/linear/stream.cuh"
 #include "kernels/products/finish.h"
 #include "kernels/warmup.h"
@@ -46,19 +46,14 @@ LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a) {
 }
 
 KernelName name_of(const LinearPlan& plan, DType dtype, bool pieces) {
-  KernelName kernel;
-  const auto write = [&](const char* format, auto... values) {
-    std::snprintf(kernel.text, sizeof kernel.text, format, name(dtype), values...);
-  };
+  const auto linear = [&](auto... parts) { return kernel_name("cuda_", name(dtype), "_linear_", parts...); };
   switch (plan.path) {
-    case LinearPath::stream: write("cuda_%s_linear_t%d%s_split%d", plan.form == 0 ? 8 : 16, pieces ? "" : "_strided", plan.splits); break;
-    case LinearPath::boxes: write("cuda_%s_linear_box%d_split%d", linear_box_forms[plan.form], plan.cluster); break;
-    case LinearPath::collective:
-      write("cuda_%s_linear_tile%dx%d", linear_collectives[plan.form].rows, linear_collectives[plan.form].tokens);
-      break;
-    case LinearPath::blocks: write("cuda_%s_linear_block%dx%d", linear_block.rows, linear_block.tokens); break;
+    case LinearPath::stream: return linear("t", plan.form == 0 ? 8 : 16, pieces ? "_split" : "_strided_split", plan.splits);
+    case LinearPath::boxes: return linear("box", linear_box_forms[plan.form], "_split", plan.cluster);
+    case LinearPath::collective: return linear("tile", linear_collectives[plan.form].rows, "x", linear_collectives[plan.form].tokens);
+    case LinearPath::blocks: return linear("block", linear_block.rows, "x", linear_block.tokens);
   }
-  return kernel;
+  return {};
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 // A thread has four neighbouring outputs of a token, with the ups of a gated product.
 #include "kernels/products/finish.h"
 
+#include "core/divisor.h"
 #include "kernels/products/finish.cuh"
 #include "kernels/warmup.h"
 #include "tile/grid.cuh"
@@ -17,14 +18,16 @@ std::int64_t finish_blocks(std::int64_t outputs) { return (outputs + 4 * finish_
 
 struct FinishParams {
   Product product;
-  unsigned blocks;   // of a token
+  std::int64_t padded_n;
+  Divisor by_blocks;   // of a token
 };
 
 template <class T>
 __global__ void __launch_bounds__(finish_threads) finish_chunks(const __grid_constant__ FinishParams params) {
   const Product& p = params.product;
-  const std::int64_t padded_n = p.padded_n();
-  const std::int64_t token = blockIdx.x / params.blocks, n = (std::int64_t{blockIdx.x % params.blocks} * finish_threads + threadIdx.x) * 4;
+  const std::int64_t padded_n = params.padded_n;
+  const int block = static_cast<int>(blockIdx.x), of_all = divide(block, params.by_blocks);
+  const std::int64_t token = of_all, n = std::int64_t{(block - of_all * params.by_blocks.value) * finish_threads + static_cast<int>(threadIdx.x)} * 4;
   tile::let_next_kernel_start();
   if (n >= p.outputs) return;
   tile::wait_for_previous_kernel();
@@ -54,7 +57,7 @@ __global__ void __launch_bounds__(finish_threads) finish_chunks(const __grid_con
 void finish_product(const DeviceScope& scope, const Product& p, DType dtype) {
   const std::int64_t blocks = finish_blocks(p.outputs);
   scope.launch(dtype == DType::f16 ? finish_chunks<tile::half> : finish_chunks<tile::bf16>, p.tokens * blocks, finish_threads, 0,
-               FinishParams{p, static_cast<unsigned>(blocks)}, Overlap::with_previous);
+               FinishParams{p, p.padded_n(), Divisor(static_cast<int>(blocks))}, Overlap::with_previous);
 }
 
 void load_product_kernels(const char* op) {

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cstdio>
 
 #include "core/w4_layout.h"
 #include "kernels/backend.h"
+#include "kernels/kernel_name.h"
 #include "kernels/launch.h"
 #include "kernels/products/finish.h"
 #include "kernels/tensor_map.h"
@@ -56,7 +56,9 @@ std::uint64_t new_ticket() {
 void launch_tiles(const char* op, const DeviceScope& scope, std::byte* workspace, const W4MatmulArgs& a, const W4Plan& plan, const W4MatmulParams& p) {
   const W4TilesForm f = w4_tiles_form(a.w->bits, plan.form);
   const bool is_half = a.x.dtype == DType::f16;
-  W4TilesParams tiles{.product = p, .x = {}, .token_group = static_cast<unsigned>(plan.token_group)};
+  const unsigned row_groups = p.row_blocks / static_cast<unsigned>(plan.cluster);
+  W4TilesParams tiles{.product = p, .x = {}, .token_group = static_cast<unsigned>(plan.token_group),
+                      .by_items = Divisor(static_cast<int>(row_groups * p.token_blocks)), .by_steps = Divisor(p.steps)};
   MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x_stride};
   const void* from = static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;
   if (plan.copy_bytes + plan.sums_bytes > 0) {
@@ -77,7 +79,7 @@ void launch_tiles(const char* op, const DeviceScope& scope, std::byte* workspace
   std::int64_t ctas = std::min(std::int64_t{p.token_blocks} * p.row_blocks * p.splits, std::int64_t{scope.sms()} * f.ctas / plan.cluster * plan.cluster);
   if (plan.shares > 0) {
     ctas = std::int64_t{plan.shares} * p.token_blocks * plan.cluster;
-    const unsigned steps = p.row_blocks / static_cast<unsigned>(plan.cluster) * static_cast<unsigned>(p.steps);
+    const unsigned steps = row_groups * static_cast<unsigned>(p.steps);
     tiles.shares = static_cast<unsigned>(plan.shares);
     tiles.share_steps = steps / tiles.shares;
     tiles.longer = steps % tiles.shares;
@@ -101,9 +103,9 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   const W4View& w = *a.w;
   const W4Plan plan = plan_of(scope, a);
   const int tokens_of_form = plan.tiles ? w4_tiles_form(w.bits, plan.form).tokens : 8 * w4_form(w.bits, plan.form).token_tiles;
-  KernelName kernel;
-  std::snprintf(kernel.text, sizeof kernel.text, "cuda_%s_w%dg%d_%s_%s%d_%s%d", name(a.x.dtype), w.bits, w.group, name(w.zeros), plan.tiles ? "tile" : "t",
-                tokens_of_form, plan.shares > 0 ? "shares" : "split", plan.shares > 0 ? plan.shares : plan.splits);
+  const KernelName kernel =
+      kernel_name("cuda_", name(a.x.dtype), "_w", w.bits, "g", w.group, "_", name(w.zeros), plan.tiles ? "_tile" : "_t", tokens_of_form,
+                  plan.shares > 0 ? "_shares" : "_split", plan.shares > 0 ? plan.shares : plan.splits);
   if (a.y.numel() == 0) return kernel;
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
 
@@ -112,8 +114,11 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : 0;
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
-  p.gate_tiles = plan.gate_tiles;
+  p.tile_rows = static_cast<int>(w4_tiles_n(w.n));
+  p.row_tiles = static_cast<int>(w4_tiles_k(w.k));
+  p.gate_tiles = static_cast<int>(plan.gate_tiles);
   p.row_blocks = static_cast<unsigned>(plan.row_blocks);
+  p.by_row_blocks = Divisor(static_cast<int>(plan.row_blocks));
   p.k = static_cast<int>(w.k);
   p.group = w.group;
   p.span = plan.span;
@@ -133,6 +138,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);
     p.token_blocks = static_cast<unsigned>((p.tokens + block_tokens - 1) / block_tokens);
+    p.by_token_blocks = Divisor(static_cast<int>(p.token_blocks));
     if (plan.tiles)
       launch_tiles(op, scope, workspace, a, plan, p);
     else

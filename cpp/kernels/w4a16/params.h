@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "core/divisor.h"
 #include "core/hd.h"
 #include "kernels/products/product.h"
 #include "kernels/w4a16/plan.h"
@@ -18,8 +19,10 @@ struct W4MatmulParams : Product {
   std::int64_t x_stride = 0;
   W4View w;
   int groups = 0;
-  std::int64_t gate_tiles = 0;      // half of a CTA's warps have gates, tile rows of W, the others their ups, so many further on; 0: no
+  int tile_rows = 0, row_tiles = 0; // of W: rows of tiles, and tiles of each
+  int gate_tiles = 0;               // half of a CTA's warps have gates, tile rows of W, the others their ups, so many further on; 0: no
   unsigned token_blocks = 0, row_blocks = 0;   // of this launch
+  Divisor by_token_blocks, by_row_blocks;
   int k = 0, group = 0;             // as in w, in 32 bits
   int span = 0, span_shift = 0;     // k that are scaled at once; log2 of it in 32 k
   int steps = 0, chunk_steps = 0;   // steps of 128 k: all, and of one split
@@ -27,12 +30,14 @@ struct W4MatmulParams : Product {
   int x_rows = 0;                   // tokens a panel has room for
   int sums_at = 0;                  // of stream.cuh: where in shared memory the sums lie that are to be finished
 
-  // The tile row of a warp; none of W's, w4_tiles_n(n) or more, if the last CTA has no work for it.
+  // The tile row of a warp; `tile_rows` if the last CTA has no work for it. Warps 2 i and 2 i + 1 have neighbours.
   template <int warps>
-  ROOFTILE_HD std::int64_t tile_row(std::int64_t row_block, int warp) const {
-    if (gate_tiles == 0) return row_block * warps + warp;
-    const std::int64_t gate = row_block * (warps / 2) + warp % (warps / 2);
-    return gate < gate_tiles ? gate + (warp < warps / 2 ? 0 : gate_tiles) : 2 * gate_tiles;
+  ROOFTILE_HD int tile_row(unsigned row_block, int warp) const {
+    constexpr int half = warps / 2;
+    static_assert(half % 2 == 0);
+    const bool gated = gate_tiles > 0, upper = warp >= half;
+    const int row = static_cast<int>(row_block) * (gated ? half : warps) + warp % half + (upper ? gated ? gate_tiles : half : 0);
+    return row < (gated && !upper ? gate_tiles : tile_rows) ? row : tile_rows;
   }
 };
 
@@ -48,6 +53,7 @@ struct W4TilesParams {
   W4MatmulParams product;
   CUtensorMap x;       // of this launch's tokens, or of their copy: boxes of tokens / cluster rows x 64 columns
   unsigned token_group = 1;   // blocks of tokens that meet all rows of W before the next ones do
+  Divisor by_items, by_steps; // items of a split; steps of a row group
   const float* sums = nullptr;   // of x / unit, with minima: [block of tokens][step][span][token of the block]
   unsigned shares = 0;           // even ones of all rows' steps, each a cluster's for every block of tokens; 0: clusters take items
   unsigned share_steps = 0, longer = 0;   // of a share; so many of the first have one more

@@ -94,12 +94,13 @@ struct CodeStream {
   int side_left, group_step;            // groups from those bytes on; groups a step
   int tiles_left;                       // of the row, from the next step on
 
-  // first: the chunk's first step in K; second: the other row.
-  __device__ __forceinline__ CodeStream(const W4MatmulParams& p, std::int64_t row, int first, std::int64_t second = 0)
-      : tiles_left(static_cast<int>(w4_tiles_k(p.w.k)) - 2 * first) {
+  // first: the chunk's first step in K. row: none of W's gets row 0; of two the second is the one behind it, or again this one.
+  __device__ __forceinline__ CodeStream(const W4MatmulParams& p, int row, int first) : tiles_left(p.row_tiles - 2 * first) {
+    if (row >= p.tile_rows) row = 0;
+    const bool second = rows == 2 && row + 1 < p.tile_rows;
     const int lane = threadIdx.x % 32, in_step = 4 >> p.span_shift, piece = lane % 8;
-    codes = p.w.codes + (row * w4_tiles_k(p.w.k) + 2 * first) * tile_bytes + lane * 16;
-    if constexpr (rows == 2) codes_apart = (second - row) * w4_tiles_k(p.w.k) * tile_bytes;
+    codes = p.w.codes + (std::int64_t{row} * p.row_tiles + 2 * first) * tile_bytes + lane * 16;
+    if (second) codes_apart = std::int64_t{p.row_tiles} * tile_bytes;
     const bool offset = lane % 16 >= 8, bytes = offset && p.w.zeros == W4Zeros::integer;
     const int shift = bytes ? 0 : 1;   // log2 of the pieces of a group
     group_bytes = bytes ? 16 : 32;
@@ -109,7 +110,7 @@ struct CodeStream {
     side_step = group_step * group_bytes;
     side_at = lane / 16 * slot_bytes + 2 * tile_bytes + (offset ? w4_side_bytes : 0) + piece * 16 - lane * 16;
     if (lane >= 16 * rows || piece >= in_step << shift || (offset && p.w.zeros == W4Zeros::symmetric)) return;
-    side = (offset ? p.w.offsets : p.w.scales) + ((lane < 16 ? row : second) * p.groups + side_group) * group_bytes + (piece & shift) * 16;
+    side = (offset ? p.w.offsets : p.w.scales) + (std::int64_t{row + (second && lane >= 16 ? 1 : 0)} * p.groups + side_group) * group_bytes + (piece & shift) * 16;
   }
 
   // Starts the codes and scales of the next `steps` steps on their way to L2; the kernel before may still be writing them.
@@ -151,9 +152,9 @@ __device__ __forceinline__ float load_scale(const std::uint8_t* shared, int row,
 // What a block works on. The CTAs of a cluster have the chunks of K of the same rows and of all tokens; without clusters
 // neighbouring CTAs share rows of W, then the chunk of x.
 struct W4Place {
-  std::int64_t local_token0, row_block, row;   // row: this warp's tile row
-  unsigned split;
-  int tokens;
+  std::int64_t local_token0;
+  unsigned row_block, split;
+  int row, tokens;   // row: this warp's tile row
 };
 template <int NT>
 __device__ __forceinline__ W4Place w4_place(const W4MatmulParams& p, unsigned block) {
@@ -163,10 +164,10 @@ __device__ __forceinline__ W4Place w4_place(const W4MatmulParams& p, unsigned bl
     at.split = block & ((1u << p.cluster_shift) - 1);
     at.row_block = block >> p.cluster_shift;
   } else {
-    const unsigned rest = block / p.token_blocks;
-    token_block = block % p.token_blocks;
-    at.row_block = rest % p.row_blocks;
-    at.split = rest / p.row_blocks;
+    const unsigned rest = divide(block, p.by_token_blocks);
+    token_block = block - rest * p.token_blocks;
+    at.split = divide(rest, p.by_row_blocks);
+    at.row_block = rest - at.split * p.row_blocks;
   }
   at.local_token0 = std::int64_t{token_block} * w4_tokens;
   at.row = p.tile_row<w4_warps>(at.row_block, threadIdx.x / 32);
@@ -185,13 +186,13 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const W4Place place = w4_place<NT>(p, blockIdx.x);
   const int first = place.split * p.chunk_steps, steps = min(p.chunk_steps, p.steps - first);
-  const bool works = place.row < w4_tiles_n(p.w.n);   // the last CTA of rows may have warps without any: they read row 0
+  const bool works = place.row < p.tile_rows;   // the last CTA of rows may have warps without any
 
   std::uint8_t* const ring = shared + warp * (S * slot_bytes) + lane * 16;
   std::uint8_t* panel = shared + w4_warps * S * slot_bytes;
   const int panel_bytes = p.x_rows * Cfg::pitch;
   if (p.cluster_shift > 0) tile::arrive_at_cluster();
-  CodeStream<Cfg::bits> codes(p, works ? place.row : 0, first);
+  CodeStream<Cfg::bits> codes(p, place.row, first);
   codes.prefetch(S - 1);
   tile::wait_for_previous_kernel();
   copy_panel<Cfg>(p, panel, p.first_token + place.local_token0, place.tokens, std::int64_t{first} * w4_step_k);
@@ -281,8 +282,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
   const W4Place end = w4_place<NT>(p, block);
   if (p.partial) {
     if (!works) return;
-    const std::int64_t padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
-    float* to = p.partial + (end.split * p.tokens + end.local_token0 + 2 * t) * padded_n + end.row * w4_tile_n + g;
+    const std::int64_t padded_n = std::int64_t{p.tile_rows} * w4_tile_n;
+    float* to = p.partial + (end.split * p.tokens + end.local_token0 + 2 * t) * padded_n + std::int64_t{end.row} * w4_tile_n + g;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt, to += 8 * padded_n)
 #pragma unroll
@@ -325,7 +326,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
       }
       return sum;
     };
-    const Outputs<T> out(p, p.tile_row<w4_warps>(end.row_block, rank * mine.outputs + at) * w4_tile_n + rows);
+    const Outputs<T> out(p, std::int64_t{p.tile_row<w4_warps>(end.row_block, rank * mine.outputs + at)} * w4_tile_n + rows);
     out.store(p.first_token + end.local_token0 + token, sum_of(at), pairs ? sum_of(mine.outputs + at) : float4{});
   }
 }

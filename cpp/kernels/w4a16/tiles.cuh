@@ -65,7 +65,7 @@ class W4TilesWork {
     const W4MatmulParams& p = params.product;
     const unsigned cluster = blockIdx.x >> p.cluster_shift;
     if (in_shares()) {
-      const unsigned share = cluster / p.token_blocks;
+      const unsigned share = divide(cluster, p.by_token_blocks);
       token_block_ = cluster - share * p.token_blocks;
       next_ = params.begin_of(share);
       end_ = params.begin_of(share + 1);
@@ -79,7 +79,7 @@ class W4TilesWork {
     const W4MatmulParams& p = params_.product;
     W4TilesItem at;
     if (in_shares()) {
-      const unsigned row_group = (end_ - 1) / p.steps, begin = max(row_group * p.steps, next_);
+      const unsigned row_group = divide(end_ - 1, params_.by_steps), begin = max(row_group * p.steps, next_);
       at.split = 0;
       at.row_block = (row_group << p.cluster_shift) + rank_;
       at.token0 = static_cast<int>(token_block_) * Cfg::tokens;
@@ -88,16 +88,18 @@ class W4TilesWork {
       end_ = begin;
       return at;
     }
-    const unsigned row_groups = p.row_blocks >> p.cluster_shift, all = row_groups * p.token_blocks;
-    unsigned item = next_;
+    at.split = divide(next_, params_.by_items);
+    const unsigned item = next_ - at.split * params_.by_items.value;
     next_ += gridDim.x >> p.cluster_shift;
-    at.split = p.splits > 1 ? item / all : 0;
-    item -= at.split * all;
-    const unsigned group = item / (row_groups * params_.token_group), width = min(params_.token_group, p.token_blocks - group * params_.token_group);
-    item -= group * row_groups * params_.token_group;
-    const unsigned row_group = item / width;
+    unsigned row_group = divide(item, p.by_token_blocks), token_block = item - row_group * p.token_blocks;
+    if (p.token_blocks > params_.token_group) {
+      const unsigned width = params_.token_group, of_group = (p.row_blocks >> p.cluster_shift) * width, group = item / of_group, in_group = item - group * of_group;
+      const unsigned own_width = min(width, p.token_blocks - group * width);
+      row_group = in_group / own_width;
+      token_block = group * width + in_group - row_group * own_width;
+    }
     at.row_block = (row_group << p.cluster_shift) + rank_;
-    at.token0 = static_cast<int>(group * params_.token_group + item - row_group * width) * Cfg::tokens;
+    at.token0 = static_cast<int>(token_block) * Cfg::tokens;
     at.first = static_cast<int>(at.split) * p.chunk_steps;
     at.steps = min(p.chunk_steps, p.steps - at.first);
     return at;
@@ -135,7 +137,6 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   const int cluster = 1 << p.cluster_shift, rank = blockIdx.x & (cluster - 1);
   constexpr int bringers = Cfg::form.threads() / 32 - warps;   // warps, each of which brings the codes of two
   static_assert(warps == 2 * bringers);
-  W4TilesWork<Cfg> work(params, rank);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
@@ -152,11 +153,10 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
     const bool brings_x = warp == warps && cute::elect_one_sync();
     const int of_warp = 2 * (warp - warps);
     if (brings_x) tile::prefetch_map(params.x);
+    W4TilesWork<Cfg> work(params, rank);
     W4TilesItem here = work.take();
     const auto codes_of = [&](const W4TilesItem& item) {
-      // the last rows' CTA may have warps without any: they get row 0
-      const auto row = [&](int of_warp) { const std::int64_t at = p.tile_row<warps>(item.row_block, of_warp); return at < w4_tiles_n(p.w.n) ? at : 0; };
-      return CodeStream<Cfg::bits, 2>(p, row(of_warp), item.first, row(of_warp + 1));
+      return CodeStream<Cfg::bits, 2>(p, p.tile_row<warps>(item.row_block, of_warp), item.first);
     };
     CodeStream<Cfg::bits, 2> codes = codes_of(here);
     codes.prefetch(S);
@@ -240,6 +240,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 
   constexpr int rows = warps * w4_tile_n, pitch = rows + 4, out_tokens = w4_tiles_out_tokens(Cfg::form);
   const auto sync_readers = [] { asm volatile("bar.sync 1, %0;" ::"n"(warps * 32) : "memory"); };
+  W4TilesWork<Cfg> work(params, rank);
   W4TilesItem here = work.take();
   take_step();
 #pragma unroll
@@ -345,18 +346,17 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
       for (int i = 0; i < N / 2; i += 4) __stcg(to + i / 4 * (warps * 32), make_float4(total[i], total[i + 1], total[i + 2], total[i + 3]));
       sync_readers();
       if (threadIdx.x == 0) tile::publish(params.tickets + blockIdx.x, params.ticket);
-      here = work.take();
-      continue;
     }
     // fp32 through shared memory: rows of tokens, so that neighbours of N are stored together.
     // A thread has four neighbouring rows of W, or of a pair of gates and ups; a warp stores 1 << shift tokens at once.
     static_assert(rows == 128);
     const int shift = p.gate_tiles > 0 && !p.partial ? 1 : 0, at_once = 1 << shift;
     const int first_token = warp * at_once + (shift ? lane / 16 : 0), column = (shift ? lane % 16 : lane) * 4;
-    const std::int64_t n = p.tile_row<warps>(here.row_block, column / w4_tile_n) * w4_tile_n + column % w4_tile_n, padded_n = w4_tiles_n(p.w.n) * w4_tile_n;
+    const std::int64_t n = std::int64_t{p.tile_row<warps>(here.row_block, column / w4_tile_n)} * w4_tile_n + column % w4_tile_n;
+    const std::int64_t padded_n = std::int64_t{p.tile_rows} * w4_tile_n;
     const Outputs<T> out(p, n);
 #pragma unroll 1   // many copies of what finishes an output would not fit into the instruction cache
-    for (int pass = 0; pass < N / out_tokens; ++pass) {
+    for (int pass = work.hands_on(here) ? N / out_tokens : 0; pass < N / out_tokens; ++pass) {
       sync_readers();   // the tile before it has been read
 #pragma unroll
       for (int i = 0; i < out_tokens / 2; ++i) {
