@@ -69,7 +69,7 @@ FAULTS = {
     ),
     "divisor": Fault(
         "the reciprocal of 5 is wrong",
-        DECODE + "schedule.h",
+        "cpp/core/divisor.h",
         "    shift = bits - 1;",
         "    shift = bits - 1 + (b == 5);",
     ),
