@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/fused.h"
@@ -23,7 +24,7 @@ KernelName run_gated(const char* op, const Context& ctx, const TensorView& x, co
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.gated(Parallel(ctx.threads), x, h, gate);
-  return check::kernel_name(k, {name(x.dtype)});
+  return kernel_name("cpu_", k.variant, "_", name(x.dtype));
 }
 
 }  // namespace

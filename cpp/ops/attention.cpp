@@ -2,10 +2,10 @@
 #include "rooftile/attention.h"
 
 #include <cmath>
-#include <cstdio>
 #include <initializer_list>
 #include <vector>
 
+#include "core/kernel_name.h"
 #include "core/kv_layout.h"
 #include "kernels/backend.h"
 #include "ops/check.h"
@@ -133,9 +133,7 @@ void check_raw(const char* op, const KvCacheView& cache, std::int32_t row, std::
 }
 
 KernelName attention_name(const cpu::Kernels& k, DType dtype, const char* format, std::int64_t head_dim) {
-  char dim[24];
-  std::snprintf(dim, sizeof dim, "d%lld", static_cast<long long>(head_dim));
-  return format ? check::kernel_name(k, {name(dtype), format, dim}) : check::kernel_name(k, {name(dtype), dim});
+  return kernel_name("cpu_", k.variant, "_", name(dtype), format ? "_" : "", format ? format : "", "_d", head_dim);
 }
 
 }  // namespace

@@ -169,19 +169,4 @@ void check_product(const char* op, const TensorView& x, std::int64_t n, bool gat
   check_overlap(op, "out", y, "residual", residual);
 }
 
-KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts) {
-  KernelName result;   // zeros
-  std::size_t used = 0;
-  const auto append = [&](const char* text) {
-    for (; *text && used + 1 < sizeof result.text; ++text) result.text[used++] = *text;
-  };
-  append("cpu_");
-  append(k.variant);
-  for (const char* part : parts) {
-    append("_");
-    append(part);
-  }
-  return result;
-}
-
 }  // namespace rooftile::check

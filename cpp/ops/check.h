@@ -119,6 +119,4 @@ void check_overlap(const char* op, const char* out_name, const TensorView& out, 
 void check_product(const char* op, const TensorView& x, std::int64_t n, bool gated, const TensorView& y, const TensorView& bias,
                    const TensorView& residual);
 
-KernelName kernel_name(const cpu::Kernels& k, std::initializer_list<const char*> parts);   // "cpu_avx512_bf16"
-
 }  // namespace rooftile::check

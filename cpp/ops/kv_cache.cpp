@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/kernel_name.h"
 #include "core/kv_layout.h"
 #include "cpu/element.h"
 #include "kernels/backend.h"
@@ -433,7 +434,7 @@ KernelName append(const char* op, const Context& ctx, const KvCacheView& c, Tens
   kernels.kv_append(Parallel(ctx.threads), c, k, v, row_data, count_data);
   for (std::int64_t b = 0; b < batch; ++b)
     c.lengths[row_data ? row_data[b] : b] += static_cast<std::int32_t>(count_data ? count_data[b] : tokens);
-  return check::kernel_name(kernels, {"append", name(c.dtype), name(c.format)});
+  return kernel_name("cpu_", kernels.variant, "_append_", name(c.dtype), "_", name(c.format));
 }
 
 void kv_truncate(const Context& ctx, const KvCacheView& cache, TensorView rows, TensorView lengths) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <limits>
 
+#include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/gemm.h"
@@ -41,7 +42,7 @@ KernelName linear(const Context& ctx, TensorView x, TensorView weight, TensorVie
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.linear(Parallel(ctx.threads), args);
-  return check::kernel_name(k, {name(x.dtype), op});
+  return kernel_name("cpu_", k.variant, "_", name(x.dtype), "_", op);
 }
 
 }  // namespace rooftile

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 
+#include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/fused.h"
@@ -36,7 +37,7 @@ KernelName run_norm(const char* op, const Context& ctx, const NormArgs& a) {
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.norm(Parallel(ctx.threads), a);
-  return check::kernel_name(k, {name(a.x.dtype)});
+  return kernel_name("cpu_", k.variant, "_", name(a.x.dtype));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "core/kernel_name.h"
 #include "cpu/element.h"
 #include "kernels/backend.h"
 #include "ops/append.h"
@@ -73,7 +74,7 @@ KernelName rope(const Context& ctx, TensorView q, TensorView k, TensorView cos, 
   const Parallel parallel(ctx.threads);
   kernels.rope(parallel, q, cos, sin, positions, q_out);
   kernels.rope(parallel, k, cos, sin, positions, k_out);
-  return check::kernel_name(kernels, {name(q.dtype)});
+  return kernel_name("cpu_", kernels.variant, "_", name(q.dtype));
 }
 
 KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorView v, TensorView cos, TensorView sin,
@@ -110,7 +111,7 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   kernels.rope(parallel, k, cos, sin, positions, turned);
   append(op, ctx, cache, turned, v, rows, counts);   // checks v, rows, counts and the capacity before it writes
   kernels.rope(parallel, q, cos, sin, positions, q_out);
-  return check::kernel_name(kernels, {name(q.dtype), name(cache.format)});
+  return kernel_name("cpu_", kernels.variant, "_", name(q.dtype), "_", name(cache.format));
 }
 
 }  // namespace rooftile

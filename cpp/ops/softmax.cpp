@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/fused.h"
@@ -17,7 +18,7 @@ KernelName softmax(const Context& ctx, TensorView x, TensorView y) {
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.softmax(Parallel(ctx.threads), x, y);
-  return check::kernel_name(k, {name(x.dtype)});
+  return kernel_name("cpu_", k.variant, "_", name(x.dtype));
 }
 
 }  // namespace rooftile

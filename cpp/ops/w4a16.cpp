@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "core/kernel_name.h"
 #include "core/w4_layout.h"
 #include "core/w4_round.h"
 #include "cpu/element.h"
@@ -282,8 +283,7 @@ KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
   k.w4a16_matmul(Parallel(ctx.threads), args);
-  const std::string group = (bits == 4 ? "w4g" : "w8g") + std::to_string(w.group);
-  return check::kernel_name(k, {name(x.dtype), group.c_str(), name(w.zeros)});
+  return kernel_name("cpu_", k.variant, "_", name(x.dtype), "_w", bits, "g", w.group, "_", name(w.zeros));
 }
 
 }  // namespace

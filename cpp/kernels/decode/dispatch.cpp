@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/schedule.h"
-#include "kernels/kernel_name.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 

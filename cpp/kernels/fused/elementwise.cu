@@ -9,8 +9,8 @@
 //   merge    out_a, out_b [rows, D], lse_a, lse_b [rows]           up to 32 lanes a row;  6 bytes, 4 flops an element
 // Outputs may be inputs: a thread writes only elements that it alone reads, after it has read them; merge's lse, which all
 // lanes of a row read, is written after a __syncwarp. Sync in softmax: partial results of the warps -> shared memory -> all.
+#include "core/kernel_name.h"
 #include "kernels/backend.h"
-#include "kernels/kernel_name.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/reduce.cuh"

@@ -10,8 +10,8 @@
 // the mean, so rows far from zero keep their digits. The order of every sum follows from N alone.
 // Sync: partial sums of the warps -> shared memory -> all warps, once a sum. y and res may be x or residual: a thread
 // writes only elements that it alone reads, after it has read them.
+#include "core/kernel_name.h"
 #include "kernels/backend.h"
-#include "kernels/kernel_name.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/reduce.cuh"

@@ -28,9 +28,9 @@
 
 #include "core/half.h"
 #include "core/hd.h"
+#include "core/kernel_name.h"
 #include "core/kv_layout.h"
 #include "kernels/backend.h"
-#include "kernels/kernel_name.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/element.cuh"

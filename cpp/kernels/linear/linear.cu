@@ -2,8 +2,8 @@
 // 16-bit products: which of the four kernels a call takes, and the launch of the one that streams.
 #include <limits>
 
+#include "core/kernel_name.h"
 #include "kernels/backend.h"
-#include "kernels/kernel_name.h"
 #include "kernels/linear/stream.cuh"
 #include "kernels/products/finish.h"
 #include "kernels/warmup.h"

@@ -4,9 +4,9 @@
 #include <atomic>
 #include <bit>
 
+#include "core/kernel_name.h"
 #include "core/w4_layout.h"
 #include "kernels/backend.h"
-#include "kernels/kernel_name.h"
 #include "kernels/launch.h"
 #include "kernels/products/finish.h"
 #include "kernels/tensor_map.h"

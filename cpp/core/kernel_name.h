@@ -7,7 +7,7 @@
 
 #include "rooftile/context.h"
 
-namespace rooftile::gpu {
+namespace rooftile {
 
 // Texts and numbers, one after another: kernel_name("cuda_", name(dtype), "_t", 16). Every call makes one, and snprintf took 0.2 us for it.
 template <class... Parts>
@@ -15,16 +15,17 @@ KernelName kernel_name(Parts... parts) {
   KernelName result;   // zeros, of which the last one stays
   std::size_t used = 0;
   const auto append = [&](auto part) {
-    constexpr std::size_t room = sizeof result.text - 1;
+    char digits[24] = {};   // of 64 bits and a sign at most 20
+    const char* text = digits;
     if constexpr (std::integral<decltype(part)>) {
-      const auto [end, error] = std::to_chars(result.text + used, result.text + room, part);
-      if (error == std::errc()) used = static_cast<std::size_t>(end - result.text);
+      std::to_chars(digits, digits + sizeof digits - 1, part);
     } else {
-      for (const char* text = part; *text && used < room; ++text) result.text[used++] = *text;
+      text = part;
     }
+    for (; *text && used < sizeof result.text - 1; ++text) result.text[used++] = *text;
   };
   (append(parts), ...);
   return result;
 }
 
-}  // namespace rooftile::gpu
+}  // namespace rooftile
