@@ -53,12 +53,12 @@ def _refuse_on_a_gpu(like, what):
         )
 
 
-def torch_leads(stream, like):
+def needs_torch_stream(stream, like):
     """Whether a call with stream=`stream` goes through on_stream: `like`, its first tensor, is torch's on a GPU.
 
     Others go straight to the binding, which judges what is no stream.
     """
-    if torch_of(like) is None or compiling() or not getattr(like, "is_cuda", False):
+    if torch_of(like) is None or not like.is_cuda or compiling():
         return False
     return isinstance(stream, numbers.Integral) and 0 <= stream < 2**63
 

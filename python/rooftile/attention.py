@@ -5,7 +5,7 @@ Log-sum-exp values are natural logarithms. A query that sees no key gets out 0 a
 """
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, on_stream, ran, torch_leads, torch_op, workspace
+from rooftile._arrays import compiling, empty, needs_torch_stream, on_stream, ran, torch_op, workspace
 from rooftile.errors import ArgumentTypeError, NotSupportedError
 from rooftile.kv_cache import ints
 
@@ -67,7 +67,7 @@ def decode_attention(
     Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError for T > 32 with a kivi cache.
     Split along the sequence as in Flash-Decoding (Dao et al. 2023); kivi formats: Liu et al. 2024, arXiv 2402.02750.
     """
-    if stream is not None and torch_leads(stream, q):
+    if stream is not None and needs_torch_stream(stream, q):
         return on_stream(decode_attention, q, locals())
     if compiling():
         options = (rows, counts, scale, window, softcap, sinks)
@@ -132,7 +132,7 @@ def prefill_attention(
 
     Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError on a GPU.
     """
-    if stream is not None and torch_leads(stream, q):
+    if stream is not None and needs_torch_stream(stream, q):
         return on_stream(prefill_attention, q, locals())
     if not isinstance(causal, bool):
         raise ArgumentTypeError(f"prefill_attention: causal must be True or False, got {type(causal).__name__}")
@@ -183,7 +183,7 @@ def merge_attention(out_a, lse_a, out_b, lse_b, *, out=None, lse=None, stream=No
     `rt.env()["cpu"]["variants"]`; not for a GPU.
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """
-    if stream is not None and torch_leads(stream, out_a):
+    if stream is not None and needs_torch_stream(stream, out_a):
         return on_stream(merge_attention, out_a, locals())
     if compiling():
         return torch_op("merge_attention", (out_a, lse_a, out_b, lse_b), (out, lse), stream, plan)

@@ -10,7 +10,7 @@ naming the argument.
 import contextlib
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, on_stream, ran, torch_leads, torch_op, torch_store
+from rooftile._arrays import compiling, empty, needs_torch_stream, on_stream, ran, torch_op, torch_store
 from rooftile.errors import NotSupportedError
 from rooftile.kv_cache import Cache, ints
 from rooftile.kv_pages import Pages
@@ -22,7 +22,7 @@ def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     x: [..., hidden]. weight: [hidden], x's dtype or float32, or None.
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
-    if stream is not None and torch_leads(stream, x):
+    if stream is not None and needs_torch_stream(stream, x):
         return on_stream(rms_norm, x, locals())
     if compiling():
         return torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
@@ -40,7 +40,7 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=N
     Returns (y, x + residual), both [..., hidden] in x's dtype, written to `out` and `residual_out` when given
     (`residual_out` may be `residual`, `out` may be `x`).
     """
-    if stream is not None and torch_leads(stream, x):
+    if stream is not None and needs_torch_stream(stream, x):
         return on_stream(add_rms_norm, x, locals())
     if compiling():
         return torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
@@ -58,7 +58,7 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, pl
     x: [..., hidden]; var is the biased variance. weight, bias: [hidden], x's dtype or float32, or None.
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
-    if stream is not None and torch_leads(stream, x):
+    if stream is not None and needs_torch_stream(stream, x):
         return on_stream(layer_norm, x, locals())
     if compiling():
         return torch_op("layer_norm", (x, weight, bias, eps), (out,), stream, plan)
@@ -72,7 +72,7 @@ def add_layer_norm(
     x, residual, weight=None, bias=None, eps=1e-5, *, out=None, residual_out=None, stream=None, plan=None
 ):
     """layer_norm of x + residual, and the sum itself. Shapes and outputs as add_rms_norm; bias: [hidden] or None."""
-    if stream is not None and torch_leads(stream, x):
+    if stream is not None and needs_torch_stream(stream, x):
         return on_stream(add_layer_norm, x, locals())
     if compiling():
         return torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
@@ -95,7 +95,7 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     copied.
     Returns (q, k) turned, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
     """
-    if stream is not None and torch_leads(stream, q):
+    if stream is not None and needs_torch_stream(stream, q):
         return on_stream(rope, q, locals())
     if compiling():
         return torch_op("rope", (q, k, cos, sin, positions), (q_out, k_out), stream, plan)
@@ -115,7 +115,7 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     Returns q turned, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
     On a GPU as KVCache.append: an entry with a position that is not in the tables is left alone, its q_out included.
     """
-    if stream is not None and torch_leads(stream, q):
+    if stream is not None and needs_torch_stream(stream, q):
         return on_stream(rope_append, q, locals())
     if compiling():
         if q_out is not None:
@@ -137,7 +137,7 @@ def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     gate_up: [..., 2 * hidden]. Returns [..., hidden] in its dtype, written to `out` when given (`out` may be the gate
     half of gate_up). A gate of -inf gives NaN, as in torch.
     """
-    if stream is not None and torch_leads(stream, gate_up):
+    if stream is not None and needs_torch_stream(stream, gate_up):
         return on_stream(silu_mul, gate_up, locals())
     if compiling():
         return torch_op("silu_mul", (gate_up,), (out,), stream, plan)
@@ -152,7 +152,7 @@ def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
 
     approximate: "tanh", or "none" for the form with erf, as in torch. Shapes as silu_mul.
     """
-    if stream is not None and torch_leads(stream, gate_up):
+    if stream is not None and needs_torch_stream(stream, gate_up):
         return on_stream(gelu_mul, gate_up, locals())
     if compiling():
         return torch_op("gelu_mul", (gate_up, approximate), (out,), stream, plan)
@@ -168,7 +168,7 @@ def softmax(x, *, out=None, stream=None, plan=None):
     x: [..., n]. Returns [..., n] in x's dtype, written to `out` when given. As in torch, a row of -inf only, or one
     that holds +inf or NaN, is NaN throughout.
     """
-    if stream is not None and torch_leads(stream, x):
+    if stream is not None and needs_torch_stream(stream, x):
         return on_stream(softmax, x, locals())
     if compiling():
         return torch_op("softmax", (x,), (out,), stream, plan)

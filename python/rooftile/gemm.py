@@ -10,11 +10,11 @@ from rooftile import _C
 from rooftile._arrays import (
     compiling,
     empty,
+    needs_torch_stream,
     numpy_dtype,
     on_stream,
     ran,
     torch_device,
-    torch_leads,
     torch_of,
     torch_op,
     workspace,
@@ -420,7 +420,7 @@ def outputs(n, activation):
 
 def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_invariant, stream, plan):
     """The op of weights of `weight_type`. call: its function of _C."""
-    if stream is not None and torch_leads(stream, x):
+    if stream is not None and needs_torch_stream(stream, x):
         return on_stream(_matmul, x, locals())
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
@@ -508,7 +508,7 @@ def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, st
 
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """
-    if stream is not None and torch_leads(stream, x):
+    if stream is not None and needs_torch_stream(stream, x):
         return on_stream(linear, x, locals())
     if compiling():
         return torch_op("linear", (x, weight, bias, activation, residual), (out,), stream, plan)

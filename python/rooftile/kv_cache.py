@@ -15,7 +15,7 @@ from array import array as c_array
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import compiling, numpy_dtype, on_stream, ran, torch_leads, torch_of, torch_store
+from rooftile._arrays import compiling, needs_torch_stream, numpy_dtype, on_stream, ran, torch_of, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -170,7 +170,7 @@ def current_stream(device):
 
 def append(cache, k, v, rows, counts, stream, plan):
     """Cache.append outside a trace. cache: a Cache, or the Pages of one."""
-    if stream is not None and torch_leads(stream, k):
+    if stream is not None and needs_torch_stream(stream, k):
         return on_stream(append, k, locals())
     rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
     with cache.room("append", k, rows, counts) as (rows, counts):

@@ -45,7 +45,7 @@ def streams(monkeypatch):
 
 def current_and_given(x, streams, *, stream=None):
     """torch's current streams as an op finds them, and the stream that it gives to its binding."""
-    if stream is not None and _arrays.torch_leads(stream, x):
+    if stream is not None and _arrays.needs_torch_stream(stream, x):
         return _arrays.on_stream(current_and_given, x, locals())
     return list(streams), stream
 
