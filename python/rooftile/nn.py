@@ -10,6 +10,7 @@ from rooftile.gemm import W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8a16_matm
 from rooftile.kv_cache import integer
 
 _SCALES = ("float16", "bfloat16")
+_MARKER = (1,)  # shape of what a state_dict calls `weight`
 
 
 class PackedLinear(torch.nn.Module):
@@ -120,6 +121,20 @@ class PackedLinear(torch.nn.Module):
                 f"{type(self).__name__}: the checkpoint holds [{n}, {k}] {W4_KINDS[kind]} group_size={group} "
                 f"{_SCALES[scales]} scales in layout {version}; this module is {self.extra_repr()}"
             )
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        """Beside the buffers a marker called `weight`, uint8 [1]: no nn.Linear takes that shape, so whoever reads the
+        checkpoint into one (transformers where rooftile is not imported) gets an error instead of random weights."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # from_pretrained fills the tensors that a module on the meta device lists; a marker is none to fill
+        if not self.codes.is_meta:
+            destination[prefix + "weight"] = torch.zeros(_MARKER, dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        name = prefix + "weight"
+        if name in unexpected and tuple(state_dict[name].shape) == _MARKER:
+            unexpected.remove(name)
 
     def __getstate__(self):
         state = self.__dict__.copy()

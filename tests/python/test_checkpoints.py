@@ -515,6 +515,62 @@ def test_targets(tmp_path):
         convert(target, tmp_path / "again", progress=False)
 
 
+# ---------------------------------------------------------------- read by transformers alone
+
+READ_WITHOUT_ROOFTILE = """
+import sys
+import transformers
+
+for folder in sys.argv[1:]:
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except RuntimeError as error:
+        print("refused:", error)
+assert "rooftile" not in sys.modules
+"""
+
+
+def test_no_random_weights_where_rooftile_is_not_imported(tmp_path):
+    """transformers warns of the unknown quant_method and goes on with linear layers: a shape must stop it."""
+    source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
+    convert(source, tmp_path / "w4", rounding=rt.W4A16(64), shard_bytes=40_000, progress=False)
+    convert(source, tmp_path / "w8", rounding=rt.W8A16(32), progress=False)
+    load(tmp_path / "w4").save_pretrained(tmp_path / "saved")
+    folders = [tmp_path / name for name in ("w4", "w8", "saved")]
+    done = subprocess.run(
+        [sys.executable, "-c", READ_WITHOUT_ROOFTILE, *folders],
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.count("refused:") == len(folders), done.stderr
+    lines = [line for line in done.stderr.splitlines() if "q_proj.weight" in line]  # what transformers says of each
+    assert len(lines) == len(folders) and all("MISMATCH" in line for line in lines)
+
+
+def without_markers(folder):
+    """The folder as it was written before there were markers."""
+    file = folder / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    markers = [f"{name}.weight" for name in tiny.MODULES]
+    assert all(state.pop(name).shape == (1,) for name in markers)
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["marked", "of before there were markers"])
+def test_a_folder_loads_without_a_warning(tmp_path, capfd, old):
+    source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
+    expected = load(source, torch.float16)
+    rt.quantize_(expected, rt.W4A16(32), progress=False)
+    convert(source, tmp_path / "target", rounding=rt.W4A16(32), progress=False)
+    if old:
+        without_markers(tmp_path / "target")
+    capfd.readouterr()
+    model = load(tmp_path / "target", torch.float16)
+    assert "LOAD REPORT" not in capfd.readouterr().err
+    assert_same_tensors(model, expected)
+
+
 # ---------------------------------------------------------------- the command
 
 

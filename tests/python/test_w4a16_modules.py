@@ -81,6 +81,21 @@ def test_saved_and_loaded():
         other.load_state_dict(ours.state_dict())
 
 
+def test_a_linear_layer_does_not_take_the_checkpoint():
+    """Not even where missing and unexpected keys are let through: the marker has another shape."""
+    ours = W4Linear.from_linear(linear(), group_size=32)
+    state = ours.state_dict()
+    assert state["weight"].shape == (1,) and "weight" not in W4Linear(64, 48, group_size=32, device="meta").state_dict()
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        linear().load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"weight"'):
+        ours.load_state_dict({**state, "weight": linear().weight})
+    del state["weight"]  # as it was before there were markers
+    empty = W4Linear(64, 48, group_size=32)
+    empty.load_state_dict(state)
+    assert torch.equal(empty.codes, ours.codes)
+
+
 def test_loading_into_used_module_is_seen():
     a, b = (W4Linear.from_linear(torch.nn.Linear(64, 48), group_size=32) for _ in range(2))
     x = torch.randn(1, 64)

@@ -12,6 +12,8 @@ weight of a linear layer comes, the layer becomes a W4Linear or W8Linear, so the
 16 bits.
 """
 
+import re
+
 import torch
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -128,6 +130,11 @@ class RooftileQuantizer(HfQuantizer):
             if tensors:  # from_pretrained may be given a state_dict instead
                 _check_tensors(where, module, name, tensors)
             model.set_submodule(here, module)
+        markers = (re.escape(name) for name in self.quantization_config.modules)
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            rf"^({'|'.join(markers)})\.weight$",
+        }
 
     def param_needs_quantization(self, model, param_name, **kwargs):
         module, _, name = param_name.rpartition(".")
