@@ -78,7 +78,7 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     leave as they are, such as "*.mlp.down_proj". Left alone always: `lm_head`, the module of
     `model.get_output_embeddings()`, any layer that shares its weight with another module, subclasses of nn.Linear
     (LoRA layers, `MultiheadAttention.out_proj`) and layers whose weight is computed (parametrised, pruned). progress:
-    show a bar where stderr is a terminal.
+    a bar on stderr, or lines where that is no terminal.
 
     All layers are checked before the first is replaced, and errors name the layer: ArgumentError where in_features is
     not a multiple of group_size or the weight is on the meta device, ArgumentTypeError where the weight is not float32,

@@ -62,7 +62,7 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     or its name. weights: "dequantize" makes every linear layer an nn.Linear; "w4a16" keeps the codes, scales and
     minima of tensors stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear, lossless) and dequantises the rest.
     The embedding and the head are always dequantised. device: where the model goes, tensor by tensor: "cpu", "cuda",
-    "cuda:1" or a torch.device. progress: show a bar where stderr is a terminal.
+    "cuda:1" or a torch.device. progress: a bar on stderr, or lines where that is no terminal.
 
     Raises ArgumentError naming the file and the key or tensor for a truncated, corrupt or inconsistent file, and
     NotSupportedError for what is sound but not mapped (another architecture, RoPE scaling other than linear, experts).
