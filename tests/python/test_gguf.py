@@ -320,14 +320,14 @@ def key(kind, *parts):
 
 ARRAY = {kind: key(9, struct.pack("<I", kind)) for kind in (4, 7, 8, 9, 12)}
 COUNTS = {  # the file up to the number, its name, the least bytes of one, the bytes behind the number
-    "tensors": (b"GGUF" + struct.pack("<I", 3), "tensor count", 24, 8 + 4 * 24),
-    "keys": (b"GGUF" + struct.pack("<IQ", 3, 0), "metadata count", 13, 8 * 13),
-    "string": (key(8), "length of metadata key 'a'", 1, 24),
-    "uint32": (ARRAY[4], "length of metadata key 'a'", 4, 24),
-    "float64": (ARRAY[12], "length of metadata key 'a'", 8, 24),
-    "bool": (ARRAY[7], "length of metadata key 'a'", 1, 24),
-    "strings": (ARRAY[8], "length of metadata key 'a'", 8, 24),
-    "arrays": (ARRAY[9], "length of metadata key 'a'", 12, 24),
+    "tensors": (b"GGUF" + struct.pack("<I", 3), "tensor count", 24, 8 + 30 * 24),
+    "keys": (b"GGUF" + struct.pack("<IQ", 3, 0), "metadata count", 13, 30 * 13),
+    "string": (key(8), "length of metadata key 'a'", 1, 30),
+    "uint32": (ARRAY[4], "length of metadata key 'a'", 4, 30 * 4),
+    "float64": (ARRAY[12], "length of metadata key 'a'", 8, 30 * 8),
+    "bool": (ARRAY[7], "length of metadata key 'a'", 1, 30),
+    "strings": (ARRAY[8], "length of metadata key 'a'", 8, 30 * 8),
+    "arrays": (ARRAY[9], "length of metadata key 'a'", 12, 30 * 12),
 }
 
 
