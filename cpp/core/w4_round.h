@@ -33,7 +33,7 @@ struct W4Group {
   ROOFTILE_HD static W4Group of(float low, float high, bool finite, bool affine, int bits, DType t) {
     const int most = (1 << (bits - 1)) - 1;
     if (!finite) return {affine, most, NAN, NAN};
-    const float magnitude = -low < high ? high : -low;
+    const float magnitude = fmaxf(fabsf(low), fabsf(high));   // of zeros +0: no sign reaches the scale
     const float step = affine ? (high - low) / 15.0f : magnitude / static_cast<float>(most);   // infinite where low and high are that far apart
     return {affine, most, w4_stored_scale(step, t, affine), affine ? w4_stored(low, t) : 0.0f};
   }

@@ -10,13 +10,86 @@ from rooftile.gemm import W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8a16_matm
 from rooftile.kv_cache import integer
 
 _SCALES = ("float16", "bfloat16")
-_MARKER = (1,)  # shape of what a state_dict calls `weight`
+ARRAYS = ("codes", "scales", "offsets", "perm")
 
 
-class PackedLinear(torch.nn.Module):
-    """What W4Linear and W8Linear share."""
+class Marked(torch.nn.Module):
+    """A module that stands for one with a parameter of another shape: its state_dict holds a marker of that name.
+
+    No module of transformers takes a marker's shape, so whoever reads the checkpoint without rooftile gets an error
+    instead of random weights. MARKER: its name and shape; it is uint8.
+    """
+
+    MARKER = ("weight", (1,))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name, shape = self.MARKER
+        # from_pretrained fills the tensors that a module on the meta device lists; a marker is none to fill
+        if not any(buffer.is_meta for buffer in self.buffers()):
+            destination[prefix + name] = torch.zeros(shape, dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        name, shape = self.MARKER
+        if prefix + name in unexpected and tuple(state_dict[prefix + name].shape) == shape:
+            unexpected.remove(prefix + name)
+
+
+class Packed(torch.nn.Module):
+    """Buffers of weights in kernel form, and what they mean."""
 
     WEIGHT = None
+
+    def _allocate(self, in_features, out_features, group_size, kind, scale_dtype, act_order, device, leading=()):
+        """Empty buffers of one weight, or with a `leading` dimension of several."""
+        name, bits, kinds = type(self).__name__, self.WEIGHT.BITS, self.WEIGHT.KINDS
+        out_features = integer(name, "out_features", out_features)
+        in_features = integer(name, "in_features", in_features, 1)
+        if not isinstance(kind, str) or kind not in kinds:
+            raise ArgumentError(f"{name}: kind must be one of {', '.join(kinds)}, got {kind!r}")
+        if not isinstance(scale_dtype, str) or scale_dtype not in _SCALES:
+            raise ArgumentTypeError(f"{name}: scale_dtype must be float16 or bfloat16, got {scale_dtype!r}")
+        codes, scales, offsets = _C.w4_sizes(name, "in_features", out_features, in_features, bits, group_size, kind)
+
+        def buffer(size):
+            return torch.zeros((*leading, size), dtype=torch.uint8, device=device)
+
+        perm = None
+        if act_order:
+            perm = torch.arange(in_features, dtype=torch.int32, device=device).repeat(*leading, 1)
+        offsets = buffer(offsets) if kind != "symmetric" else None
+        shape = (out_features, in_features)
+        layout = {"shape": shape, "group_size": int(group_size), "kind": kind, "scale_dtype": scale_dtype}
+        self._hold((buffer(codes), buffer(scales), offsets, perm), layout)
+
+    def _hold(self, arrays, layout):
+        self.out_features, self.in_features = layout["shape"]
+        self._layout = layout
+        for name, array in zip(ARRAYS, arrays, strict=True):
+            self.register_buffer(name, array)
+
+    def get_extra_state(self):
+        """What the bytes mean, as a tensor, so that any checkpoint format can hold it."""
+        shape, layout = self._layout["shape"], self._layout
+        kind, scales = W4_KINDS.index(layout["kind"]), _SCALES.index(layout["scale_dtype"])
+        return torch.tensor([_C.w4_layout_version, *shape, layout["group_size"], kind, scales])
+
+    def set_extra_state(self, state):
+        if state.tolist() != self.get_extra_state().tolist():
+            version, n, k, group, kind, scales = state.tolist()
+            raise ArgumentError(
+                f"{type(self).__name__}: the checkpoint holds [{n}, {k}] {W4_KINDS[kind]} group_size={group} "
+                f"{_SCALES[scales]} scales in layout {version}; this module is {self.extra_repr()}"
+            )
+
+    def _layout_repr(self):
+        layout = self._layout
+        return f"{layout['kind']}, group_size={layout['group_size']}, {layout['scale_dtype']} scales"
+
+
+class PackedLinear(Marked, Packed):
+    """What W4Linear and W8Linear share."""
 
     def __init__(
         self,
@@ -32,27 +105,12 @@ class PackedLinear(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
-        name, bits, kinds = type(self).__name__, self.WEIGHT.BITS, self.WEIGHT.KINDS
-        out_features = integer(name, "out_features", out_features)
-        in_features = integer(name, "in_features", in_features, 1)
-        if not isinstance(kind, str) or kind not in kinds:
-            raise ArgumentError(f"{name}: kind must be one of {', '.join(kinds)}, got {kind!r}")
-        if not isinstance(scale_dtype, str) or scale_dtype not in _SCALES:
-            raise ArgumentTypeError(f"{name}: scale_dtype must be float16 or bfloat16, got {scale_dtype!r}")
+        name = type(self).__name__
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ArgumentTypeError(f"{name}: dtype must be a torch.dtype or None, got {dtype!r}")
         device = torch_device(name, device)
-        codes, scales, offsets = _C.w4_sizes(name, "in_features", out_features, in_features, bits, group_size, kind)
-
-        def buffer(size, dtype=torch.uint8):
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        perm = torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None
-        offsets = buffer(offsets) if kind != "symmetric" else None
-        shape = (out_features, in_features)
-        layout = {"shape": shape, "group_size": int(group_size), "kind": kind, "scale_dtype": scale_dtype}
-        bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
-        self._hold((buffer(codes), buffer(scales), offsets, perm), layout, bias)
+        self._allocate(in_features, out_features, group_size, kind, scale_dtype, act_order, device)
+        self._hold_bias(torch.zeros(self.out_features, dtype=dtype, device=device) if bias else None)
 
     @classmethod
     def from_weight(cls, weight, bias=None):
@@ -68,11 +126,9 @@ class PackedLinear(torch.nn.Module):
             raise ArgumentError(f"{op}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
         self = cls.__new__(cls)
         torch.nn.Module.__init__(self)
-        arrays = [
-            None if a is None else torch.as_tensor(a)
-            for a in (weight.codes, weight.scales, weight.offsets, weight.perm)
-        ]
-        self._hold(arrays, weight.layout, bias)
+        arrays = (getattr(weight, name) for name in ARRAYS)
+        self._hold([None if a is None else torch.as_tensor(a) for a in arrays], weight.layout)
+        self._hold_bias(bias)
         return self
 
     @classmethod
@@ -84,11 +140,7 @@ class PackedLinear(torch.nn.Module):
         weight = cls.WEIGHT.quantize(linear.weight.detach(), group_size=group_size, zeros=zeros)
         return cls.from_weight(weight, None if linear.bias is None else linear.bias.detach())
 
-    def _hold(self, arrays, layout, bias):
-        self.out_features, self.in_features = layout["shape"]
-        self._layout = layout
-        for name, array in zip(("codes", "scales", "offsets", "perm"), arrays, strict=True):
-            self.register_buffer(name, array)
+    def _hold_bias(self, bias):
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias, requires_grad=False))
         self._weight = None
 
@@ -108,44 +160,15 @@ class PackedLinear(torch.nn.Module):
                 self._weight = w
         return w
 
-    def get_extra_state(self):
-        """What the bytes mean, as a tensor, so that any checkpoint format can hold it."""
-        shape, layout = self._layout["shape"], self._layout
-        kind, scales = W4_KINDS.index(layout["kind"]), _SCALES.index(layout["scale_dtype"])
-        return torch.tensor([_C.w4_layout_version, *shape, layout["group_size"], kind, scales])
-
-    def set_extra_state(self, state):
-        if state.tolist() != self.get_extra_state().tolist():
-            version, n, k, group, kind, scales = state.tolist()
-            raise ArgumentError(
-                f"{type(self).__name__}: the checkpoint holds [{n}, {k}] {W4_KINDS[kind]} group_size={group} "
-                f"{_SCALES[scales]} scales in layout {version}; this module is {self.extra_repr()}"
-            )
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        """Beside the buffers a marker called `weight`, uint8 [1]: no nn.Linear takes that shape, so whoever reads the
-        checkpoint into one (transformers where rooftile is not imported) gets an error instead of random weights."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        # from_pretrained fills the tensors that a module on the meta device lists; a marker is none to fill
-        if not self.codes.is_meta:
-            destination[prefix + "weight"] = torch.zeros(_MARKER, dtype=torch.uint8)
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        name = prefix + "weight"
-        if name in unexpected and tuple(state_dict[name].shape) == _MARKER:
-            unexpected.remove(name)
-
     def __getstate__(self):
         state = self.__dict__.copy()
         state["_weight"] = None
         return state
 
     def extra_repr(self):
-        layout = self._layout
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"{layout['kind']}, group_size={layout['group_size']}, {layout['scale_dtype']} scales"
+            f"{self._layout_repr()}"
         )
 
 

@@ -386,6 +386,16 @@ def test_quantize_of_what_is_finite_is_finite(bits, kind, dtype):
     assert torch.isfinite(w.dequantize("float32")).all()
 
 
+@pytest.mark.parametrize("bits, kind", ROUNDED)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_the_scale_of_zeros_is_plus_zero(bits, kind, dtype, zero):
+    """+0 and not -0, whichever zero comes first: the same weights are the same bytes."""
+    x = np.full((2, 64), zero)
+    x[1, 0] = 0.0
+    _, scales, _ = WEIGHT[bits].quantize(cases.tensor(x, dtype), group_size=32, zeros=kind).unpack()
+    assert (scales.view(torch.int16) == 0).all()
+
+
 @pytest.mark.parametrize("bits, name", [(4, "Q4_0"), (4, "Q4_1"), (8, "Q8_0")])
 def test_gguf_blocks_are_imported_without_loss(bits, name):
     weight_type = WEIGHT[bits]

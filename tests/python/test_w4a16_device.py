@@ -557,5 +557,5 @@ def test_modules_move(module, config, device):
         closeness.assert_bits_equal(torch.compile(moved, fullgraph=True, backend="eager")(x), there(x))
         assert moved.weight.codes.device.type == device
         model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 32)).half().to(device)
-        assert rt.quantize_(model, config, progress=False) == 2
+        assert len(rt.quantize_(model, config, progress=False).group_sizes) == 2
         assert isinstance(model[0], module) and torch.isfinite(model(x)).all()

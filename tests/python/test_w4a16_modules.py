@@ -117,18 +117,20 @@ def test_dtype_moves_the_bias_and_no_code():
 def test_quantize_leaves_the_head_and_what_is_skipped():
     model = Tied()
     before = model.blocks[0]["up"]
-    assert rt.quantize_(model, rt.W4A16(group_size=64), skip="*.1.down", progress=False) == 3
+    report = rt.quantize_(model, rt.W4A16(group_size=64), skip="*.1.down", progress=False)
+    assert report.group_sizes == dict.fromkeys(("blocks.0.up", "blocks.0.down", "blocks.1.up"), 64)
     assert isinstance(model.lm_head, torch.nn.Linear) and isinstance(model.blocks[1]["down"], torch.nn.Linear)
     up = model.blocks[0]["up"]
     assert isinstance(up, W4Linear)
     closeness.assert_bits_equal(up.weight.dequantize(), rt.W4Weight.quantize(before.weight, group_size=64).dequantize())
-    assert rt.quantize_(model, rt.W4A16(group_size=64)) == 1  # what was left, with a bar
+    report = rt.quantize_(model, rt.W4A16(group_size=64))  # what was left, with a bar
+    assert report.group_sizes == {"blocks.1.down": 64}
 
 
 def test_quantize_leaves_a_tied_output_of_any_name():
     model = Tied()
     model.out = model._modules.pop("lm_head")
-    assert rt.quantize_(model, rt.W4A16(group_size=64), progress=False) == 4
+    assert len(rt.quantize_(model, rt.W4A16(group_size=64), progress=False).group_sizes) == 4
     assert isinstance(model.out, torch.nn.Linear)
 
 
@@ -190,14 +192,14 @@ class LowRank(torch.nn.Linear):
 def test_quantize_leaves_what_is_more_than_a_linear(special):
     model = torch.nn.ModuleDict({"special": special(), "plain": linear()})
     before = dict(model.special.named_modules())
-    assert rt.quantize_(model, rt.W4A16(group_size=64), progress=False) == 1
+    assert len(rt.quantize_(model, rt.W4A16(group_size=64), progress=False).group_sizes) == 1
     assert isinstance(model.plain, W4Linear) and dict(model.special.named_modules()) == before
 
 
 def test_quantize_refuses_before_it_changes_anything():
     model = Tied()
-    model.odd = linear(96, 8)
-    with pytest.raises(rt.ArgumentError, match=r"quantize_: odd: .*K = 96.*choose another group_size or skip"):
+    model.odd = linear(80, 32)
+    with pytest.raises(rt.ArgumentError, match=r"quantize_: odd: .*K = 80.*choose another group_size or skip"):
         rt.quantize_(model, rt.W4A16(group_size=64), progress=False)
     model.odd = linear().double()
     with pytest.raises(rt.ArgumentTypeError, match=r"quantize_: odd: weight must be float32, .*, got float64"):
@@ -214,6 +216,57 @@ def test_quantize_refuses_before_it_changes_anything():
         rt.W4A16(zeros="integer")
     with pytest.raises(rt.ArgumentError, match="group_size must be"):
         rt.W4A16(group_size="128")
+
+
+@pytest.mark.parametrize("config", [rt.W4A16(), rt.W4A16(zeros="minima"), rt.W8A16()], ids=repr)
+def test_a_smaller_group_where_the_groups_divide_no_row(config, capsys):
+    """K = 576 is the demo model's."""
+    model = torch.nn.Sequential(linear(256, 576), linear(576, 96), linear(96, 64), linear(64, 256))
+    before = [layer.weight for layer in model]
+    report = rt.quantize_(model, config)
+    assert report.group_sizes == {"0": 128, "1": 64, "2": 32, "3": 64}
+    assert report.smaller_groups == {"1": 64, "2": 32, "3": 64}
+    for layer, weight, size in zip(model, before, (128, 64, 32, 64), strict=True):
+        expected = layer.WEIGHT.quantize(weight, group_size=size, zeros=config.zeros)
+        assert torch.equal(layer.weight.dequantize(), expected.dequantize())
+    printed = capsys.readouterr().err
+    assert "Groups of 64, since 128 does not divide their columns: 1 1, 1 3" in printed
+    assert "Groups of 32, since 128 does not divide their columns: 1 2" in printed
+
+
+def test_what_is_left_is_named_and_measured():
+    model = Tied()
+    model.out = linear(64, 128, bias=False)
+    report = rt.quantize_(model, rt.W4A16(64), skip=["out"], progress=False)
+    assert report.left["embed.weight"] == (64 * 64, "embeddings")  # the head's too
+    assert report.left["out.weight"] == (64 * 128, "skipped")
+    assert report.left["blocks.0.up.bias"] == (128, "norms and biases")
+    assert report.rounded == 4 * 64 * 128
+    assert report.total == report.rounded + sum(elements for elements, _ in report.left.values())
+    assert "Rounded to 4 bits: 72.1 % of 45,440 parameters, groups of 64" in str(report)
+    assert "Left as they were, skipped: 18.0 %" in str(report)
+    again = rt.quantize_(model, rt.W8A16(64), progress=False)
+    assert (again.packed, again.rounded, again.total) == (report.rounded, 64 * 128, report.total)
+
+
+class Routed(torch.nn.Module):
+    """A mixture of 24 experts, in a list, with layers beside them that must not be rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList([linear(64, 64) for _ in range(24)])
+        self.gate, self.chooses = linear(64, 64), linear(64, 24)
+        self.router = torch.nn.Sequential(linear(64, 64), linear(64, 24))
+        self.shared, self.shared_gate = linear(64, 64), linear(64, 1)
+
+
+def test_routers_are_not_rounded():
+    model = torch.nn.ModuleDict({"mlp": Routed(), "other": linear(64, 24)})
+    report = rt.quantize_(model, rt.W4A16(64), progress=False)
+    routers = {"mlp.gate", "mlp.chooses", "mlp.router.0", "mlp.router.1", "mlp.shared_gate"}
+    assert {name.removesuffix(".weight") for name, (_, why) in report.left.items() if why == "routers"} == routers
+    assert report.group_sizes.keys() == {f"mlp.experts.{i}" for i in range(24)} | {"mlp.shared", "other"}
+    assert all(type(model.get_submodule(name)) is torch.nn.Linear for name in routers)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -238,12 +291,12 @@ def test_8_bits(bias):
 def test_quantize_to_8_bits():
     model = Tied()
     before = model.blocks[0]["up"].weight
-    assert rt.quantize_(model, rt.W8A16(group_size=64), progress=False) == 4
+    assert len(rt.quantize_(model, rt.W8A16(group_size=64), progress=False).group_sizes) == 4
     up = model.blocks[0]["up"]
     assert isinstance(up, W8Linear) and isinstance(model.lm_head, torch.nn.Linear)
     closeness.assert_bits_equal(up.weight.dequantize(), rt.W8Weight.quantize(before, group_size=64).dequantize())
-    with pytest.raises(rt.ArgumentError, match=r"quantize_: 0: .*K = 96.*choose another group_size or skip"):
-        rt.quantize_(torch.nn.Sequential(linear(96, 8)), rt.W8A16(64), progress=False)
+    with pytest.raises(rt.ArgumentError, match=r"quantize_: 0: .*K = 80.*choose another group_size or skip"):
+        rt.quantize_(torch.nn.Sequential(linear(80, 32)), rt.W8A16(64), progress=False)
     with pytest.raises(rt.ArgumentError, match=r"^W8A16: group_size must be"):
         rt.W8A16(group_size=0)
 

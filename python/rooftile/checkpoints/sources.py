@@ -4,7 +4,6 @@
 import copy
 import dataclasses
 import os
-import re
 import typing
 
 import torch
@@ -14,13 +13,12 @@ from rooftile.checkpoints.schemes import scheme_of
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.gemm import WEIGHTS
 from rooftile.loaders.gguf import open_gguf
-from rooftile.quantize import W4A16, W8A16, linear_layers
+from rooftile.quantize import W4A16, W8A16, RoundingPlan
 
 LOSSLESS = {bits: f"{bits} bits, lossless" for bits in WEIGHTS}
 ROUNDED = {bits: f"{bits} bits, rounded to nearest" for bits in WEIGHTS}
 KEPT, CONVERTED, DEQUANTISED = "kept", "converted", "dequantised"  # as stored, to another float type, from codes
 _OP = "convert"
-_EXPECTED = "a folder with config.json and safetensors files, or a GGUF file"
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROUNDED_FROM = ("F32", "F16", "BF16")
 
@@ -58,8 +56,6 @@ def open_source(path, *, rounding=None, skip=(), dtype=None):
     if rounding is not None and not isinstance(rounding, W4A16 | W8A16):
         kind = type(rounding).__name__
         raise ArgumentTypeError(f"{_OP}: rounding must be a rooftile.W4A16 or W8A16 or None, got {kind}")
-    if not os.path.lexists(path):
-        raise ArgumentError(f"{path}: No such file or folder; expected {_EXPECTED}{_how_to_download(path)}")
     if os.path.isdir(path):
         if dtype is not None:
             raise ArgumentError(f"{_OP}: dtype is for GGUF files, {path} is a folder and keeps its own; got {dtype!r}")
@@ -67,39 +63,14 @@ def open_source(path, *, rounding=None, skip=(), dtype=None):
     return _gguf_source(path, rounding, skip, str(dtype or "bfloat16").removeprefix("torch."))
 
 
-def _how_to_download(path):
-    """What to do about a path that is not there and may be a name on a hub."""
-    name = os.fspath(path)
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        return ""
-    folder = name.rpartition("/")[2]
-    return f". A model of the Hugging Face hub is downloaded first: hf download {name} --local-dir {folder}"
-
-
-def without_code(value, where, left_out):
-    """A JSON object without the fields that make transformers run code of the checkpoint's choice: classes (auto_map)
-    and attention or expert kernels of a hub. left_out: gets a line for each, which begins with `where`."""
-    if isinstance(value, list):
-        return [without_code(item, where, left_out) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {}
-    for key, item in value.items():
-        if key == "auto_map" or key.endswith(("_implementation", "_implementation_internal")):
-            left_out.append(f"{where}: {key}: code that a checkpoint names is never run")
-        else:
-            kept[key] = without_code(item, where, left_out)
-    return kept
-
-
 def _rounded(model, rounding, skip):
-    """name -> nn.Linear of what is to be rounded."""
+    """Name of a parameter -> the W4A16 or W8A16 that it is rounded with."""
     if rounding is None and skip:
         raise ArgumentError(
             f"{_OP}: skip is for layers that would be rounded, and without a rounding (bits, group_size, zeros) the "
             f"source keeps all that is not in 4 or 8 bits; got {skip!r}"
         )
-    return {} if rounding is None else dict(linear_layers(_OP, model, skip))
+    return {} if rounding is None else RoundingPlan(_OP, model, rounding, skip).roundings
 
 
 # ---------------------------------------------------------------- a folder of safetensors
@@ -109,14 +80,15 @@ class _FolderSource:
     def __init__(self, path, rounding, skip):
         self.folder = TensorFolder(path)
         self.where = str(self.folder.path / "config.json")
-        self.scheme = scheme_of(self.where, self.folder.config, self.folder.tensors)
-        self.left_out = []
-        config = {k: v for k, v in self.folder.config.items() if k not in ("quantization_config", "compression_config")}
-        self.config = without_code(config, "config.json", self.left_out)
+        self.scheme = scheme_of(self.where, self.folder.config)
+        self.config = {
+            k: v for k, v in self.folder.config.items() if k not in ("quantization_config", "compression_config")
+        }
         self.model = self.empty_model()
         self.rounding = W4A16() if rounding is None and self.scheme is None else rounding
         self.rounded = _rounded(self.model, self.rounding, skip)
         self.left = dict(self.folder.tensors)  # those without a place yet
+        self.left_out = []
 
     def source(self):
         tied = self.tied_names()
@@ -154,17 +126,15 @@ class _FolderSource:
         if kind not in transformers.CONFIG_MAPPING:
             raise NotSupportedError(f"{self.where}: model_type '{kind}' is not one that transformers knows by itself")
         text = self.config.get("text_config")
-        fields = {**self.config, **(text if isinstance(text, dict) else {})}
-        for key in {"num_hidden_layers", transformers.CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers")}:
-            layers = fields.get(key)
-            if type(layers) is int and layers > len(self.folder.tensors):  # before as many are made
-                raise ArgumentError(
-                    f"{self.where}: {key} is {layers}, but there are {len(self.folder.tensors)} tensors"
-                )
+        layers = {**self.config, **(text if isinstance(text, dict) else {})}.get("num_hidden_layers")
+        if type(layers) is int and layers > len(self.folder.tensors):  # before as many are made
+            raise ArgumentError(
+                f"{self.where}: num_hidden_layers is {layers}, but there are {len(self.folder.tensors)} tensors"
+            )
         try:
             config = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(self.config))
             with torch.device("meta"):
-                return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+                return transformers.AutoModelForCausalLM.from_config(config)
         except Exception as e:  # whatever a wrong field leads to
             reason = str(e).strip().replace("\n", " ")[:300]
             raise ArgumentError(f"{self.where}: transformers makes no causal language model of it: {reason}") from e
@@ -203,14 +173,14 @@ class _FolderSource:
                 f"quantization_config; read: {', '.join(_FLOATS)}"
             )
         form = _FLOATS.get(info.dtype, info.dtype)
-        if suffix == "weight" and module in self.rounded:
+        rounding = self.rounded.get(name)
+        if rounding is not None:
             if info.dtype not in _ROUNDED_FROM:
                 raise NotSupportedError(
                     f"{info.file}: tensor '{name}' has dtype {info.dtype}, rounded are {', '.join(_ROUNDED_FROM)}"
                 )
-            self.rounding.check(f"{info.file}: {module}", info.shape)
-            outcome = ROUNDED[self.rounding.bits]
-            return Entry(module, form, outcome, info.nbytes, lambda: self.rounding.weight_of(self.folder.read(name)))
+            outcome = ROUNDED[rounding.bits]
+            return Entry(module, form, outcome, info.nbytes, lambda: rounding.weight_of(self.folder.read(name)))
         return Entry(name, form, KEPT, info.nbytes, lambda: self.folder.read(name))
 
     def leave_out(self):
@@ -290,10 +260,10 @@ def _gguf_source(path, rounding, skip, dtype):
         module, form = p.name.removesuffix(".weight"), p.type
         if p.keeps_codes:
             entries.append(Entry(module, form, LOSSLESS[4], p.nbytes, lambda p=p: p.read().weight))
-        elif module in rounded:
-            rounding.check(f"{path}: {module}", p.shape)
-            outcome = ROUNDED[rounding.bits]
-            entries.append(Entry(module, form, outcome, p.nbytes, lambda p=p: rounding.weight_of(p.read("float32"))))
+        elif p.name in rounded:
+            fitting = rounded[p.name]
+            read = lambda p=p, fitting=fitting: fitting.weight_of(p.read("float32"))  # noqa: E731
+            entries.append(Entry(module, form, ROUNDED[fitting.bits], p.nbytes, read))
         else:
             stored = _FLOATS.get(form)
             outcome = KEPT if stored == dtype else CONVERTED if stored else DEQUANTISED

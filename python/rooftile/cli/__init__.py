@@ -16,8 +16,7 @@ import sys
 from rooftile import __version__
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError
 
-# the extra "demo", by the names on a package index
-_OPTIONAL_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "matplotlib")
+_OPTIONAL_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers", "matplotlib")
 
 
 def main(arguments=None):
@@ -34,9 +33,9 @@ def main(arguments=None):
     except RooftileError as e:
         return _fail(args, e, 1)
     except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] not in (*_OPTIONAL_PACKAGES, "tokenizers"):
+        if (e.name or "").partition(".")[0] not in _OPTIONAL_PACKAGES:
             raise
-        return _fail(args, f"needs the package '{e.name}': pip install {' '.join(_OPTIONAL_PACKAGES)}", 1)
+        return _fail(args, f"needs the package '{e.name}': pip install 'rooftile[demo]'", 1)
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -15,16 +15,20 @@ weight of a linear layer comes, the layer becomes a W4Linear or W8Linear, so the
 import re
 
 import torch
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
 from rooftile.errors import ArgumentError
+from rooftile.experts import STACKS, PackedExperts, PackedStack, experts_form
 from rooftile.nn import LINEARS, PackedLinear
-from rooftile.quantize import linear_layers, name_patterns, rounding_of
+from rooftile.quantize import RoundingPlan, name_patterns, rounding_of
 
+_logger = logging.get_logger(__name__)
 _DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
 
 
@@ -65,9 +69,12 @@ class RooftileConfig(QuantizationConfigMixin):
         `model.config.quantization_config = RooftileConfig.of(model)`, and save_pretrained writes a folder to load.
         """
         config = cls()
-        config.modules = {
-            name: layout_of(module.weight) for name, module in model.named_modules() if isinstance(module, PackedLinear)
-        }
+        config.modules = {}
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                config.modules[name] = layout_of(module.weight)
+            elif isinstance(module, PackedStack):
+                config.modules[name] = layout_of(module[0])
         return config
 
     def to_dict(self):
@@ -84,7 +91,10 @@ class RooftileConfig(QuantizationConfigMixin):
 
 @register_quantizer(QUANT_METHOD)
 class RooftileQuantizer(HfQuantizer):
-    """What transformers calls while it loads and saves a model with a RooftileConfig."""
+    """What transformers calls while it loads and saves a model with a RooftileConfig.
+
+    report: of a model that is rounded while it is read, its RoundingReport (`model.hf_quantizer.report`).
+    """
 
     requires_calibration = False
 
@@ -98,58 +108,52 @@ class RooftileQuantizer(HfQuantizer):
             self._replace(model, checkpoint_files)
             return
         config = self.quantization_config
-        self.todo = dict(linear_layers("RooftileConfig", model, config.skip))
-        for name, layer in self.todo.items():
-            config.rounding.check(f"RooftileConfig: {name}", layer.weight.shape)
+        self.plan = RoundingPlan("RooftileConfig", model, config.rounding, config.skip)
+        self.report = self.plan.report
 
     def _replace(self, model, checkpoint_files):
         """Empty W4Linear and W8Linear modules in the places that config.json names."""
-        prefix, names, tensors = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}, {}
-        for file in checkpoint_files or ():
-            tensors.update((info.name, info) for info in safetensors_header(file))
+        prefix, names = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}
+        tensors, markers = _tensors(model, checkpoint_files), set()
         for name, layout in self.quantization_config.modules.items():
             where = f"config.json: quantization_config: module '{name}'"
             # either this model or the one that was saved may be the base model alone
-            here = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
-            if here is None:
+            places = [n for n in (name, name.removeprefix(prefix), prefix + name) if {n, _experts_of(n)} & names]
+            stack = places and places[0] not in names
+            holder, kind = (_experts_of(name), PackedExperts) if stack else (name, PackedLinear)
+            markers.add(f"{holder}.{kind.MARKER[0]}")
+            if not places:
                 if not hasattr(model, model.base_model_prefix) and not name.startswith(prefix):
                     continue  # a head, and this is the base model alone
                 raise ArgumentError(f"{where} is not in a {type(model).__name__}")
-            linear = model.get_submodule(here)
-            if type(linear) is not torch.nn.Linear:
-                raise ArgumentError(f"{where} is a {type(linear).__name__}, expected a Linear")
-            keywords = {key: value for key, value in layout.items() if key != "bits"}
-            module = LINEARS[layout["bits"]](
-                linear.in_features,
-                linear.out_features,
-                linear.bias is not None,
-                device="meta",
-                dtype=linear.weight.dtype,
-                **keywords,
-            )
+            module = (_empty_stack if stack else _empty_linear)(where, model, places[0], layout)
             if tensors:  # from_pretrained may be given a state_dict instead
                 _check_tensors(where, module, name, tensors)
-            model.set_submodule(here, module)
-        markers = (re.escape(name) for name in self.quantization_config.modules)
+        for name, module in model.named_modules():
+            if isinstance(module, PackedExperts) and None in (module.gate_up, module.down):
+                raise ArgumentError(
+                    f"config.json: quantization_config: '{name}' has one of {', '.join(STACKS.values())}, expected both"
+                )
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
-            rf"^({'|'.join(markers)})\.weight$",
+            rf"^({'|'.join(map(re.escape, sorted(markers)))})$",
         }
 
     def param_needs_quantization(self, model, param_name, **kwargs):
-        module, _, name = param_name.rpartition(".")
-        return not self.pre_quantized and name == "weight" and module in self.todo
+        return not self.pre_quantized and param_name in self.plan.roundings
 
     def get_quantize_ops(self):
         return _Round(self)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if not self.pre_quantized:
+            _logger.warning("%s", self.report)
             # another object: the caller may round another model with theirs
             self.quantization_config = model.config.quantization_config = RooftileConfig.of(model)
         for module in model.modules():
-            if isinstance(module, PackedLinear) and module.bias is not None:
-                module.bias.requires_grad_(False)
+            if isinstance(module, PackedLinear | PackedExperts):
+                for bias in module.parameters():
+                    bias.requires_grad_(False)
 
     def is_serializable(self, *args, **kwargs):
         return True
@@ -164,7 +168,7 @@ class RooftileQuantizer(HfQuantizer):
 
 
 class _Round(ConversionOps):
-    """The weight of one linear layer, just read: the layer becomes a W4Linear or W8Linear."""
+    """A weight, just read: the linear layer or the experts that it is of become packed ones."""
 
     def __init__(self, quantizer):
         self.quantizer = quantizer
@@ -172,13 +176,60 @@ class _Round(ConversionOps):
     def convert(self, input_dict, *, model, full_layer_name, missing_keys=None, **kwargs):
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
-        name = full_layer_name.removesuffix(".weight")
-        linear = model.get_submodule(name)
-        linear.weight = torch.nn.Parameter(value, requires_grad=False)
-        model.set_submodule(name, self.quantizer.quantization_config.rounding.module_of(linear))
+        self.quantizer.plan.round(model, full_layer_name, value)
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
         return {}
+
+
+def _tensors(model, checkpoint_files):
+    """name -> TensorInfo, by the names in the files and by those that transformers gives them while it reads."""
+    tensors = {info.name: info for file in checkpoint_files or () for info in safetensors_header(file)}
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    for name, info in list(tensors.items()):
+        tensors.setdefault(rename_source_key(name, renamings, [])[0], info)
+    return tensors
+
+
+def _experts_of(name):
+    """The experts module that a stack of this name is in; None for any other name."""
+    parent, _, last = name.rpartition(".")
+    return parent if last in STACKS.values() else None
+
+
+def _empty_stack(where, model, name, layout):
+    """An empty PackedStack in the place of a parameter of an experts module."""
+    parent, _, stack = name.rpartition(".")
+    experts = model.get_submodule(parent)
+    if not isinstance(experts, PackedExperts):
+        form = experts_form(experts)
+        if form is None:
+            raise ArgumentError(f"{where} is in a {type(experts).__name__}, expected experts of a known form")
+        experts = PackedExperts(experts, form)
+        model.set_submodule(parent, experts)
+    parameter = next(key for key, value in STACKS.items() if value == stack)
+    n, k = experts.form.shape(parameter)
+    module = PackedStack(experts.form.experts, k, n, device="meta", **layout)
+    experts.pack(parameter, module)
+    return module
+
+
+def _empty_linear(where, model, name, layout):
+    """An empty W4Linear or W8Linear in the place of a linear layer."""
+    linear = model.get_submodule(name)
+    if type(linear) is not torch.nn.Linear:
+        raise ArgumentError(f"{where} is a {type(linear).__name__}, expected a Linear")
+    keywords = {key: value for key, value in layout.items() if key != "bits"}
+    module = LINEARS[layout["bits"]](
+        linear.in_features,
+        linear.out_features,
+        linear.bias is not None,
+        device="meta",
+        dtype=linear.weight.dtype,
+        **keywords,
+    )
+    model.set_submodule(name, module)
+    return module
 
 
 def _check_tensors(where, module, name, tensors):

@@ -61,8 +61,9 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     the `gguf` package dequantises. dtype: of the weights and activations: float32, float16 or bfloat16, a torch.dtype
     or its name. weights: "dequantize" makes every linear layer an nn.Linear; "w4a16" keeps the codes, scales and
     minima of tensors stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear, lossless) and dequantises the rest.
-    The embedding and the head are always dequantised. device: where the model goes, tensor by tensor: "cpu", "cuda",
-    "cuda:1" or a torch.device. progress: a bar on stderr, or lines where that is no terminal.
+    The embedding and the head are always dequantised, and save_pretrained writes a folder to load. device: where the
+    model goes, tensor by tensor: "cpu", "cuda", "cuda:1" or a torch.device.
+    progress: show a bar where stderr is a terminal.
 
     Raises ArgumentError naming the file and the key or tensor for a truncated, corrupt or inconsistent file, and
     NotSupportedError for what is sound but not mapped (another architecture, RoPE scaling other than linear, experts).
@@ -72,6 +73,10 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     # a buffer made on the meta device holds nothing: make it again
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     _fill(model, parameters, device, progress)
+    if weights == "w4a16":
+        from rooftile.integrations.quantizer import RooftileConfig
+
+        model.config.quantization_config = RooftileConfig.of(model)
     return model
 
 

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-experts models: experts in 4 and 8 bits, rounded in place and while read, saved and loaded."""
+
+import copy
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("safetensors")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import closeness  # noqa: E402
+import rooftile as rt  # noqa: E402
+from rooftile.experts import PackedExperts, PackedStack  # noqa: E402
+from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
+from rooftile.nn import PackedLinear  # noqa: E402
+
+IDS = torch.tensor([[5, 80, 26, 7, 30, 44, 58, 9, 12, 0, 31], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}
+FAMILIES = {
+    "mixtral": {"intermediate_size": 96, "num_local_experts": 18},
+    "qwen2_moe": {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 64, "num_experts": 5},
+    "qwen3_moe": {"moe_intermediate_size": 96, "num_experts": 5, "head_dim": 16, "num_experts_per_tok": 3},
+    "gpt_oss": {"intermediate_size": 96, "num_local_experts": 5, "head_dim": 16},
+}
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def model(family, dtype=torch.float32, **changes):
+    """Random weights and biases, so large that every expert and every clamp counts."""
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[family](**COMMON | FAMILIES[family] | changes)
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made.set_experts_implementation("eager")  # the others know no float64
+    for name, parameter in made.named_parameters():
+        size = 1.5 if name.endswith("bias") else 0.25
+        parameter.copy_(torch.randn(parameter.shape) * size)
+    return made.to(dtype)
+
+
+def dequantised(plain, ours):
+    """`plain` with the weights that `ours` stands for."""
+    plain = copy.deepcopy(plain)
+    for name, module in ours.named_modules():
+        if isinstance(module, PackedLinear):
+            plain.get_submodule(name).weight.copy_(module.weight.dequantize())
+        elif isinstance(module, PackedExperts):
+            there = plain.get_submodule(name)
+            for parameter, stack in ((there.gate_up_proj, module.gate_up), (there.down_proj, module.down)):
+                dense = torch.stack([stack[i].dequantize() for i in range(len(stack))])
+                parameter.copy_(dense.transpose(1, 2) if there.is_transposed else dense)
+    return plain
+
+
+def assert_same_model(a, b):
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+    assert torch.equal(a(IDS).logits, b(IDS).logits)
+
+
+def load(folder, **options):
+    options |= {"experts_implementation": "eager"}  # of experts that are not packed, as in model()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("rounding", [rt.W4A16(64), rt.W4A16(32, "minima"), rt.W8A16(64)], ids=repr)
+def test_logits_are_those_of_the_dequantised_weights(family, rounding):
+    ours, plain = model(family), model(family)
+    report = rt.quantize_(ours, rounding, progress=False)
+    got, expected = ours(IDS).logits, dequantised(plain, ours)(IDS).logits
+    assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert (plain(IDS).logits - got).abs().max() > 1e-3 * expected.abs().max()
+    experts = {f"model.layers.{i}.mlp.experts.{name}" for i in (0, 1) for name in ("gate_up_proj", "down_proj")}
+    assert experts <= report.group_sizes.keys() and len(report.group_sizes) >= 12
+    sizes = {report.group_sizes[name] for name in experts if name.endswith("down_proj")}
+    assert sizes == {32} and report.smaller_groups.keys() >= {
+        n for n in experts if "down" in n and rounding.group_size > 32
+    }
+    routers = {name for name, (_, why) in report.left.items() if why == "routers"}
+    expected = {"gpt_oss": "mlp.router.weight"}.get(family, "mlp.gate.weight")
+    assert {name.rpartition("layers.0.")[2] for name in routers} >= {expected}
+    assert family != "qwen2_moe" or "model.layers.1.mlp.shared_expert_gate.weight" in routers
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_16_bits(family, dtype):
+    """The experts alone, since routers choose differently where they are close."""
+    ours, plain = model(family, dtype), model(family, dtype)
+    rt.quantize_(ours, rt.W4A16(32), progress=False)
+    block, there = ours.model.layers[0].mlp.experts, dequantised(plain, ours).model.layers[0].mlp.experts
+    x, weights = torch.randn(7, 64).to(dtype), torch.rand(7, 3).to(dtype)
+    chosen = torch.stack([torch.randperm(5)[:3] for _ in range(7)])
+    got, naive = block(x, chosen, weights), there(x, chosen, weights)
+    exact = there.double()(x.double(), chosen, weights.double())
+    assert got.dtype == dtype
+    closeness.assert_close(got, naive.double().numpy(), exact.numpy())
+
+
+def test_a_token_does_not_depend_on_its_neighbours(family):
+    ours = model(family)
+    rt.quantize_(ours, rt.W4A16(32), progress=False)
+    experts = ours.model.layers[0].mlp.experts
+    x, weights = torch.randn(9, 64), torch.rand(9, 2)
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(9)])
+    alone = torch.cat([experts(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(9)])
+    closeness.assert_bits_equal(experts(x, chosen, weights), alone)
+    closeness.assert_bits_equal(experts(x[:0], chosen[:0], weights[:0]), x[:0])
+    nobody = torch.full_like(chosen, experts.form.experts)  # what expert parallelism calls an expert elsewhere
+    assert not experts(x, nobody, weights).any()
+
+
+def test_a_model_rounded_in_place_is_saved_and_loaded(family, tmp_path, capfd):
+    ours = model(family)
+    rt.quantize_(ours, rt.W4A16(64), progress=False)
+    ours.save_pretrained(tmp_path / "saved")
+    load(tmp_path / "saved")
+    assert "LOAD REPORT" not in capfd.readouterr().err  # no tensor is missing or without a place
+    assert_same_model(load(tmp_path / "saved"), ours)
+
+
+READ_WITHOUT_ROOFTILE = """
+import sys
+import transformers
+
+for folder in sys.argv[1:]:
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except RuntimeError as error:
+        print("refused:", error)
+assert "rooftile" not in sys.modules
+"""
+
+
+def test_experts_are_not_random_where_rooftile_is_not_imported(tmp_path):
+    """Of a model whose linear layers are all in 16 bits: what stops transformers is in the experts."""
+    folders = []
+    for family in FAMILIES:
+        ours = model(family)
+        report = rt.quantize_(ours, rt.W4A16(32), skip=["*_proj"], progress=False)
+        assert report.group_sizes == {}
+        ours = model(family)
+        rt.quantize_(ours, rt.W4A16(32), skip=["*.self_attn.*", "*.shared_expert.*"], progress=False)
+        assert not any(isinstance(module, PackedLinear) for module in ours.modules())
+        ours.save_pretrained(tmp_path / family)
+        assert_same_model(load(tmp_path / family), ours)
+        folders.append(tmp_path / family)
+    done = subprocess.run([sys.executable, "-c", READ_WITHOUT_ROOFTILE, *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("refused:") == len(FAMILIES), done.stderr
+
+
+def test_rounded_while_it_is_read(family, tmp_path):
+    ours = model(family)
+    ours.save_pretrained(tmp_path / "source")
+    on_the_fly = load(tmp_path / "source", quantization_config=RooftileConfig(64))
+    report = rt.quantize_(ours, rt.W4A16(64), progress=False)
+    assert_same_model(on_the_fly, ours)
+    assert on_the_fly.hf_quantizer.report == report
+    assert not any(
+        p.requires_grad for m in on_the_fly.modules() if isinstance(m, PackedExperts) for p in m.parameters()
+    )
+    on_the_fly.save_pretrained(tmp_path / "saved")
+    assert_same_model(load(tmp_path / "saved"), ours)
+
+
+def test_experts_may_be_skipped(tmp_path):
+    ours = model("qwen3_moe")
+    report = rt.quantize_(ours, rt.W4A16(32), skip="*.0.mlp.experts", progress=False)
+    assert report.left["model.layers.0.mlp.experts.gate_up_proj"] == (5 * 192 * 64, "skipped")
+    kinds = [type(layer.mlp.experts) for layer in ours.model.layers]
+    assert kinds[1] is PackedExperts and kinds[0] is not PackedExperts
+    ours.save_pretrained(tmp_path / "saved")
+    assert_same_model(load(tmp_path / "saved"), ours)
+
+
+def test_experts_with_another_gate_are_left_and_named():
+    ours = model("qwen3_moe", hidden_act="relu")
+    report = rt.quantize_(ours, rt.W4A16(32), progress=False)
+    left = {name for name, (_, why) in report.left.items() if why == "experts of a form not known"}
+    assert left == {f"model.layers.{i}.mlp.experts.{name}" for i in (0, 1) for name in ("gate_up_proj", "down_proj")}
+    assert "Left as they were, experts of a form not known: 82.9 %" in str(report)
+
+
+def test_one_stack_without_the_other_is_refused(tmp_path):
+    ours = model("mixtral")
+    rt.quantize_(ours, rt.W4A16(32), progress=False)
+    ours.save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "config.json"
+    config = json.loads(path.read_text())
+    for entry in config["quantization_config"]["layouts"]:
+        entry["modules"] = [name for name in entry["modules"] if not name.endswith("1.mlp.experts.down")]
+    path.write_text(json.dumps(config))
+    with pytest.raises(rt.ArgumentError, match=r"'model.layers.1.mlp.experts' has one of gate_up, down, expected both"):
+        load(tmp_path / "saved")
+
+
+def test_copies_and_moves():
+    ours = model("gpt_oss")
+    rt.quantize_(ours, rt.W4A16(32), progress=False)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    for other in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
+        assert_same_model(other, ours)
+    half = copy.deepcopy(ours).to(torch.bfloat16)
+    assert half.model.layers[0].mlp.experts.gate_up_proj_bias.dtype == torch.bfloat16
+    assert torch.equal(half.model.layers[0].mlp.experts.down.codes, ours.model.layers[0].mlp.experts.down.codes)
+
+
+@pytest.mark.parametrize(
+    "before", [{"quant_method": "gptq"}, transformers.BitsAndBytesConfig()], ids=["dict", "config"]
+)
+def test_what_another_library_quantised_is_refused(before):
+    ours = model("mixtral")
+    ours.config.quantization_config = before
+    with pytest.raises(rt.NotSupportedError, match=r"^quantize_: model has a quantization_config of (gptq|bitsandb)"):
+        rt.quantize_(ours, rt.W4A16(32), progress=False)
+    assert not any(isinstance(module, PackedLinear | PackedExperts) for module in ours.modules())
+
+
+def test_stacks():
+    def weight(seed, **options):
+        torch.manual_seed(seed)
+        return rt.W4Weight.quantize(torch.randn(48, 64), group_size=32, **options)
+
+    codes, scales, _ = weight(1).unpack()
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
+    perm = torch.randperm(64).to(torch.int32)
+    mixed = [
+        weight(0),
+        rt.W4Weight.from_canonical(codes, scales, zeros),
+        rt.W4Weight.from_canonical(codes, scales, perm=perm),
+    ]
+    stack = PackedStack.from_weights(mixed)
+    assert len(stack) == 3 and "experts=3, in_features=64, out_features=48, integer, group_size=32" in repr(stack)
+    for ours, theirs in zip(stack, mixed, strict=True):
+        assert torch.equal(ours.dequantize(), theirs.dequantize()) and ours.kind == "integer" and ours.perm is not None
+    empty = PackedStack(3, 64, 48, group_size=32, kind="integer", act_order=True)
+    empty.load_state_dict(stack.state_dict())
+    x = torch.randn(2, 64)
+    closeness.assert_bits_equal(rt.w4a16_matmul(x, empty[2]), rt.w4a16_matmul(x, mixed[2]))
+    with pytest.raises(rt.ArgumentError, match="experts must be of one kind, got minima and symmetric"):
+        PackedStack.from_weights([weight(0), weight(1, zeros="minima")])
+    with pytest.raises(
+        rt.ArgumentError, match=r"expert 1 must have the first one's shape = \(48, 64\), got \(32, 64\)"
+    ):
+        PackedStack.from_weights([weight(0), rt.W4Weight.quantize(torch.zeros(32, 64), group_size=32)])
+    with pytest.raises(rt.ArgumentError, match="expert 1 must be a W4Weight, got a W8Weight"):
+        PackedStack.from_weights([weight(0), rt.W8Weight.quantize(torch.zeros(48, 64), group_size=32)])
+    with pytest.raises(rt.ArgumentError, match="PackedStack: bits must be 4 or 8, got 2"):
+        PackedStack(3, 64, 48, bits=2)
