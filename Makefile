@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find cpp python third_party -name '*.so' -prune -o -type f -print 2>/dev/null | grep -v __pycache__) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test pytest ctest ctest-cuda lint format clean
+.PHONY: demo test pytest ctest ctest-cuda mutants lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rooftile demo
@@ -27,6 +27,10 @@ ctest-cuda: $(VENV)/.test
 	$(BIN)/cmake --preset cuda -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/cmake --build --preset cuda
 	$(BIN)/ctest --preset cuda
+
+# Whether the tests see faults: plants them, builds once, runs the tests that reach each (docs/contributing.md)
+mutants: $(VENV)/.test
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python tests/mutants run --record
 
 lint: $(VENV)/.test
 	$(BIN)/python -m pip install -q --disable-pip-version-check ruff codespell

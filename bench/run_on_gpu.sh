@@ -13,7 +13,11 @@ usage: bench/run_on_gpu.sh [options]
   --skip STEP      leave a step out: tests, sanitizers, gbench, bench (may be given again)
   --strict         what had to be left out (a package, compute-sanitizer, a C++ program that is not built) is an error
   --build DIR      a C++ build folder (default: build/cuda); its test and benchmark programs run where they are there
-  --out DIR        logs and results (default: build/gpu-run); tests.json has the counts of all tests and sanitizers
+  --out DIR        logs and results (default: build/gpu-run); tests.json has the counts of all tests and
+                   sanitizers, and is written only if nothing of them failed
+  --peers DIR      archives peers-*.tar.xz of other libraries' kernels in DIR, which the benchmarks are to find; without
+                   them they find what is installed
+  --seconds N      so long the rooftile benchmarks may take together; cases that would begin later are left out
   --commit NAME    what the results call this build (default: git's name of this tree if it is built here, or the version)
 
 environment:
@@ -34,7 +38,7 @@ cannot() {
 start=$PWD
 cd "$(dirname "$0")/.."
 repo=$PWD
-mode=usual installed=no strict=no commit="" skips=" " build=$PWD/build/cuda out=$PWD/build/gpu-run
+mode=usual installed=no strict=no commit="" seconds="" peers="" skips=" " build=$PWD/build/cuda out=$PWD/build/gpu-run
 absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$start" "$1" ;; esac; }
 while [ $# -gt 0 ]; do
   case $1 in
@@ -42,12 +46,17 @@ while [ $# -gt 0 ]; do
     --quick) mode=quick ;;
     --all) mode=all ;;
     --strict) strict=yes ;;
-    --skip | --build | --out | --commit)
+    --skip | --build | --out | --commit | --peers | --seconds)
       [ $# -ge 2 ] || cannot "$1 needs a value"
       case $1 in
         --build) build=$(absolute "$2") ;;
         --out) out=$(absolute "$2") ;;
         --commit) commit=$2 ;;
+        --peers) peers=$(absolute "$2") ;;
+        --seconds)
+          [[ $2 =~ ^[1-9][0-9]*$ ]] || cannot "--seconds $2: a whole number of seconds is expected"
+          seconds=$2
+          ;;
         --skip)
           case $2 in
             tests | sanitizers | gbench | bench) skips+="$2 " ;;
@@ -240,9 +249,29 @@ skipped gbench || run_gbench
 
 # ---- rooftile bench ----
 
+# The archives unpack into one folder. What they hold is compiled: no just-in-time compiler is asked for the rest.
+unpack_peers() {
+  compgen -G "$peers/peers-*.tar.xz" >/dev/null || cannot "--peers: no peers-*.tar.xz in $peers"
+  peers_path=$(mktemp -d)
+  for archive in "$peers"/peers-*.tar.xz; do
+    "$PYTHON" -m tarfile -e "$archive" "$peers_path"
+  done
+}
+
+# bench_family FAMILY OPTION...: in another folder, so it is the installed package, not the source tree.
+bench_family() {
+  local family=$1 environment=()
+  shift
+  [ -z "$peers" ] || environment=("PYTHONPATH=$peers_path${PYTHONPATH:+:$PYTHONPATH}" FLASHINFER_DISABLE_JIT=1 TVM_FFI_DISABLE_TORCH_C_DLPACK=1)
+  env -C "$out" "${environment[@]}" "$PYTHON" -m rooftile bench "$family" --peers --json "$out/$family.json" \
+    --commit "$commit" "$@"
+}
+
 run_bench() {
-  local cases=()
-  for family in decode w4a16 w8a16 linear ops; do
+  local cases=() lost share families=(w4a16 decode linear w8a16 ops) shares=(30 36 11 6 17) left=100 end=$((SECONDS + ${seconds:-0}))
+  [ -z "$peers" ] || unpack_peers
+  for i in "${!families[@]}"; do
+    local family=${families[i]}
     cases=()
     if [ $mode = quick ]; then
       case $family in
@@ -251,9 +280,18 @@ run_bench() {
         ops) cases=(--only _t64_) ;;
       esac
     fi
-    # in another folder: the installed package, not the source tree
-    step "bench.$family" env -C "$out" "$PYTHON" -m rooftile bench "$family" --peers --json "$out/$family.json" \
-      "${cases[@]}" --commit "$commit" && cat "$out/bench.$family.log" || true
+    # its share of what is left, of which starting and the ceilings take some 15 s
+    share=$(((end - SECONDS) * shares[i] / left - 15))
+    [ -z "$seconds" ] || cases+=(--seconds "$((share > 1 ? share : 1))")
+    left=$((left - shares[i]))
+    step "bench.$family" bench_family "$family" "${cases[@]}" || {
+      # a peer that takes the device with it is left out of a second run
+      lost=$(sed -n 's/.*the device is lost after [^ ]* \([^ :]*\).*/\1/p' "$out/bench.$family.log")
+      if [ -n "$lost" ] && [ "$lost" != rooftile ]; then
+        step "bench.$family.without.$lost" bench_family "$family" "${cases[@]}" --without "$lost" && failures=$((failures - 1))
+      fi
+    } || true
+    cat "$out/bench.$family.log"
   done
 }
 skipped bench || run_bench
@@ -264,7 +302,7 @@ printf '\n==== summary ====\n'
 printf '%s\n' "${summary[@]}" | tee "$out/summary.txt"
 printf 'logs and results: %s\n' "$out"
 (cd "$out" && "$PYTHON" "$repo/bench/read_logs.py" "${logs[@]}" --json "$out/tests.json" --commit "$commit" --mode "$mode" \
-  --left-out "${left_out[@]}")
+  --left-out "${left_out[@]}") || failures=$((failures + 1))
 if [ $strict = yes ] && [ ${#left_out[@]} -gt 0 ]; then
   printf 'run_on_gpu: --strict: %s left out\n' "${#left_out[@]}" >&2
   failures=$((failures + 1))

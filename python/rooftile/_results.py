@@ -20,21 +20,18 @@ def head(family, commit_name=None):
 
 
 def machine(device):
-    """The CPU, or the GPU with driver, CUDA and its clock of this moment; torch. device: "cpu" or a CUDA device.
+    """The CPU, or the GPU with driver and CUDA; torch. device: "cpu" or a CUDA device.
 
-    driver is "unknown" and sm_clock_mhz None where nvidia-smi does not say.
+    driver is "unknown" where nvidia-smi does not say.
     """
     import torch
 
     if device == "cpu":
         return {"cpu": cpu_model(), "cores": os.cpu_count(), "torch": torch.__version__}
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # torch and nvidia-smi need not count alike
-    query = output("nvidia-smi", "--query-gpu=driver_version,clocks.sm", "--format=csv,noheader,nounits", "-i", gpu)
-    driver, _, clock = (query or "unknown").partition(", ")
     return {
         "gpu": torch.cuda.get_device_name(device),
-        "driver": driver,
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", gpu) or "unknown",
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "sm_clock_mhz": int(clock) if clock.isdecimal() else None,
     }

@@ -78,7 +78,7 @@ def compare(variants, chunks, *, batch=None, progress=True):
     chunks: token ids [chunks, tokens], at least 2 tokens each; every model gets them on its device. batch: chunks per
     forward, default as many as keep the baseline's log-probabilities (fp32 [batch, tokens, vocabulary], held for one
     batch) within 256 MiB. All variants run batch by batch, so that memory does not grow with the text.
-    progress: show a bar where stderr is a terminal.
+    progress: a bar on stderr, or lines where that is no terminal.
     """
     import torch
 

@@ -89,7 +89,7 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     or a W8A16: W8Linear. Experts as transformers holds them, in three-dimensional parameters, become
     rooftile.experts.PackedExperts. A layer whose in_features its groups of 128 or 64 do not divide takes the largest
     smaller group that does. skip: names or shell patterns of modules to leave as they are, such as "*.mlp.down_proj" or
-    "*.experts". progress: show a bar where stderr is a terminal, and print the report there or not.
+    "*.experts". progress: a bar on stderr, or lines where that is no terminal, and the report at the end.
 
     Left alone always: `lm_head`, the module of `model.get_output_embeddings()`, any layer that shares its weight with
     another module, subclasses of nn.Linear (LoRA layers, `MultiheadAttention.out_proj`), layers whose weight is

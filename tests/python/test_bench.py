@@ -13,13 +13,32 @@ import rooftile as rt
 import torch
 from rich.console import Console
 from rooftile import _results
-from rooftile.bench import decode, linear, ops, products, report, timing, vllm_products, w4a16, w8a16
+from rooftile.bench import (
+    attention_peers,
+    decode,
+    linear,
+    ops,
+    products,
+    report,
+    runner,
+    timing,
+    vllm_products,
+    w4a16,
+    w8a16,
+)
 from rooftile.cli import main
 from rooftile.cli._tables import print_whole
 from rooftile.kv_cache import KIVI
 
 FAMILIES = {"decode": decode, "w4a16": w4a16, "w8a16": w8a16, "linear": linear, "ops": ops}
-CEILING = {"read_gb_s": 4000.0, "copy_gb_s": 3600.0, "bf16_tflop_s": 700.0}
+CEILING = {
+    "read_gb_s": 4000.0,
+    "copy_gb_s": 3600.0,
+    "bf16_burst_tflop_s": 700.0,
+    "bf16_sustained_tflop_s": 600.0,
+    "sustained_sm_clock_mhz": 1400,
+    "sustained_power_w": 690,
+}
 FACTS = {"gpu": "A GPU", "driver": "1.2", "cuda": "13.0", "torch": "2.13.0"}
 TABLES = bench_scripts.load("tables")
 
@@ -34,7 +53,7 @@ def test_every_listed_case_parses(family, case):
 
 def test_cases_are_listed_once():
     for module in FAMILIES.values():
-        assert len(set(module.CASES)) == len(module.CASES) <= module.steps(module.CASES)
+        assert len(set(module.CASES)) == len(module.CASES)
 
 
 PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "w": 0}
@@ -129,22 +148,42 @@ def test_rows_of_a_ragged_batch(case):
         assert len(set(tokens)) > 60 and 24 <= sum(n < 2048 for n in tokens) <= 40
 
 
+class PretendedTimer:
+    """Calls every call once and says what `us` says of the number of replays so far."""
+
+    def __init__(self, us=lambda replay: 10.0):
+        self.us, self.replays, self.captured = us, 0, []
+
+    def capture(self, calls, repeats):
+        results = [call() for call in calls]
+        self.captured.append((results, repeats))
+        return len(self.captured) - 1
+
+    def replay(self, graph):
+        self.replays += 1
+        return self.us(self.replays)
+
+    def under_load(self, graph, us):
+        return 1755, 420
+
+
 @pytest.fixture
 def bench_on_cpu(monkeypatch):
-    """The cases run on the CPU, and what is timed is called once."""
+    """The cases run on the CPU, two copies of every input."""
+    for module in (decode, linear, w4a16, w8a16, ops):
+        monkeypatch.setattr(module, "_DEVICE", "cpu")
+    for module in (decode, attention_peers, products, ops):
+        monkeypatch.setattr(module, "rotation", lambda _: (2, "cold"))
+    monkeypatch.setattr(decode, "_too_large", lambda _: None)
+    monkeypatch.setattr(decode, "_LONGEST", 700)
 
-    def time_calls(calls, at_least=1):
-        for call in calls:
-            call()
-        return 1.0, 1.0, 1.0
 
-    for name, value in {
-        "_DEVICE": "cpu",
-        "_too_large": lambda _: None,
-        "copies_for": lambda _: 2,
-        "time_calls": time_calls,
-    }.items():
-        monkeypatch.setattr(decode, name, value)
+def measure(family, cases, peers=(), timer=None, **options):
+    """(rows, notes) of cases on the CPU."""
+    notes, rows = runner.Notes(), []
+    for found in runner.run(family, cases, peers, CEILING, timer or PretendedTimer(), notes, **options):
+        rows += found
+    return rows, notes
 
 
 @pytest.mark.parametrize(
@@ -160,75 +199,64 @@ def bench_on_cpu(monkeypatch):
         ("b2_kv300_hq4_hkv4_d32_t2", 600, 600),
     ],
 )
-def test_a_case_of_decode(case, read, seen, bench_on_cpu, capsys):
+def test_a_case_of_decode(case, read, seen, bench_on_cpu):
     """Every format passes its check, the peers agree, and what is read and computed is that of the tokens seen."""
     shape, calls = decode.parse(case), []
     if read is None:
         read = seen = sum(decode.lengths(shape))
-    rows, _ = decode.run([case], True, CEILING, lambda: calls.append(1))
+    rows, notes = measure(decode, [case], ["torch.eager"], advance=lambda: calls.append(1))
     ours = {r["variant"]: r for r in rows if r["impl"] == "rooftile"}
-    assert len(calls) == decode.steps([case]) == len(decode.FORMATS)
+    assert len(calls) == 1 and not any(note["failed"] for note in notes.left_out)
     assert set(ours) == set(decode.FORMATS) - (set(KIVI) if shape["paged"] == 16 else set())
     assert ours["fp16"]["bytes"] == 4 * read * shape["hkv"] * shape["d"]
     assert {r["flops"] for r in rows} == {4 * seen * shape["t"] * shape["hq"] * shape["d"]}
     eager = [r for r in rows if r["impl"] == "torch.eager"]
     assert len(eager) == (not shape["ragged"] and not shape["paged"])
-    assert "torch.eager" not in capsys.readouterr().err
     assert all(r["bytes"] == ours["fp16"]["bytes"] for r in eager)
 
 
-@pytest.mark.parametrize("peers", [True, False])
-def test_a_case_of_linear(peers, monkeypatch):
+@pytest.mark.parametrize("peers", [("cublas",), ()])
+def test_a_case_of_linear(peers, monkeypatch, bench_on_cpu):
     """Both types pass their check, the peer agrees, and what is read and computed is the weight, x and y."""
-    timed, advanced = [], []
-
-    def time_calls(calls):
-        timed.append([call() for call in calls])
-        return 1.0, 1.0, 1.0
-
-    for name, value in {"_DEVICE": "cpu", "copies_for": lambda _: 2, "time_calls": time_calls}.items():
-        monkeypatch.setattr(linear, name, value)
-    rows, missing = linear.run(["k64_n48_m3", "k96_n8_m1"], peers, CEILING, lambda: advanced.append(1))
-    impls = ["rooftile", "cublas"] if peers else ["rooftile"]
+    timer = PretendedTimer()
+    rows, notes = measure(linear, ["k64_n48_m3", "k96_n8_m1"], peers, timer)
+    impls = ["rooftile", *peers]
     assert [(r["case"], r["variant"], r["impl"]) for r in rows] == [
         (case, variant, impl) for case in ("k64_n48_m3", "k96_n8_m1") for variant in ("fp16", "bf16") for impl in impls
     ]
-    assert missing == set() and len(advanced) == linear.steps(["a", "b"])
     assert {r["bytes"] for r in rows if r["case"] == "k64_n48_m3"} == {2 * (64 * 48 + 3 * (64 + 48))}
     assert {r["flops"] for r in rows} == {2 * 3 * 64 * 48, 2 * 96 * 8}
-    assert all(len(results) == 2 and torch.equal(*results) for results in timed)
+    assert all(len(results) == 2 and torch.equal(*results) for results, _ in timer.captured) and not notes.left_out
     monkeypatch.setattr(rt, "linear", lambda x, weight, out=None: x @ weight.T + 0.1)
-    with pytest.raises(RuntimeError, match=r"^k64_n48_m3 fp16 rooftile: wrong answer, relative error .*not timed"):
-        linear.run(["k64_n48_m3"], peers, CEILING, lambda: None)
+    rows, notes = measure(linear, ["k64_n48_m3"], peers)
+    assert {r["impl"] for r in rows} == set(peers)  # of ours no row, and the run goes on
+    assert [(n["case"], n["impl"], n["variant"], n["failed"]) for n in notes.left_out] == [
+        ("k64_n48_m3", "rooftile", variant, True) for variant in ("fp16", "bf16")
+    ]
+    assert all(n["why"].startswith("wrong answer, relative error ") for n in notes.left_out)
 
 
-@pytest.mark.parametrize("peers", [True, False])
-def test_a_case_of_w8a16(peers, monkeypatch):
+@pytest.mark.parametrize("peers", [("cublas",), ()])
+def test_a_case_of_w8a16(peers, bench_on_cpu):
     """Ours passes its check, the peer agrees, and what is read is the codes, scales, x and y."""
-    timed, advanced = [], []
-
-    def time_calls(calls):
-        timed.append([call() for call in calls])
-        return 1.0, 1.0, 1.0
-
-    monkeypatch.setattr(w8a16, "_DEVICE", "cpu")
-    monkeypatch.setattr(products, "copies_for", lambda _: 2)
-    monkeypatch.setattr(products, "time_calls", time_calls)
-    rows, missing = w8a16.run(["k128_n64_m3", "k256_n16_m1"], peers, CEILING, lambda: advanced.append(1))
-    impls = [("rooftile", "int8-g128"), ("cublas", "fp16")] if peers else [("rooftile", "int8-g128")]
+    timer = PretendedTimer()
+    rows, notes = measure(w8a16, ["k128_n64_m3", "k256_n16_m1"], peers, timer)
+    impls = [("rooftile", "int8-g128"), *((peer, "fp16") for peer in peers)]
     assert [(r["case"], r["impl"], r["variant"]) for r in rows] == [
         (case, *impl) for case in ("k128_n64_m3", "k256_n16_m1") for impl in impls
     ]
-    assert missing == set() and len(advanced) == w8a16.steps(["a", "b"])
     read = [128 * 64 + 2 * 64 + 2 * 3 * (64 + 128), 256 * 16 + 2 * 2 * 16 + 2 * (16 + 256)]
     assert [r["bytes"] for r in rows if r["impl"] == "rooftile"] == read
     assert {r["flops"] for r in rows} == {2 * 3 * 64 * 128, 2 * 256 * 16}
-    assert all(len(results) == 2 and torch.equal(*results) for results in timed)
-    monkeypatch.setattr(rt, "w8a16_matmul", lambda x, w, out=None: x @ w.dequantize("float16").T + 0.1)
-    with pytest.raises(
-        RuntimeError, match=r"^k128_n64_m3 rooftile int8-g128: wrong answer, relative error .*not timed"
-    ):
-        w8a16.run(["k128_n64_m3"], peers, CEILING, lambda: None)
+    assert all(len(results) == 2 and torch.equal(*results) for results, _ in timer.captured) and not notes.left_out
+
+
+def test_a_case_of_ops(bench_on_cpu):
+    rows, notes = measure(ops, ["rms_norm_t3_h256", "rope_t2_h256"], ["torch.eager"])
+    assert [(r["case"], r["impl"]) for r in rows] == [
+        (case, impl) for case in ("rms_norm_t3_h256", "rope_t2_h256") for impl in ("rooftile", "torch.eager")
+    ]
+    assert {r["bytes"] for r in rows if r["case"] == "rms_norm_t3_h256"} == {4 * 3 * 256} and not notes.left_out
 
 
 def test_formats_are_what_the_library_has(monkeypatch, bench_on_cpu, capsys):
@@ -248,150 +276,443 @@ def test_formats_are_what_the_library_has(monkeypatch, bench_on_cpu, capsys):
     monkeypatch.setattr(rt, "decode_attention", attend)
     monkeypatch.setattr(rt.KVCache, "append", store)
     cases = ["b1_kv40_hq2_hkv1_d16", "b2_kv40_hq2_hkv1_d16", "append_b2_hkv1_d16_t1"]
-    rows, _ = decode.run(cases, False, CEILING, lambda: None)
+    rows, notes = measure(decode, cases)
     variants = {case: {r["variant"] for r in rows if r["case"] == case} for case in cases}
     assert variants[cases[0]] == variants[cases[1]] == set(decode.FORMATS) - {"int4", "fp8"}
     assert variants[cases[2]] == set(decode.FORMATS) - {"fp8"}
     said = capsys.readouterr().err.splitlines()
     assert sorted(said) == [
-        "fp8 with head_dim 16 is left out: append: no kernel for fp8",
-        "int4 with head_dim 16 is left out: decode_attention: no kernel for int4",
+        "head_dim 16 rooftile fp8 is left out: append: no kernel for fp8",
+        "head_dim 16 rooftile int4 is left out: decode_attention: no kernel for int4",
     ]
+    assert not any(note["failed"] for note in notes.left_out)
 
 
 def test_a_case_that_memory_is_too_small_for(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
     monkeypatch.setattr(decode, "_DEVICE", "cpu")
-    calls = []
-    assert decode.run(["b64_kv32768"], True, CEILING, lambda: calls.append(1))[0] == []
-    assert capsys.readouterr().err == "b64_kv32768 is left out: it needs 24.0 GiB, 1.0 are free\n"
-    assert len(calls) == len(decode.FORMATS)
+    rows, notes = measure(decode, ["b64_kv32768"], ["torch.eager"])
+    assert rows == [] and notes.left_out[0]["failed"] is False
+    assert capsys.readouterr().err == "b64_kv32768 rooftile is left out: it needs 56.0 GiB, 1.0 are free\n"
 
 
-def test_a_peer_without_a_row_is_missing(monkeypatch, bench_on_cpu):
-    """Whether it is installed or not: what was not measured is not there."""
-    rows = [{"impl": "torch.eager"}]
-    monkeypatch.setattr(decode, "_ours", lambda *_: {"impl": "rooftile"})
-    monkeypatch.setattr(decode, "_peers", lambda *_: rows)
-    run = lambda module, peers: module.run(module.CASES[:1], peers, CEILING, lambda: None)[1]  # noqa: E731
-    assert run(decode, True) == {"flashinfer"} and run(decode, False) == set()
-    rows.append({"impl": "flashinfer"})
-    assert run(decode, True) == set()
+# ---------------------------------------------------------------- a run, and who takes which turn
 
-    class Weights:
-        def __init__(self, k, n, peers):
-            pass
 
-        def rows(self, *_):
-            return rows
+class Pretended:
+    """A family of entries whose calls write down who was called."""
 
-    monkeypatch.setattr(w4a16, "_Weights", Weights)
-    assert run(w4a16, True) == {"marlin", "machete"} and run(w4a16, False) == set()
+    def __init__(self, **calls):
+        self.calls = calls
+
+    def opened(self, peers, notes):
+        def entry(impl, call):
+            return timing.Entry(impl, "fp16", {impl: [call]}, 4_000_000, 0, 1e-4)
+
+        return lambda case: [entry(impl, call) for impl, call in self.calls.items()]
+
+
+def fails(text="no kernel image is available"):
+    raise RuntimeError(text)
+
+
+def test_entries_take_turns():
+    """A round is one replay of each, in every second one the other way round: nobody always comes behind the same."""
+    order = []
+
+    class Timer(PretendedTimer):
+        def replay(self, graph):
+            order.append(graph)
+            return super().replay(graph)
+
+    rows, _ = measure(Pretended(rooftile=lambda: 1, cublas=lambda: 2, marlin=lambda: 3), ["a"], timer=Timer())
+    rounds = len(order) // 3
+    assert rounds == timing._WARM_UP + timing._ROUNDS and len(rows) == 3
+    assert order == ([0, 1, 2, 2, 1, 0] * rounds)[: 3 * rounds]
+
+
+def test_what_a_row_says_of_its_rounds():
+    """Replays of the warm-up do not count; a call is a replay over its calls."""
+    us = [1e6] * timing._WARM_UP + [float(100 + i) for i in range(timing._ROUNDS)]
+    (row,), _ = measure(Pretended(rooftile=lambda: 1), ["a"], timer=PretendedTimer(lambda n: us[n - 1]))
+    calls = timing._CALLS
+    assert (row["us_min"], row["us"], row["us_max"]) == tuple(round(x / calls, 2) for x in (100, 110, 120))
+    assert (row["us_p10"], row["us_p90"]) == (round(102 / calls, 2), round(118 / calls, 2))
+    assert (row["sm_clock_mhz"], row["power_w"], row["l2"]) == (1755, 420, "cold")
+
+
+def test_a_peer_that_fails_does_not_end_the_run(capsys):
+    family = Pretended(rooftile=lambda: 1, marlin=fails, cublas=lambda: 2)
+    rows, notes = measure(family, ["a", "b"])
+    assert [(r["case"], r["impl"]) for r in rows] == [(c, i) for c in "ab" for i in ("rooftile", "cublas")]
+    assert notes.left_out == [
+        {
+            "case": case,
+            "impl": "marlin",
+            "variant": "fp16",
+            "why": "no kernel image is available",
+            "failed": False,
+        }
+        for case in "ab"
+    ]
+    assert capsys.readouterr().err.count("marlin fp16 is left out: no kernel image is available\n") == 2
+
+
+def test_ours_that_fails_is_told_from_a_peer():
+    rows, notes = measure(Pretended(rooftile=fails, cublas=lambda: 2), ["a"])
+    assert [r["impl"] for r in rows] == ["cublas"] and [n["failed"] for n in notes.left_out] == [True]
+
+
+def test_a_lost_device_ends_the_run(monkeypatch):
+    """A kernel that reads where nothing is takes the context with it: no later figure is worth anything."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: fails("CUDA error: an illegal memory access"))
+    with pytest.raises(rt.DeviceError, match="lost after a marlin fp16: illegal"):
+        measure(Pretended(marlin=lambda: fails("illegal")), ["a", "b"])
+
+
+def test_a_run_keeps_its_time(monkeypatch):
+    clock = iter([0.0, 1.0, 9.0, 11.0])
+    monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
+    rows, notes = measure(Pretended(rooftile=lambda: 1), ["a", "b", "c"], seconds=10)
+    assert [r["case"] for r in rows] == ["a", "b"]
+    assert [(n["case"], n["why"], n["failed"]) for n in notes.left_out] == [("c", "the run's 10 s were over", False)]
+
+
+def test_the_fastest_choice_is_timed():
+    """Of a peer with several kernels; one that fails is none of them."""
+    times = {0: 30.0, 1: 20.0}
+
+    class Timer(PretendedTimer):
+        def replay(self, graph):
+            return times[graph]
+
+    class Family:
+        def opened(self, peers, notes):
+            choices = {"slow": [lambda: 1], "bad": [fails], "fast": [lambda: 2]}
+            return lambda case: [timing.Entry("machete", "int4-g128", choices, 10**9, 0, 0.0)]
+
+    (row,), notes = measure(Family(), ["a"], timer=Timer())
+    assert row["kernel"] == "fast" and row["us"] == 20.0 and not notes.left_out
+
+
+def test_a_package_that_does_not_import_is_missing(monkeypatch):
+    notes = runner.Notes()
+    found = runner.installed(
+        {"cublas", "marlin", "machete"}, dict.fromkeys(("marlin", "machete"), "vllm.nothing"), notes
+    )
+    assert found == {"cublas"} and {n["impl"] for n in notes.left_out} == {"marlin", "machete"}
+    rows, _ = measure(Pretended(rooftile=lambda: 1, cublas=lambda: 1), ["a"])
+    result = report.report("w4a16", rows, CEILING, ["cublas", "marlin", "machete"], notes, FACTS, "abc1234")
+    assert result["missing"] == ["machete", "marlin"] and result["left_out"] == notes.left_out
+
+
+def test_the_ceilings(monkeypatch):
+    """Single products with rest between them, and the same without."""
+
+    class Timer(PretendedTimer):
+        def sustained(self, graph):
+            return 8 * 2 * 8192**3 / 600e6, 1410, 698
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(timing.time, "sleep", lambda _: None)
+    monkeypatch.setattr(timing, "_read", lambda _: 4500.04)
+    monkeypatch.setattr(timing, "_copy", lambda _: 4100.0)
+    monkeypatch.setattr(timing, "_DEVICE", "meta")
+    found = timing.ceilings(Timer(lambda _: 2 * 4096 * 14336 * 4096 / 800e6))
+    assert found["read_gb_s"] == 4500.0 and found["bf16_sustained_tflop_s"] == 600.0
+    assert found["bf16_burst_tflop_s"] == pytest.approx(800 * 8192**3 / (4096 * 14336 * 4096), abs=0.1)
+    assert (found["sustained_sm_clock_mhz"], found["sustained_power_w"]) == (1410, 698)
+    assert set(found) == set(CEILING)
+
+
+class PretendedNvml:
+    """The four functions of NVML that are called."""
+
+    def __init__(self, power=0, clock=0, uuid=b"GPU-ab-12"):
+        self.power, self.clock, self.uuid = power, clock, uuid
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
+        handle._obj.value = 7
+        return int(uuid != self.uuid)
+
+    def nvmlDeviceGetClockInfo(self, handle, kind, clock):
+        assert handle.value == 7 and kind == 1
+        clock._obj.value = 1845
+        return self.clock
+
+    def nvmlDeviceGetFieldValues(self, handle, count, field):
+        assert count == 1 and field._obj.field == 186
+        field._obj.value, field._obj.status = 512_400, self.power
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("nvml", "read"),
+    [
+        (PretendedNvml(), (1845, 512)),
+        (PretendedNvml(power=3), (1845, None)),
+        (PretendedNvml(clock=3), (None, 512)),
+        (PretendedNvml(uuid=b"GPU-other"), (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_clock_and_power(nvml, read):
+    def load(name):
+        if nvml is None:
+            raise OSError(name)
+        return nvml
+
+    assert timing.Meter("ab-12", load).read() == read
 
 
 @pytest.mark.parametrize("bits, zeros", [(4, None), (4, "minima"), (8, None)])
 def test_copies_of_a_weight_share_no_memory(bits, zeros, monkeypatch):
-    monkeypatch.setattr(products, "copies_for", lambda _: 3)
+    monkeypatch.setattr(products, "rotation", lambda _: (3, "cold"))
     weight_type = {4: rt.W4Weight, 8: rt.W8Weight}[bits]
     w = weight_type.quantize(torch.randn(32, 128, dtype=torch.float16), group_size=32, zeros=zeros)
-    copies, exact = products.packed_copies(w)
+    (copies, l2), exact = products.packed_copies(w)
     places = [a.data_ptr() for c in copies for a in (c.codes, c.scales, c.offsets) if a is not None]
-    assert len(set(places)) == len(places) == (9 if zeros else 6)
+    assert len(set(places)) == len(places) == (9 if zeros else 6) and l2 == "cold"
     assert all(torch.equal(c.dequantize("float32"), exact) for c in copies)
 
 
-def test_a_peer_that_is_left_out_is_named(monkeypatch, capsys):
+def test_a_peer_that_is_left_out_is_named(monkeypatch, bench_on_cpu, capsys):
     """It refuses the shape, as cuDNN does on a CPU, or errs; the others are timed."""
-    shape = decode.parse("b1_kv64_hq2_hkv1_d16")
-    monkeypatch.setattr(decode, "_tensors", lambda _: (torch.ones(1, 1, 2, 16), *torch.randn(2, 1, 64, 1, 16)))
-    monkeypatch.setattr(decode, "_DTYPE", torch.float32)
-    monkeypatch.setattr(decode, "copies_for", lambda _: 1)
-    monkeypatch.setattr(decode, "time_calls", lambda _: (1.0, 1.0, 1.0))
-    assert "torch.eager" in {r["impl"] for r in decode._peers("a", shape, CEILING)}
-    assert re.search(r"^a torch\.sdpa\.cudnn is left out: \S", capsys.readouterr().err, re.MULTILINE)
-    monkeypatch.setattr(decode, "exact", lambda *_: torch.ones(1, 1, 2, 16))
-    assert decode._peers("a", shape, CEILING) == []
-    assert "a torch.eager is left out: checked: wrong answer, relative error" in capsys.readouterr().err
+    case, peers = "b1_kv64_hq2_hkv1_d16", ["torch.eager", "torch.sdpa.cudnn"]
+    rows, _ = measure(decode, [case], peers)
+    assert "torch.eager" in {r["impl"] for r in rows}
+    assert re.search(rf"^{case} torch\.sdpa\.cudnn is left out: \S", capsys.readouterr().err, re.MULTILINE)
+    monkeypatch.setattr(decode, "exact", lambda *_: torch.ones(1))
+    assert measure(decode, [case], peers)[0] == []
+    assert f"{case} torch.eager is left out: wrong answer, relative error" in capsys.readouterr().err
 
 
 def test_copies_that_the_l2_cannot_hold(monkeypatch):
+    """What so many copies of cannot exceed is called warm."""
     mib = 2**20
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=50 * mib))
-    sizes = (1, mib, 60 * mib, 100 * mib, 1500 * mib, 1501 * mib)
-    assert [timing.copies_for(n) for n in sizes] == [256, 151, 3, 2, 2, 1]
+    sizes = (mib // 2, mib, 60 * mib, 100 * mib, 1500 * mib, 1501 * mib)
+    assert [timing.rotation(n) for n in sizes] == [(n, "cold") for n in (301, 151, 3, 2, 2, 1)]
+    assert [timing.rotation(n) for n in (1, 8192)] == [(8, "warm")] * 2
+
+
+# ---------------------------------------------------------------- the attention of others
+
+
+class PretendedFlashInfer:
+    """The wrappers that are called, with FlashInfer's signatures, over plain arrays."""
+
+    class BatchDecodeWithPagedKVCacheWrapper:
+        def __init__(self, float_workspace_buffer, kv_layout="NHD", use_tensor_cores=False, backend="auto"):
+            assert kv_layout == "NHD" and use_tensor_cores and backend == "fa2"
+
+        def plan(
+            self,
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            pos_encoding_mode="NONE",
+            q_data_type="float16",
+            kv_data_type=None,
+        ):
+            self.rows = [
+                (indices[a:b].long(), (b - a - 1) * page_size + n)
+                for a, b, n in zip(indptr[:-1], indptr[1:], last_page_len.tolist(), strict=True)
+            ]
+            self.kv, self.steps = kv_data_type, 1
+
+        def run(self, q, paged_kv_cache, *args, k_scale=1.0, v_scale=1.0):
+            assert {x.dtype for x in paged_kv_cache} == {self.kv}
+            out = []
+            for (pages, n), x in zip(self.rows, q.split(self.steps), strict=True):
+                k, v = (
+                    c[pages].float().reshape(1, -1, *c.shape[2:])[:, :n] * scale
+                    for c, scale in zip(paged_kv_cache, (k_scale, v_scale), strict=True)
+                )
+                out.append(decode.exact(x[None], k, v)[0])
+            return torch.cat(out).half()
+
+    class BatchPrefillWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+        def __init__(self, float_workspace_buffer, kv_layout="NHD", backend="auto"):
+            assert kv_layout == "NHD" and backend == "fa2"
+
+        def plan(self, qo_indptr, *arguments, causal=False, **types):
+            assert causal and len(set(qo_indptr.diff().tolist())) == 1
+            super().plan(*arguments, **types)
+            self.steps = int(qo_indptr[1])
+
+
+def pretended_fa3(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=None, block_table=None, **options):
+    assert options.pop("causal") and options.pop("scheduler_metadata", "planned") == "planned"
+    left, right = options.pop("window_size")
+    assert not options and right in (-1, 0)
+    out = []
+    for b, n in enumerate(seqused_k.tolist()):
+        pages = block_table[b].long()
+        rows = (x[pages].reshape(1, -1, *x.shape[2:])[:, :n] for x in (k, v))
+        out.append(decode.exact(q[None, cu_seqlens_q[b] : cu_seqlens_q[b + 1]], *rows, left + 1)[0])
+    return torch.cat(out).half()
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """FlashInfer and vLLM's FlashAttention-3, pretended."""
+    fa3 = types.ModuleType("vllm.vllm_flash_attn.flash_attn_interface")
+    fa3.flash_attn_varlen_func = pretended_fa3
+    fa3.get_scheduler_metadata = lambda *sizes, **options: "planned"
+    package = types.ModuleType("vllm.vllm_flash_attn")
+    package.flash_attn_interface = fa3
+    for module in (types.ModuleType("vllm"), package, fa3):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    flashinfer = types.ModuleType("flashinfer")
+    vars(flashinfer).update({k: v for k, v in vars(PretendedFlashInfer).items() if k.startswith("Batch")})
+    decoding = types.ModuleType("flashinfer.decode")
+
+    def xqa(q, kv_cache, workspace, tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0):
+        assert seq_lens.dtype == torch.uint32 and not workspace.any() and bmm2_scale == 1.0
+        assert bmm1_scale == q.shape[-1] ** -0.5 and max_seq_len == max(seq_lens.tolist())
+        starts = torch.arange(len(q) + 1)
+        lengths = seq_lens.view(torch.int32)
+        return pretended_fa3(q, *kv_cache, 1, starts, max_seq_len, lengths, tables, causal=True, window_size=(-1, -1))
+
+    decoding.xqa_batch_decode_with_kv_cache = xqa
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", decoding)
+
+
+PAGED = {"flashinfer", "flashinfer.fp8", "flash_attn_3"}
+
+
+@pytest.mark.parametrize(
+    ("case", "peers"),
+    [
+        ("b2_kv128_hq4_hkv2_d32", PAGED | {"flashinfer.xqa"}),
+        ("b2_kv300_hq4_hkv2_d32_paged16", PAGED),
+        ("b2_kv300_hq4_hkv2_d32_paged64_shared", PAGED | {"flashinfer.xqa"}),
+        ("ragged3_hq4_hkv2_d32", PAGED | {"flashinfer.xqa"}),
+        ("b2_kv300_hq4_hkv2_d32_w100", PAGED),
+        ("b2_kv128_hq4_hkv2_d32_t4", PAGED),
+        ("b2_kv300_hq4_hkv2_d32_t3_w100", {"flash_attn_3"}),
+    ],
+)
+def test_others_are_given_the_rows_they_expect(case, peers, others, bench_on_cpu):
+    rows, notes = measure(decode, [case], attention_peers.MODULES)
+    assert {r["impl"] for r in rows} - {"rooftile"} == peers
+    assert {(n["impl"], n["failed"]) for n in notes.left_out} <= {("rooftile", False)}
+    ours = {r["variant"]: r for r in rows if r["impl"] == "rooftile"}
+    for r in rows:
+        if r["impl"] in PAGED and "paged" not in case:
+            assert r["bytes"] == ours["fp16"]["bytes"] // (2 if r["variant"] == "fp8" else 1)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer.fp8", "flash_attn_3"])
+def test_others_that_are_wrong_are_not_timed(name, others, bench_on_cpu, monkeypatch, capsys):
+    """Each of them is held against float32 on the values that its own cache stands for."""
+    monkeypatch.setattr(attention_peers, "_starts", lambda counts, device: torch.zeros(len(counts) + 1).int())
+    rows, _ = measure(decode, ["b2_kv128_hq4_hkv2_d32"], [name])
+    assert {r["impl"] for r in rows} == {"rooftile"} and f"{name} is left out" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the results file
 
 
-@pytest.mark.parametrize(
-    ("printed", "driver", "clock"),
-    [("580.1, 1980", "580.1", 1980), ("580.1, [N/A]", "580.1", None), ("", "unknown", None), (None, "unknown", None)],
-)
-def test_driver_and_clock_of_the_gpu_that_torch_uses(monkeypatch, printed, driver, clock):
+@pytest.mark.parametrize(("printed", "driver"), [("580.1", "580.1"), ("", "unknown"), (None, "unknown")])
+def test_driver_of_the_gpu_that_torch_uses(monkeypatch, printed, driver):
     """Its UUID is asked for: number 0 of nvidia-smi may be another one."""
     asked = []
     monkeypatch.setattr(_results, "output", lambda *command: (asked.append(command), printed)[1])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="ab-12"))
-    facts = _results.machine("cuda:1")
-    assert (facts["driver"], facts["sm_clock_mhz"]) == (driver, clock) and asked[0][-2:] == ("-i", "GPU-ab-12")
+    assert _results.machine("cuda:1")["driver"] == driver and asked[0][-2:] == ("-i", "GPU-ab-12")
 
 
 def test_clocks_that_nobody_knows():
-    facts = FACTS | {"sm_clock_mhz": None}
-    result = report.report("decode", [], CEILING, (), (facts, facts), "abc1234")
+    entry = timing.Entry("rooftile", "fp16", {}, 10**7, 0, 0.0)
+    rows = [report.row("a", entry, "k", timing.Times(10.0, 9.0, 11.0, 9.5, 10.5), CEILING)]
+    result = report.report("decode", rows, CEILING, (), runner.Notes(), FACTS, "abc1234")
     assert result["machine"]["sm_clock_mhz"] == [] and "MHz" not in TABLES.caption(result)
+
+
+def a_row(case, impl, variant, us, nbytes=40_000_000, flops=160_000_000, error=1e-4, mhz=1755):
+    times = timing.Times(us, us - 1, us + 2, us - 0.5, us + 1, mhz, 400)
+    entry = timing.Entry(impl, variant, {}, nbytes, flops, error)
+    return report.row(case, entry, f"kernel_{variant}", times, CEILING)
 
 
 def measured(family="decode", missing=("flashinfer",)):
     """A made-up result: two cases, two formats, two peers; the second case lacks one of the formats."""
-    nbytes, flops = 40_000_000, 160_000_000
-
-    def row(case, impl, variant, us):
-        return report.row(case, impl, variant, f"kernel_{variant}", (us, us - 1, us + 2), nbytes, flops, 1e-4, CEILING)
-
     rows = [
-        row("a", "rooftile", "fp16", 12.5),
-        row("a", "rooftile", "int8", 10.0),
-        row("a", "torch.eager", "fp16", 50.0),
-        row("a", "torch.sdpa", "fp16", 25.0),
-        row("b", "rooftile", "fp16", 200.0),
-        row("b", "torch.eager", "fp16", 100.0),
+        a_row("a", "rooftile", "fp16", 12.5, mhz=1410),
+        a_row("a", "rooftile", "int8", 10.0),
+        a_row("a", "torch.eager", "fp16", 50.0),
+        a_row("a", "torch.sdpa", "fp16", 25.0),
+        a_row("b", "rooftile", "fp16", 200.0),
+        a_row("b", "torch.eager", "fp16", 100.0),
     ]
-    before, after = FACTS | {"sm_clock_mhz": 345}, FACTS | {"sm_clock_mhz": 1980}
-    return report.report(family, rows, CEILING, set(missing), (before, after), "abc1234")
+    return report.report(family, rows, CEILING, {*missing, "torch.eager"}, runner.Notes(), FACTS, "abc1234")
 
 
 def test_a_row_is_held_against_the_nearer_roof():
-    streams = report.row("a", "rooftile", "fp16", "k", (10.0, 9.5, 12.25), 20_000_000, 10**9, 1.234e-4, CEILING)
+    streams = a_row("a", "rooftile", "fp16", 10.0, 20_000_000, 10**9, 1.234e-4)
     assert streams["gb_s"] == 2000.0 and streams["tflop_s"] == 100.0
     assert streams["percent_of_roof"] == 50.0  # 2000 of 4000 GB/s; 100 of 700 TFLOP/s is less
-    assert (streams["us"], streams["us_min"], streams["us_max"]) == (10.0, 9.5, 12.25)
+    assert (streams["us"], streams["us_min"], streams["us_max"]) == (10.0, 9.0, 12.0)
+    assert (streams["us_p10"], streams["us_p90"]) == (9.5, 11.0)
     assert streams["rel_err"] == 1.2e-4 and streams["l2"] == "cold"
-    computes = report.row("a", "rooftile", "fp16", "k", (10.0, 9.5, 12.0), 2_000_000, 35 * 10**8, 0.0, CEILING)
-    assert computes["percent_of_roof"] == 50.0  # 350 of 700 TFLOP/s
+    computes = a_row("a", "rooftile", "fp16", 10.0, 2_000_000, 35 * 10**8)
+    assert computes["percent_of_roof"] == 50.0  # 350 of 700 TFLOP/s, the rate of a burst
 
 
 def test_a_report_is_plain_json():
     result = measured()
     assert json.loads(json.dumps(result)) == result
     assert result["schema"] == 1 and result["family"] == "decode" and result["commit"] == "abc1234"
-    assert result["machine"] == FACTS | {"sm_clock_mhz": [345, 1980]}
-    assert result["missing"] == ["flashinfer"] and result["harness"] == timing.harness()
+    assert result["machine"] == FACTS | {"sm_clock_mhz": [1410, 1755], "power_w": [400, 400]}
+    assert result["missing"] == ["flashinfer"] and result["harness"] == timing.HARNESS and result["left_out"] == []
+
+
+@pytest.mark.parametrize(
+    ("us", "variant", "peer", "peer_ratio", "level"),
+    [
+        (50.0, "fp16", "torch.sdpa", 2.0, False),
+        (99.0, "fp16", "torch.sdpa", 1.01, True),  # 98.5 .. 100 and 99.5 .. 101
+        (101.6, "fp16", "torch.sdpa", 0.984, False),  # 101.1 .. 102.6
+        (50.0, "int8", "flashinfer.fp8", 1.6, False),  # codes against whatever is fastest, 16 bits against 16 bits
+    ],
+)
+def test_who_is_faster_and_what_is_level(us, variant, peer, peer_ratio, level):
+    rows = [
+        a_row("a", "rooftile", variant, us),
+        a_row("a", "torch.sdpa", "fp16", 100.0),
+        a_row("a", "flashinfer.fp8", "fp8", 80.0),
+        a_row("b", "cublas", "fp16", 1.0),
+    ]
+    ours, *others = report.beside_peers(rows)
+    assert (ours["peer"], ours["peer_ratio"], ours["level"]) == (peer, peer_ratio, level) and others == rows[1:]
+    alone = report.beside_peers(rows[:1])[0]
+    assert (alone["peer"], alone["peer_ratio"], alone["level"]) == (None, None, None)
 
 
 def test_the_table_on_the_terminal():
     out = io.StringIO()
     Console(file=out, width=200).print(report.table(measured()))
     text = out.getvalue()
-    assert "decode on A GPU: reads at most 4000 GB/s, bf16 700 TFLOP/s" in text and "flashinfer" in text
+    assert "decode on A GPU: reads at most 4000 GB/s, bf16 700 TFLOP/s in a burst, 600 sustained" in text
+    assert "flashinfer" in text
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "rooftile" in line]
     assert lines == [
-        ["a", "rooftile", "fp16", "12.5", "3200", "13", "80.0", "2.00"],
-        ["a", "rooftile", "int8", "10.0", "4000", "16", "100.0", "2.50"],
-        ["b", "rooftile", "fp16", "200.0", "200", "1", "5.0", "0.50"],
+        ["a", "rooftile", "fp16", "12.5", "12.0-13.5", "3200", "13", "80.0", "1410", "400", "2.00"],
+        ["a", "rooftile", "int8", "10.0", "9.5-11.0", "4000", "16", "100.0", "1755", "400", "2.50"],
+        ["b", "rooftile", "fp16", "200.0", "199.5-201.0", "200", "1", "5.0", "1755", "400", "0.50"],
     ]
 
 
@@ -407,20 +728,50 @@ def test_the_table_is_whole_where_nobody_watches(capsys):
 def test_the_markdown_table():
     lines = TABLES.table(measured()).splitlines()
     assert lines[:5] == [
-        "| case | fp16 | int8 | best peer | peer / ours |",
+        "| case | fp16 | int8 | fastest peer | peer / ours |",
         "| --- | ---: | ---: | ---: | ---: |",
-        "| a | 12.5 (80 %) | 10.0 (100 %) | 25.0 torch.sdpa | 2.00 / 2.50 |",
-        "| b | 200 (5 %) |  | 100 torch.eager | 0.50 |",
+        "| a | 12.5 ± 0.8 (80 %) | 10.0 ± 0.8 (100 %) | 25.0 ± 0.8 torch.sdpa | 2.00 / 2.50 |",
+        "| b | 200 ± 0.8 (5 %) |  | 100 ± 0.8 torch.eager | 0.50 |",
         "",
     ]
-    for fact in ("A GPU", "345-1980 MHz", "4000 GB/s", "700 TFLOP/s", "flashinfer", "abc1234", timing.harness()):
+    facts = "A GPU", "1410-1755 MHz", "400 W", "4000 GB/s", "700 TFLOP/s", "600 sustained", "flashinfer", "abc1234"
+    for fact in (*facts, timing.HARNESS):
         assert fact in lines[5], fact
+
+
+def test_a_table_says_what_is_level_and_what_is_warm():
+    rows = [a_row("a", "rooftile", "bf16", 10.0), a_row("a", "torch.eager", "bf16", 10.5)]
+    rows = [r | {"l2": "warm"} for r in rows]
+    result = report.report("ops", rows, CEILING, (), runner.Notes(), FACTS, "abc1234")
+    assert TABLES.table(result).splitlines()[2] == (
+        "| a (warm) | 10.0 ± 0.8 (100 %) | 10.5 ± 0.8 torch.eager | level |"
+    )
+
+
+def test_a_table_names_every_peer_that_ours_is_held_against():
+    """The fastest of 16 bits for 16 bits, the fastest of all for codes."""
+    rows = [
+        a_row("a", "rooftile", "fp16", 20.0),
+        a_row("a", "rooftile", "fp8", 10.0),
+        a_row("a", "flashinfer", "fp16", 25.0),
+        a_row("a", "flashinfer.fp8", "fp8", 15.0),
+    ]
+    result = report.report("decode", rows, CEILING, (), runner.Notes(), FACTS, "abc1234")
+    assert (
+        TABLES.table(result)
+        .splitlines()[2]
+        .endswith("| 25.0 ± 0.8 flashinfer<br>15.0 ± 0.8 flashinfer.fp8 | 1.25 / 1.50 |")
+    )
 
 
 def test_a_table_without_peers_and_of_some_cases():
     result = measured(missing=())
-    result["rows"] = [r for r in result["rows"] if r["impl"] == "rooftile"]
-    assert TABLES.table(result, ["b"]).splitlines()[:3] == ["| case | fp16 |", "| --- | ---: |", "| b | 200 (5 %) |"]
+    result["rows"] = report.beside_peers([r for r in result["rows"] if r["impl"] == "rooftile"])
+    assert TABLES.table(result, ["b"]).splitlines()[:3] == [
+        "| case | fp16 |",
+        "| --- | ---: |",
+        "| b | 200 ± 0.8 (5 %) |",
+    ]
     assert "not measured" not in TABLES.caption(result)
     with pytest.raises(ValueError, match="no case of decode matches c"):
         TABLES.table(result, ["c"])
@@ -428,9 +779,9 @@ def test_a_table_without_peers_and_of_some_cases():
 
 def test_a_table_of_some_variants():
     assert TABLES.table(measured(), ["variant=int?"]).splitlines()[:4] == [
-        "| case | int8 | best peer | peer / ours |",
+        "| case | int8 | fastest peer | peer / ours |",
         "| --- | ---: | ---: | ---: |",
-        "| a | 10.0 (100 %) | 25.0 torch.sdpa | 2.50 |",
+        "| a | 10.0 ± 0.8 (100 %) | 25.0 ± 0.8 torch.sdpa | 2.50 |",
         "",
     ]
     both = TABLES.table(measured(), ["a", "b", "variant=fp16", "variant=int8"])
@@ -439,43 +790,96 @@ def test_a_table_of_some_variants():
         TABLES.table(measured(), ["b", "variant=int8"])
 
 
-def test_tables_are_written_between_their_markers(tmp_path, capsys):
-    results, page = tmp_path / "decode.json", tmp_path / "page.md"
-    results.write_text(json.dumps(measured()))
-    page.write_text(
-        "before\n<!-- table: decode -->\nold\n<!-- end of table -->\nbetween\n<!-- table: decode b* x -->\n"
-        "<!-- end of table -->\n<!-- table: w4a16 -->\n<!-- end of table -->\nafter\n"
-    )
-    assert TABLES.main([str(results), "--into", str(page)]) == 0
+def test_where_a_release_stands():
+    """Won, level and lost of every variant, with the best and the worst case."""
+    lines = TABLES.standing([measured(), measured("w8a16")]).splitlines()
+    assert lines[0] == "|  | cases | faster | level | slower | peer / ours at best | at worst |"
+    assert lines[2:6] == [
+        "| decode fp16 | 2 | 1 | 0 | 1 | 2.00 a (torch.sdpa) | 0.50 b (torch.eager) |",
+        "| decode int8 | 1 | 1 | 0 | 0 | 2.50 a (torch.sdpa) | 2.50 a (torch.sdpa) |",
+        "| w8a16 fp16 | 2 | 1 | 0 | 1 | 2.00 a (torch.sdpa) | 0.50 b (torch.eager) |",
+        "| w8a16 int8 | 1 | 1 | 0 | 0 | 2.50 a (torch.sdpa) | 2.50 a (torch.sdpa) |",
+    ]
+    assert lines[-1].startswith("A GPU, commit abc1234 (20")
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder of results: decode of two machines, ops of one."""
+    folder = tmp_path / "results"
+    for name, result in {
+        "one/decode": measured(),
+        "two/decode": measured() | {"commit": "def5678"},
+        "one/ops": measured("ops"),
+    }.items():
+        path = folder / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result))
+    monkeypatch.setattr(TABLES, "RESULTS", folder)
+    monkeypatch.setattr(TABLES.fill, "__defaults__", (folder, ()))
+    return folder
+
+
+PAGE = (
+    "before\n<!-- table: one/decode -->\nold\n<!-- end of table -->\nbetween\n<!-- table: one/decode b* x -->\n"
+    "<!-- end of table -->\n<!-- table: one/ops -->\n<!-- end of table -->\n<!-- table: one/standing -->\n"
+    "<!-- end of table -->\nafter\n"
+)
+
+
+def test_tables_are_written_between_their_markers(results, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    assert TABLES.main(["--into", str(page)]) == 0
     once = page.read_text()
-    assert TABLES.main([str(results), "--into", str(page)]) == 0
+    assert TABLES.main(["--into", str(page)]) == 0
     assert page.read_text() == once and "old" not in once  # and again changes nothing
-    assert once.count("| a |") == 1 and once.count("| b |") == 2
-    assert (
-        once.startswith("before\n<!-- table: decode -->\n| case |") and "between\n<!-- table: decode b* x -->\n" in once
-    )
-    assert once.endswith("<!-- table: w4a16 -->\n<!-- end of table -->\nafter\n")
+    assert once.count("| a |") == 2 and once.count("| b |") == 3 and once.count("| ops fp16 |") == 1
+    assert once.startswith("before\n<!-- table: one/decode -->\n| case |")
+    assert "between\n<!-- table: one/decode b* x -->\n" in once and once.endswith("<!-- end of table -->\nafter\n")
     capsys.readouterr()
-    assert TABLES.main([str(results), "a"]) == 0
+    assert TABLES.main([str(results / "one" / "decode.json"), "a"]) == 0
     assert capsys.readouterr().out == TABLES.table(measured(), ["a"])
 
 
+def test_tables_of_another_machine(results, tmp_path, capsys):
+    """One option moves the pages to another machine, as far as it was measured there."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    assert TABLES.main(["--machine", "one=two", "--into", str(page)]) == 0
+    text = page.read_text()
+    markers = re.findall(r"<!-- table: (\S+)", text)
+    assert markers == ["two/decode", "two/decode", "one/ops", "two/standing"]
+    assert text.count("def5678") == 3 and text.count("abc1234") == 1 and "| ops fp16 |" not in text
+
+
 @pytest.mark.parametrize(
-    ("text", "extra", "words"),
+    ("text", "words"),
     [
-        ("no marker", None, "no `<!-- table: decode -->`"),
-        ("<!-- table: decode -->\nnever ends", None, "no `<!-- table: decode -->`"),
-        ("<!-- table: decode -->\n<!-- table: ops -->\n<!-- end of table -->\n", None, "no `<!-- table: decode -->`"),
-        ("", {"schema": 2}, "schema 2, this script reads 1"),
+        ("no marker", "no `<!-- table: MACHINE/FAMILY -->`"),
+        ("<!-- table: one/decode -->\nnever ends", "no `<!-- table: MACHINE/FAMILY -->`"),
+        (
+            "<!-- table: one/decode -->\n<!-- table: x -->\n<!-- end of table -->\n",
+            "no `<!-- table: MACHINE/FAMILY -->`",
+        ),
+        ("<!-- table: three/decode -->\n<!-- end of table -->\n", "three/decode: there is no"),
+        ("<!-- table: one/decode nothing -->\n<!-- end of table -->\n", "no case of decode matches nothing"),
     ],
 )
-def test_tables_refuse(tmp_path, capsys, text, extra, words):
-    results, page = tmp_path / "decode.json", tmp_path / "page.md"
-    results.write_text(json.dumps(measured() | (extra or {})))
+def test_tables_refuse(results, tmp_path, capsys, text, words):
+    page = tmp_path / "page.md"
     page.write_text(text)
     with pytest.raises(SystemExit):
-        TABLES.main([str(results), "--into", str(page)])
+        TABLES.main(["--into", str(page)])
     assert words in capsys.readouterr().err and page.read_text() == text
+
+
+def test_tables_of_another_schema(results, capsys):
+    path = results / "one" / "decode.json"
+    path.write_text(json.dumps(measured() | {"schema": 2}))
+    with pytest.raises(SystemExit):
+        TABLES.main([str(path)])
+    assert "schema 2, this script reads 1" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- vLLM's products
@@ -534,6 +938,9 @@ class PretendedVllm:
         assert a_type == group_scales_type == torch.float16
         return b_q_weight.contiguous()
 
+    def machete_supported_schedules(self, a_type, b_type, group_scales_type):
+        return ["128x16_1x1x1"]
+
     def machete_mm(
         self,
         a,
@@ -548,14 +955,15 @@ class PretendedVllm:
         schedule=None,
     ):
         assert b_type is self.kind and b_group_zeros is None
-        assert b_q.shape[0] * 8 == b_group_scales.shape[0] * b_group_size
+        assert b_q.shape[0] * 8 == b_group_scales.shape[0] * b_group_size and schedule in (None, "128x16_1x1x1")
         return self.product(a, b_q, b_group_scales)
 
 
 def test_vllm_is_given_the_weight_it_expects(monkeypatch):
     w = rt.W4Weight.quantize(torch.randn(24, 256).half(), group_size=128)
     codes, scales, _ = w.unpack()
-    assert vllm_products.products(codes, scales, 128) == {}  # not installed here
+    with pytest.raises(ImportError):  # not installed here
+        vllm_products.products(codes, scales, 128)
     vllm = PretendedVllm()
     utils = "vllm.model_executor.layers.quantization.utils"
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", utils.rpartition(".")[0], utils):
@@ -570,5 +978,22 @@ def test_vllm_is_given_the_weight_it_expects(monkeypatch):
     expected = x.double() @ w.dequantize("float32").double().T
     found = vllm_products.products(codes, scales, 128)
     assert list(found) == ["marlin", "machete"]
-    for pack, call in found.values():
-        assert torch.equal(call(x, pack()), expected.half())
+    assert list(found["machete"][1]) == ["vllm.machete", "vllm.machete 128x16_1x1x1"]
+    for pack, calls in found.values():
+        assert all(torch.equal(call(x, pack()), expected.half()) for call in calls.values())
+
+
+def test_a_case_of_w4a16(monkeypatch, bench_on_cpu):
+    """Ours in every variant, and the peers that are there, which share one weight."""
+    monkeypatch.setattr(products, "SHAPES", ((128, 64),))
+    peers = ("cublas", "marlin", "machete")
+    rows, notes = measure(w4a16, ["k128_n64_m16", "k256_n16_m1"], peers)
+    assert [(r["case"], r["impl"], r["variant"]) for r in rows] == [
+        ("k128_n64_m16", "rooftile", "int4-g128"),
+        ("k128_n64_m16", "rooftile", "int4-g32-minima"),
+        ("k128_n64_m16", "rooftile", "int4-g128-invariant"),
+        ("k128_n64_m16", "cublas", "fp16"),
+        ("k256_n16_m1", "rooftile", "int4-g128"),
+        ("k256_n16_m1", "cublas", "fp16"),
+    ]
+    assert [(n["case"], n["impl"]) for n in notes.left_out] == [("every case", "machete"), ("every case", "marlin")]

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -583,6 +584,9 @@ def test_the_command(tmp_path, capsys):
     assert any(line[:2] == ["up_proj", "2"] and "rounded" in line for line in lines)
     assert any(line[:5] == ["q_proj", "2", "float16", "float16", "kept"] for line in lines)
     assert "Copied: tokenizer_config.json" in out and f"Written: {tmp_path / 'target'}" in out
+    names = {}
+    exec(textwrap.dedent(out.partition("To load it:\n")[2]), names)  # the last lines
+    assert len(layers(names["model"])) == 10 and names["model"].dtype == torch.float16
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["form"] == "AWQ 4-bit" and {row["outcome"] for row in report["rows"]} == {
         "4 bits, lossless",

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: what is mistyped gives one line and status 2; ppl runs from text and from token ids."""
 
+import importlib
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -47,6 +50,23 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0 and capsys.readouterr().out == f"rooftile {rooftile.__version__}\n"
+
+
+def test_a_package_that_is_missing(monkeypatch, capsys):
+    """The command that helps, which works before there is a release: the packages of the extra by their names."""
+    project = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+    extras = dict(re.findall(r"^(torch|hf|demo) = \[(.*)\]$", project.read_text(), re.M))
+    packages = re.findall(r'"([a-z]+)>=', ", ".join(extras[name] for name in ("torch", "hf", "demo")))
+
+    def run(args):
+        raise ModuleNotFoundError("No module named 'tokenizers.models'", name="tokenizers.models")
+
+    monkeypatch.setattr("rooftile.cli.ppl.run", run)
+    assert main(["ppl"]) == 1
+    assert one_line(capsys).endswith(f"needs the package 'tokenizers.models': pip install {' '.join(packages)}\n")
+    monkeypatch.setattr("rooftile.cli.ppl.run", lambda args: importlib.import_module("no_such_module"))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):  # a fault of ours
+        main(["ppl"])
 
 
 def one_line(capsys):

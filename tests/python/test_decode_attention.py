@@ -114,6 +114,16 @@ def test_any_number_of_queries(device, format, dtype, t):
     run_and_check(cache, q64, device)
 
 
+@pytest.mark.parametrize("batch", [1, 5])
+@formats_on_devices
+def test_more_than_nine_chunks(device, format, dtype, batch):
+    """Ends on both sides of the tenth chunk, and later. One row's chunks are tasks of their own, five rows' are not."""
+    lengths = (1281, 1152, 1153, 1400, 2050)[:batch]
+    cache = filled(tokens(lengths, 1, 64, dtype), format, dtype)
+    q64, _ = queries(batch, 1, 2, 64, dtype)
+    run_and_check(cache, q64, device)
+
+
 def test_many_heads_on_one():
     cache = filled(tokens((77,), 1, 16, "float32"), "int4-kivi", "float32")
     q64, _ = queries(1, 3, 71, 16, "float32")
@@ -167,6 +177,41 @@ def test_options(device, format, dtype, options):
     cache = filled(tokens((1, 40, 290, 1030), 2, 128, dtype), format, dtype)
     q64, _ = queries(4, 4, 8, 128, dtype)
     run_and_check(cache, q64, device, **options)
+
+
+@pytest.mark.parametrize("window", [7, 33, 150])
+@formats_on_devices
+def test_a_window_of_many_queries(device, format, dtype, window):
+    """Every one of 20 queries has a window of its own; that of the first begins a chunk before that of the last."""
+    cache = filled(tokens((40, 290), 2, 64, dtype), format, dtype)
+    q64, _ = queries(2, 20, 4, 64, dtype)
+    run_and_check(cache, q64, device, window=window)
+
+
+@formats
+def test_what_lies_before_the_window_is_not_seen(format, dtype):
+    """A NaN there, in K or V: its group reads back as NaN and is skipped as a whole."""
+    (k, v), *_ = tokens([300], 2, 40, dtype)
+    _, q = queries(1, 5, 4, 40, dtype)
+    expected = both(q, filled([(k, v)], format, dtype), window=60)
+    k[[20, 150], 0, 3], v[[20, 150], 1, 5] = np.nan, np.nan
+    for x, y in zip(both(q, filled([(k, v)], format, dtype), window=60), expected, strict=True):
+        assert_bits_equal(x, y)
+
+
+@pytest.mark.parametrize("plan", cases.PLANS)
+@pytest.mark.parametrize(("format", "dtype"), list(ELEMENT.items()))
+def test_every_logit_minus_infinity(format, dtype, plan):
+    """As no visible key: out 0, lse -inf. A row with one finite logit stands beside it."""
+    k, v = np.full((140, 1, 16), -np.inf), cases.exact_values((140, 1, 16), "v")
+    some = k.copy()
+    some[70] = 0.0
+    cache = filled([(k, v), (some, v)], format, dtype)
+    out, lse = both(torch.ones(2, 1, 2, 16, dtype=cases.torch_dtype(dtype)), cache, plan=plan)
+    assert_exact(out[0], np.zeros((1, 2, 16)))
+    assert torch.isneginf(lse[0]).all()
+    assert_exact(out[1], np.broadcast_to(v[70], (1, 2, 16)))
+    assert_exact(lse[1], np.zeros((1, 2)), "float32")
 
 
 @pytest.mark.parametrize("plan", cases.PLANS)
@@ -499,10 +544,12 @@ def test_raw_tokens_that_are_gone():
     rt.decode_attention(q, cache)
 
 
-def test_a_table_that_points_nowhere():
+@pytest.mark.parametrize("page", [-1, 2, 99])  # the pool has pages 0 and 1
+def test_a_table_that_points_nowhere(page):
     cache = filled(tokens((70,), 2, 32, "float32"), "int8", "float32")
+    assert cache.max_pages == 2
     view = scattered(cache, list(range(cache.max_pages)))
-    view.arrays["block_table"][0, 1] = 99
+    view.arrays["block_table"][0, 1] = page
     with pytest.raises(rt.ArgumentError, match="block_table"):
         rt.decode_attention(torch.zeros(1, 4, 32), view)
 

@@ -5,6 +5,7 @@ import argparse
 import copy
 import json
 import math
+import pathlib
 import sys
 
 import cases
@@ -123,6 +124,30 @@ def test_what_a_gpu_lacks_is_said(arguments, tmp_path):
     assert measure.wrong_kernels(figures) == [
         "int8 cache: cpu_avx512_bfloat16_int8_d64 ran, this machine's variant is cuda"
     ]
+
+
+def test_one_long_bar_does_not_flatten_the_others(tmp_path, monkeypatch):
+    """It is cut, with its figure beside it, and the panel says so; bars of like length are not."""
+    from matplotlib import pyplot
+
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    path = pathlib.Path(__file__).parents[2] / "bench" / "results" / "xeon-2c" / "demo.json"
+    figures = json.loads(path.read_text())
+    for percents, reach, cut in (
+        ([0, 0.3, 27.5, 1.25, 0.5, -0.5, 0.25], 1.25, ["+27.50 %"]),
+        ([0, 0.3, 27.5, 1.25, 0.5, -0.5, 27.0], 27.5, []),
+        ([0, 0.3, 900, 27.5, 0.5, -0.5, 1.0], 1.0, ["+900.00 %", "+27.50 %"]),
+        ([0, 0, 0, 0, 0, 0, 0], 0, []),
+    ):
+        for row, percent in zip(figures["rows"][1:], percents, strict=True):
+            row["quality"].update(percent=percent, percent_se=None)
+        report.draw(figures, tmp_path / "a.png")
+        axes = drawn[-1].axes[3]
+        assert max(bar.get_width() for bar in axes.patches) == reach
+        rows = {text.get_position()[1] for text in axes.texts if text.get_text() == "//"}
+        assert [t.get_text() for t in axes.texts if t.get_position()[1] in rows and t.get_text() != "//"] == cut
+        assert ("not to scale" in axes.get_title()) == bool(cut)
 
 
 def test_a_cpu_row_says_nothing_of_gpus(arguments):

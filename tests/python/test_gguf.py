@@ -309,6 +309,96 @@ def test_corrupt_header(tmp_path, old, new, at, error, words):
     expect(error, path, *words)
 
 
+def string(text):
+    return struct.pack("<Q", len(text)) + text
+
+
+def key(kind, *parts):
+    """The beginning of a file without tensors whose one key is of the type `kind`."""
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + string(b"a") + struct.pack("<I", kind) + b"".join(parts)
+
+
+ARRAY = {kind: key(9, struct.pack("<I", kind)) for kind in (4, 7, 8, 9, 12)}
+COUNTS = {  # the file up to the number, its name, the least bytes of one, the bytes behind the number
+    "tensors": (b"GGUF" + struct.pack("<I", 3), "tensor count", 24, 8 + 30 * 24),
+    "keys": (b"GGUF" + struct.pack("<IQ", 3, 0), "metadata count", 13, 30 * 13),
+    "string": (key(8), "length of metadata key 'a'", 1, 30),
+    "uint32": (ARRAY[4], "length of metadata key 'a'", 4, 30 * 4),
+    "float64": (ARRAY[12], "length of metadata key 'a'", 8, 30 * 8),
+    "bool": (ARRAY[7], "length of metadata key 'a'", 1, 30),
+    "strings": (ARRAY[8], "length of metadata key 'a'", 8, 30 * 8),
+    "arrays": (ARRAY[9], "length of metadata key 'a'", 12, 30 * 12),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_that_just_fit_the_file(tmp_path, name):
+    """One more than the rest of the file can hold is refused before so many are read; as many are not."""
+    begin, what, size, rest = COUNTS[name]
+    path = tmp_path / "a.gguf"
+
+    def outcome(number):
+        path.write_bytes(begin + struct.pack("<Q", number) + bytes(rest))
+        try:
+            return str(read_gguf(path).metadata)
+        except ArgumentError as e:
+            return str(e)
+
+    most = rest // size
+    assert f"{what} is {most + 1}, more than the {rest} bytes left can hold" in outcome(most + 1)
+    assert "can hold" not in outcome(most)
+
+
+def directory(*tensors):
+    """A file of 512 bytes of data. tensors: (name, elements of float32, offset)."""
+    entries = [string(name) + struct.pack("<IQIQ", 1, n, 0, offset) for name, n, offset in tensors]
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 0) + b"".join(entries)
+    return header + bytes(-len(header) % 32) + bytes(512)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "overlap"),
+    [
+        ([(b"a", 64, 0), (b"b", 64, 256)], None),
+        ([(b"b", 64, 256), (b"a", 64, 0)], None),
+        ([(b"a", 64, 0), (b"b", 64, 224)], "'a' and 'b' overlap"),
+        ([(b"b", 64, 224), (b"a", 64, 0)], "'a' and 'b' overlap"),
+        ([(b"a", 57, 0), (b"b", 64, 224)], "'a' and 'b' overlap"),  # by four bytes
+        ([(b"a", 64, 0), (b"b", 64, 0)], "'a' and 'b' overlap"),
+        ([(b"a", 128, 0), (b"b", 8, 64)], "'a' and 'b' overlap"),  # one in the other
+        ([(b"a", 128, 0), (b"b", 8, 64), (b"c", 8, 256)], "'a' and 'b' overlap"),
+        ([(b"c", 8, 0), (b"a", 64, 32), (b"b", 8, 256)], "'a' and 'b' overlap"),
+    ],
+)
+def test_tensors_that_overlap(tmp_path, tensors, overlap):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(directory(*tensors))
+    if overlap is None:
+        assert {name.encode() for name in read_gguf(path).tensors} == {name for name, _, _ in tensors}
+    else:
+        with pytest.raises(ArgumentError, match=overlap):
+            read_gguf(path)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_scales_that_are_not_finite(tmp_path, kind):
+    """Kept as they are: the codes of such a block stand for what dequantising them gives."""
+    from rooftile.gemm import W4Weight, W8Weight
+
+    kind = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
+    stored = gguf.quants.quantize(values, kind)
+    blocks = stored.reshape(8, 8, -1)
+    special = np.array([np.inf, -np.inf, np.nan], np.float16)
+    for i in range(2 if kind.name == "Q4_1" else 1):  # the scale, and the minimum
+        blocks[[0, 1, 2], i, 2 * i : 2 * i + 2] = special[:, None].view(np.uint8)
+    with np.errstate(all="ignore"):
+        exact = gguf.quants.dequantize(stored, kind)
+    assert not np.isfinite(exact[:3]).all(1).any() and np.isfinite(exact[3:]).all()
+    weight = (W8Weight if kind.name == "Q8_0" else W4Weight).from_gguf(stored, kind, (8, 256))
+    assert np.array_equal(weight.dequantize(), exact, equal_nan=True)
+
+
 def test_key_that_occurs_twice(tmp_path):
     path = tiny_gguf.write(tmp_path / "b.gguf", extra_meta={"llama.block_counX": (2, "uint32")})
     expect(ArgumentError, corrupt(path, b"counX", b"count"), "llama.block_count", "twice")

@@ -357,6 +357,20 @@ def test_constant_groups(format, dtype, plan, value):
         assert (np.abs(got.double().numpy() - value) <= ulp).all()
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_a_minimum_of_minus_zero_is_stored_as_zero(dtype, plan):
+    """The smallest value of a group is a zero of either sign, whichever comes first: the bytes are the same."""
+    for zeros in ([0.0, -0.0], [-0.0, 0.0], [-0.0, -0.0]):
+        x = np.ones((32, 1, 64))
+        x[:2, 0, :], x[:, 0, :2] = np.array(zeros)[:, None], zeros
+        cache = contiguous("int4-kivi", dtype, 1, 64)
+        cache.append(*tensors(x, x, dtype), plan=plan)
+        dump = cache.dump(0)
+        for name in ("k_min", "v_min"):
+            minimum = np.asarray(dump[name]).astype(np.float64)
+            assert (minimum == 0).all() and not np.signbit(minimum).any(), (name, zeros)
+
+
 @quantised_kinds
 def test_extreme_ranges(format, dtype, plan):
     """Scales past the largest and below the smallest value of their type: stored as those, codes follow."""

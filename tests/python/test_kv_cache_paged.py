@@ -238,6 +238,32 @@ def test_view_of_a_quantised_pool(format):
     assert lens.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("page", [-1, 6, 10**6])  # the pool has pages 0 to 5
+def test_a_view_does_not_touch_pages_that_are_none(page):
+    """append and fork check the entries that they use, src's and dst's, before anything is written."""
+    pool, lens = torch.zeros(6, 2, 16, 2, 8), torch.zeros(2, dtype=torch.int32)
+    table = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)
+    view = rt.PagedKVCache.view(pool, table, lens, format="fp32")
+    k, v = tensors(*kv(40, 2, 8, "float32"), "float32")
+    table[0, 1] = page
+    with pytest.raises(rt.ArgumentError, match=rf"append: block_table\[0, 1\] must be a page in \[0, 6\), got {page}"):
+        view.append(k, v, rows=[0])
+    assert not pool.any() and view.lengths == [0, 0]
+    table[0, 1] = 1
+    view.append(k, v, rows=[0])
+    before = pool.clone()
+    for row, src, dst in ((0, 0, 1), (1, 0, 1)):
+        good, table[row, 1] = table[row, 1].item(), page
+        with pytest.raises(rt.ArgumentError, match=rf"fork: block_table\[{row}, 1\] must be a page in \[0, 6\)"):
+            view.fork(src, dst)
+        table[row, 1] = good
+    assert torch.equal(pool, before) and view.lengths == [40, 0]
+    table[1, 2] = page
+    view.truncate([0], [32])
+    view.fork(0, 1)  # an entry behind the tokens is not read
+    torch.testing.assert_close(view.dequantize(1)[0], k[0, :32], rtol=0, atol=0)
+
+
 def test_view_keeps_its_arrays_alive():
     def make():
         lens = torch.zeros(1, dtype=torch.int32)

@@ -219,6 +219,31 @@ def test_a_query_sees_its_own_keys_only(where, bad):
     assert torch.isnan(out[:, 101:151]).any(-1).all() or bad == float("inf")
 
 
+@pytest.mark.parametrize(("format", "dtype"), FORMATS)
+def test_what_lies_before_the_window_of_a_cache_is_not_seen(format, dtype):
+    """A NaN among cached tokens of the same block of keys, and among new ones, in K or V."""
+    rows = tokens((100,), 3, 64, dtype)
+    _, (q, k, v) = inputs(1, 40, 40, 9, 3, 64, dtype)
+    options = {"window": 30}
+    expected = both(q, k, v, cache=filled(rows, format, dtype), **options)
+    (old_k, old_v), *_ = rows
+    old_k[20, 0, 3], old_v[20, 1, 5] = np.nan, np.nan
+    k[:, 3], v[:, 3] = float("nan"), float("nan")
+    out, lse = both(q, k, v, cache=filled(rows, format, dtype), **options)
+    seen = [i for i in range(40) if not i - 30 < 3 <= i]
+    assert_bits_equal(out[:, seen], expected[0][:, seen])
+    assert_bits_equal(lse[:, seen], expected[1][:, seen])
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_every_logit_minus_infinity(dtype):
+    """As no visible key: out 0, lse -inf."""
+    q, k = torch.ones(1, 40, 2, 16), torch.full((1, 40, 1, 16), -float("inf"))
+    out, lse = both(*(x.to(cases.torch_dtype(dtype)) for x in (q, k, torch.ones(1, 40, 1, 16))))
+    assert_exact(out, np.zeros(out.shape))
+    assert torch.isneginf(lse).all()
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_a_row_stands_alone(dtype):
     _, (q, k, v) = inputs(3, 130, 130, 9, 3, 64, dtype)

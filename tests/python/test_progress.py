@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes long shows a bar on a terminal, and nothing anywhere else."""
+"""What takes long shows a bar on a terminal, and a line now and then anywhere else."""
 
 import io
 
@@ -52,6 +52,33 @@ def terminal(monkeypatch):
 def test_on_a_terminal(terminal, tmp_path, description):
     WORK[description](tmp_path)
     assert description in terminal.getvalue() and "━" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("unit", "total", "line"),
+    [("count", 40, "Working: 19 of 40, 10 s"), ("count", None, "Working: 19, 10 s"),
+     ("bytes", 40 << 20, "Working: 19.0 of 40.0 MiB, 10 s")],
+)  # fmt: skip
+def test_lines_where_there_is_no_terminal(terminal, monkeypatch, unit, total, line):
+    """One at most every SECONDS, none for what is quick; [names] are no markup."""
+    terminal.forced = False
+    now = [100.0]
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
+    with _progress.progress_bar("Working", total, unit=unit) as advance:
+        for _ in range(20):
+            now[0] += 0.55
+            advance(1 << 20 if unit == "bytes" else 1)
+    assert terminal.getvalue().splitlines() == [line]
+    with _progress.progress_bar("[b]", None) as advance:
+        for _ in range(3):
+            now[0] += 10
+            advance()
+    assert terminal.getvalue().splitlines()[1:] == ["[b]: 1, 10 s", "[b]: 2, 20 s", "[b]: 3, 30 s"]
+    terminal.truncate(0)
+    with _progress.progress_bar("Working", 2, show=False) as advance:
+        now[0] += 100
+        advance()
+    assert terminal.getvalue().strip("\0") == ""
 
 
 @pytest.mark.parametrize("description", WORK)

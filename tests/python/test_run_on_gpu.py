@@ -3,9 +3,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import bench_scripts
@@ -123,6 +125,36 @@ def test_logs_by_their_names(tmp_path):
     assert LOGS.read([]) == {"pytest": None, "programs": {}, "sanitizers": {}}
 
 
+GREEN = {
+    "pytest": counts(2),
+    "programs": {"test_tile": {"passed": 6, "skipped": 0, "failed": 0}},
+    "sanitizers": {"test_tile": {"memcheck": 0}},
+}
+
+
+@pytest.mark.parametrize(
+    ("counted", "said"),
+    [
+        ({}, []),
+        ({"pytest": None, "programs": {}, "sanitizers": {}}, []),
+        ({"pytest": counts(2, failed=1, errors=3)}, ["pytest: 1 failed", "pytest: 3 errors"]),
+        ({"pytest": counts(skipped=5)}, ["pytest: nothing passed"]),
+        ({"programs": {"test_tile": None}}, ["test_tile: did not come to its end"]),
+        ({"programs": {"test_tile": {"passed": 5, "skipped": 0, "failed": 1}}}, ["test_tile: 1 failed"]),
+        ({"sanitizers": {"test_tile": {"memcheck": 4}}}, ["test_tile under memcheck: 4 errors"]),
+        ({"sanitizers": {"test_tile": {"memcheck": None}}}, ["test_tile under memcheck: did not come to its end"]),
+    ],
+)
+def test_what_counts_as_a_failure(counted, said):
+    assert LOGS.failures(GREEN | counted) == said
+
+
+def test_pytest_that_crashed(tmp_path, capsys):
+    (tmp_path / "tests.log").write_text("....\nFatal Python error: Segmentation fault\n")
+    assert LOGS.main([str(tmp_path / "tests.log"), "--json", str(tmp_path / "tests.json")]) == 1
+    assert "pytest: did not come to its end" in capsys.readouterr().err and not (tmp_path / "tests.json").exists()
+
+
 # ---------------------------------------------------------------- the script, as far as it goes without a GPU
 
 PRETENDS = """\
@@ -135,6 +167,8 @@ _results.machine = lambda device: {{"gpu": "A GPU", "driver": "1.2", "cuda": "13
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")' "$@" ;;
   *"-m pytest"*) {pytest} ;;
+  *"-m tarfile"*) exec {python} "$@" ;;
+  *"-m rooftile bench"*) echo "$PYTHONPATH $FLASHINFER_DISABLE_JIT: $*"; {bench} ;;
 esac
 """
 SANITIZER = f"""\
@@ -160,8 +194,8 @@ def script(tmp_path):
         path.write_text(text)
         path.chmod(0o755)
 
-    def run(*options, without=(), pytest="echo '7 passed, 1 skipped in 2.50s'"):
-        executable(tmp_path / "python", PRETENDS.format(python=sys.executable, pytest=pytest))
+    def run(*options, without=(), pytest="echo '7 passed, 1 skipped in 2.50s'", bench=":"):
+        executable(tmp_path / "python", PRETENDS.format(python=sys.executable, pytest=pytest, bench=bench))
         executable(tmp_path / "cuda" / "bin" / "nvcc", "#!/bin/sh\n")
         executable(tmp_path / "cuda" / "bin" / "compute-sanitizer", SANITIZER)
         for name in PROGRAMS:
@@ -194,6 +228,7 @@ def test_all_there(script):
     assert report["left_out"] == [] and report["pytest"] == counts(7, 1, seconds=2.5)
     assert report["programs"] == {name: {"passed": 6, "skipped": 0, "failed": 0} for name in TESTS}
     assert report["sanitizers"] == {name: {"memcheck": 0, "racecheck": 0} for name in TESTS}
+    assert report["digest"] == LOGS.digest(report) != LOGS.digest(report | {"left_out": ["it passes since"]})
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer", path=PATH) is not None, reason="it is on every PATH here")
@@ -208,14 +243,16 @@ def test_strict_refuses_what_is_missing(script):
 
 def test_what_one_skips_is_not_missing(script):
     done, report = script("--strict", "--skip", "sanitizers", "--skip", "tests")
-    assert done.returncode == 0 and report["left_out"] == [] and report["pytest"] is None and report["programs"] == {}
+    assert done.returncode == 0 and report is None  # of no test there is nothing to tell
     assert "skipped   tests" in done.stdout
 
 
 def test_a_test_that_fails(script):
+    """No file says how many of its tests failed: there is none, nor what an earlier run wrote."""
+    assert script()[1] is not None
     done, report = script(pytest="echo '1 failed, 6 passed in 2.50s'; exit 1")
-    assert done.returncode == 1 and report["pytest"] == counts(6, failed=1, seconds=2.5)
-    assert "FAILED    tests" in done.stdout
+    assert done.returncode == 1 and report is None
+    assert "FAILED    tests" in done.stdout and "tests.json is not written: pytest: 1 failed" in done.stderr
 
 
 def test_logs_of_an_earlier_run_are_not_counted(script, tmp_path):
@@ -223,3 +260,47 @@ def test_logs_of_an_earlier_run_are_not_counted(script, tmp_path):
     _, report = script("--skip", "tests", without=["build/tests/cpp/test_tile"])
     assert (tmp_path / "out" / "tests.log").exists() and report["pytest"] is None
     assert list(report["programs"]) == ["test_gpu_ops"]
+
+
+ONLY_BENCH = ("--skip", "tests", "--skip", "sanitizers", "--skip", "gbench", "--commit", "abc1234")
+FAMILIES = ("w4a16", "decode", "linear", "w8a16", "ops")
+
+
+def test_benchmarks_share_their_time_and_find_the_peers(script, tmp_path):
+    peers = tmp_path / "peers"
+    peers.mkdir()
+    (tmp_path / "flashinfer.py").write_text("")
+    with tarfile.open(peers / "peers-attention.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "flashinfer.py", "flashinfer.py")
+    found = 'ls "${PYTHONPATH%%:*}"'
+    done, report = script(*ONLY_BENCH, "--peers", str(peers), "--seconds", "1000", bench=found)
+    assert done.returncode == 0 and report is None, done.stdout + done.stderr
+    seconds = []
+    for family in FAMILIES:
+        log = (tmp_path / "out" / f"bench.{family}.log").read_text()
+        assert f"bench {family} --peers --json" in log and "flashinfer.py" in log and " 1: " in log
+        seconds.append(float(re.search(r"--seconds ([\d.]+)", log)[1]))
+    assert seconds == pytest.approx([285, 499, 308, 246, 985], abs=20)  # of what the ones before left, which took none
+
+
+def test_a_peer_that_loses_the_device_is_left_out_of_a_second_run(script, tmp_path):
+    lost = "rooftile bench: error: bench: the device is lost after b8_kv4096 flashinfer.xqa: an error"
+    bench = f"""case "$*" in *--without*) ;; *"bench decode"*) echo "{lost}" >&2; exit 1 ;; esac"""
+    done, _ = script(*ONLY_BENCH, bench=bench)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED    bench.decode" in done.stdout and "passed    bench.decode.without.flashinfer.xqa" in done.stdout
+    assert "--without flashinfer.xqa" in (tmp_path / "out" / "bench.decode.without.flashinfer.xqa.log").read_text()
+
+
+def test_ours_that_fails_is_a_failure(script):
+    done, _ = script(*ONLY_BENCH, bench='case "$*" in *"bench linear"*) exit 1 ;; esac')
+    assert done.returncode == 1 and "FAILED    bench.linear" in done.stdout and "passed    bench.ops" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(("--seconds", "soon"), "--seconds soon: a whole number"), (("--peers", "."), "--peers: no peers-*.tar.xz in")],
+)
+def test_options_that_are_refused(script, options, words):
+    done, _ = script(*ONLY_BENCH, *options)
+    assert done.returncode == 2 and words in done.stderr

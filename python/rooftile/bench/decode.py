@@ -6,12 +6,13 @@ import random
 import re
 
 import torch
-import torch.nn.functional as F
 
 import rooftile as rt
 from rooftile._probe import missing_kernel
-from rooftile.bench.report import left_out, row
-from rooftile.bench.timing import copies_for, time_calls
+from rooftile.bench import attention_peers
+from rooftile.bench.report import OURS
+from rooftile.bench.runner import checked, installed
+from rooftile.bench.timing import Entry, rotation
 from rooftile.errors import ArgumentError
 from rooftile.kv_cache import ELEMENT_DTYPES, KIVI
 
@@ -31,6 +32,7 @@ CASES = (
     "b8_kv4096_hq16_hkv8_d256_w1024",
     "append_b64_t1",
 )
+PEERS = attention_peers.NAMES
 # What a cache of _DTYPE can be. Which of them have kernels the library is asked.
 FORMATS = tuple(f for f in rt.KV_FORMATS if ELEMENT_DTYPES.get(f, "float16") == "float16")
 _TOLERANCE = 2e-3  # relative Frobenius error against float32 on the values the cache stands for
@@ -75,19 +77,13 @@ def _seen(shape):
     return [min(n, shape["w"] + shape["t"] - 1) if shape["w"] else n for n in lengths(shape)]
 
 
-def steps(cases):
-    """How often run() calls advance()."""
-    return len(cases) * len(FORMATS)
+def opened(peers, notes):
+    """A function from a case to its entries."""
+    peers = installed(peers, attention_peers.MODULES, notes)
+    refused = set()
 
-
-def run(cases, peers, ceiling, advance):
-    """(rows, names of peers without one). advance(): once a case and format."""
-    rows, refused = [], set()
-    for case in cases:
-        shape = parse(case)
-        too_large = _too_large(shape)
-        if too_large:
-            left_out(case, too_large)
+    def formats(shape):
+        """The formats that have kernels for this case; the others are noted once each."""
         for format in FORMATS:
             reason = missing_kernel(
                 format,
@@ -98,22 +94,35 @@ def run(cases, peers, ceiling, advance):
                 device=_DEVICE,
             )
             if reason and reason not in refused:
-                left_out(f"{format} with head_dim {shape['d']}", reason)
+                notes.leave_out(f"head_dim {shape['d']}", OURS, format, reason)
                 refused.add(reason)
             # pages of a kivi format hold whole groups of 32
-            if not (reason or too_large or (format in KIVI and shape["paged"] == 16)):
-                rows.append((_append if shape["append"] else _ours)(case, shape, format, ceiling))
-                torch.cuda.empty_cache()
-            advance()
-        if peers and not (too_large or shape["append"] or shape["paged"] or shape["ragged"]):
-            rows += _peers(case, shape, ceiling)
-            torch.cuda.empty_cache()
-    return rows, {"flashinfer"} - {r["impl"] for r in rows} if peers else set()
+            if not (reason or (format in KIVI and shape["paged"] == 16)):
+                yield format
+
+    def entries(case):
+        shape = parse(case)
+        if reason := _too_large(shape):
+            notes.leave_out(case, OURS, "", reason)
+            return []
+        found = []
+        if shape["append"]:
+            for format in formats(shape):
+                with notes.guarded(case, OURS, format):
+                    found.append(_append(shape, format))
+            return found
+        q, k, v = _tensors(shape)
+        for format in formats(shape):
+            with notes.guarded(case, OURS, format):
+                found.append(_ours(shape, format, q, k, v))
+        return found + _peers(case, shape, q, k, v, peers, notes)
+
+    return entries
 
 
 def _too_large(shape):
-    """Why memory is too small for K and V, an fp16 cache of them and as much to work with; None if it is not."""
-    needed, free = 3 * 4 * shape["b"] * shape["kv"] * shape["hkv"] * shape["d"], torch.cuda.mem_get_info()[0]
+    """Why memory is too small for K and V, caches of them in all formats and what peers need; None if it is not."""
+    needed, free = 7 * 4 * shape["b"] * shape["kv"] * shape["hkv"] * shape["d"], torch.cuda.mem_get_info()[0]
     return f"it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free" if needed > free else None
 
 
@@ -163,29 +172,27 @@ def exact(q, k, v, window=0):
     q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    visible = _visible(*scores.shape[-2:], window, q.device)
+    visible = attention_peers.visible(*scores.shape[-2:], window, q.device)
     return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v).transpose(1, 2)
 
 
-def _visible(tokens, keys, window, device):
-    """[tokens, keys]: which keys each of the newest tokens sees."""
-    back = torch.arange(keys - tokens, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return (back >= 0) & (back < (window or keys))
-
-
-def _error(name, got, expected):
+def _error(got, expected):
     error = float((got.float() - expected).norm() / expected.norm())
     if not error <= _TOLERANCE:
-        raise RuntimeError(f"{name}: wrong answer, relative error {error:.2e}; it is not timed")
+        raise RuntimeError(f"wrong answer, relative error {error:.2e}; it is not timed")
     return error
+
+
+def _ends(tokens):
+    """Numbers of a shortest and a longest row."""
+    return sorted({tokens.index(min(tokens)), tokens.index(max(tokens))})
 
 
 def _flops(shape):
     return 4 * shape["t"] * shape["hq"] * shape["d"] * sum(_seen(shape))
 
 
-def _ours(case, shape, format, ceiling):
-    q, k, v = _tensors(shape)
+def _ours(shape, format, q, k, v):
     rows = _rows(shape, k, v)
     cache = _filled(shape, format, rows)
     attend = functools.partial(rt.decode_attention, q, window=shape["w"] or None)
@@ -194,92 +201,56 @@ def _ours(case, shape, format, ceiling):
     # a shortest and a longest row against what its cache stands for, as its newest query sees it
     steps = shape["t"] if format not in KIVI else 1  # an older query sees its own group otherwise
     tokens, error = lengths(shape), 0.0
-    for b in sorted({tokens.index(min(tokens)), tokens.index(max(tokens))}):
+    for b in _ends(tokens):
         seen = [x[None].to(_DEVICE) for x in _filled(shape, format, rows[b : b + 1]).to("cpu").dequantize(0)]
         expected = exact(q[b : b + 1, -steps:], *seen, shape["w"])
-        error = max(error, _error(f"{case} {format}", out[b : b + 1, -steps:], expected))
+        error = max(error, _error(out[b : b + 1, -steps:], expected))
     nbytes = cache.nbytes_used * sum(_seen(shape)) // sum(tokens)
-    del k, v, rows, seen, expected
-    caches = [cache] + [cache.to(_DEVICE) for _ in range(copies_for(nbytes) - 1)]
-    times = time_calls([lambda c=c: attend(c, out=out) for c in caches])
-    return row(case, "rooftile", format, names[-1], times, nbytes, _flops(shape), error, ceiling)
+    count, l2 = rotation(nbytes)
+    caches = [cache] + [cache.to(_DEVICE) for _ in range(count - 1)]
+    calls = {names[-1]: [lambda c=c: attend(c, out=out) for c in caches]}
+    return Entry(OURS, format, calls, nbytes, _flops(shape), error, l2)
 
 
-def _peers(case, shape, ceiling):
-    """Given a window, they are handed the tokens that some query sees and no others."""
-    q, k, v = _tensors(shape)
-    expected = exact(q[:1], k[:1], v[:1], shape["w"])
-    shape = {**shape, "kv": _seen(shape)[0]}
-    k, v = (x[:, -shape["kv"] :].contiguous() for x in (k, v))
-    nbytes = k.nbytes + v.nbytes
-    copies = [(k.transpose(1, 2), v.transpose(1, 2))]
-    copies += [(k.clone().transpose(1, 2), v.clone().transpose(1, 2)) for _ in range(copies_for(nbytes) - 1)]
-    queries = q.transpose(1, 2)
-    causal = {"attn_mask": _visible(shape["t"], shape["kv"], shape["w"], q.device)} if shape["t"] > 1 else {}
+def _peers(case, shape, q, k, v, peers, notes):
+    """Entries of the peers that take this case: torch's attention rows without pages, the others pages too.
 
-    def sdpa(backend):
-        def call(k, v):
-            with torch.nn.attention.sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(queries, k, v, enable_gqa=True, **causal)
-
-        return call
-
-    def eager(k, v):
-        group = shape["hq"] // shape["hkv"]
-        grouped = queries.reshape(shape["b"], shape["hkv"], group * shape["t"], shape["d"])
-        scores = grouped @ k.transpose(-1, -2) * shape["d"] ** -0.5
-        if causal:
-            scores = scores + torch.zeros_like(scores).masked_fill_(
-                ~causal["attn_mask"].repeat(group, 1), float("-inf")
-            )
-        return (scores.softmax(-1, dtype=torch.float32).to(_DTYPE) @ v).reshape_as(queries)
-
-    backends = torch.nn.attention.SDPBackend
-    candidates = [("torch.sdpa.cudnn", sdpa(backends.CUDNN_ATTENTION)), ("torch.eager", eager)]
-    if not causal:
-        candidates.insert(1, ("torch.sdpa.flash", sdpa(backends.FLASH_ATTENTION)))
-    if shape["t"] == 1 and (flashinfer := _flashinfer(shape, q)) is not None:
-        candidates.append(("flashinfer", flashinfer))
-    rows = []
-    for name, call in candidates:
-        try:
-            error = _error("checked", call(*copies[0]).transpose(1, 2)[:1], expected)
-        except RuntimeError as e:  # it refuses the shape, needs more memory than there is, or is wrong
-            left_out(f"{case} {name}", e)
+    Given a window, they are handed the tokens that some query sees and no others.
+    """
+    tokens = _seen(shape)
+    rows = [(a[:, -n:], b[:, -n:]) for (a, b), n in zip(_rows(shape, k, v), tokens, strict=True)]
+    page = shape["paged"] or (64 if shape["ragged"] or tokens[0] % 64 == 0 else tokens[0])
+    pool = attention_peers.Pool.of(rows, page, shared=shape["shared"])
+    problem = attention_peers.Problem(q, tokens, pool.table, page, shape["hkv"], shape["w"])
+    expected = {b: exact(q[b : b + 1], *rows[b], shape["w"]) for b in _ends(tokens)}
+    del rows
+    found = []
+    for name in PEERS:
+        if name not in peers or not attention_peers.takes(name, problem, plain=not (shape["paged"] or shape["ragged"])):
             continue
-        times = time_calls([lambda c=c, call=call: call(*c) for c in copies])
-        rows.append(row(case, name, "fp16", name, times, nbytes, _flops(shape), error, ceiling))
-    return rows
+        with notes.guarded(case, name):
+            found.append(_peer(name, problem, pool, expected, _flops(shape)))
+    return found
 
 
-def _flashinfer(shape, q):
-    """A call of its paged decode kernel; None if it is not installed, or refuses these arguments."""
-    try:
-        import flashinfer
-    except ImportError:
-        return None
-    page = 16
-    pages = shape["kv"] // page
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(128 << 20, dtype=torch.uint8, device=_DEVICE), "NHD", use_tensor_cores=True
-    )
-    starts = torch.arange(shape["b"] + 1, dtype=torch.int32, device=_DEVICE) * pages
-    last = torch.full((shape["b"],), page, dtype=torch.int32, device=_DEVICE)
-    table = torch.arange(shape["b"] * pages, dtype=torch.int32, device=_DEVICE)
-    try:
-        wrapper.plan(starts, table, last, shape["hq"], shape["hkv"], shape["d"], page, q_data_type=_DTYPE)
-    except (RuntimeError, TypeError, ValueError) as e:
-        left_out("flashinfer", e)
-        return None
+def _peer(name, problem, pool, expected, flops):
+    variant, copies, calls, truth = attention_peers.prepare(name, problem, pool)
 
-    def call(k, v):
-        paged = [x.transpose(1, 2).reshape(-1, page, shape["hkv"], shape["d"]) for x in (k, v)]
-        return wrapper.run(q[:, 0], tuple(paged))[:, :, None]
+    def check(call):
+        out, error = call(copies[0]), 0.0
+        for b, exactly in expected.items():
+            if truth is not None:  # what its own cache stands for
+                exactly = exact(problem.q[b : b + 1], *truth(b), problem.window)
+            error = max(error, _error(out[b : b + 1], exactly))
+        return error
 
-    return call
+    calls, error = checked(calls, check)
+    choices = {kernel: [lambda c=c, call=call: call(c) for c in copies] for kernel, call in calls.items()}
+    nbytes = sum(x.nbytes for x in copies[0]) * pool.tokens // pool.capacity
+    return Entry(name, variant, choices, nbytes, flops, error, pool.l2)
 
 
-def _append(case, shape, format, ceiling):
+def _append(shape, format):
     """The mean over 32 consecutive steps, so that a group of a kivi cache closes once."""
     steps = 32
     cache = rt.KVCache(shape["b"], 4096, shape["hkv"], shape["d"], format=format, dtype="float16", device=_DEVICE)
@@ -293,7 +264,6 @@ def _append(case, shape, format, ceiling):
         not torch.equal(torch.as_tensor(a), torch.as_tensor(b))
         for a, b in zip(same.values(), twin.dump(0).values(), strict=True)
     ):
-        raise RuntimeError(f"{case} {format}: wrong bytes; it is not timed")
+        raise RuntimeError("wrong bytes; it is not timed")
     nbytes = 2 * k.nbytes + 2 * k.numel() * {"fp16": 16, "int8": 8, "fp8": 8}.get(format, 4) // 8
-    times = time_calls([lambda: cache.append(k, v)] * steps, steps)
-    return row(case, "rooftile", format, names[-1], times, nbytes, 0, 0.0, ceiling, l2="warm")
+    return Entry(OURS, format, {names[-1]: [lambda: cache.append(k, v)] * steps}, nbytes, 0, 0.0, "warm")

@@ -5,13 +5,13 @@ import torch
 
 import rooftile as rt
 from rooftile.bench import products
-from rooftile.bench.report import row
-from rooftile.bench.timing import copies_for, time_calls
+from rooftile.bench.report import OURS
 
-CASES = products.cases(  # many rows heat the chip: they come last
+CASES = products.cases(
     (products.SHAPES, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
     (products.SHAPES, (1024, 4096)),
 )
+PEERS = ("cublas",)
 _DEVICE = "cuda"
 _VARIANTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -21,45 +21,30 @@ def parse(case):
     return products.parse("linear", case)
 
 
-def steps(cases):
-    """How often run() calls advance()."""
-    return len(cases)
-
-
-def run(cases, peers, ceiling, advance):
-    """(rows, names of peers without one). advance(): once a case."""
+def opened(peers, notes):
+    """A function from a case to its entries."""
 
     def weights(k, n):
         return {variant: _weights(k, n, dtype) for variant, dtype in _VARIANTS.items()}
 
-    def rows(case, m, weights):
-        return [r for v, copies in weights.items() for r in _rows(case, m, v, copies, peers, ceiling)]
+    def entries(case, m, weights):
+        found = []
+        for variant, copies in weights.items():
+            weight = copies[0][0]
+            torch.manual_seed(m)
+            x = torch.randn(m, weight.shape[1], device=_DEVICE).to(weight.dtype)
+            expected = x.float() @ weight.float().T
+            with notes.guarded(case, OURS, variant):
+                found.append(products.ours(variant, rt.linear, x, copies, expected))
+            if "cublas" in peers:
+                with notes.guarded(case, "cublas", variant):
+                    found.append(products.cublas(variant, x, copies, expected))
+        return found
 
-    return products.run("linear", cases, weights, rows, advance), set()
+    return products.opened("linear", weights, entries)
 
 
 def _weights(k, n, dtype):
     """Copies of one weight that a cache cannot hold together."""
     torch.manual_seed(k + n)
-    weight = (torch.randn(n, k, device=_DEVICE) * k**-0.5).to(dtype)
-    return [weight, *(weight.clone() for _ in range(copies_for(weight.nbytes) - 1))]
-
-
-def _rows(case, m, variant, weights, peers, ceiling):
-    n, k = weights[0].shape
-    torch.manual_seed(m)
-    x = torch.randn(m, k, device=_DEVICE).to(weights[0].dtype)
-    expected = x.float() @ weights[0].float().T
-    bound = products.TOLERANCE[str(x.dtype).removeprefix("torch.")]
-    nbytes, flops = weights[0].nbytes + 2 * m * (k + n), 2 * m * n * k
-    with rt.record_kernels() as names:
-        out = rt.linear(x, weights[0])
-    error = products.error(f"{case} {variant} rooftile", out, expected, bound)
-    times = time_calls([lambda w=w: rt.linear(x, w, out=out) for w in weights])
-    rows = [row(case, "rooftile", variant, names[-1], times, nbytes, flops, error, ceiling)]
-    if peers:
-        theirs = torch.nn.functional.linear
-        error = products.error(f"{case} {variant} cublas", theirs(x, weights[0]), expected, bound)
-        times = time_calls([lambda w=w: theirs(x, w) for w in weights])
-        rows.append(row(case, "cublas", variant, "torch.nn.functional.linear", times, nbytes, flops, error, ceiling))
-    return rows
+    return products.dense_copies((torch.randn(n, k, device=_DEVICE) * k**-0.5).to(dtype))

@@ -7,17 +7,19 @@ import torch
 import torch.nn.functional as F
 
 import rooftile as rt
-from rooftile.bench.report import row
-from rooftile.bench.timing import copies_for, time_calls
+from rooftile.bench.report import OURS
+from rooftile.bench.timing import Entry, rotation
 from rooftile.errors import ArgumentError
 
+PEERS = ("torch.eager", "torch.compile")
 _DTYPE = torch.bfloat16
+_DEVICE = "cuda"
 _TOLERANCE = 8e-3  # relative Frobenius error against float32
 _HEAD_DIM = 128
 
 
 def _normal(*shape):
-    return torch.randn(shape, dtype=_DTYPE, device="cuda")
+    return torch.randn(shape, dtype=_DTYPE, device=_DEVICE)
 
 
 def _weight(h):
@@ -44,14 +46,14 @@ def _rope(q, k, cos, sin, positions):
 
 
 def _rope_inputs(t, h):
-    angle = torch.arange(t, device="cuda")[:, None] * 1e4 ** -(torch.arange(_HEAD_DIM // 2, device="cuda") / 64)
+    angle = torch.arange(t, device=_DEVICE)[:, None] * 1e4 ** -(torch.arange(_HEAD_DIM // 2, device=_DEVICE) / 64)
     heads = h // _HEAD_DIM
     tables = angle.cos(), angle.sin()
     return (
         _normal(t, heads, _HEAD_DIM),
         _normal(t, max(heads // 4, 1), _HEAD_DIM),
         *tables,
-        torch.arange(t, device="cuda"),
+        torch.arange(t, device=_DEVICE),
     )
 
 
@@ -62,7 +64,7 @@ def _merge(a, la, b, lb):
 
 def _merge_inputs(t, h):
     heads = h // _HEAD_DIM
-    side = lambda: (_normal(t, heads, _HEAD_DIM), torch.randn(t, heads, device="cuda"))  # noqa: E731
+    side = lambda: (_normal(t, heads, _HEAD_DIM), torch.randn(t, heads, device=_DEVICE))  # noqa: E731
     return *side(), *side()
 
 
@@ -108,36 +110,36 @@ def parse(case):
     return found[1], int(found[2]), int(found[3])
 
 
-def steps(cases):
-    """How often run() calls advance()."""
-    return len(cases)
+def opened(peers, notes):
+    """A function from a case to its entries."""
 
-
-def run(cases, peers, ceiling, advance):
-    """(rows, names of peers that are not there). advance(): once a case."""
-    rows = []
-    for case in cases:
+    def entries(case):
         name, tokens, hidden = parse(case)
         inputs, ours, theirs, per_element = OPS[name]
         torch.manual_seed(0)
         first = inputs(tokens, hidden)
-        nbytes = per_element * tokens * hidden
-        copies = [first] + [inputs(tokens, hidden) for _ in range(copies_for(nbytes) - 1)]
+        count, l2 = rotation(sum(x.nbytes for x in first))
+        copies = [first, *(inputs(tokens, hidden) for _ in range(count - 1))]
         expected = _flat(theirs(*(x.float() if x.is_floating_point() else x for x in first)))
-        candidates = [("rooftile", ours)]
-        if peers:
+        candidates = {OURS: ours}
+        if "torch.eager" in peers:
+            candidates["torch.eager"] = theirs
+        if "torch.compile" in peers:
             torch._dynamo.reset()
-            candidates += [("torch.eager", theirs), ("torch.compile", torch.compile(theirs, dynamic=False))]
-        for impl, call in candidates:
-            with rt.record_kernels() as names:
-                got = _flat(call(*first))
-            error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True))
-            if not error <= _TOLERANCE:
-                raise RuntimeError(f"{case} {impl}: wrong answer, relative error {error:.2e}; it is not timed")
-            times = time_calls([lambda c=c, call=call: call(*c) for c in copies])
-            rows.append(row(case, impl, "bf16", names[-1] if names else impl, times, nbytes, 0, error, ceiling))
-        advance()
-    return rows, set()
+            candidates["torch.compile"] = torch.compile(theirs, dynamic=False)
+        found = []
+        for impl, call in candidates.items():
+            with notes.guarded(case, impl, "bf16"):
+                with rt.record_kernels() as names:
+                    got = _flat(call(*first))
+                error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True))
+                if not error <= _TOLERANCE:
+                    raise RuntimeError(f"wrong answer, relative error {error:.2e}; it is not timed")
+                calls = {names[-1] if names else impl: [lambda c=c, call=call: call(*c) for c in copies]}
+                found.append(Entry(impl, "bf16", calls, per_element * tokens * hidden, 0, error, l2))
+        return found
+
+    return entries
 
 
 def _flat(result):

@@ -4,10 +4,11 @@
 import re
 
 import torch
+import torch.nn.functional as F
 
 import rooftile as rt
-from rooftile.bench.report import row
-from rooftile.bench.timing import copies_for, time_calls
+from rooftile.bench.report import OURS
+from rooftile.bench.timing import Entry, rotation
 from rooftile.errors import ArgumentError
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -27,60 +28,70 @@ def parse(family, case):
     return tuple(map(int, found.groups()))
 
 
-def run(family, cases, weight_of, rows_of, advance):
-    """Rows of all cases, in order. weight_of(k, n): a weight in every form, held as long as cases have its shape;
-    rows_of(case, m, weight). advance(): once a case.
+def opened(family, weight_of, entries_of):
+    """A function from a case to its entries. weight_of(k, n): a weight in every form, held as long as cases have its
+    shape; entries_of(case, m, weight).
     """
-    rows, shape, weight = [], None, None
-    for case in cases:
+    shape, weight = None, None
+
+    def entries(case):
+        nonlocal shape, weight
         k, n, m = parse(family, case)
         if (k, n) != shape:
             weight = None
-            torch.cuda.empty_cache()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
             shape, weight = (k, n), weight_of(k, n)
-        rows += rows_of(case, m, weight)
-        advance()
-    return rows
+        return entries_of(case, m, weight)
+
+    return entries
 
 
-def error(name, got, expected, bound):
+def error(got, expected, bound):
     """The relative Frobenius error; an answer beyond `bound` is not timed."""
     relative = float((got.float() - expected).norm() / expected.norm())
     if not relative <= bound:
-        raise RuntimeError(f"{name}: wrong answer, relative error {relative:.2e}; it is not timed")
+        raise RuntimeError(f"wrong answer, relative error {relative:.2e}; it is not timed")
     return relative
 
 
+def copies(arrays):
+    """(copies, l2) of a tuple of tensors and Nones, the first one itself, as many as the L2 needs to forget them."""
+    count, l2 = rotation(sum(a.nbytes for a in arrays if a is not None))
+    return [arrays, *(tuple(None if a is None else a.clone() for a in arrays) for _ in range(count - 1))], l2
+
+
 def packed_copies(w):
-    """As many of a W4Weight or W8Weight as the L2 needs to forget it, and what it stands for. `.to` would give w."""
-    arrays = w.codes, w.scales, w.offsets
-    others = ([None if a is None else a.clone() for a in arrays] for _ in range(copies_for(w.nbytes) - 1))
-    return [w, *(type(w)(*a, **w.layout) for a in others)], w.dequantize("float32")
+    """((copies of a W4Weight or W8Weight, l2), what it stands for). `.to` would give w itself."""
+    arrays, l2 = copies((w.codes, w.scales, w.offsets))
+    return ([w, *(type(w)(*a, **w.layout) for a in arrays[1:])], l2), w.dequantize("float32")
 
 
 def dense_copies(weight):
-    """The same of a weight in 16 bits."""
-    return [weight, *(weight.clone() for _ in range(copies_for(weight.nbytes) - 1))]
+    """(copies of a weight in 16 bits, l2)."""
+    arrays, l2 = copies((weight,))
+    return [a for (a,) in arrays], l2
 
 
-def ours(case, variant, op, x, weights, expected, ceiling, **options):
-    """The row of op(x, w) with copies of a packed weight."""
+def ours(variant, op, x, weights, expected, **options):
+    """op(x, w) with copies of a packed weight, as packed_copies gives them."""
+    weights, l2 = weights
     with rt.record_kernels() as names:
         out = op(x, weights[0], **options)
-    found = error(f"{case} rooftile {variant}", out, expected, TOLERANCE["float16"])
-    times = time_calls([lambda w=w: op(x, w, out=out, **options) for w in weights])
-    return row(case, "rooftile", variant, names[-1], times, *_work(x, weights[0]), found, ceiling)
+    found = error(out, expected, TOLERANCE[str(x.dtype).removeprefix("torch.")])
+    calls = [lambda w=w: op(x, w, out=out, **options) for w in weights]
+    return Entry(OURS, variant, {names[-1]: calls}, *work(x, weights[0]), found, l2)
 
 
-def cublas(case, x, weights, expected, ceiling):
-    """The row of torch.mm with copies of a weight in 16 bits."""
-    out = x @ weights[0].T
-    found = error(f"{case} cublas", out, expected, TOLERANCE["float16"])
-    times = time_calls([lambda w=w: torch.mm(x, w.T, out=out) for w in weights])
-    return row(case, "cublas", "fp16", "torch.mm", times, *_work(x, weights[0]), found, ceiling)
+def cublas(variant, x, weights, expected):
+    """torch.nn.functional.linear with copies of a weight in 16 bits, as dense_copies gives them."""
+    weights, l2 = weights
+    found = error(F.linear(x, weights[0]), expected, TOLERANCE[str(x.dtype).removeprefix("torch.")])
+    calls = {"torch.nn.functional.linear": [lambda w=w: F.linear(x, w) for w in weights]}
+    return Entry("cublas", variant, calls, *work(x, weights[0]), found, l2)
 
 
-def _work(x, weight):
+def work(x, weight):
     """Bytes and flops of one product."""
     (m, k), n = x.shape, weight.shape[0]
     return weight.nbytes + 2 * m * (k + n), 2 * m * n * k

@@ -1,51 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results file of `rooftile bench` (schema 1) and the table people read."""
 
-import sys
-
 from rooftile._results import head
-from rooftile.bench.timing import harness
+from rooftile.bench.timing import HARNESS
+
+OURS = "rooftile"
 
 
-def report(family, rows, ceiling, missing, facts, commit_name=None):
-    """facts: the machine from before and from after the runs."""
-    before, after = facts
-    clocks = sorted({before["sm_clock_mhz"], after["sm_clock_mhz"]} - {None})
+def report(family, rows, ceiling, peers, notes, facts, commit_name=None):
+    """peers: names that were asked for; notes: what was left out; facts: of the machine."""
+    under_load = {
+        name: [min(seen), max(seen)] if (seen := [r[name] for r in rows if r[name] is not None]) else []
+        for name in ("sm_clock_mhz", "power_w")
+    }
     return {
         **head(family, commit_name),
-        "machine": {**after, "sm_clock_mhz": clocks},
-        "harness": harness(),
+        "machine": facts | under_load,
+        "harness": HARNESS,
         "ceiling": ceiling,
-        "missing": sorted(missing),
-        "rows": rows,
+        "missing": sorted(set(peers) - {r["impl"] for r in rows}),
+        "left_out": notes.left_out,
+        "rows": beside_peers(rows),
     }
 
 
-def row(case, impl, variant, kernel, times, nbytes, flops, error, ceiling, l2="cold"):
-    """One measured line. nbytes: what the call must move through memory at least; flops: what it must compute."""
-    us, fastest, slowest = times
-    gb_s = nbytes / us / 1e3
+def row(case, entry, kernel, times, ceiling):
+    """One measured line."""
+    us = times.median
+    gb_s, tflop_s = entry.nbytes / us / 1e3, entry.flops / us / 1e6
     return {
         "case": case,
-        "impl": impl,
-        "variant": variant,
+        "impl": entry.impl,
+        "variant": entry.variant,
         "kernel": kernel,
-        "l2": l2,
+        "l2": entry.l2,
         "us": round(us, 2),
-        "us_min": round(fastest, 2),
-        "us_max": round(slowest, 2),
-        "bytes": int(nbytes),
-        "flops": int(flops),
+        "us_min": round(times.fastest, 2),
+        "us_p10": round(times.p10, 2),
+        "us_p90": round(times.p90, 2),
+        "us_max": round(times.slowest, 2),
+        "sm_clock_mhz": times.mhz,
+        "power_w": times.watts,
+        "bytes": int(entry.nbytes),
+        "flops": int(entry.flops),
         "gb_s": round(gb_s, 1),
-        "tflop_s": round(flops / us / 1e6, 2),
-        "percent_of_roof": round(100 * max(gb_s / ceiling["read_gb_s"], flops / us / 1e6 / ceiling["bf16_tflop_s"]), 1),
-        "rel_err": float(f"{error:.2g}"),
+        "tflop_s": round(tflop_s, 2),
+        "percent_of_roof": round(100 * max(gb_s / ceiling["read_gb_s"], tflop_s / ceiling["bf16_burst_tflop_s"]), 1),
+        "rel_err": float(f"{entry.error:.2g}"),
     }
 
 
-def left_out(what, error):
-    """Says on stderr which peer has no row, and why."""
-    print(f"{what} is left out: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+_SIXTEEN_BITS = "fp16", "bf16"
+
+
+def beside_peers(rows):
+    """The rows, ours with "peer", the fastest one of the case, "peer_ratio", how much longer that takes, and "level".
+
+    What reads 16 bits is held against what reads 16 bits, codes against all. Level: the middle eight tenths of the
+    rounds of both meet. None where the case has no peer.
+    """
+    found = []
+    for r in rows:
+        if r["impl"] == OURS:
+            peers = [p for p in rows if p["case"] == r["case"] and p["impl"] != OURS]
+            if r["variant"] in _SIXTEEN_BITS:
+                peers = [p for p in peers if p["variant"] in _SIXTEEN_BITS]
+            best = min(peers, key=lambda p: p["us"], default=None)
+            r = r | {"peer": None, "peer_ratio": None, "level": None}
+            if best is not None:
+                level = r["us_p10"] <= best["us_p90"] and best["us_p10"] <= r["us_p90"]
+                r |= {"peer": best["impl"], "peer_ratio": round(best["us"] / r["us"], 3), "level": level}
+        found.append(r)
+    return found
 
 
 def table(result):
@@ -54,8 +80,8 @@ def table(result):
 
     machine, ceiling = result["machine"], result["ceiling"]
     out = Table(
-        title=f"{result['family']} on {machine['gpu']}: reads at most {ceiling['read_gb_s']:.0f} GB/s, "
-        f"bf16 {ceiling['bf16_tflop_s']:.0f} TFLOP/s",
+        title=f"{result['family']} on {machine['gpu']}: reads at most {ceiling['read_gb_s']:.0f} GB/s, bf16 "
+        f"{ceiling['bf16_burst_tflop_s']:.0f} TFLOP/s in a burst, {ceiling['bf16_sustained_tflop_s']:.0f} sustained",
         caption=result["harness"] + (f"; not measured: {', '.join(result['missing'])}" if result["missing"] else ""),
     )
     for name, justify in (
@@ -63,20 +89,18 @@ def table(result):
         ("by", "left"),
         ("variant", "left"),
         ("us", "right"),
+        ("p10-p90", "right"),
         ("GB/s", "right"),
         ("TFLOP/s", "right"),
         ("% of roof", "right"),
+        ("MHz", "right"),
+        ("W", "right"),
         ("x best peer", "right"),
     ):
         out.add_column(name, justify=justify)
-    best = {}
-    for r in result["rows"]:
-        if r["impl"] != "rooftile":
-            best[r["case"]] = min(best.get(r["case"], r["us"]), r["us"])
     last = None
     for r in result["rows"]:
-        ours = r["impl"] == "rooftile"
-        ratio = f"{best[r['case']] / r['us']:.2f}" if ours and r["case"] in best else ""
+        ours = r["impl"] == OURS
         if last not in (None, r["case"]):
             out.add_section()
         last = r["case"]
@@ -85,10 +109,13 @@ def table(result):
             r["impl"],
             r["variant"],
             f"{r['us']:.1f}",
+            f"{r['us_p10']:.1f}-{r['us_p90']:.1f}",
             f"{r['gb_s']:.0f}",
             f"{r['tflop_s']:.0f}",
             f"{r['percent_of_roof']:.1f}",
-            ratio,
+            "" if r["sm_clock_mhz"] is None else str(r["sm_clock_mhz"]),
+            "" if r["power_w"] is None else str(r["power_w"]),
+            "" if not (ours and r["peer"]) else "level" if r["level"] else f"{r['peer_ratio']:.2f}",
         )
         out.add_row(*cells, style="bold" if ours else None)
     return out

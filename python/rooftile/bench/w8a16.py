@@ -5,8 +5,10 @@ import torch
 
 import rooftile as rt
 from rooftile.bench import products
+from rooftile.bench.report import OURS
 
 CASES = products.cases((products.SHAPES, (1, 16, 64, 256, 1024)))
+PEERS = ("cublas",)
 _GROUP = 128
 _DEVICE = "cuda"
 
@@ -16,26 +18,25 @@ def parse(case):
     return products.parse("w8a16", case)
 
 
-def steps(cases):
-    """How often run() calls advance()."""
-    return len(cases)
-
-
-def run(cases, peers, ceiling, advance):
-    """(rows, names of peers without one). advance(): once a case."""
+def opened(peers, notes):
+    """A function from a case to its entries."""
 
     def weights(k, n):
         torch.manual_seed(0)
         weight = torch.randn(n, k, dtype=torch.float16, device=_DEVICE) * k**-0.5
         copies, exact = products.packed_copies(rt.W8Weight.quantize(weight, group_size=_GROUP))
-        return copies, exact, products.dense_copies(exact.half()) if peers else None
+        return copies, exact, products.dense_copies(exact.half()) if "cublas" in peers else None
 
-    def rows(case, m, weights):
+    def entries(case, m, weights):
         copies, exact, dense = weights
         torch.manual_seed(m)
         x = torch.randn(m, exact.shape[1], dtype=torch.float16, device=_DEVICE)
-        expected = x.float() @ exact.T
-        found = [products.ours(case, f"int8-g{_GROUP}", rt.w8a16_matmul, x, copies, expected, ceiling)]
-        return found + ([products.cublas(case, x, dense, expected, ceiling)] if peers else [])
+        expected, found = x.float() @ exact.T, []
+        with notes.guarded(case, OURS, f"int8-g{_GROUP}"):
+            found.append(products.ours(f"int8-g{_GROUP}", rt.w8a16_matmul, x, copies, expected))
+        if "cublas" in peers:
+            with notes.guarded(case, "cublas"):
+                found.append(products.cublas("fp16", x, dense, expected))
+        return found
 
-    return products.run("w8a16", cases, weights, rows, advance), set()
+    return products.opened("w8a16", weights, entries)

@@ -8,10 +8,11 @@ import shutil
 
 from rooftile import __version__
 from rooftile._progress import progress_bar
+from rooftile.checkpoints.folder import read_json
 from rooftile.checkpoints.manifest import layout_of, write_manifest
-from rooftile.checkpoints.sources import LOSSLESS, ROUNDED, open_source
+from rooftile.checkpoints.sources import LOSSLESS, ROUNDED, open_source, without_code
 from rooftile.checkpoints.writer import ShardWriter, check_target, write_json, written_whole
-from rooftile.errors import NotSupportedError
+from rooftile.errors import ArgumentTypeError, NotSupportedError
 from rooftile.gemm import PackedWeight
 from rooftile.loaders.tokenizer import load_tokenizer
 from rooftile.nn import linear_of
@@ -42,19 +43,25 @@ def convert(
     W8A16 for linear layers that are not, except the output head and `skip` (names or shell patterns); None is W4A16()
     for a 16-bit folder, and keeps them in every other source. dtype: what a GGUF file's other tensors become,
     "bfloat16" unless given. shard_bytes: the most in one file. overwrite: replace `target`, which must be a model's
-    folder. progress: show a bar where stderr is a terminal.
+    folder. progress: a bar on stderr, or lines where that is no terminal.
 
     One weight of the source and one file of the target are in memory at a time. `target` is written beside its place
     and renamed: it is there whole or not at all. Returns a report: source, target, form, rows (one for each weight:
-    name, from, to, outcome, bytes_before, bytes_after), left_out (tensors not carried over, and why), copied (files).
+    name, from, to, outcome, bytes_before, bytes_after), left_out (what is not carried over, and why), copied (files).
 
-    Raises ArgumentError naming file, module and field for what is corrupt, missing or contradicts itself, and
-    NotSupportedError for what is sound but not mapped.
+    The source need not be trusted: no code is run that lies in it or that it names, its expressions are matched for a
+    limited time, and nothing outside it is read or copied. Raises ArgumentError naming file, module and field for what
+    is corrupt, missing or contradicts itself, NotSupportedError for what is sound but not mapped, and ArgumentTypeError
+    for a source or target that is no path.
     """
+    for name, path in (("source", source), ("target", target)):
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentTypeError(f"convert: {name} must be a path, got {path!r:.60}")
     check_target(target, source, overwrite)
     opened = _open(source, rounding, skip, dtype)
     rows, layouts = [], {}
-    with written_whole(target) as folder:
+    with written_whole(target, overwrite) as folder:
+        copied, left_out = _companions(opened, folder)
         shards = ShardWriter(folder, shard_bytes)
         for entry, value, tensors in _weights(opened, layouts, "Converting", progress):
             shards.add(tensors)
@@ -70,7 +77,7 @@ def convert(
             )
         shards.close()
         write_json(folder / "config.json", {**opened.config, "quantization_config": write_manifest(layouts)})
-        copied, left_out = _companions(opened, folder)
+        check_target(target, source, overwrite)  # hours later something else may be there
     return {
         "rooftile": __version__,
         "source": str(source),
@@ -136,17 +143,32 @@ def _form(value):
 def _companions(source, folder):
     """Brings the tokenizer and the like; returns what came, and what did not and why."""
     path = pathlib.Path(source.path)
-    if path.is_dir():
-        names = sorted(f.name for f in path.iterdir() if f.is_file() and _goes_along(f.name))
-        for name in names:
-            shutil.copyfile(path / name, folder / name)
-        return names, []
-    before = set(os.listdir(folder))
-    try:
-        load_tokenizer(path).save_pretrained(folder)
-    except NotSupportedError as e:
-        return [], [f"tokenizer: {e}"]
-    return sorted(set(os.listdir(folder)) - before), []
+    if not path.is_dir():
+        try:
+            load_tokenizer(path).save_pretrained(folder)
+        except NotSupportedError as e:
+            return [], [f"tokenizer: {e}"]
+        return sorted(os.listdir(folder)), []
+    copied, left_out = [], []
+    for file in sorted(f for f in path.iterdir() if f.is_file() and _goes_along(f.name)):
+        if not file.resolve().is_relative_to(_home(path)):
+            left_out.append(f"{file.name}: a link to a file outside the folder")
+            continue
+        shutil.copyfile(file, folder / file.name)
+        if file.name == "tokenizer_config.json":
+            config = read_json(file)
+            clean = without_code(config, file.name, left_out)
+            if clean != config:
+                write_json(folder / file.name, clean)
+        copied.append(file.name)
+    return copied, left_out
+
+
+def _home(path):
+    """The folder that a checkpoint's links may lead to: its own, or in the hub's cache the model's, where a snapshot
+    links to blobs/."""
+    path = path.resolve()
+    return path.parent.parent if path.parent.name == "snapshots" else path
 
 
 def _goes_along(name):

@@ -9,9 +9,11 @@ import os
 import pathlib
 
 from rooftile.errors import ArgumentError
+from rooftile.loaders.regular import check_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_JSON_BYTES, _JSON_DEPTH = 100 * 2**20, 100  # the most that is read
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # others are refused by name later
 
 
@@ -79,6 +81,9 @@ class TensorFolder:
 
 def read_json(path):
     """The object in the JSON file at `path`."""
+    check_regular(path, path)
+    if (size := os.stat(path).st_size) > _JSON_BYTES:
+        raise ArgumentError(f"{path}: expected at most {_JSON_BYTES} bytes of JSON, got {size}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -87,6 +92,13 @@ def read_json(path):
         raise ArgumentError(f"{path}: not JSON: {e}") from e
     if not isinstance(value, dict):
         raise ArgumentError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    level = [value]
+    for _ in range(_JSON_DEPTH):
+        level = [
+            item for v in level for item in (v.values() if isinstance(v, dict) else v) if isinstance(item, dict | list)
+        ]
+    if level:
+        raise ArgumentError(f"{path}: expected objects and lists at most {_JSON_DEPTH} deep in each other")
     return value
 
 
@@ -94,6 +106,7 @@ def read_json(path):
 def _open(path):
     import safetensors
 
+    check_regular(path, path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What config.json says of a source's quantisation: read into a scheme, or refused by the name of the field."""
 
-import re
-
 import torch
 
 from rooftile.checkpoints import formats
+from rooftile.checkpoints.patterns import matches
 from rooftile.errors import ArgumentError, NotSupportedError
 
 _16_BIT = ("F16", "BF16")
 _MISSING = object()
 
 
-def scheme_of(where, config):
-    """The scheme of config["quantization_config"], or None where weights are plain. `where` begins every error."""
+def scheme_of(where, config, tensors):
+    """The scheme of config["quantization_config"], or None where weights are plain. `where` begins every error.
+    tensors: the names of all tensors."""
     fields = config.get("quantization_config")
     if fields is None:
         fields = config.get("compression_config")  # what compressed-tensors wrote at first
@@ -27,7 +27,9 @@ def scheme_of(where, config):
         raise NotSupportedError(
             f"{where}: quantization_config: quant_method '{method}' is not read; read: {', '.join(_SCHEMES)}"
         )
-    return _SCHEMES[method](fields)
+    scheme = _SCHEMES[method]
+    suffix = f".{scheme.main}"
+    return scheme(fields, [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)])
 
 
 class _Fields:
@@ -92,7 +94,7 @@ class _Gptq:
     main = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
-    def __init__(self, fields):
+    def __init__(self, fields, modules):
         self.bits = fields.expect("bits", 4, 8)
         fields.expect("pack_dtype", "int32", default="int32")
         fields.absent("is_marlin_format")
@@ -140,7 +142,7 @@ class _Awq:
     main = "qweight"
     suffixes = ("qweight", "qzeros", "scales")
 
-    def __init__(self, fields):
+    def __init__(self, fields, modules):
         fields.expect("bits", 4)
         fields.expect("zero_point", True, default=True)
         version = fields.get("format" if fields.value.get("version") is None else "version", str, "gemm")
@@ -173,17 +175,22 @@ class _CompressedTensors:
     main = "weight_packed"
     suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
-    def __init__(self, fields):
+    def __init__(self, fields, modules):
         fields.absent("kv_cache_scheme", "sparsity_config", "transform_config")
         fields.expect("quantization_status", "compressed", "frozen", default="compressed")
         self.ignore = _patterns(fields, "ignore", [])
         groups = fields.child("config_groups")
         self.groups = [_WeightGroup(fields, groups.child(name)) for name in groups.value]
+        patterns = [*self.ignore, *(target for group in self.groups for target in group.targets)]
+        self.means = matches(f"{fields.where}: {fields.name}", patterns, modules)
+
+    def named(self, patterns, module):
+        return any(pattern == "Linear" or module.name in self.means[pattern] for pattern in patterns)
 
     def group_of(self, module):
-        if any(_matches(pattern, module.name) for pattern in self.ignore):
+        if self.named(self.ignore, module):
             raise ArgumentError(f"{module.where}: has weight_packed, but `ignore` of config.json matches it")
-        group = next((g for g in self.groups if any(_matches(t, module.name) for t in g.targets)), None)
+        group = next((g for g in self.groups if self.named(g.targets, module)), None)
         if group is None:
             raise ArgumentError(f"{module.where}: has weight_packed, but `targets` of no group in config.json match it")
         return group
@@ -235,19 +242,11 @@ class _WeightGroup:
 def _patterns(fields, key, default=_MISSING):
     values = fields.get(key, list, default)
     for value in values:
-        try:
-            re.compile(value.removeprefix("re:"))
-        except (AttributeError, re.error):
+        if not isinstance(value, str):
             raise ArgumentError(
                 f"{fields.where}: {fields.name}: {key} must hold names and 're:' expressions, got {value!r:.60}"
-            ) from None
+            )
     return values
-
-
-def _matches(pattern, module):
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return pattern in ("Linear", module)
 
 
 _SCHEMES = {"compressed-tensors": _CompressedTensors, "gptq": _Gptq, "awq": _Awq}

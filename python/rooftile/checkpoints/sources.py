@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import os
+import re
 import typing
 
 import torch
@@ -19,6 +20,7 @@ LOSSLESS = {bits: f"{bits} bits, lossless" for bits in WEIGHTS}
 ROUNDED = {bits: f"{bits} bits, rounded to nearest" for bits in WEIGHTS}
 KEPT, CONVERTED, DEQUANTISED = "kept", "converted", "dequantised"  # as stored, to another float type, from codes
 _OP = "convert"
+_EXPECTED = "a folder with config.json and safetensors files, or a GGUF file"
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROUNDED_FROM = ("F32", "F16", "BF16")
 
@@ -56,11 +58,38 @@ def open_source(path, *, rounding=None, skip=(), dtype=None):
     if rounding is not None and not isinstance(rounding, W4A16 | W8A16):
         kind = type(rounding).__name__
         raise ArgumentTypeError(f"{_OP}: rounding must be a rooftile.W4A16 or W8A16 or None, got {kind}")
+    if not os.path.lexists(path):
+        raise ArgumentError(f"{path}: No such file or folder; expected {_EXPECTED}{_how_to_download(path)}")
     if os.path.isdir(path):
         if dtype is not None:
             raise ArgumentError(f"{_OP}: dtype is for GGUF files, {path} is a folder and keeps its own; got {dtype!r}")
         return _FolderSource(path, rounding, skip).source()
     return _gguf_source(path, rounding, skip, str(dtype or "bfloat16").removeprefix("torch."))
+
+
+def _how_to_download(path):
+    """What to do about a path that is not there and may be a name on a hub."""
+    name = os.fspath(path)
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        return ""
+    folder = name.rpartition("/")[2]
+    return f". A model of the Hugging Face hub is downloaded first: hf download {name} --local-dir {folder}"
+
+
+def without_code(value, where, left_out):
+    """A JSON object without the fields that make transformers run code of the checkpoint's choice: classes (auto_map)
+    and attention or expert kernels of a hub. left_out: gets a line for each, which begins with `where`."""
+    if isinstance(value, list):
+        return [without_code(item, where, left_out) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for key, item in value.items():
+        if key == "auto_map" or key.endswith(("_implementation", "_implementation_internal")):
+            left_out.append(f"{where}: {key}: code that a checkpoint names is never run")
+        else:
+            kept[key] = without_code(item, where, left_out)
+    return kept
 
 
 def _rounded(model, rounding, skip):
@@ -80,15 +109,14 @@ class _FolderSource:
     def __init__(self, path, rounding, skip):
         self.folder = TensorFolder(path)
         self.where = str(self.folder.path / "config.json")
-        self.scheme = scheme_of(self.where, self.folder.config)
-        self.config = {
-            k: v for k, v in self.folder.config.items() if k not in ("quantization_config", "compression_config")
-        }
+        self.scheme = scheme_of(self.where, self.folder.config, self.folder.tensors)
+        self.left_out = []
+        config = {k: v for k, v in self.folder.config.items() if k not in ("quantization_config", "compression_config")}
+        self.config = without_code(config, "config.json", self.left_out)
         self.model = self.empty_model()
         self.rounding = W4A16() if rounding is None and self.scheme is None else rounding
         self.rounded = _rounded(self.model, self.rounding, skip)
         self.left = dict(self.folder.tensors)  # those without a place yet
-        self.left_out = []
 
     def source(self):
         tied = self.tied_names()
@@ -126,15 +154,17 @@ class _FolderSource:
         if kind not in transformers.CONFIG_MAPPING:
             raise NotSupportedError(f"{self.where}: model_type '{kind}' is not one that transformers knows by itself")
         text = self.config.get("text_config")
-        layers = {**self.config, **(text if isinstance(text, dict) else {})}.get("num_hidden_layers")
-        if type(layers) is int and layers > len(self.folder.tensors):  # before as many are made
-            raise ArgumentError(
-                f"{self.where}: num_hidden_layers is {layers}, but there are {len(self.folder.tensors)} tensors"
-            )
+        fields = {**self.config, **(text if isinstance(text, dict) else {})}
+        for key in {"num_hidden_layers", transformers.CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers")}:
+            layers = fields.get(key)
+            if type(layers) is int and layers > len(self.folder.tensors):  # before as many are made
+                raise ArgumentError(
+                    f"{self.where}: {key} is {layers}, but there are {len(self.folder.tensors)} tensors"
+                )
         try:
             config = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(self.config))
             with torch.device("meta"):
-                return transformers.AutoModelForCausalLM.from_config(config)
+                return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except Exception as e:  # whatever a wrong field leads to
             reason = str(e).strip().replace("\n", " ")[:300]
             raise ArgumentError(f"{self.where}: transformers makes no causal language model of it: {reason}") from e

@@ -2,6 +2,8 @@
 """A folder of safetensors files of bounded size, which is there as a whole or not at all."""
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
 import pathlib
@@ -33,23 +35,69 @@ def check_target(path, source, overwrite):
 
 
 @contextlib.contextmanager
-def written_whole(path):
-    """Yields a new folder beside `path`, which takes its place when the block ends well and is deleted otherwise."""
+def written_whole(path, replace=False):
+    """Yields a new folder beside `path`, which takes its place when the block ends well and is deleted otherwise.
+
+    replace: whether a folder that is there by then is deleted; without, only an empty one is. Raises ArgumentError for
+    whatever the file system refuses. At any moment `path` is what it was or the new folder whole; where the file system
+    cannot exchange two folders in one step, a process killed between two renames leaves the old one beside it, named
+    in old-*.
+    """
     path = pathlib.Path(path).absolute()
-    draft, old = (path.parent / f".{path.name}.{secrets.token_hex(4)}" for _ in range(2))
+    draft = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
         draft.mkdir()
         yield draft
-        if path.exists():
-            path.rename(old)
-        draft.rename(path)
+        if replace and path.exists():
+            _to_disk(draft)
+            _replace(draft, path)
+        else:
+            draft.rename(path)
     except OSError as e:
         raise ArgumentError(f"{path}: {e.strerror or e}") from e
     finally:
-        if old.exists() and not path.exists():  # between the two renames
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _replace(new, path):
+    """Puts the folder `new` in the place of the folder `path`, and deletes what was there."""
+    if _exchange(new, path):
+        return  # `new` is now the old one, which written_whole deletes
+    old = path.parent / f"{path.name}.old-{secrets.token_hex(4)}"
+    path.rename(old)
+    try:
+        new.rename(path)
+    except BaseException as e:
+        try:
             old.rename(path)
-        for folder in (draft, old):
-            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            raise ArgumentError(f"{path}: {e}; what was there is now {old}") from e
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a, b):
+    """Exchanges two folders in one step. False where the C library, the kernel or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP):
+        return False
+    raise OSError(error, os.strerror(error), str(b))
+
+
+def _to_disk(folder):
+    """Waits until the files of a folder are on the disk, so that a machine that stops later has them."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class ShardWriter:
@@ -99,4 +147,5 @@ class ShardWriter:
 
 
 def write_json(path, value):
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """In ASCII: a string from another file may hold what UTF-8 cannot."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="ascii")

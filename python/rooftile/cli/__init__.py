@@ -16,7 +16,8 @@ import sys
 from rooftile import __version__
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError
 
-_OPTIONAL_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "tokenizers", "matplotlib")
+# the extra "demo", by the names on a package index
+_OPTIONAL_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "matplotlib")
 
 
 def main(arguments=None):
@@ -33,9 +34,9 @@ def main(arguments=None):
     except RooftileError as e:
         return _fail(args, e, 1)
     except ModuleNotFoundError as e:
-        if (e.name or "").partition(".")[0] not in _OPTIONAL_PACKAGES:
+        if (e.name or "").partition(".")[0] not in (*_OPTIONAL_PACKAGES, "tokenizers"):
             raise
-        return _fail(args, f"needs the package '{e.name}': pip install 'rooftile[demo]'", 1)
+        return _fail(args, f"needs the package '{e.name}': pip install {' '.join(_OPTIONAL_PACKAGES)}", 1)
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -18,6 +18,8 @@ def add_arguments(parser):
         help="decode: attention over a cache, append; w4a16, w8a16, linear: products; ops: what lies between",
     )
     add("--peers", action="store_true", help="also time torch's own kernels, and what else is installed")
+    add("--without", metavar="PEER", action="append", help="not this peer (may be given again)")
+    add("--seconds", metavar="N", type=float, help="begin no case after so long; what is left out is listed")
     add("--only", metavar="TEXT", action="append", help="cases whose name holds TEXT (may be given again)")
     add("--case", metavar="NAME", action="append", help="these cases, also such as are not in the list")
     add("--list", action="store_true", help="print the names of the cases and stop")
@@ -39,6 +41,9 @@ def run(args):
         return 0
     for case in cases:
         family.parse(case)
+    for peer in args.without or ():
+        if peer not in family.PEERS:
+            raise ArgumentError(f"--without {peer}: the peers of {args.family} are {', '.join(family.PEERS)}")
     check_writable(args.json, "--json")
 
     import torch
@@ -46,19 +51,33 @@ def run(args):
 
     from rooftile import _C
     from rooftile._progress import progress_bar
-    from rooftile.bench import report, timing
+    from rooftile.bench import report, runner, timing
 
     if _C.gpu_backend().startswith("none") or not torch.cuda.is_available():
         raise DeviceError(
             f"bench needs a GPU; kernels: {_C.gpu_backend()}; torch sees {torch.cuda.device_count()} GPUs"
         )
+    peers = [name for name in family.PEERS if name not in (args.without or ())] if args.peers else []
+    rows, notes, lost = [], runner.Notes(), None
     with torch.inference_mode():
-        before = machine("cuda")
-        ceiling = timing.ceilings()
-        with progress_bar(f"Timing {args.family}", family.steps(cases)) as advance:
-            rows, missing = family.run(cases, args.peers, ceiling, advance)
-        result = report.report(args.family, rows, ceiling, missing, (before, machine("cuda")), args.commit)
-    print_whole(Console(), report.table(result))
+        facts, timer = machine("cuda"), timing.GpuTimer()
+        ceiling = timing.ceilings(timer)
+
+        def result():
+            return report.report(args.family, rows, ceiling, peers, notes, facts, args.commit)
+
+        with progress_bar(f"Timing {args.family}", len(cases)) as advance:
+            run = runner.run(family, cases, peers, ceiling, timer, notes, advance=advance, seconds=args.seconds)
+            try:
+                for found in run:
+                    rows += found
+                    if args.json:  # a run that is stopped leaves what it has
+                        write_json(args.json, result(), "--json")
+            except DeviceError as e:
+                lost = e
+    print_whole(Console(), report.table(result()))
     if args.json:
-        write_json(args.json, result, "--json")
-    return 0
+        write_json(args.json, result(), "--json")
+    if lost:
+        raise lost
+    return int(any(note["failed"] for note in notes.left_out))

@@ -2,6 +2,7 @@
 """`rooftile convert`: a checkpoint into a folder of 4-bit or 8-bit weights that from_pretrained reads."""
 
 import argparse
+import os
 import re
 
 from rooftile.cli._files import check_writable, write_json
@@ -65,18 +66,20 @@ def run(args):
     if args.json:
         write_json(args.json, report, "--json")
         console.print(f"What became of every weight: {args.json}", soft_wrap=True)
+    console.print(*_loading_lines(report["target"]), sep="\n", soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
 def _print(console, report):
     from rich.table import Table
+    from rich.text import Text
 
     kinds = {}  # rows of the table: all weights of one kind with one fate
     for row in report["rows"]:
         kind = (_kind(row["name"]), row["from"], row["to"], row["outcome"])
         count, before, after = kinds.get(kind, (0, 0, 0))
         kinds[kind] = (count + 1, before + row["bytes_before"], after + row["bytes_after"])
-    table = Table(title=f"{report['source']} ({report['form']})", title_justify="left", box=None)
+    table = Table(title=Text(f"{report['source']} ({report['form']})"), title_justify="left", box=None)
     for name in ("weights", "number", "from", "to", "outcome", "MiB before", "MiB after"):
         table.add_column(name, justify="right" if name == "number" or "MiB" in name else "left")
     for (kind, *words), (count, before, after) in kinds.items():
@@ -85,11 +88,25 @@ def _print(console, report):
     sums = [sum(row[key] for row in report["rows"]) for key in ("bytes_before", "bytes_after")]
     table.add_row("all", str(len(report["rows"])), "", "", "", *map(_mib, sums))
     print_whole(console, table)
-    for line in report["left_out"]:
-        console.print(f"Left out: {line}", soft_wrap=True, highlight=False)
+    lines = [f"Left out: {line}" for line in report["left_out"]]
     if report["copied"]:
-        console.print(f"Copied: {', '.join(report['copied'])}", soft_wrap=True, highlight=False)
-    console.print(f"Written: {report['target']}", soft_wrap=True, highlight=False)
+        lines.append(f"Copied: {', '.join(report['copied'])}")
+    lines.append(f"Written: {report['target']}")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)  # names in a file may look like markup
+
+
+def _loading_lines(target):
+    """The Python that loads what was written."""
+    return [
+        "",
+        "To load it:",
+        "",
+        "    import rooftile.integrations.transformers  # before from_pretrained: it registers the weights' format",
+        "    import transformers",
+        "",
+        f'    model = transformers.AutoModelForCausalLM.from_pretrained({os.path.abspath(target)!r}, dtype="auto")',
+    ]
 
 
 def _kind(name):

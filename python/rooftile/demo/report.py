@@ -12,6 +12,8 @@ from rich.text import Text
 
 from rooftile.errors import ArgumentError
 
+_OUTLIER = 8
+
 
 def _table(title, *columns):
     """Names on the left, figures on the right; without columns: names and running text."""
@@ -154,6 +156,15 @@ def check_picture(path, option):
         raise ArgumentError(f"{option} {path}: expected a name that ends in one of {', '.join(sorted(known))}")
 
 
+def _reach(ends):
+    """How far a panel's scale goes: to the longest bar, without those more than _OUTLIER times as long as the next one.
+    They would flatten the others and are cut."""
+    ends = sorted(end for end in ends if end > 0)
+    while len(ends) > 1 and ends[-1] > _OUTLIER * ends[-2]:
+        ends.pop()
+    return ends[-1] if ends else 1e-9
+
+
 def draw(report, path):
     """The picture: memory, decode speed and quality as bars, one line per variant. PNG, or what `path` ends in."""
     import matplotlib
@@ -168,18 +179,24 @@ def draw(report, path):
     )
 
     def bars(axes, title, values, texts, colours, errors=None):
-        whiskers = errors and [e or math.nan for e in errors]  # none where there is no error
-        axes.barh(range(len(rows)), values, xerr=whiskers, color=colours, error_kw={"elinewidth": 1, "capsize": 3})
+        """Returns whether a bar is cut."""
         ends = [max(v, 0) + e for v, e in zip(values, errors or [0] * len(rows), strict=True)]
-        reach = max(*ends, 1e-9)
+        reach = _reach(ends)
+        # none where there is no error, or where the bar is cut
+        whiskers = errors and [e if e and end <= reach else math.nan for e, end in zip(errors, ends, strict=True)]
+        widths = [min(v, reach) for v in values]
+        axes.barh(range(len(rows)), widths, xerr=whiskers, color=colours, error_kw={"elinewidth": 1, "capsize": 3})
         for i, (end, text) in enumerate(zip(ends, texts, strict=True)):
-            axes.text(end + 0.02 * reach, i, text, va="center", fontsize=9.5)
+            axes.text(min(end, reach) + 0.02 * reach, i, text, va="center", fontsize=9.5)
+            if end > reach:  # as far as the longest of the others, and broken
+                axes.text(0.85 * reach, i, "//", va="center", color="white", fontsize=15, fontweight="bold")
         low = min(0, *(v - e for v, e in zip(values, errors or [0] * len(rows), strict=True)))
         axes.set_xlim(1.1 * low, 1.5 * reach)
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set_title(title, fontsize=11)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)
+        return max(ends) > reach
 
     def figures(key, text):
         """Values and texts of one panel; a row that is missing has none."""
@@ -211,14 +228,17 @@ def draw(report, path):
     for i, row in enumerate(rows):
         if row["name"] == run["baseline"]:
             texts[i] = f"baseline: {row['quality']['perplexity']:.2f}"
-    bars(
+    title = "Perplexity, change\n(lower is better; ± 1 s.e."
+    cut = bars(
         quality,
-        "Perplexity, change\n(lower is better; whiskers ± 1 s.e.)",
+        f"{title})",
         [q["percent"] for q in scored],
         texts,
         blue,
         [q["percent_se"] or 0 for q in scored],
     )
+    if cut:
+        quality.set_title(f"{title}; // not to scale)", fontsize=11)
     weights.set_yticks(range(len(rows)), [row["name"] for row in rows])
     weights.invert_yaxis()
     where = report["machine"]["gpu" if _on_gpu(report) else "cpu"]

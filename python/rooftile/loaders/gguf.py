@@ -63,7 +63,7 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     minima of tensors stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear, lossless) and dequantises the rest.
     The embedding and the head are always dequantised, and save_pretrained writes a folder to load. device: where the
     model goes, tensor by tensor: "cpu", "cuda", "cuda:1" or a torch.device.
-    progress: show a bar where stderr is a terminal.
+    progress: a bar on stderr, or lines where that is no terminal.
 
     Raises ArgumentError naming the file and the key or tensor for a truncated, corrupt or inconsistent file, and
     NotSupportedError for what is sound but not mapped (another architecture, RoPE scaling other than linear, experts).

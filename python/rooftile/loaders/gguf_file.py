@@ -15,6 +15,7 @@ import struct
 import numpy as np
 
 from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile.loaders.regular import check_regular
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -89,6 +90,7 @@ def read_gguf(path):
     tensor type.
     """
     path = os.fspath(path)
+    check_regular(path, f"model file '{path}'")
     try:
         with open(path, "rb") as f:
             return _Header(path, f).read()

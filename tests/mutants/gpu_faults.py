@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults to plant in the GPU kernels: a test is trusted once it was seen to fail on one.
+"""Faults to plant in the GPU kernels. Each is built alone, in a copy of the tree, and tested on a GPU."""
 
-planted_faults.py --list                 what there is
-planted_faults.py --apply NAME TREE      plants one in a copy of the source tree (a git worktree, say)
-
-Then build that copy and run the tests on a GPU, as in docs/contributing.md: some must fail. A fault that no test finds
-is a test that is missing.
-"""
-
-import argparse
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import forks
+import instrumented
+import places
 
 DECODE, W4A16, LINEAR = "cpp/kernels/decode/", "cpp/kernels/w4a16/", "cpp/kernels/linear/"
 
@@ -328,37 +325,89 @@ FAULTS = {
 }
 
 
-def places(fault, tree):
-    """How often the sound text occurs in the file."""
-    return (Path(tree) / fault.file).read_text().count(fault.sound)
+TESTS = (
+    "decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults kv_cache_gpu w4a16_device linear_device"
+    " linear w4a16 decode_attention cuda streams fused"
+).split()
 
 
-def plant(fault, tree):
+def lines(tree):
+    """[(fault, its line)] of every fault. Raises SystemExit for one whose place is gone."""
+    found = []
+    for name, fault in FAULTS.items():
+        text = (Path(tree) / fault.file).read_text()
+        check_place(name, fault, text)
+        found.append((fault, places.line_of(text, text.index(fault.sound))))
+    return found
+
+
+def rows(tree):
+    """What kills.json says of them."""
+    for fault, line in lines(tree):
+        original, mutated = places.one_line(fault.sound), places.one_line(fault.faulty)
+        yield {"file": fault.file, "line": line, "rule": "GPU", "what": fault.what, "original": original,
+               "mutated": mutated, "result": "needs GPU", "by": ""}  # fmt: skip
+
+
+def check_place(name, fault, text):
+    if text.count(fault.sound) != 1:
+        times = text.count(fault.sound)
+        sys.exit(f"mutants: {fault.file} has the text of {name} {times} times, expected once: {fault.sound!r}")
+
+
+def plant(name, tree):
+    fault = FAULTS[name]
     path = Path(tree) / fault.file
     text = path.read_text()
-    if text.count(fault.sound) != 1:
-        sys.exit(f"planted_faults: {path} has the text {text.count(fault.sound)} times, expected once: {fault.sound!r}")
+    check_place(name, fault, text)
     path.write_text(text.replace(fault.sound, fault.faulty))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="name all faults")
-    parser.add_argument("--apply", nargs=2, metavar=("NAME", "TREE"), help="plant one in a copy of the tree")
-    args = parser.parse_args()
-    if args.list:
-        for name, fault in FAULTS.items():
-            print(f"{name:14} {fault.file:32} {fault.what}")
-    elif args.apply:
-        name, tree = args.apply
-        if name not in FAULTS:
-            sys.exit(f"planted_faults: no fault is called {name!r}; --list names them")
-        if Path(tree).resolve() == Path(__file__).resolve().parents[1]:
-            sys.exit("planted_faults: TREE is this very tree; take a copy, such as a git worktree")
-        plant(FAULTS[name], tree)
-    else:
-        parser.error("--list or --apply")
+def check_name(name):
+    if name not in FAULTS:
+        sys.exit(f"mutants: no fault is called {name!r}; there are {', '.join(FAULTS)}")
 
 
-if __name__ == "__main__":
-    main()
+def plant_one(tree, name, to):
+    check_name(name)
+    if to.resolve() == tree:
+        sys.exit("mutants: TREE is this very tree; take a copy, such as a git worktree")
+    plant(name, to)
+
+
+def build(tree):
+    configure = ["cmake", "--preset", "cuda", f"-DPython_EXECUTABLE={sys.executable}", "-DROOFTILE_WERROR=OFF",
+                 "-DROOFTILE_BENCH=OFF", "-DROOFTILE_CUDA_ARCHITECTURES=90a-real"]  # fmt: skip
+    ninja = Path(sys.executable).parent / "ninja"
+    if ninja.exists():
+        configure.append(f"-DCMAKE_MAKE_PROGRAM={ninja}")
+    subprocess.run(configure, cwd=tree, check=True, stdout=subprocess.DEVNULL)
+    return subprocess.run(["cmake", "--build", "--preset", "cuda"], cwd=tree).returncode
+
+
+def run(tree, names, compile_only):
+    for name in names:
+        check_name(name)
+    names = names or list(FAULTS)
+    to = tree / "build/mutants/gpu"
+    instrumented.copy(tree, to)
+    if compile_only:
+        for name in names:
+            plant(name, to)
+        sys.exit(build(to))
+    seen = {}
+    for name in names:
+        instrumented.copy(tree, to)  # whatever the fault before has changed
+        plant(name, to)
+        if build(to):
+            sys.exit(f"mutants: the fault {name} does not compile")
+        runner, job = forks.Forks(to, 1), forks.Job(0, list(TESTS))
+        runner.run([job], {}, lambda job: None)
+        last = list(job.outcomes.values())[-1]
+        seen[name] = last.how, last.by
+        print(
+            f"{'SURVIVED' if last.how == 'passed' else last.how:9} {name}: {FAULTS[name].what} [{last.by}]", flush=True
+        )
+    forks.save(tree / "build/mutants/gpu.json", seen)
+    survived = [name for name, (how, _) in seen.items() if how == "passed"]
+    sys.exit(f"mutants: survived: {', '.join(survived)}" if survived else 0)

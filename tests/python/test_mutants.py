@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mutation runner: faults fit the sources as they are, rules give what they say, kills.json is what a run wrote."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import by_hand
+import cpp_rules
+import gpu_faults
+import instrumented
+import places
+import pytest
+import python_rules
+
+TREE = Path(__file__).resolve().parents[2]
+FOLDER = TREE / "tests/mutants"
+
+
+@pytest.fixture(scope="module")
+def draw():
+    return instrumented.Draw(TREE, 5)
+
+
+@pytest.mark.parametrize("name", gpu_faults.FAULTS)
+def test_every_gpu_fault_has_its_place(name):
+    fault = gpu_faults.FAULTS[name]
+    assert (TREE / fault.file).read_text().count(fault.sound) == 1 and fault.sound != fault.faulty
+
+
+@pytest.mark.parametrize("fault", by_hand.FAULTS, ids=lambda fault: fault.what)
+def test_every_fault_written_by_hand_has_its_place(fault):
+    assert (TREE / fault.file).read_text().count(fault.sound) == 1 and fault.sound != fault.faulty
+
+
+def test_a_gpu_fault_is_planted_in_a_copy_alone(tmp_path):
+    def run(*arguments):
+        return subprocess.run([sys.executable, FOLDER, "plant", *arguments], capture_output=True, text=True)
+
+    name, fault = next(iter(gpu_faults.FAULTS.items()))
+    copy, text = tmp_path / fault.file, (TREE / fault.file).read_text()
+    copy.parent.mkdir(parents=True)
+    copy.write_text(text)
+    assert run(name, tmp_path).returncode == 0
+    assert copy.read_text() == text.replace(fault.sound, fault.faulty)
+    again = run(name, tmp_path)
+    assert again.returncode != 0 and "expected once" in again.stderr
+    assert "very tree" in run(name, TREE).stderr
+    assert "no fault" in run("nothing", tmp_path).stderr
+
+
+def test_every_file_gives_three_or_all_it_has(draw):
+    for file in places.sources(TREE):
+        rules = python_rules if file.endswith(".py") else cpp_rules
+        drawn = [m for m in draw.chosen[file] if m.rule != "by hand"]
+        assert len(drawn) >= 3 or len(drawn) == len(draw.chosen[file]) or not draw.waiting[file], file
+        assert draw.few[file] >= 3 and len(rules.mutants(file, draw.text[file])) >= len(drawn)
+    drawn = draw.all()
+    assert sum(m.rule == "by hand" for m in drawn) == len(by_hand.FAULTS) >= 30
+    assert sum(m.rule != "by hand" for m in drawn) >= 200
+    assert len({m.number for m in drawn}) == len(drawn)
+
+
+def test_the_seed_decides_what_is_drawn(draw):
+    assert instrumented.Draw(TREE, 5).all() == draw.all() != instrumented.Draw(TREE, 6).all()
+
+
+CPP = """\
+void f(int a, int b, const int* x, std::vector<int> v) {
+  check(a, b);
+  if (a < b && b != 3) return;
+  total += x[a] * 2 - b;
+  const int c = a > b ? a : b;   // a < b
+  g("a < b", c, v[0]);
+}
+"""
+
+
+def changes(found):
+    return {(m.rule, m.original, m.mutated) for m in found}
+
+
+def test_rules_of_cpp():
+    found = changes(cpp_rules.mutants("f.cpp", CPP))
+    assert {
+        ("comparison flipped", "a < b", "a <= b"),
+        ("comparison flipped", "b != 3", "b == 3"),
+        ("condition dropped", "a < b && b != 3", "a < b"),
+        ("condition dropped", "a < b && b != 3", "b != 3"),
+        ("condition never met", "a < b && b != 3", "false"),
+        ("constant one more", "b != 3", "b != 4"),
+        ("sign flipped", "x[a] * 2 - b", "x[a] * 2 + b"),
+        ("term dropped", "x[a] * 2 - b", "x[a] * 2"),
+        ("factor dropped", "x[a] * 2", "x[a]"),
+        ("index one more", "a", "a + 1"),
+        ("branches swapped", "a > b ? a : b", "a > b ? b : a"),
+        ("arguments swapped", 'g("a < b", c, v[0])', 'g("a < b", v[0], c)'),
+        ("check dropped", "check(a, b);", ""),
+        ("statement dropped", "total += x[a] * 2 - b;", ""),
+    } <= found
+    assert not any("//" in original for _, original, _ in found)
+
+
+def test_mutants_of_cpp_stand_beside_their_originals_on_the_same_lines():
+    m = next(m for m in cpp_rules.mutants("f.cpp", CPP) if m.mutated == "x[a] * 2 + b")
+    text = cpp_rules.planted(CPP, [m])
+    assert text.count("\n") == CPP.count("\n")
+    assert f"total += (rooftile_mutant == {m.number} ? (x[a] * 2 + b) : (x[a] * 2 - b));" in text
+
+
+def test_code_that_this_build_leaves_out_has_no_mutants():
+    text = "#ifdef ROOFTILE_AVX512\nint f(int a) { return a + 1; }\n#else\nint f(int a) { return a - 2; }\n#endif\n"
+    assert {original for _, original, _ in changes(cpp_rules.mutants("f.cpp", text))} == {"a - 2"}
+
+
+PYTHON = '''\
+"""a < b"""
+def f(a, b):
+    if a < b and b:
+        raise ValueError(f"{a + b}")
+    c = [a]
+    c.append(b)
+    return sorted(c, reverse=True)[1:]
+'''
+
+
+def test_rules_of_python():
+    found = changes(python_rules.mutants("f.py", PYTHON))
+    assert {
+        ("comparison flipped", "a < b", "a <= b"),
+        ("condition dropped", "a < b and b", "b"),
+        ("check dropped", "a < b and b", "False"),
+        ("statement dropped", "c.append(b)", ""),
+        ("keyword dropped", "sorted(c, reverse=True)", "sorted(c)"),
+        ("bound one more", "1", "1 + 1"),
+    } <= found
+    assert not any("a + b" in original for _, original, _ in found)  # the text of an error
+
+
+@pytest.mark.parametrize("m", python_rules.mutants("f.py", PYTHON), ids=lambda m: f"{m.rule}-{m.mutated}")
+def test_a_mutant_of_python_is_chosen_by_its_number(m, monkeypatch):
+    text = python_rules.planted(PYTHON, [m])
+    mutated = PYTHON[: m.begin] + (m.mutated or "pass") + PYTHON[m.end :]
+    switch = type(sys)("rooftile_mutant")
+    monkeypatch.setitem(sys.modules, "rooftile_mutant", switch)
+
+    def said(source, active):
+        switch.active = active
+        names = {}
+        exec(compile(source, "f.py", "exec"), names)
+        try:
+            return names["f"](5, 4), names["f"](5, 5)
+        except Exception as error:
+            return type(error)
+
+    assert said(text, 0) == said(PYTHON, 0)
+    assert said(text, m.number) == said(mutated, 0)
+
+
+def test_equivalent_mutants_have_their_reasons():
+    for entry in json.loads((FOLDER / "equivalent.json").read_text()):
+        assert set(entry) == {"file", "rule", "original", "mutated", "reason"}
+        assert (TREE / entry["file"]).is_file() and len(entry["reason"].split()) >= 5
