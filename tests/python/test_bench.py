@@ -530,14 +530,11 @@ class PretendedFlashInfer:
             ]
             self.kv, self.steps = kv_data_type, 1
 
-        def run(self, q, paged_kv_cache, *args, k_scale=1.0, v_scale=1.0):
+        def run(self, q, paged_kv_cache):
             assert {x.dtype for x in paged_kv_cache} == {self.kv}
             out = []
             for (pages, n), x in zip(self.rows, q.split(self.steps), strict=True):
-                k, v = (
-                    c[pages].float().reshape(1, -1, *c.shape[2:])[:, :n] * scale
-                    for c, scale in zip(paged_kv_cache, (k_scale, v_scale), strict=True)
-                )
+                k, v = (c[pages].float().reshape(1, -1, *c.shape[2:])[:, :n] for c in paged_kv_cache)
                 out.append(decode.exact(x[None], k, v)[0])
             return torch.cat(out).half()
 
@@ -595,13 +592,14 @@ PAGED = {"flashinfer", "flashinfer.fp8", "flash_attn_3"}
 @pytest.mark.parametrize(
     ("case", "peers"),
     [
-        ("b2_kv128_hq4_hkv2_d32", PAGED | {"flashinfer.xqa"}),
-        ("b2_kv300_hq4_hkv2_d32_paged16", PAGED),
-        ("b2_kv300_hq4_hkv2_d32_paged64_shared", PAGED | {"flashinfer.xqa"}),
-        ("ragged3_hq4_hkv2_d32", PAGED | {"flashinfer.xqa"}),
-        ("b2_kv300_hq4_hkv2_d32_w100", PAGED),
-        ("b2_kv128_hq4_hkv2_d32_t4", PAGED),
-        ("b2_kv300_hq4_hkv2_d32_t3_w100", {"flash_attn_3"}),
+        ("b2_kv128_hq4_hkv2_d128", PAGED | {"flashinfer.xqa"}),
+        ("b2_kv300_hq4_hkv2_d128_paged16", PAGED),
+        ("b2_kv300_hq4_hkv2_d128_paged64_shared", PAGED | {"flashinfer.xqa"}),
+        ("ragged3_hq4_hkv2_d128", PAGED | {"flashinfer.xqa"}),
+        ("b2_kv300_hq4_hkv2_d128_w100", PAGED),
+        ("b2_kv128_hq4_hkv2_d128_t4", PAGED),
+        ("b2_kv300_hq4_hkv2_d128_t3_w100", {"flash_attn_3"}),
+        ("b2_kv128_hq4_hkv2_d64", PAGED - {"flash_attn_3"} | {"flashinfer.xqa"}),
     ],
 )
 def test_others_are_given_the_rows_they_expect(case, peers, others, bench_on_cpu):
@@ -618,7 +616,7 @@ def test_others_are_given_the_rows_they_expect(case, peers, others, bench_on_cpu
 def test_others_that_are_wrong_are_not_timed(name, others, bench_on_cpu, monkeypatch, capsys):
     """Each of them is held against float32 on the values that its own cache stands for."""
     monkeypatch.setattr(attention_peers, "_starts", lambda counts, device: torch.zeros(len(counts) + 1).int())
-    rows, _ = measure(decode, ["b2_kv128_hq4_hkv2_d32"], [name])
+    rows, _ = measure(decode, ["b2_kv128_hq4_hkv2_d128"], [name])
     assert {r["impl"] for r in rows} == {"rooftile"} and f"{name} is left out" in capsys.readouterr().err
 
 

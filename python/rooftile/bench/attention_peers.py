@@ -91,7 +91,9 @@ def takes(name, problem, plain):
         return plain and not (several and name == "torch.sdpa.cudnn") and not (masked and name != "torch.eager")
     if name == "flashinfer.xqa":
         return problem.page == 64 and not several
-    return not (several and problem.window and name != "flash_attn_3")
+    if name == "flash_attn_3":  # a build without a head_dim's kernels ends the process when it is asked for them
+        return problem.q.shape[3] == 128
+    return not (several and problem.window)
 
 
 def prepare(name, problem, pool):
@@ -108,21 +110,16 @@ def prepare(name, problem, pool):
         return "fp16", pool.copies, {name: _xqa(problem)}, None
     if name == "flashinfer":
         return "fp16", pool.copies, {name: _flashinfer(problem, problem.q.dtype)}, None
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    scales = [float(x.abs().max()) / largest for x in pool.copies[0]]
-    small = tuple((x / s).to(torch.float8_e4m3fn) for x, s in zip(pool.copies[0], scales, strict=True))
+    small = tuple(
+        x.to(torch.float8_e4m3fn) for x in pool.copies[0]
+    )  # its numbers fit, so no scale of a tensor is needed
     copies = [small, *(tuple(x.clone() for x in small) for _ in range(rotation(sum(x.nbytes for x in small))[0] - 1))]
 
     def truth(b):
         pages = problem.table[b, : problem.pages()[b]].long()
-        rows = (
-            x[pages].float().reshape(1, -1, *x.shape[2:])[:, : problem.tokens[b]] * s
-            for x, s in zip(small, scales, strict=True)
-        )
-        return tuple(rows)
+        return tuple(x[pages].float().reshape(1, -1, *x.shape[2:])[:, : problem.tokens[b]] for x in small)
 
-    call = _flashinfer(problem, torch.float8_e4m3fn, k_scale=scales[0], v_scale=scales[1])
-    return "fp8", copies, {name: call}, truth
+    return "fp8", copies, {name: _flashinfer(problem, torch.float8_e4m3fn)}, truth
 
 
 def _torch(name, problem):
@@ -159,7 +156,7 @@ def _starts(counts, device):
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-def _flashinfer(problem, kv_dtype, **scales):
+def _flashinfer(problem, kv_dtype):
     """Its paged kernels on tensor cores: the decode wrapper for one token, the prefill one for several."""
     import flashinfer
 
@@ -179,7 +176,7 @@ def _flashinfer(problem, kv_dtype, **scales):
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         wrapper.plan(_starts([t] * batch, device), *shape, causal=True, **types)
     flat = problem.q.reshape(batch * t, heads, d)
-    return lambda copy: wrapper.run(flat, copy, **scales).view(batch, t, heads, d)
+    return lambda copy: wrapper.run(flat, copy).view(batch, t, heads, d)
 
 
 def _xqa(problem):

@@ -2,6 +2,7 @@
 """One family's cases, ours and the peers' taking turns: what is measured, what is left out and why."""
 
 import contextlib
+import gc
 import importlib
 import sys
 import time
@@ -87,6 +88,7 @@ def run(family, cases, peers, ceiling, timer, notes, *, advance=lambda: None, se
             notes.leave_out(case, OURS, "", f"the run's {seconds:g} s were over")
         else:
             yield _rows(case, entries_of(case), ceiling, timer, notes)
+            gc.collect()  # what was raised holds on to its tensors
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
         advance()
