@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """rooftile bench without a GPU: names of cases, the results file, its tables. What it measures needs a GPU."""
 
+import contextlib
 import io
 import json
 import re
@@ -499,6 +500,101 @@ def test_copies_that_the_l2_cannot_hold(monkeypatch):
     sizes = (mib // 2, mib, 60 * mib, 100 * mib, 1500 * mib, 1501 * mib)
     assert [timing.rotation(n) for n in sizes] == [(n, "cold") for n in (301, 151, 3, 2, 2, 1)]
     assert [timing.rotation(n) for n in (1, 8192)] == [(8, "warm")] * 2
+
+
+class PretendedCuda:
+    """What the timer uses of torch.cuda: work is a clock that a replay moves by 300 us, a rest by its length."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.said = 0.0, []
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = cuda.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) / 1e3
+
+        class Graph:
+            def replay(self):
+                cuda.now += 300.0
+                cuda.said.append("replay")
+
+        def rest(seconds):
+            self.now += 1e6 * seconds
+            self.said.append(round(1e6 * seconds))
+
+        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        for name, value in {
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda _: contextlib.nullcontext(),
+            "graph": lambda _: contextlib.nullcontext(),
+            "synchronize": lambda: None,
+            "_sleep": lambda cycles: self.said.append("spin"),
+            "current_device": lambda: 0,
+            "get_device_properties": lambda _: types.SimpleNamespace(uuid="ab-12", L2_cache_size=50 << 20),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(timing.time, "sleep", rest)
+        monkeypatch.setattr(timing.time, "monotonic", lambda: self.now / 1e6)
+        monkeypatch.setattr(timing.Meter, "read", lambda self: (1755, 420))
+
+
+def test_a_replay_is_queued_before_its_clock_starts_and_followed_by_rest(monkeypatch):
+    cuda, calls = PretendedCuda(monkeypatch), []
+    timer = timing.GpuTimer()
+    graph = timer.capture([lambda: calls.append(1), lambda: calls.append(2), lambda: calls.append(3)], 2)
+    assert calls == [1, 2] + [1, 2, 3] * 2  # first calls load modules
+    assert timer.replay(graph) == 300.0 and cuda.said == ["spin", "replay", 900]
+    cuda.said.clear()
+    assert timer.under_load(graph, 300.0) == (1755, 420) and cuda.said == ["replay"] * 64 + [round(0.8 * 64 * 300)]
+    cuda.said.clear()
+    assert timer.sustained(graph, seconds=0.003) == (300.0, 1755, 420) and cuda.said == ["replay"] * 18
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_command_with_a_pretended_gpu(monkeypatch, bench_on_cpu, tmp_path, capsys, lost):
+    """From the arguments to the file, which is whole after every case."""
+    PretendedCuda(monkeypatch)
+    path, state = tmp_path / "linear.json", []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rt._C, "gpu_backend", lambda: "cuda")
+    monkeypatch.setattr("rooftile.cli.bench.machine", lambda device: FACTS)
+    monkeypatch.setattr(timing, "ceilings", lambda timer: CEILING)
+    entries_of = linear.opened
+
+    def opened(peers, notes):
+        def entries(case):
+            state.append(path.exists() and len(json.loads(path.read_text())["rows"]))
+            if lost and case == "k96_n8_m1":
+                raise rt.DeviceError("bench: the device is lost after k96_n8_m1 cublas fp16: an error")
+            return inner(case)
+
+        inner = entries_of(peers, notes)
+        return entries
+
+    monkeypatch.setattr(linear, "opened", opened)
+    cases = ["--case", "k64_n48_m3", "--case", "k96_n8_m1"]
+    arguments = ["bench", "linear", *cases, "--peers", "--seconds", "60", "--json", str(path), "--commit", "abc1234"]
+    assert main(arguments) == int(lost) and state == [False, 4]
+    said = capsys.readouterr()
+    result = json.loads(path.read_text())
+    assert len(result["rows"]) == (4 if lost else 8) and ("the device is lost after" in said.err) == lost
+    assert result["missing"] == [] and result["rows"][0]["us"] == 15.0 and "k64_n48_m3" in said.out
+    assert main([*arguments, "--without", "cublas"]) == int(lost)
+    assert {r["impl"] for r in json.loads(path.read_text())["rows"]} == {"rooftile"}
+    assert main([*arguments, "--without", "marlin"]) == 2
+    assert "--without marlin: the peers of linear are cublas" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the attention of others
