@@ -27,7 +27,7 @@ from rooftile.fused import (
 )
 from rooftile.gemm import W4Weight, W8Weight, linear, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import KV_FORMATS, KVCache
-from rooftile.kv_model import ModelKVCache
+from rooftile.kv_model import ModelKVCache, set_kv_cache
 from rooftile.kv_paged import PagedKVCache
 from rooftile.quantize import W4A16, W8A16, quantize_
 
@@ -63,6 +63,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_append",
+    "set_kv_cache",
     "silu_mul",
     "softmax",
     "w4a16_matmul",

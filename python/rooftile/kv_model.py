@@ -82,6 +82,24 @@ class ModelKVCache:
         return sum(layer.nbytes_used for layer in self.layers)
 
 
+def set_kv_cache(model, format="int4-kivi", *, capacity=None, dtype=None):
+    """Gives every generate() of a transformers model, and every forward without a cache, a new cache of this format.
+
+    model: a causal language model of transformers; its attention becomes "rooftile". format, capacity, dtype: as
+    rooftile.integrations.transformers.RooftileCache takes them. format=None takes it back: the model keeps the caches
+    of transformers again, which the attention "rooftile" serves too. A cache that a call is given, or asks for by
+    `cache_implementation`, is used as it is.
+
+        rt.set_kv_cache(model, "int4-kivi")
+        model.generate(**inputs)          # also through a pipeline
+
+    Raises ArgumentError or ArgumentTypeError naming the argument, NotSupportedError for models without such a cache.
+    """
+    from rooftile.integrations import transformers as integration
+
+    integration.set_kv_cache(model, format, {"capacity": capacity, "dtype": dtype})
+
+
 def _formats(num_layers, format):
     if isinstance(format, str):
         return [format] * num_layers

@@ -1,43 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers (>= 5.17): attention over a compressed KV cache, with `model.generate()` as it is.
 
+    rt.set_kv_cache(model, "int4-kivi")                 # a new cache for every generate()
+    model.generate(**inputs)
+
     from rooftile.integrations.transformers import RooftileCache      # also registers the attention "rooftile"
 
-    model.set_attn_implementation("rooftile")
+    model.set_attn_implementation("rooftile")           # the same with a cache of one's own
     model.generate(**inputs, past_key_values=RooftileCache(model.config, format="int4-kivi"))
 
 How the pieces meet. For every layer transformers calls `cache.update(k, v)` and then the attention function with what
 update returned. A prompt must be attended raw before it is stored, a few new tokens must be stored before they are
 attended, so update() only holds the new keys and values and returns a handle; the attention function takes them from
-it, attends and stores in the right order. Any other attention function fails at its first touch of the handle.
+it, attends and stores in the right order. Any other attention function fails at its first touch of the handle. Other
+caches hand out tensors, which torch attends.
 
 Padding. The mask function hands over which columns are padding instead of a 4-D mask. Padding is never stored: each
 row of the cache holds its own tokens from position 0 on, so its bytes are those of the unpadded prompt.
 transformers counts padded columns in `get_seq_length()`, and so does the cache towards transformers.
 
-On a GPU a first prompt attends its raw keys and values with torch's scaled_dot_product_attention. Whatever follows is
-stored up to 16 tokens at a time and read by the decode kernels, and no such step makes the host wait: what the mask
-says is then compared with the cache on the device, and a contradiction is raised at the next forward.
+On a GPU a first prompt attends its raw keys and values with torch's scaled_dot_product_attention. Up to 16 tokens
+behind it are stored and read by the decode kernels. A longer turn is attended by torch, over what the cache holds,
+decoded piece by piece. No such forward makes the host wait: what the mask says is then compared with the cache on the
+device, and a contradiction is raised at the next forward.
 """
 
 import copy
+import functools
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import (
-    AttentionMaskInterface,
-    and_masks,
-    causal_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import AttentionMaskInterface
 
 import rooftile as rt
-from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from rooftile.integrations import _models, _tensors
+from rooftile.integrations._masks import Mask, rooftile_mask
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: F401  registers quant_method "rooftile"
+from rooftile.kv_sliding import BACK, SlidingKVCache, pieces, ring_tokens
 
-# Up to this many new tokens go through decode attention, which reads the cache once for all of them. On a GPU longer
-# inputs behind a filled cache go there in pieces of this many.
+# Up to this many new tokens go through decode attention, which reads the cache once for all of them. On a GPU what is
+# longer goes there in pieces of this many where torch cannot read it.
 SHORT = 16
 # Room for this many tokens beyond the first forward when no capacity is asked for; doubled when full.
 HEADROOM = 256
@@ -59,148 +63,19 @@ class _NewTokens:
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise cls._misuse()
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        raise next(leaf for leaf in leaves if type(leaf) is cls)._misuse()
 
-    @staticmethod
-    def _misuse():
+    def _misuse(self):
+        if self.layer.attention() == "rooftile":
+            return NotSupportedError(
+                "past_key_values: this model's attention layers change the keys or values that they get from the "
+                "cache, which a RooftileCache does not hand out; use a cache of transformers"
+            )
         return NotSupportedError(
             "past_key_values: RooftileCache can only be read by the attention function 'rooftile': "
             "call model.set_attn_implementation('rooftile') before the forward, and reset() this cache"
         )
-
-
-class _Mask:
-    """Which columns are padding and how far a query looks back: what the attention function gets as attention_mask.
-
-    tokens: bool [B, columns], what is not padding; None once it was read (or where no mask was given).
-    Known after read(): stored: int64 [B], tokens of each row in the columns before the new ones, None when no column at
-    all is padding. counts: int32 [B], tokens of each row among the new columns, None when all of them are tokens.
-    begun: whether every row has a token by now, so that later columns cannot be padding.
-    compared: whether a cache compares `tokens` with itself on the device, which makes reading them needless.
-    """
-
-    _ARRAYS = ("tokens", "stored", "counts", "to_tokens", "to_columns")
-    __slots__ = (*_ARRAYS, "begun", "compared", "copies", "device", "q_length", "window")
-
-    def __init__(self, window, tokens=None, q_length=0):
-        self.window, self.tokens, self.q_length = window, tokens, q_length
-        self.stored = self.counts = self.to_tokens = self.to_columns = None
-        self.begun, self.compared = True, False
-        self.device, self.copies = None if tokens is None else tokens.device, {}
-
-    def on(self, device):
-        """The mask for layers on `device`, which share one copy (a model may be spread over several)."""
-        if self.device in (None, device):
-            return self
-        if device not in self.copies:
-            twin = self.copies[device] = copy.copy(self)
-            twin.device, twin.copies = device, {}
-            for name in self._ARRAYS:
-                array = getattr(self, name)
-                setattr(twin, name, None if array is None else array.to(device))
-        return self.copies[device]
-
-    def read(self):
-        """Looks at the columns, for which a GPU is waited for. Raises ArgumentError for padding behind a token."""
-        tokens, self.tokens = self.tokens, None
-        if tokens is None or tokens.all():
-            return
-        after = tokens[:, :-1] & ~tokens[:, 1:]
-        if after.any():
-            row, column = after.nonzero()[0].tolist()
-            raise ArgumentError(
-                f"attention_mask: row {row} has padding at column {column + 1}, behind a token; only left padding is "
-                "supported (tokenizer.padding_side = 'left')"
-            )
-        q_length = self.q_length
-        past, new = tokens[:, : tokens.shape[1] - q_length], tokens[:, tokens.shape[1] - q_length :]
-        self.stored = past.sum(1)
-        if not new.all():
-            counts = new.sum(1)
-            column = torch.arange(q_length, device=new.device)
-            pads = (q_length - counts)[:, None]
-            self.counts = counts.to(torch.int32)
-            # Columns hold padding first, then tokens; the kernels want a row's tokens first.
-            self.to_tokens = ((column + pads) % q_length)[:, :, None, None]
-            self.to_columns = ((column - pads) % q_length)[:, :, None, None]
-            self.begun = bool(new[:, -1].all())
-
-    def tokens_first(self, x):
-        """x [B, T, H, D] in columns -> in tokens."""
-        return x if self.counts is None else torch.take_along_dim(x, self.to_tokens, 1)
-
-    def columns(self, x):
-        return x if self.counts is None else torch.take_along_dim(x, self.to_columns, 1)
-
-
-def _window_of(mask_function):
-    """None for the plain causal mask, W for a causal sliding window; every other mask is refused."""
-    if mask_function is causal_mask_function:
-        return None
-    # transformers builds a sliding window as and_masks(sliding_window_overlay(W), causal_mask_function): closures.
-    if getattr(mask_function, "__code__", None) is _AND_CODE:
-        parts = mask_function.__closure__[0].cell_contents
-        if len(parts) == 2 and getattr(parts[0], "__code__", None) is _WINDOW_CODE and parts[1] is causal_mask_function:
-            return parts[0].__closure__[0].cell_contents
-    raise NotSupportedError(
-        "attention_mask: the attention function 'rooftile' has causal masks, with or without a sliding window, and "
-        f"left padding; this model asks for {getattr(mask_function, '__qualname__', mask_function)} (packed sequences, "
-        "chunked, bidirectional and custom masks are not implemented)"
-    )
-
-
-_AND_CODE = and_masks(causal_mask_function).__code__
-_WINDOW_CODE = sliding_window_causal_mask_function(1).__closure__[0].cell_contents[0].__code__
-
-
-def rooftile_mask(
-    batch_size,
-    q_length,
-    kv_length,
-    q_offset=0,
-    kv_offset=0,
-    mask_function=causal_mask_function,
-    attention_mask=None,
-    **kwargs,
-):
-    """The mask function of transformers for the attention "rooftile": reads the 2-D attention_mask [B, kv_length].
-
-    Raises ArgumentError for padding behind or between tokens, NotSupportedError for masks other than causal (+ window).
-    """
-    window = _window_of(mask_function)
-    if attention_mask is None:
-        return _Mask(window)
-    if tuple(attention_mask.shape) != (batch_size, kv_length):
-        raise ArgumentError(
-            f"attention_mask: expected [batch, columns] = [{batch_size}, {kv_length}] (cached and new columns), "
-            f"got {list(attention_mask.shape)}"
-        )
-    mask = _Mask(window, attention_mask.bool(), q_length)
-    if kv_length == q_length or not attention_mask.is_cuda:
-        mask.read()
-    return mask
-
-
-def _prompt_on_gpu(q, k, v, counts, *, scale, window, softcap, sinks):
-    """Causal self-attention by torch: q [B, T, Hq, D], k, v [B, T, Hkv, D], of each row its first counts[b] tokens."""
-    for name, value in (("softcap", softcap), ("sinks", sinks)):
-        if value is not None:
-            raise NotSupportedError(
-                f"{name}: on a GPU prompts run on torch's scaled_dot_product_attention, which has none; "
-                "RooftileCache(..., stepwise=True) reads them with the decode kernels instead"
-            )
-    length = q.shape[1]
-    position = torch.arange(length, device=q.device)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    # a row's tokens come first, so that the causal mask hides its padding
-    if window is None or window >= length:
-        seen = {"is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
-    else:
-        distance = position[:, None] - position
-        seen = {"attn_mask": (distance >= 0) & (distance < window)}
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, **seen).transpose(1, 2)
-    return out if counts is None else out.masked_fill((position >= counts[:, None])[:, :, None, None], 0)
 
 
 def rooftile_attention(
@@ -220,7 +95,7 @@ def rooftile_attention(
     """The attention function of transformers: query [B, Hq, T, D] -> ([B, T, Hq, D], None).
 
     Over a RooftileCache it attends and stores the new tokens; without a cache it is rt.prefill_attention, on a GPU
-    torch's scaled_dot_product_attention.
+    torch's scaled_dot_product_attention. Keys and values of other caches are attended by torch.
     """
     if dropout:
         raise NotSupportedError(f"dropout: rooftile is for inference, expected 0, got {dropout} (call model.eval())")
@@ -233,28 +108,44 @@ def rooftile_attention(
             raise NotSupportedError(f"{name}: not implemented by the attention function 'rooftile'")
     if is_causal is False or not getattr(module, "is_causal", True):
         raise NotSupportedError("is_causal: the attention function 'rooftile' is causal self-attention only")
+    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    cached = type(key) is _NewTokens
+    if not cached and (
+        isinstance(attention_mask, torch.Tensor) or key.shape[2] != query.shape[2] or key.shape != value.shape
+    ):
+        return _over_tensors(query, key, value, attention_mask, sliding_window, options), None
     if attention_mask is None:
-        attention_mask = _Mask(sliding_window)
-    elif type(attention_mask) is not _Mask:
+        attention_mask = Mask(window=sliding_window)
+    elif type(attention_mask) is not Mask:
         raise NotSupportedError(
-            f"attention_mask: expected the 2-D padding mask [batch, columns]; a mask of shape "
+            f"attention_mask: with a RooftileCache expected the 2-D padding mask [batch, columns]; a mask of shape "
             f"{list(attention_mask.shape)} is not implemented by the attention function 'rooftile'"
         )
+    attention_mask.read_causal()
     attention_mask = attention_mask.on(query.device)
-    options = {"scale": scaling, "window": attention_mask.window, "softcap": softcap, "sinks": s_aux}
-    if type(key) is _NewTokens:
+    options["window"] = attention_mask.window
+    if cached:
         return key.layer.attend(query, key, attention_mask, options), None
-    if key.shape[2] != query.shape[2]:
-        raise NotSupportedError(
-            f"past_key_values: the attention function 'rooftile' works with RooftileCache(model.config) or without a "
-            f"cache (use_cache=False); got {key.shape[2]} keys for {query.shape[2]} queries from another cache"
-        )
     q, k, v = (attention_mask.tokens_first(x.transpose(1, 2)) for x in (query, key, value))
     if q.is_cuda:
-        out = _prompt_on_gpu(q, k, v, attention_mask.counts, **options)
+        out = _tensors.prompt(q, k, v, attention_mask.counts, **options)
     else:
         out = rt.prefill_attention(q, k, v, counts=attention_mask.counts, **options)
     return attention_mask.columns(out), None
+
+
+def _over_tensors(query, key, value, mask, window, options):
+    """query [B, Hq, T, D] over the keys and values [B, Hkv, S, D] of another cache than a RooftileCache."""
+    if type(mask) is Mask:
+        mask = mask.dense()
+    if mask is None:
+        mask = _tensors.causal(query.shape[2], key.shape[2], window, query.device)
+    if mask.shape[-1] != key.shape[2]:
+        raise NotSupportedError(
+            f"attention_mask: the mask is of {mask.shape[-1]} keys, the layer has {key.shape[2]}: keys that this model "
+            "adds to the cache's are not implemented by the attention function 'rooftile'; use 'sdpa' or 'eager'"
+        )
+    return _tensors.masked(query, key, value, mask.to(query.device), **options)
 
 
 class _Contradiction:
@@ -274,19 +165,25 @@ class _Contradiction:
 
 
 class RooftileLayer(CacheLayerMixin):
-    """One layer of a RooftileCache: an rt.KVCache that is made at first use and grows."""
+    """One layer of a RooftileCache: an rt.KVCache that is made at first use and grows.
+
+    In a sliding layer it becomes a SlidingKVCache where that takes less memory.
+    """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, format, capacity=None, dtype=None, stepwise=False):
+    def __init__(self, format, capacity=None, dtype=None, stepwise=False, attention=None):
+        """attention: a function that returns the name of the model's attention implementation."""
         super().__init__()
         self.format, self.capacity, self.dtype, self.stepwise = format, capacity, dtype, stepwise
-        self.cache = None  # rt.KVCache
+        self.attention = attention or str
+        self.cache = None  # rt.KVCache or SlidingKVCache
         self.columns = 0  # what transformers calls the sequence length: tokens and padding
-        self.padded = False  # whether a row has padding, and so fewer tokens than columns
+        self.pads = None  # how many columns of each row are padding, a list; None: none is
         self.begun = False  # whether every row has a token
         self.contradiction = None  # _Contradiction, of steps on a GPU
+        self.window = None  # tokens that a query looks back in a sliding layer
         self.held = None  # _NewTokens between update() and the attention function
 
     @property
@@ -298,29 +195,23 @@ class RooftileLayer(CacheLayerMixin):
         return self.cache.batch if self.cache is not None else -1
 
     def lazy_initialization(self, key_states, value_states):
-        batch, kv_heads, tokens, head_dim = key_states.shape
-        self.cache = rt.KVCache(
-            batch,
-            self.capacity or tokens + HEADROOM,
-            kv_heads,
-            head_dim,
-            format=self.format,
-            dtype=self.dtype or key_states.dtype,
-            device=key_states.device,
-        )
-        self.is_initialized = True
+        """Nothing: how much room a layer needs is known when its first tokens are attended."""
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Holds the new keys and values [B, Hkv, T, D] for the attention function; returns a handle to them, twice."""
         self._settled()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.cache.batch:
+        if key_states.shape != value_states.shape:
+            raise NotSupportedError(
+                f"past_key_values: RooftileCache keeps keys and values of one shape, got keys {list(key_states.shape)} "
+                f"and values {list(value_states.shape)} (multi-head latent attention)"
+            )
+        if self.cache is not None and key_states.shape[0] != self.cache.batch:
             raise ArgumentError(
                 f"past_key_values: this RooftileCache holds {self.cache.batch} rows, the input has "
                 f"{key_states.shape[0]}; call reset() or use a new cache"
             )
         self.columns += key_states.shape[2]
+        self.is_initialized = True
         self.held = _NewTokens(self, key_states, value_states)
         return self.held, self.held
 
@@ -330,34 +221,81 @@ class RooftileLayer(CacheLayerMixin):
             raise ArgumentError("key: these keys and values were stored already; every update() is attended once")
         length = new.key.shape[2]
         before = self.columns - length
+        self._make_room(new.key, options["window"])
         self._check_mask(mask, before)
         q = mask.tokens_first(query.transpose(1, 2))
         k = mask.tokens_first(new.key.transpose(1, 2))
         v = mask.tokens_first(new.value.transpose(1, 2))
-        if self.columns > self.cache.capacity:
-            self.cache = self.cache.select(capacity=max(2 * self.cache.capacity, self.columns))
-        if self.stepwise or (before and (length <= SHORT or query.is_cuda)):
+        if self.stepwise or (before and length <= SHORT):
             out = self._store_and_attend(q, k, v, mask.counts, options)
         else:
-            if query.is_cuda:
-                out = _prompt_on_gpu(q, k, v, mask.counts, **options)
-            else:
-                past = self.cache if before else None
-                out = rt.prefill_attention(q, k, v, cache=past, counts=mask.counts, **options)
-            self.cache.append(k, v, counts=mask.counts)
+            out = self._attend_and_store(q, k, v, mask.counts, before, options)
         self.held = None
         return mask.columns(out)
+
+    def _make_room(self, key, window):
+        """For all columns. With a window no more than it takes to attend the next tokens."""
+        self.window = window
+        most = None if window is None else ring_tokens(window)
+        if isinstance(self.cache, SlidingKVCache):
+            if window != self.cache.window:
+                raise NotSupportedError(
+                    f"attention_mask: this layer slid over {self.cache.window} tokens in earlier forwards, now over "
+                    f"{window}: what is needed may be gone; reset() this cache"
+                )
+            return
+        if self.cache is None:
+            room = max(self.capacity or self.columns + HEADROOM, self.columns)
+        elif self.columns > self.cache.capacity:
+            room = max(2 * self.cache.capacity, self.columns)
+        else:
+            return
+        slides = most is not None and self.columns > most
+        room = room if most is None else min(room, most)
+        if self.cache is None:
+            batch, kv_heads, _, head_dim = key.shape
+            options = {"format": self.format, "dtype": self.dtype or key.dtype, "device": key.device}
+            self.cache = rt.KVCache(batch, 0 if slides else room, kv_heads, head_dim, **options)
+        elif not slides:
+            self.cache = self.cache.select(capacity=room)
+        if slides:
+            self.cache = SlidingKVCache(window, self.cache)
+
+    @property
+    def _pages(self):
+        """The cache as kernels take it."""
+        return self.cache.view if isinstance(self.cache, SlidingKVCache) else self.cache
+
+    def _append(self, k, v, counts):
+        if isinstance(self.cache, SlidingKVCache):
+            self.cache.append(k, v, counts=counts, longest=self.columns)
+        else:
+            self.cache.append(k, v, counts=counts)
+
+    def _attend_and_store(self, q, k, v, counts, before, options):
+        """A prompt, or a long turn: new tokens see each other as they are."""
+        if not q.is_cuda:
+            past = self._pages if before else None
+            out = rt.prefill_attention(q, k, v, cache=past, counts=counts, **options)
+        elif not before:
+            out = _tensors.prompt(q, k, v, counts, **options)
+        elif _tensors.reads_behind(q, options["softcap"], options["sinks"]):
+            lengths = [before] * len(q) if self.pads is None else [max(before - pad, 0) for pad in self.pads]
+            scale, window = options["scale"], options["window"]
+            out = _tensors.behind(q, k, v, self._pages, lengths, counts, scale=scale, window=window)
+        else:
+            return self._store_and_attend(q, k, v, counts, options)
+        self._append(k, v, counts)
+        return out
 
     def _store_and_attend(self, q, k, v, counts, options):
         """The new tokens as decode steps see them; on a GPU, where decode kernels are for a few tokens, in pieces."""
         length = q.shape[1]
-        size = SHORT if q.is_cuda else max(length, 1)
+        size = SHORT if q.is_cuda else BACK if isinstance(self.cache, SlidingKVCache) else length
         outs = []
-        for begin in range(0, max(length, 1), size):
-            piece = slice(begin, begin + size)
-            real = counts if size >= length or counts is None else (counts - begin).clamp(0, size)
-            self.cache.append(k[:, piece], v[:, piece], counts=real)
-            outs.append(rt.decode_attention(q[:, piece], self.cache, counts=real, **options))
+        for piece, real in pieces(length, size, counts):
+            self._append(k[:, piece], v[:, piece], real)
+            outs.append(rt.decode_attention(q[:, piece], self._pages, counts=real, **options))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _check_mask(self, mask, before):
@@ -367,7 +305,7 @@ class RooftileLayer(CacheLayerMixin):
                 self._compare_later(mask)
             return
         mask.read()
-        if mask.stored is not None or self.padded:
+        if mask.stored is not None or self.pads:
             held = self.cache.seq_lens
             told = torch.full_like(held, before) if mask.stored is None else mask.stored
             if (told != held).any():
@@ -376,7 +314,7 @@ class RooftileLayer(CacheLayerMixin):
                     f"attention_mask: it says that row {row} has {int(told[row])} tokens in the cache, the cache holds "
                     f"{int(held[row])}; pass the mask of all columns, cached and new, as it was for the earlier ones"
                 )
-        self.padded, self.begun = mask.stored is not None, mask.begun
+        self.pads, self.begun = mask.pads, mask.begun
 
     def _compare_later(self, mask):
         """The same on a GPU, without waiting for it: every row must be padding, then its stored and its new tokens."""
@@ -414,8 +352,8 @@ class RooftileLayer(CacheLayerMixin):
         """Forgets everything, the memory included."""
         self.cache = self.held = self.contradiction = None
         self.columns = 0
-        self.padded = self.begun = False
-        self.is_initialized = False
+        self.pads = None
+        self.begun = self.is_initialized = False
 
     def offload(self):
         raise NotSupportedError("offloading: a RooftileCache stays on its device")
@@ -425,12 +363,17 @@ class RooftileLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx):
         self._settled()
         if self.cache is not None:
-            self.cache.reorder(beam_idx.tolist())
+            self._change_rows(self.cache.reorder, beam_idx.tolist())
 
     def batch_select_indices(self, indices):
         self._settled()
         if self.cache is not None:
-            self.cache = self.cache.select(indices.tolist())
+            self.cache = self._change_rows(self.cache.select, indices.tolist())
+
+    def _change_rows(self, change, index):
+        result = change(index)
+        self.pads = self.pads and [self.pads[row] for row in index]
+        return result
 
     def batch_repeat_interleave(self, repeats):
         self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
@@ -456,38 +399,80 @@ class RooftileLayer(CacheLayerMixin):
         self.begun = all(tokens)
         self.columns = keep
 
+    def position(self):
+        """What crop() changes, for return_to()."""
+        arrays = [] if self.cache is None else [copy.deepcopy(array) for array in self._pages.positions]
+        return self.columns, self.begun, getattr(self.cache, "beyond", 0), arrays
+
+    def return_to(self, position):
+        self.columns, self.begun, beyond, arrays = position
+        if isinstance(self.cache, SlidingKVCache):
+            self.cache.beyond = beyond
+        for array, before in zip(() if self.cache is None else self._pages.positions, arrays, strict=True):
+            array[:] = before
+
+    @property
+    def nbytes_dynamic(self):
+        if self.cache is None:
+            return 0
+        pages = self._pages
+        tokens = self.columns if self.window is None else min(self.columns, self.window - 1)
+        element = 4 if pages.dtype == "float32" else 2
+        return 2 * self.cache.batch * pages.kv_heads * tokens * pages.head_dim * element
+
 
 class RooftileCache(Cache):
     """A KV cache of transformers in any rooftile format; goes in as `past_key_values`.
 
     config: the model's config. format: one name for all layers, or {"default": name, layer: name}, as rt.ModelKVCache
     takes it; see docs/guide/cache-formats.md. capacity: tokens to make room for at once; the cache grows beyond it by
-    doubling, which copies it. dtype: of the keys and values, default that of the first ones. stepwise: a forward over T
-    tokens gives what T forwards over one token give (its tokens are stored before they are attended), which is how text
-    is scored under a compressed cache; kivi formats then take at most 32 tokens per forward.
+    doubling, which copies it. Sliding layers never hold more than their window takes. dtype: of the keys and values,
+    default that of the first ones. stepwise: a forward over T tokens gives what T forwards over one token give (its
+    tokens are stored before they are attended), which is how text is scored under a compressed cache; kivi formats then
+    take at most 32 tokens per forward. turns: generate() may be called again with this cache, for a text that begins
+    with the one it holds; without it a second generate() is refused, as transformers would continue the first text.
 
         cache = RooftileCache(model.config, format="int4-kivi")
         model.generate(**inputs, past_key_values=cache)          # cache.nbytes, cache.layers[i].cache (an rt.KVCache)
 
-    Raises ArgumentError or ArgumentTypeError for a wrong format or capacity, NotSupportedError for models with layers
-    that are not plain attention.
+    Raises ArgumentError or ArgumentTypeError for a wrong format or capacity, NotSupportedError for models that it is
+    not for, with the reason.
     """
 
-    def __init__(self, config, *, format="int4-kivi", capacity=None, dtype=None, stepwise=False):
-        text = config.get_text_config(decoder=True)
-        odd = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-        if odd or getattr(text, "num_kv_shared_layers", 0):
-            raise NotSupportedError(
-                f"config: RooftileCache has full and sliding attention layers, each with its own keys; this model has "
-                f"{', '.join(odd) or 'layers that share keys'}"
-            )
+    def __init__(self, config, *, format="int4-kivi", capacity=None, dtype=None, stepwise=False, turns=False):
+        text = _models.text_config(config)
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise ArgumentError(f"capacity: expected a positive number of tokens or None, got {capacity!r}")
         # without rows: what each layer's format is, and a wrong one is refused here, not in the first forward
         empty = rt.ModelKVCache(text.num_hidden_layers, 0, 1, 1, 1, format=format)
-        super().__init__(layers=[RooftileLayer(layer.format, capacity, dtype, stepwise) for layer in empty])
+        attention = functools.partial(getattr, text, "_attn_implementation", "")
+        options = (capacity, dtype, stepwise, attention)
+        super().__init__(layers=[RooftileLayer(layer.format, *options) for layer in empty])
+        self.turns = turns
+        self._generated = False
+
+    @property
+    def _is_user_defined(self):
+        return self._generated
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value):
+        """generate() sets this when it begins with a cache that it was given."""
+        if self._generated and not self.turns and self.get_seq_length():
+            raise ArgumentError(
+                f"past_key_values: an earlier generate() filled this RooftileCache with {self.get_seq_length()} "
+                "columns, and its text would be continued. For another text use a new cache, or reset() this one "
+                "(rt.set_kv_cache(model, ...) gives every generate() its own); for a next turn, whose ids begin with "
+                "those of the turns before, make it with RooftileCache(..., turns=True)"
+            )
+        self._generated = value
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx >= len(self.layers):
+            raise ArgumentError(
+                f"past_key_values: this RooftileCache is of a model with {len(self.layers)} layers, the model that was "
+                f"called has a layer {layer_idx}; use RooftileCache(model.config) of this model"
+            )
         layer = self.layers[layer_idx]
         held = layer.update(key_states, value_states)
         if layer_idx and layer.columns != self.layers[layer_idx - 1].columns:
@@ -516,14 +501,81 @@ class RooftileCache(Cache):
         """RooftileLayer.crop in every layer, or in none."""
         for layer in self.layers:
             layer._settled()
-        # kivi layers, which may refuse, come first; they hold the same tokens, so that the first speaks for all
-        for layer in sorted(self.layers, key=lambda layer: layer.is_croppable):
-            layer.crop(tokens_to_remove)
+        before = [layer.position() for layer in self.layers]
+        try:
+            for layer in self.layers:
+                layer.crop(tokens_to_remove)
+        except ArgumentError:
+            for layer, position in zip(self.layers, before, strict=True):
+                layer.return_to(position)
+            raise
+
+    def reset(self):
+        super().reset()
+        self._generated = False
 
     @property
     def nbytes(self):
         """Bytes allocated for all layers: codes, scales, raw rings."""
         return sum(layer.cache.nbytes for layer in self.layers if layer.cache is not None)
+
+    @property
+    def nbytes_dynamic(self):
+        """Bytes that transformers' own DynamicCache(config=model.config) holds for the same columns."""
+        return sum(layer.nbytes_dynamic for layer in self.layers)
+
+
+class _FreshCache:
+    """The forward pre-hook of set_kv_cache: a forward that keeps a cache and is given none gets a new RooftileCache."""
+
+    def __init__(self, options):
+        self.options = options
+        self.handle = None  # of the hook
+
+    def make(self, model):
+        return RooftileCache(model.config, turns=True, **self.options)
+
+    @torch.compiler.disable
+    def __call__(self, model, args, kwargs):
+        keeps = kwargs.get("use_cache")
+        keeps = getattr(model.config, "use_cache", True) if keeps is None else keeps
+        # positional arguments of a causal language model: input_ids, attention_mask, position_ids, past_key_values
+        if keeps and len(args) < 4 and kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = self.make(model)
+        return args, kwargs
+
+
+def _generate(model, fresh, *args, **kwargs):
+    """model.generate after set_kv_cache: it gets a new RooftileCache where it would make a DynamicCache."""
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+
+    def setting(name):
+        values = (kwargs.get(name), getattr(given, name, None), getattr(model.generation_config, name, None))
+        return next((value for value in values if value is not None), None)
+
+    dynamic = setting("cache_implementation") in (None, "dynamic")
+    if dynamic and kwargs.get("past_key_values") is None and setting("use_cache") is not False:
+        kwargs["past_key_values"] = fresh.make(model)
+    return type(model).generate(model, *args, **kwargs)
+
+
+def set_kv_cache(model, format, options):
+    """rt.set_kv_cache."""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise ArgumentTypeError(
+            f"set_kv_cache: model must be a language model of transformers that generates, got {type(model).__name__}"
+        )
+    if format is not None:
+        RooftileCache(model.config, format=format, **options)  # raises what would be wrong with every cache
+        _models.check_interface(type(model))
+    before = model.__dict__.pop("generate", None)
+    if isinstance(before, functools.partial) and before.func is _generate:
+        before.args[1].handle.remove()
+    if format is not None:
+        fresh = _FreshCache({"format": format, **options})
+        fresh.handle = model.register_forward_pre_hook(fresh, with_kwargs=True)
+        model.generate = functools.partial(_generate, model, fresh)
+        model.set_attn_implementation("rooftile")
 
 
 AttentionInterface.register("rooftile", rooftile_attention)

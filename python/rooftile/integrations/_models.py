@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models of transformers a RooftileCache is for, said before the first forward."""
+
+import functools
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rooftile.errors import ArgumentTypeError, NotSupportedError
+
+# What a config has where its attention does not keep one key and one value of head_dim a token and KV head.
+_LATENT = ("kv_lora_rank", "index_topk", "compress_ratios")
+
+
+def text_config(config):
+    """The config of the decoder that a RooftileCache is for. Raises NotSupportedError for models that it is not for."""
+    if not hasattr(config, "get_text_config"):
+        raise ArgumentTypeError(f"config: expected a model's config (model.config), got {type(config).__name__}")
+    text = config.get_text_config(decoder=True)
+    if reason := _reason(config, text):
+        raise NotSupportedError(f"config: RooftileCache is for decoders of full and sliding attention; {reason}")
+    return text
+
+
+def _reason(config, text):
+    """Why a RooftileCache cannot be used, or None."""
+    kind = getattr(text, "model_type", "") or type(text).__name__
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        return f"{kind} is an encoder-decoder, whose cross-attention keeps another cache"
+    latent = [name for name in _LATENT if _given(text, name)]
+    if latent:
+        return f"{kind} keeps latent or sparse keys and values (multi-head latent attention: {', '.join(latent)})"
+    if not isinstance(getattr(text, "num_hidden_layers", None), int) or not getattr(text, "num_attention_heads", None):
+        return f"{kind} has no attention layers (num_hidden_layers, num_attention_heads)"
+    layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    odd = sorted({str(layer) for layer in layer_types} - {"full_attention", "sliding_attention", "attention"})
+    if odd:
+        return f"{kind} has layers of other kinds: {', '.join(odd)}"
+    if _given(text, "num_kv_shared_layers") or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
+        return f"{kind} has layers that share keys"
+    if getattr(text, "is_causal", True) is False:
+        return f"{kind} is not causal (is_causal=False)"
+    model = _model_class(type(config)) or _model_class(type(text))
+    return None if model is None else _no_interface(model)
+
+
+def _given(text, name):
+    """Whether the config, or that of a layer where layers differ, says something about `name`."""
+    try:
+        return bool(getattr(text, name, None))
+    except RuntimeError:  # transformers: the value is that of single layers
+        return any(getattr(layer, name, None) for layer in text.per_layer_config)
+
+
+def check_interface(model_class):
+    """Raises NotSupportedError where set_attn_implementation("rooftile") has no effect on models of this class."""
+    if reason := _no_interface(model_class):
+        raise NotSupportedError(f"model: {reason}")
+
+
+def _no_interface(model_class):
+    if model_class._supports_attention_backend and model_class._can_set_attn_implementation():
+        return None
+    return (
+        f"{model_class.__name__} does not take its attention from transformers' AttentionInterface, so that "
+        "set_attn_implementation('rooftile') has no effect on it"
+    )
+
+
+@functools.cache
+def _model_class(config_class):
+    """The causal language model of transformers with this config; None for other models."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)

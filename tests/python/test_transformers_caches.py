@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cache a transformers model gets, what is said about a wrong one, and layers that slide."""
+
+import copy
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import rooftile as rt  # noqa: E402
+import transformers  # noqa: E402
+from rooftile.integrations import _tensors  # noqa: E402
+from rooftile.integrations import transformers as integration  # noqa: E402
+from rooftile.integrations.transformers import RooftileCache, rooftile_mask  # noqa: E402
+from rooftile.kv_sliding import BACK, SlidingKVCache  # noqa: E402
+from test_transformers import (  # noqa: E402
+    FORMATS,
+    assert_same_bytes,
+    attend,
+    feed,
+    generate,
+    layer_inputs,
+    padded,
+    prompts,
+    stored,
+    tiny,
+)
+
+DynamicCache = transformers.DynamicCache
+
+
+def steps(model, attention, ids, cache):
+    """Logits of a prompt of 20 tokens, then a token, then five, with what the model returns as its cache."""
+    model.set_attn_implementation(attention)
+    logits, begin = [], 0
+    for end in (20, 21, 26):
+        out = model(ids[:, begin:end], past_key_values=cache)
+        logits.append(out.logits)
+        cache, begin = out.past_key_values, end
+    return torch.cat(logits, 1)
+
+
+# ---- the attention alone ----
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}], ids=str)
+def test_the_attention_alone_changes_no_token(name, options):
+    """Several prompts one after the other, with the caches that transformers makes."""
+    model, theirs = tiny(name)
+    for ids, mask in (padded((9, 0), 30), prompts(1, 20, seed=4)):
+        expected = generate(model, theirs, ids, mask, new=10, **options)
+        assert torch.equal(generate(model, "rooftile", ids, mask, new=10, **options), expected)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_the_attention_alone_in_other_searches(options):
+    model, theirs = tiny()
+    ids, mask = padded((9, 0), 30) if "num_beams" in options else prompts(1, 30)
+    expected = generate(model, theirs, ids, mask, new=10, **options)
+    assert torch.equal(generate(model, "rooftile", ids, mask, new=10, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_forwards_over_other_caches(name):
+    model, theirs = tiny(name)
+    ids, _ = prompts(2)
+    for make in (lambda: None, DynamicCache, lambda: DynamicCache(config=model.config)):
+        expected = steps(model, theirs, ids, make())
+        torch.testing.assert_close(steps(model, "rooftile", ids, make()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_of_other_caches_may_be_whole():
+    model, theirs = tiny()
+    ids, _ = prompts(2)
+    mask = torch.ones(45, 45, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    mask[0, :, 20:, 3] = False
+    model.set_attn_implementation(theirs)
+    expected = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation("rooftile")
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+# ---- a new cache for every call ----
+
+
+def test_every_generate_gets_a_cache_of_the_format():
+    model, theirs = tiny()
+    kept = {}
+    expected = [generate(model, theirs, *given) for given in (padded(), prompts(1, 30, seed=3))]
+    rt.set_kv_cache(model, "fp32")
+    for given, want in zip((padded(), prompts(1, 30, seed=3)), expected, strict=True):
+        out = generate(model, "rooftile", *given, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, want)
+        kept[id(out.past_key_values)] = out.past_key_values
+    assert len(kept) == 2 and all(type(cache) is RooftileCache for cache in kept.values())
+    rt.set_kv_cache(model, "int4-kivi", capacity=200)
+    with rt.record_kernels() as kernels:
+        generate(model, "rooftile", *padded())
+    assert "int4-kivi" in " ".join(kernels)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"use_cache": False}], ids=str)
+def test_every_search_gets_a_cache_of_the_format(options):
+    model, theirs = tiny()
+    ids, mask = prompts(1) if "prompt_lookup_num_tokens" in options else padded()
+    expected = generate(model, theirs, ids, mask, **options)
+    rt.set_kv_cache(model, "fp32")
+    for _ in range(2):
+        with rt.record_kernels() as kernels:
+            assert torch.equal(generate(model, "rooftile", ids, mask, **options), expected)
+        assert ("append" in " ".join(kernels)) == ("use_cache" not in options)
+
+
+def test_an_assistant_has_its_own_cache():
+    model, theirs = tiny()
+    assistant = tiny("qwen2")[0]
+    ids, mask = prompts(1)
+    expected = generate(model, theirs, ids, mask, assistant_model=assistant)
+    for each in (model, assistant):
+        rt.set_kv_cache(each, "fp32")
+    assert torch.equal(generate(model, "rooftile", ids, mask, assistant_model=assistant), expected)
+
+
+def test_forwards_without_a_cache_get_one():
+    """What evaluation harnesses score, and a loop of one's own."""
+    model, theirs = tiny()
+    ids, _ = prompts(2)
+    model.set_attn_implementation(theirs)
+    expected, loop = model(ids).logits, steps(model, theirs, ids, None)
+    rt.set_kv_cache(model, "fp32")
+    out = model(ids)
+    assert type(out.past_key_values) is RooftileCache
+    torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(steps(model, "rooftile", ids, None), loop, rtol=1e-4, atol=1e-4)
+    assert model(ids, use_cache=False).past_key_values is None
+    model.config.use_cache = False
+    assert model(ids).past_key_values is None
+
+
+def test_a_cache_that_is_given_is_used():
+    model, _ = tiny()
+    ids, mask = prompts(1)
+    rt.set_kv_cache(model, "int4")
+    for cache in (DynamicCache(), RooftileCache(model.config, format="fp32")):
+        out = generate(model, "rooftile", ids, mask, cache, return_dict_in_generate=True)
+        assert out.past_key_values is cache and cache.get_seq_length() == 45 + 23
+    out = generate(model, "rooftile", ids, mask, cache_implementation="static", return_dict_in_generate=True)
+    assert type(out.past_key_values) is transformers.StaticCache
+    config = transformers.GenerationConfig(use_cache=False, max_new_tokens=2)
+    assert model.generate(ids, config, return_dict_in_generate=True).past_key_values is None
+
+
+def test_set_kv_cache_can_be_copied_and_taken_back():
+    model, theirs = tiny()
+    ids, mask = prompts(1)
+    expected = generate(model, theirs, ids, mask)
+    rt.set_kv_cache(model, "int4")
+    rt.set_kv_cache(model, "fp32")
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        out = generate(twin, "rooftile", ids, mask, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, expected) and out.past_key_values.layers[0].format == "fp32"
+        assert twin.generate.args[0] is twin
+    rt.set_kv_cache(model, None)
+    out = generate(model, "rooftile", ids, mask, return_dict_in_generate=True)
+    assert type(out.past_key_values) is DynamicCache and not model._forward_pre_hooks
+    assert torch.equal(out.sequences, expected)
+
+
+def test_bad_arguments_of_set_kv_cache():
+    model, _ = tiny()
+    with pytest.raises(rt.ArgumentTypeError, match=r"set_kv_cache: model .*Linear"):
+        rt.set_kv_cache(torch.nn.Linear(2, 2))
+    with pytest.raises(rt.ArgumentError, match="int5"):
+        rt.set_kv_cache(model, "int5")
+    with pytest.raises(rt.ArgumentError, match="capacity"):
+        rt.set_kv_cache(model, "int8", capacity=0)
+    assert "generate" not in vars(model) and not model._forward_pre_hooks
+
+
+# ---- one cache, one text ----
+
+
+def test_a_second_text_in_one_cache_is_refused():
+    model, theirs = tiny()
+    first, second = prompts(1), prompts(1, 100, seed=8)
+    cache = RooftileCache(model.config, format="fp32")
+    generate(model, "rooftile", *first, cache)
+    with pytest.raises(rt.ArgumentError, match=r"past_key_values: .*68 columns.*reset\(\).*set_kv_cache.*turns=True"):
+        generate(model, "rooftile", *second, cache)
+    cache.reset()
+    assert torch.equal(generate(model, "rooftile", *second, cache), generate(model, theirs, *second))
+
+
+def test_a_cache_of_another_model_is_refused():
+    model, _ = tiny()
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.layer_types = 1, None
+    model.set_attn_implementation("rooftile")
+    with pytest.raises(rt.ArgumentError, match=r"past_key_values: .*with 1 layers.* layer 1;"):
+        model(prompts(1)[0], past_key_values=RooftileCache(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: transformers.T5Config(), "encoder-decoder"),
+        (lambda: transformers.DeepseekV3Config(), "multi-head latent attention: kv_lora_rank"),
+        (lambda: transformers.MambaConfig(), "mamba"),
+        (lambda: transformers.JambaConfig(), "jamba has layers of other kinds: linear_attention"),
+        (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
+        (lambda: transformers.BloomConfig(), "BloomForCausalLM does not take its attention from"),
+    ],
+    ids=["encoder-decoder", "mla", "mamba", "jamba", "linear", "bloom"],
+)
+def test_models_that_a_cache_is_not_for(config, reason):
+    with pytest.raises(rt.NotSupportedError, match=f"config: .*{reason}"):
+        RooftileCache(config())
+
+
+def test_keys_and_values_of_two_shapes():
+    q, k, v = layer_inputs(4)
+    with pytest.raises(rt.NotSupportedError, match=r"past_key_values: .*one shape.*16.*8"):
+        attend(RooftileCache(tiny()[0].config), q, k, v[..., :8])
+
+
+def test_models_whose_attention_is_their_own():
+    """They change what the cache hands out, or the mask: named, with any cache."""
+    sizes = {"head_dim": 16, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "vocab_size": 211}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids, _ = prompts(1, 10)
+    torch.manual_seed(0)
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**sizes, **heads)).eval()
+    model.requires_grad_(False).set_attn_implementation("rooftile")
+    with pytest.raises(rt.NotSupportedError, match="attention layers change the keys or values"):
+        model(ids, past_key_values=RooftileCache(model.config))
+    doge = transformers.DogeForCausalLM(transformers.DogeConfig(**sizes, **heads)).eval().requires_grad_(False)
+    doge.set_attn_implementation("rooftile")
+    with pytest.raises(rt.NotSupportedError, match="attention_mask: this model reads the mask itself"):
+        doge(ids)
+
+
+# ---- sliding layers ----
+
+WINDOW = 24
+
+
+def sliding(batch, length=10, window=WINDOW):
+    """What the mask function makes for `length` columns of a sliding layer."""
+    function = transformers.masking_utils.sliding_window_causal_mask_function(window)
+    return rooftile_mask(batch, length, length, mask_function=function)
+
+
+def keeping(monkeypatch):
+    """From here on no layer slides."""
+    monkeypatch.setattr(integration, "ring_tokens", lambda window: 1 << 30)
+
+
+PIECES = (300, 1, 1, 16, 70, 1, 40, 1, 3, 200, 1, 1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sliding_layers_give_the_bits_of_layers_that_keep_everything(format, monkeypatch):
+    def texts(stepwise):
+        pieces = tuple(n for n in PIECES for n in ([32] * (n // 32) + [n % 32] if stepwise else [n]) if n)
+        cache = RooftileCache(tiny("mistral")[0].config, format=format, stepwise=stepwise)
+        outs, begin = [], 0
+        q, k, v = layer_inputs(sum(pieces), batch=2)
+        for n in pieces:
+            part = (x[:, :, begin : begin + n] for x in (q, k, v))
+            outs.append(attend(cache, *part, mask=sliding(2)))
+            begin += n
+        return cache, torch.cat(outs, 1)
+
+    for stepwise in (False, True):
+        monkeypatch.undo()
+        cache, out = texts(stepwise)
+        layer = cache.layers[0].cache
+        assert type(layer) is SlidingKVCache and layer.lengths == [sum(PIECES)] * 2
+        keeping(monkeypatch)
+        every, expected = texts(stepwise)
+        assert type(every.layers[0].cache) is rt.KVCache
+        assert torch.equal(out, expected)
+        assert cache.nbytes < every.nbytes / 2
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "qwen2-window"])
+def test_long_texts_over_sliding_layers_equal_transformers(name):
+    model, theirs = tiny(name)
+    ids, mask = padded((17, 0, 150), 260)
+    cache = RooftileCache(model.config, format="fp32", turns=True)
+    expected = generate(model, theirs, ids, mask, new=40)
+    assert torch.equal(generate(model, "rooftile", ids, mask, cache, new=40), expected)
+    assert sum(type(layer.cache) is SlidingKVCache for layer in cache.layers) == {"mistral": 2}.get(name, 1)
+
+
+@pytest.mark.parametrize("change", ["crop", "reorder_cache", "batch_select_indices", "deepcopy"])
+@pytest.mark.parametrize("format", ["int8", "int4-kivi"])
+def test_rows_of_sliding_layers_change_as_of_others(change, format, monkeypatch):
+    def run():
+        cache = RooftileCache(tiny("mistral")[0].config, format=format)
+        q, k, v = layer_inputs(330, batch=3)
+        for begin, end in ((0, 300), (300, 310)):
+            attend(cache, *(x[:, :, begin:end] for x in (q, k, v)), mask=sliding(3))
+        if change == "crop":
+            cache.crop(-9)
+            cache.crop(-5)
+        elif change == "deepcopy":
+            attended, cache = cache, copy.deepcopy(cache)
+            attend(attended, *(x[:, :, 0:200] for x in (q, k, v)), mask=sliding(3))
+        else:
+            getattr(cache, change)(torch.tensor([2, 2, 0]))
+        outs = [attend(cache, *(x[:, :, n : n + 1] for x in (q, k, v)), mask=sliding(3)) for n in range(310, 330)]
+        return cache.layers[0], torch.cat(outs, 1)
+
+    layer, out = run()
+    assert type(layer.cache) is SlidingKVCache
+    keeping(monkeypatch)
+    every, expected = run()
+    assert type(every.cache) is rt.KVCache and torch.equal(out, expected)
+    assert layer.cache.lengths == every.cache.lengths
+
+
+def test_a_sliding_layer_takes_back_what_it_still_has():
+    caches = [RooftileCache(tiny("mistral")[0].config, format="int8") for _ in range(2)]
+    for cache in caches:
+        attend(cache, *layer_inputs(400), mask=sliding(1))
+    caches[0].crop(-BACK)
+    with pytest.raises(rt.ArgumentError, match=r"past_key_values: truncate: lengths .*window of 24 .* takes back 0"):
+        caches[0].crop(-1)
+    with pytest.raises(rt.ArgumentError, match="takes back 64"):
+        caches[1].crop(-BACK - 1)
+    assert [cache.layers[0].cache.lengths for cache in caches] == [[400 - BACK], [400]]
+    attend(caches[0], *layer_inputs(3), mask=sliding(1))
+    caches[0].crop(-3)
+
+
+def test_a_window_does_not_change():
+    cache = RooftileCache(tiny("mistral")[0].config, format="int8")
+    attend(cache, *layer_inputs(400), mask=sliding(1))
+    for mask in (None, sliding(1, window=25)):
+        with pytest.raises(rt.NotSupportedError, match="slid over 24 tokens"):
+            attend(cache, *layer_inputs(1), mask=mask)
+        cache.layers[0].held = None
+
+
+def test_bytes_beside_transformers_own_cache():
+    """Gemma 3, five sliding layers in six, 6,000 tokens: less than the 16-bit cache of transformers."""
+    config = transformers.Gemma3TextConfig(num_hidden_layers=6, sliding_window=512)
+    cache, theirs = RooftileCache(config, format="int4-kivi"), DynamicCache(config=config)
+    x = torch.randn(1, 1, 6000, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for layer, kind in enumerate(config.layer_types):
+        attend(cache, x, x, x, layer, mask=sliding(1, window=512) if kind == "sliding_attention" else None)
+        theirs.update(x, x, layer)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in theirs.layers)
+    assert cache.nbytes_dynamic == held
+    assert cache.nbytes < 0.45 * held
+
+
+# ---- a long turn on a GPU, where torch reads the cache ----
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8", "fp8", "int4", "int4-kivi-sym", "int4-kivi"])
+@pytest.mark.parametrize("window", [None, 50, 700])
+@pytest.mark.parametrize("lengths", [(600, 600), (517, 0), (96, 300)], ids=str)
+def test_torch_behind_a_cache_is_prefill_attention(format, window, lengths, monkeypatch):
+    monkeypatch.setattr(_tensors, "_SCRATCH", 512)
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 40, heads, 64, generator=draw).bfloat16() for heads in (6, 2, 2))
+    cache = rt.KVCache(2, 640, 2, 64, format=format, dtype="bfloat16")
+    past = [torch.randn(2, 600, 2, 64, generator=draw).bfloat16() for _ in range(2)]
+    cache.append(*past, counts=list(lengths))
+    for counts in (None, torch.tensor([40, 17], dtype=torch.int32)):
+        exact = rt.prefill_attention(q, k, v, cache=cache, counts=counts, window=window, scale=0.2).float()
+        out = _tensors.behind(q, k, v, cache, list(lengths), counts, scale=0.2, window=window).float()
+        torch.testing.assert_close(out, exact, rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps)
+
+
+def test_a_long_turn_through_torch(monkeypatch):
+    """The way of a GPU, run on the CPU: it stores the bytes of the other way."""
+    model, _ = tiny("qwen2-window")
+    ids, mask = padded((17, 0, 5), 400)
+    pieces = (300, 1, 50, 1, 48)
+    logits, caches = [], []
+    for attend_and_store in (integration.RooftileLayer._attend_and_store, through_torch):
+        monkeypatch.setattr(integration.RooftileLayer, "_attend_and_store", attend_and_store)
+        caches.append(RooftileCache(model.config, format="int8"))
+        logits.append(feed(model, ids, mask, pieces, caches[-1]))
+    real = mask.bool()
+    torch.testing.assert_close(logits[1][real], logits[0][real], rtol=1e-3, atol=1e-3)
+    assert caches[0].layers[0].pads == [17, 0, 5]
+    for row in range(3):
+        theirs, ours = (stored(cache, row) for cache in caches)
+        assert_same_bytes(theirs, ours)
+
+
+def through_torch(self, q, k, v, counts, before, options):
+    lengths = [before] * len(q) if self.pads is None else [max(before - pad, 0) for pad in self.pads]
+    if before:
+        scale, window = options["scale"], options["window"]
+        out = _tensors.behind(q, k, v, self._pages, lengths, counts, scale=scale, window=window)
+    else:
+        out = _tensors.prompt(q, k, v, counts, **options)
+    self._append(k, v, counts)
+    return out
+
+
+# ---- what is taken back ----
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-kivi"])
+def test_crop_into_the_padding(format):
+    """A row of which nothing is left begins anew behind its padding."""
+    model, _ = tiny()
+    ids, mask = padded((17, 0), 30)
+    cache, fresh = (RooftileCache(model.config, format=format) for _ in range(2))
+    expected = feed(model, ids, mask, (14, 16), fresh)
+    feed(model, ids, mask, (30,), cache)
+    cache.crop(-16)
+    assert cache.get_seq_length() == 14 and cache.layers[0].cache.lengths == [0, 14]
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, 14:]
+    logits = model(ids[:, 14:], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    assert torch.equal(logits[mask[:, 14:].bool()], expected[:, 14:][mask[:, 14:].bool()])
+    for row in range(2):
+        assert_same_bytes(stored(cache, row), stored(fresh, row))
