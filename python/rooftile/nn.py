@@ -17,7 +17,8 @@ class Marked(torch.nn.Module):
     """A module that stands for one with a parameter of another shape: its state_dict holds a marker of that name.
 
     No module of transformers takes a marker's shape, so whoever reads the checkpoint without rooftile gets an error
-    instead of random weights. MARKER: its name and shape; it is uint8.
+    instead of random weights. MARKER: its name and shape. It is int64: safetensors sorts by element size, and a marker
+    of one byte between the codes would put them at odd addresses of the mapped file.
     """
 
     MARKER = ("weight", (1,))
@@ -27,7 +28,7 @@ class Marked(torch.nn.Module):
         name, shape = self.MARKER
         # from_pretrained fills the tensors that a module on the meta device lists; a marker is none to fill
         if not any(buffer.is_meta for buffer in self.buffers()):
-            destination[prefix + name] = torch.zeros(shape, dtype=torch.uint8)
+            destination[prefix + name] = torch.zeros(shape, dtype=torch.int64)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

@@ -130,6 +130,7 @@ def test_numbers(option, value, capsys):
         '{"chunks": [[1, "2"]]}',
         '{"chunks": [[1, -2]]}',
         '{"chunks": [[1, 320]]}',
+        "[" * 100_000,
     ],
 )
 def test_bad_token_ids(model, tmp_path, capsys, content):

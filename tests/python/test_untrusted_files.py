@@ -260,7 +260,9 @@ def test_headers_of_safetensors(tmp_path, header):
     refused(source, tmp_path, str(file), rounding=ROUNDING)
 
 
-@pytest.mark.parametrize(("kind", "field"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+@pytest.mark.parametrize(
+    ("kind", "field"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("bart", "decoder_layers")]
+)
 def test_more_layers_than_tensors(tmp_path, kind, field):
     """Found before they are made, whatever the model calls them."""
     source = plain(tmp_path / "source", **{"model_type": kind, field: 10**9})
@@ -415,6 +417,13 @@ def test_a_failed_overwrite_through_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     assert main([*command, "--overwrite", "--bits", "8"]) == 0
     assert '"bits": 8' in (tmp_path / "target" / "config.json").read_text()
+
+
+def test_what_is_there_goes_only_where_that_is_asked_for(models):
+    target, _ = models
+    with pytest.raises(rt.ArgumentError, match="not empty"), writer.written_whole(target) as folder:
+        (folder / "config.json").write_text("new")
+    assert content(target) == OLD and os.listdir(target.parent) == ["target"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -21,6 +21,7 @@ ROUNDED = {bits: f"{bits} bits, rounded to nearest" for bits in WEIGHTS}
 KEPT, CONVERTED, DEQUANTISED = "kept", "converted", "dequantised"  # as stored, to another float type, from codes
 _OP = "convert"
 _EXPECTED = "a folder with config.json and safetensors files, or a GGUF file"
+_LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # what models call their number
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROUNDED_FROM = ("F32", "F16", "BF16")
 
@@ -155,9 +156,9 @@ class _FolderSource:
             raise NotSupportedError(f"{self.where}: model_type '{kind}' is not one that transformers knows by itself")
         text = self.config.get("text_config")
         fields = {**self.config, **(text if isinstance(text, dict) else {})}
-        for key in {"num_hidden_layers", transformers.CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers")}:
-            layers = fields.get(key)
-            if type(layers) is int and layers > len(self.folder.tensors):  # before as many are made
+        for key, layers in fields.items():
+            counts = type(layers) is int and _LAYERS.fullmatch(key)
+            if counts and layers > len(self.folder.tensors):  # before as many are made
                 raise ArgumentError(
                     f"{self.where}: {key} is {layers}, but there are {len(self.folder.tensors)} tensors"
                 )

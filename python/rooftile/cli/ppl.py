@@ -180,7 +180,7 @@ def _read_token_ids(args):
     where = f"--token-ids {args.token_ids}"
     try:
         content = json.loads(read_text(args.token_ids, "--token-ids"))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ArgumentError(f"{where}: not JSON: {e}") from e
     chunks = content.get("chunks") if isinstance(content, dict) else None
     if not (isinstance(chunks, list) and chunks and all(isinstance(c, list) for c in chunks)):
