@@ -4,55 +4,64 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell find cpp python third_party -name '*.so' -prune -o -type f -print 2>/dev/null | grep -v __pycache__) CMakeLists.txt pyproject.toml
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+SOURCES := $(shell find cpp python third_party -name '*.so' -prune -o -type f -print 2>/dev/null | grep -v __pycache__) CMakeLists.txt CMakePresets.json pyproject.toml
 
-.PHONY: demo test pytest ctest ctest-cuda mutants lint format clean
+.PHONY: demo test test-all test-slow pytest ctest ctest-cuda mutants lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rooftile demo
 
 test: pytest ctest
 
+# With the tests that take long or much memory (marker `slow`)
+test-all: test test-slow
+
 pytest: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
-# C++ tests, where GoogleTest is found (Debian: apt-get install libgtest-dev)
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
+
+# C++ tests; says at its end where GoogleTest is missing (Debian: apt-get install libgtest-dev)
 ctest: $(VENV)/.test
-	$(BIN)/cmake --preset cpu -DPython_EXECUTABLE=$(abspath $(BIN)/python)
-	$(BIN)/cmake --build --preset cpu
-	$(BIN)/ctest --preset cpu
+	tests/cpp/run.sh test
 
-# The same with the GPU kernels and their checks; needs nvcc, and skips what needs a GPU where there is none
+# The same with the GPU kernels of every architecture and their checks; needs nvcc, and skips what needs a GPU where there is none
 ctest-cuda: $(VENV)/.test
-	$(BIN)/cmake --preset cuda -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
-	$(BIN)/cmake --build --preset cuda
-	$(BIN)/ctest --preset cuda
+	tests/cpp/run.sh cuda
 
 # Whether the tests see faults: plants them, builds once, runs the tests that reach each (docs/contributing.md)
 mutants: $(VENV)/.test
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python tests/mutants run --record
 
-lint: $(VENV)/.test
-	$(BIN)/python -m pip install -q --disable-pip-version-check ruff codespell
+lint: $(VENV)/.pip
+	$(PIP) ruff codespell
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell cpp python tests docs README.md
 
-format: $(VENV)/.test
-	$(BIN)/python -m pip install -q --disable-pip-version-check ruff
+format: $(VENV)/.pip
+	$(PIP) ruff
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 # ---- set-up: one virtual environment, torch pinned, then rooftile built from this tree ----
-$(VENV)/.venv:
+$(VENV)/.pip:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(PIP) --upgrade pip
+	touch $@
+
+$(VENV)/.venv: $(VENV)/.pip
+	$(PIP) "$(TORCH)"
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.venv $(SOURCES)
-	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" ".[demo]"
+	$(PIP) "$(TORCH)" ".[demo]"
 	touch $@
 
+# The library is compiled once: what the C++ tests link is what is installed
 $(VENV)/.test: $(VENV)/.venv $(SOURCES)
-	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" ".[test]" "cmake>=3.30" ninja "nanobind>=3.1"
+	$(PIP) "cmake>=3.30" ninja "nanobind>=3.1" "scikit-build-core>=1.1"
+	tests/cpp/run.sh test --build
+	$(PIP) "$(TORCH)" --no-build-isolation -C build-dir=build/test ".[test]"
 	touch $@ $(VENV)/.demo
 
 clean:

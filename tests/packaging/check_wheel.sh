@@ -52,6 +52,6 @@ done
 [ "$tried" -gt 0 ] || try_on "$python" "$wheel"
 
 "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$work/linked" \
-  -C cmake.define.ROOFTILE_LINKED=ON -C build-dir=build/linked -C wheel.py-api="" .
+  -C cmake.define.ROOFTILE_LINKED=ON -C wheel.py-api="" .   # out of the same build: only the bindings are compiled again
 try_on "$python" "$(ls "$work"/linked/rooftile-*.whl)"
 echo "wheel checks passed"

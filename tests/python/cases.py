@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named shapes, exactly representable data and guarded memory for the tests of every op."""
 
+import mmap
+
 import numpy as np
 import oracle
 import torch
@@ -127,3 +129,12 @@ class Guarded:
 
 def guarded(shape, dtype, device="cpu", strides=None, values=None):
     return Guarded(shape, dtype, device, strides, values)
+
+
+def far_apart(shape, dtype, strides):
+    """A tensor of zeros on the CPU at any strides: only the pages of memory that somebody touches are ever made."""
+    size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE of Linux, which Python 3.10 has no name for
+    memory = mmap.mmap(-1, size * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same values in many memory layouts. An op must read (and write) each of them like the contiguous one."""
 
+import cases
 import numpy as np
 import torch
 
@@ -104,6 +105,14 @@ def interleaved(t):
     return _inside(t, buffer, buffer[..., 1, :])
 
 
+def first_far(t):
+    """The first dimension's second entry lies past 2^31 elements, a third one past 2^32."""
+    if t.is_cuda:
+        return contiguous(t)
+    strides = (2**31 + 8, *contiguous(t).stride()[1:])
+    return cases.far_apart(t.shape, t.dtype, strides).copy_(t)
+
+
 # Layouts for tensors that are read or written, with the number of dimensions each needs.
 TORCH = {
     "contiguous": (contiguous, 0),
@@ -123,6 +132,7 @@ TORCH = {
     "middle padded": (middle_padded, 3),
     "interleaved": (interleaved, 1),
     "size-1 odd strides": (size_1_odd_strides, 1),
+    "first far": (first_far, 2),
 }
 
 

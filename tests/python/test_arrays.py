@@ -54,18 +54,21 @@ def test_arrays_on_a_gpu_that_are_not_torchs():
         rt.w4a16_matmul(Foreign(x), w, out=Foreign(y))
 
 
-def _lent_to(op, array=lambda x: x):
+def _lent_to(op, array=lambda x: x, rows=2):
     """A call of the binding of `op` that needs a workspace, by what lends it. array: what tensors are handed in as."""
-    x, w = torch.randn(2, 16385, device="cuda").half(), torch.randn(64, 16384, device="cuda").half()
-    y = array(x.new_empty(2, 64))
+    x, w = torch.randn(rows, 16385, device="cuda").half(), torch.randn(64, 16384, device="cuda").half()
+    y = array(x.new_empty(rows, 64))
     if op == "linear":  # rows that no copy engine reads
         return lambda lend: _C.linear(array(x[:, 1:]), array(w), None, None, None, y, lend, None, None)
     if op == "w4a16_matmul":
         handle = rt.W4Weight.quantize(w)._handle
         return lambda lend: _C.w4a16_matmul(array(x[:, :-1]), handle, None, None, None, y, False, lend, None, None)
-    cache, q = rt.KVCache(8, 8192, 1, 64, dtype="float16", device="cuda"), torch.randn(8, 3, 64, device="cuda").half()
-    out = array(torch.empty_like(q))
-    return lambda lend: _C.decode_attention(array(q), cache, out, *[None] * 7, lend, None, None)
+    cache = rt.KVCache(8, 8192, 1, 64, dtype="float16", device="cuda")
+    k = torch.randn(8, 8192, 1, 64, device="cuda").half()
+    cache.append(k, k)
+    q = torch.randn(4 * rows, 3, 64, device="cuda").half()
+    which, out = array(torch.arange(4 * rows, dtype=torch.int32, device="cuda") % 8), array(torch.empty_like(q))
+    return lambda lend: _C.decode_attention(array(q), cache, out, None, which, *[None] * 5, lend, None, None)
 
 
 @gpus
@@ -93,6 +96,23 @@ def test_what_lends_a_workspace_is_checked(op):
             call(lend)
     with pytest.raises(KeyError, match="no memory"):
         call(lambda like, size: {}["no memory"])
+
+
+@gpus
+@pytest.mark.parametrize("op", ["decode_attention", "w4a16_matmul", "linear"])
+def test_a_workspace_is_not_left(op):
+    """At every number of rows: not a byte beside the lent ones is written."""
+    margin = 4096
+    for rows in (1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 128, 129, 300, 512, 1024, 2048, 4096, 4097, 8192):
+        lent = []
+
+        def lend(like, size, lent=lent):
+            lent.append(torch.full((size + 2 * margin,), 0xA5, dtype=torch.uint8, device="cuda"))
+            return lent[-1][margin:-margin]
+
+        _lent_to(op, Foreign, rows)(lend)
+        for memory in lent:
+            assert (memory[:margin] == 0xA5).all() and (memory[-margin:] == 0xA5).all(), f"{rows} rows"
 
 
 @gpus

@@ -335,6 +335,39 @@ def test_two_threads_with_one_kernel():
             assert torch.equal(y, alone)
 
 
+@pytest.mark.parametrize("name", ["decode_attention int8", "w4a16_matmul split", "linear split", "w8a16_matmul split"])
+def test_two_streams_with_one_op(name):
+    """Each call has a workspace of its own, whatever runs on the other stream."""
+    f, inputs, _ = case(name)
+    expected, streams, differ = f(*inputs), [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for _ in range(500):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                for ours, right in zip(as_tuple(f(*inputs)), as_tuple(expected), strict=True):
+                    differ.append((ours != right).any())
+    torch.cuda.synchronize()
+    assert not torch.stack(differ).any()
+
+
+@pytest.mark.parametrize("name", ["w4a16_matmul split", "w8a16_matmul split", "linear split", "decode_attention int8"])
+def test_products_beside_copies(name):
+    """Two streams copy between pinned memory and the GPU all the while."""
+    f, inputs, _ = case(name)
+    expected, copies = f(*inputs), [torch.cuda.Stream() for _ in range(2)]
+    host = [torch.empty(1 << 24, dtype=torch.uint8, pin_memory=True) for _ in copies]
+    there = [torch.empty_like(h, device="cuda") for h in host]
+    differ = []
+    for i in range(200):
+        for stream, h, t in zip(copies, host, there, strict=True):
+            with torch.cuda.stream(stream):
+                (t if i % 2 else h).copy_(h if i % 2 else t, non_blocking=True)
+        for ours, right in zip(as_tuple(f(*inputs)), as_tuple(expected), strict=True):
+            differ.append((ours != right).any())
+    torch.cuda.synchronize()
+    assert not torch.stack(differ).any()
+
+
 def test_warmup_takes_what_names_a_device():
     for device in (None, 0, "cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0), "cpu"):
         rt.warmup(device)
@@ -446,6 +479,30 @@ def test_weights_on_another_device_than_the_current_one(zeros):
         assert a is b or (b.device.index == 1 and assert_bits_equal(a, b) is None)  # None: no zeros
     assert torch.equal(first.to("cuda:1").codes, second.codes)
     assert torch.cuda.current_device() == 0
+
+
+@TWO_GPUS
+def test_nothing_is_made_on_a_gpu_that_nobody_names():
+    """Import, warmup and calls on the second GPU: no context, so no byte, on the first."""
+    code = f"""
+import sys, ctypes
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch, rooftile as rt
+torch.cuda.set_device(1)
+rt.warmup("cuda:1")
+x, w = torch.randn(3, 4096, device="cuda:1").half(), torch.randn(64, 4096, device="cuda:1").half()
+rt.rms_norm(x), rt.linear(x, w), rt.w4a16_matmul(x, rt.W4Weight.quantize(w))
+cache = rt.KVCache(2, 64, 1, 64, format="int4-kivi", dtype="float16", device="cuda:1")
+k = torch.randn(2, 40, 1, 64, device="cuda:1").half()
+cache.append(k, k)
+rt.decode_attention(k[:, :1], cache)
+torch.cuda.synchronize(1)
+driver, active, flags = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(-1), ctypes.c_uint()
+assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+print(active.value)
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert child.stdout.strip() == "0", child.stdout + child.stderr[-3000:]
 
 
 # ---------------------------------------------------------------- errors

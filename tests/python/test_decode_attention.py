@@ -136,6 +136,25 @@ def test_head_dim_512():
     run_and_check(cache, q64)
 
 
+@pytest.mark.parametrize("ratio", [*range(1, 17), 24, 32, 64, 128])
+@pytest.mark.parametrize("device", cases.devices())
+def test_any_ratio_of_heads(device, ratio):
+    for format, dtype in (("fp16", "float16"), ("int4-kivi", "float16")):
+        cache = filled(tokens((1, 33, 130), 1, 64, dtype, ratio), format, dtype)
+        run_and_check(cache, queries(3, 1, ratio, 64, dtype, ratio)[0][:, 0], device)
+
+
+@stores_on_devices
+def test_asking_for_lse_changes_no_bit(device, format, dtype):
+    """Rows in one piece and in several: what merges them needs their sums whether or not the caller does."""
+    lengths = (0, 1, 33, 300, 2500)
+    cache = filled(tokens(lengths, 2, 64, dtype), format, dtype).to(device)
+    for t in (1, 7):
+        q = queries(len(lengths), t, 6, 64, dtype, t)[1].to(device)
+        for options in ({}, {"window": 40}, {"softcap": 5.0}):
+            assert_bits_equal(rt.decode_attention(q, cache, **options), both(q, cache, **options)[0], str(options))
+
+
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @stores_on_devices
 def test_pages_anywhere(device, format, dtype, page_size):

@@ -5,6 +5,8 @@ rms_norm stands for all ops: they share one conversion (python/src/tensor_caster
 argument, and the next good call is right.
 """
 
+import collections
+import ctypes
 import gc
 import os
 import resource
@@ -297,3 +299,93 @@ def test_memory_stays_flat():
     before = resident_bytes()
     calls(3000)
     assert resident_bytes() - before < 1 << 20
+
+
+class Producer:
+    """A [3, 40] float32 array of our own: counts its capsules and how often each was given back."""
+
+    class Managed(ctypes.Structure):  # DLManagedTensor
+        _fields_ = (
+            ("data", ctypes.c_void_p),
+            ("device", ctypes.c_int32 * 2),
+            ("ndim", ctypes.c_int32),
+            ("dtype", ctypes.c_uint8 * 4),
+            ("shape", ctypes.POINTER(ctypes.c_int64)),
+            ("strides", ctypes.c_void_p),
+            ("byte_offset", ctypes.c_uint64),
+            ("manager", ctypes.c_void_p),
+            ("deleter", ctypes.c_void_p),
+        )
+
+    def __init__(self):
+        self.values = X.numpy().copy()
+        self.sizes = (ctypes.c_int64 * 2)(*self.values.shape)
+        self.made, self.given_back = 0, collections.Counter()
+        self.alive = {}  # address -> (struct, the memory it points to), as long as somebody may read it
+        self.deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._delete)
+
+    def _delete(self, address):
+        self.given_back[address] += 1
+        self.alive.pop(address)
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **_):
+        values = self.values.copy()
+        managed = self.Managed(
+            values.ctypes.data,
+            (1, 0),
+            2,
+            (ctypes.c_uint8 * 4)(2, 32, 1, 0),
+            self.sizes,
+            deleter=ctypes.cast(self.deleter, ctypes.c_void_p),
+        )
+        self.made += 1
+        self.alive[ctypes.addressof(managed)] = managed, values
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return make(ctypes.addressof(managed), b"dltensor", None)
+
+
+def test_every_capsule_is_given_back_once():
+    """Of calls that succeed and of calls that are refused, whichever argument it is."""
+    producer, calls = Producer(), 20_000
+    out, w = np.empty((3, 40), np.float32), W.numpy()
+    expected = EXPECTED.numpy()
+    for i in range(calls):
+        if i % 4 == 3:
+            with pytest.raises(ERRORS):
+                rt.rms_norm(producer, w[:7], out=out)
+        else:
+            rt.rms_norm(producer, w, out=out)
+    np.testing.assert_array_equal(out, expected)
+    assert producer.made == sum(producer.given_back.values()) >= calls
+    assert not producer.alive
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+def test_memory_stays_flat_over_many_shapes():
+    """A hundred thousand calls with ten thousand shapes: nothing is kept by shape."""
+    w4 = rt.W4Weight.quantize(torch.randn(16, 64), group_size=32)
+    cache = rt.KVCache(1, 128, 1, 8, format="int8", dtype="float32")
+    cache.append(torch.randn(1, 100, 1, 8), torch.randn(1, 100, 1, 8))
+    memory = torch.randn(1 << 20)
+
+    def calls(shapes):
+        for i in shapes:
+            rows, columns = 1 + i % 100, 1 + i // 100 % 100
+            x = memory[: rows * columns].view(rows, columns)
+            rt.rms_norm(x)
+            rt.softmax(x)
+            rt.w4a16_matmul(memory[: rows * 64].view(rows, 64), w4)
+            rt.linear(x, memory[: 3 * columns].view(3, columns))
+            rt.decode_attention(memory[: rows * 8].view(1, 1, rows, 8), cache, window=columns)
+
+    calls(range(10_000))
+    gc.collect()
+    before = resident_bytes()
+    calls(range(10_000, 30_000))
+    gc.collect()
+    assert resident_bytes() - before <= 100 * 1024  # 1 KiB for each thousand calls

@@ -75,6 +75,18 @@ def test_norms(hidden, dtype, device, plan):
     assert (to_numpy64(s) == total).all()
 
 
+def test_norms_of_any_multiple_of_a_vector(device):
+    """Widths of real models among them, whose number of warps is no power of two."""
+    widths = {3584, 5120, 7168, *(8 * cases.generator("widths").integers(1, 1025, 40 if device == "cpu" else 200))}
+    for hidden in sorted(int(width) for width in widths):
+        x, tx = data(device, (2, hidden), "float16", "x", hidden, mean=0.5)
+        w, tw = data(device, (hidden,), "float16", "w", hidden)
+        assert_right(rt.rms_norm(tx, tw, 1e-5), oracle.rms_norm, x, w, 1e-5)
+        assert_right(
+            rt.layer_norm(tx, tw, None, 1e-5), oracle.layer_norm, x, w, None, 1e-5, terms=near(x, device) * np.abs(w)
+        )
+
+
 @pytest.mark.parametrize("size", [300.0, 6e4])
 def test_large_values_do_not_overflow(size, dtype, device, plan):
     x = oracle.round_to(size * np.sign(cases.values((2, 576), "float32", size)), dtype)

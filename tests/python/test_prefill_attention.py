@@ -57,6 +57,22 @@ def test_a_long_prompt(dtype):
     check(dtype, *both(*given), *expect(exact, dtype))
 
 
+@pytest.mark.parametrize("s", [1, 31, 32, 33, 65, 97])
+def test_one_head_of_keys_for_all(s):
+    """KV heads at stride 0 read like copies of the one."""
+    _, (q, k, v) = inputs(2, s, s, 6, 1, 40, "float16", s)
+    wide = [x.expand(2, s, 3, 40) for x in (k, v)]
+    assert_bits_equal(rt.prefill_attention(q, *wide), rt.prefill_attention(q, *(x.clone() for x in wide)))
+
+
+@pytest.mark.parametrize("s", [1, 17, 300])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_asking_for_lse_changes_no_bit(dtype, s):
+    _, given = inputs(2, s, s, 6, 2, 40, dtype, s)
+    for options in ({}, {"window": 9}, {"softcap": 5.0}):
+        assert_bits_equal(rt.prefill_attention(*given, **options), both(*given, **options)[0], str(options))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("s", "sk"), [(1, 1), (1, 130), (3, 1), (17, 15), (17, 16), (17, 18), (17, 147), (70, 3), (5, 0)]

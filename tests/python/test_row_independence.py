@@ -39,6 +39,32 @@ def test_alone_as_in_a_batch(op, dtype, device, plan):
             closeness.assert_bits_equal(changes[name], expected, f"{name}, rows {rows} alone:")
 
 
+def test_a_promise_of_one_order_is_kept_or_refused(dtype, device, plan):
+    """`batch_invariant=True` is refused by what does not know it; where it is taken, a row has the same bits alone, in
+    every kernel that its neighbours would choose."""
+    keepers = set()
+    for op in ops.OPS:
+        if not op.gpu and device == "cuda":
+            continue
+        call = op.call(dtype, device)
+        if "batch_invariant" not in op.arguments:
+            with pytest.raises(TypeError, match="batch_invariant"):
+                call.run(batch_invariant=True)
+            continue
+        keepers.add(op.name)
+        w, x = call.kwargs["w"], call.kwargs["x"].flatten(0, -2)
+        function = getattr(rt, op.name)
+        alone = function(x[:1], w, batch_invariant=True, plan=plan)
+        for m in (2, 7, 8, 9, 16, 17, 33, 64, 65, 130):
+            rows = x[torch.arange(m, device=device) % len(x)]
+            for at in (0, m - 1):
+                rows[at] = x[0]
+            y = function(rows, w, batch_invariant=True, plan=plan)
+            for at in (0, m - 1):
+                closeness.assert_bits_equal(y[at], alone[0], f"{op.id}, row {at} of {m}:")
+    assert keepers == {"w4a16_matmul", "w8a16_matmul"}
+
+
 @pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.id)
 def test_any_number_of_threads(op, dtype, device, plan):
     threads = torch.get_num_threads()

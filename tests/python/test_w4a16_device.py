@@ -127,6 +127,22 @@ def test_more_tokens_than_are_prepared_at_once(bits, kind, dtype, device):
 
 
 @pytest.mark.parametrize("bits", w4.WEIGHT)
+@pytest.mark.parametrize("m", [1, 8, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_beyond_fp16_that_cancel(dtype, m, bits, device):
+    """Half of K adds up to 600 * 7 * 2048, the other half takes it away again: a partial sum in fp16 is infinite."""
+    n, k, group = 24, 4096, 128
+    codes = np.full((n, k), 15 if bits == 4 else 135, np.uint8)  # 7 above the middle, and in the other half 7 below
+    codes[:, k // 2 :] = 1 if bits == 4 else 121
+    codes[:, -1] += np.arange(n, dtype=np.uint8) % 3  # what is left: 600 times 0, 1 or 2
+    packed = torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes)
+    w = w4.WEIGHT[bits].from_canonical(packed, torch.ones(n, k // group).half()).to(device)
+    x = torch.full((m, k), 600.0, dtype=getattr(torch, dtype), device=device)
+    left = 600.0 * (np.arange(n) % 3)
+    closeness.assert_exact(w4.matmul(x, w), oracle.round_to(np.broadcast_to(left, (m, n)), dtype))
+
+
+@pytest.mark.parametrize("bits", w4.WEIGHT)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_integer_zero_is_exact(dtype, bits, device):
     for n, k, group in ((40, 128, 32), (33, 576, 64), (17, 96, 96)):
