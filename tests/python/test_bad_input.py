@@ -68,7 +68,7 @@ def _assert_good_call(op, dtype, device, baseline, after):
 
 
 @pytest.mark.parametrize("outputs", ["given", "omitted"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op, name", [pytest.param(op, n, id=f"{op.id}-{n}") for op in ops.OPS for n in op.arguments])
 def test_every_fault_is_a_typed_error(op, name, dtype, outputs, device, count_bad_input):
     omit = outputs == "omitted"

@@ -18,7 +18,7 @@ def _refused(argument, t):
     return t.device.type in argument.contiguous and not t.is_contiguous()
 
 
-@pytest.fixture(params=(cases.PLANS[0], "reference"))
+@pytest.fixture(params=(cases.PLANS[0], pytest.param("reference", marks=pytest.mark.slow)))
 def plan(request):
     """The portable and vector variants are one source: the fastest stands for all of them here."""
     return plan_of(request)
