@@ -11,6 +11,8 @@ APPEND = SIMD + "kv_cache.cpp"
 W4_ROUND = "cpp/core/w4_round.h"
 KV_OPS, ATTENTION_OPS, ROPE_OPS = "cpp/ops/kv_cache.cpp", "cpp/ops/attention.cpp", "cpp/ops/rope.cpp"
 PAGES, PAGED, QUANTIZE = (f"python/rooftile/{name}.py" for name in ("kv_pages", "kv_paged", "quantize"))
+FETCH, GGUF = "python/rooftile/loaders/fetch.py", "python/rooftile/loaders/gguf_file.py"
+SOURCES, CONVERT, WRITER = (f"python/rooftile/checkpoints/{name}.py" for name in ("sources", "convert", "writer"))
 
 
 @dataclass
@@ -125,5 +127,17 @@ FAULTS = [
         "pass",
     ),
     Fault("a ring is made for rows with open groups", PAGED, "length % GROUP", "length % 16"),
-    Fault("a layer that shares its weight is rounded", QUANTIZE, "holders[module.weight] == 1", "True"),
+    Fault("a layer that shares its weight is rounded", QUANTIZE, "self.holders[parameter] > 1", "False"),
+    Fault("a cached download is used unhashed", FETCH, "_sha256(target) == file.sha256", "True"),
+    Fault("a count is held against single bytes", GGUF, "n * item_bytes > left", "n > left"),
+    Fault(
+        "tensors that overlap by a float32 pass",
+        GGUF,
+        "a.offset + a.nbytes > b.offset",
+        "a.offset + a.nbytes > b.offset + 4",
+    ),
+    Fault("classes that a config names stay in it", SOURCES, 'key == "auto_map"', "False"),
+    Fault("a link leads out of the folder", CONVERT, "file.resolve().is_relative_to(_home(path))", "True"),
+    Fault("what appears at the target is replaced", WRITER, "replace and path.exists()", "path.exists()"),
+    Fault("a model that could not be replaced is not put back", WRITER, "old.rename(path)", "None"),
 ]

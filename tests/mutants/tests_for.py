@@ -12,7 +12,7 @@ CACHE = (
 WEIGHTS = "c:test_w4a16 w4a16 w4a16_modules w4a16_device bad_constructors"
 LINEAR = "c:test_linear linear linear_device"
 FUSED = "c:test_ops_fused fused"
-FILES = "checkpoints checkpoints_refused gguf tokenizer fetch transformers cli"
+FILES = "checkpoints checkpoints_refused gguf tokenizer fetch untrusted_files transformers cli"
 
 RULES = (  # the first that fits the path
     (r"attention", f"{ATTENTION} kv_cache kv_cache_paged {CONTRACTS} torch_ops bad_constructors"),

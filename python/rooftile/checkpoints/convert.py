@@ -50,9 +50,9 @@ def convert(
     name, from, to, outcome, bytes_before, bytes_after), left_out (what is not carried over, and why), copied (files).
 
     The source need not be trusted: no code is run that lies in it or that it names, its expressions are matched for a
-    limited time, and nothing outside it is read or copied. Raises ArgumentError naming file, module and field for what
-    is corrupt, missing or contradicts itself, NotSupportedError for what is sound but not mapped, and ArgumentTypeError
-    for a source or target that is no path.
+    limited time, only regular files are opened, and no tokenizer file comes from behind a link out of it. Raises
+    ArgumentError naming file, module and field for what is corrupt, missing or contradicts itself, NotSupportedError
+    for what is sound but not mapped, and ArgumentTypeError for a source or target that is no path.
     """
     for name, path in (("source", source), ("target", target)):
         if not isinstance(path, str | os.PathLike):

@@ -40,8 +40,8 @@ def written_whole(path, replace=False):
 
     replace: whether a folder that is there by then is deleted; without, only an empty one is. Raises ArgumentError for
     whatever the file system refuses. At any moment `path` is what it was or the new folder whole; where the file system
-    cannot exchange two folders in one step, a process killed between two renames leaves the old one beside it, named
-    in old-*.
+    cannot exchange two folders in one step, a process killed between two renames leaves the old one beside it, as
+    NAME.old-*.
     """
     path = pathlib.Path(path).absolute()
     draft = path.parent / f".{path.name}.{secrets.token_hex(4)}"
