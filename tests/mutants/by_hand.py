@@ -137,7 +137,7 @@ FAULTS = [
         "a.offset + a.nbytes > b.offset + 4",
     ),
     Fault("classes that a config names stay in it", SOURCES, 'key == "auto_map"', "False"),
-    Fault("a link leads out of the folder", CONVERT, "file.resolve().is_relative_to(_home(path))", "True"),
+    Fault("a link leads out of the folder", CONVERT, "_inside(file, path)", "True"),
     Fault("what appears at the target is replaced", WRITER, "replace and path.exists()", "path.exists()"),
     Fault("a model that could not be replaced is not put back", WRITER, "old.rename(path)", "None"),
 ]

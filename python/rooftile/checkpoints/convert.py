@@ -151,7 +151,7 @@ def _companions(source, folder):
         return sorted(os.listdir(folder)), []
     copied, left_out = [], []
     for file in sorted(f for f in path.iterdir() if f.is_file() and _goes_along(f.name)):
-        if not file.resolve().is_relative_to(_home(path)):
+        if not _inside(file, path):
             left_out.append(f"{file.name}: a link to a file outside the folder")
             continue
         shutil.copyfile(file, folder / file.name)
@@ -164,11 +164,11 @@ def _companions(source, folder):
     return copied, left_out
 
 
-def _home(path):
-    """The folder that a checkpoint's links may lead to: its own, or in the hub's cache the model's, where a snapshot
-    links to blobs/."""
-    path = path.resolve()
-    return path.parent.parent if path.parent.name == "snapshots" else path
+def _inside(file, folder):
+    """Whether a file, its links followed, lies in its folder, or in a hub's cache, where snapshots/* link to blobs/."""
+    file, folder = file.resolve(), folder.resolve()
+    blobs = folder.parent.parent / "blobs"
+    return file.is_relative_to(folder) or (folder.parent.name == "snapshots" and file.is_relative_to(blobs))
 
 
 def _goes_along(name):
