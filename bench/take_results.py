@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run on a GPU left in a folder becomes the results of this tree, and its tables.
 
-take_results.py FOLDER     FAMILY.json of `rooftile bench` and tests.json of bench/run_on_gpu.sh go to
-                           bench/results/MACHINE, after the GPU's name; README and docs/kernels show that machine from
-                           then on, and bench/results/outdated.txt no longer names what was replaced
+take_results.py FOLDER     FAMILY.json of `rooftile bench`, demo.json of `rooftile demo --device cuda` and tests.json
+                           of bench/run_on_gpu.sh go to bench/results/MACHINE, after the GPU's name; README and
+                           docs/kernels show that machine from then on, and bench/results/outdated.txt no longer names
+                           what was replaced
 """
 
 import argparse
@@ -25,6 +26,7 @@ def _script(name):
 
 
 TABLES, LOGS = _script("tables"), _script("read_logs")
+TAKEN = *TABLES.BENCH, "demo", "tests"
 
 
 def machine_folder(gpu):
@@ -35,7 +37,7 @@ def machine_folder(gpu):
 def fault(path, result):
     """Why a file may not be taken, or None."""
     family = result.get("family")
-    if result.get("schema") != 1 or family != path.stem or family not in (*TABLES.BENCH, "tests"):
+    if result.get("schema") != 1 or family != path.stem or family not in TAKEN:
         return f"schema {result.get('schema')} of family {family}"
     if family == "tests":
         if result.get("digest") != LOGS.digest(result):
@@ -43,6 +45,8 @@ def fault(path, result):
         return "; ".join(LOGS.failures(result)) or None
     if not result["rows"]:
         return "it has no rows"
+    if family == "demo":
+        return None
     failed = [f"{n['case']} {n['variant']}: {n['why']}" for n in result["left_out"] if n["failed"]]
     return "; ".join(failed) or None
 
@@ -50,7 +54,7 @@ def fault(path, result):
 def take(folder, root=ROOT):
     """What was done, a line each; ValueError where a file may not be taken, before anything is written."""
     found = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    found = {path: r for path, r in found.items() if path.stem in (*TABLES.BENCH, "tests")}
+    found = {path: r for path, r in found.items() if path.stem in TAKEN}
     faults = [f"{path}: {why}" for path, result in found.items() if (why := fault(path, result))]
     machines = {machine_folder(result["machine"]["gpu"]) for result in found.values()}
     if faults or len(machines) != 1:

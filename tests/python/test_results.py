@@ -388,6 +388,7 @@ def tree(tmp_path):
     result = made_up()
     result["machine"]["gpu"] = "NVIDIA H100 80GB HBM3"
     (run / "linear.json").write_text(json.dumps(result))
+    (run / "demo.json").write_text(json.dumps(result | {"family": "demo", "rows": [{"name": "bf16 cache"}]}))
     (run / "gbench.peaks.json").write_text("{}")  # no results file of ours
     return take, run, tmp_path / "tree"
 
@@ -396,7 +397,10 @@ def test_results_of_a_run_are_taken(tree):
     take, run, root = tree
     said = take.take(run, root)
     results = root / "bench" / "results"
-    assert said[0] == "bench/results/h100/linear.json" and not (results / "h100" / "gbench.peaks.json").exists()
+    assert (
+        said[:2] == [f"bench/results/h100/{f}.json" for f in ("demo", "linear")]
+        and not (results / "h100" / "gbench.peaks.json").exists()
+    )
     assert (results / "h100" / "linear.json").read_text() == (run / "linear.json").read_text()
     assert (results / "outdated.txt").read_text() == "old/linear.json  why\n"
     text = (root / "README.md").read_text()  # what was not measured there is still the other machine's
