@@ -1,13 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <sstream>
+#include <vector>
 
 #include "core/kv_layout.h"
 #include "rooftile/error.h"
 #include "rooftile/gemm.h"
 #include "rooftile/kv_cache.h"
+#include "rooftile/names.h"
 #include "rooftile/tensor.h"
 
 namespace rooftile {
+
+std::string did_you_mean(std::string_view given, std::span<const std::string> known) {
+  std::string_view best;
+  std::size_t most = 0, out_of = 1;
+  for (const std::string& name : known) {
+    std::vector<std::size_t> common(name.size() + 1);   // of what was seen of `given` and the first j letters of name
+    for (const char c : given.substr(0, 64))
+      for (std::size_t j = 0, diagonal = 0; j < name.size(); ++j) {
+        const std::size_t above = common[j + 1];
+        common[j + 1] = c == name[j] ? diagonal + 1 : std::max(above, common[j]);
+        diagonal = above;
+      }
+    const std::size_t both = 2 * common.back(), length = given.size() + name.size();
+    if (2 * both < length || both * out_of <= most * length) continue;
+    best = name;
+    most = both;
+    out_of = length;
+  }
+  return best.empty() ? "" : ", did you mean \"" + std::string(best) + "\"?";
+}
 
 const char* name(DType t) {
   switch (t) {
@@ -60,12 +83,14 @@ const char* name(KvFormat f) {
 
 KvFormat kv_format_from_name(const char* op, const char* text) {
   std::string known;
+  std::vector<std::string> names;
   for (int i = 0; i < kv_format_count; ++i) {
     const auto f = static_cast<KvFormat>(i);
-    if (std::string(name(f)) == text) return f;
-    known += (i ? ", " : "") + std::string(name(f));
+    names.emplace_back(name(f));
+    if (names.back() == text) return f;
+    known += (i ? ", " : "") + names.back();
   }
-  fail(ErrorKind::value, op, ": format \"", text, "\" is not a cache format; known: ", known);
+  fail(ErrorKind::value, op, ": format \"", text, "\" is not a cache format; known: ", known, did_you_mean(text, names));
 }
 
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim, const char* op) {
@@ -104,12 +129,18 @@ Activation activation_from_name(const char* op, const char* text, bool* gated) {
   const std::string given = text;
   for (Activation a : {Activation::silu, Activation::gelu_tanh, Activation::gelu_erf}) {
     const bool multiplies = gated && given == std::string(name(a)) + "_mul";
-    if (given != name(a) && !multiplies) continue;
-    if (gated) *gated = multiplies;
-    return a;
+    if (given == name(a) || multiplies) {
+      if (gated) *gated = multiplies;
+      return a;
+    }
+  }
+  std::vector<std::string> names;
+  for (Activation a : {Activation::silu, Activation::gelu_tanh, Activation::gelu_erf}) {
+    names.emplace_back(name(a));
+    if (gated) names.push_back(names.back() + "_mul");
   }
   fail(ErrorKind::value, op, ": activation must be \"silu\", \"gelu\"", gated ? ", " : " or ", "\"gelu_tanh\"",
-       gated ? ", \"silu_mul\", \"gelu_mul\" or \"gelu_tanh_mul\"" : "", ", got \"", text, "\"");
+       gated ? ", \"silu_mul\", \"gelu_mul\" or \"gelu_tanh_mul\"" : "", ", got \"", text, '"', did_you_mean(text, names));
 }
 
 }  // namespace rooftile

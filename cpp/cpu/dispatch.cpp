@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "cpu/kernels.h"
 #include "rooftile/error.h"
+#include "rooftile/names.h"
 
 namespace rooftile::cpu {
 namespace {
@@ -42,13 +45,17 @@ const Kernels& best() {
 const Kernels& kernels_for(const char* op, const char* variant) {
   static const Kernels& chosen = best();
   if (!variant) return chosen;
-  for (const Variant& v : variants)
+  std::vector<std::string> names;
+  for (const Variant& v : variants) {
+    if (v.runs()) names.emplace_back(v.kernels().variant);
     if (std::strcmp(v.kernels().variant, variant) == 0) {
       ROOFTILE_CHECK_KIND(not_supported, v.runs(), op, ": plan \"", variant,
                           "\" needs instructions this CPU does not have; it runs: ", runnable_variants());
       return v.kernels();
     }
-  fail(ErrorKind::not_supported, op, ": plan \"", variant, "\" is no CPU variant; this CPU runs: ", runnable_variants());
+  }
+  fail(ErrorKind::not_supported, op, ": plan \"", variant, "\" is no CPU variant; this CPU runs: ", runnable_variants(),
+       did_you_mean(variant, names));
 }
 
 const char* runnable_variants() {

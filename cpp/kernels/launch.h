@@ -88,6 +88,9 @@ class DeviceScope {
   void launch(void (*kernel)(Params), Grid grid, int threads, std::size_t shared_bytes, const Params& params,
               Overlap overlap = Overlap::none, int cluster = 1) const {
     if (grid.x == 0) return;
+    constexpr std::int64_t most_x = 0x7fffffff, most_y = 65535;   // of any device
+    ROOFTILE_CHECK_KIND(not_supported, grid.x <= most_x && grid.y <= most_y, op_, ": the call needs a grid of ", grid.x, " x ", grid.y,
+                        " CTAs, a device takes at most ", most_x, " x ", most_y, "; split it");
     if (shared_bytes > 48 * 1024) allow_shared(op_, device_, reinterpret_cast<const void*>(kernel), shared_bytes);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));

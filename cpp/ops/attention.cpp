@@ -27,6 +27,7 @@ void check_q(const char* op, const TensorView& q, std::int64_t kv_heads) {
   const std::int64_t heads = q.shape[q.ndim - 2], dim = q.last();
   ROOFTILE_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, op, ": q must have a multiple of the ", kv_heads,
                  " KV heads, got ", heads, " query heads in ", describe(q));
+  ROOFTILE_CHECK_KIND(not_supported, heads <= check::max_heads, op, ": q must have at most ", check::max_heads, " heads, got ", describe(q));
   ROOFTILE_CHECK_KIND(not_supported, dim >= 1 && dim <= max_head_dim, op, ": q has head_dim ", dim, "; supported are 1 to ",
                       max_head_dim);
 }
@@ -44,7 +45,7 @@ void check_apart(const char* op, const TensorView& out, const TensorView& lse, s
   check::check_apart(op, "out", out, inputs);
   if (!lse.given()) return;
   check::check_apart(op, "lse", lse, inputs);
-  check::check_apart(op, "lse", lse, "out", out);
+  check::check_apart(op, "lse", lse, {{"out", out}});
 }
 
 LogitParams logit_params(const char* op, const TensorView& q, const LogitOptions& o) {
@@ -157,6 +158,7 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   check_out(op, q, out, lse);
   ROOFTILE_CHECK(!options.alibi_slopes.given(), op, ": alibi_slopes is an option of prefill_attention");
   check_apart(op, out, lse, {{"q", q}, {"sinks", options.sinks}, {"rows", rows}, {"counts", counts}});
+  check::check_apart(op, {{"out", out}, {"lse", lse}}, cache);
   DecodeArgs a{.q = q, .out = out, .lse = lse, .cache = &cache, .logits = logit_params(op, q, options)};
   if (q.ndim == 3)
     for (TensorView* t : {&a.q, &a.out, &a.lse}) add_token_dimension(*t);
@@ -192,7 +194,7 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
   const bool packed = options.cu_seqlens_q.given() || options.cu_seqlens_k.given();
   const int ndim = packed ? 3 : 4;
   Arg(op, "q", q).given().ndim(ndim, ndim).activation();
-  Arg(op, "k", k).given().ndim(ndim, ndim).dtype({q.dtype}).device(q.device, "q");
+  Arg(op, "k", k).given().ndim(ndim, ndim).dtype({q.dtype}).countable().device(q.device, "q");
   Arg(op, "v", v).given().shape_of(k, "k").dtype({q.dtype}).device(q.device, "q");
   ROOFTILE_CHECK(k.last() == q.last(), op, ": k must have q's head_dim ", q.last(), ", got ", describe(k));
   const std::int64_t kv_heads = k.shape[ndim - 2];
@@ -205,6 +207,7 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
   const KvCacheView* cache = options.cache;
   if (cache) {
     check_cache(op, q, *cache);
+    check::check_apart(op, {{"out", out}, {"lse", lse}}, *cache);
     ROOFTILE_CHECK(kv_heads == cache->kv_heads, op, ": k must have the cache's ", cache->kv_heads, " KV heads, got ", describe(k));
   } else {
     ROOFTILE_CHECK(!options.rows.given(), op, ": rows picks rows of a cache, but cache is None");

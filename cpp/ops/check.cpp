@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <utility>
+
+#include "core/kv_layout.h"
 
 namespace rooftile::check {
 namespace {
@@ -44,8 +47,9 @@ class Meeting {
 
   void add(const TensorView& t, bool forwards) {
     for (int i = 0; i < t.ndim; ++i) {
-      const std::int64_t stride = t.stride[i] * static_cast<std::int64_t>(size_of(t.dtype)), steps = t.shape[i] - 1;
-      if (steps == 0 || stride == 0) continue;
+      const std::int64_t steps = t.shape[i] - 1;
+      if (steps == 0 || t.stride[i] == 0) continue;
+      const std::int64_t stride = t.stride[i] * static_cast<std::int64_t>(size_of(t.dtype));
       if ((stride > 0) != forwards) target_ += std::abs(stride) * steps;   // counted from the other end
       terms_[count_++] = {std::abs(stride), steps};
     }
@@ -83,21 +87,87 @@ Span span(const TensorView& t) {
   return s;
 }
 
-bool lie_apart(const TensorView& a, const TensorView& b) {
-  if (a.numel() == 0 || b.numel() == 0) return true;
-  const Span x = span(a), y = span(b);
+// Ends first: only where they meet are the strides looked at. x, y: the spans of a and b, which have elements.
+bool lie_apart(const TensorView& a, const Span& x, const TensorView& b, const Span& y) {
   return x.end <= y.begin || y.end <= x.begin || !Meeting(a, b).possible();
+}
+bool lie_apart(const TensorView& a, const TensorView& b) {
+  return a.numel() == 0 || b.numel() == 0 || lie_apart(a, span(a), b, span(b));
+}
+
+struct Dimension {
+  std::int64_t size, stride;   // in bytes
+};
+TensorView array(const void* data, DType dtype, std::initializer_list<Dimension> dimensions) {
+  TensorView t;
+  t.data = const_cast<void*>(data);
+  t.dtype = dtype;
+  t.ndim = 0;
+  for (const Dimension& d : dimensions) {
+    t.shape[t.ndim] = d.size;
+    t.stride[t.ndim++] = d.stride / static_cast<std::int64_t>(size_of(dtype));
+  }
+  return t;
+}
+
+// visit(name, array) for each array of a cache; names are those of KvCacheArrays' makers.
+template <class Visit>
+void for_each_array(const KvCacheView& c, const Visit& visit) {
+  constexpr std::int64_t i32 = sizeof(std::int32_t);
+  const auto element = static_cast<std::int64_t>(size_of(c.dtype));
+  const std::int64_t rows = c.max_rows;
+  if (is_element_format(c.format)) {
+    for (const auto& [name, plane] : {std::pair{"k_pool", &c.k}, {"v_pool", &c.v}})
+      visit(name, array(plane->codes, c.dtype, {{c.pages, plane->page_stride}, {c.page_size, plane->token_stride},
+                                                {c.kv_heads, plane->head_stride}, {c.head_dim, element}}));
+  } else {
+    visit("pool", array(c.k.codes, DType::u8, {{c.pages, c.k.page_stride}, {c.kv_heads, c.k.head_stride},
+                                               {kv_block(c.format, c.page_size, c.head_dim).bytes, 1}}));
+  }
+  if (c.block_table) visit("block_table", array(c.block_table, DType::i32, {{rows, c.table_stride * i32}, {c.max_pages, i32}}));
+  visit(c.block_table ? "seq_lens" : "lengths", array(c.lengths, DType::i32, {{rows, i32}}));
+  if (!is_kivi(c.format)) return;
+  for (const auto& [name, ring] : {std::pair{"ring_k", c.ring_k}, {"ring_v", c.ring_v}})
+    visit(name, array(ring, c.dtype, {{rows * c.kv_heads * c.ring_size * c.head_dim, element}}));
+  visit("raw_from", array(c.raw_from, DType::i32, {{rows, i32}}));
 }
 
 }  // namespace
 
-void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other) {
-  ROOFTILE_CHECK(lie_apart(out, other), op, ": ", out_name, " must not share memory with ", other_name);
+void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others) {
+  if (out.numel() == 0) return;
+  const Span ends = span(out);
+  for (const auto& [name, t] : others)
+    ROOFTILE_CHECK(t.numel() == 0 || lie_apart(out, ends, t, span(t)), op, ": ", out_name, " must not share memory with ", name);
 }
 
-void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others) {
-  for (const auto& [name, t] : others)
-    if (t.given()) check_apart(op, out_name, out, name, t);
+void check_apart(const char* op, std::initializer_list<Named> tensors, const KvCacheView& cache) {
+  constexpr int most = 16;
+  Span ends[most];
+  int count = 0;
+  for (const Named& named : tensors) ends[count++] = named.t.numel() == 0 ? Span{0, 0} : span(named.t);   // which meets nothing
+  for_each_array(cache, [&](const char* name, const TensorView& t) {
+    if (t.numel() == 0) return;
+    const Span of_cache = span(t);
+    for (int i = 0; i < count; ++i) {
+      const auto& [argument, tensor] = tensors.begin()[i];
+      ROOFTILE_CHECK(lie_apart(tensor, ends[i], t, of_cache), op, ": ", argument, " must not share memory with the cache's ", name);
+    }
+  });
+}
+
+void check_arrays_apart(const char* op, const KvCacheView& cache) {
+  struct Part {
+    const char* name;
+    TensorView t;
+  };
+  Part parts[8];
+  int count = 0;
+  for_each_array(cache, [&](const char* name, const TensorView& t) {
+    for (int i = 0; i < count; ++i)
+      ROOFTILE_CHECK(lie_apart(t, parts[i].t), op, ": ", name, " must not share memory with ", parts[i].name);
+    parts[count++] = {name, t};
+  });
 }
 
 void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in) {
@@ -152,6 +222,7 @@ void raise_fault(const char* op, const KvCacheView& cache) {
 
 void check_product(const char* op, const TensorView& x, std::int64_t n, bool gated, const TensorView& y, const TensorView& bias,
                    const TensorView& residual) {
+  ROOFTILE_CHECK(x.rows() <= max_count, op, ": x must have at most ", max_count, " rows, got ", describe(x));
   const std::int64_t outputs = gated ? n / 2 : n;
   TensorView expected = x;
   expected.shape[x.ndim - 1] = outputs;

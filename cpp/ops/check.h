@@ -3,6 +3,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <limits>
 
 #include "cpu/kernels.h"
 #include "rooftile/kv_cache.h"
@@ -14,6 +15,10 @@ namespace rooftile::check {
 
 // Whether two indices may lead to one element. Views whose dimensions interleave without meeting count as well.
 bool overlaps_itself(const TensorView& t);
+
+inline constexpr std::int64_t max_count = std::numeric_limits<std::int32_t>::max();
+
+inline constexpr int max_heads = 65536;   // of queries and of KV: products with head_dim and a chunk of tokens stay 32 bits
 
 // Names one argument of one op and checks it.
 class Arg {
@@ -51,7 +56,13 @@ class Arg {
     for (DType d : allowed) text += (text.empty() ? "" : " or ") + std::string(name(d));
     fail(ErrorKind::type, op_, ": ", argument_, " must be ", text, ", got ", describe(t_));
   }
-  const Arg& activation() const { return dtype({DType::f32, DType::f16, DType::bf16}); }
+  const Arg& activation() const { return dtype({DType::f32, DType::f16, DType::bf16}).countable(); }
+  // Kernels count along a dimension, and rows, in 32 bits. Elements that are not there do not bound either.
+  const Arg& countable() const {
+    for (int i = 0; i < t_.ndim; ++i)
+      ROOFTILE_CHECK(t_.shape[i] <= max_count, op_, ": ", argument_, " must have sizes of at most ", max_count, ", got ", describe(t_));
+    return *this;
+  }
   const Arg& device(Device expected, const char* whose) const {
     ROOFTILE_CHECK(t_.device == expected, op_, ": ", argument_, " must be on ", whose, "'s device ", name(expected), ", got ",
                    describe(t_));
@@ -103,14 +114,17 @@ const std::int32_t* device_values(const char* op, const char* argument, const Te
 // Raises what a kernel found wrong in an earlier call on this cache (KvCacheView::fault), and leaves kv_fault_raised.
 void raise_fault(const char* op, const KvCacheView& cache);
 
-// Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart.
-void check_apart(const char* op, const char* out_name, const TensorView& out, const char* other_name, const TensorView& other);
-// The same against many; tensors that were not given count as apart.
+// Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart, and so
+// does a tensor that was not given.
 struct Named {
   const char* name;
   const TensorView& t;
 };
 void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others);
+// Refuses a tensor that shares memory with an array of the cache: an output, or where the call stores into the cache an input.
+void check_apart(const char* op, std::initializer_list<Named> tensors, const KvCacheView& cache);
+// Refuses a cache two of whose arrays share memory.
+void check_arrays_apart(const char* op, const KvCacheView& cache);
 // The same for an input that `out` is computed from element by element: out may also be that very view.
 void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
 

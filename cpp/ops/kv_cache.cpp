@@ -254,9 +254,9 @@ void check_table(const char* op, const char* argument, const TensorView& t, std:
 }   // namespace
 
 KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const char* op) {
-  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  const auto count = [&](const char* argument, std::int64_t value, std::int64_t at_least) {
-    ROOFTILE_CHECK(value >= at_least && value <= most, op, ": ", argument, " must lie in [", at_least, ", ", most,
+  constexpr std::int64_t most = check::max_count;
+  const auto count = [&](const char* argument, std::int64_t value, std::int64_t at_least, std::int64_t at_most = check::max_count) {
+    ROOFTILE_CHECK(value >= at_least && value <= at_most, op, ": ", argument, " must lie in [", at_least, ", ", at_most,
                    "], got ", value);
     return static_cast<int>(value);
   };
@@ -269,7 +269,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
   c.format = s.format;
   c.dtype = s.dtype;
   c.page_size = count("page_size", s.page_size, 1);
-  c.kv_heads = count("kv_heads", s.kv_heads, 1);
+  c.kv_heads = count("kv_heads", s.kv_heads, 1, check::max_heads);
   c.head_dim = count("head_dim", s.head_dim, 1);
   ROOFTILE_CHECK_KIND(not_supported, c.head_dim <= max_head_dim, op, ": head_dim must be 1 to ", max_head_dim, ", got ", c.head_dim);
   c.max_rows = count("max_rows", s.max_rows, 0);
@@ -304,7 +304,6 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
                .head_stride = bytes_between(t, 2),
                .token_stride = bytes_between(t, 1)};
     }
-    check::check_apart(op, "v_pool", a.v_pool, "k_pool", a.k_pool);
     c.device = a.k_pool.device;
   } else {
     const TensorView& t = a.pool;
@@ -358,7 +357,6 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
         ROOFTILE_CHECK(t->shape[i] <= 1 || t->stride[i] == contiguous, op, ": ", argument,
                        " must be contiguous, got stride ", t->stride[i], " in dimension ", i);
     }
-    check::check_apart(op, "ring_v", a.ring_v, "ring_k", a.ring_k);
     c.ring_k = a.ring_k.as<std::byte>();
     c.ring_v = a.ring_v.as<std::byte>();
     check_table(op, "raw_from", a.raw_from, {c.max_rows}, "[max_rows]", c.device);
@@ -371,24 +369,27 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
     ROOFTILE_CHECK(c.device.type != DeviceType::cpu, op, ": fault belongs to caches on a GPU, the pool is on ", name(c.device));
     c.fault = a.fault.as<std::int32_t>();
   }
+  check::check_arrays_apart(op, c);
   return c;
 }
 
 namespace check {
 
-void check_append(const char* op, const KvCacheView& c, const TensorView& k, const TensorView& v) {
-  Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4);
+void check_append(const char* op, const KvCacheView& c, const TensorView& k, const TensorView& v, const TensorView& rows,
+                  const TensorView& counts) {
+  Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4).countable();
   check_sequences(op, "k", k);
   Arg(op, "k", k)
       .shape({k.shape[0], k.shape[1], c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]")
       .device(c.device, "the cache");
   Arg(op, "v", v).given().dtype({c.dtype}).shape_of(k, "k").device(c.device, "the cache");
+  check_apart(op, {{"k", k}, {"v", v}, {"rows", rows}, {"counts", counts}}, c);
 }
 
 gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k, const TensorView& v,
                            const TensorView& rows, const TensorView& counts) {
   check_gpu(op, ctx, "k", k);
-  check_append(op, c, k, v);
+  check_append(op, c, k, v, rows, counts);
   const std::int64_t batch = k.shape[0];
   check_batch(op, c, batch, rows);
   gpu::AppendArgs a{.cache = &c, .k = k, .v = v};
@@ -408,7 +409,7 @@ KernelName kv_append(const Context& ctx, const KvCacheView& c, TensorView k, Ten
 KernelName append(const char* op, const Context& ctx, const KvCacheView& c, TensorView k, TensorView v, TensorView rows,
                   TensorView counts) {
   if (check::on_gpu(ctx)) return gpu::kv_append(op, ctx, check::gpu_append(op, ctx, c, k, v, rows, counts));
-  check::check_append(op, c, k, v);
+  check::check_append(op, c, k, v, rows, counts);
   const std::int64_t batch = k.shape[0], tokens = k.shape[1];
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
   const Ints row_list = rows.given() ? Ints(op, "rows", rows, batch, "[batch]") : Ints{};
@@ -644,6 +645,8 @@ void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
         .device({}, "the host")
         .writable();
+  check::check_apart(op, "out_v", out_v, {{"out_k", out_k}});
+  check::check_apart(op, {{"out_k", out_k}, {"out_v", out_v}}, c);
   Parallel(ctx.threads).run(std::int64_t{c.kv_heads} * 2, [&](std::int64_t task, int) {
     const Reader reader{c, row, task / 2, task % 2 ? KvSide::v : KvSide::k};
     const TensorView& out = task % 2 ? out_v : out_k;
@@ -669,6 +672,8 @@ void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
         .device({}, "the host")
         .writable();
+  check::check_apart(op, "out_v", out_v, {{"out_k", out_k}});
+  check::check_apart(op, {{"out_k", out_k}, {"out_v", out_v}}, c);
   for (const auto& [side, out] : {std::pair{KvSide::k, &out_k}, {KvSide::v, &out_v}})
     for (std::int64_t head = 0; head < c.kv_heads; ++head)
       for (std::int64_t token = 0; token < tokens; ++token)
@@ -692,6 +697,7 @@ void kv_dump_scales(const Context&, const KvCacheView& c, int row, KvSide side, 
       .shape({tokens / step, c.kv_heads, width}, "[groups, kv_heads, channels]")
       .device({}, "the host")
       .writable();
+  check::check_apart(op, {{"out", out}}, c);
   for (std::int64_t i = 0; i < tokens / step; ++i)
     for (std::int64_t head = 0; head < c.kv_heads; ++head)
       for (int d = 0; d < width; ++d)

@@ -33,7 +33,7 @@ std::size_t linear_workspace(const Context& ctx, TensorView x, TensorView weight
 KernelName linear(const Context& ctx, TensorView x, TensorView weight, TensorView y, const LinearOptions& options) {
   check_inputs(x, weight);
   check::check_product(op, x, weight.shape[0], false, y, options.bias, options.residual);
-  check::check_apart(op, "out", y, "weight", weight);
+  check::check_apart(op, "out", y, {{"weight", weight}});
   const LinearArgs args{.x = x, .w = weight, .y = y, .bias = options.bias, .residual = options.residual,
                         .activation = options.activation};
   if (check::on_gpu(ctx)) {
@@ -41,7 +41,7 @@ KernelName linear(const Context& ctx, TensorView x, TensorView weight, TensorVie
     return gpu::linear(ctx, args);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
-  k.linear(Parallel(ctx.threads), args);
+  if (y.numel() > 0) k.linear(Parallel(ctx.threads), args);
   return kernel_name("cpu_", k.variant, "_", name(x.dtype), "_", op);
 }
 

@@ -29,16 +29,20 @@ void check_heads(const char* op, const char* argument, const TensorView& x, cons
                  2 * cos.shape[1], ", got ", describe(x));
 }
 
-void check_positions(const char* op, const TensorView& positions, const TensorView& q, const TensorView& cos) {
-  Arg(op, "positions", positions).given().dtype({DType::i32, DType::i64}).device(q.device, "q");
-  ROOFTILE_CHECK(same_shape(positions, leading(q)), op, ": positions must have q's leading dimensions ", shape_text(leading(q)),
-                 ", got ", describe(positions));
-  if (q.device.type != DeviceType::cpu) return;
+// Of all that came, last: as many as the outputs have tokens.
+void check_values(const char* op, const TensorView& positions, const TensorView& q, const TensorView& k, const TensorView& cos) {
+  if (q.device.type != DeviceType::cpu || (q.numel() == 0 && k.numel() == 0)) return;
   for (std::int64_t i = 0; i < positions.numel(); ++i) {
     const std::int64_t p = cpu::integer_at(positions, cpu::element_offset(positions, i));
     ROOFTILE_CHECK(p >= 0 && p < cos.shape[0], op, ": positions must lie in [0, ", cos.shape[0], "), the rows of cos, got ", p,
                    " at index ", i);
   }
+}
+
+void check_positions(const char* op, const TensorView& positions, const TensorView& q) {
+  Arg(op, "positions", positions).given().dtype({DType::i32, DType::i64}).device(q.device, "q");
+  ROOFTILE_CHECK(same_shape(positions, leading(q)), op, ": positions must have q's leading dimensions ", shape_text(leading(q)),
+                 ", got ", describe(positions));
 }
 
 void check_inputs(const char* op, const TensorView& q, const TensorView& k, const TensorView& cos, const TensorView& sin,
@@ -48,7 +52,7 @@ void check_inputs(const char* op, const TensorView& q, const TensorView& k, cons
   Arg(op, "sin", sin).given().dtype({q.dtype, DType::f32}).shape_of(cos, "cos").device(q.device, "q");
   check_heads(op, "q", q, q, cos);
   check_heads(op, "k", k, q, cos);
-  check_positions(op, positions, q, cos);
+  check_positions(op, positions, q);
 }
 
 void check_output(const char* op, const char* argument, const TensorView& t, const char* in_name, const TensorView& in) {
@@ -66,14 +70,15 @@ KernelName rope(const Context& ctx, TensorView q, TensorView k, TensorView cos, 
   check_output(op, "k_out", k_out, "k", k);
   check::check_apart(op, "q_out", q_out, {{"k", k}, {"cos", cos}, {"sin", sin}, {"positions", positions}});
   check::check_apart(op, "k_out", k_out, {{"q", q}, {"cos", cos}, {"sin", sin}, {"positions", positions}, {"q_out", q_out}});
+  check_values(op, positions, q, k, cos);
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "q", q);
     return gpu::rope(op, ctx, q, k, cos, sin, positions, q_out, k_out);
   }
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
   const Parallel parallel(ctx.threads);
-  kernels.rope(parallel, q, cos, sin, positions, q_out);
-  kernels.rope(parallel, k, cos, sin, positions, k_out);
+  if (q.numel() > 0) kernels.rope(parallel, q, cos, sin, positions, q_out);
+  if (k.numel() > 0) kernels.rope(parallel, k, cos, sin, positions, k_out);
   return kernel_name("cpu_", kernels.variant, "_", name(q.dtype));
 }
 
@@ -85,6 +90,11 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   check_output(op, "q_out", q_out, "q", q);
   check::check_apart(op, "q_out", q_out, {{"k", k}, {"v", v}, {"cos", cos}, {"sin", sin}, {"positions", positions},
                                           {"rows", rows}, {"counts", counts}});
+  check::check_apart(op, {{"q", q}, {"k", k}, {"v", v}, {"cos", cos}, {"sin", sin}, {"positions", positions}, {"rows", rows},
+                          {"counts", counts}, {"q_out", q_out}}, cache);
+  // Without heads q_out would have no memory that bounds the tokens.
+  ROOFTILE_CHECK_KIND(not_supported, q.shape[2] >= 1 && q.shape[2] <= check::max_heads, op, ": q must have 1 to ", check::max_heads, " heads, got ", describe(q));
+  check_values(op, positions, q, k, cos);
   // before memory is made by what k says
   Arg(op, "k", k).shape({k.shape[0], k.shape[1], cache.kv_heads, cache.head_dim}, "[batch, tokens, kv_heads, head_dim]");
   ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ", describe(q));
@@ -108,9 +118,9 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   }
   const auto room = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(k.numel()) * size_of(k.dtype));
   turned.data = room.get();
-  kernels.rope(parallel, k, cos, sin, positions, turned);
+  if (k.numel() > 0) kernels.rope(parallel, k, cos, sin, positions, turned);
   append(op, ctx, cache, turned, v, rows, counts);   // checks v, rows, counts and the capacity before it writes
-  kernels.rope(parallel, q, cos, sin, positions, q_out);
+  if (q.numel() > 0) kernels.rope(parallel, q, cos, sin, positions, q_out);
   return kernel_name("cpu_", kernels.variant, "_", name(q.dtype), "_", name(cache.format));
 }
 

@@ -90,6 +90,40 @@ void check_kernel_form(const char* op, const W4Sizes& sizes, const TensorView& c
   if (offsets.given()) flat(names.offsets, offsets, sizes.offsets);
 }
 
+// The three arrays of a form: outputs of one form share no memory with each other nor with the arrays of another.
+struct Parts {
+  check::Named codes, scales, offsets;
+};
+void check_apart(const char* op, const Parts& out, std::initializer_list<check::Named> inputs) {
+  for (const check::Named& t : {out.codes, out.scales, out.offsets}) check::check_apart(op, t.name, t.t, inputs);
+  check::check_apart(op, out.scales.name, out.scales.t, {out.codes});
+  check::check_apart(op, out.offsets.name, out.offsets.t, {out.codes, out.scales});
+}
+
+// The arrays behind a weight. The sizes of one that was checked when it was made.
+struct WeightMemory {
+  explicit WeightMemory(const W4View& w) {
+    const std::int64_t count = w4_tiles_n(w.n) * w4_tile_n * (w.k / w.group);
+    const auto flat = [](TensorView& t, const void* data, std::int64_t bytes) {
+      if (!data) return;
+      t.data = const_cast<void*>(data);
+      t.dtype = DType::u8;
+      t.ndim = 1;
+      t.shape[0] = bytes;
+      t.stride[0] = 1;
+    };
+    flat(codes, w.codes, w4_tiles_n(w.n) * w4_tiles_k(w.k) * w4_tile_bytes(w.bits));
+    flat(scales, w.scales, 2 * count);
+    flat(offsets, w.offsets, w.zeros == W4Zeros::integer ? count : 2 * count);
+    flat(perm, w.perm, w.k * std::int64_t{sizeof(std::int32_t)});
+  }
+  TensorView codes, scales, offsets, perm;
+};
+void check_apart(const char* op, const char* name, const TensorView& out, const W4View& w) {
+  const WeightMemory m(w);
+  check::check_apart(op, name, out, {{"w's codes", m.codes}, {"w's scales", m.scales}, {"w's offsets", m.offsets}, {"w's perm", m.perm}});
+}
+
 template <class T>
 T& at(const TensorView& t, std::int64_t i, std::int64_t j) { return t.as<T>()[i * t.stride[0] + j * t.stride[1]]; }
 
@@ -151,6 +185,8 @@ void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView
   check_kernel_form(op, w4_sizes(op, s.n, s.k, bits, group, zeros), out_codes, out_scales, out_offsets, zeros,
                     {"out_codes", "out_scales", "out_offsets"});
   Arg(op, "out_codes", out_codes).device(codes.device, "codes");
+  check_apart(op, Parts{{"out_codes", out_codes}, {"out_scales", out_scales}, {"out_offsets", out_offsets}},
+              {{"codes", codes}, {"scales", scales}, {"zeros", offsets}});
   if (check::on_gpu(ctx))
     return gpu::w4_pack(op, ctx, {codes, scales, offsets}, {out_codes, out_scales, out_offsets}, bits);
 
@@ -178,6 +214,9 @@ void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView
   Arg(op, "scales", scales).dtype({w.scale_dtype});
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"zeros", &offsets}})
     if (t->given()) Arg(op, argument, *t).device(w.device, "the weight").writable();
+  const Parts out{{"codes", codes}, {"scales", scales}, {"zeros", offsets}};
+  check_apart(op, out, {});
+  for (const check::Named& t : {out.codes, out.scales, out.offsets}) check_apart(op, t.name, t.t, w);
   if (check::on_gpu(ctx)) return gpu::w4_unpack(op, ctx, w, {codes, scales, offsets});
 
   const std::int64_t tiles_k = w4_tiles_k(s.k);
@@ -205,6 +244,7 @@ void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Z
   const Shape s = check_canonical(op, codes, scales, offsets, zeros, bits, group, "minima");
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"minima", &offsets}})
     if (t->given()) Arg(op, argument, *t).writable();
+  check_apart(op, Parts{{"codes", codes}, {"scales", scales}, {"minima", offsets}}, {{"weight", weight}});
   if (check::on_gpu(ctx)) return gpu::w4_quantize(op, ctx, weight, bits, group, {codes, scales, offsets});
 
   const DType dtype = scales.dtype;
@@ -233,6 +273,7 @@ void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Z
 
 void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const char* op) {
   Arg(op, "out", to).given().activation().shape({w.n, w.k}, "[N, K]").device(w.device, "weight").writable();
+  check_apart(op, "out", to, w);
   if (check::on_gpu(ctx)) return gpu::w4_dequantize(op, ctx, w, to);
   const std::int64_t groups = w.k / w.group, tiles_k = w4_tiles_k(w.k);
   const auto element = [&](const std::byte* p, std::int64_t i) {
@@ -277,12 +318,13 @@ KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView
   const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
                           .activation = options.activation, .gated = options.gated, .batch_invariant = options.batch_invariant};
   check::check_product(op, x, w.n, options.gated, y, options.bias, options.residual);
+  check_apart(op, "out", y, w);
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "x", x);
     return gpu::w4a16_matmul(op, ctx, args);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
-  k.w4a16_matmul(Parallel(ctx.threads), args);
+  if (y.numel() > 0) k.w4a16_matmul(Parallel(ctx.threads), args);
   return kernel_name("cpu_", k.variant, "_", name(x.dtype), "_w", bits, "g", w.group, "_", name(w.zeros));
 }
 

@@ -11,6 +11,7 @@ from rooftile.errors import (
     DeviceError,
     FetchError,
     NotSupportedError,
+    OutOfMemoryError,
     OutOfPagesError,
     RooftileError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "KVCache",
     "ModelKVCache",
     "NotSupportedError",
+    "OutOfMemoryError",
     "OutOfPagesError",
     "PagedKVCache",
     "RooftileError",

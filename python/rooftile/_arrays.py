@@ -8,8 +8,10 @@ import sys
 
 import numpy as np
 
-from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile import _C
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfMemoryError
 
+_ACTIVATIONS = ("float32", "float16", "bfloat16")
 _GPU_MEMORY = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _recorders = contextvars.ContextVar("rooftile.recorders", default=())  # lists of the blocks around this call
 
@@ -76,21 +78,24 @@ def on_stream(function, like, arguments):
         return function(**{**arguments, "stream": None})
 
 
-def empty(like, shape=None, dtype=None):
+def empty(op, argument, like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 
     dtype: a name such as "float32", default `like`'s own. None where `like` is no array that an op takes: the binding
     reads `like` before its outputs and refuses it by the name of its argument. Raises NotSupportedError for arrays on a
-    GPU that are not torch's.
+    GPU that are not torch's, and OutOfMemoryError, naming op and argument, where there is no memory.
     """
     torch = torch_of(like)
     if torch is not None:
         if like.layout is not torch.strided:
             return None
-        if shape is None and dtype is None:
-            return torch.empty_like(like, memory_format=torch.contiguous_format)
-        shape = like.shape if shape is None else shape
-        return like.new_empty(shape, dtype=getattr(torch, dtype)) if dtype else like.new_empty(shape)
+        try:
+            if shape is None and dtype is None:
+                return torch.empty_like(like, memory_format=torch.contiguous_format)
+            shape = like.shape if shape is None else shape
+            return like.new_empty(shape, dtype=getattr(torch, dtype)) if dtype else like.new_empty(shape)
+        except RuntimeError as e:  # torch.OutOfMemoryError is one
+            raise _no_memory(op, argument, like, shape, dtype, e) from e
     if not isinstance(getattr(like, "shape", None), tuple):
         return None
     _refuse_on_a_gpu(like, "an output")
@@ -98,7 +103,18 @@ def empty(like, shape=None, dtype=None):
         dtype = numpy_dtype(dtype or str(like.dtype))
     except TypeError:
         return None
-    return np.empty(like.shape if shape is None else shape, dtype=dtype)
+    try:
+        return np.empty(like.shape if shape is None else shape, dtype=dtype)
+    except (MemoryError, ValueError) as e:  # ValueError: more than NumPy counts
+        raise _no_memory(op, argument, like, shape, dtype, e) from e
+
+
+def _no_memory(op, argument, like, shape, dtype, error):
+    dtype = str(dtype or like.dtype).removeprefix("torch.")
+    shape, reason = list(like.shape if shape is None else shape), str(error).partition("\n")[0]
+    return OutOfMemoryError(
+        f"{op}: no memory for {argument}, {dtype}{shape} on {getattr(like, 'device', 'cpu')} ({reason})"
+    )
 
 
 def torch_device(op, device):
@@ -112,14 +128,30 @@ def torch_device(op, device):
         raise ArgumentError(f"{op}: device must be one that torch can use, got {device!r} ({reason})") from None
 
 
-def workspace(like, size):
+def workspace(op, like, size):
     """Device memory for one call on `like`'s device, `size` bytes: bindings call this where they need some.
 
-    Raises NotSupportedError for arrays on a GPU that are not torch's.
+    Raises NotSupportedError for arrays on a GPU that are not torch's, OutOfMemoryError where there is none.
     """
     if torch_of(like) is None:
         _refuse_on_a_gpu(like, "the workspace of this call")
-    return like.new_empty(-(-size // like.element_size()))  # in its own dtype: another one costs torch 1 us more
+    # in its own dtype: another one costs torch 1 us more
+    return empty(op, "workspace", like, (-(-size // like.element_size()),))
+
+
+def activation_dtype(op, dtype):
+    """ "float32", "float16" or "bfloat16" from what a caller gives as `dtype`: a name, a torch or a NumPy dtype."""
+    name = (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
+    if name not in _ACTIVATIONS:
+        hint = _C.did_you_mean(name, _ACTIVATIONS)
+        raise ArgumentTypeError(f"{op}: dtype must be {', '.join(_ACTIVATIONS)}, got {dtype!r}{hint}")
+    return name
+
+
+def check_flag(op, argument, value):
+    """Raises ArgumentTypeError for what is neither True nor False: "no" would count as true."""
+    if value is not True and value is not False:
+        raise ArgumentTypeError(f"{op}: {argument} must be True or False, got {type(value).__name__}")
 
 
 def numpy_dtype(name):

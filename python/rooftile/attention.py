@@ -5,21 +5,22 @@ Log-sum-exp values are natural logarithms. A query that sees no key gets out 0 a
 """
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, needs_torch_stream, on_stream, ran, torch_op, workspace
-from rooftile.errors import ArgumentTypeError, NotSupportedError
+from rooftile._arrays import check_flag, compiling, empty, needs_torch_stream, on_stream, ran, torch_op, workspace
+from rooftile.errors import NotSupportedError
 from rooftile.kv_cache import ints
 
 
-def _empty_lse(q):
-    """fp32 with q's shape less head_dim."""
-    return empty(q, tuple(q.shape)[:-1], "float32")
+def _empty_lse(op, q):
+    """fp32 with q's shape less head_dim. None where q has no shape: the binding refuses it."""
+    shape = getattr(q, "shape", None)
+    return empty(op, "lse", q, tuple(shape)[:-1], "float32") if isinstance(shape, tuple) else None
 
 
 def _traced(op, inputs, out, lse, return_lse, stream, plan):
     """The call as torch.compile records it; the operator always computes lse."""
     q = inputs[0]
     if out is not None or lse is not None:
-        out, lse = empty(q) if out is None else out, _empty_lse(q) if lse is None else lse
+        out, lse = empty(op, "out", q) if out is None else out, _empty_lse(op, q) if lse is None else lse
     out, lse = torch_op(op, inputs, (out, lse), stream, plan)
     return (out, lse) if return_lse else out
 
@@ -69,13 +70,15 @@ def decode_attention(
     """
     if stream is not None and needs_torch_stream(stream, q):
         return on_stream(decode_attention, q, locals())
+    if return_lse is not False:
+        check_flag("decode_attention", "return_lse", return_lse)
     if compiling():
         options = (rows, counts, scale, window, softcap, sinks)
         return _traced("decode_attention", (q, *cache.flat(), *options), out, lse, return_lse, stream, plan)
     if out is None:
-        out = empty(q)
+        out = empty("decode_attention", "out", q)
     if lse is None and return_lse:
-        lse = _empty_lse(q)
+        lse = _empty_lse("decode_attention", q)
     if rows is not None or counts is not None:
         op, device = "decode_attention", getattr(cache, "device", "cpu")
         rows, counts = ints(op, "rows", rows, device), ints(op, "counts", counts, device)
@@ -134,18 +137,18 @@ def prefill_attention(
     """
     if stream is not None and needs_torch_stream(stream, q):
         return on_stream(prefill_attention, q, locals())
-    if not isinstance(causal, bool):
-        raise ArgumentTypeError(f"prefill_attention: causal must be True or False, got {type(causal).__name__}")
+    op = "prefill_attention"
+    check_flag(op, "causal", causal)
+    check_flag(op, "return_lse", return_lse)
     if compiling():
         if cache is not None or rows is not None or counts is not None:
             raise NotSupportedError("prefill_attention: cache, rows and counts cannot be given under torch.compile")
         options = (causal, scale, window, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-        return _traced("prefill_attention", (q, k, v, *options), out, lse, return_lse, stream, plan)
-    op = "prefill_attention"
+        return _traced(op, (q, k, v, *options), out, lse, return_lse, stream, plan)
     if out is None:
-        out = empty(q)
+        out = empty(op, "out", q)
     if lse is None and return_lse:
-        lse = _empty_lse(q)
+        lse = _empty_lse(op, q)
     ran(
         _C.prefill_attention(
             q,
@@ -188,8 +191,8 @@ def merge_attention(out_a, lse_a, out_b, lse_b, *, out=None, lse=None, stream=No
     if compiling():
         return torch_op("merge_attention", (out_a, lse_a, out_b, lse_b), (out, lse), stream, plan)
     if out is None:
-        out = empty(out_a)
+        out = empty("merge_attention", "out", out_a)
     if lse is None:
-        lse = empty(lse_a)
+        lse = empty("merge_attention", "lse", lse_a)
     ran(_C.merge_attention(out_a, lse_a, out_b, lse_b, out, lse, stream, plan))
     return out, lse

@@ -26,5 +26,9 @@ class DeviceError(RooftileError, RuntimeError):
     """The device or its driver failed."""
 
 
+class OutOfMemoryError(DeviceError, MemoryError):
+    """Memory that a call needs cannot be had; the framework's own error is its cause. Nothing was written."""
+
+
 class FetchError(RooftileError, RuntimeError):
     """A file could not be fetched, or what came is not the file that was asked for."""

@@ -27,7 +27,7 @@ def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
     if compiling():
         return torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
     if out is None:
-        out = empty(x)
+        out = empty("rms_norm", "out", x)
     ran(_C.rms_norm(x, weight, eps, out, stream, plan))
     return out
 
@@ -45,9 +45,9 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=N
     if compiling():
         return torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
     if out is None:
-        out = empty(x)
+        out = empty("add_rms_norm", "out", x)
     if residual_out is None:
-        residual_out = empty(x)
+        residual_out = empty("add_rms_norm", "residual_out", x)
     ran(_C.add_rms_norm(x, residual, weight, eps, out, residual_out, stream, plan))
     return out, residual_out
 
@@ -63,7 +63,7 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, pl
     if compiling():
         return torch_op("layer_norm", (x, weight, bias, eps), (out,), stream, plan)
     if out is None:
-        out = empty(x)
+        out = empty("layer_norm", "out", x)
     ran(_C.layer_norm(x, weight, bias, eps, out, stream, plan))
     return out
 
@@ -77,9 +77,9 @@ def add_layer_norm(
     if compiling():
         return torch_op("add_layer_norm", (x, residual, weight, bias, eps), (out, residual_out), stream, plan)
     if out is None:
-        out = empty(x)
+        out = empty("add_layer_norm", "out", x)
     if residual_out is None:
-        residual_out = empty(x)
+        residual_out = empty("add_layer_norm", "residual_out", x)
     ran(_C.add_layer_norm(x, residual, weight, bias, eps, out, residual_out, stream, plan))
     return out, residual_out
 
@@ -100,9 +100,9 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     if compiling():
         return torch_op("rope", (q, k, cos, sin, positions), (q_out, k_out), stream, plan)
     if q_out is None:
-        q_out = empty(q)
+        q_out = empty("rope", "q_out", q)
     if k_out is None:
-        k_out = empty(k)
+        k_out = empty("rope", "k_out", k)
     ran(_C.rope(q, k, cos, sin, positions, q_out, k_out, stream, plan))
     return q_out, k_out
 
@@ -122,7 +122,7 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
             raise NotSupportedError("rope_append: q_out cannot be given under torch.compile")
         return torch_store("rope_append", (q, k, v, cos, sin, positions), cache, rows, counts, stream, plan)
     if q_out is None:
-        q_out = empty(q)
+        q_out = empty("rope_append", "q_out", q)
     op = "rope_append"
     rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
     own = isinstance(cache, (Cache, Pages))
@@ -142,7 +142,7 @@ def silu_mul(gate_up, *, out=None, stream=None, plan=None):
     if compiling():
         return torch_op("silu_mul", (gate_up,), (out,), stream, plan)
     if out is None:
-        out = _half(gate_up)
+        out = _half("silu_mul", gate_up)
     ran(_C.silu_mul(gate_up, out, stream, plan))
     return out
 
@@ -157,7 +157,7 @@ def gelu_mul(gate_up, *, approximate="tanh", out=None, stream=None, plan=None):
     if compiling():
         return torch_op("gelu_mul", (gate_up, approximate), (out,), stream, plan)
     if out is None:
-        out = _half(gate_up)
+        out = _half("gelu_mul", gate_up)
     ran(_C.gelu_mul(gate_up, approximate, out, stream, plan))
     return out
 
@@ -173,11 +173,11 @@ def softmax(x, *, out=None, stream=None, plan=None):
     if compiling():
         return torch_op("softmax", (x,), (out,), stream, plan)
     if out is None:
-        out = empty(x)
+        out = empty("softmax", "out", x)
     ran(_C.softmax(x, out, stream, plan))
     return out
 
 
-def _half(gate_up):
+def _half(op, gate_up):
     shape = getattr(gate_up, "shape", None)
-    return empty(gate_up, (*shape[:-1], shape[-1] // 2)) if isinstance(shape, tuple) and shape else None
+    return empty(op, "out", gate_up, (*shape[:-1], shape[-1] // 2)) if isinstance(shape, tuple) and shape else None

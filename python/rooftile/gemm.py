@@ -8,6 +8,8 @@ import numpy as np
 
 from rooftile import _C
 from rooftile._arrays import (
+    activation_dtype,
+    check_flag,
     compiling,
     empty,
     needs_torch_stream,
@@ -121,7 +123,7 @@ class PackedWeight:
         n, k = _shape2(weight, op, "weight")
         _C.w4_sizes(op, "weight", n, k, cls.BITS, group_size, kind)
         scale_dtype = "bfloat16" if _dtype_name(weight) == "bfloat16" else "float16"
-        codes, scales, offsets = cls._canonical_like(weight, n, k, group_size, kind, scale_dtype)
+        codes, scales, offsets = cls._canonical_like(op, weight, n, k, group_size, kind, scale_dtype)
         _C.w4_quantize(op, weight, cls.BITS, group_size, kind, codes, scales, offsets)
         return cls.from_canonical(codes, scales, offsets, group_size=group_size)
 
@@ -156,7 +158,10 @@ class PackedWeight:
         if tuple(scales.shape) != (n, k // int(group_size)):  # before memory is made by what codes say
             groups = k // int(group_size)
             raise ArgumentError(f"{op}: scales must be [N, K / group_size] = [{n}, {groups}], got {list(scales.shape)}")
-        flat = [empty(codes, (size,), "uint8") for size in sizes]
+        flat = [
+            empty(op, name, codes, (size,), "uint8")
+            for name, size in zip(("codes", "scales", "offsets"), sizes, strict=True)
+        ]
         if kind == "symmetric":
             flat[2] = None
         _C.w4_pack(op, codes, scales, zeros, kind, cls.BITS, group_size, *flat)
@@ -245,30 +250,26 @@ class PackedWeight:
 
     def unpack(self):
         """The exchange form, bit for bit: (codes, scales, zeros) as `from_canonical` takes them; zeros may be None."""
-        parts = self._canonical_like(self.codes, *self.shape, self.group_size, self.kind, self.scale_dtype)
-        _C.w4_unpack(f"{type(self).__name__}.unpack", self._handle, *parts)
+        op = f"{type(self).__name__}.unpack"
+        parts = self._canonical_like(op, self.codes, *self.shape, self.group_size, self.kind, self.scale_dtype)
+        _C.w4_unpack(op, self._handle, *parts)
         return parts
 
     def dequantize(self, dtype="float32"):
         """What the codes stand for: [N, K] in `dtype` ("float32", "float16", "bfloat16" or a torch or NumPy dtype)."""
         op = f"{type(self).__name__}.dequantize"
-        name = str(dtype).removeprefix("torch.")
-        if name not in ("float32", "float16", "bfloat16"):
-            try:
-                name = np.dtype(dtype).name
-            except (TypeError, ValueError):
-                raise ArgumentTypeError(f"{op}: dtype must be a float dtype, got {dtype!r}") from None
-        out = empty(self.codes, self.shape, name)
+        out = empty(op, "out", self.codes, self.shape, activation_dtype(op, dtype))
         _C.w4_dequantize(op, self._handle, out)
         return out
 
     @classmethod
-    def _canonical_like(cls, like, n, k, group_size, kind, scale_dtype):
+    def _canonical_like(cls, op, like, n, k, group_size, kind, scale_dtype):
         groups = (n, k // group_size)
         offsets = None
         if kind != "symmetric":
-            offsets = empty(like, groups, "uint8" if kind == "integer" else scale_dtype)
-        return empty(like, (n, k * cls.BITS // 8), "uint8"), empty(like, groups, scale_dtype), offsets
+            offsets = empty(op, kind, like, groups, "uint8" if kind == "integer" else scale_dtype)
+        codes = empty(op, "codes", like, (n, k * cls.BITS // 8), "uint8")
+        return codes, empty(op, "scales", like, groups, scale_dtype), offsets
 
 
 class W4Weight(PackedWeight):
@@ -422,6 +423,8 @@ def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_
     """The op of weights of `weight_type`. call: its function of _C."""
     if stream is not None and needs_torch_stream(stream, x):
         return on_stream(_matmul, x, locals())
+    if batch_invariant is not False:
+        check_flag(op, "batch_invariant", batch_invariant)
     if compiling():
         form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return torch_op(op, (x, *form, bias, activation, residual, batch_invariant), (out,), stream, plan)
@@ -429,7 +432,7 @@ def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_
         # what x or w lacks is named by the call below, which reads both before its output
         n = (outputs(w.shape[0], activation),) if isinstance(w, weight_type) else ()
         shape = getattr(x, "shape", ())
-        out = empty(x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
+        out = empty(op, "out", x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
     handle = getattr(w, "_handle", w)
     ran(call(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
     return out
@@ -516,6 +519,6 @@ def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, st
         # what x or weight lacks is named by the call below, which reads both before its output
         shape, rows = (getattr(t, "shape", ()) for t in (x, weight))
         whole = isinstance(shape, tuple) and isinstance(rows, tuple)
-        out = empty(x, (*shape[:-1], *rows[:1]) if whole else ())
+        out = empty("linear", "out", x, (*shape[:-1], *rows[:1]) if whole else ())
     ran(_C.linear(x, weight, bias, activation, residual, out, workspace, stream, plan))
     return out

@@ -15,12 +15,21 @@ from array import array as c_array
 import numpy as np
 
 from rooftile import _C
-from rooftile._arrays import compiling, needs_torch_stream, numpy_dtype, on_stream, ran, torch_of, torch_store
+from rooftile._arrays import (
+    activation_dtype,
+    compiling,
+    needs_torch_stream,
+    numpy_dtype,
+    on_stream,
+    ran,
+    torch_of,
+    torch_store,
+)
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
-    DeviceError,
     NotSupportedError,
+    OutOfMemoryError,
     RooftileError,
 )
 
@@ -45,8 +54,11 @@ ARRAYS = (
 
 
 def check_format(op, format):
-    if not isinstance(format, str) or format not in _C.kv_formats():
-        raise ArgumentError(f"{op}: format {format!r} is not a cache format; known: {', '.join(_C.kv_formats())}")
+    if not isinstance(format, str) or format not in KV_FORMATS:
+        raise ArgumentError(
+            f"{op}: format {format!r} is not a cache format; known: {', '.join(KV_FORMATS)}"
+            f"{_C.did_you_mean(str(format), KV_FORMATS)}"
+        )
     return format
 
 
@@ -55,7 +67,7 @@ def dtype_name(op, format, dtype, device="cpu"):
     if dtype is None:
         name = ELEMENT_DTYPES.get(format, "float32" if device == "cpu" else "float16")
     else:
-        name = (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
+        name = activation_dtype(op, dtype)
     if device != "cpu" and name == "float32":
         raise NotSupportedError(f"{op}: dtype float32: such caches run on the CPU; on {device} use float16 or bfloat16")
     return name
@@ -363,8 +375,9 @@ class Cache:
             _C.kv_dequantize(self._handle, row, at, k, v)
             return k, v
         at = None if at is None else integer("dequantize", "at", at)
-        ends = [max(length - 1, 0) if at is None else at for length in self.lengths]
-        tokens = [min(end + 1, length) for end, length in zip(ends, self.lengths, strict=True)]
+        lengths = [self._length("dequantize", "row", r) for r in range(self.max_rows)]
+        ends = [max(length - 1, 0) if at is None else at for length in lengths]
+        tokens = [min(end + 1, length) for end, length in zip(ends, lengths, strict=True)]
         shape = (self.max_rows, max(tokens, default=0), self.kv_heads, self.head_dim)
         k, v = zeros(shape, "float32"), zeros(shape, "float32")
         for r, (end, n) in enumerate(zip(ends, tokens, strict=True)):
@@ -375,7 +388,10 @@ class Cache:
         row = integer(op, name, row)
         if row >= self.max_rows:
             raise ArgumentError(f"{op}: {name} must lie in [0, {self.max_rows}), got {row}")
-        return (self.positions[0] if self._lengths is None else self._lengths)[row].item()
+        length = (self.positions[0] if self._lengths is None else self._lengths)[row].item()
+        if not 0 <= length <= self.capacity:  # an engine may share the array; before memory is made for so many
+            raise ArgumentError(f"{op}: cache lengths[{row}] must lie in [0, {self.capacity}], got {length}")
+        return length
 
     def dump(self, row):
         """What a row stores, in logical order: a dict.
@@ -419,13 +435,13 @@ class Cache:
 
 
 def own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device="cpu"):
-    """Zeroed memory of a cache. Raises DeviceError where there is not as much."""
+    """Zeroed memory of a cache. Raises OutOfMemoryError where there is not as much."""
     try:
         return _own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device)
     except RooftileError:
         raise
     except (RuntimeError, MemoryError, TypeError, ValueError) as e:  # the last two are overflows of a size
-        raise DeviceError(
+        raise OutOfMemoryError(
             f"{op}: no memory on {device} for {max_rows} rows and {pages} pages: page_size {page_size}, "
             f"kv_heads {kv_heads}, head_dim {head_dim} ({str(e).partition(chr(10))[0]})"
         ) from e

@@ -11,10 +11,11 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from rooftile import _C, attention, fused, gemm
 from rooftile._arrays import ran
-from rooftile.errors import NotSupportedError
+from rooftile.errors import ArgumentError, NotSupportedError
 from rooftile.kv_cache import append
 from rooftile.kv_pages import Pages
 
@@ -255,10 +256,32 @@ for _name, _storing in STORING.items():
     _register_storing(_name, *_storing)
 
 
+def _names(schema):
+    return [part.split("=")[0].split(" ")[-1] for part in schema.split(", ")]
+
+
+_NAMES = {name: [*_names(op.inputs), *op.outputs] for name, op in OPS.items()}
+_NAMES |= {name: _names(inputs) for name, (inputs, *_) in STORING.items()}
+
+
+def _refuse_grad(name, inputs):
+    """As the bindings refuse them. A graph would detach what requires grad, and hides which tensors are dual."""
+    if torch.is_grad_enabled():
+        for argument, x in zip(_NAMES[name], inputs, strict=False):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                raise ArgumentError(
+                    f"{name}: {argument} requires grad; rooftile is for inference: call it under torch.no_grad() or "
+                    "inference_mode()"
+                )
+    if forward_ad._current_level >= 0:
+        raise NotSupportedError(f"{name}: cannot be compiled inside torch.autograd.forward_ad.dual_level()")
+
+
 def store(name, inputs, cache, rows, counts, stream, plan):
     """append or rope_append as Cache.append and rope_append call them while they are traced."""
     if stream is not None:
         raise NotSupportedError(f"{name}: stream cannot be given under torch.compile; it uses torch's current stream")
+    _refuse_grad(name, inputs)
     return getattr(torch.ops.rooftile, name)(*inputs, *cache.flat(), rows, counts, *cache.page_state, plan=plan)
 
 
@@ -266,6 +289,7 @@ def call(name, inputs, outputs, stream, plan):
     """The op as the public function calls it while it is traced. outputs: given tensors, or None for new ones."""
     if stream is not None:
         raise NotSupportedError(f"{name}: stream cannot be given under torch.compile; it uses torch's current stream")
+    _refuse_grad(name, (*inputs, *outputs))
     if all(out is None for out in outputs):
         return getattr(torch.ops.rooftile, name)(*inputs, plan=plan)
     if any(out is None for out in outputs):

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The extension module rooftile._C. Private: the public names and their docs are in python/rooftile.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <new>
 
 #include "bind.h"
 #include "rooftile/build.h"
 #include "rooftile/error.h"
+#include "rooftile/names.h"
 
 namespace nb = nanobind;
 
@@ -27,6 +32,9 @@ void translate(const std::exception_ptr& pointer, void*) {
   } catch (const Error& e) {
     nb::object type = nb::module_::import_("rooftile.errors").attr(python_class(e.kind()));
     PyErr_SetString(type.ptr(), e.what());
+  } catch (const std::bad_alloc&) {   // scratch of a CPU kernel, lists of a call
+    nb::object type = nb::module_::import_("rooftile.errors").attr("OutOfMemoryError");
+    PyErr_SetString(type.ptr(), "no memory on the host for what this call needs besides its arguments");
   }
 }
 
@@ -39,6 +47,8 @@ NB_MODULE(_C, m) {
   nb::set_leak_warnings(false);   // torch.compile keeps what it traced, our handles too, until the process ends
   m.attr("version") = ROOFTILE_VERSION;
   m.attr("binding_mode") = ROOFTILE_MODE;
+  m.def("did_you_mean", [](const std::string& given, const std::vector<std::string>& known) { return did_you_mean(given, known); },
+        nb::arg("given"), nb::arg("known"));
   m.def("cpu_variants", [] { return cpu_variants(); });
   m.def("gpu_count", [] { return gpu_count(); });
   m.def("gpu_backend", [] { return gpu_backend(); });

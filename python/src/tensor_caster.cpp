@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensor_caster.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <string>
 
 namespace rooftile::python {
@@ -29,6 +31,7 @@ struct ExchangeTable {
 
 namespace {
 
+constexpr double address_space = 0x1p57;   // bytes: no machine has more
 constexpr int dl_cpu = 1, dl_cuda = 2, dl_cuda_host = 3;
 
 std::string text_of(nb::handle h) {
@@ -51,6 +54,7 @@ struct TypeFacts {
   PyTypeObject* type = nullptr;
   bool torch = false;                       // torch.Tensor or torch.nn.Parameter, exactly
   bool torch_subclass = false;
+  bool masked = false;                      // numpy.ma.MaskedArray, whose mask DLPack leaves behind
   const ExchangeTable* table = nullptr;     // null: no usable table
 };
 
@@ -66,7 +70,10 @@ TypeFacts find_facts(PyTypeObject* type) {
   nb::object t = nb::borrow(reinterpret_cast<PyObject*>(type));
   facts.torch = is_exact_torch(t);
   if (!facts.torch && nb::hasattr(t, "__mro__"))
-    for (nb::handle base : nb::borrow<nb::tuple>(t.attr("__mro__"))) facts.torch_subclass |= is_exact_torch(base);
+    for (nb::handle base : nb::borrow<nb::tuple>(t.attr("__mro__"))) {
+      facts.torch_subclass |= is_exact_torch(base);
+      facts.masked |= text_of(base.attr("__name__")) == "MaskedArray";
+    }
   if (facts.torch && nb::hasattr(t, "__dlpack_c_exchange_api__")) {
     nb::object capsule = t.attr("__dlpack_c_exchange_api__");
     const auto* table = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -94,6 +101,18 @@ TypeFacts facts_of(nb::handle h) {
 bool grad_mode_on() {
   static nb::handle is_grad_enabled = nb::object(nb::module_::import_("torch").attr("is_grad_enabled")).release();
   return nb::cast<bool>(is_grad_enabled());
+}
+
+// Whether somebody is inside torch.autograd.forward_ad.dual_level(): only there are tensors dual.
+bool dual_level_entered() {
+  static PyObject* const names = PyModule_GetDict(nb::object(nb::module_::import_("torch.autograd.forward_ad")).release().ptr());
+  static PyObject* const level = nb::str("_current_level").release().ptr();
+  PyObject* const value = PyDict_GetItemWithError(names, level);   // borrowed
+  return value && PyLong_AsLong(value) >= 0;
+}
+bool is_dual(nb::handle h) {
+  nb::module_ forward_ad = nb::module_::import_("torch.autograd.forward_ad");
+  return !forward_ad.attr("unpack_dual")(h).attr("tangent").is_none();
 }
 
 // Attribute names as Python strings, made once: a lookup by C string would make and hash one every call.
@@ -148,6 +167,11 @@ void check_memory(const TensorView& t, const char* op, const char* argument) {
     refuse(ErrorKind::value, op, argument, "is not aligned to its elements (" + describe(t) + "); copy it");
   if (!t.data && t.numel() > 0)
     refuse(ErrorKind::value, op, argument, "has no memory behind it (" + describe(t) + ")");
+  // Addresses are computed in 64 bits, of elements that no address space could hold as well.
+  double reach = 0;
+  for (int i = 0; i < t.ndim; ++i) reach += std::abs(static_cast<double>(t.shape[i] - 1) * static_cast<double>(t.stride[i]));
+  if (reach * static_cast<double>(size_of(t.dtype)) >= address_space && t.numel() > 0)
+    refuse(ErrorKind::value, op, argument, "has strides that lead out of any memory (" + describe(t) + ")");
 }
 
 }  // namespace
@@ -159,9 +183,14 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
   const TypeFacts facts = facts_of(h);
   if (facts.torch_subclass)
     refuse(ErrorKind::type, op_, argument, "is a " + python_type(h) + ", which holds no memory of its own kind; expected a plain torch.Tensor");
+  if (facts.masked)
+    refuse(ErrorKind::type, op_, argument, "is a " + python_type(h) + ", whose mask no op reads; pass filled() or its data");
   if (facts.torch) {
     if (nb::object(h.attr(requires_grad_name())).ptr() == Py_True && grad_mode_on())
       refuse(ErrorKind::value, op_, argument, "requires grad; rooftile is for inference: call it under torch.no_grad() or inference_mode()");
+    if (duals_ < 0) duals_ = dual_level_entered();
+    if (duals_ && is_dual(h))
+      refuse(ErrorKind::value, op_, argument, "is a dual tensor, whose tangent no op carries on; rooftile is for inference: pass unpack_dual(x).primal");
     if (nb::object(h.attr(is_neg_name())()).ptr() == Py_True)
       refuse(ErrorKind::value, op_, argument, "is a lazily negated view; call resolve_neg() first");
   }
@@ -169,18 +198,22 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
   torch_ |= facts.torch;
   TensorView t;
   const auto take = [&](const nb::dlpack::dltensor& d) {
-    if (d.ndim > TensorView::max_ndim)
+    if (d.ndim < 0 || d.ndim > TensorView::max_ndim)
       refuse(ErrorKind::value, op_, argument, "has " + std::to_string(d.ndim) + " dimensions, at most " + std::to_string(TensorView::max_ndim) + " are taken");
     t.data = static_cast<char*>(d.data) + d.byte_offset;
     if (!d.data) t.data = nullptr;
     t.dtype = dtype_of(d.dtype, op_, argument);
     t.device = device_of(d.device.device_type, d.device.device_id, op_, argument);
     t.ndim = d.ndim;
+    bool empty = false;
+    for (int i = 0; i < d.ndim; ++i) {
+      if (d.shape[i] < 0) refuse(ErrorKind::value, op_, argument, "has a negative size in dimension " + std::to_string(i));
+      empty |= (t.shape[i] = d.shape[i]) == 0;
+    }
     std::int64_t contiguous = 1;
-    for (int i = d.ndim - 1; i >= 0; --i) {
-      t.shape[i] = d.shape[i];
-      t.stride[i] = d.strides ? d.strides[i] : contiguous;
-      contiguous *= d.shape[i];
+    for (int i = d.ndim - 1; i >= 0; --i) {   // what has no elements has no strides of its own
+      t.stride[i] = d.strides && !empty ? d.strides[i] : contiguous;
+      if (__builtin_mul_overflow(contiguous, d.shape[i], &contiguous)) contiguous = std::numeric_limits<std::int64_t>::max();
     }
   };
 
@@ -276,7 +309,7 @@ Lender::Memory Args::lend(const Context& ctx, std::size_t bytes) {
     lent_ = nullptr;   // Python asks once more, and raises what torch raises
   }
   nb::gil_scoped_acquire locked;
-  objects_.push_back(workspace_(like_, bytes));
+  objects_.push_back(workspace_(op_, like_, bytes));
   const TensorView t = out(objects_.back(), "workspace");
   if (t.ndim != 1 || (t.shape[0] > 1 && t.stride[0] != 1) || t.device != ctx.device)
     refuse(ErrorKind::value, op_, "workspace", "must be one contiguous dimension on " + name(ctx.device) + ", got " + describe(t));

@@ -42,7 +42,7 @@ class Args final : public Lender {
   // plan: None or a variant's name.
   Context context(const TensorView& first, nb::handle stream, nb::handle plan);
   // Whoever runs on `ctx` is lent what it asks for, which a GPU's ops do: torch's memory, on its current stream, through its exchange
-  // table (1.3 us sooner than through Python), else what `workspace(like, bytes)` gives, a tensor of one dimension on the call's
+  // table (1.3 us sooner than through Python), else what `workspace(op, like, bytes)` gives, a tensor of one dimension on the call's
   // device. Both arguments outlive the call. None: nothing is lent.
   void lend_to(Context& ctx, nb::handle workspace, nb::handle like);
 
@@ -55,6 +55,7 @@ class Args final : public Lender {
   std::vector<nb::object> objects_;
   const struct ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
   bool torch_ = false;                            // whether there was one
+  int duals_ = -1;                                // whether tensors may be dual; -1: not asked yet
   nb::handle workspace_, like_;                   // of lend_to
   struct ManagedTensor* lent_ = nullptr;          // by torch, until the call is over
 };

@@ -181,6 +181,37 @@ def overlap_faults(op, name, call):
             yield Fault(f"shares memory with {other} {label}", value, beside={other: neighbour}, memory=memory)
 
 
+def _placed(t, memory, begin):
+    """A contiguous tensor of t's shape and dtype whose bytes begin there."""
+    return memory[begin : begin + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+
+
+def memory_faults(op, name, call):
+    """The argument `name` shares memory with each array behind a cache or a weight of the call: with its last element
+    alone, and with all but the first half of the argument. Of what the op only reads, the outputs; of what it stores
+    into, every tensor."""
+    for holder, argument in op.arguments.items():
+        if not isinstance(argument, ops.Object) or call.kwargs.get(holder) is None:
+            continue
+        t = call.kwargs[name]
+        if not (op.arguments[name].written or argument.stored):
+            continue
+        size = t.numel() * t.element_size()
+        for part, array in argument.arrays(call.kwargs[holder]).items():
+            bytes_of = array.numel() * array.element_size()
+            middle = size // 2 // t.element_size() * t.element_size()
+            for label, behind in {"last element": bytes_of - t.element_size(), "first element": -middle}.items():
+                base = -(-size // 64) * 64  # of the array, aligned like one of its own
+                memory = torch.zeros(base + bytes_of + size, dtype=torch.uint8, device=t.device)
+                value, placed = _placed(t, memory, base + behind), _placed(array, memory, base)
+                if not op.arguments[name].written:
+                    value.copy_(t)
+                placed.copy_(array)  # last: the object is a good one
+                other = argument.replaced(call.kwargs[holder], {part: placed})
+                beside = {holder: other}
+                yield Fault(f"shares memory with {part} of {holder}, its {label}", value, beside=beside, memory=memory)
+
+
 def tensor_faults(argument, t):
     if not argument.optional:
         yield Fault("None", None)
@@ -195,7 +226,7 @@ def tensor_faults(argument, t):
 
 
 def scalar_faults(argument):
-    if not argument.optional and argument.kind is not bool:
+    if not argument.optional:
         yield Fault("None", None)
     for value in argument.bad:
         yield Fault(f"value {value!r}", value)
@@ -209,7 +240,9 @@ def scalar_faults(argument):
         "bytes": b"1",
     }
     if argument.kind is bool:
-        return  # any truth value
+        others = {"int": 1, "float": 0.0, "string": "no", "NumPy bool array": np.ones(1, bool)}
+        yield from (Fault(label, value) for label, value in (objects | others).items())
+        return
     if argument.kind is str:
         yield from (Fault(label, value) for label, value in objects.items())
         yield from (
@@ -248,11 +281,9 @@ def object_faults(argument, value):
 
 def faults(op, name, call):
     argument = op.arguments[name]
-    if isinstance(argument, ops.Absent):
-        return iter(())
     if isinstance(argument, ops.Object):
         return object_faults(argument, call.kwargs[name])
     if isinstance(argument, ops.Tensor):
         overlaps = overlap_faults(op, name, call) if argument.written else ()
-        return itertools.chain(tensor_faults(argument, call.kwargs[name]), overlaps)
+        return itertools.chain(tensor_faults(argument, call.kwargs[name]), overlaps, memory_faults(op, name, call))
     return scalar_faults(argument)

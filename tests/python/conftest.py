@@ -52,14 +52,16 @@ def _params(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what a GPU has not: float32, plans (one stands for none), ops without GPU kernels."""
+    """Leaves out plans of an op that takes none (one stands for none), and what a GPU has not: float32, plans, ops
+    without GPU kernels."""
 
     def there(item):
         params = _params(item)
+        one_plan = params.get("plan", cases.PLANS[0]) == cases.PLANS[0]
+        if "plan" not in getattr(params.get("op"), "arguments", ("plan",)) and not one_plan:
+            return False
         return params.get("device") != "cuda" or (
-            params.get("dtype") != "float32"
-            and params.get("plan", cases.PLANS[0]) == cases.PLANS[0]
-            and getattr(params.get("op"), "gpu", True)
+            params.get("dtype") != "float32" and one_plan and getattr(params.get("op"), "gpu", True)
         )
 
     kept = [item for item in items if there(item)]
@@ -69,12 +71,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def count_bad_input(pytestconfig):
-    """Adds to the number of bad calls tried, which the summary prints."""
+    """Adds to the number of bad calls tried, which the summary prints. A test that tried none fails."""
+    before = pytestconfig.stash.get(BAD_INPUTS, 0)
 
     def add(n):
         pytestconfig.stash[BAD_INPUTS] = pytestconfig.stash.get(BAD_INPUTS, 0) + n
 
-    return add
+    yield add
+    assert pytestconfig.stash.get(BAD_INPUTS, 0) > before, "the test made no bad call"
 
 
 def pytest_terminal_summary(terminalreporter, config):

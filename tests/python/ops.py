@@ -4,6 +4,7 @@
 A new op joins bad input, layouts, poison, empty input and row independence by one entry here.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -52,15 +53,25 @@ class Object:
     """A cache or a weight. wrong: the good one -> {label: one of the right type that does not fit the call}.
 
     moved: (object, place) -> the same with every array a through place(a).
+    arrays: object -> {name: array}, the memory behind it. replaced: (object, {name: array}) -> the same with those
+    arrays instead. stored: the op writes that memory.
     """
 
     wrong: Callable = lambda value: {}
     moved: Callable = lambda value, place: value
+    arrays: Callable = lambda value: {}
+    replaced: Callable = lambda value, arrays: value
+    stored: bool = False
 
 
 @dataclass(frozen=True)
 class Absent:
     """An argument that must not be given in this call."""
+
+
+@dataclass(frozen=True)
+class Self(Object):
+    """The cache whose method the op is: it has memory that other arguments may share, and no bad value."""
 
 
 @dataclass
@@ -81,10 +92,12 @@ class Call:
     def guard(self, name):
         return next(g for g in self.guards if g.tensor is self.kwargs[name])
 
-    def run(self, plan=None, **changes):
-        """plan: passed on to ops that take one."""
-        if plan is not None and "plan" in self.op.arguments:
-            changes["plan"] = plan
+    def run(self, /, plan=None, **changes):  # "self" may be a change, of the cache whose method the op is
+        """plan: passed on to ops that take one; those that take none run once, under the first name."""
+        if "plan" in self.op.arguments:
+            changes |= {} if plan is None else {"plan": plan}
+        else:
+            assert plan in (None, cases.PLANS[0]), f"{self.op.id} takes no plan, so {plan!r} repeats a call"
         self.returned = self.op.function(**{**self.kwargs, **changes})
         return self.returned
 
@@ -273,7 +286,19 @@ def _w4_moved(w, place):
     return type(w)(*parts, perm=None if w.perm is None else place(w.perm), **w.layout)
 
 
-W4 = Object(_other_weights, _w4_moved)
+W4_ARRAYS = ("codes", "scales", "offsets", "perm")
+
+
+def _w4_parts_of(w):
+    return {name: getattr(w, name) for name in W4_ARRAYS if getattr(w, name) is not None}
+
+
+def _w4_replaced(w, arrays):
+    parts = {name: getattr(w, name) for name in W4_ARRAYS} | arrays
+    return type(w)(**parts, **w.layout)
+
+
+W4 = Object(_other_weights, _w4_moved, _w4_parts_of, _w4_replaced)
 
 
 def _w4a16(kind, *lead, act_order=False, bits=4):
@@ -477,6 +502,19 @@ def _cache_moved(cache, place):
     return kv_view(cache.format, cache.dtype, cache.head_dim, parts, ring or None)
 
 
+def _cache_arrays(cache):
+    return {name: a for name, a in cache._arrays.items() if name != "fault"}
+
+
+def _cache_replaced(cache, arrays):
+    """The same cache on other memory, with its allocator's books."""
+    twin = copy.copy(cache)
+    twin._hold_arrays("a test", cache._arrays | arrays)
+    for theirs, ours in zip(twin.page_state, cache.page_state, strict=True):
+        theirs.copy_(ours)
+    return twin
+
+
 def cache_state(cache):
     """All arrays of a cache; of one with an allocator also who holds which page."""
     return [*cache._arrays.values(), *getattr(cache, "page_state", ())]
@@ -506,6 +544,8 @@ READ_ROWS = Tensor(frozenset(["int32"]), bad_values=(-1, CACHE_ROWS, 2**31 - 1, 
 ROW_INDEX = replace(READ_ROWS, optional=True, any_device=False, contiguous=ON_GPU)
 COUNT = replace(ROW_INDEX, bad_values=(-1, 6, 2**31 - 1, -(2**31)))
 NEW_TOKENS = Tensor(primary=True)
+_BEHIND = {"arrays": _cache_arrays, "replaced": _cache_replaced}  # of a cache
+APPENDED = Self(**_BEHIND, stored=True)
 
 # (format, kind of cache): every kind with a format of each family
 CACHES = [
@@ -587,7 +627,7 @@ KV_OPS = [
         Op(
             "append",
             CLASSES[kind].append,
-            {"self": Absent(), "k": NEW_TOKENS, "v": NEW_TOKENS, "rows": ROW_INDEX, "counts": COUNT, **CONTEXT},
+            {"self": APPENDED, "k": NEW_TOKENS, "v": NEW_TOKENS, "rows": ROW_INDEX, "counts": COUNT, **CONTEXT},
             _append(format, kind=kind),
             empties=(
                 _append(format, batch=0, kind=kind),
@@ -712,7 +752,7 @@ ATTENTION_OPS = [
             rt.decode_attention,
             {
                 "q": ROWS,
-                "cache": Object(_other_caches, _cache_moved),
+                "cache": Object(_other_caches, _cache_moved, **_BEHIND),
                 "rows": _PICKED,
                 "counts": _COUNTED,
                 "out": OUT,
@@ -740,7 +780,13 @@ ATTENTION_OPS = [
     Op(
         "prefill_attention",
         rt.prefill_attention,
-        {**_PREFILL, **_UNPACKED, "cache": Object(_other_caches), "rows": _PICKED, "counts": _COUNTED},
+        {
+            **_PREFILL,
+            **_UNPACKED,
+            "cache": Object(_other_caches, **_BEHIND),
+            "rows": _PICKED,
+            "counts": _COUNTED,
+        },
         _prefill(format="int4-kivi"),
         empties=(_prefill(batch=0, format="int4-kivi"), _prefill(tokens=0, format="int4-kivi")),
         case="cache",
@@ -830,7 +876,7 @@ OPS = [
             "cos": TABLE,
             "sin": TABLE,
             "positions": Tensor(INDICES, bad_values=POSITIONS.bad_values),
-            "cache": Object(_other_caches),
+            "cache": Object(_other_caches, **_BEHIND, stored=True),
             "rows": ROW_INDEX,
             "counts": COUNT,
             "q_out": Tensor(written=True, optional=True),

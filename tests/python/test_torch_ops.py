@@ -8,6 +8,7 @@ from cases import devices
 from closeness import assert_bits_equal
 from rooftile import torch_ops
 from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
 
 
 def _weight(kind, device="cpu", weight_type=rt.W4Weight):
@@ -196,6 +197,44 @@ def test_errors_of_a_compiled_call_name_the_argument():
     assert compiled(torch.randn(3, 8), torch.ones(8)).shape == (3, 8)
     with pytest.raises(Exception, match="stream cannot be given"):
         torch.compile(lambda x: rt.rms_norm(x, stream=1), fullgraph=True, backend="eager")(torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_needs_a_gradient_is_refused_as_in_eager(backend):
+    """A graph would detach it, and the gradient would be silently gone."""
+    x, w, out = torch.randn(3, 8), torch.randn(8), torch.empty(3, 8)
+    for name in ("x", "w", "out"):
+        inputs = {"x": x, "w": w, "out": out}
+        inputs[name] = inputs[name].clone().requires_grad_()
+        argument = "weight" if name == "w" else name
+        for compiled in (
+            torch.compile(lambda x, w, out: rt.rms_norm(x, w, out=out), backend=backend),
+            torch.compile(lambda x, w, out: rt.rms_norm(x * 1, w * 1, out=out), backend=backend),
+        ):
+            with pytest.raises(rt.ArgumentError, match=f"rms_norm: {argument} requires grad"):
+                compiled(**inputs)
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    assert_bits_equal(compiled(**inputs), rt.rms_norm(x, w))
+    cache = rt.KVCache(1, 64, 1, 8, format="int8")
+    k = torch.randn(1, 2, 1, 8)
+    append = torch.compile(lambda k, v: cache.append(k, v), fullgraph=True, backend=backend)
+    with pytest.raises(Exception, match="append: v requires grad"):
+        append(k, k.clone().requires_grad_())
+    assert cache.lengths == [0]
+
+
+@pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
+def test_dual_tensors_are_refused(compiled):
+    """No op carries on a tangent."""
+    norm = rt.rms_norm if compiled is None else torch.compile(lambda x, w: rt.rms_norm(x, w), backend=compiled)
+    x, w = torch.randn(3, 8), torch.randn(8)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(rt.ArgumentError, match="rms_norm: x is a dual tensor"):
+            norm(dual, w)
+        assert_bits_equal(norm(forward_ad.unpack_dual(dual).primal, w), rt.rms_norm(x, w))
+    assert_bits_equal(norm(x, w), rt.rms_norm(x, w))
 
 
 def test_export():

@@ -17,8 +17,10 @@ namespace rooftile::cpu::ROOFTILE_ISA {
 
 void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
                      const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
-  const int dim = static_cast<int>(out.last()), width = (dim + lanes - 1) / lanes * lanes;
-  constexpr std::int64_t block = 32;   // rows of a task
+  constexpr int piece = max_head_dim;   // channels at once
+  constexpr std::int64_t block = 32;    // rows of a task
+  const std::int64_t dim = out.last();
+  const int width = dim < piece ? (static_cast<int>(dim) + lanes - 1) / lanes * lanes : piece;
   const Scratch scratch(static_cast<std::size_t>(parallel.threads() * width * 2) * sizeof(float));
   parallel.run((out.rows() + block - 1) / block, [&](std::int64_t task, int thread) {
     float* x = reinterpret_cast<float*>(scratch.data()) + thread * width * 2;
@@ -26,31 +28,29 @@ void merge_attention(const Parallel& parallel, const TensorView& out_a, const Te
     const std::int64_t end = (task + 1) * block < out.rows() ? (task + 1) * block : out.rows();
     for (std::int64_t row = task * block; row < end; ++row) {
       const float a = lse_a.as<float>()[element_offset(lse_a, row)], b = lse_b.as<float>()[element_offset(lse_b, row)];
-      const auto gather = [&](const TensorView& t, float* to) {
-        gather_row(t, t.row_offset(row), t.last_stride(), dim, width, to);
-      };
-      float merged = minus_infinity;
-      if (a == minus_infinity && b == minus_infinity) {   // a side without keys holds nothing worth reading
-        for (int d = 0; d < width; d += lanes) store(x + d, F32{});
-      } else if (b == minus_infinity) {
-        gather(out_a, x);
-        merged = a;
-      } else if (a == minus_infinity) {
-        gather(out_b, x);
-        merged = b;
-      } else {
-        gather(out_a, x);
-        gather(out_b, y);
-        const float top = a > b ? a : b;
-        const float wa = ::expf(a - top), wb = ::expf(b - top), total = wa + wb;
-        for (int d = 0; d < width; d += lanes) {
-          const F32 part = load(x + d) * wa;
-          store(x + d, fma(load(y + d), splat(wb), part) / total);
+      const bool only_a = b == minus_infinity, only_b = a == minus_infinity;   // a side without keys holds nothing worth reading
+      const float top = a > b ? a : b;
+      const float wa = ::expf(a - top), wb = ::expf(b - top), total = wa + wb;
+      for (std::int64_t first = 0; first < dim; first += piece) {
+        const int n = dim - first < piece ? static_cast<int>(dim - first) : piece;
+        const auto gather = [&](const TensorView& t, float* to) {
+          gather_row(t, t.row_offset(row) + first * t.last_stride(), t.last_stride(), n, width, to);
+        };
+        if (only_a && only_b) {
+          for (int d = 0; d < width; d += lanes) store(x + d, F32{});
+        } else if (only_a || only_b) {
+          gather(only_a ? out_a : out_b, x);
+        } else {
+          gather(out_a, x);
+          gather(out_b, y);
+          for (int d = 0; d < width; d += lanes) {
+            const F32 part = load(x + d) * wa;
+            store(x + d, fma(load(y + d), splat(wb), part) / total);
+          }
         }
-        merged = top + ::logf(total);
+        scatter_row(x, n, out, out.row_offset(row) + first * out.last_stride(), out.last_stride());
       }
-      scatter_row(x, dim, out, out.row_offset(row), out.last_stride());
-      if (lse.given()) lse.as<float>()[element_offset(lse, row)] = merged;
+      if (lse.given()) lse.as<float>()[element_offset(lse, row)] = only_a ? a : only_b ? b : top + ::logf(total);
     }
   });
 }
