@@ -143,7 +143,7 @@ def activation_dtype(op, dtype):
     """ "float32", "float16" or "bfloat16" from what a caller gives as `dtype`: a name, a torch or a NumPy dtype."""
     name = (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
     if name not in _ACTIVATIONS:
-        hint = _C.did_you_mean(name, _ACTIVATIONS)
+        hint = _C.did_you_mean(name, *_ACTIVATIONS)
         raise ArgumentTypeError(f"{op}: dtype must be {', '.join(_ACTIVATIONS)}, got {dtype!r}{hint}")
     return name
 

@@ -2,9 +2,10 @@
 // The extension module rooftile._C. Private: the public names and their docs are in python/rooftile.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <new>
+#include <string>
+#include <vector>
 
 #include "bind.h"
 #include "rooftile/build.h"
@@ -47,8 +48,11 @@ NB_MODULE(_C, m) {
   nb::set_leak_warnings(false);   // torch.compile keeps what it traced, our handles too, until the process ends
   m.attr("version") = ROOFTILE_VERSION;
   m.attr("binding_mode") = ROOFTILE_MODE;
-  m.def("did_you_mean", [](const std::string& given, const std::vector<std::string>& known) { return did_you_mean(given, known); },
-        nb::arg("given"), nb::arg("known"));
+  m.def("did_you_mean", [](const std::string& given, const nb::args& known) {
+    std::vector<std::string> names;
+    for (nb::handle name : known) names.push_back(nb::cast<std::string>(name));
+    return did_you_mean(given, names);
+  });
   m.def("cpu_variants", [] { return cpu_variants(); });
   m.def("gpu_count", [] { return gpu_count(); });
   m.def("gpu_backend", [] { return gpu_backend(); });

@@ -28,7 +28,7 @@ def _resized(t, sizes):
 
 def walk(op):
     """Replaces every size of the good call by every giant one in all tensors at once: with outputs to be made, for
-    which there is no memory, and with outputs that have no element as another size is 0. Returns the number of calls."""
+    which there is no memory, and with outputs without an element, another size being 0. Returns the number of calls."""
     good = op.call()
     tensors = {n: t for n, t in good.kwargs.items() if n in op.tensors() and t is not None}
     sizes = sorted({n for t in tensors.values() for n in t.shape})
