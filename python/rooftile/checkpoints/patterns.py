@@ -2,7 +2,7 @@
 """The names and `re:` expressions by which compressed-tensors says which modules are meant.
 
 An expression comes with the checkpoint, and one that backtracks takes for ever, which nothing in this process could
-end. So another process matches, for a limited time.
+end. So another process matches, for a limited time and in 1 GiB of memory.
 """
 
 import json
@@ -15,7 +15,8 @@ SECONDS = 10  # for all expressions of a checkpoint; those in use take milliseco
 
 # reads the names and then an expression a line, writes for each the indices of the names it matches, or why it cannot
 _MATCHER = """
-import json, re, sys
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
 names = json.loads(sys.stdin.readline())
 for line in sys.stdin:
     try:
