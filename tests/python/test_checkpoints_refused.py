@@ -138,7 +138,7 @@ def test_activations(tmp_path):
         ({"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, SUPPORTED, ("model_type 'own'",)),
         ({"hidden_size": "64"}, ARGUMENT, ("transformers makes no causal language model",)),
         ({"hidden_size": 0}, ARGUMENT, ()),
-        ({"hidden_size": 72}, ARGUMENT, ("model.embed_tokens.weight", "[96, 64]", "[96, 72]")),
+        ({"hidden_size": 96}, ARGUMENT, ("model.embed_tokens.weight", "[96, 64]", "[96, 96]")),
         ({"num_hidden_layers": 10**9}, ARGUMENT, ("num_hidden_layers is 1000000000",)),
         ({"num_hidden_layers": 3}, ARGUMENT, ("model.layers.2.", "is missing")),
         ({"num_hidden_layers": 1}, SUPPORTED, ("model.layers.1.", "has no place in a llama model")),
@@ -246,9 +246,8 @@ def test_what_is_no_linear_layer(tmp_path):
 
 def test_rounding_arguments(tmp_path):
     source = tiny.write(tmp_path / "source", plain())
-    refused(
-        source, tmp_path, ARGUMENT, "model.layers.0.self_attn.q_proj", "choose another group_size or skip the layer"
-    )
+    odd = tiny.write(tmp_path / "odd", plain(), hidden_size=72)  # no group that there is divides its rows
+    refused(odd, tmp_path, ARGUMENT, "model.layers.0.self_attn.q_proj", "K = 72; choose another group_size or skip the")
     refused(source, tmp_path, rt.ArgumentTypeError, "rounding must be a rooftile.W4A16", rounding=32)
     refused(source, tmp_path, rt.ArgumentTypeError, "skip must be names", rounding=rt.W4A16(32), skip=[5])
     refused(source, tmp_path, ARGUMENT, "dtype is for GGUF files", dtype="bfloat16")
@@ -455,9 +454,10 @@ def test_config_arguments(tmp_path):
     ):
         with pytest.raises(error, match=next(iter(bad))):
             RooftileConfig(**bad)
-    source = tiny.write(tmp_path / "source", plain())
+    odd = tiny.write(tmp_path / "odd", plain(), hidden_size=72)
     with pytest.raises(rt.ArgumentError, match=r"RooftileConfig: model.layers.0.self_attn.q_proj: .*choose another"):
-        transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=RooftileConfig(128))
+        transformers.AutoModelForCausalLM.from_pretrained(odd, quantization_config=RooftileConfig(128))
+    source = tiny.write(tmp_path / "source", plain())
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source, quantization_config=RooftileConfig(32, skip="*.q_proj")
     )
