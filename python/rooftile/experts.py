@@ -107,6 +107,16 @@ def _with(w, kind, act_order):
     return type(w).from_canonical(codes, scales, zeros, group_size=w.group_size, kind=kind, perm=perm)
 
 
+def stack_rows(*parts):
+    """The PackedStack of weights given in parts, such as gates and ups: of each expert the rows of all parts, one below
+    the other. parts: lists of one weight for each expert. Lossless; errors as of `alike`, and ArgumentError where an
+    expert's parts have another act-order."""
+    each = alike("stack_rows", [w for part in parts for w in part])
+    count = len(parts[0])
+    rows = [each[i::count] for i in range(count)]
+    return PackedStack.from_weights([r[0] if len(r) == 1 else type(r[0]).concat(r) for r in rows])
+
+
 # ---------------------------------------------------------------- what lies between the two products
 
 
@@ -173,6 +183,10 @@ class ExpertsForm:
             return 2 * self.intermediate, self.hidden
         return self.hidden, self.intermediate
 
+    def rounded(self, value, rounding):
+        """The PackedStack of a parameter as transformers holds it. rounding: a W4A16 or W8A16."""
+        return PackedStack.from_weights([rounding.weight_of(w.T if self.transposed else w) for w in value.detach()])
+
 
 def experts_form(module):
     """The ExpertsForm of a module that `PackedExperts` can stand for, else None.
@@ -233,8 +247,7 @@ class PackedExperts(Marked):
 
     def round(self, name, value, rounding):
         """pack, of a tensor as transformers holds it, rounded to nearest."""
-        weights = [rounding.weight_of(w.T if self.form.transposed else w) for w in value.detach()]
-        self.pack(name, PackedStack.from_weights(weights))
+        self.pack(name, self.form.rounded(value, rounding))
 
     @torch.compiler.disable
     def forward(self, hidden_states, top_k_index, top_k_weights):

@@ -23,12 +23,17 @@ class Marked(torch.nn.Module):
 
     MARKER = ("weight", (1,))
 
+    @classmethod
+    def marker(cls, prefix):
+        """{name of the marker: the marker} of such a module whose parameters' names begin with `prefix`."""
+        name, shape = cls.MARKER
+        return {prefix + name: torch.zeros(shape, dtype=torch.int64)}
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        name, shape = self.MARKER
         # from_pretrained fills the tensors that a module on the meta device lists; a marker is none to fill
         if not any(buffer.is_meta for buffer in self.buffers()):
-            destination[prefix + name] = torch.zeros(shape, dtype=torch.int64)
+            destination |= self.marker(prefix)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

@@ -189,25 +189,31 @@ class RoundingReport:
         lines = [f"Rounded to {self.bits} bits: {share}, groups of {self.group_size}"]
         if self.packed:
             lines.append(f"In 4 or 8 bits before: {self._share(self.packed)}")
-        sizes = {}
-        for name, size in self.smaller_groups.items():
-            kinds = sizes.setdefault(size, {})
-            kinds[kind_of(name)] = kinds.get(kind_of(name), 0) + 1
-        for size, kinds in sizes.items():
-            names = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            lines.append(f"Groups of {size}, since {self.group_size} does not divide their columns: {names}")
-        left = {}
-        for name, (elements, why) in self.left.items():
-            before, kinds = left.get(why, (0, {}))
-            left[why] = before + elements, kinds | {kind_of(name): None}
-        lines += [
-            f"Left as they were, {why}: {self._share(elements)} ({', '.join(kinds)})"
-            for why, (elements, kinds) in sorted(left.items(), key=lambda item: -item[1][0])
-        ]
-        return "\n".join(lines)
+        return "\n".join(lines + notes(self.group_size, self.smaller_groups, self.left, self.total))
 
     def _share(self, elements):
-        return f"{100 * elements / max(self.total, 1):.1f} %"
+        return _percent(elements, self.total)
+
+
+def notes(group_size, smaller_groups, left, total):
+    """Lines that say which layers take smaller groups than asked and what was left. Arguments as of RoundingReport."""
+    lines, sizes, reasons = [], {}, {}
+    for name, size in smaller_groups.items():
+        kinds = sizes.setdefault(size, {})
+        kinds[kind_of(name)] = kinds.get(kind_of(name), 0) + 1
+    for size, kinds in sizes.items():
+        names = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        lines.append(f"Groups of {size}, since {group_size} does not divide their columns: {names}")
+    for name, (elements, why) in left.items():
+        before, kinds = reasons.get(why, (0, {}))
+        reasons[why] = before + elements, kinds | {kind_of(name): None}
+    for why, (elements, kinds) in sorted(reasons.items(), key=lambda item: -item[1][0]):
+        lines.append(f"Left as they were, {why}: {_percent(elements, total)} ({', '.join(kinds)})")
+    return lines
+
+
+def _percent(elements, total):
+    return f"{100 * elements / max(total, 1):.1f} %"
 
 
 def kind_of(name):
@@ -232,7 +238,7 @@ class RoundingPlan:
             raise ArgumentError(
                 f"{op}: model is itself an nn.Linear, which cannot be replaced in place; use W4Linear.from_linear"
             )
-        self.roundings, self._forms = {}, _expert_forms(model)
+        self.roundings, self._forms = {}, expert_forms(model)
         group_sizes, left, rounded, packed, total, seen = {}, {}, 0, 0, 0, set()
         reason = _Reasons(model, patterns, self._forms)
         for path, module in model.named_modules():
@@ -274,7 +280,7 @@ class RoundingPlan:
         model.set_submodule(path, rounding.module_of(module).train(module.training))
 
 
-def _expert_forms(model):
+def expert_forms(model):
     """name of a module -> its ExpertsForm."""
     from rooftile.experts import experts_form
 

@@ -15,6 +15,10 @@ transformers = pytest.importorskip("transformers")
 
 import closeness  # noqa: E402
 import rooftile as rt  # noqa: E402
+import safetensors.torch  # noqa: E402
+import tiny_checkpoints as tiny  # noqa: E402
+from rooftile.checkpoints import convert  # noqa: E402
+from rooftile.cli import main  # noqa: E402
 from rooftile.experts import PackedExperts, PackedStack  # noqa: E402
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
 from rooftile.nn import PackedLinear  # noqa: E402
@@ -56,8 +60,8 @@ def model(family, dtype=torch.float32, **changes):
     made.set_experts_implementation("eager")  # the others know no float64
     for name, parameter in made.named_parameters():
         size = 1.5 if name.endswith("bias") else 0.25
-        parameter.copy_(torch.randn(parameter.shape) * size)
-    return made.to(dtype)
+        parameter.data = (torch.randn(parameter.shape) * size).to(dtype)  # .to of the model would round inv_freq too
+    return made
 
 
 def dequantised(plain, ours):
@@ -74,11 +78,15 @@ def dequantised(plain, ours):
     return plain
 
 
-def assert_same_model(a, b):
+def assert_same_weights(a, b):
     ours, theirs = a.state_dict(), b.state_dict()
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+
+
+def assert_same_model(a, b):
+    assert_same_weights(a, b)
     assert torch.equal(a(IDS).logits, b(IDS).logits)
 
 
@@ -166,7 +174,7 @@ def test_experts_are_not_random_where_rooftile_is_not_imported(tmp_path):
         rt.quantize_(ours, rt.W4A16(32), skip=["*.self_attn.*", "*.shared_expert.*"], progress=False)
         assert not any(isinstance(module, PackedLinear) for module in ours.modules())
         ours.save_pretrained(tmp_path / family)
-        assert_same_model(load(tmp_path / family), ours)
+        assert_same_weights(load(tmp_path / family), ours)
         folders.append(tmp_path / family)
     done = subprocess.run([sys.executable, "-c", READ_WITHOUT_ROOFTILE, *folders], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -194,7 +202,7 @@ def test_experts_may_be_skipped(tmp_path):
     kinds = [type(layer.mlp.experts) for layer in ours.model.layers]
     assert kinds[1] is PackedExperts and kinds[0] is not PackedExperts
     ours.save_pretrained(tmp_path / "saved")
-    assert_same_model(load(tmp_path / "saved"), ours)
+    assert_same_weights(load(tmp_path / "saved"), ours)
 
 
 def test_experts_with_another_gate_are_left_and_named():
@@ -273,3 +281,111 @@ def test_stacks():
         PackedStack.from_weights([weight(0), rt.W8Weight.quantize(torch.zeros(48, 64), group_size=32)])
     with pytest.raises(rt.ArgumentError, match="PackedStack: bits must be 4 or 8, got 2"):
         PackedStack(3, 64, 48, bits=2)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("source_form", ["as transformers writes it", "fused"])
+def test_16_bit_folders(family, source_form, tmp_path):
+    """transformers writes experts one by one, but gpt-oss's; a folder may hold them fused as well."""
+    ours, source = model(family, torch.float16), tmp_path / "source"
+    ours.save_pretrained(source)
+    if source_form == "fused":
+        safetensors.torch.save_file(ours.state_dict(), source / "model.safetensors", metadata={"format": "pt"})
+    report = convert(source, tmp_path / "target", rounding=rt.W4A16(64), skip="*.1.mlp.experts", progress=False)
+    plan = rt.quantize_(ours, rt.W4A16(64), skip="*.1.mlp.experts", progress=False)
+    assert_same_weights(load(tmp_path / "target"), ours.float())
+    left = {row["name"]: (row["elements"], row["why"]) for row in report["left"]}
+    assert left == plan.left and report["smaller_groups"] == plan.smaller_groups and report["elements"] == plan.total
+    assert left["model.layers.1.mlp.experts.gate_up_proj"][1] == "skipped"
+
+
+EXPERTS = 4
+CHECKPOINTS = {
+    "gptq-act-order": (tiny.gptq, {"act_order": True}, tiny.gptq_config(desc_act=True), "integer"),
+    "gptq-symmetric": (tiny.gptq, {"symmetric": True}, tiny.gptq_config(sym=True), "symmetric"),
+    "gptq-8": (tiny.gptq, {"bits": 8}, tiny.gptq_config(bits=8), "integer"),
+    "awq": (tiny.awq, {"lowest": 0}, tiny.awq_config(), "integer"),
+    "ct": (
+        lambda w: tiny.compressed_tensors(w, True),
+        {"symmetric": True},
+        tiny.compressed_tensors_config(ignore=["lm_head", "re:.*gate$", "re:.*self_attn.*", "re:.*shared_expert.*"]),
+        "symmetric",
+    ),
+}
+PARTS = {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def packed_folder(path, family, form, **changed):
+    """A folder with packed experts under the names of the family; their Weights by (layer, expert, part)."""
+    pack, options, config, _ = CHECKPOINTS[form]
+    count = {"num_local_experts" if family == "mixtral" else "num_experts": EXPERTS}
+    plain = model(family, torch.float16, **count)
+    state, weights = dict(plain.state_dict()), {}
+    for layer in range(2):
+        place = f"model.layers.{layer}.mlp"
+        stored = place.replace("mlp", "block_sparse_moe") if family == "mixtral" else place
+        state[f"{stored}.gate.weight"] = state.pop(f"{place}.gate.weight")
+        for fused in ("gate_up_proj", "down_proj"):
+            del state[f"{place}.experts.{fused}"]
+        for expert in range(EXPERTS):
+            for part, shape in PARTS.items():
+                w = tiny.weight(f"{layer} {expert} {part}", shape, **options | changed.get(part, {}))
+                if part == "up_proj" and "up_proj" not in changed:  # what flows into both is the same
+                    w.groups = weights[layer, expert, "gate_proj"].groups
+                weights[layer, expert, part] = w
+                name = f"{stored}.experts.{expert}.{MIXTRAL[part] if family == 'mixtral' else part}"
+                state.update((f"{name}.{suffix}", tensor) for suffix, tensor in pack(w).items())
+    plain.save_pretrained(path)
+    safetensors.torch.save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
+    return plain.float(), weights
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((family, form) for family in ("mixtral", "qwen2_moe") for form in CHECKPOINTS), ("qwen3_moe", "awq")],
+)
+def test_packed_experts(family, form, tmp_path):
+    plain, weights = packed_folder(tmp_path / "source", family, form)
+    report = convert(tmp_path / "source", tmp_path / "target", progress=False)
+    ours = load(tmp_path / "target")
+    for layer in range(2):
+        experts, there = ours.model.layers[layer].mlp.experts, plain.model.layers[layer].mlp.experts
+        for i in range(EXPERTS):
+            gate, up, down = (weights[layer, i, part].dense for part in PARTS)
+            assert torch.equal(experts.gate_up[i].dequantize(), torch.cat((gate, up)))
+            assert torch.equal(experts.down[i].dequantize(), down)
+            there.gate_up_proj[i], there.down_proj[i] = torch.cat((gate, up)), down
+        assert experts.down[0].kind == CHECKPOINTS[form][3]
+        assert (experts.gate_up.perm is not None) == ("act-order" in form)
+    expected = plain(IDS).logits
+    assert (ours(IDS).logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+    bits = 8 if form == "gptq-8" else 4
+    outcomes = {row["name"]: row["outcome"] for row in report["rows"]}
+    assert outcomes["model.layers.1.mlp.experts.gate_up"] == f"{bits} bits, lossless"
+    assert outcomes["model.layers.1.mlp.gate.weight"] == "kept"
+
+
+def test_experts_that_cannot_be_stacked_are_refused(tmp_path):
+    packed_folder(tmp_path / "orders", "qwen2_moe", "gptq-act-order", up_proj={})
+    with pytest.raises(rt.NotSupportedError, match=r"experts.0.gate_proj, and the experts beside it: .*act-order"):
+        convert(tmp_path / "orders", tmp_path / "target", progress=False)
+    packed_folder(tmp_path / "source", "mixtral", "awq")
+    file = tmp_path / "source" / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    del state["model.layers.1.block_sparse_moe.experts.2.w3.qweight"]
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(rt.ArgumentError, match=r"1.block_sparse_moe.experts.2.w3.qweight' is missing"):
+        convert(tmp_path / "source", tmp_path / "target", progress=False)
+
+
+def test_the_command_says_what_is_left(tmp_path, capsys):
+    model("qwen2_moe", torch.float16).save_pretrained(tmp_path / "source")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target")]) == 0
+    out = capsys.readouterr().out
+    assert "Groups of 32, since 128 does not divide their columns: 2 down_proj" in out
+    assert "Left as they were, routers: 0." in out and "(gate, shared_expert_gate)" in out

@@ -13,6 +13,7 @@ from rooftile.checkpoints.manifest import layout_of, write_manifest
 from rooftile.checkpoints.sources import LOSSLESS, ROUNDED, open_source, without_code
 from rooftile.checkpoints.writer import ShardWriter, check_target, write_json, written_whole
 from rooftile.errors import ArgumentTypeError, NotSupportedError
+from rooftile.experts import STACKS, PackedExperts, PackedStack
 from rooftile.gemm import PackedWeight
 from rooftile.loaders.tokenizer import load_tokenizer
 from rooftile.nn import linear_of
@@ -47,7 +48,9 @@ def convert(
 
     One weight of the source and one file of the target are in memory at a time. `target` is written beside its place
     and renamed: it is there whole or not at all. Returns a report: source, target, form, rows (one for each weight:
-    name, from, to, outcome, bytes_before, bytes_after), left_out (what is not carried over, and why), copied (files).
+    name, from, to, outcome, bytes_before, bytes_after), left (one for each weight that stays in 16 or 32 bits: name,
+    elements, why), smaller_groups (name -> group size of what is rounded in smaller groups than asked), elements (of
+    the model), left_out (what is not carried over, and why), copied (files).
 
     The source need not be trusted: no code is run that lies in it or that it names, its expressions are matched for a
     limited time, only regular files are opened, and no tokenizer file comes from behind a link out of it. Raises
@@ -84,6 +87,7 @@ def convert(
         "target": str(target),
         "form": opened.form,
         "rows": rows,
+        **opened.rounding,
         "left_out": opened.left_out + left_out,
         "copied": copied,
     }
@@ -128,12 +132,19 @@ def _weights(source, layouts, doing, progress):
             if isinstance(value, PackedWeight):
                 layouts[entry.name] = layout_of(value)
                 yield entry, value, linear_of(value).state_dict(prefix=f"{entry.name}.")
+            elif isinstance(value, PackedStack):
+                layouts[entry.name] = layout_of(value[0])
+                experts, _, stack = entry.name.rpartition(".")
+                marker = PackedExperts.marker(f"{experts}.") if STACKS[PackedExperts.MARKER[0]] == stack else {}
+                yield entry, value, value.state_dict(prefix=f"{entry.name}.") | marker
             else:
                 yield entry, value, {entry.name: value}
             advance(entry.nbytes)
 
 
 def _form(value):
+    if isinstance(value, PackedStack):
+        value = value[0]
     if not isinstance(value, PackedWeight):
         return str(value.dtype).removeprefix("torch.")
     order = ", act-order" if value.perm is not None else ""

@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import functools
 import os
 import re
 import typing
@@ -12,9 +13,10 @@ import torch
 from rooftile.checkpoints.folder import TensorFolder
 from rooftile.checkpoints.schemes import scheme_of
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from rooftile.experts import STACKS, stack_rows
 from rooftile.gemm import WEIGHTS
 from rooftile.loaders.gguf import open_gguf
-from rooftile.quantize import W4A16, W8A16, RoundingPlan
+from rooftile.quantize import W4A16, W8A16, RoundingPlan, expert_forms, name_patterns
 
 LOSSLESS = {bits: f"{bits} bits, lossless" for bits in WEIGHTS}
 ROUNDED = {bits: f"{bits} bits, rounded to nearest" for bits in WEIGHTS}
@@ -23,6 +25,8 @@ _OP = "convert"
 _EXPECTED = "a folder with config.json and safetensors files, or a GGUF file"
 _LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # what models call their number
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+_EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
 _ROUNDED_FROM = ("F32", "F16", "BF16")
 
 
@@ -44,7 +48,8 @@ class Entry:
 @dataclasses.dataclass(frozen=True)
 class Source:
     """form: what the source is, in words. model_class: in transformers. config: the dict for config.json, without
-    quantisation. entries: in the order of the model. left_out: tensors that are not carried over, and why."""
+    quantisation. entries: in the order of the model. left_out: tensors that are not carried over, and why. rounding:
+    left, smaller_groups and elements of convert's report."""
 
     path: str
     form: str
@@ -52,6 +57,7 @@ class Source:
     config: dict
     entries: list
     left_out: list
+    rounding: dict
 
 
 def open_source(path, *, rounding=None, skip=(), dtype=None):
@@ -93,14 +99,33 @@ def without_code(value, where, left_out):
     return kept
 
 
-def _rounded(model, rounding, skip):
-    """Name of a parameter -> the W4A16 or W8A16 that it is rounded with."""
-    if rounding is None and skip:
+def _plan(model, rounding, skip, packed):
+    """The RoundingPlan, or None without a rounding. packed: names of modules that are in 4 or 8 bits already."""
+    patterns = name_patterns(_OP, skip)
+    if rounding is not None:
+        return RoundingPlan(_OP, model, rounding, [*patterns, *packed])
+    if patterns:
         raise ArgumentError(
             f"{_OP}: skip is for layers that would be rounded, and without a rounding (bits, group_size, zeros) the "
             f"source keeps all that is not in 4 or 8 bits; got {skip!r}"
         )
-    return {} if rounding is None else RoundingPlan(_OP, model, rounding, skip).roundings
+    return None
+
+
+def _rounding_report(model, plan, entries):
+    """What convert's report says of weights that are not lossless in 4 or 8 bits."""
+    parameters, reasons = dict(model.named_parameters()), plan.report.left if plan else {}
+    kept = [e.name for e in entries if e.outcome not in (*LOSSLESS.values(), *ROUNDED.values())]
+    return {
+        "elements": sum(p.numel() for p in parameters.values()),
+        "left": [
+            {"name": n, "elements": parameters[n].numel(), "why": reasons.get(n, (0, "as in the source"))[1]}
+            for n in kept
+            if n in parameters
+        ],
+        "group_size": plan.report.group_size if plan else None,
+        "smaller_groups": plan.report.smaller_groups if plan else {},
+    }
 
 
 # ---------------------------------------------------------------- a folder of safetensors
@@ -116,28 +141,41 @@ class _FolderSource:
         self.config = without_code(config, "config.json", self.left_out)
         self.model = self.empty_model()
         self.rounding = W4A16() if rounding is None and self.scheme is None else rounding
-        self.rounded = _rounded(self.model, self.rounding, skip)
+        self.skip = skip
+        self.forms = expert_forms(self.model)
         self.left = dict(self.folder.tensors)  # those without a place yet
+
+    @functools.cached_property
+    def plan(self):
+        """The RoundingPlan; made once a tensor is known to have the shape that config.json says."""
+        main = f".{self.scheme.main}" if self.scheme else None
+        packed = [name.removesuffix(main) for name in self.folder.tensors if main and name.endswith(main)]
+        return _plan(self.model, self.rounding, self.skip, packed)
 
     def source(self):
         tied = self.tied_names()
         entries, missing = [], []
         for name, parameter in self.model.state_dict().items():
             module, _, suffix = name.rpartition(".")
+            stored = name if name in self.left else _mixtral(name)
             if suffix == "weight" and self.scheme and f"{module}.{self.scheme.main}" in self.left:
                 if name in tied:
                     raise NotSupportedError(
                         f"{self.where}: tie_word_embeddings is set, but '{module}' has packed weights of its own"
                     )
                 entries.append(self.packed(module))
-            elif name in self.left:
-                entries.append(self.plain(name, module, suffix, parameter))
+            elif stored in self.left:
+                entries.append(self.plain(name, stored, parameter))
+            elif module in self.forms and suffix in STACKS and self.expert_names(module, suffix):
+                entries.append(self.experts(name, *self.expert_names(module, suffix)))
             elif name not in tied:
                 missing.append(name)
         self.leave_out()
         if missing:
             raise ArgumentError(f"{self.folder.path}: tensor '{missing[0]}' is missing ({len(missing)} such tensors)")
-        return Source(str(self.folder.path), self.form(entries), type(self.model), self.config, entries, self.left_out)
+        rounding = _rounding_report(self.model, self.plan, entries)
+        path, form, kind = str(self.folder.path), self.form(entries), type(self.model)
+        return Source(path, form, kind, self.config, entries, self.left_out, rounding)
 
     def form(self, entries):
         if not self.scheme:
@@ -191,28 +229,90 @@ class _FolderSource:
 
         return Entry(name, self.scheme.name, LOSSLESS[self.scheme.bits_of(module)], nbytes, read)
 
-    def plain(self, name, module, suffix, parameter):
-        info = self.left.pop(name)
-        if info.shape != tuple(parameter.shape):
+    def plain(self, name, stored, parameter):
+        info = self.take(stored, tuple(parameter.shape), parameter.is_floating_point())
+        return self.unpacked(name, info.dtype, info.nbytes, lambda: self.folder.read(stored))
+
+    def take(self, stored, shape, floating=True):
+        """The TensorInfo of a tensor that now has its place."""
+        info = self.left.pop(stored, None)
+        if info is None:
+            raise ArgumentError(f"{self.folder.path}: tensor '{stored}' is missing")
+        if info.shape != shape:
             raise ArgumentError(
-                f"{info.file}: tensor '{name}' has shape {list(info.shape)}, expected {list(parameter.shape)} by "
-                "config.json"
+                f"{info.file}: tensor '{stored}' has shape {list(info.shape)}, expected {list(shape)} by config.json"
             )
-        if parameter.is_floating_point() and info.dtype not in _FLOATS:
+        if floating and info.dtype not in _FLOATS:
             raise NotSupportedError(
-                f"{info.file}: tensor '{name}' has dtype {info.dtype}, which is not read without a "
+                f"{info.file}: tensor '{stored}' has dtype {info.dtype}, which is not read without a "
                 f"quantization_config; read: {', '.join(_FLOATS)}"
             )
-        form = _FLOATS.get(info.dtype, info.dtype)
-        rounding = self.rounded.get(name)
-        if rounding is not None:
-            if info.dtype not in _ROUNDED_FROM:
+        return info
+
+    def unpacked(self, name, dtype, nbytes, read):
+        """The Entry of a parameter that the source holds in 16 or 32 bits: rounded or kept. read: gives the tensor."""
+        path, _, suffix = name.rpartition(".")
+        form = _FLOATS.get(dtype, dtype)
+        rounding = self.plan.roundings.get(name) if self.plan else None
+        if rounding is None:
+            return Entry(name, form, KEPT, nbytes, read)
+        if dtype not in _ROUNDED_FROM:
+            raise NotSupportedError(
+                f"{self.folder.path}: tensor '{name}' has dtype {dtype}, rounded are {', '.join(_ROUNDED_FROM)}"
+            )
+        outcome = ROUNDED[rounding.bits]
+        if path in self.forms:
+            experts = self.forms[path]
+            return Entry(f"{path}.{STACKS[suffix]}", form, outcome, nbytes, lambda: experts.rounded(read(), rounding))
+        return Entry(path, form, outcome, nbytes, lambda: rounding.weight_of(read()))
+
+    def expert_names(self, path, suffix):
+        """For gate_up_proj or down_proj of experts that the source holds one by one: a list for each part (gates, ups),
+        of one module name for each expert. None where it holds none."""
+        ends = {"weight", self.scheme.main if self.scheme else "weight"}
+        for base in (path, _mixtral(path)):
+            for parts in _EXPERT_PARTS[suffix]:
+                if any(f"{base}.0.{parts[0]}.{end}" in self.left for end in ends):
+                    return [_Names(base, part, self.forms[path].experts) for part in parts]
+        return None
+
+    def experts(self, name, *parts):
+        """The Entry of experts that the source holds one by one. parts: as of `expert_names`."""
+        path, _, suffix = name.rpartition(".")
+        form, first = self.forms[path], next(iter(parts[0]))
+        n, k = form.shape(suffix)
+        n //= len(parts)
+        if form.transposed or form.gate.interleaved:
+            raise NotSupportedError(f"{self.where}: experts one by one, such as '{first}', are not read for this model")
+        if not (self.scheme and f"{first}.{self.scheme.main}" in self.left):
+            infos = [[self.take(f"{module}.weight", (n, k)) for module in part] for part in parts]
+            dtypes = sorted({info.dtype for part in infos for info in part})
+            if len(dtypes) > 1:
                 raise NotSupportedError(
-                    f"{info.file}: tensor '{name}' has dtype {info.dtype}, rounded are {', '.join(_ROUNDED_FROM)}"
+                    f"{self.where}: '{name}' has experts in {' and '.join(dtypes)}; read: one dtype"
                 )
-            outcome = ROUNDED[rounding.bits]
-            return Entry(module, form, outcome, info.nbytes, lambda: rounding.weight_of(self.folder.read(name)))
-        return Entry(name, form, KEPT, info.nbytes, lambda: self.folder.read(name))
+            stored = [[info.name for info in part] for part in infos]
+
+            def fused():
+                return torch.cat([torch.stack([self.folder.read(x) for x in part]) for part in stored], dim=1)
+
+            return self.unpacked(name, dtypes[0], sum(info.nbytes for part in infos for info in part), fused)
+
+        modules = [[_Module(self, module) for module in part] for part in parts]
+        taken = [f"{m.name}.{suffix}" for part in modules for m in part for suffix in m.unread]
+        nbytes = sum(self.left.pop(x).nbytes for x in taken)
+
+        def read():
+            weights = [[self.scheme.read(m, n, k) for m in part] for part in modules]
+            for module in (m for part in modules for m in part):
+                module.check_all_read()
+            try:
+                return stack_rows(*weights)
+            except ArgumentError as e:  # each is sound, but not together
+                raise NotSupportedError(f"{modules[0][0].where}, and the experts beside it: {e}") from None
+
+        outcome = LOSSLESS[self.scheme.bits_of(modules[0][0])]
+        return Entry(f"{path}.{STACKS[suffix]}", self.scheme.name, outcome, nbytes, read)
 
     def leave_out(self):
         """What has no place in the model: refused, but for what changes nothing."""
@@ -231,7 +331,24 @@ class _FolderSource:
 
     def has_linear(self, name):
         modules = dict(self.model.named_modules())
-        return isinstance(modules.get(name), torch.nn.Linear)
+        return isinstance(modules.get(name), torch.nn.Linear) or _EXPERT.search(name) is not None
+
+
+def _mixtral(name):
+    """What checkpoints of Mixtral call a part of the model's `mlp`."""
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Module names of one part of each expert."""
+
+    base: str
+    part: str
+    count: int
+
+    def __iter__(self):
+        return (f"{self.base}.{i}.{self.part}" for i in range(self.count))
 
 
 class _Module:
@@ -239,8 +356,10 @@ class _Module:
 
     def __init__(self, owner, name):
         self.folder, self.name = owner.folder, name
-        file = self.folder.tensors[f"{name}.{owner.scheme.main}"].file
-        self.where = f"{file}: {name}"
+        main = self.folder.tensors.get(f"{name}.{owner.scheme.main}")
+        if main is None:
+            raise ArgumentError(f"{self.folder.path}: tensor '{name}.{owner.scheme.main}' is missing")
+        self.where = f"{main.file}: {name}"
         self.unread = {s for s in owner.scheme.suffixes if f"{name}.{s}" in owner.folder.tensors}
 
     def check_all_read(self):
@@ -285,8 +404,8 @@ class _Module:
 
 def _gguf_source(path, rounding, skip, dtype):
     model, parameters = open_gguf(path, dtype=dtype, weights="w4a16")
-    rounded = _rounded(model, rounding, skip)
-    entries = []
+    plan = _plan(model, rounding, skip, [p.name.removesuffix(".weight") for p in parameters if p.keeps_codes])
+    rounded, entries = plan.roundings if plan else {}, []
     for p in parameters:
         module, form = p.name.removesuffix(".weight"), p.type
         if p.keeps_codes:
@@ -300,4 +419,5 @@ def _gguf_source(path, rounding, skip, dtype):
             outcome = KEPT if stored == dtype else CONVERTED if stored else DEQUANTISED
             entries.append(Entry(p.name, form, outcome, p.nbytes, p.read))
     config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
-    return Source(str(path), "GGUF", type(model), config, entries, [])
+    report = _rounding_report(model, plan, entries)
+    return Source(str(path), "GGUF", type(model), config, entries, [], report)

@@ -7,7 +7,7 @@ import re
 
 from rooftile.cli._files import check_writable, write_json
 from rooftile.cli._tables import print_whole
-from rooftile.quantize import rounding_of
+from rooftile.quantize import kind_of, notes, rounding_of
 
 SUMMARY = "a checkpoint (16-bit, compressed-tensors, GPTQ, AWQ, GGUF) into 4-bit or 8-bit weights for from_pretrained"
 
@@ -22,7 +22,8 @@ def add_arguments(parser):
         "--group-size",
         type=int,
         metavar="N",
-        help="round linear layers that are not packed yet, in groups of N (16-bit folders: 128 unless given)",
+        help="round what is not packed yet in groups of N (16-bit folders: 128 unless given), or in the largest "
+        "smaller ones that fit a layer",
     )
     add("--bits", type=int, choices=(4, 8), help="to how many bits they are rounded (default: 4)")
     add("--zeros", choices=("symmetric", "minima"), help="how they are rounded (default: symmetric; minima: of 4 bits)")
@@ -76,7 +77,7 @@ def _print(console, report):
 
     kinds = {}  # rows of the table: all weights of one kind with one fate
     for row in report["rows"]:
-        kind = (_kind(row["name"]), row["from"], row["to"], row["outcome"])
+        kind = (kind_of(row["name"]), row["from"], row["to"], row["outcome"])
         count, before, after = kinds.get(kind, (0, 0, 0))
         kinds[kind] = (count + 1, before + row["bytes_before"], after + row["bytes_after"])
     table = Table(title=Text(f"{report['source']} ({report['form']})"), title_justify="left", box=None)
@@ -88,7 +89,9 @@ def _print(console, report):
     sums = [sum(row[key] for row in report["rows"]) for key in ("bytes_before", "bytes_after")]
     table.add_row("all", str(len(report["rows"])), "", "", "", *map(_mib, sums))
     print_whole(console, table)
-    lines = [f"Left out: {line}" for line in report["left_out"]]
+    left = {row["name"]: (row["elements"], row["why"]) for row in report["left"]}
+    lines = notes(report["group_size"], report["smaller_groups"], left, report["elements"])
+    lines += [f"Left out: {line}" for line in report["left_out"]]
     if report["copied"]:
         lines.append(f"Copied: {', '.join(report['copied'])}")
     lines.append(f"Written: {report['target']}")
@@ -107,12 +110,6 @@ def _loading_lines(target):
         "",
         f'    model = transformers.AutoModelForCausalLM.from_pretrained({os.path.abspath(target)!r}, dtype="auto")',
     ]
-
-
-def _kind(name):
-    """q_proj of model.layers.3.self_attn.q_proj, and what of it."""
-    parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
-    return ".".join(parts[-2:]) if parts[-1] == "bias" else parts[-1]
 
 
 def _mib(size):

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
-from rooftile.errors import ArgumentError
+from rooftile.errors import ArgumentError, NotSupportedError
 from rooftile.experts import STACKS, PackedExperts, PackedStack, experts_form
 from rooftile.nn import LINEARS, PackedLinear
 from rooftile.quantize import RoundingPlan, name_patterns, rounding_of
@@ -140,12 +140,14 @@ class RooftileQuantizer(HfQuantizer):
         }
 
     def param_needs_quantization(self, model, param_name, **kwargs):
+        _refuse_meshes(model)  # before a weight is read; what is in 4 or 8 bits already is not asked for
         return not self.pre_quantized and param_name in self.plan.roundings
 
     def get_quantize_ops(self):
         return _Round(self)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        _refuse_meshes(model)
         if not self.pre_quantized:
             _logger.warning("%s", self.report)
             # another object: the caller may round another model with theirs
@@ -180,6 +182,16 @@ class _Round(ConversionOps):
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
         return {}
+
+
+def _refuse_meshes(model):
+    """transformers wraps the forwards that hold its collectives before the weights come, and cuts no packed buffer."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is not None and mesh.size() > 1:
+        raise NotSupportedError(
+            f"RooftileConfig: distributed_config spreads the model over {mesh.size()} devices, and modules in 4 or 8 bits "
+            "are not cut into shards; expected one device a model (leave distributed_config out)"
+        )
 
 
 def _tensors(model, checkpoint_files):
