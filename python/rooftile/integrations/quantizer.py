@@ -189,8 +189,8 @@ def _refuse_meshes(model):
     mesh = getattr(model, "_device_mesh", None)
     if mesh is not None and mesh.size() > 1:
         raise NotSupportedError(
-            f"RooftileConfig: distributed_config spreads the model over {mesh.size()} devices, and modules in 4 or 8 bits "
-            "are not cut into shards; expected one device a model (leave distributed_config out)"
+            f"RooftileConfig: distributed_config spreads the model over {mesh.size()} devices, and modules in 4 or 8 "
+            "bits are not cut into shards; expected one device a model (leave distributed_config out)"
         )
 
 
