@@ -77,7 +77,7 @@ FAULTS = [
         "first % c_.ring_size * d",
         "first % kv_group * d",
     ),
-    Fault("both sides without keys are averaged", MERGE, "a == minus_infinity && b == minus_infinity", "false"),
+    Fault("of two sides without keys one is taken", MERGE, "only_a && only_b", "false"),
     Fault(
         "page == pages is a page for an append", KV_OPS, "page >= 0 && page < c.pages", "page >= 0 && page <= c.pages"
     ),

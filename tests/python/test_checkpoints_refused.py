@@ -246,7 +246,7 @@ def test_what_is_no_linear_layer(tmp_path):
 
 def test_rounding_arguments(tmp_path):
     source = tiny.write(tmp_path / "source", plain())
-    odd = tiny.write(tmp_path / "odd", plain(), hidden_size=72)  # no group that there is divides its rows
+    odd = tiny.write(tmp_path / "odd", tiny.tensors(None, {}, hidden_size=72), hidden_size=72)  # has no group
     refused(odd, tmp_path, ARGUMENT, "model.layers.0.self_attn.q_proj", "K = 72; choose another group_size or skip the")
     refused(source, tmp_path, rt.ArgumentTypeError, "rounding must be a rooftile.W4A16", rounding=32)
     refused(source, tmp_path, rt.ArgumentTypeError, "skip must be names", rounding=rt.W4A16(32), skip=[5])
@@ -454,7 +454,7 @@ def test_config_arguments(tmp_path):
     ):
         with pytest.raises(error, match=next(iter(bad))):
             RooftileConfig(**bad)
-    odd = tiny.write(tmp_path / "odd", plain(), hidden_size=72)
+    odd = tiny.write(tmp_path / "odd", tiny.tensors(None, {}, hidden_size=72), hidden_size=72)
     with pytest.raises(rt.ArgumentError, match=r"RooftileConfig: model.layers.0.self_attn.q_proj: .*choose another"):
         transformers.AutoModelForCausalLM.from_pretrained(odd, quantization_config=RooftileConfig(128))
     source = tiny.write(tmp_path / "source", plain())
