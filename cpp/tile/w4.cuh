@@ -68,4 +68,84 @@ struct CodeDecode {
   }
 };
 
+// A lane's codes of 32 k of one scale block -> the fragment registers of (u - zero) * scale + minimum, rounded to nearest T. Scales of
+// type T: one packed multiply-add behind the exact u - zero. Of the other 16-bit type: in fp32, and rounded from there.
+template <class T, int bits, class Scale>
+class WeightDecode {
+ public:
+  // Rows g and g + 8 of the tile: bits of the scale, of the minimum (0 without minima) and the zero, 0 to 255.
+  __device__ __forceinline__ WeightDecode(const std::uint32_t (&scale)[2], const std::uint32_t (&minimum)[2], const std::uint32_t (&zero)[2]) {
+    if constexpr (fp16 && native) {
+      zero_[0] = twice(0xe400 + zero[0]), zero_[1] = twice(0xe400 + zero[1]);   // -(1024 + zero)
+      if (bits == 4) zero_[1] = fma_f16x2(zero_[1], one, twice(0x6380));         // -(64 + zero): these codes lie 4 bits higher
+    } else {
+      code_zero_ = Codes::zero(zero[0], zero[1]);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      if constexpr (native) {
+        scale_[row] = twice(scale[row]);
+        if constexpr (!fp16) scale_[row] = fma_bf16x2(scale_[row], twice(0x4280), 0x80008000);   // times 64, Codes' unit
+        minimum_[row] = twice(minimum[row]);
+      } else {
+        scale_[row] = to_float(reinterpret_cast<const Scale&>(scale[row])) * Codes::unit;
+        minimum_[row] = to_float(reinterpret_cast<const Scale&>(minimum[row]));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void decode(const uint4 (&runs)[bits / 2], int quarter, FragmentA (&a)[2]) const {
+    if constexpr (fp16 && native) {
+      const uint4& four = runs[bits == 4 ? quarter / 2 : quarter];
+      if constexpr (bits == 4) {
+        whole_codes_of_word(quarter % 2 == 0 ? four.x : four.z, a[0].r);
+        whole_codes_of_word(quarter % 2 == 0 ? four.y : four.w, a[1].r);
+      } else {
+        whole_codes_of_words(four.x, four.y, a[0].r);
+        whole_codes_of_words(four.z, four.w, a[1].r);
+      }
+    } else {
+      Codes::decode(runs, quarter, code_zero_, a);
+    }
+#pragma unroll
+    for (FragmentA& of_16 : a)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) of_16.r[r] = weights(of_16.r[r], r % 2);
+  }
+
+ private:
+  static constexpr bool fp16 = std::is_same_v<T, half>, native = std::is_same_v<T, Scale>;
+  using Codes = CodeDecode<T, bits>;
+  static constexpr std::uint32_t above = 0x64006400, one = 0x3c003c00;   // 1024: a code in the lowest bits of its mantissa counts as it is
+
+  __device__ __forceinline__ static std::uint32_t twice(std::uint32_t x) { return x | x << 16; }
+  __device__ __forceinline__ void whole_codes_of_word(std::uint32_t word, std::uint32_t (&a)[4]) const {
+    constexpr std::uint32_t sixteenth = 0x2c002c00;
+    const std::uint32_t upper = word >> 8;
+    a[0] = fma_f16x2(word & 0x000f000f | above, one, zero_[0]);
+    a[1] = fma_f16x2(word & 0x00f000f0 | above, sixteenth, zero_[1]);
+    a[2] = fma_f16x2(upper & 0x000f000f | above, one, zero_[0]);
+    a[3] = fma_f16x2(upper & 0x00f000f0 | above, sixteenth, zero_[1]);
+  }
+  __device__ __forceinline__ void whole_codes_of_words(std::uint32_t first, std::uint32_t second, std::uint32_t (&a)[4]) const {
+    a[0] = fma_f16x2(__byte_perm(first, above, 0x7270), one, zero_[0]);
+    a[1] = fma_f16x2(__byte_perm(first, above, 0x7371), one, zero_[1]);
+    a[2] = fma_f16x2(__byte_perm(second, above, 0x7270), one, zero_[0]);
+    a[3] = fma_f16x2(__byte_perm(second, above, 0x7371), one, zero_[1]);
+  }
+  __device__ __forceinline__ std::uint32_t weights(std::uint32_t codes, int row) const {
+    if constexpr (native && fp16) return fma_f16x2(codes, scale_[row], minimum_[row]);
+    else if constexpr (native) return fma_bf16x2(codes, scale_[row], minimum_[row]);
+    else {
+      const float2 two = unpack<T>(codes);
+      return pack<T>(fmaf(two.x, scale_[row], minimum_[row]), fmaf(two.y, scale_[row], minimum_[row]));
+    }
+  }
+
+  using Factor = std::conditional_t<native, std::uint32_t, float>;   // native: a pair of the same
+  Factor scale_[2], minimum_[2];
+  std::uint32_t zero_[2];               // fp16 && native: less the zeros, for codes as `above` makes them
+  typename Codes::Zero code_zero_;      // otherwise
+};
+
 }  // namespace rooftile::tile

@@ -22,9 +22,9 @@ W4Kernel stream_kernel(bool is_half, int bits, int form, int span, W4Zeros zeros
   return is_half ? w4a16_stream_half(form, span, zeros) : w4a16_stream_bf16(form, span, zeros);
 }
 
-W4TilesKernel tiles_kernel(bool is_half, int bits, int form, int span, W4Zeros zeros) {
-  if (bits == 8) return is_half ? w8a16_tiles_half(form, span) : w8a16_tiles_bf16(form, span);
-  return is_half ? w4a16_tiles_half(form, span, zeros) : w4a16_tiles_bf16(form, span, zeros);
+W4TilesKernel tiles_kernel(bool is_half, int bits, int form, W4Operand operand) {
+  if (bits == 8) return is_half ? w8a16_tiles_half(form, operand) : w8a16_tiles_bf16(form, operand);
+  return is_half ? w4a16_tiles_half(form, operand) : w4a16_tiles_bf16(form, operand);
 }
 
 // Every row of x is whole pieces of 16 bytes that start at multiples of them, and rows lie evenly.
@@ -43,7 +43,7 @@ bool in_boxes(const W4MatmulArgs& a) {
 W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
   return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .bits = a.w->bits, .group = a.w->group, .sms = scope.sms(), .clusters = scope.largest_cluster() > 1,
                      .gated = a.gated, .batch_invariant = a.batch_invariant, .tiles = scope.has_wgmma(), .copy_x = !in_boxes(a),
-                     .minima = a.w->zeros == W4Zeros::minima});
+                     .minima = a.w->zeros == W4Zeros::minima, .bf16_scales = a.w->scale_dtype == DType::bf16});
 }
 
 // What no other launch of this process has, and memory that was never written hardly.
@@ -61,18 +61,13 @@ void launch_tiles(const char* op, const DeviceScope& scope, std::byte* workspace
                       .by_items = Divisor(static_cast<int>(row_groups * p.token_blocks)), .by_steps = Divisor(p.steps)};
   MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x_stride};
   const void* from = static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;
-  if (plan.copy_bytes + plan.sums_bytes > 0) {
+  if (plan.copy_bytes > 0) {
     // few tokens, whose rows CTAs share, are sooner copied straight
     const std::size_t row_bytes = p.w.perm && plan.prepare_parts == 1 && p.k <= w4_prepare_row / 2 ? 2 * static_cast<std::size_t>(p.k) : 0;
-    W4PrepareParams prepare{.product = p, .row_in_shared = row_bytes > 0, .block_tokens = static_cast<unsigned>(f.tokens), .parts = static_cast<unsigned>(plan.prepare_parts)};
-    std::byte* const end = workspace + plan.workspace_bytes;
-    if (plan.sums_bytes > 0) tiles.sums = prepare.sums = reinterpret_cast<float*>(end - plan.sums_bytes);
-    if (plan.copy_bytes > 0) {
-      from = prepare.copy = reinterpret_cast<std::uint16_t*>(end - plan.sums_bytes - plan.copy_bytes);
-      x.stride = w4_padded_row(p.k);
-    }
-    scope.launch(is_half ? w4a16_prepare<tile::half> : w4a16_prepare<tile::bf16>, std::int64_t{p.token_blocks} * f.tokens * plan.prepare_parts,
-                 w4_prepare_threads, row_bytes, prepare, Overlap::with_previous);
+    W4PrepareParams prepare{.product = p, .row_in_shared = row_bytes > 0, .parts = static_cast<unsigned>(plan.prepare_parts)};
+    from = prepare.copy = reinterpret_cast<std::uint16_t*>(workspace + plan.workspace_bytes - plan.copy_bytes);
+    x.stride = w4_padded_row(p.k);
+    scope.launch(w4a16_prepare, p.tokens * plan.prepare_parts, w4_prepare_threads, row_bytes, prepare, Overlap::with_previous);
   }
   tiles.x = rows_map(op, from, a.x.dtype, x, f.tokens / plan.cluster, 64);
   // as many CTAs as there is room for take one item after another
@@ -87,7 +82,7 @@ void launch_tiles(const char* op, const DeviceScope& scope, std::byte* workspace
     tiles.handed = reinterpret_cast<float*>(workspace + plan.ticket_bytes);
     tiles.ticket = new_ticket();
   }
-  scope.launch(tiles_kernel(is_half, a.w->bits, plan.form, plan.span, a.w->zeros), ctas, f.threads(),
+  scope.launch(tiles_kernel(is_half, a.w->bits, plan.form, plan.operand), ctas, f.threads(),
                plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
 }
 
@@ -156,12 +151,14 @@ void load_w4a16_kernels(const char* op) {
       for (const bool is_half : {false, true}) {
         for (int form = 0; form < 4; ++form)
           for (const int span : {64, 128}) load_kernel(op, stream_kernel(is_half, bits, form, span, zeros));
-        for (int form = 0; form < 3; ++form)
-          for (const int span : {32, 64, 128}) load_kernel(op, tiles_kernel(is_half, bits, form, span, zeros));
       }
     }
-  load_kernel(op, w4a16_prepare<tile::half>);
-  load_kernel(op, w4a16_prepare<tile::bf16>);
+  for (const int bits : {4, 8})
+    for (const bool is_half : {false, true})
+      for (int form = 0; form < 3; ++form)
+        for (const W4Operand operand : {W4Operand::codes, W4Operand::f16_scales, W4Operand::bf16_scales})
+          load_kernel(op, tiles_kernel(is_half, bits, form, operand));
+  load_kernel(op, w4a16_prepare);
 }
 
 }  // namespace rooftile::gpu

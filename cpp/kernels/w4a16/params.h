@@ -54,7 +54,6 @@ struct W4TilesParams {
   CUtensorMap x;       // of this launch's tokens, or of their copy: boxes of tokens / cluster rows x 64 columns
   unsigned token_group = 1;   // blocks of tokens that meet all rows of W before the next ones do
   Divisor by_items, by_steps; // items of a split; steps of a row group
-  const float* sums = nullptr;   // of x / unit, with minima: [block of tokens][step][span][token of the block]
   unsigned shares = 0;           // even ones of all rows' steps, each a cluster's for every block of tokens; 0: clusters take items
   unsigned share_steps = 0, longer = 0;   // of a share; so many of the first have one more
   float* handed = nullptr;       // [CTA][...]: sums that the next share's CTA goes on with, in the order of the threads that hold them
@@ -64,18 +63,16 @@ struct W4TilesParams {
   ROOFTILE_HD unsigned begin_of(unsigned share) const { return share * share_steps + (share < longer ? share : longer); }
 };
 using W4TilesKernel = void (*)(W4TilesParams);
-W4TilesKernel w4a16_tiles_half(int form, int span, W4Zeros);
-W4TilesKernel w4a16_tiles_bf16(int form, int span, W4Zeros);
-W4TilesKernel w8a16_tiles_half(int form, int span);
-W4TilesKernel w8a16_tiles_bf16(int form, int span);
+W4TilesKernel w4a16_tiles_half(int form, W4Operand);
+W4TilesKernel w4a16_tiles_bf16(int form, W4Operand);
+W4TilesKernel w8a16_tiles_half(int form, W4Operand);
+W4TilesKernel w8a16_tiles_bf16(int form, W4Operand);
 
 // What that kernel needs of x beforehand.
 struct W4PrepareParams {
   W4MatmulParams product;
-  std::uint16_t* copy = nullptr;   // of x: [token of this launch][K, padded to 8] in the order of the codes; null: none
-  float* sums = nullptr;           // as in W4TilesParams; null: none
+  std::uint16_t* copy = nullptr;   // of x: [token of this launch][K, padded to 8] in the order of the codes
   bool row_in_shared = false;      // a row of x comes into (dynamic) shared memory before it is copied
-  unsigned block_tokens = 0;       // of a CTA of tiles.cuh
   unsigned parts = 1;              // CTAs that share a token
 };
 

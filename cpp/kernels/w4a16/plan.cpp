@@ -54,11 +54,12 @@ Cut cut_k(const W4Problem& p, int form, std::int64_t row_blocks, std::int64_t to
 // depends on m.
 void plan_tiles(const W4Problem& p, W4Plan& plan) {
   plan.tiles = true;
+  if (p.minima || plan.span < w4_step_k) plan.operand = p.bf16_scales ? W4Operand::bf16_scales : W4Operand::f16_scales;
   while (plan.form < 2 && w4_tiles_forms[plan.form].tokens < p.m) ++plan.form;
   const W4TilesForm f = w4_tiles_form(p.bits, plan.form);
   plan.row_blocks = divide_up(w4_tiles_n(p.n), f.warps());   // a pair of gate and up rows is two, so gated or not
   plan.cluster = plan.row_blocks % 2 == 0 && p.sms > 1 ? 2 : 1;
-  plan.launch_tokens = std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : std::int64_t{1} << 30);
+  plan.launch_tokens = std::min(p.m, p.copy_x ? w4_copied_tokens : std::int64_t{1} << 30);
   plan.token_blocks = divide_up(plan.launch_tokens, f.tokens);
   // all of them, whatever a launch takes: bits do not depend on what is prepared
   const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), token_blocks = divide_up(p.m, f.tokens), blocks = plan.row_blocks * token_blocks;
@@ -92,9 +93,7 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
     }
   }
   plan.token_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1, most_token_group));   // 12 MB of x at once
-  const std::int64_t step_sums = p.minima ? 4 * f.tokens * (w4_step_k / plan.span) : 0;   // bytes
-  plan.shared_bytes = static_cast<std::size_t>(f.stages * (f.tokens * w4_step_k * 2 + f.warps() * w4_slot_bytes(p.bits) + step_sums + 16) + w4_tiles_out_bytes(f));
-  plan.sums_bytes = static_cast<std::size_t>(plan.token_blocks * steps * step_sums);
+  plan.shared_bytes = static_cast<std::size_t>(f.stages * (f.tokens * w4_step_k * 2 + f.warps() * w4_slot_bytes(p.bits) + 16) + w4_tiles_out_bytes(f));
   if (p.copy_x) plan.copy_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_row(p.k));
   plan.prepare_parts = static_cast<int>(std::min(divide_up(steps * w4_step_k, w4_prepare_columns), divide_up(4 * sms, plan.launch_tokens)));
 }
@@ -115,7 +114,7 @@ W4Plan plan_w4a16(const W4Problem& p) {
   };
   if (p.tiles && p.m > w4_stream_tokens && !p.batch_invariant && !apart) {
     plan_tiles(p, plan);
-    plan.workspace_bytes = workspace() + plan.ticket_bytes + plan.handed_bytes + plan.copy_bytes + plan.sums_bytes;
+    plan.workspace_bytes = workspace() + plan.ticket_bytes + plan.handed_bytes + plan.copy_bytes;
     plan.why = plan.splits > 1   ? "tiles of tokens, split along K to fill the device"
                : plan.shares > 0 ? "tiles of tokens, in even shares: whole ones would leave some of the device idle in the last round"
                                  : "tiles of tokens";

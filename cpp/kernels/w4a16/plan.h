@@ -41,14 +41,18 @@ constexpr int w4_tiles_out_bytes(W4TilesForm f) { return w4_tiles_out_tokens(f) 
 constexpr bool w4_tiles_shares(W4TilesForm f) { return f.ctas == 1; }   // may be cut into even shares; where two CTAs share a multiprocessor it gained nothing
 inline constexpr int w4_stream_tokens = 16;   // up to so many tiles.cuh is not used
 
-// What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, or
-// only summed, so that the workspace is bounded; elements of a row of the copy.
+// What is prepared for tiles.cuh (prepare.cuh): threads and columns that they take at once; tokens of a launch whose x is copied, so that
+// the workspace is bounded; elements of a row of the copy.
 inline constexpr int w4_prepare_threads = 256, w4_prepare_columns = 8 * w4_prepare_threads;
 inline constexpr int w4_prepare_row = 96 << 10;   // bytes of a row of x that fit into shared memory
-inline constexpr std::int64_t w4_copied_tokens = 4096, w4_summed_tokens = 32768;
+inline constexpr std::int64_t w4_copied_tokens = 4096;
 ROOFTILE_HD constexpr std::int64_t w4_padded_row(std::int64_t k) { return (k + 7) / 8 * 8; }
 
 constexpr int w4_panel_pitch(W4Form f) { return 2 * f.panel_k + 16; }   // bytes of a row; 16 more against bank conflicts
+
+// What tiles.cuh multiplies: codes less their zero, exactly, whose sums over 128 k are scaled in fp32, or weights rounded to x's type, made of
+// scales (and minima) of either 16-bit type.
+enum class W4Operand : std::uint8_t { codes, f16_scales, bf16_scales };
 
 struct W4Problem {
   std::int64_t m = 0, n = 0, k = 0;
@@ -58,7 +62,8 @@ struct W4Problem {
   bool batch_invariant = false;
   bool tiles = false;              // the device has tiles.cuh
   bool copy_x = false;             // which needs a copy of x: in another order, or because the copy engine cannot bring x as it lies
-  bool minima = false;             // and sums of x
+  bool minima = false;             // W's offsets are minima
+  bool bf16_scales = false;        // its scales are bf16, not fp16
 };
 
 struct W4Plan {
@@ -67,6 +72,7 @@ struct W4Plan {
   int cluster = 1;                 // of tiles: CTAs that share tokens, of which row_blocks is a multiple; else the splits, or 1
   int token_group = 1;             // of tiles: blocks of tokens that meet all rows of W before the next ones do
   int span = 0;                    // k whose sum is scaled at once: 32, 64 or 128; a multiple of it starts every chunk
+  W4Operand operand = W4Operand::codes;   // of tiles
   int splits = 0;                  // of K
   bool finish = false;             // sums go to the workspace, where a second kernel finds them: of several splits, or of gates apart from ups
   std::int64_t gate_tiles = 0;     // of a gated product whose CTAs have gates and their ups: tile rows of W from one to the other
@@ -77,7 +83,7 @@ struct W4Plan {
   std::int64_t launch_tokens = 0;  // tokens of one launch; below m the launches follow each other
   std::int64_t token_blocks = 0, row_blocks = 0;   // of one launch
   std::size_t shared_bytes = 0, workspace_bytes = 0;
-  std::size_t copy_bytes = 0, sums_bytes = 0;   // of tiles, the end of the workspace: a copy of x, then sums of x
+  std::size_t copy_bytes = 0;      // of tiles, the end of the workspace: a copy of x
   std::size_t ticket_bytes = 0, handed_bytes = 0;   // of even shares, its beginning
   int prepare_parts = 1;           // CTAs that prepare one token
   const char* why = "";

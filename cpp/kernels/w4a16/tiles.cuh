@@ -8,15 +8,16 @@
 //   codes, scales   global -> a slot for each warp (cp.async), as in stream.cuh; a warp of the third group brings those of two
 //   x               global -> shared memory, by the copy engine, swizzled; the CTAs of a cluster have other rows of W and the same
 //                   tokens: each brings a part of the tokens to all of them
-//   sums of x       with minima only: over every span, from the workspace (prepare.cuh), a step's behind its x
-// Codes become (u - zero) / unit in registers, 32 k at a time as the tensor cores are done with the registers, while they work on
-// the rest of the step before. The sum over a span (32, 64 or 128 k, never more than a group) is finished in fp32, as in stream.cuh:
-//   total += scale * sum of (u - zero) / unit * x  [+ minimum * sum of x / unit],   times unit at the end
-// What minima add is added while the tensor cores work on the span.
+// Codes become operands in registers, 32 k at a time as the tensor cores are done with the registers, while they work on the rest of
+// the step before.
+//   scale blocks of 128 k and more, no minima   operands (u - zero) / unit, exact; scales act in fp32 on the sum over a step:
+//                                               total += scale * sum of (u - zero) / unit * x,   times unit at the end
+//   others (`rounded`)                          operands (u - zero) * scale + minimum, rounded to T; K is one sum.
+//                                               Scaling four sums a step in fp32 would cost more issue slots than the tensor cores have cycles.
 //
 // Cost of a step, 128 tokens: 4 Mflop, 1024 cycles of the tensor cores; 8 KB of codes of 4 bits, 32 KB of x of which the CTA brings
-// 32 / cluster. A warp that multiplies spends some 200 issue slots; while one group does what cannot overlap with its own product
-// the other one's runs. Tensor cores are the roof from 128 tokens on, the bytes of W below.
+// 32 / cluster. A warp that multiplies spends some 200 issue slots, with rounded operands some 300; while one group does what cannot
+// overlap with its own product the other one's runs. Tensor cores are the roof from 128 tokens on, the bytes of W below.
 // Sync: `full` (a stage's bytes have come) and `free` (all warps of the cluster have read it), barriers in shared memory; the output's
 // tile: a barrier of the warps that multiply. A CTA ends when all has come that the other one sends to it. Of even shares: `tickets`,
 // words in global memory, by which a CTA tells a later one that the sums are there which it goes on with. It asks for them at its end, and
@@ -33,17 +34,18 @@
 
 namespace rooftile::gpu {
 
-// span: k that are scaled at once.
-template <class Element, int bits_, int form_, int span_, bool minima_>
+// Scale_: void: operands are exact, of scale blocks of 128 k or more, no minima. Else weights are rounded to T before the product, and their
+// scales and minima have that type.
+template <class Element, int bits_, int form_, class Scale_>
 struct W4TilesConfig {
   using T = Element;
+  using Scale = Scale_;
   static constexpr int bits = bits_;
   static constexpr W4TilesForm form = w4_tiles_form(bits, form_);
-  static constexpr int tokens = form.tokens, warps = form.warps(), stages = form.stages, ctas = form.ctas, span = span_;
-  static constexpr bool minima = minima_, shares = w4_tiles_shares(form);
+  static constexpr int tokens = form.tokens, warps = form.warps(), stages = form.stages, ctas = form.ctas;
+  static constexpr bool rounded = !std::is_void_v<Scale_>, shares = w4_tiles_shares(form);
   static constexpr int registers = ctas == 1 ? 232 : 96, registers_to_bring = 40;   // of a thread that multiplies, or that brings
   static_assert(128 * (form.groups * registers + registers_to_bring) <= form.threads() * (65536 / (ctas * form.threads()) / 8 * 8), "setmaxnreg would wait forever");
-  static constexpr int step_sums = minima ? w4_step_k / span * tokens : 0;   // of x: [span][token]
 };
 
 // What a CTA works on, one after another: 128 rows of W, the same tokens for all of a cluster, and K, a chunk or a part of it.
@@ -129,8 +131,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   std::uint8_t* const x_ring = shared;
   std::uint8_t* const slots = shared + S * x_bytes;   // [stage][warp]
   float* const tile_out = reinterpret_cast<float*>(slots + S * warps * slot_bytes);
-  float* const sums_ring = tile_out + w4_tiles_out_bytes(Cfg::form) / 4;
-  tile::Barrier* const full = reinterpret_cast<tile::Barrier*>(sums_ring + S * Cfg::step_sums);
+  tile::Barrier* const full = reinterpret_cast<tile::Barrier*>(tile_out + w4_tiles_out_bytes(Cfg::form) / 4);
   tile::Barrier* const free = full + S;
 
   const int warp = cutlass::canonical_warp_idx_sync(), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -168,12 +169,11 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
     int s = 0, parity = 1;
     for (;;) {
       const int first_row = here.token0 + rank * part, end = (here.first + here.steps) * w4_step_k;
-      [[maybe_unused]] const float* sums = params.sums + (std::int64_t{here.token0 / N} * p.steps + here.first) * Cfg::step_sums;
 #pragma unroll 1   // copies of it would take registers
       for (int k = here.first * w4_step_k; k < end; k += w4_step_k) {
         free[s].wait(parity);
         if (brings_x) {
-          full[s].arrive_and_expect(x_bytes + Cfg::step_sums * 4);
+          full[s].arrive_and_expect(x_bytes);
           std::uint8_t* const to = x_part + s * x_bytes;
           if (cluster > 1) {
             tile::copy_box(to, params.x, k, first_row, full[s], all);
@@ -181,10 +181,6 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
           } else {
             tile::copy_box(to, params.x, k, first_row, full[s]);
             tile::copy_box(to + half_step, params.x, k + 64, first_row, full[s]);
-          }
-          if constexpr (Cfg::minima) {
-            tile::copy_bytes(sums_ring + s * Cfg::step_sums, sums, Cfg::step_sums * 4, full[s]);
-            sums += Cfg::step_sums;
           }
         }
         __syncwarp();
@@ -208,11 +204,10 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   tile::wait_for_cluster();   // the barriers are there
   tile::wait_for_previous_kernel();
 
-  float sum[N / 2], total[N / 2];   // of the span, of the chunk
-  const bool half_scales = p.w.scale_dtype == DType::f16, integer = !Cfg::minima && p.w.zeros == W4Zeros::integer;
-  constexpr int span_quarters = Cfg::span / 32;
-  typename Decode::Zero zero = Cfg::minima ? Decode::zero(0, 0) : Decode::zero(middle, middle);
-  float scale[2] = {};
+  float total[N / 2];   // of the work range in K
+  const bool half_scales = p.w.scale_dtype == DType::f16, integer = p.w.zeros == W4Zeros::integer, minima = Cfg::rounded && p.w.zeros == W4Zeros::minima;
+  [[maybe_unused]] typename Decode::Zero zero = Decode::zero(middle, middle);
+  [[maybe_unused]] float scale[2] = {};   // rows g, g + 8
   tile::FragmentA a[4][2];   // of a step: 32 k each
   int s = S - 1, parity = 1;            // of the stage that was taken last: none yet
   const std::uint8_t* slot = nullptr;   // this warp's, of that stage
@@ -225,17 +220,28 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 #pragma unroll
     for (int run = 0; run < Cfg::bits / 2; ++run) runs[run] = *reinterpret_cast<const uint4*>(slot + run * w4_run_bytes + lane * 16);
   };
-  const auto decode = [&](int quarter, tile::FragmentA (&to)[2]) {
-    if (integer && quarter % span_quarters == 0) {
-      const std::uint8_t* const zeros = slot + sides_at + w4_side_bytes + quarter / span_quarters * 16;
-      zero = Decode::zero(zeros[g], zeros[g + 8]);
-    }
-    Decode::decode(runs, quarter, zero, to);
+  const auto load_scales = [&] {
+    const std::uint8_t* const scales = slot + sides_at;
+    scale[0] = load_scale(scales, g, half_scales);
+    scale[1] = load_scale(scales, g + 8, half_scales);
   };
-  const auto load_scales = [&](int quarter) {
-    const std::uint8_t* const group = slot + sides_at + quarter / span_quarters * 32;
-    scale[0] = load_scale(group, g, half_scales);
-    scale[1] = load_scale(group, g + 8, half_scales);
+  // k-block `quarter` of the step that was taken last -> operand A. left: of K from that step on.
+  const auto decode = [&](int quarter, tile::FragmentA (&to)[2], [[maybe_unused]] int left) {
+    const std::uint8_t* const offsets = slot + sides_at + w4_side_bytes;
+    if constexpr (Cfg::rounded) {
+      const int block = quarter >> p.span_shift;   // of the step's scale blocks
+      const bool inside = left > quarter * 32;     // past the end of K there are neither codes nor scales
+      const auto bits_of = [&](const std::uint8_t* values, int row) { return inside ? std::uint32_t{reinterpret_cast<const std::uint16_t*>(values + block * 32)[row]} : 0u; };
+      const std::uint8_t* const scales = slot + sides_at;
+      const std::uint32_t scale_bits[2] = {bits_of(scales, g), bits_of(scales, g + 8)};
+      std::uint32_t minimum_bits[2] = {}, zeros[2] = {middle, middle};
+      if (minima) minimum_bits[0] = bits_of(offsets, g), minimum_bits[1] = bits_of(offsets, g + 8), zeros[0] = zeros[1] = 0;
+      if (integer) zeros[0] = offsets[block * 16 + g], zeros[1] = offsets[block * 16 + g + 8];
+      tile::WeightDecode<T, Cfg::bits, typename Cfg::Scale>(scale_bits, minimum_bits, zeros).decode(runs, quarter, to);
+    } else {
+      if (integer && quarter == 0) zero = Decode::zero(offsets[g], offsets[g + 8]);
+      Decode::decode(runs, quarter, zero, to);
+    }
   };
 
   constexpr int rows = warps * w4_tile_n, pitch = rows + 4, out_tokens = w4_tiles_out_tokens(Cfg::form);
@@ -244,8 +250,8 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   W4TilesItem here = work.take();
   take_step();
 #pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) decode(quarter, a[quarter]);
-  load_scales(3);
+  for (int quarter = 0; quarter < 4; ++quarter) decode(quarter, a[quarter], p.k - here.first * w4_step_k);
+  if constexpr (!Cfg::rounded) load_scales();
   for (;;) {
     const bool last = !work.left();
     if (work.goes_on(here)) {   // always the last; these loads may take until the first sum is added
@@ -262,79 +268,50 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 #pragma unroll
       for (float& x : total) x = 0.0f;
     }
+    W4TilesItem next = here;   // the work tile behind this one
+    if (!last) next = work.take();
     for (int step = 0; step < here.steps; ++step) {
-      const bool more = step + 1 < here.steps || !last;
-      [[maybe_unused]] const int left = p.k - (here.first + step) * w4_step_k;   // of K, from this step on
-      const auto past_k = [&](int quarter) { return Cfg::span < w4_step_k && left <= quarter / span_quarters * Cfg::span; };   // there are no scales
+      const bool ends = step + 1 == here.steps, more = !ends || !last;
+      const int next_left = p.k - (ends ? next.first : here.first + step + 1) * w4_step_k;   // of K, from the next step on
       const int stage = s;
       const std::uint64_t x = tile::swizzled_operand(x_ring + s * x_bytes);
-      const auto multiply = [&](int quarter) {
-        const std::uint64_t here = x + (quarter / 2 * half_step + quarter % 2 * 64) / 16;
-        tile::wgmma<T>(sum, a[quarter][0], here, quarter % span_quarters != 0);
-        tile::wgmma<T>(sum, a[quarter][1], here + 2, true);
-        tile::end_wgmma_batch();
-      };
-      const auto add_minima = [&](int quarter) {
-        if (!Cfg::minima || past_k(quarter)) return;
-        const std::uint8_t* const group = slot + sides_at + w4_side_bytes + quarter / span_quarters * 32;
-        const float minimum[2] = {load_scale(group, g, half_scales), load_scale(group, g + 8, half_scales)};
-        const float* const sums = sums_ring + s * Cfg::step_sums + quarter / span_quarters * N + 2 * t;
-#pragma unroll
-        for (int i = 0; i < N / 2; i += 4) {
-          const float2 two = *reinterpret_cast<const float2*>(sums + 2 * i);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) total[i + j] = fmaf(minimum[j / 2], j % 2 == 0 ? two.x : two.y, total[i + j]);
-        }
-      };
-      // The span that ends with `quarter` has ended on the tensor cores: its sum is scaled and added.
-      const auto finish_span = [&](int quarter) {
-        load_scales(quarter);
-        add_minima(quarter);
-        tile::wait_for_wgmma<0>();
+      // All products of the step; as one batch after another ends, its registers take the codes of the next step.
+      const auto multiply_and_decode = [&](float (&sum)[N / 2], bool add) {
         tile::pin(sum);
-        if (past_k(quarter)) return;
+        tile::begin_wgmma();
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) total[i] = fmaf(scale[i / 2 % 2], sum[i], total[i]);
-      };
-      tile::pin(sum);
-      tile::begin_wgmma();
-      if constexpr (span_quarters == 4) {
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) multiply(quarter);
-        add_minima(3);
-        const float scales[2] = {scale[0], scale[1]};   // of this step
-        if (more) {   // registers are free again one batch after another
+        for (int quarter = 0; quarter < 4; ++quarter) {
+          const std::uint64_t k_block = x + (quarter / 2 * half_step + quarter % 2 * 64) / 16;
+          tile::wgmma<T>(sum, a[quarter][0], k_block, add || quarter > 0);
+          tile::wgmma<T>(sum, a[quarter][1], k_block + 2, true);
+          tile::end_wgmma_batch();
+        }
+        if (more) {
           take_step();
           tile::wait_for_wgmma<3>();
-          decode(0, a[0]);
+          decode(0, a[0], next_left);
           tile::wait_for_wgmma<2>();
-          decode(1, a[1]);
+          decode(1, a[1], next_left);
           tile::wait_for_wgmma<1>();
-          decode(2, a[2]);
-          load_scales(3);
+          decode(2, a[2], next_left);
         }
+      };
+      if constexpr (Cfg::rounded) {
+        multiply_and_decode(total, true);
+        tile::wait_for_wgmma<0>();
+        tile::pin(total);
+      } else {
+        float sum[N / 2];   // of the step
+        const float scales[2] = {scale[0], scale[1]};
+        multiply_and_decode(sum, false);
+        if (more) load_scales();
         tile::wait_for_wgmma<0>();
         tile::pin(sum);
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) total[i] = fmaf(scales[i / 2 % 2], sum[i], total[i]);
-        if (more) decode(3, a[3]);
-      } else {
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-          if (quarter > 0 && quarter % span_quarters == 0) {
-            tile::pin(sum);
-            tile::begin_wgmma();
-          }
-          multiply(quarter);
-          if ((quarter + 1) % span_quarters == 0) finish_span(quarter);
-        }
-        if (more) {
-          take_step();
-#pragma unroll
-          for (int quarter = 0; quarter < 4; ++quarter) decode(quarter, a[quarter]);
-        }
       }
-      free[stage].arrive();   // this lane has read its codes, scales and sums
+      if (more) decode(3, a[3], next_left);
+      free[stage].arrive();   // this lane has read its codes and scales
       __syncwarp();           // and all have: x has been read, which the others send too
       if (lane < cluster && lane != rank) free[stage].arrive_in_block(lane);
     }
@@ -362,7 +339,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
       for (int i = 0; i < out_tokens / 2; ++i) {
         float own = total[i];
         if constexpr (out_tokens < N) own = pass == 0 ? own : total[out_tokens / 2 + i];
-        tile_out[(i / 4 * 8 + 2 * t + i % 2) * pitch + warp * w4_tile_n + g + i / 2 % 2 * 8] = own * Decode::unit;
+        tile_out[(i / 4 * 8 + 2 * t + i % 2) * pitch + warp * w4_tile_n + g + i / 2 % 2 * 8] = Cfg::rounded ? own : own * Decode::unit;
       }
       sync_readers();
       const std::int64_t token0 = here.token0 + pass * out_tokens;
@@ -379,30 +356,28 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
       }
     }
     if (last) break;
-    here = work.take();
+    here = next;
   }
   // Every warp has found it: before a replay of this launch, with this ticket, nobody may.
   if (work.goes_on(here) && threadIdx.x == 0) params.tickets[work.block_before()] = 0;
 #endif
 }
 
-template <class T, int bits, int span, bool minima>
-W4TilesKernel w4a16_tiles_form(int form) {
+template <class T, int bits, class Scale>
+W4TilesKernel w4a16_tiles_kernel(int form) {
   switch (form) {
-    case 0: return w4a16_tiles<W4TilesConfig<T, bits, 0, span, minima>>;
-    case 1: return w4a16_tiles<W4TilesConfig<T, bits, 1, span, minima>>;
-    default: return w4a16_tiles<W4TilesConfig<T, bits, 2, span, minima>>;
+    case 0: return w4a16_tiles<W4TilesConfig<T, bits, 0, Scale>>;
+    case 1: return w4a16_tiles<W4TilesConfig<T, bits, 1, Scale>>;
+    default: return w4a16_tiles<W4TilesConfig<T, bits, 2, Scale>>;
   }
 }
-template <class T, int bits, bool minima = false>
-W4TilesKernel w4a16_tiles_kernel(int form, int span) {
-  return span == 32   ? w4a16_tiles_form<T, bits, 32, minima>(form)
-         : span == 64 ? w4a16_tiles_form<T, bits, 64, minima>(form)
-                      : w4a16_tiles_form<T, bits, 128, minima>(form);
-}
-template <class T>
-W4TilesKernel w4a16_tiles_kernel(int form, int span, W4Zeros zeros) {
-  return zeros == W4Zeros::minima ? w4a16_tiles_kernel<T, 4, true>(form, span) : w4a16_tiles_kernel<T, 4>(form, span);
+template <class T, int bits>
+W4TilesKernel w4a16_tiles_kernel(int form, W4Operand operand) {
+  switch (operand) {
+    case W4Operand::codes: return w4a16_tiles_kernel<T, bits, void>(form);
+    case W4Operand::f16_scales: return w4a16_tiles_kernel<T, bits, tile::half>(form);
+    default: return w4a16_tiles_kernel<T, bits, tile::bf16>(form);
+  }
 }
 
 }  // namespace rooftile::gpu

@@ -4,6 +4,6 @@
 namespace rooftile::gpu {
 
 W4Kernel w8a16_stream_bf16(int form, int span) { return w4a16_kernel<tile::bf16, 8>(form, span); }
-W4TilesKernel w8a16_tiles_bf16(int form, int span) { return w4a16_tiles_kernel<tile::bf16, 8>(form, span); }
+W4TilesKernel w8a16_tiles_bf16(int form, W4Operand operand) { return w4a16_tiles_kernel<tile::bf16, 8>(form, operand); }
 
 }  // namespace rooftile::gpu
