@@ -115,20 +115,20 @@ FAULTS = {
     "tile_zero": Fault(
         "row g + 8 is decoded with row g's zero",
         W4A16 + "tiles.cuh",
-        "zero = Decode::zero(zeros[g], zeros[g + 8]);",
-        "zero = Decode::zero(zeros[g], zeros[g]);",
+        "zero = Decode::zero(offsets[g], offsets[g + 8]);",
+        "zero = Decode::zero(offsets[g], offsets[g]);",
     ),
     "tile_scale": Fault(
         "row g + 8 is scaled with row g's scale",
         W4A16 + "tiles.cuh",
-        "scale[1] = load_scale(group, g + 8, half_scales);",
-        "scale[1] = load_scale(group, g, half_scales);",
+        "scale[1] = load_scale(scales, g + 8, half_scales);",
+        "scale[1] = load_scale(scales, g, half_scales);",
     ),
     "tile_tail": Fault(
-        "a span past the end of K is scaled with what lies there",
+        "a scale block past the end of K is scaled with what lies there",
         W4A16 + "tiles.cuh",
-        "return Cfg::span < w4_step_k && left <= quarter / span_quarters * Cfg::span;",
-        "return Cfg::span < w4_step_k && left < 0;",
+        "const bool inside = left > quarter * 32;",
+        "const bool inside = true;",
     ),
     "tile_parity": Fault(
         "a stage is read before its bytes have come, every other time round",
@@ -181,26 +181,32 @@ FAULTS = {
     "minimum_row": Fault(
         "row g + 8 is given row g's minimum",
         W4A16 + "tiles.cuh",
-        "{load_scale(group, g, half_scales), load_scale(group, g + 8, half_scales)};",
-        "{load_scale(group, g, half_scales), load_scale(group, g, half_scales)};",
+        "minimum_bits[1] = bits_of(offsets, g + 8)",
+        "minimum_bits[1] = bits_of(offsets, g)",
     ),
-    "minimum_span": Fault(
-        "minima meet the sums of x over the next span of the step",
+    "scale_block": Fault(
+        "every k-block of a step is given the first scale block",
         W4A16 + "tiles.cuh",
-        "s * Cfg::step_sums + quarter / span_quarters * N + 2 * t;",
-        "s * Cfg::step_sums + (quarter / span_quarters + 1) % (w4_step_k / Cfg::span) * N + 2 * t;",
+        "const int block = quarter >> p.span_shift;",
+        "const int block = quarter >> 2;",
     ),
-    "sums_of_chunk": Fault(
-        "every chunk of K is given the sums of the first",
+    "next_tile": Fault(
+        "the first step of the next work tile counts as behind this one's K",
         W4A16 + "tiles.cuh",
-        "(std::int64_t{here.token0 / N} * p.steps + here.first) * Cfg::step_sums",
-        "(std::int64_t{here.token0 / N} * p.steps) * Cfg::step_sums",
+        "(ends ? next.first : here.first + step + 1)",
+        "(here.first + step + 1)",
     ),
-    "sums_threads": Fault(
-        "a sum of x leaves out half of a span's threads",
-        W4A16 + "prepare.cuh",
-        "for (unsigned other = 1; other < threads_of_span; other *= 2)",
-        "for (unsigned other = 1; other < threads_of_span / 2; other *= 2)",
+    "weight_row": Fault(
+        "row g + 8 is given row g's scale and minimum",
+        "cpp/tile/w4.cuh",
+        "weights(of_16.r[r], r % 2)",
+        "weights(of_16.r[r], 0)",
+    ),
+    "weight_zero": Fault(
+        "the zeros of row g + 8 are off by 64",
+        "cpp/tile/w4.cuh",
+        "fma_f16x2(zero_[1], one, twice(0x6380))",
+        "fma_f16x2(zero_[1], one, twice(0x6400))",
     ),
     "byte_row": Fault(
         "row g + 8 of a weight of 8 bits is decoded from row g's bytes",

@@ -9,6 +9,12 @@ ATTENTION_BOUND = {"float32": 2e-6, "float16": 6e-4, "bfloat16": 3e-3}
 MATMUL_BOUND = {"float32": 2e-6, "float16": 4e-4, "bfloat16": 2e-3}
 
 
+def matmul_bound(dtype, rounded=False):
+    """MATMUL_BOUND. rounded: of weights that were rounded to dtype before the product, an independent error of the same
+    size as that of rounding outputs."""
+    return MATMUL_BOUND[dtype] * (2**0.5 if rounded else 1)
+
+
 def dtype_name(array):
     return str(array.dtype).removeprefix("torch.")
 

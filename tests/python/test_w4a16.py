@@ -81,15 +81,18 @@ class Expected:
         steps = -(-x.shape[-1] // 64) * 4 + 6  # multiply-adds of one lane, then the lanes, and the weight's rounding
         self.bound = oracle.EPS["float32"] / 2 * steps * (np.abs(x) @ np.abs(dense).T)
         self.bound += oracle.quantum(self.exact, dtype)
+        self.weights = oracle.EPS[dtype] / 2 * (np.abs(x) @ np.abs(dense).T)  # what their rounding may add
 
-    def check(self, y, what=""):
+    def check(self, y, what="", rounded=False):
+        """rounded: the weights were rounded to dtype before the product."""
         m = len(y)
         exact = self.exact[:m]
         error = np.abs(closeness.to_numpy64(y) - exact)
         assert error.shape == exact.shape
-        assert (error <= self.bound[:m]).all(), f"{what}: off by {(error / self.bound[:m]).max():.2f} of the worst case"
+        bound = self.bound[:m] + (self.weights[:m] if rounded else 0)
+        assert (error <= bound).all(), f"{what}: off by {(error / bound).max():.2f} of the worst case"
         if exact.size >= 256:
-            closeness.assert_close(y, self.naive[:m], exact, frobenius=closeness.MATMUL_BOUND[self.dtype])
+            closeness.assert_close(y, self.naive[:m], exact, frobenius=closeness.matmul_bound(self.dtype, rounded))
 
 
 def rows_of(plan, reference, slow, fast):

@@ -117,7 +117,7 @@ TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
     EXPECT_EQ(form.tokens / plan.cluster % 8, 0);   // rows of a swizzle
     EXPECT_GE(plan.token_group, 1);
     EXPECT_LE(plan.shared_bytes, (228u / static_cast<unsigned>(form.ctas) - 1) * 1024);
-    const std::size_t handed = plan.ticket_bytes + plan.handed_bytes, prepared = plan.copy_bytes + plan.sums_bytes;
+    const std::size_t handed = plan.ticket_bytes + plan.handed_bytes, prepared = plan.copy_bytes;
     EXPECT_EQ(plan.workspace_bytes == handed + prepared, plan.splits == 1);
     if (plan.shares > 0) {
       const std::int64_t row_groups = plan.row_blocks / plan.cluster, sharing = plan.shares * plan.token_blocks * plan.cluster;
@@ -146,19 +146,28 @@ TEST(W4Plan, WhatIsPreparedForTilesHasRoom) {
     const W4Plan plan = plan_w4a16(p);
     if (!plan.tiles) return;
     SCOPED_TRACE(testing::Message() << "m " << p.m << " k " << p.k << " group " << p.group << (p.copy_x ? " copy" : "") << (p.minima ? " minima" : ""));
-    EXPECT_EQ(plan.launch_tokens, std::min(p.m, p.copy_x ? w4_copied_tokens : p.minima ? w4_summed_tokens : p.m));
+    EXPECT_EQ(plan.launch_tokens, std::min(p.m, p.copy_x ? w4_copied_tokens : p.m));
     const W4TilesForm form = w4_tiles_form(p.bits, plan.form);
     EXPECT_TRUE(plan.launch_tokens == p.m || plan.launch_tokens % form.tokens == 0);   // only the last launch has a block with less
     EXPECT_EQ(plan.copy_bytes, p.copy_x ? static_cast<std::size_t>(plan.launch_tokens * ((p.k + 7) / 8) * 16) : 0u);
-    const std::int64_t spans = (w4_tiles_k(p.k) + 1) / 2 * (w4_step_k / plan.span);
-    EXPECT_GE(spans * plan.span, p.k);
-    EXPECT_EQ(plan.sums_bytes, p.minima ? static_cast<std::size_t>(4 * plan.token_blocks * form.tokens * spans) : 0u);
     // arrays that the copy engine reads start at multiples of 16 bytes
-    EXPECT_EQ((plan.workspace_bytes - plan.copy_bytes - plan.sums_bytes) % 16, 0u);
+    EXPECT_EQ((plan.workspace_bytes - plan.copy_bytes) % 16, 0u);
     EXPECT_EQ(plan.copy_bytes % 16, 0u);
-    EXPECT_EQ(plan.sums_bytes % 16, 0u);
     EXPECT_GE(plan.prepare_parts, 1);
     EXPECT_LE(std::int64_t{plan.prepare_parts - 1} * w4_prepare_columns, p.k);
+  });
+}
+
+// Exact operands where scales act on sums of 128 k at least, and nothing is added to a weight.
+TEST(W4Plan, SmallScaleBlocksAndMinimaAreRoundedToOperands) {
+  for_each_tiles_problem([](W4Problem p) {
+    for (const bool bf16_scales : {false, true}) {
+      p.bf16_scales = bf16_scales;
+      const W4Plan plan = plan_w4a16(p);
+      const bool exact = !plan.tiles || (!p.minima && plan.span == 128);
+      EXPECT_EQ(plan.operand, exact ? W4Operand::codes : bf16_scales ? W4Operand::bf16_scales : W4Operand::f16_scales)
+          << "m " << p.m << " k " << p.k << " group " << p.group << (p.minima ? " minima" : "");
+    }
   });
 }
 
@@ -171,7 +180,7 @@ TEST(W4Plan, NothingIsPreparedForFewTokensOrInvariance) {
       plain.tiles = plain.copy_x = plain.minima = false;
       const W4Plan plan = plan_w4a16(p);
       EXPECT_FALSE(plan.tiles);
-      EXPECT_EQ(plan.copy_bytes + plan.sums_bytes, 0u);
+      EXPECT_EQ(plan.copy_bytes, 0u);
       EXPECT_EQ(plan.workspace_bytes, plan_w4a16(plain).workspace_bytes);
     }
   });
