@@ -68,29 +68,35 @@ struct CodeDecode {
   }
 };
 
+// (a & mask) | bits in one instruction: of two constants nvcc makes two.
+template <std::uint32_t mask>
+__device__ __forceinline__ std::uint32_t and_or(std::uint32_t a, std::uint32_t bits) {
+  std::uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "n"(mask), "r"(bits));
+  return r;
+}
+
 // A lane's codes of 32 k of one scale block -> the fragment registers of (u - zero) * scale + minimum, rounded to nearest T. Scales of
 // type T: one packed multiply-add behind the exact u - zero. Of the other 16-bit type: in fp32, and rounded from there.
 template <class T, int bits, class Scale>
 class WeightDecode {
  public:
-  // Rows g and g + 8 of the tile: bits of the scale, of the minimum (0 without minima) and the zero, 0 to 255.
-  __device__ __forceinline__ WeightDecode(const std::uint32_t (&scale)[2], const std::uint32_t (&minimum)[2], const std::uint32_t (&zero)[2]) {
+  // scale, minimum: of row g in the low half, of row g + 8 in the high one; minima are 0 where there are none. zero: of both rows, 0 to 255.
+  __device__ __forceinline__ WeightDecode(std::uint32_t scale, std::uint32_t minimum, const std::uint32_t (&zero)[2]) {
     if constexpr (fp16 && native) {
       zero_[0] = twice(0xe400 + zero[0]), zero_[1] = twice(0xe400 + zero[1]);   // -(1024 + zero)
       if (bits == 4) zero_[1] = fma_f16x2(zero_[1], one, twice(0x6380));         // -(64 + zero): these codes lie 4 bits higher
     } else {
       code_zero_ = Codes::zero(zero[0], zero[1]);
     }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      if constexpr (native) {
-        scale_[row] = twice(scale[row]);
-        if constexpr (!fp16) scale_[row] = fma_bf16x2(scale_[row], twice(0x4280), 0x80008000);   // times 64, Codes' unit
-        minimum_[row] = twice(minimum[row]);
-      } else {
-        scale_[row] = to_float(reinterpret_cast<const Scale&>(scale[row])) * Codes::unit;
-        minimum_[row] = to_float(reinterpret_cast<const Scale&>(minimum[row]));
-      }
+    if constexpr (native) {
+      if constexpr (!fp16) scale = fma_bf16x2(scale, twice(0x4280), 0x80008000);   // times 64, Codes' unit
+      scale_[0] = __byte_perm(scale, scale, 0x1010), scale_[1] = __byte_perm(scale, scale, 0x3232);
+      minimum_[0] = __byte_perm(minimum, minimum, 0x1010), minimum_[1] = __byte_perm(minimum, minimum, 0x3232);
+    } else {
+      const float2 scales = unpack<Scale>(scale), minima = unpack<Scale>(minimum);
+      scale_[0] = scales.x * Codes::unit, scale_[1] = scales.y * Codes::unit;
+      minimum_[0] = minima.x, minimum_[1] = minima.y;
     }
   }
 
@@ -122,10 +128,10 @@ class WeightDecode {
   __device__ __forceinline__ void whole_codes_of_word(std::uint32_t word, std::uint32_t (&a)[4]) const {
     constexpr std::uint32_t sixteenth = 0x2c002c00;
     const std::uint32_t upper = word >> 8;
-    a[0] = fma_f16x2(word & 0x000f000f | above, one, zero_[0]);
-    a[1] = fma_f16x2(word & 0x00f000f0 | above, sixteenth, zero_[1]);
-    a[2] = fma_f16x2(upper & 0x000f000f | above, one, zero_[0]);
-    a[3] = fma_f16x2(upper & 0x00f000f0 | above, sixteenth, zero_[1]);
+    a[0] = fma_f16x2(and_or<0x000f000f>(word, above), one, zero_[0]);
+    a[1] = fma_f16x2(and_or<0x00f000f0>(word, above), sixteenth, zero_[1]);
+    a[2] = fma_f16x2(and_or<0x000f000f>(upper, above), one, zero_[0]);
+    a[3] = fma_f16x2(and_or<0x00f000f0>(upper, above), sixteenth, zero_[1]);
   }
   __device__ __forceinline__ void whole_codes_of_words(std::uint32_t first, std::uint32_t second, std::uint32_t (&a)[4]) const {
     a[0] = fma_f16x2(__byte_perm(first, above, 0x7270), one, zero_[0]);

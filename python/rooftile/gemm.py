@@ -465,6 +465,8 @@ def w4a16_matmul(
     Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
     rows too; on a GPU they may change between regimes of rows (up to 8, 16, 32, 64, then every further 64) unless
     `batch_invariant=True`, which costs speed.
+    On Hopper, from 17 rows on and without batch_invariant, weights in groups of 32 or 64 or with minima are rounded to
+    x's dtype before the product.
     stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
     `rt.env()["cpu"]["variants"]`; not for a GPU.
 

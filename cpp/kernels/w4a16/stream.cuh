@@ -132,9 +132,14 @@ struct CodeStream {
 #pragma unroll
         for (int at = tile_bytes; at < 2 * tile_bytes; at += w4_run_bytes) tile::cp_async_16(to + at, from + at);
     }
-    if (side && side_left > 0)
+    if constexpr (rows == 2) {   // 0 past the end of K
+      if (side)
+        cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(side),
+                                                                     *reinterpret_cast<cute::uint128_t*>(slot + side_at), side_left > 0);
+    } else if (side && side_left > 0) {
       cute::SM80_CP_ASYNC_CACHEALWAYS<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(side),
                                                              *reinterpret_cast<cute::uint128_t*>(slot + side_at));
+    }
     codes += 2 * tile_bytes;
     side += side ? side_step : 0;
     side_left -= group_step;

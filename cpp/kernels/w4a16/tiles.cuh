@@ -16,7 +16,7 @@
 //                                               Scaling four sums a step in fp32 would cost more issue slots than the tensor cores have cycles.
 //
 // Cost of a step, 128 tokens: 4 Mflop, 1024 cycles of the tensor cores; 8 KB of codes of 4 bits, 32 KB of x of which the CTA brings
-// 32 / cluster. A warp that multiplies spends some 200 issue slots, with rounded operands some 300; while one group does what cannot
+// 32 / cluster. A warp that multiplies spends some 200 issue slots, with rounded operands some 250; while one group does what cannot
 // overlap with its own product the other one's runs. Tensor cores are the roof from 128 tokens on, the bytes of W below.
 // Sync: `full` (a stage's bytes have come) and `free` (all warps of the cluster have read it), barriers in shared memory; the output's
 // tile: a barrier of the warps that multiply. A CTA ends when all has come that the other one sends to it. Of even shares: `tickets`,
@@ -212,6 +212,10 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   int s = S - 1, parity = 1;            // of the stage that was taken last: none yet
   const std::uint8_t* slot = nullptr;   // this warp's, of that stage
   uint4 runs[Cfg::bits / 2];            // its codes: two tiles
+  // Rounded operands: scales and minima of each k-block of the step, (row g, row g + 8). ldmatrix.trans of rows that alternate between the
+  // two halves of a scale block gives every lane of a row of lanes the same block.
+  [[maybe_unused]] tile::FragmentA scales, minimums = {};
+  [[maybe_unused]] const int scales_at = sides_at + (lane / 8 >> p.span_shift) * 32 + lane % 2 * 16;
   // x and codes of the next step have come.
   const auto take_step = [&] {
     if (++s == S) s = 0, parity ^= 1;
@@ -219,25 +223,23 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
     slot = slots + (s * warps + warp) * slot_bytes;
 #pragma unroll
     for (int run = 0; run < Cfg::bits / 2; ++run) runs[run] = *reinterpret_cast<const uint4*>(slot + run * w4_run_bytes + lane * 16);
+    if constexpr (Cfg::rounded) {
+      scales = tile::load_8x8x4_transposed(slot + scales_at);
+      if (minima) minimums = tile::load_8x8x4_transposed(slot + scales_at + w4_side_bytes);
+    }
   };
   const auto load_scales = [&] {
-    const std::uint8_t* const scales = slot + sides_at;
-    scale[0] = load_scale(scales, g, half_scales);
-    scale[1] = load_scale(scales, g + 8, half_scales);
+    scale[0] = load_scale(slot + sides_at, g, half_scales);
+    scale[1] = load_scale(slot + sides_at, g + 8, half_scales);
   };
-  // k-block `quarter` of the step that was taken last -> operand A. left: of K from that step on.
-  const auto decode = [&](int quarter, tile::FragmentA (&to)[2], [[maybe_unused]] int left) {
+  // k-block `quarter` of the step that was taken last -> operand A.
+  const auto decode = [&](int quarter, tile::FragmentA (&to)[2]) {
     const std::uint8_t* const offsets = slot + sides_at + w4_side_bytes;
     if constexpr (Cfg::rounded) {
-      const int block = quarter >> p.span_shift;   // of the step's scale blocks
-      const bool inside = left > quarter * 32;     // past the end of K there are neither codes nor scales
-      const auto bits_of = [&](const std::uint8_t* values, int row) { return inside ? std::uint32_t{reinterpret_cast<const std::uint16_t*>(values + block * 32)[row]} : 0u; };
-      const std::uint8_t* const scales = slot + sides_at;
-      const std::uint32_t scale_bits[2] = {bits_of(scales, g), bits_of(scales, g + 8)};
-      std::uint32_t minimum_bits[2] = {}, zeros[2] = {middle, middle};
-      if (minima) minimum_bits[0] = bits_of(offsets, g), minimum_bits[1] = bits_of(offsets, g + 8), zeros[0] = zeros[1] = 0;
-      if (integer) zeros[0] = offsets[block * 16 + g], zeros[1] = offsets[block * 16 + g + 8];
-      tile::WeightDecode<T, Cfg::bits, typename Cfg::Scale>(scale_bits, minimum_bits, zeros).decode(runs, quarter, to);
+      std::uint32_t zeros[2] = {middle, middle};
+      if (minima) zeros[0] = zeros[1] = 0;
+      if (integer) zeros[0] = offsets[(quarter >> p.span_shift) * 16 + g], zeros[1] = offsets[(quarter >> p.span_shift) * 16 + g + 8];
+      tile::WeightDecode<T, Cfg::bits, typename Cfg::Scale>(scales.r[quarter], minimums.r[quarter], zeros).decode(runs, quarter, to);
     } else {
       if (integer && quarter == 0) zero = Decode::zero(offsets[g], offsets[g + 8]);
       Decode::decode(runs, quarter, zero, to);
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   W4TilesItem here = work.take();
   take_step();
 #pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) decode(quarter, a[quarter], p.k - here.first * w4_step_k);
+  for (int quarter = 0; quarter < 4; ++quarter) decode(quarter, a[quarter]);
   if constexpr (!Cfg::rounded) load_scales();
   for (;;) {
     const bool last = !work.left();
@@ -268,11 +270,8 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
 #pragma unroll
       for (float& x : total) x = 0.0f;
     }
-    W4TilesItem next = here;   // the work tile behind this one
-    if (!last) next = work.take();
     for (int step = 0; step < here.steps; ++step) {
-      const bool ends = step + 1 == here.steps, more = !ends || !last;
-      const int next_left = p.k - (ends ? next.first : here.first + step + 1) * w4_step_k;   // of K, from the next step on
+      const bool more = step + 1 < here.steps || !last;
       const int stage = s;
       const std::uint64_t x = tile::swizzled_operand(x_ring + s * x_bytes);
       // All products of the step; as one batch after another ends, its registers take the codes of the next step.
@@ -289,11 +288,11 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
         if (more) {
           take_step();
           tile::wait_for_wgmma<3>();
-          decode(0, a[0], next_left);
+          decode(0, a[0]);
           tile::wait_for_wgmma<2>();
-          decode(1, a[1], next_left);
+          decode(1, a[1]);
           tile::wait_for_wgmma<1>();
-          decode(2, a[2], next_left);
+          decode(2, a[2]);
         }
       };
       if constexpr (Cfg::rounded) {
@@ -302,15 +301,15 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
         tile::pin(total);
       } else {
         float sum[N / 2];   // of the step
-        const float scales[2] = {scale[0], scale[1]};
+        const float now[2] = {scale[0], scale[1]};
         multiply_and_decode(sum, false);
         if (more) load_scales();
         tile::wait_for_wgmma<0>();
         tile::pin(sum);
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) total[i] = fmaf(scales[i / 2 % 2], sum[i], total[i]);
+        for (int i = 0; i < N / 2; ++i) total[i] = fmaf(now[i / 2 % 2], sum[i], total[i]);
       }
-      if (more) decode(3, a[3], next_left);
+      if (more) decode(3, a[3]);
       free[stage].arrive();   // this lane has read its codes and scales
       __syncwarp();           // and all have: x has been read, which the others send too
       if (lane < cluster && lane != rank) free[stage].arrive_in_block(lane);
@@ -356,7 +355,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
       }
     }
     if (last) break;
-    here = next;
+    here = work.take();
   }
   // Every warp has found it: before a replay of this launch, with this ticket, nobody may.
   if (work.goes_on(here) && threadIdx.x == 0) params.tickets[work.block_before()] = 0;
