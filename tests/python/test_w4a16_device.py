@@ -131,6 +131,32 @@ def test_more_tokens_than_are_prepared_at_once(bits, kind, dtype, device):
                 closeness.assert_exact(matmul_on_tiles(view, w, residual=tr), exact)
 
 
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tokens_on_an_expanded_weight_have_the_same_bits(bits, kind, dtype, scale_dtype, device):
+    # small scale blocks and minima: with many tokens W is written in x's type, a chunk of rows at a time
+    cuda_only(device)
+    for m, n, k, group in ((4000, 8200, 2048, 64), (2048, 16640, 1088, 32), (2048, 4096, 2048, 2048)):
+        w, dense = weight(n, k, group, kind, device, scale_dtype=scale_dtype, bits=bits)
+        x, residual = (cases.tensor(cases.values(s, dtype, "expanded", *s), dtype, device) for s in ((m, k), (m, n)))
+        bias = cases.tensor(cases.values((n,), dtype, "expanded", n), dtype, device)
+        options = {"bias": bias, "activation": "silu", "residual": residual}
+        expands = rounds_weights(device, m, group, kind)
+        with rt.record_kernels() as kernels:
+            y = w4.matmul(x, w, **options)
+            odd = cases.guarded((m, n), dtype, device, strides=(n + 1, 1))  # on the kernel that rounds in registers
+            w4.matmul(x, w, **options, out=odd.tensor)
+        if torch.cuda.get_device_capability()[0] == 9:
+            assert ["_expand" in name for name in kernels] == [expands, False], kernels
+        closeness.assert_bits_equal(y, odd.tensor)
+        odd.check_margins()
+        plain = w4.matmul(x, w)[:40]
+        xs, exact = x[:40].double().cpu().numpy(), oracle.w4a16_matmul(x[:40].double().cpu().numpy(), dense)
+        naive = oracle.matmul_naive(xs, dense, dtype)
+        closeness.assert_close(plain, naive, exact, frobenius=closeness.matmul_bound(dtype, expands))
+
+
 @pytest.mark.parametrize("bits", w4.WEIGHT)
 @pytest.mark.parametrize("m", [1, 8, 40])
 @pytest.mark.parametrize("dtype", DTYPES)

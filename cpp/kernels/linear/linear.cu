@@ -23,25 +23,11 @@ auto stream_of(DType dtype, int form, bool pieces) {
   return dtype == DType::f16 ? stream_of<tile::half>(form, pieces) : stream_of<tile::bf16>(form, pieces);
 }
 
-// Every row is whole pieces of 16 bytes that start at multiples of them, and rows lie evenly.
-bool in_pieces(const TensorView& t) {
-  const Rows rows(t);
-  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 && (t.last_stride() == 1 || t.last() == 0);
-  return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
-}
-// The same, and no two rows overlap: what tensor copies and 16-byte stores ask for.
-bool in_tiles(const TensorView& t) {
-  if (!t.given()) return true;
-  const Rows rows(t);
-  return in_pieces(t) && t.last() > 0 && (rows.ndim == 0 || rows.stride[0] >= t.last());
-}
-
 LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a) {
   constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max(), most_n = 65535 * std::int64_t{linear_block.rows};   // counted in int; a grid's y
-  const bool bias = !a.bias.given() || (a.bias.stride[0] == 1 && reinterpret_cast<std::uintptr_t>(a.bias.data) % 16 == 0);
   const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n, boxes = sizes && in_tiles(a.x) && in_tiles(a.w);
   return plan_linear({.m = a.x.rows(), .n = a.w.shape[0], .k = a.w.shape[1], .sms = scope.sms(),
-                      .boxes = boxes, .tiles = boxes && bias && in_tiles(a.y) && in_tiles(a.residual),
+                      .boxes = boxes, .tiles = boxes && bias_in_tiles(a.bias) && in_tiles(a.y) && in_tiles(a.residual),
                       .wgmma = scope.has_wgmma()});
 }
 

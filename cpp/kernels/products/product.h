@@ -49,6 +49,22 @@ inline bool in_fours(const TensorView& t) {
   return aligned && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
 }
 
+// Every row is whole 16-byte vectors that start at multiples of 16 bytes, and rows lie evenly.
+inline bool in_pieces(const TensorView& t) {
+  const Rows rows(t);
+  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 && (t.last_stride() == 1 || t.last() == 0);
+  return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
+}
+// The same, and no two rows overlap: what TMA and 16-byte stores ask for.
+inline bool in_tiles(const TensorView& t) {
+  if (!t.given()) return true;
+  const Rows rows(t);
+  return in_pieces(t) && t.last() > 0 && (rows.ndim == 0 || rows.stride[0] >= t.last());
+}
+inline bool bias_in_tiles(const TensorView& bias) {
+  return !bias.given() || (bias.stride[0] == 1 && reinterpret_cast<std::uintptr_t>(bias.data) % 16 == 0);
+}
+
 struct Product {
   Rows x, y, residual;              // [m, k], [m, outputs], [m, outputs]
   const void* bias = nullptr;       // [n] or null

@@ -8,9 +8,11 @@
 #include "core/w4_layout.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
+#include "kernels/linear/params.h"
 #include "kernels/products/finish.h"
 #include "kernels/tensor_map.h"
 #include "kernels/warmup.h"
+#include "kernels/w4a16/expand.cuh"
 #include "kernels/w4a16/prepare.cuh"
 #include "rooftile/error.h"
 
@@ -27,23 +29,14 @@ W4TilesKernel tiles_kernel(bool is_half, int bits, int form, W4Operand operand) 
   return is_half ? w4a16_tiles_half(form, operand) : w4a16_tiles_bf16(form, operand);
 }
 
-// Every row of x is whole pieces of 16 bytes that start at multiples of them, and rows lie evenly.
-bool in_pieces(const W4MatmulArgs& a) {
-  bool even = reinterpret_cast<std::uintptr_t>(a.x.data) % 16 == 0 && a.x.last() % 8 == 0;
-  for (int i = 0; i + 1 < a.x.ndim; ++i) even &= a.x.shape[i] == 1 || a.x.stride[i] % 8 == 0;
-  return even && a.x.last_stride() == 1 && !a.w->perm && Rows(a.x).ndim <= 1;
-}
+bool in_order(const W4MatmulArgs& a) { return in_tiles(a.x) && !a.w->perm; }   // TMA can load x as it lies
+bool in_linear_tiles(const W4MatmulArgs& a) { return in_order(a) && in_tiles(a.y) && in_tiles(a.residual) && bias_in_tiles(a.bias); }
 
-// The copy engine can bring boxes of x as it lies.
-bool in_boxes(const W4MatmulArgs& a) {
-  const Rows x(a.x);
-  return in_pieces(a) && (x.ndim == 0 || x.stride[0] >= a.w->k);
-}
-
-W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a) {
+W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a, bool linear_tiles) {
   return plan_w4a16({.m = a.x.rows(), .n = a.w->n, .k = a.w->k, .bits = a.w->bits, .group = a.w->group, .sms = scope.sms(), .clusters = scope.largest_cluster() > 1,
-                     .gated = a.gated, .batch_invariant = a.batch_invariant, .tiles = scope.has_wgmma(), .copy_x = !in_boxes(a),
-                     .minima = a.w->zeros == W4Zeros::minima, .bf16_scales = a.w->scale_dtype == DType::bf16});
+                     .gated = a.gated, .batch_invariant = a.batch_invariant, .tiles = scope.has_wgmma(), .copy_x = !in_order(a),
+                     .minima = a.w->zeros == W4Zeros::minima, .bf16_scales = a.w->scale_dtype == DType::bf16, .bf16 = a.x.dtype == DType::bf16,
+                     .linear_tiles = linear_tiles});
 }
 
 // What no other launch of this process has, and memory that was never written hardly.
@@ -86,26 +79,69 @@ void launch_tiles(const char* op, const DeviceScope& scope, std::byte* workspace
                plan.shared_bytes, tiles, Overlap::with_previous, plan.cluster);
 }
 
+template <class T, int bits>
+auto expand_kernel(bool bf16_scales) { return bf16_scales ? w4a16_expand<T, bits, tile::bf16> : w4a16_expand<T, bits, tile::half>; }
+auto expand_kernel(bool is_half, int bits, bool bf16_scales) {
+  if (bits == 8) return is_half ? expand_kernel<tile::half, 8>(bf16_scales) : expand_kernel<tile::bf16, 8>(bf16_scales);
+  return is_half ? expand_kernel<tile::half, 4>(bf16_scales) : expand_kernel<tile::bf16, 4>(bf16_scales);
+}
+
+// A chunk of W's rows to 16 bits, its product, and the next chunk.
+void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4MatmulArgs& a, const W4Plan& plan) {
+  const W4View& w = *a.w;
+  const int steps = static_cast<int>((w4_tiles_k(w.k) + 1) / 2);
+  W4ExpandParams expand{.w = w, .to = workspace, .row_tiles = static_cast<unsigned>(w4_tiles_k(w.k)), .k = static_cast<int>(w.k),
+                        .groups = static_cast<int>(w.k / w.group), .group_shift = w.group == w.k ? 31 : std::countr_zero(static_cast<unsigned>(w.group)) - 5,
+                        .by_steps = Divisor(steps)};
+  const auto columns = [](TensorView t, std::int64_t first, std::int64_t count) {   // of the last dimension
+    if (!t.given()) return t;
+    t.data = static_cast<std::uint16_t*>(t.data) + first;
+    t.shape[t.ndim - 1] = count;
+    return t;
+  };
+  for (std::int64_t first = 0; first < w.n; first += plan.expand_rows) {
+    const std::int64_t rows = std::min<std::int64_t>(plan.expand_rows, w.n - first);
+    expand.first_tile_row = first / w4_tile_n;
+    expand.rows = static_cast<int>(rows);
+    expand.tile_rows = static_cast<unsigned>(w4_tiles_n(rows));
+    scope.launch(expand_kernel(a.x.dtype == DType::f16, w.bits, w.scale_dtype == DType::bf16),
+                 (std::int64_t{expand.tile_rows} * steps + w4_expand_threads / 32 - 1) / (w4_expand_threads / 32), w4_expand_threads, 0, expand, Overlap::with_previous);
+    LinearParams p{Product(a.x, columns(a.y, first, rows), columns(a.bias, first, rows), columns(a.residual, first, rows), a.activation)};
+    p.w = workspace;
+    p.w_stride = p.k = w.k;
+    p.w_last_stride = 1;
+    p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : w.k;
+    p.tokens = a.x.rows();
+    linear_collective(scope, p, a.x.dtype, plan_linear({.m = p.tokens, .n = rows, .k = w.k, .sms = scope.sms(), .boxes = true, .tiles = true, .wgmma = true}).form);
+  }
+}
+
 }  // namespace
 
 std::size_t w4a16_workspace(const char* op, const Context& ctx, const W4MatmulArgs& a) {
   const DeviceScope scope(op, ctx);
-  return plan_of(scope, a).workspace_bytes;
+  return std::max(plan_of(scope, a, in_order(a)).workspace_bytes, plan_of(scope, a, false).workspace_bytes);   // outputs are not known yet
 }
 
 KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& a) {
   const DeviceScope scope(op, ctx);
   const W4View& w = *a.w;
-  const W4Plan plan = plan_of(scope, a);
+  const W4Plan plan = plan_of(scope, a, in_linear_tiles(a));
   const int tokens_of_form = plan.tiles ? w4_tiles_form(w.bits, plan.form).tokens : 8 * w4_form(w.bits, plan.form).token_tiles;
   const KernelName kernel =
-      kernel_name("cuda_", name(a.x.dtype), "_w", w.bits, "g", w.group, "_", name(w.zeros), plan.tiles ? "_tile" : "_t", tokens_of_form,
-                  plan.shares > 0 ? "_shares" : "_split", plan.shares > 0 ? plan.shares : plan.splits);
+      plan.expand_rows > 0
+          ? kernel_name("cuda_", name(a.x.dtype), "_w", w.bits, "g", w.group, "_", name(w.zeros), "_tile_expand", plan.expand_rows)
+          : kernel_name("cuda_", name(a.x.dtype), "_w", w.bits, "g", w.group, "_", name(w.zeros), plan.tiles ? "_tile" : "_t", tokens_of_form,
+                        plan.shares > 0 ? "_shares" : "_split", plan.shares > 0 ? plan.shares : plan.splits);
   if (a.y.numel() == 0) return kernel;
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
+  if (plan.expand_rows > 0) {
+    launch_expanded(scope, workspace, a, plan);
+    return kernel;
+  }
 
   W4MatmulParams p{Product(a.x, a.y, a.bias, a.residual, a.activation, a.gated)};
-  p.x_in_pieces = in_pieces(a);
+  p.x_in_pieces = in_pieces(a.x) && !w.perm;
   p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : 0;
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
@@ -159,6 +195,9 @@ void load_w4a16_kernels(const char* op) {
         for (const W4Operand operand : {W4Operand::codes, W4Operand::f16_scales, W4Operand::bf16_scales})
           load_kernel(op, tiles_kernel(is_half, bits, form, operand));
   load_kernel(op, w4a16_prepare);
+  for (const int bits : {4, 8})
+    for (const bool is_half : {false, true})
+      for (const bool bf16_scales : {false, true}) load_kernel(op, expand_kernel(is_half, bits, bf16_scales));
 }
 
 }  // namespace rooftile::gpu

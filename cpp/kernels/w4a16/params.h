@@ -76,4 +76,15 @@ struct W4PrepareParams {
   unsigned parts = 1;              // CTAs that share a token
 };
 
+// What expand.cuh receives: a chunk of W's rows.
+struct W4ExpandParams {
+  W4View w;
+  void* to = nullptr;              // [rows, k]
+  std::int64_t first_tile_row = 0; // of W, the chunk's
+  unsigned tile_rows = 0, row_tiles = 0;   // of the chunk; tiles of a row
+  int rows = 0, k = 0, groups = 0; // groups: scale blocks of a row
+  int group_shift = 0;             // log2 of the k-blocks of 32 in a scale block; 31: one for all of K
+  Divisor by_steps;                // of 128 k in a row
+};
+
 }  // namespace rooftile::gpu

@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "core/w4_layout.h"
+#include "kernels/linear/plan.h"
 
 namespace rooftile::gpu {
 namespace {
@@ -98,6 +99,40 @@ void plan_tiles(const W4Problem& p, W4Plan& plan) {
   plan.prepare_parts = static_cast<int>(std::min(divide_up(steps * w4_step_k, w4_prepare_columns), divide_up(4 * sms, plan.launch_tokens)));
 }
 
+// Rows of W that are expanded to 16 bits at a time where that and the 16-bit product take less than rounding codes for every 128 tokens
+// again; else 0. Bits are the same: both round weights alike and add up K in one order, k-step by k-step.
+// Times in us, of an H200 under its power limit: a step of tiles.cuh (128 rows, 128 tokens, 128 k), a step of the 16-bit tile (128 rows, 256
+// tokens, 64 k), which takes less where SMs are idle; bytes of W that are written in a us; a chunk's two launches.
+int expand_rows(const W4Problem& p, const W4Plan& plan) {
+  constexpr double step_us = 0.97, mixed_step_us = 1.2, idle_us = 0.30, busy_us = 0.53, bytes_us = 3.5e6, chunk_us = 3;
+  if (plan.operand == W4Operand::codes || !p.linear_tiles || p.gated || plan.splits > 1 || p.m <= 512) return 0;
+  constexpr LinearTile tile = linear_collectives[1];
+  constexpr std::int64_t pair = 2 * tile.rows;   // of a cluster
+  const std::int64_t most = w4_expand_bytes / (2 * p.k) / pair * pair, token_tiles = divide_up(p.m, tile.tokens), sms = std::max(p.sms, 1);
+  if (most == 0) return 0;
+  const double all_steps = static_cast<double>(divide_up(w4_tiles_k(p.k), 2));
+  const std::int64_t row_groups = plan.row_blocks / plan.cluster * plan.token_blocks, clusters = sms / plan.cluster;
+  const double rounds = plan.shares > 0 ? static_cast<double>(row_groups) / static_cast<double>(clusters) : static_cast<double>(divide_up(row_groups, clusters));
+  double least = rounds * all_steps * (p.bf16 == (plan.operand == W4Operand::bf16_scales) ? step_us : mixed_step_us);
+
+  const auto product_us = [&](std::int64_t n) {   // of n rows
+    const std::int64_t tiles = divide_up(n, pair) * 2 * token_tiles, waves = divide_up(tiles, sms);
+    const double busy = static_cast<double>(tiles) / static_cast<double>(waves * sms);
+    return static_cast<double>(waves) * 2 * all_steps * (idle_us + busy_us * busy);
+  };
+  std::int64_t best = 0;
+  const std::int64_t fewest = divide_up(p.n, most);
+  for (std::int64_t chunks = fewest; chunks <= fewest + 8; ++chunks) {
+    const std::int64_t rows = divide_up(divide_up(p.n, chunks), pair) * pair, whole = p.n / rows, rest = p.n - whole * rows;
+    const double us = static_cast<double>(whole) * product_us(rows) + (rest > 0 ? product_us(rest) : 0) + static_cast<double>(divide_up(p.n, rows)) * chunk_us +
+                      2 * static_cast<double>(p.n) * static_cast<double>(p.k) / bytes_us;
+    if (us >= least) continue;
+    least = us;
+    best = rows;
+  }
+  return static_cast<int>(best);
+}
+
 }  // namespace
 
 W4Plan plan_w4a16(const W4Problem& p) {
@@ -114,6 +149,14 @@ W4Plan plan_w4a16(const W4Problem& p) {
   };
   if (p.tiles && p.m > w4_stream_tokens && !p.batch_invariant && !apart) {
     plan_tiles(p, plan);
+    plan.expand_rows = expand_rows(p, plan);
+    if (plan.expand_rows > 0) {
+      plan.shares = 0;
+      plan.ticket_bytes = plan.handed_bytes = 0;
+      plan.workspace_bytes = 2 * static_cast<std::size_t>(std::min<std::int64_t>(plan.expand_rows, p.n) * p.k);
+      plan.why = "rows of W in 16 bits, a chunk at a time: many tokens share what dequantising costs";
+      return plan;
+    }
     plan.workspace_bytes = workspace() + plan.ticket_bytes + plan.handed_bytes + plan.copy_bytes;
     plan.why = plan.splits > 1   ? "tiles of tokens, split along K to fill the device"
                : plan.shares > 0 ? "tiles of tokens, in even shares: whole ones would leave some of the device idle in the last round"

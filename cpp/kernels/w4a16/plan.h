@@ -48,6 +48,10 @@ inline constexpr int w4_prepare_row = 96 << 10;   // bytes of a row of x that fi
 inline constexpr std::int64_t w4_copied_tokens = 4096;
 ROOFTILE_HD constexpr std::int64_t w4_padded_row(std::int64_t k) { return (k + 7) / 8 * 8; }
 
+// What expand.cuh writes at a time, at most, and its threads of a CTA.
+inline constexpr std::int64_t w4_expand_bytes = std::int64_t{32} << 20;
+inline constexpr int w4_expand_threads = 256;
+
 constexpr int w4_panel_pitch(W4Form f) { return 2 * f.panel_k + 16; }   // bytes of a row; 16 more against bank conflicts
 
 // What tiles.cuh multiplies: codes less their zero, exactly, whose sums over 128 k are scaled in fp32, or weights rounded to x's type, made of
@@ -64,6 +68,8 @@ struct W4Problem {
   bool copy_x = false;             // which needs a copy of x: in another order, or because the copy engine cannot bring x as it lies
   bool minima = false;             // W's offsets are minima
   bool bf16_scales = false;        // its scales are bf16, not fp16
+  bool bf16 = false;               // x is bf16, not fp16
+  bool linear_tiles = false;       // x, y, bias and residual lie as the tiles of the 16-bit product need it (product.h), columns are in order
 };
 
 struct W4Plan {
@@ -73,6 +79,7 @@ struct W4Plan {
   int token_group = 1;             // of tiles: blocks of tokens that meet all rows of W before the next ones do
   int span = 0;                    // k whose sum is scaled at once: 32, 64 or 128; a multiple of it starts every chunk
   W4Operand operand = W4Operand::codes;   // of tiles
+  int expand_rows = 0;             // so many rows of W at a time are written to the workspace in x's type, and multiplied there; 0: none
   int splits = 0;                  // of K
   bool finish = false;             // sums go to the workspace, where a second kernel finds them: of several splits, or of gates apart from ups
   std::int64_t gate_tiles = 0;     // of a gated product whose CTAs have gates and their ups: tile rows of W from one to the other

@@ -171,6 +171,50 @@ TEST(W4Plan, SmallScaleBlocksAndMinimaAreRoundedToOperands) {
   });
 }
 
+// Chunks of W in 16 bits for many tokens: whole tiles of the 16-bit product, 32 MB at most, nothing else in the workspace.
+TEST(W4Plan, ChunksOfExpandedRowsAreBounded) {
+  int expanded = 0;
+  for_each_tiles_problem([&](W4Problem p) {
+    p.linear_tiles = true;
+    for (const bool bf16 : {false, true}) {
+      p.bf16 = bf16;
+      const W4Plan plan = plan_w4a16(p);
+      SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << (p.minima ? " minima" : "") << (bf16 ? " bf16" : ""));
+      if (plan.operand == W4Operand::codes || p.m <= 512) {
+        EXPECT_EQ(plan.expand_rows, 0);
+      }
+      if (plan.expand_rows == 0) continue;
+      ++expanded;
+      EXPECT_EQ(plan.splits, 1);
+      EXPECT_EQ(plan.expand_rows % 256, 0);
+      EXPECT_EQ(plan.workspace_bytes, static_cast<std::size_t>(2 * std::min<std::int64_t>(plan.expand_rows, p.n) * p.k));
+      EXPECT_LE(plan.workspace_bytes, std::size_t{32} << 20);
+      W4Problem other = p;   // what leaves the 16-bit product out leaves this out
+      other.linear_tiles = false;
+      EXPECT_EQ(plan_w4a16(other).expand_rows, 0);
+      other = p;
+      other.gated = p.n % 2 == 0;
+      EXPECT_EQ(plan_w4a16(other).expand_rows == 0, other.gated);
+    }
+  });
+  EXPECT_GT(expanded, 20);
+}
+
+TEST(W4Plan, ChunksOfExpandedRowsFillWaves) {
+  const auto rows = [](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return plan_w4a16({.m = m, .n = n, .k = k, .group = 32, .sms = 132, .clusters = true, .tiles = true, .minima = true, .linear_tiles = true}).expand_rows;
+  };
+  EXPECT_EQ(rows(4096, 4096, 4096), 4096);    // one chunk of 32 MB
+  EXPECT_EQ(rows(1024, 4096, 4096), 0);       // what writing W takes is more than what it saves
+  EXPECT_EQ(rows(1088, 4096, 14336), 0);      // chunks of 1024 rows would leave SMs idle
+  EXPECT_EQ(rows(4096, 64, 4096), 0);         // cut along K, to fill the device
+  for (const std::int64_t m : {2048, 4096, 8192}) {   // no more waves than the whole product has, and one
+    const std::int64_t chunk = rows(m, 14336, 4096), tokens = (m + 255) / 256;
+    const auto waves = [&](std::int64_t n) { return ((n + 255) / 256 * 2 * tokens + 131) / 132; };
+    EXPECT_LE(14336 / chunk * waves(chunk) + (14336 % chunk > 0 ? waves(14336 % chunk) : 0), waves(14336) + 1) << "m " << m << " chunk " << chunk;
+  }
+}
+
 TEST(W4Plan, NothingIsPreparedForFewTokensOrInvariance) {
   for_each_tiles_problem([](W4Problem p) {
     for (const bool few : {false, true}) {
