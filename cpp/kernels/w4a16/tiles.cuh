@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas) w4a16_tiles([[
   tile::wait_for_previous_kernel();
 
   float total[N / 2];   // of the work range in K
-  const bool half_scales = p.w.scale_dtype == DType::f16, integer = p.w.zeros == W4Zeros::integer, minima = Cfg::rounded && p.w.zeros == W4Zeros::minima;
+  const bool half_scales = p.w.scale_dtype == DType::f16, integer = p.w.zeros == W4Zeros::integer, minima = Cfg::rounded && Cfg::bits == 4 && p.w.zeros == W4Zeros::minima;
   [[maybe_unused]] typename Decode::Zero zero = Decode::zero(middle, middle);
   [[maybe_unused]] float scale[2] = {};   // rows g, g + 8
   tile::FragmentA a[4][2];   // of a step: 32 k each
