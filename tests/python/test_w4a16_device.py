@@ -305,7 +305,8 @@ def test_gated(activation, bits, kind, dtype, device):
                     options["residual"] = tr[:rows_now]
                 expected = exact[:rows_now]
                 y = w4.matmul(tx[:rows_now], w, activation=activation, **options)
-                bound = 2 * closeness.matmul_bound(dtype, rounds_weights(device, rows_now, group, kind))  # of two products
+                rounded = rounds_weights(device, rows_now, group, kind)
+                bound = 2 * closeness.matmul_bound(dtype, rounded)  # of two products
                 closeness.assert_close(y, oracle.round_to(expected, dtype), expected, frobenius=bound)
         strided = cases.guarded((m, n // 2), dtype, device, strides=(n + 3, 2))
         w4.matmul(tx, w, activation=activation, **options, out=strided.tensor)
