@@ -359,7 +359,9 @@ BUGS = {
         "test_prefill_attention.py::test_options",
     ),
     "B98": bug(
-        "an argument is taken and ignored", "test_row_independence.py::test_a_promise_of_one_order_is_kept_or_refused"
+        "an argument is taken and ignored",
+        "test_arguments_matter.py::test_another_value_changes_the_result",
+        "test_row_independence.py::test_a_promise_of_one_order_is_kept_or_refused",
     ),
     "B99": bug("causal is aligned to the wrong end where lengths differ", _LENGTHS_DIFFER),
     # ---- tables and bounds
