@@ -146,6 +146,16 @@ void unpack_groups(const T* from, const Shape& s, const TensorView& to) {
     for (std::int64_t g = 0; g < s.groups; ++g) at<T>(to, n, g) = from[w4_scale_index(s.groups, n, g)];
 }
 
+// The CPU reads x where perm says, and perm's values may have changed since the view was made. (GPU kernels check them.)
+void check_columns(const char* op, const W4View& w) {
+  if (!w.perm || w.device.type != DeviceType::cpu) return;
+  std::uint32_t highest = 0;   // negative numbers are high ones
+  for (std::int64_t i = 0; i < w.k; ++i) highest = std::max(highest, static_cast<std::uint32_t>(w.perm[i]));
+  if (highest < static_cast<std::uint64_t>(w.k)) return;
+  for (std::int64_t i = 0; i < w.k; ++i)
+    ROOFTILE_CHECK(w.perm[i] >= 0 && w.perm[i] < w.k, op, ": perm[", i, "] = ", w.perm[i], " is outside [0, ", w.k, ")");
+}
+
 }  // namespace
 
 W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, const char* argument) {
@@ -275,6 +285,7 @@ void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const cha
   Arg(op, "out", to).given().activation().shape({w.n, w.k}, "[N, K]").device(w.device, "weight").writable();
   check_apart(op, "out", to, w);
   if (check::on_gpu(ctx)) return gpu::w4_dequantize(op, ctx, w, to);
+  check_columns(op, w);
   const std::int64_t groups = w.k / w.group, tiles_k = w4_tiles_k(w.k);
   const auto element = [&](const std::byte* p, std::int64_t i) {
     return w.scale_dtype == DType::f16 ? to_float(reinterpret_cast<const Half*>(p)[i])
@@ -324,6 +335,7 @@ KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView
     return gpu::w4a16_matmul(op, ctx, args);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
+  check_columns(op, w);
   if (y.numel() > 0) k.w4a16_matmul(Parallel(ctx.threads), args);
   return kernel_name("cpu_", k.variant, "_", name(x.dtype), "_w", bits, "g", w.group, "_", name(w.zeros));
 }

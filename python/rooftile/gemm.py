@@ -35,6 +35,14 @@ def _dtype_name(x):
     return str(x.dtype).removeprefix("torch.")
 
 
+def _copy_of(op, argument, x):
+    """An array that the caller's later changes do not reach; None for None. Others than torch's and NumPy's are constants."""
+    if x is None:
+        return None
+    _C.check_array(op, argument, x)
+    return x.clone() if torch_of(x) else np.array(x) if isinstance(x, np.ndarray) else x
+
+
 def _contiguous(x):
     torch = torch_of(x)  # clone: .contiguous() keeps odd strides of dimensions of size 1, which a view refuses
     return x.clone(memory_format=torch.contiguous_format) if torch else np.ascontiguousarray(x)
@@ -135,7 +143,7 @@ class PackedWeight:
         bfloat16 [N, K/group_size]. zeros: None, uint8 [N, K/group_size] (integer zeros) or, of 4 bits,
         [N, K/group_size] in scales' dtype (minima). kind: "symmetric", "integer" or "minima", default what `zeros` is;
         group_size: default what the shapes say. perm: int32 [K], act-order: column i of the codes multiplies
-        x[..., perm[i]].
+        x[..., perm[i]]. All of it is copied.
         """
         return cls._pack(f"{cls.__name__}.from_canonical", codes, scales, zeros, group_size, kind, perm)
 
@@ -166,7 +174,7 @@ class PackedWeight:
             flat[2] = None
         _C.w4_pack(op, codes, scales, zeros, kind, cls.BITS, group_size, *flat)
         weight = cls.__new__(cls)
-        weight._take(op, *flat, (n, k), group_size, kind, _dtype_name(scales), perm)
+        weight._take(op, *flat, (n, k), group_size, kind, _dtype_name(scales), _copy_of(op, "perm", perm))
         return weight
 
     @classmethod
@@ -281,8 +289,9 @@ class W4Weight(PackedWeight):
     multiple of group_size; N and K need not be multiples of anything else.
 
     It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
-    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while the weight is in use and must not
-    be resized. On a GPU the values of perm are not checked: a column outside [0, K) makes products NaN.
+    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read where they are at each call: torch may move
+    their memory, and arrays that no longer fit the weight are refused. On a GPU the values of perm are not checked: a
+    column outside [0, K) makes products NaN.
     """
 
     BITS = 4
@@ -344,8 +353,9 @@ class W8Weight(PackedWeight):
     64, 128 or K neighbours along K. K is a multiple of group_size; N and K need not be multiples of anything else.
 
     It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
-    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read only while the weight is in use and must not
-    be resized. On a GPU the values of perm are not checked: a column outside [0, K) makes products NaN.
+    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read where they are at each call: torch may move
+    their memory, and arrays that no longer fit the weight are refused. On a GPU the values of perm are not checked: a
+    column outside [0, K) makes products NaN.
     """
 
     BITS = 8

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches in every format of docs/guide/cache-formats.md: contiguous, paged, and views on an engine's own pool.
 
-A cache belongs to one attention layer; `ModelKVCache` is one for every layer of a model. One thread at a time may
-change a cache.
+A cache belongs to one attention layer; `ModelKVCache` is one for every layer of a model. Any number of threads may call
+on one cache: each call sees the cache as the calls before it left it (docs/guide/cache-formats.md, Threads).
 """
 
 import contextlib
 import copy
+import functools
 import operator
 import re
 import sys
@@ -197,10 +198,24 @@ def assign(target, source):
     target[:] = source
 
 
+def atomic(method):
+    """The method under the lock of the cache's pool: what other threads call comes before it or after it."""
+    op = method.__name__.lstrip("_")
+
+    @functools.wraps(method)
+    def call(self, *args, **options):
+        with self._handle.exclusive(op):
+            return method(self, *args, **options)
+
+    return call
+
+
 class Cache:
     """What contiguous, paged and viewed caches have in common."""
 
     page_state = ()  # what an operator that stores is given besides flat(): Pages.__init__
+    _shared = ("lengths",)  # names of the arrays that others can reach, whose memory torch may therefore move
+    _sources = ()  # the caller's arrays of which those of a view are views in turn
 
     def __init__(self, op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays):
         self.format = format
@@ -218,12 +233,17 @@ class Cache:
             torch = sys.modules["torch"]
             arrays["fault"] = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._arrays = arrays
-        self._handle = _C.KvCache(*self.flat(), op)
-        here = host if self.device == "cpu" else lambda array: array
-        # what truncate changes: lengths, and where raw tokens begin
-        self.positions = [here(arrays[name]) for name in ("lengths", "raw_from") if name in arrays]
-        # the lengths as the host can read them without asking a device
-        self._lengths = self.positions[0] if self.device == "cpu" else None
+        self._handle = _C.KvCache(*self.flat(), op, self._shared, self._sources)
+
+    @property
+    def positions(self):
+        """What truncate changes: lengths, and where raw tokens begin. On the CPU NumPy arrays over the same memory."""
+        arrays = [self._arrays[name] for name in ("lengths", "raw_from") if name in self._arrays]
+        return arrays if self.device != "cpu" else [host(array) for array in arrays]
+
+    def _host_lengths(self):
+        """The lengths where single ones are read: on the host, if it knows them without asking a device."""
+        return self.positions[0]
 
     def flat(self):
         """The cache as plain values and arrays, as _C.KvCache and torch.ops.rooftile.decode_attention take it."""
@@ -236,6 +256,7 @@ class Cache:
         return self.max_pages * self.page_size
 
     @property
+    @atomic
     def lengths(self):
         """Tokens stored in every row: a list of `max_rows` ints. On a GPU this waits for the work before it."""
         return self.positions[0].tolist()
@@ -304,6 +325,7 @@ class Cache:
         """
         _C.kv_check(op, self._handle, index, self._stream())
 
+    @atomic
     def _reorder(self, index):
         """Row i of all that belongs to the rows becomes what row index[i] was: pages too where no table names them."""
         index, tabled = self._host_ints("reorder", "index", index), "block_table" in self._arrays
@@ -335,6 +357,7 @@ class Cache:
     def _stream(self):
         return current_stream(self.device)
 
+    @atomic
     def to(self, device):
         """A copy of the cache with the same bytes on `device` ("cpu", "cuda", "cuda:1", a torch.device).
 
@@ -342,21 +365,33 @@ class Cache:
         """
         device = check_device("to", device)
         dtype_name("to", self.format, self.dtype, device)
-        twin = copy.copy(self)
+        return self._with_bytes_of("to", self._arrays, device)
+
+    def _with_bytes_of(self, op, sources, device):
+        """A cache like this one with memory of its own on `device`. sources: name -> array of the same bytes."""
+        pages = next(sources[name].shape[0] for name in ("pool", "k_pool") if name in sources)
         shape = (self.page_size, self.kv_heads, self.head_dim, self.max_rows)
-        pages = next(self._arrays[name].shape[0] for name in ("pool", "k_pool") if name in self._arrays)
-        arrays = own_arrays("to", self.format, self.dtype, pages, *shape, device)
-        if "block_table" in self._arrays:
+        arrays = own_arrays(op, self.format, self.dtype, pages, *shape, device)
+        if "block_table" in sources:
             arrays["block_table"] = zeros((self.max_rows, self.max_pages), "int32", device)
         for name, array in arrays.items():
-            assign(array, self._arrays[name])
-        twin._hold_arrays("to", arrays)
+            assign(array, sources[name])
+        twin = copy.copy(self)
+        twin._sources = ()
+        twin._hold_arrays(op, arrays)
+        return twin
+
+    def __copy__(self):
+        """The same memory."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         return twin
 
     def reset(self, rows=None):
         """Empties the given rows (a list of ints or an int32 array), or all. ArgumentError for a row not there."""
         _C.kv_reset(self._handle, self._host_ints("reset", "rows", rows), self._stream())
 
+    @atomic
     def dequantize(self, row=None, at=None):
         """K and V as the query at position `at` sees them, in float32.
 
@@ -388,11 +423,12 @@ class Cache:
         row = integer(op, name, row)
         if row >= self.max_rows:
             raise ArgumentError(f"{op}: {name} must lie in [0, {self.max_rows}), got {row}")
-        length = (self.positions[0] if self._lengths is None else self._lengths)[row].item()
+        length = self._host_lengths()[row].item()
         if not 0 <= length <= self.capacity:  # an engine may share the array; before memory is made for so many
             raise ArgumentError(f"{op}: cache lengths[{row}] must lie in [0, {self.capacity}], got {length}")
         return length
 
+    @atomic
     def dump(self, row):
         """What a row stores, in logical order: a dict.
 
@@ -518,6 +554,7 @@ class KVCache(Cache):
         """Row dst becomes a copy of row src. Raises ArgumentError for a row that is not there."""
         _C.kv_copy_row(self._handle, src, dst, 0, self._stream())
 
+    @atomic
     def select(self, rows=None, *, capacity=None):
         """A new cache whose row i is a copy of row rows[i], bit for bit; all rows in order without `rows`.
 

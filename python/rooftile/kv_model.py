@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The caches of a whole model: one KVCache a layer."""
 
+import contextlib
 import copy
 
 from rooftile.errors import ArgumentError, ArgumentTypeError
@@ -54,6 +55,12 @@ class ModelKVCache:
         (What kernels found wrong is raised before the first layer changes. Else reorder and fork are refused for
         arguments that all layers judge alike, so by the first layer or by none.)
         """
+        with contextlib.ExitStack() as held:
+            for layer in self.layers:
+                held.enter_context(layer._handle.exclusive(op))
+            self._change_all(op, change)
+
+    def _change_all(self, op, change):
         for layer in self.layers:
             layer.check(op)
         before = [copy.deepcopy(layer.positions) for layer in self.layers]

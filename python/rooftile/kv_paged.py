@@ -4,10 +4,12 @@
 from rooftile import _C
 from rooftile.errors import ArgumentError, ArgumentTypeError, OutOfPagesError
 from rooftile.kv_cache import (
+    ARRAYS,
     ELEMENT_DTYPES,
     GROUP,
     KIVI,
     Cache,
+    atomic,
     check_device,
     check_format,
     device_of,
@@ -33,6 +35,8 @@ class PagedKVCache(Cache):
     are CUDA tensors. While a CUDA graph is captured append is refused, as a replay would take no pages: use a view
     with a table of your own there, or a KVCache.
     """
+
+    _shared = ("lengths", "block_table")
 
     def __init__(
         self,
@@ -69,12 +73,15 @@ class PagedKVCache(Cache):
         on_host = () if self.device == "cpu" else (arrays["block_table"].cpu(), arrays["lengths"].cpu())
         self.page_state = (zeros((self.num_pages,), "int32"), *on_host)
         self._pages = Pages(self.flat(), self._handle, *self.page_state)
-        self._lengths = self._pages.lengths
 
+    def _host_lengths(self):
+        return self._pages.here().lengths
+
+    @atomic
     def to(self, device):
         """Cache.to; the copy hands out its own pages."""
         twin = super().to(device)
-        twin._pages.users[:] = self._pages.users
+        twin._pages.users[:] = self._pages.here().users
         return twin
 
     @staticmethod
@@ -106,9 +113,10 @@ class PagedKVCache(Cache):
         return KVCacheView(pool, block_table, seq_lens, format, dtype, page_size, head_dim, layout, ring)
 
     @property
+    @atomic
     def free_pages(self):
         """Pages that no row holds."""
-        return self._pages.free
+        return self._pages.here().free
 
     @property
     def block_table(self):
@@ -116,6 +124,7 @@ class PagedKVCache(Cache):
         return self._arrays["block_table"]
 
     @property
+    @atomic
     def nbytes_used(self):
         """Bytes of the pages that rows hold, a shared page once, and of the raw tokens of open groups."""
         page = self.kv_heads * _C.kv_block_bytes(self.format, self.page_size, self.head_dim)
@@ -125,18 +134,21 @@ class PagedKVCache(Cache):
     def room(self, op, k, rows, counts):
         return self._pages.room(op, k, rows, counts)
 
+    @atomic
     def truncate(self, rows, lengths):
         """KVCache.truncate; pages behind the new lengths are given back."""
         rows = self._host_ints("truncate", "rows", rows)
         super().truncate(rows, lengths)
-        self._pages.settle(host(rows).tolist())
+        self._pages.here().settle(host(rows).tolist())
 
+    @atomic
     def reset(self, rows=None):
         """KVCache.reset; the rows' pages are given back."""
         rows = self._host_ints("reset", "rows", rows)
         super().reset(rows)
-        self._pages.settle(None if rows is None else host(rows).tolist())
+        self._pages.here().settle(None if rows is None else host(rows).tolist())
 
+    @atomic
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [max_rows], a list of ints or an int32 array.
 
@@ -144,28 +156,32 @@ class PagedKVCache(Cache):
         """
         index = self._host_ints("reorder", "index", index)
         self._reorder(index)
-        self._pages.reorder(host(index))
+        self._pages.here().reorder(host(index))
 
+    @atomic
     def fork(self, src, dst):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
         self.check("fork")
-        self._pages.catch_up()
+        pages = self._pages.here()
+        pages.catch_up()
         length = self._length("fork", "src", src)
         self._length("fork", "dst", dst)
         if src == dst:
             return
         full = length // self.page_size
-        if not self._pages.share(src, dst, full, length):
+        if not pages.share(src, dst, full, length):
             raise OutOfPagesError(
                 f"fork: row {dst} needs a page of {self.page_size} tokens, all {self.num_pages} are taken"
             )
         _C.kv_copy_row(self._handle, src, dst, full, self._stream())
         if self.device != "cpu":
-            self._lengths[dst] = length
+            pages.lengths[dst] = length
 
 
 class KVCacheView(Cache):
     """What PagedKVCache.view returns: the methods of a cache on pages that somebody else hands out."""
+
+    _shared = ARRAYS
 
     def __init__(self, pool, block_table, seq_lens, format, dtype, page_size, head_dim, layout, ring):
         op = "PagedKVCache.view"
@@ -187,6 +203,7 @@ class KVCacheView(Cache):
                         f"{op}: pool must hold K and V in its second dimension, got shape {tuple(pool.shape)}"
                     )
                 sides = (pool[:, 0], pool[:, 1])
+            self._sources = sides if sides is pool else (pool,)
             for name, side in zip(("k_pool", "v_pool"), sides, strict=True):
                 _shape(op, name, side, 4)
                 arrays[name] = side if layout == "NHD" else side.swapaxes(1, 2)

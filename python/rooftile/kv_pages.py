@@ -27,13 +27,27 @@ class Pages:
         self._handle, self._arrays = handle, arrays
         self.format, self.page_size = flat[0], flat[2]
         self.device = device_of(arrays["lengths"])
-        self.users = host(users)
-        self.table = host(arrays["block_table"] if table is None else table)
-        self.lengths = host(arrays["lengths"] if lengths is None else lengths)
+        self._kept = {
+            "users": users,
+            "block_table": arrays["block_table"] if table is None else table,
+            "lengths": arrays["lengths"] if lengths is None else lengths,
+        }
+        self._watch = _C.Watch("pages", self._kept)
         self._fault = None if arrays["fault"] is None else memoryview(host(arrays["fault"]))
-        # the same memory, of which single values are read faster
-        self._users, self._table, self._lengths = (memoryview(x) for x in (self.users, self.table, self.lengths))
         self._stale = []  # places of a GPU's table that differ from `table`
+        self._read_again()
+
+    def _read_again(self):
+        """Takes the arrays from where they are now."""
+        self.users, self.table, self.lengths = map(host, self._kept.values())
+        # the same memory, of which single values are read faster
+        self._users, self._table, self._lengths = map(memoryview, (self.users, self.table, self.lengths))
+
+    def here(self):
+        """These pages; torch may have moved their arrays. What is called on them is called under the cache's lock."""
+        if self._watch.moved("pages"):
+            self._read_again()
+        return self
 
     @property
     def free(self):
@@ -87,37 +101,42 @@ class Pages:
 
     @contextlib.contextmanager
     def room(self, op, k, rows, counts):
-        """Rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back."""
+        """Rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back.
+
+        Other threads' calls on the pool wait until the context is left.
+        """
         if self.device != "cpu" and sys.modules["torch"].cuda.is_current_stream_capturing():
             raise NotSupportedError(
                 f"{op}: a PagedKVCache takes its pages on the host, which a graph that is captured would not repeat; "
                 "use a KVCache, or PagedKVCache.view with a table of your own"
             )
-        behind, changes, grown = self.catch_up(), [], []
-        if behind:
-            self._fault[0] = 0
-        try:
-            self._grow(op, k, rows, counts, changes, grown)
-            if changes:
-                copies = [(old, new) for _, _, old, new in changes if old >= 0]
-                if copies:
-                    src, dst = np.array(copies, np.int32).T
-                    _C.kv_copy_pages(self._handle, src, dst, current_stream(self.device))
-                self.publish()
-            yield ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)
-        except BaseException:
-            self._undo(changes)
-            if self.device != "cpu":
-                if self._fault is None or self._fault[0] == _C.kv_fault_raised:  # a row did not grow
-                    self.settle()
-                else:
+        with self._handle.exclusive(op):
+            self.here()
+            behind, changes, grown = self.catch_up(), [], []
+            if behind:
+                self._fault[0] = 0
+            try:
+                self._grow(op, k, rows, counts, changes, grown)
+                if changes:
+                    copies = [(old, new) for _, _, old, new in changes if old >= 0]
+                    if copies:
+                        src, dst = np.array(copies, np.int32).T
+                        _C.kv_copy_pages(self._handle, src, dst, current_stream(self.device))
                     self.publish()
-                    if behind and self._fault[0] == 0:  # a graph throws away what was settled
-                        self._fault[0] = _C.kv_fault_raised
-            raise
-        if self.device != "cpu":
-            for row, tokens in grown:
-                self.lengths[row] += tokens
+                yield ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)
+            except BaseException:
+                self._undo(changes)
+                if self.device != "cpu":
+                    if self._fault is None or self._fault[0] == _C.kv_fault_raised:  # a row did not grow
+                        self.settle()
+                    else:
+                        self.publish()
+                        if behind and self._fault[0] == 0:  # a graph throws away what was settled
+                            self._fault[0] = _C.kv_fault_raised
+                raise
+            if self.device != "cpu":
+                for row, tokens in grown:
+                    self.lengths[row] += tokens
 
     def _grow(self, op, k, rows, counts, changes, grown):
         """Gives every row the pages that its new tokens need, and its own copy of shared pages they would write.

@@ -166,6 +166,10 @@ class PackedLinear(Marked, Packed):
                 self._weight = w
         return w
 
+    def _apply(self, fn, recurse=True):
+        self._weight = None  # so that arrays which are replaced are freed
+        return super()._apply(fn, recurse)
+
     def __getstate__(self):
         state = self.__dict__.copy()
         state["_weight"] = None

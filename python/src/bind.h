@@ -7,6 +7,8 @@
 
 namespace rooftile::python {
 
+inline nanobind::str kernel_of(const KernelName& kernel) { return nanobind::str(kernel.text); }
+
 // Runs one op without the GIL and returns the name of the kernel that ran.
 template <class Op>
 nanobind::str run(const Op& op) {
@@ -15,7 +17,7 @@ nanobind::str run(const Op& op) {
     nanobind::gil_scoped_release unlocked;
     kernel = op();
   }
-  return nanobind::str(kernel.text);
+  return kernel_of(kernel);
 }
 
 void bind_attention(nanobind::module_& m);

@@ -34,12 +34,12 @@ void bind_attention(nb::module_& m) {
     Args args("decode_attention");
     const TensorView tq = args.in(q, "q"), to = args.out(out, "out"), tl = args.optional_out(lse, "lse");
     const TensorView tr = args.optional(rows, "rows"), tc = args.optional(counts, "counts");
-    const KvCacheView& view = cache_view(cache, args.op());
+    const LockedCache on = locked_cache(args, cache);
     LogitOptions options;
     read_logits(args, options, scale, window, softcap, sinks);
     Context ctx = args.context(tq, stream, plan);
     args.lend_to(ctx, workspace, q);
-    return run([&] { return decode_attention(ctx, tq, view, to, tl, tr, tc, options); });
+    return kernel_of(run_locked(on, CacheUse::reads, [&] { return decode_attention(ctx, tq, on.view, to, tl, tr, tc, options); }));
   }, "q"_a.none(), "cache"_a.none(), "out"_a.none(), "lse"_a.none(), "rows"_a.none(), "counts"_a.none(), "scale"_a.none(),
      "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(), "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
 
@@ -55,11 +55,13 @@ void bind_attention(nb::module_& m) {
     options.alibi_slopes = args.optional(alibi_slopes, "alibi_slopes");
     options.cu_seqlens_q = args.optional(cu_seqlens_q, "cu_seqlens_q");
     options.cu_seqlens_k = args.optional(cu_seqlens_k, "cu_seqlens_k");
-    if (!cache.is_none()) options.cache = &cache_view(cache, args.op());
     options.rows = args.optional(rows, "rows");
     options.counts = args.optional(counts, "counts");
     const Context ctx = args.context(tq, stream, plan);
-    return run([&] { return prefill_attention(ctx, tq, tk, tv, to, tl, options); });
+    if (cache.is_none()) return run([&] { return prefill_attention(ctx, tq, tk, tv, to, tl, options); });
+    const LockedCache on = locked_cache(args, cache);
+    options.cache = &on.view;
+    return kernel_of(run_locked(on, CacheUse::reads, [&] { return prefill_attention(ctx, tq, tk, tv, to, tl, options); }));
   }, "q"_a.none(), "k"_a.none(), "v"_a.none(), "out"_a.none(), "lse"_a.none(), "causal"_a, "scale"_a.none(), "window"_a.none(),
      "softcap"_a.none(), "sinks"_a.none(), "alibi_slopes"_a.none(), "cu_seqlens_q"_a.none(), "cu_seqlens_k"_a.none(),
      "cache"_a.none(), "rows"_a.none(), "counts"_a.none(), "stream"_a.none(), "plan"_a.none());

@@ -83,10 +83,10 @@ void bind_fused(nb::module_& m) {
     Args args("rope_append");
     const TensorView tq = args.in(q, "q"), tk = args.in(k, "k"), tv = args.in(v, "v");
     const TensorView tc = args.in(cos, "cos"), ts = args.in(sin, "sin"), tp = args.in(positions, "positions");
-    const KvCacheView& view = cache_view(cache, "rope_append");
+    const LockedCache on = locked_cache(args, cache);
     const TensorView tr = args.optional(rows, "rows"), tn = args.optional(counts, "counts"), oq = args.out(q_out, "q_out");
     const Context ctx = args.context(tq, stream, plan);
-    return run([&] { return rope_append(ctx, tq, tk, tv, tc, ts, tp, view, tr, tn, oq); });
+    return kernel_of(run_locked(on, CacheUse::writes, [&] { return rope_append(ctx, tq, tk, tv, tc, ts, tp, on.view, tr, tn, oq); }));
   }, "q"_a.none(), "k"_a.none(), "v"_a.none(), "cos"_a.none(), "sin"_a.none(), "positions"_a.none(), "cache"_a.none(),
      "rows"_a.none(), "counts"_a.none(), "q_out"_a.none(), "stream"_a.none(), "plan"_a.none());
 

@@ -33,20 +33,33 @@ void take_activation(Args& args, const char* op, handle h, MatmulOptions& option
 
 W4Handle::W4Handle(handle codes, handle scales, handle offsets, handle perm, handle n, handle k, int bits, handle group,
                    handle zeros, handle dtype, const char* op)
-    : arrays_(nb::make_tuple(nb::borrow(codes), nb::borrow(scales), nb::borrow(offsets), nb::borrow(perm))) {
+    : codes_(codes, "codes", HeldArray::Use::read), scales_(scales, "scales", HeldArray::Use::read),
+      offsets_(offsets, "offsets", HeldArray::Use::read), perm_(perm, "perm", HeldArray::Use::versioned) {
   Args args(op);
-  view_ = rooftile::w4_view(args.integer(n, "n"), args.integer(k, "k"), bits, group_size(args, op, group),
-                            w4_zeros_from_name(op, args.text(zeros, "zeros")), scale_dtype(op, args.text(dtype, "scale_dtype")),
-                            args.in(codes, "codes"), args.in(scales, "scales"), args.optional(offsets, "offsets"),
-                            args.optional(perm, "perm"), op);
+  view_ = {.bits = bits, .n = args.integer(n, "n"), .k = args.integer(k, "k"), .group = group_size(args, op, group),
+           .zeros = w4_zeros_from_name(op, args.text(zeros, "zeros")), .scale_dtype = scale_dtype(op, args.text(dtype, "scale_dtype"))};
+  take(args);
 }
 
-const W4View& w4_view(handle h, const char* op, int bits) {
+void W4Handle::take(Args& args) {
+  taken_ = false;
+  const TensorView codes = codes_.take(args), scales = scales_.take(args), offsets = offsets_.take(args), perm = perm_.take(args);
+  const W4View& v = view_;
+  view_ = rooftile::w4_view(v.n, v.k, v.bits, v.group, v.zeros, v.scale_dtype, codes, scales, offsets, perm, args.op());
+  taken_ = true;
+}
+
+const W4View& W4Handle::view(Args& args) {
+  if (!(taken_ && codes_.as_taken() && scales_.as_taken() && offsets_.as_taken() && perm_.as_taken())) take(args);
+  return view_;
+}
+
+W4View w4_view(Args& args, handle h, int bits) {
   if (!nb::isinstance<W4Handle>(h)) {
     const nb::object type = nb::borrow(h.type());
-    fail(ErrorKind::type, op, ": w must be a rooftile.W", bits, "Weight, got ", nb::cast<nb::str>(type.attr("__name__")).c_str());
+    fail(ErrorKind::type, args.op(), ": w must be a rooftile.W", bits, "Weight, got ", nb::cast<nb::str>(type.attr("__name__")).c_str());
   }
-  return nb::cast<W4Handle&>(h).view();
+  return nb::cast<W4Handle&>(h).view(args);
 }
 
 namespace {
@@ -57,7 +70,7 @@ void bind_matmul(nb::module_& m, const char* op) {
                  handle workspace, handle stream, handle plan) {
     Args args(op);
     const TensorView tx = args.in(x, "x");
-    const W4View& view = w4_view(w, op, bits);
+    const W4View view = w4_view(args, w, bits);
     const TensorView ty = args.out(out, "out");
     MatmulOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
     take_activation(args, op, activation, options);
@@ -106,12 +119,13 @@ void bind_gemm(nb::module_& m) {
   }, "op"_a, "codes"_a.none(), "scales"_a.none(), "offsets"_a.none(), "zeros"_a.none(), "bits"_a, "group_size"_a.none(),
         "out_codes"_a.none(), "out_scales"_a.none(), "out_offsets"_a.none());
 
-  m.def("w4_unpack", [](const char* op, const W4Handle& w, handle codes, handle scales, handle offsets) {
+  m.def("w4_unpack", [](const char* op, W4Handle& w, handle codes, handle scales, handle offsets) {
     Args args(op);
+    const W4View view = w.view(args);
     const TensorView c = args.out(codes, "codes"), s = args.out(scales, "scales"), o = args.optional_out(offsets, "zeros");
     const Context ctx = args.context(c, nb::none(), nb::none());
     nb::gil_scoped_release unlocked;
-    w4_unpack(ctx, w.view(), c, s, o, op);
+    w4_unpack(ctx, view, c, s, o, op);
   }, "op"_a, "w"_a, "codes"_a.none(), "scales"_a.none(), "offsets"_a.none());
 
   m.def("w4_quantize", [](const char* op, handle weight, int bits, handle group, handle zeros, handle codes, handle scales, handle offsets) {
@@ -125,12 +139,13 @@ void bind_gemm(nb::module_& m) {
     w4_quantize(ctx, x, bits, g, z, c, s, o, op);
   }, "op"_a, "weight"_a.none(), "bits"_a, "group_size"_a.none(), "zeros"_a.none(), "codes"_a.none(), "scales"_a.none(), "offsets"_a.none());
 
-  m.def("w4_dequantize", [](const char* op, const W4Handle& w, handle out) {
+  m.def("w4_dequantize", [](const char* op, W4Handle& w, handle out) {
     Args args(op);
+    const W4View view = w.view(args);
     const TensorView to = args.out(out, "out");
     const Context ctx = args.context(to, nb::none(), nb::none());
     nb::gil_scoped_release unlocked;
-    w4_dequantize(ctx, w.view(), to, op);
+    w4_dequantize(ctx, view, to, op);
   }, "op"_a, "w"_a, "out"_a.none());
 
   bind_matmul<4, w4a16_matmul>(m, "w4a16_matmul");

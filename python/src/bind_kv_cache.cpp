@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <map>
 #include <vector>
 
 #include "bind.h"
@@ -13,9 +15,126 @@ using nb::handle;
 
 namespace {
 
-struct KvCache {
-  KvCacheView view;
-  std::vector<nb::object> arrays;   // whose memory the view points into
+// The locks of the pools that caches are over, by where the pool's memory begins. Guarded by the GIL.
+using Locks = std::map<const void*, std::weak_ptr<CacheLock>>;
+Locks& locks() {
+  static Locks* const all = new Locks;   // outlives the caches that the interpreter's shutdown destroys
+  return *all;
+}
+
+// One cache: its shape, its arrays, and what both were found to be.
+class KvCache {
+ public:
+  enum { pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from, fault, array_count };
+  static constexpr const char* names[] = {"pool", "k_pool", "v_pool", "block_table", "lengths", "ring_k", "ring_v", "raw_from", "fault"};
+
+  // shared: names of the arrays that somebody else can reach, and so move, whatever else becomes of them. sources: of a view on
+  // elements, the caller's pool or its two, of which k_pool and v_pool are views; else empty.
+  KvCache(Args& args, const KvCacheShape& shape, const handle (&arrays)[array_count], handle shared, handle sources) : shape_(shape) {
+    for (int i = 0; i < array_count; ++i) {
+      const bool renamed = i == lengths && !arrays[block_table].is_none();
+      arrays_.emplace_back(arrays[i], renamed ? "seq_lens" : names[i], i == block_table ? HeldArray::Use::read : HeldArray::Use::written);
+      if (!arrays[i].is_none() && PySequence_Contains(shared.ptr(), nb::str(names[i]).ptr()) == 1) shared_.push_back(i);
+    }
+    for (handle source : sources) sources_.emplace_back(source, "pool", HeldArray::Use::written);
+    take(args);
+  }
+  ~KvCache() {
+    cache_.lock.reset();
+    if (const auto mine = locks().find(pool_); mine != locks().end() && mine->second.expired()) locks().erase(mine);
+  }
+
+  const LockedCache& now(Args& args) {
+    bool same = taken_;
+    for (std::size_t i = 0; same && i < shared_.size(); ++i) same = arrays_[shared_[i]].as_taken();
+    for (std::size_t i = 0; same && i < sources_.size(); ++i) same = sources_[i].as_taken();
+    if (!same) take(args);
+    return cache_;
+  }
+
+ private:
+  void take(Args& args) {
+    taken_ = false;
+    TensorView t[array_count];
+    HeldArray& pages = arrays_[arrays_[pool].object().is_none() ? k_pool : pool];
+    for (std::size_t i = 0; i < array_count; ++i) {
+      const bool whole = &arrays_[i] == &pages || std::find(shared_.begin(), shared_.end(), i) != shared_.end();
+      t[i] = whole ? arrays_[i].take(args) : arrays_[i].read(args);
+    }
+    cache_.view = kv_cache_view(shape_, {.pool = t[pool], .k_pool = t[k_pool], .v_pool = t[v_pool], .block_table = t[block_table],
+                                         .lengths = t[lengths], .ring_k = t[ring_k], .ring_v = t[ring_v], .raw_from = t[raw_from],
+                                         .fault = t[fault]}, args.op());
+    for (std::size_t i = 0; i < sources_.size(); ++i) {
+      const TensorView source = sources_[i].take(args);
+      const auto& side = sources_.size() == 2 && i == 1 ? cache_.view.v : cache_.view.k;
+      ROOFTILE_CHECK(source.data == side.codes, args.op(),
+                     ": pool has other memory (data=, swap_tensors) than when this view was made; make a view on it as it is now");
+    }
+    if (!cache_.lock || pages.memory() != pool_) share_lock(pages.memory());
+    taken_ = true;
+  }
+
+  // The lock of the pool at `memory`; where it has none yet, this cache's.
+  void share_lock(const void* memory) {
+    std::shared_ptr<CacheLock> lock;
+    if (const auto known = locks().find(memory); memory && known != locks().end()) lock = known->second.lock();
+    if (!lock) lock = cache_.lock ? cache_.lock : std::make_shared<CacheLock>();
+    locks().erase(pool_);   // a pool that was moved there from elsewhere is none of this one's
+    cache_.lock = std::move(lock);
+    pool_ = memory;
+    if (memory) locks()[memory] = cache_.lock;
+  }
+
+  KvCacheShape shape_;
+  std::vector<HeldArray> arrays_, sources_;
+  std::vector<std::size_t> shared_;   // of arrays_
+  LockedCache cache_;
+  const void* pool_ = nullptr;   // where its memory begins
+  bool taken_ = false;           // cache_ is of the arrays as they were taken
+};
+
+// Arrays whose memory Python reads through other objects: says when those must be made again.
+class Watch {
+ public:
+  Watch(const char* op, nb::dict arrays) {
+    for (auto [name, array] : arrays) {
+      names_.emplace_back(nb::borrow<nb::str>(name));   // which HeldArray points into
+      arrays_.emplace_back(array, names_.back().c_str(), HeldArray::Use::written);
+    }
+    take(op);
+  }
+  bool moved(const char* op) {
+    if (std::all_of(arrays_.begin(), arrays_.end(), [](const HeldArray& a) { return a.as_taken(); })) return false;
+    take(op);
+    return true;
+  }
+
+ private:
+  void take(const char* op) {
+    Args args(op);
+    for (HeldArray& a : arrays_) a.take(args);
+  }
+  std::vector<nb::str> names_;
+  std::vector<HeldArray> arrays_;
+};
+
+// A cache's lock, held by the thread that made this: `with handle.exclusive(op):` around several calls.
+class Exclusive {
+ public:
+  explicit Exclusive(std::shared_ptr<CacheLock> lock) : lock_(std::move(lock)) {
+    if (lock_->try_lock()) return;
+    const nb::gil_scoped_release unlocked;
+    lock_->lock();
+  }
+  Exclusive(Exclusive&&) = default;
+  ~Exclusive() { leave(); }
+  void leave() {
+    if (lock_) lock_->unlock();
+    lock_.reset();
+  }
+
+ private:
+  std::shared_ptr<CacheLock> lock_;
 };
 
 DType dtype_from_name(const char* op, const char* text) {
@@ -41,12 +160,12 @@ Context cache_context(Args& args, const KvCacheView& c, handle stream = nb::none
 
 }   // namespace
 
-const KvCacheView& cache_view(handle cache, const char* op) {
-  if (nb::isinstance<KvCache>(cache)) return nb::inst_ptr<KvCache>(cache)->view;
+LockedCache locked_cache(Args& args, handle cache) {
+  if (nb::isinstance<KvCache>(cache)) return nb::inst_ptr<KvCache>(cache)->now(args);
   nb::object inner = nb::getattr(cache, "_handle", nb::none());
-  if (nb::isinstance<KvCache>(inner)) return nb::inst_ptr<KvCache>(inner)->view;   // the owner keeps it alive
+  if (nb::isinstance<KvCache>(inner)) return nb::inst_ptr<KvCache>(inner)->now(args);   // the owner keeps it alive
   const nb::object type_name = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(cache.ptr()))).attr("__name__");
-  fail(ErrorKind::type, op, ": cache must be a rooftile KVCache or PagedKVCache, got ", nb::str(type_name).c_str());
+  fail(ErrorKind::type, args.op(), ": cache must be a rooftile KVCache or PagedKVCache, got ", nb::str(type_name).c_str());
 }
 
 void bind_kv_cache(nb::module_& m) {
@@ -56,7 +175,7 @@ void bind_kv_cache(nb::module_& m) {
           "__init__",
           [](KvCache* self, handle format, handle dtype, handle page_size, handle head_dim, handle kv_heads,
              handle max_rows, handle max_pages, handle pool, handle k_pool, handle v_pool, handle block_table,
-             handle lengths, handle ring_k, handle ring_v, handle raw_from, handle fault, const char* op) {
+             handle lengths, handle ring_k, handle ring_v, handle raw_from, handle fault, const char* op, handle shared, handle sources) {
             Args args(op);
             KvCacheShape shape;
             shape.format = kv_format_from_name(op, args.text(format, "format"));
@@ -66,24 +185,23 @@ void bind_kv_cache(nb::module_& m) {
             shape.kv_heads = args.integer(kv_heads, "kv_heads");
             shape.max_rows = args.integer(max_rows, "max_rows");
             shape.max_pages = args.integer(max_pages, "max_pages");
-            KvCacheArrays arrays;
-            arrays.pool = args.optional_out(pool, "pool");
-            arrays.k_pool = args.optional_out(k_pool, "k_pool");
-            arrays.v_pool = args.optional_out(v_pool, "v_pool");
-            arrays.block_table = args.optional(block_table, "block_table");
-            arrays.lengths = args.optional_out(lengths, block_table.is_none() ? "lengths" : "seq_lens");
-            arrays.ring_k = args.optional_out(ring_k, "ring_k");
-            arrays.ring_v = args.optional_out(ring_v, "ring_v");
-            arrays.raw_from = args.optional_out(raw_from, "raw_from");
-            arrays.fault = args.optional_out(fault, "fault");
-            const KvCacheView view = kv_cache_view(shape, arrays, op);
-            new (self) KvCache{view, {}};
-            for (handle h : {pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from, fault})
-              self->arrays.push_back(nb::borrow(h));
+            const handle arrays[] = {pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from, fault};
+            new (self) KvCache(args, shape, arrays, shared, sources);
           },
           "format"_a, "dtype"_a, "page_size"_a, "head_dim"_a, "kv_heads"_a, "max_rows"_a, "max_pages"_a,
           "pool"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(),
-          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "fault"_a.none() = nb::none(), "op"_a = "KVCache");
+          "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "fault"_a.none() = nb::none(), "op"_a = "KVCache",
+          "shared"_a = nb::make_tuple(), "sources"_a = nb::make_tuple())
+      .def("exclusive", [](KvCache& self, const char* op) {
+        Args args(op);
+        return Exclusive(self.now(args).lock);
+      });
+  nb::class_<Watch>(m, "Watch")
+      .def(nb::init<const char*, nb::dict>(), "op"_a, "arrays"_a)
+      .def("moved", &Watch::moved, "op"_a);
+  nb::class_<Exclusive>(m, "Exclusive")
+      .def("__enter__", [](Exclusive&) {})
+      .def("__exit__", [](Exclusive& self, nb::args) { self.leave(); });
 
   m.def(
       "kv_block_bytes",
@@ -103,11 +221,11 @@ void bind_kv_cache(nb::module_& m) {
       "kv_append",
       [](handle cache, handle k, handle v, handle rows, handle counts, handle stream, handle plan) {
         Args args("append");
-        const KvCacheView& c = cache_view(cache, "append");
+        const LockedCache on = locked_cache(args, cache);
         const TensorView tk = args.in(k, "k"), tv = args.in(v, "v");
         const TensorView tr = args.optional(rows, "rows"), tc = args.optional(counts, "counts");
         const Context ctx = args.context(tk, stream, plan);
-        return run([&] { return kv_append(ctx, c, tk, tv, tr, tc); });
+        return kernel_of(run_locked(on, CacheUse::writes, [&] { return kv_append(ctx, on.view, tk, tv, tr, tc); }));
       },
       "cache"_a.none(), "k"_a.none(), "v"_a.none(), "rows"_a.none(), "counts"_a.none(), "stream"_a.none(),
       "plan"_a.none());
@@ -116,67 +234,61 @@ void bind_kv_cache(nb::module_& m) {
       "kv_check",
       [](const char* op, handle cache, handle index, handle stream) {
         Args args(op);
-        const KvCacheView& c = cache_view(cache, op);
+        const LockedCache on = locked_cache(args, cache);
         const TensorView list = args.optional(index, "index");
-        const Context ctx = cache_context(args, c, stream);
-        const nb::gil_scoped_release unlocked;
-        kv_check(op, ctx, c, list);
+        const Context ctx = cache_context(args, on.view, stream);
+        run_locked(on, CacheUse::writes, [&] { kv_check(op, ctx, on.view, list); });
       },
       "op"_a, "cache"_a.none(), "index"_a.none(), "stream"_a.none());
   m.def(
       "kv_truncate",
       [](handle cache, handle rows, handle lengths, handle stream) {
         Args args("truncate");
-        const KvCacheView& c = cache_view(cache, "truncate");
+        const LockedCache on = locked_cache(args, cache);
         const TensorView tr = args.in(rows, "rows"), tl = args.in(lengths, "lengths");
-        const Context ctx = cache_context(args, c, stream);
-        const nb::gil_scoped_release unlocked;
-        kv_truncate(ctx, c, tr, tl);
+        const Context ctx = cache_context(args, on.view, stream);
+        run_locked(on, CacheUse::writes, [&] { kv_truncate(ctx, on.view, tr, tl); });
       },
       "cache"_a.none(), "rows"_a.none(), "lengths"_a.none(), "stream"_a.none());
   m.def(
       "kv_reset",
       [](handle cache, handle rows, handle stream) {
         Args args("reset");
-        const KvCacheView& c = cache_view(cache, "reset");
+        const LockedCache on = locked_cache(args, cache);
         const TensorView tr = args.optional(rows, "rows");
-        const Context ctx = cache_context(args, c, stream);
-        const nb::gil_scoped_release unlocked;
-        kv_reset(ctx, c, tr);
+        const Context ctx = cache_context(args, on.view, stream);
+        run_locked(on, CacheUse::writes, [&] { kv_reset(ctx, on.view, tr); });
       },
       "cache"_a.none(), "rows"_a.none(), "stream"_a.none());
   m.def(
       "kv_reorder",
       [](handle cache, handle index, handle move_pages, handle stream) {
         Args args("reorder");
-        const KvCacheView& c = cache_view(cache, "reorder");
+        const LockedCache on = locked_cache(args, cache);
         const TensorView list = args.in(index, "index");
         const bool pages_too = args.integer(move_pages, "move_pages") != 0;
-        const Context ctx = cache_context(args, c, stream);
-        const nb::gil_scoped_release unlocked;
-        kv_reorder(ctx, c, list, pages_too);
+        const Context ctx = cache_context(args, on.view, stream);
+        run_locked(on, CacheUse::writes, [&] { kv_reorder(ctx, on.view, list, pages_too); });
       },
       "cache"_a.none(), "index"_a.none(), "move_pages"_a, "stream"_a.none());
   m.def(
       "kv_copy_row",
       [](handle cache, handle src, handle dst, handle first_page, handle stream) {
         Args args("fork");
-        const KvCacheView& c = cache_view(cache, "fork");
+        const LockedCache on = locked_cache(args, cache);
         const int from = small(args, src, "src"), to = small(args, dst, "dst"), first = small(args, first_page, "first_page");
-        const Context ctx = cache_context(args, c, stream);
-        const nb::gil_scoped_release unlocked;
-        kv_copy_row(ctx, c, from, to, first);
+        const Context ctx = cache_context(args, on.view, stream);
+        run_locked(on, CacheUse::writes, [&] { kv_copy_row(ctx, on.view, from, to, first); });
       },
       "cache"_a.none(), "src"_a.none(), "dst"_a.none(), "first_page"_a, "stream"_a.none());
   m.def(
       "kv_copy_pages",
       [](handle cache, handle src, handle dst, handle stream) {
         Args args("copy_pages");
-        const KvCacheView& c = cache_view(cache, "copy_pages");
+        const LockedCache on = locked_cache(args, cache);
         const TensorView from = args.in(src, "src"), to = args.in(dst, "dst");
-        const Context ctx = cache_context(args, c, stream);
-        const nb::gil_scoped_release unlocked;
-        kv_copy_pages(ctx, c, from, to);
+        const Context ctx = cache_context(args, on.view, stream);
+        run_locked(on, CacheUse::writes, [&] { kv_copy_pages(ctx, on.view, from, to); });
       },
       "cache"_a.none(), "src"_a.none(), "dst"_a.none(), "stream"_a.none());
 
@@ -184,31 +296,36 @@ void bind_kv_cache(nb::module_& m) {
       "kv_dequantize",
       [](handle cache, handle row, handle at, handle out_k, handle out_v) {
         Args args("dequantize");
-        const KvCacheView& c = cache_view(cache, "dequantize");
+        const LockedCache on = locked_cache(args, cache);
         const int r = small(args, row, "row");
         const std::int64_t position = args.integer(at, "at");
         const TensorView k = args.out(out_k, "out_k"), v = args.out(out_v, "out_v");
-        const Context ctx = cache_context(args, c);
-        const nb::gil_scoped_release unlocked;
-        kv_dequantize(ctx, c, r, position, k, v);
+        const Context ctx = cache_context(args, on.view);
+        run_locked(on, CacheUse::reads, [&] { kv_dequantize(ctx, on.view, r, position, k, v); });
       },
       "cache"_a.none(), "row"_a, "at"_a, "out_k"_a.none(), "out_v"_a.none());
   m.def(
       "kv_dump_codes",
       [](handle cache, handle row, handle out_k, handle out_v) {
         Args args("dump");
-        const KvCacheView& c = cache_view(cache, "dump");
-        kv_dump_codes(cache_context(args, c), c, small(args, row, "row"), args.out(out_k, "out_k"), args.out(out_v, "out_v"));
+        const LockedCache on = locked_cache(args, cache);
+        const int r = small(args, row, "row");
+        const TensorView k = args.out(out_k, "out_k"), v = args.out(out_v, "out_v");
+        const Context ctx = cache_context(args, on.view);
+        run_locked(on, CacheUse::reads, [&] { kv_dump_codes(ctx, on.view, r, k, v); });
       },
       "cache"_a.none(), "row"_a, "out_k"_a.none(), "out_v"_a.none());
   m.def(
       "kv_dump_scales",
       [](handle cache, handle row, handle values, handle minima, handle out) {
         Args args("dump");
-        const KvCacheView& c = cache_view(cache, "dump");
-        kv_dump_scales(cache_context(args, c), c, small(args, row, "row"),
-                       args.integer(values, "values") != 0 ? KvSide::v : KvSide::k, args.integer(minima, "minima") != 0,
-                       args.out(out, "out"));
+        const LockedCache on = locked_cache(args, cache);
+        const int r = small(args, row, "row");
+        const KvSide side = args.integer(values, "values") != 0 ? KvSide::v : KvSide::k;
+        const bool of_minima = args.integer(minima, "minima") != 0;
+        const TensorView to = args.out(out, "out");
+        const Context ctx = cache_context(args, on.view);
+        run_locked(on, CacheUse::reads, [&] { kv_dump_scales(ctx, on.view, r, side, of_minima, to); });
       },
       "cache"_a.none(), "row"_a, "values"_a, "minima"_a, "out"_a.none());
 }

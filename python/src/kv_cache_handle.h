@@ -1,15 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cache argument of an op: a checked view of arrays that it keeps alive.
+// The cache argument of an op: a checked view of arrays that it keeps alive, and the lock of calls on them.
 #pragma once
 
-#include <nanobind/nanobind.h>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
 
+#include "bind.h"
+#include "rooftile/cache_lock.h"
 #include "rooftile/kv_cache.h"
+#include "tensor_caster.h"
 
 namespace rooftile::python {
 
-// The view behind a cache argument: a `_C.KvCache`, or an object that holds one as `_handle` (rooftile.KVCache and the
-// others of rooftile.kv_cache). Anything else is a type error that names `op`. Valid as long as the argument lives.
-const KvCacheView& cache_view(nanobind::handle cache, const char* op);
+struct LockedCache {
+  KvCacheView view;
+  std::shared_ptr<CacheLock> lock;   // of all caches over the same pool
+};
+
+// What is behind a cache argument: a `_C.KvCache`, or an object that holds one as `_handle` (rooftile.KVCache and the
+// others of rooftile.kv_cache). Anything else is a type error. Valid as long as the argument lives.
+LockedCache locked_cache(Args&, nanobind::handle cache);
+
+// Runs a call on a cache without the GIL and under its lock; nobody waits for the lock who holds the GIL. A call that only reads
+// runs beside others of its kind, but on a GPU, where it may raise, and so clear, what a kernel found wrong.
+enum class CacheUse { reads, writes };
+template <class Op>
+auto run_locked(const LockedCache& cache, CacheUse use, const Op& op) {
+  nanobind::gil_scoped_release unlocked;
+  if (use == CacheUse::reads && cache.view.device.type == DeviceType::cpu) {
+    const std::shared_lock held(*cache.lock);
+    return op();
+  }
+  const std::lock_guard held(*cache.lock);
+  return op();
+}
 
 }  // namespace rooftile::python

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tensor_caster.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -29,6 +30,15 @@ struct ExchangeTable {
   int (*current_work_stream)(std::int32_t device_type, std::int32_t device_id, void** stream);
 };
 
+// NumPy's PyArrayObject_fields, which its own macros read: the part that is used. It is the same in NumPy 1 and 2.
+struct NumpyArray {
+  PyObject head;
+  char* data;
+  int ndim;
+  Py_ssize_t *shape, *stride;   // strides in bytes
+  PyObject *base, *dtype;
+};
+
 namespace {
 
 constexpr double address_space = 0x1p57;   // bytes: no machine has more
@@ -52,11 +62,16 @@ std::string module_of(nb::handle h) {
 // What one Python type is to us. Found out once a type.
 struct TypeFacts {
   PyTypeObject* type = nullptr;
+  bool numpy = false;                       // numpy.ndarray, exactly
   bool torch = false;                       // torch.Tensor or torch.nn.Parameter, exactly
   bool torch_subclass = false;
   bool masked = false;                      // numpy.ma.MaskedArray, whose mask DLPack leaves behind
   const ExchangeTable* table = nullptr;     // null: no usable table
 };
+
+bool is_exact_numpy(nb::handle type) {
+  return nb::hasattr(type, "__module__") && text_of(type.attr("__module__")) == "numpy" && text_of(type.attr("__name__")) == "ndarray";
+}
 
 bool is_exact_torch(nb::handle type) {
   if (!nb::hasattr(type, "__module__")) return false;
@@ -68,6 +83,7 @@ bool is_exact_torch(nb::handle type) {
 TypeFacts find_facts(PyTypeObject* type) {
   TypeFacts facts{type};
   nb::object t = nb::borrow(reinterpret_cast<PyObject*>(type));
+  facts.numpy = is_exact_numpy(t);
   facts.torch = is_exact_torch(t);
   if (!facts.torch && nb::hasattr(t, "__mro__"))
     for (nb::handle base : nb::borrow<nb::tuple>(t.attr("__mro__"))) {
@@ -330,6 +346,102 @@ Context Args::context(const TensorView& first, nb::handle stream, nb::handle pla
     ctx.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(current.attr("cuda_stream")));
   }
   return ctx;
+}
+
+// ---- HeldArray ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+const NumpyArray& numpy_array(nb::handle h) { return *reinterpret_cast<const NumpyArray*>(h.ptr()); }
+
+// What torch says of a tensor whose type has no exchange table.
+nb::object python_facts(nb::handle t) {
+  return nb::make_tuple(t.attr("data_ptr")(), t.attr("shape"), t.attr("stride")(), t.attr("dtype"), t.attr("device"));
+}
+
+// How often torch has changed the values in place, -1 where it does not count (inference tensors).
+std::int64_t version_of(nb::handle t) {
+  static const nb::str* const name = new nb::str("_version");
+  nb::object version = nb::steal(PyObject_GetAttr(t.ptr(), name->ptr()));
+  const std::int64_t value = version.is_valid() ? PyLong_AsLongLong(version.ptr()) : -1;
+  PyErr_Clear();
+  return value;
+}
+
+}  // namespace
+
+TensorView HeldArray::read(Args& args) const {
+  if (array_.is_none()) return {};
+  return use_ == Use::written ? args.out(array_, name_) : args.in(array_, name_);
+}
+
+TensorView HeldArray::take(Args& args) {
+  type_ = nullptr;   // not as taken, until it is
+  storage_ = facts_ = nb::object();
+  const TensorView t = read(args);
+  if (!t.given()) return t;
+  const TypeFacts facts = facts_of(array_);
+  table_ = facts.table;
+  memory_ = t.data;
+  if (facts.torch) {
+    take_torch(args, t);
+  } else if (facts.numpy) {
+    const NumpyArray& a = numpy_array(array_);
+    seen_ = {.data = a.data, .device = {}, .ndim = a.ndim, .dtype = {}, .shape = nullptr, .strides = nullptr, .byte_offset = 0};
+    std::copy_n(a.shape, a.ndim, shape_);
+    std::copy_n(a.stride, a.ndim, stride_);
+    facts_ = nb::borrow(a.dtype);
+    nb::handle owner = array_;   // the array that views are of
+    while (numpy_array(owner).base && facts_of(numpy_array(owner).base).numpy) owner = numpy_array(owner).base;
+    memory_ = numpy_array(owner).data;
+  }
+  if (facts.torch || facts.numpy) type_ = facts.type;   // of any other framework nothing is known to last
+  return t;
+}
+
+void HeldArray::take_torch(const Args& args, const TensorView& t) {
+  storage_ = array_.attr("untyped_storage")();
+  bytes_ = PyObject_Size(storage_.ptr());
+  memory_ = reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(storage_.attr("data_ptr")()));
+  std::int64_t last = 0;   // torch has no negative strides
+  for (int i = 0; i < t.ndim; ++i) last += (t.shape[i] - 1) * t.stride[i];
+  const std::int64_t begin = static_cast<const char*>(t.data) - static_cast<const char*>(memory_);
+  const std::int64_t end = begin + (last + 1) * static_cast<std::int64_t>(size_of(t.dtype));
+  if (t.numel() > 0 && (begin < 0 || end > bytes_))
+    refuse(ErrorKind::value, args.op(), name_,
+           "needs " + std::to_string(end) + " bytes of its storage, which was resized to " + std::to_string(bytes_) + " (" + describe(t) + ")");
+  version_ = use_ == Use::versioned ? version_of(array_) : -1;
+  if (!table_) {
+    facts_ = python_facts(array_);
+  } else if (table_->dltensor_from_py_object(array_.ptr(), &seen_) != 0) {
+    refuse(ErrorKind::type, args.op(), name_, "cannot be read: " + take_python_error());
+  } else {
+    std::copy_n(seen_.shape, seen_.ndim, shape_);
+    std::copy_n(seen_.strides, seen_.ndim, stride_);
+  }
+}
+
+bool HeldArray::as_taken() const {
+  if (array_.is_none()) return true;
+  if (!type_ || Py_TYPE(array_.ptr()) != type_) return false;
+  if (!storage_.is_valid()) {
+    const NumpyArray& a = numpy_array(array_);
+    return a.data == seen_.data && a.ndim == seen_.ndim && a.dtype == facts_.ptr() && std::equal(a.shape, a.shape + a.ndim, shape_) &&
+           std::equal(a.stride, a.stride + a.ndim, stride_);
+  }
+  if (PyObject_Size(storage_.ptr()) != bytes_) return false;
+  if (version_ >= 0 && version_of(array_) != version_) return false;
+  if (!table_) return python_facts(array_).equal(facts_);
+  nb::dlpack::dltensor now;
+  if (table_->dltensor_from_py_object(array_.ptr(), &now) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  bool same = now.data == seen_.data && now.byte_offset == seen_.byte_offset && now.ndim == seen_.ndim &&
+              now.dtype.code == seen_.dtype.code && now.dtype.bits == seen_.dtype.bits &&
+              now.device.device_type == seen_.device.device_type && now.device.device_id == seen_.device.device_id;
+  for (int i = 0; same && i < now.ndim; ++i) same = now.shape[i] == shape_[i] && now.strides[i] == stride_[i];
+  return same;
 }
 
 }  // namespace rooftile::python

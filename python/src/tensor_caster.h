@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one file that knows DLPack's C exchange table, nb::ndarray and TensorView.
+// The one file that knows DLPack's C exchange table, nb::ndarray, NumPy's array struct and TensorView.
 //
 // torch tensors come through the C exchange table of their type (0.1 us, no reference taken, no synchronisation);
 // everything else through nb::ndarray (NumPy, jax, cupy, older torch). Guards: a torch subclass (FakeTensor, DTensor),
@@ -19,6 +19,8 @@
 namespace nb = nanobind;
 
 namespace rooftile::python {
+
+struct ExchangeTable;
 
 // Converts the tensor arguments of one call and keeps alive what must outlive it.
 class Args final : public Lender {
@@ -53,11 +55,45 @@ class Args final : public Lender {
   const char* op_;
   std::vector<nb::ndarray<nb::ro>> kept_;
   std::vector<nb::object> objects_;
-  const struct ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
+  const ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
   bool torch_ = false;                            // whether there was one
   int duals_ = -1;                                // whether tensors may be dual; -1: not asked yet
   nb::handle workspace_, like_;                   // of lend_to
   struct ManagedTensor* lent_ = nullptr;          // by torch, until the call is over
+};
+
+// An array that outlives the call that checked it: of a weight, of a cache. Its framework may move the memory
+// (share_memory_, storage.resize_), give the array another (data=, swap_tensors) or another shape (resize_), so every call
+// asks as_taken(), and takes and checks it again where that is false.
+class HeldArray {
+ public:
+  enum class Use { read, written, versioned };   // versioned: read, and changed values count as a change where torch counts them
+  HeldArray(nb::handle array, const char* name, Use use) : array_(nb::borrow(array)), name_(name), use_(use) {}
+
+  nb::handle object() const { return array_; }
+  TensorView read(Args& args) const;   // as Args does; no tensor for None
+  // The same, remembered for as_taken(). Refuses, besides what Args does, a tensor whose memory was made smaller than its shape.
+  TensorView take(Args&);
+  // Whether it has the memory, shape, strides, dtype and device that take() found. Less than 0.1 us of a torch tensor.
+  bool as_taken() const;
+  // Where the memory that it is a part of begins: the same for all views of one array.
+  const void* memory() const { return memory_; }
+
+ private:
+  void take_torch(const Args&, const TensorView&);
+
+  nb::object array_;
+  const char* name_;
+  Use use_;
+
+  PyTypeObject* type_ = nullptr;
+  const ExchangeTable* table_ = nullptr;
+  nb::dlpack::dltensor seen_{};        // torch by its table, and NumPy
+  std::int64_t shape_[TensorView::max_ndim], stride_[TensorView::max_ndim];
+  nb::object storage_, facts_;         // torch: its memory; without a table what Python says of it
+  Py_ssize_t bytes_ = 0;               // of storage_
+  std::int64_t version_ = -1;          // -1: not counted
+  const void* memory_ = nullptr;
 };
 
 }  // namespace rooftile::python

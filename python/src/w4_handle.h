@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a Python W4Weight or W8Weight hands to C++: checked once, not once a call.
+// What a Python W4Weight or W8Weight hands to C++: checked once, and again where its arrays have changed.
 #pragma once
 
 #include "rooftile/gemm.h"
@@ -9,18 +9,22 @@ namespace rooftile::python {
 
 class W4Handle {
  public:
-  // codes, scales: uint8 arrays in kernel form; offsets, perm: the same or None. Kept alive, and must not be resized.
+  // codes, scales: uint8 arrays in kernel form; offsets, perm: the same or None. Kept alive.
   // op: whose name errors begin with.
   W4Handle(nb::handle codes, nb::handle scales, nb::handle offsets, nb::handle perm, nb::handle n, nb::handle k,
            int bits, nb::handle group, nb::handle zeros, nb::handle scale_dtype, const char* op);
-  const W4View& view() const { return view_; }
+  // The arrays where they are now, checked again if anything about them has changed.
+  const W4View& view(Args&);
 
  private:
-  nb::tuple arrays_;
+  void take(Args&);
+
+  HeldArray codes_, scales_, offsets_, perm_;
   W4View view_;
+  bool taken_ = false;   // view_ is of the arrays as they were taken
 };
 
 // The weight behind the argument `w` of an op for weights of so many bits; a typed error if it is none.
-const W4View& w4_view(nb::handle h, const char* op, int bits);
+W4View w4_view(Args&, nb::handle h, int bits);
 
 }  // namespace rooftile::python
