@@ -190,11 +190,23 @@ def append(cache, k, v, rows, counts, stream, plan):
         ran(_C.kv_append(cache._handle, k, v, rows, counts, stream, plan))
 
 
+def bytes_of(array):
+    """A copy of an array's bytes, uint8 in NumPy; the last dimension counts bytes."""
+    torch = torch_of(array)
+    if torch is not None:
+        array = array.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu().numpy()
+    return np.array(array, order="C").view(np.uint8)
+
+
 def assign(target, source):
-    """The same bytes in another array; torch on any device, or NumPy."""
+    """The same bytes in another array; torch on any device, or NumPy. source: of target's dtype, or bytes_of one."""
     torch = torch_of(target)
-    if torch is not None and torch_of(source) is None:  # as bytes: NumPy's bfloat16 is not torch's
-        target, source = target.view(torch.uint8), torch.from_numpy(np.ascontiguousarray(source).view(np.uint8))
+    if torch_of(source) is None:  # as bytes: NumPy's bfloat16 is not torch's
+        source = np.ascontiguousarray(source).view(np.uint8)
+        if torch is None:
+            source = source.view(target.dtype)
+        else:
+            target, source = target.view(torch.uint8), torch.from_numpy(source)
     target[:] = source
 
 
@@ -365,10 +377,12 @@ class Cache:
         """
         device = check_device("to", device)
         dtype_name("to", self.format, self.dtype, device)
-        return self._with_bytes_of("to", self._arrays, device)
+        twin = copy.copy(self)
+        twin._hold_copies("to", self._arrays, device)
+        return twin
 
-    def _with_bytes_of(self, op, sources, device):
-        """A cache like this one with memory of its own on `device`. sources: name -> array of the same bytes."""
+    def _hold_copies(self, op, sources, device):
+        """Takes memory of its own on `device`. sources: name -> array of the bytes to be there."""
         pages = next(sources[name].shape[0] for name in ("pool", "k_pool") if name in sources)
         shape = (self.page_size, self.kv_heads, self.head_dim, self.max_rows)
         arrays = own_arrays(op, self.format, self.dtype, pages, *shape, device)
@@ -376,10 +390,23 @@ class Cache:
             arrays["block_table"] = zeros((self.max_rows, self.max_pages), "int32", device)
         for name, array in arrays.items():
             assign(array, sources[name])
-        twin = copy.copy(self)
-        twin._sources = ()
-        twin._hold_arrays(op, arrays)
-        return twin
+        self._sources = ()
+        self._hold_arrays(op, arrays)
+
+    def __getstate__(self):
+        """What a pickle holds: the bytes of all arrays, so that whoever reads it has memory of its own."""
+        facts = ("format", "dtype", "page_size", "kv_heads", "head_dim", "max_rows", "max_pages", "device")
+        with self._handle.exclusive("pickle"):
+            arrays = {name: bytes_of(array) for name, array in self._arrays.items() if name != "fault"}
+        return {name: getattr(self, name) for name in facts} | {"arrays": arrays}
+
+    def __setstate__(self, state):
+        arrays, device = state.pop("arrays"), check_device(type(self).__name__, state.pop("device"))
+        self.__dict__.update(state)
+        self._hold_copies(type(self).__name__, arrays, device)
+
+    def __deepcopy__(self, memo):
+        return self.to(self.device)
 
     def __copy__(self):
         """The same memory."""

@@ -2,7 +2,7 @@
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
 from rooftile import _C
-from rooftile.errors import ArgumentError, ArgumentTypeError, OutOfPagesError
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import (
     ARRAYS,
     ELEMENT_DTYPES,
@@ -83,6 +83,16 @@ class PagedKVCache(Cache):
         twin = super().to(device)
         twin._pages.users[:] = self._pages.here().users
         return twin
+
+    def __getstate__(self):
+        with self._handle.exclusive("pickle"):
+            users = self._pages.here().users.copy()
+            return super().__getstate__() | {"num_pages": self.num_pages, "users": users}
+
+    def __setstate__(self, state):
+        users = state.pop("users")
+        super().__setstate__(state)
+        self._pages.users[:] = users
 
     @staticmethod
     def view(
@@ -234,6 +244,16 @@ class KVCacheView(Cache):
                     f"got seq_lens {self.lengths}"
                 )
             raw_from[:] = lengths
+
+    def __reduce_ex__(self, protocol):
+        """NotSupportedError: the pool is the caller's, and may be that of other views too."""
+        raise NotSupportedError(
+            "PagedKVCache.view: a view is not pickled or deep-copied, its pool belongs to whoever made it; pickle or copy "
+            "pool, block_table, seq_lens and ring and make a view on those, or take .to(device), a copy with memory of its own"
+        )
+
+    def __deepcopy__(self, memo):
+        self.__reduce_ex__(None)
 
     def reorder(self, index):
         """Rings and lengths: row i becomes what row index[i] was. The rows of the block table are the engine's to move.

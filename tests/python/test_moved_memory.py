@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights, caches and views read their arrays where they are at the call: right numbers or a typed error, whatever torch
+(or NumPy) did to them since the last one.
+"""
+
+import subprocess
+import sys
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import cases
+import numpy as np
+import pytest
+import rooftile as rt
+import torch
+import torch.multiprocessing  # teaches ForkingPickler tensors  # noqa: F401
+from kv_caches import contiguous, kv, paged, state, tensors
+from moved_memory import SUBJECTS
+from rooftile.nn import W4Linear
+
+X = cases.tensor(cases.values((3, 128), "float32", "moved x"), "float32")
+
+
+def weight(*key, perm=None, numpy=False):
+    w = rt.W4Weight.quantize(cases.tensor(cases.values((48, 128), "float32", *key), "float32"), group_size=32)
+    parts = w.unpack()
+    if numpy:
+        parts = [None if part is None else part.numpy() for part in parts]
+    return rt.W4Weight.from_canonical(*parts, perm=perm)
+
+
+WEIGHTS = [name for name in SUBJECTS if name.startswith("W")]
+VIEWS = [name for name in SUBJECTS if name.startswith("view")]
+
+
+@pytest.mark.parametrize(
+    "arguments, least",
+    [(WEIGHTS, 100), (VIEWS, 100), (["--no-table", "W8Weight", "view-int8"], 50)],
+    ids=["weights", "views", "no exchange table"],
+)
+def test_every_array_moved_in_every_way(arguments, least):
+    script = Path(__file__).with_name("moved_memory.py")
+    child = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    assert child.returncode == 0, f"{child.returncode}: {child.stderr[-2000:]}"
+    assert int(child.stdout) >= least
+
+
+@pytest.mark.parametrize("move", [lambda m: m.share_memory(), ForkingPickler.dumps, lambda m: m.to(torch.float64)])
+def test_a_module_after_its_memory_went_elsewhere(move):
+    """Sending a module to another process moves the sender's memory."""
+    module, other = (W4Linear.from_weight(weight(key, perm=torch.randperm(128).int())) for key in "ab")
+    assert not torch.equal(module(X), other(X))
+    move(module)
+    for name, array in module.state_dict().items():
+        if name in ("codes", "scales", "perm"):
+            array.copy_(other.state_dict()[name])
+    assert torch.equal(module(X), other(X))
+
+
+def test_a_module_lets_go_of_arrays_that_it_replaced():
+    module = W4Linear.from_weight(weight("free"))
+    module(X)
+    held = torch.multiprocessing.reductions.StorageWeakRef(module.codes.untyped_storage())
+    module.to("meta")
+    assert held.expired()
+
+
+# ---------------------------------------------------------------- act-order
+
+
+def test_the_callers_perm_is_copied():
+    perm = torch.randperm(128, dtype=torch.int32)
+    w = weight("perm", perm=perm)
+    expected = rt.w4a16_matmul(X, w)
+    perm.fill_(10**6)
+    assert torch.equal(rt.w4a16_matmul(X, w), expected)
+    perm = np.arange(128, dtype=np.int32)[::-1].copy()
+    w = weight("perm", perm=perm, numpy=True)
+    expected = rt.w4a16_matmul(X.numpy(), w)
+    perm[:] = -1
+    np.testing.assert_array_equal(rt.w4a16_matmul(X.numpy(), w), expected)
+
+
+def load(module, perm):
+    module.load_state_dict(module.state_dict() | {"perm": perm})
+
+
+def copy(module, perm):
+    module.perm.copy_(perm)
+
+
+def unseen(module, perm):
+    module.perm.data[:] = perm  # torch does not count it as a change
+
+
+@pytest.mark.parametrize("change", [load, copy, unseen])
+@pytest.mark.parametrize("bad", [2**31 - 1, -(2**31), 128, -1, "twice"])
+def test_a_changed_perm_is_checked(change, bad):
+    module = W4Linear.from_weight(weight("order", perm=torch.randperm(128).int()))
+    expected = module(X)
+    good = module.perm.clone()
+    perm = good.clone()
+    perm[77] = perm[78] if bad == "twice" else bad
+    change(module, perm)
+    if bad == "twice" and change is unseen:
+        return  # inside the row: each product reads the column that it is told
+    for call in (lambda: module(X), lambda: module.weight.dequantize()):
+        with pytest.raises(rt.ArgumentError, match="perm"):
+            call()
+    change(module, good)
+    assert torch.equal(module(X), expected)
+
+
+def test_a_changed_numpy_perm_is_checked():
+    w = weight("order", perm=np.arange(128, dtype=np.int32), numpy=True)
+    w.perm[5] = 1 << 30
+    with pytest.raises(rt.ArgumentError, match=r"w4a16_matmul: perm\[5\] = 1073741824 is outside \[0, 128\)"):
+        rt.w4a16_matmul(X.numpy(), w)
+
+
+def test_inference_tensors_count_no_changes():
+    with torch.inference_mode():
+        w = weight("inference", perm=torch.randperm(128).int())
+        expected = rt.w4a16_matmul(X, w)
+        assert torch.equal(rt.w4a16_matmul(X, w), expected)
+        w.perm[3] = 500
+        with pytest.raises(rt.ArgumentError, match="perm"):
+            rt.w4a16_matmul(X, w)
+
+
+# ---------------------------------------------------------------- NumPy
+
+
+def test_numpy_arrays_that_were_resized():
+    w = weight("numpy", numpy=True)
+    expected = rt.w4a16_matmul(X.numpy(), w)
+    saved = w.codes.copy()
+    for size in (0, 16, saved.size - 16, saved.size + 1 << 16):
+        w.codes.resize(size, refcheck=False)
+        with pytest.raises(rt.ArgumentError, match="w4a16_matmul: codes"):
+            rt.w4a16_matmul(X.numpy(), w)
+    w.codes.resize(saved.size, refcheck=False)
+    w.codes[:] = saved
+    np.testing.assert_array_equal(rt.w4a16_matmul(X.numpy(), w), expected)
+
+
+# ---------------------------------------------------------------- caches of their own memory
+
+
+@pytest.mark.parametrize("make", [contiguous, paged])
+@pytest.mark.parametrize("format, dtype", [("int4-kivi", "float32"), ("fp16", "float16")])
+def test_a_cache_whose_lengths_and_table_moved(make, format, dtype):
+    k, v = tensors(*kv(100, 2, 32, dtype, "moved", batch=2), dtype)
+    caches = [make(format, dtype, 2, 32, rows=2, capacity=128) for _ in range(2)]
+    for i, cache in enumerate(caches):
+        cache.append(k[:, :30], v[:, :30])
+        if i:
+            cache.seq_lens.share_memory_()
+            if make is paged:
+                cache.block_table.share_memory_()
+        cache.append(k[:, 30:60], v[:, 30:60])
+        cache.fork(0, 1)
+        cache.append(k[:, 60:], v[:, 60:])
+        cache.truncate([1], [96])
+        cache.reorder([1, 0])
+    for name, bytes in state(caches[0]).items():
+        np.testing.assert_array_equal(bytes, state(caches[1])[name], err_msg=name)
+    assert caches[0].lengths == caches[1].lengths == [96, 100]
+
+
+def test_a_paged_cache_whose_lengths_are_gone():
+    cache = paged("int8", "float32", 2, 32)
+    k, v = tensors(*kv(8, 2, 32, "float32", "gone"), "float32")
+    cache.append(k, v)
+    cache.seq_lens.resize_(0)
+    for call in (lambda: cache.append(k, v), lambda: cache.lengths, lambda: cache.dump(0), lambda: cache.truncate([0], [1])):
+        with pytest.raises(rt.ArgumentError, match=r"seq_lens must be \[max_rows\]"):
+            call()
+    cache.seq_lens.resize_(1)
+    cache.append(k, v)
+    assert cache.lengths == [16]
