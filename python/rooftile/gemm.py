@@ -36,7 +36,7 @@ def _dtype_name(x):
 
 
 def _copy_of(op, argument, x):
-    """An array that the caller's later changes do not reach; None for None. Others than torch's and NumPy's are constants."""
+    """An array that the caller's later changes do not reach (only those of torch and NumPy change); None for None."""
     if x is None:
         return None
     _C.check_array(op, argument, x)

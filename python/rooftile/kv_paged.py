@@ -248,8 +248,8 @@ class KVCacheView(Cache):
     def __reduce_ex__(self, protocol):
         """NotSupportedError: the pool is the caller's, and may be that of other views too."""
         raise NotSupportedError(
-            "PagedKVCache.view: a view is not pickled or deep-copied, its pool belongs to whoever made it; pickle or copy "
-            "pool, block_table, seq_lens and ring and make a view on those, or take .to(device), a copy with memory of its own"
+            "PagedKVCache.view: a view is not pickled or deep-copied, its pool belongs to whoever made it; make a view "
+            "on copies of pool, block_table, seq_lens and ring, or take .to(device), a copy with memory of its own"
         )
 
     def __deepcopy__(self, memo):

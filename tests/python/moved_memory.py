@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch may do to an array that a weight or a cache is over, between two calls: moved_memory.py [--no-table] SUBJECT..
+"""What torch may do, between two calls, to an array that a weight or a cache is over.
 
-Run by test_moved_memory.py as a process of its own, which a wrong pointer may end. Every array of the subject is moved in every
-way and then given other bytes: the next call has the bits of a fresh subject on those bytes, or raises an error that names
-the array. Prints how many changes it made. --no-table: as with a torch that has no DLPack exchange table.
+    moved_memory.py [--no-table] SUBJECT..
+
+Run by test_moved_memory.py as a process of its own, which a wrong pointer may end. Every array of the subject is moved
+in every way and then given other bytes: the next call has the bits of a fresh subject on those bytes, or raises an
+error that names the array. Prints how many changes it made. --no-table: as with a torch that has no DLPack exchange
+table.
 """
 
 import sys
@@ -19,7 +22,9 @@ def weight(cls, **options):
     perms = [torch.randperm(128).int() for _ in range(2)]
 
     def arrays(w, perm):
-        return {"codes": w.codes, "scales": w.scales, "perm": perm} | ({} if w.offsets is None else {"offsets": w.offsets})
+        return {"codes": w.codes, "scales": w.scales, "perm": perm} | (
+            {} if w.offsets is None else {"offsets": w.offsets}
+        )
 
     def make(codes, scales, perm, offsets=None):
         return cls(codes, scales, offsets, perm=perm, **source.layout)
@@ -50,7 +55,9 @@ def filled(format, dtype):
 
 def attend(dtype):
     q = torch.randn(2, 4, 32).to(getattr(torch, dtype))
-    return lambda cache: torch.cat([rt.decode_attention(q, cache).float().flatten(), *(x.flatten() for x in cache.dequantize())])
+    return lambda cache: torch.cat(
+        [rt.decode_attention(q, cache).float().flatten(), *(x.flatten() for x in cache.dequantize())]
+    )
 
 
 def view(format, dtype):
@@ -59,7 +66,9 @@ def view(format, dtype):
 
     def make(pool, block_table, lengths, ring_k=None, ring_v=None, raw_from=None):
         ring = None if ring_k is None else (ring_k, ring_v, raw_from)
-        return rt.PagedKVCache.view(pool, block_table, lengths, format=format, dtype=dtype, page_size=32, head_dim=32, ring=ring)
+        return rt.PagedKVCache.view(
+            pool, block_table, lengths, format=format, dtype=dtype, page_size=32, head_dim=32, ring=ring
+        )
 
     return first, second, make, attend(dtype)
 
@@ -69,7 +78,7 @@ def elements(layout, pair):
         sides = [cache._arrays[n] for n in ("k_pool", "v_pool")]  # NHD
         if layout == "HND":
             sides = [side.transpose(1, 2) for side in sides]
-        pools = dict(zip(("pool", "v_pool"), sides)) if pair else {"pool": torch.stack(sides, 1)}
+        pools = dict(zip(("pool", "v_pool"), sides, strict=True)) if pair else {"pool": torch.stack(sides, 1)}
         return pools | {"block_table": cache.block_table, "lengths": cache.seq_lens}
 
     def make(pool, block_table, lengths, v_pool=None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of caches by pickle and by copy.deepcopy: the same bytes, in memory of their own, with the same pages taken."""
+"""Copies of caches by pickle and by copy.deepcopy: the same bytes and pages, in memory of their own."""
 
 import copy
 import pickle
@@ -84,7 +84,13 @@ def test_a_models_caches(way):
 def test_a_view_says_why_not(way):
     cache, *_ = filled(paged, "int8", "float16")
     view = rt.PagedKVCache.view(
-        cache._arrays["pool"], cache.block_table, cache.seq_lens, format="int8", dtype="float16", page_size=32, head_dim=DIM
+        cache._arrays["pool"],
+        cache.block_table,
+        cache.seq_lens,
+        format="int8",
+        dtype="float16",
+        page_size=32,
+        head_dim=DIM,
     )
     with pytest.raises(rt.NotSupportedError, match="its pool belongs to whoever made it"):
         WAYS[way](view)
@@ -100,7 +106,7 @@ def test_a_pickle_of_numpy_memory(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(kv_cache, "zeros", numpy_zeros)
-        cache, k, v = filled(contiguous, "bf16", "bfloat16")
+        cache, *_ = filled(contiguous, "bf16", "bfloat16")
         assert isinstance(cache.seq_lens, np.ndarray)
         data = pickle.dumps(cache)
         again = pickle.loads(data)

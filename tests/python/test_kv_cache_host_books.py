@@ -29,7 +29,7 @@ def far(monkeypatch):
             users, copies = cache.page_state[0], (cache.block_table.clone(), cache.seq_lens.clone())
             cache.page_state = (users, *copies)
             cache._pages = kv_pages.Pages(cache.flat(), cache._handle, *cache.page_state)
-            cache._pages.device, cache._lengths = FAR, cache._pages.lengths
+            cache._pages.device = FAR
         return cache
 
     return move

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, caches and views read their arrays where they are at the call: right numbers or a typed error, whatever torch
-(or NumPy) did to them since the last one.
+"""Weights, caches and views read their arrays where they are at the call.
+
+Right numbers or a typed error, whatever torch (or NumPy) did to them since the last one.
 """
 
 import subprocess
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import rooftile as rt
 import torch
-import torch.multiprocessing  # teaches ForkingPickler tensors  # noqa: F401
+import torch.multiprocessing  # teaches ForkingPickler tensors
 from kv_caches import contiguous, kv, paged, state, tensors
 from moved_memory import SUBJECTS
 from rooftile.nn import W4Linear
@@ -173,7 +174,12 @@ def test_a_paged_cache_whose_lengths_are_gone():
     k, v = tensors(*kv(8, 2, 32, "float32", "gone"), "float32")
     cache.append(k, v)
     cache.seq_lens.resize_(0)
-    for call in (lambda: cache.append(k, v), lambda: cache.lengths, lambda: cache.dump(0), lambda: cache.truncate([0], [1])):
+    for call in (
+        lambda: cache.append(k, v),
+        lambda: cache.lengths,
+        lambda: cache.dump(0),
+        lambda: cache.truncate([0], [1]),
+    ):
         with pytest.raises(rt.ArgumentError, match=r"seq_lens must be \[max_rows\]"):
             call()
     cache.seq_lens.resize_(1)
