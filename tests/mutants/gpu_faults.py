@@ -121,14 +121,14 @@ FAULTS = {
     "tile_scale": Fault(
         "row g + 8 is scaled with row g's scale",
         W4A16 + "tiles.cuh",
-        "scale[1] = load_scale(scales, g + 8, half_scales);",
-        "scale[1] = load_scale(scales, g, half_scales);",
+        "scale[1] = load_scale(slot + sides_at, g + 8, half_scales);",
+        "scale[1] = load_scale(slot + sides_at, g, half_scales);",
     ),
     "tile_tail": Fault(
         "a scale block past the end of K is scaled with what lies there",
-        W4A16 + "tiles.cuh",
-        "const bool inside = left > quarter * 32;",
-        "const bool inside = true;",
+        W4A16 + "stream.cuh",
+        "*reinterpret_cast<cute::uint128_t*>(slot + side_at), side_left > 0);",
+        "*reinterpret_cast<cute::uint128_t*>(slot + side_at), true);",
     ),
     "tile_parity": Fault(
         "a stage is read before its bytes have come, every other time round",
@@ -181,20 +181,32 @@ FAULTS = {
     "minimum_row": Fault(
         "row g + 8 is given row g's minimum",
         W4A16 + "tiles.cuh",
-        "minimum_bits[1] = bits_of(offsets, g + 8)",
-        "minimum_bits[1] = bits_of(offsets, g)",
+        "tile::load_8x8x4_transposed(slot + scales_at + w4_side_bytes)",
+        "tile::load_8x8x4_transposed(slot + (scales_at & ~16) + w4_side_bytes)",
     ),
     "scale_block": Fault(
         "every k-block of a step is given the first scale block",
         W4A16 + "tiles.cuh",
-        "const int block = quarter >> p.span_shift;",
-        "const int block = quarter >> 2;",
+        "(lane / 8 >> p.span_shift) * 32 + lane % 2 * 16;",
+        "lane % 2 * 16;",
     ),
-    "next_tile": Fault(
-        "the first step of the next work tile counts as behind this one's K",
-        W4A16 + "tiles.cuh",
-        "(ends ? next.first : here.first + step + 1)",
-        "(here.first + step + 1)",
+    "expand_chunk": Fault(
+        "every chunk of expanded rows holds the first one's",
+        W4A16 + "expand.cuh",
+        "tile_row = p.first_tile_row + row,",
+        "tile_row = row,",
+    ),
+    "expand_block": Fault(
+        "scale blocks of expanded rows are those of the next k-block",
+        W4A16 + "expand.cuh",
+        "static_cast<int>(step * 4 + quarter) >> p.group_shift",
+        "static_cast<int>(step * 4 + quarter + 1) >> p.group_shift",
+    ),
+    "expand_wait": Fault(
+        "a chunk is written while the product before it may still read the workspace",
+        W4A16 + "expand.cuh",
+        "  tile::wait_for_previous_kernel();\n",
+        "",
     ),
     "weight_row": Fault(
         "row g + 8 is given row g's scale and minimum",
@@ -253,8 +265,8 @@ FAULTS = {
     "copy_sync": Fault(
         "eight columns are taken before other threads have brought them",
         W4A16 + "prepare.cuh",
-        "      __syncthreads();\n      eight =",
-        "      eight =",
+        "    __syncthreads();\n    const uint4 eight =",
+        "    const uint4 eight =",
     ),
     "finish_order": Fault(
         "the last chunk of K is forgotten",
