@@ -10,8 +10,6 @@ Results go to tests/mutants/kills.json with --record. See docs/contributing.md.
 """
 
 import argparse
-import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -68,17 +66,18 @@ class Record:
             "results": {},
         }
 
-    def add(self, m, outcome):
-        self.data["results"][str(m.number)] = [outcome.how, outcome.by, outcome.seconds]
+    def add(self, m, outcome, left_out):
+        self.data["results"][str(m.number)] = [outcome.how, outcome.by]
+        self.data["tests_left_out"] = sorted(f"{test} {name}".strip() for test in left_out for name in left_out[test])
         forks.save(self.path, self.data)
 
     def rows(self):
         marked = equivalent()
         for m in self.mutants:
-            how, by, *_ = self.data["results"].get(str(m.number), ("not run", ""))
+            how, by = self.data["results"].get(str(m.number), ("not finished", ""))
             if how == "passed":
                 how = "survived"
-            if how != "not run" and m.key in marked:
+            if how != "not finished" and m.key in marked:
                 how, by = "equivalent", marked[m.key]
             row = {"file": m.file, "line": places.line_of(self.text[m.file], m.begin), "rule": m.rule}
             if m.what:
@@ -98,41 +97,6 @@ def counted(rows):
     return counts
 
 
-def baseline(runner, names, record):
-    """name -> Outcome of every test file without a fault. Its tests that fail all the same are left out, and named."""
-    path = WORK / "baseline.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    limits = {}
-    for name in names:
-        file = runner.tree / f"tests/python/test_{name}.py"
-        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else ""
-        if known.get(name, {}).get("digest") == digest:
-            limits[name], runner.left_out[name] = forks.Outcome(**known[name]["outcome"]), known[name]["left_out"]
-        else:
-            known[name] = {"digest": digest, "left_out": []}
-
-    def done(job):
-        name, outcome = job.tests[0], job.outcomes[job.tests[0]]
-        if outcome.how == "passed":
-            limits[name] = outcome
-            known[name].update(outcome=dataclasses.asdict(outcome), left_out=runner.left_out.get(name, []))
-            forks.save(path, known)
-        else:
-            print(f"{name} {outcome.how} without a fault: {outcome.by}", flush=True)
-            again = outcome.how == "failed" and outcome.by != name and "(collection)" not in outcome.by
-            if again and len(runner.left_out.setdefault(name, [])) < 20:
-                runner.left_out[name].append(outcome.by)
-
-    while True:
-        before = {name: list(ids) for name, ids in runner.left_out.items()}
-        runner.run([forks.Job(0, [name]) for name in names if name not in limits], {}, done)
-        if before == runner.left_out:
-            break
-    unusable = [name for name in names if name not in limits]
-    record.data["tests_left_out"] = sorted([*unusable, *(i for ids in runner.left_out.values() for i in ids)])
-    return limits
-
-
 def run(args):
     seed = SEED if args.seed is None else args.seed
     refused = WORK / "refused.json"
@@ -147,30 +111,24 @@ def run(args):
     if args.again and record.path.exists():
         old = json.loads(record.path.read_text())
         if old["seed"] == seed:
-            record.data["results"] = old["results"]
-    runner = forks.Forks(copy.to, args.jobs)
-    wanted = {m: tests_for(m.file) for m in mutants if args.only in f"{m.file} {m.what}"}
-    limits = baseline(runner, sorted({name for tests in wanted.values() for name in tests}), record)
-    killers = known_killers()
+            record.data["results"] = {n: result for n, result in old["results"].items() if result[0] != "passed"}
+    runner, killers = forks.Forks(copy.to, args.jobs), known_killers()
+    results = record.data["results"]
+    queue = {m.number: m for m in mutants if args.only in f"{m.file} {m.what}" and str(m.number) not in results}
 
     def order(m):
-        first = killers.get(m.key)
-        tests = [name for name in wanted[m] if name in limits]
-        return sorted(tests, key=lambda name: (name != first, limits[name].cpu))
-
-    results = record.data["results"]
-    queue = {m.number: m for m in wanted if not args.again or results.get(str(m.number), ["passed"])[0] == "passed"}
+        """The test that killed the mutant in the recorded run first."""
+        return sorted(tests_for(m.file), key=lambda name: name != killers.get(m.key))
 
     def done(job):
-        m, last = queue[job.number], list(job.outcomes.values())[-1]
-        seconds = sum(o.seconds for o in job.outcomes.values())
-        record.add(m, forks.Outcome(last.how, last.by, round(seconds, 1)))
+        m, outcome = queue[job.number], job.outcome or forks.Outcome("passed")
+        record.add(m, outcome, runner.left_out)
         where = f"{m.file}:{places.line_of(draw.text[m.file], m.begin)}"
-        how = "SURVIVED" if last.how == "passed" else last.how
+        how = "SURVIVED" if outcome.how == "passed" else outcome.how
         change = f"{places.one_line(m.original)[:70]} -> {places.one_line(m.mutated)[:70]}"
-        print(f"{how:9} {where} {m.what or m.rule}: {change} [{last.by} {seconds:.0f} s]", flush=True)
+        print(f"{how:9} {where} {m.what or m.rule}: {change} [{outcome.by}]", flush=True)
 
-    runner.run([forks.Job(m.number, order(m)) for m in queue.values()], limits, done)
+    runner.run([forks.Job(m.number, order(m)) for m in queue.values()], done, args.minutes)
     rows = list(record.rows())
     counts = counted(rows)
     print(json.dumps(counts))
@@ -190,7 +148,7 @@ def known_killers():
     for row in json.loads(KILLS.read_text())["mutants"]:
         if row["result"] in ("failed", "crashed", "timed out"):
             key = f"{row['file']}: {row['rule']}: {row['original']} -> {row['mutated']}"
-            found[key] = row["by"].partition("::")[0].rpartition("/")[2].removesuffix(".py")
+            found[key] = row["by"].partition("::")[0].rpartition("/")[2].removeprefix("test_").removesuffix(".py")
     return found
 
 
@@ -217,10 +175,9 @@ def main():
         command.add_argument("--seed", type=int, help=f"decides which places are drawn; default {SEED}")
     running.add_argument("--sample", type=int, metavar="N", help="N of all, drawn by the seed")
     running.add_argument("--only", default="", metavar="TEXT", help="mutants whose file or description has this text")
-    running.add_argument(
-        "--again", action="store_true", help="those that have not been killed yet, with the tests as they are now"
-    )
+    running.add_argument("--again", action="store_true", help="those not killed yet, with the tests as they are now")
     running.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    running.add_argument("--minutes", type=float, help="start no test after so many; the rest is not finished")
     running.add_argument("--record", action="store_true", help=f"write {KILLS.name}")
     running.add_argument("--at-least", type=float, metavar="SHARE", help="fail if a smaller share is killed")
     gpu = commands.add_parser("gpu", help="faults of the GPU kernels, each built alone")

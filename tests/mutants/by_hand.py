@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault("a chunk that saw nothing is merged", DECODE, "part_state.sum == 0", "false"),
     Fault("a raw group ends one query early", DECODE, "row_at(tile_first + tile)", "row_at(tile_first + tile - 1)"),
-    Fault("a sink counts for padding", MATH, "p.sinks && real", "p.sinks"),
+    Fault("a sink counts for padding", MATH, "p.sinks && real", "p.sinks != nullptr"),
     Fault(
         "all logits -inf: they are subtracted from each other",
         MATH,

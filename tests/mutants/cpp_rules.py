@@ -279,6 +279,11 @@ class File:
         self.add(rule, head, end, [(t[head].begin, t[end].end, "")], "statement")
 
 
+def declares(m):
+    """Whether what looks like a call declares a function or a variable: a type stands before its name."""
+    return m.rule == "arguments swapped" and bool(re.match(r"[\w:<>, ]+[&*]* +[&*]*\w+\(", m.original))
+
+
 def mutants(path, text):
     return File(path, text).mutants()
 

@@ -419,13 +419,11 @@ def run(tree, names, compile_only):
         plant(name, to)
         if build(to):
             sys.exit(f"mutants: the fault {name} does not compile")
-        runner, job = forks.Forks(to, 1), forks.Job(0, list(TESTS))
-        runner.run([job], {}, lambda job: None)
-        last = list(job.outcomes.values())[-1]
-        seen[name] = last.how, last.by
-        print(
-            f"{'SURVIVED' if last.how == 'passed' else last.how:9} {name}: {FAULTS[name].what} [{last.by}]", flush=True
-        )
+        job = forks.Job(0, TESTS)
+        forks.Forks(to, 1, switch=False).run([job], lambda job: None)
+        how, by = (job.outcome.how, job.outcome.by) if job.outcome else ("SURVIVED", "")
+        seen[name] = how, by
+        print(f"{how:9} {name}: {FAULTS[name].what} [{by}]", flush=True)
     forks.save(tree / "build/mutants/gpu.json", seen)
-    survived = [name for name, (how, _) in seen.items() if how == "passed"]
+    survived = [name for name, (how, _) in seen.items() if how == "SURVIVED"]
     sys.exit(f"mutants: survived: {', '.join(survived)}" if survived else 0)

@@ -96,7 +96,9 @@ class Draw:
         chosen, text = self.chosen[file], self.text[file]
         while sum(m.rule != "by hand" for m in chosen) < self.few.get(file, 0) and self.waiting[file]:
             m = self.waiting[file].pop()
-            if m.number not in self.refused and not any(places.overlaps(m, other, text) for other in chosen):
+            if m.number in self.refused or cpp_rules.declares(m):
+                continue
+            if not any(places.overlaps(m, other, text) for other in chosen):
                 chosen.append(m)
 
     def drop(self, m):
@@ -186,7 +188,7 @@ class Copy:
             with ThreadPoolExecutor(jobs) as pool:
                 said = list(pool.map(self._check, left))
             left = [c for c, text in zip(left, said, strict=True) if text]
-            self._blame("\n".join(said))
+            self._blame("".join(said))
 
     @staticmethod
     def _check(command):
