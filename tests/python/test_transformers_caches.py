@@ -403,7 +403,7 @@ def through_torch(self, q, k, v, counts, before, options):
         out = _tensors.behind(q, k, v, self._pages, lengths, counts, scale=scale, window=window)
     else:
         out = _tensors.prompt(q, k, v, counts, **options)
-    self._append(k, v, counts)
+    self._append(k, v, counts, before + k.shape[1])
     return out
 
 
@@ -425,3 +425,41 @@ def test_crop_into_the_padding(format):
     assert torch.equal(logits[mask[:, 14:].bool()], expected[:, 14:][mask[:, 14:].bool()])
     for row in range(2):
         assert_same_bytes(stored(cache, row), stored(fresh, row))
+
+
+# ---- torch.compile ----
+
+
+def test_a_compiled_model_has_no_graph_breaks():
+    """fullgraph: a graph for the prompt, one for a step, and that one for any number of columns. It slides, too."""
+    model, _ = tiny("mistral")
+    ids, mask = padded((17, 0), 49)
+    pieces = (45, 1, 1, 1, 1)
+    expected = feed(model, ids, mask, pieces, RooftileCache(model.config, format="int4-kivi"))
+    torch._dynamo.reset()
+    graphs = []
+    model.forward = torch.compile(
+        model.forward, fullgraph=True, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1]
+    )
+    cache = RooftileCache(model.config, format="int4-kivi")
+    out = feed(model, ids, mask, pieces, cache)
+    assert torch.equal(out, expected) and len(graphs) <= 3
+    assert cache.get_seq_length() == 49 and cache.layers[1].cache.lengths == [32, 49]
+    before = [stored(cache, row) for row in range(2)]
+    twin = copy.deepcopy(cache)
+    model(ids[:, -1:], attention_mask=torch.cat([mask, mask[:, :1] | 1], 1), past_key_values=twin)
+    assert twin.layers[0].cache.lengths == [33, 50]
+    for row in range(2):
+        assert_same_bytes(stored(cache, row), before[row])
+
+
+def test_generate_with_a_compiled_forward():
+    model, theirs = tiny()
+    ids, mask = padded((9, 0), 30)
+    expected = generate(model, theirs, ids, mask, new=6)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    rt.set_kv_cache(model, "fp32")
+    with rt.record_kernels() as kernels:
+        assert torch.equal(generate(model, "rooftile", ids, mask, new=6), expected)
+    assert "append" in " ".join(kernels)

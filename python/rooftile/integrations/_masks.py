@@ -86,6 +86,29 @@ class Mask:
     def __getitem__(self, index):
         return self.__getattr__("[]")
 
+    def traced_window(self, sliding_window):
+        """read_causal's window where torch.compile traces, which sees no closures: the layer says how far it looks."""
+        function = self.arguments["mask_function"]
+        if function is causal_mask_function:
+            return None
+        if sliding_window is None or function.__name__ != and_masks(causal_mask_function).__name__:
+            raise NotSupportedError(_OTHER_MASK.format(function.__name__))
+        return sliding_window
+
+    @classmethod
+    def causal_of(cls, tokens, q_length, window):
+        """A mask that was taken apart: tokens bool [B, columns] or None."""
+        mask = cls(window=window)
+        if tokens is not None:
+            mask.q_length = q_length
+            mask._take(tokens)
+        return mask
+
+    def _take(self, tokens):
+        self.tokens, self.device = tokens.bool(), tokens.device
+        if tokens.shape[1] == self.q_length or not tokens.is_cuda:
+            self.read()
+
     def read_causal(self):
         """Finds the window and the padding. Raises ArgumentError, or NotSupportedError for masks other than causal."""
         if self.causal:
@@ -99,9 +122,7 @@ class Mask:
                     f"attention_mask: expected [batch, columns] = [{shape[0]}, {shape[1]}] (cached and new columns), "
                     f"got {list(tokens.shape)}"
                 )
-            self.tokens, self.device = tokens.bool(), tokens.device
-            if shape[1] == self.q_length or not tokens.is_cuda:
-                self.read()
+            self._take(tokens)
         self.causal = True
 
     def read(self):
@@ -147,13 +168,13 @@ def _window_of(mask_function):
         parts = mask_function.__closure__[0].cell_contents
         if len(parts) == 2 and getattr(parts[0], "__code__", None) is _WINDOW_CODE and parts[1] is causal_mask_function:
             return parts[0].__closure__[0].cell_contents
-    raise NotSupportedError(
-        "attention_mask: the attention function 'rooftile' has causal masks, with or without a sliding window, and "
-        f"left padding; this model asks for {getattr(mask_function, '__qualname__', mask_function)} (packed sequences, "
-        "chunked, bidirectional and custom masks are not implemented)"
-    )
+    raise NotSupportedError(_OTHER_MASK.format(getattr(mask_function, "__qualname__", mask_function)))
 
 
+_OTHER_MASK = (
+    "attention_mask: the attention function 'rooftile' has causal masks, with or without a sliding window, and left "
+    "padding; this model asks for {} (packed sequences, chunked, bidirectional and custom masks are not implemented)"
+)
 _AND_CODE = and_masks(causal_mask_function).__code__
 _WINDOW_CODE = sliding_window_causal_mask_function(1).__closure__[0].cell_contents[0].__code__
 

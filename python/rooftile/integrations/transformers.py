@@ -27,6 +27,8 @@ device, and a contradiction is raised at the next forward.
 
 import copy
 import functools
+import itertools
+import weakref
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -45,6 +47,10 @@ from rooftile.kv_sliding import BACK, SlidingKVCache, pieces, ring_tokens
 SHORT = 16
 # Room for this many tokens beyond the first forward when no capacity is asked for; doubled when full.
 HEADROOM = 256
+_WHOLE_MASK = (
+    "attention_mask: with a RooftileCache expected the 2-D padding mask [batch, columns]; a mask of shape {} is not "
+    "implemented by the attention function 'rooftile'"
+)
 
 
 class _NewTokens:
@@ -109,23 +115,22 @@ def rooftile_attention(
     if is_causal is False or not getattr(module, "is_causal", True):
         raise NotSupportedError("is_causal: the attention function 'rooftile' is causal self-attention only")
     options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    traced = torch.compiler.is_compiling()
+    if traced and (layer := getattr(key, "_rooftile_layer", None)) is not None:
+        return _attend_traced(layer, query, key, value, attention_mask, sliding_window, options), None
     cached = type(key) is _NewTokens
-    if not cached and (
-        isinstance(attention_mask, torch.Tensor) or key.shape[2] != query.shape[2] or key.shape != value.shape
-    ):
+    prompt = cached or (key.shape == value.shape and key.shape[2] == query.shape[2])
+    if traced or not prompt or (isinstance(attention_mask, torch.Tensor) and not cached):
         return _over_tensors(query, key, value, attention_mask, sliding_window, options), None
     if attention_mask is None:
         attention_mask = Mask(window=sliding_window)
     elif type(attention_mask) is not Mask:
-        raise NotSupportedError(
-            f"attention_mask: with a RooftileCache expected the 2-D padding mask [batch, columns]; a mask of shape "
-            f"{list(attention_mask.shape)} is not implemented by the attention function 'rooftile'"
-        )
+        raise NotSupportedError(_WHOLE_MASK.format(list(attention_mask.shape)))
     attention_mask.read_causal()
     attention_mask = attention_mask.on(query.device)
     options["window"] = attention_mask.window
     if cached:
-        return key.layer.attend(query, key, attention_mask, options), None
+        return key.layer.attend_held(query, key, attention_mask, options), None
     q, k, v = (attention_mask.tokens_first(x.transpose(1, 2)) for x in (query, key, value))
     if q.is_cuda:
         out = _tensors.prompt(q, k, v, attention_mask.counts, **options)
@@ -146,6 +151,50 @@ def _over_tensors(query, key, value, mask, window, options):
             "adds to the cache's are not implemented by the attention function 'rooftile'; use 'sdpa' or 'eager'"
         )
     return _tensors.masked(query, key, value, mask.to(query.device), **options)
+
+
+# The layers of all caches by number, for operators in a graph.
+_layers = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_library = torch.library.Library("rooftile", "FRAGMENT")
+_library.define(
+    "attend_layer(Tensor query, Tensor key, Tensor value, Tensor? tokens, Tensor(a!) stored, int layer, "
+    "float? scale, int? window, float? softcap, Tensor? sinks) -> Tensor"
+)
+
+
+def _attend_traced(layer, query, key, value, mask, window, options):
+    """RooftileLayer.attend as torch.compile records it: one operator, which finds the layer by its number."""
+    tokens = None
+    if type(mask) is Mask:
+        tokens, window = mask.arguments["attention_mask"], mask.traced_window(window)
+    elif mask is not None:
+        raise NotSupportedError(_WHOLE_MASK.format(list(mask.shape)))
+    scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
+    number, stored = layer.number, layer.stored_here
+    return torch.ops.rooftile.attend_layer(query, key, value, tokens, stored, number, scale, window, softcap, sinks)
+
+
+def _attend_layer(query, key, value, tokens, stored, layer, scale, window, softcap, sinks):
+    layer, length = _layers[layer], query.shape[2]
+    layer._settled()
+    layer._check_new(key, value)
+    if layer.columns not in (layer.stored, layer.stored + length):
+        raise layer.unfinished()
+    mask = Mask.causal_of(tokens, length, window)
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    out = layer.attend(query, key, value, mask, options)
+    stored += length
+    return out.contiguous()
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attend_layer", _attend_layer, _device)
+torch.library.register_fake(
+    "rooftile::attend_layer",
+    lambda query, *_: query.new_empty([query.shape[i] for i in (0, 2, 1, 3)]),
+    lib=_library,
+)
 
 
 class _Contradiction:
@@ -180,11 +229,22 @@ class RooftileLayer(CacheLayerMixin):
         self.attention = attention or str
         self.cache = None  # rt.KVCache or SlidingKVCache
         self.columns = 0  # what transformers calls the sequence length: tokens and padding
+        self.stored = 0  # columns that were attended and stored: in a graph `columns` is late
+        self.stored_here = torch.zeros(1, dtype=torch.int32)  # written by the operator, which keeps a graph in order
+        self._take_number()
         self.pads = None  # how many columns of each row are padding, a list; None: none is
         self.begun = False  # whether every row has a token
         self.contradiction = None  # _Contradiction, of steps on a GPU
         self.window = None  # tokens that a query looks back in a sliding layer
         self.held = None  # _NewTokens between update() and the attention function
+
+    def _take_number(self):
+        self.number = next(_numbers)
+        _layers[self.number] = self
+
+    def __setstate__(self, state):  # a copy is another layer
+        self.__dict__.update(state)
+        self._take_number()
 
     @property
     def is_croppable(self):
@@ -198,8 +258,22 @@ class RooftileLayer(CacheLayerMixin):
         """Nothing: how much room a layer needs is known when its first tokens are attended."""
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Holds the new keys and values [B, Hkv, T, D] for the attention function; returns a handle to them, twice."""
+        """Holds the new keys and values [B, Hkv, T, D] for the attention function; returns a handle to them, twice.
+
+        While torch.compile traces it, they come back themselves, and the keys name this layer.
+        """
+        if torch.compiler.is_compiling():
+            self.columns += key_states.shape[2]
+            key_states._rooftile_layer = self
+            return key_states, value_states
         self._settled()
+        self._check_new(key_states, value_states)
+        self.columns += key_states.shape[2]
+        self.is_initialized = True
+        self.held = _NewTokens(self, key_states, value_states)
+        return self.held, self.held
+
+    def _check_new(self, key_states, value_states):
         if key_states.shape != value_states.shape:
             raise NotSupportedError(
                 f"past_key_values: RooftileCache keeps keys and values of one shape, got keys {list(key_states.shape)} "
@@ -210,32 +284,35 @@ class RooftileLayer(CacheLayerMixin):
                 f"past_key_values: this RooftileCache holds {self.cache.batch} rows, the input has "
                 f"{key_states.shape[0]}; call reset() or use a new cache"
             )
-        self.columns += key_states.shape[2]
-        self.is_initialized = True
-        self.held = _NewTokens(self, key_states, value_states)
-        return self.held, self.held
 
-    def attend(self, query, new, mask, options):
-        """query [B, Hq, T, D] against the cache and the held tokens, which are stored: [B, T, Hq, D]."""
+    def attend_held(self, query, new, mask, options):
+        """attend() of what update() held."""
         if new is not self.held:
             raise ArgumentError("key: these keys and values were stored already; every update() is attended once")
-        length = new.key.shape[2]
-        before = self.columns - length
-        self._make_room(new.key, options["window"])
+        out = self.attend(query, new.key, new.value, mask, options)
+        self.held = None
+        return out
+
+    def attend(self, query, key, value, mask, options):
+        """query [B, Hq, T, D] against the cache and new tokens [B, Hkv, T, D], which are stored: [B, T, Hq, D]."""
+        length, before = key.shape[2], self.stored
+        self._make_room(key, options["window"])
         self._check_mask(mask, before)
         q = mask.tokens_first(query.transpose(1, 2))
-        k = mask.tokens_first(new.key.transpose(1, 2))
-        v = mask.tokens_first(new.value.transpose(1, 2))
+        k = mask.tokens_first(key.transpose(1, 2))
+        v = mask.tokens_first(value.transpose(1, 2))
         if self.stepwise or (before and length <= SHORT):
             out = self._store_and_attend(q, k, v, mask.counts, options)
         else:
             out = self._attend_and_store(q, k, v, mask.counts, before, options)
-        self.held = None
+        self.stored = before + length
+        self.is_initialized = True
         return mask.columns(out)
 
     def _make_room(self, key, window):
-        """For all columns. With a window no more than it takes to attend the next tokens."""
+        """For the columns stored and the new ones. With a window no more than it takes to attend the next tokens."""
         self.window = window
+        columns = self.stored + key.shape[2]
         most = None if window is None else ring_tokens(window)
         if isinstance(self.cache, SlidingKVCache):
             if window != self.cache.window:
@@ -245,12 +322,12 @@ class RooftileLayer(CacheLayerMixin):
                 )
             return
         if self.cache is None:
-            room = max(self.capacity or self.columns + HEADROOM, self.columns)
-        elif self.columns > self.cache.capacity:
-            room = max(2 * self.cache.capacity, self.columns)
+            room = max(self.capacity or columns + HEADROOM, columns)
+        elif columns > self.cache.capacity:
+            room = max(2 * self.cache.capacity, columns)
         else:
             return
-        slides = most is not None and self.columns > most
+        slides = most is not None and columns > most
         room = room if most is None else min(room, most)
         if self.cache is None:
             batch, kv_heads, _, head_dim = key.shape
@@ -266,9 +343,9 @@ class RooftileLayer(CacheLayerMixin):
         """The cache as kernels take it."""
         return self.cache.view if isinstance(self.cache, SlidingKVCache) else self.cache
 
-    def _append(self, k, v, counts):
+    def _append(self, k, v, counts, longest):
         if isinstance(self.cache, SlidingKVCache):
-            self.cache.append(k, v, counts=counts, longest=self.columns)
+            self.cache.append(k, v, counts=counts, longest=longest)
         else:
             self.cache.append(k, v, counts=counts)
 
@@ -285,7 +362,7 @@ class RooftileLayer(CacheLayerMixin):
             out = _tensors.behind(q, k, v, self._pages, lengths, counts, scale=scale, window=window)
         else:
             return self._store_and_attend(q, k, v, counts, options)
-        self._append(k, v, counts)
+        self._append(k, v, counts, before + k.shape[1])
         return out
 
     def _store_and_attend(self, q, k, v, counts, options):
@@ -294,7 +371,7 @@ class RooftileLayer(CacheLayerMixin):
         size = SHORT if q.is_cuda else BACK if isinstance(self.cache, SlidingKVCache) else length
         outs = []
         for piece, real in pieces(length, size, counts):
-            self._append(k[:, piece], v[:, piece], real)
+            self._append(k[:, piece], v[:, piece], real, self.stored + length)
             outs.append(rt.decode_attention(q[:, piece], self._pages, counts=real, **options))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
@@ -333,11 +410,14 @@ class RooftileLayer(CacheLayerMixin):
                 "holds, then the new ones; reset() this cache and pass the mask of all columns each time"
             )
         if self.held is not None:
-            raise NotSupportedError(
-                "past_key_values: the tokens of an earlier forward were not stored, because it stopped half way or ran "
-                "another attention function than 'rooftile' (model.set_attn_implementation('rooftile')); "
-                "reset() this cache"
-            )
+            raise self.unfinished()
+
+    def unfinished(self):
+        return NotSupportedError(
+            "past_key_values: the tokens of an earlier forward were not stored, because it stopped half way or ran "
+            "another attention function than 'rooftile' (model.set_attn_implementation('rooftile')); "
+            "reset() this cache"
+        )
 
     def get_mask_sizes(self, query_length):
         return self.columns + query_length, 0
@@ -351,7 +431,7 @@ class RooftileLayer(CacheLayerMixin):
     def reset(self):
         """Forgets everything, the memory included."""
         self.cache = self.held = self.contradiction = None
-        self.columns = 0
+        self.columns = self.stored = 0
         self.pads = None
         self.begun = self.is_initialized = False
 
@@ -397,7 +477,7 @@ class RooftileLayer(CacheLayerMixin):
                 "num_assistant_tokens, or prompt_lookup_num_tokens, to 16 or less)"
             ) from None
         self.begun = all(tokens)
-        self.columns = keep
+        self.columns = self.stored = keep
 
     def position(self):
         """What crop() changes, for return_to()."""
@@ -406,6 +486,7 @@ class RooftileLayer(CacheLayerMixin):
 
     def return_to(self, position):
         self.columns, self.begun, beyond, arrays = position
+        self.stored = self.columns
         if isinstance(self.cache, SlidingKVCache):
             self.cache.beyond = beyond
         for array, before in zip(() if self.cache is None else self._pages.positions, arrays, strict=True):
