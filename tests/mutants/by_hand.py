@@ -123,7 +123,7 @@ FAULTS = [
     Fault(
         "a copy on another device hands out pages that are held",
         PAGED,
-        "twin._pages.users[:] = self._pages.users",
+        "twin._pages.users[:] = self._pages.here().users",
         "pass",
     ),
     Fault("a ring is made for rows with open groups", PAGED, "length % GROUP", "length % 16"),
