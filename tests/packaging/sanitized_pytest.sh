@@ -23,6 +23,7 @@ tests=(
   tests/python/test_many_rows.py
   tests/python/test_merge_attention.py
   tests/python/test_poison.py
+  tests/python/test_sizes.py
   tests/python/test_w4a16_modules.py
   tests/python/test_workspaces.py
   tests/python/test_gguf.py
