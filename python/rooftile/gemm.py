@@ -36,11 +36,11 @@ def _dtype_name(x):
 
 
 def _copy_of(op, argument, x):
-    """An array that the caller's later changes do not reach (only those of torch and NumPy change); None for None."""
+    """A contiguous array that the caller's later changes do not reach (only torch's and NumPy's change); None for None."""
     if x is None:
         return None
     _C.check_array(op, argument, x)
-    return x.clone() if torch_of(x) else np.array(x) if isinstance(x, np.ndarray) else x
+    return _contiguous(x) if torch_of(x) else np.array(x, order="C") if isinstance(x, np.ndarray) else x
 
 
 def _contiguous(x):

@@ -392,7 +392,7 @@ def _from_canonical_op(kind, zeros_dtypes, act_order=False, bits=4):
         "zeros": Tensor(zeros_dtypes),
         "group_size": GROUP_SIZE,
         "kind": Scalar(str, optional=True),
-        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True, contiguous=EVERYWHERE),
+        "perm": Tensor(frozenset(["int32"]), bad_values=(-1, W4_K, 2**31 - 1), optional=True),
     }
     absent = [n for n, given in (("zeros", kind != "symmetric"), ("perm", act_order)) if not given]
     return Op(

@@ -15,7 +15,7 @@ import rooftile as rt
 import torch
 from kv_caches import contiguous, kv, paged, tensors
 
-HEADS, DIM, THREADS = 2, 32, 8
+HEADS, DIM, THREADS = 2, 64, 8
 
 
 @pytest.fixture(autouse=True)
