@@ -35,11 +35,13 @@ def _dtype_name(x):
     return str(x.dtype).removeprefix("torch.")
 
 
-def _copy_of(op, argument, x):
-    """A contiguous array that the caller's later changes do not reach (only torch's and NumPy's change); None for None."""
+def _copy_of(op, argument, x, k):
+    """A contiguous [k] that a caller's later changes do not reach (only torch's and NumPy's change); None for None."""
     if x is None:
         return None
     _C.check_array(op, argument, x)
+    if tuple(x.shape) != (k,):  # before memory is made by what it says
+        raise ArgumentError(f"{op}: {argument} must be [K] = [{k}], got {list(x.shape)}")
     return _contiguous(x) if torch_of(x) else np.array(x, order="C") if isinstance(x, np.ndarray) else x
 
 
@@ -174,7 +176,7 @@ class PackedWeight:
             flat[2] = None
         _C.w4_pack(op, codes, scales, zeros, kind, cls.BITS, group_size, *flat)
         weight = cls.__new__(cls)
-        weight._take(op, *flat, (n, k), group_size, kind, _dtype_name(scales), _copy_of(op, "perm", perm))
+        weight._take(op, *flat, (n, k), group_size, kind, _dtype_name(scales), _copy_of(op, "perm", perm, k))
         return weight
 
     @classmethod

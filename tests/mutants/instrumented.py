@@ -32,7 +32,7 @@ inline const int rooftile_mutant = [] {
 X86 = (
     ("cpp/cpu/CMakeLists.txt", "set(isas portable)", "set(isas)"),
     ("cpp/cpu/CMakeLists.txt", "list(APPEND isas avx2 avx512)", "list(APPEND isas avx2)"),
-    ("cpp/cpu/CMakeLists.txt", "PRIVATE -O3 ", "PRIVATE -O2 "),
+    ("cpp/cpu/CMakeLists.txt", "-O1,-O3>", "-O1,-O2>"),
     ("cpp/cpu/dispatch.cpp", "{avx512_kernels, has_avx512},", ""),
     ("cpp/cpu/dispatch.cpp", "{portable_kernels, always},", ""),
     ("cpp/cpu/dispatch.cpp", "return portable_kernels();", "return reference_kernels();"),

@@ -509,6 +509,7 @@ def _cache_arrays(cache):
 def _cache_replaced(cache, arrays):
     """The same cache on other memory, with its allocator's books."""
     twin = copy.copy(cache)
+    twin._sources = ()  # of a view in 16 bits: the pool that its arrays no longer lie in
     twin._hold_arrays("a test", cache._arrays | arrays)
     for theirs, ours in zip(twin.page_state, cache.page_state, strict=True):
         theirs.copy_(ours)

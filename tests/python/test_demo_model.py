@@ -145,7 +145,7 @@ def test_chat_turns_on_a_compressed_cache_attend_what_the_format_says(model, tok
     monkeypatch.setattr(RooftileCache, "update", recording)
     transformers.AttentionInterface.register("checked", checked)
     transformers.AttentionMaskInterface.register("checked", rooftile_mask)
-    cache = RooftileCache(model.config, format="int4-kivi")
+    cache = RooftileCache(model.config, format="int4-kivi", turns=True)
     ids, _ = chat(tokenizer, QUESTIONS[0])
     for question in ("And of Italy? Tell me what one can see there.", "Thanks!", None):
         ids, _ = greedy(model, "checked", ids, torch.ones_like(ids), cache, 16)
@@ -156,7 +156,7 @@ def test_chat_turns_on_a_compressed_cache_attend_what_the_format_says(model, tok
 
 
 def test_chat_turns_on_an_fp32_cache_equal_sdpa(model, tokenizer):
-    caches = {"rooftile": RooftileCache(model.config, format="fp32"), "sdpa": transformers.DynamicCache()}
+    caches = {"rooftile": RooftileCache(model.config, format="fp32", turns=True), "sdpa": transformers.DynamicCache()}
     ids, _ = chat(tokenizer, QUESTIONS[0])
     for question in ("And of Italy?", None):
         ours, theirs = (greedy(model, name, ids, torch.ones_like(ids), cache, 16) for name, cache in caches.items())

@@ -511,7 +511,7 @@ def sample(bits=4):
         (lambda w: w.from_gguf(None, "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),
         (lambda w: w.from_gguf(np.zeros(72, np.int8), "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),
         (lambda w: w.from_gguf(b"", "Q4_0", 7), rt.ArgumentError, "shape"),
-        (lambda w: w.dequantize("int8"), rt.ArgumentTypeError, "out must be float32"),
+        (lambda w: w.dequantize("int8"), rt.ArgumentTypeError, "dtype must be float32, float16, bfloat16, got 'int8'"),
         (lambda w: w.dequantize("nonsense"), rt.ArgumentTypeError, "dtype"),
         (lambda w: rt.w4a16_matmul(torch.zeros(2, 63), w), rt.ArgumentError, "x must have a last dimension of K = 64"),
         (lambda w: rt.w4a16_matmul(torch.zeros(2, 64), None), rt.ArgumentTypeError, "w must be a rooftile.W4Weight"),
@@ -609,7 +609,7 @@ def test_bad_input_is_named(call, error, text):
             "^W8Weight.from_gguf: ggml_type must be Q8_0",
         ),
         (lambda w: w.from_gguf(b"", "Q8_0", (4, 32)), rt.ArgumentError, "must have 136 bytes"),
-        (lambda w: w.dequantize("int8"), rt.ArgumentTypeError, "^W8Weight.dequantize: out must be float32"),
+        (lambda w: w.dequantize("int8"), rt.ArgumentTypeError, "^W8Weight.dequantize: dtype must be float32"),
         (lambda w: w.to(None), rt.ArgumentTypeError, "^W8Weight.to: device"),
         (lambda w: w.concat([w, sample()]), rt.ArgumentTypeError, r"weights\[1\] must be a W8Weight, got W4Weight"),
         (
