@@ -71,6 +71,8 @@ class Mask:
             self.whole = sdpa_mask(**self.arguments, allow_is_causal_skip=False)
         return self.whole
 
+    ndim = 4  # of the tensor it stands for; transformers below 5.20 asks, and makes a mask of a mask for static caches
+
     def contiguous(self):
         """transformers asks this of masks for static caches, which are attended as tensors."""
         return self.dense()
@@ -195,6 +197,8 @@ def rooftile_mask(
 
     What is wrong with a mask is raised by the first layer, once it is known which cache it is for.
     """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
     return Mask(
         {
             "batch_size": batch_size,
