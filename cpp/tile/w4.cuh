@@ -100,18 +100,18 @@ class WeightDecode {
     }
   }
 
-  __device__ __forceinline__ void decode(const uint4 (&runs)[bits / 2], int quarter, FragmentA (&a)[2]) const {
+  __device__ __forceinline__ void decode(const uint4 (&runs)[bits / 2], int k_block, FragmentA (&a)[2]) const {
     if constexpr (fp16 && native) {
-      const uint4& four = runs[bits == 4 ? quarter / 2 : quarter];
+      const uint4& four = runs[bits == 4 ? k_block / 2 : k_block];
       if constexpr (bits == 4) {
-        whole_codes_of_word(quarter % 2 == 0 ? four.x : four.z, a[0].r);
-        whole_codes_of_word(quarter % 2 == 0 ? four.y : four.w, a[1].r);
+        whole_codes_of_word(k_block % 2 == 0 ? four.x : four.z, a[0].r);
+        whole_codes_of_word(k_block % 2 == 0 ? four.y : four.w, a[1].r);
       } else {
         whole_codes_of_words(four.x, four.y, a[0].r);
         whole_codes_of_words(four.z, four.w, a[1].r);
       }
     } else {
-      Codes::decode(runs, quarter, code_zero_, a);
+      Codes::decode(runs, k_block, code_zero_, a);
     }
 #pragma unroll
     for (FragmentA& of_16 : a)

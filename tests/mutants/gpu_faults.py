@@ -199,8 +199,8 @@ FAULTS = {
     "expand_block": Fault(
         "scale blocks of expanded rows are those of the next k-block",
         W4A16 + "expand.cuh",
-        "static_cast<int>(step * 4 + quarter) >> p.group_shift",
-        "static_cast<int>(step * 4 + quarter + 1) >> p.group_shift",
+        "static_cast<int>(step * 4 + k_block) >> p.group_shift",
+        "static_cast<int>(step * 4 + k_block + 1) >> p.group_shift",
     ),
     "expand_wait": Fault(
         "a chunk is written while the product before it may still read the workspace",

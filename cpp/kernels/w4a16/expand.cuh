@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
   }
   std::uint8_t* const shared_rows = rows_of_warps[warp];
 #pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) {
-    const std::int64_t block = blocks + min(static_cast<int>(step * 4 + quarter) >> p.group_shift, p.groups - 1);
+  for (int k_block = 0; k_block < 4; ++k_block) {
+    const std::int64_t block = blocks + min(static_cast<int>(step * 4 + k_block) >> p.group_shift, p.groups - 1);
     const auto pair = [&](const std::byte* values) {   // of rows g, g + 8
       const auto* const of_rows = reinterpret_cast<const std::uint16_t*>(values) + block * w4_tile_n;
       return std::uint32_t{of_rows[g]} | std::uint32_t{of_rows[g + 8]} << 16;
@@ -49,10 +49,10 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
       zeros[0] = of_rows[g], zeros[1] = of_rows[g + 8];
     }
     tile::FragmentA a[2];   // 16 rows x 16 k each
-    tile::WeightDecode<T, bits, Scale>(pair(p.w.scales), p.w.zeros == W4Zeros::minima ? pair(p.w.offsets) : 0, zeros).decode(runs, quarter, a);
+    tile::WeightDecode<T, bits, Scale>(pair(p.w.scales), p.w.zeros == W4Zeros::minima ? pair(p.w.offsets) : 0, zeros).decode(runs, k_block, a);
 #pragma unroll
     for (int i = 0; i < 8; ++i)   // register r of a fragment: row g + 8 (r % 2), k 8 (r / 2) + 2 t
-      *reinterpret_cast<std::uint32_t*>(shared_rows + (g + i % 2 * 8) * pitch + (quarter * 32 + i / 2 * 8 + 2 * t) * 2) = a[i / 4].r[i % 4];
+      *reinterpret_cast<std::uint32_t*>(shared_rows + (g + i % 2 * 8) * pitch + (k_block * 32 + i / 2 * 8 + 2 * t) * 2) = a[i / 4].r[i % 4];
   }
   __syncwarp();
   auto* const to = static_cast<std::uint16_t*>(p.to) + std::int64_t{row} * w4_tile_n * p.k + step * w4_step_k;
