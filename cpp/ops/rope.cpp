@@ -48,7 +48,7 @@ void check_positions(const char* op, const TensorView& positions, const TensorVi
 void check_inputs(const char* op, const TensorView& q, const TensorView& k, const TensorView& cos, const TensorView& sin,
                   const TensorView& positions) {
   Arg(op, "q", q).given().activation().ndim(2, TensorView::max_ndim);
-  Arg(op, "cos", cos).given().dtype({q.dtype, DType::f32}).ndim(2, 2).device(q.device, "q");
+  Arg(op, "cos", cos).given().dtype({q.dtype, DType::f32}).ndim(2, 2).countable().device(q.device, "q");
   Arg(op, "sin", sin).given().dtype({q.dtype, DType::f32}).shape_of(cos, "cos").device(q.device, "q");
   check_heads(op, "q", q, q, cos);
   check_heads(op, "k", k, q, cos);

@@ -148,7 +148,8 @@ ROOFTILE_INLINE F32 e4m3_values(I8 codes) {
 // No step meets a subnormal float, which a caller may have switched off.
 ROOFTILE_INLINE I32 e4m3_codes(F32 x) {   // |x| at most 448; the upper bytes are not used
   const F32 size = magnitude(x);
-  const I32 bits = (I32)size, normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+  const U32 bits = (U32)size;
+  const I32 normal = (I32)((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120 << 3);
   const I32 subnormal = (I32)(size + 0x1p14f) - (I32)splat(0x1p14f);   // rounds to a multiple of 2^-9
   return (size < 0x1p-6f ? subnormal : normal) | (((I32)x >> 24) & 0x80);
 }
