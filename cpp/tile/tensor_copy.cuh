@@ -60,12 +60,6 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, int c
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
 }
-// `bytes` bytes, not a tensor's, to this block's shared memory; they and both addresses are multiples of 16.
-__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
-               "r"(shared_address(&barrier))
-               : "memory");
-}
 
 #endif
 

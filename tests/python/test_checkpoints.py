@@ -516,18 +516,6 @@ def test_targets(tmp_path):
 
 # ---------------------------------------------------------------- read by transformers alone
 
-READ_WITHOUT_ROOFTILE = """
-import sys
-import transformers
-
-for folder in sys.argv[1:]:
-    try:
-        transformers.AutoModelForCausalLM.from_pretrained(folder)
-    except RuntimeError as error:
-        print("refused:", error)
-assert "rooftile" not in sys.modules
-"""
-
 
 def test_no_random_weights_where_rooftile_is_not_imported(tmp_path):
     """transformers warns of the unknown quant_method and goes on with linear layers: a shape must stop it."""
@@ -537,7 +525,7 @@ def test_no_random_weights_where_rooftile_is_not_imported(tmp_path):
     load(tmp_path / "w4").save_pretrained(tmp_path / "saved")
     folders = [tmp_path / name for name in ("w4", "w8", "saved")]
     done = subprocess.run(
-        [sys.executable, "-c", READ_WITHOUT_ROOFTILE, *folders],
+        [sys.executable, "-c", tiny.READ_WITHOUT_ROOFTILE, *folders],
         env={**os.environ, "NO_COLOR": "1"},
         capture_output=True,
         text=True,

@@ -150,19 +150,6 @@ def test_a_model_rounded_in_place_is_saved_and_loaded(family, tmp_path, capfd):
     assert_same_model(load(tmp_path / "saved"), ours)
 
 
-READ_WITHOUT_ROOFTILE = """
-import sys
-import transformers
-
-for folder in sys.argv[1:]:
-    try:
-        transformers.AutoModelForCausalLM.from_pretrained(folder)
-    except RuntimeError as error:
-        print("refused:", error)
-assert "rooftile" not in sys.modules
-"""
-
-
 def test_experts_are_not_random_where_rooftile_is_not_imported(tmp_path):
     """Of a model whose linear layers are all in 16 bits: what stops transformers is in the experts."""
     folders = []
@@ -176,7 +163,7 @@ def test_experts_are_not_random_where_rooftile_is_not_imported(tmp_path):
         ours.save_pretrained(tmp_path / family)
         assert_same_weights(load(tmp_path / family), ours)
         folders.append(tmp_path / family)
-    done = subprocess.run([sys.executable, "-c", READ_WITHOUT_ROOFTILE, *folders], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", tiny.READ_WITHOUT_ROOFTILE, *folders], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("refused:") == len(FAMILIES), done.stderr
 

@@ -31,6 +31,19 @@ SHAPES = {
 }
 MODULES = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
 
+# Run by `python -c` with folders: reads each as somebody does who never imports rooftile, and prints what it refused.
+READ_WITHOUT_ROOFTILE = """
+import sys
+import transformers
+
+for folder in sys.argv[1:]:
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except RuntimeError as error:
+        print("refused:", error)
+assert "rooftile" not in sys.modules
+"""
+
 
 @dataclasses.dataclass
 class Weight:
