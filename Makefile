@@ -17,8 +17,9 @@ test: pytest ctest
 # With the tests that take long or much memory (marker `slow`)
 test-all: test test-slow
 
+# One process a core; what worksteal gives a process stays together by file
 pytest: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n logical --dist worksteal
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow

@@ -14,10 +14,10 @@ from pathlib import Path
 
 command = sys.argv[1:]
 target = Path(command[command.index("-o") + 1])
-Path(f"{target}.command").write_text("\n".join(command))
+Path(f"{target}.command").write_text("\n".join(command), encoding="utf-8")
 with tempfile.TemporaryDirectory() as kept:
     done = subprocess.run([*command, "--keep", "--keep-dir", kept], stderr=subprocess.PIPE, text=True)
-    Path(f"{target}.ptxas").write_text(done.stderr)
+    Path(f"{target}.ptxas").write_text(done.stderr, encoding="utf-8")
     for ptx in Path(kept).glob("*.ptx"):
         architecture = re.search(r"\.target (\w+)", ptx.read_text())
         shutil.move(ptx, f"{target}.{architecture[1] if architecture else ptx.stem}.ptx")

@@ -22,6 +22,22 @@ def torch_of(x):
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
 
+def as_torch(array):
+    """A torch tensor or a NumPy array as a torch tensor over its memory; torch's default device is not asked."""
+    import torch
+
+    return array if isinstance(array, torch.Tensor) else torch.as_tensor(array, device="cpu")
+
+
+def aligned(tensor, element_size=None):
+    """A torch tensor that begins between its elements, of element_size bytes if they are not of its dtype, as a copy;
+    any other as it is.
+
+    A part of a mapped file may: in safetensors the data begin where the header ends, at any byte.
+    """
+    return tensor.clone() if tensor.data_ptr() % (element_size or tensor.element_size()) else tensor
+
+
 def compiling():
     """Whether torch.compile or torch.export is tracing the caller: ops then go through torch.ops.rooftile."""
     torch = sys.modules.get("torch")
@@ -81,9 +97,10 @@ def on_stream(function, like, arguments):
 def empty(op, argument, like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 
-    dtype: a name such as "float32", default `like`'s own. None where `like` is no array that an op takes: the binding
-    reads `like` before its outputs and refuses it by the name of its argument. Raises NotSupportedError for arrays on a
-    GPU that are not torch's, and OutOfMemoryError, naming op and argument, where there is no memory.
+    dtype: a name such as "float32", default `like`'s own. None where `like` is no array that an op takes, or `shape` no
+    array's: the binding reads what they come from before its outputs and refuses it by the name of its argument.
+    Raises NotSupportedError for arrays on a GPU that are not torch's, and OutOfMemoryError, naming op and argument,
+    where there is no memory.
     """
     torch = torch_of(like)
     if torch is not None:
@@ -94,6 +111,8 @@ def empty(op, argument, like, shape=None, dtype=None):
                 return torch.empty_like(like, memory_format=torch.contiguous_format)
             shape = like.shape if shape is None else shape
             return like.new_empty(shape, dtype=getattr(torch, dtype)) if dtype else like.new_empty(shape)
+        except TypeError:
+            return None
         except RuntimeError as e:  # torch.OutOfMemoryError is one
             raise _no_memory(op, argument, like, shape, dtype, e) from e
     if not isinstance(getattr(like, "shape", None), tuple):
@@ -103,9 +122,14 @@ def empty(op, argument, like, shape=None, dtype=None):
         dtype = numpy_dtype(dtype or str(like.dtype))
     except TypeError:
         return None
+    shape = like.shape if shape is None else shape
     try:
-        return np.empty(like.shape if shape is None else shape, dtype=dtype)
-    except (MemoryError, ValueError) as e:  # ValueError: more than NumPy counts
+        return np.empty(shape, dtype=dtype)
+    except TypeError:
+        return None
+    except (MemoryError, ValueError) as e:  # ValueError: more than NumPy counts, or less than nothing
+        if min(shape) < 0:
+            return None
         raise _no_memory(op, argument, like, shape, dtype, e) from e
 
 
@@ -146,6 +170,22 @@ def activation_dtype(op, dtype):
         hint = _C.did_you_mean(name, *_ACTIVATIONS)
         raise ArgumentTypeError(f"{op}: dtype must be {', '.join(_ACTIVATIONS)}, got {dtype!r}{hint}")
     return name
+
+
+def refuse_mask(op, argument, x):
+    """Raises ArgumentTypeError for a masked array, as the bindings do: for where NumPy would drop the mask first."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{op}: {argument} is a {type(x).__name__}, whose mask no op reads; pass filled() or its data"
+        )
+
+
+def must_be(values, given):
+    """What the error of an argument says that is none of `values`, names and perhaps None."""
+    names = ["None" if value is None else f'"{value}"' for value in values]
+    listed = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    known = [value for value in values if value is not None]
+    return f"must be {listed}, got {given!r}{_C.did_you_mean(given, *known) if isinstance(given, str) else ''}"
 
 
 def check_flag(op, argument, value):

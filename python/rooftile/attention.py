@@ -74,7 +74,7 @@ def decode_attention(
         check_flag("decode_attention", "return_lse", return_lse)
     if compiling():
         options = (rows, counts, scale, window, softcap, sinks)
-        return _traced("decode_attention", (q, *cache.flat(), *options), out, lse, return_lse, stream, plan)
+        return _traced("decode_attention", (q, *cache._flat(), *options), out, lse, return_lse, stream, plan)
     if out is None:
         out = empty("decode_attention", "out", q)
     if lse is None and return_lse:

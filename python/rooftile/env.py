@@ -172,7 +172,7 @@ def _exchange_table():
 def cpu_model():
     """What the CPU calls itself, where Linux says it."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:

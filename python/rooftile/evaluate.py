@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from rooftile._arrays import refuse_mask
 from rooftile._progress import progress_bar
 from rooftile.errors import ArgumentError
 
@@ -63,6 +64,7 @@ def split_chunks(ids, length, count=None):
 
     count: None takes all whole chunks. Raises ArgumentError when there are fewer.
     """
+    refuse_mask("split_chunks", "ids", ids)
     ids = np.asarray(ids, dtype=np.int64)
     whole = len(ids) // length
     count = whole if count is None else count
@@ -83,7 +85,8 @@ def compare(variants, chunks, *, batch=None, progress=True):
     import torch
 
     variants = list(variants)
-    chunks = torch.as_tensor(np.asarray(chunks))
+    refuse_mask("compare", "chunks", chunks)
+    chunks = torch.as_tensor(np.asarray(chunks), device="cpu")
     if not variants:
         raise ArgumentError("variants: expected at least one, the baseline")
     if chunks.ndim != 2 or len(chunks) == 0 or chunks.shape[1] < 2 or chunks.dtype != torch.int64:
@@ -137,7 +140,7 @@ def _score_batch(variant, ids, baseline, kept, advance):
         model.set_attn_implementation(variant.attention)
     cache = variant.make_cache(rows) if variant.make_cache is not None else None
     step = variant.step or length
-    sums = torch.zeros(3, rows, dtype=torch.float64)
+    sums = torch.zeros(3, rows, dtype=torch.float64, device="cpu")
     for begin in range(0, length, step):
         end = min(begin + step, length)
         out = model(ids[:, begin:end], past_key_values=cache, use_cache=cache is not None)

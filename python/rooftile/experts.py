@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rooftile._arrays import torch_device
+from rooftile._arrays import aligned, as_torch, torch_device
 from rooftile.errors import ArgumentError
 from rooftile.gemm import WEIGHTS, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import integer
@@ -52,9 +52,14 @@ class PackedStack(Packed):
         torch.nn.Module.__init__(self)
         self.WEIGHT = type(weights[0])
         arrays = ([getattr(w, name) for w in weights] for name in ARRAYS)
-        stacked = [None if a[0] is None else torch.stack([torch.as_tensor(x) for x in a]) for a in arrays]
+        stacked = [None if a[0] is None else torch.stack([as_torch(x) for x in a]) for a in arrays]
         self._hold(stacked, weights[0].layout)
         return self
+
+    @classmethod
+    def rounded(cls, weights, rounding):
+        """weights: one [out_features, in_features] for each expert. rounding: a W4A16 or W8A16."""
+        return cls.from_weights([rounding.weight_of(w) for w in weights])
 
     def __len__(self):
         return len(self.codes)
@@ -183,9 +188,13 @@ class ExpertsForm:
             return 2 * self.intermediate, self.hidden
         return self.hidden, self.intermediate
 
-    def rounded(self, value, rounding):
-        """The PackedStack of a parameter as transformers holds it. rounding: a W4A16 or W8A16."""
-        return PackedStack.from_weights([rounding.weight_of(w.T if self.transposed else w) for w in value.detach()])
+    def each(self, value):
+        """[out_features, in_features] of one expert after the other, of a parameter as transformers holds it."""
+        return (w.T if self.transposed else w for w in value.detach())
+
+    def fused(self, weights):
+        """What transformers holds, of what `each` gives."""
+        return torch.stack([w.T if self.transposed else w for w in weights])
 
 
 def experts_form(module):
@@ -247,7 +256,7 @@ class PackedExperts(Marked):
 
     def round(self, name, value, rounding):
         """pack, of a tensor as transformers holds it, rounded to nearest."""
-        self.pack(name, self.form.rounded(value, rounding))
+        self.pack(name, PackedStack.rounded(self.form.each(aligned(value)), rounding))
 
     @torch.compiler.disable
     def forward(self, hidden_states, top_k_index, top_k_weights):

@@ -7,8 +7,6 @@ have no current stream; `plan` forces a kernel variant by name. Mistakes raise A
 naming the argument.
 """
 
-import contextlib
-
 from rooftile import _C
 from rooftile._arrays import compiling, empty, needs_torch_stream, on_stream, ran, torch_op, torch_store
 from rooftile.errors import NotSupportedError
@@ -125,9 +123,12 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
         q_out = empty("rope_append", "q_out", q)
     op = "rope_append"
     rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
+
+    def kernel(cache, rows, counts):
+        return _C.rope_append(q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan)
+
     own = isinstance(cache, (Cache, Pages))
-    with cache.room(op, k, rows, counts) if own else contextlib.nullcontext((rows, counts)) as (rows, counts):
-        ran(_C.rope_append(q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan))
+    ran(cache._store(op, k, rows, counts, kernel) if own else kernel(cache, rows, counts))
     return q_out
 
 
@@ -180,4 +181,9 @@ def softmax(x, *, out=None, stream=None, plan=None):
 
 def _half(op, gate_up):
     shape = getattr(gate_up, "shape", None)
-    return empty(op, "out", gate_up, (*shape[:-1], shape[-1] // 2)) if isinstance(shape, tuple) and shape else None
+    if not isinstance(shape, tuple) or not shape:
+        return None
+    try:
+        return empty(op, "out", gate_up, (*shape[:-1], shape[-1] // 2))
+    except TypeError:  # no number: the binding reads gate_up before its output
+        return None

@@ -9,13 +9,16 @@ import numpy as np
 from rooftile import _C
 from rooftile._arrays import (
     activation_dtype,
+    as_torch,
     check_flag,
     compiling,
     empty,
+    must_be,
     needs_torch_stream,
     numpy_dtype,
     on_stream,
     ran,
+    refuse_mask,
     torch_device,
     torch_of,
     torch_op,
@@ -112,7 +115,7 @@ class PackedWeight:
     @classmethod
     def _check_kind(cls, op, kind):
         if not isinstance(kind, str) or kind not in cls.KINDS:
-            raise ArgumentError(f"{op}: kind must be {names_of(cls.KINDS)}, got {kind!r}")
+            raise ArgumentError(f"{op}: kind {must_be(cls.KINDS, kind)}")
 
     @classmethod
     def quantize(cls, weight, *, group_size=128, zeros=None):
@@ -122,13 +125,14 @@ class PackedWeight:
         (4 bits: scale = absmax / 7, codes -7..7; 8 bits: absmax / 127, -127..127) or, of 4 bits, "minima" (scale =
         (max - min) / 15). Scales are bfloat16 for bfloat16 weights, else float16; codes are rounded to nearest even
         with the stored scale. A group of zeros (constants) has scale 0 and reads back exactly; a group with NaN or Inf
-        reads back as NaN. Raises ArgumentError for a group_size that is not 32, 64, 128 or K or does not divide K,
-        ArgumentTypeError for what is no such array.
+        reads back as NaN. Finite float32 values beyond what float16 scales hold (65504 * 7, of 8 bits 65504 * 127, with
+        minima 65504) are clamped to that, without an error; quantize_ and convert refuse them. Raises ArgumentError for
+        a group_size that is not 32, 64, 128 or K or does not divide K, ArgumentTypeError for what is no such array.
         """
         op = f"{cls.__name__}.quantize"
         allowed = [kind for kind in cls.KINDS if kind != "integer"]
         if zeros is not None and zeros not in allowed:
-            raise ArgumentError(f"{op}: zeros must be {names_of([None, *allowed])}, got {zeros!r}")
+            raise ArgumentError(f"{op}: zeros {must_be([None, *allowed], zeros)}")
         kind = zeros or "symmetric"
         n, k = _shape2(weight, op, "weight")
         _C.w4_sizes(op, "weight", n, k, cls.BITS, group_size, kind)
@@ -191,7 +195,7 @@ class PackedWeight:
         name = getattr(ggml_type, "name", ggml_type)
         name = next((key for key, (number, *_) in types.items() if name in (key, number)), None)
         if name is None:
-            raise NotSupportedError(f"{op}: ggml_type must be {' or '.join(types)}, got {ggml_type!r}")
+            raise NotSupportedError(f"{op}: ggml_type {must_be(types, ggml_type)}")
         _, values, kind = types[name]
         n, k = _sizes(op, shape)
         if k == 0 or k % _GGUF_BLOCK:
@@ -245,14 +249,12 @@ class PackedWeight:
 
     def to(self, device):
         """This weight on a torch device ("cuda", "cpu", torch.device(...)): itself if it is there, else a copy."""
-        import torch
 
         if device is None:
             raise ArgumentTypeError(f"{type(self).__name__}.to: device must be one that torch can use, got None")
         device = torch_device(f"{type(self).__name__}.to", device)
         arrays = [
-            None if a is None else torch.as_tensor(a).to(device)
-            for a in (self.codes, self.scales, self.offsets, self.perm)
+            None if a is None else as_torch(a).to(device) for a in (self.codes, self.scales, self.offsets, self.perm)
         ]
         if arrays[0] is self.codes:
             return self
@@ -395,22 +397,20 @@ def _sizes(op, shape):
     return n, k
 
 
-def names_of(values):
-    """Values that an argument may have, as its error names them: None, "a" or "b"."""
-    names = ["None" if value is None else f'"{value}"' for value in values]
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
 def _shape2(x, op, argument):
     shape = getattr(x, "shape", None)
     if not isinstance(shape, tuple):
         raise ArgumentTypeError(f"{op}: {argument} must be an array of two dimensions, got {type(x).__name__}")
     if len(shape) != 2:
         raise ArgumentError(f"{op}: {argument} must have two dimensions, got shape {list(shape)}")
-    return int(shape[0]), int(shape[1])
+    try:
+        return operator.index(shape[0]), operator.index(shape[1])
+    except TypeError:
+        raise ArgumentTypeError(f"{op}: {argument} must have a shape of integers, got {shape}") from None
 
 
 def _bytes_of(data, op):
+    refuse_mask(op, "data", data)
     torch = torch_of(data)
     try:
         if torch:

@@ -5,7 +5,6 @@ A cache belongs to one attention layer; `ModelKVCache` is one for every layer of
 on one cache: each call sees the cache as the calls before it left it (docs/guide/cache-formats.md, Threads).
 """
 
-import contextlib
 import copy
 import functools
 import operator
@@ -23,6 +22,7 @@ from rooftile._arrays import (
     numpy_dtype,
     on_stream,
     ran,
+    refuse_mask,
     torch_of,
     torch_store,
 )
@@ -186,8 +186,11 @@ def append(cache, k, v, rows, counts, stream, plan):
     if stream is not None and needs_torch_stream(stream, k):
         return on_stream(append, k, locals())
     rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
-    with cache.room("append", k, rows, counts) as (rows, counts):
-        ran(_C.kv_append(cache._handle, k, v, rows, counts, stream, plan))
+
+    def kernel(cache, rows, counts):
+        return _C.kv_append(cache, k, v, rows, counts, stream, plan)
+
+    ran(cache._store("append", k, rows, counts, kernel))
 
 
 def bytes_of(array):
@@ -225,7 +228,7 @@ def atomic(method):
 class Cache:
     """What contiguous, paged and viewed caches have in common."""
 
-    page_state = ()  # what an operator that stores is given besides flat(): Pages.__init__
+    _page_state = ()  # what an operator that stores is given besides _flat(): Pages.__init__
     _shared = ("lengths",)  # names of the arrays that others can reach, whose memory torch may therefore move
     _sources = ()  # the caller's arrays of which those of a view are views in turn
 
@@ -243,24 +246,28 @@ class Cache:
         self.device = device_of(arrays["lengths"])
         if self.device != "cpu":  # kernels report here what the host could not check
             torch = sys.modules["torch"]
-            arrays["fault"] = torch.zeros(1, dtype=torch.int32).pin_memory()
+            arrays["fault"] = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
         self._arrays = arrays
-        self._handle = _C.KvCache(*self.flat(), op, self._shared, self._sources)
+        self._handle = _C.KvCache(*self._flat(), op, self._shared, self._sources)
 
     @property
-    def positions(self):
+    def _positions(self):
         """What truncate changes: lengths, and where raw tokens begin. On the CPU NumPy arrays over the same memory."""
         arrays = [self._arrays[name] for name in ("lengths", "raw_from") if name in self._arrays]
         return arrays if self.device != "cpu" else [host(array) for array in arrays]
 
     def _host_lengths(self):
         """The lengths where single ones are read: on the host, if it knows them without asking a device."""
-        return self.positions[0]
+        return self._positions[0]
 
-    def flat(self):
+    def _flat(self):
         """The cache as plain values and arrays, as _C.KvCache and torch.ops.rooftile.decode_attention take it."""
         shape = (self.page_size, self.head_dim, self.kv_heads, self.max_rows, self.max_pages)
-        return self.format, self.dtype, *shape, *(self._arrays.get(name) for name in ARRAYS)
+        arrays = self._current_arrays()
+        return self.format, self.dtype, *shape, *(arrays.get(name) for name in ARRAYS)
+
+    def _current_arrays(self):
+        return self._arrays
 
     @property
     def capacity(self):
@@ -271,7 +278,7 @@ class Cache:
     @atomic
     def lengths(self):
         """Tokens stored in every row: a list of `max_rows` ints. On a GPU this waits for the work before it."""
-        return self.positions[0].tolist()
+        return self._positions[0].tolist()
 
     @property
     def seq_lens(self):
@@ -310,12 +317,14 @@ class Cache:
         else:
             append(self, k, v, rows, counts, stream, plan)
 
-    def room(self, op, k, rows, counts):
-        """A context in which the rows have the memory that appending k takes; an error inside gives it back.
+    def _store(self, op, k, rows, counts, kernel):
+        """kernel(cache, rows, counts), with the cache as bindings take it and the others where kernels read them.
 
-        op: whose name errors begin with. Its value: rows and counts where the kernels read them.
+        The rows have the memory that appending k takes; an error of the kernel gives it back. op: whose name errors
+        begin with.
         """
-        return contextlib.nullcontext((ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)))
+        device = self.device
+        return kernel(self._handle, ints(op, "rows", rows, device), ints(op, "counts", counts, device))
 
     def truncate(self, rows, lengths):
         """Cuts rows[i] to its first lengths[i] tokens. rows, lengths: lists of ints or int32 arrays of one size.
@@ -588,6 +597,7 @@ class KVCache(Cache):
         rows: list of ints or an int32 array, repeats allowed. capacity: of the new cache, default this one's.
         Raises ArgumentError for a row that is not there or does not fit.
         """
+        refuse_mask("select", "rows", rows)
         rows = np.arange(self.batch, dtype=np.int32) if rows is None else host(ints("select", "rows", rows))
         if rows.dtype != np.int32 or rows.ndim != 1:
             raise ArgumentTypeError(

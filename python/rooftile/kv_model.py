@@ -63,13 +63,13 @@ class ModelKVCache:
     def _change_all(self, op, change):
         for layer in self.layers:
             layer.check(op)
-        before = [copy.deepcopy(layer.positions) for layer in self.layers]
+        before = [copy.deepcopy(layer._positions) for layer in self.layers]
         try:
             for layer in self.layers:
                 change(layer)
         except Exception:
             for layer, saved in zip(self.layers, before, strict=True):
-                for numbers, old in zip(layer.positions, saved, strict=True):
+                for numbers, old in zip(layer._positions, saved, strict=True):
                     numbers[:] = old
             raise
 
@@ -89,11 +89,12 @@ class ModelKVCache:
         return sum(layer.nbytes_used for layer in self.layers)
 
 
-def set_kv_cache(model, format="int4-kivi", *, capacity=None, dtype=None):
+def set_kv_cache(model, format="int4-kivi", *, capacity=None, dtype=None, stepwise=False):
     """Gives every generate() of a transformers model, and every forward without a cache, a new cache of this format.
 
-    model: a causal language model of transformers; its attention becomes "rooftile". format, capacity, dtype: as
-    rooftile.integrations.transformers.RooftileCache takes them. format=None takes it back: the model keeps the caches
+    model: a causal language model of transformers; its attention becomes "rooftile". format, capacity, dtype,
+    stepwise: as rooftile.integrations.transformers.RooftileCache takes them; with stepwise a text that is scored in one
+    forward is scored as the cache holds it. format=None takes it back: the model keeps the caches
     of transformers again, which the attention "rooftile" serves too. A cache that a call is given, or asks for by
     `cache_implementation`, is used as it is.
 
@@ -104,7 +105,7 @@ def set_kv_cache(model, format="int4-kivi", *, capacity=None, dtype=None):
     """
     from rooftile.integrations import transformers as integration
 
-    integration.set_kv_cache(model, format, {"capacity": capacity, "dtype": dtype})
+    integration.set_kv_cache(model, format, {"capacity": capacity, "dtype": dtype, "stepwise": stepwise})
 
 
 def _formats(num_layers, format):

@@ -2,6 +2,7 @@
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
 from rooftile import _C
+from rooftile._arrays import compiling, must_be
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import (
     ARRAYS,
@@ -71,8 +72,8 @@ class PagedKVCache(Cache):
     def _hold_arrays(self, op, arrays):
         super()._hold_arrays(op, arrays)
         on_host = () if self.device == "cpu" else (arrays["block_table"].cpu(), arrays["lengths"].cpu())
-        self.page_state = (zeros((self.num_pages,), "int32"), *on_host)
-        self._pages = Pages(self.flat(), self._handle, *self.page_state)
+        self._page_state = (zeros((self.num_pages,), "int32"), *on_host)
+        self._pages = Pages(self._flat(), self._handle, *self._page_state)
 
     def _host_lengths(self):
         return self._pages.here().lengths
@@ -141,8 +142,8 @@ class PagedKVCache(Cache):
         raw = sum(self._row_bytes(tokens % GROUP) for tokens in self.lengths) if self.format in KIVI else 0
         return (self.num_pages - self.free_pages) * page + raw
 
-    def room(self, op, k, rows, counts):
-        return self._pages.room(op, k, rows, counts)
+    def _store(self, op, k, rows, counts, kernel):
+        return self._pages._store(op, k, rows, counts, kernel)
 
     @atomic
     def truncate(self, rows, lengths):
@@ -191,14 +192,12 @@ class PagedKVCache(Cache):
 class KVCacheView(Cache):
     """What PagedKVCache.view returns: the methods of a cache on pages that somebody else hands out."""
 
-    _shared = ARRAYS
-
     def __init__(self, pool, block_table, seq_lens, format, dtype, page_size, head_dim, layout, ring):
         op = "PagedKVCache.view"
         device = device_of(seq_lens)
         dtype = dtype_name(op, check_format(op, format), dtype, device)
         if not isinstance(layout, str) or layout not in ("NHD", "HND"):
-            raise ArgumentError(f'{op}: layout must be "NHD" or "HND", got {layout!r}')
+            raise ArgumentError(f"{op}: layout {must_be(('NHD', 'HND'), layout)}")
         max_rows, max_pages = _shape(op, "block_table", block_table, 2)
         if device != "cpu":
             check_device(op, device)
@@ -212,11 +211,11 @@ class KVCacheView(Cache):
                     raise ArgumentError(
                         f"{op}: pool must hold K and V in its second dimension, got shape {tuple(pool.shape)}"
                     )
-                sides = (pool[:, 0], pool[:, 1])
-            self._sources = sides if sides is pool else (pool,)
+                sides = _halves(pool)
             for name, side in zip(("k_pool", "v_pool"), sides, strict=True):
                 _shape(op, name, side, 4)
-                arrays[name] = side if layout == "NHD" else side.swapaxes(1, 2)
+            self._sources, self._layout = (sides if sides is pool else (pool,)), layout
+            arrays |= self._sides()
             _, own_page_size, kv_heads, own_head_dim = arrays["k_pool"].shape
             page_size = own_page_size if page_size is None else integer(op, "page_size", page_size, 1)
             head_dim = own_head_dim if head_dim is None else integer(op, "head_dim", head_dim, 1)
@@ -235,15 +234,29 @@ class KVCacheView(Cache):
                 arrays.update(zip(("ring_k", "ring_v", "raw_from"), ring, strict=True))
         elif ring is not None:
             raise ArgumentError(f"{op}: ring is given, but format {format!r} keeps no raw tokens")
+        own = {"ring_k", "ring_v", "raw_from"} if ring is None else set()
+        if format in ELEMENT_DTYPES:
+            own |= {"k_pool", "v_pool"}  # views of _sources, which are asked
+        self._shared = tuple(name for name in ARRAYS if name not in own)
         super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
         if format in KIVI and ring is None:
-            lengths, raw_from = self.positions
+            lengths, raw_from = self._positions
             if any(length % GROUP for length in self.lengths):
                 raise ArgumentError(
                     f"{op}: ring is needed where a row's length is not a multiple of {GROUP}, "
                     f"got seq_lens {self.lengths}"
                 )
             raw_from[:] = lengths
+
+    def _sides(self):
+        """K and V in the caller's pool of elements, [pages, page_size, kv_heads, head_dim]."""
+        sides = self._sources if len(self._sources) == 2 else _halves(*self._sources)
+        sides = sides if self._layout == "NHD" else [side.swapaxes(1, 2) for side in sides]
+        return dict(zip(("k_pool", "v_pool"), sides, strict=True))
+
+    def _current_arrays(self):
+        """In a graph K and V are views of the pool that it finds when it runs."""
+        return self._arrays | self._sides() if self._sources and compiling() else self._arrays
 
     def __reduce_ex__(self, protocol):
         """NotSupportedError: the pool is the caller's, and may be that of other views too."""
@@ -268,6 +281,10 @@ class KVCacheView(Cache):
         Where both rows name the same page nothing is copied.
         """
         _C.kv_copy_row(self._handle, src, dst, 0, self._stream())
+
+
+def _halves(pool):
+    return pool[:, 0], pool[:, 1]
 
 
 def _shape(op, name, array, ndim):

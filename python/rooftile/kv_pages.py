@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who holds which page of a paged cache. Why all of it lies in arrays: docs/design/015-pages-in-arrays.md."""
 
-import contextlib
 import itertools
 import sys
 
@@ -22,30 +21,30 @@ class Pages:
     """
 
     def __init__(self, flat, handle, users, table=None, lengths=None):
-        """flat: Cache.flat(). handle: the _C.KvCache made of it."""
+        """flat: Cache._flat(). handle: the _C.KvCache made of it."""
         arrays = dict(zip(ARRAYS, flat[-len(ARRAYS) :], strict=True))
         self._handle, self._arrays = handle, arrays
         self.format, self.page_size = flat[0], flat[2]
         self.device = device_of(arrays["lengths"])
-        self._kept = {
-            "users": users,
-            "block_table": arrays["block_table"] if table is None else table,
-            "lengths": arrays["lengths"] if lengths is None else lengths,
-        }
-        self._watch = _C.Watch("pages", self._kept)
+        self._kept = [
+            users,
+            arrays["block_table"] if table is None else table,
+            arrays["lengths"] if lengths is None else lengths,
+        ]
         self._fault = None if arrays["fault"] is None else memoryview(host(arrays["fault"]))
         self._stale = []  # places of a GPU's table that differ from `table`
         self._read_again()
 
     def _read_again(self):
         """Takes the arrays from where they are now."""
-        self.users, self.table, self.lengths = map(host, self._kept.values())
+        self._times_taken = self._handle.times_taken
+        self.users, self.table, self.lengths = map(host, self._kept)
         # the same memory, of which single values are read faster
         self._users, self._table, self._lengths = map(memoryview, (self.users, self.table, self.lengths))
 
     def here(self):
         """These pages; torch may have moved their arrays. What is called on them is called under the cache's lock."""
-        if self._watch.moved("pages"):
+        if self._handle.times_taken != self._times_taken:
             self._read_again()
         return self
 
@@ -99,18 +98,18 @@ class Pages:
         self.users[freed] -= 1
         self._write(row, pages, [-1] * len(freed))
 
-    @contextlib.contextmanager
-    def room(self, op, k, rows, counts):
-        """Rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back.
+    def _store(self, op, k, rows, counts, kernel):
+        """Cache._store: rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back.
 
-        Other threads' calls on the pool wait until the context is left.
+        Other threads' calls on the pool wait until it is over.
         """
-        if self.device != "cpu" and sys.modules["torch"].cuda.is_current_stream_capturing():
+        on_gpu = self.device != "cpu"
+        if on_gpu and sys.modules["torch"].cuda.is_current_stream_capturing():
             raise NotSupportedError(
                 f"{op}: a PagedKVCache takes its pages on the host, which a graph that is captured would not repeat; "
                 "use a KVCache, or PagedKVCache.view with a table of your own"
             )
-        with self._handle.exclusive(op):
+        with self._handle.exclusive(op) as held:
             self.here()
             behind, changes, grown = self.catch_up(), [], []
             if behind:
@@ -121,12 +120,14 @@ class Pages:
                     copies = [(old, new) for _, _, old, new in changes if old >= 0]
                     if copies:
                         src, dst = np.array(copies, np.int32).T
-                        _C.kv_copy_pages(self._handle, src, dst, current_stream(self.device))
+                        _C.kv_copy_pages(held, src, dst, current_stream(self.device))
                     self.publish()
-                yield ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)
+                if on_gpu:
+                    rows, counts = ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)
+                name = kernel(held, rows, counts)
             except BaseException:
                 self._undo(changes)
-                if self.device != "cpu":
+                if on_gpu:
                     if self._fault is None or self._fault[0] == _C.kv_fault_raised:  # a row did not grow
                         self.settle()
                     else:
@@ -134,9 +135,10 @@ class Pages:
                         if behind and self._fault[0] == 0:  # a graph throws away what was settled
                             self._fault[0] = _C.kv_fault_raised
                 raise
-            if self.device != "cpu":
+            if on_gpu:
                 for row, tokens in grown:
                     self.lengths[row] += tokens
+            return name
 
     def _grow(self, op, k, rows, counts, changes, grown):
         """Gives every row the pages that its new tokens need, and its own copy of shared pages they would write.

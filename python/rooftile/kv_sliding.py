@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache of a sliding layer: pages behind the window are used again."""
 
-import copy
-
 import torch
 
 from rooftile.errors import ArgumentError
@@ -35,7 +33,8 @@ class SlidingKVCache:
 
     A row has a ring of pages, and its block table names them again and again: token t lies in the row's page
     (t / 64) % pages. No kernel reads behind the window, so results are bit for bit those of a cache that keeps
-    everything. `view` is the cache as kernels take it; whoever attends it passes `window`.
+    everything. `view` is the cache as kernels take it; whoever attends it passes `window`. Methods are atomic, as those
+    of a KVCache; an append that makes a longer table makes a new `view`, and the one before it refuses longer rows.
     """
 
     def __init__(self, window, cache):
@@ -83,16 +82,21 @@ class SlidingKVCache:
 
     def append(self, k, v, *, counts=None, longest):
         """KVCache.append. longest: the tokens of no row are more afterwards, known without asking a GPU."""
-        if longest > self.view.capacity:
-            self.view.check("append")
-            self._lay_table(max(2 * self.view.max_pages, pages_for(longest, CONTIGUOUS_PAGE)))
-        self.beyond = max(self.beyond - k.shape[1], 0)
-        # a token of a call must not overwrite another one
-        for piece, real in pieces(k.shape[1], self._ring.capacity - CONTIGUOUS_PAGE, counts):
-            self.view.append(k[:, piece], v[:, piece], counts=real)
+        with self._alone("append"):
+            if longest > self.view.capacity:
+                self.view.check("append")
+                self._lay_table(max(2 * self.view.max_pages, pages_for(longest, CONTIGUOUS_PAGE)))
+            self.beyond = max(self.beyond - k.shape[1], 0)
+            # a token of a call must not overwrite another one
+            for piece, real in pieces(k.shape[1], self._ring.capacity - CONTIGUOUS_PAGE, counts):
+                self.view.append(k[:, piece], v[:, piece], counts=real)
 
     def truncate(self, rows, lengths):
         """KVCache.truncate; ArgumentError where the window of the next query would reach tokens that are gone."""
+        with self._alone("truncate"):
+            self._truncate(rows, lengths)
+
+    def _truncate(self, rows, lengths):
         before = self.lengths
         back = max((before[row] - length for row, length in zip(rows, lengths, strict=True)), default=0)
         if self.beyond + back > BACK and max(before, default=0) + self.beyond > self._ring.capacity:
@@ -108,26 +112,44 @@ class SlidingKVCache:
 
     def reorder(self, index):
         """KVCache.reorder."""
-        self.check("reorder", ints("reorder", "index", index))
-        for array in self._row_arrays().values():
-            array[:] = array[index]
+        with self._alone("reorder"):
+            self.check("reorder", ints("reorder", "index", index))
+            for array in self._row_arrays().values():
+                array[:] = array[index]
 
     def select(self, rows=None):
         """KVCache.select."""
         rows = list(range(self.batch)) if rows is None else host(ints("select", "rows", rows)).tolist()
         if any(not 0 <= row < self.batch for row in rows):
             raise ArgumentError(f"select: rows must lie in [0, {self.batch}), got {rows}")
-        twin, ring = copy.copy(self), self._ring
+        twin, ring = object.__new__(type(self)), self._ring
         shape = (len(rows), ring.capacity, ring.kv_heads, ring.head_dim)
         twin._ring = KVCache(*shape, format=ring.format, dtype=ring.dtype, device=ring.device)
         targets = twin._row_arrays()
-        for name, source in self._row_arrays().items():
-            targets[name][:] = source[rows]
-        twin._lay_table(self.view.max_pages)
+        with self._alone("select"):
+            twin.window, twin.beyond = self.window, self.beyond
+            for name, source in self._row_arrays().items():
+                targets[name][:] = source[rows]
+            twin._lay_table(self.view.max_pages)
         return twin
+
+    def _alone(self, op):
+        """The lock of the ring's pool, which is the view's."""
+        return self._ring._handle.exclusive(op)
 
     def _row_arrays(self):
         return self._ring._row_arrays(self._ring.max_pages)
+
+    def __getstate__(self):
+        """What a pickle holds: bytes, as of a KVCache. The table is laid anew."""
+        with self._alone("pickle"):
+            ring = self._ring.__getstate__()
+            return {"window": self.window, "beyond": self.beyond, "ring": ring, "pages": self.view.max_pages}
+
+    def __setstate__(self, state):
+        self.window, self.beyond, self._ring = state["window"], state["beyond"], object.__new__(KVCache)
+        self._ring.__setstate__(state["ring"])
+        self._lay_table(state["pages"])
 
     def __deepcopy__(self, memo):
         return self.select()

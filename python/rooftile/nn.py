@@ -1,16 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch modules. Needs torch; `import rooftile` alone does not load it."""
 
+import functools
+
 import torch
 
 from rooftile import _C
-from rooftile._arrays import compiling, torch_device
+from rooftile._arrays import aligned, as_torch, compiling, must_be, torch_device
 from rooftile.errors import ArgumentError, ArgumentTypeError
 from rooftile.gemm import W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import integer
 
 _SCALES = ("float16", "bfloat16")
 ARRAYS = ("codes", "scales", "offsets", "perm")
+
+
+STATE_HOOKS = (  # of a module: they know tensors by name, and a packed one holds others
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_HOOKS = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def take_over(module, before):
+    """Gives a module the mode, the hooks and the attributes that it has not got itself of the one `before` it.
+
+    The dicts of the hooks are the same, so a handle that register_forward_hook returned still removes its hook.
+    """
+    module.train(before.training)
+    for name, value in vars(before).items():
+        if name in _HOOKS or not hasattr(module, name):
+            vars(module)[name] = value
+
+
+@functools.cache
+def own_names(kind):
+    """Names that PackedLinear or PackedExperts has a use for: an attribute of such a name cannot go over."""
+    return {*dir(kind), *ARRAYS, "_layout", "_weight"}
 
 
 class Marked(torch.nn.Module):
@@ -27,7 +64,7 @@ class Marked(torch.nn.Module):
     def marker(cls, prefix):
         """{name of the marker: the marker} of such a module whose parameters' names begin with `prefix`."""
         name, shape = cls.MARKER
-        return {prefix + name: torch.zeros(shape, dtype=torch.int64)}
+        return {prefix + name: torch.zeros(shape, dtype=torch.int64, device="cpu")}
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -53,9 +90,9 @@ class Packed(torch.nn.Module):
         out_features = integer(name, "out_features", out_features)
         in_features = integer(name, "in_features", in_features, 1)
         if not isinstance(kind, str) or kind not in kinds:
-            raise ArgumentError(f"{name}: kind must be one of {', '.join(kinds)}, got {kind!r}")
+            raise ArgumentError(f"{name}: kind {must_be(kinds, kind)}")
         if not isinstance(scale_dtype, str) or scale_dtype not in _SCALES:
-            raise ArgumentTypeError(f"{name}: scale_dtype must be float16 or bfloat16, got {scale_dtype!r}")
+            raise ArgumentTypeError(f"{name}: scale_dtype {must_be(_SCALES, scale_dtype)}")
         codes, scales, offsets = _C.w4_sizes(name, "in_features", out_features, in_features, bits, group_size, kind)
 
         def buffer(size):
@@ -79,15 +116,25 @@ class Packed(torch.nn.Module):
         """What the bytes mean, as a tensor, so that any checkpoint format can hold it."""
         shape, layout = self._layout["shape"], self._layout
         kind, scales = W4_KINDS.index(layout["kind"]), _SCALES.index(layout["scale_dtype"])
-        return torch.tensor([_C.w4_layout_version, *shape, layout["group_size"], kind, scales])
+        return torch.tensor([_C.w4_layout_version, *shape, layout["group_size"], kind, scales], device="cpu")
 
     def set_extra_state(self, state):
-        if state.tolist() != self.get_extra_state().tolist():
-            version, n, k, group, kind, scales = state.tolist()
-            raise ArgumentError(
-                f"{type(self).__name__}: the checkpoint holds [{n}, {k}] {W4_KINDS[kind]} group_size={group} "
-                f"{_SCALES[scales]} scales in layout {version}; this module is {self.extra_repr()}"
-            )
+        op, ours = type(self).__name__, self.get_extra_state().tolist()
+        form = f"_extra_state must be {ours} (layout version, out_features, in_features, group_size, kind, scale_dtype)"
+        if not isinstance(state, torch.Tensor):
+            raise ArgumentTypeError(f"{op}: {form} in a tensor, got {type(state).__name__}")
+        if tuple(state.shape) != (len(ours),) or state.is_meta:
+            raise ArgumentError(f"{op}: {form}, got {state.dtype} {list(state.shape)} on {state.device.type}")
+        theirs = state.tolist()
+        if theirs == ours:
+            return
+        version, n, k, group, kind, scales = theirs
+        if kind not in range(len(W4_KINDS)) or scales not in range(len(_SCALES)):
+            raise ArgumentError(f"{op}: {form}, got {theirs}")
+        raise ArgumentError(
+            f"{op}: the checkpoint holds [{n}, {k}] {W4_KINDS[int(kind)]} group_size={group} {_SCALES[int(scales)]} "
+            f"scales in layout {version}; this module is {self.extra_repr()}"
+        )
 
     def _layout_repr(self):
         layout = self._layout
@@ -133,7 +180,7 @@ class PackedLinear(Marked, Packed):
         self = cls.__new__(cls)
         torch.nn.Module.__init__(self)
         arrays = (getattr(weight, name) for name in ARRAYS)
-        self._hold([None if a is None else torch.as_tensor(a) for a in arrays], weight.layout)
+        self._hold([None if a is None else as_torch(a) for a in arrays], weight.layout)
         self._hold_bias(bias)
         return self
 
@@ -143,8 +190,8 @@ class PackedLinear(Marked, Packed):
         if not isinstance(linear, torch.nn.Linear):
             op = f"{cls.__name__}.from_linear"
             raise ArgumentTypeError(f"{op}: linear must be an nn.Linear, got {type(linear).__name__}")
-        weight = cls.WEIGHT.quantize(linear.weight.detach(), group_size=group_size, zeros=zeros)
-        return cls.from_weight(weight, None if linear.bias is None else linear.bias.detach())
+        weight = cls.WEIGHT.quantize(aligned(linear.weight.detach()), group_size=group_size, zeros=zeros)
+        return cls.from_weight(weight, None if linear.bias is None else aligned(linear.bias.detach()))
 
     def _hold_bias(self, bias):
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias, requires_grad=False))

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding a whole model's linear layers in place."""
 
-import fnmatch
+import math
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from rooftile import _C
+from rooftile._arrays import must_be
+from rooftile._reasons import Reasons
+from rooftile._rounding_report import RoundingReport
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
-from rooftile.gemm import WEIGHTS, names_of
+from rooftile.gemm import WEIGHTS
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _GROUPS = (128, 64, 32)
-_FEW = 16  # rows of a tile: a layer of fewer takes as much memory in 4 bits
+_LARGEST_FLOAT16 = 65504
 
 
 class _Rounding:
@@ -20,14 +24,19 @@ class _Rounding:
     def __post_init__(self):
         name = type(self).__name__
         if self.zeros not in self._zeros:
-            raise ArgumentError(f"{name}: zeros must be {names_of(self._zeros)}, got {self.zeros!r}")
-        if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size <= 0:
-            raise ArgumentError(f"{name}: group_size must be 32, 64, 128 or K, got {self.group_size!r}")
+            raise ArgumentError(f"{name}: zeros {must_be(self._zeros, self.zeros)}")
+        even = "an even number " if self.bits == 4 else ""
+        expected = f"group_size must be 32, 64, 128 or all columns of a layer ({even}up to 2**31 - 1)"
+        size = self.group_size
+        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+            raise ArgumentError(f"{name}: {expected}, got {size!r}")
+        try:
+            _C.w4_sizes(name, "group_size", 1, size, self.bits, size, self.zeros)
+        except ArgumentError:
+            raise ArgumentError(f"{name}: {expected}, got {size}") from None
 
     def check(self, where, shape):
         """Raises ArgumentError, beginning with `where`, for a weight [N, K] that cannot be rounded so."""
-        from rooftile import _C
-
         try:
             _C.w4_sizes(where, "weight", *shape, self.bits, self.group_size, self.zeros)
         except ArgumentError as e:
@@ -41,6 +50,22 @@ class _Rounding:
         fitting = self if size == self.group_size else replace(self, group_size=size)
         fitting.check(where, shape)
         return fitting
+
+    @property
+    def largest(self):
+        """The greatest |value| of a float32 weight whose scales and minima float16 holds."""
+        return _LARGEST_FLOAT16 * (2 ** (self.bits - 1) - 1 if self.zeros == "symmetric" else 1)
+
+    def in_range(self, where, weight):
+        """The torch tensor itself. Raises ArgumentError, beginning with `where`, where rounding would clamp a value."""
+        if str(weight.dtype) == "torch.float32" and weight.numel() > 0:
+            greatest = max(abs(float(end)) for end in weight.detach().aminmax())
+            if self.largest < greatest < math.inf:
+                raise ArgumentError(
+                    f"{where}: weight must lie within +-{self.largest}, what {self.bits} bits with float16 scales "
+                    f"hold, got a value of {greatest:.6g}; skip the layer or make the weight bfloat16"
+                )
+        return weight
 
     def weight_of(self, array):
         """The W4Weight or W8Weight of an array [N, K]."""
@@ -92,16 +117,22 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     "*.experts". progress: a bar on stderr, or lines where that is no terminal, and the report at the end.
 
     Left alone always: `lm_head`, the module of `model.get_output_embeddings()`, any layer that shares its weight with
-    another module, subclasses of nn.Linear (LoRA layers, `MultiheadAttention.out_proj`), layers whose weight is
-    computed (parametrised, pruned), and routers: an nn.Linear named `gate` or `router` or inside of one so named, one
-    with as many outputs as there are experts beside it, and one with fewer than 16 outputs.
+    another module, subclasses of nn.Linear (LoRA layers), layers whose weight is computed (parametrised, pruned), a
+    layer with a forward of its own (accelerate's), parameters or state_dict hooks besides, or a bias of another dtype
+    than its weight, the layers of nn.TransformerEncoderLayer and nn.MultiheadAttention, which read their weights
+    themselves, layers with fewer than 16 outputs, and routers: an nn.Linear named `gate` or `router` or inside of one
+    so named, or one with as many outputs as there are experts beside it.
+
+    A module used at several places becomes one module at all of them. Forward and backward hooks and other attributes
+    go over to the new module.
 
     Returns a RoundingReport: what was rounded, in which groups; what was left, why, and how much of the model it is.
     A transformers model gets its `config.quantization_config`, so that save_pretrained writes a folder to load.
 
     All layers are checked before the first is replaced, and errors name the layer: ArgumentError where in_features has
-    no such group or the weight is on the meta device, ArgumentTypeError where the weight is not float32, float16 or
-    bfloat16, NotSupportedError where another library has quantised the model already.
+    no such group, the weight is on the meta device or a float32 weight has a value that float16 scales do not hold
+    (beyond 65504 * 7; of 8 bits 65504 * 127; with minima 65504), ArgumentTypeError where the weight is not float32,
+    float16 or bfloat16, NotSupportedError where another library has quantised the model already.
     """
     import torch
 
@@ -115,13 +146,7 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     declare = _declaration(model)
     plan = RoundingPlan("quantize_", model, config, skip)
     for name in plan.roundings:
-        weight = model.get_parameter(name)
-        name = name.removesuffix(".weight")
-        if weight.device.type == "meta":
-            raise ArgumentError(f"quantize_: {name}: weight has no memory behind it (meta device)")
-        dtype = str(weight.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise ArgumentTypeError(f"quantize_: {name}: weight must be {', '.join(_DTYPES)}, got {dtype}")
+        plan.check(name, model.get_parameter(name))
     with progress_bar("Quantising", len(plan.roundings), show=progress) as advance:
         for name in plan.roundings:
             plan.round(model, name, model.get_parameter(name))
@@ -162,75 +187,14 @@ def name_patterns(op, skip):
     return list(patterns)
 
 
-@dataclass(frozen=True)
-class RoundingReport:
-    """What became of a model's weights.
-
-    bits, group_size: as asked. group_sizes: name of a layer (of experts: of their parameter) -> its group size. left:
-    name of a parameter that stays as it was -> (number of elements, why). packed: elements that were in 4 or 8 bits
-    before. total: elements of the model, shared ones once. str() of it is a summary.
-    """
-
-    bits: int
-    group_size: int
-    group_sizes: dict
-    left: dict
-    rounded: int
-    packed: int
-    total: int
-
-    @property
-    def smaller_groups(self):
-        """group_sizes of the layers that take smaller groups than asked."""
-        return {name: size for name, size in self.group_sizes.items() if size != self.group_size}
-
-    def __str__(self):
-        share = f"{self._share(self.rounded)} of {self.total:,} parameters"
-        lines = [f"Rounded to {self.bits} bits: {share}, groups of {self.group_size}"]
-        if self.packed:
-            lines.append(f"In 4 or 8 bits before: {self._share(self.packed)}")
-        return "\n".join(lines + notes(self.group_size, self.smaller_groups, self.left, self.total))
-
-    def _share(self, elements):
-        return _percent(elements, self.total)
-
-
-def notes(group_size, smaller_groups, left, total):
-    """Lines that say which layers take smaller groups than asked and what was left. Arguments as of RoundingReport."""
-    lines, sizes, reasons = [], {}, {}
-    for name, size in smaller_groups.items():
-        kinds = sizes.setdefault(size, {})
-        kinds[kind_of(name)] = kinds.get(kind_of(name), 0) + 1
-    for size, kinds in sizes.items():
-        names = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        lines.append(f"Groups of {size}, since {group_size} does not divide their columns: {names}")
-    for name, (elements, why) in left.items():
-        before, kinds = reasons.get(why, (0, {}))
-        reasons[why] = before + elements, kinds | {kind_of(name): None}
-    for why, (elements, kinds) in sorted(reasons.items(), key=lambda item: -item[1][0]):
-        lines.append(f"Left as they were, {why}: {_percent(elements, total)} ({', '.join(kinds)})")
-    return lines
-
-
-def _percent(elements, total):
-    return f"{100 * elements / max(total, 1):.1f} %"
-
-
-def kind_of(name):
-    """q_proj of model.layers.3.self_attn.q_proj, and what of it."""
-    parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
-    last = parts[-1:] if parts else [name]
-    return ".".join(parts[-2:]) if last[0] == "bias" else last[0]
-
-
 class RoundingPlan:
     """Which weights of a model are rounded and how, before anything is changed.
 
-    roundings: name of a parameter -> its W4A16 or W8A16. report: the RoundingReport. Errors begin with `op`, and are as
-    of quantize_.
+    roundings: name of a parameter -> its W4A16 or W8A16. report: the RoundingReport. only: names of the parameters that
+    may be rounded; all others are left as in the source. Errors begin with `op`, and are as of quantize_.
     """
 
-    def __init__(self, op, model, rounding, skip):
+    def __init__(self, op, model, rounding, skip, only=None):
         import torch
 
         patterns = name_patterns(op, skip)
@@ -238,9 +202,10 @@ class RoundingPlan:
             raise ArgumentError(
                 f"{op}: model is itself an nn.Linear, which cannot be replaced in place; use W4Linear.from_linear"
             )
-        self.roundings, self._forms = {}, expert_forms(model)
+        self._op, self.roundings, self._forms = op, {}, expert_forms(model)
         group_sizes, left, rounded, packed, total, seen = {}, {}, 0, 0, 0, set()
-        reason = _Reasons(model, patterns, self._forms)
+        reason = Reasons(model, patterns, self._forms, only)
+        self._places = {names[0]: names for names in reason.places.values()}
         for path, module in model.named_modules():
             packed += _packed_elements(module)
             for suffix, parameter in module.named_parameters(recurse=False):
@@ -249,7 +214,7 @@ class RoundingPlan:
                 seen.add(parameter)
                 total += parameter.numel()
                 name = f"{path}.{suffix}" if path else suffix
-                why = reason(path, module, suffix, parameter)
+                why = reason(module, suffix, parameter)
                 if why is not None:
                     left[name] = parameter.numel(), why
                     continue
@@ -261,6 +226,16 @@ class RoundingPlan:
         sums = rounded, packed, total + packed
         self.report = RoundingReport(rounding.bits, rounding.group_size, group_sizes, left, *sums)
 
+    def check(self, name, value):
+        """Raises where `value` cannot be rounded in the place of the parameter `name`."""
+        where = f"{self._op}: {name.removesuffix('.weight')}"
+        if value.device.type == "meta":
+            raise ArgumentError(f"{where}: weight has no memory behind it (meta device)")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise ArgumentTypeError(f"{where}: weight must be {', '.join(_DTYPES)}, got {dtype}")
+        self.roundings[name].in_range(where, value)
+
     def round(self, model, name, value):
         """Puts what `value` is rounded to into the place of the parameter `name`."""
         import torch
@@ -271,13 +246,21 @@ class RoundingPlan:
         module, rounding = model.get_submodule(path), self.roundings[name]
         if path in self._forms:
             if not isinstance(module, PackedExperts):
-                module = PackedExperts(module, self._forms[path]).train(module.training)
-                model.set_submodule(path, module)
+                module = self._replace(model, path, PackedExperts(module, self._forms[path]))
             module.round(suffix, value, rounding)
             return
         if value is not module.weight:
             module.weight = torch.nn.Parameter(value, requires_grad=False)
-        model.set_submodule(path, rounding.module_of(module).train(module.training))
+        self._replace(model, path, rounding.module_of(module))
+
+    def _replace(self, model, path, module):
+        """Puts the module into all places of the one at `path`, whose mode, hooks and attributes go over to it."""
+        from rooftile.nn import take_over
+
+        take_over(module, model.get_submodule(path))
+        for place in self._places[path]:
+            model.set_submodule(place, module)
+        return module
 
 
 def expert_forms(model):
@@ -296,66 +279,3 @@ def _packed_elements(module):
         return 0
     experts = len(module) if isinstance(module, PackedStack) else 1
     return experts * module.out_features * module.in_features
-
-
-class _Reasons:
-    """Why a parameter stays as it is; None for one to be rounded."""
-
-    def __init__(self, model, patterns, forms):
-        from rooftile.experts import PackedExperts
-
-        self.patterns, self.forms = patterns, forms
-        self.head = getattr(model, "get_output_embeddings", lambda: None)()
-        self.holders = {}  # how many modules hold each parameter
-        blocks = {}  # the module around experts, and how many they are
-        for path, module in model.named_modules():
-            own = list(module.parameters(recurse=False))
-            for parameter in own:
-                self.holders[parameter] = self.holders.get(parameter, 0) + 1
-            stacked = {len(parameter) for parameter in own if parameter.ndim == 3}
-            if isinstance(module, PackedExperts):
-                blocks[path] = module.form.experts
-            elif len(stacked) == 1:
-                blocks[path] = stacked.pop()
-            elif path.rpartition(".")[2] == "experts" and hasattr(module, "__len__"):
-                blocks[path] = len(module)
-        self.blocks = {path.rpartition(".")[0]: (path, count) for path, count in blocks.items()}
-
-    def __call__(self, path, module, suffix, parameter):
-        import torch
-
-        name, last = f"{path}.{suffix}", path.rpartition(".")[2]
-        linear = type(module) is torch.nn.Linear and suffix == "weight"  # what a subclass adds would be lost
-        experts = path in self.forms and parameter.ndim == 3
-        if parameter.ndim < 2 or suffix.endswith("bias"):
-            return "norms and biases"
-        if isinstance(module, torch.nn.Embedding):
-            return "embeddings"
-        if module is self.head or last == "lm_head":
-            return "output head"
-        if self._is_router(path, module, parameter, linear):
-            return "routers"
-        if any(fnmatch.fnmatchcase(n, p) for n in (path, name) for p in self.patterns):
-            return "skipped"
-        if self.holders[parameter] > 1:
-            return "shared with another module"
-        if linear or experts:
-            return None
-        return "experts of a form not known" if parameter.ndim == 3 else "no weight of a plain Linear"
-
-    def _is_router(self, path, module, parameter, linear):
-        """Routers and gates are named so; of any name, a Linear with one output for each expert beside it; and a Linear
-        with so few outputs that rounding saves nothing."""
-        if parameter.ndim != 2:
-            return False
-        if any(part in ("gate", "router") or part.endswith("_router") for part in path.split(".")):
-            return True
-        if not linear:
-            return False
-        around = path
-        while len(parameter) >= _FEW and around:
-            around = around.rpartition(".")[0]
-            inside, count = self.blocks.get(around, ("", None))
-            if len(parameter) == count and not f"{path}.".startswith(f"{inside}."):
-                return True
-        return len(parameter) < _FEW

@@ -79,12 +79,12 @@ _CACHE = (
     "Tensor? k_pool, Tensor? v_pool, Tensor? block_table, Tensor lengths, Tensor? ring_k, Tensor? ring_v, "
     "Tensor? raw_from, Tensor? fault"
 )
-_CACHE_PARTS = _CACHE.count(",") + 1  # Cache.flat()
+_CACHE_PARTS = _CACHE.count(",") + 1  # Cache._flat()
 
 
 # The same for ops that store: what an append writes. K and V of an element format are two views of one pool. Not the
 # word of faults: what is written a graph may hand over as a clone, and the kernels' word is one place in memory. What a
-# PagedKVCache gives besides, Cache.page_state, follows at the end.
+# PagedKVCache gives besides, Cache._page_state, follows at the end.
 _WRITTEN = ("pool", "k_pool", "v_pool", "block_table", "lengths", "ring_k", "ring_v", "raw_from")
 _PAGES = "Tensor(i!)? users=None, Tensor(j!)? host_table=None, Tensor(k!)? host_lengths=None"
 
@@ -282,7 +282,7 @@ def store(name, inputs, cache, rows, counts, stream, plan):
     if stream is not None:
         raise NotSupportedError(f"{name}: stream cannot be given under torch.compile; it uses torch's current stream")
     _refuse_grad(name, inputs)
-    return getattr(torch.ops.rooftile, name)(*inputs, *cache.flat(), rows, counts, *cache.page_state, plan=plan)
+    return getattr(torch.ops.rooftile, name)(*inputs, *cache._flat(), rows, counts, *cache._page_state, plan=plan)
 
 
 def call(name, inputs, outputs, stream, plan):

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
+#include <string>
 
 #include "bind.h"
 #include "kv_cache_handle.h"
 #include "rooftile/fused.h"
+#include "rooftile/names.h"
 #include "rooftile/roof.h"
 #include "tensor_caster.h"
 
@@ -19,7 +21,8 @@ Gelu gelu_form(Args& args, handle h) {
   const char* text = args.text(h, "approximate");
   if (std::strcmp(text, "tanh") == 0) return Gelu::tanh;
   if (std::strcmp(text, "none") == 0) return Gelu::erf;
-  fail(ErrorKind::value, "gelu_mul: approximate must be \"tanh\" or \"none\", got \"", text, "\"");
+  const std::string known[] = {"tanh", "none"};
+  fail(ErrorKind::value, "gelu_mul: approximate must be \"tanh\" or \"none\", got \"", text, '"', did_you_mean(text, known));
 }
 
 }  // namespace

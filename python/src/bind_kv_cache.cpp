@@ -51,6 +51,8 @@ class KvCache {
     if (!same) take(args);
     return cache_;
   }
+  // Another number than before where arrays were taken anew since.
+  std::int64_t times_taken() const { return times_taken_; }
 
  private:
   void take(Args& args) {
@@ -72,6 +74,7 @@ class KvCache {
     }
     if (!cache_.lock || pages.memory() != pool_) share_lock(pages.memory());
     taken_ = true;
+    ++times_taken_;
   }
 
   // The lock of the pool at `memory`; where it has none yet, this cache's.
@@ -91,50 +94,30 @@ class KvCache {
   LockedCache cache_;
   const void* pool_ = nullptr;   // where its memory begins
   bool taken_ = false;           // cache_ is of the arrays as they were taken
+  std::int64_t times_taken_ = 0;
 };
 
-// Arrays whose memory Python reads through other objects: says when those must be made again.
-class Watch {
- public:
-  Watch(const char* op, nb::dict arrays) {
-    for (auto [name, array] : arrays) {
-      names_.emplace_back(nb::borrow<nb::str>(name));   // which HeldArray points into
-      arrays_.emplace_back(array, names_.back().c_str(), HeldArray::Use::written);
-    }
-    take(op);
-  }
-  bool moved(const char* op) {
-    if (std::all_of(arrays_.begin(), arrays_.end(), [](const HeldArray& a) { return a.as_taken(); })) return false;
-    take(op);
-    return true;
-  }
-
- private:
-  void take(const char* op) {
-    Args args(op);
-    for (HeldArray& a : arrays_) a.take(args);
-  }
-  std::vector<nb::str> names_;
-  std::vector<HeldArray> arrays_;
-};
-
-// A cache's lock, held by the thread that made this: `with handle.exclusive(op):` around several calls.
+// A cache's lock, held by the thread that made this: `with handle.exclusive(op) as held:` around several calls. Those that take
+// `held` for the cache see its arrays as they were when the lock was taken, and do not ask for them once more.
 class Exclusive {
  public:
-  explicit Exclusive(std::shared_ptr<CacheLock> lock) : lock_(std::move(lock)) {
-    if (lock_->try_lock()) return;
+  Exclusive(Args& args, nb::handle_t<KvCache> owner) : owner_(nb::borrow(owner)), cache_(nb::inst_ptr<KvCache>(owner)->now(args)) {
+    if (cache_.lock->try_lock()) return;
     const nb::gil_scoped_release unlocked;
-    lock_->lock();
+    cache_.lock->lock();
   }
   Exclusive(Exclusive&&) = default;
   ~Exclusive() { leave(); }
   void leave() {
-    if (lock_) lock_->unlock();
-    lock_.reset();
+    if (cache_.lock) cache_.lock->unlock();
+    cache_.lock.reset();
   }
+  bool held() const { return cache_.lock != nullptr; }
+  const LockedCache& cache() const { return cache_; }
 
  private:
-  std::shared_ptr<CacheLock> lock_;
+  nb::object owner_;   // of what cache_ points to
+  LockedCache cache_;
 };
 
 DType dtype_from_name(const char* op, const char* text) {
@@ -162,6 +145,7 @@ Context cache_context(Args& args, const KvCacheView& c, handle stream = nb::none
 
 LockedCache locked_cache(Args& args, handle cache) {
   if (nb::isinstance<KvCache>(cache)) return nb::inst_ptr<KvCache>(cache)->now(args);
+  if (nb::isinstance<Exclusive>(cache) && nb::inst_ptr<Exclusive>(cache)->held()) return nb::inst_ptr<Exclusive>(cache)->cache();
   nb::object inner = nb::getattr(cache, "_handle", nb::none());
   if (nb::isinstance<KvCache>(inner)) return nb::inst_ptr<KvCache>(inner)->now(args);   // the owner keeps it alive
   const nb::object type_name = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(cache.ptr()))).attr("__name__");
@@ -192,16 +176,14 @@ void bind_kv_cache(nb::module_& m) {
           "pool"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(),
           "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "fault"_a.none() = nb::none(), "op"_a = "KVCache",
           "shared"_a = nb::make_tuple(), "sources"_a = nb::make_tuple())
-      .def("exclusive", [](KvCache& self, const char* op) {
+      .def("exclusive", [](nb::handle_t<KvCache> self, const char* op) {
         Args args(op);
-        return Exclusive(self.now(args).lock);
-      });
-  nb::class_<Watch>(m, "Watch")
-      .def(nb::init<const char*, nb::dict>(), "op"_a, "arrays"_a)
-      .def("moved", &Watch::moved, "op"_a);
+        return Exclusive(args, self);
+      })
+      .def_prop_ro("times_taken", &KvCache::times_taken);
   nb::class_<Exclusive>(m, "Exclusive")
-      .def("__enter__", [](Exclusive&) {})
-      .def("__exit__", [](Exclusive& self, nb::args) { self.leave(); });
+      .def("__enter__", [](nb::handle_t<Exclusive> self) { return nb::borrow<nb::object>(self); })
+      .def("__exit__", [](Exclusive& self, handle, handle, handle) { self.leave(); }, "kind"_a.none(), "error"_a.none(), "trace"_a.none());
 
   m.def(
       "kv_block_bytes",

@@ -19,7 +19,7 @@ struct LockedCache {
 };
 
 // What is behind a cache argument: a `_C.KvCache`, or an object that holds one as `_handle` (rooftile.KVCache and the
-// others of rooftile.kv_cache). Anything else is a type error. Valid as long as the argument lives.
+// others of rooftile.kv_cache), or the lock of one that is held. Anything else is a type error. Valid as long as the argument lives.
 LockedCache locked_cache(Args&, nanobind::handle cache);
 
 // Runs a call on a cache without the GIL and under its lock; nobody waits for the lock who holds the GIL. A call that only reads

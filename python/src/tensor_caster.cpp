@@ -19,6 +19,13 @@ struct ManagedTensor {
   nb::dlpack::dltensor tensor;
 };
 
+// DLPack, "DLManagedTensor": as it was before versions.
+struct UnversionedTensor {
+  nb::dlpack::dltensor tensor;
+  void* context;
+  void (*deleter)(UnversionedTensor*);
+};
+
 // DLPack 1.3, "DLPackExchangeAPI": the part of its layout that is used.
 struct ExchangeTable {
   struct { std::uint32_t major, minor; } version;
@@ -43,6 +50,8 @@ namespace {
 
 constexpr double address_space = 0x1p57;   // bytes: no machine has more
 constexpr int dl_cpu = 1, dl_cuda = 2, dl_cuda_host = 3;
+constexpr std::uint32_t dl_major = 1;            // of another one nothing but version and deleter is known
+constexpr std::uint64_t dl_flag_read_only = 1;
 
 std::string text_of(nb::handle h) {
   nb::object text = nb::steal(PyObject_Str(h.ptr()));
@@ -94,7 +103,7 @@ TypeFacts find_facts(PyTypeObject* type) {
     nb::object capsule = t.attr("__dlpack_c_exchange_api__");
     const auto* table = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (!table) PyErr_Clear();
-    if (table && table->version.major == 1 && table->dltensor_from_py_object) facts.table = table;
+    if (table && table->version.major == dl_major && table->dltensor_from_py_object) facts.table = table;
   }
   return facts;
 }
@@ -169,7 +178,7 @@ DType dtype_of(nb::dlpack::dtype t, const char* op, const char* argument) {
   const std::string family = t.code < 7 ? families[t.code] : "DLPack type code " + std::to_string(t.code) + ", ";
   refuse(ErrorKind::type, op, argument,
          "has dtype " + (t.code == 6 ? family : family + std::to_string(t.bits)) +
-             ", which no op takes (float32, float16, bfloat16, float8_e4m3fn, int8, uint8, int32, int64)");
+             (t.lanes == 1 ? "" : " in " + std::to_string(t.lanes) + " lanes") + ", which no op takes (float32, float16, bfloat16, float8_e4m3fn, int8, uint8, int32, int64)");
 }
 
 Device device_of(int type, int index, const char* op, const char* argument) {
@@ -178,16 +187,67 @@ Device device_of(int type, int index, const char* op, const char* argument) {
   refuse(ErrorKind::value, op, argument, "is on a device rooftile does not know (DLPack device type " + std::to_string(type) + ")");
 }
 
-void check_memory(const TensorView& t, const char* op, const char* argument) {
+// d: as `t`, but for its memory. Addresses are computed in 64 bits, of elements that no address space could hold as well.
+void take_memory(TensorView& t, const nb::dlpack::dltensor& d, const char* op, const char* argument) {
+  if (static_cast<double>(d.byte_offset) >= address_space)
+    refuse(ErrorKind::value, op, argument,
+           "has a byte_offset that leads out of any memory (" + std::to_string(d.byte_offset) + ", " + describe(t) + ")");
+  double reach = 0;
+  for (int i = 0; i < t.ndim; ++i) reach += std::abs(static_cast<double>(t.shape[i] - 1) * static_cast<double>(t.stride[i]));
+  if (reach * static_cast<double>(size_of(t.dtype)) + static_cast<double>(d.byte_offset) >= address_space && t.numel() > 0)
+    refuse(ErrorKind::value, op, argument, "has strides that lead out of any memory (" + describe(t) + ")");
+  t.data = d.data ? static_cast<char*>(d.data) + d.byte_offset : nullptr;
   if (reinterpret_cast<std::uintptr_t>(t.data) % size_of(t.dtype) != 0)
     refuse(ErrorKind::value, op, argument, "is not aligned to its elements (" + describe(t) + "); copy it");
   if (!t.data && t.numel() > 0)
     refuse(ErrorKind::value, op, argument, "has no memory behind it (" + describe(t) + ")");
-  // Addresses are computed in 64 bits, of elements that no address space could hold as well.
-  double reach = 0;
-  for (int i = 0; i < t.ndim; ++i) reach += std::abs(static_cast<double>(t.shape[i] - 1) * static_cast<double>(t.stride[i]));
-  if (reach * static_cast<double>(size_of(t.dtype)) >= address_space && t.numel() > 0)
-    refuse(ErrorKind::value, op, argument, "has strides that lead out of any memory (" + describe(t) + ")");
+}
+
+TensorView view_of(const nb::dlpack::dltensor& d, const char* op, const char* argument) {
+  if (d.ndim < 0 || d.ndim > TensorView::max_ndim)
+    refuse(ErrorKind::value, op, argument, "has " + std::to_string(d.ndim) + " dimensions, 0 to " + std::to_string(TensorView::max_ndim) + " are taken");
+  if (d.ndim > 0 && !d.shape) refuse(ErrorKind::value, op, argument, "has " + std::to_string(d.ndim) + " dimensions and no shape");
+  TensorView t;
+  t.dtype = dtype_of(d.dtype, op, argument);
+  t.device = device_of(d.device.device_type, d.device.device_id, op, argument);
+  t.ndim = d.ndim;
+  bool empty = false;
+  for (int i = 0; i < d.ndim; ++i) {
+    if (d.shape[i] < 0) refuse(ErrorKind::value, op, argument, "has a negative size in dimension " + std::to_string(i));
+    empty |= (t.shape[i] = d.shape[i]) == 0;
+  }
+  std::int64_t contiguous = 1;
+  for (int i = d.ndim - 1; i >= 0; --i) {   // what has no elements has no strides of its own
+    t.stride[i] = d.strides && !empty ? d.strides[i] : contiguous;
+    if (__builtin_mul_overflow(contiguous, d.shape[i], &contiguous)) contiguous = std::numeric_limits<std::int64_t>::max();
+  }
+  take_memory(t, d, op, argument);
+  return t;
+}
+
+// What __dlpack__ gives. Unversioned is what most give sooner; of what will be written the other one says whether it may be. Producers
+// give one of them alone: old ones take no max_version (TypeError), and what is read-only has no unversioned capsule (BufferError).
+nb::object call_dlpack(nb::handle h, bool versioned) {
+  nb::object method = h.attr("__dlpack__");
+  return versioned ? method(nb::arg("max_version") = nb::make_tuple(dl_major, 0)) : method();
+}
+nb::object dlpack_of(nb::handle h, bool writes) {
+  try {
+    return call_dlpack(h, writes);
+  } catch (nb::python_error& e) {
+    if (!e.matches(PyExc_BufferError) && !e.matches(PyExc_TypeError)) throw;
+  }
+  return call_dlpack(h, !writes);
+}
+
+// What Python says the shape is: wrappers make outputs by it.
+void check_python_shape(nb::handle h, const TensorView& t, const char* op, const char* argument) {
+  nb::object shape = nb::getattr(h, "shape", nb::none());
+  if (!nb::isinstance<nb::tuple>(shape)) return;
+  nb::list sizes;
+  for (int i = 0; i < t.ndim; ++i) sizes.append(t.shape[i]);
+  if (!shape.equal(nb::tuple(sizes)))
+    refuse(ErrorKind::value, op, argument, "says that its shape is " + text_of(shape) + ", and is " + describe(t));
 }
 
 }  // namespace
@@ -213,65 +273,60 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
 
   torch_ |= facts.torch;
   TensorView t;
-  const auto take = [&](const nb::dlpack::dltensor& d) {
-    if (d.ndim < 0 || d.ndim > TensorView::max_ndim)
-      refuse(ErrorKind::value, op_, argument, "has " + std::to_string(d.ndim) + " dimensions, at most " + std::to_string(TensorView::max_ndim) + " are taken");
-    t.data = static_cast<char*>(d.data) + d.byte_offset;
-    if (!d.data) t.data = nullptr;
-    t.dtype = dtype_of(d.dtype, op_, argument);
-    t.device = device_of(d.device.device_type, d.device.device_id, op_, argument);
-    t.ndim = d.ndim;
-    bool empty = false;
-    for (int i = 0; i < d.ndim; ++i) {
-      if (d.shape[i] < 0) refuse(ErrorKind::value, op_, argument, "has a negative size in dimension " + std::to_string(i));
-      empty |= (t.shape[i] = d.shape[i]) == 0;
-    }
-    std::int64_t contiguous = 1;
-    for (int i = d.ndim - 1; i >= 0; --i) {   // what has no elements has no strides of its own
-      t.stride[i] = d.strides && !empty ? d.strides[i] : contiguous;
-      if (__builtin_mul_overflow(contiguous, d.shape[i], &contiguous)) contiguous = std::numeric_limits<std::int64_t>::max();
-    }
-  };
-
   if (facts.table) {
     nb::dlpack::dltensor d;
     if (facts.table->dltensor_from_py_object(h.ptr(), &d) != 0)
       refuse(ErrorKind::type, op_, argument, "cannot be read: " + take_python_error());
-    take(d);
+    t = view_of(d, op_, argument);
     table_ = facts.table;
   } else {
-    nb::object object = nb::borrow(h);
-    bool bf16 = false;
-    if (python_type(h) == "ndarray" && nb::hasattr(h, "dtype") &&
-        text_of(h.attr("dtype")) == "bfloat16") {   // ml_dtypes: NumPy has no DLPack code for it
-      object = h.attr("view")("uint16");
-      bf16 = true;
-    }
-    nb::ndarray<nb::ro> read;
-    if (!nb::hasattr(h, "__dlpack__") || !nb::try_cast(object, read, false)) {   // bytes and the like are no arrays
-      PyErr_Clear();
-      refuse(ErrorKind::type, op_, argument, "must be an array that speaks DLPack (torch, NumPy, jax, cupy), got " + python_type(h));
-    }
-    if (writes) {   // jax arrays are immutable, but their DLPack capsule does not say so
-      nb::ndarray<> written;
-      t.read_only = module_of(h).rfind("jax", 0) == 0 || !nb::try_cast(object, written, false);
-      PyErr_Clear();
-    }
-    nb::dlpack::dltensor d{};
-    d.data = const_cast<void*>(static_cast<const void*>(read.data()));
-    d.device = {read.device_type(), read.device_id()};
-    d.ndim = static_cast<std::int32_t>(read.ndim());
-    d.dtype = read.dtype();
+    const bool bf16 = python_type(h) == "ndarray" && nb::hasattr(h, "dtype") &&
+                      text_of(h.attr("dtype")) == "bfloat16";   // ml_dtypes: NumPy has no DLPack code for it
+    objects_.push_back(bf16 ? h.attr("view")("uint16") : facts.torch ? h.attr("detach")() : nb::borrow(h));
+    auto [d, read_only] = produced(objects_.back(), argument, writes);
     if (bf16) d.dtype = {4, 16, 1};
-    d.shape = const_cast<std::int64_t*>(read.shape_ptr());
-    d.strides = const_cast<std::int64_t*>(read.stride_ptr());
-    take(d);
-    objects_.push_back(object);
-    kept_.push_back(std::move(read));
+    t = view_of(d, op_, argument);
+    t.read_only = writes && (read_only || module_of(h).rfind("jax", 0) == 0);   // jax: immutable, but its capsule does not say so
+    if (!facts.numpy && !facts.torch) check_python_shape(h, t, op_, argument);
   }
-  check_memory(t, op_, argument);
   if (t.read_only) refuse(ErrorKind::value, op_, argument, "is read-only and would be written");
   return t;
+}
+
+std::pair<nb::dlpack::dltensor, bool> Args::produced(nb::handle h, const char* argument, bool writes) {
+  const std::string expected = "must be an array that speaks DLPack (torch, NumPy, jax, cupy), got " + python_type(h);
+  if (!nb::hasattr(h, "__dlpack__")) refuse(ErrorKind::type, op_, argument, expected);   // bytes and the like are no arrays
+  nb::object capsule;
+  try {
+    capsule = dlpack_of(h, writes);
+  } catch (nb::python_error& e) {
+    if (!e.matches(PyExc_Exception)) throw;   // KeyboardInterrupt and the like
+    nb::object memory = nb::steal(PyMemoryView_FromObject(h.ptr()));   // what is read-only in NumPy before 2.1
+    PyErr_Clear();
+    nb::ndarray<nb::ro> read;
+    if (!memory.is_valid() || !nb::try_cast(memory, read, false))
+      refuse(ErrorKind::type, op_, argument, expected + ", whose __dlpack__ raised " + text_of(e.type().attr("__name__")) + ": " + text_of(e.value()));
+    buffers_.push_back(read);
+    const nb::dlpack::dltensor d{const_cast<void*>(static_cast<const void*>(read.data())), {read.device_type(), read.device_id()},
+                                 static_cast<std::int32_t>(read.ndim()), read.dtype(), const_cast<std::int64_t*>(read.shape_ptr()),
+                                 const_cast<std::int64_t*>(read.stride_ptr()), 0};
+    return {d, nb::cast<bool>(memory.attr("readonly"))};
+  }
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
+    auto* managed = static_cast<UnversionedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor");   // ours to give back from here on
+    unversioned_.push_back(managed);
+    return {managed->tensor, false};
+  }
+  if (!PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned"))
+    refuse(ErrorKind::type, op_, argument, expected + ", whose __dlpack__ gave a " + python_type(capsule) + ", expected a capsule with a tensor");
+  auto* managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+  PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+  versioned_.push_back(managed);
+  if (managed->version.major != dl_major)
+    refuse(ErrorKind::type, op_, argument, "is a tensor of DLPack " + std::to_string(managed->version.major) + "." + std::to_string(managed->version.minor) +
+           ", expected version " + std::to_string(dl_major));
+  return {managed->tensor, (managed->flags & dl_flag_read_only) != 0};
 }
 
 double Args::number(nb::handle h, const char* argument) {
@@ -302,6 +357,10 @@ const char* Args::text(nb::handle h, const char* argument) {
 
 Args::~Args() {
   if (lent_) lent_->deleter(lent_);
+  for (UnversionedTensor* t : unversioned_)
+    if (t->deleter) t->deleter(t);
+  for (ManagedTensor* t : versioned_)
+    if (t->deleter) t->deleter(t);
 }
 
 void Args::lend_to(Context& ctx, nb::handle workspace, nb::handle like) {
@@ -337,7 +396,10 @@ Context Args::context(const TensorView& first, nb::handle stream, nb::handle pla
   ctx.device = first.device;
   if (!plan.is_none()) ctx.variant = text(plan, "plan");
   if (!stream.is_none()) {
-    ctx.stream = reinterpret_cast<void*>(integer(stream, "stream"));
+    const std::int64_t handle = integer(stream, "stream");
+    if (handle < 0)
+      refuse(ErrorKind::value, op_, "stream", "must be a stream's handle, 0 or more (as torch's stream.cuda_stream), got " + std::to_string(handle));
+    ctx.stream = reinterpret_cast<void*>(handle);
   } else if (ctx.device.type == DeviceType::cuda && table_ && table_->current_work_stream) {
     if (table_->current_work_stream(dl_cuda, ctx.device.index, &ctx.stream) != 0)
       refuse(ErrorKind::device, op_, "stream", "cannot be read from torch: " + take_python_error());

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one file that knows DLPack's C exchange table, nb::ndarray, NumPy's array struct and TensorView.
+// The one file that knows DLPack's structs, its C exchange table, NumPy's array struct and TensorView.
 //
 // torch tensors come through the C exchange table of their type (0.1 us, no reference taken, no synchronisation);
-// everything else through nb::ndarray (NumPy, jax, cupy, older torch). Guards: a torch subclass (FakeTensor, DTensor),
-// a tensor that needs grad while grad mode is on, a negated view, memory that is not there: each a typed error that names
-// the argument.
+// everything else through __dlpack__ (NumPy, jax, cupy, older torch), and nothing that its capsule says is believed unchecked.
+// Guards: a torch subclass (FakeTensor, DTensor), a tensor that needs grad while grad mode is on, a negated view, memory that
+// is not there: each a typed error that names the argument.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <utility>
 #include <vector>
 
 #include "rooftile/context.h"
@@ -21,6 +22,8 @@ namespace nb = nanobind;
 namespace rooftile::python {
 
 struct ExchangeTable;
+struct ManagedTensor;
+struct UnversionedTensor;
 
 // Converts the tensor arguments of one call and keeps alive what must outlive it.
 class Args final : public Lender {
@@ -51,15 +54,19 @@ class Args final : public Lender {
  private:
   Memory lend(const Context&, std::size_t bytes) override;   // without the GIL
   TensorView convert(nb::handle h, const char* argument, bool writes);
+  // What __dlpack__ gives, and whether it is read-only; ours until the call is over.
+  std::pair<nb::dlpack::dltensor, bool> produced(nb::handle h, const char* argument, bool writes);
 
   const char* op_;
-  std::vector<nb::ndarray<nb::ro>> kept_;
+  std::vector<UnversionedTensor*> unversioned_;   // capsules' tensors, given back when the call is over
+  std::vector<ManagedTensor*> versioned_;
+  std::vector<nb::ndarray<nb::ro>> buffers_;
   std::vector<nb::object> objects_;
   const ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
   bool torch_ = false;                            // whether there was one
   int duals_ = -1;                                // whether tensors may be dual; -1: not asked yet
   nb::handle workspace_, like_;                   // of lend_to
-  struct ManagedTensor* lent_ = nullptr;          // by torch, until the call is over
+  ManagedTensor* lent_ = nullptr;          // by torch, until the call is over
 };
 
 // An array that outlives the call that checked it: of a weight, of a cache. Its framework may move the memory

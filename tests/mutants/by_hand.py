@@ -10,7 +10,7 @@ DECODE, PREFILL, MATH = SIMD + "attention_decode.cpp", SIMD + "attention_prefill
 APPEND = SIMD + "kv_cache.cpp"
 W4_ROUND = "cpp/core/w4_round.h"
 KV_OPS, ATTENTION_OPS, ROPE_OPS = "cpp/ops/kv_cache.cpp", "cpp/ops/attention.cpp", "cpp/ops/rope.cpp"
-PAGES, PAGED, QUANTIZE = (f"python/rooftile/{name}.py" for name in ("kv_pages", "kv_paged", "quantize"))
+PAGES, PAGED, REASONS = (f"python/rooftile/{name}.py" for name in ("kv_pages", "kv_paged", "_reasons"))
 FETCH, GGUF = "python/rooftile/loaders/fetch.py", "python/rooftile/loaders/gguf_file.py"
 SOURCES, CONVERT, WRITER = (f"python/rooftile/checkpoints/{name}.py" for name in ("sources", "convert", "writer"))
 
@@ -127,7 +127,7 @@ FAULTS = [
         "pass",
     ),
     Fault("a ring is made for rows with open groups", PAGED, "length % GROUP", "length % 16"),
-    Fault("a layer that shares its weight is rounded", QUANTIZE, "self.holders[parameter] > 1", "False"),
+    Fault("a layer that shares its weight is rounded", REASONS, "self.holders[parameter] > 1", "False"),
     Fault("a cached download is used unhashed", FETCH, "_sha256(target) == file.sha256", "True"),
     Fault("a count is held against single bytes", GGUF, "n * item_bytes > left", "n > left"),
     Fault(

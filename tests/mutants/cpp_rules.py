@@ -291,7 +291,7 @@ def mutants(path, text):
 def planted(text, chosen):
     """The text with every mutant beside its original. Lines keep their numbers."""
     for m in sorted(chosen, key=lambda m: -m.begin):
-        flag = f"rooftile_mutant == {m.number}"
+        flag = f"rooftile_mutant({m.number})"
         mutated = " ".join(m.mutated.split("\n")) if m.mutated else ""
         if m.form == "statement":
             new = f"if ({flag}) {{ {mutated} }} else {{ {m.original} }}"

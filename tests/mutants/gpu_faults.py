@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults to plant in the GPU kernels. Each is built alone, in a copy of the tree, and tested on a GPU."""
+"""Faults to plant in the GPU kernels. Each is compiled alone, in one source, and linked with the others as they are."""
 
+import json
+import shlex
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +23,7 @@ class Fault:
     file: str
     sound: str  # occurs once
     faulty: str
+    source: str = ""  # the .cu file that is compiled with the fault; default: see SOURCES
 
 
 FAULTS = {
@@ -63,6 +68,7 @@ FAULTS = {
         DECODE + "split_kv.cuh",
         "[from = raw.begin - token, to = raw.end - token](int i)",
         "[from = raw.begin - token, to = raw.end - token - half % 2](int i)",
+        DECODE + "inst/int4_kivi.cu",
     ),
     "divisor": Fault(
         "the reciprocal of 5 is wrong",
@@ -225,18 +231,21 @@ FAULTS = {
         "cpp/tile/w4.cuh",
         "fma(__byte_perm(first, 0, 0x4341), raise, g8)",
         "fma(first & 0x00ff00ff, raise, g8)",
+        W4A16 + "inst/half8.cu",
     ),
     "byte_step": Fault(
         "the second 16 k of 32 in 8 bits are decoded from the first's words",
         "cpp/tile/w4.cuh",
         "decode_words(four.z, four.w, g, g8, a[1].r);",
         "decode_words(four.x, four.y, g, g8, a[1].r);",
+        W4A16 + "inst/half8.cu",
     ),
     "last_run": Fault(
         "the last run of a step in 8 bits is not copied: the ring holds that of a step before",
         W4A16 + "stream.cuh",
         "at < 2 * tile_bytes; at += w4_run_bytes",
         "at < tile_bytes + w4_run_bytes; at += w4_run_bytes",
+        W4A16 + "inst/half8.cu",
     ),
     "copy_order": Fault(
         "the order of columns is ignored from column 2048 on",
@@ -343,10 +352,34 @@ FAULTS = {
 }
 
 
-TESTS = (
-    "decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults kv_cache_gpu w4a16_device linear_device"
-    " linear w4a16 decode_attention cuda streams fused"
-).split()
+# A header's faults are compiled in one of the sources that include it; the other sources stay sound.
+SOURCES = {
+    DECODE: DECODE + "inst/int4.cu",
+    "cpp/core/divisor.h": DECODE + "inst/int4.cu",
+    W4A16 + "expand.cuh": W4A16 + "matmul.cu",
+    W4A16 + "prepare.cuh": W4A16 + "matmul.cu",
+    W4A16: W4A16 + "inst/half.cu",
+    "cpp/tile/w4.cuh": W4A16 + "inst/half.cu",
+    LINEAR: LINEAR + "linear.cu",
+}
+TESTS = {  # by the folder of the source
+    "decode": "decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults streams cuda",
+    "kv_cache": "kv_cache_gpu kv_cache_device decode_attention_gpu",
+    "w4a16": "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda",
+    "linear": "linear_device linear many_rows workspaces poison layout_invariance streams cuda",
+    "products": "w4a16_device linear_device w4a16 linear",
+}
+
+
+def source_of(fault):
+    if fault.source or fault.file.endswith(".cu"):
+        return fault.source or fault.file
+    return next(source for start, source in SOURCES.items() if fault.file.startswith(start))
+
+
+def tests_of(fault):
+    names = TESTS[Path(source_of(fault)).parts[2]].split()
+    return [forks.Test(name, seconds=12.0) for name in names]
 
 
 def lines(tree):
@@ -359,12 +392,14 @@ def lines(tree):
     return found
 
 
-def rows(tree):
-    """What kills.json says of them."""
+def rows(tree, recorded):
+    """What kills.json says of them. recorded: its rows so far; results of faults whose text has changed are dropped."""
+    known = {(r["file"], r["original"], r["mutated"]): (r["result"], r["by"]) for r in recorded if r["rule"] == "GPU"}
     for fault, line in lines(tree):
-        original, mutated = places.one_line(fault.sound), places.one_line(fault.faulty)
-        yield {"file": fault.file, "line": line, "rule": "GPU", "what": fault.what, "original": original,
-               "mutated": mutated, "result": "needs GPU", "by": ""}  # fmt: skip
+        place = fault.file, places.one_line(fault.sound), places.one_line(fault.faulty)
+        result, by = known.get(place, ("needs GPU", ""))
+        yield {"file": fault.file, "line": line, "rule": "GPU", "what": fault.what, "original": place[1],
+               "mutated": place[2], "result": result, "by": by}  # fmt: skip
 
 
 def check_place(name, fault, text):
@@ -373,12 +408,15 @@ def check_place(name, fault, text):
         sys.exit(f"mutants: {fault.file} has the text of {name} {times} times, expected once: {fault.sound!r}")
 
 
-def plant(name, tree):
+def plant(name, tree, to=None):
+    """Puts the fault into the file of `tree`, or into its copy below `to`."""
     fault = FAULTS[name]
-    path = Path(tree) / fault.file
-    text = path.read_text()
+    text = (Path(tree) / fault.file).read_text()
     check_place(name, fault, text)
+    path = Path(to or tree) / fault.file
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace(fault.sound, fault.faulty))
+    return path
 
 
 def check_name(name):
@@ -393,37 +431,90 @@ def plant_one(tree, name, to):
     plant(name, to)
 
 
-def build(tree):
-    configure = ["cmake", "--preset", "cuda", f"-DPython_EXECUTABLE={sys.executable}", "-DROOFTILE_WERROR=OFF",
-                 "-DROOFTILE_BENCH=OFF", "-DROOFTILE_CUDA_ARCHITECTURES=90a-real"]  # fmt: skip
-    ninja = Path(sys.executable).parent / "ninja"
-    if ninja.exists():
-        configure.append(f"-DCMAKE_MAKE_PROGRAM={ninja}")
-    subprocess.run(configure, cwd=tree, check=True, stdout=subprocess.DEVNULL)
-    return subprocess.run(["cmake", "--build", "--preset", "cuda"], cwd=tree).returncode
+class Build:
+    """One sound build of a copy of the tree, and beside it one extension for each fault."""
+
+    def __init__(self, tree):
+        self.tree = tree / "build/mutants/gpu"
+        self.folder = self.tree / "build/cuda"
+        instrumented.copy(tree, self.tree)
+        configure = ["cmake", "--preset", "cuda", f"-DPython_EXECUTABLE={sys.executable}", "-DROOFTILE_WERROR=OFF",
+                     "-DROOFTILE_BENCH=OFF", "-DROOFTILE_TESTS=OFF", "-DROOFTILE_CUDA_ARCHITECTURES=90a-real",
+                     "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]  # fmt: skip
+        self.ninja = str(Path(sys.executable).parent / "ninja")
+        if Path(self.ninja).exists():
+            configure.append(f"-DCMAKE_MAKE_PROGRAM={self.ninja}")
+        else:
+            self.ninja = "ninja"
+        subprocess.run(configure, cwd=self.tree, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["cmake", "--build", "--preset", "cuda"], cwd=self.tree, check=True, stdout=subprocess.DEVNULL)
+        self.compiles = {c["file"]: c for c in json.loads((self.folder / "compile_commands.json").read_text())}
+        said = subprocess.run(
+            [self.ninja, "-t", "commands"], cwd=self.folder, capture_output=True, text=True, check=True
+        )
+        self.link = next(line for line in said.stdout.splitlines() if " -shared " in line and "_C.abi3.so" in line)
+
+    def compile(self, name):
+        """Whether the fault compiles; its object lies in faults/NAME."""
+        fault, to = FAULTS[name], self.tree / "faults" / name
+        planted = plant(name, self.tree, to)
+        source = str(self.tree / source_of(fault))
+        command = self.compiles[source]
+        words, there = shlex.split(command["command"]), self.object_of(command)
+        words = [word.replace(there, str(to / "object.o")) for word in words]
+        if source == str(self.tree / fault.file):
+            words = [str(planted) if word == source else word for word in words]
+        first = next(i for i, word in enumerate(words) if word.startswith("-I"))
+        words.insert(first, f"-I{to / 'cpp'}")  # found before the sound header
+        done = subprocess.run(words, cwd=command["directory"], capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name} does not compile:\n{done.stdout}{done.stderr}", flush=True)
+        return not done.returncode
+
+    @staticmethod
+    def object_of(command):
+        words = shlex.split(command["command"])
+        return words[words.index("-o") + 1]
+
+    def package(self, name):
+        """The folder that holds a rooftile with the fault."""
+        fault, to = FAULTS[name], self.tree / "faults" / name
+        package = to / "python"
+        shutil.copytree(self.tree / "python/rooftile", package / "rooftile", dirs_exist_ok=True,
+                        ignore=shutil.ignore_patterns("*.so", "__pycache__"))  # fmt: skip
+        there = self.object_of(self.compiles[str(self.tree / source_of(fault))])
+        link = self.link.replace(there, str(to / "object.o"))
+        library = next(word for word in shlex.split(self.link) if word.endswith("_C.abi3.so"))
+        link = link.replace(f"-o {library}", f"-o {package / 'rooftile/_C.abi3.so'}")
+        subprocess.run(link, shell=True, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
+        return package
 
 
-def run(tree, names, compile_only):
+def run(tree, names, compile_only, jobs, done):
+    """Builds, and tests on the GPU; tells done(fault, how, by) of each. Returns the names of those not killed."""
     for name in names:
         check_name(name)
     names = names or list(FAULTS)
-    to = tree / "build/mutants/gpu"
-    instrumented.copy(tree, to)
+    build = Build(tree)
+    with ThreadPoolExecutor(jobs) as pool:
+        compiled = list(pool.map(build.compile, names))
+    failed = [name for name, good in zip(names, compiled, strict=True) if not good]
+    if failed:
+        sys.exit(f"mutants: these do not compile: {', '.join(failed)}")
     if compile_only:
-        for name in names:
-            plant(name, to)
-        sys.exit(build(to))
-    seen = {}
-    for name in names:
-        instrumented.copy(tree, to)  # whatever the fault before has changed
-        plant(name, to)
-        if build(to):
-            sys.exit(f"mutants: the fault {name} does not compile")
-        job = forks.Job(0, TESTS)
-        forks.Forks(to, 1, switch=False).run([job], lambda job: None)
-        how, by = (job.outcome.how, job.outcome.by) if job.outcome else ("SURVIVED", "")
-        seen[name] = how, by
+        return []
+    with ThreadPoolExecutor(jobs) as pool:
+        packages = list(pool.map(build.package, names))
+    survived = []
+
+    def ended(job):
+        how, by = (job.outcome.how, job.outcome.by) if job.outcome else ("survived", "")
+        name = names[job.number]
+        if how == "survived":
+            survived.append(name)
+        done(FAULTS[name], how, by)
         print(f"{how:9} {name}: {FAULTS[name].what} [{by}]", flush=True)
-    forks.save(tree / "build/mutants/gpu.json", seen)
-    survived = [name for name, (how, _) in seen.items() if how == "SURVIVED"]
-    sys.exit(f"mutants: survived: {', '.join(survived)}" if survived else 0)
+
+    work = [forks.Job(i, tests_of(FAULTS[name]), package=packages[i]) for i, name in enumerate(names)]
+    forks.Forks(build.tree, jobs, switch=False).run(work, ended)
+    return survived

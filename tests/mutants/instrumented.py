@@ -20,14 +20,29 @@ import cpp_rules
 import places
 import python_rules
 from places import Mutant
+from reach import BYTES
 
 HEADER = """#pragma once
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <cstdlib>
-inline const int rooftile_mutant = [] {
+inline const int rooftile_active = [] {
   const char* number = std::getenv("ROOFTILE_MUTANT");
   return number ? std::atoi(number) : 0;
 }();
-"""
+inline unsigned char* const rooftile_reached = [] {
+  const char* path = std::getenv("ROOFTILE_REACHED");
+  const int file = path ? open(path, O_RDWR) : -1;
+  void* map = file < 0 ? MAP_FAILED : mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return map == MAP_FAILED ? nullptr : static_cast<unsigned char*>(map);
+}();
+[[gnu::noinline, gnu::cold]] inline void rooftile_reach(int number) { rooftile_reached[number] = 1; }
+constexpr bool rooftile_mutant(int number) {
+  if (rooftile_active == number) return true;
+  if (!rooftile_active && rooftile_reached) rooftile_reach(number);
+  return false;
+}
+""".replace("BYTES", str(BYTES))
 # The SIMD sources are one text for every instruction set: the copy builds one of them, and that without -O3.
 X86 = (
     ("cpp/cpu/CMakeLists.txt", "set(isas portable)", "set(isas)"),
@@ -37,7 +52,26 @@ X86 = (
     ("cpp/cpu/dispatch.cpp", "{portable_kernels, always},", ""),
     ("cpp/cpu/dispatch.cpp", "return portable_kernels();", "return reference_kernels();"),
 )
-MODULE = 'import os\n\nactive = int(os.environ.get("ROOFTILE_MUTANT", "0"))\n'
+MODULE = """import mmap
+import os
+
+active, mark = int(os.environ.get("ROOFTILE_MUTANT", "0")), None
+if "ROOFTILE_REACHED" in os.environ:
+    from torch._dynamo import assume_constant_result
+
+    with open(os.environ["ROOFTILE_REACHED"], "r+b") as file:
+        marks = mmap.mmap(file.fileno(), 0)
+
+    @assume_constant_result  # torch.compile calls it while it traces
+    def mark(number):
+        marks[number] = 1
+
+
+def chosen(number):
+    if mark is not None:
+        mark(number)
+    return active == number
+"""
 MESSAGE = re.compile(r"^(/[^:\s]+):(\d+):(?:\d+:)? (error|note|  )?", re.M)
 
 
@@ -51,7 +85,7 @@ class Draw:
         for file in places.sources(tree):
             self.text[file] = (tree / file).read_text()
             rules = python_rules if file.endswith(".py") else cpp_rules
-            found = rules.mutants(file, self.text[file])
+            found = [m for m in rules.mutants(file, self.text[file]) if not self._contracted(m)]
             self.waiting[file] = self._mixed(found, random.Random(f"{seed} {file}"))
             self.chosen[file] = []
             self.few[file] = 3 + len(found) // 400
@@ -59,6 +93,11 @@ class Draw:
             self._hand(fault)
         for file in self.waiting:
             self.fill(file)
+
+    def _contracted(self, m):
+        """Whether the line says that the compiler makes one instruction of it: a mutant beside it would unmake that."""
+        text = self.text[m.file]
+        return "// contracted" in text[text.rfind("\n", 0, m.begin) + 1 : text.find("\n", m.end)]
 
     @staticmethod
     def _mixed(found, rng):
@@ -109,9 +148,10 @@ class Draw:
     def all(self):
         return [m for file in sorted(self.chosen) for m in sorted(self.chosen[file], key=lambda m: m.begin)]
 
-    def sample(self, n):
-        """Keeps n of all, drawn by the seed."""
-        kept = set(random.Random(f"{self.seed} sample").sample(self.all(), n))
+    def sample(self, n, seed, keys):
+        """Keeps n of those whose keys are given."""
+        able = [m for m in self.all() if m.key in keys]
+        kept = set(random.Random(f"{seed} sample").sample(able, min(n, len(able))))
         for file in self.chosen:
             self.chosen[file] = [m for m in self.chosen[file] if m in kept]
             self.few[file] = sum(m.rule != "by hand" for m in self.chosen[file])

@@ -12,7 +12,19 @@ FOLDERS = {
     "python/rooftile/checkpoints": (".py",),
     "python/rooftile/integrations": (".py",),
 }
-MODULES = ("kv_cache", "kv_pages", "kv_paged", "attention", "gemm", "fused", "nn", "quantize", "torch_ops", "_arrays")
+MODULES = (
+    "kv_cache",
+    "kv_pages",
+    "kv_paged",
+    "attention",
+    "gemm",
+    "fused",
+    "nn",
+    "quantize",
+    "_reasons",
+    "torch_ops",
+    "_arrays",
+)
 
 
 @dataclass(frozen=True)

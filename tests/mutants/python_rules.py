@@ -157,7 +157,7 @@ def mutants(path, text):
 def planted(text, chosen):
     """The text with every mutant beside its original."""
     for m in sorted(chosen, key=lambda m: -m.begin):
-        flag = f"rooftile_mutant.active == {m.number}"
+        flag = f"rooftile_mutant.chosen({m.number})"
         if m.form == "statement":
             indent = " " * (m.begin - (text.rfind("\n", 0, m.begin) + 1))
             mutated = f"\n{indent}    ".join((m.mutated or "pass").split("\n"))

@@ -135,6 +135,7 @@ def far_apart(shape, dtype, strides):
     """A tensor of zeros on the CPU at any strides: only the pages of memory that somebody touches are ever made."""
     size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     dtype = torch_dtype(dtype) if isinstance(dtype, str) else dtype
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE of Linux, which Python 3.10 has no name for
+    # Shared, so that no limit of private memory counts it; MAP_NORESERVE of Linux has no name in Python 3.10
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000
     memory = mmap.mmap(-1, size * dtype.itemsize, flags=flags)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)

@@ -81,6 +81,18 @@ def count_bad_input(pytestconfig):
     assert pytestconfig.stash.get(BAD_INPUTS, 0) > before, "the test made no bad call"
 
 
+def pytest_sessionfinish(session):
+    """Under pytest-xdist each process hands over its count, and pytest_testnodedown adds them up."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["bad_inputs"] = session.config.stash.get(BAD_INPUTS, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    stash = node.config.stash
+    stash[BAD_INPUTS] = stash.get(BAD_INPUTS, 0) + getattr(node, "workeroutput", {}).get("bad_inputs", 0)
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    if BAD_INPUTS in config.stash:
+    if config.stash.get(BAD_INPUTS, 0):
         terminalreporter.write_line(f"bad inputs tried: {config.stash[BAD_INPUTS]}")

@@ -511,14 +511,14 @@ def _cache_replaced(cache, arrays):
     twin = copy.copy(cache)
     twin._sources = ()  # of a view in 16 bits: the pool that its arrays no longer lie in
     twin._hold_arrays("a test", cache._arrays | arrays)
-    for theirs, ours in zip(twin.page_state, cache.page_state, strict=True):
+    for theirs, ours in zip(twin._page_state, cache._page_state, strict=True):
         theirs.copy_(ours)
     return twin
 
 
 def cache_state(cache):
     """All arrays of a cache; of one with an allocator also who holds which page."""
-    return [*cache._arrays.values(), *getattr(cache, "page_state", ())]
+    return [*cache._arrays.values(), *getattr(cache, "_page_state", ())]
 
 
 def _cache_state(kwargs):

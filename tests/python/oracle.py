@@ -605,6 +605,31 @@ def gguf_q4_1(data):
     return u * d + m
 
 
+# ---------------------------------------------------------------- MXFP4 (OCP Microscaling Formats 1.0)
+
+
+def e2m1_values(codes):
+    """Codes 0..15: a sign, two bits of exponent with bias 1, one of mantissa. No infinities, no NaN."""
+    codes = np.asarray(codes, np.int64)
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    magnitude = np.where(exponent == 0, mantissa * 0.5, np.ldexp(1 + mantissa / 2, exponent - 1))
+    return np.where(codes & 8, -magnitude, magnitude)
+
+
+def e8m0_values(codes):
+    """Codes 0..255: powers of two with bias 127; 255 is NaN."""
+    codes = np.asarray(codes, np.int64)
+    return np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127))
+
+
+def mxfp4(blocks, scales):
+    """blocks: uint8 [..., B, 16], two e2m1 codes a byte, the first in the low bits; scales: e8m0 [..., B]. Returns
+    float64 [..., 32 B]."""
+    codes = np.stack([np.asarray(blocks) & 15, np.asarray(blocks) >> 4], axis=-1).reshape(*np.shape(scales), 32)
+    values = e2m1_values(codes) * e8m0_values(scales)[..., None]
+    return values.reshape(*np.shape(scales)[:-1], -1)
+
+
 # ---------------------------------------------------------------- small ops
 
 

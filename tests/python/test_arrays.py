@@ -76,26 +76,34 @@ def _lent_to(op, array=lambda x: x, rows=2):
 def test_what_lends_a_workspace_is_checked(op):
     call, sizes = _lent_to(op, Foreign), []
 
-    def sound(like, size):
-        assert isinstance(like, Foreign)
+    def sound(asking, like, size):
+        assert isinstance(like, Foreign) and asking == op
         sizes.append(size)
         return torch.empty(size, dtype=torch.uint8, device="cuda")
 
     call(sound)
     assert len(sizes) == 1 and sizes[0] > 0
     for lend, error, text in (
-        (lambda like, size: sound(like, size + 16)[4:-12], rt.ArgumentError, "must start at a multiple of 16 bytes"),
-        (lambda like, size: sound(like, size)[:-1], rt.ArgumentError, "must have [0-9]+ bytes, got"),
-        (lambda like, size: sound(like, 2 * size)[::2], rt.ArgumentError, "must be one contiguous dimension"),
-        (lambda like, size: sound(like, size)[None], rt.ArgumentError, "must be one contiguous dimension"),
-        (lambda like, size: sound(like, size).cpu(), rt.ArgumentError, "must be one contiguous dimension on cuda:0"),
-        (lambda like, size: size, rt.ArgumentTypeError, "must be an array"),
+        (
+            lambda op, x, n: sound(op, x, n + 16)[4:-12],
+            rt.ArgumentError,
+            "must start at a multiple of 16 bytes",
+        ),
+        (lambda op, x, n: sound(op, x, n)[:-1], rt.ArgumentError, "must have [0-9]+ bytes, got"),
+        (lambda op, x, n: sound(op, x, 2 * n)[::2], rt.ArgumentError, "must be one contiguous dimension"),
+        (lambda op, x, n: sound(op, x, n)[None], rt.ArgumentError, "must be one contiguous dimension"),
+        (
+            lambda op, x, n: sound(op, x, n).cpu(),
+            rt.ArgumentError,
+            "must be one contiguous dimension on cuda:0",
+        ),
+        (lambda op, x, n: n, rt.ArgumentTypeError, "must be an array"),
         (None, rt.ArgumentError, "must have [0-9]+ bytes, got 0"),
     ):
         with pytest.raises(error, match=rf"^{op}: workspace {text}"):
             call(lend)
     with pytest.raises(KeyError, match="no memory"):
-        call(lambda like, size: {}["no memory"])
+        call(lambda op, x, n: {}["no memory"])
 
 
 @gpus
@@ -106,7 +114,7 @@ def test_a_workspace_is_not_left(op):
     for rows in (1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 128, 129, 300, 512, 1024, 2048, 4096, 4097, 8192):
         lent = []
 
-        def lend(like, size, lent=lent):
+        def lend(op, like, size, lent=lent):
             lent.append(torch.full((size + 2 * margin,), 0xA5, dtype=torch.uint8, device="cuda"))
             return lent[-1][margin:-margin]
 
@@ -120,9 +128,9 @@ def test_a_workspace_is_not_left(op):
 def test_torch_lends_a_workspace_for_one_call(op):
     call, asked = _lent_to(op), []
 
-    def python(like, size):
+    def python(op, like, size):
         asked.append(size)
-        return rt._arrays.workspace(like, size)
+        return rt._arrays.workspace(op, like, size)
 
     call(python)
     before = torch.cuda.memory_stats()
@@ -139,16 +147,17 @@ def test_torch_lends_a_workspace_for_one_call(op):
 
 @gpus
 def test_a_workspace_that_torch_has_not():
-    """Python asks again and raises what torch raises."""
+    """Python asks again and says whose memory it was; the cause is what torch raises."""
     x, w = torch.randn(4096, 16385, device="cuda").half(), torch.randn(64, 16384, device="cuda").half()
     w, y = rt.W4Weight.quantize(w), x.new_empty(4096, 64)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
     try:
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(rt.OutOfMemoryError, match="w4a16_matmul: no memory for workspace") as caught:
             rt.w4a16_matmul(x[:, :-1], w, out=y)  # 128 MB: a copy of x
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert_bits_equal(rt.w4a16_matmul(x[:, :-1], w, out=y), rt.w4a16_matmul(x[:, :-1].contiguous(), w))
 
 

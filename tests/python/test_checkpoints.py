@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -196,6 +197,18 @@ def test_saved_again_is_the_same(case, tmp_path):
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
+def test_a_header_of_any_length(case, tmp_path):
+    """The data of a safetensors file may begin at any byte: of the source, and of what convert wrote."""
+    source, target, *_ = case
+    source = tiny.unalign(shutil.copytree(source, tmp_path / "source"))
+    convert(source, tmp_path / "target", progress=False)
+    aligned = load(target)
+    assert_same_tensors(load(tmp_path / "target"), aligned)
+    again = load(tiny.unalign(tmp_path / "target"), torch.float16)
+    assert_same_tensors(again, load(target, torch.float16))
+    assert torch.equal(again(IDS).logits, load(target, torch.float16)(IDS).logits)
+
+
 def test_loaded_without_a_folder(case):
     source, target, _, _, _ = case
     ours, through = checkpoints.load(source, progress=False), load(target, torch.float16)
@@ -268,6 +281,16 @@ def test_rounding_is_that_of_quantize(tmp_path, tied, dtype, rounding):
         again = load(tmp_path / folder, dtype)
         assert_same_tensors(again, in_place)
         assert torch.equal(again(IDS).logits, in_place(IDS).logits)
+
+    tiny.unalign(source)  # tensors are parts of the mapped file, which begin between their elements
+    convert(source, tmp_path / "target of it", rounding=rounding, skip=skip, progress=False)
+    again = load(source, dtype)
+    assert all(p.data_ptr() % 2 for p in again.parameters())
+    rt.quantize_(again, rounding, skip=skip, progress=False)
+    on_the_fly = load(source, dtype, quantization_config=config)
+    for model in (load(tmp_path / "target of it", dtype), again, on_the_fly):
+        assert_same_tensors(model, in_place)
+        assert torch.equal(model(IDS).logits, in_place(IDS).logits)
 
 
 def test_a_model_in_4_and_8_bits_is_a_checkpoint(tmp_path):

@@ -15,6 +15,7 @@ import rooftile as rt  # noqa: E402
 import safetensors.torch  # noqa: E402
 import tiny_checkpoints as tiny  # noqa: E402
 from rooftile.checkpoints import convert  # noqa: E402
+from rooftile.checkpoints.folder import TensorFolder  # noqa: E402
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
 from rooftile.nn import W4Linear  # noqa: E402
 
@@ -269,6 +270,10 @@ def test_what_is_no_source(tmp_path):
     refused(tmp_path / "none", tmp_path, ARGUMENT, "none", "No such file")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", tmp_path, ARGUMENT, "config.json")
+    (tmp_path / "file").write_text("{}")
+    refused(tmp_path / "file", tmp_path, ARGUMENT, "file: not a GGUF file")
+    with pytest.raises(rt.ArgumentError, match="file: not a folder; expected one with"):
+        TensorFolder(tmp_path / "file")
     source = tiny.write(tmp_path / "source", plain())
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     refused(source, tmp_path, ARGUMENT, "model.safetensors.index.json: neither is there")

@@ -107,6 +107,42 @@ def test_mistakes(model, ids, capsys, arguments, words):
         assert word in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["pl"], "ppl"),
+        (["converts", "a", "b"], "convert"),
+        (["ppl", "--formats", "int5"], "int8"),
+        (["ppl", "--formats", "int8,int4-kiwi"], "int4-kivi"),
+        (["ppl", "--weights", "w4a6"], "w4a16"),
+        (["ppl", "--dtype", "bfloat"], "bfloat16"),
+        (["convert", "a", "b", "--zeros", "symmetrik"], "symmetric"),
+        (["convert", "a", "b", "--dtype", "flaot16"], "float16"),
+        (["bench", "decoder"], "decode"),
+        (["bench", "ops", "--case", "rmsnorm_t64_h4096"], "rms_norm_t64_h4096"),
+        (["bench", "linear", "--case", "k4096_n4096"], "k4096_n4096_m1"),
+        (["bench", "linear", "--without", "cublass"], "cublas"),
+    ],
+)
+def test_what_was_meant(capsys, arguments, meant):
+    try:
+        status = main(arguments)
+    except SystemExit as e:  # argparse's own
+        status = e.code
+    assert status == 2
+    assert capsys.readouterr().err.endswith(f', did you mean "{meant}"?\n')
+
+
+def test_what_is_like_nothing_has_no_hint(capsys):
+    for arguments in (["xyz"], ["ppl", "--weights", "???"], ["convert", "a", "b", "--bits", "5"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        err = capsys.readouterr().err
+        assert "invalid choice" in err and "did you mean" not in err
+    assert main(["ppl", "--formats", "xyz"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--chunks", "--chunk-tokens", "--threads"])
 @pytest.mark.parametrize("value", ["-1", "0", "x", "1.5"])
 def test_numbers(option, value, capsys):

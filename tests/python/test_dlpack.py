@@ -280,7 +280,7 @@ def test_arguments_may_die_right_after_the_call():
 
 
 def resident_bytes():
-    with open("/proc/self/statm") as f:
+    with open("/proc/self/statm", encoding="utf-8") as f:
         return int(f.read().split()[1]) * resource.getpagesize()
 
 
@@ -301,25 +301,40 @@ def test_memory_stays_flat():
     assert resident_bytes() - before < 1 << 20
 
 
+TENSOR = (  # DLTensor
+    ("data", ctypes.c_void_p),
+    ("device", ctypes.c_int32 * 2),
+    ("ndim", ctypes.c_int32),
+    ("code", ctypes.c_uint8),
+    ("bits", ctypes.c_uint8),
+    ("lanes", ctypes.c_uint16),
+    ("shape", ctypes.c_void_p),
+    ("strides", ctypes.c_void_p),
+    ("byte_offset", ctypes.c_uint64),
+)
+OWNER = (("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class Managed(ctypes.Structure):  # DLManagedTensor
+    _fields_ = (*TENSOR, *OWNER)
+
+
+class Versioned(ctypes.Structure):  # DLManagedTensorVersioned
+    _fields_ = (("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), *OWNER, ("flags", ctypes.c_uint64), *TENSOR)
+
+
 class Producer:
-    """A [3, 40] float32 array of our own: counts its capsules and how often each was given back."""
+    """A [3, 40] float32 array of our own: counts its capsules and how often each was given back.
 
-    class Managed(ctypes.Structure):  # DLManagedTensor
-        _fields_ = (
-            ("data", ctypes.c_void_p),
-            ("device", ctypes.c_int32 * 2),
-            ("ndim", ctypes.c_int32),
-            ("dtype", ctypes.c_uint8 * 4),
-            ("shape", ctypes.POINTER(ctypes.c_int64)),
-            ("strides", ctypes.c_void_p),
-            ("byte_offset", ctypes.c_uint64),
-            ("manager", ctypes.c_void_p),
-            ("deleter", ctypes.c_void_p),
-        )
+    fields: of its DLTensor, where they are others; sizes and steps: lists behind shape and strides. With major (minor,
+    flags) its capsules are versioned.
+    """
 
-    def __init__(self):
+    def __init__(self, *, sizes=(3, 40), steps=None, **fields):
         self.values = X.numpy().copy()
-        self.sizes = (ctypes.c_int64 * 2)(*self.values.shape)
+        self.shape, self.dtype, self.fields = self.values.shape, self.values.dtype, fields
+        self.sizes = (ctypes.c_int64 * len(sizes))(*sizes)
+        self.steps = steps and (ctypes.c_int64 * len(steps))(*steps)
         self.made, self.given_back = 0, collections.Counter()
         self.alive = {}  # address -> (struct, the memory it points to), as long as somebody may read it
         self.deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._delete)
@@ -332,20 +347,149 @@ class Producer:
         return 1, 0
 
     def __dlpack__(self, **_):
-        values = self.values.copy()
-        managed = self.Managed(
-            values.ctypes.data,
-            (1, 0),
-            2,
-            (ctypes.c_uint8 * 4)(2, 32, 1, 0),
-            self.sizes,
-            deleter=ctypes.cast(self.deleter, ctypes.c_void_p),
-        )
+        values, versioned = self.values.copy(), "major" in self.fields
+        fields = {
+            "data": values.ctypes.data,
+            "device": (1, 0),
+            "ndim": len(self.sizes),
+            "code": 2,
+            "bits": 32,
+            "lanes": 1,
+            "shape": ctypes.addressof(self.sizes),
+            "strides": self.steps and ctypes.addressof(self.steps),
+            "deleter": ctypes.cast(self.deleter, ctypes.c_void_p),
+        }
+        managed = (Versioned if versioned else Managed)(**fields | self.fields)
         self.made += 1
         self.alive[ctypes.addressof(managed)] = managed, values
         make = ctypes.pythonapi.PyCapsule_New
         make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-        return make(ctypes.addressof(managed), b"dltensor", None)
+        return make(ctypes.addressof(managed), b"dltensor_versioned" if versioned else b"dltensor", None)
+
+    def check_all_given_back(self):
+        assert self.made == sum(self.given_back.values()) > 0
+        assert not self.alive
+
+
+@pytest.mark.parametrize("versioned", [{}, {"major": 1, "minor": 3}], ids=["unversioned", "versioned"])
+@pytest.mark.parametrize(
+    "steps, fields", [(None, {}), ((40, 1), {}), ((40, 1), {"byte_offset": 4}), ((1, 3), {}), (None, {"deleter": None})]
+)
+def test_producers_of_any_kind_are_read(versioned, steps, fields):
+    memory = np.resize(X.numpy(), 121)
+    start = fields.get("byte_offset", 0) // 4
+    rows = np.lib.stride_tricks.as_strided(memory[start:], (3, 40), [4 * s for s in steps or (40, 1)])
+    producer = Producer(steps=steps, **fields, **versioned)
+    producer.values = memory
+    producer.shape = (3, 40)
+    np.testing.assert_array_equal(rt.rms_norm(producer, W.numpy()), rt.rms_norm(rows, W.numpy()))
+    if "deleter" not in fields:
+        producer.check_all_given_back()
+
+
+WRONG = {  # of a producer -> what the error says
+    "no shape": ({"shape": None}, "has 2 dimensions and no shape"),
+    "no shape, strides": ({"shape": None, "steps": (40, 1)}, "has 2 dimensions and no shape"),
+    "no data": ({"data": None}, "no memory behind it"),
+    "no data, an offset": ({"data": None, "byte_offset": 4}, "no memory behind it"),
+    "offset 2^57": ({"byte_offset": 2**57}, "byte_offset that leads out of any memory .144115188075855872"),
+    "offset 2^63": ({"byte_offset": 2**63}, "byte_offset that leads out of any memory .9223372036854775808"),
+    "offset 2^64 - 4": ({"byte_offset": 2**64 - 4}, "byte_offset that leads out of any memory"),
+    "offset and span": ({"byte_offset": 2**57 - 4, "steps": (40, 1)}, "out of any memory"),
+    "offset of what is empty": ({"byte_offset": 2**63, "sizes": (0, 40)}, "byte_offset that leads out of any memory"),
+    "strides 2^61": ({"steps": (2**61, 1)}, "strides that lead out of any memory"),
+    "strides -2^63": ({"steps": (-(2**63), 1)}, "strides that lead out of any memory"),
+    "negative size": ({"sizes": (-3, 40)}, "negative size in dimension 0"),
+    "smallest size": ({"sizes": (3, -(2**63))}, "negative size in dimension 1"),
+    "vast size": ({"sizes": (2**62, 40)}, ""),
+    "vast sizes": ({"sizes": (2**62, 2**62)}, ""),
+    "-1 dimensions": ({"ndim": -1}, "has -1 dimensions, 0 to 6"),
+    "-2^31 dimensions": ({"ndim": -(2**31)}, "has -2147483648 dimensions, 0 to 6"),
+    "2^31 - 1 dimensions": ({"ndim": 2**31 - 1}, "has 2147483647 dimensions, 0 to 6"),
+    "no lanes": ({"lanes": 0}, "float32 in 0 lanes"),
+    "two lanes": ({"lanes": 2}, "float32 in 2 lanes"),
+    "65535 lanes": ({"lanes": 65535}, "float32 in 65535 lanes"),
+    "no bits": ({"bits": 0}, "dtype float0"),
+    "7 bits": ({"bits": 7}, "dtype float7"),
+    "type code 9": ({"code": 9}, "DLPack type code 9, 32"),
+    "device 0": ({"device": (0, 0)}, "DLPack device type 0"),
+    "device 99": ({"device": (99, 0)}, "DLPack device type 99"),
+    "device -1": ({"device": (-1, -5)}, "DLPack device type -1"),
+    "version 99": ({"major": 99, "minor": 7}, "is a tensor of DLPack 99.7, expected version 1"),
+    "version 0": ({"major": 0, "minor": 9}, "is a tensor of DLPack 0.9, expected version 1"),
+    "version 2^32 - 1": ({"major": 2**32 - 1}, "is a tensor of DLPack 4294967295.[03], expected version 1"),
+    "version 2, pointers astray": (
+        {"major": 2, "data": 8, "shape": 8, "strides": 8, "ndim": 2**31 - 1, "flags": 2**64 - 1},
+        "is a tensor of DLPack 2.[03], expected version 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("versioned", [{}, {"major": 1, "minor": 3}], ids=["unversioned", "versioned"])
+@pytest.mark.parametrize("wrong, words", WRONG.values(), ids=WRONG)
+def test_wrong_producers_are_refused_and_given_back(versioned, wrong, words):
+    producer = Producer(**versioned | wrong)
+    check_refused(producer, match=words)
+    producer.check_all_given_back()
+
+
+@pytest.mark.parametrize("shape", [("a", 40), ("a",), (3, None), (3, 4, 10), (2**40, 40), (-3, 40), (3, 40.5), ()])
+def test_what_python_and_dlpack_say_is_the_same_shape(shape):
+    producer = Producer()
+    producer.shape = shape
+    x, w = X.numpy(), W.numpy()
+    calls = {
+        "rms_norm: x": lambda: rt.rms_norm(producer, w),
+        "linear: x": lambda: rt.linear(producer, np.ones((8, 40), np.float32)),
+        "linear: weight": lambda: rt.linear(x, producer),
+        "silu_mul: gate_up": lambda: rt.silu_mul(producer),
+        "softmax: x": lambda: rt.softmax(producer),
+        "W4Weight.quantize: weight": lambda: rt.W4Weight.quantize(producer, group_size=8),
+    }
+    for name, call in calls.items():
+        with pytest.raises(rt.RooftileError, match=name.partition(":")[0]) as e:
+            call()
+        assert isinstance(e.value, (*ERRORS, rt.OutOfMemoryError)), (name, e.value)
+        assert str(e.value).startswith(name) or isinstance(e.value, rt.OutOfMemoryError), (name, e.value)
+    check_refused(producer, match="says that its shape is", arguments=("weight", "out"))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (lambda **_: None, "gave a NoneType, expected a capsule"),
+        (lambda **_: X.numpy(), "gave a ndarray, expected a capsule"),
+        (lambda **_: 1 // 0, "raised ZeroDivisionError: "),
+        (lambda: X.numpy().__dlpack__(stream=5), "raised BufferError|raised RuntimeError|raised ValueError"),
+    ],
+)
+def test_what_gives_no_capsule_is_refused(given, words):
+    class Producer:
+        shape, dtype = (3, 40), np.dtype("float32")
+
+        def __dlpack__(self, **options):
+            return given(**options)
+
+    check_refused(Producer(), rt.ArgumentTypeError, f"must be an array that speaks DLPack.*, whose __dlpack__ {words}")
+
+
+def test_an_interrupt_inside_a_producer_is_one():
+    class Producer:
+        shape, dtype = (3, 40), np.dtype("float32")
+
+        def __dlpack__(self, **_):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rt.rms_norm(Producer(), W.numpy())
+    check_good_call()
+
+
+def test_versioned_capsules_say_what_is_read_only():
+    read_only = Producer(major=1, flags=1)
+    np.testing.assert_array_equal(rt.rms_norm(read_only, W.numpy()), EXPECTED.numpy())
+    check_refused(read_only, rt.ArgumentError, "is read-only and would be written", ("out",))
+    read_only.check_all_given_back()
 
 
 def test_every_capsule_is_given_back_once():
@@ -360,8 +504,8 @@ def test_every_capsule_is_given_back_once():
         else:
             rt.rms_norm(producer, w, out=out)
     np.testing.assert_array_equal(out, expected)
-    assert producer.made == sum(producer.given_back.values()) >= calls
-    assert not producer.alive
+    assert producer.made >= calls
+    producer.check_all_given_back()
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@
 import argparse
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -110,3 +112,11 @@ def test_a_gpu_that_cannot_be_used(monkeypatch):
     facts = rt.env()
     assert facts["gpu"]["devices"] == [{"error": "CUDA error: system not yet initialized"}]
     assert "gpu 0                   CUDA error: system not yet initialized" in format_text(facts)
+
+
+@pytest.mark.parametrize("cores", range(1, min(3, len(os.sched_getaffinity(0))) + 1))
+def test_threads_are_the_cores_that_the_process_may_use(cores):
+    allowed = set(sorted(os.sched_getaffinity(0))[:cores])
+    code = f"import os; os.sched_setaffinity(0, {allowed}); from rooftile import _C; print(_C.parallel_threads())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == cores

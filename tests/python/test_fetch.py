@@ -122,6 +122,15 @@ def test_a_disk_that_is_full_before_the_wheel_is_there(index, tmp_path, monkeypa
     assert left(tmp_path) == []
 
 
+def test_what_pip_says_may_be_no_utf8(index, tmp_path, monkeypatch):
+    pip = tmp_path / "pip"
+    pip.write_bytes(b"#!/bin/sh\nprintf 'ERROR: no wheel in /home/\\351t\\351\\n'\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(fetch.sys, "executable", str(pip))
+    with pytest.raises(FetchError, match="no wheel in /home/\ufffdt\ufffd"):
+        fetch.fetch(index)
+
+
 @pytest.mark.parametrize("fault", ["larger", "encrypted", "compressed by 99", "not deflated", "cut"])
 def test_wheels_that_cannot_be_unpacked(index, downloads, tmp_path, fault):
     wheel = next((tmp_path / "index").glob("*.whl"))
@@ -210,8 +219,9 @@ def test_plain_text_takes_long_articles_only(tmp_path):
     def page(title, text, extra=""):
         return f"<page><title>{title}</title>{extra}<revision><text>{text}</text></revision></page>"
 
-    long = "word " * 500
-    pages = [page("A", long), page("B", "short"), page("Talk:A", long), page("C", long, "<redirect/>"), page("D", long)]
+    long, none = "word " * 500, "<page><title>E</title><revision></revision></page>"
+    pages = [page("A", long), page("B", "short"), page("Talk:A", long), page("C", long, "<redirect/>")]
+    pages += [page("D", long), none]
     path = tmp_path / "export.bz2"
     path.write_bytes(bz2.compress(f"<mediawiki xmlns='http://x/'>{''.join(pages)}</mediawiki>".encode()))
     assert wikipedia.plain_text(path) == f"A\n\n{long.strip()}\n\n\nD\n\n{long.strip()}"

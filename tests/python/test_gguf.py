@@ -497,6 +497,19 @@ def test_w4a16_keeps_the_codes(w4):
             assert torch.equal(value, plain.state_dict()[name]), name
 
 
+def test_w4a16_leaves_what_is_no_layer_of_a_block(tmp_path):
+    """Embeddings and a head of Q4_1, as small models have them, are dequantised."""
+    data = tiny_gguf.tensors("qwen2")
+    for name in ("token_embd.weight", "output.weight"):
+        values = gguf.quants.dequantize(*data[name])
+        data[name] = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q4_1), gguf.GGMLQuantizationType.Q4_1
+    path = tiny_gguf.write(tmp_path / "a.gguf", "qwen2", data=data)
+    plain, packed = load_gguf(path, dtype="float32"), load_gguf(path, dtype="float32", weights="w4a16")
+    assert type(packed.lm_head) is torch.nn.Linear and type(packed.get_input_embeddings()) is torch.nn.Embedding
+    assert torch.equal(packed.lm_head.weight, plain.lm_head.weight)
+    assert torch.equal(packed.get_input_embeddings().weight, plain.get_input_embeddings().weight)
+
+
 def test_w4a16_is_saved_and_loaded(w4, tmp_path):
     w4[1].save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()

@@ -10,6 +10,7 @@ import pytest
 import rooftile as rt
 import torch
 from kv_caches import KINDS, contiguous, kv, paged, state, tensors
+from rooftile.kv_sliding import SlidingKVCache
 
 WAYS = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
 HEADS, DIM = 2, 24
@@ -95,6 +96,31 @@ def test_a_view_says_why_not(way):
     with pytest.raises(rt.NotSupportedError, match="its pool belongs to whoever made it"):
         WAYS[way](view)
     assert view.to("cpu").lengths == cache.lengths and copy.copy(view).lengths == cache.lengths
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("format, dtype", KINDS)
+def test_a_sliding_cache(way, format, dtype):
+    """Its window, its ring of pages and what was taken back; the copy slides on in memory of its own."""
+    k, v = tensors(*kv(500, HEADS, DIM, dtype, "sliding", batch=2), dtype)
+    cache = SlidingKVCache(64, contiguous(format, dtype, HEADS, DIM, rows=2, capacity=64))
+    cache.append(k[:, :400], v[:, :400], longest=400)
+    cache.truncate([1], [384])
+    twin = WAYS[way](cache)
+
+    def attended(cache):
+        return rt.decode_attention(k[:, 7].repeat_interleave(2, 1), cache.view, window=64)
+
+    expected = attended(cache)
+    for each in (cache, twin):
+        assert (each.window, each.beyond, each.lengths) == (64, 16, [400, 384])
+    assert twin.nbytes == cache.nbytes and torch.equal(attended(twin), expected)
+    twin.append(k[:, 400:], v[:, 400:], longest=500)
+    assert cache.lengths == [400, 384] and torch.equal(attended(cache), expected)
+    cache.append(k[:, 400:], v[:, 400:], longest=500)
+    assert torch.equal(attended(cache), attended(twin)) and twin.lengths == [500, 484]
+    with pytest.raises(rt.ArgumentError, match="takes back 64 at most"):
+        twin.truncate([0], [435])
 
 
 def test_a_pickle_of_numpy_memory(monkeypatch):

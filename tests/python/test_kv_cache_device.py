@@ -15,7 +15,7 @@ gpus = pytest.mark.parametrize("device", GPUS)
 
 def check_books(cache):
     """Host and device tell one story: lengths, table, and how many rows hold a page."""
-    users, table, lengths = cache.page_state
+    users, table, lengths = cache._page_state
     torch.cuda.synchronize()
     assert lengths.tolist() == cache.lengths
     assert torch.equal(cache.block_table.cpu(), table)
@@ -110,12 +110,12 @@ def test_a_fault_inside_a_change_of_rows_leaves_the_pages(device, change, format
     k, v = tensors(*kv(40, 2, 64, "float16", batch=3), "float16", device)
     cache = paged(format, "float16", 2, 64, rows=3, capacity=64, device=device)
     cache.append(k, v, counts=[40, 20, 33])
-    before, books = state(cache), [x.clone() for x in cache.page_state]
+    before, books = state(cache), [x.clone() for x in cache._page_state]
     fault(cache, device)
     with pytest.raises(rt.ArgumentError, match=f"{change}: an earlier call on this cache"):
         ROW_CHANGES[change](cache)
     assert_same(state(cache), before)
-    assert all(torch.equal(a, b) for a, b in zip(cache.page_state, books, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(cache._page_state, books, strict=True))
     ROW_CHANGES[change](cache)
     check_books(cache)
 

@@ -337,8 +337,8 @@ def test_rows_move_as_on_the_cpu(device, format, dtype, make):
     assert_same(state(gpu.to("cpu")), state(gpu))
     assert_same(state(host.to(device)), state(host))
     if make is paged:
-        books = (host.page_state[0], host.block_table, host.seq_lens)
-        assert all(torch.equal(a, b) for a, b in zip(gpu.page_state, books, strict=True))
+        books = (host._page_state[0], host.block_table, host.seq_lens)
+        assert all(torch.equal(a, b) for a, b in zip(gpu._page_state, books, strict=True))
 
 
 @gpus
@@ -350,7 +350,7 @@ def test_a_paged_cache_after_a_fault(device):
     torch.cuda.synchronize()
     with pytest.raises(rt.ArgumentError, match="row 0 alone"):
         cache.append(k[:, :1], v[:, :1])
-    assert cache.lengths == [40, 50] and (cache.page_state[1] >= 0).sum(1).tolist() == [2, 2]
+    assert cache.lengths == [40, 50] and (cache._page_state[1] >= 0).sum(1).tolist() == [2, 2]
 
 
 @gpus

@@ -26,9 +26,9 @@ def far(monkeypatch):
     def move(cache):
         cache.device = FAR
         if isinstance(cache, rt.PagedKVCache):
-            users, copies = cache.page_state[0], (cache.block_table.clone(), cache.seq_lens.clone())
-            cache.page_state = (users, *copies)
-            cache._pages = kv_pages.Pages(cache.flat(), cache._handle, *cache.page_state)
+            users, copies = cache._page_state[0], (cache.block_table.clone(), cache.seq_lens.clone())
+            cache._page_state = (users, *copies)
+            cache._pages = kv_pages.Pages(cache._flat(), cache._handle, *cache._page_state)
             cache._pages.device = FAR
         return cache
 
@@ -36,7 +36,7 @@ def far(monkeypatch):
 
 
 def check_books(cache):
-    users, table, lengths = cache.page_state
+    users, table, lengths = cache._page_state
     assert torch.equal(cache.block_table, table) and torch.equal(cache.seq_lens, lengths)
     assert [(row >= 0).sum().item() for row in table] == [-(-n // cache.page_size) for n in cache.lengths]
     assert users.tolist() == torch.bincount(table[table >= 0], minlength=cache.num_pages).tolist()

@@ -22,7 +22,7 @@ def check_pages(cache):
         assert (table[row, :pages] >= 0).all() and (table[row, pages:] == -1).all()
         for page in table[row, :pages]:
             users[page] += 1
-    assert users == cache.page_state[0].tolist()
+    assert users == cache._page_state[0].tolist()
     assert cache.free_pages == users.count(0)
 
 
@@ -282,8 +282,9 @@ def test_kivi_view_needs_the_ring_of_an_open_group():
     block = oracle.block_bytes("int4-kivi", 32, 64)
     call = {"format": "int4-kivi", "page_size": 32, "head_dim": 64}
     pool, table = torch.zeros(4, 2, block, dtype=torch.uint8), torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)
-    with pytest.raises(rt.ArgumentError, match="ring is needed"):
-        rt.PagedKVCache.view(pool, table, torch.tensor([33], dtype=torch.int32), **call)
+    for length in (1, 16, 33, 80):
+        with pytest.raises(rt.ArgumentError, match="ring is needed"):
+            rt.PagedKVCache.view(pool, table, torch.tensor([length], dtype=torch.int32), **call)
     k, v = tensors(*kv(70, 2, 64, "float32"), "float32")
     ring = (torch.zeros(1, 2, 64, 64), torch.zeros(1, 2, 64, 64), torch.zeros(1, dtype=torch.int32))
     lens = torch.zeros(1, dtype=torch.int32)

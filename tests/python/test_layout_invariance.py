@@ -24,6 +24,12 @@ def plan(request):
     return plan_of(request)
 
 
+@pytest.fixture(params=[d if d == "float16" else pytest.param(d, marks=pytest.mark.slow) for d in cases.DTYPES])
+def dtype(request):
+    """Layouts are followed by one code for every dtype."""
+    return request.param
+
+
 def _run(op, dtype, device, plan, **changes):
     """The call's written tensors as contiguous copies, after the tensors in `changes` took the place of the plain ones:
     name -> function from the plain tensor to its stand-in."""

@@ -169,6 +169,70 @@ def test_a_cache_whose_lengths_and_table_moved(make, format, dtype):
     assert caches[0].lengths == caches[1].lengths == [96, 100]
 
 
+MOVES = {
+    "data": lambda pool, new: setattr(pool, "data", new),
+    "set_": lambda pool, new: pool.set_(new),
+    "share_memory_": lambda pool, new: pool.share_memory_().copy_(new),
+    "resize_": lambda pool, new: (pool.untyped_storage().resize_(2 * pool.nbytes), pool.copy_(new)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("layout, pair", [("NHD", False), ("HND", False), ("HND", True)])
+def test_a_compiled_view_follows_its_pool(move, layout, pair):
+    """An element format, of which K and V are views of the pool: the graph attends and appends to the pool as it is."""
+    shape = (4, 32, 2, 16) if layout == "NHD" else (4, 2, 32, 16)
+    pool = [torch.zeros(shape) for _ in range(2)] if pair else torch.zeros(4, 2, *shape[1:])
+    table, lengths = torch.arange(4, dtype=torch.int32)[None], torch.tensor([40], dtype=torch.int32)
+
+    def view():
+        return rt.PagedKVCache.view(pool, table, lengths, format="fp32", layout=layout)
+
+    old = view()
+    k, q = cases.tensor(cases.values((1, 1, 2, 16), "float32", "follows"), "float32"), torch.ones(1, 2, 16)
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q: rt.decode_attention(q, old), fullgraph=True, backend="aot_eager")
+    append = torch.compile(lambda k: old.append(k, k), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(attend(q), rt.decode_attention(q, old))
+        append(k)
+        for i, side in enumerate(pool if pair else [pool]):
+            MOVES[move](side, cases.tensor(cases.values(tuple(side.shape), "float32", "new pool", i), "float32"))
+        assert torch.equal(attend(q), rt.decode_attention(q, view()))
+        append(k)
+        assert lengths.tolist() == [42]
+        keys, values = view().dequantize(0)
+        assert torch.equal(keys[41], k[0, 0]) and torch.equal(values[41], k[0, 0])
+
+
+def arrays_within_reach(thing):
+    """What its attributes give without an underscore, and what calls without arguments return."""
+    for name in dir(thing):
+        if not name.startswith("_") and name != "reset":
+            value = getattr(thing, name)
+            try:
+                value = value() if callable(value) else value
+            except (TypeError, NotImplementedError):  # it takes arguments
+                continue
+            parts = list(value.values()) if isinstance(value, dict) else value
+            yield from ((name, x) for x in (parts if isinstance(parts, (list, tuple)) else [parts]))
+
+
+@pytest.mark.parametrize("format, dtype", [("int4-kivi", "float32"), ("fp16", "float16"), ("int8", "float32")])
+@pytest.mark.parametrize("make", [contiguous, paged])
+def test_nobody_reaches_what_a_cache_does_not_watch(make, format, dtype):
+    """Of its own memory a cache asks lengths and table, no more: all other arrays that it gives away are copies."""
+    cache = make(format, dtype, 2, 32)
+    cache.append(*tensors(*kv(40, 2, 32, dtype, "reach"), dtype))
+    watched = [cache._arrays[name] for name in cache._shared]
+    own = {x.untyped_storage().data_ptr() for x in [*cache._arrays.values(), *cache._page_state]}
+    found = [(name, x) for name, x in arrays_within_reach(cache) if isinstance(x, (torch.Tensor, np.ndarray))]
+    assert {"seq_lens", "dequantize"} <= {name for name, _ in found}
+    for name, x in found:
+        memory = torch.as_tensor(x).untyped_storage().data_ptr()
+        assert any(x is array for array in watched) or memory not in own, name
+
+
 def test_a_paged_cache_whose_lengths_are_gone():
     cache = paged("int8", "float32", 2, 32)
     k, v = tensors(*kv(8, 2, 32, "float32", "gone"), "float32")

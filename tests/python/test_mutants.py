@@ -106,7 +106,7 @@ def test_mutants_of_cpp_stand_beside_their_originals_on_the_same_lines():
     m = next(m for m in cpp_rules.mutants("f.cpp", CPP) if m.mutated == "x[a] * 2 + b")
     text = cpp_rules.planted(CPP, [m])
     assert text.count("\n") == CPP.count("\n")
-    assert f"total += (rooftile_mutant == {m.number} ? (x[a] * 2 + b) : (x[a] * 2 - b));" in text
+    assert f"total += (rooftile_mutant({m.number}) ? (x[a] * 2 + b) : (x[a] * 2 - b));" in text
 
 
 def test_code_that_this_build_leaves_out_has_no_mutants():
@@ -146,7 +146,7 @@ def test_a_mutant_of_python_is_chosen_by_its_number(m, monkeypatch):
     monkeypatch.setitem(sys.modules, "rooftile_mutant", switch)
 
     def said(source, active):
-        switch.active = active
+        switch.chosen = lambda number: number == active
         names = {}
         exec(compile(source, "f.py", "exec"), names)
         try:

@@ -368,6 +368,29 @@ def test_gguf_blocks_are_the_gguf_packages(kind, decode):
     assert np.allclose(got, expected, rtol=1e-6, atol=1e-7)
 
 
+def test_mxfp4_by_hand():
+    """The table of values of the specification, 5.3.3; scales of 1, 2^-127 and 2^127, and NaN."""
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    got = oracle.e2m1_values(np.arange(16))
+    assert got.tolist() == table + [-v for v in table] and np.signbit(got[8])
+    assert oracle.e8m0_values([0, 126, 127, 128, 254]).tolist() == [2.0**-127, 0.5, 1, 2, 2.0**127]
+    assert np.isnan(oracle.e8m0_values(255))
+    blocks = np.zeros((2, 16), np.uint8)
+    blocks[0, 0], blocks[0, 15], blocks[1, 1] = 0x21, 0xF0, 0x7A  # the first code of a byte is the low one
+    got = oracle.mxfp4(blocks, np.array([127, 130]))
+    assert {i: v for i, v in enumerate(got) if v} == {0: 0.5, 1: 1, 31: -6, 34: -8, 35: 48}
+
+
+def test_mxfp4_is_the_gguf_packages():
+    """GGUF holds the same numbers in blocks of 17 bytes: the scale, then byte j has weights j (low) and j + 16."""
+    rng = generator("mxfp4")
+    codes, scales = rng.integers(0, 16, (5, 32)), rng.integers(100, 150, (5, 1))
+    data = np.concatenate([scales, codes[:, :16] | codes[:, 16:] << 4], axis=1).astype(np.uint8)
+    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.MXFP4)
+    got = oracle.mxfp4((codes[:, 0::2] | codes[:, 1::2] << 4)[:, None], scales)
+    assert np.array_equal(got, expected)
+
+
 def test_matmul_exact_on_integers():
     x, w = exact_values((5, 96), "mm x"), exact_values((7, 96), "mm w")
     assert np.array_equal(oracle.w4a16_matmul(x, w), np.einsum("mk,nk->mn", x, w))

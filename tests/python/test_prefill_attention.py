@@ -118,9 +118,11 @@ def test_options(s, sk, causal, options):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_every_variant(dtype, plan):
     exact, given = inputs(2, 90, 100, 6, 2, 40, dtype)
-    with rt.record_kernels() as names:
-        check(dtype, *both(*given, plan=plan, window=50, softcap=9.0), *expect(exact, dtype, window=50, softcap=9.0))
-    assert names == [f"cpu_{plan}_{dtype}_d40"]
+    for causal in (True, False):
+        options = {"causal": causal, "window": 50, "softcap": 9.0}
+        with rt.record_kernels() as names:
+            check(dtype, *both(*given, plan=plan, **options), *expect(exact, dtype, **options))
+        assert names == [f"cpu_{plan}_{dtype}_d40"]
 
 
 @pytest.mark.parametrize("causal", [True, False])

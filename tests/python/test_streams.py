@@ -62,6 +62,23 @@ def test_a_given_stream_is_the_current_one_during_the_call(streams):
     assert streams == []
 
 
+@pytest.mark.parametrize("wrong", [-1, -2, -(2**63), np.int64(-1)])
+def test_negative_handles_are_refused(wrong):
+    """Handles are 0, CUDA's 1 and 2, and addresses."""
+    x, k = torch.ones(2, 32), torch.ones(1, 1, 1, 64, dtype=torch.float16)
+    w4 = rt.W4Weight.quantize(torch.ones(8, 32), group_size=32)
+    for call in (
+        lambda stream: rt.rms_norm(x, stream=stream),
+        lambda stream: rt.rms_norm(x.numpy(), stream=stream),
+        lambda stream: rt.w4a16_matmul(x, w4, stream=stream),
+        lambda stream: rt.KVCache(1, 64, 1, 64, dtype="float16").append(k, k, stream=stream),
+    ):
+        with pytest.raises(rt.ArgumentError, match=f": stream must be a stream's handle, 0 or more.*, got {wrong}"):
+            call(wrong)
+        for right in (0, 1, 2, 2**47, None):
+            call(right)
+
+
 CACHE = rt.KVCache(1, 64, 1, 64, dtype="float16")
 TAKEN = [f for f in vars(rt).values() if inspect.isfunction(f) and "stream" in inspect.signature(f).parameters]
 

@@ -27,7 +27,7 @@ def test_the_stub_is_up_to_date(tmp_path):
 def test_every_name_in_the_stub_is_one():
     """No type that a checker could not resolve."""
     tree = ast.parse(STUB.read_text(encoding="utf-8"))
-    known = {"dict", "str", "int", "float", "bool", "object", "list", "tuple", "None", "Ellipsis"}
+    known = {"dict", "str", "int", "float", "bool", "object", "list", "tuple", "None", "Ellipsis", "property"}
     known |= {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     known |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
     assert {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} <= known

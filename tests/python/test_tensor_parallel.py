@@ -38,11 +38,13 @@ for folder, options in ((sys.argv[3], {"quantization_config": RooftileConfig(32)
 """
 
 
+@pytest.mark.slow
 def test_refused_by_name(tmp_path):
     tiny.write(tmp_path / "source", tiny.tensors(None, {}))
     convert(tmp_path / "source", tmp_path / "packed", rounding=rt.W4A16(32), progress=False)
     folders = [tmp_path / name for name in ("store", "source", "packed")]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # on one GPU two ranks would wait for each other
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, rank, *folders], env=environment, stderr=subprocess.PIPE, text=True

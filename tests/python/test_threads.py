@@ -14,6 +14,7 @@ import pytest
 import rooftile as rt
 import torch
 from kv_caches import contiguous, kv, paged, tensors
+from rooftile.kv_sliding import SlidingKVCache
 
 HEADS, DIM, THREADS = 2, 64, 8
 
@@ -182,12 +183,12 @@ def test_pages_under_every_change(format):
     def copies():
         for _ in range(10):
             twin = pickle.loads(pickle.dumps(cache))
-            table, users = twin.block_table, twin.page_state[0]
+            table, users = twin.block_table, twin._page_state[0]
             assert users.tolist() == torch.bincount(table[table >= 0], minlength=twin.num_pages).tolist()
             assert [-(-n // 32) for n in twin.lengths] == (table >= 0).sum(1).tolist()
 
     at_once(appends, appends, cuts, forks, reorders, copies)
-    table, users = cache.block_table, cache.page_state[0]
+    table, users = cache.block_table, cache._page_state[0]
     assert users.tolist() == torch.bincount(table[table >= 0], minlength=cache.num_pages).tolist()
     assert [-(-n // 32) for n in cache.lengths] == (table >= 0).sum(1).tolist()
 
@@ -262,6 +263,59 @@ def test_a_models_layers_change_together():
     assert [layer.lengths for layer in model] == [[8, 16]] * 3
     at_once(reorder, reorder, lambda: model.fork(0, 1))
     assert len({tuple(layer.lengths) for layer in model}) == 1
+
+
+@pytest.mark.parametrize("format", ["fp32", "int4-kivi"])
+def test_a_sliding_cache(format):
+    """Appends that lay new tables, cuts, reorders and copies at once: readers see whole calls."""
+    window = 64
+    cache = SlidingKVCache(window, contiguous(format, "float32", HEADS, DIM, rows=2, capacity=64))
+    k, v = tokens(16)
+    k, v, q = k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), torch.ones(2, HEADS, DIM)
+    done = threading.Event()
+
+    def appends():
+        for i in range(40):
+            cache.append(k, v, longest=16 * 4 * (i + 1))  # of four threads, none of which is further
+
+    def cuts():
+        for _ in range(10):
+            with cache._alone("test"):  # what is cut depends on what is read
+                length = min(cache.lengths) // 32 * 32
+                if max(cache.lengths) - length <= 16 and cache.beyond == 0:
+                    cache.truncate([0, 1], [length, length])
+
+    def reads():
+        while not done.is_set():
+            first, second = cache.lengths
+            assert first == second
+            try:
+                out = rt.decode_attention(q, cache.view, window=window)
+            except rt.ArgumentError as error:  # a longer table was laid between the two
+                assert "cache holds length" in str(error)
+                continue
+            assert torch.equal(out[0], out[1])
+
+    def copies():
+        while not done.is_set():
+            cache.reorder([1, 0])
+            for twin in (pickle.loads(pickle.dumps(cache)), cache.select([1, 0])):
+                out = rt.decode_attention(q, twin.view, window=window)
+                assert torch.equal(out[0], out[1])
+
+    def writes():
+        try:
+            at_once(appends, appends, appends, cuts)
+        finally:
+            done.set()
+
+    at_once(writes, reads, copies)
+    alone = SlidingKVCache(window, contiguous(format, "float32", HEADS, DIM, rows=2, capacity=64))
+    assert cache.lengths[0] == cache.lengths[1] and cache.lengths[0] % 16 == 0
+    for at in range(0, cache.lengths[0], 16):
+        alone.append(k, v, longest=at + 16)
+    ours, theirs = (rt.decode_attention(q, c.view, window=window) for c in (cache, alone))
+    assert torch.equal(ours, theirs)
 
 
 def test_compiled_appends_share_the_lock():

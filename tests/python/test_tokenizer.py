@@ -74,6 +74,20 @@ def test_chat_template_and_padding(tokenizer):
     assert batch["attention_mask"][0][0] == 0 and batch["attention_mask"][0][-1] == 1
 
 
+def test_what_the_header_says_of_the_tokenizer_is_kept(tmp_path):
+    """Token 0 too, an unknown token, the context; spaces before punctuation stay when it decodes."""
+    meta = {
+        "tokenizer.ggml.unknown_token_id": (0, "uint32"),
+        "tokenizer.ggml.padding_token_id": (tiny_gguf.VOCAB - 1, "uint32"),
+    }
+    path = tiny_gguf.write(tmp_path / "a.gguf", extra_meta=meta)
+    tokenizer, tokens = load_tokenizer(path), read_gguf(path).get("tokenizer.ggml.tokens", list)
+    assert (tokenizer.unk_token, tokenizer.pad_token) == (tokens[0], tokens[-1])
+    assert tokenizer.model_max_length == read_gguf(path).get("llama.context_length", int)
+    assert tokenizer.padding_side == "left" and not tokenizer.clean_up_tokenization_spaces
+    assert tokenizer.decode(tokenizer("hello , you .")["input_ids"]) == "hello , you ."
+
+
 def test_takes_a_header_that_was_read(tmp_path):
     path = tiny_gguf.write(tmp_path / "a.gguf")
     assert load_tokenizer(read_gguf(path))("hello")["input_ids"] == load_tokenizer(path)("hello")["input_ids"]

@@ -106,7 +106,7 @@ def _op_inputs(name, device):
         form = (w.codes, w.scales, w.offsets, None, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return (*inputs, *form, None, None, None)
     if name == "decode_attention":
-        return (*inputs, *_cache("int4-kivi", torch.bfloat16, device).flat(), None, None, 0.2, 40, None, None)
+        return (*inputs, *_cache("int4-kivi", torch.bfloat16, device)._flat(), None, None, 0.2, 40, None, None)
     extra = {
         "prefill_attention": (True, None, None, None, None, None, None, None),
         "rms_norm": (1e-5,),
@@ -281,9 +281,9 @@ def test_a_decode_step_is_one_graph(format, dtype, device):
     q, k = make(2, 1, 4, 64), make(2, 1, 2, 64)
     positions = torch.zeros(2, 1, dtype=torch.int64, device=device)
     ops = torch.ops.rooftile
-    torch.library.opcheck(ops.append.default, (k, k.clone(), *eager.flat(), None, None))
-    torch.library.opcheck(ops.rope_append.default, (q, k, k.clone(), cos, sin, positions, *eager.flat(), None, None))
-    torch.library.opcheck(ops.decode_attention.default, (q, *eager.flat(), None, None, None, None, None, None))
+    torch.library.opcheck(ops.append.default, (k, k.clone(), *eager._flat(), None, None))
+    torch.library.opcheck(ops.rope_append.default, (q, k, k.clone(), cos, sin, positions, *eager._flat(), None, None))
+    torch.library.opcheck(ops.decode_attention.default, (q, *eager._flat(), None, None, None, None, None, None))
     form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
     torch.library.opcheck(ops.w4a16_matmul.default, (make(3, 256), *form, None, None, None))
 
@@ -304,7 +304,7 @@ def assert_same_cache(a, b):
     """The same bytes, and the same books: who holds which page, and what the host thinks."""
     for name, array in a._arrays.items():
         assert torch.equal(array, b._arrays[name]), name
-    for x, y in zip(a.page_state, b.page_state, strict=True):
+    for x, y in zip(a._page_state, b._page_state, strict=True):
         assert x is y is None or torch.equal(x, y)
 
 
@@ -328,7 +328,7 @@ def test_a_decode_step_of_a_paged_cache_is_one_graph(format, dtype, device):
     assert (traced.block_table[0, :2] == traced.block_table[1, :2]).tolist() == [True, False]
     q, k = make(3, 1, 4, 64), make(3, 1, 2, 64)
     positions = torch.zeros(3, 1, dtype=torch.int64, device=device)
-    ops, form = torch.ops.rooftile, (*eager.flat(), None, None, *eager.page_state)
+    ops, form = torch.ops.rooftile, (*eager._flat(), None, None, *eager._page_state)
     torch.library.opcheck(ops.append.default, (k, k.clone(), *form))
     torch.library.opcheck(ops.rope_append.default, (q, k, k.clone(), cos, sin, positions, *form))
 

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 import rooftile as rt  # noqa: E402
 import transformers  # noqa: E402
 from rooftile.integrations.transformers import RooftileCache, rooftile_attention, rooftile_mask  # noqa: E402
+from rooftile.kv_cache import KIVI  # noqa: E402
 
 FORMATS = ("fp32", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8")
 # device, dtype of the model, the cache format that keeps it as it is
@@ -39,6 +40,8 @@ MODELS = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}, "sdpa"),
     "mistral": ("Mistral", {"sliding_window": 24}, "sdpa"),
     "gemma2": ("Gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}, "eager"),
+    "afmoe": ("Afmoe", {"sliding_window": 24, "num_experts": 2, "num_experts_per_tok": 2}, "sdpa"),
+    "jetmoe": ("JetMoe", {"kv_channels": 16, "num_local_experts": 3, "num_experts_per_tok": 3}, "sdpa"),
     "gpt-oss": ("GptOss", {"sliding_window": 24, "num_local_experts": 2, "num_experts_per_tok": 1}, "eager"),
 }
 
@@ -155,7 +158,7 @@ def test_greedy_tokens_equal_sdpa_for_256_tokens(name):
     assert len(set(expected[0, 45:].tolist())) > 20, "a degenerate text would not test much"
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "jetmoe"])  # which changes a cache's keys
 def test_left_padded_batch_and_second_turn_equal_transformers(name):
     model, theirs = tiny(name)
     ids, mask = padded()
@@ -385,13 +388,18 @@ def test_steps_match_float64_over_the_dequantised_cache(format, device, dtype, r
 @kinds
 def test_stepwise_equals_single_steps(format, device, dtype, raw):
     format = raw if format == "raw" else format
-    together, single = (RooftileCache(tiny()[0].config, format=format, stepwise=True) for _ in range(2))
+    config = tiny()[0].config
     q, k, v = layer_inputs(96, device=device, dtype=dtype)
-    for start in range(0, 96, 32):
-        block = attend(together, *(x[:, :, start : start + 32] for x in (q, k, v)))
-        steps = [attend(single, *(x[:, :, t : t + 1] for x in (q, k, v))) for t in range(start, start + 32)]
-        assert torch.equal(block, torch.cat(steps, 1))
-    assert_same_bytes(stored(together), stored(single))
+    single = RooftileCache(config, format=format, stepwise=True)
+    steps = torch.cat([attend(single, *(x[:, :, t : t + 1] for x in (q, k, v))) for t in range(96)], 1)
+    for lengths in ((32, 32, 32), (96,), (5, 91)):
+        together = RooftileCache(config, format=format, stepwise=True)
+        outs = [attend(together, *parts) for parts in zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)]
+        # a GPU's sums are in another order where a call's tokens lie in two groups: then the last bits may differ
+        across = device == "cuda" and format in KIVI and lengths == (5, 91)
+        near = {"rtol": 0, "atol": 4 * torch.finfo(q.dtype).eps if across else 0}
+        torch.testing.assert_close(torch.cat(outs, 1), steps, **near)
+        assert_same_bytes(stored(together), stored(single))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4-kivi"])
@@ -547,6 +555,14 @@ def test_a_mask_that_contradicts_the_cache_is_refused():
             model(ids[:, :1], attention_mask=later, past_key_values=cache)
 
 
+def test_a_cache_and_use_cache_false_are_refused():
+    """transformers passes the whole text at every step then, and a mask of it alone."""
+    model, _ = tiny()
+    cache = RooftileCache(model.config, format="int8")
+    with pytest.raises(rt.ArgumentError, match=r"attention_mask: .*\[3, 91\].* got \[3, 46\].*use_cache=False"):
+        generate(model, "rooftile", *padded(), cache, use_cache=False)
+
+
 @on_a_gpu
 def test_on_a_gpu_a_contradicting_mask_is_raised_at_the_next_forward():
     model, _ = tiny(device="cuda", dtype="bfloat16")
@@ -613,9 +629,9 @@ def test_what_is_not_implemented_is_refused():
 
     with pytest.raises(rt.NotSupportedError, match="attention_mask"):
         model(ids, attention_mask=torch.ones(2, 1, 45, 45, dtype=torch.bool), past_key_values=cache())
-    with pytest.raises(rt.NotSupportedError, match="attention_mask"):
-        model(ids, position_ids=torch.arange(45).remainder(20)[None].expand(2, -1), use_cache=False)
     q, k, v = layer_inputs(4)
+    with pytest.raises(rt.NotSupportedError, match=r"attention_mask: .*custom masks"):
+        attend(cache(), q, k, v, mask=rooftile_mask(1, 4, 4, mask_function=lambda *_: True))
     with pytest.raises(rt.NotSupportedError, match="dropout"):
         attend(cache(), q, k, v, dropout=0.1)
     with pytest.raises(rt.NotSupportedError, match="output_attentions"):
@@ -657,6 +673,24 @@ def test_training_is_refused():
 def test_bad_arguments_of_the_cache(options, names):
     with pytest.raises(rt.ArgumentError, match=names):
         RooftileCache(tiny()[0].config, **options)
+
+
+@pytest.mark.parametrize(
+    "format, dtype, error, text",
+    [
+        ("int8", "fp16", rt.ArgumentTypeError, "dtype must be .*, got 'fp16', did you mean \"float16\"?"),
+        ("int4-kivi", torch.int8, rt.ArgumentTypeError, "dtype must be float32, float16, bfloat16, got torch.int8"),
+        ({"default": "int8", 1: "bf16"}, "float16", rt.ArgumentTypeError, "format bf16 stores bfloat16, so dtype"),
+    ],
+)
+def test_a_wrong_dtype_is_refused_before_any_forward(format, dtype, error, text):
+    model, *_ = tiny()
+    for make in (
+        lambda: RooftileCache(model.config, format=format, dtype=dtype),
+        lambda: rt.set_kv_cache(model, format, dtype=dtype),
+    ):
+        with pytest.raises(error, match=text):
+            make()
 
 
 def test_models_with_other_layers_are_refused():

@@ -13,7 +13,7 @@ import rooftile as rt  # noqa: E402
 import transformers  # noqa: E402
 from rooftile.integrations import _tensors  # noqa: E402
 from rooftile.integrations import transformers as integration  # noqa: E402
-from rooftile.integrations.transformers import RooftileCache, rooftile_mask  # noqa: E402
+from rooftile.integrations.transformers import RooftileCache, RooftileLayer, rooftile_attention, rooftile_mask  # noqa: E402
 from rooftile.kv_sliding import BACK, SlidingKVCache  # noqa: E402
 from test_transformers import (  # noqa: E402
     FORMATS,
@@ -26,6 +26,7 @@ from test_transformers import (  # noqa: E402
     prompts,
     stored,
     tiny,
+    whole,
 )
 
 DynamicCache = transformers.DynamicCache
@@ -63,13 +64,35 @@ def test_the_attention_alone_in_other_searches(options):
     assert torch.equal(generate(model, "rooftile", ids, mask, new=10, **options), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "afmoe", "jetmoe"])
 def test_forwards_over_other_caches(name):
     model, theirs = tiny(name)
     ids, _ = prompts(2)
     for make in (lambda: None, DynamicCache, lambda: DynamicCache(config=model.config)):
         expected = steps(model, theirs, ids, make())
         torch.testing.assert_close(steps(model, "rooftile", ids, make()), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pads", [(0,), (9, 0)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "mistral", "gemma2", "gpt-oss"])
+def test_forwards_over_a_static_cache(name, pads):
+    """Its length is a tensor of transformers' own, which counts on while the layers of a forward are attended."""
+    model, _ = tiny(name)
+    ids, mask = padded(pads, 60)
+    real = mask.bool()
+    expected = whole(model, "eager", ids, mask)[real]
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    for pieces in ([60], [20] + [1] * 40, [20, 40], [20, 5, 35]):
+        torch.testing.assert_close(feed(model, ids, mask, pieces, cache)[real], expected, rtol=1e-4, atol=1e-4)
+        cache.reset()
+
+
+@pytest.mark.parametrize("shape", [(1, 45), (2, 44), (2, 46)], ids=str)
+def test_a_mask_of_another_shape_is_refused_without_a_cache(shape):
+    model, _ = tiny()
+    model.set_attn_implementation("rooftile")
+    with pytest.raises(rt.ArgumentError, match=rf"attention_mask: .*\[2, 45\].* got \[{shape[0]}, {shape[1]}\]"):
+        model(prompts(2)[0], attention_mask=torch.ones(shape, dtype=torch.long), use_cache=False)
 
 
 def test_masks_of_other_caches_may_be_whole():
@@ -206,9 +229,9 @@ def test_a_cache_of_another_model_is_refused():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (lambda: transformers.T5Config(), "encoder-decoder"),
+        (lambda: transformers.T5Config(), "t5 is an encoder-decoder"),
         (lambda: transformers.DeepseekV3Config(), "multi-head latent attention: kv_lora_rank"),
-        (lambda: transformers.MambaConfig(), "mamba"),
+        (lambda: transformers.MambaConfig(), "mamba has no attention layers"),
         (lambda: transformers.JambaConfig(), "jamba has layers of other kinds: linear_attention"),
         (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
         (lambda: transformers.BloomConfig(), "BloomForCausalLM does not take its attention from"),
@@ -264,11 +287,10 @@ PIECES = (300, 1, 1, 16, 70, 1, 40, 1, 3, 200, 1, 1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_sliding_layers_give_the_bits_of_layers_that_keep_everything(format, monkeypatch):
     def texts(stepwise):
-        pieces = tuple(n for n in PIECES for n in ([32] * (n // 32) + [n % 32] if stepwise else [n]) if n)
         cache = RooftileCache(tiny("mistral")[0].config, format=format, stepwise=stepwise)
         outs, begin = [], 0
-        q, k, v = layer_inputs(sum(pieces), batch=2)
-        for n in pieces:
+        q, k, v = layer_inputs(sum(PIECES), batch=2)
+        for n in PIECES:
             part = (x[:, :, begin : begin + n] for x in (q, k, v))
             outs.append(attend(cache, *part, mask=sliding(2)))
             begin += n
@@ -338,12 +360,11 @@ def test_a_sliding_layer_takes_back_what_it_still_has():
 
 
 def test_a_window_does_not_change():
-    cache = RooftileCache(tiny("mistral")[0].config, format="int8")
-    attend(cache, *layer_inputs(400), mask=sliding(1))
     for mask in (None, sliding(1, window=25)):
+        cache = RooftileCache(tiny("mistral")[0].config, format="int8")
+        attend(cache, *layer_inputs(400), mask=sliding(1))
         with pytest.raises(rt.NotSupportedError, match="slid over 24 tokens"):
             attend(cache, *layer_inputs(1), mask=mask)
-        cache.layers[0].held = None
 
 
 def test_bytes_beside_transformers_own_cache():
@@ -463,3 +484,104 @@ def test_generate_with_a_compiled_forward():
     with rt.record_kernels() as kernels:
         assert torch.equal(generate(model, "rooftile", ids, mask, new=6), expected)
     assert "append" in " ".join(kernels)
+
+
+def test_a_graph_serves_every_cache():
+    """Each generate() may bring a cache of its own: no cache is worth a graph."""
+    model, _ = tiny()
+    ids, mask = padded((17, 0), 30)
+    torch._dynamo.reset()
+    graphs = []
+    forward = model.forward
+    model.forward = torch.compile(
+        forward, fullgraph=True, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1]
+    )
+    caches = [RooftileCache(model.config, format="int8") for _ in range(12)]
+    outs = [feed(model, ids, mask, (27, 1, 1, 1), cache) for cache in caches]
+    assert len(graphs) <= 3
+    model.forward = forward
+    expected = feed(model, ids, mask, (27, 1, 1, 1), RooftileCache(model.config, format="int8"))
+    for out, cache in zip(outs, caches, strict=True):
+        assert torch.equal(out, expected) and [layer.cache.lengths for layer in cache.layers] == [[13, 30]] * 2
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_layers_in_graphs_of(backend):
+    """Of the default backend, too, which has the layers' counts of columns as symbols from the second forward on."""
+    model, _ = tiny()
+    module = torch.nn.Identity().eval()
+
+    def layers(inputs, cache):
+        columns = cache.get_seq_length()
+        outs = [rooftile_attention(module, q, *cache.update(k, v, i), None) for i, (q, k, v) in enumerate(inputs)]
+        return columns, outs
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layers, fullgraph=True, backend=backend)
+    with torch.inference_mode():  # in which a server may make its caches
+        cache, twin = (RooftileCache(model.config, format="int4-kivi") for _ in range(2))
+    for tokens in (20, 1, 1, 5, 1, 20):
+        inputs = [layer_inputs(tokens, seed=seed) for seed in (1, 2)]
+        assert str(compiled(inputs, cache)) == str(layers(inputs, twin))
+    for i in range(2):
+        assert_same_bytes(stored(cache, layer=i), stored(twin, layer=i))
+
+
+@pytest.mark.parametrize(("stop", "then"), [("compiled", "compiled"), ("compiled", "eager"), ("eager", "compiled")])
+def test_a_forward_behind_one_that_stopped_half_way(stop, then, monkeypatch):
+    model, _ = tiny()
+    ids, mask = prompts(1, 8)
+    cache = RooftileCache(model.config, format="fp32")
+    feed(model, ids, mask, (5, 1), cache)
+    torch._dynamo.reset()
+    forwards = {"compiled": torch.compile(model.forward, fullgraph=True, backend="eager"), "eager": model.forward}
+    attend = RooftileLayer.attend
+
+    def interrupted(layer, *args):
+        if layer is cache.layers[1]:
+            raise KeyboardInterrupt
+        return attend(layer, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RooftileLayer, "attend", interrupted)
+        forwards[stop](ids[:, 6:7], past_key_values=cache)
+    for _ in range(2):
+        with pytest.raises(rt.RooftileError, match=r"half way.*; reset\(\) this cache"):
+            forwards[then](ids[:, 7:], past_key_values=cache)
+    cache.reset()
+    feed(model, ids, mask, (8,), cache)
+    assert cache.get_seq_length() == 8
+
+
+def test_a_layer_that_is_behind_is_noticed_in_a_graph():
+    model, _ = tiny()
+    ids, mask = prompts(1, 8)
+    caches = [RooftileCache(model.config, format="fp32") for _ in range(2)]
+    for cache in caches:
+        feed(model, ids, mask, (5, 1), cache)
+    attend(caches[1], *layer_inputs(1))  # the first layer alone
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    for _ in range(2):
+        model(ids[:, -1:], past_key_values=caches[0])
+    with pytest.raises(rt.ArgumentError, match="a layer would hold 7 columns, the layer before it 8"):
+        model(ids[:, -1:], past_key_values=caches[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["fp32", "int4-kivi"])
+def test_a_model_compiled_by_inductor(format):
+    model, _ = tiny()
+    ids, mask = padded((17, 0), 49)
+    pieces = (20, 1, 1, 1, 5, 1, 20)
+    expected = feed(model, ids, mask, pieces, RooftileCache(model.config, format=format))
+    rt.set_kv_cache(model, format)
+    texts = generate(model, "rooftile", ids, mask, new=6)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    for _ in range(2):
+        cache = RooftileCache(model.config, format=format)
+        out = feed(model, ids, mask, pieces, cache)
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+        assert cache.get_seq_length() == 49 and cache.layers[1].cache.lengths == [32, 49]
+        assert torch.equal(generate(model, "rooftile", ids, mask, new=6), texts)

@@ -506,7 +506,7 @@ def sample(bits=4):
             rt.ArgumentError,
             "zeros must be given",
         ),
-        (lambda w: w.from_gguf(b"", "Q4_K", (4, 256)), rt.NotSupportedError, "Q4_0 or Q4_1"),
+        (lambda w: w.from_gguf(b"", "Q4_K", (4, 256)), rt.NotSupportedError, '"Q4_0" or "Q4_1"'),
         (lambda w: w.from_gguf(b"", "Q4_0", (4, 48)), rt.ArgumentError, "multiple of 32"),
         (lambda w: w.from_gguf(None, "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),
         (lambda w: w.from_gguf(np.zeros(72, np.int8), "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),
@@ -606,7 +606,7 @@ def test_bad_input_is_named(call, error, text):
         (
             lambda w: w.from_gguf(b"", "Q4_0", (4, 32)),
             rt.NotSupportedError,
-            "^W8Weight.from_gguf: ggml_type must be Q8_0",
+            '^W8Weight.from_gguf: ggml_type must be "Q8_0"',
         ),
         (lambda w: w.from_gguf(b"", "Q8_0", (4, 32)), rt.ArgumentError, "must have 136 bytes"),
         (lambda w: w.dequantize("int8"), rt.ArgumentTypeError, "^W8Weight.dequantize: dtype must be float32"),

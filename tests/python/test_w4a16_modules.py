@@ -10,6 +10,7 @@ import pytest
 import rooftile as rt
 import torch
 import torch.nn.utils.prune
+from rooftile._rounding_report import kind_of
 from rooftile.nn import W4Linear, W8Linear
 
 
@@ -164,7 +165,7 @@ def test_on_the_meta_device():
 
 @pytest.mark.parametrize("scale_dtype", ["float32", None, torch.float16])
 def test_scale_dtype_is_checked(scale_dtype):
-    with pytest.raises(rt.ArgumentTypeError, match="W4Linear: scale_dtype must be float16 or bfloat16, got"):
+    with pytest.raises(rt.ArgumentTypeError, match='W4Linear: scale_dtype must be "float16" or "bfloat16", got'):
         W4Linear(64, 48, group_size=32, scale_dtype=scale_dtype)
 
 
@@ -263,8 +264,9 @@ class Routed(torch.nn.Module):
 def test_routers_are_not_rounded():
     model = torch.nn.ModuleDict({"mlp": Routed(), "other": linear(64, 24)})
     report = rt.quantize_(model, rt.W4A16(64), progress=False)
-    routers = {"mlp.gate", "mlp.chooses", "mlp.router.0", "mlp.router.1", "mlp.shared_gate"}
+    routers = {"mlp.gate", "mlp.chooses", "mlp.router.0", "mlp.router.1"}
     assert {name.removesuffix(".weight") for name, (_, why) in report.left.items() if why == "routers"} == routers
+    assert report.left["mlp.shared_gate.weight"] == (64, "fewer than 16 outputs")
     assert report.group_sizes.keys() == {f"mlp.experts.{i}" for i in range(24)} | {"mlp.shared", "other"}
     assert all(type(model.get_submodule(name)) is torch.nn.Linear for name in routers)
 
@@ -307,7 +309,22 @@ def test_each_module_refuses_the_others_weight():
         W4Linear.from_weight(eight)
     with pytest.raises(rt.ArgumentTypeError, match=r"^W8Linear.from_weight: weight must be a W8Weight, got W4Weight"):
         W8Linear.from_weight(four)
-    with pytest.raises(rt.ArgumentError, match=r"^W8Linear: kind must be one of symmetric, integer, got 'minima'"):
+    with pytest.raises(rt.ArgumentError, match=r'^W8Linear: kind must be "symmetric" or "integer", got .minima'):
         W8Linear(64, 48, group_size=32, kind="minima")
     with pytest.raises(rt.ArgumentError, match=r"^W8Weight.quantize: zeros must be None"):
         W8Linear.from_linear(linear(), group_size=32, zeros="minima")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.3.self_attn.q_proj.weight", "q_proj"),
+        ("model.layers.3.mlp.down_proj.bias", "down_proj.bias"),
+        ("model.layers.3.mlp.experts.gate_up_proj", "experts.gate_up_proj"),
+        ("lm_head.weight", "lm_head"),
+        ("0.bias", "bias"),
+        ("7", "7"),
+    ],
+)
+def test_a_report_names_layers_by_their_kind(name, kind):
+    assert kind_of(name) == kind

@@ -200,3 +200,15 @@ def write(path, state, quantization=None, *, shards=1, **config):
         where.update(dict.fromkeys(part, file))
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return path
+
+
+def unalign(folder):
+    """The headers of the folder's safetensors files get a length that no element's size divides, nor do two bytes."""
+    for path in folder.glob("*.safetensors"):
+        raw = path.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        header = raw[8 : 8 + size].rstrip(b" ")
+        header += b" " * (1 - len(header) % 2)
+        path.unlink()  # models may still have the file mapped
+        path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+    return folder

@@ -30,6 +30,7 @@ _COMPANIONS = (
     "generation_config.json",
     "LICENSE*",
     "NOTICE*",
+    "USAGE_POLICY*",
 )
 SHARD_BYTES = 4 * 10**9
 
@@ -40,11 +41,12 @@ def convert(
     """Writes `target`, a folder that transformers reads once rooftile.integrations.quantizer is imported.
 
     source: a folder with config.json and safetensors, 16-bit, 4-bit or 8-bit (compressed-tensors pack-quantized, GPTQ,
-    in 4 bits AWQ gemm), or a GGUF file. What is in 4 or 8 bits already is repacked, lossless. rounding: a W4A16 or
-    W8A16 for linear layers that are not, except the output head and `skip` (names or shell patterns); None is W4A16()
-    for a 16-bit folder, and keeps them in every other source. dtype: what a GGUF file's other tensors become,
-    "bfloat16" unless given. shard_bytes: the most in one file. overwrite: replace `target`, which must be a model's
-    folder. progress: a bar on stderr, or lines where that is no terminal.
+    in 4 bits AWQ gemm, experts in MXFP4), or a GGUF file. What is in 4 or 8 bits already is repacked, lossless; but
+    MXFP4 is rounded, from the values it stands for. rounding: a W4A16 or W8A16 for linear layers and experts that are
+    not repacked, except the output head and `skip` (names or shell patterns); None is W4A16() for a 16-bit folder and
+    for experts in MXFP4, and keeps what is in 16 bits in every other source. dtype: what a GGUF file's other tensors
+    become, "bfloat16" unless given. shard_bytes: the most in one file. overwrite: replace `target`, which must be a
+    model's folder. progress: a bar on stderr, or lines where that is no terminal.
 
     One weight of the source and one file of the target are in memory at a time. `target` is written beside its place
     and renamed: it is there whole or not at all. Returns a report: source, target, form, rows (one for each weight:

@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 
+from rooftile._arrays import aligned
 from rooftile.errors import ArgumentError
 from rooftile.loaders.regular import check_regular
 
@@ -72,11 +73,11 @@ class TensorFolder:
             if name not in self.tensors or os.path.basename(self.tensors[name].file) != file:
                 raise ArgumentError(f"{self.path / file}: tensor '{name}' is missing; {INDEX} says it is here")
 
-    def read(self, name):
-        """The torch tensor `name`, in host memory."""
+    def read(self, name, index=None):
+        """The torch tensor `name`, in host memory; with an index, this part of its first dimension alone."""
         info = self.tensors[name]
         with _open(info.file) as file:
-            return file.get_tensor(name)
+            return aligned(file.get_tensor(name) if index is None else file.get_slice(name)[index])
 
 
 def read_json(path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bits of compressed-tensors, GPTQ and AWQ weights, as W4Weight or W8Weight. Lossless.
+"""The bits of compressed-tensors, GPTQ and AWQ weights, as W4Weight or W8Weight, and of MXFP4, in 16 bits. Lossless.
 
 What the arrays' shapes and dtypes must be is their caller's to check (sources.py); what they hold is checked here.
 `where` begins every error: the file and the module.
@@ -13,6 +13,7 @@ from rooftile.gemm import WEIGHTS
 # column of eight that each nibble of an AWQ word holds, and its inverse: the nibble that holds each column
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_NIBBLES = [_AWQ_COLUMNS.index(column) for column in range(8)]
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes without their sign bit, the highest of four
 
 
 def from_compressed_tensors(where, bits, packed, scale, n, k, group_size, zero_point=None, g_idx=None):
@@ -59,6 +60,22 @@ def from_awq(where, qweight, qzeros, scales, k, group_size):
     return _weight(where, 4, codes, scales.T, columns(qzeros).T, k, group_size, "g_idx", None)
 
 
+def from_mxfp4(where, blocks, scales):
+    """OCP MX: e2m1 codes under an e8m0 scale for each 32. blocks: uint8 [..., B, 16], two codes a byte, low bits first.
+    scales: uint8 [..., B], powers of two with bias 127. Returns bfloat16 [..., 32 B], exact."""
+    largest = int(scales.max())
+    if largest > 252:
+        raise ArgumentError(
+            f"{where} holds {largest}, expected 0 to 252 (255 is NaN; 253 and 254 pass the largest bfloat16)"
+        )
+    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.bfloat16, device="cpu")
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # of every byte
+    codes = pairs.view(torch.int32).flatten().index_select(0, blocks.flatten().to(torch.int32))
+    powers = torch.tensor([2.0 ** (code - 127) for code in range(253)], dtype=torch.bfloat16, device="cpu")
+    scale = powers.index_select(0, scales.flatten().to(torch.int32))
+    return (codes.view(torch.bfloat16).view(-1, 32) * scale.view(-1, 1)).view(*scales.shape[:-1], -1)
+
+
 def _codes(bits, packed):
     """int32 or uint8 [rows, words] -> uint8 [rows, codes], a code each, low bits first."""
     taken = packed.contiguous().view(torch.uint8)
@@ -99,4 +116,4 @@ def _perm(where, name, g_idx, k, group_size):
             f"{group_size} in every group"
         )
     perm = torch.argsort(g_idx, stable=True)
-    return None if torch.equal(perm, torch.arange(k)) else perm
+    return None if torch.equal(perm, torch.arange(k, device=perm.device)) else perm

@@ -27,9 +27,7 @@ def scheme_of(where, config, tensors):
         raise NotSupportedError(
             f"{where}: quantization_config: quant_method '{method}' is not read; read: {', '.join(_SCHEMES)}"
         )
-    scheme = _SCHEMES[method]
-    suffix = f".{scheme.main}"
-    return scheme(fields, [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)])
+    return _SCHEMES[method](fields, tensors)
 
 
 class _Fields:
@@ -94,7 +92,7 @@ class _Gptq:
     main = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
-    def __init__(self, fields, modules):
+    def __init__(self, fields, tensors):
         self.bits = fields.expect("bits", 4, 8)
         fields.expect("pack_dtype", "int32", default="int32")
         fields.absent("is_marlin_format")
@@ -117,7 +115,11 @@ class _Gptq:
         qzeros = module.tensor("qzeros", (k // group, n // of_word), ("I32",))
         scales = module.tensor("scales", (k // group, n), _16_BIT)
         g_idx = module.tensor("g_idx", (k,), ("I32",), optional=not self.act_order)
-        if g_idx is not None and not self.act_order and not torch.equal(g_idx, torch.arange(k) // group):
+        if (
+            g_idx is not None
+            and not self.act_order
+            and not torch.equal(g_idx, torch.arange(k, device=g_idx.device) // group)
+        ):
             raise ArgumentError(
                 f"{module.where}: g_idx is not 0, 0, .. 1, 1, ..; expected that, since the config says desc_act = false"
             )
@@ -142,7 +144,7 @@ class _Awq:
     main = "qweight"
     suffixes = ("qweight", "qzeros", "scales")
 
-    def __init__(self, fields, modules):
+    def __init__(self, fields, tensors):
         fields.expect("bits", 4)
         fields.expect("zero_point", True, default=True)
         version = fields.get("format" if fields.value.get("version") is None else "version", str, "gemm")
@@ -175,13 +177,15 @@ class _CompressedTensors:
     main = "weight_packed"
     suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
-    def __init__(self, fields, modules):
+    def __init__(self, fields, tensors):
         fields.absent("kv_cache_scheme", "sparsity_config", "transform_config")
         fields.expect("quantization_status", "compressed", "frozen", default="compressed")
         self.ignore = _patterns(fields, "ignore", [])
         groups = fields.child("config_groups")
         self.groups = [_WeightGroup(fields, groups.child(name)) for name in groups.value]
         patterns = [*self.ignore, *(target for group in self.groups for target in group.targets)]
+        suffix = f".{self.main}"
+        modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
         self.means = matches(f"{fields.where}: {fields.name}", patterns, modules)
 
     def named(self, patterns, module):
@@ -249,4 +253,15 @@ def _patterns(fields, key, default=_MISSING):
     return values
 
 
-_SCHEMES = {"compressed-tensors": _CompressedTensors, "gptq": _Gptq, "awq": _Awq}
+class Mxfp4:
+    """Fused experts as NAME_blocks and NAME_scales, see formats.from_mxfp4; everything else is plain. Which experts
+    these are the tensors say, whatever modules_to_not_convert names."""
+
+    name = "MXFP4"
+    main = None
+
+    def __init__(self, fields, tensors):
+        pass
+
+
+_SCHEMES = {"compressed-tensors": _CompressedTensors, "gptq": _Gptq, "awq": _Awq, "mxfp4": Mxfp4}

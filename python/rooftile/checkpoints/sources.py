@@ -11,9 +11,10 @@ import typing
 import torch
 
 from rooftile.checkpoints.folder import TensorFolder
-from rooftile.checkpoints.schemes import scheme_of
+from rooftile.checkpoints.formats import from_mxfp4
+from rooftile.checkpoints.schemes import Mxfp4, scheme_of
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
-from rooftile.experts import STACKS, stack_rows
+from rooftile.experts import STACKS, PackedStack, stack_rows
 from rooftile.gemm import WEIGHTS
 from rooftile.loaders.gguf import open_gguf
 from rooftile.quantize import W4A16, W8A16, RoundingPlan, expert_forms, name_patterns
@@ -99,17 +100,22 @@ def without_code(value, where, left_out):
     return kept
 
 
-def _plan(model, rounding, skip, packed):
-    """The RoundingPlan, or None without a rounding. packed: names of modules that are in 4 or 8 bits already."""
+def _plan(model, rounding, skip, packed, only=None):
+    """The RoundingPlan, or None without a rounding. packed: names of modules that are in 4 or 8 bits already. only: as
+    of RoundingPlan."""
     patterns = name_patterns(_OP, skip)
     if rounding is not None:
-        return RoundingPlan(_OP, model, rounding, [*patterns, *packed])
+        return RoundingPlan(_OP, model, rounding, [*patterns, *packed], only)
     if patterns:
         raise ArgumentError(
             f"{_OP}: skip is for layers that would be rounded, and without a rounding (bits, group_size, zeros) the "
             f"source keeps all that is not in 4 or 8 bits; got {skip!r}"
         )
     return None
+
+
+def _rounded(rounding, name, weight):
+    return rounding.weight_of(rounding.in_range(f"{_OP}: {name}", weight))
 
 
 def _rounding_report(model, plan, entries):
@@ -136,11 +142,16 @@ class _FolderSource:
         self.folder = TensorFolder(path)
         self.where = str(self.folder.path / "config.json")
         self.scheme = scheme_of(self.where, self.folder.config, self.folder.tensors)
+        self.main = self.scheme.main if self.scheme else None  # the tensor that every packed linear layer has
         self.left_out = []
         config = {k: v for k, v in self.folder.config.items() if k not in ("quantization_config", "compression_config")}
         self.config = without_code(config, "config.json", self.left_out)
         self.model = self.empty_model()
-        self.rounding = W4A16() if rounding is None and self.scheme is None else rounding
+        self.rounding, self.only = rounding, None
+        if rounding is None and not self.main:
+            self.rounding = W4A16()
+            if isinstance(self.scheme, Mxfp4):
+                self.only = {name.removesuffix("_blocks") for name in self.folder.tensors if name.endswith("_blocks")}
         self.skip = skip
         self.forms = expert_forms(self.model)
         self.left = dict(self.folder.tensors)  # those without a place yet
@@ -148,9 +159,9 @@ class _FolderSource:
     @functools.cached_property
     def plan(self):
         """The RoundingPlan; made once a tensor is known to have the shape that config.json says."""
-        main = f".{self.scheme.main}" if self.scheme else None
+        main = f".{self.main}" if self.main else None
         packed = [name.removesuffix(main) for name in self.folder.tensors if main and name.endswith(main)]
-        return _plan(self.model, self.rounding, self.skip, packed)
+        return _plan(self.model, self.rounding, self.skip, packed, self.only)
 
     def source(self):
         tied = self.tied_names()
@@ -158,7 +169,7 @@ class _FolderSource:
         for name, parameter in self.model.state_dict().items():
             module, _, suffix = name.rpartition(".")
             stored = name if name in self.left else _mixtral(name)
-            if suffix == "weight" and self.scheme and f"{module}.{self.scheme.main}" in self.left:
+            if suffix == "weight" and self.main and f"{module}.{self.main}" in self.left:
                 if name in tied:
                     raise NotSupportedError(
                         f"{self.where}: tie_word_embeddings is set, but '{module}' has packed weights of its own"
@@ -166,6 +177,8 @@ class _FolderSource:
                 entries.append(self.packed(module))
             elif stored in self.left:
                 entries.append(self.plain(name, stored, parameter))
+            elif self.is_mxfp4(name):
+                entries.append(self.mxfp4(name))
             elif module in self.forms and suffix in STACKS and self.expert_names(module, suffix):
                 entries.append(self.experts(name, *self.expert_names(module, suffix)))
             elif name not in tied:
@@ -178,8 +191,8 @@ class _FolderSource:
         return Source(path, form, kind, self.config, entries, self.left_out, rounding)
 
     def form(self, entries):
-        if not self.scheme:
-            return "safetensors"
+        if not self.main:
+            return self.scheme.name if self.scheme else "safetensors"
         bits = [f"{b}-bit" for b, outcome in LOSSLESS.items() if any(e.outcome == outcome for e in entries)]
         return " ".join((self.scheme.name, " and ".join(bits))).strip()
 
@@ -230,11 +243,11 @@ class _FolderSource:
         return Entry(name, self.scheme.name, LOSSLESS[self.scheme.bits_of(module)], nbytes, read)
 
     def plain(self, name, stored, parameter):
-        info = self.take(stored, tuple(parameter.shape), parameter.is_floating_point())
+        info = self.take(stored, tuple(parameter.shape), _FLOATS if parameter.is_floating_point() else None)
         return self.unpacked(name, info.dtype, info.nbytes, lambda: self.folder.read(stored))
 
-    def take(self, stored, shape, floating=True):
-        """The TensorInfo of a tensor that now has its place."""
+    def take(self, stored, shape, dtypes=_FLOATS):
+        """The TensorInfo of a tensor that now has its place. dtypes: those that are read, None for all."""
         info = self.left.pop(stored, None)
         if info is None:
             raise ArgumentError(f"{self.folder.path}: tensor '{stored}' is missing")
@@ -242,16 +255,17 @@ class _FolderSource:
             raise ArgumentError(
                 f"{info.file}: tensor '{stored}' has shape {list(info.shape)}, expected {list(shape)} by config.json"
             )
-        if floating and info.dtype not in _FLOATS:
+        if dtypes and info.dtype not in dtypes:
+            here = "here" if self.scheme else "without a quantization_config"
             raise NotSupportedError(
-                f"{info.file}: tensor '{stored}' has dtype {info.dtype}, which is not read without a "
-                f"quantization_config; read: {', '.join(_FLOATS)}"
+                f"{info.file}: tensor '{stored}' has dtype {info.dtype}, which is not read {here}; read: "
+                f"{', '.join(dtypes)}"
             )
         return info
 
     def unpacked(self, name, dtype, nbytes, read):
         """The Entry of a parameter that the source holds in 16 or 32 bits: rounded or kept. read: gives the tensor."""
-        path, _, suffix = name.rpartition(".")
+        path = name.rpartition(".")[0]
         form = _FLOATS.get(dtype, dtype)
         rounding = self.plan.roundings.get(name) if self.plan else None
         if rounding is None:
@@ -260,16 +274,50 @@ class _FolderSource:
             raise NotSupportedError(
                 f"{self.folder.path}: tensor '{name}' has dtype {dtype}, rounded are {', '.join(_ROUNDED_FROM)}"
             )
-        outcome = ROUNDED[rounding.bits]
         if path in self.forms:
             experts = self.forms[path]
-            return Entry(f"{path}.{STACKS[suffix]}", form, outcome, nbytes, lambda: experts.rounded(read(), rounding))
-        return Entry(path, form, outcome, nbytes, lambda: rounding.weight_of(read()))
+            return self.rounded_experts(name, rounding, form, nbytes, lambda: experts.each(read()))
+        return Entry(path, form, ROUNDED[rounding.bits], nbytes, lambda: _rounded(rounding, path, read()))
+
+    def rounded_experts(self, name, rounding, form, nbytes, weights):
+        """The Entry of a parameter of experts that is rounded. weights: gives [out_features, in_features] of each."""
+        path, _, suffix = name.rpartition(".")
+        stack, outcome = f"{path}.{STACKS[suffix]}", ROUNDED[rounding.bits]
+        in_range = functools.partial(rounding.in_range, f"{_OP}: {name}")
+        return Entry(stack, form, outcome, nbytes, lambda: PackedStack.rounded(map(in_range, weights()), rounding))
+
+    def is_mxfp4(self, name):
+        path, _, suffix = name.rpartition(".")
+        stored = isinstance(self.scheme, Mxfp4) and {f"{name}_blocks", f"{name}_scales"} & self.left.keys()
+        return bool(stored) and path in self.forms and suffix in STACKS
+
+    def mxfp4(self, name):
+        """The Entry of a parameter of experts that the source holds in MXFP4, which is read one expert at a time."""
+        path, _, suffix = name.rpartition(".")
+        form, blocks, scales = self.forms[path], f"{name}_blocks", f"{name}_scales"
+        n, k = form.shape(suffix)
+        if k % 32:
+            raise ArgumentError(
+                f"{self.folder.path}: tensor '{blocks}' holds blocks of 32, which do not make the rows of {k} that "
+                "config.json asks for"
+            )
+        grid = form.experts, n, k // 32
+        infos = self.take(blocks, (*grid, 16), ("U8",)), self.take(scales, grid, ("U8",))
+
+        def weights():
+            for expert in range(form.experts):
+                where = f"{infos[1].file}: tensor '{scales}' [{expert}]"
+                yield from_mxfp4(where, self.folder.read(blocks, expert), self.folder.read(scales, expert))
+
+        nbytes, rounding = sum(info.nbytes for info in infos), self.plan.roundings.get(name)
+        if rounding is None:
+            return Entry(name, self.scheme.name, DEQUANTISED, nbytes, lambda: form.fused(weights()))
+        return self.rounded_experts(name, rounding, self.scheme.name, nbytes, weights)
 
     def expert_names(self, path, suffix):
         """For gate_up_proj or down_proj of experts that the source holds one by one: a list for each part (gates, ups),
         of one module name for each expert. None where it holds none."""
-        ends = {"weight", self.scheme.main if self.scheme else "weight"}
+        ends = {"weight", self.main or "weight"}
         for base in (path, _mixtral(path)):
             for parts in _EXPERT_PARTS[suffix]:
                 if any(f"{base}.0.{parts[0]}.{end}" in self.left for end in ends):
@@ -284,7 +332,7 @@ class _FolderSource:
         n //= len(parts)
         if form.transposed or form.gate.interleaved:
             raise NotSupportedError(f"{self.where}: experts one by one, such as '{first}', are not read for this model")
-        if not (self.scheme and f"{first}.{self.scheme.main}" in self.left):
+        if not (self.main and f"{first}.{self.main}" in self.left):
             infos = [[self.take(f"{module}.weight", (n, k)) for module in part] for part in parts]
             dtypes = sorted({info.dtype for part in infos for info in part})
             if len(dtypes) > 1:
@@ -412,7 +460,7 @@ def _gguf_source(path, rounding, skip, dtype):
             entries.append(Entry(module, form, LOSSLESS[4], p.nbytes, lambda p=p: p.read().weight))
         elif p.name in rounded:
             fitting = rounded[p.name]
-            read = lambda p=p, fitting=fitting: fitting.weight_of(p.read("float32"))  # noqa: E731
+            read = lambda p=p, module=module, fitting=fitting: _rounded(fitting, module, p.read("float32"))  # noqa: E731
             entries.append(Entry(module, form, ROUNDED[fitting.bits], p.nbytes, read))
         else:
             stored = _FLOATS.get(form)

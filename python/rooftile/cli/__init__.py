@@ -13,7 +13,7 @@ import os
 import pkgutil
 import sys
 
-from rooftile import __version__
+from rooftile import _C, __version__
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError
 
 # the extra "demo", by the names on a package index
@@ -44,8 +44,17 @@ def main(arguments=None):
         return _fail(args, "interrupted", 130)
 
 
+class _Parser(argparse.ArgumentParser):
+    def _check_value(self, action, value):  # of commands and of arguments with choices
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as e:
+            e.message += _C.did_you_mean(str(value), *map(str, action.choices))
+            raise
+
+
 def _parser():
-    parser = argparse.ArgumentParser(prog="rooftile", description="LLM-inference kernels: look, try, measure.")
+    parser = _Parser(prog="rooftile", description="LLM-inference kernels: look, try, measure.")
     parser.add_argument("--version", action="version", version=f"rooftile {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for info in pkgutil.iter_modules(__path__):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rooftile bench FAMILY`: the kernels against the machine's roof, and against their peers, on one GPU."""
 
+from rooftile import _C
 from rooftile._results import COMMIT_HELP, machine
 from rooftile.cli._files import check_writable, write_json
 from rooftile.cli._tables import print_whole
@@ -40,16 +41,19 @@ def run(args):
         print("\n".join(cases))
         return 0
     for case in cases:
-        family.parse(case)
+        try:
+            family.parse(case)
+        except ArgumentError as e:
+            raise ArgumentError(f"--case: {e}{_C.did_you_mean(case, *family.CASES)}") from None
     for peer in args.without or ():
         if peer not in family.PEERS:
-            raise ArgumentError(f"--without {peer}: the peers of {args.family} are {', '.join(family.PEERS)}")
+            hint = _C.did_you_mean(peer, *family.PEERS)
+            raise ArgumentError(f"--without {peer}: the peers of {args.family} are {', '.join(family.PEERS)}{hint}")
     check_writable(args.json, "--json")
 
     import torch
     from rich.console import Console
 
-    from rooftile import _C
     from rooftile._progress import progress_bar
     from rooftile.bench import report, runner, timing
 

@@ -5,11 +5,14 @@ import argparse
 import os
 import re
 
+from rooftile._rounding_report import kind_of, notes
 from rooftile.cli._files import check_writable, write_json
 from rooftile.cli._tables import print_whole
-from rooftile.quantize import kind_of, notes, rounding_of
+from rooftile.quantize import rounding_of
 
-SUMMARY = "a checkpoint (16-bit, compressed-tensors, GPTQ, AWQ, GGUF) into 4-bit or 8-bit weights for from_pretrained"
+SUMMARY = (
+    "a checkpoint (16-bit, compressed-tensors, GPTQ, AWQ, MXFP4, GGUF) into 4-bit or 8-bit weights for from_pretrained"
+)
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -22,7 +25,7 @@ def add_arguments(parser):
         "--group-size",
         type=int,
         metavar="N",
-        help="round what is not packed yet in groups of N (16-bit folders: 128 unless given), or in the largest "
+        help="round what is not packed yet in groups of N (16-bit folders, MXFP4: 128 unless given), or in the largest "
         "smaller ones that fit a layer",
     )
     add("--bits", type=int, choices=(4, 8), help="to how many bits they are rounded (default: 4)")

@@ -7,6 +7,7 @@ import math
 import pathlib
 import time
 
+from rooftile import _C
 from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
@@ -161,7 +162,8 @@ def _formats(text):
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in rooftile.KV_FORMATS:
-            raise ArgumentError(f"--formats: expected some of {', '.join(rooftile.KV_FORMATS)}, got {name!r}")
+            hint = _C.did_you_mean(name, *rooftile.KV_FORMATS)
+            raise ArgumentError(f"--formats: expected some of {', '.join(rooftile.KV_FORMATS)}, got {name!r}{hint}")
     return names
 
 

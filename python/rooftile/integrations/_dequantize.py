@@ -22,19 +22,20 @@ def _places(format, page_size, head_dim, device):
     block = _C.kv_block_bytes(format, page_size, head_dim)
 
     def dump(pool):
-        table, length = torch.zeros(1, 1, dtype=torch.int32), torch.full((1,), page_size, dtype=torch.int32)
+        table = torch.zeros(1, 1, dtype=torch.int32, device="cpu")
+        length = torch.full((1,), page_size, dtype=torch.int32, device="cpu")
         options = {"page_size": page_size, "head_dim": head_dim, "format": format, "dtype": "float16"}
         return PagedKVCache.view(pool.view(torch.uint8).view(1, 1, block), table, length, **options).dump(0)
 
     bits = 8 if format in ("int8", "fp8") else 4
-    index = torch.arange(block * 8 // bits)
+    index = torch.arange(block * 8 // bits, device="cpu")
     places = dict.fromkeys(("k_codes", "v_codes"), 0)
     for shift in range(0, math.ceil(math.log2(len(index))), bits):
         digit = ((index >> shift) & (2**bits - 1)).to(torch.uint8)
         facts = dump(digit if bits == 8 else digit[0::2] | digit[1::2] << 4)
         for name in places:
             places[name] = places[name] | (facts[name][:, 0].long() & (2**bits - 1)) << shift
-    word = torch.arange(block // 2)
+    word = torch.arange(block // 2, device="cpu")
     low, high = (dump(digits.half()) for digits in (word % _HALF, word // _HALF))
     for name in low:
         if name.endswith(("_scale", "_min")):

@@ -14,11 +14,15 @@ from transformers.masking_utils import (
 from rooftile.errors import ArgumentError, NotSupportedError
 
 
+class _PaddingElsewhere(ArgumentError):
+    """Padding behind a token."""
+
+
 class Mask:
     """Which columns are padding and how far a query looks back: what the attention function gets as attention_mask.
 
-    A prompt and a RooftileCache take `window`, `counts` and so on, known after read_causal(). Whatever attends the
-    tensors of another cache takes dense().
+    Over a RooftileCache, and where is_causal(), attention takes `window`, `counts` and so on, known after
+    read_causal(). Everything else is attended as a tensor, dense().
 
     tokens: bool [B, columns], what is not padding; None once it was read (or where no mask was given).
     Known after read(): stored: int64 [B], tokens of each row in the columns before the new ones, None when no column at
@@ -37,6 +41,7 @@ class Mask:
         "compared",
         "copies",
         "device",
+        "other",
         "pads",
         "q_length",
         "whole",
@@ -48,6 +53,7 @@ class Mask:
         self.arguments, self.window = arguments, window
         self.tokens = self.stored = self.counts = self.to_tokens = self.to_columns = None
         self.whole = None  # dense(), once made
+        self.other = None  # not is_causal(), once asked
         self.q_length = arguments["q_length"] if arguments else 0
         self.causal = arguments is None  # read_causal() has run
         self.begun, self.compared, self.pads = True, False, None
@@ -111,21 +117,38 @@ class Mask:
         if tokens.shape[1] == self.q_length or not tokens.is_cuda:
             self.read()
 
+    def is_causal(self):
+        """Of a prompt, whether read_causal() takes its mask; if not it is attended as dense()."""
+        if self.other is None:
+            if not self.causal:
+                self._check_shape(self.q_length)
+            try:
+                self.read_causal()
+                self.other = False
+            except (NotSupportedError, _PaddingElsewhere):
+                self.other = True
+        return not self.other
+
     def read_causal(self):
         """Finds the window and the padding. Raises ArgumentError, or NotSupportedError for masks other than causal."""
         if self.causal:
             return
         given = self.arguments
         self.window = _window_of(given["mask_function"])
-        tokens, shape = given["attention_mask"], (given["batch_size"], given["kv_length"])
-        if tokens is not None:
-            if tuple(tokens.shape) != shape:
-                raise ArgumentError(
-                    f"attention_mask: expected [batch, columns] = [{shape[0]}, {shape[1]}] (cached and new columns), "
-                    f"got {list(tokens.shape)}"
-                )
-            self._take(tokens)
+        self._check_shape(given["kv_length"])
+        if given["attention_mask"] is not None:
+            self._take(given["attention_mask"])
         self.causal = True
+
+    def _check_shape(self, columns):
+        tokens, batch = self.arguments["attention_mask"], self.arguments["batch_size"]
+        if tokens is None or tuple(tokens.shape) == (batch, columns):
+            return
+        again = "; with use_cache=False generate() passes no cached ones: give it a cache, or use_cache=False, not both"
+        raise ArgumentError(
+            f"attention_mask: expected [batch, columns] = [{batch}, {columns}] (cached and new columns), "
+            f"got {list(tokens.shape)}{again if tokens.shape[1] == self.q_length else ''}"
+        )
 
     def read(self):
         """Looks at the columns, for which a GPU is waited for. Raises ArgumentError for padding behind a token."""
@@ -135,9 +158,9 @@ class Mask:
         after = tokens[:, :-1] & ~tokens[:, 1:]
         if after.any():
             row, column = after.nonzero()[0].tolist()
-            raise ArgumentError(
-                f"attention_mask: row {row} has padding at column {column + 1}, behind a token; only left padding is "
-                "supported (tokenizer.padding_side = 'left')"
+            raise _PaddingElsewhere(
+                f"attention_mask: row {row} has padding at column {column + 1}, behind a token; a RooftileCache takes "
+                "padding on the left only (tokenizer.padding_side = 'left'; or use_cache=False, to score texts)"
             )
         q_length = self.q_length
         past, new = tokens[:, : tokens.shape[1] - q_length], tokens[:, tokens.shape[1] - q_length :]
@@ -174,8 +197,8 @@ def _window_of(mask_function):
 
 
 _OTHER_MASK = (
-    "attention_mask: the attention function 'rooftile' has causal masks, with or without a sliding window, and left "
-    "padding; this model asks for {} (packed sequences, chunked, bidirectional and custom masks are not implemented)"
+    "attention_mask: a RooftileCache has causal masks, with or without a sliding window, and left padding; this model "
+    "asks for {} (packed sequences, chunked, bidirectional and custom masks are not implemented)"
 )
 _AND_CODE = and_masks(causal_mask_function).__code__
 _WINDOW_CODE = sliding_window_causal_mask_function(1).__closure__[0].cell_contents[0].__code__
@@ -199,6 +222,8 @@ def rooftile_mask(
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
+    if isinstance(q_offset, torch.Tensor):  # a static cache's own length, which it adds to before the mask is needed
+        q_offset = q_offset.clone()
     return Mask(
         {
             "batch_size": batch_size,

@@ -21,11 +21,12 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from rooftile._arrays import aligned
 from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
 from rooftile.errors import ArgumentError, NotSupportedError
 from rooftile.experts import STACKS, PackedExperts, PackedStack, experts_form
-from rooftile.nn import LINEARS, PackedLinear
+from rooftile.nn import LINEARS, Packed, PackedLinear, take_over
 from rooftile.quantize import RoundingPlan, name_patterns, rounding_of
 
 _logger = logging.get_logger(__name__)
@@ -156,6 +157,10 @@ class RooftileQuantizer(HfQuantizer):
             if isinstance(module, PackedLinear | PackedExperts):
                 for bias in module.parameters():
                     bias.requires_grad_(False)
+                    bias.data = aligned(bias.data)
+            if isinstance(module, Packed):
+                for name, array in module.named_buffers(recurse=False):  # bytes, and scales of two
+                    setattr(module, name, aligned(array, max(2, array.element_size())))
 
     def is_serializable(self, *args, **kwargs):
         return True
@@ -178,6 +183,7 @@ class _Round(ConversionOps):
     def convert(self, input_dict, *, model, full_layer_name, missing_keys=None, **kwargs):
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
+        self.quantizer.plan.check(full_layer_name, value)
         self.quantizer.plan.round(model, full_layer_name, value)
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
@@ -217,7 +223,8 @@ def _empty_stack(where, model, name, layout):
         form = experts_form(experts)
         if form is None:
             raise ArgumentError(f"{where} is in a {type(experts).__name__}, expected experts of a known form")
-        experts = PackedExperts(experts, form)
+        before, experts = experts, PackedExperts(experts, form)
+        take_over(experts, before)
         model.set_submodule(parent, experts)
     parameter = next(key for key, value in STACKS.items() if value == stack)
     n, k = experts.form.shape(parameter)
@@ -240,6 +247,7 @@ def _empty_linear(where, model, name, layout):
         dtype=linear.weight.dtype,
         **keywords,
     )
+    take_over(module, linear)
     model.set_submodule(name, module)
     return module
 

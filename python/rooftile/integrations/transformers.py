@@ -40,6 +40,7 @@ from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.integrations import _models, _tensors
 from rooftile.integrations._masks import Mask, rooftile_mask
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: F401  registers quant_method "rooftile"
+from rooftile.kv_cache import GROUP, KIVI
 from rooftile.kv_sliding import BACK, SlidingKVCache, pieces, ring_tokens
 
 # Up to this many new tokens go through decode attention, which reads the cache once for all of them. On a GPU what is
@@ -101,7 +102,8 @@ def rooftile_attention(
     """The attention function of transformers: query [B, Hq, T, D] -> ([B, T, Hq, D], None).
 
     Over a RooftileCache it attends and stores the new tokens; without a cache it is rt.prefill_attention, on a GPU
-    torch's scaled_dot_product_attention. Keys and values of other caches are attended by torch.
+    torch's scaled_dot_product_attention. Keys and values of other caches, and masks that are not causal with padding on
+    the left, are attended by torch. Under torch.autocast it computes in autocast's dtype, as torch's attention does.
     """
     if dropout:
         raise NotSupportedError(f"dropout: rooftile is for inference, expected 0, got {dropout} (call model.eval())")
@@ -115,28 +117,44 @@ def rooftile_attention(
     if is_causal is False or not getattr(module, "is_causal", True):
         raise NotSupportedError("is_causal: the attention function 'rooftile' is causal self-attention only")
     options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    out = _attend(query, key, value, attention_mask, sliding_window, options)
+    return out.contiguous(), None  # some models take a view of it
+
+
+def _attend(query, key, value, mask, window, options):
+    """[B, T, Hq, D], over whatever the keys and values are."""
     traced = torch.compiler.is_compiling()
     if traced and (layer := getattr(key, "_rooftile_layer", None)) is not None:
-        return _attend_traced(layer, query, key, value, attention_mask, sliding_window, options), None
+        return _attend_traced(layer, query, key, value, mask, window, options)
     cached = type(key) is _NewTokens
-    prompt = cached or (key.shape == value.shape and key.shape[2] == query.shape[2])
-    if traced or not prompt or (isinstance(attention_mask, torch.Tensor) and not cached):
-        return _over_tensors(query, key, value, attention_mask, sliding_window, options), None
-    if attention_mask is None:
-        attention_mask = Mask(window=sliding_window)
-    elif type(attention_mask) is not Mask:
-        raise NotSupportedError(_WHOLE_MASK.format(list(attention_mask.shape)))
-    attention_mask.read_causal()
-    attention_mask = attention_mask.on(query.device)
-    options["window"] = attention_mask.window
+    if mask is None and not traced:
+        mask = Mask(window=window)
+    if not cached:
+        prompt = key.shape == value.shape and key.shape[2] == query.shape[2]
+        if traced or not prompt or type(mask) is not Mask or not mask.is_causal():
+            return _over_tensors(query, key, value, mask, window, options)
+    elif type(mask) is not Mask:
+        raise NotSupportedError(_WHOLE_MASK.format(list(mask.shape)))
+    mask.read_causal()
+    mask = mask.on(query.device)
+    options["window"] = mask.window
     if cached:
-        return key.layer.attend_held(query, key, attention_mask, options), None
-    q, k, v = (attention_mask.tokens_first(x.transpose(1, 2)) for x in (query, key, value))
+        (query,) = _autocast(query)
+        return key.layer.attend_held(query, key, mask, options)
+    q, k, v = (mask.tokens_first(x.transpose(1, 2)) for x in _autocast(query, key, value))
     if q.is_cuda:
-        out = _tensors.prompt(q, k, v, attention_mask.counts, **options)
+        out = _tensors.prompt(q, k, v, mask.counts, **options)
     else:
-        out = rt.prefill_attention(q, k, v, counts=attention_mask.counts, **options)
-    return attention_mask.columns(out), None
+        out = rt.prefill_attention(q, k, v, counts=mask.counts, **options)
+    return mask.columns(out)
+
+
+def _autocast(*arrays):
+    """Under torch.autocast the arrays in its dtype: rotary embeddings leave float32 beside values in 16 bits."""
+    device = arrays[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return arrays
+    return tuple(array.to(torch.get_autocast_dtype(device)) for array in arrays)
 
 
 def _over_tensors(query, key, value, mask, window, options):
@@ -158,34 +176,31 @@ _layers = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _library = torch.library.Library("rooftile", "FRAGMENT")
 _library.define(
-    "attend_layer(Tensor query, Tensor key, Tensor value, Tensor? tokens, Tensor(a!) stored, int layer, "
-    "float? scale, int? window, float? softcap, Tensor? sinks) -> Tensor"
+    "attend_layer(Tensor query, Tensor key, Tensor value, Tensor? tokens, Tensor(a!) layer, float? scale, int? window, "
+    "float? softcap, Tensor? sinks) -> Tensor"
 )
 
 
 def _attend_traced(layer, query, key, value, mask, window, options):
     """RooftileLayer.attend as torch.compile records it: one operator, which finds the layer by its number."""
+    query, key, value = _autocast(query, key, value)
     tokens = None
     if type(mask) is Mask:
         tokens, window = mask.arguments["attention_mask"], mask.traced_window(window)
     elif mask is not None:
         raise NotSupportedError(_WHOLE_MASK.format(list(mask.shape)))
     scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
-    number, stored = layer.number, layer.stored_here
-    return torch.ops.rooftile.attend_layer(query, key, value, tokens, stored, number, scale, window, softcap, sinks)
+    return torch.ops.rooftile.attend_layer(query, key, value, tokens, layer.number, scale, window, softcap, sinks)
 
 
-def _attend_layer(query, key, value, tokens, stored, layer, scale, window, softcap, sinks):
-    layer, length = _layers[layer], query.shape[2]
+def _attend_layer(query, key, value, tokens, layer, scale, window, softcap, sinks):
+    layer, length = _layers[layer.item()], query.shape[2]
     layer._settled()
-    layer._check_new(key, value)
-    if layer.columns not in (layer.stored, layer.stored + length):
+    if layer.columns not in (layer.stored, layer._check_new(key, value)):
         raise layer.unfinished()
     mask = Mask.causal_of(tokens, length, window)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-    out = layer.attend(query, key, value, mask, options)
-    stored += length
-    return out.contiguous()
+    return layer.attend(query, key, value, mask, options).contiguous()
 
 
 for _device in ("CPU", "CUDA"):
@@ -203,7 +218,7 @@ class _Contradiction:
     def __init__(self, device):
         with torch.inference_mode(False):  # so that forwards in and out of it may write them
             self.found = torch.zeros((), dtype=torch.bool, device=device)
-            self.seen = torch.zeros((), dtype=torch.bool).pin_memory()
+            self.seen = torch.zeros((), dtype=torch.bool, device="cpu").pin_memory()
 
     def add(self, found):
         self.found |= found
@@ -230,7 +245,7 @@ class RooftileLayer(CacheLayerMixin):
         self.cache = None  # rt.KVCache or SlidingKVCache
         self.columns = 0  # what transformers calls the sequence length: tokens and padding
         self.stored = 0  # columns that were attended and stored: in a graph `columns` is late
-        self.stored_here = torch.zeros(1, dtype=torch.int32)  # written by the operator, which keeps a graph in order
+        self.before = None  # the layer before this one in a cache
         self._take_number()
         self.pads = None  # how many columns of each row are padding, a list; None: none is
         self.begun = False  # whether every row has a token
@@ -239,8 +254,11 @@ class RooftileLayer(CacheLayerMixin):
         self.held = None  # _NewTokens between update() and the attention function
 
     def _take_number(self):
-        self.number = next(_numbers)
-        _layers[self.number] = self
+        number = next(_numbers)
+        _layers[number] = self
+        # For the operator. A graph is of any number in a tensor, of one int only; "written", it keeps a graph in order.
+        with torch.inference_mode(False):  # so that graphs in and out of it may "write" it
+            self.number = torch.tensor(number, device="cpu")
 
     def __setstate__(self, state):  # a copy is another layer
         self.__dict__.update(state)
@@ -263,27 +281,39 @@ class RooftileLayer(CacheLayerMixin):
         While torch.compile traces it, they come back themselves, and the keys name this layer.
         """
         if torch.compiler.is_compiling():
+            # Inductor fails where a graph compares what it returns: nothing here may compare the columns of two layers.
             self.columns += key_states.shape[2]
             key_states._rooftile_layer = self
             return key_states, value_states
         self._settled()
-        self._check_new(key_states, value_states)
-        self.columns += key_states.shape[2]
+        if self.columns != self.stored:
+            raise self.unfinished()
+        key_states, value_states = _autocast(key_states, value_states)
+        self.columns = self._check_new(key_states, value_states)
         self.is_initialized = True
         self.held = _NewTokens(self, key_states, value_states)
         return self.held, self.held
 
     def _check_new(self, key_states, value_states):
-        if key_states.shape != value_states.shape:
+        """Columns with the new ones."""
+        shape = key_states.shape
+        if shape != value_states.shape:
             raise NotSupportedError(
-                f"past_key_values: RooftileCache keeps keys and values of one shape, got keys {list(key_states.shape)} "
+                f"past_key_values: RooftileCache keeps keys and values of one shape, got keys {list(shape)} "
                 f"and values {list(value_states.shape)} (multi-head latent attention)"
             )
-        if self.cache is not None and key_states.shape[0] != self.cache.batch:
+        if self.cache is not None and shape[0] != self.cache.batch:
             raise ArgumentError(
-                f"past_key_values: this RooftileCache holds {self.cache.batch} rows, the input has "
-                f"{key_states.shape[0]}; call reset() or use a new cache"
+                f"past_key_values: this RooftileCache holds {self.cache.batch} rows, the input has {shape[0]}; call "
+                "reset() or use a new cache"
             )
+        columns = self.stored + shape[2]
+        if self.before is not None and self.before.stored != columns:
+            raise ArgumentError(
+                f"past_key_values: a layer would hold {columns} columns, the layer before it {self.before.stored}: an "
+                "earlier forward stopped half way; reset() this cache"
+            )
+        return columns
 
     def attend_held(self, query, new, mask, options):
         """attend() of what update() held."""
@@ -366,9 +396,16 @@ class RooftileLayer(CacheLayerMixin):
         return out
 
     def _store_and_attend(self, q, k, v, counts, options):
-        """The new tokens as decode steps see them; on a GPU, where decode kernels are for a few tokens, in pieces."""
+        """The new tokens as decode steps see them, in pieces that kernels, kivi formats and a ring take."""
         length = q.shape[1]
-        size = SHORT if q.is_cuda else BACK if isinstance(self.cache, SlidingKVCache) else length
+        sizes = [length]
+        if q.is_cuda:
+            sizes.append(SHORT)
+        if self.format in KIVI:
+            sizes.append(GROUP)
+        if isinstance(self.cache, SlidingKVCache):
+            sizes.append(BACK)
+        size = min(sizes)
         outs = []
         for piece, real in pieces(length, size, counts):
             self._append(k[:, piece], v[:, piece], real, self.stored + length)
@@ -456,7 +493,7 @@ class RooftileLayer(CacheLayerMixin):
         return result
 
     def batch_repeat_interleave(self, repeats):
-        self.batch_select_indices(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(max(self.batch_size, 0), device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove):
         """Takes back the newest -tokens_to_remove columns; a positive value is the length to keep (before 5.18).
@@ -481,7 +518,7 @@ class RooftileLayer(CacheLayerMixin):
 
     def position(self):
         """What crop() changes, for return_to()."""
-        arrays = [] if self.cache is None else [copy.deepcopy(array) for array in self._pages.positions]
+        arrays = [] if self.cache is None else [copy.deepcopy(array) for array in self._pages._positions]
         return self.columns, self.begun, getattr(self.cache, "beyond", 0), arrays
 
     def return_to(self, position):
@@ -489,7 +526,7 @@ class RooftileLayer(CacheLayerMixin):
         self.stored = self.columns
         if isinstance(self.cache, SlidingKVCache):
             self.cache.beyond = beyond
-        for array, before in zip(() if self.cache is None else self._pages.positions, arrays, strict=True):
+        for array, before in zip(() if self.cache is None else self._pages._positions, arrays, strict=True):
             array[:] = before
 
     @property
@@ -509,26 +546,28 @@ class RooftileCache(Cache):
     takes it; see docs/guide/cache-formats.md. capacity: tokens to make room for at once; the cache grows beyond it by
     doubling, which copies it. Sliding layers never hold more than their window takes. dtype: of the keys and values,
     default that of the first ones. stepwise: a forward over T tokens gives what T forwards over one token give (its
-    tokens are stored before they are attended), which is how text is scored under a compressed cache; kivi formats then
-    take at most 32 tokens per forward. turns: generate() may be called again with this cache, for a text that begins
-    with the one it holds; without it a second generate() is refused, as transformers would continue the first text.
+    tokens are stored before they are attended), which is how text is scored under a compressed cache. turns: generate()
+    may be called again with this cache, for a text that begins with the one it holds; without it a second generate() is
+    refused, as transformers would continue the first text.
 
         cache = RooftileCache(model.config, format="int4-kivi")
         model.generate(**inputs, past_key_values=cache)          # cache.nbytes, cache.layers[i].cache (an rt.KVCache)
 
-    Raises ArgumentError or ArgumentTypeError for a wrong format or capacity, NotSupportedError for models that it is
-    not for, with the reason.
+    Raises ArgumentError or ArgumentTypeError for a wrong format, dtype or capacity, NotSupportedError for models
+    that it is not for, with the reason.
     """
 
     def __init__(self, config, *, format="int4-kivi", capacity=None, dtype=None, stepwise=False, turns=False):
         text = _models.text_config(config)
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise ArgumentError(f"capacity: expected a positive number of tokens or None, got {capacity!r}")
-        # without rows: what each layer's format is, and a wrong one is refused here, not in the first forward
-        empty = rt.ModelKVCache(text.num_hidden_layers, 0, 1, 1, 1, format=format)
+        # without rows: what each layer's format is; a wrong format or dtype is refused here, not in the first forward
+        empty = rt.ModelKVCache(text.num_hidden_layers, 0, 1, 1, 1, format=format, dtype=dtype)
         attention = functools.partial(getattr, text, "_attn_implementation", "")
         options = (capacity, dtype, stepwise, attention)
         super().__init__(layers=[RooftileLayer(layer.format, *options) for layer in empty])
+        for before, layer in itertools.pairwise(self.layers):
+            layer.before = before
         self.turns = turns
         self._generated = False
 
@@ -554,14 +593,7 @@ class RooftileCache(Cache):
                 f"past_key_values: this RooftileCache is of a model with {len(self.layers)} layers, the model that was "
                 f"called has a layer {layer_idx}; use RooftileCache(model.config) of this model"
             )
-        layer = self.layers[layer_idx]
-        held = layer.update(key_states, value_states)
-        if layer_idx and layer.columns != self.layers[layer_idx - 1].columns:
-            raise ArgumentError(
-                f"past_key_values: layer {layer_idx} would hold {layer.columns} columns, the layer before it "
-                f"{self.layers[layer_idx - 1].columns}: an earlier forward stopped half way; reset() this cache"
-            )
-        return held
+        return self.layers[layer_idx].update(key_states, value_states)
 
     def _checked(self, op):
         """Raises what is wrong with any layer before the first one changes."""

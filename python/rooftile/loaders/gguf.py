@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 
-from rooftile._arrays import torch_device
+from rooftile._arrays import must_be, torch_device
 from rooftile._progress import progress_bar
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.loaders.gguf_file import GGUFFile, describe, read_gguf
@@ -119,7 +119,7 @@ def open_gguf(path, *, dtype="bfloat16", weights="dequantize"):
     """(model, [GGUFParameter]): load_gguf's model on the meta device, and what fills it. Its arguments and errors."""
     dtype = _torch_dtype(dtype)
     if weights not in _WEIGHTS:
-        raise ArgumentError(f"weights must be one of {', '.join(_WEIGHTS)}, got {describe(weights)}")
+        raise ArgumentError(f"weights {must_be(_WEIGHTS, weights)}")
     file = read_gguf(path)
     plan = _Plan(file)
 
@@ -142,7 +142,7 @@ def _torch_dtype(dtype):
 
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ArgumentTypeError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        raise ArgumentTypeError(f"dtype {must_be(_DTYPES, dtype)}")
     return getattr(torch, name)
 
 
@@ -386,7 +386,7 @@ def _dequantize(file, info, data, dtype):
     import gguf
     import torch
 
-    out = torch.empty(len(data), info.shape[-1], dtype=dtype)
+    out = torch.empty(len(data), info.shape[-1], dtype=dtype, device="cpu")
     step = max(1, _CHUNK_ELEMENTS // info.shape[-1])
     for i in range(0, len(data), step):
         try:

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -53,6 +54,23 @@ TEST(CacheLock, ItsWriterLocksItAgain) {
     EXPECT_TRUE(lock.try_lock());
     lock.unlock();
   });
+}
+
+TEST(CacheLock, WhoWaitsTakesNoTimeOfAProcessor) {
+  CacheLock lock;
+  lock.lock();
+  double seconds = 1;
+  std::thread waiter([&] {
+    lock.lock_shared();
+    timespec spent;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &spent);
+    seconds = static_cast<double>(spent.tv_sec) + 1e-9 * static_cast<double>(spent.tv_nsec);
+    lock.unlock_shared();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  lock.unlock();
+  waiter.join();
+  EXPECT_LT(seconds, 0.1);
 }
 
 TEST(CacheLock, AWaitingWriterGoesBeforeNewReaders) {

@@ -71,7 +71,10 @@ TEST(Linear, WrongTensorsAreRefused) {
   const Tensor x(DType::f16, {3, 8}), weight(DType::f16, {5, 8}), y(DType::f16, {3, 5});
   const Tensor narrow(DType::f16, {5, 7}), wide(DType::f32, {5, 8}), flat(DType::f16, {8}), small(DType::f16, {4});
   EXPECT_NO_THROW(linear({}, x.view, weight.view, y.view));
-  for (const Tensor* wrong : {&narrow, &wide, &flat}) EXPECT_THROW(linear({}, x.view, wrong->view, y.view), Error);
+  for (const Tensor* wrong : {&narrow, &wide, &flat}) {
+    EXPECT_THROW(linear({}, x.view, wrong->view, y.view), Error);
+    EXPECT_THROW(linear_workspace({}, x.view, wrong->view), Error);
+  }
   EXPECT_THROW(linear({}, x.view, weight.view, x.view), Error);
   EXPECT_THROW(linear({}, x.view, weight.view, y.view, {.bias = small.view}), Error);
   EXPECT_THROW(linear({}, x.view, weight.view, y.view, {.residual = small.view}), Error);
