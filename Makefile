@@ -58,11 +58,19 @@ $(VENV)/.demo: $(VENV)/.venv $(SOURCES)
 	$(PIP) "$(TORCH)" ".[demo]"
 	touch $@
 
-# The library is compiled once: what the C++ tests link is what is installed
-$(VENV)/.test: $(VENV)/.venv $(SOURCES)
-	$(PIP) "cmake>=3.30" ninja "nanobind>=3.1" "scikit-build-core>=1.1"
-	tests/cpp/run.sh test --build
-	$(PIP) "$(TORCH)" --no-build-isolation -C build-dir=build/test ".[test]"
+# What compiles, and what the tests need beside rooftile
+$(VENV)/.build: $(VENV)/.pip pyproject.toml
+	$(PIP) --group build
+	touch $@
+
+$(VENV)/.packages: $(VENV)/.venv pyproject.toml
+	$(PIP) "$(TORCH)" --group test
+	touch $@
+
+# The library is compiled once, while pip fetches packages: what the C++ tests link is what is installed
+$(VENV)/.test: $(VENV)/.build $(SOURCES)
+	$(MAKE) $(VENV)/.packages & packages=$$!; tests/cpp/run.sh test --build && wait $$packages
+	$(PIP) "$(TORCH)" --no-build-isolation -C build-dir=build/test ".[demo]"
 	touch $@ $(VENV)/.demo
 
 clean:

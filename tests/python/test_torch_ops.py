@@ -74,7 +74,7 @@ def fresh_dynamo():
 
 
 @on_devices()
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_compiled_equals_eager(name, backend, device):
     f, inputs = cases(device=device)[name]
     with rt.record_kernels() as eager_ran:
@@ -199,7 +199,7 @@ def test_errors_of_a_compiled_call_name_the_argument():
         torch.compile(lambda x: rt.rms_norm(x, stream=1), fullgraph=True, backend="eager")(torch.randn(3, 8))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_what_needs_a_gradient_is_refused_as_in_eager(backend):
     """A graph would detach it, and the gradient would be silently gone."""
     x, w, out = torch.randn(3, 8), torch.randn(8), torch.empty(3, 8)
@@ -333,7 +333,7 @@ def test_a_decode_step_of_a_paged_cache_is_one_graph(format, dtype, device):
     torch.library.opcheck(ops.rope_append.default, (q, k, k.clone(), cos, sin, positions, *form))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_rows_and_counts_of_a_paged_append_are_host_tensors(backend, device):
     eager, traced = paged_pair("int8", "float16", device)
     k = torch.randn(2, 9, 2, 64, device=device).half()
@@ -346,7 +346,7 @@ def test_rows_and_counts_of_a_paged_append_are_host_tensors(backend, device):
         assert_same_cache(traced, eager)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_a_compiled_append_that_is_refused_changes_nothing(backend, device):
     """Row 0 takes the last page before row 1 finds none; then v is of another dtype."""
     before, cache = paged_pair("int8", "float16", device, pages=4)
