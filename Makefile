@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 SOURCES := $(shell find cpp python third_party -name '*.so' -prune -o -type f -print 2>/dev/null | grep -v __pycache__) CMakeLists.txt CMakePresets.json pyproject.toml
+CPP := $(shell find cpp python/src tests/cpp bench -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CLANG_FORMAT ?= clang-format==23.1.5
 
 .PHONY: demo test test-all test-slow pytest ctest ctest-cuda mutants lint format clean
 
@@ -37,12 +39,14 @@ mutants: $(VENV)/.test
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python tests/mutants run --record
 
 lint: $(VENV)/.pip
-	$(PIP) ruff codespell
+	$(PIP) ruff codespell "$(CLANG_FORMAT)"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell cpp python tests docs README.md
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: $(VENV)/.pip
-	$(PIP) ruff
+	$(PIP) ruff "$(CLANG_FORMAT)"
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 # ---- set-up: one virtual environment, torch pinned, then rooftile built from this tree ----
 $(VENV)/.pip:

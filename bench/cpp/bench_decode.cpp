@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode attention: b{rows}_kv{tokens}, 32 query heads, 8 KV heads, head_dim 128.
 //
-// Checked on the first and the last row of the very case that is timed: one KV head of the row's cache goes to the host,
-// where the reference attends it with that head's queries.
+// Checked on the first and the last row of the very case that is timed: one KV head of the row's cache goes to the
+// host, where the reference attends it with that head's queries.
 #include <cmath>
 #include <memory>
 #include <random>
@@ -24,12 +24,15 @@ struct Case {
   bool paged = false;
 };
 
-bool matches_reference(const bench::Gpu& gpu, const bench::Cache& cache, const bench::Array& q, const bench::Array& out, int row, int head) {
+bool matches_reference(const bench::Gpu& gpu, const bench::Cache& cache, const bench::Array& q, const bench::Array& out,
+                       int row, int head) {
   const bench::Cache one = cache.row_on_host(gpu, row, head);
   const std::int64_t tokens = q.view.shape[1], per_kv = q_heads / kv_heads;
-  const bench::Array q_row = gpu.to_host(bench::narrow(q.view, 0, row, 1)), got_row = gpu.to_host(bench::narrow(out.view, 0, row, 1));
+  const bench::Array q_row = gpu.to_host(bench::narrow(q.view, 0, row, 1)),
+                     got_row = gpu.to_host(bench::narrow(out.view, 0, row, 1));
   const auto heads = [&](const bench::Array& a) { return bench::narrow(a.view, 2, head * per_kv, per_kv); };
-  const bench::Array expected = bench::host_array(q.view.dtype, {1, tokens, per_kv, head_dim}), got = bench::host_array(q.view.dtype, {1, tokens, per_kv, head_dim});
+  const bench::Array expected = bench::host_array(q.view.dtype, {1, tokens, per_kv, head_dim}),
+                     got = bench::host_array(q.view.dtype, {1, tokens, per_kv, head_dim});
   Context ctx;
   ctx.variant = "reference";
   decode_attention(ctx, heads(q_row), one.view(), expected.view, {}, {}, {}, {});
@@ -40,8 +43,13 @@ bool matches_reference(const bench::Gpu& gpu, const bench::Cache& cache, const b
 }
 
 void decode(benchmark::State& state, const bench::Gpu& gpu, const Case& c, KvFormat format, DType dtype, bool cold) {
-  const bench::CacheShape shape{.format = format, .dtype = dtype, .page_size = 64, .kv_heads = kv_heads,
-                                .head_dim = head_dim, .paged = c.paged, .capacity = c.lengths};
+  const bench::CacheShape shape{.format = format,
+                                .dtype = dtype,
+                                .page_size = 64,
+                                .kv_heads = kv_heads,
+                                .head_dim = head_dim,
+                                .paged = c.paged,
+                                .capacity = c.lengths};
   const auto rows = static_cast<std::int64_t>(c.lengths.size());
   bench::Work work;
   for (std::int32_t length : c.lengths) {
@@ -49,18 +57,23 @@ void decode(benchmark::State& state, const bench::Gpu& gpu, const Case& c, KvFor
     work.flops += 4.0 * length * head_dim * q_heads * c.tokens;
   }
   const int copies = gpu.copies(work.bytes, cold);
-  work.bytes += 2.0 * static_cast<double>(rows * c.tokens * q_heads * head_dim) * static_cast<double>(size_of(dtype));   // q and out
+  work.bytes += 2.0 * static_cast<double>(rows * c.tokens * q_heads * head_dim) *
+                static_cast<double>(size_of(dtype));  // q and out
 
   std::vector<std::unique_ptr<bench::Cache>> caches;
   for (int i = 0; i < copies; ++i) {
     caches.push_back(std::make_unique<bench::Cache>(&gpu, shape, i));
     caches.back()->fill(gpu, c.lengths, static_cast<std::uint64_t>(i) + 1);
   }
-  const bench::Array q = gpu.random(dtype, {rows, c.tokens, q_heads, head_dim}, 0), out = gpu.array(dtype, {rows, c.tokens, q_heads, head_dim});
-  const bench::Array workspace = gpu.array(DType::u8, {static_cast<std::int64_t>(decode_workspace(gpu.context(), q.view, caches[0]->view()))});
+  const bench::Array q = gpu.random(dtype, {rows, c.tokens, q_heads, head_dim}, 0),
+                     out = gpu.array(dtype, {rows, c.tokens, q_heads, head_dim});
+  const bench::Array workspace =
+      gpu.array(DType::u8, {static_cast<std::int64_t>(decode_workspace(gpu.context(), q.view, caches[0]->view()))});
   const Context ctx = gpu.context(workspace);
   KernelName kernel;
-  const auto call = [&](int i) { kernel = decode_attention(ctx, q.view, caches[static_cast<std::size_t>(i)]->view(), out.view, {}, {}, {}, {}); };
+  const auto call = [&](int i) {
+    kernel = decode_attention(ctx, q.view, caches[static_cast<std::size_t>(i)]->view(), out.view, {}, {}, {}, {});
+  };
   call(0);
   gpu.wait();
   if (!matches_reference(gpu, *caches[0], q, out, 0, 0) ||
@@ -75,7 +88,8 @@ void decode(benchmark::State& state, const bench::Gpu& gpu, const Case& c, KvFor
 std::vector<std::int32_t> ragged() {
   std::mt19937 random(64);
   std::vector<std::int32_t> lengths;
-  for (int i = 0; i < 64; ++i) lengths.push_back(static_cast<std::int32_t>(128 * std::exp2(8.0 * static_cast<double>(random()) / 0x1p32)));
+  for (int i = 0; i < 64; ++i)
+    lengths.push_back(static_cast<std::int32_t>(128 * std::exp2(8.0 * static_cast<double>(random()) / 0x1p32)));
   return lengths;
 }
 
@@ -83,7 +97,8 @@ void add_all(const bench::Gpu& gpu) {
   std::vector<Case> cases;
   for (int batch : {1, 8, 64})
     for (int tokens : {1024, 4096, 32768})
-      cases.push_back({bench::text("b", batch, "_kv", tokens), std::vector<std::int32_t>(static_cast<std::size_t>(batch), tokens)});
+      cases.push_back(
+          {bench::text("b", batch, "_kv", tokens), std::vector<std::int32_t>(static_cast<std::size_t>(batch), tokens)});
   cases.push_back({"b1_kv131072", {131072}});
   cases.push_back({"b8_kv4096_paged64", std::vector<std::int32_t>(8, 4096), 1, true});
   cases.push_back({"b8_kv4096_t4", std::vector<std::int32_t>(8, 4096), 4});
@@ -93,11 +108,14 @@ void add_all(const bench::Gpu& gpu) {
     DType dtype;
     const char* name;
   };
-  for (const Variant& v : {Variant{KvFormat::fp16, DType::f16, "fp16"}, {KvFormat::bf16, DType::bf16, "bf16"},
-                           {KvFormat::int8, DType::f16, "int8"}, {KvFormat::int4_kivi, DType::f16, "int4-kivi"}})
+  for (const Variant& v : {Variant{KvFormat::fp16, DType::f16, "fp16"},
+                           {KvFormat::bf16, DType::bf16, "bf16"},
+                           {KvFormat::int8, DType::f16, "int8"},
+                           {KvFormat::int4_kivi, DType::f16, "int4-kivi"}})
     for (const Case& c : cases)
       for (const bool cold : {true, false}) {
-        if (!cold && c.lengths.size() * static_cast<std::size_t>(c.lengths[0]) > 32768) continue;   // larger than the L2, or nearly
+        if (!cold && c.lengths.size() * static_cast<std::size_t>(c.lengths[0]) > 32768)
+          continue;  // larger than the L2, or nearly
         bench::add(bench::text("decode/", c.name, "/", v.name, cold ? "/cold" : "/warm"),
                    [&gpu, c, v, cold](benchmark::State& state) { decode(state, gpu, c, v.format, v.dtype, cold); });
       }

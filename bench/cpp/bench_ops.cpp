@@ -17,14 +17,14 @@ using namespace rooftile;
 using Views = std::vector<TensorView>;
 struct Op {
   const char* name;
-  std::vector<std::int64_t> in, out;   // widths of the rows
+  std::vector<std::int64_t> in, out;  // widths of the rows
   // shared: [width] weights, or tables of rope; the same on the host and the device
   std::function<KernelName(const Context&, const Views& in, const Views& out, const Views& shared)> run;
 };
 
 constexpr std::int64_t rope_heads = 32, rope_kv_heads = 8, rope_dim = 128;
 
-TensorView as_heads(TensorView t, std::int64_t heads) {   // [T, heads * 128] -> [T, heads, 128]
+TensorView as_heads(TensorView t, std::int64_t heads) {  // [T, heads * 128] -> [T, heads, 128]
   t.ndim = 3;
   t.shape[1] = heads;
   t.shape[2] = rope_dim;
@@ -35,22 +35,49 @@ TensorView as_heads(TensorView t, std::int64_t heads) {   // [T, heads * 128] ->
 
 std::vector<Op> ops(std::int64_t h) {
   return {
-      {"rms_norm", {h}, {h}, [](const Context& c, const Views& in, const Views& out, const Views& w) { return rms_norm(c, in[0], w[0], 1e-5f, out[0]); }},
-      {"add_rms_norm", {h, h}, {h, h},
-       [](const Context& c, const Views& in, const Views& out, const Views& w) { return add_rms_norm(c, in[0], in[1], w[0], 1e-5f, out[0], out[1]); }},
-      {"layer_norm", {h}, {h}, [](const Context& c, const Views& in, const Views& out, const Views& w) { return layer_norm(c, in[0], w[0], w[0], 1e-5f, out[0]); }},
-      {"silu_mul", {2 * h}, {h}, [](const Context& c, const Views& in, const Views& out, const Views&) { return silu_mul(c, in[0], out[0]); }},
-      {"gelu_mul", {2 * h}, {h}, [](const Context& c, const Views& in, const Views& out, const Views&) { return gelu_mul(c, in[0], Gelu::tanh, out[0]); }},
-      {"softmax", {h}, {h}, [](const Context& c, const Views& in, const Views& out, const Views&) { return softmax(c, in[0], out[0]); }},
+      {"rms_norm",
+       {h},
+       {h},
+       [](const Context& c, const Views& in, const Views& out, const Views& w) {
+         return rms_norm(c, in[0], w[0], 1e-5f, out[0]);
+       }},
+      {"add_rms_norm",
+       {h, h},
+       {h, h},
+       [](const Context& c, const Views& in, const Views& out, const Views& w) {
+         return add_rms_norm(c, in[0], in[1], w[0], 1e-5f, out[0], out[1]);
+       }},
+      {"layer_norm",
+       {h},
+       {h},
+       [](const Context& c, const Views& in, const Views& out, const Views& w) {
+         return layer_norm(c, in[0], w[0], w[0], 1e-5f, out[0]);
+       }},
+      {"silu_mul",
+       {2 * h},
+       {h},
+       [](const Context& c, const Views& in, const Views& out, const Views&) { return silu_mul(c, in[0], out[0]); }},
+      {"gelu_mul",
+       {2 * h},
+       {h},
+       [](const Context& c, const Views& in, const Views& out, const Views&) {
+         return gelu_mul(c, in[0], Gelu::tanh, out[0]);
+       }},
+      {"softmax",
+       {h},
+       {h},
+       [](const Context& c, const Views& in, const Views& out, const Views&) { return softmax(c, in[0], out[0]); }},
   };
 }
 Op rope_op() {
-  return {"rope", {rope_heads * rope_dim, rope_kv_heads * rope_dim}, {rope_heads * rope_dim, rope_kv_heads * rope_dim},
+  return {"rope",
+          {rope_heads * rope_dim, rope_kv_heads * rope_dim},
+          {rope_heads * rope_dim, rope_kv_heads * rope_dim},
           [](const Context& c, const Views& in, const Views& out, const Views& w) {
             TensorView positions = w[3];
             positions.shape[0] = in[0].shape[0];
-            return rope(c, as_heads(in[0], rope_heads), as_heads(in[1], rope_kv_heads), w[1], w[2], positions, as_heads(out[0], rope_heads),
-                        as_heads(out[1], rope_kv_heads));
+            return rope(c, as_heads(in[0], rope_heads), as_heads(in[1], rope_kv_heads), w[1], w[2], positions,
+                        as_heads(out[0], rope_heads), as_heads(out[1], rope_kv_heads));
           }};
 }
 
@@ -63,7 +90,8 @@ struct Arrays {
   }
 };
 
-bool matches_reference(const bench::Gpu& gpu, const Op& op, const Arrays& arrays, const std::vector<bench::Array>& shared, std::int64_t first, std::int64_t rows) {
+bool matches_reference(const bench::Gpu& gpu, const Op& op, const Arrays& arrays,
+                       const std::vector<bench::Array>& shared, std::int64_t first, std::int64_t rows) {
   const auto copy = [&](const std::vector<bench::Array>& from) {
     std::vector<bench::Array> to;
     for (const bench::Array& a : from) to.push_back(gpu.to_host(bench::narrow(a.view, 0, first, rows)));
@@ -71,9 +99,10 @@ bool matches_reference(const bench::Gpu& gpu, const Op& op, const Arrays& arrays
   };
   std::vector<bench::Array> shared_host, expected;
   for (const bench::Array& a : shared) shared_host.push_back(gpu.to_host(a.view));
-  if (shared_host.size() > 3) shared_host[3] = gpu.to_host(bench::narrow(shared[3].view, 0, first, rows));   // positions
+  if (shared_host.size() > 3) shared_host[3] = gpu.to_host(bench::narrow(shared[3].view, 0, first, rows));  // positions
   const std::vector<bench::Array> in = copy(arrays.in), got = copy(arrays.out);
-  for (const bench::Array& a : got) expected.push_back(bench::host_array(a.view.dtype, {a.view.shape[0], a.view.shape[1]}));
+  for (const bench::Array& a : got)
+    expected.push_back(bench::host_array(a.view.dtype, {a.view.shape[0], a.view.shape[1]}));
   Context ctx;
   ctx.variant = "reference";
   op.run(ctx, Arrays::views(in), Arrays::views(expected), Arrays::views(shared_host));
@@ -82,10 +111,12 @@ bool matches_reference(const bench::Gpu& gpu, const Op& op, const Arrays& arrays
   return true;
 }
 
-void time_op(benchmark::State& state, const bench::Gpu& gpu, const Op& op, std::int64_t tokens, std::int64_t h, DType dtype, bool cold) {
+void time_op(benchmark::State& state, const bench::Gpu& gpu, const Op& op, std::int64_t tokens, std::int64_t h,
+             DType dtype, bool cold) {
   bench::Work work;
   for (const auto& widths : {op.in, op.out})
-    for (std::int64_t width : widths) work.bytes += static_cast<double>(tokens * width) * static_cast<double>(size_of(dtype));
+    for (std::int64_t width : widths)
+      work.bytes += static_cast<double>(tokens * width) * static_cast<double>(size_of(dtype));
   const int copies = gpu.copies(work.bytes, cold);
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<std::int32_t>(i * 7 % 4096);
@@ -106,7 +137,8 @@ void time_op(benchmark::State& state, const bench::Gpu& gpu, const Op& op, std::
   call(0);
   gpu.wait();
   const std::int64_t rows = std::min<std::int64_t>(tokens, 8);
-  if (!matches_reference(gpu, op, sets[0], shared, 0, rows) || !matches_reference(gpu, op, sets[0], shared, tokens - rows, rows))
+  if (!matches_reference(gpu, op, sets[0], shared, 0, rows) ||
+      !matches_reference(gpu, op, sets[0], shared, tokens - rows, rows))
     return state.SkipWithError("wrong answer");
   bench::Replay replay(gpu, copies, call);
   state.SetLabel(kernel.text);
@@ -114,9 +146,11 @@ void time_op(benchmark::State& state, const bench::Gpu& gpu, const Op& op, std::
 }
 
 void add_op(const bench::Gpu& gpu, const Op& op, std::int64_t tokens, std::int64_t h) {
-  const bool cold = tokens >= 64;   // what a few rows need no rotation makes cold: there the inputs are the kernel before's
-  bench::add(bench::text("ops/", op.name, "_t", tokens, "_h", h, "/bf16", cold ? "/cold" : "/warm"),
-             [&gpu, op, tokens, h, cold](benchmark::State& state) { time_op(state, gpu, op, tokens, h, DType::bf16, cold); });
+  const bool cold =
+      tokens >= 64;  // what a few rows need no rotation makes cold: there the inputs are the kernel before's
+  bench::add(
+      bench::text("ops/", op.name, "_t", tokens, "_h", h, "/bf16", cold ? "/cold" : "/warm"),
+      [&gpu, op, tokens, h, cold](benchmark::State& state) { time_op(state, gpu, op, tokens, h, DType::bf16, cold); });
 }
 
 void add_all(const bench::Gpu& gpu) {

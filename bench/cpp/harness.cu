@@ -35,7 +35,8 @@ __device__ std::uint32_t random_bits(std::uint64_t seed, std::int64_t i) {
 
 template <class T>
 __global__ void fill_random(T* x, std::int64_t n, std::uint64_t seed, float low, float high) {
-  for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < n; i += std::int64_t{gridDim.x} * threads) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < n;
+       i += std::int64_t{gridDim.x} * threads) {
     const std::uint32_t bits = random_bits(seed, i);
     if constexpr (std::is_same_v<T, std::uint8_t>) x[i] = static_cast<std::uint8_t>(bits);
     else x[i] = from_float<T>(low + (high - low) * (static_cast<float>(bits >> 8) * 0x1p-24f));
@@ -134,10 +135,18 @@ Array Gpu::random(DType dtype, const Shape& shape, std::uint64_t seed, float low
     CHECK_CUDA(cudaGetLastError());
   };
   switch (dtype) {
-    case DType::f16: fill(a.view.as<Half>()); break;
-    case DType::bf16: fill(a.view.as<BFloat16>()); break;
-    case DType::f32: fill(a.view.as<float>()); break;
-    default: fill(a.view.as<std::uint8_t>()); break;
+    case DType::f16:
+      fill(a.view.as<Half>());
+      break;
+    case DType::bf16:
+      fill(a.view.as<BFloat16>());
+      break;
+    case DType::f32:
+      fill(a.view.as<float>());
+      break;
+    default:
+      fill(a.view.as<std::uint8_t>());
+      break;
   }
   return a;
 }
@@ -179,7 +188,7 @@ Replay::Replay(const Gpu& gpu, int copies, const std::function<void(int)>& call,
     : gpu_(gpu), copies_(copies), rounds_((at_least + copies - 1) / copies) {
   CHECK_CUDA(cudaEventCreate(&begin_));
   CHECK_CUDA(cudaEventCreate(&end_));
-  call(0);   // loads the kernels, which a capture must not do
+  call(0);  // loads the kernels, which a capture must not do
   gpu_.wait();
   CHECK_CUDA(cudaStreamBeginCapture(gpu_.stream(), cudaStreamCaptureModeThreadLocal));
   cudaGraph_t graph = nullptr;
@@ -211,7 +220,8 @@ double Replay::seconds() {
   return milliseconds * 1e-3 / (rounds_ * copies_);
 }
 
-void time_calls(benchmark::State& state, const Gpu& gpu, Replay& replay, const Work& work, const std::function<void()>& before) {
+void time_calls(benchmark::State& state, const Gpu& gpu, Replay& replay, const Work& work,
+                const std::function<void()>& before) {
   const auto once = [&] {
     if (before) before();
     return replay.seconds();
@@ -237,13 +247,15 @@ void time_calls(benchmark::State& state, const Gpu& gpu, Replay& replay, const W
 }
 
 void add(const std::string& name, const std::function<void(benchmark::State&)>& body) {
-  benchmark::RegisterBenchmark(name.c_str(), [body](benchmark::State& state) {
-    try {
-      body(state);
-    } catch (const std::exception& error) {
-      state.SkipWithError(error.what());
-    }
-  })->UseManualTime()->Iterations(50)->Unit(benchmark::kMicrosecond);
+  benchmark::RegisterBenchmark(name.c_str(),
+                               [body](benchmark::State& state) {
+                                 try {
+                                   body(state);
+                                 } catch (const std::exception& error) { state.SkipWithError(error.what()); }
+                               })
+      ->UseManualTime()
+      ->Iterations(50)
+      ->Unit(benchmark::kMicrosecond);
 }
 
 int run(int argc, char** argv, const std::function<void(const Gpu&)>& add_all) {
@@ -269,8 +281,9 @@ int run(int argc, char** argv, const std::function<void(const Gpu&)>& add_all) {
 
 Cache::Cache(const Gpu* gpu, const CacheShape& shape, std::uint64_t seed) : shape_(shape) {
   KvPages pages = deal_pages(shape.capacity, shape.page_size, shape.paged, static_cast<unsigned>(seed));
-  const KvCacheShape sizes{shape.format, shape.dtype, shape.page_size, shape.kv_heads, shape.head_dim,
-                           static_cast<std::int64_t>(shape.capacity.size()), pages.row};
+  const KvCacheShape sizes{shape.format,   shape.dtype,    shape.page_size,
+                           shape.kv_heads, shape.head_dim, static_cast<std::int64_t>(shape.capacity.size()),
+                           pages.row};
   KvCacheArrays a = kv_arrays(sizes, pages, [&](DType dtype, const Shape& dims) {
     return arrays_.emplace_back(gpu ? gpu->array(dtype, dims) : host_array(dtype, dims)).view;
   });
@@ -286,10 +299,13 @@ void Cache::fill(const Gpu& gpu, const std::vector<std::int32_t>& lengths, std::
   const std::int64_t step = std::max<std::int64_t>(kv_group, 65536 / rows / kv_group * kv_group);
   for (std::int64_t done = 0; done < longest; done += step) {
     const std::int64_t tokens = std::min(step, longest - done);
-    const Array k = gpu.random(shape_.dtype, {rows, tokens, shape_.kv_heads, shape_.head_dim}, 2 * ((seed << 32) + static_cast<std::uint64_t>(done)));
-    const Array v = gpu.random(shape_.dtype, {rows, tokens, shape_.kv_heads, shape_.head_dim}, 2 * ((seed << 32) + static_cast<std::uint64_t>(done)) + 1);
+    const Array k = gpu.random(shape_.dtype, {rows, tokens, shape_.kv_heads, shape_.head_dim},
+                               2 * ((seed << 32) + static_cast<std::uint64_t>(done)));
+    const Array v = gpu.random(shape_.dtype, {rows, tokens, shape_.kv_heads, shape_.head_dim},
+                               2 * ((seed << 32) + static_cast<std::uint64_t>(done)) + 1);
     std::vector<std::int32_t> counts;
-    for (std::int32_t length : lengths) counts.push_back(static_cast<std::int32_t>(std::clamp<std::int64_t>(length - done, 0, tokens)));
+    for (std::int32_t length : lengths)
+      counts.push_back(static_cast<std::int32_t>(std::clamp<std::int64_t>(length - done, 0, tokens)));
     const Array on_device = gpu.ints(counts);
     kv_append(gpu.context(), view_, k.view, v.view, {}, on_device.view);
     gpu.wait();
@@ -307,22 +323,25 @@ Cache Cache::row_on_host(const Gpu& gpu, int row, int kv_head) const {
   Cache one(nullptr, shape);
   one.view_.lengths[0] = length;
   for (int i = 0; i < one.view_.max_pages; ++i) {
-    const std::int64_t page = table_.empty() ? std::int64_t{row} * view_.max_pages + i : table_[static_cast<std::size_t>(row * view_.max_pages + i)];
+    const std::int64_t page = table_.empty() ? std::int64_t{row} * view_.max_pages + i
+                                             : table_[static_cast<std::size_t>(row * view_.max_pages + i)];
     if (!is_element_format(shape.format)) {
-      const KvCacheView::Plane& p = view_.k;   // the block begins with the codes of K
+      const KvCacheView::Plane& p = view_.k;  // the block begins with the codes of K
       read(one.view_.k.codes + i * one.view_.k.page_stride, p.codes + page * p.page_stride + kv_head * p.head_stride,
            kv_block_bytes(shape.format, shape.page_size, shape.head_dim));
       continue;
     }
     for (const auto& [to, from] : {std::pair{&one.view_.k, &view_.k}, {&one.view_.v, &view_.v}})
-      check_cuda(cudaMemcpy2DAsync(to->codes + i * to->page_stride, static_cast<std::size_t>(to->token_stride),
-                                   from->codes + page * from->page_stride + kv_head * from->head_stride,
-                                   static_cast<std::size_t>(from->token_stride), static_cast<std::size_t>(to->token_stride),
-                                   static_cast<std::size_t>(shape.page_size), cudaMemcpyDefault, gpu.stream()),
-                 "copy of a page");
+      check_cuda(
+          cudaMemcpy2DAsync(to->codes + i * to->page_stride, static_cast<std::size_t>(to->token_stride),
+                            from->codes + page * from->page_stride + kv_head * from->head_stride,
+                            static_cast<std::size_t>(from->token_stride), static_cast<std::size_t>(to->token_stride),
+                            static_cast<std::size_t>(shape.page_size), cudaMemcpyDefault, gpu.stream()),
+          "copy of a page");
   }
   if (is_kivi(shape.format)) {
-    const std::size_t bytes = static_cast<std::size_t>(kv_ring * shape.head_dim) * size_of(shape.dtype), offset = static_cast<std::size_t>(row * view_.kv_heads + kv_head) * bytes;
+    const std::size_t bytes = static_cast<std::size_t>(kv_ring * shape.head_dim) * size_of(shape.dtype),
+                      offset = static_cast<std::size_t>(row * view_.kv_heads + kv_head) * bytes;
     read(one.view_.ring_k, view_.ring_k + offset, bytes);
     read(one.view_.ring_v, view_.ring_v + offset, bytes);
     read(&raw_from, view_.raw_from + row, sizeof raw_from);
@@ -344,7 +363,8 @@ double row_bytes(const CacheShape& shape, int tokens) {
   const double element = 2.0 * shape.head_dim * static_cast<double>(size_of(shape.dtype));
   if (is_element_format(shape.format)) return tokens * element;
   const int stored = is_kivi(shape.format) && tokens > 0 ? (tokens - 1) / kv_group * kv_group : tokens;
-  return stored * static_cast<double>(kv_block_bytes(shape.format, shape.page_size, shape.head_dim)) / shape.page_size + (tokens - stored) * element;
+  return stored * static_cast<double>(kv_block_bytes(shape.format, shape.page_size, shape.head_dim)) / shape.page_size +
+         (tokens - stored) * element;
 }
 
 }  // namespace rooftile::bench

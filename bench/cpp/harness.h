@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every benchmark binary needs: inputs on the device, answers compared with the reference, calls timed inside a CUDA
-// graph, and the roof to hold them against.
+// What every benchmark binary needs: inputs on the device, answers compared with the reference, calls timed inside a
+// CUDA graph, and the roof to hold them against.
 //
 // A call is timed as one of many in a graph: its kernels, without what the host needs to launch them. For a cold L2 the
-// calls work in turn on copies of the inputs that together are larger than three times the L2; a flush would leave dirty
-// lines whose write-back the next kernel pays. The roof is measured anew in every run, with the same harness.
+// calls work in turn on copies of the inputs that together are larger than three times the L2; a flush would leave
+// dirty lines whose write-back the next kernel pays. The roof is measured anew in every run, with the same harness.
 #pragma once
 
 #include <benchmark/benchmark.h>
@@ -25,7 +25,7 @@
 
 namespace rooftile::bench {
 
-void check_cuda(cudaError_t status, const char* what);   // throws a device error
+void check_cuda(cudaError_t status, const char* what);  // throws a device error
 
 // An array with memory of its own, zeros at first. Copies share the memory.
 struct Array {
@@ -35,10 +35,10 @@ struct Array {
   std::size_t bytes() const { return bytes_of(view); }
 };
 Array host_array(DType, const Shape&);
-Array pinned_array(DType, const Shape&);   // on the host, and the device can write it
+Array pinned_array(DType, const Shape&);  // on the host, and the device can write it
 // The largest difference, relative to the largest value of `expected`; infinite where one is not a number.
 double difference(const Array& on_host, const Array& expected);
-double tolerance(DType);   // for difference() of an attention or a product: two roundings of large sums, and some slack
+double tolerance(DType);  // for difference() of an attention or a product: two roundings of large sums, and some slack
 
 // A part of a tensor: `count` entries of one dimension from `first` on.
 TensorView narrow(TensorView, int dim, std::int64_t first, std::int64_t count);
@@ -46,7 +46,7 @@ TensorView narrow(TensorView, int dim, std::int64_t first, std::int64_t count);
 // The device of a run: its stream and its roof.
 class Gpu {
  public:
-  Gpu();   // the current device; measures the roof
+  Gpu();  // the current device; measures the roof
   ~Gpu();
   Gpu(const Gpu&) = delete;
 
@@ -56,15 +56,15 @@ class Gpu {
   Context context(const Array& workspace = {}) const;
 
   Array array(DType, const Shape&) const;
-  Array random(DType, const Shape&, std::uint64_t seed, float low = -1, float high = 1) const;   // of u8: any byte
-  Array ints(const std::vector<std::int32_t>&) const;   // int32 [n]
+  Array random(DType, const Shape&, std::uint64_t seed, float low = -1, float high = 1) const;  // of u8: any byte
+  Array ints(const std::vector<std::int32_t>&) const;                                           // int32 [n]
   Array to_host(const TensorView& contiguous) const;
-  void copy(void* to, const void* from, std::size_t bytes) const;   // either way, and waits
+  void copy(void* to, const void* from, std::size_t bytes) const;  // either way, and waits
   void wait() const;
 
   // Copies of an input of that size which together are larger than three times the L2; 1 for a warm one.
   int copies(double bytes, bool cold) const;
-  void launch_nothing() const;   // an empty kernel
+  void launch_nothing() const;  // an empty kernel
 
  private:
   cudaDeviceProp properties_ = {};
@@ -79,8 +79,8 @@ class Replay {
   ~Replay();
   Replay(const Replay&) = delete;
 
-  double seconds();   // of one call: one replay between two events
-  int rounds() const { return rounds_; }   // calls on each copy in one replay
+  double seconds();                       // of one call: one replay between two events
+  int rounds() const { return rounds_; }  // calls on each copy in one replay
 
  private:
   const Gpu& gpu_;
@@ -114,26 +114,26 @@ struct CacheShape {
   KvFormat format = KvFormat::fp16;
   DType dtype = DType::f16;
   int page_size = 64, kv_heads = 8, head_dim = 128;
-  bool paged = false;                    // pages in random order, no more than the rows need
-  std::vector<std::int32_t> capacity;    // tokens, of every row
+  bool paged = false;                  // pages in random order, no more than the rows need
+  std::vector<std::int32_t> capacity;  // tokens, of every row
 };
 // A cache and its memory, empty at first. Contiguous ones give every row the longest row's pages.
 class Cache {
  public:
-  Cache(const Gpu*, const CacheShape&, std::uint64_t seed = 0);   // null: on the host
+  Cache(const Gpu*, const CacheShape&, std::uint64_t seed = 0);  // null: on the host
 
   const KvCacheView& view() const { return view_; }
   // Appends random tokens up to each row's length.
   void fill(const Gpu&, const std::vector<std::int32_t>& lengths, std::uint64_t seed);
   // One row's one head as a cache of its own on the host.
   Cache row_on_host(const Gpu&, int row, int kv_head) const;
-  bool same_bytes(const Gpu&, const Cache& on_host) const;   // of two caches of one shape
+  bool same_bytes(const Gpu&, const Cache& on_host) const;  // of two caches of one shape
 
  private:
   CacheShape shape_;
   std::vector<Array> arrays_;
   Array fault_;
-  std::vector<std::int32_t> table_;   // on the host; empty for a contiguous cache
+  std::vector<std::int32_t> table_;  // on the host; empty for a contiguous cache
   KvCacheView view_;
 };
 

@@ -15,7 +15,7 @@ void add_reads(const bench::Gpu& gpu) {
       const int copies = gpu.copies(static_cast<double>(bytes), true);
       const bench::Array all = gpu.random(DType::u8, {copies, bytes}, 1), sink = gpu.array(DType::i32, {1});
       bench::Replay replay(gpu, copies, [&](int i) {
-        TensorView one = bench::narrow(all.view, 0, i, 1);   // [1, bytes] -> [bytes]
+        TensorView one = bench::narrow(all.view, 0, i, 1);  // [1, bytes] -> [bytes]
         one.ndim = 1;
         one.shape[0] = bytes;
         one.stride[0] = 1;
@@ -29,9 +29,11 @@ void add_reads(const bench::Gpu& gpu) {
 void add_all(const bench::Gpu& gpu) {
   add_reads(gpu);
   bench::add("copy/1074mb/cold", [&gpu](benchmark::State& state) {
-    const bench::Array from = gpu.random(DType::u8, {std::int64_t{1} << 30}, 1), to = gpu.array(DType::u8, {std::int64_t{1} << 30});
+    const bench::Array from = gpu.random(DType::u8, {std::int64_t{1} << 30}, 1),
+                       to = gpu.array(DType::u8, {std::int64_t{1} << 30});
     bench::Replay replay(gpu, 1, [&](int) {
-      bench::check_cuda(cudaMemcpyAsync(to.view.data, from.view.data, from.bytes(), cudaMemcpyDeviceToDevice, gpu.stream()), "copy");
+      bench::check_cuda(
+          cudaMemcpyAsync(to.view.data, from.view.data, from.bytes(), cudaMemcpyDeviceToDevice, gpu.stream()), "copy");
     });
     bench::time_calls(state, gpu, replay, {.bytes = 2.0 * static_cast<double>(from.bytes())});
   });

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the benchmarks of all products share: their cases, what is compared with the reference, and how a right answer is timed.
+// What the benchmarks of all products share: their cases, what is compared with the reference, and how a right answer
+// is timed.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +12,9 @@
 
 namespace rooftile::bench {
 
-// Whether the first, or the last, up to 256 columns of up to 8 rows of y [M, N] are what the reference makes of those rows of x.
-// reference(ctx, first, x, y): the product with the rows of the weight from `first` on, as many as y has columns, on the host.
+// Whether the first, or the last, up to 256 columns of up to 8 rows of y [M, N] are what the reference makes of those
+// rows of x. reference(ctx, first, x, y): the product with the rows of the weight from `first` on, as many as y has
+// columns, on the host.
 template <class Reference>
 bool matches_reference(const Gpu& gpu, const Array& x, const Array& y, bool last, Reference&& reference) {
   const std::int64_t all = y.view.shape[1], n = std::min<std::int64_t>(all, 256), first = last ? all - n : 0;
@@ -29,7 +31,8 @@ bool matches_reference(const Gpu& gpu, const Array& x, const Array& y, bool last
 
 // call(copy) -> KernelName. matches(last): whether the answer to call(0) is right.
 template <class Call, class Matches>
-void time_product(benchmark::State& state, const Gpu& gpu, int copies, const Work& work, Call&& call, Matches&& matches) {
+void time_product(benchmark::State& state, const Gpu& gpu, int copies, const Work& work, Call&& call,
+                  Matches&& matches) {
   KernelName kernel;
   const auto run = [&](int i) { kernel = call(i); };
   run(0);
@@ -45,10 +48,11 @@ struct ProductCase {
   DType dtype;
   bool cold;
 };
-// fp16, bf16: what a name says of each; bf16_rows: the numbers of rows that bf16 is timed with. product(state, gpu, case).
+// fp16, bf16: what a name says of each; bf16_rows: the numbers of rows that bf16 is timed with. product(state, gpu,
+// case).
 template <class Product>
-void add_products(const Gpu& gpu, const char* family, const char* fp16, const char* bf16, std::initializer_list<std::int64_t> bf16_rows,
-                  Product product) {
+void add_products(const Gpu& gpu, const char* family, const char* fp16, const char* bf16,
+                  std::initializer_list<std::int64_t> bf16_rows, Product product) {
   struct Shape {
     std::int64_t k, n;
   };
@@ -59,7 +63,8 @@ void add_products(const Gpu& gpu, const char* family, const char* fp16, const ch
           if (!cold && (m > 1 || dtype != DType::f16)) continue;
           if (dtype == DType::bf16 && std::find(bf16_rows.begin(), bf16_rows.end(), m) == bf16_rows.end()) continue;
           const ProductCase what{k, n, m, dtype, cold};
-          add(text(family, "/k", k, "_n", n, "_m", m, "/", dtype == DType::bf16 ? bf16 : fp16, cold ? "/cold" : "/warm"),
+          add(text(family, "/k", k, "_n", n, "_m", m, "/", dtype == DType::bf16 ? bf16 : fp16,
+                   cold ? "/cold" : "/warm"),
               [&gpu, what, product](benchmark::State& state) { product(state, gpu, what); });
         }
 }

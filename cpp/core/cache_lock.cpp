@@ -46,7 +46,9 @@ bool CacheLock::try_lock() {
   std::uint64_t s = state_.load(std::memory_order_relaxed);
   while (open_to_writer(s)) {
     const std::uint64_t kept = of_this_process(s) ? s & waited_for : 0;
-    if (!state_.compare_exchange_weak(s, free_state() | kept | writer, std::memory_order_acquire, std::memory_order_relaxed)) continue;
+    if (!state_.compare_exchange_weak(s, free_state() | kept | writer, std::memory_order_acquire,
+                                      std::memory_order_relaxed))
+      continue;
     owner_.store(this_thread(), std::memory_order_relaxed);
     depth_ = 1;
     return true;
@@ -93,8 +95,8 @@ void CacheLock::unlock_shared() {
   if (mine()) return unlock();
   std::uint64_t s = state_.load(std::memory_order_relaxed), left;
   do {
-    if (!of_this_process(s)) return;   // locked before a fork: it is free here
-    left = (s & readers) == 1 ? free_state() : s - 1;   // the last one wakes whoever waits
+    if (!of_this_process(s)) return;                   // locked before a fork: it is free here
+    left = (s & readers) == 1 ? free_state() : s - 1;  // the last one wakes whoever waits
   } while (!state_.compare_exchange_weak(s, left, std::memory_order_release, std::memory_order_relaxed));
   if ((s & readers) == 1 && (s & waited_for)) state_.notify_all();
 }

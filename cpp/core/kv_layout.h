@@ -19,7 +19,7 @@
 
 namespace rooftile {
 
-inline constexpr int max_head_dim = 512;   // of attention and of caches
+inline constexpr int max_head_dim = 512;  // of attention and of caches
 inline constexpr int kv_group = 32;       // tokens that share a K scale in the kivi formats
 inline constexpr int kv_ring = 64;        // raw tokens kept per row: the open group and 16 to go back into a closed one
 inline constexpr int kv_step_back = 16;   // tokens that can be taken back across a group boundary
@@ -31,10 +31,16 @@ ROOFTILE_HD constexpr bool is_kivi(KvFormat f) { return f == KvFormat::int4_kivi
 ROOFTILE_HD constexpr bool has_min(KvFormat f) { return f == KvFormat::int4_kivi; }
 ROOFTILE_HD constexpr int code_bits(KvFormat f) {
   switch (f) {
-    case KvFormat::fp32: return 32;
-    case KvFormat::fp16: case KvFormat::bf16: return 16;
-    case KvFormat::int8: case KvFormat::fp8: return 8;
-    default: return 4;
+    case KvFormat::fp32:
+      return 32;
+    case KvFormat::fp16:
+    case KvFormat::bf16:
+      return 16;
+    case KvFormat::int8:
+    case KvFormat::fp8:
+      return 8;
+    default:
+      return 4;
   }
 }
 // Symmetric formats: what their codes stand for, before the scale, lies in [-qmax, qmax].

@@ -16,7 +16,7 @@ std::string did_you_mean(std::string_view given, std::span<const std::string> kn
   std::string_view best;
   std::size_t most = 0, out_of = 1;
   for (const std::string& name : known) {
-    std::vector<std::size_t> common(name.size() + 1);   // of what was seen of `given` and the first j letters of name
+    std::vector<std::size_t> common(name.size() + 1);  // of what was seen of `given` and the first j letters of name
     for (const char c : given.substr(0, 64))
       for (std::size_t j = 0, diagonal = 0; j < name.size(); ++j) {
         const std::size_t above = common[j + 1];
@@ -34,14 +34,22 @@ std::string did_you_mean(std::string_view given, std::span<const std::string> kn
 
 const char* name(DType t) {
   switch (t) {
-    case DType::f32: return "float32";
-    case DType::f16: return "float16";
-    case DType::bf16: return "bfloat16";
-    case DType::f8_e4m3: return "float8_e4m3fn";
-    case DType::i8: return "int8";
-    case DType::u8: return "uint8";
-    case DType::i32: return "int32";
-    case DType::i64: return "int64";
+    case DType::f32:
+      return "float32";
+    case DType::f16:
+      return "float16";
+    case DType::bf16:
+      return "bfloat16";
+    case DType::f8_e4m3:
+      return "float8_e4m3fn";
+    case DType::i8:
+      return "int8";
+    case DType::u8:
+      return "uint8";
+    case DType::i32:
+      return "int32";
+    case DType::i64:
+      return "int64";
   }
   return "?";
 }
@@ -69,14 +77,22 @@ bool same_shape(const TensorView& a, const TensorView& b) {
 
 const char* name(KvFormat f) {
   switch (f) {
-    case KvFormat::fp32: return "fp32";
-    case KvFormat::fp16: return "fp16";
-    case KvFormat::bf16: return "bf16";
-    case KvFormat::int8: return "int8";
-    case KvFormat::int4: return "int4";
-    case KvFormat::int4_kivi_sym: return "int4-kivi-sym";
-    case KvFormat::int4_kivi: return "int4-kivi";
-    case KvFormat::fp8: return "fp8";
+    case KvFormat::fp32:
+      return "fp32";
+    case KvFormat::fp16:
+      return "fp16";
+    case KvFormat::bf16:
+      return "bf16";
+    case KvFormat::int8:
+      return "int8";
+    case KvFormat::int4:
+      return "int4";
+    case KvFormat::int4_kivi_sym:
+      return "int4-kivi-sym";
+    case KvFormat::int4_kivi:
+      return "int4-kivi";
+    case KvFormat::fp8:
+      return "fp8";
   }
   return "?";
 }
@@ -90,20 +106,24 @@ KvFormat kv_format_from_name(const char* op, const char* text) {
     if (names.back() == text) return f;
     known += (i ? ", " : "") + names.back();
   }
-  fail(ErrorKind::value, op, ": format \"", text, "\" is not a cache format; known: ", known, did_you_mean(text, names));
+  fail(ErrorKind::value, op, ": format \"", text, "\" is not a cache format; known: ", known,
+       did_you_mean(text, names));
 }
 
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim, const char* op) {
-  ROOFTILE_CHECK_KIND(not_supported, head_dim >= 1 && head_dim <= max_head_dim, op, ": head_dim must be 1 to ", max_head_dim,
-                      ", got ", head_dim);
+  ROOFTILE_CHECK_KIND(not_supported, head_dim >= 1 && head_dim <= max_head_dim, op, ": head_dim must be 1 to ",
+                      max_head_dim, ", got ", head_dim);
   return static_cast<std::size_t>(kv_block(f, page_size, head_dim).bytes);
 }
 
 const char* name(W4Zeros z) {
   switch (z) {
-    case W4Zeros::symmetric: return "symmetric";
-    case W4Zeros::integer: return "integer";
-    case W4Zeros::minima: return "minima";
+    case W4Zeros::symmetric:
+      return "symmetric";
+    case W4Zeros::integer:
+      return "integer";
+    case W4Zeros::minima:
+      return "minima";
   }
   return "?";
 }
@@ -117,10 +137,14 @@ W4Zeros w4_zeros_from_name(const char* op, const char* text) {
 
 const char* name(Activation a) {
   switch (a) {
-    case Activation::none: return "none";
-    case Activation::silu: return "silu";
-    case Activation::gelu_tanh: return "gelu_tanh";
-    case Activation::gelu_erf: return "gelu";
+    case Activation::none:
+      return "none";
+    case Activation::silu:
+      return "silu";
+    case Activation::gelu_tanh:
+      return "gelu_tanh";
+    case Activation::gelu_erf:
+      return "gelu";
   }
   return "?";
 }
@@ -140,7 +164,8 @@ Activation activation_from_name(const char* op, const char* text, bool* gated) {
     if (gated) names.push_back(names.back() + "_mul");
   }
   fail(ErrorKind::value, op, ": activation must be \"silu\", \"gelu\"", gated ? ", " : " or ", "\"gelu_tanh\"",
-       gated ? ", \"silu_mul\", \"gelu_mul\" or \"gelu_tanh_mul\"" : "", ", got \"", text, '"', did_you_mean(text, names));
+       gated ? ", \"silu_mul\", \"gelu_mul\" or \"gelu_tanh_mul\"" : "", ", got \"", text, '"',
+       did_you_mean(text, names));
 }
 
 }  // namespace rooftile

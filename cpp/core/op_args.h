@@ -12,14 +12,14 @@ struct LogitParams {
   float scale = 1.0f;
   std::int64_t window = 0;            // 0: none
   float softcap = 0.0f;               // 0: none
-  const TensorView* sinks = nullptr;        // null: none
+  const TensorView* sinks = nullptr;  // null: none
   const TensorView* alibi_slopes = nullptr;
 };
 
 struct DecodeArgs {
-  TensorView q, out, lse;             // always [B, T, Hq, D] and [B, T, Hq]; lse may be absent
+  TensorView q, out, lse;  // always [B, T, Hq, D] and [B, T, Hq]; lse may be absent
   const KvCacheView* cache = nullptr;
-  const std::int32_t* rows = nullptr;     // [B] or null; on the CPU the values are checked
+  const std::int32_t* rows = nullptr;  // [B] or null; on the CPU the values are checked
   const std::int32_t* counts = nullptr;
   LogitParams logits;
 };
@@ -27,35 +27,35 @@ struct DecodeArgs {
 // One sequence of a prefill. Offsets, in elements, of its first token in each tensor.
 struct PrefillSequence {
   std::int64_t q = 0, k = 0, v = 0, out = 0, lse = 0;
-  std::int64_t queries = 0;   // tokens of q, out and lse
-  std::int64_t real = 0;      // the first `real` of them attend; the rest get out 0 and lse -inf
-  std::int64_t keys = 0;      // tokens of k and v that are attended
-  std::int64_t cached = 0;    // tokens of the cache row, before k
-  std::int32_t row = 0;       // cache row
+  std::int64_t queries = 0;  // tokens of q, out and lse
+  std::int64_t real = 0;     // the first `real` of them attend; the rest get out 0 and lse -inf
+  std::int64_t keys = 0;     // tokens of k and v that are attended
+  std::int64_t cached = 0;   // tokens of the cache row, before k
+  std::int32_t row = 0;      // cache row
   // Query i stands at position cached + keys - real + i: causal is aligned to the end.
   std::int64_t position(std::int64_t i) const { return cached + keys - real + i; }
 };
 
 struct PrefillArgs {
-  TensorView q, k, v, out, lse;       // [token, H, D], lse [token, H]; lse may be absent; only the strides of `token` count
+  TensorView q, k, v, out, lse;  // [token, H, D], lse [token, H]; lse may be absent; only the strides of `token` count
   std::int64_t batch = 0;
-  const PrefillSequence* sequences = nullptr;   // [batch]
+  const PrefillSequence* sequences = nullptr;  // [batch]
   bool causal = true;
-  const KvCacheView* cache = nullptr;      // keys before k, as the cache stands
+  const KvCacheView* cache = nullptr;  // keys before k, as the cache stands
   LogitParams logits;
 };
 
 struct W4MatmulArgs {
-  TensorView x, y, bias, residual;    // rows of K and of outputs(); bias [N], residual like y: may be absent
-  const W4View* w = nullptr;          // of 4 or 8 bits
+  TensorView x, y, bias, residual;  // rows of K and of outputs(); bias [N], residual like y: may be absent
+  const W4View* w = nullptr;        // of 4 or 8 bits
   Activation activation = Activation::none;
-  bool gated = false;                 // the rows of W are [gate | up]: y = activation(gate) * up + residual
+  bool gated = false;  // the rows of W are [gate | up]: y = activation(gate) * up + residual
   std::int64_t outputs() const { return gated ? w->n / 2 : w->n; }
-  bool batch_invariant = false;       // a row's bits are the same at every number of rows
+  bool batch_invariant = false;  // a row's bits are the same at every number of rows
 };
 
 struct LinearArgs {
-  TensorView x, w, y, bias, residual;   // rows of K and of N; w [N, K]; bias [N], residual like y: may be absent
+  TensorView x, w, y, bias, residual;  // rows of K and of N; w [N, K]; bias [N], residual like y: may be absent
   Activation activation = Activation::none;
   static constexpr bool gated = false;
   std::int64_t outputs() const { return w.shape[0]; }
@@ -65,7 +65,7 @@ enum class Gate { silu, gelu_tanh, gelu_erf };
 
 // rms_norm, layer_norm and their add_ forms: s = x (+ residual, rounded to the dtype and kept in res), y = norm(s).
 struct NormArgs {
-  TensorView x, residual, weight, bias, y, res;   // residual, weight, bias, res may be absent
+  TensorView x, residual, weight, bias, y, res;  // residual, weight, bias, res may be absent
   float eps = 0;
   bool subtract_mean = false;
 };

@@ -26,7 +26,7 @@ namespace {
 // ---- the process' own OpenMP runtime, if one is loaded --------------------------------------------------------------
 
 struct OpenMp {
-  void (*parallel)(void (*fn)(void*), void* data, unsigned threads, unsigned flags) = nullptr;   // GOMP_parallel
+  void (*parallel)(void (*fn)(void*), void* data, unsigned threads, unsigned flags) = nullptr;  // GOMP_parallel
   int (*max_threads)() = nullptr;
   int (*thread_num)() = nullptr;
   int (*in_parallel)() = nullptr;
@@ -50,7 +50,7 @@ OpenMp find_openmp() {
   std::string path;
   dl_iterate_phdr(look_for_runtime, &path);
   if (path.empty()) return runtime;
-  void* library = dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY);   // already loaded: only its handle
+  void* library = dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY);  // already loaded: only its handle
   if (!library) return runtime;
   const auto get = [&](auto& function, const char* symbol) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
@@ -65,10 +65,12 @@ OpenMp find_openmp() {
 // How many libraries this process has ever loaded.
 unsigned long long libraries_loaded() {
   unsigned long long count = 0;
-  dl_iterate_phdr([](dl_phdr_info* info, std::size_t, void* to) {
-    *static_cast<unsigned long long*>(to) = info->dlpi_adds;
-    return 1;   // every entry says the same
-  }, &count);
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* to) {
+        *static_cast<unsigned long long*>(to) = info->dlpi_adds;
+        return 1;  // every entry says the same
+      },
+      &count);
   return count;
 }
 
@@ -108,7 +110,7 @@ int usable_cores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-// ---- one loop, shared by both ways of running it ----------------------------------------------------------------------
+// ---- one loop, shared by both ways of running it ------------------------------------------------
 
 struct Loop {
   void (*task)(const void*, std::int64_t, int);
@@ -129,12 +131,12 @@ struct Loop {
   }
 };
 
-// ---- the library's own threads ------------------------------------------------------------------------------------------
+// ---- the library's own threads ------------------------------------------------------------------
 
 class Pool {
  public:
   ~Pool() {
-    if (owner_ != getpid()) {   // a forked child has no worker threads to join
+    if (owner_ != getpid()) {  // a forked child has no worker threads to join
       for (std::thread& t : workers_) t.detach();
       return;
     }
@@ -156,7 +158,7 @@ class Pool {
         const int index = static_cast<int>(workers_.size()) + 1;
         workers_.emplace_back([this, index, seen = generation_]() mutable { serve(index, seen); });
       }
-    } catch (const std::system_error&) {   // no more threads to be had: those there are do all of it
+    } catch (const std::system_error&) {  // no more threads to be had: those there are do all of it
     }
     {
       std::lock_guard lock(mutex_);
@@ -226,7 +228,7 @@ void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const
       int (*thread_num)();
     } team{&loop, runtime.thread_num};
     runtime.parallel([](void* t) { static_cast<Team*>(t)->loop->work(static_cast<Team*>(t)->thread_num()); }, &team,
-                     static_cast<unsigned>(threads_), 0);   // always the full team: libgomp keeps one size alive
+                     static_cast<unsigned>(threads_), 0);  // always the full team: libgomp keeps one size alive
   } else {
     own_pool().run(loop, width);
   }

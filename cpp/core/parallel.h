@@ -12,14 +12,15 @@ namespace rooftile {
 
 class Parallel {
  public:
-  explicit Parallel(int threads);   // 0: the OpenMP runtime's current maximum, else the cores this process may use
+  explicit Parallel(int threads);  // 0: the OpenMP runtime's current maximum, else the cores this process may use
   int threads() const { return threads_; }
 
   // body(task, thread) for every task in [0, tasks); thread in [0, threads()). An exception of a task is rethrown here.
   template <class Body>
   void run(std::int64_t tasks, const Body& body) const {
-    run_erased(tasks, [](const void* b, std::int64_t task, int thread) { (*static_cast<const Body*>(b))(task, thread); },
-               &body);
+    run_erased(
+        tasks, [](const void* b, std::int64_t task, int thread) { (*static_cast<const Body*>(b))(task, thread); },
+        &body);
   }
 
  private:

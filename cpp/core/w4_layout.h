@@ -2,9 +2,10 @@
 // The kernel form of a weight [N, K] of 4 or 8 bits: one layout for every number of rows and both backends.
 //
 // The weight is the A operand of mma m16n8k16 (and of one warp of wgmma m64), from registers. A tile is 16 rows of N x
-// 64 of K: one run of 512 bytes in 4 bits, two runs of 32 k each in 8. A run is 32 lanes x 16 bytes, a lane's 16 bytes being
-// its A fragments of the k-steps of 16 in it. In 4 bits word w of a lane is k-step w; the pair of nibbles r and r + 4 of a
-// word is fragment register r. In 8 bits two words are a k-step; bytes 0 and 2 of a word are one register, 1 and 3 the next.
+// 64 of K: one run of 512 bytes in 4 bits, two runs of 32 k each in 8. A run is 32 lanes x 16 bytes, a lane's 16 bytes
+// being its A fragments of the k-steps of 16 in it. In 4 bits word w of a lane is k-step w; the pair of nibbles r and r
+// + 4 of a word is fragment register r. In 8 bits two words are a k-step; bytes 0 and 2 of a word are one register, 1
+// and 3 the next.
 // So one mask makes a 16-bit pair of either.
 // Tiles lie as [N / 16][K / 64]; N and K are padded with code 0.  Scales (and zeros or minima) lie as
 // [N / 16][group][16 rows]: the sixteen of a tile row are neighbours; padded rows have scale 0.
@@ -27,7 +28,8 @@ ROOFTILE_HD constexpr std::int64_t w4_tiles_k(std::int64_t k) { return (k + w4_t
 ROOFTILE_HD constexpr int w4_middle(int bits) { return 1 << (bits - 1); }
 
 // Index in codes (the lowest bits of a byte first) of element (n, k).
-ROOFTILE_HD constexpr std::int64_t w4_code_index(int bits, std::int64_t padded_tiles_k, std::int64_t n, std::int64_t k) {
+ROOFTILE_HD constexpr std::int64_t w4_code_index(int bits, std::int64_t padded_tiles_k, std::int64_t n,
+                                                 std::int64_t k) {
   const std::int64_t tile = (n / 16) * padded_tiles_k + k / 64;
   const int row = static_cast<int>(n % 16), column = static_cast<int>(k % 64), lane = row % 8 * 4 + column % 8 / 2;
   if (bits == 4) return tile * 1024 + lane * 32 + column / 16 * 8 + column % 2 * 4 + column / 8 % 2 * 2 + row / 8;
@@ -39,7 +41,8 @@ struct W4Element {
   int n, k;
 };
 ROOFTILE_HD constexpr W4Element w4_element_of_tile(int bits, int index) {
-  const int lane = bits == 4 ? index / 32 : index / 16 % 32, in_word = index % (32 / bits), n = lane / 4 + in_word % 2 * 8;
+  const int lane = bits == 4 ? index / 32 : index / 16 % 32, in_word = index % (32 / bits),
+            n = lane / 4 + in_word % 2 * 8;
   if (bits == 4) return {n, index / 8 % 4 * 16 + in_word / 2 % 2 * 8 + lane % 4 * 2 + in_word / 4};
   return {n, index / 512 * 32 + index / 4 % 4 * 8 + lane % 4 * 2 + in_word / 2};
 }

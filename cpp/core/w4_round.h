@@ -25,16 +25,17 @@ ROOFTILE_HD inline float w4_stored_scale(float x, DType t, bool affine) {
 }
 
 struct W4Group {
-  bool affine;            // minima, of 4 bits; else symmetric
-  int most;               // symmetric: the largest |code|
-  float scale, minimum;   // as stored
+  bool affine;           // minima, of 4 bits; else symmetric
+  int most;              // symmetric: the largest |code|
+  float scale, minimum;  // as stored
 
   // Of a group whose values lie in [low, high]. One that is not finite has NaN for both.
   ROOFTILE_HD static W4Group of(float low, float high, bool finite, bool affine, int bits, DType t) {
     const int most = (1 << (bits - 1)) - 1;
     if (!finite) return {affine, most, NAN, NAN};
-    const float magnitude = fmaxf(fabsf(low), fabsf(high));   // of zeros +0: no sign reaches the scale
-    const float step = affine ? (high - low) / 15.0f : magnitude / static_cast<float>(most);   // infinite where low and high are that far apart
+    const float magnitude = fmaxf(fabsf(low), fabsf(high));  // of zeros +0: no sign reaches the scale
+    const float step = affine ? (high - low) / 15.0f
+                              : magnitude / static_cast<float>(most);  // infinite where low and high are that far apart
     return {affine, most, w4_stored_scale(step, t, affine), affine ? w4_stored(low, t) : 0.0f};
   }
   ROOFTILE_HD int code(float x) const {

@@ -18,14 +18,17 @@ struct Variant {
 bool always() { return true; }
 #ifdef ROOFTILE_X86
 // __builtin_cpu_supports also checks that the operating system saves the registers (XCR0).
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 #endif
 
-constexpr Variant variants[] = {   // best first; the reference is never chosen unasked
+constexpr Variant variants[] = {
+// best first; the reference is never chosen unasked
 #ifdef ROOFTILE_X86
     {avx512_kernels, has_avx512},
     {avx2_kernels, has_avx2},

@@ -40,7 +40,8 @@ const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 #endif
 
-// The best variant this machine runs, or the one named; raises NotSupported, naming `op`, for one it does not run or know.
+// The best variant this machine runs, or the one named; raises NotSupported, naming `op`, for one it does not run or
+// know.
 const Kernels& kernels_for(const char* op, const char* variant);
 // Names this machine can run, best first, comma separated.
 const char* runnable_variants();

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the GPU backend offers to ops, one function a kernel family. Arguments have been checked by ops as far as the host
-// can see them: what lies inside device tensors the kernels check. Every call is asynchronous on ctx.stream, allocates
-// nothing and can be captured. In a build without CUDA no_cuda.cpp stands in for all of them and refuses.
+// What the GPU backend offers to ops, one function a kernel family. Arguments have been checked by ops as far as the
+// host can see them: what lies inside device tensors the kernels check. Every call is asynchronous on ctx.stream,
+// allocates nothing and can be captured. In a build without CUDA no_cuda.cpp stands in for all of them and refuses.
 #pragma once
 
 #include "core/op_args.h"
 
 namespace rooftile::gpu {
 
-const char* backend();   // "sm_80, compute_80, sm_90a" or why there is none
-void warmup(const Context&);   // loads every kernel on the device: see warmup.h
+const char* backend();        // "sm_80, compute_80, sm_90a" or why there is none
+void warmup(const Context&);  // loads every kernel on the device: see warmup.h
 
 KernelName norm(const char* op, const Context&, const NormArgs&);
 // A position outside the tables, which the host cannot see, makes that token's outputs NaN.
@@ -27,9 +27,9 @@ std::size_t decode_workspace(const Context&, const DecodeArgs&);
 // Optional rotation of k and of q (into q_out) on the way: cos given. lengths grow on the device.
 struct AppendArgs {
   const KvCacheView* cache = nullptr;
-  TensorView k, v;                                // [B, T, Hkv, D]
-  TensorView q, q_out, cos, sin, positions;       // rope_append only
-  const std::int32_t* rows = nullptr;             // [B] or null
+  TensorView k, v;                           // [B, T, Hkv, D]
+  TensorView q, q_out, cos, sin, positions;  // rope_append only
+  const std::int32_t* rows = nullptr;        // [B] or null
   const std::int32_t* counts = nullptr;
 };
 KernelName kv_append(const char* op, const Context&, const AppendArgs&);
@@ -46,13 +46,14 @@ struct W4Arrays {
 };
 void w4_pack(const char* op, const Context&, const W4Arrays& canonical, const W4Arrays& kernel_form, int bits);
 void w4_unpack(const char* op, const Context&, const W4View&, const W4Arrays& canonical);
-void w4_quantize(const char* op, const Context&, const TensorView& weight, int bits, int group, const W4Arrays& canonical);
+void w4_quantize(const char* op, const Context&, const TensorView& weight, int bits, int group,
+                 const W4Arrays& canonical);
 void w4_dequantize(const char* op, const Context&, const W4View&, const TensorView& to);
 
 KernelName read_bytes(const Context&, const TensorView& x, const TensorView& sink);
 
-// Copies between any two places the device or the host can reach, in stream order. wait: until it is done, which memory of
-// the host's needs.
+// Copies between any two places the device or the host can reach, in stream order. wait: until it is done, which memory
+// of the host's needs.
 void copy_bytes(const char* op, const Context&, void* to, const void* from, std::size_t bytes, bool wait);
 
 }  // namespace rooftile::gpu

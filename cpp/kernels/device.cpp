@@ -18,17 +18,19 @@ const char* backend() { return ROOFTILE_CUDA_TARGETS; }
 int device_count() {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
-  (void)cudaGetLastError();   // no driver, or one that is too old
+  (void)cudaGetLastError();  // no driver, or one that is too old
   return 0;
 }
 
 const DeviceFacts& device_facts(const char* op, int device) {
   static std::mutex mutex;
-  static std::map<int, DeviceFacts> known;   // which stay where they are
+  static std::map<int, DeviceFacts> known;  // which stay where they are
   const std::lock_guard lock(mutex);
   if (const auto found = known.find(device); found != known.end()) return found->second;
   DeviceFacts facts;
-  const auto ask = [&](int& value, cudaDeviceAttr what) { ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&value, what, device)); };
+  const auto ask = [&](int& value, cudaDeviceAttr what) {
+    ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&value, what, device));
+  };
   ask(facts.major, cudaDevAttrComputeCapabilityMajor);
   ask(facts.minor, cudaDevAttrComputeCapabilityMinor);
   ask(facts.sms, cudaDevAttrMultiProcessorCount);
@@ -44,7 +46,8 @@ void allow_shared(const char* op, int device, const void* kernel, std::size_t by
   const std::lock_guard lock(mutex);
   std::size_t& most = allowed[{device, kernel}];
   if (bytes <= most) return;
-  ROOFTILE_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  ROOFTILE_CUDA_CHECK(
+      op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   most = bytes;
 }
 

@@ -13,10 +13,10 @@
 
 namespace rooftile::gpu {
 
-#define ROOFTILE_CUDA_CHECK(op, call)                                                                         \
-  do {                                                                                                        \
-    if (const cudaError_t rooftile_status = (call); rooftile_status != cudaSuccess)                           \
-      ::rooftile::gpu::fail_cuda(op, #call, rooftile_status);                                                 \
+#define ROOFTILE_CUDA_CHECK(op, call)                                               \
+  do {                                                                              \
+    if (const cudaError_t rooftile_status = (call); rooftile_status != cudaSuccess) \
+      ::rooftile::gpu::fail_cuda(op, #call, rooftile_status);                       \
   } while (0)
 
 // Throws a device error with CUDA's own words, after taking the error off the runtime's record.
@@ -28,20 +28,24 @@ namespace rooftile::gpu {
 // What the caller lends to a call that needs `bytes` of the device's memory, checked.
 inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t bytes) {
   if (bytes == 0) return nullptr;
-  const Lender::Memory lent = ctx.lender ? ctx.lender->lend(ctx, bytes) : Lender::Memory{ctx.workspace, ctx.workspace_bytes};
+  const Lender::Memory lent =
+      ctx.lender ? ctx.lender->lend(ctx, bytes) : Lender::Memory{ctx.workspace, ctx.workspace_bytes};
   ROOFTILE_CHECK(lent.bytes >= bytes, op, ": workspace must have ", bytes, " bytes, got ", lent.bytes);
-  ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(lent.data) % 16 == 0, op, ": workspace must start at a multiple of 16 bytes");
+  ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(lent.data) % 16 == 0, op,
+                 ": workspace must start at a multiple of 16 bytes");
   return static_cast<std::byte*>(lent.data);
 }
 
 // What calls ask of a device, found out once a process.
 struct DeviceFacts {
   int major = 0, minor = 0, sms = 0;
-  int block_shared = 0, sm_shared = 0, reserved_shared = 0;   // bytes of shared memory: the most a block may have, all, what each block costs besides
+  int block_shared = 0, sm_shared = 0,
+      reserved_shared = 0;  // bytes of shared memory: the most a block may have, all, what each block costs besides
 };
 const DeviceFacts& device_facts(const char* op, int device);
 
-// Lets a kernel have that much shared memory on the current device. It stays allowed: another thread may be about to launch it with more.
+// Lets a kernel have that much shared memory on the current device. It stays allowed: another thread may be about to
+// launch it with more.
 void allow_shared(const char* op, int device, const void* kernel, std::size_t bytes);
 
 // with_previous: a kernel that waits in its own code (tile/grid.cuh) for the launch before it, and may start while that
@@ -52,11 +56,15 @@ enum class Overlap { none, with_previous };
 class DeviceScope {
  public:
   DeviceScope(const char* op, const Context& ctx)
-      : op_(op), stream_(static_cast<cudaStream_t>(ctx.stream)), device_(ctx.device.index), facts_(device_facts(op, device_)) {
-    if (const auto why = refusal(backend(), facts_.major, facts_.minor)) fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
+      : op_(op),
+        stream_(static_cast<cudaStream_t>(ctx.stream)),
+        device_(ctx.device.index),
+        facts_(device_facts(op, device_)) {
+    if (const auto why = refusal(backend(), facts_.major, facts_.minor))
+      fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
     hopper_ = facts_.major == 9 && built_for_hopper(backend());
     ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
-    if (device_ != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device_));   // last: nothing throws once it is changed
+    if (device_ != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device_));  // last: nothing throws once it is changed
     changed_ = device_ != before_;
   }
   DeviceScope(const DeviceScope&) = delete;
@@ -66,13 +74,15 @@ class DeviceScope {
 
   int sms() const { return facts_.sms; }
   bool has_wgmma() const { return hopper_; }
-  int largest_cluster() const { return hopper_ ? 8 : 1; }   // blocks; where Hopper's code does not run a block is alone
+  int largest_cluster() const { return hopper_ ? 8 : 1; }  // blocks; where Hopper's code does not run a block is alone
   // How many blocks with that much shared memory (and what the system adds to each) a multiprocessor holds at once; at
   // least one is asked for.
   int blocks_that_fit(std::size_t shared_bytes) const {
-    ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(facts_.block_shared), op_, ": the kernel needs ", shared_bytes,
-                        " bytes of shared memory in a block, the device has ", facts_.block_shared);
-    return static_cast<int>(static_cast<std::size_t>(facts_.sm_shared) / (shared_bytes + static_cast<std::size_t>(facts_.reserved_shared)));
+    ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(facts_.block_shared), op_,
+                        ": the kernel needs ", shared_bytes, " bytes of shared memory in a block, the device has ",
+                        facts_.block_shared);
+    return static_cast<int>(static_cast<std::size_t>(facts_.sm_shared) /
+                            (shared_bytes + static_cast<std::size_t>(facts_.reserved_shared)));
   }
   cudaStream_t stream() const { return stream_; }
   const char* op() const { return op_; }
@@ -82,15 +92,15 @@ class DeviceScope {
     std::int64_t x, y = 1;
     Grid(std::int64_t x, std::int64_t y = 1) : x(x), y(y) {}
   };
-  // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value. cluster: so many blocks in
-  // a row run at once and can wait for each other (tile/grid.cuh).
+  // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value. cluster: so many
+  // blocks in a row run at once and can wait for each other (tile/grid.cuh).
   template <class Params>
   void launch(void (*kernel)(Params), Grid grid, int threads, std::size_t shared_bytes, const Params& params,
               Overlap overlap = Overlap::none, int cluster = 1) const {
     if (grid.x == 0) return;
-    constexpr std::int64_t most_x = 0x7fffffff, most_y = 65535;   // of any device
-    ROOFTILE_CHECK_KIND(not_supported, grid.x <= most_x && grid.y <= most_y, op_, ": the call needs a grid of ", grid.x, " x ", grid.y,
-                        " CTAs, a device takes at most ", most_x, " x ", most_y, "; split it");
+    constexpr std::int64_t most_x = 0x7fffffff, most_y = 65535;  // of any device
+    ROOFTILE_CHECK_KIND(not_supported, grid.x <= most_x && grid.y <= most_y, op_, ": the call needs a grid of ", grid.x,
+                        " x ", grid.y, " CTAs, a device takes at most ", most_x, " x ", most_y, "; split it");
     if (shared_bytes > 48 * 1024) allow_shared(op_, device_, reinterpret_cast<const void*>(kernel), shared_bytes);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
@@ -118,7 +128,7 @@ class DeviceScope {
   cudaStream_t stream_;
   int device_, before_ = 0;
   const DeviceFacts& facts_;
-  bool hopper_ = false;   // its own code runs: PTX of older GPUs neither waits nor knows clusters
+  bool hopper_ = false;  // its own code runs: PTX of older GPUs neither waits nor knows clusters
   bool changed_ = false;
 };
 

@@ -8,7 +8,8 @@ namespace rooftile::gpu {
 namespace {
 
 [[noreturn]] void none(const char* op, const Context& ctx) {
-  fail(ErrorKind::not_supported, op, ": tensors are on ", name(ctx.device), ", but this build of rooftile has CPU kernels only");
+  fail(ErrorKind::not_supported, op, ": tensors are on ", name(ctx.device),
+       ", but this build of rooftile has CPU kernels only");
 }
 
 }  // namespace
@@ -16,18 +17,19 @@ namespace {
 int device_count() { return 0; }
 const char* backend() { return "none: built without CUDA"; }
 void warmup(const Context& ctx) {
-  fail(ErrorKind::not_supported, "warmup: device is ", name(ctx.device), ", but this build of rooftile has CPU kernels only");
+  fail(ErrorKind::not_supported, "warmup: device is ", name(ctx.device),
+       ", but this build of rooftile has CPU kernels only");
 }
 
 KernelName norm(const char* op, const Context& ctx, const NormArgs&) { none(op, ctx); }
-KernelName rope(const char* op, const Context& ctx, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
-                const TensorView&, const TensorView&, const TensorView&) {
+KernelName rope(const char* op, const Context& ctx, const TensorView&, const TensorView&, const TensorView&,
+                const TensorView&, const TensorView&, const TensorView&, const TensorView&) {
   none(op, ctx);
 }
 KernelName gated(const char* op, const Context& ctx, const TensorView&, const TensorView&, Gate) { none(op, ctx); }
 KernelName softmax(const Context& ctx, const TensorView&, const TensorView&) { none("softmax", ctx); }
-KernelName merge_attention(const Context& ctx, const TensorView&, const TensorView&, const TensorView&, const TensorView&,
-                           const TensorView&, const TensorView&) {
+KernelName merge_attention(const Context& ctx, const TensorView&, const TensorView&, const TensorView&,
+                           const TensorView&, const TensorView&, const TensorView&) {
   none("merge_attention", ctx);
 }
 KernelName decode_attention(const Context& ctx, const DecodeArgs&) { none("decode_attention", ctx); }

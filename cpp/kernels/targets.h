@@ -8,8 +8,8 @@
 
 namespace rooftile::gpu {
 
-// Why a GPU of compute capability major.minor runs nothing that was compiled for `targets`, "sm_80, compute_80, sm_90a":
-// sm is machine code, compute is PTX that newer GPUs compile for themselves. None: it runs one of them.
+// Why a GPU of compute capability major.minor runs nothing that was compiled for `targets`, "sm_80, compute_80,
+// sm_90a": sm is machine code, compute is PTX that newer GPUs compile for themselves. None: it runs one of them.
 std::optional<std::string> refusal(std::string_view targets, int major, int minor);
 
 // Whether a Hopper GPU runs code of its own: wgmma, clusters and waits for the kernel before exist in no other.

@@ -12,7 +12,9 @@ namespace rooftile::gpu {
 struct MatrixShape {
   std::int64_t rows, columns, stride;
 };
-// Boxes of box_rows (256 at most) x box_columns (64 at most: 128 bytes), which arrive swizzled by 128 bytes. data: a multiple of 16 bytes.
-CUtensorMap rows_map(const char* op, const void* data, DType dtype, const MatrixShape& shape, int box_rows, int box_columns);
+// Boxes of box_rows (256 at most) x box_columns (64 at most: 128 bytes), which arrive swizzled by 128 bytes. data: a
+// multiple of 16 bytes.
+CUtensorMap rows_map(const char* op, const void* data, DType dtype, const MatrixShape& shape, int box_rows,
+                     int box_columns);
 
 }  // namespace rooftile::gpu

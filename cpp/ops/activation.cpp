@@ -14,7 +14,8 @@ KernelName run_gated(const char* op, const Context& ctx, const TensorView& x, co
   TensorView half = x;
   half.shape[x.ndim - 1] /= 2;
   TensorView up = half;
-  up.data = static_cast<std::byte*>(x.data) + half.last() * x.last_stride() * static_cast<std::int64_t>(size_of(x.dtype));
+  up.data =
+      static_cast<std::byte*>(x.data) + half.last() * x.last_stride() * static_cast<std::int64_t>(size_of(x.dtype));
   Arg(op, "out", h).given().shape_of(half, "half of gate_up").dtype({x.dtype}).device(x.device, "gate_up").writable();
   check::check_overlap(op, "out", h, "the gate half of gate_up", half);
   check::check_apart(op, "out", h, {{"the up half of gate_up", up}});
@@ -29,7 +30,9 @@ KernelName run_gated(const char* op, const Context& ctx, const TensorView& x, co
 
 }  // namespace
 
-KernelName silu_mul(const Context& ctx, TensorView x, TensorView h) { return run_gated("silu_mul", ctx, x, h, Gate::silu); }
+KernelName silu_mul(const Context& ctx, TensorView x, TensorView h) {
+  return run_gated("silu_mul", ctx, x, h, Gate::silu);
+}
 
 KernelName gelu_mul(const Context& ctx, TensorView x, Gelu approximate, TensorView h) {
   return run_gated("gelu_mul", ctx, x, h, approximate == Gelu::tanh ? Gate::gelu_tanh : Gate::gelu_erf);

@@ -19,7 +19,8 @@ using check::Arg;
 std::vector<std::int32_t> host_values(const char* op, const char* argument, const TensorView& t) {
   Arg(op, argument, t).ndim(1, 1).dtype({DType::i32}).device({}, "the host");
   std::vector<std::int32_t> values(static_cast<std::size_t>(t.shape[0]));
-  for (std::int64_t i = 0; i < t.shape[0]; ++i) values[static_cast<std::size_t>(i)] = t.as<std::int32_t>()[i * t.stride[0]];
+  for (std::int64_t i = 0; i < t.shape[0]; ++i)
+    values[static_cast<std::size_t>(i)] = t.as<std::int32_t>()[i * t.stride[0]];
   return values;
 }
 
@@ -27,21 +28,23 @@ void check_q(const char* op, const TensorView& q, std::int64_t kv_heads) {
   const std::int64_t heads = q.shape[q.ndim - 2], dim = q.last();
   ROOFTILE_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, op, ": q must have a multiple of the ", kv_heads,
                  " KV heads, got ", heads, " query heads in ", describe(q));
-  ROOFTILE_CHECK_KIND(not_supported, heads <= check::max_heads, op, ": q must have at most ", check::max_heads, " heads, got ", describe(q));
-  ROOFTILE_CHECK_KIND(not_supported, dim >= 1 && dim <= max_head_dim, op, ": q has head_dim ", dim, "; supported are 1 to ",
-                      max_head_dim);
+  ROOFTILE_CHECK_KIND(not_supported, heads <= check::max_heads, op, ": q must have at most ", check::max_heads,
+                      " heads, got ", describe(q));
+  ROOFTILE_CHECK_KIND(not_supported, dim >= 1 && dim <= max_head_dim, op, ": q has head_dim ", dim,
+                      "; supported are 1 to ", max_head_dim);
 }
 
 void check_out(const char* op, const TensorView& q, const TensorView& out, const TensorView& lse) {
   Arg(op, "out", out).given().shape_of(q, "q").dtype({q.dtype}).device(q.device, "q").writable();
   if (!lse.given()) return;
-  TensorView per_head = q;   // q without its last dimension
+  TensorView per_head = q;  // q without its last dimension
   --per_head.ndim;
   Arg(op, "lse", lse).shape_of(per_head, "q without head_dim").dtype({DType::f32}).device(q.device, "q").writable();
 }
 
 // Outputs share no memory with each other nor with an input.
-void check_apart(const char* op, const TensorView& out, const TensorView& lse, std::initializer_list<check::Named> inputs) {
+void check_apart(const char* op, const TensorView& out, const TensorView& lse,
+                 std::initializer_list<check::Named> inputs) {
   check::check_apart(op, "out", out, inputs);
   if (!lse.given()) return;
   check::check_apart(op, "lse", lse, inputs);
@@ -58,7 +61,8 @@ LogitParams logit_params(const char* op, const TensorView& q, const LogitOptions
     p.window = *o.window;
   }
   if (o.softcap) {
-    ROOFTILE_CHECK(std::isfinite(*o.softcap) && *o.softcap > 0, op, ": softcap must be positive and finite, got ", *o.softcap);
+    ROOFTILE_CHECK(std::isfinite(*o.softcap) && *o.softcap > 0, op, ": softcap must be positive and finite, got ",
+                   *o.softcap);
     p.softcap = *o.softcap;
   }
   if (o.sinks.given()) {
@@ -74,7 +78,8 @@ LogitParams logit_params(const char* op, const TensorView& q, const LogitOptions
 
 void check_cache(const char* op, const TensorView& q, const KvCacheView& cache) {
   Arg(op, "q", q).dtype({cache.dtype}).device(cache.device, "cache");
-  ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ", describe(q));
+  ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ",
+                 describe(q));
 }
 
 // [B, ...] -> [B, 1, ...]
@@ -89,7 +94,8 @@ void add_token_dimension(TensorView& t) {
 }
 
 // The cache row of every batch entry, in range and with pages that exist.
-std::vector<std::int32_t> cache_rows(const char* op, const KvCacheView& cache, std::int64_t batch, const TensorView& rows) {
+std::vector<std::int32_t> cache_rows(const char* op, const KvCacheView& cache, std::int64_t batch,
+                                     const TensorView& rows) {
   std::vector<std::int32_t> result;
   if (rows.given()) {
     Arg(op, "rows", rows).shape({batch}, "[batch]");
@@ -98,7 +104,8 @@ std::vector<std::int32_t> cache_rows(const char* op, const KvCacheView& cache, s
       ROOFTILE_CHECK(result[b] >= 0 && result[b] < cache.max_rows, op, ": rows[", b, "] is ", result[b],
                      ", the cache has rows 0 to ", cache.max_rows - 1);
   } else {
-    ROOFTILE_CHECK(batch <= cache.max_rows, op, ": q has a batch of ", batch, ", the cache has ", cache.max_rows, " rows");
+    ROOFTILE_CHECK(batch <= cache.max_rows, op, ": q has a batch of ", batch, ", the cache has ", cache.max_rows,
+                   " rows");
     for (std::int64_t b = 0; b < batch; ++b) result.push_back(static_cast<std::int32_t>(b));
   }
   for (std::int32_t row : result) {
@@ -107,14 +114,15 @@ std::vector<std::int32_t> cache_rows(const char* op, const KvCacheView& cache, s
                    ", its capacity is ", cache.capacity());
     for (std::int64_t token = 0; token < length; token += cache.page_size) {
       const std::int64_t page = kv_page(cache, row, token);
-      ROOFTILE_CHECK(page >= 0 && page < cache.pages, op, ": cache has block_table[", row, "][", token / cache.page_size,
-                     "] = ", page, ", its pool has pages 0 to ", cache.pages - 1);
+      ROOFTILE_CHECK(page >= 0 && page < cache.pages, op, ": cache has block_table[", row, "][",
+                     token / cache.page_size, "] = ", page, ", its pool has pages 0 to ", cache.pages - 1);
     }
   }
   return result;
 }
 
-std::vector<std::int32_t> count_values(const char* op, const TensorView& counts, std::int64_t batch, std::int64_t tokens) {
+std::vector<std::int32_t> count_values(const char* op, const TensorView& counts, std::int64_t batch,
+                                       std::int64_t tokens) {
   std::vector<std::int32_t> result;
   if (!counts.given()) return result;
   Arg(op, "counts", counts).shape({batch}, "[batch]");
@@ -128,9 +136,9 @@ std::vector<std::int32_t> count_values(const char* op, const TensorView& counts,
 // The query at `position` of a kivi row reads its own group raw: the ring must still hold it.
 void check_raw(const char* op, const KvCacheView& cache, std::int32_t row, std::int64_t position) {
   if (!is_kivi(cache.format) || !cache.raw_from) return;
-  ROOFTILE_CHECK(kivi_code_end(position) >= cache.raw_from[row], op, ": cache row ", row, " was truncated: a query at position ",
-                 position, " needs the raw tokens from ", kivi_code_end(position), ", the row still has them from ",
-                 cache.raw_from[row]);
+  ROOFTILE_CHECK(kivi_code_end(position) >= cache.raw_from[row], op, ": cache row ", row,
+                 " was truncated: a query at position ", position, " needs the raw tokens from ",
+                 kivi_code_end(position), ", the row still has them from ", cache.raw_from[row]);
 }
 
 KernelName attention_name(const cpu::Kernels& k, DType dtype, const char* format, std::int64_t head_dim) {
@@ -172,7 +180,8 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
     check::raise_fault(op, cache);
     a.rows = check::device_values(op, "rows", rows, batch, cache.device);
     a.counts = check::device_values(op, "counts", counts, batch, cache.device);
-    ROOFTILE_CHECK(rows.given() || batch <= cache.max_rows, op, ": q has a batch of ", batch, ", the cache has ", cache.max_rows, " rows");
+    ROOFTILE_CHECK(rows.given() || batch <= cache.max_rows, op, ": q has a batch of ", batch, ", the cache has ",
+                   cache.max_rows, " rows");
     return gpu::decode_attention(ctx, a);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
@@ -188,8 +197,8 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   return attention_name(k, q.dtype, name(cache.format), cache.head_dim);
 }
 
-KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, TensorView v, TensorView out, TensorView lse,
-                             const PrefillOptions& options) {
+KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, TensorView v, TensorView out,
+                             TensorView lse, const PrefillOptions& options) {
   constexpr const char* op = "prefill_attention";
   const bool packed = options.cu_seqlens_q.given() || options.cu_seqlens_k.given();
   const int ndim = packed ? 3 : 4;
@@ -201,42 +210,56 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
   check_q(op, q, kv_heads);
   check_out(op, q, out, lse);
   check_apart(op, out, lse,
-              {{"q", q}, {"k", k}, {"v", v}, {"sinks", options.sinks}, {"alibi_slopes", options.alibi_slopes},
-               {"cu_seqlens_q", options.cu_seqlens_q}, {"cu_seqlens_k", options.cu_seqlens_k}, {"rows", options.rows},
+              {{"q", q},
+               {"k", k},
+               {"v", v},
+               {"sinks", options.sinks},
+               {"alibi_slopes", options.alibi_slopes},
+               {"cu_seqlens_q", options.cu_seqlens_q},
+               {"cu_seqlens_k", options.cu_seqlens_k},
+               {"rows", options.rows},
                {"counts", options.counts}});
   const KvCacheView* cache = options.cache;
   if (cache) {
     check_cache(op, q, *cache);
     check::check_apart(op, {{"out", out}, {"lse", lse}}, *cache);
-    ROOFTILE_CHECK(kv_heads == cache->kv_heads, op, ": k must have the cache's ", cache->kv_heads, " KV heads, got ", describe(k));
+    ROOFTILE_CHECK(kv_heads == cache->kv_heads, op, ": k must have the cache's ", cache->kv_heads, " KV heads, got ",
+                   describe(k));
   } else {
     ROOFTILE_CHECK(!options.rows.given(), op, ": rows picks rows of a cache, but cache is None");
   }
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
-  PrefillArgs a{.q = q, .k = k, .v = v, .out = out, .lse = lse, .causal = options.causal, .cache = cache,
-                     .logits = logit_params(op, q, options)};
+  PrefillArgs a{.q = q,
+                .k = k,
+                .v = v,
+                .out = out,
+                .lse = lse,
+                .causal = options.causal,
+                .cache = cache,
+                .logits = logit_params(op, q, options)};
 
   std::vector<PrefillSequence> sequences;
   if (packed) {
     const auto begins = [&](const char* argument, const TensorView& t, const TensorView& of, const char* tensor) {
       Arg(op, argument, t).given();
       // the length is whatever a caller says: bounded before memory is made for it
-      ROOFTILE_CHECK(t.ndim != 1 || t.shape[0] <= check::max_sequences, op, ": ", argument, " must be [batch + 1] with at most ",
-                     check::max_sequences, " entries, got ", describe(t));
+      ROOFTILE_CHECK(t.ndim != 1 || t.shape[0] <= check::max_sequences, op, ": ", argument,
+                     " must be [batch + 1] with at most ", check::max_sequences, " entries, got ", describe(t));
       const std::vector<std::int32_t> values = host_values(op, argument, t);
-      ROOFTILE_CHECK(!values.empty() && values.front() == 0, op, ": ", argument, " must be [batch + 1] and start with 0, got ",
-                     describe(t), values.empty() ? "" : " starting with " + std::to_string(values.front()));
+      ROOFTILE_CHECK(!values.empty() && values.front() == 0, op, ": ", argument,
+                     " must be [batch + 1] and start with 0, got ", describe(t),
+                     values.empty() ? "" : " starting with " + std::to_string(values.front()));
       for (std::size_t i = 1; i < values.size(); ++i)
         ROOFTILE_CHECK(values[i] >= values[i - 1], op, ": ", argument, " must not decrease, got ", values[i], " after ",
                        values[i - 1], " at index ", i);
-      ROOFTILE_CHECK(values.back() == of.shape[0], op, ": ", argument, " must end with the ", of.shape[0], " tokens of ", tensor,
-                     ", got ", values.back());
+      ROOFTILE_CHECK(values.back() == of.shape[0], op, ": ", argument, " must end with the ", of.shape[0],
+                     " tokens of ", tensor, ", got ", values.back());
       return values;
     };
     const std::vector<std::int32_t> q_begin = begins("cu_seqlens_q", options.cu_seqlens_q, q, "q");
     const std::vector<std::int32_t> k_begin = begins("cu_seqlens_k", options.cu_seqlens_k, k, "k");
-    ROOFTILE_CHECK(k_begin.size() == q_begin.size(), op, ": cu_seqlens_k must have cu_seqlens_q's length ", q_begin.size(),
-                   ", got ", k_begin.size());
+    ROOFTILE_CHECK(k_begin.size() == q_begin.size(), op, ": cu_seqlens_k must have cu_seqlens_q's length ",
+                   q_begin.size(), ", got ", k_begin.size());
     for (std::size_t b = 0; b + 1 < q_begin.size(); ++b) {
       PrefillSequence s;
       s.q = q_begin[b] * q.stride[0];
@@ -263,7 +286,7 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
       sequences.push_back(s);
     }
     for (TensorView* t : {&a.q, &a.k, &a.v, &a.out, &a.lse})
-      if (t->given()) {   // [B, S, ...] -> [token, ...]
+      if (t->given()) {  // [B, S, ...] -> [token, ...]
         --t->ndim;
         for (int i = 0; i < t->ndim; ++i) {
           t->shape[i] = t->shape[i + 1];
@@ -290,7 +313,8 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
                      " is given, got ", s.keys, " and ", s.queries, " in sequence ", b);
     s.real = s.queries;
     if (!options.counts.given()) continue;
-    ROOFTILE_CHECK(real[b] <= s.queries, op, ": counts[", b, "] is ", real[b], ", sequence ", b, " has ", s.queries, " tokens");
+    ROOFTILE_CHECK(real[b] <= s.queries, op, ": counts[", b, "] is ", real[b], ", sequence ", b, " has ", s.queries,
+                   " tokens");
     s.real = s.keys = real[b];
   }
   a.batch = batch;
@@ -307,17 +331,22 @@ KernelName merge_attention(const Context& ctx, TensorView out_a, TensorView lse_
   Arg(op, "out_b", out_b).given().shape_of(out_a, "out_a").dtype({out_a.dtype}).device(out_a.device, "out_a");
   Arg(op, "lse_a", lse_a).given();
   Arg(op, "lse_b", lse_b).given();
-  TensorView per_head = out_a;   // out_a without its last dimension
+  TensorView per_head = out_a;  // out_a without its last dimension
   --per_head.ndim;
   for (const auto& [argument, t] : {std::pair{"lse_a", &lse_a}, {"lse_b", &lse_b}, {"lse", &lse}})
     if (t->given())
-      Arg(op, argument, *t).shape_of(per_head, "out_a without head_dim").dtype({DType::f32}).device(out_a.device, "out_a");
+      Arg(op, argument, *t)
+          .shape_of(per_head, "out_a without head_dim")
+          .dtype({DType::f32})
+          .device(out_a.device, "out_a");
   Arg(op, "out", out).given().shape_of(out_a, "out_a").dtype({out_a.dtype}).device(out_a.device, "out_a").writable();
-  for (const auto& [argument, t] : {check::Named{"out_a", out_a}, {"out_b", out_b}}) check::check_overlap(op, "out", out, argument, t);
+  for (const auto& [argument, t] : {check::Named{"out_a", out_a}, {"out_b", out_b}})
+    check::check_overlap(op, "out", out, argument, t);
   check::check_apart(op, "out", out, {{"lse_a", lse_a}, {"lse_b", lse_b}});
   if (lse.given()) {
     Arg(op, "lse", lse).writable();
-    for (const auto& [argument, t] : {check::Named{"lse_a", lse_a}, {"lse_b", lse_b}}) check::check_overlap(op, "lse", lse, argument, t);
+    for (const auto& [argument, t] : {check::Named{"lse_a", lse_a}, {"lse_b", lse_b}})
+      check::check_overlap(op, "lse", lse, argument, t);
     check::check_apart(op, "lse", lse, {{"out_a", out_a}, {"out_b", out_b}, {"out", out}});
   }
   if (check::on_gpu(ctx)) {

@@ -6,9 +6,9 @@
 #include <limits>
 
 #include "cpu/kernels.h"
-#include "rooftile/kv_cache.h"
 #include "rooftile/context.h"
 #include "rooftile/error.h"
+#include "rooftile/kv_cache.h"
 #include "rooftile/tensor.h"
 
 namespace rooftile::check {
@@ -18,7 +18,8 @@ bool overlaps_itself(const TensorView& t);
 
 inline constexpr std::int64_t max_count = std::numeric_limits<std::int32_t>::max();
 
-inline constexpr int max_heads = 65536;   // of queries and of KV: products with head_dim and a chunk of tokens stay 32 bits
+inline constexpr int max_heads =
+    65536;  // of queries and of KV: products with head_dim and a chunk of tokens stay 32 bits
 
 // Names one argument of one op and checks it.
 class Arg {
@@ -45,8 +46,8 @@ class Arg {
     return *this;
   }
   const Arg& shape_of(const TensorView& other, const char* other_name) const {
-    ROOFTILE_CHECK(same_shape(t_, other), op_, ": ", argument_, " must have ", other_name, "'s shape ", shape_text(other),
-                   ", got ", describe(t_));
+    ROOFTILE_CHECK(same_shape(t_, other), op_, ": ", argument_, " must have ", other_name, "'s shape ",
+                   shape_text(other), ", got ", describe(t_));
     return *this;
   }
   const Arg& dtype(std::initializer_list<DType> allowed) const {
@@ -60,12 +61,13 @@ class Arg {
   // Kernels count along a dimension, and rows, in 32 bits. Elements that are not there do not bound either.
   const Arg& countable() const {
     for (int i = 0; i < t_.ndim; ++i)
-      ROOFTILE_CHECK(t_.shape[i] <= max_count, op_, ": ", argument_, " must have sizes of at most ", max_count, ", got ", describe(t_));
+      ROOFTILE_CHECK(t_.shape[i] <= max_count, op_, ": ", argument_, " must have sizes of at most ", max_count,
+                     ", got ", describe(t_));
     return *this;
   }
   const Arg& device(Device expected, const char* whose) const {
-    ROOFTILE_CHECK(t_.device == expected, op_, ": ", argument_, " must be on ", whose, "'s device ", name(expected), ", got ",
-                   describe(t_));
+    ROOFTILE_CHECK(t_.device == expected, op_, ": ", argument_, " must be on ", whose, "'s device ", name(expected),
+                   ", got ", describe(t_));
     return *this;
   }
   const Arg& writable() const {
@@ -73,8 +75,10 @@ class Arg {
     for (int i = 0; i < t_.ndim; ++i)
       ROOFTILE_CHECK(t_.shape[i] <= 1 || t_.stride[i] != 0 || t_.numel() == 0, op_, ": ", argument_,
                      " is expanded (stride 0 in dimension ", i, ") and would be written");
-    ROOFTILE_CHECK(!overlaps_itself(t_), op_, ": ", argument_, " has strides that lead two indices to one element, and would "
-                   "be written; got ", describe(t_));
+    ROOFTILE_CHECK(!overlaps_itself(t_), op_, ": ", argument_,
+                   " has strides that lead two indices to one element, and would "
+                   "be written; got ",
+                   describe(t_));
     return *this;
   }
 
@@ -95,8 +99,8 @@ inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
 
 // What every call on a GPU has in common: the element types there, and no variants to choose from yet.
 inline void check_gpu(const char* op, const Context& ctx, const char* argument, const TensorView& t) {
-  ROOFTILE_CHECK_KIND(not_supported, t.dtype != DType::f32, op, ": ", argument, " must be float16 or bfloat16 on a GPU, got ",
-                      describe(t));
+  ROOFTILE_CHECK_KIND(not_supported, t.dtype != DType::f32, op, ": ", argument,
+                      " must be float16 or bfloat16 on a GPU, got ", describe(t));
   ROOFTILE_CHECK_KIND(not_supported, !ctx.variant, op, ": plan \"", ctx.variant ? ctx.variant : "",
                       "\" is no variant of the GPU kernels; leave plan out");
 }
@@ -104,33 +108,37 @@ inline void check_gpu(const char* op, const Context& ctx, const char* argument, 
 // Sequences of one call: lists of the host are made by this number. Without tokens a tensor may claim any.
 inline constexpr std::int64_t max_sequences = std::int64_t{1} << 24;
 inline void check_sequences(const char* op, const char* argument, const TensorView& t) {
-  ROOFTILE_CHECK(t.shape[0] <= max_sequences, op, ": ", argument, " must have a batch of at most ", max_sequences, ", got ",
-                 describe(t));
+  ROOFTILE_CHECK(t.shape[0] <= max_sequences, op, ": ", argument, " must have a batch of at most ", max_sequences,
+                 ", got ", describe(t));
 }
 
 // An int32 [batch] argument that lies beside the cache on a GPU, or null; the kernels check its values.
-const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch, Device device);
+const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch,
+                                  Device device);
 
 // Raises what a kernel found wrong in an earlier call on this cache (KvCacheView::fault), and leaves kv_fault_raised.
 void raise_fault(const char* op, const KvCacheView& cache);
 
-// Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart, and so
-// does a tensor that was not given.
+// Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart, and
+// so does a tensor that was not given.
 struct Named {
   const char* name;
   const TensorView& t;
 };
 void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others);
-// Refuses a tensor that shares memory with an array of the cache: an output, or where the call stores into the cache an input.
+// Refuses a tensor that shares memory with an array of the cache: an output, or where the call stores into the cache an
+// input.
 void check_apart(const char* op, std::initializer_list<Named> tensors, const KvCacheView& cache);
 // Refuses a cache two of whose arrays share memory.
 void check_arrays_apart(const char* op, const KvCacheView& cache);
 // The same for an input that `out` is computed from element by element: out may also be that very view.
-void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
+void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name,
+                   const TensorView& in);
 
-// What every product [..., K] -> [..., N], of a gated one N / 2, asks of its other tensors: y and residual are x's shape with that last, bias
-// is [N], all in x's dtype on its device; y shares memory with no input but residual, which it may be.
-void check_product(const char* op, const TensorView& x, std::int64_t n, bool gated, const TensorView& y, const TensorView& bias,
-                   const TensorView& residual);
+// What every product [..., K] -> [..., N], of a gated one N / 2, asks of its other tensors: y and residual are x's
+// shape with that last, bias is [N], all in x's dtype on its device; y shares memory with no input but residual, which
+// it may be.
+void check_product(const char* op, const TensorView& x, std::int64_t n, bool gated, const TensorView& y,
+                   const TensorView& bias, const TensorView& residual);
 
 }  // namespace rooftile::check

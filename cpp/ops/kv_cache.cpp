@@ -31,8 +31,8 @@ class Ints {
   static Ints up_to(std::int64_t most, const char* of, const char* op, const char* argument, const TensorView& t) {
     Ints list;
     Arg(op, argument, t).given().dtype({DType::i32}).ndim(1, 1);
-    ROOFTILE_CHECK(t.shape[0] <= most, op, ": ", argument, " must have at most ", most, " entries, the cache's ", of, ", got ",
-                   describe(t));
+    ROOFTILE_CHECK(t.shape[0] <= most, op, ": ", argument, " must have at most ", most, " entries, the cache's ", of,
+                   ", got ", describe(t));
     list.read(op, argument, t);
     return list;
   }
@@ -44,7 +44,8 @@ class Ints {
   void read(const char* op, const char* argument, const TensorView& t) {
     ROOFTILE_CHECK(t.device.type == DeviceType::cpu, op, ": ", argument, " must be on the host, got ", describe(t));
     values_.resize(static_cast<std::size_t>(t.shape[0]));
-    for (std::int64_t i = 0; i < size(); ++i) values_[static_cast<std::size_t>(i)] = t.as<const std::int32_t>()[i * t.stride[0]];
+    for (std::int64_t i = 0; i < size(); ++i)
+      values_[static_cast<std::size_t>(i)] = t.as<const std::int32_t>()[i * t.stride[0]];
   }
   std::vector<std::int32_t> values_;
 };
@@ -91,12 +92,13 @@ void check_on_host(const char* op, const KvCacheView& c) {
 // cache's that commit() writes back. Pools and rings stay where they are; copy() moves their bytes.
 class HostAccess {
  public:
-  HostAccess(const char* op, const Context& ctx, const KvCacheView& cache) : view(cache), op_(op), ctx_(ctx), cache_(cache) {
+  HostAccess(const char* op, const Context& ctx, const KvCacheView& cache)
+      : view(cache), op_(op), ctx_(ctx), cache_(cache) {
     if (!remote()) return;
     view.block_table = nullptr;
     stage(cache.lengths, lengths_, view.lengths);
     if (cache.raw_from) stage(cache.raw_from, raw_from_, view.raw_from);
-    check::raise_fault(op, cache);   // now that the calls before this one are done
+    check::raise_fault(op, cache);  // now that the calls before this one are done
   }
   // From here on view.block_table has these rows.
   void stage_table(std::initializer_list<std::int64_t> rows) {
@@ -122,10 +124,8 @@ class HostAccess {
 
  private:
   void copy(void* to, const void* from, std::int64_t bytes, bool wait) const {
-    if (remote())
-      gpu::copy_bytes(op_, ctx_, to, from, static_cast<std::size_t>(bytes), wait);
-    else
-      std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    if (remote()) gpu::copy_bytes(op_, ctx_, to, from, static_cast<std::size_t>(bytes), wait);
+    else std::memcpy(to, from, static_cast<std::size_t>(bytes));
   }
   bool remote() const { return cache_.device.type != DeviceType::cpu; }
   std::int64_t bytes_of_rows() const { return cache_.max_rows * std::int64_t{sizeof(std::int32_t)}; }
@@ -154,7 +154,7 @@ void for_each_run(const KvCacheView& c, const Visit& visit) {
     Dimension inner{elements ? c.page_size : 1, plane->token_stride}, outer{c.kv_heads, plane->head_stride};
     if (elements && outer.stride < inner.stride) std::swap(inner, outer);
     for (Dimension* d : {&inner, &outer})
-      if (d->stride == run || d->count == 1) {   // neighbours are one run
+      if (d->stride == run || d->count == 1) {  // neighbours are one run
         run *= d->count;
         d->count = 1;
       } else {
@@ -163,7 +163,7 @@ void for_each_run(const KvCacheView& c, const Visit& visit) {
     for (std::int64_t i = 0; i < outer.count; ++i)
       for (std::int64_t j = 0; j < inner.count; ++j)
         visit(plane->codes + i * outer.stride + j * inner.stride, plane->page_stride, run);
-    if (!elements) return;   // a block holds K and V, codes and scales
+    if (!elements) return;  // a block holds K and V, codes and scales
   }
 }
 
@@ -214,7 +214,7 @@ struct Reader {
     const std::byte* base = section(minima ? plane().min : plane().scale, token);
     return cpu::read({.data = const_cast<std::byte*>(base), .dtype = kv_scale_dtype(c.dtype)}, index);
   }
-  float decoded(std::int64_t token, int d) const {   // two roundings: the product, then the sum
+  float decoded(std::int64_t token, int d) const {  // two roundings: the product, then the sum
     const float product = code_value(c.format, code(token, d)) * scale(token, d, false);
     return has_min(c.format) ? product + scale(token, d, true) : product;
   }
@@ -251,11 +251,12 @@ void check_table(const char* op, const char* argument, const TensorView& t, std:
                  " must have neighbouring elements in its last dimension, got stride ", t.last_stride());
 }
 
-}   // namespace
+}  // namespace
 
 KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const char* op) {
   constexpr std::int64_t most = check::max_count;
-  const auto count = [&](const char* argument, std::int64_t value, std::int64_t at_least, std::int64_t at_most = check::max_count) {
+  const auto count = [&](const char* argument, std::int64_t value, std::int64_t at_least,
+                         std::int64_t at_most = check::max_count) {
     ROOFTILE_CHECK(value >= at_least && value <= at_most, op, ": ", argument, " must lie in [", at_least, ", ", at_most,
                    "], got ", value);
     return static_cast<int>(value);
@@ -271,7 +272,8 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
   c.page_size = count("page_size", s.page_size, 1);
   c.kv_heads = count("kv_heads", s.kv_heads, 1, check::max_heads);
   c.head_dim = count("head_dim", s.head_dim, 1);
-  ROOFTILE_CHECK_KIND(not_supported, c.head_dim <= max_head_dim, op, ": head_dim must be 1 to ", max_head_dim, ", got ", c.head_dim);
+  ROOFTILE_CHECK_KIND(not_supported, c.head_dim <= max_head_dim, op, ": head_dim must be 1 to ", max_head_dim, ", got ",
+                      c.head_dim);
   c.max_rows = count("max_rows", s.max_rows, 0);
   c.max_pages = count("max_pages", s.max_pages, 0);
   ROOFTILE_CHECK(c.page_size == 16 || c.page_size == 32 || c.page_size == 64 || c.page_size == 128, op,
@@ -362,11 +364,12 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
     check_table(op, "raw_from", a.raw_from, {c.max_rows}, "[max_rows]", c.device);
     c.raw_from = a.raw_from.as<std::int32_t>();
   }
-  ROOFTILE_CHECK_KIND(type, a.fault.given() || c.device.type == DeviceType::cpu, op, ": fault must be given for a cache on ",
-                      name(c.device), ", got None");
+  ROOFTILE_CHECK_KIND(type, a.fault.given() || c.device.type == DeviceType::cpu, op,
+                      ": fault must be given for a cache on ", name(c.device), ", got None");
   if (a.fault.given()) {
     Arg(op, "fault", a.fault).dtype({DType::i32}).shape({1}, "[1]").device({}, "the host").writable();
-    ROOFTILE_CHECK(c.device.type != DeviceType::cpu, op, ": fault belongs to caches on a GPU, the pool is on ", name(c.device));
+    ROOFTILE_CHECK(c.device.type != DeviceType::cpu, op, ": fault belongs to caches on a GPU, the pool is on ",
+                   name(c.device));
     c.fault = a.fault.as<std::int32_t>();
   }
   check::check_arrays_apart(op, c);
@@ -375,8 +378,8 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
 
 namespace check {
 
-void check_append(const char* op, const KvCacheView& c, const TensorView& k, const TensorView& v, const TensorView& rows,
-                  const TensorView& counts) {
+void check_append(const char* op, const KvCacheView& c, const TensorView& k, const TensorView& v,
+                  const TensorView& rows, const TensorView& counts) {
   Arg(op, "k", k).given().dtype({c.dtype}).ndim(4, 4).countable();
   check_sequences(op, "k", k);
   Arg(op, "k", k)
@@ -386,8 +389,8 @@ void check_append(const char* op, const KvCacheView& c, const TensorView& k, con
   check_apart(op, {{"k", k}, {"v", v}, {"rows", rows}, {"counts", counts}}, c);
 }
 
-gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k, const TensorView& v,
-                           const TensorView& rows, const TensorView& counts) {
+gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k,
+                           const TensorView& v, const TensorView& rows, const TensorView& counts) {
   check_gpu(op, ctx, "k", k);
   check_append(op, c, k, v, rows, counts);
   const std::int64_t batch = k.shape[0];
@@ -420,14 +423,15 @@ KernelName append(const char* op, const Context& ctx, const KvCacheView& c, Tens
     const std::int64_t row = rows.given() ? row_list[b] : b, n = counts.given() ? count_list[b] : tokens;
     if (rows.given()) check_row(op, "rows", c, row);
     ROOFTILE_CHECK(n >= 0 && n <= tokens, op, ": counts must lie in [0, ", tokens, "], got ", n, " at index ", b);
-    if (n == 0) continue;   // a padding row; it may name a row that another entry writes
+    if (n == 0) continue;  // a padding row; it may name a row that another entry writes
     if (rows.given()) {
       ROOFTILE_CHECK(!seen[static_cast<std::size_t>(row)], op, ": rows names row ", row, " twice");
       seen[static_cast<std::size_t>(row)] = true;
     }
     const std::int64_t length = length_of(op, c, row);
-    ROOFTILE_CHECK(length + n <= c.capacity(), op, ": ", counts.given() ? "counts" : "k", " has ", n, " tokens for row ", row,
-                   ", which holds ", length, " and has room for ", c.capacity(), "; they do not fit");
+    ROOFTILE_CHECK(length + n <= c.capacity(), op, ": ", counts.given() ? "counts" : "k", " has ", n,
+                   " tokens for row ", row, ", which holds ", length, " and has room for ", c.capacity(),
+                   "; they do not fit");
     check_pages(op, c, row, length, length + n);
   }
   const std::int32_t* row_data = rows.given() ? row_list.data() : nullptr;
@@ -483,7 +487,7 @@ Ints checked_index(const char* op, const KvCacheView& c, const TensorView& index
   return list;
 }
 
-}   // namespace
+}  // namespace
 
 void kv_check(const char* op, const Context& ctx, const KvCacheView& cache, TensorView index) {
   const HostAccess host(op, ctx, cache);
@@ -581,7 +585,7 @@ class SavedRow {
   std::int32_t length_ = 0, raw_from_ = 0;
 };
 
-}   // namespace
+}  // namespace
 
 void kv_reorder(const Context& ctx, const KvCacheView& cache, TensorView index, bool move_pages) {
   const char* op = "reorder";
@@ -601,10 +605,8 @@ void kv_reorder(const Context& ctx, const KvCacheView& cache, TensorView index, 
   std::vector<bool> done(static_cast<std::size_t>(c.max_rows), false);
   const auto at = [](std::int64_t i) { return static_cast<std::size_t>(i); };
   for (std::int64_t i = 0; i < c.max_rows; ++i)
-    if (list[i] == i)
-      done[at(i)] = true;
-    else
-      ++readers[at(list[i])];
+    if (list[i] == i) done[at(i)] = true;
+    else ++readers[at(list[i])];
   for (std::int64_t start = 0; start < c.max_rows; ++start)
     for (std::int64_t i = start; !done[at(i)] && readers[at(i)] == 0; i = list[i]) {
       move(list[i], i);
@@ -705,4 +707,4 @@ void kv_dump_scales(const Context&, const KvCacheView& c, int row, KvSide side, 
             Reader{c, row, head, side}.scale(i * step, d, minima);
 }
 
-}   // namespace rooftile
+}  // namespace rooftile

@@ -17,9 +17,10 @@ void check_inputs(const TensorView& x, const TensorView& weight) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   Arg(op, "x", x).given().activation().ndim(1, TensorView::max_ndim);
   Arg(op, "weight", weight).given().ndim(2, 2).dtype({x.dtype}).device(x.device, "x");
-  ROOFTILE_CHECK(weight.shape[1] == x.last(), op, ": weight must be [N, K] with x's K = ", x.last(), ", got ", describe(weight));
-  ROOFTILE_CHECK(weight.shape[0] <= most && weight.shape[1] <= most, op, ": weight must have N and K of at most ", most, ", got ",
+  ROOFTILE_CHECK(weight.shape[1] == x.last(), op, ": weight must be [N, K] with x's K = ", x.last(), ", got ",
                  describe(weight));
+  ROOFTILE_CHECK(weight.shape[0] <= most && weight.shape[1] <= most, op, ": weight must have N and K of at most ", most,
+                 ", got ", describe(weight));
 }
 
 }  // namespace
@@ -34,7 +35,11 @@ KernelName linear(const Context& ctx, TensorView x, TensorView weight, TensorVie
   check_inputs(x, weight);
   check::check_product(op, x, weight.shape[0], false, y, options.bias, options.residual);
   check::check_apart(op, "out", y, {{"weight", weight}});
-  const LinearArgs args{.x = x, .w = weight, .y = y, .bias = options.bias, .residual = options.residual,
+  const LinearArgs args{.x = x,
+                        .w = weight,
+                        .y = y,
+                        .bias = options.bias,
+                        .residual = options.residual,
                         .activation = options.activation};
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "x", x);

@@ -17,7 +17,8 @@ KernelName run_norm(const char* op, const Context& ctx, const NormArgs& a) {
   const bool adds = a.residual.given();
   if (adds) Arg(op, "residual", a.residual).shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x");
   for (const auto& [argument, t] : {std::pair{"weight", &a.weight}, {"bias", &a.bias}})
-    if (t->given()) Arg(op, argument, *t).shape({hidden}, "[hidden]").dtype({a.x.dtype, DType::f32}).device(a.x.device, "x");
+    if (t->given())
+      Arg(op, argument, *t).shape({hidden}, "[hidden]").dtype({a.x.dtype, DType::f32}).device(a.x.device, "x");
   ROOFTILE_CHECK(a.eps >= 0 && std::isfinite(a.eps), op, ": eps must be finite and at least 0, got ", a.eps);
   const auto check_output = [&](const char* argument, const TensorView& t) {
     Arg(op, argument, t).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
@@ -45,21 +46,29 @@ KernelName rms_norm(const Context& ctx, TensorView x, TensorView weight, float e
   return run_norm("rms_norm", ctx, {.x = x, .weight = weight, .y = y, .eps = eps});
 }
 
-KernelName add_rms_norm(const Context& ctx, TensorView x, TensorView residual, TensorView weight, float eps, TensorView y,
-                        TensorView res) {
+KernelName add_rms_norm(const Context& ctx, TensorView x, TensorView residual, TensorView weight, float eps,
+                        TensorView y, TensorView res) {
   check::Arg("add_rms_norm", "residual", residual).given();
-  return run_norm("add_rms_norm", ctx, {.x = x, .residual = residual, .weight = weight, .y = y, .res = res, .eps = eps});
+  return run_norm("add_rms_norm", ctx,
+                  {.x = x, .residual = residual, .weight = weight, .y = y, .res = res, .eps = eps});
 }
 
 KernelName layer_norm(const Context& ctx, TensorView x, TensorView weight, TensorView bias, float eps, TensorView y) {
-  return run_norm("layer_norm", ctx, {.x = x, .weight = weight, .bias = bias, .y = y, .eps = eps, .subtract_mean = true});
+  return run_norm("layer_norm", ctx,
+                  {.x = x, .weight = weight, .bias = bias, .y = y, .eps = eps, .subtract_mean = true});
 }
 
 KernelName add_layer_norm(const Context& ctx, TensorView x, TensorView residual, TensorView weight, TensorView bias,
                           float eps, TensorView y, TensorView res) {
   check::Arg("add_layer_norm", "residual", residual).given();
   return run_norm("add_layer_norm", ctx,
-                  {.x = x, .residual = residual, .weight = weight, .bias = bias, .y = y, .res = res, .eps = eps,
+                  {.x = x,
+                   .residual = residual,
+                   .weight = weight,
+                   .bias = bias,
+                   .y = y,
+                   .res = res,
+                   .eps = eps,
                    .subtract_mean = true});
 }
 

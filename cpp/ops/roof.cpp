@@ -10,7 +10,8 @@ KernelName read_bytes(const Context& ctx, TensorView x, TensorView sink) {
   constexpr const char* op = "read_bytes";
   using check::Arg;
   Arg(op, "x", x).given().ndim(1, 1).dtype({DType::u8});
-  ROOFTILE_CHECK(x.shape[0] % 16 == 0 && (x.shape[0] <= 1 || x.stride[0] == 1) && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0,
+  ROOFTILE_CHECK(x.shape[0] % 16 == 0 && (x.shape[0] <= 1 || x.stride[0] == 1) &&
+                     reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0,
                  op, ": x must be contiguous, aligned to 16 bytes and a multiple of them, got ", describe(x));
   Arg(op, "sink", sink).given().shape({1}, "[1]").dtype({DType::i32}).device(x.device, "x").writable();
   check::check_apart(op, "sink", sink, {{"x", x}});

@@ -25,18 +25,19 @@ struct Shape {
 
 void check_bits(const char* op, int bits, W4Zeros zeros) {
   ROOFTILE_CHECK(bits == 4 || bits == 8, op, ": bits must be 4 or 8, got ", bits);
-  ROOFTILE_CHECK(bits == 4 || zeros != W4Zeros::minima, op, ": zeros must be \"symmetric\" or \"integer\" for weights of 8 bits, got \"",
-                 name(zeros), '"');
+  ROOFTILE_CHECK(bits == 4 || zeros != W4Zeros::minima, op,
+                 ": zeros must be \"symmetric\" or \"integer\" for weights of 8 bits, got \"", name(zeros), '"');
 }
 
 // argument: which one of the op says N and K.
-Shape check_shape(const char* op, const char* argument, std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros) {
+Shape check_shape(const char* op, const char* argument, std::int64_t n, std::int64_t k, int bits, int group,
+                  W4Zeros zeros) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   check_bits(op, bits, zeros);
   ROOFTILE_CHECK(n >= 0 && n <= most, op, ": ", argument, " must have N rows, 0 to ", most, ", got N = ", n);
   if (bits == 4) {
-    ROOFTILE_CHECK(k > 0 && k <= most && k % 2 == 0, op, ": ", argument, " must have an even number of columns K, 2 to ", most,
-                   " (two codes a byte), got K = ", k);
+    ROOFTILE_CHECK(k > 0 && k <= most && k % 2 == 0, op, ": ", argument,
+                   " must have an even number of columns K, 2 to ", most, " (two codes a byte), got K = ", k);
   } else {
     ROOFTILE_CHECK(k > 0 && k <= most, op, ": ", argument, " must have K columns, 1 to ", most, ", got K = ", k);
   }
@@ -61,15 +62,20 @@ Shape check_canonical(const char* op, const TensorView& codes, const TensorView&
                       W4Zeros zeros, int bits, int group, const char* offsets_name) {
   check_bits(op, bits, zeros);
   Arg(op, "codes", codes).given().dtype({DType::u8}).ndim(2, 2);
-  ROOFTILE_CHECK(codes.shape[1] <= std::numeric_limits<std::int32_t>::max() / (8 / bits), op, ": codes must be ", codes_shape(bits),
-                 " with K below 2**31, got ", describe(codes));
+  ROOFTILE_CHECK(codes.shape[1] <= std::numeric_limits<std::int32_t>::max() / (8 / bits), op, ": codes must be ",
+                 codes_shape(bits), " with K below 2**31, got ", describe(codes));
   const Shape s = check_shape(op, "codes", codes.shape[0], codes.shape[1] * (8 / bits), bits, group, zeros);
-  Arg(op, "scales", scales).given().dtype({DType::f16, DType::bf16}).shape({s.n, s.groups}, "[N, K / group_size]")
+  Arg(op, "scales", scales)
+      .given()
+      .dtype({DType::f16, DType::bf16})
+      .shape({s.n, s.groups}, "[N, K / group_size]")
       .device(codes.device, "codes");
   check_offsets(op, offsets_name, offsets, zeros);
   if (offsets.given())
-    Arg(op, offsets_name, offsets).dtype({zeros == W4Zeros::integer ? DType::u8 : scales.dtype})
-        .shape({s.n, s.groups}, "[N, K / group_size]").device(codes.device, "codes");
+    Arg(op, offsets_name, offsets)
+        .dtype({zeros == W4Zeros::integer ? DType::u8 : scales.dtype})
+        .shape({s.n, s.groups}, "[N, K / group_size]")
+        .device(codes.device, "codes");
   return s;
 }
 
@@ -81,8 +87,8 @@ void check_kernel_form(const char* op, const W4Sizes& sizes, const TensorView& c
   const auto flat = [&](const char* argument, const TensorView& t, std::int64_t bytes) {
     Arg(op, argument, t).given().dtype({DType::u8}).shape({bytes}, "flat bytes").device(codes.device, names.codes);
     ROOFTILE_CHECK(bytes <= 1 || t.stride[0] == 1, op, ": ", argument, " must be contiguous, got stride ", t.stride[0]);
-    ROOFTILE_CHECK(t.device.type == DeviceType::cpu || reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0, op, ": ", argument,
-                   " must start at a multiple of 16 bytes on a GPU; copy it");
+    ROOFTILE_CHECK(t.device.type == DeviceType::cpu || reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0, op, ": ",
+                   argument, " must start at a multiple of 16 bytes on a GPU; copy it");
   };
   flat(names.codes, codes, sizes.codes);
   flat(names.scales, scales, sizes.scales);
@@ -121,11 +127,15 @@ struct WeightMemory {
 };
 void check_apart(const char* op, const char* name, const TensorView& out, const W4View& w) {
   const WeightMemory m(w);
-  check::check_apart(op, name, out, {{"w's codes", m.codes}, {"w's scales", m.scales}, {"w's offsets", m.offsets}, {"w's perm", m.perm}});
+  check::check_apart(
+      op, name, out,
+      {{"w's codes", m.codes}, {"w's scales", m.scales}, {"w's offsets", m.offsets}, {"w's perm", m.perm}});
 }
 
 template <class T>
-T& at(const TensorView& t, std::int64_t i, std::int64_t j) { return t.as<T>()[i * t.stride[0] + j * t.stride[1]]; }
+T& at(const TensorView& t, std::int64_t i, std::int64_t j) {
+  return t.as<T>()[i * t.stride[0] + j * t.stride[1]];
+}
 
 // Calls f with a zero of the offsets' width, uint8_t or uint16_t: what is moved is bits.
 template <class F>
@@ -146,28 +156,35 @@ void unpack_groups(const T* from, const Shape& s, const TensorView& to) {
     for (std::int64_t g = 0; g < s.groups; ++g) at<T>(to, n, g) = from[w4_scale_index(s.groups, n, g)];
 }
 
-// The CPU reads x where perm says, and perm's values may have changed since the view was made. (GPU kernels check them.)
+// The CPU reads x where perm says, and perm's values may have changed since the view was made. (GPU kernels check
+// them.)
 void check_columns(const char* op, const W4View& w) {
   if (!w.perm || w.device.type != DeviceType::cpu) return;
-  std::uint32_t highest = 0;   // negative numbers are high ones
+  std::uint32_t highest = 0;  // negative numbers are high ones
   for (std::int64_t i = 0; i < w.k; ++i) highest = std::max(highest, static_cast<std::uint32_t>(w.perm[i]));
   if (highest < static_cast<std::uint64_t>(w.k)) return;
   for (std::int64_t i = 0; i < w.k; ++i)
-    ROOFTILE_CHECK(w.perm[i] >= 0 && w.perm[i] < w.k, op, ": perm[", i, "] = ", w.perm[i], " is outside [0, ", w.k, ")");
+    ROOFTILE_CHECK(w.perm[i] >= 0 && w.perm[i] < w.k, op, ": perm[", i, "] = ", w.perm[i], " is outside [0, ", w.k,
+                   ")");
 }
 
 }  // namespace
 
-W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, const char* argument) {
+W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros,
+                 const char* argument) {
   const Shape s = check_shape(op, argument, n, k, bits, group, zeros);
   const std::int64_t count = w4_tiles_n(n) * w4_tile_n * s.groups;
-  return {.codes = w4_tiles_n(n) * w4_tiles_k(k) * w4_tile_bytes(bits), .scales = 2 * count,
-          .offsets = zeros == W4Zeros::symmetric ? 0 : zeros == W4Zeros::integer ? count : 2 * count};
+  return {.codes = w4_tiles_n(n) * w4_tiles_k(k) * w4_tile_bytes(bits),
+          .scales = 2 * count,
+          .offsets = zeros == W4Zeros::symmetric ? 0
+                     : zeros == W4Zeros::integer ? count
+                                                 : 2 * count};
 }
 
 W4View w4_view(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
                TensorView scales, TensorView offsets, TensorView perm, const char* op) {
-  check_kernel_form(op, w4_sizes(op, n, k, bits, group, zeros), codes, scales, offsets, zeros, {"codes", "scales", "offsets"});
+  check_kernel_form(op, w4_sizes(op, n, k, bits, group, zeros), codes, scales, offsets, zeros,
+                    {"codes", "scales", "offsets"});
   ROOFTILE_CHECK_KIND(type, scale_dtype == DType::f16 || scale_dtype == DType::bf16, op,
                       ": scale_dtype must be float16 or bfloat16, got ", name(scale_dtype));
   if (perm.given()) {
@@ -183,14 +200,21 @@ W4View w4_view(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zero
       }
     }
   }
-  return {.bits = bits, .n = n, .k = k, .group = group, .zeros = zeros, .scale_dtype = scale_dtype, .device = codes.device,
-          .codes = codes.as<std::uint8_t>(), .scales = scales.as<std::byte>(),
+  return {.bits = bits,
+          .n = n,
+          .k = k,
+          .group = group,
+          .zeros = zeros,
+          .scale_dtype = scale_dtype,
+          .device = codes.device,
+          .codes = codes.as<std::uint8_t>(),
+          .scales = scales.as<std::byte>(),
           .offsets = offsets.given() ? offsets.as<std::byte>() : nullptr,
           .perm = perm.given() ? perm.as<std::int32_t>() : nullptr};
 }
 
-void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int bits, int group,
-             TensorView out_codes, TensorView out_scales, TensorView out_offsets, const char* op) {
+void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int bits,
+             int group, TensorView out_codes, TensorView out_scales, TensorView out_offsets, const char* op) {
   const Shape s = check_canonical(op, codes, scales, offsets, zeros, bits, group, "zeros");
   check_kernel_form(op, w4_sizes(op, s.n, s.k, bits, group, zeros), out_codes, out_scales, out_offsets, zeros,
                     {"out_codes", "out_scales", "out_offsets"});
@@ -207,8 +231,8 @@ void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView
     for (std::int64_t n = tile * w4_tile_n; n < std::min(s.n, (tile + 1) * w4_tile_n); ++n)
       for (std::int64_t k = 0; k < s.k; ++k) {
         const std::int64_t index = w4_code_index(bits, tiles_k, n, k);
-        to[index / in_byte] |= static_cast<std::uint8_t>(w4_code(&at<std::uint8_t>(codes, n, k / in_byte), bits, k % in_byte)
-                                                         << (bits * (index % in_byte)));
+        to[index / in_byte] |= static_cast<std::uint8_t>(
+            w4_code(&at<std::uint8_t>(codes, n, k / in_byte), bits, k % in_byte) << (bits * (index % in_byte)));
       }
   });
   pack_groups(scales, s, out_scales.as<std::uint16_t>());
@@ -216,11 +240,12 @@ void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView
     with_offset_element(zeros, [&](auto e) { pack_groups(offsets, s, out_offsets.as<decltype(e)>()); });
 }
 
-void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView scales, TensorView offsets, const char* op) {
+void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView scales, TensorView offsets,
+               const char* op) {
   const Shape s = check_canonical(op, codes, scales, offsets, w.zeros, w.bits, w.group, "zeros");
   const int in_byte = 8 / w.bits;
-  ROOFTILE_CHECK(s.n == w.n && s.k == w.k, op, ": codes must be ", codes_shape(w.bits), " = [", w.n, ", ", w.k / in_byte, "], got ",
-                 describe(codes));
+  ROOFTILE_CHECK(s.n == w.n && s.k == w.k, op, ": codes must be ", codes_shape(w.bits), " = [", w.n, ", ",
+                 w.k / in_byte, "], got ", describe(codes));
   Arg(op, "scales", scales).dtype({w.scale_dtype});
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"zeros", &offsets}})
     if (t->given()) Arg(op, argument, *t).device(w.device, "the weight").writable();
@@ -234,23 +259,30 @@ void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView
     for (std::int64_t n = tile * w4_tile_n; n < std::min(s.n, (tile + 1) * w4_tile_n); ++n)
       for (std::int64_t k = 0; k < s.k; k += in_byte) {
         int byte = 0;
-        for (int i = 0; i < in_byte; ++i) byte |= w4_code(w.codes, w.bits, w4_code_index(w.bits, tiles_k, n, k + i)) << (w.bits * i);
+        for (int i = 0; i < in_byte; ++i)
+          byte |= w4_code(w.codes, w.bits, w4_code_index(w.bits, tiles_k, n, k + i)) << (w.bits * i);
         at<std::uint8_t>(codes, n, k / in_byte) = static_cast<std::uint8_t>(byte);
       }
   });
   unpack_groups(reinterpret_cast<const std::uint16_t*>(w.scales), s, scales);
   if (offsets.given())
-    with_offset_element(w.zeros, [&](auto e) { unpack_groups(reinterpret_cast<const decltype(e)*>(w.offsets), s, offsets); });
+    with_offset_element(w.zeros,
+                        [&](auto e) { unpack_groups(reinterpret_cast<const decltype(e)*>(w.offsets), s, offsets); });
 }
 
-void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Zeros zeros, TensorView codes, TensorView scales,
-                 TensorView offsets, const char* op) {
+void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Zeros zeros, TensorView codes,
+                 TensorView scales, TensorView offsets, const char* op) {
   Arg(op, "weight", weight).given().activation().ndim(2, 2);
   const std::int64_t rows = weight.shape[0], k = weight.shape[1];
   check_shape(op, "weight", rows, k, bits, group, zeros);
-  ROOFTILE_CHECK_KIND(not_supported, zeros != W4Zeros::integer, op,
-                      ": zeros must be \"symmetric\"", bits == 4 ? " or \"minima\"" : "", "; rounding to integer zeros is not implemented (they can be imported)");
-  Arg(op, "codes", codes).given().dtype({DType::u8}).shape({rows, k / (8 / bits)}, codes_shape(bits)).device(weight.device, "weight");
+  ROOFTILE_CHECK_KIND(not_supported, zeros != W4Zeros::integer, op, ": zeros must be \"symmetric\"",
+                      bits == 4 ? " or \"minima\"" : "",
+                      "; rounding to integer zeros is not implemented (they can be imported)");
+  Arg(op, "codes", codes)
+      .given()
+      .dtype({DType::u8})
+      .shape({rows, k / (8 / bits)}, codes_shape(bits))
+      .device(weight.device, "weight");
   const Shape s = check_canonical(op, codes, scales, offsets, zeros, bits, group, "minima");
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"minima", &offsets}})
     if (t->given()) Arg(op, argument, *t).writable();
@@ -276,7 +308,8 @@ void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Z
       if (affine) cpu::write(offsets, n * offsets.stride[0] + g * offsets.stride[1], rounded.minimum);
       const auto code = [&](int i) { return rounded.code(x[static_cast<std::size_t>(i)]); };
       for (int i = 0; i < group; i += 8 / bits)
-        at<std::uint8_t>(codes, n, (g * group + i) / (8 / bits)) = static_cast<std::uint8_t>(bits == 4 ? code(i) | code(i + 1) << 4 : code(i));
+        at<std::uint8_t>(codes, n, (g * group + i) / (8 / bits)) =
+            static_cast<std::uint8_t>(bits == 4 ? code(i) | code(i + 1) << 4 : code(i));
     }
   });
 }
@@ -298,9 +331,15 @@ void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const cha
       const float scale = element(w.scales, group);
       float x = 0;
       switch (w.zeros) {
-        case W4Zeros::symmetric: x = static_cast<float>(u - w4_middle(w.bits)) * scale; break;
-        case W4Zeros::integer: x = static_cast<float>(u - std::to_integer<int>(w.offsets[group])) * scale; break;
-        case W4Zeros::minima: x = static_cast<float>(u) * scale + element(w.offsets, group); break;
+        case W4Zeros::symmetric:
+          x = static_cast<float>(u - w4_middle(w.bits)) * scale;
+          break;
+        case W4Zeros::integer:
+          x = static_cast<float>(u - std::to_integer<int>(w.offsets[group])) * scale;
+          break;
+        case W4Zeros::minima:
+          x = static_cast<float>(u) * scale + element(w.offsets, group);
+          break;
       }
       const std::int64_t column = w.perm ? w.perm[k] : k;
       cpu::write(to, n * to.stride[0] + column * to.stride[1], x);
@@ -311,23 +350,33 @@ void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const cha
 namespace {
 
 void check_inputs(const char* op, int bits, const TensorView& x, const W4View& w) {
-  ROOFTILE_CHECK_KIND(type, w.bits == bits, op, ": w must be a W", bits, "Weight, of ", bits, " bits, got one of ", w.bits);
+  ROOFTILE_CHECK_KIND(type, w.bits == bits, op, ": w must be a W", bits, "Weight, of ", bits, " bits, got one of ",
+                      w.bits);
   Arg(op, "x", x).given().activation().ndim(1, TensorView::max_ndim).device(w.device, "the weight");
   ROOFTILE_CHECK(x.last() == w.k, op, ": x must have a last dimension of K = ", w.k, ", got ", describe(x));
 }
 
-std::size_t workspace(const char* op, int bits, const Context& ctx, const TensorView& x, const W4View& w, const MatmulOptions& options) {
+std::size_t workspace(const char* op, int bits, const Context& ctx, const TensorView& x, const W4View& w,
+                      const MatmulOptions& options) {
   check_inputs(op, bits, x, w);
   if (!check::on_gpu(ctx)) return 0;
-  return gpu::w4a16_workspace(op, ctx, {.x = x, .w = &w, .gated = options.gated, .batch_invariant = options.batch_invariant});
+  return gpu::w4a16_workspace(op, ctx,
+                              {.x = x, .w = &w, .gated = options.gated, .batch_invariant = options.batch_invariant});
 }
 
-KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView& x, const W4View& w, const TensorView& y, const MatmulOptions& options) {
+KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView& x, const W4View& w,
+                  const TensorView& y, const MatmulOptions& options) {
   check_inputs(op, bits, x, w);
   ROOFTILE_CHECK(!options.gated || w.n % 2 == 0, op, ": activation \"", name(options.activation),
                  "_mul\" needs a weight of rows [gate | up], an even number N, got N = ", w.n);
-  const W4MatmulArgs args{.x = x, .y = y, .bias = options.bias, .residual = options.residual, .w = &w,
-                          .activation = options.activation, .gated = options.gated, .batch_invariant = options.batch_invariant};
+  const W4MatmulArgs args{.x = x,
+                          .y = y,
+                          .bias = options.bias,
+                          .residual = options.residual,
+                          .w = &w,
+                          .activation = options.activation,
+                          .gated = options.gated,
+                          .batch_invariant = options.batch_invariant};
   check::check_product(op, x, w.n, options.gated, y, options.bias, options.residual);
   check_apart(op, "out", y, w);
   if (check::on_gpu(ctx)) {

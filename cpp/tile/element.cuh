@@ -18,13 +18,19 @@ __device__ __forceinline__ float to_float(half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(float x) { return x; }
 template <class T>
-__device__ __forceinline__ T from_float(float x);   // round to nearest even
+__device__ __forceinline__ T from_float(float x);  // round to nearest even
 template <>
-__device__ __forceinline__ half from_float<half>(float x) { return __float2half_rn(x); }
+__device__ __forceinline__ half from_float<half>(float x) {
+  return __float2half_rn(x);
+}
 template <>
-__device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+__device__ __forceinline__ bf16 from_float<bf16>(float x) {
+  return __float2bfloat16_rn(x);
+}
 template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
 
 // Two neighbours in one 32-bit register, the first in the low half.
 template <class T>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who waits for whom among blocks. Programmatic dependent launch: a kernel may start before the one before it in the stream
-// has ended.
+// Who waits for whom among blocks. Programmatic dependent launch: a kernel may start before the one before it in the
+// stream has ended.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// A word in global memory by which one block tells another of the same grid that something is there: what this thread wrote, or was
-// told by a barrier that others wrote, is seen by whoever finds the ticket. The block that waits must be a later one.
+// A word in global memory by which one block tells another of the same grid that something is there: what this thread
+// wrote, or was told by a barrier that others wrote, is seen by whoever finds the ticket. The block that waits must be
+// a later one.
 __device__ __forceinline__ void publish(std::uint64_t* at, std::uint64_t ticket) {
   asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(at), "l"(ticket) : "memory");
 }
@@ -63,17 +64,17 @@ __device__ __forceinline__ InCluster place_in_cluster() {
   return {static_cast<int>(blockIdx.x), 0};
 #endif
 }
-// All threads of all blocks of the cluster have come here (one that has ended counts as there), and see what the others wrote
-// before, in shared and in global memory.
+// All threads of all blocks of the cluster have come here (one that has ended counts as there), and see what the others
+// wrote before, in shared and in global memory.
 __device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 
-// All threads of all blocks of the cluster say that they have come so far, and wait later until all have said so (one that
-// has ended counts as there). What a thread had read, it has read when it says so; what it had written, nobody is promised
-// to see. Where there are no clusters a block is one.
+// All threads of all blocks of the cluster say that they have come so far, and wait later until all have said so (one
+// that has ended counts as there). What a thread had read, it has read when it says so; what it had written, nobody is
+// promised to see. Where there are no clusters a block is one.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");

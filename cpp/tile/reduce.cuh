@@ -9,7 +9,7 @@ struct Sum {
   static constexpr float identity = 0.0f;
   __device__ float operator()(float a, float b) const { return a + b; }
 };
-struct Max {   // a NaN does not win; who must see it sees it in a sum
+struct Max {  // a NaN does not win; who must see it sees it in a sum
   static constexpr float identity = -__builtin_huge_valf();
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
@@ -31,7 +31,7 @@ __device__ __forceinline__ float reduce_team(float x, int lanes, float* shared, 
   if (lanes <= 32) return x;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   if (lane == 0) shared[warp] = x;
-  __syncthreads();   // every warp's part is in shared memory
+  __syncthreads();  // every warp's part is in shared memory
   return reduce_lanes(lane < warps ? shared[lane] : Op::identity, 32, op);
 }
 

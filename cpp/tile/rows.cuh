@@ -30,14 +30,15 @@ __device__ __forceinline__ Division divide(std::int64_t a, const Divisor& b) {
   return {quotient, rest};
 }
 
-// A tensor's first dimensions flattened to a row number; neighbours that nest are one dimension, so most have one or none.
+// A tensor's first dimensions flattened to a row number; neighbours that nest are one dimension, so most have one or
+// none.
 struct Rows {
-  std::byte* data = nullptr;             // null: no tensor
-  std::int64_t step = 0;                 // elements from one to the next in a row
-  Divisor size[TensorView::max_ndim];    // from the outermost
+  std::byte* data = nullptr;           // null: no tensor
+  std::int64_t step = 0;               // elements from one to the next in a row
+  Divisor size[TensorView::max_ndim];  // from the outermost
   std::int64_t stride[TensorView::max_ndim] = {};
   int dims = 0;
-  bool vector = true;                    // every row starts on 16 bytes and has its elements next to each other
+  bool vector = true;  // every row starts on 16 bytes and has its elements next to each other
 };
 
 // The first `dims` dimensions of t.
@@ -80,11 +81,13 @@ __device__ __forceinline__ Row row_at(const Rows& r, std::int64_t row) {
   return {reinterpret_cast<std::uint16_t*>(r.data) + row_offset(r, row), r.step};
 }
 
-constexpr int piece = 8;   // elements
+constexpr int piece = 8;  // elements
 
 // Whether element i of a piece exists, with `left` elements from its first one to the row's end.
 template <bool vector, class Index>
-__device__ __forceinline__ bool inside(int i, Index left) { return left > (vector ? 0 : i); }
+__device__ __forceinline__ bool inside(int i, Index left) {
+  return left > (vector ? 0 : i);
+}
 
 // Elements [first, first + 8) of a row of n; zeros past its end. Index: int where n is known to be small.
 template <bool vector, class Index>
@@ -130,9 +133,9 @@ __device__ __forceinline__ void keep_packed(uint4& x) { asm volatile("" : "+r"(x
 
 // A tensor that every row reads and nobody writes (weights, tables): rows of T or of fp32.
 struct Table {
-  const std::byte* data = nullptr;   // null: no tensor
-  std::int64_t step = 0, stride = 0;   // elements: in a row, from row to row
-  bool wide = false;                   // fp32
+  const std::byte* data = nullptr;    // null: no tensor
+  std::int64_t step = 0, stride = 0;  // elements: in a row, from row to row
+  bool wide = false;                  // fp32
   bool vector = true;
 };
 // t [n] or [rows, n].
@@ -186,10 +189,10 @@ void with_vector(std::int64_t n, F&& f, const Tensors&... tensors) {
 
 // How threads share a row that must be reduced; from its length alone, because the order of a sum follows from it.
 struct RowPlan {
-  int pieces;    // a thread holds in registers; 0: the row does not fit and is read again
-  int lanes;     // threads of a row: a power of two up to 32, or the whole block
-  int threads;   // of a block
-  int rows() const { return lanes <= 32 ? threads / lanes : 1; }   // of a block
+  int pieces;   // a thread holds in registers; 0: the row does not fit and is read again
+  int lanes;    // threads of a row: a power of two up to 32, or the whole block
+  int threads;  // of a block
+  int rows() const { return lanes <= 32 ? threads / lanes : 1; }  // of a block
 };
 inline RowPlan plan_row(std::int64_t n) {
   const auto threads = [n](int pieces) { return static_cast<int>((n + pieces * piece - 1) / (pieces * piece)); };

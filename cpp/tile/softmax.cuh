@@ -37,7 +37,7 @@ __device__ __forceinline__ float merge_values(float a, float b, const MergeWeigh
 
 // A finished row: out = o * factor. sink: one more logit without a value, in units of log2, -inf for none.
 struct SoftmaxResult {
-  float factor, lse;   // lse: natural logarithm
+  float factor, lse;  // lse: natural logarithm
 };
 __device__ __forceinline__ SoftmaxResult finish_softmax(float m, float l, float sink) {
   const float top = fmaxf(m, sink);

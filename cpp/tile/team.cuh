@@ -9,11 +9,11 @@ namespace rooftile::tile {
 template <int Warps>
 __device__ __forceinline__ void sync_team(int team) {
   if constexpr (Warps == 1) __syncwarp();
-  else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Warps) : "memory");   // barrier 0 is the block's
+  else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * Warps) : "memory");  // barrier 0 is the block's
 }
 
-// What all lanes of a warp have, so that the compiler knows it too: branches on it are no divergence to prepare for, and it may lie
-// in a uniform register. A warp's work.
+// What all lanes of a warp have, so that the compiler knows it too: branches on it are no divergence to prepare for,
+// and it may lie in a uniform register. A warp's work.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 }  // namespace rooftile::tile

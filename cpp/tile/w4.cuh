@@ -11,28 +11,33 @@
 namespace rooftile::tile {
 
 __device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-  const __nv_bfloat162 r = __hfma2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b),
-                                   reinterpret_cast<const __nv_bfloat162&>(c));
+  const __nv_bfloat162 r =
+      __hfma2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b),
+              reinterpret_cast<const __nv_bfloat162&>(c));
   return reinterpret_cast<const std::uint32_t&>(r);
 }
 
-// decode: a lane's codes of 32 k, of a step of 128 in its runs -> the fragment registers (u - zero) / unit of two k-steps, exactly.
-// Registers 0 and 2 are row g of the tile, 1 and 3 row g + 8. zero(g, g8): the zeros of the two rows, 0 to 255, in one register.
+// decode: a lane's codes of 32 k, of a step of 128 in its runs -> the fragment registers (u - zero) / unit of two
+// k-steps, exactly.
+// Registers 0 and 2 are row g of the tile, 1 and 3 row g + 8. zero(g, g8): the zeros of the two rows, 0 to 255, in one
+// register.
 //
-// A code needs no exponent: its bits alone are u * 2^-24 (fp16, subnormal) or u * 2^-133 (bf16, subnormal below 128), a nibble's one
-// place higher 16 times that. One multiply-add with a power of two and -zero / unit does the rest; every value has few enough bits.
+// A code needs no exponent: its bits alone are u * 2^-24 (fp16, subnormal) or u * 2^-133 (bf16, subnormal below 128), a
+// nibble's one place higher 16 times that. One multiply-add with a power of two and -zero / unit does the rest; every
+// value has few enough bits.
 template <class T, int bits>
 struct CodeDecode {
   static constexpr bool fp16 = std::is_same_v<T, half>;
   static constexpr float unit = fp16 ? 512.0f : 64.0f;
-  static constexpr std::uint32_t one = fp16 ? 0x18001800 : 0x3c803c80;   // 1 / unit
-  using Zero = std::uint32_t;                                            // -zero / unit
+  static constexpr std::uint32_t one = fp16 ? 0x18001800 : 0x3c803c80;  // 1 / unit
+  using Zero = std::uint32_t;                                           // -zero / unit
 
   __device__ __forceinline__ static Zero zero(std::uint32_t g, std::uint32_t g8) {
-    constexpr std::uint32_t lower = fp16 ? 0xf800f800 : 0xff00ff00;   // -2^15, -2^127
-    return fma(g | g8 << 16, lower, 0x80008000);                      // and -0, which changes nothing
+    constexpr std::uint32_t lower = fp16 ? 0xf800f800 : 0xff00ff00;  // -2^15, -2^127
+    return fma(g | g8 << 16, lower, 0x80008000);                     // and -0, which changes nothing
   }
-  __device__ __forceinline__ static void decode(const uint4 (&runs)[bits / 2], int quarter, Zero zero, FragmentA (&a)[2]) {
+  __device__ __forceinline__ static void decode(const uint4 (&runs)[bits / 2], int quarter, Zero zero,
+                                                FragmentA (&a)[2]) {
     const std::uint32_t g = __byte_perm(zero, zero, 0x1010), g8 = __byte_perm(zero, zero, 0x3232);
     if constexpr (bits == 4) {
       const uint4& four = runs[quarter / 2];
@@ -46,9 +51,11 @@ struct CodeDecode {
   }
 
  private:
-  static constexpr std::uint32_t raise = fp16 ? 0x78007800 : 0x7f007f00, raise_less = fp16 ? 0x68006800 : 0x7d007d00;   // 2^15, 2^127; 2^-4 of it
+  static constexpr std::uint32_t raise = fp16 ? 0x78007800 : 0x7f007f00,
+                                 raise_less = fp16 ? 0x68006800 : 0x7d007d00;  // 2^15, 2^127; 2^-4 of it
 
-  __device__ __forceinline__ static void decode_word(std::uint32_t word, std::uint32_t g, std::uint32_t g8, std::uint32_t (&a)[4]) {
+  __device__ __forceinline__ static void decode_word(std::uint32_t word, std::uint32_t g, std::uint32_t g8,
+                                                     std::uint32_t (&a)[4]) {
     const std::uint32_t upper = word >> 8;
     a[0] = fma(word & 0x000f000f, raise, g);
     a[1] = fma(word & 0x00f000f0, raise_less, g8);
@@ -56,7 +63,8 @@ struct CodeDecode {
     a[3] = fma(upper & 0x00f000f0, raise_less, g8);
   }
   // 8 bits: bytes 0 and 2 of a word are a pair, 1 and 3 the next.
-  __device__ __forceinline__ static void decode_words(std::uint32_t first, std::uint32_t second, std::uint32_t g, std::uint32_t g8, std::uint32_t (&a)[4]) {
+  __device__ __forceinline__ static void decode_words(std::uint32_t first, std::uint32_t second, std::uint32_t g,
+                                                      std::uint32_t g8, std::uint32_t (&a)[4]) {
     a[0] = fma(first & 0x00ff00ff, raise, g);
     a[1] = fma(__byte_perm(first, 0, 0x4341), raise, g8);
     a[2] = fma(second & 0x00ff00ff, raise, g);
@@ -76,21 +84,23 @@ __device__ __forceinline__ std::uint32_t and_or(std::uint32_t a, std::uint32_t b
   return r;
 }
 
-// A lane's codes of 32 k of one scale block -> the fragment registers of (u - zero) * scale + minimum, rounded to nearest T. Scales of
-// type T: one packed multiply-add behind the exact u - zero. Of the other 16-bit type: in fp32, and rounded from there.
+// A lane's codes of 32 k of one scale block -> the fragment registers of (u - zero) * scale + minimum, rounded to
+// nearest T. Scales of type T: one packed multiply-add behind the exact u - zero. Of the other 16-bit type: in fp32,
+// and rounded from there.
 template <class T, int bits, class Scale>
 class WeightDecode {
  public:
-  // scale, minimum: of row g in the low half, of row g + 8 in the high one; minima are 0 where there are none. zero: of both rows, 0 to 255.
+  // scale, minimum: of row g in the low half, of row g + 8 in the high one; minima are 0 where there are none. zero: of
+  // both rows, 0 to 255.
   __device__ __forceinline__ WeightDecode(std::uint32_t scale, std::uint32_t minimum, const std::uint32_t (&zero)[2]) {
     if constexpr (fp16 && native) {
-      zero_[0] = twice(0xe400 + zero[0]), zero_[1] = twice(0xe400 + zero[1]);   // -(1024 + zero)
-      if (bits == 4) zero_[1] = fma_f16x2(zero_[1], one, twice(0x6380));         // -(64 + zero): these codes lie 4 bits higher
+      zero_[0] = twice(0xe400 + zero[0]), zero_[1] = twice(0xe400 + zero[1]);  // -(1024 + zero)
+      if (bits == 4) zero_[1] = fma_f16x2(zero_[1], one, twice(0x6380));  // -(64 + zero): these codes lie 4 bits higher
     } else {
       code_zero_ = Codes::zero(zero[0], zero[1]);
     }
     if constexpr (native) {
-      if constexpr (!fp16) scale = fma_bf16x2(scale, twice(0x4280), 0x80008000);   // times 64, Codes' unit
+      if constexpr (!fp16) scale = fma_bf16x2(scale, twice(0x4280), 0x80008000);  // times 64, Codes' unit
       scale_[0] = __byte_perm(scale, scale, 0x1010), scale_[1] = __byte_perm(scale, scale, 0x3232);
       minimum_[0] = __byte_perm(minimum, minimum, 0x1010), minimum_[1] = __byte_perm(minimum, minimum, 0x3232);
     } else {
@@ -122,7 +132,8 @@ class WeightDecode {
  private:
   static constexpr bool fp16 = std::is_same_v<T, half>, native = std::is_same_v<T, Scale>;
   using Codes = CodeDecode<T, bits>;
-  static constexpr std::uint32_t above = 0x64006400, one = 0x3c003c00;   // 1024: a code in the lowest bits of its mantissa counts as it is
+  static constexpr std::uint32_t above = 0x64006400,
+                                 one = 0x3c003c00;  // 1024: a code in the lowest bits of its mantissa counts as it is
 
   __device__ __forceinline__ static std::uint32_t twice(std::uint32_t x) { return x | x << 16; }
   __device__ __forceinline__ void whole_codes_of_word(std::uint32_t word, std::uint32_t (&a)[4]) const {
@@ -133,7 +144,8 @@ class WeightDecode {
     a[2] = fma_f16x2(and_or<0x000f000f>(upper, above), one, zero_[0]);
     a[3] = fma_f16x2(and_or<0x00f000f0>(upper, above), sixteenth, zero_[1]);
   }
-  __device__ __forceinline__ void whole_codes_of_words(std::uint32_t first, std::uint32_t second, std::uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void whole_codes_of_words(std::uint32_t first, std::uint32_t second,
+                                                       std::uint32_t (&a)[4]) const {
     a[0] = fma_f16x2(__byte_perm(first, above, 0x7270), one, zero_[0]);
     a[1] = fma_f16x2(__byte_perm(first, above, 0x7371), one, zero_[1]);
     a[2] = fma_f16x2(__byte_perm(second, above, 0x7270), one, zero_[0]);
@@ -148,10 +160,10 @@ class WeightDecode {
     }
   }
 
-  using Factor = std::conditional_t<native, std::uint32_t, float>;   // native: a pair of the same
+  using Factor = std::conditional_t<native, std::uint32_t, float>;  // native: a pair of the same
   Factor scale_[2], minimum_[2];
-  std::uint32_t zero_[2];               // fp16 && native: less the zeros, for codes as `above` makes them
-  typename Codes::Zero code_zero_;      // otherwise
+  std::uint32_t zero_[2];           // fp16 && native: less the zeros, for codes as `above` makes them
+  typename Codes::Zero code_zero_;  // otherwise
 };
 
 }  // namespace rooftile::tile

@@ -18,7 +18,7 @@ namespace {
 // The locks of the pools that caches are over, by where the pool's memory begins. Guarded by the GIL.
 using Locks = std::map<const void*, std::weak_ptr<CacheLock>>;
 Locks& locks() {
-  static Locks* const all = new Locks;   // outlives the caches that the interpreter's shutdown destroys
+  static Locks* const all = new Locks;  // outlives the caches that the interpreter's shutdown destroys
   return *all;
 }
 
@@ -26,14 +26,17 @@ Locks& locks() {
 class KvCache {
  public:
   enum { pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from, fault, array_count };
-  static constexpr const char* names[] = {"pool", "k_pool", "v_pool", "block_table", "lengths", "ring_k", "ring_v", "raw_from", "fault"};
+  static constexpr const char* names[] = {"pool",   "k_pool", "v_pool",   "block_table", "lengths",
+                                          "ring_k", "ring_v", "raw_from", "fault"};
 
-  // shared: names of the arrays that somebody else can reach, and so move, whatever else becomes of them. sources: of a view on
-  // elements, the caller's pool or its two, of which k_pool and v_pool are views; else empty.
-  KvCache(Args& args, const KvCacheShape& shape, const handle (&arrays)[array_count], handle shared, handle sources) : shape_(shape) {
+  // shared: names of the arrays that somebody else can reach, and so move, whatever else becomes of them. sources: of a
+  // view on elements, the caller's pool or its two, of which k_pool and v_pool are views; else empty.
+  KvCache(Args& args, const KvCacheShape& shape, const handle (&arrays)[array_count], handle shared, handle sources)
+      : shape_(shape) {
     for (int i = 0; i < array_count; ++i) {
       const bool renamed = i == lengths && !arrays[block_table].is_none();
-      arrays_.emplace_back(arrays[i], renamed ? "seq_lens" : names[i], i == block_table ? HeldArray::Use::read : HeldArray::Use::written);
+      arrays_.emplace_back(arrays[i], renamed ? "seq_lens" : names[i],
+                           i == block_table ? HeldArray::Use::read : HeldArray::Use::written);
       if (!arrays[i].is_none() && PySequence_Contains(shared.ptr(), nb::str(names[i]).ptr()) == 1) shared_.push_back(i);
     }
     for (handle source : sources) sources_.emplace_back(source, "pool", HeldArray::Use::written);
@@ -63,14 +66,23 @@ class KvCache {
       const bool whole = &arrays_[i] == &pages || std::find(shared_.begin(), shared_.end(), i) != shared_.end();
       t[i] = whole ? arrays_[i].take(args) : arrays_[i].read(args);
     }
-    cache_.view = kv_cache_view(shape_, {.pool = t[pool], .k_pool = t[k_pool], .v_pool = t[v_pool], .block_table = t[block_table],
-                                         .lengths = t[lengths], .ring_k = t[ring_k], .ring_v = t[ring_v], .raw_from = t[raw_from],
-                                         .fault = t[fault]}, args.op());
+    cache_.view = kv_cache_view(shape_,
+                                {.pool = t[pool],
+                                 .k_pool = t[k_pool],
+                                 .v_pool = t[v_pool],
+                                 .block_table = t[block_table],
+                                 .lengths = t[lengths],
+                                 .ring_k = t[ring_k],
+                                 .ring_v = t[ring_v],
+                                 .raw_from = t[raw_from],
+                                 .fault = t[fault]},
+                                args.op());
     for (std::size_t i = 0; i < sources_.size(); ++i) {
       const TensorView source = sources_[i].take(args);
       const auto& side = sources_.size() == 2 && i == 1 ? cache_.view.v : cache_.view.k;
-      ROOFTILE_CHECK(source.data == side.codes, args.op(),
-                     ": pool has other memory (data=, swap_tensors) than when this view was made; make a view on it as it is now");
+      ROOFTILE_CHECK(
+          source.data == side.codes, args.op(),
+          ": pool has other memory (data=, swap_tensors) than when this view was made; make a view on it as it is now");
     }
     if (!cache_.lock || pages.memory() != pool_) share_lock(pages.memory());
     taken_ = true;
@@ -82,7 +94,7 @@ class KvCache {
     std::shared_ptr<CacheLock> lock;
     if (const auto known = locks().find(memory); memory && known != locks().end()) lock = known->second.lock();
     if (!lock) lock = cache_.lock ? cache_.lock : std::make_shared<CacheLock>();
-    locks().erase(pool_);   // a pool that was moved there from elsewhere is none of this one's
+    locks().erase(pool_);  // a pool that was moved there from elsewhere is none of this one's
     cache_.lock = std::move(lock);
     pool_ = memory;
     if (memory) locks()[memory] = cache_.lock;
@@ -90,18 +102,20 @@ class KvCache {
 
   KvCacheShape shape_;
   std::vector<HeldArray> arrays_, sources_;
-  std::vector<std::size_t> shared_;   // of arrays_
+  std::vector<std::size_t> shared_;  // of arrays_
   LockedCache cache_;
-  const void* pool_ = nullptr;   // where its memory begins
-  bool taken_ = false;           // cache_ is of the arrays as they were taken
+  const void* pool_ = nullptr;  // where its memory begins
+  bool taken_ = false;          // cache_ is of the arrays as they were taken
   std::int64_t times_taken_ = 0;
 };
 
-// A cache's lock, held by the thread that made this: `with handle.exclusive(op) as held:` around several calls. Those that take
+// A cache's lock, held by the thread that made this: `with handle.exclusive(op) as held:` around several calls. Those
+// that take
 // `held` for the cache see its arrays as they were when the lock was taken, and do not ask for them once more.
 class Exclusive {
  public:
-  Exclusive(Args& args, nb::handle_t<KvCache> owner) : owner_(nb::borrow(owner)), cache_(nb::inst_ptr<KvCache>(owner)->now(args)) {
+  Exclusive(Args& args, nb::handle_t<KvCache> owner)
+      : owner_(nb::borrow(owner)), cache_(nb::inst_ptr<KvCache>(owner)->now(args)) {
     if (cache_.lock->try_lock()) return;
     const nb::gil_scoped_release unlocked;
     cache_.lock->lock();
@@ -116,7 +130,7 @@ class Exclusive {
   const LockedCache& cache() const { return cache_; }
 
  private:
-  nb::object owner_;   // of what cache_ points to
+  nb::object owner_;  // of what cache_ points to
   LockedCache cache_;
 };
 
@@ -141,15 +155,17 @@ Context cache_context(Args& args, const KvCacheView& c, handle stream = nb::none
   return ctx;
 }
 
-}   // namespace
+}  // namespace
 
 LockedCache locked_cache(Args& args, handle cache) {
   if (nb::isinstance<KvCache>(cache)) return nb::inst_ptr<KvCache>(cache)->now(args);
-  if (nb::isinstance<Exclusive>(cache) && nb::inst_ptr<Exclusive>(cache)->held()) return nb::inst_ptr<Exclusive>(cache)->cache();
+  if (nb::isinstance<Exclusive>(cache) && nb::inst_ptr<Exclusive>(cache)->held())
+    return nb::inst_ptr<Exclusive>(cache)->cache();
   nb::object inner = nb::getattr(cache, "_handle", nb::none());
-  if (nb::isinstance<KvCache>(inner)) return nb::inst_ptr<KvCache>(inner)->now(args);   // the owner keeps it alive
+  if (nb::isinstance<KvCache>(inner)) return nb::inst_ptr<KvCache>(inner)->now(args);  // the owner keeps it alive
   const nb::object type_name = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(cache.ptr()))).attr("__name__");
-  fail(ErrorKind::type, args.op(), ": cache must be a rooftile KVCache or PagedKVCache, got ", nb::str(type_name).c_str());
+  fail(ErrorKind::type, args.op(), ": cache must be a rooftile KVCache or PagedKVCache, got ",
+       nb::str(type_name).c_str());
 }
 
 void bind_kv_cache(nb::module_& m) {
@@ -159,7 +175,8 @@ void bind_kv_cache(nb::module_& m) {
           "__init__",
           [](KvCache* self, handle format, handle dtype, handle page_size, handle head_dim, handle kv_heads,
              handle max_rows, handle max_pages, handle pool, handle k_pool, handle v_pool, handle block_table,
-             handle lengths, handle ring_k, handle ring_v, handle raw_from, handle fault, const char* op, handle shared, handle sources) {
+             handle lengths, handle ring_k, handle ring_v, handle raw_from, handle fault, const char* op, handle shared,
+             handle sources) {
             Args args(op);
             KvCacheShape shape;
             shape.format = kv_format_from_name(op, args.text(format, "format"));
@@ -176,21 +193,24 @@ void bind_kv_cache(nb::module_& m) {
           "pool"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(),
           "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "fault"_a.none() = nb::none(), "op"_a = "KVCache",
           "shared"_a = nb::make_tuple(), "sources"_a = nb::make_tuple())
-      .def("exclusive", [](nb::handle_t<KvCache> self, const char* op) {
-        Args args(op);
-        return Exclusive(args, self);
-      })
+      .def("exclusive",
+           [](nb::handle_t<KvCache> self, const char* op) {
+             Args args(op);
+             return Exclusive(args, self);
+           })
       .def_prop_ro("times_taken", &KvCache::times_taken);
   nb::class_<Exclusive>(m, "Exclusive")
       .def("__enter__", [](nb::handle_t<Exclusive> self) { return nb::borrow<nb::object>(self); })
-      .def("__exit__", [](Exclusive& self, handle, handle, handle) { self.leave(); }, "kind"_a.none(), "error"_a.none(), "trace"_a.none());
+      .def(
+          "__exit__", [](Exclusive& self, handle, handle, handle) { self.leave(); }, "kind"_a.none(), "error"_a.none(),
+          "trace"_a.none());
 
   m.def(
       "kv_block_bytes",
       [](handle format, handle page_size, handle head_dim, const char* op) {
         Args args(op);
-        return kv_block_bytes(kv_format_from_name(args.op(), args.text(format, "format")), small(args, page_size, "page_size"),
-                              small(args, head_dim, "head_dim"), op);
+        return kv_block_bytes(kv_format_from_name(args.op(), args.text(format, "format")),
+                              small(args, page_size, "page_size"), small(args, head_dim, "head_dim"), op);
       },
       "format"_a, "page_size"_a, "head_dim"_a, "op"_a = "KVCache");
   m.def("kv_formats", [] {
@@ -258,7 +278,8 @@ void bind_kv_cache(nb::module_& m) {
       [](handle cache, handle src, handle dst, handle first_page, handle stream) {
         Args args("fork");
         const LockedCache on = locked_cache(args, cache);
-        const int from = small(args, src, "src"), to = small(args, dst, "dst"), first = small(args, first_page, "first_page");
+        const int from = small(args, src, "src"), to = small(args, dst, "dst"),
+                  first = small(args, first_page, "first_page");
         const Context ctx = cache_context(args, on.view, stream);
         run_locked(on, CacheUse::writes, [&] { kv_copy_row(ctx, on.view, from, to, first); });
       },
@@ -312,4 +333,4 @@ void bind_kv_cache(nb::module_& m) {
       "cache"_a.none(), "row"_a, "values"_a, "minima"_a, "out"_a.none());
 }
 
-}   // namespace rooftile::python
+}  // namespace rooftile::python

@@ -15,15 +15,16 @@ namespace rooftile::python {
 
 struct LockedCache {
   KvCacheView view;
-  std::shared_ptr<CacheLock> lock;   // of all caches over the same pool
+  std::shared_ptr<CacheLock> lock;  // of all caches over the same pool
 };
 
 // What is behind a cache argument: a `_C.KvCache`, or an object that holds one as `_handle` (rooftile.KVCache and the
-// others of rooftile.kv_cache), or the lock of one that is held. Anything else is a type error. Valid as long as the argument lives.
+// others of rooftile.kv_cache), or the lock of one that is held. Anything else is a type error. Valid as long as the
+// argument lives.
 LockedCache locked_cache(Args&, nanobind::handle cache);
 
-// Runs a call on a cache without the GIL and under its lock; nobody waits for the lock who holds the GIL. A call that only reads
-// runs beside others of its kind, but on a GPU, where it may raise, and so clear, what a kernel found wrong.
+// Runs a call on a cache without the GIL and under its lock; nobody waits for the lock who holds the GIL. A call that
+// only reads runs beside others of its kind, but on a GPU, where it may raise, and so clear, what a kernel found wrong.
 enum class CacheUse { reads, writes };
 template <class Op>
 auto run_locked(const LockedCache& cache, CacheUse use, const Op& op) {

@@ -19,10 +19,14 @@ namespace {
 
 const char* python_class(ErrorKind kind) {
   switch (kind) {
-    case ErrorKind::value: return "ArgumentError";
-    case ErrorKind::type: return "ArgumentTypeError";
-    case ErrorKind::not_supported: return "NotSupportedError";
-    case ErrorKind::device: return "DeviceError";
+    case ErrorKind::value:
+      return "ArgumentError";
+    case ErrorKind::type:
+      return "ArgumentTypeError";
+    case ErrorKind::not_supported:
+      return "NotSupportedError";
+    case ErrorKind::device:
+      return "DeviceError";
   }
   return "RooftileError";
 }
@@ -33,7 +37,7 @@ void translate(const std::exception_ptr& pointer, void*) {
   } catch (const Error& e) {
     nb::object type = nb::module_::import_("rooftile.errors").attr(python_class(e.kind()));
     PyErr_SetString(type.ptr(), e.what());
-  } catch (const std::bad_alloc&) {   // scratch of a CPU kernel, lists of a call
+  } catch (const std::bad_alloc&) {  // scratch of a CPU kernel, lists of a call
     nb::object type = nb::module_::import_("rooftile.errors").attr("OutOfMemoryError");
     PyErr_SetString(type.ptr(), "no memory on the host for what this call needs besides its arguments");
   }
@@ -45,7 +49,7 @@ void translate(const std::exception_ptr& pointer, void*) {
 NB_MODULE(_C, m) {
   using namespace rooftile;
   nb::register_exception_translator(python::translate);
-  nb::set_leak_warnings(false);   // torch.compile keeps what it traced, our handles too, until the process ends
+  nb::set_leak_warnings(false);  // torch.compile keeps what it traced, our handles too, until the process ends
   m.attr("version") = ROOFTILE_VERSION;
   m.attr("binding_mode") = ROOFTILE_MODE;
   m.def("did_you_mean", [](const std::string& given, const nb::args& known) {
@@ -56,7 +60,9 @@ NB_MODULE(_C, m) {
   m.def("cpu_variants", [] { return cpu_variants(); });
   m.def("gpu_count", [] { return gpu_count(); });
   m.def("gpu_backend", [] { return gpu_backend(); });
-  m.def("warmup", [](int device) { warmup({.device = {DeviceType::cuda, device}}); }, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "warmup", [](int device) { warmup({.device = {DeviceType::cuda, device}}); },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("parallel_backend", [] { return parallel_backend(); });
   m.def("parallel_threads", [] { return parallel_threads(); });
   python::bind_attention(m);

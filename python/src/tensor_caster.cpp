@@ -12,7 +12,9 @@ namespace rooftile::python {
 
 // DLPack 1.3, "DLManagedTensorVersioned".
 struct ManagedTensor {
-  struct { std::uint32_t major, minor; } version;
+  struct {
+    std::uint32_t major, minor;
+  } version;
   void* context;
   void (*deleter)(ManagedTensor*);
   std::uint64_t flags;
@@ -28,9 +30,12 @@ struct UnversionedTensor {
 
 // DLPack 1.3, "DLPackExchangeAPI": the part of its layout that is used.
 struct ExchangeTable {
-  struct { std::uint32_t major, minor; } version;
+  struct {
+    std::uint32_t major, minor;
+  } version;
   ExchangeTable* previous;
-  int (*managed_tensor_allocator)(nb::dlpack::dltensor* like, ManagedTensor** out, void* error, void (*set_error)(void* error, const char* kind, const char* message));
+  int (*managed_tensor_allocator)(nb::dlpack::dltensor* like, ManagedTensor** out, void* error,
+                                  void (*set_error)(void* error, const char* kind, const char* message));
   void* managed_tensor_from_py_object;
   void* managed_tensor_to_py_object;
   int (*dltensor_from_py_object)(void* object, nb::dlpack::dltensor* out);
@@ -42,15 +47,15 @@ struct NumpyArray {
   PyObject head;
   char* data;
   int ndim;
-  Py_ssize_t *shape, *stride;   // strides in bytes
+  Py_ssize_t *shape, *stride;  // strides in bytes
   PyObject *base, *dtype;
 };
 
 namespace {
 
-constexpr double address_space = 0x1p57;   // bytes: no machine has more
+constexpr double address_space = 0x1p57;  // bytes: no machine has more
 constexpr int dl_cpu = 1, dl_cuda = 2, dl_cuda_host = 3;
-constexpr std::uint32_t dl_major = 1;            // of another one nothing but version and deleter is known
+constexpr std::uint32_t dl_major = 1;  // of another one nothing but version and deleter is known
 constexpr std::uint64_t dl_flag_read_only = 1;
 
 std::string text_of(nb::handle h) {
@@ -71,15 +76,16 @@ std::string module_of(nb::handle h) {
 // What one Python type is to us. Found out once a type.
 struct TypeFacts {
   PyTypeObject* type = nullptr;
-  bool numpy = false;                       // numpy.ndarray, exactly
-  bool torch = false;                       // torch.Tensor or torch.nn.Parameter, exactly
+  bool numpy = false;  // numpy.ndarray, exactly
+  bool torch = false;  // torch.Tensor or torch.nn.Parameter, exactly
   bool torch_subclass = false;
-  bool masked = false;                      // numpy.ma.MaskedArray, whose mask DLPack leaves behind
-  const ExchangeTable* table = nullptr;     // null: no usable table
+  bool masked = false;                   // numpy.ma.MaskedArray, whose mask DLPack leaves behind
+  const ExchangeTable* table = nullptr;  // null: no usable table
 };
 
 bool is_exact_numpy(nb::handle type) {
-  return nb::hasattr(type, "__module__") && text_of(type.attr("__module__")) == "numpy" && text_of(type.attr("__name__")) == "ndarray";
+  return nb::hasattr(type, "__module__") && text_of(type.attr("__module__")) == "numpy" &&
+         text_of(type.attr("__name__")) == "ndarray";
 }
 
 bool is_exact_torch(nb::handle type) {
@@ -115,11 +121,11 @@ TypeFacts facts_of(nb::handle h) {
   for (const TypeFacts& f : known)
     if (f.type == type) return f;
   const TypeFacts facts = find_facts(type);
-  Py_INCREF(reinterpret_cast<PyObject*>(type));   // so that the address stays this type's
+  Py_INCREF(reinterpret_cast<PyObject*>(type));  // so that the address stays this type's
   PyTypeObject* const oldest = known[7].type;
   std::memmove(known + 1, known, sizeof known - sizeof *known);
   known[0] = facts;
-  Py_XDECREF(reinterpret_cast<PyObject*>(oldest));   // last: the end of a type may run Python
+  Py_XDECREF(reinterpret_cast<PyObject*>(oldest));  // last: the end of a type may run Python
   return facts;
 }
 
@@ -130,9 +136,10 @@ bool grad_mode_on() {
 
 // Whether somebody is inside torch.autograd.forward_ad.dual_level(): only there are tensors dual.
 bool dual_level_entered() {
-  static PyObject* const names = PyModule_GetDict(nb::object(nb::module_::import_("torch.autograd.forward_ad")).release().ptr());
+  static PyObject* const names =
+      PyModule_GetDict(nb::object(nb::module_::import_("torch.autograd.forward_ad")).release().ptr());
   static PyObject* const level = nb::str("_current_level").release().ptr();
-  PyObject* const value = PyDict_GetItemWithError(names, level);   // borrowed
+  PyObject* const value = PyDict_GetItemWithError(names, level);  // borrowed
   return value && PyLong_AsLong(value) >= 0;
 }
 bool is_dual(nb::handle h) {
@@ -142,7 +149,7 @@ bool is_dual(nb::handle h) {
 
 // Attribute names as Python strings, made once: a lookup by C string would make and hash one every call.
 const nb::str& requires_grad_name() {
-  static const nb::str* const name = new nb::str("requires_grad");   // outlives the interpreter's shutdown
+  static const nb::str* const name = new nb::str("requires_grad");  // outlives the interpreter's shutdown
   return *name;
 }
 const nb::str& is_neg_name() {
@@ -162,7 +169,7 @@ std::string take_python_error() {
   Py_XDECREF(type);
   Py_XDECREF(value);
   Py_XDECREF(trace);
-  return text.substr(0, text.find('\n'));   // torch appends a C++ stack trace
+  return text.substr(0, text.find('\n'));  // torch appends a C++ stack trace
 }
 
 DType dtype_of(nb::dlpack::dtype t, const char* op, const char* argument) {
@@ -178,35 +185,43 @@ DType dtype_of(nb::dlpack::dtype t, const char* op, const char* argument) {
   const std::string family = t.code < 7 ? families[t.code] : "DLPack type code " + std::to_string(t.code) + ", ";
   refuse(ErrorKind::type, op, argument,
          "has dtype " + (t.code == 6 ? family : family + std::to_string(t.bits)) +
-             (t.lanes == 1 ? "" : " in " + std::to_string(t.lanes) + " lanes") + ", which no op takes (float32, float16, bfloat16, float8_e4m3fn, int8, uint8, int32, int64)");
+             (t.lanes == 1 ? "" : " in " + std::to_string(t.lanes) + " lanes") +
+             ", which no op takes (float32, float16, bfloat16, float8_e4m3fn, int8, uint8, int32, int64)");
 }
 
 Device device_of(int type, int index, const char* op, const char* argument) {
   if (type == dl_cpu || type == dl_cuda_host) return {DeviceType::cpu, 0};
   if (type == dl_cuda) return {DeviceType::cuda, index};
-  refuse(ErrorKind::value, op, argument, "is on a device rooftile does not know (DLPack device type " + std::to_string(type) + ")");
+  refuse(ErrorKind::value, op, argument,
+         "is on a device rooftile does not know (DLPack device type " + std::to_string(type) + ")");
 }
 
-// d: as `t`, but for its memory. Addresses are computed in 64 bits, of elements that no address space could hold as well.
+// d: as `t`, but for its memory. Addresses are computed in 64 bits, of elements that no address space could hold as
+// well.
 void take_memory(TensorView& t, const nb::dlpack::dltensor& d, const char* op, const char* argument) {
   if (static_cast<double>(d.byte_offset) >= address_space)
-    refuse(ErrorKind::value, op, argument,
-           "has a byte_offset that leads out of any memory (" + std::to_string(d.byte_offset) + ", " + describe(t) + ")");
+    refuse(
+        ErrorKind::value, op, argument,
+        "has a byte_offset that leads out of any memory (" + std::to_string(d.byte_offset) + ", " + describe(t) + ")");
   double reach = 0;
-  for (int i = 0; i < t.ndim; ++i) reach += std::abs(static_cast<double>(t.shape[i] - 1) * static_cast<double>(t.stride[i]));
-  if (reach * static_cast<double>(size_of(t.dtype)) + static_cast<double>(d.byte_offset) >= address_space && t.numel() > 0)
+  for (int i = 0; i < t.ndim; ++i)
+    reach += std::abs(static_cast<double>(t.shape[i] - 1) * static_cast<double>(t.stride[i]));
+  if (reach * static_cast<double>(size_of(t.dtype)) + static_cast<double>(d.byte_offset) >= address_space &&
+      t.numel() > 0)
     refuse(ErrorKind::value, op, argument, "has strides that lead out of any memory (" + describe(t) + ")");
   t.data = d.data ? static_cast<char*>(d.data) + d.byte_offset : nullptr;
   if (reinterpret_cast<std::uintptr_t>(t.data) % size_of(t.dtype) != 0)
     refuse(ErrorKind::value, op, argument, "is not aligned to its elements (" + describe(t) + "); copy it");
-  if (!t.data && t.numel() > 0)
-    refuse(ErrorKind::value, op, argument, "has no memory behind it (" + describe(t) + ")");
+  if (!t.data && t.numel() > 0) refuse(ErrorKind::value, op, argument, "has no memory behind it (" + describe(t) + ")");
 }
 
 TensorView view_of(const nb::dlpack::dltensor& d, const char* op, const char* argument) {
   if (d.ndim < 0 || d.ndim > TensorView::max_ndim)
-    refuse(ErrorKind::value, op, argument, "has " + std::to_string(d.ndim) + " dimensions, 0 to " + std::to_string(TensorView::max_ndim) + " are taken");
-  if (d.ndim > 0 && !d.shape) refuse(ErrorKind::value, op, argument, "has " + std::to_string(d.ndim) + " dimensions and no shape");
+    refuse(
+        ErrorKind::value, op, argument,
+        "has " + std::to_string(d.ndim) + " dimensions, 0 to " + std::to_string(TensorView::max_ndim) + " are taken");
+  if (d.ndim > 0 && !d.shape)
+    refuse(ErrorKind::value, op, argument, "has " + std::to_string(d.ndim) + " dimensions and no shape");
   TensorView t;
   t.dtype = dtype_of(d.dtype, op, argument);
   t.device = device_of(d.device.device_type, d.device.device_id, op, argument);
@@ -217,16 +232,18 @@ TensorView view_of(const nb::dlpack::dltensor& d, const char* op, const char* ar
     empty |= (t.shape[i] = d.shape[i]) == 0;
   }
   std::int64_t contiguous = 1;
-  for (int i = d.ndim - 1; i >= 0; --i) {   // what has no elements has no strides of its own
+  for (int i = d.ndim - 1; i >= 0; --i) {  // what has no elements has no strides of its own
     t.stride[i] = d.strides && !empty ? d.strides[i] : contiguous;
-    if (__builtin_mul_overflow(contiguous, d.shape[i], &contiguous)) contiguous = std::numeric_limits<std::int64_t>::max();
+    if (__builtin_mul_overflow(contiguous, d.shape[i], &contiguous))
+      contiguous = std::numeric_limits<std::int64_t>::max();
   }
   take_memory(t, d, op, argument);
   return t;
 }
 
-// What __dlpack__ gives. Unversioned is what most give sooner; of what will be written the other one says whether it may be. Producers
-// give one of them alone: old ones take no max_version (TypeError), and what is read-only has no unversioned capsule (BufferError).
+// What __dlpack__ gives. Unversioned is what most give sooner; of what will be written the other one says whether it
+// may be. Producers give one of them alone: old ones take no max_version (TypeError), and what is read-only has no
+// unversioned capsule (BufferError).
 nb::object call_dlpack(nb::handle h, bool versioned) {
   nb::object method = h.attr("__dlpack__");
   return versioned ? method(nb::arg("max_version") = nb::make_tuple(dl_major, 0)) : method();
@@ -258,15 +275,19 @@ TensorView Args::out(nb::handle h, const char* argument) { return convert(h, arg
 TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
   const TypeFacts facts = facts_of(h);
   if (facts.torch_subclass)
-    refuse(ErrorKind::type, op_, argument, "is a " + python_type(h) + ", which holds no memory of its own kind; expected a plain torch.Tensor");
+    refuse(ErrorKind::type, op_, argument,
+           "is a " + python_type(h) + ", which holds no memory of its own kind; expected a plain torch.Tensor");
   if (facts.masked)
-    refuse(ErrorKind::type, op_, argument, "is a " + python_type(h) + ", whose mask no op reads; pass filled() or its data");
+    refuse(ErrorKind::type, op_, argument,
+           "is a " + python_type(h) + ", whose mask no op reads; pass filled() or its data");
   if (facts.torch) {
     if (nb::object(h.attr(requires_grad_name())).ptr() == Py_True && grad_mode_on())
-      refuse(ErrorKind::value, op_, argument, "requires grad; rooftile is for inference: call it under torch.no_grad() or inference_mode()");
+      refuse(ErrorKind::value, op_, argument,
+             "requires grad; rooftile is for inference: call it under torch.no_grad() or inference_mode()");
     if (duals_ < 0) duals_ = dual_level_entered();
     if (duals_ && is_dual(h))
-      refuse(ErrorKind::value, op_, argument, "is a dual tensor, whose tangent no op carries on; rooftile is for inference: pass unpack_dual(x).primal");
+      refuse(ErrorKind::value, op_, argument,
+             "is a dual tensor, whose tangent no op carries on; rooftile is for inference: pass unpack_dual(x).primal");
     if (nb::object(h.attr(is_neg_name())()).ptr() == Py_True)
       refuse(ErrorKind::value, op_, argument, "is a lazily negated view; call resolve_neg() first");
   }
@@ -281,12 +302,13 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
     table_ = facts.table;
   } else {
     const bool bf16 = python_type(h) == "ndarray" && nb::hasattr(h, "dtype") &&
-                      text_of(h.attr("dtype")) == "bfloat16";   // ml_dtypes: NumPy has no DLPack code for it
+                      text_of(h.attr("dtype")) == "bfloat16";  // ml_dtypes: NumPy has no DLPack code for it
     objects_.push_back(bf16 ? h.attr("view")("uint16") : facts.torch ? h.attr("detach")() : nb::borrow(h));
     auto [d, read_only] = produced(objects_.back(), argument, writes);
     if (bf16) d.dtype = {4, 16, 1};
     t = view_of(d, op_, argument);
-    t.read_only = writes && (read_only || module_of(h).rfind("jax", 0) == 0);   // jax: immutable, but its capsule does not say so
+    t.read_only =
+        writes && (read_only || module_of(h).rfind("jax", 0) == 0);  // jax: immutable, but its capsule does not say so
     if (!facts.numpy && !facts.torch) check_python_shape(h, t, op_, argument);
   }
   if (t.read_only) refuse(ErrorKind::value, op_, argument, "is read-only and would be written");
@@ -295,42 +317,50 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
 
 std::pair<nb::dlpack::dltensor, bool> Args::produced(nb::handle h, const char* argument, bool writes) {
   const std::string expected = "must be an array that speaks DLPack (torch, NumPy, jax, cupy), got " + python_type(h);
-  if (!nb::hasattr(h, "__dlpack__")) refuse(ErrorKind::type, op_, argument, expected);   // bytes and the like are no arrays
+  if (!nb::hasattr(h, "__dlpack__"))
+    refuse(ErrorKind::type, op_, argument, expected);  // bytes and the like are no arrays
   nb::object capsule;
   try {
     capsule = dlpack_of(h, writes);
   } catch (nb::python_error& e) {
-    if (!e.matches(PyExc_Exception)) throw;   // KeyboardInterrupt and the like
-    nb::object memory = nb::steal(PyMemoryView_FromObject(h.ptr()));   // what is read-only in NumPy before 2.1
+    if (!e.matches(PyExc_Exception)) throw;                           // KeyboardInterrupt and the like
+    nb::object memory = nb::steal(PyMemoryView_FromObject(h.ptr()));  // what is read-only in NumPy before 2.1
     PyErr_Clear();
     nb::ndarray<nb::ro> read;
     if (!memory.is_valid() || !nb::try_cast(memory, read, false))
-      refuse(ErrorKind::type, op_, argument, expected + ", whose __dlpack__ raised " + text_of(e.type().attr("__name__")) + ": " + text_of(e.value()));
+      refuse(ErrorKind::type, op_, argument,
+             expected + ", whose __dlpack__ raised " + text_of(e.type().attr("__name__")) + ": " + text_of(e.value()));
     buffers_.push_back(read);
-    const nb::dlpack::dltensor d{const_cast<void*>(static_cast<const void*>(read.data())), {read.device_type(), read.device_id()},
-                                 static_cast<std::int32_t>(read.ndim()), read.dtype(), const_cast<std::int64_t*>(read.shape_ptr()),
-                                 const_cast<std::int64_t*>(read.stride_ptr()), 0};
+    const nb::dlpack::dltensor d{const_cast<void*>(static_cast<const void*>(read.data())),
+                                 {read.device_type(), read.device_id()},
+                                 static_cast<std::int32_t>(read.ndim()),
+                                 read.dtype(),
+                                 const_cast<std::int64_t*>(read.shape_ptr()),
+                                 const_cast<std::int64_t*>(read.stride_ptr()),
+                                 0};
     return {d, nb::cast<bool>(memory.attr("readonly"))};
   }
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
     auto* managed = static_cast<UnversionedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
-    PyCapsule_SetName(capsule.ptr(), "used_dltensor");   // ours to give back from here on
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor");  // ours to give back from here on
     unversioned_.push_back(managed);
     return {managed->tensor, false};
   }
   if (!PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned"))
-    refuse(ErrorKind::type, op_, argument, expected + ", whose __dlpack__ gave a " + python_type(capsule) + ", expected a capsule with a tensor");
+    refuse(ErrorKind::type, op_, argument,
+           expected + ", whose __dlpack__ gave a " + python_type(capsule) + ", expected a capsule with a tensor");
   auto* managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
   PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
   versioned_.push_back(managed);
   if (managed->version.major != dl_major)
-    refuse(ErrorKind::type, op_, argument, "is a tensor of DLPack " + std::to_string(managed->version.major) + "." + std::to_string(managed->version.minor) +
-           ", expected version " + std::to_string(dl_major));
+    refuse(ErrorKind::type, op_, argument,
+           "is a tensor of DLPack " + std::to_string(managed->version.major) + "." +
+               std::to_string(managed->version.minor) + ", expected version " + std::to_string(dl_major));
   return {managed->tensor, (managed->flags & dl_flag_read_only) != 0};
 }
 
 double Args::number(nb::handle h, const char* argument) {
-  const double value = PyFloat_AsDouble(h.ptr());   // takes int, float and anything with __float__
+  const double value = PyFloat_AsDouble(h.ptr());  // takes int, float and anything with __float__
   if (value == -1.0 && PyErr_Occurred()) {
     PyErr_Clear();
     refuse(ErrorKind::type, op_, argument, "must be a number, got " + python_type(h));
@@ -339,7 +369,7 @@ double Args::number(nb::handle h, const char* argument) {
 }
 
 std::int64_t Args::integer(nb::handle h, const char* argument) {
-  nb::object index = nb::steal(PyNumber_Index(h.ptr()));   // takes int and anything with __index__, never a float
+  nb::object index = nb::steal(PyNumber_Index(h.ptr()));  // takes int and anything with __index__, never a float
   const std::int64_t value = index.is_valid() ? PyLong_AsLongLong(index.ptr()) : -1;
   if (value == -1 && PyErr_Occurred()) {
     const bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
@@ -352,7 +382,7 @@ std::int64_t Args::integer(nb::handle h, const char* argument) {
 
 const char* Args::text(nb::handle h, const char* argument) {
   if (!nb::isinstance<nb::str>(h)) refuse(ErrorKind::type, op_, argument, "must be a string, got " + python_type(h));
-  return nb::borrow<nb::str>(h).c_str();   // lives as long as the Python string
+  return nb::borrow<nb::str>(h).c_str();  // lives as long as the Python string
 }
 
 Args::~Args() {
@@ -376,18 +406,19 @@ Lender::Memory Args::lend(const Context& ctx, std::size_t bytes) {
     nb::dlpack::dltensor wanted;
     wanted.device = {dl_cuda, ctx.device.index};
     wanted.ndim = 1;
-    wanted.dtype = {1, 8, 1};   // uint8
+    wanted.dtype = {1, 8, 1};  // uint8
     wanted.shape = &size;
     if (table_->managed_tensor_allocator(&wanted, &lent_, nullptr, [](void*, const char*, const char*) {}) == 0) {
       return {static_cast<char*>(lent_->tensor.data) + lent_->tensor.byte_offset, bytes};
     }
-    lent_ = nullptr;   // Python asks once more, and raises what torch raises
+    lent_ = nullptr;  // Python asks once more, and raises what torch raises
   }
   nb::gil_scoped_acquire locked;
   objects_.push_back(workspace_(op_, like_, bytes));
   const TensorView t = out(objects_.back(), "workspace");
   if (t.ndim != 1 || (t.shape[0] > 1 && t.stride[0] != 1) || t.device != ctx.device)
-    refuse(ErrorKind::value, op_, "workspace", "must be one contiguous dimension on " + name(ctx.device) + ", got " + describe(t));
+    refuse(ErrorKind::value, op_, "workspace",
+           "must be one contiguous dimension on " + name(ctx.device) + ", got " + describe(t));
   return {t.data, static_cast<std::size_t>(t.shape[0]) * size_of(t.dtype)};
 }
 
@@ -398,7 +429,8 @@ Context Args::context(const TensorView& first, nb::handle stream, nb::handle pla
   if (!stream.is_none()) {
     const std::int64_t handle = integer(stream, "stream");
     if (handle < 0)
-      refuse(ErrorKind::value, op_, "stream", "must be a stream's handle, 0 or more (as torch's stream.cuda_stream), got " + std::to_string(handle));
+      refuse(ErrorKind::value, op_, "stream",
+             "must be a stream's handle, 0 or more (as torch's stream.cuda_stream), got " + std::to_string(handle));
     ctx.stream = reinterpret_cast<void*>(handle);
   } else if (ctx.device.type == DeviceType::cuda && table_ && table_->current_work_stream) {
     if (table_->current_work_stream(dl_cuda, ctx.device.index, &ctx.stream) != 0)
@@ -410,7 +442,7 @@ Context Args::context(const TensorView& first, nb::handle stream, nb::handle pla
   return ctx;
 }
 
-// ---- HeldArray ----------------------------------------------------------------------------------------------------------
+// ---- HeldArray ----------------------------------------------------------------------------------
 
 namespace {
 
@@ -438,7 +470,7 @@ TensorView HeldArray::read(Args& args) const {
 }
 
 TensorView HeldArray::take(Args& args) {
-  type_ = nullptr;   // not as taken, until it is
+  type_ = nullptr;  // not as taken, until it is
   storage_ = facts_ = nb::object();
   const TensorView t = read(args);
   if (!t.given()) return t;
@@ -449,15 +481,21 @@ TensorView HeldArray::take(Args& args) {
     take_torch(args, t);
   } else if (facts.numpy) {
     const NumpyArray& a = numpy_array(array_);
-    seen_ = {.data = a.data, .device = {}, .ndim = a.ndim, .dtype = {}, .shape = nullptr, .strides = nullptr, .byte_offset = 0};
+    seen_ = {.data = a.data,
+             .device = {},
+             .ndim = a.ndim,
+             .dtype = {},
+             .shape = nullptr,
+             .strides = nullptr,
+             .byte_offset = 0};
     std::copy_n(a.shape, a.ndim, shape_);
     std::copy_n(a.stride, a.ndim, stride_);
     facts_ = nb::borrow(a.dtype);
-    nb::handle owner = array_;   // the array that views are of
+    nb::handle owner = array_;  // the array that views are of
     while (numpy_array(owner).base && facts_of(numpy_array(owner).base).numpy) owner = numpy_array(owner).base;
     memory_ = numpy_array(owner).data;
   }
-  if (facts.torch || facts.numpy) type_ = facts.type;   // of any other framework nothing is known to last
+  if (facts.torch || facts.numpy) type_ = facts.type;  // of any other framework nothing is known to last
   return t;
 }
 
@@ -465,13 +503,14 @@ void HeldArray::take_torch(const Args& args, const TensorView& t) {
   storage_ = array_.attr("untyped_storage")();
   bytes_ = PyObject_Size(storage_.ptr());
   memory_ = reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(storage_.attr("data_ptr")()));
-  std::int64_t last = 0;   // torch has no negative strides
+  std::int64_t last = 0;  // torch has no negative strides
   for (int i = 0; i < t.ndim; ++i) last += (t.shape[i] - 1) * t.stride[i];
   const std::int64_t begin = static_cast<const char*>(t.data) - static_cast<const char*>(memory_);
   const std::int64_t end = begin + (last + 1) * static_cast<std::int64_t>(size_of(t.dtype));
   if (t.numel() > 0 && (begin < 0 || end > bytes_))
     refuse(ErrorKind::value, args.op(), name_,
-           "needs " + std::to_string(end) + " bytes of its storage, which was resized to " + std::to_string(bytes_) + " (" + describe(t) + ")");
+           "needs " + std::to_string(end) + " bytes of its storage, which was resized to " + std::to_string(bytes_) +
+               " (" + describe(t) + ")");
   version_ = use_ == Use::versioned ? version_of(array_) : -1;
   if (!table_) {
     facts_ = python_facts(array_);
@@ -488,8 +527,8 @@ bool HeldArray::as_taken() const {
   if (!type_ || Py_TYPE(array_.ptr()) != type_) return false;
   if (!storage_.is_valid()) {
     const NumpyArray& a = numpy_array(array_);
-    return a.data == seen_.data && a.ndim == seen_.ndim && a.dtype == facts_.ptr() && std::equal(a.shape, a.shape + a.ndim, shape_) &&
-           std::equal(a.stride, a.stride + a.ndim, stride_);
+    return a.data == seen_.data && a.ndim == seen_.ndim && a.dtype == facts_.ptr() &&
+           std::equal(a.shape, a.shape + a.ndim, shape_) && std::equal(a.stride, a.stride + a.ndim, stride_);
   }
   if (PyObject_Size(storage_.ptr()) != bytes_) return false;
   if (version_ >= 0 && version_of(array_) != version_) return false;

@@ -2,9 +2,10 @@
 // The one file that knows DLPack's structs, its C exchange table, NumPy's array struct and TensorView.
 //
 // torch tensors come through the C exchange table of their type (0.1 us, no reference taken, no synchronisation);
-// everything else through __dlpack__ (NumPy, jax, cupy, older torch), and nothing that its capsule says is believed unchecked.
-// Guards: a torch subclass (FakeTensor, DTensor), a tensor that needs grad while grad mode is on, a negated view, memory that
-// is not there: each a typed error that names the argument.
+// everything else through __dlpack__ (NumPy, jax, cupy, older torch), and nothing that its capsule says is believed
+// unchecked.
+// Guards: a torch subclass (FakeTensor, DTensor), a tensor that needs grad while grad mode is on, a negated view,
+// memory that is not there: each a typed error that names the argument.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -30,11 +31,11 @@ class Args final : public Lender {
  public:
   explicit Args(const char* op) : op_(op) {}
   Args(const Args&) = delete;
-  ~Args();   // with the GIL
+  ~Args();  // with the GIL
 
-  TensorView in(nb::handle h, const char* argument);            // a tensor
+  TensorView in(nb::handle h, const char* argument);  // a tensor
   TensorView optional(nb::handle h, const char* argument) { return h.is_none() ? TensorView{} : in(h, argument); }
-  TensorView out(nb::handle h, const char* argument);           // a tensor that will be written
+  TensorView out(nb::handle h, const char* argument);  // a tensor that will be written
   TensorView optional_out(nb::handle h, const char* argument) { return h.is_none() ? TensorView{} : out(h, argument); }
 
   double number(nb::handle h, const char* argument);
@@ -46,40 +47,45 @@ class Args final : public Lender {
   // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
   // plan: None or a variant's name.
   Context context(const TensorView& first, nb::handle stream, nb::handle plan);
-  // Whoever runs on `ctx` is lent what it asks for, which a GPU's ops do: torch's memory, on its current stream, through its exchange
-  // table (1.3 us sooner than through Python), else what `workspace(op, like, bytes)` gives, a tensor of one dimension on the call's
-  // device. Both arguments outlive the call. None: nothing is lent.
+  // Whoever runs on `ctx` is lent what it asks for, which a GPU's ops do: torch's memory, on its current stream,
+  // through its exchange table (1.3 us sooner than through Python), else what `workspace(op, like, bytes)` gives, a
+  // tensor of one dimension on the call's device. Both arguments outlive the call. None: nothing is lent.
   void lend_to(Context& ctx, nb::handle workspace, nb::handle like);
 
  private:
-  Memory lend(const Context&, std::size_t bytes) override;   // without the GIL
+  Memory lend(const Context&, std::size_t bytes) override;  // without the GIL
   TensorView convert(nb::handle h, const char* argument, bool writes);
   // What __dlpack__ gives, and whether it is read-only; ours until the call is over.
   std::pair<nb::dlpack::dltensor, bool> produced(nb::handle h, const char* argument, bool writes);
 
   const char* op_;
-  std::vector<UnversionedTensor*> unversioned_;   // capsules' tensors, given back when the call is over
+  std::vector<UnversionedTensor*> unversioned_;  // capsules' tensors, given back when the call is over
   std::vector<ManagedTensor*> versioned_;
   std::vector<nb::ndarray<nb::ro>> buffers_;
   std::vector<nb::object> objects_;
-  const ExchangeTable* table_ = nullptr;   // of the last torch tensor seen
-  bool torch_ = false;                            // whether there was one
-  int duals_ = -1;                                // whether tensors may be dual; -1: not asked yet
-  nb::handle workspace_, like_;                   // of lend_to
-  ManagedTensor* lent_ = nullptr;          // by torch, until the call is over
+  const ExchangeTable* table_ = nullptr;  // of the last torch tensor seen
+  bool torch_ = false;                    // whether there was one
+  int duals_ = -1;                        // whether tensors may be dual; -1: not asked yet
+  nb::handle workspace_, like_;           // of lend_to
+  ManagedTensor* lent_ = nullptr;         // by torch, until the call is over
 };
 
 // An array that outlives the call that checked it: of a weight, of a cache. Its framework may move the memory
-// (share_memory_, storage.resize_), give the array another (data=, swap_tensors) or another shape (resize_), so every call
-// asks as_taken(), and takes and checks it again where that is false.
+// (share_memory_, storage.resize_), give the array another (data=, swap_tensors) or another shape (resize_), so every
+// call asks as_taken(), and takes and checks it again where that is false.
 class HeldArray {
  public:
-  enum class Use { read, written, versioned };   // versioned: read, and changed values count as a change where torch counts them
+  enum class Use {
+    read,
+    written,
+    versioned
+  };  // versioned: read, and changed values count as a change where torch counts them
   HeldArray(nb::handle array, const char* name, Use use) : array_(nb::borrow(array)), name_(name), use_(use) {}
 
   nb::handle object() const { return array_; }
-  TensorView read(Args& args) const;   // as Args does; no tensor for None
-  // The same, remembered for as_taken(). Refuses, besides what Args does, a tensor whose memory was made smaller than its shape.
+  TensorView read(Args& args) const;  // as Args does; no tensor for None
+  // The same, remembered for as_taken(). Refuses, besides what Args does, a tensor whose memory was made smaller than
+  // its shape.
   TensorView take(Args&);
   // Whether it has the memory, shape, strides, dtype and device that take() found. Less than 0.1 us of a torch tensor.
   bool as_taken() const;
@@ -95,11 +101,11 @@ class HeldArray {
 
   PyTypeObject* type_ = nullptr;
   const ExchangeTable* table_ = nullptr;
-  nb::dlpack::dltensor seen_{};        // torch by its table, and NumPy
+  nb::dlpack::dltensor seen_{};  // torch by its table, and NumPy
   std::int64_t shape_[TensorView::max_ndim], stride_[TensorView::max_ndim];
-  nb::object storage_, facts_;         // torch: its memory; without a table what Python says of it
-  Py_ssize_t bytes_ = 0;               // of storage_
-  std::int64_t version_ = -1;          // -1: not counted
+  nb::object storage_, facts_;  // torch: its memory; without a table what Python says of it
+  Py_ssize_t bytes_ = 0;        // of storage_
+  std::int64_t version_ = -1;   // -1: not counted
   const void* memory_ = nullptr;
 };
 

@@ -21,7 +21,7 @@ class W4Handle {
 
   HeldArray codes_, scales_, offsets_, perm_;
   W4View view_;
-  bool taken_ = false;   // view_ is of the arrays as they were taken
+  bool taken_ = false;  // view_ is of the arrays as they were taken
 };
 
 // The weight behind the argument `w` of an op for weights of so many bits; a typed error if it is none.

@@ -79,8 +79,8 @@ FAULTS = {
     "queries_sync": Fault(
         "queries may come before the last segment's states have been read",
         DECODE + "split_kv.cuh",
-        "    __syncthreads();   // the last segment's states, where queries may go",
-        "    // the last segment's states, where queries may go",
+        "__syncthreads(); Fold<1, S, threads, columns, Config::near_levels> fold(",
+        "Fold<1, S, threads, columns, Config::near_levels> fold(",
     ),
     "wait_group": Fault(
         "a tile is read before its copies are waited for",
@@ -103,8 +103,8 @@ FAULTS = {
     "step_barrier": Fault(
         "step_kv reads keys before all threads' copies have come",
         DECODE + "step_kv.cuh",
-        "        __syncthreads();   // these keys have come",
-        "        // these keys have come",
+        "__syncthreads(); start_values(used + Config::stages - 1",
+        "start_values(used + Config::stages - 1",
     ),
     "cluster_last": Fault(
         "a cluster forgets the last of sixteen leaves",
@@ -151,8 +151,8 @@ FAULTS = {
     "tile_item": Fault(
         "the next item gets the codes behind this one's",
         W4A16 + "tiles.cuh",
-        "      codes = codes_of(here);\n",
-        "",
+        "here = work.take(); codes = codes_of(here);",
+        "here = work.take();",
     ),
     "tile_end": Fault(
         "a CTA may end before the other one of its cluster has sent all it sends",
@@ -385,10 +385,9 @@ def tests_of(fault):
 def lines(tree):
     """[(fault, its line)] of every fault. Raises SystemExit for one whose place is gone."""
     found = []
-    for name, fault in FAULTS.items():
+    for fault in FAULTS.values():
         text = (Path(tree) / fault.file).read_text()
-        check_place(name, fault, text)
-        found.append((fault, places.line_of(text, text.index(fault.sound))))
+        found.append((fault, places.line_of(text, places.find(text, fault)[0])))
     return found
 
 
@@ -402,20 +401,14 @@ def rows(tree, recorded):
                "mutated": place[2], "result": result, "by": by}  # fmt: skip
 
 
-def check_place(name, fault, text):
-    if text.count(fault.sound) != 1:
-        times = text.count(fault.sound)
-        sys.exit(f"mutants: {fault.file} has the text of {name} {times} times, expected once: {fault.sound!r}")
-
-
 def plant(name, tree, to=None):
     """Puts the fault into the file of `tree`, or into its copy below `to`."""
     fault = FAULTS[name]
     text = (Path(tree) / fault.file).read_text()
-    check_place(name, fault, text)
+    begin, end = places.find(text, fault)
     path = Path(to or tree) / fault.file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.replace(fault.sound, fault.faulty))
+    path.write_text(text[:begin] + fault.faulty + text[end:])
     return path
 
 

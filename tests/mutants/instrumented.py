@@ -117,13 +117,9 @@ class Draw:
 
     def _hand(self, fault):
         text = self.text.setdefault(fault.file, (self.tree / fault.file).read_text())
-        if text.count(fault.sound) != 1:
-            raise SystemExit(
-                f"mutants: {fault.file} has {fault.sound!r} {text.count(fault.sound)} times, expected once"
-            )
-        begin = text.index(fault.sound)
+        begin, end = places.find(text, fault)
         form = "expression" if by_hand.is_expression(fault) else "statement"
-        m = Mutant(fault.file, begin, begin + len(fault.sound), fault.sound, fault.faulty, "by hand", form, fault.what)
+        m = Mutant(fault.file, begin, end, text[begin:end], fault.faulty, "by hand", form, fault.what)
         for other in self.chosen.setdefault(fault.file, []):
             if places.overlaps(m, other, text):
                 raise SystemExit(f"mutants: {fault.what!r} and {other.what!r} share a line of {fault.file}")

@@ -57,6 +57,21 @@ def line_of(text, offset):
     return text.count("\n", 0, offset) + 1
 
 
+def find(text, fault):
+    """[begin, end) of what a fault stands for in its file's text. How lines are broken and spaced does not count.
+
+    Raises SystemExit unless it occurs once.
+    """
+    at = [i for i, character in enumerate(text) if not character.isspace()]
+    squeezed, wanted = "".join(text[i] for i in at), "".join(fault.sound.split())
+    if (times := squeezed.count(wanted)) != 1:
+        raise SystemExit(
+            f"mutants: {fault.what}: {fault.file} has its text {times} times, expected once: {fault.sound!r}"
+        )
+    first = squeezed.index(wanted)
+    return at[first], at[first + len(wanted) - 1] + 1
+
+
 def overlaps(a, b, text):
     """Whether two mutants touch a common line: a compiler's message names lines."""
     first, last = line_of(text, a.begin), line_of(text, max(a.begin, a.end - 1))

@@ -9,9 +9,12 @@ namespace {
 
 double activation(double g, Gate gate) {
   switch (gate) {
-    case Gate::silu: return g / (1 + std::exp(-g));
-    case Gate::gelu_tanh: return g / (1 + std::exp(-2 * std::sqrt(2 / 3.14159265358979323846) * (g + 0.044715 * g * g * g)));
-    case Gate::gelu_erf: return g * 0.5 * std::erfc(-g / std::sqrt(2.0));
+    case Gate::silu:
+      return g / (1 + std::exp(-g));
+    case Gate::gelu_tanh:
+      return g / (1 + std::exp(-2 * std::sqrt(2 / 3.14159265358979323846) * (g + 0.044715 * g * g * g)));
+    case Gate::gelu_erf:
+      return g * 0.5 * std::erfc(-g / std::sqrt(2.0));
   }
   return 0;
 }

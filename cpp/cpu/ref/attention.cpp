@@ -17,7 +17,7 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 struct CachedHead {
   const KvCacheView& c;
   std::int64_t row, head;
-  std::int64_t code_end;   // tokens before it are read from the pages, the others raw from the ring
+  std::int64_t code_end;  // tokens before it are read from the pages, the others raw from the ring
 
   // 4.1: value = fp32(code * scale), affine formats fp32(that + min).
   float value(bool is_k, std::int64_t token, int d) const {
@@ -29,9 +29,9 @@ struct CachedHead {
     const std::int64_t base = kv_page(c, row, token) * plane.page_stride + head * plane.head_stride;
     const int slot = static_cast<int>(token % c.page_size);
     if (is_element_format(c.format)) return element(plane.codes + base + slot * plane.token_stride, d);
-    const int scale_index =
-        is_k && is_kivi(c.format) ? slot / kv_group * padded_head_dim(c.head_dim) + d : slot;
-    const float product = code_value(c.format, code(is_k, plane.codes + base, slot, d)) * sixteen_bit(plane.scale + base, scale_index);
+    const int scale_index = is_k && is_kivi(c.format) ? slot / kv_group * padded_head_dim(c.head_dim) + d : slot;
+    const float product =
+        code_value(c.format, code(is_k, plane.codes + base, slot, d)) * sixteen_bit(plane.scale + base, scale_index);
     return plane.min ? product + sixteen_bit(plane.min + base, scale_index) : product;
   }
 
@@ -49,18 +49,20 @@ struct CachedHead {
     return read(t, i);
   }
   int code(bool is_k, const std::byte* codes, int slot, int d) const {
-    const std::int64_t i = is_k ? k_code_index(c.head_dim, slot, d) : v_code_index(c.format, c.page_size, c.head_dim, slot, d);
+    const std::int64_t i =
+        is_k ? k_code_index(c.head_dim, slot, d) : v_code_index(c.format, c.page_size, c.head_dim, slot, d);
     if (code_bits(c.format) == 8) return static_cast<std::int8_t>(codes[i]);
     const int nibble = (static_cast<int>(codes[i / 2]) >> (i % 2 * 4)) & 15;
     return has_min(c.format) || nibble < 8 ? nibble : nibble - 16;
   }
 };
 
-// Softmax over the keys first .. last, then the weighted sum of the values. A query that is not real sees no sink either.
+// Softmax over the keys first .. last, then the weighted sum of the values. A query that is not real sees no sink
+// either.
 template <class Key, class Value>
-void attend(bool real, std::int64_t q_offset, const TensorView& q, const LogitParams& p, std::int64_t position, std::int64_t head,
-            std::int64_t first, std::int64_t last, const Key& key, const Value& value, const TensorView& out,
-            std::int64_t out_offset, const TensorView& lse, std::int64_t lse_offset) {
+void attend(bool real, std::int64_t q_offset, const TensorView& q, const LogitParams& p, std::int64_t position,
+            std::int64_t head, std::int64_t first, std::int64_t last, const Key& key, const Value& value,
+            const TensorView& out, std::int64_t out_offset, const TensorView& lse, std::int64_t lse_offset) {
   const int dim = static_cast<int>(q.last());
   const double sink = p.sinks && real ? read(*p.sinks, head * p.sinks->stride[0]) : -infinity;
   const double slope = p.alibi_slopes ? read(*p.alibi_slopes, head * p.alibi_slopes->stride[0]) : 0.0;
@@ -101,11 +103,12 @@ void decode_attention(const Parallel& parallel, const DecodeArgs& a) {
       std::int64_t first = 0;
       if (a.logits.window > 0 && position - a.logits.window + 1 > 0) first = position - a.logits.window + 1;
       const CachedHead kv{c, row, h / (heads / c.kv_heads), is_kivi(c.format) ? kivi_code_end(position) : position + 1};
-      attend(i < count, a.q.row_offset((b * tokens + i) * heads + h), a.q, a.logits, position, h, first, position,
-             [&](std::int64_t j, int d) { return kv.value(true, j, d); },
-             [&](std::int64_t j, int d) { return kv.value(false, j, d); }, a.out,
-             a.out.row_offset((b * tokens + i) * heads + h), a.lse,
-             a.lse.given() ? b * a.lse.stride[0] + i * a.lse.stride[1] + h * a.lse.stride[2] : 0);
+      attend(
+          i < count, a.q.row_offset((b * tokens + i) * heads + h), a.q, a.logits, position, h, first, position,
+          [&](std::int64_t j, int d) { return kv.value(true, j, d); },
+          [&](std::int64_t j, int d) { return kv.value(false, j, d); }, a.out,
+          a.out.row_offset((b * tokens + i) * heads + h), a.lse,
+          a.lse.given() ? b * a.lse.stride[0] + i * a.lse.stride[1] + h * a.lse.stride[2] : 0);
     }
   });
 }
@@ -130,24 +133,27 @@ void prefill_attention(const Parallel& parallel, const PrefillArgs& a) {
         return CachedHead{*a.cache, s.row, kv_head, is_kivi(a.cache->format) ? kivi_code_end(s.cached) : s.cached}
             .value(is_k, j, d);
       };
-      attend(i < s.real, s.q + i * a.q.stride[0] + h * a.q.stride[1], a.q, a.logits, position, h, first, last,
-             [&](std::int64_t j, int d) { return value(true, j, d); },
-             [&](std::int64_t j, int d) { return value(false, j, d); }, a.out,
-             s.out + i * a.out.stride[0] + h * a.out.stride[1], a.lse,
-             a.lse.given() ? s.lse + i * a.lse.stride[0] + h * a.lse.stride[1] : 0);
+      attend(
+          i < s.real, s.q + i * a.q.stride[0] + h * a.q.stride[1], a.q, a.logits, position, h, first, last,
+          [&](std::int64_t j, int d) { return value(true, j, d); },
+          [&](std::int64_t j, int d) { return value(false, j, d); }, a.out,
+          s.out + i * a.out.stride[0] + h * a.out.stride[1], a.lse,
+          a.lse.given() ? s.lse + i * a.lse.stride[0] + h * a.lse.stride[1] : 0);
     }
   });
 }
 
-void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
-                     const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
+void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a,
+                     const TensorView& out_b, const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
   parallel.run(out.rows(), [&](std::int64_t row, int) {
     // lse has one dimension less than out, so its elements are out's rows in the same order
     const double a = read(lse_a, element_offset(lse_a, row)), b = read(lse_b, element_offset(lse_b, row));
     const double top = a > b || std::isnan(a) ? a : b;
     const double total = std::exp(a - top) + std::exp(b - top);
     for (std::int64_t d = 0; d < out.last(); ++d) {
-      const auto element = [&](const TensorView& t) { return static_cast<double>(read(t, t.row_offset(row) + d * t.last_stride())); };
+      const auto element = [&](const TensorView& t) {
+        return static_cast<double>(read(t, t.row_offset(row) + d * t.last_stride()));
+      };
       double o = 0;
       if (b == -infinity && a != -infinity) o = element(out_a);
       else if (a == -infinity && b != -infinity) o = element(out_b);
@@ -155,7 +161,11 @@ void merge_attention(const Parallel& parallel, const TensorView& out_a, const Te
       write(out, out.row_offset(row) + d * out.last_stride(), static_cast<float>(o));
     }
     if (lse.given())
-      write(lse, element_offset(lse, row), static_cast<float>(top == -infinity ? top : a == -infinity ? b : b == -infinity ? a : top + std::log(total)));
+      write(lse, element_offset(lse, row),
+            static_cast<float>(top == -infinity ? top
+                               : a == -infinity ? b
+                               : b == -infinity ? a
+                                                : top + std::log(total)));
   });
 }
 

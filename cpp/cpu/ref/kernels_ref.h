@@ -15,8 +15,8 @@ void kv_append(const Parallel&, const KvCacheView&, const TensorView& k, const T
 void w4a16_matmul(const Parallel&, const W4MatmulArgs&);
 void linear(const Parallel&, const LinearArgs&);
 void norm(const Parallel&, const NormArgs&);
-void rope(const Parallel&, const TensorView& x, const TensorView& cos, const TensorView& sin, const TensorView& positions,
-          const TensorView& y);
+void rope(const Parallel&, const TensorView& x, const TensorView& cos, const TensorView& sin,
+          const TensorView& positions, const TensorView& y);
 void gated(const Parallel&, const TensorView& x, const TensorView& h, Gate);
 void softmax(const Parallel&, const TensorView& x, const TensorView& y);
 

@@ -16,10 +16,10 @@ namespace {
 float put_scale(DType dtype, std::byte* base, std::int64_t index, float x) {
   const float largest = dtype == DType::bf16 ? 0x1.fep+127f : 65504.0f;
   const TensorView t{.data = base, .dtype = dtype};
-  write(t, index, x > largest ? largest : x < -largest ? -largest : x);   // keeps NaN
+  write(t, index, x > largest ? largest : x < -largest ? -largest : x);  // keeps NaN
   return read(t, index);
 }
-float smallest_scale(DType dtype) { return dtype == DType::bf16 ? 0x1p-133f : 0x1p-24f; }   // subnormal
+float smallest_scale(DType dtype) { return dtype == DType::bf16 ? 0x1p-133f : 0x1p-24f; }  // subnormal
 
 void put_code(KvFormat f, std::byte* base, std::int64_t index, int code) {
   if (code_bits(f) == 8) {
@@ -44,7 +44,7 @@ struct Target {
   std::byte* in_page(const KvCacheView::Plane& plane, std::byte* section, std::int64_t token) const {
     return section + kv_page(c, row, token) * plane.page_stride + head * plane.head_stride;
   }
-  TensorView ring(std::byte* base, std::int64_t token) const {   // one raw token
+  TensorView ring(std::byte* base, std::int64_t token) const {  // one raw token
     const std::int64_t slot = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
     return {.data = base + slot * c.head_dim * static_cast<std::int64_t>(size_of(c.dtype)), .dtype = c.dtype};
   }
@@ -72,7 +72,7 @@ struct Target {
     scale = std::min(scale, largest_scale(stored, affine));
     scale = put_scale(stored, in_page(plane, plane.scale, token), index, finite ? scale : nan);
     float minimum = 0;
-    if (affine)   // + 0: a group of zeros of both signs has minimum +0
+    if (affine)  // + 0: a group of zeros of both signs has minimum +0
       minimum = put_scale(stored, in_page(plane, plane.min, token), index, finite ? low + 0.0f : nan);
     std::byte* codes = in_page(plane, plane.codes, token);
     for (int i = 0; i < n; ++i) {
@@ -107,7 +107,7 @@ struct Target {
   // The 32 tokens from `first` on, all in the ring, become codes.
   void close_group(std::int64_t first) const {
     const int slot = static_cast<int>(first % c.page_size), padded = padded_head_dim(c.head_dim);
-    for (int d = 0; d < padded; ++d)   // channels past head_dim are groups of zeros
+    for (int d = 0; d < padded; ++d)  // channels past head_dim are groups of zeros
       encode(
           c.k, first, std::int64_t{slot / kv_group} * padded + d, kv_group,
           [&](int i) { return d < c.head_dim ? read(ring(c.ring_k, first + i), d) : 0.0f; },
@@ -142,7 +142,7 @@ struct Target {
   }
 };
 
-}   // namespace
+}  // namespace
 
 void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView& k, const TensorView& v,
                const std::int32_t* rows, const std::int32_t* counts) {
@@ -157,4 +157,4 @@ void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView&
   });
 }
 
-}   // namespace rooftile::cpu::reference
+}  // namespace rooftile::cpu::reference

@@ -32,5 +32,4 @@ void norm(const Parallel& parallel, const NormArgs& a) {
   });
 }
 
-
 }  // namespace rooftile::cpu::reference

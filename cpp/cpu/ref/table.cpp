@@ -6,9 +6,15 @@ namespace rooftile::cpu {
 const Kernels& reference_kernels() {
   static const Kernels table{
       "reference",
-      reference::decode_attention, reference::prefill_attention, reference::merge_attention,
-      reference::kv_append,        reference::w4a16_matmul,      reference::linear,
-      reference::norm,             reference::rope,              reference::gated,
+      reference::decode_attention,
+      reference::prefill_attention,
+      reference::merge_attention,
+      reference::kv_append,
+      reference::w4a16_matmul,
+      reference::linear,
+      reference::norm,
+      reference::rope,
+      reference::gated,
       reference::softmax,
   };
   return table;

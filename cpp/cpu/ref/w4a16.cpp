@@ -19,9 +19,12 @@ double weight(const W4View& w, std::int64_t n, std::int64_t k) {
   const std::int64_t at = w4_scale_index(w.k / w.group, n, k / w.group);
   const double scale = element(w.scales, w.scale_dtype, at);
   switch (w.zeros) {
-    case W4Zeros::symmetric: return (u - w4_middle(w.bits)) * scale;
-    case W4Zeros::integer: return (u - std::to_integer<int>(w.offsets[at])) * scale;
-    case W4Zeros::minima: return u * scale + element(w.offsets, w.scale_dtype, at);
+    case W4Zeros::symmetric:
+      return (u - w4_middle(w.bits)) * scale;
+    case W4Zeros::integer:
+      return (u - std::to_integer<int>(w.offsets[at])) * scale;
+    case W4Zeros::minima:
+      return u * scale + element(w.offsets, w.scale_dtype, at);
   }
   return 0;
 }

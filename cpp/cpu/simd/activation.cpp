@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gated activations.  x [..., 2H] = [gate | up], h [..., H] = f(gate) * up
 // One pass: three streams, one exponential an element.
+#include "cpu/simd/activation.h"
 #include "cpu/element.h"
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/vec.h"
-#include "cpu/simd/activation.h"
 #include "cpu/simd/rows.h"
+#include "cpu/simd/vec.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
@@ -33,9 +33,12 @@ void gated_rows(const Parallel& parallel, const TensorView& x, const TensorView&
 
 void gated(const Parallel& parallel, const TensorView& x, const TensorView& h, Gate gate) {
   switch (gate) {
-    case Gate::silu: return gated_rows<Silu>(parallel, x, h);
-    case Gate::gelu_tanh: return gated_rows<GeluTanh>(parallel, x, h);
-    case Gate::gelu_erf: return gated_rows<GeluErf>(parallel, x, h);
+    case Gate::silu:
+      return gated_rows<Silu>(parallel, x, h);
+    case Gate::gelu_tanh:
+      return gated_rows<GeluTanh>(parallel, x, h);
+    case Gate::gelu_erf:
+      return gated_rows<GeluErf>(parallel, x, h);
   }
 }
 

@@ -5,8 +5,8 @@
 // are its rows: every K or V code is unpacked once and meets all of them.
 // Cost of a KV head: 4 * S * D * T * Hq / Hkv flop on S * (bytes of K and V) bytes: memory for 16 bits at T = 1, the
 // unpacking for 4 bits.
-// Chunks lie at absolute positions and are merged in order, by whoever finishes a row's last one, so a row's bits depend
-// on its own tokens alone. A row sees a token or skips it; it never adds a masked one with weight 0.
+// Chunks lie at absolute positions and are merged in order, by whoever finishes a row's last one, so a row's bits
+// depend on its own tokens alone. A row sees a token or skips it; it never adds a masked one with weight 0.
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -15,28 +15,28 @@
 #include "cpu/element.h"
 #include "cpu/kernels.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/attention_math.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/vec.h"
 #include "cpu/simd/kv_tile.h"
-#include "cpu/simd/attention_math.h"
+#include "cpu/simd/vec.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-constexpr int chunk = 128;       // tokens whose softmax is computed at once
-constexpr int max_rows = 64;     // of a task, where the heads of one query are not more
+constexpr int chunk = 128;    // tokens whose softmax is computed at once
+constexpr int max_rows = 64;  // of a task, where the heads of one query are not more
 
 // Some queries of one batch entry and KV head.
 struct Unit {
-  std::int64_t batch, head;            // KV head
+  std::int64_t batch, head;  // KV head
   std::int64_t first_query, queries;
   std::int64_t cache_row;
-  std::int64_t position;               // of the first query; below 0: sees nothing
-  std::int64_t real;                   // queries of this unit that are real
-  std::int64_t first_chunk, chunks;    // 0 chunks: nothing to see
-  std::int64_t first_task, tasks;      // tasks: 1, or one a chunk
-  std::int32_t left;                   // tasks not yet done
+  std::int64_t position;             // of the first query; below 0: sees nothing
+  std::int64_t real;                 // queries of this unit that are real
+  std::int64_t first_chunk, chunks;  // 0 chunks: nothing to see
+  std::int64_t first_task, tasks;    // tasks: 1, or one a chunk
+  std::int32_t left;                 // tasks not yet done
 };
 
 // Tokens a row sees, relative to the chunk.
@@ -48,14 +48,14 @@ struct Range {
 // One thread's arrays. rows * width floats unless said otherwise.
 struct Room {
   float *q, *q_paired, *q_scaled;
-  float* s;                            // [rows][chunk]
-  float* weight;                       // [row_block][tile]: probabilities times V scales
-  float *k, *v;                        // [tile][width]
-  float *channel, *channel_min;        // [width]
-  float *acc, *total;                  // of the chunk, and of all chunks so far
-  SoftmaxState *state, *total_state;   // [rows]
-  float* bias;                         // [rows]: dot(q, K minima) of the tile; then sums of p * V's middle
-  Range* range;                        // [rows]
+  float* s;                           // [rows][chunk]
+  float* weight;                      // [row_block][tile]: probabilities times V scales
+  float *k, *v;                       // [tile][width]
+  float *channel, *channel_min;       // [width]
+  float *acc, *total;                 // of the chunk, and of all chunks so far
+  SoftmaxState *state, *total_state;  // [rows]
+  float* bias;                        // [rows]: dot(q, K minima) of the tile; then sums of p * V's middle
+  Range* range;                       // [rows]
 };
 
 class Decode {
@@ -64,7 +64,7 @@ class Decode {
   void run();
 
  private:
-  std::int64_t plan();   // the number of tasks
+  std::int64_t plan();  // the number of tasks
   void task(std::int64_t index, int thread);
   Unit& unit_of(std::int64_t task);
   void load_queries(const Unit& u, Room& room) const;
@@ -78,22 +78,20 @@ class Decode {
   Room room(int thread) const;
   std::size_t room_bytes() const;
   std::int64_t rows_of(const Unit& u) const { return u.queries * group_; }
-  float* partial(const Unit& u, std::int64_t c) const {
-    return partials_ + (u.first_task + c) * partial_stride_;
-  }
+  float* partial(const Unit& u, std::int64_t c) const { return partials_ + (u.first_task + c) * partial_stride_; }
 
   const Parallel& parallel_;
   const DecodeArgs& a_;
   const KvCacheView& cache_;
-  const std::int64_t group_;           // query heads of a KV head
+  const std::int64_t group_;  // query heads of a KV head
   const int width_;
-  const std::int64_t block_;           // queries of a unit
-  const std::int64_t rows_;            // most rows of a unit
+  const std::int64_t block_;  // queries of a unit
+  const std::int64_t rows_;   // most rows of a unit
   const std::int64_t partial_stride_;
-  const std::int64_t count_;           // of units
+  const std::int64_t count_;  // of units
   const Scratch unit_memory_;
   Unit* const units_;
-  bool split_ = false;                 // chunks are tasks of their own
+  bool split_ = false;  // chunks are tasks of their own
   float* partials_ = nullptr;
   std::byte* rooms_ = nullptr;
 };
@@ -104,7 +102,9 @@ Decode::Decode(const Parallel& parallel, const DecodeArgs& a)
       cache_(*a.cache),
       group_(a.q.shape[2] / a.cache->kv_heads),
       width_(tile_width(*a.cache)),
-      block_(group_ >= max_rows ? 1 : max_rows / group_ < a.q.shape[1] ? max_rows / group_ : a.q.shape[1]),
+      block_(group_ >= max_rows                 ? 1
+             : max_rows / group_ < a.q.shape[1] ? max_rows / group_
+                                                : a.q.shape[1]),
       rows_(block_ * group_),
       partial_stride_((rows_ * (width_ + 2) + 15) / 16 * 16),
       count_(a.q.shape[0] * a.cache->kv_heads * ((a.q.shape[1] + block_ - 1) / block_)),
@@ -113,8 +113,9 @@ Decode::Decode(const Parallel& parallel, const DecodeArgs& a)
 
 std::size_t Decode::room_bytes() const {
   const std::size_t rows = static_cast<std::size_t>(rows_), width = static_cast<std::size_t>(width_);
-  constexpr std::size_t arrays = 16;   // at most; each may take up to a cache line more
-  return aligned(sizeof(float) * (5 * rows * width + rows * (chunk + 1) + row_block * tile + 2 * tile * width + 2 * width) +
+  constexpr std::size_t arrays = 16;  // at most; each may take up to a cache line more
+  return aligned(sizeof(float) *
+                     (5 * rows * width + rows * (chunk + 1) + row_block * tile + 2 * tile * width + 2 * width) +
                  rows * (2 * sizeof(SoftmaxState) + sizeof(Range)) + arrays * 64);
 }
 
@@ -183,7 +184,7 @@ void Decode::run() {
 }
 
 Unit& Decode::unit_of(std::int64_t task) {
-  std::int64_t low = 0, high = count_;   // first_task of units_[low] <= task < that of units_[high]
+  std::int64_t low = 0, high = count_;  // first_task of units_[low] <= task < that of units_[high]
   while (high - low > 1) {
     const std::int64_t middle = (low + high) / 2;
     (units_[middle].first_task <= task ? low : high) = middle;
@@ -192,9 +193,9 @@ Unit& Decode::unit_of(std::int64_t task) {
 }
 
 // total = total merged with part, whose keys follow. One function for every caller, so that its bits are one.
-__attribute__((noinline)) void merge_state(float* total, SoftmaxState& total_state, const float* part, SoftmaxState part_state,
-                                           int width) {
-  if (part_state.sum == 0) return;   // saw nothing
+__attribute__((noinline)) void merge_state(float* total, SoftmaxState& total_state, const float* part,
+                                           SoftmaxState part_state, int width) {
+  if (part_state.sum == 0) return;  // saw nothing
   if (total_state.sum == 0) {
     std::memcpy(total, part, sizeof(float) * static_cast<std::size_t>(width));
     total_state = part_state;
@@ -243,20 +244,20 @@ void Decode::load_queries(const Unit& u, Room& r) const {
   for (std::int64_t i = 0; i < u.queries; ++i)
     for (std::int64_t g = 0; g < group_; ++g) {
       const std::int64_t at = (i * group_ + g) * width_;
-      const std::int64_t offset = u.batch * a_.q.stride[0] + (u.first_query + i) * a_.q.stride[1] +
-                                  (u.head * group_ + g) * a_.q.stride[2];
+      const std::int64_t offset =
+          u.batch * a_.q.stride[0] + (u.first_query + i) * a_.q.stride[1] + (u.head * group_ + g) * a_.q.stride[2];
       gather_row(a_.q, offset, a_.q.stride[3], cache_.head_dim, width_, r.q + at);
       if (is_paired(cache_.format)) pair_channels(r.q + at, width_, r.q_paired + at);
     }
 }
 
-// body(from the ring?, first row, last row + 1) for every form in which the unit's rows see a tile: all of them as stored,
-// or, in the kivi formats, the rows whose own group this is raw and the later ones as codes.
+// body(from the ring?, first row, last row + 1) for every form in which the unit's rows see a tile: all of them as
+// stored, or, in the kivi formats, the rows whose own group this is raw and the later ones as codes.
 template <class Body>
 void Decode::each_source(const Unit& u, std::int64_t tile_first, const Body& body) const {
   const int rows = static_cast<int>(u.real * group_);
   if (!is_kivi(cache_.format)) return body(false, 0, rows);
-  const auto row_at = [&](std::int64_t position) {   // first row at or after a position
+  const auto row_at = [&](std::int64_t position) {  // first row at or after a position
     const std::int64_t i = position - u.position;
     return static_cast<int>((i < 0 ? 0 : i > u.real ? u.real : i) * group_);
   };
@@ -267,11 +268,12 @@ void Decode::each_source(const Unit& u, std::int64_t tile_first, const Body& bod
 
 void Decode::attend_chunk(const Unit& u, std::int64_t first_token, Room& r, float* acc, SoftmaxState* state) const {
   const int rows = static_cast<int>(rows_of(u)), real = static_cast<int>(u.real * group_);
-  const std::int64_t last_token = u.position + u.real - 1;   // the last one that is read
+  const std::int64_t last_token = u.position + u.real - 1;  // the last one that is read
   Range all{chunk, 0};
   for (int i = 0; i < rows; ++i) {
     const std::int64_t position = u.position + i / group_, window = a_.logits.window;
-    const std::int64_t first = window > 0 && position - window + 1 > first_token ? position - window + 1 - first_token : 0;
+    const std::int64_t first =
+        window > 0 && position - window + 1 > first_token ? position - window + 1 - first_token : 0;
     const std::int64_t last = position + 1 - first_token < chunk ? position + 1 - first_token : chunk;
     Range& range = r.range[i];
     range = i < real && first < last ? Range{static_cast<int>(first), static_cast<int>(last)} : Range{};
@@ -328,7 +330,7 @@ void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int of
     unpack_k(head, first, n, r.k, scales);
     scratch_rows(r.k, n, width_, k);
     if (is_paired(cache_.format)) q = r.q_paired;
-    if (is_kivi(cache_.format)) {   // sum q (u scale + min) = sum (q scale) (u - 8) + sum q (min + 8 scale)
+    if (is_kivi(cache_.format)) {  // sum q (u scale + min) = sum (q scale) (u - 8) + sum q (min + 8 scale)
       if (has_min(cache_.format)) to_middle(r.channel, r.channel_min, width_);
       for (int i = row0; i < row1; ++i) {
         F32 bias{};
@@ -354,7 +356,8 @@ void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int of
       span = {span.first < 0 ? 0 : span.first, span.last > tile ? tile : span.last};
       if (span.empty()) return;
       with_token_type(k.dtype, [&](auto e) __attribute__((always_inline)) {
-        dot_rows<decltype(e), decltype(count)::value>(q + i * width_, width_, k, span.first, span.last, s + i * chunk, chunk);
+        dot_rows<decltype(e), decltype(count)::value>(q + i * width_, width_, k, span.first, span.last, s + i * chunk,
+                                                      chunk);
       });
       F32 factor[2] = {splat(a_.logits.scale), splat(a_.logits.scale)};
       if (coded && !is_kivi(cache_.format))
@@ -392,8 +395,9 @@ void Decode::weigh(const CachedHead& head, bool ring, std::int64_t first, int of
   };
   for (int i = row0; i < row1;) {
     const Range span = span_of(i);
-    int count = 1;   // rows that see the same tokens
-    while (count < row_block && i + count < row1 && span_of(i + count).first == span.first && span_of(i + count).last == span.last)
+    int count = 1;  // rows that see the same tokens
+    while (count < row_block && i + count < row1 && span_of(i + count).first == span.first &&
+           span_of(i + count).last == span.last)
       ++count;
     if (!span.empty()) {
       const float* p = r.s + i * chunk + offset;

@@ -17,10 +17,11 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 
 inline constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-inline constexpr int row_block = 4;   // rows that share each load of a key or value
+inline constexpr int row_block = 4;  // rows that share each load of a key or value
 
 // n elements of any dtype and stride as fp32, then zeros up to `width`.
-ROOFTILE_INLINE void gather_row(const TensorView& t, std::int64_t offset, std::int64_t stride, int n, int width, float* to) {
+ROOFTILE_INLINE void gather_row(const TensorView& t, std::int64_t offset, std::int64_t stride, int n, int width,
+                                float* to) {
   with_element(t.dtype, [&](auto e) {
     const auto* from = t.as<decltype(e)>() + offset;
     int i = 0;
@@ -30,7 +31,8 @@ ROOFTILE_INLINE void gather_row(const TensorView& t, std::int64_t offset, std::i
   });
   for (int i = n; i < width; ++i) to[i] = 0;
 }
-ROOFTILE_INLINE void scatter_row(const float* from, int n, const TensorView& t, std::int64_t offset, std::int64_t stride) {
+ROOFTILE_INLINE void scatter_row(const float* from, int n, const TensorView& t, std::int64_t offset,
+                                 std::int64_t stride) {
   with_element(t.dtype, [&](auto e) {
     using E = decltype(e);
     E* to = t.as<E>() + offset;
@@ -45,10 +47,14 @@ ROOFTILE_INLINE void scatter_row(const float* from, int n, const TensorView& t, 
 template <class F>
 ROOFTILE_INLINE void with_rows(int rows, const F& f) {
   switch (rows) {
-    case 1: return f(std::integral_constant<int, 1>{});
-    case 2: return f(std::integral_constant<int, 2>{});
-    case 3: return f(std::integral_constant<int, 3>{});
-    default: return f(std::integral_constant<int, 4>{});
+    case 1:
+      return f(std::integral_constant<int, 1>{});
+    case 2:
+      return f(std::integral_constant<int, 2>{});
+    case 3:
+      return f(std::integral_constant<int, 3>{});
+    default:
+      return f(std::integral_constant<int, 4>{});
   }
 }
 
@@ -56,9 +62,12 @@ ROOFTILE_INLINE void with_rows(int rows, const F& f) {
 template <class F>
 ROOFTILE_INLINE void with_token_type(DType t, const F& f) {
   switch (t) {
-    case DType::f16: return f(Half{});
-    case DType::bf16: return f(BFloat16{});
-    default: return f(float{});
+    case DType::f16:
+      return f(Half{});
+    case DType::bf16:
+      return f(BFloat16{});
+    default:
+      return f(float{});
   }
 }
 
@@ -82,7 +91,8 @@ ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
   for (int i = 0; i < 2; ++i)
     w[i] = _mm512_add_ps(_mm512_unpacklo_ps(z[i], z[i + 2]), _mm512_unpackhi_ps(z[i], z[i + 2]));
   const __m512d a = _mm512_castps_pd(w[0]), b = _mm512_castps_pd(w[1]);
-  _mm512_storeu_ps(out, _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))));
+  _mm512_storeu_ps(
+      out, _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))));
 }
 #else
 inline constexpr int sums_at_once = 4;
@@ -101,7 +111,8 @@ ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
 // s[r][t] = dot(q[r], k[t]) for `rows` <= row_block rows and the tokens first .. last - 1 of a tile (whole blocks of
 // tokens: some more are computed). q [rows][width], s [rows][s_stride].
 template <class E, int rows>
-ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int first, int last, float* s, int s_stride) {
+ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int first, int last, float* s,
+                              int s_stride) {
   constexpr int tokens = rows == 3 ? sums_at_once / 4 : sums_at_once / rows;
   for (int t = first / tokens * tokens; t < last; t += tokens) {
     F32 acc[sums_at_once] = {};
@@ -152,7 +163,8 @@ ROOFTILE_INLINE void add_values_block(const float* p, int p_stride, const TokenR
     for (int i = 0; i < vectors; ++i) store(acc + r * width + d + i * lanes, sum[r][i]);
 }
 template <class E, int rows>
-ROOFTILE_INLINE void add_values(const float* p, int p_stride, const TokenRows& v, int first, int last, float* acc, int width) {
+ROOFTILE_INLINE void add_values(const float* p, int p_stride, const TokenRows& v, int first, int last, float* acc,
+                                int width) {
 #ifdef ROOFTILE_AVX512
   constexpr int vectors = 4;
 #else
@@ -173,7 +185,8 @@ inline constexpr int gemm_rows = 2, gemm_vectors = 2;
 #endif
 
 template <int rows, int vectors>
-ROOFTILE_INLINE void gemm_block(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int depth, bool add) {
+ROOFTILE_INLINE void gemm_block(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int depth,
+                                bool add) {
   F32 sum[rows][vectors];
 #pragma GCC unroll 6
   for (int r = 0; r < rows; ++r)
@@ -196,15 +209,18 @@ ROOFTILE_INLINE void gemm_block(const float* a, int lda, const float* b, int ldb
     for (int i = 0; i < vectors; ++i) store(c + r * ldc + i * lanes, sum[r][i]);
 }
 template <int rows>
-ROOFTILE_INLINE void gemm_strip(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int n, int depth, bool add) {
+ROOFTILE_INLINE void gemm_strip(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int n, int depth,
+                                bool add) {
   int j = 0;
   for (; j + gemm_vectors * lanes <= n; j += gemm_vectors * lanes)
     gemm_block<rows, gemm_vectors>(a, lda, b + j, ldb, c + j, ldc, depth, add);
   for (; j < n; j += lanes) gemm_block<rows, 1>(a, lda, b + j, ldb, c + j, ldc, depth, add);
 }
-static inline void gemm(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int depth, bool add) {
+static inline void gemm(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int m, int n, int depth,
+                        bool add) {
   int i = 0;
-  for (; i + gemm_rows <= m; i += gemm_rows) gemm_strip<gemm_rows>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, depth, add);
+  for (; i + gemm_rows <= m; i += gemm_rows)
+    gemm_strip<gemm_rows>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, depth, add);
   for (; i + 2 <= m; i += 2) gemm_strip<2>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, depth, add);
   for (; i < m; ++i) gemm_strip<1>(a + i * lda, lda, b, ldb, c + i * ldc, ldc, n, depth, add);
 }
@@ -222,9 +238,7 @@ ROOFTILE_INLINE F32 tanh(F32 x) {
 }
 ROOFTILE_INLINE F32 soft_cap(F32 s, float cap) { return tanh(s / cap) * cap; }
 
-ROOFTILE_INLINE F32 lane_index() {
-  return F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-}
+ROOFTILE_INLINE F32 lane_index() { return F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 // x where first <= i + lane < last, else `other`.
 ROOFTILE_INLINE F32 select_range(F32 x, int i, int first, int last, F32 other) {
   const F32 at = lane_index() + static_cast<float>(i);
@@ -263,10 +277,11 @@ ROOFTILE_INLINE SoftmaxState exponentiate(float* s, int first, int last, float a
   return state;
 }
 
-// Writes one row of out and lse: acc, the weighted values, over the softmax's sum, to which a real query's sink belongs.
-ROOFTILE_INLINE void finish_row(const LogitParams& p, bool real, std::int64_t head, SoftmaxState state, float* acc, int dim,
-                                int width, const TensorView& out, std::int64_t out_offset, const TensorView& lse,
-                                std::int64_t lse_offset) {
+// Writes one row of out and lse: acc, the weighted values, over the softmax's sum, to which a real query's sink
+// belongs.
+ROOFTILE_INLINE void finish_row(const LogitParams& p, bool real, std::int64_t head, SoftmaxState state, float* acc,
+                                int dim, int width, const TensorView& out, std::int64_t out_offset,
+                                const TensorView& lse, std::int64_t lse_offset) {
   const bool saw = !(state.sum == 0);
   float kept = 1.0f;
   if (p.sinks && real) {

@@ -7,18 +7,18 @@
 #include "cpu/element.h"
 #include "cpu/kernels.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/attention_math.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/vec.h"
 #include "cpu/simd/kv_tile.h"
-#include "cpu/simd/attention_math.h"
+#include "cpu/simd/vec.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 
-void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
-                     const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
-  constexpr int piece = max_head_dim;   // channels at once
-  constexpr std::int64_t block = 32;    // rows of a task
+void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a,
+                     const TensorView& out_b, const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
+  constexpr int piece = max_head_dim;  // channels at once
+  constexpr std::int64_t block = 32;   // rows of a task
   const std::int64_t dim = out.last();
   const int width = dim < piece ? (static_cast<int>(dim) + lanes - 1) / lanes * lanes : piece;
   const Scratch scratch(static_cast<std::size_t>(parallel.threads() * width * 2) * sizeof(float));
@@ -28,7 +28,8 @@ void merge_attention(const Parallel& parallel, const TensorView& out_a, const Te
     const std::int64_t end = (task + 1) * block < out.rows() ? (task + 1) * block : out.rows();
     for (std::int64_t row = task * block; row < end; ++row) {
       const float a = lse_a.as<float>()[element_offset(lse_a, row)], b = lse_b.as<float>()[element_offset(lse_b, row)];
-      const bool only_a = b == minus_infinity, only_b = a == minus_infinity;   // a side without keys holds nothing worth reading
+      const bool only_a = b == minus_infinity,
+                 only_b = a == minus_infinity;  // a side without keys holds nothing worth reading
       const float top = a > b ? a : b;
       const float wa = ::expf(a - top), wb = ::expf(b - top), total = wa + wb;
       for (std::int64_t first = 0; first < dim; first += piece) {

@@ -16,31 +16,31 @@
 #include "cpu/element.h"
 #include "cpu/kernels.h"
 #include "cpu/scratch.h"
+#include "cpu/simd/attention_math.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/vec.h"
 #include "cpu/simd/kv_tile.h"
-#include "cpu/simd/attention_math.h"
+#include "cpu/simd/vec.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
 constexpr int key_block = 64;
-constexpr int query_rows = 96;   // rows of a tile, where the heads of one query are not more
+constexpr int query_rows = 96;  // rows of a tile, where the heads of one query are not more
 
 // One thread's arrays.
 struct Room {
-  float* q;                  // [rows][width]
-  float* acc;                // [rows][width]
-  float* s;                  // [rows][key_block]
-  float* kt;                 // [width][key_block]
-  float* v;                  // [key_block][width]
-  float* codes;              // [tile][width]
+  float* q;      // [rows][width]
+  float* acc;    // [rows][width]
+  float* s;      // [rows][key_block]
+  float* kt;     // [width][key_block]
+  float* v;      // [key_block][width]
+  float* codes;  // [tile][width]
   float *channel, *channel_min;
-  SoftmaxState* state;       // [rows]
-  std::int64_t *first, *last;   // [rows] positions a row sees, both inclusive
-  std::int64_t* position;    // [rows]
-  float* slope;              // [rows] of ALiBi, or 0
+  SoftmaxState* state;         // [rows]
+  std::int64_t *first, *last;  // [rows] positions a row sees, both inclusive
+  std::int64_t* position;      // [rows]
+  float* slope;                // [rows] of ALiBi, or 0
 };
 
 // to [16][to_stride] = from [16][from_stride] transposed.
@@ -55,7 +55,7 @@ ROOFTILE_INLINE void transpose16(const float* from, int from_stride, float* to, 
     b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)   // rows 4 i .. 4 i + 3: a[4 i + j] has column 4 * lane + j of the four
+  for (int i = 0; i < 4; ++i)  // rows 4 i .. 4 i + 3: a[4 i + j] has column 4 * lane + j of the four
 #pragma GCC unroll 2
     for (int z = 0; z < 2; ++z) {
       const __m512d x = _mm512_castps_pd(b[4 * i + z]), y = _mm512_castps_pd(b[4 * i + 2 + z]);
@@ -64,8 +64,10 @@ ROOFTILE_INLINE void transpose16(const float* from, int from_stride, float* to, 
     }
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    const __m512 low01 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x44), high01 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xee);
-    const __m512 low23 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x44), high23 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xee);
+    const __m512 low01 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x44),
+                 high01 = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xee);
+    const __m512 low23 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x44),
+                 high23 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xee);
     _mm512_storeu_ps(to + j * to_stride, _mm512_shuffle_f32x4(low01, low23, 0x88));
     _mm512_storeu_ps(to + (4 + j) * to_stride, _mm512_shuffle_f32x4(low01, low23, 0xdd));
     _mm512_storeu_ps(to + (8 + j) * to_stride, _mm512_shuffle_f32x4(high01, high23, 0x88));
@@ -91,7 +93,8 @@ class Prefill {
 
   void run() {
     const Scratch ends_room(static_cast<std::size_t>(a_.batch) * sizeof(std::int64_t));
-    auto* ends = reinterpret_cast<std::int64_t*>(ends_room.data());   // [batch] tiles of the sequences up to and with each
+    auto* ends =
+        reinterpret_cast<std::int64_t*>(ends_room.data());  // [batch] tiles of the sequences up to and with each
     std::int64_t tiles = 0;
     for (std::int64_t b = 0; b < a_.batch; ++b) ends[b] = tiles += (a_.sequences[b].queries + queries_ - 1) / queries_;
     const Scratch scratch(static_cast<std::size_t>(parallel_.threads()) * room_bytes());
@@ -106,7 +109,8 @@ class Prefill {
   }
 
  private:
-  void task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries, int thread) const;
+  void task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries,
+            int thread) const;
   void attend_block(Room& r, int rows, std::int64_t position, int n, bool finite) const;
   bool load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Room& r) const;
   bool load_cached(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Room& r) const;
@@ -114,8 +118,9 @@ class Prefill {
 
   std::size_t room_bytes() const {
     const std::size_t rows = static_cast<std::size_t>(rows_), width = static_cast<std::size_t>(width_);
-    constexpr std::size_t arrays = 16;   // at most; each may take up to a cache line more
-    return aligned(sizeof(float) * (2 * rows * width + rows * key_block + 2 * width * key_block + tile * width + 2 * width) +
+    constexpr std::size_t arrays = 16;  // at most; each may take up to a cache line more
+    return aligned(sizeof(float) *
+                       (2 * rows * width + rows * key_block + 2 * width * key_block + tile * width + 2 * width) +
                    rows * (sizeof(SoftmaxState) + 3 * sizeof(std::int64_t) + sizeof(float)) + arrays * 64);
   }
   Room room(int thread) const {
@@ -140,7 +145,7 @@ class Prefill {
   const Parallel& parallel_;
   const PrefillArgs& a_;
   const int dim_, width_;
-  const std::int64_t kv_heads_, group_, queries_, rows_;   // rows of a tile: its queries times the heads of the KV head
+  const std::int64_t kv_heads_, group_, queries_, rows_;  // rows of a tile: its queries times the heads of the KV head
   std::byte* rooms_ = nullptr;
 };
 
@@ -152,7 +157,7 @@ void Prefill::transpose(float* k, int tokens, bool paired, float* kt) const {
     for (int t = 0; t < tokens; t += lanes) {
       if (!paired) {
         transpose16(k + t * width_ + d, width_, kt + d * key_block + t, key_block);
-      } else {   // vector 0 of a pair: even channels, 1: odd ones
+      } else {  // vector 0 of a pair: even channels, 1: odd ones
         const int base = d / 32 * 32 + d / 16 % 2;
         transpose16(k + t * width_ + d, width_, kt + base * key_block + t, 2 * key_block);
       }
@@ -166,7 +171,8 @@ bool Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t
     const int count = n - base < tile ? n - base : tile;
     for (int t = 0; t < count; ++t) {
       const std::int64_t j = first + base + t;
-      gather_row(a_.k, s.k + j * a_.k.stride[0] + head * a_.k.stride[1], a_.k.stride[2], dim_, width_, r.codes + t * width_);
+      gather_row(a_.k, s.k + j * a_.k.stride[0] + head * a_.k.stride[1], a_.k.stride[2], dim_, width_,
+                 r.codes + t * width_);
       float* v = r.v + (base + t) * width_;
       gather_row(a_.v, s.v + j * a_.v.stride[0] + head * a_.v.stride[1], a_.v.stride[2], dim_, width_, v);
       for (int d = 0; d < width_; d += lanes) probe = fma(load(v + d), F32{}, probe);
@@ -180,7 +186,9 @@ bool Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t
 bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std::int64_t first, int n, Room& r) const {
   const KvCacheView& c = *a_.cache;
   const CachedHead head{&c, s.row, head_index};
-  const std::int64_t code_end = is_element_format(c.format) ? 0 : is_kivi(c.format) ? kivi_code_end(s.cached) : s.cached;
+  const std::int64_t code_end = is_element_format(c.format) ? 0
+                                : is_kivi(c.format)         ? kivi_code_end(s.cached)
+                                                            : s.cached;
   F32 probe{};
   for (int base = 0; base < n; base += tile) {
     const std::int64_t token = first + base;
@@ -199,19 +207,21 @@ bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std
       scales.channel = r.channel;
       scales.channel_min = r.channel_min;
       unpack_k(head, token, count, r.codes, scales);
-      for (int t = 0; t < count; ++t)   // rounded as the format says: code * scale is exact, then + min
+      for (int t = 0; t < count; ++t)  // rounded as the format says: code * scale is exact, then + min
         for (int d = 0; d < width_; d += lanes) {
           float* at = r.codes + t * width_ + d;
           const F32 scale = is_kivi(c.format) ? load(scales.channel + d) : splat(scales.token[t]);
-          store(at, has_min(c.format) ? fma(load(at) + affine_middle, scale, load(scales.channel_min + d)) : load(at) * scale);
+          store(at, has_min(c.format) ? fma(load(at) + affine_middle, scale, load(scales.channel_min + d))
+                                      : load(at) * scale);
         }
       transpose(r.codes, count, is_paired(c.format), r.kt + base);
-      unpack_v(head, token, count, r.codes, scales);   // may write the whole interleaved tile
+      unpack_v(head, token, count, r.codes, scales);  // may write the whole interleaved tile
       for (int t = 0; t < count; ++t) {
         const F32 scale = splat(scales.token[t]);
         for (int d = 0; d < width_; d += lanes) {
           const F32 x = load(r.codes + t * width_ + d);
-          store(v + t * width_ + d, has_min(c.format) ? fma(x + affine_middle, scale, splat(scales.token_min[t])) : x * scale);
+          store(v + t * width_ + d,
+                has_min(c.format) ? fma(x + affine_middle, scale, splat(scales.token_min[t])) : x * scale);
         }
       }
     }
@@ -256,11 +266,13 @@ void Prefill::attend_block(Room& r, int rows, std::int64_t position, int n, bool
     const int first = from < 0 ? 0 : from > n ? n : static_cast<int>(from);
     const int last = to < 0 ? 0 : to > n ? n : static_cast<int>(to);
     if (first < last)
-      gemm(r.s + i * key_block + first, key_block, r.v + first * width_, width_, r.acc + i * width_, width_, 1, width_, last - first, true);
+      gemm(r.s + i * key_block + first, key_block, r.v + first * width_, width_, r.acc + i * width_, width_, 1, width_,
+           last - first, true);
   }
 }
 
-void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries, int thread) const {
+void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries,
+                   int thread) const {
   Room r = room(thread);
   const int rows = static_cast<int>(queries * group_);
   const std::int64_t window = a_.logits.window, keys = s.cached + s.keys;
@@ -281,7 +293,7 @@ void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t fir
     first_seen = r.first[i] < first_seen ? r.first[i] : first_seen;
     last_seen = r.last[i] > last_seen ? r.last[i] : last_seen;
   }
-  const auto blocks = [&](std::int64_t begin, std::int64_t end, const auto& load_block) {   // positions [begin, end)
+  const auto blocks = [&](std::int64_t begin, std::int64_t end, const auto& load_block) {  // positions [begin, end)
     const std::int64_t from = first_seen > begin ? (first_seen - begin) / key_block * key_block : 0;
     for (std::int64_t j = from; begin + j < end && begin + j <= last_seen; j += key_block) {
       const std::int64_t left = (end - 1 < last_seen ? end - 1 : last_seen) + 1 - begin - j;

@@ -24,10 +24,10 @@ namespace {
 typedef std::uint8_t U8x8 __attribute__((vector_size(8)));
 typedef std::uint16_t U16x8 __attribute__((vector_size(16)));
 
-constexpr std::int64_t serial_below = 1 << 14;   // values: fewer are stored sooner than a second thread wakes up
+constexpr std::int64_t serial_below = 1 << 14;  // values: fewer are stored sooner than a second thread wakes up
 
 template <class Scale>
-constexpr float smallest_scale = std::is_same_v<Scale, BFloat16> ? 0x1p-133f : 0x1p-24f;   // subnormal
+constexpr float smallest_scale = std::is_same_v<Scale, BFloat16> ? 0x1p-133f : 0x1p-24f;  // subnormal
 template <class Scale>
 constexpr float largest_minimum = std::is_same_v<Scale, BFloat16> ? 0x1.fep+127f : 65504.0f;
 
@@ -36,8 +36,8 @@ constexpr float largest_minimum = std::is_same_v<Scale, BFloat16> ? 0x1.fep+127f
 // What a pass over their values finds.
 template <KvFormat f>
 struct Range {
-  F32 low, high;   // symmetric formats: high is the largest magnitude
-  I32 broken;      // holds a NaN or an infinity
+  F32 low, high;  // symmetric formats: high is the largest magnitude
+  I32 broken;     // holds a NaN or an infinity
 
   static __attribute__((always_inline)) Range empty() {
     constexpr float inf = std::numeric_limits<float>::infinity();
@@ -81,7 +81,7 @@ struct Grid {
     F32 scale = clamp(width / top, smallest_scale<Scale>, largest);
     scale = width > 0.0f ? scale : F32{};
     Grid g{stored(r.broken ? nan : scale, scales, n), F32{}};
-    if constexpr (has_min(f)) {   // + 0: a group of zeros of both signs has minimum +0
+    if constexpr (has_min(f)) {  // + 0: a group of zeros of both signs has minimum +0
       const F32 minimum = clamp(r.low + 0.0f, -largest_minimum<Scale>, largest_minimum<Scale>);
       g.minimum = stored(r.broken ? nan : minimum, minima, n);
     }
@@ -90,7 +90,7 @@ struct Grid {
 
   // Codes of one value of each group; 0 where the scale is 0 or NaN.
   __attribute__((always_inline)) I32 codes(F32 x) const {
-    const float magic = 12582912.0f;   // 1.5 * 2^23: adding it rounds to the nearest even integer
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest even integer
     if constexpr (has_min(f)) x -= minimum;
     const F32 steps = clamp(x / scale, bottom, top);
     if constexpr (f == KvFormat::fp8) return e4m3_codes(steps) & (scale > 0.0f);
@@ -111,12 +111,12 @@ struct Grid {
 // ---- codes into a block ----
 
 template <KvFormat f>
-ROOFTILE_INLINE void put_k_codes(std::uint8_t* block, std::int64_t index, I32 codes) {   // sixteen neighbours
+ROOFTILE_INLINE void put_k_codes(std::uint8_t* block, std::int64_t index, I32 codes) {  // sixteen neighbours
   if constexpr (code_bits(f) == 8) {
     store_raw(block + index, __builtin_convertvector(codes, I8));
   } else {
     const U8 bytes = __builtin_convertvector(codes & 15, U8);
-    const U16x8 pairs = load_raw<U16x8>(&bytes);   // the even code in the low byte
+    const U16x8 pairs = load_raw<U16x8>(&bytes);  // the even code in the low byte
     store_raw(block + index / 2, __builtin_convertvector((pairs | (pairs >> 4)) & 0xff, U8x8));
   }
 }
@@ -124,7 +124,7 @@ ROOFTILE_INLINE void put_k_codes(std::uint8_t* block, std::int64_t index, I32 co
 // One token's codes, padded to a multiple of 32, one a byte.
 template <KvFormat f>
 void put_v_codes(std::uint8_t* block, int page_size, int head_dim, int slot, const std::uint8_t* codes) {
-  for (int d = 0; d < padded_head_dim(head_dim); d += 32) {   // v_code_index: d, d + 8, d + 16, d + 24 lie together
+  for (int d = 0; d < padded_head_dim(head_dim); d += 32) {  // v_code_index: d, d + 8, d + 16, d + 24 lie together
     const std::int64_t first = v_code_index(f, page_size, head_dim, slot, d);
     const std::int64_t step = v_code_index(f, page_size, head_dim, slot, d + 1) - first;
     if constexpr (code_bits(f) == 8) {
@@ -206,7 +206,7 @@ class Writer {
   // One token as one group: codes into codes_, scale and minimum into the block.
   void encode_token(const KvCacheView::Plane& plane, std::int64_t page, int slot, const T* x) {
     const int n = c_.head_dim;
-    const float fill = to_float(x[0]);   // changes no range
+    const float fill = to_float(x[0]);  // changes no range
     auto range = Range<f>::empty();
     for (int i = 0; i < n; i += lanes) range.add(load_some(x + i, n - i, fill));
     range.join();
@@ -230,7 +230,7 @@ class Writer {
     const std::int64_t page = kv_page(c_, row_, first), ring = first % c_.ring_size * d;
     Scale* scales = scales_at(c_.k, c_.k.scale, page) + std::int64_t{slot / kv_group} * padded;
     Scale* minima = has_min(f) ? scales_at(c_.k, c_.k.min, page) + std::int64_t{slot / kv_group} * padded : nullptr;
-    for (int i = 0; i < padded; i += lanes) {   // channels past head_dim are groups of zeros
+    for (int i = 0; i < padded; i += lanes) {  // channels past head_dim are groups of zeros
       F32 x[kv_group];
       auto range = Range<f>::empty();
       for (int t = 0; t < kv_group; ++t) {
@@ -268,7 +268,7 @@ void append_as(const Parallel& parallel, const KvCacheView& c, const TensorView&
   });
 }
 
-}   // namespace
+}  // namespace
 
 void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView& k, const TensorView& v,
                const std::int32_t* rows, const std::int32_t* counts) {
@@ -293,4 +293,4 @@ void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView&
   }
 }
 
-}   // namespace rooftile::cpu::ROOFTILE_ISA
+}  // namespace rooftile::cpu::ROOFTILE_ISA

@@ -15,7 +15,7 @@
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 
-inline constexpr int tile = 32;   // tokens, at absolute positions that are multiples of it
+inline constexpr int tile = 32;  // tokens, at absolute positions that are multiples of it
 
 // `token[t]` points at the elements of token t; entries past the last token repeat it, so that they may be read.
 struct TokenRows {
@@ -25,8 +25,8 @@ struct TokenRows {
 
 // What the codes of a tile stand for.
 struct TileScales {
-  float token[tile], token_min[tile];   // per token; 0 past the last token
-  float *channel, *channel_min;         // K of the kivi formats, in K's order, padded channels 0
+  float token[tile], token_min[tile];  // per token; 0 past the last token
+  float *channel, *channel_min;        // K of the kivi formats, in K's order, padded channels 0
 };
 
 ROOFTILE_INLINE float sixteen_bit(const std::byte* p, DType t, std::int64_t i) {
@@ -36,7 +36,7 @@ ROOFTILE_INLINE float sixteen_bit(const std::byte* p, DType t, std::int64_t i) {
   return to_float(Half{bits});
 }
 
-inline constexpr float affine_middle = 8.0f;   // what is taken off the codes of an affine format
+inline constexpr float affine_middle = 8.0f;  // what is taken off the codes of an affine format
 
 ROOFTILE_INLINE bool is_paired(KvFormat f) { return code_bits(f) == 4; }
 
@@ -85,7 +85,8 @@ ROOFTILE_ZIP(zip64_high, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 3
 typedef U8 Bytes;
 #endif
 
-// x[a] holds, lane by lane, byte i of piece (d % 8 = a). y[i / 2] holds the eight bytes i, a = 0..7, then those of i + 1.
+// x[a] holds, lane by lane, byte i of piece (d % 8 = a). y[i / 2] holds the eight bytes i, a = 0..7, then those of i +
+// 1.
 template <class B>
 ROOFTILE_INLINE void zip_pieces(const B (&x)[8], B (&y)[8]) {
   B pairs[4][2], quads[2][4];
@@ -124,7 +125,9 @@ ROOFTILE_INLINE void store_lane(float* to, const B& x, int lane) {
 }
 
 template <class B>
-ROOFTILE_INLINE B splat_byte(int x) { return static_cast<std::uint8_t>(x) - B{}; }
+ROOFTILE_INLINE B splat_byte(int x) {
+  return static_cast<std::uint8_t>(x) - B{};
+}
 
 // V codes of 32 channels of one interleaved tile (core/kv_layout.h) to fp32 [token][width].
 // int4: tiles of 32 tokens whose four pieces of one d % 8 are four lanes, or of 16 (pages of 16) where they are two.
@@ -138,7 +141,7 @@ ROOFTILE_INLINE void unpack_v_int4(const std::byte* codes, bool is_signed, float
       const B both = load_raw<B>(codes + (a * piece_lanes + lane) * 16);
       low[a] = both & splat_byte<B>(15);
       high[a] = both >> 4;
-      if (is_signed) {   // two's complement nibbles
+      if (is_signed) {  // two's complement nibbles
         low[a] ^= splat_byte<B>(8);
         high[a] ^= splat_byte<B>(8);
       }
@@ -172,8 +175,9 @@ ROOFTILE_INLINE void unpack_v_bytes(const std::byte* codes, float* out, int widt
     // byte i of a piece: bit 0 token % 2, bit 1 token / 8, then d / 8
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const int j = k / 2, t8 = k % 2;   // channels 16 j .., tokens 8 t8 ..
-      const Bytes even = zip64_low(y[4 * j + t8], y[4 * j + t8 + 2]), odd = zip64_high(y[4 * j + t8], y[4 * j + t8 + 2]);
+      const int j = k / 2, t8 = k % 2;  // channels 16 j .., tokens 8 t8 ..
+      const Bytes even = zip64_low(y[4 * j + t8], y[4 * j + t8 + 2]),
+                  odd = zip64_high(y[4 * j + t8], y[4 * j + t8 + 2]);
       for (int l = 0; l < step; ++l) {
         store_lane<e4m3>(out + (t8 * 8 + (lane + l) * 2) * width + 16 * j, even, l);
         store_lane<e4m3>(out + (t8 * 8 + (lane + l) * 2 + 1) * width + 16 * j, odd, l);
@@ -233,20 +237,21 @@ ROOFTILE_INLINE void widen(TokenRows& rows, int n, int head_dim, int width, floa
   const auto each = [&](auto e) {
     for (int t = 0; t < n; ++t) {
       const auto* from = reinterpret_cast<const decltype(e)*>(rows.token[t]);
-      for (int d = 0; d < width; d += lanes)
-        store(scratch + t * width + d, load_some(from + d, head_dim - d));
+      for (int d = 0; d < width; d += lanes) store(scratch + t * width + d, load_some(from + d, head_dim - d));
     }
   };
   if (rows.dtype == DType::f16) each(Half{});
   else if (rows.dtype == DType::bf16) each(BFloat16{});
   else each(float{});
   rows.dtype = DType::f32;
-  for (int t = 0; t < tile; ++t) rows.token[t] = reinterpret_cast<const std::byte*>(scratch + (t < n ? t : n - 1) * width);
+  for (int t = 0; t < tile; ++t)
+    rows.token[t] = reinterpret_cast<const std::byte*>(scratch + (t < n ? t : n - 1) * width);
 }
 
 ROOFTILE_INLINE void scratch_rows(const float* scratch, int n, int width, TokenRows& rows) {
   rows.dtype = DType::f32;
-  for (int t = 0; t < tile; ++t) rows.token[t] = reinterpret_cast<const std::byte*>(scratch + (t < n ? t : n - 1) * width);
+  for (int t = 0; t < tile; ++t)
+    rows.token[t] = reinterpret_cast<const std::byte*>(scratch + (t < n ? t : n - 1) * width);
 }
 
 ROOFTILE_INLINE void token_scales(const CachedHead& h, const KvCacheView::Plane& plane, const std::byte* section,
@@ -255,7 +260,8 @@ ROOFTILE_INLINE void token_scales(const CachedHead& h, const KvCacheView::Plane&
   const DType dtype = kv_scale_dtype(c.dtype);
   for (int t = 0; t < n;) {
     const std::byte* base = h.at(section, plane, first + t);
-    for (std::int64_t s = (first + t) % c.page_size; s < c.page_size && t < n; ++s, ++t) out[t] = sixteen_bit(base, dtype, s);
+    for (std::int64_t s = (first + t) % c.page_size; s < c.page_size && t < n; ++s, ++t)
+      out[t] = sixteen_bit(base, dtype, s);
   }
   for (int t = n; t < tile; ++t) out[t] = 0;
 }
@@ -265,7 +271,7 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
   const KvCacheView& c = *h.cache;
   const int width = tile_width(c);
   const bool is_signed = !has_min(c.format);
-  const I8 flip = static_cast<std::int8_t>(-0x78) - I8{};   // 0x88
+  const I8 flip = static_cast<std::int8_t>(-0x78) - I8{};  // 0x88
   for (int t = 0; t < n;) {
     const std::byte* base = h.at(c.k.codes, c.k, first + t);
     for (std::int64_t s = (first + t) % c.page_size; s < c.page_size && t < n; ++s, ++t) {
@@ -280,7 +286,7 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
         const std::byte* from = base + s * width / 2;
         for (int d = 0; d < width; d += 2 * lanes) {
           I8 bytes = load_raw<I8>(from + d / 2);
-          if (!is_signed) bytes ^= flip;   // u with its top bit turned is u - 8 in two's complement
+          if (!is_signed) bytes ^= flip;  // u with its top bit turned is u - 8 in two's complement
           const I32 both = __builtin_convertvector(bytes, I32);
           const I32 even = (both << 28) >> 28, odd = both >> 4;
           store(to + d, __builtin_convertvector(even, F32));
@@ -304,7 +310,7 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
     store(scales.channel_min + d, even);
     store(scales.channel_min + d + lanes, odd);
   }
-  for (int d = c.head_dim; d < width; ++d) {   // whatever lies in the padding
+  for (int d = c.head_dim; d < width; ++d) {  // whatever lies in the padding
     const int paired = d / 32 * 32 + d % 2 * 16 + d % 32 / 2;
     scales.channel[paired] = 0;
     if (min) scales.channel_min[paired] = 0;
@@ -316,9 +322,10 @@ ROOFTILE_INLINE void unpack_v(const CachedHead& h, std::int64_t first, int n, fl
   const KvCacheView& c = *h.cache;
   const int width = tile_width(c);
   const bool is_signed = !has_min(c.format);
-  const int tokens = code_bits(c.format) == 8 || c.page_size == 16 ? 16 : 32;   // of an interleaved tile
+  const int tokens = code_bits(c.format) == 8 || c.page_size == 16 ? 16 : 32;  // of an interleaved tile
   for (int t = 0; t < n; t += tokens) {
-    const std::byte* base = h.at(c.v.codes, c.v, first + t) + (first + t) % c.page_size * width * code_bits(c.format) / 8;
+    const std::byte* base =
+        h.at(c.v.codes, c.v, first + t) + (first + t) % c.page_size * width * code_bits(c.format) / 8;
     for (int d = 0; d < width; d += 32) {
       const std::byte* from = base + d * tokens * code_bits(c.format) / 8;
       float* to = out + t * width + d;

@@ -2,11 +2,11 @@
 // y = activation(x W^T + bias) + residual with W as it is.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     any strides
 #include "cpu/kernels.h"
+#include "cpu/simd/activation.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/vec.h"
-#include "cpu/simd/activation.h"
 #include "cpu/simd/product.h"
+#include "cpu/simd/vec.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
@@ -25,7 +25,8 @@ struct Weights {
   }
   // What lies outside of W is 0.
   void tile(std::int64_t tile, std::int64_t block, float* to) const {
-    const std::int64_t first = block * block_k, count = std::min<std::int64_t>(block_k, w.shape[1] - first), rows = rows_of(tile);
+    const std::int64_t first = block * block_k, count = std::min<std::int64_t>(block_k, w.shape[1] - first),
+                       rows = rows_of(tile);
     for (int n = 0; n < tile_n; ++n, to += row_floats) {
       if (n >= rows || count < block_k) std::fill_n(to, row_floats, 0.0f);
       if (n < rows) widen(row(tile * tile_n + n) + first * w.stride[1], w.stride[1], count, to);

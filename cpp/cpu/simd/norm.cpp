@@ -8,8 +8,8 @@
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/vec.h"
 #include "cpu/simd/rows.h"
+#include "cpu/simd/vec.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
@@ -31,15 +31,15 @@ class Parameter {
 
 template <class T>
 void add_row(const T* x, const T* residual, T* res, std::int64_t n) {
-  for_pieces(n, [=](std::int64_t i, auto lanes) {
-    store(res + i, load(x + i, lanes) + load(residual + i, lanes), lanes);
-  });
+  for_pieces(
+      n, [=](std::int64_t i, auto lanes) { store(res + i, load(x + i, lanes) + load(residual + i, lanes), lanes); });
 }
 
 template <bool subtract_mean, class T>
 void norm_row(const T* x, const float* weight, const float* bias, T* y, std::int64_t n, double eps) {
   const double count = static_cast<double>(n);
-  const double mean = subtract_mean ? sum_over(n, [=](std::int64_t i, auto lanes) { return load(x + i, lanes); }) / count : 0.0;
+  const double mean =
+      subtract_mean ? sum_over(n, [=](std::int64_t i, auto lanes) { return load(x + i, lanes); }) / count : 0.0;
   // In two parts: values far from 0 keep the digits of their distance to the mean.
   const float rounded = static_cast<float>(mean), rest = static_cast<float>(mean - rounded);
   const auto centred = [=](std::int64_t i, auto lanes) {
@@ -62,7 +62,8 @@ void norm_row(const T* x, const float* weight, const float* bias, T* y, std::int
 template <class T>
 void norm_rows(const Parallel& parallel, const NormArgs& a) {
   const int threads = parallel.threads();
-  const RowScratch<T> x_room(a.x, threads), y_room(a.y, threads), add_room(a.residual, threads), res_room(a.res, threads);
+  const RowScratch<T> x_room(a.x, threads), y_room(a.y, threads), add_room(a.residual, threads),
+      res_room(a.res, threads);
   const Parameter weight(a.weight), bias(a.bias);
   const std::int64_t n = a.x.last();
   for_rows(parallel, a.x.rows(), n, [&](std::int64_t row, int thread) {
@@ -71,7 +72,7 @@ void norm_rows(const Parallel& parallel, const NormArgs& a) {
       T* res = res_room.write(a.res, row, thread);
       add_row(x, add_room.read(a.residual, row, thread), res, n);
       res_room.commit(a.res, row, thread);
-      x = res;   // the norm is of the rounded sum
+      x = res;  // the norm is of the rounded sum
     }
     T* y = y_room.write(a.y, row, thread);
     if (a.subtract_mean) {

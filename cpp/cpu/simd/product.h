@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual for any kind of weight: what is left to its file is how 16 rows x 64 k of it become fp32.
+// y = activation(x W^T + bias) + residual for any kind of weight: what is left to its file is how 16 rows x 64 k of it
+// become fp32.
 //
-// Lanes are positions of k. Every output has one accumulator of 16 lanes that adds blocks of 64 k in order; the lanes are
-// summed at the end. That order is the only one, whatever M is:
+// Lanes are positions of k. Every output has one accumulator of 16 lanes that adds blocks of 64 k in order; the lanes
+// are summed at the end. That order is the only one, whatever M is:
 //   M = 1: weights go through registers, 16 accumulators a tile. Bound by the bytes of W.
 //   M > 1: 16 rows x 256 k into L1 as fp32, then a block of rows of x against them. Bound by fused multiply-adds.
 // Tasks are ranges of tiles (x blocks of rows); no two write the same output.
@@ -21,23 +22,25 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 
 constexpr int tile_n = 16, block_k = 64;
-constexpr int quads = block_k / lanes;                  // vectors of k in a block
-constexpr int row_floats = block_k;                     // one row of a tile in fp32
+constexpr int quads = block_k / lanes;  // vectors of k in a block
+constexpr int row_floats = block_k;     // one row of a tile in fp32
 constexpr int tile_floats = tile_n * block_k;
-constexpr int strip_blocks = 4;                         // in fp32 at once: 16 KB, half an L1
-constexpr std::int64_t block_rows = 96;                 // rows of x against one strip: their accumulators stay in L2
-constexpr std::int64_t panel_bytes = std::int64_t{16} << 20;   // x as the weights want it, at most (one row at least)
-constexpr std::int64_t product_worth_a_thread = 192 * 1024;    // multiply-adds: some 10 us
+constexpr int strip_blocks = 4;          // in fp32 at once: 16 KB, half an L1
+constexpr std::int64_t block_rows = 96;  // rows of x against one strip: their accumulators stay in L2
+constexpr std::int64_t panel_bytes = std::int64_t{16} << 20;  // x as the weights want it, at most (one row at least)
+constexpr std::int64_t product_worth_a_thread = 192 * 1024;   // multiply-adds: some 10 us
 constexpr std::int64_t task_weights = 64 * 1024;
 
 #ifdef ROOFTILE_AVX512
-constexpr int micro_rows = 6, micro_n = 4;              // accumulators of the inner kernel: 24 of 32 registers
+constexpr int micro_rows = 6, micro_n = 4;  // accumulators of the inner kernel: 24 of 32 registers
 #else
-constexpr int micro_rows = 2, micro_n = 2;              // 8 of 16
+constexpr int micro_rows = 2, micro_n = 2;  // 8 of 16
 #endif
 
 template <class T = float>
-T* at(const Scratch& scratch, std::int64_t byte) { return reinterpret_cast<T*>(scratch.data() + byte); }
+T* at(const Scratch& scratch, std::int64_t byte) {
+  return reinterpret_cast<T*>(scratch.data() + byte);
+}
 
 // `count` elements of a strided row as fp32.
 template <class T>
@@ -48,7 +51,7 @@ ROOFTILE_INLINE void widen(const T* p, std::int64_t stride, std::int64_t count, 
   for (; i < count; ++i) to[i] = to_float(p[i * stride]);
 }
 
-// ---- outputs --------------------------------------------------------------------------------------------------------------
+// ---- outputs ------------------------------------------------------------------------------------
 
 // sum() of sixteen vectors at once, in the same order; result lane i is of acc[i].
 ROOFTILE_INLINE F32 sums(const F32* acc) {
@@ -58,11 +61,14 @@ ROOFTILE_INLINE F32 sums(const F32* acc) {
   __m512 v[tile_n];
   for (int i = 0; i < tile_n; ++i) v[i] = (__m512)acc[4 * (i % 4) + i / 4];
   for (int i = 0; i < 8; ++i)
-    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44), _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee));
+    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44),
+                         _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee));
   for (int i = 0; i < 4; ++i)
-    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88), _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
+    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
   for (int i = 0; i < 2; ++i)
-    v[i] = _mm512_add_ps(_mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0x44), _mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0xee));
+    v[i] =
+        _mm512_add_ps(_mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0x44), _mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0xee));
   return (F32)_mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xdd));
 #else
   float total[tile_n];
@@ -99,10 +105,14 @@ inline void store_tile(const TensorView& t, std::int64_t offset, int count, F32 
 
 inline F32 activate(Activation a, F32 x) {
   switch (a) {
-    case Activation::none: return x;
-    case Activation::silu: return Silu::apply(x);
-    case Activation::gelu_tanh: return GeluTanh::apply(x);
-    case Activation::gelu_erf: return GeluErf::apply(x);
+    case Activation::none:
+      return x;
+    case Activation::silu:
+      return Silu::apply(x);
+    case Activation::gelu_tanh:
+      return GeluTanh::apply(x);
+    case Activation::gelu_erf:
+      return GeluErf::apply(x);
   }
   return x;
 }
@@ -133,7 +143,7 @@ class Epilogue {
   F32 bias_{}, up_bias_{};
 };
 
-// ---- many rows of x -----------------------------------------------------------------------------------------------------------
+// ---- many rows of x -----------------------------------------------------------------------------
 
 // acc[row][16 n] += x[row] . strip[n] over `blocks` blocks, for Rows rows and micro_n of the sixteen n.
 template <int Rows>
@@ -172,7 +182,8 @@ void micro_at_most(int rows, const float* strip, const float* x, std::int64_t x_
 
 // One tile against `rows` rows of x, into acc [rows][16 n].
 template <class Weights>
-void many_rows(const Weights& w, std::int64_t tile, const float* x, std::int64_t x_row, int rows, float* strip, F32* acc) {
+void many_rows(const Weights& w, std::int64_t tile, const float* x, std::int64_t x_row, int rows, float* strip,
+               F32* acc) {
   const std::int64_t blocks = x_row / block_k;
   if (blocks == 0) std::fill_n(acc, rows * tile_n, F32{});
   for (std::int64_t begin = 0; begin < blocks; begin += strip_blocks) {
@@ -180,18 +191,18 @@ void many_rows(const Weights& w, std::int64_t tile, const float* x, std::int64_t
     for (int b = 0; b < here; ++b) w.tile(tile, begin + b, strip + b * tile_floats);
     for (int m = 0; m < rows; m += micro_rows)
       for (int n = 0; n < tile_n; n += micro_n)
-        micro_at_most<micro_rows>(std::min(micro_rows, rows - m), strip + n * row_floats, x + m * x_row + begin * block_k,
-                                  x_row, here, begin == 0, acc + m * tile_n + n);
+        micro_at_most<micro_rows>(std::min(micro_rows, rows - m), strip + n * row_floats,
+                                  x + m * x_row + begin * block_k, x_row, here, begin == 0, acc + m * tile_n + n);
   }
 }
 
-// ---- the product of up to one panel of rows -----------------------------------------------------------------------------------
+// ---- the product of up to one panel of rows -----------------------------------------------------
 
 struct Panel {
   std::int64_t first_row, rows;
-  std::int64_t x_row;              // floats of a row of x: whole blocks
-  float* x;                        // [rows][x_row] as the weights want it
-  std::int64_t *y_at, *residual_at;   // [rows] offsets in elements
+  std::int64_t x_row;                // floats of a row of x: whole blocks
+  float* x;                          // [rows][x_row] as the weights want it
+  std::int64_t *y_at, *residual_at;  // [rows] offsets in elements
 };
 
 template <class Args, class Weights>
@@ -201,7 +212,7 @@ void fill_panel(const Parallel& parallel, const Args& a, const Weights& w, const
     p.y_at[m] = a.y.row_offset(p.first_row + m);
     p.residual_at[m] = a.residual.given() ? a.residual.row_offset(p.first_row + m) : 0;
   };
-  constexpr std::int64_t piece = 8;   // rows a task
+  constexpr std::int64_t piece = 8;  // rows a task
   const auto fill_piece = [&](std::int64_t task, int thread) {
     for (std::int64_t m = task * piece; m < std::min(p.rows, (task + 1) * piece); ++m) fill(m, thread);
   };
@@ -212,19 +223,21 @@ void fill_panel(const Parallel& parallel, const Args& a, const Weights& w, const
   }
 }
 
-// to[row]: sixteen products of each of `count` rows of the panel from m0 on with the rows of W from n on. Where those lie in
-// two tiles (n is no multiple of sixteen) each tile takes its lanes.
+// to[row]: sixteen products of each of `count` rows of the panel from m0 on with the rows of W from n on. Where those
+// lie in two tiles (n is no multiple of sixteen) each tile takes its lanes.
 template <class Weights>
-void products(const Weights& w, std::int64_t n, const Panel& p, std::int64_t m0, std::int64_t count, float* strip, F32* acc, F32* to) {
-  const int from = static_cast<int>(n % tile_n);   // lane 0 of `to` is lane `from` of the first tile
-  for (std::int64_t tile = n / tile_n; tile <= std::min((n + tile_n - 1) / tile_n, (w.rows() + tile_n - 1) / tile_n - 1); ++tile) {
+void products(const Weights& w, std::int64_t n, const Panel& p, std::int64_t m0, std::int64_t count, float* strip,
+              F32* acc, F32* to) {
+  const int from = static_cast<int>(n % tile_n);  // lane 0 of `to` is lane `from` of the first tile
+  for (std::int64_t tile = n / tile_n;
+       tile <= std::min((n + tile_n - 1) / tile_n, (w.rows() + tile_n - 1) / tile_n - 1); ++tile) {
     F32 alone[tile_n];
     if (p.rows == 1) {
       w.one_row(tile, p.x, alone);
     } else {
       many_rows(w, tile, p.x + m0 * p.x_row, p.x_row, static_cast<int>(count), strip, acc);
     }
-    const int first = static_cast<int>(tile * tile_n - n);   // which lane of `to` lane 0 of this tile is
+    const int first = static_cast<int>(tile * tile_n - n);  // which lane of `to` lane 0 of this tile is
     for (std::int64_t m = 0; m < count; ++m) {
       const F32 sixteen = sums(p.rows == 1 ? alone : acc + m * tile_n);
       if (from == 0) {
@@ -238,14 +251,17 @@ void products(const Weights& w, std::int64_t n, const Panel& p, std::int64_t m0,
 
 template <class Args, class Weights>
 void multiply_panel(const Parallel& parallel, const Args& a, const Weights& w, const Panel& p) {
-  const std::int64_t tiles = (a.outputs() + tile_n - 1) / tile_n, tile_weights = tile_n * std::max<std::int64_t>(p.x_row, 1) * (a.gated ? 2 : 1);
+  const std::int64_t tiles = (a.outputs() + tile_n - 1) / tile_n,
+                     tile_weights = tile_n * std::max<std::int64_t>(p.x_row, 1) * (a.gated ? 2 : 1);
   const std::int64_t pieces = (p.rows + block_rows - 1) / block_rows;
-  const std::int64_t rows = ((p.rows + pieces - 1) / pieces + micro_rows - 1) / micro_rows * micro_rows;   // a piece's
-  const std::int64_t run = std::max<std::int64_t>(1, task_weights / (tile_weights * std::min(p.rows, rows)));   // tiles a task
+  const std::int64_t rows = ((p.rows + pieces - 1) / pieces + micro_rows - 1) / micro_rows * micro_rows;  // a piece's
+  const std::int64_t run =
+      std::max<std::int64_t>(1, task_weights / (tile_weights * std::min(p.rows, rows)));  // tiles a task
   const std::int64_t runs = (tiles + run - 1) / run;
   const bool alone = p.rows * tiles * tile_weights < product_worth_a_thread;
 
-  const std::int64_t strip_bytes = strip_blocks * tile_floats * 4, acc_bytes = rows * tile_n * lanes * 4, out_bytes = rows * lanes * 4;
+  const std::int64_t strip_bytes = strip_blocks * tile_floats * 4, acc_bytes = rows * tile_n * lanes * 4,
+                     out_bytes = rows * lanes * 4;
   const std::int64_t room = 2 * out_bytes + (p.rows == 1 ? 0 : strip_bytes + acc_bytes);
   const Scratch scratch(static_cast<std::size_t>(room * (alone ? 1 : parallel.threads())));
   const auto task = [&](std::int64_t t, int thread) {
@@ -259,10 +275,11 @@ void multiply_panel(const Parallel& parallel, const Args& a, const Weights& w, c
       F32* acc = at<F32>(scratch, room * thread + 2 * out_bytes + strip_bytes);
       products(w, tile * tile_n, p, m0, count, strip, acc, out);
       if (a.gated) products(w, a.outputs() + tile * tile_n, p, m0, count, strip, acc, up);
-      for (std::int64_t m = 0; m < count; ++m) finish(out[m], a.gated ? up[m] : F32{}, p.y_at[m0 + m], p.residual_at[m0 + m]);
+      for (std::int64_t m = 0; m < count; ++m)
+        finish(out[m], a.gated ? up[m] : F32{}, p.y_at[m0 + m], p.residual_at[m0 + m]);
     }
   };
-  const std::int64_t used = (p.rows + rows - 1) / rows;   // pieces that have rows after rounding up
+  const std::int64_t used = (p.rows + rows - 1) / rows;  // pieces that have rows after rounding up
   if (alone) {
     for (std::int64_t t = 0; t < used * runs; ++t) task(t, 0);
   } else {
@@ -270,17 +287,23 @@ void multiply_panel(const Parallel& parallel, const Args& a, const Weights& w, c
   }
 }
 
-// The whole product. Weights: rows() of W, take_row(x, m, padded, room, to) puts row m of x into `to` (room: as many floats for itself),
-// tile(tile, block, to) 16 rows x 64 k, and one_row(tile, x, acc) the sums of sixteen rows with one row of x, in the order of `micro`.
+// The whole product. Weights: rows() of W, take_row(x, m, padded, room, to) puts row m of x into `to` (room: as many
+// floats for itself), tile(tile, block, to) 16 rows x 64 k, and one_row(tile, x, acc) the sums of sixteen rows with one
+// row of x, in the order of `micro`.
 template <class Args, class Weights>
 void multiply(const Parallel& parallel, const Args& a, std::int64_t k, const Weights& w) {
   const std::int64_t total = a.x.rows(), x_row = (k + block_k - 1) / block_k * block_k;
   if (total == 0 || a.y.last() == 0) return;
-  const std::int64_t at_once = std::min(total, std::max<std::int64_t>(1, panel_bytes / (std::max<std::int64_t>(x_row, 1) * 4)));
+  const std::int64_t at_once =
+      std::min(total, std::max<std::int64_t>(1, panel_bytes / (std::max<std::int64_t>(x_row, 1) * 4)));
   const std::int64_t x_bytes = at_once * x_row * 4, room_bytes = x_row * 4 * parallel.threads();
   const Scratch buffer(static_cast<std::size_t>(x_bytes + room_bytes + at_once * 16));
   for (std::int64_t first = 0; first < total; first += at_once) {
-    const Panel p{first, std::min(at_once, total - first), x_row, at(buffer, 0), at<std::int64_t>(buffer, x_bytes + room_bytes),
+    const Panel p{first,
+                  std::min(at_once, total - first),
+                  x_row,
+                  at(buffer, 0),
+                  at<std::int64_t>(buffer, x_bytes + room_bytes),
                   at<std::int64_t>(buffer, x_bytes + room_bytes + at_once * 8)};
     fill_panel(parallel, a, w, p, at(buffer, x_bytes));
     multiply_panel(parallel, a, w, p);

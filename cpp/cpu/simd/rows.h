@@ -17,8 +17,9 @@ namespace rooftile::cpu::ROOFTILE_ISA {
 // body(row, thread) for every row. Rows go out in pieces that are worth waking a thread for; small work stays here.
 template <class Body>
 inline void for_rows(const Parallel& parallel, std::int64_t rows, std::int64_t row_elements, const Body& body) {
-  constexpr std::int64_t worth_a_thread = 16384;   // elements: some 10 us
-  const std::int64_t piece = row_elements >= worth_a_thread ? 1 : worth_a_thread / (row_elements > 0 ? row_elements : 1);
+  constexpr std::int64_t worth_a_thread = 16384;  // elements: some 10 us
+  const std::int64_t piece =
+      row_elements >= worth_a_thread ? 1 : worth_a_thread / (row_elements > 0 ? row_elements : 1);
   if (rows <= piece) {
     for (std::int64_t row = 0; row < rows; ++row) body(row, 0);
     return;
@@ -29,8 +30,10 @@ inline void for_rows(const Parallel& parallel, std::int64_t rows, std::int64_t r
   });
 }
 
-// `count` elements of a float tensor as contiguous fp32: in place where they lie so already, else converted into `room`.
-inline const float* as_floats(const TensorView& t, std::int64_t offset, std::int64_t count, std::int64_t stride, float* room) {
+// `count` elements of a float tensor as contiguous fp32: in place where they lie so already, else converted into
+// `room`.
+inline const float* as_floats(const TensorView& t, std::int64_t offset, std::int64_t count, std::int64_t stride,
+                              float* room) {
   if (t.dtype == DType::f32 && stride == 1) return t.as<float>() + offset;
   with_element(t.dtype, [&](auto e) {
     const auto* p = t.as<decltype(e)>() + offset;
@@ -79,7 +82,7 @@ class RowScratch {
 // How many of the sixteen lanes of a piece are real: all of them, known at compile time, or the rest of a row.
 struct Whole {};
 struct Part {
-  int count;   // 1..15
+  int count;  // 1..15
 };
 // body(offset, Whole or Part) over [0, n) in pieces of sixteen.
 template <class Body>
@@ -91,7 +94,9 @@ ROOFTILE_INLINE void for_pieces(std::int64_t n, const Body& body) {
 
 // The real lanes of a piece; the others are 0 and are not written.
 template <class T>
-ROOFTILE_INLINE F32 load(const T* p, Whole) { return load(p); }
+ROOFTILE_INLINE F32 load(const T* p, Whole) {
+  return load(p);
+}
 template <class T>
 ROOFTILE_INLINE F32 load(const T* p, Part part) {
   T whole[lanes] = {};
@@ -99,9 +104,13 @@ ROOFTILE_INLINE F32 load(const T* p, Part part) {
   return load(whole);
 }
 template <class T>
-ROOFTILE_INLINE void store(T* p, F32 v, Whole) { store(p, v); }
+ROOFTILE_INLINE void store(T* p, F32 v, Whole) {
+  store(p, v);
+}
 template <class T>
-ROOFTILE_INLINE void store(T* p, F32 v, Part part) { store_some(p, v, part.count); }
+ROOFTILE_INLINE void store(T* p, F32 v, Part part) {
+  store_some(p, v, part.count);
+}
 // v with 0 in the other lanes.
 ROOFTILE_INLINE F32 only(F32 v, Whole) { return v; }
 ROOFTILE_INLINE F32 only(F32 v, Part part) {

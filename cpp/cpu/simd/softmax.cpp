@@ -9,8 +9,8 @@
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/vec.h"
 #include "cpu/simd/rows.h"
+#include "cpu/simd/vec.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
@@ -46,7 +46,8 @@ void softmax(const Parallel& parallel, const TensorView& x, const TensorView& y)
     const std::int64_t n = x.last();
     const RowScratch<T> x_room(x, parallel.threads()), y_room(y, parallel.threads());
     std::unique_ptr<float[]> room;
-    if (!std::is_same_v<T, float>) room = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(n * parallel.threads()));
+    if (!std::is_same_v<T, float>)
+      room = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(n * parallel.threads()));
     for_rows(parallel, x.rows(), n, [&](std::int64_t row, int thread) {
       T* to = y_room.write(y, row, thread);
       float* e = room.get() + n * thread;

@@ -13,9 +13,15 @@ namespace rooftile::cpu {
 const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
   static const Kernels table{
       ROOFTILE_NAME(ROOFTILE_ISA),
-      ROOFTILE_ISA::decode_attention, ROOFTILE_ISA::prefill_attention, ROOFTILE_ISA::merge_attention,
-      ROOFTILE_ISA::kv_append,        ROOFTILE_ISA::w4a16_matmul,      ROOFTILE_ISA::linear,
-      ROOFTILE_ISA::norm,             ROOFTILE_ISA::rope,              ROOFTILE_ISA::gated,
+      ROOFTILE_ISA::decode_attention,
+      ROOFTILE_ISA::prefill_attention,
+      ROOFTILE_ISA::merge_attention,
+      ROOFTILE_ISA::kv_append,
+      ROOFTILE_ISA::w4a16_matmul,
+      ROOFTILE_ISA::linear,
+      ROOFTILE_ISA::norm,
+      ROOFTILE_ISA::rope,
+      ROOFTILE_ISA::gated,
       ROOFTILE_ISA::softmax,
   };
   return table;

@@ -29,19 +29,21 @@ ROOFTILE_INLINE V load_raw(const T* p) {
   return v;
 }
 template <class V, class T>
-ROOFTILE_INLINE void store_raw(T* p, V v) { std::memcpy(p, &v, sizeof v); }
+ROOFTILE_INLINE void store_raw(T* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
 
 ROOFTILE_INLINE F32 splat(float x) {
 #ifdef ROOFTILE_AVX512
   return (F32)_mm512_set1_ps(x);
 #else
-  return x - F32{};   // keeps -0
+  return x - F32{};  // keeps -0
 #endif
 }
 
-ROOFTILE_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }   // contracted where the target has it
+ROOFTILE_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }  // contracted where the target has it
 
-ROOFTILE_INLINE F32 vmax(F32 a, F32 b) {   // b where a is NaN
+ROOFTILE_INLINE F32 vmax(F32 a, F32 b) {  // b where a is NaN
 #ifdef ROOFTILE_AVX512
   return (F32)_mm512_max_ps((__m512)a, (__m512)b);
 #else
@@ -49,7 +51,7 @@ ROOFTILE_INLINE F32 vmax(F32 a, F32 b) {   // b where a is NaN
 #endif
 }
 
-ROOFTILE_INLINE F32 clamp(F32 x, float low, float high) {   // NaN stays NaN
+ROOFTILE_INLINE F32 clamp(F32 x, float low, float high) {  // NaN stays NaN
 #ifdef ROOFTILE_AVX512
   return (F32)_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), (__m512)x));
 #else
@@ -87,14 +89,14 @@ ROOFTILE_INLINE F32 narrow(Wide x) {
 }
 ROOFTILE_INLINE Wide operator+(Wide a, Wide b) { return {a.low + b.low, a.high + b.high}; }
 ROOFTILE_INLINE Wide operator-(Wide a, Wide b) { return {a.low - b.low, a.high - b.high}; }
-ROOFTILE_INLINE Wide operator*(Wide a, Wide b) { return {a.low * b.low, a.high * b.high}; }   // exact for products of floats
+ROOFTILE_INLINE Wide operator*(Wide a, Wide b) {
+  return {a.low * b.low, a.high * b.high};
+}  // exact for products of floats
 
 // ---- loads and stores of sixteen elements, converting ----
 
 ROOFTILE_INLINE F32 load(const float* p) { return load_raw<F32>(p); }
-ROOFTILE_INLINE F32 load(const BFloat16* p) {
-  return (F32)(__builtin_convertvector(load_raw<U16>(p), U32) << 16);
-}
+ROOFTILE_INLINE F32 load(const BFloat16* p) { return (F32)(__builtin_convertvector(load_raw<U16>(p), U32) << 16); }
 ROOFTILE_INLINE F32 load(const Half* p) {
 #if defined(ROOFTILE_AVX512)
   return (F32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -121,7 +123,8 @@ ROOFTILE_INLINE void store(BFloat16* p, F32 v) {
 }
 ROOFTILE_INLINE void store(Half* p, F32 v) {
 #if defined(ROOFTILE_AVX512)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(ROOFTILE_F16C)
   __m256 halves[2];
   std::memcpy(halves, &v, sizeof v);
@@ -137,20 +140,21 @@ ROOFTILE_INLINE void store(Half* p, F32 v) {
 
 // ---- E4M3 codes ----
 
-// The lower seven bits are those of an fp16 of 2^-8 times the value, subnormals too; with the bit above them set, 0x7f is NaN.
+// The lower seven bits are those of an fp16 of 2^-8 times the value, subnormals too; with the bit above them set, 0x7f
+// is NaN.
 ROOFTILE_INLINE F32 e4m3_values(I8 codes) {
-  const U16 bits = (U16)__builtin_convertvector(codes, I16);
+  const U16 bits = (U16) __builtin_convertvector(codes, I16);
   const U16 nan = ((bits & 0x7f) + 1) & 0x80;
   Half h[lanes];
   store_raw(h, ((bits << 7) & 0xbf80) | (nan << 7));
   return load(h) * 256.0f;
 }
 // No step meets a subnormal float, which a caller may have switched off.
-ROOFTILE_INLINE I32 e4m3_codes(F32 x) {   // |x| at most 448; the upper bytes are not used
+ROOFTILE_INLINE I32 e4m3_codes(F32 x) {  // |x| at most 448; the upper bytes are not used
   const F32 size = magnitude(x);
   const U32 bits = (U32)size;
   const I32 normal = (I32)((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120 << 3);
-  const I32 subnormal = (I32)(size + 0x1p14f) - (I32)splat(0x1p14f);   // rounds to a multiple of 2^-9
+  const I32 subnormal = (I32)(size + 0x1p14f) - (I32)splat(0x1p14f);  // rounds to a multiple of 2^-9
   return (size < 0x1p-6f ? subnormal : normal) | (((I32)x >> 24) & 0x80);
 }
 
@@ -194,7 +198,7 @@ ROOFTILE_INLINE float max(F32 v) {
 // e^x: 0 at -inf and below -103.97, inf above 88.72, NaN at NaN; within 1 ulp of the true value elsewhere.
 ROOFTILE_INLINE F32 exp(F32 x) {
   const F32 log2e = splat(1.44269504088896341f);
-  const F32 magic = splat(12582912.0f);   // 1.5 * 2^23: adding it rounds to an integer
+  const F32 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const F32 clipped = clamp(x, -104.0f, 89.0f);
   const F32 shifted = fma(clipped, log2e, magic);
   const F32 n = shifted - magic;
@@ -209,7 +213,7 @@ ROOFTILE_INLINE F32 exp(F32 x) {
   p = fma(p * r, r, r) + 1.0f;
 #ifdef ROOFTILE_AVX512
   return (F32)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else   // 2^n in two steps, so that subnormal results and 2^128 come out right
+#else  // 2^n in two steps, so that subnormal results and 2^128 come out right
   const I32 k = (I32)shifted - (I32)magic;
   const I32 half = k >> 1;
   return p * (F32)((half + 127) << 23) * (F32)((k - half + 127) << 23);

@@ -1,29 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 4 or 8 bits; gated: the rows of W are [gate | up], y = activation(gate) * up + residual.
+// y = activation(x W^T + bias) + residual with W in 4 or 8 bits; gated: the rows of W are [gate | up], y =
+// activation(gate) * up + residual.
 //   x [M, K]   y, residual [M, N or N / 2]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
-// A 64-byte load of a run is row g and row g + 8: its 16 words hold, nibble by nibble or byte by byte, 16 positions of k of one row.
-// So x is put into the codes' order once a call, and codes are decoded in registers (M = 1) or into L1 (M > 1): product.h.
+// A 64-byte load of a run is row g and row g + 8: its 16 words hold, nibble by nibble or byte by byte, 16 positions of
+// k of one row.
+// So x is put into the codes' order once a call, and codes are decoded in registers (M = 1) or into L1 (M > 1):
+// product.h.
 #include <algorithm>
 #include <cstddef>
 
 #include "core/w4_layout.h"
 #include "cpu/element.h"
 #include "cpu/kernels.h"
+#include "cpu/simd/activation.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/vec.h"
-#include "cpu/simd/activation.h"
 #include "cpu/simd/product.h"
+#include "cpu/simd/vec.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
 static_assert(tile_n == w4_tile_n && block_k == w4_tile_k);
 
-// ---- x in the codes' order ----------------------------------------------------------------------------------------------
+// ---- x in the codes' order ----------------------------------------------------------------------
 
-// Lane 4 t + word of quad q is k = 16 word + 8 (q / 2) + 2 t + q % 2 of its block; in 8 bits 8 word + 32 (q / 2) + 2 t + q % 2.
+// Lane 4 t + word of quad q is k = 16 word + 8 (q / 2) + 2 t + q % 2 of its block; in 8 bits 8 word + 32 (q / 2) + 2 t
+// + q % 2.
 template <int bits>
 constexpr int k_of(int q, int lane) {
   return (bits == 4 ? 16 * (lane % 4) + 8 * (q / 2) : 8 * (lane % 4) + 32 * (q / 2)) + 2 * (lane / 4) + q % 2;
@@ -32,9 +36,10 @@ constexpr int k_of(int q, int lane) {
 template <int bits>
 void to_code_order(const float* x, std::int64_t blocks, float* to) {
 #ifdef ROOFTILE_AVX512
-  I32 half;   // of 32 positions of k
+  I32 half;  // of 32 positions of k
   for (int lane = 0; lane < lanes; ++lane) half[lane] = k_of<8>(0, lane);
-  // both sources of an even lane pair hold one word; the blend picks words 0, 1 from the first two, 2, 3 from the others
+  // both sources of an even lane pair hold one word; the blend picks words 0, 1 from the first two, 2, 3 from the
+  // others
   I32 first;
   for (int lane = 0; lane < lanes; ++lane) first[lane] = 2 * (lane / 4) + 16 * (lane % 2);
   for (std::int64_t b = 0; b < blocks; ++b, x += block_k, to += block_k) {
@@ -43,11 +48,13 @@ void to_code_order(const float* x, std::int64_t blocks, float* to) {
     for (int q = 0; q < quads; ++q) {
       if constexpr (bits == 8) {
         const __m512i index = (__m512i)(half + q % 2);
-        _mm512_storeu_ps(to + q * lanes, q < 2 ? _mm512_permutex2var_ps(word0, index, word1) : _mm512_permutex2var_ps(word2, index, word3));
+        _mm512_storeu_ps(to + q * lanes, q < 2 ? _mm512_permutex2var_ps(word0, index, word1)
+                                               : _mm512_permutex2var_ps(word2, index, word3));
         continue;
       }
       const __m512i index = (__m512i)(first + (8 * (q / 2) + q % 2));
-      const __m512 low = _mm512_permutex2var_ps(word0, index, word1), high = _mm512_permutex2var_ps(word2, index, word3);
+      const __m512 low = _mm512_permutex2var_ps(word0, index, word1),
+                   high = _mm512_permutex2var_ps(word2, index, word3);
       _mm512_storeu_ps(to + q * lanes, _mm512_mask_blend_ps(0xcccc, low, high));
     }
   }
@@ -72,15 +79,17 @@ void natural_order(const TensorView& x, std::int64_t m, const std::int32_t* perm
   });
 }
 
-// ---- decoding -------------------------------------------------------------------------------------------------------------
+// ---- decoding -----------------------------------------------------------------------------------
 
-// Every kind of weight is w = (u - origin) * scale + shift: the origin is 0 for minima, else 8 or 128; the shift is the minimum,
-// 0, or (origin - zero) * scale, which is exact. Of the sixteen rows of a tile; a block of 64 k has two halves of 32, which lie
-// in different groups where the group is 32.
+// Every kind of weight is w = (u - origin) * scale + shift: the origin is 0 for minima, else 8 or 128; the shift is the
+// minimum, 0, or (origin - zero) * scale, which is exact. Of the sixteen rows of a tile; a block of 64 k has two halves
+// of 32, which lie in different groups where the group is 32.
 struct TileScales {
   float scale[2][tile_n], shift[2][tile_n];
 };
-ROOFTILE_INLINE float origin(const W4View& w) { return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_middle(w.bits)); }
+ROOFTILE_INLINE float origin(const W4View& w) {
+  return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_middle(w.bits));
+}
 
 // Groups are 32, 64, 128 or all of k: no division by a variable, it would cost as much as a block.
 ROOFTILE_INLINE std::int64_t group_count(const W4View& w) {
@@ -88,13 +97,14 @@ ROOFTILE_INLINE std::int64_t group_count(const W4View& w) {
 }
 template <bool Split>
 ROOFTILE_INLINE std::int64_t group_of(const W4View& w, std::int64_t block, int half) {
-  if (Split) return std::min(2 * block + half, w.k / 32 - 1);   // the last half may be padding
+  if (Split) return std::min(2 * block + half, w.k / 32 - 1);  // the last half may be padding
   return w.group == w.k ? 0 : w.group == 64 ? block : block / 2;
 }
 
 // `loaded`: the group that `to` holds already, -1 at first.
 template <bool Split>
-ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_t block, std::int64_t& loaded, TileScales& to) {
+ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_t block, std::int64_t& loaded,
+                                 TileScales& to) {
   if (loaded == group_of<Split>(w, block, 0)) return;
   loaded = group_of<Split>(w, block, 0);
   for (int half = 0; half < (Split ? 2 : 1); ++half) {
@@ -113,15 +123,16 @@ ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_
     store(to.scale[half], scale);
     store(to.shift[half], shift);
   }
-  asm("" : "+m"(to));   // a broadcast from memory is free, from a register it takes the port that the permutes need
+  asm("" : "+m"(to));  // a broadcast from memory is free, from a register it takes the port that the permutes need
 }
 
 // The codes of rows g and g + 8 of a tile: a 64-byte load of each of its runs.
 template <int bits>
 using Codes = U32[bits / 4];
 
-// One row's weights from its codes. Of quad q of row g (High = 0) or g + 8 (High = 1) these are nibble High + 2 (q / 2) + 4 (q % 2)
-// of the words, or byte High + 2 (q % 2) of load q / 2. So the second 32 k are lanes of words 2 and 3, or quads 2 and 3.
+// One row's weights from its codes. Of quad q of row g (High = 0) or g + 8 (High = 1) these are nibble High + 2 (q / 2)
+// + 4 (q % 2) of the words, or byte High + 2 (q % 2) of load q / 2. So the second 32 k are lanes of words 2 and 3, or
+// quads 2 and 3.
 template <int bits, bool Split>
 class RowDecoder {
  public:
@@ -163,21 +174,21 @@ class RowDecoder<4, Split> {
   template <int High>
   [[gnu::always_inline]] void decode(const Codes<4>& words, F32 (&w)[quads]) const {
     const __m512i codes = (__m512i)words[0];
-    if constexpr (Split) {   // bit 4 of an index picks the table: set in the lanes of words 2 and 3
+    if constexpr (Split) {  // bit 4 of an index picks the table: set in the lanes of words 2 and 3
       const __m512i nibble = _mm512_set1_epi8(15);
       const __m512i second = _mm512_maskz_set1_epi32(0xcccc, 0x10101010);
       const __m512i bytes = High ? _mm512_srli_epi32(codes, 4) : codes;
-      const __m512i index = _mm512_ternarylogic_epi32(bytes, nibble, second, 0xea);   // (bytes & nibble) | second
+      const __m512i index = _mm512_ternarylogic_epi32(bytes, nibble, second, 0xea);  // (bytes & nibble) | second
       for (int q = 0; q < quads; ++q)
         w[q] = (F32)_mm512_permutex2var_ps(table_[0], _mm512_srli_epi32(index, 8 * (q / 2) + 16 * (q % 2)), table_[1]);
-    } else {                 // a permute looks at the low four bits only
+    } else {  // a permute looks at the low four bits only
       for (int q = 0; q < quads; ++q)
         w[q] = (F32)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * High + 8 * (q / 2) + 16 * (q % 2)), table_[0]);
     }
   }
 
  private:
-  __m512 table_[2];   // what each of the sixteen codes stands for, in either half
+  __m512 table_[2];  // what each of the sixteen codes stands for, in either half
 };
 #endif
 
@@ -187,7 +198,8 @@ ROOFTILE_INLINE const std::uint8_t* tile_codes(const W4View& w, std::int64_t til
 
 // Rows g and g + 8 of one tile, g of 0 to 7, as fp32.
 template <int bits, bool Split>
-ROOFTILE_INLINE void decode_rows(const std::uint8_t* codes, int g, const TileScales& scales, float origin, F32 (&low)[quads], F32 (&high)[quads]) {
+ROOFTILE_INLINE void decode_rows(const std::uint8_t* codes, int g, const TileScales& scales, float origin,
+                                 F32 (&low)[quads], F32 (&high)[quads]) {
   Codes<bits> c;
   for (int run = 0; run < w4_tile_runs(bits); ++run) c[run] = load_raw<U32>(codes + run * w4_run_bytes + g * 64);
   RowDecoder<bits, Split>(scales, g, origin).template decode<0>(c, low);
@@ -218,7 +230,7 @@ void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* 
         if (k_of<bits>(q, lane) >= left) to[row * row_floats + q * lanes + lane] = 0;
 }
 
-// ---- one row of x -----------------------------------------------------------------------------------------------------------
+// ---- one row of x -------------------------------------------------------------------------------
 
 template <int bits, bool Split>
 void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile_n]) {
@@ -260,7 +272,9 @@ struct Weights {
     to_code_order<bits>(room, padded / block_k, to);
   }
   void tile(std::int64_t tile, std::int64_t block, float* to) const { decode_tile<bits, Split>(w, tile, block, to); }
-  void one_row(std::int64_t tile, const float* x, F32 (&acc)[tile_n]) const { rooftile::cpu::ROOFTILE_ISA::one_row<bits, Split>(w, tile, x, acc); }
+  void one_row(std::int64_t tile, const float* x, F32 (&acc)[tile_n]) const {
+    rooftile::cpu::ROOFTILE_ISA::one_row<bits, Split>(w, tile, x, acc);
+  }
 };
 
 }  // namespace

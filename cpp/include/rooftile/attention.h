@@ -12,11 +12,11 @@ namespace rooftile {
 // What changes a logit before the softmax. s = scale * dot(q, k); softcap c: c * tanh(s / c); window W: a query at
 // position t sees keys t-W+1 .. t; alibi: + slope[head] * (j - t); sinks: one extra logit per head with no value.
 struct LogitOptions {
-  std::optional<float> scale;        // default head_dim ** -0.5
+  std::optional<float> scale;  // default head_dim ** -0.5
   std::optional<int> window;
   std::optional<float> softcap;
-  TensorView sinks;                  // [q_heads], activation dtype or fp32
-  TensorView alibi_slopes;           // fp32 [q_heads]; prefill only
+  TensorView sinks;         // [q_heads], activation dtype or fp32
+  TensorView alibi_slopes;  // fp32 [q_heads]; prefill only
 };
 
 // q, out [B, Hq, D] or [B, T, Hq, D]: the newest T tokens of each row, already appended, causal among themselves.
@@ -29,11 +29,11 @@ KernelName decode_attention(const Context&, TensorView q, const KvCacheView&, Te
 std::size_t decode_workspace(const Context&, TensorView q, const KvCacheView&);
 
 struct PrefillOptions : LogitOptions {
-  bool causal = true;                // aligned to the end when k is longer than q
-  TensorView cu_seqlens_q, cu_seqlens_k;   // int32 [batch + 1], both or none (packed: q [total, Hq, D])
-  const KvCacheView* cache = nullptr;      // attend these tokens first; k, v are the new ones, not yet appended
-  TensorView rows;                         // int32 [B], with cache
-  TensorView counts;                       // int32 [B]: row b's first counts[b] new tokens are real; the rest get out 0
+  bool causal = true;                     // aligned to the end when k is longer than q
+  TensorView cu_seqlens_q, cu_seqlens_k;  // int32 [batch + 1], both or none (packed: q [total, Hq, D])
+  const KvCacheView* cache = nullptr;     // attend these tokens first; k, v are the new ones, not yet appended
+  TensorView rows;                        // int32 [B], with cache
+  TensorView counts;                      // int32 [B]: row b's first counts[b] new tokens are real; the rest get out 0
 };
 
 // q, out [B, S, Hq, D] with k, v [B, Sk, Hkv, D]; packed: q [total_q, Hq, D], k, v [total_k, Hkv, D].

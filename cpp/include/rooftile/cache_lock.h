@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of several threads on one cache, one after another. Ops do not lock: whoever shares a cache among threads holds its
+// Calls of several threads on one cache, one after another. Ops do not lock: whoever shares a cache among threads holds
+// its
 // CacheLock around each call, shared where the call only reads the cache.
 #pragma once
 
@@ -8,8 +9,9 @@
 
 namespace rooftile {
 
-// Many readers or one writer; the writer may lock again, for reading too. A waiting writer keeps new readers out. An uncontended
-// lock is one atomic operation. In a forked child every lock is free: the threads that held it are not there.
+// Many readers or one writer; the writer may lock again, for reading too. A waiting writer keeps new readers out. An
+// uncontended lock is one atomic operation. In a forked child every lock is free: the threads that held it are not
+// there.
 // For std::unique_lock and std::shared_lock.
 class CacheLock {
  public:
@@ -30,8 +32,8 @@ class CacheLock {
 
   // forks of the process before it was locked << 32 | somebody waits | a writer holds it | number of readers
   std::atomic<std::uint64_t> state_{0};
-  std::atomic<const void*> owner_{nullptr};   // the writer's thread
-  int depth_ = 0;                             // how often the writer has locked it
+  std::atomic<const void*> owner_{nullptr};  // the writer's thread
+  int depth_ = 0;                            // how often the writer has locked it
 };
 
 }  // namespace rooftile

@@ -11,7 +11,8 @@ namespace rooftile {
 
 struct Context;
 
-// Lends a call the device memory it needs, once the op knows how much: at least `bytes`, until the call has returned. May throw.
+// Lends a call the device memory it needs, once the op knows how much: at least `bytes`, until the call has returned.
+// May throw.
 class Lender {
  public:
   struct Memory {
@@ -26,12 +27,12 @@ class Lender {
 
 struct Context {
   Device device;
-  void* stream = nullptr;          // a cudaStream_t; this header knows no CUDA
-  void* workspace = nullptr;       // device memory lent by the caller; the CPU backend needs none
+  void* stream = nullptr;     // a cudaStream_t; this header knows no CUDA
+  void* workspace = nullptr;  // device memory lent by the caller; the CPU backend needs none
   std::size_t workspace_bytes = 0;
-  Lender* lender = nullptr;        // asked for it instead, at most once a call
-  int threads = 0;                 // CPU threads; 0: as many as the process' OpenMP pool has, else one per core
-  const char* variant = nullptr;   // force one kernel variant by name ("reference", "portable", "avx2", "avx512")
+  Lender* lender = nullptr;       // asked for it instead, at most once a call
+  int threads = 0;                // CPU threads; 0: as many as the process' OpenMP pool has, else one per core
+  const char* variant = nullptr;  // force one kernel variant by name ("reference", "portable", "avx2", "avx512")
 };
 
 // The variant that ran, for reports: "cpu_avx512_bf16_int4-kivi_d64".

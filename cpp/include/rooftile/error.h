@@ -36,13 +36,13 @@ template <class... Parts>
 
 // ROOFTILE_CHECK(condition, parts...): throws a value error whose text is the parts put together.
 // The text names the op and the argument, says what came and what is expected.
-#define ROOFTILE_CHECK(condition, ...)                                                      \
-  do {                                                                                      \
-    if (!(condition)) ::rooftile::fail(::rooftile::ErrorKind::value, __VA_ARGS__);          \
+#define ROOFTILE_CHECK(condition, ...)                                             \
+  do {                                                                             \
+    if (!(condition)) ::rooftile::fail(::rooftile::ErrorKind::value, __VA_ARGS__); \
   } while (0)
 
 // The same, with the kind of error given first.
-#define ROOFTILE_CHECK_KIND(kind, condition, ...)                                           \
-  do {                                                                                      \
-    if (!(condition)) ::rooftile::fail(::rooftile::ErrorKind::kind, __VA_ARGS__);           \
+#define ROOFTILE_CHECK_KIND(kind, condition, ...)                                 \
+  do {                                                                            \
+    if (!(condition)) ::rooftile::fail(::rooftile::ErrorKind::kind, __VA_ARGS__); \
   } while (0)

@@ -13,43 +13,44 @@ namespace rooftile {
 enum class KvFormat : std::uint8_t { fp32, fp16, bf16, int8, int4, int4_kivi_sym, int4_kivi, fp8 };
 inline constexpr int kv_format_count = 8;
 
-const char* name(KvFormat f);                       // "int4-kivi"
-KvFormat kv_format_from_name(const char* op, const char* text);   // throws a value error that lists the formats
+const char* name(KvFormat f);                                    // "int4-kivi"
+KvFormat kv_format_from_name(const char* op, const char* text);  // throws a value error that lists the formats
 
 // Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima. head_dim 1 to 512.
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim, const char* op = "KVCache");
 
 // What a kernel may find wrong in arrays that the host does not read.
 enum class KvFault : std::int32_t { none, row, length, capacity, count, page, raw, position, twice };
-inline constexpr std::int32_t kv_fault_raised = -1;   // in place of a fault that was raised: nothing to raise, but lengths may
-                                                      // be less than the calls so far make an allocator expect
+inline constexpr std::int32_t kv_fault_raised =
+    -1;  // in place of a fault that was raised: nothing to raise, but lengths may
+         // be less than the calls so far make an allocator expect
 
 // One layer's cache. All pointers lie on `device`. A token p of row r lives in slot p % page_size of page
 // block_table[r][p / page_size]. Bytes of (page, head) start at  base + page * page_stride + head * head_stride.
 struct KvCacheView {
   KvFormat format = KvFormat::fp16;
-  DType dtype = DType::f16;          // of q, k and v; the kivi formats keep the open group in it
+  DType dtype = DType::f16;  // of q, k and v; the kivi formats keep the open group in it
   Device device;
   int pages = 0, page_size = 0, kv_heads = 0, head_dim = 0;
-  int max_rows = 0, max_pages = 0;   // max_pages: pages a row can have
+  int max_rows = 0, max_pages = 0;  // max_pages: pages a row can have
 
-  struct Plane {                     // K or V
-    std::byte* codes = nullptr;      // 16- and 32-bit formats: the elements themselves
-    std::byte* scale = nullptr;      // null where the format has none
+  struct Plane {                 // K or V
+    std::byte* codes = nullptr;  // 16- and 32-bit formats: the elements themselves
+    std::byte* scale = nullptr;  // null where the format has none
     std::byte* min = nullptr;
-    std::int64_t page_stride = 0, head_stride = 0;   // bytes, for codes, scale and min alike
-    std::int64_t token_stride = 0;                   // bytes; element formats only
+    std::int64_t page_stride = 0, head_stride = 0;  // bytes, for codes, scale and min alike
+    std::int64_t token_stride = 0;                  // bytes; element formats only
   };
   Plane k, v;
 
-  const std::int32_t* block_table = nullptr;   // null: page i of row r is r * max_pages + i (contiguous)
-  std::int64_t table_stride = 0;               // elements between rows of block_table
-  std::int32_t* lengths = nullptr;             // [max_rows] tokens stored
+  const std::int32_t* block_table = nullptr;  // null: page i of row r is r * max_pages + i (contiguous)
+  std::int64_t table_stride = 0;              // elements between rows of block_table
+  std::int32_t* lengths = nullptr;            // [max_rows] tokens stored
 
   // kivi formats: the newest `ring_size` raw tokens of every row, token p in slot p % ring_size.
-  std::byte *ring_k = nullptr, *ring_v = nullptr;    // [max_rows, kv_heads, ring_size, head_dim]
+  std::byte *ring_k = nullptr, *ring_v = nullptr;  // [max_rows, kv_heads, ring_size, head_dim]
   int ring_size = 0;
-  std::int32_t* raw_from = nullptr;            // [max_rows] first position whose raw value the ring still holds
+  std::int32_t* raw_from = nullptr;  // [max_rows] first position whose raw value the ring still holds
 
   // GPU caches: one int32 that host and device both reach. A kernel that finds a row, length or page that cannot be
   // leaves that row alone and writes KvFault + 16 * row here; the next call on the cache raises it.
@@ -60,13 +61,13 @@ struct KvCacheView {
 
 // The arrays of one cache as somebody allocated them.
 struct KvCacheArrays {
-  TensorView pool;             // quantised formats: uint8 [pages, kv_heads, kv_block_bytes], any outer strides
-  TensorView k_pool, v_pool;   // element formats: [pages, page_size, kv_heads, head_dim] each, last stride 1
-  TensorView block_table;      // int32 [max_rows, max_pages]; absent: page i of row r is r * max_pages + i
-  TensorView lengths;          // int32 [max_rows]
-  TensorView ring_k, ring_v;   // kivi formats: [max_rows, kv_heads, 64, head_dim] in the cache's dtype, contiguous
-  TensorView raw_from;         // kivi formats: int32 [max_rows]
-  TensorView fault;            // GPU caches: int32 [1] in pinned host memory
+  TensorView pool;            // quantised formats: uint8 [pages, kv_heads, kv_block_bytes], any outer strides
+  TensorView k_pool, v_pool;  // element formats: [pages, page_size, kv_heads, head_dim] each, last stride 1
+  TensorView block_table;     // int32 [max_rows, max_pages]; absent: page i of row r is r * max_pages + i
+  TensorView lengths;         // int32 [max_rows]
+  TensorView ring_k, ring_v;  // kivi formats: [max_rows, kv_heads, 64, head_dim] in the cache's dtype, contiguous
+  TensorView raw_from;        // kivi formats: int32 [max_rows]
+  TensorView fault;           // GPU caches: int32 [1] in pinned host memory
 };
 struct KvCacheShape {
   KvFormat format = KvFormat::fp16;
@@ -78,9 +79,11 @@ KvCacheView kv_cache_view(const KvCacheShape&, const KvCacheArrays&, const char*
 
 // k, v [B, T, kv_heads, head_dim]; row b's first counts[b] tokens (all T without counts) go to cache row rows[b]
 // (b without rows). Lengths grow. Raises before anything is written when a row would pass its capacity.
-KernelName kv_append(const Context&, const KvCacheView&, TensorView k, TensorView v, TensorView rows, TensorView counts);
+KernelName kv_append(const Context&, const KvCacheView&, TensorView k, TensorView v, TensorView rows,
+                     TensorView counts);
 
-// Waits for the work before it and raises what a kernel found wrong in it. index, where given, must be one for kv_reorder.
+// Waits for the work before it and raises what a kernel found wrong in it. index, where given, must be one for
+// kv_reorder.
 // For changes of several steps: what can be refused is refused before the first.
 void kv_check(const char* op, const Context&, const KvCacheView&, TensorView index);
 
@@ -107,8 +110,8 @@ void kv_copy_pages(const Context&, const KvCacheView&, TensorView src, TensorVie
 // codes for the groups that were full before `at`, raw values for its own group. at = length: the token to come.
 void kv_dequantize(const Context&, const KvCacheView&, int row, std::int64_t at, TensorView out_k, TensorView out_v);
 
-// The stored codes in logical order, int8 [tokens, kv_heads, head_dim] (tokens: whole groups for kivi formats). fp8: uint8,
-// the bits of an E4M3 number.
+// The stored codes in logical order, int8 [tokens, kv_heads, head_dim] (tokens: whole groups for kivi formats). fp8:
+// uint8, the bits of an E4M3 number.
 void kv_dump_codes(const Context&, const KvCacheView&, int row, TensorView out_k, TensorView out_v);
 // The stored scales or minima in logical order, fp32: per-token formats [tokens, kv_heads, 1];
 // K of a kivi format [groups, kv_heads, head_dim]. NaN marks a group that held a NaN or an infinity.

@@ -13,10 +13,18 @@ enum class DType : std::uint8_t { f32, f16, bf16, f8_e4m3, i8, u8, i32, i64 };
 
 constexpr std::size_t size_of(DType t) {
   switch (t) {
-    case DType::f32: case DType::i32: return 4;
-    case DType::f16: case DType::bf16: return 2;
-    case DType::i64: return 8;
-    case DType::f8_e4m3: case DType::i8: case DType::u8: return 1;
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    case DType::f16:
+    case DType::bf16:
+      return 2;
+    case DType::i64:
+      return 8;
+    case DType::f8_e4m3:
+    case DType::i8:
+    case DType::u8:
+      return 1;
   }
   return 0;
 }
@@ -38,7 +46,7 @@ struct TensorView {
   void* data = nullptr;
   DType dtype = DType::f32;
   Device device;
-  int ndim = -1;                       // -1: no tensor (an optional argument that was not given)
+  int ndim = -1;  // -1: no tensor (an optional argument that was not given)
   bool read_only = false;
   std::int64_t shape[max_ndim] = {};
   std::int64_t stride[max_ndim] = {};  // in elements, as DLPack and torch count
@@ -60,7 +68,9 @@ struct TensorView {
     return offset;
   }
   template <class T>
-  constexpr T* as() const { return static_cast<T*>(data); }
+  constexpr T* as() const {
+    return static_cast<T*>(data);
+  }
 
  private:
   constexpr std::int64_t product(int dims) const {
@@ -74,8 +84,8 @@ struct TensorView {
   }
 };
 
-std::string shape_text(const TensorView& t);     // "[2, 8, 128]"
-std::string describe(const TensorView& t);       // "float16[2, 8, 128] on cpu"
+std::string shape_text(const TensorView& t);  // "[2, 8, 128]"
+std::string describe(const TensorView& t);    // "float16[2, 8, 128] on cpu"
 bool same_shape(const TensorView& a, const TensorView& b);
 
 }  // namespace rooftile

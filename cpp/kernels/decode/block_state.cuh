@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a block whose warps work on one step of tokens together knows of those it has seen.
-// Each warp finds the weights of the tokens it has the scores of, all of them read all weights from shared memory, and each
-// multiplies them with channels of its own.
+// Each warp finds the weights of the tokens it has the scores of, all of them read all weights from shared memory, and
+// each multiplies them with channels of its own.
 #pragma once
 
 #include "kernels/decode/tiles.cuh"
@@ -11,13 +11,14 @@ namespace rooftile::gpu {
 // N: times 8 columns. C: times 16 channels of the warp's own.
 template <int N, int C, KvFormat F>
 struct State {
-  float m[N][2];        // what the weights count from, at most `slack` below the largest logit. The same in all warps
-  float l[N][2];        // this lane's share of the sum of the weights
-  float shift[N][2];    // of the part of every output that does not depend on the channel; this lane's share
-  float o[N * C][4];    // tile i of columns n at n * C + i: (channels 16 i + g, columns 2t, 2t + 1), (16 i + 8 + g, ...), of all tokens
-  float excess[N][4];   // how much all of o have too much, a part of the tokens each warp
-  float unit;           // o counts in this unit, a power of two; 0: no token yet. The same in all warps
-  bool empty;           // no step yet
+  float m[N][2];      // what the weights count from, at most `slack` below the largest logit. The same in all warps
+  float l[N][2];      // this lane's share of the sum of the weights
+  float shift[N][2];  // of the part of every output that does not depend on the channel; this lane's share
+  // tile i of columns n at n * C + i: (channels 16 i + g, columns 2t, 2t + 1), (16 i + 8 + g, ...), of all tokens
+  float o[N * C][4];
+  float excess[N][4];  // how much all of o have too much, a part of the tokens each warp
+  float unit;          // o counts in this unit, a power of two; 0: no token yet. The same in all warps
+  bool empty;          // no step yet
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -37,7 +38,9 @@ struct State {
   }
 };
 
-__device__ __forceinline__ float weight_of(float logit, float m) { return tile::fast_exp2(logit - (m == -INFINITY ? 0.0f : m)); }
+__device__ __forceinline__ float weight_of(float logit, float m) {
+  return tile::fast_exp2(logit - (m == -INFINITY ? 0.0f : m));
+}
 
 // A step's weights lie as [8 columns' tile][token][8]: 16-bit elements, 16 bytes a token.
 // One lane's four weights of 16 tokens.
@@ -49,14 +52,16 @@ __device__ __forceinline__ void put_weights(T* rows, const float (&p)[4], int la
 }
 // Those of 32 tokens as operands B: of the first 16 in the first two registers.
 template <class T>
-__device__ __forceinline__ tile::FragmentA get_weights(const T* rows, int lane) { return tile::load_8x8x4_transposed(rows + lane * columns); }
+__device__ __forceinline__ tile::FragmentA get_weights(const T* rows, int lane) {
+  return tile::load_8x8x4_transposed(rows + lane * columns);
+}
 
-// What the values of 32 tokens are weighed with besides the probabilities: lane i has token i's. A token that no column sees
-// has 0, whatever the memory holds.
+// What the values of 32 tokens are weighed with besides the probabilities: lane i has token i's. A token that no column
+// sees has 0, whatever the memory holds.
 template <KvFormat F>
 struct StepScales {
-  float own = 0.0f, centre = 0.0f;   // the scale; what the minimum makes of the middle of the codes
-  std::uint32_t top = 0;             // of the finite scales' magnitudes, the largest one's bits
+  float own = 0.0f, centre = 0.0f;  // the scale; what the minimum makes of the middle of the codes
+  std::uint32_t top = 0;            // of the finite scales' magnitudes, the largest one's bits
 
   template <class T, int D>
   __device__ __forceinline__ StepScales(const CodeStage<F, D>& x, bool wanted, int lane, T) {

@@ -10,43 +10,55 @@
 
 namespace rooftile::gpu {
 
-// What a format's codes are as operands: fp16 in units of code_unit; 4-bit codes come in pairs of which the odd ones count 16
-// times as much. Codes of a middle are unsigned as operands, so much too large: the middle is taken off the sums.
+// What a format's codes are as operands: fp16 in units of code_unit; 4-bit codes come in pairs of which the odd ones
+// count 16 times as much. Codes of a middle are unsigned as operands, so much too large: the middle is taken off the
+// sums.
 template <KvFormat F>
 struct CodeKind {
   static constexpr bool codes = !is_element_format(F), pairs = code_bits(F) == 4, middle = codes && F != KvFormat::fp8;
-  static constexpr float unit = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit, odd_unit = pairs ? tile::odd_code_unit : unit;
-  static constexpr float excess = pairs ? 8 : 128;                                            // of every code
-  static constexpr std::uint32_t excess_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;   // in code units
-  static constexpr std::uint32_t flip = pairs && !has_min(F) ? 0x88888888u : 0;               // two's complement -> unsigned
+  static constexpr float unit = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit,
+                         odd_unit = pairs ? tile::odd_code_unit : unit;
+  static constexpr float excess = pairs ? 8 : 128;                                           // of every code
+  static constexpr std::uint32_t excess_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // in code units
+  static constexpr std::uint32_t flip = pairs && !has_min(F) ? 0x88888888u : 0;  // two's complement -> unsigned
 
   // A word of codes of eight bits -> two pairs, of four bits -> four.
   __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
     if constexpr (F == KvFormat::fp8) tile::decode_e4m3(word, low, high);
     else tile::decode_int8_plus_128(word, low, high);
   }
-  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t (&pair)[4]) { tile::decode_uint4(word ^ flip, pair); }
+  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t (&pair)[4]) {
+    tile::decode_uint4(word ^ flip, pair);
+  }
 };
 
-// Where a lane's 16-byte pieces of a KV head's blocks lie: of K's codes in page 0 and slot 0, and the others' from there
-// (one block's parts, core/kv_layout.h).
+// Where a lane's 16-byte pieces of a KV head's blocks lie: of K's codes in page 0 and slot 0, and the others' from
+// there (one block's parts, core/kv_layout.h).
 template <KvFormat F, int D>
 struct CodeSource {
-  static constexpr int group_pieces = is_kivi(F) ? D / 8 : 0;   // of scales of K's channels, and as many of minima
-  static constexpr int token_pieces = has_min(F) || !is_kivi(F) ? 8 : 4;   // lanes that copy scales of tokens
+  static constexpr int group_pieces = is_kivi(F) ? D / 8 : 0;  // of scales of K's channels, and as many of minima
+  static constexpr int token_pieces = has_min(F) || !is_kivi(F) ? 8 : 4;  // lanes that copy scales of tokens
   const std::byte* k;
   int v, k_scale, k_min, token_scales;
   int page_size;
-  __device__ __forceinline__ bool two_pages() const { return !is_kivi(F) && page_size == 16; }   // has a tile; kivi pages hold whole groups
+  __device__ __forceinline__ bool two_pages() const {
+    return !is_kivi(F) && page_size == 16;
+  }  // has a tile; kivi pages hold whole groups
 
   __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int lane)
-      : k(c.k.codes + kv_head * c.k.head_stride + lane * 16), v(static_cast<int>(c.v.codes - c.k.codes)), page_size(c.page_size) {
+      : k(c.k.codes + kv_head * c.k.head_stride + lane * 16),
+        v(static_cast<int>(c.v.codes - c.k.codes)),
+        page_size(c.page_size) {
     k_scale = static_cast<int>(c.k.scale - c.k.codes);
     k_min = static_cast<int>(c.k.min - c.k.codes);
-    token_scales = static_cast<int>((lane < 4 ? c.v.scale : is_kivi(F) ? c.v.min : c.k.scale) - c.k.codes) + (lane % 4 - lane) * 16;
+    token_scales = static_cast<int>((lane < 4     ? c.v.scale
+                                     : is_kivi(F) ? c.v.min
+                                                  : c.k.scale) -
+                                    c.k.codes) +
+                   (lane % 4 - lane) * 16;
   }
-  // In registers, instead of being found again for every tile. A group's minima are then copied with its scales, by the lanes behind
-  // those that copy these: k_scale is theirs.
+  // In registers, instead of being found again for every tile. A group's minima are then copied with its scales, by the
+  // lanes behind those that copy these: k_scale is theirs.
   __device__ __forceinline__ void keep(int lane) {
     if (has_min(F) && lane >= group_pieces) k_scale = k_min - group_pieces * 16;
     asm("" : "+l"(k), "+r"(v), "+r"(k_scale), "+r"(token_scales));
@@ -57,7 +69,7 @@ struct CodeSource {
 template <KvFormat F, int D>
 struct CodeStage {
   static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
-  static constexpr int row_pieces = row_bytes / 16;                         // of 16 bytes
+  static constexpr int row_pieces = row_bytes / 16;  // of 16 bytes
   // Two neighbouring rows would share all banks: pieces of odd ones change places with those that the other lanes read.
   static constexpr int exchange = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
 
@@ -68,25 +80,30 @@ struct CodeStage {
   __device__ __forceinline__ const std::uint16_t* k_scale() const { return k_scales; }
   __device__ __forceinline__ const std::uint16_t* k_min() const { return k_scales + D; }
   __device__ __forceinline__ const std::uint16_t* v_scale() const { return token_scales; }
-  __device__ __forceinline__ const std::uint16_t* second_scale() const { return token_scales + 32; }   // V's minima, or int8 K's scales
+  __device__ __forceinline__ const std::uint16_t* second_scale() const {
+    return token_scales + 32;
+  }  // V's minima, or int8 K's scales
 
   // Where 16 bytes of a row of K lie.
   __device__ __forceinline__ static int k_piece(int token, int piece) {
     return token * row_bytes + (piece ^ (token & 1) * exchange) * 16;
   }
 
-  // Start the copies of a tile's keys and what belongs to all its tokens, and of its values, by Lanes threads. first, second: offsets
-  // of the pages of its tokens 0 and 16; slot of token 0. Kept: `from` is.
+  // Start the copies of a tile's keys and what belongs to all its tokens, and of its values, by Lanes threads. first,
+  // second: offsets of the pages of its tokens 0 and 16; slot of token 0. Kept: `from` is.
   template <int Lanes, bool Kept = false>
-  __device__ __forceinline__ void copy_keys_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second, int slot, int lane) {
-    constexpr int run = Lanes * 16;   // bytes copied at once
+  __device__ __forceinline__ void copy_keys_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second,
+                                                  int slot, int lane) {
+    constexpr int run = Lanes * 16;  // bytes copied at once
     static_assert(tile_bytes % run == 0);
     const std::byte* const page = from.k + first;
-    const auto copy = [&](const std::byte* low, const std::byte* high) {   // rows 0 and 16, the second as if it lay behind the first
+    const auto copy = [&](const std::byte* low,
+                          const std::byte* high) {  // rows 0 and 16, the second as if it lay behind the first
 #pragma unroll
       for (int i = 0; i < tile_bytes / run; ++i) {
         const int at = i * Lanes + lane;
-        tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces), (at >= 16 * row_pieces ? high : low) + i * run);
+        tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces),
+                          (at >= 16 * row_pieces ? high : low) + i * run);
       }
     };
     const bool two_pages = from.two_pages();
@@ -96,7 +113,8 @@ struct CodeStage {
       const int group = slot / kv_group * (D * 2);
       static_assert(from.group_pieces * (Kept && has_min(F) ? 2 : 1) <= Lanes);
       if constexpr (Kept && has_min(F)) {
-        if (2 * from.group_pieces == Lanes || lane < 2 * from.group_pieces) tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
+        if (2 * from.group_pieces == Lanes || lane < 2 * from.group_pieces)
+          tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
       } else if (lane < from.group_pieces) {
         tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
         if constexpr (has_min(F)) tile::cp_async_16(k_scales + D + lane * 8, page + (from.k_min + group));
@@ -108,18 +126,21 @@ struct CodeStage {
     }
   }
   template <int Lanes>
-  __device__ __forceinline__ void copy_values_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second, int slot, int lane) {
+  __device__ __forceinline__ void copy_values_async(const CodeSource<F, D>& from, std::int64_t first,
+                                                    std::int64_t second, int slot, int lane) {
     constexpr int run = Lanes * 16;
     const std::byte* const pages[2] = {from.k + first + from.v, from.k + second + from.v};
     if (!from.two_pages()) {
 #pragma unroll
-      for (int i = 0; i < tile_bytes / run; ++i) tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[0] + slot * row_bytes + i * run);
-    } else if constexpr (CodeKind<F>::pairs) {   // V blocks of 16 tokens: half of every lane's piece in each page
+      for (int i = 0; i < tile_bytes / run; ++i)
+        tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[0] + slot * row_bytes + i * run);
+    } else if constexpr (CodeKind<F>::pairs) {  // V blocks of 16 tokens: half of every lane's piece in each page
 #pragma unroll
       for (int i = 0; i < D / Lanes; ++i)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) tile::cp_async_8(v + (i * Lanes + lane) * 16 + half * 8, pages[half] + i * (Lanes * 8) - lane * 8);
-    } else {   // a multiple of the lanes' pieces lies in either
+        for (int half = 0; half < 2; ++half)
+          tile::cp_async_8(v + (i * Lanes + lane) * 16 + half * 8, pages[half] + i * (Lanes * 8) - lane * 8);
+    } else {  // a multiple of the lanes' pieces lies in either
 #pragma unroll
       for (int i = 0; i < tile_bytes / run; ++i) {
         const int half = i * run / (16 * row_bytes);
@@ -129,7 +150,9 @@ struct CodeStage {
   }
 };
 
-__device__ __forceinline__ std::uint32_t word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+__device__ __forceinline__ std::uint32_t word(const uint4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 
 template <class T>
 __device__ __forceinline__ float stored_scale(std::uint32_t bits) {
@@ -140,11 +163,11 @@ __device__ __forceinline__ float stored_scale(std::uint32_t bits) {
 template <class T, KvFormat F, int D>
 struct GroupUnit {
   float unit = 1.0f;
-  std::uint32_t inverse = 0;   // bf16, twice
+  std::uint32_t inverse = 0;  // bf16, twice
 
   __device__ __forceinline__ explicit GroupUnit(const CodeStage<F, D>& x, int lane) {
     if constexpr (std::is_same_v<T, tile::bf16>) {
-      std::uint32_t top = 0;   // of the magnitudes' bits
+      std::uint32_t top = 0;  // of the magnitudes' bits
       const auto add = [&](const std::uint16_t* from) {
 #pragma unroll
         for (int i = 0; i < D / 2; i += 32)
@@ -156,7 +179,8 @@ struct GroupUnit {
       add(x.k_scale());
       if constexpr (has_min(F)) add(x.k_min());
       const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
-      const std::uint32_t of = exponent > 0 && exponent < 254 ? exponent : 127;   // all zeros, or not finite: as they are
+      const std::uint32_t of =
+          exponent > 0 && exponent < 254 ? exponent : 127;  // all zeros, or not finite: as they are
       unit = __uint_as_float(of << 23);
       inverse = (254 - of) * 0x00800080u;
     }
@@ -164,7 +188,8 @@ struct GroupUnit {
   // Two stored scales or minima.
   __device__ __forceinline__ std::uint32_t f16(std::uint32_t pair) const {
     if constexpr (std::is_same_v<T, tile::half>) return pair;
-    const __nv_bfloat162 x = __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(inverse));
+    const __nv_bfloat162 x =
+        __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(inverse));
     return tile::pack<tile::half>(__low2float(x), __high2float(x));
   }
 };
@@ -181,7 +206,8 @@ __device__ __forceinline__ float largest_magnitude(const std::uint32_t (&x)[N]) 
 }
 template <class T, int N>
 __device__ __forceinline__ void scale_to_f16(std::uint32_t (&x)[N], float power) {
-  if constexpr (std::is_same_v<T, tile::half>) {   // one rounding at most: a power that fp16 has not is large, and loses nothing
+  if constexpr (std::is_same_v<
+                    T, tile::half>) {  // one rounding at most: a power that fp16 has not is large, and loses nothing
     const bool large = power > 0x1p15f;
     const std::uint32_t by = tile::pack<tile::half>(large ? 0x1p15f : power, large ? 0x1p15f : power);
 #pragma unroll
@@ -203,15 +229,15 @@ __device__ __forceinline__ void scale_to_f16(std::uint32_t (&x)[N], float power)
 template <KvFormat F, int D>
 struct CodeQueries {
   tile::FragmentB q[D / 16];
-  float unit[2];     // that power, of columns 2t and 2t + 1
-  float excess[2];   // scales per token: what their scores have too much, in code units
+  float unit[2];    // that power, of columns 2t and 2t + 1
+  float excess[2];  // scales per token: what their scores have too much, in code units
 
   // columns_at: the columns as copy_queries_async left them.
   template <class T>
   __device__ __forceinline__ void load(const T* columns_at, int lane) {
     constexpr int quarter = D / 4;
-    // The head_dim of the lane's codes: four bits: neighbours of its quarter of the row; eight: 16-byte pieces of every 64, and
-    // of 8 bytes of the last 32.
+    // The head_dim of the lane's codes: four bits: neighbours of its quarter of the row; eight: 16-byte pieces of every
+    // 64, and of 8 bytes of the last 32.
     std::uint32_t x[quarter / 2];
 #pragma unroll
     for (int i = 0; i < quarter / 8; ++i) {
@@ -228,20 +254,23 @@ struct CodeQueries {
     // the power of two above the largest; 1 for a column of zeros or of infinities
     const std::uint32_t exponent = __float_as_uint(top) >> 23;
     const bool ordinary = exponent > 0 && exponent < 253;
-    const float own = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f, inverse = ordinary ? __uint_as_float((253 - exponent) << 23) : 1.0f;
+    const float own = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f,
+                inverse = ordinary ? __uint_as_float((253 - exponent) << 23) : 1.0f;
     scale_to_f16<T>(x, inverse);
 #pragma unroll
     for (int ks = 0; ks < D / 16; ++ks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // four bits: word ks / 2 holds pairs (r, r + 4), a product takes two even or two odd ones; eight: word ks holds neighbours
+        // four bits: word ks / 2 holds pairs (r, r + 4), a product takes two even or two odd ones; eight: word ks holds
+        // neighbours
         const int at = ks / 2 * 4 + half;
-        q[ks].r[half] = code_bits(F) == 4 ? __byte_perm(x[at], x[at + 2], ks % 2 == 0 ? 0x5410 : 0x7632) : x[2 * ks + half];
+        q[ks].r[half] =
+            code_bits(F) == 4 ? __byte_perm(x[at], x[at + 2], ks % 2 == 0 ? 0x5410 : 0x7632) : x[2 * ks + half];
       }
 #pragma unroll
     for (int j = 0; j < 2; ++j) unit[j] = __shfl_sync(0xffffffffu, own, (lane % 4 * 2 + j) * 4);
     if constexpr (CodeKind<F>::middle && !is_kivi(F)) {
-      float sum = 0.0f;   // of what the tensor cores see
+      float sum = 0.0f;  // of what the tensor cores see
 #pragma unroll
       for (const tile::FragmentB& fragment : q)
 #pragma unroll
@@ -252,7 +281,8 @@ struct CodeQueries {
 #pragma unroll
       for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) excess[j] = __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (CodeKind<F>::excess * tile::code_unit);
+      for (int j = 0; j < 2; ++j)
+        excess[j] = __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (CodeKind<F>::excess * tile::code_unit);
     }
   }
 };
@@ -272,10 +302,11 @@ __device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigne
   }
 }
 
-// Scores of 32 tokens whose codes have eight bits, in code units: W words of every token and lane, from `from` on, meet the
-// queries' fragments from `first` on.
+// Scores of 32 tokens whose codes have eight bits, in code units: W words of every token and lane, from `from` on, meet
+// the queries' fragments from `first` on.
 template <KvFormat F, int W, int N, int D>
-__device__ __forceinline__ void byte_scores(float (&s)[N][2][4], const unsigned char* const (&from)[4], const CodeQueries<F, D> (&q)[N], int first) {
+__device__ __forceinline__ void byte_scores(float (&s)[N][2][4], const unsigned char* const (&from)[4],
+                                            const CodeQueries<F, D> (&q)[N], int first) {
   std::uint32_t row[4][W];
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
@@ -293,11 +324,12 @@ __device__ __forceinline__ void byte_scores(float (&s)[N][2][4], const unsigned 
 
 // Scores of 32 tokens and N times 8 columns. factor: per column, what a score in the queries' units is multiplied with.
 template <class T, KvFormat F, int D, int N>
-__device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage<F, D>& x, const CodeQueries<F, D> (&q)[N],
-                                            const float (&factor)[N][2], int lane) {
+__device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage<F, D>& x,
+                                            const CodeQueries<F, D> (&q)[N], const float (&factor)[N][2], int lane) {
   using Kind = CodeKind<F>;
   const int g = lane / 4, t = lane % 4;
-  // Of codes of four bits, even and odd pairs count in different units, so each have their sums; of eight `even` has all.
+  // Of codes of four bits, even and odd pairs count in different units, so each have their sums; of eight `even` has
+  // all.
   float even[N][2][4] = {}, odd[N][2][4] = {};
   if constexpr (Kind::middle && !is_kivi(F)) {
 #pragma unroll
@@ -309,22 +341,28 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
   }
   if constexpr (!Kind::pairs) {
 #pragma unroll
-    for (int part = 0; part < D / 64; ++part)   // 64 channels: 16 bytes a lane and row
-      byte_scores<F, 4>(even, {x.k + x.k_piece(g, 4 * part + t), x.k + x.k_piece(g + 8, 4 * part + t), x.k + x.k_piece(g + 16, 4 * part + t),
-                               x.k + x.k_piece(g + 24, 4 * part + t)}, q, 4 * part);
-    if constexpr (D % 64 != 0) {   // the last 32
+    for (int part = 0; part < D / 64; ++part)  // 64 channels: 16 bytes a lane and row
+      byte_scores<F, 4>(even,
+                        {x.k + x.k_piece(g, 4 * part + t), x.k + x.k_piece(g + 8, 4 * part + t),
+                         x.k + x.k_piece(g + 16, 4 * part + t), x.k + x.k_piece(g + 24, 4 * part + t)},
+                        q, 4 * part);
+    if constexpr (D % 64 != 0) {  // the last 32
       const unsigned char* from = x.k + g * x.row_bytes + D / 64 * 64 + t * 8;
-      byte_scores<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q, D / 64 * 4);
+      byte_scores<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q,
+                        D / 64 * 4);
     }
   } else {
-    // Scales per channel: k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is one row for
-    // all tokens. What has been rounded is what is taken off again: eights times the scaled queries, as the codes met them.
-    // Eight columns have registers for sums of even and of odd pairs apart, half as long a chain of products. Of the centre's one row is
-    // enough: even pairs' is row g, and odd ones' row g + 8 of the same operand.
+    // Scales per channel: k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is
+    // one row for all tokens. What has been rounded is what is taken off again: eights times the scaled queries, as the
+    // codes met them.
+    // Eight columns have registers for sums of even and of odd pairs apart, half as long a chain of products. Of the
+    // centre's one row is enough: even pairs' is row g, and odd ones' row g + 8 of the same operand.
     constexpr int chains = N == 1 ? 2 : 1;
     float eights[N][chains][4] = {}, centre[N][chains][4] = {};
     const GroupUnit<T, F, D> group(x, lane);
-    constexpr int W = D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;   // a lane's quarter of a row is D / 32 words of 8 codes, W together
+    constexpr int W = D % 128 == 0  ? 4
+                      : D % 64 == 0 ? 2
+                                    : 1;  // a lane's quarter of a row is D / 32 words of 8 codes, W together
 #pragma unroll
     for (int part = 0; part < D / 32; part += W) {
       std::uint32_t row[4][W];
@@ -336,7 +374,7 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
 #pragma unroll
       for (int v = 0; v < W; ++v) {
         const int w = part + v, channel = t * (D / 4) + 8 * w;
-        std::uint32_t scale[4] = {}, middle[4] = {};   // of pairs (r, r + 4)
+        std::uint32_t scale[4] = {}, middle[4] = {};  // of pairs (r, r + 4)
         if constexpr (is_kivi(F)) {
           const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale() + channel);
           uint4 minima = {};
@@ -346,19 +384,23 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
             const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
             scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
             if constexpr (has_min(F))
-              middle[r] = tile::fma_f16x2(scale[r], 0x48004800u, group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
+              middle[r] =
+                  tile::fma_f16x2(scale[r], 0x48004800u,
+                                  group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
           }
         }
-        std::uint32_t code[4][4];   // row block, pair
+        std::uint32_t code[4][4];  // row block, pair
 #pragma unroll
         for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {   // pairs h and h + 2
+          for (int h = 0; h < 2; ++h) {  // pairs h and h + 2
             tile::FragmentB with = q[n].q[2 * w + h];
-            if constexpr (has_min(F) && chains == 2) tile::mma<tile::half>(centre[n][h], {{middle[0], middle[1], middle[2], middle[3]}}, with);
-            else if constexpr (has_min(F)) tile::mma<tile::half>(centre[n][0], {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, with);
+            if constexpr (has_min(F) && chains == 2)
+              tile::mma<tile::half>(centre[n][h], {{middle[0], middle[1], middle[2], middle[3]}}, with);
+            else if constexpr (has_min(F))
+              tile::mma<tile::half>(centre[n][0], {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, with);
             if constexpr (is_kivi(F)) {
               with = {{tile::mul_f16x2(with.r[0], scale[h]), tile::mul_f16x2(with.r[1], scale[h + 2])}};
               constexpr std::uint32_t minus_8 = 0xc800c800u;
@@ -366,8 +408,9 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
             }
 #pragma unroll
             for (int mt = 0; mt < 2; ++mt)
-              tile::mma<tile::half>(h == 0 ? even[n][mt] : odd[n][mt],
-                                    {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, with);
+              tile::mma<tile::half>(
+                  h == 0 ? even[n][mt] : odd[n][mt],
+                  {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, with);
           }
       }
     }
@@ -388,7 +431,8 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
         for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            s[n][mt][i] = __fmaf_rn(even[n][mt][i], of_even[i & 1], __fmaf_rn(odd[n][mt][i], of_odd[i & 1], base[i & 1]));
+            s[n][mt][i] =
+                __fmaf_rn(even[n][mt][i], of_even[i & 1], __fmaf_rn(odd[n][mt][i], of_odd[i & 1], base[i & 1]));
       }
     }
   }
@@ -400,7 +444,8 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
         const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::unit);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float sum = Kind::pairs ? __fmaf_rn(odd[n][mt][i], Kind::unit / Kind::odd_unit, even[n][mt][i]) : even[n][mt][i];
+          const float sum =
+              Kind::pairs ? __fmaf_rn(odd[n][mt][i], Kind::unit / Kind::odd_unit, even[n][mt][i]) : even[n][mt][i];
           s[n][mt][i] = sum * (scale * factor[n][i & 1]);
         }
       }

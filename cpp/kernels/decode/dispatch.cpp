@@ -17,12 +17,13 @@ constexpr const char* op = "decode_attention";
 // Calls visit(variant) for every compiled variant.
 template <class Visit>
 void for_each_variant(const Visit& visit) {
-  for (std::span<const DecodeVariant> variants :
-       {bits16_variants(), int8_variants(), fp8_variants(), int4_variants(), int4_kivi_variants(), int4_kivi_sym_variants()})
+  for (std::span<const DecodeVariant> variants : {bits16_variants(), int8_variants(), fp8_variants(), int4_variants(),
+                                                  int4_kivi_variants(), int4_kivi_sym_variants()})
     for (const DecodeVariant& v : variants) visit(v);
 }
 
-// Of the variants for this cache the one of the most columns that a task fills to more than half; tables begin with the smallest.
+// Of the variants for this cache the one of the most columns that a task fills to more than half; tables begin with the
+// smallest.
 const DecodeVariant& variant_of(const DecodeArgs& a) {
   DecodeKey key{a.q.dtype, a.cache->format, a.cache->head_dim, 0};
   const std::int64_t wanted = a.q.shape[1] * (a.q.shape[2] / a.cache->kv_heads);
@@ -41,15 +42,18 @@ const DecodeVariant& variant_of(const DecodeArgs& a) {
     if (v.key.head_dim == first.head_dim) add(stores, std::string(name(v.key.dtype)) + " " + name(v.key.format));
     if (v.key.dtype == first.dtype && v.key.format == first.format) add(dims, std::to_string(v.key.head_dim));
   });
-  fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", stores, "; head_dim ", dims);
+  fail(ErrorKind::not_supported, op, ": no GPU kernel for cache ", text(key), "; compiled: ", stores, "; head_dim ",
+       dims);
 }
 
 DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVariant& v) {
   const std::int64_t tokens = a.q.shape[1], capacity = a.cache->capacity();
   // what one query sees, the other queries' steps, and what starts at a multiple of 32
   const std::int64_t visible = a.logits.window > 0 ? std::min(capacity, a.logits.window + tokens + 31) : capacity;
-  return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads), a.cache->head_dim, v.key.columns, visible},
-                     {scope.sms(), std::min(v.blocks_per_sm, scope.blocks_that_fit(v.shared_bytes)), v.clusters ? scope.largest_cluster() : 1});
+  return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads),
+                      a.cache->head_dim, v.key.columns, visible},
+                     {scope.sms(), std::min(v.blocks_per_sm, scope.blocks_that_fit(v.shared_bytes)),
+                      v.clusters ? scope.largest_cluster() : 1});
 }
 
 // What the vector loads need; the caches this library makes have it.
@@ -58,7 +62,8 @@ void check_alignment(const KvCacheView& c) {
     ROOFTILE_CHECK_KIND(not_supported,
                         reinterpret_cast<std::uintptr_t>(plane->codes) % 16 == 0 && plane->page_stride % 16 == 0 &&
                             plane->head_stride % 16 == 0 && plane->token_stride % 16 == 0,
-                        op, ": cache has ", side, " rows that do not all start at multiples of 16 bytes, which the GPU kernels need");
+                        op, ": cache has ", side,
+                        " rows that do not all start at multiples of 16 bytes, which the GPU kernels need");
   for (const std::byte* ring : {c.ring_k, c.ring_v})
     ROOFTILE_CHECK_KIND(not_supported, reinterpret_cast<std::uintptr_t>(ring) % 16 == 0, op,
                         ": cache has a ring that does not start at a multiple of 16 bytes, which the GPU kernels need");
@@ -73,11 +78,13 @@ bool rows_are_vectors(const TensorView& t) {
 // Work is counted in 32 bits: the units of all tasks, half as much again as their tokens if leaves are short, and a
 // fifteenth more where shares are rounded.
 void check_size(const DecodeArgs& a) {
-  const double columns_all = static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / columns + a.cache->kv_heads;
+  const double columns_all =
+      static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / columns + a.cache->kv_heads;
   const double of_task = 1.5 * static_cast<double>(a.cache->capacity()) / unit_tokens + 16;
   const double units = static_cast<double>(a.q.shape[0]) * columns_all * of_task;
-  ROOFTILE_CHECK_KIND(not_supported, units < 0x1p30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q), " over a cache of capacity ",
-                      a.cache->capacity(), " is more than one call counts (2^30 units of 32 tokens x 8 query columns)");
+  ROOFTILE_CHECK_KIND(not_supported, units < 0x1p30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q),
+                      " over a cache of capacity ", a.cache->capacity(),
+                      " is more than one call counts (2^30 units of 32 tokens x 8 query columns)");
 }
 
 }  // namespace
@@ -99,10 +106,11 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   check_size(a);
   const DecodePlan plan = plan_of(scope, a, variant);
   const char *const dtype = name(a.q.dtype), *const format = name(a.cache->format);
-  const KernelName ran = variant.key.columns > columns   // step_kv
-                             ? kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim, "_c", variant.key.columns)
-                             : kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim);
-  if (plan.blocks == 0) return ran;   // no query
+  const KernelName ran =
+      variant.key.columns > columns  // step_kv
+          ? kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim, "_c", variant.key.columns)
+          : kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim);
+  if (plan.blocks == 0) return ran;  // no query
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
   DecodeParams p = {};
   p.q = a.q;

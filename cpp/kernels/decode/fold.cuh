@@ -32,22 +32,26 @@ __device__ __forceinline__ Node<K, S> merge(const Node<K, S>& a, const Node<K, S
   return r;
 }
 
-// Left halves that wait for their right ones: at most one a level. Threads of a warp that share columns share a place for their
-// (m, l). The last levels are touched once in some leaves: the values of all but the first `Near` wait in the workspace.
+// Left halves that wait for their right ones: at most one a level. Threads of a warp that share columns share a place
+// for their (m, l). The last levels are touched once in some leaves: the values of all but the first `Near` wait in the
+// workspace.
 template <int K, int S, int Threads, int Places, int Near>
 struct FoldMemory {
   static constexpr int near = Near, deep = fold_levels - Near;
   float o[near][S][Threads];
   float m[fold_levels][K][Places], l[fold_levels][K][Places];
-  __device__ float* values(int level, float* deep) { return level < near ? o[level][0] : deep + (level - near) * S * Threads; }
+  __device__ float* values(int level, float* deep) {
+    return level < near ? o[level][0] : deep + (level - near) * S * Threads;
+  }
 };
 
 template <int K, int S, int Threads, int Places, int Near>
 class Fold {
  public:
-  // deep: [fold_levels - Near][S][Threads] floats of the block. first: the run's first leaf; only: it is all of the run, but not
-  // of its task. thread: this one; place: of its columns.
-  __device__ Fold(FoldMemory<K, S, Threads, Places, Near>& memory, float* deep, int thread, int place, int first, bool only)
+  // deep: [fold_levels - Near][S][Threads] floats of the block. first: the run's first leaf; only: it is all of the
+  // run, but not of its task. thread: this one; place: of its columns.
+  __device__ Fold(FoldMemory<K, S, Threads, Places, Near>& memory, float* deep, int thread, int place, int first,
+                  bool only)
       : memory_(memory), deep_(deep), thread_(thread), place_(place), first_(first), only_(only) {}
 
   // The node of leaf `at`, the next in order.
@@ -60,11 +64,12 @@ class Fold {
       at -= 1 << level;
       ++level;
     }
-    if (only_ || (level + 1 < fold_levels && (at >> level) % 2 == 1)) {   // its left half, or what follows, belongs to another block
+    if (only_ || (level + 1 < fold_levels &&
+                  (at >> level) % 2 == 1)) {  // its left half, or what follows, belongs to another block
       emit(node);
       return;
     }
-    __syncwarp();   // threads of one place have read what is overwritten here
+    __syncwarp();  // threads of one place have read what is overwritten here
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       memory_.m[level][k][place_] = node.m[k];
@@ -86,7 +91,7 @@ class Fold {
 
   // The run was the whole task: its result.
   __device__ Node<K, S> finish() {
-    Node<K, S> result;   // some level waits
+    Node<K, S> result;  // some level waits
     bool any = false;
     for (int level = 0; level < fold_levels; ++level) {
       if (!(waiting_ >> level & 1)) continue;

@@ -23,10 +23,11 @@ struct DecodeKernel {
   static constexpr int threads = 32 * Config::warps;
 
   static void launch(const DeviceScope& scope, const DecodeParams& p) {
-    static_assert(sizeof(Shared) <= 99 * 1024);   // what a block of every supported architecture may have
+    static_assert(sizeof(Shared) <= 99 * 1024);  // what a block of every supported architecture may have
     scope.launch(split, {p.blocks / p.layers, p.layers}, threads, sizeof(Shared), p, Overlap::with_previous, p.cluster);
     if (p.cluster > 1) return;
-    scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.tasks * p.columns_used, Config::head_dim, 0, p, Overlap::with_previous);
+    scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.tasks * p.columns_used, Config::head_dim, 0, p,
+                 Overlap::with_previous);
   }
   static void load(const char* op) {
     load_kernel(op, split);
@@ -34,16 +35,17 @@ struct DecodeKernel {
   }
 };
 
-// What a variant is made of. `stages` tiles of a team on the way, `blocks` a multiprocessor. A team is one warp; of more than
-// 128 channels two, of more than 256 all four, which share the output's channels, and more of the fold waits in the workspace, so that
-// a block stays small.
+// What a variant is made of. `stages` tiles of a team on the way, `blocks` a multiprocessor. A team is one warp; of
+// more than 128 channels two, of more than 256 all four, which share the output's channels, and more of the fold waits
+// in the workspace, so that a block stays small.
 template <class Element, KvFormat F, int D, int Stages, int Blocks>
 struct DecodeConfig {
   using T = Element;
   static constexpr KvFormat format = F;
   static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks, column_tiles = 1;
   static constexpr int warps = 4, team = D > 256 ? 4 : D > 128 ? 2 : 1, near_levels = D > 128 ? 1 : 4;
-  static constexpr bool clusters = near_levels >= cluster_slots;   // the states of a cluster's leaves take no more room than the fold
+  static constexpr bool clusters =
+      near_levels >= cluster_slots;  // the states of a cluster's leaves take no more room than the fold
 };
 // The same of one for more columns: two steps on the way.
 template <class Element, KvFormat F>
@@ -57,8 +59,13 @@ struct StepConfig {
 template <class Config>
 constexpr DecodeVariant decode_variant() {
   using Kernel = DecodeKernel<Config>;
-  return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim, columns * Config::column_tiles},
-          Config::blocks_per_sm, Config::clusters, sizeof(typename Kernel::Shared), Kernel::launch, Kernel::load};
+  return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim,
+           columns * Config::column_tiles},
+          Config::blocks_per_sm,
+          Config::clusters,
+          sizeof(typename Kernel::Shared),
+          Kernel::launch,
+          Kernel::load};
 }
 
 // The table of one file.

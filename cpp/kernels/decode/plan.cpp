@@ -22,13 +22,14 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room) {
   plan.layers = plan.cluster == 1 && tasks * max_leaves >= resident ? room.blocks_per_sm : 1;
   plan.blocks = static_cast<int>(plan.cluster > 1 ? tasks * plan.cluster : std::min(resident, tasks * max_leaves));
   plan.ranks = ranks_if_even(tasks, plan.blocks);
-  if (plan.cluster > 1) return plan;   // its states meet in shared memory
+  if (plan.cluster > 1) return plan;  // its states meet in shared memory
   const auto up = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
   const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * static_cast<std::size_t>(columns);
   plan.node_o = up((static_cast<std::size_t>(shape.batch) + 2) * sizeof(std::int32_t));
   plan.node_ml = plan.node_o + up(nodes * static_cast<std::size_t>(head_dim) * sizeof(float));
   plan.fold = plan.node_ml + up(nodes * 2 * sizeof(float));
-  plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * fold_levels * static_cast<std::size_t>(columns * head_dim) * sizeof(float);
+  plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * fold_levels *
+                                         static_cast<std::size_t>(columns * head_dim) * sizeof(float);
   return plan;
 }
 

@@ -14,25 +14,25 @@ struct DecodeKey {
   DType dtype;
   KvFormat format;
   int head_dim;
-  int columns = 8;   // of a task: query heads of a KV head times new tokens
+  int columns = 8;  // of a task: query heads of a KV head times new tokens
   bool operator==(const DecodeKey&) const = default;
 };
-std::string text(const DecodeKey& key);   // "float16 int8 d128"
+std::string text(const DecodeKey& key);  // "float16 int8 d128"
 
 struct DecodePlan {
-  int blocks = 0, layers = 1, cluster = 1, ranks = 0;   // as in DecodeParams
-  int passes = 0;                          // tasks of a KV head
-  std::size_t node_o = 0, node_ml = 0, fold = 0;   // offsets of the parts of the workspace; row_begin is at 0
+  int blocks = 0, layers = 1, cluster = 1, ranks = 0;  // as in DecodeParams
+  int passes = 0;                                      // tasks of a KV head
+  std::size_t node_o = 0, node_ml = 0, fold = 0;       // offsets of the parts of the workspace; row_begin is at 0
   std::size_t workspace_bytes = 0;
 };
 struct DecodeShape {
   std::int64_t batch, tokens;
   int kv_heads, q_per_kv, head_dim;
-  int columns;            // of a task
-  std::int64_t visible;   // tokens that the queries of a row see together, at most: of capacity and window
+  int columns;           // of a task
+  std::int64_t visible;  // tokens that the queries of a row see together, at most: of capacity and window
 };
 struct DecodeRoom {
-  int sms, blocks_per_sm;   // how many of the variant's blocks a multiprocessor of this device holds
+  int sms, blocks_per_sm;  // how many of the variant's blocks a multiprocessor of this device holds
   int largest_cluster;
 };
 DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room);
@@ -41,9 +41,9 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room);
 class DeviceScope;
 struct DecodeVariant {
   DecodeKey key;
-  int blocks_per_sm;            // at most, what its registers were cut for
+  int blocks_per_sm;  // at most, what its registers were cut for
   bool clusters;
-  std::size_t shared_bytes;     // of a block
+  std::size_t shared_bytes;  // of a block
   void (*launch)(const DeviceScope&, const DecodeParams&);
   void (*load)(const char* op);
 };

@@ -19,17 +19,18 @@ __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat f
   const int row = p.rows ? read(p.rows + b) : b;
   const bool inside = row >= 0 && row < c.max_rows;
   return row_work(format, p.capacity, row, c.max_rows, inside ? read(c.lengths + row) : 0,
-                  p.counts ? read(p.counts + b) : p.tokens, p.tokens,
-                  inside && c.raw_from ? read(c.raw_from + row) : 0, p.window);
+                  p.counts ? read(p.counts + b) : p.tokens, p.tokens, inside && c.raw_from ? read(c.raw_from + row) : 0,
+                  p.window);
 }
 
-// One task: 8 columns, or some times 8, of a (batch entry, KV head). Column c of the head is query c / q_per_kv of head c % q_per_kv.
+// One task: 8 columns, or some times 8, of a (batch entry, KV head). Column c of the head is query c / q_per_kv of head
+// c % q_per_kv.
 struct Task {
-  int b, kv_head, pass;   // pass: of 8 columns, the task's first
+  int b, kv_head, pass;  // pass: of 8 columns, the task's first
 };
 struct Column {
-  int token, head;     // token: -1 where the column is padding
-  int position;        // of the query in its row; below 0 where it sees nothing
+  int token, head;  // token: -1 where the column is padding
+  int position;     // of the query in its row; below 0 where it sees nothing
 };
 __device__ __forceinline__ Column column_of(const DecodeParams& p, const Task& task, const RowWork& w, int column) {
   const int c = task.pass * columns + column, token = divide(c, p.by_q_per_kv);
@@ -40,11 +41,11 @@ __device__ __forceinline__ Column column_of(const DecodeParams& p, const Task& t
 // The tokens that the two columns of a lane see, and bounds for the whole task: [outer_begin, outer_end) holds all that
 // any column sees, [inner_begin, inner_end) is seen by all of them. Padding columns see everything; nobody reads them.
 struct Visible {
-  int begin[2], end[2], query[2];   // query: the new token that a column belongs to, -1 for padding
+  int begin[2], end[2], query[2];  // query: the new token that a column belongs to, -1 for padding
   int outer_begin, outer_end, inner_begin, inner_end;
 };
-// What the query at `position` sees of it; below 0 nothing. raw: of the part of a kivi row that is read raw, else of the part
-// that lies in pages.
+// What the query at `position` sees of it; below 0 nothing. raw: of the part of a kivi row that is read raw, else of
+// the part that lies in pages.
 struct TokenRange {
   int begin, end;
 };
@@ -57,8 +58,9 @@ __device__ __forceinline__ TokenRange seen_from(const DecodeParams& p, int posit
   }
   return {begin, max(begin, end)};
 }
-__device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& task, const RowWork& w, int lane, bool raw) {
-  if (p.tokens == 1) {   // one query: padding may see what the others see
+__device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& task, const RowWork& w, int lane,
+                                           bool raw) {
+  if (p.tokens == 1) {  // one query: padding may see what the others see
     const TokenRange r = seen_from(p, w.length - 1, raw);
     return {{r.begin, r.begin}, {r.end, r.end}, {0, 0}, r.begin, r.end, r.begin, r.end};
   }
@@ -93,25 +95,29 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
 
 // Bytes from a kivi cache's ring of raw tokens, of K or of V, to where it keeps `token` of a row.
 template <class T, int D>
-__device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const Task& task, const RowWork& w, int token) {
+__device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const Task& task, const RowWork& w,
+                                                    int token) {
   return ((std::int64_t{w.row} * p.cache.kv_heads + task.kv_head) * kv_ring + token % kv_ring) * (D * sizeof(T));
 }
 
-// [tokens or columns][D] 16-bit elements in shared memory, 16-byte pieces of a row exchanged by the row's low bits: no bank
-// conflicts. Where element d of a row lies.
+// [tokens or columns][D] 16-bit elements in shared memory, 16-byte pieces of a row exchanged by the row's low bits: no
+// bank conflicts. Where element d of a row lies.
 template <int D>
 __device__ __forceinline__ int swizzled(int row, int d) {
   return row * D + ((d / 8) ^ (D % 64 == 0 ? row & 7 : row / 2 & 3)) * 8 + d % 8;
 }
 
-// Starts the copies of N times 8 query columns, from a task's first on, rows of `to`, by Lanes threads; zeros for padding. Any
-// strides.
+// Starts the copies of N times 8 query columns, from a task's first on, rows of `to`, by Lanes threads; zeros for
+// padding. Any strides.
 template <class T, int D, int N, int Lanes>
-__device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const Task& task, const RowWork& w, int lane, T* to) {
+__device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const Task& task, const RowWork& w, int lane,
+                                                   T* to) {
   const TensorView& q = p.q;
   const T* const row = static_cast<const T*>(q.data) + task.b * q.stride[0];
   const auto place = [&](int piece, int& column, int& d0) { column = piece / (D / 8), d0 = piece % (D / 8) * 8; };
-  const auto from = [&](const Column& c) { return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0); };
+  const auto from = [&](const Column& c) {
+    return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
+  };
   if (p.vector_queries) {
 #pragma unroll
     for (int i = 0; i < (N * D + Lanes - 1) / Lanes; ++i) {
@@ -119,8 +125,9 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
       int column, d0;
       place(i * Lanes + lane, column, d0);
       const Column c = column_of(p, task, w, column);
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from(c) + d0),
-                                                                   *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(column, d0)), c.token >= 0);
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+          *reinterpret_cast<const cute::uint128_t*>(from(c) + d0),
+          *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(column, d0)), c.token >= 0);
     }
   } else {
 #pragma unroll 1
@@ -128,12 +135,14 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
       int column, d0;
       place(piece, column, d0);
       const Column c = column_of(p, task, w, column);
-      for (int j = 0; j < 8; ++j) to[swizzled<D>(column, d0) + j] = c.token >= 0 ? from(c)[(d0 + j) * q.stride[3]] : T(0.0f);
+      for (int j = 0; j < 8; ++j)
+        to[swizzled<D>(column, d0) + j] = c.token >= 0 ? from(c)[(d0 + j) * q.stride[3]] : T(0.0f);
     }
   }
 }
 
-// The same columns, arrived, as operands B of the products with 16-bit keys: fragment k covers head_dim 16 k .. 16 k + 15.
+// The same columns, arrived, as operands B of the products with 16-bit keys: fragment k covers head_dim 16 k .. 16 k +
+// 15.
 template <class T, int D>
 __device__ __forceinline__ void load_query_fragments(const T* columns_at, int lane, tile::FragmentB (&q)[D / 16]) {
 #pragma unroll
@@ -148,22 +157,25 @@ __device__ __forceinline__ void load_query_fragments(const T* columns_at, int la
 template <int D>
 inline constexpr int piece_values = D % 64 == 0 ? 4 : 2;
 
-// Where one column's finished row goes. Known before its sums are, maybe before what ran before has ended (so past the L1); finish()
-// with those comes before anything is written.
+// Where one column's finished row goes. Known before its sums are, maybe before what ran before has ended (so past the
+// L1); finish() with those comes before anything is written.
 template <class T>
 class ColumnResult {
  public:
-  __device__ __forceinline__ ColumnResult(const DecodeParams& p, const Task& task, const RowWork& w, int column) : p_(&p) {
+  __device__ __forceinline__ ColumnResult(const DecodeParams& p, const Task& task, const RowWork& w, int column)
+      : p_(&p) {
     const Column c = column_of(p, task, w, column);
     there_ = c.token >= 0;
     if (!there_) return;
     if (p.sinks.given()) {
       const std::int64_t at = c.head * p.sinks.stride[0];
-      sink_ = tile::log2_e * (p.sinks.dtype == DType::f32 ? __ldcg(p.sinks.as<const float>() + at) : tile::to_float(__ldcg(p.sinks.as<const T>() + at)));
+      sink_ = tile::log2_e * (p.sinks.dtype == DType::f32 ? __ldcg(p.sinks.as<const float>() + at)
+                                                          : tile::to_float(__ldcg(p.sinks.as<const T>() + at)));
     }
     real_ = c.token < w.count;
     out_ = p.out.as<T>() + task.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
-    if (p.lse.given()) lse_ = p.lse.as<float>() + task.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2];
+    if (p.lse.given())
+      lse_ = p.lse.as<float>() + task.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2];
   }
   __device__ __forceinline__ void finish(float m, float l) {
     if (!real_) return;

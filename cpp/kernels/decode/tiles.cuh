@@ -22,7 +22,8 @@ template <class Config>
 using TileOf = std::conditional_t<is_element_format(Config::format), ElementTile<typename Config::T, Config::head_dim>,
                                   CodeStage<Config::format, Config::head_dim>>;
 
-// Scores -> logits in units of log2, or, under a soft cap, to multiples of the cap. unit: what the queries were divided by.
+// Scores -> logits in units of log2, or, under a soft cap, to multiples of the cap. unit: what the queries were divided
+// by.
 __device__ __forceinline__ float factor_of(const DecodeParams& p, float unit) {
   return unit * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e);
 }
@@ -36,7 +37,8 @@ __device__ __forceinline__ void soft_cap(float (&s)[M][4], float softcap) {
 #pragma unroll
   for (auto& tile : s)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) tile[i] = top - 2.0f * top * tile::fast_reciprocal(1.0f + tile::fast_exp2(2.0f * tile::log2_e * tile[i]));
+    for (int i = 0; i < 4; ++i)
+      tile[i] = top - 2.0f * top * tile::fast_reciprocal(1.0f + tile::fast_exp2(2.0f * tile::log2_e * tile[i]));
 }
 
 // Whether all columns see all of `tokens` tokens from `token` on.
@@ -64,30 +66,34 @@ __device__ __forceinline__ float largest(const float (&s)[M][4], int j) {
   for (int mt = 1; mt < M; ++mt) top = fmaxf(top, fmaxf(s[mt][j], s[mt][j + 2]));
   return top;
 }
-// The maximum that weights count from, and what was summed before, follow the largest logit only when that is more than this
-// above it: weights of up to 2^slack are no loss to fp16 or to the sums.
+// The maximum that weights count from, and what was summed before, follow the largest logit only when that is more than
+// this above it: weights of up to 2^slack are no loss to fp16 or to the sums.
 inline constexpr float slack = 8.0f, most_weight = 256.0f;
 
 // ---- 16-bit keys and values, 16 tokens, in shared memory ----
 
-// Copies 16 rows, `stride` bytes apart, into a tile, by Lanes threads; a row that `wanted` denies becomes 0 and is not read.
+// Copies 16 rows, `stride` bytes apart, into a tile, by Lanes threads; a row that `wanted` denies becomes 0 and is not
+// read.
 template <class T, int D, int Lanes, class Wanted>
-__device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte* from, std::int64_t stride, const Wanted& wanted) {
-  constexpr int pieces = D / 8, rows = Lanes / pieces;   // of a row; that are copied at once
+__device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte* from, std::int64_t stride,
+                                                const Wanted& wanted) {
+  constexpr int pieces = D / 8, rows = Lanes / pieces;  // of a row; that are copied at once
   const int first = lane / pieces, d = lane % pieces * 8;
   if (first >= rows) return;
   const std::byte* at = from + first * stride + d * sizeof(T);
 #pragma unroll
   for (int row = 0; row < 16; row += rows, at += rows * stride) {
     const bool take = wanted(row + first);
-    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(take ? at : from),
-                                                                 *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(row + first, d)), take);
+    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+        *reinterpret_cast<const cute::uint128_t*>(take ? at : from),
+        *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(row + first, d)), take);
   }
 }
 
 // Two sums, of even and of odd steps, so that no product waits for the one before it.
 template <class T, int D, int N>
-__device__ __forceinline__ void scores16(float (&s)[N][1][4], const T* k, const tile::FragmentB (&q)[N][D / 16], int lane) {
+__device__ __forceinline__ void scores16(float (&s)[N][1][4], const T* k, const tile::FragmentB (&q)[N][D / 16],
+                                         int lane) {
   float sum[N][2][4] = {};
 #pragma unroll
   for (int ks = 0; ks < D / 16; ++ks) {
@@ -106,9 +112,11 @@ template <class T, int D>
 __device__ __forceinline__ tile::FragmentA values_fragment(const T* v, int i, int lane) {
   return tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8));
 }
-// Adds the values of 16 tokens to C tiles of 16 channels, from tile `first` on, of N times 8 columns: o[n * C + i] is tile i.
+// Adds the values of 16 tokens to C tiles of 16 channels, from tile `first` on, of N times 8 columns: o[n * C + i] is
+// tile i.
 template <class T, int D, int C, int N>
-__device__ __forceinline__ void values16(float (*o)[4], const tile::FragmentB (&weights)[N], const T* v, int first, int lane) {
+__device__ __forceinline__ void values16(float (*o)[4], const tile::FragmentB (&weights)[N], const T* v, int first,
+                                         int lane) {
 #pragma unroll
   for (int i = 0; i < C; ++i) {
     const tile::FragmentA a = values_fragment<T, D>(v, first + i, lane);
@@ -117,11 +125,11 @@ __device__ __forceinline__ void values16(float (*o)[4], const tile::FragmentB (&
   }
 }
 
-// The same of 8 columns where some do not see all of the tokens. A weight of 0 does not keep out a NaN or an infinity, so every
-// new token takes a product of its own, over the values that it sees, and its own columns of it.
+// The same of 8 columns where some do not see all of the tokens. A weight of 0 does not keep out a NaN or an infinity,
+// so every new token takes a product of its own, over the values that it sees, and its own columns of it.
 template <class T, int D, int C>
-__device__ __forceinline__ void values16_apart(float (*o)[4], const tile::FragmentB& weights, const T* v, const Visible& see, int token,
-                                               int first, int lane) {
+__device__ __forceinline__ void values16_apart(float (*o)[4], const tile::FragmentB& weights, const T* v,
+                                               const Visible& see, int token, int first, int lane) {
   int last = max(see.query[0], see.query[1]);
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) last = max(last, __shfl_xor_sync(0xffffffffu, last, step));
@@ -152,21 +160,30 @@ __device__ __forceinline__ void values16_apart(float (*o)[4], const tile::Fragme
 
 // ---- codes, 32 tokens, in shared memory ----
 
-// Weights times scales become fp16 in units of a power of two above the largest finite scale so far, or above twice of it.
-__device__ __forceinline__ bool exceeds_unit(std::uint32_t top, float unit) { return top > __float_as_uint(unit) || unit == 0.0f; }
-__device__ __forceinline__ float unit_above(std::uint32_t top) { return __uint_as_float(min(top & 0x7f800000u, 0x7d800000u) + 0x01000000u); }
-__device__ __forceinline__ float inverse_of_unit(float unit) { return __uint_as_float(0x7f000000u - __float_as_uint(unit)); }
+// Weights times scales become fp16 in units of a power of two above the largest finite scale so far, or above twice of
+// it.
+__device__ __forceinline__ bool exceeds_unit(std::uint32_t top, float unit) {
+  return top > __float_as_uint(unit) || unit == 0.0f;
+}
+__device__ __forceinline__ float unit_above(std::uint32_t top) {
+  return __uint_as_float(min(top & 0x7f800000u, 0x7d800000u) + 0x01000000u);
+}
+__device__ __forceinline__ float inverse_of_unit(float unit) {
+  return __uint_as_float(0x7f000000u - __float_as_uint(unit));
+}
 
-// Sums of codes -> sums of elements times a weight, of two columns: what the sums have too much, what every channel gets, and what
-// they count in. What the columns of a bf16 cache's codes count in can be so large that it must not be multiplied with the codes'
-// unit.
+// Sums of codes -> sums of elements times a weight, of two columns: what the sums have too much, what every channel
+// gets, and what they count in. What the columns of a bf16 cache's codes count in can be so large that it must not be
+// multiplied with the codes' unit.
 template <class T, KvFormat F>
 struct CodeValues {
   float factor[2], excess[2], shift[2], unit;
-  static constexpr float upper = CodeKind<F>::unit / CodeKind<F>::odd_unit;   // rows 8 + g: the decoder's odd pairs
+  static constexpr float upper = CodeKind<F>::unit / CodeKind<F>::odd_unit;  // rows 8 + g: the decoder's odd pairs
   static constexpr bool apart = std::is_same_v<T, tile::bf16>;
 
-  __device__ __forceinline__ CodeValues(const float (&of_excess)[2], const float (&of_shift)[2], const float (&weight)[2], float of_sums) : unit(of_sums) {
+  __device__ __forceinline__ CodeValues(const float (&of_excess)[2], const float (&of_shift)[2],
+                                        const float (&weight)[2], float of_sums)
+      : unit(of_sums) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       factor[j] = weight[j] * (1.0f / CodeKind<F>::unit) * (apart ? 1.0f : unit);
@@ -176,17 +193,20 @@ struct CodeValues {
   }
   __device__ __forceinline__ float operator()(float o, int e) const {
     const int j = e % 2;
-    const float sum = __fmaf_rn(o, e / 2 == 1 ? factor[j] * upper : factor[j], apart ? excess[j] : excess[j] + shift[j]);
+    const float sum =
+        __fmaf_rn(o, e / 2 == 1 ? factor[j] * upper : factor[j], apart ? excess[j] : excess[j] + shift[j]);
     return apart ? __fmaf_rn(sum, unit, shift[j]) : sum;
   }
 };
 
-// Adds the values of 32 tokens to C tiles of 16 channels, from the tile's block `block` of 32 channels on: o[n * C + i] is tile i,
-// in the codes' units. weights: of 16 tokens each.
+// Adds the values of 32 tokens to C tiles of 16 channels, from the tile's block `block` of 32 channels on: o[n * C + i]
+// is tile i, in the codes' units. weights: of 16 tokens each.
 template <KvFormat F, int D, int C, int N>
-__device__ __forceinline__ void code_values(float (*o)[4], const tile::FragmentB (&weights)[2][N], const CodeStage<F, D>& x, int block, int lane) {
+__device__ __forceinline__ void code_values(float (*o)[4], const tile::FragmentB (&weights)[2][N],
+                                            const CodeStage<F, D>& x, int block, int lane) {
   using Kind = CodeKind<F>;
-  // Blocks of 512 bytes: codes of eight bits 16 tokens x 32 channels, of four 32 x 32; a lane's 16 bytes lie in lane order.
+  // Blocks of 512 bytes: codes of eight bits 16 tokens x 32 channels, of four 32 x 32; a lane's 16 bytes lie in lane
+  // order.
   const auto* blocks = reinterpret_cast<const uint4*>(x.v) + block * 32 + lane;
   if constexpr (!Kind::pairs) {
 #pragma unroll
@@ -195,7 +215,7 @@ __device__ __forceinline__ void code_values(float (*o)[4], const tile::FragmentB
       for (int dt = 0; dt < C / 2; ++dt) {
         const uint4 piece = blocks[(mt * (D / 32) + dt) * 32];
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {   // word j: d 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
+        for (int j = 0; j < 4; j += 2) {  // word j: d 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
           tile::FragmentA a;
           Kind::decode(word(piece, j), a.r[0], a.r[2]);
           Kind::decode(word(piece, j + 1), a.r[1], a.r[3]);
@@ -208,7 +228,7 @@ __device__ __forceinline__ void code_values(float (*o)[4], const tile::FragmentB
     for (int dt = 0; dt < C / 2; ++dt) {
       const uint4 piece = blocks[dt * 32];
 #pragma unroll
-      for (int mt = 0; mt < 2; ++mt) {   // word w: tokens 8 w + 2t and the next; pair r: d 8 r + g
+      for (int mt = 0; mt < 2; ++mt) {  // word w: tokens 8 w + 2t and the next; pair r: d 8 r + g
         std::uint32_t even[4], odd[4];
         Kind::decode(word(piece, 2 * mt), even);
         Kind::decode(word(piece, 2 * mt + 1), odd);
@@ -216,7 +236,8 @@ __device__ __forceinline__ void code_values(float (*o)[4], const tile::FragmentB
         for (int r = 0; r < 4; r += 2)
 #pragma unroll
           for (int n = 0; n < N; ++n)
-            tile::mma<tile::half>(o[n * C + 2 * dt + r / 2], {{even[r], even[r + 1], odd[r], odd[r + 1]}}, weights[mt][n]);
+            tile::mma<tile::half>(o[n * C + 2 * dt + r / 2], {{even[r], even[r + 1], odd[r], odd[r + 1]}},
+                                  weights[mt][n]);
       }
     }
   }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A warp's state over the tokens it has seen, and how a tile of them gets into it.
-// W: channels of the warp's own: D, or half of it where two warps have the same tiles; `part` is which half. Both then find
-// the same scores. P^T is S^T transposed in registers; maximum, sum and rescaling never leave a lane's quad column.
+// W: channels of the warp's own: D, or half of it where two warps have the same tiles; `part` is which half. Both then
+// find the same scores. P^T is S^T transposed in registers; maximum, sum and rescaling never leave a lane's quad
+// column.
 #pragma once
 
 #include "kernels/decode/tiles.cuh"
@@ -12,10 +13,11 @@ namespace rooftile::gpu {
 template <int W, KvFormat F>
 struct WarpState {
   static constexpr bool middle = CodeKind<F>::middle;
-  float m[2], l[2];          // l: this lane's share. m: what the weights count from, at most `slack` below the largest logit
-  float shift[2];            // the part of every output of the column that does not depend on d; this lane's share
-  float o[W / 16 + middle][4];   // (own d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...); then how much they have too much
-  float unit;                // o counts in this unit, a power of two; 0: nothing added yet
+  float m[2], l[2];  // l: this lane's share. m: what the weights count from, at most `slack` below the largest logit
+  float shift[2];    // the part of every output of the column that does not depend on d; this lane's share
+  float o[W / 16 + middle]
+         [4];  // (own d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...); then how much they have too much
+  float unit;  // o counts in this unit, a power of two; 0: nothing added yet
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -29,7 +31,7 @@ struct WarpState {
     unit = 0.0f;
   }
   __device__ __forceinline__ void scale_values(float first, float second) {
-    if (unit == 0.0f) return;   // all zeros
+    if (unit == 0.0f) return;  // all zeros
 #pragma unroll
     for (auto& tile : o) {
       tile[0] *= first;
@@ -65,10 +67,11 @@ struct WarpState {
   }
 };
 
-// Brings the state to the maximum that these logits' weights count from and to the unit that their tokens' scales need: unit_top is
-// the largest of them, as exceeds_unit takes it. Most often there is nothing to do.
+// Brings the state to the maximum that these logits' weights count from and to the unit that their tokens' scales need:
+// unit_top is the largest of them, as exceeds_unit takes it. Most often there is nothing to do.
 template <int M, int W, KvFormat F>
-__device__ __forceinline__ void follow_maximum(const float (&s)[M][4], WarpState<W, F>& state, std::uint32_t unit_top = 0) {
+__device__ __forceinline__ void follow_maximum(const float (&s)[M][4], WarpState<W, F>& state,
+                                               std::uint32_t unit_top = 0) {
   float top[2] = {largest(s, 0), largest(s, 1)};
   const bool grows = !is_element_format(F) && exceeds_unit(unit_top, state.unit);
   if (__any_sync(0xffffffffu, top[0] > state.m[0] + slack || top[1] > state.m[1] + slack || grows)) {
@@ -83,7 +86,8 @@ __device__ __forceinline__ void follow_maximum(const float (&s)[M][4], WarpState
       state.l[j] *= scale[j];
       state.shift[j] *= scale[j];
     }
-    const float unit = grows ? unit_above(unit_top) : state.unit, change = grows ? state.unit * inverse_of_unit(unit) : 1.0f;
+    const float unit = grows ? unit_above(unit_top) : state.unit,
+                change = grows ? state.unit * inverse_of_unit(unit) : 1.0f;
     state.scale_values(scale[0] * change, scale[1] * change);
     state.unit = unit;
   }
@@ -119,25 +123,28 @@ __device__ __forceinline__ tile::FragmentB weights_fragment(const float (&s)[4])
 
 // The values of 16 tokens of 16 bits.
 template <class T, int D, int W, KvFormat F>
-__device__ __forceinline__ void add_values16(WarpState<W, F>& state, const float (&s)[4], const T* v, int lane, int part) {
+__device__ __forceinline__ void add_values16(WarpState<W, F>& state, const float (&s)[4], const T* v, int lane,
+                                             int part) {
   state.unit = 1.0f;
   const tile::FragmentB weights[1] = {weights_fragment<T>(s)};
   values16<T, D, W / 16>(state.o, weights, v, part * (W / 16), lane);
 }
 // Where some columns do not see all of them.
 template <class T, int D, int W, KvFormat F>
-__device__ __forceinline__ void add_values16_apart(WarpState<W, F>& state, const float (&s)[4], const T* v, const Visible& see, int token, int lane, int part) {
+__device__ __forceinline__ void add_values16_apart(WarpState<W, F>& state, const float (&s)[4], const T* v,
+                                                   const Visible& see, int token, int lane, int part) {
   state.unit = 1.0f;
   values16_apart<T, D, W / 16>(state.o, weights_fragment<T>(s), v, see, token, part * (W / 16), lane);
 }
 
-// What the values of 32 tokens are weighed with besides the probabilities: of the lane's own token, then of its rows of the scores.
+// What the values of 32 tokens are weighed with besides the probabilities: of the lane's own token, then of its rows of
+// the scores.
 // A token that no column sees has 0, whatever the memory holds.
 template <KvFormat F>
 struct TokenScales {
-  float own, own_middle;   // the scale, and what the minimum makes of the middle of the codes
+  float own, own_middle;  // the scale, and what the minimum makes of the middle of the codes
   float scale[4], middle[has_min(F) ? 4 : 1];
-  std::uint32_t top;       // the largest finite scale, as exceeds_unit takes it
+  std::uint32_t top;  // the largest finite scale, as exceeds_unit takes it
 
   // On its way before the scores; spread() behind their products, so that nothing waits for it.
   template <class T, int D>
@@ -161,11 +168,12 @@ struct TokenScales {
   }
 };
 
-// Weights of 32 tokens times their scales as operands B; what the minima add goes into the shift. All: every column sees all
-// of them, else what one does not see counts as 0 in it.
+// Weights of 32 tokens times their scales as operands B; what the minima add goes into the shift. All: every column
+// sees all of them, else what one does not see counts as 0 in it.
 template <bool All, int W, KvFormat F>
-__device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], WarpState<W, F>& state, const float (&s)[2][4],
-                                             const TokenScales<F>& scales, const Visible& see, int token, int lane) {
+__device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], WarpState<W, F>& state,
+                                             const float (&s)[2][4], const TokenScales<F>& scales, const Visible& see,
+                                             int token, int lane) {
   const float inverse = inverse_of_unit(state.unit);
 #pragma unroll
   for (int mt = 0; mt < 2; ++mt) {
@@ -177,7 +185,8 @@ __device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], Warp
       for (int j = 0; j < 2; ++j) {
         const bool seen = All || (at >= see.begin[j] && at < see.end[j]);
         const float weight = s[mt][2 * half + j];
-        if constexpr (has_min(F)) state.shift[j] = seen ? __fmaf_rn(weight, scales.middle[2 * mt + half], state.shift[j]) : state.shift[j];
+        if constexpr (has_min(F))
+          state.shift[j] = seen ? __fmaf_rn(weight, scales.middle[2 * mt + half], state.shift[j]) : state.shift[j];
         p[2 * half + j] = seen ? weight * (scales.scale[2 * mt + half] * inverse) : 0.0f;
       }
     }
@@ -185,11 +194,12 @@ __device__ __forceinline__ void weigh_tokens(tile::FragmentB (&weights)[2], Warp
   }
 }
 
-// Adds 32 tokens, `token` and the next: their weights, and their values times these. The tokens' scales go into the weights, minima
-// into the column's shift. All: as weigh_tokens.
+// Adds 32 tokens, `token` and the next: their weights, and their values times these. The tokens' scales go into the
+// weights, minima into the column's shift. All: as weigh_tokens.
 template <bool All, KvFormat F, int D, int W>
 __device__ __forceinline__ void add_code_values(WarpState<W, F>& state, float (&s)[2][4], const CodeStage<F, D>& x,
-                                                const TokenScales<F>& scales, const Visible& see, int token, int lane, int part) {
+                                                const TokenScales<F>& scales, const Visible& see, int token, int lane,
+                                                int part) {
   follow_maximum(s, state, scales.top);
   take_weights(s, state);
   tile::FragmentB weights[2];
@@ -197,7 +207,8 @@ __device__ __forceinline__ void add_code_values(WarpState<W, F>& state, float (&
   if constexpr (CodeKind<F>::middle) {
     constexpr std::uint32_t excess = CodeKind<F>::excess_pair;
 #pragma unroll
-    for (const tile::FragmentB& w : weights) tile::mma<tile::half>(state.o[W / 16], {{excess, excess, excess, excess}}, w);
+    for (const tile::FragmentB& w : weights)
+      tile::mma<tile::half>(state.o[W / 16], {{excess, excess, excess, excess}}, w);
   }
   const tile::FragmentB of_columns[2][1] = {{weights[0]}, {weights[1]}};
   code_values<F, D, W / 16>(state.o, of_columns, x, part * (W / 32), lane);

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// rope, the gated activations, softmax and merge_attention. All are bound by memory: every element is read once and written
-// once (a softmax row past 16384 elements is read twice). T is fp16 or bf16, arithmetic fp32, strides are any; see rows.cuh
-// for how a tensor is cut into pieces of eight elements and why the bits do not depend on its strides.
-//   gated    x [rows, 2H] = [gate | up] -> h [rows, H]             a thread a piece of h;  6 bytes, some 15 flops an element
-//   rope     x [tokens, heads, D] -> y, q and k in one launch      a thread eight pairs, or eight elements that are copied;
+// rope, the gated activations, softmax and merge_attention. All are bound by memory: every element is read once and
+// written once (a softmax row past 16384 elements is read twice). T is fp16 or bf16, arithmetic fp32, strides are any;
+// see rows.cuh for how a tensor is cut into pieces of eight elements and why the bits do not depend on its strides.
+//   gated    x [rows, 2H] = [gate | up] -> h [rows, H]             a thread a piece of h;  6 bytes, some 15 flops an
+//            element
+//   rope     x [tokens, heads, D] -> y, q and k in one launch      a thread eight pairs, or eight elements that are
+//            copied;
 //            cos, sin [max_position, R], dims i and i + R turn     4 bytes, 3 flops an element
 //   softmax  x [rows, N] -> y                                      a team a row, as in norm.cu;  4 bytes, some 12 flops
 //   merge    out_a, out_b [rows, D], lse_a, lse_b [rows]           up to 32 lanes a row;  6 bytes, 4 flops an element
-// Outputs may be inputs: a thread writes only elements that it alone reads, after it has read them; merge's lse, which all
-// lanes of a row read, is written after a __syncwarp. Sync in softmax: partial results of the warps -> shared memory -> all.
+// Outputs may be inputs: a thread writes only elements that it alone reads, after it has read them; merge's lse, which
+// all lanes of a row read, is written after a __syncwarp. Sync in softmax: partial results of the warps -> shared
+// memory -> all.
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
@@ -24,7 +27,9 @@ using namespace rooftile::tile;
 constexpr int block_threads = 128;
 
 std::int64_t blocks_for(std::int64_t threads) { return (threads + block_threads - 1) / block_threads; }
-__device__ __forceinline__ std::int64_t thread_index() { return static_cast<std::int64_t>(blockIdx.x) * block_threads + threadIdx.x; }
+__device__ __forceinline__ std::int64_t thread_index() {
+  return static_cast<std::int64_t>(blockIdx.x) * block_threads + threadIdx.x;
+}
 std::int64_t pieces_of(std::int64_t n) { return (n + piece - 1) / piece; }
 
 // ---------------------------------------------------------------- gated activations
@@ -32,7 +37,7 @@ std::int64_t pieces_of(std::int64_t n) { return (n + piece - 1) / piece; }
 struct GatedParams {
   Rows gate, up, h;
   std::int64_t rows, n;
-  Divisor pieces;   // of a row
+  Divisor pieces;  // of a row
 };
 
 // Through the exponential of a number that is not positive: nothing overflows, and the tail keeps its digits.
@@ -42,7 +47,7 @@ struct Silu {
     return __fdividef(g < 0 ? g * e : g, 1 + e);
   }
 };
-struct GeluTanh {   // 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2u)) with u = sqrt(2 / pi) * (g + 0.044715 g^3)
+struct GeluTanh {  // 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2u)) with u = sqrt(2 / pi) * (g + 0.044715 g^3)
   static __device__ __forceinline__ float of(float g) {
     const float u2 = 1.5957691216057308f * fmaf(0.044715f * g * g, g, g), e = expf(-fabsf(u2));
     return __fdividef(g < 0 ? g * e : g, 1 + e);
@@ -77,15 +82,15 @@ void with_gated(Gate gate, F&& f) {
 
 struct RopeTensor {
   Rows x, y;
-  std::int64_t threads, n;   // n: D
-  Divisor pieces, heads;     // pieces of a row: of pairs, then of what is copied
+  std::int64_t threads, n;  // n: D
+  Divisor pieces, heads;    // pieces of a row: of pairs, then of what is copied
 };
 struct RopeParams {
   RopeTensor q, k;
   Table cos, sin;
   Rows positions;
   std::int64_t pairs, max_position;
-  bool wide_positions;   // int64
+  bool wide_positions;  // int64
 };
 
 __device__ __forceinline__ std::int64_t position_of(const RopeParams& p, std::int64_t token) {
@@ -109,11 +114,11 @@ __global__ __launch_bounds__(block_threads) void rope_pieces(const __grid_consta
   const Division at = divide(index, t.pieces);
   const std::int64_t position = position_of(p, divide(at.quotient, t.heads).quotient);
   const bool known = position >= 0 && position < p.max_position;
-  constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};   // of both types
+  constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};  // of both types
 
   const Row x = row_at(t.x, at.quotient), y = row_at(t.y, at.quotient);
   const std::int64_t first = at.rest * piece, pair_end = (p.pairs + piece - 1) / piece * piece;
-  if (first >= pair_end) {   // past the pairs
+  if (first >= pair_end) {  // past the pairs
     const std::int64_t copied = first - pair_end + 2 * p.pairs;
     store_piece<vector>(y, copied, t.n, known ? load_piece<vector>(x, copied, t.n) : nan);
     return;
@@ -121,7 +126,8 @@ __global__ __launch_bounds__(block_threads) void rope_pieces(const __grid_consta
   const Row x_high = {x.data + p.pairs * x.step, x.step}, y_high = {y.data + p.pairs * y.step, y.step};
   uint4 low = load_piece<vector>(x, first, p.pairs), high = load_piece<vector>(x_high, first, p.pairs);
   if (known) {
-    const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs), s = load_table<T, vector>(p.sin, position, first, p.pairs);
+    const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),
+                 s = load_table<T, vector>(p.sin, position, first, p.pairs);
     const Floats a = to_floats<T>(low), b = to_floats<T>(high);
     Floats turned_low, turned_high;
 #pragma unroll
@@ -142,7 +148,11 @@ RopeTensor rope_tensor(const TensorView& x, const TensorView& y, std::int64_t pa
   const std::int64_t n = x.last(), pieces = pieces_of(pairs) + pieces_of(n - 2 * pairs);
   const std::int64_t heads = x.shape[x.ndim - 2];
   if (x.numel() == 0) return {.threads = 0};
-  return {.x = rows_of(x), .y = rows_of(y), .threads = x.rows() * pieces, .n = n, .pieces = divisor(pieces),
+  return {.x = rows_of(x),
+          .y = rows_of(y),
+          .threads = x.rows() * pieces,
+          .n = n,
+          .pieces = divisor(pieces),
           .heads = divisor(heads)};
 }
 
@@ -158,7 +168,7 @@ template <class T, int pieces, bool vector>
 __global__ __launch_bounds__(512) void softmax_rows(const __grid_constant__ SoftmaxParams p) {
   __shared__ float shared[2][32];
   const Place at = place(p.lanes);
-  const std::int64_t row = at.row < p.rows ? at.row : 0;   // lanes without a row reduce with the others
+  const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.rank + k * p.lanes) * piece; };
   const Row x = row_at(p.x, row);
@@ -202,14 +212,14 @@ __global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__
   __shared__ float shared[2][32];
   const std::int64_t begin = threadIdx.x * piece, step = blockDim.x * piece;
   const Row x = row_at(p.x, blockIdx.x), y = row_at(p.y, blockIdx.x);
-  float highest = Max::identity, total = 0;   // of this thread's elements so far
+  float highest = Max::identity, total = 0;  // of this thread's elements so far
   for (std::int64_t first = begin; first < p.n; first += step) {
     const Floats v = to_floats<T>(load_piece<vector>(x, first, p.n));
     float top = highest;
 #pragma unroll
     for (int i = 0; i < piece; ++i)
       if (inside<vector>(i, p.n - first)) top = fmaxf(top, v.at[i]);
-    const float base = top == Max::identity ? 0.0f : top;   // -inf so far: exp(-inf - 0) is 0; a NaN still goes through
+    const float base = top == Max::identity ? 0.0f : top;  // -inf so far: exp(-inf - 0) is 0; a NaN still goes through
     float part = 0;
 #pragma unroll
     for (int i = 0; i < piece; ++i) part += inside<vector>(i, p.n - first) ? expf(v.at[i] - base) : 0.0f;
@@ -238,7 +248,7 @@ void with_softmax(int pieces, F&& f) {
 // ---------------------------------------------------------------- merge
 
 struct MergeParams {
-  Rows out_a, out_b, out, lse_a, lse_b, lse;   // lse may be absent
+  Rows out_a, out_b, out, lse_a, lse_b, lse;  // lse may be absent
   std::int64_t rows, n;
   int lanes;
 };
@@ -253,7 +263,7 @@ __global__ __launch_bounds__(block_threads) void merge_rows(const __grid_constan
   const std::int64_t row = at.row < p.rows ? at.row : 0;
   const std::int64_t n = at.row < p.rows ? p.n : 0;
   const float a = *lse_at(p.lse_a, row), b = *lse_at(p.lse_b, row);
-  const bool only_a = b == Max::identity, only_b = a == Max::identity;   // a side without keys has an lse of -inf
+  const bool only_a = b == Max::identity, only_b = a == Max::identity;  // a side without keys has an lse of -inf
   const float top = a > b ? a : b, weight_a = expf(a - top), weight_b = expf(b - top), total = weight_a + weight_b;
   const Row out_a = row_at(p.out_a, row), out_b = row_at(p.out_b, row), out = row_at(p.out, row);
   for (std::int64_t first = at.rank * piece; first < n; first += p.lanes * piece) {
@@ -265,7 +275,7 @@ __global__ __launch_bounds__(block_threads) void merge_rows(const __grid_constan
     const uint4 merged = only_a && only_b ? uint4{} : only_a ? raw_a : only_b ? raw_b : from_floats<T>(x);
     store_piece<vector>(out, first, n, merged);
   }
-  __syncwarp();   // all lanes of the row have read lse_a and lse_b, which lse may be
+  __syncwarp();  // all lanes of the row have read lse_a and lse_b, which lse may be
   if (p.lse.data && at.row < p.rows && at.rank == 0) *lse_at(p.lse, row) = only_a ? a : only_b ? b : top + logf(total);
 }
 
@@ -284,14 +294,21 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
   const DeviceScope scope(op, ctx);
   TensorView up = x;
   up.data = x.as<std::uint16_t>() + h.last() * x.last_stride();
-  const GatedParams p = {.gate = rows_of(x), .up = rows_of(up), .h = rows_of(h), .rows = h.rows(), .n = h.last(),
+  const GatedParams p = {.gate = rows_of(x),
+                         .up = rows_of(up),
+                         .h = rows_of(h),
+                         .rows = h.rows(),
+                         .n = h.last(),
                          .pieces = divisor(pieces_of(h.last()))};
   with_element16(x.dtype, [&](auto e) {
-    with_vector(p.n, [&](auto vector) {
-      with_gated<decltype(e), vector>(gate, [&](auto kernel) {
-        scope.launch(kernel, blocks_for(p.rows * p.pieces.value), block_threads, 0, p);
-      });
-    }, p.gate, p.up, p.h);
+    with_vector(
+        p.n,
+        [&](auto vector) {
+          with_gated<decltype(e), vector>(gate, [&](auto kernel) {
+            scope.launch(kernel, blocks_for(p.rows * p.pieces.value), block_threads, 0, p);
+          });
+        },
+        p.gate, p.up, p.h);
   });
   return kernel_name("cuda_", name(x.dtype));
 }
@@ -300,14 +317,22 @@ KernelName rope(const char* op, const Context& ctx, const TensorView& q, const T
                 const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out) {
   const DeviceScope scope(op, ctx);
   const std::int64_t pairs = cos.shape[1];
-  const RopeParams p = {.q = rope_tensor(q, q_out, pairs), .k = rope_tensor(k, k_out, pairs), .cos = table_of(cos),
-                        .sin = table_of(sin), .positions = rows_of(positions, positions.ndim), .pairs = pairs,
-                        .max_position = cos.shape[0], .wide_positions = positions.dtype == DType::i64};
+  const RopeParams p = {.q = rope_tensor(q, q_out, pairs),
+                        .k = rope_tensor(k, k_out, pairs),
+                        .cos = table_of(cos),
+                        .sin = table_of(sin),
+                        .positions = rows_of(positions, positions.ndim),
+                        .pairs = pairs,
+                        .max_position = cos.shape[0],
+                        .wide_positions = positions.dtype == DType::i64};
   const bool even = q.last() % piece == 0 && k.last() % piece == 0;
   with_element16(q.dtype, [&](auto e) {
-    with_vector(even ? pairs : 1, [&](auto vector) {
-      scope.launch(rope_pieces<decltype(e), vector>, blocks_for(p.q.threads + p.k.threads), block_threads, 0, p);
-    }, p.q.x, p.q.y, p.k.x, p.k.y, p.cos, p.sin);
+    with_vector(
+        even ? pairs : 1,
+        [&](auto vector) {
+          scope.launch(rope_pieces<decltype(e), vector>, blocks_for(p.q.threads + p.k.threads), block_threads, 0, p);
+        },
+        p.q.x, p.q.y, p.k.x, p.k.y, p.cos, p.sin);
   });
   return kernel_name("cuda_", name(q.dtype));
 }
@@ -318,25 +343,41 @@ KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y)
   const SoftmaxParams p = {.x = rows_of(x), .y = rows_of(y), .rows = x.rows(), .n = x.last(), .lanes = plan.lanes};
   const std::int64_t blocks = x.numel() == 0 ? 0 : (p.rows + plan.rows() - 1) / plan.rows();
   with_element16(x.dtype, [&](auto e) {
-    with_vector(p.n, [&](auto vector) {
-      with_softmax<decltype(e), vector>(plan.pieces, [&](auto kernel) { scope.launch(kernel, blocks, plan.threads, 0, p); });
-    }, p.x, p.y);
+    with_vector(
+        p.n,
+        [&](auto vector) {
+          with_softmax<decltype(e), vector>(plan.pieces,
+                                            [&](auto kernel) { scope.launch(kernel, blocks, plan.threads, 0, p); });
+        },
+        p.x, p.y);
   });
   return kernel_name("cuda_", name(x.dtype));
 }
 
-KernelName merge_attention(const Context& ctx, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
-                           const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
+KernelName merge_attention(const Context& ctx, const TensorView& out_a, const TensorView& lse_a,
+                           const TensorView& out_b, const TensorView& lse_b, const TensorView& out,
+                           const TensorView& lse) {
   const DeviceScope scope("merge_attention", ctx);
   const auto scalars = [](const TensorView& t) { return rows_of(t, t.ndim); };
   const std::int64_t n = out.last();
-  const int lanes = n >= 32 * piece ? 32 : static_cast<int>(std::bit_ceil(static_cast<unsigned>(n > 0 ? pieces_of(n) : 1)));
-  const MergeParams p = {.out_a = rows_of(out_a), .out_b = rows_of(out_b), .out = rows_of(out), .lse_a = scalars(lse_a),
-                         .lse_b = scalars(lse_b), .lse = scalars(lse), .rows = out.rows(), .n = n, .lanes = lanes};
+  const int lanes =
+      n >= 32 * piece ? 32 : static_cast<int>(std::bit_ceil(static_cast<unsigned>(n > 0 ? pieces_of(n) : 1)));
+  const MergeParams p = {.out_a = rows_of(out_a),
+                         .out_b = rows_of(out_b),
+                         .out = rows_of(out),
+                         .lse_a = scalars(lse_a),
+                         .lse_b = scalars(lse_b),
+                         .lse = scalars(lse),
+                         .rows = out.rows(),
+                         .n = n,
+                         .lanes = lanes};
   with_element16(out.dtype, [&](auto e) {
-    with_vector(n, [&](auto vector) {
-      scope.launch(merge_rows<decltype(e), vector>, blocks_for(p.rows * lanes), block_threads, 0, p);
-    }, p.out_a, p.out_b, p.out);
+    with_vector(
+        n,
+        [&](auto vector) {
+          scope.launch(merge_rows<decltype(e), vector>, blocks_for(p.rows * lanes), block_threads, 0, p);
+        },
+        p.out_a, p.out_b, p.out);
   });
   return kernel_name("cuda_", name(out.dtype));
 }

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // rms_norm, layer_norm and their add_ forms over the last dimension.
-//   x, residual, y, res [rows, N] of T, any strides   weight, bias [N] of T or fp32; residual, res, weight, bias may be absent
+//   x, residual, y, res [rows, N] of T, any strides   weight, bias [N] of T or fp32; residual, res, weight, bias may be
+//                                                     absent
 //   s = x (+ residual, rounded to T and kept in res)   y = (s - mean) * rsqrt(var + eps) * weight + bias
 // A team of threads owns a row: 1 to 32 lanes of a warp up to N = 1024 (a block has several rows), a whole block above.
 // A thread keeps its 16 or 32 elements in registers as it read them, so up to N = 16384 a row is read once; longer rows
 // are read again, out of L2. All loads are issued before the first value is used.
-// Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Memory is the roof; below some 64 rows it is latency.
+// Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Memory is the roof; below some 64 rows it is
+// latency.
 // Statistics are fp32 over the registers: the sum of squares is of deviations from the mean, and their own sum corrects
 // the mean, so rows far from zero keep their digits. The order of every sum follows from N alone.
 // Sync: partial sums of the warps -> shared memory -> all warps, once a sum. y and res may be x or residual: a thread
@@ -32,7 +34,7 @@ struct NormParams {
 };
 
 struct Moments {
-  float mean, error;   // mean + error is the mean, to more digits than one float has
+  float mean, error;  // mean + error is the mean, to more digits than one float has
   float scale;
 };
 
@@ -45,7 +47,7 @@ __device__ __forceinline__ uint4 add(uint4 a, uint4 b) {
   return from_floats<T>(s);
 }
 
-__device__ __forceinline__ float sum(const Floats& x) {   // past a row's end: zeros
+__device__ __forceinline__ float sum(const Floats& x) {  // past a row's end: zeros
   float total = 0;
 #pragma unroll
   for (int i = 0; i < piece; ++i) total += x.at[i];
@@ -72,12 +74,13 @@ struct Deviations {
 __device__ __forceinline__ Moments moments(const NormParams& p, float mean, float sum, float squares) {
   const float n = static_cast<float>(p.n), error = p.subtract_mean ? sum / n : 0.0f;
   const float variance = squares / n - error * error;
-  return {mean, error, rsqrtf((variance < 0 ? 0.0f : variance) + p.eps)};   // a NaN stays one
+  return {mean, error, rsqrtf((variance < 0 ? 0.0f : variance) + p.eps)};  // a NaN stays one
 }
 
 // Writes y for elements [first, first + 8) of s.
 template <class T, bool vector, class Index>
-__device__ __forceinline__ void write(const NormParams& p, const Row& y, uint4 s, const Moments& m, Index first, Index n) {
+__device__ __forceinline__ void write(const NormParams& p, const Row& y, uint4 s, const Moments& m, Index first,
+                                      Index n) {
   Floats v = to_floats<T>(s);
 #pragma unroll
   for (int i = 0; i < piece; ++i) v.at[i] = (v.at[i] - m.mean - m.error) * m.scale;
@@ -95,10 +98,11 @@ __device__ __forceinline__ void write(const NormParams& p, const Row& y, uint4 s
 }
 
 template <class T, int pieces, bool vector>
-__global__ __launch_bounds__(512, vector ? (pieces == 2 ? 3 : 2) : 1) void norm_rows(const __grid_constant__ NormParams p) {
+__global__ __launch_bounds__(512,
+                             vector ? (pieces == 2 ? 3 : 2) : 1) void norm_rows(const __grid_constant__ NormParams p) {
   __shared__ float shared[3][32];
   const Place at = place(p.lanes);
-  const std::int64_t row = at.row < p.rows ? at.row : 0;   // lanes without a row reduce with the others
+  const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.rank + k * p.lanes) * piece; };
 
@@ -166,7 +170,8 @@ __global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ No
   }
   Deviations d;
 #pragma unroll 4
-  for (std::int64_t i = begin; i < p.n; i += step) d.add<vector>(to_floats<T>(load_piece<vector>(s, i, p.n)), mean, p.n - i);
+  for (std::int64_t i = begin; i < p.n; i += step)
+    d.add<vector>(to_floats<T>(load_piece<vector>(s, i, p.n)), mean, p.n - i);
   if (p.subtract_mean) d.sum = reduce_team(d.sum, p.lanes, shared[1], Sum{});
   const Moments m = moments(p, mean, d.sum, reduce_team(d.squares, p.lanes, shared[2], Sum{}));
   for (std::int64_t i = begin; i < p.n; i += step) write<T, vector>(p, y, load_piece<vector>(s, i, p.n), m, i, p.n);
@@ -185,15 +190,26 @@ void with_kernel(int pieces, F&& f) {
 KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
   const DeviceScope scope(op, ctx);
   const RowPlan plan = plan_row(a.x.last());
-  const NormParams p = {.x = rows_of(a.x), .residual = rows_of(a.residual), .y = rows_of(a.y), .res = rows_of(a.res),
-                        .weight = table_of(a.weight), .bias = table_of(a.bias), .rows = a.x.rows(), .n = a.x.last(),
-                        .lanes = plan.lanes, .eps = a.eps, .subtract_mean = a.subtract_mean};
+  const NormParams p = {.x = rows_of(a.x),
+                        .residual = rows_of(a.residual),
+                        .y = rows_of(a.y),
+                        .res = rows_of(a.res),
+                        .weight = table_of(a.weight),
+                        .bias = table_of(a.bias),
+                        .rows = a.x.rows(),
+                        .n = a.x.last(),
+                        .lanes = plan.lanes,
+                        .eps = a.eps,
+                        .subtract_mean = a.subtract_mean};
   with_element16(a.x.dtype, [&](auto e) {
-    with_vector(p.n, [&](auto vector) {
-      with_kernel<decltype(e), vector>(plan.pieces, [&](auto kernel) {
-        scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p);
-      });
-    }, p.x, p.residual, p.y, p.res, p.weight, p.bias);
+    with_vector(
+        p.n,
+        [&](auto vector) {
+          with_kernel<decltype(e), vector>(plan.pieces, [&](auto kernel) {
+            scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p);
+          });
+        },
+        p.x, p.residual, p.y, p.res, p.weight, p.bias);
   });
   return kernel_name("cuda_", name(a.x.dtype));
 }

@@ -5,13 +5,14 @@
 //   q                             (token, two heads)
 //   element formats, int8, fp8, int4   (token, side, head): D elements of one token
 //   kivi formats                  (group, side, head): up to 32 tokens. A task encodes its group if that closes in this
-//                                 call and then writes the raw tokens into the ring. Where a call has so few tokens that
-//                                 they overwrite none that a closing group reads, each part of a group (K: 32 channels, V: 8
-//                                 tokens) is a task of its own: a decode step waits for the one row that closes its group.
+//                                 call and then writes the raw tokens into the ring. Where a call has so few tokens
+//                                 that they overwrite none that a closing group reads, each part of a group (K: 32
+//                                 channels, V: 8 tokens) is a task of its own: a decode step waits for the one row that
+//                                 closes its group.
 // Every block judges its entry before it writes: what the host cannot see (rows, counts, lengths, table entries,
 // positions) is checked here, and an entry that cannot be is left alone. A length may grow when all blocks of its entry
-// have read it. Where they are few (the tokens of decode steps) they are one block or one cluster, which knows: its first
-// block reports and writes the length. Where they are many, `grow`, a second launch, judges again and does both.
+// have read it. Where they are few (the tokens of decode steps) they are one block or one cluster, which knows: its
+// first block reports and writes the length. Where they are many, `grow`, a second launch, judges again and does both.
 //
 // Bytes per token and head: 4 D read, the stored codes written, so memory is the roof of a prompt. T = 1 is latency:
 // rows -> length -> table -> data; k and v, whose place depends on none of them, are read before. Both launches start
@@ -41,50 +42,53 @@ namespace {
 
 using tile::to_float;
 
-constexpr int warps = 8;                             // of a block
-constexpr int head_rows = max_head_dim / (4 * 32);   // a row is four values a lane; a token's head is so many at most
-constexpr int part_tokens = 8;                       // of a closing group: a lane holds a quad of so many tokens
+constexpr int warps = 8;                            // of a block
+constexpr int head_rows = max_head_dim / (4 * 32);  // a row is four values a lane; a token's head is so many at most
+constexpr int part_tokens = 8;                      // of a closing group: a lane holds a quad of so many tokens
 constexpr int staged_rows(KvFormat f) { return is_kivi(f) ? part_tokens : head_rows; }
 // Parts of a closing group of one head and side.
-ROOFTILE_HD constexpr int parts_of(bool is_v, int head_dim) { return is_v ? kv_group / part_tokens : padded_head_dim(head_dim) / 32; }
+ROOFTILE_HD constexpr int parts_of(bool is_v, int head_dim) {
+  return is_v ? kv_group / part_tokens : padded_head_dim(head_dim) / 32;
+}
 
-struct Strided {   // [B, T, H, D] of 16-bit elements
+struct Strided {  // [B, T, H, D] of 16-bit elements
   void* data = nullptr;
-  std::int64_t batch = 0, token = 0, head = 0, dim = 0;   // strides in elements
-  bool wide = false;                                      // four neighbours are one 8-byte access
+  std::int64_t batch = 0, token = 0, head = 0, dim = 0;  // strides in elements
+  bool wide = false;                                     // four neighbours are one 8-byte access
 };
 
-struct Rope {   // tables [max_position, pairs], positions [B, T]
+struct Rope {  // tables [max_position, pairs], positions [B, T]
   const void *cos = nullptr, *sin = nullptr, *positions = nullptr;
   std::int64_t cos_row = 0, cos_column = 0, sin_row = 0, sin_column = 0, position_batch = 0, position_token = 0;
   std::int64_t max_position = 0;
   int pairs = 0;
-  bool fp32 = false, wide_positions = false;   // tables are fp32, else the cache's dtype; positions are int64
-  bool wide = false;                           // four pairs in a row are one access, and no quad holds parts of two halves
+  bool fp32 = false, wide_positions = false;  // tables are fp32, else the cache's dtype; positions are int64
+  bool wide = false;  // four pairs in a row are one access, and no quad holds parts of two halves
 };
 
 struct AppendParams {
   KvCacheView c;
   Strided k, v, q, q_out;
-  Rope rope;                                // cos null: nothing turns
-  const std::int32_t *rows, *counts;        // [B] or null
+  Rope rope;                          // cos null: nothing turns
+  const std::int32_t *rows, *counts;  // [B] or null
   int batch, tokens, q_heads, page_bits;
-  int entry_bits;                           // 2^entry_bits blocks share one batch entry
-  bool together;                            // those are one cluster: no second launch
-  bool wide_pool, wide_ring;                // as Strided::wide
+  int entry_bits;             // 2^entry_bits blocks share one batch entry
+  bool together;              // those are one cluster: no second launch
+  bool wide_pool, wide_ring;  // as Strided::wide
 };
 
 // ---- may this entry be written? ----
 
 struct Entry {
-  int row, tokens;                  // as named; judged: 0 tokens where nothing is to be stored
-  int length = 0;                   // tokens stored before this call
-  KvFault fault = KvFault::none;    // what this thread found; the rest is known to all threads of the block
+  int row, tokens;                // as named; judged: 0 tokens where nothing is to be stored
+  int length = 0;                 // tokens stored before this call
+  KvFault fault = KvFault::none;  // what this thread found; the rest is known to all threads of the block
 };
 
 __device__ std::int64_t position_of(const Rope& r, int b, int token) {
   const std::int64_t at = b * r.position_batch + token * r.position_token;
-  return r.wide_positions ? static_cast<const std::int64_t*>(r.positions)[at] : static_cast<const std::int32_t*>(r.positions)[at];
+  return r.wide_positions ? static_cast<const std::int64_t*>(r.positions)[at]
+                          : static_cast<const std::int32_t*>(r.positions)[at];
 }
 
 __device__ Entry entry_of(const AppendParams& p, int b) {
@@ -103,20 +107,20 @@ __device__ void judge(const AppendParams& p, int b, Entry& e) {
     e.fault = KvFault::count;
     return;
   }
-  const int length = tokens == 0 ? 0 : c.lengths[e.row];   // on its way while other things are looked at
+  const int length = tokens == 0 ? 0 : c.lengths[e.row];  // on its way while other things are looked at
   if (p.rope.cos)
     for (int i = threadIdx.x; i < p.tokens; i += blockDim.x) {
       const std::int64_t position = position_of(p.rope, b, i);
       if (position < 0 || position >= p.rope.max_position) e.fault = KvFault::position;
     }
-  if (tokens == 0) return;   // a padding row; it may name a row that another entry writes
+  if (tokens == 0) return;  // a padding row; it may name a row that another entry writes
   bool twice = false;
   if (p.rows)
     for (int i = threadIdx.x; i < p.batch; i += blockDim.x)
       twice = twice || (i != b && p.rows[i] == e.row && (!p.counts || p.counts[i] != 0));
   e.tokens = tokens;
   e.length = length;
-  const int capacity = c.max_pages << p.page_bits;   // of 32 bits, as ops have checked
+  const int capacity = c.max_pages << p.page_bits;  // of 32 bits, as ops have checked
   if (length < 0 || length > capacity) {
     e.fault = KvFault::length;
     return;
@@ -136,13 +140,14 @@ __device__ void judge(const AppendParams& p, int b, Entry& e) {
 // For every thread of one block of the entry. A row that is none has no number.
 __device__ void report(const AppendParams& p, const Entry& e, int b) {
   if (e.fault != KvFault::none && p.c.fault)
-    *p.c.fault = static_cast<std::int32_t>(e.fault) + 16 * static_cast<std::int32_t>(e.fault == KvFault::row ? b : e.row);
+    *p.c.fault =
+        static_cast<std::int32_t>(e.fault) + 16 * static_cast<std::int32_t>(e.fault == KvFault::row ? b : e.row);
 }
 
 // ---- four values of a token ----
 
 template <class T>
-struct alignas(8) Quad {   // in words: 16-bit values would lie in a register each
+struct alignas(8) Quad {  // in words: 16-bit values would lie in a register each
   std::uint32_t words[2];
 
   __device__ float operator[](int j) const {
@@ -168,7 +173,7 @@ struct ByEight {
 };
 
 template <class T>
-struct Token {   // one head of one token
+struct Token {  // one head of one token
   T* at;
   std::int64_t stride;
   bool wide;
@@ -231,7 +236,7 @@ __device__ Angles angles_of(const Rope& r, std::int64_t position, int q) {
   if (r.wide) {
     const int i = 4 * q < r.pairs ? 4 * q : 4 * q - r.pairs;
     if (i >= r.pairs) return a;
-    const auto read = [&](float(&x)[4], const void* table, std::int64_t at) {
+    const auto read = [&](float (&x)[4], const void* table, std::int64_t at) {
       if (r.fp32) {
         const float4 quad = *reinterpret_cast<const float4*>(static_cast<const float*>(table) + at);
         x[0] = quad.x, x[1] = quad.y, x[2] = quad.z, x[3] = quad.w;
@@ -279,7 +284,7 @@ struct Range {
   int low = std::numeric_limits<int>::max(), high = has_min(f) ? std::numeric_limits<int>::min() : 0;
 
   static constexpr int infinity = 0x7f800000;
-  static __device__ int flip(int x) { return x ^ ((x >> 31) & 0x7fffffff); }   // its own inverse
+  static __device__ int flip(int x) { return x ^ ((x >> 31) & 0x7fffffff); }  // its own inverse
 
   __device__ void add(float x) {
     if constexpr (has_min(f)) {
@@ -290,20 +295,20 @@ struct Range {
       high = max(high, __float_as_int(x) & 0x7fffffff);
     }
   }
-  __device__ void join() {   // all lanes hold parts of one group
+  __device__ void join() {  // all lanes hold parts of one group
     if constexpr (has_min(f)) low = __reduce_min_sync(0xffffffffu, low);
     high = __reduce_max_sync(0xffffffffu, high);
   }
-  __device__ void join_with(int lanes) {   // that many lanes on, in turn, another part
+  __device__ void join_with(int lanes) {  // that many lanes on, in turn, another part
     if constexpr (has_min(f)) low = min(low, __shfl_xor_sync(0xffffffffu, low, lanes));
     high = max(high, __shfl_xor_sync(0xffffffffu, high, lanes));
   }
-  __device__ void become(const Range& other, bool so) {   // by bits: a choice would be one of addresses, in memory
+  __device__ void become(const Range& other, bool so) {  // by bits: a choice would be one of addresses, in memory
     const int mask = -static_cast<int>(so);
     low = (low & ~mask) | (other.low & mask);
     high = (high & ~mask) | (other.high & mask);
   }
-  __device__ bool broken() const {   // holds a NaN or an infinity: they lie past all numbers
+  __device__ bool broken() const {  // holds a NaN or an infinity: they lie past all numbers
     return high >= infinity || (has_min(f) && low <= flip(infinity | static_cast<int>(0x80000000u)));
   }
   __device__ float least() const { return __int_as_float(flip(low)); }
@@ -314,7 +319,7 @@ struct Range {
 template <class T, KvFormat f>
 struct Grid {
   static constexpr bool bf16 = std::is_same_v<T, tile::bf16>;
-  static constexpr float smallest = bf16 ? 0x1p-133f : 0x1p-24f;   // subnormal
+  static constexpr float smallest = bf16 ? 0x1p-133f : 0x1p-24f;  // subnormal
   static constexpr float largest_scale = rooftile::largest_scale(bf16 ? DType::bf16 : DType::f16, has_min(f));
   static constexpr float top = has_min(f) ? 15.0f : static_cast<float>(qmax(f)), bottom = has_min(f) ? 0.0f : -top;
 
@@ -322,7 +327,7 @@ struct Grid {
   float minimum;
 
   explicit __device__ Grid(const Range<f>& r) {
-    const float nan = __int_as_float(0x7fc00000);   // rounds to the CPU's NaN
+    const float nan = __int_as_float(0x7fc00000);  // rounds to the CPU's NaN
     const float width = has_min(f) ? __fsub_rn(r.greatest(), r.least()) : r.greatest();
     const float step = width > 0.0f ? fminf(fmaxf(__fdiv_rn(width, top), smallest), largest_scale) : 0.0f;
     stored_scale = round(r.broken() ? nan : step);
@@ -359,12 +364,14 @@ struct Grid {
     float ratio = __fmul_rn(a, inverse_);
     ratio = __fmaf_rn(__fmaf_rn(-scale_, ratio, a), inverse_, ratio);
     ratio = __fmaf_rn(__fmaf_rn(-scale_, ratio, a), inverse_, ratio);
-    if constexpr (f == KvFormat::fp8) return scale_ > 0.0f ? e4m3(fminf(fabsf(ratio), top)) | (__float_as_int(x) >> 24 & 0x80) : 0;
+    if constexpr (f == KvFormat::fp8)
+      return scale_ > 0.0f ? e4m3(fminf(fabsf(ratio), top)) | (__float_as_int(x) >> 24 & 0x80) : 0;
     return scale_ > 0.0f ? __float2int_rn(fminf(fmaxf(ratio, bottom), top)) : 0;
   }
 
  private:
-  // The E4M3 number nearest to 0 <= x <= 448, ties to the even one: below 2^-6 in steps of 2^-9, else three bits of mantissa.
+  // The E4M3 number nearest to 0 <= x <= 448, ties to the even one: below 2^-6 in steps of 2^-9, else three bits of
+  // mantissa.
   static __device__ int e4m3(float x) {
     if (x < 0x1p-6f) return __float2int_rn(x * 0x1p+9f);
     const int bits = __float_as_int(x);
@@ -377,7 +384,7 @@ struct Grid {
     }
     return tile::from_float<T>(x);
   }
-  float scale_, inverse_, factor_;   // scale_: the stored one times factor_, a power of two
+  float scale_, inverse_, factor_;  // scale_: the stored one times factor_, a power of two
 };
 
 // Four codes side by side, the first lowest.
@@ -394,7 +401,7 @@ template <KvFormat f, class Order>
 __device__ void store_codes(const KvCacheView& c, std::byte* section, int slot, int q, std::uint32_t word) {
   constexpr bool is_v = std::is_same_v<Order, ByEight>;
   const int d = Order::dim(q, 0);
-  const int page_size = is_kivi(f) ? kv_group : c.page_size;   // only whether it is 16 matters
+  const int page_size = is_kivi(f) ? kv_group : c.page_size;  // only whether it is 16 matters
   const std::int64_t index = is_v ? v_code_index(f, page_size, c.head_dim, slot, d) : k_code_index(c.head_dim, slot, d);
   if constexpr (code_bits(f) == 4) {
     *reinterpret_cast<std::uint16_t*>(section + index / 2) = static_cast<std::uint16_t>(word);
@@ -408,19 +415,20 @@ __device__ void store_codes(const KvCacheView& c, std::byte* section, int slot, 
 
 // ---- what one warp does ----
 
-template <class T, KvFormat f, bool turning>   // turning: cos is given
+template <class T, KvFormat f, bool turning>  // turning: cos is given
 struct Warp {
   const AppendParams& p;
   const Entry& e;
-  Quad<T> (*staged)[32];   // [rows][lane]: a lane sees its own column alone
+  Quad<T> (*staged)[32];  // [rows][lane]: a lane sees its own column alone
   int b, lane;
 
   __device__ std::byte* section(const KvCacheView::Plane& plane, std::byte* base, std::int64_t page, int head) const {
     return base + page * plane.page_stride + head * plane.head_stride;
   }
-  __device__ std::int64_t page_of(int position) const {   // kv_page
+  __device__ std::int64_t page_of(int position) const {  // kv_page
     const int index = position >> p.page_bits;
-    return p.c.block_table ? p.c.block_table[e.row * p.c.table_stride + index] : std::int64_t{e.row} * p.c.max_pages + index;
+    return p.c.block_table ? p.c.block_table[e.row * p.c.table_stride + index]
+                           : std::int64_t{e.row} * p.c.max_pages + index;
   }
   __device__ int slot_of(int position) const { return position & (p.c.page_size - 1); }
   __device__ Token<T> ring(bool is_v, int position, int head) const {
@@ -429,7 +437,9 @@ struct Warp {
   }
 
   __device__ bool turns(bool is_v) const { return turning && !is_v; }
-  __device__ Token<T> given(int token, int head, bool is_v) const { return token_of<T>(is_v ? p.v : p.k, b, token, head); }
+  __device__ Token<T> given(int token, int head, bool is_v) const {
+    return token_of<T>(is_v ? p.v : p.k, b, token, head);
+  }
   // Quad q of a new token, in the order in which it is stored; V is encoded by eights. Without what a rotation does.
   __device__ Quad<T> given_quad(const Token<T>& from, bool is_v, int q) const {
     if constexpr (!is_element_format(f) && !is_kivi(f))
@@ -439,11 +449,14 @@ struct Warp {
   __device__ Quad<T> new_quad(int token, int head, bool is_v, int q) const {
     const Token<T> from = given(token, head, is_v);
     if constexpr (turning)
-      if (!is_v) return turned(p.rope, pair_of(p.rope, from, q, p.c.head_dim), angles_of<T>(p.rope, position_of(p.rope, b, token), q), q);
+      if (!is_v)
+        return turned(p.rope, pair_of(p.rope, from, q, p.c.head_dim),
+                      angles_of<T>(p.rope, position_of(p.rope, b, token), q), q);
     return given_quad(from, is_v, q);
   }
 
-  // What was on its way before the entry was judged: the lane's first quad of a new token, or of two heads of q, turned.
+  // What was on its way before the entry was judged: the lane's first quad of a new token, or of two heads of q,
+  // turned.
   struct Early {
     Quad<T> quad[2];
     bool there;
@@ -491,14 +504,13 @@ struct Warp {
     } else {
       for (int q = lane; 4 * q < padded_head_dim(p.c.head_dim); q += 32)
         staged[q / 32][lane] = early.there && q == lane ? early.quad[0] : new_quad(token, head, is_v, q);
-      if (is_v)
-        encode_token<ByEight>(plane, position, head, 0);
-      else
-        encode_token<InOrder>(plane, position, head, 0);
+      if (is_v) encode_token<ByEight>(plane, position, head, 0);
+      else encode_token<InOrder>(plane, position, head, 0);
     }
   }
 
-  // Quad q of eight tokens of a closing group, those that are older than the call from the ring: all on their way at once.
+  // Quad q of eight tokens of a closing group, those that are older than the call from the ring: all on their way at
+  // once.
   template <class Position>
   __device__ void fetch(Quad<T> (&x)[part_tokens], bool is_v, int head, int q, Position position) const {
     const KvCacheView& c = p.c;
@@ -506,7 +518,8 @@ struct Warp {
     const Token<T> first_new = given(0, head, is_v), first_slot = ring(is_v, 0, head);
     const auto is_new = [&](int i) { return position(i) >= e.length; };
     const auto at = [&](int i) {
-      return is_new(i) ? first_new.at + (position(i) - e.length) * s.token : first_slot.at + position(i) % kv_ring * c.head_dim;
+      return is_new(i) ? first_new.at + (position(i) - e.length) * s.token
+                       : first_slot.at + position(i) % kv_ring * c.head_dim;
     };
     const bool wide = first_slot.wide && first_new.wide;
     if (wide && 4 * q < c.head_dim) {
@@ -521,14 +534,16 @@ struct Warp {
 #pragma unroll 1
     for (int i = 0; i < part_tokens; ++i)
       if (slow(i))
-        staged[i][lane] = is_new(i) && turns(is_v) ? new_quad(position(i) - e.length, head, is_v, q)
-                                                   : load<InOrder>(Token<T>{at(i), is_new(i) ? s.dim : 1, false}, q, c.head_dim);
+        staged[i][lane] = is_new(i) && turns(is_v)
+                              ? new_quad(position(i) - e.length, head, is_v, q)
+                              : load<InOrder>(Token<T>{at(i), is_new(i) ? s.dim : 1, false}, q, c.head_dim);
 #pragma unroll
     for (int i = 0; i < part_tokens; ++i)
       if (slow(i)) x[i] = staged[i][lane];
   }
 
-  // K of 32 channels of the 32 tokens from `first` on, one group a channel: a lane has four channels of every fourth token.
+  // K of 32 channels of the 32 tokens from `first` on, one group a channel: a lane has four channels of every fourth
+  // token.
   __device__ void close_k(int first, int head, int part) const {
     const KvCacheView& c = p.c;
     const int q = 8 * part + lane % 8, token = lane / 8;
@@ -565,7 +580,8 @@ struct Warp {
     for (int i = 0; i < part_tokens; ++i) store_codes<f, InOrder>(c, codes_at, slot + token + 4 * i, q, words[i]);
   }
 
-  // V of eight of those tokens, a token a group: the eight whose codes are whole 16-byte pieces, 0 1 8 9 16 17 24 25 and so on.
+  // V of eight of those tokens, a token a group: the eight whose codes are whole 16-byte pieces, 0 1 8 9 16 17 24 25
+  // and so on.
   __device__ void close_v(int first, int head, int part) const {
     const KvCacheView& c = p.c;
     const int padded = padded_head_dim(c.head_dim), pieces = (padded + 4 * 32 - 1) / (4 * 32);
@@ -593,13 +609,14 @@ struct Warp {
     const int slot = slot_of(first);
     if (lane < part_tokens) {
       reinterpret_cast<T*>(section(c.v, c.v.scale, page, head))[slot + slot_in_group(lane)] = grid.stored_scale;
-      if constexpr (has_min(f)) reinterpret_cast<T*>(section(c.v, c.v.min, page, head))[slot + slot_in_group(lane)] = grid.stored_minimum;
+      if constexpr (has_min(f))
+        reinterpret_cast<T*>(section(c.v, c.v.min, page, head))[slot + slot_in_group(lane)] = grid.stored_minimum;
     }
-    std::uint32_t* words = reinterpret_cast<std::uint32_t*>(staged);   // of a dim, the codes of the eight tokens
+    std::uint32_t* words = reinterpret_cast<std::uint32_t*>(staged);  // of a dim, the codes of the eight tokens
 #pragma unroll 1
     for (int piece = 0; piece < pieces; ++piece) {
       const int q = 32 * piece + lane;
-      if (pieces > 1) fetch(x, true, head, q, position);   // again: all of a token is more than a lane can hold
+      if (pieces > 1) fetch(x, true, head, q, position);  // again: all of a token is more than a lane can hold
       std::uint32_t of_dim[4] = {};
 #pragma unroll
       for (int i = 0; i < part_tokens; ++i) {
@@ -611,7 +628,7 @@ struct Warp {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         if (4 * q + j >= c.head_dim) of_dim[j] = 0;
-      __syncwarp();   // what was staged or read from there is done with
+      __syncwarp();  // what was staged or read from there is done with
       reinterpret_cast<uint4*>(words)[lane] = {of_dim[0], of_dim[1], of_dim[2], of_dim[3]};
       __syncwarp();
       const int tile = 4 * piece + lane / 8;
@@ -630,8 +647,8 @@ struct Warp {
   }
 
   // Raw tokens into the ring slots of the group from `first` on, one of the call's first two: each slot gets the newest
-  // token that belongs there, if it is new. So what a closing group reads from a slot and what overwrites it later are one
-  // warp's, in this order. early: of the call's first token.
+  // token that belongs there, if it is new. So what a closing group reads from a slot and what overwrites it later are
+  // one warp's, in this order. early: of the call's first token.
   __device__ void fill_ring(int first, int head, bool is_v, const Early& early) const {
     const int end = e.length + e.tokens, stop = min(end - first, kv_group);
     for (int i = end - first > kv_ring ? 0 : max(e.length - first, 0); i < stop; ++i) {
@@ -645,11 +662,9 @@ struct Warp {
     const int first = (e.length / kv_group + index) * kv_group;
 #pragma unroll 1
     for (int part = begin; part < end; ++part)
-      if (is_v)
-        close_v(first, head, part);
-      else
-        close_k(first, head, part);
-    __syncwarp();   // the lanes that read a slot of the ring -> the lanes that write it
+      if (is_v) close_v(first, head, part);
+      else close_k(first, head, part);
+    __syncwarp();  // the lanes that read a slot of the ring -> the lanes that write it
     if (fill && index < 2) fill_ring(first, head, is_v, early);
   }
 
@@ -662,26 +677,28 @@ struct Warp {
       if (head == p.q_heads) break;
       const Token<T> from = token_of<T>(p.q, b, token, head), to = token_of<T>(p.q_out, b, token, head);
       for (int q = lane; 4 * q < p.c.head_dim; q += 32)
-        staged[q / 32][lane] = early.there && q == lane
-                                   ? (i == 0 ? early.quad[0] : early.quad[1])
-                                   : turned(p.rope, pair_of(p.rope, from, q, p.c.head_dim), angles_of<T>(p.rope, position, q), q);
-      __syncwarp();   // all of the head is read -> it may be overwritten
+        staged[q / 32][lane] = early.there && q == lane ? (i == 0 ? early.quad[0] : early.quad[1])
+                                                        : turned(p.rope, pair_of(p.rope, from, q, p.c.head_dim),
+                                                                 angles_of<T>(p.rope, position, q), q);
+      __syncwarp();  // all of the head is read -> it may be overwritten
       for (int q = lane; 4 * q < p.c.head_dim; q += 32) store(to, q, p.c.head_dim, staged[q / 32][lane]);
     }
   }
 };
 
 template <class T, KvFormat f, bool turning>
-__global__ __launch_bounds__(warps * 32, 4 - (turning ? 1 : 0) - (is_kivi(f) ? 1 : 0)) void append(const __grid_constant__ AppendParams p) {
+__global__ __launch_bounds__(warps * 32, 4 - (turning ? 1 : 0) -
+                                             (is_kivi(f) ? 1 : 0)) void append(const __grid_constant__ AppendParams p) {
   __shared__ __align__(16) Quad<T> staged[warps][staged_rows(f)][32];
-  const int b = static_cast<int>(blockIdx.x >> p.entry_bits), block = static_cast<int>(blockIdx.x) - (b << p.entry_bits);
+  const int b = static_cast<int>(blockIdx.x >> p.entry_bits),
+            block = static_cast<int>(blockIdx.x) - (b << p.entry_bits);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, heads = p.c.kv_heads;
   const int first = block * warps + warp, step = warps << p.entry_bits;
   const int q_pairs = turning ? (p.q_heads + 1) / 2 : 1, turns = turning ? p.tokens * q_pairs : 0;
   Entry e{};
   const Warp<T, f, turning> w{p, e, staged[warp], b, lane};
   struct Task {
-    int head, index;   // index: of the token, or of the group
+    int head, index;  // index: of the token, or of the group
     bool is_v;
   };
   const auto task_of = [heads](int task) {
@@ -693,7 +710,8 @@ __global__ __launch_bounds__(warps * 32, 4 - (turning ? 1 : 0) - (is_kivi(f) ? 1
   const bool early_q = first < turns;
   const Task early_task = early_q ? Task{2 * (first % q_pairs), first / q_pairs, false} : task_of(first - turns);
   const int token = is_kivi(f) && !early_q ? 0 : early_task.index;
-  const Token<T> from = early_q ? token_of<T>(p.q, b, token, early_task.head) : w.given(token, early_task.head, early_task.is_v);
+  const Token<T> from =
+      early_q ? token_of<T>(p.q, b, token, early_task.head) : w.given(token, early_task.head, early_task.is_v);
   typename Warp<T, f, turning>::Early early{{}, early_task.index < (is_kivi(f) && !early_q ? 1 : p.tokens)};
   const bool early_turns = early.there && w.turns(early_task.is_v), second = early_q && early_task.head + 1 < p.q_heads;
   Pair<T> pair[2] = {};
@@ -719,11 +737,12 @@ __global__ __launch_bounds__(warps * 32, 4 - (turning ? 1 : 0) - (is_kivi(f) ? 1
 #pragma unroll
     for (int i = 0; i < 2; ++i) early.quad[i] = turned(p.rope, pair[i], angles, lane);
 
-  int stored = e.tokens * 2 * heads, closing = 0;   // tasks; closing: parts of the one group that closes, where they are tasks
+  int stored = e.tokens * 2 * heads,
+      closing = 0;  // tasks; closing: parts of the one group that closes, where they are tasks
   const bool in_parts = is_kivi(f) && p.tokens <= kv_group;
   if constexpr (is_kivi(f))
     if (e.tokens > 0) {
-      const int groups = (e.length + e.tokens) / kv_group - e.length / kv_group;   // that close
+      const int groups = (e.length + e.tokens) / kv_group - e.length / kv_group;  // that close
       stored = ((e.length + e.tokens - 1) / kv_group - e.length / kv_group + 1) * 2 * heads;
       if (in_parts && groups > 0) closing = heads * (parts_of(false, p.c.head_dim) + parts_of(true, p.c.head_dim));
     }
@@ -747,9 +766,9 @@ __global__ __launch_bounds__(warps * 32, 4 - (turning ? 1 : 0) - (is_kivi(f) ? 1
       const Task t = task_of(of_stored);
       w.store_new(t.index, t.head, t.is_v, early);
     }
-    early.there = false;   // it was of the first task
+    early.there = false;  // it was of the first task
   }
-  tile::wait_for_cluster();   // all blocks of the entry have read its length -> it may grow
+  tile::wait_for_cluster();  // all blocks of the entry have read its length -> it may grow
   if (p.together && block == 0 && threadIdx.x == 0 && e.tokens > 0) p.c.lengths[e.row] = e.length + e.tokens;
 }
 
@@ -761,7 +780,8 @@ __global__ __launch_bounds__(256) void grow(const __grid_constant__ AppendParams
   Entry e = entry_of(p, b);
   judge(p, b, e);
   report(p, e, b);
-  if (!__syncthreads_or(e.fault != KvFault::none) && threadIdx.x == 0 && e.tokens > 0) p.c.lengths[e.row] = e.length + e.tokens;
+  if (!__syncthreads_or(e.fault != KvFault::none) && threadIdx.x == 0 && e.tokens > 0)
+    p.c.lengths[e.row] = e.length + e.tokens;
 }
 
 // ---- host ----
@@ -790,9 +810,10 @@ Rope rope_of(const AppendArgs& a) {
          .pairs = static_cast<int>(a.cos.shape[1]),
          .fp32 = a.cos.dtype == DType::f32,
          .wide_positions = a.positions.dtype == DType::i64};
-  const std::uintptr_t quad = r.fp32 ? 16 : 8;   // bytes
-  r.wide = r.pairs % 4 == 0 && r.cos_column == 1 && r.sin_column == 1 && reinterpret_cast<std::uintptr_t>(r.cos) % quad == 0 &&
-           reinterpret_cast<std::uintptr_t>(r.sin) % quad == 0 && (r.max_position <= 1 || (r.cos_row % 4 == 0 && r.sin_row % 4 == 0));
+  const std::uintptr_t quad = r.fp32 ? 16 : 8;  // bytes
+  r.wide = r.pairs % 4 == 0 && r.cos_column == 1 && r.sin_column == 1 &&
+           reinterpret_cast<std::uintptr_t>(r.cos) % quad == 0 && reinterpret_cast<std::uintptr_t>(r.sin) % quad == 0 &&
+           (r.max_position <= 1 || (r.cos_row % 4 == 0 && r.sin_row % 4 == 0));
   return r;
 }
 
@@ -800,7 +821,8 @@ bool wide_pool(const KvCacheView& c) {
   if (!is_element_format(c.format)) return false;
   bool wide = c.head_dim % 4 == 0;
   for (const KvCacheView::Plane* plane : {&c.k, &c.v})
-    wide = wide && eights(plane->codes) && plane->page_stride % 8 == 0 && plane->head_stride % 8 == 0 && plane->token_stride % 8 == 0;
+    wide = wide && eights(plane->codes) && plane->page_stride % 8 == 0 && plane->head_stride % 8 == 0 &&
+           plane->token_stride % 8 == 0;
   return wide;
 }
 
@@ -809,12 +831,18 @@ using Kernel = void (*)(AppendParams);
 template <class T, bool turning>
 Kernel kernel_for(KvFormat f) {
   switch (f) {
-    case KvFormat::int8: return append<T, KvFormat::int8, turning>;
-    case KvFormat::fp8: return append<T, KvFormat::fp8, turning>;
-    case KvFormat::int4: return append<T, KvFormat::int4, turning>;
-    case KvFormat::int4_kivi_sym: return append<T, KvFormat::int4_kivi_sym, turning>;
-    case KvFormat::int4_kivi: return append<T, KvFormat::int4_kivi, turning>;
-    default: return append<T, std::is_same_v<T, tile::bf16> ? KvFormat::bf16 : KvFormat::fp16, turning>;
+    case KvFormat::int8:
+      return append<T, KvFormat::int8, turning>;
+    case KvFormat::fp8:
+      return append<T, KvFormat::fp8, turning>;
+    case KvFormat::int4:
+      return append<T, KvFormat::int4, turning>;
+    case KvFormat::int4_kivi_sym:
+      return append<T, KvFormat::int4_kivi_sym, turning>;
+    case KvFormat::int4_kivi:
+      return append<T, KvFormat::int4_kivi, turning>;
+    default:
+      return append < T, std::is_same_v<T, tile::bf16> ? KvFormat::bf16 : KvFormat::fp16, turning > ;
   }
 }
 
@@ -828,18 +856,18 @@ Kernel kernel_for(KvFormat f, bool turning) {
 KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
   const KvCacheView& c = *a.cache;
   const std::int64_t batch = a.k.shape[0], tokens = a.k.shape[1], q_heads = a.cos.given() ? a.q.shape[2] : 0;
-  const std::int64_t groups = (tokens + 2 * (kv_group - 1)) / kv_group;   // that the tokens of a row may touch
+  const std::int64_t groups = (tokens + 2 * (kv_group - 1)) / kv_group;  // that the tokens of a row may touch
   const std::int64_t tasks = c.kv_heads * 2 * (is_kivi(c.format) ? groups : tokens) + tokens * ((q_heads + 1) / 2);
-  constexpr std::int64_t most = std::numeric_limits<int>::max() / 4;      // sums of task numbers stay 32 bits
-  ROOFTILE_CHECK_KIND(not_supported, tasks <= most && batch <= most, op, ": k has ", tokens, " tokens for each of ", batch,
-                      " rows; on a GPU tokens times heads of one row are at most ", most, " a call");
+  constexpr std::int64_t most = std::numeric_limits<int>::max() / 4;  // sums of task numbers stay 32 bits
+  ROOFTILE_CHECK_KIND(not_supported, tasks <= most && batch <= most, op, ": k has ", tokens, " tokens for each of ",
+                      batch, " rows; on a GPU tokens times heads of one row are at most ", most, " a call");
   const KernelName ran = kernel_name("cuda_", op, "_", name(c.dtype), "_", name(c.format));
   if (batch == 0 || tokens == 0) return ran;
 
   const DeviceScope scope(op, ctx);
-  // Enough blocks to fill the device, but few enough that judging an entry is little beside its work. Where a cluster does
-  // it in two rounds of tasks, as many as that takes. A group that closes in parts has warps for two rounds, where they all
-  // run at once and leave room for the launch behind.
+  // Enough blocks to fill the device, but few enough that judging an entry is little beside its work. Where a cluster
+  // does it in two rounds of tasks, as many as that takes. A group that closes in parts has warps for two rounds, where
+  // they all run at once and leave room for the launch behind.
   const std::int64_t cluster = scope.largest_cluster(), sms = scope.sms();
   const bool in_parts = is_kivi(c.format) && tokens <= kv_group;
   const std::int64_t parts = in_parts ? c.kv_heads * (parts_of(false, c.head_dim) + parts_of(true, c.head_dim)) : 0;
@@ -847,7 +875,8 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
   const std::int64_t all = std::max(blocks_of(tasks), std::min({blocks_of((parts + 1) / 2), sms * 4 / batch, cluster}));
   const std::int64_t fill = (sms * 8 + batch - 1) / batch;
   const auto blocks = static_cast<std::uint64_t>(std::min({all, fill, all <= 2 * cluster ? cluster : fill}));
-  const int entry_bits = std::bit_width(blocks <= static_cast<std::uint64_t>(cluster) ? blocks - 1 : blocks / 2);   // up, or down
+  const int entry_bits =
+      std::bit_width(blocks <= static_cast<std::uint64_t>(cluster) ? blocks - 1 : blocks / 2);  // up, or down
   const bool together = 1 << entry_bits <= cluster;
   const AppendParams p{.c = c,
                        .k = strided(a.k),
@@ -865,9 +894,9 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
                        .together = together,
                        .wide_pool = wide_pool(c),
                        .wide_ring = c.head_dim % 4 == 0 && eights(c.ring_k) && eights(c.ring_v)};
-  const Kernel kernel = (c.dtype == DType::bf16 ? kernel_for<tile::bf16> : kernel_for<tile::half>)(c.format, p.rope.cos != nullptr);
-  scope.launch(kernel, batch << entry_bits,
-               warps * 32, 0, p, Overlap::with_previous, together ? 1 << entry_bits : 1);
+  const Kernel kernel =
+      (c.dtype == DType::bf16 ? kernel_for<tile::bf16> : kernel_for<tile::half>)(c.format, p.rope.cos != nullptr);
+  scope.launch(kernel, batch << entry_bits, warps * 32, 0, p, Overlap::with_previous, together ? 1 << entry_bits : 1);
   if (!together) scope.launch(grow, batch, 256, 0, p, Overlap::with_previous);
   return ran;
 }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 16 bits, on mma m16n8k16 with cp.async, by CUTLASS's GEMM for sm_80: for more tokens
-// than stream.cuh is fast for, on every GPU that has no wgmma.
+// y = activation(x W^T + bias) + residual with W in 16 bits, on mma m16n8k16 with cp.async, by CUTLASS's GEMM for
+// sm_80: for more tokens than stream.cuh is fast for, on every GPU that has no wgmma.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows in 16-byte pieces, evenly spaced
 //
-// A CTA of four warps takes 128 tokens and 128 rows of W, K in steps of 32 through four stages of shared memory; its neighbours share tokens
-// or rows in L2. 1 Mflop and 16 KB a step: tensor cores are the roof where there are tiles for all SMs. The sum over K is one accumulator
-// in fp32, in order.
+// A CTA of four warps takes 128 tokens and 128 rows of W, K in steps of 32 through four stages of shared memory; its
+// neighbours share tokens or rows in L2. 1 Mflop and 16 KB a step: tensor cores are the roof where there are tiles for
+// all SMs. The sum over K is one accumulator in fp32, in order.
 #include <cutlass/gemm/kernel/default_gemm_universal_with_visitor.h>
 
-#include <cutlass/epilogue/threadblock/fusion/visitors.hpp>   // needs what the other includes
+#include <cutlass/epilogue/threadblock/fusion/visitors.hpp>  // needs what the other includes
 
 #include "kernels/linear/activate.cuh"
 #include "kernels/linear/params.h"
@@ -37,9 +37,13 @@ struct FinishVisitor {
   using Params = ActivationChoice;
   struct SharedStorage {};
   template <class ProblemShape>
-  static constexpr Params to_underlying_arguments(const ProblemShape&, const Arguments& a, void*) { return a; }
+  static constexpr Params to_underlying_arguments(const ProblemShape&, const Arguments& a, void*) {
+    return a;
+  }
   template <class ProblemShape>
-  static std::size_t get_workspace_size(const ProblemShape&, const Arguments&) { return 0; }
+  static std::size_t get_workspace_size(const ProblemShape&, const Arguments&) {
+    return 0;
+  }
 
   CUTLASS_HOST_DEVICE FinishVisitor() {}
   CUTLASS_HOST_DEVICE FinishVisitor(const Params& p, const SharedStorage&) : chosen(p) {}
@@ -48,7 +52,8 @@ struct FinishVisitor {
   struct Callbacks : threadblock::EmptyCallbacks {
     ActivationChoice chosen;
     template <class Sum, class T, int size>
-    CUTLASS_DEVICE auto visit(int, int, int, int, const cutlass::Array<Sum, size>&, const cutlass::Array<Sum, size>& sums, const cutlass::Array<T, size>& bias,
+    CUTLASS_DEVICE auto visit(int, int, int, int, const cutlass::Array<Sum, size>&,
+                              const cutlass::Array<Sum, size>& sums, const cutlass::Array<T, size>& bias,
                               const cutlass::Array<T, size>& residual) {
       cutlass::Array<float, size> y;
 #pragma unroll
@@ -78,18 +83,21 @@ struct LinearBlock {
   using Stride = cute::Stride<std::int64_t, cute::_1, std::int64_t>;
   using Bias = threadblock::VisitorRowBroadcast<ThreadMap, T, cute::Stride<cute::_0, cute::_1, std::int64_t>>;
   using Finished = threadblock::Sm80EVT<FinishVisitor, threadblock::VisitorAccFetch, Bias, OptionalLoad<ThreadMap, T>>;
-  using Output = threadblock::Sm80EVT<threadblock::VisitorAuxStore<ThreadMap, T, cutlass::FloatRoundStyle::round_to_nearest, Stride>, Finished>;
+  using Output = threadblock::Sm80EVT<
+      threadblock::VisitorAuxStore<ThreadMap, T, cutlass::FloatRoundStyle::round_to_nearest, Stride>, Finished>;
   using Swizzle = cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>;
   using Kernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
-      T, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, 8, T, cutlass::layout::ColumnMajor, cutlass::ComplexTransform::kNone, 8,
-      T, cutlass::layout::RowMajor, 8, float, float, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Tile, Warp,
-      cutlass::gemm::GemmShape<16, 8, 16>, Output, Swizzle, stages, cutlass::arch::OpMultiplyAdd, 1>::GemmKernel;
+      T, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, 8, T, cutlass::layout::ColumnMajor,
+      cutlass::ComplexTransform::kNone, 8, T, cutlass::layout::RowMajor, 8, float, float,
+      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Tile, Warp, cutlass::gemm::GemmShape<16, 8, 16>, Output,
+      Swizzle, stages, cutlass::arch::OpMultiplyAdd, 1>::GemmKernel;
   using Params = typename Kernel::Params;
 };
 
 template <class Cfg>
-__global__ void __launch_bounds__(Cfg::Kernel::kThreadCount, 2) linear_block_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
-#if __CUDA_ARCH__ < 900   // Hopper takes the collectives
+__global__ void __launch_bounds__(Cfg::Kernel::kThreadCount, 2)
+    linear_block_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
+#if __CUDA_ARCH__ < 900  // Hopper takes the collectives
   extern __shared__ __align__(128) char shared[];
   Cfg::Kernel::invoke(p, *reinterpret_cast<typename Cfg::Kernel::SharedStorage*>(shared));
 #endif
@@ -103,15 +111,18 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
   const auto stride = [&](const Rows& rows) {
     return typename Cfg::Stride{rows.ndim > 0 ? rows.stride[0] : p.n, cute::_1{}, std::int64_t{0}};
   };
-  const typename Cfg::Finished::Arguments finished{
-      {}, {static_cast<T*>(const_cast<void*>(p.bias)), T(0), {}}, {at(p.residual), T(0), stride(p.residual)}, {p.activation}};
-  const typename Kernel::Arguments arguments(
-      cutlass::gemm::GemmUniversalMode::kGemm, {static_cast<int>(p.tokens), static_cast<int>(p.n), static_cast<int>(p.k)}, 1,
-      {finished, {at(p.y), stride(p.y)}}, p.x.data, p.w, nullptr, nullptr, 0, 0, 0, 0, p.x_stride, p.w_stride, 0, 0);
+  const typename Cfg::Finished::Arguments finished{{},
+                                                   {static_cast<T*>(const_cast<void*>(p.bias)), T(0), {}},
+                                                   {at(p.residual), T(0), stride(p.residual)},
+                                                   {p.activation}};
+  const typename Kernel::Arguments arguments(cutlass::gemm::GemmUniversalMode::kGemm,
+                                             {static_cast<int>(p.tokens), static_cast<int>(p.n), static_cast<int>(p.k)},
+                                             1, {finished, {at(p.y), stride(p.y)}}, p.x.data, p.w, nullptr, nullptr, 0,
+                                             0, 0, 0, p.x_stride, p.w_stride, 0, 0);
   const typename Kernel::Params params(arguments, scope.sms(), 1);
   const dim3 grid = typename Cfg::Swizzle().get_grid_shape(params.grid_tiled_shape);
-  scope.launch(linear_block_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)}, Kernel::kThreadCount,
-               sizeof(typename Kernel::SharedStorage), params);
+  scope.launch(linear_block_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)},
+               Kernel::kThreadCount, sizeof(typename Kernel::SharedStorage), params);
 }
 
 }  // namespace

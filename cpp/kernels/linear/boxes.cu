@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 16 bits, on Hopper's wgmma: for up to 64 tokens, and for more where collective.cu
-// cannot be used.
+// y = activation(x W^T + bias) + residual with W in 16 bits, on Hopper's wgmma: for up to 64 tokens, and for more where
+// collective.cu cannot be used.
 //   x [M, K]   W [N, K]   rows in 16-byte pieces, evenly spaced    y, residual [M, N]   bias [N]   any strides
 //
-// W's rows are the M of wgmma, tokens its N: 8, 16, 32 or 64. A CTA takes `rows` rows of W (16 to 128), that many tokens and one chunk of K.
-// One thread brings boxes of 64 k of W and of x (TMA, swizzled, a ring of `stages` of two boxes each); four warps multiply 64 rows, both
-// operands from shared memory. Two chunks of K are a cluster, whose CTAs finish half of the rows each, from the sums of both in order.
+// W's rows are the M of wgmma, tokens its N: 8, 16, 32 or 64. A CTA takes `rows` rows of W (16 to 128), that many
+// tokens and one chunk of K.
+// One thread brings boxes of 64 k of W and of x (TMA, swizzled, a ring of `stages` of two boxes each); four warps
+// multiply 64 rows, both operands from shared memory. Two chunks of K are a cluster, whose CTAs finish half of the rows
+// each, from the sums of both in order.
 // There is no workspace.
 //
-// Cost: 2 N K bytes of W, read evenly by all multiprocessors: rows and chunks are chosen so that each has one CTA, or as many as all others. A
-// step of 128 rows is 32 KB, 800 cycles of a multiprocessor's share of the bandwidth, in which the tensor cores work for 260; 256 bytes of x a
-// token come from L2 beside them. The bytes of W are the roof as long as 40 KB a multiprocessor are on their way, of a ring of 90 KB and more.
-// Sync: `full` (a stage's bytes have come) and `free` (all warps have read it), barriers in shared memory; the cluster: both have read their
-// last stage, where the sums of the other are put, and the sums have come. W may start on its way to L2 while the kernel before still
-// runs; nothing is read before that has ended. The next kernel is let in when all loads are under way.
+// Cost: 2 N K bytes of W, read evenly by all multiprocessors: rows and chunks are chosen so that each has one CTA, or
+// as many as all others. A step of 128 rows is 32 KB, 800 cycles of a multiprocessor's share of the bandwidth, in which
+// the tensor cores work for 260; 256 bytes of x a token come from L2 beside them. The bytes of W are the roof as long
+// as 40 KB a multiprocessor are on their way, of a ring of 90 KB and more.
+// Sync: `full` (a stage's bytes have come) and `free` (all warps have read it), barriers in shared memory; the cluster:
+// both have read their last stage, where the sums of the other are put, and the sums have come. W may start on its way
+// to L2 while the kernel before still runs; nothing is read before that has ended. The next kernel is let in when all
+// loads are under way.
 #include <cuda.h>
 #include <cute/arch/cluster_sm90.hpp>
 
@@ -32,8 +36,8 @@ namespace {
 
 struct LinearBoxParams {
   LinearParams product;
-  int rows, stages;    // of the CTA; of its ring
-  int cluster_shift;   // log2 of the chunks of K
+  int rows, stages;   // of the CTA; of its ring
+  int cluster_shift;  // log2 of the chunks of K
   CUtensorMap w, x;
 };
 
@@ -44,17 +48,20 @@ struct LinearBox {
 };
 
 template <class Cfg>
-__global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear_boxes_of([[maybe_unused]] const __grid_constant__ LinearBoxParams params) {
+__global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2)
+    linear_boxes_of([[maybe_unused]] const __grid_constant__ LinearBoxParams params) {
 #ifdef ROOFTILE_WGMMA
   using T = typename Cfg::T;
   constexpr int N = Cfg::tokens, H = linear_boxes_a_step, x_bytes = linear_box_bytes(N);
   const LinearParams& p = params.product;
-  const int R = params.rows, S = params.stages, w_bytes = linear_box_bytes(R), stage_bytes = H * linear_box_bytes(R + N);
+  const int R = params.rows, S = params.stages, w_bytes = linear_box_bytes(R),
+            stage_bytes = H * linear_box_bytes(R + N);
   extern __shared__ __align__(1024) std::uint8_t shared[];
   tile::Barrier* const full = reinterpret_cast<tile::Barrier*>(shared + S * stage_bytes);
   tile::Barrier* const free = full + S;
 
-  const int warps = static_cast<int>(blockDim.x) / 32 - 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warps = static_cast<int>(blockDim.x) / 32 - 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+            g = lane / 4, t = lane % 4;
   const int shift = params.cluster_shift, cluster = 1 << shift, rank = static_cast<int>(blockIdx.x) & (cluster - 1);
   // neighbouring clusters share rows of W
   const unsigned at = blockIdx.x >> shift;
@@ -68,13 +75,14 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear
     }
     tile::publish_barriers();
   }
-  __syncthreads();   // the barriers are there
+  __syncthreads();  // the barriers are there
 
-  float sum[N / 2] = {};   // rows g, g + 8 of the warp's 16 x tokens as in tile/wgmma.cuh
+  float sum[N / 2] = {};  // rows g, g + 8 of the warp's 16 x tokens as in tile/wgmma.cuh
   if (warp == warps) {
     if (cute::elect_one_sync()) {
       // half a ring: more would compete with the kernel before
-      for (int box = 0; box < H * min(S / 2, steps); ++box) tile::prefetch_box(params.w, (first * H + box) * linear_box_columns, row0);
+      for (int box = 0; box < H * min(S / 2, steps); ++box)
+        tile::prefetch_box(params.w, (first * H + box) * linear_box_columns, row0);
       tile::wait_for_previous_kernel();
 #pragma unroll 1
       for (int step = 0, s = 0, parity = 1, k = first * linear_box_k; step < steps; ++step, k += linear_box_k) {
@@ -96,7 +104,8 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear
 #pragma unroll 1
     for (int step = 0, s = 0, parity = 0; step < steps; ++step) {
       full[s].wait(parity);
-      const std::uint64_t x = operands + (s * stage_bytes + H * w_bytes) / 16, w = operands + (s * stage_bytes + warp / 4 * linear_box_bytes(64)) / 16;
+      const std::uint64_t x = operands + (s * stage_bytes + H * w_bytes) / 16,
+                          w = operands + (s * stage_bytes + warp / 4 * linear_box_bytes(64)) / 16;
       tile::pin(sum);
       tile::begin_wgmma();
 #pragma unroll
@@ -116,19 +125,19 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear
   tile::arrive_at_cluster();
   const int rows = R >> shift, pitch = rows + 4;
   float* const sums = reinterpret_cast<float*>(shared);
-  tile::wait_for_previous_kernel();   // bias and residual, and what y held, are of other kernels
-  tile::wait_for_cluster();   // all of it have read their last stage
+  tile::wait_for_previous_kernel();  // bias and residual, and what y held, are of other kernels
+  tile::wait_for_cluster();          // all of it have read their last stage
   if (warp < warps) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp * 16 + 8 * half;
-      if (row >= R) break;   // a warp may have fewer
+      if (row >= R) break;  // a warp may have fewer
       float* const to = tile::in_block(sums, row / rows) + (rank * N + 2 * t) * pitch + row % rows + g;
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) to[(i / 2 * 8 + i % 2) * pitch] = sum[i / 2 * 4 + 2 * half + i % 2];
     }
   }
-  tile::sync_cluster();   // the sums have come
+  tile::sync_cluster();  // the sums have come
   const int fours = rows / 4, tokens = static_cast<int>(min(std::int64_t{N}, p.tokens - token0));
   for (int item = threadIdx.x; item < tokens * fours; item += static_cast<int>(blockDim.x)) {
     const int token = item / fours, four = item % fours;
@@ -144,21 +153,31 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2) linear
 
 template <class Cfg>
 void launch_form(const DeviceScope& scope, const LinearParams& p, const LinearPlan& plan, DType dtype) {
-  LinearBoxParams params{.product = p, .rows = plan.box_rows, .stages = plan.stages,
-                         .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)), .w = {}, .x = {}};
-  params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, plan.box_rows, linear_box_columns);
-  params.x = rows_map(scope.op(), p.x.data, dtype, {.rows = p.tokens, .columns = p.k, .stride = p.x_stride}, Cfg::tokens, linear_box_columns);
-  scope.launch(linear_boxes_of<Cfg>, plan.token_blocks * plan.row_blocks * plan.cluster, linear_box_threads(plan.box_rows), plan.shared_bytes, params,
-               Overlap::with_previous, plan.cluster);
+  LinearBoxParams params{.product = p,
+                         .rows = plan.box_rows,
+                         .stages = plan.stages,
+                         .cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster)),
+                         .w = {},
+                         .x = {}};
+  params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, plan.box_rows,
+                      linear_box_columns);
+  params.x = rows_map(scope.op(), p.x.data, dtype, {.rows = p.tokens, .columns = p.k, .stride = p.x_stride},
+                      Cfg::tokens, linear_box_columns);
+  scope.launch(linear_boxes_of<Cfg>, plan.token_blocks * plan.row_blocks * plan.cluster,
+               linear_box_threads(plan.box_rows), plan.shared_bytes, params, Overlap::with_previous, plan.cluster);
 }
 
 template <class T>
 void launch(const DeviceScope& scope, const LinearParams& p, const LinearPlan& plan, DType dtype) {
   switch (plan.form) {
-    case 0: return launch_form<LinearBox<T, 0>>(scope, p, plan, dtype);
-    case 1: return launch_form<LinearBox<T, 1>>(scope, p, plan, dtype);
-    case 2: return launch_form<LinearBox<T, 2>>(scope, p, plan, dtype);
-    default: return launch_form<LinearBox<T, 3>>(scope, p, plan, dtype);
+    case 0:
+      return launch_form<LinearBox<T, 0>>(scope, p, plan, dtype);
+    case 1:
+      return launch_form<LinearBox<T, 1>>(scope, p, plan, dtype);
+    case 2:
+      return launch_form<LinearBox<T, 2>>(scope, p, plan, dtype);
+    default:
+      return launch_form<LinearBox<T, 3>>(scope, p, plan, dtype);
   }
 }
 

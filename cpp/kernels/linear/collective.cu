@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 16 bits, on Hopper's wgmma, by CUTLASS's collectives: one warp brings tiles of W and x
-// (TMA, a ring of as many stages as there is shared memory for), four or eight multiply.
+// y = activation(x W^T + bias) + residual with W in 16 bits, on Hopper's wgmma, by CUTLASS's collectives: one warp
+// brings tiles of W and x (TMA, a ring of as many stages as there is shared memory for), four or eight multiply.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows in 16-byte pieces, evenly spaced
 //
-// W's rows are the M of the collective's product and tokens its N, so the output is y transposed, column by column: two CTAs of a cluster
-// have other rows of W and the same tokens, which each brings half of to both.
-//   64 x 128    two groups of four warps take turns at tiles: for so many tokens that the bytes of W still count, or the larger tile would
-//               leave SMs idle
+// W's rows are the M of the collective's product and tokens its N, so the output is y transposed, column by column: two
+// CTAs of a cluster have other rows of W and the same tokens, which each brings half of to both.
+//   64 x 128    two groups of four warps take turns at tiles: for so many tokens that the bytes of W still count, or
+//               the larger tile would leave SMs idle
 //   128 x 256   both groups share a tile: tensor cores are the roof
-// Cost of a step of 64 k: 64 x 128: 1 Mflop, 256 cycles of the tensor cores, 24 KB of which the cluster shares 16; 128 x 256: 4 Mflop, 1024
-// cycles, 48 KB, 32 of them shared. The sum over K is one accumulator in fp32, in order.
-// Sync: CUTLASS's: a barrier a stage that its bytes have come, another that all of the cluster have read it; the output's tile: the warps
-// that multiply, before it is stored. Bias is read behind the first tile of the product, so behind the kernel before as well.
-#define CUTLASS_ENABLE_GDC_FOR_SM90   // the warps that bring tiles wait for the kernel before, so it may still run when this one starts
+// Cost of a step of 64 k: 64 x 128: 1 Mflop, 256 cycles of the tensor cores, 24 KB of which the cluster shares 16; 128
+// x 256: 4 Mflop, 1024 cycles, 48 KB, 32 of them shared. The sum over K is one accumulator in fp32, in order.
+// Sync: CUTLASS's: a barrier a stage that its bytes have come, another that all of the cluster have read it; the
+// output's tile: the warps that multiply, before it is stored. Bias is read behind the first tile of the product, so
+// behind the kernel before as well.
+
+// the warps that bring tiles wait for the kernel before, so it may still run when this one starts
+#define CUTLASS_ENABLE_GDC_FOR_SM90
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/epilogue/fusion/operations.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
@@ -55,11 +58,13 @@ struct LinearCollective {
   using Sum = Apply<cutlass::plus, float, fusion::Sm90ColBroadcast<0, Tile, T, float>, fusion::Sm90AccFetch>;
   using Activated = Apply<Activate, float, Sum>;
   // times 0 or 1: a residual that is not there is not read
-  using Output = Apply<cutlass::homogeneous_multiply_add, T, fusion::Sm90ScalarBroadcast<float>, fusion::Sm90SrcFetch<T>, Activated>;
+  using Output = Apply<cutlass::homogeneous_multiply_add, T, fusion::Sm90ScalarBroadcast<float>,
+                       fusion::Sm90SrcFetch<T>, Activated>;
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float, float, T,
-      ColumnMajor, 8, T, ColumnMajor, 8, typename Schedule<form_>::Epilogue, Output>::CollectiveOp;
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, T, ColumnMajor, 8, T, ColumnMajor, 8,
+      typename Schedule<form_>::Epilogue, Output>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, T, RowMajor, 8, T, ColumnMajor, 8, float, Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
@@ -69,7 +74,8 @@ struct LinearCollective {
 };
 
 template <class Cfg>
-__global__ void __launch_bounds__(Cfg::Kernel::MaxThreadsPerBlock, 1) linear_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
+__global__ void __launch_bounds__(Cfg::Kernel::MaxThreadsPerBlock, 1)
+    linear_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
 #ifdef ROOFTILE_WGMMA
   extern __shared__ __align__(128) char shared[];
   typename Cfg::Kernel()(p, shared);
@@ -82,8 +88,11 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
   using Kernel = typename Cfg::Kernel;
   const int n = static_cast<int>(p.n), m = static_cast<int>(p.tokens), k = static_cast<int>(p.k);
   const auto pitch = [](const Rows& rows, std::int64_t alone) { return rows.ndim > 0 ? rows.stride[0] : alone; };
-  const auto output = [&](const Rows& rows) { return cute::make_stride(cute::_1{}, pitch(rows, p.n), std::int64_t{0}); };
-  const Rows& source = p.residual.data ? p.residual : p.y;   // a tensor map needs an address; it is not read through then
+  const auto output = [&](const Rows& rows) {
+    return cute::make_stride(cute::_1{}, pitch(rows, p.n), std::int64_t{0});
+  };
+  const Rows& source =
+      p.residual.data ? p.residual : p.y;  // a tensor map needs an address; it is not read through then
   const typename Cfg::Sum::Arguments sum{{static_cast<const T*>(p.bias)}, {}, {}};
   const typename Cfg::Activated::Arguments activated{sum, {p.activation}};
   typename Kernel::Arguments arguments{
@@ -92,12 +101,15 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
       {static_cast<const T*>(p.w), cute::make_stride(p.w_stride, cute::_1{}, std::int64_t{0}),
        static_cast<const T*>(p.x.data), cute::make_stride(p.x_stride, cute::_1{}, std::int64_t{0})},
       {{{{p.residual.data ? 1.0f : 0.0f}}, {}, activated, {}},
-       static_cast<const T*>(source.data), output(source), static_cast<T*>(p.y.data), output(p.y)}};
+       static_cast<const T*>(source.data),
+       output(source),
+       static_cast<T*>(p.y.data),
+       output(p.y)}};
   arguments.hw_info.sm_count = scope.sms();
   const typename Kernel::Params params = Kernel::to_underlying_arguments(arguments, nullptr);
   const dim3 grid = Kernel::get_grid_shape(params);
-  scope.launch(linear_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)}, Kernel::MaxThreadsPerBlock,
-               Kernel::SharedStorageSize, params, Overlap::with_previous, 2);
+  scope.launch(linear_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)},
+               Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, params, Overlap::with_previous, 2);
 }
 
 template <class T>

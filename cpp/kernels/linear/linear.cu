@@ -24,20 +24,29 @@ auto stream_of(DType dtype, int form, bool pieces) {
 }
 
 LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a) {
-  constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max(), most_n = 65535 * std::int64_t{linear_block.rows};   // counted in int; a grid's y
+  constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max(),
+                         most_n = 65535 * std::int64_t{linear_block.rows};  // counted in int; a grid's y
   const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n, boxes = sizes && in_tiles(a.x) && in_tiles(a.w);
-  return plan_linear({.m = a.x.rows(), .n = a.w.shape[0], .k = a.w.shape[1], .sms = scope.sms(),
-                      .boxes = boxes, .tiles = boxes && bias_in_tiles(a.bias) && in_tiles(a.y) && in_tiles(a.residual),
+  return plan_linear({.m = a.x.rows(),
+                      .n = a.w.shape[0],
+                      .k = a.w.shape[1],
+                      .sms = scope.sms(),
+                      .boxes = boxes,
+                      .tiles = boxes && bias_in_tiles(a.bias) && in_tiles(a.y) && in_tiles(a.residual),
                       .wgmma = scope.has_wgmma()});
 }
 
 KernelName name_of(const LinearPlan& plan, DType dtype, bool pieces) {
   const auto linear = [&](auto... parts) { return kernel_name("cuda_", name(dtype), "_linear_", parts...); };
   switch (plan.path) {
-    case LinearPath::stream: return linear("t", plan.form == 0 ? 8 : 16, pieces ? "_split" : "_strided_split", plan.splits);
-    case LinearPath::boxes: return linear("box", linear_box_forms[plan.form], "_split", plan.cluster);
-    case LinearPath::collective: return linear("tile", linear_collectives[plan.form].rows, "x", linear_collectives[plan.form].tokens);
-    case LinearPath::blocks: return linear("block", linear_block.rows, "x", linear_block.tokens);
+    case LinearPath::stream:
+      return linear("t", plan.form == 0 ? 8 : 16, pieces ? "_split" : "_strided_split", plan.splits);
+    case LinearPath::boxes:
+      return linear("box", linear_box_forms[plan.form], "_split", plan.cluster);
+    case LinearPath::collective:
+      return linear("tile", linear_collectives[plan.form].rows, "x", linear_collectives[plan.form].tokens);
+    case LinearPath::blocks:
+      return linear("block", linear_block.rows, "x", linear_block.tokens);
   }
   return {};
 }

@@ -12,11 +12,12 @@ namespace rooftile::gpu {
 
 struct LinearParams : Product {
   const void* w = nullptr;
-  std::int64_t w_stride = 0, w_last_stride = 0;   // elements, from row to row and in a row
-  std::int64_t x_stride = 0;        // of rows that lie evenly
+  std::int64_t w_stride = 0, w_last_stride = 0;  // elements, from row to row and in a row
+  std::int64_t x_stride = 0;                     // of rows that lie evenly
   std::int64_t k = 0;
   unsigned token_blocks = 0, row_blocks = 0;
-  int row_tiles = 0, slice_shift = 0, steps = 0, chunk_steps = 0;   // as in LinearPlan; steps: of all of K, as long as the kernel's are
+  int row_tiles = 0, slice_shift = 0, steps = 0,
+      chunk_steps = 0;  // as in LinearPlan; steps: of all of K, as long as the kernel's are
 };
 
 // One product by boxes or by tiles; its tensors lie as these need it (linear.cu). The plan's path says whose.

@@ -9,23 +9,30 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ float activate(Activation a, float x) {
   switch (a) {
-    case Activation::none: return x;
-    case Activation::silu: return x / (1.0f + expf(-x));
-    case Activation::gelu_tanh: return x / (1.0f + expf(-1.5957691216057308f * x * fmaf(0.044715f * x, x, 1.0f)));
-    case Activation::gelu_erf: return 0.5f * x * erfcf(-0.70710678118654752f * x);
+    case Activation::none:
+      return x;
+    case Activation::silu:
+      return x / (1.0f + expf(-x));
+    case Activation::gelu_tanh:
+      return x / (1.0f + expf(-1.5957691216057308f * x * fmaf(0.044715f * x, x, 1.0f)));
+    case Activation::gelu_erf:
+      return 0.5f * x * erfcf(-0.70710678118654752f * x);
   }
   return x;
 }
 
-// Adds bias, activation, gate and residual to one output and stores it. `token` counts from the first of the call; `up`: of a gated
-// product.
+// Adds bias, activation, gate and residual to one output and stores it. `token` counts from the first of the call;
+// `up`: of a gated product.
 template <class T>
-__device__ __forceinline__ void store_output(const Product& p, std::int64_t token, std::int64_t n, float sum, float up) {
+__device__ __forceinline__ void store_output(const Product& p, std::int64_t token, std::int64_t n, float sum,
+                                             float up) {
   const T* const bias = static_cast<const T*>(p.bias);
   if (bias) sum += tile::to_float(bias[n * p.bias_stride]);
   sum = activate(p.activation, sum);
   if (p.gated) sum *= bias ? up + tile::to_float(bias[(n + p.outputs) * p.bias_stride]) : up;
-  if (p.residual.data) sum += tile::to_float(static_cast<const T*>(p.residual.data)[p.residual.offset(token) + n * p.residual.last_stride]);
+  if (p.residual.data)
+    sum +=
+        tile::to_float(static_cast<const T*>(p.residual.data)[p.residual.offset(token) + n * p.residual.last_stride]);
   static_cast<T*>(p.y.data)[p.y.offset(token) + n * p.y.last_stride] = tile::from_float<T>(sum);
 }
 

@@ -7,7 +7,8 @@
 
 namespace rooftile::gpu {
 
-// y = activation(sum of p.partial over the chunks, in order, + bias) + residual for the tokens of this launch. dtype: f16 or bf16.
+// y = activation(sum of p.partial over the chunks, in order, + bias) + residual for the tokens of this launch. dtype:
+// f16 or bf16.
 void finish_product(const DeviceScope&, const Product& p, DType dtype);
 
 }  // namespace rooftile::gpu

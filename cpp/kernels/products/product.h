@@ -11,9 +11,9 @@ namespace rooftile::gpu {
 
 // A tensor [..., last] as rows, at any strides. Leading dimensions that lie evenly are one.
 struct Rows {
-  void* data = nullptr;   // null: not given
+  void* data = nullptr;  // null: not given
   std::int64_t last_stride = 0;
-  std::int64_t shape[TensorView::max_ndim - 1] = {}, stride[TensorView::max_ndim - 1] = {};   // innermost first
+  std::int64_t shape[TensorView::max_ndim - 1] = {}, stride[TensorView::max_ndim - 1] = {};  // innermost first
   int ndim = 0;
 
   Rows() = default;
@@ -52,7 +52,8 @@ inline bool in_fours(const TensorView& t) {
 // Every row is whole 16-byte vectors that start at multiples of 16 bytes, and rows lie evenly.
 inline bool in_pieces(const TensorView& t) {
   const Rows rows(t);
-  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 && (t.last_stride() == 1 || t.last() == 0);
+  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 &&
+                     (t.last_stride() == 1 || t.last() == 0);
   return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
 }
 // The same, and no two rows overlap: what TMA and 16-byte stores ask for.
@@ -66,21 +67,28 @@ inline bool bias_in_tiles(const TensorView& bias) {
 }
 
 struct Product {
-  Rows x, y, residual;              // [m, k], [m, outputs], [m, outputs]
-  const void* bias = nullptr;       // [n] or null
+  Rows x, y, residual;         // [m, k], [m, outputs], [m, outputs]
+  const void* bias = nullptr;  // [n] or null
   std::int64_t bias_stride = 0;
   std::int64_t n = 0, outputs = 0;  // rows of W; as many outputs, or half of a gated product
   bool gated = false;               // the rows of W are [gate | up]: y = activation(gate) * up + residual
   bool y_in_pieces = false;         // y and residual: in_fours
   Activation activation = Activation::none;
-  std::int64_t first_token = 0, tokens = 0;   // of this launch
-  int splits = 1;                   // chunks of K
-  float* partial = nullptr;         // [split][token of this launch][padded_n]: sums that somebody else finishes; null: none
+  std::int64_t first_token = 0, tokens = 0;  // of this launch
+  int splits = 1;                            // chunks of K
+  float* partial = nullptr;  // [split][token of this launch][padded_n]: sums that somebody else finishes; null: none
 
   Product() = default;
-  Product(const TensorView& x, const TensorView& y, const TensorView& bias, const TensorView& residual, Activation activation, bool gated = false)
-      : x(x), y(y), residual(residual), n(gated ? 2 * y.last() : y.last()), outputs(y.last()), gated(gated),
-        y_in_pieces(in_fours(y) && in_fours(residual)), activation(activation) {
+  Product(const TensorView& x, const TensorView& y, const TensorView& bias, const TensorView& residual,
+          Activation activation, bool gated = false)
+      : x(x),
+        y(y),
+        residual(residual),
+        n(gated ? 2 * y.last() : y.last()),
+        outputs(y.last()),
+        gated(gated),
+        y_in_pieces(in_fours(y) && in_fours(residual)),
+        activation(activation) {
     if (!bias.given()) return;
     this->bias = bias.data;
     bias_stride = bias.stride[0];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads every byte of a tensor as fast as the machine can and does next to nothing with it: the roof of all that streams.
+// Reads every byte of a tensor as fast as the machine can and does next to nothing with it: the roof of all that
+// streams.
 //   x: n 16-byte words   4 blocks of 512 threads a multiprocessor, 8 loads in flight a thread
 #include "kernels/backend.h"
 #include "kernels/launch.h"
@@ -18,7 +19,8 @@ constexpr int threads = 512, in_flight = 8;
 __global__ __launch_bounds__(threads, 4) void read_all(ReadParams p) {
   const std::int64_t step = std::int64_t{gridDim.x} * threads * in_flight;
   unsigned all = 0;
-  for (std::int64_t first = std::int64_t{blockIdx.x} * threads * in_flight + threadIdx.x; first < p.count; first += step) {
+  for (std::int64_t first = std::int64_t{blockIdx.x} * threads * in_flight + threadIdx.x; first < p.count;
+       first += step) {
     uint4 x[in_flight];
 #pragma unroll
     for (int i = 0; i < in_flight; ++i) {
@@ -28,7 +30,7 @@ __global__ __launch_bounds__(threads, 4) void read_all(ReadParams p) {
 #pragma unroll
     for (const uint4& w : x) all |= w.x ^ w.y ^ w.z ^ w.w;
   }
-  if (all == 0x9e3779b9u) *p.sink = 1;   // so that no load can be left out; next to never true
+  if (all == 0x9e3779b9u) *p.sink = 1;  // so that no load can be left out; next to never true
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forms of a weight of 4 or 8 bits on the device: canonical <-> kernel form, rounding, and what the codes stand for. The
-// same bits as on the CPU: rounding has one definition (core/w4_round.h), and nothing here leaves room for a fused
+// Forms of a weight of 4 or 8 bits on the device: canonical <-> kernel form, rounding, and what the codes stand for.
+// The same bits as on the CPU: rounding has one definition (core/w4_round.h), and nothing here leaves room for a fused
 // multiply-add to change a result (a code times a scale is exact).
 //   codes [N, K / 2], in 8 bits [N, K]   scales, offsets [N, groups], any strides   kernel form: core/w4_layout.h
-// A thread makes one element of what is written (a word of codes, a byte, a scale; quantize: a warp one group), so writes
-// are coalesced and reads gathered. Bound by bandwidth; done once a weight.
+// A thread makes one element of what is written (a word of codes, a byte, a scale; quantize: a warp one group), so
+// writes are coalesced and reads gathered. Bound by bandwidth; done once a weight.
 #include <cstddef>
 #include <type_traits>
 
@@ -30,14 +30,16 @@ struct Matrix {
   explicit Matrix(const TensorView& t)
       : data(t.data), rows(t.shape[0]), columns(t.shape[1]), row_stride(t.stride[0]), column_stride(t.stride[1]) {}
   template <class T>
-  __device__ T& at(std::int64_t i, std::int64_t j) const { return static_cast<T*>(data)[i * row_stride + j * column_stride]; }
+  __device__ T& at(std::int64_t i, std::int64_t j) const {
+    return static_cast<T*>(data)[i * row_stride + j * column_stride];
+  }
 };
 
-// ---- canonical <-> kernel form ---------------------------------------------------------------------------------------------
+// ---- canonical <-> kernel form ------------------------------------------------------------------
 
 struct CodesParams {
-  Matrix canonical;      // [N, bytes of K codes]
-  std::uint8_t* codes;   // [N / 16][K / 64] tiles
+  Matrix canonical;     // [N, bytes of K codes]
+  std::uint8_t* codes;  // [N / 16][K / 64] tiles
   int bits;
   ROOFTILE_HD int in_byte() const { return 8 / bits; }
   ROOFTILE_HD std::int64_t k() const { return canonical.columns * in_byte(); }
@@ -63,7 +65,8 @@ __global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ Co
 __global__ void __launch_bounds__(threads) unpack_codes(const __grid_constant__ CodesParams p) {
   const std::int64_t index = thread_index();
   if (index >= p.canonical.rows * p.canonical.columns) return;
-  const std::int64_t n = index / p.canonical.columns, column = index - n * p.canonical.columns, tiles_k = w4_tiles_k(p.k());
+  const std::int64_t n = index / p.canonical.columns, column = index - n * p.canonical.columns,
+                     tiles_k = w4_tiles_k(p.k());
   int byte = 0;
   for (int i = 0; i < p.in_byte(); ++i)
     byte |= w4_code(p.codes, p.bits, w4_code_index(p.bits, tiles_k, n, column * p.in_byte() + i)) << (p.bits * i);
@@ -71,15 +74,16 @@ __global__ void __launch_bounds__(threads) unpack_codes(const __grid_constant__ 
 }
 
 struct GroupsParams {
-  Matrix canonical;   // [N, groups]
-  void* flat;         // [N / 16][group][16]
+  Matrix canonical;  // [N, groups]
+  void* flat;        // [N / 16][group][16]
 };
 
 template <class T>
 __global__ void __launch_bounds__(threads) pack_groups(const __grid_constant__ GroupsParams p) {
   const std::int64_t index = thread_index(), groups = p.canonical.columns;
   if (index >= w4_tiles_n(p.canonical.rows) * w4_tile_n * groups) return;
-  const std::int64_t group = index / w4_tile_n % groups, n = index / (w4_tile_n * groups) * w4_tile_n + index % w4_tile_n;
+  const std::int64_t group = index / w4_tile_n % groups,
+                     n = index / (w4_tile_n * groups) * w4_tile_n + index % w4_tile_n;
   static_cast<T*>(p.flat)[index] = n < p.canonical.rows ? p.canonical.at<T>(n, group) : T{};
 }
 template <class T>
@@ -97,20 +101,23 @@ void launch_groups(const DeviceScope& scope, const TensorView& canonical, void* 
     launch_over(scope, w4_tiles_n(p.canonical.rows) * w4_tile_n * p.canonical.columns,
                 bytes ? pack_groups<std::uint8_t> : pack_groups<std::uint16_t>, p);
   } else {
-    launch_over(scope, p.canonical.rows * p.canonical.columns, bytes ? unpack_groups<std::uint8_t> : unpack_groups<std::uint16_t>, p);
+    launch_over(scope, p.canonical.rows * p.canonical.columns,
+                bytes ? unpack_groups<std::uint8_t> : unpack_groups<std::uint16_t>, p);
   }
 }
 
-// ---- rounding ---------------------------------------------------------------------------------------------------------------
+// ---- rounding -----------------------------------------------------------------------------------
 
 struct QuantizeParams {
-  Matrix weight;                   // [N, K]
-  Matrix codes, scales, minima;    // [N, bytes of K codes], [N, groups]; minima without data: symmetric
+  Matrix weight;                 // [N, K]
+  Matrix codes, scales, minima;  // [N, bytes of K codes], [N, groups]; minima without data: symmetric
   int bits, group;
 };
 
 template <class T>
-__device__ void store_as(const Matrix& to, std::int64_t i, std::int64_t j, float x) { to.at<T>(i, j) = from_float<T>(x); }
+__device__ void store_as(const Matrix& to, std::int64_t i, std::int64_t j, float x) {
+  to.at<T>(i, j) = from_float<T>(x);
+}
 
 // A warp rounds one group.
 template <class T, class Scale>
@@ -160,11 +167,11 @@ __global__ void __launch_bounds__(threads) quantize(const __grid_constant__ Quan
   }
 }
 
-// ---- what the codes stand for ------------------------------------------------------------------------------------------------
+// ---- what the codes stand for -------------------------------------------------------------------
 
 struct DequantizeParams {
   W4View w;
-  Matrix to;   // [N, K]
+  Matrix to;  // [N, K]
 };
 
 __device__ float group_value(const W4View& w, const std::byte* data, std::int64_t at) {
@@ -183,9 +190,15 @@ __global__ void __launch_bounds__(threads) dequantize(const __grid_constant__ De
   const float scale = group_value(w, w.scales, at);
   float x = 0;
   switch (w.zeros) {
-    case W4Zeros::symmetric: x = static_cast<float>(u - w4_middle(w.bits)) * scale; break;
-    case W4Zeros::integer: x = static_cast<float>(u - static_cast<int>(w.offsets[at])) * scale; break;
-    case W4Zeros::minima: x = __fadd_rn(__fmul_rn(static_cast<float>(u), scale), group_value(w, w.offsets, at)); break;
+    case W4Zeros::symmetric:
+      x = static_cast<float>(u - w4_middle(w.bits)) * scale;
+      break;
+    case W4Zeros::integer:
+      x = static_cast<float>(u - static_cast<int>(w.offsets[at])) * scale;
+      break;
+    case W4Zeros::minima:
+      x = __fadd_rn(__fmul_rn(static_cast<float>(u), scale), group_value(w, w.offsets, at));
+      break;
   }
   const std::int64_t column = w.perm ? w.perm[k] : k;
   if (column >= 0 && column < w.k) store_as<T>(p.to, n, column, x);
@@ -194,9 +207,12 @@ __global__ void __launch_bounds__(threads) dequantize(const __grid_constant__ De
 // Calls f with a value of the host's element type, whose conversions are the same bits on both sides.
 void with_element(DType t, auto&& f) {
   switch (t) {
-    case DType::f16: return f(Half{});
-    case DType::bf16: return f(BFloat16{});
-    default: return f(float{});
+    case DType::f16:
+      return f(Half{});
+    case DType::bf16:
+      return f(BFloat16{});
+    default:
+      return f(float{});
   }
 }
 
@@ -212,23 +228,29 @@ void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, cons
 
 void w4_unpack(const char* op, const Context& ctx, const W4View& w, const W4Arrays& canonical) {
   const DeviceScope scope(op, ctx);
-  launch_over(scope, canonical.codes.numel(), unpack_codes, CodesParams{Matrix(canonical.codes), const_cast<std::uint8_t*>(w.codes), w.bits});
+  launch_over(scope, canonical.codes.numel(), unpack_codes,
+              CodesParams{Matrix(canonical.codes), const_cast<std::uint8_t*>(w.codes), w.bits});
   launch_groups(scope, canonical.scales, const_cast<std::byte*>(w.scales), false);
   if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, const_cast<std::byte*>(w.offsets), false);
 }
 
-void w4_quantize(const char* op, const Context& ctx, const TensorView& weight, int bits, int group, const W4Arrays& canonical) {
+void w4_quantize(const char* op, const Context& ctx, const TensorView& weight, int bits, int group,
+                 const W4Arrays& canonical) {
   const DeviceScope scope(op, ctx);
-  const QuantizeParams p{Matrix(weight), Matrix(canonical.codes), Matrix(canonical.scales), Matrix(canonical.offsets), bits, group};
+  const QuantizeParams p{
+      Matrix(weight), Matrix(canonical.codes), Matrix(canonical.scales), Matrix(canonical.offsets), bits, group};
   with_element(weight.dtype, [&](auto element) {
     using T = decltype(element);
-    launch_over(scope, canonical.scales.numel() * 32, canonical.scales.dtype == DType::f16 ? quantize<T, Half> : quantize<T, BFloat16>, p);
+    launch_over(scope, canonical.scales.numel() * 32,
+                canonical.scales.dtype == DType::f16 ? quantize<T, Half> : quantize<T, BFloat16>, p);
   });
 }
 
 void w4_dequantize(const char* op, const Context& ctx, const W4View& w, const TensorView& to) {
   const DeviceScope scope(op, ctx);
-  with_element(to.dtype, [&](auto element) { launch_over(scope, w.n * w.k, dequantize<decltype(element)>, DequantizeParams{w, Matrix(to)}); });
+  with_element(to.dtype, [&](auto element) {
+    launch_over(scope, w.n * w.k, dequantize<decltype(element)>, DequantizeParams{w, Matrix(to)});
+  });
 }
 
 }  // namespace rooftile::gpu

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A copy of x for tiles.cuh, in the workspace: a launch before it, only where TMA cannot load x as it lies: rows that are no whole 16 bytes
-// or lie unevenly, act-order.
+// A copy of x for tiles.cuh, in the workspace: a launch before it, only where TMA cannot load x as it lies: rows that
+// are no whole 16 bytes or lie unevenly, act-order.
 //   copy [token][K, padded to 8]   x in the order of the codes
 //
-// A CTA has one token, or every `parts`-th 2048 columns of it if there are few tokens. x goes through shared memory: threads load
-// neighbouring columns one by one, then each takes eight neighbours. With act-order and many tokens the whole row comes first, so that
-// threads gather from shared memory and not from lines of L1.
+// A CTA has one token, or every `parts`-th 2048 columns of it if there are few tokens. x goes through shared memory:
+// threads load neighbouring columns one by one, then each takes eight neighbours. With act-order and many tokens the
+// whole row comes first, so that threads gather from shared memory and not from lines of L1.
 //
 // Cost: x read and written once. The next kernel initialises its barriers and prefetches codes in the meantime.
 // Sync: __syncthreads: with act-order, a row has landed; a run of columns has landed, and has been read.
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(w4_prepare_threads) w4a16_prepare(const __grid
       bits[i] = params.row_in_shared ? row_copy[c] : row[c * p.x.last_stride];
     }
 #pragma unroll
-    for (unsigned i = 0; i < 8; ++i) {   // a column outside of the row reads as NaN
+    for (unsigned i = 0; i < 8; ++i) {  // a column outside of the row reads as NaN
       const std::uint16_t inside = column[i] < all_k ? bits[i] : 0x7fff;
       run_copy[i * w4_prepare_threads + threadIdx.x] = first + i * w4_prepare_threads < all_k ? inside : 0;
     }

@@ -18,7 +18,9 @@ namespace rooftile {
 namespace {
 
 template <class Body>
-void in_another_thread(const Body& body) { std::thread(body).join(); }
+void in_another_thread(const Body& body) {
+  std::thread(body).join();
+}
 
 TEST(CacheLock, OneWriterOrManyReaders) {
   CacheLock lock;
@@ -82,7 +84,7 @@ TEST(CacheLock, AWaitingWriterGoesBeforeNewReaders) {
     written = true;
     lock.unlock();
   });
-  const auto another_reads = [&] {   // whether a reader on another thread gets in
+  const auto another_reads = [&] {  // whether a reader on another thread gets in
     bool in = false;
     in_another_thread([&] {
       in = lock.try_lock_shared();
@@ -90,7 +92,7 @@ TEST(CacheLock, AWaitingWriterGoesBeforeNewReaders) {
     });
     return in;
   };
-  while (another_reads()) std::this_thread::yield();   // until the writer waits
+  while (another_reads()) std::this_thread::yield();  // until the writer waits
   EXPECT_FALSE(written);
   lock.unlock_shared();
   writer.join();
@@ -100,7 +102,7 @@ TEST(CacheLock, AWaitingWriterGoesBeforeNewReaders) {
 
 TEST(CacheLock, WritersSeeEachOthersWorkAndReadersAllOfIt) {
   CacheLock lock;
-  int left = 0, right = 0;   // equal whenever nobody writes; TSan sees them too
+  int left = 0, right = 0;  // equal whenever nobody writes; TSan sees them too
   std::atomic<int> torn{0};
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t)
@@ -135,7 +137,7 @@ TEST(CacheLock, IsFreeInAForkedChild) {
   while (step != 1) std::this_thread::yield();
   const pid_t child = fork();
   if (child == 0) {
-    alarm(20);   // a lock that stays locked ends the child
+    alarm(20);  // a lock that stays locked ends the child
     lock.lock();
     lock.lock();
     lock.unlock();
@@ -147,7 +149,7 @@ TEST(CacheLock, IsFreeInAForkedChild) {
   int status = 0;
   waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
-  EXPECT_FALSE(lock.try_lock());   // the parent's holder still has it
+  EXPECT_FALSE(lock.try_lock());  // the parent's holder still has it
   step = 2;
   holder.join();
 }

@@ -18,9 +18,12 @@ TEST(Divisor, DividesAsHardwareDoes) {
   for (int bits = 11; bits < 31; ++bits)
     for (int more : {-1, 0, 1, 3}) divisors.push_back((1 << bits) + more);
   divisors.push_back(0x7fffffff);
-  const auto check = [](std::int64_t a, int b) { ASSERT_EQ(divide(static_cast<int>(a), Divisor(b)), a / b) << a << " / " << b; };
+  const auto check = [](std::int64_t a, int b) {
+    ASSERT_EQ(divide(static_cast<int>(a), Divisor(b)), a / b) << a << " / " << b;
+  };
   for (const int b : divisors) {
-    for (const std::int64_t quotient : {std::int64_t{0}, std::int64_t{1}, std::int64_t{2}, std::int64_t{77}, most / b / 2, most / b - 1, most / b})
+    for (const std::int64_t quotient :
+         {std::int64_t{0}, std::int64_t{1}, std::int64_t{2}, std::int64_t{77}, most / b / 2, most / b - 1, most / b})
       for (const int more : {-1, 0, 1, b - 1}) check(std::clamp<std::int64_t>(quotient * b + more, 0, most), b);
     for (const std::int64_t a : {most, most - 1, std::int64_t{123456789}}) check(a, b);
   }

@@ -32,7 +32,7 @@ TEST(Half, EveryCodeDecodesAndComesBack) {
 }
 
 TEST(Half, HalfwayPointsGoToEven) {
-  for (unsigned bits = 0; bits < 0x7bff; ++bits) {   // between neighbouring finite codes
+  for (unsigned bits = 0; bits < 0x7bff; ++bits) {  // between neighbouring finite codes
     const double low = half_value(bits), high = half_value(bits + 1);
     const float middle = static_cast<float>((low + high) / 2);
     ASSERT_EQ(from_float<Half>(middle).bits, bits + (bits & 1)) << bits;

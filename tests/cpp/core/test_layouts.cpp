@@ -36,7 +36,7 @@ TEST(KvLayout, NeighbouringTokensOfOneChannelShareAWord) {
   for (int t = 0; t < 32; t += 2)
     for (int d = 0; d < 128; ++d) {
       const auto int4 = v_code_index(KvFormat::int4_kivi, 64, 128, t, d);
-      EXPECT_EQ(v_code_index(KvFormat::int4_kivi, 64, 128, t + 1, d), int4 + 4);   // low and high half of the word
+      EXPECT_EQ(v_code_index(KvFormat::int4_kivi, 64, 128, t + 1, d), int4 + 4);  // low and high half of the word
       EXPECT_LT(int4 % 8, 4);
       const auto int8 = v_code_index(KvFormat::int8, 64, 128, t, d);
       EXPECT_EQ(v_code_index(KvFormat::int8, 64, 128, t + 1, d), int8 + 1);
@@ -59,7 +59,8 @@ TEST(W4Layout, CodesFillTheTilesOnceAndFollowTheFragment) {
   for (const int bits : {4, 8}) {
     std::vector<int> seen(static_cast<std::size_t>(n * k));
     for (std::int64_t i = 0; i < n; ++i)
-      for (std::int64_t j = 0; j < k; ++j) ++seen.at(static_cast<std::size_t>(w4_code_index(bits, w4_tiles_k(k), i, j)));
+      for (std::int64_t j = 0; j < k; ++j)
+        ++seen.at(static_cast<std::size_t>(w4_code_index(bits, w4_tiles_k(k), i, j)));
     for (int s : seen) ASSERT_EQ(s, 1);
     for (int index = 0; index < w4_tile_n * w4_tile_k; ++index) {
       const W4Element at = w4_element_of_tile(bits, index);

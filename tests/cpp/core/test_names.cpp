@@ -20,13 +20,13 @@ TEST(DidYouMean, TheNameWithTheMostLettersInOrder) {
 TEST(DidYouMean, ALongerNameThatHoldsAsManyIsNotNearer) {
   EXPECT_EQ(meant("int4-kivy", {"int4-kivi", "int4-kivi-sym"}), ", did you mean \"int4-kivi\"?");
   EXPECT_EQ(meant("int4-kivy", {"int4-kivi-sym", "int4-kivi"}), ", did you mean \"int4-kivi\"?");
-  EXPECT_EQ(meant("int9", {"int8", "int4"}), ", did you mean \"int8\"?");   // of equals the first
+  EXPECT_EQ(meant("int9", {"int8", "int4"}), ", did you mean \"int8\"?");  // of equals the first
 }
 
 TEST(DidYouMean, NothingWhereNothingIsNear) {
   EXPECT_EQ(meant("zzz", {"int8", "int4"}), "");
   EXPECT_EQ(meant("", {"int8"}), "");
-  EXPECT_EQ(meant("8tni", {"int8"}), "");   // letters in another order
+  EXPECT_EQ(meant("8tni", {"int8"}), "");  // letters in another order
   EXPECT_EQ(meant("int8", {}), "");
   EXPECT_EQ(meant(std::string(100000, 'a').c_str(), {"aaaa"}), "");
 }

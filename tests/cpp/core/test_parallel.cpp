@@ -24,7 +24,11 @@ TEST(Parallel, RunsEveryTaskOnce) {
 }
 
 TEST(Parallel, AnExceptionReachesTheCallerAndTheNextLoopWorks) {
-  EXPECT_THROW(Parallel(3).run(100, [](std::int64_t i, int) { if (i == 57) throw std::runtime_error("57"); }), std::runtime_error);
+  EXPECT_THROW(Parallel(3).run(100,
+                               [](std::int64_t i, int) {
+                                 if (i == 57) throw std::runtime_error("57");
+                               }),
+               std::runtime_error);
   std::atomic<int> done{0};
   Parallel(3).run(100, [&](std::int64_t, int) { ++done; });
   EXPECT_EQ(done, 100);

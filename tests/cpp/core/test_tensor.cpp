@@ -9,7 +9,7 @@
 namespace rooftile {
 namespace {
 
-TensorView expanded(std::initializer_list<std::int64_t> shape) {   // strides 0: a shape costs nothing to claim
+TensorView expanded(std::initializer_list<std::int64_t> shape) {  // strides 0: a shape costs nothing to claim
   TensorView t;
   t.ndim = 0;
   for (std::int64_t n : shape) t.shape[t.ndim++] = n;
@@ -27,7 +27,7 @@ TEST(TensorView, CountsElements) {
 TEST(TensorView, CountsStopAtTheLargestNumber) {
   constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max(), huge = std::int64_t{1} << 62;
   EXPECT_EQ(expanded({most}).numel(), most);
-  EXPECT_EQ(expanded({huge, 4}).numel(), most);   // 2^64: a product of 64 bits would be 0, "nothing to do"
+  EXPECT_EQ(expanded({huge, 4}).numel(), most);  // 2^64: a product of 64 bits would be 0, "nothing to do"
   EXPECT_EQ(expanded({huge, 4, 7}).rows(), most);
   EXPECT_EQ(expanded({1 << 30, 1 << 30, 1 << 30, 3}).numel(), most);
   EXPECT_EQ(expanded({huge, huge, 0}).numel(), 0);

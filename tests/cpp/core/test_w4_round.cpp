@@ -21,7 +21,7 @@ TEST(W4Round, FiniteValuesStayFiniteAndInfiniteOnesInfinite) {
     EXPECT_EQ(w4_stored(-0.375f, t), -0.375f);
     EXPECT_TRUE(std::isnan(w4_stored(NAN, t)));
   }
-  EXPECT_EQ(w4_stored(1.0f + 0x1p-12f, DType::f16), 1.0f);    // ties and less go to the even neighbour
+  EXPECT_EQ(w4_stored(1.0f + 0x1p-12f, DType::f16), 1.0f);  // ties and less go to the even neighbour
   EXPECT_EQ(w4_stored(1.0f + 0x1p-8f, DType::bf16), 1.0f);
 }
 
@@ -40,15 +40,15 @@ TEST(W4Round, FifteenOfTheLargestScaleAboveAMinimumAreFinite) {
 }
 
 TEST(W4Round, CodesOfAGroupByHand) {
-  const W4Group minima = W4Group::of(-2.0f, 5.5f, true, true, 4, DType::f16);   // scale 0.5 above -2
+  const W4Group minima = W4Group::of(-2.0f, 5.5f, true, true, 4, DType::f16);  // scale 0.5 above -2
   EXPECT_EQ(minima.scale, 0.5f);
   EXPECT_EQ(minima.minimum, -2.0f);
   EXPECT_EQ(minima.code(-2.0f), 0);
   EXPECT_EQ(minima.code(5.5f), 15);
-  EXPECT_EQ(minima.code(-1.75f), 0);   // half a step: to the even code
+  EXPECT_EQ(minima.code(-1.75f), 0);  // half a step: to the even code
   EXPECT_EQ(minima.code(-1.25f), 2);
   EXPECT_EQ(minima.code(9.0f), 15);
-  const W4Group symmetric = W4Group::of(-3.5f, 1.0f, true, false, 4, DType::f16);   // scale 0.5 around code 8
+  const W4Group symmetric = W4Group::of(-3.5f, 1.0f, true, false, 4, DType::f16);  // scale 0.5 around code 8
   EXPECT_EQ(symmetric.scale, 0.5f);
   EXPECT_EQ(symmetric.minimum, 0.0f);
   EXPECT_EQ(symmetric.code(-3.5f), 1);

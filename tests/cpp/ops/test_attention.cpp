@@ -17,8 +17,8 @@
 namespace rooftile {
 namespace {
 
-constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16, KvFormat::bf16, KvFormat::int8, KvFormat::int4,
-                                KvFormat::int4_kivi_sym, KvFormat::int4_kivi, KvFormat::fp8};
+constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16,          KvFormat::bf16,      KvFormat::int8,
+                                KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi, KvFormat::fp8};
 constexpr const char* variants[] = {"portable", "avx2", "avx512"};
 
 // Query heads, KV heads, head_dim, tokens.
@@ -56,8 +56,8 @@ class Random {
   std::mt19937 engine_;
 };
 
-// A paged cache of random codes and plausible scales; pages in random order. Bytes past a row's length are 0xff, and so are,
-// in formats that have no NaN among their codes, the codes that pad head_dim.
+// A paged cache of random codes and plausible scales; pages in random order. Bytes past a row's length are 0xff, and so
+// are, in formats that have no NaN among their codes, the codes that pad head_dim.
 struct Cache {
   std::vector<std::byte> pool, ring_k, ring_v;
   std::vector<std::int32_t> table, lengths, raw_from;
@@ -94,7 +94,8 @@ struct Cache {
     std::int32_t next = view.pages;
     for (int i = 0; i < max_pages; ++i)
       for (int r = 0; r < rows; ++r)
-        if (i * page_size < lengths[static_cast<std::size_t>(r)]) table[static_cast<std::size_t>(r * max_pages + i)] = --next;
+        if (i * page_size < lengths[static_cast<std::size_t>(r)])
+          table[static_cast<std::size_t>(r * max_pages + i)] = --next;
     view.block_table = table.data();
     view.table_stride = max_pages;
     view.lengths = lengths.data();
@@ -136,7 +137,8 @@ struct Cache {
         continue;
       }
       for (int d = 0; d < (view.format == KvFormat::fp8 ? padded_head_dim(dim) : dim); ++d) {
-        const std::int64_t i = is_k ? k_code_index(dim, slot, d) : v_code_index(view.format, view.page_size, dim, slot, d);
+        const std::int64_t i =
+            is_k ? k_code_index(dim, slot, d) : v_code_index(view.format, view.page_size, dim, slot, d);
         std::byte* codes = p->codes + at;
         if (view.format == KvFormat::int8) {
           codes[i] = static_cast<std::byte>(random.below(255) - 127);
@@ -165,10 +167,14 @@ double tolerance(DType t) { return t == DType::f32 ? 4e-6 : t == DType::f16 ? 1e
 
 DType input_type(KvFormat f, int page_size) {
   switch (f) {
-    case KvFormat::fp32: return DType::f32;
-    case KvFormat::fp16: return DType::f16;
-    case KvFormat::bf16: return DType::bf16;
-    default: return page_size % 64 ? DType::bf16 : DType::f32;
+    case KvFormat::fp32:
+      return DType::f32;
+    case KvFormat::fp16:
+      return DType::f16;
+    case KvFormat::bf16:
+      return DType::bf16;
+    default:
+      return page_size % 64 ? DType::bf16 : DType::f32;
   }
 }
 
@@ -188,7 +194,8 @@ TEST(Attention, DecodeVariantsAgreeWithTheReference) {
         if (seed % 2) options.window = 70;
         if (seed % 3 == 0) options.softcap = 3.0f;
         const auto run = [&](const char* variant) {
-          std::pair<Array, Array> result{Array(dtype, {batch, tokens, heads, dim}), Array(DType::f32, {batch, tokens, heads})};
+          std::pair<Array, Array> result{Array(dtype, {batch, tokens, heads, dim}),
+                                         Array(DType::f32, {batch, tokens, heads})};
           Context ctx;
           ctx.variant = variant;
           decode_attention(ctx, q.view, cache.view, result.first.view, result.second.view, {}, {}, options);
@@ -218,14 +225,16 @@ TEST(Attention, PrefillVariantsAgreeWithTheReference) {
         Random random(seed);
         const std::int64_t batch = static_cast<std::int64_t>(lengths.size());
         const Array q = random.array(dtype, {batch, tokens, heads, dim});
-        const Array k = random.array(dtype, {batch, tokens, kv_heads, dim}), v = random.array(dtype, {batch, tokens, kv_heads, dim});
+        const Array k = random.array(dtype, {batch, tokens, kv_heads, dim}),
+                    v = random.array(dtype, {batch, tokens, kv_heads, dim});
         PrefillOptions options;
         options.cache = &cache.view;
         options.causal = seed % 4 != 0;
         if (seed % 2) options.window = 50;
         if (seed % 3 == 0) options.softcap = 3.0f;
         const auto run = [&](const char* variant) {
-          std::pair<Array, Array> result{Array(dtype, {batch, tokens, heads, dim}), Array(DType::f32, {batch, tokens, heads})};
+          std::pair<Array, Array> result{Array(dtype, {batch, tokens, heads, dim}),
+                                         Array(DType::f32, {batch, tokens, heads})};
           Context ctx;
           ctx.variant = variant;
           prefill_attention(ctx, q.view, k.view, v.view, result.first.view, result.second.view, options);
@@ -235,7 +244,8 @@ TEST(Attention, PrefillVariantsAgreeWithTheReference) {
         for (const char* variant : variants) {
           if (!runs(variant)) continue;
           const auto got = run(variant);
-          EXPECT_LE(worst_row(got.first.view, expected.first.view), tolerance(dtype)) << variant << " " << name(f) << " d " << dim;
+          EXPECT_LE(worst_row(got.first.view, expected.first.view), tolerance(dtype))
+              << variant << " " << name(f) << " d " << dim;
           EXPECT_LE(worst_row(got.second.view, expected.second.view, 1), 4e-6) << variant << " " << name(f) << " lse";
         }
       }

@@ -67,7 +67,8 @@ Array random(DType dtype, std::vector<std::int64_t> shape, std::int64_t last_str
   std::uint64_t state = seed * 2654435761u + 1;
   for (std::int64_t i = 0; i < a.view.numel(); ++i) {
     state = state * 6364136223846793005u + 1442695040888963407u;
-    cpu::write(a.view, cpu::element_offset(a.view, i), static_cast<float>(static_cast<std::int32_t>(state >> 32)) * 2e-9f);
+    cpu::write(a.view, cpu::element_offset(a.view, i),
+               static_cast<float>(static_cast<std::int32_t>(state >> 32)) * 2e-9f);
   }
   return a;
 }
@@ -101,7 +102,8 @@ TEST_P(SmallOps, AgreeWithTheReference) {
   for (const std::int64_t n : {1, 2, 7, 8, 9, 16, 31, 33, 40, 65, 576})
     for (const std::int64_t stride : {1, 3}) {
       SCOPED_TRACE("row " + std::to_string(n) + " stride " + std::to_string(stride));
-      const Array x = random(t, {3, n}, stride, 1), r = random(t, {3, n}, 1, 2), gate_up = random(t, {3, 2 * n}, stride, 3);
+      const Array x = random(t, {3, n}, stride, 1), r = random(t, {3, n}, 1, 2),
+                  gate_up = random(t, {3, 2 * n}, stride, 3);
       const Array w = random(t, {n}, stride, 4), b = random(DType::f32, {n}, 1, 5);
       compare(t, {3, n}, [&](const Context& c, TensorView y) { rms_norm(c, x.view, w.view, 1e-6f, y); });
       compare(t, {3, n}, [&](const Context& c, TensorView y) { layer_norm(c, x.view, w.view, b.view, 1e-5f, y); });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GPU ops against the reference, through the public API, on shapes small enough for compute-sanitizer: every array has
-// device memory of its own and exactly its size. The exhaustive tests are the Python ones.
+// The GPU ops against the reference, through the public API, on shapes small enough for compute-sanitizer: every array
+// has device memory of its own and exactly its size. The exhaustive tests are the Python ones.
 //
 // Fresh memory is 0xff on the host and 0x7f on the device: NaN here, NaN or huge there, and never the same bytes, so an
 // element that either side does not write is found by every comparison.
@@ -61,7 +61,8 @@ class Array {
     for (std::int64_t i = 0; i < host_.numel(); ++i) cpu::write(host_, i, normal(random));
     upload();
   }
-  explicit Array(const std::vector<std::int32_t>& values) : Array(DType::i32, {static_cast<std::int64_t>(values.size())}) {
+  explicit Array(const std::vector<std::int32_t>& values)
+      : Array(DType::i32, {static_cast<std::int64_t>(values.size())}) {
     std::memcpy(bytes_->data(), values.data(), bytes_->size());
     upload();
   }
@@ -74,7 +75,9 @@ class Array {
     std::fill(bytes_->begin(), bytes_->end(), std::byte{0xff});
     EXPECT_EQ(cudaMemset(device_.data, 0x7f, bytes_->size()), cudaSuccess);
   }
-  void upload() const { EXPECT_EQ(cudaMemcpy(device_.data, bytes_->data(), bytes_->size(), cudaMemcpyDefault), cudaSuccess); }
+  void upload() const {
+    EXPECT_EQ(cudaMemcpy(device_.data, bytes_->data(), bytes_->size(), cudaMemcpyDefault), cudaSuccess);
+  }
   std::vector<std::byte> from_gpu() const {
     std::vector<std::byte> bytes(bytes_->size());
     EXPECT_EQ(cudaMemcpy(bytes.data(), device_.data, bytes.size(), cudaMemcpyDefault), cudaSuccess);
@@ -96,9 +99,10 @@ class Array {
   TensorView host_, device_;
 };
 
-// Two results that each end in one rounding are neighbours at worst: apart by two of these, relative to the row's largest.
-// Two more are room for what is rounded to 16 bits on the way (weights of a softmax: their errors cancel as noise does) and
-// for approximate functions.
+// Two results that each end in one rounding are neighbours at worst: apart by two of these, relative to the row's
+// largest.
+// Two more are room for what is rounded to 16 bits on the way (weights of a softmax: their errors cancel as noise does)
+// and for approximate functions.
 double tolerance(DType t) { return 4 * (t == DType::bf16 ? 0x1p-8 : 0x1p-11); }
 
 Context context(Device d, const Array& workspace = {}) {
@@ -157,13 +161,14 @@ struct Format {
   KvFormat format;
   DType dtype;
 };
-constexpr Format attended[] = {{KvFormat::fp16, DType::f16}, {KvFormat::bf16, DType::bf16}, {KvFormat::int8, DType::f16},
-                               {KvFormat::int8, DType::bf16}, {KvFormat::int4_kivi, DType::f16}, {KvFormat::int4_kivi, DType::bf16}};
-constexpr Format appended[] = {{KvFormat::fp16, DType::f16}, {KvFormat::bf16, DType::bf16},
-                               {KvFormat::int8, DType::f16}, {KvFormat::int8, DType::bf16},
-                               {KvFormat::int4, DType::f16}, {KvFormat::int4, DType::bf16},
-                               {KvFormat::int4_kivi_sym, DType::f16}, {KvFormat::int4_kivi_sym, DType::bf16},
+constexpr Format attended[] = {{KvFormat::fp16, DType::f16},      {KvFormat::bf16, DType::bf16},
+                               {KvFormat::int8, DType::f16},      {KvFormat::int8, DType::bf16},
                                {KvFormat::int4_kivi, DType::f16}, {KvFormat::int4_kivi, DType::bf16}};
+constexpr Format appended[] = {{KvFormat::fp16, DType::f16},          {KvFormat::bf16, DType::bf16},
+                               {KvFormat::int8, DType::f16},          {KvFormat::int8, DType::bf16},
+                               {KvFormat::int4, DType::f16},          {KvFormat::int4, DType::bf16},
+                               {KvFormat::int4_kivi_sym, DType::f16}, {KvFormat::int4_kivi_sym, DType::bf16},
+                               {KvFormat::int4_kivi, DType::f16},     {KvFormat::int4_kivi, DType::bf16}};
 
 // Calls body(page_size) for those that a format can have.
 template <class F>
@@ -176,12 +181,14 @@ TEST_F(Gpu, DecodeAttention) {
   const std::vector<std::int32_t> lengths{1, 130, 0, 519, 33, 64};
   const auto batch = static_cast<std::int64_t>(lengths.size());
   const Shape widest{batch, 519, 3, 256};
-  const Array k_f16(DType::f16, widest, 1), v_f16(DType::f16, widest, 2), k_bf16(DType::bf16, widest, 1), v_bf16(DType::bf16, widest, 2);
+  const Array k_f16(DType::f16, widest, 1), v_f16(DType::f16, widest, 2), k_bf16(DType::bf16, widest, 1),
+      v_bf16(DType::bf16, widest, 2);
   Random random(1);
   const auto compare = [&](KvFormat format, DType dtype, int page, int dim, std::int64_t tokens) {
     const bool paged = one_in(2, random), picked = one_in(2, random), padded = tokens > 1 || one_in(2, random);
-    SCOPED_TRACE(testing::Message() << name(format) << ' ' << name(dtype) << " page " << page << (paged ? " paged" : "") << " d " << dim << " T "
-                                    << tokens << (picked ? " rows" : "") << (padded ? " counts" : ""));
+    SCOPED_TRACE(testing::Message() << name(format) << ' ' << name(dtype) << " page " << page << (paged ? " paged" : "")
+                                    << " d " << dim << " T " << tokens << (picked ? " rows" : "")
+                                    << (padded ? " counts" : ""));
     const int heads = 6, kv_heads = tokens == 1 ? 2 : 3;
     const Cache cache(format, dtype, page, kv_heads, dim, lengths, paged);
     const auto cut = [&](TensorView t) {
@@ -191,7 +198,8 @@ TEST_F(Gpu, DecodeAttention) {
     };
     const bool half = dtype == DType::f16;
     const Array stored(lengths);
-    kv_append(context({}), cache.on({}), cut((half ? k_f16 : k_bf16).on({})), cut((half ? v_f16 : v_bf16).on({})), {}, stored.on({}));
+    kv_append(context({}), cache.on({}), cut((half ? k_f16 : k_bf16).on({})), cut((half ? v_f16 : v_bf16).on({})), {},
+              stored.on({}));
     cache.upload();
     const auto seed = static_cast<unsigned>(random());
     const Array q(dtype, {batch, tokens, heads, dim}, seed), sinks(DType::f32, {heads}, seed + 1);
@@ -200,43 +208,49 @@ TEST_F(Gpu, DecodeAttention) {
     const auto all = static_cast<std::int32_t>(tokens);
     const Array counts(std::vector<std::int32_t>{1, all, 1, all, 0, 1});
     const Array out(dtype, {batch, tokens, heads, dim}), lse(DType::f32, {batch, tokens, heads});
-    const Array workspace(DType::u8, {static_cast<std::int64_t>(decode_workspace(context(gpu), q.on(gpu), cache.on(gpu)))});
+    const Array workspace(DType::u8,
+                          {static_cast<std::int64_t>(decode_workspace(context(gpu), q.on(gpu), cache.on(gpu)))});
     LogitOptions options;
     if (one_in(3, random)) options.window = 70;
     if (one_in(3, random)) options.softcap = 3.0f;
     const bool sinking = one_in(3, random);
     for (const Device d : both) {
       if (sinking) options.sinks = sinks.on(d);
-      decode_attention(context(d, workspace), q.on(d), cache.on(d), out.on(d), lse.on(d), picked ? rows.on(d) : TensorView{},
-                       padded ? counts.on(d) : TensorView{}, options);
+      decode_attention(context(d, workspace), q.on(d), cache.on(d), out.on(d), lse.on(d),
+                       picked ? rows.on(d) : TensorView{}, padded ? counts.on(d) : TensorView{}, options);
     }
     out.expect_close(tolerance(dtype));
-    lse.expect_close(is_kivi(format) ? tolerance(DType::f16) : 0x1p-13, 1);   // kivi: queries times scales are rounded to fp16
+    lse.expect_close(is_kivi(format) ? tolerance(DType::f16) : 0x1p-13,
+                     1);  // kivi: queries times scales are rounded to fp16
   };
   for (const auto [format, dtype] : attended)
     for_each_page_size(format, [&, format = format, dtype = dtype](int page) {
       for (const int dim : {64, 128, 256})
-        for (const std::int64_t tokens : {1, 5})   // 5: two passes of query columns, and a group ends between them
+        for (const std::int64_t tokens : {1, 5})  // 5: two passes of query columns, and a group ends between them
           if (dim < 256 || page == 32) compare(format, dtype, page, dim, tokens);
     });
 }
 
 // Rows of so many tokens, whose caches are as long as the longest, attended by one query each.
 void expect_same_attention(const std::vector<std::int32_t>& lengths, int kv_heads, std::initializer_list<int> dims) {
-  const auto batch = static_cast<std::int64_t>(lengths.size()), longest = static_cast<std::int64_t>(*std::max_element(lengths.begin(), lengths.end()));
+  const auto batch = static_cast<std::int64_t>(lengths.size()),
+             longest = static_cast<std::int64_t>(*std::max_element(lengths.begin(), lengths.end()));
   const Array stored(lengths);
   for (const auto [format, dtype] : attended)
     for (const int dim : dims) {
-      if (dtype != DType::f16) continue;   // the same code
+      if (dtype != DType::f16) continue;  // the same code
       SCOPED_TRACE(testing::Message() << name(format) << ' ' << name(dtype) << " d " << dim);
       const Cache cache(format, dtype, 32, kv_heads, dim, lengths, false);
       const int heads = 2 * kv_heads;
-      const Array k(dtype, {batch, longest, kv_heads, dim}, 1), v(dtype, {batch, longest, kv_heads, dim}, 2), q(dtype, {batch, 1, heads, dim}, 3);
+      const Array k(dtype, {batch, longest, kv_heads, dim}, 1), v(dtype, {batch, longest, kv_heads, dim}, 2),
+          q(dtype, {batch, 1, heads, dim}, 3);
       kv_append(context({}), cache.on({}), k.on({}), v.on({}), {}, stored.on({}));
       cache.upload();
       const Array out(dtype, {batch, 1, heads, dim}), lse(DType::f32, {batch, 1, heads});
-      const Array workspace(DType::u8, {static_cast<std::int64_t>(decode_workspace(context(gpu), q.on(gpu), cache.on(gpu)))});
-      for (const Device d : both) decode_attention(context(d, workspace), q.on(d), cache.on(d), out.on(d), lse.on(d), {}, {}, {});
+      const Array workspace(DType::u8,
+                            {static_cast<std::int64_t>(decode_workspace(context(gpu), q.on(gpu), cache.on(gpu)))});
+      for (const Device d : both)
+        decode_attention(context(d, workspace), q.on(d), cache.on(d), out.on(d), lse.on(d), {}, {}, {});
       out.expect_close(tolerance(dtype));
       lse.expect_close(is_kivi(format) ? tolerance(DType::f16) : 0x1p-13, 1);
     }
@@ -281,12 +295,14 @@ TEST_F(Gpu, RopeAppend) {
   for (const auto [format, dtype] : appended) {
     SCOPED_TRACE(testing::Message() << name(format) << ' ' << name(dtype));
     const Cache cache(format, dtype, 32, 2, 64, {64, 64}, false);
-    const Array q(dtype, {2, 35, 4, 64}, 1), k(dtype, {2, 35, 2, 64}, 2), v(dtype, {2, 35, 2, 64}, 3), q_out(dtype, {2, 35, 4, 64});
+    const Array q(dtype, {2, 35, 4, 64}, 1), k(dtype, {2, 35, 2, 64}, 2), v(dtype, {2, 35, 2, 64}, 3),
+        q_out(dtype, {2, 35, 4, 64});
     const Array cos(DType::f32, {100, 32}, 4), sin(DType::f32, {100, 32}, 5), positions(DType::i32, {2, 35});
     for (std::int32_t i = 0; i < 70; ++i) positions.on({}).as<std::int32_t>()[i] = i % 35 + 9;
     positions.upload();
     for (const Device d : both)
-      rope_append(context(d), q.on(d), k.on(d), v.on(d), cos.on(d), sin.on(d), positions.on(d), cache.on(d), {}, {}, q_out.on(d));
+      rope_append(context(d), q.on(d), k.on(d), v.on(d), cos.on(d), sin.on(d), positions.on(d), cache.on(d), {}, {},
+                  q_out.on(d));
     cache.expect_same_bytes();
     EXPECT_TRUE(q_out.same_bytes());
   }
@@ -294,17 +310,22 @@ TEST_F(Gpu, RopeAppend) {
 
 // A weight in all its forms: canonical, kernel form, and views of that on both sides.
 struct Weight {
-  Weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, bool act_order, Random& random)
+  Weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, bool act_order,
+         Random& random)
       : codes(DType::u8, {n, k * bits / 8}), scales(scale_dtype, {n, k / group}) {
-    if (zeros != W4Zeros::symmetric) offsets = Array(zeros == W4Zeros::integer ? DType::u8 : scale_dtype, {n, k / group});
-    if (zeros == W4Zeros::integer) {   // nothing here rounds to these: made up
+    if (zeros != W4Zeros::symmetric)
+      offsets = Array(zeros == W4Zeros::integer ? DType::u8 : scale_dtype, {n, k / group});
+    if (zeros == W4Zeros::integer) {  // nothing here rounds to these: made up
       for (const Array* a : {&codes, &offsets})
-        for (std::size_t i = 0; i < a->size(); ++i) a->bytes()[i] = static_cast<std::byte>(random() % (a == &codes || bits == 8 ? 256 : 17));
-      for (std::int64_t i = 0; i < n * (k / group); ++i) cpu::write(scales.on({}), i, (0.1f + 0.01f * static_cast<float>(random() % 32)) / (bits == 4 ? 1 : 16));
+        for (std::size_t i = 0; i < a->size(); ++i)
+          a->bytes()[i] = static_cast<std::byte>(random() % (a == &codes || bits == 8 ? 256 : 17));
+      for (std::int64_t i = 0; i < n * (k / group); ++i)
+        cpu::write(scales.on({}), i, (0.1f + 0.01f * static_cast<float>(random() % 32)) / (bits == 4 ? 1 : 16));
       for (const Array* a : {&codes, &scales, &offsets}) a->upload();
     } else {
       const Array weight(DType::f32, {n, k}, static_cast<unsigned>(random()));
-      for (const Device d : both) w4_quantize(context(d), weight.on(d), bits, group, zeros, codes.on(d), scales.on(d), offsets.on(d));
+      for (const Device d : both)
+        w4_quantize(context(d), weight.on(d), bits, group, zeros, codes.on(d), scales.on(d), offsets.on(d));
       EXPECT_TRUE(codes.same_bytes() && scales.same_bytes() && offsets.same_bytes()) << "quantised";
     }
     const W4Sizes sizes = w4_sizes("test", n, k, bits, group, zeros);
@@ -318,8 +339,10 @@ struct Weight {
       perm = Array(order);
     }
     for (const Device d : both) {
-      w4_pack(context(d), codes.on(d), scales.on(d), offsets.on(d), zeros, bits, group, kernel_codes.on(d), kernel_scales.on(d), kernel_offsets.on(d));
-      views[d == gpu] = w4_view(n, k, bits, group, zeros, scale_dtype, kernel_codes.on(d), kernel_scales.on(d), kernel_offsets.on(d), perm.on(d));
+      w4_pack(context(d), codes.on(d), scales.on(d), offsets.on(d), zeros, bits, group, kernel_codes.on(d),
+              kernel_scales.on(d), kernel_offsets.on(d));
+      views[d == gpu] = w4_view(n, k, bits, group, zeros, scale_dtype, kernel_codes.on(d), kernel_scales.on(d),
+                                kernel_offsets.on(d), perm.on(d));
     }
     EXPECT_TRUE(kernel_codes.same_bytes() && kernel_scales.same_bytes() && kernel_offsets.same_bytes()) << "packed";
   }
@@ -333,17 +356,25 @@ struct Weight {
 template <class F>
 void for_each_weight(const F& body) {
   Random random(3);
-  int act_order = 0;   // every third
+  int act_order = 0;  // every third
   struct Form {
     int bits;
     W4Zeros zeros;
   };
-  for (const auto [bits, zeros] : {Form{4, W4Zeros::symmetric}, {4, W4Zeros::integer}, {4, W4Zeros::minima}, {8, W4Zeros::symmetric}, {8, W4Zeros::integer}})
+  for (const auto [bits, zeros] : {Form{4, W4Zeros::symmetric},
+                                   {4, W4Zeros::integer},
+                                   {4, W4Zeros::minima},
+                                   {8, W4Zeros::symmetric},
+                                   {8, W4Zeros::integer}})
     for (const int group : {32, 64, 128, 200}) {
-      const std::int64_t n = 147, k = group == 128 ? 768 : group == 200 ? 200 : 704;   // more steps than tiles.cuh has stages; 200: one group for all of K
+      const std::int64_t n = 147, k = group == 128 ? 768
+                                      : group == 200
+                                          ? 200
+                                          : 704;  // more steps than tiles.cuh has stages; 200: one group for all of K
       const DType scale_dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       const bool ordered = ++act_order % 3 == 0;
-      SCOPED_TRACE(testing::Message() << bits << " bits " << name(zeros) << " group " << group << " scales " << name(scale_dtype) << (ordered ? " act-order" : ""));
+      SCOPED_TRACE(testing::Message() << bits << " bits " << name(zeros) << " group " << group << " scales "
+                                      << name(scale_dtype) << (ordered ? " act-order" : ""));
       body(Weight(n, k, bits, group, zeros, scale_dtype, ordered, random), random);
     }
 }
@@ -351,7 +382,8 @@ void for_each_weight(const F& body) {
 TEST_F(Gpu, FormsOfPackedWeights) {
   for_each_weight([](const Weight& w, Random& random) {
     const W4View& view = w.on({});
-    const Array codes(DType::u8, {view.n, view.k * view.bits / 8}), scales(view.scale_dtype, {view.n, view.k / view.group});
+    const Array codes(DType::u8, {view.n, view.k * view.bits / 8}),
+        scales(view.scale_dtype, {view.n, view.k / view.group});
     const Array offsets = w.offsets.given() ? Array(w.offsets.on({}).dtype, {view.n, view.k / view.group}) : Array();
     const Array meant(one_in(3, random) ? DType::f32 : one_in(2, random) ? DType::f16 : DType::bf16, {view.n, view.k});
     for (const Device d : both) {
@@ -359,7 +391,8 @@ TEST_F(Gpu, FormsOfPackedWeights) {
       w4_dequantize(context(d), w.on(d), meant.on(d));
     }
     EXPECT_TRUE(codes.same_bytes() && scales.same_bytes() && offsets.same_bytes()) << "unpacked";
-    EXPECT_TRUE(codes.from_gpu() == w.codes.from_gpu() && scales.from_gpu() == w.scales.from_gpu()) << "as before it was packed";
+    EXPECT_TRUE(codes.from_gpu() == w.codes.from_gpu() && scales.from_gpu() == w.scales.from_gpu())
+        << "as before it was packed";
     EXPECT_TRUE(meant.same_bytes()) << "dequantised";
   });
 }
@@ -369,19 +402,22 @@ TEST_F(Gpu, ProductsWithPackedWeights) {
     const bool four = w.on({}).bits == 4;
     const auto workspace_of = four ? w4a16_workspace : w8a16_workspace;
     const auto multiply = four ? w4a16_matmul : w8a16_matmul;
-    for (const std::int64_t m : {1, 9, 20, 40, 70}) {   // a regime each
+    for (const std::int64_t m : {1, 9, 20, 40, 70}) {  // a regime each
       const DType dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       MatmulOptions options{.batch_invariant = one_in(3, random)};
       const std::int64_t n = w.on({}).n, k = w.on({}).k, stride = k + (one_in(2, random) ? 3 : 0);
-      SCOPED_TRACE(testing::Message() << name(dtype) << " m " << m << " stride " << stride << (options.batch_invariant ? " invariant" : ""));
+      SCOPED_TRACE(testing::Message() << name(dtype) << " m " << m << " stride " << stride
+                                      << (options.batch_invariant ? " invariant" : ""));
       const auto seed = static_cast<unsigned>(random());
-      const Array wide(dtype, {m, stride}, seed), bias(dtype, {n}, seed + 1), residual(dtype, {m, n}, seed + 2), y(dtype, {m, n});
+      const Array wide(dtype, {m, stride}, seed), bias(dtype, {n}, seed + 1), residual(dtype, {m, n}, seed + 2),
+          y(dtype, {m, n});
       const auto x_on = [&](Device d) {
         TensorView x = wide.on(d);
         x.shape[1] = k;
         return x;
       };
-      const Array workspace(DType::u8, {static_cast<std::int64_t>(workspace_of(context(gpu), x_on(gpu), w.on(gpu), options))});
+      const Array workspace(DType::u8,
+                            {static_cast<std::int64_t>(workspace_of(context(gpu), x_on(gpu), w.on(gpu), options))});
       for (const Device d : both) {
         if (m > 1) {
           options.bias = bias.on(d);
@@ -411,13 +447,16 @@ TEST_F(Gpu, ProductsWithPackedWeightsInShares) {
 
 TEST_F(Gpu, Products) {
   Random random(4);
-  for (const auto& [n, k] : {std::pair<std::int64_t, std::int64_t>{147, 577}, {64, 16384}, {200, 328}})   // odd, in chunks, by tiles
+  for (const auto& [n, k] :
+       {std::pair<std::int64_t, std::int64_t>{147, 577}, {64, 16384}, {200, 328}})  // odd, in chunks, by tiles
     for (const std::int64_t m : {1, 9, 40, 70}) {
       const DType dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       SCOPED_TRACE(testing::Message() << name(dtype) << " n " << n << " k " << k << " m " << m);
       const auto seed = static_cast<unsigned>(random());
-      const Array x(dtype, {m, k}, seed), weight(dtype, {n, k}, seed + 1), bias(dtype, {n}, seed + 2), residual(dtype, {m, n}, seed + 3), y(dtype, {m, n});
-      const Array workspace(DType::u8, {static_cast<std::int64_t>(linear_workspace(context(gpu), x.on(gpu), weight.on(gpu)))});
+      const Array x(dtype, {m, k}, seed), weight(dtype, {n, k}, seed + 1), bias(dtype, {n}, seed + 2),
+          residual(dtype, {m, n}, seed + 3), y(dtype, {m, n});
+      const Array workspace(DType::u8,
+                            {static_cast<std::int64_t>(linear_workspace(context(gpu), x.on(gpu), weight.on(gpu)))});
       for (const Device d : both) {
         LinearOptions options;
         if (m > 1) options = {.bias = bias.on(d), .residual = residual.on(d), .activation = Activation::gelu_tanh};
@@ -430,10 +469,11 @@ TEST_F(Gpu, Products) {
 TEST_F(Gpu, NormsActivationsAndSoftmax) {
   unsigned seed = 0;
   for (const DType dtype : {DType::f16, DType::bf16})
-    for (const std::int64_t width : {8, 77, 1024, 20000}) {   // vectors, odd, and rows that registers do not hold
+    for (const std::int64_t width : {8, 77, 1024, 20000}) {  // vectors, odd, and rows that registers do not hold
       SCOPED_TRACE(testing::Message() << name(dtype) << " width " << width);
       const std::int64_t rows = width > 1024 ? 2 : 5;
-      const Array x(dtype, {rows, width}, ++seed), residual(dtype, {rows, width}, ++seed), wide(dtype, {rows, 2 * width}, ++seed);
+      const Array x(dtype, {rows, width}, ++seed), residual(dtype, {rows, width}, ++seed),
+          wide(dtype, {rows, 2 * width}, ++seed);
       const Array weight(dtype, {width}, ++seed), bias(dtype, {width}, ++seed);
       std::vector<Array> y;
       for (int i = 0; i < 8; ++i) y.emplace_back(dtype, Shape{rows, width});
@@ -463,7 +503,8 @@ TEST_F(Gpu, RopeAndMerge) {
     for (const std::int64_t dim : {64, 70}) {
       SCOPED_TRACE(testing::Message() << name(dtype) << " d " << dim);
       const Array q(dtype, {7, 4, dim}, 1), k(dtype, {7, 2, dim}, 2), cos(dtype, {50, 32}, 3), sin(dtype, {50, 32}, 4);
-      const Array positions(std::vector<std::int32_t>{0, 49, 3, 3, 12, 1, 40}), q_out(dtype, {7, 4, dim}), k_out(dtype, {7, 2, dim});
+      const Array positions(std::vector<std::int32_t>{0, 49, 3, 3, 12, 1, 40}), q_out(dtype, {7, 4, dim}),
+          k_out(dtype, {7, 2, dim});
       const Array other(dtype, {7, 4, dim}, 5), lse_a(DType::f32, {7, 4}, 6), lse_b(DType::f32, {7, 4}, 7);
       const Array merged(dtype, {7, 4, dim}), lse(DType::f32, {7, 4});
       lse_a.on({}).as<float>()[3] = -INFINITY;

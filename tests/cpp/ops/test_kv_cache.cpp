@@ -42,7 +42,7 @@ std::vector<std::byte> normal(DType dtype, std::size_t n, unsigned seed) {
   return bytes;
 }
 
-constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16,          KvFormat::bf16,     KvFormat::int8,
+constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16,          KvFormat::bf16,      KvFormat::int8,
                                 KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi, KvFormat::fp8};
 constexpr int heads = 2, tokens = 75;
 
@@ -126,5 +126,5 @@ TEST(KvAppend, WhatIsRefusedChangesNothing) {
   EXPECT_TRUE(cache.same_bytes(before));
 }
 
-}   // namespace
-}   // namespace rooftile
+}  // namespace
+}  // namespace rooftile

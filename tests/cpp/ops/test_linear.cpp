@@ -25,11 +25,12 @@ TEST(Linear, EveryVariantGivesTheExactProductOfSmallIntegers) {
   for (const Case& c : cases)
     for (DType dtype : {DType::f32, DType::f16, DType::bf16})
       for (std::int64_t m : {1, 2, 9, 100}) {
-        Tensor x(dtype, {m, c.k}), weight(dtype, {c.n, c.k}), bias(dtype, {c.n}), residual(dtype, {m, c.n}), expected(dtype, {m, c.n});
+        Tensor x(dtype, {m, c.k}), weight(dtype, {c.n, c.k}), bias(dtype, {c.n}), residual(dtype, {m, c.n}),
+            expected(dtype, {m, c.n});
         for (Tensor* t : {&x, &weight, &bias, &residual}) fill(*t, rng);
         const LinearOptions options{.bias = bias.view, .residual = residual.view};
         linear({.variant = "reference"}, x.view, weight.view, expected.view, options);
-        for (std::int64_t i = 0; i < m * c.n; ++i) {   // the reference itself, written out
+        for (std::int64_t i = 0; i < m * c.n; ++i) {  // the reference itself, written out
           float sum = bias.get(i % c.n) + residual.get(i);
           for (std::int64_t k = 0; k < c.k; ++k) sum += x.get(i / c.n * c.k + k) * weight.get(i % c.n * c.k + k);
           Tensor rounded(dtype, {1});
@@ -41,7 +42,8 @@ TEST(Linear, EveryVariantGivesTheExactProductOfSmallIntegers) {
             Tensor y(dtype, {m, c.n});
             linear({.threads = threads, .variant = name.c_str()}, x.view, weight.view, y.view, options);
             for (std::int64_t i = 0; i < m * c.n; ++i)
-              ASSERT_EQ(y.get(i), expected.get(i)) << name << " n " << c.n << " k " << c.k << " m " << m << " index " << i;
+              ASSERT_EQ(y.get(i), expected.get(i))
+                  << name << " n " << c.n << " k " << c.k << " m " << m << " index " << i;
           }
       }
 }
@@ -49,7 +51,8 @@ TEST(Linear, EveryVariantGivesTheExactProductOfSmallIntegers) {
 TEST(Linear, StridesAreFollowed) {
   std::mt19937 rng(2);
   const std::int64_t m = 7, n = 19, k = 70;
-  Tensor x(DType::f16, {k, m}), weight(DType::f16, {k, n}), straight_x(DType::f16, {m, k}), straight_weight(DType::f16, {n, k});
+  Tensor x(DType::f16, {k, m}), weight(DType::f16, {k, n}), straight_x(DType::f16, {m, k}),
+      straight_weight(DType::f16, {n, k});
   fill(x, rng);
   fill(weight, rng);
   for (std::int64_t i = 0; i < m * k; ++i) straight_x.set(i, x.get(i % k * m + i / k));
@@ -63,7 +66,8 @@ TEST(Linear, StridesAreFollowed) {
     Tensor y(DType::f16, {m, n}), y_turned(DType::f16, {n, m});
     linear({.variant = name.c_str()}, straight_x.view, straight_weight.view, y.view);
     linear({.variant = name.c_str()}, turned(x.view), turned(weight.view), turned(y_turned.view));
-    for (std::int64_t i = 0; i < m * n; ++i) ASSERT_EQ(y.get(i), y_turned.get(i % n * m + i / n)) << name << " index " << i;
+    for (std::int64_t i = 0; i < m * n; ++i)
+      ASSERT_EQ(y.get(i), y_turned.get(i % n * m + i / n)) << name << " index " << i;
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops from several threads: on one cache under its lock, and on caches of their own at once. What a thread did has the bits that
-// it has alone. Small enough for TSan (the preset `tsan`).
+// Ops from several threads: on one cache under its lock, and on caches of their own at once. What a thread did has the
+// bits that it has alone. Small enough for TSan (the preset `tsan`).
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -22,7 +22,9 @@ namespace {
 constexpr int threads = 4, heads = 2, dim = 32, steps = 45;
 
 struct Array {
-  Array(DType dtype, const Shape& shape) : view(contiguous_view(nullptr, dtype, {}, shape)), bytes(bytes_of(view)) { view.data = bytes.data(); }
+  Array(DType dtype, const Shape& shape) : view(contiguous_view(nullptr, dtype, {}, shape)), bytes(bytes_of(view)) {
+    view.data = bytes.data();
+  }
   TensorView view;
   std::vector<std::byte> bytes;
 };
@@ -88,7 +90,8 @@ TEST(Threads, OnTheirOwnRowsOfOneCache) {
     for (int t = 0; t < threads; ++t) expected[static_cast<std::size_t>(t)] = fill_row(alone, t, numbers(t));
     at_once([&](int t) { got[static_cast<std::size_t>(t)] = fill_row(shared, t, numbers(t)); });
     EXPECT_EQ(got, expected) << name(format);
-    for (std::size_t i = 0; i < alone.memory.size(); ++i) EXPECT_EQ(shared.memory[i].bytes, alone.memory[i].bytes) << name(format) << ' ' << i;
+    for (std::size_t i = 0; i < alone.memory.size(); ++i)
+      EXPECT_EQ(shared.memory[i].bytes, alone.memory[i].bytes) << name(format) << ' ' << i;
   }
 }
 
@@ -117,12 +120,10 @@ TEST(Threads, ALengthGrowsByWhatWasStoredAndStopsAtTheCapacity) {
       try {
         kv_append({.threads = 2}, cache.view, k, k, {}, {});
         ++stored;
-      } catch (const std::exception&) {
-        ++refused;
-      }
+      } catch (const std::exception&) { ++refused; }
     }
   });
-  EXPECT_EQ(stored, 21);   // of 3 tokens, into 64
+  EXPECT_EQ(stored, 21);  // of 3 tokens, into 64
   EXPECT_EQ(refused, threads * 10 - 21);
   EXPECT_EQ(cache.view.lengths[0], 63);
 }

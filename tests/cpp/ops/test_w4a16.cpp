@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every CPU variant of the products with weights of 4 and 8 bits against the reference, in buffers of exactly the size needed, so that a read
-// or write past an end is seen by the address sanitizer; and the forms of a weight against each other.
+// Every CPU variant of the products with weights of 4 and 8 bits against the reference, in buffers of exactly the size
+// needed, so that a read or write past an end is seen by the address sanitizer; and the forms of a weight against each
+// other.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -16,12 +17,13 @@ namespace rooftile {
 namespace {
 
 struct Weight {
-  Tensor codes, scales, offsets;              // canonical
+  Tensor codes, scales, offsets;  // canonical
   Tensor kernel_codes, kernel_scales, kernel_offsets;
   W4View view;
 };
 
-Weight make_weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, std::mt19937& rng) {
+Weight make_weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype,
+                   std::mt19937& rng) {
   Weight w;
   w.codes = Tensor(DType::u8, {n, k * bits / 8});
   for (std::byte& b : w.codes.bytes) b = static_cast<std::byte>(rng() & 255);
@@ -29,7 +31,8 @@ Weight make_weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros 
   const W4Sizes sizes = w4_sizes("test", n, k, bits, group, zeros);
   w.kernel_codes = Tensor(DType::u8, {sizes.codes});
   w.kernel_scales = Tensor(DType::u8, {sizes.scales});
-  for (std::int64_t i = 0; i < w.scales.view.numel(); ++i) w.scales.set(i, std::ldexp(1.0f, -static_cast<int>(rng() % 3)));
+  for (std::int64_t i = 0; i < w.scales.view.numel(); ++i)
+    w.scales.set(i, std::ldexp(1.0f, -static_cast<int>(rng() % 3)));
   if (zeros != W4Zeros::symmetric) {
     w.offsets = Tensor(zeros == W4Zeros::integer ? DType::u8 : scale_dtype, {n, k / group});
     w.kernel_offsets = Tensor(DType::u8, {sizes.offsets});
@@ -42,9 +45,10 @@ Weight make_weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros 
       }
     }
   }
-  w4_pack({}, w.codes.view, w.scales.view, w.offsets.view, zeros, bits, group, w.kernel_codes.view, w.kernel_scales.view,
-          w.kernel_offsets.view);
-  w.view = w4_view(n, k, bits, group, zeros, scale_dtype, w.kernel_codes.view, w.kernel_scales.view, w.kernel_offsets.view, {});
+  w4_pack({}, w.codes.view, w.scales.view, w.offsets.view, zeros, bits, group, w.kernel_codes.view,
+          w.kernel_scales.view, w.kernel_offsets.view);
+  w.view = w4_view(n, k, bits, group, zeros, scale_dtype, w.kernel_codes.view, w.kernel_scales.view,
+                   w.kernel_offsets.view, {});
   return w;
 }
 
@@ -52,12 +56,17 @@ struct Form {
   int bits;
   W4Zeros zeros;
 };
-constexpr Form forms[] = {{4, W4Zeros::symmetric}, {4, W4Zeros::integer}, {4, W4Zeros::minima}, {8, W4Zeros::symmetric}, {8, W4Zeros::integer}};
+constexpr Form forms[] = {{4, W4Zeros::symmetric},
+                          {4, W4Zeros::integer},
+                          {4, W4Zeros::minima},
+                          {8, W4Zeros::symmetric},
+                          {8, W4Zeros::integer}};
 struct Case {
   std::int64_t n, k;
   int group;
 };
-constexpr Case cases[] = {{1, 32, 32}, {16, 64, 64}, {17, 96, 32}, {5, 50, 50}, {33, 384, 128}, {40, 192, 192}, {3, 576, 64}};
+constexpr Case cases[] = {{1, 32, 32},    {16, 64, 64},   {17, 96, 32}, {5, 50, 50},
+                          {33, 384, 128}, {40, 192, 192}, {3, 576, 64}};
 
 TEST(W4A16, EveryVariantGivesTheExactProductOfSmallIntegers) {
   std::mt19937 rng(1);
@@ -65,7 +74,8 @@ TEST(W4A16, EveryVariantGivesTheExactProductOfSmallIntegers) {
     for (const auto [bits, zeros] : forms)
       for (DType dtype : {DType::f32, DType::f16, DType::bf16})
         for (std::int64_t m : {1, 2, 9, 100}) {
-          const Weight w = make_weight(c.n, c.k, bits, c.group, zeros, dtype == DType::bf16 ? DType::bf16 : DType::f16, rng);
+          const Weight w =
+              make_weight(c.n, c.k, bits, c.group, zeros, dtype == DType::bf16 ? DType::bf16 : DType::f16, rng);
           Tensor x(dtype, {m, c.k}), bias(dtype, {c.n}), expected(dtype, {m, c.n});
           for (std::int64_t i = 0; i < m * c.k; ++i) x.set(i, static_cast<float>(static_cast<int>(rng() % 5) - 2));
           for (std::int64_t i = 0; i < c.n; ++i) bias.set(i, static_cast<float>(i % 7));
@@ -77,8 +87,8 @@ TEST(W4A16, EveryVariantGivesTheExactProductOfSmallIntegers) {
               multiply({.threads = threads, .variant = name.c_str()}, x.view, w.view, y.view, {.bias = bias.view});
               for (std::int64_t i = 0; i < m * c.n; ++i)
                 ASSERT_EQ(y.get(i), expected.get(i))
-                    << name << " n " << c.n << " k " << c.k << " group " << c.group << ' ' << rooftile::name(zeros) << " bits " << bits
-                    << " m " << m << " index " << i;
+                    << name << " n " << c.n << " k " << c.k << " group " << c.group << ' ' << rooftile::name(zeros)
+                    << " bits " << bits << " m " << m << " index " << i;
             }
         }
 }
@@ -102,13 +112,13 @@ TEST(W4A16, QuantizedWeightIsWithinHalfAStep) {
   std::normal_distribution<float> normal;
   for (const Case& c : cases)
     for (const auto [bits, zeros] : forms) {
-      if (zeros == W4Zeros::integer) continue;   // nothing rounds to these
+      if (zeros == W4Zeros::integer) continue;  // nothing rounds to these
       Tensor x(DType::f32, {c.n, c.k}), back(DType::f32, {c.n, c.k});
       for (std::int64_t i = 0; i < c.n * c.k; ++i) x.set(i, normal(rng));
       Weight w = make_weight(c.n, c.k, bits, c.group, zeros, DType::f16, rng);
       w4_quantize({}, x.view, bits, c.group, zeros, w.codes.view, w.scales.view, w.offsets.view);
-      w4_pack({}, w.codes.view, w.scales.view, w.offsets.view, zeros, bits, c.group, w.kernel_codes.view, w.kernel_scales.view,
-              w.kernel_offsets.view);
+      w4_pack({}, w.codes.view, w.scales.view, w.offsets.view, zeros, bits, c.group, w.kernel_codes.view,
+              w.kernel_scales.view, w.kernel_offsets.view);
       w4_dequantize({}, w.view, back.view);
       for (std::int64_t i = 0; i < c.n * c.k; ++i) {
         const float scale = w.scales.get(i / c.group);
@@ -137,7 +147,8 @@ TEST(W4A16, WrongKernelTensorsAreRefused) {
 
 TEST(W4A16, AWeightOfOtherBitsIsRefused) {
   std::mt19937 rng(5);
-  const Weight four = make_weight(16, 64, 4, 32, W4Zeros::symmetric, DType::f16, rng), eight = make_weight(16, 64, 8, 32, W4Zeros::symmetric, DType::f16, rng);
+  const Weight four = make_weight(16, 64, 4, 32, W4Zeros::symmetric, DType::f16, rng),
+               eight = make_weight(16, 64, 8, 32, W4Zeros::symmetric, DType::f16, rng);
   const Tensor x(DType::f32, {1, 64}), y(DType::f32, {1, 16});
   EXPECT_NO_THROW(w8a16_matmul({}, x.view, eight.view, y.view));
   EXPECT_THROW(w4a16_matmul({}, x.view, eight.view, y.view), Error);

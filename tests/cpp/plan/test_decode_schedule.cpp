@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetic that cuts decode attention into pieces: every piece has one owner, nodes fit the slots set aside for them,
-// and a row is merged by the same expression however many blocks shared it. States are texts here, so an expression is
-// compared, not a rounding.
+// The arithmetic that cuts decode attention into pieces: every piece has one owner, nodes fit the slots set aside for
+// them, and a row is merged by the same expression however many blocks shared it. States are texts here, so an
+// expression is compared, not a rounding.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -37,12 +37,14 @@ Folded fold(int first, int last, int leaves) {
   std::array<std::optional<Node>, fold_levels> waiting;
   for (int leaf = first; leaf < last; ++leaf) {
     Node node{leaf, 0, std::string("<").append(std::to_string(leaf)) + ">"};
-    while (node.level + 1 < fold_levels && (node.at >> node.level) % 2 == 1 && waiting[static_cast<std::size_t>(node.level)]) {
+    while (node.level + 1 < fold_levels && (node.at >> node.level) % 2 == 1 &&
+           waiting[static_cast<std::size_t>(node.level)]) {
       std::optional<Node>& left = waiting[static_cast<std::size_t>(node.level)];
       node = {left->at, node.level + 1, merged(left->state, node.state)};
       left.reset();
     }
-    if (node.level + 1 < fold_levels && (node.at >> node.level) % 2 == 1) run.nodes.push_back(node);   // its left half is elsewhere
+    if (node.level + 1 < fold_levels && (node.at >> node.level) % 2 == 1)
+      run.nodes.push_back(node);  // its left half is elsewhere
     else waiting[static_cast<std::size_t>(node.level)] = node;
   }
   if (first > 0 || last < leaves) {
@@ -98,7 +100,7 @@ TEST(DecodeSchedule, RunsDecomposeExactlyAndFitTheirSlots) {
 TEST(DecodeSchedule, AFoldLeavesTheCanonicalNodesInOrder) {
   for (int first = 0; first < max_leaves; ++first)
     for (int last = first + 1; last <= max_leaves; ++last) {
-      const Folded run = fold(first, last, last + 1);   // a run that does not end its task
+      const Folded run = fold(first, last, last + 1);  // a run that does not end its task
       int at = first;
       for (const Node& node : run.nodes) {
         ASSERT_EQ(node.at, at);
@@ -119,15 +121,11 @@ TEST(DecodeSchedule, AnySplitOfARowIsTheExpressionOfOneBlock) {
       for (int first = 0; first < leaves;) {
         const int last = std::min(leaves, first + between(random, 1, trial % 2 ? leaves : 5));
         const Folded run = fold(first, last, leaves);
-        if (!run.whole.empty()) {
-          ASSERT_EQ(run.whole, expected);
-        }
+        if (!run.whole.empty()) { ASSERT_EQ(run.whole, expected); }
         nodes.insert(nodes.end(), run.nodes.begin(), run.nodes.end());
         first = last;
       }
-      if (!nodes.empty()) {
-        ASSERT_EQ(tree(nodes), expected) << leaves << " leaves";
-      }
+      if (!nodes.empty()) { ASSERT_EQ(tree(nodes), expected) << leaves << " leaves"; }
     }
   }
 }
@@ -136,10 +134,13 @@ TEST(DecodeSchedule, LeavesAreFewAndLongOnlyInLongRows) {
   Random random(2);
   for (int trial = 0; trial < 20000; ++trial) {
     const KvFormat format = trial % 2 ? KvFormat::int4_kivi : KvFormat::int8;
-    const int tokens = trial < 9000 ? trial + 1 : trial < 9200 ? (trial - 8999) * max_leaves * 128 : between(random, 1, trial % 4 < 2 ? 1 << 20 : 0x7fffff80);
-    const std::int64_t units = leaf_units(format, tokens), leaf = units * unit_tokens, leaves = (tokens + leaf - 1) / leaf;
+    const int tokens = trial < 9000   ? trial + 1
+                       : trial < 9200 ? (trial - 8999) * max_leaves * 128
+                                      : between(random, 1, trial % 4 < 2 ? 1 << 20 : 0x7fffff80);
+    const std::int64_t units = leaf_units(format, tokens), leaf = units * unit_tokens,
+                       leaves = (tokens + leaf - 1) / leaf;
     ASSERT_GE(units, 4);
-    ASSERT_EQ(units % 4, 0);   // a tile for each warp
+    ASSERT_EQ(units % 4, 0);  // a tile for each warp
     ASSERT_LE(leaves, max_leaves) << tokens;
     ASSERT_TRUE(units == 4 || leaves > 4) << tokens;
     ASSERT_TRUE(units > 4 || tokens <= 2048) << tokens;
@@ -161,7 +162,8 @@ TEST(DecodeSchedule, LeafFromFindsTheFirstLeafThatStartsThere) {
         for (int unit = -3; unit <= w.task_units(); ++unit) {
           int expected = 0;
           while (expected < w.leaves && w.leaf_begin(expected) < unit) ++expected;
-          ASSERT_EQ(w.leaf_from(unit), expected) << units << " units, " << w.leaves << " leaves, raw " << raw << ", from " << unit;
+          ASSERT_EQ(w.leaf_from(unit), expected)
+              << units << " units, " << w.leaves << " leaves, raw " << raw << ", from " << unit;
         }
       }
 }
@@ -170,11 +172,14 @@ TEST(DecodeSchedule, LeafFromFindsTheFirstLeafThatStartsThere) {
 TEST(DecodeSchedule, ARowsWorkIsWhatItsQueriesSee) {
   Random random(3);
   for (int trial = 0; trial < 20000; ++trial) {
-    const KvFormat format = std::array{KvFormat::fp16, KvFormat::int8, KvFormat::int4_kivi}[static_cast<std::size_t>(trial % 3)];
-    const int tokens = between(random, 1, 32), count = between(random, 0, tokens), length = between(random, 0, trial % 2 ? 200 : 20000);
+    const KvFormat format =
+        std::array{KvFormat::fp16, KvFormat::int8, KvFormat::int4_kivi}[static_cast<std::size_t>(trial % 3)];
+    const int tokens = between(random, 1, 32), count = between(random, 0, tokens),
+              length = between(random, 0, trial % 2 ? 200 : 20000);
     const int window = trial % 5 < 2 ? between(random, 1, 300) : 0;
     const RowWork w = row_work(format, 20000, 3, 4, length, count, tokens, 0, window);
-    SCOPED_TRACE(testing::Message() << name(format) << " length " << length << " count " << count << " window " << window);
+    SCOPED_TRACE(testing::Message() << name(format) << " length " << length << " count " << count << " window "
+                                    << window);
     ASSERT_EQ(w.fault, KvFault::none);
     ASSERT_EQ(w.row, 3);
     if (length == 0 || count == 0) {
@@ -204,7 +209,7 @@ TEST(DecodeSchedule, ARowsWorkIsWhatItsQueriesSee) {
       ASSERT_LT((w.leaves - 1) * leaf, w.end - w.begin);
     } else {
       ASSERT_TRUE(is_kivi(format)) << "a query of a row that holds tokens sees its own";
-      ASSERT_EQ(w.leaves, 1);   // of raw tokens alone
+      ASSERT_EQ(w.leaves, 1);  // of raw tokens alone
     }
     ASSERT_LE(w.leaves, max_leaves);
     ASSERT_EQ(w.task_units(), (w.end - w.begin + 31) / 32 + (w.raw ? 1 : 0));
@@ -230,8 +235,8 @@ TEST(DecodeSchedule, WhatCannotBeIsAFaultAndNoWork) {
   // the group of the first query must still be there raw
   EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 70, 1, 64), KvFault::none);
   EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 70, 1, 65), KvFault::raw);
-  EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 70, 8, 64), KvFault::raw);   // it stands at 62
-  EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 5, 8, 0), KvFault::none);    // fewer tokens than queries
+  EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 70, 8, 64), KvFault::raw);  // it stands at 62
+  EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 5, 8, 0), KvFault::none);   // fewer tokens than queries
 }
 
 TEST(DecodeSchedule, SharesOfTheUnits) {
@@ -258,18 +263,22 @@ TEST(DecodeSchedule, SharesOfTheUnits) {
 TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
   Random random(5);
   std::vector<std::string> expected(max_leaves + 1);
-  for (int leaves = 1; leaves <= max_leaves; ++leaves) expected[static_cast<std::size_t>(leaves)] = fold(0, leaves, leaves).whole;
+  for (int leaves = 1; leaves <= max_leaves; ++leaves)
+    expected[static_cast<std::size_t>(leaves)] = fold(0, leaves, leaves).whole;
   int ranked = 0;
   for (int trial = 0; trial < 600; ++trial) {
     const KvFormat format = trial % 2 ? KvFormat::int4_kivi : KvFormat::bf16;
-    const int batch = between(random, 1, trial % 3 ? 6 : 40), tasks = between(random, 1, 12), blocks = between(random, 1, trial % 5 ? 40 : 396);
+    const int batch = between(random, 1, trial % 3 ? 6 : 40), tasks = between(random, 1, 12),
+              blocks = between(random, 1, trial % 5 ? 40 : 396);
     const int longest = std::array{40, 3000, 60000}[static_cast<std::size_t>(trial % 3)];
     std::vector<RowWork> works;
     for (int b = 0; b < batch; ++b) {
       const int length = between(random, 0, 4) == 0 ? 0 : between(random, 0, longest);
-      works.push_back(row_work(format, longest, b, batch, trial % 7 < 3 ? longest : length, trial % 7 < 3 ? 3 : between(random, 0, 3), 3, 0, trial % 4 ? 0 : 500));
+      works.push_back(row_work(format, longest, b, batch, trial % 7 < 3 ? longest : length,
+                               trial % 7 < 3 ? 3 : between(random, 0, 3), 3, 0, trial % 4 ? 0 : 500));
     }
-    const bool even = std::all_of(works.begin(), works.end(), [&](const RowWork& w) { return w.task_units() == works[0].task_units(); });
+    const bool even = std::all_of(works.begin(), works.end(),
+                                  [&](const RowWork& w) { return w.task_units() == works[0].task_units(); });
     int total = 0;
     for (RowWork& w : works) {
       if (!even) w.weigh(format);
@@ -284,19 +293,22 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
     for (const RowWork& w : works) {
       const int leaves = w.leaves;
       for (int task = 0; task < tasks && w.task_units() > 0; ++task, ++task_index, base += w.task_units()) {
-        const auto owner = [&](int leaf) { return ranks ? task_index * ranks + w.rank_of_leaf(leaf, ranks) : split.owner(base + w.leaf_begin(leaf)); };
+        const auto owner = [&](int leaf) {
+          return ranks ? task_index * ranks + w.rank_of_leaf(leaf, ranks) : split.owner(base + w.leaf_begin(leaf));
+        };
         std::vector<int> owners(static_cast<std::size_t>(leaves), -1);
         std::vector<Node> nodes;
         int whole = 0;
         for (int block = 0; block < blocks; ++block) {
           const int begin = split.begin(block), end = split.begin(block + 1), rank = block - task_index * ranks;
-          if (ranks ? rank < 0 || rank >= ranks : begin >= end || base >= end || base + w.task_units() <= begin) continue;
+          if (ranks ? rank < 0 || rank >= ranks : begin >= end || base >= end || base + w.task_units() <= begin)
+            continue;
           const int first = ranks ? w.leaf_of_rank(rank, ranks) : w.leaf_from(begin - base);
           const int last = ranks ? w.leaf_of_rank(rank + 1, ranks) : std::min(leaves, w.leaf_from(end - base));
           for (int leaf = first; leaf < last; ++leaf) {
             ASSERT_EQ(owners[static_cast<std::size_t>(leaf)], -1);
             owners[static_cast<std::size_t>(leaf)] = block;
-            ASSERT_EQ(owner(leaf), block);   // what the combine looks for
+            ASSERT_EQ(owner(leaf), block);  // what the combine looks for
           }
           if (first >= last) continue;
           const Folded run = fold(first, last, leaves);
@@ -314,9 +326,7 @@ TEST(DecodeSchedule, EveryLeafHasOneOwnerAndEveryRowItsExpression) {
         ASSERT_EQ(std::count(owners.begin(), owners.end(), -1), 0);
         // the combine's question: did one block write the result?
         ASSERT_EQ(whole, owner(0) == owner(leaves - 1) ? 1 : 0);
-        if (!whole) {
-          ASSERT_EQ(tree(nodes), expected[static_cast<std::size_t>(leaves)]);
-        }
+        if (!whole) { ASSERT_EQ(tree(nodes), expected[static_cast<std::size_t>(leaves)]); }
       }
     }
     ASSERT_EQ(base, total);
@@ -344,7 +354,7 @@ TEST(DecodeSchedule, RanksShareATaskEvenly) {
 TEST(DecodeSchedule, FewEvenTasksHaveTheirOwnBlocks) {
   EXPECT_EQ(ranks_of(true, 32, ranks_if_even(8, 264)), 33);
   EXPECT_EQ(ranks_of(true, 33, ranks_if_even(64, 264)), 4);
-  EXPECT_EQ(ranks_of(true, 33, ranks_if_even(100, 264)), 0);   // 64 blocks would have nothing to do
+  EXPECT_EQ(ranks_of(true, 33, ranks_if_even(100, 264)), 0);  // 64 blocks would have nothing to do
   EXPECT_EQ(ranks_of(true, 33, ranks_if_even(200, 264)), 0);
   EXPECT_EQ(ranks_of(false, 33, ranks_if_even(64, 264)), 0);
   EXPECT_EQ(ranks_of(true, 1 << 19, ranks_if_even(64, 264)), 0);
@@ -360,7 +370,7 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
         for (std::int64_t visible : {1, 500, 1024, 1920, 2048, 4096, 5000}) {
           const DecodePlan plan = plan_decode({batch, 1, kv_heads, 4, 128, columns, visible}, {132, per_sm, 8});
           const DecodePlan any = plan_decode({batch, 1, kv_heads, 4, 128, columns, 1 << 20}, {132, per_sm, 8});
-          EXPECT_LE(plan.workspace_bytes, any.workspace_bytes);   // asked for without the window
+          EXPECT_LE(plan.workspace_bytes, any.workspace_bytes);  // asked for without the window
           EXPECT_EQ(any.cluster, 1);
           if (plan.cluster == 1) continue;
           ++clusters;
@@ -372,7 +382,7 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
             for (KvFormat format : {KvFormat::fp16, KvFormat::int4_kivi}) {
               const RowWork w = row_work(format, visible, 0, 1, length, 1, 1, 0, 0);
               ASSERT_LE(w.leaves, cluster_leaves);
-              ASSERT_LE(w.leaves, plan.cluster * cluster_slots);   // each block has its columns' states of all leaves
+              ASSERT_LE(w.leaves, plan.cluster * cluster_slots);  // each block has its columns' states of all leaves
             }
         }
   EXPECT_GT(clusters, 20);
@@ -380,7 +390,7 @@ TEST(DecodePlan, ClustersHaveRoomForTheirLeaves) {
   EXPECT_EQ(plan_decode({8, 1, 8, 4, 128, columns, 1024}, {132, 2, 8}).cluster, 2);
   EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, columns, 2048}, {132, 2, 8}).cluster, 4);
   EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, columns, 2049}, {132, 2, 8}).cluster, 1);
-  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, columns, 1024}, {132, 2, 1}).cluster, 1);   // a device without clusters
+  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, columns, 1024}, {132, 2, 1}).cluster, 1);  // a device without clusters
 }
 
 TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
@@ -392,20 +402,25 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
             for (int width : {8, 16})
               for (int sms : {46, 132})
                 for (int per_sm : {2, 3}) {
-                  const DecodePlan plan = plan_decode({batch, tokens, kv_heads, q_per_kv, head_dim, width, 1 << 20}, {sms, per_sm, 8});
+                  const DecodePlan plan =
+                      plan_decode({batch, tokens, kv_heads, q_per_kv, head_dim, width, 1 << 20}, {sms, per_sm, 8});
                   EXPECT_GE(plan.passes * width, tokens * q_per_kv);
                   EXPECT_LT((plan.passes - 1) * width, tokens * q_per_kv);
                   // every block that fits, but none without a leaf
-                  EXPECT_EQ(plan.blocks, std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * max_leaves));
+                  EXPECT_EQ(plan.blocks,
+                            std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.passes * max_leaves));
                   EXPECT_EQ(plan.blocks % plan.layers, 0);
-                  const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * static_cast<std::size_t>(width);
+                  const std::size_t nodes =
+                      static_cast<std::size_t>(plan.blocks) * slots_per_block * static_cast<std::size_t>(width);
                   EXPECT_GE(plan.node_o, (static_cast<std::size_t>(batch) + 2) * 4);
                   EXPECT_GE(plan.node_ml - plan.node_o, nodes * static_cast<std::size_t>(head_dim) * 4);
                   EXPECT_GE(plan.fold - plan.node_ml, nodes * 8);
                   const std::size_t fold = static_cast<std::size_t>(plan.blocks * fold_levels * width * head_dim) * 4;
                   EXPECT_GE(plan.workspace_bytes - plan.fold, fold);
                   EXPECT_EQ(plan.node_o % 16 + plan.node_ml % 16 + plan.fold % 16, 0u);
-                  EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 + nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold + 3 * 256);
+                  EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(batch) * 4 +
+                                                      nodes * static_cast<std::size_t>(head_dim + 2) * 4 + fold +
+                                                      3 * 256);
                 }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What any plan of a 16-bit product must be, over many problems: every step of K in exactly one chunk, no more warps and shared memory
-// than a CTA has, a workspace bounded by the device, for few tokens nothing that a bit depends on taken from m.
+// What any plan of a 16-bit product must be, over many problems: every step of K in exactly one chunk, no more warps
+// and shared memory than a CTA has, a workspace bounded by the device, for few tokens nothing that a bit depends on
+// taken from m.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +16,8 @@ constexpr std::int64_t rows[] = {1, 2, 7, 8, 9, 16, 17, 32, 64, 65, 128, 300, 10
 struct Weight {
   std::int64_t n, k;
 };
-constexpr Weight weights[] = {{1, 1}, {0, 64}, {5, 50}, {3, 0}, {192, 576}, {64, 16384}, {1024, 4096}, {4096, 4096}, {6144, 4096}, {14336, 4096},
+constexpr Weight weights[] = {{1, 1},        {0, 64},        {5, 50},      {3, 0},       {192, 576},
+                              {64, 16384},   {1024, 4096},   {4096, 4096}, {6144, 4096}, {14336, 4096},
                               {4096, 14336}, {128256, 4096}, {17, 100000}};
 
 template <class F>
@@ -25,9 +27,11 @@ void for_each_problem(F&& f) {
       for (int sms : {1, 46, 108, 132})
         for (int pieces : {0, 1, 2})
           for (bool wgmma : {false, true}) {
-            const LinearProblem p{.m = m, .n = w.n, .k = w.k, .sms = sms, .boxes = pieces > 0, .tiles = pieces > 1, .wgmma = wgmma};
-            SCOPED_TRACE(testing::Message() << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms << (p.boxes ? " boxes" : "")
-                                            << (p.tiles ? " tiles" : "") << (wgmma ? " wgmma" : ""));
+            const LinearProblem p{
+                .m = m, .n = w.n, .k = w.k, .sms = sms, .boxes = pieces > 0, .tiles = pieces > 1, .wgmma = wgmma};
+            SCOPED_TRACE(testing::Message()
+                         << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms << (p.boxes ? " boxes" : "")
+                         << (p.tiles ? " tiles" : "") << (wgmma ? " wgmma" : ""));
             f(p, plan_linear(p));
           }
 }
@@ -52,19 +56,26 @@ TEST(LinearPlan, BoxesCoverTheProblemWithinTheDevice) {
     EXPECT_LT((plan.token_blocks - 1) * tokens, p.m);
     EXPECT_TRUE(plan.form == 0 || p.m > linear_box_forms[plan.form - 1]);
     EXPECT_GE(plan.cluster * plan.chunk_steps, steps);
-    EXPECT_LE((plan.cluster - 1) * plan.chunk_steps, steps);   // the last chunk may have nothing to read, but no less
-    EXPECT_TRUE(plan.box_rows <= linear_box_rows && plan.box_rows % (8 * plan.cluster) == 0);   // eight rows have one CTA that finishes them
+    EXPECT_LE((plan.cluster - 1) * plan.chunk_steps, steps);  // the last chunk may have nothing to read, but no less
+    EXPECT_TRUE(plan.box_rows <= linear_box_rows &&
+                plan.box_rows % (8 * plan.cluster) == 0);  // eight rows have one CTA that finishes them
     // Tensor cores read 64 rows at a time, within the CTA's shared memory; sums take the ring's place.
-    const int stage = linear_boxes_a_step * linear_box_bytes(plan.box_rows + tokens), w = linear_boxes_a_step * linear_box_bytes(plan.box_rows), read = linear_box_bytes((plan.box_rows + 63) / 64 * 64);
-    EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>((plan.stages - 1) * stage + w - linear_box_bytes(plan.box_rows) + read));
+    const int stage = linear_boxes_a_step * linear_box_bytes(plan.box_rows + tokens),
+              w = linear_boxes_a_step * linear_box_bytes(plan.box_rows),
+              read = linear_box_bytes((plan.box_rows + 63) / 64 * 64);
+    EXPECT_GE(plan.shared_bytes,
+              static_cast<std::size_t>((plan.stages - 1) * stage + w - linear_box_bytes(plan.box_rows) + read));
     EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>(plan.stages * (stage + 16)));
-    EXPECT_GE(plan.stages * stage, plan.cluster * tokens * (plan.box_rows / plan.cluster + 4) * static_cast<int>(sizeof(float)));
+    EXPECT_GE(plan.stages * stage,
+              plan.cluster * tokens * (plan.box_rows / plan.cluster + 4) * static_cast<int>(sizeof(float)));
     const bool one_each = plan.row_blocks * plan.cluster * plan.token_blocks <= p.sms;
-    EXPECT_TRUE(one_each ? plan.chunk_steps <= 16 || plan.shared_bytes > 113u * 1024 : plan.shared_bytes <= 113u * 1024);   // or two CTAs fit
+    EXPECT_TRUE(one_each ? plan.chunk_steps <= 16 || plan.shared_bytes > 113u * 1024
+                         : plan.shared_bytes <= 113u * 1024);  // or two CTAs fit
     EXPECT_GE(plan.stages, one_each ? 3 : 2);
     EXPECT_LE(plan.shared_bytes, 227u * 1024);
     EXPECT_EQ(plan.workspace_bytes, 0u);
-    const LinearPlan one = plan_linear({.m = 1, .n = p.n, .k = p.k, .sms = p.sms, .boxes = true, .tiles = p.tiles, .wgmma = true});
+    const LinearPlan one =
+        plan_linear({.m = 1, .n = p.n, .k = p.k, .sms = p.sms, .boxes = true, .tiles = p.tiles, .wgmma = true});
     EXPECT_EQ(std::tuple(one.cluster, one.chunk_steps), std::tuple(plan.cluster, plan.chunk_steps));
   });
 }
@@ -82,9 +93,11 @@ TEST(LinearPlan, AStreamCoversTheProblemWithinTheDevice) {
     EXPECT_TRUE(plan.form == 1 || p.m <= 8);
     EXPECT_EQ(plan.shared_bytes, static_cast<std::size_t>(warps * linear_stages * linear_step_bytes));
     EXPECT_LE(plan.shared_bytes, 99u * 1024);
-    EXPECT_LE(16 * linear_rows * static_cast<int>(sizeof(float)), linear_stages * linear_step_bytes);   // a warp's sums take its ring's place
+    EXPECT_LE(16 * linear_rows * static_cast<int>(sizeof(float)),
+              linear_stages * linear_step_bytes);  // a warp's sums take its ring's place
     EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
-    EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(2 * p.sms) * linear_warps * linear_rows * linear_stream_tokens * sizeof(float));
+    EXPECT_LE(plan.workspace_bytes,
+              static_cast<std::size_t>(2 * p.sms) * linear_warps * linear_rows * linear_stream_tokens * sizeof(float));
     EXPECT_TRUE(plan.splits == 1 || p.m <= linear_stream_tokens);
   });
 }
@@ -102,7 +115,8 @@ TEST(LinearPlan, UpToSixteenStreamedTokensTheOrderOfASumIsOne) {
 
 TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {6144, 4096}, {14336, 4096}, {28672, 4096}, {4096, 14336}}) {
-    const LinearPlan boxes = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .boxes = true, .tiles = true, .wgmma = true});
+    const LinearPlan boxes =
+        plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .boxes = true, .tiles = true, .wgmma = true});
     const std::int64_t ctas = boxes.row_blocks * boxes.cluster, each = (ctas + 131) / 132;
     EXPECT_LE(each, 2);
     EXPECT_GE(static_cast<double>(n * boxes.cluster), 0.94 * static_cast<double>(each * 132 * boxes.box_rows)) << n;
@@ -110,7 +124,7 @@ TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
     const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true});
     const std::int64_t rounds = (plan.row_blocks + 131) / 132;
     EXPECT_EQ(plan.splits, 1);
-    EXPECT_LE(rounds, 2);   // as many as run at once
+    EXPECT_LE(rounds, 2);  // as many as run at once
     EXPECT_GE(static_cast<double>(n), 0.95 * static_cast<double>(rounds * 132 * plan.row_tiles * linear_rows)) << n;
     EXPECT_GE(plan.row_tiles << plan.slice_shift, 6);
   }

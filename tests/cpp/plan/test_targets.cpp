@@ -16,7 +16,8 @@ constexpr Gpu gpus[] = {{7, 0}, {7, 5}, {8, 0}, {8, 6}, {8, 7}, {8, 9}, {9, 0}, 
 std::string run_by(const char* targets) {
   std::string all;
   for (const auto [major, minor] : gpus)
-    if (!refusal(targets, major, minor)) (all += std::to_string(major)).append(".").append(std::to_string(minor)).append(" ");
+    if (!refusal(targets, major, minor))
+      (all += std::to_string(major)).append(".").append(std::to_string(minor)).append(" ");
   if (!all.empty()) all.pop_back();
   return all;
 }
@@ -34,12 +35,15 @@ TEST(Targets, WhoRunsABuild) {
 }
 
 TEST(Targets, WhetherHopperHasCodeOfItsOwn) {
-  for (const char* targets : {"sm_80, compute_80, sm_90a", "sm_90a", "compute_90a"}) EXPECT_TRUE(built_for_hopper(targets)) << targets;
-  for (const char* targets : {"", "sm_80, compute_80", "compute_80", "sm_90, compute_90", "sm_100a"}) EXPECT_FALSE(built_for_hopper(targets)) << targets;
+  for (const char* targets : {"sm_80, compute_80, sm_90a", "sm_90a", "compute_90a"})
+    EXPECT_TRUE(built_for_hopper(targets)) << targets;
+  for (const char* targets : {"", "sm_80, compute_80", "compute_80", "sm_90, compute_90", "sm_100a"})
+    EXPECT_FALSE(built_for_hopper(targets)) << targets;
 }
 
 TEST(Targets, ARefusalNamesTheGpuAndTheBuild) {
-  EXPECT_EQ(refusal("sm_90a", 8, 6), "has compute capability 8.6, which runs none of what this build is compiled for: sm_90a");
+  EXPECT_EQ(refusal("sm_90a", 8, 6),
+            "has compute capability 8.6, which runs none of what this build is compiled for: sm_90a");
 }
 
 }  // namespace

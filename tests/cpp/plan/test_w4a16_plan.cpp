@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What any plan of a product with a weight of 4 or 8 bits must be, over many problems: every tile of K in exactly one chunk, chunks that start on
-// a span, shared memory that every supported GPU has, a workspace bounded by the device, bits that depend on m by regime.
+// What any plan of a product with a weight of 4 or 8 bits must be, over many problems: every tile of K in exactly one
+// chunk, chunks that start on a span, shared memory that every supported GPU has, a workspace bounded by the device,
+// bits that depend on m by regime.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +16,8 @@ constexpr std::int64_t rows[] = {1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300
 struct Weight {
   std::int64_t n, k;
 };
-constexpr Weight weights[] = {{1, 32}, {5, 50}, {192, 576}, {1024, 4096}, {4096, 4096}, {14336, 4096}, {4096, 14336}, {17, 100000}, {28600, 4096}};
+constexpr Weight weights[] = {{1, 32},       {5, 50},       {192, 576},   {1024, 4096}, {4096, 4096},
+                              {14336, 4096}, {4096, 14336}, {17, 100000}, {28600, 4096}};
 
 template <class F>
 void for_each_problem(F&& f) {
@@ -55,12 +57,13 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       const W4Plan plan = plan_w4a16(p);
       const W4Form form = w4_form(p.bits, plan.form);
       const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, chunk = plan.chunk_steps;
-      SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms << " bits " << p.bits);
+      SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms "
+                                      << p.sms << " bits " << p.bits);
       EXPECT_GE(plan.splits * chunk, steps);
       EXPECT_LT((plan.splits - 1) * chunk, steps);
       EXPECT_EQ(w4_step_k % plan.span, 0);
       EXPECT_TRUE(plan.span <= p.group || p.group == p.k);
-      EXPECT_GE(form.panel_k / w4_step_k, form.stages - 1);   // the ring's wait covers the panel's
+      EXPECT_GE(form.panel_k / w4_step_k, form.stages - 1);  // the ring's wait covers the panel's
       EXPECT_LE(plan.shared_bytes, 99u * 1024);
       EXPECT_GE(plan.x_rows, std::min<std::int64_t>(p.m, 8 * form.token_tiles));
       EXPECT_GE(plan.row_blocks * w4_warps * w4_tile_n, p.n);
@@ -77,10 +80,9 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       const W4Finisher finisher = w4_finisher(plan.gate_tiles > 0, shift);
       EXPECT_EQ(finisher.outputs << shift, plan.gate_tiles > 0 ? w4_warps / 2 : w4_warps);
       const int sums = plan.cluster * finisher.warps * 8 * form.token_tiles * w4_sums_pitch * 4;
-      if (!plan.finish) {
-        EXPECT_LE(static_cast<std::size_t>(plan.sums_at + sums), plan.shared_bytes);
-      }
-      const std::int64_t ctas = plan.row_blocks * plan.token_blocks * plan.splits, most = apart ? ctas : std::min<std::int64_t>(ctas, 2 * p.sms);
+      if (!plan.finish) { EXPECT_LE(static_cast<std::size_t>(plan.sums_at + sums), plan.shared_bytes); }
+      const std::int64_t ctas = plan.row_blocks * plan.token_blocks * plan.splits,
+                         most = apart ? ctas : std::min<std::int64_t>(ctas, 2 * p.sms);
       EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(most) * w4_warps * 16 * w4_tokens * 4);
     }
   });
@@ -98,12 +100,14 @@ TEST(W4Plan, FormsOfBothBitsTakeTheSameTokens) {
 TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
   for_each_tiles_problem([](const W4Problem& p) {
     const W4Plan plan = plan_w4a16(p);
-    SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms " << p.sms << " bits " << p.bits
-                                    << (p.copy_x ? " copy" : "") << (p.minima ? " minima" : ""));
+    SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms "
+                                    << p.sms << " bits " << p.bits << (p.copy_x ? " copy" : "")
+                                    << (p.minima ? " minima" : ""));
     ASSERT_EQ(plan.tiles, p.m > w4_stream_tokens);
     if (!plan.tiles) return;
     const W4TilesForm form = w4_tiles_form(p.bits, plan.form);
-    const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, chunk = plan.chunk_steps, ctas = plan.row_blocks * plan.token_blocks * plan.splits;
+    const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, chunk = plan.chunk_steps,
+                       ctas = plan.row_blocks * plan.token_blocks * plan.splits;
     EXPECT_GE(plan.splits * chunk, steps);
     EXPECT_LT((plan.splits - 1) * chunk, steps);
     EXPECT_TRUE(plan.span == 32 || plan.span == 64 || plan.span == 128);
@@ -114,18 +118,20 @@ TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
     EXPECT_LT((plan.token_blocks - 1) * form.tokens, plan.launch_tokens);
     EXPECT_GE(plan.row_blocks * form.warps() * w4_tile_n, p.n);
     EXPECT_EQ(plan.row_blocks % plan.cluster, 0);
-    EXPECT_EQ(form.tokens / plan.cluster % 8, 0);   // rows of a swizzle
+    EXPECT_EQ(form.tokens / plan.cluster % 8, 0);  // rows of a swizzle
     EXPECT_GE(plan.token_group, 1);
     EXPECT_LE(plan.shared_bytes, (228u / static_cast<unsigned>(form.ctas) - 1) * 1024);
     const std::size_t handed = plan.ticket_bytes + plan.handed_bytes, prepared = plan.copy_bytes;
     EXPECT_EQ(plan.workspace_bytes == handed + prepared, plan.splits == 1);
     if (plan.shares > 0) {
-      const std::int64_t row_groups = plan.row_blocks / plan.cluster, sharing = plan.shares * plan.token_blocks * plan.cluster;
+      const std::int64_t row_groups = plan.row_blocks / plan.cluster,
+                         sharing = plan.shares * plan.token_blocks * plan.cluster;
       EXPECT_EQ(plan.splits, 1);
       EXPECT_TRUE(w4_tiles_shares(form));
-      EXPECT_LE(plan.shares, row_groups);   // none is shorter than an item
+      EXPECT_LE(plan.shares, row_groups);  // none is shorter than an item
       EXPECT_LE(sharing, std::int64_t{p.sms} * form.ctas);
-      EXPECT_LE((row_groups * steps + plan.shares - 1) / plan.shares, (row_groups * plan.token_blocks * plan.cluster + p.sms * form.ctas - 1) / (p.sms * form.ctas) * steps);
+      EXPECT_LE((row_groups * steps + plan.shares - 1) / plan.shares,
+                (row_groups * plan.token_blocks * plan.cluster + p.sms * form.ctas - 1) / (p.sms * form.ctas) * steps);
       EXPECT_EQ(handed > 0, row_groups % plan.shares != 0);
       if (handed > 0) {
         EXPECT_GE(plan.ticket_bytes, static_cast<std::size_t>(8 * sharing));
@@ -136,7 +142,7 @@ TEST(W4Plan, TilesCoverTheProblemWithinHopper) {
       EXPECT_EQ(handed, 0u);
     }
     if (plan.splits > 1) {
-      EXPECT_LE(ctas, std::int64_t{p.sms} * form.ctas);   // and so is the workspace
+      EXPECT_LE(ctas, std::int64_t{p.sms} * form.ctas);  // and so is the workspace
     }
   });
 }
@@ -145,10 +151,12 @@ TEST(W4Plan, WhatIsPreparedForTilesHasRoom) {
   for_each_tiles_problem([](const W4Problem& p) {
     const W4Plan plan = plan_w4a16(p);
     if (!plan.tiles) return;
-    SCOPED_TRACE(testing::Message() << "m " << p.m << " k " << p.k << " group " << p.group << (p.copy_x ? " copy" : "") << (p.minima ? " minima" : ""));
+    SCOPED_TRACE(testing::Message() << "m " << p.m << " k " << p.k << " group " << p.group << (p.copy_x ? " copy" : "")
+                                    << (p.minima ? " minima" : ""));
     EXPECT_EQ(plan.launch_tokens, std::min(p.m, p.copy_x ? w4_copied_tokens : p.m));
     const W4TilesForm form = w4_tiles_form(p.bits, plan.form);
-    EXPECT_TRUE(plan.launch_tokens == p.m || plan.launch_tokens % form.tokens == 0);   // only the last launch has a block with less
+    EXPECT_TRUE(plan.launch_tokens == p.m ||
+                plan.launch_tokens % form.tokens == 0);  // only the last launch has a block with less
     EXPECT_EQ(plan.copy_bytes, p.copy_x ? static_cast<std::size_t>(plan.launch_tokens * ((p.k + 7) / 8) * 16) : 0u);
     // arrays that the copy engine reads start at multiples of 16 bytes
     EXPECT_EQ((plan.workspace_bytes - plan.copy_bytes) % 16, 0u);
@@ -165,13 +173,16 @@ TEST(W4Plan, SmallScaleBlocksAndMinimaAreRoundedToOperands) {
       p.bf16_scales = bf16_scales;
       const W4Plan plan = plan_w4a16(p);
       const bool exact = !plan.tiles || (!p.minima && plan.span == 128);
-      EXPECT_EQ(plan.operand, exact ? W4Operand::codes : bf16_scales ? W4Operand::bf16_scales : W4Operand::f16_scales)
+      EXPECT_EQ(plan.operand, exact         ? W4Operand::codes
+                              : bf16_scales ? W4Operand::bf16_scales
+                                            : W4Operand::f16_scales)
           << "m " << p.m << " k " << p.k << " group " << p.group << (p.minima ? " minima" : "");
     }
   });
 }
 
-// Chunks of W in 16 bits for many tokens: whole tiles of the 16-bit product, 32 MB at most, nothing else in the workspace.
+// Chunks of W in 16 bits for many tokens: whole tiles of the 16-bit product, 32 MB at most, nothing else in the
+// workspace.
 TEST(W4Plan, ChunksOfExpandedRowsAreBounded) {
   int expanded = 0;
   for_each_tiles_problem([&](W4Problem p) {
@@ -179,17 +190,17 @@ TEST(W4Plan, ChunksOfExpandedRowsAreBounded) {
     for (const bool bf16 : {false, true}) {
       p.bf16 = bf16;
       const W4Plan plan = plan_w4a16(p);
-      SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << (p.minima ? " minima" : "") << (bf16 ? " bf16" : ""));
-      if (plan.operand == W4Operand::codes || p.m <= 512) {
-        EXPECT_EQ(plan.expand_rows, 0);
-      }
+      SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group
+                                      << (p.minima ? " minima" : "") << (bf16 ? " bf16" : ""));
+      if (plan.operand == W4Operand::codes || p.m <= 512) { EXPECT_EQ(plan.expand_rows, 0); }
       if (plan.expand_rows == 0) continue;
       ++expanded;
       EXPECT_EQ(plan.splits, 1);
       EXPECT_EQ(plan.expand_rows % 256, 0);
-      EXPECT_EQ(plan.workspace_bytes, static_cast<std::size_t>(2 * std::min<std::int64_t>(plan.expand_rows, p.n) * p.k));
+      EXPECT_EQ(plan.workspace_bytes,
+                static_cast<std::size_t>(2 * std::min<std::int64_t>(plan.expand_rows, p.n) * p.k));
       EXPECT_LE(plan.workspace_bytes, std::size_t{32} << 20);
-      W4Problem other = p;   // what leaves the 16-bit product out leaves this out
+      W4Problem other = p;  // what leaves the 16-bit product out leaves this out
       other.linear_tiles = false;
       EXPECT_EQ(plan_w4a16(other).expand_rows, 0);
       other = p;
@@ -202,16 +213,26 @@ TEST(W4Plan, ChunksOfExpandedRowsAreBounded) {
 
 TEST(W4Plan, ChunksOfExpandedRowsFillWaves) {
   const auto rows = [](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return plan_w4a16({.m = m, .n = n, .k = k, .group = 32, .sms = 132, .clusters = true, .tiles = true, .minima = true, .linear_tiles = true}).expand_rows;
+    return plan_w4a16({.m = m,
+                       .n = n,
+                       .k = k,
+                       .group = 32,
+                       .sms = 132,
+                       .clusters = true,
+                       .tiles = true,
+                       .minima = true,
+                       .linear_tiles = true})
+        .expand_rows;
   };
-  EXPECT_EQ(rows(4096, 4096, 4096), 4096);    // one chunk of 32 MB
-  EXPECT_EQ(rows(1024, 4096, 4096), 0);       // what writing W takes is more than what it saves
-  EXPECT_EQ(rows(1088, 4096, 14336), 0);      // chunks of 1024 rows would leave SMs idle
-  EXPECT_EQ(rows(4096, 64, 4096), 0);         // cut along K, to fill the device
-  for (const std::int64_t m : {2048, 4096, 8192}) {   // no more waves than the whole product has, and one
+  EXPECT_EQ(rows(4096, 4096, 4096), 4096);           // one chunk of 32 MB
+  EXPECT_EQ(rows(1024, 4096, 4096), 0);              // what writing W takes is more than what it saves
+  EXPECT_EQ(rows(1088, 4096, 14336), 0);             // chunks of 1024 rows would leave SMs idle
+  EXPECT_EQ(rows(4096, 64, 4096), 0);                // cut along K, to fill the device
+  for (const std::int64_t m : {2048, 4096, 8192}) {  // no more waves than the whole product has, and one
     const std::int64_t chunk = rows(m, 14336, 4096), tokens = (m + 255) / 256;
     const auto waves = [&](std::int64_t n) { return ((n + 255) / 256 * 2 * tokens + 131) / 132; };
-    EXPECT_LE(14336 / chunk * waves(chunk) + (14336 % chunk > 0 ? waves(14336 % chunk) : 0), waves(14336) + 1) << "m " << m << " chunk " << chunk;
+    EXPECT_LE(14336 / chunk * waves(chunk) + (14336 % chunk > 0 ? waves(14336 % chunk) : 0), waves(14336) + 1)
+        << "m " << m << " chunk " << chunk;
   }
 }
 
@@ -231,7 +252,9 @@ TEST(W4Plan, NothingIsPreparedForFewTokensOrInvariance) {
 }
 
 TEST(W4Plan, TilesAreNotForBatchInvariance) {
-  EXPECT_FALSE(plan_w4a16({.m = 4096, .n = 4096, .k = 4096, .group = 128, .sms = 132, .batch_invariant = true, .tiles = true}).tiles);
+  EXPECT_FALSE(
+      plan_w4a16({.m = 4096, .n = 4096, .k = 4096, .group = 128, .sms = 132, .batch_invariant = true, .tiles = true})
+          .tiles);
 }
 
 TEST(W4Plan, SplitsDependOnTheRegimeOnly) {
@@ -254,7 +277,7 @@ TEST(W4Plan, SplitsDependOnTheRegimeOnly) {
     EXPECT_EQ(cut(65, false), cut(128, false));
     EXPECT_EQ(cut(385, false), cut(512, false));
     const auto plain = cut(3 * p.m, false);
-    p.copy_x = true;   // not on x's strides
+    p.copy_x = true;  // not on x's strides
     EXPECT_EQ(cut(3 * p.m, false), plain);
   });
 }
@@ -263,14 +286,14 @@ TEST(W4Plan, SharesAreForALastRoundThatWouldBeShort) {
   const auto plan = [](std::int64_t m, std::int64_t n, std::int64_t k) {
     return plan_w4a16({.m = m, .n = n, .k = k, .group = 128, .sms = 132, .clusters = true, .tiles = true});
   };
-  EXPECT_EQ(plan(256, 14336, 4096).shares, 33);   // 1.7 rounds
+  EXPECT_EQ(plan(256, 14336, 4096).shares, 33);  // 1.7 rounds
   EXPECT_EQ(plan(384, 14336, 4096).shares, 22);
-  EXPECT_EQ(plan(1024, 14336, 4096).shares, 8);   // whole rows of 8 blocks of tokens
+  EXPECT_EQ(plan(1024, 14336, 4096).shares, 8);  // whole rows of 8 blocks of tokens
   EXPECT_EQ(plan(1024, 14336, 4096).workspace_bytes, 0u);
   EXPECT_EQ(plan(128, 14336, 4096).shares, 0);   // one round
   EXPECT_EQ(plan(256, 4096, 4096).shares, 0);    // in chunks
   EXPECT_EQ(plan(256, 14336, 1024).shares, 0);   // too few steps to pay for it
-  EXPECT_EQ(plan(4096, 14336, 4096).shares, 0);   // more x than stays in L2
+  EXPECT_EQ(plan(4096, 14336, 4096).shares, 0);  // more x than stays in L2
 }
 
 TEST(W4Plan, FewRowsOfALargeWeightKeepEverySmBusy) {

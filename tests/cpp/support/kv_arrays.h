@@ -13,8 +13,9 @@ namespace rooftile {
 
 // What rows of these capacities (tokens) need.
 struct KvPages {
-  std::int64_t row = 0, all = 0;      // of the longest row; of all
-  std::vector<std::int32_t> table;    // [rows, row], pages in random order, out of range where a row has none; empty: contiguous
+  std::int64_t row = 0, all = 0;  // of the longest row; of all
+  std::vector<std::int32_t>
+      table;  // [rows, row], pages in random order, out of range where a row has none; empty: contiguous
 };
 inline KvPages deal_pages(const std::vector<std::int32_t>& capacity, int page_size, bool paged, unsigned seed) {
   const auto pages_of = [&](std::int32_t tokens) { return std::int64_t{(tokens + page_size - 1) / page_size}; };

@@ -37,14 +37,14 @@ struct Shared {
 };
 
 template <class... Args>
-void launch(void (*kernel)(Args...), int threads, std::type_identity_t<Args>... args) {   // in blocks of 32
+void launch(void (*kernel)(Args...), int threads, std::type_identity_t<Args>... args) {  // in blocks of 32
   kernel<<<threads / 32, 32>>>(args...);
   ASSERT_EQ(cudaGetLastError(), cudaSuccess);
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 __device__ int thread_index() { return static_cast<int>(blockIdx.x * 32 + threadIdx.x); }
 
-__global__ void decode_bytes(float* to) {   // of word i: codes i, i + 1, i + 2, i + 3
+__global__ void decode_bytes(float* to) {  // of word i: codes i, i + 1, i + 2, i + 3
   const std::uint32_t i = thread_index();
   std::uint32_t low, high;
   decode_int8_plus_128((i & 255) | ((i + 1) & 255) << 8 | ((i + 2) & 255) << 16 | ((i + 3) & 255) << 24, low, high);
@@ -57,7 +57,8 @@ TEST_F(Tile, EveryInt8CodeInEveryByte) {
   launch(decode_bytes, 256, decoded.data);
   for (int i = 0; i < 256; ++i)
     for (int byte = 0; byte < 4; ++byte)
-      EXPECT_EQ(decoded[static_cast<std::size_t>(4 * i + byte)], (static_cast<std::int8_t>(i + byte) + 128) * code_unit) << "byte " << byte;
+      EXPECT_EQ(decoded[static_cast<std::size_t>(4 * i + byte)], (static_cast<std::int8_t>(i + byte) + 128) * code_unit)
+          << "byte " << byte;
 }
 
 __host__ __device__ constexpr std::uint32_t nibbles(std::uint32_t i) { return i | ~i << 16; }
@@ -77,11 +78,12 @@ TEST_F(Tile, EveryNibbleInEveryPlace) {
   launch(decode_nibbles, words, decoded.data);
   for (std::uint32_t i = 0; i < words; ++i)
     for (std::uint32_t place = 0; place < 8; ++place)
-      ASSERT_EQ(decoded[8 * i + place], static_cast<float>(nibbles(i) >> (4 * place) & 15) * (place % 2 ? odd_code_unit : code_unit))
+      ASSERT_EQ(decoded[8 * i + place],
+                static_cast<float>(nibbles(i) >> (4 * place) & 15) * (place % 2 ? odd_code_unit : code_unit))
           << "place " << place << " of " << i;
 }
 
-__global__ void transpose(std::uint32_t* to) {   // element (row, column) is 8 row + column
+__global__ void transpose(std::uint32_t* to) {  // element (row, column) is 8 row + column
   const std::uint32_t lane = thread_index(), first = lane / 4 * 8 + lane % 4 * 2;
   to[lane] = transpose_8x8(first | (first + 1) << 16);
 }
@@ -129,7 +131,7 @@ TEST_F(Tile, MmaOfHalf) { check_product<half>(); }
 TEST_F(Tile, MmaOfBf16) { check_product<bf16>(); }
 
 __global__ void load_tiles(std::uint32_t* plain, std::uint32_t* turned) {
-  __shared__ alignas(16) std::uint16_t tiles[32][8];   // the rows of four tiles; element = 8 row + column
+  __shared__ alignas(16) std::uint16_t tiles[32][8];  // the rows of four tiles; element = 8 row + column
   const int lane = thread_index();
   for (int column = 0; column < 8; ++column) tiles[lane][column] = static_cast<std::uint16_t>(8 * lane + column);
   __syncwarp();
@@ -174,12 +176,8 @@ TEST_F(Tile, MergeWeights) {
     EXPECT_NEAR(weights[i].a, std::exp2(double{a} - top), 1e-6);
     EXPECT_NEAR(weights[i].b, std::exp2(double{b} - top), 1e-6);
     // an empty side changes no bit, whichever side it is
-    if (a == none) {
-      EXPECT_EQ(merged[i], 0.7f);
-    }
-    if (b == none) {
-      EXPECT_EQ(merged[i], 1.1f);
-    }
+    if (a == none) { EXPECT_EQ(merged[i], 0.7f); }
+    if (b == none) { EXPECT_EQ(merged[i], 1.1f); }
   }
 }
 
@@ -198,10 +196,10 @@ TEST_F(Tile, AFinishedRow) {
   EXPECT_EQ(result[0].factor, 0.0f);
   EXPECT_EQ(result[0].lse, -INFINITY);
   EXPECT_FLOAT_EQ(result[1].factor, 0.25f);
-  EXPECT_FLOAT_EQ(result[1].lse, static_cast<float>(5 * ln2));   // 2^3 * 4
-  EXPECT_FLOAT_EQ(result[2].factor, 0.125f);                     // 2^3 of 2^3 * 4 + 2^5
+  EXPECT_FLOAT_EQ(result[1].lse, static_cast<float>(5 * ln2));  // 2^3 * 4
+  EXPECT_FLOAT_EQ(result[2].factor, 0.125f);                    // 2^3 of 2^3 * 4 + 2^5
   EXPECT_FLOAT_EQ(result[2].lse, static_cast<float>(6 * ln2));
-  EXPECT_FLOAT_EQ(result[3].lse, static_cast<float>(2 * ln2));   // the sink alone
+  EXPECT_FLOAT_EQ(result[3].lse, static_cast<float>(2 * ln2));  // the sink alone
 }
 
 }  // namespace
