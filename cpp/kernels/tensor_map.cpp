@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/tensor_map.h"
 
-#include <cudaTypedefs.h>
 #include <cuda_runtime.h>
+#include <cudaTypedefs.h>
 
 #include "kernels/launch.h"
 

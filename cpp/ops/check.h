@@ -6,9 +6,9 @@
 #include <limits>
 
 #include "cpu/kernels.h"
+#include "rooftile/kv_cache.h"
 #include "rooftile/context.h"
 #include "rooftile/error.h"
-#include "rooftile/kv_cache.h"
 #include "rooftile/tensor.h"
 
 namespace rooftile::check {

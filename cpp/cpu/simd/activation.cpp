@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gated activations.  x [..., 2H] = [gate | up], h [..., H] = f(gate) * up
 // One pass: three streams, one exponential an element.
-#include "cpu/simd/activation.h"
 #include "cpu/element.h"
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/rows.h"
 #include "cpu/simd/vec.h"
+#include "cpu/simd/activation.h"
+#include "cpu/simd/rows.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {

@@ -16,11 +16,11 @@
 #include "cpu/element.h"
 #include "cpu/kernels.h"
 #include "cpu/scratch.h"
-#include "cpu/simd/attention_math.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/kv_tile.h"
 #include "cpu/simd/vec.h"
+#include "cpu/simd/kv_tile.h"
+#include "cpu/simd/attention_math.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {

@@ -2,11 +2,11 @@
 // y = activation(x W^T + bias) + residual with W as it is.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     any strides
 #include "cpu/kernels.h"
-#include "cpu/simd/activation.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/product.h"
 #include "cpu/simd/vec.h"
+#include "cpu/simd/activation.h"
+#include "cpu/simd/product.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {

@@ -8,8 +8,8 @@
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/rows.h"
 #include "cpu/simd/vec.h"
+#include "cpu/simd/rows.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {

@@ -13,11 +13,11 @@
 #include "core/w4_layout.h"
 #include "cpu/element.h"
 #include "cpu/kernels.h"
-#include "cpu/simd/activation.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/kernels_isa.h"
-#include "cpu/simd/product.h"
 #include "cpu/simd/vec.h"
+#include "cpu/simd/activation.h"
+#include "cpu/simd/product.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {

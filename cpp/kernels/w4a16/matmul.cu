@@ -11,9 +11,9 @@
 #include "kernels/linear/params.h"
 #include "kernels/products/finish.h"
 #include "kernels/tensor_map.h"
+#include "kernels/warmup.h"
 #include "kernels/w4a16/expand.cuh"
 #include "kernels/w4a16/prepare.cuh"
-#include "kernels/warmup.h"
 #include "rooftile/error.h"
 
 namespace rooftile::gpu {

@@ -31,9 +31,9 @@
 // there which it goes on with. It asks for them at its end, and they were written near the beginning.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
-#include <cute/arch/cluster_sm90.hpp>
 
 #include "kernels/w4a16/stream.cuh"
 #include "tile/tensor_copy.cuh"
