@@ -2,7 +2,7 @@
 """Compiler launcher of the GPU sources: runs nvcc and keeps, beside the object, what the checks of the kernels read.
 
 keep_reports.py nvcc ... -o NAME.o  ->  NAME.o.command (nvcc's arguments, one a line), NAME.o.ptxas (registers, spills,
-shared memory, warnings of every kernel) and NAME.o.<architecture>.ptx.
+shared memory, warnings of every kernel), NAME.o.<architecture>.ptx and NAME.o.<architecture>.cubin.
 """
 
 import re
@@ -18,6 +18,8 @@ Path(f"{target}.command").write_text("\n".join(command), encoding="utf-8")
 with tempfile.TemporaryDirectory() as kept:
     done = subprocess.run([*command, "--keep", "--keep-dir", kept], stderr=subprocess.PIPE, text=True)
     Path(f"{target}.ptxas").write_text(done.stderr, encoding="utf-8")
+    for cubin in Path(kept).glob("*.cubin"):
+        shutil.move(cubin, f"{target}.{re.findall(r'sm_[0-9a-z]+', cubin.stem)[-1]}.cubin")
     for ptx in Path(kept).glob("*.ptx"):
         architecture = re.search(r"\.target (\w+)", ptx.read_text())
         shutil.move(ptx, f"{target}.{architecture[1] if architecture else ptx.stem}.ptx")
