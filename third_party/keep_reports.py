@@ -19,7 +19,8 @@ with tempfile.TemporaryDirectory() as kept:
     done = subprocess.run([*command, "--keep", "--keep-dir", kept], stderr=subprocess.PIPE, text=True)
     Path(f"{target}.ptxas").write_text(done.stderr, encoding="utf-8")
     for cubin in Path(kept).glob("*.cubin"):
-        shutil.move(cubin, f"{target}.{re.findall(r'sm_[0-9a-z]+', cubin.stem)[-1]}.cubin")
+        architecture = re.search(r"\d+[a-z]?$", cubin.stem)  # NAME.compute_80.sm_80, or NAME.compute_90a alone
+        shutil.move(cubin, f"{target}.sm_{architecture[0]}.cubin")
     for ptx in Path(kept).glob("*.ptx"):
         architecture = re.search(r"\.target (\w+)", ptx.read_text())
         shutil.move(ptx, f"{target}.{architecture[1] if architecture else ptx.stem}.ptx")
