@@ -2,7 +2,7 @@
 """rooftile: LLM-inference kernels made of CuTe tiles, with a CPU twin for every one of them."""
 
 from rooftile import _C
-from rooftile._arrays import record_kernels
+from rooftile._calls import record_kernels
 from rooftile.attention import decode_attention, merge_attention, prefill_attention
 from rooftile.env import env, warmup
 from rooftile.errors import (

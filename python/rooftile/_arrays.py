@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs in the caller's framework, and the record of kernels that ran."""
+"""Arrays in the caller's framework, and what arguments must be."""
 
-import contextlib
-import contextvars
-import numbers
 import sys
 
 import numpy as np
@@ -13,7 +10,6 @@ from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError,
 
 _ACTIVATIONS = ("float32", "float16", "bfloat16")
 _GPU_MEMORY = (2, 13)  # kDLCUDA, kDLCUDAManaged
-_recorders = contextvars.ContextVar("rooftile.recorders", default=())  # lists of the blocks around this call
 
 
 def torch_of(x):
@@ -38,26 +34,6 @@ def aligned(tensor, element_size=None):
     return tensor.clone() if tensor.data_ptr() % (element_size or tensor.element_size()) else tensor
 
 
-def compiling():
-    """Whether torch.compile or torch.export is tracing the caller: ops then go through torch.ops.rooftile."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
-
-
-def torch_op(name, inputs, outputs, stream, plan):
-    """What a public function does while it is traced: the same through torch.ops.rooftile."""
-    from rooftile import torch_ops  # registers them; torch is there, it is tracing us
-
-    return torch_ops.call(name, inputs, outputs, stream, plan)
-
-
-def torch_store(name, inputs, cache, rows, counts, stream, plan):
-    """The same for what stores into a cache."""
-    from rooftile import torch_ops
-
-    return torch_ops.store(name, inputs, cache, rows, counts, stream, plan)
-
-
 def _refuse_on_a_gpu(like, what):
     """Raises NotSupportedError where `like`, no torch tensor, lies on a GPU: nobody can be asked for memory there."""
     try:
@@ -69,29 +45,6 @@ def _refuse_on_a_gpu(like, what):
             f"{type(like).__name__} on cuda:{index}: {what} is made for torch tensors only; pass "
             "torch.from_dlpack(array), which shares its memory"
         )
-
-
-def needs_torch_stream(stream, like):
-    """Whether a call with stream=`stream` goes through on_stream: `like`, its first tensor, is torch's on a GPU.
-
-    Others go straight to the binding, which judges what is no stream.
-    """
-    if torch_of(like) is None or not like.is_cuda or compiling():
-        return False
-    return isinstance(stream, numbers.Integral) and 0 <= stream < 2**63
-
-
-def on_stream(function, like, arguments):
-    """function(**arguments) with arguments["stream"] as torch's current stream of `like`'s device.
-
-    Outputs, workspace and what is copied to the device are torch's work on its current stream. Kernels on another one
-    would race with it, and their memory be handed out again before they have run. Functions with `stream=` begin with
-    it, and are no decorated ones: passing all arguments on once more costs every call 0.2 us.
-    """
-    import torch
-
-    with torch.cuda.stream(torch.cuda.ExternalStream(int(arguments["stream"]), like.device)):
-        return function(**{**arguments, "stream": None})
 
 
 def empty(op, argument, like, shape=None, dtype=None):
@@ -202,23 +155,3 @@ def numpy_dtype(name):
             raise ImportError("bfloat16 outside torch needs the package ml_dtypes (pip install ml_dtypes)") from e
         return ml_dtypes.bfloat16
     return np.dtype(name)
-
-
-@contextlib.contextmanager
-def record_kernels():
-    """Collects the names of the kernels that run inside the block, in order: `with record_kernels() as names:`.
-
-    Blocks nest. What other threads run is theirs to record.
-    """
-    names = []
-    token = _recorders.set((*_recorders.get(), names))
-    try:
-        yield names
-    finally:
-        _recorders.reset(token)
-
-
-def ran(kernel):
-    """Called with what a binding returned: the name of the kernel that ran."""
-    for names in _recorders.get():
-        names.append(kernel)

@@ -5,7 +5,9 @@ Log-sum-exp values are natural logarithms. A query that sees no key gets out 0 a
 """
 
 from rooftile import _C
-from rooftile._arrays import check_flag, compiling, empty, needs_torch_stream, on_stream, ran, torch_op, workspace
+from rooftile._arrays import check_flag, empty, workspace
+from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch_op
+from rooftile._registry import CACHE, CACHE_PARTS, OPS, Op
 from rooftile.errors import NotSupportedError
 from rooftile.kv_cache import ints
 
@@ -196,3 +198,45 @@ def merge_attention(out_a, lse_a, out_b, lse_b, *, out=None, lse=None, stream=No
         lse = empty("merge_attention", "lse", lse_a)
     ran(_C.merge_attention(out_a, lse_a, out_b, lse_b, out, lse, stream, plan))
     return out, lse
+
+
+def _decode_attention(q, *inputs, **options):
+    cache, (rows, counts, scale, window, softcap, sinks) = inputs[:CACHE_PARTS], inputs[CACHE_PARTS:]
+    options |= {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    return decode_attention(q, _C.KvCache(*cache), rows=rows, counts=counts, return_lse=True, **options)
+
+
+def _prefill_attention(
+    q, k, v, causal, scale, window, softcap, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, **options
+):
+    options |= {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options |= {"alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return prefill_attention(q, k, v, return_lse=True, **options)
+
+
+def _out_and_lse(q, *_):
+    return [q.shape, q.shape[:-1]]
+
+
+OPS["decode_attention"] = Op(
+    f"Tensor q, {CACHE}, Tensor? rows, Tensor? counts, float? scale, int? window, float? softcap, Tensor? sinks",
+    ("out", "lse"),
+    _decode_attention,
+    _out_and_lse,
+    (None, "float32"),
+)
+OPS["prefill_attention"] = Op(
+    "Tensor q, Tensor k, Tensor v, bool causal, float? scale, int? window, float? softcap, Tensor? sinks, "
+    "Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k",
+    ("out", "lse"),
+    _prefill_attention,
+    _out_and_lse,
+    (None, "float32"),
+)
+OPS["merge_attention"] = Op(
+    "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b",
+    ("out", "lse"),
+    merge_attention,
+    lambda out_a, lse_a, *_: [out_a.shape, lse_a.shape],
+    (None, "float32"),
+)

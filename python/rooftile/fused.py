@@ -8,10 +8,12 @@ naming the argument.
 """
 
 from rooftile import _C
-from rooftile._arrays import compiling, empty, needs_torch_stream, on_stream, ran, torch_op, torch_store
+from rooftile._arrays import empty
+from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch_op, torch_store
+from rooftile._registry import OPS, STORING, Op, StoringOp, like_first
 from rooftile.errors import NotSupportedError
 from rooftile.kv_cache import Cache, ints
-from rooftile.kv_pages import Pages
+from rooftile.kv_pages import Pages, stored_to
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
@@ -187,3 +189,45 @@ def _half(op, gate_up):
         return empty(op, "out", gate_up, (*shape[:-1], shape[-1] // 2))
     except TypeError:  # no number: the binding reads gate_up before its output
         return None
+
+
+def _halves(x, *_):
+    return [(*x.shape[:-1], x.shape[-1] // 2)]
+
+
+def _rope_append(q, k, v, cos, sin, positions, *inputs, plan=None):
+    cache, rows, counts = stored_to(inputs)
+    return rope_append(q, k, v, cos, sin, positions, cache, rows=rows, counts=counts, plan=plan)
+
+
+OPS["rms_norm"] = Op("Tensor x, Tensor? weight, float eps", ("out",), rms_norm, like_first())
+OPS["add_rms_norm"] = Op(
+    "Tensor x, Tensor residual, Tensor? weight, float eps", ("out", "residual_out"), add_rms_norm, like_first(2)
+)
+OPS["layer_norm"] = Op("Tensor x, Tensor? weight, Tensor? bias, float eps", ("out",), layer_norm, like_first())
+OPS["add_layer_norm"] = Op(
+    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
+    ("out", "residual_out"),
+    add_layer_norm,
+    like_first(2),
+)
+OPS["rope"] = Op(
+    "Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor positions",
+    ("q_out", "k_out"),
+    rope,
+    lambda q, k, *_: [q.shape, k.shape],
+)
+OPS["silu_mul"] = Op("Tensor gate_up", ("out",), silu_mul, _halves)
+OPS["gelu_mul"] = Op(
+    "Tensor gate_up, str approximate",
+    ("out",),
+    lambda x, approximate, **options: gelu_mul(x, approximate=approximate, **options),
+    _halves,
+)
+OPS["softmax"] = Op("Tensor x", ("out",), softmax, like_first())
+STORING["rope_append"] = StoringOp(
+    "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions",
+    "Tensor",
+    _rope_append,
+    lambda q, *_: q.new_empty(q.shape),
+)

@@ -11,19 +11,16 @@ from rooftile._arrays import (
     activation_dtype,
     as_torch,
     check_flag,
-    compiling,
     empty,
     must_be,
-    needs_torch_stream,
     numpy_dtype,
-    on_stream,
-    ran,
     refuse_mask,
     torch_device,
     torch_of,
-    torch_op,
     workspace,
 )
+from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch_op
+from rooftile._registry import OPS, Op
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 W4_KINDS = ("symmetric", "integer", "minima")
@@ -536,3 +533,52 @@ def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, st
         out = empty("linear", "out", x, (*shape[:-1], *rows[:1]) if whole else ())
     ran(_C.linear(x, weight, bias, activation, residual, out, workspace, stream, plan))
     return out
+
+
+def _packed_matmul(
+    weight_type,
+    function,
+    x,
+    codes,
+    scales,
+    offsets,
+    perm,
+    n,
+    k,
+    group_size,
+    kind,
+    scale_dtype,
+    bias,
+    activation,
+    residual,
+    batch_invariant=False,
+    **options,
+):
+    layout = {"shape": (n, k), "group_size": group_size, "kind": kind, "scale_dtype": scale_dtype}
+    w = weight_type(codes, scales, offsets, perm=perm, **layout)
+    options |= {"bias": bias, "activation": activation, "residual": residual, "batch_invariant": batch_invariant}
+    return function(x, w, **options)
+
+
+def _packed_op(weight_type, function):
+    return Op(
+        "Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? perm, int n, int k, int group_size, str kind, "
+        "str scale_dtype, Tensor? bias, str? activation, Tensor? residual, bool batch_invariant=False",
+        ("out",),
+        functools.partial(_packed_matmul, weight_type, function),
+        lambda x, codes, scales, offsets, perm, n, *rest: [(*x.shape[:-1], outputs(n, rest[5]))],
+    )
+
+
+def _linear(x, weight, bias, activation, residual, **options):
+    return linear(x, weight, bias=bias, activation=activation, residual=residual, **options)
+
+
+OPS["w4a16_matmul"] = _packed_op(W4Weight, w4a16_matmul)
+OPS["w8a16_matmul"] = _packed_op(W8Weight, w8a16_matmul)
+OPS["linear"] = Op(
+    "Tensor x, Tensor weight, Tensor? bias, str? activation, Tensor? residual",
+    ("out",),
+    _linear,
+    lambda x, weight, *_: [(*x.shape[:-1], weight.shape[0])],
+)

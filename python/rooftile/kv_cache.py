@@ -17,15 +17,11 @@ import numpy as np
 from rooftile import _C
 from rooftile._arrays import (
     activation_dtype,
-    compiling,
-    needs_torch_stream,
     numpy_dtype,
-    on_stream,
-    ran,
     refuse_mask,
     torch_of,
-    torch_store,
 )
+from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -2,7 +2,8 @@
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
 from rooftile import _C
-from rooftile._arrays import compiling, must_be
+from rooftile._arrays import must_be
+from rooftile._calls import compiling
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import (
     ARRAYS,

@@ -7,8 +7,10 @@ import sys
 import numpy as np
 
 from rooftile import _C
+from rooftile._calls import ran
+from rooftile._registry import CACHE_PARTS, STORING, StoringOp
 from rooftile.errors import NotSupportedError, OutOfPagesError
-from rooftile.kv_cache import ARRAYS, GROUP, KIVI, current_stream, device_of, host, ints, pages_for
+from rooftile.kv_cache import ARRAYS, GROUP, KIVI, append, current_stream, device_of, host, ints, pages_for
 
 
 class Pages:
@@ -222,3 +224,25 @@ class Pages:
         if self.device != "cpu":
             self._stale += map(tuple, np.argwhere(self.table != before).tolist())
         self.settle(())
+
+
+def stored_to(inputs):
+    """What follows an operator's own tensors as (cache, rows, counts), the cache a _C.KvCache or Pages."""
+    flat, (rows, counts, *state) = inputs[:CACHE_PARTS], inputs[CACHE_PARTS:]
+    handle, state = _C.KvCache(*flat), [x for x in state if x is not None]
+    if not state:
+        return handle, rows, counts
+    # a NumPy array is sent to the device once pages are taken
+    rows, counts = (x.numpy() if x is not None and x.is_cpu else x for x in (rows, counts))
+    return Pages(flat, handle, *state), rows, counts
+
+
+def _append(k, v, *inputs, plan=None):
+    cache, rows, counts = stored_to(inputs)
+    if isinstance(cache, Pages):
+        append(cache, k, v, rows, counts, None, plan)
+    else:
+        ran(_C.kv_append(cache, k, v, rows, counts, None, plan))
+
+
+STORING["append"] = StoringOp("Tensor k, Tensor v", "()", _append, lambda *_: None)

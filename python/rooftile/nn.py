@@ -6,7 +6,8 @@ import functools
 import torch
 
 from rooftile import _C
-from rooftile._arrays import aligned, as_torch, compiling, must_be, torch_device
+from rooftile._arrays import aligned, as_torch, must_be, torch_device
+from rooftile._calls import compiling
 from rooftile.errors import ArgumentError, ArgumentTypeError
 from rooftile.gemm import W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import integer

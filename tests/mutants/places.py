@@ -24,6 +24,7 @@ MODULES = (
     "_reasons",
     "torch_ops",
     "_arrays",
+    "_calls",
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 import rooftile as rt
 import torch
 from kv_caches import contiguous, kv, paged, tensors
-from rooftile import _arrays
+from rooftile import _calls
 
 GPUS = tuple(device for device in cases.devices() if device != "cpu")
 gpus = pytest.mark.parametrize("device", GPUS)
@@ -45,8 +45,8 @@ def streams(monkeypatch):
 
 def current_and_given(x, streams, *, stream=None):
     """torch's current streams as an op finds them, and the stream that it gives to its binding."""
-    if stream is not None and _arrays.needs_torch_stream(stream, x):
-        return _arrays.on_stream(current_and_given, x, locals())
+    if stream is not None and _calls.needs_torch_stream(stream, x):
+        return _calls.on_stream(current_and_given, x, locals())
     return list(streams), stream
 
 
