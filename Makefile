@@ -24,7 +24,7 @@ pytest: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" -n logical --dist worksteal
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n logical --dist worksteal
 
 # C++ tests; says at its end where GoogleTest is missing (Debian: apt-get install libgtest-dev)
 ctest: $(VENV)/.test
