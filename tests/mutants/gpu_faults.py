@@ -29,7 +29,7 @@ class Fault:
 FAULTS = {
     "mask_end": Fault(
         "a row's end is one token late",
-        DECODE + "tiles.cuh",
+        DECODE + "mma_tile.cuh",
         "if (at < v.begin[i & 1] || at >= v.end[i & 1]) s[mt][i] = -INFINITY;",
         "if (at < v.begin[i & 1] || at > v.end[i & 1]) s[mt][i] = -INFINITY;",
     ),
@@ -40,13 +40,13 @@ FAULTS = {
         "position >= p.window ? position - p.window : 0",
     ),
     "tree_factors": Fault(
-        "leaves are added without their maxima's factors",
-        DECODE + "tree.cuh",
+        "partials are added without their maxima's factors",
+        DECODE + "tree_reduction.cuh",
         "{0.0f, factors.x, factors.y}",
         "{0.0f, 1.0f, 1.0f}",
     ),
     "merge_sums": Fault(
-        "sums of weights keep their own maximum at a leaf's end",
+        "sums of weights keep their own maximum at the end of a KV split",
         DECODE + "split_kv.cuh",
         "make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);",
         "make_float2(state.l[0], state.l[1]);",
@@ -77,10 +77,10 @@ FAULTS = {
         "    shift = bits - 1 + (b == 5);",
     ),
     "queries_sync": Fault(
-        "queries may come before the last segment's states have been read",
+        "queries may arrive before the previous tile range's partials have been read",
         DECODE + "split_kv.cuh",
-        "__syncthreads(); Fold<1, S, threads, columns, Config::near_levels> fold(",
-        "Fold<1, S, threads, columns, Config::near_levels> fold(",
+        "__syncthreads(); PartialReduction<1, S, threads, mma_n, Config::smem_levels> reduction(",
+        "PartialReduction<1, S, threads, mma_n, Config::smem_levels> reduction(",
     ),
     "wait_group": Fault(
         "a tile is read before its copies are waited for",
@@ -88,29 +88,29 @@ FAULTS = {
         "        cute::cp_async_wait<Config::stages - 1>();\n        sync();",
         "        cute::cp_async_wait<Config::stages>();\n        sync();",
     ),
-    "values_apart": Fault(
+    "pv_masked": Fault(
         "a weight of 0 meets a NaN of a later token",
         DECODE + "split_kv.cuh",
-        "    if (p.tokens == 1 || all_seen(see, token, 16)) add_values16",
-        "    if (p.tokens >= 1 || all_seen(see, token, 16)) add_values16",
+        "    if (p.tokens == 1 || all_seen(see, token, 16)) add_pv16",
+        "    if (p.tokens >= 1 || all_seen(see, token, 16)) add_pv16",
     ),
-    "unit_growth": Fault(
-        "sums are not brought to a scale's larger unit",
+    "o_scale_growth": Fault(
+        "sums are not rescaled when the output scale grows",
         DECODE + "warp_state.cuh",
-        "change = grows ? state.unit * inverse_of_unit(unit) : 1.0f;",
+        "change = grows ? state.o_scale * inverse_pow2(o_scale) : 1.0f;",
         "change = 1.0f;",
     ),
     "step_barrier": Fault(
         "step_kv reads keys before all threads' copies have come",
         DECODE + "step_kv.cuh",
-        "__syncthreads(); start_values(used + Config::stages - 1",
-        "start_values(used + Config::stages - 1",
+        "__syncthreads(); load_v_stage(read_stage + Config::stages - 1",
+        "load_v_stage(read_stage + Config::stages - 1",
     ),
     "cluster_last": Fault(
-        "a cluster forgets the last of sixteen leaves",
-        DECODE + "cluster.cuh",
-        "return leaf < w.leaves ? ml : make_float2(-INFINITY, 0.0f);",
-        "return leaf < w.leaves - (w.leaves == 16) ? ml : make_float2(-INFINITY, 0.0f);",
+        "a cluster forgets the last of sixteen KV splits",
+        DECODE + "cluster_reduction.cuh",
+        "return split < w.splits ? ml : make_float2(-INFINITY, 0.0f);",
+        "return split < w.splits - (w.splits == 16) ? ml : make_float2(-INFINITY, 0.0f);",
     ),
     "append_slot": Fault(
         "scales of tokens behind the 64th of a page go elsewhere",

@@ -158,7 +158,7 @@ def run_and_check(cache, q, device="cpu", *, plan=None, sink_dtype="float32", **
         q, out, lse = (x[:, None] for x in (q, out, lse))
     # more than 8 query heads times new tokens of a KV head go through a kernel of their own where it is compiled
     steps = device != "cpu" and cache.head_dim == 128 and q.shape[1] * q.shape[2] // cache.kv_heads > 8
-    assert names == [f"{variant}_{cache.dtype}_{cache.format}_d{cache.head_dim}{'_c16' if steps else ''}"]
+    assert names == [f"{variant}_{cache.dtype}_{cache.format}_d{cache.head_dim}{'_m16' if steps else ''}"]
     exact, naive, exact_lse = expect_decode(cache, q, **options)
     bound = None if device == "cpu" else gpu_lse_bound(cache, q, exact_lse, **options)
     check(cache.dtype, out, lse, exact, naive, exact_lse, bound)

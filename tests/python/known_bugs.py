@@ -256,7 +256,7 @@ BUGS = {
     "B65": bug(
         "the number of splits changes the value",
         "test_decode_attention_gpu.py::test_tokens_at_once_and_one_by_one",
-        "DecodeSchedule.AnySplitOfARowIsTheExpressionOfOneBlock",
+        "DecodeScheduler.AnyPartitionOfARowIsTheExpressionOfOneCta",
     ),
     "B66": bug(
         "the result depends on the capacity",

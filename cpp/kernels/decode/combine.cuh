@@ -10,65 +10,65 @@
 #pragma once
 
 #include "kernels/decode/queries.cuh"
-#include "kernels/decode/range.cuh"
-#include "kernels/decode/tree.cuh"
+#include "kernels/decode/work_range.cuh"
+#include "kernels/decode/tree_reduction.cuh"
 #include "tile/grid.cuh"
 
 namespace rooftile::gpu {
 
 template <int D>
-struct CombineMemory {
-  TreeMemory tree[D / 32];  // a warp each
-  int node[max_leaves];     // that starts at a leaf, -1: none does
+struct CombineStorage {
+  TreeStorage tree[D / 32];  // a warp each
+  int partial[max_splits];   // that starts at a leaf, -1: none does
 };
 
 // The column's result over at most N leaves. False: a page was none, and split_kv has said so.
 template <int D, int N>
-__device__ __forceinline__ bool merge_nodes(const DecodeParams& p, CombineMemory<D>& memory, float& m, float& l,
-                                            float& value) {
-  using Nodes = Tree<N>;
-  TreeMemory& tree = memory.tree[threadIdx.x / 32];
-  Nodes nodes([&](int leaf) {
-    const int node = memory.node[leaf];
-    return node < 0 ? make_float2(-INFINITY, 0.0f)
-                    : *reinterpret_cast<const float2*>(p.node_ml + std::int64_t{node} * 2);
+__device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineStorage<D>& smem, float& m, float& l,
+                                                float& value) {
+  using Reduction = TreeReduction<N>;
+  TreeStorage& tree = smem.tree[threadIdx.x / 32];
+  Reduction reduction([&](int split) {
+    const int partial = smem.partial[split];
+    return partial < 0 ? make_float2(-INFINITY, 0.0f)
+                       : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial} * 2);
   });
   float o[N];
 #pragma unroll
-  for (int leaf = 0; leaf < N; ++leaf)
-    o[leaf] = memory.node[leaf] < 0 ? 0.0f : p.node_o[std::int64_t{memory.node[leaf]} * D + threadIdx.x];
-  if (!nodes.weigh(tree)) return false;
-  m = nodes.m();
-  l = nodes.l();
-  value = Nodes::value(tree, o);
+  for (int split = 0; split < N; ++split)
+    o[split] = smem.partial[split] < 0 ? 0.0f : p.partial_o[std::int64_t{smem.partial[split]} * D + threadIdx.x];
+  if (!reduction.compute_factors(tree)) return false;
+  m = reduction.m();
+  l = reduction.l();
+  value = Reduction::reduce(tree, o);
   return true;
 }
 
 // Before the wait a line of the L1 may be older than the launch.
-__device__ __forceinline__ int read_from_l2(const std::int32_t* from) { return __ldcg(from); }
+__device__ __forceinline__ int load_l2(const std::int32_t* from) { return __ldcg(from); }
 
 // What batch entry b has to do, how many units come before its own, and of all.
 struct EntryWork {
   RowWork work;
-  int before = 0, total = 0;
-  bool even = false;  // all tasks are as long
+  int units_before = 0, total_units = 0;
+  bool uniform = false;  // all tasks are as long
 };
 // Counted by every warp for itself; at most 32 entries.
-__device__ __forceinline__ EntryWork count_units(const DecodeParams& p, int b) {
+__device__ __forceinline__ EntryWork count_work(const DecodeParams& p, int b) {
   const int lane = threadIdx.x % 32;
   RowWork w;
-  if (lane < p.batch) w = row_work_of(p, p.cache.format, lane, read_from_l2);
-  const int first_task = __shfl_sync(0xffffffffu, w.task_units(), 0);
+  if (lane < p.batch) w = row_work_of(p, p.cache.format, lane, load_l2);
+  const int first_units = __shfl_sync(0xffffffffu, w.work_tile_units(), 0);
   EntryWork entry;
-  entry.even = __all_sync(0xffffffffu, lane >= p.batch || w.task_units() == first_task);
-  if (entry.even) {
-    entry.before = b * p.tasks * first_task;
-    entry.total = p.batch * p.tasks * first_task;
+  entry.uniform = __all_sync(0xffffffffu, lane >= p.batch || w.work_tile_units() == first_units);
+  if (entry.uniform) {
+    entry.units_before = b * p.tiles_per_entry * first_units;
+    entry.total_units = p.batch * p.tiles_per_entry * first_units;
   } else {
-    w.weigh(p.cache.format);
-    const int units = w.task_units() * p.tasks;
-    entry.before = __reduce_add_sync(0xffffffffu, lane < b ? units : 0);
-    entry.total = __reduce_add_sync(0xffffffffu, units);
+    w.add_overheads(p.cache.format);
+    const int units = w.work_tile_units() * p.tiles_per_entry;
+    entry.units_before = __reduce_add_sync(0xffffffffu, lane < b ? units : 0);
+    entry.total_units = __reduce_add_sync(0xffffffffu, units);
   }
   entry.work = broadcast(w, b);
   return entry;
@@ -77,68 +77,69 @@ __device__ __forceinline__ EntryWork count_units(const DecodeParams& p, int b) {
 template <class T, int D>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
   tile::let_next_kernel_start();  // block 0 waits below, so the next one's wait covers split_kv too
-  __shared__ CombineMemory<D> memory;
-  const int thread = threadIdx.x, index = static_cast<int>(blockIdx.x), of_all = divide(index, p.by_columns_used),
-            column = index - of_all * p.columns_used;
-  const int b = divide(of_all, p.by_tasks), task_in_row = of_all - b * p.tasks;
-  const int kv_head = divide(task_in_row, p.by_passes);
-  const Task task{b, kv_head, (task_in_row - kv_head * p.passes) * (p.columns / columns)};
+  __shared__ CombineStorage<D> smem;
+  const int thread = threadIdx.x, row_index = static_cast<int>(blockIdx.x),
+            tile_index = divide(row_index, p.by_rows_used), m_row = row_index - tile_index * p.rows_used;
+  const int b = divide(tile_index, p.by_tiles_per_entry), tile_in_entry = tile_index - b * p.tiles_per_entry;
+  const int kv_head = divide(tile_in_entry, p.by_m_blocks);
+  const WorkTile tile{b, kv_head, (tile_in_entry - kv_head * p.m_blocks) * (p.block_m / mma_n)};
 
-  const bool counts = p.batch <= 32;
+  const bool counts_here = p.batch <= 32;
   EntryWork entry;
-  if (counts) {
-    entry = count_units(p, b);
+  if (counts_here) {
+    entry = count_work(p, b);
   } else {
-    entry.work = row_work_of(p, p.cache.format, b, read_from_l2);
+    entry.work = row_work_of(p, p.cache.format, b, load_l2);
     tile::wait_for_previous_kernel();
-    entry.before = p.row_begin[b];
-    entry.total = p.row_begin[p.batch];
-    entry.even = p.row_begin[p.batch + 1] != 0;
-    if (!entry.even) entry.work.weigh(p.cache.format);
+    entry.units_before = p.work_prefix[b];
+    entry.total_units = p.work_prefix[p.batch];
+    entry.uniform = p.work_prefix[p.batch + 1] != 0;
+    if (!entry.uniform) entry.work.add_overheads(p.cache.format);
   }
   const RowWork& w = entry.work;
-  const int leaves = w.leaves, ranks = ranks_of(entry.even, w.task_units(), p.ranks);
-  ColumnResult<T> result(p, task, w, column);
-  const auto write = [&](float m, float l, float value) {
+  const int splits = w.splits, ctas_per_tile = ctas_per_tile_of(entry.uniform, w.work_tile_units(), p.ctas_per_tile);
+  RowEpilogue<T> epilogue(p, tile, w, m_row);
+  const auto store = [&](float m, float l, float value) {
     const float o[1] = {value};
-    result.finish(m, l);
-    result.write(thread, o);
-    if (thread == 0) result.write_lse();
+    epilogue.finalize(m, l);
+    epilogue.store(thread, o);
+    if (thread == 0) epilogue.store_lse();
   };
   // The run of leaves, some block's, that the thread's leaf lies in.
-  const int leaf = min(thread, leaves - 1);
-  int share = 0, at = 0, end = leaves;
-  if (leaves > 0 && ranks) {
-    const int rank = w.rank_of_leaf(leaf, ranks);
-    share = of_all * ranks + rank;
-    at = w.leaf_of_rank(rank, ranks);
-    end = w.leaf_of_rank(rank + 1, ranks);
-  } else if (leaves > 0) {
-    const Split split(entry.total, p.blocks, entry.even);
-    const int base = entry.before + task_in_row * w.task_units();
-    share = split.owner(base + w.leaf_begin(leaf));
-    at = w.leaf_from(split.begin(share) - base);
-    end = w.leaf_from(split.begin(share + 1) - base);
+  const int split = min(thread, splits - 1);
+  int range_index = 0, at = 0, end = splits;
+  if (splits > 0 && ctas_per_tile) {
+    const int cta_in_tile = w.cta_of_split(split, ctas_per_tile);
+    range_index = tile_index * ctas_per_tile + cta_in_tile;
+    at = w.first_split_of_cta(cta_in_tile, ctas_per_tile);
+    end = w.first_split_of_cta(cta_in_tile + 1, ctas_per_tile);
+  } else if (splits > 0) {
+    const WorkPartition partition(entry.total_units, p.ctas, entry.uniform);
+    const int base = entry.units_before + tile_in_entry * w.work_tile_units();
+    range_index = partition.owner(base + w.split_begin(split));
+    at = w.first_split_from(partition.begin(range_index) - base);
+    end = w.first_split_from(partition.begin(range_index + 1) - base);
   }
-  if (at == 0 && end == leaves) {  // one block had it all, or there is nothing
-    if (leaves == 0 && w.fault == KvFault::none) write(-INFINITY, 0.0f, 0.0f);
-    if (counts && blockIdx.x == 0) tile::wait_for_previous_kernel();
+  if (at == 0 && end == splits) {  // one block had it all, or there is nothing
+    if (splits == 0 && w.fault == KvFault::none) store(-INFINITY, 0.0f, 0.0f);
+    if (counts_here && blockIdx.x == 0) tile::wait_for_previous_kernel();
     return;
   }
-  if (thread < max_leaves) {
-    int slot = share * slots_per_block + (at > 0 ? 0 : slots_inside);
-    for (; at < leaf; ++slot) at += 1 << node_level(at, end);
-    memory.node[thread] = thread < leaves && at == leaf ? slot * p.columns + column : -1;
+  if (thread < max_splits) {
+    int index = range_index * partials_per_cta + (at > 0 ? 0 : partials_inside);
+    for (; at < split; ++index) at += 1 << partial_level(at, end);
+    smem.partial[thread] = thread < splits && at == split ? index * p.block_m + m_row : -1;
   }
   __syncthreads();  // the places of the nodes are known
-  if (counts) tile::wait_for_previous_kernel();
+  if (counts_here) tile::wait_for_previous_kernel();
 
   float m, l, value;
-  constexpr int few = 16, some = 32;  // leaves of most rows that are short enough for this kernel's time to count
-  const bool right = leaves <= few    ? merge_nodes<D, few>(p, memory, m, l, value)
-                     : leaves <= some ? merge_nodes<D, some>(p, memory, m, l, value)
-                                      : merge_nodes<D, max_leaves>(p, memory, m, l, value);
-  if (right) write(m, l, value);
+  constexpr int short_row = 16,
+                medium_row = 32;  // leaves of most rows that are short enough for this kernel's time to count
+  const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, m, l, value)
+                     : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, m, l, value)
+                                            : reduce_partials<D, max_splits>(p, smem, m, l, value);
+  if (valid) store(m, l, value);
 }
 
 }  // namespace rooftile::gpu

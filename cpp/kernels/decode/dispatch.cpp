@@ -5,7 +5,7 @@
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
-#include "kernels/decode/schedule.h"
+#include "kernels/decode/scheduler.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 
@@ -26,11 +26,11 @@ void for_each_variant(const Visit& visit) {
 // smallest.
 const DecodeVariant& variant_of(const DecodeArgs& a) {
   DecodeKey key{a.q.dtype, a.cache->format, a.cache->head_dim, 0};
-  const std::int64_t wanted = a.q.shape[1] * (a.q.shape[2] / a.cache->kv_heads);
+  const std::int64_t packed_rows = a.q.shape[1] * (a.q.shape[2] / a.cache->kv_heads);
   const DecodeVariant* found = nullptr;
   for_each_variant([&](const DecodeVariant& v) {
-    key.columns = v.key.columns;
-    if (v.key == key && (!found || 2 * wanted > v.key.columns)) found = &v;
+    key.block_m = v.key.block_m;
+    if (v.key == key && (!found || 2 * packed_rows > v.key.block_m)) found = &v;
   });
   if (found) return *found;
   // Every dtype and format has the same head_dims.
@@ -38,7 +38,7 @@ const DecodeVariant& variant_of(const DecodeArgs& a) {
   const auto add = [](std::string& list, const std::string& next) { list += (list.empty() ? "" : ", ") + next; };
   const DecodeKey& first = bits16_variants()[0].key;
   for_each_variant([&](const DecodeVariant& v) {
-    if (v.key.columns != first.columns) return;
+    if (v.key.block_m != first.block_m) return;
     if (v.key.head_dim == first.head_dim) add(stores, std::string(name(v.key.dtype)) + " " + name(v.key.format));
     if (v.key.dtype == first.dtype && v.key.format == first.format) add(dims, std::to_string(v.key.head_dim));
   });
@@ -51,8 +51,8 @@ DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVa
   // what one query sees, the other queries' steps, and what starts at a multiple of 32
   const std::int64_t visible = a.logits.window > 0 ? std::min(capacity, a.logits.window + tokens + 31) : capacity;
   return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads),
-                      a.cache->head_dim, v.key.columns, visible},
-                     {scope.sms(), std::min(v.blocks_per_sm, scope.blocks_that_fit(v.shared_bytes)),
+                      a.cache->head_dim, v.key.block_m, visible},
+                     {scope.sms(), std::min(v.ctas_per_sm, scope.blocks_that_fit(v.smem_bytes)),
                       v.clusters ? scope.largest_cluster() : 1});
 }
 
@@ -78,13 +78,13 @@ bool rows_are_vectors(const TensorView& t) {
 // Work is counted in 32 bits: the units of all tasks, half as much again as their tokens if leaves are short, and a
 // fifteenth more where shares are rounded.
 void check_size(const DecodeArgs& a) {
-  const double columns_all =
-      static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / columns + a.cache->kv_heads;
-  const double of_task = 1.5 * static_cast<double>(a.cache->capacity()) / unit_tokens + 16;
-  const double units = static_cast<double>(a.q.shape[0]) * columns_all * of_task;
+  const double m_blocks_all =
+      static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / mma_n + a.cache->kv_heads;
+  const double tile_units = 1.5 * static_cast<double>(a.cache->capacity()) / work_unit_tokens + 16;
+  const double units = static_cast<double>(a.q.shape[0]) * m_blocks_all * tile_units;
   ROOFTILE_CHECK_KIND(not_supported, units < 0x1p30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q),
                       " over a cache of capacity ", a.cache->capacity(),
-                      " is more than one call counts (2^30 units of 32 tokens x 8 query columns)");
+                      " is more than one call counts (2^30 work units of 32 tokens x 8 packed query rows)");
 }
 
 }  // namespace
@@ -107,10 +107,10 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   const DecodePlan plan = plan_of(scope, a, variant);
   const char *const dtype = name(a.q.dtype), *const format = name(a.cache->format);
   const KernelName ran =
-      variant.key.columns > columns  // step_kv
-          ? kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim, "_c", variant.key.columns)
+      variant.key.block_m > mma_n  // step_kv
+          ? kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim, "_m", variant.key.block_m)
           : kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim);
-  if (plan.blocks == 0) return ran;  // no query
+  if (plan.ctas == 0) return ran;  // no query
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
   DecodeParams p = {};
   p.q = a.q;
@@ -123,29 +123,29 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.batch = static_cast<int>(a.q.shape[0]);
   p.tokens = static_cast<int>(a.q.shape[1]);
   p.q_per_kv = static_cast<int>(a.q.shape[2] / a.cache->kv_heads);
-  p.columns = variant.key.columns;
-  p.passes = plan.passes;
-  p.columns_used = static_cast<int>(std::min<std::int64_t>(p.columns, a.q.shape[1] * p.q_per_kv));
-  p.tasks = a.cache->kv_heads * plan.passes;
+  p.block_m = variant.key.block_m;
+  p.m_blocks = plan.m_blocks;
+  p.rows_used = static_cast<int>(std::min<std::int64_t>(p.block_m, a.q.shape[1] * p.q_per_kv));
+  p.tiles_per_entry = a.cache->kv_heads * plan.m_blocks;
   p.vector_queries = rows_are_vectors(a.q);
   p.scale = a.logits.scale;
   p.softcap = a.logits.softcap;
-  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  p.window = static_cast<int>(std::min(a.logits.window, most));
-  p.capacity = static_cast<int>(std::min(a.cache->capacity(), most));
-  p.row_begin = reinterpret_cast<std::int32_t*>(workspace);
-  p.node_o = reinterpret_cast<float*>(workspace + plan.node_o);
-  p.node_ml = reinterpret_cast<float*>(workspace + plan.node_ml);
-  p.fold = reinterpret_cast<float*>(workspace + plan.fold);
-  p.blocks = plan.blocks;
-  p.layers = plan.layers;
-  p.ranks = plan.ranks;
-  p.cluster = plan.cluster;
+  constexpr std::int64_t int32_max = std::numeric_limits<std::int32_t>::max();
+  p.window = static_cast<int>(std::min(a.logits.window, int32_max));
+  p.capacity = static_cast<int>(std::min(a.cache->capacity(), int32_max));
+  p.work_prefix = reinterpret_cast<std::int32_t*>(workspace);
+  p.partial_o = reinterpret_cast<float*>(workspace + plan.partial_o);
+  p.partial_ml = reinterpret_cast<float*>(workspace + plan.partial_ml);
+  p.reduction_o = reinterpret_cast<float*>(workspace + plan.reduction_o);
+  p.ctas = plan.ctas;
+  p.ctas_per_sm = plan.ctas_per_sm;
+  p.ctas_per_tile = plan.ctas_per_tile;
+  p.cluster_size = plan.cluster_size;
   p.by_q_per_kv = Divisor(p.q_per_kv);
-  p.by_passes = Divisor(p.passes);
-  p.by_tasks = Divisor(p.tasks);
-  p.by_ranks = Divisor(std::max(p.ranks, 1));
-  p.by_columns_used = Divisor(p.columns_used);
+  p.by_m_blocks = Divisor(p.m_blocks);
+  p.by_tiles_per_entry = Divisor(p.tiles_per_entry);
+  p.by_ctas_per_tile = Divisor(std::max(p.ctas_per_tile, 1));
+  p.by_rows_used = Divisor(p.rows_used);
   variant.launch(scope, p);
   return ran;
 }

@@ -14,23 +14,24 @@ namespace rooftile::gpu {
 template <class Config>
 struct DecodeKernel {
   using T = typename Config::T;
-  static constexpr bool steps = Config::column_tiles > 1;
-  using Shared = std::conditional_t<steps, StepShared<Config>, DecodeShared<Config>>;
-  static constexpr auto split = [] {
-    if constexpr (steps) return step_kv<Config>;
+  static constexpr bool is_step_kv = Config::n_tiles > 1;
+  using Storage = std::conditional_t<is_step_kv, StepKvStorage<Config>, SplitKvStorage<Config>>;
+  static constexpr auto main_kernel = [] {
+    if constexpr (is_step_kv) return step_kv<Config>;
     else return split_kv<Config>;
   }();
   static constexpr int threads = 32 * Config::warps;
 
   static void launch(const DeviceScope& scope, const DecodeParams& p) {
-    static_assert(sizeof(Shared) <= 99 * 1024);  // what a block of every supported architecture may have
-    scope.launch(split, {p.blocks / p.layers, p.layers}, threads, sizeof(Shared), p, Overlap::with_previous, p.cluster);
-    if (p.cluster > 1) return;
-    scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.tasks * p.columns_used, Config::head_dim, 0, p,
-                 Overlap::with_previous);
+    static_assert(sizeof(Storage) <= 99 * 1024);  // what a block of every supported architecture may have
+    scope.launch(main_kernel, {p.ctas / p.ctas_per_sm, p.ctas_per_sm}, threads, sizeof(Storage), p,
+                 Overlap::with_previous, p.cluster_size);
+    if (p.cluster_size > 1) return;
+    scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.tiles_per_entry * p.rows_used,
+                 Config::head_dim, 0, p, Overlap::with_previous);
   }
   static void load(const char* op) {
-    load_kernel(op, split);
+    load_kernel(op, main_kernel);
     load_kernel(op, combine<T, Config::head_dim>);
   }
 };
@@ -38,21 +39,21 @@ struct DecodeKernel {
 // What a variant is made of. `stages` tiles of a team on the way, `blocks` a multiprocessor. A team is one warp; of
 // more than 128 channels two, of more than 256 all four, which share the output's channels, and more of the fold waits
 // in the workspace, so that a block stays small.
-template <class Element, KvFormat F, int D, int Stages, int Blocks>
+template <class Element, KvFormat F, int D, int Stages, int CtasPerSm>
 struct DecodeConfig {
   using T = Element;
   static constexpr KvFormat format = F;
-  static constexpr int head_dim = D, stages = Stages, blocks_per_sm = Blocks, column_tiles = 1;
-  static constexpr int warps = 4, team = D > 256 ? 4 : D > 128 ? 2 : 1, near_levels = D > 128 ? 1 : 4;
+  static constexpr int head_dim = D, stages = Stages, ctas_per_sm = CtasPerSm, n_tiles = 1;
+  static constexpr int warps = 4, warps_per_tile = D > 256 ? 4 : D > 128 ? 2 : 1, smem_levels = D > 128 ? 1 : 4;
   static constexpr bool clusters =
-      near_levels >= cluster_slots;  // the states of a cluster's leaves take no more room than the fold
+      smem_levels >= cluster_partials;  // the states of a cluster's leaves take no more room than the fold
 };
 // The same of one for more columns: two steps on the way.
 template <class Element, KvFormat F>
 struct StepConfig {
   using T = Element;
   static constexpr KvFormat format = F;
-  static constexpr int head_dim = 128, stages = 2, blocks_per_sm = 2, column_tiles = 2, warps = 4, near_levels = 1;
+  static constexpr int head_dim = 128, stages = 2, ctas_per_sm = 2, n_tiles = 2, warps = 4, smem_levels = 1;
   static constexpr bool clusters = false;
 };
 
@@ -60,10 +61,10 @@ template <class Config>
 constexpr DecodeVariant decode_variant() {
   using Kernel = DecodeKernel<Config>;
   return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim,
-           columns * Config::column_tiles},
-          Config::blocks_per_sm,
+           mma_n * Config::n_tiles},
+          Config::ctas_per_sm,
           Config::clusters,
-          sizeof(typename Kernel::Shared),
+          sizeof(typename Kernel::Storage),
           Kernel::launch,
           Kernel::load};
 }

@@ -4,7 +4,7 @@
 
 #include "kernels/decode/params.h"
 #include "kernels/decode/queries.cuh"
-#include "kernels/decode/schedule.h"
+#include "kernels/decode/scheduler.h"
 
 namespace rooftile::gpu {
 
@@ -43,7 +43,7 @@ class RowPages {
     return {first, crosses ? at(index + 1) : first};
   }
   // Whether both are pages; if the table must not name one, that is reported.
-  __device__ __forceinline__ bool are_pages(const Pages& at) const {
+  __device__ __forceinline__ bool are_valid(const Pages& at) const {
     const auto pages = static_cast<unsigned>(cache_.pages);
     if (static_cast<unsigned>(at.first) < pages && static_cast<unsigned>(at.second) < pages) return true;
     *cache_.fault = static_cast<int>(KvFault::page) + 16 * row_;

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "kernels/decode/schedule.h"
+#include "kernels/decode/scheduler.h"
 
 namespace rooftile::gpu {
 
@@ -11,25 +11,29 @@ std::string text(const DecodeKey& key) {
   return std::string(name(key.dtype)) + " " + name(key.format) + " d" + std::to_string(key.head_dim);
 }
 
-DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room) {
-  const auto& [batch, tokens, kv_heads, q_per_kv, head_dim, columns, visible] = shape;
+DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device) {
+  const auto& [batch, tokens, kv_heads, q_per_kv, head_dim, block_m, visible] = shape;
   DecodePlan plan;
-  plan.passes = static_cast<int>((tokens * q_per_kv + columns - 1) / columns);
-  const std::int64_t tasks = batch * kv_heads * plan.passes, resident = std::int64_t{room.sms} * room.blocks_per_sm;
+  plan.m_blocks = static_cast<int>((tokens * q_per_kv + block_m - 1) / block_m);
+  const std::int64_t work_tiles = batch * kv_heads * plan.m_blocks,
+                     resident_ctas = std::int64_t{device.sms} * device.ctas_per_sm;
   // Groups of multiprocessors differ in size and clusters do not cross them: an eighth of the device may be left over.
-  while (2 * plan.cluster <= room.largest_cluster && 16 * tasks * plan.cluster <= 7 * resident) plan.cluster *= 2;
-  if (visible > cluster_tokens(plan.cluster)) plan.cluster = 1;
-  plan.layers = plan.cluster == 1 && tasks * max_leaves >= resident ? room.blocks_per_sm : 1;
-  plan.blocks = static_cast<int>(plan.cluster > 1 ? tasks * plan.cluster : std::min(resident, tasks * max_leaves));
-  plan.ranks = ranks_if_even(tasks, plan.blocks);
-  if (plan.cluster > 1) return plan;  // its states meet in shared memory
-  const auto up = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
-  const std::size_t nodes = static_cast<std::size_t>(plan.blocks) * slots_per_block * static_cast<std::size_t>(columns);
-  plan.node_o = up((static_cast<std::size_t>(shape.batch) + 2) * sizeof(std::int32_t));
-  plan.node_ml = plan.node_o + up(nodes * static_cast<std::size_t>(head_dim) * sizeof(float));
-  plan.fold = plan.node_ml + up(nodes * 2 * sizeof(float));
-  plan.workspace_bytes = plan.fold + static_cast<std::size_t>(plan.blocks) * fold_levels *
-                                         static_cast<std::size_t>(columns * head_dim) * sizeof(float);
+  while (2 * plan.cluster_size <= device.max_cluster && 16 * work_tiles * plan.cluster_size <= 7 * resident_ctas)
+    plan.cluster_size *= 2;
+  if (visible > cluster_tokens(plan.cluster_size)) plan.cluster_size = 1;
+  plan.ctas_per_sm = plan.cluster_size == 1 && work_tiles * max_splits >= resident_ctas ? device.ctas_per_sm : 1;
+  plan.ctas = static_cast<int>(plan.cluster_size > 1 ? work_tiles * plan.cluster_size
+                                                     : std::min(resident_ctas, work_tiles * max_splits));
+  plan.ctas_per_tile = ctas_per_tile_if_uniform(work_tiles, plan.ctas);
+  if (plan.cluster_size > 1) return plan;  // its states meet in shared memory
+  const auto align = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
+  const std::size_t partials =
+      static_cast<std::size_t>(plan.ctas) * partials_per_cta * static_cast<std::size_t>(block_m);
+  plan.partial_o = align((static_cast<std::size_t>(shape.batch) + 2) * sizeof(std::int32_t));
+  plan.partial_ml = plan.partial_o + align(partials * static_cast<std::size_t>(head_dim) * sizeof(float));
+  plan.reduction_o = plan.partial_ml + align(partials * 2 * sizeof(float));
+  plan.workspace_bytes = plan.reduction_o + static_cast<std::size_t>(plan.ctas) * reduction_levels *
+                                                static_cast<std::size_t>(block_m * head_dim) * sizeof(float);
   return plan;
 }
 

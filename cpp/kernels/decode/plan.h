@@ -14,36 +14,37 @@ struct DecodeKey {
   DType dtype;
   KvFormat format;
   int head_dim;
-  int columns = 8;  // of a task: query heads of a KV head times new tokens
+  int block_m = 8;  // of a task: query heads of a KV head times new tokens
   bool operator==(const DecodeKey&) const = default;
 };
 std::string text(const DecodeKey& key);  // "float16 int8 d128"
 
 struct DecodePlan {
-  int blocks = 0, layers = 1, cluster = 1, ranks = 0;  // as in DecodeParams
-  int passes = 0;                                      // tasks of a KV head
-  std::size_t node_o = 0, node_ml = 0, fold = 0;       // offsets of the parts of the workspace; row_begin is at 0
+  int ctas = 0, ctas_per_sm = 1, cluster_size = 1, ctas_per_tile = 0;  // as in DecodeParams
+  int m_blocks = 0;                                                    // tasks of a KV head
+  std::size_t partial_o = 0, partial_ml = 0,
+              reduction_o = 0;  // offsets of the parts of the workspace; row_begin is at 0
   std::size_t workspace_bytes = 0;
 };
 struct DecodeShape {
   std::int64_t batch, tokens;
   int kv_heads, q_per_kv, head_dim;
-  int columns;           // of a task
+  int block_m;           // of a task
   std::int64_t visible;  // tokens that the queries of a row see together, at most: of capacity and window
 };
-struct DecodeRoom {
-  int sms, blocks_per_sm;  // how many of the variant's blocks a multiprocessor of this device holds
-  int largest_cluster;
+struct DecodeDevice {
+  int sms, ctas_per_sm;  // how many of the variant's blocks a multiprocessor of this device holds
+  int max_cluster;
 };
-DecodePlan plan_decode(const DecodeShape& shape, const DecodeRoom& room);
+DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device);
 
 // One compiled variant. The table of all is the sum of its files'.
 class DeviceScope;
 struct DecodeVariant {
   DecodeKey key;
-  int blocks_per_sm;  // at most, what its registers were cut for
+  int ctas_per_sm;  // at most, what its registers were cut for
   bool clusters;
-  std::size_t shared_bytes;  // of a block
+  std::size_t smem_bytes;  // of a block
   void (*launch)(const DeviceScope&, const DecodeParams&);
   void (*load)(const char* op);
 };

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/decode/params.h"
-#include "kernels/decode/schedule.h"
+#include "kernels/decode/scheduler.h"
 #include "tile/copy.cuh"
 #include "tile/mma.cuh"
 #include "tile/softmax.cuh"
@@ -25,17 +25,18 @@ __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat f
 
 // One task: 8 columns, or some times 8, of a (batch entry, KV head). Column c of the head is query c / q_per_kv of head
 // c % q_per_kv.
-struct Task {
-  int b, kv_head, pass;  // pass: of 8 columns, the task's first
+struct WorkTile {
+  int b, kv_head, m_block;  // pass: of 8 columns, the task's first
 };
-struct Column {
+struct QueryRow {
   int token, head;  // token: -1 where the column is padding
   int position;     // of the query in its row; below 0 where it sees nothing
 };
-__device__ __forceinline__ Column column_of(const DecodeParams& p, const Task& task, const RowWork& w, int column) {
-  const int c = task.pass * columns + column, token = divide(c, p.by_q_per_kv);
+__device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
+                                              int m_row) {
+  const int c = tile.m_block * mma_n + m_row, token = divide(c, p.by_q_per_kv);
   if (token >= p.tokens) return {-1, 0, -1};
-  return {token, task.kv_head * p.q_per_kv + c - token * p.q_per_kv, token < w.count ? w.length - w.count + token : -1};
+  return {token, tile.kv_head * p.q_per_kv + c - token * p.q_per_kv, token < w.count ? w.length - w.count + token : -1};
 }
 
 // The tokens that the two columns of a lane see, and bounds for the whole task: [outer_begin, outer_end) holds all that
@@ -49,7 +50,7 @@ struct Visible {
 struct TokenRange {
   int begin, end;
 };
-__device__ __forceinline__ TokenRange seen_from(const DecodeParams& p, int position, bool raw) {
+__device__ __forceinline__ TokenRange visible_tokens(const DecodeParams& p, int position, bool raw) {
   int begin = p.window > 0 && position >= p.window ? position + 1 - p.window : 0, end = position + 1;
   if (is_kivi(p.cache.format)) {
     const int boundary = max(position, 0) & ~(kv_group - 1);
@@ -58,21 +59,21 @@ __device__ __forceinline__ TokenRange seen_from(const DecodeParams& p, int posit
   }
   return {begin, max(begin, end)};
 }
-__device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& task, const RowWork& w, int lane,
+__device__ __forceinline__ Visible visible(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int lane,
                                            bool raw) {
   if (p.tokens == 1) {  // one query: padding may see what the others see
-    const TokenRange r = seen_from(p, w.length - 1, raw);
+    const TokenRange r = visible_tokens(p, w.length - 1, raw);
     return {{r.begin, r.begin}, {r.end, r.end}, {0, 0}, r.begin, r.end, r.begin, r.end};
   }
   Visible v{{0, 0}, {0, 0}, {-1, -1}, 0x7fffffff, 0, 0, 0x7fffffff};
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const Column c = column_of(p, task, w, lane % 4 * 2 + j);
+    const QueryRow c = query_row(p, tile, w, lane % 4 * 2 + j);
     if (c.token < 0) {
       v.end[j] = 0x7fffffff;
       continue;
     }
-    const TokenRange r = seen_from(p, c.position, raw);
+    const TokenRange r = visible_tokens(p, c.position, raw);
     v.query[j] = c.token;
     v.begin[j] = r.begin;
     v.end[j] = r.end;
@@ -95,9 +96,9 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const Task& ta
 
 // Bytes from a kivi cache's ring of raw tokens, of K or of V, to where it keeps `token` of a row.
 template <class T, int D>
-__device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const Task& task, const RowWork& w,
+__device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
                                                     int token) {
-  return ((std::int64_t{w.row} * p.cache.kv_heads + task.kv_head) * kv_ring + token % kv_ring) * (D * sizeof(T));
+  return ((std::int64_t{w.row} * p.cache.kv_heads + tile.kv_head) * kv_ring + token % kv_ring) * (D * sizeof(T));
 }
 
 // [tokens or columns][D] 16-bit elements in shared memory, 16-byte pieces of a row exchanged by the row's low bits: no
@@ -110,33 +111,33 @@ __device__ __forceinline__ int swizzled(int row, int d) {
 // Starts the copies of N times 8 query columns, from a task's first on, rows of `to`, by Lanes threads; zeros for
 // padding. Any strides.
 template <class T, int D, int N, int Lanes>
-__device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const Task& task, const RowWork& w, int lane,
-                                                   T* to) {
+__device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
+                                                   int lane, T* to) {
   const TensorView& q = p.q;
-  const T* const row = static_cast<const T*>(q.data) + task.b * q.stride[0];
-  const auto place = [&](int piece, int& column, int& d0) { column = piece / (D / 8), d0 = piece % (D / 8) * 8; };
-  const auto from = [&](const Column& c) {
+  const T* const row = static_cast<const T*>(q.data) + tile.b * q.stride[0];
+  const auto locate = [&](int vec, int& m_row, int& d0) { m_row = vec / (D / 8), d0 = vec % (D / 8) * 8; };
+  const auto from = [&](const QueryRow& c) {
     return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
   };
   if (p.vector_queries) {
 #pragma unroll
     for (int i = 0; i < (N * D + Lanes - 1) / Lanes; ++i) {
       if (N * D % Lanes != 0 && i * Lanes + lane >= N * D) break;
-      int column, d0;
-      place(i * Lanes + lane, column, d0);
-      const Column c = column_of(p, task, w, column);
+      int m_row, d0;
+      locate(i * Lanes + lane, m_row, d0);
+      const QueryRow c = query_row(p, tile, w, m_row);
       cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
           *reinterpret_cast<const cute::uint128_t*>(from(c) + d0),
-          *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(column, d0)), c.token >= 0);
+          *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(m_row, d0)), c.token >= 0);
     }
   } else {
 #pragma unroll 1
-    for (int piece = lane; piece < N * D; piece += Lanes) {
-      int column, d0;
-      place(piece, column, d0);
-      const Column c = column_of(p, task, w, column);
+    for (int vec = lane; vec < N * D; vec += Lanes) {
+      int m_row, d0;
+      locate(vec, m_row, d0);
+      const QueryRow c = query_row(p, tile, w, m_row);
       for (int j = 0; j < 8; ++j)
-        to[swizzled<D>(column, d0) + j] = c.token >= 0 ? from(c)[(d0 + j) * q.stride[3]] : T(0.0f);
+        to[swizzled<D>(m_row, d0) + j] = c.token >= 0 ? from(c)[(d0 + j) * q.stride[3]] : T(0.0f);
     }
   }
 }
@@ -144,10 +145,10 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
 // The same columns, arrived, as operands B of the products with 16-bit keys: fragment k covers head_dim 16 k .. 16 k +
 // 15.
 template <class T, int D>
-__device__ __forceinline__ void load_query_fragments(const T* columns_at, int lane, tile::FragmentB (&q)[D / 16]) {
+__device__ __forceinline__ void load_query_fragments(const T* q_rows, int lane, tile::FragmentB (&q)[D / 16]) {
 #pragma unroll
   for (int k = 0; k < D / 16; k += 2) {
-    const tile::FragmentA four = tile::load_8x8x4(columns_at + swizzled<D>(lane % 8, 16 * k + lane / 8 * 8));
+    const tile::FragmentA four = tile::load_8x8x4(q_rows + swizzled<D>(lane % 8, 16 * k + lane / 8 * 8));
     q[k] = {{four.r[0], four.r[1]}};
     q[k + 1] = {{four.r[2], four.r[3]}};
   }
@@ -155,57 +156,57 @@ __device__ __forceinline__ void load_query_fragments(const T* columns_at, int la
 
 // How the threads of a block share the values of a column: each has pieces of `piece_values` neighbours, so many apart.
 template <int D>
-inline constexpr int piece_values = D % 64 == 0 ? 4 : 2;
+inline constexpr int vec_floats = D % 64 == 0 ? 4 : 2;
 
 // Where one column's finished row goes. Known before its sums are, maybe before what ran before has ended (so past the
 // L1); finish() with those comes before anything is written.
 template <class T>
-class ColumnResult {
+class RowEpilogue {
  public:
-  __device__ __forceinline__ ColumnResult(const DecodeParams& p, const Task& task, const RowWork& w, int column)
+  __device__ __forceinline__ RowEpilogue(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int m_row)
       : p_(&p) {
-    const Column c = column_of(p, task, w, column);
-    there_ = c.token >= 0;
-    if (!there_) return;
+    const QueryRow c = query_row(p, tile, w, m_row);
+    in_tile_ = c.token >= 0;
+    if (!in_tile_) return;
     if (p.sinks.given()) {
       const std::int64_t at = c.head * p.sinks.stride[0];
       sink_ = tile::log2_e * (p.sinks.dtype == DType::f32 ? __ldcg(p.sinks.as<const float>() + at)
                                                           : tile::to_float(__ldcg(p.sinks.as<const T>() + at)));
     }
     real_ = c.token < w.count;
-    out_ = p.out.as<T>() + task.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
+    out_ = p.out.as<T>() + tile.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
     if (p.lse.given())
-      lse_ = p.lse.as<float>() + task.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2];
+      lse_ = p.lse.as<float>() + tile.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2];
   }
-  __device__ __forceinline__ void finish(float m, float l) {
+  __device__ __forceinline__ void finalize(float m, float l) {
     if (!real_) return;
     result_ = tile::finish_softmax(m, l, sink_);
-    any_ = l != 0.0f;
+    sees_keys_ = l != 0.0f;
   }
   // N neighbouring values.
   template <int N>
-  __device__ __forceinline__ void write(int d, const float (&o)[N]) const {
-    if (!there_) return;
-    struct alignas(N * sizeof(T)) Piece {
+  __device__ __forceinline__ void store(int d, const float (&o)[N]) const {
+    if (!in_tile_) return;
+    struct alignas(N * sizeof(T)) Vec {
       T x[N];
     } values;
 #pragma unroll
-    for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(any_ ? __fmul_rn(o[i], result_.factor) : 0.0f);
-    if (p_->out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(out_) % sizeof(Piece) == 0) {
-      *reinterpret_cast<Piece*>(out_ + d) = values;
+    for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(sees_keys_ ? __fmul_rn(o[i], result_.factor) : 0.0f);
+    if (p_->out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(out_) % sizeof(Vec) == 0) {
+      *reinterpret_cast<Vec*>(out_ + d) = values;
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) out_[(d + i) * p_->out.stride[3]] = values.x[i];
     }
   }
   // One thread's part.
-  __device__ __forceinline__ void write_lse() const {
-    if (there_ && p_->lse.given()) *lse_ = result_.lse;
+  __device__ __forceinline__ void store_lse() const {
+    if (in_tile_ && p_->lse.given()) *lse_ = result_.lse;
   }
 
  private:
   const DecodeParams* p_;
-  bool there_, real_ = false, any_ = false;
+  bool in_tile_, real_ = false, sees_keys_ = false;
   float sink_ = -INFINITY;
   tile::SoftmaxResult result_{0.0f, -INFINITY};
   T* out_ = nullptr;

@@ -20,10 +20,10 @@
 // queries.
 #pragma once
 
-#include "kernels/decode/cluster.cuh"
-#include "kernels/decode/fold.cuh"
+#include "kernels/decode/cluster_reduction.cuh"
+#include "kernels/decode/reduction.cuh"
 #include "kernels/decode/pages.cuh"
-#include "kernels/decode/range.cuh"
+#include "kernels/decode/work_range.cuh"
 #include "kernels/decode/warp_state.cuh"
 #include "tile/grid.cuh"
 #include "tile/team.cuh"
@@ -31,35 +31,36 @@
 namespace rooftile::gpu {
 
 template <class Config>
-struct DecodeShared {
-  static constexpr int D = Config::head_dim, teams = Config::warps / Config::team, threads = 32 * Config::warps;
-  TileOf<Config> ring[teams][Config::stages];  // what a team keeps in flight for itself
-  alignas(16) float o[teams][columns][D + 4];  // the teams' states at the end of a leaf; padded against conflicts
-  float m[teams][columns], l[teams][columns];
+struct SplitKvStorage {
+  static constexpr int D = Config::head_dim, warps_kv = Config::warps / Config::warps_per_tile,
+                       threads = 32 * Config::warps;
+  KvTile<Config> ring[warps_kv][Config::stages];  // what a team keeps in flight for itself
+  alignas(16) float o[warps_kv][mma_n][D + 4];    // the teams' states at the end of a leaf; padded against conflicts
+  float m[warps_kv][mma_n], l[warps_kv][mma_n];
   union {
-    FoldMemory<1, columns * D / threads, threads, columns, Config::near_levels> fold;
-    std::conditional_t<Config::clusters, ClusterStates<D>, char> states;  // in a cluster
+    ReductionStorage<1, mma_n * D / threads, threads, mma_n, Config::smem_levels> reduction;
+    std::conditional_t<Config::clusters, ClusterPartials<D>, char> cluster;  // in a cluster
   };
-  BlockRange range;
-  int bad_segment;  // the last one that met a page that is none
+  WorkRange range;
+  int bad_tile_range;  // the last one that met a page that is none
   // Query columns that are needed until the task ends: raw keys meet them after codes.
-  static constexpr bool needs_queries = is_kivi(Config::format);
-  alignas(16) typename Config::T raw_queries[needs_queries ? columns * D : 8];
+  static constexpr bool keeps_queries = is_kivi(Config::format);
+  alignas(16) typename Config::T raw_queries[keeps_queries ? mma_n * D : 8];
   // A team that has two raw tiles has four halves of them.
-  static constexpr bool pairs_raw = is_kivi(Config::format) && Config::team == 1;
+  static constexpr bool pairs_raw = is_kivi(Config::format) && Config::warps_per_tile == 1;
   alignas(16) typename Config::T raw_half[pairs_raw && Config::stages < 4 ? 16 * D : 8];
 
   // Memory in other uses: query columns before the next states are written; 16-bit keys or values in a stage.
   __device__ typename Config::T* queries() {
-    return needs_queries ? raw_queries : reinterpret_cast<typename Config::T*>(&o[0][0][0]);
+    return keeps_queries ? raw_queries : reinterpret_cast<typename Config::T*>(&o[0][0][0]);
   }
-  __device__ typename Config::T* raw(int team, int stage) {
+  __device__ typename Config::T* raw(int warp_kv, int stage) {
     static_assert(sizeof(ring[0][0]) >= 16 * D * sizeof(typename Config::T));
-    return reinterpret_cast<typename Config::T*>(&ring[team][stage]);
+    return reinterpret_cast<typename Config::T*>(&ring[warp_kv][stage]);
   }
-  __device__ TreeMemory* after_tiles() {  // one of each warp
-    static_assert(sizeof(ring) >= Config::warps * sizeof(TreeMemory));
-    return reinterpret_cast<TreeMemory*>(&ring);
+  __device__ TreeStorage* tree_storage() {  // one of each warp
+    static_assert(sizeof(ring) >= Config::warps * sizeof(TreeStorage));
+    return reinterpret_cast<TreeStorage*>(&ring);
   }
 };
 
@@ -67,126 +68,132 @@ template <class Config>
 class SplitKv {
   using T = typename Config::T;
   static constexpr int D = Config::head_dim, warps = Config::warps, threads = 32 * warps,
-                       column_threads = threads / columns;
-  static constexpr int teams = warps / Config::team, lanes = 32 * Config::team,
-                       W = D / Config::team;  // of a team; channels of a warp
-  static constexpr int S = D / column_threads, N = piece_values<D>,
-                       apart = N * column_threads;  // a thread's values of a column, in pieces
+                       threads_per_row = threads / mma_n;
+  static constexpr int warps_kv = warps / Config::warps_per_tile, tile_threads = 32 * Config::warps_per_tile,
+                       W = D / Config::warps_per_tile;  // of a team; channels of a warp
+  static constexpr int S = D / threads_per_row, N = vec_floats<D>,
+                       vec_stride = N * threads_per_row;  // a thread's values of a column, in pieces
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
   static constexpr int tile_tokens = elements ? 16 : 32;
 
  public:
-  __device__ SplitKv(const DecodeParams& p, DecodeShared<Config>& shared)
+  __device__ SplitKv(const DecodeParams& p, SplitKvStorage<Config>& smem)
       : p(p),
-        shared(shared),
+        smem(smem),
         lane(threadIdx.x % 32),
-        team(tile::uniform(threadIdx.x / lanes)),
-        part(threadIdx.x / 32 % Config::team),
+        warp_kv(tile::uniform(threadIdx.x / tile_threads)),
+        warp_d(threadIdx.x / 32 % Config::warps_per_tile),
         page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
-    const bool clustered = Config::clusters && tile::has_clusters && p.cluster > 1;
+    const bool clustered = Config::clusters && tile::has_clusters && p.cluster_size > 1;
     {
-      const BlockRange found = clustered ? cluster_range() : find_range<format>(p);
-      if (!keep_range(found, shared.range, shared.bad_segment)) return;
+      const WorkRange found = clustered ? cluster_work_range() : find_work_range<format>(p);
+      if (!store_range(found, smem.range, smem.bad_tile_range)) return;
     }
-    each_segment<format>(p, shared.range, [&](const Task& task, const RowWork& w, int first, int last) {
-      if (first < last || clustered) segment(task, w, first, last, shared.range.share, clustered);
+    for_each_tile_range<format>(p, smem.range, [&](const WorkTile& tile, const RowWork& w, int first, int last) {
+      if (first < last || clustered) compute_tile_range(tile, w, first, last, smem.range.range_index, clustered);
     });
   }
 
  private:
-  __device__ void sync() const { tile::sync_team<Config::team>(team); }
+  __device__ void sync() const { tile::sync_team<Config::warps_per_tile>(warp_kv); }
 
-  struct alignas(4 * N) Piece {
+  struct alignas(4 * N) Vec {
     float x[N];
   };
 
   // The one task of this block's cluster. Its first block says what is wrong, and answers rows that see nothing.
-  __device__ BlockRange cluster_range() {
-    const auto [index, rank] = tile::place_in_cluster();
-    BlockRange range = one_task(p, index, rank, p.cluster, 0, [&](int b) { return row_work_of(p, format, b, read); });
+  __device__ WorkRange cluster_work_range() {
+    const auto [tile_index, cta_rank] = tile::place_in_cluster();
+    WorkRange range = one_work_tile(p, tile_index, cta_rank, p.cluster_size, 0,
+                                    [&](int b) { return row_work_of(p, format, b, read); });
     const RowWork& w = range.work;
     if (range.begin < range.end) {
-      range.own_leaves(lane);
+      range.find_own_splits(lane);
       return range;
     }
-    if (rank > 0) return range;
-    const int kv_head = divide(range.task, p.by_passes);
+    if (cta_rank > 0) return range;
+    const int kv_head = divide(range.tile, p.by_m_blocks);
     if (w.fault == KvFault::none) {
-      ColumnResult<T> to(p, {range.entry, kv_head, range.task - kv_head * p.passes}, w, threadIdx.x / column_threads);
-      to.finish(-INFINITY, 0.0f);
-      write(to, {});
-    } else if (range.task == 0 && threadIdx.x == 0) {
+      RowEpilogue<T> epilogue(p, {range.entry, kv_head, range.tile - kv_head * p.m_blocks}, w,
+                              threadIdx.x / threads_per_row);
+      epilogue.finalize(-INFINITY, 0.0f);
+      store(epilogue, {});
+    } else if (range.tile == 0 && threadIdx.x == 0) {
       *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? range.entry : w.row);
     }
     return range;
   }
 
   // Leaves [first, last) of one task; of a cluster maybe none.
-  __device__ void segment(const Task& task, const RowWork& w, int first, int last, int share, bool clustered) {
-    const int column = threadIdx.x / column_threads, d0 = threadIdx.x % column_threads * N;
-    const bool merges = task.pass * columns + columns / warps * (team * Config::team + part) <
-                        p.q_per_kv * p.tokens;  // the warp has a column that is no padding
-    ++this_segment;
+  __device__ void compute_tile_range(const WorkTile& tile, const RowWork& w, int first, int last, int range_index,
+                                     bool clustered) {
+    const int m_row = threadIdx.x / threads_per_row, d0 = threadIdx.x % threads_per_row * N;
+    const bool has_row = tile.m_block * mma_n + mma_n / warps * (warp_kv * Config::warps_per_tile + warp_d) <
+                         p.q_per_kv * p.tokens;  // the warp has a column that is no padding
+    ++this_tile_range;
     // the last segment's states, where queries may go, have been read, and whether it met a page that is none
     __syncthreads();
-    Fold<1, S, threads, columns, Config::near_levels> fold(
-        shared.fold, p.fold + std::int64_t{share_of_block()} * decltype(shared.fold)::deep * columns * D, threadIdx.x,
-        column, first, last - first == 1 && w.leaves > 1);
-    int slot = share * slots_per_block + (first > 0 ? 0 : slots_inside);
-    const auto with_fault = [&](float l) { return shared.bad_segment == this_segment ? -1.0f : l; };
-    const auto emit = [&](const Node<1, S>& node) {
-      const std::int64_t at = std::int64_t{slot++} * columns + column;
+    PartialReduction<1, S, threads, mma_n, Config::smem_levels> reduction(
+        smem.reduction,
+        p.reduction_o + std::int64_t{work_range_index()} * decltype(smem.reduction)::gmem_levels * mma_n * D,
+        threadIdx.x, m_row, first, last - first == 1 && w.splits > 1);
+    int partial_index = range_index * partials_per_cta + (first > 0 ? 0 : partials_inside);
+    const auto mark_fault = [&](float l) { return smem.bad_tile_range == this_tile_range ? -1.0f : l; };
+    const auto emit = [&](const Partial<1, S>& partial) {
+      const std::int64_t at = std::int64_t{partial_index++} * mma_n + m_row;
 #pragma unroll
       for (int i = 0; i < S / N; ++i)
-        *reinterpret_cast<Piece*>(p.node_o + at * D + d0 + i * apart) = *reinterpret_cast<const Piece*>(&node.o[i * N]);
-      if (d0 == 0) *reinterpret_cast<float2*>(p.node_ml + at * 2) = make_float2(node.m[0], with_fault(node.l[0]));
+        *reinterpret_cast<Vec*>(p.partial_o + at * D + d0 + i * vec_stride) =
+            *reinterpret_cast<const Vec*>(&partial.o[i * N]);
+      if (d0 == 0)
+        *reinterpret_cast<float2*>(p.partial_ml + at * 2) = make_float2(partial.m[0], mark_fault(partial.l[0]));
     };
-    const auto add = [&](const Node<1, S>& node, int leaf) {
-      if (!merges) return;
+    const auto add = [&](const Partial<1, S>& partial, int split) {
+      if (!has_row) return;
       if constexpr (Config::clusters)
         if (clustered) {
-          ClusterStates<D>* const to = tile::in_block(&shared.states, block_of_column(p, column));
-          const int at = cluster_slot(p, leaf, column);
+          ClusterPartials<D>* const to = tile::in_block(&smem.cluster, cta_of_row(p, m_row));
+          const int at = cluster_partial(p, split, m_row);
 #pragma unroll
           for (int i = 0; i < S / N; ++i)
-            *reinterpret_cast<Piece*>(to->o[at] + d0 + i * apart) = *reinterpret_cast<const Piece*>(&node.o[i * N]);
-          if (d0 == 0) to->ml[at] = make_float2(node.m[0], with_fault(node.l[0]));
+            *reinterpret_cast<Vec*>(to->o[at] + d0 + i * vec_stride) = *reinterpret_cast<const Vec*>(&partial.o[i * N]);
+          if (d0 == 0) to->ml[at] = make_float2(partial.m[0], mark_fault(partial.l[0]));
           return;
         }
-      fold.push(node, leaf, emit);
+      reduction.push(partial, split, emit);
     };
     if constexpr (Config::clusters)
       if (clustered) tile::wait_for_cluster();  // all its blocks have started
     state.reset();
-    leaves(task, w, first, last, [&](int leaf, bool elements_now) {
-      if (elements_now) add(merge_warps<false>(column, d0), leaf);
-      else if constexpr (!elements) add(merge_warps<true>(column, d0), leaf);
+    compute_splits(tile, w, first, last, [&](int split, bool has_elements) {
+      if (has_elements) add(reduce_warps<false>(m_row, d0), split);
+      else if constexpr (!elements) add(reduce_warps<true>(m_row, d0), split);
     });
     if constexpr (Config::clusters && tile::has_clusters)
       if (clustered) {
-        merge_cluster<T, D, threads>(p, task, w, tile::place_in_cluster().rank, shared.states, shared.after_tiles());
+        reduce_cluster<T, D, threads>(p, tile, w, tile::place_in_cluster().rank, smem.cluster, smem.tree_storage());
         return;
       }
-    if (!merges) return;
-    if (first > 0 || last < w.leaves) {
-      fold.flush(emit);
+    if (!has_row) return;
+    if (first > 0 || last < w.splits) {
+      reduction.flush(emit);
       return;
     }
-    const Node<1, S> result = fold.finish();
-    if (shared.bad_segment == this_segment) return;
-    ColumnResult<T> to(p, task, w, column);
-    to.finish(result.m[0], result.l[0]);
-    write(to, result.o);
+    const Partial<1, S> result = reduction.result();
+    if (smem.bad_tile_range == this_tile_range) return;
+    RowEpilogue<T> epilogue(p, tile, w, m_row);
+    epilogue.finalize(result.m[0], result.l[0]);
+    store(epilogue, result.o);
   }
   // The thread's values of its column.
-  __device__ void write(const ColumnResult<T>& to, const float (&o)[S]) const {
-    const int d0 = threadIdx.x % column_threads * N;
+  __device__ void store(const RowEpilogue<T>& epilogue, const float (&o)[S]) const {
+    const int d0 = threadIdx.x % threads_per_row * N;
 #pragma unroll
-    for (int i = 0; i < S / N; ++i) to.write(d0 + i * apart, reinterpret_cast<const Piece*>(&o[i * N])->x);
-    if (d0 == 0) to.write_lse();
+    for (int i = 0; i < S / N; ++i) epilogue.store(d0 + i * vec_stride, reinterpret_cast<const Vec*>(&o[i * N])->x);
+    if (d0 == 0) epilogue.store_lse();
   }
 
   // The teams' states become one node, and are reset. Codes: they hold values of codes. Each warp brings its values to
@@ -194,223 +201,228 @@ class SplitKv {
   // Sync: m is read between the barriers, l and o behind the second; they are written again before the next call's
   // first barrier and behind it, where nobody reads them.
   template <bool Codes>
-  __device__ Node<1, S> merge_warps(int column, int d0) {
+  __device__ Partial<1, S> reduce_warps(int m_row, int d0) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) {
         state.l[j] += __shfl_xor_sync(0xffffffffu, state.l[j], step);
-        if constexpr (Codes && has_min(format)) state.shift[j] += __shfl_xor_sync(0xffffffffu, state.shift[j], step);
+        if constexpr (Codes && has_min(format))
+          state.min_term[j] += __shfl_xor_sync(0xffffffffu, state.min_term[j], step);
       }
-    if (g == 0 && part == 0) *reinterpret_cast<float2*>(&shared.m[team][2 * t]) = make_float2(state.m[0], state.m[1]);
+    if (g == 0 && warp_d == 0)
+      *reinterpret_cast<float2*>(&smem.m[warp_kv][2 * t]) = make_float2(state.m[0], state.m[1]);
     __syncthreads();  // all maxima are there
-    Node<1, S> node;
-    node.m[0] = -INFINITY;
+    Partial<1, S> partial;
+    partial.m[0] = -INFINITY;
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int w = 0; w < teams; ++w) {
-      const float2 m = *reinterpret_cast<const float2*>(&shared.m[w][2 * t]);
+    for (int w = 0; w < warps_kv; ++w) {
+      const float2 m = *reinterpret_cast<const float2*>(&smem.m[w][2 * t]);
       top[0] = fmaxf(top[0], m.x);
       top[1] = fmaxf(top[1], m.y);
-      node.m[0] = fmaxf(node.m[0], shared.m[w][column]);
+      partial.m[0] = fmaxf(partial.m[0], smem.m[w][m_row]);
     }
     float weight[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) weight[j] = exp2f(state.m[j] - (top[j] == -INFINITY ? 0.0f : top[j]));
-    if (g == 0 && part == 0)
-      *reinterpret_cast<float2*>(&shared.l[team][2 * t]) = make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);
+    if (g == 0 && warp_d == 0)
+      *reinterpret_cast<float2*>(&smem.l[warp_kv][2 * t]) = make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);
     const auto write = [&](const auto& values) {
 #pragma unroll
       for (int i = 0; i < W / 16; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          shared.o[team][2 * t + e % 2][part * W + 16 * i + 8 * (e / 2) + g] = values(state.o[i][e], e);
+          smem.o[warp_kv][2 * t + e % 2][warp_d * W + 16 * i + 8 * (e / 2) + g] = values(state.o[i][e], e);
     };
-    if constexpr (Codes) write(state.template code_values<T>(weight));
+    if constexpr (Codes) write(state.template dequant_sums<T>(weight));
     else write([&](float o, int e) { return o * weight[e % 2]; });
     state.reset();
     __syncthreads();  // all sums are there
-    node.l[0] = 0.0f;
+    partial.l[0] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < S; ++i) node.o[i] = 0.0f;
+    for (int i = 0; i < S; ++i) partial.o[i] = 0.0f;
 #pragma unroll
-    for (int w = 0; w < teams; ++w) {
-      node.l[0] += shared.l[w][column];
+    for (int w = 0; w < warps_kv; ++w) {
+      partial.l[0] += smem.l[w][m_row];
 #pragma unroll
       for (int i = 0; i < S / N; ++i) {
-        const Piece o = *reinterpret_cast<const Piece*>(&shared.o[w][column][d0 + i * apart]);
+        const Vec o = *reinterpret_cast<const Vec*>(&smem.o[w][m_row][d0 + i * vec_stride]);
 #pragma unroll
-        for (int j = 0; j < N; ++j) node.o[i * N + j] += o.x[j];
+        for (int j = 0; j < N; ++j) partial.o[i * N + j] += o.x[j];
       }
     }
-    return node;
+    return partial;
   }
 
-  __device__ void copy_queries(const Task& task, const RowWork& w) {
-    copy_queries_async<T, D, 1, threads>(p, task, w, threadIdx.x, shared.queries());
+  __device__ void copy_queries(const WorkTile& tile, const RowWork& w) {
+    copy_queries_async<T, D, 1, threads>(p, tile, w, threadIdx.x, smem.queries());
   }
 
   // leaf_end(leaf, elements_now): the warps' states are whole; whether they hold sums of elements, or of codes.
-  template <class LeafEnd>
-  __device__ void leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
+  template <class SplitEnd>
+  __device__ void compute_splits(const WorkTile& tile, const RowWork& w, int first, int last,
+                                 const SplitEnd& split_end) {
     if (first >= last) return;
-    const Visible see = visible(p, task, w, lane, false);
-    if constexpr (elements) element_tiles(task, w, see, first, last, leaf_end);
-    else code_tiles(task, w, see, first, last, leaf_end);
+    const Visible see = visible(p, tile, w, lane, false);
+    if constexpr (elements) element_tiles(tile, w, see, first, last, split_end);
+    else code_tiles(tile, w, see, first, last, split_end);
   }
 
   // The team's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, compute(stage, token)
   // comes when they are there; both are left out for tiles behind the row's end. A stage is filled again when its tile
   // has been read. queries() starts their copies behind the first tile's, prepare() runs when they have come.
   // behind(stage) may start other copies into stages, one a call, that no tile needs any more: `stages` times at least.
-  template <class Issue, class Behind, class Queries, class Prepare, class Compute, class LeafEnd>
-  __device__ void pipeline(const RowWork& w, int first, int last, const Issue& issue, const Behind& behind,
-                           const Queries& queries, const Prepare& prepare, const Compute& compute,
-                           const LeafEnd& leaf_end) {
-    constexpr int stride = teams * tile_tokens;  // from a tile of this team to its next
-    const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens);
+  template <class LoadTile, class LoadRaw, class LoadQueries, class ReadQueries, class Compute, class SplitEnd>
+  __device__ void pipeline(const RowWork& w, int first, int last, const LoadTile& load_tile, const LoadRaw& load_raw,
+                           const LoadQueries& load_queries, const ReadQueries& read_queries, const Compute& compute,
+                           const SplitEnd& split_end) {
+    constexpr int stride = warps_kv * tile_tokens;  // from a tile of this team to its next
+    const int split_tokens = w.split_units * work_unit_tokens, kv_end = min(w.end, w.begin + last * split_tokens);
     const RowPages<format> row(p.cache, w, page_shift);
     const auto next_stage = [](int stage) { return stage + 1 < Config::stages ? stage + 1 : 0; };
-    int token = w.begin + first * leaf_tokens + team * tile_tokens, ahead = token, used = 0;
+    int token = w.begin + first * split_tokens + warp_kv * tile_tokens, load_token = token, read_stage = 0;
     Pages pages{0, 0};
-    if (ahead < stop) pages = row.look_up(ahead);
+    if (load_token < kv_end) pages = row.look_up(load_token);
     const auto fill = [&](int stage) {  // always one group of copies, maybe empty
-      if (ahead < stop) {
+      if (load_token < kv_end) {
         Pages now = pages;
         asm volatile(""
                      : "+r"(now.first), "+r"(now.second));  // moved before the next are on their way, not behind them
-        pages = row.template look_up<true>(min(ahead + stride, stop - 1));  // behind the last tile the last one's again
-        if (row.are_pages(now)) issue(shared.ring[team][stage], ahead, now);
-        else shared.bad_segment = this_segment;  // the row is left alone
+        pages = row.template look_up<true>(
+            min(load_token + stride, kv_end - 1));  // behind the last tile the last one's again
+        if (row.are_valid(now)) load_tile(smem.ring[warp_kv][stage], load_token, now);
+        else smem.bad_tile_range = this_tile_range;  // the row is left alone
       } else {
-        behind(stage);
+        load_raw(stage);
       }
       cute::cp_async_fence();
-      ahead += stride;
+      load_token += stride;
     };
 #pragma unroll 1
     for (int stage = 0; stage < Config::stages; ++stage) {
       fill(stage);
       if (stage > 0) continue;
-      queries();
+      load_queries();
       cute::cp_async_fence();
     }
     cute::cp_async_wait<Config::stages - 1>();
     __syncthreads();  // the queries have come, from all threads
-    if (token < stop) prepare();
-    for (int leaf = first; leaf < last; ++leaf) {
-      for (int left = leaf_tokens / stride; left > 0; --left) {
+    if (token < kv_end) read_queries();
+    for (int split = first; split < last; ++split) {
+      for (int left = split_tokens / stride; left > 0; --left) {
         cute::cp_async_wait<Config::stages - 1>();
         sync();  // this tile has come, from all threads
-        if (token < w.end) compute(shared.ring[team][used], token);
+        if (token < w.end) compute(smem.ring[warp_kv][read_stage], token);
         sync();  // every thread has read it
-        fill(used);
+        fill(read_stage);
         token += stride;
-        used = next_stage(used);
+        read_stage = next_stage(read_stage);
       }
-      leaf_end(leaf);
+      split_end(split);
     }
     cute::cp_async_wait<0>();
   }
 
-  template <class LeafEnd>
-  __device__ void element_tiles(const Task& task, const RowWork& w, const Visible& see, int first, int last,
-                                const LeafEnd& leaf_end) {
+  template <class SplitEnd>
+  __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const Visible& see, int first, int last,
+                                const SplitEnd& split_end) {
     const KvCacheView& c = p.cache;
     tile::FragmentB q[1][D / 16];
-    const float factor[2] = {factor_of(p, 1.0f), factor_of(p, 1.0f)};
-    const std::int64_t k_head = task.kv_head * c.k.head_stride, v_head = task.kv_head * c.v.head_stride;
+    const float factor[2] = {logit_factor(p, 1.0f), logit_factor(p, 1.0f)};
+    const std::int64_t k_head = tile.kv_head * c.k.head_stride, v_head = tile.kv_head * c.v.head_stride;
     pipeline(
         w, first, last,
-        [&](ElementTile<T, D>& stage, int token, const Pages& at) {
-          const std::int64_t slot = token & (c.page_size - 1);
-          const std::byte* k_rows = c.k.codes + at.first * c.k.page_stride + k_head + slot * c.k.token_stride;
-          const std::byte* v_rows = c.v.codes + at.first * c.v.page_stride + v_head + slot * c.v.token_stride;
+        [&](ElementTile<T, D>& kv_tile, int token, const Pages& at) {
+          const std::int64_t page_offset = token & (c.page_size - 1);
+          const std::byte* k_rows = c.k.codes + at.first * c.k.page_stride + k_head + page_offset * c.k.token_stride;
+          const std::byte* v_rows = c.v.codes + at.first * c.v.page_stride + v_head + page_offset * c.v.token_stride;
           const auto copy = [&](const auto& wanted) {
-            copy_rows_async<T, D, lanes>(stage.k, part * 32 + lane, k_rows, c.k.token_stride, wanted);
-            copy_rows_async<T, D, lanes>(stage.v, part * 32 + lane, v_rows, c.v.token_stride, wanted);
+            copy_rows_async<T, D, tile_threads>(kv_tile.k, warp_d * 32 + lane, k_rows, c.k.token_stride, wanted);
+            copy_rows_async<T, D, tile_threads>(kv_tile.v, warp_d * 32 + lane, v_rows, c.v.token_stride, wanted);
           };
           if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
           else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
-        [](int) {}, [&] { copy_queries(task, w); }, [&] { load_query_fragments<T, D>(shared.queries(), lane, q[0]); },
-        [&](const ElementTile<T, D>& stage, int token) { element_tile(stage.k, stage.v, q, factor, see, token); },
-        [&](int leaf) { leaf_end(leaf, true); });
+        [](int) {}, [&] { copy_queries(tile, w); }, [&] { load_query_fragments<T, D>(smem.queries(), lane, q[0]); },
+        [&](const ElementTile<T, D>& kv_tile, int token) { element_tile(kv_tile.k, kv_tile.v, q, factor, see, token); },
+        [&](int split) { split_end(split, true); });
   }
 
   __device__ void element_tile(const T* k, const T* v, const tile::FragmentB (&q)[1][D / 16], const float (&factor)[2],
                                const Visible& see, int token) {
-    float of_all[1][1][4];
-    scores16<T, D>(of_all, k, q, lane);
-    float (&s)[1][4] = of_all[0];
+    float scores[1][1][4];
+    qk16<T, D>(scores, k, q, lane);
+    float (&s)[1][4] = scores[0];
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[0][i] *= factor[i & 1];
     soft_cap(s, p.softcap);
     mask(s, see, token, lane);
     online_softmax(s, state);
-    if (p.tokens == 1 || all_seen(see, token, 16)) add_values16<T, D>(state, s[0], v, lane, part);
-    else add_values16_apart<T, D>(state, s[0], v, see, token, lane, part);
+    if (p.tokens == 1 || all_seen(see, token, 16)) add_pv16<T, D>(state, s[0], v, lane, warp_d);
+    else add_pv16_masked<T, D>(state, s[0], v, see, token, lane, warp_d);
   }
 
-  template <class LeafEnd>
-  __device__ void code_tiles(const Task& task, const RowWork& w, const Visible& see, int first, int last,
-                             const LeafEnd& leaf_end) {
-    using Stage = CodeStage<format, D>;
+  template <class SplitEnd>
+  __device__ void code_tiles(const WorkTile& tile, const RowWork& w, const Visible& see, int first, int last,
+                             const SplitEnd& split_end) {
+    using Tile = CodeTile<format, D>;
     const KvCacheView& c = p.cache;
     CodeQueries<format, D> q[1];
     float factor[1][2];
-    CodeSource<format, D> source(c, task.kv_head, part * 32 + lane);
-    source.keep(part * 32 + lane);
-    RawTile raw(p, task, w, team, lane, last == w.leaves);
+    CodeSource<format, D> source(c, tile.kv_head, warp_d * 32 + lane);
+    source.pin(warp_d * 32 + lane);
+    RawTile raw(p, tile, w, warp_kv, lane, last == w.splits);
     int plain_end = p.softcap == 0.0f ? see.inner_end : 0;  // the logits of tiles up to there stay as they are
     asm("" : "+r"(plain_end));                              // kept, not found again for every tile
     pipeline(
         w, first, last,
-        [&](Stage& stage, int token, const Pages& at) {
+        [&](Tile& kv_tile, int token, const Pages& at) {
           const std::int64_t first = at.first * c.k.page_stride, second = at.second * c.k.page_stride;
-          stage.template copy_keys_async<lanes, true>(source, first, second, token & (c.page_size - 1),
-                                                      part * 32 + lane);
-          stage.template copy_values_async<lanes>(source, first, second, token & (c.page_size - 1), part * 32 + lane);
+          kv_tile.template copy_keys_async<tile_threads, true>(source, first, second, token & (c.page_size - 1),
+                                                               warp_d * 32 + lane);
+          kv_tile.template copy_values_async<tile_threads>(source, first, second, token & (c.page_size - 1),
+                                                           warp_d * 32 + lane);
         },
         [&](int stage) {
           if constexpr (is_kivi(format))
-            if (raw.started < raw.halves) start_raw(raw, task, w, stage);
+            if (raw.started < raw.halves) start_raw(raw, tile, w, stage);
         },
         [&] {
-          copy_queries(task, w);
+          copy_queries(tile, w);
           if constexpr (is_kivi(format))
-            if (raw.halves > Config::stages) copy_raw(raw, task, w, 3);
+            if (raw.halves > Config::stages) copy_raw(raw, tile, w, 3);
         },
         [&] {
-          q[0].template load<T>(shared.queries(), lane);
-          factor[0][0] = factor_of(p, q[0].unit[0]);
-          factor[0][1] = factor_of(p, q[0].unit[1]);
+          q[0].template load<T>(smem.queries(), lane);
+          factor[0][0] = logit_factor(p, q[0].q_scale[0]);
+          factor[0][1] = logit_factor(p, q[0].q_scale[1]);
         },
-        [&](const Stage& stage, int token) {
+        [&](const Tile& kv_tile, int token) {
           TokenScales<format> scales;
-          scales.template load<T>(stage, see, token, lane);
-          float of_all[1][2][4];
-          code_scores<T, format, D>(of_all, stage, q, factor, lane);
-          scales.spread(lane);
-          float (&s)[2][4] = of_all[0];
+          scales.template load<T>(kv_tile, see, token, lane);
+          float scores[1][2][4];
+          qk_codes<T, format, D>(scores, kv_tile, q, factor, lane);
+          scales.broadcast(lane);
+          float (&s)[2][4] = scores[0];
           if (token >= see.inner_begin &&
               token + 32 <= plain_end) {  // from here on two copies: weights and values are one run of instructions
-            add_code_values<true>(state, s, stage, scales, see, token, lane, part);
+            add_pv_codes<true>(state, s, kv_tile, scales, see, token, lane, warp_d);
           } else {
             soft_cap(s, p.softcap);
             mask(s, see, token, lane);
-            add_code_values<false>(state, s, stage, scales, see, token, lane, part);
+            add_pv_codes<false>(state, s, kv_tile, scales, see, token, lane, warp_d);
           }
         },
-        [&](int leaf) {
+        [&](int split) {
           if constexpr (is_kivi(format))
-            if (raw.there && leaf + 1 == w.leaves) {
-              raw_tiles(raw, task, w);
-              leaf_end(leaf, true);
+            if (raw.any && split + 1 == w.splits) {
+              raw_tiles(raw, tile, w);
+              split_end(split, true);
               return;
             }
-          leaf_end(leaf, false);
+          split_end(split, false);
         });
   }
 
@@ -418,64 +430,64 @@ class SplitKv {
   // the one whose turn it would be to take one more tile of codes. That one takes two at once where it has a tile of
   // codes less than others.
   struct RawTile {
-    bool there;              // the run ends with raw tokens
+    bool any;                // the run ends with raw tokens
     int first = 0;           // of them all
     int token = 0;           // of the team's own tiles the first
     int halves = 0;          // of them: keys, values, and of a second one
     int started = 0;         // of those, in stages, one after another
     int stage = 0;           // of the first
     int begin = 0, end = 0;  // what some column sees of the row's raw tokens
-    __device__ RawTile(const DecodeParams& p, const Task& task, const RowWork& w, int team, int lane, bool ends)
-        : there(is_kivi(format) && ends && w.raw) {
-      if (!there) return;
-      const Visible see = visible(p, task, w, lane, true);
+    __device__ RawTile(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int warp_kv, int lane, bool ends)
+        : any(is_kivi(format) && ends && w.raw) {
+      if (!any) return;
+      const Visible see = visible(p, tile, w, lane, true);
       begin = see.outer_begin;
       end = see.outer_end;
       first = max(w.length - w.count, 0) & ~(kv_group - 1);
-      const int tiles = (w.end - w.begin) / tile_tokens, turn = team - tiles & teams - 1;
-      const bool pairs = DecodeShared<Config>::pairs_raw && (tiles & teams - 1) != 0 && w.length - first > 16 &&
+      const int tiles = (w.end - w.begin) / tile_tokens, order = warp_kv - tiles & warps_kv - 1;
+      const bool pairs = SplitKvStorage<Config>::pairs_raw && (tiles & warps_kv - 1) != 0 && w.length - first > 16 &&
                          w.length - first <= 32;
-      token = first + turn * 16;
-      if (token < w.length) halves = !pairs ? 2 : turn == 0 ? 4 : 0;
+      token = first + order * 16;
+      if (token < w.length) halves = !pairs ? 2 : order == 0 ? 4 : 0;
     }
   };
   __device__ T* raw_half(const RawTile& raw, int half) const {
-    return DecodeShared<Config>::pairs_raw && half >= Config::stages
-               ? shared.raw_half
-               : shared.raw(team, (raw.stage + half) % Config::stages);
+    return SplitKvStorage<Config>::pairs_raw && half >= Config::stages
+               ? smem.raw_half
+               : smem.raw(warp_kv, (raw.stage + half) % Config::stages);
   }
-  __device__ void copy_raw(const RawTile& raw, const Task& task, const RowWork& w, int half) const {
+  __device__ void copy_raw(const RawTile& raw, const WorkTile& tile, const RowWork& w, int half) const {
     const int token = raw.token + half / 2 * 16;
-    copy_rows_async<T, D, lanes>(
-        raw_half(raw, half), part * 32 + lane,
-        (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, task, w, token), D * sizeof(T),
+    copy_rows_async<T, D, tile_threads>(
+        raw_half(raw, half), warp_d * 32 + lane,
+        (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, tile, w, token), D * sizeof(T),
         [from = raw.begin - token, to = raw.end - token](int i) { return i >= from && i < to; });
   }
-  __device__ void start_raw(RawTile& raw, const Task& task, const RowWork& w, int stage) const {
+  __device__ void start_raw(RawTile& raw, const WorkTile& tile, const RowWork& w, int stage) const {
     if (raw.started == 0) raw.stage = stage;
-    if (raw.started < Config::stages) copy_raw(raw, task, w, raw.started);
+    if (raw.started < Config::stages) copy_raw(raw, tile, w, raw.started);
     ++raw.started;
   }
-  __device__ void raw_tiles(RawTile& raw, const Task& task, const RowWork& w) {
+  __device__ void raw_tiles(RawTile& raw, const WorkTile& tile, const RowWork& w) {
     cute::cp_async_wait<0>();
     sync();  // its own has come, from all threads
-    state.template become_elements<T>();
-    if (teams * 16 >= kv_ring && raw.halves == 0) return;
+    state.template dequantize_sums<T>();
+    if (warps_kv * 16 >= kv_ring && raw.halves == 0) return;
     tile::FragmentB q[1][D / 16];
-    load_query_fragments<T, D>(shared.queries(), lane, q[0]);
-    const float factor[2] = {factor_of(p, 1.0f), factor_of(p, 1.0f)};
-    const Visible see = visible(p, task, w, lane, true);
+    load_query_fragments<T, D>(smem.queries(), lane, q[0]);
+    const float factor[2] = {logit_factor(p, 1.0f), logit_factor(p, 1.0f)};
+    const Visible see = visible(p, tile, w, lane, true);
 #pragma unroll 1
     for (int first = raw.first;;) {
 #pragma unroll 1
       for (int half = 0; half < raw.halves; half += 2)
         element_tile(raw_half(raw, half), raw_half(raw, half + 1), q, factor, see, raw.token + half / 2 * 16);
-      first += 16 * teams;
-      if (teams * 16 >= kv_ring || first >= w.length) break;
+      first += 16 * warps_kv;
+      if (warps_kv * 16 >= kv_ring || first >= w.length) break;
       __syncthreads();  // all teams' have been read
-      raw.token += 16 * teams;
+      raw.token += 16 * warps_kv;
       raw.halves = raw.token < w.length ? 2 : 0;
-      for (int half = 0; half < raw.halves; ++half) copy_raw(raw, task, w, half);
+      for (int half = 0; half < raw.halves; ++half) copy_raw(raw, tile, w, half);
       cute::cp_async_fence();
       cute::cp_async_wait<0>();
       __syncthreads();  // the next have come, from all threads
@@ -483,22 +495,22 @@ class SplitKv {
   }
 
   const DecodeParams& p;
-  DecodeShared<Config>& shared;
-  const int lane, team, part, page_shift;  // part: which of its team's warps this one is
-  int this_segment = 0;
+  SplitKvStorage<Config>& smem;
+  const int lane, warp_kv, warp_d, page_shift;  // part: which of its team's warps this one is
+  int this_tile_range = 0;
   WarpState<W, format> state;
 };
 
 template <class Config>
 __global__ __launch_bounds__(32 * Config::warps,
-                             Config::blocks_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
+                             Config::ctas_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
   if constexpr (Config::clusters)
-    if (tile::has_clusters && p.cluster > 1) tile::arrive_at_cluster();
-  fetch_ahead(p);
+    if (tile::has_clusters && p.cluster_size > 1) tile::arrive_at_cluster();
+  prefetch_lengths(p);
   tile::wait_for_previous_kernel();
   tile::let_next_kernel_start();  // behind the wait: the combine counts on what this kernel found
-  SplitKv<Config>(p, *reinterpret_cast<DecodeShared<Config>*>(bytes)).run();
+  SplitKv<Config>(p, *reinterpret_cast<SplitKvStorage<Config>*>(bytes)).run();
 }
 
 }  // namespace rooftile::gpu

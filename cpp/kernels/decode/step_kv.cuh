@@ -14,139 +14,139 @@
 // Memory to operands: cp.async into a ring of the block's own, `stages` steps deep, keys and values refilled apart.
 #pragma once
 
-#include "kernels/decode/block_state.cuh"
-#include "kernels/decode/fold.cuh"
+#include "kernels/decode/cta_state.cuh"
+#include "kernels/decode/reduction.cuh"
 #include "kernels/decode/pages.cuh"
-#include "kernels/decode/range.cuh"
+#include "kernels/decode/work_range.cuh"
 #include "tile/grid.cuh"
 
 namespace rooftile::gpu {
 
 // Who has what: a warp has a tile of the step's tokens, and a block of 32 channels.
 template <class Config>
-struct Shares {
+struct StepTraits {
   static constexpr int D = Config::head_dim, warps = 4, threads = 32 * warps;
   static_assert(D == 32 * warps);
   static constexpr int tile_tokens = is_element_format(Config::format) ? 16 : 32, step_tokens = warps * tile_tokens;
-  static constexpr int N = Config::column_tiles;  // times 8 columns
-  static constexpr int C = 2;                     // tiles of 16 channels of a warp
+  static constexpr int N = Config::n_tiles;  // times 8 columns
+  static constexpr int C = 2;                // tiles of 16 channels of a warp
 };
 
 template <class Config>
-struct StepShared {
-  using Of = Shares<Config>;
+struct StepKvStorage {
+  using Traits = StepTraits<Config>;
   using T = typename Config::T;
-  static constexpr int D = Of::D;
-  TileOf<Config> ring[Config::stages][Of::warps];
+  static constexpr int D = Traits::D;
+  KvTile<Config> ring[Config::stages][Traits::warps];
   // 16 bits for every format. Query columns are needed until the first weights are there; but raw keys meet them after
   // codes.
-  static constexpr int weights_size = Of::N * Of::step_tokens * columns, queries_size = Of::N * columns * D;
+  static constexpr int weights_size = Traits::N * Traits::step_tokens * mma_n, queries_size = Traits::N * mma_n * D;
   alignas(16) T
       weights_or_queries[is_kivi(Config::format) || weights_size > queries_size ? weights_size : queries_size];
   alignas(16) T raw_queries[is_kivi(Config::format) ? queries_size : 8];
   static constexpr int raw_tiles = 2;  // at once, keys and values each
   alignas(128) T raw[is_kivi(Config::format) ? raw_tiles : 1][2][is_kivi(Config::format) ? 16 * D : 8];
-  float top[Of::warps][Of::N * columns];  // logits
-  std::uint32_t top_scale[Of::warps];
-  float l[Of::warps][Of::N * columns], shift[Of::warps][Of::N * columns], excess[Of::warps][Of::N * columns];
-  FoldMemory<2 * Of::N, Of::N * Of::C * 4, Of::threads, Of::threads / 8, Config::near_levels> fold;
-  BlockRange range;
-  int bad_segment;  // the last one that met a page that is none
+  float row_max[Traits::warps][Traits::N * mma_n];  // logits
+  std::uint32_t max_scale_bits[Traits::warps];
+  float l[Traits::warps][Traits::N * mma_n], min_term[Traits::warps][Traits::N * mma_n],
+      zp_correction[Traits::warps][Traits::N * mma_n];
+  ReductionStorage<2 * Traits::N, Traits::N * Traits::C * 4, Traits::threads, Traits::threads / 8, Config::smem_levels>
+      reduction;
+  WorkRange range;
+  int bad_tile_range;  // the last one that met a page that is none
 
-  __device__ T* weights(int n) { return weights_or_queries + n * Of::step_tokens * columns; }
-  __device__ T* queries(int n) {
-    return (is_kivi(Config::format) ? raw_queries : weights_or_queries) + n * columns * D;
-  }
+  __device__ T* weights(int n) { return weights_or_queries + n * Traits::step_tokens * mma_n; }
+  __device__ T* queries(int n) { return (is_kivi(Config::format) ? raw_queries : weights_or_queries) + n * mma_n * D; }
 };
 
 template <class Config>
 class StepKv {
   using T = typename Config::T;
-  using Of = Shares<Config>;
-  static constexpr int D = Of::D, N = Of::N, C = Of::C, warps = Of::warps, tile_tokens = Of::tile_tokens,
-                       step_tokens = Of::step_tokens;
+  using Traits = StepTraits<Config>;
+  static constexpr int D = Traits::D, N = Traits::N, C = Traits::C, warps = Traits::warps,
+                       tile_tokens = Traits::tile_tokens, step_tokens = Traits::step_tokens;
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
-  static constexpr int node_values = N * C * 4;
-  using LeafNode = Node<2 * N, node_values>;  // (n, j) at 2 n + j, (n, i, e) at (n * C + i) * 4 + e
+  static constexpr int partial_values = N * C * 4;
+  using ThreadPartial = Partial<2 * N, partial_values>;  // (n, j) at 2 n + j, (n, i, e) at (n * C + i) * 4 + e
 
  public:
-  __device__ StepKv(const DecodeParams& p, StepShared<Config>& shared)
-      : p(p),
-        shared(shared),
-        warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32),
-        page_shift(first_bit(p.cache.page_size)) {}
+  __device__ StepKv(const DecodeParams& p, StepKvStorage<Config>& smem)
+      : p(p), smem(smem), warp(threadIdx.x / 32), lane(threadIdx.x % 32), page_shift(first_bit(p.cache.page_size)) {}
 
   __device__ void run() {
-    if (!keep_range(find_range<format>(p), shared.range, shared.bad_segment)) return;
-    each_segment<format>(p, shared.range, [&](const Task& task, const RowWork& w, int first, int last) {
-      if (first < last) segment({task.b, task.kv_head, task.pass * N}, w, first, last, shared.range.share);
+    if (!store_range(find_work_range<format>(p), smem.range, smem.bad_tile_range)) return;
+    for_each_tile_range<format>(p, smem.range, [&](const WorkTile& tile, const RowWork& w, int first, int last) {
+      if (first < last)
+        compute_tile_range({tile.b, tile.kv_head, tile.m_block * N}, w, first, last, smem.range.range_index);
     });
   }
 
  private:
-  __device__ bool bad() const { return shared.bad_segment == this_segment; }  // a page of this segment was none
+  __device__ bool saw_invalid_page() const {
+    return smem.bad_tile_range == this_tile_range;
+  }  // a page of this segment was none
   // The channel of value (i, e) of a node.
   __device__ int channel(int i, int e) const { return 16 * (C * warp + i) + 8 * (e / 2) + lane / 4; }
 
   // Leaves [first, last) of one task.
-  __device__ void segment(const Task& task, const RowWork& w, int first, int last, int share) {
-    const int used = p.q_per_kv * p.tokens - task.pass * columns;  // columns that are no padding
-    ++this_segment;
+  __device__ void compute_tile_range(const WorkTile& tile, const RowWork& w, int first, int last, int range_index) {
+    const int rows_used = p.q_per_kv * p.tokens - tile.m_block * mma_n;  // columns that are no padding
+    ++this_tile_range;
     __syncthreads();  // the last segment's queries and weights have been read, and whether it met a page that is none
-    constexpr int deep = decltype(shared.fold)::deep * node_values * Of::threads;
-    Fold<2 * N, node_values, Of::threads, Of::threads / 8, Config::near_levels> fold(
-        shared.fold, p.fold + std::int64_t{share_of_block()} * deep, threadIdx.x, warp * 4 + lane % 4, first,
-        last - first == 1 && w.leaves > 1);
-    int slot = share * slots_per_block + (first > 0 ? 0 : slots_inside);
+    constexpr int gmem_floats = decltype(smem.reduction)::gmem_levels * partial_values * Traits::threads;
+    PartialReduction<2 * N, partial_values, Traits::threads, Traits::threads / 8, Config::smem_levels> reduction(
+        smem.reduction, p.reduction_o + std::int64_t{work_range_index()} * gmem_floats, threadIdx.x,
+        warp * 4 + lane % 4, first, last - first == 1 && w.splits > 1);
+    int partial_index = range_index * partials_per_cta + (first > 0 ? 0 : partials_inside);
     // Calls visit(n, j, column) for the lane's columns that are no padding.
-    const auto each_column = [&](const auto& visit) {
+    const auto for_each_row = [&](const auto& visit) {
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          if (const int column = n * columns + lane % 4 * 2 + j; column < used) visit(n, j, column);
+          if (const int m_row = n * mma_n + lane % 4 * 2 + j; m_row < rows_used) visit(n, j, m_row);
     };
-    const auto each_value = [&](const LeafNode& node, int n, int j, const auto& visit) {
+    const auto for_each_value = [&](const ThreadPartial& partial, int n, int j, const auto& visit) {
 #pragma unroll
       for (int i = 0; i < C; ++i)
 #pragma unroll
-        for (int e = j; e < 4; e += 2) visit(channel(i, e), node.o[(n * C + i) * 4 + e]);
+        for (int e = j; e < 4; e += 2) visit(channel(i, e), partial.o[(n * C + i) * 4 + e]);
     };
-    const bool has_first = warp == 0 && lane < 4;
-    const auto emit = [&](const LeafNode& node) {
-      const std::int64_t row = std::int64_t{slot++} * (N * columns);
-      each_column([&](int n, int j, int column) {
-        each_value(node, n, j, [&](int d, float o) { p.node_o[(row + column) * D + d] = o; });
-        if (has_first)
-          *reinterpret_cast<float2*>(p.node_ml + (row + column) * 2) =
-              make_float2(node.m[2 * n + j], bad() ? -1.0f : node.l[2 * n + j]);
+    const bool writes_ml = warp == 0 && lane < 4;
+    const auto emit = [&](const ThreadPartial& partial) {
+      const std::int64_t row = std::int64_t{partial_index++} * (N * mma_n);
+      for_each_row([&](int n, int j, int m_row) {
+        for_each_value(partial, n, j, [&](int d, float o) { p.partial_o[(row + m_row) * D + d] = o; });
+        if (writes_ml)
+          *reinterpret_cast<float2*>(p.partial_ml + (row + m_row) * 2) =
+              make_float2(partial.m[2 * n + j], saw_invalid_page() ? -1.0f : partial.l[2 * n + j]);
       });
     };
     state.reset();
-    leaves(task, w, first, last, [&](int leaf, const float (&raw)[N* C][4]) { fold.push(end_leaf(raw), leaf, emit); });
-    if (first > 0 || last < w.leaves) {
-      fold.flush(emit);
+    compute_splits(tile, w, first, last,
+                   [&](int split, const float (&raw)[N* C][4]) { reduction.push(take_partial(raw), split, emit); });
+    if (first > 0 || last < w.splits) {
+      reduction.flush(emit);
       return;
     }
-    const LeafNode result = fold.finish();
-    if (bad()) return;
-    each_column([&](int n, int j, int column) {
-      ColumnResult<T> to(p, task, w, column);
-      to.finish(result.m[2 * n + j], result.l[2 * n + j]);
-      each_value(result, n, j, [&](int d, float o) {
+    const ThreadPartial result = reduction.result();
+    if (saw_invalid_page()) return;
+    for_each_row([&](int n, int j, int m_row) {
+      RowEpilogue<T> epilogue(p, tile, w, m_row);
+      epilogue.finalize(result.m[2 * n + j], result.l[2 * n + j]);
+      for_each_value(result, n, j, [&](int d, float o) {
         const float one[1] = {o};
-        to.write(d, one);
+        epilogue.store(d, one);
       });
-      if (has_first) to.write_lse();
+      if (writes_ml) epilogue.store_lse();
     });
   }
 
   // The block's state as a node, and reset. raw: sums of elements beside those of codes.
   // Sync: what the warps tell each other is read behind the barrier, and written again behind a later step's.
-  __device__ LeafNode end_leaf(const float (&raw)[N * C][4]) {
-    constexpr bool codes = !elements, middle = CodeKind<format>::middle, min = has_min(format);
+  __device__ ThreadPartial take_partial(const float (&raw)[N * C][4]) {
+    constexpr bool codes = !elements, has_zero_point = CodeKind<format>::has_zero_point, has_minimum = has_min(format);
     const int t = lane % 4;
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -155,65 +155,66 @@ class StepKv {
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) {
           state.l[n][j] += __shfl_xor_sync(0xffffffffu, state.l[n][j], step);
-          if constexpr (min) state.shift[n][j] += __shfl_xor_sync(0xffffffffu, state.shift[n][j], step);
+          if constexpr (has_minimum) state.min_term[n][j] += __shfl_xor_sync(0xffffffffu, state.min_term[n][j], step);
         }
     if (lane < 4)
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const auto tell = [&](float (&to)[warps][N* columns], float x, float y) {
-          *reinterpret_cast<float2*>(&to[warp][n * columns + 2 * t]) = make_float2(x, y);
+        const auto store = [&](float (&to)[warps][N* mma_n], float x, float y) {
+          *reinterpret_cast<float2*>(&to[warp][n * mma_n + 2 * t]) = make_float2(x, y);
         };
-        tell(shared.l, state.l[n][0], state.l[n][1]);
-        if constexpr (min) tell(shared.shift, state.shift[n][0], state.shift[n][1]);
-        if constexpr (middle) tell(shared.excess, state.excess[n][0], state.excess[n][1]);
+        store(smem.l, state.l[n][0], state.l[n][1]);
+        if constexpr (has_minimum) store(smem.min_term, state.min_term[n][0], state.min_term[n][1]);
+        if constexpr (has_zero_point) store(smem.zp_correction, state.zp_correction[n][0], state.zp_correction[n][1]);
       }
     __syncthreads();  // all sums are there
-    LeafNode node;
+    ThreadPartial partial;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const auto sum_of = [&](const float (&from)[warps][N* columns], float (&sum)[2]) {
+      const auto sum_warps = [&](const float (&from)[warps][N* mma_n], float (&sum)[2]) {
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < warps; ++i) {
-          const float2 x = *reinterpret_cast<const float2*>(&from[i][n * columns + 2 * t]);
+          const float2 x = *reinterpret_cast<const float2*>(&from[i][n * mma_n + 2 * t]);
           sum[0] += x.x;
           sum[1] += x.y;
         }
       };
-      float excess[2] = {}, shift[2] = {};
+      float zp_correction[2] = {}, min_term[2] = {};
       float l[2];
-      sum_of(shared.l, l);
-      if constexpr (middle) sum_of(shared.excess, excess);
-      if constexpr (min) sum_of(shared.shift, shift);
-      const CodeValues<T, format> values(excess, shift, {1.0f, 1.0f}, state.unit);
+      sum_warps(smem.l, l);
+      if constexpr (has_zero_point) sum_warps(smem.zp_correction, zp_correction);
+      if constexpr (has_minimum) sum_warps(smem.min_term, min_term);
+      const DequantSums<T, format> values(zp_correction, min_term, {1.0f, 1.0f}, state.o_scale);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        node.m[2 * n + j] = state.m[n][j];
-        node.l[2 * n + j] = l[j];
+        partial.m[2 * n + j] = state.m[n][j];
+        partial.l[2 * n + j] = l[j];
       }
 #pragma unroll
       for (int i = 0; i < C; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float o = state.o[n * C + i][e];
-          node.o[(n * C + i) * 4 + e] = (codes ? values(o, e) : o) + (is_kivi(format) ? raw[n * C + i][e] : 0.0f);
+          partial.o[(n * C + i) * 4 + e] = (codes ? values(o, e) : o) + (is_kivi(format) ? raw[n * C + i][e] : 0.0f);
         }
     }
     state.reset();
-    return node;
+    return partial;
   }
 
   // leaf_end(leaf, raw): the block's state is whole.
-  template <class LeafEnd>
-  __device__ void leaves(const Task& task, const RowWork& w, int first, int last, const LeafEnd& leaf_end) {
+  template <class SplitEnd>
+  __device__ void compute_splits(const WorkTile& tile, const RowWork& w, int first, int last,
+                                 const SplitEnd& split_end) {
     Visible see[N];
-    look(task, w, false, see);
-    if constexpr (elements) element_tiles(task, w, see, first, last, leaf_end);
-    else code_tiles(task, w, see, first, last, leaf_end);
+    find_visible(tile, w, false, see);
+    if constexpr (elements) element_tiles(tile, w, see, first, last, split_end);
+    else code_tiles(tile, w, see, first, last, split_end);
   }
-  __device__ void look(const Task& task, const RowWork& w, bool raw, Visible (&see)[N]) const {
+  __device__ void find_visible(const WorkTile& tile, const RowWork& w, bool raw, Visible (&see)[N]) const {
 #pragma unroll
-    for (int n = 0; n < N; ++n) see[n] = visible(p, {task.b, task.kv_head, task.pass + n}, w, lane, raw);
+    for (int n = 0; n < N; ++n) see[n] = visible(p, {tile.b, tile.kv_head, tile.m_block + n}, w, lane, raw);
   }
   // Whether any column sees it; whether all see all of `tokens` from there on.
   __device__ static bool seen(const Visible (&see)[N], int token) {
@@ -235,58 +236,60 @@ class StepKv {
   // first keys; prepare() runs when that has come. compute(stage, token, arrived, refill): token is the step's first;
   // arrived() waits for the thread's copies of values, and refill(), behind the barrier that makes them all threads'
   // and the weights too, fills the keys again.
-  struct Ahead {
+  struct LoadState {
     int token;        // of the warp's next tile to copy
     Pages next, now;  // of that tile, and of the one whose keys have been started
-    bool there;       // that one's pages are pages
+    bool valid;       // that one's pages are pages
   };
-  template <class Keys, class Values, class Queries, class Prepare, class Compute, class LeafEnd>
-  __device__ void pipeline(const RowWork& w, int first, int last, const Keys& keys, const Values& values,
-                           const Queries& queries, const Prepare& prepare, const Compute& compute,
-                           const LeafEnd& leaf_end) {
+  template <class LoadK, class LoadV, class LoadQueries, class ReadQueries, class Compute, class SplitEnd>
+  __device__ void pipeline(const RowWork& w, int first, int last, const LoadK& load_k, const LoadV& load_v,
+                           const LoadQueries& load_queries, const ReadQueries& read_queries, const Compute& compute,
+                           const SplitEnd& split_end) {
     constexpr int pending = 2 * (Config::stages - 1);  // groups of copies that nobody waits for yet
-    const int leaf_tokens = w.units * unit_tokens, stop = min(w.end, w.begin + last * leaf_tokens),
+    const int split_tokens = w.split_units * work_unit_tokens, kv_end = min(w.end, w.begin + last * split_tokens),
               own = warp * tile_tokens;
     const RowPages<format> row(p.cache, w, page_shift);
     const auto next_stage = [](int stage) { return stage + 1 < Config::stages ? stage + 1 : 0; };
-    int token = w.begin + first * leaf_tokens, used = 0;
-    Ahead ahead{token + own, {0, 0}, {0, 0}, true};
-    if (ahead.token < stop) ahead.next = row.look_up(ahead.token);
-    const auto start_keys = [&](int stage) {
-      if (ahead.token < stop) {
-        ahead.now = ahead.next;
-        if (ahead.token + step_tokens < stop) ahead.next = row.look_up(ahead.token + step_tokens);
-        ahead.there = row.are_pages(ahead.now);
-        if (!ahead.there) shared.bad_segment = this_segment;  // the row is left alone
+    int token = w.begin + first * split_tokens, read_stage = 0;
+    LoadState load{token + own, {0, 0}, {0, 0}, true};
+    if (load.token < kv_end) load.next = row.look_up(load.token);
+    const auto load_k_stage = [&](int stage) {
+      if (load.token < kv_end) {
+        load.now = load.next;
+        if (load.token + step_tokens < kv_end) load.next = row.look_up(load.token + step_tokens);
+        load.valid = row.are_valid(load.now);
+        if (!load.valid) smem.bad_tile_range = this_tile_range;  // the row is left alone
       }
-      if (ahead.token - own < stop && ahead.there) keys(shared.ring[stage][warp], ahead.token, ahead.now);
+      if (load.token - own < kv_end && load.valid) load_k(smem.ring[stage][warp], load.token, load.now);
       cute::cp_async_fence();
     };
-    const auto start_values = [&](int stage) {
-      if (ahead.token - own < stop && ahead.there) values(shared.ring[stage][warp], ahead.token, ahead.now);
-      ahead.token += step_tokens;
+    const auto load_v_stage = [&](int stage) {
+      if (load.token - own < kv_end && load.valid) load_v(smem.ring[stage][warp], load.token, load.now);
+      load.token += step_tokens;
       cute::cp_async_fence();
     };
 #pragma unroll 1
     for (int i = 0; i < Config::stages; ++i) {
-      start_keys(i);
+      load_k_stage(i);
       if (i + 1 == Config::stages) break;
-      if (i == 0) queries();  // of the first values' group
-      start_values(i);
+      if (i == 0) load_queries();  // of the first values' group
+      load_v_stage(i);
     }
     cute::cp_async_wait<pending - 1>();
     __syncthreads();  // the queries have come, from all threads
-    prepare();
-    for (int leaf = first; leaf < last; ++leaf) {
-      for (const int leaf_stop = min(token + leaf_tokens, stop); token < leaf_stop; token += step_tokens) {
+    read_queries();
+    for (int split = first; split < last; ++split) {
+      for (const int split_stop = min(token + split_tokens, kv_end); token < split_stop; token += step_tokens) {
         cute::cp_async_wait<pending>();
         // these keys have come, from all threads; every warp has read the last step's values and weights
         __syncthreads();
-        start_values(used + Config::stages - 1 < Config::stages ? used + Config::stages - 1 : used - 1);
-        compute(shared.ring[used], token, [] { cute::cp_async_wait<pending>(); }, [&] { start_keys(used); });
-        used = next_stage(used);
+        load_v_stage(read_stage + Config::stages - 1 < Config::stages ? read_stage + Config::stages - 1
+                                                                      : read_stage - 1);
+        compute(
+            smem.ring[read_stage], token, [] { cute::cp_async_wait<pending>(); }, [&] { load_k_stage(read_stage); });
+        read_stage = next_stage(read_stage);
       }
-      leaf_end(leaf);
+      split_end(split);
     }
     cute::cp_async_wait<0>();
   }
@@ -296,28 +299,28 @@ class StepKv {
   // All maxima follow the step's largest logits, s being the lane's own of them, and the unit the step's largest scale;
   // what has been summed is brought to them; rescale(n, factors) does so for sums that are not in the state.
   template <int M, class Rescale>
-  __device__ void follow(const float (&s)[N][M][4], std::uint32_t top_scale, const Rescale& rescale) {
+  __device__ void update_max(const float (&s)[N][M][4], std::uint32_t max_scale_bits, const Rescale& rescale) {
     const int t = lane % 4;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      float top[2] = {largest(s[n], 0), largest(s[n], 1)};
+      float top[2] = {lane_max(s[n], 0), lane_max(s[n], 1)};
 #pragma unroll
       for (int j = 0; j < 2; ++j)
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) top[j] = fmaxf(top[j], __shfl_xor_sync(0xffffffffu, top[j], step));
-      if (lane < 4) *reinterpret_cast<float2*>(&shared.top[warp][n * columns + 2 * t]) = make_float2(top[0], top[1]);
+      if (lane < 4) *reinterpret_cast<float2*>(&smem.row_max[warp][n * mma_n + 2 * t]) = make_float2(top[0], top[1]);
     }
-    if (lane == 0) shared.top_scale[warp] = top_scale;
+    if (lane == 0) smem.max_scale_bits[warp] = max_scale_bits;
     __syncthreads();  // all maxima are there, and nobody reads weights
     float change = 1.0f;
     if constexpr (!elements) {
       std::uint32_t scale = 0;
 #pragma unroll
-      for (int i = 0; i < warps; ++i) scale = max(scale, shared.top_scale[i]);
-      if (exceeds_unit(scale, state.unit)) {
-        const float unit = unit_above(scale);
-        change = state.unit * inverse_of_unit(unit);
-        state.unit = unit;
+      for (int i = 0; i < warps; ++i) scale = max(scale, smem.max_scale_bits[i]);
+      if (exceeds_scale(scale, state.o_scale)) {
+        const float o_scale = pow2_above(scale);
+        change = state.o_scale * inverse_pow2(o_scale);
+        state.o_scale = o_scale;
       }
     }
 #pragma unroll
@@ -327,19 +330,19 @@ class StepKv {
       for (int j = 0; j < 2; ++j) {
         float top = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < warps; ++i) top = fmaxf(top, shared.top[i][n * columns + 2 * t + j]);
-        const bool follows = top > state.m[n][j] + slack;
-        scale[j] = follows ? tile::fast_exp2(state.m[n][j] - top) : 1.0f;
-        if (follows) state.m[n][j] = top;
+        for (int i = 0; i < warps; ++i) top = fmaxf(top, smem.row_max[i][n * mma_n + 2 * t + j]);
+        const bool moves = top > state.m[n][j] + rescale_threshold;
+        scale[j] = moves ? tile::fast_exp2(state.m[n][j] - top) : 1.0f;
+        if (moves) state.m[n][j] = top;
         state.l[n][j] *= scale[j];
-        state.shift[n][j] *= scale[j];
+        state.min_term[n][j] *= scale[j];
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float by = scale[e % 2] * change;
 #pragma unroll
         for (int i = 0; i < C; ++i) state.o[n * C + i][e] *= by;
-        state.excess[n][e] *= by;
+        state.zp_correction[n][e] *= by;
       }
       rescale(n, scale);
     }
@@ -349,23 +352,23 @@ class StepKv {
   // are there, and what arrived() waits for. Weights of up to 2^slack are left as they are: their sum says whether one
   // may be larger. Where there is no maximum yet a weight may be 0 and the largest nevertheless; a leaf's first step
   // finds the maxima before any weight.
-  template <int M, class Put, class Arrived, class Rescale>
-  __device__ void weigh(const float (&s)[N][M][4], std::uint32_t top_scale, bool more, const Put& put,
-                        const Arrived& arrived, const Rescale& rescale) {
-    float sum[N][2], shift[N][2];
-    arrived();
+  template <int M, class Store, class WaitV, class Rescale>
+  __device__ void compute_weights(const float (&s)[N][M][4], std::uint32_t max_scale_bits, bool more,
+                                  const Store& store, const WaitV& wait_v, const Rescale& rescale) {
+    float sum[N][2], min_term[N][2];
+    wait_v();
 #pragma unroll 1
-    for (bool follows = state.empty;; follows = true) {
-      if (follows) follow(s, top_scale, rescale);
+    for (bool moves = state.empty;; moves = true) {
+      if (moves) update_max(s, max_scale_bits, rescale);
 #pragma unroll
-      for (int n = 0; n < N; ++n) sum[n][0] = sum[n][1] = shift[n][0] = shift[n][1] = 0.0f;
-      put(sum, shift);
+      for (int n = 0; n < N; ++n) sum[n][0] = sum[n][1] = min_term[n][0] = min_term[n][1] = 0.0f;
+      store(sum, min_term);
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          more |= state.m[n][j] == -INFINITY ? largest(s[n], j) > -INFINITY : sum[n][j] > most_weight;
-      if (!__syncthreads_or(more && !follows)) break;  // all weights are there; is one too large?
+          more |= state.m[n][j] == -INFINITY ? lane_max(s[n], j) > -INFINITY : sum[n][j] > max_weight;
+      if (!__syncthreads_or(more && !moves)) break;  // all weights are there; is one too large?
     }
     state.empty = false;
 #pragma unroll
@@ -373,18 +376,18 @@ class StepKv {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         state.l[n][j] += sum[n][j];
-        if constexpr (has_min(format)) state.shift[n][j] += shift[n][j];
+        if constexpr (has_min(format)) state.min_term[n][j] += min_term[n][j];
       }
   }
 
   // ---- 16-bit rows ----
 
-  template <class LeafEnd>
-  __device__ void element_tiles(const Task& task, const RowWork& w, const Visible (&see)[N], int first, int last,
-                                const LeafEnd& leaf_end) {
+  template <class SplitEnd>
+  __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const Visible (&see)[N], int first, int last,
+                                const SplitEnd& split_end) {
     const KvCacheView& c = p.cache;
     tile::FragmentB q[N][D / 16];
-    const std::int64_t k_head = task.kv_head * c.k.head_stride, v_head = task.kv_head * c.v.head_stride;
+    const std::int64_t k_head = tile.kv_head * c.k.head_stride, v_head = tile.kv_head * c.v.head_stride;
     const float no_raw[N * C][4] = {};
     const auto copy = [&](T* to, const std::byte* rows, std::int64_t stride, int token) {
       if (token + 16 <= w.end && seen(see, token) && seen(see, token + 15))
@@ -404,34 +407,34 @@ class StepKv {
         [&](ElementTile<T, D>& tile, int token, const Pages& at) {
           copy(tile.v, rows_of(c.v, v_head, token, at), c.v.token_stride, token);
         },
-        [&] { copy_queries(task, w); }, [&] { load_queries(q); },
-        [&](const ElementTile<T, D>* tiles, int token, const auto& arrived, const auto& refill) {
+        [&] { copy_queries(tile, w); }, [&] { read_queries(q); },
+        [&](const ElementTile<T, D>* tiles, int token, const auto& wait_v, const auto& refill_k) {
           element_step([&](int i) { return tiles[i].k; }, [&](int i) { return tiles[i].v; },
-                       std::integral_constant<int, warps>(), q, see, token, state.o, arrived, refill,
+                       std::integral_constant<int, warps>(), q, see, token, state.o, wait_v, refill_k,
                        [](int, const float (&)[2]) {});
         },
-        [&](int leaf) { leaf_end(leaf, no_raw); });
+        [&](int split) { split_end(split, no_raw); });
   }
-  __device__ void copy_queries(const Task& task, const RowWork& w) const {
-    copy_queries_async<T, D, N, Of::threads>(p, task, w, threadIdx.x, shared.queries(0));
+  __device__ void copy_queries(const WorkTile& tile, const RowWork& w) const {
+    copy_queries_async<T, D, N, Traits::threads>(p, tile, w, threadIdx.x, smem.queries(0));
   }
-  __device__ void load_queries(tile::FragmentB (&q)[N][D / 16]) const {
+  __device__ void read_queries(tile::FragmentB (&q)[N][D / 16]) const {
 #pragma unroll
-    for (int n = 0; n < N; ++n) load_query_fragments<T, D>(shared.queries(n), lane, q[n]);
+    for (int n = 0; n < N; ++n) load_query_fragments<T, D>(smem.queries(n), lane, q[n]);
   }
 
   // A step of 16-bit rows, `tiles` of 16 tokens from `token` on. keys, values: where tile i lies; rows that no column
   // sees are zeros.
-  template <class Keys, class Values, class Tiles, class Arrived, class Refill, class Rescale>
+  template <class Keys, class Values, class Tiles, class WaitV, class RefillK, class Rescale>
   __device__ void element_step(const Keys& keys, const Values& values, Tiles tiles,
                                const tile::FragmentB (&q)[N][D / 16], const Visible (&see)[N], int token,
-                               float (&o)[N * C][4], const Arrived& arrived, const Refill& refill,
+                               float (&o)[N * C][4], const WaitV& wait_v, const RefillK& refill_k,
                                const Rescale& rescale) {
     const int own = token + 16 * warp;
     float s[N][1][4];
     if (tiles == warps || warp < tiles) {
-      scores16<T, D>(s, keys(warp), q, lane);
-      const float factor = factor_of(p, 1.0f);
+      qk16<T, D>(s, keys(warp), q, lane);
+      const float factor = logit_factor(p, 1.0f);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -445,7 +448,7 @@ class StepKv {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[n][0][i] = -INFINITY;
     }
-    weigh(
+    compute_weights(
         s, 0, false,
         [&](float (&sum)[N][2], float (&)[N][2]) {
 #pragma unroll
@@ -456,30 +459,30 @@ class StepKv {
               weight[i] = weight_of(s[n][0][i], state.m[n][i & 1]);
               sum[n][i & 1] += weight[i];
             }
-            put_weights(shared.weights(n) + 16 * warp * columns, weight, lane);
+            store_weights(smem.weights(n) + 16 * warp * mma_n, weight, lane);
           }
         },
-        arrived, rescale);
-    refill();
+        wait_v, rescale);
+    refill_k();
 #pragma unroll
     for (int at = 0; at < warps; at += 2) {
       if (tiles < warps && at >= tiles) break;
       tile::FragmentA weights[N];
 #pragma unroll
-      for (int n = 0; n < N; ++n) weights[n] = get_weights(shared.weights(n) + 16 * at * columns, lane);
+      for (int n = 0; n < N; ++n) weights[n] = load_weights(smem.weights(n) + 16 * at * mma_n, lane);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (tiles < warps && at + i >= tiles) break;
         const int first = token + 16 * (at + i);
-        tile::FragmentB of_tile[N];
+        tile::FragmentB weights_b[N];
 #pragma unroll
-        for (int n = 0; n < N; ++n) of_tile[n] = {{weights[n].r[2 * i], weights[n].r[2 * i + 1]}};
+        for (int n = 0; n < N; ++n) weights_b[n] = {{weights[n].r[2 * i], weights[n].r[2 * i + 1]}};
         if (p.tokens == 1 || all_see(see, first, 16)) {
-          values16<T, D, C>(o, of_tile, values(at + i), C * warp, lane);
+          pv16<T, D, C>(o, weights_b, values(at + i), C * warp, lane);
         } else {
 #pragma unroll
           for (int n = 0; n < N; ++n)
-            values16_apart<T, D, C>(o + n * C, of_tile[n], values(at + i), see[n], first, C * warp, lane);
+            pv16_masked<T, D, C>(o + n * C, weights_b[n], values(at + i), see[n], first, C * warp, lane);
         }
       }
     }
@@ -487,15 +490,15 @@ class StepKv {
 
   // ---- codes ----
 
-  template <class LeafEnd>
-  __device__ void code_tiles(const Task& task, const RowWork& w, const Visible (&see)[N], int first, int last,
-                             const LeafEnd& leaf_end) {
-    using Tile = CodeStage<format, D>;
+  template <class SplitEnd>
+  __device__ void code_tiles(const WorkTile& tile, const RowWork& w, const Visible (&see)[N], int first, int last,
+                             const SplitEnd& split_end) {
+    using Tile = CodeTile<format, D>;
     const KvCacheView& c = p.cache;
     CodeQueries<format, D> q[N];
     float factor[N][2];
-    const CodeSource<format, D> source(c, task.kv_head, lane);
-    const RawTiles raw = find_raw(task, w, last == w.leaves);
+    const CodeSource<format, D> source(c, tile.kv_head, lane);
+    const RawTiles raw = find_raw(tile, w, last == w.splits);
     pipeline(
         w, first, last,
         [&](Tile& tile, int token, const Pages& at) {
@@ -509,61 +512,61 @@ class StepKv {
                                                 token & (c.page_size - 1), lane);
         },
         [&] {
-          copy_queries(task, w);
+          copy_queries(tile, w);
           if constexpr (is_kivi(format))
-            if (raw.there) copy_raw(raw, task, w, raw.first);
+            if (raw.any) copy_raw(raw, tile, w, raw.first);
         },
         [&] {
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            q[n].template load<T>(shared.queries(n), lane);
-            factor[n][0] = factor_of(p, q[n].unit[0]);
-            factor[n][1] = factor_of(p, q[n].unit[1]);
+            q[n].template load<T>(smem.queries(n), lane);
+            factor[n][0] = logit_factor(p, q[n].q_scale[0]);
+            factor[n][1] = logit_factor(p, q[n].q_scale[1]);
           }
         },
-        [&](const Tile* tiles, int token, const auto& arrived, const auto& refill) {
-          code_step(tiles, q, factor, see, token, arrived, refill);
+        [&](const Tile* tiles, int token, const auto& wait_v, const auto& refill_k) {
+          code_step(tiles, q, factor, see, token, wait_v, refill_k);
         },
-        [&](int leaf) {
+        [&](int split) {
           float raw_o[N * C][4] = {};
           if constexpr (is_kivi(format))
-            if (raw.there && leaf + 1 == w.leaves) raw_steps(raw, task, w, raw_o);
-          leaf_end(leaf, raw_o);
+            if (raw.any && split + 1 == w.splits) raw_steps(raw, tile, w, raw_o);
+          split_end(split, raw_o);
         });
   }
 
   // A step of codes, `warps` tiles of 32 tokens from `token` on. Where a tile lies behind the row's end its codes are
   // any, its weights 0.
-  template <class Arrived, class Refill>
-  __device__ void code_step(const CodeStage<format, D>* tiles, const CodeQueries<format, D> (&q)[N],
-                            const float (&factor)[N][2], const Visible (&see)[N], int token, const Arrived& arrived,
-                            const Refill& refill) {
+  template <class WaitV, class RefillK>
+  __device__ void code_step(const CodeTile<format, D>* tiles, const CodeQueries<format, D> (&q)[N],
+                            const float (&factor)[N][2], const Visible (&see)[N], int token, const WaitV& wait_v,
+                            const RefillK& refill_k) {
     const int own = token + 32 * warp;
-    const CodeStage<format, D>& own_tile = tiles[warp];
+    const CodeTile<format, D>& own_tile = tiles[warp];
     const bool all = all_see(see, own, 32);
     const StepScales<format> scales(own_tile, all || seen(see, own + lane), lane, T(0.0f));
     float s[N][2][4];
-    code_scores<T, format, D>(s, own_tile, q, factor, lane);
+    qk_codes<T, format, D>(s, own_tile, q, factor, lane);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       soft_cap(s[n], p.softcap);
       if (!all) mask(s[n], see[n], own, lane);
     }
-    tile::half* const at = reinterpret_cast<tile::half*>(shared.weights(0)) + 32 * warp * columns;
-    constexpr int plane = step_tokens * columns;
-    float middle[4];
+    tile::half* const at = reinterpret_cast<tile::half*>(smem.weights(0)) + 32 * warp * mma_n;
+    constexpr int plane = step_tokens * mma_n;
+    float zero_value[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      middle[i] = has_min(format) ? __shfl_sync(0xffffffffu, scales.centre, 8 * i + lane / 4) : 0.0f;
-    weigh(
-        s, scales.top, exceeds_unit(scales.top, state.unit),
-        [&](float (&sum)[N][2], float (&shift)[N][2]) {
-          const float scaled = scales.own * inverse_of_unit(state.unit);
+      zero_value[i] = has_min(format) ? __shfl_sync(0xffffffffu, scales.zero_value, 8 * i + lane / 4) : 0.0f;
+    compute_weights(
+        s, scales.max_scale_bits, exceeds_scale(scales.max_scale_bits, state.o_scale),
+        [&](float (&sum)[N][2], float (&min_term)[N][2]) {
+          const float scaled = scales.scale * inverse_pow2(state.o_scale);
           float scale[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) scale[i] = __shfl_sync(0xffffffffu, scaled, 8 * i + lane / 4);
           // A column that does not see a token must not meet its scale either, which may be no number.
-          const auto put = [&](auto all_seen) {
+          const auto store = [&](auto all_seen) {
 #pragma unroll
             for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -576,58 +579,59 @@ class StepKv {
                   const float w = weight_of(s[n][mt][i], state.m[n][j]);
                   sum[n][j] += w;
                   if constexpr (has_min(format))
-                    shift[n][j] = counts ? __fmaf_rn(w, middle[row], shift[n][j]) : shift[n][j];
+                    min_term[n][j] = counts ? __fmaf_rn(w, zero_value[row], min_term[n][j]) : min_term[n][j];
                   weight[i] = counts ? w * scale[row] : 0.0f;
                 }
-                put_weights(at + n * plane + 16 * mt * columns, weight, lane);
+                store_weights(at + n * plane + 16 * mt * mma_n, weight, lane);
               }
           };
-          if (all) put(std::true_type());
-          else put(std::false_type());
+          if (all) store(std::true_type());
+          else store(std::false_type());
         },
-        arrived, [](int, const float (&)[2]) {});
-    refill();
+        wait_v, [](int, const float (&)[2]) {});
+    refill_k();
     const auto weights_of = [&](int tile, tile::FragmentB(&weights)[2][N]) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const tile::FragmentA both =
-            get_weights(reinterpret_cast<const tile::half*>(shared.weights(n)) + 32 * tile * columns, lane);
+            load_weights(reinterpret_cast<const tile::half*>(smem.weights(n)) + 32 * tile * mma_n, lane);
         weights[0][n] = {{both.r[0], both.r[1]}};
         weights[1][n] = {{both.r[2], both.r[3]}};
       }
     };
-    if constexpr (CodeKind<format>::middle) {
-      constexpr std::uint32_t excess = CodeKind<format>::excess_pair;
+    if constexpr (CodeKind<format>::has_zero_point) {
+      constexpr std::uint32_t zero_point = CodeKind<format>::zero_point_pair;
       tile::FragmentB weights[2][N];
       weights_of(warp, weights);
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt)
-          tile::mma<tile::half>(state.excess[n], {{excess, excess, excess, excess}}, weights[mt][n]);
+          tile::mma<tile::half>(state.zp_correction[n], {{zero_point, zero_point, zero_point, zero_point}},
+                                weights[mt][n]);
     }
 #pragma unroll
     for (int tile = 0; tile < warps; ++tile) {
       tile::FragmentB weights[2][N];
       weights_of(tile, weights);
-      code_values<format, D, C>(state.o, weights, tiles[tile], warp, lane);
+      pv_codes<format, D, C>(state.o, weights, tiles[tile], warp, lane);
     }
   }
 
   // ---- the raw tokens of a kivi row ----
 
   // 64 at most, at the end of its last leaf: tiles of 16, some at once.
-  static constexpr int raw_tiles = StepShared<Config>::raw_tiles;
+  static constexpr int raw_tiles = StepKvStorage<Config>::raw_tiles;
   struct RawTiles {
-    bool there;              // the run ends with raw tokens
+    bool any;                // the run ends with raw tokens
     int first = 0;           // of them all
     int begin = 0, end = 0;  // what some column sees of them
   };
-  __device__ RawTiles find_raw(const Task& task, const RowWork& w, bool ends) const {
+  __device__ RawTiles find_raw(const WorkTile& tile, const RowWork& w, bool ends) const {
     RawTiles raw{is_kivi(format) && ends && w.raw};
-    if (!raw.there) return raw;
+    if (!raw.any) return raw;
     Visible see[N];
-    look(task, w, true, see);
+    find_visible(tile, w, true, see);
     raw.first = max(w.length - w.count, 0) & ~(kv_group - 1);
     raw.begin = see[0].outer_begin;
     raw.end = see[0].outer_end;
@@ -639,30 +643,30 @@ class StepKv {
     return raw;
   }
   // Keys and values of the tiles from token `first` on, a warp one of them at a time.
-  __device__ void copy_raw(const RawTiles& raw, const Task& task, const RowWork& w, int first) const {
+  __device__ void copy_raw(const RawTiles& raw, const WorkTile& tile, const RowWork& w, int first) const {
 #pragma unroll 1
     for (int half = warp; half < 2 * raw_tiles; half += warps) {
       const int token = first + half / 2 * 16;
       copy_rows_async<T, D, 32>(
-          shared.raw[half / 2][half % 2], lane,
-          (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, task, w, token), D * sizeof(T),
+          smem.raw[half / 2][half % 2], lane,
+          (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, tile, w, token), D * sizeof(T),
           [from = raw.begin - token, to = raw.end - token](int i) { return i >= from && i < to; });
     }
   }
-  __device__ void raw_steps(const RawTiles& raw, const Task& task, const RowWork& w, float (&o)[N * C][4]) {
+  __device__ void raw_steps(const RawTiles& raw, const WorkTile& tile, const RowWork& w, float (&o)[N * C][4]) {
     tile::FragmentB q[N][D / 16];
-    load_queries(q);
+    read_queries(q);
     Visible see[N];
-    look(task, w, true, see);
+    find_visible(tile, w, true, see);
     for (int token = raw.first; token < w.length; token += 16 * raw_tiles) {
       if (token > raw.first) {
         __syncthreads();  // the tiles before have been read
-        copy_raw(raw, task, w, token);
+        copy_raw(raw, tile, w, token);
         cute::cp_async_fence();
         cute::cp_async_wait<0>();
       }
       __syncthreads();  // they have come, from all threads (the first of them with the queries); nobody reads weights
-      element_step([&](int i) { return shared.raw[i][0]; }, [&](int i) { return shared.raw[i][1]; },
+      element_step([&](int i) { return smem.raw[i][0]; }, [&](int i) { return smem.raw[i][1]; },
                    std::integral_constant<int, raw_tiles>(), q, see, token, o, [] {}, [] {},
                    [&](int n, const float (&factor)[2]) {
 #pragma unroll
@@ -674,20 +678,20 @@ class StepKv {
   }
 
   const DecodeParams& p;
-  StepShared<Config>& shared;
+  StepKvStorage<Config>& smem;
   const int warp, lane, page_shift;
-  int this_segment = 0;
-  State<N, C, format> state;
+  int this_tile_range = 0;
+  CtaState<N, C, format> state;
 };
 
 template <class Config>
-__global__ __launch_bounds__(Shares<Config>::threads,
-                             Config::blocks_per_sm) void step_kv(const __grid_constant__ DecodeParams p) {
+__global__ __launch_bounds__(StepTraits<Config>::threads,
+                             Config::ctas_per_sm) void step_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
-  fetch_ahead(p);
+  prefetch_lengths(p);
   tile::wait_for_previous_kernel();
   tile::let_next_kernel_start();  // behind the wait: the combine counts on what this kernel found
-  StepKv<Config>(p, *reinterpret_cast<StepShared<Config>*>(bytes)).run();
+  StepKv<Config>(p, *reinterpret_cast<StepKvStorage<Config>*>(bytes)).run();
 }
 
 }  // namespace rooftile::gpu

@@ -3,8 +3,9 @@
 
 namespace rooftile::gpu {
 
-template <class T, int D, int Stages, int Blocks>
-struct Bits16 : DecodeConfig<T, std::is_same_v<T, tile::half> ? KvFormat::fp16 : KvFormat::bf16, D, Stages, Blocks> {};
+template <class T, int D, int Stages, int CtasPerSm>
+struct Bits16 : DecodeConfig<T, std::is_same_v<T, tile::half> ? KvFormat::fp16 : KvFormat::bf16, D, Stages, CtasPerSm> {
+};
 template <class T>
 struct Bits16Steps : StepConfig<T, std::is_same_v<T, tile::half> ? KvFormat::fp16 : KvFormat::bf16> {};
 

@@ -3,8 +3,8 @@
 
 namespace rooftile::gpu {
 
-template <class T, int D, int Stages, int Blocks>
-struct Fp8 : DecodeConfig<T, KvFormat::fp8, D, Stages, Blocks> {};
+template <class T, int D, int Stages, int CtasPerSm>
+struct Fp8 : DecodeConfig<T, KvFormat::fp8, D, Stages, CtasPerSm> {};
 template <class T>
 struct Fp8Steps : StepConfig<T, KvFormat::fp8> {};
 

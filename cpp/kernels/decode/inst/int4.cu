@@ -3,8 +3,8 @@
 
 namespace rooftile::gpu {
 
-template <class T, int D, int Stages, int Blocks>
-struct Int4 : DecodeConfig<T, KvFormat::int4, D, Stages, Blocks> {};
+template <class T, int D, int Stages, int CtasPerSm>
+struct Int4 : DecodeConfig<T, KvFormat::int4, D, Stages, CtasPerSm> {};
 template <class T>
 struct Int4Steps : StepConfig<T, KvFormat::int4> {};
 

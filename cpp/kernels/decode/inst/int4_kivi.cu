@@ -3,8 +3,8 @@
 
 namespace rooftile::gpu {
 
-template <class T, int D, int Stages, int Blocks>
-struct Int4Kivi : DecodeConfig<T, KvFormat::int4_kivi, D, Stages, Blocks> {};
+template <class T, int D, int Stages, int CtasPerSm>
+struct Int4Kivi : DecodeConfig<T, KvFormat::int4_kivi, D, Stages, CtasPerSm> {};
 template <class T>
 struct Int4KiviSteps : StepConfig<T, KvFormat::int4_kivi> {};
 

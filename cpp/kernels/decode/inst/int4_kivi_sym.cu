@@ -3,8 +3,8 @@
 
 namespace rooftile::gpu {
 
-template <class T, int D, int Stages, int Blocks>
-struct Int4KiviSym : DecodeConfig<T, KvFormat::int4_kivi_sym, D, Stages, Blocks> {};
+template <class T, int D, int Stages, int CtasPerSm>
+struct Int4KiviSym : DecodeConfig<T, KvFormat::int4_kivi_sym, D, Stages, CtasPerSm> {};
 template <class T>
 struct Int4KiviSymSteps : StepConfig<T, KvFormat::int4_kivi_sym> {};
 

@@ -3,8 +3,8 @@
 
 namespace rooftile::gpu {
 
-template <class T, int D, int Stages, int Blocks>
-struct Int8 : DecodeConfig<T, KvFormat::int8, D, Stages, Blocks> {};
+template <class T, int D, int Stages, int CtasPerSm>
+struct Int8 : DecodeConfig<T, KvFormat::int8, D, Stages, CtasPerSm> {};
 template <class T>
 struct Int8Steps : StepConfig<T, KvFormat::int8> {};
 

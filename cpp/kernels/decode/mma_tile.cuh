@@ -5,7 +5,7 @@
 // Lane (g, t) owns columns 2t and 2t + 1 of both.
 #pragma once
 
-#include "kernels/decode/codes.cuh"
+#include "kernels/decode/code_tile.cuh"
 #include "kernels/decode/queries.cuh"
 #include "tile/copy.cuh"
 #include "tile/mma.cuh"
@@ -19,13 +19,13 @@ struct ElementTile {
   alignas(128) T k[16 * D], v[16 * D];
 };
 template <class Config>
-using TileOf = std::conditional_t<is_element_format(Config::format), ElementTile<typename Config::T, Config::head_dim>,
-                                  CodeStage<Config::format, Config::head_dim>>;
+using KvTile = std::conditional_t<is_element_format(Config::format), ElementTile<typename Config::T, Config::head_dim>,
+                                  CodeTile<Config::format, Config::head_dim>>;
 
 // Scores -> logits in units of log2, or, under a soft cap, to multiples of the cap. unit: what the queries were divided
 // by.
-__device__ __forceinline__ float factor_of(const DecodeParams& p, float unit) {
-  return unit * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e);
+__device__ __forceinline__ float logit_factor(const DecodeParams& p, float q_scale) {
+  return q_scale * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e);
 }
 
 // Multiples of a soft cap -> logits in units of log2, in place; without one, what comes are logits. tanh x is
@@ -60,7 +60,7 @@ __device__ __forceinline__ void mask(float (&s)[M][4], const Visible& v, int tok
 
 // The largest of the lane's own logits of column 2t + j.
 template <int M>
-__device__ __forceinline__ float largest(const float (&s)[M][4], int j) {
+__device__ __forceinline__ float lane_max(const float (&s)[M][4], int j) {
   float top = fmaxf(s[0][j], s[0][j + 2]);
 #pragma unroll
   for (int mt = 1; mt < M; ++mt) top = fmaxf(top, fmaxf(s[mt][j], s[mt][j + 2]));
@@ -68,7 +68,7 @@ __device__ __forceinline__ float largest(const float (&s)[M][4], int j) {
 }
 // The maximum that weights count from, and what was summed before, follow the largest logit only when that is more than
 // this above it: weights of up to 2^slack are no loss to fp16 or to the sums.
-inline constexpr float slack = 8.0f, most_weight = 256.0f;
+inline constexpr float rescale_threshold = 8.0f, max_weight = 256.0f;
 
 // ---- 16-bit keys and values, 16 tokens, in shared memory ----
 
@@ -77,8 +77,8 @@ inline constexpr float slack = 8.0f, most_weight = 256.0f;
 template <class T, int D, int Lanes, class Wanted>
 __device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte* from, std::int64_t stride,
                                                 const Wanted& wanted) {
-  constexpr int pieces = D / 8, rows = Lanes / pieces;  // of a row; that are copied at once
-  const int first = lane / pieces, d = lane % pieces * 8;
+  constexpr int vecs = D / 8, rows = Lanes / vecs;  // of a row; that are copied at once
+  const int first = lane / vecs, d = lane % vecs * 8;
   if (first >= rows) return;
   const std::byte* at = from + first * stride + d * sizeof(T);
 #pragma unroll
@@ -92,8 +92,7 @@ __device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte
 
 // Two sums, of even and of odd steps, so that no product waits for the one before it.
 template <class T, int D, int N>
-__device__ __forceinline__ void scores16(float (&s)[N][1][4], const T* k, const tile::FragmentB (&q)[N][D / 16],
-                                         int lane) {
+__device__ __forceinline__ void qk16(float (&s)[N][1][4], const T* k, const tile::FragmentB (&q)[N][D / 16], int lane) {
   float sum[N][2][4] = {};
 #pragma unroll
   for (int ks = 0; ks < D / 16; ++ks) {
@@ -109,17 +108,17 @@ __device__ __forceinline__ void scores16(float (&s)[N][1][4], const T* k, const 
 
 // V^T of 16 tokens x channels 16 i .. 16 i + 15 as operand A.
 template <class T, int D>
-__device__ __forceinline__ tile::FragmentA values_fragment(const T* v, int i, int lane) {
+__device__ __forceinline__ tile::FragmentA v_fragment(const T* v, int i, int lane) {
   return tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8));
 }
 // Adds the values of 16 tokens to C tiles of 16 channels, from tile `first` on, of N times 8 columns: o[n * C + i] is
 // tile i.
 template <class T, int D, int C, int N>
-__device__ __forceinline__ void values16(float (*o)[4], const tile::FragmentB (&weights)[N], const T* v, int first,
-                                         int lane) {
+__device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weights)[N], const T* v, int first,
+                                     int lane) {
 #pragma unroll
   for (int i = 0; i < C; ++i) {
-    const tile::FragmentA a = values_fragment<T, D>(v, first + i, lane);
+    const tile::FragmentA a = v_fragment<T, D>(v, first + i, lane);
 #pragma unroll
     for (int n = 0; n < N; ++n) tile::mma<T>(o[n * C + i], a, weights[n]);
   }
@@ -128,8 +127,8 @@ __device__ __forceinline__ void values16(float (*o)[4], const tile::FragmentB (&
 // The same of 8 columns where some do not see all of the tokens. A weight of 0 does not keep out a NaN or an infinity,
 // so every new token takes a product of its own, over the values that it sees, and its own columns of it.
 template <class T, int D, int C>
-__device__ __forceinline__ void values16_apart(float (*o)[4], const tile::FragmentB& weights, const T* v,
-                                               const Visible& see, int token, int first, int lane) {
+__device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB& weights, const T* v,
+                                            const Visible& see, int token, int first, int lane) {
   int last = max(see.query[0], see.query[1]);
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) last = max(last, __shfl_xor_sync(0xffffffffu, last, step));
@@ -147,7 +146,7 @@ __device__ __forceinline__ void values16_apart(float (*o)[4], const tile::Fragme
     }
 #pragma unroll
     for (int i = 0; i < C; ++i) {
-      tile::FragmentA a = values_fragment<T, D>(v, first + i, lane);
+      tile::FragmentA a = v_fragment<T, D>(v, first + i, lane);
 #pragma unroll
       for (int r = 0; r < 4; ++r) a.r[r] &= seen[r / 2];
       float sum[4] = {o[i][0], o[i][1], o[i][2], o[i][3]};
@@ -162,63 +161,64 @@ __device__ __forceinline__ void values16_apart(float (*o)[4], const tile::Fragme
 
 // Weights times scales become fp16 in units of a power of two above the largest finite scale so far, or above twice of
 // it.
-__device__ __forceinline__ bool exceeds_unit(std::uint32_t top, float unit) {
-  return top > __float_as_uint(unit) || unit == 0.0f;
+__device__ __forceinline__ bool exceeds_scale(std::uint32_t max_scale_bits, float o_scale) {
+  return max_scale_bits > __float_as_uint(o_scale) || o_scale == 0.0f;
 }
-__device__ __forceinline__ float unit_above(std::uint32_t top) {
-  return __uint_as_float(min(top & 0x7f800000u, 0x7d800000u) + 0x01000000u);
+__device__ __forceinline__ float pow2_above(std::uint32_t max_scale_bits) {
+  return __uint_as_float(min(max_scale_bits & 0x7f800000u, 0x7d800000u) + 0x01000000u);
 }
-__device__ __forceinline__ float inverse_of_unit(float unit) {
-  return __uint_as_float(0x7f000000u - __float_as_uint(unit));
+__device__ __forceinline__ float inverse_pow2(float pow2) {
+  return __uint_as_float(0x7f000000u - __float_as_uint(pow2));
 }
 
 // Sums of codes -> sums of elements times a weight, of two columns: what the sums have too much, what every channel
 // gets, and what they count in. What the columns of a bf16 cache's codes count in can be so large that it must not be
 // multiplied with the codes' unit.
 template <class T, KvFormat F>
-struct CodeValues {
-  float factor[2], excess[2], shift[2], unit;
-  static constexpr float upper = CodeKind<F>::unit / CodeKind<F>::odd_unit;  // rows 8 + g: the decoder's odd pairs
-  static constexpr bool apart = std::is_same_v<T, tile::bf16>;
+struct DequantSums {
+  float factor[2], zp_correction[2], min_term[2], o_scale;
+  static constexpr float odd_factor =
+      CodeKind<F>::code_scale / CodeKind<F>::odd_code_scale;  // rows 8 + g: the decoder's odd pairs
+  static constexpr bool separate_min_term = std::is_same_v<T, tile::bf16>;
 
-  __device__ __forceinline__ CodeValues(const float (&of_excess)[2], const float (&of_shift)[2],
-                                        const float (&weight)[2], float of_sums)
-      : unit(of_sums) {
+  __device__ __forceinline__ DequantSums(const float (&correction_sums)[2], const float (&min_sums)[2],
+                                         const float (&weight)[2], float sum_scale)
+      : o_scale(sum_scale) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      factor[j] = weight[j] * (1.0f / CodeKind<F>::unit) * (apart ? 1.0f : unit);
-      excess[j] = -of_excess[j] * factor[j];
-      shift[j] = of_shift[j] * weight[j];
+      factor[j] = weight[j] * (1.0f / CodeKind<F>::code_scale) * (separate_min_term ? 1.0f : o_scale);
+      zp_correction[j] = -correction_sums[j] * factor[j];
+      min_term[j] = min_sums[j] * weight[j];
     }
   }
   __device__ __forceinline__ float operator()(float o, int e) const {
     const int j = e % 2;
-    const float sum =
-        __fmaf_rn(o, e / 2 == 1 ? factor[j] * upper : factor[j], apart ? excess[j] : excess[j] + shift[j]);
-    return apart ? __fmaf_rn(sum, unit, shift[j]) : sum;
+    const float sum = __fmaf_rn(o, e / 2 == 1 ? factor[j] * odd_factor : factor[j],
+                                separate_min_term ? zp_correction[j] : zp_correction[j] + min_term[j]);
+    return separate_min_term ? __fmaf_rn(sum, o_scale, min_term[j]) : sum;
   }
 };
 
 // Adds the values of 32 tokens to C tiles of 16 channels, from the tile's block `block` of 32 channels on: o[n * C + i]
 // is tile i, in the codes' units. weights: of 16 tokens each.
 template <KvFormat F, int D, int C, int N>
-__device__ __forceinline__ void code_values(float (*o)[4], const tile::FragmentB (&weights)[2][N],
-                                            const CodeStage<F, D>& x, int block, int lane) {
+__device__ __forceinline__ void pv_codes(float (*o)[4], const tile::FragmentB (&weights)[2][N], const CodeTile<F, D>& x,
+                                         int block32, int lane) {
   using Kind = CodeKind<F>;
   // Blocks of 512 bytes: codes of eight bits 16 tokens x 32 channels, of four 32 x 32; a lane's 16 bytes lie in lane
   // order.
-  const auto* blocks = reinterpret_cast<const uint4*>(x.v) + block * 32 + lane;
+  const auto* blocks = reinterpret_cast<const uint4*>(x.v) + block32 * 32 + lane;
   if constexpr (!Kind::pairs) {
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
       for (int dt = 0; dt < C / 2; ++dt) {
-        const uint4 piece = blocks[(mt * (D / 32) + dt) * 32];
+        const uint4 vec = blocks[(mt * (D / 32) + dt) * 32];
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {  // word j: d 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
           tile::FragmentA a;
-          Kind::decode(word(piece, j), a.r[0], a.r[2]);
-          Kind::decode(word(piece, j + 1), a.r[1], a.r[3]);
+          Kind::decode(word(vec, j), a.r[0], a.r[2]);
+          Kind::decode(word(vec, j + 1), a.r[1], a.r[3]);
 #pragma unroll
           for (int n = 0; n < N; ++n) tile::mma<tile::half>(o[n * C + 2 * dt + j / 2], a, weights[mt][n]);
         }
@@ -226,12 +226,12 @@ __device__ __forceinline__ void code_values(float (*o)[4], const tile::FragmentB
   } else {
 #pragma unroll
     for (int dt = 0; dt < C / 2; ++dt) {
-      const uint4 piece = blocks[dt * 32];
+      const uint4 vec = blocks[dt * 32];
 #pragma unroll
       for (int mt = 0; mt < 2; ++mt) {  // word w: tokens 8 w + 2t and the next; pair r: d 8 r + g
         std::uint32_t even[4], odd[4];
-        Kind::decode(word(piece, 2 * mt), even);
-        Kind::decode(word(piece, 2 * mt + 1), odd);
+        Kind::decode(word(vec, 2 * mt), even);
+        Kind::decode(word(vec, 2 * mt + 1), odd);
 #pragma unroll
         for (int r = 0; r < 4; r += 2)
 #pragma unroll

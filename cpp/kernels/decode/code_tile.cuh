@@ -15,11 +15,12 @@ namespace rooftile::gpu {
 // sums.
 template <KvFormat F>
 struct CodeKind {
-  static constexpr bool codes = !is_element_format(F), pairs = code_bits(F) == 4, middle = codes && F != KvFormat::fp8;
-  static constexpr float unit = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit,
-                         odd_unit = pairs ? tile::odd_code_unit : unit;
-  static constexpr float excess = pairs ? 8 : 128;                                           // of every code
-  static constexpr std::uint32_t excess_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // in code units
+  static constexpr bool codes = !is_element_format(F), pairs = code_bits(F) == 4,
+                        has_zero_point = codes && F != KvFormat::fp8;
+  static constexpr float code_scale = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit,
+                         odd_code_scale = pairs ? tile::odd_code_unit : code_scale;
+  static constexpr float zero_point = pairs ? 8 : 128;                                           // of every code
+  static constexpr std::uint32_t zero_point_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // in code units
   static constexpr std::uint32_t flip = pairs && !has_min(F) ? 0x88888888u : 0;  // two's complement -> unsigned
 
   // A word of codes of eight bits -> two pairs, of four bits -> four.
@@ -36,8 +37,8 @@ struct CodeKind {
 // there (one block's parts, core/kv_layout.h).
 template <KvFormat F, int D>
 struct CodeSource {
-  static constexpr int group_pieces = is_kivi(F) ? D / 8 : 0;  // of scales of K's channels, and as many of minima
-  static constexpr int token_pieces = has_min(F) || !is_kivi(F) ? 8 : 4;  // lanes that copy scales of tokens
+  static constexpr int group_vecs = is_kivi(F) ? D / 8 : 0;  // of scales of K's channels, and as many of minima
+  static constexpr int token_vecs = has_min(F) || !is_kivi(F) ? 8 : 4;  // lanes that copy scales of tokens
   const std::byte* k;
   int v, k_scale, k_min, token_scales;
   int page_size;
@@ -59,19 +60,19 @@ struct CodeSource {
   }
   // In registers, instead of being found again for every tile. A group's minima are then copied with its scales, by the
   // lanes behind those that copy these: k_scale is theirs.
-  __device__ __forceinline__ void keep(int lane) {
-    if (has_min(F) && lane >= group_pieces) k_scale = k_min - group_pieces * 16;
+  __device__ __forceinline__ void pin(int lane) {
+    if (has_min(F) && lane >= group_vecs) k_scale = k_min - group_vecs * 16;
     asm("" : "+l"(k), "+r"(v), "+r"(k_scale), "+r"(token_scales));
   }
 };
 
 // One tile as it lies in its page: codes of K and of V, each one run of bytes, then the scales.
 template <KvFormat F, int D>
-struct CodeStage {
+struct CodeTile {
   static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
-  static constexpr int row_pieces = row_bytes / 16;  // of 16 bytes
+  static constexpr int row_vecs = row_bytes / 16;  // of 16 bytes
   // Two neighbouring rows would share all banks: pieces of odd ones change places with those that the other lanes read.
-  static constexpr int exchange = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
+  static constexpr int swizzle = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
 
   alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
   // Scales and minima in the order in which the lanes copy them: of K's channels, then of the tokens.
@@ -85,55 +86,55 @@ struct CodeStage {
   }  // V's minima, or int8 K's scales
 
   // Where 16 bytes of a row of K lie.
-  __device__ __forceinline__ static int k_piece(int token, int piece) {
-    return token * row_bytes + (piece ^ (token & 1) * exchange) * 16;
+  __device__ __forceinline__ static int k_offset(int token, int vec) {
+    return token * row_bytes + (vec ^ (token & 1) * swizzle) * 16;
   }
 
   // Start the copies of a tile's keys and what belongs to all its tokens, and of its values, by Lanes threads. first,
   // second: offsets of the pages of its tokens 0 and 16; slot of token 0. Kept: `from` is.
-  template <int Lanes, bool Kept = false>
+  template <int Lanes, bool Pinned = false>
   __device__ __forceinline__ void copy_keys_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second,
-                                                  int slot, int lane) {
-    constexpr int run = Lanes * 16;  // bytes copied at once
-    static_assert(tile_bytes % run == 0);
+                                                  int page_offset, int lane) {
+    constexpr int bytes_per_copy = Lanes * 16;  // bytes copied at once
+    static_assert(tile_bytes % bytes_per_copy == 0);
     const std::byte* const page = from.k + first;
     const auto copy = [&](const std::byte* low,
                           const std::byte* high) {  // rows 0 and 16, the second as if it lay behind the first
 #pragma unroll
-      for (int i = 0; i < tile_bytes / run; ++i) {
+      for (int i = 0; i < tile_bytes / bytes_per_copy; ++i) {
         const int at = i * Lanes + lane;
-        tile::cp_async_16(k + k_piece(at / row_pieces, at % row_pieces),
-                          (at >= 16 * row_pieces ? high : low) + i * run);
+        tile::cp_async_16(k + k_offset(at / row_vecs, at % row_vecs),
+                          (at >= 16 * row_vecs ? high : low) + i * bytes_per_copy);
       }
     };
     const bool two_pages = from.two_pages();
-    if (two_pages) copy(page + slot * row_bytes, from.k + second - 16 * row_bytes);
-    else copy(page + slot * row_bytes, page + slot * row_bytes);
+    if (two_pages) copy(page + page_offset * row_bytes, from.k + second - 16 * row_bytes);
+    else copy(page + page_offset * row_bytes, page + page_offset * row_bytes);
     if constexpr (is_kivi(F)) {
-      const int group = slot / kv_group * (D * 2);
-      static_assert(from.group_pieces * (Kept && has_min(F) ? 2 : 1) <= Lanes);
-      if constexpr (Kept && has_min(F)) {
-        if (2 * from.group_pieces == Lanes || lane < 2 * from.group_pieces)
+      const int group = page_offset / kv_group * (D * 2);
+      static_assert(from.group_vecs * (Pinned && has_min(F) ? 2 : 1) <= Lanes);
+      if constexpr (Pinned && has_min(F)) {
+        if (2 * from.group_vecs == Lanes || lane < 2 * from.group_vecs)
           tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
-      } else if (lane < from.group_pieces) {
+      } else if (lane < from.group_vecs) {
         tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
         if constexpr (has_min(F)) tile::cp_async_16(k_scales + D + lane * 8, page + (from.k_min + group));
       }
     }
-    if (lane < from.token_pieces) {
-      const std::byte* scales = two_pages && lane % 4 >= 2 ? from.k + second - 32 : page + slot * 2;
+    if (lane < from.token_vecs) {
+      const std::byte* scales = two_pages && lane % 4 >= 2 ? from.k + second - 32 : page + page_offset * 2;
       tile::cp_async_16(token_scales + lane * 8, scales + from.token_scales);
     }
   }
   template <int Lanes>
   __device__ __forceinline__ void copy_values_async(const CodeSource<F, D>& from, std::int64_t first,
-                                                    std::int64_t second, int slot, int lane) {
-    constexpr int run = Lanes * 16;
+                                                    std::int64_t second, int page_offset, int lane) {
+    constexpr int bytes_per_copy = Lanes * 16;
     const std::byte* const pages[2] = {from.k + first + from.v, from.k + second + from.v};
     if (!from.two_pages()) {
 #pragma unroll
-      for (int i = 0; i < tile_bytes / run; ++i)
-        tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[0] + slot * row_bytes + i * run);
+      for (int i = 0; i < tile_bytes / bytes_per_copy; ++i)
+        tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[0] + page_offset * row_bytes + i * bytes_per_copy);
     } else if constexpr (CodeKind<F>::pairs) {  // V blocks of 16 tokens: half of every lane's piece in each page
 #pragma unroll
       for (int i = 0; i < D / Lanes; ++i)
@@ -142,9 +143,9 @@ struct CodeStage {
           tile::cp_async_8(v + (i * Lanes + lane) * 16 + half * 8, pages[half] + i * (Lanes * 8) - lane * 8);
     } else {  // a multiple of the lanes' pieces lies in either
 #pragma unroll
-      for (int i = 0; i < tile_bytes / run; ++i) {
-        const int half = i * run / (16 * row_bytes);
-        tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[half] + (i * run - half * 16 * row_bytes));
+      for (int i = 0; i < tile_bytes / bytes_per_copy; ++i) {
+        const int half = i * bytes_per_copy / (16 * row_bytes);
+        tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[half] + (i * bytes_per_copy - half * 16 * row_bytes));
       }
     }
   }
@@ -161,11 +162,11 @@ __device__ __forceinline__ float stored_scale(std::uint32_t bits) {
 // What the K scales and minima of a group are divided by before they become fp16: 1 for an fp16 cache, for a bf16 cache
 // whose range is wider a power of two within a factor of two of the largest. A warp's work.
 template <class T, KvFormat F, int D>
-struct GroupUnit {
-  float unit = 1.0f;
+struct GroupScale {
+  float scale = 1.0f;
   std::uint32_t inverse = 0;  // bf16, twice
 
-  __device__ __forceinline__ explicit GroupUnit(const CodeStage<F, D>& x, int lane) {
+  __device__ __forceinline__ explicit GroupScale(const CodeTile<F, D>& x, int lane) {
     if constexpr (std::is_same_v<T, tile::bf16>) {
       std::uint32_t top = 0;  // of the magnitudes' bits
       const auto add = [&](const std::uint16_t* from) {
@@ -179,10 +180,10 @@ struct GroupUnit {
       add(x.k_scale());
       if constexpr (has_min(F)) add(x.k_min());
       const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
-      const std::uint32_t of =
+      const std::uint32_t biased =
           exponent > 0 && exponent < 254 ? exponent : 127;  // all zeros, or not finite: as they are
-      unit = __uint_as_float(of << 23);
-      inverse = (254 - of) * 0x00800080u;
+      scale = __uint_as_float(biased << 23);
+      inverse = (254 - biased) * 0x00800080u;
     }
   }
   // Two stored scales or minima.
@@ -229,24 +230,24 @@ __device__ __forceinline__ void scale_to_f16(std::uint32_t (&x)[N], float power)
 template <KvFormat F, int D>
 struct CodeQueries {
   tile::FragmentB q[D / 16];
-  float unit[2];    // that power, of columns 2t and 2t + 1
-  float excess[2];  // scales per token: what their scores have too much, in code units
+  float q_scale[2];        // that power, of columns 2t and 2t + 1
+  float zp_correction[2];  // scales per token: what their scores have too much, in code units
 
   // columns_at: the columns as copy_queries_async left them.
   template <class T>
-  __device__ __forceinline__ void load(const T* columns_at, int lane) {
-    constexpr int quarter = D / 4;
+  __device__ __forceinline__ void load(const T* q_rows, int lane) {
+    constexpr int lane_channels = D / 4;
     // The head_dim of the lane's codes: four bits: neighbours of its quarter of the row; eight: 16-byte pieces of every
     // 64, and of 8 bytes of the last 32.
-    std::uint32_t x[quarter / 2];
+    std::uint32_t x[lane_channels / 2];
 #pragma unroll
-    for (int i = 0; i < quarter / 8; ++i) {
-      const int d = code_bits(F) == 4 ? lane % 4 * quarter + 8 * i
+    for (int i = 0; i < lane_channels / 8; ++i) {
+      const int d = code_bits(F) == 4 ? lane % 4 * lane_channels + 8 * i
                     : i / 2 < D / 64  ? i / 2 * 64 + lane % 4 * 16 + i % 2 * 8
                                       : D / 64 * 64 + lane % 4 * 8;
-      const uint4 part = *reinterpret_cast<const uint4*>(columns_at + swizzled<D>(lane / 4, d));
+      const uint4 chunk = *reinterpret_cast<const uint4*>(q_rows + swizzled<D>(lane / 4, d));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x[4 * i + j] = word(part, j);
+      for (int j = 0; j < 4; ++j) x[4 * i + j] = word(chunk, j);
     }
     float top = largest_magnitude<T>(x);
 #pragma unroll
@@ -254,7 +255,7 @@ struct CodeQueries {
     // the power of two above the largest; 1 for a column of zeros or of infinities
     const std::uint32_t exponent = __float_as_uint(top) >> 23;
     const bool ordinary = exponent > 0 && exponent < 253;
-    const float own = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f,
+    const float own_scale = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f,
                 inverse = ordinary ? __uint_as_float((253 - exponent) << 23) : 1.0f;
     scale_to_f16<T>(x, inverse);
 #pragma unroll
@@ -268,8 +269,8 @@ struct CodeQueries {
             code_bits(F) == 4 ? __byte_perm(x[at], x[at + 2], ks % 2 == 0 ? 0x5410 : 0x7632) : x[2 * ks + half];
       }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) unit[j] = __shfl_sync(0xffffffffu, own, (lane % 4 * 2 + j) * 4);
-    if constexpr (CodeKind<F>::middle && !is_kivi(F)) {
+    for (int j = 0; j < 2; ++j) q_scale[j] = __shfl_sync(0xffffffffu, own_scale, (lane % 4 * 2 + j) * 4);
+    if constexpr (CodeKind<F>::has_zero_point && !is_kivi(F)) {
       float sum = 0.0f;  // of what the tensor cores see
 #pragma unroll
       for (const tile::FragmentB& fragment : q)
@@ -282,7 +283,8 @@ struct CodeQueries {
       for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        excess[j] = __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (CodeKind<F>::excess * tile::code_unit);
+        zp_correction[j] =
+            __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (CodeKind<F>::zero_point * tile::code_unit);
     }
   }
 };
@@ -305,8 +307,8 @@ __device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigne
 // Scores of 32 tokens whose codes have eight bits, in code units: W words of every token and lane, from `from` on, meet
 // the queries' fragments from `first` on.
 template <KvFormat F, int W, int N, int D>
-__device__ __forceinline__ void byte_scores(float (&s)[N][2][4], const unsigned char* const (&from)[4],
-                                            const CodeQueries<F, D> (&q)[N], int first) {
+__device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned char* const (&from)[4],
+                                         const CodeQueries<F, D> (&q)[N], int first) {
   std::uint32_t row[4][W];
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
@@ -324,32 +326,32 @@ __device__ __forceinline__ void byte_scores(float (&s)[N][2][4], const unsigned 
 
 // Scores of 32 tokens and N times 8 columns. factor: per column, what a score in the queries' units is multiplied with.
 template <class T, KvFormat F, int D, int N>
-__device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage<F, D>& x,
-                                            const CodeQueries<F, D> (&q)[N], const float (&factor)[N][2], int lane) {
+__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
+                                         const float (&factor)[N][2], int lane) {
   using Kind = CodeKind<F>;
   const int g = lane / 4, t = lane % 4;
   // Of codes of four bits, even and odd pairs count in different units, so each have their sums; of eight `even` has
   // all.
   float even[N][2][4] = {}, odd[N][2][4] = {};
-  if constexpr (Kind::middle && !is_kivi(F)) {
+  if constexpr (Kind::has_zero_point && !is_kivi(F)) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (auto& tile : even[n])
 #pragma unroll
-        for (int i = 0; i < 4; ++i) tile[i] = -q[n].excess[i & 1];
+        for (int i = 0; i < 4; ++i) tile[i] = -q[n].zp_correction[i & 1];
   }
   if constexpr (!Kind::pairs) {
 #pragma unroll
-    for (int part = 0; part < D / 64; ++part)  // 64 channels: 16 bytes a lane and row
-      byte_scores<F, 4>(even,
-                        {x.k + x.k_piece(g, 4 * part + t), x.k + x.k_piece(g + 8, 4 * part + t),
-                         x.k + x.k_piece(g + 16, 4 * part + t), x.k + x.k_piece(g + 24, 4 * part + t)},
-                        q, 4 * part);
+    for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes a lane and row
+      qk_bytes<F, 4>(even,
+                     {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
+                      x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
+                     q, 4 * chunk);
     if constexpr (D % 64 != 0) {  // the last 32
       const unsigned char* from = x.k + g * x.row_bytes + D / 64 * 64 + t * 8;
-      byte_scores<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q,
-                        D / 64 * 4);
+      qk_bytes<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q,
+                     D / 64 * 4);
     }
   } else {
     // Scales per channel: k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is
@@ -358,23 +360,23 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
     // Eight columns have registers for sums of even and of odd pairs apart, half as long a chain of products. Of the
     // centre's one row is enough: even pairs' is row g, and odd ones' row g + 8 of the same operand.
     constexpr int chains = N == 1 ? 2 : 1;
-    float eights[N][chains][4] = {}, centre[N][chains][4] = {};
-    const GroupUnit<T, F, D> group(x, lane);
+    float zp_correction[N][chains][4] = {}, zero_term[N][chains][4] = {};
+    const GroupScale<T, F, D> group(x, lane);
     constexpr int W = D % 128 == 0  ? 4
                       : D % 64 == 0 ? 2
                                     : 1;  // a lane's quarter of a row is D / 32 words of 8 codes, W together
 #pragma unroll
-    for (int part = 0; part < D / 32; part += W) {
+    for (int chunk = 0; chunk < D / 32; chunk += W) {
       std::uint32_t row[4][W];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (W == 4) load_words(row[i], x.k + x.k_piece(g + 8 * i, (t * (D / 32) + part) / 4));
-        else load_words(row[i], x.k + (g + 8 * i) * x.row_bytes + (t * (D / 32) + part) * 4);
+        if constexpr (W == 4) load_words(row[i], x.k + x.k_offset(g + 8 * i, (t * (D / 32) + chunk) / 4));
+        else load_words(row[i], x.k + (g + 8 * i) * x.row_bytes + (t * (D / 32) + chunk) * 4);
       }
 #pragma unroll
       for (int v = 0; v < W; ++v) {
-        const int w = part + v, channel = t * (D / 4) + 8 * w;
-        std::uint32_t scale[4] = {}, middle[4] = {};  // of pairs (r, r + 4)
+        const int w = chunk + v, channel = t * (D / 4) + 8 * w;
+        std::uint32_t scale[4] = {}, zero_value[4] = {};  // of pairs (r, r + 4)
         if constexpr (is_kivi(F)) {
           const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale() + channel);
           uint4 minima = {};
@@ -384,7 +386,7 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
             const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
             scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
             if constexpr (has_min(F))
-              middle[r] =
+              zero_value[r] =
                   tile::fma_f16x2(scale[r], 0x48004800u,
                                   group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
           }
@@ -396,43 +398,45 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
         for (int n = 0; n < N; ++n)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {  // pairs h and h + 2
-            tile::FragmentB with = q[n].q[2 * w + h];
+            tile::FragmentB b = q[n].q[2 * w + h];
             if constexpr (has_min(F) && chains == 2)
-              tile::mma<tile::half>(centre[n][h], {{middle[0], middle[1], middle[2], middle[3]}}, with);
+              tile::mma<tile::half>(zero_term[n][h], {{zero_value[0], zero_value[1], zero_value[2], zero_value[3]}}, b);
             else if constexpr (has_min(F))
-              tile::mma<tile::half>(centre[n][0], {{middle[h], middle[h], middle[h + 2], middle[h + 2]}}, with);
+              tile::mma<tile::half>(zero_term[n][0],
+                                    {{zero_value[h], zero_value[h], zero_value[h + 2], zero_value[h + 2]}}, b);
             if constexpr (is_kivi(F)) {
-              with = {{tile::mul_f16x2(with.r[0], scale[h]), tile::mul_f16x2(with.r[1], scale[h + 2])}};
-              constexpr std::uint32_t minus_8 = 0xc800c800u;
-              tile::mma<tile::half>(eights[n][h % chains], {{minus_8, minus_8, minus_8, minus_8}}, with);
+              b = {{tile::mul_f16x2(b.r[0], scale[h]), tile::mul_f16x2(b.r[1], scale[h + 2])}};
+              constexpr std::uint32_t minus_zero_point = 0xc800c800u;
+              tile::mma<tile::half>(zp_correction[n][h % chains],
+                                    {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b);
             }
 #pragma unroll
             for (int mt = 0; mt < 2; ++mt)
               tile::mma<tile::half>(
                   h == 0 ? even[n][mt] : odd[n][mt],
-                  {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, with);
+                  {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, b);
           }
       }
     }
     if constexpr (is_kivi(F)) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        float of_even[2], of_odd[2], base[2];
+        float even_factor[2], odd_factor[2], base[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float of_one = factor[n][j] * group.unit;
-          of_even[j] = of_one * (1.0f / Kind::unit);
-          of_odd[j] = of_one * (1.0f / Kind::odd_unit);
-          base[j] = eights[n][0][j] + centre[n][0][j];
-          if constexpr (chains == 2) base[j] += eights[n][1][j] + centre[n][1][2 + j];
-          base[j] *= of_one;
+          const float group_factor = factor[n][j] * group.scale;
+          even_factor[j] = group_factor * (1.0f / Kind::code_scale);
+          odd_factor[j] = group_factor * (1.0f / Kind::odd_code_scale);
+          base[j] = zp_correction[n][0][j] + zero_term[n][0][j];
+          if constexpr (chains == 2) base[j] += zp_correction[n][1][j] + zero_term[n][1][2 + j];
+          base[j] *= group_factor;
         }
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
             s[n][mt][i] =
-                __fmaf_rn(even[n][mt][i], of_even[i & 1], __fmaf_rn(odd[n][mt][i], of_odd[i & 1], base[i & 1]));
+                __fmaf_rn(even[n][mt][i], even_factor[i & 1], __fmaf_rn(odd[n][mt][i], odd_factor[i & 1], base[i & 1]));
       }
     }
   }
@@ -441,11 +445,12 @@ __device__ __forceinline__ void code_scores(float (&s)[N][2][4], const CodeStage
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::unit);
+        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::code_scale);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float sum =
-              Kind::pairs ? __fmaf_rn(odd[n][mt][i], Kind::unit / Kind::odd_unit, even[n][mt][i]) : even[n][mt][i];
+          const float sum = Kind::pairs
+                                ? __fmaf_rn(odd[n][mt][i], Kind::code_scale / Kind::odd_code_scale, even[n][mt][i])
+                                : even[n][mt][i];
           s[n][mt][i] = sum * (scale * factor[n][i & 1]);
         }
       }

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tree of schedule.h over one column of a task, by a warp at once, from nodes that lie anywhere.
+// All (m, l) and the first values are fetched together. A butterfly of shuffles gives every lane the maximum of each
+// node above its leaf, so all factors are found side by side; then every thread runs the same N - 1 multiply-adds on
+// its values. Leaves that are not there are empty states, and a node that came merged meets them alone: factors of 1
+// and 0, which change no bit. So the tree is the fold's.
+#pragma once
+
+#include "kernels/decode/scheduler.h"
+#include "tile/softmax.cuh"
+
+namespace rooftile::gpu {
+
+// What the lanes of a warp tell each other: of N leaves, what each is multiplied with on level 1, then of N / 2 nodes
+// on level 2 ...
+struct TreeStorage {
+  alignas(8) float factor[2 * max_splits];
+};
+
+// N: a power of two, at least as many as there are leaves. Every warp of a block works it out for itself: no barriers.
+template <int N>
+class TreeReduction {
+ public:
+  // statistics(leaf) fetches (m, l) of the node that starts there, l below 0 if a page was none; (-inf, 0) if there is
+  // none.
+  template <class LoadMl>
+  __device__ __forceinline__ explicit TreeReduction(const LoadMl& load_ml) {
+#pragma unroll
+    for (int i = 0; i < splits_per_lane; ++i) {
+      const float2 ml = load_ml(split_of(i));
+      m_[i] = ml.x;
+      l_[i] = ml.y;
+    }
+  }
+
+  // The factors of all merges, and the whole's (m, l), in all lanes. False in all of them: a page was none.
+  __device__ __forceinline__ bool compute_factors(TreeStorage& smem) {
+    bool invalid = false;
+#pragma unroll
+    for (float l : l_) invalid |= l < 0.0f;
+    if (__any_sync(0xffffffffu, invalid)) return false;
+    float factor[splits_per_lane][shuffle_levels];
+#pragma unroll
+    for (int level = 1; level <= shuffle_levels; ++level)
+#pragma unroll
+      for (int i = 0; i < splits_per_lane; ++i) {
+        const int half = 1 << (level - 1), split = split_of(i);
+        factor[i][level - 1] = raise_max(m_[i], __shfl_xor_sync(0xffffffffu, m_[i], half));
+        if (lane() < N && split % half == 0) smem.factor[factors_begin(level) + split / half] = factor[i][level - 1];
+      }
+#pragma unroll
+    for (int level = 1; level <= shuffle_levels; ++level)
+#pragma unroll
+      for (int i = 0; i < splits_per_lane; ++i) {
+        const int half = 1 << (level - 1);
+        const float f = factor[i][level - 1], of_other = __shfl_xor_sync(0xffffffffu, f, half),
+                    other = __shfl_xor_sync(0xffffffffu, l_[i], half);
+        const bool right = lane() & half;
+        l_[i] = right ? tile::merge_values(other, l_[i], {0.0f, of_other, f})
+                      : tile::merge_values(l_[i], other, {0.0f, f, of_other});
+      }
+    if constexpr (splits_per_lane == 2) {  // the last merge is a lane's own
+      const float m_b = m_[1], f_b = raise_max(m_[1], m_[0]), f_a = raise_max(m_[0], m_b);
+      l_[0] = tile::merge_values(l_[0], l_[1], {0.0f, f_a, f_b});
+      if (lane() == 0) {
+        smem.factor[factors_begin(shuffle_levels + 1)] = f_a;
+        smem.factor[factors_begin(shuffle_levels + 1) + 1] = f_b;
+      }
+    }
+    __syncwarp();  // the factors are there
+    return true;
+  }
+
+  // Of the whole, after weigh().
+  __device__ __forceinline__ float m() const { return m_[0]; }
+  __device__ __forceinline__ float l() const { return l_[0]; }
+  // A value, from those of the nodes, 0 where there is none. In place: node (level, i) ends up at i << level.
+  __device__ __forceinline__ static float reduce(const TreeStorage& smem, float (&o)[N]) {
+    return reduce_levels<1>(smem, o);
+  }
+
+ private:
+  static constexpr int splits_per_lane = N > 32 ? 2 : 1;  // leaves of a lane
+  static constexpr int shuffle_levels = N == 16 ? 4 : 5;  // levels of which two lanes have the two sides
+  static_assert(N == 16 || N == 32 || N == 64);
+  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ __forceinline__ static int split_of(int i) { return lane() % N + 32 * i; }
+  // Where the factors of a level begin.
+  static constexpr int factors_begin(int level) { return 2 * N - (2 * N >> (level - 1)); }
+  // The maximum of two nodes in the place of the first's, and what the first is multiplied with (merge_weights).
+  __device__ __forceinline__ static float raise_max(float& m, float other) {
+    const float old_m = m;
+    m = fmaxf(m, other);
+    return exp2f(__fsub_rn(old_m, m == -INFINITY ? 0.0f : m));
+  }
+
+  template <int Level>
+  __device__ __forceinline__ static float reduce_levels(const TreeStorage& smem, float (&o)[N]) {
+#pragma unroll
+    for (int i = 0; i < N >> Level; ++i) {
+      const float2 factors = *reinterpret_cast<const float2*>(&smem.factor[factors_begin(Level) + 2 * i]);
+      o[i << Level] =
+          tile::merge_values(o[i << Level], o[(i << Level) + (1 << (Level - 1))], {0.0f, factors.x, factors.y});
+    }
+    if constexpr (N >> Level > 1) return reduce_levels<Level + 1>(smem, o);
+    else return o[0];
+  }
+
+  float m_[splits_per_lane], l_[splits_per_lane];
+};
+
+}  // namespace rooftile::gpu

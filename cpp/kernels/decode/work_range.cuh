@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a block of the grid has to do, found from the lengths by every warp for itself (schedule.h).
+#pragma once
+
+#include "kernels/decode/params.h"
+#include "kernels/decode/queries.cuh"
+#include "kernels/decode/scheduler.h"
+#include "tile/copy.cuh"
+
+namespace rooftile::gpu {
+
+__device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
+
+// What a block has to do: units, from the first leaf of its own on, or its part of one task. Tasks are counted within
+// an entry.
+struct WorkRange {
+  int begin, end;  // units; of one task its first
+  int tile_base;   // first unit of the first task
+  int entry;
+  bool uniform;                            // all tasks are as long
+  RowWork work;                            // of that entry
+  int range_index = 0;                     // where its nodes go
+  int cta_in_tile = 0, ctas_per_tile = 0;  // of the blocks that have the task to themselves; 0: it has units
+  int tile = 0, first = 0, last = 0;       // the first task, and the block's leaves of it
+
+  // Of the only task, by a whole warp.
+  __device__ __forceinline__ void find_own_splits(int lane) {
+    const int bound = work.first_split_of_cta(cta_in_tile + lane % 2, ctas_per_tile);
+    first = __shfl_sync(0xffffffffu, bound, 0);
+    last = __shfl_sync(0xffffffffu, bound, 1);
+  }
+};
+
+// Neighbouring shares go to one multiprocessor: where only every second has work, no two of these meet.
+__device__ __forceinline__ int work_range_index() { return static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y); }
+
+// What find_range will read comes into the L2 while the kernel before still runs. It may change until then; nothing is
+// read here.
+__device__ __forceinline__ void prefetch_lengths(const DecodeParams& p) {
+  const int b = threadIdx.x;
+  if (b >= 32 || b >= p.batch) return;
+  if (p.counts) tile::prefetch(p.counts + b);
+  if (p.rows) return tile::prefetch(p.rows + b);  // which rows, is not known yet
+  if (b >= p.cache.max_rows) return;
+  tile::prefetch(p.cache.lengths + b);
+  if (p.cache.raw_from) tile::prefetch(p.cache.raw_from + b);
+}
+
+// A part of one task, the batch's number `index`. work_of(b) is what entry b has to do.
+template <class WorkOf>
+__device__ __forceinline__ WorkRange one_work_tile(const DecodeParams& p, int tile_index, int cta_in_tile,
+                                                   int ctas_per_tile, int range_index, const WorkOf& work_of) {
+  const int b = divide(tile_index, p.by_tiles_per_entry), tile = tile_index - b * p.tiles_per_entry;
+  if (b >= p.batch) return {};
+  const RowWork w = work_of(b);
+  const int units = w.work_tile_units();
+  return {tile * units, tile * units + (units > 0), 0, b, true, w, range_index, cta_in_tile, ctas_per_tile, tile};
+}
+__device__ __forceinline__ RowWork broadcast(const RowWork& w, int lane) {
+  const auto from = [lane](int x) { return __shfl_sync(0xffffffffu, x, lane); };
+  return {from(w.row),      from(w.length),
+          from(w.count),    from(w.begin),
+          from(w.end),      from(w.split_units),
+          from(w.splits),   from(w.split_cost),
+          from(w.raw) != 0, static_cast<KvFault>(from(static_cast<int>(w.fault)))};
+}
+
+__device__ __forceinline__ int warp_scan(int x, int lane) {  // inclusive
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(0xffffffffu, x, step);
+    if (lane >= step) x += left;
+  }
+  return x;
+}
+
+// Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also leaves their prefix sums
+// for the combine, and reports faults.
+template <KvFormat format>
+__device__ inline WorkRange find_work_range(const DecodeParams& p) {
+  const int lane = threadIdx.x % 32, range_index = work_range_index();
+  const bool reports = range_index == 0 && threadIdx.x < 32;
+  RowWork own;              // of entry `lane`
+  int work_tile_units = 0;  // of the first entry's tasks
+  bool uniform = true;
+#pragma unroll 1
+  for (int first = 0; first < p.batch; first += 32) {
+    const int b = first + lane;
+    RowWork w;
+    if (b < p.batch) w = row_work_of(p, format, b, read);
+    if (reports && w.fault != KvFault::none)
+      *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
+    const int units = w.work_tile_units();
+    if (first == 0) {
+      own = w;
+      work_tile_units = __shfl_sync(0xffffffffu, units, 0);
+    }
+    uniform &= b >= p.batch || units == work_tile_units;
+  }
+  uniform = __all_sync(0xffffffffu, uniform);
+  if (const int ctas_per_tile = ctas_per_tile_of(uniform, work_tile_units, p.ctas_per_tile)) {
+    for (int i = lane; reports && i < p.batch + 2; i += 32)
+      p.work_prefix[i] = i == p.batch + 1 ? uniform : i * work_tile_units * p.tiles_per_entry;
+    const int tile_index = divide(range_index, p.by_ctas_per_tile);
+    WorkRange r =
+        one_work_tile(p, tile_index, range_index - tile_index * ctas_per_tile, ctas_per_tile, range_index,
+                      [&](int b) { return p.batch <= 32 ? broadcast(own, b) : row_work_of(p, format, b, read); });
+    if (r.begin < r.end) r.find_own_splits(lane);
+    return r;
+  }
+  int total = p.batch * work_tile_units * p.tiles_per_entry;
+  if (!uniform) {
+    total = 0;
+#pragma unroll 1
+    for (int first = 0; first < p.batch; first += 32)
+      if (const int b = first + lane; b < p.batch) {
+        RowWork w = row_work_of(p, format, b, read);
+        w.add_overheads(format);
+        total += w.work_tile_units();
+        if (first == 0) own = w;
+      }
+    total = __reduce_add_sync(0xffffffffu, total) * p.tiles_per_entry;
+  }
+  const WorkPartition partition(total, p.ctas, uniform);
+  WorkRange r{partition.begin(range_index), partition.begin(range_index + 1), 0, -1, uniform, {}, range_index};
+  if (r.begin >= r.end && !reports) return r;
+  int before = 0;
+#pragma unroll 1
+  for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
+    if (first > 0) {
+      own = {};
+      if (first + lane < p.batch) own = row_work_of(p, format, first + lane, read);
+      if (!uniform && first + lane < p.batch) own.add_overheads(format);
+    }
+    const int units = own.work_tile_units() * p.tiles_per_entry, end = before + warp_scan(units, lane);
+    if (reports && first + lane < p.batch) p.work_prefix[first + lane] = end - units;
+    const unsigned containing = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
+    if (containing) {
+      const int source_lane = first_bit(containing);
+      r.entry = first + source_lane;
+      r.tile_base = __shfl_sync(0xffffffffu, end - units, source_lane);
+      r.work = broadcast(own, source_lane);
+    }
+    before = __shfl_sync(0xffffffffu, end, 31);
+  }
+  if (reports && lane == 0) {
+    p.work_prefix[p.batch] = partition.total;
+    p.work_prefix[p.batch + 1] = uniform;
+  }
+  if (r.begin >= r.end) return r;
+  const int units = r.work.work_tile_units();
+  r.tile = divide(r.begin - r.tile_base, units);
+  r.tile_base += r.tile * units;
+  r.first = r.work.first_split_from(r.begin - r.tile_base);
+  r.last = r.work.first_split_from(r.end - r.tile_base);
+  return r;
+}
+
+// Puts what every warp has found where the block keeps it, and no segment has met a page that is none. False: nothing
+// to do. All threads see it then; before any warp finds such a page.
+__device__ __forceinline__ bool store_range(const WorkRange& found, WorkRange& range, int& bad_tile_range) {
+  if (found.begin >= found.end) return false;
+  if (threadIdx.x == 0) {
+    range = found;
+    bad_tile_range = 0;
+  }
+  __syncthreads();
+  return true;
+}
+
+// Calls visit(task, work, first, last) for the block's leaves [first, last) of every task that it has a part of; of its
+// only task there may be none. Task.pass counts tasks of the KV head.
+template <KvFormat format, class Visit>
+__device__ __forceinline__ void for_each_tile_range(const DecodeParams& p, const WorkRange& range, const Visit& visit) {
+  int b = range.entry, tile = range.tile, tile_base = range.tile_base, first = range.first, last = range.last;
+  RowWork w = range.work;
+  while (true) {
+    const int kv_head = divide(tile, p.by_m_blocks);
+    if (first < last || range.ctas_per_tile) visit(WorkTile{b, kv_head, tile - kv_head * p.m_blocks}, w, first, last);
+    if (range.ctas_per_tile) return;
+    tile_base += w.work_tile_units();
+    if (tile_base >= range.end) return;
+    if (++tile == p.tiles_per_entry) {
+      tile = 0;
+      do {  // entries that see nothing have no units
+        w = row_work_of(p, format, ++b, read);
+        if (!range.uniform) w.add_overheads(format);
+      } while (w.splits == 0);
+    }
+    first = 0;
+    last = w.first_split_from(range.end - tile_base);
+  }
+}
+
+}  // namespace rooftile::gpu
