@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of 32 tokens: how they come from their page into shared memory and from there into operands, and their scores.
-//   S^T [32 tokens, 8 columns] = K [32 tokens, D] Q^T      K is operand A, tokens are its rows
+// KV tiles of 32 tokens in codes: copies from a page to shared memory, operands from shared memory, and scores.
+//   S^T [32 tokens, 8 packed rows] = K [32 tokens, D] Q^T      K is the A operand, tokens are its rows
 #pragma once
 
 #include "kernels/decode/queries.cuh"
@@ -10,20 +10,20 @@
 
 namespace rooftile::gpu {
 
-// What a format's codes are as operands: fp16 in units of code_unit; 4-bit codes come in pairs of which the odd ones
-// count 16 times as much. Codes of a middle are unsigned as operands, so much too large: the middle is taken off the
-// sums.
+// How a format's codes become operands: fp16, code * code_scale. 4-bit codes come in pairs, even and odd ones, and the
+// odd ones have another factor. Codes with a zero point are unsigned as operands, so every product is too large by
+// zero_point * (the other operand); the zero-point correction subtracts that from the sums.
 template <KvFormat F>
 struct CodeKind {
   static constexpr bool codes = !is_element_format(F), pairs = code_bits(F) == 4,
                         has_zero_point = codes && F != KvFormat::fp8;
   static constexpr float code_scale = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit,
                          odd_code_scale = pairs ? tile::odd_code_unit : code_scale;
-  static constexpr float zero_point = pairs ? 8 : 128;                                           // of every code
-  static constexpr std::uint32_t zero_point_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // in code units
+  static constexpr float zero_point = pairs ? 8 : 128;                                           // in codes
+  static constexpr std::uint32_t zero_point_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // as operands
   static constexpr std::uint32_t flip = pairs && !has_min(F) ? 0x88888888u : 0;  // two's complement -> unsigned
 
-  // A word of codes of eight bits -> two pairs, of four bits -> four.
+  // Decodes a word: four 8-bit codes into two pairs, eight 4-bit codes into four.
   __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
     if constexpr (F == KvFormat::fp8) tile::decode_e4m3(word, low, high);
     else tile::decode_int8_plus_128(word, low, high);
@@ -33,18 +33,18 @@ struct CodeKind {
   }
 };
 
-// Where a lane's 16-byte pieces of a KV head's blocks lie: of K's codes in page 0 and slot 0, and the others' from
-// there (one block's parts, core/kv_layout.h).
+// Where a lane reads its 16-byte vectors of a KV head's pages: address of K's codes in page 0 at page offset 0, and the
+// byte offsets of V, scales and minima from there (core/kv_layout.h).
 template <KvFormat F, int D>
 struct CodeSource {
-  static constexpr int group_vecs = is_kivi(F) ? D / 8 : 0;  // of scales of K's channels, and as many of minima
+  static constexpr int group_vecs = is_kivi(F) ? D / 8 : 0;  // 16-byte vectors of a group's K scales, and of its minima
   static constexpr int token_vecs = has_min(F) || !is_kivi(F) ? 8 : 4;  // lanes that copy scales of tokens
   const std::byte* k;
   int v, k_scale, k_min, token_scales;
   int page_size;
   __device__ __forceinline__ bool two_pages() const {
     return !is_kivi(F) && page_size == 16;
-  }  // has a tile; kivi pages hold whole groups
+  }  // a tile of 32 tokens spans two pages; kivi pages hold whole groups
 
   __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int lane)
       : k(c.k.codes + kv_head * c.k.head_stride + lane * 16),
@@ -58,20 +58,21 @@ struct CodeSource {
                                     c.k.codes) +
                    (lane % 4 - lane) * 16;
   }
-  // In registers, instead of being found again for every tile. A group's minima are then copied with its scales, by the
-  // lanes behind those that copy these: k_scale is theirs.
+  // Pins the addresses in registers, so that they are not recomputed for every tile. A group's minima are then copied
+  // together with its scales by the lanes after those that copy the scales: k_scale is theirs.
   __device__ __forceinline__ void pin(int lane) {
     if (has_min(F) && lane >= group_vecs) k_scale = k_min - group_vecs * 16;
     asm("" : "+l"(k), "+r"(v), "+r"(k_scale), "+r"(token_scales));
   }
 };
 
-// One tile as it lies in its page: codes of K and of V, each one run of bytes, then the scales.
+// One KV tile in shared memory, in the layout of its page: codes of K, codes of V, scales.
 template <KvFormat F, int D>
 struct CodeTile {
   static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
-  static constexpr int row_vecs = row_bytes / 16;  // of 16 bytes
-  // Two neighbouring rows would share all banks: pieces of odd ones change places with those that the other lanes read.
+  static constexpr int row_vecs = row_bytes / 16;  // 16-byte vectors of a row
+  // XOR swizzle: two neighbouring rows would use the same banks, so the vectors of odd rows are exchanged with those
+  // that other lanes read.
   static constexpr int swizzle = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
 
   alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
@@ -83,23 +84,23 @@ struct CodeTile {
   __device__ __forceinline__ const std::uint16_t* v_scale() const { return token_scales; }
   __device__ __forceinline__ const std::uint16_t* second_scale() const {
     return token_scales + 32;
-  }  // V's minima, or int8 K's scales
+  }  // V's minima, or K's scales per token
 
-  // Where 16 bytes of a row of K lie.
+  // Offset of a 16-byte vector of a row of K.
   __device__ __forceinline__ static int k_offset(int token, int vec) {
     return token * row_bytes + (vec ^ (token & 1) * swizzle) * 16;
   }
 
-  // Start the copies of a tile's keys and what belongs to all its tokens, and of its values, by Lanes threads. first,
-  // second: offsets of the pages of its tokens 0 and 16; slot of token 0. Kept: `from` is.
+  // Start the copies of a tile's K with all scales, and of its V, by Lanes threads. first, second: byte offsets of the
+  // pages of tokens 0 and 16. page_offset: of token 0 in its page. Pinned: from.pin() has been called.
   template <int Lanes, bool Pinned = false>
   __device__ __forceinline__ void copy_keys_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second,
                                                   int page_offset, int lane) {
-    constexpr int bytes_per_copy = Lanes * 16;  // bytes copied at once
+    constexpr int bytes_per_copy = Lanes * 16;  // bytes that all lanes copy with one instruction
     static_assert(tile_bytes % bytes_per_copy == 0);
     const std::byte* const page = from.k + first;
     const auto copy = [&](const std::byte* low,
-                          const std::byte* high) {  // rows 0 and 16, the second as if it lay behind the first
+                          const std::byte* high) {  // low: row 0; high: row 16, minus 16 rows
 #pragma unroll
       for (int i = 0; i < tile_bytes / bytes_per_copy; ++i) {
         const int at = i * Lanes + lane;
@@ -130,18 +131,19 @@ struct CodeTile {
   __device__ __forceinline__ void copy_values_async(const CodeSource<F, D>& from, std::int64_t first,
                                                     std::int64_t second, int page_offset, int lane) {
     constexpr int bytes_per_copy = Lanes * 16;
+    // Tokens 0 to 15, tokens 16 to 31.
     const std::byte* const pages[2] = {from.k + first + from.v, from.k + second + from.v};
     if (!from.two_pages()) {
 #pragma unroll
       for (int i = 0; i < tile_bytes / bytes_per_copy; ++i)
         tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[0] + page_offset * row_bytes + i * bytes_per_copy);
-    } else if constexpr (CodeKind<F>::pairs) {  // V blocks of 16 tokens: half of every lane's piece in each page
+    } else if constexpr (CodeKind<F>::pairs) {  // V blocks of 16 tokens: half of every lane's vector is in each page
 #pragma unroll
       for (int i = 0; i < D / Lanes; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           tile::cp_async_8(v + (i * Lanes + lane) * 16 + half * 8, pages[half] + i * (Lanes * 8) - lane * 8);
-    } else {  // a multiple of the lanes' pieces lies in either
+    } else {  // each page holds a whole number of vectors per lane
 #pragma unroll
       for (int i = 0; i < tile_bytes / bytes_per_copy; ++i) {
         const int half = i * bytes_per_copy / (16 * row_bytes);
@@ -159,16 +161,16 @@ template <class T>
 __device__ __forceinline__ float stored_scale(std::uint32_t bits) {
   return tile::to_float(__builtin_bit_cast(T, static_cast<unsigned short>(bits)));
 }
-// What the K scales and minima of a group are divided by before they become fp16: 1 for an fp16 cache, for a bf16 cache
-// whose range is wider a power of two within a factor of two of the largest. A warp's work.
+// Power of two that the K scales and minima of a group are divided by before they become fp16. fp16 cache: 1. bf16
+// cache, whose range is wider: within a factor of two of the largest magnitude. Computed by a warp.
 template <class T, KvFormat F, int D>
 struct GroupScale {
   float scale = 1.0f;
-  std::uint32_t inverse = 0;  // bf16, twice
+  std::uint32_t inverse = 0;  // 1 / scale as a pair of bf16
 
   __device__ __forceinline__ explicit GroupScale(const CodeTile<F, D>& x, int lane) {
     if constexpr (std::is_same_v<T, tile::bf16>) {
-      std::uint32_t top = 0;  // of the magnitudes' bits
+      std::uint32_t top = 0;  // bits of the largest magnitude
       const auto add = [&](const std::uint16_t* from) {
 #pragma unroll
         for (int i = 0; i < D / 2; i += 32)
@@ -181,12 +183,12 @@ struct GroupScale {
       if constexpr (has_min(F)) add(x.k_min());
       const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
       const std::uint32_t biased =
-          exponent > 0 && exponent < 254 ? exponent : 127;  // all zeros, or not finite: as they are
+          exponent > 0 && exponent < 254 ? exponent : 127;  // all zeros or not finite: no scaling
       scale = __uint_as_float(biased << 23);
       inverse = (254 - biased) * 0x00800080u;
     }
   }
-  // Two stored scales or minima.
+  // Converts two stored scales or minima to fp16.
   __device__ __forceinline__ std::uint32_t f16(std::uint32_t pair) const {
     if constexpr (std::is_same_v<T, tile::half>) return pair;
     const __nv_bfloat162 x =
@@ -195,7 +197,8 @@ struct GroupScale {
   }
 };
 
-// Of pairs of elements: the largest magnitude, which is no NaN; and each times a power of two, as fp16.
+// largest_magnitude: over pairs of elements, ignoring NaN. scale_to_f16: multiplies each element by a power of two and
+// converts it to fp16.
 template <class T, int N>
 __device__ __forceinline__ float largest_magnitude(const std::uint32_t (&x)[N]) {
   using Pair = std::conditional_t<std::is_same_v<T, tile::half>, __half2, __nv_bfloat162>;
@@ -207,8 +210,8 @@ __device__ __forceinline__ float largest_magnitude(const std::uint32_t (&x)[N]) 
 }
 template <class T, int N>
 __device__ __forceinline__ void scale_to_f16(std::uint32_t (&x)[N], float power) {
-  if constexpr (std::is_same_v<
-                    T, tile::half>) {  // one rounding at most: a power that fp16 has not is large, and loses nothing
+  if constexpr (std::is_same_v<T, tile::half>) {
+    // At most one rounding: a power of two beyond fp16's range is large, and the second factor loses nothing.
     const bool large = power > 0x1p15f;
     const std::uint32_t by = tile::pack<tile::half>(large ? 0x1p15f : power, large ? 0x1p15f : power);
 #pragma unroll
@@ -226,20 +229,20 @@ __device__ __forceinline__ void scale_to_f16(std::uint32_t (&x)[N], float power)
   }
 }
 
-// The query columns as operands B in the order of the codes, divided by a power of two that keeps them below 1.
+// The packed query rows as B operands in the order of the codes, divided by a power of two that keeps them below 1.
 template <KvFormat F, int D>
 struct CodeQueries {
-  tile::FragmentB q[D / 16];
-  float q_scale[2];        // that power, of columns 2t and 2t + 1
-  float zp_correction[2];  // scales per token: what their scores have too much, in code units
+  tile::FragmentB q[D / 16];  // (D / 16 k-tiles)
+  float q_scale[2];           // (packed rows 2t, 2t + 1): that power of two
+  float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_scale * (sum of q); scales per token
 
-  // columns_at: the columns as copy_queries_async left them.
+  // q_rows: packed rows [8, D] as copy_queries_async left them.
   template <class T>
   __device__ __forceinline__ void load(const T* q_rows, int lane) {
     constexpr int lane_channels = D / 4;
-    // The head_dim of the lane's codes: four bits: neighbours of its quarter of the row; eight: 16-byte pieces of every
-    // 64, and of 8 bytes of the last 32.
-    std::uint32_t x[lane_channels / 2];
+    // The channels that match the lane's codes. 4 bits: a quarter of the row, contiguous. 8 bits: 16 channels of every
+    // 64, and 8 channels of the last 32.
+    std::uint32_t x[lane_channels / 2];  // (lane_channels / 2 pairs)
 #pragma unroll
     for (int i = 0; i < lane_channels / 8; ++i) {
       const int d = code_bits(F) == 4 ? lane % 4 * lane_channels + 8 * i
@@ -252,7 +255,7 @@ struct CodeQueries {
     float top = largest_magnitude<T>(x);
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-    // the power of two above the largest; 1 for a column of zeros or of infinities
+    // own_scale: the power of two above the largest magnitude; 1 for a row of zeros or infinities.
     const std::uint32_t exponent = __float_as_uint(top) >> 23;
     const bool ordinary = exponent > 0 && exponent < 253;
     const float own_scale = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f,
@@ -262,8 +265,8 @@ struct CodeQueries {
     for (int ks = 0; ks < D / 16; ++ks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // four bits: word ks / 2 holds pairs (r, r + 4), a product takes two even or two odd ones; eight: word ks holds
-        // neighbours
+        // 4 bits: word ks / 2 holds pairs (r, r + 4), and an MMA takes two even or two odd ones. 8 bits: word ks holds
+        // neighbours.
         const int at = ks / 2 * 4 + half;
         q[ks].r[half] =
             code_bits(F) == 4 ? __byte_perm(x[at], x[at + 2], ks % 2 == 0 ? 0x5410 : 0x7632) : x[2 * ks + half];
@@ -271,7 +274,7 @@ struct CodeQueries {
 #pragma unroll
     for (int j = 0; j < 2; ++j) q_scale[j] = __shfl_sync(0xffffffffu, own_scale, (lane % 4 * 2 + j) * 4);
     if constexpr (CodeKind<F>::has_zero_point && !is_kivi(F)) {
-      float sum = 0.0f;  // of what the tensor cores see
+      float sum = 0.0f;  // of the rounded values that the tensor cores read
 #pragma unroll
       for (const tile::FragmentB& fragment : q)
 #pragma unroll
@@ -289,7 +292,7 @@ struct CodeQueries {
   }
 };
 
-// Words of codes at shared memory, as many as lie there together.
+// Loads N words of codes from shared memory with one instruction.
 template <int N>
 __device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigned char* from) {
   static_assert(N == 1 || N == 2 || N == 4);
@@ -304,12 +307,12 @@ __device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigne
   }
 }
 
-// Scores of 32 tokens whose codes have eight bits, in code units: W words of every token and lane, from `from` on, meet
-// the queries' fragments from `first` on.
+// Adds scores of 32 tokens in 8-bit codes, in units of code_scale: W words of every token and lane, from `from` on,
+// times the query fragments from `first` on.
 template <KvFormat F, int W, int N, int D>
 __device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned char* const (&from)[4],
                                          const CodeQueries<F, D> (&q)[N], int first) {
-  std::uint32_t row[4][W];
+  std::uint32_t row[4][W];  // (block of 8 tokens, word)
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
 #pragma unroll
@@ -324,15 +327,15 @@ __device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned cha
     }
 }
 
-// Scores of 32 tokens and N times 8 columns. factor: per column, what a score in the queries' units is multiplied with.
+// Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
+// multiplied by.
 template <class T, KvFormat F, int D, int N>
 __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
                                          const float (&factor)[N][2], int lane) {
   using Kind = CodeKind<F>;
   const int g = lane / 4, t = lane % 4;
-  // Of codes of four bits, even and odd pairs count in different units, so each have their sums; of eight `even` has
-  // all.
-  float even[N][2][4] = {}, odd[N][2][4] = {};
+  // 4-bit codes: even and odd pairs have different code scales, so each has its own sums. 8-bit codes: `even` has all.
+  float even[N][2][4] = {}, odd[N][2][4] = {};  // (n-tile, m-tile of 16 tokens, 4)
   if constexpr (Kind::has_zero_point && !is_kivi(F)) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -343,31 +346,31 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
   }
   if constexpr (!Kind::pairs) {
 #pragma unroll
-    for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes a lane and row
+    for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes per lane and row
       qk_bytes<F, 4>(even,
                      {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
                       x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
                      q, 4 * chunk);
-    if constexpr (D % 64 != 0) {  // the last 32
+    if constexpr (D % 64 != 0) {  // the last 32 channels
       const unsigned char* from = x.k + g * x.row_bytes + D / 64 * 64 + t * 8;
       qk_bytes<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q,
                      D / 64 * 4);
     }
   } else {
-    // Scales per channel: k = (u - 8) * scale + (min + 8 * scale): the scales go into the queries, the second part is
-    // one row for all tokens. What has been rounded is what is taken off again: eights times the scaled queries, as the
-    // codes met them.
-    // Eight columns have registers for sums of even and of odd pairs apart, half as long a chain of products. Of the
-    // centre's one row is enough: even pairs' is row g, and odd ones' row g + 8 of the same operand.
+    // Scales per channel: k = (u - 8) * scale + (min + 8 * scale), u being the code. The scales are multiplied into the
+    // queries; the second term (zero_term) is the same for all tokens. The correction subtracts exactly what the codes
+    // add: 8 * (scaled query) after rounding.
+    // With one n-tile, registers suffice for separate sums of even and odd pairs, which halves the dependency chain of
+    // MMAs. zero_term then needs one row only: row g for even pairs, row g + 8 of the same operand for odd pairs.
     constexpr int chains = N == 1 ? 2 : 1;
-    float zp_correction[N][chains][4] = {}, zero_term[N][chains][4] = {};
+    float zp_correction[N][chains][4] = {}, zero_term[N][chains][4] = {};  // (n-tile, chain, 4)
     const GroupScale<T, F, D> group(x, lane);
     constexpr int W = D % 128 == 0  ? 4
                       : D % 64 == 0 ? 2
-                                    : 1;  // a lane's quarter of a row is D / 32 words of 8 codes, W together
+                                    : 1;  // a lane has D / 32 words of 8 codes of a row; loads W at once
 #pragma unroll
     for (int chunk = 0; chunk < D / 32; chunk += W) {
-      std::uint32_t row[4][W];
+      std::uint32_t row[4][W];  // (block of 8 tokens, word)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (W == 4) load_words(row[i], x.k + x.k_offset(g + 8 * i, (t * (D / 32) + chunk) / 4));
@@ -376,7 +379,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 #pragma unroll
       for (int v = 0; v < W; ++v) {
         const int w = chunk + v, channel = t * (D / 4) + 8 * w;
-        std::uint32_t scale[4] = {}, zero_value[4] = {};  // of pairs (r, r + 4)
+        std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
         if constexpr (is_kivi(F)) {
           const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale() + channel);
           uint4 minima = {};
@@ -391,7 +394,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
                                   group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
           }
         }
-        std::uint32_t code[4][4];  // row block, pair
+        std::uint32_t code[4][4];  // (block of 8 tokens, pair)
 #pragma unroll
         for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);
 #pragma unroll
@@ -421,7 +424,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
     if constexpr (is_kivi(F)) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        float even_factor[2], odd_factor[2], base[2];
+        float even_factor[2], odd_factor[2], base[2];  // (packed row 2t + j)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const float group_factor = factor[n][j] * group.scale;

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merges the nodes that split_kv left of tasks that several blocks shared, and answers rows that see nothing.
-//   node_o [blocks, slots, columns, D], node_ml [blocks, slots, columns, 2] -> out, lse
-// One block a column of a task, a thread a value. It finds the task's nodes by the arithmetic of schedule.h, a thread a
-// leaf, and merges them by tree.cuh.
-// Bytes: 4 (D + 2) a node, at most 64 nodes. Latency is the roof: the lengths, then the nodes.
-// Sync: where the nodes lie follows from the lengths, which were there before split_kv began (it lets this kernel start
-// only after its own wait), so that is found while split_kv runs; its nodes are read behind wait_for_previous_kernel.
-// Above 32 batch entries the units before an entry are split_kv's to count, and everything comes behind the wait.
+// Reduces the partials that split_kv stored for work tiles that several CTAs share, and answers rows without visible
+// keys.
+//   partial_o [ctas, partials_per_cta, block_m, D], partial_ml [ctas, partials_per_cta, block_m, 2] -> out, lse
+// One CTA per packed row of a work tile, one thread per channel. The CTA locates the work tile's partials by the
+// arithmetic of scheduler.h, one thread per KV split, and reduces them by TreeReduction.
+// Bytes: 4 (D + 2) per partial, at most 64 partials. Bound by latency: load the lengths, then the partials.
+// Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
+// triggers this kernel only after its own wait). So the positions are computed while split_kv runs, and the partials
+// are loaded after wait_for_previous_kernel. With more than 32 batch entries, split_kv computes the prefix sums of the
+// work units, and everything comes after the wait.
 #pragma once
 
 #include "kernels/decode/queries.cuh"
@@ -18,11 +20,12 @@ namespace rooftile::gpu {
 
 template <int D>
 struct CombineStorage {
-  TreeStorage tree[D / 32];  // a warp each
-  int partial[max_splits];   // that starts at a leaf, -1: none does
+  TreeStorage tree[D / 32];  // one per warp
+  int partial[max_splits];   // index of the partial that starts at a split; -1: none
 };
 
-// The column's result over at most N leaves. False: a page was none, and split_kv has said so.
+// (m, l) and this thread's value of a packed row with at most N splits. Returns false if a partial is marked invalid;
+// split_kv has set the fault word then.
 template <int D, int N>
 __device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineStorage<D>& smem, float& m, float& l,
                                                 float& value) {
@@ -33,7 +36,7 @@ __device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineSt
     return partial < 0 ? make_float2(-INFINITY, 0.0f)
                        : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial} * 2);
   });
-  float o[N];
+  float o[N];  // (split): this thread's channel
 #pragma unroll
   for (int split = 0; split < N; ++split)
     o[split] = smem.partial[split] < 0 ? 0.0f : p.partial_o[std::int64_t{smem.partial[split]} * D + threadIdx.x];
@@ -44,16 +47,16 @@ __device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineSt
   return true;
 }
 
-// Before the wait a line of the L1 may be older than the launch.
+// Before the wait, a line in L1 may be older than the launch.
 __device__ __forceinline__ int load_l2(const std::int32_t* from) { return __ldcg(from); }
 
-// What batch entry b has to do, how many units come before its own, and of all.
+// The work of batch entry b, the work units before it, and those of the batch.
 struct EntryWork {
   RowWork work;
   int units_before = 0, total_units = 0;
-  bool uniform = false;  // all tasks are as long
+  bool uniform = false;  // all work tiles have the same length
 };
-// Counted by every warp for itself; at most 32 entries.
+// Computed by every warp; at most 32 batch entries.
 __device__ __forceinline__ EntryWork count_work(const DecodeParams& p, int b) {
   const int lane = threadIdx.x % 32;
   RowWork w;
@@ -76,7 +79,7 @@ __device__ __forceinline__ EntryWork count_work(const DecodeParams& p, int b) {
 
 template <class T, int D>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
-  tile::let_next_kernel_start();  // block 0 waits below, so the next one's wait covers split_kv too
+  tile::let_next_kernel_start();  // CTA 0 waits below, so the next kernel's wait covers split_kv too
   __shared__ CombineStorage<D> smem;
   const int thread = threadIdx.x, row_index = static_cast<int>(blockIdx.x),
             tile_index = divide(row_index, p.by_rows_used), m_row = row_index - tile_index * p.rows_used;
@@ -105,7 +108,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     epilogue.store(thread, o);
     if (thread == 0) epilogue.store_lse();
   };
-  // The run of leaves, some block's, that the thread's leaf lies in.
+  // The range of splits [at, end), owned by one CTA, that holds this thread's split.
   const int split = min(thread, splits - 1);
   int range_index = 0, at = 0, end = splits;
   if (splits > 0 && ctas_per_tile) {
@@ -120,7 +123,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     at = w.first_split_from(partition.begin(range_index) - base);
     end = w.first_split_from(partition.begin(range_index + 1) - base);
   }
-  if (at == 0 && end == splits) {  // one block had it all, or there is nothing
+  if (at == 0 && end == splits) {  // one CTA has written the result, or the row has no splits
     if (splits == 0 && w.fault == KvFault::none) store(-INFINITY, 0.0f, 0.0f);
     if (counts_here && blockIdx.x == 0) tile::wait_for_previous_kernel();
     return;
@@ -130,12 +133,12 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     for (; at < split; ++index) at += 1 << partial_level(at, end);
     smem.partial[thread] = thread < splits && at == split ? index * p.block_m + m_row : -1;
   }
-  __syncthreads();  // the places of the nodes are known
+  __syncthreads();  // the indices of the partials are in shared memory
   if (counts_here) tile::wait_for_previous_kernel();
 
   float m, l, value;
   constexpr int short_row = 16,
-                medium_row = 32;  // leaves of most rows that are short enough for this kernel's time to count
+                medium_row = 32;  // KV splits of a row whose combine time matters
   const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, m, l, value)
                      : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, m, l, value)
                                             : reduce_partials<D, max_splits>(p, smem, m, l, value);

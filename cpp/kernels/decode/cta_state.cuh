@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block whose warps work on one step of tokens together knows of those it has seen.
-// Each warp finds the weights of the tokens it has the scores of, all of them read all weights from shared memory, and
-// each multiplies them with channels of its own.
+// Softmax state of a CTA whose warps share one step of tokens (step_kv). Each warp computes the weights of its own KV
+// tile. All warps read all weights from shared memory, and each multiplies them with its own channels of V.
 #pragma once
 
 #include "kernels/decode/mma_tile.cuh"
 
 namespace rooftile::gpu {
 
-// N: times 8 columns. C: times 16 channels of the warp's own.
+// N: MMA n-tiles of 8 packed rows. C: MMA m-tiles of 16 channels of one warp.
 template <int N, int C, KvFormat F>
 struct CtaState {
-  float m[N][2];         // what the weights count from, at most `slack` below the largest logit. The same in all warps
-  float l[N][2];         // this lane's share of the sum of the weights
-  float min_term[N][2];  // of the part of every output that does not depend on the channel; this lane's share
-  // tile i of columns n at n * C + i: (channels 16 i + g, columns 2t, 2t + 1), (16 i + 8 + g, ...), of all tokens
-  float o[N * C][4];
-  float zp_correction[N][4];  // how much all of o have too much, a part of the tokens each warp
-  float o_scale;              // o counts in this unit, a power of two; 0: no token yet. The same in all warps
+  // m: reference maximum of the weights, at most rescale_threshold below the row's maximum; the same in all warps. l:
+  // this lane's part of the sum of weights. min_term: this lane's part of the sum of weight x zero value, the part of
+  // the output that is the same for all channels.
+  float m[N][2];         // (n-tile, packed row 2t + j)
+  float l[N][2];         // (n-tile, packed row 2t + j)
+  float min_term[N][2];  // (n-tile, packed row 2t + j)
+  // Tile n * C + i holds channels 16 i + g (elements 0, 1) and 16 i + 8 + g (elements 2, 3) of packed rows 8 n + 2t and
+  // 8 n + 2t + 1, summed over all tokens of the CTA.
+  float o[N * C][4];          // (N x C mma tiles of 16 channels, 4)
+  float zp_correction[N][4];  // (n-tile, 4): zero-point correction of o, over the KV tile of this warp
+  float o_scale;              // a power of two: the sum is o * o_scale; 0: no token yet. The same in all warps
   bool empty;                 // no step yet
 
   __device__ __forceinline__ void reset() {
@@ -42,26 +45,26 @@ __device__ __forceinline__ float weight_of(float logit, float m) {
   return tile::fast_exp2(logit - (m == -INFINITY ? 0.0f : m));
 }
 
-// A step's weights lie as [8 columns' tile][token][8]: 16-bit elements, 16 bytes a token.
-// One lane's four weights of 16 tokens.
+// Weights of a step in shared memory: [n-tile, token, 8 packed rows] of 16-bit elements, 16 bytes per token.
+// store_weights: one lane's four weights of 16 tokens.
 template <class T>
 __device__ __forceinline__ void store_weights(T* rows, const float (&p)[4], int lane) {
   auto* const at = reinterpret_cast<std::uint32_t*>(rows + lane / 4 * mma_n + lane % 4 * 2);
   at[0] = tile::pack<T>(p[0], p[1]);
   at[8 * mma_n / 2] = tile::pack<T>(p[2], p[3]);
 }
-// Those of 32 tokens as operands B: of the first 16 in the first two registers.
+// Weights of 32 tokens as two B operands: registers 0, 1 are the first 16 tokens, 2, 3 the next.
 template <class T>
 __device__ __forceinline__ tile::FragmentA load_weights(const T* rows, int lane) {
   return tile::load_8x8x4_transposed(rows + lane * mma_n);
 }
 
-// What the values of 32 tokens are weighed with besides the probabilities: lane i has token i's. A token that no column
-// sees has 0, whatever the memory holds.
+// Scale and zero value (the value of the zero-point code) of V for 32 tokens: lane i holds token i. A token that no
+// packed row sees gets 0, whatever is in memory.
 template <KvFormat F>
 struct StepScales {
-  float scale = 0.0f, zero_value = 0.0f;  // the scale; what the minimum makes of the middle of the codes
-  std::uint32_t max_scale_bits = 0;       // of the finite scales' magnitudes, the largest one's bits
+  float scale = 0.0f, zero_value = 0.0f;  // V's scale; min + 8 * scale
+  std::uint32_t max_scale_bits = 0;       // bits of the largest magnitude among the finite scales
 
   template <class T, int D>
   __device__ __forceinline__ StepScales(const CodeTile<F, D>& x, bool wanted, int lane, T) {

@@ -22,8 +22,8 @@ void for_each_variant(const Visit& visit) {
     for (const DecodeVariant& v : variants) visit(v);
 }
 
-// Of the variants for this cache the one of the most columns that a task fills to more than half; tables begin with the
-// smallest.
+// Among the variants for this cache, the one with the largest block_m that the packed rows fill by more than half.
+// Tables begin with the smallest block_m.
 const DecodeVariant& variant_of(const DecodeArgs& a) {
   DecodeKey key{a.q.dtype, a.cache->format, a.cache->head_dim, 0};
   const std::int64_t packed_rows = a.q.shape[1] * (a.q.shape[2] / a.cache->kv_heads);
@@ -33,7 +33,7 @@ const DecodeVariant& variant_of(const DecodeArgs& a) {
     if (v.key == key && (!found || 2 * packed_rows > v.key.block_m)) found = &v;
   });
   if (found) return *found;
-  // Every dtype and format has the same head_dims.
+  // Every dtype and format is compiled for the same head_dims.
   std::string stores, dims;
   const auto add = [](std::string& list, const std::string& next) { list += (list.empty() ? "" : ", ") + next; };
   const DecodeKey& first = bits16_variants()[0].key;
@@ -48,7 +48,7 @@ const DecodeVariant& variant_of(const DecodeArgs& a) {
 
 DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVariant& v) {
   const std::int64_t tokens = a.q.shape[1], capacity = a.cache->capacity();
-  // what one query sees, the other queries' steps, and what starts at a multiple of 32
+  // One query sees `window` tokens, the other queries shift the window by T - 1, and ranges begin at a multiple of 32.
   const std::int64_t visible = a.logits.window > 0 ? std::min(capacity, a.logits.window + tokens + 31) : capacity;
   return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads),
                       a.cache->head_dim, v.key.block_m, visible},
@@ -56,7 +56,7 @@ DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVa
                       v.clusters ? scope.largest_cluster() : 1});
 }
 
-// What the vector loads need; the caches this library makes have it.
+// Vector loads need this alignment; caches that this library makes have it.
 void check_alignment(const KvCacheView& c) {
   for (const auto& [side, plane] : {std::pair{"K", &c.k}, {"V", &c.v}})
     ROOFTILE_CHECK_KIND(not_supported,
@@ -69,14 +69,14 @@ void check_alignment(const KvCacheView& c) {
                         ": cache has a ring that does not start at a multiple of 16 bytes, which the GPU kernels need");
 }
 
-// Whether every 8 elements of a 16-bit tensor's rows are one 16-byte word.
+// Whether every 8 elements of a 16-bit tensor's rows are one aligned 16-byte vector.
 bool rows_are_vectors(const TensorView& t) {
   if (t.last_stride() != 1 || reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0) return false;
   return std::all_of(t.stride, t.stride + t.ndim - 1, [](std::int64_t stride) { return stride % 8 == 0; });
 }
 
-// Work is counted in 32 bits: the units of all tasks, half as much again as their tokens if leaves are short, and a
-// fifteenth more where shares are rounded.
+// Work units are counted in 32 bits. Upper bound of the units of all work tiles: 1.5 times tokens / 32 where KV splits
+// are short, and a fifteenth more where work ranges are rounded up.
 void check_size(const DecodeArgs& a) {
   const double m_blocks_all =
       static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / mma_n + a.cache->kv_heads;
@@ -110,7 +110,7 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
       variant.key.block_m > mma_n  // step_kv
           ? kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim, "_m", variant.key.block_m)
           : kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim);
-  if (plan.ctas == 0) return ran;  // no query
+  if (plan.ctas == 0) return ran;  // no work tile
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
   DecodeParams p = {};
   p.q = a.q;

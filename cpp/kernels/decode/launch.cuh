@@ -10,7 +10,7 @@
 
 namespace rooftile::gpu {
 
-// One kernel or the other.
+// Launches split_kv or step_kv, and combine.
 template <class Config>
 struct DecodeKernel {
   using T = typename Config::T;
@@ -23,7 +23,7 @@ struct DecodeKernel {
   static constexpr int threads = 32 * Config::warps;
 
   static void launch(const DeviceScope& scope, const DecodeParams& p) {
-    static_assert(sizeof(Storage) <= 99 * 1024);  // what a block of every supported architecture may have
+    static_assert(sizeof(Storage) <= 99 * 1024);  // every supported architecture allows a CTA this much
     scope.launch(main_kernel, {p.ctas / p.ctas_per_sm, p.ctas_per_sm}, threads, sizeof(Storage), p,
                  Overlap::with_previous, p.cluster_size);
     if (p.cluster_size > 1) return;
@@ -36,9 +36,9 @@ struct DecodeKernel {
   }
 };
 
-// What a variant is made of. `stages` tiles of a team on the way, `blocks` a multiprocessor. A team is one warp; of
-// more than 128 channels two, of more than 256 all four, which share the output's channels, and more of the fold waits
-// in the workspace, so that a block stays small.
+// The config of a split_kv variant. Stages: KV tiles in the ring of the warps of a tile. CtasPerSm: resident CTAs of an
+// SM. warps_per_tile: 1; 2 above 128 channels, 4 above 256. These warps share the output's channels. smem_levels:
+// levels of the reduction whose values stay in shared memory; fewer for many channels, so that the CTA stays small.
 template <class Element, KvFormat F, int D, int Stages, int CtasPerSm>
 struct DecodeConfig {
   using T = Element;
@@ -46,9 +46,9 @@ struct DecodeConfig {
   static constexpr int head_dim = D, stages = Stages, ctas_per_sm = CtasPerSm, n_tiles = 1;
   static constexpr int warps = 4, warps_per_tile = D > 256 ? 4 : D > 128 ? 2 : 1, smem_levels = D > 128 ? 1 : 4;
   static constexpr bool clusters =
-      smem_levels >= cluster_partials;  // the states of a cluster's leaves take no more room than the fold
+      smem_levels >= cluster_partials;  // a cluster's partials fit into the reduction's storage
 };
-// The same of one for more columns: two steps on the way.
+// The config of a step_kv variant, for two n-tiles of packed rows: two steps in the ring.
 template <class Element, KvFormat F>
 struct StepConfig {
   using T = Element;
@@ -69,7 +69,7 @@ constexpr DecodeVariant decode_variant() {
           Kernel::load};
 }
 
-// The table of one file.
+// The table of variants of one file.
 template <class... Configs>
 std::span<const DecodeVariant> decode_variants() {
   static constexpr DecodeVariant table[] = {decode_variant<Configs>()...};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both kernels do with a tile of tokens: logits, masks, products with values.
-//   S^T [tokens, 8 columns] = K [tokens, D] Q^T      K is operand A, tokens are its rows
-//   O^T [D, 8 columns]     += V^T [D, tokens] P^T    V^T is operand A, channels its rows; P^T are the weights
-// Lane (g, t) owns columns 2t and 2t + 1 of both.
+// What both kernels do with a KV tile: logits, masks, products with V.
+//   S^T [tokens, 8 packed rows] = K [tokens, D] Q^T      K is the A operand, tokens are its rows
+//   O^T [D, 8 packed rows]     += V^T [D, tokens] P^T    V^T is the A operand, channels are its rows; P^T: the weights
+// Packed query rows are the N of both MMAs: lane (g, t) holds packed rows 2t and 2t + 1.
 #pragma once
 
 #include "kernels/decode/code_tile.cuh"
@@ -13,23 +13,24 @@
 
 namespace rooftile::gpu {
 
-// A tile in shared memory: 16 tokens of 16 bits or 32 of codes.
+// A KV tile in shared memory: 16 tokens in 16 bits, or 32 tokens in codes.
 template <class T, int D>
 struct ElementTile {
-  alignas(128) T k[16 * D], v[16 * D];
+  alignas(128) T k[16 * D], v[16 * D];  // [16 tokens, D], swizzled
 };
 template <class Config>
 using KvTile = std::conditional_t<is_element_format(Config::format), ElementTile<typename Config::T, Config::head_dim>,
                                   CodeTile<Config::format, Config::head_dim>>;
 
-// Scores -> logits in units of log2, or, under a soft cap, to multiples of the cap. unit: what the queries were divided
-// by.
+// Factor from scores to logits in units of log2, or, with a soft cap, to multiples of the cap. q_scale: what the
+// queries were divided by.
 __device__ __forceinline__ float logit_factor(const DecodeParams& p, float q_scale) {
   return q_scale * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e);
 }
 
-// Multiples of a soft cap -> logits in units of log2, in place; without one, what comes are logits. tanh x is
-// 1 - 2 / (1 + e^2x): off by 2^-23 at most, not in proportion to small x, but logits are compared by differences.
+// Converts multiples of a soft cap to logits in units of log2, in place. Without a soft cap s already holds logits.
+// tanh x is 1 - 2 / (1 + e^2x): the absolute error is at most 2^-23. It is not proportional to a small x, but logits
+// only matter by their differences.
 template <int M>
 __device__ __forceinline__ void soft_cap(float (&s)[M][4], float softcap) {
   if (softcap == 0.0f) return;
@@ -41,11 +42,11 @@ __device__ __forceinline__ void soft_cap(float (&s)[M][4], float softcap) {
       tile[i] = top - 2.0f * top * tile::fast_reciprocal(1.0f + tile::fast_exp2(2.0f * tile::log2_e * tile[i]));
 }
 
-// Whether all columns see all of `tokens` tokens from `token` on.
+// Whether every packed row sees all of `tokens` tokens from `token` on.
 __device__ __forceinline__ bool all_seen(const Visible& v, int token, int tokens) {
   return token >= v.inner_begin && token + tokens <= v.inner_end;
 }
-// token: of row 0 of the tile. M row blocks of 16.
+// Masks logits of tokens that a packed row does not see. token: row 0 of the tile. M: m-tiles of 16 tokens.
 template <int M>
 __device__ __forceinline__ void mask(float (&s)[M][4], const Visible& v, int token, int lane) {
   if (all_seen(v, token, 16 * M)) return;
@@ -58,7 +59,7 @@ __device__ __forceinline__ void mask(float (&s)[M][4], const Visible& v, int tok
     }
 }
 
-// The largest of the lane's own logits of column 2t + j.
+// The largest of this lane's logits of packed row 2t + j.
 template <int M>
 __device__ __forceinline__ float lane_max(const float (&s)[M][4], int j) {
   float top = fmaxf(s[0][j], s[0][j + 2]);
@@ -66,18 +67,18 @@ __device__ __forceinline__ float lane_max(const float (&s)[M][4], int j) {
   for (int mt = 1; mt < M; ++mt) top = fmaxf(top, fmaxf(s[mt][j], s[mt][j + 2]));
   return top;
 }
-// The maximum that weights count from, and what was summed before, follow the largest logit only when that is more than
-// this above it: weights of up to 2^slack are no loss to fp16 or to the sums.
+// The reference maximum of the weights follows the row's maximum only when that is more than rescale_threshold above
+// it: weights up to 2^rescale_threshold lose nothing in fp16 or in the sums.
 inline constexpr float rescale_threshold = 8.0f, max_weight = 256.0f;
 
-// ---- 16-bit keys and values, 16 tokens, in shared memory ----
+// ---- K and V in 16 bits, 16 tokens, in shared memory ----
 
-// Copies 16 rows, `stride` bytes apart, into a tile, by Lanes threads; a row that `wanted` denies becomes 0 and is not
-// read.
+// Copies 16 token rows, `stride` bytes apart, into a tile, by Lanes threads. Rows that `wanted` rejects are zero-filled
+// and not read.
 template <class T, int D, int Lanes, class Wanted>
 __device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte* from, std::int64_t stride,
                                                 const Wanted& wanted) {
-  constexpr int vecs = D / 8, rows = Lanes / vecs;  // of a row; that are copied at once
+  constexpr int vecs = D / 8, rows = Lanes / vecs;  // 16-byte vectors of a row; rows that are copied at once
   const int first = lane / vecs, d = lane % vecs * 8;
   if (first >= rows) return;
   const std::byte* at = from + first * stride + d * sizeof(T);
@@ -90,10 +91,10 @@ __device__ __forceinline__ void copy_rows_async(T* to, int lane, const std::byte
   }
 }
 
-// Two sums, of even and of odd steps, so that no product waits for the one before it.
+// S^T of one tile: two sums, of even and odd k-tiles, halve the dependency chain of MMAs.
 template <class T, int D, int N>
 __device__ __forceinline__ void qk16(float (&s)[N][1][4], const T* k, const tile::FragmentB (&q)[N][D / 16], int lane) {
-  float sum[N][2][4] = {};
+  float sum[N][2][4] = {};  // (n-tile, chain, 4)
 #pragma unroll
   for (int ks = 0; ks < D / 16; ++ks) {
     const tile::FragmentA rows = tile::load_8x8x4(k + swizzled<D>(lane % 16, 16 * ks + lane / 16 * 8));
@@ -106,13 +107,13 @@ __device__ __forceinline__ void qk16(float (&s)[N][1][4], const T* k, const tile
     for (int i = 0; i < 4; ++i) s[n][0][i] = sum[n][0][i] + sum[n][1][i];
 }
 
-// V^T of 16 tokens x channels 16 i .. 16 i + 15 as operand A.
+// V^T of 16 tokens x channels 16 i .. 16 i + 15 as the A operand.
 template <class T, int D>
 __device__ __forceinline__ tile::FragmentA v_fragment(const T* v, int i, int lane) {
   return tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8));
 }
-// Adds the values of 16 tokens to C tiles of 16 channels, from tile `first` on, of N times 8 columns: o[n * C + i] is
-// tile i.
+// Adds weight x V of 16 tokens to C tiles of 16 channels, from channel tile `first` on: o[n * C + i] is tile i of
+// n-tile n.
 template <class T, int D, int C, int N>
 __device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weights)[N], const T* v, int first,
                                      int lane) {
@@ -124,8 +125,9 @@ __device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weig
   }
 }
 
-// The same of 8 columns where some do not see all of the tokens. A weight of 0 does not keep out a NaN or an infinity,
-// so every new token takes a product of its own, over the values that it sees, and its own columns of it.
+// The same for one n-tile where some packed rows do not see all of the tokens. A weight of 0 does not stop a NaN or an
+// infinity, so every new token gets an MMA of its own over the values that it sees, and takes only its own packed rows
+// from the result.
 template <class T, int D, int C>
 __device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB& weights, const T* v,
                                             const Visible& see, int token, int first, int lane) {
@@ -133,12 +135,13 @@ __device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) last = max(last, __shfl_xor_sync(0xffffffffu, last, step));
   for (int query = __shfl_sync(0xffffffffu, see.query[0], 0); query <= last; ++query) {
-    // what it sees, from a lane that has a column of it; the lane's four tokens are 2t, 2t + 1, 2t + 8, 2t + 9
+    // The visible range comes from a lane that holds a packed row of the query. This lane's tokens in the A operand are
+    // 2t, 2t + 1, 2t + 8, 2t + 9.
     const bool own[2] = {see.query[0] == query, see.query[1] == query};
     const int from = first_bit(__ballot_sync(0xffffffffu, own[0] || own[1]));
     const int begin = __shfl_sync(0xffffffffu, own[0] ? see.begin[0] : see.begin[1], from) - token;
     const int end = __shfl_sync(0xffffffffu, own[0] ? see.end[0] : see.end[1], from) - token;
-    std::uint32_t seen[2];
+    std::uint32_t seen[2];  // masks of token pairs 2t and 2t + 8
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = lane % 4 * 2 + 8 * half;
@@ -159,8 +162,8 @@ __device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB
 
 // ---- codes, 32 tokens, in shared memory ----
 
-// Weights times scales become fp16 in units of a power of two above the largest finite scale so far, or above twice of
-// it.
+// Weight x scale becomes fp16 relative to o_scale, a power of two above twice the largest finite scale so far, at most
+// four times that scale.
 __device__ __forceinline__ bool exceeds_scale(std::uint32_t max_scale_bits, float o_scale) {
   return max_scale_bits > __float_as_uint(o_scale) || o_scale == 0.0f;
 }
@@ -171,14 +174,14 @@ __device__ __forceinline__ float inverse_pow2(float pow2) {
   return __uint_as_float(0x7f000000u - __float_as_uint(pow2));
 }
 
-// Sums of codes -> sums of elements times a weight, of two columns: what the sums have too much, what every channel
-// gets, and what they count in. What the columns of a bf16 cache's codes count in can be so large that it must not be
-// multiplied with the codes' unit.
+// Converts sums of codes to sums of dequantised values times a weight, for two packed rows: zero-point correction, min
+// term and o_scale. For a bf16 cache o_scale can be so large that it must not be multiplied by 1 / code_scale first;
+// separate_min_term applies it last.
 template <class T, KvFormat F>
 struct DequantSums {
-  float factor[2], zp_correction[2], min_term[2], o_scale;
+  float factor[2], zp_correction[2], min_term[2], o_scale;  // (packed row 2t + j), ..., scalar
   static constexpr float odd_factor =
-      CodeKind<F>::code_scale / CodeKind<F>::odd_code_scale;  // rows 8 + g: the decoder's odd pairs
+      CodeKind<F>::code_scale / CodeKind<F>::odd_code_scale;  // rows g + 8: odd pairs of the decoder
   static constexpr bool separate_min_term = std::is_same_v<T, tile::bf16>;
 
   __device__ __forceinline__ DequantSums(const float (&correction_sums)[2], const float (&min_sums)[2],
@@ -199,14 +202,13 @@ struct DequantSums {
   }
 };
 
-// Adds the values of 32 tokens to C tiles of 16 channels, from the tile's block `block` of 32 channels on: o[n * C + i]
-// is tile i, in the codes' units. weights: of 16 tokens each.
+// Adds weight x code of 32 tokens to C tiles of 16 channels, from the tile's block `block32` of 32 channels on: o[n * C
+// + i] is tile i of n-tile n, in units of code_scale. weights: (k-tile of 16 tokens, n-tile).
 template <KvFormat F, int D, int C, int N>
 __device__ __forceinline__ void pv_codes(float (*o)[4], const tile::FragmentB (&weights)[2][N], const CodeTile<F, D>& x,
                                          int block32, int lane) {
   using Kind = CodeKind<F>;
-  // Blocks of 512 bytes: codes of eight bits 16 tokens x 32 channels, of four 32 x 32; a lane's 16 bytes lie in lane
-  // order.
+  // Blocks of 512 bytes in lane order, 16 bytes per lane. 8-bit codes: 16 tokens x 32 channels; 4-bit codes: 32 x 32.
   const auto* blocks = reinterpret_cast<const uint4*>(x.v) + block32 * 32 + lane;
   if constexpr (!Kind::pairs) {
 #pragma unroll
@@ -215,7 +217,7 @@ __device__ __forceinline__ void pv_codes(float (*o)[4], const tile::FragmentB (&
       for (int dt = 0; dt < C / 2; ++dt) {
         const uint4 vec = blocks[(mt * (D / 32) + dt) * 32];
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {  // word j: d 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
+        for (int j = 0; j < 4; j += 2) {  // word j: channel 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
           tile::FragmentA a;
           Kind::decode(word(vec, j), a.r[0], a.r[2]);
           Kind::decode(word(vec, j + 1), a.r[1], a.r[3]);
@@ -228,8 +230,8 @@ __device__ __forceinline__ void pv_codes(float (*o)[4], const tile::FragmentB (&
     for (int dt = 0; dt < C / 2; ++dt) {
       const uint4 vec = blocks[dt * 32];
 #pragma unroll
-      for (int mt = 0; mt < 2; ++mt) {  // word w: tokens 8 w + 2t and the next; pair r: d 8 r + g
-        std::uint32_t even[4], odd[4];
+      for (int mt = 0; mt < 2; ++mt) {  // word w: tokens 8 w + 2t and 8 w + 2t + 1; pair r: channel 8 r + g
+        std::uint32_t even[4], odd[4];  // (pair): of the even and the odd word
         Kind::decode(word(vec, 2 * mt), even);
         Kind::decode(word(vec, 2 * mt + 1), odd);
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a row's tokens lie.
+// Block table lookup: where a cache row's tokens are.
 #pragma once
 
 #include "kernels/decode/params.h"
@@ -8,14 +8,14 @@
 
 namespace rooftile::gpu {
 
-// The pages of a tile's first token and, where codes may cross a page, of its seventeenth. Looked up a tile ahead of
-// their use: the lookup is a read of global memory.
+// Physical pages of a KV tile's token 0 and, where a tile of codes spans two pages of 16 tokens, of its token 16. The
+// lookup runs one tile ahead of the copies, because it reads global memory.
 struct Pages {
   int first, second;
 };
 
-// kv_page of core/kv_layout.h, its part of the row done once: the row's part of the block table, or null and the number
-// of its first page.
+// kv_page of core/kv_layout.h with the row's part computed once. table_: the row's entries of the block table, or null
+// for a contiguous cache, whose pages start at first_.
 template <KvFormat format>
 class RowPages {
  public:
@@ -27,7 +27,7 @@ class RowPages {
         end_(w.end),
         page_shift_(page_shift) {}
 
-  // Branchless: for where the lookup is among much else.
+  // Branchless: a predicated load instead of a branch, so that the lookup can be scheduled among other instructions.
   template <bool Branchless = false>
   __device__ __forceinline__ Pages look_up(int token) const {
     const auto at = [&](int index) {
@@ -42,7 +42,7 @@ class RowPages {
     const bool crosses = !is_element_format(format) && !is_kivi(format) && cache_.page_size == 16 && token + 16 < end_;
     return {first, crosses ? at(index + 1) : first};
   }
-  // Whether both are pages; if the table must not name one, that is reported.
+  // Whether both page numbers are valid. If not, the fault word is set.
   __device__ __forceinline__ bool are_valid(const Pages& at) const {
     const auto pages = static_cast<unsigned>(cache_.pages);
     if (static_cast<unsigned>(at.first) < pages && static_cast<unsigned>(at.second) < pages) return true;

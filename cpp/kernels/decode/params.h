@@ -6,28 +6,30 @@
 
 namespace rooftile::gpu {
 
-struct DecodeParams {      // tensors travel whole, never as loose strides
-  TensorView q, out, lse;  // [B, T, Hq, D]; lse [B, T, Hq] or absent
+struct DecodeParams {
+  TensorView q, out, lse;  // q, out [B, T, Hq, D]; lse [B, T, Hq] or absent
   TensorView sinks;        // [Hq] or absent
   KvCacheView cache;
-  const std::int32_t *rows, *counts;  // [B] or null
+  const std::int32_t *rows, *counts;  // [B] or null: cache row and number of real queries of each batch entry
   int batch, tokens;                  // B, T
-  int q_per_kv;                       // column c of a KV head is query (c / q_per_kv, c % q_per_kv)
-  int block_m, m_blocks;              // of a task, a multiple of 8; tasks of a KV head
-  int rows_used;                      // of the first pass: the others have no more
-  int tiles_per_entry;                // of a batch entry
-  int capacity;                       // of a row, no more than an int32 counts
-  int window;                         // likewise; 0: none
+  int q_per_kv;                       // packed row r of a KV head is (new token r / q_per_kv, query head r % q_per_kv)
+  int block_m, m_blocks;              // packed rows of a work tile (a multiple of mma_n); m-blocks of a KV head
+  int rows_used;        // min(block_m, T * q_per_kv): packed rows of the first m-block that are not padding
+  int tiles_per_entry;  // work tiles of a batch entry: KV heads x m_blocks
+  int capacity;         // tokens of a cache row, clamped to int32
+  int window;           // tokens that a query sees, itself included, clamped to int32; 0: all
   float scale, softcap;
-  bool vector_queries;  // every 8 elements of q lie side by side, on 16 bytes
-  // Workspace.
-  float* partial_o;           // [shares, slots_per_block, columns, D]
-  float* partial_ml;          // [shares, slots_per_block, columns, 2]; l below 0: the row is left alone
-  float* reduction_o;         // [blocks, fold_levels, columns, D]: left halves that wait long
-  std::int32_t* work_prefix;  // [B + 2]: first unit of every batch entry, the total, whether all tasks are as long
-  int ctas_per_tile;          // blocks of each task where all tasks are as long; 0: tasks share blocks
-  int ctas, ctas_per_sm;      // layers: blocks of a multiprocessor, where the grid has as many for each
-  int cluster_size;           // blocks of a task that merges its leaves itself; 1: a persistent grid, and combine
+  bool vector_queries;  // every 8 elements of a row of q are contiguous and aligned to 16 bytes
+  // Workspace, fp32. work_prefix: work units before each batch entry; then the total; then whether all work tiles have
+  // the same length.
+  float* partial_o;           // [ctas, partials_per_cta, block_m, D]
+  float* partial_ml;          // [ctas, partials_per_cta, block_m, 2]: (m, l); l < 0: invalid page, out is not written
+  float* reduction_o;         // [ctas, reduction_levels, block_m, D]: left halves of the reduction that wait
+  std::int32_t* work_prefix;  // [B + 2]
+  int ctas_per_tile;          // CTAs that each work tile has to itself; 0: CTAs share work tiles (stream-K)
+  int ctas, ctas_per_sm;      // grid size; grid.y: CTAs per SM, 1 unless every SM gets the same number
+  int cluster_size;  // CTAs of a cluster that computes and reduces one work tile; 1: persistent grid and combine
+  // Fast divisions by the fields of these names.
   Divisor by_q_per_kv, by_m_blocks, by_tiles_per_entry, by_ctas_per_tile, by_rows_used;
 };
 

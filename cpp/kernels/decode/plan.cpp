@@ -17,7 +17,7 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device) {
   plan.m_blocks = static_cast<int>((tokens * q_per_kv + block_m - 1) / block_m);
   const std::int64_t work_tiles = batch * kv_heads * plan.m_blocks,
                      resident_ctas = std::int64_t{device.sms} * device.ctas_per_sm;
-  // Groups of multiprocessors differ in size and clusters do not cross them: an eighth of the device may be left over.
+  // GPCs differ in size and a cluster does not span two of them: leave an eighth of the device unused.
   while (2 * plan.cluster_size <= device.max_cluster && 16 * work_tiles * plan.cluster_size <= 7 * resident_ctas)
     plan.cluster_size *= 2;
   if (visible > cluster_tokens(plan.cluster_size)) plan.cluster_size = 1;
@@ -25,7 +25,7 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device) {
   plan.ctas = static_cast<int>(plan.cluster_size > 1 ? work_tiles * plan.cluster_size
                                                      : std::min(resident_ctas, work_tiles * max_splits));
   plan.ctas_per_tile = ctas_per_tile_if_uniform(work_tiles, plan.ctas);
-  if (plan.cluster_size > 1) return plan;  // its states meet in shared memory
+  if (plan.cluster_size > 1) return plan;  // a cluster exchanges partials through shared memory
   const auto align = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
   const std::size_t partials =
       static_cast<std::size_t>(plan.ctas) * partials_per_cta * static_cast<std::size_t>(block_m);

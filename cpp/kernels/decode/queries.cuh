@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The query columns of one task: what each may see, their operands, and where their results go.
+// The packed query rows of one work tile: which tokens each row sees, its operands, and its epilogue.
 #pragma once
 
 #include "kernels/decode/params.h"
@@ -12,7 +12,7 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ int first_bit(unsigned x) { return __ffs(static_cast<int>(x)) - 1; }
 
-// read: how an int32 is loaded. format: of the cache, where a kernel knows it.
+// read: loads an int32. format: the cache's format, a constant where the kernel knows it.
 template <class Read>
 __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat format, int b, const Read& read) {
   const KvCacheView& c = p.cache;
@@ -23,14 +23,14 @@ __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat f
                   p.window);
 }
 
-// One task: 8 columns, or some times 8, of a (batch entry, KV head). Column c of the head is query c / q_per_kv of head
-// c % q_per_kv.
+// One work tile: the packed query rows of one m-block of a (batch entry, KV head). Packed row r of the head is query
+// head r % q_per_kv of new token r / q_per_kv.
 struct WorkTile {
-  int b, kv_head, m_block;  // pass: of 8 columns, the task's first
+  int b, kv_head, m_block;  // m_block: the tile's first packed row / mma_n
 };
 struct QueryRow {
-  int token, head;  // token: -1 where the column is padding
-  int position;     // of the query in its row; below 0 where it sees nothing
+  int token, head;  // token: -1 for a padding row
+  int position;     // of the query in its cache row; < 0: it sees nothing
 };
 __device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
                                               int m_row) {
@@ -39,14 +39,15 @@ __device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkT
   return {token, tile.kv_head * p.q_per_kv + c - token * p.q_per_kv, token < w.count ? w.length - w.count + token : -1};
 }
 
-// The tokens that the two columns of a lane see, and bounds for the whole task: [outer_begin, outer_end) holds all that
-// any column sees, [inner_begin, inner_end) is seen by all of them. Padding columns see everything; nobody reads them.
+// The tokens that the two packed rows of a lane see, and bounds for the whole work tile: [outer_begin, outer_end)
+// covers every token that any row sees; every row sees all of [inner_begin, inner_end). Padding rows see every token;
+// their results are not read.
 struct Visible {
-  int begin[2], end[2], query[2];  // query: the new token that a column belongs to, -1 for padding
+  int begin[2], end[2], query[2];  // (packed rows 2t, 2t + 1); query: the row's new token, -1 for padding
   int outer_begin, outer_end, inner_begin, inner_end;
 };
-// What the query at `position` sees of it; below 0 nothing. raw: of the part of a kivi row that is read raw, else of
-// the part that lies in pages.
+// The tokens that the query at `position` sees; none if position < 0. raw: of the raw part of a kivi row, otherwise of
+// the part in pages.
 struct TokenRange {
   int begin, end;
 };
@@ -61,7 +62,7 @@ __device__ __forceinline__ TokenRange visible_tokens(const DecodeParams& p, int 
 }
 __device__ __forceinline__ Visible visible(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int lane,
                                            bool raw) {
-  if (p.tokens == 1) {  // one query: padding may see what the others see
+  if (p.tokens == 1) {  // one query: padding rows may see what it sees
     const TokenRange r = visible_tokens(p, w.length - 1, raw);
     return {{r.begin, r.begin}, {r.end, r.end}, {0, 0}, r.begin, r.end, r.begin, r.end};
   }
@@ -94,22 +95,22 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const WorkTile
   return v;
 }
 
-// Bytes from a kivi cache's ring of raw tokens, of K or of V, to where it keeps `token` of a row.
+// Byte offset of `token` of a cache row in the kivi cache's ring of raw tokens (of K or of V).
 template <class T, int D>
 __device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
                                                     int token) {
   return ((std::int64_t{w.row} * p.cache.kv_heads + tile.kv_head) * kv_ring + token % kv_ring) * (D * sizeof(T));
 }
 
-// [tokens or columns][D] 16-bit elements in shared memory, 16-byte pieces of a row exchanged by the row's low bits: no
-// bank conflicts. Where element d of a row lies.
+// Offset of element d of a row in [rows, D] 16-bit elements of shared memory. 16-byte vectors are swizzled by the low
+// bits of the row, against bank conflicts.
 template <int D>
 __device__ __forceinline__ int swizzled(int row, int d) {
   return row * D + ((d / 8) ^ (D % 64 == 0 ? row & 7 : row / 2 & 3)) * 8 + d % 8;
 }
 
-// Starts the copies of N times 8 query columns, from a task's first on, rows of `to`, by Lanes threads; zeros for
-// padding. Any strides.
+// Starts the copies of N n-tiles of 8 packed query rows, from the work tile's first row on, into the rows of `to`, by
+// Lanes threads. Padding rows become zeros. q may have any strides.
 template <class T, int D, int N, int Lanes>
 __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
                                                    int lane, T* to) {
@@ -142,8 +143,7 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
   }
 }
 
-// The same columns, arrived, as operands B of the products with 16-bit keys: fragment k covers head_dim 16 k .. 16 k +
-// 15.
+// The same rows, after they have arrived, as B operands for 16-bit keys: fragment k covers channels 16 k .. 16 k + 15.
 template <class T, int D>
 __device__ __forceinline__ void load_query_fragments(const T* q_rows, int lane, tile::FragmentB (&q)[D / 16]) {
 #pragma unroll
@@ -154,12 +154,13 @@ __device__ __forceinline__ void load_query_fragments(const T* q_rows, int lane, 
   }
 }
 
-// How the threads of a block share the values of a column: each has pieces of `piece_values` neighbours, so many apart.
+// The threads of a CTA share the values of a packed row: each has vectors of vec_floats channels at a stride of
+// vec_floats * (threads of the row).
 template <int D>
 inline constexpr int vec_floats = D % 64 == 0 ? 4 : 2;
 
-// Where one column's finished row goes. Known before its sums are, maybe before what ran before has ended (so past the
-// L1); finish() with those comes before anything is written.
+// Writes the result of one packed row: sinks, normalisation, out, lse. The constructor may run before the previous
+// kernel has ended, so its loads bypass L1. finalize() must be called before anything is stored.
 template <class T>
 class RowEpilogue {
  public:
@@ -183,7 +184,7 @@ class RowEpilogue {
     result_ = tile::finish_softmax(m, l, sink_);
     sees_keys_ = l != 0.0f;
   }
-  // N neighbouring values.
+  // Stores N consecutive channels.
   template <int N>
   __device__ __forceinline__ void store(int d, const float (&o)[N]) const {
     if (!in_tile_) return;
@@ -199,17 +200,17 @@ class RowEpilogue {
       for (int i = 0; i < N; ++i) out_[(d + i) * p_->out.stride[3]] = values.x[i];
     }
   }
-  // One thread's part.
+  // Called by one thread of the row.
   __device__ __forceinline__ void store_lse() const {
     if (in_tile_ && p_->lse.given()) *lse_ = result_.lse;
   }
 
  private:
   const DecodeParams* p_;
-  bool in_tile_, real_ = false, sees_keys_ = false;
+  bool in_tile_, real_ = false, sees_keys_ = false;  // not padding; below the entry's count; sees a key
   float sink_ = -INFINITY;
   tile::SoftmaxResult result_{0.0f, -INFINITY};
-  T* out_ = nullptr;
+  T* out_ = nullptr;  // [D] of the row, stride p.out.stride[3]
   float* lse_ = nullptr;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fold of schedule.h on the device: leaves of one task arrive in order, full nodes are merged as soon as they are
-// complete, and what a run can merge no further leaves through `emit`.
+// The reduction of scheduler.h on the device. Partials of one work tile's KV splits arrive in order. Two halves of a
+// subtree are merged as soon as both are complete. Partials that a range of splits cannot merge further go to `emit`.
 #pragma once
 
 #include "kernels/decode/scheduler.h"
@@ -8,19 +8,19 @@
 
 namespace rooftile::gpu {
 
-// A thread's share of a softmax state: (m, l) of K columns and S values of them. One column: pieces of four channels.
-// More: tiles in the layout of a product (tile/mma.cuh), two columns each, rows being channels.
+// A thread's part of a partial: (m, l) of K packed rows and S values of o. K = 1: vectors of 4 (or 2) channels of one
+// row. K > 1: C fragments of mma.m16n8k16 (tile/mma.cuh) with channels as rows, two packed rows each.
 template <int K, int S>
 struct Partial {
-  float m[K], l[K], o[S];
-  // Which column value i belongs to.
+  float m[K], l[K], o[S];  // (K packed rows), (K packed rows), (S values)
+  // The packed row that o[i] belongs to.
   static constexpr int row_of_value(int i) { return K == 1 ? 0 : i / (2 * S / K) * 2 + i % 2; }
 };
 
 template <int K, int S>
 __device__ __forceinline__ Partial<K, S> merge(const Partial<K, S>& a, const Partial<K, S>& b) {
   Partial<K, S> r;
-  tile::MergeWeights w[K];
+  tile::MergeWeights w[K];  // (K packed rows)
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     w[k] = tile::merge_weights(a.m[k], b.m[k]);
@@ -32,14 +32,14 @@ __device__ __forceinline__ Partial<K, S> merge(const Partial<K, S>& a, const Par
   return r;
 }
 
-// Left halves that wait for their right ones: at most one a level. Threads of a warp that share columns share a place
-// for their (m, l). The last levels are touched once in some leaves: the values of all but the first `Near` wait in the
-// workspace.
+// Left halves that wait for their right halves, at most one per level. Threads that hold the same packed rows form a
+// row set and share one (m, l). The upper levels are used at the end of few splits, so the values of all but the first
+// SmemLevels wait in global memory.
 template <int K, int S, int Threads, int RowSets, int SmemLevels>
 struct ReductionStorage {
   static constexpr int smem_levels = SmemLevels, gmem_levels = reduction_levels - SmemLevels;
-  float o[smem_levels][S][Threads];
-  float m[reduction_levels][K][RowSets], l[reduction_levels][K][RowSets];
+  float o[smem_levels][S][Threads];                                        // (level, value, thread)
+  float m[reduction_levels][K][RowSets], l[reduction_levels][K][RowSets];  // (level, row of the set, row set)
   __device__ float* values(int level, float* gmem) {
     return level < smem_levels ? o[level][0] : gmem + (level - smem_levels) * S * Threads;
   }
@@ -48,13 +48,13 @@ struct ReductionStorage {
 template <int K, int S, int Threads, int RowSets, int SmemLevels>
 class PartialReduction {
  public:
-  // deep: [fold_levels - Near][S][Threads] floats of the block. first: the run's first leaf; only: it is all of the
-  // run, but not of its task. thread: this one; place: of its columns.
+  // gmem: [reduction_levels - SmemLevels, S, Threads] floats of this CTA. first: the range's first split. single: the
+  // range is one split of a longer work tile. thread: this thread. row_set: the set of its packed rows.
   __device__ PartialReduction(ReductionStorage<K, S, Threads, RowSets, SmemLevels>& smem, float* gmem, int thread,
                               int row_set, int first, bool single)
       : smem_(smem), gmem_(gmem), thread_(thread), row_set_(row_set), first_(first), single_(single) {}
 
-  // The node of leaf `at`, the next in order.
+  // Adds the partial of split `at`, the next in order.
   template <class Emit>
   __device__ void push(Partial<K, S> partial, int at, const Emit& emit) {
     int level = 0;
@@ -65,11 +65,11 @@ class PartialReduction {
       ++level;
     }
     if (single_ || (level + 1 < reduction_levels &&
-                    (at >> level) % 2 == 1)) {  // its left half, or what follows, belongs to another block
+                    (at >> level) % 2 == 1)) {  // the left half, or the next partial, belongs to another CTA
       emit(partial);
       return;
     }
-    __syncwarp();  // threads of one place have read what is overwritten here
+    __syncwarp();  // threads of the row set have read the (m, l) that is overwritten here
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       smem_.m[level][k][row_set_] = partial.m[k];
@@ -81,7 +81,7 @@ class PartialReduction {
     __syncwarp();
   }
 
-  // The run ends inside its task: what waits, in order.
+  // The range ends inside its work tile: emits the waiting partials in order.
   template <class Emit>
   __device__ void flush(const Emit& emit) {
     for (int level = reduction_levels - 1; level >= 0; --level)
@@ -89,9 +89,9 @@ class PartialReduction {
     waiting_ = 0;
   }
 
-  // The run was the whole task: its result.
+  // The range was the whole work tile: returns its result.
   __device__ Partial<K, S> result() {
-    Partial<K, S> whole;  // some level waits
+    Partial<K, S> whole;  // at least one level waits
     bool any = false;
     for (int level = 0; level < reduction_levels; ++level) {
       if (!(waiting_ >> level & 1)) continue;
@@ -114,14 +114,14 @@ class PartialReduction {
     for (int i = 0; i < S; ++i) partial.o[i] = values(level)[i * Threads];
     return partial;
   }
-  // This thread's values of a level, Threads apart.
+  // This thread's values of a level, at a stride of Threads.
   __device__ float* values(int level) const { return smem_.values(level, gmem_) + thread_; }
 
   ReductionStorage<K, S, Threads, RowSets, SmemLevels>& smem_;
   float* gmem_;
   int thread_, row_set_, first_;
   bool single_;
-  unsigned waiting_ = 0;
+  unsigned waiting_ = 0;  // bit i: a left half waits at level i
 };
 
 }  // namespace rooftile::gpu

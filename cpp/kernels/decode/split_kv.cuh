@@ -2,22 +2,25 @@
 // Decode attention over a KV cache, split along the sequence.
 //   q, out [B, T, Hq, D]    cache: pages of K and V per KV head, one block-table row per sequence (or consecutive
 //                           pages)
-// A persistent grid walks the units of schedule.h, or a cluster of blocks has one task. A block takes one task at a
-// time, its teams take its tiles of tokens in turn; each warp keeps a softmax state of its own, in registers. At the
-// end of a leaf these are merged through shared memory and the leaf goes into the fold. A task that one block computed
-// whole is written at once, the others' nodes are left to combine.cuh or, of a cluster, to cluster.cuh.
-// A team is a warp; of more than 128 channels two, of more than 256 four, which read the same tiles and share the
-// output's channels: fewer registers of each warp, and more warps for the same memory.
-// The query heads of a KV head (times new tokens) are the columns of the products, so they share every byte read.
+// A persistent grid covers the work units of scheduler.h, or a cluster of CTAs has one work tile. A CTA computes one
+// work tile at a time, and its warps take the KV tiles in turn. Each warp keeps a softmax state of its own in
+// registers. At the end of a KV split these states are merged through shared memory, and the split's partial goes into
+// the reduction. A work tile that one CTA computed whole is written at once. Partials of the others are left to
+// combine.cuh or, in a cluster, to cluster_reduction.cuh.
+// One warp computes a KV tile; above 128 channels two warps, above 256 four. These warps read the same tile and share
+// the output's channels: fewer registers per warp, and more warps for the same shared memory.
+// The query heads of a KV head (times new tokens) are the packed rows, the N of the MMAs, so they share every byte of K
+// and V.
 //
-// Bytes per KV head: S * (bytes of a token's K and V). Flops: 4 S D per column, on 8 columns whether used or not.
-// 16-bit, D = 128: 512 bytes a token and 8 KFLOP: bandwidth is the roof, tensor cores take a third of the time.
-// int4-kivi: 148 bytes a token, the same products and 5 instructions for 8 codes: what eight warps can hide of their
-// latencies.
+// Bytes per KV head: S * (bytes of a token's K and V). Flops: 4 S D per packed row, for 8 rows whether used or not.
+// 16-bit, D = 128: 512 bytes and 8 KFLOP a token: bound by bandwidth, the tensor cores take a third of the time.
+// int4-kivi: 148 bytes a token, the same products, and 5 instructions for 8 codes: bound by the latencies that eight
+// warps can hide.
 //
-// Memory to operands: cp.async into a ring of the team's own, `stages` tiles deep; from there codes go to registers as
-// they are and are decoded in them, 16-bit rows through ldmatrix. No barrier between teams but at leaf ends and before
-// queries.
+// Copies: cp.async into a ring of `stages` KV tiles that belongs to the warps of a tile. Codes are loaded to registers
+// as they are and decoded there, 16-bit rows by ldmatrix.
+// Sync: a KV tile's warps wait for its copies, compute it, and refill the stage. CTA barriers are only at the ends of
+// KV splits and before the queries are read.
 #pragma once
 
 #include "kernels/decode/cluster_reduction.cuh"
@@ -34,23 +37,23 @@ template <class Config>
 struct SplitKvStorage {
   static constexpr int D = Config::head_dim, warps_kv = Config::warps / Config::warps_per_tile,
                        threads = 32 * Config::warps;
-  KvTile<Config> ring[warps_kv][Config::stages];  // what a team keeps in flight for itself
-  alignas(16) float o[warps_kv][mma_n][D + 4];    // the teams' states at the end of a leaf; padded against conflicts
-  float m[warps_kv][mma_n], l[warps_kv][mma_n];
+  KvTile<Config> ring[warps_kv][Config::stages];  // KV tiles in flight, for each warp_kv
+  alignas(16) float o[warps_kv][mma_n][D + 4];    // sums of V at the end of a KV split; padded against bank conflicts
+  float m[warps_kv][mma_n], l[warps_kv][mma_n];   // (warp_kv, packed row)
   union {
     ReductionStorage<1, mma_n * D / threads, threads, mma_n, Config::smem_levels> reduction;
-    std::conditional_t<Config::clusters, ClusterPartials<D>, char> cluster;  // in a cluster
+    std::conditional_t<Config::clusters, ClusterPartials<D>, char> cluster;  // partials of a cluster
   };
   WorkRange range;
-  int bad_tile_range;  // the last one that met a page that is none
-  // Query columns that are needed until the task ends: raw keys meet them after codes.
+  int bad_tile_range;  // the last tile range that met an invalid page
+  // Queries that stay until the work tile ends: raw keys need them after the codes.
   static constexpr bool keeps_queries = is_kivi(Config::format);
   alignas(16) typename Config::T raw_queries[keeps_queries ? mma_n * D : 8];
-  // A team that has two raw tiles has four halves of them.
+  // A warp with two raw tiles copies four halves: K and V of each.
   static constexpr bool pairs_raw = is_kivi(Config::format) && Config::warps_per_tile == 1;
   alignas(16) typename Config::T raw_half[pairs_raw && Config::stages < 4 ? 16 * D : 8];
 
-  // Memory in other uses: query columns before the next states are written; 16-bit keys or values in a stage.
+  // Memory with a second use: queries, before partials overwrite them; 16-bit K or V of raw tokens in a ring stage.
   __device__ typename Config::T* queries() {
     return keeps_queries ? raw_queries : reinterpret_cast<typename Config::T*>(&o[0][0][0]);
   }
@@ -58,7 +61,7 @@ struct SplitKvStorage {
     static_assert(sizeof(ring[0][0]) >= 16 * D * sizeof(typename Config::T));
     return reinterpret_cast<typename Config::T*>(&ring[warp_kv][stage]);
   }
-  __device__ TreeStorage* tree_storage() {  // one of each warp
+  __device__ TreeStorage* tree_storage() {  // one per warp
     static_assert(sizeof(ring) >= Config::warps * sizeof(TreeStorage));
     return reinterpret_cast<TreeStorage*>(&ring);
   }
@@ -70,9 +73,9 @@ class SplitKv {
   static constexpr int D = Config::head_dim, warps = Config::warps, threads = 32 * warps,
                        threads_per_row = threads / mma_n;
   static constexpr int warps_kv = warps / Config::warps_per_tile, tile_threads = 32 * Config::warps_per_tile,
-                       W = D / Config::warps_per_tile;  // of a team; channels of a warp
-  static constexpr int S = D / threads_per_row, N = vec_floats<D>,
-                       vec_stride = N * threads_per_row;  // a thread's values of a column, in pieces
+                       W = D / Config::warps_per_tile;  // warps along KV; threads of a KV tile; channels of a warp
+  // A thread has S channels of a packed row: S / N vectors of N channels, vec_stride apart.
+  static constexpr int S = D / threads_per_row, N = vec_floats<D>, vec_stride = N * threads_per_row;
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
   static constexpr int tile_tokens = elements ? 16 : 32;
@@ -104,7 +107,8 @@ class SplitKv {
     float x[N];
   };
 
-  // The one task of this block's cluster. Its first block says what is wrong, and answers rows that see nothing.
+  // The only work tile of this CTA's cluster. CTA 0 of the cluster reports faults and answers rows without visible
+  // keys.
   __device__ WorkRange cluster_work_range() {
     const auto [tile_index, cta_rank] = tile::place_in_cluster();
     WorkRange range = one_work_tile(p, tile_index, cta_rank, p.cluster_size, 0,
@@ -127,14 +131,14 @@ class SplitKv {
     return range;
   }
 
-  // Leaves [first, last) of one task; of a cluster maybe none.
+  // Computes KV splits [first, last) of one work tile. In a cluster the range may be empty.
   __device__ void compute_tile_range(const WorkTile& tile, const RowWork& w, int first, int last, int range_index,
                                      bool clustered) {
     const int m_row = threadIdx.x / threads_per_row, d0 = threadIdx.x % threads_per_row * N;
     const bool has_row = tile.m_block * mma_n + mma_n / warps * (warp_kv * Config::warps_per_tile + warp_d) <
-                         p.q_per_kv * p.tokens;  // the warp has a column that is no padding
+                         p.q_per_kv * p.tokens;  // the warp has a packed row that is not padding
     ++this_tile_range;
-    // the last segment's states, where queries may go, have been read, and whether it met a page that is none
+    // All threads have read the previous range's partials, whose memory the queries may take, and bad_tile_range.
     __syncthreads();
     PartialReduction<1, S, threads, mma_n, Config::smem_levels> reduction(
         smem.reduction,
@@ -166,7 +170,7 @@ class SplitKv {
       reduction.push(partial, split, emit);
     };
     if constexpr (Config::clusters)
-      if (clustered) tile::wait_for_cluster();  // all its blocks have started
+      if (clustered) tile::wait_for_cluster();  // all CTAs of the cluster have started
     state.reset();
     compute_splits(tile, w, first, last, [&](int split, bool has_elements) {
       if (has_elements) add(reduce_warps<false>(m_row, d0), split);
@@ -188,7 +192,7 @@ class SplitKv {
     epilogue.finalize(result.m[0], result.l[0]);
     store(epilogue, result.o);
   }
-  // The thread's values of its column.
+  // Stores the thread's channels of its packed row.
   __device__ void store(const RowEpilogue<T>& epilogue, const float (&o)[S]) const {
     const int d0 = threadIdx.x % threads_per_row * N;
 #pragma unroll
@@ -196,10 +200,10 @@ class SplitKv {
     if (d0 == 0) epilogue.store_lse();
   }
 
-  // The teams' states become one node, and are reset. Codes: they hold values of codes. Each warp brings its values to
-  // the common maximum while it writes them, so that the threads that merge only add.
-  // Sync: m is read between the barriers, l and o behind the second; they are written again before the next call's
-  // first barrier and behind it, where nobody reads them.
+  // Merges the warps' states into one partial and resets them. Codes: the states hold sums of codes. Each warp rescales
+  // its sums to the common maximum while it writes them, so the threads that merge only add.
+  // Sync: m is read between the barriers, l and o after the second. They are written again before the next call's first
+  // barrier (m) and after it (l, o), when no thread reads them.
   template <bool Codes>
   __device__ Partial<1, S> reduce_warps(int m_row, int d0) {
     const int g = lane / 4, t = lane % 4;
@@ -213,7 +217,7 @@ class SplitKv {
       }
     if (g == 0 && warp_d == 0)
       *reinterpret_cast<float2*>(&smem.m[warp_kv][2 * t]) = make_float2(state.m[0], state.m[1]);
-    __syncthreads();  // all maxima are there
+    __syncthreads();  // all maxima are in shared memory
     Partial<1, S> partial;
     partial.m[0] = -INFINITY;
     float top[2] = {-INFINITY, -INFINITY};
@@ -224,7 +228,7 @@ class SplitKv {
       top[1] = fmaxf(top[1], m.y);
       partial.m[0] = fmaxf(partial.m[0], smem.m[w][m_row]);
     }
-    float weight[2];
+    float weight[2];  // (packed row 2t + j)
 #pragma unroll
     for (int j = 0; j < 2; ++j) weight[j] = exp2f(state.m[j] - (top[j] == -INFINITY ? 0.0f : top[j]));
     if (g == 0 && warp_d == 0)
@@ -239,7 +243,7 @@ class SplitKv {
     if constexpr (Codes) write(state.template dequant_sums<T>(weight));
     else write([&](float o, int e) { return o * weight[e % 2]; });
     state.reset();
-    __syncthreads();  // all sums are there
+    __syncthreads();  // all sums are in shared memory
     partial.l[0] = 0.0f;
 #pragma unroll
     for (int i = 0; i < S; ++i) partial.o[i] = 0.0f;
@@ -260,7 +264,8 @@ class SplitKv {
     copy_queries_async<T, D, 1, threads>(p, tile, w, threadIdx.x, smem.queries());
   }
 
-  // leaf_end(leaf, elements_now): the warps' states are whole; whether they hold sums of elements, or of codes.
+  // split_end(split, has_elements) is called when the states have all tokens of a split; has_elements: they hold sums
+  // of values, not of codes.
   template <class SplitEnd>
   __device__ void compute_splits(const WorkTile& tile, const RowWork& w, int first, int last,
                                  const SplitEnd& split_end) {
@@ -270,30 +275,30 @@ class SplitKv {
     else code_tiles(tile, w, see, first, last, split_end);
   }
 
-  // The team's tiles of leaves [first, last): issue(stage, token, pages) starts a tile's copies, compute(stage, token)
-  // comes when they are there; both are left out for tiles behind the row's end. A stage is filled again when its tile
-  // has been read. queries() starts their copies behind the first tile's, prepare() runs when they have come.
-  // behind(stage) may start other copies into stages, one a call, that no tile needs any more: `stages` times at least.
+  // This warp_kv's KV tiles of splits [first, last). load_tile(stage, token, pages) starts a tile's copies.
+  // compute(stage, token) runs when they have arrived. Both are skipped for tiles past the end of the row. A stage is
+  // refilled when its tile has been read. load_queries() starts the copies of the queries after those of the first
+  // tile; read_queries() runs when they have arrived. load_raw(stage) may start other copies into a stage that no KV
+  // tile needs any more; it is called at least `stages` times.
   template <class LoadTile, class LoadRaw, class LoadQueries, class ReadQueries, class Compute, class SplitEnd>
   __device__ void pipeline(const RowWork& w, int first, int last, const LoadTile& load_tile, const LoadRaw& load_raw,
                            const LoadQueries& load_queries, const ReadQueries& read_queries, const Compute& compute,
                            const SplitEnd& split_end) {
-    constexpr int stride = warps_kv * tile_tokens;  // from a tile of this team to its next
+    constexpr int stride = warps_kv * tile_tokens;  // from a tile of this warp_kv to its next
     const int split_tokens = w.split_units * work_unit_tokens, kv_end = min(w.end, w.begin + last * split_tokens);
     const RowPages<format> row(p.cache, w, page_shift);
     const auto next_stage = [](int stage) { return stage + 1 < Config::stages ? stage + 1 : 0; };
     int token = w.begin + first * split_tokens + warp_kv * tile_tokens, load_token = token, read_stage = 0;
     Pages pages{0, 0};
     if (load_token < kv_end) pages = row.look_up(load_token);
-    const auto fill = [&](int stage) {  // always one group of copies, maybe empty
+    const auto fill = [&](int stage) {  // commits exactly one cp.async group, maybe an empty one
       if (load_token < kv_end) {
         Pages now = pages;
-        asm volatile(""
-                     : "+r"(now.first), "+r"(now.second));  // moved before the next are on their way, not behind them
+        asm volatile("" : "+r"(now.first), "+r"(now.second));  // copied before the next lookup is issued, not after
         pages = row.template look_up<true>(
-            min(load_token + stride, kv_end - 1));  // behind the last tile the last one's again
+            min(load_token + stride, kv_end - 1));  // past the last tile: looks up the last token again
         if (row.are_valid(now)) load_tile(smem.ring[warp_kv][stage], load_token, now);
-        else smem.bad_tile_range = this_tile_range;  // the row is left alone
+        else smem.bad_tile_range = this_tile_range;  // out is not written
       } else {
         load_raw(stage);
       }
@@ -308,14 +313,14 @@ class SplitKv {
       cute::cp_async_fence();
     }
     cute::cp_async_wait<Config::stages - 1>();
-    __syncthreads();  // the queries have come, from all threads
+    __syncthreads();  // all threads' copies of the queries have arrived
     if (token < kv_end) read_queries();
     for (int split = first; split < last; ++split) {
       for (int left = split_tokens / stride; left > 0; --left) {
         cute::cp_async_wait<Config::stages - 1>();
-        sync();  // this tile has come, from all threads
+        sync();  // all threads' copies of this KV tile have arrived
         if (token < w.end) compute(smem.ring[warp_kv][read_stage], token);
-        sync();  // every thread has read it
+        sync();  // every thread has read the tile
         fill(read_stage);
         token += stride;
         read_stage = next_stage(read_stage);
@@ -329,7 +334,7 @@ class SplitKv {
   __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const Visible& see, int first, int last,
                                 const SplitEnd& split_end) {
     const KvCacheView& c = p.cache;
-    tile::FragmentB q[1][D / 16];
+    tile::FragmentB q[1][D / 16];  // (n-tile, D / 16 k-tiles)
     const float factor[2] = {logit_factor(p, 1.0f), logit_factor(p, 1.0f)};
     const std::int64_t k_head = tile.kv_head * c.k.head_stride, v_head = tile.kv_head * c.v.head_stride;
     pipeline(
@@ -352,7 +357,7 @@ class SplitKv {
 
   __device__ void element_tile(const T* k, const T* v, const tile::FragmentB (&q)[1][D / 16], const float (&factor)[2],
                                const Visible& see, int token) {
-    float scores[1][1][4];
+    float scores[1][1][4];  // (n-tile, m-tile of 16 tokens, 4)
     qk16<T, D>(scores, k, q, lane);
     float (&s)[1][4] = scores[0];
 #pragma unroll
@@ -369,13 +374,13 @@ class SplitKv {
                              const SplitEnd& split_end) {
     using Tile = CodeTile<format, D>;
     const KvCacheView& c = p.cache;
-    CodeQueries<format, D> q[1];
-    float factor[1][2];
+    CodeQueries<format, D> q[1];  // (n-tile)
+    float factor[1][2];           // (n-tile, packed row 2t + j)
     CodeSource<format, D> source(c, tile.kv_head, warp_d * 32 + lane);
     source.pin(warp_d * 32 + lane);
     RawTile raw(p, tile, w, warp_kv, lane, last == w.splits);
-    int plain_end = p.softcap == 0.0f ? see.inner_end : 0;  // the logits of tiles up to there stay as they are
-    asm("" : "+r"(plain_end));                              // kept, not found again for every tile
+    int plain_end = p.softcap == 0.0f ? see.inner_end : 0;  // up to here logits need neither mask nor soft cap
+    asm("" : "+r"(plain_end));                              // keeps it in a register
     pipeline(
         w, first, last,
         [&](Tile& kv_tile, int token, const Pages& at) {
@@ -402,12 +407,12 @@ class SplitKv {
         [&](const Tile& kv_tile, int token) {
           TokenScales<format> scales;
           scales.template load<T>(kv_tile, see, token, lane);
-          float scores[1][2][4];
+          float scores[1][2][4];  // (n-tile, m-tile of 16 tokens, 4)
           qk_codes<T, format, D>(scores, kv_tile, q, factor, lane);
           scales.broadcast(lane);
           float (&s)[2][4] = scores[0];
-          if (token >= see.inner_begin &&
-              token + 32 <= plain_end) {  // from here on two copies: weights and values are one run of instructions
+          if (token >= see.inner_begin && token + 32 <= plain_end) {
+            // Two copies of the code, so that weights and V are one straight sequence of instructions.
             add_pv_codes<true>(state, s, kv_tile, scales, see, token, lane, warp_d);
           } else {
             soft_cap(s, p.softcap);
@@ -426,17 +431,17 @@ class SplitKv {
         });
   }
 
-  // The raw tokens of a kivi row, 64 at most, are tiles of 16 at the end of its last leaf: of the teams in turn, from
-  // the one whose turn it would be to take one more tile of codes. That one takes two at once where it has a tile of
-  // codes less than others.
+  // The raw tokens of a kivi row, 64 at most, are KV tiles of 16 tokens at the end of the row's last split. The warps
+  // take them in turn, beginning with the warp that would take the next tile of codes. If that warp has a tile of codes
+  // less than others, it takes two raw tiles at once.
   struct RawTile {
-    bool any;                // the run ends with raw tokens
-    int first = 0;           // of them all
-    int token = 0;           // of the team's own tiles the first
-    int halves = 0;          // of them: keys, values, and of a second one
-    int started = 0;         // of those, in stages, one after another
-    int stage = 0;           // of the first
-    int begin = 0, end = 0;  // what some column sees of the row's raw tokens
+    bool any;                // the range ends with raw tokens
+    int first = 0;           // the row's first raw token
+    int token = 0;           // first token of this warp_kv's raw tiles
+    int halves = 0;          // copies of this warp_kv: K and V of one raw tile, or of two
+    int started = 0;         // halves whose copies have been started, in consecutive stages
+    int stage = 0;           // stage of the first half
+    int begin = 0, end = 0;  // raw tokens that any packed row sees
     __device__ RawTile(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int warp_kv, int lane, bool ends)
         : any(is_kivi(format) && ends && w.raw) {
       if (!any) return;
@@ -470,10 +475,10 @@ class SplitKv {
   }
   __device__ void raw_tiles(RawTile& raw, const WorkTile& tile, const RowWork& w) {
     cute::cp_async_wait<0>();
-    sync();  // its own has come, from all threads
+    sync();  // all threads' copies of the raw tiles have arrived
     state.template dequantize_sums<T>();
     if (warps_kv * 16 >= kv_ring && raw.halves == 0) return;
-    tile::FragmentB q[1][D / 16];
+    tile::FragmentB q[1][D / 16];  // (n-tile, D / 16 k-tiles)
     load_query_fragments<T, D>(smem.queries(), lane, q[0]);
     const float factor[2] = {logit_factor(p, 1.0f), logit_factor(p, 1.0f)};
     const Visible see = visible(p, tile, w, lane, true);
@@ -484,19 +489,19 @@ class SplitKv {
         element_tile(raw_half(raw, half), raw_half(raw, half + 1), q, factor, see, raw.token + half / 2 * 16);
       first += 16 * warps_kv;
       if (warps_kv * 16 >= kv_ring || first >= w.length) break;
-      __syncthreads();  // all teams' have been read
+      __syncthreads();  // every warp has read its raw tiles
       raw.token += 16 * warps_kv;
       raw.halves = raw.token < w.length ? 2 : 0;
       for (int half = 0; half < raw.halves; ++half) copy_raw(raw, tile, w, half);
       cute::cp_async_fence();
       cute::cp_async_wait<0>();
-      __syncthreads();  // the next have come, from all threads
+      __syncthreads();  // all threads' copies of the next raw tiles have arrived
     }
   }
 
   const DecodeParams& p;
   SplitKvStorage<Config>& smem;
-  const int lane, warp_kv, warp_d, page_shift;  // part: which of its team's warps this one is
+  const int lane, warp_kv, warp_d, page_shift;  // warp_kv, warp_d: the warp's KV tile, and its part of the channels
   int this_tile_range = 0;
   WarpState<W, format> state;
 };
@@ -509,7 +514,7 @@ __global__ __launch_bounds__(32 * Config::warps,
     if (tile::has_clusters && p.cluster_size > 1) tile::arrive_at_cluster();
   prefetch_lengths(p);
   tile::wait_for_previous_kernel();
-  tile::let_next_kernel_start();  // behind the wait: the combine counts on what this kernel found
+  tile::let_next_kernel_start();  // after the wait: combine relies on what this kernel waited for
   SplitKv<Config>(p, *reinterpret_cast<SplitKvStorage<Config>*>(bytes)).run();
 }
 

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode attention over a KV cache where a KV head has more than 8 columns (query heads times new tokens): several
-// passes of split_kv.cuh at once, which read and unpack every byte once.
-// A block takes one step of tokens after another, a tile for each warp. A warp finds the weights of its tile; through
-// shared memory all warps get all weights, and each multiplies them with its own channels of the whole step's values.
-// So the block has one softmax state, spread over its warps' registers, and a warp has room for N times 8 columns.
-// Leaves, fold and nodes are those of split_kv.cuh.
+// split_kv with BLK_M = 16 and a CTA-wide softmax: decode attention where a KV head has more than 8 packed rows (query
+// heads times new tokens). Every byte is read and decoded once for two n-tiles of packed rows.
+// A CTA processes one step of tokens after another: one KV tile for each warp. A warp computes the weights of its tile.
+// All warps exchange weights through shared memory, and each multiplies them with its own channels of the whole step's
+// V. So the CTA has one softmax state, distributed over its warps' registers, and a warp has registers for N n-tiles of
+// 8 packed rows. KV splits, reduction and partials are those of split_kv.cuh.
 //
-// Bytes per KV head: S * (bytes of a token's K and V), once for N * 8 columns. Flops: 4 S D per column. Codes cost the
-// same to unpack as with 8 columns: D = 128, int4-kivi: 700 instructions a warp and tile of 32 tokens with 16 columns,
-// twice 600 else.
-// What bounds it: the chain of a step, two barriers and two products; half of the issue slots are used.
+// Bytes per KV head: S * (bytes of a token's K and V), once for N * 8 packed rows. Flops: 4 S D per packed row.
+// Decoding costs the same as for 8 packed rows: D = 128, int4-kivi: 700 instructions per warp and tile of 32 tokens
+// with 16 packed rows; two passes of 8 rows take twice 600.
+// Bound by the dependency chain of a step, two barriers and two products; half of the issue slots are used.
 //
-// Memory to operands: cp.async into a ring of the block's own, `stages` steps deep, keys and values refilled apart.
+// Copies: cp.async into a ring of `stages` steps that belongs to the CTA. K and V are refilled separately.
 #pragma once
 
 #include "kernels/decode/cta_state.cuh"
@@ -22,14 +22,14 @@
 
 namespace rooftile::gpu {
 
-// Who has what: a warp has a tile of the step's tokens, and a block of 32 channels.
+// How a step is distributed: each warp has one KV tile of the step's tokens and 32 channels of the output.
 template <class Config>
 struct StepTraits {
   static constexpr int D = Config::head_dim, warps = 4, threads = 32 * warps;
   static_assert(D == 32 * warps);
   static constexpr int tile_tokens = is_element_format(Config::format) ? 16 : 32, step_tokens = warps * tile_tokens;
-  static constexpr int N = Config::n_tiles;  // times 8 columns
-  static constexpr int C = 2;                // tiles of 16 channels of a warp
+  static constexpr int N = Config::n_tiles;  // n-tiles of 8 packed rows
+  static constexpr int C = 2;                // m-tiles of 16 channels of a warp
 };
 
 template <class Config>
@@ -38,22 +38,22 @@ struct StepKvStorage {
   using T = typename Config::T;
   static constexpr int D = Traits::D;
   KvTile<Config> ring[Config::stages][Traits::warps];
-  // 16 bits for every format. Query columns are needed until the first weights are there; but raw keys meet them after
-  // codes.
+  // 16-bit weights for every format. The queries take the same memory until the first weights are written; in kivi
+  // formats they keep their own, because raw keys need them after the codes.
   static constexpr int weights_size = Traits::N * Traits::step_tokens * mma_n, queries_size = Traits::N * mma_n * D;
   alignas(16) T
       weights_or_queries[is_kivi(Config::format) || weights_size > queries_size ? weights_size : queries_size];
   alignas(16) T raw_queries[is_kivi(Config::format) ? queries_size : 8];
-  static constexpr int raw_tiles = 2;  // at once, keys and values each
+  static constexpr int raw_tiles = 2;  // raw tiles in shared memory, K and V each
   alignas(128) T raw[is_kivi(Config::format) ? raw_tiles : 1][2][is_kivi(Config::format) ? 16 * D : 8];
-  float row_max[Traits::warps][Traits::N * mma_n];  // logits
-  std::uint32_t max_scale_bits[Traits::warps];
+  float row_max[Traits::warps][Traits::N * mma_n];  // row maxima of the logits: (warp, packed row)
+  std::uint32_t max_scale_bits[Traits::warps];      // (warp): largest V scale of a step
   float l[Traits::warps][Traits::N * mma_n], min_term[Traits::warps][Traits::N * mma_n],
       zp_correction[Traits::warps][Traits::N * mma_n];
   ReductionStorage<2 * Traits::N, Traits::N * Traits::C * 4, Traits::threads, Traits::threads / 8, Config::smem_levels>
       reduction;
   WorkRange range;
-  int bad_tile_range;  // the last one that met a page that is none
+  int bad_tile_range;  // the last tile range that met an invalid page
 
   __device__ T* weights(int n) { return weights_or_queries + n * Traits::step_tokens * mma_n; }
   __device__ T* queries(int n) { return (is_kivi(Config::format) ? raw_queries : weights_or_queries) + n * mma_n * D; }
@@ -68,7 +68,7 @@ class StepKv {
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
   static constexpr int partial_values = N * C * 4;
-  using ThreadPartial = Partial<2 * N, partial_values>;  // (n, j) at 2 n + j, (n, i, e) at (n * C + i) * 4 + e
+  using ThreadPartial = Partial<2 * N, partial_values>;  // m, l (n, j) at 2 n + j; o (n, i, e) at (n * C + i) * 4 + e
 
  public:
   __device__ StepKv(const DecodeParams& p, StepKvStorage<Config>& smem)
@@ -83,23 +83,21 @@ class StepKv {
   }
 
  private:
-  __device__ bool saw_invalid_page() const {
-    return smem.bad_tile_range == this_tile_range;
-  }  // a page of this segment was none
-  // The channel of value (i, e) of a node.
+  __device__ bool saw_invalid_page() const { return smem.bad_tile_range == this_tile_range; }  // in this tile range
+  // The channel of value (i, e) of a partial.
   __device__ int channel(int i, int e) const { return 16 * (C * warp + i) + 8 * (e / 2) + lane / 4; }
 
-  // Leaves [first, last) of one task.
+  // Computes KV splits [first, last) of one work tile.
   __device__ void compute_tile_range(const WorkTile& tile, const RowWork& w, int first, int last, int range_index) {
-    const int rows_used = p.q_per_kv * p.tokens - tile.m_block * mma_n;  // columns that are no padding
+    const int rows_used = p.q_per_kv * p.tokens - tile.m_block * mma_n;  // packed rows that are not padding
     ++this_tile_range;
-    __syncthreads();  // the last segment's queries and weights have been read, and whether it met a page that is none
+    __syncthreads();  // all threads have read the previous range's queries, weights and bad_tile_range
     constexpr int gmem_floats = decltype(smem.reduction)::gmem_levels * partial_values * Traits::threads;
     PartialReduction<2 * N, partial_values, Traits::threads, Traits::threads / 8, Config::smem_levels> reduction(
         smem.reduction, p.reduction_o + std::int64_t{work_range_index()} * gmem_floats, threadIdx.x,
         warp * 4 + lane % 4, first, last - first == 1 && w.splits > 1);
     int partial_index = range_index * partials_per_cta + (first > 0 ? 0 : partials_inside);
-    // Calls visit(n, j, column) for the lane's columns that are no padding.
+    // Calls visit(n, j, m_row) for the lane's packed rows that are not padding.
     const auto for_each_row = [&](const auto& visit) {
 #pragma unroll
       for (int n = 0; n < N; ++n)
@@ -143,8 +141,8 @@ class StepKv {
     });
   }
 
-  // The block's state as a node, and reset. raw: sums of elements beside those of codes.
-  // Sync: what the warps tell each other is read behind the barrier, and written again behind a later step's.
+  // Returns the CTA's state as a partial and resets it. raw: sums of raw tokens, added to the sums of codes.
+  // Sync: the warps' sums are read after the barrier, and written again after a later step's barrier.
   __device__ ThreadPartial take_partial(const float (&raw)[N * C][4]) {
     constexpr bool codes = !elements, has_zero_point = CodeKind<format>::has_zero_point, has_minimum = has_min(format);
     const int t = lane % 4;
@@ -167,7 +165,7 @@ class StepKv {
         if constexpr (has_minimum) store(smem.min_term, state.min_term[n][0], state.min_term[n][1]);
         if constexpr (has_zero_point) store(smem.zp_correction, state.zp_correction[n][0], state.zp_correction[n][1]);
       }
-    __syncthreads();  // all sums are there
+    __syncthreads();  // all warps' sums are in shared memory
     ThreadPartial partial;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -203,11 +201,11 @@ class StepKv {
     return partial;
   }
 
-  // leaf_end(leaf, raw): the block's state is whole.
+  // split_end(split, raw) is called when the CTA's state has all tokens of a split.
   template <class SplitEnd>
   __device__ void compute_splits(const WorkTile& tile, const RowWork& w, int first, int last,
                                  const SplitEnd& split_end) {
-    Visible see[N];
+    Visible see[N];  // (n-tile)
     find_visible(tile, w, false, see);
     if constexpr (elements) element_tiles(tile, w, see, first, last, split_end);
     else code_tiles(tile, w, see, first, last, split_end);
@@ -216,7 +214,8 @@ class StepKv {
 #pragma unroll
     for (int n = 0; n < N; ++n) see[n] = visible(p, {tile.b, tile.kv_head, tile.m_block + n}, w, lane, raw);
   }
-  // Whether any column sees it; whether all see all of `tokens` from there on.
+  // seen: whether any packed row sees the token. all_see: whether every packed row sees all of `tokens` tokens from
+  // there on.
   __device__ static bool seen(const Visible (&see)[N], int token) {
     bool any = false;
 #pragma unroll
@@ -230,22 +229,22 @@ class StepKv {
     return all;
   }
 
-  // The steps of leaves [first, last). A stage's keys are filled again as soon as all warps have the step's weights,
-  // its values when they have been multiplied: keys(tile, token, pages) and values(...) start the copies of the warp's
-  // tile, of no token where it lies behind the end. queries() starts the copies of what is needed besides, behind the
-  // first keys; prepare() runs when that has come. compute(stage, token, arrived, refill): token is the step's first;
-  // arrived() waits for the thread's copies of values, and refill(), behind the barrier that makes them all threads'
-  // and the weights too, fills the keys again.
+  // The steps of KV splits [first, last). K of a stage is refilled as soon as all warps have the step's weights, V when
+  // it has been multiplied. load_k(tile, token, pages) and load_v(...) start the copies of the warp's KV tile,
+  // zero-filled past the end of the row. load_queries() starts the copies of queries and raw tokens, after those of the
+  // first K; read_queries() runs when they have arrived. compute(stage, token, wait_v, refill_k): token is the step's
+  // first; wait_v() waits for this thread's copies of V; refill_k() refills K, after the barrier that makes all
+  // threads' V and weights visible.
   struct LoadState {
-    int token;        // of the warp's next tile to copy
-    Pages next, now;  // of that tile, and of the one whose keys have been started
-    bool valid;       // that one's pages are pages
+    int token;        // of the warp's next KV tile to copy
+    Pages next, now;  // pages of that tile, and of the tile whose K has been started
+    bool valid;       // the pages in `now` are valid
   };
   template <class LoadK, class LoadV, class LoadQueries, class ReadQueries, class Compute, class SplitEnd>
   __device__ void pipeline(const RowWork& w, int first, int last, const LoadK& load_k, const LoadV& load_v,
                            const LoadQueries& load_queries, const ReadQueries& read_queries, const Compute& compute,
                            const SplitEnd& split_end) {
-    constexpr int pending = 2 * (Config::stages - 1);  // groups of copies that nobody waits for yet
+    constexpr int pending = 2 * (Config::stages - 1);  // cp.async groups that stay in flight
     const int split_tokens = w.split_units * work_unit_tokens, kv_end = min(w.end, w.begin + last * split_tokens),
               own = warp * tile_tokens;
     const RowPages<format> row(p.cache, w, page_shift);
@@ -258,7 +257,7 @@ class StepKv {
         load.now = load.next;
         if (load.token + step_tokens < kv_end) load.next = row.look_up(load.token + step_tokens);
         load.valid = row.are_valid(load.now);
-        if (!load.valid) smem.bad_tile_range = this_tile_range;  // the row is left alone
+        if (!load.valid) smem.bad_tile_range = this_tile_range;  // out is not written
       }
       if (load.token - own < kv_end && load.valid) load_k(smem.ring[stage][warp], load.token, load.now);
       cute::cp_async_fence();
@@ -272,16 +271,16 @@ class StepKv {
     for (int i = 0; i < Config::stages; ++i) {
       load_k_stage(i);
       if (i + 1 == Config::stages) break;
-      if (i == 0) load_queries();  // of the first values' group
+      if (i == 0) load_queries();  // in the group of the first V
       load_v_stage(i);
     }
     cute::cp_async_wait<pending - 1>();
-    __syncthreads();  // the queries have come, from all threads
+    __syncthreads();  // all threads' copies of the queries have arrived
     read_queries();
     for (int split = first; split < last; ++split) {
       for (const int split_stop = min(token + split_tokens, kv_end); token < split_stop; token += step_tokens) {
         cute::cp_async_wait<pending>();
-        // these keys have come, from all threads; every warp has read the last step's values and weights
+        // All threads' copies of this K have arrived; every warp has read the previous step's V and weights.
         __syncthreads();
         load_v_stage(read_stage + Config::stages - 1 < Config::stages ? read_stage + Config::stages - 1
                                                                       : read_stage - 1);
@@ -294,10 +293,10 @@ class StepKv {
     cute::cp_async_wait<0>();
   }
 
-  // ---- a step's weights ----
+  // ---- weights of a step ----
 
-  // All maxima follow the step's largest logits, s being the lane's own of them, and the unit the step's largest scale;
-  // what has been summed is brought to them; rescale(n, factors) does so for sums that are not in the state.
+  // Moves all reference maxima to the step's row maxima (s: this lane's logits), and o_scale to the step's largest V
+  // scale. Rescales the state. rescale(n, factors) does the same for sums outside the state.
   template <int M, class Rescale>
   __device__ void update_max(const float (&s)[N][M][4], std::uint32_t max_scale_bits, const Rescale& rescale) {
     const int t = lane % 4;
@@ -311,7 +310,7 @@ class StepKv {
       if (lane < 4) *reinterpret_cast<float2*>(&smem.row_max[warp][n * mma_n + 2 * t]) = make_float2(top[0], top[1]);
     }
     if (lane == 0) smem.max_scale_bits[warp] = max_scale_bits;
-    __syncthreads();  // all maxima are there, and nobody reads weights
+    __syncthreads();  // all warps' maxima are in shared memory, and no thread reads weights
     float change = 1.0f;
     if constexpr (!elements) {
       std::uint32_t scale = 0;
@@ -348,14 +347,14 @@ class StepKv {
     }
   }
 
-  // Weights of a step, from its logits: put(sum, shift) writes the lane's own and adds them up. Behind it all weights
-  // are there, and what arrived() waits for. Weights of up to 2^slack are left as they are: their sum says whether one
-  // may be larger. Where there is no maximum yet a weight may be 0 and the largest nevertheless; a leaf's first step
-  // finds the maxima before any weight.
+  // Computes a step's weights from its logits: store(sum, min_term) writes this lane's weights and sums them. After
+  // return all warps' weights and what wait_v() waits for are visible. Weights up to 2^rescale_threshold are left as
+  // they are; their sum tells whether one may be larger. Without a maximum yet, all weights may be 0 although logits
+  // are finite: a KV split's first step computes the maxima before any weight.
   template <int M, class Store, class WaitV, class Rescale>
   __device__ void compute_weights(const float (&s)[N][M][4], std::uint32_t max_scale_bits, bool more,
                                   const Store& store, const WaitV& wait_v, const Rescale& rescale) {
-    float sum[N][2], min_term[N][2];
+    float sum[N][2], min_term[N][2];  // (n-tile, packed row 2t + j)
     wait_v();
 #pragma unroll 1
     for (bool moves = state.empty;; moves = true) {
@@ -368,7 +367,7 @@ class StepKv {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
           more |= state.m[n][j] == -INFINITY ? lane_max(s[n], j) > -INFINITY : sum[n][j] > max_weight;
-      if (!__syncthreads_or(more && !moves)) break;  // all weights are there; is one too large?
+      if (!__syncthreads_or(more && !moves)) break;  // all weights are in shared memory; repeat if one may be too large
     }
     state.empty = false;
 #pragma unroll
@@ -380,15 +379,15 @@ class StepKv {
       }
   }
 
-  // ---- 16-bit rows ----
+  // ---- K and V in 16 bits ----
 
   template <class SplitEnd>
   __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const Visible (&see)[N], int first, int last,
                                 const SplitEnd& split_end) {
     const KvCacheView& c = p.cache;
-    tile::FragmentB q[N][D / 16];
+    tile::FragmentB q[N][D / 16];  // (n-tile, D / 16 k-tiles)
     const std::int64_t k_head = tile.kv_head * c.k.head_stride, v_head = tile.kv_head * c.v.head_stride;
-    const float no_raw[N * C][4] = {};
+    const float no_raw[N * C][4] = {};  // (N x C mma tiles, 4)
     const auto copy = [&](T* to, const std::byte* rows, std::int64_t stride, int token) {
       if (token + 16 <= w.end && seen(see, token) && seen(see, token + 15))
         copy_rows_async<T, D, 32>(to, lane, rows, stride, [](int) { return true; });
@@ -423,15 +422,15 @@ class StepKv {
     for (int n = 0; n < N; ++n) load_query_fragments<T, D>(smem.queries(n), lane, q[n]);
   }
 
-  // A step of 16-bit rows, `tiles` of 16 tokens from `token` on. keys, values: where tile i lies; rows that no column
-  // sees are zeros.
+  // A step in 16 bits: `tiles` KV tiles of 16 tokens from `token` on. keys(i), values(i): address of tile i; rows that
+  // no packed row sees are zeros.
   template <class Keys, class Values, class Tiles, class WaitV, class RefillK, class Rescale>
   __device__ void element_step(const Keys& keys, const Values& values, Tiles tiles,
                                const tile::FragmentB (&q)[N][D / 16], const Visible (&see)[N], int token,
                                float (&o)[N * C][4], const WaitV& wait_v, const RefillK& refill_k,
                                const Rescale& rescale) {
     const int own = token + 16 * warp;
-    float s[N][1][4];
+    float s[N][1][4];  // (n-tile, m-tile of 16 tokens, 4)
     if (tiles == warps || warp < tiles) {
       qk16<T, D>(s, keys(warp), q, lane);
       const float factor = logit_factor(p, 1.0f);
@@ -467,14 +466,14 @@ class StepKv {
 #pragma unroll
     for (int at = 0; at < warps; at += 2) {
       if (tiles < warps && at >= tiles) break;
-      tile::FragmentA weights[N];
+      tile::FragmentA weights[N];  // (n-tile): B operands of two KV tiles
 #pragma unroll
       for (int n = 0; n < N; ++n) weights[n] = load_weights(smem.weights(n) + 16 * at * mma_n, lane);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (tiles < warps && at + i >= tiles) break;
         const int first = token + 16 * (at + i);
-        tile::FragmentB weights_b[N];
+        tile::FragmentB weights_b[N];  // (n-tile)
 #pragma unroll
         for (int n = 0; n < N; ++n) weights_b[n] = {{weights[n].r[2 * i], weights[n].r[2 * i + 1]}};
         if (p.tokens == 1 || all_see(see, first, 16)) {
@@ -495,8 +494,8 @@ class StepKv {
                              const SplitEnd& split_end) {
     using Tile = CodeTile<format, D>;
     const KvCacheView& c = p.cache;
-    CodeQueries<format, D> q[N];
-    float factor[N][2];
+    CodeQueries<format, D> q[N];  // (n-tile)
+    float factor[N][2];           // (n-tile, packed row 2t + j)
     const CodeSource<format, D> source(c, tile.kv_head, lane);
     const RawTiles raw = find_raw(tile, w, last == w.splits);
     pipeline(
@@ -528,15 +527,15 @@ class StepKv {
           code_step(tiles, q, factor, see, token, wait_v, refill_k);
         },
         [&](int split) {
-          float raw_o[N * C][4] = {};
+          float raw_o[N * C][4] = {};  // (N x C mma tiles, 4)
           if constexpr (is_kivi(format))
             if (raw.any && split + 1 == w.splits) raw_steps(raw, tile, w, raw_o);
           split_end(split, raw_o);
         });
   }
 
-  // A step of codes, `warps` tiles of 32 tokens from `token` on. Where a tile lies behind the row's end its codes are
-  // any, its weights 0.
+  // A step in codes: `warps` KV tiles of 32 tokens from `token` on. A tile past the end of the row holds arbitrary
+  // codes, and its weights are 0.
   template <class WaitV, class RefillK>
   __device__ void code_step(const CodeTile<format, D>* tiles, const CodeQueries<format, D> (&q)[N],
                             const float (&factor)[N][2], const Visible (&see)[N], int token, const WaitV& wait_v,
@@ -545,7 +544,7 @@ class StepKv {
     const CodeTile<format, D>& own_tile = tiles[warp];
     const bool all = all_see(see, own, 32);
     const StepScales<format> scales(own_tile, all || seen(see, own + lane), lane, T(0.0f));
-    float s[N][2][4];
+    float s[N][2][4];  // (n-tile, m-tile of 16 tokens, 4)
     qk_codes<T, format, D>(s, own_tile, q, factor, lane);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -554,7 +553,7 @@ class StepKv {
     }
     tile::half* const at = reinterpret_cast<tile::half*>(smem.weights(0)) + 32 * warp * mma_n;
     constexpr int plane = step_tokens * mma_n;
-    float zero_value[4];
+    float zero_value[4];  // tokens 8 i + g of the warp's tile
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       zero_value[i] = has_min(format) ? __shfl_sync(0xffffffffu, scales.zero_value, 8 * i + lane / 4) : 0.0f;
@@ -562,10 +561,10 @@ class StepKv {
         s, scales.max_scale_bits, exceeds_scale(scales.max_scale_bits, state.o_scale),
         [&](float (&sum)[N][2], float (&min_term)[N][2]) {
           const float scaled = scales.scale * inverse_pow2(state.o_scale);
-          float scale[4];
+          float scale[4];  // tokens 8 i + g of the warp's tile
 #pragma unroll
           for (int i = 0; i < 4; ++i) scale[i] = __shfl_sync(0xffffffffu, scaled, 8 * i + lane / 4);
-          // A column that does not see a token must not meet its scale either, which may be no number.
+          // A packed row that does not see a token must not meet its scale either: the scale may be NaN.
           const auto store = [&](auto all_seen) {
 #pragma unroll
             for (int n = 0; n < N; ++n)
@@ -601,7 +600,7 @@ class StepKv {
     };
     if constexpr (CodeKind<format>::has_zero_point) {
       constexpr std::uint32_t zero_point = CodeKind<format>::zero_point_pair;
-      tile::FragmentB weights[2][N];
+      tile::FragmentB weights[2][N];  // (k-tile of 16 tokens, n-tile)
       weights_of(warp, weights);
 #pragma unroll
       for (int n = 0; n < N; ++n)
@@ -612,25 +611,25 @@ class StepKv {
     }
 #pragma unroll
     for (int tile = 0; tile < warps; ++tile) {
-      tile::FragmentB weights[2][N];
+      tile::FragmentB weights[2][N];  // (k-tile of 16 tokens, n-tile)
       weights_of(tile, weights);
       pv_codes<format, D, C>(state.o, weights, tiles[tile], warp, lane);
     }
   }
 
-  // ---- the raw tokens of a kivi row ----
+  // ---- raw tokens of a kivi row ----
 
-  // 64 at most, at the end of its last leaf: tiles of 16, some at once.
+  // At most 64 raw tokens, at the end of the row's last split: KV tiles of 16 tokens, raw_tiles at once.
   static constexpr int raw_tiles = StepKvStorage<Config>::raw_tiles;
   struct RawTiles {
-    bool any;                // the run ends with raw tokens
-    int first = 0;           // of them all
-    int begin = 0, end = 0;  // what some column sees of them
+    bool any;                // the range ends with raw tokens
+    int first = 0;           // the row's first raw token
+    int begin = 0, end = 0;  // raw tokens that any packed row sees
   };
   __device__ RawTiles find_raw(const WorkTile& tile, const RowWork& w, bool ends) const {
     RawTiles raw{is_kivi(format) && ends && w.raw};
     if (!raw.any) return raw;
-    Visible see[N];
+    Visible see[N];  // (n-tile)
     find_visible(tile, w, true, see);
     raw.first = max(w.length - w.count, 0) & ~(kv_group - 1);
     raw.begin = see[0].outer_begin;
@@ -642,7 +641,7 @@ class StepKv {
     }
     return raw;
   }
-  // Keys and values of the tiles from token `first` on, a warp one of them at a time.
+  // Copies K and V of the raw tiles from token `first` on; each warp copies one half at a time.
   __device__ void copy_raw(const RawTiles& raw, const WorkTile& tile, const RowWork& w, int first) const {
 #pragma unroll 1
     for (int half = warp; half < 2 * raw_tiles; half += warps) {
@@ -654,18 +653,18 @@ class StepKv {
     }
   }
   __device__ void raw_steps(const RawTiles& raw, const WorkTile& tile, const RowWork& w, float (&o)[N * C][4]) {
-    tile::FragmentB q[N][D / 16];
+    tile::FragmentB q[N][D / 16];  // (n-tile, D / 16 k-tiles)
     read_queries(q);
-    Visible see[N];
+    Visible see[N];  // (n-tile)
     find_visible(tile, w, true, see);
     for (int token = raw.first; token < w.length; token += 16 * raw_tiles) {
       if (token > raw.first) {
-        __syncthreads();  // the tiles before have been read
+        __syncthreads();  // every warp has read the previous raw tiles
         copy_raw(raw, tile, w, token);
         cute::cp_async_fence();
         cute::cp_async_wait<0>();
       }
-      __syncthreads();  // they have come, from all threads (the first of them with the queries); nobody reads weights
+      __syncthreads();  // all threads' copies have arrived (the first ones with the queries); no thread reads weights
       element_step([&](int i) { return smem.raw[i][0]; }, [&](int i) { return smem.raw[i][1]; },
                    std::integral_constant<int, raw_tiles>(), q, see, token, o, [] {}, [] {},
                    [&](int n, const float (&factor)[2]) {
@@ -690,7 +689,7 @@ __global__ __launch_bounds__(StepTraits<Config>::threads,
   extern __shared__ __align__(128) unsigned char bytes[];
   prefetch_lengths(p);
   tile::wait_for_previous_kernel();
-  tile::let_next_kernel_start();  // behind the wait: the combine counts on what this kernel found
+  tile::let_next_kernel_start();  // after the wait: combine relies on what this kernel waited for
   StepKv<Config>(p, *reinterpret_cast<StepKvStorage<Config>*>(bytes)).run();
 }
 

@@ -1,23 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp's state over the tokens it has seen, and how a tile of them gets into it.
-// W: channels of the warp's own: D, or half of it where two warps have the same tiles; `part` is which half. Both then
-// find the same scores. P^T is S^T transposed in registers; maximum, sum and rescaling never leave a lane's quad
-// column.
+// Softmax state of one warp (split_kv), and how a KV tile is added to it.
+// W: channels of the warp: D, or a part of D where several warps compute the same tile; warp_d is the part. These warps
+// compute the same logits. P^T is S^T transposed in registers, so maximum, sum and rescaling stay within the lanes that
+// share a packed row.
 #pragma once
 
 #include "kernels/decode/mma_tile.cuh"
 
 namespace rooftile::gpu {
 
-// A warp's running state over its tokens of one leaf.
+// State of a warp over its tokens of one KV split. A lane's packed rows are 2t and 2t + 1.
 template <int W, KvFormat F>
 struct WarpState {
   static constexpr bool has_zero_point = CodeKind<F>::has_zero_point;
-  float m[2], l[2];   // l: this lane's share. m: what the weights count from, at most `slack` below the largest logit
-  float min_term[2];  // the part of every output of the column that does not depend on d; this lane's share
-  float o[W / 16 + has_zero_point]
-         [4];     // (own d 16 i + g, columns 2t, 2t + 1), (d 16 i + 8 + g, ...); then how much they have too much
-  float o_scale;  // o counts in this unit, a power of two; 0: nothing added yet
+  // m: reference maximum of the weights, at most rescale_threshold below the row's maximum. l: this lane's part of the
+  // sum of weights. min_term: this lane's part of the sum of weight x zero value, the part of the output that is the
+  // same for all channels.
+  float m[2], l[2];   // (packed row 2t + j)
+  float min_term[2];  // (packed row 2t + j)
+  // Tile i holds channels 16 i + g (elements 0, 1) and 16 i + 8 + g (elements 2, 3) of the warp. The last tile is the
+  // zero-point correction of codes.
+  float o[W / 16 + has_zero_point][4];  // (W / 16 mma tiles of 16 channels and a correction, 4)
+  float o_scale;                        // a power of two: the sum is o * o_scale; 0: nothing added yet
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -31,7 +35,7 @@ struct WarpState {
     o_scale = 0.0f;
   }
   __device__ __forceinline__ void scale_sums(float first, float second) {
-    if (o_scale == 0.0f) return;  // all zeros
+    if (o_scale == 0.0f) return;  // o is all zeros
 #pragma unroll
     for (auto& tile : o) {
       tile[0] *= first;
@@ -40,7 +44,7 @@ struct WarpState {
       tile[3] *= second;
     }
   }
-  // Of sums of codes.
+  // Converts sums of codes.
   template <class T>
   __device__ __forceinline__ DequantSums<T, F> dequant_sums(const float (&weight)[2]) const {
     float zp_correction[2] = {};
@@ -48,7 +52,7 @@ struct WarpState {
     return {zp_correction, min_term, weight, o_scale};
   }
 
-  // Sums of codes become sums of elements, and elements may follow.
+  // Converts sums of codes to sums of dequantised values, so that 16-bit tokens can be added.
   template <class T>
   __device__ __forceinline__ void dequantize_sums() {
     if constexpr (has_min(F)) {
@@ -67,8 +71,8 @@ struct WarpState {
   }
 };
 
-// Brings the state to the maximum that these logits' weights count from and to the unit that their tokens' scales need:
-// unit_top is the largest of them, as exceeds_unit takes it. Most often there is nothing to do.
+// Moves the state to the maximum of these logits and to the scale that their tokens need. max_scale_bits: the largest
+// scale, as exceeds_scale takes it. Usually neither changes.
 template <int M, int W, KvFormat F>
 __device__ __forceinline__ void update_max(const float (&s)[M][4], WarpState<W, F>& state,
                                            std::uint32_t max_scale_bits = 0) {
@@ -94,7 +98,7 @@ __device__ __forceinline__ void update_max(const float (&s)[M][4], WarpState<W, 
   }
 }
 
-// Logits become weights, which the state's sum takes in.
+// Replaces logits by weights 2^(s - m) and adds them to the state's sum.
 template <int M, int W, KvFormat F>
 __device__ __forceinline__ void exp_and_sum(float (&s)[M][4], WarpState<W, F>& state) {
 #pragma unroll
@@ -116,13 +120,13 @@ __device__ __forceinline__ void online_softmax(float (&s)[M][4], WarpState<W, F>
   exp_and_sum(s, state);
 }
 
-// Weights of 16 tokens as operand B of the product with V.
+// Weights of 16 tokens as the B operand of V^T P^T.
 template <class T>
 __device__ __forceinline__ tile::FragmentB weights_fragment(const float (&s)[4]) {
   return {{tile::transpose_8x8(tile::pack<T>(s[0], s[1])), tile::transpose_8x8(tile::pack<T>(s[2], s[3]))}};
 }
 
-// The values of 16 tokens of 16 bits.
+// Adds weight x V of 16 tokens in 16 bits.
 template <class T, int D, int W, KvFormat F>
 __device__ __forceinline__ void add_pv16(WarpState<W, F>& state, const float (&s)[4], const T* v, int lane,
                                          int warp_d) {
@@ -130,7 +134,7 @@ __device__ __forceinline__ void add_pv16(WarpState<W, F>& state, const float (&s
   const tile::FragmentB weights[1] = {weights_fragment<T>(s)};
   pv16<T, D, W / 16>(state.o, weights, v, warp_d * (W / 16), lane);
 }
-// Where some columns do not see all of them.
+// The same where some packed rows do not see all of the tokens.
 template <class T, int D, int W, KvFormat F>
 __device__ __forceinline__ void add_pv16_masked(WarpState<W, F>& state, const float (&s)[4], const T* v,
                                                 const Visible& see, int token, int lane, int warp_d) {
@@ -138,16 +142,15 @@ __device__ __forceinline__ void add_pv16_masked(WarpState<W, F>& state, const fl
   pv16_masked<T, D, W / 16>(state.o, weights_fragment<T>(s), v, see, token, warp_d * (W / 16), lane);
 }
 
-// What the values of 32 tokens are weighed with besides the probabilities: of the lane's own token, then of its rows of
-// the scores.
-// A token that no column sees has 0, whatever the memory holds.
+// Scales and zero values of V for 32 tokens: of the lane's own token, then of the lane's rows of S^T. A token that no
+// packed row sees gets 0, whatever is in memory.
 template <KvFormat F>
 struct TokenScales {
-  float own_scale, own_zero_value;  // the scale, and what the minimum makes of the middle of the codes
-  float scale[4], zero_value[has_min(F) ? 4 : 1];
-  std::uint32_t max_scale_bits;  // the largest finite scale, as exceeds_unit takes it
+  float own_scale, own_zero_value;                 // V's scale; min + 8 * scale
+  float scale[4], zero_value[has_min(F) ? 4 : 1];  // tokens 8 i + g
+  std::uint32_t max_scale_bits;                    // the largest finite scale, as exceeds_scale takes it
 
-  // On its way before the scores; spread() behind their products, so that nothing waits for it.
+  // load() comes before the MMAs of the scores, broadcast() after them, so that nothing waits for the loads.
   template <class T, int D>
   __device__ __forceinline__ void load(const CodeTile<F, D>& x, const Visible& see, int token, int lane) {
     const bool wanted = token + lane >= see.outer_begin && token + lane < see.outer_end;
@@ -169,8 +172,8 @@ struct TokenScales {
   }
 };
 
-// Weights of 32 tokens times their scales as operands B; what the minima add goes into the shift. All: every column
-// sees all of them, else what one does not see counts as 0 in it.
+// Multiplies the weights of 32 tokens by V's scales and packs them as B operands. Adds weight x zero value to the min
+// term. All: every packed row sees all 32 tokens; otherwise a token that a row does not see counts as 0.
 template <bool All, int W, KvFormat F>
 __device__ __forceinline__ void scale_weights(tile::FragmentB (&weights)[2], WarpState<W, F>& state,
                                               const float (&s)[2][4], const TokenScales<F>& scales, const Visible& see,
@@ -196,15 +199,15 @@ __device__ __forceinline__ void scale_weights(tile::FragmentB (&weights)[2], War
   }
 }
 
-// Adds 32 tokens, `token` and the next: their weights, and their values times these. The tokens' scales go into the
-// weights, minima into the column's shift. All: as weigh_tokens.
+// Adds the 32 tokens from `token` on to the state. V's scales are multiplied into the weights, minima go into the min
+// term. All: as in scale_weights.
 template <bool All, KvFormat F, int D, int W>
 __device__ __forceinline__ void add_pv_codes(WarpState<W, F>& state, float (&s)[2][4], const CodeTile<F, D>& x,
                                              const TokenScales<F>& scales, const Visible& see, int token, int lane,
                                              int warp_d) {
   update_max(s, state, scales.max_scale_bits);
   exp_and_sum(s, state);
-  tile::FragmentB weights[2];
+  tile::FragmentB weights[2];  // (k-tile of 16 tokens)
   scale_weights<All>(weights, state, s, scales, see, token, lane);
   if constexpr (CodeKind<F>::has_zero_point) {
     constexpr std::uint32_t zero_point = CodeKind<F>::zero_point_pair;
@@ -212,7 +215,7 @@ __device__ __forceinline__ void add_pv_codes(WarpState<W, F>& state, float (&s)[
     for (const tile::FragmentB& w : weights)
       tile::mma<tile::half>(state.o[W / 16], {{zero_point, zero_point, zero_point, zero_point}}, w);
   }
-  const tile::FragmentB weights_b[2][1] = {{weights[0]}, {weights[1]}};
+  const tile::FragmentB weights_b[2][1] = {{weights[0]}, {weights[1]}};  // (k-tile of 16 tokens, n-tile)
   pv_codes<F, D, W / 16>(state.o, weights_b, x, warp_d * (W / 32), lane);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block of the grid has to do, found from the lengths by every warp for itself (schedule.h).
+// The work range of a CTA (scheduler.h). Every warp computes it from the lengths of the cache rows.
 #pragma once
 
 #include "kernels/decode/params.h"
@@ -11,19 +11,19 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
 
-// What a block has to do: units, from the first leaf of its own on, or its part of one task. Tasks are counted within
-// an entry.
+// The work of one CTA: a range of work units, beginning at the first split that the CTA owns, or a part of one work
+// tile. Work tiles are counted within a batch entry.
 struct WorkRange {
-  int begin, end;  // units; of one task its first
-  int tile_base;   // first unit of the first task
+  int begin, end;  // work units; for a part of one work tile begin is the tile's first
+  int tile_base;   // first work unit of the first work tile
   int entry;
-  bool uniform;                            // all tasks are as long
-  RowWork work;                            // of that entry
-  int range_index = 0;                     // where its nodes go
-  int cta_in_tile = 0, ctas_per_tile = 0;  // of the blocks that have the task to themselves; 0: it has units
-  int tile = 0, first = 0, last = 0;       // the first task, and the block's leaves of it
+  bool uniform;                            // all work tiles have the same length
+  RowWork work;                            // of batch entry `entry`
+  int range_index = 0;                     // where the CTA stores its partials
+  int cta_in_tile = 0, ctas_per_tile = 0;  // CTAs that have the work tile to themselves; 0: stream-K range of units
+  int tile = 0, first = 0, last = 0;       // the first work tile, and the CTA's KV splits [first, last) of it
 
-  // Of the only task, by a whole warp.
+  // The CTA's splits of its only work tile. Called by a whole warp.
   __device__ __forceinline__ void find_own_splits(int lane) {
     const int bound = work.first_split_of_cta(cta_in_tile + lane % 2, ctas_per_tile);
     first = __shfl_sync(0xffffffffu, bound, 0);
@@ -31,22 +31,22 @@ struct WorkRange {
   }
 };
 
-// Neighbouring shares go to one multiprocessor: where only every second has work, no two of these meet.
+// Neighbouring work ranges run on one SM: if only every second range has work, no two ranges with work share an SM.
 __device__ __forceinline__ int work_range_index() { return static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y); }
 
-// What find_range will read comes into the L2 while the kernel before still runs. It may change until then; nothing is
-// read here.
+// Prefetches into L2 what find_work_range will read, while the previous kernel still runs. The previous kernel may
+// still change the values, so nothing is read here.
 __device__ __forceinline__ void prefetch_lengths(const DecodeParams& p) {
   const int b = threadIdx.x;
   if (b >= 32 || b >= p.batch) return;
   if (p.counts) tile::prefetch(p.counts + b);
-  if (p.rows) return tile::prefetch(p.rows + b);  // which rows, is not known yet
+  if (p.rows) return tile::prefetch(p.rows + b);  // the cache rows are unknown until p.rows is read
   if (b >= p.cache.max_rows) return;
   tile::prefetch(p.cache.lengths + b);
   if (p.cache.raw_from) tile::prefetch(p.cache.raw_from + b);
 }
 
-// A part of one task, the batch's number `index`. work_of(b) is what entry b has to do.
+// A part of one work tile, number tile_index of the batch. work_of(b) returns the work of batch entry b.
 template <class WorkOf>
 __device__ __forceinline__ WorkRange one_work_tile(const DecodeParams& p, int tile_index, int cta_in_tile,
                                                    int ctas_per_tile, int range_index, const WorkOf& work_of) {
@@ -74,14 +74,14 @@ __device__ __forceinline__ int warp_scan(int x, int lane) {  // inclusive
   return x;
 }
 
-// Every warp counts the units of all entries for itself, 32 entries at a time. Block 0 also leaves their prefix sums
-// for the combine, and reports faults.
+// Finds this CTA's work range. Every warp counts the work units of all batch entries, 32 entries at a time. CTA 0 also
+// writes their prefix sums for combine, and reports faults.
 template <KvFormat format>
 __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   const int lane = threadIdx.x % 32, range_index = work_range_index();
   const bool reports = range_index == 0 && threadIdx.x < 32;
-  RowWork own;              // of entry `lane`
-  int work_tile_units = 0;  // of the first entry's tasks
+  RowWork own;              // of batch entry `first + lane`
+  int work_tile_units = 0;  // of the first batch entry
   bool uniform = true;
 #pragma unroll 1
   for (int first = 0; first < p.batch; first += 32) {
@@ -156,8 +156,8 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   return r;
 }
 
-// Puts what every warp has found where the block keeps it, and no segment has met a page that is none. False: nothing
-// to do. All threads see it then; before any warp finds such a page.
+// Thread 0 copies the range to shared memory and clears bad_tile_range. Returns false if the range is empty. The
+// barrier orders both writes before any warp reads the range or reports an invalid page.
 __device__ __forceinline__ bool store_range(const WorkRange& found, WorkRange& range, int& bad_tile_range) {
   if (found.begin >= found.end) return false;
   if (threadIdx.x == 0) {
@@ -168,8 +168,9 @@ __device__ __forceinline__ bool store_range(const WorkRange& found, WorkRange& r
   return true;
 }
 
-// Calls visit(task, work, first, last) for the block's leaves [first, last) of every task that it has a part of; of its
-// only task there may be none. Task.pass counts tasks of the KV head.
+// Calls visit(tile, work, first, last) for every work tile that the CTA has a part of: KV splits [first, last). A CTA
+// with a part of one tile (ctas_per_tile > 0) may have no splits. WorkTile.m_block counts m-blocks of block_m packed
+// rows.
 template <KvFormat format, class Visit>
 __device__ __forceinline__ void for_each_tile_range(const DecodeParams& p, const WorkRange& range, const Visit& visit) {
   int b = range.entry, tile = range.tile, tile_base = range.tile_base, first = range.first, last = range.last;
@@ -182,7 +183,7 @@ __device__ __forceinline__ void for_each_tile_range(const DecodeParams& p, const
     if (tile_base >= range.end) return;
     if (++tile == p.tiles_per_entry) {
       tile = 0;
-      do {  // entries that see nothing have no units
+      do {  // batch entries that see no token have no work units
         w = row_work_of(p, format, ++b, read);
         if (!range.uniform) w.add_overheads(format);
       } while (w.splits == 0);

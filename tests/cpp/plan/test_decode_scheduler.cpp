@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetic that cuts decode attention into pieces: every piece has one owner, nodes fit the slots set aside for
-// them, and a row is merged by the same expression however many blocks shared it. States are texts here, so an
-// expression is compared, not a rounding.
+// The arithmetic that distributes decode attention: every KV split has one owner, partials fit the places reserved for
+// them, and a cache row is reduced by the same expression however many CTAs share it. Partials are texts here, so that
+// expressions are compared, not rounded values.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -27,7 +27,8 @@ struct Partial {
   std::string state;
 };
 
-// Leaves [first, last) of a task of `leaves`, folded in order by one block: its nodes, or the result of a whole task.
+// KV splits [first, last) of a work tile of `splits`, reduced in order by one CTA: its partials, or the result of a
+// whole work tile.
 struct Reduced {
   std::vector<Partial> partials;
   std::string whole;
@@ -44,7 +45,7 @@ Reduced reduce(int first, int last, int splits) {
       left.reset();
     }
     if (partial.level + 1 < reduction_levels && (partial.at >> partial.level) % 2 == 1)
-      range.partials.push_back(partial);  // its left half is elsewhere
+      range.partials.push_back(partial);  // the left half belongs to another CTA
     else waiting[static_cast<std::size_t>(partial.level)] = partial;
   }
   if (first > 0 || last < splits) {
@@ -57,7 +58,7 @@ Reduced reduce(int first, int last, int splits) {
   return range;
 }
 
-// The tree over 64 leaves, where missing leaves are empty states, from nodes that cover it.
+// The tree over 64 KV splits, where missing splits are empty, from partials that cover it.
 std::string tree(const std::vector<Partial>& partials) {
   std::array<std::string, max_splits> state;
   std::array<int, max_splits> came;
@@ -100,7 +101,7 @@ TEST(DecodeScheduler, RangesDecomposeExactlyAndFitTheirPartials) {
 TEST(DecodeScheduler, AReductionLeavesTheCanonicalPartialsInOrder) {
   for (int first = 0; first < max_splits; ++first)
     for (int last = first + 1; last <= max_splits; ++last) {
-      const Reduced range = reduce(first, last, last + 1);  // a run that does not end its task
+      const Reduced range = reduce(first, last, last + 1);  // a range that ends inside its work tile
       int at = first;
       for (const Partial& partial : range.partials) {
         ASSERT_EQ(partial.at, at);
@@ -140,7 +141,7 @@ TEST(DecodeScheduler, SplitsAreFewAndLongOnlyInLongRows) {
     const std::int64_t units = kv_split_units(format, tokens), split = units * work_unit_tokens,
                        splits = (tokens + split - 1) / split;
     ASSERT_GE(units, 4);
-    ASSERT_EQ(units % 4, 0);  // a tile for each warp
+    ASSERT_EQ(units % 4, 0);  // a KV tile for each warp
     ASSERT_LE(splits, max_splits) << tokens;
     ASSERT_TRUE(units == 4 || splits > 4) << tokens;
     ASSERT_TRUE(units > 4 || tokens <= 2048) << tokens;
@@ -168,7 +169,7 @@ TEST(DecodeScheduler, FirstSplitFromFindsTheFirstSplitThatStartsThere) {
       }
 }
 
-// What queries see of one row, token by token.
+// The tokens that the queries of one cache row see, one by one.
 TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
   Random random(3);
   for (int trial = 0; trial < 20000; ++trial) {
@@ -209,7 +210,7 @@ TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
       ASSERT_LT((w.splits - 1) * split, w.end - w.begin);
     } else {
       ASSERT_TRUE(is_kivi(format)) << "a query of a row that holds tokens sees its own";
-      ASSERT_EQ(w.splits, 1);  // of raw tokens alone
+      ASSERT_EQ(w.splits, 1);  // raw tokens alone
     }
     ASSERT_LE(w.splits, max_splits);
     ASSERT_EQ(w.work_tile_units(), (w.end - w.begin + 31) / 32 + (w.raw ? 1 : 0));
@@ -232,10 +233,10 @@ TEST(DecodeScheduler, WhatCannotBeIsAFaultAndNoWork) {
     EXPECT_EQ(fault(f, 3, 10, -1, 0), KvFault::count);
     EXPECT_EQ(fault(f, 3, 10, 9, 0), KvFault::count);
   }
-  // the group of the first query must still be there raw
+  // The first query's group must still be in the ring of raw tokens.
   EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 70, 1, 64), KvFault::none);
   EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 70, 1, 65), KvFault::raw);
-  EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 70, 8, 64), KvFault::raw);  // it stands at 62
+  EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 70, 8, 64), KvFault::raw);  // the first query is at position 62
   EXPECT_EQ(fault(KvFormat::int4_kivi, 0, 5, 8, 0), KvFault::none);   // fewer tokens than queries
 }
 
@@ -260,7 +261,7 @@ TEST(DecodeScheduler, WorkRangesOfAPartition) {
   }
 }
 
-// The walk of all blocks over a whole batch, with what the combine expects to find.
+// All CTAs of a batch, one after another, against what combine expects to find.
 TEST(DecodeScheduler, EverySplitHasOneOwnerAndEveryRowItsExpression) {
   Random random(5);
   std::vector<std::string> expected(max_splits + 1);
@@ -317,7 +318,7 @@ TEST(DecodeScheduler, EverySplitHasOneOwnerAndEveryRowItsExpression) {
           for (int split = first; split < last; ++split) {
             ASSERT_EQ(owners[static_cast<std::size_t>(split)], -1);
             owners[static_cast<std::size_t>(split)] = cta;
-            ASSERT_EQ(owner(split), cta);  // what the combine looks for
+            ASSERT_EQ(owner(split), cta);  // the owner that combine computes
           }
           if (first >= last) continue;
           const Reduced range = reduce(first, last, splits);
@@ -333,7 +334,7 @@ TEST(DecodeScheduler, EverySplitHasOneOwnerAndEveryRowItsExpression) {
           }
         }
         ASSERT_EQ(std::count(owners.begin(), owners.end(), -1), 0);
-        // the combine's question: did one block write the result?
+        // As combine decides: has one CTA written the result?
         ASSERT_EQ(whole, owner(0) == owner(splits - 1) ? 1 : 0);
         if (!whole) { ASSERT_EQ(tree(partials), expected[static_cast<std::size_t>(splits)]); }
       }
@@ -366,14 +367,14 @@ TEST(DecodeScheduler, CtasOfATileHaveEqualRanges) {
 TEST(DecodeScheduler, FewUniformTilesHaveTheirOwnCtas) {
   EXPECT_EQ(ctas_per_tile_of(true, 32, ctas_per_tile_if_uniform(8, 264)), 33);
   EXPECT_EQ(ctas_per_tile_of(true, 33, ctas_per_tile_if_uniform(64, 264)), 4);
-  EXPECT_EQ(ctas_per_tile_of(true, 33, ctas_per_tile_if_uniform(100, 264)), 0);  // 64 blocks would have nothing to do
+  EXPECT_EQ(ctas_per_tile_of(true, 33, ctas_per_tile_if_uniform(100, 264)), 0);  // 64 CTAs would have no work
   EXPECT_EQ(ctas_per_tile_of(true, 33, ctas_per_tile_if_uniform(200, 264)), 0);
   EXPECT_EQ(ctas_per_tile_of(false, 33, ctas_per_tile_if_uniform(64, 264)), 0);
   EXPECT_EQ(ctas_per_tile_of(true, 1 << 19, ctas_per_tile_if_uniform(64, 264)), 0);
   EXPECT_EQ(ctas_per_tile_of(true, 33, ctas_per_tile_if_uniform(std::int64_t{1} << 40, 264)), 0);
 }
 
-// A cluster's blocks can keep all leaves that a row of so many tokens can have.
+// The CTAs of a cluster have room for all KV splits that a cache row of so many tokens can have.
 TEST(DecodePlan, ClustersHaveRoomForTheirSplits) {
   int clusters = 0;
   for (std::int64_t batch : {1, 2, 8, 16, 32})
@@ -382,7 +383,7 @@ TEST(DecodePlan, ClustersHaveRoomForTheirSplits) {
         for (std::int64_t visible : {1, 500, 1024, 1920, 2048, 4096, 5000}) {
           const DecodePlan plan = plan_decode({batch, 1, kv_heads, 4, 128, mma_n, visible}, {132, per_sm, 8});
           const DecodePlan any = plan_decode({batch, 1, kv_heads, 4, 128, mma_n, 1 << 20}, {132, per_sm, 8});
-          EXPECT_LE(plan.workspace_bytes, any.workspace_bytes);  // asked for without the window
+          EXPECT_LE(plan.workspace_bytes, any.workspace_bytes);  // the workspace is asked for without the window
           EXPECT_EQ(any.cluster_size, 1);
           if (plan.cluster_size == 1) continue;
           ++clusters;
@@ -395,7 +396,7 @@ TEST(DecodePlan, ClustersHaveRoomForTheirSplits) {
               const RowWork w = row_work(format, visible, 0, 1, length, 1, 1, 0, 0);
               ASSERT_LE(w.splits, cluster_splits);
               ASSERT_LE(w.splits,
-                        plan.cluster_size * cluster_partials);  // each block has its columns' states of all leaves
+                        plan.cluster_size * cluster_partials);  // each CTA has its rows' partials of all splits
             }
         }
   EXPECT_GT(clusters, 20);
@@ -419,7 +420,7 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
                       plan_decode({batch, tokens, kv_heads, q_per_kv, head_dim, block_m, 1 << 20}, {sms, per_sm, 8});
                   EXPECT_GE(plan.m_blocks * block_m, tokens * q_per_kv);
                   EXPECT_LT((plan.m_blocks - 1) * block_m, tokens * q_per_kv);
-                  // every block that fits, but none without a leaf
+                  // As many CTAs as fit, each with at least one KV split.
                   EXPECT_EQ(plan.ctas,
                             std::min<std::int64_t>(sms * per_sm, batch * kv_heads * plan.m_blocks * max_splits));
                   EXPECT_EQ(plan.ctas % plan.ctas_per_sm, 0);
