@@ -101,7 +101,7 @@ FAULTS = {
         "change = 1.0f;",
     ),
     "step_barrier": Fault(
-        "step_kv reads keys before all threads' copies have come",
+        "step_kv reads K before all threads' copies have arrived",
         DECODE + "step_kv.cuh",
         "__syncthreads(); load_v_stage(read_stage + Config::stages - 1",
         "load_v_stage(read_stage + Config::stages - 1",

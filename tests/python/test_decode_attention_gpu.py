@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can show of decode attention: bits, graphs, faults that kernels find, leaves, vast pools.
+"""What only a GPU can show of decode attention: bits, graphs, faults that kernels find, KV splits, vast pools.
 
 Its values are checked where the CPU's are: test_decode_attention.py."""
 
@@ -17,8 +17,8 @@ GPUS = tuple(device for device in cases.devices() if device != "cpu")
 if not GPUS:
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
 
-# Lengths on both sides of where a row gets one leaf more, and its leaves more units: leaves of 128 tokens up to 2048,
-# of 256 up to 4096, of 256 (512 of 4-bit codes) up to 8192, of 512 up to 16384, of 1024 after that.
+# Lengths on both sides of where a row gets one KV split more, and its splits more units: 128 tokens a split up to 2048,
+# 256 up to 4096, 256 (512 in 4-bit codes) up to 8192, 512 up to 16384, 1024 after that.
 LONG = (1, 33, 128, 129, 1000, 2048, 2049, 2081, 4096, 4097, 4129, 8192, 8193, 8225, 16384, 16417, 20000)
 stores = pytest.mark.parametrize(("format", "dtype"), checks.GPU_STORES)
 
@@ -80,7 +80,7 @@ def test_small_and_large_values(format, dtype, heads, scale):
 @stores
 def test_values_that_grow_along_a_row(format, dtype, heads):
     """Sums of coded values count in a unit that follows the largest scale so far: here it grows again and again, also
-    from tile to tile of one warp, which has several where leaves are longer than 128 tokens."""
+    from tile to tile of one warp, which has several where KV splits are longer than 128 tokens."""
     rows = []
     for k, v in tokens((70, 700, 9000), 2, 64, dtype):
         growth = 2.0 ** (np.arange(len(v)) // 40 % 12 - 6)
@@ -121,16 +121,16 @@ def test_a_row_does_not_depend_on_its_neighbours(format, dtype):
             assert_bits_equal(lse, seen[0][1], f"length {n}:")
 
 
-LEAF, MOST = 128, 2048  # tokens of a leaf, and up to how many tokens leaves have that size
+SPLIT, MOST = 128, 2048  # tokens of a KV split, and up to how many tokens splits have that size
 
 
 @pytest.mark.parametrize("window", [None, 100, 2056])
 @pytest.mark.parametrize(
-    "length", [LEAF - 32, LEAF - 1, LEAF, LEAF + 1, LEAF + 32, MOST - 32, MOST, MOST + 1, MOST + 32]
+    "length", [SPLIT - 32, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + 32, MOST - 32, MOST, MOST + 1, MOST + 32]
 )
 @stores
 def test_tokens_at_once_and_one_by_one(format, dtype, length, window):
-    """The same logits, but leaves that begin elsewhere: weights are rounded around other maxima, sums in other orders.
+    """The same logits, but KV splits begin elsewhere: weights are rounded around other maxima, sums in other orders.
 
     Either side rounds the weights that meet the values to 16 bits, by u of each or 2^-24 of the largest, and what it
     stores. The values are |v|, of a coded token (u - 8) * scale, which is at most 16 / 15 of its largest |v|. The rest

@@ -175,11 +175,11 @@ __device__ __forceinline__ float inverse_pow2(float pow2) {
 }
 
 // Converts sums of codes to sums of dequantised values times a weight, for two packed rows: zero-point correction, min
-// term and o_scale. For a bf16 cache o_scale can be so large that it must not be multiplied by 1 / code_scale first;
-// separate_min_term applies it last.
+// term and o_scale. separate_min_term: o_scale is applied last, because a bf16 cache's o_scale can be so large that
+// o_scale / code_scale overflows.
 template <class T, KvFormat F>
 struct DequantSums {
-  float factor[2], zp_correction[2], min_term[2], o_scale;  // (packed row 2t + j), ..., scalar
+  float factor[2], zp_correction[2], min_term[2], o_scale;  // arrays: (packed row 2t + j)
   static constexpr float odd_factor =
       CodeKind<F>::code_scale / CodeKind<F>::odd_code_scale;  // rows g + 8: odd pairs of the decoder
   static constexpr bool separate_min_term = std::is_same_v<T, tile::bf16>;

@@ -72,8 +72,9 @@ class SplitKv {
   using T = typename Config::T;
   static constexpr int D = Config::head_dim, warps = Config::warps, threads = 32 * warps,
                        threads_per_row = threads / mma_n;
+  // Warps along KV, each group of warps_per_tile with KV tiles of its own; threads of a KV tile; channels of a warp.
   static constexpr int warps_kv = warps / Config::warps_per_tile, tile_threads = 32 * Config::warps_per_tile,
-                       W = D / Config::warps_per_tile;  // warps along KV; threads of a KV tile; channels of a warp
+                       W = D / Config::warps_per_tile;
   // A thread has S channels of a packed row: S / N vectors of N channels, vec_stride apart.
   static constexpr int S = D / threads_per_row, N = vec_floats<D>, vec_stride = N * threads_per_row;
   static constexpr KvFormat format = Config::format;

@@ -105,6 +105,7 @@ class StepKv {
         for (int j = 0; j < 2; ++j)
           if (const int m_row = n * mma_n + lane % 4 * 2 + j; m_row < rows_used) visit(n, j, m_row);
     };
+    // Calls visit(channel, value) for the lane's values of packed row (n, j).
     const auto for_each_value = [&](const ThreadPartial& partial, int n, int j, const auto& visit) {
 #pragma unroll
       for (int i = 0; i < C; ++i)

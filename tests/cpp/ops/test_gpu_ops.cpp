@@ -226,7 +226,7 @@ TEST_F(Gpu, DecodeAttention) {
   for (const auto [format, dtype] : attended)
     for_each_page_size(format, [&, format = format, dtype = dtype](int page) {
       for (const int dim : {64, 128, 256})
-        for (const std::int64_t tokens : {1, 5})  // 5: two passes of query columns, and a group ends between them
+        for (const std::int64_t tokens : {1, 5})  // 5: two m-blocks of packed rows, and a kivi group ends between
           if (dim < 256 || page == 32) compare(format, dtype, page, dim, tokens);
     });
 }
