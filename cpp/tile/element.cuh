@@ -32,7 +32,7 @@ __device__ __forceinline__ float from_float<float>(float x) {
   return x;
 }
 
-// Two neighbours in one 32-bit register, the first in the low half.
+// Packs two neighbouring elements into one 32-bit register, the first in the low half.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack(float low, float high);
 template <>
@@ -56,7 +56,7 @@ __device__ __forceinline__ float2 unpack<bf16>(std::uint32_t pair) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
 
-// Host: calls f(T{}) with the device type of a 16-bit activation dtype.
+// Host only: calls f(T{}) with T the device type of a 16-bit activation dtype.
 template <class F>
 auto with_element16(DType t, F&& f) {
   return t == DType::f16 ? f(half{}) : f(bf16{});

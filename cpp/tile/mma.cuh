@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor-core step that every warp-level kernel is made of: D[16, 8] += A[16, 16] B[16, 8] in fp32, and the loads
-// that bring its operands. Lane (g, t) = (lane / 4, lane % 4) holds
-//   A: a0 = (row g, k 2t..), a1 = (row g + 8, k 2t..), a2 = (row g, k 2t + 8..), a3 = (row g + 8, k 2t + 8..)
-//   B: b0 = (k 2t.., column g), b1 = (k 2t + 8.., column g)
-//   D: d0, d1 = (row g, columns 2t, 2t + 1), d2, d3 = (row g + 8, ...)
+// mma.m16n8k16: D (16 x 8, fp32) += A (16 x 16) B (16 x 8), and the loads of its operands from shared memory.
+// Lane (g, t) = (lane / 4, lane % 4) holds, two neighbouring elements a register,
+//   A: a0 = (m g, k 2t..), a1 = (m g + 8, k 2t..), a2 = (m g, k 2t + 8..), a3 = (m g + 8, k 2t + 8..)
+//   B: b0 = (k 2t.., n g), b1 = (k 2t + 8.., n g)
+//   D: d0, d1 = (m g, n 2t, 2t + 1), d2, d3 = (m g + 8, n 2t, 2t + 1)
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -15,12 +15,13 @@
 namespace rooftile::tile {
 
 struct FragmentA {
-  std::uint32_t r[4];
+  std::uint32_t r[4];  // a0 .. a3, a pair of 16-bit elements each
 };
 struct FragmentB {
-  std::uint32_t r[2];
+  std::uint32_t r[2];  // b0, b1, a pair of 16-bit elements each
 };
 
+// d += a b for T = half or bf16; d (4): d0 .. d3.
 template <class T>
 __device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
   if constexpr (std::is_same_v<T, half>)
@@ -31,20 +32,22 @@ __device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const Fra
                                               d[0], d[1], d[2], d[3]);
 }
 
-// An 8 x 8 tile of 16-bit elements held as two neighbours a lane (row g, columns 2t, 2t + 1), transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements across the warp: before and after, lane (g, t) holds (row g, columns
+// 2t, 2t + 1).
 __device__ __forceinline__ std::uint32_t transpose_8x8(std::uint32_t pair) {
-  std::uint32_t turned;
-  cute::SM75_U32x1_MOVM_T::copy(pair, turned);
-  return turned;
+  std::uint32_t transposed;
+  cute::SM75_U32x1_MOVM_T::copy(pair, transposed);
+  return transposed;
 }
 
-// Four 8 x 8 tiles from shared memory, lane i naming row i % 8 of tile i / 8: as they lie, and transposed.
-__device__ __forceinline__ FragmentA load_8x8x4(const void* row) {
+// ldmatrix.x4 loads four 8 x 8 matrices of 16-bit elements from shared memory: lane i passes the address of row i % 8
+// of matrix i / 8, and r[j] holds matrix j. The _trans form transposes each matrix.
+__device__ __forceinline__ FragmentA ldmatrix_x4(const void* row) {
   FragmentA a;
   cute::SM75_U32x4_LDSM_N::copy(*static_cast<const cute::uint128_t*>(row), a.r[0], a.r[1], a.r[2], a.r[3]);
   return a;
 }
-__device__ __forceinline__ FragmentA load_8x8x4_transposed(const void* row) {
+__device__ __forceinline__ FragmentA ldmatrix_x4_trans(const void* row) {
   FragmentA a;
   cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), a.r[0], a.r[1], a.r[2], a.r[3]);
   return a;

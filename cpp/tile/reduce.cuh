@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reductions over the lanes of a warp and the warps of a block. The order is fixed by the number of threads alone, and
-// every thread ends with the same bits: butterflies of commutative operations.
+// All-reductions over the lanes of a warp and over the warps of a CTA. The number of threads alone fixes the order of
+// the operations. Every thread gets the same bits, because the butterfly's operations are commutative.
 #pragma once
 
 namespace rooftile::tile {
@@ -9,12 +9,13 @@ struct Sum {
   static constexpr float identity = 0.0f;
   __device__ float operator()(float a, float b) const { return a + b; }
 };
-struct Max {  // a NaN does not win; who must see it sees it in a sum
+struct Max {  // ignores NaN; a caller that must notice a NaN finds it in a sum
   static constexpr float identity = -__builtin_huge_valf();
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// Over groups of `lanes` neighbouring lanes, a power of two. All 32 lanes of the warp take part.
+// All-reduces x over each group of `lanes` neighbouring lanes; `lanes` is a power of two. All 32 lanes of the warp
+// call.
 template <class Op>
 __device__ __forceinline__ float reduce_lanes(float x, int lanes, Op op) {
 #pragma unroll
@@ -23,15 +24,15 @@ __device__ __forceinline__ float reduce_lanes(float x, int lanes, Op op) {
   return x;
 }
 
-// Over a team: `lanes` lanes of a warp or, above 32, the whole block. shared: 32 floats that no other reduction of the
-// launch uses.
+// All-reduces x over the threads of a row: `lanes` neighbouring lanes of a warp or, above 32, the whole CTA.
+// shared: 32 floats of shared memory that no other reduction of the launch uses, so one barrier suffices.
 template <class Op>
-__device__ __forceinline__ float reduce_team(float x, int lanes, float* shared, Op op) {
+__device__ __forceinline__ float reduce_row(float x, int lanes, float* shared, Op op) {
   x = reduce_lanes(x, lanes, op);
   if (lanes <= 32) return x;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   if (lane == 0) shared[warp] = x;
-  __syncthreads();  // every warp's part is in shared memory
+  __syncthreads();  // all warps -> all warps: every warp's partial result is in `shared`
   return reduce_lanes(lane < warps ? shared[lane] : Op::identity, 32, op);
 }
 

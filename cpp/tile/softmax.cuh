@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Softmax states that can be merged: maximum m (in units of log2), sum l of 2^(x - m), and values o summed with those
-// weights. Every merge is written in explicitly rounded operations: a state has the same bits wherever it is merged.
+// Online-softmax partials that can be merged: maximum m of the logits x (in units of log2), sum l of 2^(x - m), and o,
+// the sum of the values weighted by 2^(x - m). A merge consists of explicitly rounded operations, so its result has the
+// same bits in every kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,9 +24,9 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return y;
 }
 
-// What the two sides of a merge are multiplied with. A side that saw no key has m = -inf and l = 0.
+// The factors of a merge of partials a and b. A partial without keys has m = -inf and l = 0.
 struct MergeWeights {
-  float m, a, b;
+  float m, a, b;  // merged maximum; factors of a's and b's l and o
 };
 __device__ __forceinline__ MergeWeights merge_weights(float m_a, float m_b) {
   const float m = fmaxf(m_a, m_b), base = m == -INFINITY ? 0.0f : m;
@@ -35,11 +36,12 @@ __device__ __forceinline__ float merge_values(float a, float b, const MergeWeigh
   return __fmaf_rn(b, w.b, __fmul_rn(a, w.a));
 }
 
-// A finished row: out = o * factor. sink: one more logit without a value, in units of log2, -inf for none.
+// The result of a row's softmax: out = o * factor; lse is a natural logarithm.
 struct SoftmaxResult {
-  float factor, lse;  // lse: natural logarithm
+  float factor, lse;
 };
-__device__ __forceinline__ SoftmaxResult finish_softmax(float m, float l, float sink) {
+// Finalises a row from its merged m and l. sink: one more logit, without a value, in units of log2; -inf if absent.
+__device__ __forceinline__ SoftmaxResult finalize_softmax(float m, float l, float sink) {
   const float top = fmaxf(m, sink);
   if (top == -INFINITY && l == 0.0f) return {0.0f, -INFINITY};
   const float weight = exp2f(__fsub_rn(m, top)), sum = __fmaf_rn(l, weight, exp2f(__fsub_rn(sink, top)));

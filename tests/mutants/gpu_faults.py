@@ -115,8 +115,8 @@ FAULTS = {
     "append_slot": Fault(
         "scales of tokens behind the 64th of a page go elsewhere",
         "cpp/kernels/kv_cache/append.cu",
-        "reinterpret_cast<T*>(section(plane, plane.scale, page, head))[slot] = grid.stored_scale;",
-        "reinterpret_cast<T*>(section(plane, plane.scale, page, head))[slot & 63] = grid.stored_scale;",
+        "reinterpret_cast<T*>(section(plane, plane.scale, page, head))[offset] = quantizer.stored_scale;",
+        "reinterpret_cast<T*>(section(plane, plane.scale, page, head))[offset & 63] = quantizer.stored_scale;",
     ),
     "tile_zero": Fault(
         "row g + 8 is decoded with row g's zero",
@@ -187,8 +187,8 @@ FAULTS = {
     "minimum_row": Fault(
         "row g + 8 is given row g's minimum",
         W4A16 + "tiles.cuh",
-        "tile::load_8x8x4_transposed(slot + scales_at + w4_side_bytes)",
-        "tile::load_8x8x4_transposed(slot + (scales_at & ~16) + w4_side_bytes)",
+        "tile::ldmatrix_x4_trans(slot + scales_at + w4_side_bytes)",
+        "tile::ldmatrix_x4_trans(slot + (scales_at & ~16) + w4_side_bytes)",
     ),
     "scale_block": Fault(
         "every k-block of a step is given the first scale block",

@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_weights(T* rows, const float (&p)[4], int 
 // Weights of 32 tokens as two B operands: registers 0, 1 are the first 16 tokens, 2, 3 the next.
 template <class T>
 __device__ __forceinline__ tile::FragmentA load_weights(const T* rows, int lane) {
-  return tile::load_8x8x4_transposed(rows + lane * mma_n);
+  return tile::ldmatrix_x4_trans(rows + lane * mma_n);
 }
 
 // Scale and zero value (the value of the zero-point code) of V for 32 tokens: lane i holds token i. A token that no

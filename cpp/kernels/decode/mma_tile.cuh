@@ -97,7 +97,7 @@ __device__ __forceinline__ void qk16(float (&s)[N][1][4], const T* k, const tile
   float sum[N][2][4] = {};  // (n-tile, chain, 4)
 #pragma unroll
   for (int ks = 0; ks < D / 16; ++ks) {
-    const tile::FragmentA rows = tile::load_8x8x4(k + swizzled<D>(lane % 16, 16 * ks + lane / 16 * 8));
+    const tile::FragmentA rows = tile::ldmatrix_x4(k + swizzled<D>(lane % 16, 16 * ks + lane / 16 * 8));
 #pragma unroll
     for (int n = 0; n < N; ++n) tile::mma<T>(sum[n][ks % 2], rows, q[n][ks]);
   }
@@ -110,7 +110,7 @@ __device__ __forceinline__ void qk16(float (&s)[N][1][4], const T* k, const tile
 // V^T of 16 tokens x channels 16 i .. 16 i + 15 as the A operand.
 template <class T, int D>
 __device__ __forceinline__ tile::FragmentA v_fragment(const T* v, int i, int lane) {
-  return tile::load_8x8x4_transposed(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8));
+  return tile::ldmatrix_x4_trans(v + swizzled<D>(lane % 8 + lane / 16 * 8, 16 * i + lane / 8 % 2 * 8));
 }
 // Adds weight x V of 16 tokens to C tiles of 16 channels, from channel tile `first` on: o[n * C + i] is tile i of
 // n-tile n.

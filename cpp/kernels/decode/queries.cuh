@@ -148,7 +148,7 @@ template <class T, int D>
 __device__ __forceinline__ void load_query_fragments(const T* q_rows, int lane, tile::FragmentB (&q)[D / 16]) {
 #pragma unroll
   for (int k = 0; k < D / 16; k += 2) {
-    const tile::FragmentA four = tile::load_8x8x4(q_rows + swizzled<D>(lane % 8, 16 * k + lane / 8 * 8));
+    const tile::FragmentA four = tile::ldmatrix_x4(q_rows + swizzled<D>(lane % 8, 16 * k + lane / 8 * 8));
     q[k] = {{four.r[0], four.r[1]}};
     q[k + 1] = {{four.r[2], four.r[3]}};
   }
@@ -181,7 +181,7 @@ class RowEpilogue {
   }
   __device__ __forceinline__ void finalize(float m, float l) {
     if (!real_) return;
-    result_ = tile::finish_softmax(m, l, sink_);
+    result_ = tile::finalize_softmax(m, l, sink_);
     sees_keys_ = l != 0.0f;
   }
   // Stores N consecutive channels.

@@ -29,7 +29,7 @@
 #include "kernels/decode/work_range.cuh"
 #include "kernels/decode/warp_state.cuh"
 #include "tile/grid.cuh"
-#include "tile/team.cuh"
+#include "tile/warps.cuh"
 
 namespace rooftile::gpu {
 
@@ -86,7 +86,7 @@ class SplitKv {
       : p(p),
         smem(smem),
         lane(threadIdx.x % 32),
-        warp_kv(tile::uniform(threadIdx.x / tile_threads)),
+        warp_kv(tile::warp_uniform(threadIdx.x / tile_threads)),
         warp_d(threadIdx.x / 32 % Config::warps_per_tile),
         page_shift(first_bit(p.cache.page_size)) {}
 
@@ -102,7 +102,7 @@ class SplitKv {
   }
 
  private:
-  __device__ void sync() const { tile::sync_team<Config::warps_per_tile>(warp_kv); }
+  __device__ void sync() const { tile::sync_tile_warps<Config::warps_per_tile>(warp_kv); }
 
   struct alignas(4 * N) Vec {
     float x[N];

@@ -39,11 +39,11 @@ __device__ __forceinline__ int work_range_index() { return static_cast<int>(bloc
 __device__ __forceinline__ void prefetch_lengths(const DecodeParams& p) {
   const int b = threadIdx.x;
   if (b >= 32 || b >= p.batch) return;
-  if (p.counts) tile::prefetch(p.counts + b);
-  if (p.rows) return tile::prefetch(p.rows + b);  // the cache rows are unknown until p.rows is read
+  if (p.counts) tile::prefetch_l2(p.counts + b);
+  if (p.rows) return tile::prefetch_l2(p.rows + b);  // the cache rows are unknown until p.rows is read
   if (b >= p.cache.max_rows) return;
-  tile::prefetch(p.cache.lengths + b);
-  if (p.cache.raw_from) tile::prefetch(p.cache.raw_from + b);
+  tile::prefetch_l2(p.cache.lengths + b);
+  if (p.cache.raw_from) tile::prefetch_l2(p.cache.raw_from + b);
 }
 
 // A part of one work tile, number tile_index of the batch. work_of(b) returns the work of batch entry b.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // rope, the gated activations, softmax and merge_attention. All are bound by memory: every element is read once and
 // written once (a softmax row past 16384 elements is read twice). T is fp16 or bf16, arithmetic fp32, strides are any;
-// see rows.cuh for how a tensor is cut into pieces of eight elements and why the bits do not depend on its strides.
-//   gated    x [rows, 2H] = [gate | up] -> h [rows, H]             a thread a piece of h;  6 bytes, some 15 flops an
+// see strided_rows.cuh for how a tensor is cut into 16-byte vectors and why the bits do not depend on its strides.
+//   gated    x [rows, 2H] = [gate | up] -> h [rows, H]             a thread a vector of h;  6 bytes, some 15 flops an
 //            element
 //   rope     x [tokens, heads, D] -> y, q and k in one launch      a thread eight pairs, or eight elements that are
 //            copied;
@@ -17,7 +17,7 @@
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/reduce.cuh"
-#include "tile/rows.cuh"
+#include "tile/strided_rows.cuh"
 
 namespace rooftile::gpu {
 namespace {
@@ -30,14 +30,14 @@ std::int64_t blocks_for(std::int64_t threads) { return (threads + block_threads 
 __device__ __forceinline__ std::int64_t thread_index() {
   return static_cast<std::int64_t>(blockIdx.x) * block_threads + threadIdx.x;
 }
-std::int64_t pieces_of(std::int64_t n) { return (n + piece - 1) / piece; }
+std::int64_t vecs_of(std::int64_t n) { return (n + vec_size - 1) / vec_size; }
 
 // ---------------------------------------------------------------- gated activations
 
 struct GatedParams {
   Rows gate, up, h;
   std::int64_t rows, n;
-  Divisor pieces;  // of a row
+  Divisor vecs;  // of a row
 };
 
 // Through the exponential of a number that is not positive: nothing overflows, and the tail keeps its digits.
@@ -59,16 +59,16 @@ struct GeluErf {
 
 template <class T, class Activation, bool vector>
 __global__ __launch_bounds__(block_threads) void gated_pieces(const __grid_constant__ GatedParams p) {
-  const Division at = divide(thread_index(), p.pieces);
+  const Division at = divide(thread_index(), p.vecs);
   if (at.quotient >= p.rows) return;
-  const std::int64_t first = at.rest * piece;
-  const uint4 g = load_piece<vector>(row_at(p.gate, at.quotient), first, p.n);
-  const uint4 u = load_piece<vector>(row_at(p.up, at.quotient), first, p.n);
+  const std::int64_t first = at.remainder * vec_size;
+  const uint4 g = load_vec<vector>(row_at(p.gate, at.quotient), first, p.n);
+  const uint4 u = load_vec<vector>(row_at(p.up, at.quotient), first, p.n);
   Floats h = to_floats<T>(g);
   const Floats up = to_floats<T>(u);
 #pragma unroll
-  for (int i = 0; i < piece; ++i) h.at[i] = Activation::of(h.at[i]) * up.at[i];
-  store_piece<vector>(row_at(p.h, at.quotient), first, p.n, from_floats<T>(h));
+  for (int i = 0; i < vec_size; ++i) h.at[i] = Activation::of(h.at[i]) * up.at[i];
+  store_vec<vector>(row_at(p.h, at.quotient), first, p.n, from_floats<T>(h));
 }
 
 template <class T, bool vector, class F>
@@ -83,7 +83,7 @@ void with_gated(Gate gate, F&& f) {
 struct RopeTensor {
   Rows x, y;
   std::int64_t threads, n;  // n: D
-  Divisor pieces, heads;    // pieces of a row: of pairs, then of what is copied
+  Divisor vecs, heads;      // vectors of a row: of pairs, then of what is copied
 };
 struct RopeParams {
   RopeTensor q, k;
@@ -111,27 +111,27 @@ __global__ __launch_bounds__(block_threads) void rope_pieces(const __grid_consta
   const RopeTensor& t = is_k ? p.k : p.q;
   const std::int64_t index = thread_index() - (is_k ? p.q.threads : 0);
   if (index >= t.threads) return;
-  const Division at = divide(index, t.pieces);
+  const Division at = divide(index, t.vecs);
   const std::int64_t position = position_of(p, divide(at.quotient, t.heads).quotient);
   const bool known = position >= 0 && position < p.max_position;
   constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};  // of both types
 
   const Row x = row_at(t.x, at.quotient), y = row_at(t.y, at.quotient);
-  const std::int64_t first = at.rest * piece, pair_end = (p.pairs + piece - 1) / piece * piece;
+  const std::int64_t first = at.remainder * vec_size, pair_end = (p.pairs + vec_size - 1) / vec_size * vec_size;
   if (first >= pair_end) {  // past the pairs
     const std::int64_t copied = first - pair_end + 2 * p.pairs;
-    store_piece<vector>(y, copied, t.n, known ? load_piece<vector>(x, copied, t.n) : nan);
+    store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : nan);
     return;
   }
   const Row x_high = {x.data + p.pairs * x.step, x.step}, y_high = {y.data + p.pairs * y.step, y.step};
-  uint4 low = load_piece<vector>(x, first, p.pairs), high = load_piece<vector>(x_high, first, p.pairs);
+  uint4 low = load_vec<vector>(x, first, p.pairs), high = load_vec<vector>(x_high, first, p.pairs);
   if (known) {
     const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),
                  s = load_table<T, vector>(p.sin, position, first, p.pairs);
     const Floats a = to_floats<T>(low), b = to_floats<T>(high);
     Floats turned_low, turned_high;
 #pragma unroll
-    for (int i = 0; i < piece; ++i) {
+    for (int i = 0; i < vec_size; ++i) {
       turned_low.at[i] = difference_of_products(a.at[i], c.at[i], b.at[i], s.at[i]);
       turned_high.at[i] = difference_of_products(b.at[i], c.at[i], -a.at[i], s.at[i]);
     }
@@ -140,19 +140,19 @@ __global__ __launch_bounds__(block_threads) void rope_pieces(const __grid_consta
   } else {
     low = high = nan;
   }
-  store_piece<vector>(y, first, p.pairs, low);
-  store_piece<vector>(y_high, first, p.pairs, high);
+  store_vec<vector>(y, first, p.pairs, low);
+  store_vec<vector>(y_high, first, p.pairs, high);
 }
 
 RopeTensor rope_tensor(const TensorView& x, const TensorView& y, std::int64_t pairs) {
-  const std::int64_t n = x.last(), pieces = pieces_of(pairs) + pieces_of(n - 2 * pairs);
+  const std::int64_t n = x.last(), vecs = vecs_of(pairs) + vecs_of(n - 2 * pairs);
   const std::int64_t heads = x.shape[x.ndim - 2];
   if (x.numel() == 0) return {.threads = 0};
   return {.x = rows_of(x),
           .y = rows_of(y),
-          .threads = x.rows() * pieces,
+          .threads = x.rows() * vecs,
           .n = n,
-          .pieces = divisor(pieces),
+          .vecs = divisor(vecs),
           .heads = divisor(heads)};
 }
 
@@ -164,45 +164,45 @@ struct SoftmaxParams {
   int lanes;
 };
 
-template <class T, int pieces, bool vector>
+template <class T, int vecs, bool vector>
 __global__ __launch_bounds__(512) void softmax_rows(const __grid_constant__ SoftmaxParams p) {
   __shared__ float shared[2][32];
-  const Place at = place(p.lanes);
+  const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
-  const auto first = [&](int k) { return (at.rank + k * p.lanes) * piece; };
+  const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
   const Row x = row_at(p.x, row);
-  uint4 raw[pieces];
+  uint4 raw[vecs];
 #pragma unroll
-  for (int k = 0; k < pieces; ++k) raw[k] = load_piece<vector>(x, first(k), n);
+  for (int k = 0; k < vecs; ++k) raw[k] = load_vec<vector>(x, first(k), n);
   float highest = Max::identity;
-  Floats e[pieces];
+  Floats e[vecs];
 #pragma unroll
-  for (int k = 0; k < pieces; ++k) {
+  for (int k = 0; k < vecs; ++k) {
     e[k] = to_floats<T>(raw[k]);
 #pragma unroll
-    for (int i = 0; i < piece; ++i)
+    for (int i = 0; i < vec_size; ++i)
       if (inside<vector>(i, n - first(k))) highest = fmaxf(highest, e[k].at[i]);
   }
-  highest = reduce_team(highest, p.lanes, shared[0], Max{});
+  highest = reduce_row(highest, p.lanes, shared[0], Max{});
   float total = 0;
 #pragma unroll
-  for (int k = 0; k < pieces; ++k) {
+  for (int k = 0; k < vecs; ++k) {
     float part = 0;
 #pragma unroll
-    for (int i = 0; i < piece; ++i) {
+    for (int i = 0; i < vec_size; ++i) {
       e[k].at[i] = inside<vector>(i, n - first(k)) ? expf(e[k].at[i] - highest) : 0.0f;
       part += e[k].at[i];
     }
     total += part;
   }
-  const float scale = 1.0f / reduce_team(total, p.lanes, shared[1], Sum{});
+  const float scale = 1.0f / reduce_row(total, p.lanes, shared[1], Sum{});
   const Row y = row_at(p.y, row);
 #pragma unroll
-  for (int k = 0; k < pieces; ++k) {
+  for (int k = 0; k < vecs; ++k) {
 #pragma unroll
-    for (int i = 0; i < piece; ++i) e[k].at[i] *= scale;
-    store_piece<vector>(y, first(k), n, from_floats<T>(e[k]));
+    for (int i = 0; i < vec_size; ++i) e[k].at[i] *= scale;
+    store_vec<vector>(y, first(k), n, from_floats<T>(e[k]));
   }
 }
 
@@ -210,38 +210,38 @@ __global__ __launch_bounds__(512) void softmax_rows(const __grid_constant__ Soft
 template <class T, bool vector>
 __global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__ SoftmaxParams p) {
   __shared__ float shared[2][32];
-  const std::int64_t begin = threadIdx.x * piece, step = blockDim.x * piece;
+  const std::int64_t begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;
   const Row x = row_at(p.x, blockIdx.x), y = row_at(p.y, blockIdx.x);
   float highest = Max::identity, total = 0;  // of this thread's elements so far
   for (std::int64_t first = begin; first < p.n; first += step) {
-    const Floats v = to_floats<T>(load_piece<vector>(x, first, p.n));
+    const Floats v = to_floats<T>(load_vec<vector>(x, first, p.n));
     float top = highest;
 #pragma unroll
-    for (int i = 0; i < piece; ++i)
+    for (int i = 0; i < vec_size; ++i)
       if (inside<vector>(i, p.n - first)) top = fmaxf(top, v.at[i]);
     const float base = top == Max::identity ? 0.0f : top;  // -inf so far: exp(-inf - 0) is 0; a NaN still goes through
     float part = 0;
 #pragma unroll
-    for (int i = 0; i < piece; ++i) part += inside<vector>(i, p.n - first) ? expf(v.at[i] - base) : 0.0f;
+    for (int i = 0; i < vec_size; ++i) part += inside<vector>(i, p.n - first) ? expf(v.at[i] - base) : 0.0f;
     total = fmaf(total, expf(highest - base), part);
     highest = top;
   }
-  const float top = reduce_team(highest, p.lanes, shared[0], Max{});
+  const float top = reduce_row(highest, p.lanes, shared[0], Max{});
   // A thread of -inf only: its total, 0 or NaN, counts as it is. A row of -inf only must become NaN.
   total = highest == Max::identity && top != Max::identity ? total : total * expf(highest - top);
-  const float scale = 1.0f / reduce_team(total, p.lanes, shared[1], Sum{});
+  const float scale = 1.0f / reduce_row(total, p.lanes, shared[1], Sum{});
   for (std::int64_t first = begin; first < p.n; first += step) {
-    Floats v = to_floats<T>(load_piece<vector>(x, first, p.n));
+    Floats v = to_floats<T>(load_vec<vector>(x, first, p.n));
 #pragma unroll
-    for (int i = 0; i < piece; ++i) v.at[i] = expf(v.at[i] - top) * scale;
-    store_piece<vector>(y, first, p.n, from_floats<T>(v));
+    for (int i = 0; i < vec_size; ++i) v.at[i] = expf(v.at[i] - top) * scale;
+    store_vec<vector>(y, first, p.n, from_floats<T>(v));
   }
 }
 
 template <class T, bool vector, class F>
-void with_softmax(int pieces, F&& f) {
-  if (pieces == 2) f(softmax_rows<T, 2, vector>);
-  else if (pieces == 4) f(softmax_rows<T, 4, vector>);
+void with_softmax(int vecs, F&& f) {
+  if (vecs == 2) f(softmax_rows<T, 2, vector>);
+  else if (vecs == 4) f(softmax_rows<T, 4, vector>);
   else f(softmax_long_rows<T, vector>);
 }
 
@@ -259,24 +259,25 @@ __device__ __forceinline__ float* lse_at(const Rows& r, std::int64_t row) {
 
 template <class T, bool vector>
 __global__ __launch_bounds__(block_threads) void merge_rows(const __grid_constant__ MergeParams p) {
-  const Place at = place(p.lanes);
+  const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;
   const std::int64_t n = at.row < p.rows ? p.n : 0;
   const float a = *lse_at(p.lse_a, row), b = *lse_at(p.lse_b, row);
   const bool only_a = b == Max::identity, only_b = a == Max::identity;  // a side without keys has an lse of -inf
   const float top = a > b ? a : b, weight_a = expf(a - top), weight_b = expf(b - top), total = weight_a + weight_b;
   const Row out_a = row_at(p.out_a, row), out_b = row_at(p.out_b, row), out = row_at(p.out, row);
-  for (std::int64_t first = at.rank * piece; first < n; first += p.lanes * piece) {
-    const uint4 raw_a = load_piece<vector>(out_a, first, n), raw_b = load_piece<vector>(out_b, first, n);
+  for (std::int64_t first = at.thread * vec_size; first < n; first += p.lanes * vec_size) {
+    const uint4 raw_a = load_vec<vector>(out_a, first, n), raw_b = load_vec<vector>(out_b, first, n);
     Floats x = to_floats<T>(raw_a);
     const Floats y = to_floats<T>(raw_b);
 #pragma unroll
-    for (int i = 0; i < piece; ++i) x.at[i] = __fdividef(fmaf(y.at[i], weight_b, x.at[i] * weight_a), total);
+    for (int i = 0; i < vec_size; ++i) x.at[i] = __fdividef(fmaf(y.at[i], weight_b, x.at[i] * weight_a), total);
     const uint4 merged = only_a && only_b ? uint4{} : only_a ? raw_a : only_b ? raw_b : from_floats<T>(x);
-    store_piece<vector>(out, first, n, merged);
+    store_vec<vector>(out, first, n, merged);
   }
   __syncwarp();  // all lanes of the row have read lse_a and lse_b, which lse may be
-  if (p.lse.data && at.row < p.rows && at.rank == 0) *lse_at(p.lse, row) = only_a ? a : only_b ? b : top + logf(total);
+  if (p.lse.data && at.row < p.rows && at.thread == 0)
+    *lse_at(p.lse, row) = only_a ? a : only_b ? b : top + logf(total);
 }
 
 // f(each dtype, each way of access): what warmup loads.
@@ -299,14 +300,13 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
                          .h = rows_of(h),
                          .rows = h.rows(),
                          .n = h.last(),
-                         .pieces = divisor(pieces_of(h.last()))};
+                         .vecs = divisor(vecs_of(h.last()))};
   with_element16(x.dtype, [&](auto e) {
     with_vector(
         p.n,
         [&](auto vector) {
-          with_gated<decltype(e), vector>(gate, [&](auto kernel) {
-            scope.launch(kernel, blocks_for(p.rows * p.pieces.value), block_threads, 0, p);
-          });
+          with_gated<decltype(e), vector>(
+              gate, [&](auto kernel) { scope.launch(kernel, blocks_for(p.rows * p.vecs.value), block_threads, 0, p); });
         },
         p.gate, p.up, p.h);
   });
@@ -325,7 +325,7 @@ KernelName rope(const char* op, const Context& ctx, const TensorView& q, const T
                         .pairs = pairs,
                         .max_position = cos.shape[0],
                         .wide_positions = positions.dtype == DType::i64};
-  const bool even = q.last() % piece == 0 && k.last() % piece == 0;
+  const bool even = q.last() % vec_size == 0 && k.last() % vec_size == 0;
   with_element16(q.dtype, [&](auto e) {
     with_vector(
         even ? pairs : 1,
@@ -346,7 +346,7 @@ KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y)
     with_vector(
         p.n,
         [&](auto vector) {
-          with_softmax<decltype(e), vector>(plan.pieces,
+          with_softmax<decltype(e), vector>(plan.vecs,
                                             [&](auto kernel) { scope.launch(kernel, blocks, plan.threads, 0, p); });
         },
         p.x, p.y);
@@ -361,7 +361,7 @@ KernelName merge_attention(const Context& ctx, const TensorView& out_a, const Te
   const auto scalars = [](const TensorView& t) { return rows_of(t, t.ndim); };
   const std::int64_t n = out.last();
   const int lanes =
-      n >= 32 * piece ? 32 : static_cast<int>(std::bit_ceil(static_cast<unsigned>(n > 0 ? pieces_of(n) : 1)));
+      n >= 32 * vec_size ? 32 : static_cast<int>(std::bit_ceil(static_cast<unsigned>(n > 0 ? vecs_of(n) : 1)));
   const MergeParams p = {.out_a = rows_of(out_a),
                          .out_b = rows_of(out_b),
                          .out = rows_of(out),
@@ -387,7 +387,7 @@ void load_elementwise_kernels(const char* op) {
   for_all([&](auto e, auto vector) {
     using T = decltype(e);
     for (Gate gate : {Gate::silu, Gate::gelu_tanh, Gate::gelu_erf}) with_gated<T, vector>(gate, load);
-    for (int pieces : {0, 2, 4}) with_softmax<T, vector>(pieces, load);
+    for (int vecs : {0, 2, 4}) with_softmax<T, vector>(vecs, load);
     load(rope_pieces<T, vector>);
     load(merge_rows<T, vector>);
   });

@@ -17,7 +17,7 @@
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/reduce.cuh"
-#include "tile/rows.cuh"
+#include "tile/strided_rows.cuh"
 
 namespace rooftile::gpu {
 namespace {
@@ -43,14 +43,14 @@ __device__ __forceinline__ uint4 add(uint4 a, uint4 b) {
   const Floats x = to_floats<T>(a), r = to_floats<T>(b);
   Floats s;
 #pragma unroll
-  for (int i = 0; i < piece; ++i) s.at[i] = x.at[i] + r.at[i];
+  for (int i = 0; i < vec_size; ++i) s.at[i] = x.at[i] + r.at[i];
   return from_floats<T>(s);
 }
 
 __device__ __forceinline__ float sum(const Floats& x) {  // past a row's end: zeros
   float total = 0;
 #pragma unroll
-  for (int i = 0; i < piece; ++i) total += x.at[i];
+  for (int i = 0; i < vec_size; ++i) total += x.at[i];
   return total;
 }
 
@@ -61,7 +61,7 @@ struct Deviations {
   __device__ __forceinline__ void add(const Floats& x, float mean, Index left) {
     float a = 0, b = 0;
 #pragma unroll
-    for (int i = 0; i < piece; ++i) {
+    for (int i = 0; i < vec_size; ++i) {
       const float d = inside<vector>(i, left) ? x.at[i] - mean : 0.0f;
       a += d;
       b = fmaf(d, d, b);
@@ -83,105 +83,105 @@ __device__ __forceinline__ void write(const NormParams& p, const Row& y, uint4 s
                                       Index n) {
   Floats v = to_floats<T>(s);
 #pragma unroll
-  for (int i = 0; i < piece; ++i) v.at[i] = (v.at[i] - m.mean - m.error) * m.scale;
+  for (int i = 0; i < vec_size; ++i) v.at[i] = (v.at[i] - m.mean - m.error) * m.scale;
   if (p.weight.data) {
     const Floats w = load_table<T, vector>(p.weight, 0, first, n);
 #pragma unroll
-    for (int i = 0; i < piece; ++i) v.at[i] *= w.at[i];
+    for (int i = 0; i < vec_size; ++i) v.at[i] *= w.at[i];
   }
   if (p.bias.data) {
     const Floats b = load_table<T, vector>(p.bias, 0, first, n);
 #pragma unroll
-    for (int i = 0; i < piece; ++i) v.at[i] += b.at[i];
+    for (int i = 0; i < vec_size; ++i) v.at[i] += b.at[i];
   }
-  store_piece<vector>(y, first, n, from_floats<T>(v));
+  store_vec<vector>(y, first, n, from_floats<T>(v));
 }
 
-template <class T, int pieces, bool vector>
+template <class T, int vecs, bool vector>
 __global__ __launch_bounds__(512,
-                             vector ? (pieces == 2 ? 3 : 2) : 1) void norm_rows(const __grid_constant__ NormParams p) {
+                             vector ? (vecs == 2 ? 3 : 2) : 1) void norm_rows(const __grid_constant__ NormParams p) {
   __shared__ float shared[3][32];
-  const Place at = place(p.lanes);
+  const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
-  const auto first = [&](int k) { return (at.rank + k * p.lanes) * piece; };
+  const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
 
-  uint4 s[pieces], r[pieces];
+  uint4 s[vecs], r[vecs];
   const Row x = row_at(p.x, row);
 #pragma unroll
-  for (int k = 0; k < pieces; ++k) s[k] = load_piece<vector>(x, first(k), n);
+  for (int k = 0; k < vecs; ++k) s[k] = load_vec<vector>(x, first(k), n);
   if (p.residual.data) {
     const Row residual = row_at(p.residual, row);
 #pragma unroll
-    for (int k = 0; k < pieces; ++k) r[k] = load_piece<vector>(residual, first(k), n);
+    for (int k = 0; k < vecs; ++k) r[k] = load_vec<vector>(residual, first(k), n);
   }
 #pragma unroll
-  for (int k = 0; k < pieces; ++k) {
+  for (int k = 0; k < vecs; ++k) {
     prefetch_table(p.weight, first(k), n);
     prefetch_table(p.bias, first(k), n);
   }
   if (p.residual.data) {
     const Row res = row_at(p.res, row);
 #pragma unroll
-    for (int k = 0; k < pieces; ++k) store_piece<vector>(res, first(k), n, s[k] = add<T>(s[k], r[k]));
+    for (int k = 0; k < vecs; ++k) store_vec<vector>(res, first(k), n, s[k] = add<T>(s[k], r[k]));
   }
 
   float mean = 0;
   if (p.subtract_mean) {
 #pragma unroll
-    for (int k = 0; k < pieces; ++k) {
+    for (int k = 0; k < vecs; ++k) {
       mean += sum(to_floats<T>(s[k]));
       keep_packed(s[k]);
     }
-    mean = reduce_team(mean, p.lanes, shared[0], Sum{}) / static_cast<float>(p.n);
+    mean = reduce_row(mean, p.lanes, shared[0], Sum{}) / static_cast<float>(p.n);
   }
   Deviations d;
 #pragma unroll
-  for (int k = 0; k < pieces; ++k) {
+  for (int k = 0; k < vecs; ++k) {
     d.add<vector>(to_floats<T>(s[k]), mean, n - first(k));
     keep_packed(s[k]);
   }
-  if (p.subtract_mean) d.sum = reduce_team(d.sum, p.lanes, shared[1], Sum{});
-  const Moments m = moments(p, mean, d.sum, reduce_team(d.squares, p.lanes, shared[2], Sum{}));
+  if (p.subtract_mean) d.sum = reduce_row(d.sum, p.lanes, shared[1], Sum{});
+  const Moments m = moments(p, mean, d.sum, reduce_row(d.squares, p.lanes, shared[2], Sum{}));
   const Row y = row_at(p.y, row);
 #pragma unroll
-  for (int k = 0; k < pieces; ++k) write<T, vector>(p, y, s[k], m, first(k), n);
+  for (int k = 0; k < vecs; ++k) write<T, vector>(p, y, s[k], m, first(k), n);
 }
 
 // A row that does not fit registers: one pass a statistic and one to write.
 template <class T, bool vector>
 __global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ NormParams p) {
   __shared__ float shared[3][32];
-  const std::int64_t row = blockIdx.x, begin = threadIdx.x * piece, step = blockDim.x * piece;
+  const std::int64_t row = blockIdx.x, begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;
   const Row y = row_at(p.y, row);
   Row s = row_at(p.x, row);
   if (p.residual.data) {
     const Row residual = row_at(p.residual, row), res = row_at(p.res, row);
 #pragma unroll 4
     for (std::int64_t i = begin; i < p.n; i += step)
-      store_piece<vector>(res, i, p.n, add<T>(load_piece<vector>(s, i, p.n), load_piece<vector>(residual, i, p.n)));
+      store_vec<vector>(res, i, p.n, add<T>(load_vec<vector>(s, i, p.n), load_vec<vector>(residual, i, p.n)));
     s = res;
   }
   float mean = 0;
   if (p.subtract_mean) {
 #pragma unroll 4
-    for (std::int64_t i = begin; i < p.n; i += step) mean += sum(to_floats<T>(load_piece<vector>(s, i, p.n)));
-    mean = reduce_team(mean, p.lanes, shared[0], Sum{}) / static_cast<float>(p.n);
+    for (std::int64_t i = begin; i < p.n; i += step) mean += sum(to_floats<T>(load_vec<vector>(s, i, p.n)));
+    mean = reduce_row(mean, p.lanes, shared[0], Sum{}) / static_cast<float>(p.n);
   }
   Deviations d;
 #pragma unroll 4
   for (std::int64_t i = begin; i < p.n; i += step)
-    d.add<vector>(to_floats<T>(load_piece<vector>(s, i, p.n)), mean, p.n - i);
-  if (p.subtract_mean) d.sum = reduce_team(d.sum, p.lanes, shared[1], Sum{});
-  const Moments m = moments(p, mean, d.sum, reduce_team(d.squares, p.lanes, shared[2], Sum{}));
-  for (std::int64_t i = begin; i < p.n; i += step) write<T, vector>(p, y, load_piece<vector>(s, i, p.n), m, i, p.n);
+    d.add<vector>(to_floats<T>(load_vec<vector>(s, i, p.n)), mean, p.n - i);
+  if (p.subtract_mean) d.sum = reduce_row(d.sum, p.lanes, shared[1], Sum{});
+  const Moments m = moments(p, mean, d.sum, reduce_row(d.squares, p.lanes, shared[2], Sum{}));
+  for (std::int64_t i = begin; i < p.n; i += step) write<T, vector>(p, y, load_vec<vector>(s, i, p.n), m, i, p.n);
 }
 
-// f(kernel) for one dtype: the one that a row of `pieces` in registers takes.
+// f(kernel) for one dtype: the kernel that holds `vecs` vectors of a row in each thread's registers.
 template <class T, bool vector, class F>
-void with_kernel(int pieces, F&& f) {
-  if (pieces == 2) f(norm_rows<T, 2, vector>);
-  else if (pieces == 4) f(norm_rows<T, 4, vector>);
+void with_kernel(int vecs, F&& f) {
+  if (vecs == 2) f(norm_rows<T, 2, vector>);
+  else if (vecs == 4) f(norm_rows<T, 4, vector>);
   else f(norm_long_rows<T, vector>);
 }
 
@@ -205,7 +205,7 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
     with_vector(
         p.n,
         [&](auto vector) {
-          with_kernel<decltype(e), vector>(plan.pieces, [&](auto kernel) {
+          with_kernel<decltype(e), vector>(plan.vecs, [&](auto kernel) {
             scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p);
           });
         },
@@ -216,11 +216,11 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
 
 void load_norm_kernels(const char* op) {
   const auto load = [op](auto kernel) { load_kernel(op, kernel); };
-  for (int pieces : {0, 2, 4}) {
-    with_kernel<half, true>(pieces, load);
-    with_kernel<half, false>(pieces, load);
-    with_kernel<bf16, true>(pieces, load);
-    with_kernel<bf16, false>(pieces, load);
+  for (int vecs : {0, 2, 4}) {
+    with_kernel<half, true>(vecs, load);
+    with_kernel<half, false>(vecs, load);
+    with_kernel<bf16, true>(vecs, load);
+    with_kernel<bf16, false>(vecs, load);
   }
 }
 

@@ -115,7 +115,7 @@ class Weights {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         std::uint8_t* const to = slot + (2 * half + r) * 512 + threadIdx.x % 32 * 16;
-        if constexpr (Cfg::pieces) tile::cp_async_16_or_zeros(to, from_[r] + 32 * half, left_ > 32 * half);
+        if constexpr (Cfg::pieces) tile::cp_async_16_zfill(to, from_[r] + 32 * half, left_ > 32 * half);
         else *reinterpret_cast<uint4*>(to) = gather(from_[r] + 32 * half * step_, step_, left_ - 32 * half);
       }
       from_[r] += stride_ * step_;
@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
     const std::int64_t from = (std::int64_t{first} + slice * S) * linear_step_k,
                        end = min(p.k, (std::int64_t{first} + all) * linear_step_k);
     if (lane < linear_rows && row + lane < p.n && from < end)
-      tile::prefetch_run(static_cast<const T*>(p.w) + (row + lane) * p.w_stride + from,
-                         static_cast<int>(min(end - from, std::int64_t{S * linear_step_k})) * 2);
+      tile::prefetch_l2_bulk(static_cast<const T*>(p.w) + (row + lane) * p.w_stride + from,
+                             static_cast<int>(min(end - from, std::int64_t{S * linear_step_k})) * 2);
   }
   const std::int64_t k = (std::int64_t{first} + slice) * linear_step_k + 8 * t;  // of this lane, in its first step
   Weights<Cfg> weights(p, row, k, stride);

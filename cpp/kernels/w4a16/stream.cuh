@@ -128,8 +128,8 @@ struct CodeStream {
   __device__ __forceinline__ void prefetch(int steps) const {
     const int lane = threadIdx.x % 32;
     if (lane % 16 == 0 && lane < 16 * rows)
-      tile::prefetch_run(codes + lane / 16 * codes_apart - lane * 16, min(2 * steps, tiles_left) * tile_bytes);
-    if (side && lane % 8 == 0) tile::prefetch_run(side, min(max(steps * group_step, 1), side_left) * group_bytes);
+      tile::prefetch_l2_bulk(codes + lane / 16 * codes_apart - lane * 16, min(2 * steps, tiles_left) * tile_bytes);
+    if (side && lane % 8 == 0) tile::prefetch_l2_bulk(side, min(max(steps * group_step, 1), side_left) * group_bytes);
   }
 
   // Starts the copies of the next step.
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Cfg::ctas) w4a16_stream(const _
         Decode::decode(runs, quarter, zero, a);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const tile::FragmentA b = tile::load_8x8x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
+          const tile::FragmentA b = tile::ldmatrix_x4(x + quarter * 64 + nt * (8 * Cfg::pitch));
           tile::mma<T>(sum[nt], a[0], {{b.r[0], b.r[1]}});
           tile::mma<T>(sum[nt], a[1], {{b.r[2], b.r[3]}});
           if constexpr (Cfg::minima) {

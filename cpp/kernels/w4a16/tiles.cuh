@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(Cfg::form.threads(), Cfg::ctas)
     for (int run = 0; run < Cfg::bits / 2; ++run)
       runs[run] = *reinterpret_cast<const uint4*>(slot + run * w4_run_bytes + lane * 16);
     if constexpr (Cfg::rounded) {
-      scales = tile::load_8x8x4_transposed(slot + scales_at);
-      if (minima) minimums = tile::load_8x8x4_transposed(slot + scales_at + w4_side_bytes);
+      scales = tile::ldmatrix_x4_trans(slot + scales_at);
+      if (minima) minimums = tile::ldmatrix_x4_trans(slot + scales_at + w4_side_bytes);
     }
   };
   const auto load_scales = [&] {

@@ -135,7 +135,7 @@ __global__ void load_tiles(std::uint32_t* plain, std::uint32_t* turned) {
   const int lane = thread_index();
   for (int column = 0; column < 8; ++column) tiles[lane][column] = static_cast<std::uint16_t>(8 * lane + column);
   __syncwarp();
-  const FragmentA a = load_8x8x4(tiles[lane]), b = load_8x8x4_transposed(tiles[lane]);
+  const FragmentA a = ldmatrix_x4(tiles[lane]), b = ldmatrix_x4_trans(tiles[lane]);
   for (int r = 0; r < 4; ++r) plain[4 * lane + r] = a.r[r], turned[4 * lane + r] = b.r[r];
 }
 
@@ -183,10 +183,10 @@ TEST_F(Tile, MergeWeights) {
 
 __global__ void finish_rows(SoftmaxResult* to) {
   if (thread_index() > 0) return;
-  to[0] = finish_softmax(-INFINITY, 0.0f, -INFINITY);
-  to[1] = finish_softmax(3.0f, 4.0f, -INFINITY);
-  to[2] = finish_softmax(3.0f, 4.0f, 5.0f);
-  to[3] = finish_softmax(-INFINITY, 0.0f, 2.0f);
+  to[0] = finalize_softmax(-INFINITY, 0.0f, -INFINITY);
+  to[1] = finalize_softmax(3.0f, 4.0f, -INFINITY);
+  to[2] = finalize_softmax(3.0f, 4.0f, 5.0f);
+  to[3] = finalize_softmax(-INFINITY, 0.0f, 2.0f);
 }
 
 TEST_F(Tile, AFinishedRow) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Strided tensors as rows of 16-bit elements, and the piece of a row that a thread handles: eight neighbours, 16 bytes.
-// How a piece gets in and out of registers depends on the strides: in one access where all tensors of a call allow it
-// (`vector`), else one by one. Who handles which piece, and so every bit of a result, does not.
+// Strided tensors as rows of 16-bit elements, and 16-byte vectors: eight neighbouring elements of a row in one thread.
+// A vector moves in one access if the strides of all tensors of the call allow it (`vector`), else element by element.
+// The strides do not change which thread handles which vector, so they change no bit of a result.
 #pragma once
 
 #include <bit>
@@ -14,34 +14,35 @@
 
 namespace rooftile::tile {
 
-// a / b by a rounded reciprocal, which is off by one at most: no call, as a 64-bit division would be. 0 <= a < 2^53.
+// a / b for 0 <= a < 2^53: a product with the rounded reciprocal, which errs by at most one, and a correction. A 64-bit
+// integer division would be a function call.
 struct Divisor {
   std::int64_t value = 1;
   double reciprocal = 1;
 };
 inline Divisor divisor(std::int64_t value) { return {value, 1.0 / static_cast<double>(value)}; }
 struct Division {
-  std::int64_t quotient, rest;
+  std::int64_t quotient, remainder;
 };
 __device__ __forceinline__ Division divide(std::int64_t a, const Divisor& b) {
-  std::int64_t quotient = __double2ll_rz(static_cast<double>(a) * b.reciprocal), rest = a - quotient * b.value;
-  if (rest < 0) --quotient, rest += b.value;
-  if (rest >= b.value) ++quotient, rest -= b.value;
-  return {quotient, rest};
+  std::int64_t quotient = __double2ll_rz(static_cast<double>(a) * b.reciprocal), remainder = a - quotient * b.value;
+  if (remainder < 0) --quotient, remainder += b.value;
+  if (remainder >= b.value) ++quotient, remainder -= b.value;
+  return {quotient, remainder};
 }
 
-// A tensor's first dimensions flattened to a row number; neighbours that nest are one dimension, so most have one or
-// none.
+// A tensor whose leading dimensions are flattened to one row index. Leading dimensions that nest without a gap are
+// merged, so most tensors have at most one.
 struct Rows {
-  std::byte* data = nullptr;           // null: no tensor
-  std::int64_t step = 0;               // elements from one to the next in a row
-  Divisor size[TensorView::max_ndim];  // from the outermost
-  std::int64_t stride[TensorView::max_ndim] = {};
+  std::byte* data = nullptr;                       // null: no tensor
+  std::int64_t step = 0;                           // elements between neighbours of a row
+  Divisor size[TensorView::max_ndim];              // (dims), outermost first
+  std::int64_t stride[TensorView::max_ndim] = {};  // (dims), elements
   int dims = 0;
-  bool vector = true;  // every row starts on 16 bytes and has its elements next to each other
+  bool vector = true;  // every row is contiguous and starts at a multiple of 16 bytes
 };
 
-// The first `dims` dimensions of t.
+// The rows over the first `dims` dimensions of t.
 inline Rows rows_of(const TensorView& t, int dims) {
   Rows r;
   if (!t.given()) return r;
@@ -67,7 +68,7 @@ __device__ __forceinline__ std::int64_t row_offset(const Rows& r, std::int64_t r
   std::int64_t offset = 0;
   for (int i = r.dims - 1; i > 0; --i) {
     const Division split = divide(row, r.size[i]);
-    offset += split.rest * r.stride[i];
+    offset += split.remainder * r.stride[i];
     row = split.quotient;
   }
   return r.dims ? offset + row * r.stride[0] : 0;
@@ -81,41 +82,42 @@ __device__ __forceinline__ Row row_at(const Rows& r, std::int64_t row) {
   return {reinterpret_cast<std::uint16_t*>(r.data) + row_offset(r, row), r.step};
 }
 
-constexpr int piece = 8;  // elements
+constexpr int vec_size = 8;  // elements of a 16-byte vector
 
-// Whether element i of a piece exists, with `left` elements from its first one to the row's end.
+// Whether element i of a vector lies inside the row; `left` elements of the row remain from the vector's first one on.
 template <bool vector, class Index>
 __device__ __forceinline__ bool inside(int i, Index left) {
   return left > (vector ? 0 : i);
 }
 
-// Elements [first, first + 8) of a row of n; zeros past its end. Index: int where n is known to be small.
+// Loads elements [first, first + 8) of a row of n, zero-filled past the row's end. Index: int where n is known to be
+// small.
 template <bool vector, class Index>
-__device__ __forceinline__ uint4 load_piece(const Row& row, Index first, Index n) {
+__device__ __forceinline__ uint4 load_vec(const Row& row, Index first, Index n) {
   if constexpr (vector) {
     return first < n ? load_once(row.data + first) : uint4{};
   } else {
-    std::uint32_t x[piece];
+    std::uint32_t x[vec_size];  // one element a register
 #pragma unroll
-    for (int i = 0; i < piece; ++i) x[i] = first + i < n ? row.data[(first + i) * row.step] : 0;
+    for (int i = 0; i < vec_size; ++i) x[i] = first + i < n ? row.data[(first + i) * row.step] : 0;
     return {x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16};
   }
 }
 
 template <bool vector, class Index>
-__device__ __forceinline__ void store_piece(const Row& row, Index first, Index n, uint4 values) {
+__device__ __forceinline__ void store_vec(const Row& row, Index first, Index n, uint4 values) {
   if constexpr (vector) {
     if (first < n) store(row.data + first, values);
   } else {
     const std::uint32_t x[] = {values.x, values.y, values.z, values.w};
 #pragma unroll
-    for (int i = 0; i < piece; ++i)
+    for (int i = 0; i < vec_size; ++i)
       if (first + i < n) row.data[(first + i) * row.step] = static_cast<std::uint16_t>(x[i / 2] >> 16 * (i % 2));
   }
 }
 
 struct Floats {
-  float at[piece];
+  float at[vec_size];  // a vector in fp32
 };
 template <class T>
 __device__ __forceinline__ Floats to_floats(uint4 x) {
@@ -127,18 +129,18 @@ __device__ __forceinline__ uint4 from_floats(const Floats& x) {
   return {pack<T>(x.at[0], x.at[1]), pack<T>(x.at[2], x.at[3]), pack<T>(x.at[4], x.at[5]), pack<T>(x.at[6], x.at[7])};
 }
 
-// Makes x look new to the compiler, which then unpacks it again where it is used again, instead of keeping eight floats
-// in registers in place of four words.
+// Hides the origin of x from the compiler, which then unpacks x again at its next use. Otherwise the compiler would
+// keep eight floats in registers in place of four words.
 __device__ __forceinline__ void keep_packed(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)); }
 
-// A tensor that every row reads and nobody writes (weights, tables): rows of T or of fp32.
+// A tensor that every row reads and no thread writes (weights, RoPE tables): rows of T or of fp32.
 struct Table {
   const std::byte* data = nullptr;    // null: no tensor
-  std::int64_t step = 0, stride = 0;  // elements: in a row, from row to row
+  std::int64_t step = 0, stride = 0;  // elements between neighbours of a row, and between rows
   bool wide = false;                  // fp32
   bool vector = true;
 };
-// t [n] or [rows, n].
+// The table of t, [n] or [rows, n].
 inline Table table_of(const TensorView& t) {
   Table r;
   if (!t.given()) return r;
@@ -150,21 +152,21 @@ inline Table table_of(const TensorView& t) {
   return r;
 }
 
-// Elements [first, first + 8) of row `row` of n; zeros past its end.
+// Loads elements [first, first + 8) of row `row` of n elements, zero-filled past the row's end.
 template <class T, bool vector, class Index>
 __device__ __forceinline__ Floats load_table(const Table& t, std::int64_t row, Index first, Index n) {
   const std::int64_t start = row * t.stride;
   if constexpr (vector) {
     if (first >= n) return {};
-    if (!t.wide) return to_floats<T>(load_shared_by_many(reinterpret_cast<const T*>(t.data) + start + first));
+    if (!t.wide) return to_floats<T>(load_read_only(reinterpret_cast<const T*>(t.data) + start + first));
     const float* from = reinterpret_cast<const float*>(t.data) + start + first;
-    const uint4 low = load_shared_by_many(from), high = load_shared_by_many(from + 4);
+    const uint4 low = load_read_only(from), high = load_read_only(from + 4);
     return {{__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(low.z), __uint_as_float(low.w),
              __uint_as_float(high.x), __uint_as_float(high.y), __uint_as_float(high.z), __uint_as_float(high.w)}};
   } else {
     Floats x;
 #pragma unroll
-    for (int i = 0; i < piece; ++i) {
+    for (int i = 0; i < vec_size; ++i) {
       const std::int64_t offset = start + (first + i) * t.step;
       x.at[i] = first + i >= n ? 0.0f
                 : t.wide       ? reinterpret_cast<const float*>(t.data)[offset]
@@ -174,28 +176,29 @@ __device__ __forceinline__ Floats load_table(const Table& t, std::int64_t row, I
   }
 }
 
-// Starts the eight from `first` of a table of one row on their way; the whole of them where they are neighbours.
+// Prefetches element `first` of a one-row table into L2; in a contiguous table its line holds the whole vector.
 template <class Index>
 __device__ __forceinline__ void prefetch_table(const Table& t, Index first, Index n) {
-  if (t.data && first < n) prefetch(t.data + first * t.step * (t.wide ? 4 : 2));
+  if (t.data && first < n) prefetch_l2(t.data + first * t.step * (t.wide ? 4 : 2));
 }
 
-// Calls f(true_type) where a call with rows of n elements may take 16 bytes at a time, else f(false_type).
+// Calls f(true_type) if all tensors of a call with rows of n elements allow 16-byte accesses, else f(false_type).
 template <class F, class... Tensors>
 void with_vector(std::int64_t n, F&& f, const Tensors&... tensors) {
-  if (n % piece == 0 && (tensors.vector && ...)) f(std::true_type{});
+  if (n % vec_size == 0 && (tensors.vector && ...)) f(std::true_type{});
   else f(std::false_type{});
 }
 
-// How threads share a row that must be reduced; from its length alone, because the order of a sum follows from it.
+// How threads divide a row that they reduce. The plan depends on the row's length alone, because it fixes the order of
+// the sums.
 struct RowPlan {
-  int pieces;   // a thread holds in registers; 0: the row does not fit and is read again
-  int lanes;    // threads of a row: a power of two up to 32, or the whole block
-  int threads;  // of a block
-  int rows() const { return lanes <= 32 ? threads / lanes : 1; }  // of a block
+  int vecs;     // vectors of the row in each thread's registers; 0: the row does not fit and is read again
+  int lanes;    // threads of a row: a power of two up to 32, or the whole CTA
+  int threads;  // of a CTA
+  int rows() const { return lanes <= 32 ? threads / lanes : 1; }  // of a CTA
 };
 inline RowPlan plan_row(std::int64_t n) {
-  const auto threads = [n](int pieces) { return static_cast<int>((n + pieces * piece - 1) / (pieces * piece)); };
+  const auto threads = [n](int vecs) { return static_cast<int>((n + vecs * vec_size - 1) / (vecs * vec_size)); };
   const auto warps = [](int threads) { return (threads + 31) / 32 * 32; };
   if (n <= 512) return {2, static_cast<int>(std::bit_ceil(static_cast<unsigned>(threads(2)))), 128};
   if (n <= 1024) return {4, 32, 128};
@@ -204,12 +207,12 @@ inline RowPlan plan_row(std::int64_t n) {
   return {0, 512, 512};
 }
 
-// Which row this thread works on, and as which of the row's threads.
-struct Place {
+// The row this thread works on, and this thread's index among the threads of the row.
+struct RowThread {
   std::int64_t row;
-  int rank;
+  int thread;
 };
-__device__ __forceinline__ Place place(int lanes) {
+__device__ __forceinline__ RowThread row_thread(int lanes) {
   if (lanes > 32) return {static_cast<std::int64_t>(blockIdx.x), static_cast<int>(threadIdx.x)};
   const int rows = blockDim.x / lanes;
   return {static_cast<std::int64_t>(blockIdx.x) * rows + threadIdx.x / lanes, static_cast<int>(threadIdx.x) % lanes};
