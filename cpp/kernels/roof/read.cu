@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads every byte of a tensor as fast as the machine can and does next to nothing with it: the roof of all that
-// streams.
-//   x: n 16-byte words   4 blocks of 512 threads a multiprocessor, 8 loads in flight a thread
+// read_bytes: reads every byte of a tensor once, to measure the memory roof of streaming kernels.
+//   x: n 16-byte vectors   4 CTAs of 512 threads an SM, 8 loads in flight a thread
 #include "kernels/backend.h"
 #include "kernels/launch.h"
 
@@ -9,7 +8,7 @@ namespace rooftile::gpu {
 namespace {
 
 struct ReadParams {
-  const uint4* words;
+  const uint4* vecs;
   std::int64_t count;
   int* sink;
 };
@@ -21,16 +20,16 @@ __global__ __launch_bounds__(threads, 4) void read_all(ReadParams p) {
   unsigned all = 0;
   for (std::int64_t first = std::int64_t{blockIdx.x} * threads * in_flight + threadIdx.x; first < p.count;
        first += step) {
-    uint4 x[in_flight];
+    uint4 x[in_flight];  // (8 vectors of 16 bytes)
 #pragma unroll
     for (int i = 0; i < in_flight; ++i) {
       const std::int64_t at = first + i * threads;
-      x[i] = at < p.count ? __ldg(p.words + at) : uint4{};
+      x[i] = at < p.count ? __ldg(p.vecs + at) : uint4{};
     }
 #pragma unroll
-    for (const uint4& w : x) all |= w.x ^ w.y ^ w.z ^ w.w;
+    for (const uint4& v : x) all |= v.x ^ v.y ^ v.z ^ v.w;
   }
-  if (all == 0x9e3779b9u) *p.sink = 1;  // so that no load can be left out; next to never true
+  if (all == 0x9e3779b9u) *p.sink = 1;  // keeps the compiler from dropping loads; practically never true
 }
 
 }  // namespace
