@@ -175,6 +175,7 @@ def with_meta(tmp_path, changes):
         ("llama.rope.freq_base", (0.0, "float32"), ArgumentError, ("got 0.0",)),
         ("llama.rope.scaling.type", ("yarn", "string"), NotSupportedError, ("'yarn'", "linear")),
         ("llama.expert_count", (8, "uint32"), NotSupportedError, ("8",)),
+        ("llama.expert_group_count", (0, "uint32"), NotSupportedError, ("not mapped",)),
         ("llama.attention.sliding_window", (128, "uint32"), NotSupportedError, ("128",)),
         ("llama.vocab_size", (319, "uint32"), ArgumentError, ("319", "320")),
         ("llama.context_length", None, ArgumentError, ("missing",)),

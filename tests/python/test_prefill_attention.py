@@ -350,7 +350,11 @@ def cu(*values):
         ({**CU, "cu_seqlens_q": cu(0, 9), "cu_seqlens_k": cu(0, 4, 9)}, rt.ArgumentError, "cu_seqlens_k"),
         ({**CU, "cu_seqlens_q": cu(0, 8), "cu_seqlens_k": cu(0, 9)}, rt.ArgumentError, "cu_seqlens_q"),
         ({**CU, "cu_seqlens_q": cu(1, 9), "cu_seqlens_k": cu(0, 9)}, rt.ArgumentError, "cu_seqlens_q"),
-        ({**CU, "cu_seqlens_q": cu(0, 7, 3, 9), "cu_seqlens_k": cu(0, 1, 2, 9)}, rt.ArgumentError, "cu_seqlens_q"),
+        (
+            {**CU, "cu_seqlens_q": cu(0, 7, 3, 9), "cu_seqlens_k": cu(0, 1, 2, 9)},
+            rt.ArgumentError,
+            "cu_seqlens_q must not decrease, got 3 after 7 at index 2",
+        ),
         ({**CU, "cu_seqlens_q": cu(), "cu_seqlens_k": cu()}, rt.ArgumentError, "cu_seqlens_q"),
         ({**CU, "cu_seqlens_q": torch.tensor([0, 9]), "cu_seqlens_k": cu(0, 9)}, rt.ArgumentTypeError, "cu_seqlens_q"),
         ({"out": torch.zeros(2, 3, 4)}, rt.ArgumentError, "out"),

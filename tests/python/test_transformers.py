@@ -632,6 +632,10 @@ def test_what_is_not_implemented_is_refused():
     q, k, v = layer_inputs(4)
     with pytest.raises(rt.NotSupportedError, match=r"attention_mask: .*custom masks"):
         attend(cache(), q, k, v, mask=rooftile_mask(1, 4, 4, mask_function=lambda *_: True))
+    chunked = transformers.masking_utils.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.int))
+    for function, window in ((lambda *_: True, None), (lambda *_: True, 2), (chunked, None)):
+        with pytest.raises(rt.NotSupportedError, match=r"attention_mask: .*custom masks"):  # as torch.compile traces it
+            rooftile_mask(1, 4, 4, mask_function=function).traced_window(window)
     with pytest.raises(rt.NotSupportedError, match="dropout"):
         attend(cache(), q, k, v, dropout=0.1)
     with pytest.raises(rt.NotSupportedError, match="output_attentions"):
