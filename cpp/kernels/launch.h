@@ -48,7 +48,7 @@ const DeviceFacts& device_facts(const char* op, int device);
 // launch it with more.
 void allow_shared(const char* op, int device, const void* kernel, std::size_t bytes);
 
-// with_previous: a kernel that waits in its own code (tile/grid.cuh) for the launch before it, and may start while that
+// with_previous: a kernel that waits in its own code (tile/cta_sync.cuh) for the launch before it, and may start while that
 // one still runs. On other devices than Hopper, whose code does not wait, it starts behind it.
 enum class Overlap { none, with_previous };
 
@@ -93,7 +93,7 @@ class DeviceScope {
     Grid(std::int64_t x, std::int64_t y = 1) : x(x), y(y) {}
   };
   // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value. cluster: so many
-  // blocks in a row run at once and can wait for each other (tile/grid.cuh).
+  // blocks in a row run at once and can wait for each other (tile/cta_sync.cuh).
   template <class Params>
   void launch(void (*kernel)(Params), Grid grid, int threads, std::size_t shared_bytes, const Params& params,
               Overlap overlap = Overlap::none, int cluster = 1) const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Hopper's copy engine must know of a tensor (tile/tensor_copy.cuh).
+// What Hopper's copy engine must know of a tensor (tile/tma.cuh).
 #pragma once
 
 #include <cuda.h>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stored codes -> pairs of fp16, exactly, in registers. No code needs more than 8 bits, so fp16 serves bf16 caches too.
+// Stored codes of a KV cache -> pairs of fp16, exactly, in registers. No code needs more than 8 bits of mantissa, so
+// fp16 operands serve bf16 caches too.
 #pragma once
 
 #include "tile/element.cuh"
@@ -16,8 +17,8 @@ __device__ __forceinline__ std::uint32_t mul_f16x2(std::uint32_t a, std::uint32_
   return reinterpret_cast<const std::uint32_t&>(r);
 }
 
-// The low bits of an fp16 are a whole number in units of 2^-24: codes become operands by masking alone, as subnormals,
-// which tensor cores multiply exactly. What is unsigned stays unsigned; the caller takes the middle off the sums.
+// The low bits of an fp16 are an integer in units of 2^-24: masking a code gives an operand, a subnormal, which tensor
+// cores multiply exactly. Codes stay unsigned; the caller subtracts the zero point's part from the sums.
 inline constexpr float code_unit = 0x1p-24f;
 
 // Four int8 codes in a word -> (byte 0, byte 1) + 128, (byte 2, byte 3) + 128, in code units.
@@ -28,8 +29,8 @@ __device__ __forceinline__ void decode_int8_plus_128(std::uint32_t word, std::ui
 }
 inline constexpr std::uint32_t pair_of_128 = 0x00800080u;  // in code units
 
-// Four E4M3 codes in a word -> (byte 0, byte 1), (byte 2, byte 3), in units of 2^8: their bits are those of an fp16 of
-// 2^-8 times the value. The patterns of NaN, which caches do not hold, come as 480.
+// Four E4M3 codes in a word -> (byte 0, byte 1), (byte 2, byte 3), in units of 2^8: the bits of a code, moved to an
+// fp16's exponent and mantissa, are 2^-8 times its value. NaN, which caches do not hold, becomes 480.
 __device__ __forceinline__ void decode_e4m3(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
   const auto placed = [](std::uint32_t upper_bytes) {
     return (upper_bytes & 0x80008000u) | (upper_bytes >> 1 & 0x3f803f80u);
@@ -39,8 +40,8 @@ __device__ __forceinline__ void decode_e4m3(std::uint32_t word, std::uint32_t& l
 }
 inline constexpr float e4m3_unit = 0x1p-8f;
 
-// Eight unsigned nibbles in a word, pair r being (nibble r, nibble r + 4): in code units for even r, in 16 of them for
-// odd r.
+// Eight unsigned nibbles in a word -> (4 pairs): pair r is (nibble r, nibble r + 4), in units of code_unit for even r,
+// of odd_code_unit for odd r.
 __device__ __forceinline__ void decode_uint4(std::uint32_t word, std::uint32_t (&pair)[4]) {
   const std::uint32_t upper = word >> 8;
   pair[0] = word & 0x000f000fu;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The register A operand of mma m16n8k16 from the kernel form of a weight of 4 or 8 bits (core/w4_layout.h).
+// The register A operand of mma m16n8k16 from the packed layout of a weight of 4 or 8 bits (core/w4_layout.h).
 #pragma once
 
 #include <type_traits>
@@ -17,52 +17,52 @@ __device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32
   return reinterpret_cast<const std::uint32_t&>(r);
 }
 
-// decode: a lane's codes of 32 k, of a step of 128 in its runs -> the fragment registers (u - zero) / unit of two
-// k-steps, exactly.
-// Registers 0 and 2 are row g of the tile, 1 and 3 row g + 8. zero(g, g8): the zeros of the two rows, 0 to 255, in one
-// register.
+// Codes -> exact operands (u - zero) / unit.
+// decode: from codes, (fragment blocks of a step of 128 k) with a lane's 16 bytes of each, k-block k_block of 32 k: the
+// A fragments of two k-steps of 16. Registers 0 and 2 of a fragment are row g of the tile, 1 and 3 row g + 8. zero(g,
+// g8): the zeros of the two rows, 0 to 255, in one register.
 //
-// A code needs no exponent: its bits alone are u * 2^-24 (fp16, subnormal) or u * 2^-133 (bf16, subnormal below 128), a
-// nibble's one place higher 16 times that. One multiply-add with a power of two and -zero / unit does the rest; every
-// value has few enough bits.
+// A code needs no exponent: its bits alone are the subnormal u * 2^-24 (fp16) or u * 2^-133 (bf16, subnormal below
+// 128), of a nibble in bits 4 to 7 16 times that. One multiply-add by a power of two, with -zero / unit as the addend,
+// gives the operand, and every value fits the mantissa.
 template <class T, int bits>
 struct CodeDecode {
   static constexpr bool fp16 = std::is_same_v<T, half>;
   static constexpr float unit = fp16 ? 512.0f : 64.0f;
   static constexpr std::uint32_t one = fp16 ? 0x18001800 : 0x3c803c80;  // 1 / unit
-  using Zero = std::uint32_t;                                           // -zero / unit
+  using Zero = std::uint32_t;                                           // (row g, row g + 8): -zero / unit
 
   __device__ __forceinline__ static Zero zero(std::uint32_t g, std::uint32_t g8) {
     constexpr std::uint32_t lower = fp16 ? 0xf800f800 : 0xff00ff00;  // -2^15, -2^127
-    return fma(g | g8 << 16, lower, 0x80008000);                     // and -0, which changes nothing
+    return fma(g | g8 << 16, lower, 0x80008000);                     // plus -0, which changes nothing
   }
-  __device__ __forceinline__ static void decode(const uint4 (&runs)[bits / 2], int quarter, Zero zero,
+  __device__ __forceinline__ static void decode(const uint4 (&codes)[bits / 2], int k_block, Zero zero,
                                                 FragmentA (&a)[2]) {
     const std::uint32_t g = __byte_perm(zero, zero, 0x1010), g8 = __byte_perm(zero, zero, 0x3232);
     if constexpr (bits == 4) {
-      const uint4& four = runs[quarter / 2];
-      decode_word(quarter % 2 == 0 ? four.x : four.z, g, g8, a[0].r);
-      decode_word(quarter % 2 == 0 ? four.y : four.w, g, g8, a[1].r);
+      const uint4& vec = codes[k_block / 2];
+      decode_word(k_block % 2 == 0 ? vec.x : vec.z, g, g8, a[0].r);
+      decode_word(k_block % 2 == 0 ? vec.y : vec.w, g, g8, a[1].r);
     } else {
-      const uint4& four = runs[quarter];
-      decode_words(four.x, four.y, g, g8, a[0].r);
-      decode_words(four.z, four.w, g, g8, a[1].r);
+      const uint4& vec = codes[k_block];
+      decode_words(vec.x, vec.y, g, g8, a[0].r);
+      decode_words(vec.z, vec.w, g, g8, a[1].r);
     }
   }
 
  private:
   static constexpr std::uint32_t raise = fp16 ? 0x78007800 : 0x7f007f00,
-                                 raise_less = fp16 ? 0x68006800 : 0x7d007d00;  // 2^15, 2^127; 2^-4 of it
+                                 raise_high = fp16 ? 0x68006800 : 0x7d007d00;  // 2^15, 2^127 (bf16); 2^-4 of it
 
   __device__ __forceinline__ static void decode_word(std::uint32_t word, std::uint32_t g, std::uint32_t g8,
                                                      std::uint32_t (&a)[4]) {
     const std::uint32_t upper = word >> 8;
     a[0] = fma(word & 0x000f000f, raise, g);
-    a[1] = fma(word & 0x00f000f0, raise_less, g8);
+    a[1] = fma(word & 0x00f000f0, raise_high, g8);
     a[2] = fma(upper & 0x000f000f, raise, g);
-    a[3] = fma(upper & 0x00f000f0, raise_less, g8);
+    a[3] = fma(upper & 0x00f000f0, raise_high, g8);
   }
-  // 8 bits: bytes 0 and 2 of a word are a pair, 1 and 3 the next.
+  // 8 bits: bytes 0 and 2 of a word are one register, bytes 1 and 3 the next.
   __device__ __forceinline__ static void decode_words(std::uint32_t first, std::uint32_t second, std::uint32_t g,
                                                       std::uint32_t g8, std::uint32_t (&a)[4]) {
     a[0] = fma(first & 0x00ff00ff, raise, g);
@@ -76,7 +76,7 @@ struct CodeDecode {
   }
 };
 
-// (a & mask) | bits in one instruction: of two constants nvcc makes two.
+// (a & mask) | bits in one LOP3: nvcc emits two instructions where both are constants.
 template <std::uint32_t mask>
 __device__ __forceinline__ std::uint32_t and_or(std::uint32_t a, std::uint32_t bits) {
   std::uint32_t r;
@@ -84,23 +84,23 @@ __device__ __forceinline__ std::uint32_t and_or(std::uint32_t a, std::uint32_t b
   return r;
 }
 
-// A lane's codes of 32 k of one scale block -> the fragment registers of (u - zero) * scale + minimum, rounded to
-// nearest T. Scales of type T: one packed multiply-add behind the exact u - zero. Of the other 16-bit type: in fp32,
-// and rounded from there.
+// Codes -> rounded weights: the A fragments of (u - zero) * scale + minimum, rounded to nearest T, for one scale block.
+// Scales of type T: one packed multiply-add after the exact u - zero. Scales of the other 16-bit type: multiply-add in
+// fp32, then rounding.
 template <class T, int bits, class Scale>
 class WeightDecode {
  public:
-  // scale, minimum: of row g in the low half, of row g + 8 in the high one; minima are 0 where there are none. zero: of
-  // both rows, 0 to 255.
+  // scale, minimum: pairs (row g in the low half, row g + 8 in the high half); minimum is 0 where the weight has none.
+  // zero: (row g, row g + 8), 0 to 255.
   __device__ __forceinline__ WeightDecode(std::uint32_t scale, std::uint32_t minimum, const std::uint32_t (&zero)[2]) {
-    if constexpr (fp16 && native) {
-      zero_[0] = twice(0xe400 + zero[0]), zero_[1] = twice(0xe400 + zero[1]);  // -(1024 + zero)
-      if (bits == 4) zero_[1] = fma_f16x2(zero_[1], one, twice(0x6380));  // -(64 + zero): these codes lie 4 bits higher
+    if constexpr (fp16 && same_type) {
+      zero_[0] = splat(0xe400 + zero[0]), zero_[1] = splat(0xe400 + zero[1]);  // -(1024 + zero)
+      if (bits == 4) zero_[1] = fma_f16x2(zero_[1], one, splat(0x6380));  // -(64 + zero): these codes lie 4 bits higher
     } else {
       code_zero_ = Codes::zero(zero[0], zero[1]);
     }
-    if constexpr (native) {
-      if constexpr (!fp16) scale = fma_bf16x2(scale, twice(0x4280), 0x80008000);  // times 64, Codes' unit
+    if constexpr (same_type) {
+      if constexpr (!fp16) scale = fma_bf16x2(scale, splat(0x4280), 0x80008000);  // times 64, the unit of Codes
       scale_[0] = __byte_perm(scale, scale, 0x1010), scale_[1] = __byte_perm(scale, scale, 0x3232);
       minimum_[0] = __byte_perm(minimum, minimum, 0x1010), minimum_[1] = __byte_perm(minimum, minimum, 0x3232);
     } else {
@@ -110,33 +110,33 @@ class WeightDecode {
     }
   }
 
-  __device__ __forceinline__ void decode(const uint4 (&runs)[bits / 2], int k_block, FragmentA (&a)[2]) const {
-    if constexpr (fp16 && native) {
-      const uint4& four = runs[bits == 4 ? k_block / 2 : k_block];
+  __device__ __forceinline__ void decode(const uint4 (&codes)[bits / 2], int k_block, FragmentA (&a)[2]) const {
+    if constexpr (fp16 && same_type) {
+      const uint4& vec = codes[bits == 4 ? k_block / 2 : k_block];
       if constexpr (bits == 4) {
-        whole_codes_of_word(k_block % 2 == 0 ? four.x : four.z, a[0].r);
-        whole_codes_of_word(k_block % 2 == 0 ? four.y : four.w, a[1].r);
+        minus_zero_word(k_block % 2 == 0 ? vec.x : vec.z, a[0].r);
+        minus_zero_word(k_block % 2 == 0 ? vec.y : vec.w, a[1].r);
       } else {
-        whole_codes_of_words(four.x, four.y, a[0].r);
-        whole_codes_of_words(four.z, four.w, a[1].r);
+        minus_zero_words(vec.x, vec.y, a[0].r);
+        minus_zero_words(vec.z, vec.w, a[1].r);
       }
     } else {
-      Codes::decode(runs, k_block, code_zero_, a);
+      Codes::decode(codes, k_block, code_zero_, a);
     }
 #pragma unroll
-    for (FragmentA& of_16 : a)
+    for (FragmentA& fragment : a)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) of_16.r[r] = weights(of_16.r[r], r % 2);
+      for (int r = 0; r < 4; ++r) fragment.r[r] = dequant_pair(fragment.r[r], r % 2);
   }
 
  private:
-  static constexpr bool fp16 = std::is_same_v<T, half>, native = std::is_same_v<T, Scale>;
+  static constexpr bool fp16 = std::is_same_v<T, half>, same_type = std::is_same_v<T, Scale>;
   using Codes = CodeDecode<T, bits>;
-  static constexpr std::uint32_t above = 0x64006400,
-                                 one = 0x3c003c00;  // 1024: a code in the lowest bits of its mantissa counts as it is
+  static constexpr std::uint32_t above = 0x64006400,  // 1024: a code in its low mantissa bits counts as 1024 + u
+      one = 0x3c003c00;
 
-  __device__ __forceinline__ static std::uint32_t twice(std::uint32_t x) { return x | x << 16; }
-  __device__ __forceinline__ void whole_codes_of_word(std::uint32_t word, std::uint32_t (&a)[4]) const {
+  __device__ __forceinline__ static std::uint32_t splat(std::uint32_t x) { return x | x << 16; }
+  __device__ __forceinline__ void minus_zero_word(std::uint32_t word, std::uint32_t (&a)[4]) const {
     constexpr std::uint32_t sixteenth = 0x2c002c00;
     const std::uint32_t upper = word >> 8;
     a[0] = fma_f16x2(and_or<0x000f000f>(word, above), one, zero_[0]);
@@ -144,26 +144,26 @@ class WeightDecode {
     a[2] = fma_f16x2(and_or<0x000f000f>(upper, above), one, zero_[0]);
     a[3] = fma_f16x2(and_or<0x00f000f0>(upper, above), sixteenth, zero_[1]);
   }
-  __device__ __forceinline__ void whole_codes_of_words(std::uint32_t first, std::uint32_t second,
-                                                       std::uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void minus_zero_words(std::uint32_t first, std::uint32_t second,
+                                                   std::uint32_t (&a)[4]) const {
     a[0] = fma_f16x2(__byte_perm(first, above, 0x7270), one, zero_[0]);
     a[1] = fma_f16x2(__byte_perm(first, above, 0x7371), one, zero_[1]);
     a[2] = fma_f16x2(__byte_perm(second, above, 0x7270), one, zero_[0]);
     a[3] = fma_f16x2(__byte_perm(second, above, 0x7371), one, zero_[1]);
   }
-  __device__ __forceinline__ std::uint32_t weights(std::uint32_t codes, int row) const {
-    if constexpr (native && fp16) return fma_f16x2(codes, scale_[row], minimum_[row]);
-    else if constexpr (native) return fma_bf16x2(codes, scale_[row], minimum_[row]);
+  __device__ __forceinline__ std::uint32_t dequant_pair(std::uint32_t codes, int row) const {
+    if constexpr (same_type && fp16) return fma_f16x2(codes, scale_[row], minimum_[row]);
+    else if constexpr (same_type) return fma_bf16x2(codes, scale_[row], minimum_[row]);
     else {
       const float2 two = unpack<T>(codes);
       return pack<T>(fmaf(two.x, scale_[row], minimum_[row]), fmaf(two.y, scale_[row], minimum_[row]));
     }
   }
 
-  using Factor = std::conditional_t<native, std::uint32_t, float>;  // native: a pair of the same
-  Factor scale_[2], minimum_[2];
-  std::uint32_t zero_[2];           // fp16 && native: less the zeros, for codes as `above` makes them
-  typename Codes::Zero code_zero_;  // otherwise
+  using Factor = std::conditional_t<same_type, std::uint32_t, float>;  // same_type: a pair of equal values
+  Factor scale_[2], minimum_[2];                                       // (row g, row g + 8)
+  std::uint32_t zero_[2];           // (row g, row g + 8): fp16 && same_type: -(1024 + zero), high nibbles -(64 + zero)
+  typename Codes::Zero code_zero_;  // the other types
 };
 
 }  // namespace rooftile::tile

@@ -431,9 +431,9 @@ def test_what_another_kernel_left_in_shared_memory_does_not_matter(bits, kind, d
             closeness.assert_exact(w4.matmul(tx[:m], w), exact[:m])
 
 
-# (M, N, K, group): rows of W that CTAs of an H200 or H100 take in even shares. Of 128 and 64 tokens an item, of several
-# blocks of tokens, of CTAs without a cluster, and with so few rows more than shares that a CTA has to wait.
-SHARES = (
+# (M, N, K, group): products that run stream-K on an H200 or H100. 128 and 64 tokens a work tile, several m-blocks, CTAs
+# without a cluster, and so few work tiles more than work ranges that a CTA has to wait for its fix-up sums.
+STREAM_K = (
     (140, 40 * 256, 704, 32),
     (600, 16 * 256, 704, 64),
     (50, 80 * 256, 512, 128),
@@ -442,38 +442,38 @@ SHARES = (
 )
 
 
-def matmul_in_shares(x, w, **options):
-    """The product, by even shares where the device has as many multiprocessors as SHARES is made for."""
+def matmul_stream_k(x, w, **options):
+    """The product, by stream-K where the device has as many SMs as STREAM_K is made for."""
     with rt.record_kernels() as kernels:
         y = w4.matmul(x, w, **options)
     of_hopper, sms = takes_tiles(x.device.type, 17), torch.cuda.get_device_properties(x.device).multi_processor_count
-    assert ("_shares" in kernels[-1]) or not of_hopper or sms != 132, kernels
+    assert ("_streamk" in kernels[-1]) or not of_hopper or sms != 132, kernels
     return y
 
 
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_in_even_shares_are_exact(bits, kind, act_order, dtype, device):
+def test_stream_k_is_exact(bits, kind, act_order, dtype, device):
     cuda_only(device)
-    for m, n, k, group in SHARES:
+    for m, n, k, group in STREAM_K:
         w, dense = weight(n, k, group, kind, device, act_order, exact=True, bits=bits)
         x = cases.exact_values((m, k), "shares", k)
         exact, tx = oracle.w4a16_matmul(x, dense), cases.tensor(x, dtype, device)
-        closeness.assert_exact(matmul_in_shares(tx, w), exact)
-        closeness.assert_exact(matmul_in_shares(tx.flip(0), w), exact[::-1])  # what another call handed on is not used
+        closeness.assert_exact(matmul_stream_k(tx, w), exact)
+        closeness.assert_exact(matmul_stream_k(tx.flip(0), w), exact[::-1])  # another call's fix-up sums are not used
 
 
 @pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_know_nothing_of_shares(bits, kind, dtype, device):
-    """In a smaller weight rows are cut elsewhere or not at all; a token has the same bits in every block of tokens."""
+def test_bits_do_not_depend_on_stream_k(bits, kind, dtype, device):
+    """In a smaller weight work ranges end elsewhere or do not exist; a token has the same bits in every m-block."""
     cuda_only(device)
     n, k, group = 40 * 256, 1152, 64
     codes, scales, zeros = w4.parts(n, k, group, kind, dtype, bits=bits)
     whole = w4.weight(codes, scales, zeros, kind, dtype, group=group, bits=bits).to(device)
     x = cases.tensor(cases.values((128, k), dtype, "shares"), dtype, device).repeat(2, 1)
-    y = matmul_in_shares(x, whole)
+    y = matmul_stream_k(x, whole)
     closeness.assert_bits_equal(y[:128], y[128:])
     for few in (33 * 256, 36 * 256):
         some = (codes[:few], scales[:few], None if zeros is None else zeros[:few])
@@ -481,13 +481,13 @@ def test_bits_know_nothing_of_shares(bits, kind, dtype, device):
         closeness.assert_bits_equal(y[:, :few], w4.matmul(x, some), f"{few} rows of W")
 
 
-@pytest.mark.parametrize("m, n, k, group", SHARES)
-def test_replays_of_a_product_in_shares(m, n, k, group, device):
-    """A replay finds what the one before it left: sums of other tokens, and its own ticket if nobody takes it back."""
+@pytest.mark.parametrize("m, n, k, group", STREAM_K)
+def test_replays_of_stream_k(m, n, k, group, device):
+    """A replay finds what the one before left: fix-up sums of other tokens, and its own semaphore unless cleared."""
     cuda_only(device)
     w, _ = weight(n, k, group, "symmetric", device)
     xs = [cases.tensor(cases.values((m, k), "float16", "replays", i), "float16", device) for i in range(4)]
-    expected = [matmul_in_shares(x, w) for x in xs]
+    expected = [matmul_stream_k(x, w) for x in xs]
     x, y = torch.empty_like(xs[0]), torch.empty_like(expected[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -14,7 +14,7 @@
 #include "kernels/decode/queries.cuh"
 #include "kernels/decode/work_range.cuh"
 #include "kernels/decode/tree_reduction.cuh"
-#include "tile/grid.cuh"
+#include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
 

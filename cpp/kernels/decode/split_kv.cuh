@@ -28,7 +28,7 @@
 #include "kernels/decode/pages.cuh"
 #include "kernels/decode/work_range.cuh"
 #include "kernels/decode/warp_state.cuh"
-#include "tile/grid.cuh"
+#include "tile/cta_sync.cuh"
 #include "tile/warps.cuh"
 
 namespace rooftile::gpu {
@@ -111,7 +111,7 @@ class SplitKv {
   // The only work tile of this CTA's cluster. CTA 0 of the cluster reports faults and answers rows without visible
   // keys.
   __device__ WorkRange cluster_work_range() {
-    const auto [tile_index, cta_rank] = tile::place_in_cluster();
+    const auto [tile_index, cta_rank] = tile::cluster_coord();
     WorkRange range = one_work_tile(p, tile_index, cta_rank, p.cluster_size, 0,
                                     [&](int b) { return row_work_of(p, format, b, read); });
     const RowWork& w = range.work;
@@ -160,7 +160,7 @@ class SplitKv {
       if (!has_row) return;
       if constexpr (Config::clusters)
         if (clustered) {
-          ClusterPartials<D>* const to = tile::in_block(&smem.cluster, cta_of_row(p, m_row));
+          ClusterPartials<D>* const to = tile::map_shared_rank(&smem.cluster, cta_of_row(p, m_row));
           const int at = cluster_partial(p, split, m_row);
 #pragma unroll
           for (int i = 0; i < S / N; ++i)
@@ -179,7 +179,7 @@ class SplitKv {
     });
     if constexpr (Config::clusters && tile::has_clusters)
       if (clustered) {
-        reduce_cluster<T, D, threads>(p, tile, w, tile::place_in_cluster().rank, smem.cluster, smem.tree_storage());
+        reduce_cluster<T, D, threads>(p, tile, w, tile::cluster_coord().rank, smem.cluster, smem.tree_storage());
         return;
       }
     if (!has_row) return;

@@ -18,7 +18,7 @@
 #include "kernels/decode/reduction.cuh"
 #include "kernels/decode/pages.cuh"
 #include "kernels/decode/work_range.cuh"
-#include "tile/grid.cuh"
+#include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
 

@@ -40,7 +40,7 @@
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/element.cuh"
-#include "tile/grid.cuh"
+#include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
 namespace {

@@ -27,8 +27,8 @@
 #include "kernels/products/finish.cuh"
 #include "kernels/tensor_map.h"
 #include "kernels/warmup.h"
-#include "tile/grid.cuh"
-#include "tile/tensor_copy.cuh"
+#include "tile/cta_sync.cuh"
+#include "tile/tma.cuh"
 #include "tile/wgmma.cuh"
 
 namespace rooftile::gpu {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2)
       full[s].init(1);
       free[s].init(warps);
     }
-    tile::publish_barriers();
+    tile::fence_barrier_init();
   }
   __syncthreads();  // the barriers are there
 
@@ -82,17 +82,17 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2)
     if (cute::elect_one_sync()) {
       // half a ring: more would compete with the kernel before
       for (int box = 0; box < H * min(S / 2, steps); ++box)
-        tile::prefetch_box(params.w, (first * H + box) * linear_box_columns, row0);
+        tile::tma_prefetch(params.w, (first * H + box) * linear_box_columns, row0);
       tile::wait_for_previous_kernel();
 #pragma unroll 1
       for (int step = 0, s = 0, parity = 1, k = first * linear_box_k; step < steps; ++step, k += linear_box_k) {
         free[s].wait(parity);
-        full[s].arrive_and_expect(stage_bytes);
+        full[s].arrive_and_expect_tx(stage_bytes);
         std::uint8_t* const to = shared + s * stage_bytes;
 #pragma unroll
         for (int box = 0; box < H; ++box) {
-          tile::copy_box(to + box * w_bytes, params.w, k + box * linear_box_columns, row0, full[s]);
-          tile::copy_box(to + H * w_bytes + box * x_bytes, params.x, k + box * linear_box_columns, token0, full[s]);
+          tile::tma_load(to + box * w_bytes, params.w, k + box * linear_box_columns, row0, full[s]);
+          tile::tma_load(to + H * w_bytes + box * x_bytes, params.x, k + box * linear_box_columns, token0, full[s]);
         }
         if (++s == S) s = 0, parity ^= 1;
       }
@@ -100,22 +100,22 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2)
     }
     __syncwarp();
   } else {
-    const std::uint64_t operands = tile::swizzled_operand(shared);
+    const std::uint64_t operands = tile::make_smem_desc(shared);
 #pragma unroll 1
     for (int step = 0, s = 0, parity = 0; step < steps; ++step) {
       full[s].wait(parity);
       const std::uint64_t x = operands + (s * stage_bytes + H * w_bytes) / 16,
                           w = operands + (s * stage_bytes + warp / 4 * linear_box_bytes(64)) / 16;
-      tile::pin(sum);
-      tile::begin_wgmma();
+      tile::warpgroup_fence_operand(sum);
+      cute::warpgroup_arrive();
 #pragma unroll
       for (int box = 0; box < H; ++box)
 #pragma unroll
         for (int i = 0; i < linear_box_columns / 16; ++i)
           tile::wgmma<T>(sum, w + box * (w_bytes / 16) + 2 * i, x + box * (x_bytes / 16) + 2 * i);
-      tile::end_wgmma_batch();
-      tile::wait_for_wgmma<0>();
-      tile::pin(sum);
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<0>();
+      tile::warpgroup_fence_operand(sum);
       if (lane == 0) free[s].arrive();
       if (++s == S) s = 0, parity ^= 1;
     }
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(linear_box_threads(linear_box_rows), 2)
     for (int half = 0; half < 2; ++half) {
       const int row = warp * 16 + 8 * half;
       if (row >= R) break;  // a warp may have fewer
-      float* const to = tile::in_block(sums, row / rows) + (rank * N + 2 * t) * pitch + row % rows + g;
+      float* const to = tile::map_shared_rank(sums, row / rows) + (rank * N + 2 * t) * pitch + row % rows + g;
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) to[(i / 2 * 8 + i % 2) * pitch] = sum[i / 2 * 4 + 2 * half + i % 2];
     }

@@ -25,7 +25,7 @@
 #include "kernels/linear/params.h"
 #include "kernels/products/finish.cuh"
 #include "tile/copy.cuh"
-#include "tile/grid.cuh"
+#include "tile/cta_sync.cuh"
 #include "tile/mma.cuh"
 
 namespace rooftile::gpu {

@@ -7,7 +7,7 @@
 #include "core/divisor.h"
 #include "kernels/products/finish.cuh"
 #include "kernels/warmup.h"
-#include "tile/grid.cuh"
+#include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
 namespace {

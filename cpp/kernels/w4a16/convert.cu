@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forms of a weight of 4 or 8 bits on the device: canonical <-> kernel form, rounding, and what the codes stand for.
-// The same bits as on the CPU: rounding has one definition (core/w4_round.h), and nothing here leaves room for a fused
-// multiply-add to change a result (a code times a scale is exact).
-//   codes [N, K / 2], in 8 bits [N, K]   scales, offsets [N, groups], any strides   kernel form: core/w4_layout.h
-// A thread makes one element of what is written (a word of codes, a byte, a scale; quantize: a warp one group), so
-// writes are coalesced and reads gathered. Bound by bandwidth; done once a weight.
+// Conversions of a weight of 4 or 8 bits on the device: canonical <-> packed layout, quantise, dequantise. The same
+// bits as on the CPU: rounding has one definition (core/w4_round.h), and no fused multiply-add can change a result (a
+// code times a scale is exact).
+//   codes [N, K / 2], in 8 bits [N, K]   scales, offsets [N, groups], any strides   packed layout: core/w4_layout.h
+// A thread writes one element (a 32-bit word of codes, a byte, a scale; quantize: a warp rounds one group), so writes
+// are coalesced and reads gathered. Bandwidth is the roof; once a weight.
 #include <cstddef>
 #include <type_traits>
 
@@ -35,7 +35,7 @@ struct Matrix {
   }
 };
 
-// ---- canonical <-> kernel form ------------------------------------------------------------------
+// ---- canonical <-> packed layout ----------------------------------------------------------------
 
 struct CodesParams {
   Matrix canonical;     // [N, bytes of K codes]
@@ -45,7 +45,7 @@ struct CodesParams {
   ROOFTILE_HD std::int64_t k() const { return canonical.columns * in_byte(); }
 };
 
-// A thread makes a word.
+// A thread packs one 32-bit word.
 __global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ CodesParams p) {
   const std::int64_t tiles_k = w4_tiles_k(p.k()), index = thread_index();
   const int words = w4_tile_bytes(p.bits) / 4, in_word = 32 / p.bits;
@@ -106,7 +106,7 @@ void launch_groups(const DeviceScope& scope, const TensorView& canonical, void* 
   }
 }
 
-// ---- rounding -----------------------------------------------------------------------------------
+// ---- quantisation -------------------------------------------------------------------------------
 
 struct QuantizeParams {
   Matrix weight;                 // [N, K]
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(threads) quantize(const __grid_constant__ Quan
     high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
   }
   finite = __all_sync(0xffffffffu, finite);
-  // a zero that is the least of its group has the sign of the first zero there, as in a loop over the elements
+  // a minimum of 0 takes the sign of the first zero of the group, as in a loop over the elements
   if (low == 0) {
     for (int i = 0; i < p.group; i += 32) {
       const float x = i + lane < p.group ? value(i + lane) : 1.0f;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(threads) quantize(const __grid_constant__ Quan
   }
 }
 
-// ---- what the codes stand for -------------------------------------------------------------------
+// ---- dequantisation -----------------------------------------------------------------------------
 
 struct DequantizeParams {
   W4View w;
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(threads) dequantize(const __grid_constant__ De
   if (column >= 0 && column < w.k) store_as<T>(p.to, n, column, x);
 }
 
-// Calls f with a value of the host's element type, whose conversions are the same bits on both sides.
+// Calls f with a value of the host's element type, whose conversions give the same bits on host and device.
 void with_element(DType t, auto&& f) {
   switch (t) {
     case DType::f16:
@@ -218,12 +218,12 @@ void with_element(DType t, auto&& f) {
 
 }  // namespace
 
-void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, const W4Arrays& kernel_form, int bits) {
+void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, const W4Arrays& packed, int bits) {
   const DeviceScope scope(op, ctx);
-  const CodesParams codes{Matrix(canonical.codes), kernel_form.codes.as<std::uint8_t>(), bits};
-  launch_over(scope, kernel_form.codes.numel() / 4, pack_codes, codes);
-  launch_groups(scope, canonical.scales, kernel_form.scales.data, true);
-  if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, kernel_form.offsets.data, true);
+  const CodesParams codes{Matrix(canonical.codes), packed.codes.as<std::uint8_t>(), bits};
+  launch_over(scope, packed.codes.numel() / 4, pack_codes, codes);
+  launch_groups(scope, canonical.scales, packed.scales.data, true);
+  if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, packed.offsets.data, true);
 }
 
 void w4_unpack(const char* op, const Context& ctx, const W4View& w, const W4Arrays& canonical) {

@@ -15,83 +15,83 @@
 namespace rooftile::gpu {
 
 struct W4MatmulParams : Product {
-  bool x_in_pieces = false;  // x can be read 16 bytes at a time, its rows `x_stride` elements apart
-  std::int64_t x_stride = 0;
+  bool x_in_vec16 = false;    // x can be read in 16-byte vectors, its rows `x_stride` elements apart
+  std::int64_t x_stride = 0;  // elements
   W4View w;
-  int groups = 0;
-  int tile_rows = 0, row_tiles = 0;  // of W: rows of tiles, and tiles of each
-  // half of a CTA's warps have gates, tile rows of W, the others their ups, so many further on; 0: no
-  int gate_tiles = 0;
-  unsigned token_blocks = 0, row_blocks = 0;  // of this launch
-  Divisor by_token_blocks, by_row_blocks;
-  int k = 0, group = 0;            // as in w, in 32 bits
-  int span = 0, span_shift = 0;    // k that are scaled at once; log2 of it in 32 k
-  int steps = 0, chunk_steps = 0;  // steps of 128 k: all, and of one split
-  // log2 of the CTAs of a cluster: of stream.cuh the chunks of K, of tiles.cuh rows of W with the same tokens
-  int cluster_shift = 0;
-  int x_rows = 0;   // tokens a panel has room for
-  int sums_at = 0;  // of stream.cuh: where in shared memory the sums lie that are to be finished
+  int groups = 0;                       // along K
+  int tile_rows = 0, row_tiles = 0;     // W in tiles of 16 x 64: (tile_rows, row_tiles)
+  int gate_tiles = 0;                   // tile rows from a gate to its up projection, both in one CTA; 0: not so
+  unsigned m_blocks = 0, n_blocks = 0;  // of this launch
+  Divisor by_m_blocks, by_n_blocks;
+  int k = 0, group = 0;                // as in w, in 32 bits
+  int scale_k = 0, scale_k_shift = 0;  // k of a scale block within a step: 32 << scale_k_shift
+  int steps = 0, split_steps = 0;      // steps of 128 k: of all K, and of one split
+  int cluster_shift = 0;               // log2 of the CTAs of a cluster: K splits (stream.cuh), n-blocks (wgmma.cuh)
+  int x_tile_tokens = 0;               // stream.cuh: rows of a tile of x in shared memory
+  int sums_offset = 0;                 // stream.cuh: bytes to the sums that its epilogue reads from shared memory
 
-  // The tile row of a warp; `tile_rows` if the last CTA has no work for it. Warps 2 i and 2 i + 1 have neighbours.
+  // The tile row of W of a consumer warp; `tile_rows` if the warp lies past the end of N. Warps 2 i and 2 i + 1 have
+  // neighbouring tile rows. gate_tiles > 0: the first half of the warps have gates, the other half their ups.
   template <int warps>
-  ROOFTILE_HD int tile_row(unsigned row_block, int warp) const {
+  ROOFTILE_HD int tile_row(unsigned n_block, int warp) const {
     constexpr int half = warps / 2;
     static_assert(half % 2 == 0);
     const bool gated = gate_tiles > 0, upper = warp >= half;
     const int row =
-        static_cast<int>(row_block) * (gated ? half : warps) + warp % half + (upper ? gated ? gate_tiles : half : 0);
+        static_cast<int>(n_block) * (gated ? half : warps) + warp % half + (upper ? gated ? gate_tiles : half : 0);
     return row < (gated && !upper ? gate_tiles : tile_rows) ? row : tile_rows;
   }
 };
 
 using W4Kernel = void (*)(W4MatmulParams);
-// inst/half.cu, inst/bf16.cu; of 8 bits inst/half8.cu, inst/bf168.cu. span: k that are scaled at once.
-W4Kernel w4a16_stream_half(int form, int span, W4Zeros);
-W4Kernel w4a16_stream_bf16(int form, int span, W4Zeros);
-W4Kernel w8a16_stream_half(int form, int span);
-W4Kernel w8a16_stream_bf16(int form, int span);
+// Defined in inst/. config: index into w4_stream_configs (w8_stream_configs).
+W4Kernel w4a16_stream_half(int config, int scale_k, W4Zeros);
+W4Kernel w4a16_stream_bf16(int config, int scale_k, W4Zeros);
+W4Kernel w8a16_stream_half(int config, int scale_k);
+W4Kernel w8a16_stream_bf16(int config, int scale_k);
 
-// The kernel for more tokens.
-struct W4TilesParams {
+// What wgmma.cuh receives.
+struct W4WgmmaParams {
   W4MatmulParams product;
-  CUtensorMap x;               // of this launch's tokens, or of their copy: boxes of tokens / cluster rows x 64 columns
-  unsigned token_group = 1;    // blocks of tokens that meet all rows of W before the next ones do
-  Divisor by_items, by_steps;  // items of a split; steps of a row group
-  // even ones of all rows' steps, each a cluster's for every block of tokens; 0: clusters take items
-  unsigned shares = 0;
-  unsigned share_steps = 0, longer = 0;  // of a share; so many of the first have one more
-  float* handed =
-      nullptr;  // [CTA][...]: sums that the next share's CTA goes on with, in the order of the threads that hold them
-  std::uint64_t* tickets = nullptr;  // [CTA]: `ticket` when they are there
-  std::uint64_t ticket = 0;          // no other launch has it
+  CUtensorMap x;               // this launch's tokens, or their gathered copy: TMA tiles of (tokens / cluster, 64 k)
+  unsigned m_group = 1;        // m-blocks that meet all rows of W before the next ones do
+  Divisor by_tiles, by_steps;  // by_tiles: cluster work tiles of a split; by_steps: steps of a row of tiles
+  // Stream-K. For each m-block, the steps of all rows of W are cut into work ranges, one a cluster.
+  unsigned ranges = 0;       // 0: data-parallel or split-K
+  unsigned range_steps = 0;  // of a work range; the first `longer_ranges` ranges have one more
+  unsigned longer_ranges = 0;
+  float* fixup_sums = nullptr;          // (CTA, tokens / 2 / 4, consumer threads, 4): accumulators for the next range
+  std::uint64_t* semaphores = nullptr;  // (CTA): semaphore_value once the CTA's fix-up sums are written
+  std::uint64_t semaphore_value = 0;    // unique per launch
 
-  ROOFTILE_HD unsigned begin_of(unsigned share) const {
-    return share * share_steps + (share < longer ? share : longer);
+  ROOFTILE_HD unsigned range_begin(unsigned range) const {
+    return range * range_steps + (range < longer_ranges ? range : longer_ranges);
   }
 };
-using W4TilesKernel = void (*)(W4TilesParams);
-W4TilesKernel w4a16_tiles_half(int form, W4Operand);
-W4TilesKernel w4a16_tiles_bf16(int form, W4Operand);
-W4TilesKernel w8a16_tiles_half(int form, W4Operand);
-W4TilesKernel w8a16_tiles_bf16(int form, W4Operand);
+using W4WgmmaKernel = void (*)(W4WgmmaParams);
+W4WgmmaKernel w4a16_wgmma_half(int config, W4Operand);
+W4WgmmaKernel w4a16_wgmma_bf16(int config, W4Operand);
+W4WgmmaKernel w8a16_wgmma_half(int config, W4Operand);
+W4WgmmaKernel w8a16_wgmma_bf16(int config, W4Operand);
 
-// What that kernel needs of x beforehand.
-struct W4PrepareParams {
+// What gather_x.cuh receives.
+struct W4GatherParams {
   W4MatmulParams product;
-  std::uint16_t* copy = nullptr;  // of x: [token of this launch][K, padded to 8] in the order of the codes
-  bool row_in_shared = false;     // a row of x comes into (dynamic) shared memory before it is copied
-  unsigned parts = 1;             // CTAs that share a token
+  std::uint16_t* to = nullptr;  // (tokens of this launch, K padded to 8), columns in the order of the codes
+  bool row_in_smem = false;     // gather from a copy of the row in (dynamic) shared memory
+  unsigned ctas_per_token = 1;
 };
 
 // What expand.cuh receives: a chunk of W's rows.
 struct W4ExpandParams {
   W4View w;
-  void* to = nullptr;                     // [rows, k]
-  std::int64_t first_tile_row = 0;        // of W, the chunk's
-  unsigned tile_rows = 0, row_tiles = 0;  // of the chunk; tiles of a row
-  int rows = 0, k = 0, groups = 0;        // groups: scale blocks of a row
-  int group_shift = 0;                    // log2 of the k-blocks of 32 in a scale block; 31: one for all of K
-  Divisor by_steps;                       // of 128 k in a row
+  void* to = nullptr;               // (rows, k)
+  std::int64_t first_tile_row = 0;  // of the chunk, in W
+  unsigned tile_rows = 0;           // of the chunk
+  unsigned row_tiles = 0;           // tiles of 64 k in a row
+  int rows = 0, k = 0, groups = 0;  // groups: scale blocks of a row
+  int group_shift = 0;              // log2 of the k-blocks of 32 in a scale block; 31: one for all of K
+  Divisor by_steps;                 // steps of 128 k in a row
 };
 
 }  // namespace rooftile::gpu

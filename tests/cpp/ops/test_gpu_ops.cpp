@@ -370,7 +370,7 @@ void for_each_weight(const F& body) {
       const std::int64_t n = 147, k = group == 128 ? 768
                                       : group == 200
                                           ? 200
-                                          : 704;  // more steps than tiles.cuh has stages; 200: one group for all of K
+                                          : 704;  // more steps than wgmma.cuh has stages; 200: one group for all of K
       const DType scale_dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       const bool ordered = ++act_order % 3 == 0;
       SCOPED_TRACE(testing::Message() << bits << " bits " << name(zeros) << " group " << group << " scales "
@@ -431,8 +431,8 @@ TEST_F(Gpu, ProductsWithPackedWeights) {
   });
 }
 
-// More rows of W than CTAs: those of Hopper cut them into even shares and hand sums on.
-TEST_F(Gpu, ProductsWithPackedWeightsInShares) {
+// More work tiles than CTAs: on Hopper stream-K, with fix-up sums.
+TEST_F(Gpu, ProductsWithPackedWeightsByStreamK) {
   Random random(5);
   for (const W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
     const std::int64_t m = 140, n = 40 * 256, k = 768;

@@ -1,9 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "kernels/w4a16/tiles.cuh"
-
-namespace rooftile::gpu {
-
-W4Kernel w4a16_stream_half(int form, int span, W4Zeros zeros) { return w4a16_kernel<tile::half>(form, span, zeros); }
-W4TilesKernel w4a16_tiles_half(int form, W4Operand operand) { return w4a16_tiles_kernel<tile::half, 4>(form, operand); }
-
-}  // namespace rooftile::gpu

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/w4a16/wgmma.cuh"
+
+namespace rooftile::gpu {
+
+W4Kernel w8a16_stream_half(int config, int scale_k) { return w4a16_stream_kernel<tile::half, 8>(config, scale_k); }
+W4WgmmaKernel w8a16_wgmma_half(int config, W4Operand operand) {
+  return w4a16_wgmma_kernel<tile::half, 8>(config, operand);
+}
+
+}  // namespace rooftile::gpu
