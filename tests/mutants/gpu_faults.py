@@ -163,7 +163,7 @@ FAULTS = {
     "stream_k_wait": Fault(
         "fix-up sums are read before they are written",
         W4A16 + "wgmma.cuh",
-        "      if (lane == 0) tile::wait_for_ticket(params.tickets + block, params.ticket);\n",
+        "      if (lane == 0) tile::wait_semaphore(params.semaphores + cta, params.semaphore_value);\n",
         "",
     ),
     "stream_k_clear": Fault(
