@@ -152,6 +152,13 @@ def test_models(tmp_path, changes, error, words):
     refused(source, tmp_path, error, str(source), *words, rounding=rt.W4A16(32))
 
 
+def test_of_a_long_reason_the_begin_is_told(tmp_path):
+    source = tiny.write(tmp_path / "source", plain(), hidden_act="x" * 5000)
+    said = refused(source, tmp_path, ARGUMENT, "causal language model of it: ", rounding=rt.W4A16(32))
+    reason = said.partition("causal language model of it: ")[2]
+    assert len(reason) == 300 and reason.endswith("xxx")
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"model_type": 5}'])
 def test_config_that_is_none(tmp_path, content):
     source = tiny.write(tmp_path / "source", plain())

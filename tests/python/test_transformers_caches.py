@@ -243,6 +243,16 @@ def test_models_that_a_cache_is_not_for(config, reason):
         RooftileCache(config())
 
 
+def test_a_class_of_ones_own_without_the_interface():
+    class Own(transformers.LlamaForCausalLM):
+        _supports_attention_backend = False
+
+    model = Own(tiny()[0].config)
+    with pytest.raises(rt.NotSupportedError, match="model: Own does not take its attention from"):
+        rt.set_kv_cache(model, "int8")
+    assert "generate" not in vars(model)
+
+
 def test_keys_and_values_of_two_shapes():
     q, k, v = layer_inputs(4)
     with pytest.raises(rt.NotSupportedError, match=r"past_key_values: .*one shape.*16.*8"):
