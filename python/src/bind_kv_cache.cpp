@@ -161,7 +161,8 @@ LockedCache locked_cache(Args& args, handle cache) {
   if (nb::isinstance<KvCache>(cache)) return nb::inst_ptr<KvCache>(cache)->now(args);
   if (nb::isinstance<Exclusive>(cache) && nb::inst_ptr<Exclusive>(cache)->held())
     return nb::inst_ptr<Exclusive>(cache)->cache();
-  nb::object inner = nb::getattr(cache, "_handle", nb::none());
+  static PyObject* const name = PyUnicode_InternFromString("_handle");
+  nb::object inner = nb::getattr(cache, nb::handle(name), nb::none());
   if (nb::isinstance<KvCache>(inner)) return nb::inst_ptr<KvCache>(inner)->now(args);  // the owner keeps it alive
   const nb::object type_name = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(cache.ptr()))).attr("__name__");
   fail(ErrorKind::type, args.op(), ": cache must be a rooftile KVCache or PagedKVCache, got ",

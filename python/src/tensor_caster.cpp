@@ -147,14 +147,38 @@ bool is_dual(nb::handle h) {
   return !forward_ad.attr("unpack_dual")(h).attr("tangent").is_none();
 }
 
-// Attribute names as Python strings, made once: a lookup by C string would make and hash one every call.
-const nb::str& requires_grad_name() {
-  static const nb::str* const name = new nb::str("requires_grad");  // outlives the interpreter's shutdown
-  return *name;
+// The descriptor of a tensor's attribute. A lookup in each tensor costs as much as reading the attribute, so the type is
+// asked once. torch.Tensor and Parameter inherit the same descriptors from TensorBase: either type may come first.
+struct TensorAttribute {
+  PyObject* descriptor;  // outlives the interpreter's shutdown
+  descrgetfunc get;
+
+  TensorAttribute(nb::handle tensor, const char* name)
+      : descriptor(
+            nb::object(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()))).attr(name)).release().ptr()),
+        get(reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_get))) {}
+
+  nb::object of(nb::handle tensor) const {
+    return valid(get(descriptor, tensor.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()))));
+  }
+  nb::object call(nb::handle tensor) const {
+    return valid(PyObject_CallFunctionObjArgs(descriptor, tensor.ptr(), nullptr));
+  }
+
+ private:
+  static nb::object valid(PyObject* value) {
+    if (!value) nb::raise_python_error();
+    return nb::steal(value);
+  }
+};
+
+bool requires_grad(nb::handle tensor) {
+  static const TensorAttribute attribute(tensor, "requires_grad");
+  return attribute.of(tensor).ptr() == Py_True;
 }
-const nb::str& is_neg_name() {
-  static const nb::str* const name = new nb::str("is_neg");
-  return *name;
+bool is_neg(nb::handle tensor) {
+  static const TensorAttribute attribute(tensor, "is_neg");
+  return attribute.call(tensor).ptr() == Py_True;
 }
 
 [[noreturn]] void refuse(ErrorKind kind, const char* op, const char* argument, const std::string& why) {
@@ -281,15 +305,14 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
     refuse(ErrorKind::type, op_, argument,
            "is a " + python_type(h) + ", whose mask no op reads; pass filled() or its data");
   if (facts.torch) {
-    if (nb::object(h.attr(requires_grad_name())).ptr() == Py_True && grad_mode_on())
+    if (requires_grad(h) && grad_mode_on())
       refuse(ErrorKind::value, op_, argument,
              "requires grad; rooftile is for inference: call it under torch.no_grad() or inference_mode()");
     if (duals_ < 0) duals_ = dual_level_entered();
     if (duals_ && is_dual(h))
       refuse(ErrorKind::value, op_, argument,
              "is a dual tensor, whose tangent no op carries on; rooftile is for inference: pass unpack_dual(x).primal");
-    if (nb::object(h.attr(is_neg_name())()).ptr() == Py_True)
-      refuse(ErrorKind::value, op_, argument, "is a lazily negated view; call resolve_neg() first");
+    if (is_neg(h)) refuse(ErrorKind::value, op_, argument, "is a lazily negated view; call resolve_neg() first");
   }
 
   torch_ |= facts.torch;
@@ -455,9 +478,10 @@ nb::object python_facts(nb::handle t) {
 
 // How often torch has changed the values in place, -1 where it does not count (inference tensors).
 std::int64_t version_of(nb::handle t) {
-  static const nb::str* const name = new nb::str("_version");
-  nb::object version = nb::steal(PyObject_GetAttr(t.ptr(), name->ptr()));
-  const std::int64_t value = version.is_valid() ? PyLong_AsLongLong(version.ptr()) : -1;
+  static const TensorAttribute attribute(t, "_version");
+  PyObject* const version = attribute.get(attribute.descriptor, t.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(t.ptr())));
+  const std::int64_t value = version ? PyLong_AsLongLong(version) : -1;
+  Py_XDECREF(version);
   PyErr_Clear();
   return value;
 }
