@@ -118,6 +118,15 @@ def test_quantisation(tmp_path, state, config, error, words):
     refused(source, tmp_path, error, str(source), *words)
 
 
+def test_columns_that_fill_no_words(tmp_path):
+    state, few = gptq()(), SHAPE[0] - 2
+    for name, t in state.items():
+        if name.endswith("proj.weight") and SHAPE[0] in t.shape:
+            state[name] = torch.zeros([few if n == SHAPE[0] else n for n in t.shape], dtype=t.dtype)
+    source = tiny.write(tmp_path / "source", state, GPTQ(), intermediate_size=few)
+    refused(source, tmp_path, SUPPORTED, UP, "the columns of qzeros hold 8 each", f"do not make {few}")
+
+
 def test_packed_tensors_without_a_word_in_the_config(tmp_path):
     source = tiny.write(tmp_path / "source", awq())
     refused(source, tmp_path, SUPPORTED, f"{UP}.q", "has no quantization_config", rounding=rt.W4A16(32))
