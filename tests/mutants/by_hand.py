@@ -43,12 +43,12 @@ FAULTS = [
         "window > 0 && i / group_ < 8 && position - window + 1 > first_token ? position - window + 1 - first_token : 0",
     ),
     Fault(
-        "the chunk where a unit's window begins is the last query's",
+        "the chunk where a work tile's window begins is the last query's",
         DECODE,
         "u.first_chunk = first / chunk",
         "u.first_chunk = (first + u.real - 1) / chunk",
     ),
-    Fault("a chunk that saw nothing is merged", DECODE, "part_state.sum == 0", "false"),
+    Fault("a chunk that saw nothing is merged", DECODE, "partial_state.sum == 0", "false"),
     Fault("a raw group ends one query early", DECODE, "row_at(tile_first + tile)", "row_at(tile_first + tile - 1)"),
     Fault("a sink counts for padding", MATH, "p.sinks && real", "p.sinks != nullptr"),
     Fault(

@@ -22,16 +22,16 @@ struct CachedHead {
   // 4.1: value = fp32(code * scale), affine formats fp32(that + min).
   float value(bool is_k, std::int64_t token, int d) const {
     if (token >= code_end) {
-      const std::int64_t slot = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
-      return element(is_k ? c.ring_k : c.ring_v, slot * c.head_dim + d);
+      const std::int64_t offset = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
+      return element(is_k ? c.ring_k : c.ring_v, offset * c.head_dim + d);
     }
     const KvCacheView::Plane& plane = is_k ? c.k : c.v;
     const std::int64_t base = kv_page(c, row, token) * plane.page_stride + head * plane.head_stride;
-    const int slot = static_cast<int>(token % c.page_size);
-    if (is_element_format(c.format)) return element(plane.codes + base + slot * plane.token_stride, d);
-    const int scale_index = is_k && is_kivi(c.format) ? slot / kv_group * padded_head_dim(c.head_dim) + d : slot;
+    const int offset = static_cast<int>(token % c.page_size);
+    if (is_element_format(c.format)) return element(plane.codes + base + offset * plane.token_stride, d);
+    const int scale_index = is_k && is_kivi(c.format) ? offset / kv_group * padded_head_dim(c.head_dim) + d : offset;
     const float product =
-        code_value(c.format, code(is_k, plane.codes + base, slot, d)) * sixteen_bit(plane.scale + base, scale_index);
+        code_value(c.format, code(is_k, plane.codes + base, offset, d)) * sixteen_bit(plane.scale + base, scale_index);
     return plane.min ? product + sixteen_bit(plane.min + base, scale_index) : product;
   }
 
@@ -48,9 +48,9 @@ struct CachedHead {
     t.dtype = kv_scale_dtype(c.dtype);
     return read(t, i);
   }
-  int code(bool is_k, const std::byte* codes, int slot, int d) const {
+  int code(bool is_k, const std::byte* codes, int offset, int d) const {
     const std::int64_t i =
-        is_k ? k_code_index(c.head_dim, slot, d) : v_code_index(c.format, c.page_size, c.head_dim, slot, d);
+        is_k ? k_code_index(c.head_dim, offset, d) : v_code_index(c.format, c.page_size, c.head_dim, offset, d);
     if (code_bits(c.format) == 8) return static_cast<std::int8_t>(codes[i]);
     const int nibble = (static_cast<int>(codes[i / 2]) >> (i % 2 * 4)) & 15;
     return has_min(c.format) || nibble < 8 ? nibble : nibble - 16;

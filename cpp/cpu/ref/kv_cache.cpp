@@ -45,8 +45,8 @@ struct Target {
     return section + kv_page(c, row, token) * plane.page_stride + head * plane.head_stride;
   }
   TensorView ring(std::byte* base, std::int64_t token) const {  // one raw token
-    const std::int64_t slot = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
-    return {.data = base + slot * c.head_dim * static_cast<std::int64_t>(size_of(c.dtype)), .dtype = c.dtype};
+    const std::int64_t offset = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
+    return {.data = base + offset * c.head_dim * static_cast<std::int64_t>(size_of(c.dtype)), .dtype = c.dtype};
   }
 
   // Encodes value(0) .. value(n - 1) as one group with scale (and minimum) number `index` of the block of `token`.
@@ -91,27 +91,27 @@ struct Target {
 
   template <class Value>
   void encode_k_token(std::int64_t token, const Value& value) const {
-    const int slot = static_cast<int>(token % c.page_size);
-    const auto index = [&](int d) { return k_code_index(c.head_dim, slot, d); };
-    encode(c.k, token, slot, c.head_dim, value, index);
+    const int offset = static_cast<int>(token % c.page_size);
+    const auto index = [&](int d) { return k_code_index(c.head_dim, offset, d); };
+    encode(c.k, token, offset, c.head_dim, value, index);
     pad_token(c.k, token, index);
   }
   template <class Value>
   void encode_v_token(std::int64_t token, const Value& value) const {
-    const int slot = static_cast<int>(token % c.page_size);
-    const auto index = [&](int d) { return v_code_index(c.format, c.page_size, c.head_dim, slot, d); };
-    encode(c.v, token, slot, c.head_dim, value, index);
+    const int offset = static_cast<int>(token % c.page_size);
+    const auto index = [&](int d) { return v_code_index(c.format, c.page_size, c.head_dim, offset, d); };
+    encode(c.v, token, offset, c.head_dim, value, index);
     pad_token(c.v, token, index);
   }
 
   // The 32 tokens from `first` on, all in the ring, become codes.
   void close_group(std::int64_t first) const {
-    const int slot = static_cast<int>(first % c.page_size), padded = padded_head_dim(c.head_dim);
+    const int offset = static_cast<int>(first % c.page_size), padded = padded_head_dim(c.head_dim);
     for (int d = 0; d < padded; ++d)  // channels past head_dim are groups of zeros
       encode(
-          c.k, first, std::int64_t{slot / kv_group} * padded + d, kv_group,
+          c.k, first, std::int64_t{offset / kv_group} * padded + d, kv_group,
           [&](int i) { return d < c.head_dim ? read(ring(c.ring_k, first + i), d) : 0.0f; },
-          [&](int i) { return k_code_index(c.head_dim, slot + i, d); });
+          [&](int i) { return k_code_index(c.head_dim, offset + i, d); });
     for (std::int64_t token = first; token < first + kv_group; ++token)
       encode_v_token(token, [&](int d) { return read(ring(c.ring_v, token), d); });
   }
@@ -127,13 +127,13 @@ struct Target {
       }
       if (token % kv_group == kv_group - 1) close_group(token + 1 - kv_group);
     } else if (is_element_format(c.format)) {
-      const auto slot = [&](const KvCacheView::Plane& plane) {
+      const auto element = [&](const KvCacheView::Plane& plane) {
         return TensorView{.data = in_page(plane, plane.codes, token) + token % c.page_size * plane.token_stride,
                           .dtype = c.dtype};
       };
       for (int d = 0; d < c.head_dim; ++d) {
-        write(slot(c.k), d, value_k(d));
-        write(slot(c.v), d, value_v(d));
+        write(element(c.k), d, value_k(d));
+        write(element(c.v), d, value_v(d));
       }
     } else {
       encode_k_token(token, value_k);

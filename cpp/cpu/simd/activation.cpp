@@ -21,7 +21,7 @@ void gated_rows(const Parallel& parallel, const TensorView& x, const TensorView&
     for_rows(parallel, x.rows(), x.last(), [&](std::int64_t row, int thread) {
       const T* gate = x_room.read(x, row, thread);
       T* to = h_room.write(h, row, thread);
-      for_pieces(n, [=](std::int64_t i, auto lanes) {
+      for_vecs(n, [=](std::int64_t i, auto lanes) {
         store(to + i, Activation::apply(load(gate + i, lanes)) * load(gate + n + i, lanes), lanes);
       });
       h_room.commit(h, row, thread);

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode attention: the newest T queries of every row against its cache, split along the sequence.
 //   q, out [B, T, Hq, D]     cache: pages of [K | V] blocks per KV head (core/kv_layout.h)
-// A task is one (row, KV head, block of queries, chunk of tokens). The Hq / Hkv query heads and the T queries of a task
-// are its rows: every K or V code is unpacked once and meets all of them.
-// Cost of a KV head: 4 * S * D * T * Hq / Hkv flop on S * (bytes of K and V) bytes: memory for 16 bits at T = 1, the
-// unpacking for 4 bits.
-// Chunks lie at absolute positions and are merged in order, by whoever finishes a row's last one, so a row's bits
-// depend on its own tokens alone. A row sees a token or skips it; it never adds a masked one with weight 0.
+// A work tile is one (batch entry, KV head, block of queries). Its packed rows are the queries times the Hq / Hkv query
+// heads: each K or V code is unpacked once and used for all rows. A work tile is cut along the tokens into chunks of
+// 128 (fixed-size KV splits).
+// Cost of a KV head: 4 * S * D * T * Hq / Hkv flop on S * (bytes of K and V) bytes. Memory bandwidth bounds 16-bit
+// formats at T = 1, unpacking bounds 4-bit formats.
+// Chunks start at multiples of 128 tokens. Their partials are merged in order, by the thread that finishes the last
+// chunk of a work tile, so a row's bits depend on its own tokens alone. A row reads only the tokens it sees: a masked
+// token is skipped, not added with weight 0.
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -24,37 +26,37 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-constexpr int chunk = 128;    // tokens whose softmax is computed at once
-constexpr int max_rows = 64;  // of a task, where the heads of one query are not more
+constexpr int chunk = 128;    // tokens of a KV split
+constexpr int max_rows = 64;  // of a work tile; more only if one query has more heads
 
-// Some queries of one batch entry and KV head.
-struct Unit {
+// Neighbouring queries of one batch entry and KV head.
+struct WorkTile {
   std::int64_t batch, head;  // KV head
   std::int64_t first_query, queries;
   std::int64_t cache_row;
-  std::int64_t position;             // of the first query; below 0: sees nothing
-  std::int64_t real;                 // queries of this unit that are real
-  std::int64_t first_chunk, chunks;  // 0 chunks: nothing to see
-  std::int64_t first_task, tasks;    // tasks: 1, or one a chunk
-  std::int32_t left;                 // tasks not yet done
+  std::int64_t position;             // of the first query; negative: the query sees no token
+  std::int64_t real;                 // queries before the entry's count; the others get out 0, lse -inf
+  std::int64_t first_chunk, chunks;  // chunks 0: no token is visible
+  std::int64_t first_task, tasks;    // tasks of the thread pool: 1, or one per chunk
+  std::int32_t left;                 // unfinished tasks
 };
 
-// Tokens a row sees, relative to the chunk.
+// The tokens [first, last) a row sees, relative to its chunk.
 struct Range {
   int first = 0, last = 0;
   bool empty() const { return first >= last; }
 };
 
-// One thread's arrays. rows * width floats unless said otherwise.
-struct Room {
+// One thread's scratch arrays, [rows][width] floats unless noted.
+struct Workspace {
   float *q, *q_paired, *q_scaled;
   float* s;                           // [rows][chunk]
   float* weight;                      // [row_block][tile]: probabilities times V scales
   float *k, *v;                       // [tile][width]
   float *channel, *channel_min;       // [width]
-  float *acc, *total;                 // of the chunk, and of all chunks so far
+  float *acc, *total;                 // of the current chunk, and of all chunks so far
   SoftmaxState *state, *total_state;  // [rows]
-  float* bias;                        // [rows]: dot(q, K minima) of the tile; then sums of p * V's middle
+  float* bias;                        // [rows]: dot(q, K min_term) of the tile, later the sum of p * V min_term
   Range* range;                       // [rows]
 };
 
@@ -64,36 +66,38 @@ class Decode {
   void run();
 
  private:
-  std::int64_t plan();  // the number of tasks
+  std::int64_t plan();  // fills work_tiles_; returns the number of tasks
   void task(std::int64_t index, int thread);
-  Unit& unit_of(std::int64_t task);
-  void load_queries(const Unit& u, Room& room) const;
-  void attend_chunk(const Unit& u, std::int64_t first_token, Room& room, float* acc, SoftmaxState* state) const;
+  WorkTile& work_tile_of(std::int64_t task);
+  void load_queries(const WorkTile& u, Workspace& workspace) const;
+  void attend_chunk(const WorkTile& u, std::int64_t first_token, Workspace& workspace, float* acc,
+                    SoftmaxState* state) const;
   template <class Body>
-  void each_source(const Unit& u, std::int64_t tile_first, const Body& body) const;
-  void score(const CachedHead&, bool ring, std::int64_t first, int offset, int n, int row0, int row1, Room&) const;
-  void weigh(const CachedHead&, bool ring, std::int64_t first, int offset, int n, int row0, int row1, Room&,
-             float* acc) const;
-  void finish(const Unit& u, Room& room) const;
-  Room room(int thread) const;
-  std::size_t room_bytes() const;
-  std::int64_t rows_of(const Unit& u) const { return u.queries * group_; }
-  float* partial(const Unit& u, std::int64_t c) const { return partials_ + (u.first_task + c) * partial_stride_; }
+  void each_source(const WorkTile& u, std::int64_t tile_first, const Body& body) const;
+  void compute_logits(const CachedHead&, bool ring, std::int64_t first, int offset, int n, int row0, int row1,
+                      Workspace&) const;
+  void accumulate_values(const CachedHead&, bool ring, std::int64_t first, int offset, int n, int row0, int row1,
+                         Workspace&, float* acc) const;
+  void epilogue(const WorkTile& u, Workspace& workspace) const;
+  Workspace workspace(int thread) const;
+  std::size_t workspace_bytes() const;
+  std::int64_t rows_of(const WorkTile& u) const { return u.queries * group_; }
+  float* partial(const WorkTile& u, std::int64_t c) const { return partials_ + (u.first_task + c) * partial_stride_; }
 
   const Parallel& parallel_;
   const DecodeArgs& a_;
   const KvCacheView& cache_;
-  const std::int64_t group_;  // query heads of a KV head
+  const std::int64_t group_;  // query heads per KV head
   const int width_;
-  const std::int64_t block_;  // queries of a unit
-  const std::int64_t rows_;   // most rows of a unit
+  const std::int64_t tile_queries_;   // queries of a work tile
+  const std::int64_t max_tile_rows_;  // most packed rows of a work tile
   const std::int64_t partial_stride_;
-  const std::int64_t count_;  // of units
-  const Scratch unit_memory_;
-  Unit* const units_;
-  bool split_ = false;  // chunks are tasks of their own
+  const std::int64_t work_tile_count_;
+  const Scratch work_tile_memory_;
+  WorkTile* const work_tiles_;
+  bool split_ = false;  // some work tile has one task per chunk
   float* partials_ = nullptr;
-  std::byte* rooms_ = nullptr;
+  std::byte* workspaces_ = nullptr;
 };
 
 Decode::Decode(const Parallel& parallel, const DecodeArgs& a)
@@ -102,53 +106,55 @@ Decode::Decode(const Parallel& parallel, const DecodeArgs& a)
       cache_(*a.cache),
       group_(a.q.shape[2] / a.cache->kv_heads),
       width_(tile_width(*a.cache)),
-      block_(group_ >= max_rows                 ? 1
-             : max_rows / group_ < a.q.shape[1] ? max_rows / group_
-                                                : a.q.shape[1]),
-      rows_(block_ * group_),
-      partial_stride_((rows_ * (width_ + 2) + 15) / 16 * 16),
-      count_(a.q.shape[0] * a.cache->kv_heads * ((a.q.shape[1] + block_ - 1) / block_)),
-      unit_memory_(static_cast<std::size_t>(count_) * sizeof(Unit)),
-      units_(reinterpret_cast<Unit*>(unit_memory_.data())) {}
+      tile_queries_(group_ >= max_rows                 ? 1
+                    : max_rows / group_ < a.q.shape[1] ? max_rows / group_
+                                                       : a.q.shape[1]),
+      max_tile_rows_(tile_queries_ * group_),
+      partial_stride_((max_tile_rows_ * (width_ + 2) + 15) / 16 * 16),
+      work_tile_count_(a.q.shape[0] * a.cache->kv_heads * ((a.q.shape[1] + tile_queries_ - 1) / tile_queries_)),
+      work_tile_memory_(static_cast<std::size_t>(work_tile_count_) * sizeof(WorkTile)),
+      work_tiles_(reinterpret_cast<WorkTile*>(work_tile_memory_.data())) {}
 
-std::size_t Decode::room_bytes() const {
-  const std::size_t rows = static_cast<std::size_t>(rows_), width = static_cast<std::size_t>(width_);
-  constexpr std::size_t arrays = 16;  // at most; each may take up to a cache line more
+std::size_t Decode::workspace_bytes() const {
+  const std::size_t rows = static_cast<std::size_t>(max_tile_rows_), width = static_cast<std::size_t>(width_);
+  constexpr std::size_t arrays = 16;  // upper bound; alignment costs each array up to one cache line
   return aligned(sizeof(float) *
                      (5 * rows * width + rows * (chunk + 1) + row_block * tile + 2 * tile * width + 2 * width) +
                  rows * (2 * sizeof(SoftmaxState) + sizeof(Range)) + arrays * 64);
 }
 
-Room Decode::room(int thread) const {
-  Cut take{rooms_ + static_cast<std::size_t>(thread) * room_bytes()};
-  Room r;
-  take(r.q, rows_ * width_);
-  take(r.q_paired, rows_ * width_);
-  take(r.q_scaled, rows_ * width_);
-  take(r.s, rows_ * chunk);
+Workspace Decode::workspace(int thread) const {
+  Cut take{workspaces_ + static_cast<std::size_t>(thread) * workspace_bytes()};
+  Workspace r;
+  take(r.q, max_tile_rows_ * width_);
+  take(r.q_paired, max_tile_rows_ * width_);
+  take(r.q_scaled, max_tile_rows_ * width_);
+  take(r.s, max_tile_rows_ * chunk);
   take(r.weight, row_block * tile);
   take(r.k, tile * width_);
   take(r.v, tile * width_);
   take(r.channel, width_);
   take(r.channel_min, width_);
-  take(r.acc, rows_ * width_);
-  take(r.total, rows_ * width_);
-  take(r.state, rows_);
-  take(r.total_state, rows_);
-  take(r.bias, rows_);
-  take(r.range, rows_);
+  take(r.acc, max_tile_rows_ * width_);
+  take(r.total, max_tile_rows_ * width_);
+  take(r.state, max_tile_rows_);
+  take(r.total_state, max_tile_rows_);
+  take(r.bias, max_tile_rows_);
+  take(r.range, max_tile_rows_);
   return r;
 }
 
 std::int64_t Decode::plan() {
-  Unit* next = units_;
+  WorkTile* next = work_tiles_;
   const std::int64_t batch = a_.q.shape[0], tokens = a_.q.shape[1];
   for (std::int64_t b = 0; b < batch; ++b) {
     const std::int64_t row = a_.rows ? a_.rows[b] : b, length = cache_.lengths[row];
     const std::int64_t count = a_.counts ? a_.counts[b] : tokens;
     for (std::int64_t head = 0; head < cache_.kv_heads; ++head)
-      for (std::int64_t i = 0; i < tokens; i += block_) {
-        Unit u{b, head, i, tokens - i < block_ ? tokens - i : block_, row, length - count + i, 0, 0, 0, 0, 0, 0};
+      for (std::int64_t i = 0; i < tokens; i += tile_queries_) {
+        WorkTile u{
+            b, head, i, tokens - i < tile_queries_ ? tokens - i : tile_queries_, row, length - count + i, 0, 0, 0,
+            0, 0,    0};
         u.real = count - i < 0 ? 0 : count - i < u.queries ? count - i : u.queries;
         const std::int64_t last = u.position + u.real - 1;
         if (u.real > 0 && last >= 0) {
@@ -160,10 +166,10 @@ std::int64_t Decode::plan() {
         *next++ = u;
       }
   }
-  // One task a unit where that keeps every thread busy: its chunks are then merged as they come.
-  const bool few = count_ < 4 * parallel_.threads();
+  // One task per work tile if that keeps every thread busy; the task then merges the chunks as it computes them.
+  const bool few = work_tile_count_ < 4 * parallel_.threads();
   std::int64_t task = 0;
-  for (Unit* u = units_; u < next; ++u) {
+  for (WorkTile* u = work_tiles_; u < next; ++u) {
     u->first_task = task;
     u->tasks = few && u->chunks > 1 ? u->chunks : 1;
     u->left = static_cast<std::int32_t>(u->tasks);
@@ -177,43 +183,43 @@ void Decode::run() {
   const std::int64_t tasks = plan();
   const std::size_t partial_bytes =
       split_ ? aligned(static_cast<std::size_t>(tasks * partial_stride_) * sizeof(float)) : 0;
-  const Scratch scratch(partial_bytes + static_cast<std::size_t>(parallel_.threads()) * room_bytes());
+  const Scratch scratch(partial_bytes + static_cast<std::size_t>(parallel_.threads()) * workspace_bytes());
   partials_ = reinterpret_cast<float*>(scratch.data());
-  rooms_ = scratch.data() + partial_bytes;
+  workspaces_ = scratch.data() + partial_bytes;
   parallel_.run(tasks, [this](std::int64_t i, int thread) { task(i, thread); });
 }
 
-Unit& Decode::unit_of(std::int64_t task) {
-  std::int64_t low = 0, high = count_;  // first_task of units_[low] <= task < that of units_[high]
+WorkTile& Decode::work_tile_of(std::int64_t task) {
+  std::int64_t low = 0, high = work_tile_count_;  // work_tiles_[low].first_task <= task < work_tiles_[high].first_task
   while (high - low > 1) {
-    const std::int64_t middle = (low + high) / 2;
-    (units_[middle].first_task <= task ? low : high) = middle;
+    const std::int64_t mid = (low + high) / 2;
+    (work_tiles_[mid].first_task <= task ? low : high) = mid;
   }
-  return units_[low];
+  return work_tiles_[low];
 }
 
-// total = total merged with part, whose keys follow. One function for every caller, so that its bits are one.
-__attribute__((noinline)) void merge_state(float* total, SoftmaxState& total_state, const float* part,
-                                           SoftmaxState part_state, int width) {
-  if (part_state.sum == 0) return;  // saw nothing
+// Merges `partial`, whose keys follow those of `total`, into `total`. Not inlined: every caller gets the same bits.
+__attribute__((noinline)) void merge_state(float* total, SoftmaxState& total_state, const float* partial,
+                                           SoftmaxState partial_state, int width) {
+  if (partial_state.sum == 0) return;  // the partial has no token
   if (total_state.sum == 0) {
-    std::memcpy(total, part, sizeof(float) * static_cast<std::size_t>(width));
-    total_state = part_state;
+    std::memcpy(total, partial, sizeof(float) * static_cast<std::size_t>(width));
+    total_state = partial_state;
     return;
   }
-  const float top = total_state.top > part_state.top ? total_state.top : part_state.top;
-  const float a = ::expf(total_state.top - top), b = ::expf(part_state.top - top);
+  const float top = total_state.top > partial_state.top ? total_state.top : partial_state.top;
+  const float a = ::expf(total_state.top - top), b = ::expf(partial_state.top - top);
   for (int d = 0; d < width; d += lanes) {
     const F32 kept = load(total + d) * a;
-    store(total + d, fma(load(part + d), splat(b), kept));
+    store(total + d, fma(load(partial + d), splat(b), kept));
   }
   const float kept = total_state.sum * a;
-  total_state = {top, kept + part_state.sum * b};
+  total_state = {top, kept + partial_state.sum * b};
 }
 
 void Decode::task(std::int64_t index, int thread) {
-  Unit& u = unit_of(index);
-  Room r = room(thread);
+  WorkTile& u = work_tile_of(index);
+  Workspace r = workspace(thread);
   const std::int64_t rows = rows_of(u);
   const auto clear = [&] {
     for (std::int64_t i = 0; i < rows; ++i) r.total_state[i] = {};
@@ -229,18 +235,20 @@ void Decode::task(std::int64_t index, int thread) {
       attend_chunk(u, (u.first_chunk + c) * chunk, r, r.acc, r.state);
       merge(r.acc, r.state);
     }
-    return finish(u, r);
+    return epilogue(u, r);
   }
-  const auto states = [&](std::int64_t c) { return reinterpret_cast<SoftmaxState*>(partial(u, c) + rows_ * width_); };
+  const auto states = [&](std::int64_t c) {
+    return reinterpret_cast<SoftmaxState*>(partial(u, c) + max_tile_rows_ * width_);
+  };
   const std::int64_t mine = index - u.first_task;
   attend_chunk(u, (u.first_chunk + mine) * chunk, r, partial(u, mine), states(mine));
   if (__atomic_sub_fetch(&u.left, 1, __ATOMIC_ACQ_REL) > 0) return;
   clear();
   for (std::int64_t c = 0; c < u.tasks; ++c) merge(partial(u, c), states(c));
-  finish(u, r);
+  epilogue(u, r);
 }
 
-void Decode::load_queries(const Unit& u, Room& r) const {
+void Decode::load_queries(const WorkTile& u, Workspace& r) const {
   for (std::int64_t i = 0; i < u.queries; ++i)
     for (std::int64_t g = 0; g < group_; ++g) {
       const std::int64_t at = (i * group_ + g) * width_;
@@ -251,13 +259,13 @@ void Decode::load_queries(const Unit& u, Room& r) const {
     }
 }
 
-// body(from the ring?, first row, last row + 1) for every form in which the unit's rows see a tile: all of them as
-// stored, or, in the kivi formats, the rows whose own group this is raw and the later ones as codes.
+// Calls body(ring, first row, last row + 1) for each source of a tile. Formats without groups have one source, the
+// pages. In a kivi format the rows whose own group this tile is read raw tokens from the ring; later rows read codes.
 template <class Body>
-void Decode::each_source(const Unit& u, std::int64_t tile_first, const Body& body) const {
+void Decode::each_source(const WorkTile& u, std::int64_t tile_first, const Body& body) const {
   const int rows = static_cast<int>(u.real * group_);
   if (!is_kivi(cache_.format)) return body(false, 0, rows);
-  const auto row_at = [&](std::int64_t position) {  // first row at or after a position
+  const auto row_at = [&](std::int64_t position) {  // first row whose query is at or after a position
     const std::int64_t i = position - u.position;
     return static_cast<int>((i < 0 ? 0 : i > u.real ? u.real : i) * group_);
   };
@@ -266,9 +274,10 @@ void Decode::each_source(const Unit& u, std::int64_t tile_first, const Body& bod
   if (coded < rows) body(false, coded, rows);
 }
 
-void Decode::attend_chunk(const Unit& u, std::int64_t first_token, Room& r, float* acc, SoftmaxState* state) const {
+void Decode::attend_chunk(const WorkTile& u, std::int64_t first_token, Workspace& r, float* acc,
+                          SoftmaxState* state) const {
   const int rows = static_cast<int>(rows_of(u)), real = static_cast<int>(u.real * group_);
-  const std::int64_t last_token = u.position + u.real - 1;  // the last one that is read
+  const std::int64_t last_token = u.position + u.real - 1;  // of all rows
   Range all{chunk, 0};
   for (int i = 0; i < rows; ++i) {
     const std::int64_t position = u.position + i / group_, window = a_.logits.window;
@@ -290,7 +299,7 @@ void Decode::attend_chunk(const Unit& u, std::int64_t first_token, Room& r, floa
     }
   };
   each_tile([&](bool ring, std::int64_t first, int offset, int n, int row0, int row1) {
-    score(head, ring, first, offset, n, row0, row1, r);
+    compute_logits(head, ring, first, offset, n, row0, row1, r);
   });
   for (int i = 0; i < rows; ++i) {
     const Range range = r.range[i];
@@ -299,21 +308,21 @@ void Decode::attend_chunk(const Unit& u, std::int64_t first_token, Room& r, floa
     for (int d = 0; d < width_; d += lanes) store(acc + i * width_ + d, F32{});
   }
   each_tile([&](bool ring, std::int64_t first, int offset, int n, int row0, int row1) {
-    weigh(head, ring, first, offset, n, row0, row1, r, acc);
+    accumulate_values(head, ring, first, offset, n, row0, row1, r, acc);
   });
   if (!has_min(cache_.format)) return;
   for (int i = 0; i < rows; ++i)
     for (int d = 0; d < width_; d += lanes) store(acc + i * width_ + d, load(acc + i * width_ + d) + r.bias[i]);
 }
 
-// Minima -> what the middle code stands for.
-void to_middle(const float* scale, float* min, int n) {
-  for (int i = 0; i < n; i += lanes) store(min + i, fma(load(scale + i), splat(affine_middle), load(min + i)));
+// min += zero_point * scale: the value of code 8, so that u * scale + min = (u - 8) * scale + min_term.
+void to_zero_point(const float* scale, float* min, int n) {
+  for (int i = 0; i < n; i += lanes) store(min + i, fma(load(scale + i), splat(affine_zero_point), load(min + i)));
 }
 
-// Logits of one tile: s[row][offset .. offset + n).
-void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int offset, int n, int row0, int row1,
-                   Room& r) const {
+// Computes the logits of one tile of keys: s[row][offset .. offset + n), for rows [row0, row1).
+void Decode::compute_logits(const CachedHead& head, bool ring, std::int64_t first, int offset, int n, int row0,
+                            int row1, Workspace& r) const {
   TokenRows k;
   TileScales scales;
   scales.channel = r.channel;
@@ -323,7 +332,7 @@ void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int of
   for (int i = row0; i < row1; ++i) r.bias[i] = 0;
   if (!coded) {
     find_elements(head, cache_.k, ring ? cache_.ring_k : nullptr, first, n, k);
-    // 16-bit keys are widened as they are read, unless many rows would do it again and again
+    // few rows widen 16-bit keys as they read them; for many rows the tile is widened once
     if (cache_.head_dim % lanes || width_ != cache_.head_dim || (k.dtype != DType::f32 && row1 - row0 > 2 * row_block))
       widen(k, n, cache_.head_dim, width_, r.k);
   } else {
@@ -331,7 +340,7 @@ void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int of
     scratch_rows(r.k, n, width_, k);
     if (is_paired(cache_.format)) q = r.q_paired;
     if (is_kivi(cache_.format)) {  // sum q (u scale + min) = sum (q scale) (u - 8) + sum q (min + 8 scale)
-      if (has_min(cache_.format)) to_middle(r.channel, r.channel_min, width_);
+      if (has_min(cache_.format)) to_zero_point(r.channel, r.channel_min, width_);
       for (int i = row0; i < row1; ++i) {
         F32 bias{};
         for (int d = 0; d < width_; d += lanes) {
@@ -347,17 +356,17 @@ void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int of
   float* s = r.s + offset;
   for (int i = row0; i < row1; i += row_block)
     with_rows(row1 - i, [&](auto count) __attribute__((always_inline)) {
-      Range span{tile, 0};
+      Range visible{tile, 0};
       for (int j = i; j < i + count; ++j) {
         if (r.range[j].empty()) continue;
-        span.first = r.range[j].first - offset < span.first ? r.range[j].first - offset : span.first;
-        span.last = r.range[j].last - offset > span.last ? r.range[j].last - offset : span.last;
+        visible.first = r.range[j].first - offset < visible.first ? r.range[j].first - offset : visible.first;
+        visible.last = r.range[j].last - offset > visible.last ? r.range[j].last - offset : visible.last;
       }
-      span = {span.first < 0 ? 0 : span.first, span.last > tile ? tile : span.last};
-      if (span.empty()) return;
+      visible = {visible.first < 0 ? 0 : visible.first, visible.last > tile ? tile : visible.last};
+      if (visible.empty()) return;
       with_token_type(k.dtype, [&](auto e) __attribute__((always_inline)) {
-        dot_rows<decltype(e), decltype(count)::value>(q + i * width_, width_, k, span.first, span.last, s + i * chunk,
-                                                      chunk);
+        dot_rows<decltype(e), decltype(count)::value>(q + i * width_, width_, k, visible.first, visible.last,
+                                                      s + i * chunk, chunk);
       });
       F32 factor[2] = {splat(a_.logits.scale), splat(a_.logits.scale)};
       if (coded && !is_kivi(cache_.format))
@@ -373,9 +382,9 @@ void Decode::score(const CachedHead& head, bool ring, std::int64_t first, int of
     });
 }
 
-// Adds the values of one tile, weighted.
-void Decode::weigh(const CachedHead& head, bool ring, std::int64_t first, int offset, int n, int row0, int row1,
-                   Room& r, float* acc) const {
+// acc += p V for one tile of values and rows [row0, row1).
+void Decode::accumulate_values(const CachedHead& head, bool ring, std::int64_t first, int offset, int n, int row0,
+                               int row1, Workspace& r, float* acc) const {
   TokenRows v;
   TileScales scales;
   const bool coded = !is_element_format(cache_.format) && !ring;
@@ -385,21 +394,21 @@ void Decode::weigh(const CachedHead& head, bool ring, std::int64_t first, int of
       widen(v, n, cache_.head_dim, width_, r.v);
   } else {
     unpack_v(head, first, n, r.v, scales);
-    if (has_min(cache_.format)) to_middle(scales.token, scales.token_min, tile);
+    if (has_min(cache_.format)) to_zero_point(scales.token, scales.token_min, tile);
     scratch_rows(r.v, n, width_, v);
   }
-  const auto span_of = [&](int row) {
+  const auto visible_range = [&](int row) {
     const Range range = r.range[row];
     const int from = range.first - offset, to = range.last - offset;
     return Range{from < 0 ? 0 : from, to > tile ? tile : to};
   };
   for (int i = row0; i < row1;) {
-    const Range span = span_of(i);
+    const Range visible = visible_range(i);
     int count = 1;  // rows that see the same tokens
-    while (count < row_block && i + count < row1 && span_of(i + count).first == span.first &&
-           span_of(i + count).last == span.last)
+    while (count < row_block && i + count < row1 && visible_range(i + count).first == visible.first &&
+           visible_range(i + count).last == visible.last)
       ++count;
-    if (!span.empty()) {
+    if (!visible.empty()) {
       const float* p = r.s + i * chunk + offset;
       int stride = chunk;
       if (coded) {
@@ -408,15 +417,16 @@ void Decode::weigh(const CachedHead& head, bool ring, std::int64_t first, int of
             const F32 x = load(p + j * chunk + h);
             store(r.weight + j * tile + h, x * load(scales.token + h));
             if (!has_min(cache_.format)) continue;
-            const F32 middle = x * load(scales.token_min + h);
-            r.bias[i + j] += sum(select_range(middle, h, span.first, span.last, F32{}));
+            const F32 mid = x * load(scales.token_min + h);
+            r.bias[i + j] += sum(select_range(mid, h, visible.first, visible.last, F32{}));
           }
         p = r.weight;
         stride = tile;
       }
       with_rows(count, [&](auto rows) __attribute__((always_inline)) {
         with_token_type(v.dtype, [&](auto e) __attribute__((always_inline)) {
-          add_values<decltype(e), decltype(rows)::value>(p, stride, v, span.first, span.last, acc + i * width_, width_);
+          add_values<decltype(e), decltype(rows)::value>(p, stride, v, visible.first, visible.last, acc + i * width_,
+                                                         width_);
         });
       });
     }
@@ -424,7 +434,7 @@ void Decode::weigh(const CachedHead& head, bool ring, std::int64_t first, int of
   }
 }
 
-void Decode::finish(const Unit& u, Room& r) const {
+void Decode::epilogue(const WorkTile& u, Workspace& r) const {
   for (std::int64_t i = 0; i < u.queries; ++i)
     for (std::int64_t g = 0; g < group_; ++g) {
       const std::int64_t row = i * group_ + g, h = u.head * group_ + g, t = u.first_query + i;

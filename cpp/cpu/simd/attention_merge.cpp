@@ -17,23 +17,23 @@ namespace rooftile::cpu::ROOFTILE_ISA {
 
 void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a,
                      const TensorView& out_b, const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
-  constexpr int piece = max_head_dim;  // channels at once
-  constexpr std::int64_t block = 32;   // rows of a task
+  constexpr int channel_step = max_head_dim;  // channels of a step
+  constexpr std::int64_t task_rows = 32;      // rows per task
   const std::int64_t dim = out.last();
-  const int width = dim < piece ? (static_cast<int>(dim) + lanes - 1) / lanes * lanes : piece;
+  const int width = dim < channel_step ? (static_cast<int>(dim) + lanes - 1) / lanes * lanes : channel_step;
   const Scratch scratch(static_cast<std::size_t>(parallel.threads() * width * 2) * sizeof(float));
-  parallel.run((out.rows() + block - 1) / block, [&](std::int64_t task, int thread) {
+  parallel.run((out.rows() + task_rows - 1) / task_rows, [&](std::int64_t task, int thread) {
     float* x = reinterpret_cast<float*>(scratch.data()) + thread * width * 2;
     float* y = x + width;
-    const std::int64_t end = (task + 1) * block < out.rows() ? (task + 1) * block : out.rows();
-    for (std::int64_t row = task * block; row < end; ++row) {
+    const std::int64_t end = (task + 1) * task_rows < out.rows() ? (task + 1) * task_rows : out.rows();
+    for (std::int64_t row = task * task_rows; row < end; ++row) {
       const float a = lse_a.as<float>()[element_offset(lse_a, row)], b = lse_b.as<float>()[element_offset(lse_b, row)];
       const bool only_a = b == minus_infinity,
-                 only_b = a == minus_infinity;  // a side without keys holds nothing worth reading
+                 only_b = a == minus_infinity;  // out of a partial without keys is not read
       const float top = a > b ? a : b;
       const float wa = ::expf(a - top), wb = ::expf(b - top), total = wa + wb;
-      for (std::int64_t first = 0; first < dim; first += piece) {
-        const int n = dim - first < piece ? static_cast<int>(dim - first) : piece;
+      for (std::int64_t first = 0; first < dim; first += channel_step) {
+        const int n = dim - first < channel_step ? static_cast<int>(dim - first) : channel_step;
         const auto gather = [&](const TensorView& t, float* to) {
           gather_row(t, t.row_offset(row) + first * t.last_stride(), t.last_stride(), n, width, to);
         };

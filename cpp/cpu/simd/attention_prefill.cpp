@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prefill attention: many queries a sequence, tiles of queries against blocks of keys.
 //   q, out [token, Hq, D]   k, v [token, Hkv, D]   and, before them, the tokens of a cache row
-// A task is one (sequence, KV head, tile of queries): the tile's queries times the Hq / Hkv heads are the rows of two
-// small matrix products per block of keys, S = Q K^T and O += P V. K is transposed and both are widened to fp32 once a
-// block; the running softmax rescales O when a row's largest logit grows.
-// Cost: 4 * S^2 * D * Hq flop (half of it when causal): the multiply-add units are the roof.
+// A work tile is one (sequence, KV head, tile of queries). Its packed rows, queries times the Hq / Hkv heads, enter two
+// small matrix products per block of keys, S = Q K^T and O += P V. K is transposed and K and V are widened to fp32 once
+// per block. The online softmax rescales O when a row's maximum logit increases.
+// Cost: 4 * S^2 * D * Hq flop (half of it when causal): fused multiply-adds are the roof.
 // Blocks start at multiples of 64 tokens of the cache and of k, so a row's bits depend on its own keys alone. Where a
 // block holds a NaN or an infinity, each row takes only the tokens it sees.
 #include <algorithm>
@@ -26,10 +26,10 @@ namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
 constexpr int key_block = 64;
-constexpr int query_rows = 96;  // rows of a tile, where the heads of one query are not more
+constexpr int query_rows = 96;  // packed rows of a work tile; more only if one query has more heads
 
-// One thread's arrays.
-struct Room {
+// One thread's scratch arrays.
+struct Workspace {
   float* q;      // [rows][width]
   float* acc;    // [rows][width]
   float* s;      // [rows][key_block]
@@ -111,21 +111,21 @@ class Prefill {
  private:
   void task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries,
             int thread) const;
-  void attend_block(Room& r, int rows, std::int64_t position, int n, bool finite) const;
-  bool load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Room& r) const;
-  bool load_cached(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Room& r) const;
+  void attend_block(Workspace& r, int rows, std::int64_t position, int n, bool finite) const;
+  bool load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const;
+  bool load_cached(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const;
   void transpose(float* k, int tokens, bool paired, float* kt) const;
 
   std::size_t room_bytes() const {
     const std::size_t rows = static_cast<std::size_t>(rows_), width = static_cast<std::size_t>(width_);
-    constexpr std::size_t arrays = 16;  // at most; each may take up to a cache line more
+    constexpr std::size_t arrays = 16;  // upper bound; alignment costs each array up to one cache line
     return aligned(sizeof(float) *
                        (2 * rows * width + rows * key_block + 2 * width * key_block + tile * width + 2 * width) +
                    rows * (sizeof(SoftmaxState) + 3 * sizeof(std::int64_t) + sizeof(float)) + arrays * 64);
   }
-  Room room(int thread) const {
+  Workspace workspace(int thread) const {
     Cut take{rooms_ + static_cast<std::size_t>(thread) * room_bytes()};
-    Room r;
+    Workspace r;
     take(r.q, rows_ * width_);
     take(r.acc, rows_ * width_);
     take(r.s, rows_ * key_block);
@@ -165,7 +165,7 @@ void Prefill::transpose(float* k, int tokens, bool paired, float* kt) const {
 }
 
 // Keys and values first .. first + n - 1 of k and v. Returns whether all values are finite.
-bool Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Room& r) const {
+bool Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const {
   F32 probe{};
   for (int base = 0; base < n; base += tile) {
     const int count = n - base < tile ? n - base : tile;
@@ -183,7 +183,8 @@ bool Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t
 }
 
 // The same from the cache: closed groups as codes, the open group of a kivi format from the ring.
-bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std::int64_t first, int n, Room& r) const {
+bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std::int64_t first, int n,
+                          Workspace& r) const {
   const KvCacheView& c = *a_.cache;
   const CachedHead head{&c, s.row, head_index};
   const std::int64_t code_end = is_element_format(c.format) ? 0
@@ -211,7 +212,7 @@ bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std
         for (int d = 0; d < width_; d += lanes) {
           float* at = r.codes + t * width_ + d;
           const F32 scale = is_kivi(c.format) ? load(scales.channel + d) : splat(scales.token[t]);
-          store(at, has_min(c.format) ? fma(load(at) + affine_middle, scale, load(scales.channel_min + d))
+          store(at, has_min(c.format) ? fma(load(at) + affine_zero_point, scale, load(scales.channel_min + d))
                                       : load(at) * scale);
         }
       transpose(r.codes, count, is_paired(c.format), r.kt + base);
@@ -221,7 +222,7 @@ bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std
         for (int d = 0; d < width_; d += lanes) {
           const F32 x = load(r.codes + t * width_ + d);
           store(v + t * width_ + d,
-                has_min(c.format) ? fma(x + affine_middle, scale, splat(scales.token_min[t])) : x * scale);
+                has_min(c.format) ? fma(x + affine_zero_point, scale, splat(scales.token_min[t])) : x * scale);
         }
       }
     }
@@ -232,7 +233,7 @@ bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std
 }
 
 // All rows against the n keys of the block that starts at `position`.
-void Prefill::attend_block(Room& r, int rows, std::int64_t position, int n, bool finite) const {
+void Prefill::attend_block(Workspace& r, int rows, std::int64_t position, int n, bool finite) const {
   const int whole = (n + lanes - 1) / lanes * lanes;
   gemm(r.q, width_, r.kt, key_block, r.s, key_block, rows, whole, width_, false);
   for (int i = 0; i < rows; ++i) {
@@ -273,7 +274,7 @@ void Prefill::attend_block(Room& r, int rows, std::int64_t position, int n, bool
 
 void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries,
                    int thread) const {
-  Room r = room(thread);
+  Workspace r = workspace(thread);
   const int rows = static_cast<int>(queries * group_);
   const std::int64_t window = a_.logits.window, keys = s.cached + s.keys;
   std::int64_t first_seen = keys, last_seen = -1;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Append: tokens of k, v [B, T, Hkv, D] -> pages, rings and codes.
+// kv_append: stores tokens of k, v [B, T, Hkv, D] in pages, rings and codes.
 //
-// One task is one (batch entry, KV head): nobody else writes its tokens, and no value depends on another task.
-// kivi formats copy every token into the row's ring, raw, and encode 32 of them from the ring when the last of a group
-// arrives: every way of splitting tokens over calls goes through the same steps. The arithmetic of an encoding is part
-// of the format: subtractions, divisions and roundings that no compiler may contract, so all instruction sets give
-// equal bytes.
+// A task of the thread pool is one (batch entry, KV head); tasks write disjoint memory and do not depend on each other.
+// kivi formats copy every token, raw, into the row's ring and encode a group of 32 tokens from the ring when the last
+// token of the group is appended, so the bytes do not depend on how tokens are divided over calls. The arithmetic of
+// the encoding is part of the format: subtractions, divisions and roundings that the compiler must not contract, so
+// that all instruction sets produce equal bytes.
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -24,7 +24,7 @@ namespace {
 typedef std::uint8_t U8x8 __attribute__((vector_size(8)));
 typedef std::uint16_t U16x8 __attribute__((vector_size(16)));
 
-constexpr std::int64_t serial_below = 1 << 14;  // values: fewer are stored sooner than a second thread wakes up
+constexpr std::int64_t serial_below = 1 << 14;  // values: storing fewer takes less time than waking a second thread
 
 template <class Scale>
 constexpr float smallest_scale = std::is_same_v<Scale, BFloat16> ? 0x1p-133f : 0x1p-24f;  // subnormal
@@ -33,11 +33,11 @@ constexpr float largest_minimum = std::is_same_v<Scale, BFloat16> ? 0x1.fep+127f
 
 // ---- sixteen groups, one a lane ----
 
-// What a pass over their values finds.
+// Range of the values of sixteen groups.
 template <KvFormat f>
 struct Range {
   F32 low, high;  // symmetric formats: high is the largest magnitude
-  I32 broken;     // holds a NaN or an infinity
+  I32 nonfinite;  // holds a NaN or an infinity
 
   static __attribute__((always_inline)) Range empty() {
     constexpr float inf = std::numeric_limits<float>::infinity();
@@ -45,7 +45,7 @@ struct Range {
   }
 
   __attribute__((always_inline)) void add(F32 x) {
-    broken |= ((I32)x & 0x7f800000) == 0x7f800000;
+    nonfinite |= ((I32)x & 0x7f800000) == 0x7f800000;
     if constexpr (has_min(f)) {
       low = x < low ? x : low;
       high = x > high ? x : high;
@@ -59,31 +59,31 @@ struct Range {
     if constexpr (has_min(f)) low = splat(-max(-low));
     high = splat(max(high));
     std::int32_t lane[lanes], any = 0;
-    store_raw(lane, broken);
+    store_raw(lane, nonfinite);
     for (int i = 0; i < lanes; ++i) any |= lane[i];
-    broken = I32{} + any;
+    nonfinite = I32{} + any;
   }
 };
 
-// Scales and minima as a reader sees them, and the codes they give.
+// Scales and minima of sixteen groups as a reader of the cache sees them, and the codes they yield.
 template <KvFormat f>
-struct Grid {
+struct Quantizer {
   static constexpr float top = has_min(f) ? 15.0f : static_cast<float>(qmax(f));
   static constexpr float bottom = has_min(f) ? 0.0f : -top;
   F32 scale, minimum;
 
   // Stores the first n scales and minima.
   template <class Scale>
-  static __attribute__((always_inline)) Grid make(const Range<f>& r, Scale* scales, Scale* minima, int n) {
+  static __attribute__((always_inline)) Quantizer make(const Range<f>& r, Scale* scales, Scale* minima, int n) {
     const F32 nan = splat(std::numeric_limits<float>::quiet_NaN());
     const F32 width = has_min(f) ? r.high - r.low : r.high;
     constexpr float largest = largest_scale(std::is_same_v<Scale, BFloat16> ? DType::bf16 : DType::f16, has_min(f));
     F32 scale = clamp(width / top, smallest_scale<Scale>, largest);
     scale = width > 0.0f ? scale : F32{};
-    Grid g{stored(r.broken ? nan : scale, scales, n), F32{}};
-    if constexpr (has_min(f)) {  // + 0: a group of zeros of both signs has minimum +0
+    Quantizer g{stored(r.nonfinite ? nan : scale, scales, n), F32{}};
+    if constexpr (has_min(f)) {  // + 0 makes the minimum +0 in a group that holds zeros of both signs
       const F32 minimum = clamp(r.low + 0.0f, -largest_minimum<Scale>, largest_minimum<Scale>);
-      g.minimum = stored(r.broken ? nan : minimum, minima, n);
+      g.minimum = stored(r.nonfinite ? nan : minimum, minima, n);
     }
     return g;
   }
@@ -123,10 +123,10 @@ ROOFTILE_INLINE void put_k_codes(std::uint8_t* block, std::int64_t index, I32 co
 
 // One token's codes, padded to a multiple of 32, one a byte.
 template <KvFormat f>
-void put_v_codes(std::uint8_t* block, int page_size, int head_dim, int slot, const std::uint8_t* codes) {
-  for (int d = 0; d < padded_head_dim(head_dim); d += 32) {  // v_code_index: d, d + 8, d + 16, d + 24 lie together
-    const std::int64_t first = v_code_index(f, page_size, head_dim, slot, d);
-    const std::int64_t step = v_code_index(f, page_size, head_dim, slot, d + 1) - first;
+void put_v_codes(std::uint8_t* block, int page_size, int head_dim, int offset, const std::uint8_t* codes) {
+  for (int d = 0; d < padded_head_dim(head_dim); d += 32) {  // v_code_index stores d, d + 8, d + 16, d + 24 together
+    const std::int64_t first = v_code_index(f, page_size, head_dim, offset, d);
+    const std::int64_t step = v_code_index(f, page_size, head_dim, offset, d + 1) - first;
     if constexpr (code_bits(f) == 8) {
       for (int i = 0; i < 8; ++i)
         for (int j = 0; j < 4; ++j) block[first + i * step + j * 4] = codes[d + i + 8 * j];
@@ -171,24 +171,24 @@ class Writer {
   void append(std::int64_t position, const T* k, std::int64_t k_stride, const T* v, std::int64_t v_stride) {
     const int d = c_.head_dim;
     if constexpr (is_kivi(f)) {
-      const std::int64_t slot = position % c_.ring_size * d;
-      copy_token(reinterpret_cast<std::byte*>(ring_k_ + slot), k, k_stride, d);
-      copy_token(reinterpret_cast<std::byte*>(ring_v_ + slot), v, v_stride, d);
+      const std::int64_t offset = position % c_.ring_size * d;
+      copy_token(reinterpret_cast<std::byte*>(ring_k_ + offset), k, k_stride, d);
+      copy_token(reinterpret_cast<std::byte*>(ring_v_ + offset), v, v_stride, d);
       if (position % kv_group == kv_group - 1) close_group(position + 1 - kv_group);
     } else if constexpr (is_element_format(f)) {
-      const std::int64_t page = kv_page(c_, row_, position), slot = position % c_.page_size;
-      copy_token(section(c_.k, c_.k.codes, page) + slot * c_.k.token_stride, k, k_stride, d);
-      copy_token(section(c_.v, c_.v.codes, page) + slot * c_.v.token_stride, v, v_stride, d);
+      const std::int64_t page = kv_page(c_, row_, position), offset = position % c_.page_size;
+      copy_token(section(c_.k, c_.k.codes, page) + offset * c_.k.token_stride, k, k_stride, d);
+      copy_token(section(c_.v, c_.v.codes, page) + offset * c_.v.token_stride, v, v_stride, d);
     } else {
       const std::int64_t page = kv_page(c_, row_, position);
-      const int slot = static_cast<int>(position % c_.page_size);
+      const int offset = static_cast<int>(position % c_.page_size);
       copy_token(reinterpret_cast<std::byte*>(token_.data()), k, k_stride, d);
-      encode_token(c_.k, page, slot, token_.data());
+      encode_token(c_.k, page, offset, token_.data());
       for (int i = 0; i < padded_head_dim(d); i += lanes)
-        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, slot, i),
+        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, offset, i),
                        __builtin_convertvector(load_raw<I8>(codes_.data() + i), I32));
       copy_token(reinterpret_cast<std::byte*>(token_.data()), v, v_stride, d);
-      store_v_token(page, slot, token_.data());
+      store_v_token(page, offset, token_.data());
     }
   }
 
@@ -203,33 +203,33 @@ class Writer {
     return base ? reinterpret_cast<Scale*>(section(plane, base, page)) : nullptr;
   }
 
-  // One token as one group: codes into codes_, scale and minimum into the block.
-  void encode_token(const KvCacheView::Plane& plane, std::int64_t page, int slot, const T* x) {
+  // Encodes one token as one group: codes into codes_, scale and minimum into the page.
+  void encode_token(const KvCacheView::Plane& plane, std::int64_t page, int offset, const T* x) {
     const int n = c_.head_dim;
     const float fill = to_float(x[0]);  // changes no range
     auto range = Range<f>::empty();
     for (int i = 0; i < n; i += lanes) range.add(load_some(x + i, n - i, fill));
     range.join();
     Scale* minima = scales_at(plane, plane.min, page);
-    const auto grid =
-        Grid<f>::make(range, scales_at(plane, plane.scale, page) + slot, has_min(f) ? minima + slot : nullptr, 1);
-    // stored() rounds all lanes alike, so every lane of the grid is this group's
+    const auto quantizer = Quantizer<f>::make(range, scales_at(plane, plane.scale, page) + offset,
+                                              has_min(f) ? minima + offset : nullptr, 1);
+    // stored() rounds all lanes alike, so every lane of the quantizer holds this group's values
     for (int i = 0; i < n; i += lanes)
-      store_raw(codes_.data() + i, __builtin_convertvector(grid.codes(load_some(x + i, n - i, fill)), I8));
+      store_raw(codes_.data() + i, __builtin_convertvector(quantizer.codes(load_some(x + i, n - i, fill)), I8));
     std::memset(codes_.data() + n, 0, codes_.size() - static_cast<std::size_t>(n));
   }
 
-  void store_v_token(std::int64_t page, int slot, const T* x) {
-    encode_token(c_.v, page, slot, x);
-    put_v_codes<f>(codes_at(c_.v, page), c_.page_size, c_.head_dim, slot, codes_.data());
+  void store_v_token(std::int64_t page, int offset, const T* x) {
+    encode_token(c_.v, page, offset, x);
+    put_v_codes<f>(codes_at(c_.v, page), c_.page_size, c_.head_dim, offset, codes_.data());
   }
 
-  // The 32 tokens from `first` on become codes. They are neighbours in the ring: it holds two groups.
+  // Encodes the 32 tokens from `first` on. They are contiguous in the ring, which holds two groups.
   void close_group(std::int64_t first) {
-    const int d = c_.head_dim, padded = padded_head_dim(d), slot = static_cast<int>(first % c_.page_size);
+    const int d = c_.head_dim, padded = padded_head_dim(d), offset = static_cast<int>(first % c_.page_size);
     const std::int64_t page = kv_page(c_, row_, first), ring = first % c_.ring_size * d;
-    Scale* scales = scales_at(c_.k, c_.k.scale, page) + std::int64_t{slot / kv_group} * padded;
-    Scale* minima = has_min(f) ? scales_at(c_.k, c_.k.min, page) + std::int64_t{slot / kv_group} * padded : nullptr;
+    Scale* scales = scales_at(c_.k, c_.k.scale, page) + std::int64_t{offset / kv_group} * padded;
+    Scale* minima = has_min(f) ? scales_at(c_.k, c_.k.min, page) + std::int64_t{offset / kv_group} * padded : nullptr;
     for (int i = 0; i < padded; i += lanes) {  // channels past head_dim are groups of zeros
       F32 x[kv_group];
       auto range = Range<f>::empty();
@@ -237,11 +237,11 @@ class Writer {
         x[t] = i < d ? load_some(ring_k_ + ring + std::int64_t{t} * d + i, d - i) : F32{};
         range.add(x[t]);
       }
-      const auto grid = Grid<f>::make(range, scales + i, has_min(f) ? minima + i : nullptr, lanes);
+      const auto quantizer = Quantizer<f>::make(range, scales + i, has_min(f) ? minima + i : nullptr, lanes);
       for (int t = 0; t < kv_group; ++t)
-        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, slot + t, i), grid.codes(x[t]));
+        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, offset + t, i), quantizer.codes(x[t]));
     }
-    for (int t = 0; t < kv_group; ++t) store_v_token(page, slot + t, ring_v_ + ring + std::int64_t{t} * d);
+    for (int t = 0; t < kv_group; ++t) store_v_token(page, offset + t, ring_v_ + ring + std::int64_t{t} * d);
   }
 
   const KvCacheView& c_;

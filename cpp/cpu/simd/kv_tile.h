@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thirty-two tokens of one KV head, from any cache format to something a product can be made of.
+// A KV tile: 32 tokens of one KV head of any cache format, prepared as operand of a product.
 //
-// Elements are read where they lie (a pointer per token) or widened to fp32; codes become the numbers they are, their
-// scales and minima stay apart so that the product is made on the codes and scaled once. Codes of an affine format come
-// out as u - 8, -8 .. 7: sums of them around their middle lose fewer bits than sums of u against sums of the minimum.
-// K codes of four bits come out in paired order: of every 32 channels first the sixteen even ones, then the odd ones;
-// that is how they fall out of the bytes, and a dot product may run in any order.
-// V codes lie interleaved for the tensor cores (core/kv_layout.h) and are untangled by four rounds of byte zips.
+// Elements are read in place (a pointer per token) or widened to fp32. Codes are converted to fp32 numbers; their
+// scales and minima stay separate, because the product is computed on the codes and scaled once. Codes u of an affine
+// format become u - 8, in -8 .. 7: sums around the zero point lose fewer bits than sums of u.
+// 4-bit K codes come in paired order: of every 32 channels first the sixteen even, then the sixteen odd ones. Unpacking
+// the bytes yields this order, and a dot product may use any order of channels.
+// V codes are interleaved for the tensor cores (core/kv_layout.h); four rounds of byte zips restore their order.
 // Include isa.h and vec.h first.
 #pragma once
 
@@ -17,13 +17,13 @@ namespace rooftile::cpu::ROOFTILE_ISA {
 
 inline constexpr int tile = 32;  // tokens, at absolute positions that are multiples of it
 
-// `token[t]` points at the elements of token t; entries past the last token repeat it, so that they may be read.
+// token[t] points to the elements of token t. Entries past the last token repeat the last pointer and are readable.
 struct TokenRows {
   DType dtype = DType::f32;
   const std::byte* token[tile];
 };
 
-// What the codes of a tile stand for.
+// Scales and minima of a tile's codes.
 struct TileScales {
   float token[tile], token_min[tile];  // per token; 0 past the last token
   float *channel, *channel_min;        // K of the kivi formats, in K's order, padded channels 0
@@ -36,7 +36,7 @@ ROOFTILE_INLINE float sixteen_bit(const std::byte* p, DType t, std::int64_t i) {
   return to_float(Half{bits});
 }
 
-inline constexpr float affine_middle = 8.0f;  // what is taken off the codes of an affine format
+inline constexpr float affine_zero_point = 8.0f;  // subtracted from the codes of an affine format
 
 ROOFTILE_INLINE bool is_paired(KvFormat f) { return code_bits(f) == 4; }
 
@@ -85,10 +85,10 @@ ROOFTILE_ZIP(zip64_high, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 3
 typedef U8 Bytes;
 #endif
 
-// x[a] holds, lane by lane, byte i of piece (d % 8 = a). y[i / 2] holds the eight bytes i, a = 0..7, then those of i +
-// 1.
+// x[a] holds, lane by lane, byte i of the 16-byte vector with d % 8 = a. y[i / 2] holds the eight bytes i, a = 0..7,
+// then those of i + 1.
 template <class B>
-ROOFTILE_INLINE void zip_pieces(const B (&x)[8], B (&y)[8]) {
+ROOFTILE_INLINE void zip_vecs(const B (&x)[8], B (&y)[8]) {
   B pairs[4][2], quads[2][4];
 #pragma GCC unroll 4
   for (int q = 0; q < 4; ++q) {
@@ -130,15 +130,15 @@ ROOFTILE_INLINE B splat_byte(int x) {
 }
 
 // V codes of 32 channels of one interleaved tile (core/kv_layout.h) to fp32 [token][width].
-// int4: tiles of 32 tokens whose four pieces of one d % 8 are four lanes, or of 16 (pages of 16) where they are two.
+// int4: tiles of 32 tokens have four 16-byte vectors per d % 8, tiles of 16 (pages of 16) two.
 template <class B, int tile_tokens>
 ROOFTILE_INLINE void unpack_v_int4(const std::byte* codes, bool is_signed, float* out, int width) {
-  constexpr int piece_lanes = tile_tokens / 8, step = static_cast<int>(sizeof(B)) / 16;
-  for (int lane = 0; lane < piece_lanes; lane += step) {
+  constexpr int vec_lanes = tile_tokens / 8, step = static_cast<int>(sizeof(B)) / 16;
+  for (int lane = 0; lane < vec_lanes; lane += step) {
     B low[8], high[8], low_zip[8], high_zip[8];
 #pragma GCC unroll 8
     for (int a = 0; a < 8; ++a) {
-      const B both = load_raw<B>(codes + (a * piece_lanes + lane) * 16);
+      const B both = load_raw<B>(codes + (a * vec_lanes + lane) * 16);
       low[a] = both & splat_byte<B>(15);
       high[a] = both >> 4;
       if (is_signed) {  // two's complement nibbles
@@ -148,9 +148,9 @@ ROOFTILE_INLINE void unpack_v_int4(const std::byte* codes, bool is_signed, float
       low[a] -= splat_byte<B>(8);
       high[a] -= splat_byte<B>(8);
     }
-    zip_pieces(low, low_zip);
-    zip_pieces(high, high_zip);
-    // byte i of a piece: bit 0 d / 16, bit 1 token % 2, then token / 8 (32 tokens) or token / 8 and pair % 2 (16)
+    zip_vecs(low, low_zip);
+    zip_vecs(high, high_zip);
+    // byte i of a vector: bit 0 is d / 16, bit 1 token % 2, then token / 8 (32 tokens) or token / 8 and pair % 2 (16)
 #pragma GCC unroll 8
     for (int k = 0; k < 8; ++k) {
       const B sixteen[2] = {zip64_low(low_zip[k], high_zip[k]), zip64_high(low_zip[k], high_zip[k])};
@@ -171,8 +171,8 @@ ROOFTILE_INLINE void unpack_v_bytes(const std::byte* codes, float* out, int widt
     Bytes x[8], y[8];
 #pragma GCC unroll 8
     for (int a = 0; a < 8; ++a) x[a] = load_raw<Bytes>(codes + (a * 4 + lane) * 16);
-    zip_pieces(x, y);
-    // byte i of a piece: bit 0 token % 2, bit 1 token / 8, then d / 8
+    zip_vecs(x, y);
+    // byte i of a vector: bit 0 is token % 2, bit 1 token / 8, then d / 8
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
       const int j = k / 2, t8 = k % 2;  // channels 16 j .., tokens 8 t8 ..
@@ -224,9 +224,9 @@ ROOFTILE_INLINE void find_elements(const CachedHead& h, const KvCacheView::Plane
     for (int t = 0; t < n; ++t) rows.token[t] = base + (first + t) % c.ring_size * token_bytes;
   } else {
     for (int t = 0; t < n;) {
-      const std::int64_t slot = (first + t) % c.page_size;
+      const std::int64_t offset = (first + t) % c.page_size;
       const std::byte* base = h.at(plane.codes, plane, first + t);
-      for (std::int64_t s = slot; s < c.page_size && t < n; ++s, ++t) rows.token[t] = base + s * plane.token_stride;
+      for (std::int64_t s = offset; s < c.page_size && t < n; ++s, ++t) rows.token[t] = base + s * plane.token_stride;
     }
   }
   for (int t = n; t < tile; ++t) rows.token[t] = rows.token[n - 1];
@@ -286,7 +286,7 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
         const std::byte* from = base + s * width / 2;
         for (int d = 0; d < width; d += 2 * lanes) {
           I8 bytes = load_raw<I8>(from + d / 2);
-          if (!is_signed) bytes ^= flip;  // u with its top bit turned is u - 8 in two's complement
+          if (!is_signed) bytes ^= flip;  // u with its top bit flipped is u - 8 in two's complement
           const I32 both = __builtin_convertvector(bytes, I32);
           const I32 even = (both << 28) >> 28, odd = both >> 4;
           store(to + d, __builtin_convertvector(even, F32));

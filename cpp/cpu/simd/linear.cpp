@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W as it is.
+// y = activation(x W^T + bias) + residual with W in x's dtype.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     any strides
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
@@ -19,11 +19,11 @@ struct Weights {
   std::int64_t rows_of(std::int64_t tile) const { return std::min<std::int64_t>(tile_n, w.shape[0] - tile * tile_n); }
   const T* row(std::int64_t n) const { return w.as<T>() + n * w.stride[0]; }
 
-  void take_row(const TensorView& x, std::int64_t m, std::int64_t padded, float*, float* to) const {
+  void pack_row(const TensorView& x, std::int64_t m, std::int64_t padded, float*, float* to) const {
     widen(x.as<T>() + x.row_offset(m), x.last_stride(), x.last(), to);
     std::fill(to + x.last(), to + padded, 0.0f);
   }
-  // What lies outside of W is 0.
+  // Converts a tile of W to fp32, zero-filled outside W.
   void tile(std::int64_t tile, std::int64_t block, float* to) const {
     const std::int64_t first = block * block_k, count = std::min<std::int64_t>(block_k, w.shape[1] - first),
                        rows = rows_of(tile);

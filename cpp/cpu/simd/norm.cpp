@@ -14,7 +14,7 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-// weight or bias as contiguous fp32. Null where there is none.
+// weight or bias as contiguous fp32; null if absent.
 class Parameter {
  public:
   explicit Parameter(const TensorView& t) {
@@ -31,8 +31,8 @@ class Parameter {
 
 template <class T>
 void add_row(const T* x, const T* residual, T* res, std::int64_t n) {
-  for_pieces(
-      n, [=](std::int64_t i, auto lanes) { store(res + i, load(x + i, lanes) + load(residual + i, lanes), lanes); });
+  for_vecs(n,
+           [=](std::int64_t i, auto lanes) { store(res + i, load(x + i, lanes) + load(residual + i, lanes), lanes); });
 }
 
 template <bool subtract_mean, class T>
@@ -40,7 +40,7 @@ void norm_row(const T* x, const float* weight, const float* bias, T* y, std::int
   const double count = static_cast<double>(n);
   const double mean =
       subtract_mean ? sum_over(n, [=](std::int64_t i, auto lanes) { return load(x + i, lanes); }) / count : 0.0;
-  // In two parts: values far from 0 keep the digits of their distance to the mean.
+  // The mean is the sum of two numbers, so that values far from 0 keep the digits of their distance to the mean.
   const float rounded = static_cast<float>(mean), rest = static_cast<float>(mean - rounded);
   const auto centred = [=](std::int64_t i, auto lanes) {
     const F32 v = load(x + i, lanes);
@@ -51,7 +51,7 @@ void norm_row(const T* x, const float* weight, const float* bias, T* y, std::int
     return v * v;
   });
   const float scale = static_cast<float>(1.0 / std::sqrt(square / count + eps));
-  for_pieces(n, [=](std::int64_t i, auto lanes) {
+  for_vecs(n, [=](std::int64_t i, auto lanes) {
     F32 v = centred(i, lanes) * scale;
     if (weight) v *= load(weight + i, lanes);
     if (bias) v += load(bias + i, lanes);
@@ -72,7 +72,7 @@ void norm_rows(const Parallel& parallel, const NormArgs& a) {
       T* res = res_room.write(a.res, row, thread);
       add_row(x, add_room.read(a.residual, row, thread), res, n);
       res_room.commit(a.res, row, thread);
-      x = res;  // the norm is of the rounded sum
+      x = res;  // the rounded sum is normalised
     }
     T* y = y_room.write(a.y, row, thread);
     if (a.subtract_mean) {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual for any kind of weight: what is left to its file is how 16 rows x 64 k of it
-// become fp32.
+// y = activation(x W^T + bias) + residual for any kind of weight. The caller's Weights type converts a tile of 16 rows
+// x 64 k of W to fp32.
 //
-// Lanes are positions of k. Every output has one accumulator of 16 lanes that adds blocks of 64 k in order; the lanes
-// are summed at the end. That order is the only one, whatever M is:
+// Lanes are positions of k. Every output has one accumulator of 16 lanes, which adds k-blocks of 64 in order; the lanes
+// are summed at the end. The order of the sum is the same for every M:
 //   M = 1: weights go through registers, 16 accumulators a tile. Bound by the bytes of W.
-//   M > 1: 16 rows x 256 k into L1 as fp32, then a block of rows of x against them. Bound by fused multiply-adds.
-// Tasks are ranges of tiles (x blocks of rows); no two write the same output.
+//   M > 1: a strip of 16 rows x 256 k of W is converted to fp32 in L1 and multiplied with a block of rows of x.
+//          Bound by fused multiply-adds.
+// A task of the thread pool is a range of tiles for one block of rows; no two tasks write the same output.
 // Include isa.h, vec.h and activation.h first.
 #pragma once
 
@@ -22,13 +23,13 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 
 constexpr int tile_n = 16, block_k = 64;
-constexpr int quads = block_k / lanes;  // vectors of k in a block
-constexpr int row_floats = block_k;     // one row of a tile in fp32
+constexpr int k_vecs = block_k / lanes;  // vectors of a k-block
+constexpr int row_floats = block_k;      // one row of a tile in fp32
 constexpr int tile_floats = tile_n * block_k;
-constexpr int strip_blocks = 4;          // in fp32 at once: 16 KB, half an L1
+constexpr int strip_blocks = 4;          // k-blocks of a strip in fp32: 16 KB, half an L1
 constexpr std::int64_t block_rows = 96;  // rows of x against one strip: their accumulators stay in L2
-constexpr std::int64_t panel_bytes = std::int64_t{16} << 20;  // x as the weights want it, at most (one row at least)
-constexpr std::int64_t product_worth_a_thread = 192 * 1024;   // multiply-adds: some 10 us
+constexpr std::int64_t m_block_bytes = std::int64_t{16} << 20;  // packed x of one m-block, at most (one row at least)
+constexpr std::int64_t product_worth_a_thread = 192 * 1024;     // multiply-adds: about 10 us
 constexpr std::int64_t task_weights = 64 * 1024;
 
 #ifdef ROOFTILE_AVX512
@@ -56,8 +57,8 @@ ROOFTILE_INLINE void widen(const T* p, std::int64_t stride, std::int64_t count, 
 // sum() of sixteen vectors at once, in the same order; result lane i is of acc[i].
 ROOFTILE_INLINE F32 sums(const F32* acc) {
 #ifdef ROOFTILE_AVX512
-  // every step adds the upper half of what is left of each vector to its lower half; the vectors are taken so that the
-  // last step leaves them in order
+  // Every step adds the upper half of each vector's remaining lanes to the lower half. The initial order of the vectors
+  // makes the last step leave the results in order.
   __m512 v[tile_n];
   for (int i = 0; i < tile_n; ++i) v[i] = (__m512)acc[4 * (i % 4) + i / 4];
   for (int i = 0; i < 8; ++i)
@@ -117,7 +118,7 @@ inline F32 activate(Activation a, F32 x) {
   return x;
 }
 
-// What follows the product, for sixteen neighbouring outputs and any row. Args: op_args.h.
+// Bias, activation, gate and residual of sixteen neighbouring outputs of a row. Args: see op_args.h.
 template <class Args>
 class Epilogue {
  public:
@@ -127,7 +128,7 @@ class Epilogue {
     bias_ = load_tile(a.bias, n_ * a.bias.stride[0], count_);
     if (a.gated) up_bias_ = load_tile(a.bias, (n_ + a.outputs()) * a.bias.stride[0], count_);
   }
-  // up: of a gated product. y_row, residual_row: offsets of the row in elements
+  // up: the up projection's product if gated. y_row, residual_row: offsets of the row in elements.
   void operator()(F32 product, F32 up, std::int64_t y_row, std::int64_t residual_row) const {
     if (a_.bias.given()) product += bias_;
     product = activate(a_.activation, product);
@@ -145,7 +146,7 @@ class Epilogue {
 
 // ---- many rows of x -----------------------------------------------------------------------------
 
-// acc[row][16 n] += x[row] . strip[n] over `blocks` blocks, for Rows rows and micro_n of the sixteen n.
+// acc[row][16 n] += x[row] . strip[n] over `blocks` k-blocks, for Rows rows and micro_n of the sixteen n.
 template <int Rows>
 void micro(const float* strip, const float* x, std::int64_t x_row, int blocks, bool first, F32* acc) {
   F32 r[Rows][micro_n];
@@ -155,7 +156,7 @@ void micro(const float* strip, const float* x, std::int64_t x_row, int blocks, b
     for (int n = 0; n < micro_n; ++n) r[m][n] = first ? F32{} : acc[m * tile_n + n];
   for (int b = 0; b < blocks; ++b, strip += tile_floats, x += block_k) {
 #pragma GCC unroll 4
-    for (int q = 0; q < quads; ++q) {
+    for (int q = 0; q < k_vecs; ++q) {
       F32 w[micro_n];
 #pragma GCC unroll 4
       for (int n = 0; n < micro_n; ++n) w[n] = load(strip + n * row_floats + q * lanes);
@@ -196,50 +197,50 @@ void many_rows(const Weights& w, std::int64_t tile, const float* x, std::int64_t
   }
 }
 
-// ---- the product of up to one panel of rows -----------------------------------------------------
+// ---- the product of one m-block of rows of x -----------------------------------------------------
 
-struct Panel {
+struct MBlock {
   std::int64_t first_row, rows;
-  std::int64_t x_row;                // floats of a row of x: whole blocks
-  float* x;                          // [rows][x_row] as the weights want it
+  std::int64_t x_row;                // floats of a packed row of x: whole k-blocks
+  float* x;                          // [rows][x_row], packed by Weights::pack_row
   std::int64_t *y_at, *residual_at;  // [rows] offsets in elements
 };
 
 template <class Args, class Weights>
-void fill_panel(const Parallel& parallel, const Args& a, const Weights& w, const Panel& p, float* room) {
-  const auto fill = [&](std::int64_t m, int thread) {
-    w.take_row(a.x, p.first_row + m, p.x_row, room + thread * p.x_row, p.x + m * p.x_row);
+void pack_m_block(const Parallel& parallel, const Args& a, const Weights& w, const MBlock& p, float* workspace) {
+  const auto pack_row = [&](std::int64_t m, int thread) {
+    w.pack_row(a.x, p.first_row + m, p.x_row, workspace + thread * p.x_row, p.x + m * p.x_row);
     p.y_at[m] = a.y.row_offset(p.first_row + m);
     p.residual_at[m] = a.residual.given() ? a.residual.row_offset(p.first_row + m) : 0;
   };
-  constexpr std::int64_t piece = 8;  // rows a task
-  const auto fill_piece = [&](std::int64_t task, int thread) {
-    for (std::int64_t m = task * piece; m < std::min(p.rows, (task + 1) * piece); ++m) fill(m, thread);
+  constexpr std::int64_t task_rows = 8;
+  const auto pack_rows = [&](std::int64_t task, int thread) {
+    for (std::int64_t m = task * task_rows; m < std::min(p.rows, (task + 1) * task_rows); ++m) pack_row(m, thread);
   };
   if (p.rows * p.x_row < product_worth_a_thread / 4) {
-    for (std::int64_t m = 0; m < p.rows; ++m) fill(m, 0);
+    for (std::int64_t m = 0; m < p.rows; ++m) pack_row(m, 0);
   } else {
-    parallel.run((p.rows + piece - 1) / piece, fill_piece);
+    parallel.run((p.rows + task_rows - 1) / task_rows, pack_rows);
   }
 }
 
-// to[row]: sixteen products of each of `count` rows of the panel from m0 on with the rows of W from n on. Where those
-// lie in two tiles (n is no multiple of sixteen) each tile takes its lanes.
+// to[row] (count x 16): the products of `count` rows of the m-block from m0 on with sixteen rows of W from n on. If n
+// is no multiple of sixteen, the rows of W lie in two tiles and each tile fills its lanes.
 template <class Weights>
-void products(const Weights& w, std::int64_t n, const Panel& p, std::int64_t m0, std::int64_t count, float* strip,
+void products(const Weights& w, std::int64_t n, const MBlock& p, std::int64_t m0, std::int64_t count, float* strip,
               F32* acc, F32* to) {
   const int from = static_cast<int>(n % tile_n);  // lane 0 of `to` is lane `from` of the first tile
   for (std::int64_t tile = n / tile_n;
        tile <= std::min((n + tile_n - 1) / tile_n, (w.rows() + tile_n - 1) / tile_n - 1); ++tile) {
-    F32 alone[tile_n];
+    F32 one_row_acc[tile_n];
     if (p.rows == 1) {
-      w.one_row(tile, p.x, alone);
+      w.one_row(tile, p.x, one_row_acc);
     } else {
       many_rows(w, tile, p.x + m0 * p.x_row, p.x_row, static_cast<int>(count), strip, acc);
     }
-    const int first = static_cast<int>(tile * tile_n - n);  // which lane of `to` lane 0 of this tile is
+    const int first = static_cast<int>(tile * tile_n - n);  // lane 0 of this tile is lane `first` of `to`
     for (std::int64_t m = 0; m < count; ++m) {
-      const F32 sixteen = sums(p.rows == 1 ? alone : acc + m * tile_n);
+      const F32 sixteen = sums(p.rows == 1 ? one_row_acc : acc + m * tile_n);
       if (from == 0) {
         to[m] = sixteen;
       } else {
@@ -250,63 +251,67 @@ void products(const Weights& w, std::int64_t n, const Panel& p, std::int64_t m0,
 }
 
 template <class Args, class Weights>
-void multiply_panel(const Parallel& parallel, const Args& a, const Weights& w, const Panel& p) {
+void multiply_m_block(const Parallel& parallel, const Args& a, const Weights& w, const MBlock& p) {
   const std::int64_t tiles = (a.outputs() + tile_n - 1) / tile_n,
                      tile_weights = tile_n * std::max<std::int64_t>(p.x_row, 1) * (a.gated ? 2 : 1);
-  const std::int64_t pieces = (p.rows + block_rows - 1) / block_rows;
-  const std::int64_t rows = ((p.rows + pieces - 1) / pieces + micro_rows - 1) / micro_rows * micro_rows;  // a piece's
-  const std::int64_t run =
+  const std::int64_t row_blocks = (p.rows + block_rows - 1) / block_rows;
+  const std::int64_t rows =
+      ((p.rows + row_blocks - 1) / row_blocks + micro_rows - 1) / micro_rows * micro_rows;  // of a row block
+  const std::int64_t tiles_per_task =
       std::max<std::int64_t>(1, task_weights / (tile_weights * std::min(p.rows, rows)));  // tiles a task
-  const std::int64_t runs = (tiles + run - 1) / run;
-  const bool alone = p.rows * tiles * tile_weights < product_worth_a_thread;
+  const std::int64_t tile_ranges = (tiles + tiles_per_task - 1) / tiles_per_task;
+  const bool serial = p.rows * tiles * tile_weights < product_worth_a_thread;
 
   const std::int64_t strip_bytes = strip_blocks * tile_floats * 4, acc_bytes = rows * tile_n * lanes * 4,
                      out_bytes = rows * lanes * 4;
-  const std::int64_t room = 2 * out_bytes + (p.rows == 1 ? 0 : strip_bytes + acc_bytes);
-  const Scratch scratch(static_cast<std::size_t>(room * (alone ? 1 : parallel.threads())));
+  const std::int64_t workspace = 2 * out_bytes + (p.rows == 1 ? 0 : strip_bytes + acc_bytes);
+  const Scratch scratch(static_cast<std::size_t>(workspace * (serial ? 1 : parallel.threads())));
   const auto task = [&](std::int64_t t, int thread) {
-    const std::int64_t piece = t / runs, begin = (t % runs) * run, end = std::min(tiles, begin + run);
-    const std::int64_t m0 = piece * rows, count = std::min(rows, p.rows - m0);
+    const std::int64_t row_block = t / tile_ranges, begin = (t % tile_ranges) * tiles_per_task,
+                       end = std::min(tiles, begin + tiles_per_task);
+    const std::int64_t m0 = row_block * rows, count = std::min(rows, p.rows - m0);
     for (std::int64_t tile = begin; tile < end; ++tile) {
-      const Epilogue finish(a, tile);
-      F32* out = at<F32>(scratch, room * thread);
-      F32* up = at<F32>(scratch, room * thread + out_bytes);
-      float* strip = at(scratch, room * thread + 2 * out_bytes);
-      F32* acc = at<F32>(scratch, room * thread + 2 * out_bytes + strip_bytes);
+      const Epilogue epilogue(a, tile);
+      F32* out = at<F32>(scratch, workspace * thread);
+      F32* up = at<F32>(scratch, workspace * thread + out_bytes);
+      float* strip = at(scratch, workspace * thread + 2 * out_bytes);
+      F32* acc = at<F32>(scratch, workspace * thread + 2 * out_bytes + strip_bytes);
       products(w, tile * tile_n, p, m0, count, strip, acc, out);
       if (a.gated) products(w, a.outputs() + tile * tile_n, p, m0, count, strip, acc, up);
       for (std::int64_t m = 0; m < count; ++m)
-        finish(out[m], a.gated ? up[m] : F32{}, p.y_at[m0 + m], p.residual_at[m0 + m]);
+        epilogue(out[m], a.gated ? up[m] : F32{}, p.y_at[m0 + m], p.residual_at[m0 + m]);
     }
   };
-  const std::int64_t used = (p.rows + rows - 1) / rows;  // pieces that have rows after rounding up
-  if (alone) {
-    for (std::int64_t t = 0; t < used * runs; ++t) task(t, 0);
+  const std::int64_t row_blocks_used = (p.rows + rows - 1) / rows;  // row blocks that have rows after rounding up
+  if (serial) {
+    for (std::int64_t t = 0; t < row_blocks_used * tile_ranges; ++t) task(t, 0);
   } else {
-    parallel.run(used * runs, task);
+    parallel.run(row_blocks_used * tile_ranges, task);
   }
 }
 
-// The whole product. Weights: rows() of W, take_row(x, m, padded, room, to) puts row m of x into `to` (room: as many
-// floats for itself), tile(tile, block, to) 16 rows x 64 k, and one_row(tile, x, acc) the sums of sixteen rows with one
-// row of x, in the order of `micro`.
+// The whole product. Weights offers
+//   rows()                               rows of W
+//   pack_row(x, m, padded, buffer, to)   row m of x as fp32 in the order of the codes; buffer: `padded` floats
+//   tile(tile, block, to)                converts 16 rows x 64 k of W to fp32
+//   one_row(tile, x, acc)                sums of sixteen rows of W with one row of x, in the order of `micro`
 template <class Args, class Weights>
 void multiply(const Parallel& parallel, const Args& a, std::int64_t k, const Weights& w) {
   const std::int64_t total = a.x.rows(), x_row = (k + block_k - 1) / block_k * block_k;
   if (total == 0 || a.y.last() == 0) return;
   const std::int64_t at_once =
-      std::min(total, std::max<std::int64_t>(1, panel_bytes / (std::max<std::int64_t>(x_row, 1) * 4)));
-  const std::int64_t x_bytes = at_once * x_row * 4, room_bytes = x_row * 4 * parallel.threads();
-  const Scratch buffer(static_cast<std::size_t>(x_bytes + room_bytes + at_once * 16));
+      std::min(total, std::max<std::int64_t>(1, m_block_bytes / (std::max<std::int64_t>(x_row, 1) * 4)));
+  const std::int64_t x_bytes = at_once * x_row * 4, workspace_bytes = x_row * 4 * parallel.threads();
+  const Scratch buffer(static_cast<std::size_t>(x_bytes + workspace_bytes + at_once * 16));
   for (std::int64_t first = 0; first < total; first += at_once) {
-    const Panel p{first,
-                  std::min(at_once, total - first),
-                  x_row,
-                  at(buffer, 0),
-                  at<std::int64_t>(buffer, x_bytes + room_bytes),
-                  at<std::int64_t>(buffer, x_bytes + room_bytes + at_once * 8)};
-    fill_panel(parallel, a, w, p, at(buffer, x_bytes));
-    multiply_panel(parallel, a, w, p);
+    const MBlock p{first,
+                   std::min(at_once, total - first),
+                   x_row,
+                   at(buffer, 0),
+                   at<std::int64_t>(buffer, x_bytes + workspace_bytes),
+                   at<std::int64_t>(buffer, x_bytes + workspace_bytes + at_once * 8)};
+    pack_m_block(parallel, a, w, p, at(buffer, x_bytes));
+    multiply_m_block(parallel, a, w, p);
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Half-split rotary embedding.  x, y [..., H, D]   cos, sin [max_position, R]   positions [...]
-// Dims i and i + R of every head turn together by the angle of the token's position; dims from 2R on are copied.
+// Channels i and i + R of every head are rotated by the angle of the token's position; channels from 2R on are copied.
 #include <cstring>
 #include <memory>
 
@@ -14,10 +14,10 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-// y may be x. Both halves of a piece are read before either is written.
+// Rotates one head. y may be x: both halves of a vector are read before either is written.
 template <class T>
-void turn(const T* x, const float* cos, const float* sin, T* y, std::int64_t pairs, std::int64_t dim) {
-  for_pieces(pairs, [=](std::int64_t i, auto lanes) {
+void rotate(const T* x, const float* cos, const float* sin, T* y, std::int64_t pairs, std::int64_t dim) {
+  for_vecs(pairs, [=](std::int64_t i, auto lanes) {
     const Wide low = wide(load(x + i, lanes)), high = wide(load(x + pairs + i, lanes));
     const Wide c = wide(load(cos + i, lanes)), s = wide(load(sin + i, lanes));
     store(y + i, narrow(low * c - high * s), lanes);
@@ -35,15 +35,15 @@ void rope(const Parallel& parallel, const TensorView& x, const TensorView& cos, 
   const auto angles = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(2 * pairs * parallel.threads()));
   with_element(x.dtype, [&](auto e) {
     using T = decltype(e);
-    const RowScratch<T> x_room(x, parallel.threads()), y_room(y, parallel.threads());
+    const RowScratch<T> x_rows(x, parallel.threads()), y_rows(y, parallel.threads());
     for_rows(parallel, tokens, heads * dim, [&](std::int64_t token, int thread) {
       const std::int64_t position = integer_at(positions, element_offset(positions, token));
-      float* room = angles.get() + 2 * pairs * thread;
-      const float* c = as_floats(cos, position * cos.stride[0], pairs, cos.stride[1], room);
-      const float* s = as_floats(sin, position * sin.stride[0], pairs, sin.stride[1], room + pairs);
+      float* buffer = angles.get() + 2 * pairs * thread;
+      const float* c = as_floats(cos, position * cos.stride[0], pairs, cos.stride[1], buffer);
+      const float* s = as_floats(sin, position * sin.stride[0], pairs, sin.stride[1], buffer + pairs);
       for (std::int64_t row = token * heads; row < (token + 1) * heads; ++row) {
-        turn(x_room.read(x, row, thread), c, s, y_room.write(y, row, thread), pairs, dim);
-        y_room.commit(y, row, thread);
+        rotate(x_rows.read(x, row, thread), c, s, y_rows.write(y, row, thread), pairs, dim);
+        y_rows.commit(y, row, thread);
       }
     });
   });

@@ -15,7 +15,7 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-// A NaN may or may not win here; it comes back through the sum.
+// The maximum may ignore a NaN; the sum of exponentials carries it.
 template <class T>
 float row_max(const T* x, std::int64_t n) {
   const float lowest = -std::numeric_limits<float>::infinity();
@@ -25,7 +25,7 @@ float row_max(const T* x, std::int64_t n) {
   return max(highest);
 }
 
-// e: room for n exponentials; may be y.
+// e: [n] buffer for the exponentials; may be y.
 template <class T>
 void softmax_row(const T* x, T* y, float* e, std::int64_t n) {
   const float highest = row_max(x, n);
@@ -35,7 +35,7 @@ void softmax_row(const T* x, T* y, float* e, std::int64_t n) {
     return v;
   });
   const float scale = static_cast<float>(1.0 / total);
-  for_pieces(n, [=](std::int64_t i, auto lanes) { store(y + i, load(e + i, lanes) * scale, lanes); });
+  for_vecs(n, [=](std::int64_t i, auto lanes) { store(y + i, load(e + i, lanes) * scale, lanes); });
 }
 
 }  // namespace
@@ -45,12 +45,12 @@ void softmax(const Parallel& parallel, const TensorView& x, const TensorView& y)
     using T = decltype(e);
     const std::int64_t n = x.last();
     const RowScratch<T> x_room(x, parallel.threads()), y_room(y, parallel.threads());
-    std::unique_ptr<float[]> room;
+    std::unique_ptr<float[]> buffer;
     if (!std::is_same_v<T, float>)
-      room = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(n * parallel.threads()));
+      buffer = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(n * parallel.threads()));
     for_rows(parallel, x.rows(), n, [&](std::int64_t row, int thread) {
       T* to = y_room.write(y, row, thread);
-      float* e = room.get() + n * thread;
+      float* e = buffer.get() + n * thread;
       if constexpr (std::is_same_v<T, float>) e = to;
       softmax_row(x_room.read(x, row, thread), to, e, n);
       y_room.commit(y, row, thread);

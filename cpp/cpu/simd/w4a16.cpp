@@ -3,10 +3,9 @@
 // activation(gate) * up + residual.
 //   x [M, K]   y, residual [M, N or N / 2]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
-// A 64-byte load of a run is row g and row g + 8: its 16 words hold, nibble by nibble or byte by byte, 16 positions of
-// k of one row.
-// So x is put into the codes' order once a call, and codes are decoded in registers (M = 1) or into L1 (M > 1):
-// product.h.
+// A 64-byte load of a fragment block holds rows g and g + 8: each nibble (4 bits) or byte (8 bits) position of its 16
+// words holds 16 positions of k of one row. x is therefore permuted into the codes' order once a call, and codes are
+// decoded into registers (M = 1) or into L1 (M > 1): product.h.
 #include <algorithm>
 #include <cstddef>
 
@@ -26,8 +25,8 @@ static_assert(tile_n == w4_tile_n && block_k == w4_tile_k);
 
 // ---- x in the codes' order ----------------------------------------------------------------------
 
-// Lane 4 t + word of quad q is k = 16 word + 8 (q / 2) + 2 t + q % 2 of its block; in 8 bits 8 word + 32 (q / 2) + 2 t
-// + q % 2.
+// Lane 4 t + word of vector q is k = 16 word + 8 (q / 2) + 2 t + q % 2 of its block; in 8 bits 8 word + 32 (q / 2) + 2
+// t + q % 2.
 template <int bits>
 constexpr int k_of(int q, int lane) {
   return (bits == 4 ? 16 * (lane % 4) + 8 * (q / 2) : 8 * (lane % 4) + 32 * (q / 2)) + 2 * (lane / 4) + q % 2;
@@ -36,16 +35,16 @@ constexpr int k_of(int q, int lane) {
 template <int bits>
 void to_code_order(const float* x, std::int64_t blocks, float* to) {
 #ifdef ROOFTILE_AVX512
-  I32 half;  // of 32 positions of k
+  I32 half;  // index within 32 positions of k
   for (int lane = 0; lane < lanes; ++lane) half[lane] = k_of<8>(0, lane);
-  // both sources of an even lane pair hold one word; the blend picks words 0, 1 from the first two, 2, 3 from the
-  // others
+  // both sources of an even lane pair hold one word; the blend takes words 0, 1 from the first two sources, 2, 3 from
+  // the last two
   I32 first;
   for (int lane = 0; lane < lanes; ++lane) first[lane] = 2 * (lane / 4) + 16 * (lane % 2);
   for (std::int64_t b = 0; b < blocks; ++b, x += block_k, to += block_k) {
     const __m512 word0 = _mm512_loadu_ps(x), word1 = _mm512_loadu_ps(x + 16), word2 = _mm512_loadu_ps(x + 32),
                  word3 = _mm512_loadu_ps(x + 48);
-    for (int q = 0; q < quads; ++q) {
+    for (int q = 0; q < k_vecs; ++q) {
       if constexpr (bits == 8) {
         const __m512i index = (__m512i)(half + q % 2);
         _mm512_storeu_ps(to + q * lanes, q < 2 ? _mm512_permutex2var_ps(word0, index, word1)
@@ -60,7 +59,7 @@ void to_code_order(const float* x, std::int64_t blocks, float* to) {
   }
 #else
   for (std::int64_t b = 0; b < blocks; ++b, x += block_k, to += block_k)
-    for (int q = 0; q < quads; ++q)
+    for (int q = 0; q < k_vecs; ++q)
       for (int lane = 0; lane < lanes; ++lane) to[q * lanes + lane] = x[k_of<bits>(q, lane)];
 #endif
 }
@@ -81,27 +80,27 @@ void natural_order(const TensorView& x, std::int64_t m, const std::int32_t* perm
 
 // ---- decoding -----------------------------------------------------------------------------------
 
-// Every kind of weight is w = (u - origin) * scale + shift: the origin is 0 for minima, else 8 or 128; the shift is the
-// minimum, 0, or (origin - zero) * scale, which is exact. Of the sixteen rows of a tile; a block of 64 k has two halves
-// of 32, which lie in different groups where the group is 32.
+// Every kind of weight is w = (u - zero_point) * scale + min_term. zero_point is 0 for minima, else 8 or 128. min_term
+// is the minimum, 0, or (zero_point - zero) * scale, which is exact. TileScales holds the sixteen rows of a tile; with
+// groups of 32 the two halves of a k-block of 64 have different scales.
 struct TileScales {
-  float scale[2][tile_n], shift[2][tile_n];
+  float scale[2][tile_n], min_term[2][tile_n];  // (halves, 16 rows)
 };
-ROOFTILE_INLINE float origin(const W4View& w) {
+ROOFTILE_INLINE float zero_point(const W4View& w) {
   return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_middle(w.bits));
 }
 
-// Groups are 32, 64, 128 or all of k: no division by a variable, it would cost as much as a block.
+// Groups are 32, 64, 128 or all of k. A division by a variable would cost as much as a k-block.
 ROOFTILE_INLINE std::int64_t group_count(const W4View& w) {
   return w.group == w.k ? 1 : w.group == 32 ? w.k / 32 : w.group == 64 ? w.k / 64 : w.k / 128;
 }
 template <bool Split>
 ROOFTILE_INLINE std::int64_t group_of(const W4View& w, std::int64_t block, int half) {
-  if (Split) return std::min(2 * block + half, w.k / 32 - 1);  // the last half may be padding
+  if (Split) return std::min(2 * block + half, w.k / 32 - 1);  // the last half may lie past K
   return w.group == w.k ? 0 : w.group == 64 ? block : block / 2;
 }
 
-// `loaded`: the group that `to` holds already, -1 at first.
+// loaded: the group that `to` holds; -1 at first.
 template <bool Split>
 ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_t block, std::int64_t& loaded,
                                  TileScales& to) {
@@ -114,40 +113,41 @@ ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_
                                          : load(reinterpret_cast<const BFloat16*>(data) + at);
     };
     const F32 scale = sixteen(w.scales);
-    F32 shift{};
-    if (w.zeros == W4Zeros::minima) shift = sixteen(w.offsets);
+    F32 min_term{};
+    if (w.zeros == W4Zeros::minima) min_term = sixteen(w.offsets);
     if (w.zeros == W4Zeros::integer) {
       const U8 zeros = load_raw<U8>(reinterpret_cast<const std::uint8_t*>(w.offsets) + at);
-      shift = (origin(w) - __builtin_convertvector(zeros, F32)) * scale;
+      min_term = (zero_point(w) - __builtin_convertvector(zeros, F32)) * scale;
     }
     store(to.scale[half], scale);
-    store(to.shift[half], shift);
+    store(to.min_term[half], min_term);
   }
-  asm("" : "+m"(to));  // a broadcast from memory is free, from a register it takes the port that the permutes need
+  // forces `to` into memory: a broadcast from memory is free, a broadcast from a register takes the permutes' port
+  asm("" : "+m"(to));
 }
 
-// The codes of rows g and g + 8 of a tile: a 64-byte load of each of its runs.
+// The codes of rows g and g + 8 of a tile: one 64-byte load per fragment block.
 template <int bits>
 using Codes = U32[bits / 4];
 
-// One row's weights from its codes. Of quad q of row g (High = 0) or g + 8 (High = 1) these are nibble High + 2 (q / 2)
-// + 4 (q % 2) of the words, or byte High + 2 (q % 2) of load q / 2. So the second 32 k are lanes of words 2 and 3, or
-// quads 2 and 3.
+// Decodes one row of a tile. Vector q of row g (High = 0) or g + 8 (High = 1) is nibble High + 2 (q / 2) + 4 (q % 2) of
+// the words in 4 bits, byte High + 2 (q % 2) of load q / 2 in 8 bits. So the second 32 k are the lanes of words 2 and 3
+// in 4 bits, vectors 2 and 3 in 8 bits.
 template <int bits, bool Split>
 class RowDecoder {
  public:
-  [[gnu::always_inline]] RowDecoder(const TileScales& s, int row, float origin) : origin_(origin) {
+  [[gnu::always_inline]] RowDecoder(const TileScales& s, int row, float zero_point) : zero_point_(zero_point) {
     for (int half = 0; half < halves; ++half) {
       scale_[half] = by_half(s.scale, row, half);
-      shift_[half] = by_half(s.shift, row, half);
+      min_term_[half] = by_half(s.min_term, row, half);
     }
   }
   template <int High>
-  [[gnu::always_inline]] void decode(const Codes<bits>& codes, F32 (&w)[quads]) const {
-    for (int q = 0; q < quads; ++q) {
+  [[gnu::always_inline]] void decode(const Codes<bits>& codes, F32 (&w)[k_vecs]) const {
+    for (int q = 0; q < k_vecs; ++q) {
       const int half = halves == 2 ? q / 2 : 0, shift = bits * High + 16 * (q % 2) + (bits == 4 ? 8 * (q / 2) : 0);
       const I32 u = (I32)((codes[bits == 4 ? 0 : q / 2] >> shift) & ((1 << bits) - 1));
-      w[q] = fma(__builtin_convertvector(u, F32) - origin_, scale_[half], shift_[half]);
+      w[q] = fma(__builtin_convertvector(u, F32) - zero_point_, scale_[half], min_term_[half]);
     }
   }
 
@@ -158,37 +158,37 @@ class RowDecoder {
     const I32 second = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
     return second ? splat(v[1][row]) : splat(v[0][row]);
   }
-  float origin_;
-  F32 scale_[halves], shift_[halves];
+  float zero_point_;
+  F32 scale_[halves], min_term_[halves];
 };
 
 #ifdef ROOFTILE_AVX512
 template <bool Split>
 class RowDecoder<4, Split> {
  public:
-  [[gnu::always_inline]] RowDecoder(const TileScales& s, int row, float origin) {
+  [[gnu::always_inline]] RowDecoder(const TileScales& s, int row, float zero_point) {
     const F32 codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int half = 0; half < (Split ? 2 : 1); ++half)
-      table_[half] = (__m512)fma(codes - origin, splat(s.scale[half][row]), splat(s.shift[half][row]));
+      table_[half] = (__m512)fma(codes - zero_point, splat(s.scale[half][row]), splat(s.min_term[half][row]));
   }
   template <int High>
-  [[gnu::always_inline]] void decode(const Codes<4>& words, F32 (&w)[quads]) const {
+  [[gnu::always_inline]] void decode(const Codes<4>& words, F32 (&w)[k_vecs]) const {
     const __m512i codes = (__m512i)words[0];
-    if constexpr (Split) {  // bit 4 of an index picks the table: set in the lanes of words 2 and 3
+    if constexpr (Split) {  // bit 4 of an index selects the table; it is set in the lanes of words 2 and 3
       const __m512i nibble = _mm512_set1_epi8(15);
       const __m512i second = _mm512_maskz_set1_epi32(0xcccc, 0x10101010);
       const __m512i bytes = High ? _mm512_srli_epi32(codes, 4) : codes;
       const __m512i index = _mm512_ternarylogic_epi32(bytes, nibble, second, 0xea);  // (bytes & nibble) | second
-      for (int q = 0; q < quads; ++q)
+      for (int q = 0; q < k_vecs; ++q)
         w[q] = (F32)_mm512_permutex2var_ps(table_[0], _mm512_srli_epi32(index, 8 * (q / 2) + 16 * (q % 2)), table_[1]);
-    } else {  // a permute looks at the low four bits only
-      for (int q = 0; q < quads; ++q)
+    } else {  // a permute uses only the low four bits of an index
+      for (int q = 0; q < k_vecs; ++q)
         w[q] = (F32)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * High + 8 * (q / 2) + 16 * (q % 2)), table_[0]);
     }
   }
 
  private:
-  __m512 table_[2];  // what each of the sixteen codes stands for, in either half
+  __m512 table_[2];  // (halves): the values of the sixteen codes
 };
 #endif
 
@@ -196,28 +196,28 @@ ROOFTILE_INLINE const std::uint8_t* tile_codes(const W4View& w, std::int64_t til
   return w.codes + (tile * w4_tiles_k(w.k) + block) * w4_tile_bytes(w.bits);
 }
 
-// Rows g and g + 8 of one tile, g of 0 to 7, as fp32.
+// Decodes rows g and g + 8 of one tile, g in 0 .. 7, to fp32.
 template <int bits, bool Split>
-ROOFTILE_INLINE void decode_rows(const std::uint8_t* codes, int g, const TileScales& scales, float origin,
-                                 F32 (&low)[quads], F32 (&high)[quads]) {
+ROOFTILE_INLINE void decode_rows(const std::uint8_t* codes, int g, const TileScales& scales, float zero_point,
+                                 F32 (&low)[k_vecs], F32 (&high)[k_vecs]) {
   Codes<bits> c;
-  for (int run = 0; run < w4_tile_runs(bits); ++run) c[run] = load_raw<U32>(codes + run * w4_run_bytes + g * 64);
-  RowDecoder<bits, Split>(scales, g, origin).template decode<0>(c, low);
-  RowDecoder<bits, Split>(scales, g + 8, origin).template decode<1>(c, high);
+  for (int i = 0; i < w4_tile_runs(bits); ++i) c[i] = load_raw<U32>(codes + i * w4_run_bytes + g * 64);
+  RowDecoder<bits, Split>(scales, g, zero_point).template decode<0>(c, low);
+  RowDecoder<bits, Split>(scales, g + 8, zero_point).template decode<1>(c, high);
 }
 
-// One tile as fp32 [16 rows][4 quads][16 lanes]; past the end of k it is 0, whatever the scales are.
+// Decodes one tile to fp32 [16 rows][4 vectors][16 lanes]; positions past K are 0 for any scale.
 template <int bits, bool Split>
 void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* to) {
   TileScales scales;
   std::int64_t loaded = -1;
   load_scales<Split>(w, tile, block, loaded, scales);
   const std::uint8_t* codes = tile_codes(w, tile, block);
-  const float zero = origin(w);
+  const float zero = zero_point(w);
   for (int g = 0; g < 8; ++g) {
-    F32 low[quads], high[quads];
+    F32 low[k_vecs], high[k_vecs];
     decode_rows<bits, Split>(codes, g, scales, zero, low, high);
-    for (int q = 0; q < quads; ++q) {
+    for (int q = 0; q < k_vecs; ++q) {
       store(to + g * row_floats + q * lanes, low[q]);
       store(to + (g + 8) * row_floats + q * lanes, high[q]);
     }
@@ -225,7 +225,7 @@ void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* 
   const std::int64_t left = w.k - block * block_k;
   if (left >= block_k) return;
   for (int row = 0; row < tile_n; ++row)
-    for (int q = 0; q < quads; ++q)
+    for (int q = 0; q < k_vecs; ++q)
       for (int lane = 0; lane < lanes; ++lane)
         if (k_of<bits>(q, lane) >= left) to[row * row_floats + q * lanes + lane] = 0;
 }
@@ -238,20 +238,20 @@ void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile
   TileScales scales;
   std::int64_t loaded = -1;
   const std::int64_t whole = w.k / block_k;
-  const float zero = origin(w);
+  const float zero = zero_point(w);
   for (std::int64_t block = 0; block < whole; ++block) {
     const float* xb = x + block * block_k;
-    const F32 x_quads[quads] = {load(xb), load(xb + lanes), load(xb + 2 * lanes), load(xb + 3 * lanes)};
+    const F32 x_vecs[k_vecs] = {load(xb), load(xb + lanes), load(xb + 2 * lanes), load(xb + 3 * lanes)};
     load_scales<Split>(w, tile, block, loaded, scales);
     const std::uint8_t* codes = tile_codes(w, tile, block);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
-      F32 low[quads], high[quads];
+      F32 low[k_vecs], high[k_vecs];
       decode_rows<bits, Split>(codes, g, scales, zero, low, high);
 #pragma GCC unroll 4
-      for (int q = 0; q < quads; ++q) {
-        acc[g] = fma(low[q], x_quads[q], acc[g]);
-        acc[g + 8] = fma(high[q], x_quads[q], acc[g + 8]);
+      for (int q = 0; q < k_vecs; ++q) {
+        acc[g] = fma(low[q], x_vecs[q], acc[g]);
+        acc[g + 8] = fma(high[q], x_vecs[q], acc[g + 8]);
       }
     }
   }
@@ -259,7 +259,7 @@ void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile
   float last[tile_floats];
   decode_tile<bits, Split>(w, tile, whole, last);
   for (int row = 0; row < tile_n; ++row)
-    for (int q = 0; q < quads; ++q)
+    for (int q = 0; q < k_vecs; ++q)
       acc[row] = fma(load(last + row * row_floats + q * lanes), load(x + whole * block_k + q * lanes), acc[row]);
 }
 
@@ -267,9 +267,9 @@ template <int bits, bool Split>
 struct Weights {
   const W4View& w;
   std::int64_t rows() const { return w.n; }
-  void take_row(const TensorView& x, std::int64_t m, std::int64_t padded, float* room, float* to) const {
-    natural_order(x, m, w.perm, padded, room);
-    to_code_order<bits>(room, padded / block_k, to);
+  void pack_row(const TensorView& x, std::int64_t m, std::int64_t padded, float* buffer, float* to) const {
+    natural_order(x, m, w.perm, padded, buffer);
+    to_code_order<bits>(buffer, padded / block_k, to);
   }
   void tile(std::int64_t tile, std::int64_t block, float* to) const { decode_tile<bits, Split>(w, tile, block, to); }
   void one_row(std::int64_t tile, const float* x, F32 (&acc)[tile_n]) const {
