@@ -18,7 +18,7 @@ KernelName run_gated(const char* op, const Context& ctx, const TensorView& x, co
       static_cast<std::byte*>(x.data) + half.last() * x.last_stride() * static_cast<std::int64_t>(size_of(x.dtype));
   Arg(op, "out", h).given().shape_of(half, "half of gate_up").dtype({x.dtype}).device(x.device, "gate_up").writable();
   check::check_overlap(op, "out", h, "the gate half of gate_up", half);
-  check::check_apart(op, "out", h, {{"the up half of gate_up", up}});
+  check::check_disjoint(op, "out", h, {{"the up half of gate_up", up}});
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "gate_up", x);
     return gpu::gated(op, ctx, x, h, gate);

@@ -43,12 +43,12 @@ void check_out(const char* op, const TensorView& q, const TensorView& out, const
 }
 
 // Outputs share no memory with each other nor with an input.
-void check_apart(const char* op, const TensorView& out, const TensorView& lse,
-                 std::initializer_list<check::Named> inputs) {
-  check::check_apart(op, "out", out, inputs);
+void check_disjoint(const char* op, const TensorView& out, const TensorView& lse,
+                    std::initializer_list<check::Named> inputs) {
+  check::check_disjoint(op, "out", out, inputs);
   if (!lse.given()) return;
-  check::check_apart(op, "lse", lse, inputs);
-  check::check_apart(op, "lse", lse, {{"out", out}});
+  check::check_disjoint(op, "lse", lse, inputs);
+  check::check_disjoint(op, "lse", lse, {{"out", out}});
 }
 
 LogitParams logit_params(const char* op, const TensorView& q, const LogitOptions& o) {
@@ -165,8 +165,8 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
   check_q(op, q, cache.kv_heads);
   check_out(op, q, out, lse);
   ROOFTILE_CHECK(!options.alibi_slopes.given(), op, ": alibi_slopes is an option of prefill_attention");
-  check_apart(op, out, lse, {{"q", q}, {"sinks", options.sinks}, {"rows", rows}, {"counts", counts}});
-  check::check_apart(op, {{"out", out}, {"lse", lse}}, cache);
+  check_disjoint(op, out, lse, {{"q", q}, {"sinks", options.sinks}, {"rows", rows}, {"counts", counts}});
+  check::check_disjoint(op, {{"out", out}, {"lse", lse}}, cache);
   DecodeArgs a{.q = q, .out = out, .lse = lse, .cache = &cache, .logits = logit_params(op, q, options)};
   if (q.ndim == 3)
     for (TensorView* t : {&a.q, &a.out, &a.lse}) add_token_dimension(*t);
@@ -209,20 +209,20 @@ KernelName prefill_attention(const Context& ctx, TensorView q, TensorView k, Ten
   const std::int64_t kv_heads = k.shape[ndim - 2];
   check_q(op, q, kv_heads);
   check_out(op, q, out, lse);
-  check_apart(op, out, lse,
-              {{"q", q},
-               {"k", k},
-               {"v", v},
-               {"sinks", options.sinks},
-               {"alibi_slopes", options.alibi_slopes},
-               {"cu_seqlens_q", options.cu_seqlens_q},
-               {"cu_seqlens_k", options.cu_seqlens_k},
-               {"rows", options.rows},
-               {"counts", options.counts}});
+  check_disjoint(op, out, lse,
+                 {{"q", q},
+                  {"k", k},
+                  {"v", v},
+                  {"sinks", options.sinks},
+                  {"alibi_slopes", options.alibi_slopes},
+                  {"cu_seqlens_q", options.cu_seqlens_q},
+                  {"cu_seqlens_k", options.cu_seqlens_k},
+                  {"rows", options.rows},
+                  {"counts", options.counts}});
   const KvCacheView* cache = options.cache;
   if (cache) {
     check_cache(op, q, *cache);
-    check::check_apart(op, {{"out", out}, {"lse", lse}}, *cache);
+    check::check_disjoint(op, {{"out", out}, {"lse", lse}}, *cache);
     ROOFTILE_CHECK(kv_heads == cache->kv_heads, op, ": k must have the cache's ", cache->kv_heads, " KV heads, got ",
                    describe(k));
   } else {
@@ -342,12 +342,12 @@ KernelName merge_attention(const Context& ctx, TensorView out_a, TensorView lse_
   Arg(op, "out", out).given().shape_of(out_a, "out_a").dtype({out_a.dtype}).device(out_a.device, "out_a").writable();
   for (const auto& [argument, t] : {check::Named{"out_a", out_a}, {"out_b", out_b}})
     check::check_overlap(op, "out", out, argument, t);
-  check::check_apart(op, "out", out, {{"lse_a", lse_a}, {"lse_b", lse_b}});
+  check::check_disjoint(op, "out", out, {{"lse_a", lse_a}, {"lse_b", lse_b}});
   if (lse.given()) {
     Arg(op, "lse", lse).writable();
     for (const auto& [argument, t] : {check::Named{"lse_a", lse_a}, {"lse_b", lse_b}})
       check::check_overlap(op, "lse", lse, argument, t);
-    check::check_apart(op, "lse", lse, {{"out_a", out_a}, {"out_b", out_b}, {"out", out}});
+    check::check_disjoint(op, "lse", lse, {{"out_a", out_a}, {"out_b", out_b}, {"out", out}});
   }
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "out_a", out_a);

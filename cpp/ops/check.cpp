@@ -18,20 +18,20 @@ bool same_memory(const TensorView& a, const TensorView& b) {
   return true;
 }
 
-// Do two strided tensors share a byte? A sum of c * stride over the dimensions of both (b's counted backwards, so that
-// all terms are positive) would have to meet the distance between them: a search from the largest stride down, in which
-// the smaller strides leave at most a few c to try where dimensions nest.
-class Meeting {
+// Decides whether two strided tensors share a byte. They do if a sum of c * stride over the dimensions of both equals
+// the distance between their starts (b's dimensions are counted backwards, so all terms are positive). The search goes
+// from the largest stride down; in nested dimensions the smaller strides leave only a few values of c to try.
+class OverlapSearch {
  public:
-  Meeting(const TensorView& a, const TensorView& b) {
+  OverlapSearch(const TensorView& a, const TensorView& b) {
     target_ = reinterpret_cast<std::intptr_t>(b.data) - reinterpret_cast<std::intptr_t>(a.data);
     before_ =
-        static_cast<std::int64_t>(size_of(b.dtype)) - 1;  // bytes by which an element of b may start before one of a
+        static_cast<std::int64_t>(size_of(b.dtype)) - 1;  // bytes an element of b may start before an element of a
     after_ = static_cast<std::int64_t>(size_of(a.dtype)) - 1;
     add(a, true);
     add(b, false);
     std::sort(terms_, terms_ + count_, [](const Term& x, const Term& y) { return x.stride > y.stride; });
-    int merged = 0;  // rows of one buffer have one stride in both: together they are one term
+    int merged = 0;  // equal strides, as of two views of one buffer, merge into one term
     for (int i = 1; i < count_; ++i)
       if (terms_[i].stride == terms_[merged].stride) terms_[merged].steps += terms_[i].steps;
       else terms_[++merged] = terms_[i];
@@ -62,7 +62,7 @@ class Meeting {
     const std::int64_t first = rest > reach ? (rest - reach + stride - 1) / stride : 0;
     const std::int64_t last = rest + before_ < 0 ? -1 : std::min(terms_[k].steps, (rest + before_) / stride);
     for (std::int64_t c = first; c <= last; ++c)
-      if (--work_ < 0 || possible(k + 1, rest - c * stride)) return true;  // too tangled to tell: as if they met
+      if (--work_ < 0 || possible(k + 1, rest - c * stride)) return true;  // search budget spent: assume an overlap
     return false;
   }
 
@@ -71,13 +71,13 @@ class Meeting {
   std::int64_t target_, before_, after_;
 };
 
-// Where a tensor's bytes begin and end. Doubles: addresses are exact in them, and strides may be vast.
-struct Span {
+// The range of a tensor's bytes, as doubles: they hold addresses exactly and do not overflow for huge strides.
+struct ByteRange {
   double begin, end;
 };
-Span span(const TensorView& t) {
+ByteRange byte_range(const TensorView& t) {
   const auto size = static_cast<double>(size_of(t.dtype));
-  Span s{static_cast<double>(reinterpret_cast<std::uintptr_t>(t.data)), 0};
+  ByteRange s{static_cast<double>(reinterpret_cast<std::uintptr_t>(t.data)), 0};
   s.end = s.begin + size;
   for (int i = 0; i < t.ndim; ++i) {
     const double reach = static_cast<double>(t.stride[i]) * static_cast<double>(t.shape[i] - 1) * size;
@@ -86,12 +86,13 @@ Span span(const TensorView& t) {
   return s;
 }
 
-// Ends first: only where they meet are the strides looked at. x, y: the spans of a and b, which have elements.
-bool lie_apart(const TensorView& a, const Span& x, const TensorView& b, const Span& y) {
-  return x.end <= y.begin || y.end <= x.begin || !Meeting(a, b).possible();
+// Whether two non-empty tensors share no byte. x, y: their byte ranges; strides are compared only if the ranges
+// overlap.
+bool disjoint(const TensorView& a, const ByteRange& x, const TensorView& b, const ByteRange& y) {
+  return x.end <= y.begin || y.end <= x.begin || !OverlapSearch(a, b).possible();
 }
-bool lie_apart(const TensorView& a, const TensorView& b) {
-  return a.numel() == 0 || b.numel() == 0 || lie_apart(a, span(a), b, span(b));
+bool disjoint(const TensorView& a, const TensorView& b) {
+  return a.numel() == 0 || b.numel() == 0 || disjoint(a, byte_range(a), b, byte_range(b));
 }
 
 struct Dimension {
@@ -139,48 +140,48 @@ void for_each_array(const KvCacheView& c, const Visit& visit) {
 
 }  // namespace
 
-void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others) {
+void check_disjoint(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others) {
   if (out.numel() == 0) return;
-  const Span ends = span(out);
+  const ByteRange range = byte_range(out);
   for (const auto& [name, t] : others)
-    ROOFTILE_CHECK(t.numel() == 0 || lie_apart(out, ends, t, span(t)), op, ": ", out_name,
+    ROOFTILE_CHECK(t.numel() == 0 || disjoint(out, range, t, byte_range(t)), op, ": ", out_name,
                    " must not share memory with ", name);
 }
 
-void check_apart(const char* op, std::initializer_list<Named> tensors, const KvCacheView& cache) {
+void check_disjoint(const char* op, std::initializer_list<Named> tensors, const KvCacheView& cache) {
   constexpr int most = 16;
-  Span ends[most];
+  ByteRange ranges[most];
   int count = 0;
   for (const Named& named : tensors)
-    ends[count++] = named.t.numel() == 0 ? Span{0, 0} : span(named.t);  // which meets nothing
+    ranges[count++] = named.t.numel() == 0 ? ByteRange{0, 0} : byte_range(named.t);  // an empty tensor overlaps nothing
   for_each_array(cache, [&](const char* name, const TensorView& t) {
     if (t.numel() == 0) return;
-    const Span of_cache = span(t);
+    const ByteRange cache_range = byte_range(t);
     for (int i = 0; i < count; ++i) {
       const auto& [argument, tensor] = tensors.begin()[i];
-      ROOFTILE_CHECK(lie_apart(tensor, ends[i], t, of_cache), op, ": ", argument,
+      ROOFTILE_CHECK(disjoint(tensor, ranges[i], t, cache_range), op, ": ", argument,
                      " must not share memory with the cache's ", name);
     }
   });
 }
 
-void check_arrays_apart(const char* op, const KvCacheView& cache) {
-  struct Part {
+void check_arrays_disjoint(const char* op, const KvCacheView& cache) {
+  struct NamedArray {
     const char* name;
     TensorView t;
   };
-  Part parts[8];
+  NamedArray arrays[8];
   int count = 0;
   for_each_array(cache, [&](const char* name, const TensorView& t) {
     for (int i = 0; i < count; ++i)
-      ROOFTILE_CHECK(lie_apart(t, parts[i].t), op, ": ", name, " must not share memory with ", parts[i].name);
-    parts[count++] = {name, t};
+      ROOFTILE_CHECK(disjoint(t, arrays[i].t), op, ": ", name, " must not share memory with ", arrays[i].name);
+    arrays[count++] = {name, t};
   });
 }
 
 void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name,
                    const TensorView& in) {
-  ROOFTILE_CHECK(same_memory(out, in) || lie_apart(out, in), op, ": ", out_name, " overlaps ", in_name,
+  ROOFTILE_CHECK(same_memory(out, in) || disjoint(out, in), op, ": ", out_name, " overlaps ", in_name,
                  " in memory; it must be ", in_name, " itself (same strides) or lie apart from it");
 }
 
@@ -263,7 +264,7 @@ void check_product(const char* op, const TensorView& x, std::int64_t n, bool gat
   like_y("out", y);
   Arg(op, "out", y).writable();
   if (bias.given()) Arg(op, "bias", bias).shape({n}, "[N]").dtype({x.dtype}).device(x.device, "x");
-  check_apart(op, "out", y, {{"x", x}, {"bias", bias}});
+  check_disjoint(op, "out", y, {{"x", x}, {"bias", bias}});
   if (!residual.given()) return;
   like_y("residual", residual);
   check_overlap(op, "out", y, "residual", residual);

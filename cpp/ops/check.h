@@ -97,7 +97,7 @@ inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
   return cpu::kernels_for(op, ctx.variant);
 }
 
-// What every call on a GPU has in common: the element types there, and no variants to choose from yet.
+// Checks common to every call on a GPU: the element type, and that no CPU variant is requested.
 inline void check_gpu(const char* op, const Context& ctx, const char* argument, const TensorView& t) {
   ROOFTILE_CHECK_KIND(not_supported, t.dtype != DType::f32, op, ": ", argument,
                       " must be float16 or bfloat16 on a GPU, got ", describe(t));
@@ -116,21 +116,21 @@ inline void check_sequences(const char* op, const char* argument, const TensorVi
 const std::int32_t* device_values(const char* op, const char* argument, const TensorView& t, std::int64_t batch,
                                   Device device);
 
-// Raises what a kernel found wrong in an earlier call on this cache (KvCacheView::fault), and leaves kv_fault_raised.
+// Raises the fault a kernel found in an earlier call on this cache (KvCacheView::fault) and sets it to kv_fault_raised.
 void raise_fault(const char* op, const KvCacheView& cache);
 
-// Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer lie apart, and
-// so does a tensor that was not given.
+// Refuses an output that shares memory with another tensor of the call. Interleaved rows of one buffer share
+// none, and neither does an absent tensor.
 struct Named {
   const char* name;
   const TensorView& t;
 };
-void check_apart(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others);
-// Refuses a tensor that shares memory with an array of the cache: an output, or where the call stores into the cache an
-// input.
-void check_apart(const char* op, std::initializer_list<Named> tensors, const KvCacheView& cache);
+void check_disjoint(const char* op, const char* out_name, const TensorView& out, std::initializer_list<Named> others);
+// Refuses a tensor that shares memory with an array of the cache: an output, or an input of a call that writes the
+// cache.
+void check_disjoint(const char* op, std::initializer_list<Named> tensors, const KvCacheView& cache);
 // Refuses a cache two of whose arrays share memory.
-void check_arrays_apart(const char* op, const KvCacheView& cache);
+void check_arrays_disjoint(const char* op, const KvCacheView& cache);
 // The same for an input that `out` is computed from element by element: out may also be that very view.
 void check_overlap(const char* op, const char* out_name, const TensorView& out, const char* in_name,
                    const TensorView& in);

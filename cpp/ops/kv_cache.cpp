@@ -82,7 +82,7 @@ void check_pages(const char* op, const KvCacheView& c, std::int64_t row, std::in
   }
 }
 
-// For what reads single values of a cache: there the host must reach them.
+// For ops that read single values of a cache: the host must be able to read the memory.
 void check_on_host(const char* op, const KvCacheView& c) {
   ROOFTILE_CHECK_KIND(not_supported, c.device.type == DeviceType::cpu, op, ": the cache is on ", name(c.device),
                       "; copy it to the host first");
@@ -141,35 +141,35 @@ class HostAccess {
   std::vector<std::int32_t> lengths_, raw_from_, table_;
 };
 
-// visit(bytes of page 0, page stride, how many) for every run of bytes that makes up a page.
+// visit(address in page 0, page stride, bytes) for every contiguous range of bytes of a page.
 template <class Visit>
-void for_each_run(const KvCacheView& c, const Visit& visit) {
+void for_each_contiguous(const KvCacheView& c, const Visit& visit) {
   struct Dimension {
     std::int64_t count, stride;
   };
   const bool elements = is_element_format(c.format);
   for (const KvCacheView::Plane* plane : {&c.k, &c.v}) {
-    std::int64_t run = elements ? c.head_dim * static_cast<std::int64_t>(size_of(c.dtype))
-                                : kv_block(c.format, c.page_size, c.head_dim).bytes;
+    std::int64_t bytes = elements ? c.head_dim * static_cast<std::int64_t>(size_of(c.dtype))
+                                  : kv_block(c.format, c.page_size, c.head_dim).bytes;
     Dimension inner{elements ? c.page_size : 1, plane->token_stride}, outer{c.kv_heads, plane->head_stride};
     if (elements && outer.stride < inner.stride) std::swap(inner, outer);
     for (Dimension* d : {&inner, &outer})
-      if (d->stride == run || d->count == 1) {  // neighbours are one run
-        run *= d->count;
+      if (d->stride == bytes || d->count == 1) {  // neighbours are contiguous
+        bytes *= d->count;
         d->count = 1;
       } else {
         break;
       }
     for (std::int64_t i = 0; i < outer.count; ++i)
       for (std::int64_t j = 0; j < inner.count; ++j)
-        visit(plane->codes + i * outer.stride + j * inner.stride, plane->page_stride, run);
+        visit(plane->codes + i * outer.stride + j * inner.stride, plane->page_stride, bytes);
     if (!elements) return;  // a block holds K and V, codes and scales
   }
 }
 
 void copy_page(const HostAccess& host, std::int64_t from, std::int64_t to) {
   if (from == to) return;
-  for_each_run(host.view, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
+  for_each_contiguous(host.view, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
     host.copy_within(base + to * stride, base + from * stride, bytes);
   });
 }
@@ -188,7 +188,7 @@ void copy_ring(const HostAccess& host, std::int64_t from, std::int64_t to) {
 
 std::int64_t pages_for(const KvCacheView& c, std::int64_t tokens) { return (tokens + c.page_size - 1) / c.page_size; }
 
-// Reads what a block stores, one value at a time.
+// Reads single stored values of a page's block.
 struct Reader {
   const KvCacheView& c;
   std::int64_t row, head;
@@ -199,18 +199,18 @@ struct Reader {
     return base + kv_page(c, row, token) * plane().page_stride + head * plane().head_stride;
   }
   int code(std::int64_t token, int d) const {
-    const int slot = static_cast<int>(token % c.page_size);
-    const std::int64_t index = side == KvSide::k ? k_code_index(c.head_dim, slot, d)
-                                                 : v_code_index(c.format, c.page_size, c.head_dim, slot, d);
+    const int offset = static_cast<int>(token % c.page_size);
+    const std::int64_t index = side == KvSide::k ? k_code_index(c.head_dim, offset, d)
+                                                 : v_code_index(c.format, c.page_size, c.head_dim, offset, d);
     const std::byte* codes = section(plane().codes, token);
     if (code_bits(c.format) == 8) return static_cast<std::int8_t>(codes[index]);
     const int nibble = (static_cast<int>(codes[index / 2]) >> (index % 2 * 4)) & 15;
     return has_min(c.format) || nibble < 8 ? nibble : nibble - 16;
   }
   float scale(std::int64_t token, int d, bool minima) const {
-    const std::int64_t slot = token % c.page_size;
+    const std::int64_t offset = token % c.page_size;
     const bool per_channel = side == KvSide::k && is_kivi(c.format);
-    const std::int64_t index = per_channel ? slot / kv_group * padded_head_dim(c.head_dim) + d : slot;
+    const std::int64_t index = per_channel ? offset / kv_group * padded_head_dim(c.head_dim) + d : offset;
     const std::byte* base = section(minima ? plane().min : plane().scale, token);
     return cpu::read({.data = const_cast<std::byte*>(base), .dtype = kv_scale_dtype(c.dtype)}, index);
   }
@@ -223,8 +223,8 @@ struct Reader {
       const std::byte* base = section(plane().codes, token) + token % c.page_size * plane().token_stride;
       return cpu::read({.data = const_cast<std::byte*>(base), .dtype = c.dtype}, d);
     }
-    const std::int64_t slot = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
-    return cpu::read({.data = side == KvSide::k ? c.ring_k : c.ring_v, .dtype = c.dtype}, slot * c.head_dim + d);
+    const std::int64_t offset = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
+    return cpu::read({.data = side == KvSide::k ? c.ring_k : c.ring_v, .dtype = c.dtype}, offset * c.head_dim + d);
   }
 };
 
@@ -372,7 +372,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
                    name(c.device));
     c.fault = a.fault.as<std::int32_t>();
   }
-  check::check_arrays_apart(op, c);
+  check::check_arrays_disjoint(op, c);
   return c;
 }
 
@@ -386,7 +386,7 @@ void check_append(const char* op, const KvCacheView& c, const TensorView& k, con
       .shape({k.shape[0], k.shape[1], c.kv_heads, c.head_dim}, "[batch, tokens, kv_heads, head_dim]")
       .device(c.device, "the cache");
   Arg(op, "v", v).given().dtype({c.dtype}).shape_of(k, "k").device(c.device, "the cache");
-  check_apart(op, {{"k", k}, {"v", v}, {"rows", rows}, {"counts", counts}}, c);
+  check_disjoint(op, {{"k", k}, {"v", v}, {"rows", rows}, {"counts", counts}}, c);
 }
 
 gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k,
@@ -477,7 +477,7 @@ void kv_truncate(const Context& ctx, const KvCacheView& cache, TensorView rows, 
 
 namespace {
 
-// What kv_reorder is given, checked.
+// The validated index of kv_reorder.
 Ints checked_index(const char* op, const KvCacheView& c, const TensorView& index) {
   Ints list(op, "index", index, c.max_rows, "[rows]");
   for (std::int64_t i = 0; i < c.max_rows; ++i) {
@@ -544,7 +544,7 @@ void kv_copy_row(const Context& ctx, const KvCacheView& cache, int src, int dst,
 
 namespace {
 
-// One row put aside, so that a cycle of rows can be turned.
+// A saved copy of one row, so that a cycle of rows can be permuted.
 class SavedRow {
  public:
   SavedRow(const HostAccess& host, std::int64_t row, bool pages)
@@ -570,7 +570,7 @@ class SavedRow {
   template <class Visit>
   void walk(std::int64_t row, const Visit& visit) const {
     for (std::int64_t i = 0; i < pages_; ++i)
-      for_each_run(c_, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
+      for_each_contiguous(c_, [&](std::byte* base, std::int64_t stride, std::int64_t bytes) {
         visit(base + kv_page(c_, row, i * c_.page_size) * stride, bytes);
       });
     if (!is_kivi(c_.format)) return;
@@ -600,7 +600,8 @@ void kv_reorder(const Context& ctx, const KvCacheView& cache, TensorView index, 
     copy_ring(host, from, to);
     c.lengths[to] = c.lengths[from];
   };
-  // Rows nobody still wants to read are overwritten first; what remains are cycles, each turned through one saved row.
+  // Rows without readers are overwritten first. The remaining rows form cycles; each cycle is moved through one saved
+  // row.
   std::vector<int> readers(static_cast<std::size_t>(c.max_rows), 0);
   std::vector<bool> done(static_cast<std::size_t>(c.max_rows), false);
   const auto at = [](std::int64_t i) { return static_cast<std::size_t>(i); };
@@ -647,8 +648,8 @@ void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
         .device({}, "the host")
         .writable();
-  check::check_apart(op, "out_v", out_v, {{"out_k", out_k}});
-  check::check_apart(op, {{"out_k", out_k}, {"out_v", out_v}}, c);
+  check::check_disjoint(op, "out_v", out_v, {{"out_k", out_k}});
+  check::check_disjoint(op, {{"out_k", out_k}, {"out_v", out_v}}, c);
   Parallel(ctx.threads).run(std::int64_t{c.kv_heads} * 2, [&](std::int64_t task, int) {
     const Reader reader{c, row, task / 2, task % 2 ? KvSide::v : KvSide::k};
     const TensorView& out = task % 2 ? out_v : out_k;
@@ -674,8 +675,8 @@ void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
         .device({}, "the host")
         .writable();
-  check::check_apart(op, "out_v", out_v, {{"out_k", out_k}});
-  check::check_apart(op, {{"out_k", out_k}, {"out_v", out_v}}, c);
+  check::check_disjoint(op, "out_v", out_v, {{"out_k", out_k}});
+  check::check_disjoint(op, {{"out_k", out_k}, {"out_v", out_v}}, c);
   for (const auto& [side, out] : {std::pair{KvSide::k, &out_k}, {KvSide::v, &out_v}})
     for (std::int64_t head = 0; head < c.kv_heads; ++head)
       for (std::int64_t token = 0; token < tokens; ++token)
@@ -699,7 +700,7 @@ void kv_dump_scales(const Context&, const KvCacheView& c, int row, KvSide side, 
       .shape({tokens / step, c.kv_heads, width}, "[groups, kv_heads, channels]")
       .device({}, "the host")
       .writable();
-  check::check_apart(op, {{"out", out}}, c);
+  check::check_disjoint(op, {{"out", out}}, c);
   for (std::int64_t i = 0; i < tokens / step; ++i)
     for (std::int64_t head = 0; head < c.kv_heads; ++head)
       for (int d = 0; d < width; ++d)

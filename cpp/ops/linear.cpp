@@ -34,7 +34,7 @@ std::size_t linear_workspace(const Context& ctx, TensorView x, TensorView weight
 KernelName linear(const Context& ctx, TensorView x, TensorView weight, TensorView y, const LinearOptions& options) {
   check_inputs(x, weight);
   check::check_product(op, x, weight.shape[0], false, y, options.bias, options.residual);
-  check::check_apart(op, "out", y, {{"weight", weight}});
+  check::check_disjoint(op, "out", y, {{"weight", weight}});
   const LinearArgs args{.x = x,
                         .w = weight,
                         .y = y,

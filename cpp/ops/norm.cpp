@@ -24,12 +24,12 @@ KernelName run_norm(const char* op, const Context& ctx, const NormArgs& a) {
     Arg(op, argument, t).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
     for (const auto& [name, in] : {std::pair{"x", &a.x}, {"residual", &a.residual}})
       if (in->given()) check::check_overlap(op, argument, t, name, *in);
-    check::check_apart(op, argument, t, {{"weight", a.weight}, {"bias", a.bias}});
+    check::check_disjoint(op, argument, t, {{"weight", a.weight}, {"bias", a.bias}});
   };
   check_output("out", a.y);
   if (adds) {
     check_output("residual_out", a.res);
-    check::check_apart(op, "residual_out", a.res, {{"out", a.y}});
+    check::check_disjoint(op, "residual_out", a.res, {{"out", a.y}});
   }
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "x", a.x);

@@ -14,7 +14,7 @@ KernelName read_bytes(const Context& ctx, TensorView x, TensorView sink) {
                      reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0,
                  op, ": x must be contiguous, aligned to 16 bytes and a multiple of them, got ", describe(x));
   Arg(op, "sink", sink).given().shape({1}, "[1]").dtype({DType::i32}).device(x.device, "x").writable();
-  check::check_apart(op, "sink", sink, {{"x", x}});
+  check::check_disjoint(op, "sink", sink, {{"x", x}});
   ROOFTILE_CHECK_KIND(not_supported, check::on_gpu(ctx), op, ": x must be on a GPU, got ", describe(x));
   return gpu::read_bytes(ctx, x, sink);
 }

@@ -71,9 +71,9 @@ KernelName rope(const Context& ctx, TensorView q, TensorView k, TensorView cos, 
   check_inputs(op, q, k, cos, sin, positions);
   check_output(op, "q_out", q_out, "q", q);
   check_output(op, "k_out", k_out, "k", k);
-  check::check_apart(op, "q_out", q_out, {{"k", k}, {"cos", cos}, {"sin", sin}, {"positions", positions}});
-  check::check_apart(op, "k_out", k_out,
-                     {{"q", q}, {"cos", cos}, {"sin", sin}, {"positions", positions}, {"q_out", q_out}});
+  check::check_disjoint(op, "q_out", q_out, {{"k", k}, {"cos", cos}, {"sin", sin}, {"positions", positions}});
+  check::check_disjoint(op, "k_out", k_out,
+                        {{"q", q}, {"cos", cos}, {"sin", sin}, {"positions", positions}, {"q_out", q_out}});
   check_values(op, positions, q, k, cos);
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "q", q);
@@ -93,20 +93,20 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   Arg(op, "q", q).given().ndim(4, 4);
   check_inputs(op, q, k, cos, sin, positions);
   check_output(op, "q_out", q_out, "q", q);
-  check::check_apart(
+  check::check_disjoint(
       op, "q_out", q_out,
       {{"k", k}, {"v", v}, {"cos", cos}, {"sin", sin}, {"positions", positions}, {"rows", rows}, {"counts", counts}});
-  check::check_apart(op,
-                     {{"q", q},
-                      {"k", k},
-                      {"v", v},
-                      {"cos", cos},
-                      {"sin", sin},
-                      {"positions", positions},
-                      {"rows", rows},
-                      {"counts", counts},
-                      {"q_out", q_out}},
-                     cache);
+  check::check_disjoint(op,
+                        {{"q", q},
+                         {"k", k},
+                         {"v", v},
+                         {"cos", cos},
+                         {"sin", sin},
+                         {"positions", positions},
+                         {"rows", rows},
+                         {"counts", counts},
+                         {"q_out", q_out}},
+                        cache);
   // Without heads q_out would have no memory that bounds the tokens.
   ROOFTILE_CHECK_KIND(not_supported, q.shape[2] >= 1 && q.shape[2] <= check::max_heads, op, ": q must have 1 to ",
                       check::max_heads, " heads, got ", describe(q));
@@ -128,16 +128,16 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   const cpu::Kernels& kernels = check::cpu_kernels(op, ctx);
   const Parallel parallel(ctx.threads);
 
-  TensorView turned = k;  // contiguous: k belongs to the caller and the cache may round it
+  TensorView rotated = k;  // contiguous: k belongs to the caller and the cache may round it
   std::int64_t stride = 1;
   for (int i = k.ndim - 1; i >= 0; --i) {
-    turned.stride[i] = stride;
+    rotated.stride[i] = stride;
     stride *= k.shape[i];
   }
   const auto room = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(k.numel()) * size_of(k.dtype));
-  turned.data = room.get();
-  if (k.numel() > 0) kernels.rope(parallel, k, cos, sin, positions, turned);
-  append(op, ctx, cache, turned, v, rows, counts);  // checks v, rows, counts and the capacity before it writes
+  rotated.data = room.get();
+  if (k.numel() > 0) kernels.rope(parallel, k, cos, sin, positions, rotated);
+  append(op, ctx, cache, rotated, v, rows, counts);  // checks v, rows, counts and the capacity before it writes
   if (q.numel() > 0) kernels.rope(parallel, q, cos, sin, positions, q_out);
   return kernel_name("cpu_", kernels.variant, "_", name(q.dtype), "_", name(cache.format));
 }

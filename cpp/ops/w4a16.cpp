@@ -79,11 +79,11 @@ Shape check_canonical(const char* op, const TensorView& codes, const TensorView&
   return s;
 }
 
-struct KernelNames {
+struct PackedNames {
   const char *codes, *scales, *offsets;
 };
-void check_kernel_form(const char* op, const W4Sizes& sizes, const TensorView& codes, const TensorView& scales,
-                       const TensorView& offsets, W4Zeros zeros, const KernelNames& names) {
+void check_packed(const char* op, const W4Sizes& sizes, const TensorView& codes, const TensorView& scales,
+                  const TensorView& offsets, W4Zeros zeros, const PackedNames& names) {
   const auto flat = [&](const char* argument, const TensorView& t, std::int64_t bytes) {
     Arg(op, argument, t).given().dtype({DType::u8}).shape({bytes}, "flat bytes").device(codes.device, names.codes);
     ROOFTILE_CHECK(bytes <= 1 || t.stride[0] == 1, op, ": ", argument, " must be contiguous, got stride ", t.stride[0]);
@@ -96,17 +96,17 @@ void check_kernel_form(const char* op, const W4Sizes& sizes, const TensorView& c
   if (offsets.given()) flat(names.offsets, offsets, sizes.offsets);
 }
 
-// The three arrays of a form: outputs of one form share no memory with each other nor with the arrays of another.
-struct Parts {
+// The three arrays of a weight, canonical or packed. Outputs share no memory with each other nor with the inputs.
+struct NamedArrays {
   check::Named codes, scales, offsets;
 };
-void check_apart(const char* op, const Parts& out, std::initializer_list<check::Named> inputs) {
-  for (const check::Named& t : {out.codes, out.scales, out.offsets}) check::check_apart(op, t.name, t.t, inputs);
-  check::check_apart(op, out.scales.name, out.scales.t, {out.codes});
-  check::check_apart(op, out.offsets.name, out.offsets.t, {out.codes, out.scales});
+void check_disjoint(const char* op, const NamedArrays& out, std::initializer_list<check::Named> inputs) {
+  for (const check::Named& t : {out.codes, out.scales, out.offsets}) check::check_disjoint(op, t.name, t.t, inputs);
+  check::check_disjoint(op, out.scales.name, out.scales.t, {out.codes});
+  check::check_disjoint(op, out.offsets.name, out.offsets.t, {out.codes, out.scales});
 }
 
-// The arrays behind a weight. The sizes of one that was checked when it was made.
+// The arrays of a weight as tensors; their sizes were checked when the weight was made.
 struct WeightMemory {
   explicit WeightMemory(const W4View& w) {
     const std::int64_t count = w4_tiles_n(w.n) * w4_tile_n * (w.k / w.group);
@@ -125,9 +125,9 @@ struct WeightMemory {
   }
   TensorView codes, scales, offsets, perm;
 };
-void check_apart(const char* op, const char* name, const TensorView& out, const W4View& w) {
+void check_disjoint(const char* op, const char* name, const TensorView& out, const W4View& w) {
   const WeightMemory m(w);
-  check::check_apart(
+  check::check_disjoint(
       op, name, out,
       {{"w's codes", m.codes}, {"w's scales", m.scales}, {"w's offsets", m.offsets}, {"w's perm", m.perm}});
 }
@@ -183,8 +183,8 @@ W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int bits, int g
 
 W4View w4_view(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
                TensorView scales, TensorView offsets, TensorView perm, const char* op) {
-  check_kernel_form(op, w4_sizes(op, n, k, bits, group, zeros), codes, scales, offsets, zeros,
-                    {"codes", "scales", "offsets"});
+  check_packed(op, w4_sizes(op, n, k, bits, group, zeros), codes, scales, offsets, zeros,
+               {"codes", "scales", "offsets"});
   ROOFTILE_CHECK_KIND(type, scale_dtype == DType::f16 || scale_dtype == DType::bf16, op,
                       ": scale_dtype must be float16 or bfloat16, got ", name(scale_dtype));
   if (perm.given()) {
@@ -216,11 +216,11 @@ W4View w4_view(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zero
 void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int bits,
              int group, TensorView out_codes, TensorView out_scales, TensorView out_offsets, const char* op) {
   const Shape s = check_canonical(op, codes, scales, offsets, zeros, bits, group, "zeros");
-  check_kernel_form(op, w4_sizes(op, s.n, s.k, bits, group, zeros), out_codes, out_scales, out_offsets, zeros,
-                    {"out_codes", "out_scales", "out_offsets"});
+  check_packed(op, w4_sizes(op, s.n, s.k, bits, group, zeros), out_codes, out_scales, out_offsets, zeros,
+               {"out_codes", "out_scales", "out_offsets"});
   Arg(op, "out_codes", out_codes).device(codes.device, "codes");
-  check_apart(op, Parts{{"out_codes", out_codes}, {"out_scales", out_scales}, {"out_offsets", out_offsets}},
-              {{"codes", codes}, {"scales", scales}, {"zeros", offsets}});
+  check_disjoint(op, NamedArrays{{"out_codes", out_codes}, {"out_scales", out_scales}, {"out_offsets", out_offsets}},
+                 {{"codes", codes}, {"scales", scales}, {"zeros", offsets}});
   if (check::on_gpu(ctx))
     return gpu::w4_pack(op, ctx, {codes, scales, offsets}, {out_codes, out_scales, out_offsets}, bits);
 
@@ -249,9 +249,9 @@ void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView
   Arg(op, "scales", scales).dtype({w.scale_dtype});
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"zeros", &offsets}})
     if (t->given()) Arg(op, argument, *t).device(w.device, "the weight").writable();
-  const Parts out{{"codes", codes}, {"scales", scales}, {"zeros", offsets}};
-  check_apart(op, out, {});
-  for (const check::Named& t : {out.codes, out.scales, out.offsets}) check_apart(op, t.name, t.t, w);
+  const NamedArrays out{{"codes", codes}, {"scales", scales}, {"zeros", offsets}};
+  check_disjoint(op, out, {});
+  for (const check::Named& t : {out.codes, out.scales, out.offsets}) check_disjoint(op, t.name, t.t, w);
   if (check::on_gpu(ctx)) return gpu::w4_unpack(op, ctx, w, {codes, scales, offsets});
 
   const std::int64_t tiles_k = w4_tiles_k(s.k);
@@ -286,7 +286,7 @@ void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Z
   const Shape s = check_canonical(op, codes, scales, offsets, zeros, bits, group, "minima");
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"minima", &offsets}})
     if (t->given()) Arg(op, argument, *t).writable();
-  check_apart(op, Parts{{"codes", codes}, {"scales", scales}, {"minima", offsets}}, {{"weight", weight}});
+  check_disjoint(op, NamedArrays{{"codes", codes}, {"scales", scales}, {"minima", offsets}}, {{"weight", weight}});
   if (check::on_gpu(ctx)) return gpu::w4_quantize(op, ctx, weight, bits, group, {codes, scales, offsets});
 
   const DType dtype = scales.dtype;
@@ -316,7 +316,7 @@ void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Z
 
 void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const char* op) {
   Arg(op, "out", to).given().activation().shape({w.n, w.k}, "[N, K]").device(w.device, "weight").writable();
-  check_apart(op, "out", to, w);
+  check_disjoint(op, "out", to, w);
   if (check::on_gpu(ctx)) return gpu::w4_dequantize(op, ctx, w, to);
   check_columns(op, w);
   const std::int64_t groups = w.k / w.group, tiles_k = w4_tiles_k(w.k);
@@ -378,7 +378,7 @@ KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView
                           .gated = options.gated,
                           .batch_invariant = options.batch_invariant};
   check::check_product(op, x, w.n, options.gated, y, options.bias, options.residual);
-  check_apart(op, "out", y, w);
+  check_disjoint(op, "out", y, w);
   if (check::on_gpu(ctx)) {
     check::check_gpu(op, ctx, "x", x);
     return gpu::w4a16_matmul(op, ctx, args);

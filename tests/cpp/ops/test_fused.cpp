@@ -166,9 +166,9 @@ TEST(Overlap, IsFoundExactly) {
     const bool shared = std::any_of(in_a.begin(), in_a.end(), [&](const float* p) { return in_b.count(p) > 0; });
     met += shared;
     if (shared) {
-      EXPECT_THROW(check::check_apart("op", "out", a, {{"x", b}}), Error) << round;
+      EXPECT_THROW(check::check_disjoint("op", "out", a, {{"x", b}}), Error) << round;
     } else {
-      EXPECT_NO_THROW(check::check_apart("op", "out", a, {{"x", b}})) << round;
+      EXPECT_NO_THROW(check::check_disjoint("op", "out", a, {{"x", b}})) << round;
     }
   }
   EXPECT_GT(met, 300);
