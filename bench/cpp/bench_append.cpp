@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Append to a cache: append_b{rows}_t{new tokens}, 8 KV heads, head_dim 128.
 //
-// Checked by bytes on a smaller case of the same kernel: two appends, the second of which starts inside a page and a
-// group.
-// A model's layers have a cache each, so the calls go to several in turn; k and v come from the kernel before and are
-// warm.
-// Lengths are set back before every replay.
+// The check compares bytes with the reference on a smaller case of the same kernel: two appends, the second of which
+// starts inside a page and a group. Each layer of a model has its own cache, so the calls rotate over 32 caches. k and
+// v are warm in L2, as after the kernel that computes them. The lengths are reset before every replay.
 #include <algorithm>
 #include <memory>
 #include <vector>

@@ -232,17 +232,17 @@ void time_calls(benchmark::State& state, const Gpu& gpu, Replay& replay, const W
     seconds.push_back(once());
     state.SetIterationTime(seconds.back());
   }
-  const double middle = median(seconds);
+  const double median_seconds = median(seconds);
   const auto [least, most] = std::minmax_element(seconds.begin(), seconds.end());
-  state.counters["us"] = middle * 1e6;
+  state.counters["us"] = median_seconds * 1e6;
   state.counters["us_min"] = *least * 1e6;
   state.counters["us_max"] = *most * 1e6;
   state.counters["bytes"] = work.bytes;
-  state.counters["gb_s"] = work.bytes / middle / 1e9;
-  state.counters["percent_of_roof"] = 100 * work.bytes / middle / 1e9 / gpu.read_gb_s();
+  state.counters["gb_s"] = work.bytes / median_seconds / 1e9;
+  state.counters["percent_of_roof"] = 100 * work.bytes / median_seconds / 1e9 / gpu.read_gb_s();
   if (work.flops > 0) {
     state.counters["flops"] = work.flops;
-    state.counters["tflop_s"] = work.flops / middle / 1e12;
+    state.counters["tflop_s"] = work.flops / median_seconds / 1e12;
   }
 }
 

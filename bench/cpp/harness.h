@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every benchmark binary needs: inputs on the device, answers compared with the reference, calls timed inside a
-// CUDA graph, and the roof to hold them against.
+// Common parts of the benchmark binaries: inputs on the device, comparison with the reference, timing inside a CUDA
+// graph, and the measured roof.
 //
-// A call is timed as one of many in a graph: its kernels, without what the host needs to launch them. For a cold L2 the
-// calls work in turn on copies of the inputs that together are larger than three times the L2; a flush would leave
-// dirty lines whose write-back the next kernel pays. The roof is measured anew in every run, with the same harness.
+// A call is timed as one of many in a CUDA graph: the time of its kernels without the host's launch cost. For a cold L2
+// the calls rotate over copies of the inputs that together exceed three times the L2. A flush would leave dirty lines,
+// and the next kernel would pay for their write-back. Every run measures the roof again, with the same harness.
 #pragma once
 
 #include <benchmark/benchmark.h>
@@ -89,14 +89,14 @@ class Replay {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-// What one call moves at least, and computes.
+// The least bytes one call must move, and its flops.
 struct Work {
   double bytes = 0, flops = 0;
 };
 // The benchmark's loop: one replay an iteration. before: enqueued in front of every replay, outside its time.
 void time_calls(benchmark::State&, const Gpu&, Replay&, const Work&, const std::function<void()>& before = {});
 
-// The parts put together: the name of a case.
+// Concatenates the parts to the name of a case.
 template <class... Parts>
 std::string text(const Parts&... parts) {
   std::ostringstream all;

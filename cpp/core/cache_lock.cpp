@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::uint64_t waited_for = 1u << 31, writer = 1u << 30, readers = writer - 1;
 
-// Forks that led to this process, since the first lock was made.
+// Forks between the creation of the first lock and this process.
 std::atomic<std::uint32_t> forks{0};
 
 std::uint64_t free_state() { return std::uint64_t{forks.load(std::memory_order_relaxed)} << 32; }
@@ -19,7 +19,7 @@ bool open_to_reader(std::uint64_t s) {
   return !of_this_process(s) || ((s & writer) == 0 && ((s & waited_for) == 0 || (s & readers) == 0));
 }
 
-// The address of something that every thread has one of.
+// An address that is unique to the calling thread.
 const void* this_thread() {
   static thread_local const char here = 0;
   return &here;
@@ -69,7 +69,7 @@ bool CacheLock::try_lock_shared() {
   return false;
 }
 
-// Returns when `open` may hold, at the latest when it does.
+// Blocks until `open` may hold; spurious returns are allowed.
 void CacheLock::wait(bool (*open)(std::uint64_t)) {
   std::uint64_t s = state_.load(std::memory_order_relaxed);
   if (open(s)) return;
@@ -95,8 +95,8 @@ void CacheLock::unlock_shared() {
   if (mine()) return unlock();
   std::uint64_t s = state_.load(std::memory_order_relaxed), left;
   do {
-    if (!of_this_process(s)) return;                   // locked before a fork: it is free here
-    left = (s & readers) == 1 ? free_state() : s - 1;  // the last one wakes whoever waits
+    if (!of_this_process(s)) return;                   // locked before the fork: the child's lock is free
+    left = (s & readers) == 1 ? free_state() : s - 1;  // the last reader wakes the waiting threads
   } while (!state_.compare_exchange_weak(s, left, std::memory_order_release, std::memory_order_relaxed));
   if ((s & readers) == 1 && (s & waited_for)) state_.notify_all();
 }

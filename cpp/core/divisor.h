@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Division by what the host knows: one by a variable is some 25 instructions that wait for each other.
+// Division by a number the host knows. A device division by a variable is a chain of about 25 dependent instructions.
 #pragma once
 
 #include <bit>
@@ -9,10 +9,10 @@
 
 namespace rooftile {
 
-// Its rounded-up reciprocal: two instructions, exact for 0 <= a < 2^31 (Granlund and Montgomery 1994).
+// A divisor and its rounded-up reciprocal: two instructions, exact for 0 <= a < 2^31 (Granlund and Montgomery 1994).
 struct Divisor {
   int value = 1, shift = 0;
-  std::uint32_t reciprocal = 0;  // of 1: none
+  std::uint32_t reciprocal = 0;  // unused for value 1
   Divisor() = default;
   explicit Divisor(int b) : value(b) {
     if (b == 1) return;

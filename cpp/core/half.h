@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fp16, bf16 and fp8 as storage types with exact conversions: round to nearest even, subnormals kept, NaN stays NaN.
+// fp16, bf16 and fp8 as storage types. Conversions round to nearest even and keep subnormals and NaN.
 #pragma once
 
 #include <bit>
@@ -16,7 +16,7 @@ struct Half {
 struct BFloat16 {
   std::uint16_t bits;
 };
-struct E4M3 {  // OCP fp8: a sign, 4 bits of exponent (bias 7), 3 of mantissa; to 448, no infinity, NaN is S.1111.111
+struct E4M3 {  // OCP fp8: 1 sign, 4 exponent (bias 7), 3 mantissa bits; up to 448, no infinity, NaN is S.1111.111
   std::uint8_t bits;
 };
 
@@ -67,7 +67,7 @@ constexpr Half from_float<Half>(float x) {
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return {static_cast<std::uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu))};
-  if (magnitude >= 0x477ff000u) return {static_cast<std::uint16_t>(sign | 0x7c00u)};  // rounds past 65504
+  if (magnitude >= 0x477ff000u) return {static_cast<std::uint16_t>(sign | 0x7c00u)};  // rounds to infinity
   if (magnitude < 0x38800000u) {  // below the smallest normal: adding 0.5 rounds at the last subnormal bit
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
     return {static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u))};
@@ -77,7 +77,7 @@ constexpr Half from_float<Half>(float x) {
 }
 
 template <>
-constexpr E4M3 from_float<E4M3>(float x) {  // saturates: what lies past 448 becomes 448
+constexpr E4M3 from_float<E4M3>(float x) {  // saturates to 448
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
   const std::uint32_t sign = (bits >> 24) & 0x80u;
   const std::uint32_t magnitude = bits & 0x7fffffffu;
@@ -91,8 +91,8 @@ constexpr E4M3 from_float<E4M3>(float x) {  // saturates: what lies past 448 bec
   return {static_cast<std::uint8_t>(sign | (rounded >> 20))};
 }
 
-// How large the stored scale of a quantised group may be: the largest number of its type and, where a minimum is added
-// to up to 15 of it, the largest of which 15 are finite.
+// The largest scale a quantised group may store: the largest finite number of the type; for affine formats, whose
+// readers multiply it by up to 15, the largest one with a finite multiple.
 ROOFTILE_HD constexpr float largest_scale(DType t, bool affine) {
   return t == DType::f16 ? 65504.0f : affine ? 0x1.1p+124f : 0x1.fep+127f;
 }

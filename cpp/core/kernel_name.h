@@ -9,14 +9,14 @@
 
 namespace rooftile {
 
-// Texts and numbers, one after another: kernel_name("cuda_", name(dtype), "_t", 16). Every call makes one, and snprintf
-// took 0.2 us for it.
+// Concatenates texts and numbers: kernel_name("cuda_", name(dtype), "_t", 16). Every op call makes a name, and snprintf
+// would cost 0.2 us.
 template <class... Parts>
 KernelName kernel_name(Parts... parts) {
-  KernelName result;  // zeros, of which the last one stays
+  KernelName result;  // zero-filled; the last byte stays 0
   std::size_t used = 0;
   const auto append = [&](auto part) {
-    char digits[24] = {};  // of 64 bits and a sign at most 20
+    char digits[24] = {};  // a signed 64-bit number has at most 20
     const char* text = digits;
     if constexpr (std::integral<decltype(part)>) {
       std::to_chars(digits, digits + sizeof digits - 1, part);

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where every code, scale and minimum of a compressed cache lies. Both backends read this file and no other.
+// The byte layout of a compressed cache: codes, scales and minima. Both backends take the layout from this file alone.
 //
-// One (page, KV head) is one block of contiguous bytes:
-//   K codes | V codes | K scale | K min | V scale | V min          (what a format has not is left out)
-// K codes lie as [token][d]: the lanes of one tensor-core row read 16-byte pieces of it, because the contraction over
-// d may run in any order. V codes are interleaved in tiles so that one 32-bit word holds, for a lane, pairs of
-// neighbouring tokens of the same d: one bit operation makes a 16-bit pair of them and the transpose is free.
-// head_dim is padded to a multiple of 32 inside the block (padded codes are 0).
-// Scales: per-token formats one a token; K of the kivi formats one per channel and group of 32 tokens, [group][d].
+// One (page, KV head) is one contiguous block:
+//   K codes | V codes | K scale | K min | V scale | V min          (a format leaves out the sections it lacks)
+// K codes are [token][d]. The lanes of an MMA row read 16-byte vectors of a token, because the contraction over d may
+// use any order. V codes are interleaved in tiles, so that one 32-bit word holds, for a lane, pairs of neighbouring
+// tokens of the same d: one bit operation makes a 16-bit pair, and the transpose costs nothing.
+// head_dim is padded to a multiple of 32 inside the block; padded codes are 0.
+// Scales: per-token formats have one per token; K of the kivi formats has one per channel and group of 32 tokens,
+// [group][d].
 #pragma once
 
 #include <cstddef>
@@ -21,8 +22,9 @@ namespace rooftile {
 
 inline constexpr int max_head_dim = 512;  // of attention and of caches
 inline constexpr int kv_group = 32;       // tokens that share a K scale in the kivi formats
-inline constexpr int kv_ring = 64;        // raw tokens kept per row: the open group and 16 to go back into a closed one
-inline constexpr int kv_step_back = 16;   // tokens that can be taken back across a group boundary
+// raw tokens kept per row: the open group, and 16 so that truncation may step back into a closed group
+inline constexpr int kv_ring = 64;
+inline constexpr int kv_step_back = 16;  // tokens that truncate can remove across a group boundary
 
 ROOFTILE_HD constexpr bool is_element_format(KvFormat f) {
   return f == KvFormat::fp32 || f == KvFormat::fp16 || f == KvFormat::bf16;
@@ -43,10 +45,10 @@ ROOFTILE_HD constexpr int code_bits(KvFormat f) {
       return 4;
   }
 }
-// Symmetric formats: what their codes stand for, before the scale, lies in [-qmax, qmax].
+// Symmetric formats: unscaled code values lie in [-qmax, qmax].
 ROOFTILE_HD constexpr int qmax(KvFormat f) { return f == KvFormat::int8 ? 127 : f == KvFormat::fp8 ? 448 : 7; }
 
-// What a code stands for before scale and minimum: itself, or the number whose bits it is.
+// The value of a code before scale and minimum: the integer itself, or for fp8 the number with these bits.
 constexpr float code_value(KvFormat f, int code) {
   return f == KvFormat::fp8 ? to_float(E4M3{static_cast<std::uint8_t>(code)}) : static_cast<float>(code);
 }
@@ -56,24 +58,24 @@ ROOFTILE_HD constexpr DType kv_scale_dtype(DType d) { return d == DType::bf16 ? 
 
 ROOFTILE_HD constexpr int padded_head_dim(int d) { return (d + 31) / 32 * 32; }
 
-// Index of a K code inside its block, in codes.
+// Index of a K code inside its block's K section, in codes.
 ROOFTILE_HD constexpr std::int64_t k_code_index(int head_dim, int token, int d) {
   return std::int64_t{token} * padded_head_dim(head_dim) + d;
 }
 
 // Index of a V code inside its block's V section, in codes.
-//   8 bits: tiles of 16 tokens x 32 d = 32 pieces of 16 bytes, piece (d % 8, token / 2 % 4); inside a piece
+//   8 bits: tiles of 16 tokens x 32 d = 32 vectors of 16 bytes, vector (d % 8, token / 2 % 4); inside a vector
 //         word d / 8, byte (token / 8, token % 2).
-//   4 bits: tiles of 32 tokens (16 when a page holds 16) x 32 d = 32 pieces, piece (d % 8, token / 2 % 4); inside a
-//         piece word token / 8, nibble (token % 2, d / 8).
+//   4 bits: tiles of 32 tokens (16 when a page holds 16) x 32 d = 32 vectors, vector (d % 8, token / 2 % 4); inside a
+//         vector word token / 8, nibble (token % 2, d / 8).
 ROOFTILE_HD constexpr std::int64_t v_code_index(KvFormat f, int page_size, int head_dim, int token, int d) {
   const bool wide = code_bits(f) == 8;
   const int tile = wide || page_size == 16 ? 16 : 32;
   const int t = token % tile;
   const std::int64_t tile_base = std::int64_t{token / tile} * tile * padded_head_dim(head_dim) + (d / 32) * 32 * tile;
-  const int piece = (d % 8) * 4 + (t / 2) % 4;
+  const int vec = (d % 8) * 4 + (t / 2) % 4;
   const int inside = wide ? ((d / 8) % 4) * 4 + (t / 8) * 2 + t % 2 : (t / 8) * 8 + (t % 2) * 4 + (d / 8) % 4;
-  return tile_base + piece * tile + inside;
+  return tile_base + vec * tile + inside;
 }
 
 // Byte offsets of the sections of one block.
@@ -107,7 +109,7 @@ ROOFTILE_HD inline std::int64_t kv_page(const KvCacheView& c, std::int64_t row, 
   return c.block_table ? c.block_table[row * c.table_stride + index] : row * c.max_pages + index;
 }
 
-// The query at position t sees tokens [0, code_end(t)) as codes and [code_end(t), t] raw.
+// The query at position t reads tokens [0, kivi_code_end(t)) as codes and [kivi_code_end(t), t] raw.
 ROOFTILE_HD constexpr std::int64_t kivi_code_end(std::int64_t position) { return position / kv_group * kv_group; }
 
 }  // namespace rooftile

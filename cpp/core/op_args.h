@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ops hand to a backend: the arguments of one call, checked, and the same for the CPU and the GPU.
+// The checked arguments of one call that ops pass to a backend, the same for CPU and GPU.
 #pragma once
 
 #include "rooftile/attention.h"
@@ -10,16 +10,16 @@ namespace rooftile {
 
 struct LogitParams {
   float scale = 1.0f;
-  std::int64_t window = 0;            // 0: none
-  float softcap = 0.0f;               // 0: none
-  const TensorView* sinks = nullptr;  // null: none
+  std::int64_t window = 0;            // 0: no window
+  float softcap = 0.0f;               // 0: no soft cap
+  const TensorView* sinks = nullptr;  // null: no sinks
   const TensorView* alibi_slopes = nullptr;
 };
 
 struct DecodeArgs {
   TensorView q, out, lse;  // always [B, T, Hq, D] and [B, T, Hq]; lse may be absent
   const KvCacheView* cache = nullptr;
-  const std::int32_t* rows = nullptr;  // [B] or null; on the CPU the values are checked
+  const std::int32_t* rows = nullptr;  // [B] or null; validated for the CPU only
   const std::int32_t* counts = nullptr;
   LogitParams logits;
 };
@@ -28,20 +28,21 @@ struct DecodeArgs {
 struct PrefillSequence {
   std::int64_t q = 0, k = 0, v = 0, out = 0, lse = 0;
   std::int64_t queries = 0;  // tokens of q, out and lse
-  std::int64_t real = 0;     // the first `real` of them attend; the rest get out 0 and lse -inf
+  std::int64_t real = 0;     // the first `real` queries attend; the others get out 0 and lse -inf
   std::int64_t keys = 0;     // tokens of k and v that are attended
-  std::int64_t cached = 0;   // tokens of the cache row, before k
+  std::int64_t cached = 0;   // tokens of the cache row; they precede k
   std::int32_t row = 0;      // cache row
   // Query i stands at position cached + keys - real + i: causal is aligned to the end.
   std::int64_t position(std::int64_t i) const { return cached + keys - real + i; }
 };
 
 struct PrefillArgs {
-  TensorView q, k, v, out, lse;  // [token, H, D], lse [token, H]; lse may be absent; only the strides of `token` count
+  TensorView q, k, v, out,
+      lse;  // [token, H, D], lse [token, H]; lse may be absent; the strides of the token dimension apply
   std::int64_t batch = 0;
   const PrefillSequence* sequences = nullptr;  // [batch]
   bool causal = true;
-  const KvCacheView* cache = nullptr;  // keys before k, as the cache stands
+  const KvCacheView* cache = nullptr;  // its tokens precede k
   LogitParams logits;
 };
 

@@ -62,7 +62,7 @@ OpenMp find_openmp() {
   return runtime;
 }
 
-// How many libraries this process has ever loaded.
+// Number of libraries this process has loaded so far.
 unsigned long long libraries_loaded() {
   unsigned long long count = 0;
   dl_iterate_phdr(
@@ -74,7 +74,7 @@ unsigned long long libraries_loaded() {
   return count;
 }
 
-// Looked up until one is found, again whenever a library was loaded: torch may be imported after us.
+// The lookup repeats after every library load until it finds a runtime: torch may be imported after rooftile.
 const OpenMp& openmp() {
   static std::mutex mutex;
   static OpenMp runtime;
@@ -96,7 +96,8 @@ const OpenMp& openmp() {
   return runtime;
 }
 
-// Whether its threads are this process': a child forked after our first use of them would wait for threads it has not.
+// Whether the runtime's threads belong to this process. A child forked after the first use has no such threads and
+// would wait forever.
 bool openmp_is_ours() {
   static std::atomic<pid_t> owner{0};
   const pid_t self = getpid();
@@ -110,7 +111,7 @@ int usable_cores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-// ---- one loop, shared by both ways of running it ------------------------------------------------
+// ---- the loop, common to both thread pools ------------------------------------------------
 
 struct Loop {
   void (*task)(const void*, std::int64_t, int);
@@ -158,7 +159,7 @@ class Pool {
         const int index = static_cast<int>(workers_.size()) + 1;
         workers_.emplace_back([this, index, seen = generation_]() mutable { serve(index, seen); });
       }
-    } catch (const std::system_error&) {  // no more threads to be had: those there are do all of it
+    } catch (const std::system_error&) {  // the system has no more threads: the existing ones run the loop
     }
     {
       std::lock_guard lock(mutex_);
@@ -228,7 +229,8 @@ void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const
       int (*thread_num)();
     } team{&loop, runtime.thread_num};
     runtime.parallel([](void* t) { static_cast<Team*>(t)->loop->work(static_cast<Team*>(t)->thread_num()); }, &team,
-                     static_cast<unsigned>(threads_), 0);  // always the full team: libgomp keeps one size alive
+                     static_cast<unsigned>(threads_),
+                     0);  // always the full team: libgomp keeps threads alive for one team size only
   } else {
     own_pool().run(loop, width);
   }

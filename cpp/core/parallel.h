@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One parallel loop for the CPU backend.
 //
-// If the process already has an OpenMP runtime (torch brings one), the loop runs on that runtime's own threads: two
-// pools on the same cores would spin against each other. Otherwise it runs on the library's pool, made at first use.
-// Tasks are handed out dynamically; a result must not depend on which thread ran which task.
+// If the process has loaded an OpenMP runtime (torch loads one), the loop runs on that runtime's threads, because two
+// pools on the same cores would spin against each other. Otherwise the loop runs on the library's pool, created at
+// first use. Tasks are scheduled dynamically; a result must not depend on the thread that runs a task.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class Parallel {
   explicit Parallel(int threads);  // 0: the OpenMP runtime's current maximum, else the cores this process may use
   int threads() const { return threads_; }
 
-  // body(task, thread) for every task in [0, tasks); thread in [0, threads()). An exception of a task is rethrown here.
+  // Calls body(task, thread) for every task in [0, tasks), thread in [0, threads()). Rethrows a task's exception.
   template <class Body>
   void run(std::int64_t tasks, const Body& body) const {
     run_erased(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rounding to 4 or 8 bits, one definition for both backends: what a group's scale, minimum and codes are.
+// Rounding to 4 or 8 bits, one definition for both backends: scale, minimum and codes of a group.
 #pragma once
 
 #include <cmath>
@@ -18,28 +18,28 @@ ROOFTILE_HD inline float w4_stored(float x, DType t) {
   return overflowed ? (x < 0 ? -largest : largest) : r;
 }
 
-// The same for a scale: a positive one never becomes 0, and 15 of them above a minimum never infinite.
+// Rounds a scale: a positive scale never becomes 0, and 15 times an affine scale stays finite.
 ROOFTILE_HD inline float w4_stored_scale(float x, DType t, bool affine) {
   const float largest = largest_scale(t, affine), r = w4_stored(x < largest ? x : largest, t);
   return r == 0 && x > 0 ? (t == DType::f16 ? 0x1p-24f : 0x1p-133f) : r;
 }
 
 struct W4Group {
-  bool affine;           // minima, of 4 bits; else symmetric
+  bool affine;           // with a minimum, 4 bits only; else symmetric
   int most;              // symmetric: the largest |code|
   float scale, minimum;  // as stored
 
-  // Of a group whose values lie in [low, high]. One that is not finite has NaN for both.
+  // The group whose values lie in [low, high]. A group with a NaN or an infinity has NaN for scale and minimum.
   ROOFTILE_HD static W4Group of(float low, float high, bool finite, bool affine, int bits, DType t) {
     const int most = (1 << (bits - 1)) - 1;
     if (!finite) return {affine, most, NAN, NAN};
-    const float magnitude = fmaxf(fabsf(low), fabsf(high));  // of zeros +0: no sign reaches the scale
-    const float step = affine ? (high - low) / 15.0f
-                              : magnitude / static_cast<float>(most);  // infinite where low and high are that far apart
+    const float magnitude = fmaxf(fabsf(low), fabsf(high));  // +0 for zeros of either sign, so the scale has no sign
+    const float step =
+        affine ? (high - low) / 15.0f : magnitude / static_cast<float>(most);  // may overflow to infinity
     return {affine, most, w4_stored_scale(step, t, affine), affine ? w4_stored(low, t) : 0.0f};
   }
   ROOFTILE_HD int code(float x) const {
-    // a zero or NaN scale reads back as the minimum (0 if symmetric) or NaN, whatever the code is
+    // with a zero or NaN scale every code reads back as the minimum (0 if symmetric) or NaN
     if (!(scale > 0)) return affine ? 0 : most + 1;
     const float u = nearbyintf((x - minimum) / scale);
     const float highest = affine ? 15.0f : static_cast<float>(most), lowest = affine ? 0.0f : -highest;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the GPU backend offers to ops, one function a kernel family. Arguments have been checked by ops as far as the
-// host can see them: what lies inside device tensors the kernels check. Every call is asynchronous on ctx.stream,
+// The functions of the GPU backend that ops call, one per kernel family. Arguments have been checked by ops as far as
+// the host can see them: what lies inside device tensors the kernels check. Every call is asynchronous on ctx.stream,
 // allocates nothing and can be captured. In a build without CUDA no_cuda.cpp stands in for all of them and refuses.
 #pragma once
 
@@ -40,11 +40,11 @@ std::size_t w4a16_workspace(const char* op, const Context&, const W4MatmulArgs&)
 KernelName linear(const Context&, const LinearArgs&);
 std::size_t linear_workspace(const Context&, const LinearArgs&);
 
-// codes, scales and offsets (zeros or minima; absent if symmetric) of a weight, canonical or in kernel form.
+// codes, scales and offsets (zeros or minima; absent if symmetric) of a weight, canonical or in packed layout.
 struct W4Arrays {
   TensorView codes, scales, offsets;
 };
-void w4_pack(const char* op, const Context&, const W4Arrays& canonical, const W4Arrays& kernel_form, int bits);
+void w4_pack(const char* op, const Context&, const W4Arrays& canonical, const W4Arrays& packed, int bits);
 void w4_unpack(const char* op, const Context&, const W4View&, const W4Arrays& canonical);
 void w4_quantize(const char* op, const Context&, const TensorView& weight, int bits, int group,
                  const W4Arrays& canonical);

@@ -63,7 +63,7 @@ class PackedWeight:
     KINDS = ()
 
     def __init__(self, codes, scales, offsets, *, shape, group_size, kind, scale_dtype, perm=None):
-        """Takes kernel-form arrays as they are (see `codes`, `scales`, `offsets`, `perm` of another weight)."""
+        """Takes packed arrays as they are (see `codes`, `scales`, `offsets`, `perm` of another weight)."""
         self._take(type(self).__name__, codes, scales, offsets, shape, group_size, kind, scale_dtype, perm)
 
     def _take(self, op, codes, scales, offsets, shape, group_size, kind, scale_dtype, perm):
@@ -101,12 +101,12 @@ class PackedWeight:
 
     @property
     def layout(self):
-        """shape, group_size, kind and scale_dtype: what the kernel-form arrays mean."""
+        """shape, group_size, kind and scale_dtype: what the packed arrays mean."""
         return {"shape": self.shape, "group_size": self.group_size, "kind": self.kind, "scale_dtype": self.scale_dtype}
 
     @property
     def nbytes(self):
-        """Bytes of all kernel-form arrays, padding included."""
+        """Bytes of all packed arrays, padding included."""
         return sum(int(a.nbytes) for a in (self.codes, self.scales, self.offsets, self.perm) if a is not None)
 
     @classmethod
@@ -290,7 +290,7 @@ class W4Weight(PackedWeight):
     multiple of group_size; N and K need not be multiples of anything else.
 
     It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
-    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read where they are at each call: torch may move
+    packed arrays (flat uint8; perm int32 [K] or None). They are read where they are at each call: torch may move
     their memory, and arrays that no longer fit the weight are refused. On a GPU the values of perm are not checked: a
     column outside [0, K) makes products NaN.
     """
@@ -354,7 +354,7 @@ class W8Weight(PackedWeight):
     64, 128 or K neighbours along K. K is a multiple of group_size; N and K need not be multiples of anything else.
 
     It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
-    kernel-form arrays (flat uint8; perm int32 [K] or None). They are read where they are at each call: torch may move
+    packed arrays (flat uint8; perm int32 [K] or None). They are read where they are at each call: torch may move
     their memory, and arrays that no longer fit the weight are refused. On a GPU the values of perm are not checked: a
     column outside [0, K) makes products NaN.
     """

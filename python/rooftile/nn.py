@@ -81,7 +81,7 @@ class Marked(torch.nn.Module):
 
 
 class Packed(torch.nn.Module):
-    """Buffers of weights in kernel form, and what they mean."""
+    """Buffers of weights in packed layout, and what they mean."""
 
     WEIGHT = None
 
@@ -233,7 +233,7 @@ class PackedLinear(Marked, Packed):
 class W4Linear(PackedLinear):
     """y = x W^T + bias with W in 4 bits: nn.Linear for inference.
 
-    x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The kernel-form weight
+    x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The packed weight
     is held in uint8 buffers (`codes`, `scales`, `offsets`, and `perm`), which .to(dtype) leaves alone; `bias` is a
     frozen parameter in x's dtype. Make one with `from_weight` or `from_linear`, or empty (to be filled by
     load_state_dict) with the constructor, on any torch device, "meta" included.

@@ -15,14 +15,14 @@ using nb::handle;
 
 namespace {
 
-// The locks of the pools that caches are over, by where the pool's memory begins. Guarded by the GIL.
+// The locks of the caches' pools, by the address of the pool's memory. Guarded by the GIL.
 using Locks = std::map<const void*, std::weak_ptr<CacheLock>>;
 Locks& locks() {
   static Locks* const all = new Locks;  // outlives the caches that the interpreter's shutdown destroys
   return *all;
 }
 
-// One cache: its shape, its arrays, and what both were found to be.
+// One cache: its shape, its arrays, and the view made from them.
 class KvCache {
  public:
   enum { pool, k_pool, v_pool, block_table, lengths, ring_k, ring_v, raw_from, fault, array_count };
@@ -54,7 +54,7 @@ class KvCache {
     if (!same) take(args);
     return cache_;
   }
-  // Another number than before where arrays were taken anew since.
+  // A counter that changes whenever arrays are taken again.
   std::int64_t times_taken() const { return times_taken_; }
 
  private:
@@ -89,7 +89,7 @@ class KvCache {
     ++times_taken_;
   }
 
-  // The lock of the pool at `memory`; where it has none yet, this cache's.
+  // The lock of the pool at `memory`; if the pool has no lock yet, this cache's lock becomes it.
   void share_lock(const void* memory) {
     std::shared_ptr<CacheLock> lock;
     if (const auto known = locks().find(memory); memory && known != locks().end()) lock = known->second.lock();

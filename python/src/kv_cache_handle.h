@@ -23,8 +23,8 @@ struct LockedCache {
 // argument lives.
 LockedCache locked_cache(Args&, nanobind::handle cache);
 
-// Runs a call on a cache without the GIL and under its lock; nobody waits for the lock who holds the GIL. A call that
-// only reads runs beside others of its kind, but on a GPU, where it may raise, and so clear, what a kernel found wrong.
+// Runs a call on a cache under the cache's lock, without the GIL; no thread waits for the lock while it holds the GIL.
+// Reading calls share the lock on the CPU. On a GPU they lock exclusively, because they may raise and clear a fault.
 enum class CacheUse { reads, writes };
 template <class Op>
 auto run_locked(const LockedCache& cache, CacheUse use, const Op& op) {

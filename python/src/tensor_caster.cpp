@@ -73,7 +73,7 @@ std::string module_of(nb::handle h) {
   return text_of(type.attr("__module__"));
 }
 
-// What one Python type is to us. Found out once a type.
+// Facts about one Python type, determined once per type.
 struct TypeFacts {
   PyTypeObject* type = nullptr;
   bool numpy = false;  // numpy.ndarray, exactly
@@ -134,7 +134,7 @@ bool grad_mode_on() {
   return nb::cast<bool>(is_grad_enabled());
 }
 
-// Whether somebody is inside torch.autograd.forward_ad.dual_level(): only there are tensors dual.
+// Whether the thread is inside torch.autograd.forward_ad.dual_level(); tensors can be dual only there.
 bool dual_level_entered() {
   static PyObject* const names =
       PyModule_GetDict(nb::object(nb::module_::import_("torch.autograd.forward_ad")).release().ptr());
@@ -494,7 +494,7 @@ TensorView HeldArray::read(Args& args) const {
 }
 
 TensorView HeldArray::take(Args& args) {
-  type_ = nullptr;  // not as taken, until it is
+  type_ = nullptr;  // as_taken() returns false until take() succeeds
   storage_ = facts_ = nb::object();
   const TensorView t = read(args);
   if (!t.given()) return t;

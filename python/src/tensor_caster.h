@@ -2,8 +2,8 @@
 // The one file that knows DLPack's structs, its C exchange table, NumPy's array struct and TensorView.
 //
 // torch tensors come through the C exchange table of their type (0.1 us, no reference taken, no synchronisation);
-// everything else through __dlpack__ (NumPy, jax, cupy, older torch), and nothing that its capsule says is believed
-// unchecked.
+// all other arrays come through __dlpack__ (NumPy, jax, cupy, older torch), and every field of their capsule
+// is checked.
 // Guards: a torch subclass (FakeTensor, DTensor), a tensor that needs grad while grad mode is on, a negated view,
 // memory that is not there: each a typed error that names the argument.
 #pragma once
@@ -47,27 +47,27 @@ class Args final : public Lender {
   // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
   // plan: None or a variant's name.
   Context context(const TensorView& first, nb::handle stream, nb::handle plan);
-  // Whoever runs on `ctx` is lent what it asks for, which a GPU's ops do: torch's memory, on its current stream,
-  // through its exchange table (1.3 us sooner than through Python), else what `workspace(op, like, bytes)` gives, a
-  // tensor of one dimension on the call's device. Both arguments outlive the call. None: nothing is lent.
+  // Lets ops that run on `ctx` borrow workspace (GPU ops do): torch's memory on its current stream through the exchange
+  // table (1.3 us faster than through Python), else the result of `workspace(op, like, bytes)`, a one-dimensional
+  // tensor on the call's device. Both arguments outlive the call. workspace None: ops cannot borrow.
   void lend_to(Context& ctx, nb::handle workspace, nb::handle like);
 
  private:
   Memory lend(const Context&, std::size_t bytes) override;  // without the GIL
   TensorView convert(nb::handle h, const char* argument, bool writes);
-  // What __dlpack__ gives, and whether it is read-only; ours until the call is over.
+  // The tensor of __dlpack__ and whether it is read-only; held until the call ends.
   std::pair<nb::dlpack::dltensor, bool> produced(nb::handle h, const char* argument, bool writes);
 
   const char* op_;
-  std::vector<UnversionedTensor*> unversioned_;  // capsules' tensors, given back when the call is over
+  std::vector<UnversionedTensor*> unversioned_;  // capsules' tensors, released when the call ends
   std::vector<ManagedTensor*> versioned_;
   std::vector<nb::ndarray<nb::ro>> buffers_;
   std::vector<nb::object> objects_;
   const ExchangeTable* table_ = nullptr;  // of the last torch tensor seen
-  bool torch_ = false;                    // whether there was one
-  int duals_ = -1;                        // whether tensors may be dual; -1: not asked yet
+  bool torch_ = false;                    // whether a torch tensor was seen
+  int duals_ = -1;                        // whether tensors may be dual; -1: unknown yet
   nb::handle workspace_, like_;           // of lend_to
-  ManagedTensor* lent_ = nullptr;         // by torch, until the call is over
+  ManagedTensor* lent_ = nullptr;         // by torch, released when the call ends
 };
 
 // An array that outlives the call that checked it: of a weight, of a cache. Its framework may move the memory

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a Python W4Weight or W8Weight hands to C++: checked once, and again where its arrays have changed.
+// The C++ side of a Python W4Weight or W8Weight: arrays that are checked once, and again after they have changed.
 #pragma once
 
 #include "rooftile/gemm.h"
@@ -9,7 +9,7 @@ namespace rooftile::python {
 
 class W4Handle {
  public:
-  // codes, scales: uint8 arrays in kernel form; offsets, perm: the same or None. Kept alive.
+  // codes, scales: uint8 arrays in packed layout; offsets, perm: the same or None. Kept alive.
   // op: whose name errors begin with.
   W4Handle(nb::handle codes, nb::handle scales, nb::handle offsets, nb::handle perm, nb::handle n, nb::handle k,
            int bits, nb::handle group, nb::handle zeros, nb::handle scale_dtype, const char* op);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of several threads on one cache, one after another. Ops do not lock: whoever shares a cache among threads holds
-// its
-// CacheLock around each call, shared where the call only reads the cache.
+// Serialises the calls of several threads on one cache. Ops do not lock: a caller that shares a cache among threads
+// holds the cache's CacheLock around each call, shared if the call only reads the cache.
 #pragma once
 
 #include <atomic>
@@ -10,9 +9,8 @@
 namespace rooftile {
 
 // Many readers or one writer; the writer may lock again, for reading too. A waiting writer keeps new readers out. An
-// uncontended lock is one atomic operation. In a forked child every lock is free: the threads that held it are not
-// there.
-// For std::unique_lock and std::shared_lock.
+// uncontended lock is one atomic operation. In a forked child every lock is free, because the threads that held it do
+// not exist there. Satisfies the requirements of std::unique_lock and std::shared_lock.
 class CacheLock {
  public:
   CacheLock();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a call runs. Passed to every op; between calls the library keeps CPU threads that wait and what it found out
-// about the machine, nothing else.
+// Where a call runs; passed to every op. Between calls the library keeps only waiting CPU threads and facts about the
+// machine.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ struct Context {
   void* stream = nullptr;     // a cudaStream_t; this header knows no CUDA
   void* workspace = nullptr;  // device memory lent by the caller; the CPU backend needs none
   std::size_t workspace_bytes = 0;
-  Lender* lender = nullptr;       // asked for it instead, at most once a call
+  Lender* lender = nullptr;       // lends workspace instead, at most once a call
   int threads = 0;                // CPU threads; 0: as many as the process' OpenMP pool has, else one per core
   const char* variant = nullptr;  // force one kernel variant by name ("reference", "portable", "avx2", "avx512")
 };

@@ -19,10 +19,10 @@ KernelName layer_norm(const Context&, TensorView x, TensorView weight, TensorVie
 KernelName add_layer_norm(const Context&, TensorView x, TensorView residual, TensorView weight, TensorView bias,
                           float eps, TensorView y, TensorView res);
 
-// Half-split rotary embedding of q and k. cos, sin [max_position, R] with R <= D/2 pairs (dims i and i + R turn
-// together, the rest is copied), q's dtype or fp32; positions int32 or int64 with the leading shape of q [..., Hq, D]
-// and k [..., Hkv, D]. On the CPU they are checked; on a GPU a position outside the tables makes that token's outputs
-// NaN. q_out may be q, k_out k.
+// Half-split rotary embedding of q and k. cos, sin [max_position, R] with R <= D/2 pairs (dims i and i + R are
+// rotated together, the rest is copied), q's dtype or fp32; positions int32 or int64 with the leading shape of q [...,
+// Hq, D] and k [..., Hkv, D]. On the CPU they are checked; on a GPU a position outside the tables makes that token's
+// outputs NaN. q_out may be q, k_out k.
 KernelName rope(const Context&, TensorView q, TensorView k, TensorView cos, TensorView sin, TensorView positions,
                 TensorView q_out, TensorView k_out);
 

@@ -18,9 +18,9 @@ enum class W4Zeros : std::uint8_t {
 };
 const char* name(W4Zeros z);
 
-inline constexpr int w4_layout_version = 1;  // of the kernel form: counts up when it changes
+inline constexpr int w4_layout_version = 1;  // of the packed layout; incremented when the layout changes
 
-// A weight [N, K] of 4 or 8 bits in kernel form (cpp/core/w4_layout.h).
+// A weight [N, K] of 4 or 8 bits in packed layout (cpp/core/w4_layout.h).
 struct W4View {
   int bits = 4;
   std::int64_t n = 0, k = 0;
@@ -43,13 +43,13 @@ W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int bits, int g
                  const char* argument = "shape");
 W4Zeros w4_zeros_from_name(const char* op, const char* text);
 
-// A view of kernel-form tensors, after checking that they are one: flat uint8 of the sizes above (perm: int32 [K], a
+// A view of packed tensors, after checking that they are one: flat uint8 of the sizes above (perm: int32 [K], a
 // permutation). offsets and perm may be absent. Here and below, errors begin with `op`.
 W4View w4_view(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
                TensorView scales, TensorView offsets, TensorView perm, const char* op = "w4_view");
 
-// Canonical form -> kernel form and back, lossless. codes uint8, [N, K/2] low nibble first or in 8 bits [N, K]; scales
-// [N, K/G]; offsets: absent, uint8 [N, K/G] zeros or [N, K/G] minima. The kernel tensors are flat uint8.
+// Canonical form -> packed layout and back, lossless. codes uint8, [N, K/2] low nibble first or in 8 bits [N, K];
+// scales [N, K/G]; offsets: absent, uint8 [N, K/G] zeros or [N, K/G] minima. The kernel tensors are flat uint8.
 void w4_pack(const Context&, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int bits,
              int group, TensorView out_codes, TensorView out_scales, TensorView out_offsets,
              const char* op = "w4_pack");
@@ -79,7 +79,7 @@ struct MatmulOptions {
 
 // y = activation(x W^T + bias) + residual.  x [..., K] -> y [..., N] in x's dtype, rounded once. fp32 accumulation. A
 // row's bits are the same next to any neighbours and on any number of threads; on the CPU at every number of rows, on a
-// GPU within a regime of rows (docs/kernels/w4a16.md) unless batch_invariant. y must not overlap x. perm of a weight on
+// GPU within an M bucket (docs/kernels/w4a16.md) unless batch_invariant. y must not overlap x. perm of a weight on
 // a GPU is not checked by the host: a column that leaves x reads as NaN. w has 4 bits, of w8a16_matmul 8.
 KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
 KernelName w8a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
@@ -94,7 +94,7 @@ struct LinearOptions {  // as in MatmulOptions
 
 // y = activation(x weight^T + bias) + residual.  x [..., K], weight [N, K] in x's dtype -> y [..., N], rounded once.
 // fp32 accumulation, any strides. A row's bits are the same next to any neighbours and on any number of threads; on the
-// CPU at every number of rows, on a GPU within a regime of rows (docs/kernels/linear.md). y must not overlap x or
+// CPU at every number of rows, on a GPU within an M bucket (docs/kernels/linear.md). y must not overlap x or
 // weight.
 KernelName linear(const Context&, TensorView x, TensorView weight, TensorView y, const LinearOptions& options = {});
 // Bytes of device memory that must be lent to that call. 0 on the CPU.

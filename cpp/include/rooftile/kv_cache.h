@@ -19,13 +19,13 @@ KvFormat kv_format_from_name(const char* op, const char* text);  // throws a val
 // Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima. head_dim 1 to 512.
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim, const char* op = "KVCache");
 
-// What a kernel may find wrong in arrays that the host does not read.
+// Faults that a kernel finds in arrays the host does not read.
 enum class KvFault : std::int32_t { none, row, length, capacity, count, page, raw, position, twice };
 inline constexpr std::int32_t kv_fault_raised =
-    -1;  // in place of a fault that was raised: nothing to raise, but lengths may
-         // be less than the calls so far make an allocator expect
+    -1;  // replaces a fault that was raised: there is nothing to raise, but lengths
+         // may be smaller than an allocator expects after the calls so far
 
-// One layer's cache. All pointers lie on `device`. A token p of row r lives in slot p % page_size of page
+// One layer's cache. All pointers lie on `device`. Token p of row r is at page offset p % page_size of page
 // block_table[r][p / page_size]. Bytes of (page, head) start at  base + page * page_stride + head * head_stride.
 struct KvCacheView {
   KvFormat format = KvFormat::fp16;
@@ -47,13 +47,13 @@ struct KvCacheView {
   std::int64_t table_stride = 0;              // elements between rows of block_table
   std::int32_t* lengths = nullptr;            // [max_rows] tokens stored
 
-  // kivi formats: the newest `ring_size` raw tokens of every row, token p in slot p % ring_size.
+  // kivi formats: the newest `ring_size` raw tokens of every row, token p at p % ring_size.
   std::byte *ring_k = nullptr, *ring_v = nullptr;  // [max_rows, kv_heads, ring_size, head_dim]
   int ring_size = 0;
   std::int32_t* raw_from = nullptr;  // [max_rows] first position whose raw value the ring still holds
 
-  // GPU caches: one int32 that host and device both reach. A kernel that finds a row, length or page that cannot be
-  // leaves that row alone and writes KvFault + 16 * row here; the next call on the cache raises it.
+  // GPU caches: one int32 that host and device both reach. A kernel that finds an invalid row, length or page
+  // leaves the row unchanged and writes KvFault + 16 * row here; the next call on the cache raises the fault.
   volatile std::int32_t* fault = nullptr;
 
   constexpr std::int64_t capacity() const { return std::int64_t{max_pages} * page_size; }
@@ -78,13 +78,12 @@ struct KvCacheShape {
 KvCacheView kv_cache_view(const KvCacheShape&, const KvCacheArrays&, const char* op = "KVCache");
 
 // k, v [B, T, kv_heads, head_dim]; row b's first counts[b] tokens (all T without counts) go to cache row rows[b]
-// (b without rows). Lengths grow. Raises before anything is written when a row would pass its capacity.
+// (b without rows). Advances the lengths. Raises before anything is written when a row would pass its capacity.
 KernelName kv_append(const Context&, const KvCacheView&, TensorView k, TensorView v, TensorView rows,
                      TensorView counts);
 
-// Waits for the work before it and raises what a kernel found wrong in it. index, where given, must be one for
-// kv_reorder.
-// For changes of several steps: what can be refused is refused before the first.
+// Waits for earlier work on the stream and raises the fault a kernel found. index, if given, must be valid for
+// kv_reorder. Used before a change of several steps, so that a refusal comes before the first step.
 void kv_check(const char* op, const Context&, const KvCacheView&, TensorView index);
 
 // Sets lengths. rows, lengths int32 [n] on the host. Per-token formats take any smaller length; kivi formats a

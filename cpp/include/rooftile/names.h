@@ -8,8 +8,8 @@
 
 namespace rooftile {
 
-// ", did you mean \"int4-kivi\"?" for the known name most like `given`, or nothing where none is: names are alike by
-// the letters they have in common in one order, at least half of both.
+// Returns ", did you mean \"int4-kivi\"?" for the known name most similar to `given`, or "" if no name is similar.
+// Similarity is the longest common subsequence, which must cover at least half of both names.
 std::string did_you_mean(std::string_view given, std::span<const std::string> known);
 
 }  // namespace rooftile

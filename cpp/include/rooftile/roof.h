@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the machine itself can do, for measurements to be held against.
+// Measurements of the machine's limits, for comparison with kernels.
 #pragma once
 
 #include "rooftile/context.h"
@@ -7,7 +7,7 @@
 
 namespace rooftile {
 
-// Reads x, contiguous uint8 [n] on a GPU with n a multiple of 16, once. sink: int32 [1] beside it, left as it is.
+// Reads x once: contiguous uint8 [n] on a GPU, n a multiple of 16. sink: int32 [1] on the same device, left unchanged.
 KernelName read_bytes(const Context&, TensorView x, TensorView sink);
 
 }  // namespace rooftile
