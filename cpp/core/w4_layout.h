@@ -16,15 +16,15 @@
 
 namespace rooftile {
 
-inline constexpr int w4_tile_n = 16, w4_tile_k = 64, w4_run_bytes = 512;
-ROOFTILE_HD constexpr int w4_tile_runs(int bits) { return bits / 4; }
-ROOFTILE_HD constexpr int w4_tile_bytes(int bits) { return w4_tile_runs(bits) * w4_run_bytes; }
+inline constexpr int w4_tile_n = 16, w4_tile_k = 64, w4_fragment_bytes = 512;
+ROOFTILE_HD constexpr int w4_tile_fragments(int bits) { return bits / 4; }
+ROOFTILE_HD constexpr int w4_tile_bytes(int bits) { return w4_tile_fragments(bits) * w4_fragment_bytes; }
 
 ROOFTILE_HD constexpr std::int64_t w4_tiles_n(std::int64_t n) { return (n + w4_tile_n - 1) / w4_tile_n; }
 ROOFTILE_HD constexpr std::int64_t w4_tiles_k(std::int64_t k) { return (k + w4_tile_k - 1) / w4_tile_k; }
 
 // The zero point of a symmetric weight: the code of the value 0.
-ROOFTILE_HD constexpr int w4_middle(int bits) { return 1 << (bits - 1); }
+ROOFTILE_HD constexpr int w4_zero_point(int bits) { return 1 << (bits - 1); }
 
 // Index in codes (the lowest bits of a byte first) of element (n, k).
 ROOFTILE_HD constexpr std::int64_t w4_code_index(int bits, std::int64_t padded_tiles_k, std::int64_t n,

@@ -332,7 +332,7 @@ void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const cha
       float x = 0;
       switch (w.zeros) {
         case W4Zeros::symmetric:
-          x = static_cast<float>(u - w4_middle(w.bits)) * scale;
+          x = static_cast<float>(u - w4_zero_point(w.bits)) * scale;
           break;
         case W4Zeros::integer:
           x = static_cast<float>(u - std::to_integer<int>(w.offsets[group])) * scale;

@@ -243,8 +243,8 @@ FAULTS = {
     "last_fragments": Fault(
         "the last fragment block of a step in 8 bits is not copied: the ring holds the one of an earlier step",
         W4A16 + "stream.cuh",
-        "at < 2 * tile_bytes; at += w4_run_bytes",
-        "at < tile_bytes + w4_run_bytes; at += w4_run_bytes",
+        "at < 2 * tile_bytes; at += w4_fragment_bytes",
+        "at < tile_bytes + w4_fragment_bytes; at += w4_fragment_bytes",
         W4A16 + "inst/w8_half.cu",
     ),
     "copy_order": Fault(

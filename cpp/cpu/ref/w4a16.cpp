@@ -20,7 +20,7 @@ double weight(const W4View& w, std::int64_t n, std::int64_t k) {
   const double scale = element(w.scales, w.scale_dtype, at);
   switch (w.zeros) {
     case W4Zeros::symmetric:
-      return (u - w4_middle(w.bits)) * scale;
+      return (u - w4_zero_point(w.bits)) * scale;
     case W4Zeros::integer:
       return (u - std::to_integer<int>(w.offsets[at])) * scale;
     case W4Zeros::minima:

@@ -87,7 +87,7 @@ struct TileScales {
   float scale[2][tile_n], min_term[2][tile_n];  // (halves, 16 rows)
 };
 ROOFTILE_INLINE float zero_point(const W4View& w) {
-  return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_middle(w.bits));
+  return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_zero_point(w.bits));
 }
 
 // Groups are 32, 64, 128 or all of k. A division by a variable would cost as much as a k-block.
@@ -201,7 +201,7 @@ template <int bits, bool Split>
 ROOFTILE_INLINE void decode_rows(const std::uint8_t* codes, int g, const TileScales& scales, float zero_point,
                                  F32 (&low)[k_vecs], F32 (&high)[k_vecs]) {
   Codes<bits> c;
-  for (int i = 0; i < w4_tile_runs(bits); ++i) c[i] = load_raw<U32>(codes + i * w4_run_bytes + g * 64);
+  for (int i = 0; i < w4_tile_fragments(bits); ++i) c[i] = load_raw<U32>(codes + i * w4_fragment_bytes + g * 64);
   RowDecoder<bits, Split>(scales, g, zero_point).template decode<0>(c, low);
   RowDecoder<bits, Split>(scales, g + 8, zero_point).template decode<1>(c, high);
 }

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(threads) dequantize(const __grid_constant__ De
   float x = 0;
   switch (w.zeros) {
     case W4Zeros::symmetric:
-      x = static_cast<float>(u - w4_middle(w.bits)) * scale;
+      x = static_cast<float>(u - w4_zero_point(w.bits)) * scale;
       break;
     case W4Zeros::integer:
       x = static_cast<float>(u - static_cast<int>(w.offsets[at])) * scale;

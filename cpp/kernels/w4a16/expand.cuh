@@ -22,7 +22,7 @@ namespace rooftile::gpu {
 
 template <class T, int bits, class Scale>
 __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_constant__ W4ExpandParams p) {
-  constexpr int tile_bytes = w4_tile_bytes(bits), blocks_of_tile = w4_tile_runs(bits),
+  constexpr int tile_bytes = w4_tile_bytes(bits), blocks_of_tile = w4_tile_fragments(bits),
                 pitch = w4_step_k * 2 + 16;  // bytes of a row; 16 more against bank conflicts
   __shared__ __align__(16) std::uint8_t rows_of_warps[w4_expand_threads / 32][w4_tile_n * pitch];
   tile::let_next_kernel_start();
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
   for (int f = 0; f < bits / 2; ++f) {
     const unsigned tile = 2 * step + f / blocks_of_tile;
     const auto* const from =
-        p.w.codes + (tile_row * p.row_tiles + tile) * tile_bytes + f % blocks_of_tile * w4_run_bytes + lane * 16;
+        p.w.codes + (tile_row * p.row_tiles + tile) * tile_bytes + f % blocks_of_tile * w4_fragment_bytes + lane * 16;
     codes[f] = tile < p.row_tiles ? tile::load_once(from) : uint4{};
   }
   std::uint8_t* const shared_rows = rows_of_warps[warp];
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
       const auto* const of_rows = reinterpret_cast<const std::uint16_t*>(values) + block * w4_tile_n;
       return std::uint32_t{of_rows[g]} | std::uint32_t{of_rows[g + 8]} << 16;
     };
-    std::uint32_t zeros[2] = {w4_middle(bits), w4_middle(bits)};
+    std::uint32_t zeros[2] = {w4_zero_point(bits), w4_zero_point(bits)};
     if (p.w.zeros == W4Zeros::minima) zeros[0] = zeros[1] = 0;
     if (p.w.zeros == W4Zeros::integer) {
       const auto* const of_rows = reinterpret_cast<const std::uint8_t*>(p.w.offsets) + block * w4_tile_n;

@@ -147,10 +147,10 @@ struct CodeLoader {
       const std::uint8_t* const from = codes + row * second_row_bytes;
       std::uint8_t* const to = stage + row * stage_bytes;
 #pragma unroll
-      for (int at = 0; at < tile_bytes; at += w4_run_bytes) tile::cp_async_16(to + at, from + at);
+      for (int at = 0; at < tile_bytes; at += w4_fragment_bytes) tile::cp_async_16(to + at, from + at);
       if (tiles_left > 1)
 #pragma unroll
-        for (int at = tile_bytes; at < 2 * tile_bytes; at += w4_run_bytes) tile::cp_async_16(to + at, from + at);
+        for (int at = tile_bytes; at < 2 * tile_bytes; at += w4_fragment_bytes) tile::cp_async_16(to + at, from + at);
     }
     if constexpr (tile_rows == 2) {  // zero-filled past the end of K
       if (qparams)
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Traits::ctas_per_sm)
   using T = typename Traits::T;
   using Decode = tile::CodeDecode<T, Traits::bits>;
   constexpr int NT = Traits::n_tiles, S = Traits::stages, stage_bytes = w4_stage_bytes(Traits::bits),
-                zero_point = w4_middle(Traits::bits);
+                zero_point = w4_zero_point(Traits::bits);
   extern __shared__ __align__(128) std::uint8_t shared[];
   tile::let_next_kernel_start();
 
@@ -259,7 +259,8 @@ __global__ void __launch_bounds__(w4_warps * 32, Traits::ctas_per_sm)
       stage = stage == ring + (S - 1) * stage_bytes ? ring : stage + stage_bytes;
       uint4 rCodes[Traits::bits / 2];  // (fragment blocks of 2 tiles): this lane's 16 bytes of each
 #pragma unroll
-      for (int f = 0; f < Traits::bits / 2; ++f) rCodes[f] = *reinterpret_cast<const uint4*>(stage + f * w4_run_bytes);
+      for (int f = 0; f < Traits::bits / 2; ++f)
+        rCodes[f] = *reinterpret_cast<const uint4*>(stage + f * w4_fragment_bytes);
       const std::uint8_t* const stage_qparams = stage - lane * 16 + 2 * w4_tile_bytes(Traits::bits);
       if (step + S - 1 < steps) loader.load(free_stage);
       cute::cp_async_fence();

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Traits::config.threads(), Traits::ctas_per_sm)
   constexpr int N = Traits::tokens, warps = Traits::warps, S = Traits::stages, half_step = N * 128,
                 x_bytes = 2 * half_step;
   constexpr int stage_bytes = w4_stage_bytes(Traits::bits), qparams_offset = 2 * w4_tile_bytes(Traits::bits),
-                zero_point = w4_middle(Traits::bits);
+                zero_point = w4_zero_point(Traits::bits);
   const W4MatmulParams& p = params.product;
   extern __shared__ __align__(1024) std::uint8_t shared[];
   std::uint8_t* const x_ring = shared;                  // (stages, 2 halves of 64 k, N tokens, 128 bytes), swizzled
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(Traits::config.threads(), Traits::ctas_per_sm)
     stage_w = stages_w + (s * warps + warp) * stage_bytes;
 #pragma unroll
     for (int f = 0; f < Traits::bits / 2; ++f)
-      rCodes[f] = *reinterpret_cast<const uint4*>(stage_w + f * w4_run_bytes + lane * 16);
+      rCodes[f] = *reinterpret_cast<const uint4*>(stage_w + f * w4_fragment_bytes + lane * 16);
     if constexpr (Traits::rounded) {
       scales = tile::ldmatrix_x4_trans(stage_w + scales_offset);
       if (minima) minimums = tile::ldmatrix_x4_trans(stage_w + scales_offset + w4_qparam_bytes);

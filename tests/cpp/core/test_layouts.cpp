@@ -76,7 +76,7 @@ TEST(W4Layout, CodesFillTheTilesOnceAndFollowTheFragment) {
           const auto nibble = w4_code_index(4, 1, row, column), byte = w4_code_index(8, 1, row, column);
           EXPECT_EQ(nibble, lane * 32 + step * 8 + reg);
           EXPECT_EQ(w4_code_index(4, 1, row, column + 1), nibble + 4);
-          EXPECT_EQ(byte, step / 2 * w4_run_bytes + lane * 16 + step % 2 * 8 + reg / 2 * 4 + reg % 2);
+          EXPECT_EQ(byte, step / 2 * w4_fragment_bytes + lane * 16 + step % 2 * 8 + reg / 2 * 4 + reg % 2);
           EXPECT_EQ(w4_code_index(8, 1, row, column + 1), byte + 2);
         }
 }
