@@ -34,7 +34,7 @@ const DeviceFacts& device_facts(const char* op, int device) {
   ask(facts.major, cudaDevAttrComputeCapabilityMajor);
   ask(facts.minor, cudaDevAttrComputeCapabilityMinor);
   ask(facts.sms, cudaDevAttrMultiProcessorCount);
-  ask(facts.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  ask(facts.cta_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   ask(facts.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   ask(facts.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock);
   return known.emplace(device, facts).first->second;

@@ -39,7 +39,7 @@ inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t b
 // What calls ask of a device, found out once a process.
 struct DeviceFacts {
   int major = 0, minor = 0, sms = 0;
-  int block_shared = 0, sm_shared = 0,
+  int cta_shared = 0, sm_shared = 0,
       reserved_shared = 0;  // bytes of shared memory: the most a block may have, all, what each block costs besides
 };
 const DeviceFacts& device_facts(const char* op, int device);
@@ -77,10 +77,10 @@ class DeviceScope {
   int largest_cluster() const { return hopper_ ? 8 : 1; }  // blocks; where Hopper's code does not run a block is alone
   // How many blocks with that much shared memory (and what the system adds to each) a multiprocessor holds at once; at
   // least one is asked for.
-  int blocks_that_fit(std::size_t shared_bytes) const {
-    ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(facts_.block_shared), op_,
+  int ctas_that_fit(std::size_t shared_bytes) const {
+    ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(facts_.cta_shared), op_,
                         ": the kernel needs ", shared_bytes, " bytes of shared memory in a block, the device has ",
-                        facts_.block_shared);
+                        facts_.cta_shared);
     return static_cast<int>(static_cast<std::size_t>(facts_.sm_shared) /
                             (shared_bytes + static_cast<std::size_t>(facts_.reserved_shared)));
   }

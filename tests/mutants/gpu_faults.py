@@ -277,9 +277,9 @@ FAULTS = {
         "    __syncthreads();\n    const uint4 vec =",
         "    const uint4 vec =",
     ),
-    "finish_order": Fault(
+    "split_k_order": Fault(
         "the last chunk of K is forgotten",
-        "cpp/kernels/products/finish.cu",
+        "cpp/kernels/products/epilogue.cu",
         "for (int split = 0; split < p.splits; ++split) {",
         "for (int split = 0; split < p.splits - 1; ++split) {",
     ),
@@ -307,39 +307,39 @@ FAULTS = {
         "  tile::wait_for_previous_kernel();\n\n#pragma unroll",
         "#pragma unroll",
     ),
-    "linear_box_x": Fault(
+    "linear_tma_x": Fault(
         "both boxes of a step meet the first one's x",
-        LINEAR + "boxes.cu",
-        "x + box * (x_bytes / 16) + 2 * i",
+        LINEAR + "tma.cu",
+        "x + k_tile * (x_bytes / 16) + 2 * i",
         "x + 2 * i",
     ),
-    "linear_box_step": Fault(
+    "linear_tma_step": Fault(
         "the last step of K is left out",
-        LINEAR + "boxes.cu",
-        "p.steps - first)",
-        "p.steps - first - 1)",
+        LINEAR + "tma.cu",
+        "p.steps - first_step)",
+        "p.steps - first_step - 1)",
     ),
-    "linear_box_tail": Fault(
+    "linear_tma_tail": Fault(
         "what lies behind the end of a row of W counts",
-        LINEAR + "boxes.cu",
+        LINEAR + "tma.cu",
         ".columns = p.k, .stride = p.w_stride",
         ".columns = p.w_stride, .stride = p.w_stride",
     ),
-    "linear_box_chunk": Fault(
+    "linear_tma_split": Fault(
         "the last chunk of K is forgotten",
-        LINEAR + "boxes.cu",
-        "for (int chunk = 0; chunk < cluster; ++chunk) {",
-        "for (int chunk = 0; chunk < max(cluster - 1, 1); ++chunk) {",
+        LINEAR + "tma.cu",
+        "for (int peer = 0; peer < cluster; ++peer) {",
+        "for (int peer = 0; peer < max(cluster - 1, 1); ++peer) {",
     ),
-    "linear_box_sums": Fault(
+    "linear_tma_sums": Fault(
         "sums are added before the other blocks have put theirs",
-        LINEAR + "boxes.cu",
+        LINEAR + "tma.cu",
         "tile::sync_cluster();",
         "",
     ),
-    "linear_box_wait": Fault(
+    "linear_tma_wait": Fault(
         "W and x are read while the kernel that writes them still runs",
-        LINEAR + "boxes.cu",
+        LINEAR + "tma.cu",
         "      tile::wait_for_previous_kernel();\n#pragma unroll 1",
         "#pragma unroll 1",
     ),

@@ -32,8 +32,8 @@ def kind_of_tiles(device, m, n, k):
     if device == "cpu" or k % 8 or k == 0:
         return None
     if torch.cuda.get_device_capability()[0] == 9 and "90a" in _C.gpu_backend():
-        return "_box" if m <= 64 or n % 8 else "_tile"
-    return "_block" if m > 16 and n % 8 == 0 else None
+        return "_tma" if m <= 64 or n % 8 else "_tile"
+    return "_multistage" if m > 16 and n % 8 == 0 else None
 
 
 def linear(*tensors, **options):
@@ -62,7 +62,7 @@ def test_exact_data_give_the_rounded_exact_product(dtype, device):
             y, kernel = linear(tx[:m], tw, bias=tb, residual=tr[:m])
             closeness.assert_exact(y, exact[:m])
             kind = kind_of_tiles(device, m, n, k)
-            assert device == "cpu" or (kind or "_linear_t") in kernel, (m, n, k, kernel)
+            assert device == "cpu" or (kind or "_linear_stream") in kernel, (m, n, k, kernel)
             closeness.assert_exact(rt.linear(tx[:m], tw), np.matmul(x[:m], weight.T))
 
 
@@ -88,7 +88,7 @@ def test_both_tiles_and_chunks_of_k(dtype, device):
         exact = x.double() @ weight.double().T
         assert torch.equal(y, exact.to(y.dtype)), (m, n, k, kernel)
     if kind_of_tiles(device, 65, 8, 8) == "_tile" and torch.cuda.get_device_properties(0).multi_processor_count >= 100:
-        assert {"tile64x128", "tile128x256", "box8_split2", "box16_split2", "box32_split2", "box64_split1"} <= kernels
+        assert {"tile64x128", "tile128x256", "tma8_split2", "tma16_split2", "tma32_split2", "tma64_split1"} <= kernels
     assert any(not kernel.endswith("_split1") for kernel in kernels if "split" in kernel)
 
 
@@ -125,7 +125,7 @@ def test_bits_do_not_depend_on_the_run_the_neighbours_or_in_a_regime_the_rows(dt
             closeness.assert_bits_equal(
                 rt.linear(x[m - 1 : m].expand(m, k).contiguous(), weight)[:1], y[m - 1 :], "place"
             )
-            regime = "few" if m <= 16 or "_box" in kernel else kernel
+            regime = "few" if m <= 16 or "_tma" in kernel else kernel
             first = seen.setdefault(regime, y)
             closeness.assert_bits_equal(y[: len(first)], first, f"{m} and {len(first)} rows by {kernel}")
 
@@ -176,7 +176,7 @@ def test_rows_that_share_memory_with_their_neighbours(dtype, device):
             for rows, w in ((x, weight), (x[1:2].expand(m, k), weight), (weight[:m], windows)):
                 y, kernel = linear(rows, w)
                 assert torch.equal(y, (rows.double() @ w.double().T).to(y.dtype)), (m, n, k, kernel)
-                assert device == "cpu" or "_linear_t" in kernel, kernel
+                assert device == "cpu" or "_linear_stream" in kernel, kernel
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])

@@ -52,7 +52,7 @@ DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVa
   const std::int64_t visible = a.logits.window > 0 ? std::min(capacity, a.logits.window + tokens + 31) : capacity;
   return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads),
                       a.cache->head_dim, v.key.block_m, visible},
-                     {scope.sms(), std::min(v.ctas_per_sm, scope.blocks_that_fit(v.smem_bytes)),
+                     {scope.sms(), std::min(v.ctas_per_sm, scope.ctas_that_fit(v.smem_bytes)),
                       v.clusters ? scope.largest_cluster() : 1});
 }
 

@@ -24,11 +24,11 @@ namespace {
 
 using namespace rooftile::tile;
 
-constexpr int block_threads = 128;
+constexpr int cta_threads = 128;
 
-std::int64_t blocks_for(std::int64_t threads) { return (threads + block_threads - 1) / block_threads; }
+std::int64_t ctas_for(std::int64_t threads) { return (threads + cta_threads - 1) / cta_threads; }
 __device__ __forceinline__ std::int64_t thread_index() {
-  return static_cast<std::int64_t>(blockIdx.x) * block_threads + threadIdx.x;
+  return static_cast<std::int64_t>(blockIdx.x) * cta_threads + threadIdx.x;
 }
 std::int64_t vecs_of(std::int64_t n) { return (n + vec_size - 1) / vec_size; }
 
@@ -58,7 +58,7 @@ struct GeluErf {
 };
 
 template <class T, class Activation, bool vector>
-__global__ __launch_bounds__(block_threads) void gated_pieces(const __grid_constant__ GatedParams p) {
+__global__ __launch_bounds__(cta_threads) void gated_activation(const __grid_constant__ GatedParams p) {
   const Division at = divide(thread_index(), p.vecs);
   if (at.quotient >= p.rows) return;
   const std::int64_t first = at.remainder * vec_size;
@@ -73,9 +73,9 @@ __global__ __launch_bounds__(block_threads) void gated_pieces(const __grid_const
 
 template <class T, bool vector, class F>
 void with_gated(Gate gate, F&& f) {
-  if (gate == Gate::silu) f(gated_pieces<T, Silu, vector>);
-  else if (gate == Gate::gelu_tanh) f(gated_pieces<T, GeluTanh, vector>);
-  else f(gated_pieces<T, GeluErf, vector>);
+  if (gate == Gate::silu) f(gated_activation<T, Silu, vector>);
+  else if (gate == Gate::gelu_tanh) f(gated_activation<T, GeluTanh, vector>);
+  else f(gated_activation<T, GeluErf, vector>);
 }
 
 // ---------------------------------------------------------------- rope
@@ -106,7 +106,7 @@ __device__ __forceinline__ float difference_of_products(float a, float b, float 
 }
 
 template <class T, bool vector>
-__global__ __launch_bounds__(block_threads) void rope_pieces(const __grid_constant__ RopeParams p) {
+__global__ __launch_bounds__(cta_threads) void rope_rotate(const __grid_constant__ RopeParams p) {
   const bool is_k = thread_index() >= p.q.threads;
   const RopeTensor& t = is_k ? p.k : p.q;
   const std::int64_t index = thread_index() - (is_k ? p.q.threads : 0);
@@ -129,14 +129,14 @@ __global__ __launch_bounds__(block_threads) void rope_pieces(const __grid_consta
     const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),
                  s = load_table<T, vector>(p.sin, position, first, p.pairs);
     const Floats a = to_floats<T>(low), b = to_floats<T>(high);
-    Floats turned_low, turned_high;
+    Floats rotated_low, rotated_high;
 #pragma unroll
     for (int i = 0; i < vec_size; ++i) {
-      turned_low.at[i] = difference_of_products(a.at[i], c.at[i], b.at[i], s.at[i]);
-      turned_high.at[i] = difference_of_products(b.at[i], c.at[i], -a.at[i], s.at[i]);
+      rotated_low.at[i] = difference_of_products(a.at[i], c.at[i], b.at[i], s.at[i]);
+      rotated_high.at[i] = difference_of_products(b.at[i], c.at[i], -a.at[i], s.at[i]);
     }
-    low = from_floats<T>(turned_low);
-    high = from_floats<T>(turned_high);
+    low = from_floats<T>(rotated_low);
+    high = from_floats<T>(rotated_high);
   } else {
     low = high = nan;
   }
@@ -258,7 +258,7 @@ __device__ __forceinline__ float* lse_at(const Rows& r, std::int64_t row) {
 }
 
 template <class T, bool vector>
-__global__ __launch_bounds__(block_threads) void merge_rows(const __grid_constant__ MergeParams p) {
+__global__ __launch_bounds__(cta_threads) void merge_rows(const __grid_constant__ MergeParams p) {
   const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;
   const std::int64_t n = at.row < p.rows ? p.n : 0;
@@ -306,7 +306,7 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
         p.n,
         [&](auto vector) {
           with_gated<decltype(e), vector>(
-              gate, [&](auto kernel) { scope.launch(kernel, blocks_for(p.rows * p.vecs.value), block_threads, 0, p); });
+              gate, [&](auto kernel) { scope.launch(kernel, ctas_for(p.rows * p.vecs.value), cta_threads, 0, p); });
         },
         p.gate, p.up, p.h);
   });
@@ -330,7 +330,7 @@ KernelName rope(const char* op, const Context& ctx, const TensorView& q, const T
     with_vector(
         even ? pairs : 1,
         [&](auto vector) {
-          scope.launch(rope_pieces<decltype(e), vector>, blocks_for(p.q.threads + p.k.threads), block_threads, 0, p);
+          scope.launch(rope_rotate<decltype(e), vector>, ctas_for(p.q.threads + p.k.threads), cta_threads, 0, p);
         },
         p.q.x, p.q.y, p.k.x, p.k.y, p.cos, p.sin);
   });
@@ -341,13 +341,13 @@ KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y)
   const DeviceScope scope("softmax", ctx);
   const RowPlan plan = plan_row(x.last());
   const SoftmaxParams p = {.x = rows_of(x), .y = rows_of(y), .rows = x.rows(), .n = x.last(), .lanes = plan.lanes};
-  const std::int64_t blocks = x.numel() == 0 ? 0 : (p.rows + plan.rows() - 1) / plan.rows();
+  const std::int64_t ctas = x.numel() == 0 ? 0 : (p.rows + plan.rows() - 1) / plan.rows();
   with_element16(x.dtype, [&](auto e) {
     with_vector(
         p.n,
         [&](auto vector) {
           with_softmax<decltype(e), vector>(plan.vecs,
-                                            [&](auto kernel) { scope.launch(kernel, blocks, plan.threads, 0, p); });
+                                            [&](auto kernel) { scope.launch(kernel, ctas, plan.threads, 0, p); });
         },
         p.x, p.y);
   });
@@ -375,7 +375,7 @@ KernelName merge_attention(const Context& ctx, const TensorView& out_a, const Te
     with_vector(
         n,
         [&](auto vector) {
-          scope.launch(merge_rows<decltype(e), vector>, blocks_for(p.rows * lanes), block_threads, 0, p);
+          scope.launch(merge_rows<decltype(e), vector>, ctas_for(p.rows * lanes), cta_threads, 0, p);
         },
         p.out_a, p.out_b, p.out);
   });
@@ -388,7 +388,7 @@ void load_elementwise_kernels(const char* op) {
     using T = decltype(e);
     for (Gate gate : {Gate::silu, Gate::gelu_tanh, Gate::gelu_erf}) with_gated<T, vector>(gate, load);
     for (int vecs : {0, 2, 4}) with_softmax<T, vector>(vecs, load);
-    load(rope_pieces<T, vector>);
+    load(rope_rotate<T, vector>);
     load(merge_rows<T, vector>);
   });
 }

@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "kernels/products/finish.cuh"
+#include "kernels/products/epilogue.cuh"
 #include "rooftile/gemm.h"
 
 namespace rooftile::gpu {

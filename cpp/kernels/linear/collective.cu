@@ -31,8 +31,8 @@ namespace {
 
 namespace fusion = cutlass::epilogue::fusion;
 
-// The schedules of each row of linear_collectives.
-template <int form>
+// The schedules of each row of linear_collective_tiles.
+template <int config>
 struct Schedule {
   using Mainloop = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
   using Epilogue = cutlass::epilogue::TmaWarpSpecialized;
@@ -43,10 +43,10 @@ struct Schedule<1> {
   using Epilogue = cutlass::epilogue::TmaWarpSpecializedCooperative;
 };
 
-template <class Element, int form_>
+template <class Element, int config_>
 struct LinearCollective {
   using T = typename CutlassElement<Element>::type;
-  static constexpr LinearTile tile = linear_collectives[form_];
+  static constexpr LinearTile tile = linear_collective_tiles[config_];
   using Tile = cute::Shape<cute::Int<tile.rows>, cute::Int<tile.tokens>, cute::_64>;
   using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
   using RowMajor = cutlass::layout::RowMajor;
@@ -64,11 +64,11 @@ struct LinearCollective {
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, T, ColumnMajor, 8, T, ColumnMajor, 8,
-      typename Schedule<form_>::Epilogue, Output>::CollectiveOp;
+      typename Schedule<config_>::Epilogue, Output>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, T, RowMajor, 8, T, ColumnMajor, 8, float, Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      typename Schedule<form_>::Mainloop>::CollectiveOp;
+      typename Schedule<config_>::Mainloop>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
   using Params = typename Kernel::Params;
 };
@@ -113,15 +113,15 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
 }
 
 template <class T>
-void launch(const DeviceScope& scope, const LinearParams& p, int form) {
-  if (form == 0) launch<LinearCollective<T, 0>>(scope, p);
+void launch(const DeviceScope& scope, const LinearParams& p, int config) {
+  if (config == 0) launch<LinearCollective<T, 0>>(scope, p);
   else launch<LinearCollective<T, 1>>(scope, p);
 }
 
 }  // namespace
 
-void linear_collective(const DeviceScope& scope, const LinearParams& p, DType dtype, int form) {
-  tile::with_element16(dtype, [&](auto e) { launch<decltype(e)>(scope, p, form); });
+void linear_collective(const DeviceScope& scope, const LinearParams& p, DType dtype, int config) {
+  tile::with_element16(dtype, [&](auto e) { launch<decltype(e)>(scope, p, config); });
 }
 
 void load_linear_collectives(const char* op) {

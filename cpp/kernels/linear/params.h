@@ -15,17 +15,17 @@ struct LinearParams : Product {
   std::int64_t w_stride = 0, w_last_stride = 0;  // elements, from row to row and in a row
   std::int64_t x_stride = 0;                     // of rows that lie evenly
   std::int64_t k = 0;
-  unsigned token_blocks = 0, row_blocks = 0;
-  int row_tiles = 0, slice_shift = 0, steps = 0,
-      chunk_steps = 0;  // as in LinearPlan; steps: of all of K, as long as the kernel's are
+  unsigned m_blocks = 0, n_blocks = 0;
+  int row_tiles = 0, slices_log2 = 0, steps = 0,
+      split_steps = 0;  // as in LinearPlan; steps: of all of K, as long as the kernel's are
 };
 
 // One product by boxes or by tiles; its tensors lie as these need it (linear.cu). The plan's path says whose.
-void linear_boxes(const DeviceScope&, const LinearParams&, DType, const LinearPlan&);
-void linear_collective(const DeviceScope&, const LinearParams&, DType, int form);
-void linear_blocks(const DeviceScope&, const LinearParams&, DType);
-void load_linear_boxes(const char* op);
+void linear_tma(const DeviceScope&, const LinearParams&, DType, const LinearPlan&);
+void linear_collective(const DeviceScope&, const LinearParams&, DType, int config);
+void linear_multistage(const DeviceScope&, const LinearParams&, DType);
+void load_linear_tma(const char* op);
 void load_linear_collectives(const char* op);
-void load_linear_blocks(const char* op);
+void load_linear_multistage(const char* op);
 
 }  // namespace rooftile::gpu

@@ -21,7 +21,7 @@ int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps
   double least = 0;
   for (int splits = 1; splits <= max_splits; ++splits) {
     const std::int64_t chunk = divide_up(steps, splits);
-    if (splits > 1 && chunk < linear_stages << plan.slice_shift) break;  // a ring is not worth filling for less
+    if (splits > 1 && chunk < linear_stages << plan.slices_log2) break;  // a ring is not worth filling for less
     if (splits > 1 && divide_up(steps, chunk) != splits) continue;
     double us = std::max(floor, cta / splits / 70.0);
     if (splits > 1) us += 2.0 + 0.1 * splits;
@@ -35,18 +35,18 @@ int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps
 void plan_stream(const LinearProblem& p, LinearPlan& plan) {
   const std::int64_t row_tiles = divide_up(p.n, linear_rows), sms = std::max(p.sms, 1),
                      steps = divide_up(p.k, linear_step_k);
-  plan.form = p.m > 8 ? 1 : 0;
+  plan.config = p.m > 8 ? 1 : 0;
   // As few rows a CTA as give every SM one, or two: all read until the end. What warps are left share a row's K.
   const std::int64_t each = divide_up(row_tiles, sms), pair = divide_up(row_tiles, 2 * sms);
   plan.row_tiles = static_cast<int>(
       std::max<std::int64_t>(1, std::min<std::int64_t>(each <= linear_warps ? each : pair, linear_warps)));
-  while (plan.row_tiles << (plan.slice_shift + 1) <= linear_warps && steps >= std::int64_t{2} << (plan.slice_shift + 1))
-    ++plan.slice_shift;
-  plan.row_blocks = divide_up(row_tiles, plan.row_tiles);
-  plan.token_blocks = divide_up(p.m, linear_stream_tokens);
+  while (plan.row_tiles << (plan.slices_log2 + 1) <= linear_warps && steps >= std::int64_t{2} << (plan.slices_log2 + 1))
+    ++plan.slices_log2;
+  plan.n_blocks = divide_up(row_tiles, plan.row_tiles);
+  plan.m_blocks = divide_up(p.m, linear_stream_tokens);
   plan.splits = p.m <= linear_stream_tokens ? splits_of(p, plan, steps) : 1;
-  plan.chunk_steps = static_cast<int>(divide_up(steps, plan.splits));
-  const int warps = plan.row_tiles << plan.slice_shift;
+  plan.split_steps = static_cast<int>(divide_up(steps, plan.splits));
+  const int warps = plan.row_tiles << plan.slices_log2;
   plan.shared_bytes = static_cast<std::size_t>(warps * linear_stages * linear_step_bytes);
   if (plan.splits > 1)
     plan.workspace_bytes = sizeof(float) * static_cast<std::size_t>(plan.splits * p.m * row_tiles * linear_rows);
@@ -54,41 +54,41 @@ void plan_stream(const LinearProblem& p, LinearPlan& plan) {
 }
 
 // CTAs that all read as much, one a multiprocessor; two, three ... where they would have more than 128 rows.
-void plan_boxes(const LinearProblem& p, LinearPlan& plan) {
-  const std::int64_t steps = divide_up(p.k, linear_box_k), sms = std::max(p.sms, 1);
+void plan_tma(const LinearProblem& p, LinearPlan& plan) {
+  const std::int64_t steps = divide_up(p.k, linear_tma_step_k), sms = std::max(p.sms, 1);
   const auto rows = [&](int cluster, std::int64_t each) {
     return divide_up(divide_up(std::max<std::int64_t>(p.n, 1) * cluster, sms * each), 16) * 16;
   };
-  plan.path = LinearPath::boxes;
-  while (linear_box_forms[plan.form] < std::min<std::int64_t>(p.m, linear_box_tokens)) ++plan.form;
-  plan.cluster = rows(2, 1) <= linear_box_rows && steps >= 8 ? 2 : 1;
+  plan.path = LinearPath::tma;
+  while (linear_tma_block_m[plan.config] < std::min<std::int64_t>(p.m, linear_tma_max_tokens)) ++plan.config;
+  plan.cluster = rows(2, 1) <= linear_tma_max_rows && steps >= 8 ? 2 : 1;
   std::int64_t each = 1;
-  while (rows(plan.cluster, each) > linear_box_rows) ++each;
-  plan.box_rows = static_cast<int>(rows(plan.cluster, each));
-  plan.row_blocks = divide_up(p.n, plan.box_rows);
-  plan.token_blocks = divide_up(p.m, linear_box_tokens);
-  plan.chunk_steps = static_cast<int>(divide_up(steps, plan.cluster));
+  while (rows(plan.cluster, each) > linear_tma_max_rows) ++each;
+  plan.tma_rows = static_cast<int>(rows(plan.cluster, each));
+  plan.n_blocks = divide_up(p.n, plan.tma_rows);
+  plan.m_blocks = divide_up(p.m, linear_tma_max_tokens);
+  plan.split_steps = static_cast<int>(divide_up(steps, plan.cluster));
   // What lies behind the last stage is read, and not used, where rows are no multiple of 64.
-  const int behind = linear_box_bytes((64 - plan.box_rows % 64) % 64);
-  const int stage_bytes = linear_boxes_a_step * linear_box_bytes(plan.box_rows + linear_box_forms[plan.form]) + 16;
+  const int behind = linear_tma_tile_bytes((64 - plan.tma_rows % 64) % 64);
+  const int stage_bytes =
+      linear_tma_tiles_per_step * linear_tma_tile_bytes(plan.tma_rows + linear_tma_block_m[plan.config]) + 16;
   constexpr int half = 113 * 1024;  // of a multiprocessor's
   plan.stages = (half - behind) / stage_bytes;
   // With a stage more a CTA is alone on its multiprocessor, and so are the next kernel's, which may otherwise start in
   // pairs. Short ones gain more by starting early.
-  if (plan.row_blocks * plan.cluster * plan.token_blocks <= sms && (plan.chunk_steps > 16 || plan.stages < 4))
-    ++plan.stages;
+  if (plan.n_blocks * plan.cluster * plan.m_blocks <= sms && (plan.split_steps > 16 || plan.stages < 4)) ++plan.stages;
   plan.shared_bytes = static_cast<std::size_t>(plan.stages * stage_bytes + behind);
   plan.why = "up to 64 tokens at a time on wgmma";
 }
 
 // The tile whose busiest SM has least to do. A step of 64 k of the small one waits for L2, of the large one for the
 // tensor cores: rough cycles of an H200.
-int collective_form(const LinearProblem& p) {
+int collective_config(const LinearProblem& p) {
   constexpr int cycles[] = {400, 1100};
-  const auto time = [&](int form) {
-    const LinearTile tile = linear_collectives[form];
+  const auto time = [&](int config) {
+    const LinearTile tile = linear_collective_tiles[config];
     const std::int64_t tiles = divide_up(p.n, 2 * tile.rows) * 2 * divide_up(p.m, tile.tokens);  // clusters of two
-    return divide_up(tiles, std::max(p.sms, 1)) * cycles[form];
+    return divide_up(tiles, std::max(p.sms, 1)) * cycles[config];
   };
   return time(1) < time(0) ? 1 : 0;
 }
@@ -97,16 +97,16 @@ int collective_form(const LinearProblem& p) {
 
 LinearPlan plan_linear(const LinearProblem& p) {
   LinearPlan plan;
-  if (p.wgmma && p.boxes && (!p.tiles || p.m <= linear_box_tokens)) {
-    plan_boxes(p, plan);
+  if (p.wgmma && p.aligned_operands && (!p.aligned_all || p.m <= linear_tma_max_tokens)) {
+    plan_tma(p, plan);
     return plan;
   }
-  if (!p.tiles || p.m <= linear_stream_tokens) {
+  if (!p.aligned_all || p.m <= linear_stream_tokens) {
     plan_stream(p, plan);
     return plan;
   }
-  plan.path = p.wgmma ? LinearPath::collective : LinearPath::blocks;
-  if (p.wgmma) plan.form = collective_form(p);
+  plan.path = p.wgmma ? LinearPath::collective : LinearPath::multistage;
+  if (p.wgmma) plan.config = collective_config(p);
   plan.why = p.wgmma ? "tiles of tokens on wgmma" : "tiles of tokens on mma.sync";
   return plan;
 }

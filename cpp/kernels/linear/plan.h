@@ -7,9 +7,9 @@
 
 namespace rooftile::gpu {
 
-// stream: stream.cuh, any strides. boxes, collective: Hopper's wgmma (boxes.cu, collective.cu). blocks: mma.sync
-// (blocks.cu), for other GPUs.
-enum class LinearPath : std::uint8_t { stream, boxes, collective, blocks };
+// stream: stream.cuh, any strides. boxes, collective: Hopper's wgmma (tma.cu, collective.cu). blocks: mma.sync
+// (multistage.cu), for other GPUs.
+enum class LinearPath : std::uint8_t { stream, tma, collective, multistage };
 
 // stream.cuh
 inline constexpr int linear_rows = 16, linear_step_k = 64;  // of W, of one warp in one step
@@ -18,44 +18,44 @@ inline constexpr int linear_warps = 8;           // of a CTA, at most
 inline constexpr int linear_stages = 6;          // steps in a warp's ring
 inline constexpr int linear_stream_tokens = 16;  // of a CTA; for more tokens one of the others is used where it can be
 
-// boxes.cu
-inline constexpr int linear_box_rows = 128;  // of W, of a CTA at most
-inline constexpr int linear_box_columns = 64, linear_boxes_a_step = 2,
-                     linear_box_k = linear_box_columns * linear_boxes_a_step;
-constexpr int linear_box_bytes(int rows) { return rows * linear_box_columns * 2; }
-constexpr int linear_box_threads(int rows) {
+// tma.cu
+inline constexpr int linear_tma_max_rows = 128;  // of W, of a CTA at most
+inline constexpr int linear_tma_tile_k = 64, linear_tma_tiles_per_step = 2,
+                     linear_tma_step_k = linear_tma_tile_k * linear_tma_tiles_per_step;
+constexpr int linear_tma_tile_bytes(int rows) { return rows * linear_tma_tile_k * 2; }
+constexpr int linear_tma_threads(int rows) {
   return ((rows + 63) / 64 * 4 + 1) * 32;
 }  // four warps multiply 64 rows, one brings them
-inline constexpr int linear_box_forms[] = {8, 16, 32,
-                                           64};  // tokens of a CTA; beyond, the collectives are used where they can be
-inline constexpr int linear_box_tokens = 64;
+inline constexpr int linear_tma_block_m[] = {
+    8, 16, 32, 64};  // tokens of a CTA; beyond, the collectives are used where they can be
+inline constexpr int linear_tma_max_tokens = 64;
 
 // Tiles of the others: rows of W and tokens.
 struct LinearTile {
   int rows, tokens;
 };
-inline constexpr LinearTile linear_collectives[] = {{64, 128}, {128, 256}};
-inline constexpr LinearTile linear_block = {128, 128};
+inline constexpr LinearTile linear_collective_tiles[] = {{64, 128}, {128, 256}};
+inline constexpr LinearTile linear_multistage_tile = {128, 128};
 
 struct LinearProblem {
   std::int64_t m = 0, n = 0, k = 0;
   int sms = 0;
-  bool boxes = false;  // x and W lie as tensor copies need it
-  bool tiles = false;  // the other arguments too, or as 16-byte copies need it
+  bool aligned_operands = false;  // x and W lie as tensor copies need it
+  bool aligned_all = false;       // the other arguments too, or as 16-byte copies need it
   bool wgmma = false;
 };
 
 struct LinearPlan {
   LinearPath path = LinearPath::stream;
-  int form = 0;  // of boxes, collective: index into their table; of stream: 0 up to 8 tokens a CTA, else 1
-  std::int64_t token_blocks = 0, row_blocks = 0;  // of stream and boxes
+  int config = 0;  // of boxes, collective: index into their table; of stream: 0 up to 8 tokens a CTA, else 1
+  std::int64_t m_blocks = 0, n_blocks = 0;  // of stream and boxes
   // of boxes
-  int box_rows = 0, stages = 0;  // of a CTA; of its ring
+  int tma_rows = 0, stages = 0;  // of a CTA; of its ring
   int cluster = 1;               // chunks of K, whose CTAs are a cluster
   // of stream
-  int row_tiles = 1, slice_shift = 0;  // a CTA has row_tiles << slice_shift warps
+  int row_tiles = 1, slices_log2 = 0;  // a CTA has row_tiles << slices_log2 warps
   int splits = 1;                      // of K; above 1 their sums meet in the workspace
-  int chunk_steps = 0;                 // steps of 64 k in one split; of boxes: of 128 k in one chunk
+  int split_steps = 0;                 // steps of 64 k in one split; of boxes: of 128 k in one chunk
   std::size_t shared_bytes = 0, workspace_bytes = 0;
   const char* why = "";
 };

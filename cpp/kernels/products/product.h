@@ -42,7 +42,7 @@ struct Rows {
 };
 
 // Four neighbours of every row are 8 bytes at a multiple of them, and rows lie evenly.
-inline bool in_fours(const TensorView& t) {
+inline bool is_vec4(const TensorView& t) {
   if (!t.given()) return true;
   const Rows rows(t);
   const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 8 == 0 && t.last() % 4 == 0 && t.last_stride() == 1;
@@ -50,19 +50,19 @@ inline bool in_fours(const TensorView& t) {
 }
 
 // Every row is whole 16-byte vectors that start at multiples of 16 bytes, and rows lie evenly.
-inline bool in_pieces(const TensorView& t) {
+inline bool is_vec8(const TensorView& t) {
   const Rows rows(t);
   const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 &&
                      (t.last_stride() == 1 || t.last() == 0);
   return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
 }
 // The same, and no two rows overlap: what TMA and 16-byte stores ask for.
-inline bool in_tiles(const TensorView& t) {
+inline bool is_tma_aligned(const TensorView& t) {
   if (!t.given()) return true;
   const Rows rows(t);
-  return in_pieces(t) && t.last() > 0 && (rows.ndim == 0 || rows.stride[0] >= t.last());
+  return is_vec8(t) && t.last() > 0 && (rows.ndim == 0 || rows.stride[0] >= t.last());
 }
-inline bool bias_in_tiles(const TensorView& bias) {
+inline bool is_bias_aligned(const TensorView& bias) {
   return !bias.given() || (bias.stride[0] == 1 && reinterpret_cast<std::uintptr_t>(bias.data) % 16 == 0);
 }
 
@@ -72,7 +72,7 @@ struct Product {
   std::int64_t bias_stride = 0;
   std::int64_t n = 0, outputs = 0;  // rows of W; as many outputs, or half of a gated product
   bool gated = false;               // the rows of W are [gate | up]: y = activation(gate) * up + residual
-  bool y_in_pieces = false;         // y and residual: in_fours
+  bool y_vec4 = false;              // y and residual: is_vec4
   Activation activation = Activation::none;
   std::int64_t first_token = 0, tokens = 0;  // of this launch
   int splits = 1;                            // chunks of K
@@ -87,7 +87,7 @@ struct Product {
         n(gated ? 2 * y.last() : y.last()),
         outputs(y.last()),
         gated(gated),
-        y_in_pieces(in_fours(y) && in_fours(residual)),
+        y_vec4(is_vec4(y) && is_vec4(residual)),
         activation(activation) {
     if (!bias.given()) return;
     this->bias = bias.data;

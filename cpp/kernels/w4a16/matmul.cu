@@ -9,7 +9,7 @@
 #include "kernels/backend.h"
 #include "kernels/launch.h"
 #include "kernels/linear/params.h"
-#include "kernels/products/finish.h"
+#include "kernels/products/epilogue.h"
 #include "kernels/tensor_map.h"
 #include "kernels/warmup.h"
 #include "kernels/w4a16/expand.cuh"
@@ -29,9 +29,9 @@ W4WgmmaKernel wgmma_kernel(bool is_half, int bits, int config, W4Operand operand
   return is_half ? w4a16_wgmma_half(config, operand) : w4a16_wgmma_bf16(config, operand);
 }
 
-bool tma_loads_x(const W4MatmulArgs& a) { return in_tiles(a.x) && !a.w->perm; }  // from its own memory
+bool tma_loads_x(const W4MatmulArgs& a) { return is_tma_aligned(a.x) && !a.w->perm; }  // from its own memory
 bool fits_linear(const W4MatmulArgs& a) {
-  return tma_loads_x(a) && in_tiles(a.y) && in_tiles(a.residual) && bias_in_tiles(a.bias);
+  return tma_loads_x(a) && is_tma_aligned(a.y) && is_tma_aligned(a.residual) && is_bias_aligned(a.bias);
 }
 
 W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a, bool fits_linear) {
@@ -180,7 +180,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   }
 
   W4MatmulParams p{Product(a.x, a.y, a.bias, a.residual, a.activation, a.gated)};
-  p.x_in_vec16 = in_pieces(a.x) && !w.perm;
+  p.x_in_vec16 = is_vec8(a.x) && !w.perm;
   p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : 0;
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
@@ -214,7 +214,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
       scope.launch(stream_kernel(is_half, w.bits, plan.config, plan.scale_k, w.zeros),
                    std::int64_t{p.m_blocks} * p.n_blocks * p.splits, w4_warps * 32, plan.shared_bytes, p,
                    Overlap::with_previous, plan.cluster);
-    if (plan.separate_epilogue) finish_product(scope, p, a.x.dtype);
+    if (plan.separate_epilogue) split_k_epilogue(scope, p, a.x.dtype);
   }
   return kernel;
 }

@@ -119,7 +119,7 @@ void plan_wgmma(const W4Problem& p, W4Plan& plan) {
 int expand_rows(const W4Problem& p, const W4Plan& plan) {
   constexpr double step_us = 0.97, mixed_step_us = 1.2, idle_us = 0.30, busy_us = 0.53, bytes_us = 3.5e6, chunk_us = 3;
   if (plan.operand == W4Operand::codes || !p.fits_linear || p.gated || plan.splits > 1 || p.m <= 512) return 0;
-  constexpr LinearTile tile = linear_collectives[1];
+  constexpr LinearTile tile = linear_collective_tiles[1];
   constexpr std::int64_t pair = 2 * tile.rows;  // rows of W of a cluster
   const std::int64_t most = w4_expand_bytes / (2 * p.k) / pair * pair, m_tiles = divide_up(p.m, tile.tokens),
                      sms = std::max(p.sms, 1);

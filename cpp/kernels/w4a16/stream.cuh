@@ -30,7 +30,7 @@
 #pragma once
 
 #include "core/w4_layout.h"
-#include "kernels/products/finish.cuh"
+#include "kernels/products/epilogue.cuh"
 #include "kernels/w4a16/params.h"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Traits::ctas_per_sm)
       }
       return sum;
     };
-    const Outputs<T> out(
+    const Epilogue<T> out(
         p, std::int64_t{p.tile_row<w4_warps>(work_again.n_block, cta_rank * epilogue.tiles + at)} * w4_tile_n + rows);
     out.store(p.first_token + work_again.local_token0 + token, sum_of(at),
               gated ? sum_of(epilogue.tiles + at) : float4{});

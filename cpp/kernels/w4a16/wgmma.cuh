@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(Traits::config.threads(), Traits::ctas_per_sm)
     const std::int64_t n =
         std::int64_t{p.tile_row<warps>(work.n_block, column / w4_tile_n)} * w4_tile_n + column % w4_tile_n;
     const std::int64_t padded_n = std::int64_t{p.tile_rows} * w4_tile_n;
-    const Outputs<T> out(p, n);
+    const Epilogue<T> out(p, n);
 #pragma unroll 1  // unrolled copies of the epilogue would not fit into the instruction cache
     for (int epilogue_tile = scheduler.writes_fixup(work) ? N / out_tokens : 0; epilogue_tile < N / out_tokens;
          ++epilogue_tile) {

@@ -25,72 +25,84 @@ void for_each_problem(F&& f) {
   for (const Weight& w : weights)
     for (std::int64_t m : rows)
       for (int sms : {1, 46, 108, 132})
-        for (int pieces : {0, 1, 2})
+        for (int aligned : {0, 1, 2})
           for (bool wgmma : {false, true}) {
-            const LinearProblem p{
-                .m = m, .n = w.n, .k = w.k, .sms = sms, .boxes = pieces > 0, .tiles = pieces > 1, .wgmma = wgmma};
-            SCOPED_TRACE(testing::Message()
-                         << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms << (p.boxes ? " boxes" : "")
-                         << (p.tiles ? " tiles" : "") << (wgmma ? " wgmma" : ""));
+            const LinearProblem p{.m = m,
+                                  .n = w.n,
+                                  .k = w.k,
+                                  .sms = sms,
+                                  .aligned_operands = aligned > 0,
+                                  .aligned_all = aligned > 1,
+                                  .wgmma = wgmma};
+            SCOPED_TRACE(testing::Message() << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms
+                                            << (p.aligned_operands ? " aligned operands" : "")
+                                            << (p.aligned_all ? " all aligned" : "") << (wgmma ? " wgmma" : ""));
             f(p, plan_linear(p));
           }
 }
 
 TEST(LinearPlan, WhoRuns) {
   for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
-    const auto hopper = p.tiles && p.m > 64 ? LinearPath::collective : p.boxes ? LinearPath::boxes : LinearPath::stream;
-    const auto other = p.tiles && p.m > 16 ? LinearPath::blocks : LinearPath::stream;
+    const auto hopper = p.aligned_all && p.m > 64 ? LinearPath::collective
+                        : p.aligned_operands      ? LinearPath::tma
+                                                  : LinearPath::stream;
+    const auto other = p.aligned_all && p.m > 16 ? LinearPath::multistage : LinearPath::stream;
     EXPECT_EQ(plan.path, p.wgmma ? hopper : other);
     EXPECT_STRNE(plan.why, "");
   });
 }
 
-TEST(LinearPlan, BoxesCoverTheProblemWithinTheDevice) {
+TEST(LinearPlan, TmaTilesCoverTheProblemWithinTheDevice) {
   for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
-    if (plan.path != LinearPath::boxes) return;
-    const std::int64_t steps = (p.k + linear_box_k - 1) / linear_box_k;
-    const int tokens = linear_box_forms[plan.form];
-    EXPECT_GE(plan.row_blocks * plan.box_rows, p.n);
-    EXPECT_LT((plan.row_blocks - 1) * plan.box_rows, p.n);
-    EXPECT_GE(plan.token_blocks * tokens, p.m);
-    EXPECT_LT((plan.token_blocks - 1) * tokens, p.m);
-    EXPECT_TRUE(plan.form == 0 || p.m > linear_box_forms[plan.form - 1]);
-    EXPECT_GE(plan.cluster * plan.chunk_steps, steps);
-    EXPECT_LE((plan.cluster - 1) * plan.chunk_steps, steps);  // the last chunk may have nothing to read, but no less
-    EXPECT_TRUE(plan.box_rows <= linear_box_rows &&
-                plan.box_rows % (8 * plan.cluster) == 0);  // eight rows have one CTA that finishes them
+    if (plan.path != LinearPath::tma) return;
+    const std::int64_t steps = (p.k + linear_tma_step_k - 1) / linear_tma_step_k;
+    const int tokens = linear_tma_block_m[plan.config];
+    EXPECT_GE(plan.n_blocks * plan.tma_rows, p.n);
+    EXPECT_LT((plan.n_blocks - 1) * plan.tma_rows, p.n);
+    EXPECT_GE(plan.m_blocks * tokens, p.m);
+    EXPECT_LT((plan.m_blocks - 1) * tokens, p.m);
+    EXPECT_TRUE(plan.config == 0 || p.m > linear_tma_block_m[plan.config - 1]);
+    EXPECT_GE(plan.cluster * plan.split_steps, steps);
+    EXPECT_LE((plan.cluster - 1) * plan.split_steps, steps);  // the last chunk may have nothing to read, but no less
+    EXPECT_TRUE(plan.tma_rows <= linear_tma_max_rows &&
+                plan.tma_rows % (8 * plan.cluster) == 0);  // eight rows have one CTA that finishes them
     // Tensor cores read 64 rows at a time, within the CTA's shared memory; sums take the ring's place.
-    const int stage = linear_boxes_a_step * linear_box_bytes(plan.box_rows + tokens),
-              w = linear_boxes_a_step * linear_box_bytes(plan.box_rows),
-              read = linear_box_bytes((plan.box_rows + 63) / 64 * 64);
+    const int stage = linear_tma_tiles_per_step * linear_tma_tile_bytes(plan.tma_rows + tokens),
+              w = linear_tma_tiles_per_step * linear_tma_tile_bytes(plan.tma_rows),
+              read = linear_tma_tile_bytes((plan.tma_rows + 63) / 64 * 64);
     EXPECT_GE(plan.shared_bytes,
-              static_cast<std::size_t>((plan.stages - 1) * stage + w - linear_box_bytes(plan.box_rows) + read));
+              static_cast<std::size_t>((plan.stages - 1) * stage + w - linear_tma_tile_bytes(plan.tma_rows) + read));
     EXPECT_GE(plan.shared_bytes, static_cast<std::size_t>(plan.stages * (stage + 16)));
     EXPECT_GE(plan.stages * stage,
-              plan.cluster * tokens * (plan.box_rows / plan.cluster + 4) * static_cast<int>(sizeof(float)));
-    const bool one_each = plan.row_blocks * plan.cluster * plan.token_blocks <= p.sms;
-    EXPECT_TRUE(one_each ? plan.chunk_steps <= 16 || plan.shared_bytes > 113u * 1024
+              plan.cluster * tokens * (plan.tma_rows / plan.cluster + 4) * static_cast<int>(sizeof(float)));
+    const bool one_each = plan.n_blocks * plan.cluster * plan.m_blocks <= p.sms;
+    EXPECT_TRUE(one_each ? plan.split_steps <= 16 || plan.shared_bytes > 113u * 1024
                          : plan.shared_bytes <= 113u * 1024);  // or two CTAs fit
     EXPECT_GE(plan.stages, one_each ? 3 : 2);
     EXPECT_LE(plan.shared_bytes, 227u * 1024);
     EXPECT_EQ(plan.workspace_bytes, 0u);
-    const LinearPlan one =
-        plan_linear({.m = 1, .n = p.n, .k = p.k, .sms = p.sms, .boxes = true, .tiles = p.tiles, .wgmma = true});
-    EXPECT_EQ(std::tuple(one.cluster, one.chunk_steps), std::tuple(plan.cluster, plan.chunk_steps));
+    const LinearPlan one = plan_linear({.m = 1,
+                                        .n = p.n,
+                                        .k = p.k,
+                                        .sms = p.sms,
+                                        .aligned_operands = true,
+                                        .aligned_all = p.aligned_all,
+                                        .wgmma = true});
+    EXPECT_EQ(std::tuple(one.cluster, one.split_steps), std::tuple(plan.cluster, plan.split_steps));
   });
 }
 
 TEST(LinearPlan, AStreamCoversTheProblemWithinTheDevice) {
   for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
     if (plan.path != LinearPath::stream) return;
-    const std::int64_t steps = (p.k + linear_step_k - 1) / linear_step_k, warps = plan.row_tiles << plan.slice_shift;
-    EXPECT_GE(plan.row_blocks * plan.row_tiles * linear_rows, p.n);
-    EXPECT_LT((plan.row_blocks - 1) * plan.row_tiles * linear_rows, p.n);
-    EXPECT_GE(plan.token_blocks * linear_stream_tokens, p.m);
-    EXPECT_GE(std::int64_t{plan.splits} * plan.chunk_steps, steps);
-    EXPECT_TRUE(plan.splits == 1 || (plan.splits - 1) * plan.chunk_steps < steps);
+    const std::int64_t steps = (p.k + linear_step_k - 1) / linear_step_k, warps = plan.row_tiles << plan.slices_log2;
+    EXPECT_GE(plan.n_blocks * plan.row_tiles * linear_rows, p.n);
+    EXPECT_LT((plan.n_blocks - 1) * plan.row_tiles * linear_rows, p.n);
+    EXPECT_GE(plan.m_blocks * linear_stream_tokens, p.m);
+    EXPECT_GE(std::int64_t{plan.splits} * plan.split_steps, steps);
+    EXPECT_TRUE(plan.splits == 1 || (plan.splits - 1) * plan.split_steps < steps);
     EXPECT_TRUE(warps >= 1 && warps <= linear_warps);
-    EXPECT_TRUE(plan.form == 1 || p.m <= 8);
+    EXPECT_TRUE(plan.config == 1 || p.m <= 8);
     EXPECT_EQ(plan.shared_bytes, static_cast<std::size_t>(warps * linear_stages * linear_step_bytes));
     EXPECT_LE(plan.shared_bytes, 99u * 1024);
     EXPECT_LE(16 * linear_rows * static_cast<int>(sizeof(float)),
@@ -107,7 +119,7 @@ TEST(LinearPlan, UpToSixteenStreamedTokensTheOrderOfASumIsOne) {
     const auto order = [&](std::int64_t m) {
       p.m = m;
       const LinearPlan plan = plan_linear(p);
-      return std::tuple(plan.slice_shift, plan.splits, plan.chunk_steps);
+      return std::tuple(plan.slices_log2, plan.splits, plan.split_steps);
     };
     for (std::int64_t m : {2, 8, 9, 16}) EXPECT_EQ(order(1), order(m));
   });
@@ -115,30 +127,32 @@ TEST(LinearPlan, UpToSixteenStreamedTokensTheOrderOfASumIsOne) {
 
 TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {6144, 4096}, {14336, 4096}, {28672, 4096}, {4096, 14336}}) {
-    const LinearPlan boxes =
-        plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .boxes = true, .tiles = true, .wgmma = true});
-    const std::int64_t ctas = boxes.row_blocks * boxes.cluster, each = (ctas + 131) / 132;
+    const LinearPlan tma =
+        plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true});
+    const std::int64_t ctas = tma.n_blocks * tma.cluster, each = (ctas + 131) / 132;
     EXPECT_LE(each, 2);
-    EXPECT_GE(static_cast<double>(n * boxes.cluster), 0.94 * static_cast<double>(each * 132 * boxes.box_rows)) << n;
-    EXPECT_GE(boxes.stages * linear_boxes_a_step * linear_box_bytes(boxes.box_rows), 64 * 1024);
-    const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .tiles = true});
-    const std::int64_t rounds = (plan.row_blocks + 131) / 132;
+    EXPECT_GE(static_cast<double>(n * tma.cluster), 0.94 * static_cast<double>(each * 132 * tma.tma_rows)) << n;
+    EXPECT_GE(tma.stages * linear_tma_tiles_per_step * linear_tma_tile_bytes(tma.tma_rows), 64 * 1024);
+    const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .aligned_all = true});
+    const std::int64_t rounds = (plan.n_blocks + 131) / 132;
     EXPECT_EQ(plan.splits, 1);
     EXPECT_LE(rounds, 2);  // as many as run at once
     EXPECT_GE(static_cast<double>(n), 0.95 * static_cast<double>(rounds * 132 * plan.row_tiles * linear_rows)) << n;
-    EXPECT_GE(plan.row_tiles << plan.slice_shift, 6);
+    EXPECT_GE(plan.row_tiles << plan.slices_log2, 6);
   }
 }
 
 TEST(LinearPlan, TheLargeTileIsForWhatFillsTheDevice) {
-  const auto form = [](std::int64_t m, std::int64_t n) {
-    return plan_linear({.m = m, .n = n, .k = 4096, .sms = 132, .boxes = true, .tiles = true, .wgmma = true}).form;
+  const auto config = [](std::int64_t m, std::int64_t n) {
+    return plan_linear(
+               {.m = m, .n = n, .k = 4096, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true})
+        .config;
   };
-  EXPECT_EQ(form(65, 4096), 0);
-  EXPECT_EQ(form(256, 4096), 0);
-  EXPECT_EQ(form(128, 14336), 0);
-  EXPECT_EQ(form(1024, 4096), 1);
-  EXPECT_EQ(form(4096, 14336), 1);
+  EXPECT_EQ(config(65, 4096), 0);
+  EXPECT_EQ(config(256, 4096), 0);
+  EXPECT_EQ(config(128, 14336), 0);
+  EXPECT_EQ(config(1024, 4096), 1);
+  EXPECT_EQ(config(4096, 14336), 1);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ struct OptionalLoad : threadblock::VisitorAuxLoad<ThreadMap, T, cute::Stride<std
 };
 
 // activation(sum + bias) + residual
-struct FinishVisitor {
+struct EpilogueVisitor {
   using Arguments = ActivationChoice;
   using Params = ActivationChoice;
   struct SharedStorage {};
@@ -45,8 +45,8 @@ struct FinishVisitor {
     return 0;
   }
 
-  CUTLASS_HOST_DEVICE FinishVisitor() {}
-  CUTLASS_HOST_DEVICE FinishVisitor(const Params& p, const SharedStorage&) : chosen(p) {}
+  CUTLASS_HOST_DEVICE EpilogueVisitor() {}
+  CUTLASS_HOST_DEVICE EpilogueVisitor(const Params& p, const SharedStorage&) : chosen(p) {}
   ActivationChoice chosen;
 
   struct Callbacks : threadblock::EmptyCallbacks {
@@ -73,18 +73,19 @@ struct FinishVisitor {
 };
 
 template <class Element>
-struct LinearBlock {
+struct LinearMultistage {
   using T = typename CutlassElement<Element>::type;
-  using Tile = cutlass::gemm::GemmShape<linear_block.tokens, linear_block.rows, 32>;
+  using Tile = cutlass::gemm::GemmShape<linear_multistage_tile.tokens, linear_multistage_tile.rows, 32>;
   using Warp = cutlass::gemm::GemmShape<64, 64, 32>;
   static constexpr int stages = 4;
 
   using ThreadMap = threadblock::OutputTileThreadLayout<Tile, Warp, T, 8, 1>;
   using Stride = cute::Stride<std::int64_t, cute::_1, std::int64_t>;
   using Bias = threadblock::VisitorRowBroadcast<ThreadMap, T, cute::Stride<cute::_0, cute::_1, std::int64_t>>;
-  using Finished = threadblock::Sm80EVT<FinishVisitor, threadblock::VisitorAccFetch, Bias, OptionalLoad<ThreadMap, T>>;
+  using EpilogueTree =
+      threadblock::Sm80EVT<EpilogueVisitor, threadblock::VisitorAccFetch, Bias, OptionalLoad<ThreadMap, T>>;
   using Output = threadblock::Sm80EVT<
-      threadblock::VisitorAuxStore<ThreadMap, T, cutlass::FloatRoundStyle::round_to_nearest, Stride>, Finished>;
+      threadblock::VisitorAuxStore<ThreadMap, T, cutlass::FloatRoundStyle::round_to_nearest, Stride>, EpilogueTree>;
   using Swizzle = cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>;
   using Kernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
       T, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, 8, T, cutlass::layout::ColumnMajor,
@@ -96,7 +97,7 @@ struct LinearBlock {
 
 template <class Cfg>
 __global__ void __launch_bounds__(Cfg::Kernel::kThreadCount, 2)
-    linear_block_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
+    linear_multistage_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
 #if __CUDA_ARCH__ < 900  // Hopper takes the collectives
   extern __shared__ __align__(128) char shared[];
   Cfg::Kernel::invoke(p, *reinterpret_cast<typename Cfg::Kernel::SharedStorage*>(shared));
@@ -111,29 +112,29 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
   const auto stride = [&](const Rows& rows) {
     return typename Cfg::Stride{rows.ndim > 0 ? rows.stride[0] : p.n, cute::_1{}, std::int64_t{0}};
   };
-  const typename Cfg::Finished::Arguments finished{{},
-                                                   {static_cast<T*>(const_cast<void*>(p.bias)), T(0), {}},
-                                                   {at(p.residual), T(0), stride(p.residual)},
-                                                   {p.activation}};
+  const typename Cfg::EpilogueTree::Arguments epilogue{{},
+                                                       {static_cast<T*>(const_cast<void*>(p.bias)), T(0), {}},
+                                                       {at(p.residual), T(0), stride(p.residual)},
+                                                       {p.activation}};
   const typename Kernel::Arguments arguments(cutlass::gemm::GemmUniversalMode::kGemm,
                                              {static_cast<int>(p.tokens), static_cast<int>(p.n), static_cast<int>(p.k)},
-                                             1, {finished, {at(p.y), stride(p.y)}}, p.x.data, p.w, nullptr, nullptr, 0,
+                                             1, {epilogue, {at(p.y), stride(p.y)}}, p.x.data, p.w, nullptr, nullptr, 0,
                                              0, 0, 0, p.x_stride, p.w_stride, 0, 0);
   const typename Kernel::Params params(arguments, scope.sms(), 1);
   const dim3 grid = typename Cfg::Swizzle().get_grid_shape(params.grid_tiled_shape);
-  scope.launch(linear_block_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)},
+  scope.launch(linear_multistage_tiles<Cfg>, {static_cast<std::int64_t>(grid.x), static_cast<std::int64_t>(grid.y)},
                Kernel::kThreadCount, sizeof(typename Kernel::SharedStorage), params);
 }
 
 }  // namespace
 
-void linear_blocks(const DeviceScope& scope, const LinearParams& p, DType dtype) {
-  tile::with_element16(dtype, [&](auto e) { launch<LinearBlock<decltype(e)>>(scope, p); });
+void linear_multistage(const DeviceScope& scope, const LinearParams& p, DType dtype) {
+  tile::with_element16(dtype, [&](auto e) { launch<LinearMultistage<decltype(e)>>(scope, p); });
 }
 
-void load_linear_blocks(const char* op) {
-  load_kernel(op, linear_block_tiles<LinearBlock<tile::half>>);
-  load_kernel(op, linear_block_tiles<LinearBlock<tile::bf16>>);
+void load_linear_multistage(const char* op) {
+  load_kernel(op, linear_multistage_tiles<LinearMultistage<tile::half>>);
+  load_kernel(op, linear_multistage_tiles<LinearMultistage<tile::bf16>>);
 }
 
 }  // namespace rooftile::gpu

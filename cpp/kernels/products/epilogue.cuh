@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows the product: bias, activation, gate, residual, rounding.
+// The epilogue of every product: bias, activation, gate, residual, rounding, store.
 #pragma once
 
 #include "kernels/products/product.h"
@@ -21,8 +21,8 @@ __device__ __forceinline__ float activate(Activation a, float x) {
   return x;
 }
 
-// Adds bias, activation, gate and residual to one output and stores it. `token` counts from the first of the call;
-// `up`: of a gated product.
+// Applies the epilogue to one output and stores it, at any strides. token: index in the call, not in the launch.
+// up: the up projection; ignored unless the product is gated.
 template <class T>
 __device__ __forceinline__ void store_output(const Product& p, std::int64_t token, std::int64_t n, float sum,
                                              float up) {
@@ -36,13 +36,14 @@ __device__ __forceinline__ void store_output(const Product& p, std::int64_t toke
   static_cast<T*>(p.y.data)[p.y.offset(token) + n * p.y.last_stride] = tile::from_float<T>(sum);
 }
 
-// The same of four neighbours along N, n a multiple of 4, of one token after another.
+// Applies the epilogue to outputs n .. n + 3 (n a multiple of 4) of any number of tokens: bias is read once. Accesses are
+// 8-byte vectors where y and residual allow it.
 template <class T>
-class Outputs {
+class Epilogue {
  public:
-  __device__ __forceinline__ Outputs(const Product& p, std::int64_t n)
-      : p_(p), n_(n), plain_(p.y_in_pieces && p.activation == Activation::none && !p.residual.data) {
-    if (!p.bias || !p.y_in_pieces || n >= p.outputs) return;
+  __device__ __forceinline__ Epilogue(const Product& p, std::int64_t n)
+      : p_(p), n_(n), plain_(p.y_vec4 && p.activation == Activation::none && !p.residual.data) {
+    if (!p.bias || !p.y_vec4 || n >= p.outputs) return;
     const T* const bias = static_cast<const T*>(p.bias) + n * p.bias_stride;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -50,10 +51,11 @@ class Outputs {
       if (p.gated) up_bias_[i] = tile::to_float(bias[(p.outputs + i) * p.bias_stride]);
     }
   }
-  // ups: of a gated product.
+  // ups: the up projections; ignored unless the product is gated.
   __device__ __forceinline__ void store(std::int64_t token, float4 sums, float4 ups) const {
+    // (4) outputs; (4) up projections
     float x[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
-    if (!p_.y_in_pieces) {
+    if (!p_.y_vec4) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (n_ + i < p_.outputs) store_output<T>(p_, token, n_ + i, x[i], up[i]);
@@ -82,8 +84,8 @@ class Outputs {
  private:
   const Product& p_;
   const std::int64_t n_;
-  const bool plain_;
-  float bias_[4] = {}, up_bias_[4] = {};
+  const bool plain_;                      // only bias: no activation, no gate, no residual
+  float bias_[4] = {}, up_bias_[4] = {};  // (4) each; 0 without a bias
 };
 
 }  // namespace rooftile::gpu
