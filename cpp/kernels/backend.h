@@ -8,11 +8,11 @@
 
 namespace rooftile::gpu {
 
-const char* backend();        // "sm_80, compute_80, sm_90a" or why there is none
+const char* backend();        // "sm_80, compute_80, sm_90a", or why the build has no GPU kernels
 void warmup(const Context&);  // loads every kernel on the device: see warmup.h
 
 KernelName norm(const char* op, const Context&, const NormArgs&);
-// A position outside the tables, which the host cannot see, makes that token's outputs NaN.
+// A token whose position lies outside the tables gets NaN outputs: the host cannot see positions.
 KernelName rope(const char* op, const Context&, const TensorView& q, const TensorView& k, const TensorView& cos,
                 const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out);
 KernelName gated(const char* op, const Context&, const TensorView& x, const TensorView& h, Gate);
@@ -20,11 +20,11 @@ KernelName softmax(const Context&, const TensorView& x, const TensorView& y);
 KernelName merge_attention(const Context&, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
                            const TensorView& lse_b, const TensorView& out, const TensorView& lse);
 
-// rows and counts of DecodeArgs lie on the device. ctx lends decode_workspace bytes.
+// `rows` and `counts` of DecodeArgs are device pointers. ctx lends decode_workspace bytes.
 KernelName decode_attention(const Context&, const DecodeArgs&);
 std::size_t decode_workspace(const Context&, const DecodeArgs&);
 
-// Optional rotation of k and of q (into q_out) on the way: cos given. lengths grow on the device.
+// With cos and sin, the kernel also rotates k and q (q into q_out). The device commits the new lengths.
 struct AppendArgs {
   const KvCacheView* cache = nullptr;
   TensorView k, v;                           // [B, T, Hkv, D]
@@ -52,8 +52,8 @@ void w4_dequantize(const char* op, const Context&, const W4View&, const TensorVi
 
 KernelName read_bytes(const Context&, const TensorView& x, const TensorView& sink);
 
-// Copies between any two places the device or the host can reach, in stream order. wait: until it is done, which memory
-// of the host's needs.
+// Copies `bytes` between host or device memory, in stream order. wait: returns only after the copy; host memory needs
+// this.
 void copy_bytes(const char* op, const Context&, void* to, const void* from, std::size_t bytes, bool wait);
 
 }  // namespace rooftile::gpu

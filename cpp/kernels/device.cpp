@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What no family owns: the build's architectures, what is known of devices and kernels, and copies.
+// Services shared by all families: the build's targets, device properties, shared memory limits, warmup and copies.
 #include <cuda_runtime.h>
 
 #include <map>
@@ -24,7 +24,7 @@ int device_count() {
 
 const DeviceFacts& device_facts(const char* op, int device) {
   static std::mutex mutex;
-  static std::map<int, DeviceFacts> known;  // which stay where they are
+  static std::map<int, DeviceFacts> known;  // references into a map stay valid
   const std::lock_guard lock(mutex);
   if (const auto found = known.find(device); found != known.end()) return found->second;
   DeviceFacts facts;

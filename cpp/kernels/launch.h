@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a family launches: on the call's device and stream, with every error typed.
+// The one launch helper of all families: on the call's device and stream, with typed errors.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,13 +19,13 @@ namespace rooftile::gpu {
       ::rooftile::gpu::fail_cuda(op, #call, rooftile_status);                       \
   } while (0)
 
-// Throws a device error with CUDA's own words, after taking the error off the runtime's record.
+// Throws a device error with CUDA's own text, after clearing the runtime's last error.
 [[noreturn]] inline void fail_cuda(const char* op, const char* what, cudaError_t status) {
   (void)cudaGetLastError();
   fail(ErrorKind::device, op, ": ", what, " failed: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")");
 }
 
-// What the caller lends to a call that needs `bytes` of the device's memory, checked.
+// The caller's workspace of at least `bytes` on the device, checked for size and alignment; null for 0 bytes.
 inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t bytes) {
   if (bytes == 0) return nullptr;
   const Lender::Memory lent =
@@ -36,23 +36,23 @@ inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t b
   return static_cast<std::byte*>(lent.data);
 }
 
-// What calls ask of a device, found out once a process.
+// Device properties, queried once a process.
 struct DeviceFacts {
   int major = 0, minor = 0, sms = 0;
   int cta_shared = 0, sm_shared = 0,
-      reserved_shared = 0;  // bytes of shared memory: the most a block may have, all, what each block costs besides
+      reserved_shared = 0;  // bytes of shared memory: most of a CTA, of an SM, reserved for each CTA
 };
 const DeviceFacts& device_facts(const char* op, int device);
 
-// Lets a kernel have that much shared memory on the current device. It stays allowed: another thread may be about to
-// launch it with more.
+// Raises a kernel's dynamic shared memory limit on the current device to at least `bytes`. The limit never shrinks:
+// another thread may be about to launch the kernel with more.
 void allow_shared(const char* op, int device, const void* kernel, std::size_t bytes);
 
-// with_previous: a kernel that waits in its own code (tile/cta_sync.cuh) for the launch before it, and may start while that
-// one still runs. On other devices than Hopper, whose code does not wait, it starts behind it.
+// with_previous: PDL. The kernel waits in its own code (tile/cta_sync.cuh) for the previous launch and may start while
+// that one runs. On GPUs other than Hopper, whose code does not wait, it starts after the previous launch.
 enum class Overlap { none, with_previous };
 
-// The device of one call: current while this lives, the caller's current device again afterwards.
+// Makes a call's device current for its lifetime and restores the caller's current device afterwards.
 class DeviceScope {
  public:
   DeviceScope(const char* op, const Context& ctx)
@@ -64,7 +64,7 @@ class DeviceScope {
       fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
     hopper_ = facts_.major == 9 && built_for_hopper(backend());
     ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
-    if (device_ != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device_));  // last: nothing throws once it is changed
+    if (device_ != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device_));  // last: nothing throws after the change
     changed_ = device_ != before_;
   }
   DeviceScope(const DeviceScope&) = delete;
@@ -74,9 +74,9 @@ class DeviceScope {
 
   int sms() const { return facts_.sms; }
   bool has_wgmma() const { return hopper_; }
-  int largest_cluster() const { return hopper_ ? 8 : 1; }  // blocks; where Hopper's code does not run a block is alone
-  // How many blocks with that much shared memory (and what the system adds to each) a multiprocessor holds at once; at
-  // least one is asked for.
+  int largest_cluster() const { return hopper_ ? 8 : 1; }  // CTAs; without Hopper's machine code a cluster is one CTA
+  // CTAs with `shared_bytes` of shared memory (plus the reserved bytes) that one SM holds at once. Throws if a CTA may
+  // not have that much.
   int ctas_that_fit(std::size_t shared_bytes) const {
     ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(facts_.cta_shared), op_,
                         ": the kernel needs ", shared_bytes, " bytes of shared memory in a block, the device has ",
@@ -87,13 +87,13 @@ class DeviceScope {
   cudaStream_t stream() const { return stream_; }
   const char* op() const { return op_; }
 
-  // How many blocks a grid has; y above 1: blocks x, x + 1 ... come before those with the next y.
+  // CTAs of a grid along x and y; x runs fastest.
   struct Grid {
     std::int64_t x, y = 1;
     Grid(std::int64_t x, std::int64_t y = 1) : x(x), y(y) {}
   };
-  // One launch. A grid of no blocks is no launch. `kernel` takes its one parameter struct by value. cluster: so many
-  // blocks in a row run at once and can wait for each other (tile/cta_sync.cuh).
+  // One launch; an empty grid launches nothing. `kernel` takes one parameter struct by value. cluster: number of
+  // neighbouring CTAs that run at once and may wait for each other (tile/cta_sync.cuh).
   template <class Params>
   void launch(void (*kernel)(Params), Grid grid, int threads, std::size_t shared_bytes, const Params& params,
               Overlap overlap = Overlap::none, int cluster = 1) const {
@@ -128,7 +128,7 @@ class DeviceScope {
   cudaStream_t stream_;
   int device_, before_ = 0;
   const DeviceFacts& facts_;
-  bool hopper_ = false;  // its own code runs: PTX of older GPUs neither waits nor knows clusters
+  bool hopper_ = false;  // Hopper's machine code runs; PTX of older GPUs has no PDL and no clusters
   bool changed_ = false;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for every GPU family in a build without CUDA.
+// Implements backend.h in a build without CUDA: every call is refused.
 #include "kernels/backend.h"
 #include "kernels/device.h"
 #include "rooftile/error.h"

@@ -13,7 +13,7 @@ bool runs(std::string_view target, int capability) {
   target.remove_prefix(target.find('_') + 1);
   int built = 0;
   std::from_chars(target.data(), target.data() + target.size(), built);
-  if (target.ends_with('a')) return capability == built;  // uses what no other GPU has
+  if (target.ends_with('a')) return capability == built;  // architecture-specific code runs on that architecture only
   return capability >= built && (ptx || capability / 10 == built / 10);
 }
 

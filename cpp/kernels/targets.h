@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which GPUs a build runs on, decided from text alone.
+// Which GPUs a build runs on: pure functions of the list of compiled targets.
 #pragma once
 
 #include <optional>
@@ -8,11 +8,11 @@
 
 namespace rooftile::gpu {
 
-// Why a GPU of compute capability major.minor runs nothing that was compiled for `targets`, "sm_80, compute_80,
-// sm_90a": sm is machine code, compute is PTX that newer GPUs compile for themselves. None: it runs one of them.
+// Why a GPU of compute capability major.minor runs no code compiled for `targets`, e.g. "sm_80, compute_80, sm_90a"
+// (sm: machine code; compute: PTX that the driver of a newer GPU compiles). nullopt: the GPU runs one of the targets.
 std::optional<std::string> refusal(std::string_view targets, int major, int minor);
 
-// Whether a Hopper GPU runs code of its own: wgmma, clusters and waits for the kernel before exist in no other.
+// Whether the build holds code for Hopper (sm_90a), the only code with wgmma, clusters and PDL waits.
 bool built_for_hopper(std::string_view targets);
 
 }  // namespace rooftile::gpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Hopper's copy engine must know of a tensor (tile/tma.cuh).
+// TMA descriptors (tensor maps) of 16-bit matrices, for tile/tma.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -8,12 +8,12 @@
 
 namespace rooftile::gpu {
 
-// Rows of 16-bit elements, neighbours next to each other; from row to row `stride` elements, a multiple of 8.
+// A row-major matrix [rows, columns] of 16-bit elements; `stride` elements between rows, a multiple of 8.
 struct MatrixShape {
   std::int64_t rows, columns, stride;
 };
-// Boxes of box_rows (256 at most) x box_columns (64 at most: 128 bytes), which arrive swizzled by 128 bytes. data: a
-// multiple of 16 bytes.
+// The TMA descriptor of a matrix, for tiles of box_rows (at most 256) x box_columns (at most 64: 128 bytes) with the
+// 128-byte swizzle. data: 16-byte aligned.
 CUtensorMap rows_map(const char* op, const void* data, DType dtype, const MatrixShape& shape, int box_rows,
                      int box_columns);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels reach a device when they are first used, which a stream capture may not allow. warmup() loads all of them:
-// every file of kernels has one function here, which loads its own.
-// (What only converts weights or measures the roof is not part of any capture.)
+// CUDA loads a kernel at its first use, which a stream capture may not allow. warmup() loads all kernels: each family
+// has one function here that loads its own. Kernels that convert weights or measure the roof are left out, because no
+// capture contains them.
 #pragma once
 
 #include "kernels/launch.h"

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// rope, the gated activations, softmax and merge_attention. All are bound by memory: every element is read once and
-// written once (a softmax row past 16384 elements is read twice). T is fp16 or bf16, arithmetic fp32, strides are any;
-// see strided_rows.cuh for how a tensor is cut into 16-byte vectors and why the bits do not depend on its strides.
-//   gated    x [rows, 2H] = [gate | up] -> h [rows, H]             a thread a vector of h;  6 bytes, some 15 flops an
-//            element
-//   rope     x [tokens, heads, D] -> y, q and k in one launch      a thread eight pairs, or eight elements that are
-//            copied;
-//            cos, sin [max_position, R], dims i and i + R turn     4 bytes, 3 flops an element
-//   softmax  x [rows, N] -> y                                      a team a row, as in norm.cu;  4 bytes, some 12 flops
-//   merge    out_a, out_b [rows, D], lse_a, lse_b [rows]           up to 32 lanes a row;  6 bytes, 4 flops an element
-// Outputs may be inputs: a thread writes only elements that it alone reads, after it has read them; merge's lse, which
-// all lanes of a row read, is written after a __syncwarp. Sync in softmax: partial results of the warps -> shared
-// memory -> all.
+// rope, the gated activations, softmax and merge_attention. Memory bounds all of them: every element is read once and
+// written once (a softmax row past 16384 elements is read twice). T is fp16 or bf16, arithmetic is fp32, strides are
+// any; strided_rows.cuh says how a row divides into 16-byte vectors and why the strides change no bit of a result.
+//   gated    x [rows, 2H] = [gate | up] -> h [rows, H]          a thread computes a vector of h
+//            6 bytes, some 15 flops an element
+//   rope     x [tokens, heads, D] -> y, q and k in one launch   a thread rotates eight pairs or copies eight elements
+//            cos, sin [max_position, R] rotate dims i and i + R; 4 bytes, 3 flops an element
+//   softmax  x [rows, N] -> y                                   1 to 32 lanes or a CTA reduce a row, as in norm.cu
+//            4 bytes, some 12 flops an element
+//   merge    out_a, out_b [rows, D], lse_a, lse_b [rows]        up to 32 lanes a row
+//            6 bytes, 4 flops an element
+// Sync: softmax: warps' partial results -> shared memory -> all warps. Outputs may alias inputs: a thread writes only
+// elements that it alone reads, after it has read them. All lanes of a row read merge's lse, so it is written after a
+// __syncwarp.
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
@@ -40,7 +41,7 @@ struct GatedParams {
   Divisor vecs;  // of a row
 };
 
-// Through the exponential of a number that is not positive: nothing overflows, and the tail keeps its digits.
+// Gates use exp of a non-positive number: no overflow, and small results keep their digits.
 struct Silu {
   static __device__ __forceinline__ float of(float g) {
     const float e = expf(-fabsf(g));
@@ -99,7 +100,7 @@ __device__ __forceinline__ std::int64_t position_of(const RopeParams& p, std::in
                           : reinterpret_cast<const std::int32_t*>(p.positions.data)[offset];
 }
 
-// a * b - c * d, each product to more than fp32: what cancels keeps its digits.
+// a * b - c * d with the rounding error of c * d added back, so that cancellation loses no digits.
 __device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
   const float cd = c * d, lost = fmaf(-c, d, cd);
   return fmaf(a, b, -cd) + lost;
@@ -166,17 +167,17 @@ struct SoftmaxParams {
 
 template <class T, int vecs, bool vector>
 __global__ __launch_bounds__(512) void softmax_rows(const __grid_constant__ SoftmaxParams p) {
-  __shared__ float shared[2][32];
+  __shared__ float shared[2][32];  // (maximum and sum, warps)
   const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
   const Row x = row_at(p.x, row);
-  uint4 raw[vecs];
+  uint4 raw[vecs];  // (vecs) vectors of 8 elements
 #pragma unroll
   for (int k = 0; k < vecs; ++k) raw[k] = load_vec<vector>(x, first(k), n);
   float highest = Max::identity;
-  Floats e[vecs];
+  Floats e[vecs];  // (vecs, 8) x, then exp(x - max)
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
     e[k] = to_floats<T>(raw[k]);
@@ -206,10 +207,10 @@ __global__ __launch_bounds__(512) void softmax_rows(const __grid_constant__ Soft
   }
 }
 
-// A row that does not fit registers: its maximum and the sum below it in one pass, the result in a second.
+// One CTA a row that does not fit in registers: one pass for the maximum and the sum (online softmax), one to write.
 template <class T, bool vector>
 __global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__ SoftmaxParams p) {
-  __shared__ float shared[2][32];
+  __shared__ float shared[2][32];  // (maximum and sum, warps)
   const std::int64_t begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;
   const Row x = row_at(p.x, blockIdx.x), y = row_at(p.y, blockIdx.x);
   float highest = Max::identity, total = 0;  // of this thread's elements so far
@@ -227,7 +228,7 @@ __global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__
     highest = top;
   }
   const float top = reduce_row(highest, p.lanes, shared[0], Max{});
-  // A thread of -inf only: its total, 0 or NaN, counts as it is. A row of -inf only must become NaN.
+  // A thread that saw only -inf keeps its total (0 or NaN) unscaled. A row of only -inf must become NaN.
   total = highest == Max::identity && top != Max::identity ? total : total * expf(highest - top);
   const float scale = 1.0f / reduce_row(total, p.lanes, shared[1], Sum{});
   for (std::int64_t first = begin; first < p.n; first += step) {
@@ -263,7 +264,7 @@ __global__ __launch_bounds__(cta_threads) void merge_rows(const __grid_constant_
   const std::int64_t row = at.row < p.rows ? at.row : 0;
   const std::int64_t n = at.row < p.rows ? p.n : 0;
   const float a = *lse_at(p.lse_a, row), b = *lse_at(p.lse_b, row);
-  const bool only_a = b == Max::identity, only_b = a == Max::identity;  // a side without keys has an lse of -inf
+  const bool only_a = b == Max::identity, only_b = a == Max::identity;  // the lse of a side without keys is -inf
   const float top = a > b ? a : b, weight_a = expf(a - top), weight_b = expf(b - top), total = weight_a + weight_b;
   const Row out_a = row_at(p.out_a, row), out_b = row_at(p.out_b, row), out = row_at(p.out, row);
   for (std::int64_t first = at.thread * vec_size; first < n; first += p.lanes * vec_size) {
@@ -275,12 +276,12 @@ __global__ __launch_bounds__(cta_threads) void merge_rows(const __grid_constant_
     const uint4 merged = only_a && only_b ? uint4{} : only_a ? raw_a : only_b ? raw_b : from_floats<T>(x);
     store_vec<vector>(out, first, n, merged);
   }
-  __syncwarp();  // all lanes of the row have read lse_a and lse_b, which lse may be
+  __syncwarp();  // all lanes -> lane 0: lse_a and lse_b are read; lse may alias them
   if (p.lse.data && at.row < p.rows && at.thread == 0)
     *lse_at(p.lse, row) = only_a ? a : only_b ? b : top + logf(total);
 }
 
-// f(each dtype, each way of access): what warmup loads.
+// Calls f for every dtype and access width, for warmup.
 template <class F>
 void for_all(F&& f) {
   f(half{}, std::true_type{});

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm, layer_norm and their add_ forms over the last dimension.
-//   x, residual, y, res [rows, N] of T, any strides   weight, bias [N] of T or fp32; residual, res, weight, bias may be
-//                                                     absent
-//   s = x (+ residual, rounded to T and kept in res)   y = (s - mean) * rsqrt(var + eps) * weight + bias
-// A team of threads owns a row: 1 to 32 lanes of a warp up to N = 1024 (a block has several rows), a whole block above.
-// A thread keeps its 16 or 32 elements in registers as it read them, so up to N = 16384 a row is read once; longer rows
-// are read again, out of L2. All loads are issued before the first value is used.
-// Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Memory is the roof; below some 64 rows it is
-// latency.
-// Statistics are fp32 over the registers: the sum of squares is of deviations from the mean, and their own sum corrects
-// the mean, so rows far from zero keep their digits. The order of every sum follows from N alone.
-// Sync: partial sums of the warps -> shared memory -> all warps, once a sum. y and res may be x or residual: a thread
+// rms_norm, layer_norm and their add_ variants over the last dimension.
+//   x, residual, y, res [rows, N] of T, any strides   weight, bias [N] of T or fp32
+//   residual, res, weight and bias are optional
+//   s = x (+ residual, rounded to T and stored to res)   y = (s - mean) * rsqrt(var + eps) * weight + bias
+// 1 to 32 lanes of a warp reduce a row up to N = 1024 (a CTA holds several rows); a CTA reduces a longer row. A thread
+// keeps its 16 or 32 elements packed in registers, so up to N = 16384 a row is read once; longer rows are read again,
+// from L2. All loads are issued before the first value is used.
+// Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Memory is the roof; below some 64 rows, latency.
+// Statistics are fp32: the sum of squares is of deviations from the mean, and the sum of the deviations corrects the
+// mean, so rows far from zero keep their digits. N alone fixes the order of every sum.
+// Sync: warps' partial sums -> shared memory -> all warps, once a sum. y and res may alias x or residual: a thread
 // writes only elements that it alone reads, after it has read them.
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
@@ -34,7 +33,7 @@ struct NormParams {
 };
 
 struct Moments {
-  float mean, error;  // mean + error is the mean, to more digits than one float has
+  float mean, error;  // mean + error: the mean in more digits than one float holds
   float scale;
 };
 
@@ -47,7 +46,7 @@ __device__ __forceinline__ uint4 add(uint4 a, uint4 b) {
   return from_floats<T>(s);
 }
 
-__device__ __forceinline__ float sum(const Floats& x) {  // past a row's end: zeros
+__device__ __forceinline__ float sum(const Floats& x) {  // elements past the row's end are zero
   float total = 0;
 #pragma unroll
   for (int i = 0; i < vec_size; ++i) total += x.at[i];
@@ -74,7 +73,7 @@ struct Deviations {
 __device__ __forceinline__ Moments moments(const NormParams& p, float mean, float sum, float squares) {
   const float n = static_cast<float>(p.n), error = p.subtract_mean ? sum / n : 0.0f;
   const float variance = squares / n - error * error;
-  return {mean, error, rsqrtf((variance < 0 ? 0.0f : variance) + p.eps)};  // a NaN stays one
+  return {mean, error, rsqrtf((variance < 0 ? 0.0f : variance) + p.eps)};  // unlike fmaxf, the comparison keeps a NaN
 }
 
 // Writes y for elements [first, first + 8) of s.
@@ -100,13 +99,13 @@ __device__ __forceinline__ void write(const NormParams& p, const Row& y, uint4 s
 template <class T, int vecs, bool vector>
 __global__ __launch_bounds__(512,
                              vector ? (vecs == 2 ? 3 : 2) : 1) void norm_rows(const __grid_constant__ NormParams p) {
-  __shared__ float shared[3][32];
+  __shared__ float shared[3][32];  // (mean, its correction, squares; warps)
   const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
 
-  uint4 s[vecs], r[vecs];
+  uint4 s[vecs], r[vecs];  // (vecs) vectors of 8 elements: x, then x + residual; residual
   const Row x = row_at(p.x, row);
 #pragma unroll
   for (int k = 0; k < vecs; ++k) s[k] = load_vec<vector>(x, first(k), n);
@@ -148,10 +147,10 @@ __global__ __launch_bounds__(512,
   for (int k = 0; k < vecs; ++k) write<T, vector>(p, y, s[k], m, first(k), n);
 }
 
-// A row that does not fit registers: one pass a statistic and one to write.
+// One CTA a row that does not fit in registers: one pass over the row for each statistic, and one to write.
 template <class T, bool vector>
 __global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ NormParams p) {
-  __shared__ float shared[3][32];
+  __shared__ float shared[3][32];  // (mean, its correction, squares; warps)
   const std::int64_t row = blockIdx.x, begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;
   const Row y = row_at(p.y, row);
   Row s = row_at(p.x, row);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The activation as CUTLASS's epilogues call a function: of one value or of an array, chosen when the kernel runs.
+// The activation as a functor of CUTLASS's epilogues: applied to one value or to an array, chosen at run time.
 #pragma once
 
 #include <cutlass/array.h>

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 16 bits, on Hopper's wgmma, by CUTLASS's collectives: one warp
-// brings tiles of W and x (TMA, a ring of as many stages as there is shared memory for), four or eight multiply.
-//   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows in 16-byte pieces, evenly spaced
+// y = activation(x W^T + bias) + residual with W in 16 bits, on Hopper's wgmma, by CUTLASS's collectives: one producer
+// warp loads tiles of W and x (TMA, as many stages as shared memory holds), one or two consumer warp groups multiply.
+//   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows are whole 16-byte vectors at one stride
 //
-// W's rows are the M of the collective's product and tokens its N, so the output is y transposed, column by column: two
-// CTAs of a cluster have other rows of W and the same tokens, which each brings half of to both.
-//   64 x 128    two groups of four warps take turns at tiles: for so many tokens that the bytes of W still count, or
-//               the larger tile would leave SMs idle
-//   128 x 256   both groups share a tile: tensor cores are the roof
-// Cost of a step of 64 k: 64 x 128: 1 Mflop, 256 cycles of the tensor cores, 24 KB of which the cluster shares 16; 128
-// x 256: 4 Mflop, 1024 cycles, 48 KB, 32 of them shared. The sum over K is one accumulator in fp32, in order.
-// Sync: CUTLASS's: a barrier a stage that its bytes have come, another that all of the cluster have read it; the
-// output's tile: the warps that multiply, before it is stored. Bias is read behind the first tile of the product, so
-// behind the kernel before as well.
+// W's rows are the M of the collective's GEMM and tokens are its N, so the GEMM's column-major output is y [M, N]. The
+// two CTAs of a cluster compute different rows of W for the same tokens; each loads half of the
+// tile of x and multicasts it to both.
+//   64 x 128    ping-pong: two consumer warp groups alternate between tiles. For M where the bytes of W still count, or
+//               where the larger tile would leave SMs idle
+//   128 x 256   cooperative: both consumer warp groups share a tile. Tensor cores are the roof
+// Cost of a step of 64 k: 64 x 128: 1 Mflop, 256 tensor-core cycles, 24 KB, of which 16 KB are multicast; 128 x 256:
+// 4 Mflop, 1024 cycles, 48 KB, of which 32 KB are multicast. The sum over K is one fp32 accumulator, in order.
+// Sync: CUTLASS's full and empty barrier a stage, across the cluster; a barrier of the consumer warps before the output
+// tile is stored. PDL: the producer waits for the previous kernel before its first load; the epilogue reads bias after
+// the first tile of the product, hence after that kernel too.
 
-// the warps that bring tiles wait for the kernel before, so it may still run when this one starts
+// Makes CUTLASS's producer warps wait for the previous kernel (PDL), so this kernel may start while that one runs.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/epilogue/fusion/operations.hpp>
@@ -31,7 +32,7 @@ namespace {
 
 namespace fusion = cutlass::epilogue::fusion;
 
-// The schedules of each row of linear_collective_tiles.
+// The mainloop and epilogue schedules of each entry of linear_collective_tiles.
 template <int config>
 struct Schedule {
   using Mainloop = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
@@ -57,7 +58,7 @@ struct LinearCollective {
   using Apply = fusion::Sm90EVT<fusion::Sm90Compute<Function, To, float, nearest>, Inputs...>;
   using Sum = Apply<cutlass::plus, float, fusion::Sm90ColBroadcast<0, Tile, T, float>, fusion::Sm90AccFetch>;
   using Activated = Apply<Activate, float, Sum>;
-  // times 0 or 1: a residual that is not there is not read
+  // beta * residual + activated, beta 0 or 1; with beta 0 the residual is not read
   using Output = Apply<cutlass::homogeneous_multiply_add, T, fusion::Sm90ScalarBroadcast<float>,
                        fusion::Sm90SrcFetch<T>, Activated>;
 
@@ -92,7 +93,8 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
     return cute::make_stride(cute::_1{}, pitch(rows, p.n), std::int64_t{0});
   };
   const Rows& source =
-      p.residual.data ? p.residual : p.y;  // a tensor map needs an address; it is not read through then
+      p.residual.data ? p.residual
+                      : p.y;  // without a residual the tensor map still needs an address; nothing is read through it
   const typename Cfg::Sum::Arguments sum{{static_cast<const T*>(p.bias)}, {}, {}};
   const typename Cfg::Activated::Arguments activated{sum, {p.activation}};
   typename Kernel::Arguments arguments{

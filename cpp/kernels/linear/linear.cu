@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16-bit products: which of the four kernels a call takes, and the launch of the one that streams.
+// 16-bit products: plans a call, launches the stream kernel or hands over to the other three paths.
 #include <limits>
 
 #include "core/kernel_name.h"
@@ -25,7 +25,10 @@ auto stream_of(DType dtype, int config, bool vec) {
 
 LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a) {
   constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max(),
-                         most_n = 65535 * std::int64_t{linear_multistage_tile.rows};  // counted in int; a grid's y
+                         most_n =
+                             65535 *
+                             std::int64_t{linear_multistage_tile
+                                              .rows};  // rows are counted in int; tiles of W are grid.y, at most 65535
   const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n,
              aligned_operands = sizes && is_tma_aligned(a.x) && is_tma_aligned(a.w);
   return plan_linear(

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 16 bits, on mma m16n8k16 with cp.async, by CUTLASS's GEMM for
-// sm_80: for more tokens than stream.cuh is fast for, on every GPU that has no wgmma.
-//   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows in 16-byte pieces, evenly spaced
+// y = activation(x W^T + bias) + residual with W in 16 bits, on mma m16n8k16 with cp.async, by CUTLASS's multistage
+// GEMM for sm_80. Serves more tokens than stream.cuh is fast for, on GPUs before Hopper.
+//   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows are whole 16-byte vectors at one stride
 //
-// A CTA of four warps takes 128 tokens and 128 rows of W, K in steps of 32 through four stages of shared memory; its
-// neighbours share tokens or rows in L2. 1 Mflop and 16 KB a step: tensor cores are the roof where there are tiles for
-// all SMs. The sum over K is one accumulator in fp32, in order.
+// A CTA of four warps computes 128 tokens x 128 rows of W in k-steps of 32 through four stages of shared memory; the
+// CTA swizzle makes neighbouring CTAs share tokens or rows of W in L2. A step is 1 Mflop and 16 KB: tensor cores are
+// the roof where there are tiles for all SMs. The sum over K is one fp32 accumulator, in order.
+// Sync: CUTLASS's cp.async groups, and one __syncthreads a stage.
 #include <cutlass/gemm/kernel/default_gemm_universal_with_visitor.h>
 
 #include <cutlass/epilogue/threadblock/fusion/visitors.hpp>  // needs what the other includes
@@ -19,7 +20,7 @@ namespace {
 
 namespace threadblock = cutlass::epilogue::threadblock;
 
-// A tensor that may not be there: it is not read then, and 0.
+// Loads an optional tensor: without one every element counts as 0 and nothing is read.
 template <class ThreadMap, class T>
 struct OptionalLoad : threadblock::VisitorAuxLoad<ThreadMap, T, cute::Stride<std::int64_t, cute::_1, std::int64_t>> {
   using Base = threadblock::VisitorAuxLoad<ThreadMap, T, cute::Stride<std::int64_t, cute::_1, std::int64_t>>;
@@ -31,7 +32,7 @@ struct OptionalLoad : threadblock::VisitorAuxLoad<ThreadMap, T, cute::Stride<std
   }
 };
 
-// activation(sum + bias) + residual
+// Computes activation(sum + bias) + residual for a fragment of `size` neighbouring outputs.
 struct EpilogueVisitor {
   using Arguments = ActivationChoice;
   using Params = ActivationChoice;
@@ -55,7 +56,7 @@ struct EpilogueVisitor {
     CUTLASS_DEVICE auto visit(int, int, int, int, const cutlass::Array<Sum, size>&,
                               const cutlass::Array<Sum, size>& sums, const cutlass::Array<T, size>& bias,
                               const cutlass::Array<T, size>& residual) {
-      cutlass::Array<float, size> y;
+      cutlass::Array<float, size> y;  // (size) outputs
 #pragma unroll
       for (int i = 0; i < size; ++i) y[i] = sums[i] + static_cast<float>(bias[i]);
       y = Activate<cutlass::Array<float, size>>()(y, chosen);
@@ -98,7 +99,7 @@ struct LinearMultistage {
 template <class Cfg>
 __global__ void __launch_bounds__(Cfg::Kernel::kThreadCount, 2)
     linear_multistage_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
-#if __CUDA_ARCH__ < 900  // Hopper takes the collectives
+#if __CUDA_ARCH__ < 900  // Hopper runs collective.cu instead
   extern __shared__ __align__(128) char shared[];
   Cfg::Kernel::invoke(p, *reinterpret_cast<typename Cfg::Kernel::SharedStorage*>(shared));
 #endif

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of a 16-bit product receive, and where the host finds them.
+// The parameters of the 16-bit product kernels, and their host entry points.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@ namespace rooftile::gpu {
 
 struct LinearParams : Product {
   const void* w = nullptr;
-  std::int64_t w_stride = 0, w_last_stride = 0;  // elements, from row to row and in a row
-  std::int64_t x_stride = 0;                     // of rows that lie evenly
+  std::int64_t w_stride = 0, w_last_stride = 0;  // elements between rows; between neighbouring k
+  std::int64_t x_stride = 0;                     // elements between rows of x, where all rows have one stride
   std::int64_t k = 0;
   unsigned m_blocks = 0, n_blocks = 0;
   int row_tiles = 0, slices_log2 = 0, steps = 0,
-      split_steps = 0;  // as in LinearPlan; steps: of all of K, as long as the kernel's are
+      split_steps = 0;  // as in LinearPlan; steps: k-steps of all of K, of the kernel's own length
 };
 
-// One product by boxes or by tiles; its tensors lie as these need it (linear.cu). The plan's path says whose.
+// Launch one product on the path that the plan chose. The tensors meet that path's alignment rules (linear.cu).
 void linear_tma(const DeviceScope&, const LinearParams&, DType, const LinearPlan&);
 void linear_collective(const DeviceScope&, const LinearParams&, DType, int config);
 void linear_multistage(const DeviceScope&, const LinearParams&, DType);

@@ -10,8 +10,8 @@ constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b
 
 constexpr int max_splits = 16;
 
-// The number of chunks of K whose estimated time is least. The constants are rough facts of a large GPU: kilobytes per
-// microsecond of one SM alone and of each when all read, what a second kernel takes.
+// The number of splits of K with the least estimated time. The constants are rough facts of a large GPU: KB per
+// microsecond of one SM alone (70) and of each SM when all read (35), and the microseconds of the reduction kernel.
 int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps) {
   const double cta = 2.0 * linear_rows * plan.row_tiles * static_cast<double>(p.k) / 1024;
   const double all = 2.0 * static_cast<double>(p.n) * static_cast<double>(p.k) / 1024;
@@ -20,9 +20,9 @@ int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps
   int best = 1;
   double least = 0;
   for (int splits = 1; splits <= max_splits; ++splits) {
-    const std::int64_t chunk = divide_up(steps, splits);
-    if (splits > 1 && chunk < linear_stages << plan.slices_log2) break;  // a ring is not worth filling for less
-    if (splits > 1 && divide_up(steps, chunk) != splits) continue;
+    const std::int64_t split_steps = divide_up(steps, splits);
+    if (splits > 1 && split_steps < linear_stages << plan.slices_log2) break;  // a split must fill the ring once
+    if (splits > 1 && divide_up(steps, split_steps) != splits) continue;
     double us = std::max(floor, cta / splits / 70.0);
     if (splits > 1) us += 2.0 + 0.1 * splits;
     if (splits > 1 && us >= least) continue;
@@ -36,7 +36,8 @@ void plan_stream(const LinearProblem& p, LinearPlan& plan) {
   const std::int64_t row_tiles = divide_up(p.n, linear_rows), sms = std::max(p.sms, 1),
                      steps = divide_up(p.k, linear_step_k);
   plan.config = p.m > 8 ? 1 : 0;
-  // As few rows a CTA as give every SM one, or two: all read until the end. What warps are left share a row's K.
+  // The fewest row tiles a CTA that give every SM one CTA, or two, so that all SMs read until the end. Warps that
+  // remain slice K.
   const std::int64_t each = divide_up(row_tiles, sms), pair = divide_up(row_tiles, 2 * sms);
   plan.row_tiles = static_cast<int>(
       std::max<std::int64_t>(1, std::min<std::int64_t>(each <= linear_warps ? each : pair, linear_warps)));
@@ -53,7 +54,7 @@ void plan_stream(const LinearProblem& p, LinearPlan& plan) {
   plan.why = plan.splits > 1 ? "few rows of W: K is split to fill the device" : "whole rows of W, streamed";
 }
 
-// CTAs that all read as much, one a multiprocessor; two, three ... where they would have more than 128 rows.
+// CTAs of equal size, one for each SM; two, three ... for each where one CTA would need more than 128 rows.
 void plan_tma(const LinearProblem& p, LinearPlan& plan) {
   const std::int64_t steps = divide_up(p.k, linear_tma_step_k), sms = std::max(p.sms, 1);
   const auto rows = [&](int cluster, std::int64_t each) {
@@ -68,21 +69,22 @@ void plan_tma(const LinearProblem& p, LinearPlan& plan) {
   plan.n_blocks = divide_up(p.n, plan.tma_rows);
   plan.m_blocks = divide_up(p.m, linear_tma_max_tokens);
   plan.split_steps = static_cast<int>(divide_up(steps, plan.cluster));
-  // What lies behind the last stage is read, and not used, where rows are no multiple of 64.
+  // wgmma reads 64 rows at a time: where tma_rows is no multiple of 64 it reads past the last stage, and the results
+  // are not used.
   const int behind = linear_tma_tile_bytes((64 - plan.tma_rows % 64) % 64);
   const int stage_bytes =
       linear_tma_tiles_per_step * linear_tma_tile_bytes(plan.tma_rows + linear_tma_block_m[plan.config]) + 16;
-  constexpr int half = 113 * 1024;  // of a multiprocessor's
+  constexpr int half = 113 * 1024;  // of an SM's shared memory
   plan.stages = (half - behind) / stage_bytes;
-  // With a stage more a CTA is alone on its multiprocessor, and so are the next kernel's, which may otherwise start in
-  // pairs. Short ones gain more by starting early.
+  // One more stage keeps a second CTA off the SM, and so keeps the next kernel's CTAs from starting in pairs on the SMs
+  // that are free first. Short kernels gain more from an early start.
   if (plan.n_blocks * plan.cluster * plan.m_blocks <= sms && (plan.split_steps > 16 || plan.stages < 4)) ++plan.stages;
   plan.shared_bytes = static_cast<std::size_t>(plan.stages * stage_bytes + behind);
   plan.why = "up to 64 tokens at a time on wgmma";
 }
 
-// The tile whose busiest SM has least to do. A step of 64 k of the small one waits for L2, of the large one for the
-// tensor cores: rough cycles of an H200.
+// The tile config whose busiest SM finishes first. cycles: of a step of 64 k on an H200, roughly; L2 bounds the small
+// tile, tensor cores bound the large one.
 int collective_config(const LinearProblem& p) {
   constexpr int cycles[] = {400, 1100};
   const auto time = [&](int config) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 16 bits, for few tokens on GPUs before Hopper, and for any number of
-// tokens and any strides where the tensors do not meet the rules of the other kernels.
+// y = activation(x W^T + bias) + residual with W in 16 bits, for few tokens on GPUs before Hopper, and for any number
+// of tokens and any strides where the tensors do not meet the rules of the other kernels.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]   any strides
 //
 // W is the A operand of mma m16n8k16 and tokens are its N, so 1 to 16 tokens cost nearly the same. A CTA computes
-// row_tiles x 16 rows of W x 16 tokens over one split of K. The `slices` warps of a row tile slice K (sliced-K): slice i
-// takes 64 k at i * 64 of every slices * 64. A step is 16 rows x 64 k.
+// row_tiles x 16 rows of W x 16 tokens over one split of K. The `slices` warps of a row tile slice K (sliced-K): slice
+// i takes 64 k at i * 64 of every slices * 64. A step is 16 rows x 64 k.
 //   W   global -> the warp's own ring of shared memory (cp.async, `linear_stages` stages) -> registers; a lane reads
 //       back the bytes that it copied itself
 //   x   global -> registers, one step ahead; the other warps of the CTA hit L1
@@ -14,8 +14,8 @@
 // Slices, then splits (products/epilogue.cu), are summed in order: a row's bits depend on N, K and the device alone.
 //
 // Cost: 2 N K bytes of W, 2 M N K flop: M flop a byte, so up to 16 tokens bandwidth is the roof and 2 N K / bandwidth
-// the floor (25.5 us for K = 4096, N = 14336 at 4.6 TB/s). A warp issues some 90 instructions for the 2 KB of a step and
-// has 10 KB in flight, an SM 70 to 80 KB. Each CTA reads x from L2 once or a little more: M / (16 row_tiles) of W's
+// the floor (25.5 us for K = 4096, N = 14336 at 4.6 TB/s). A warp issues some 90 instructions for the 2 KB of a step
+// and has 10 KB in flight, an SM 70 to 80 KB. Each CTA reads x from L2 once or a little more: M / (16 row_tiles) of W's
 // bytes.
 // Sync: each lane waits for its own cp.async groups; the ring needs no barrier. One __syncthreads publishes the sums of
 //   all warps, which replace the rings. PDL: W is prefetched into L2 while the previous kernel runs; nothing is read

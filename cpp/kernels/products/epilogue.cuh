@@ -36,8 +36,8 @@ __device__ __forceinline__ void store_output(const Product& p, std::int64_t toke
   static_cast<T*>(p.y.data)[p.y.offset(token) + n * p.y.last_stride] = tile::from_float<T>(sum);
 }
 
-// Applies the epilogue to outputs n .. n + 3 (n a multiple of 4) of any number of tokens: bias is read once. Accesses are
-// 8-byte vectors where y and residual allow it.
+// Applies the epilogue to outputs n .. n + 3 (n a multiple of 4) of any number of tokens; bias is read once. Accesses
+// are 8-byte vectors where y and residual allow it.
 template <class T>
 class Epilogue {
  public:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every product y = activation(x W^T + bias) + residual tells its kernels, whatever W is made of.
+// The arguments that every product y = activation(x W^T + bias) + residual passes to its kernels, whatever W's format.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace rooftile::gpu {
 
-// A tensor [..., last] as rows, at any strides. Leading dimensions that lie evenly are one.
+// A tensor [..., last] as rows, at any strides. Leading dimensions that nest without a gap are merged.
 struct Rows {
-  void* data = nullptr;  // null: not given
+  void* data = nullptr;  // null: no tensor
   std::int64_t last_stride = 0;
   std::int64_t shape[TensorView::max_ndim - 1] = {}, stride[TensorView::max_ndim - 1] = {};  // innermost first
   int ndim = 0;
@@ -41,7 +41,7 @@ struct Rows {
   }
 };
 
-// Four neighbours of every row are 8 bytes at a multiple of them, and rows lie evenly.
+// Every row is whole 8-byte vectors (4 elements) at 8-byte addresses, and all rows have one stride.
 inline bool is_vec4(const TensorView& t) {
   if (!t.given()) return true;
   const Rows rows(t);
@@ -49,14 +49,14 @@ inline bool is_vec4(const TensorView& t) {
   return aligned && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
 }
 
-// Every row is whole 16-byte vectors that start at multiples of 16 bytes, and rows lie evenly.
+// Every row is whole 16-byte vectors (8 elements) at 16-byte addresses, and all rows have one stride.
 inline bool is_vec8(const TensorView& t) {
   const Rows rows(t);
   const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 &&
                      (t.last_stride() == 1 || t.last() == 0);
   return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
 }
-// The same, and no two rows overlap: what TMA and 16-byte stores ask for.
+// As is_vec8, and no two rows overlap: the rule of TMA and of 16-byte stores.
 inline bool is_tma_aligned(const TensorView& t) {
   if (!t.given()) return true;
   const Rows rows(t);
@@ -70,13 +70,13 @@ struct Product {
   Rows x, y, residual;         // [m, k], [m, outputs], [m, outputs]
   const void* bias = nullptr;  // [n] or null
   std::int64_t bias_stride = 0;
-  std::int64_t n = 0, outputs = 0;  // rows of W; as many outputs, or half of a gated product
+  std::int64_t n = 0, outputs = 0;  // rows of W; columns of y: n, or n / 2 in a gated product
   bool gated = false;               // the rows of W are [gate | up]: y = activation(gate) * up + residual
-  bool y_vec4 = false;              // y and residual: is_vec4
+  bool y_vec4 = false;              // is_vec4 of y and residual
   Activation activation = Activation::none;
-  std::int64_t first_token = 0, tokens = 0;  // of this launch
-  int splits = 1;                            // chunks of K
-  float* partial = nullptr;  // [split][token of this launch][padded_n]: sums that somebody else finishes; null: none
+  std::int64_t first_token = 0, tokens = 0;  // tokens of this launch, from first_token of the call on
+  int splits = 1;                            // splits of K
+  float* partial = nullptr;  // fp32 [split][token of this launch][padded_n]: partial sums for split_k_epilogue, or null
 
   Product() = default;
   Product(const TensorView& x, const TensorView& y, const TensorView& bias, const TensorView& residual,
