@@ -143,11 +143,15 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
     p.w_last_stride = 1;
     p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : w.k;
     p.tokens = a.x.rows();
-    linear_collective(
-        scope, p, a.x.dtype,
-        plan_linear(
-            {.m = p.tokens, .n = rows, .k = w.k, .sms = scope.sms(), .boxes = true, .tiles = true, .wgmma = true})
-            .form);
+    linear_collective(scope, p, a.x.dtype,
+                      plan_linear({.m = p.tokens,
+                                   .n = rows,
+                                   .k = w.k,
+                                   .sms = scope.sms(),
+                                   .aligned_operands = true,
+                                   .aligned_all = true,
+                                   .wgmma = true})
+                          .config);
   }
 }
 
