@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // W4A16 and W8A16 products: k{K}_n{N}_m{M}, symmetric codes in groups of 128.
 //
-// Checked on the first and the last 256 rows of the weight that is timed: a run of rows is a run of bytes of the kernel
-// form, which the reference multiplies on the host.
+// Checked on the first and the last 256 rows of the weight that is timed: rows that follow each other are contiguous
+// bytes of the packed layout, which the reference multiplies on the host.
 #include <vector>
 
 #include "core/w4_layout.h"

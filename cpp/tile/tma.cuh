@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// TMA loads and the mbarriers they complete on, in inline PTX: the CUDA 13 forms with the default (not .cluster) scope
-// of semantics, by which barrier operations do not fence the whole cluster. sm_90 and later.
+// TMA loads and the mbarriers they complete on. Barrier operations keep PTX's default scope: with the cluster's, every
+// step of a main loop fenced the whole GPU and emptied L1. sm_90 and later.
 #pragma once
 
 #include <cuda.h>

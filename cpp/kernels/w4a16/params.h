@@ -31,7 +31,7 @@ struct W4MatmulParams : Product {
   int sums_offset = 0;                 // stream.cuh: bytes to the sums that its epilogue reads from shared memory
 
   // The tile row of W of a consumer warp; `tile_rows` if the warp lies past the end of N. Warps 2 i and 2 i + 1 have
-  // neighbouring tile rows. gate_tiles > 0: the first half of the warps have gates, the other half their ups.
+  // neighbouring tile rows. gate_tiles > 0: the first half of the warps have gate rows, the other half their up rows.
   template <int warps>
   ROOFTILE_HD int tile_row(unsigned n_block, int warp) const {
     constexpr int half = warps / 2;

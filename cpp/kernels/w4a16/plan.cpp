@@ -66,15 +66,16 @@ void plan_wgmma(const W4Problem& p, W4Plan& plan) {
   plan.m_blocks = divide_up(plan.launch_tokens, f.tokens);
   // m-blocks of all launches: bits do not depend on whether x is gathered
   const std::int64_t steps = divide_up(w4_tiles_k(p.k), 2), m_blocks = divide_up(p.m, f.tokens),
-                     blocks = plan.n_blocks * m_blocks;
+                     work_tiles = plan.n_blocks * m_blocks;
   const std::int64_t sms = std::max(p.sms, 1);
   double least = 0;
   for (std::int64_t splits_wanted = 1; splits_wanted <= std::min<std::int64_t>(max_splits, steps); ++splits_wanted) {
     const std::int64_t split_steps = divide_up(steps, splits_wanted), splits = divide_up(steps, split_steps);
-    if (splits != splits_wanted || (splits_wanted > 1 && (split_steps < 2 || blocks * splits > sms * f.ctas_per_sm)))
+    if (splits != splits_wanted ||
+        (splits_wanted > 1 && (split_steps < 2 || work_tiles * splits > sms * f.ctas_per_sm)))
       continue;
     // the busiest SM: its CTAs share the tensor cores (busy), or each waits for its own copies and registers (waiting)
-    const std::int64_t ctas = divide_up(blocks * splits, sms), waves = divide_up(ctas, f.ctas_per_sm);
+    const std::int64_t ctas = divide_up(work_tiles * splits, sms), waves = divide_up(ctas, f.ctas_per_sm);
     const double step = 4.0 * f.tokens * f.consumer_groups;
     const double busy = static_cast<double>(ctas) * 1.3 * step, waiting = static_cast<double>(waves) * (step + 450);
     double cycles = static_cast<double>(split_steps) * std::max(busy, waiting) + 3500.0 * static_cast<double>(waves);
@@ -158,7 +159,8 @@ W4Plan plan_w4a16(const W4Problem& p) {
   if (p.group == p.k && plan.scale_k != 32 && plan.scale_k != 64) plan.scale_k = 128;
 
   const std::int64_t n_out = p.gated ? p.n / 2 : p.n;
-  const bool separate = p.gated && n_out % w4_tile_n != 0;  // gate and up of an output lie in different rows of a tile
+  const bool separate =
+      p.gated && n_out % w4_tile_n != 0;  // the gate and up rows of an output lie at different rows of their tiles
   if (p.gated && !separate) plan.gate_tiles = n_out / w4_tile_n;
   const auto workspace = [&] {
     plan.separate_epilogue = separate || (plan.splits > 1 && (plan.wgmma || plan.cluster == 1));

@@ -106,7 +106,7 @@ struct W4Plan {
 };
 
 // The epilogue of one CTA of stream.cuh: `tiles` output tiles of 16 columns of y, from the sums of `warps` warps (twice
-// as many as tiles where gates meet their ups). The CTAs of a cluster share the tiles evenly.
+// as many as tiles where a gate is combined with its up projection). The CTAs of a cluster get equally many tiles.
 struct W4EpilogueTiles {
   int tiles, warps;
 };

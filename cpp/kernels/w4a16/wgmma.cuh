@@ -13,7 +13,7 @@
 // and
 //                   the same tokens: each loads its part of the tokens and multicasts it to all of them.
 // Consumers decode codes into A fragments, a k-block of 32 at a time: as soon as a wgmma batch has read its registers,
-// while the batches behind it still run.
+// while the batches after it still run.
 //   scale blocks of 128 k and more, no minima   operands (u - zero) / unit, exact; scales act in fp32 on the sum over a
 //                                               step:
 //                                               acc += scale * sum of (u - zero) / unit * x,   times unit at the end

@@ -52,11 +52,11 @@ Weight make_weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros 
   return w;
 }
 
-struct Form {
+struct Kind {
   int bits;
   W4Zeros zeros;
 };
-constexpr Form forms[] = {{4, W4Zeros::symmetric},
+constexpr Kind kinds[] = {{4, W4Zeros::symmetric},
                           {4, W4Zeros::integer},
                           {4, W4Zeros::minima},
                           {8, W4Zeros::symmetric},
@@ -71,7 +71,7 @@ constexpr Case cases[] = {{1, 32, 32},    {16, 64, 64},   {17, 96, 32}, {5, 50, 
 TEST(W4A16, EveryVariantGivesTheExactProductOfSmallIntegers) {
   std::mt19937 rng(1);
   for (const Case& c : cases)
-    for (const auto [bits, zeros] : forms)
+    for (const auto [bits, zeros] : kinds)
       for (DType dtype : {DType::f32, DType::f16, DType::bf16})
         for (std::int64_t m : {1, 2, 9, 100}) {
           const Weight w =
@@ -96,7 +96,7 @@ TEST(W4A16, EveryVariantGivesTheExactProductOfSmallIntegers) {
 TEST(W4A16, UnpackGivesBackEveryBit) {
   std::mt19937 rng(2);
   for (const Case& c : cases)
-    for (const auto [bits, zeros] : forms) {
+    for (const auto [bits, zeros] : kinds) {
       const Weight w = make_weight(c.n, c.k, bits, c.group, zeros, DType::f16, rng);
       Tensor codes(DType::u8, {c.n, c.k * bits / 8}), scales(DType::f16, {c.n, c.k / c.group}), offsets;
       if (zeros != W4Zeros::symmetric) offsets = Tensor(w.offsets.view.dtype, {c.n, c.k / c.group});
@@ -111,7 +111,7 @@ TEST(W4A16, QuantizedWeightIsWithinHalfAStep) {
   std::mt19937 rng(3);
   std::normal_distribution<float> normal;
   for (const Case& c : cases)
-    for (const auto [bits, zeros] : forms) {
+    for (const auto [bits, zeros] : kinds) {
       if (zeros == W4Zeros::integer) continue;  // nothing rounds to these
       Tensor x(DType::f32, {c.n, c.k}), back(DType::f32, {c.n, c.k});
       for (std::int64_t i = 0; i < c.n * c.k; ++i) x.set(i, normal(rng));
