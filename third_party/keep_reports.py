@@ -18,11 +18,12 @@ Path(f"{target}.command").write_text("\n".join(command), encoding="utf-8")
 with tempfile.TemporaryDirectory() as kept:
     done = subprocess.run([*command, "--keep", "--keep-dir", kept], stderr=subprocess.PIPE, text=True)
     Path(f"{target}.ptxas").write_text(done.stderr, encoding="utf-8")
-    for cubin in Path(kept).glob("*.cubin"):
-        architecture = re.search(r"\d+[a-z]?$", cubin.stem)  # NAME.compute_80.sm_80, or NAME.compute_90a alone
-        shutil.move(cubin, f"{target}.sm_{architecture[0]}.cubin")
-    for ptx in Path(kept).glob("*.ptx"):
-        architecture = re.search(r"\.target (\w+)", ptx.read_text())
+    targets = {ptx: re.search(r"\.target (\w+)", ptx.read_text()) for ptx in Path(kept).glob("*.ptx")}
+    for cubin in Path(kept).glob("*.cubin"):  # NAME.compute_80.sm_80, NAME.compute_90a; NAME if there is one alone
+        named = re.search(r"\.(?:compute|sm)_(\d+[a-z]?)$", cubin.stem)
+        architecture = f"sm_{named[1]}" if named else targets[cubin.with_suffix(".ptx")][1]
+        shutil.move(cubin, f"{target}.{architecture}.cubin")
+    for ptx, architecture in targets.items():
         shutil.move(ptx, f"{target}.{architecture[1] if architecture else ptx.stem}.ptx")
 # what ptxas reports of every kernel is no news to whoever builds
 quiet = re.compile(r"^(ptxas info|ptxas <macro|\s+Function properties|\s+\d+ bytes stack frame)")
