@@ -160,15 +160,17 @@ def host(array):
 
 
 def host_ints(op, name, values, most):
-    """ints(), with what lies on a GPU copied to the host.
+    """ints(), as a copy on the host: the call may write the memory of the caller's array, such as the lengths.
 
     What is no list of at most `most` values stays where it is, before memory is made for it: the binding refuses it.
     """
-    values = ints(op, name, values)
-    if getattr(values, "is_cuda", False) is True:
-        _C.check_array(op, name, values)
-        if values.ndim == 1 and len(values) <= most:
+    if not hasattr(values, "__dlpack__"):
+        return ints(op, name, values)
+    _C.check_array(op, name, values)
+    if values.ndim == 1 and len(values) <= most:
+        if getattr(values, "is_cuda", False) is True:
             return values.cpu()
+        return values.copy() if torch_of(values) is None else values.clone()
     return values
 
 

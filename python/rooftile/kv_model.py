@@ -5,7 +5,7 @@ import contextlib
 import copy
 
 from rooftile.errors import ArgumentError, ArgumentTypeError
-from rooftile.kv_cache import KVCache, integer
+from rooftile.kv_cache import KVCache, host_ints, integer
 
 
 class ModelKVCache:
@@ -35,19 +35,27 @@ class ModelKVCache:
 
     def truncate(self, rows, lengths):
         """KVCache.truncate in every layer; an error in one leaves all as they were."""
+        rows, lengths = self._host_ints("truncate", "rows", rows), self._host_ints("truncate", "lengths", lengths)
         self._change("truncate", lambda layer: layer.truncate(rows, lengths))
 
     def reorder(self, index):
         """KVCache.reorder in every layer."""
+        index = self._host_ints("reorder", "index", index)
         self._change("reorder", lambda layer: layer.reorder(index))
 
     def reset(self, rows=None):
         """KVCache.reset in every layer."""
+        rows = self._host_ints("reset", "rows", rows)
         self._change("reset", lambda layer: layer.reset(rows))
 
     def fork(self, src, dst):
         """KVCache.fork in every layer."""
+        src, dst = integer("fork", "src", src), integer("fork", "dst", dst)
         self._change("fork", lambda layer: layer.fork(src, dst))
+
+    def _host_ints(self, op, name, values):
+        """A copy: `values` may lie in the memory of a layer, which changes before the next one reads them."""
+        return host_ints(op, name, values, max((layer.max_rows for layer in self.layers), default=0))
 
     def _change(self, op, change):
         """A layer that refuses a call is as it was; the layers before it have at most changed their lengths.

@@ -176,6 +176,7 @@ class PagedKVCache(Cache):
         self.check("fork")
         pages = self._pages.here()
         pages.catch_up()
+        src, dst = integer("fork", "src", src), integer("fork", "dst", dst)
         length = self._length("fork", "src", src)
         self._length("fork", "dst", dst)
         if src == dst:

@@ -4,7 +4,7 @@
 import torch
 
 from rooftile.errors import ArgumentError
-from rooftile.kv_cache import CONTIGUOUS_PAGE, GROUP, KVCache, host, ints, pages_for
+from rooftile.kv_cache import CONTIGUOUS_PAGE, GROUP, KVCache, host, host_ints, ints, pages_for
 from rooftile.kv_paged import PagedKVCache
 
 # So many of the newest tokens may be taken back, or be stored before the first of them is attended.
@@ -113,7 +113,9 @@ class SlidingKVCache:
     def reorder(self, index):
         """KVCache.reorder."""
         with self._alone("reorder"):
-            self.check("reorder", ints("reorder", "index", index))
+            index = host_ints("reorder", "index", index, self.batch)
+            self.check("reorder", index)
+            index = host(index).tolist()
             for array in self._row_arrays().values():
                 array[:] = array[index]
 

@@ -68,3 +68,37 @@ def test_an_index_is_judged_before_rows_move(index, message, count_bad_input):
             call(index)
     assert cache.lengths == [1, 3]
     count_bad_input(2)
+
+
+def test_rows_may_lie_in_the_lengths_that_a_call_writes():
+    """They are read once, before anything changes."""
+    k, x = torch.ones(1, 1, 1, 32), torch.ones(3, 2, 1, 32)
+    cache = rt.PagedKVCache(4, 32, 1, 32, max_rows=2, format="fp32")
+    cache.append(k, k, rows=[0])
+    cache.reorder(cache.seq_lens)
+    assert cache.lengths == [0, 1] and cache.block_table[:, 0].tolist() == [-1, 0] and cache.free_pages == 3
+    for change in (lambda c: c.truncate(c.seq_lens, [0, 0, 0]), lambda c: c.reset(c.seq_lens)):
+        for numpy in (False, True):
+            cache = rt.PagedKVCache(4, 32, 1, 32, max_rows=3, format="fp32")
+            cache.append(x, x, counts=[2, 0, 1])
+            if numpy:
+                cache._arrays["lengths"] = cache.seq_lens.numpy()
+            change(cache)
+            assert cache.lengths == [0, 0, 0] and cache.free_pages == 4
+
+
+def test_rows_may_lie_in_the_lengths_of_a_layer():
+    def fork(model):
+        model.fork(model[0].seq_lens[2], 2)  # its row 2 has 1 token: row 1, which is empty
+
+    for change, lengths in (
+        (lambda model: model.reorder(model[0].seq_lens), [1, 2, 0]),
+        (lambda model: model.reset(model[0].seq_lens), [0, 0, 0]),
+        (lambda model: model.truncate([0, 1, 2], model[0].seq_lens.flip(0) * 0), [0, 0, 0]),
+        (fork, [2, 0, 0]),
+    ):
+        model, x = rt.ModelKVCache(2, 3, 64, 1, 32, format="fp32"), torch.ones(3, 2, 1, 32)
+        for layer in model:
+            layer.append(x, x, counts=[2, 0, 1])
+        change(model)
+        assert [layer.lengths for layer in model] == [lengths] * 2
