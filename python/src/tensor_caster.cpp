@@ -147,8 +147,8 @@ bool is_dual(nb::handle h) {
   return !forward_ad.attr("unpack_dual")(h).attr("tangent").is_none();
 }
 
-// The descriptor of a tensor's attribute. A lookup in each tensor costs as much as reading the attribute, so the type is
-// asked once. torch.Tensor and Parameter inherit the same descriptors from TensorBase: either type may come first.
+// The descriptor of a tensor's attribute. A lookup in each tensor costs as much as reading the attribute, so the type
+// is asked once. torch.Tensor and Parameter inherit the same descriptors from TensorBase: either type may come first.
 struct TensorAttribute {
   PyObject* descriptor;  // outlives the interpreter's shutdown
   descrgetfunc get;
