@@ -10,8 +10,7 @@
 //   codes, scales   global -> one stage of each consumer warp (cp.async), as in stream.cuh; a producer warp loads for
 //                   two consumer warps
 //   x               global -> shared memory by TMA, 128-byte swizzle. The CTAs of a cluster have different rows of W
-// and
-//                   the same tokens: each loads its part of the tokens and multicasts it to all of them.
+//                   and the same tokens: each loads its part of the tokens and multicasts it to all of them.
 // Consumers decode codes into A fragments, a k-block of 32 at a time: as soon as a wgmma batch has read its registers,
 // while the batches after it still run.
 //   scale blocks of 128 k and more, no minima   operands (u - zero) / unit, exact; scales act in fp32 on the sum over a
