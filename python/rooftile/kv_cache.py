@@ -135,7 +135,10 @@ def ints(op, name, values, device="cpu"):
         return None
     if not hasattr(values, "__dlpack__"):
         try:
-            values = np.array(c_array("i", list(values)))  # which never narrows, as NumPy below 2 does
+            values = list(values)
+            if any(type(value) is not int and _is_bool(value) for value in values):
+                raise TypeError  # a mask, of which True is not row 1
+            values = np.array(c_array("i", values))  # which never narrows, as NumPy below 2 does
         except OverflowError:
             raise ArgumentError(f"{op}: {name} does not fit 32 bits: {values}") from None
         except TypeError:
@@ -150,6 +153,10 @@ def ints(op, name, values, device="cpu"):
             )
         return torch.from_numpy(np.array(values)).to(device, non_blocking=True)
     return values
+
+
+def _is_bool(value):
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def host(array):

@@ -192,6 +192,24 @@ def test_set_kv_cache_can_be_copied_and_taken_back():
     assert torch.equal(out.sequences, expected)
 
 
+def test_a_mask_selects_rows():
+    """As it does of a DynamicCache; it is no order of rows."""
+    model, _ = tiny()
+    ids, mask = padded()
+    cache, chosen = RooftileCache(model.config, format="fp32"), torch.arange(len(ids)) != 0
+    model.set_attn_implementation("rooftile")
+    model(ids, attention_mask=mask, past_key_values=cache)
+    lengths = cache.layers[0].cache.lengths
+    for wrong in (chosen[:1], chosen[:, None]):
+        with pytest.raises(rt.ArgumentError, match=r"batch_select_indices: indices .*bool"):
+            cache.batch_select_indices(wrong)
+    with pytest.raises(rt.ArgumentTypeError, match=r"reorder_cache: beam_idx .*bool"):
+        cache.reorder_cache(chosen)
+    assert cache.layers[0].cache.lengths == lengths
+    cache.batch_select_indices(chosen)
+    assert [layer.cache.lengths for layer in cache.layers] == [lengths[1:]] * len(cache.layers)
+
+
 def test_bad_arguments_of_set_kv_cache():
     model, _ = tiny()
     with pytest.raises(rt.ArgumentTypeError, match=r"set_kv_cache: model .*Linear"):

@@ -480,11 +480,20 @@ class RooftileLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx):
         self._settled()
         if self.cache is not None:
+            if beam_idx.dtype == torch.bool:
+                raise ArgumentTypeError("reorder_cache: beam_idx must be integers, got a tensor of bool")
             self._change_rows(self.cache.reorder, beam_idx.tolist())
 
     def batch_select_indices(self, indices):
         self._settled()
         if self.cache is not None:
+            if indices.dtype == torch.bool:
+                if indices.shape != (self.batch_size,):
+                    raise ArgumentError(
+                        f"batch_select_indices: indices must be [{self.batch_size}] where they are a mask, got bool "
+                        f"{list(indices.shape)}"
+                    )
+                indices = indices.nonzero().flatten()
             self.cache = self._change_rows(self.cache.select, indices.tolist())
 
     def _change_rows(self, change, index):
