@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from rooftile._arrays import refuse_mask
+from rooftile._arrays import check_flag, refuse_mask
 from rooftile._progress import progress_bar
 from rooftile.errors import ArgumentError
 
@@ -82,6 +82,7 @@ def compare(variants, chunks, *, batch=None, progress=True):
     batch) within 256 MiB. All variants run batch by batch, so that memory does not grow with the text.
     progress: a bar on stderr, or lines where that is no terminal.
     """
+    check_flag("compare", "progress", progress)
     import torch
 
     variants = list(variants)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from rooftile import _C
-from rooftile._arrays import must_be
+from rooftile._arrays import check_flag, must_be
 from rooftile._reasons import Reasons
 from rooftile._rounding_report import RoundingReport
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
@@ -134,6 +134,7 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     (beyond 65504 * 7; of 8 bits 65504 * 127; with minima 65504), ArgumentTypeError where the weight is not float32,
     float16 or bfloat16, NotSupportedError where another library has quantised the model already.
     """
+    check_flag("quantize_", "progress", progress)
     import torch
 
     from rooftile._progress import progress_bar

@@ -2,6 +2,7 @@
 """Which cache a transformers model gets, what is said about a wrong one, and layers that slide."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -218,7 +219,31 @@ def test_bad_arguments_of_set_kv_cache():
         rt.set_kv_cache(model, "int5")
     with pytest.raises(rt.ArgumentError, match="capacity"):
         rt.set_kv_cache(model, "int8", capacity=0)
+    for options in ({"stepwise": "no"}, {"capacity": True}, {"capacity": 2**40}, {"capacity": 1.5}):
+        (name,) = options
+        for make in (functools.partial(rt.set_kv_cache, model, "int8"), functools.partial(RooftileCache, model.config)):
+            with pytest.raises((rt.ArgumentError, rt.ArgumentTypeError), match=f"RooftileCache: {name} must"):
+                make(**options)
+    with pytest.raises(rt.ArgumentTypeError, match="RooftileCache: turns must be True or False, got str"):
+        RooftileCache(model.config, turns="no")
     assert "generate" not in vars(model) and not model._forward_pre_hooks
+
+
+def test_no_flag_takes_any_truthy_value():
+    from rooftile import checkpoints, evaluate
+    from rooftile.loaders import fetch, gguf
+
+    for name, call in (
+        ("progress", lambda: rt.quantize_(torch.nn.Linear(2, 2), progress="no")),
+        ("progress", lambda: evaluate.compare([], torch.zeros(0), progress="no")),
+        ("progress", lambda: checkpoints.convert("nowhere", "there", progress="no")),
+        ("overwrite", lambda: checkpoints.convert("nowhere", "there", overwrite="no")),
+        ("progress", lambda: checkpoints.load("nowhere", progress="no")),
+        ("progress", lambda: gguf.load_gguf("nowhere", progress="no")),
+        ("progress", lambda: fetch.fetch(None, progress="no")),
+    ):
+        with pytest.raises(rt.ArgumentTypeError, match=f"{name} must be True or False, got str"):
+            call()
 
 
 # ---- one cache, one text ----

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 
 from rooftile import __version__
+from rooftile._arrays import check_flag
 from rooftile._progress import progress_bar
 from rooftile.checkpoints.folder import read_json
 from rooftile.checkpoints.manifest import layout_of, write_manifest
@@ -59,6 +60,8 @@ def convert(
     ArgumentError naming file, module and field for what is corrupt, missing or contradicts itself, NotSupportedError
     for what is sound but not mapped, and ArgumentTypeError for a source or target that is no path.
     """
+    check_flag("convert", "overwrite", overwrite)
+    check_flag("convert", "progress", progress)
     for name, path in (("source", source), ("target", target)):
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"convert: {name} must be a path, got {path!r:.60}")
@@ -101,6 +104,7 @@ def load(source, *, rounding=None, skip=(), dtype=None, device_map=None, progres
     source, rounding, skip, progress, errors: as of `convert`. dtype: of activations and of all that is not packed;
     as stored unless given ("bfloat16" for GGUF). device_map: as of from_pretrained. All weights lie in host memory.
     """
+    check_flag("load", "progress", progress)
     import transformers
 
     import rooftile.integrations.quantizer  # noqa: F401  registers quant_method "rooftile"

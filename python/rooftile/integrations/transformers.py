@@ -36,11 +36,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 import rooftile as rt
+from rooftile._arrays import check_flag
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.integrations import _models, _tensors
 from rooftile.integrations._masks import Mask, rooftile_mask
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: F401  registers quant_method "rooftile"
-from rooftile.kv_cache import GROUP, KIVI
+from rooftile.kv_cache import GROUP, KIVI, integer
 from rooftile.kv_sliding import BACK, SlidingKVCache, pieces, ring_tokens
 
 # Up to this many new tokens go through decode attention, which reads the cache once for all of them. On a GPU what is
@@ -568,8 +569,12 @@ class RooftileCache(Cache):
 
     def __init__(self, config, *, format="int4-kivi", capacity=None, dtype=None, stepwise=False, turns=False):
         text = _models.text_config(config)
-        if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
-            raise ArgumentError(f"capacity: expected a positive number of tokens or None, got {capacity!r}")
+        if isinstance(capacity, bool):
+            raise ArgumentTypeError("RooftileCache: capacity must be an integer or None, got bool")
+        if capacity is not None:
+            capacity = integer("RooftileCache", "capacity", capacity, 1)
+        check_flag("RooftileCache", "stepwise", stepwise)
+        check_flag("RooftileCache", "turns", turns)
         # without rows: what each layer's format is; a wrong format or dtype is refused here, not in the first forward
         empty = rt.ModelKVCache(text.num_hidden_layers, 0, 1, 1, 1, format=format, dtype=dtype)
         attention = functools.partial(getattr, text, "_attn_implementation", "")

@@ -16,6 +16,7 @@ import time
 import zipfile
 import zlib
 
+from rooftile._arrays import check_flag
 from rooftile._progress import progress_bar
 from rooftile.errors import FetchError
 
@@ -77,6 +78,7 @@ def fetch(file, *, progress=True):
 
     Raises FetchError saying what failed and what to do without a network.
     """
+    check_flag("fetch", "progress", progress)
     folder = cache_folder()
     target = folder / pathlib.PurePosixPath(file.member).name
     try:

@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 
-from rooftile._arrays import must_be, torch_device
+from rooftile._arrays import check_flag, must_be, torch_device
 from rooftile._progress import progress_bar
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.loaders.gguf_file import GGUFFile, describe, read_gguf
@@ -68,6 +68,7 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     Raises ArgumentError naming the file and the key or tensor for a truncated, corrupt or inconsistent file, and
     NotSupportedError for what is sound but not mapped (another architecture, RoPE scaling other than linear, experts).
     """
+    check_flag("load_gguf", "progress", progress)
     device = torch_device("load_gguf", device)
     model, parameters = open_gguf(path, dtype=dtype, weights=weights)
     # a buffer made on the meta device holds nothing: make it again
