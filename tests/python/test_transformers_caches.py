@@ -164,6 +164,25 @@ def test_forwards_without_a_cache_get_one():
     assert model(ids).past_key_values is None
 
 
+@pytest.mark.parametrize("where", ("argument", "given config", "the model's config"))
+def test_a_dynamic_cache_that_is_asked_for_by_name_is_of_the_format(where):
+    model, theirs = tiny()
+    ids, mask = prompts(1)
+    expected = generate(model, theirs, ids, mask)
+    rt.set_kv_cache(model, "fp32")
+    config, options = copy.deepcopy(model.generation_config), {}
+    config.cache_implementation = "dynamic"
+    if where == "argument":
+        options["cache_implementation"] = "dynamic"
+    elif where == "given config":
+        options["generation_config"] = config
+    else:
+        model.generation_config = config
+    out = generate(model, "rooftile", ids, mask, return_dict_in_generate=True, **options)
+    assert type(out.past_key_values) is RooftileCache and torch.equal(out.sequences, expected)
+    assert config.cache_implementation == "dynamic"
+
+
 def test_a_cache_that_is_given_is_used():
     model, _ = tiny()
     ids, mask = prompts(1)

@@ -683,7 +683,30 @@ def _generate(model, fresh, *args, **kwargs):
     dynamic = setting("cache_implementation") in (None, "dynamic")
     if dynamic and kwargs.get("past_key_values") is None and setting("use_cache") is not False:
         kwargs["past_key_values"] = fresh.make(model)
+        if setting("cache_implementation") == "dynamic":
+            return _generate_unnamed(model, given, args, kwargs)
     return type(model).generate(model, *args, **kwargs)
+
+
+def _generate_unnamed(model, given, args, kwargs):
+    """generate() with a cache where a kind of cache is named too, in the call or a config: transformers refuses both.
+
+    given: the call's GenerationConfig or None. What it leaves open transformers takes from the model's.
+    """
+    kwargs.pop("cache_implementation", None)
+    if given is not None:
+        given = copy.deepcopy(given)
+        given.cache_implementation = None
+        if len(args) > 1:
+            args = (args[0], given, *args[2:])
+        else:
+            kwargs["generation_config"] = given
+    own = model.generation_config
+    named, own.cache_implementation = own.cache_implementation, None
+    try:
+        return type(model).generate(model, *args, **kwargs)
+    finally:
+        own.cache_implementation = named
 
 
 def set_kv_cache(model, format, options):
