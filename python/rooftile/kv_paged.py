@@ -150,6 +150,7 @@ class PagedKVCache(Cache):
     def truncate(self, rows, lengths):
         """KVCache.truncate; pages behind the new lengths are given back."""
         rows = self._host_ints("truncate", "rows", rows)
+        self._pages.here().check_table("truncate")
         super().truncate(rows, lengths)
         self._pages.here().settle(host(rows).tolist())
 
@@ -157,6 +158,7 @@ class PagedKVCache(Cache):
     def reset(self, rows=None):
         """KVCache.reset; the rows' pages are given back."""
         rows = self._host_ints("reset", "rows", rows)
+        self._pages.here().check_table("reset")
         super().reset(rows)
         self._pages.here().settle(None if rows is None else host(rows).tolist())
 
@@ -167,6 +169,7 @@ class PagedKVCache(Cache):
         Pages do not move: rows share them until one writes.
         """
         index = self._host_ints("reorder", "index", index)
+        self._pages.here().check_table("reorder")
         self._reorder(index)
         self._pages.here().reorder(host(index))
 
@@ -175,6 +178,7 @@ class PagedKVCache(Cache):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
         self.check("fork")
         pages = self._pages.here()
+        pages.check_table("fork")
         pages.catch_up()
         src, dst = integer("fork", "src", src), integer("fork", "dst", dst)
         length = self._length("fork", "src", src)

@@ -9,7 +9,7 @@ import numpy as np
 from rooftile import _C
 from rooftile._calls import ran
 from rooftile._registry import CACHE_PARTS, STORING, StoringOp
-from rooftile.errors import NotSupportedError, OutOfPagesError
+from rooftile.errors import ArgumentError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import ARRAYS, GROUP, KIVI, append, current_stream, device_of, host, ints, pages_for
 
 
@@ -59,6 +59,17 @@ class Pages:
         """The row's pages."""
         entries = self.table[row]
         return entries[: np.count_nonzero(entries >= 0)].copy()
+
+    def check_table(self, op):
+        """Raises ArgumentError where the table, which others can reach, names a page that is not there."""
+        bad = np.argwhere(self.table >= len(self.users))
+        if len(bad):
+            self._refuse_page(op, *bad[0].tolist())
+
+    def _refuse_page(self, op, row, i):
+        raise ArgumentError(
+            f"{op}: block_table[{row}, {i}] must be a page in [0, {len(self.users)}), got {self._table[row, i]}"
+        )
 
     def _free_pages(self):
         """Yields free pages, the lowest first."""
@@ -170,7 +181,7 @@ class Pages:
                 continue
             begin = lengths[row]
             end = begin + tokens
-            if end > max_pages * page_size:
+            if begin < 0 or end > max_pages * page_size:
                 continue
             grown.append((row, tokens))
             # a group that closes is written as a whole, an open one not at all
@@ -178,6 +189,8 @@ class Pages:
             written = pages_for(last, page_size) if first < last else 0
             for i in range(first // page_size, pages_for(end, page_size)):
                 page = table[row, i]
+                if page >= len(users):
+                    self._refuse_page(op, row, i)
                 if page < 0 or (i < written and users[page] > 1):
                     new = next(free, None)
                     if new is None:

@@ -396,6 +396,36 @@ def test_corrupt_lengths_are_refused():
             view.append(torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 2, 64))
 
 
+def test_lengths_and_pages_that_others_wrote_are_refused():
+    k = torch.ones(1, 1, 1, 32)
+
+    def damaged(length=1, page=0):
+        cache = rt.PagedKVCache(4, 32, 1, 32, max_rows=2, format="fp32")
+        cache.append(k, k, rows=[0])
+        cache.seq_lens[0], cache.block_table[0, 0] = length, page
+        return cache
+
+    for length in (-1, -(2**31), 2**31 - 1):
+        with pytest.raises(rt.ArgumentError, match=r"append: cache lengths\[0\] must lie in \[0, 128\]"):
+            damaged(length).append(k, k)
+    for op, call in (
+        ("append", lambda cache: cache.append(k, k)),
+        ("reset", lambda cache: cache.reset([0])),
+        ("reset", lambda cache: cache.reset()),
+        ("truncate", lambda cache: cache.truncate([0], [0])),
+        ("fork", lambda cache: cache.fork(0, 1)),
+        ("fork", lambda cache: cache.fork(1, 0)),
+        ("reorder", lambda cache: cache.reorder([1, 0])),
+    ):
+        for page in (4, 1000, 2**31 - 1):
+            cache = damaged(page=page)
+            with pytest.raises(
+                rt.ArgumentError, match=rf"{op}: block_table\[0, 0\] must be a page in \[0, 4\), got {page}"
+            ):
+                call(cache)
+            assert cache.lengths == [1, 0] and cache.block_table[:, 0].tolist() == [page, -1] and cache.free_pages == 3
+
+
 def test_only_a_cache_is_a_cache():
     from rooftile import _C
 
