@@ -7,6 +7,7 @@ import numbers
 import sys
 
 from rooftile._arrays import torch_of
+from rooftile.errors import NotSupportedError
 
 _recorders = contextvars.ContextVar("rooftile.recorders", default=())  # lists of the blocks around this call
 
@@ -15,6 +16,13 @@ def compiling():
     """Whether torch.compile or torch.export is tracing the caller: ops then go through torch.ops.rooftile."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
+
+
+def refuse_export(op, reason):
+    """Raises NotSupportedError where torch.export records the caller, which would hand fake tensors to the host."""
+    is_exporting = getattr(sys.modules["torch"].compiler, "is_exporting", None)  # torch 2.7
+    if is_exporting is not None and is_exporting():
+        raise NotSupportedError(f"{op}: torch.export cannot record this: {reason}")
 
 
 def torch_op(name, inputs, outputs, stream, plan):

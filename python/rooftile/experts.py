@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rooftile._arrays import aligned, as_torch, torch_device
+from rooftile._calls import refuse_export
 from rooftile.errors import ArgumentError
 from rooftile.gemm import WEIGHTS, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import integer
@@ -262,6 +263,7 @@ class PackedExperts(Marked):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """hidden_states: [tokens, hidden]; top_k_index, top_k_weights: [tokens, k]. An index that is no expert's adds
         nothing. Returns [tokens, hidden] in hidden_states' dtype."""
+        refuse_export("PackedExperts", "which experts were chosen is read on the host")
         tokens, k = top_k_index.shape
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen, stable=True)

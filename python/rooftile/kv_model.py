@@ -102,9 +102,9 @@ def set_kv_cache(model, format="int4-kivi", *, capacity=None, dtype=None, stepwi
 
     model: a causal language model of transformers; its attention becomes "rooftile". format, capacity, dtype,
     stepwise: as rooftile.integrations.transformers.RooftileCache takes them; with stepwise a text that is scored in one
-    forward is scored as the cache holds it. format=None takes it back: the model keeps the caches
-    of transformers again, which the attention "rooftile" serves too. A cache that a call is given, or asks for by
-    `cache_implementation`, is used as it is.
+    forward is scored as the cache holds it. format=None takes it back: the model keeps the caches of transformers
+    again, which the attention "rooftile" serves too. A cache that a call is given is used as it is, and so is one that
+    it asks for by a `cache_implementation` other than "dynamic".
 
         rt.set_kv_cache(model, "int4-kivi")
         model.generate(**inputs)          # also through a pipeline

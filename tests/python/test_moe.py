@@ -196,6 +196,13 @@ def test_experts_may_be_skipped(tmp_path):
     assert_same_weights(load(tmp_path / "saved"), ours)
 
 
+def test_export_of_packed_experts_is_refused_by_name():
+    ours = model("mixtral")
+    rt.quantize_(ours, rt.W4A16(32), progress=False)
+    with torch.no_grad(), pytest.raises(rt.NotSupportedError, match=r"PackedExperts: torch.export .*on the host"):
+        torch.export.export(ours, (torch.ones(1, 4, dtype=torch.long),), kwargs={"use_cache": False})
+
+
 def test_experts_with_another_gate_are_left_and_named():
     ours = model("qwen3_moe", hidden_act="relu")
     report = rt.quantize_(ours, rt.W4A16(32), progress=False)

@@ -305,6 +305,17 @@ def test_models_that_a_cache_is_not_for(config, reason):
         RooftileCache(config())
 
 
+def test_export_of_a_model_with_a_cache_is_refused_by_name():
+    model = copy.deepcopy(tiny()[0])
+    rt.set_kv_cache(model, "int8")
+    ids, _ = prompts(1, 4)
+    with torch.no_grad():
+        with pytest.raises(rt.NotSupportedError, match=r"set_kv_cache: torch.export .*use_cache=False"):
+            torch.export.export(model, (ids,))
+        exported = torch.export.export(model, (ids,), kwargs={"use_cache": False}).module()
+        torch.testing.assert_close(exported(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
 def test_a_class_of_ones_own_without_the_interface():
     class Own(transformers.LlamaForCausalLM):
         _supports_attention_backend = False

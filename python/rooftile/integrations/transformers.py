@@ -37,6 +37,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import rooftile as rt
 from rooftile._arrays import check_flag
+from rooftile._calls import refuse_export
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.integrations import _models, _tensors
 from rooftile.integrations._masks import Mask, rooftile_mask
@@ -668,6 +669,11 @@ class _FreshCache:
         keeps = getattr(model.config, "use_cache", True) if keeps is None else keeps
         # positional arguments of a causal language model: input_ids, attention_mask, position_ids, past_key_values
         if keeps and len(args) < 4 and kwargs.get("past_key_values") is None:
+            refuse_export(
+                "set_kv_cache",
+                "a cache counts tokens on the host; give use_cache=False, or take the cache back with "
+                "set_kv_cache(model, None)",
+            )
             kwargs["past_key_values"] = self.make(model)
         return args, kwargs
 
