@@ -665,17 +665,17 @@ def test_training_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    ("options", "error", "names"),
     [
-        ({"format": "int5"}, "int4-kivi"),
-        ({"format": {0: "int8"}}, "format"),
-        ({"format": {"default": "int8", 2: "fp32"}}, "format names layer 2, there are 2"),
-        ({"capacity": 0}, "capacity"),
-        ({"capacity": "many"}, "capacity"),
+        ({"format": "int5"}, rt.ArgumentError, "int4-kivi"),
+        ({"format": {0: "int8"}}, rt.ArgumentError, "format"),
+        ({"format": {"default": "int8", 2: "fp32"}}, rt.ArgumentError, "format names layer 2, there are 2"),
+        ({"capacity": 0}, rt.ArgumentError, "capacity"),
+        ({"capacity": "many"}, rt.ArgumentTypeError, "capacity"),
     ],
 )
-def test_bad_arguments_of_the_cache(options, names):
-    with pytest.raises(rt.ArgumentError, match=names):
+def test_bad_arguments_of_the_cache(options, error, names):
+    with pytest.raises(error, match=names):
         RooftileCache(tiny()[0].config, **options)
 
 
