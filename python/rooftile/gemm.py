@@ -61,6 +61,8 @@ class PackedWeight:
 
     BITS = None
     KINDS = ()
+    # transformers' initialisers leave what says so alone: some models initialise the weights of layers below them
+    _is_hf_initialized = True
 
     def __init__(self, codes, scales, offsets, *, shape, group_size, kind, scale_dtype, perm=None):
         """Takes packed arrays as they are (see `codes`, `scales`, `offsets`, `perm` of another weight)."""

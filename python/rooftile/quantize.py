@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding a whole model's linear layers in place."""
 
+import fnmatch
 import math
 import sys
 from collections.abc import Collection
@@ -113,8 +114,9 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     model: a torch module. config: a W4A16 (default: group 128, symmetric), which makes modules of rooftile.nn.W4Linear,
     or a W8A16: W8Linear. Experts as transformers holds them, in three-dimensional parameters, become
     rooftile.experts.PackedExperts. A layer whose in_features its groups of 128 or 64 do not divide takes the largest
-    smaller group that does. skip: names or shell patterns of modules to leave as they are, such as "*.mlp.down_proj" or
-    "*.experts". progress: a bar on stderr, or lines where that is no terminal, and the report at the end.
+    smaller group that does. skip: names or shell patterns of layers to leave as they are, such as "*.mlp.down_proj",
+    "model.layers.0.*" or "*.experts"; each must match one. progress: a bar on stderr, or lines where that is no
+    terminal, and the report at the end.
 
     Left alone always: `lm_head`, the module of `model.get_output_embeddings()`, any layer that shares its weight with
     another module, subclasses of nn.Linear (LoRA layers), layers whose weight is computed (parametrised, pruned), a
@@ -188,14 +190,31 @@ def name_patterns(op, skip):
     return list(patterns)
 
 
+def _check_patterns(op, patterns, places):
+    """Raises ArgumentError for a pattern of `skip` that no name of a module with parameters of its own matches."""
+    own = {module: [suffix for suffix, _ in module.named_parameters(recurse=False)] for module in places}
+    modules = [name for module, names in places.items() if own[module] for name in names]
+    parameters = [f"{name}.{suffix}" for module, names in places.items() for name in names for suffix in own[module]]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in (*modules, *parameters)):
+            inside = f"{pattern}.*"
+            hint = (
+                f"; {inside!r} is all inside of it"
+                if any(fnmatch.fnmatchcase(name, inside) for name in modules)
+                else _C.did_you_mean(pattern, *modules)
+            )
+            raise ArgumentError(f"{op}: skip: no layer of the model has a name like {pattern!r}{hint}")
+
+
 class RoundingPlan:
     """Which weights of a model are rounded and how, before anything is changed.
 
     roundings: name of a parameter -> its W4A16 or W8A16. report: the RoundingReport. only: names of the parameters that
-    may be rounded; all others are left as in the source. Errors begin with `op`, and are as of quantize_.
+    may be rounded; all others are left as in the source. leave: names of modules that stay as
+    if skipped, but need not be there. Errors begin with `op`, and are as of quantize_.
     """
 
-    def __init__(self, op, model, rounding, skip, only=None):
+    def __init__(self, op, model, rounding, skip, only=None, leave=()):
         import torch
 
         patterns = name_patterns(op, skip)
@@ -205,7 +224,8 @@ class RoundingPlan:
             )
         self._op, self.roundings, self._forms = op, {}, expert_forms(model)
         group_sizes, left, rounded, packed, total, seen = {}, {}, 0, 0, 0, set()
-        reason = Reasons(model, patterns, self._forms, only)
+        reason = Reasons(model, [*patterns, *leave], self._forms, only)
+        _check_patterns(op, patterns, reason.places)
         self._places = {names[0]: names for names in reason.places.values()}
         for path, module in model.named_modules():
             packed += _packed_elements(module)

@@ -305,6 +305,15 @@ def test_a_model_in_4_and_8_bits_is_a_checkpoint(tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_a_model_that_initialises_the_weights_of_layers_below(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=1)
+    model = transformers.MambaForCausalLM(config).eval()
+    rt.quantize_(model, rt.W4A16(32), progress=False)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_tensors(load(tmp_path / "saved"), model)
+
+
 def test_layers_of_both_bits_in_one_folder(tmp_path):
     """As groups of compressed-tensors, which go by name."""
     config = CT()

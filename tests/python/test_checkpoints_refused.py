@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 import rooftile as rt  # noqa: E402
 import safetensors.torch  # noqa: E402
 import tiny_checkpoints as tiny  # noqa: E402
-from rooftile.checkpoints import convert  # noqa: E402
+from rooftile.checkpoints import convert, load  # noqa: E402
 from rooftile.checkpoints.folder import TensorFolder  # noqa: E402
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
 from rooftile.nn import W4Linear  # noqa: E402
@@ -280,6 +280,21 @@ def test_nothing_in_four_bits(tmp_path):
 
 
 # ---------------------------------------------------------------- files
+
+
+def test_a_pattern_that_skips_nothing(tmp_path):
+    source = tiny.write(tmp_path / "source", plain())
+    refused(source, tmp_path, ARGUMENT, "skip: no layer", "'*.mlpp.*'", rounding=rt.W4A16(32), skip=["*.mlpp.*"])
+
+
+def test_empty_paths(tmp_path, monkeypatch):
+    source = tiny.write(tmp_path / "source", plain())
+    monkeypatch.chdir(tmp_path)
+    for arguments, name in (((source, ""), "target"), (("", tmp_path / "target"), "source")):
+        with pytest.raises(rt.ArgumentError, match=f"convert: {name} is empty"):
+            convert(*arguments, progress=False)
+    with pytest.raises(rt.ArgumentError, match="load: source is empty"):
+        load("", progress=False)
 
 
 def test_what_is_no_source(tmp_path):

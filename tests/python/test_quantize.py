@@ -59,6 +59,23 @@ def test_every_name_of_a_module_counts(place):
     assert "c" in report.group_sizes
 
 
+@pytest.mark.parametrize(
+    ("skip", "words"),
+    [
+        ("*.mlpp.*", ("no layer of the model has a name like '*.mlpp.*'",)),
+        (["a.0", "b.1"], ("'b.1'", 'did you mean "b.0"')),
+        ("a", ("'a'", "'a.*' is all inside of it")),
+    ],
+)
+def test_a_pattern_that_skips_nothing_is_an_error(skip, words):
+    model = torch.nn.ModuleDict({"a": torch.nn.Sequential(linear()), "b": torch.nn.Sequential(linear())})
+    with pytest.raises(rt.ArgumentError) as raised:
+        quantized(model, skip=skip)
+    assert all(word in str(raised.value) for word in ("quantize_: skip: ", *words)), raised.value
+    assert not any(isinstance(m, W4Linear) for m in model.modules())
+    assert quantized(model, skip=["a.*", "b.0.weight"]).rounded == 0
+
+
 # ---------------------------------------------------------------- hooks and attributes
 
 

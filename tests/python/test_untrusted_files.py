@@ -175,8 +175,13 @@ def test_a_file_that_is_none(tmp_path, monkeypatch, name, kind):
 def test_what_lies_beside_the_model_and_is_no_file(tmp_path):
     source = plain(tmp_path / "source")
     os.mkfifo(source / "tokenizer.json")
+    (source / "merges.txt").symlink_to("nowhere")
     report = convert(source, tmp_path / "target", rounding=ROUNDING, progress=False)
     assert report["copied"] == ["tokenizer_config.json"]
+    assert report["left_out"] == [
+        "merges.txt: No such file or directory",
+        "tokenizer.json: is a FIFO, expected a regular file",
+    ]
 
 
 # ---------------------------------------------------------------- links

@@ -13,9 +13,10 @@ from rooftile.checkpoints.folder import read_json
 from rooftile.checkpoints.manifest import layout_of, write_manifest
 from rooftile.checkpoints.sources import LOSSLESS, ROUNDED, open_source, without_code
 from rooftile.checkpoints.writer import ShardWriter, check_target, write_json, written_whole
-from rooftile.errors import ArgumentTypeError, NotSupportedError
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.experts import STACKS, PackedExperts, PackedStack
 from rooftile.gemm import PackedWeight
+from rooftile.loaders.regular import check_regular
 from rooftile.loaders.tokenizer import load_tokenizer
 from rooftile.nn import linear_of
 
@@ -62,9 +63,8 @@ def convert(
     """
     check_flag("convert", "overwrite", overwrite)
     check_flag("convert", "progress", progress)
-    for name, path in (("source", source), ("target", target)):
-        if not isinstance(path, str | os.PathLike):
-            raise ArgumentTypeError(f"convert: {name} must be a path, got {path!r:.60}")
+    _check_path("convert", "source", source)
+    _check_path("convert", "target", target)
     check_target(target, source, overwrite)
     opened = _open(source, rounding, skip, dtype)
     rows, layouts = [], {}
@@ -105,6 +105,7 @@ def load(source, *, rounding=None, skip=(), dtype=None, device_map=None, progres
     as stored unless given ("bfloat16" for GGUF). device_map: as of from_pretrained. All weights lie in host memory.
     """
     check_flag("load", "progress", progress)
+    _check_path("load", "source", source)
     import transformers
 
     import rooftile.integrations.quantizer  # noqa: F401  registers quant_method "rooftile"
@@ -117,6 +118,13 @@ def load(source, *, rounding=None, skip=(), dtype=None, device_map=None, progres
     config = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
     dtype = "auto" if dtype is None else dtype
     return opened.model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, device_map=device_map)
+
+
+def _check_path(op, name, path):
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"{op}: {name} must be a path, got {path!r:.60}")
+    if not os.fspath(path):
+        raise ArgumentError(f"{op}: {name} is empty; expected a path ('.' is the current folder)")
 
 
 def _open(source, rounding, skip, dtype):
@@ -167,7 +175,12 @@ def _companions(source, folder):
             return [], [f"tokenizer: {e}"]
         return sorted(os.listdir(folder)), []
     copied, left_out = [], []
-    for file in sorted(f for f in path.iterdir() if f.is_file() and _goes_along(f.name)):
+    for file in sorted(f for f in path.iterdir() if _goes_along(f.name)):
+        try:
+            check_regular(file, file.name)
+        except ArgumentError as e:
+            left_out.append(str(e))
+            continue
         if not _inside(file, path):
             left_out.append(f"{file.name}: a link to a file outside the folder")
             continue

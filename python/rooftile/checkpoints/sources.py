@@ -105,7 +105,7 @@ def _plan(model, rounding, skip, packed, only=None):
     of RoundingPlan."""
     patterns = name_patterns(_OP, skip)
     if rounding is not None:
-        return RoundingPlan(_OP, model, rounding, [*patterns, *packed], only)
+        return RoundingPlan(_OP, model, rounding, patterns, only, packed)
     if patterns:
         raise ArgumentError(
             f"{_OP}: skip is for layers that would be rounded, and without a rounding (bits, group_size, zeros) the "
