@@ -210,8 +210,8 @@ class RoundingPlan:
     """Which weights of a model are rounded and how, before anything is changed.
 
     roundings: name of a parameter -> its W4A16 or W8A16. report: the RoundingReport. only: names of the parameters that
-    may be rounded; all others are left as in the source. leave: names of modules that stay as
-    if skipped, but need not be there. Errors begin with `op`, and are as of quantize_.
+    may be rounded; all others are left as in the source. leave: names of modules that stay as if skipped, but need not
+    be there. Errors begin with `op`, and are as of quantize_.
     """
 
     def __init__(self, op, model, rounding, skip, only=None, leave=()):
