@@ -196,6 +196,14 @@ std::string take_python_error() {
   return text.substr(0, text.find('\n'));  // torch appends a C++ stack trace
 }
 
+// What the exchange table could not read, from the pending Python error: a sparse tensor, or one that has no memory, as
+// inside torch.vmap.
+std::string unreadable(nb::handle h) {
+  const std::string reason = take_python_error();
+  const std::string layout = nb::hasattr(h, "layout") ? " of layout " + text_of(h.attr("layout")) : "";
+  return "expected a strided tensor with memory of its own, got a " + python_type(h) + layout + " (" + reason + ")";
+}
+
 DType dtype_of(nb::dlpack::dtype t, const char* op, const char* argument) {
   struct Known {
     int code, bits;
@@ -320,7 +328,7 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
   if (facts.table) {
     nb::dlpack::dltensor d;
     if (facts.table->dltensor_from_py_object(h.ptr(), &d) != 0)
-      refuse(ErrorKind::type, op_, argument, "cannot be read: " + take_python_error());
+      refuse(ErrorKind::type, op_, argument, "cannot be read: " + unreadable(h));
     t = view_of(d, op_, argument);
     table_ = facts.table;
   } else {
@@ -539,7 +547,7 @@ void HeldArray::take_torch(const Args& args, const TensorView& t) {
   if (!table_) {
     facts_ = python_facts(array_);
   } else if (table_->dltensor_from_py_object(array_.ptr(), &seen_) != 0) {
-    refuse(ErrorKind::type, args.op(), name_, "cannot be read: " + take_python_error());
+    refuse(ErrorKind::type, args.op(), name_, "cannot be read: " + unreadable(array_));
   } else {
     std::copy_n(seen_.shape, seen_.ndim, shape_);
     std::copy_n(seen_.strides, seen_.ndim, stride_);

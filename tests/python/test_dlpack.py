@@ -533,3 +533,15 @@ def test_memory_stays_flat_over_many_shapes():
     calls(range(10_000, 30_000))
     gc.collect()
     assert resident_bytes() - before <= 100 * 1024  # 1 KiB for each thousand calls
+
+
+def test_tensors_without_memory_of_their_own():
+    weight = torch.ones(64)
+    for x, what in (
+        (torch.ones(3, 64).to_sparse(), "layout torch.sparse_coo"),
+        (torch.ones(3, 64).to_sparse_csr(), "csr"),
+    ):
+        with pytest.raises(rt.ArgumentTypeError, match=f"x cannot be read: expected a strided tensor .*{what}"):
+            rt.rms_norm(x, weight, out=torch.empty(3, 64))
+    with pytest.raises(rt.ArgumentTypeError, match="x cannot be read: expected a strided tensor with memory"):
+        torch.vmap(lambda x: rt.rms_norm(x, weight, out=torch.empty(64)))(torch.ones(3, 64))
