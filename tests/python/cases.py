@@ -139,3 +139,9 @@ def far_apart(shape, dtype, strides):
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000
     memory = mmap.mmap(-1, size * dtype.itemsize, flags=flags)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def linear(k=64, n=48, bias=True):
+    """An nn.Linear whose numbers follow from its size."""
+    torch.manual_seed(k * n)
+    return torch.nn.Linear(k, n, bias=bias)

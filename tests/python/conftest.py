@@ -27,6 +27,13 @@ def current_device_stays():
         assert left == 0, "the test left another device current"
 
 
+@pytest.fixture
+def inference():
+    """Modules are called as in inference: under torch.no_grad()."""
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(params=cases.devices())
 def device(request):
     return request.param

@@ -8,18 +8,10 @@ import closeness
 import pytest
 import rooftile as rt
 import torch
+from cases import linear
 from rooftile.nn import W4Linear, W8Linear
 
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
-def linear(k=64, n=48, bias=True):
-    torch.manual_seed(k * n)
-    return torch.nn.Linear(k, n, bias=bias)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def quantized(model, config=None, **options):

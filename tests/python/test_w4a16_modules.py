@@ -10,19 +10,11 @@ import pytest
 import rooftile as rt
 import torch
 import torch.nn.utils.prune
+from cases import linear
 from rooftile._rounding_report import kind_of
 from rooftile.nn import W4Linear, W8Linear
 
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.no_grad():
-        yield
-
-
-def linear(k=64, n=48, bias=True):
-    torch.manual_seed(k * n)
-    return torch.nn.Linear(k, n, bias=bias)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 class Tied(torch.nn.Module):
