@@ -51,6 +51,13 @@ def git(*arguments):
     return subprocess.run(["git", *arguments], cwd=TREE, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def tree_state(commit):
+    """commit: of a tree without a git of its own, as its user says; default: what git says of this one."""
+    if commit:
+        return {"commit": commit, "changed": False}
+    return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+
+
 def machine():
     name = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -71,11 +78,10 @@ def equivalent():
 class Record:
     """What is known of every mutant of this build; kept in build/mutants while a run goes on."""
 
-    def __init__(self, draw, mutants, seed):
+    def __init__(self, draw, mutants, seed, commit):
         self.path, self.text, self.mutants = WORK / "record.json", draw.text, mutants
         self.data = {
-            "commit": git("rev-parse", "HEAD"),
-            "changed": bool(git("status", "--porcelain", "-uno")),
+            **tree_state(commit),
             "seed": seed,
             "machine": machine(),
             "tests_left_out": [],
@@ -124,7 +130,7 @@ def run(args):
     began = time.monotonic()
     mutants = copy.make(args.jobs)
     print(f"{len(mutants)} mutants in one build: {time.monotonic() - began:.0f} s", flush=True)
-    record = Record(draw, mutants, seed)
+    record = Record(draw, mutants, seed, args.commit)
     results = record.data["results"]
     if args.again and record.path.exists():
         old = json.loads(record.path.read_text())
@@ -175,27 +181,39 @@ def gpu_rows():
     return list(gpu_faults.rows(TREE, kills()["mutants"]))
 
 
-def gpu(args):
-    import torch
+def gpu_machine():
+    """Asked of another process: one that has begun to use CUDA cannot fork children that use it."""
+    asked = "import torch; print(torch.cuda.get_device_name(), torch.version.cuda, sep='\\n')"
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    return dict(zip(("device", "cuda"), said.splitlines(), strict=True))
 
-    recorded, seen = kills(), {}
-    where = {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+
+def gpu(args):
+    recorded, seen, where = kills(), {}, tree_state(args.commit)
+    if not args.compile_only:
+        where |= gpu_machine()
 
     def done(fault, how, by):
         seen[fault.file, fault.what] = how, by
+        if args.record:
+            save()
 
-    survived = gpu_faults.run(TREE, args.names, args.compile_only, args.jobs, done)
-    if args.record and seen:
-        where |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    def save():
         rows = [r for r in recorded["mutants"] if r["rule"] != "GPU"]
         for row in gpu_rows():
             row["result"], row["by"] = seen.get((row["file"], row["what"]), (row["result"], row["by"]))
             rows.append(row)
-        forks.save(
-            KILLS,
-            {**recorded, "gpu": {**where, "counts": counted(r for r in rows if r["rule"] == "GPU")}, "mutants": rows},
-        )
-    sys.exit(f"mutants: survived: {', '.join(survived)}" if survived else 0)
+        head = {**where, "counts": counted(r for r in rows if r["rule"] == "GPU")}
+        forks.save(KILLS, {**recorded, "gpu": head, "mutants": rows})
+
+    failed, survived, left_out = gpu_faults.run(TREE, args.names, args.compile_only, args.jobs, done)
+    if args.record and seen:
+        where["tests_left_out"] = left_out
+        save()
+    wrong = [
+        f"{how}: {', '.join(names)}" for how, names in (("do not compile", failed), ("survived", survived)) if names
+    ]
+    sys.exit(f"mutants: {'; '.join(wrong)}" if wrong else 0)
 
 
 def named(test):
@@ -293,6 +311,7 @@ def main():
     for command in (running, on_gpu):
         command.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
         command.add_argument("--record", action="store_true", help=f"write {KILLS.name}")
+        command.add_argument("--commit", help="what the record calls this tree; default: git's name of it")
     planting = commands.add_parser("plant", help="one fault of the GPU kernels into a copy of the tree")
     planting.add_argument("name")
     planting.add_argument("tree", type=Path)
