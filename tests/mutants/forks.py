@@ -194,6 +194,8 @@ class Forks:
             if self.switch:  # a CUDA driver maps more than that
                 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
                 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            else:
+                sys.modules["torch"].set_num_threads(1)  # the other children have the other cores
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.environ["ROOFTILE_MUTANT"] = str(number)
             if reach:
@@ -214,7 +216,7 @@ class Forks:
             arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={note}.tmp"]
             arguments += [f"--rootdir={self.tree}", "-c", str(self.tree / "pyproject.toml")]
             arguments += [] if reach else ["-x"]
-            arguments += ["-m", "not slow and not model"] if self.switch else []
+            arguments += ["-m", "not slow and not model"] if self.switch else ["-k", "cuda or gpu or device"]
             arguments += [f"--deselect={name}" for name in test.but]
             arguments += test.ids or [file]
             code = int(pytest.main(arguments, plugins=[reach or Watch(note)]))

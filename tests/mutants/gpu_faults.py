@@ -509,7 +509,7 @@ def run(tree, names, compile_only, jobs, done):
             left_out.append(job.outcome.by)
             name = checked[job.number]
             del sound[name]
-            print(f"left out, does not pass without a fault: {name} [{job.outcome.by}]", flush=True)
+            print(f"left out, {job.outcome.how} without a fault: {name} [{job.outcome.by}]", flush=True)
 
     checked = list(sound)
     package = build.tree / "python"
