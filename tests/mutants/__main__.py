@@ -206,13 +206,9 @@ def gpu(args):
         head = {**where, "counts": counted(r for r in rows if r["rule"] == "GPU")}
         forks.save(KILLS, {**recorded, "gpu": head, "mutants": rows})
 
-    failed, survived, left_out = gpu_faults.run(TREE, args.names, args.compile_only, args.jobs, done)
-    if args.record and seen:
-        where["tests_left_out"] = left_out
-        save()
-    wrong = [
-        f"{how}: {', '.join(names)}" for how, names in (("do not compile", failed), ("survived", survived)) if names
-    ]
+    failed, survived, unjudged = gpu_faults.run(TREE, args.names, args.compile_only, args.jobs, done, args.minutes)
+    groups = {"do not compile": failed, "survived": survived, "killed by a test that fails without a fault": unjudged}
+    wrong = [f"{how}: {', '.join(names)}" for how, names in groups.items() if names]
     sys.exit(f"mutants: {'; '.join(wrong)}" if wrong else 0)
 
 
@@ -303,12 +299,12 @@ def main():
     running.add_argument("--sample-seed", type=int, default=0, help="decides which those are; default 0")
     running.add_argument("--only", default="", metavar="TEXT", help="mutants whose file or description has this text")
     running.add_argument("--again", action="store_true", help="those not killed yet, with the tests as they are now")
-    running.add_argument("--minutes", type=float, help="start no test after so many; the rest is not finished")
     running.add_argument("--at-least", type=float, metavar="SHARE", help="fail if a smaller share is killed")
     on_gpu = commands.add_parser("gpu", help="faults of the GPU kernels, each in an extension of its own")
     on_gpu.add_argument("names", nargs="*", help="default: all")
     on_gpu.add_argument("--compile-only", action="store_true", help="whether all compile; needs nvcc, no GPU")
     for command in (running, on_gpu):
+        command.add_argument("--minutes", type=float, help="stop after so many; the rest is not finished")
         command.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
         command.add_argument("--record", action="store_true", help=f"write {KILLS.name}")
         command.add_argument("--commit", help="what the record calls this tree; default: git's name of it")

@@ -109,9 +109,8 @@ class Forks:
         """Runs the tests of each Job until one does not pass; tells done(job).
 
         All jobs run their first test before one runs its second: most mutants are killed soon, and a run that is cut
-        short, after so many minutes, has seen every mutant.
+        short, after so many minutes, has seen every mutant. Of jobs that are not finished then nothing is told.
         """
-        end = time.monotonic() + 60 * minutes if minutes else float("inf")
         queue = collections.deque(jobs)
 
         def start():
@@ -128,15 +127,17 @@ class Forks:
                 done(job)
             else:
                 queue.append(job)
-            if time.monotonic() > end:
-                queue.clear()
 
-        self._all(queue, start, ended)
+        self._all(queue, start, ended, time.monotonic() + 60 * minutes if minutes else float("inf"))
 
-    def _all(self, queue, start, ended):
-        """Keeps `jobs` children at work as long as the queue has something to start."""
+    def _all(self, queue, start, ended, end=float("inf")):
+        """Keeps `jobs` children at work as long as the queue has something to start, and time is left."""
         selector, running = selectors.DefaultSelector(), {}
         while queue or running:
+            if time.monotonic() > end:
+                for fd, state in running.items():
+                    self._end(fd, state)
+                return
             while queue and len(running) < self.jobs:
                 self._start(*start(), selector, running)
             ready = [key.fd for key, _ in selector.select(timeout=1.0)]

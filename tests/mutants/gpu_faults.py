@@ -483,52 +483,59 @@ class Build:
         return package
 
 
-def run(tree, names, compile_only, jobs, done):
-    """Builds, and tests on the GPU; tells done(fault, how, by) of each. Returns the names of those that did not compile
-    and of those that survived, and the tests that did not pass without a fault, whose files were left out."""
+def run(tree, names, compile_only, jobs, done, minutes=None):
+    """Builds, and tests on the GPU; tells done(fault, how, by) of each. minutes: as of Forks.run().
+
+    Returns the names of those that did not compile, those that survived, and those whose killer is no judge: it does
+    not pass without a fault either.
+    """
     for name in names:
         check_name(name)
     names = names or list(FAULTS)
     build = Build(tree)
     with ThreadPoolExecutor(jobs) as pool:
-        compiled = list(pool.map(build.compile, names))
-    failed = [name for name, good in zip(names, compiled, strict=True) if not good]
+        compiled = dict(zip(names, pool.map(build.compile, names), strict=True))
+    failed = [name for name in names if not compiled[name]]
     if compile_only:
         return failed, [], []
-    names = [name for name in names if name not in failed]
+    names = [name for name in names if compiled[name]]
     with ThreadPoolExecutor(jobs) as pool:
         packages = dict(zip(names, pool.map(build.package, names), strict=True))
     runner = forks.Forks(build.tree, jobs, switch=False)
+    killed, survived, unjudged = {}, [], []
 
-    # A file of tests that does not pass without a fault says nothing about one.
-    sound = {test.name: test for name in names for test in tests_of(FAULTS[name])}
-    left_out = []
-
-    def without_fault(job):
-        if job.outcome:
-            left_out.append(job.outcome.by)
-            name = checked[job.number]
-            del sound[name]
-            print(f"left out, {job.outcome.how} without a fault: {name} [{job.outcome.by}]", flush=True)
-
-    checked = list(sound)
-    package = build.tree / "python"
-    runner.run([forks.Job(i, [sound[name]], package=package) for i, name in enumerate(checked)], without_fault)
-    survived = []
-
-    def ended(job):
-        how, by = (job.outcome.how, job.outcome.by) if job.outcome else ("survived", "")
-        name = names[job.number]
-        if how == "survived":
-            survived.append(name)
+    def tell(name, how, by):
         done(FAULTS[name], how, by)
         print(f"{how:9} {name}: {FAULTS[name].what} [{by}]", flush=True)
 
-    work = [
-        forks.Job(
-            i, [sound[test.name] for test in tests_of(FAULTS[name]) if test.name in sound], package=packages[name]
-        )
-        for i, name in enumerate(names)
-    ]
-    runner.run([job for job in work if job.tests], ended)
-    return failed, survived, left_out
+    def ended(job):
+        name = names[job.number]
+        if job.outcome:
+            killed.setdefault(job.outcome.by, []).append((name, job.outcome.how))
+        else:
+            survived.append(name)
+            tell(name, "survived", "")
+
+    work = [forks.Job(i, tests_of(FAULTS[name]), package=packages[name]) for i, name in enumerate(names)]
+    runner.run(work, ended, minutes)
+
+    def judged(job):
+        killer = killers[job.number]
+        for name, how in killed[killer]:
+            if job.outcome:
+                unjudged.append(name)
+                print(f"{how:9} {name}, but {killer} {job.outcome.how} without a fault", flush=True)
+            else:
+                tell(name, how, killer)
+
+    killers = list(killed)
+    sound = build.tree / "python"
+    runner.run([forks.Job(i, [test_named(killer)], package=sound) for i, killer in enumerate(killers)], judged)
+    return failed, survived, unjudged
+
+
+def test_named(killer):
+    """What Outcome.by names."""
+    if "::" not in killer:
+        return forks.Test(killer.removesuffix(" as a whole"), seconds=20.0)
+    return forks.Test(Path(killer.partition("::")[0]).stem.removeprefix("test_"), (killer,), seconds=20.0)
