@@ -89,7 +89,7 @@ _NAMES |= {name: _names(op.inputs) for name, op in STORING.items()}
 def _refuse_grad(name, inputs):
     """As the bindings refuse them. A graph would detach what requires grad, and hides which tensors are dual."""
     if torch.is_grad_enabled():
-        for argument, x in zip(_NAMES[name], inputs, strict=False):
+        for argument, x in zip(_NAMES[name], inputs, strict=True):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 raise ArgumentError(
                     f"{name}: {argument} requires grad; rooftile is for inference: call it under torch.no_grad() or "

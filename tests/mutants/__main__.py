@@ -206,7 +206,14 @@ def gpu(args):
         head = {**where, "counts": counted(r for r in rows if r["rule"] == "GPU")}
         forks.save(KILLS, {**recorded, "gpu": head, "mutants": rows})
 
-    failed, survived, unjudged = gpu_faults.run(TREE, args.names, args.compile_only, args.jobs, done, args.minutes)
+    names = args.names or list(gpu_faults.FAULTS)
+    for name in names:
+        gpu_faults.check_name(name)
+    survived = unjudged = ()
+    failed = [] if args.compiled else gpu_faults.compile_all(TREE, names, args.jobs)
+    if not args.compile_only:
+        names = [name for name in names if name not in failed]
+        survived, unjudged = gpu_faults.run(TREE, names, args.jobs, done, args.minutes)
     groups = {"do not compile": failed, "survived": survived, "killed by a test that fails without a fault": unjudged}
     wrong = [f"{how}: {', '.join(names)}" for how, names in groups.items() if names]
     sys.exit(f"mutants: {'; '.join(wrong)}" if wrong else 0)
@@ -302,7 +309,9 @@ def main():
     running.add_argument("--at-least", type=float, metavar="SHARE", help="fail if a smaller share is killed")
     on_gpu = commands.add_parser("gpu", help="faults of the GPU kernels, each in an extension of its own")
     on_gpu.add_argument("names", nargs="*", help="default: all")
-    on_gpu.add_argument("--compile-only", action="store_true", help="whether all compile; needs nvcc, no GPU")
+    made = on_gpu.add_mutually_exclusive_group()
+    made.add_argument("--compile-only", action="store_true", help="make the extensions; needs nvcc, no GPU")
+    made.add_argument("--compiled", action="store_true", help="run those that were made before; needs a GPU, no nvcc")
     for command in (running, on_gpu):
         command.add_argument("--minutes", type=float, help="stop after so many; the rest is not finished")
         command.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")

@@ -428,9 +428,11 @@ class Build:
     """One sound build of a copy of the tree, and beside it one extension for each fault."""
 
     def __init__(self, tree):
-        self.tree = tree / "build/mutants/gpu"
+        self.origin, self.tree = tree, tree / "build/mutants/gpu"
         self.folder = self.tree / "build/cuda"
-        instrumented.copy(tree, self.tree)
+
+    def compile_sound(self):
+        instrumented.copy(self.origin, self.tree)
         configure = ["cmake", "--preset", "cuda", f"-DPython_EXECUTABLE={sys.executable}", "-DROOFTILE_WERROR=OFF",
                      "-DROOFTILE_BENCH=OFF", "-DROOFTILE_TESTS=OFF", "-DROOFTILE_CUDA_ARCHITECTURES=90a-real",
                      "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]  # fmt: skip
@@ -470,9 +472,11 @@ class Build:
         return words[words.index("-o") + 1]
 
     def package(self, name):
-        """The folder that holds a rooftile with the fault."""
-        fault, to = FAULTS[name], self.tree / "faults" / name
-        package = to / "python"
+        """The folder that holds a rooftile with the fault, or will."""
+        return self.tree / "faults" / name / "python"
+
+    def link_package(self, name):
+        fault, to, package = FAULTS[name], self.tree / "faults" / name, self.package(name)
         shutil.copytree(self.tree / "python/rooftile", package / "rooftile", dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("*.so", "__pycache__"))  # fmt: skip
         there = self.object_of(self.compiles[str(self.tree / source_of(fault))])
@@ -480,27 +484,25 @@ class Build:
         library = next(word for word in shlex.split(self.link) if word.endswith("_C.abi3.so"))
         link = link.replace(f"-o {library}", f"-o {package / 'rooftile/_C.abi3.so'}")
         subprocess.run(link, shell=True, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
-        return package
 
 
-def run(tree, names, compile_only, jobs, done, minutes=None):
-    """Builds, and tests on the GPU; tells done(fault, how, by) of each. minutes: as of Forks.run().
-
-    Returns the names of those that did not compile, those that survived, and those whose killer is no judge: it does
-    not pass without a fault either.
-    """
-    for name in names:
-        check_name(name)
-    names = names or list(FAULTS)
+def compile_all(tree, names, jobs):
+    """A rooftile for each fault, below build/mutants/gpu. Returns the names of those that do not compile."""
     build = Build(tree)
+    build.compile_sound()
     with ThreadPoolExecutor(jobs) as pool:
         compiled = dict(zip(names, pool.map(build.compile, names), strict=True))
-    failed = [name for name in names if not compiled[name]]
-    if compile_only:
-        return failed, [], []
-    names = [name for name in names if compiled[name]]
-    with ThreadPoolExecutor(jobs) as pool:
-        packages = dict(zip(names, pool.map(build.package, names), strict=True))
+        list(pool.map(build.link_package, (name for name in names if compiled[name])))
+    return [name for name in names if not compiled[name]]
+
+
+def run(tree, names, jobs, done, minutes=None):
+    """Tests what compile_all() made on the GPU; tells done(fault, how, by) of each. minutes: as of Forks.run().
+
+    Returns the names of those that survived, and of those whose killer is no judge: it does not pass without a fault
+    either.
+    """
+    build = Build(tree)
     runner = forks.Forks(build.tree, jobs, switch=False)
     killed, survived, unjudged = {}, [], []
 
@@ -516,7 +518,7 @@ def run(tree, names, compile_only, jobs, done, minutes=None):
             survived.append(name)
             tell(name, "survived", "")
 
-    work = [forks.Job(i, tests_of(FAULTS[name]), package=packages[name]) for i, name in enumerate(names)]
+    work = [forks.Job(i, tests_of(FAULTS[name]), package=build.package(name)) for i, name in enumerate(names)]
     runner.run(work, ended, minutes)
 
     def judged(job):
@@ -531,7 +533,7 @@ def run(tree, names, compile_only, jobs, done, minutes=None):
     killers = list(killed)
     sound = build.tree / "python"
     runner.run([forks.Job(i, [test_named(killer)], package=sound) for i, killer in enumerate(killers)], judged)
-    return failed, survived, unjudged
+    return survived, unjudged
 
 
 def test_named(killer):

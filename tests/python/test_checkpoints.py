@@ -72,6 +72,7 @@ FORMATS = {
     ),
     "gptq-whole-rows-no-g_idx": (lambda w: tiny.gptq(w, g_idx=False), {}, GPTQ(group_size=-1), "integer"),
     "awq": (tiny.awq, {"lowest": 0}, AWQ(), "integer"),
+    "awq-without-zero_point": (tiny.awq, {"lowest": 0}, AWQ(zero_point=None), "integer"),
     "awq-64": (tiny.awq, {"lowest": 0}, AWQ(group_size=64, modules_to_not_convert=["lm_head"]), "integer"),
     "ct": (lambda w: tiny.compressed_tensors(w, True), {"symmetric": True, "dtype": torch.bfloat16}, CT(), "symmetric"),
     "ct-asymmetric": (
@@ -371,6 +372,23 @@ def assert_base_loads(folder):
     assert torch.equal(base(IDS).last_hidden_state, load(folder, torch.float16).model(IDS).last_hidden_state)
 
 
+def test_a_base_model_takes_the_heads_of_another_alone_for_granted(tmp_path):
+    """Its folder may be of a model with a head, which it has not; a layer that is in neither is an error."""
+    source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
+    transformers.AutoModel.from_pretrained(source, quantization_config=RooftileConfig(32)).save_pretrained(
+        tmp_path / "base"
+    )
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    modules = config["quantization_config"]["layouts"][0]["modules"]
+    modules.append("lm_head")
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    transformers.AutoModel.from_pretrained(tmp_path / "base")
+    modules[-1] = "model.layers.9.mlp.up_proj"
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    with pytest.raises(rt.ArgumentError, match="module 'model.layers.9.mlp.up_proj' is not in a LlamaModel"):
+        transformers.AutoModel.from_pretrained(tmp_path / "base")
+
+
 def test_a_base_model_saved_alone(tmp_path):
     source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
     base = transformers.AutoModel.from_pretrained(source, quantization_config=RooftileConfig(32))
@@ -663,3 +681,12 @@ def test_the_cache_and_the_weights_need_one_import():
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0
+
+
+def test_a_config_is_utf_8_whatever_the_locale(tmp_path):
+    source = tiny.write(tmp_path / "source", tiny.tensors(None, {}), note="K\u00e4se")
+    text = (source / "config.json").read_text(encoding="utf-8").replace("K\\u00e4se", "K\u00e4se")
+    (source / "config.json").write_text(text, encoding="utf-8")
+    script = f"import rooftile.checkpoints as c; c.convert({str(source)!r}, {str(tmp_path / 'out')!r}, progress=False)"
+    plain = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-c", script], env=os.environ | plain, check=True)

@@ -181,6 +181,8 @@ def with_meta(tmp_path, changes):
         ("llama.context_length", None, ArgumentError, ("missing",)),
         ("tokenizer.ggml.eos_token_id", (320, "uint32"), ArgumentError, ("320",)),
         ("general.alignment", (48, "uint32"), ArgumentError, ("48", "power of two")),
+        ("general.alignment", (0, "uint32"), ArgumentError, ("0", "power of two")),
+        ("llama.context_length", (2**31, "uint32"), ArgumentError, ("from 1 to 2^31 - 1", "2147483648")),
     ],
 )
 def test_metadata_faults(tmp_path, key, value, error, words):

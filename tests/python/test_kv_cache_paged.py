@@ -168,6 +168,15 @@ def test_bytes_of_pages():
     assert cache.nbytes == 6 * 2 * oracle.block_bytes("int8", 32, 64) + 2 * 6 * 4 + 2 * 4
 
 
+def test_bytes_of_open_groups():
+    """int4-kivi keeps the tokens of an open group raw beside its pages: 8 of 40, 1 of 1, none of 64."""
+    cache = rt.PagedKVCache(6, 32, 2, 64, max_rows=3, format="int4-kivi", dtype="float16")
+    k = torch.ones(3, 64, 2, 64, dtype=torch.float16)
+    cache.append(k, k, counts=[40, 1, 64])
+    raw = (8 + 1) * 2 * 2 * 64 * 2  # tokens, K and V, heads, channels, bytes
+    assert cache.nbytes_used == (2 + 1 + 2) * 2 * oracle.block_bytes("int4-kivi", 32, 64) + raw
+
+
 # ---- an engine's pool ----
 
 

@@ -92,3 +92,24 @@ def test_select_copies_all_that_belongs_to_a_row(format):
     for row in range(3):
         same(cache.dump(row), before[row])
     assert cache.select([2], capacity=0).capacity == 0
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-kivi", "fp32"])
+def test_full_rows_are_reordered_without_their_neighbours(format):
+    cache = rt.KVCache(3, 64, HEADS, DIM, format=format)
+    _, k, v = tokens(64, batch=3)
+    cache.append(k, v)
+    before = [cache.dump(row) for row in range(3)]
+    cache.reorder([0, 0, 2])
+    for row, source in enumerate((0, 0, 2)):
+        same(cache.dump(row), before[source])
+
+
+def test_dump_gives_raw_tokens_of_the_open_group_alone():
+    _, k, v = tokens(40, batch=1)
+    for format, first in (("int4-kivi", 32), ("fp32", 0)):
+        cache = rt.KVCache(1, 64, HEADS, DIM, format=format)
+        cache.append(k, v)
+        facts = cache.dump(0)
+        for side, x in (("k_raw", k), ("v_raw", v)):
+            assert torch.equal(torch.as_tensor(facts[side]), torch.as_tensor(x)[0, first:].to(torch.float32)), format

@@ -19,6 +19,7 @@ import closeness  # noqa: E402
 import rooftile as rt  # noqa: E402
 import safetensors.torch  # noqa: E402
 import tiny_checkpoints as tiny  # noqa: E402
+from rooftile import _calls  # noqa: E402
 from rooftile.checkpoints import convert  # noqa: E402
 from rooftile.cli import main  # noqa: E402
 from rooftile.experts import PackedExperts, PackedStack  # noqa: E402
@@ -195,6 +196,11 @@ def test_experts_may_be_skipped(tmp_path):
     assert kinds[1] is PackedExperts and kinds[0] is not PackedExperts
     ours.save_pretrained(tmp_path / "saved")
     assert_same_weights(load(tmp_path / "saved"), ours)
+
+
+def test_torch_before_2_7_does_not_say_that_it_exports(monkeypatch):
+    monkeypatch.delattr(torch.compiler, "is_exporting")
+    _calls.refuse_export("KVCache", "no reason")
 
 
 def test_export_of_packed_experts_is_refused_by_name():

@@ -406,3 +406,31 @@ def test_the_cache_is_only_read():
     append(cache, [(np.zeros((0, 2, 32)),) * 2])
     for name, array in cache._arrays.items():
         assert_bits_equal(array, before[name], name)
+
+
+def test_rows_that_the_cache_does_not_have_are_told_with_those_it_has():
+    cache = filled(tokens((40, 50), 2, 32, "float32"), "int8", "float32")
+    x = torch.zeros(1, 3, 2, 32)
+    for row in (-1, 2):
+        with pytest.raises(rt.ArgumentError, match=rf"rows\[0\] is {row}, the cache has rows 0 to 1$"):
+            rt.prefill_attention(x, x, x, cache=cache, rows=cu(row))
+
+
+def test_a_row_whose_raw_tokens_are_gone_is_refused():
+    """Somebody writes a shorter length into the tensor that the kernels read: those tokens are codes by now."""
+    cache = filled(tokens((190,), 2, 32, "float32"), "int4-kivi", "float32")
+    cache.truncate([0], [174])
+    x = torch.zeros(1, 3, 2, 32)
+    cache.seq_lens[0] = 40
+    words = "row 0 was truncated: a query at position 40 needs the raw tokens from 32, the row still has them from 126"
+    with pytest.raises(rt.ArgumentError, match=words):
+        rt.prefill_attention(x, x, x, cache=cache)
+
+
+def test_a_batch_of_more_sequences_than_any_kernel_takes():
+    q = torch.zeros(1, 1, 1, 1).expand(2**24 + 1, 1, 1, 1)
+    out = torch.empty(2**24 + 1, 1, 1, 1)
+    with pytest.raises(
+        rt.ArgumentError, match=r"q must have a batch of at most 16777216, got float32\[16777217, 1, 1, 1\]"
+    ):
+        rt.prefill_attention(q, q, q, out=out)

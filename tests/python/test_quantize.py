@@ -310,3 +310,11 @@ def test_an_extra_state_of_another_form_is_refused(state, got):
     expected = r"^W4Linear: _extra_state must be \[1, 48, 64, 32, 0, 0\] \(layout version, .*, got "
     with pytest.raises(error, match=f"{expected}{got}$"):
         module.load_state_dict(held)
+
+
+def test_layers_that_share_a_weight_are_left():
+    model = torch.nn.ModuleDict({"a": linear(64, 64), "b": linear(64, 64), "c": linear(64, 64)})
+    model.b.weight = model.a.weight
+    report = quantized(model)
+    assert type(model.a) is type(model.b) is torch.nn.Linear and model.a.weight is model.b.weight
+    assert reasons(report) == {"a": "shared with another module"} and report.group_sizes == {"c": 32}

@@ -67,9 +67,11 @@ def test_no_bos_unless_the_file_says_so(tokenizer, tmp_path):
     assert load_tokenizer(path)("h")["input_ids"][0] == tiny_gguf.BOS
 
 
-def test_chat_template_and_padding(tokenizer):
+def test_chat_template_and_padding(tokenizer, tmp_path):
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert text == "<|im_start|>user\nhello<|im_end|>\n"
+    meta = {name: value for name, value in tiny_gguf.metadata("llama").items() if name != "tokenizer.chat_template"}
+    assert load_tokenizer(tiny_gguf.write(tmp_path / "a.gguf", meta=meta)).chat_template is None
     batch = tokenizer(["hello", "hello hello"], padding=True)
     assert batch["attention_mask"][0][0] == 0 and batch["attention_mask"][0][-1] == 1
 

@@ -288,6 +288,26 @@ def test_a_decode_step_is_one_graph(format, dtype, device):
     torch.library.opcheck(ops.w4a16_matmul.default, (make(3, 256), *form, None, None, None))
 
 
+@pytest.mark.parametrize("given", ("out", "lse", "out and lse"))
+@torch.no_grad()
+def test_outputs_of_attention_that_are_given_are_written_in_a_graph(given, device):
+    torch.manual_seed(0)
+    cache = rt.KVCache(2, 64, 2, 64, format="int8", dtype="float16", device=device)
+    q, k = (torch.randn(2, 3, heads, 64, device=device).half() for heads in (4, 2))
+    cache.append(k, k)
+    expected = rt.decode_attention(q, cache, return_lse=True)
+    outputs = {"out": torch.zeros_like(q), "lse": torch.zeros(2, 3, 4, device=device)}
+    outputs = {name: t for name, t in outputs.items() if name in given.split()}
+
+    def decode(q, **outputs):
+        return rt.decode_attention(q, cache, return_lse=True, **outputs)
+
+    got = torch.compile(decode, fullgraph=True, backend="aot_eager")(q, **outputs)
+    for name, a, b in zip(("out", "lse"), got, expected, strict=True):
+        assert_bits_equal(a, b)
+        assert_bits_equal(outputs.get(name, a), b)
+
+
 def paged_pair(format, dtype, device, rows=3, pages=24, page_size=32):
     """Two equal paged caches whose rows 0 and 1 share a full page and a part of the next."""
     options = {"max_rows": rows, "max_pages_per_row": 8, "format": format, "dtype": dtype, "device": device}

@@ -183,6 +183,16 @@ def test_a_dynamic_cache_that_is_asked_for_by_name_is_of_the_format(where):
     assert config.cache_implementation == "dynamic"
 
 
+def test_positional_arguments_of_generate_arrive():
+    """The third is the logits processors."""
+    model, _ = tiny()
+    ids, mask = prompts(1, 9)
+    rt.set_kv_cache(model, "fp32")
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, cache_implementation="dynamic")
+    only = transformers.LogitsProcessorList([lambda seen, scores: scores.index_fill(1, torch.tensor([7]), 1e9)])
+    assert model.generate(ids, config, only, attention_mask=mask)[0, 9:].tolist() == [7] * 4
+
+
 def test_a_cache_that_is_given_is_used():
     model, _ = tiny()
     ids, mask = prompts(1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import rooftile as rt
 import torch
-from rooftile import evaluate
+from rooftile import _C, evaluate
 from rooftile.loaders.gguf import open_gguf
 from rooftile.nn import W4Linear, W8Linear
 
@@ -38,6 +38,11 @@ NAMES = [
         lambda: rt.KVCache(1, 64, 1, 16, format="zstd"),
         rt.ArgumentError,
         f"KVCache: format 'zstd' is not a cache format; known: {FORMATS}",
+    ),
+    (  # what the binding says where no Python looked before
+        lambda: _C.kv_block_bytes("int4_kivi", 32, 64),
+        rt.ArgumentError,
+        f'KVCache: format "int4_kivi" is not a cache format; known: {FORMATS}, did you mean "int4-kivi"?',
     ),
     (
         lambda: rt.KVCache(1, 64, 1, 16, dtype="fp16"),
@@ -181,3 +186,9 @@ def test_a_masked_array_is_refused(what):
     text = f"{what} is a MaskedArray, whose mask no op reads; pass filled() or its data"
     with pytest.raises(rt.ArgumentTypeError, match=f"^{re.escape(text)}$"):
         MASKED[what]()
+
+
+def test_an_array_is_told_with_dtype_shape_and_device():
+    with pytest.raises(rt.ArgumentError) as caught:
+        rt.linear(torch.zeros(2, 3), torch.zeros(4, 5))
+    assert str(caught.value) == "linear: weight must be [N, K] with x's K = 3, got float32[4, 5] on cpu"
