@@ -385,7 +385,7 @@ def test_a_base_model_takes_the_heads_of_another_alone_for_granted(tmp_path):
     transformers.AutoModel.from_pretrained(tmp_path / "base")
     modules[-1] = "model.layers.9.mlp.up_proj"
     (tmp_path / "base/config.json").write_text(json.dumps(config))
-    with pytest.raises(rt.ArgumentError, match="module 'model.layers.9.mlp.up_proj' is not in a LlamaModel"):
+    with pytest.raises(rt.ArgumentError, match=r"module 'model\.layers\.9\.mlp\.up_proj' is not in a LlamaModel"):
         transformers.AutoModel.from_pretrained(tmp_path / "base")
 
 
