@@ -561,6 +561,8 @@ def test_raw_tokens_that_are_gone():
         rt.decode_attention(q, cache)
     append(cache, tokens((2,), 2, 32, "float32"))
     rt.decode_attention(q, cache)
+    with pytest.raises(rt.ArgumentError, match="a query at position 63 needs the raw tokens from 32"):
+        rt.decode_attention(torch.zeros(1, 3, 4, 32), cache)  # the first of three, not the last
 
 
 @pytest.mark.parametrize("page", [-1, 2, 99])  # the pool has pages 0 and 1
