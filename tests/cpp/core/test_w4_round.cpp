@@ -58,6 +58,8 @@ TEST(W4Round, CodesOfAGroupByHand) {
   EXPECT_EQ(W4Group::of(0.0f, 0.0f, true, false, 4, DType::f16).code(0.0f), 8);
   EXPECT_EQ(W4Group::of(0.0f, 0.0f, true, true, 4, DType::f16).code(0.0f), 0);
   EXPECT_TRUE(std::isnan(W4Group::of(0.0f, infinity, false, true, 4, DType::f16).scale));
+  EXPECT_EQ(W4Group::of(0.0f, infinity, false, true, 4, DType::f16).code(1.0f), 0);
+  EXPECT_EQ(W4Group::of(0.0f, infinity, false, false, 4, DType::f16).code(1.0f), 8);
 }
 
 }  // namespace
