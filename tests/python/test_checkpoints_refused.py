@@ -89,6 +89,7 @@ def refused(source, tmp_path, error, *words, **options):
         (awq, AWQ(zero_point=False), SUPPORTED, ("zero_point = False",)),
         (awq, AWQ(modules_to_not_convert=["up_proj"]), ARGUMENT, (UP, "modules_to_not_convert", "'up_proj'")),
         (awq, AWQ(modules_to_not_convert="up_proj"), ARGUMENT, ("modules_to_not_convert must be list",)),
+        (awq, AWQ(modules_to_not_convert=[5]), ARGUMENT, ("modules_to_not_convert must hold names, got 5",)),
         (ct, CT({"num_bits": 3}), SUPPORTED, ("group_0: weights: num_bits = 3", "read: 4 or 8")),
         (ct, CT({"num_bits": 8}), ARGUMENT, (UP, "weight_packed has shape [128, 8], expected [128, 16]")),
         (ct, CT({"type": "float"}), SUPPORTED, ("type = 'float'",)),

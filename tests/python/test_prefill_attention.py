@@ -349,7 +349,11 @@ def cu(*values):
         ({**CU, "cu_seqlens_q": cu(0, 9)}, rt.ArgumentTypeError, "cu_seqlens_k"),
         ({**CU, "cu_seqlens_q": cu(0, 9), "cu_seqlens_k": cu(0, 4, 9)}, rt.ArgumentError, "cu_seqlens_k"),
         ({**CU, "cu_seqlens_q": cu(0, 8), "cu_seqlens_k": cu(0, 9)}, rt.ArgumentError, "cu_seqlens_q"),
-        ({**CU, "cu_seqlens_q": cu(1, 9), "cu_seqlens_k": cu(0, 9)}, rt.ArgumentError, "cu_seqlens_q"),
+        (
+            {**CU, "cu_seqlens_q": cu(1, 9), "cu_seqlens_k": cu(0, 9)},
+            rt.ArgumentError,
+            r"cu_seqlens_q must be \[batch \+ 1\] and start with 0, got int32\[2\] on cpu starting with 1$",
+        ),
         (
             {**CU, "cu_seqlens_q": cu(0, 7, 3, 9), "cu_seqlens_k": cu(0, 1, 2, 9)},
             rt.ArgumentError,

@@ -308,6 +308,30 @@ def test_outputs_of_attention_that_are_given_are_written_in_a_graph(given, devic
         assert_bits_equal(outputs.get(name, a), b)
 
 
+@torch.no_grad()
+def test_rows_and_counts_reach_the_ops_in_a_graph(device):
+    """Entries 0 and 1 of the batch are rows 2 and 0, with one token of two and both."""
+    torch.manual_seed(0)
+    eager, traced = (rt.KVCache(3, 64, 2, 64, format="int8", dtype="float16", device=device) for _ in range(2))
+    q, k = (torch.randn(2, 2, heads, 64, device=device).half() for heads in (4, 2))
+    cos, sin = torch.randn(2, 8, 32, device=device)
+    positions = torch.tensor([[0, 1], [2, 3]], device=device)
+    rows, counts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([2, 0], [1, 2]))
+
+    def step(cache, q):
+        q = rt.rope_append(q, k, k, cos, sin, positions, cache, rows=rows, counts=counts)
+        return rt.decode_attention(q, cache, rows=rows, counts=counts, return_lse=True)
+
+    for a, b in zip(torch.compile(step, fullgraph=True, backend="aot_eager")(traced, q), step(eager, q), strict=True):
+        assert_bits_equal(a, b)
+    assert traced.lengths == eager.lengths == [2, 0, 1]
+    inputs = (q, *eager._flat(), rows, counts, None, None, None, None)
+    out, lse = torch.ops.rooftile.decode_attention(*inputs)
+    expected = rt.decode_attention(q, eager, rows=rows, counts=counts, return_lse=True)
+    assert_bits_equal(out, expected[0])
+    assert_bits_equal(lse, expected[1])
+
+
 def paged_pair(format, dtype, device, rows=3, pages=24, page_size=32):
     """Two equal paged caches whose rows 0 and 1 share a full page and a part of the next."""
     options = {"max_rows": rows, "max_pages_per_row": 8, "format": format, "dtype": dtype, "device": device}

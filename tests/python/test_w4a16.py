@@ -220,6 +220,8 @@ def test_gated(n, k, group, bits, dtype, plan):
     # a few outputs of which the naive ones are the exact ones, rounded
     closeness.assert_close(y, oracle.round_to(exact, dtype), exact, frobenius=bound, slack=8)
     closeness.assert_bits_equal(matmul(x[:1], w, bias=bias, activation="silu_mul", plan=plan), y[:1])
+    strided = torch.stack((bias, bias + 1), 1)[:, 0]  # every second element
+    closeness.assert_bits_equal(matmul(x, w, bias=strided, activation="silu_mul", plan=plan), y)
 
 
 @pytest.mark.parametrize("bits", WEIGHT)

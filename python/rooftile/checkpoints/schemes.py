@@ -151,14 +151,14 @@ class _Awq:
         if version.lower() != "gemm":
             fields.refuse("version", "'gemm'")
         self.size = fields.group_size()
-        self.plain = fields.get("modules_to_not_convert", list, [])
+        self.plain = _names(fields, "modules_to_not_convert", "names", [])
 
     def bits_of(self, module):
         return 4
 
     def read(self, module, n, k):
         for name in self.plain:
-            if isinstance(name, str) and name in module.name:
+            if name in module.name:
                 raise ArgumentError(
                     f"{module.where}: has qweight, but modules_to_not_convert of config.json names '{name}'"
                 )
@@ -180,7 +180,7 @@ class _CompressedTensors:
     def __init__(self, fields, tensors):
         fields.absent("kv_cache_scheme", "sparsity_config", "transform_config")
         fields.expect("quantization_status", "compressed", "frozen", default="compressed")
-        self.ignore = _patterns(fields, "ignore", [])
+        self.ignore = _names(fields, "ignore", _PATTERNS, [])
         groups = fields.child("config_groups")
         self.groups = [_WeightGroup(fields, groups.child(name)) for name in groups.value]
         patterns = [*self.ignore, *(target for group in self.groups for target in group.targets)]
@@ -231,7 +231,7 @@ class _WeightGroup:
     def __init__(self, top, fields):
         (top if fields.value.get("format") is None else fields).expect("format", "pack-quantized")
         fields.absent("input_activations", "output_activations")
-        self.targets = _patterns(fields, "targets")
+        self.targets = _names(fields, "targets", _PATTERNS)
         weights = fields.child("weights")
         self.bits = weights.expect("num_bits", 4, 8)
         weights.expect("type", "int")
@@ -243,13 +243,14 @@ class _WeightGroup:
         self.act_order = order in ("group", "dynamic")  # "weight": the order of quantising, not of storing
 
 
-def _patterns(fields, key, default=_MISSING):
+_PATTERNS = "names and 're:' expressions"
+
+
+def _names(fields, key, what, default=_MISSING):
     values = fields.get(key, list, default)
     for value in values:
         if not isinstance(value, str):
-            raise ArgumentError(
-                f"{fields.where}: {fields.name}: {key} must hold names and 're:' expressions, got {value!r:.60}"
-            )
+            raise ArgumentError(f"{fields.where}: {fields.name}: {key} must hold {what}, got {value!r:.60}")
     return values
 
 
