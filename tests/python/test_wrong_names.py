@@ -121,6 +121,12 @@ NAMES = [
         'w4a16_matmul: activation must be "silu", "gelu", "gelu_tanh", "silu_mul", "gelu_mul" or "gelu_tanh_mul", '
         'got "gelu_tan", did you mean "gelu_tanh"?',
     ),
+    (
+        lambda: rt.w4a16_matmul(X, weight(), activation="silu_mull"),
+        rt.ArgumentError,
+        'w4a16_matmul: activation must be "silu", "gelu", "gelu_tanh", "silu_mul", "gelu_mul" or "gelu_tanh_mul", '
+        'got "silu_mull", did you mean "silu_mul"?',
+    ),
 ]
 
 
