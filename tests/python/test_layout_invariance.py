@@ -61,6 +61,16 @@ def test_torch_layouts(op, name, dtype, device, plan):
 
 @pytest.mark.parametrize("op", ops.OPS, ids=lambda op: op.id)
 def test_layouts_that_differ(op, dtype, device, plan):
+    _check_layouts_that_differ(op, dtype, device, plan)
+
+
+@pytest.mark.parametrize("op", [op for op in ops.OPS if "plan" in op.arguments], ids=lambda op: op.id)
+def test_layouts_that_differ_in_the_reference(op):
+    """With all dtypes this is slow; strides are followed by one code for all of them."""
+    _check_layouts_that_differ(op, "float16", "cpu", "reference")
+
+
+def _check_layouts_that_differ(op, dtype, device, plan):
     """Each argument in another layout than its neighbours, so that no one's strides can stand for another's."""
     expected = _run(op, dtype, device, plan)
     plain = op.call(dtype, device).kwargs
