@@ -315,6 +315,18 @@ def test_models_that_a_cache_is_not_for(config, reason):
         RooftileCache(config())
 
 
+def test_what_is_no_config_of_a_decoder_is_told():
+    with pytest.raises(rt.ArgumentTypeError, match=r"config: expected a model's config \(model.config\), got str$"):
+        RooftileCache("llama")
+    several = transformers.MusicgenConfig(  # a text model beside the decoder
+        text_encoder=transformers.T5Config(),
+        audio_encoder=transformers.EncodecConfig(),
+        decoder=transformers.MusicgenDecoderConfig(),
+    )
+    with pytest.raises(rt.NotSupportedError, match=r"config: .*musicgen_decoder is an encoder-decoder"):
+        RooftileCache(several)
+
+
 def test_export_of_a_model_with_a_cache_is_refused_by_name():
     model = copy.deepcopy(tiny()[0])
     rt.set_kv_cache(model, "int8")

@@ -239,11 +239,11 @@ class RooftileLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, format, capacity=None, dtype=None, stepwise=False, attention=None):
+    def __init__(self, format, capacity, dtype, stepwise, attention):
         """attention: a function that returns the name of the model's attention implementation."""
         super().__init__()
         self.format, self.capacity, self.dtype, self.stepwise = format, capacity, dtype, stepwise
-        self.attention = attention or str
+        self.attention = attention
         self.cache = None  # rt.KVCache or SlidingKVCache
         self.columns = 0  # what transformers calls the sequence length: tokens and padding
         self.stored = 0  # columns that were attended and stored: in a graph `columns` is late
