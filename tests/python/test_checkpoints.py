@@ -23,6 +23,7 @@ import tiny_checkpoints as tiny  # noqa: E402
 import tiny_gguf  # noqa: E402
 from rooftile import checkpoints  # noqa: E402
 from rooftile.checkpoints import convert, formats  # noqa: E402
+from rooftile.checkpoints.folder import safetensors_header  # noqa: E402
 from rooftile.cli import main  # noqa: E402
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
 from rooftile.nn import PackedLinear, W4Linear, W8Linear  # noqa: E402
@@ -690,3 +691,11 @@ def test_a_config_is_utf_8_whatever_the_locale(tmp_path):
     script = f"import rooftile.checkpoints as c; c.convert({str(source)!r}, {str(tmp_path / 'out')!r}, progress=False)"
     plain = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
     subprocess.run([sys.executable, "-c", script], env=os.environ | plain, check=True)
+
+
+def test_bytes_of_stored_tensors(tmp_path):
+    names = "float64 int64 float32 int32 float16 bfloat16 uint8 int8".split()
+    stored = {name: torch.zeros(3, 5, dtype=getattr(torch, name)) for name in names}
+    safetensors.torch.save_file(stored, tmp_path / "a.safetensors")
+    found = {info.name: info.nbytes for info in safetensors_header(tmp_path / "a.safetensors")}
+    assert found == {name: tensor.nbytes for name, tensor in stored.items()}
