@@ -145,7 +145,7 @@ def run(args):
     queue = {m.number: m for m in mutants if args.only in f"{m.file} {m.what}" and str(m.number) not in results}
     runner, killers = forks.Forks(copy.to, args.jobs), known_killers()
     if args.sample:
-        tests = {m.number: [forks.Test(*named(killers[m.key]))] for m in queue.values()}
+        tests = {m.number: [forks.named_test(killers[m.key])] for m in queue.values()}
     else:
         reach = surveyed(runner, copy.to, sorted(m.number for m in mutants))
         tests = {m.number: tests_that_reach(reach, m.number, killers.get(m.key, "")) for m in queue.values()}
@@ -225,13 +225,6 @@ def gpu(args):
     sys.exit(f"mutants: {'; '.join(wrong)}" if wrong else 0)
 
 
-def named(test):
-    """(file of tests, ids) of what killed a mutant, as recorded."""
-    if "::" in test:
-        return test.partition("::")[0].rpartition("/")[2].removeprefix("test_").removesuffix(".py"), (test,)
-    return test.removesuffix(" as a whole"), ()
-
-
 def surveyed(runner, copy, numbers):
     """{file of tests: what Reach.saved() says}; of files whose tests have not changed since, what was found before."""
     path, folder = WORK / "reach.json", copy / "tests/python"
@@ -274,7 +267,7 @@ def tests_that_reach(reach, number, killer):
         if name.startswith("c:") or len(ids) > MANY:
             ids, but = (), tuple(t[0] for t in entry["tests"] if not t[2])
         tests.append(forks.Test(name, ids, seconds, cpu, but))
-    first = named(killer)[0]
+    first = forks.named_test(killer).name
     return sorted(tests, key=lambda test: (test.name != first, test.seconds))
 
 

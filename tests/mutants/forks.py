@@ -37,6 +37,14 @@ class Test:
     but: tuple = ()  # ids that are left out
 
 
+def named_test(by):
+    """The Test of what Outcome.by names: of one test, or of a whole file or binary."""
+    if "::" not in by:
+        return Test(by.removesuffix(" as a whole"))
+    name = by.partition("::")[0]
+    return Test(name if name.startswith("c:") else Path(name).stem.removeprefix("test_"), (by,))
+
+
 @dataclass
 class Outcome:
     """how: passed, failed, crashed or timed out. by: the id of the test that did not pass."""

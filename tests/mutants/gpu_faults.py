@@ -532,12 +532,5 @@ def run(tree, names, jobs, done, minutes=None):
 
     killers = list(killed)
     sound = build.tree / "python"
-    runner.run([forks.Job(i, [test_named(killer)], package=sound) for i, killer in enumerate(killers)], judged)
+    runner.run([forks.Job(i, [forks.named_test(killer)], package=sound) for i, killer in enumerate(killers)], judged)
     return survived, unjudged
-
-
-def test_named(killer):
-    """What Outcome.by names."""
-    if "::" not in killer:
-        return forks.Test(killer.removesuffix(" as a whole"), seconds=20.0)
-    return forks.Test(Path(killer.partition("::")[0]).stem.removeprefix("test_"), (killer,), seconds=20.0)
