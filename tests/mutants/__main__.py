@@ -29,7 +29,7 @@ TREE = Path(__file__).resolve().parents[2]
 WORK = TREE / "build/mutants"
 KILLS = TREE / "tests/mutants/kills.json"
 EQUIVALENT = TREE / "tests/mutants/equivalent.json"
-# Of the final run. Tests were written for what the draws of 2 to 5 left alive, for none of the draw of 6.
+# Of the recorded run. Tests were written since for what the draws of 2 to 6 left alive: the next one is that of 7.
 SEED = 5
 MANY = 200  # ids; where more tests of a file reach a mutant, the file runs whole
 UNREACHED = "no test reaches it"
@@ -52,9 +52,10 @@ def git(*arguments):
 
 
 def tree_state(commit):
-    """commit: of a tree without a git of its own, as its user says; default: what git says of this one."""
+    """commit: of a tree without a git of its own, as its user says, who alone knows whether it was changed; default:
+    what git says of this one."""
     if commit:
-        return {"commit": commit, "changed": False}
+        return {"commit": commit}
     return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
 
 
@@ -102,11 +103,12 @@ class Record:
             how, by = self.data["results"].get(str(m.number), ("not finished", ""))
             if how == "passed":
                 how = "survived"
-            line = self.text[m.file].splitlines()[places.line_of(self.text[m.file], m.begin) - 1].strip()
-            why = next((why for where, why in marked.get(m.key, ()) if where in (None, line)), None)
+            line = places.line_of(self.text[m.file], m.begin)
+            text = self.text[m.file].splitlines()[line - 1].strip()
+            why = next((why for where, why in marked.get(m.key, ()) if where in (None, text)), None)
             if how == "survived" and why:
                 how, by = "needs GPU" if why.startswith("needs a GPU: ") else "equivalent", why
-            row = {"file": m.file, "line": places.line_of(self.text[m.file], m.begin), "rule": m.rule}
+            row = {"file": m.file, "line": line, "rule": m.rule}
             if m.what:
                 row["what"] = m.what
             row.update(original=places.one_line(m.original), mutated=places.one_line(m.mutated), result=how, by=by)

@@ -373,7 +373,7 @@ def assert_base_loads(folder):
     assert torch.equal(base(IDS).last_hidden_state, load(folder, torch.float16).model(IDS).last_hidden_state)
 
 
-def test_a_base_model_takes_the_heads_of_another_alone_for_granted(tmp_path):
+def test_a_base_model_may_lack_the_head_and_nothing_else(tmp_path):
     """Its folder may be of a model with a head, which it has not; a layer that is in neither is an error."""
     source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
     transformers.AutoModel.from_pretrained(source, quantization_config=RooftileConfig(32)).save_pretrained(

@@ -165,4 +165,5 @@ def test_equivalent_mutants_have_their_reasons():
     for entry in json.loads((FOLDER / "equivalent.json").read_text()):
         assert set(entry) - {"line"} == {"file", "rule", "original", "mutated", "reason"}
         lines = [line.strip() for line in (TREE / entry["file"]).read_text().splitlines()]
-        assert entry.get("line", lines[0]) in lines and len(entry["reason"].split()) >= 5
+        assert "line" not in entry or entry["line"] in lines
+        assert len(entry["reason"].split()) >= 5
