@@ -3,6 +3,7 @@
 
 import ast
 import graphlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,3 +107,11 @@ def test_no_two_modules_import_each_other_even_late():
         graphlib.TopologicalSorter(below).prepare()
     except graphlib.CycleError as circle:
         raise AssertionError(" <- ".join(circle.args[1])) from None
+
+
+@pytest.mark.skipif(not shutil.which("nm"), reason="no nm (Debian: apt-get install binutils)")
+def test_the_extension_exports_its_initializer_alone():
+    """What else it exported, such as a libstdc++ linked statically, was mixed with that of another extension."""
+    library = rt._C.__file__
+    said = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    assert [line.split()[-1] for line in said.splitlines()] == ["PyInit__C"]
