@@ -29,8 +29,8 @@ TREE = Path(__file__).resolve().parents[2]
 WORK = TREE / "build/mutants"
 KILLS = TREE / "tests/mutants/kills.json"
 EQUIVALENT = TREE / "tests/mutants/equivalent.json"
-# Of the recorded run. Tests were written since for what the draws of 2 to 6 left alive: the next one is that of 7.
-SEED = 5
+# Of the recorded run: a fresh draw, whose survivors no test was written for before it was recorded
+SEED = 7
 MANY = 200  # ids; where more tests of a file reach a mutant, the file runs whole
 UNREACHED = "no test reaches it"
 # Tests of the sources' texts, of other builds and of what an installation holds
