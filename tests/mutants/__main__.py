@@ -222,7 +222,11 @@ def gpu(args):
     if not args.compile_only:
         names = [name for name in names if name not in failed]
         survived, unjudged = gpu_faults.run(TREE, names, args.jobs, done, args.minutes)
-    groups = {"do not compile": failed, "survived": survived, "killed by a test that fails without a fault": unjudged}
+    groups = {
+        "have no extension": failed,
+        "survived": survived,
+        "killed by a test that fails without a fault": unjudged,
+    }
     wrong = [f"{how}: {', '.join(names)}" for how, names in groups.items() if names]
     sys.exit(f"mutants: {'; '.join(wrong)}" if wrong else 0)
 

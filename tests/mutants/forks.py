@@ -24,6 +24,7 @@ WARM = (
     " transformers.models.llama.modeling_llama"
 ).split()
 MEMORY = 8 << 30  # bytes of private memory a child may take
+HANGS = 120.0  # seconds after which a test that uses a GPU hangs
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,24 @@ class Watch:
             self.note.write_text(text)
 
 
+class Interleaved:
+    """A pytest plugin: the first case of every test function, then every second case, and so on. Most faults fail the
+    first cases of some function; a survivor takes all cases of all files."""
+
+    def pytest_collection_modifyitems(self, items):
+        seen = collections.Counter()
+        order = {}
+        for item in items:
+            function = item.nodeid.partition("[")[0]
+            order[item.nodeid] = seen[function]
+            seen[function] += 1
+        items.sort(key=lambda item: order[item.nodeid])
+
+
 class Forks:
     def __init__(self, tree, jobs, switch=True):
-        """tree: the instrumented copy. switch: False where the fault is built in and cannot be turned off (GPU)."""
+        """tree: the instrumented copy. switch: False where the fault is built in and cannot be turned off (GPU); no
+        test of a child may then take longer than HANGS, however many there are."""
         self.tree, self.jobs, self.switch, self.work = tree, jobs, switch, tree.parent / "work"
         self.started = 0
         shutil.rmtree(self.work, ignore_errors=True)
@@ -149,7 +165,7 @@ class Forks:
             while queue and len(running) < self.jobs:
                 self._start(*start(), selector, running)
             ready = [key.fd for key, _ in selector.select(timeout=1.0)]
-            ready += [fd for fd, state in running.items() if time.monotonic() > state["until"] and fd not in ready]
+            ready += [fd for fd, state in running.items() if self._late(state) and fd not in ready]
             for fd in ready:
                 state = running.pop(fd)
                 selector.unregister(fd)
@@ -166,8 +182,15 @@ class Forks:
         running[fd] = {"of": of, "test": test, "pid": pid, "note": note, "began": time.monotonic(), "until": until}
         selector.register(fd, selectors.EVENT_READ)
 
+    def _late(self, state):
+        if self.switch:
+            return time.monotonic() > state["until"]
+        with contextlib.suppress(FileNotFoundError):  # a new test has begun since the note was written
+            return time.time() - state["note"].stat().st_mtime > HANGS
+        return time.monotonic() - state["began"] > HANGS
+
     def _end(self, fd, state):
-        late = time.monotonic() > state["until"]
+        late = self._late(state)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(state["pid"], signal.SIGKILL)  # what is left of its own children; itself where it is late
         _, status, used = os.wait4(state["pid"], 0)
@@ -198,10 +221,10 @@ class Forks:
         package = str(getattr(of, "package", None) or self.tree / "python")
         try:
             os.setpgid(0, 0)
-            cpu_seconds = int(5 * test.cpu + 60)
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
-            if self.switch:  # a CUDA driver maps more than that
-                resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+            if self.switch:
+                cpu_seconds = int(5 * test.cpu + 60)
+                resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
+                resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))  # a CUDA driver maps more than that
                 os.environ["CUDA_VISIBLE_DEVICES"] = ""
             else:
                 sys.modules["torch"].set_num_threads(1)  # the other children have the other cores
@@ -225,10 +248,12 @@ class Forks:
             arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={note}.tmp"]
             arguments += [f"--rootdir={self.tree}", "-c", str(self.tree / "pyproject.toml")]
             arguments += [] if reach else ["-x"]
-            arguments += ["-m", "not slow and not model"] if self.switch else ["-k", "cuda or gpu or device"]
+            arguments += ["-m", "not slow and not model"]
+            arguments += [] if self.switch else ["-k", "cuda or gpu or device"]
             arguments += [f"--deselect={name}" for name in test.but]
             arguments += test.ids or [file]
-            code = int(pytest.main(arguments, plugins=[reach or Watch(note)]))
+            plugins = [reach or Watch(note), *([] if self.switch else [Interleaved()])]
+            code = int(pytest.main(arguments, plugins=plugins))
         except BaseException:
             traceback.print_exc()
         finally:

@@ -93,6 +93,7 @@ FAULTS = {
         DECODE + "split_kv.cuh",
         "    if (p.tokens == 1 || all_seen(see, token, 16)) add_pv16",
         "    if (p.tokens >= 1 || all_seen(see, token, 16)) add_pv16",
+        DECODE + "inst/bits16.cu",
     ),
     "o_scale_growth": Fault(
         "sums are not rescaled when the output scale grows",
@@ -355,7 +356,7 @@ FAULTS = {
 # A header's faults are compiled in one of the sources that include it; the other sources stay sound.
 SOURCES = {
     DECODE: DECODE + "inst/int4.cu",
-    "cpp/core/divisor.h": DECODE + "inst/int4.cu",
+    "cpp/core/divisor.h": DECODE + "dispatch.cpp",
     W4A16 + "expand.cuh": W4A16 + "matmul.cu",
     W4A16 + "gather_x.cuh": W4A16 + "matmul.cu",
     W4A16: W4A16 + "inst/w4_half.cu",
@@ -378,8 +379,9 @@ def source_of(fault):
 
 
 def tests_of(fault):
+    """One forks.Test of all files, so that a fault costs one CUDA context."""
     names = TESTS[Path(source_of(fault)).parts[2]].split()
-    return [forks.Test(name, seconds=20.0) for name in names]
+    return [forks.Test(names[0], tuple(f"tests/python/test_{name}.py" for name in names))]
 
 
 def lines(tree):
@@ -447,7 +449,7 @@ class Build:
         said = subprocess.run(
             [self.ninja, "-t", "commands"], cwd=self.folder, capture_output=True, text=True, check=True
         )
-        self.link = next(line for line in said.stdout.splitlines() if " -shared " in line and "_C.abi3.so" in line)
+        self.link_line = next(line for line in said.stdout.splitlines() if " -shared " in line and "_C.abi3.so" in line)
 
     def compile(self, name):
         """Whether the fault compiles; its object lies in faults/NAME."""
@@ -475,25 +477,37 @@ class Build:
         """The folder that holds a rooftile with the fault, or will."""
         return self.tree / "faults" / name / "python"
 
+    def link(self, first, to):
+        """An extension in which the object `first` stands for the one of the archive that has its symbols."""
+        words = shlex.split(self.link_line)
+        library = next(word for word in words if word.endswith("_C.abi3.so"))
+        archive = next(word for word in words if word.endswith("librooftile_cpp.a"))
+        line = self.link_line.replace(f"-o {library}", f"-o {to}").replace(f" {archive} ", f" {first} {archive} ")
+        subprocess.run(line, shell=True, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
+
     def link_package(self, name):
-        fault, to, package = FAULTS[name], self.tree / "faults" / name, self.package(name)
-        shutil.copytree(self.tree / "python/rooftile", package / "rooftile", dirs_exist_ok=True,
+        """Whether the fault is in the extension: not where the compiler drops it, or its source does not use it."""
+        to, library = self.tree / "faults" / name, self.package(name) / "rooftile/_C.abi3.so"
+        shutil.copytree(self.tree / "python/rooftile", library.parent, dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("*.so", "__pycache__"))  # fmt: skip
-        there = self.object_of(self.compiles[str(self.tree / source_of(fault))])
-        link = self.link.replace(there, str(to / "object.o"))
-        library = next(word for word in shlex.split(self.link) if word.endswith("_C.abi3.so"))
-        link = link.replace(f"-o {library}", f"-o {package / 'rooftile/_C.abi3.so'}")
-        subprocess.run(link, shell=True, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
+        self.link(to / "object.o", library)
+        self.link(self.object_of(self.compiles[str(self.tree / source_of(FAULTS[name]))]), to / "sound.so")
+        changed = library.read_bytes() != (to / "sound.so").read_bytes()
+        (to / "sound.so").unlink()
+        if not changed:
+            print(f"{name}: the machine code of {source_of(FAULTS[name])} is the same with the fault", flush=True)
+        return changed
 
 
 def compile_all(tree, names, jobs):
-    """A rooftile for each fault, below build/mutants/gpu. Returns the names of those that do not compile."""
+    """A rooftile for each fault, below build/mutants/gpu. Returns the names of those that are not there then."""
     build = Build(tree)
     build.compile_sound()
     with ThreadPoolExecutor(jobs) as pool:
-        compiled = dict(zip(names, pool.map(build.compile, names), strict=True))
-        list(pool.map(build.link_package, (name for name in names if compiled[name])))
-    return [name for name in names if not compiled[name]]
+        there = dict(
+            zip(names, pool.map(lambda name: build.compile(name) and build.link_package(name), names), strict=True)
+        )
+    return [name for name in names if not there[name]]
 
 
 def run(tree, names, jobs, done, minutes=None):

@@ -205,6 +205,7 @@ def test_graph_replay_follows_lengths_and_tables(format, dtype):
         assert_bits_equal(out, rt.decode_attention(q, cache), f"lengths {new}:")
 
 
+@pytest.mark.slow
 @stores
 def test_pages_past_2_to_the_32_bytes(format, dtype):
     """The same tokens in the first pages of a pool and in its last: the same bytes there, the same bits, nothing else

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutation runner: faults fit the sources as they are, rules give what they say, kills.json is what a run wrote."""
 
+import ctypes
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,3 +170,88 @@ def test_equivalent_mutants_have_their_reasons():
         lines = [line.strip() for line in (TREE / entry["file"]).read_text().splitlines()]
         assert "line" not in entry or entry["line"] in lines
         assert len(entry["reason"].split()) >= 5
+
+
+C_COMPILER = shutil.which("cc")
+
+
+@pytest.mark.skipif(not C_COMPILER, reason="no C compiler")
+@pytest.mark.parametrize("value, changed", [(2, True), (1, False)])
+def test_an_extension_holds_its_fault(tmp_path, capsys, value, changed):
+    """The faulty object stands for the archive's; one that changes nothing is named, and counts as no fault."""
+
+    def compiled(source, text):
+        (tmp_path / f"{source}.c").write_text(text)
+        subprocess.run([C_COMPILER, "-fPIC", "-c", f"{source}.c", "-o", f"{source}.o"], cwd=tmp_path, check=True)
+
+    compiled("number", "int number(void) { return 1; }")
+    compiled("main", "int number(void); int asked(void) { return number(); }")
+    subprocess.run(["ar", "qc", "librooftile_cpp.a", "number.o"], cwd=tmp_path, check=True)
+    build, name = gpu_faults.Build(tmp_path), "mask_end"
+    build.tree = build.folder = tmp_path
+    build.link_line = f"{C_COMPILER} -shared -s -o {tmp_path}/_C.abi3.so main.o -L. librooftile_cpp.a -lm"
+    build.compiles = {str(tmp_path / gpu_faults.source_of(gpu_faults.FAULTS[name])): {"command": "cc -o number.o"}}
+    (tmp_path / "python/rooftile").mkdir(parents=True)
+    compiled("faulty", f"int number(void) {{ return {value}; }}")
+    (tmp_path / f"faults/{name}").mkdir(parents=True)
+    (tmp_path / "faulty.o").rename(tmp_path / f"faults/{name}/object.o")
+    assert build.link_package(name) is changed
+    assert ctypes.CDLL(str(build.package(name) / "rooftile/_C.abi3.so")).asked() == value
+    assert ("is the same with the fault" in capsys.readouterr().out) is not changed
+
+
+GPU_TESTS = """
+import os, time
+import pytest
+
+MUTANT = os.environ["ROOFTILE_MUTANT"]
+
+@pytest.mark.parametrize("i", range(3))
+def test_first(i):
+    with open(os.environ["ORDER"], "a") as order:
+        print(MUTANT, "first", i, file=order)
+    time.sleep(60 if (MUTANT, i) == ("2", 1) else 0.4)
+
+@pytest.mark.parametrize("i", range(3))
+def test_second(i):
+    with open(os.environ["ORDER"], "a") as order:
+        print(MUTANT, "second", i, file=order)
+    assert (MUTANT, i) != ("1", 0)
+
+@pytest.mark.slow
+def test_that_takes_much():
+    raise AssertionError
+"""
+GPU_RUN = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import forks
+
+forks.WARM, forks.HANGS = ["pytest", "torch"], 1.2
+tests = [forks.Test("gpu", ("tests/python/test_gpu.py",))]
+jobs = [forks.Job(number, list(tests), package=Path(sys.argv[2])) for number in range(3)]
+forks.Forks(Path(sys.argv[2]), 1, switch=False).run(jobs, lambda job: print(job.number, job.outcome))
+"""
+
+
+def test_faults_of_gpu_kernels_meet_the_first_case_of_every_function_first(tmp_path):
+    """And only a test that itself takes too long ends a run: the whole of them may take longer."""
+    tree = tmp_path / "tree"
+    (tree / "tests/python").mkdir(parents=True)
+    (tree / "tests/python/test_gpu.py").write_text(GPU_TESTS)
+    (tree / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["slow", "model"]\n')
+    order = tmp_path / "order"
+    environment = {**os.environ, "ORDER": str(order)}
+    command = [sys.executable, "-c", GPU_RUN, str(FOLDER), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+    test = "tests/python/test_gpu.py::test"
+    assert done.stdout.splitlines() == [
+        "0 None",
+        f"1 Outcome(how='failed', by='{test}_second[0]')",
+        f"2 Outcome(how='timed out', by='{test}_first[1]')",
+    ]
+    ran = order.read_text().splitlines()
+    assert ran[:6] == [f"0 {name} {i}" for i in range(3) for name in ("first", "second")]
+    assert ran[6:] == ["1 first 0", "1 second 0", "2 first 0", "2 second 0", "2 first 1"]
