@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import by_hand
 import cpp_rules
+import forks
 import gpu_faults
 import instrumented
 import places
@@ -202,6 +204,8 @@ def test_an_extension_holds_its_fault(tmp_path, capsys, value, changed):
 
 GPU_TESTS = """
 import os, time
+from pathlib import Path
+
 import pytest
 
 MUTANT = os.environ["ROOFTILE_MUTANT"]
@@ -210,7 +214,10 @@ MUTANT = os.environ["ROOFTILE_MUTANT"]
 def test_first(i):
     with open(os.environ["ORDER"], "a") as order:
         print(MUTANT, "first", i, file=order)
-    time.sleep(60 if (MUTANT, i) == ("2", 1) else 0.4)
+    if (MUTANT, i) == ("2", 1):
+        [note] = Path(os.environ["NOTES"]).glob("*.2.gpu")
+        os.utime(note, (0, 0))  # as if this test had begun long ago
+        time.sleep(60)
 
 @pytest.mark.parametrize("i", range(3))
 def test_second(i):
@@ -229,7 +236,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import forks
 
-forks.WARM, forks.HANGS = ["pytest", "torch"], 1.2
+forks.WARM = ["pytest", "torch"]
 tests = [forks.Test("gpu", ("tests/python/test_gpu.py",))]
 jobs = [forks.Job(number, list(tests), package=Path(sys.argv[2])) for number in range(3)]
 forks.Forks(Path(sys.argv[2]), 1, switch=False).run(jobs, lambda job: print(job.number, job.outcome))
@@ -237,13 +244,13 @@ forks.Forks(Path(sys.argv[2]), 1, switch=False).run(jobs, lambda job: print(job.
 
 
 def test_faults_of_gpu_kernels_meet_the_first_case_of_every_function_first(tmp_path):
-    """And only a test that itself takes too long ends a run: the whole of them may take longer."""
+    """And a test that takes too long ends its run."""
     tree = tmp_path / "tree"
     (tree / "tests/python").mkdir(parents=True)
     (tree / "tests/python/test_gpu.py").write_text(GPU_TESTS)
     (tree / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["slow", "model"]\n')
     order = tmp_path / "order"
-    environment = {**os.environ, "ORDER": str(order)}
+    environment = {**os.environ, "ORDER": str(order), "NOTES": str(tmp_path / "work")}
     command = [sys.executable, "-c", GPU_RUN, str(FOLDER), str(tree)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
     test = "tests/python/test_gpu.py::test"
@@ -255,3 +262,18 @@ def test_faults_of_gpu_kernels_meet_the_first_case_of_every_function_first(tmp_p
     ran = order.read_text().splitlines()
     assert ran[:6] == [f"0 {name} {i}" for i in range(3) for name in ("first", "second")]
     assert ran[6:] == ["1 first 0", "1 second 0", "2 first 0", "2 second 0", "2 first 1"]
+
+
+@pytest.mark.parametrize(
+    "test_began, run_began, late",
+    [(0, 0, False), (0, 1000, False), (1000, 1000, True), (None, 0, False), (None, 1000, True)],
+)
+def test_what_hangs_is_a_test_not_the_many(tmp_path, test_began, run_began, late):
+    """began: seconds ago; None: no test has begun. All tests of a fault of the GPU kernels may take longer together."""
+    note = tmp_path / "note"
+    if test_began is not None:
+        note.touch()
+        os.utime(note, times=(time.time() - test_began,) * 2)
+    runner = forks.Forks.__new__(forks.Forks)
+    runner.switch = False
+    assert runner._late({"note": note, "began": time.monotonic() - run_began}) is late

@@ -111,13 +111,14 @@ def test_takes_a_header_that_was_read(tmp_path):
         ("tokenizer.ggml.merges", (["h e", "q zz"], "array"), ArgumentError, ("element 1", "'q zz'")),
         ("tokenizer.ggml.merges", (["x y"], "array"), ArgumentError, ("'x y'",)),
         ("tokenizer.ggml.bos_token_id", (320, "uint32"), ArgumentError, ("320",)),
+        ("tokenizer.ggml.bos_token_id", None, ArgumentError, ("add_bos_token", "missing")),
         ("tokenizer.ggml.add_bos_token", (1, "uint32"), ArgumentError, ("bool",)),
         ("tokenizer.ggml.add_eos_token", (True, "bool"), NotSupportedError, ()),
         ("tokenizer.chat_template", (["a", "b"], "array"), ArgumentError, ("str",)),
     ],
 )
 def test_faults(tmp_path, key, value, error, words):
-    meta = tiny_gguf.metadata("llama")
+    meta = {**tiny_gguf.metadata("llama"), "tokenizer.ggml.add_bos_token": (True, "bool")}
     if value is None:
         del meta[key]
     else:

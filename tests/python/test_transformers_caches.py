@@ -4,6 +4,7 @@
 import copy
 import functools
 import pickle
+import types
 
 import pytest
 
@@ -220,6 +221,18 @@ def test_set_kv_cache_can_be_copied_and_taken_back():
     out = generate(model, "rooftile", ids, mask, return_dict_in_generate=True)
     assert type(out.past_key_values) is DynamicCache and not model._forward_pre_hooks
     assert torch.equal(out.sequences, expected)
+
+
+def test_set_kv_cache_over_another_generate():
+    """A method that somebody else has bound to the model gives way, whatever its kind."""
+    model, theirs = tiny()
+    ids, mask = prompts(1)
+    expected = generate(model, theirs, ids, mask)
+    for bound in (functools.partial(type(model).generate, model), types.MethodType(type(model).generate, model)):
+        model.generate = bound
+        rt.set_kv_cache(model, "fp32")
+        assert torch.equal(generate(model, "rooftile", ids, mask), expected)
+        rt.set_kv_cache(model, None)
 
 
 def test_a_mask_selects_rows():
@@ -502,6 +515,24 @@ def test_torch_behind_a_cache_is_prefill_attention(format, window, lengths, monk
         exact = rt.prefill_attention(q, k, v, cache=cache, counts=counts, window=window, scale=0.2).float()
         out = _tensors.behind(q, k, v, cache, list(lengths), counts, scale=0.2, window=window).float()
         torch.testing.assert_close(out, exact, rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("rows, tokens", [(1, 512), (3, 128)])
+def test_torch_behind_a_cache_decodes_a_part_of_it_at_a_time(rows, tokens, monkeypatch):
+    """As many whole pages as _SCRATCH tokens of all rows and KV heads hold."""
+    seen, decode = [], _tensors._dequantize.tokens
+
+    def noted(cache, where, begin, end, length):
+        seen.append((begin, end))
+        return decode(cache, where, begin, end, length)
+
+    monkeypatch.setattr(_tensors, "_SCRATCH", 512)
+    monkeypatch.setattr(_tensors._dequantize, "tokens", noted)
+    q, k, v = (torch.randn(rows, 4, heads, 64) for heads in (4, 1, 1))
+    cache = rt.KVCache(rows, 2048, 1, 64, format="fp32", dtype="float32")
+    cache.append(*(torch.randn(rows, 1600, 1, 64) for _ in range(2)))
+    _tensors.behind(q, k, v, cache, [1600] * rows, None, scale=0.2, window=None)
+    assert seen == [(begin, min(begin + tokens, 1600)) for begin in range(0, 1600, tokens)]
 
 
 def test_a_long_turn_through_torch(monkeypatch):

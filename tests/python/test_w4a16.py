@@ -235,6 +235,12 @@ def test_act_order(m, bits, dtype, plan):
     Expected(x, dense, dtype).check(y)
 
 
+def test_repr_says_act_order():
+    plain, reordered = (both(16, 64, 32, "integer", perm=perm)[0] for perm in (None, np.arange(64)[::-1]))
+    assert repr(plain) == "W4Weight([16, 64], integer, group_size=32, float16 scales)"
+    assert repr(reordered) == repr(plain)[:-1] + ", act-order)"
+
+
 @pytest.mark.parametrize("bits", WEIGHT)
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("group", [32, 64])
