@@ -316,11 +316,24 @@ def test_a_model_that_initialises_the_weights_of_layers_below(tmp_path):
     assert_same_tensors(load(tmp_path / "saved"), model)
 
 
-def test_layers_of_both_bits_in_one_folder(tmp_path):
-    """As groups of compressed-tensors, which go by name."""
+@pytest.mark.parametrize(
+    "four, eight",
+    [
+        (["Linear"], ["re:.*mlp.*"]),
+        (["re:.*"], [name for name in tiny.MODULES if "mlp" in name]),
+        (["re:model", "Linear"], ["re:.*mlp.*"]),  # expressions in their alphabetical order
+    ],
+)
+@pytest.mark.parametrize("eight_first", [True, False])
+def test_layers_of_both_bits_in_one_folder(tmp_path, four, eight, eight_first):
+    """As groups of compressed-tensors, of which a module belongs to the one that names it most closely, wherever that
+    stands in the file."""
     config = CT()
-    eight = CT({"num_bits": 8})["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"]}
-    config["config_groups"] = {"group_1": eight, **config["config_groups"]}
+    groups = [
+        CT({"num_bits": bits})["config_groups"]["group_0"] | {"targets": targets}
+        for bits, targets in ((4, four), (8, eight))
+    ]
+    config["config_groups"] = dict(zip(("group_0", "group_1"), groups[::-1] if eight_first else groups, strict=True))
     weights = {
         name: tiny.weight(name, shape, bits=8 if "mlp" in name else 4, symmetric=True)
         for name, shape in tiny.MODULES.items()
@@ -399,6 +412,21 @@ def test_a_base_model_saved_alone(tmp_path):
     assert_same_tensors(again, base)
     assert torch.equal(again(IDS).last_hidden_state, base(IDS).last_hidden_state)
     assert torch.equal(whole.model(IDS).last_hidden_state, base(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize("of", ["the base model inside", "the base model read alone"])
+def test_the_base_model_of_a_converted_folder_saved_alone(tmp_path, of):
+    """config.json still says the layers' names in the whole model, the tensors have those in the base model."""
+    source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
+    convert(source, tmp_path / "target", rounding=rt.W4A16(32), progress=False)
+    whole = load(tmp_path / "target", torch.float16)
+    base = transformers.AutoModel.from_pretrained(tmp_path / "target", dtype=torch.float16)
+    (whole.model if of == "the base model inside" else base).save_pretrained(tmp_path / "base")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "base", dtype=torch.float16)
+    assert_same_tensors(again, whole.model)
+    assert torch.equal(again(IDS).last_hidden_state, whole.model(IDS).last_hidden_state)
+    inside = load(tmp_path / "base", torch.float16)
+    assert torch.equal(inside.model(IDS).last_hidden_state, whole.model(IDS).last_hidden_state)
 
 
 def test_the_model_without_its_head(tmp_path):

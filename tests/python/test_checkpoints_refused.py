@@ -23,6 +23,7 @@ UP = "model.layers.1.mlp.up_proj"
 SHAPE = tiny.MODULES[UP]
 ARGUMENT, SUPPORTED = rt.ArgumentError, rt.NotSupportedError
 GPTQ, AWQ, CT = tiny.gptq_config, tiny.awq_config, tiny.compressed_tensors_config
+GROUP = CT()["config_groups"]["group_0"]
 
 
 def gptq(**options):
@@ -80,12 +81,21 @@ def refused(source, tmp_path, error, *words, **options):
         (gptq(), GPTQ(is_marlin_format=True), SUPPORTED, ("is_marlin_format = True",)),
         (gptq(), GPTQ(pack_dtype="int16"), SUPPORTED, ("pack_dtype = 'int16'",)),
         (gptq(), GPTQ(dynamic={"+:.*up": {"bits": 8}}), SUPPORTED, ("dynamic =",)),
+        (gptq(), GPTQ(dynamic={"-:.*up_proj": {}}), ARGUMENT, (UP, "has qweight", "leaves '-:.*up_proj' alone")),
+        (gptq(), GPTQ(dynamic={"-:(": {}}), ARGUMENT, ("'re:('", "expected a regular expression", "unterminated")),
+        (gptq(), GPTQ(adapter={"rank": 8}), SUPPORTED, ("adapter =", "read: null")),
+        (gptq(), GPTQ(rotation="hadamard"), SUPPORTED, ("rotation = 'hadamard'", "read: null")),
+        (gptq(), GPTQ(format="marlin"), SUPPORTED, ("format = 'marlin'", "'gptq' or 'gptq_v2'")),
+        (gptq(), GPTQ(checkpoint_format="gptq", format="gptq_v2"), ARGUMENT,
+         ("checkpoint_format = 'gptq', but format = 'gptq_v2'",)),
         (gptq(act_order=True), GPTQ(), ARGUMENT, (UP, "g_idx is not 0, 0", "desc_act = false")),
         (gptq(lowest=0), GPTQ(), ARGUMENT, (UP, "qzeros holds the code 15", "gptq_v2")),
         (zero_of_0, GPTQ(bits=8), ARGUMENT, (UP, "qzeros holds the code 255", "zero 256 or 0")),
         (gptq(bits=8), GPTQ(bits=8, sym=True), ARGUMENT, (UP, "expected 128", "sym = true")),
         (awq, AWQ(bits=8), SUPPORTED, ("bits = 8", "read: 4")),
         (awq, AWQ(version="gemv"), SUPPORTED, ("version = 'gemv'", "'gemm'")),
+        (awq, AWQ(version=None, format="gemv"), SUPPORTED, ("format = 'gemv'", "'gemm'")),
+        (awq, AWQ(version="gemm", format="gemv"), ARGUMENT, ("version = 'gemm', but format = 'gemv'",)),
         (awq, AWQ(zero_point=False), SUPPORTED, ("zero_point = False",)),
         (awq, AWQ(modules_to_not_convert=["up_proj"]), ARGUMENT, (UP, "modules_to_not_convert", "'up_proj'")),
         (awq, AWQ(modules_to_not_convert="up_proj"), ARGUMENT, ("modules_to_not_convert must be list",)),
@@ -108,6 +118,7 @@ def refused(source, tmp_path, error, *words, **options):
         (ct, CT(ignore=["re:("]), ARGUMENT, ("'re:('", "expected a regular expression", "unterminated")),
         (ct, CT(ignore=["lm_head", 5]), ARGUMENT, ("ignore must hold names and 're:' expressions, got 5",)),
         (ct, CT(config_groups={"g": {"targets": ["Linear"]}}), ARGUMENT, ("g: weights must be an object",)),
+        (ct, CT(config_groups={"a": GROUP, "b": GROUP}), ARGUMENT, ("'Linear' is a target of two groups",)),
         (plain, {"quant_method": "bitsandbytes"}, SUPPORTED, ("'bitsandbytes' is not read", "gptq, awq")),
         (plain, {"bits": 4}, ARGUMENT, ("quant_method is missing",)),
         (plain, "gptq", ARGUMENT, ("quantization_config must be an object, got 'gptq'",)),

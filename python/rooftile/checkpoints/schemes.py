@@ -67,6 +67,16 @@ class _Fields:
             self.refuse(key, _words(allowed))
         return value
 
+    def either(self, first, second, kind, default):
+        """A field that two names are in use for; refuses two values that differ."""
+        value = self.get(first, kind, None)
+        other = self.get(second, kind, None)
+        if value is not None and other is not None and value != other:
+            raise ArgumentError(
+                f"{self.where}: {self.name}: {first} = {value!r:.60}, but {second} = {other!r:.60}; expected one"
+            )
+        return next((given for given in (value, other) if given is not None), default)
+
     def absent(self, *keys):
         """Refuses fields that say something: whatever is not null, false or empty."""
         for key in keys:
@@ -95,19 +105,29 @@ class _Gptq:
     def __init__(self, fields, tensors):
         self.bits = fields.expect("bits", 4, 8)
         fields.expect("pack_dtype", "int32", default="int32")
-        fields.absent("is_marlin_format")
+        fields.absent("is_marlin_format", "adapter", "rotation")
         self.size = fields.group_size()
         self.symmetric = fields.get("sym", bool)
         self.act_order = fields.get("desc_act", bool)
-        key = "format" if fields.value.get("checkpoint_format") is None else "checkpoint_format"
-        self.version = fields.expect(key, "gptq", "gptq_v2", default="gptq")
-        if any(not str(pattern).startswith("-:") for pattern in fields.get("dynamic", dict, {})):
+        self.version = fields.either("checkpoint_format", "format", str, "gptq")
+        if self.version not in ("gptq", "gptq_v2"):
+            key = "format" if fields.value.get("checkpoint_format") is None else "checkpoint_format"
+            fields.refuse(key, "'gptq' or 'gptq_v2'")
+        patterns = fields.get("dynamic", dict, {})
+        if any(not str(pattern).startswith("-:") for pattern in patterns):
             fields.refuse("dynamic", "patterns that begin with '-:' (layers left alone)")
+        self.left_alone = _matched(fields, [f"re:{p.removeprefix('-:')}" for p in patterns], tensors, self.main)
 
     def bits_of(self, module):
         return self.bits
 
     def read(self, module, n, k):
+        for expression, modules in self.left_alone.items():
+            if module.name in modules:
+                pattern = expression.removeprefix("re:")
+                raise ArgumentError(
+                    f"{module.where}: has qweight, but dynamic of config.json leaves '-:{pattern}' alone"
+                )
         group, of_word = module.group_size(self.size, k), 32 // self.bits
         module.divides("the columns of qzeros", n, of_word)
         module.divides("in_features", k, of_word)
@@ -147,9 +167,8 @@ class _Awq:
     def __init__(self, fields, tensors):
         fields.expect("bits", 4)
         fields.expect("zero_point", True, default=True)
-        version = fields.get("format" if fields.value.get("version") is None else "version", str, "gemm")
-        if version.lower() != "gemm":
-            fields.refuse("version", "'gemm'")
+        if fields.either("version", "format", str, "gemm").lower() != "gemm":
+            fields.refuse("format" if fields.value.get("version") is None else "version", "'gemm'")
         self.size = fields.group_size()
         self.plain = _names(fields, "modules_to_not_convert", "names", [])
 
@@ -183,21 +202,28 @@ class _CompressedTensors:
         self.ignore = _names(fields, "ignore", _PATTERNS, [])
         groups = fields.child("config_groups")
         self.groups = [_WeightGroup(fields, groups.child(name)) for name in groups.value]
-        patterns = [*self.ignore, *(target for group in self.groups for target in group.targets)]
-        suffix = f".{self.main}"
-        modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
-        self.means = matches(f"{fields.where}: {fields.name}", patterns, modules)
+        self.of_target = {}  # target -> its group
+        for group in self.groups:
+            for target in group.targets:
+                if self.of_target.setdefault(target, group) is not group:
+                    raise ArgumentError(
+                        f"{fields.where}: {fields.name}: config_groups: '{target:.60}' is a target of two groups"
+                    )
+        self.means = _matched(fields, [*self.ignore, *self.of_target], tensors, self.main)
 
-    def named(self, patterns, module):
-        return any(pattern == "Linear" or module.name in self.means[pattern] for pattern in patterns)
+    def named(self, pattern, module):
+        return pattern == "Linear" or module.name in self.means[pattern]
 
     def group_of(self, module):
-        if self.named(self.ignore, module):
+        """As compressed-tensors chooses: a module's name goes before expressions, in their alphabetical order, and
+        these before the name of its class."""
+        if any(self.named(pattern, module) for pattern in self.ignore):
             raise ArgumentError(f"{module.where}: has weight_packed, but `ignore` of config.json matches it")
-        group = next((g for g in self.groups if self.named(g.targets, module)), None)
-        if group is None:
+        targets = sorted(self.of_target, key=lambda target: (target == "Linear", target.startswith("re:"), target))
+        target = next((target for target in targets if self.named(target, module)), None)
+        if target is None:
             raise ArgumentError(f"{module.where}: has weight_packed, but `targets` of no group in config.json match it")
-        return group
+        return self.of_target[target]
 
     def bits_of(self, module):
         return self.group_of(module).bits
@@ -241,6 +267,13 @@ class _WeightGroup:
         self.size = weights.group_size() if strategy == "group" else None
         order = weights.expect("actorder", False, "group", "dynamic", "weight", "static", default=None)
         self.act_order = order in ("group", "dynamic")  # "weight": the order of quantising, not of storing
+
+
+def _matched(fields, patterns, tensors, main):
+    """patterns.matches() with the modules that have a tensor of the name `main`."""
+    suffix = f".{main}"
+    modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+    return matches(f"{fields.where}: {fields.name}", patterns, modules)
 
 
 _PATTERNS = "names and 're:' expressions"

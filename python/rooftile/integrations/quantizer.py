@@ -119,17 +119,19 @@ class RooftileQuantizer(HfQuantizer):
         for name, layout in self.quantization_config.modules.items():
             where = f"config.json: quantization_config: module '{name}'"
             # either this model or the one that was saved may be the base model alone
-            places = [n for n in (name, name.removeprefix(prefix), prefix + name) if {n, _experts_of(n)} & names]
+            forms = (name, name.removeprefix(prefix), prefix + name)
+            places = [n for n in forms if {n, _experts_of(n)} & names]
             stack = places and places[0] not in names
-            holder, kind = (_experts_of(name), PackedExperts) if stack else (name, PackedLinear)
-            markers.add(f"{holder}.{kind.MARKER[0]}")
+            for form in forms:
+                holder, kind = (_experts_of(form), PackedExperts) if stack else (form, PackedLinear)
+                markers.add(f"{holder}.{kind.MARKER[0]}")
             if not places:
                 if not hasattr(model, model.base_model_prefix) and not name.startswith(prefix):
                     continue  # a head, and this is the base model alone
                 raise ArgumentError(f"{where} is not in a {type(model).__name__}")
             module = (_empty_stack if stack else _empty_linear)(where, model, places[0], layout)
             if tensors:  # from_pretrained may be given a state_dict instead
-                _check_tensors(where, module, name, tensors)
+                _check_tensors(where, module, forms, tensors)
         for name, module in model.named_modules():
             if isinstance(module, PackedExperts) and None in (module.gate_up, module.down):
                 raise ArgumentError(
@@ -252,9 +254,12 @@ def _empty_linear(where, model, name, layout):
     return module
 
 
-def _check_tensors(where, module, name, tensors):
-    """A tensor that is missing would be left as random bytes with a warning: refuse it."""
-    for suffix, expected in module.state_dict().items():
+def _check_tensors(where, module, forms, tensors):
+    """A tensor that is missing would be left as random bytes with a warning: refuse it. forms: of the module's name;
+    the files have one of them."""
+    expected_tensors = module.state_dict()
+    name = next((form for form in forms if any(f"{form}.{suffix}" in tensors for suffix in expected_tensors)), forms[0])
+    for suffix, expected in expected_tensors.items():
         info = tensors.get(f"{name}.{suffix}")
         if info is None:
             raise ArgumentError(f"{where}: tensor '{name}.{suffix}' is missing from the checkpoint")
