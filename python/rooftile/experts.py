@@ -9,9 +9,9 @@ import torch
 from rooftile._arrays import aligned, as_torch, torch_device
 from rooftile._calls import refuse_export
 from rooftile.errors import ArgumentError
-from rooftile.gemm import WEIGHTS, w4a16_matmul, w8a16_matmul
+from rooftile.gemm import ARRAYS, WEIGHTS, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import integer
-from rooftile.nn import ARRAYS, Marked, Packed
+from rooftile.nn import Marked, Packed
 
 _MATMUL = {4: w4a16_matmul, 8: w8a16_matmul}
 STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}  # a parameter of transformers: the PackedStack in its place

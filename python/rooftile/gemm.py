@@ -24,6 +24,7 @@ from rooftile._registry import OPS, Op
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 W4_KINDS = ("symmetric", "integer", "minima")
+ARRAYS = ("codes", "scales", "offsets", "perm")  # of a packed weight
 _GGUF_BLOCK = 32
 _GGUF_TYPES = {  # by bits and name: the ggml number, fp16 values before the codes, kind
     4: {"Q4_0": (2, 1, "symmetric"), "Q4_1": (3, 2, "minima")},
@@ -73,26 +74,34 @@ class PackedWeight:
         n, k = _sizes(op, shape)
         self._check_kind(op, kind)
         self._handle = _C.W4Handle(codes, scales, offsets, perm, n, k, self.BITS, group_size, kind, scale_dtype, op)
-        self.codes, self.scales, self.offsets, self.perm = codes, scales, offsets, perm
-        self.shape, self.group_size, self.kind, self.scale_dtype = (n, k), int(group_size), kind, scale_dtype
+        self._arrays = codes, scales, offsets, perm
+        self._layout = {"shape": (n, k), "group_size": int(group_size), "kind": kind, "scale_dtype": scale_dtype}
 
     @classmethod
     def _of_module(cls, arrays, layout):
         """Over a module's own arrays, which may hold nothing yet or be traced: they are read at the first call."""
         self = cls.__new__(cls)
-        self.codes, self.scales, self.offsets, self.perm = arrays
-        self.shape, self.group_size = layout["shape"], layout["group_size"]
-        self.kind, self.scale_dtype = layout["kind"], layout["scale_dtype"]
+        self._arrays, self._layout = arrays, layout
         return self
 
     @functools.cached_property
     def _handle(self):
         """The arrays as kernels take them."""
         rest = (*self.shape, self.BITS, self.group_size, self.kind, self.scale_dtype, type(self).__name__)
-        return _C.W4Handle(self.codes, self.scales, self.offsets, self.perm, *rest)
+        return _C.W4Handle(*self._arrays, *rest)
+
+    # read-only: calls go by the handle, which another array here would not reach
+    codes = property(lambda self: self._arrays[0])
+    scales = property(lambda self: self._arrays[1])
+    offsets = property(lambda self: self._arrays[2])
+    perm = property(lambda self: self._arrays[3])
+    shape = property(lambda self: self._layout["shape"])
+    group_size = property(lambda self: self._layout["group_size"])
+    kind = property(lambda self: self._layout["kind"])
+    scale_dtype = property(lambda self: self._layout["scale_dtype"])
 
     def __reduce__(self):
-        return _rebuild, (type(self), self.codes, self.scales, self.offsets, self.perm, self.layout)
+        return _rebuild, (type(self), *self._arrays, self.layout)
 
     def __repr__(self):
         order = ", act-order" if self.perm is not None else ""
@@ -104,12 +113,12 @@ class PackedWeight:
     @property
     def layout(self):
         """shape, group_size, kind and scale_dtype: what the packed arrays mean."""
-        return {"shape": self.shape, "group_size": self.group_size, "kind": self.kind, "scale_dtype": self.scale_dtype}
+        return dict(self._layout)
 
     @property
     def nbytes(self):
         """Bytes of all packed arrays, padding included."""
-        return sum(int(a.nbytes) for a in (self.codes, self.scales, self.offsets, self.perm) if a is not None)
+        return sum(int(a.nbytes) for a in self._arrays if a is not None)
 
     @classmethod
     def _check_kind(cls, op, kind):
@@ -252,9 +261,7 @@ class PackedWeight:
         if device is None:
             raise ArgumentTypeError(f"{type(self).__name__}.to: device must be one that torch can use, got None")
         device = torch_device(f"{type(self).__name__}.to", device)
-        arrays = [
-            None if a is None else as_torch(a).to(device) for a in (self.codes, self.scales, self.offsets, self.perm)
-        ]
+        arrays = [None if a is None else as_torch(a).to(device) for a in self._arrays]
         if arrays[0] is self.codes:
             return self
         return type(self)(*arrays[:3], perm=arrays[3], **self.layout)
@@ -292,9 +299,9 @@ class W4Weight(PackedWeight):
     multiple of group_size; N and K need not be multiples of anything else.
 
     It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
-    packed arrays (flat uint8; perm int32 [K] or None). They are read where they are at each call: torch may move
-    their memory, and arrays that no longer fit the weight are refused. On a GPU the values of perm are not checked: a
-    column outside [0, K) makes products NaN.
+    packed arrays (flat uint8; perm int32 [K] or None), which cannot be exchanged for others. They are read where they
+    are at each call: torch may move their memory, and arrays that no longer fit the weight are refused. On a GPU the
+    values of perm are not checked: a column outside [0, K) makes products NaN.
     """
 
     BITS = 4
@@ -356,9 +363,9 @@ class W8Weight(PackedWeight):
     64, 128 or K neighbours along K. K is a multiple of group_size; N and K need not be multiples of anything else.
 
     It lives where the arrays it is made from live, and `.to(device)` copies it. codes, scales, offsets, perm: the
-    packed arrays (flat uint8; perm int32 [K] or None). They are read where they are at each call: torch may move
-    their memory, and arrays that no longer fit the weight are refused. On a GPU the values of perm are not checked: a
-    column outside [0, K) makes products NaN.
+    packed arrays (flat uint8; perm int32 [K] or None), which cannot be exchanged for others. They are read where they
+    are at each call: torch may move their memory, and arrays that no longer fit the weight are refused. On a GPU the
+    values of perm are not checked: a column outside [0, K) makes products NaN.
     """
 
     BITS = 8
@@ -437,7 +444,7 @@ def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_
     if batch_invariant is not False:
         check_flag(op, "batch_invariant", batch_invariant)
     if compiling():
-        form = (w.codes, w.scales, w.offsets, w.perm, *w.shape, w.group_size, w.kind, w.scale_dtype)
+        form = (*w._arrays, *w.shape, w.group_size, w.kind, w.scale_dtype)
         return torch_op(op, (x, *form, bias, activation, residual, batch_invariant), (out,), stream, plan)
     if out is None:
         # what x or w lacks is named by the call below, which reads both before its output

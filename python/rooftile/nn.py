@@ -9,12 +9,10 @@ from rooftile import _C
 from rooftile._arrays import aligned, as_torch, must_be, torch_device
 from rooftile._calls import compiling
 from rooftile.errors import ArgumentError, ArgumentTypeError
-from rooftile.gemm import W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8a16_matmul
+from rooftile.gemm import ARRAYS, W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8a16_matmul
 from rooftile.kv_cache import integer
 
 _SCALES = ("float16", "bfloat16")
-ARRAYS = ("codes", "scales", "offsets", "perm")
-
 
 STATE_HOOKS = (  # of a module: they know tensors by name, and a packed one holds others
     "_state_dict_hooks",
@@ -180,8 +178,7 @@ class PackedLinear(Marked, Packed):
             raise ArgumentError(f"{op}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
         self = cls.__new__(cls)
         torch.nn.Module.__init__(self)
-        arrays = (getattr(weight, name) for name in ARRAYS)
-        self._hold([None if a is None else as_torch(a) for a in arrays], weight.layout)
+        self._hold([None if a is None else as_torch(a) for a in weight._arrays], weight.layout)
         self._hold_bias(bias)
         return self
 
@@ -201,14 +198,10 @@ class PackedLinear(Marked, Packed):
     @property
     def weight(self):
         """The weight, a W4Weight or W8Weight, over this module's buffers."""
-        w, arrays = self._weight, (self.codes, self.scales, self.offsets, self.perm)
-        if (
-            w is None
-            or w.codes is not arrays[0]
-            or w.scales is not arrays[1]
-            or w.offsets is not arrays[2]
-            or w.perm is not arrays[3]
-        ):
+        codes, scales, offsets, perm = arrays = (self.codes, self.scales, self.offsets, self.perm)
+        w = self._weight
+        old = (None,) * 4 if w is None else w._arrays
+        if old[0] is not codes or old[1] is not scales or old[2] is not offsets or old[3] is not perm:
             w = self.WEIGHT._of_module(arrays, self._layout)
             if not compiling():
                 self._weight = w

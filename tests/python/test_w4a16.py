@@ -235,6 +235,18 @@ def test_act_order(m, bits, dtype, plan):
     Expected(x, dense, dtype).check(y)
 
 
+@pytest.mark.parametrize("bits", WEIGHT)
+def test_what_a_weight_is_made_of_stays(bits):
+    """A call goes by the arrays that were checked: others, put in their place, would be ignored without a word."""
+    w, dense = both(16, 64, 32, "integer", perm=np.arange(64), bits=bits)
+    for name in ("codes", "scales", "offsets", "perm", "shape", "group_size", "kind", "scale_dtype"):
+        with pytest.raises(AttributeError, match=f"'{name}'"):
+            setattr(w, name, getattr(w, name))
+    w.layout["group_size"] = 64
+    assert w.group_size == 32 and w.layout["group_size"] == 32
+    closeness.assert_close(w.dequantize(), dense, dense)
+
+
 def test_repr_says_act_order():
     plain, reordered = (both(16, 64, 32, "integer", perm=perm)[0] for perm in (None, np.arange(64)[::-1]))
     assert repr(plain) == "W4Weight([16, 64], integer, group_size=32, float16 scales)"
