@@ -4,6 +4,7 @@
 python tests/mutants list                 what is drawn, and the faults of the GPU kernels
 python tests/mutants run                  all of them on the CPU; --again for the survivors
 python tests/mutants run --sample N       N of those that the recorded run killed, each with the test that killed it
+python tests/mutants reread               the recorded survivors once more, after equivalent.json has changed
 python tests/mutants gpu [NAME ...]       faults of the GPU kernels, an extension each; needs nvcc and a GPU
 python tests/mutants plant NAME TREE      one fault of the GPU kernels into a copy of the tree
 
@@ -29,7 +30,7 @@ TREE = Path(__file__).resolve().parents[2]
 WORK = TREE / "build/mutants"
 KILLS = TREE / "tests/mutants/kills.json"
 EQUIVALENT = TREE / "tests/mutants/equivalent.json"
-# Of the recorded run: a fresh draw, whose survivors no test was written for before it was recorded
+# Of the recorded run. The next one takes the next number: tests were written for the survivors of this draw
 SEED = 7
 MANY = 200  # ids; where more tests of a file reach a mutant, the file runs whole
 UNREACHED = "no test reaches it"
@@ -80,6 +81,16 @@ def equivalent():
     return entries
 
 
+def read(marked, key, text, line, by):
+    """(result, by) of a mutant that no test killed. marked: equivalent(). text, line: the file, and where it is there.
+    by: what the run said."""
+    here = text.splitlines()[line - 1].strip()
+    why = next((why for where, why in marked.get(key, ()) if where in (None, here)), None)
+    if why is None:
+        return "survived", by
+    return "needs GPU" if why.startswith("needs a GPU: ") else "equivalent", why
+
+
 class Record:
     """What is known of every mutant of this build; kept in build/mutants while a run goes on."""
 
@@ -101,13 +112,9 @@ class Record:
         marked = equivalent()
         for m in self.mutants:
             how, by = self.data["results"].get(str(m.number), ("not finished", ""))
-            if how == "passed":
-                how = "survived"
             line = places.line_of(self.text[m.file], m.begin)
-            text = self.text[m.file].splitlines()[line - 1].strip()
-            why = next((why for where, why in marked.get(m.key, ()) if where in (None, text)), None)
-            if how == "survived" and why:
-                how, by = "needs GPU" if why.startswith("needs a GPU: ") else "equivalent", why
+            if how == "passed":
+                how, by = read(marked, m.key, self.text[m.file], line, by)
             row = {"file": m.file, "line": line, "rule": m.rule}
             if m.what:
                 row["what"] = m.what
@@ -175,6 +182,19 @@ def run(args):
         forks.save(KILLS, {**head, **gpu_record(), "counts": counted(rows), "mutants": rows + gpu_rows()})
     if args.at_least and counts["share killed"] is not None and counts["share killed"] < args.at_least:
         sys.exit(f"mutants: {counts['share killed']:.0%} killed, at least {args.at_least:.0%} expected")
+
+
+def reread(args):
+    """The sources are those of the commit that was run."""
+    recorded, marked = kills(), equivalent()
+    for row in recorded["mutants"]:
+        if row["rule"] != "GPU" and row["result"] in ("survived", "equivalent", "needs GPU"):
+            text = git("show", f"{recorded['commit']}:{row['file']}")
+            by = row["by"] if row["result"] == "survived" else ""
+            row["result"], row["by"] = read(marked, key_of(row), text, row["line"], by)
+    recorded["counts"] = counted(row for row in recorded["mutants"] if row["rule"] != "GPU")
+    print(json.dumps(recorded["counts"]))
+    forks.save(KILLS, recorded)
 
 
 def kills():
@@ -277,10 +297,15 @@ def tests_that_reach(reach, number, killer):
     return sorted(tests, key=lambda test: (test.name != first, test.seconds))
 
 
+def key_of(row):
+    """places.Mutant.key of a recorded mutant."""
+    return f"{row['file']}: {row['rule']}: {row['original']} -> {row['mutated']}"
+
+
 def known_killers():
     """key -> the test that killed the mutant in the recorded run."""
     return {
-        f"{row['file']}: {row['rule']}: {row['original']} -> {row['mutated']}": row["by"]
+        key_of(row): row["by"]
         for row in kills()["mutants"]
         if row["result"] in ("failed", "crashed", "timed out") and row["rule"] != "GPU"
     }
@@ -312,6 +337,7 @@ def main():
     running.add_argument("--only", default="", metavar="TEXT", help="mutants whose file or description has this text")
     running.add_argument("--again", action="store_true", help="those not killed yet, with the tests as they are now")
     running.add_argument("--at-least", type=float, metavar="SHARE", help="fail if a smaller share is killed")
+    commands.add_parser("reread", help="what equivalent.json says of the recorded survivors")
     on_gpu = commands.add_parser("gpu", help="faults of the GPU kernels, each in an extension of its own")
     on_gpu.add_argument("names", nargs="*", help="default: all")
     made = on_gpu.add_mutually_exclusive_group()
@@ -330,6 +356,8 @@ def main():
         list_all(args)
     elif args.command == "run":
         run(args)
+    elif args.command == "reread":
+        reread(args)
     elif args.command == "gpu":
         gpu(args)
     else:

@@ -48,7 +48,6 @@ FAULTS = [
         "u.first_chunk = first / chunk",
         "u.first_chunk = (first + u.real - 1) / chunk",
     ),
-    Fault("a chunk that saw nothing is merged", DECODE, "partial_state.sum == 0", "false"),
     Fault("a raw group ends one query early", DECODE, "row_at(tile_first + tile)", "row_at(tile_first + tile - 1)"),
     Fault("a sink counts for padding", MATH, "p.sinks && real", "p.sinks != nullptr"),
     Fault(
@@ -116,7 +115,6 @@ FAULTS = [
     ),
     Fault("rope reads the row behind cos", ROPE_OPS, "p >= 0 && p < cos.shape[0]", "p >= 0 && p <= cos.shape[0]"),
     Fault("-inf becomes the largest minimum", W4_ROUND, "x != infinity && x != -infinity", "x != infinity"),
-    Fault("codes of a NaN scale are rounded", W4_ROUND, "!(scale > 0)", "scale == 0"),
     Fault("an error of a task is lost", "cpp/core/parallel.cpp", "error = std::current_exception()", "error"),
     Fault("three rows share before one copies", PAGES, "users[page] > 1", "users[page] > 2"),
     Fault("fork keeps the pages that dst had", PAGES, "self.users[before] -= 1", "pass"),

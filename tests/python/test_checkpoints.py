@@ -429,6 +429,14 @@ def test_the_base_model_of_a_converted_folder_saved_alone(tmp_path, of):
     assert torch.equal(inside.model(IDS).last_hidden_state, whole.model(IDS).last_hidden_state)
 
 
+def test_nothing_is_rounded_that_is_in_4_bits_already(tmp_path):
+    """Whatever transformers asks of the quantizer of such a folder."""
+    convert(tiny.write(tmp_path / "source", tiny.tensors(None, {})), tmp_path / "w4", progress=False,
+            rounding=rt.W4A16(32))  # fmt: skip
+    model = load(tmp_path / "w4")
+    assert not model.hf_quantizer.param_needs_quantization(model, "lm_head.weight")
+
+
 def test_the_model_without_its_head(tmp_path):
     source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
     convert(source, tmp_path / "target", rounding=rt.W4A16(32), progress=False)

@@ -16,6 +16,7 @@ import safetensors.torch  # noqa: E402
 import tiny_checkpoints as tiny  # noqa: E402
 from rooftile.checkpoints import convert, load  # noqa: E402
 from rooftile.checkpoints.folder import TensorFolder  # noqa: E402
+from rooftile.checkpoints.patterns import matches  # noqa: E402
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: E402
 from rooftile.nn import W4Linear  # noqa: E402
 
@@ -510,3 +511,10 @@ def test_config_arguments(tmp_path):
         source, quantization_config=RooftileConfig(32, skip="*.q_proj")
     )
     assert sum(isinstance(m, W4Linear) for m in model.modules()) == 12
+
+
+def test_expressions_are_matched_with_names_of_any_iterable():
+    """Each once, however often it is given."""
+    names, expressions = ["a.b", "a.c", "b"], ["re:a", "b", "re:a", "re:.*c"]
+    found = matches("here", iter(expressions), iter(names))
+    assert found == {"re:a": {"a.b", "a.c"}, "b": {"b"}, "re:.*c": {"a.c"}}

@@ -293,6 +293,12 @@ def test_rope_append_that_fails_writes_nothing():
 # ---------------------------------------------------------------- gated activations
 
 
+@pytest.mark.parametrize("norm", [rt.rms_norm, rt.layer_norm])
+def test_a_norm_of_nothing_is_refused(norm):
+    with pytest.raises(rt.ArgumentError, match=r"x must have a last dimension of at least 1, got .*\[2, 0\]"):
+        norm(np.zeros((2, 0), np.float32))
+
+
 @pytest.mark.parametrize("hidden", [0, 1, 7, 8, 9, 17, 576, 1536, 10007])
 def test_gated(hidden, dtype, device, plan):
     x, tx = data(device, (3, 2 * hidden), dtype, "gated", hidden, spread=3.0)

@@ -321,6 +321,35 @@ def key(kind, *parts):
     return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + string(b"a") + struct.pack("<I", kind) + b"".join(parts)
 
 
+@pytest.mark.parametrize(
+    "kind, bytes_, value",
+    [
+        (0, b"\xfe", 254),
+        (1, b"\xfe", -2),
+        (2, b"\xfe\xff", 65534),
+        (3, b"\xfe\xff", -2),
+        (4, b"\xfe\xff\xff\xff", 2**32 - 2),
+        (5, b"\xfe\xff\xff\xff", -2),
+        (6, b"\0\0\xc0\xbf", -1.5),
+        (7, b"\1", True),
+        (8, b"\2\0\0\0\0\0\0\0ab", "ab"),
+        (10, b"\xfe" + b"\xff" * 7, 2**64 - 2),
+        (11, b"\xfe" + b"\xff" * 7, -2),
+        (12, b"\0" * 6 + b"\xf8\xbf", -1.5),
+    ],
+)
+def test_every_type_of_a_value(tmp_path, kind, bytes_, value):
+    """By the numbers of the GGUF specification: one value, and an array of two."""
+    path = tmp_path / "a.gguf"
+    for content, expected in (
+        (key(kind, bytes_), value),
+        (key(9, struct.pack("<IQ", kind, 2), bytes_, bytes_), [value, value]),
+    ):
+        path.write_bytes(content + bytes(-len(content) % 32))
+        found = read_gguf(path).metadata["a"]
+        assert found == expected and type(found) is type(expected)
+
+
 ARRAY = {kind: key(9, struct.pack("<I", kind)) for kind in (4, 7, 8, 9, 12)}
 COUNTS = {  # the file up to the number, its name, the least bytes of one, the bytes behind the number
     "tensors": (b"GGUF" + struct.pack("<I", 3), "tensor count", 24, 8 + 30 * 24),

@@ -2,8 +2,10 @@
 """The mutation runner: faults fit the sources as they are, rules give what they say, kills.json is what a run wrote."""
 
 import ctypes
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,9 @@ import python_rules
 
 TREE = Path(__file__).resolve().parents[2]
 FOLDER = TREE / "tests/mutants"
+_spec = importlib.util.spec_from_file_location("mutants_command", FOLDER / "__main__.py")
+runner = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(runner)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +177,31 @@ def test_equivalent_mutants_have_their_reasons():
         lines = [line.strip() for line in (TREE / entry["file"]).read_text().splitlines()]
         assert "line" not in entry or entry["line"] in lines
         assert len(entry["reason"].split()) >= 5
+
+
+def test_the_recorded_run():
+    """Whole, of an unchanged tree, and nearly every fault that a test can see was seen."""
+    recorded = json.loads((FOLDER / "kills.json").read_text())
+    rows = [row for row in recorded["mutants"] if row["rule"] != "GPU"]
+    assert recorded["seed"] == runner.SEED and re.fullmatch("[0-9a-f]{40}", recorded["commit"])
+    assert recorded["changed"] is False and recorded["counts"] == runner.counted(rows)
+    assert not [row for row in rows if row["result"] == "not finished"]
+    assert not [row for row in rows if row["result"] != "survived" and not row["by"]]
+    by_hand = sum(row["rule"] == "by hand" for row in rows)
+    assert by_hand >= 30 and len(rows) - by_hand >= 200
+    killed, survived = recorded["counts"]["killed"], recorded["counts"]["survived"]
+    assert killed >= 0.95 * (killed + survived)
+
+
+def test_what_is_read_of_a_survivor():
+    marked = {"f: rule: a -> b": [("x = a", "the same"), ("y = a", "needs a GPU: there"), (None, "anywhere")]}
+    text = "x = a\n  y = a\nz = a\n"
+    assert runner.read(marked, "f: rule: a -> b", text, 1, "") == ("equivalent", "the same")
+    assert runner.read(marked, "f: rule: a -> b", text, 2, "") == ("needs GPU", "needs a GPU: there")
+    assert runner.read(marked, "f: rule: a -> b", text, 3, "") == ("equivalent", "anywhere")
+    del marked["f: rule: a -> b"][-1]
+    assert runner.read(marked, "f: rule: a -> b", text, 3, runner.UNREACHED) == ("survived", runner.UNREACHED)
+    assert runner.read(marked, "f: rule: a -> c", text, 1, "") == ("survived", "")
 
 
 C_COMPILER = shutil.which("cc")

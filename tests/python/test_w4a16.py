@@ -247,6 +247,21 @@ def test_what_a_weight_is_made_of_stays(bits):
     closeness.assert_close(w.dequantize(), dense, dense)
 
 
+@pytest.mark.parametrize("zeros", ["symmetric", "minima"])
+def test_rounding_writes_scales_of_any_strides(zeros):
+    """As the extension may be asked, though the package asks for contiguous ones."""
+    x = torch.from_numpy(cases.values((6, 128), "float32", "strides")).float()
+    offsets = zeros == "minima"
+    codes, scales, minima = (torch.zeros(6, 64, dtype=torch.uint8), *torch.zeros(2, 6, 4).half())
+    wide = torch.zeros(2, 6, 8).half()
+    strided = torch.zeros(6, 64, dtype=torch.uint8), *wide[:, :, ::2]
+    for parts in ((codes, scales, minima), strided):
+        rt._C.w4_quantize("quantize", x, 4, 32, zeros, *parts[:2], parts[2] if offsets else None)
+    for a, b in zip((codes, scales, minima), strided, strict=True):
+        assert torch.equal(a, b)
+    assert (scales > 0).all() and not wide[:, :, 1::2].any()
+
+
 def test_repr_says_act_order():
     plain, reordered = (both(16, 64, 32, "integer", perm=perm)[0] for perm in (None, np.arange(64)[::-1]))
     assert repr(plain) == "W4Weight([16, 64], integer, group_size=32, float16 scales)"
@@ -669,6 +684,15 @@ def test_8_bits_need_no_even_k():
         for m in (1, 3):
             closeness.assert_exact(rt.w8a16_matmul(cases.tensor(x[:m], "float32"), w, plan=plan), x[:m] @ dense.T)
     assert torch.equal(rt.W8Weight.from_canonical(*w.unpack()).codes, w.codes)
+
+
+@pytest.mark.parametrize("groups", [0, 3, 4])
+def test_kpacked_scales_must_fit(groups):
+    """Of K = 64 two groups of 32, or one; before memory is made."""
+    with pytest.raises(
+        rt.ArgumentError, match=rf"packed's K = 64 and group_size 32, 64, 128 or K, got \[{groups}, 5\]"
+    ):
+        rt.W4Weight.from_kpacked(torch.zeros(8, 5, dtype=torch.int32), torch.zeros(groups, 5).half())
 
 
 def test_act_order_must_be_a_permutation():

@@ -99,6 +99,15 @@ def test_loading_into_used_module_is_seen():
     assert not torch.equal(a(x), b(x))
 
 
+def test_the_weight_is_made_once():
+    """And again where a buffer is another tensor."""
+    ours = W4Linear.from_linear(linear(), group_size=32)
+    weight = ours.weight
+    assert ours.weight is weight
+    ours.scales = ours.scales.clone()
+    assert ours.weight is not weight and ours.weight.scales is ours.scales
+
+
 def test_dtype_moves_the_bias_and_no_code():
     ours = W4Linear.from_linear(linear(), group_size=32)
     codes = ours.codes.clone()

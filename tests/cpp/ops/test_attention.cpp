@@ -291,6 +291,11 @@ TEST(Attention, MergeVariantsAgreeWithTheReference) {
       const auto got = run(variant);
       EXPECT_LE(worst_row(got.first.view, expected.first.view), tolerance(dtype)) << variant;
       EXPECT_LE(worst_row(got.second.view, expected.second.view, 1), 1e-6) << variant;
+      Array alone(dtype, {5, 9, 70});  // without lse
+      Context ctx;
+      ctx.variant = variant;
+      merge_attention(ctx, a.view, lse_a.view, b.view, lse_b.view, alone.view, {});
+      EXPECT_EQ(alone.bytes, got.first.bytes) << variant;
     }
   }
 }

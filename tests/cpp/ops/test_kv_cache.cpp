@@ -53,6 +53,11 @@ std::vector<std::string> variants() {
   return names;
 }
 
+TEST(KvCache, ItsActivationsAreOfAFloatingPointType) {
+  for (DType dtype : {DType::i8, DType::i32, DType::u8})
+    EXPECT_THROW(Cache(KvFormat::int8, dtype, 1, 1, 32, 1, 64), Error);
+}
+
 TEST(KvAppend, EveryVariantAndSplitStoresTheSameBytes) {
   for (KvFormat f : formats)
     for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
