@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -588,6 +589,9 @@ def test_targets(tmp_path):
     refused(source / "config.json", "expected a folder beside it")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "is there and is not a folder", overwrite=True)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    refused(tmp_path / "dangling", "is there and is not a folder")
+    (tmp_path / "dangling").unlink()
     target.mkdir()
     convert(source, target, rounding=rt.W4A16(32), progress=False)  # an empty folder is as good as none
     refused(target, "not empty; --overwrite replaces it")
@@ -699,6 +703,64 @@ def test_mistakes_on_the_command_line(tmp_path, capsys, arguments, words):
     assert out == "" and err.count("\n") == 1
     assert all(word in err for word in words), err
     assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("source/config.json", "SOURCE"),
+        ("source/report.json", "SOURCE"),
+        ("other/../source/model.safetensors", "SOURCE"),
+        ("link/config.json", "SOURCE"),
+        ("hard", "SOURCE"),
+        ("target", "TARGET"),
+        ("target/report.json", "TARGET"),
+    ],
+)
+def test_the_report_is_no_file_of_a_model(tmp_path, capsys, path, name, there):
+    """there: whether the target is."""
+    source = tiny.write(tmp_path / "source", tiny.tensors(None, {}))
+    (tmp_path / "link").symlink_to("source")
+    (tmp_path / "other").mkdir()
+    if there:
+        shutil.copytree(source, tmp_path / "target")
+    (tmp_path / "hard").hardlink_to(source / "config.json")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    given = [str(source if path != "hard" else source / "config.json"), str(tmp_path / "target")]
+    assert main(["convert", *given, "--overwrite", "--json", str(tmp_path / path)]) == 2
+    assert f"--json {tmp_path / path}: is (or lies in) {name}; expected another file" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("number, ignored", [("SIGTERM", False), ("SIGHUP", False), ("SIGHUP", True)])
+def test_a_signal_leaves_no_draft(tmp_path, number, ignored):
+    """As one that a scheduler or a closed terminal sends; what `nohup` ignores goes on."""
+    tiny.write(tmp_path / "source", tiny.tensors(None, {}))
+    code = f"""
+import os, signal, sys
+from rooftile.checkpoints import writer
+from rooftile.cli import main
+
+add = writer.ShardWriter.add
+
+def signalled(self, tensors):
+    add(self, tensors)
+    os.kill(os.getpid(), signal.{number})
+
+writer.ShardWriter.add = signalled
+if {ignored}:
+    signal.signal(signal.{number}, signal.SIG_IGN)
+sys.exit(main(["convert", "source", "target", "--group-size", "32"]))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(rt.__file__))}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    left = sorted(os.listdir(tmp_path))
+    if ignored:
+        assert done.returncode == 0 and left == ["source", "target"]
+    else:
+        assert done.returncode == 128 + getattr(signal, number) and left == ["source"], done.stderr
+        assert done.stderr == f"rooftile convert: error: ended by {number}\n"
 
 
 @pytest.mark.parametrize("size", ["4", "0MB", "-1GB", "big", "1TB"])

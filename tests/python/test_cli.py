@@ -197,6 +197,39 @@ def test_ppl(model, ids, tmp_path, capsys, weights):
         assert name in printed
 
 
+@pytest.mark.parametrize("option", ["--model", "--text", "--token-ids"])
+def test_the_figures_do_not_replace_what_was_read(model, ids, capsys, option):
+    given = {"--model": model, "--text": ids, "--token-ids": ids}[option]
+    content = pathlib.Path(given).read_bytes()
+    rest = [] if option == "--model" else ["--model", model]
+    assert main(["ppl", *rest, option, given, "--json", given]) == 2
+    assert f"--json {given}: is (or lies in) {option}; expected another file" in one_line(capsys)
+    assert pathlib.Path(given).read_bytes() == content
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("command", ["env", "ppl"])
+def test_a_full_disk_below_the_output(model, ids, tmp_path, command):
+    """One line, status 1; the figures are in their file."""
+    out = tmp_path / "out.json"
+    arguments = {
+        "env": ["env", "--markdown"],
+        "ppl": ["ppl", "--model", model, "--token-ids", ids, "--formats", "fp32", "--chunks", "1", "--json", str(out)],
+    }[command]
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(rooftile.__file__))}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rooftile", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    assert done.returncode == 1
+    assert done.stderr == f"rooftile {command}: error: standard output: No space left on device\n"
+    assert command == "env" or json.loads(out.read_text())["family"] == "ppl"
+
+
 @pytest.mark.skipif("cuda" not in cases.devices(), reason="no GPU, or a build without GPU kernels")
 def test_ppl_on_a_gpu(model, ids, tmp_path, capsys):
     out = tmp_path / "out.json"

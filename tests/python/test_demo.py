@@ -241,6 +241,18 @@ def test_bad_arguments(arguments, words, error, names, monkeypatch):
         command.run(arguments(*words))
 
 
+def test_one_file_for_one_thing(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "measure", None)
+    picture = str(tmp_path / "demo.png")
+    with pytest.raises(rt.ArgumentError, match=r"--json .*: is \(or lies in\) --picture; expected another file"):
+        command.run(arguments("--picture", picture, "--json", picture))
+    text = tmp_path / "text.png"
+    text.write_text("words")
+    with pytest.raises(rt.ArgumentError, match=r"--picture .*: is \(or lies in\) --text; expected another file"):
+        command.run(arguments("--picture", str(text), "--text", str(text)))
+    assert text.read_text() == "words"
+
+
 def test_without_matplotlib_nothing_begins(arguments, monkeypatch):
     monkeypatch.setattr(command, "measure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)

@@ -23,10 +23,10 @@ def check_target(path, source, overwrite):
         raise ArgumentError(f"{path}: {path.parent} cannot be written")
     if path.resolve() == source or source in path.resolve().parents or path.resolve() in source.parents:
         raise ArgumentError(f"{path}: lies in {source} or around it; expected a folder beside it")
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ArgumentError(f"{path}: is there and is not a folder")
     if not path.exists():
         return
-    if path.is_symlink() or not path.is_dir():
-        raise ArgumentError(f"{path}: is there and is not a folder")
     if any(path.iterdir()):
         if not overwrite:
             raise ArgumentError(f"{path}: is there and not empty; --overwrite replaces it")

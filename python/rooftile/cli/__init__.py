@@ -4,14 +4,19 @@
 A subcommand module has SUMMARY (one line), add_arguments(parser) and run(args), which returns the exit status, and
 imports torch and the like inside run(), so that `rooftile --help` is quick.
 
-Exit status: 0 done, 1 something failed (network, device, missing package), 2 wrong arguments, 130 interrupted.
+Exit status: 0 done, 1 something failed (network, device, disk, missing package), 2 wrong arguments, 130 interrupted,
+128 + n ended by signal n (SIGTERM, SIGHUP): what was begun is taken away first.
 """
 
 import argparse
+import contextlib
+import errno
 import importlib
 import os
 import pkgutil
+import signal
 import sys
+import threading
 
 from rooftile import _C, __version__
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError
@@ -28,7 +33,10 @@ def main(arguments=None):
         parser.print_help()
         return 2
     try:
-        return args.run(args)
+        with _signals_raise():
+            status = args.run(args)
+            sys.stdout.flush()
+            return status
     except (ArgumentError, ArgumentTypeError, NotSupportedError) as e:
         return _fail(args, e, 2)
     except RooftileError as e:
@@ -38,10 +46,48 @@ def main(arguments=None):
             raise
         return _fail(args, f"needs the package '{e.name}': pip install {' '.join(_OPTIONAL_PACKAGES)}", 1)
     except BrokenPipeError:  # the reader of our output left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _no_more_output()
         return 1
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        _no_more_output()
+        return _fail(args, f"{e.filename or 'standard output'}: {e.strerror}", 1)
     except KeyboardInterrupt:
         return _fail(args, "interrupted", 130)
+    except _Ended as e:
+        return _fail(args, f"ended by {e.signal.name}", 128 + e.signal)
+
+
+class _Ended(BaseException):
+    def __init__(self, number):
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def _signals_raise():
+    """SIGTERM and SIGHUP as exceptions, so that unfinished files are taken away. One that is ignored (nohup) stays so;
+    outside the main thread Python handles none."""
+    before = {}
+
+    def raise_it(number, frame):
+        raise _Ended(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, raise_it)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _no_more_output():
+    """What is still buffered goes nowhere, instead of failing once more at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):

@@ -18,10 +18,16 @@ def read_text(path, option):
         raise ArgumentError(f"{option} {path}: not UTF-8 text: {e.reason} at byte {e.start}") from e
 
 
-def check_writable(path, option):
-    """Raises before the work starts when `path` cannot be written after it. None is no file."""
+def check_writable(path, option, **others):
+    """Raises before the work starts when `path` cannot be written after it, or is what the command reads or writes.
+
+    None is no file. others: name of an argument -> its path or None; a folder with all that is in it.
+    """
     if path is None:
         return
+    for name, other in others.items():
+        if other is not None and _is_or_is_in(path, other):
+            raise ArgumentError(f"{option} {path}: is (or lies in) {name}; expected another file")
     folder = pathlib.Path(path).absolute().parent
     if not folder.is_dir():
         raise ArgumentError(f"{option} {path}: the folder {folder} does not exist")
@@ -29,6 +35,13 @@ def check_writable(path, option):
         raise ArgumentError(f"{option} {path}: is a folder, expected a file to write")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise ArgumentError(f"{option} {path}: cannot be written")
+
+
+def _is_or_is_in(path, other):
+    path, other = pathlib.Path(path).resolve(), pathlib.Path(other).resolve()
+    if path.exists() and other.exists() and path.samefile(other):  # a hard link too
+        return True
+    return path == other or other in path.parents
 
 
 def write_json(path, value, option):

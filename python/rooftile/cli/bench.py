@@ -79,9 +79,9 @@ def run(args):
                         write_json(args.json, result(), "--json")
             except DeviceError as e:
                 lost = e
-    print_whole(Console(), report.table(result()))
     if args.json:
         write_json(args.json, result(), "--json")
+    print_whole(Console(), report.table(result()))
     if lost:
         raise lost
     return int(any(note["failed"] for note in notes.left_out))

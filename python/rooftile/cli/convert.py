@@ -47,7 +47,7 @@ def _bytes(text):
 
 
 def run(args):
-    check_writable(args.json, "--json")
+    check_writable(args.json, "--json", SOURCE=args.source, TARGET=args.target)
     rounding = None
     if any(given is not None for given in (args.bits, args.group_size, args.zeros)):
         group_size = 128 if args.group_size is None else args.group_size
@@ -65,10 +65,11 @@ def run(args):
         shard_bytes=args.shard_size,
         overwrite=args.overwrite,
     )
+    if args.json:
+        write_json(args.json, report, "--json")
     console = Console()
     _print(console, report)
     if args.json:
-        write_json(args.json, report, "--json")
         console.print(f"What became of every weight: {args.json}", soft_wrap=True)
     console.print(*_loading_lines(report["target"]), sep="\n", soft_wrap=True, highlight=False, markup=False)
     return 0

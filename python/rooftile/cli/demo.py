@@ -43,15 +43,17 @@ def run(args):
     usable_device(args.device)
     check_chunk_tokens(args.chunk_tokens)
     check_picture(args.picture, "--picture")
-    check_writable(args.picture, "--picture")
-    check_writable(args.json, "--json")
-    console = Console()
+    inputs = {"--model": args.model, "--text": args.text}
+    check_writable(args.picture, "--picture", **inputs)
+    check_writable(args.json, "--json", **inputs, **{"--picture": args.picture})
     report = measure(args)
-    console.print(tables(report))
     if args.json:
         write_json(args.json, report, "--json")
-        console.print(f"All figures: {args.json}", soft_wrap=True)
     draw(report, args.picture)
+    console = Console()
+    console.print(tables(report))
+    if args.json:
+        console.print(f"All figures: {args.json}", soft_wrap=True)
     console.print(f"Picture: {args.picture}", soft_wrap=True)
     wrong = wrong_kernels(report)
     if wrong:

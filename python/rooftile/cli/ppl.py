@@ -66,14 +66,15 @@ def check_chunk_tokens(length):
 
 def run(args):
     check_chunk_tokens(args.chunk_tokens)
-    check_writable(args.json, "--json")
+    check_writable(args.json, "--json", **{"--model": args.model, "--text": args.text, "--token-ids": args.token_ids})
     from rich.console import Console
 
     report = measure(args)
+    if args.json:
+        write_json(args.json, report, "--json")
     console = Console()
     _print(console, report)
     if args.json:
-        write_json(args.json, report, "--json")
         console.print(f"All figures: {args.json}", soft_wrap=True)
     return 0
 
