@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The register-blocked loops of attention. Include isa.h, vec.h and kv_tile.h first.
+// The register-blocked loops of attention on the CPU: q k, p v, softmax, epilogue. Include isa.h, vec.h and kv_tile.h
+// first.
 //
-// Every result is one chain of fused multiply-adds in an order fixed by the data's position (channels in order for a
-// dot product, tokens in order for a weighted sum), so it does not matter how rows are put together into blocks.
+// Each result is one chain of fused multiply-adds. A dot product adds channels in order, a weighted sum adds tokens in
+// order. The bits of a row therefore do not depend on the rows that share its register block.
 #pragma once
 
 #include <cmath>
@@ -17,9 +18,9 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 
 inline constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-inline constexpr int row_block = 4;  // rows that share each load of a key or value
+inline constexpr int row_block = 4;  // query rows that share each load of a key or value
 
-// n elements of any dtype and stride as fp32, then zeros up to `width`.
+// to [width] = n elements of any dtype and stride as fp32, then zeros.
 ROOFTILE_INLINE void gather_row(const TensorView& t, std::int64_t offset, std::int64_t stride, int n, int width,
                                 float* to) {
   with_element(t.dtype, [&](auto e) {
@@ -31,6 +32,7 @@ ROOFTILE_INLINE void gather_row(const TensorView& t, std::int64_t offset, std::i
   });
   for (int i = n; i < width; ++i) to[i] = 0;
 }
+// The inverse: from [n] as fp32 to n elements of any dtype and stride, rounded to nearest.
 ROOFTILE_INLINE void scatter_row(const float* from, int n, const TensorView& t, std::int64_t offset,
                                  std::int64_t stride) {
   with_element(t.dtype, [&](auto e) {
@@ -43,7 +45,7 @@ ROOFTILE_INLINE void scatter_row(const float* from, int n, const TensorView& t, 
   });
 }
 
-// Calls f with the number of rows, at most row_block, as a constant.
+// Calls f with the number of rows, 1 to row_block, as a compile-time constant.
 template <class F>
 ROOFTILE_INLINE void with_rows(int rows, const F& f) {
   switch (rows) {
@@ -58,7 +60,8 @@ ROOFTILE_INLINE void with_rows(int rows, const F& f) {
   }
 }
 
-// with_element for functions that are always inline: a shared template is baseline code and cannot inline them.
+// with_element, always inlined. The shared template is compiled for the baseline instruction set, which cannot inline
+// the functions of this file.
 template <class F>
 ROOFTILE_INLINE void with_token_type(DType t, const F& f) {
   switch (t) {
@@ -71,12 +74,12 @@ ROOFTILE_INLINE void with_token_type(DType t, const F& f) {
   }
 }
 
-// ---- sums of many vectors at once: out[i] = the sixteen lanes of v[i], always added in the same tree ----
+// ---- several horizontal sums: out[i] = sum of the 16 lanes of v[i], added in one fixed tree ----
 
 #ifdef ROOFTILE_AVX512
 inline constexpr int sums_at_once = 16;
 ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
-  // The tree leaves result i where this says; the inputs enter it in that order.
+  // v[i] enters the tree at position place[i], so that its sum leaves the tree in lane i.
   constexpr int place[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
   __m512 x[16], y[8], z[4], w[2];
 #pragma GCC unroll 16
@@ -108,8 +111,8 @@ ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
 }
 #endif
 
-// s[r][t] = dot(q[r], k[t]) for `rows` <= row_block rows and the tokens first .. last - 1 of a tile (whole blocks of
-// tokens: some more are computed). q [rows][width], s [rows][s_stride].
+// s[r][t] = dot(q[r], k[t]) for the tokens t of [first, last) of a tile. q [rows][width], k [tile][width], s
+// [rows][s_stride], rows <= row_block. Tokens are computed in whole blocks, so s is also written around [first, last).
 template <class E, int rows>
 ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int first, int last, float* s,
                               int s_stride) {
@@ -136,7 +139,8 @@ ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int
   }
 }
 
-// acc[r] += sum over tokens first .. last - 1 of p[r][t] * v[t].
+// acc[r][d ..] += sum of p[r][t] * v[t][d ..] over the tokens t of [first, last), for `vectors` * 16 channels from d on.
+// p [rows][p_stride], v [tile][width], acc [rows][width].
 template <class E, int rows, int vectors>
 ROOFTILE_INLINE void add_values_block(const float* p, int p_stride, const TokenRows& v, int first, int last, float* acc,
                                       int width, int d) {
@@ -162,6 +166,7 @@ ROOFTILE_INLINE void add_values_block(const float* p, int p_stride, const TokenR
 #pragma GCC unroll 4
     for (int i = 0; i < vectors; ++i) store(acc + r * width + d + i * lanes, sum[r][i]);
 }
+// The same for all channels.
 template <class E, int rows>
 ROOFTILE_INLINE void add_values(const float* p, int p_stride, const TokenRows& v, int first, int last, float* acc,
                                 int width) {
@@ -176,7 +181,7 @@ ROOFTILE_INLINE void add_values(const float* p, int p_stride, const TokenRows& v
   for (; d < width; d += lanes) add_values_block<E, rows, 1>(p, p_stride, v, first, last, acc, width, d);
 }
 
-// ---- c [m][ldc] (+)= a [m][lda] * b [depth][ldb]; n a multiple of 16 ----
+// ---- c [m, n] = a [m, depth] b [depth, n], added to c where `add`; row-major, n a multiple of 16 ----
 
 #ifdef ROOFTILE_AVX512
 inline constexpr int gemm_rows = 6, gemm_vectors = 4;
@@ -227,7 +232,7 @@ static inline void gemm(const float* a, int lda, const float* b, int ldb, float*
 
 // ---- logits and softmax ----
 
-// tanh x: Lambert's continued fraction near 0, where 1 - 2 / (e^2x + 1) would cancel.
+// tanh x: 1 - 2 / (e^2x + 1) for |x| >= 1; below, where that cancels, Lambert's continued fraction.
 ROOFTILE_INLINE F32 tanh(F32 x) {
   const F32 z = x * x;
   const F32 over = x * fma(fma(fma(z, splat(1.0f), splat(378.0f)), z, splat(17325.0f)), z, splat(135135.0f));
@@ -246,12 +251,13 @@ ROOFTILE_INLINE F32 select_range(F32 x, int i, int first, int last, F32 other) {
   return inside ? x : other;
 }
 
-// The running state of one row's softmax: the largest logit and the sum of e^(logit - largest).
+// The online-softmax state of one query row: the largest logit so far and the sum of e^(logit - largest).
 struct SoftmaxState {
   float top = minus_infinity, sum = 0;
 };
 
-// s[first .. last) of one row becomes e^(s - top), whatever else lies in its vectors 0. Returns top and the sum.
+// Replaces s[first .. last) of one row by e^(s - top), and the other lanes of the vectors it touches by 0. top is the
+// larger of at_least and the largest logit. Returns top and the sum.
 ROOFTILE_INLINE SoftmaxState exponentiate(float* s, int first, int last, float at_least) {
   const F32 none = splat(minus_infinity);
   const int begin = first / lanes * lanes;
@@ -277,8 +283,8 @@ ROOFTILE_INLINE SoftmaxState exponentiate(float* s, int first, int last, float a
   return state;
 }
 
-// Writes one row of out and lse: acc, the weighted values, over the softmax's sum, to which a real query's sink
-// belongs.
+// The epilogue of one row: out [dim] = acc [width] / sum, lse = top + log(sum). The attention sink of a query that is
+// not padding (`real`) is part of the sum. A row that saw no token gets out 0 and lse -inf.
 ROOFTILE_INLINE void finish_row(const LogitParams& p, bool real, std::int64_t head, SoftmaxState state, float* acc,
                                 int dim, int width, const TensorView& out, std::int64_t out_offset,
                                 const TensorView& lse, std::int64_t lse_offset) {
@@ -297,7 +303,7 @@ ROOFTILE_INLINE void finish_row(const LogitParams& p, bool real, std::int64_t he
   if (lse.given()) lse.as<float>()[lse_offset] = state.sum == 0 ? minus_infinity : state.top + ::logf(state.sum);
 }
 
-// ---- a thread's arrays, cut from scratch memory at cache lines ----
+// ---- a thread's arrays: consecutive pieces of its scratch memory, each aligned to a cache line ----
 
 ROOFTILE_INLINE std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 struct Cut {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sixteen floats at a time, on every instruction set: the compiler splits the vector where registers are narrower, so
-// the order of every sum, and with it every bit (but for fused multiply-adds), is the same everywhere.
-// Include isa.h first.
+// Vectors of 16 floats on every instruction set. The compiler splits a vector where registers are narrower. The order of
+// every sum is the same everywhere, and so are the bits, fused multiply-adds aside. Include isa.h first.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +40,8 @@ ROOFTILE_INLINE F32 splat(float x) {
 #endif
 }
 
-ROOFTILE_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }  // contracted where the target has it
+// Compiled with -ffp-contract=fast: one fused instruction where the instruction set has one, else two.
+ROOFTILE_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 
 ROOFTILE_INLINE F32 vmax(F32 a, F32 b) {  // b where a is NaN
 #ifdef ROOFTILE_AVX512
@@ -62,13 +62,13 @@ ROOFTILE_INLINE F32 clamp(F32 x, float low, float high) {  // NaN stays NaN
 
 ROOFTILE_INLINE F32 magnitude(F32 x) { return (F32)((I32)x & 0x7fffffff); }
 
-// a in the lanes where `sign` is negative, -0 among them, b elsewhere.
+// a in the lanes where the sign bit of `sign` is set (-0 too), b elsewhere.
 ROOFTILE_INLINE F32 where_negative(F32 sign, F32 a, F32 b) {
   const I32 negative = (I32)sign >> 31;
   return (F32)(((I32)a & negative) | ((I32)b & ~negative));
 }
 
-// ---- sixteen doubles, for what float would lose: long sums, and differences that cancel ----
+// ---- 16 doubles, for long sums and for differences that cancel in float ----
 
 typedef double F64 __attribute__((vector_size(64)));
 typedef float F32x8 __attribute__((vector_size(32)));
@@ -140,8 +140,8 @@ ROOFTILE_INLINE void store(Half* p, F32 v) {
 
 // ---- E4M3 codes ----
 
-// The lower seven bits are those of an fp16 of 2^-8 times the value, subnormals too; with the bit above them set, 0x7f
-// is NaN.
+// Exponent and mantissa (7 bits) are moved to those of an fp16, which is then 2^-8 times the value; this also holds for
+// subnormals. The code 0x7f, NaN, gets the highest bit of fp16's exponent in addition.
 ROOFTILE_INLINE F32 e4m3_values(I8 codes) {
   const U16 bits = (U16) __builtin_convertvector(codes, I16);
   const U16 nan = ((bits & 0x7f) + 1) & 0x80;
@@ -149,7 +149,7 @@ ROOFTILE_INLINE F32 e4m3_values(I8 codes) {
   store_raw(h, ((bits << 7) & 0xbf80) | (nan << 7));
   return load(h) * 256.0f;
 }
-// No step meets a subnormal float, which a caller may have switched off.
+// No intermediate result is a subnormal float: the caller may have set the CPU to flush those to zero.
 ROOFTILE_INLINE I32 e4m3_codes(F32 x) {  // |x| at most 448; the upper bytes are not used
   const F32 size = magnitude(x);
   const U32 bits = (U32)size;
@@ -158,7 +158,7 @@ ROOFTILE_INLINE I32 e4m3_codes(F32 x) {  // |x| at most 448; the upper bytes are
   return (size < 0x1p-6f ? subnormal : normal) | (((I32)x >> 24) & 0x80);
 }
 
-// The first n elements (n <= 16); the other lanes are `fill` and are not written.
+// Loads and stores of the first n <= 16 elements. Other lanes are loaded as `fill` and are not stored.
 template <class T>
 ROOFTILE_INLINE F32 load_some(const T* p, int n, float fill = 0.0f) {
   if (n >= lanes) return load(p);
@@ -174,7 +174,7 @@ ROOFTILE_INLINE void store_some(T* p, F32 v, int n) {
   std::memcpy(p, f, sizeof(T) * static_cast<std::size_t>(n));
 }
 
-// ---- across lanes, in one fixed order ----
+// ---- reductions across lanes, in one fixed order ----
 
 ROOFTILE_INLINE float sum(F32 v) {
   float f[lanes];
