@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention one query and one head at a time, in double precision.
+// Reference attention: one query and one head at a time, in double precision, read from the cache one value at a time.
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -13,13 +13,13 @@ namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
-// One KV head of one cache row, read a value at a time.
+// One KV head of one cache row.
 struct CachedHead {
   const KvCacheView& c;
   std::int64_t row, head;
-  std::int64_t code_end;  // tokens before it are read from the pages, the others raw from the ring
+  std::int64_t code_end;  // tokens before it are read from the pages, later ones unquantised from the ring
 
-  // 4.1: value = fp32(code * scale), affine formats fp32(that + min).
+  // Channel d of K or V of a token. Codes: fp32(code * scale), with a minimum fp32(fp32(code * scale) + min).
   float value(bool is_k, std::int64_t token, int d) const {
     if (token >= code_end) {
       const std::int64_t offset = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
@@ -57,8 +57,8 @@ struct CachedHead {
   }
 };
 
-// Softmax over the keys first .. last, then the weighted sum of the values. A query that is not real sees no sink
-// either.
+// One query [D] of head `head`: softmax over the logits of keys first .. last (inclusive), then the weighted sum of
+// their values. A query of padding (not `real`) has no keys and no attention sink.
 template <class Key, class Value>
 void attend(bool real, std::int64_t q_offset, const TensorView& q, const LogitParams& p, std::int64_t position,
             std::int64_t head, std::int64_t first, std::int64_t last, const Key& key, const Value& value,
@@ -92,6 +92,7 @@ void attend(bool real, std::int64_t q_offset, const TensorView& q, const LogitPa
 
 }  // namespace
 
+// q, out [B, T, Hq, D]; the last count[b] tokens of the cache row are those of the queries. Padding queries come last.
 void decode_attention(const Parallel& parallel, const DecodeArgs& a) {
   const KvCacheView& c = *a.cache;
   const std::int64_t batch = a.q.shape[0], tokens = a.q.shape[1], heads = a.q.shape[2];
@@ -113,6 +114,7 @@ void decode_attention(const Parallel& parallel, const DecodeArgs& a) {
   });
 }
 
+// q, out [token, Hq, D], k, v [token, Hkv, D]; of every sequence the cached tokens precede those of k and v.
 void prefill_attention(const Parallel& parallel, const PrefillArgs& a) {
   const std::int64_t heads = a.q.shape[1], kv_heads = a.k.shape[1];
   parallel.run(a.batch * heads, [&](std::int64_t task, int) {
@@ -143,6 +145,8 @@ void prefill_attention(const Parallel& parallel, const PrefillArgs& a) {
   });
 }
 
+// out [.., D] and lse [..] of the union of two disjoint sets of keys, from the results over each. A partial result with
+// lse = -inf saw no key, and its out is not used.
 void merge_attention(const Parallel& parallel, const TensorView& out_a, const TensorView& lse_a,
                      const TensorView& out_b, const TensorView& lse_b, const TensorView& out, const TensorView& lse) {
   parallel.run(out.rows(), [&](std::int64_t row, int) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Append, one value at a time. The arithmetic of an encoding is part of the format, so this and simd give equal bytes.
+// Reference append, one value at a time. The arithmetic of an encoding is part of the format: cpu/simd writes the same
+// bytes.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,7 +13,8 @@
 namespace rooftile::cpu::reference {
 namespace {
 
-// Writes x, saturated to the finite range of the scales' dtype, as entry `index`; returns what a reader will see.
+// Writes x as entry `index` of an array of scales or minima, clamped to the dtype's finite range. Returns the value as
+// it is stored, which is the one that codes are made with.
 float put_scale(DType dtype, std::byte* base, std::int64_t index, float x) {
   const float largest = dtype == DType::bf16 ? 0x1.fep+127f : 65504.0f;
   const TensorView t{.data = base, .dtype = dtype};
@@ -31,12 +33,12 @@ void put_code(KvFormat f, std::byte* base, std::int64_t index, int code) {
       (base[index / 2] & static_cast<std::byte>(0xf0 >> shift)) | static_cast<std::byte>((code & 15) << shift);
 }
 
-// x in steps of the scale -> the nearest code, ties to even.
+// The code nearest to x, which is in units of the scale; ties to even.
 int nearest_code(KvFormat f, float x) {
   return f == KvFormat::fp8 ? from_float<E4M3>(x).bits : static_cast<int>(std::nearbyint(x));
 }
 
-// One row's one head: where its tokens come from and go to.
+// One KV head of one cache row, to write.
 struct Target {
   const KvCacheView& c;
   std::int64_t row, head;
@@ -44,12 +46,14 @@ struct Target {
   std::byte* in_page(const KvCacheView::Plane& plane, std::byte* section, std::int64_t token) const {
     return section + kv_page(c, row, token) * plane.page_stride + head * plane.head_stride;
   }
-  TensorView ring(std::byte* base, std::int64_t token) const {  // one raw token
+  // The unquantised token [head_dim] in the ring.
+  TensorView ring(std::byte* base, std::int64_t token) const {
     const std::int64_t offset = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
     return {.data = base + offset * c.head_dim * static_cast<std::int64_t>(size_of(c.dtype)), .dtype = c.dtype};
   }
 
-  // Encodes value(0) .. value(n - 1) as one group with scale (and minimum) number `index` of the block of `token`.
+  // Encodes value(0) .. value(n - 1) as one quantisation group: scale (and minimum) `index` of the page that holds
+  // `token`, and the codes at code_index(0) .. code_index(n - 1).
   template <class Value, class CodeIndex>
   void encode(const KvCacheView::Plane& plane, std::int64_t token, std::int64_t index, int n, const Value& value,
               const CodeIndex& code_index) const {
@@ -82,7 +86,7 @@ struct Target {
     }
   }
 
-  // The codes of d = head_dim .. padded are 0.
+  // The codes of the padding channels, head_dim .. padded_head_dim, are 0.
   template <class CodeIndex>
   void pad_token(const KvCacheView::Plane& plane, std::int64_t token, const CodeIndex& code_index) const {
     for (int d = c.head_dim; d < padded_head_dim(c.head_dim); ++d)
@@ -104,7 +108,7 @@ struct Target {
     pad_token(c.v, token, index);
   }
 
-  // The 32 tokens from `first` on, all in the ring, become codes.
+  // kivi: encodes a group of tokens, [first, first + kv_group), from the ring; K per channel, V per token.
   void close_group(std::int64_t first) const {
     const int offset = static_cast<int>(first % c.page_size), padded = padded_head_dim(c.head_dim);
     for (int d = 0; d < padded; ++d)  // channels past head_dim are groups of zeros

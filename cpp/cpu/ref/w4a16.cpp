@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reference product: y [M, N] = activation(x [M, K] W^T + bias) in double precision, one code of W [N, K] at a time.
 #include "core/w4_layout.h"
 #include "cpu/element.h"
 #include "cpu/ref/activate.h"
@@ -14,6 +15,7 @@ double element(const std::byte* data, DType t, std::int64_t i) {
   return read(v, i);
 }
 
+// W[n, k], dequantised.
 double weight(const W4View& w, std::int64_t n, std::int64_t k) {
   const int u = w4_code(w.codes, w.bits, w4_code_index(w.bits, w4_tiles_k(w.k), n, k));
   const std::int64_t at = w4_scale_index(w.k / w.group, n, k / w.group);

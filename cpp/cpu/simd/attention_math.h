@@ -139,8 +139,8 @@ ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int
   }
 }
 
-// acc[r][d ..] += sum of p[r][t] * v[t][d ..] over the tokens t of [first, last), for `vectors` * 16 channels from d on.
-// p [rows][p_stride], v [tile][width], acc [rows][width].
+// acc[r][d ..] += sum of p[r][t] * v[t][d ..] over the tokens t of [first, last), `vectors` * 16 channels from d on. p
+// [rows][p_stride], v [tile][width], acc [rows][width].
 template <class E, int rows, int vectors>
 ROOFTILE_INLINE void add_values_block(const float* p, int p_stride, const TokenRows& v, int first, int last, float* acc,
                                       int width, int d) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of 16 floats on every instruction set. The compiler splits a vector where registers are narrower. The order of
-// every sum is the same everywhere, and so are the bits, fused multiply-adds aside. Include isa.h first.
+// Vectors of 16 floats on every instruction set. The compiler splits a vector where registers are narrower. The order
+// of every sum is the same everywhere, and so are the bits, fused multiply-adds aside. Include isa.h first.
 #pragma once
 
 #include <cstdint>
