@@ -67,15 +67,14 @@ class _Fields:
             self.refuse(key, _words(allowed))
         return value
 
-    def either(self, first, second, kind, default):
-        """A field that two names are in use for; refuses two values that differ."""
-        value = self.get(first, kind, None)
-        other = self.get(second, kind, None)
-        if value is not None and other is not None and value != other:
+    def name_of(self, first, second):
+        """Which of the two names that a field has is in use; refuses two values that differ."""
+        a, b = self.value.get(first), self.value.get(second)
+        if a is not None and b is not None and a != b:
             raise ArgumentError(
-                f"{self.where}: {self.name}: {first} = {value!r:.60}, but {second} = {other!r:.60}; expected one"
+                f"{self.where}: {self.name}: {first} = {a!r:.60}, but {second} = {b!r:.60}; expected one"
             )
-        return next((given for given in (value, other) if given is not None), default)
+        return second if a is None else first
 
     def absent(self, *keys):
         """Refuses fields that say something: whatever is not null, false or empty."""
@@ -109,10 +108,8 @@ class _Gptq:
         self.size = fields.group_size()
         self.symmetric = fields.get("sym", bool)
         self.act_order = fields.get("desc_act", bool)
-        self.version = fields.either("checkpoint_format", "format", str, "gptq")
-        if self.version not in ("gptq", "gptq_v2"):
-            key = "format" if fields.value.get("checkpoint_format") is None else "checkpoint_format"
-            fields.refuse(key, "'gptq' or 'gptq_v2'")
+        key = fields.name_of("checkpoint_format", "format")
+        self.version = fields.expect(key, "gptq", "gptq_v2", default="gptq")
         patterns = fields.get("dynamic", dict, {})
         if any(not str(pattern).startswith("-:") for pattern in patterns):
             fields.refuse("dynamic", "patterns that begin with '-:' (layers left alone)")
@@ -167,8 +164,9 @@ class _Awq:
     def __init__(self, fields, tensors):
         fields.expect("bits", 4)
         fields.expect("zero_point", True, default=True)
-        if fields.either("version", "format", str, "gemm").lower() != "gemm":
-            fields.refuse("format" if fields.value.get("version") is None else "version", "'gemm'")
+        key = fields.name_of("version", "format")
+        if fields.get(key, str, "gemm").lower() != "gemm":
+            fields.refuse(key, "'gemm'")
         self.size = fields.group_size()
         self.plain = _names(fields, "modules_to_not_convert", "names", [])
 
