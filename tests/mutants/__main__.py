@@ -241,7 +241,8 @@ def gpu(args):
     failed = [] if args.compiled else gpu_faults.compile_all(TREE, names, args.jobs)
     if not args.compile_only:
         names = [name for name in names if name not in failed]
-        survived, unjudged = gpu_faults.run(TREE, names, args.jobs, done, args.minutes)
+        killers = {(r["file"], r["what"]): r["by"] for r in recorded["mutants"] if r["rule"] == "GPU"}
+        survived, unjudged = gpu_faults.run(TREE, names, args.jobs, done, args.minutes, killers)
     groups = {
         "have no extension": failed,
         "survived": survived,

@@ -36,6 +36,7 @@ class Test:
     seconds: float = 30.0  # that they take without a fault
     cpu: float = 180.0
     but: tuple = ()  # ids that are left out
+    first: tuple = ()  # ids and names of test functions that run before the others, where a fault is built in
 
 
 def named_test(by):
@@ -87,15 +88,21 @@ class Watch:
 
 
 class Interleaved:
-    """A pytest plugin: the first case of every test function, then every second case, and so on. Most faults fail the
-    first cases of some function; a survivor takes all cases of all files."""
+    """A pytest plugin: what is named in `first` (ids, then names of functions), then the first case of every test
+    function, then every second case, and so on. Most faults fail the first cases of some function; a survivor takes all cases of
+    all files."""
+
+    def __init__(self, first=()):
+        self.first = first
 
     def pytest_collection_modifyitems(self, items):
         seen = collections.Counter()
         order = {}
         for item in items:
             function = item.nodeid.partition("[")[0]
-            order[item.nodeid] = seen[function]
+            names = [item.nodeid, function.rpartition("::")[2]]
+            rank = next((i for i, name in enumerate(names) if name in self.first), len(names))
+            order[item.nodeid] = rank, seen[function]
             seen[function] += 1
         items.sort(key=lambda item: order[item.nodeid])
 
@@ -252,7 +259,7 @@ class Forks:
             arguments += [] if self.switch else ["-k", "cuda or gpu or device"]
             arguments += [f"--deselect={name}" for name in test.but]
             arguments += test.ids or [file]
-            plugins = [reach or Watch(note), *([] if self.switch else [Interleaved()])]
+            plugins = [reach or Watch(note), *([] if self.switch else [Interleaved(test.first)])]
             code = int(pytest.main(arguments, plugins=plugins))
         except BaseException:
             traceback.print_exc()

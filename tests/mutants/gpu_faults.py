@@ -24,6 +24,7 @@ class Fault:
     sound: str  # occurs once
     faulty: str
     source: str = ""  # the .cu file that is compiled with the fault; default: see SOURCES
+    first: str = ""  # test functions, spaces between: expected to see the fault, they run before the others
 
 
 FAULTS = {
@@ -38,6 +39,7 @@ FAULTS = {
         DECODE + "queries.cuh",
         "position >= p.window ? position + 1 - p.window : 0",
         "position >= p.window ? position - p.window : 0",
+        first="test_options test_a_window_of_many_queries",
     ),
     "tree_factors": Fault(
         "partials are added without their maxima's factors",
@@ -75,12 +77,14 @@ FAULTS = {
         "cpp/core/divisor.h",
         "    shift = bits - 1;",
         "    shift = bits - 1 + (b == 5);",
+        first="test_any_ratio_of_heads",
     ),
     "queries_sync": Fault(
         "queries may arrive before the previous tile range's partials have been read",
         DECODE + "split_kv.cuh",
         "__syncthreads(); PartialReduction<1, S, threads, mma_n, Config::smem_levels> reduction(",
         "PartialReduction<1, S, threads, mma_n, Config::smem_levels> reduction(",
+        first="test_a_row_in_a_batch_has_the_bits_it_has_alone test_every_replay_has_the_bits_of_a_call",
     ),
     "wait_group": Fault(
         "a tile is read before its copies are waited for",
@@ -94,6 +98,7 @@ FAULTS = {
         "    if (p.tokens == 1 || all_seen(see, token, 16)) add_pv16",
         "    if (p.tokens >= 1 || all_seen(see, token, 16)) add_pv16",
         DECODE + "inst/bits16.cu",
+        first="test_what_a_later_token_holds_does_not_reach_an_earlier_query",
     ),
     "o_scale_growth": Fault(
         "sums are not rescaled when the output scale grows",
@@ -202,18 +207,21 @@ FAULTS = {
         W4A16 + "expand.cuh",
         "tile_row = p.first_tile_row + row,",
         "tile_row = row,",
+        first="test_many_tokens_on_an_expanded_weight_have_the_same_bits",
     ),
     "expand_block": Fault(
         "scale blocks of expanded rows are those of the next k-block",
         W4A16 + "expand.cuh",
         "static_cast<int>(step * 4 + k_block) >> p.group_shift",
         "static_cast<int>(step * 4 + k_block + 1) >> p.group_shift",
+        first="test_many_tokens_on_an_expanded_weight_have_the_same_bits",
     ),
     "expand_wait": Fault(
         "a chunk is written while the product before it may still read the workspace",
         W4A16 + "expand.cuh",
         "  tile::wait_for_previous_kernel();\n",
         "",
+        first="test_many_tokens_on_an_expanded_weight_have_the_same_bits test_loads_that_come_late",
     ),
     "weight_row": Fault(
         "row g + 8 is given row g's scale and minimum",
@@ -253,24 +261,28 @@ FAULTS = {
         W4A16 + "gather_x.cuh",
         "if (p.w.perm)",
         "if (p.w.perm && k0 < w4_gather_columns)",
+        first="test_act_order",
     ),
     "copy_launch": Fault(
         "a second launch gathers the first one's tokens",
         W4A16 + "gather_x.cuh",
         "p.x.offset(p.first_token + token)",
         "p.x.offset(token)",
+        first="test_more_tokens_than_are_prepared_at_once",
     ),
     "box_launch": Fault(
         "a second launch multiplies the first one's tokens",
         W4A16 + "matmul.cu",
         "static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;",
         "static_cast<const std::uint16_t*>(a.x.data);",
+        first="test_more_tokens_than_are_prepared_at_once test_a_product_of_many_rows",
     ),
     "copy_tail": Fault(
         "what lies behind a row of x is read as part of it",
         W4A16 + "gather_x.cuh",
         "= first + i * w4_gather_threads < all_k ? inside : 0;",
         "= inside;",
+        first="test_x_of_any_strides_is_exact",
     ),
     "copy_sync": Fault(
         "a 16-byte vector is read before other threads have written its columns",
@@ -364,7 +376,7 @@ SOURCES = {
     LINEAR: LINEAR + "linear.cu",
 }
 TESTS = {  # by the folder of the source
-    "decode": "decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults streams cuda",
+    "decode": "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults cuda",
     "kv_cache": "kv_cache_gpu kv_cache_device decode_attention_gpu",
     "w4a16": "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda",
     "linear": "linear_device linear many_rows workspaces poison layout_invariance streams cuda",
@@ -378,10 +390,11 @@ def source_of(fault):
     return next(source for start, source in SOURCES.items() if fault.file.startswith(start))
 
 
-def tests_of(fault):
-    """One forks.Test of all files, so that a fault costs one CUDA context."""
+def tests_of(fault, killer=""):
+    """One forks.Test of all files, so that a fault costs one CUDA context. killer: of the recorded run; runs first."""
     names = TESTS[Path(source_of(fault)).parts[2]].split()
-    return [forks.Test(names[0], tuple(f"tests/python/test_{name}.py" for name in names))]
+    first = (killer, *fault.first.split())
+    return [forks.Test(names[0], tuple(f"tests/python/test_{name}.py" for name in names), first=first)]
 
 
 def lines(tree):
@@ -510,8 +523,9 @@ def compile_all(tree, names, jobs):
     return [name for name in names if not there[name]]
 
 
-def run(tree, names, jobs, done, minutes=None):
+def run(tree, names, jobs, done, minutes=None, killers=()):
     """Tests what compile_all() made on the GPU; tells done(fault, how, by) of each. minutes: as of Forks.run().
+    killers: {(file, what): the test that killed the fault in the recorded run}.
 
     Returns the names of those that survived, and of those whose killer is no judge: it does not pass without a fault
     either.
@@ -532,11 +546,15 @@ def run(tree, names, jobs, done, minutes=None):
             survived.append(name)
             tell(name, "survived", "")
 
-    work = [forks.Job(i, tests_of(FAULTS[name]), package=build.package(name)) for i, name in enumerate(names)]
+    work = []
+    for i, name in enumerate(names):
+        fault = FAULTS[name]
+        tests = tests_of(fault, dict(killers).get((fault.file, fault.what), ""))
+        work.append(forks.Job(i, tests, package=build.package(name)))
     runner.run(work, ended, minutes)
 
     def judged(job):
-        killer = killers[job.number]
+        killer = found[job.number]
         for name, how in killed[killer]:
             if job.outcome:
                 unjudged.append(name)
@@ -544,7 +562,7 @@ def run(tree, names, jobs, done, minutes=None):
             else:
                 tell(name, how, killer)
 
-    killers = list(killed)
+    found = list(killed)
     sound = build.tree / "python"
-    runner.run([forks.Job(i, [forks.named_test(killer)], package=sound) for i, killer in enumerate(killers)], judged)
+    runner.run([forks.Job(i, [forks.named_test(killer)], package=sound) for i, killer in enumerate(found)], judged)
     return survived, unjudged

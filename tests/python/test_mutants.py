@@ -38,6 +38,10 @@ def test_every_gpu_fault_has_its_place(name):
     fault = gpu_faults.FAULTS[name]
     begin, end = places.find((TREE / fault.file).read_text(), fault)
     assert begin < end and fault.sound != fault.faulty
+    (of,) = gpu_faults.tests_of(fault)
+    texts = [(TREE / file).read_text() for file in of.ids]
+    for function in fault.first.split():
+        assert any(f"def {function}(" in text for text in texts), f"{function} is in none of {of.ids}"
 
 
 @pytest.mark.parametrize("fault", by_hand.FAULTS, ids=lambda fault: fault.what)
@@ -260,6 +264,7 @@ def test_that_takes_much():
     raise AssertionError
 """
 GPU_RUN = """
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -269,12 +274,14 @@ import forks
 forks.WARM = ["pytest", "torch"]
 tests = [forks.Test("gpu", ("tests/python/test_gpu.py",))]
 jobs = [forks.Job(number, list(tests), package=Path(sys.argv[2])) for number in range(3)]
+named = ("test_second", "tests/python/test_gpu.py::test_first[2]")
+jobs.append(forks.Job(3, [dataclasses.replace(tests[0], first=named)], package=Path(sys.argv[2])))
 forks.Forks(Path(sys.argv[2]), 1, switch=False).run(jobs, lambda job: print(job.number, job.outcome))
 """
 
 
 def test_faults_of_gpu_kernels_meet_the_first_case_of_every_function_first(tmp_path):
-    """And a test that takes too long ends its run."""
+    """Behind the tests that are named. And a test that takes too long ends its run."""
     tree = tmp_path / "tree"
     (tree / "tests/python").mkdir(parents=True)
     (tree / "tests/python/test_gpu.py").write_text(GPU_TESTS)
@@ -282,16 +289,18 @@ def test_faults_of_gpu_kernels_meet_the_first_case_of_every_function_first(tmp_p
     order = tmp_path / "order"
     environment = {**os.environ, "ORDER": str(order), "NOTES": str(tmp_path / "work")}
     command = [sys.executable, "-c", GPU_RUN, str(FOLDER), str(tree)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
     test = "tests/python/test_gpu.py::test"
     assert done.stdout.splitlines() == [
         "0 None",
         f"1 Outcome(how='failed', by='{test}_second[0]')",
         f"2 Outcome(how='timed out', by='{test}_first[1]')",
+        "3 None",
     ]
     ran = order.read_text().splitlines()
     assert ran[:6] == [f"0 {name} {i}" for i in range(3) for name in ("first", "second")]
-    assert ran[6:] == ["1 first 0", "1 second 0", "2 first 0", "2 second 0", "2 first 1"]
+    assert ran[6:11] == ["1 first 0", "1 second 0", "2 first 0", "2 second 0", "2 first 1"]
+    assert ran[11:] == ["3 first 2", "3 second 0", "3 second 1", "3 second 2", "3 first 0", "3 first 1"]
 
 
 @pytest.mark.parametrize(
