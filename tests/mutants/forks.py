@@ -89,8 +89,8 @@ class Watch:
 
 class Interleaved:
     """A pytest plugin: what is named in `first` (ids, then names of functions), then the first case of every test
-    function, then every second case, and so on. Most faults fail the first cases of some function; a survivor takes all cases of
-    all files."""
+    function, then every second case, and so on. Most faults fail the first cases of some function; a survivor takes
+    all cases of all files."""
 
     def __init__(self, first=()):
         self.first = first

@@ -376,7 +376,8 @@ SOURCES = {
     LINEAR: LINEAR + "linear.cu",
 }
 TESTS = {  # by the folder of the source
-    "decode": "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults cuda",
+    "decode": "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults"
+    " streams cuda",
     "kv_cache": "kv_cache_gpu kv_cache_device decode_attention_gpu",
     "w4a16": "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda",
     "linear": "linear_device linear many_rows workspaces poison layout_invariance streams cuda",
