@@ -47,7 +47,8 @@ struct GatedParams {
 };
 
 template <class T, class Activation, bool vector>
-__global__ __launch_bounds__(cta_threads, 10) void gated_activation(const __grid_constant__ GatedParams p) {
+__global__ __launch_bounds__(cta_threads,
+                             vector ? 16 : 10) void gated_activation(const __grid_constant__ GatedParams p) {
   let_next_kernel_start();
   const Division at = divide(thread_index(), p.vecs);
   if (at.quotient >= p.rows) return;
