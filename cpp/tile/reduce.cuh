@@ -24,16 +24,38 @@ __device__ __forceinline__ float reduce_lanes(float x, int lanes, Op op) {
   return x;
 }
 
-// All-reduces x over the threads of a row: `lanes` neighbouring lanes of a warp or, above 32, the whole CTA.
-// shared: 32 floats of shared memory that no other reduction of the launch uses, so one barrier suffices.
-template <class Op>
-__device__ __forceinline__ float reduce_row(float x, int lanes, float* shared, Op op) {
-  x = reduce_lanes(x, lanes, op);
-  if (lanes <= 32) return x;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  if (lane == 0) shared[warp] = x;
-  __syncthreads();  // all warps -> all warps: every warp's partial result is in `shared`
-  return reduce_lanes(lane < warps ? shared[lane] : Op::identity, 32, op);
+// One value of each warp of a CTA of up to 512 threads, in shared memory.
+struct alignas(16) WarpPartials {
+  static constexpr int most = 16;
+  float at[most];  // (warps); the identity past the last warp
+};
+
+// Values first, first + step, first + 2 step .. of the warps in the order of a butterfly over them, 8 apart first.
+template <int first, int step, class Op>
+__device__ __forceinline__ float reduce_tree(const WarpPartials& x, Op op) {
+  if constexpr (step == WarpPartials::most) return x.at[first];
+  else return op(reduce_tree<first, 2 * step>(x, op), reduce_tree<first + step, 2 * step>(x, op));
+}
+
+// All-reduces each x[i] over the threads of a row: `lanes` neighbouring lanes of a warp or, above 32, the whole CTA,
+// with one barrier for all of them. partials: shared memory that no other reduction of the launch uses.
+template <int count, class Op>
+__device__ __forceinline__ void reduce_row(float (&x)[count], int lanes, WarpPartials (&partials)[count], Op op) {
+  if (lanes <= 32) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) x[i] = reduce_lanes(x[i], lanes, op);
+    return;
+  }
+  const int thread = threadIdx.x, warps = blockDim.x / 32;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    x[i] = reduce_lanes(x[i], 32, op);
+    if (thread % 32 == 0) partials[i].at[thread / 32] = x[i];
+    if (thread >= warps && thread < WarpPartials::most) partials[i].at[thread] = Op::identity;
+  }
+  __syncthreads();  // all warps -> all warps: every warp's value is in `partials`
+#pragma unroll
+  for (int i = 0; i < count; ++i) x[i] = reduce_tree<0, 1>(partials[i], op);
 }
 
 }  // namespace rooftile::tile

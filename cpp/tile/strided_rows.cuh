@@ -34,12 +34,12 @@ __device__ __forceinline__ Division divide(std::int64_t a, const Divisor& b) {
 // A tensor whose leading dimensions are flattened to one row index. Leading dimensions that nest without a gap are
 // merged, so most tensors have at most one.
 struct Rows {
-  std::byte* data = nullptr;                       // null: no tensor
-  std::int64_t step = 0;                           // elements between neighbours of a row
-  Divisor size[TensorView::max_ndim];              // (dims), outermost first
-  std::int64_t stride[TensorView::max_ndim] = {};  // (dims), elements
+  std::byte* data = nullptr;  // null: no tensor
+  std::int64_t step = 0;      // elements between neighbours of a row
   int dims = 0;
-  bool vector = true;  // every row is contiguous and starts at a multiple of 16 bytes
+  bool vector = true;                              // every row is contiguous and starts at a multiple of 16 bytes
+  std::int64_t stride[TensorView::max_ndim] = {};  // (dims), elements, outermost first
+  Divisor size[TensorView::max_ndim];              // (dims); last, so that up to one dimension costs one constant line
 };
 
 // The rows over the first `dims` dimensions of t.
@@ -66,6 +66,7 @@ inline Rows rows_of(const TensorView& t) { return rows_of(t, t.ndim - 1); }
 
 __device__ __forceinline__ std::int64_t row_offset(const Rows& r, std::int64_t row) {
   std::int64_t offset = 0;
+#pragma unroll 1  // rarely more than one dimension: an unrolled loop is a thousand instructions to fetch
   for (int i = r.dims - 1; i > 0; --i) {
     const Division split = divide(row, r.size[i]);
     offset += split.remainder * r.stride[i];
@@ -90,16 +91,17 @@ __device__ __forceinline__ bool inside(int i, Index left) {
   return left > (vector ? 0 : i);
 }
 
-// Loads elements [first, first + 8) of a row of n, zero-filled past the row's end. Index: int where n is known to be
-// small.
+// Loads elements [first, first + 8) of a row of n; elements past the row's end are `fill`. Index: int where n is known
+// to be small.
 template <bool vector, class Index>
-__device__ __forceinline__ uint4 load_vec(const Row& row, Index first, Index n) {
+__device__ __forceinline__ uint4 load_vec(const Row& row, Index first, Index n, std::uint16_t fill = 0) {
   if constexpr (vector) {
-    return first < n ? load_once(row.data + first) : uint4{};
+    const std::uint32_t pair = fill | fill << 16;
+    return first < n ? load_once(row.data + first) : uint4{pair, pair, pair, pair};
   } else {
     std::uint32_t x[vec_size];  // one element a register
 #pragma unroll
-    for (int i = 0; i < vec_size; ++i) x[i] = first + i < n ? row.data[(first + i) * row.step] : 0;
+    for (int i = 0; i < vec_size; ++i) x[i] = first + i < n ? row.data[(first + i) * row.step] : fill;
     return {x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16};
   }
 }
@@ -133,12 +135,13 @@ __device__ __forceinline__ uint4 from_floats(const Floats& x) {
 // keep eight floats in registers in place of four words.
 __device__ __forceinline__ void keep_packed(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)); }
 
-// A tensor that every row reads and no thread writes (weights, RoPE tables): rows of T or of fp32.
+// A tensor that every row reads and no thread of the launch writes (weights, RoPE tables): rows of T or of fp32. Loads
+// are coherent ones: the previous kernel may write the table while CTAs of this one already wait (PDL).
 struct Table {
   const std::byte* data = nullptr;    // null: no tensor
   std::int64_t step = 0, stride = 0;  // elements between neighbours of a row, and between rows
   bool wide = false;                  // fp32
-  bool vector = true;
+  bool vector = true, early = false;  // early: given, contiguous and not fp32
 };
 // The table of t, [n] or [rows, n].
 inline Table table_of(const TensorView& t) {
@@ -149,6 +152,7 @@ inline Table table_of(const TensorView& t) {
   r.stride = t.ndim == 2 && t.shape[0] > 1 ? t.stride[0] : 0;
   r.wide = t.dtype == DType::f32;
   r.vector = r.step == 1 && std::bit_cast<std::uintptr_t>(t.data) % 16 == 0 && r.stride % (r.wide ? 4 : 8) == 0;
+  r.early = r.vector && !r.wide;
   return r;
 }
 
@@ -158,11 +162,11 @@ __device__ __forceinline__ Floats load_table(const Table& t, std::int64_t row, I
   const std::int64_t start = row * t.stride;
   if constexpr (vector) {
     if (first >= n) return {};
-    if (!t.wide) return to_floats<T>(load_read_only(reinterpret_cast<const T*>(t.data) + start + first));
+    if (!t.wide)
+      return to_floats<T>(*reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(t.data) + start + first));
     const float* from = reinterpret_cast<const float*>(t.data) + start + first;
-    const uint4 low = load_read_only(from), high = load_read_only(from + 4);
-    return {{__uint_as_float(low.x), __uint_as_float(low.y), __uint_as_float(low.z), __uint_as_float(low.w),
-             __uint_as_float(high.x), __uint_as_float(high.y), __uint_as_float(high.z), __uint_as_float(high.w)}};
+    const float4 low = *reinterpret_cast<const float4*>(from), high = *reinterpret_cast<const float4*>(from + 4);
+    return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
   } else {
     Floats x;
 #pragma unroll
@@ -176,7 +180,20 @@ __device__ __forceinline__ Floats load_table(const Table& t, std::int64_t row, I
   }
 }
 
-// Prefetches element `first` of a one-row table into L2; in a contiguous table its line holds the whole vector.
+// load_table of a one-row table in two steps, so that the load's latency overlaps with other work: load_early loads a
+// contiguous vector of T; table_vec unpacks it, or loads what load_early does not (strided tables and fp32).
+template <bool vector, class Index>
+__device__ __forceinline__ uint4 load_early(const Table& t, Index first, Index n) {
+  if constexpr (!vector) return {};
+  return t.early && first < n ? *reinterpret_cast<const uint4*>(t.data + first * 2) : uint4{};
+}
+template <class T, bool vector, class Index>
+__device__ __forceinline__ Floats table_vec(const Table& t, uint4 early, Index first, Index n) {
+  return !vector || !t.early ? load_table<T, vector>(t, 0, first, n) : to_floats<T>(early);
+}
+
+// Prefetches element `first` of a one-row table into L2; in a contiguous table its line holds the whole vector. Allowed
+// before wait_for_previous_kernel: L2 is where all SMs see writes.
 template <class Index>
 __device__ __forceinline__ void prefetch_table(const Table& t, Index first, Index n) {
   if (t.data && first < n) prefetch_l2(t.data + first * t.step * (t.wide ? 4 : 2));

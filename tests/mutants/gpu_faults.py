@@ -15,6 +15,7 @@ import instrumented
 import places
 
 DECODE, W4A16, LINEAR = "cpp/kernels/decode/", "cpp/kernels/w4a16/", "cpp/kernels/linear/"
+FUSED = "cpp/kernels/fused/"
 
 
 @dataclass
@@ -362,6 +363,56 @@ FAULTS = {
         "p.residual.data ? 1.0f : 0.0f",
         "0.0f",
     ),
+    "norm_wait": Fault(
+        "a norm reads its rows while the kernel that writes them still runs",
+        FUSED + "norm.cu",
+        "  wait_for_previous_kernel();\n\n  uint4 s[vecs]",
+        "  uint4 s[vecs]",
+    ),
+    "norm_early_weights": Fault(
+        "a thread's second vector meets the first one's weights",
+        FUSED + "norm.cu",
+        "load_early<vector>(p.weight, first(k), n)",
+        "load_early<vector>(p.weight, first(0), n)",
+    ),
+    "norm_mean_error": Fault(
+        "the mean is not corrected by the sum of the deviations",
+        FUSED + "norm.cu",
+        "error = sums[1] / n;",
+        "error = 0 * sums[1];",
+    ),
+    "norm_barrier": Fault(
+        "the warps' sums are read before all are written",
+        "cpp/tile/reduce.cuh",
+        "  __syncthreads();  // all warps",
+        "  // all warps",
+        FUSED + "norm.cu",
+    ),
+    "norm_last_warps": Fault(
+        "the first eight warps' sums count twice, the last eight's not at all",
+        "cpp/tile/reduce.cuh",
+        "if constexpr (step == WarpPartials::most) return x.at[first];",
+        "if constexpr (step == WarpPartials::most) return x.at[first % 8];",
+        FUSED + "norm.cu",
+    ),
+    "gated_wait": Fault(
+        "a gated activation reads its inputs while the kernel that writes them still runs",
+        FUSED + "elementwise.cu",
+        "  wait_for_previous_kernel();\n  const uint4 g = ",
+        "  const uint4 g = ",
+    ),
+    "rope_wait": Fault(
+        "rope reads q while the kernel that writes it still runs",
+        FUSED + "elementwise.cu",
+        "  wait_for_previous_kernel();\n  const std::int64_t position",
+        "  const std::int64_t position",
+    ),
+    "softmax_padding": Fault(
+        "elements past the end of a row count as 0, not as -inf",
+        FUSED + "elementwise.cu",
+        "load_vec<vector>(x, first(k), n, minus_infinity<T>)",
+        "load_vec<vector>(x, first(k), n)",
+    ),
 }
 
 
@@ -381,6 +432,7 @@ TESTS = {  # by the folder of the source
     "kv_cache": "kv_cache_gpu kv_cache_device decode_attention_gpu",
     "w4a16": "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda",
     "linear": "linear_device linear many_rows workspaces poison layout_invariance streams cuda",
+    "fused": "fused row_independence many_rows merge_attention streams cuda",
     "products": "w4a16_device linear_device w4a16 linear",
 }
 

@@ -454,6 +454,41 @@ def test_many_rows_equal_one_row_at_a_time(name, dtype, device):
         assert_bits_equal(f(x[row : row + 1])[0], together[row])
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+@pytest.mark.parametrize("hidden", [128, 768, 4096, 20000])  # a row: lanes of a warp, a warp, a CTA, a CTA in passes
+def test_a_chain_waits_for_each_call(tokens, hidden, dtype, device):
+    """Every call reads what the one before wrote, without a pause between them; on Hopper kernels start early (PDL)."""
+    x, weight, bias = (
+        cases.tensor(cases.values(shape, dtype, "chain", hidden), dtype, device)
+        for shape in ((tokens, hidden), (hidden,), (hidden,))
+    )
+    cos, sin = (cases.tensor(t, "float32", device) for t in angles(tokens, 16, "float32"))
+    positions = torch.arange(tokens, device=device)
+    a, gate_up, h = x.clone(), torch.zeros_like(torch.cat([x, x], -1)), torch.zeros_like(x)
+    heads = h.view(tokens, hidden // 32, 32)
+
+    def chain(pause):
+        a.copy_(x)
+        for call in 3 * (
+            lambda: rt.rms_norm(a, weight, out=gate_up[:, :hidden]),
+            lambda: rt.layer_norm(a, weight, bias, out=gate_up[:, hidden:]),
+            lambda: rt.silu_mul(gate_up, out=h),
+            lambda: rt.rope(heads, heads[:, :1].clone(), cos, sin, positions, q_out=heads),
+            lambda: rt.add_rms_norm(a, h, weight, out=h, residual_out=a),
+            lambda: rt.gelu_mul(gate_up, out=gate_up[:, :hidden]),
+            lambda: rt.softmax(h, out=h),
+            lambda: rt.add_layer_norm(a, h, weight, bias, out=h, residual_out=a),
+        ):
+            call()
+            pause()
+        return a.clone(), gate_up.clone(), h.clone()
+
+    paused = chain(torch.cuda.synchronize if device != "cpu" else lambda: None)
+    for _ in range(1 if device == "cpu" else 20):
+        for got, expected in zip(chain(lambda: None), paused, strict=True):
+            assert_bits_equal(got, expected)
+
+
 @pytest.mark.parametrize("name", functional())
 def test_variants_agree(name, dtype):
     x = cases.tensor(cases.values((2, 3, 5, 34), dtype, name), dtype)

@@ -10,6 +10,8 @@
 //            4 bytes, some 12 flops an element
 //   merge    out_a, out_b [rows, D], lse_a, lse_b [rows]        up to 32 lanes a row
 //            6 bytes, 4 flops an element
+// Few rows are bound by latency. With PDL a kernel starts and computes its addresses while the previous one ends; it
+// reads and writes nothing before wait_for_previous_kernel.
 // Sync: softmax: warps' partial results -> shared memory -> all warps. Outputs may alias inputs: a thread writes only
 // elements that it alone reads, after it has read them. All lanes of a row read merge's lse, so it is written after a
 // __syncwarp.
@@ -17,7 +19,10 @@
 #include "kernels/backend.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
+#include "tile/activation.cuh"
+#include "tile/cta_sync.cuh"
 #include "tile/reduce.cuh"
+#include "tile/rope.cuh"
 #include "tile/strided_rows.cuh"
 
 namespace rooftile::gpu {
@@ -41,30 +46,16 @@ struct GatedParams {
   Divisor vecs;  // of a row
 };
 
-// Gates use exp of a non-positive number: no overflow, and small results keep their digits.
-struct Silu {
-  static __device__ __forceinline__ float of(float g) {
-    const float e = expf(-fabsf(g));
-    return __fdividef(g < 0 ? g * e : g, 1 + e);
-  }
-};
-struct GeluTanh {  // 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2u)) with u = sqrt(2 / pi) * (g + 0.044715 g^3)
-  static __device__ __forceinline__ float of(float g) {
-    const float u2 = 1.5957691216057308f * fmaf(0.044715f * g * g, g, g), e = expf(-fabsf(u2));
-    return __fdividef(g < 0 ? g * e : g, 1 + e);
-  }
-};
-struct GeluErf {
-  static __device__ __forceinline__ float of(float g) { return 0.5f * g * erfcf(g * -0.70710678118654752f); }
-};
-
 template <class T, class Activation, bool vector>
-__global__ __launch_bounds__(cta_threads) void gated_activation(const __grid_constant__ GatedParams p) {
+__global__ __launch_bounds__(cta_threads,
+                             vector ? 16 : 10) void gated_activation(const __grid_constant__ GatedParams p) {
+  let_next_kernel_start();
   const Division at = divide(thread_index(), p.vecs);
   if (at.quotient >= p.rows) return;
   const std::int64_t first = at.remainder * vec_size;
-  const uint4 g = load_vec<vector>(row_at(p.gate, at.quotient), first, p.n);
-  const uint4 u = load_vec<vector>(row_at(p.up, at.quotient), first, p.n);
+  const Row gate = row_at(p.gate, at.quotient), up_row = row_at(p.up, at.quotient);
+  wait_for_previous_kernel();
+  const uint4 g = load_vec<vector>(gate, first, p.n), u = load_vec<vector>(up_row, first, p.n);
   Floats h = to_floats<T>(g);
   const Floats up = to_floats<T>(u);
 #pragma unroll
@@ -94,31 +85,22 @@ struct RopeParams {
   bool wide_positions;  // int64
 };
 
-__device__ __forceinline__ std::int64_t position_of(const RopeParams& p, std::int64_t token) {
-  const std::int64_t offset = row_offset(p.positions, token);
-  return p.wide_positions ? reinterpret_cast<const std::int64_t*>(p.positions.data)[offset]
-                          : reinterpret_cast<const std::int32_t*>(p.positions.data)[offset];
-}
-
-// a * b - c * d with the rounding error of c * d added back, so that cancellation loses no digits.
-__device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
-  const float cd = c * d, lost = fmaf(-c, d, cd);
-  return fmaf(a, b, -cd) + lost;
-}
-
 template <class T, bool vector>
-__global__ __launch_bounds__(cta_threads) void rope_rotate(const __grid_constant__ RopeParams p) {
+__global__ __launch_bounds__(cta_threads, vector ? 10 : 7) void rope_rotate(const __grid_constant__ RopeParams p) {
+  let_next_kernel_start();
   const bool is_k = thread_index() >= p.q.threads;
   const RopeTensor& t = is_k ? p.k : p.q;
   const std::int64_t index = thread_index() - (is_k ? p.q.threads : 0);
   if (index >= t.threads) return;
   const Division at = divide(index, t.vecs);
-  const std::int64_t position = position_of(p, divide(at.quotient, t.heads).quotient);
-  const bool known = position >= 0 && position < p.max_position;
+  const std::int64_t of_token = row_offset(p.positions, divide(at.quotient, t.heads).quotient);
   constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};  // of both types
 
   const Row x = row_at(t.x, at.quotient), y = row_at(t.y, at.quotient);
   const std::int64_t first = at.remainder * vec_size, pair_end = (p.pairs + vec_size - 1) / vec_size * vec_size;
+  wait_for_previous_kernel();
+  const std::int64_t position = load_position(p.positions.data, of_token, p.wide_positions);
+  const bool known = position >= 0 && position < p.max_position;
   if (first >= pair_end) {  // past the pairs
     const std::int64_t copied = first - pair_end + 2 * p.pairs;
     store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : nan);
@@ -129,12 +111,15 @@ __global__ __launch_bounds__(cta_threads) void rope_rotate(const __grid_constant
   if (known) {
     const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),
                  s = load_table<T, vector>(p.sin, position, first, p.pairs);
+    keep_packed(low);
+    keep_packed(high);
     const Floats a = to_floats<T>(low), b = to_floats<T>(high);
     Floats rotated_low, rotated_high;
 #pragma unroll
     for (int i = 0; i < vec_size; ++i) {
-      rotated_low.at[i] = difference_of_products(a.at[i], c.at[i], b.at[i], s.at[i]);
-      rotated_high.at[i] = difference_of_products(b.at[i], c.at[i], -a.at[i], s.at[i]);
+      const RotatedPair pair = rotate(a.at[i], b.at[i], c.at[i], s.at[i]);
+      rotated_low.at[i] = pair.low;
+      rotated_high.at[i] = pair.high;
     }
     low = from_floats<T>(rotated_low);
     high = from_floats<T>(rotated_high);
@@ -165,39 +150,42 @@ struct SoftmaxParams {
   int lanes;
 };
 
+template <class T>
+constexpr std::uint16_t minus_infinity = std::is_same_v<T, half> ? 0xfc00 : 0xff80;
+
 template <class T, int vecs, bool vector>
-__global__ __launch_bounds__(512) void softmax_rows(const __grid_constant__ SoftmaxParams p) {
-  __shared__ float shared[2][32];  // (maximum and sum, warps)
+__global__ __launch_bounds__(512,
+                             vector&& vecs == 2 ? 3 : 2) void softmax_rows(const __grid_constant__ SoftmaxParams p) {
+  __shared__ WarpPartials of_maximum[1], of_sum[1];
+  let_next_kernel_start();
   const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
   const Row x = row_at(p.x, row);
-  uint4 raw[vecs];  // (vecs) vectors of 8 elements
+  wait_for_previous_kernel();
+  uint4 raw[vecs];  // (vecs) vectors of 8 elements; elements past the row's end are -inf, their exponentials 0
 #pragma unroll
-  for (int k = 0; k < vecs; ++k) raw[k] = load_vec<vector>(x, first(k), n);
-  float highest = Max::identity;
+  for (int k = 0; k < vecs; ++k) raw[k] = load_vec<vector>(x, first(k), n, minus_infinity<T>);
+  float highest[1] = {Max::identity};
   Floats e[vecs];  // (vecs, 8) x, then exp(x - max)
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
     e[k] = to_floats<T>(raw[k]);
 #pragma unroll
-    for (int i = 0; i < vec_size; ++i)
-      if (inside<vector>(i, n - first(k))) highest = fmaxf(highest, e[k].at[i]);
+    for (int i = 0; i < vec_size; ++i) highest[0] = fmaxf(highest[0], e[k].at[i]);
   }
-  highest = reduce_row(highest, p.lanes, shared[0], Max{});
-  float total = 0;
+  reduce_row(highest, p.lanes, of_maximum, Max{});
+  float total[1] = {};
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
     float part = 0;
 #pragma unroll
-    for (int i = 0; i < vec_size; ++i) {
-      e[k].at[i] = inside<vector>(i, n - first(k)) ? expf(e[k].at[i] - highest) : 0.0f;
-      part += e[k].at[i];
-    }
-    total += part;
+    for (int i = 0; i < vec_size; ++i) part += e[k].at[i] = expf(e[k].at[i] - highest[0]);
+    total[0] += part;
   }
-  const float scale = 1.0f / reduce_row(total, p.lanes, shared[1], Sum{});
+  reduce_row(total, p.lanes, of_sum, Sum{});
+  const float scale = 1.0f / total[0];
   const Row y = row_at(p.y, row);
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
@@ -210,9 +198,11 @@ __global__ __launch_bounds__(512) void softmax_rows(const __grid_constant__ Soft
 // One CTA a row that does not fit in registers: one pass for the maximum and the sum (online softmax), one to write.
 template <class T, bool vector>
 __global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__ SoftmaxParams p) {
-  __shared__ float shared[2][32];  // (maximum and sum, warps)
+  __shared__ WarpPartials of_maximum[1], of_sum[1];
+  let_next_kernel_start();
   const std::int64_t begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;
   const Row x = row_at(p.x, blockIdx.x), y = row_at(p.y, blockIdx.x);
+  wait_for_previous_kernel();
   float highest = Max::identity, total = 0;  // of this thread's elements so far
   for (std::int64_t first = begin; first < p.n; first += step) {
     const Floats v = to_floats<T>(load_vec<vector>(x, first, p.n));
@@ -227,10 +217,13 @@ __global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__
     total = fmaf(total, expf(highest - base), part);
     highest = top;
   }
-  const float top = reduce_row(highest, p.lanes, shared[0], Max{});
+  float maximum[1] = {highest};
+  reduce_row(maximum, p.lanes, of_maximum, Max{});
+  const float top = maximum[0];
   // A thread that saw only -inf keeps its total (0 or NaN) unscaled. A row of only -inf must become NaN.
-  total = highest == Max::identity && top != Max::identity ? total : total * expf(highest - top);
-  const float scale = 1.0f / reduce_row(total, p.lanes, shared[1], Sum{});
+  float sum[1] = {highest == Max::identity && top != Max::identity ? total : total * expf(highest - top)};
+  reduce_row(sum, p.lanes, of_sum, Sum{});
+  const float scale = 1.0f / sum[0];
   for (std::int64_t first = begin; first < p.n; first += step) {
     Floats v = to_floats<T>(load_vec<vector>(x, first, p.n));
 #pragma unroll
@@ -259,16 +252,22 @@ __device__ __forceinline__ float* lse_at(const Rows& r, std::int64_t row) {
 }
 
 template <class T, bool vector>
-__global__ __launch_bounds__(cta_threads) void merge_rows(const __grid_constant__ MergeParams p) {
+__global__ __launch_bounds__(cta_threads, vector ? 10 : 8) void merge_rows(const __grid_constant__ MergeParams p) {
+  let_next_kernel_start();
   const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;
-  const std::int64_t n = at.row < p.rows ? p.n : 0;
-  const float a = *lse_at(p.lse_a, row), b = *lse_at(p.lse_b, row);
+  const std::int64_t n = at.row < p.rows ? p.n : 0, begin = at.thread * vec_size, step = p.lanes * vec_size;
+  const Row out_a = row_at(p.out_a, row), out_b = row_at(p.out_b, row);
+  const float *const lse_a = lse_at(p.lse_a, row), *const lse_b = lse_at(p.lse_b, row);
+  wait_for_previous_kernel();
+  uint4 raw_a = load_vec<vector>(out_a, begin, n), raw_b = load_vec<vector>(out_b, begin, n);
+  const float a = *lse_a, b = *lse_b;
+  const Row out = row_at(p.out, row);
   const bool only_a = b == Max::identity, only_b = a == Max::identity;  // the lse of a side without keys is -inf
   const float top = a > b ? a : b, weight_a = expf(a - top), weight_b = expf(b - top), total = weight_a + weight_b;
-  const Row out_a = row_at(p.out_a, row), out_b = row_at(p.out_b, row), out = row_at(p.out, row);
-  for (std::int64_t first = at.thread * vec_size; first < n; first += p.lanes * vec_size) {
-    const uint4 raw_a = load_vec<vector>(out_a, first, n), raw_b = load_vec<vector>(out_b, first, n);
+#pragma unroll 1
+  for (std::int64_t first = begin; first < n; first += step) {
+    if (first != begin) raw_a = load_vec<vector>(out_a, first, n), raw_b = load_vec<vector>(out_b, first, n);
     Floats x = to_floats<T>(raw_a);
     const Floats y = to_floats<T>(raw_b);
 #pragma unroll
@@ -306,8 +305,9 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
     with_vector(
         p.n,
         [&](auto vector) {
-          with_gated<decltype(e), vector>(
-              gate, [&](auto kernel) { scope.launch(kernel, ctas_for(p.rows * p.vecs.value), cta_threads, 0, p); });
+          with_gated<decltype(e), vector>(gate, [&](auto kernel) {
+            scope.launch(kernel, ctas_for(p.rows * p.vecs.value), cta_threads, 0, p, Overlap::with_previous);
+          });
         },
         p.gate, p.up, p.h);
   });
@@ -331,7 +331,8 @@ KernelName rope(const char* op, const Context& ctx, const TensorView& q, const T
     with_vector(
         even ? pairs : 1,
         [&](auto vector) {
-          scope.launch(rope_rotate<decltype(e), vector>, ctas_for(p.q.threads + p.k.threads), cta_threads, 0, p);
+          scope.launch(rope_rotate<decltype(e), vector>, ctas_for(p.q.threads + p.k.threads), cta_threads, 0, p,
+                       Overlap::with_previous);
         },
         p.q.x, p.q.y, p.k.x, p.k.y, p.cos, p.sin);
   });
@@ -347,8 +348,8 @@ KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y)
     with_vector(
         p.n,
         [&](auto vector) {
-          with_softmax<decltype(e), vector>(plan.vecs,
-                                            [&](auto kernel) { scope.launch(kernel, ctas, plan.threads, 0, p); });
+          with_softmax<decltype(e), vector>(
+              plan.vecs, [&](auto kernel) { scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous); });
         },
         p.x, p.y);
   });
@@ -376,7 +377,8 @@ KernelName merge_attention(const Context& ctx, const TensorView& out_a, const Te
     with_vector(
         n,
         [&](auto vector) {
-          scope.launch(merge_rows<decltype(e), vector>, ctas_for(p.rows * lanes), cta_threads, 0, p);
+          scope.launch(merge_rows<decltype(e), vector>, ctas_for(p.rows * lanes), cta_threads, 0, p,
+                       Overlap::with_previous);
         },
         p.out_a, p.out_b, p.out);
   });

@@ -5,16 +5,22 @@
 //   s = x (+ residual, rounded to T and stored to res)   y = (s - mean) * rsqrt(var + eps) * weight + bias
 // 1 to 32 lanes of a warp reduce a row up to N = 1024 (a CTA holds several rows); a CTA reduces a longer row. A thread
 // keeps its 16 or 32 elements packed in registers, so up to N = 16384 a row is read once; longer rows are read again,
-// from L2. All loads are issued before the first value is used.
-// Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Memory is the roof; below some 64 rows, latency.
+// from L2. All loads of a row are issued before the first value is used; rms_norm's weights are loaded while the row is
+// reduced.
+// Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Many rows are bound by memory: rms_norm and
+// layer_norm are separate kernels, because the instructions of the mean alone would hold 4096 elements a row below it.
+// Below some 64 rows latency bounds: the kernel's start, one load, one barrier (layer_norm two), one store. With PDL a
+// kernel starts, computes its addresses and prefetches its weights into L2 while the previous one ends; it reads and
+// writes nothing before wait_for_previous_kernel.
 // Statistics are fp32: the sum of squares is of deviations from the mean, and the sum of the deviations corrects the
 // mean, so rows far from zero keep their digits. N alone fixes the order of every sum.
-// Sync: warps' partial sums -> shared memory -> all warps, once a sum. y and res may alias x or residual: a thread
-// writes only elements that it alone reads, after it has read them.
+// Sync: warps' partial sums -> shared memory -> all warps, once for the mean and once for both sums of deviations. y
+// and res may alias x or residual: a thread writes only elements that it alone reads, after it has read them.
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
+#include "tile/cta_sync.cuh"
 #include "tile/reduce.cuh"
 #include "tile/strided_rows.cuh"
 
@@ -29,11 +35,10 @@ struct NormParams {
   std::int64_t rows, n;
   int lanes;
   float eps;
-  bool subtract_mean;
 };
 
 struct Moments {
-  float mean, error;  // mean + error: the mean in more digits than one float holds
+  float mean, error;  // mean + error: the mean in more digits than one float holds; both 0 without a mean
   float scale;
 };
 
@@ -53,107 +58,139 @@ __device__ __forceinline__ float sum(const Floats& x) {  // elements past the ro
   return total;
 }
 
-// Sums of the deviations from the mean and of their squares, over the elements before the row's end.
+// This thread's sums of the squares of the deviations from the mean and, with a mean, of the deviations.
+template <bool subtract_mean>
 struct Deviations {
-  float sum = 0, squares = 0;
+  float sums[1 + subtract_mean] = {};  // squares; deviations
+
+  // x: a vector of which `left` elements lie inside the row; the others are zero.
   template <bool vector, class Index>
   __device__ __forceinline__ void add(const Floats& x, float mean, Index left) {
-    float a = 0, b = 0;
+    float deviations = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < vec_size; ++i) {
-      const float d = inside<vector>(i, left) ? x.at[i] - mean : 0.0f;
-      a += d;
-      b = fmaf(d, d, b);
+      const float d = subtract_mean ? x.at[i] - (inside<vector>(i, left) ? mean : 0.0f) : x.at[i];
+      deviations += d;
+      squares = fmaf(d, d, squares);
     }
-    sum += a;
-    squares += b;
+    sums[0] += squares;
+    if constexpr (subtract_mean) sums[1] += deviations;
+  }
+  // After the sums of all threads of the row are reduced.
+  __device__ __forceinline__ Moments moments(const NormParams& p, float mean) const {
+    const float n = static_cast<float>(p.n);
+    float error = 0;
+    if constexpr (subtract_mean) error = sums[1] / n;
+    const float variance = sums[0] / n - error * error;
+    return {mean, error, rsqrtf((variance < 0 ? 0.0f : variance) + p.eps)};  // unlike fmaxf, the comparison keeps a NaN
   }
 };
 
-__device__ __forceinline__ Moments moments(const NormParams& p, float mean, float sum, float squares) {
-  const float n = static_cast<float>(p.n), error = p.subtract_mean ? sum / n : 0.0f;
-  const float variance = squares / n - error * error;
-  return {mean, error, rsqrtf((variance < 0 ? 0.0f : variance) + p.eps)};  // unlike fmaxf, the comparison keeps a NaN
-}
-
-// Writes y for elements [first, first + 8) of s.
-template <class T, bool vector, class Index>
-__device__ __forceinline__ void write(const NormParams& p, const Row& y, uint4 s, const Moments& m, Index first,
-                                      Index n) {
+// y of 8 elements of s. weight and bias: functions that return the same elements of the tables; not called if the call
+// has no such table.
+template <class T, bool subtract_mean, class Weight, class Bias>
+__device__ __forceinline__ uint4 normalized(const NormParams& p, uint4 s, const Moments& m, Weight&& weight,
+                                            Bias&& bias) {
   Floats v = to_floats<T>(s);
 #pragma unroll
-  for (int i = 0; i < vec_size; ++i) v.at[i] = (v.at[i] - m.mean - m.error) * m.scale;
+  for (int i = 0; i < vec_size; ++i) {
+    if constexpr (subtract_mean) v.at[i] = v.at[i] - m.mean - m.error;
+    v.at[i] *= m.scale;
+  }
   if (p.weight.data) {
-    const Floats w = load_table<T, vector>(p.weight, 0, first, n);
+    const Floats w = weight();
 #pragma unroll
-    for (int i = 0; i < vec_size; ++i) v.at[i] *= w.at[i];
+    for (int i = 0; i < vec_size; ++i) v.at[i] = __fmul_rn(v.at[i], w.at[i]);
   }
   if (p.bias.data) {
-    const Floats b = load_table<T, vector>(p.bias, 0, first, n);
+    const Floats b = bias();
 #pragma unroll
-    for (int i = 0; i < vec_size; ++i) v.at[i] += b.at[i];
+    for (int i = 0; i < vec_size; ++i) v.at[i] = __fadd_rn(v.at[i], b.at[i]);
   }
-  store_vec<vector>(y, first, n, from_floats<T>(v));
+  return from_floats<T>(v);
 }
 
-template <class T, int vecs, bool vector>
-__global__ __launch_bounds__(512,
-                             vector ? (vecs == 2 ? 3 : 2) : 1) void norm_rows(const __grid_constant__ NormParams p) {
-  __shared__ float shared[3][32];  // (mean, its correction, squares; warps)
+// CTAs of 512 threads that an SM shall hold. A third one for rms_norm would spill the early weights.
+constexpr int ctas_per_sm(int vecs, bool subtract_mean, bool vector) {
+  return !vector ? 1 : subtract_mean && vecs == 2 ? 3 : 2;
+}
+
+template <class T, int vecs, bool subtract_mean, bool vector>
+__global__ __launch_bounds__(512, ctas_per_sm(vecs, subtract_mean,
+                                              vector)) void norm_rows(const __grid_constant__ NormParams p) {
+  __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
+  let_next_kernel_start();
   const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
+  if (blockIdx.x == 0) {
+#pragma unroll
+    for (int k = 0; k < vecs; ++k) {
+      prefetch_table(p.weight, first(k), n);
+      prefetch_table(p.bias, first(k), n);
+    }
+  }
+  const Row x = row_at(p.x, row), residual = row_at(p.residual, row), res = row_at(p.res, row), y = row_at(p.y, row);
+  wait_for_previous_kernel();
 
   uint4 s[vecs], r[vecs];  // (vecs) vectors of 8 elements: x, then x + residual; residual
-  const Row x = row_at(p.x, row);
 #pragma unroll
   for (int k = 0; k < vecs; ++k) s[k] = load_vec<vector>(x, first(k), n);
   if (p.residual.data) {
-    const Row residual = row_at(p.residual, row);
 #pragma unroll
     for (int k = 0; k < vecs; ++k) r[k] = load_vec<vector>(residual, first(k), n);
-  }
-#pragma unroll
-  for (int k = 0; k < vecs; ++k) {
-    prefetch_table(p.weight, first(k), n);
-    prefetch_table(p.bias, first(k), n);
-  }
-  if (p.residual.data) {
-    const Row res = row_at(p.res, row);
 #pragma unroll
     for (int k = 0; k < vecs; ++k) store_vec<vector>(res, first(k), n, s[k] = add<T>(s[k], r[k]));
   }
 
   float mean = 0;
-  if (p.subtract_mean) {
+  if constexpr (subtract_mean) {
+    float total[1] = {};
 #pragma unroll
     for (int k = 0; k < vecs; ++k) {
-      mean += sum(to_floats<T>(s[k]));
+      total[0] += sum(to_floats<T>(s[k]));
       keep_packed(s[k]);
     }
-    mean = reduce_row(mean, p.lanes, shared[0], Sum{}) / static_cast<float>(p.n);
+    reduce_row(total, p.lanes, of_mean, Sum{});
+    mean = total[0] / static_cast<float>(p.n);
   }
-  Deviations d;
+  Deviations<subtract_mean> d;
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
-    d.add<vector>(to_floats<T>(s[k]), mean, n - first(k));
+    d.template add<vector>(to_floats<T>(s[k]), mean, n - first(k));
     keep_packed(s[k]);
   }
-  if (p.subtract_mean) d.sum = reduce_row(d.sum, p.lanes, shared[1], Sum{});
-  const Moments m = moments(p, mean, d.sum, reduce_row(d.squares, p.lanes, shared[2], Sum{}));
-  const Row y = row_at(p.y, row);
+  // (vecs) vectors of 8 elements, loaded while the row is reduced. With a mean they would take the registers of a third
+  // CTA.
+  constexpr bool early = !subtract_mean;
+  uint4 weight[vecs];
 #pragma unroll
-  for (int k = 0; k < vecs; ++k) write<T, vector>(p, y, s[k], m, first(k), n);
+  for (int k = 0; k < vecs; ++k)
+    if constexpr (early) weight[k] = load_early<vector>(p.weight, first(k), n);
+  const auto weight_of = [&](int k) {
+    if constexpr (early) return table_vec<T, vector>(p.weight, weight[k], first(k), n);
+    else return load_table<T, vector>(p.weight, 0, first(k), n);
+  };
+  reduce_row(d.sums, p.lanes, of_deviations, Sum{});
+  const Moments m = d.moments(p, mean);
+#pragma unroll
+  for (int k = 0; k < vecs; ++k)
+    store_vec<vector>(
+        y, first(k), n,
+        normalized<T, subtract_mean>(
+            p, s[k], m, [&] { return weight_of(k); }, [&] { return load_table<T, vector>(p.bias, 0, first(k), n); }));
 }
 
 // One CTA a row that does not fit in registers: one pass over the row for each statistic, and one to write.
-template <class T, bool vector>
+template <class T, bool subtract_mean, bool vector>
 __global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ NormParams p) {
-  __shared__ float shared[3][32];  // (mean, its correction, squares; warps)
+  __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
+  let_next_kernel_start();
   const std::int64_t row = blockIdx.x, begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;
   const Row y = row_at(p.y, row);
   Row s = row_at(p.x, row);
+  wait_for_previous_kernel();
   if (p.residual.data) {
     const Row residual = row_at(p.residual, row), res = row_at(p.res, row);
 #pragma unroll 4
@@ -162,26 +199,36 @@ __global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ No
     s = res;
   }
   float mean = 0;
-  if (p.subtract_mean) {
+  if constexpr (subtract_mean) {
+    float total[1] = {};
 #pragma unroll 4
-    for (std::int64_t i = begin; i < p.n; i += step) mean += sum(to_floats<T>(load_vec<vector>(s, i, p.n)));
-    mean = reduce_row(mean, p.lanes, shared[0], Sum{}) / static_cast<float>(p.n);
+    for (std::int64_t i = begin; i < p.n; i += step) total[0] += sum(to_floats<T>(load_vec<vector>(s, i, p.n)));
+    reduce_row(total, p.lanes, of_mean, Sum{});
+    mean = total[0] / static_cast<float>(p.n);
   }
-  Deviations d;
+  Deviations<subtract_mean> d;
 #pragma unroll 4
   for (std::int64_t i = begin; i < p.n; i += step)
-    d.add<vector>(to_floats<T>(load_vec<vector>(s, i, p.n)), mean, p.n - i);
-  if (p.subtract_mean) d.sum = reduce_row(d.sum, p.lanes, shared[1], Sum{});
-  const Moments m = moments(p, mean, d.sum, reduce_row(d.squares, p.lanes, shared[2], Sum{}));
-  for (std::int64_t i = begin; i < p.n; i += step) write<T, vector>(p, y, load_vec<vector>(s, i, p.n), m, i, p.n);
+    d.template add<vector>(to_floats<T>(load_vec<vector>(s, i, p.n)), mean, p.n - i);
+  reduce_row(d.sums, p.lanes, of_deviations, Sum{});
+  const Moments m = d.moments(p, mean);
+  for (std::int64_t i = begin; i < p.n; i += step)
+    store_vec<vector>(y, i, p.n,
+                      normalized<T, subtract_mean>(
+                          p, load_vec<vector>(s, i, p.n), m, [&] { return load_table<T, vector>(p.weight, 0, i, p.n); },
+                          [&] { return load_table<T, vector>(p.bias, 0, i, p.n); }));
 }
 
 // f(kernel) for one dtype: the kernel that holds `vecs` vectors of a row in each thread's registers.
 template <class T, bool vector, class F>
-void with_kernel(int vecs, F&& f) {
-  if (vecs == 2) f(norm_rows<T, 2, vector>);
-  else if (vecs == 4) f(norm_rows<T, 4, vector>);
-  else f(norm_long_rows<T, vector>);
+void with_kernel(int vecs, bool subtract_mean, F&& f) {
+  const auto choose = [&](auto mean) {
+    if (vecs == 2) f(norm_rows<T, 2, mean, vector>);
+    else if (vecs == 4) f(norm_rows<T, 4, mean, vector>);
+    else f(norm_long_rows<T, mean, vector>);
+  };
+  if (subtract_mean) choose(std::true_type{});
+  else choose(std::false_type{});
 }
 
 }  // namespace
@@ -198,14 +245,13 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
                         .rows = a.x.rows(),
                         .n = a.x.last(),
                         .lanes = plan.lanes,
-                        .eps = a.eps,
-                        .subtract_mean = a.subtract_mean};
+                        .eps = a.eps};
   with_element16(a.x.dtype, [&](auto e) {
     with_vector(
         p.n,
         [&](auto vector) {
-          with_kernel<decltype(e), vector>(plan.vecs, [&](auto kernel) {
-            scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p);
+          with_kernel<decltype(e), vector>(plan.vecs, a.subtract_mean, [&](auto kernel) {
+            scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p, Overlap::with_previous);
           });
         },
         p.x, p.residual, p.y, p.res, p.weight, p.bias);
@@ -215,12 +261,13 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
 
 void load_norm_kernels(const char* op) {
   const auto load = [op](auto kernel) { load_kernel(op, kernel); };
-  for (int vecs : {0, 2, 4}) {
-    with_kernel<half, true>(vecs, load);
-    with_kernel<half, false>(vecs, load);
-    with_kernel<bf16, true>(vecs, load);
-    with_kernel<bf16, false>(vecs, load);
-  }
+  for (int vecs : {0, 2, 4})
+    for (bool subtract_mean : {false, true}) {
+      with_kernel<half, true>(vecs, subtract_mean, load);
+      with_kernel<half, false>(vecs, subtract_mean, load);
+      with_kernel<bf16, true>(vecs, subtract_mean, load);
+      with_kernel<bf16, false>(vecs, subtract_mean, load);
+    }
 }
 
 }  // namespace rooftile::gpu

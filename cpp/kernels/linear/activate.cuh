@@ -7,8 +7,9 @@
 
 #include <type_traits>
 
-#include "kernels/products/epilogue.cuh"
 #include "rooftile/gemm.h"
+#include "tile/activation.cuh"
+#include "tile/element.cuh"
 
 namespace rooftile::gpu {
 
@@ -21,10 +22,10 @@ struct Activate {
   using Arguments = ActivationChoice;
   CUTLASS_DEVICE X operator()(X x, ActivationChoice chosen) const {
     if constexpr (std::is_same_v<X, float>) {
-      x = activate(chosen.activation, x);
+      x = tile::activate(chosen.activation, x);
     } else if (chosen.activation != Activation::none) {
 #pragma unroll
-      for (int i = 0; i < X::kElements; ++i) x[i] = activate(chosen.activation, x[i]);
+      for (int i = 0; i < X::kElements; ++i) x[i] = tile::activate(chosen.activation, x[i]);
     }
     return x;
   }

@@ -3,23 +3,10 @@
 #pragma once
 
 #include "kernels/products/product.h"
+#include "tile/activation.cuh"
 #include "tile/element.cuh"
 
 namespace rooftile::gpu {
-
-__device__ __forceinline__ float activate(Activation a, float x) {
-  switch (a) {
-    case Activation::none:
-      return x;
-    case Activation::silu:
-      return x / (1.0f + expf(-x));
-    case Activation::gelu_tanh:
-      return x / (1.0f + expf(-1.5957691216057308f * x * fmaf(0.044715f * x, x, 1.0f)));
-    case Activation::gelu_erf:
-      return 0.5f * x * erfcf(-0.70710678118654752f * x);
-  }
-  return x;
-}
 
 // Applies the epilogue to one output and stores it, at any strides. token: index in the call, not in the launch.
 // up: the up projection; ignored unless the product is gated.
@@ -28,7 +15,7 @@ __device__ __forceinline__ void store_output(const Product& p, std::int64_t toke
                                              float up) {
   const T* const bias = static_cast<const T*>(p.bias);
   if (bias) sum += tile::to_float(bias[n * p.bias_stride]);
-  sum = activate(p.activation, sum);
+  sum = tile::activate(p.activation, sum);
   if (p.gated) sum *= bias ? up + tile::to_float(bias[(n + p.outputs) * p.bias_stride]) : up;
   if (p.residual.data)
     sum +=
@@ -67,7 +54,7 @@ class Epilogue {
     if (!plain_) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        x[i] = activate(p_.activation, x[i]);
+        x[i] = tile::activate(p_.activation, x[i]);
         if (p_.gated) x[i] *= up[i] + up_bias_[i];
       }
       if (p_.residual.data) {

@@ -8,9 +8,11 @@
 #include <iterator>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 #include "tile/dequant.cuh"
 #include "tile/mma.cuh"
+#include "tile/reduce.cuh"
 #include "tile/softmax.cuh"
 
 namespace rooftile::tile {
@@ -147,6 +149,49 @@ TEST_F(Tile, LoadsOfFourTiles) {
       const std::uint32_t row = lane / 4, column = lane % 4 * 2, tile = 64 * r;
       EXPECT_EQ(plain[4 * lane + r], (tile + 8 * row + column) | (tile + 8 * row + column + 1) << 16);
       EXPECT_EQ(turned[4 * lane + r], (tile + 8 * column + row) | (tile + 8 * (column + 1) + row) << 16);
+    }
+}
+
+__global__ void reduce_rows(const float* x, float* sums, float* maxima, int lanes) {  // one row of 512 at most
+  __shared__ WarpPartials of_sums[2], of_maxima[1];
+  const int i = static_cast<int>(threadIdx.x);
+  float sum[2] = {x[i], -x[i]}, maximum[1] = {x[i]};
+  reduce_row(sum, lanes, of_sums, Sum{});
+  reduce_row(maximum, lanes, of_maxima, Max{});
+  sums[i] = sum[0] + (sum[0] == -sum[1] ? 0.0f : INFINITY);
+  maxima[i] = maximum[0];
+}
+// The butterfly over n values, the farthest ones first; n is a power of two.
+float butterfly(std::vector<float> x) {
+  for (std::size_t half = x.size() / 2; half > 0; half /= 2)
+    for (std::size_t j = 0; j < half; ++j) x[j] += x[j + half];
+  return x[0];
+}
+
+TEST_F(Tile, ReduceRow) {
+  constexpr int most = 512;
+  const Shared<float> x(most), sums(most), maxima(most);
+  for (std::size_t i = 0; i < most; ++i) x[i] = 1.0f / (1.0f + static_cast<float>(i * 37 % most)) - 0.1f;
+  for (const int threads : {32, 96, 256, most})
+    for (const int lanes : {1, 4, 32, threads}) {
+      if (threads < lanes) continue;
+      reduce_rows<<<1, threads>>>(x.data, sums.data, maxima.data, lanes);
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      for (int row = 0; row < threads / lanes; ++row) {
+        const auto values = [&](int first, int n) { return std::vector<float>(x.data + first, x.data + first + n); };
+        float sum = butterfly(values(row * lanes, std::min(lanes, 32)));
+        if (lanes > 32) {  // of the warps' sums, padded to 16
+          std::vector<float> warps(16);
+          for (int w = 0; w < threads / 32; ++w) warps[static_cast<std::size_t>(w)] = butterfly(values(w * 32, 32));
+          sum = butterfly(warps);
+        }
+        const std::vector<float> all = values(row * lanes, lanes);
+        for (int i = 0; i < lanes; ++i) {
+          const auto at = static_cast<std::size_t>(row * lanes + i);
+          EXPECT_EQ(sums[at], sum) << threads << " threads, " << lanes << " lanes, thread " << at;
+          EXPECT_EQ(maxima[at], *std::max_element(all.begin(), all.end()));
+        }
+      }
     }
 }
 

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rotary position embedding (RoPE): the rotation of one pair of channels and the position of a token.
+//   low, high: channels i and i + R of a head (R pairs); cos, sin: row `position` of the tables, column i
+//   low'  = low  * cos - high * sin
+//   high' = high * cos + low  * sin
+#pragma once
+
+#include <cstdint>
+
+namespace rooftile::tile {
+
+// Element `at` of the positions, int64 if `wide`, else int32.
+__device__ __forceinline__ std::int64_t load_position(const void* positions, std::int64_t at, bool wide) {
+  return wide ? static_cast<const std::int64_t*>(positions)[at] : static_cast<const std::int32_t*>(positions)[at];
+}
+
+// a * b - c * d with the rounding error of c * d added back, so that cancellation loses no digits.
+__device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
+  const float cd = c * d, lost = fmaf(-c, d, cd);
+  return fmaf(a, b, -cd) + lost;
+}
+
+struct RotatedPair {
+  float low, high;
+};
+// The rotation in fp32, within 2 units in the last place of fp32. For the rope op, which the conversions to fp64 and
+// back (16 a clock and SM, three an element) would slow down.
+__device__ __forceinline__ RotatedPair rotate(float low, float high, float cos, float sin) {
+  return {difference_of_products(low, cos, high, sin), difference_of_products(high, cos, -low, sin)};
+}
+
+// own * cos + partner * sin as the exact sum of two exact products in fp64, rounded to fp32: the bits of the CPU, which
+// the cache's stored codes must equal. own: one channel; partner: the other channel of its pair; sin: of the sign that
+// this channel takes (-sin for the low one).
+__device__ __forceinline__ float rotate_exact(float own, float partner, float cos, float sin) {
+  return static_cast<float>(static_cast<double>(own) * cos + static_cast<double>(partner) * sin);
+}
+
+}  // namespace rooftile::tile
