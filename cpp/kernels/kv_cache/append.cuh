@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of append and rope_append: its work tiles, and how the CTAs of a batch entry divide them. A work tile is one
-// warp's:
+// The kernel of append and rope_append: its work tiles, and how the CTAs of a batch entry divide them. A work tile
+// belongs to one warp:
 //   q                                  (token, two heads)
 //   element formats, int8, fp8, int4   (token, side, head): D elements of one token; side is K or V
 //   kivi formats                       (group, side, head): up to 32 tokens. The warp encodes the group if the group

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Encoding of groups: range over the lanes, scale and minimum, codes in the order of core/kv_layout.h, stored in a page.
+// Encoding of groups: range over the lanes, scale and minimum, codes in the order of core/kv_layout.h, and their stores
+// to a page.
 #pragma once
 
 #include <cstddef>

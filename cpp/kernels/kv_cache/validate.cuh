@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Validation of a batch entry on the device: row, count, length, block-table entries and positions lie in device memory,
-// where the host cannot check them.
+// Validation of a batch entry on the device: row, count, length, block-table entries and positions lie in device
+// memory, where the host cannot check them.
 #pragma once
 
 #include "kernels/kv_cache/params.h"
