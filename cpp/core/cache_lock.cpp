@@ -6,6 +6,7 @@
 namespace rooftile {
 namespace {
 
+// waited_for is set only while the lock is held, and cleared when the writer or the last reader unlocks.
 constexpr std::uint64_t waited_for = 1u << 31, writer = 1u << 30, readers = writer - 1;
 
 // Forks between the creation of the first lock and this process.
@@ -15,9 +16,7 @@ std::uint64_t free_state() { return std::uint64_t{forks.load(std::memory_order_r
 bool of_this_process(std::uint64_t state) { return state >> 32 == forks.load(std::memory_order_relaxed); }
 
 bool open_to_writer(std::uint64_t s) { return !of_this_process(s) || (s & (writer | readers)) == 0; }
-bool open_to_reader(std::uint64_t s) {
-  return !of_this_process(s) || ((s & writer) == 0 && ((s & waited_for) == 0 || (s & readers) == 0));
-}
+bool open_to_reader(std::uint64_t s) { return !of_this_process(s) || (s & (writer | waited_for)) == 0; }
 
 // An address that is unique to the calling thread.
 const void* this_thread() {
@@ -45,9 +44,7 @@ bool CacheLock::try_lock() {
   }
   std::uint64_t s = state_.load(std::memory_order_relaxed);
   while (open_to_writer(s)) {
-    const std::uint64_t kept = of_this_process(s) ? s & waited_for : 0;
-    if (!state_.compare_exchange_weak(s, free_state() | kept | writer, std::memory_order_acquire,
-                                      std::memory_order_relaxed))
+    if (!state_.compare_exchange_weak(s, free_state() | writer, std::memory_order_acquire, std::memory_order_relaxed))
       continue;
     owner_.store(this_thread(), std::memory_order_relaxed);
     depth_ = 1;

@@ -46,6 +46,23 @@ struct PrefillArgs {
   LogitParams logits;
 };
 
+// append, and with cos and sin rope_append, on a GPU.
+struct AppendArgs {
+  const KvCacheView* cache = nullptr;
+  TensorView k, v;                     // [B, T, Hkv, D]
+  TensorView q, q_out;                 // [B, T, Hq, D]; rope_append only, as are the next ones
+  TensorView cos, sin;                 // [max_position, pairs]
+  TensorView positions;                // [B, T]
+  const std::int32_t* rows = nullptr;  // [B] or null
+  const std::int32_t* counts = nullptr;
+};
+
+// The arrays of a weight: codes, scales and offsets (zeros or minima; absent if symmetric). Canonical: uint8
+// [N, K * bits / 8] and [N, K / group]; in packed layout (w4_layout.h): flat bytes.
+struct W4Arrays {
+  TensorView codes, scales, offsets;
+};
+
 struct W4MatmulArgs {
   TensorView x, y, bias, residual;  // rows of K and of outputs(); bias [N], residual like y: may be absent
   const W4View* w = nullptr;        // of 4 or 8 bits

@@ -25,13 +25,6 @@ KernelName decode_attention(const Context&, const DecodeArgs&);
 std::size_t decode_workspace(const Context&, const DecodeArgs&);
 
 // With cos and sin, the kernel also rotates k and q (q into q_out). The device commits the new lengths.
-struct AppendArgs {
-  const KvCacheView* cache = nullptr;
-  TensorView k, v;                           // [B, T, Hkv, D]
-  TensorView q, q_out, cos, sin, positions;  // rope_append only
-  const std::int32_t* rows = nullptr;        // [B] or null
-  const std::int32_t* counts = nullptr;
-};
 KernelName kv_append(const char* op, const Context&, const AppendArgs&);
 
 KernelName w4a16_matmul(const char* op, const Context&, const W4MatmulArgs&);
@@ -40,10 +33,7 @@ std::size_t w4a16_workspace(const char* op, const Context&, const W4MatmulArgs&)
 KernelName linear(const Context&, const LinearArgs&);
 std::size_t linear_workspace(const Context&, const LinearArgs&);
 
-// codes, scales and offsets (zeros or minima; absent if symmetric) of a weight, canonical or in packed layout.
-struct W4Arrays {
-  TensorView codes, scales, offsets;
-};
+// A weight between canonical form and packed layout, or from and to a matrix [N, K].
 void w4_pack(const char* op, const Context&, const W4Arrays& canonical, const W4Arrays& packed, int bits);
 void w4_unpack(const char* op, const Context&, const W4View&, const W4Arrays& canonical);
 void w4_quantize(const char* op, const Context&, const TensorView& weight, int bits, int group,

@@ -19,8 +19,8 @@ void check_append(const char* op, const KvCacheView& cache, const TensorView& k,
 
 // The call on a GPU, with all that the host can check checked; a fault of an earlier one is raised. `cache` must
 // outlive it.
-gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& cache, const TensorView& k,
-                           const TensorView& v, const TensorView& rows, const TensorView& counts);
+AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& cache, const TensorView& k,
+                      const TensorView& v, const TensorView& rows, const TensorView& counts);
 
 }  // namespace check
 }  // namespace rooftile

@@ -9,7 +9,7 @@
 
 #include "core/kernel_name.h"
 #include "core/kv_layout.h"
-#include "cpu/element.h"
+#include "cpu/kv_read.h"
 #include "kernels/backend.h"
 #include "ops/append.h"
 #include "ops/check.h"
@@ -188,46 +188,6 @@ void copy_ring(const HostAccess& host, std::int64_t from, std::int64_t to) {
 
 std::int64_t pages_for(const KvCacheView& c, std::int64_t tokens) { return (tokens + c.page_size - 1) / c.page_size; }
 
-// Reads single stored values of a page's block.
-struct Reader {
-  const KvCacheView& c;
-  std::int64_t row, head;
-  KvSide side;
-
-  const KvCacheView::Plane& plane() const { return side == KvSide::k ? c.k : c.v; }
-  const std::byte* section(const std::byte* base, std::int64_t token) const {
-    return base + kv_page(c, row, token) * plane().page_stride + head * plane().head_stride;
-  }
-  int code(std::int64_t token, int d) const {
-    const int offset = static_cast<int>(token % c.page_size);
-    const std::int64_t index = side == KvSide::k ? k_code_index(c.head_dim, offset, d)
-                                                 : v_code_index(c.format, c.page_size, c.head_dim, offset, d);
-    const std::byte* codes = section(plane().codes, token);
-    if (code_bits(c.format) == 8) return static_cast<std::int8_t>(codes[index]);
-    const int nibble = (static_cast<int>(codes[index / 2]) >> (index % 2 * 4)) & 15;
-    return has_min(c.format) || nibble < 8 ? nibble : nibble - 16;
-  }
-  float scale(std::int64_t token, int d, bool minima) const {
-    const std::int64_t offset = token % c.page_size;
-    const bool per_channel = side == KvSide::k && is_kivi(c.format);
-    const std::int64_t index = per_channel ? offset / kv_group * padded_head_dim(c.head_dim) + d : offset;
-    const std::byte* base = section(minima ? plane().min : plane().scale, token);
-    return cpu::read({.data = const_cast<std::byte*>(base), .dtype = kv_scale_dtype(c.dtype)}, index);
-  }
-  float decoded(std::int64_t token, int d) const {  // two roundings: the product, then the sum
-    const float product = code_value(c.format, code(token, d)) * scale(token, d, false);
-    return has_min(c.format) ? product + scale(token, d, true) : product;
-  }
-  float raw(std::int64_t token, int d) const {
-    if (is_element_format(c.format)) {
-      const std::byte* base = section(plane().codes, token) + token % c.page_size * plane().token_stride;
-      return cpu::read({.data = const_cast<std::byte*>(base), .dtype = c.dtype}, d);
-    }
-    const std::int64_t offset = (row * c.kv_heads + head) * c.ring_size + token % c.ring_size;
-    return cpu::read({.data = side == KvSide::k ? c.ring_k : c.ring_v, .dtype = c.dtype}, offset * c.head_dim + d);
-  }
-};
-
 void check_quantised(const char* op, const KvCacheView& c) {
   ROOFTILE_CHECK(!is_element_format(c.format), op, ": a cache of format ", name(c.format),
                  " stores elements, not codes");
@@ -389,13 +349,13 @@ void check_append(const char* op, const KvCacheView& c, const TensorView& k, con
   check_disjoint(op, {{"k", k}, {"v", v}, {"rows", rows}, {"counts", counts}}, c);
 }
 
-gpu::AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k,
-                           const TensorView& v, const TensorView& rows, const TensorView& counts) {
+AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k,
+                      const TensorView& v, const TensorView& rows, const TensorView& counts) {
   check_gpu(op, ctx, "k", k);
   check_append(op, c, k, v, rows, counts);
   const std::int64_t batch = k.shape[0];
   check_batch(op, c, batch, rows);
-  gpu::AppendArgs a{.cache = &c, .k = k, .v = v};
+  AppendArgs a{.cache = &c, .k = k, .v = v};
   a.rows = device_values(op, "rows", rows, batch, c.device);
   a.counts = device_values(op, "counts", counts, batch, c.device);
   raise_fault(op, c);
@@ -650,15 +610,7 @@ void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64
         .writable();
   check::check_disjoint(op, "out_v", out_v, {{"out_k", out_k}});
   check::check_disjoint(op, {{"out_k", out_k}, {"out_v", out_v}}, c);
-  Parallel(ctx.threads).run(std::int64_t{c.kv_heads} * 2, [&](std::int64_t task, int) {
-    const Reader reader{c, row, task / 2, task % 2 ? KvSide::v : KvSide::k};
-    const TensorView& out = task % 2 ? out_v : out_k;
-    for (std::int64_t token = 0; token < tokens; ++token) {
-      float* to = out.as<float>() + token * out.stride[0] + reader.head * out.stride[1];
-      for (int d = 0; d < c.head_dim; ++d)
-        to[d * out.stride[2]] = token < coded ? reader.decoded(token, d) : reader.raw(token, d);
-    }
-  });
+  cpu::kv_dequantize(Parallel(ctx.threads), c, row, coded, out_k, out_v);
 }
 
 void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out_k, TensorView out_v) {
@@ -677,12 +629,7 @@ void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out
         .writable();
   check::check_disjoint(op, "out_v", out_v, {{"out_k", out_k}});
   check::check_disjoint(op, {{"out_k", out_k}, {"out_v", out_v}}, c);
-  for (const auto& [side, out] : {std::pair{KvSide::k, &out_k}, {KvSide::v, &out_v}})
-    for (std::int64_t head = 0; head < c.kv_heads; ++head)
-      for (std::int64_t token = 0; token < tokens; ++token)
-        for (int d = 0; d < c.head_dim; ++d)
-          out->as<std::int8_t>()[token * out->stride[0] + head * out->stride[1] + d * out->stride[2]] =
-              static_cast<std::int8_t>(Reader{c, row, head, side}.code(token, d));
+  cpu::kv_dump_codes(c, row, out_k, out_v);
 }
 
 void kv_dump_scales(const Context&, const KvCacheView& c, int row, KvSide side, bool minima, TensorView out) {
@@ -701,11 +648,7 @@ void kv_dump_scales(const Context&, const KvCacheView& c, int row, KvSide side, 
       .device({}, "the host")
       .writable();
   check::check_disjoint(op, {{"out", out}}, c);
-  for (std::int64_t i = 0; i < tokens / step; ++i)
-    for (std::int64_t head = 0; head < c.kv_heads; ++head)
-      for (int d = 0; d < width; ++d)
-        out.as<float>()[i * out.stride[0] + head * out.stride[1] + d * out.stride[2]] =
-            Reader{c, row, head, side}.scale(i * step, d, minima);
+  cpu::kv_dump_scales(c, row, side, minima, out);
 }
 
 }  // namespace rooftile

@@ -117,7 +117,7 @@ KernelName rope_append(const Context& ctx, TensorView q, TensorView k, TensorVie
   ROOFTILE_CHECK(q.last() == cache.head_dim, op, ": q must have the cache's head_dim ", cache.head_dim, ", got ",
                  describe(q));
   if (check::on_gpu(ctx)) {
-    gpu::AppendArgs a = check::gpu_append(op, ctx, cache, k, v, rows, counts);
+    AppendArgs a = check::gpu_append(op, ctx, cache, k, v, rows, counts);
     a.q = q;
     a.q_out = q_out;
     a.cos = cos;

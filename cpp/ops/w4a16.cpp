@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
 
-#include "core/half.h"
 #include "core/kernel_name.h"
 #include "core/w4_layout.h"
-#include "core/w4_round.h"
-#include "cpu/element.h"
+#include "cpu/w4_convert.h"
 #include "kernels/backend.h"
 #include "ops/check.h"
 #include "rooftile/gemm.h"
@@ -132,30 +128,6 @@ void check_disjoint(const char* op, const char* name, const TensorView& out, con
       {{"w's codes", m.codes}, {"w's scales", m.scales}, {"w's offsets", m.offsets}, {"w's perm", m.perm}});
 }
 
-template <class T>
-T& at(const TensorView& t, std::int64_t i, std::int64_t j) {
-  return t.as<T>()[i * t.stride[0] + j * t.stride[1]];
-}
-
-// Calls f with a zero of the offsets' width, uint8_t or uint16_t: what is moved is bits.
-template <class F>
-void with_offset_element(W4Zeros zeros, F&& f) {
-  if (zeros == W4Zeros::integer) return f(std::uint8_t{});
-  f(std::uint16_t{});
-}
-
-template <class T>
-void pack_groups(const TensorView& from, const Shape& s, T* to) {
-  std::fill_n(to, w4_tiles_n(s.n) * w4_tile_n * s.groups, T{});
-  for (std::int64_t n = 0; n < s.n; ++n)
-    for (std::int64_t g = 0; g < s.groups; ++g) to[w4_scale_index(s.groups, n, g)] = at<T>(from, n, g);
-}
-template <class T>
-void unpack_groups(const T* from, const Shape& s, const TensorView& to) {
-  for (std::int64_t n = 0; n < s.n; ++n)
-    for (std::int64_t g = 0; g < s.groups; ++g) at<T>(to, n, g) = from[w4_scale_index(s.groups, n, g)];
-}
-
 // The CPU reads x where perm says, and perm's values may have changed since the view was made. (GPU kernels check
 // them.)
 void check_columns(const char* op, const W4View& w) {
@@ -221,23 +193,9 @@ void w4_pack(const Context& ctx, TensorView codes, TensorView scales, TensorView
   Arg(op, "out_codes", out_codes).device(codes.device, "codes");
   check_disjoint(op, NamedArrays{{"out_codes", out_codes}, {"out_scales", out_scales}, {"out_offsets", out_offsets}},
                  {{"codes", codes}, {"scales", scales}, {"zeros", offsets}});
-  if (check::on_gpu(ctx))
-    return gpu::w4_pack(op, ctx, {codes, scales, offsets}, {out_codes, out_scales, out_offsets}, bits);
-
-  const std::int64_t tiles_k = w4_tiles_k(s.k), tile_row = tiles_k * w4_tile_bytes(bits), in_byte = 8 / bits;
-  Parallel(ctx.threads).run(w4_tiles_n(s.n), [&](std::int64_t tile, int) {
-    std::uint8_t* to = out_codes.as<std::uint8_t>();
-    std::fill_n(to + tile * tile_row, tile_row, std::uint8_t{0});
-    for (std::int64_t n = tile * w4_tile_n; n < std::min(s.n, (tile + 1) * w4_tile_n); ++n)
-      for (std::int64_t k = 0; k < s.k; ++k) {
-        const std::int64_t index = w4_code_index(bits, tiles_k, n, k);
-        to[index / in_byte] |= static_cast<std::uint8_t>(
-            w4_code(&at<std::uint8_t>(codes, n, k / in_byte), bits, k % in_byte) << (bits * (index % in_byte)));
-      }
-  });
-  pack_groups(scales, s, out_scales.as<std::uint16_t>());
-  if (offsets.given())
-    with_offset_element(zeros, [&](auto e) { pack_groups(offsets, s, out_offsets.as<decltype(e)>()); });
+  const W4Arrays canonical{codes, scales, offsets}, packed{out_codes, out_scales, out_offsets};
+  if (check::on_gpu(ctx)) return gpu::w4_pack(op, ctx, canonical, packed, bits);
+  cpu::w4_pack(Parallel(ctx.threads), canonical, packed, bits);
 }
 
 void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView scales, TensorView offsets,
@@ -252,22 +210,9 @@ void w4_unpack(const Context& ctx, const W4View& w, TensorView codes, TensorView
   const NamedArrays out{{"codes", codes}, {"scales", scales}, {"zeros", offsets}};
   check_disjoint(op, out, {});
   for (const check::Named& t : {out.codes, out.scales, out.offsets}) check_disjoint(op, t.name, t.t, w);
-  if (check::on_gpu(ctx)) return gpu::w4_unpack(op, ctx, w, {codes, scales, offsets});
-
-  const std::int64_t tiles_k = w4_tiles_k(s.k);
-  Parallel(ctx.threads).run(w4_tiles_n(s.n), [&](std::int64_t tile, int) {
-    for (std::int64_t n = tile * w4_tile_n; n < std::min(s.n, (tile + 1) * w4_tile_n); ++n)
-      for (std::int64_t k = 0; k < s.k; k += in_byte) {
-        int byte = 0;
-        for (int i = 0; i < in_byte; ++i)
-          byte |= w4_code(w.codes, w.bits, w4_code_index(w.bits, tiles_k, n, k + i)) << (w.bits * i);
-        at<std::uint8_t>(codes, n, k / in_byte) = static_cast<std::uint8_t>(byte);
-      }
-  });
-  unpack_groups(reinterpret_cast<const std::uint16_t*>(w.scales), s, scales);
-  if (offsets.given())
-    with_offset_element(w.zeros,
-                        [&](auto e) { unpack_groups(reinterpret_cast<const decltype(e)*>(w.offsets), s, offsets); });
+  const W4Arrays canonical{codes, scales, offsets};
+  if (check::on_gpu(ctx)) return gpu::w4_unpack(op, ctx, w, canonical);
+  cpu::w4_unpack(Parallel(ctx.threads), w, canonical);
 }
 
 void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Zeros zeros, TensorView codes,
@@ -283,35 +228,13 @@ void w4_quantize(const Context& ctx, TensorView weight, int bits, int group, W4Z
       .dtype({DType::u8})
       .shape({rows, k / (8 / bits)}, codes_shape(bits))
       .device(weight.device, "weight");
-  const Shape s = check_canonical(op, codes, scales, offsets, zeros, bits, group, "minima");
+  check_canonical(op, codes, scales, offsets, zeros, bits, group, "minima");
   for (const auto& [argument, t] : {std::pair{"codes", &codes}, {"scales", &scales}, {"minima", &offsets}})
     if (t->given()) Arg(op, argument, *t).writable();
   check_disjoint(op, NamedArrays{{"codes", codes}, {"scales", scales}, {"minima", offsets}}, {{"weight", weight}});
-  if (check::on_gpu(ctx)) return gpu::w4_quantize(op, ctx, weight, bits, group, {codes, scales, offsets});
-
-  const DType dtype = scales.dtype;
-  Parallel(ctx.threads).run(s.n, [&](std::int64_t n, int) {
-    std::vector<float> x(static_cast<std::size_t>(group));
-    for (std::int64_t g = 0; g < s.groups; ++g) {
-      float low = std::numeric_limits<float>::infinity(), high = -low;
-      bool finite = true;
-      for (int i = 0; i < group; ++i) {
-        const float v = cpu::read(weight, n * weight.stride[0] + (g * group + i) * weight.stride[1]);
-        x[static_cast<std::size_t>(i)] = v;
-        finite &= std::isfinite(v);
-        low = std::min(low, v);
-        high = std::max(high, v);
-      }
-      const bool affine = zeros == W4Zeros::minima;
-      const W4Group rounded = W4Group::of(low, high, finite, affine, bits, dtype);
-      cpu::write(scales, n * scales.stride[0] + g * scales.stride[1], rounded.scale);
-      if (affine) cpu::write(offsets, n * offsets.stride[0] + g * offsets.stride[1], rounded.minimum);
-      const auto code = [&](int i) { return rounded.code(x[static_cast<std::size_t>(i)]); };
-      for (int i = 0; i < group; i += 8 / bits)
-        at<std::uint8_t>(codes, n, (g * group + i) / (8 / bits)) =
-            static_cast<std::uint8_t>(bits == 4 ? code(i) | code(i + 1) << 4 : code(i));
-    }
-  });
+  const W4Arrays canonical{codes, scales, offsets};
+  if (check::on_gpu(ctx)) return gpu::w4_quantize(op, ctx, weight, bits, group, canonical);
+  cpu::w4_quantize(Parallel(ctx.threads), weight, bits, group, canonical);
 }
 
 void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const char* op) {
@@ -319,32 +242,7 @@ void w4_dequantize(const Context& ctx, const W4View& w, TensorView to, const cha
   check_disjoint(op, "out", to, w);
   if (check::on_gpu(ctx)) return gpu::w4_dequantize(op, ctx, w, to);
   check_columns(op, w);
-  const std::int64_t groups = w.k / w.group, tiles_k = w4_tiles_k(w.k);
-  const auto element = [&](const std::byte* p, std::int64_t i) {
-    return w.scale_dtype == DType::f16 ? to_float(reinterpret_cast<const Half*>(p)[i])
-                                       : to_float(reinterpret_cast<const BFloat16*>(p)[i]);
-  };
-  Parallel(ctx.threads).run(w.n, [&](std::int64_t n, int) {
-    for (std::int64_t k = 0; k < w.k; ++k) {
-      const std::int64_t group = w4_scale_index(groups, n, k / w.group);
-      const int u = w4_code(w.codes, w.bits, w4_code_index(w.bits, tiles_k, n, k));
-      const float scale = element(w.scales, group);
-      float x = 0;
-      switch (w.zeros) {
-        case W4Zeros::symmetric:
-          x = static_cast<float>(u - w4_zero_point(w.bits)) * scale;
-          break;
-        case W4Zeros::integer:
-          x = static_cast<float>(u - std::to_integer<int>(w.offsets[group])) * scale;
-          break;
-        case W4Zeros::minima:
-          x = static_cast<float>(u) * scale + element(w.offsets, group);
-          break;
-      }
-      const std::int64_t column = w.perm ? w.perm[k] : k;
-      cpu::write(to, n * to.stride[0] + column * to.stride[1], x);
-    }
-  });
+  cpu::w4_dequantize(Parallel(ctx.threads), w, to);
 }
 
 namespace {

@@ -51,11 +51,7 @@ ARRAYS = (
 
 
 def check_format(op, format):
-    if not isinstance(format, str) or format not in KV_FORMATS:
-        raise ArgumentError(
-            f"{op}: format {format!r} is not a cache format; known: {', '.join(KV_FORMATS)}"
-            f"{_C.did_you_mean(str(format), *KV_FORMATS)}"
-        )
+    _C.check_kv_format(op, format)
     return format
 
 

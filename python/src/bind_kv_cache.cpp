@@ -214,6 +214,13 @@ void bind_kv_cache(nb::module_& m) {
                               small(args, page_size, "page_size"), small(args, head_dim, "head_dim"), op);
       },
       "format"_a, "page_size"_a, "head_dim"_a, "op"_a = "KVCache");
+  m.def(
+      "check_kv_format",
+      [](const char* op, handle format) {
+        Args args(op);
+        kv_format_from_name(op, args.text(format, "format"));
+      },
+      "op"_a, "format"_a.none());
   m.def("kv_formats", [] {
     nb::list names;
     for (int i = 0; i < kv_format_count; ++i) names.append(name(static_cast<KvFormat>(i)));

@@ -14,8 +14,9 @@ import forks
 import instrumented
 import places
 
-DECODE, W4A16, LINEAR = "cpp/kernels/decode/", "cpp/kernels/w4a16/", "cpp/kernels/linear/"
-FUSED = "cpp/kernels/fused/"
+DECODE, FUSED, KV_CACHE, W4A16, LINEAR = (
+    f"cpp/kernels/{family}/" for family in ("decode", "fused", "kv_cache", "w4a16", "linear")
+)
 
 
 @dataclass
@@ -121,9 +122,9 @@ FAULTS = {
     ),
     "append_slot": Fault(
         "scales of tokens behind the 64th of a page go elsewhere",
-        "cpp/kernels/kv_cache/append.cu",
-        "reinterpret_cast<T*>(section(plane, plane.scale, page, head))[offset] = quantizer.stored_scale;",
-        "reinterpret_cast<T*>(section(plane, plane.scale, page, head))[offset & 63] = quantizer.stored_scale;",
+        KV_CACHE + "encode.cuh",
+        "reinterpret_cast<T*>(w.section(plane, plane.scale, page, head))[offset] = quantizer.stored_scale;",
+        "reinterpret_cast<T*>(w.section(plane, plane.scale, page, head))[offset & 63] = quantizer.stored_scale;",
     ),
     "tile_zero": Fault(
         "row g + 8 is decoded with row g's zero",
@@ -420,6 +421,7 @@ FAULTS = {
 SOURCES = {
     DECODE: DECODE + "inst/int4.cu",
     "cpp/core/divisor.h": DECODE + "dispatch.cpp",
+    KV_CACHE: KV_CACHE + "launch.cu",
     W4A16 + "expand.cuh": W4A16 + "matmul.cu",
     W4A16 + "gather_x.cuh": W4A16 + "matmul.cu",
     W4A16: W4A16 + "inst/w4_half.cu",

@@ -526,7 +526,7 @@ def test_bad_append_changes_nothing(make, format, fault, count_bad_input):
 
 BAD_CACHES = {
     "unknown format": ({"format": "int3"}, rt.ArgumentError, "format.*int4-kivi"),
-    "format None": ({"format": None}, rt.ArgumentError, "format"),
+    "format None": ({"format": None}, rt.ArgumentTypeError, "format must be a string"),
     "dtype of another kind": ({"dtype": "int8"}, rt.ArgumentTypeError, "dtype must be float32"),
     "fp16 of float32": ({"format": "fp16", "dtype": "float32"}, rt.ArgumentTypeError, "format fp16"),
     "no such device": ({"device": "xpu"}, rt.NotSupportedError, "device"),

@@ -32,12 +32,17 @@ NAMES = [
     (
         lambda: rt.KVCache(1, 64, 1, 16, format="int4_kivi"),
         rt.ArgumentError,
-        f"KVCache: format 'int4_kivi' is not a cache format; known: {FORMATS}, did you mean \"int4-kivi\"?",
+        f'KVCache: format "int4_kivi" is not a cache format; known: {FORMATS}, did you mean "int4-kivi"?',
     ),
     (
         lambda: rt.KVCache(1, 64, 1, 16, format="zstd"),
         rt.ArgumentError,
-        f"KVCache: format 'zstd' is not a cache format; known: {FORMATS}",
+        f'KVCache: format "zstd" is not a cache format; known: {FORMATS}',
+    ),
+    (
+        lambda: rt.KVCache(1, 64, 1, 16, format=8),
+        rt.ArgumentTypeError,
+        "KVCache: format must be a string, got int",
     ),
     (  # what the binding says where no Python looked before
         lambda: _C.kv_block_bytes("int4_kivi", 32, 64),

@@ -3,10 +3,11 @@
 
 compare_kernels.py OLD NEW         two folders, each with the .cubin files that keep_reports.py left beside the objects;
                                    exit status 1 if a kernel of one has no equal in the other
-compare_kernels.py OLD --selftest  compares OLD with copies of itself: one under other names, one with a changed byte
+compare_kernels.py OLD --selftest  compares OLD with copies of itself: one under other names, one whose kernels come in
+                                   another order, one with a changed byte
 
 Compared of every kernel and architecture: machine code, registers, constants, shared and local memory, and what the
-driver is told of it (.nv.info.KERNEL). Names of kernels and files do not count.
+driver is told of it (.nv.info.KERNEL). Names of kernels and files and their order do not count.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 NO_BITS = 8  # ELF's section type of memory without bytes in the file
+WITH_SIZE, PARAMETERS = 4, 0x0A  # in .nv.info: an entry that has its own size; the constant bank of the parameters
 OF_A_KERNEL = re.compile(r"\.(text|nv\.info|nv\.shared|nv\.local|nv\.constant\d+)\.(\w+)$")
 
 
@@ -32,12 +34,30 @@ def sections(cubin):
         yield text, info, length, b"" if kind == NO_BITS else cubin[offset : offset + length]
 
 
+def symbols_at(info):
+    """Where a .nv.info.KERNEL holds the number of a symbol, 4 bytes each: numbers follow the order of the kernels."""
+    at = 0
+    while at < len(info):
+        kind, attribute, size = struct.unpack_from("<BBH", info, at)
+        if (kind, attribute) == (WITH_SIZE, PARAMETERS):
+            yield at + 4  # symbol of the constants, then offset and size of the parameters
+        at += 4 + (size if kind == WITH_SIZE else 0)
+
+
+def without_symbols(info):
+    info = bytearray(info)
+    for at in symbols_at(info):
+        info[at : at + 4] = bytes(4)
+    return bytes(info)
+
+
 def kernels(cubin):
     """{name: fingerprint} of the kernels in a cubin."""
     parts = defaultdict(list)
     for name, info, length, data in sections(cubin):
         if found := OF_A_KERNEL.match(name):
             registers = info >> 24 if found[1] == "text" else 0
+            data = without_symbols(data) if found[1] == "nv.info" else data
             parts[found[2]].append((found[1], registers, length, data))
     return {
         kernel: hashlib.sha256(repr(sorted(of)).encode()).hexdigest()
@@ -74,19 +94,22 @@ def selftest(folder):
     cubin = path.read_bytes()
     kernel = next(iter(kernels(cubin)))
     renamed = cubin.replace(kernel.encode(), kernel[::-1].encode())
+    info = next(s[3] for s in sections(cubin) if s[0] == f".nv.info.{kernel}")
+    at = cubin.index(info) + next(symbols_at(info))
+    moved = cubin[:at] + bytes([cubin[at] ^ 1]) + cubin[at + 1 :]
     code = max((s[3] for s in sections(cubin) if s[0].startswith(".text.")), key=len)
     at = cubin.index(code) + len(code) // 2
     changed = cubin[:at] + bytes([cubin[at] ^ 1]) + cubin[at + 1 :]
-    for data, expected in ((renamed, 0), (changed, 2)):
+    for data, expected in ((renamed, 0), (moved, 0), (changed, 2)):
         with tempfile.TemporaryDirectory() as name:
             copy, sound = Path(name, "copy"), Path(name, "sound")
             for to, content in ((copy, data), (sound, cubin)):
                 to.mkdir()
                 (to / path.name).write_bytes(content)
-            assert kernel in str(build(sound)) and (expected or kernel not in str(build(copy)))
+            assert kernel in str(build(sound)) and (data is not renamed or kernel not in str(build(copy)))
             found = differences(build(sound), build(copy))
             assert len(found) == expected, f"{expected} differences expected, found {found}"
-    print("a kernel under another name is found equal, one with a changed byte different")
+    print("a kernel under another name or in another place is found equal, one with a changed byte different")
 
 
 def main():

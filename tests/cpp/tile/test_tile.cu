@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The primitives that kernels are made of, one by one, on a GPU: every code of a format, every place of a fragment.
+// Numbers of the tile primitives on a GPU: every code of a format, every place of a fragment, merges of softmax
+// partials.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,9 +8,9 @@
 #include <cstdint>
 #include <iterator>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
+#include "support/device.cuh"
 #include "tile/dequant.cuh"
 #include "tile/mma.cuh"
 #include "tile/reduce.cuh"
@@ -17,34 +18,6 @@
 
 namespace rooftile::tile {
 namespace {
-
-class Tile : public testing::Test {
- protected:
-  void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no GPU";
-  }
-};
-
-// Memory that host and device see.
-template <class T>
-struct Shared {
-  explicit Shared(std::size_t n) : n(n) { EXPECT_EQ(cudaMallocManaged(&data, n * sizeof(T)), cudaSuccess); }
-  Shared(const Shared&) = delete;
-  ~Shared() { cudaFree(data); }
-  T& operator[](std::size_t i) const { return data[i]; }
-
-  T* data = nullptr;
-  std::size_t n;
-};
-
-template <class... Args>
-void launch(void (*kernel)(Args...), int threads, std::type_identity_t<Args>... args) {  // in blocks of 32
-  kernel<<<threads / 32, 32>>>(args...);
-  ASSERT_EQ(cudaGetLastError(), cudaSuccess);
-  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-}
-__device__ int thread_index() { return static_cast<int>(blockIdx.x * 32 + threadIdx.x); }
 
 __global__ void decode_bytes(float* to) {  // of word i: codes i, i + 1, i + 2, i + 3
   const std::uint32_t i = thread_index();

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// Encoding of groups: range over the lanes, scale and minimum, codes in the order of core/kv_layout.h, and their stores
+// to a page.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "core/kv_layout.h"
+#include "kernels/kv_cache/quantise.cuh"
+#include "kernels/kv_cache/token.cuh"
+#include "kernels/kv_cache/warp.cuh"
+
+namespace rooftile::gpu {
+
+template <KvFormat f, class Order>
+__device__ void store_codes(const KvCacheView& c, std::byte* section, int offset, int vi, std::uint32_t word) {
+  constexpr bool is_v = std::is_same_v<Order, InterleavedBy8>;
+  const int d = Order::dim(vi, 0);
+  const int page_size = is_kivi(f) ? kv_group : c.page_size;  // the layout depends only on whether it is 16
+  const std::int64_t index =
+      is_v ? v_code_index(f, page_size, c.head_dim, offset, d) : k_code_index(c.head_dim, offset, d);
+  if constexpr (code_bits(f) == 4) {
+    *reinterpret_cast<std::uint16_t*>(section + index / 2) = static_cast<std::uint16_t>(word);
+  } else if constexpr (is_v) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) section[index + 4 * j] = static_cast<std::byte>(word >> (8 * j));
+  } else {
+    *reinterpret_cast<std::uint32_t*>(section + index) = word;
+  }
+}
+
+// Encodes one head of one token as one group; its values lie in `staged` from row `row` on.
+template <class Order, class T, KvFormat f, bool rotate>
+__device__ void encode_token(const AppendWarp<T, f, rotate>& w, const KvCacheView::Plane& plane, int position, int head,
+                             int row) {
+  const KvCacheView& c = w.p.c;
+  const std::int64_t page = w.page_of(position);
+  const int offset = w.page_offset(position), padded = padded_head_dim(c.head_dim);
+  GroupRange<f> range;
+  for (int vi = w.lane; 4 * vi < padded; vi += 32) {
+    const Vec4<T> x = w.staged[row + vi / 32][w.lane];
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (Order::dim(vi, j) < c.head_dim) range.add(x[j]);
+  }
+  range.reduce_warp();
+  const Quantizer<T, f> quantizer(range);
+  if (w.lane == 0) {
+    reinterpret_cast<T*>(w.section(plane, plane.scale, page, head))[offset] = quantizer.stored_scale;
+    if constexpr (has_min(f))
+      reinterpret_cast<T*>(w.section(plane, plane.min, page, head))[offset] = quantizer.stored_minimum;
+  }
+  for (int vi = w.lane; 4 * vi < padded; vi += 32) {
+    const Vec4<T> x = w.staged[row + vi / 32][w.lane];
+    int codes[4];  // (4 channels)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) codes[j] = Order::dim(vi, j) < c.head_dim ? quantizer.code(x[j]) : 0;
+    store_codes<f, Order>(c, w.section(plane, plane.codes, page, head), offset, vi, packed<f>(codes));
+  }
+}
+
+// Encodes K of 32 channels of the 32 tokens from `first` on, one group a channel. A lane holds four channels of every
+// fourth token.
+template <class T, KvFormat f, bool rotate>
+__device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int head, int slice) {
+  const KvCacheView& c = w.p.c;
+  const int vi = 8 * slice + w.lane % 8, token = w.lane / 8;
+  Vec4<T> x[append_slice_tokens];  // (8 tokens: token + 4 i; 4 channels)
+  w.load_tokens(x, false, head, vi, [&](int i) { return first + token + 4 * i; });
+  GroupRange<f> range[4];  // (4 channels)
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int i = 0; i < append_slice_tokens; ++i) range[j].add(x[i][j]);
+    range[j].reduce_xor(8);
+    range[j].reduce_xor(16);
+  }
+  // Four lanes hold the ranges of the same four channels; each lane quantises one of the channels.
+  GroupRange<f> mine = range[0];
+#pragma unroll
+  for (int j = 1; j < 4; ++j) mine.assign_if(range[j], token == j);
+  const Quantizer<T, f> quantizer(mine);
+  const std::int64_t page = w.page_of(first);
+  const int offset = w.page_offset(first);
+  const std::int64_t index = std::int64_t{offset / kv_group} * padded_head_dim(c.head_dim) + 4 * vi + token;
+  reinterpret_cast<T*>(w.section(c.k, c.k.scale, page, head))[index] = quantizer.stored_scale;
+  if constexpr (has_min(f)) reinterpret_cast<T*>(w.section(c.k, c.k.min, page, head))[index] = quantizer.stored_minimum;
+  std::uint32_t words[append_slice_tokens] = {};  // (8 tokens): codes of 4 channels
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const Quantizer<T, f> channel_quantizer = quantizer.from_lane(8 * j + w.lane % 8);
+#pragma unroll
+    for (int i = 0; i < append_slice_tokens; ++i)
+      words[i] |= (static_cast<std::uint32_t>(channel_quantizer.code(x[i][j])) & 15) << (4 * j);
+  }
+  std::byte* codes_at = w.section(c.k, c.k.codes, page, head);
+#pragma unroll
+  for (int i = 0; i < append_slice_tokens; ++i)
+    store_codes<f, InOrder>(c, codes_at, offset + token + 4 * i, vi, words[i]);
+}
+
+// Encodes V of eight of the 32 tokens from `first` on, one group a token. The codes of the eight tokens fill whole
+// 16-byte vectors of the layout: slice 0 has tokens 0, 1, 8, 9, 16, 17, 24, 25.
+template <class T, KvFormat f, bool rotate>
+__device__ void encode_v_slice(const AppendWarp<T, f, rotate>& w, int first, int head, int slice) {
+  const KvCacheView& c = w.p.c;
+  const int padded = padded_head_dim(c.head_dim), vecs = (padded + 4 * 32 - 1) / (4 * 32);
+  const auto token_in_group = [&](int i) { return 8 * (i / 2) + 2 * slice + i % 2; };
+  const auto position = [&](int i) { return first + token_in_group(i); };
+  Vec4<T> x[append_slice_tokens];            // (8 tokens; 4 channels)
+  GroupRange<f> range[append_slice_tokens];  // (8 tokens)
+#pragma unroll 1
+  for (int vec = 0; vec < vecs; ++vec) {
+    const int vi = 32 * vec + w.lane;
+    w.load_tokens(x, true, head, vi, position);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (4 * vi + j < c.head_dim)
+#pragma unroll
+        for (int i = 0; i < append_slice_tokens; ++i) range[i].add(x[i][j]);
+  }
+#pragma unroll
+  for (int i = 0; i < append_slice_tokens; ++i) range[i].reduce_warp();
+  GroupRange<f> mine = range[0];
+#pragma unroll
+  for (int i = 1; i < append_slice_tokens; ++i) mine.assign_if(range[i], w.lane % append_slice_tokens == i);
+  const Quantizer<T, f> quantizer(mine);
+  const std::int64_t page = w.page_of(first);
+  const int offset = w.page_offset(first);
+  if (w.lane < append_slice_tokens) {
+    reinterpret_cast<T*>(w.section(c.v, c.v.scale, page, head))[offset + token_in_group(w.lane)] =
+        quantizer.stored_scale;
+    if constexpr (has_min(f))
+      reinterpret_cast<T*>(w.section(c.v, c.v.min, page, head))[offset + token_in_group(w.lane)] =
+          quantizer.stored_minimum;
+  }
+  std::uint32_t* words = reinterpret_cast<std::uint32_t*>(w.staged);  // (channel): the codes of the eight tokens
+#pragma unroll 1
+  for (int vec = 0; vec < vecs; ++vec) {
+    const int vi = 32 * vec + w.lane;
+    if (vecs > 1) w.load_tokens(x, true, head, vi, position);  // again: a lane's registers do not hold a whole token
+    std::uint32_t channel_codes[4] = {};                       // (4 channels): codes of 8 tokens
+#pragma unroll
+    for (int i = 0; i < append_slice_tokens; ++i) {
+      const Quantizer<T, f> token_quantizer = quantizer.from_lane(i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        channel_codes[j] |= (static_cast<std::uint32_t>(token_quantizer.code(x[i][j])) & 15)
+                            << (16 * (i % 2) + 4 * (i / 2));
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (4 * vi + j >= c.head_dim) channel_codes[j] = 0;
+    __syncwarp();  // all lanes have finished with `staged`, which `words` overwrites
+    reinterpret_cast<uint4*>(words)[w.lane] = {channel_codes[0], channel_codes[1], channel_codes[2], channel_codes[3]};
+    __syncwarp();  // all lanes' words are in shared memory
+    const int tile = 4 * vec + w.lane / 8;
+    std::uint32_t out[4] = {};  // the 16-byte vector of this lane
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const std::uint32_t word = words[w.lane / 8 * 32 + w.lane % 8 + 8 * j];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[i] |= (word >> (4 * i) & 0x000f000fu) << (4 * j);
+    }
+    __syncwarp();  // all lanes have read `words`
+    if (32 * tile >= padded) continue;
+    const std::int64_t index = v_code_index(f, kv_group, c.head_dim, offset + 2 * slice, 32 * tile + w.lane % 8);
+    *reinterpret_cast<uint4*>(w.section(c.v, c.v.codes, page, head) + index / 2) = {out[0], out[1], out[2], out[3]};
+  }
+}
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+// How tile code moves bytes and waits: copies, barriers of warps, semaphores, clusters, PDL, TMA, and wgmma on what TMA
+// left. What exists on Hopper alone is skipped elsewhere.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "kernels/tensor_map.h"
+#include "support/device.cuh"
+#include "tile/copy.cuh"
+#include "tile/cta_sync.cuh"
+#include "tile/tma.cuh"
+#include "tile/warps.cuh"
+#include "tile/wgmma.cuh"
+
+namespace rooftile::tile {
+namespace {
+
+// ---- copy.cuh ----
+
+// (lanes) 16-byte vectors: read by both loads, and by both sizes of cp.async; every second zfill copy is not valid.
+__global__ void copy_vectors(const uint4* from, uint4* once, uint4* read_only, uint4* async, uint4* zfill,
+                             uint4* halves) {
+  __shared__ uint4 shared[3][32];
+  const int lane = thread_index();
+  prefetch_l2(from + lane);
+  prefetch_l2_bulk(from, 32 * 16);
+  store(once + lane, load_once(from + lane));
+  store(read_only + lane, load_read_only(from + lane));
+  shared[1][lane] = {1, 2, 3, 4};  // overwritten, also where the copy is not valid
+  __syncwarp();
+  cp_async_16(&shared[0][lane], from + lane);
+  cp_async_16_zfill(&shared[1][lane], lane % 2 ? from + lane : from, lane % 2 != 0);
+  for (int half = 0; half < 2; ++half)
+    cp_async_8(reinterpret_cast<std::uint64_t*>(&shared[2][lane]) + half,
+               reinterpret_cast<const std::uint64_t*>(from + lane) + half);
+  cute::cp_async_fence();
+  cute::cp_async_wait<0>();
+  async[lane] = shared[0][lane], zfill[lane] = shared[1][lane], halves[lane] = shared[2][lane];
+}
+
+TEST_F(Tile, CopiesOfVectors) {
+  const Shared<uint4> from(32), once(32), read_only(32), async(32), zfill(32), halves(32);
+  for (std::uint32_t i = 0; i < 32; ++i) from[i] = {4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4};
+  launch(copy_vectors, 32, from.data, once.data, read_only.data, async.data, zfill.data, halves.data);
+  const auto expect = [](const uint4& found, const uint4& expected) {
+    EXPECT_TRUE(found.x == expected.x && found.y == expected.y && found.z == expected.z && found.w == expected.w);
+  };
+  for (std::uint32_t i = 0; i < 32; ++i) {
+    for (const Shared<uint4>* copy : {&once, &read_only, &async, &halves}) expect((*copy)[i], from[i]);
+    expect(zfill[i], i % 2 ? from[i] : uint4{});
+  }
+}
+
+// ---- warps.cuh ----
+
+// A CTA of two tiles of two warps: each warp reads what the other warp of its tile has written. Tile 1 meets more often
+// than tile 0, so a barrier of the whole CTA would never end.
+__global__ void exchange(int* to) {
+  __shared__ int written[4];
+  const int warp = threadIdx.x / 32, tile = warp / 2;
+  for (int round = 0; round < (tile ? 7 : 2); ++round) {
+    if (threadIdx.x % 32 == 0) written[warp] = 10 * round + warp;
+    sync_tile_warps<2>(tile);  // writes of a round -> reads of the round
+    if (warp_uniform(written[warp ^ 1]) != 10 * round + (warp ^ 1)) to[threadIdx.x] = -1;
+    sync_tile_warps<2>(tile);  // reads of a round -> writes of the next
+    sync_tile_warps<1>(warp);
+  }
+  to[threadIdx.x] += warp_uniform(static_cast<int>(threadIdx.x) + 1);  // lane 0's
+}
+
+TEST_F(Tile, WarpsOfATileMeet) {
+  const Shared<int> to(128);
+  for (std::size_t i = 0; i < to.n; ++i) to[i] = 0;
+  launch({.threads = 128}, exchange, to.data);
+  for (std::size_t i = 0; i < to.n; ++i) EXPECT_EQ(to[i], static_cast<int>(i / 32 * 32 + 1)) << i;
+}
+
+// ---- cta_sync.cuh ----
+
+// CTA 1 reads what all threads of CTA 0 wrote before they released the semaphore.
+__global__ void pass_on(std::uint64_t* semaphore, volatile int* data, int* to) {
+  constexpr std::uint64_t value = 0x123456789;
+  if (blockIdx.x == 0) {
+    data[threadIdx.x] = static_cast<int>(threadIdx.x) + 5;
+    __syncthreads();
+    if (threadIdx.x == 0) release_semaphore(semaphore, value);
+  } else {
+    if (threadIdx.x == 0) wait_semaphore(semaphore, value);
+    __syncthreads();
+    to[threadIdx.x] = data[threadIdx.x];
+  }
+}
+
+TEST_F(Tile, ASemaphoreCarriesWrites) {
+  const Shared<std::uint64_t> semaphore(1);
+  const Shared<int> data(256), to(256);
+  semaphore[0] = 7;  // another launch's
+  for (std::size_t i = 0; i < to.n; ++i) data[i] = to[i] = 0;
+  launch({.ctas = 2, .threads = 256}, pass_on, semaphore.data, data.data, to.data);
+  for (std::size_t i = 0; i < to.n; ++i) EXPECT_EQ(to[i], static_cast<int>(i) + 5);
+}
+
+struct Place {
+  int cluster, rank, neighbour, before;
+  bool clusters;
+};
+// Every CTA reads its neighbour's rank in its shared memory; `flag` is set once all CTAs of the cluster have read it.
+template <int size>
+__global__ void meet(Place* places, volatile int* flag) {
+  __shared__ int mine;
+  const ClusterCoord at = cluster_coord();
+  const int ranks = has_clusters ? size : 1;
+  const int before = flag[at.cluster];
+  arrive_at_cluster();
+  wait_for_cluster();  // all have read the flag -> rank 0 may set it
+  if (at.rank == 0) flag[at.cluster] = 1;
+  mine = 100 * at.cluster + at.rank;
+  sync_cluster();  // `mine` of every CTA is written
+  const int neighbour = *map_shared_rank(&mine, (at.rank + 1) % ranks);
+  sync_cluster();  // nobody reads this CTA's shared memory any more
+  places[blockIdx.x] = {at.cluster, at.rank, neighbour, before, has_clusters};
+}
+
+TEST_F(Tile, CtasOfAClusterMeet) {
+  constexpr int size = 4, ctas = 8;
+  const Shared<Place> places(ctas);
+  const Shared<int> flag(ctas);
+  for (std::size_t i = 0; i < flag.n; ++i) flag[i] = 0;
+  launch({.ctas = ctas, .threads = 1, .cluster = size}, meet<size>, places.data, flag.data);
+  for (int i = 0; i < ctas; ++i) {
+    const Place& place = places[static_cast<std::size_t>(i)];
+    const int ranks = place.clusters ? size : 1, cluster = i / ranks, rank = i % ranks;
+    EXPECT_EQ(place.cluster, cluster);
+    EXPECT_EQ(place.rank, rank);
+    EXPECT_EQ(place.neighbour, 100 * cluster + (rank + 1) % ranks);
+    EXPECT_EQ(place.before, 0);
+  }
+}
+
+__global__ void write_late(volatile int* data) {
+  let_next_kernel_start();
+  const long long start = clock64();
+  while (clock64() - start < 1000000) {}
+  data[threadIdx.x] = static_cast<int>(threadIdx.x) + 3;
+}
+__global__ void read_after(const volatile int* data, int* to) {
+  wait_for_previous_kernel();
+  to[threadIdx.x] = data[threadIdx.x];
+}
+
+TEST_F(Tile, AKernelThatStartsEarlyWaitsForTheOneBefore) {
+  const Shared<int> data(32), to(32);
+  for (std::size_t i = 0; i < to.n; ++i) data[i] = to[i] = 0;
+  enqueue({}, false, write_late, data.data);
+  enqueue({}, true, read_after, data.data, to.data);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  for (std::size_t i = 0; i < to.n; ++i) EXPECT_EQ(to[i], static_cast<int>(i) + 3);
+}
+
+// ---- tma.cuh and wgmma.cuh: Hopper ----
+
+// 64 columns of 16 bits are 128 bytes: TMA's swizzle puts 16-byte chunk c of row r at chunk c ^ r % 8 of that row.
+constexpr int tile_columns = 64;
+constexpr int swizzled(int row, int column) { return row * tile_columns + ((column / 8 ^ row % 8) * 8 + column % 8); }
+static_assert(swizzled(0, 9) == 9 && swizzled(1, 0) == 64 + 8 && swizzled(15, 63) == 15 * 64 + 7);
+
+CUtensorMap map_of(std::uint16_t* data, DType dtype, int rows, int columns, int tile_rows) {
+  return gpu::rows_map("test", data, dtype, {rows, columns, columns}, tile_rows, tile_columns);
+}
+
+__global__ void tell_if_hopper(bool* to) {
+#ifdef ROOFTILE_WGMMA
+  *to = true;
+#endif
+}
+class Hopper : public Tile {
+ protected:
+  void SetUp() override {
+    Tile::SetUp();
+    if (IsSkipped()) return;
+    const Shared<bool> hopper(1);
+    hopper[0] = false;
+    launch(tell_if_hopper, 32, hopper.data);
+    if (!hopper[0]) GTEST_SKIP() << "no Hopper, or no code for sm_90a";
+  }
+};
+
+constexpr int tma_rows = 16;
+// Two loads into one ring stage each, so that both parities occur; rank 0 of a cluster of two sends every tile to both.
+__global__ void load_tiles(const __grid_constant__ CUtensorMap map, int column, int row, std::uint16_t* to) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ alignas(1024) std::uint16_t tile[tma_rows * tile_columns];
+  __shared__ Barrier full, empty;
+  const ClusterCoord at = cluster_coord();
+  if (threadIdx.x == 0) {
+    prefetch_tma_descriptor(map);
+    full.init(1);
+    empty.init(2);  // one arrival of each CTA of the cluster
+    fence_barrier_init();
+  }
+  __syncthreads();
+  sync_cluster();  // the barriers of both CTAs are initialised
+  for (int round = 0; round < 2; ++round) {
+    if (threadIdx.x == 0) {
+      full.arrive_and_expect_tx(sizeof tile);
+      if (at.rank == 0) {
+        if (round > 0) empty.wait((round - 1) % 2);  // both CTAs have read the tile of the round before
+        tma_prefetch(map, column, row + round);
+        tma_load(tile, map, column, row + round, full, 3);
+      }
+    }
+    full.wait(round % 2);
+    for (int i = threadIdx.x; i < tma_rows * tile_columns; i += blockDim.x)
+      to[(blockIdx.x * 2 + round) * tma_rows * tile_columns + i] = tile[i];
+    __syncthreads();  // all threads have read the tile -> its place may be overwritten
+    if (threadIdx.x == 0) empty.arrive_at_cta(0);
+  }
+  sync_cluster();  // a CTA stays until its peer's last arrival has landed
+#endif
+}
+
+TEST_F(Hopper, TilesComeSwizzledZeroFilledAndToEveryCta) {
+  constexpr int rows = 20, columns = 72;  // not a multiple of a tile
+  constexpr std::size_t tile = tma_rows * tile_columns;
+  const Shared<std::uint16_t> from(rows * columns), to(2 * 2 * tile);
+  for (std::size_t i = 0; i < from.n; ++i) from[i] = static_cast<std::uint16_t>(i + 1);
+  for (const auto& [column, row] : {std::pair{0, 0}, {16, 8}}) {
+    for (std::size_t i = 0; i < to.n; ++i) to[i] = 0xffff;
+    launch({.ctas = 2, .threads = 128, .cluster = 2}, load_tiles,
+           map_of(from.data, DType::f16, rows, columns, tma_rows), column, row, to.data);
+    for (int cta = 0; cta < 2; ++cta)
+      for (int round = 0; round < 2; ++round)
+        for (int r = 0; r < tma_rows; ++r)
+          for (int c = 0; c < tile_columns; ++c) {
+            const int from_row = row + round + r, from_column = column + c;
+            const bool inside = from_row < rows && from_column < columns;
+            ASSERT_EQ(to[static_cast<std::size_t>(2 * cta + round) * tile + static_cast<std::size_t>(swizzled(r, c))],
+                      inside ? from[static_cast<std::size_t>(from_row * columns + from_column)] : 0)
+                << cta << ", " << round << ": " << r << ", " << c;
+          }
+  }
+}
+
+__global__ void count_copies(const uint4* from, uint4* to) {  // a barrier that completes when cp.async copies land
+#if __CUDA_ARCH__ >= 900
+  __shared__ uint4 shared[32];
+  __shared__ Barrier full;
+  if (threadIdx.x == 0) full.init(33);  // 32 lanes' copies, and one plain arrival
+  __syncwarp();
+  cp_async_16(&shared[threadIdx.x], from + threadIdx.x);
+  full.arrive_on_cp_async();
+  if (threadIdx.x == 0) full.arrive();
+  full.wait(0);
+  to[threadIdx.x] = shared[threadIdx.x ^ 1];
+#endif
+}
+
+TEST_F(Hopper, ABarrierCountsCopies) {
+  const Shared<uint4> from(32), to(32);
+  for (std::uint32_t i = 0; i < 32; ++i) from[i] = {i + 1, 0, 0, 0};
+  launch(count_copies, 32, from.data, to.data);
+  for (std::uint32_t i = 0; i < 32; ++i) EXPECT_EQ(to[i].x, (i ^ 1) + 1);
+}
+
+// D [64, N] = A [64, 64] B [64, N]: a and b are [64, 64] and [N, 64], their 64 k one swizzled TMA tile.
+template <class T, int N, bool a_from_registers>
+__global__ void multiply(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                         const std::uint16_t* rows_a, float* to) {
+#ifdef ROOFTILE_WGMMA
+  __shared__ alignas(1024) std::uint16_t tile_a[64 * tile_columns];
+  __shared__ alignas(1024) std::uint16_t tile_b[N * tile_columns];
+  __shared__ Barrier full;
+  if (threadIdx.x == 0) {
+    full.init(1);
+    fence_barrier_init();
+    full.arrive_and_expect_tx(sizeof tile_a + sizeof tile_b);
+    tma_load(tile_a, a, 0, 0, full);
+    tma_load(tile_b, b, 0, 0, full);
+  }
+  __syncthreads();
+  full.wait(0);
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float d[N / 2];  // (N / 8 column tiles, 4)
+  for (float& x : d) x = 0;
+  FragmentA fragments[4];  // (k-steps of 16)
+  for (int step = 0; step < 4; ++step)
+    for (int r = 0; r < 4; ++r)
+      fragments[step].r[r] = *reinterpret_cast<const std::uint32_t*>(
+          rows_a + (16 * warp + g + r % 2 * 8) * tile_columns + 16 * step + 2 * t + r / 2 * 8);
+  warpgroup_fence_operand(d);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    if constexpr (a_from_registers) wgmma<T>(d, fragments[step], make_smem_desc(tile_b + 16 * step), step > 0);
+    else wgmma<T>(d, make_smem_desc(tile_a + 16 * step), make_smem_desc(tile_b + 16 * step));
+  }
+  cute::warpgroup_commit_batch();
+  cute::warpgroup_wait<0>();
+  warpgroup_fence_operand(d);
+  for (int i = 0; i < N / 2; ++i) to[(16 * warp + g + i / 2 % 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2] = d[i];
+#endif
+}
+
+template <class T, int N>
+void check_wgmma(DType dtype) {
+  const auto a_at = [](int row, int k) { return static_cast<float>((row * 5 + k * 3) % 13 - 6); };
+  const auto b_at = [](int column, int k) { return static_cast<float>((k * 7 + column * 2) % 11 - 5); };
+  const Shared<std::uint16_t> a(64 * tile_columns), b(N * tile_columns);
+  const Shared<float> product(64 * N);
+  for (int k = 0; k < tile_columns; ++k) {
+    for (int row = 0; row < 64; ++row)
+      a[static_cast<std::size_t>(row * tile_columns + k)] = rooftile::from_float<Stored<T>>(a_at(row, k)).bits;
+    for (int n = 0; n < N; ++n)
+      b[static_cast<std::size_t>(n * tile_columns + k)] = rooftile::from_float<Stored<T>>(b_at(n, k)).bits;
+  }
+  for (bool registers : {true, false}) {
+    launch({.threads = 128}, registers ? multiply<T, N, true> : multiply<T, N, false>,
+           map_of(a.data, dtype, 64, tile_columns, 64), map_of(b.data, dtype, N, tile_columns, N), a.data,
+           product.data);
+    for (int row = 0; row < 64; ++row)
+      for (int n = 0; n < N; ++n) {
+        float expected = 0;
+        for (int k = 0; k < tile_columns; ++k) expected += a_at(row, k) * b_at(n, k);
+        ASSERT_EQ(product[static_cast<std::size_t>(row * N + n)], expected) << registers << ": " << row << ", " << n;
+      }
+  }
+}
+TEST_F(Hopper, WgmmaOfHalf) {
+  check_wgmma<half, 8>(DType::f16);
+  check_wgmma<half, 64>(DType::f16);
+}
+TEST_F(Hopper, WgmmaOfBf16) {
+  check_wgmma<bf16, 16>(DType::bf16);
+  check_wgmma<bf16, 128>(DType::bf16);
+}
+
+}  // namespace
+}  // namespace rooftile::tile
