@@ -33,7 +33,8 @@ __device__ __forceinline__ RotatedPair rotate(float low, float high, float cos, 
 // the cache's stored codes must equal. own: one channel; partner: the other channel of its pair; sin: of the sign that
 // this channel takes (-sin for the low one).
 __device__ __forceinline__ float rotate_exact(float own, float partner, float cos, float sin) {
-  return static_cast<float>(static_cast<double>(own) * cos + static_cast<double>(partner) * sin);
+  const double own_exact = own, partner_exact = partner, sin_exact = sin;
+  return static_cast<float>(own_exact * cos + partner_exact * sin_exact);
 }
 
 }  // namespace rooftile::tile

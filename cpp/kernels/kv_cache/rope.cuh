@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// RoPE of four values of a token. A rotated value is the exact sum of two exact products in fp64, rounded to fp32 and
-// then to the dtype, as on the CPU.
+// RoPE of four values of a token: their loads, and the exact rotation, rounded to the dtype.
 #pragma once
 
 #include "kernels/kv_cache/params.h"
 #include "kernels/kv_cache/token.cuh"
 #include "tile/element.cuh"
+#include "tile/rope.cuh"
 
 namespace rooftile::gpu {
 
@@ -72,8 +72,7 @@ __device__ Vec4<T> rotated(const RopeTables& r, const RotaryPair<T>& pair, const
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int d = 4 * vi + j;
-    const double own = pair.own[j], partner = pair.partner[j], sin = d < r.pairs ? -a.sin[j] : a.sin[j];
-    const float y = static_cast<float>(own * a.cos[j] + partner * sin);
+    const float y = tile::rotate_exact(pair.own[j], pair.partner[j], a.cos[j], d < r.pairs ? -a.sin[j] : a.sin[j]);
     if (d < 2 * r.pairs) vec.set(j, tile::from_float<T>(y));
   }
   return vec;
