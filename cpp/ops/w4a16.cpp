@@ -380,7 +380,7 @@ KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView
   check::check_product(op, x, w.n, options.gated, y, options.bias, options.residual);
   check_disjoint(op, "out", y, w);
   if (check::on_gpu(ctx)) {
-    check::check_gpu(op, ctx, "x", x);
+    check::check_gpu(op, ctx, "x", x, true);
     return gpu::w4a16_matmul(op, ctx, args);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);
