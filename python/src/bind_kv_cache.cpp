@@ -214,12 +214,6 @@ void bind_kv_cache(nb::module_& m) {
                               small(args, page_size, "page_size"), small(args, head_dim, "head_dim"), op);
       },
       "format"_a, "page_size"_a, "head_dim"_a, "op"_a = "KVCache");
-  m.def("kv_formats", [] {
-    nb::list names;
-    for (int i = 0; i < kv_format_count; ++i) names.append(name(static_cast<KvFormat>(i)));
-    return names;
-  });
-
   m.def(
       "kv_append",
       [](handle cache, handle k, handle v, handle rows, handle counts, handle stream, handle plan) {
