@@ -390,7 +390,7 @@ TEST(W4Plan, EveryWrongFieldIsNamed) {
   other.n = 28672 + 16;  // gates and ups at different rows of their tiles
   refused(other, "path", &W4Plan::wgmma, true);
   other = {.m = 4096, .n = 4096, .k = 4096, .group = 32, .sms = 132, .wgmma = true, .fits_linear = true};
-  ASSERT_GT(plan_w4a16(other).expand_rows, 0);
+  ASSERT_EQ(plan_w4a16(other).expand_rows, 4096);
   for (int value : {-256, 128, 300, 4096 + 256}) refused(other, "expand_rows", &W4Plan::expand_rows, value);
   other.group = 128;  // exact operands
   refused(other, "expand_rows", &W4Plan::expand_rows, 256);
