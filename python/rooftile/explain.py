@@ -7,7 +7,7 @@ import math
 import operator
 import re
 import sys
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from rooftile import _C, attention, fused, gemm
 from rooftile._arrays import activation_dtype, must_be
@@ -28,8 +28,7 @@ _CPU = (10.0, 0.1)  # GB/s and fp32 TFLOP/s of one core, roughly
 _FIXED_US = {"gpu": 2.0, "cpu": 5.0}
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """What `rt.explain` returns. str() is a few lines, as_dict() plain values for JSON; plan= takes it back."""
 
     op: str
@@ -50,7 +49,7 @@ class Explanation:
         return self.flops / max(self.bytes, 1)
 
     def as_dict(self):
-        return {**asdict(self), "roof": list(self.roof), "intensity": self.intensity}
+        return {**self._asdict(), "roof": list(self.roof), "intensity": self.intensity}
 
     def __str__(self):
         workspace = f", workspace {_count(self.workspace_bytes, 'B')}" if self.workspace_bytes else ""
@@ -309,8 +308,7 @@ def _packed(weight_type):
     return explained
 
 
-@dataclass
-class _CacheFacts:
+class _CacheFacts(NamedTuple):
     format: str
     page_size: int
     kv_heads: int
