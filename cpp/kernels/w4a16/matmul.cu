@@ -45,7 +45,8 @@ void launch_wgmma(const char* op, const DeviceScope& scope, std::byte* workspace
                        .m_group = static_cast<unsigned>(plan.m_group),
                        .by_tiles = Divisor(static_cast<int>(cluster_tiles * p.m_blocks)),
                        .by_steps = Divisor(p.steps)};
-  MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x_stride};
+  // one token has no stride, and TMA wants one
+  MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x.ndim > 0 ? p.x_stride : p.k};
   const void* from = static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;
   if (plan.gathered_bytes > 0) {
     // where several CTAs gather a token, gathering from global memory is faster
