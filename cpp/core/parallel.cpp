@@ -96,14 +96,12 @@ const OpenMp& openmp() {
   return runtime;
 }
 
-// Whether the runtime's threads belong to this process. A child forked after the first use has no such threads and
-// would wait forever.
-bool openmp_is_ours() {
-  static std::atomic<pid_t> owner{0};
-  const pid_t self = getpid();
-  pid_t first = 0;
-  return owner.compare_exchange_strong(first, self, std::memory_order_relaxed) || first == self;
-}
+// The process that loaded this library: it is known before any fork of it, whoever starts OpenMP's threads.
+const pid_t loaded_by = getpid();
+
+// Whether the runtime's threads belong to this process. A forked child has none of its parent's threads and would wait
+// for them forever.
+bool openmp_is_ours() { return getpid() == loaded_by; }
 
 int usable_cores() {
   cpu_set_t set;

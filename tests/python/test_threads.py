@@ -5,6 +5,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 
@@ -366,6 +367,27 @@ def test_a_child_forked_under_the_lock():
     leave.set()
     holder.join()
     assert status == 0 and cache.lengths == [0]
+
+
+OPENMP_BEFORE_A_FORK = """
+import os, signal
+import numpy as np, torch, rooftile as rt
+torch.set_num_threads(2)
+torch.relu(torch.zeros(10**6))  # starts OpenMP's threads; the child has none of them
+x, weight = np.ones((4000, 1024), np.float32), np.ones(1024, np.float32)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # ends a child that waits
+    out = rt.rms_norm(x, weight, 0.0)
+    os._exit(0 if (out == 1).all() else 2)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_forked_before_the_first_call():
+    """The parent has used torch's OpenMP and called nothing of rooftile."""
+    ran = subprocess.run([sys.executable, "-c", OPENMP_BEFORE_A_FORK], timeout=100, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_an_error_gives_the_lock_back():
