@@ -17,9 +17,9 @@ GPUS = tuple(device for device in cases.devices() if device != "cpu")
 if not GPUS:
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
 
-# Lengths on both sides of where a row gets one KV split more, and its splits more units: 256 tokens a split up to 4096,
-# 256 (512 in 4-bit codes) up to 8192, 512 up to 16384, 1024 after that.
-LONG = (1, 33, 128, 129, 256, 257, 289, 1000, 2048, 2049, 4096, 4097, 4129, 8192, 8193, 8225, 16384, 16417, 20000)
+# Lengths on both sides of where a row gets one KV split more, and its splits more units: 128 tokens a split up to 2048,
+# 256 up to 4096, 256 (512 in 4-bit codes) up to 8192, 512 up to 16384, 1024 after that.
+LONG = (1, 33, 128, 129, 1000, 2048, 2049, 2081, 4096, 4097, 4129, 8192, 8193, 8225, 16384, 16417, 20000)
 stores = pytest.mark.parametrize(("format", "dtype"), checks.GPU_STORES)
 
 
@@ -80,7 +80,7 @@ def test_small_and_large_values(format, dtype, heads, scale):
 @stores
 def test_values_that_grow_along_a_row(format, dtype, heads):
     """Sums of coded values count in a unit that follows the largest scale so far: here it grows again and again, also
-    from tile to tile of one warp, which has several in every full KV split."""
+    from tile to tile of one warp, which has several where KV splits are longer than 128 tokens."""
     rows = []
     for k, v in tokens((70, 700, 9000), 2, 64, dtype):
         growth = 2.0 ** (np.arange(len(v)) // 40 % 12 - 6)
@@ -121,10 +121,10 @@ def test_a_row_does_not_depend_on_its_neighbours(format, dtype):
             assert_bits_equal(lse, seen[0][1], f"length {n}:")
 
 
-SPLIT, MOST = 256, 4096  # tokens of a KV split, and up to how many tokens splits have that size
+SPLIT, MOST = 128, 2048  # tokens of a KV split, and up to how many tokens splits have that size
 
 
-@pytest.mark.parametrize("window", [None, 100, MOST + 8])
+@pytest.mark.parametrize("window", [None, 100, 2056])
 @pytest.mark.parametrize(
     "length", [SPLIT - 32, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + 32, MOST - 32, MOST, MOST + 1, MOST + 32]
 )
@@ -173,7 +173,7 @@ def test_tokens_at_once_and_one_by_one(format, dtype, length, window):
 @pytest.mark.parametrize("format", checks.KIVI)
 def test_as_many_raw_tokens_as_there_can_be(format, t, dim):
     """Queries of two groups: raw are the first one's group and what the other has so far, up to 63 tokens."""
-    for lengths in ((t, 32, 31 + t), (33, 32 + t, 63 + t), (127 + t, 159 + t, 255 + t, 256 + t, 287 + t, 4127 + t)):
+    for lengths in ((t, 32, 31 + t), (33, 32 + t, 63 + t), (127 + t, 128 + t, 159 + t, 2079 + t)):
         cache = filled(tokens(lengths, 2, dim, "float16", t, dim), format, "float16")
         checks.run_and_check(cache, queries(len(lengths), t, 4, dim, "float16", lengths[0])[0], "cuda")
 

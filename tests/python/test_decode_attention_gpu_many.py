@@ -46,7 +46,7 @@ def attend(q, cache, **options):
 # ---------------------------------------------------------------- the same row, the same bits
 
 # Where a KV split ends and where splits grow; in kivi rows, whose last tokens are raw, up to 32 tokens later.
-LEAVES = (256, 4096, 8192, 16384, 65536)
+LEAVES = (128, 2048, 4096, 8192, 16384, 65536)
 # Up to how many tokens of capacity small batches are clusters of 2, 4 and 8 CTAs; one more capacity without.
 CLUSTERS = (1024, 2048, 4096)
 CAPACITIES = (*CLUSTERS, 20032)

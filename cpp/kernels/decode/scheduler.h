@@ -56,11 +56,12 @@ ROOFTILE_HD constexpr int ceil_div(int a, int b) {
              : static_cast<int>((static_cast<unsigned>(a) + static_cast<unsigned>(b) - 1) / static_cast<unsigned>(b));
 }
 
-// Work units of one KV split of a row with `tokens` visible tokens: a multiple of 4, one KV tile of codes for each of
-// four warps, and at least 8. Splits are few, because the merge at the end of each costs as much as 64 tokens (with
-// 4-bit codes 128). They are enough for one long cache row with eight KV heads to fill a device.
+// Work units of one KV split of a row with `tokens` visible tokens: a multiple of 4, one KV tile for each of four
+// warps. Splits are few, because the merge at the end of each costs as much as 64 tokens (with 4-bit codes 128). They
+// are enough for one cache row with eight KV heads to fill a device.
 ROOFTILE_HD constexpr int kv_split_units(KvFormat format, int tokens) {
   constexpr int step_tokens = 4 * work_unit_tokens;
+  if (tokens <= 16 * step_tokens) return 4;
   if (tokens <= 32 * step_tokens) return 8;
   if (tokens <= 64 * step_tokens) return code_bits(format) == 4 ? 16 : 8;
   if (tokens <= 128 * step_tokens) return 16;
