@@ -346,9 +346,21 @@ FAULTS = {
     ),
     "linear_residual": Fault(
         "tiles forget the residual",
-        LINEAR + "collective.cu",
+        LINEAR + "collective.cuh",
         "p.residual.data ? 1.0f : 0.0f",
         "0.0f",
+    ),
+    "linear_collective_split": Fault(
+        "every split multiplies the first split's k",
+        LINEAR + "collective.cuh",
+        "p.splits > 1 ? k : 0",
+        "0",
+    ),
+    "linear_collective_partial": Fault(
+        "every split stores its partial sums where the first one does",
+        LINEAR + "collective.cuh",
+        "output(p.padded_n(), p.tokens * p.padded_n())",
+        "output(p.padded_n(), 0)",
     ),
 }
 
@@ -361,6 +373,7 @@ SOURCES = {
     W4A16 + "gather_x.cuh": W4A16 + "matmul.cu",
     W4A16: W4A16 + "inst/w4_half.cu",
     "cpp/tile/w4.cuh": W4A16 + "inst/w4_half.cu",
+    LINEAR + "collective.cuh": LINEAR + "inst/collective_half.cu",
     LINEAR: LINEAR + "linear.cu",
 }
 TESTS = {  # by the folder of the source

@@ -22,10 +22,15 @@ struct LinearParams : Product {
 
 // Launch one product on the path that the plan chose. The tensors meet that path's alignment rules (linear.cu).
 void linear_tma(const DeviceScope&, const LinearParams&, DType, const LinearPlan&);
-void linear_collective(const DeviceScope&, const LinearParams&, DType, int config);
+void linear_collective_half(const DeviceScope&, const LinearParams&, int config);
+void linear_collective_bf16(const DeviceScope&, const LinearParams&, int config);
+inline void linear_collective(const DeviceScope& scope, const LinearParams& p, DType dtype, int config) {
+  (dtype == DType::f16 ? linear_collective_half : linear_collective_bf16)(scope, p, config);
+}
 void linear_multistage(const DeviceScope&, const LinearParams&, DType);
 void load_linear_tma(const char* op);
-void load_linear_collectives(const char* op);
+void load_linear_collectives_half(const char* op);
+void load_linear_collectives_bf16(const char* op);
 void load_linear_multistage(const char* op);
 
 }  // namespace rooftile::gpu

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // y = activation(x W^T + bias) + residual with W in 16 bits, on Hopper, with TMA and wgmma. Serves up to 64 tokens, and
-// more where the tensors do not meet the rules of collective.cu.
+// more where the tensors do not meet the rules of collective.cuh.
 //   x [M, K]   W [N, K]   rows are whole 16-byte vectors at one stride    y, residual [M, N]   bias [N]   any strides
 //
 // W's rows are the M of wgmma and tokens are its N: 8, 16, 32 or 64. A CTA computes R rows of W (16 to 128) x N tokens
