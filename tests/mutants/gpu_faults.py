@@ -281,8 +281,8 @@ FAULTS = {
     "split_k_order": Fault(
         "the last chunk of K is forgotten",
         "cpp/kernels/products/epilogue.cu",
-        "for (int split = 0; split < p.splits; ++split) {",
-        "for (int split = 0; split < p.splits - 1; ++split) {",
+        "sum_in_order(p.splits, ",
+        "sum_in_order(p.splits - 1, ",
     ),
     "linear_ring": Fault(
         "a step of W is read before its copies have come",
@@ -293,8 +293,8 @@ FAULTS = {
     "linear_slices": Fault(
         "a warp's share of K is left out of the sum",
         LINEAR + "stream.cuh",
-        "for (int s = 0; s < slices; ++s) {",
-        "for (int s = 0; s < max(slices - 1, 1); ++s) {",
+        "sum_in_order(slices, ",
+        "sum_in_order(max(slices - 1, 1), ",
     ),
     "linear_tail": Fault(
         "one element behind the end of K counts",
@@ -311,8 +311,8 @@ FAULTS = {
     "linear_tma_x": Fault(
         "both boxes of a step meet the first one's x",
         LINEAR + "tma.cu",
-        "x + k_tile * (x_bytes / 16) + 2 * i",
-        "x + 2 * i",
+        "tile_at(tCrX, s * stage_bytes + k_tile * x_bytes)",
+        "tile_at(tCrX, s * stage_bytes)",
     ),
     "linear_tma_step": Fault(
         "the last step of K is left out",
@@ -329,8 +329,8 @@ FAULTS = {
     "linear_tma_split": Fault(
         "the last chunk of K is forgotten",
         LINEAR + "tma.cu",
-        "for (int peer = 0; peer < cluster; ++peer) {",
-        "for (int peer = 0; peer < max(cluster - 1, 1); ++peer) {",
+        "sum_in_order(cluster, ",
+        "sum_in_order(max(cluster - 1, 1), ",
     ),
     "linear_tma_sums": Fault(
         "sums are added before the other blocks have put theirs",

@@ -32,6 +32,7 @@
 
 #include "kernels/linear/activate.cuh"
 #include "kernels/linear/params.h"
+#include "kernels/linear/traits.cuh"
 #include "kernels/warmup.h"
 #include "tile/wgmma.cuh"
 

@@ -82,8 +82,8 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   p.tokens = a.x.rows();
   p.splits = plan.splits;
   p.partial = reinterpret_cast<float*>(workspace_of(op_name, ctx, plan.workspace_bytes));
-  p.m_blocks = static_cast<unsigned>(plan.m_blocks);
-  p.n_blocks = static_cast<unsigned>(plan.n_blocks);
+  if (plan.m_blocks > 0) p.by_m_blocks = Divisor(static_cast<int>(plan.m_blocks));
+  if (plan.n_blocks > 0) p.by_n_blocks = Divisor(static_cast<int>(plan.n_blocks));
   const int step_k = plan.path == LinearPath::tma ? linear_tma_step_k : linear_step_k;
   p.steps = static_cast<int>((p.k + step_k - 1) / step_k);
   p.split_steps = plan.split_steps;

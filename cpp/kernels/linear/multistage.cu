@@ -13,6 +13,7 @@
 
 #include "kernels/linear/activate.cuh"
 #include "kernels/linear/params.h"
+#include "kernels/linear/traits.cuh"
 #include "kernels/warmup.h"
 
 namespace rooftile::gpu {

@@ -142,8 +142,9 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int slices = 1 << p.slices_log2, slice = warp & (slices - 1);
   // Neighbouring CTAs read the same rows of W and other tokens.
-  const unsigned rest = blockIdx.x / p.m_blocks, n_block = rest % p.n_blocks, split = rest / p.n_blocks;
-  const std::int64_t local_token0 = std::int64_t{blockIdx.x % p.m_blocks} * linear_stream_tokens;
+  const int cta = static_cast<int>(blockIdx.x), rest = divide(cta, p.by_m_blocks), split = divide(rest, p.by_n_blocks),
+            n_block = rest - split * p.by_n_blocks.value;
+  const std::int64_t local_token0 = std::int64_t{cta - rest * p.by_m_blocks.value} * linear_stream_tokens;
   const int tokens = static_cast<int>(min(std::int64_t{8 * NT}, p.tokens - local_token0));
   const std::int64_t row0 = std::int64_t{n_block} * p.row_tiles * linear_rows,
                      row = row0 + (warp >> p.slices_log2) * linear_rows;
@@ -208,12 +209,11 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
   for (int i = threadIdx.x; i < vecs * tokens; i += blockDim.x) {
     const int token = i / vecs, vec = i % vecs;
     const std::int64_t n = row0 + 4 * vec;
-    float4 sum = {};  // 4 neighbouring rows for one token, summed over the slices in order
-    for (int s = 0; s < slices; ++s) {
+    // 4 neighbouring rows for one token, summed over the slices in order
+    const float4 sum = sum_in_order(slices, [&](int s) {
       const std::uint8_t* const warp_sums = shared + ((vec / 4 << p.slices_log2) + s) * (S * linear_step_bytes);
-      const float4 partial = reinterpret_cast<const float4*>(warp_sums)[token * 4 + vec % 4];
-      sum.x += partial.x, sum.y += partial.y, sum.z += partial.z, sum.w += partial.w;
-    }
+      return reinterpret_cast<const float4*>(warp_sums)[token * 4 + vec % 4];
+    });
     if (p.splits == 1) {
       Epilogue<T>(p, n).store(p.first_token + local_token0 + token, sum, {});
     } else if (n < p.n) {  // padded_n has room for the last vector
