@@ -6,12 +6,13 @@
 // The two CTAs of a cluster (linear_collective_tiles in plan.h: rows of W x tokens) are neighbours along the GEMM's M:
 //   64 x 128, 128 x 128, 128 x 256   W's rows are the GEMM's M and tokens are its N, so the column-major output is
 //                                    y [M, N]. The pair has one tile of tokens; each CTA loads half and multicasts it.
-//   192 x 128, 224 x 128             tokens are the GEMM's M and W's rows are its N, so that the number of rows need not
-//                                    be a multiple of 64 for each warp group. The pair has one tile of W.
+//   192 x 128, 224 x 128             tokens are the GEMM's M and W's rows are its N, so that the number of rows need
+//                                    not be a multiple of 64 for each warp group. The pair has one tile of W.
 // 64 x 128 is ping-pong: each consumer warp group has tiles of its own, and one's epilogue runs beside the other's
 // products. The larger tiles are cooperative: both warp groups share a tile.
 // The sum over K is one fp32 accumulator, in order, whatever the tile. With split-K the GEMM is a batch: batch l
-// multiplies k l K / splits .. (l + 1) K / splits and stores fp32 partial sums, which products/epilogue.cu adds in order.
+// multiplies k l K / splits .. (l + 1) K / splits and stores fp32 partial sums, which products/epilogue.cu adds in
+// order.
 // Cost of a step of 64 k: step_ns in plan.cpp.
 // Sync: CUTLASS's full and empty barrier a stage, across the cluster; a barrier of the consumer warps before the output
 // tile is stored. PDL: the producer waits for the previous kernel before its first load; the epilogue reads bias after
@@ -157,8 +158,8 @@ void for_each_config(F&& f) {
   f(LinearCollective<T, 2, true>{});
 }
 
-// All kernels of one element type. An inst/ file calls these for half, another one for bf16: in one file, 14 kernels took
-// the compiler 9 GB of memory.
+// All kernels of one element type. An inst/ file calls these for half, another one for bf16: in one file, 14 kernels
+// took the compiler 9 GB of memory.
 template <class T>
 void launch_collective(const DeviceScope& scope, const LinearParams& p, int config) {
   for_each_config<T>([&](auto cfg) {

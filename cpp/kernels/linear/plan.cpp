@@ -97,9 +97,9 @@ double step_ns(LinearTile tile, double busy) {
 }
 
 // Estimated nanoseconds of a product after its start: waves of tiles, each with its steps and, unless ping-pong hides
-// it, an epilogue (600 ns of 128 x 256); no less than W's bytes take from memory, 4100 a ns, and in proportion more where
-// a last wave of few CTAs asks for too little at a time. Split-K adds a kernel (2500 ns), and 8 bytes an output and
-// split, written and read at 4000 a ns.
+// it, an epilogue (600 ns of 128 x 256); no less than W's bytes take from memory, 4100 a ns, and in proportion more
+// where a last wave of few CTAs asks for too little at a time. Split-K adds a kernel (2500 ns), and 8 bytes an output
+// and split, written and read at 4000 a ns.
 //
 // K 4096, N 14336, M 1024 on 132 SMs, 64 steps:
 //   128 x 256: 112 x 4 tiles, 3.39 waves -> 4 x (64 x 700 + 600) = 182 us

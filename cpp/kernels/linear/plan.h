@@ -70,9 +70,9 @@ struct LinearPlan {
 // CTAs of collective.cuh for one split of K, whole clusters.
 std::int64_t linear_collective_ctas(LinearTile, std::int64_t n, std::int64_t m);
 
-// Same problem and device, same plan. K splits, and with them the bits of a row, depend on m through its bucket only: on
-// the tma path, and on the stream path up to 16 tokens, there is one; on the collective path the buckets are 65 to 128
-// tokens, 129 to 256, and more, where K is not split.
+// Same problem and device, same plan. K splits, and with them the bits of a row, depend on m through its bucket only:
+// on the tma path, and on the stream path up to 16 tokens, there is one; on the collective path the buckets are 65 to
+// 128 tokens, 129 to 256, and more, where K is not split.
 LinearPlan plan_linear(const LinearProblem&);
 
 }  // namespace rooftile::gpu

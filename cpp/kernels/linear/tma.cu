@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
   const LinearParams& p = params.product;
   const int R = params.rows, S = params.stages, w_bytes = linear_tma_tile_bytes(R),
             stage_bytes = H * linear_tma_tile_bytes(R + N);
-  // (S, [2 tiles of W (R, 64) | 2 tiles of x (N, 64)]) of T, then full and empty barriers (S) each. R and S are run-time
-  // numbers, which neither CuTe's TMA atoms nor CUTLASS's pipelines take.
+  // (S, [2 tiles of W (R, 64) | 2 tiles of x (N, 64)]) of T, then full and empty barriers (S) each. R and S are
+  // run-time numbers, which neither CuTe's TMA atoms nor CUTLASS's pipelines take.
   extern __shared__ __align__(1024) std::uint8_t shared[];
   std::uint64_t* const full = cute::recast_ptr<std::uint64_t>(shared + S * stage_bytes);
   std::uint64_t* const empty = full + S;
