@@ -32,13 +32,12 @@ namespace rooftile::gpu {
 
 // Gathers eight elements of a row, `step` elements apart; elements from the `left`th on are zero-filled.
 template <class T>
-__device__ __forceinline__ cute::uint128_t gather(const T* from, std::int64_t step, int left) {
-  auto words = cute::make_tensor<std::uint32_t>(cute::Shape<cute::_4>{});  // (4) words of two elements
-  cute::clear(words);
+__device__ __forceinline__ uint4 gather(const T* from, std::int64_t step, int left) {
+  std::uint32_t words[4] = {};  // (4) words of two elements
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (i < left) words(i / 2) |= std::uint32_t{from[i * step].raw()} << 16 * (i % 2);
-  return cute::recast<cute::uint128_t>(words)(0);
+    if (i < left) words[i / 2] |= std::uint32_t{from[i * step].raw()} << 16 * (i % 2);
+  return {words[0], words[1], words[2], words[3]};
 }
 
 // Loads this lane's B fragments of x, step by step: for tokens g and g + 8, 8 neighbouring k of each half of a step.
@@ -48,7 +47,7 @@ class XLoader {
 
  public:
   // (halves of 32 k, token_tiles) vectors of 8 elements
-  using Step = decltype(cute::make_tensor<cute::uint128_t>(cute::Shape<cute::_2, cute::Int<Cfg::token_tiles>>{}));
+  using Step = decltype(cute::make_tensor<uint4>(cute::Shape<cute::_2, cute::Int<Cfg::token_tiles>>{}));
   // k: first k of this lane in its first step; stride: k between steps.
   __device__ __forceinline__ XLoader(const LinearParams& p, std::int64_t token0, int tokens, std::int64_t k, int stride)
       : step_(Cfg::vec ? 1 : p.x.last_stride), left_(static_cast<int>(p.k - k)), stride_(stride) {
@@ -69,7 +68,7 @@ class XLoader {
       for (int half = 0; half < 2; ++half) {
         if (!valid_[nt] || left_ <= 32 * half) continue;
         const T* const from = src_[nt] + 32 * half * step_;
-        if constexpr (Cfg::vec) x(half, nt) = *cute::recast_ptr<const cute::uint128_t>(from);
+        if constexpr (Cfg::vec) x(half, nt) = *cute::recast_ptr<const uint4>(from);
         else x(half, nt) = gather(from, step_, left_ - 32 * half);
       }
       src_[nt] += stride_ * step_;
@@ -111,7 +110,7 @@ class WLoader {
         if constexpr (Cfg::vec)
           cute::copy(typename Cfg::CopyAtom{}.with(left_ > 32 * half),
                      cute::make_tensor(cute::make_gmem_ptr(from), typename Cfg::Vec{}), to(cute::_, r, half));
-        else cute::recast<cute::uint128_t>(to(cute::_, r, half))(0) = gather(from, step_, left_ - 32 * half);
+        else cute::recast<uint4>(to(cute::_, r, half))(0) = gather(from, step_, left_ - 32 * half);
       }
       src_[r] += stride_ * step_;
     }
