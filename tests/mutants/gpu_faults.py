@@ -295,8 +295,8 @@ FAULTS = {
     "split_k_order": Fault(
         "the last chunk of K is forgotten",
         "cpp/kernels/products/epilogue.cu",
-        "for (int split = 0; split < p.splits; ++split) {",
-        "for (int split = 0; split < p.splits - 1; ++split) {",
+        "sum_in_order(p.splits, ",
+        "sum_in_order(p.splits - 1, ",
     ),
     "linear_ring": Fault(
         "a step of W is read before its copies have come",
@@ -307,8 +307,8 @@ FAULTS = {
     "linear_slices": Fault(
         "a warp's share of K is left out of the sum",
         LINEAR + "stream.cuh",
-        "for (int s = 0; s < slices; ++s) {",
-        "for (int s = 0; s < max(slices - 1, 1); ++s) {",
+        "sum_in_order(slices, ",
+        "sum_in_order(max(slices - 1, 1), ",
     ),
     "linear_tail": Fault(
         "one element behind the end of K counts",
@@ -325,8 +325,8 @@ FAULTS = {
     "linear_tma_x": Fault(
         "both boxes of a step meet the first one's x",
         LINEAR + "tma.cu",
-        "x + k_tile * (x_bytes / 16) + 2 * i",
-        "x + 2 * i",
+        "tile_at(tCrX, s * stage_bytes + k_tile * x_bytes)",
+        "tile_at(tCrX, s * stage_bytes)",
     ),
     "linear_tma_step": Fault(
         "the last step of K is left out",
@@ -343,8 +343,8 @@ FAULTS = {
     "linear_tma_split": Fault(
         "the last chunk of K is forgotten",
         LINEAR + "tma.cu",
-        "for (int peer = 0; peer < cluster; ++peer) {",
-        "for (int peer = 0; peer < max(cluster - 1, 1); ++peer) {",
+        "sum_in_order(cluster, ",
+        "sum_in_order(max(cluster - 1, 1), ",
     ),
     "linear_tma_sums": Fault(
         "sums are added before the other blocks have put theirs",
@@ -360,7 +360,7 @@ FAULTS = {
     ),
     "linear_residual": Fault(
         "tiles forget the residual",
-        LINEAR + "collective.cu",
+        LINEAR + "collective.cuh",
         "p.residual.data ? 1.0f : 0.0f",
         "0.0f",
     ),
@@ -414,6 +414,18 @@ FAULTS = {
         "load_vec<vector>(x, first(k), n, minus_infinity<T>)",
         "load_vec<vector>(x, first(k), n)",
     ),
+    "linear_collective_split": Fault(
+        "every split multiplies the first split's k",
+        LINEAR + "collective.cuh",
+        "p.splits > 1 ? k : 0",
+        "0",
+    ),
+    "linear_collective_partial": Fault(
+        "every split stores its partial sums where the first one does",
+        LINEAR + "collective.cuh",
+        "output(p.padded_n(), p.tokens * p.padded_n())",
+        "output(p.padded_n(), 0)",
+    ),
 }
 
 
@@ -426,6 +438,7 @@ SOURCES = {
     W4A16 + "gather_x.cuh": W4A16 + "matmul.cu",
     W4A16: W4A16 + "inst/w4_half.cu",
     "cpp/tile/w4.cuh": W4A16 + "inst/w4_half.cu",
+    LINEAR + "collective.cuh": LINEAR + "inst/collective_half.cu",
     LINEAR: LINEAR + "linear.cu",
 }
 TESTS = {  # by the folder of the source

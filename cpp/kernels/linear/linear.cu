@@ -48,9 +48,11 @@ KernelName name_of(const LinearPlan& plan, DType dtype, bool vec) {
       return linear("stream", plan.config == 0 ? 8 : 16, vec ? "_split" : "_strided_split", plan.splits);
     case LinearPath::tma:
       return linear("tma", linear_tma_block_m[plan.config], "_split", plan.cluster);
-    case LinearPath::collective:
-      return linear("tile", linear_collective_tiles[plan.config].rows, "x",
-                    linear_collective_tiles[plan.config].tokens);
+    case LinearPath::collective: {
+      const LinearTile tile = linear_collective_tiles[plan.config];
+      if (plan.splits > 1) return linear("tile", tile.rows, "x", tile.tokens, "_split", plan.splits);
+      return linear("tile", tile.rows, "x", tile.tokens);
+    }
     case LinearPath::multistage:
       return linear("multistage", linear_multistage_tile.rows, "x", linear_multistage_tile.tokens);
   }
@@ -80,8 +82,8 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   p.tokens = a.x.rows();
   p.splits = plan.splits;
   p.partial = reinterpret_cast<float*>(workspace_of(op_name, ctx, plan.workspace_bytes));
-  p.m_blocks = static_cast<unsigned>(plan.m_blocks);
-  p.n_blocks = static_cast<unsigned>(plan.n_blocks);
+  if (plan.m_blocks > 0) p.by_m_blocks = Divisor(static_cast<int>(plan.m_blocks));
+  if (plan.n_blocks > 0) p.by_n_blocks = Divisor(static_cast<int>(plan.n_blocks));
   const int step_k = plan.path == LinearPath::tma ? linear_tma_step_k : linear_step_k;
   p.steps = static_cast<int>((p.k + step_k - 1) / step_k);
   p.split_steps = plan.split_steps;
@@ -91,6 +93,7 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   }
   if (plan.path == LinearPath::collective) {
     linear_collective(scope, p, a.x.dtype, plan.config);
+    if (p.splits > 1) split_k_epilogue(scope, p, a.x.dtype);
     return kernel;
   }
   if (plan.path == LinearPath::multistage) {
@@ -110,7 +113,8 @@ void load_linear_kernels(const char* op) {
     for (int config : {0, 1})
       for (bool vec : {true, false}) load_kernel(op, stream_of(dtype, config, vec));
   load_linear_tma(op);
-  load_linear_collectives(op);
+  load_linear_collectives_half(op);
+  load_linear_collectives_bf16(op);
   load_linear_multistage(op);
 }
 

@@ -142,17 +142,53 @@ TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
   }
 }
 
-TEST(LinearPlan, TheLargeTileIsForWhatFillsTheDevice) {
-  const auto config = [](std::int64_t m, std::int64_t n) {
-    return plan_linear(
-               {.m = m, .n = n, .k = 4096, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true})
-        .config;
+TEST(LinearPlan, CollectiveSplitsAreEqualWithinTheDeviceAndItsWorkspace) {
+  for_each_problem([](LinearProblem p, const LinearPlan& plan) {
+    if (plan.path != LinearPath::collective) return;
+    const LinearTile tile = linear_collective_tiles[plan.config];
+    EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
+    if (plan.splits > 1) {
+      EXPECT_LE(p.m, linear_split_tokens);
+      EXPECT_TRUE(linear_may_split(tile));
+      EXPECT_EQ(p.k % (8 * plan.splits), 0);  // every split begins at a multiple of TMA's 16 bytes
+      EXPECT_LE(linear_collective_ctas(tile, p.n, p.m) * plan.splits, p.sms);
+      EXPECT_EQ(plan.workspace_bytes,
+                sizeof(float) * static_cast<std::size_t>(plan.splits * p.m * ((p.n + 15) / 16 * 16)));
+      EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(p.sms * tile.rows * tile.tokens) * sizeof(float));
+    }
+    EXPECT_EQ(linear_collective_ctas(tile, p.n, p.m) % 2, 0);  // whole clusters
+    // one plan for all of a bucket
+    for (std::int64_t first : {65, 129})
+      if (const std::int64_t last = (first + 127) / 128 * 128; first <= p.m && p.m <= last)
+        for (std::int64_t m : {first, last}) {
+          p.m = m;
+          const LinearPlan other = plan_linear(p);
+          EXPECT_EQ(std::tuple(other.config, other.splits), std::tuple(plan.config, plan.splits));
+        }
+  });
+}
+
+TEST(LinearPlan, TilesFillTheLastWave) {
+  struct Expected {
+    std::int64_t m, n, k;
+    int rows, tokens, splits;
   };
-  EXPECT_EQ(config(65, 4096), 0);
-  EXPECT_EQ(config(256, 4096), 0);
-  EXPECT_EQ(config(128, 14336), 0);
-  EXPECT_EQ(config(1024, 4096), 1);
-  EXPECT_EQ(config(4096, 14336), 1);
+  for (const Expected& e : {Expected{65, 4096, 4096, 64, 128, 1},
+                            {256, 4096, 4096, 64, 128, 1},
+                            {128, 14336, 4096, 128, 128, 1},
+                            {128, 4096, 14336, 64, 128, 2},
+                            {256, 4096, 14336, 128, 128, 2},
+                            {256, 14336, 4096, 224, 128, 1},
+                            {1024, 6144, 4096, 192, 128, 1},
+                            {1024, 14336, 4096, 224, 128, 1},
+                            {1024, 4096, 4096, 128, 256, 1},
+                            {4096, 14336, 4096, 128, 256, 1}}) {
+    const LinearPlan plan = plan_linear(
+        {.m = e.m, .n = e.n, .k = e.k, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true});
+    const LinearTile tile = linear_collective_tiles[plan.config];
+    EXPECT_EQ(std::tuple(tile.rows, tile.tokens, plan.splits), std::tuple(e.rows, e.tokens, e.splits))
+        << "m " << e.m << " n " << e.n << " k " << e.k;
+  }
 }
 
 }  // namespace
