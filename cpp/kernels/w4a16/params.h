@@ -44,11 +44,17 @@ struct W4MatmulParams : Product {
 };
 
 using W4Kernel = void (*)(W4MatmulParams);
-// Defined in inst/. config: index into w4_stream_configs (w8_stream_configs).
-W4Kernel w4a16_stream_half(int config, int scale_k, W4Zeros);
-W4Kernel w4a16_stream_bf16(int config, int scale_k, W4Zeros);
-W4Kernel w8a16_stream_half(int config, int scale_k);
-W4Kernel w8a16_stream_bf16(int config, int scale_k);
+// A variant of stream.cuh. config: index into w4_stream_configs (w8_stream_configs).
+struct W4StreamVariant {
+  int config, scale_k;
+  W4Zeros zeros;
+  DType scale_dtype;
+};
+// Defined in inst/.
+W4Kernel w4a16_stream_half(const W4StreamVariant&);
+W4Kernel w4a16_stream_bf16(const W4StreamVariant&);
+W4Kernel w8a16_stream_half(const W4StreamVariant&);
+W4Kernel w8a16_stream_bf16(const W4StreamVariant&);
 
 // What wgmma.cuh receives.
 struct W4WgmmaParams {
