@@ -17,12 +17,12 @@ namespace rooftile::gpu {
 struct W4MatmulParams : Product {
   bool x_in_vec16 = false;    // x can be read in 16-byte vectors, its rows `x_stride` elements apart
   std::int64_t x_stride = 0;  // elements
-  W4View w;
+  W4View w{};
   int groups = 0;                       // along K
   int tile_rows = 0, row_tiles = 0;     // W in tiles of 16 x 64: (tile_rows, row_tiles)
   int gate_tiles = 0;                   // tile rows from a gate to its up projection, both in one CTA; 0: not so
   unsigned m_blocks = 0, n_blocks = 0;  // of this launch
-  Divisor by_m_blocks, by_n_blocks;
+  Divisor by_m_blocks{}, by_n_blocks{};
   int k = 0, group = 0;                // as in w, in 32 bits
   int scale_k = 0, scale_k_shift = 0;  // k of a scale block within a step: 32 << scale_k_shift
   int steps = 0, split_steps = 0;      // steps of 128 k: of all K, and of one split
@@ -90,7 +90,7 @@ struct W4GatherParams {
 
 // What expand.cuh receives: a chunk of W's rows.
 struct W4ExpandParams {
-  W4View w;
+  W4View w{};
   void* to = nullptr;               // (rows, k)
   std::int64_t first_tile_row = 0;  // of the chunk, in W
   unsigned tile_rows = 0;           // of the chunk

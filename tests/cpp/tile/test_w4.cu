@@ -11,6 +11,12 @@
 namespace rooftile::gpu {
 namespace {
 
+// A tensor whose elements are their own offsets.
+template <class Layout>
+auto counting_tensor(const Layout& layout) {
+  return cute::make_tensor(cute::counting_iterator<int>(0), layout);
+}
+
 template <class T, int bits, int config, bool small_groups = false>
 using Traits = W4StreamTraits<T, bits, config, void, small_groups, W4StreamZeros::either>;
 
@@ -43,7 +49,7 @@ void check_x_copies() {
     auto slice = typename Config::GmemCopyX{}.get_slice(thread);
     const Tensor coords =
         slice.partition_S(make_identity_tensor(Shape<typename Config::BLK_N, typename Config::BLK_K>{}));
-    const Tensor to = slice.partition_D(make_counting_tensor(Config::smem_layout_x(tokens)));
+    const Tensor to = slice.partition_D(counting_tensor(Config::smem_layout_x(tokens)));
     for (int n = 0; n < size<1>(coords); ++n)
       for (int k = 0; k < size<2>(coords); ++k) {
         const int token = get<0>(coords(0, n, k)), at = get<1>(coords(0, n, k));
@@ -58,7 +64,7 @@ template <class Config>
 void check_x_fragments() {
   using namespace cute;
   constexpr int tokens = typename Config::BLK_N{};
-  const Tensor sX = make_counting_tensor(Config::smem_layout_x(tokens));
+  const Tensor sX = counting_tensor(Config::smem_layout_x(tokens));
   for (int lane = 0; lane < 32; ++lane)
     for (int n = 0; n < Config::n_tiles; ++n)
       for (int k_block = 0; k_block < typename Config::BLK_K{} / 32; ++k_block)
@@ -82,7 +88,7 @@ TEST(W4Layouts, TilesOfX) {
 template <class Config>
 void check_scales(int shift) {
   using namespace cute;
-  const Tensor sS = make_counting_tensor(Config::smem_layout_scales(shift));
+  const Tensor sS = counting_tensor(Config::smem_layout_scales(shift));
   for (int lane = 0; lane < 32; ++lane)
     for (int block = 0; block < Config::scale_blocks; ++block)
       for (int half = 0; half < 2; ++half) {
@@ -113,10 +119,10 @@ __global__ void dequantise(float* to) {
   using namespace cute;
   using Decode = tile::CodeDecode<T, bits>;
   const std::uint32_t code = threadIdx.x;
-  const Tensor rCodes = make_tensor<std::uint32_t>(Shape<Int<bits / 4>, _1>{});
-  Tensor rZero = make_tensor<std::uint32_t>(_2{}), rA = make_tensor<T>(Shape<Shape<_2, _2, _2>, _1, _1>{});
-  for (int i = 0; i < size(rCodes); ++i)
-    const_cast<std::uint32_t&>(rCodes(i)) = code * (bits == 4 ? 0x11111111u : 0x01010101u);
+  Tensor rCodes = make_tensor<std::uint32_t>(Shape<Int<bits / 4>, _1>{});  // (WORD, MMA_K)
+  Tensor rZero = make_tensor<std::uint32_t>(_2{});                         // (row g, row g + 8)
+  Tensor rA = make_tensor<T>(Shape<Shape<_2, _2, _2>, _1, _1>{});          // (MMA, 1, MMA_K)
+  fill(rCodes, code * (bits == 4 ? 0x11111111u : 0x01010101u));
   Decode::set_zeros(rZero, blockIdx.x, 255 - blockIdx.x);
   Decode::dequant(rCodes, rZero, rA);
   for (int i = 0; i < 8; ++i) to[(blockIdx.x * blockDim.x + code) * 8 + i] = tile::to_float(rA(i)) * Decode::unit;
