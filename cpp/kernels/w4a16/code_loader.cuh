@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer warps of wgmma.cuh: codes and quantisation parameters from global memory to the stages of consumer warps.
+// Loads of wgmma.cuh's producer warps: codes and quantisation parameters, global memory -> stages of consumer warps.
 #pragma once
 
 #include "core/w4_layout.h"
@@ -9,7 +9,8 @@
 namespace rooftile::gpu {
 
 // Copies the codes and quantisation parameters of two tile rows from global memory to the stages of two consumer warps,
-// which are neighbours, a step at a time. A stage of one tile row: codes (fragment blocks, 32 lanes, 16 bytes), scales (up to 4 groups, 16 rows) of 2 bytes,
+// which are neighbours, a step at a time.
+// A stage of one tile row: codes (fragment blocks, 32 lanes, 16 bytes), scales (up to 4 groups, 16 rows) of 2 bytes,
 // offsets (up to 4 groups, 16 rows): zero points of 1 byte or minima of 2. Every lane copies 16 bytes of each fragment
 // block; some lanes copy 16 bytes of scales or offsets as well. The argument `stage` is the lane's own 16 bytes of the
 // first fragment block.

@@ -9,8 +9,8 @@
 
 namespace rooftile::gpu {
 
-// Steps are loaded in order. They count from the ring's next one, which advance() moves on: where `step` and `stage` are
-// compile-time constants after unrolling, every address is a register and an immediate.
+// Steps are loaded in order. They count from the ring's next one, which advance() moves on: where `step` and `stage`
+// are compile-time constants after unrolling, every address is a register and an immediate.
 // Each lane copies 16 bytes of every fragment block, and reads back those that it copied itself. Some lanes also copy
 // a 16-byte vector of scales or offsets, which all lanes read.
 template <class Traits>
@@ -19,7 +19,8 @@ class W4CodeRing {
   static constexpr int tile_bytes = w4_tile_bytes(Traits::bits), blocks = Traits::fragment_blocks;
 
  public:
-  // stages: this warp's (STAGE). `steps` steps from step `first` on are loaded. A tile row past the end of W loads row 0.
+  // stages: this warp's (STAGE). `steps` steps from step `first` on are loaded. A tile row past the end of W loads
+  // row 0.
   __device__ __forceinline__ W4CodeRing(const W4MatmulParams& p, Stage* stages, int tile_row, int first, int steps)
       : stages_(stages), tiles_left_(min(2 * steps, p.row_tiles - 2 * first)), scale_k_shift_(p.scale_k_shift) {
     using namespace cute;
@@ -49,8 +50,8 @@ class W4CodeRing {
                (std::int64_t{tile_row} * p.groups + first * step_groups_) * group_vecs_ + vec;
   }
 
-  // Prefetches the first `steps` steps into L2. Safe before the previous kernel has ended, which may still write them: a
-  // prefetch reads nothing into the SM.
+  // Prefetches the first `steps` steps into L2. Safe before the previous kernel has ended, which may still write
+  // them: a prefetch reads nothing into the SM.
   __device__ __forceinline__ void prefetch(int steps) const {
     if (lane() == 0) tile::prefetch_l2_bulk(codes_, min(2 * steps, tiles_left_) * tile_bytes);
     if (qparam_steps_left_ > 0 && lane() % 8 == 0)

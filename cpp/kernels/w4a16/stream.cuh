@@ -64,8 +64,8 @@ W4Kernel w4a16_stream_of(int config) {
   }
   return nullptr;
 }
-// Issue slots count up to 16 tokens: there, scales of x's own type, and symmetric and integer zeros of large groups, have
-// kernels of their own. All others test at run time.
+// Issue slots count up to 16 tokens: there, scales of x's own type, and symmetric codes and zero points of large groups,
+// have kernels of their own. All others test at run time.
 template <class T, int bits>
 W4Kernel w4a16_stream_kernel(const W4StreamVariant& v) {
   using enum W4StreamZeros;

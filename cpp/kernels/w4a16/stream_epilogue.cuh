@@ -27,8 +27,8 @@ __device__ __forceinline__ void w4_store_partial(const W4MatmulParams& p, const 
     if (get<1>(tCcP(i)) < work.tokens) tCgP(i) = rAcc(i);
 }
 
-// Sums in shared memory: (16 rows, BLK_N, warps whose sums this CTA reduces, splits of the cluster). Each warp writes its
-// sums to the CTA of the cluster whose epilogue handles them.
+// Sums in shared memory: (16 rows, BLK_N, warps whose sums this CTA reduces, splits of the cluster). Each warp writes
+// its sums to the CTA of the cluster whose epilogue handles them.
 template <class Traits, class Acc>
 __device__ __forceinline__ void w4_stream_epilogue(const W4MatmulParams& p, const W4StreamWorkTile& work,
                                                    std::uint8_t* shared, const Acc& rAcc) {

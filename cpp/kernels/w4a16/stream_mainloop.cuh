@@ -34,15 +34,15 @@ __device__ __forceinline__ W4StreamWorkTile w4_stream_work_tile(const W4MatmulPa
   return at;
 }
 
-// acc (MMA, 1, MMA_N) += scale * sum [+ minimum * x_sum], all but scale and minimum (rows g, g + 8) as acc.
+// acc (MMA, 1, MMA_N) += scale * sum; scale: of rows g and g + 8, sum as acc.
 template <class Acc>
 __device__ __forceinline__ void add_scaled(const float2& scale, const Acc& sum, Acc& acc) {
   CUTE_UNROLL
   for (int i = 0; i < cute::size(acc); ++i) acc(i) = fmaf(i % 4 < 2 ? scale.x : scale.y, sum(i), acc(i));
 }
 
-// rAcc (MMA, 1, MMA_N), zero before: this warp's 16 rows of W times the tokens of the work tile, over the CTA's K split;
-// in units of CodeDecode::unit.
+// rAcc (MMA, 1, MMA_N), zero before: this warp's 16 rows of W times the tokens of the work tile, over the CTA's K
+// split; in units of CodeDecode::unit.
 template <class Traits, class Acc>
 __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, const W4StreamWorkTile& work,
                                                    typename Traits::SharedStorage& smem, Acc& rAcc) {
