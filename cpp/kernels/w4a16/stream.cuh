@@ -19,7 +19,7 @@
 // each of whose CTAs reduces half of the rows. More K splits write partial sums to the workspace, which a second kernel
 // (products/) reduces in order.
 //
-// Cost: N K (bits/8 + b/G) bytes of W, 2 M N K flop, some 150 instructions of a warp for 1 KB of codes (2 KB in 8 bits)
+// Cost: N K (bits/8 + b/G) bytes of W, 2 M N K flop, some 120 instructions of a warp for 1 KB of codes (2 KB in 8 bits)
 // up to 8 tokens. Bandwidth is the roof if the loads run ahead, with the issue slots close behind; beyond 32 tokens the
 // rate of mma.sync is. Every CTA reads x from L2 once.
 // Sync: ring: a lane waits for its own cp.async groups; __syncwarp makes the other lanes' scales visible, and after it
@@ -27,6 +27,8 @@
 // and all warps have read the tile before, whose buffer the next copies overwrite. Epilogue: without a cluster the
 // sums overlay the ring, so all warps meet before they write; with one the sums lie behind the ring, and a CTA writes
 // to its peer once the peer runs. All threads meet again before they read sums.
+// Files: traits.cuh has layouts, atoms and shared memory; code_ring.cuh and x_tiles.cuh the copies; stream_mainloop.cuh
+// and stream_epilogue.cuh the two halves of the kernel.
 #pragma once
 
 #include "kernels/w4a16/stream_epilogue.cuh"
@@ -64,8 +66,8 @@ W4Kernel w4a16_stream_of(int config) {
   }
   return nullptr;
 }
-// Issue slots count up to 16 tokens: there, scales of x's own type, and symmetric codes and zero points of large groups,
-// have kernels of their own. All others test at run time.
+// Issue slots count up to 16 tokens: there, scales of x's own type, and symmetric codes and zero points of large
+// groups, have kernels of their own. All others test at run time.
 template <class T, int bits>
 W4Kernel w4a16_stream_kernel(const W4StreamVariant& v) {
   using enum W4StreamZeros;

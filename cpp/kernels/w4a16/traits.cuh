@@ -33,7 +33,8 @@ static_assert(is_packed_layout<W4TileLayout>(4) && is_packed_layout<W8TileLayout
 enum class W4StreamZeros : std::uint8_t { symmetric, integer, either, minima };
 
 // What a variant of the kernel is compiled for. Element: of x and y. Scale: of scales and minima, half or bf16; void:
-// the type is known at run time. small_groups: a step of 128 k may hold several scale blocks; minima take the same path.
+// the type is known at run time. small_groups: a step of 128 k may hold several scale blocks; minima take the
+// same path.
 template <class Element, int bits_, int config_, class Scale, bool small_groups_, W4StreamZeros zeros>
 struct W4StreamTraits {
   using T = Element;
