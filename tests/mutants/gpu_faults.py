@@ -140,7 +140,7 @@ FAULTS = {
     ),
     "tile_tail": Fault(
         "a scale block past the end of K is scaled with what lies there",
-        W4A16 + "stream.cuh",
+        W4A16 + "code_loader.cuh",
         "*reinterpret_cast<cute::uint128_t*>(stage + qparams_offset), groups_left > 0);",
         "*reinterpret_cast<cute::uint128_t*>(stage + qparams_offset), true);",
     ),
@@ -159,8 +159,8 @@ FAULTS = {
     "tile_next": Fault(
         "the next work tile gets the codes behind this one's",
         W4A16 + "wgmma.cuh",
-        "work = scheduler.next(); loader = loader_of(work);",
-        "work = scheduler.next();",
+        "      work = scheduler.next();\n      loader = loader_of(work);\n",
+        "      work = scheduler.next();\n",
     ),
     "tile_end": Fault(
         "a CTA may exit before its peer's last multicast write and arrival have landed",
@@ -252,11 +252,48 @@ FAULTS = {
         W4A16 + "inst/w8_half.cu",
     ),
     "last_fragments": Fault(
-        "the last fragment block of a step in 8 bits is not copied: the ring holds the one of an earlier step",
-        W4A16 + "stream.cuh",
+        "the last fragment block of a step in 8 bits is not copied: the stage holds the one of an earlier step",
+        W4A16 + "code_loader.cuh",
         "at < 2 * tile_bytes; at += w4_fragment_bytes",
         "at < tile_bytes + w4_fragment_bytes; at += w4_fragment_bytes",
         W4A16 + "inst/w8_half.cu",
+    ),
+    "ring_fragments": Fault(
+        "few tokens: the last fragment block of a step in 8 bits is not copied",
+        W4A16 + "code_ring.cuh",
+        "for (int f = 0; f < blocks; ++f)",
+        "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
+        W4A16 + "inst/w8_half.cu",
+    ),
+    "ring_tail": Fault(
+        "few tokens: a scale block past the end of K is scaled with what lies there",
+        W4A16 + "code_ring.cuh",
+        ".with(groups_left_ > 0)",
+        ".with(true)",
+    ),
+    "ring_zero": Fault(
+        "few tokens: row g + 8 is decoded with row g's zero point",
+        W4A16 + "code_ring.cuh",
+        "sZ(lane(), 1, group, stage)",
+        "sZ(lane(), 0, group, stage)",
+    ),
+    "ring_scale": Fault(
+        "few tokens: row g + 8 is scaled with row g's scale",
+        W4A16 + "stream_mainloop.cuh",
+        "i % 4 < 2 ? scale.x : scale.y",
+        "scale.x",
+    ),
+    "ring_wait": Fault(
+        "few tokens: a step is read before its copies have come",
+        W4A16 + "stream_mainloop.cuh",
+        "        cp_async_wait<S - 2>();\n        __syncwarp();",
+        "        __syncwarp();",
+    ),
+    "x_tile_tail": Fault(
+        "few tokens: what lies behind a row of x is read as part of it",
+        W4A16 + "x_tiles.cuh",
+        "gmem_x.with(k0 + get<1>(tXcX(0, n, k)) < p_.k)",
+        "gmem_x.with(true)",
     ),
     "copy_order": Fault(
         "the order of columns is ignored from column 2048 on",
