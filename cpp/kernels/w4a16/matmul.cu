@@ -120,6 +120,7 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
     p.w_last_stride = 1;
     p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : w.k;
     p.tokens = a.x.rows();
+    // the config alone: K is not split, as the workspace holds W
     linear_collective(scope, p, a.x.dtype,
                       plan_linear({.m = p.tokens,
                                    .n = rows,
