@@ -53,6 +53,9 @@ def test_plans_of_a_gpu_that_is_not_there():
     said = product("linear", 1, 4096, 4096, device="sm_90a", sms=132)
     assert said.plan == "tma config=0 tma_rows=64 cluster=2 stages=6"
     assert said.kernel == "cuda_float16_linear_tma8_split2"
+    said = product("linear", 128, 4096, 14336, device="sm_90a", sms=132)
+    assert said.plan == "collective config=0 splits=2"
+    assert said.kernel == "cuda_float16_linear_tile64x128_split2" and said.workspace_bytes == 2 * 128 * 4096 * 4
     assert product("linear", 1, 4096, 4096, device="sm_80", sms=132).plan.startswith("stream ")
     assert product("linear", 300, 4096, 4096, device="sm_80").plan == "multistage"
     assert product("linear", 3, 100, 30, device="sm_90a").plan.startswith("stream ")  # rows of 60 bytes
