@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Implements backend.h in a build without CUDA: every call is refused.
 #include "kernels/backend.h"
+#include "kernels/decode/plan.h"
 #include "kernels/device.h"
 #include "rooftile/error.h"
 
@@ -14,6 +15,7 @@ namespace {
 
 }  // namespace
 
+DecodeFacts decode_facts(const DecodeKey& key) { return expected_decode_facts(key); }
 int device_count() { return 0; }
 const char* backend() { return "none: built without CUDA"; }
 void warmup(const Context& ctx) {

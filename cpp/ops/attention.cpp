@@ -176,7 +176,7 @@ KernelName decode_attention(const Context& ctx, TensorView q, const KvCacheView&
                       " new tokens, with a ", name(cache.format), " cache at most ", kv_group,
                       "; use prefill_attention(..., cache=) before the append");
   if (check::on_gpu(ctx)) {
-    check::check_gpu(op, ctx, "q", q);
+    check::check_gpu(op, ctx, "q", q, true);
     check::raise_fault(op, cache);
     a.rows = check::device_values(op, "rows", rows, batch, cache.device);
     a.counts = check::device_values(op, "counts", counts, batch, cache.device);

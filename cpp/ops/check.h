@@ -97,11 +97,13 @@ inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
   return cpu::kernels_for(op, ctx.variant);
 }
 
-// Checks common to every call on a GPU: the element type, and that no CPU variant is requested.
-inline void check_gpu(const char* op, const Context& ctx, const char* argument, const TensorView& t) {
+// Checks common to every call on a GPU: the element type, and that no plan is forced on an op that has but one
+// (takes_plan: the family reads it).
+inline void check_gpu(const char* op, const Context& ctx, const char* argument, const TensorView& t,
+                      bool takes_plan = false) {
   ROOFTILE_CHECK_KIND(not_supported, t.dtype != DType::f32, op, ": ", argument,
                       " must be float16 or bfloat16 on a GPU, got ", describe(t));
-  ROOFTILE_CHECK_KIND(not_supported, !ctx.variant, op, ": plan \"", ctx.variant ? ctx.variant : "",
+  ROOFTILE_CHECK_KIND(not_supported, takes_plan || !ctx.variant, op, ": plan \"", ctx.variant ? ctx.variant : "",
                       "\" is no variant of the GPU kernels; leave plan out");
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "rooftile/constants.h"
 #include "rooftile/kv_cache.h"
 
 #include <algorithm>
@@ -236,7 +237,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
                       c.head_dim);
   c.max_rows = count("max_rows", s.max_rows, 0);
   c.max_pages = count("max_pages", s.max_pages, 0);
-  ROOFTILE_CHECK(c.page_size == 16 || c.page_size == 32 || c.page_size == 64 || c.page_size == 128, op,
+  ROOFTILE_CHECK(std::ranges::count(kv_page_sizes(), c.page_size) > 0, op,
                  ": page_size must be 16, 32, 64 or 128, got ", c.page_size);
   ROOFTILE_CHECK(!is_kivi(c.format) || c.page_size % kv_group == 0, op, ": format ", name(c.format),
                  " stores groups of 32 tokens, so page_size must be 32, 64 or 128, got ", c.page_size);

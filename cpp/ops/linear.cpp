@@ -42,7 +42,7 @@ KernelName linear(const Context& ctx, TensorView x, TensorView weight, TensorVie
                         .residual = options.residual,
                         .activation = options.activation};
   if (check::on_gpu(ctx)) {
-    check::check_gpu(op, ctx, "x", x);
+    check::check_gpu(op, ctx, "x", x, true);
     return gpu::linear(ctx, args);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);

@@ -8,6 +8,7 @@
 #include "cpu/w4_convert.h"
 #include "kernels/backend.h"
 #include "ops/check.h"
+#include "rooftile/constants.h"
 #include "rooftile/gemm.h"
 
 namespace rooftile {
@@ -37,7 +38,7 @@ Shape check_shape(const char* op, const char* argument, std::int64_t n, std::int
   } else {
     ROOFTILE_CHECK(k > 0 && k <= most, op, ": ", argument, " must have K columns, 1 to ", most, ", got K = ", k);
   }
-  ROOFTILE_CHECK(group == 32 || group == 64 || group == 128 || group == k, op,
+  ROOFTILE_CHECK(std::ranges::count(w4_group_sizes(), group) > 0 || group == k, op,
                  ": group_size must be 32, 64, 128 or K = ", k, ", got ", group);
   ROOFTILE_CHECK(k % group == 0, op, ": group_size = ", group, " must divide ", argument, "'s K = ", k);
   return {n, k, k / group};
@@ -278,7 +279,7 @@ KernelName matmul(const char* op, int bits, const Context& ctx, const TensorView
   check::check_product(op, x, w.n, options.gated, y, options.bias, options.residual);
   check_disjoint(op, "out", y, w);
   if (check::on_gpu(ctx)) {
-    check::check_gpu(op, ctx, "x", x);
+    check::check_gpu(op, ctx, "x", x, true);
     return gpu::w4a16_matmul(op, ctx, args);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);

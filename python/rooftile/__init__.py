@@ -15,6 +15,7 @@ from rooftile.errors import (
     OutOfPagesError,
     RooftileError,
 )
+from rooftile.explain import Explanation, explain
 from rooftile.fused import (
     add_layer_norm,
     add_rms_norm,
@@ -41,6 +42,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "DeviceError",
+    "Explanation",
     "FetchError",
     "KVCache",
     "ModelKVCache",
@@ -55,6 +57,7 @@ __all__ = [
     "add_rms_norm",
     "decode_attention",
     "env",
+    "explain",
     "gelu_mul",
     "layer_norm",
     "linear",

@@ -29,14 +29,14 @@ def torch_op(name, inputs, outputs, stream, plan):
     """What a public function does while it is traced: the same through torch.ops.rooftile."""
     from rooftile import torch_ops  # registers them; torch is there, it is tracing us
 
-    return torch_ops.call(name, inputs, outputs, stream, plan)
+    return torch_ops.call(name, inputs, outputs, stream, getattr(plan, "plan", plan))
 
 
 def torch_store(name, inputs, cache, rows, counts, stream, plan):
     """The same for what stores into a cache."""
     from rooftile import torch_ops
 
-    return torch_ops.store(name, inputs, cache, rows, counts, stream, plan)
+    return torch_ops.store(name, inputs, cache, rows, counts, stream, getattr(plan, "plan", plan))
 
 
 def needs_torch_stream(stream, like):

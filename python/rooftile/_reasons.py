@@ -4,7 +4,9 @@
 import fnmatch
 import inspect
 
-_FEW = 16  # rows of a tile: a layer of fewer takes as much memory in 4 bits
+from rooftile import _C
+
+_FEW = _C.w4_tile_rows  # rows of a tile: a layer of fewer takes as much memory in 4 bits
 
 
 class Reasons:

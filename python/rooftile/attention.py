@@ -64,8 +64,8 @@ def decode_attention(
     or each other. No visible key: out 0, lse -inf (the sink's logit when there are sinks). fp32 accumulation. A row's
     bits depend on its own tokens only: not on the batch, the capacity, its pages or the number of threads, nor, on the
     CPU, on T; on a GPU T queries at once and one by one agree within rounding.
-    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
-    `rt.env()["cpu"]["variants"]`; not for a GPU.
+    stream: a CUDA stream's handle, default the framework's current stream. plan: what `rt.explain` returned, or
+    a plan's text: a CPU kernel variant, one of `rt.env()["cpu"]["variants"]`, or on a GPU a plan that fits the call.
 
     Raises ArgumentError / ArgumentTypeError naming the argument, NotSupportedError for T > 32 with a kivi cache.
     Split along the sequence as in Flash-Decoding (Dao et al. 2023); kivi formats: Liu et al. 2024, arXiv 2402.02750.

@@ -23,7 +23,7 @@ from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch
 from rooftile._registry import OPS, Op
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
-W4_KINDS = ("symmetric", "integer", "minima")
+W4_KINDS = _C.w4_kinds
 ARRAYS = ("codes", "scales", "offsets", "perm")  # of a packed weight
 _GGUF_BLOCK = 32
 _GGUF_TYPES = {  # by bits and name: the ggml number, fp16 values before the codes, kind
@@ -328,7 +328,7 @@ class W4Weight(PackedWeight):
         k = 8 * rows
         if k == 0:
             raise ArgumentError(f"{op}: packed must be [K / 8, N] with K at least 8, got {list(packed.shape)}")
-        if groups == 0 or k % groups or k // groups not in (32, 64, 128, k):  # before memory is made
+        if groups == 0 or k % groups or k // groups not in (*_C.w4_group_sizes, k):  # before memory is made
             raise ArgumentError(
                 f"{op}: scales must be [K / group_size, N] with packed's K = {k} and group_size 32, 64, 128 or K, "
                 f"got {list(scales.shape)}"
@@ -369,7 +369,7 @@ class W8Weight(PackedWeight):
     """
 
     BITS = 8
-    KINDS = W4_KINDS[:2]
+    KINDS = tuple(kind for kind in W4_KINDS if kind != "minima")
 
     @staticmethod
     def _gguf_codes(blocks):
@@ -485,8 +485,8 @@ def w4a16_matmul(
     `batch_invariant=True`, which costs speed.
     On Hopper, from 17 rows on and without batch_invariant, weights in groups of 32 or 64 or with minima are rounded to
     x's dtype before the product.
-    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
-    `rt.env()["cpu"]["variants"]`; not for a GPU.
+    stream: a CUDA stream's handle, default the framework's current stream. plan: what `rt.explain` returned, or
+    a plan's text: a CPU kernel variant, one of `rt.env()["cpu"]["variants"]`, or on a GPU a plan that fits the call.
 
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """
@@ -526,8 +526,8 @@ def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, st
 
     Deterministic, and a row's bits do not depend on its neighbours. On the CPU they are the same at every number of
     rows too; on a GPU at every number up to 16, and beyond that wherever the same kernel runs (`rt.record_kernels`).
-    stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
-    `rt.env()["cpu"]["variants"]`; not for a GPU.
+    stream: a CUDA stream's handle, default the framework's current stream. plan: what `rt.explain` returned, or
+    a plan's text: a CPU kernel variant, one of `rt.env()["cpu"]["variants"]`, or on a GPU a plan that fits the call.
 
     Raises ArgumentError / ArgumentTypeError naming the argument.
     """

@@ -31,12 +31,12 @@ from rooftile.errors import (
 )
 
 CONTIGUOUS_PAGE = 64  # tokens; a contiguous cache is a pool whose pages follow each other
-KV_FORMATS = tuple(_C.kv_formats())
-GROUP = 32  # tokens that become codes together in the kivi formats
-RING = 64  # raw tokens a row of a kivi cache keeps
+KV_FORMATS = _C.kv_formats
+GROUP = _C.kv_group  # tokens that become codes together in the kivi formats
+RING = _C.kv_ring  # raw tokens a row of a kivi cache keeps
 
-ELEMENT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-KIVI = ("int4-kivi-sym", "int4-kivi")
+ELEMENT_DTYPES = _C.kv_element_formats  # name: dtype
+KIVI = _C.kv_kivi_formats
 ARRAYS = (
     "pool",
     "k_pool",
@@ -226,6 +226,14 @@ def atomic(method):
     return call
 
 
+def row_bytes(format, dtype, page_size, kv_heads, head_dim, tokens):
+    """Bytes that the tokens of one row need: codes, scales and minima of encoded tokens, the elements of raw ones."""
+    raw = tokens % GROUP if format in KIVI else 0
+    block = _C.kv_block_bytes(format, page_size, head_dim)
+    element = 4 if dtype == "float32" else 2
+    return kv_heads * ((tokens - raw) * block // page_size + raw * 2 * head_dim * element)
+
+
 class Cache:
     """What contiguous, paged and viewed caches have in common."""
 
@@ -297,10 +305,7 @@ class Cache:
         return sum(self._row_bytes(tokens) for tokens in self.lengths)
 
     def _row_bytes(self, tokens):
-        raw = tokens % GROUP if self.format in KIVI else 0
-        block = _C.kv_block_bytes(self.format, self.page_size, self.head_dim)
-        element = 4 if self.dtype == "float32" else 2
-        return self.kv_heads * ((tokens - raw) * block // self.page_size + raw * 2 * self.head_dim * element)
+        return row_bytes(self.format, self.dtype, self.page_size, self.kv_heads, self.head_dim, tokens)
 
     def append(self, k, v, *, rows=None, counts=None, stream=None, plan=None):
         """Stores new tokens behind those that are there.
@@ -490,7 +495,7 @@ class Cache:
                 ("k", (coded // GROUP, heads, dim) if kivi else (coded, heads, 1)),
                 ("v", (coded, heads, 1)),
             ):
-                for kind in ("scale", "min")[: 2 if self.format == "int4-kivi" else 1]:
+                for kind in ("scale", "min")[: 2 if self.format in _C.kv_minima_formats else 1]:
                     facts[f"{side}_{kind}"] = zeros(shape, "float32")
                     _C.kv_dump_scales(self._handle, row, side == "v", kind == "min", facts[f"{side}_{kind}"])
         if kivi or self.format in ELEMENT_DTYPES:

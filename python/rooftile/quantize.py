@@ -15,7 +15,7 @@ from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.gemm import WEIGHTS
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_GROUPS = (128, 64, 32)
+_GROUPS = _C.w4_group_sizes  # largest first
 _LARGEST_FLOAT16 = 65504
 
 

@@ -21,6 +21,7 @@ nanobind::str run(const Op& op) {
 }
 
 void bind_attention(nanobind::module_& m);
+void bind_explain(nanobind::module_& m);
 void bind_fused(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);

@@ -221,12 +221,6 @@ void bind_kv_cache(nb::module_& m) {
         kv_format_from_name(op, args.text(format, "format"));
       },
       "op"_a, "format"_a.none());
-  m.def("kv_formats", [] {
-    nb::list names;
-    for (int i = 0; i < kv_format_count; ++i) names.append(name(static_cast<KvFormat>(i)));
-    return names;
-  });
-
   m.def(
       "kv_append",
       [](handle cache, handle k, handle v, handle rows, handle counts, handle stream, handle plan) {

@@ -66,6 +66,7 @@ NB_MODULE(_C, m) {
   m.def("parallel_backend", [] { return parallel_backend(); });
   m.def("parallel_threads", [] { return parallel_threads(); });
   python::bind_attention(m);
+  python::bind_explain(m);
   python::bind_fused(m);
   python::bind_gemm(m);
   python::bind_kv_cache(m);

@@ -45,7 +45,7 @@ class Args final : public Lender {
   const char* op() const { return op_; }
 
   // Where `first` lies, on its framework's current stream unless `stream` (an integer handle) is given.
-  // plan: None or a variant's name.
+  // plan: None, a variant's name or a plan's text, or what has one as `plan` (rooftile.explain's result).
   Context context(const TensorView& first, nb::handle stream, nb::handle plan);
   // Lets ops that run on `ctx` borrow workspace (GPU ops do): torch's memory on its current stream through the exchange
   // table (1.3 us faster than through Python), else the result of `workspace(op, like, bytes)`, a one-dimensional

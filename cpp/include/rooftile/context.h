@@ -30,9 +30,11 @@ struct Context {
   void* stream = nullptr;     // a cudaStream_t; this header knows no CUDA
   void* workspace = nullptr;  // device memory lent by the caller; the CPU backend needs none
   std::size_t workspace_bytes = 0;
-  Lender* lender = nullptr;       // lends workspace instead, at most once a call
-  int threads = 0;                // CPU threads; 0: as many as the process' OpenMP pool has, else one per core
-  const char* variant = nullptr;  // force one kernel variant by name ("reference", "portable", "avx2", "avx512")
+  Lender* lender = nullptr;  // lends workspace instead, at most once a call
+  int threads = 0;           // CPU threads; 0: as many as the process' OpenMP pool has, else one per core
+  // Forces a plan: on the CPU a kernel variant by name ("reference", "portable", "avx2", "avx512"); on a GPU, of
+  // attention over a cache and of products, the text of a plan (explain.h).
+  const char* variant = nullptr;
 };
 
 // The variant that ran, for reports: "cpu_avx512_bf16_int4-kivi_d64".

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/scheduler.h"
@@ -23,16 +22,21 @@ void for_each_variant(const Visit& visit) {
 }
 
 // Among the variants for this cache, the one with the largest block_m that the packed rows fill by more than half.
-// Tables begin with the smallest block_m.
-const DecodeVariant& variant_of(const DecodeArgs& a) {
+// Tables begin with the smallest block_m. block_m: of a forced plan, else 0.
+const DecodeVariant& variant_of(const DecodeArgs& a, int block_m) {
   DecodeKey key{a.q.dtype, a.cache->format, a.cache->head_dim, 0};
   const std::int64_t packed_rows = a.q.shape[1] * (a.q.shape[2] / a.cache->kv_heads);
   const DecodeVariant* found = nullptr;
+  std::string compiled;  // every block_m
   for_each_variant([&](const DecodeVariant& v) {
     key.block_m = v.key.block_m;
-    if (v.key == key && (!found || 2 * packed_rows > v.key.block_m)) found = &v;
+    if (v.key != key) return;
+    if (block_m > 0) compiled += (compiled.empty() ? "" : " or ") + std::to_string(key.block_m);
+    if (block_m > 0 ? key.block_m == block_m : !found || fills(packed_rows, key.block_m)) found = &v;
   });
   if (found) return *found;
+  ROOFTILE_CHECK(compiled.empty(), op, ": plan does not fit this call: block_m must be ", compiled, " for ", text(key),
+                 ", got ", block_m);
   // Every dtype and format is compiled for the same head_dims.
   std::string stores, dims;
   const auto add = [](std::string& list, const std::string& next) { list += (list.empty() ? "" : ", ") + next; };
@@ -46,14 +50,14 @@ const DecodeVariant& variant_of(const DecodeArgs& a) {
        dims);
 }
 
-DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVariant& v) {
-  const std::int64_t tokens = a.q.shape[1], capacity = a.cache->capacity();
-  // One query sees `window` tokens, the other queries shift the window by T - 1, and ranges begin at a multiple of 32.
-  const std::int64_t visible = a.logits.window > 0 ? std::min(capacity, a.logits.window + tokens + 31) : capacity;
-  return plan_decode({a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads),
-                      a.cache->head_dim, v.key.block_m, visible},
+DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVariant& v, const char* forced) {
+  const std::int64_t tokens = a.q.shape[1];
+  return plan_decode(op,
+                     {a.q.shape[0], tokens, a.cache->kv_heads, static_cast<int>(a.q.shape[2] / a.cache->kv_heads),
+                      a.cache->head_dim, v.key.block_m, visible_tokens(a.cache->capacity(), a.logits.window, tokens)},
                      {scope.sms(), std::min(v.ctas_per_sm, scope.ctas_that_fit(v.smem_bytes)),
-                      v.clusters ? scope.largest_cluster() : 1});
+                      v.clusters ? scope.largest_cluster() : 1},
+                     forced);
 }
 
 // Vector loads need this alignment; caches that this library makes have it.
@@ -89,6 +93,14 @@ void check_size(const DecodeArgs& a) {
 
 }  // namespace
 
+DecodeFacts decode_facts(const DecodeKey& key) {
+  DecodeFacts facts;
+  for_each_variant([&](const DecodeVariant& v) {
+    if (v.key == key) facts = {v.ctas_per_sm, v.clusters, v.smem_bytes};
+  });
+  return facts;
+}
+
 void load_decode_kernels(const char* op) {
   for_each_variant([op](const DecodeVariant& v) { v.load(op); });
 }
@@ -96,20 +108,16 @@ void load_decode_kernels(const char* op) {
 std::size_t decode_workspace(const Context& ctx, const DecodeArgs& a) {
   const DeviceScope scope(op, ctx);
   check_size(a);
-  return plan_of(scope, a, variant_of(a)).workspace_bytes;
+  return plan_of(scope, a, variant_of(a, forced_block_m(op, ctx.variant)), ctx.variant).workspace_bytes;
 }
 
 KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   const DeviceScope scope(op, ctx);
-  const DecodeVariant& variant = variant_of(a);
+  const DecodeVariant& variant = variant_of(a, forced_block_m(op, ctx.variant));
   check_alignment(*a.cache);
   check_size(a);
-  const DecodePlan plan = plan_of(scope, a, variant);
-  const char *const dtype = name(a.q.dtype), *const format = name(a.cache->format);
-  const KernelName ran =
-      variant.key.block_m > mma_n  // step_kv
-          ? kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim, "_m", variant.key.block_m)
-          : kernel_name("cuda_", dtype, "_", format, "_d", a.cache->head_dim);
+  const DecodePlan plan = plan_of(scope, a, variant, ctx.variant);
+  const KernelName ran = kernel_of(variant.key);
   if (plan.ctas == 0) return ran;  // no work tile
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
   DecodeParams p = {};

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // 16-bit products: plans a call, launches the stream kernel or hands over to the other three paths.
-#include <limits>
-
-#include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/linear/stream.cuh"
 #include "kernels/products/epilogue.h"
@@ -23,54 +20,22 @@ auto stream_of(DType dtype, int config, bool vec) {
   return dtype == DType::f16 ? stream_of<tile::half>(config, vec) : stream_of<tile::bf16>(config, vec);
 }
 
-LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a) {
-  constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max(),
-                         most_n =
-                             65535 *
-                             std::int64_t{linear_multistage_tile
-                                              .rows};  // rows are counted in int; tiles of W are grid.y, at most 65535
-  const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n,
-             aligned_operands = sizes && is_tma_aligned(a.x) && is_tma_aligned(a.w);
-  return plan_linear(
-      {.m = a.x.rows(),
-       .n = a.w.shape[0],
-       .k = a.w.shape[1],
-       .sms = scope.sms(),
-       .aligned_operands = aligned_operands,
-       .aligned_all = aligned_operands && is_bias_aligned(a.bias) && is_tma_aligned(a.y) && is_tma_aligned(a.residual),
-       .wgmma = scope.has_wgmma()});
-}
-
-KernelName name_of(const LinearPlan& plan, DType dtype, bool vec) {
-  const auto linear = [&](auto... parts) { return kernel_name("cuda_", name(dtype), "_linear_", parts...); };
-  switch (plan.path) {
-    case LinearPath::stream:
-      return linear("stream", plan.config == 0 ? 8 : 16, vec ? "_split" : "_strided_split", plan.splits);
-    case LinearPath::tma:
-      return linear("tma", linear_tma_block_m[plan.config], "_split", plan.cluster);
-    case LinearPath::collective: {
-      const LinearTile tile = linear_collective_tiles[plan.config];
-      if (plan.splits > 1) return linear("tile", tile.rows, "x", tile.tokens, "_split", plan.splits);
-      return linear("tile", tile.rows, "x", tile.tokens);
-    }
-    case LinearPath::multistage:
-      return linear("multistage", linear_multistage_tile.rows, "x", linear_multistage_tile.tokens);
-  }
-  return {};
+LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a, const char* forced) {
+  return plan_linear(op_name, problem_of(a, scope.sms(), scope.has_wgmma()), forced);
 }
 
 }  // namespace
 
 std::size_t linear_workspace(const Context& ctx, const LinearArgs& a) {
   const DeviceScope scope(op_name, ctx);
-  return plan_of(scope, a).workspace_bytes;
+  return plan_of(scope, a, ctx.variant).workspace_bytes;
 }
 
 KernelName linear(const Context& ctx, const LinearArgs& a) {
   const DeviceScope scope(op_name, ctx);
-  const LinearPlan plan = plan_of(scope, a);
+  const LinearPlan plan = plan_of(scope, a, ctx.variant);
   const bool vec = is_vec8(a.x) && is_vec8(a.w);
-  const KernelName kernel = name_of(plan, a.x.dtype, vec);
+  const KernelName kernel = kernel_of(plan, a);
   if (a.y.numel() == 0) return kernel;
 
   LinearParams p{Product(a.x, a.y, a.bias, a.residual, a.activation)};

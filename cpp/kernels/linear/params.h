@@ -16,7 +16,7 @@ struct LinearParams : Product {
   std::int64_t w_stride = 0, w_last_stride = 0;  // elements between rows; between neighbouring k
   std::int64_t x_stride = 0;                     // elements between rows of x, where all rows have one stride
   std::int64_t k = 0;
-  Divisor by_m_blocks = {}, by_n_blocks = {};  // CTAs along tokens, and along rows of W
+  Divisor by_m_blocks{}, by_n_blocks{};  // CTAs along tokens, and along rows of W
   int row_tiles = 0, slices_log2 = 0, steps = 0,
       split_steps = 0;  // as in LinearPlan; steps: k-steps of all of K, of the kernel's own length
 };

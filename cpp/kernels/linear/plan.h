@@ -4,6 +4,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+
+#include "rooftile/context.h"
+
+namespace rooftile {
+struct LinearArgs;
+}
 
 namespace rooftile::gpu {
 
@@ -70,9 +77,18 @@ struct LinearPlan {
 // CTAs of collective.cuh for one split of K, whole clusters.
 std::int64_t linear_collective_ctas(LinearTile, std::int64_t n, std::int64_t m);
 
+LinearProblem problem_of(const LinearArgs&, int sms, bool wgmma);
+KernelName kernel_of(const LinearPlan&, const LinearArgs&);  // the kernel's name
+// "tma config=0 tma_rows=64 cluster=2 stages=5": the path and its choices, as plan= takes them (core/plan_text.h).
+std::string text(const LinearPlan&);
+// The first field that does not fit the problem, and what fits: "config must be 0 to 3, got 7"; "" if all do.
+std::string check_plan(const LinearProblem&, const LinearPlan&);
+
 // Same problem and device, same plan. K splits, and with them the bits of a row, depend on m through its bucket only:
 // on the tma path, and on the stream path up to 16 tokens, there is one; on the collective path the buckets are 65 to
 // 128 tokens, 129 to 256, and more, where K is not split.
 LinearPlan plan_linear(const LinearProblem&);
+// The plan that a caller forces by its text, null for the one above. Throws where it does not fit.
+LinearPlan plan_linear(const char* op, const LinearProblem&, const char* forced);
 
 }  // namespace rooftile::gpu

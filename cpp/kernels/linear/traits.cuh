@@ -59,7 +59,8 @@ struct LinearConfig {
   using LayoutSums = cute::Layout<cute::Shape<BlkM, BlkN>, cute::Stride<cute::_1, BlkM>>;  // fp32 (BLK_M, BLK_N)
 };
 
-// tma.cu. One consumer warp group multiplies 64 rows of W by the CTA's tokens, both from shared memory. A TMA tile has 64 k.
+// tma.cu. One consumer warp group multiplies 64 rows of W by the CTA's tokens, both from shared memory. A TMA tile
+// has 64 k.
 template <class Element_, int config_>
 struct LinearTma {
   using Element = Element_;

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <bit>
 
-#include "core/kernel_name.h"
 #include "core/w4_layout.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
@@ -29,29 +28,6 @@ W4WgmmaKernel wgmma_kernel(bool is_half, int bits, int config, W4Operand operand
   return is_half ? w4a16_wgmma_half(config, operand) : w4a16_wgmma_bf16(config, operand);
 }
 
-bool tma_loads_x(const W4MatmulArgs& a) { return is_tma_aligned(a.x) && !a.w->perm; }  // from its own memory
-bool fits_linear(const W4MatmulArgs& a) {
-  return tma_loads_x(a) && is_tma_aligned(a.y) && is_tma_aligned(a.residual) && is_bias_aligned(a.bias);
-}
-
-W4Plan plan_of(const DeviceScope& scope, const W4MatmulArgs& a, bool fits_linear) {
-  return plan_w4a16({.m = a.x.rows(),
-                     .n = a.w->n,
-                     .k = a.w->k,
-                     .bits = a.w->bits,
-                     .group = a.w->group,
-                     .sms = scope.sms(),
-                     .clusters = scope.largest_cluster() > 1,
-                     .gated = a.gated,
-                     .batch_invariant = a.batch_invariant,
-                     .wgmma = scope.has_wgmma(),
-                     .gather_x = !tma_loads_x(a),
-                     .minima = a.w->zeros == W4Zeros::minima,
-                     .bf16_scales = a.w->scale_dtype == DType::bf16,
-                     .bf16 = a.x.dtype == DType::bf16,
-                     .fits_linear = fits_linear});
-}
-
 // Unique per launch, so a stale semaphore from an earlier launch or uninitialised memory cannot match.
 std::uint64_t new_semaphore_value() {
   static std::atomic<std::uint64_t> launches{0};
@@ -69,7 +45,8 @@ void launch_wgmma(const char* op, const DeviceScope& scope, std::byte* workspace
                        .m_group = static_cast<unsigned>(plan.m_group),
                        .by_tiles = Divisor(static_cast<int>(cluster_tiles * p.m_blocks)),
                        .by_steps = Divisor(p.steps)};
-  MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x_stride};
+  // one token has no stride, and TMA wants one
+  MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x.ndim > 0 ? p.x_stride : p.k};
   const void* from = static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;
   if (plan.gathered_bytes > 0) {
     // where several CTAs gather a token, gathering from global memory is faster
@@ -143,6 +120,7 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
     p.w_last_stride = 1;
     p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : w.k;
     p.tokens = a.x.rows();
+    // the config alone: K is not split, as the workspace holds W
     linear_collective(scope, p, a.x.dtype,
                       plan_linear({.m = p.tokens,
                                    .n = rows,
@@ -159,23 +137,18 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
 
 std::size_t w4a16_workspace(const char* op, const Context& ctx, const W4MatmulArgs& a) {
   const DeviceScope scope(op, ctx);
-  return std::max(plan_of(scope, a, tma_loads_x(a)).workspace_bytes,
-                  plan_of(scope, a, false).workspace_bytes);  // y and residual are not known yet
+  const auto bytes = [&](bool fits_linear) {
+    return plan_w4a16(op, problem_of(a, scope.sms(), scope.has_wgmma(), fits_linear), ctx.variant).workspace_bytes;
+  };
+  return ctx.variant ? bytes(true) : std::max(bytes(true), bytes(false));  // y and residual are not known yet
 }
 
 KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& a) {
   const DeviceScope scope(op, ctx);
   const W4View& w = *a.w;
-  const W4Plan plan = plan_of(scope, a, fits_linear(a));
-  const int block_m =
-      plan.wgmma ? w4_wgmma_config(w.bits, plan.config).tokens : 8 * w4_stream_config(w.bits, plan.config).n_tiles;
-  const KernelName kernel =
-      plan.expand_rows > 0
-          ? kernel_name("cuda_", name(a.x.dtype), "_w", w.bits, "g", w.group, "_", name(w.zeros), "_tile_expand",
-                        plan.expand_rows)
-          : kernel_name("cuda_", name(a.x.dtype), "_w", w.bits, "g", w.group, "_", name(w.zeros),
-                        plan.wgmma ? "_tile" : "_t", block_m, plan.stream_k_ranges > 0 ? "_streamk" : "_split",
-                        plan.stream_k_ranges > 0 ? plan.stream_k_ranges : plan.splits);
+  const W4Problem problem = problem_of(a, scope.sms(), scope.has_wgmma());
+  const W4Plan plan = plan_w4a16(op, problem, ctx.variant);
+  const KernelName kernel = kernel_of(plan, problem, w.zeros);
   if (a.y.numel() == 0) return kernel;
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
   if (plan.expand_rows > 0) {
@@ -207,7 +180,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
 
   const std::int64_t m = a.x.rows();
   const bool is_half = a.x.dtype == DType::f16;
-  const int tokens_per_cta = plan.wgmma ? block_m : w4_stream_block_m;
+  const int tokens_per_cta = plan.wgmma ? w4_wgmma_config(w.bits, plan.config).tokens : w4_stream_block_m;
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);

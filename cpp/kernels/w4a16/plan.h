@@ -5,9 +5,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "core/hd.h"
 #include "core/w4_layout.h"
+#include "rooftile/context.h"
+#include "rooftile/gemm.h"
+
+namespace rooftile {
+struct W4MatmulArgs;
+}
 
 namespace rooftile::gpu {
 
@@ -89,7 +96,7 @@ struct W4Plan {
   int scale_k = 0;     // k of a scale block within a step: 32, 64 or 128; K splits start at its multiples
   W4Operand operand = W4Operand::codes;  // wgmma
   int expand_rows = 0;  // wgmma: rows of W that expand.cuh writes to the workspace at a time; 0: no expansion
-  int splits = 0;       // of K
+  int splits = 1;       // of K
   bool separate_epilogue = false;  // sums go to the workspace and a second kernel runs the epilogue
   std::int64_t gate_tiles = 0;     // gated, gate and up in one CTA: tile rows of W from a gate to its up
   int split_steps = 0;             // steps of 128 k in a K split
@@ -116,9 +123,20 @@ constexpr W4EpilogueTiles w4_epilogue_tiles(bool gated, int cluster_shift) {
 }
 inline constexpr int w4_sums_pitch = w4_warp_rows;  // floats from a token to the next
 
+// hopper: the device has clusters and runs wgmma.cuh. fits_linear: false where y, bias and residual are not known yet.
+W4Problem problem_of(const W4MatmulArgs&, int sms, bool hopper, bool fits_linear = true);
+// The kernel's name.
+KernelName kernel_of(const W4Plan&, const W4Problem&, W4Zeros zeros);
+// "stream config=0 splits=2 cluster=2": the path and its choices, as plan= takes them (core/plan_text.h).
+std::string text(const W4Plan&);
+// The first field that does not fit the problem, and what fits: "config must be 0 to 3, got 7"; "" if all do.
+std::string check_plan(const W4Problem&, const W4Plan&);
+
 // The same problem and device give the same plan. K splits, and with them the bits of a row, depend on m through its
 // bucket only: up to 8, 16, 32 and 64 tokens, then each further 64 (wgmma.cuh: 128). batch_invariant takes the split of
 // the bucket of 16 at every m. Stream-K does not change bits.
 W4Plan plan_w4a16(const W4Problem&);
+// The plan that a caller forces by its text, null for the one above. Throws where it does not fit.
+W4Plan plan_w4a16(const char* op, const W4Problem&, const char* forced);
 
 }  // namespace rooftile::gpu

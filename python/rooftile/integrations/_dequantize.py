@@ -80,7 +80,7 @@ def _decoded(cache, side, blocks):
         codes = blocks[..., place].view(torch.int8 if cache.format == "int8" else torch.float8_e4m3fn)
     else:
         codes = blocks[..., place // 2] >> (place % 2 * 4).to(torch.uint8) & 15
-        if cache.format != "int4-kivi":
+        if cache.format not in _C.kv_minima_formats:
             codes = (codes ^ 8).view(torch.int8) - 8
     words = blocks.view(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
 
@@ -89,6 +89,6 @@ def _decoded(cache, side, blocks):
         return x.repeat_interleave(cache.page_size // x.shape[-2], -2)
 
     x = codes.float() * spread(side + "_scale")
-    if cache.format == "int4-kivi":
+    if cache.format in _C.kv_minima_formats:
         x += spread(side + "_min")
     return x.to(dtype).transpose(1, 2).flatten(2, 3)

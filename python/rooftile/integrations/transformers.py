@@ -36,6 +36,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 import rooftile as rt
+from rooftile import _C
 from rooftile._arrays import check_flag
 from rooftile._calls import refuse_export
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
@@ -268,7 +269,7 @@ class RooftileLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self):
-        return not self.format.startswith("int4-kivi")
+        return self.format not in KIVI
 
     @property
     def batch_size(self):
@@ -522,7 +523,7 @@ class RooftileLayer(CacheLayerMixin):
         except ArgumentError as e:
             raise ArgumentError(
                 f"past_key_values: {e} (assisted generation takes back what it proposed in vain: with kivi formats set "
-                "num_assistant_tokens, or prompt_lookup_num_tokens, to 16 or less)"
+                f"num_assistant_tokens, or prompt_lookup_num_tokens, to {_C.kv_step_back} or less)"
             ) from None
         self.begun = all(tokens)
         self.columns = self.stored = keep

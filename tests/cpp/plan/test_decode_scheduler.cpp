@@ -13,6 +13,7 @@
 
 #include "kernels/decode/plan.h"
 #include "kernels/decode/scheduler.h"
+#include "support/plans.h"
 
 namespace rooftile::gpu {
 namespace {
@@ -441,6 +442,88 @@ TEST(DecodePlan, GridAndWorkspaceAreBoundedByTheDevice) {
 
 TEST(DecodePlan, ALongRowAloneFillsTheDevice) {
   EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, mma_n, 1 << 20}, {132, 2, 8}).ctas, 264);
+}
+
+TEST(DecodePlan, APlanFitsItsCallAndIsReadBackFromItsText) {
+  for (std::int64_t batch : {0, 1, 3, 64})
+    for (std::int64_t tokens : {1, 32})
+      for (int kv_heads : {1, 8})
+        for (int head_dim : {64, 128})
+          for (int block_m : {8, 16})
+            for (std::int64_t visible : {64, 4096, 1 << 20})
+              for (int clusters : {1, 8}) {
+                const DecodeShape shape{batch, tokens, kv_heads, 4, head_dim, block_m, visible};
+                const DecodeDevice device{132, 2, clusters};
+                const DecodePlan plan = plan_decode(shape, device);
+                ASSERT_EQ(check_plan(shape, device, plan), "") << text(plan);
+                const DecodePlan again = plan_decode("op", shape, device, text(plan).c_str());
+                ASSERT_EQ(text(again), text(plan));
+                ASSERT_EQ(check_plan(shape, device, again), "");
+                ASSERT_EQ(forced_block_m("op", text(plan).c_str()), block_m);
+                ASSERT_STRNE(plan.why, "");
+              }
+}
+
+// Another value of each field of a plan that fits is refused by the field's name.
+TEST(DecodePlan, EveryWrongFieldIsNamed) {
+  DecodeShape shape{1, 1, 8, 4, 128, mma_n, 8192};
+  DecodeDevice device{132, 2, 8};
+  const auto refused = [&](const char* field, auto DecodePlan::* member, auto value) {
+    DecodePlan plan = plan_decode(shape, device);
+    ASSERT_EQ(check_plan(shape, device, plan), "");
+    plan.*member = static_cast<std::remove_reference_t<decltype(plan.*member)>>(value);
+    EXPECT_TRUE(check_plan(shape, device, plan).starts_with(std::string(field) + " must"))
+        << field << ": " << check_plan(shape, device, plan);
+  };
+  EXPECT_EQ(text(plan_decode(shape, device)), "split_kv block_m=8 ctas=264 ctas_per_sm=2 cluster_size=1");
+  for (int round : {0, 1}) {
+    refused("block_m", &DecodePlan::block_m, 16);
+    for (int value : {-1, 0, 265}) refused("ctas", &DecodePlan::ctas, value);
+    for (int value : {0, -1, 3}) refused("ctas_per_sm", &DecodePlan::ctas_per_sm, value);
+    for (int value : {0, 3, 16}) refused("cluster_size", &DecodePlan::cluster_size, value);
+    refused("ctas_per_tile", &DecodePlan::ctas_per_tile, 5);
+    refused("m_blocks", &DecodePlan::m_blocks, 5);
+    refused("partial_o", &DecodePlan::partial_o, 5);
+    refused("partial_ml", &DecodePlan::partial_ml, 5);
+    refused("reduction_o", &DecodePlan::reduction_o, 5);
+    refused("workspace_bytes", &DecodePlan::workspace_bytes, 5);
+    if (round == 0) {
+      refused("ctas_per_sm", &DecodePlan::ctas, 263);         // odd
+      refused("cluster_size", &DecodePlan::cluster_size, 8);  // of too many tokens
+      shape.visible = 4096;
+      EXPECT_EQ(text(plan_decode(shape, device)), "split_kv block_m=8 ctas=64 ctas_per_sm=1 cluster_size=8");
+    }
+  }
+  refused("ctas", &DecodePlan::ctas, 63);  // of clusters
+  refused("ctas_per_sm", &DecodePlan::ctas_per_sm, 2);
+  device.max_cluster = 4;
+  refused("cluster_size", &DecodePlan::cluster_size, 8);
+  EXPECT_EQ(support::error_of(
+                [&] { plan_decode("op", shape, device, "split_kv block_m=8 ctas=0 ctas_per_sm=1 cluster_size=1"); }),
+            "value: op: plan \"split_kv block_m=8 ctas=0 ctas_per_sm=1 cluster_size=1\" does not fit this call: ctas "
+            "must be 1 to 264, got 0");
+}
+
+TEST(DecodePlan, WorkedExamples) {  // of the comments of plan.cpp
+  const auto plan = [](std::int64_t batch, std::int64_t visible) {
+    return text(plan_decode({batch, 1, 8, 4, 128, mma_n, visible}, {132, 2, 8}));
+  };
+  EXPECT_EQ(plan(1, 1024), "split_kv block_m=8 ctas=64 ctas_per_sm=1 cluster_size=8");
+  EXPECT_EQ(plan(1, 8192), "split_kv block_m=8 ctas=264 ctas_per_sm=2 cluster_size=1");
+  EXPECT_EQ(plan(64, 1024), "split_kv block_m=8 ctas=264 ctas_per_sm=2 cluster_size=1");
+}
+
+// What rt.explain says of a variant in a build without GPU kernels is what is compiled in one with them.
+TEST(DecodePlan, VariantsAreWhatIsExpected) {
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+    for (int format = 0; format < kv_format_count; ++format)
+      for (int head_dim : {32, 64, 80, 96, 128, 192, 256, 512})
+        for (int block_m : {1, 8, 16, 32}) {
+          const DecodeKey key{dtype, static_cast<KvFormat>(format), head_dim, block_m};
+          const DecodeFacts facts = decode_facts(key), expected = expected_decode_facts(key);
+          EXPECT_EQ(facts.ctas_per_sm, expected.ctas_per_sm) << text(key) << " m" << block_m;
+          EXPECT_EQ(facts.clusters, expected.clusters) << text(key) << " m" << block_m;
+        }
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "kernels/linear/plan.h"
+#include "support/plans.h"
 
 namespace rooftile::gpu {
 namespace {
@@ -189,6 +190,125 @@ TEST(LinearPlan, TilesFillTheLastWave) {
     EXPECT_EQ(std::tuple(tile.rows, tile.tokens, plan.splits), std::tuple(e.rows, e.tokens, e.splits))
         << "m " << e.m << " n " << e.n << " k " << e.k;
   }
+}
+
+TEST(LinearPlan, APlanFitsItsProblemAndIsReadBackFromItsText) {
+  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
+    ASSERT_EQ(check_plan(p, plan), "") << text(plan);
+    const LinearPlan again = plan_linear("op", p, text(plan).c_str());
+    ASSERT_EQ(check_plan(p, again), "");
+    ASSERT_EQ(text(again), text(plan));
+    ASSERT_EQ(std::tuple(again.m_blocks, again.n_blocks, again.split_steps, again.shared_bytes, again.workspace_bytes),
+              std::tuple(plan.m_blocks, plan.n_blocks, plan.split_steps, plan.shared_bytes, plan.workspace_bytes));
+  });
+}
+
+// Another value of each field of a plan that fits is refused by the field's name.
+TEST(LinearPlan, EveryWrongFieldIsNamed) {
+  const auto refused = [](const LinearProblem& p, const char* field, auto LinearPlan::* member, auto value) {
+    LinearPlan plan = plan_linear(p);
+    plan.*member = static_cast<std::remove_reference_t<decltype(plan.*member)>>(value);
+    EXPECT_TRUE(check_plan(p, plan).starts_with(std::string(field) + " must")) << field << ": " << check_plan(p, plan);
+  };
+  const LinearProblem stream{.m = 1, .n = 64, .k = 16384, .sms = 132, .aligned_all = false};
+  ASSERT_EQ(text(plan_linear(stream)), "stream config=0 row_tiles=1 slices_log2=3 splits=5");
+  for (int value : {-1, 2}) refused(stream, "config", &LinearPlan::config, value);
+  for (int value : {0, 9, -1}) refused(stream, "row_tiles", &LinearPlan::row_tiles, value);
+  refused(stream, "slices_log2", &LinearPlan::row_tiles, 8);  // 64 warps
+  for (int value : {-1, 4, 30}) refused(stream, "slices_log2", &LinearPlan::slices_log2, value);
+  for (int value : {0, -1, 17}) refused(stream, "splits", &LinearPlan::splits, value);
+  LinearProblem other = stream;
+  other.m = 9;
+  refused(other, "config", &LinearPlan::config, 0);  // 8 tokens a CTA
+  other.m = 17;
+  refused(other, "splits", &LinearPlan::splits, 2);  // the workspace would grow with M
+  other = stream;
+  other.k = 64;
+  refused(other, "splits", &LinearPlan::splits, 2);  // one step of K
+  for (const auto path : {LinearPath::tma, LinearPath::collective, LinearPath::multistage})
+    refused(stream, "path", &LinearPlan::path, path);
+  refused(stream, "path", &LinearPlan::path, static_cast<LinearPath>(9));
+
+  const LinearProblem tma{
+      .m = 20, .n = 4096, .k = 4096, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true};
+  ASSERT_EQ(plan_linear(tma).path, LinearPath::tma);
+  for (int value : {-1, 4}) refused(tma, "config", &LinearPlan::config, value);
+  for (int value : {0, 8, 24, 144, -16}) refused(tma, "tma_rows", &LinearPlan::tma_rows, value);
+  for (int value : {0, 3, 4}) refused(tma, "cluster", &LinearPlan::cluster, value);
+  for (int value : {0, 1, 30, 65}) refused(tma, "stages", &LinearPlan::stages, value);
+  refused(tma, "path", &LinearPlan::path, LinearPath::multistage);
+  for (const LinearProblem& p : {stream, tma}) {
+    refused(p, "m_blocks", &LinearPlan::m_blocks, 3);
+    refused(p, "n_blocks", &LinearPlan::n_blocks, 3);
+    refused(p, "split_steps", &LinearPlan::split_steps, 3);
+    refused(p, "shared_bytes", &LinearPlan::shared_bytes, 3);
+    refused(p, "workspace_bytes", &LinearPlan::workspace_bytes, 3);
+  }
+  LinearProblem collective = tma;
+  collective.m = 1024;
+  for (int value : {-1, 5}) refused(collective, "config", &LinearPlan::config, value);
+  refused(collective, "splits", &LinearPlan::splits, 2);  // more than 256 tokens
+  collective.m = 128;
+  collective.k = 14336;
+  ASSERT_EQ(text(plan_linear(collective)), "collective config=0 splits=2");
+  for (int value : {0, -1, 17, 3, 5}) refused(collective, "splits", &LinearPlan::splits, value);  // 14336 = 2048 * 7
+  for (int value : {1, 3, 4}) refused(collective, "splits", &LinearPlan::config, value);  // tiles that are not split
+  refused(collective, "workspace_bytes", &LinearPlan::workspace_bytes, 3);
+  collective.k = 4096 + 8;
+  refused(collective, "splits", &LinearPlan::splits, 2);  // the second would begin at no multiple of 16 bytes
+  collective.k = 64;
+  refused(collective, "splits", &LinearPlan::splits, 2);  // half a step of K
+}
+
+TEST(LinearPlan, AForcedPlanIsOneThatFits) {
+  LinearProblem p{
+      .m = 3, .n = 4096, .k = 4096, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true};
+  const LinearPlan plan = plan_linear("op", p, " stream splits=4  config=1 slices_log2=1 row_tiles=2 ");
+  EXPECT_EQ(std::tuple(plan.path, plan.config, plan.row_tiles, plan.slices_log2, plan.splits, plan.split_steps),
+            std::tuple(LinearPath::stream, 1, 2, 1, 4, 16));
+  EXPECT_STREQ(plan.why, "forced by plan=");
+  EXPECT_EQ(plan_linear("op", p, "collective config=1 splits=1").config, 1);  // fewer tokens than it is chosen for
+  EXPECT_EQ(plan_linear("op", p, "collective splits=4 config=2").workspace_bytes, 4u * 4 * 3 * 4096);
+  for (int m : {1, 64, 65, 300})  // every tile of every path, at every M
+    for (int config : {0, 1, 2, 3}) {
+      p.m = m;
+      EXPECT_EQ(plan_linear("op", p, ("tma tma_rows=64 cluster=2 stages=4 config=" + std::to_string(config)).c_str())
+                    .m_blocks,
+                (m + linear_tma_block_m[config] - 1) / linear_tma_block_m[config]);
+      EXPECT_EQ(plan_linear("op", p, ("collective splits=1 config=" + std::to_string(config + 1)).c_str()).config,
+                config + 1);
+    }
+  p.m = 3;
+  const auto error = [&](const char* text) { return support::error_of([&] { plan_linear("op", p, text); }); };
+  EXPECT_EQ(
+      error("tma config=9 tma_rows=64 cluster=2 stages=4"),
+      "value: op: plan \"tma config=9 tma_rows=64 cluster=2 stages=4\" does not fit this call: config must be 0 to "
+      "3, got 9");
+  EXPECT_EQ(error("avx512").substr(0, 62), "not_supported: op: plan \"avx512\" is no plan of the GPU kernels");
+  EXPECT_EQ(error("collective"),
+            "value: op: plan \"collective\" must read \"collective config= splits=\", got no config");
+  EXPECT_EQ(
+      error("collective config=1 config=1"),
+      "value: op: plan \"collective config=1 config=1\" must read \"collective config= splits=\", got config twice");
+  EXPECT_EQ(error("collective depth=1"),
+            "value: op: plan \"collective depth=1\" must read \"collective config= splits=\", got depth");
+  for (const char* number : {"", "x", "1x", "99999999999", "=", " "})
+    EXPECT_EQ(error((std::string("collective config=") + number).c_str()).substr(0, 28),
+              "value: op: plan \"collective ");
+  EXPECT_EQ(error("").substr(0, 24), "not_supported: op: plan ");
+}
+
+// The examples that the comments of plan.cpp work through.
+TEST(LinearPlan, WorkedExamples) {
+  const auto plan = [](std::int64_t m, std::int64_t n, std::int64_t k, bool wgmma) {
+    return text(plan_linear(
+        {.m = m, .n = n, .k = k, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = wgmma}));
+  };
+  EXPECT_EQ(plan(1, 1024, 4096, false), "stream config=0 row_tiles=1 slices_log2=3 splits=1");
+  EXPECT_EQ(plan(1, 4096, 4096, false), "stream config=0 row_tiles=2 slices_log2=2 splits=1");
+  EXPECT_EQ(plan(1, 4096, 4096, true), "tma config=0 tma_rows=64 cluster=2 stages=6");
+  EXPECT_EQ(plan(1024, 14336, 4096, true), "collective config=4 splits=1");
+  EXPECT_EQ(plan(128, 4096, 14336, true), "collective config=0 splits=2");
 }
 
 }  // namespace

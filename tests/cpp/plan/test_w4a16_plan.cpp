@@ -5,9 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "core/w4_layout.h"
 #include "kernels/w4a16/plan.h"
+#include "support/plans.h"
 
 namespace rooftile::gpu {
 namespace {
@@ -307,6 +309,155 @@ TEST(W4Plan, FewRowsOfALargeWeightKeepEverySmBusy) {
     EXPECT_GE(plan.n_blocks * plan.splits, 132);
     EXPECT_LE(plan.workspace_bytes, 1u << 20);
   }
+}
+
+const auto derived(const W4Plan& p) {
+  return std::tuple(p.scale_k, p.operand, p.separate_epilogue, p.gate_tiles, p.split_steps, p.x_tile_tokens,
+                    p.sums_offset, p.launch_tokens, p.m_blocks, p.n_blocks, p.shared_bytes, p.workspace_bytes,
+                    p.semaphore_bytes, p.fixup_bytes, p.gathered_bytes, p.gather_ctas);
+}
+
+TEST(W4Plan, APlanFitsItsProblemAndIsReadBackFromItsText) {
+  const auto check = [](W4Problem p) {
+    for (int flags = 0; flags < 16; ++flags) {
+      p.clusters = flags & 1;
+      p.batch_invariant = flags & 2;
+      p.gated = (flags & 4) && p.n % 2 == 0;
+      p.fits_linear = (flags & 8) && !p.gather_x;
+      const W4Plan plan = plan_w4a16(p);
+      ASSERT_EQ(check_plan(p, plan), "") << text(plan);
+      const W4Plan again = plan_w4a16("op", p, text(plan).c_str());
+      ASSERT_EQ(check_plan(p, again), "");
+      ASSERT_EQ(text(again), text(plan));
+      ASSERT_EQ(derived(again), derived(plan));
+    }
+  };
+  for_each_problem(check);
+  for_each_wgmma_problem(check);
+}
+
+TEST(W4Plan, AnEmptyWeightHasAPlan) {  // expanding no rows in no chunks once divided by 0
+  for (std::int64_t m : {0, 1, 17, 1024})
+    for (bool fits_linear : {false, true}) {
+      const W4Problem p{.m = m, .n = 0, .k = 4096, .group = 32, .sms = 132, .wgmma = true, .fits_linear = fits_linear};
+      EXPECT_EQ(check_plan(p, plan_w4a16(p)), "");
+    }
+}
+
+// Another value of each field of a plan that fits is refused by the field's name.
+TEST(W4Plan, EveryWrongFieldIsNamed) {
+  const auto refused = [](const W4Problem& p, const char* field, auto W4Plan::* member, auto value) {
+    W4Plan plan = plan_w4a16(p);
+    ASSERT_EQ(check_plan(p, plan), "");
+    plan.*member = static_cast<std::remove_reference_t<decltype(plan.*member)>>(value);
+    EXPECT_TRUE(check_plan(p, plan).starts_with(std::string(field) + " must")) << field << ": " << check_plan(p, plan);
+  };
+  const W4Problem stream{.m = 1, .n = 4096, .k = 4096, .group = 128, .sms = 132};
+  ASSERT_EQ(text(plan_w4a16(stream)), "stream config=0 splits=8 cluster=1");
+  for (int value : {-1, 4}) refused(stream, "config", &W4Plan::config, value);
+  for (int value : {0, -1, 9, 17, 32}) refused(stream, "splits", &W4Plan::splits, value);  // 9: more than 264 CTAs
+  for (int value : {0, 2, 8}) refused(stream, "cluster", &W4Plan::cluster, value);
+  refused(stream, "path", &W4Plan::wgmma, true);
+  W4Problem other = stream;
+  other.m = 9;
+  refused(other, "config", &W4Plan::config, 0);
+  other = stream;
+  other.k = 256;
+  refused(other, "splits", &W4Plan::splits, 2);  // one step for each
+  other = stream;
+  other.batch_invariant = true;
+  refused(other, "splits", &W4Plan::splits, 1);
+  other.wgmma = true;
+  refused(other, "path", &W4Plan::wgmma, true);
+  other = stream;
+  other.clusters = true;
+  refused(other, "cluster", &W4Plan::cluster, 2);  // 8 splits
+
+  W4Problem wgmma{.m = 64, .n = 28672, .k = 4096, .group = 128, .sms = 132, .clusters = true, .wgmma = true};
+  ASSERT_EQ(text(plan_w4a16(wgmma)), "wgmma config=1 splits=1 cluster=2 m_group=8 stream_k_ranges=66 expand_rows=0");
+  for (int value : {-1, 3}) refused(wgmma, "config", &W4Plan::config, value);
+  for (int value : {0, 2, 17}) refused(wgmma, "splits", &W4Plan::splits, value);
+  for (int value : {0, 3}) refused(wgmma, "cluster", &W4Plan::cluster, value);
+  for (int value : {0, 9}) refused(wgmma, "m_group", &W4Plan::m_group, value);
+  for (int value : {-1, 67, 1 << 20}) refused(wgmma, "stream_k_ranges", &W4Plan::stream_k_ranges, value);
+  refused(wgmma, "stream_k_ranges", &W4Plan::config, 0);  // two CTAs per SM have no stream-K
+  for (int value : {-256, 256}) refused(wgmma, "expand_rows", &W4Plan::expand_rows, value);
+  other = wgmma;
+  other.n = 16 * 8 * 3;  // three blocks of N
+  refused(other, "cluster", &W4Plan::cluster, 2);
+  other = wgmma;
+  other.gated = true;
+  other.n = 28672 + 16;  // gates and ups at different rows of their tiles
+  refused(other, "path", &W4Plan::wgmma, true);
+  other = {.m = 4096, .n = 4096, .k = 4096, .group = 32, .sms = 132, .wgmma = true, .fits_linear = true};
+  ASSERT_EQ(plan_w4a16(other).expand_rows, 4096);
+  for (int value : {-256, 128, 300, 4096 + 256}) refused(other, "expand_rows", &W4Plan::expand_rows, value);
+  other.group = 128;  // exact operands
+  refused(other, "expand_rows", &W4Plan::expand_rows, 256);
+
+  for (const W4Problem& p : {stream, wgmma}) {
+    refused(p, "operand", &W4Plan::operand, W4Operand::bf16_scales);
+    refused(p, "scale_k", &W4Plan::scale_k, 32);
+    refused(p, "separate_epilogue", &W4Plan::separate_epilogue, !plan_w4a16(p).separate_epilogue);
+    refused(p, "gate_tiles", &W4Plan::gate_tiles, 1);
+    refused(p, "split_steps", &W4Plan::split_steps, 31);
+    refused(p, "x_tile_tokens", &W4Plan::x_tile_tokens, 3);
+    refused(p, "sums_offset", &W4Plan::sums_offset, 16);
+    refused(p, "launch_tokens", &W4Plan::launch_tokens, 3);
+    refused(p, "m_blocks", &W4Plan::m_blocks, 3);
+    refused(p, "n_blocks", &W4Plan::n_blocks, 3);
+    refused(p, "shared_bytes", &W4Plan::shared_bytes, 3);
+    refused(p, "workspace_bytes", &W4Plan::workspace_bytes, 3);
+    refused(p, "semaphore_bytes", &W4Plan::semaphore_bytes, 3);
+    refused(p, "fixup_bytes", &W4Plan::fixup_bytes, 3);
+    refused(p, "gathered_bytes", &W4Plan::gathered_bytes, 3);
+    refused(p, "gather_ctas", &W4Plan::gather_ctas, 30);
+  }
+}
+
+// Any numbers in a forced plan lead to a plan that fits or to a typed error, and what fits stays within the device.
+TEST(W4Plan, AnyForcedPlanFitsOrIsRefused) {
+  int fit = 0;
+  const auto force = [&](const W4Problem& p, const std::string& forced) {
+    const std::string error = support::error_of([&] {
+      const W4Plan plan = plan_w4a16("op", p, forced.c_str());
+      ++fit;
+      EXPECT_EQ(check_plan(p, plan), "");
+      EXPECT_LE(plan.shared_bytes, (plan.wgmma ? 227u : 99u) * 1024) << forced;
+    });
+    EXPECT_TRUE(error.empty() || error.starts_with("value: op: plan \"" + forced + "\" does not fit this call: "))
+        << error;
+  };
+  constexpr int values[] = {-1, 0, 1, 2, 3, 66, 2147483647};
+  constexpr int rows[] = {-1, 0, 1, 66, 256};
+  for (std::int64_t m : {0, 9, 700})
+    for (std::int64_t n : {0, 17, 4096})
+      for (int bits : {4, 8})
+        for (bool wgmma : {false, true}) {
+          const W4Problem p{.m = m,
+                            .n = n,
+                            .k = 576,
+                            .bits = bits,
+                            .group = 64,
+                            .sms = 132,
+                            .clusters = wgmma,
+                            .wgmma = wgmma,
+                            .fits_linear = true};
+          for (int a : values)
+            for (int b : values)
+              for (int c : values) {
+                const std::string start =
+                    " config=" + std::to_string(a) + " splits=" + std::to_string(b) + " cluster=" + std::to_string(c);
+                force(p, "stream" + start);
+                for (int d : {0, 8})
+                  for (int e : rows)
+                    for (int f : rows)
+                      if (e == 0 || f == 0)
+                        force(p, "wgmma" + start + " m_group=" + std::to_string(d) +
+                                     " stream_k_ranges=" + std::to_string(e) + " expand_rows=" + std::to_string(f));
+              }
+        }
+  EXPECT_GT(fit, 100);
 }
 
 }  // namespace

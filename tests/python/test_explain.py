@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rt.explain: what it says is what runs, plan= takes it back, and plans of GPUs are seen without one."""
+
+import inspect
+import json
+import math
+import re
+
+import cases
+import numpy as np
+import ops
+import pytest
+import rooftile as rt
+import torch
+from rooftile import _C
+from rooftile.explain import _OPS, _seen_by
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+EXPLAINED = [op for op in ops.OPS if op.name in _OPS]
+
+
+def explain_call(op, call, **more):
+    return rt.explain(op.name, **call.kwargs, **more)
+
+
+@pytest.mark.parametrize("plan", [None, *cases.PLANS])
+@pytest.mark.parametrize("op", EXPLAINED, ids=lambda op: op.id)
+def test_a_cpu_call_runs_what_is_explained(op, plan):
+    call = op.call()
+    said = explain_call(op, call, plan=plan)
+    with rt.record_kernels() as names:
+        call.run(plan=said)
+    assert names == [said.kernel]
+    assert said.plan in said.kernel
+    assert said.plan == plan or plan is None
+    assert said.device == "cpu" and said.bytes > 0 and said.bound in ("memory", "compute", "latency")
+
+
+def test_every_public_op_with_a_plan_is_explained():
+    functions = {name: getattr(rt, name) for name in rt.__all__ if inspect.isfunction(getattr(rt, name))}
+    takes_plan = [name for name, function in functions.items() if "plan" in inspect.signature(function).parameters]
+    assert {*takes_plan, "append"} == set(_OPS)
+
+
+def product(name, m, n, k, **options):
+    if name == "linear":
+        return rt.explain(name, (m, k), (n, k), **options)
+    weight = {key: options.pop(key) for key in ("group_size", "kind", "scale_dtype", "perm") if key in options}
+    return rt.explain(name, (m, k), {"shape": (n, k), **weight}, **options)
+
+
+def test_plans_of_a_gpu_that_is_not_there():
+    said = product("linear", 1, 4096, 4096, device="sm_90a", sms=132)
+    assert said.plan == "tma config=0 tma_rows=64 cluster=2 stages=6"
+    assert said.kernel == "cuda_float16_linear_tma8_split2"
+    said = product("linear", 128, 4096, 14336, device="sm_90a", sms=132)
+    assert said.plan == "collective config=0 splits=2"
+    assert said.kernel == "cuda_float16_linear_tile64x128_split2" and said.workspace_bytes == 2 * 128 * 4096 * 4
+    assert product("linear", 1, 4096, 4096, device="sm_80", sms=132).plan.startswith("stream ")
+    assert product("linear", 300, 4096, 4096, device="sm_80").plan == "multistage"
+    assert product("linear", 3, 100, 30, device="sm_90a").plan.startswith("stream ")  # rows of 60 bytes
+    said = product("w4a16_matmul", 1, 4096, 4096, device="sm_90a", dtype="bfloat16")
+    assert re.fullmatch(r"stream config=0 splits=\d+ cluster=\d", said.plan)
+    assert said.kernel.startswith("cuda_bfloat16_w4g128_symmetric_t8_split")
+    said = product("w8a16_matmul", 700, 4096, 4096, device="sm_90a")
+    assert said.plan.startswith("wgmma ") and said.kernel.startswith("cuda_float16_w8g128_symmetric_tile128")
+    cache = {"kv_heads": 8, "capacity": 8192, "format": "int4-kivi"}
+    said = rt.explain(rt.decode_attention, (1, 32, 128), cache, device="sm_90a", sms=132)
+    assert said.plan == "split_kv block_m=8 ctas=264 ctas_per_sm=2 cluster_size=1"
+    assert said.kernel == "cuda_float16_int4-kivi_d128" and said.workspace_bytes > 0
+    assert "block_m=16" in rt.explain("decode_attention", (1, 4, 32, 128), cache, device="sm_90a").plan
+
+
+def test_bytes_flops_and_bound():
+    said = product("linear", 4, 512, 256, device="sm_90a")
+    assert said.bytes == 2 * (4 * 256 + 512 * 256 + 4 * 512) and said.flops == 2 * 4 * 512 * 256
+    assert said.intensity == said.flops / said.bytes and said.bound == "latency"
+    assert product("linear", 1, 28672, 8192, device="sm_90a").bound == "memory"
+    assert product("linear", 8192, 28672, 8192, device="sm_90a").bound == "compute"
+    assert product("linear", 1, 28672, 8192, device="sm_90a", roof=(1e9, 1e-6)).bound == "compute"
+    said = product("w4a16_matmul", 1, 4096, 4096, device="sm_90a")
+    assert said.bytes == 4096 * 4096 // 2 + 2 * 4096 * 32 + 2 * (4096 + 4096)
+    gated = rt.explain("w4a16_matmul", (1, 64), {"shape": (64, 64), "group_size": 32}, activation="silu_mul")
+    assert gated.bytes == 64 * 32 + 2 * 64 * 2 + 4 * (64 + 32)
+    # two rows of a cache, one token each: a byte a code and two scales of two bytes a token
+    cache = {"kv_heads": 2, "capacity": 100, "length": 100, "format": "int8"}
+    said = rt.explain("decode_attention", (2, 4, 64), cache, device="sm_90a")
+    assert said.bytes == 2 * 2 * (2 * 4 * 64) + 2 * 100 * 2 * (2 * 64 + 4)
+    assert said.flops == 4 * 4 * 64 * 2 * 100
+    assert rt.explain("decode_attention", (2, 4, 64), cache, device="sm_90a", window=10).flops == 4 * 4 * 64 * 2 * 10
+    prefill = rt.explain("prefill_attention", (1, 5, 4, 64), (1, 5, 2, 64), (1, 5, 2, 64))
+    assert prefill.flops == 4 * 4 * 64 * 15 and prefill.bytes == 4 * 5 * 64 * (4 + 4 + 2 + 2)
+    packed = rt.explain(
+        "prefill_attention", (5, 4, 64), (7, 2, 64), (7, 2, 64), cu_seqlens_q=[0, 2, 5], cu_seqlens_k=[0, 4, 7]
+    )
+    assert packed.flops == 4 * 4 * 64 * (3 + 4 + 1 + 2 + 3)
+    assert rt.explain("add_rms_norm", (3, 8), (3, 8)).bytes == 4 * 4 * 24
+    assert rt.explain("silu_mul", (3, 16)).bytes == 4 * (48 + 24)
+
+
+def test_the_keys_that_queries_see():
+    for queries in range(5):
+        for first in range(6):
+            for window in (1, 2, 3, 100):
+                expected = sum(min(first + i, window) for i in range(queries))
+                assert _seen_by(queries, first, window) == expected, (queries, first, window)
+
+
+def test_a_cache_and_a_weight_are_read():
+    cache = rt.KVCache(2, 128, 2, 64, format="int4")
+    k = np.zeros((2, 3, 2, 64), np.float32)
+    said = rt.explain(cache.append, k, k)
+    assert said == rt.explain(rt.KVCache.append, cache, k, k) == rt.explain("append", cache, k, k)
+    assert said.kernel == "cpu_" + said.plan + "_append_float32_int4"
+    cache.append(k, k)
+    q = np.zeros((2, 4, 64), np.float32)
+    assert rt.explain("decode_attention", q, cache).flops == 4 * 4 * 64 * 2 * 3
+    assert rt.explain("decode_attention", q[:1], cache, rows=[1]).flops == 4 * 4 * 64 * 3
+    w = rt.W4Weight.quantize(np.zeros((8, 64), np.float32), group_size=32)
+    described = {"shape": (8, 64), "group_size": 32}
+    x = np.zeros((2, 64), np.float32)
+    assert rt.explain("w4a16_matmul", x, w) == rt.explain("w4a16_matmul", x.shape, described)
+    meta = torch.empty(2, 64, dtype=torch.float16, device="meta")
+    assert rt.explain("w4a16_matmul", meta, w, device="sm_80").kernel.startswith("cuda_float16_w4g32_symmetric_")
+
+
+def test_it_is_readable_and_json():
+    said = product("w4a16_matmul", 64, 28672, 4096, device="sm_90a")
+    lines = str(said).splitlines()
+    assert len(lines) == 5 and said.kernel in lines[0] and said.plan in lines[1] and said.why in lines[2]
+    assert max(map(len, lines)) <= 120
+    facts = json.loads(json.dumps(said.as_dict()))
+    assert facts["plan"] == said.plan and facts["intensity"] == said.intensity and facts["roof"] == list(said.roof)
+
+
+@pytest.mark.parametrize("sms", [1, 46, 132])
+@pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("name", ["linear", "w4a16_matmul", "w8a16_matmul"])
+def test_a_plan_is_taken_back(name, device, sms):
+    for m in (1, 8, 9, 17, 64, 65, 700):
+        for n, k in ((17, 96), (4096, 4096), (1024, 576)):
+            more = {} if name == "linear" else {"group_size": 32}
+            said = product(name, m, n, k, device=device, sms=sms, **more)
+            forced = product(name, m, n, k, device=device, sms=sms, plan=said, **more)
+            assert forced.why == "forced by plan="
+            facts = {"plan", "kernel", "workspace_bytes", "bytes", "flops"}
+            assert all(getattr(forced, fact) == getattr(said, fact) for fact in facts)
+
+
+def test_every_path_is_reached():
+    """At one shape: more than the heuristic would take there."""
+    plans = {
+        "linear": [
+            "stream config=0 row_tiles=1 slices_log2=3 splits=2",
+            "tma config=3 tma_rows=128 cluster=1 stages=3",
+            *(f"collective config={config} splits=1" for config in range(5)),
+            *(f"collective config={config} splits=4" for config in (0, 2)),
+        ],
+        "w4a16_matmul": [
+            "stream config=3 splits=1 cluster=1",
+            "stream config=0 splits=2 cluster=2",
+            "wgmma config=0 splits=1 cluster=1 m_group=1 stream_k_ranges=0 expand_rows=0",
+            "wgmma config=2 splits=4 cluster=2 m_group=8 stream_k_ranges=0 expand_rows=0",
+            "wgmma config=1 splits=1 cluster=2 m_group=1 stream_k_ranges=3 expand_rows=0",
+        ],
+    }
+    kernels = {product(name, 1, 4096, 4096, device="sm_90a", plan=p).kernel for name in plans for p in plans[name]}
+    assert len(kernels) == sum(map(len, plans.values()))
+    cache = {"kv_heads": 8, "capacity": 1024}
+    for plan in (
+        "split_kv block_m=8 ctas=1 ctas_per_sm=1 cluster_size=1",
+        "split_kv block_m=16 ctas=200 ctas_per_sm=2 cluster_size=1",
+        "split_kv block_m=8 ctas=32 ctas_per_sm=1 cluster_size=4",
+    ):
+        said = rt.explain("decode_attention", (1, 32, 128), cache, device="sm_90a", plan=plan)
+        assert said.plan == plan and said.kernel.endswith("_m16") == ("block_m=16" in plan)
+
+
+X, W, W4 = (1, 4096), (4096, 4096), {"shape": (4096, 4096)}
+CACHE = {"kv_heads": 8, "capacity": 4096}
+WRONG = [
+    ({"op": "conv"}, rt.ArgumentError, "op"),
+    ({"op": 3}, rt.ArgumentError, "op"),
+    ({"args": ()}, rt.ArgumentTypeError, "linear: missing a required argument: 'x'"),
+    ({"args": (X, W), "colour": 1}, rt.ArgumentTypeError, "colour"),
+    ({"args": (3, W)}, rt.ArgumentTypeError, "x"),
+    ({"args": (X, (4096, 4096, 1))}, rt.ArgumentError, "weight"),
+    ({"args": (X, (4096, 64))}, rt.ArgumentError, "weight"),
+    ({"args": ((-1, 4096), W)}, rt.ArgumentError, "x"),
+    ({"args": (("a", 4096), W)}, rt.ArgumentTypeError, "x"),
+    ({"device": "sm_75"}, rt.ArgumentError, "device"),
+    ({"device": "cuda:99"}, (rt.NotSupportedError, rt.ArgumentError), "device cuda:99 is not there"),
+    ({"device": "cpu", "sms": 3}, rt.ArgumentError, "sms"),
+    ({"sms": 0}, rt.ArgumentError, "sms"),
+    ({"sms": 1.5}, rt.ArgumentTypeError, "sms"),
+    ({"sms": 10**9}, rt.ArgumentError, "sms"),
+    ({"dtype": "int8"}, rt.ArgumentTypeError, "dtype"),
+    ({"dtype": "float32"}, rt.NotSupportedError, "float32"),
+    ({"roof": 3}, rt.ArgumentTypeError, "roof"),
+    ({"roof": (0, 1)}, rt.ArgumentError, "roof"),
+    ({"plan": 3}, rt.ArgumentTypeError, "plan"),
+    ({"plan": "avx512"}, rt.NotSupportedError, "plan"),
+    ({"plan": "tma config=0 tma_rows=64 cluster=2"}, rt.ArgumentError, "got no stages"),
+    ({"plan": "tma config=0 tma_rows=65 cluster=2 stages=4"}, rt.ArgumentError, "tma_rows must"),
+    ({"plan": "stream config=0 row_tiles=1 slices_log2=3 splits=2", "device": "cpu"}, rt.NotSupportedError, "plan"),
+    ({"op": "rms_norm", "args": (X,), "plan": "tma"}, rt.NotSupportedError, "plan"),
+    ({"op": "prefill_attention", "args": ((1, 2, 2, 8),) * 3}, rt.NotSupportedError, "CPU"),
+    ({"op": "w4a16_matmul", "args": (X, 3)}, rt.ArgumentTypeError, "w "),
+    ({"op": "w4a16_matmul", "args": (X, {})}, rt.ArgumentTypeError, "shape"),
+    ({"op": "w4a16_matmul", "args": (X, {**W4, "colour": 1})}, rt.ArgumentError, "colour"),
+    ({"op": "w4a16_matmul", "args": (X, {**W4, "group_size": 48})}, rt.ArgumentError, "group_size"),
+    ({"op": "w4a16_matmul", "args": (X, {**W4, "kind": "odd"})}, rt.ArgumentError, "zeros"),
+    ({"op": "w8a16_matmul", "args": (X, {**W4, "kind": "minima"})}, rt.ArgumentError, "zeros"),
+    ({"op": "w4a16_matmul", "args": ((1, 64), W4)}, rt.ArgumentError, "x"),
+    ({"op": "w4a16_matmul", "args": (X, W4), "activation": "tan"}, rt.ArgumentError, "activation"),
+    ({"op": "decode_attention", "args": ((1, 32, 128), 3)}, rt.ArgumentTypeError, "cache"),
+    ({"op": "decode_attention", "args": ((1, 32, 128), {})}, rt.ArgumentTypeError, "kv_heads"),
+    ({"op": "decode_attention", "args": ((1, 32, 128), {**CACHE, "format": "int3"})}, rt.ArgumentError, "format"),
+    ({"op": "decode_attention", "args": ((1, 32, 128), {**CACHE, "page_size": 16})}, rt.ArgumentError, "page_size"),
+    ({"op": "decode_attention", "args": ((1, 32, 128), {**CACHE, "length": 5000})}, rt.ArgumentError, "length"),
+    ({"op": "decode_attention", "args": ((1, 31, 128), CACHE)}, rt.ArgumentError, "q "),
+    ({"op": "decode_attention", "args": ((1, 33, 32, 128), CACHE)}, rt.NotSupportedError, "at most 32"),
+    ({"op": "decode_attention", "args": ((1, 32, 100), CACHE)}, rt.NotSupportedError, "no GPU kernel"),
+    ({"op": "decode_attention", "args": ((32, 128), CACHE)}, rt.ArgumentError, "q "),
+    ({"op": "decode_attention", "args": ((1, 32, 128), CACHE), "window": 0}, rt.ArgumentError, "window"),
+    (
+        {
+            "op": "decode_attention",
+            "args": ((1, 32, 64), CACHE),
+            "plan": "split_kv block_m=16 ctas=8 ctas_per_sm=1 cluster_size=1",
+        },
+        rt.ArgumentError,
+        "block_m must",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "says"), WRONG, ids=lambda x: str(x)[:60])
+def test_what_is_wrong_is_a_typed_error(change, error, says):
+    call = {"op": "linear", "args": (X, W), "device": "sm_90a", **change}
+    op, args = call.pop("op"), call.pop("args")
+    with pytest.raises(error, match=re.escape(says)):
+        rt.explain(op, *args, **call)
+
+
+def test_a_gpu_plan_does_not_run_on_the_cpu():
+    x, w = torch.ones(1, 64), torch.ones(8, 64)
+    with pytest.raises(rt.NotSupportedError, match=r"linear: plan .* is no CPU variant"):
+        rt.linear(x, w, plan=rt.explain("linear", (1, 64), (8, 64), device="sm_90a"))
+
+
+def test_constants_are_those_of_the_extension():
+    assert rt.KV_FORMATS == ("fp32", "fp16", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8")
+    assert _C.kv_kivi_formats == ("int4-kivi-sym", "int4-kivi") and _C.kv_minima_formats == ("int4-kivi",)
+    assert _C.kv_element_formats == {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    assert (_C.kv_group, _C.kv_ring, _C.kv_step_back, _C.max_head_dim, _C.w4_tile_rows) == (32, 64, 16, 512, 16)
+    assert _C.kv_page_sizes == (16, 32, 64, 128) and _C.w4_group_sizes == (128, 64, 32)
+    assert _C.w4_kinds == ("symmetric", "integer", "minima")
+
+
+# ---- on a GPU: every plan at every shape gives what the chosen one gives, in a graph too
+
+LINEAR_PLANS = [
+    *(
+        f"stream config={c} row_tiles={r} slices_log2={s} splits={splits}"
+        for c in (0, 1)
+        for r, s in ((1, 0), (1, 3), (2, 2), (3, 1), (8, 0))
+        for splits in (1, 2, 3)
+    ),
+    *(
+        f"tma config={c} tma_rows={r} cluster={cl} stages={st}"
+        for c in range(4)
+        for r, cl, st in ((16, 1, 6), (48, 2, 4), (128, 1, 3), (128, 2, 4))
+    ),
+    *(f"collective config={c} splits={s}" for c in range(5) for s in (1, 2, 3, 8)),
+    "multistage",
+]
+PACKED_PLANS = [
+    *(
+        f"stream config={c} splits={s} cluster={cl}"
+        for c in range(4)
+        for s, cl in ((1, 1), (2, 1), (2, 2), (3, 1), (8, 1))
+    ),
+    *(
+        f"wgmma config={c} splits={s} cluster={cl} m_group={g} stream_k_ranges={ranges} expand_rows={rows}"
+        for c in range(3)
+        for s, cl, g, ranges, rows in (
+            (1, 1, 1, 0, 0),
+            (2, 1, 8, 0, 0),
+            (4, 2, 2, 0, 0),
+            (1, 2, 1, 1, 0),
+            (1, 2, 1, 3, 0),
+            (1, 1, 1, 5, 0),
+            (1, 1, 1, 0, 256),
+        )
+    ),
+]
+
+
+def fits(call, plan):
+    """Whether explain takes the plan; a refusal is a typed error that names the plan."""
+    try:
+        return rt.explain(*call[0], **call[1], plan=plan)
+    except (rt.ArgumentError, rt.NotSupportedError) as e:
+        assert "plan" in str(e)
+        return None
+
+
+def check_plans(function, args, options, plans, tolerance):
+    """Runs all plans that fit, eagerly and in a graph, against the chosen one; the call refuses the others."""
+    expected, ran = function(*args, **options).double(), 0
+    call = (function, *args), options
+    for plan in plans:
+        said = fits(call, plan)
+        if said is None:
+            with pytest.raises((rt.ArgumentError, rt.NotSupportedError), match="plan"):
+                function(*args, **options, plan=plan)
+            continue
+        ran += 1
+        with rt.record_kernels() as names:
+            out = function(*args, **options, plan=said)
+        assert names == [said.kernel], plan
+        error = (out.double() - expected).norm() / expected.norm()
+        assert error <= tolerance, f"{plan}: {error}"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = function(*args, **options, plan=plan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(replayed, out), plan
+    return ran
+
+
+EPS = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(17, 100), (512, 576), (1000, 4096)])
+@pytest.mark.parametrize("m", [1, 8, 9, 17, 64, 65, 300])
+def test_linear_runs_every_plan(m, n, k, dtype):
+    torch.manual_seed(0)
+    x, w = (torch.randn(rows, k, device="cuda", dtype=dtype) for rows in (m, n))
+    rt.warmup()
+    # both results are rounded once from fp32 sums
+    ran = check_plans(rt.linear, (x, w), {}, LINEAR_PLANS, 2 * EPS[dtype])
+    assert ran >= 5
+
+
+@GPU
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(("n", "k"), [(48, 128), (512, 640), (1024, 4096)])
+@pytest.mark.parametrize("m", [1, 8, 9, 17, 64, 65, 300])
+def test_packed_weights_run_every_plan(m, n, k, group, bits):
+    torch.manual_seed(0)
+    dtype = torch.float16
+    weight_type, function = ((rt.W4Weight, rt.w4a16_matmul), (rt.W8Weight, rt.w8a16_matmul))[bits == 8]
+    w = weight_type.quantize(torch.randn(n, k, device="cuda", dtype=dtype), group_size=group)
+    x = torch.randn(m, k, device="cuda", dtype=dtype)
+    rt.warmup()
+    # results are rounded once; weights of small groups also, on wgmma, each by half a unit at most
+    assert check_plans(function, (x, w), {}, PACKED_PLANS, 4 * EPS[dtype]) >= 1
+
+
+@GPU
+@pytest.mark.parametrize("format", ["fp16", "int8", "int4-kivi"])
+@pytest.mark.parametrize(("batch", "tokens", "length"), [(1, 1, 100), (1, 4, 2000), (3, 2, 5000), (9, 1, 700)])
+def test_decode_runs_every_plan(format, batch, tokens, length):
+    torch.manual_seed(0)
+    cache = rt.KVCache(batch, length, 2, 128, format=format, dtype="float16", device="cuda")
+    k, v = (torch.randn(batch, length, 2, 128, device="cuda", dtype=torch.float16) for _ in range(2))
+    cache.append(k, v)
+    q = torch.randn(batch, tokens, 8, 128, device="cuda", dtype=torch.float16)
+    rt.warmup()
+    plans = [
+        f"split_kv block_m={b} ctas={c} ctas_per_sm={s} cluster_size={cluster}"
+        for b in (8, 16)
+        for c, s, cluster in (
+            *((c, 1, 1) for c in (1, 2, 3, 7, 16, 64, 131, 200)),
+            (2, 2, 1),
+            (200, 2, 1),
+            *((2 * batch * -(-4 * tokens // b) * size, 1, size) for size in (2, 4, 8)),
+        )
+    ]
+    # a row's bits do not depend on the CTAs; the two variants differ by the rounding of fp16 weights and results
+    assert check_plans(rt.decode_attention, (q, cache), {}, plans, 4 * EPS[torch.float16]) >= 6
+
+
+@GPU
+def test_a_plan_of_another_size_is_refused_before_a_launch():
+    x, w = (
+        torch.ones(300, 64, device="cuda", dtype=torch.float16),
+        torch.ones(16, 64, device="cuda", dtype=torch.float16),
+    )
+    plan = rt.explain(rt.linear, x[:1], w, device="sm_80")
+    with pytest.raises(rt.ArgumentError, match=r"linear: plan .* does not fit this call: config must be 1"):
+        rt.linear(x, w, plan=plan)
+    assert math.isclose(rt.linear(x, w)[0, 0].item(), 64)
