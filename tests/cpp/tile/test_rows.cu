@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the small ops and the weights are made of: element types, rows of strided tensors, reductions, and the A
-// operand of packed weights. Values are chosen so that every result is exact, or compared with core's own rounding.
+// What the small ops and the weights are made of: element types, rows of strided tensors, and the A operand of
+// packed weights. Values are chosen so that every result is exact, or compared with core's own rounding.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,7 +17,6 @@
 #include "core/w4_layout.h"
 #include "support/device.cuh"
 #include "tile/element.cuh"
-#include "tile/reduce.cuh"
 #include "tile/strided_rows.cuh"
 #include "tile/w4.cuh"
 
@@ -78,30 +77,6 @@ void check_elements() {
 }
 TEST_F(Tile, EveryHalfAndItsRounding) { check_elements<half>(); }
 TEST_F(Tile, EveryBf16AndItsRounding) { check_elements<bf16>(); }
-
-// ---- reduce.cuh ----
-
-static_assert(Sum::identity == 0.0f && Max::identity == -std::numeric_limits<float>::infinity());
-
-template <class Op>
-__global__ void reduce(int lanes, float* to) {  // of 1, 2, 3, .., exact sums
-  __shared__ float shared[32];
-  to[thread_index()] = reduce_row(static_cast<float>(threadIdx.x + 1), lanes, shared, Op{});
-}
-
-TEST_F(Tile, EveryThreadOfARowGetsTheReduction) {
-  for (int threads : {32, 96, 128, 512, 1024})
-    for (int lanes : {1, 2, 4, 8, 16, 32, threads}) {
-      const Shared<float> sum(static_cast<std::size_t>(threads)), max(sum.n);
-      launch({.threads = threads}, reduce<Sum>, lanes, sum.data);
-      launch({.threads = threads}, reduce<Max>, lanes, max.data);
-      for (int i = 0; i < threads; ++i) {
-        const int first = i / lanes * lanes + 1, last = first + lanes - 1;  // of its row
-        ASSERT_EQ(sum[static_cast<std::size_t>(i)], static_cast<float>((first + last) * lanes / 2)) << lanes;
-        ASSERT_EQ(max[static_cast<std::size_t>(i)], static_cast<float>(last)) << lanes;
-      }
-    }
-}
 
 // ---- strided_rows.cuh; the parts on the host need no GPU ----
 
