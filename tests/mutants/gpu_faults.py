@@ -91,8 +91,8 @@ FAULTS = {
     "pv_masked": Fault(
         "a weight of 0 meets a NaN of a later token",
         DECODE + "split_kv.cuh",
-        "    if (p.tokens == 1 || all_seen(see, token, 16)) add_pv16",
-        "    if (p.tokens >= 1 || all_seen(see, token, 16)) add_pv16",
+        "sV, p.tokens == 1 || all_seen(see, token, 16), see",
+        "sV, p.tokens >= 1 || all_seen(see, token, 16), see",
         DECODE + "inst/bits16.cu",
     ),
     "o_scale_growth": Fault(

@@ -242,13 +242,14 @@ struct CodeQueries {
     constexpr int lane_channels = D / 4;
     // The channels that match the lane's codes. 4 bits: a quarter of the row, contiguous. 8 bits: 16 channels of every
     // 64, and 8 channels of the last 32.
-    std::uint32_t x[lane_channels / 2];  // (lane_channels / 2 pairs)
+    std::uint32_t x[lane_channels / 2];                                         // (lane_channels / 2 pairs)
+    const typename Bits16Traits<T, D>::template SmemLayout<mma_n> rows_layout;  // (8, D)
 #pragma unroll
     for (int i = 0; i < lane_channels / 8; ++i) {
       const int d = code_bits(F) == 4 ? lane % 4 * lane_channels + 8 * i
                     : i / 2 < D / 64  ? i / 2 * 64 + lane % 4 * 16 + i % 2 * 8
                                       : D / 64 * 64 + lane % 4 * 8;
-      const uint4 chunk = *reinterpret_cast<const uint4*>(q_rows + swizzled<D>(lane / 4, d));
+      const uint4 chunk = *reinterpret_cast<const uint4*>(q_rows + rows_layout(lane / 4, d));
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[4 * i + j] = word(chunk, j);
     }

@@ -45,18 +45,30 @@ __device__ __forceinline__ float weight_of(float logit, float m) {
   return tile::fast_exp2(logit - (m == -INFINITY ? 0.0f : m));
 }
 
-// Weights of a step in shared memory: [n-tile, token, 8 packed rows] of 16-bit elements, 16 bytes per token.
-// store_weights: one lane's four weights of 16 tokens.
-template <class T>
-__device__ __forceinline__ void store_weights(T* rows, const float (&p)[4], int lane) {
-  auto* const at = reinterpret_cast<std::uint32_t*>(rows + lane / 4 * mma_n + lane % 4 * 2);
-  at[0] = tile::pack<T>(p[0], p[1]);
-  at[8 * mma_n / 2] = tile::pack<T>(p[2], p[3]);
+// Stores one lane's four weights of 16 tokens. sP (8 packed rows, 16 tokens).
+template <class T, class Traits, class STensor>
+__device__ __forceinline__ void store_weights(const float (&p)[4], const STensor& sP, int lane) {
+  using namespace cute;
+  Tensor sPt = make_tensor(sP.data(), select<1, 0>(sP.layout()));              // (16 tokens, 8 packed rows)
+  Tensor tPsP = typename Traits::TiledMma{}.get_slice(lane).partition_C(sPt);  // (MMA, 1, 1)
+  Tensor pairs = recast<std::uint32_t>(tPsP);                                  // (2, 1, 1): two packed rows each
+  pairs(0) = tile::pack<T>(p[0], p[1]);
+  pairs(1) = tile::pack<T>(p[2], p[3]);
 }
-// Weights of 32 tokens as two B operands: registers 0, 1 are the first 16 tokens, 2, 3 the next.
-template <class T>
-__device__ __forceinline__ tile::FragmentA load_weights(const T* rows, int lane) {
-  return tile::ldmatrix_x4_trans(rows + lane * mma_n);
+// Weights of 32 tokens as B operands. sP (8 packed rows, 32 tokens, N) -> (MMA, two k-tiles of 16 tokens, N).
+template <class Traits, class STensor>
+__device__ __forceinline__ auto load_weights(const STensor& sP, int lane) {
+  using namespace cute;
+  typename Traits::SmemCopyP smem_copy;
+  const auto thr_copy = smem_copy.get_slice(lane);
+  constexpr int N = decltype(size<2>(sP))::value;
+  Tensor rP = make_tensor<typename Traits::Element>(Shape<Shape<_2, _2>, _2, Int<N>>{});  // (MMA, k-tile, N)
+  CUTE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    Tensor fragment = make_tensor(rP(_, _, n).data(), Shape<Shape<_2, _2>, _1, _2>{});  // (MMA, 1, k-tile)
+    copy(smem_copy, thr_copy.partition_S(sP(_, _, n)), thr_copy.retile_D(fragment));
+  }
+  return rP;
 }
 
 // Scale and zero value (the value of the zero-point code) of V for 32 tokens: lane i holds token i. A token that no

@@ -4,8 +4,8 @@
 
 #include "kernels/decode/params.h"
 #include "kernels/decode/scheduler.h"
+#include "kernels/decode/traits.cuh"
 #include "tile/copy.cuh"
-#include "tile/mma.cuh"
 #include "tile/softmax.cuh"
 
 namespace rooftile::gpu {
@@ -95,62 +95,41 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const WorkTile
   return v;
 }
 
-// Byte offset of `token` of a cache row in the kivi cache's ring of raw tokens (of K or of V).
-template <class T, int D>
-__device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
-                                                    int token) {
-  return ((std::int64_t{w.row} * p.cache.kv_heads + tile.kv_head) * kv_ring + token % kv_ring) * (D * sizeof(T));
-}
-
-// Offset of element d of a row in [rows, D] 16-bit elements of shared memory. 16-byte vectors are swizzled by the low
-// bits of the row, against bank conflicts.
-template <int D>
-__device__ __forceinline__ int swizzled(int row, int d) {
-  return row * D + ((d / 8) ^ (D % 64 == 0 ? row & 7 : row / 2 & 3)) * 8 + d % 8;
-}
-
 // Starts the copies of N n-tiles of 8 packed query rows, from the work tile's first row on, into the rows of `to`, by
-// Lanes threads. Padding rows become zeros. q may have any strides.
-template <class T, int D, int N, int Lanes>
+// Threads threads. Padding rows become zeros. q may have any strides.
+template <class T, int D, int N, int Threads>
 __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
-                                                   int lane, T* to) {
+                                                   int thread, T* to) {
+  using namespace cute;
+  using Traits = Bits16Traits<T, D>;
+  using Vec = Int<Traits::vec>;
+  constexpr int vecs = mma_n * N * Traits::row_vecs;  // of all rows
   const TensorView& q = p.q;
-  const T* const row = static_cast<const T*>(q.data) + tile.b * q.stride[0];
-  const auto locate = [&](int vec, int& m_row, int& d0) { m_row = vec / (D / 8), d0 = vec % (D / 8) * 8; };
-  const auto from = [&](const QueryRow& c) {
-    return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
+  Tensor sQ = Traits::template smem_rows<mma_n * N>(to);  // (8 N, D)
+  const auto entry = static_cast<const T*>(q.data) + tile.b * q.stride[0];
+  const auto row_of = [&](const QueryRow& c) {
+    return entry + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
   };
   if (p.vector_queries) {
+    const Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, typename Traits::Element> gmem_copy;
 #pragma unroll
-    for (int i = 0; i < (N * D + Lanes - 1) / Lanes; ++i) {
-      if (N * D % Lanes != 0 && i * Lanes + lane >= N * D) break;
-      int m_row, d0;
-      locate(i * Lanes + lane, m_row, d0);
+    for (int i = 0; i < (vecs + Threads - 1) / Threads; ++i) {
+      if (vecs % Threads != 0 && i * Threads + thread >= vecs) break;
+      const int m_row = (i * Threads + thread) / Traits::row_vecs, vec = (i * Threads + thread) % Traits::row_vecs;
       const QueryRow c = query_row(p, tile, w, m_row);
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-          *reinterpret_cast<const cute::uint128_t*>(from(c) + d0),
-          *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(m_row, d0)), c.token >= 0);
+      Tensor gQ = make_tensor(make_gmem_ptr<typename Traits::Element>(static_cast<const void*>(row_of(c))),
+                              Layout<Shape<Vec, Int<Traits::row_vecs>>>{});                         // (8, D / 8)
+      Tensor tQsQ = make_tensor(sQ.data() + sQ.layout()(m_row, vec * Traits::vec), Layout<Vec>{});  // (8)
+      copy(gmem_copy.with(c.token >= 0), gQ(_, vec), tQsQ);
     }
   } else {
 #pragma unroll 1
-    for (int vec = lane; vec < N * D; vec += Lanes) {
-      int m_row, d0;
-      locate(vec, m_row, d0);
+    for (int i = thread; i < vecs; i += Threads) {
+      const int m_row = i / Traits::row_vecs, d0 = i % Traits::row_vecs * Traits::vec;
       const QueryRow c = query_row(p, tile, w, m_row);
-      for (int j = 0; j < 8; ++j)
-        to[swizzled<D>(m_row, d0) + j] = c.token >= 0 ? from(c)[(d0 + j) * q.stride[3]] : T(0.0f);
+      T* const at = to + sQ.layout()(m_row, d0);
+      for (int j = 0; j < Traits::vec; ++j) at[j] = c.token >= 0 ? row_of(c)[(d0 + j) * q.stride[3]] : T(0.0f);
     }
-  }
-}
-
-// The same rows, after they have arrived, as B operands for 16-bit keys: fragment k covers channels 16 k .. 16 k + 15.
-template <class T, int D>
-__device__ __forceinline__ void load_query_fragments(const T* q_rows, int lane, tile::FragmentB (&q)[D / 16]) {
-#pragma unroll
-  for (int k = 0; k < D / 16; k += 2) {
-    const tile::FragmentA four = tile::ldmatrix_x4(q_rows + swizzled<D>(lane % 8, 16 * k + lane / 8 * 8));
-    q[k] = {{four.r[0], four.r[1]}};
-    q[k + 1] = {{four.r[2], four.r[3]}};
   }
 }
 

@@ -78,6 +78,7 @@ class SplitKv {
   // A thread has S channels of a packed row: S / N vectors of N channels, vec_stride apart.
   static constexpr int S = D / threads_per_row, N = vec_floats<D>, vec_stride = N * threads_per_row;
   static constexpr KvFormat format = Config::format;
+  using Bits16 = Bits16Traits<T, D>;
   static constexpr bool elements = is_element_format(format);
   static constexpr int tile_tokens = elements ? 16 : 32;
 
@@ -335,39 +336,44 @@ class SplitKv {
   __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const Visible& see, int first, int last,
                                 const SplitEnd& split_end) {
     const KvCacheView& c = p.cache;
-    tile::FragmentB q[1][D / 16];  // (n-tile, D / 16 k-tiles)
-    const float factor[2] = {logit_factor(p, 1.0f), logit_factor(p, 1.0f)};
-    const std::int64_t k_head = tile.kv_head * c.k.head_stride, v_head = tile.kv_head * c.v.head_stride;
+    typename Bits16::template QueryFragment<1> rQ;  // (MMA, 1, D / 16)
+    const float factor = logit_factor(p, 1.0f);
+    const auto mK = page_rows<Bits16>(c, c.k, tile.kv_head);  // (tokens of a page, D, pages)
+    const auto mV = page_rows<Bits16>(c, c.v, tile.kv_head);  // (tokens of a page, D, pages)
     pipeline(
         w, first, last,
-        [&](ElementTile<T, D>& kv_tile, int token, const Pages& at) {
-          const std::int64_t page_offset = token & (c.page_size - 1);
-          const std::byte* k_rows = c.k.codes + at.first * c.k.page_stride + k_head + page_offset * c.k.token_stride;
-          const std::byte* v_rows = c.v.codes + at.first * c.v.page_stride + v_head + page_offset * c.v.token_stride;
+        [&](Bits16Tile<T, D>& kv_tile, int token, const Pages& at) {
+          const auto gK = tile_rows(mK, token, at.first), gV = tile_rows(mV, token, at.first);  // (16 tokens, D)
           const auto copy = [&](const auto& wanted) {
-            copy_rows_async<T, D, tile_threads>(kv_tile.k, warp_d * 32 + lane, k_rows, c.k.token_stride, wanted);
-            copy_rows_async<T, D, tile_threads>(kv_tile.v, warp_d * 32 + lane, v_rows, c.v.token_stride, wanted);
+            copy_rows_async<Bits16, tile_threads>(warp_d * 32 + lane, gK, kv_tile.sK(), wanted);
+            copy_rows_async<Bits16, tile_threads>(warp_d * 32 + lane, gV, kv_tile.sV(), wanted);
           };
           if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
           else copy([&](int i) { return token + i >= see.outer_begin && token + i < see.outer_end; });
         },
-        [](int) {}, [&] { copy_queries(tile, w); }, [&] { load_query_fragments<T, D>(smem.queries(), lane, q[0]); },
-        [&](const ElementTile<T, D>& kv_tile, int token) { element_tile(kv_tile.k, kv_tile.v, q, factor, see, token); },
+        [](int) {}, [&] { copy_queries(tile, w); }, [&] { rQ = read_queries(); },
+        [&](const Bits16Tile<T, D>& kv_tile, int token) {
+          element_tile(kv_tile.sK(), kv_tile.sV(), rQ, factor, see, token);
+        },
         [&](int split) { split_end(split, true); });
   }
 
-  __device__ void element_tile(const T* k, const T* v, const tile::FragmentB (&q)[1][D / 16], const float (&factor)[2],
+  __device__ auto read_queries() const {  // (MMA, 1, D / 16)
+    return load_queries<Bits16, 1>(Bits16::template smem_rows<mma_n>(smem.queries()), lane);
+  }
+  // sK, sV (16 tokens, D), rQ (MMA, 1, D / 16).
+  template <class STensor, class Queries>
+  __device__ void element_tile(const STensor& sK, const STensor& sV, const Queries& rQ, float factor,
                                const Visible& see, int token) {
     float scores[1][1][4];  // (n-tile, m-tile of 16 tokens, 4)
-    qk16<T, D>(scores, k, q, lane);
+    qk16<Bits16>(scores, sK, rQ, lane);
     float (&s)[1][4] = scores[0];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[0][i] *= factor[i & 1];
+    for (int i = 0; i < 4; ++i) s[0][i] *= factor;
     soft_cap(s, p.softcap);
     mask(s, see, token, lane);
     online_softmax(s, state);
-    if (p.tokens == 1 || all_seen(see, token, 16)) add_pv16<T, D>(state, s[0], v, lane, warp_d);
-    else add_pv16_masked<T, D>(state, s[0], v, see, token, lane, warp_d);
+    add_pv16<Bits16, T>(state, s[0], sV, p.tokens == 1 || all_seen(see, token, 16), see, token, lane, warp_d);
   }
 
   template <class SplitEnd>
@@ -457,17 +463,17 @@ class SplitKv {
       if (token < w.length) halves = !pairs ? 2 : order == 0 ? 4 : 0;
     }
   };
-  __device__ T* raw_half(const RawTile& raw, int half) const {
-    return SplitKvStorage<Config>::pairs_raw && half >= Config::stages
-               ? smem.raw_half
-               : smem.raw(warp_kv, (raw.stage + half) % Config::stages);
+  __device__ auto raw_half(const RawTile& raw, int half) const {  // (16 tokens, D)
+    T* const at = SplitKvStorage<Config>::pairs_raw && half >= Config::stages
+                      ? smem.raw_half
+                      : smem.raw(warp_kv, (raw.stage + half) % Config::stages);
+    return Bits16::template smem_rows<16>(at);
   }
   __device__ void copy_raw(const RawTile& raw, const WorkTile& tile, const RowWork& w, int half) const {
     const int token = raw.token + half / 2 * 16;
-    copy_rows_async<T, D, tile_threads>(
-        raw_half(raw, half), warp_d * 32 + lane,
-        (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, tile, w, token), D * sizeof(T),
-        [from = raw.begin - token, to = raw.end - token](int i) { return i >= from && i < to; });
+    copy_rows_async<Bits16, tile_threads>(
+        warp_d * 32 + lane, ring_rows<Bits16>(half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v, p, tile, w, token),
+        raw_half(raw, half), [from = raw.begin - token, to = raw.end - token](int i) { return i >= from && i < to; });
   }
   __device__ void start_raw(RawTile& raw, const WorkTile& tile, const RowWork& w, int stage) const {
     if (raw.started == 0) raw.stage = stage;
@@ -479,15 +485,14 @@ class SplitKv {
     sync();  // all threads' copies of the raw tiles have arrived
     state.template dequantize_sums<T>();
     if (warps_kv * 16 >= kv_ring && raw.halves == 0) return;
-    tile::FragmentB q[1][D / 16];  // (n-tile, D / 16 k-tiles)
-    load_query_fragments<T, D>(smem.queries(), lane, q[0]);
-    const float factor[2] = {logit_factor(p, 1.0f), logit_factor(p, 1.0f)};
+    const auto rQ = read_queries();  // (MMA, 1, D / 16)
+    const float factor = logit_factor(p, 1.0f);
     const Visible see = visible(p, tile, w, lane, true);
 #pragma unroll 1
     for (int first = raw.first;;) {
 #pragma unroll 1
       for (int half = 0; half < raw.halves; half += 2)
-        element_tile(raw_half(raw, half), raw_half(raw, half + 1), q, factor, see, raw.token + half / 2 * 16);
+        element_tile(raw_half(raw, half), raw_half(raw, half + 1), rQ, factor, see, raw.token + half / 2 * 16);
       first += 16 * warps_kv;
       if (warps_kv * 16 >= kv_ring || first >= w.length) break;
       __syncthreads();  // every warp has read its raw tiles

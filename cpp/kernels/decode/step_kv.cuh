@@ -55,7 +55,15 @@ struct StepKvStorage {
   WorkRange range;
   int bad_tile_range;  // the last tile range that met an invalid page
 
-  __device__ T* weights(int n) { return weights_or_queries + n * Traits::step_tokens * mma_n; }
+  // Weights of a step in Bits16's element type, 16 bytes a token.
+  template <class Bits16>
+  __device__ auto weights() {
+    using namespace cute;
+    using Rows = Int<mma_n>;
+    using Tokens = Int<Traits::step_tokens>;
+    return make_tensor(make_smem_ptr<typename Bits16::Element>(static_cast<void*>(weights_or_queries)),
+                       Layout<Shape<Rows, Tokens, Int<Traits::N>>>{});  // (8 packed rows, tokens of a step, N)
+  }
   __device__ T* queries(int n) { return (is_kivi(Config::format) ? raw_queries : weights_or_queries) + n * mma_n * D; }
 };
 
@@ -67,6 +75,7 @@ class StepKv {
                        tile_tokens = Traits::tile_tokens, step_tokens = Traits::step_tokens;
   static constexpr KvFormat format = Config::format;
   static constexpr bool elements = is_element_format(format);
+  using Bits16 = Bits16Traits<T, D>;
   static constexpr int partial_values = N * C * 4;
   using ThreadPartial = Partial<2 * N, partial_values>;  // m, l (n, j) at 2 n + j; o (n, i, e) at (n * C + i) * 4 + e
 
@@ -386,31 +395,27 @@ class StepKv {
   __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const Visible (&see)[N], int first, int last,
                                 const SplitEnd& split_end) {
     const KvCacheView& c = p.cache;
-    tile::FragmentB q[N][D / 16];  // (n-tile, D / 16 k-tiles)
-    const std::int64_t k_head = tile.kv_head * c.k.head_stride, v_head = tile.kv_head * c.v.head_stride;
-    const float no_raw[N * C][4] = {};  // (N x C mma tiles, 4)
-    const auto copy = [&](T* to, const std::byte* rows, std::int64_t stride, int token) {
+    typename Bits16::template QueryFragment<N> rQ;            // (MMA, N, D / 16)
+    const auto mK = page_rows<Bits16>(c, c.k, tile.kv_head);  // (tokens of a page, D, pages)
+    const auto mV = page_rows<Bits16>(c, c.v, tile.kv_head);  // (tokens of a page, D, pages)
+    const float no_raw[N * C][4] = {};                        // (N x C mma tiles, 4)
+    const auto copy = [&](const auto& gX, auto&& sX, int token) {
       if (token + 16 <= w.end && seen(see, token) && seen(see, token + 15))
-        copy_rows_async<T, D, 32>(to, lane, rows, stride, [](int) { return true; });
-      else
-        copy_rows_async<T, D, 32>(to, lane, rows, stride,
-                                  [&](int i) { return token + i < w.end && seen(see, token + i); });
-    };
-    const auto rows_of = [&](const KvCacheView::Plane& plane, std::int64_t head, int token, const Pages& at) {
-      return plane.codes + at.first * plane.page_stride + head + (token & (c.page_size - 1)) * plane.token_stride;
+        copy_rows_async<Bits16, 32>(lane, gX, sX, [](int) { return true; });
+      else copy_rows_async<Bits16, 32>(lane, gX, sX, [&](int i) { return token + i < w.end && seen(see, token + i); });
     };
     pipeline(
         w, first, last,
-        [&](ElementTile<T, D>& tile, int token, const Pages& at) {
-          copy(tile.k, rows_of(c.k, k_head, token, at), c.k.token_stride, token);
+        [&](Bits16Tile<T, D>& tile, int token, const Pages& at) {
+          copy(tile_rows(mK, token, at.first), tile.sK(), token);
         },
-        [&](ElementTile<T, D>& tile, int token, const Pages& at) {
-          copy(tile.v, rows_of(c.v, v_head, token, at), c.v.token_stride, token);
+        [&](Bits16Tile<T, D>& tile, int token, const Pages& at) {
+          copy(tile_rows(mV, token, at.first), tile.sV(), token);
         },
-        [&] { copy_queries(tile, w); }, [&] { read_queries(q); },
-        [&](const ElementTile<T, D>* tiles, int token, const auto& wait_v, const auto& refill_k) {
-          element_step([&](int i) { return tiles[i].k; }, [&](int i) { return tiles[i].v; },
-                       std::integral_constant<int, warps>(), q, see, token, state.o, wait_v, refill_k,
+        [&] { copy_queries(tile, w); }, [&] { rQ = read_queries(); },
+        [&](const Bits16Tile<T, D>* tiles, int token, const auto& wait_v, const auto& refill_k) {
+          element_step([&](int i) { return tiles[i].sK(); }, [&](int i) { return tiles[i].sV(); },
+                       std::integral_constant<int, warps>(), rQ, see, token, state.o, wait_v, refill_k,
                        [](int, const float (&)[2]) {});
         },
         [&](int split) { split_end(split, no_raw); });
@@ -418,22 +423,22 @@ class StepKv {
   __device__ void copy_queries(const WorkTile& tile, const RowWork& w) const {
     copy_queries_async<T, D, N, Traits::threads>(p, tile, w, threadIdx.x, smem.queries(0));
   }
-  __device__ void read_queries(tile::FragmentB (&q)[N][D / 16]) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) load_query_fragments<T, D>(smem.queries(n), lane, q[n]);
+  __device__ auto read_queries() const {  // (MMA, N, D / 16)
+    return load_queries<Bits16, N>(Bits16::template smem_rows<N * mma_n>(smem.queries(0)), lane);
   }
 
-  // A step in 16 bits: `tiles` KV tiles of 16 tokens from `token` on. keys(i), values(i): address of tile i; rows that
-  // no packed row sees are zeros.
-  template <class Keys, class Values, class Tiles, class WaitV, class RefillK, class Rescale>
-  __device__ void element_step(const Keys& keys, const Values& values, Tiles tiles,
-                               const tile::FragmentB (&q)[N][D / 16], const Visible (&see)[N], int token,
-                               float (&o)[N * C][4], const WaitV& wait_v, const RefillK& refill_k,
-                               const Rescale& rescale) {
+  // A step in 16 bits: `tiles` KV tiles of 16 tokens from `token` on. keys(i), values(i): K and V of tile i, (16
+  // tokens, D); rows that no packed row sees are zeros. rQ (MMA, N, D / 16).
+  template <class Keys, class Values, class Tiles, class Queries, class WaitV, class RefillK, class Rescale>
+  __device__ void element_step(const Keys& keys, const Values& values, Tiles tiles, const Queries& rQ,
+                               const Visible (&see)[N], int token, float (&o)[N * C][4], const WaitV& wait_v,
+                               const RefillK& refill_k, const Rescale& rescale) {
+    using namespace cute;
     const int own = token + 16 * warp;
-    float s[N][1][4];  // (n-tile, m-tile of 16 tokens, 4)
+    Tensor sP = smem.template weights<Bits16>();  // (8 packed rows, tokens of a step, N)
+    float s[N][1][4];                             // (n-tile, m-tile of 16 tokens, 4)
     if (tiles == warps || warp < tiles) {
-      qk16<T, D>(s, keys(warp), q, lane);
+      qk16<Bits16>(s, keys(warp), rQ, lane);
       const float factor = logit_factor(p, 1.0f);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -459,30 +464,28 @@ class StepKv {
               weight[i] = weight_of(s[n][0][i], state.m[n][i & 1]);
               sum[n][i & 1] += weight[i];
             }
-            store_weights(smem.weights(n) + 16 * warp * mma_n, weight, lane);
+            store_weights<T, Bits16>(weight, local_tile(sP(_, _, n), Shape<Int<mma_n>, _16>{}, make_coord(0, warp)),
+                                     lane);
           }
         },
         wait_v, rescale);
     refill_k();
+    auto rO = accumulators<C, N>(o);  // (MMA, C, N)
 #pragma unroll
     for (int at = 0; at < warps; at += 2) {
       if (tiles < warps && at >= tiles) break;
-      tile::FragmentA weights[N];  // (n-tile): B operands of two KV tiles
-#pragma unroll
-      for (int n = 0; n < N; ++n) weights[n] = load_weights(smem.weights(n) + 16 * at * mma_n, lane);
+      Tensor rP = load_weights<Bits16>(local_tile(sP, Shape<Int<mma_n>, _32, Int<N>>{}, make_coord(0, at / 2, 0)),
+                                       lane);  // (MMA, two k-tiles of 16 tokens, N)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (tiles < warps && at + i >= tiles) break;
         const int first = token + 16 * (at + i);
-        tile::FragmentB weights_b[N];  // (n-tile)
-#pragma unroll
-        for (int n = 0; n < N; ++n) weights_b[n] = {{weights[n].r[2 * i], weights[n].r[2 * i + 1]}};
+        const auto sV = values(at + i);  // (16 tokens, D)
         if (p.tokens == 1 || all_see(see, first, 16)) {
-          pv16<T, D, C>(o, weights_b, values(at + i), C * warp, lane);
+          pv16<Bits16>(rO, rP(_, i, _), sV, C * warp, lane);
         } else {
 #pragma unroll
-          for (int n = 0; n < N; ++n)
-            pv16_masked<T, D, C>(o + n * C, weights_b[n], values(at + i), see[n], first, C * warp, lane);
+          for (int n = 0; n < N; ++n) pv16_masked<Bits16>(rO(_, _, n), rP(_, i, n), sV, see[n], first, C * warp, lane);
         }
       }
     }
@@ -552,9 +555,10 @@ class StepKv {
       soft_cap(s[n], p.softcap);
       if (!all) mask(s[n], see[n], own, lane);
     }
-    tile::half* const at = reinterpret_cast<tile::half*>(smem.weights(0)) + 32 * warp * mma_n;
-    constexpr int plane = step_tokens * mma_n;
-    float zero_value[4];  // tokens 8 i + g of the warp's tile
+    using namespace cute;
+    using Weights = Bits16Traits<tile::half, D>;
+    Tensor sP = smem.template weights<Weights>();  // (8 packed rows, tokens of a step, N)
+    float zero_value[4];                           // tokens 8 i + g of the warp's tile
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       zero_value[i] = has_min(format) ? __shfl_sync(0xffffffffu, scales.zero_value, 8 * i + lane / 4) : 0.0f;
@@ -582,7 +586,8 @@ class StepKv {
                     min_term[n][j] = counts ? __fmaf_rn(w, zero_value[row], min_term[n][j]) : min_term[n][j];
                   weight[i] = counts ? w * scale[row] : 0.0f;
                 }
-                store_weights(at + n * plane + 16 * mt * mma_n, weight, lane);
+                store_weights<tile::half, Weights>(
+                    weight, local_tile(sP(_, _, n), Shape<Int<mma_n>, _16>{}, make_coord(0, 2 * warp + mt)), lane);
               }
           };
           if (all) store(std::true_type());
@@ -591,13 +596,13 @@ class StepKv {
         wait_v, [](int, const float (&)[2]) {});
     refill_k();
     const auto weights_of = [&](int tile, tile::FragmentB(&weights)[2][N]) {
+      Tensor rP = load_weights<Weights>(local_tile(sP, Shape<Int<mma_n>, _32, Int<N>>{}, make_coord(0, tile, 0)),
+                                        lane);   // (MMA, two k-tiles of 16 tokens, N)
+      Tensor pairs = recast<std::uint32_t>(rP);  // (2, 2, N): pairs of tokens
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const tile::FragmentA both =
-            load_weights(reinterpret_cast<const tile::half*>(smem.weights(n)) + 32 * tile * mma_n, lane);
-        weights[0][n] = {{both.r[0], both.r[1]}};
-        weights[1][n] = {{both.r[2], both.r[3]}};
-      }
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) weights[i][n] = {{pairs(0, i, n), pairs(1, i, n)}};
     };
     if constexpr (CodeKind<format>::has_zero_point) {
       constexpr std::uint32_t zero_point = CodeKind<format>::zero_point_pair;
@@ -647,16 +652,15 @@ class StepKv {
 #pragma unroll 1
     for (int half = warp; half < 2 * raw_tiles; half += warps) {
       const int token = first + half / 2 * 16;
-      copy_rows_async<T, D, 32>(
-          smem.raw[half / 2][half % 2], lane,
-          (half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v) + ring_offset<T, D>(p, tile, w, token), D * sizeof(T),
+      copy_rows_async<Bits16, 32>(
+          lane, ring_rows<Bits16>(half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v, p, tile, w, token),
+          Bits16::template smem_rows<16>(smem.raw[half / 2][half % 2]),
           [from = raw.begin - token, to = raw.end - token](int i) { return i >= from && i < to; });
     }
   }
   __device__ void raw_steps(const RawTiles& raw, const WorkTile& tile, const RowWork& w, float (&o)[N * C][4]) {
-    tile::FragmentB q[N][D / 16];  // (n-tile, D / 16 k-tiles)
-    read_queries(q);
-    Visible see[N];  // (n-tile)
+    const auto rQ = read_queries();  // (MMA, N, D / 16)
+    Visible see[N];                  // (n-tile)
     find_visible(tile, w, true, see);
     for (int token = raw.first; token < w.length; token += 16 * raw_tiles) {
       if (token > raw.first) {
@@ -666,8 +670,9 @@ class StepKv {
         cute::cp_async_wait<0>();
       }
       __syncthreads();  // all threads' copies have arrived (the first ones with the queries); no thread reads weights
-      element_step([&](int i) { return smem.raw[i][0]; }, [&](int i) { return smem.raw[i][1]; },
-                   std::integral_constant<int, raw_tiles>(), q, see, token, o, [] {}, [] {},
+      element_step([&](int i) { return Bits16::template smem_rows<16>(smem.raw[i][0]); },
+                   [&](int i) { return Bits16::template smem_rows<16>(smem.raw[i][1]); },
+                   std::integral_constant<int, raw_tiles>(), rQ, see, token, o, [] {}, [] {},
                    [&](int n, const float (&factor)[2]) {
 #pragma unroll
                      for (int i = 0; i < C; ++i)

@@ -126,20 +126,16 @@ __device__ __forceinline__ tile::FragmentB weights_fragment(const float (&s)[4])
   return {{tile::transpose_8x8(tile::pack<T>(s[0], s[1])), tile::transpose_8x8(tile::pack<T>(s[2], s[3]))}};
 }
 
-// Adds weight x V of 16 tokens in 16 bits.
-template <class T, int D, int W, KvFormat F>
-__device__ __forceinline__ void add_pv16(WarpState<W, F>& state, const float (&s)[4], const T* v, int lane,
-                                         int warp_d) {
+// Adds weight x V of 16 tokens in 16 bits. sV (16 tokens, D). all: every packed row sees all of the tokens.
+template <class Traits, class T, int W, KvFormat F, class STensor>
+__device__ __forceinline__ void add_pv16(WarpState<W, F>& state, const float (&s)[4], const STensor& sV, bool all,
+                                         const Visible& see, int token, int lane, int warp_d) {
   state.o_scale = 1.0f;
-  const tile::FragmentB weights[1] = {weights_fragment<T>(s)};
-  pv16<T, D, W / 16>(state.o, weights, v, warp_d * (W / 16), lane);
-}
-// The same where some packed rows do not see all of the tokens.
-template <class T, int D, int W, KvFormat F>
-__device__ __forceinline__ void add_pv16_masked(WarpState<W, F>& state, const float (&s)[4], const T* v,
-                                                const Visible& see, int token, int lane, int warp_d) {
-  state.o_scale = 1.0f;
-  pv16_masked<T, D, W / 16>(state.o, weights_fragment<T>(s), v, see, token, warp_d * (W / 16), lane);
+  const auto rP = weights_operand<T, Traits>(s);  // (MMA, 1)
+  auto rO = accumulators<W / 16, 1>(state.o);     // (MMA, W / 16, 1)
+  const int first = warp_d * (W / 16);
+  if (all) pv16<Traits>(rO, rP, sV, first, lane);
+  else pv16_masked<Traits>(rO(cute::_, cute::_, 0), rP(cute::_, 0), sV, see, token, first, lane);
 }
 
 // Scales and zero values of V for 32 tokens: of the lane's own token, then of the lane's rows of S^T. A token that no
