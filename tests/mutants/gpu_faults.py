@@ -47,7 +47,7 @@ FAULTS = {
     ),
     "merge_sums": Fault(
         "sums of weights keep their own maximum at the end of a KV split",
-        DECODE + "split_kv.cuh",
+        DECODE + "warp_state.cuh",
         "make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);",
         "make_float2(state.l[0], state.l[1]);",
     ),
@@ -65,7 +65,7 @@ FAULTS = {
     ),
     "raw_last": Fault(
         "the values of a kivi row's last raw token are left out",
-        DECODE + "split_kv.cuh",
+        DECODE + "warp_mainloop.cuh",
         "[from = raw.begin - token, to = raw.end - token](int i)",
         "[from = raw.begin - token, to = raw.end - token - half % 2](int i)",
         DECODE + "inst/int4_kivi.cu",
@@ -79,18 +79,18 @@ FAULTS = {
     "queries_sync": Fault(
         "queries may arrive before the previous tile range's partials have been read",
         DECODE + "split_kv.cuh",
-        "__syncthreads(); PartialReduction<1, S, threads, mma_n, Config::smem_levels> reduction(",
-        "PartialReduction<1, S, threads, mma_n, Config::smem_levels> reduction(",
+        "__syncthreads(); PartialReduction reduction(",
+        "PartialReduction reduction(",
     ),
     "wait_group": Fault(
         "a tile is read before its copies are waited for",
-        DECODE + "split_kv.cuh",
+        DECODE + "warp_mainloop.cuh",
         "        cute::cp_async_wait<Config::stages - 1>();\n        sync();",
         "        cute::cp_async_wait<Config::stages>();\n        sync();",
     ),
     "pv_masked": Fault(
         "a weight of 0 meets a NaN of a later token",
-        DECODE + "split_kv.cuh",
+        DECODE + "warp_mainloop.cuh",
         "sV, p.tokens == 1 || all_seen(see, token, 16), see",
         "sV, p.tokens >= 1 || all_seen(see, token, 16), see",
         DECODE + "inst/bits16.cu",
@@ -103,7 +103,7 @@ FAULTS = {
     ),
     "step_barrier": Fault(
         "step_kv reads K before all threads' copies have arrived",
-        DECODE + "step_kv.cuh",
+        DECODE + "cta_mainloop.cuh",
         "__syncthreads(); load_v_stage(read_stage + Config::stages - 1",
         "load_v_stage(read_stage + Config::stages - 1",
     ),

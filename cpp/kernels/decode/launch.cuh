@@ -4,7 +4,6 @@
 #include "kernels/decode/combine.cuh"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/split_kv.cuh"
-#include "kernels/decode/step_kv.cuh"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 
@@ -15,7 +14,7 @@ template <class Config>
 struct DecodeKernel {
   using T = typename Config::T;
   static constexpr bool is_step_kv = Config::n_tiles > 1;
-  using Storage = std::conditional_t<is_step_kv, StepKvStorage<Config>, SplitKvStorage<Config>>;
+  using Storage = SplitKvStorage<Config>;
   static constexpr auto main_kernel = [] {
     if constexpr (is_step_kv) return step_kv<Config>;
     else return split_kv<Config>;

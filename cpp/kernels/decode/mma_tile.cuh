@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernels/decode/bits16_tile.cuh"
-#include "kernels/decode/code_tile.cuh"
+#include "kernels/decode/code_scores.cuh"
 #include "kernels/decode/queries.cuh"
 #include "tile/copy.cuh"
 #include "tile/mma.cuh"

@@ -133,11 +133,6 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
   }
 }
 
-// The threads of a CTA share the values of a packed row: each has vectors of vec_floats channels at a stride of
-// vec_floats * (threads of the row).
-template <int D>
-inline constexpr int vec_floats = D % 64 == 0 ? 4 : 2;
-
 // Writes the result of one packed row: sinks, normalisation, out, lse. The constructor may run before the previous
 // kernel has ended, so its loads bypass L1. finalize() must be called before anything is stored.
 template <class T>

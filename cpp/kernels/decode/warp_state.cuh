@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/decode/mma_tile.cuh"
+#include "kernels/decode/partial_map.cuh"
 
 namespace rooftile::gpu {
 
@@ -213,6 +214,70 @@ __device__ __forceinline__ void add_pv_codes(WarpState<W, F>& state, float (&s)[
   }
   const tile::FragmentB weights_b[2][1] = {{weights[0]}, {weights[1]}};  // (k-tile of 16 tokens, n-tile)
   pv_codes<F, D, W / 16>(state.o, weights_b, x, warp_d * (W / 32), lane);
+}
+
+// smem_o, smem_m, smem_l: (warp_kv, packed row), smem_o with the channels of a row, padded against bank conflicts.
+// Merges the warps' states into one partial and resets them. Codes: the states hold sums of codes. Each warp rescales
+// its sums to the common maximum while it writes them, so the threads that merge only add.
+// Sync: m is read between the barriers, l and o after the second. They are written again before the next call's first
+// barrier (m) and after it (l, o), when no thread reads them.
+template <class T, bool Codes, int W, KvFormat format, int warps_kv, int Stride, class Map>
+__device__ typename Map::ThreadPartial reduce_warps(WarpState<W, format>& state,
+                                                    float (&smem_o)[warps_kv][mma_n][Stride],
+                                                    float (&smem_m)[warps_kv][mma_n], float (&smem_l)[warps_kv][mma_n],
+                                                    int warp_kv, int warp_d, int lane, const Map& map) {
+  using Vec = typename Map::Vec;
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int j = 0; j < 2; ++j)
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+      state.l[j] += __shfl_xor_sync(0xffffffffu, state.l[j], step);
+      if constexpr (Codes && has_min(format))
+        state.min_term[j] += __shfl_xor_sync(0xffffffffu, state.min_term[j], step);
+    }
+  if (g == 0 && warp_d == 0) *reinterpret_cast<float2*>(&smem_m[warp_kv][2 * t]) = make_float2(state.m[0], state.m[1]);
+  __syncthreads();  // all maxima are in shared memory
+  typename Map::ThreadPartial partial;
+  partial.m[0] = -INFINITY;
+  float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int w = 0; w < warps_kv; ++w) {
+    const float2 m = *reinterpret_cast<const float2*>(&smem_m[w][2 * t]);
+    top[0] = fmaxf(top[0], m.x);
+    top[1] = fmaxf(top[1], m.y);
+    partial.m[0] = fmaxf(partial.m[0], smem_m[w][map.m_row]);
+  }
+  float weight[2];  // (packed row 2t + j)
+#pragma unroll
+  for (int j = 0; j < 2; ++j) weight[j] = exp2f(state.m[j] - (top[j] == -INFINITY ? 0.0f : top[j]));
+  if (g == 0 && warp_d == 0)
+    *reinterpret_cast<float2*>(&smem_l[warp_kv][2 * t]) = make_float2(state.l[0] * weight[0], state.l[1] * weight[1]);
+  const auto write = [&](const auto& values) {
+#pragma unroll
+    for (int i = 0; i < W / 16; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        smem_o[warp_kv][2 * t + e % 2][warp_d * W + 16 * i + 8 * (e / 2) + g] = values(state.o[i][e], e);
+  };
+  if constexpr (Codes) write(state.template dequant_sums<T>(weight));
+  else write([&](float o, int e) { return o * weight[e % 2]; });
+  state.reset();
+  __syncthreads();  // all sums are in shared memory
+  partial.l[0] = 0.0f;
+#pragma unroll
+  for (float& x : partial.o) x = 0.0f;
+#pragma unroll
+  for (int w = 0; w < warps_kv; ++w) {
+    partial.l[0] += smem_l[w][map.m_row];
+#pragma unroll
+    for (int i = 0; i < Map::S / Map::N; ++i) {
+      const Vec o = *reinterpret_cast<const Vec*>(&smem_o[w][map.m_row][map.d0 + i * Map::vec_stride]);
+#pragma unroll
+      for (int j = 0; j < Map::N; ++j) partial.o[i * Map::N + j] += o.x[j];
+    }
+  }
+  return partial;
 }
 
 }  // namespace rooftile::gpu
