@@ -102,8 +102,8 @@ void plan_stream(const LinearProblem& p, LinearPlan& plan) {
 
 // CTAs of equal size, one for each SM; two, three ... for each where one CTA would need more than 128 rows.
 // N = 4096, K = 4096, M = 1, 132 SMs: one CTA an SM over all of K would take 4096 / 132 = 31 rows, two splits of K
-// 2 * 31 = 62, rounded up to 64: 64 blocks of N x 2 splits = 128 CTAs. A stage is 2 tiles of (64 + 8) x 64 x 2 bytes and
-// 16 of barriers, 18.0 KB, so 113 KB hold 6.
+// 2 * 31 = 62, rounded up to 64: 64 blocks of N x 2 splits = 128 CTAs. A stage is 2 tiles of (64 + 8) x 64 x 2 bytes,
+// and 16 of barriers, 18.0 KB, so 113 KB hold 6.
 void plan_tma(const LinearProblem& p, LinearPlan& plan) {
   const std::int64_t steps = divide_up(p.k, linear_tma_step_k), sms = std::max(p.sms, 1);
   const auto rows = [&](int cluster, std::int64_t each) {

@@ -112,8 +112,8 @@ void complete(const W4Problem& p, W4Plan& plan) {
 
 // stream.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU (KB
 // per microsecond of one SM; the cost of a second kernel): they need to rank candidates, not to predict.
-// N = K = 4096, M = 1, 4 bits, 132 SMs: 32 blocks of 128 rows, 32 steps, room for 264 CTAs. A step is 128 x 128 codes of
-// half a byte and 8 tokens x 128 of x: 10 KB. Whole K: 320 / 14 + 1 = 23.9 us. Two splits, a cluster: 160 / 14 + 1.5 =
+// N = K = 4096, M = 1, 4 bits, 132 SMs: 32 blocks of 128 rows, 32 steps, room for 264 CTAs. A step is 128 x 128 codes
+// of half a byte and 8 tokens x 128 of x: 10 KB. Whole K: 320 / 14 + 1 = 23.9 us. Two splits, a cluster: 160 / 14 + 1.5 =
 // 12.9. Eight: 40 / 14 + 1, 1.0 for the second kernel and 0.6 for 2 x 8 x 32 x 128 x 8 sums of 4 bytes: 5.5. Nine would
 // be 288 CTAs.
 int choose_split_k(const W4Problem& p, int config, std::int64_t n_blocks, std::int64_t m_blocks) {
@@ -146,7 +146,7 @@ int choose_split_k(const W4Problem& p, int config) {
 
 // wgmma.cuh: tile config, K splits and stream-K, from estimated cycles of an SM; rough facts of an H200. Only the
 // number of m-blocks depends on m.
-// N = 14336, K = 4096, M = 64, 132 SMs: 112 work tiles of 128 rows x 64 tokens, one for each SM; two splits would be 224.
+// N = 14336, K = 4096, M = 64, 132 SMs: 112 work tiles of 128 rows x 64 tokens, one for each SM; two splits make 224.
 // 32 steps of max(1.3 * 512, 512 + 450) cycles and 3500 are 34 000. N = 28672: 112 clusters' tiles for 66 clusters are
 // two waves, 64 steps; stream-K gives each cluster 112 * 32 / 66 = 55 steps and 3 for the fix-up, so it runs.
 void plan_wgmma(const W4Problem& p, W4Plan& plan) {
@@ -192,7 +192,7 @@ void plan_wgmma(const W4Problem& p, W4Plan& plan) {
 // Times in us, of an H200 under its power limit: step_us: a step of wgmma.cuh (128 rows, 128 tokens, 128 k), mixed
 // where x and scales have different types; idle_us + busy_us: a step of the 16-bit tile (128 rows, 256 tokens, 64 k),
 // which takes less where SMs are idle; bytes_us: bytes of W written in a us; chunk_us: the two launches of a chunk.
-// M = N = K = 4096, groups of 32, fp16, 132 SMs: 32 blocks of N x 32 of M are 512 tiles of clusters, 66 at once, 8 waves
+// M = N = K = 4096, groups of 32, fp16, 132 SMs: 32 blocks of N x 32 of M: 512 tiles of clusters, 66 at once, 8 waves
 // of 32 steps of 0.97 us: 248 us. Expanded in one chunk, 32 MB: 512 tiles are 4 waves, 97 % busy, of 64 steps of
 // 0.30 + 0.53 * 0.97 us: 208, and 3 for the chunk and 10 to write W: 221 us, so all 4096 rows are expanded.
 int expand_rows(const W4Problem& p, const W4Plan& plan) {
