@@ -100,7 +100,7 @@ std::string check_plan(const DecodeShape& shape, const DecodeDevice& device, con
 }
 
 // B = 1, T = 1, 8 KV heads, 4 query heads each, 132 SMs with 2 CTAs each: 8 work tiles. In 1024 tokens clusters of 8
-// are 64 CTAs, and 16 * 8 * 4 = 512 <= 7 * 264 = 1848, so clusters of 8 are taken: cluster_tokens(8) = 4096 suffices. In
+// are 64 CTAs, and 16 * 8 * 4 = 512 <= 7 * 264 = 1848, so these are taken: cluster_tokens(8) = 4096 suffices. In
 // 8192 tokens there are none: 8 * 64 splits at most, more than the 264 resident CTAs, so 264 CTAs, 2 on each SM.
 // B = 64: 512 work tiles, 16 * 512 > 1848: no clusters, 264 CTAs.
 DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device) {

@@ -113,7 +113,7 @@ void complete(const W4Problem& p, W4Plan& plan) {
 // stream.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU (KB
 // per microsecond of one SM; the cost of a second kernel): they need to rank candidates, not to predict.
 // N = K = 4096, M = 1, 4 bits, 132 SMs: 32 blocks of 128 rows, 32 steps, room for 264 CTAs. A step is 128 x 128 codes
-// of half a byte and 8 tokens x 128 of x: 10 KB. Whole K: 320 / 14 + 1 = 23.9 us. Two splits, a cluster: 160 / 14 + 1.5 =
+// of half a byte and 8 tokens x 128 of x: 10 KB. Whole K: 320 / 14 + 1 = 23.9 us. Two, a cluster: 160 / 14 + 1.5 =
 // 12.9. Eight: 40 / 14 + 1, 1.0 for the second kernel and 0.6 for 2 x 8 x 32 x 128 x 8 sums of 4 bytes: 5.5. Nine would
 // be 288 CTAs.
 int choose_split_k(const W4Problem& p, int config, std::int64_t n_blocks, std::int64_t m_blocks) {
