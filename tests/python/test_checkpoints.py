@@ -551,6 +551,11 @@ def test_shards(tmp_path):
         t.nbytes for f in files for t in safetensors.torch.load_file(f).values()
     )
     assert_same_tensors(load(tmp_path / "many"), load(tmp_path / "one"))
+    texts = [
+        tmp_path / "one" / "config.json",
+        *(tmp_path / "many" / f"{x}.json" for x in ("config", "model.safetensors.index")),
+    ]
+    assert all(file.read_text().endswith("\n}\n") for file in texts)
     readable = stat.S_IMODE((tmp_path / "one" / "config.json").stat().st_mode)
     assert all(stat.S_IMODE(f.stat().st_mode) == readable for f in files)
 

@@ -272,6 +272,14 @@ def test_outputs_at_padding_are_0(cached, device, dtype, raw):
     assert (out[~tokens.bool()] == 0).all() and (out[tokens.bool()] != 0).all()
 
 
+def test_a_mask_names_places_that_there_are():
+    """torch.take_along_dim of some versions counts on from the start; others refuse such an index."""
+    mask = rooftile_mask(2, 6, 6, attention_mask=torch.tensor([[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]]))
+    rooftile_attention(types.SimpleNamespace(is_causal=True), *layer_inputs(6, batch=2), mask)
+    assert mask.to_tokens.flatten(1).tolist() == [[4, 5, 0, 1, 2, 3], [1, 2, 3, 4, 5, 0]]
+    assert mask.to_columns.flatten(1).tolist() == [[2, 3, 4, 5, 0, 1], [5, 0, 1, 2, 3, 4]]
+
+
 def test_a_mask_follows_the_layers_to_their_device():
     """The meta device stands for another GPU: the op names what it cannot read there, where indices would not match."""
     q, k, v = (x.to("meta") for x in layer_inputs(6, batch=2))
@@ -636,6 +644,10 @@ def test_what_is_not_implemented_is_refused():
     for function, window in ((lambda *_: True, None), (lambda *_: True, 2), (chunked, None)):
         with pytest.raises(rt.NotSupportedError, match=r"attention_mask: .*custom masks"):  # as torch.compile traces it
             rooftile_mask(1, 4, 4, mask_function=function).traced_window(window)
+    utils = transformers.masking_utils
+    both_ways = utils.and_masks(utils.sliding_window_overlay(2), utils.bidirectional_mask_function)
+    with pytest.raises(rt.NotSupportedError, match=r"attention_mask: .*custom masks"):
+        attend(cache(), q, k, v, mask=rooftile_mask(1, 4, 4, mask_function=both_ways))
     with pytest.raises(rt.NotSupportedError, match="dropout"):
         attend(cache(), q, k, v, dropout=0.1)
     with pytest.raises(rt.NotSupportedError, match="output_attentions"):

@@ -535,6 +535,26 @@ def test_torch_behind_a_cache_decodes_a_part_of_it_at_a_time(rows, tokens, monke
     assert seen == [(begin, min(begin + tokens, 1600)) for begin in range(0, 1600, tokens)]
 
 
+def test_torch_with_a_window_decodes_the_pages_of_the_window(monkeypatch):
+    """The pages of the window alone, whatever the table says of those behind."""
+    seen, decode = [], _tensors._dequantize.tokens
+
+    def noted(cache, where, begin, end, length):
+        seen.append((begin, end))
+        return decode(cache, where, begin, end, length)
+
+    monkeypatch.setattr(_tensors._dequantize, "tokens", noted)
+    q, k, v, *past = (torch.randn(1, rows, 1, 64) for rows in (4, 4, 4, 600, 600))
+    table = torch.tensor([[*range(38), 10**6]], dtype=torch.int32)
+    lengths = torch.zeros(1, dtype=torch.int32)
+    cache = rt.PagedKVCache.view(torch.zeros(38, 2, 16, 1, 64), table, lengths, format="fp32")
+    cache.append(*past)
+    out = _tensors.behind(q, k, v, cache, [600], None, scale=0.2, window=50)
+    assert seen == [(544, 600)]  # 551 is the first token that is seen, in the page from 544
+    exact = rt.prefill_attention(q, k, v, cache=cache, window=50, scale=0.2)
+    torch.testing.assert_close(out, exact, rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+
+
 def test_a_long_turn_through_torch(monkeypatch):
     """The way of a GPU, run on the CPU: it stores the bytes of the other way."""
     model, _ = tiny("qwen2-window")

@@ -77,6 +77,13 @@ def test_classes_of_the_checkpoint_are_not_used(tmp_path, traps):
     load(source, rounding=ROUNDING, progress=False)
 
 
+def test_a_class_under_a_name_of_the_checkpoints_own(tmp_path, traps):
+    """Fields of config.json can call another one auto_map, where its class does not stand."""
+    own = {"attribute_map": {"further": "auto_map"}, "further": OWN}
+    source = tmp_path / "source"
+    load(traps(plain(source, **own, _name_or_path=str(source))), rounding=ROUNDING, progress=False)
+
+
 def test_a_model_that_only_the_checkpoint_knows(tmp_path, traps):
     """transformers has no causal language model of this type, and would ask for the checkpoint's."""
     source = traps(plain(tmp_path / "source", model_type="vit", auto_map=OWN))
@@ -228,6 +235,10 @@ def test_json_of_any_depth_and_size(tmp_path, monkeypatch):
         refused(source, tmp_path, str(config), rounding=ROUNDING)
     config.write_text(json.dumps({**fields, "deep": json.loads("[" * 98 + "]" * 98)}))
     convert(source, tmp_path / "deep", rounding=ROUNDING, progress=False)
+    with open(config, "r+b") as file:
+        file.truncate(100 * 2**20 + 1)
+    refused(source, tmp_path, str(config), f"expected at most {100 * 2**20} bytes", rounding=ROUNDING)
+    config.write_text(json.dumps(fields))
     monkeypatch.setattr("rooftile.checkpoints.folder._JSON_BYTES", 100)
     refused(source, tmp_path, str(config), "expected at most 100 bytes", rounding=ROUNDING)
 
