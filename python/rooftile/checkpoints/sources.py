@@ -86,14 +86,17 @@ def _how_to_download(path):
 
 def without_code(value, where, left_out):
     """A JSON object without the fields that make transformers run code of the checkpoint's choice: classes (auto_map)
-    and attention or expert kernels of a hub. left_out: gets a line for each, which begins with `where`."""
+    and attention or expert kernels of a hub; nor attribute_map, by which any other field would be one of these.
+    left_out: gets a line for each, which begins with `where`."""
     if isinstance(value, list):
         return [without_code(item, where, left_out) for item in value]
     if not isinstance(value, dict):
         return value
     kept = {}
     for key, item in value.items():
-        if key == "auto_map" or key.endswith(("_implementation", "_implementation_internal")):
+        if key == "attribute_map":
+            left_out.append(f"{where}: {key}: fields are read by the names that transformers has for them")
+        elif key == "auto_map" or key.endswith(("_implementation", "_implementation_internal")):
             left_out.append(f"{where}: {key}: code that a checkpoint names is never run")
         else:
             kept[key] = without_code(item, where, left_out)
