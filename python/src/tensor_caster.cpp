@@ -214,16 +214,11 @@ std::string unreadable(nb::handle h) {
   std::string what;
   if (is_transformed(h))
     what = "it stands for others in torch.vmap or torch.func, whose transforms no op takes part in";
-  else if (is_true(h, "is_meta"))
-    what = "it is on the meta device, which has no memory";
-  else if (is_true(h, "is_nested"))
-    what = "it is a nested tensor";
-  else if (is_true(h, "is_quantized"))
-    what = "it is quantized by torch (" + text_of(h.attr("dtype")) + ")";
-  else if (layout != "torch.strided")
-    return "it has layout " + layout + "; expected torch.strided (" + reason + ")";
-  else
-    what = "it is a " + python_type(h) + " without memory of its own";
+  else if (is_true(h, "is_meta")) what = "it is on the meta device, which has no memory";
+  else if (is_true(h, "is_nested")) what = "it is a nested tensor";
+  else if (is_true(h, "is_quantized")) what = "it is quantized by torch (" + text_of(h.attr("dtype")) + ")";
+  else if (layout != "torch.strided") return "it has layout " + layout + "; expected torch.strided (" + reason + ")";
+  else what = "it is a " + python_type(h) + " without memory of its own";
   return what + "; expected a plain tensor with memory (" + reason + ")";
 }
 
