@@ -54,7 +54,8 @@ class Mask:
         self.other = None  # not is_causal(), once asked
         self.q_length = arguments["q_length"] if arguments else 0
         self.causal = arguments is None  # read_causal() has run
-        self.begun, self.behind, self.compared, self.pads = True, False, False, None
+        self.begun, self.compared, self.pads = True, False, None
+        self.behind = False
         self.device, self.copies = None, {}
 
     def on(self, device):
