@@ -549,8 +549,11 @@ def test_padding_elsewhere_is_refused(columns):
     ids, mask = prompts(2)
     mask[1, columns] = 0
     model.set_attn_implementation("rooftile")
-    with pytest.raises(rt.ArgumentError, match=f"attention_mask: row 1 has padding at column {columns.start}"):
+    with pytest.raises(
+        rt.ArgumentError, match=f"attention_mask: row 1 has padding at column {columns.start}"
+    ) as caught:
         model(ids, attention_mask=mask, **{CACHE: RooftileCache(model.config, format="int8")})
+    assert caught.type is rt.ArgumentError, "the name of a private class says nothing to a user"
 
 
 def test_a_mask_that_contradicts_the_cache_is_refused():
