@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+# Versions of what tests and checks need, for the same result tomorrow; empty: the newest
+CONSTRAINTS ?= -c tests/constraints.txt
 SOURCES := $(shell find cpp python third_party -name '*.so' -prune -o -type f -print 2>/dev/null | grep -v __pycache__) CMakeLists.txt CMakePresets.json pyproject.toml
 CPP := $(shell find cpp python/src tests/cpp bench -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT ?= clang-format==23.1.5
@@ -39,12 +41,12 @@ mutants: $(VENV)/.test
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python tests/mutants run --record
 
 lint: $(VENV)/.pip
-	$(PIP) ruff codespell "$(CLANG_FORMAT)"
+	$(PIP) $(CONSTRAINTS) ruff codespell "$(CLANG_FORMAT)"
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell cpp python tests docs README.md
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: $(VENV)/.pip
-	$(PIP) ruff "$(CLANG_FORMAT)"
+	$(PIP) $(CONSTRAINTS) ruff "$(CLANG_FORMAT)"
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
@@ -63,18 +65,18 @@ $(VENV)/.demo: $(VENV)/.venv $(SOURCES)
 	touch $@
 
 # What compiles, and what the tests need beside rooftile
-$(VENV)/.build: $(VENV)/.pip pyproject.toml
-	$(PIP) --group build
+$(VENV)/.build: $(VENV)/.pip pyproject.toml tests/constraints.txt
+	$(PIP) $(CONSTRAINTS) --group build
 	touch $@
 
-$(VENV)/.packages: $(VENV)/.venv pyproject.toml
-	$(PIP) "$(TORCH)" --group test
+$(VENV)/.packages: $(VENV)/.venv pyproject.toml tests/constraints.txt
+	$(PIP) $(CONSTRAINTS) "$(TORCH)" --group test
 	touch $@
 
 # The library is compiled once, while pip fetches packages: what the C++ tests link is what is installed
 $(VENV)/.test: $(VENV)/.build $(SOURCES)
 	$(MAKE) $(VENV)/.packages & packages=$$!; tests/cpp/run.sh test --build && wait $$packages
-	$(PIP) "$(TORCH)" --no-build-isolation -C build-dir=build/test ".[demo]"
+	$(PIP) $(CONSTRAINTS) "$(TORCH)" --no-build-isolation -C build-dir=build/test ".[demo]"
 	touch $@ $(VENV)/.demo
 
 clean:

@@ -24,7 +24,7 @@ _BATCH_BYTES = 256 << 20
 class Variant:
     """One way of running a causal language model of transformers.
 
-    make_cache(batch): a new cache for `batch` chunks, given to the model as past_key_values; None: no cache.
+    make_cache(batch): a new cache for `batch` chunks, given to the model's forward; None: no cache.
     step: None runs a chunk in one forward; otherwise blocks of `step` tokens from position 0 on, one forward each. With
     step=32 and RooftileCache(..., stepwise=True) a compressed cache is read exactly as in token-by-token decoding.
     attention: name of the attention implementation to set on the model, None: as it is.
@@ -135,16 +135,18 @@ def _score_batch(variant, ids, baseline, kept, advance):
     """
     import torch
 
+    from rooftile.integrations._models import cache_keyword
+
     model, (rows, length) = variant.model, ids.shape
     ids = ids.to(model.device)
     if variant.attention is not None:
         model.set_attn_implementation(variant.attention)
     cache = variant.make_cache(rows) if variant.make_cache is not None else None
-    step = variant.step or length
+    keyword, step = cache_keyword(model.forward), variant.step or length
     sums = torch.zeros(3, rows, dtype=torch.float64, device="cpu")
     for begin in range(0, length, step):
         end = min(begin + step, length)
-        out = model(ids[:, begin:end], past_key_values=cache, use_cache=cache is not None)
+        out = model(ids[:, begin:end], **{keyword: cache}, use_cache=cache is not None)
         scored = min(end, length - 1)  # the last token's prediction has nothing to be compared with
         if scored > begin:
             logp = out.logits[:, : scored - begin].float().log_softmax(-1)

@@ -66,8 +66,7 @@ class PackedStack(Packed):
         return len(self.codes)
 
     def __getitem__(self, expert):
-        arrays = (getattr(self, name) for name in ARRAYS)
-        return self.WEIGHT._of_module([None if a is None else a[expert] for a in arrays], self._layout)
+        return self.WEIGHT._of_module([None if a is None else a[expert] for a in self._held()], self._layout)
 
     def extra_repr(self):
         return (

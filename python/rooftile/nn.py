@@ -13,6 +13,7 @@ from rooftile.gemm import ARRAYS, W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8
 from rooftile.kv_cache import integer
 
 _SCALES = ("float16", "bfloat16")
+_EXTRA_STATE = "_extra_state"  # as torch calls it in a state_dict
 
 STATE_HOOKS = (  # of a module: they know tensors by name, and a packed one holds others
     "_state_dict_hooks",
@@ -47,6 +48,27 @@ def take_over(module, before):
 def own_names(kind):
     """Names that PackedLinear or PackedExperts has a use for: an attribute of such a name cannot go over."""
     return {*dir(kind), *ARRAYS, "_layout", "_weight"}
+
+
+def check_tensors(expected, came, place, dtype_name):
+    """Raises ArgumentError where a tensor of a module is missing, or has another shape or dtype: whoever reads it would
+    leave random bytes, or convert codes.
+
+    expected: name -> tensor; a dtype of floats may be another one, as a bias's. came: name -> what has shape and dtype,
+    or None. place: (name, what came) -> how an error begins. dtype_name: what `came` calls an expected torch.dtype.
+    """
+    for name, tensor in expected.items():
+        found = came.get(name)
+        where = place(name, found)
+        if found is None:
+            together = ", ".join(f"'{other}'" for other in expected)
+            raise ArgumentError(f"{where} is missing from the checkpoint; expected {together} together")
+        if tuple(found.shape) != tuple(tensor.shape):
+            raise ArgumentError(f"{where} has shape {list(found.shape)}, expected {list(tensor.shape)}")
+        dtype = dtype_name(tensor.dtype)
+        if not tensor.is_floating_point() and found.dtype != dtype:
+            theirs, ours = (str(x).removeprefix("torch.") for x in (found.dtype, dtype))
+            raise ArgumentError(f"{where} has dtype {theirs}, expected {ours}")
 
 
 class Marked(torch.nn.Module):
@@ -135,6 +157,48 @@ class Packed(torch.nn.Module):
             f"scales in layout {version}; this module is {self.extra_repr()}"
         )
 
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        self._check_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _check_state(self, state_dict, prefix):
+        """Raises ArgumentError where a state_dict holds a part of a weight, or what torch would convert in the copy.
+
+        Before anything is copied, and for load_state_dict(strict=False) too. A state_dict without any tensor of this
+        weight is for other modules.
+        """
+        op = type(self).__name__
+        came = {name: state_dict[prefix + name] for name in (*ARRAYS, _EXTRA_STATE) if prefix + name in state_dict}
+        if not came:
+            return
+        if _EXTRA_STATE in came:
+            self.set_extra_state(came[_EXTRA_STATE])  # says best what another layout is
+        for name, value in came.items():
+            if not isinstance(value, torch.Tensor):
+                raise ArgumentTypeError(
+                    f"{op}: tensor '{prefix}{name}' must be a torch tensor, got {type(value).__name__}"
+                )
+        buffers = dict(self.named_buffers(recurse=False))
+        for name in ARRAYS:
+            if name in came and getattr(self, name, None) is None:
+                what = {"offsets": "zeros or minima", "perm": "act-order"}.get(name, name)
+                raise ArgumentError(
+                    f"{op}: tensor '{prefix}{name}' is there, but this module has no {what}: {self.extra_repr()}"
+                )
+        expected = {name: buffers[name] for name in ARRAYS if name in buffers}
+        expected[_EXTRA_STATE] = self.get_extra_state()
+        check_tensors(expected, came, lambda name, _: f"{op}: tensor '{prefix}{name}'", lambda dtype: dtype)
+
+    def _held(self):
+        """The four arrays. ArgumentError where one was deleted: torch would say that the module has no `weight`."""
+        try:
+            return self.codes, self.scales, self.offsets, self.perm
+        except AttributeError:
+            gone = next(name for name in ARRAYS if not hasattr(self, name))
+            raise ArgumentError(
+                f"{type(self).__name__}: its buffer '{gone}' was deleted; expected {', '.join(ARRAYS)}"
+            ) from None
+
     def _layout_repr(self):
         layout = self._layout
         return f"{layout['kind']}, group_size={layout['group_size']}, {layout['scale_dtype']} scales"
@@ -198,7 +262,7 @@ class PackedLinear(Marked, Packed):
     @property
     def weight(self):
         """The weight, a W4Weight or W8Weight, over this module's buffers."""
-        codes, scales, offsets, perm = arrays = (self.codes, self.scales, self.offsets, self.perm)
+        codes, scales, offsets, perm = arrays = self._held()
         w = self._weight
         old = (None,) * 4 if w is None else w._arrays
         if old[0] is not codes or old[1] is not scales or old[2] is not offsets or old[3] is not perm:

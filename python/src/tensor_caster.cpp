@@ -196,12 +196,30 @@ std::string take_python_error() {
   return text.substr(0, text.find('\n'));  // torch appends a C++ stack trace
 }
 
-// What the exchange table could not read, from the pending Python error: a sparse tensor, or one that has no memory, as
-// inside torch.vmap.
+bool is_true(nb::handle h, const char* attribute) { return nb::getattr(h, attribute, nb::none()).ptr() == Py_True; }
+
+// Whether a tensor stands for others, as inside torch.vmap.
+bool is_transformed(nb::handle h) {
+  try {
+    return nb::cast<bool>(nb::module_::import_("torch._C._functorch").attr("is_functorch_wrapped_tensor")(h));
+  } catch (nb::python_error&) {
+    return false;  // a torch without it
+  }
+}
+
+// Why the exchange table could not read a torch tensor: what it is, before what the pending Python error says of it.
 std::string unreadable(nb::handle h) {
   const std::string reason = take_python_error();
-  const std::string layout = nb::hasattr(h, "layout") ? " of layout " + text_of(h.attr("layout")) : "";
-  return "expected a strided tensor with memory of its own, got a " + python_type(h) + layout + " (" + reason + ")";
+  const std::string layout = text_of(nb::getattr(h, "layout", nb::none()));
+  std::string what;
+  if (is_transformed(h))
+    what = "it stands for others in torch.vmap or torch.func, whose transforms no op takes part in";
+  else if (is_true(h, "is_meta")) what = "it is on the meta device, which has no memory";
+  else if (is_true(h, "is_nested")) what = "it is a nested tensor";
+  else if (is_true(h, "is_quantized")) what = "it is quantized by torch (" + text_of(h.attr("dtype")) + ")";
+  else if (layout != "torch.strided") return "it has layout " + layout + "; expected torch.strided (" + reason + ")";
+  else what = "it is a " + python_type(h) + " without memory of its own";
+  return what + "; expected a plain tensor with memory (" + reason + ")";
 }
 
 DType dtype_of(nb::dlpack::dtype t, const char* op, const char* argument) {

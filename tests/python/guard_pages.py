@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cases
 import closeness
 import ops
+import rooftile as rt
 import torch
 
 PAGE = mmap.PAGESIZE
@@ -54,6 +55,15 @@ def main():
                     for a, b in zip(call.written(), plain.written(), strict=True):
                         closeness.assert_bits_equal(a, b, f"{op.id} {dtype} {plan}")
         _kept.clear()
+    for bits in (4, 8):  # one row, which reads the weight by itself, and no columns in a last, partial tile
+        w = ops.w4_weight(k=128, bits=bits)
+        for plan in cases.PLANS:
+            for at_end in (True, False):
+                print(f"w{bits}a16_matmul of one row", plan, "end" if at_end else "start", flush=True)
+                place = functools.partial(beside_a_wall, at_end=at_end)
+                x, matmul = torch.ones(1, 128), getattr(rt, f"w{bits}a16_matmul")
+                result = matmul(place(x), ops.W4.moved(w, place), plan=plan)
+                closeness.assert_bits_equal(result, matmul(x, w, plan=plan), f"w{bits}a16_matmul {plan}")
 
 
 if __name__ == "__main__":

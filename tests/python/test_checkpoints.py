@@ -551,6 +551,11 @@ def test_shards(tmp_path):
         t.nbytes for f in files for t in safetensors.torch.load_file(f).values()
     )
     assert_same_tensors(load(tmp_path / "many"), load(tmp_path / "one"))
+    texts = [
+        tmp_path / "one" / "config.json",
+        *(tmp_path / "many" / f"{x}.json" for x in ("config", "model.safetensors.index")),
+    ]
+    assert all(file.read_text().endswith("\n}\n") for file in texts)
     readable = stat.S_IMODE((tmp_path / "one" / "config.json").stat().st_mode)
     assert all(stat.S_IMODE(f.stat().st_mode) == readable for f in files)
 
@@ -733,12 +738,26 @@ def test_the_report_is_no_file_of_a_model(tmp_path, capsys, path, name, there):
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.parametrize("number, ignored", [("SIGTERM", False), ("SIGHUP", False), ("SIGHUP", True)])
-def test_a_signal_leaves_no_draft(tmp_path, number, ignored):
-    """As one that a scheduler or a closed terminal sends; what `nohup` ignores goes on."""
+@pytest.mark.parametrize(
+    "number, ignored, turned",
+    [
+        ("SIGTERM", False, None),
+        ("SIGHUP", False, None),
+        ("SIGHUP", True, None),
+        ("SIGINT", False, None),
+        ("SIGINT", True, None),
+        ("SIGINT", False, "ValueError"),  # as torch.tensor makes of whatever a handler raises inside it
+        ("SIGINT", False, "rooftile.ArgumentError"),
+        ("SIGTERM", False, "ValueError"),
+    ],
+)
+def test_a_signal_leaves_no_draft(tmp_path, number, ignored, turned):
+    """As one that a keyboard, a scheduler or a closed terminal sends; what `nohup` ignores goes on. turned: the error
+    that the interrupted code makes of it."""
     tiny.write(tmp_path / "source", tiny.tensors(None, {}))
     code = f"""
 import os, signal, sys
+import rooftile
 from rooftile.checkpoints import writer
 from rooftile.cli import main
 
@@ -746,7 +765,11 @@ add = writer.ShardWriter.add
 
 def signalled(self, tensors):
     add(self, tensors)
-    os.kill(os.getpid(), signal.{number})
+    try:
+        os.kill(os.getpid(), signal.{number})
+        sys.stdin.read()  # a handler runs by now
+    except BaseException:
+        raise {turned + "('could not determine the shape')" if turned else ""}
 
 writer.ShardWriter.add = signalled
 if {ignored}:
@@ -754,13 +777,16 @@ if {ignored}:
 sys.exit(main(["convert", "source", "target", "--group-size", "32"]))
 """
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(rt.__file__))}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment, input=""
+    )
     left = sorted(os.listdir(tmp_path))
     if ignored:
         assert done.returncode == 0 and left == ["source", "target"]
     else:
         assert done.returncode == 128 + getattr(signal, number) and left == ["source"], done.stderr
-        assert done.stderr == f"rooftile convert: error: ended by {number}\n"
+        said = "interrupted" if number == "SIGINT" else f"ended by {number}"
+        assert done.stderr == f"rooftile convert: error: {said}\n"
 
 
 @pytest.mark.parametrize("size", ["4", "0MB", "-1GB", "big", "1TB"])

@@ -152,6 +152,14 @@ def test_numbers(option, value, capsys):
     assert f"expected a whole number from 1 on, got '{value}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["-1", "0", "x", "nan", "inf"])
+def test_seconds_of_a_benchmark(value, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "ops", "--list", "--seconds", value])
+    assert caught.value.code == 2
+    assert f"--seconds: expected a number above 0, got '{value}'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import rooftile as rt  # noqa: E402
+from rooftile.integrations._models import CACHE  # noqa: E402
 from rooftile.integrations.transformers import RooftileCache  # noqa: E402
 from rooftile.quantize import W4A16, W8A16, quantize_  # noqa: E402
 from test_transformers import padded, tiny  # noqa: E402
@@ -41,7 +42,7 @@ def logits(model, cache, ids, mask, pieces):
     said, begin = [], 0
     for length in pieces:
         end = begin + length
-        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], "past_key_values": cache}
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], CACHE: cache}
         said.append(model(ids[:, begin:end], **options).logits)
         begin = end
     return torch.cat(said, 1)

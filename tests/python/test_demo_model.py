@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 import oracle  # noqa: E402
 from rooftile.errors import FetchError  # noqa: E402
+from rooftile.integrations._models import CACHE  # noqa: E402
 from rooftile.integrations.transformers import RooftileCache, rooftile_attention, rooftile_mask  # noqa: E402
 from rooftile.loaders import demo_model, demo_text, load_gguf, load_tokenizer  # noqa: E402
 
@@ -79,7 +80,7 @@ def greedy(model, attention, ids, mask, cache, new):
     """ids with `new` greedy tokens behind them, and the logits that chose them [B, new, vocabulary]."""
     model.set_attn_implementation(attention)
     out = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=False, eos_token_id=None,
+        ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=new, do_sample=False, eos_token_id=None,
         pad_token_id=0, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     return out.sequences, torch.stack(out.logits, 1)

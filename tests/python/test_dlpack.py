@@ -18,6 +18,7 @@ import pytest
 import rooftile as rt
 import torch
 from closeness import assert_bits_equal, assert_close, to_numpy64
+from rooftile.nn import W4Linear
 
 ERRORS = (rt.ArgumentError, rt.ArgumentTypeError)
 X = cases.tensor(cases.values((3, 40), "float32", "x"), "float32")
@@ -535,13 +536,21 @@ def test_memory_stays_flat_over_many_shapes():
     assert resident_bytes() - before <= 100 * 1024  # 1 KiB for each thousand calls
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor", "ignore:.*nested tensors")
 def test_tensors_without_memory_of_their_own():
-    weight = torch.ones(64)
-    for x, what in (
-        (torch.ones(3, 64).to_sparse(), "layout torch.sparse_coo"),
-        (torch.ones(3, 64).to_sparse_csr(), "csr"),
+    """The true reason comes first: most of these are of layout torch.strided."""
+    weight, x = torch.ones(64), torch.ones(3, 64)
+    for tensor, what in (
+        (x.to_sparse(), r"it has layout torch\.sparse_coo; expected torch\.strided"),
+        (x.to_sparse_csr(), r"it has layout torch\.sparse_csr; expected torch\.strided"),
+        (x.to("meta"), "it is on the meta device, which has no memory"),
+        (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), r"it is quantized by torch \(torch\.qint8\)"),
+        (torch.nested.nested_tensor([x, x[:2]]), "it is a nested tensor"),
     ):
-        with pytest.raises(rt.ArgumentTypeError, match=f"x cannot be read: expected a strided tensor .*{what}"):
-            rt.rms_norm(x, weight, out=torch.empty(3, 64))
-    with pytest.raises(rt.ArgumentTypeError, match="x cannot be read: expected a strided tensor with memory"):
-        torch.vmap(lambda x: rt.rms_norm(x, weight, out=torch.empty(64)))(torch.ones(3, 64))
+        with pytest.raises(rt.ArgumentTypeError, match=f"^rms_norm: x cannot be read: {what}"):
+            rt.rms_norm(tensor, weight, out=torch.empty(3, 64))
+    for transformed in (torch.vmap, torch.func.vmap):
+        with pytest.raises(rt.ArgumentTypeError, match=r"x cannot be read: it stands for others in torch\.vmap"):
+            transformed(lambda x: rt.rms_norm(x, weight, out=torch.empty(64)))(x)
+    with pytest.raises(rt.ArgumentTypeError, match=r"^W4Weight: codes cannot be read: it is on the meta device"):
+        W4Linear(64, 48, group_size=32, device="meta")(x)

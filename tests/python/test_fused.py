@@ -383,6 +383,11 @@ def test_softmax(n, dtype, device, plan):
         assert tuple(y.shape) == (3, 0)
 
 
+def test_softmax_of_one_dimension_is_that_of_a_row(dtype, device, plan):
+    _, x = data(device, (3, 49), dtype, "softmax", 49, spread=4.0)
+    assert_bits_equal(rt.softmax(x[1], plan=plan), rt.softmax(x, plan=plan)[1])
+
+
 def test_softmax_of_large_and_masked_logits(dtype, device, plan):
     x = cases.values((4, 300), dtype, "masked", spread=2.0)
     x[0] += 40000.0  # e^x alone would overflow

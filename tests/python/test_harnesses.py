@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 import rooftile as rt  # noqa: E402
 import tokenizers  # noqa: E402
+from rooftile.integrations._models import CACHE  # noqa: E402
 from test_transformers import SIZES, prompts, tiny  # noqa: E402
 
 LETTERS = [chr(0x100 + i) for i in range(SIZES["vocab_size"] - 3)]
@@ -154,7 +155,7 @@ def test_mixed_precision(way, tokenizer):
     if way == "int4-kivi":
         assert len(set(harness.generate_until(texts()))) == len(LENGTHS)
         with torch.autocast("cpu", torch.bfloat16):
-            assert model(prompts(1)[0]).past_key_values.layers[0].cache.dtype == "bfloat16"
+            assert getattr(model(prompts(1)[0]), CACHE).layers[0].cache.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("format", ["int8", "int4-kivi"])

@@ -171,6 +171,7 @@ X, W = torch.zeros(2, 64), torch.zeros(16, 64)
         (lambda: rt.linear(X, W, out=X[:, :16]), rt.ArgumentError, "out must not share memory with x"),
         (lambda: rt.linear(X, W, activation="relu"), rt.ArgumentError, 'activation must be "silu"'),
         (lambda: rt.linear(X, W, activation=3), rt.ArgumentTypeError, "activation must be"),
+        (lambda: rt.linear(X, W, activation="silu_mul"), rt.ArgumentError, 'or "gelu_tanh", got "silu_mul"'),
         (lambda: rt.linear(X, W, plan="mmx"), rt.NotSupportedError, 'plan "mmx" is no CPU variant'),
         (lambda: rt.linear(X, torch.zeros(1, 64).expand(2**31, 64)), rt.ArgumentError, "N and K of at most"),
     ],

@@ -427,6 +427,17 @@ def test_experts_that_cannot_be_stacked_are_refused(tmp_path):
         convert(tmp_path / "source", tmp_path / "target", progress=False)
 
 
+def test_a_tensor_of_an_expert_that_means_nothing_is_named(tmp_path):
+    model("qwen2_moe", torch.float16).save_pretrained(tmp_path / "source")
+    file = tmp_path / "source/model.safetensors"
+    state = safetensors.torch.load_file(file)
+    for name in ("None", "qweight"):
+        extra = f"model.layers.0.mlp.experts.0.gate_proj.{name}"
+        safetensors.torch.save_file({**state, extra: torch.zeros(1)}, file, metadata={"format": "pt"})
+        with pytest.raises(rt.NotSupportedError, match=f"tensor '{extra}' has no place"):
+            convert(tmp_path / "source", tmp_path / "target", rounding=rt.W4A16(32), progress=False)
+
+
 def test_the_command_says_what_is_left(tmp_path, capsys):
     model("qwen2_moe", torch.float16).save_pretrained(tmp_path / "source")
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target")]) == 0

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import rooftile as rt  # noqa: E402
 import transformers  # noqa: E402
+from rooftile.integrations._models import CACHE  # noqa: E402
 from rooftile.integrations.transformers import RooftileCache, rooftile_attention, rooftile_mask  # noqa: E402
 from rooftile.kv_cache import KIVI  # noqa: E402
 
@@ -78,7 +79,7 @@ def feed(model, ids, mask, pieces, cache):
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     logits, begin = [], 0
     for end in torch.tensor(pieces).cumsum(0).tolist():
-        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], "past_key_values": cache}
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], CACHE: cache}
         logits.append(model(ids[:, begin:end], **options).logits)
         begin = end
     return torch.cat(logits, 1)
@@ -94,7 +95,7 @@ def whole(model, attention, ids, mask):
 def generate(model, attention, ids, mask, cache=None, new=24, **options):
     model.set_attn_implementation(attention)
     return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=False, eos_token_id=None,
+        ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=new, do_sample=False, eos_token_id=None,
         pad_token_id=0, **options,
     )  # fmt: skip
 
@@ -272,6 +273,14 @@ def test_outputs_at_padding_are_0(cached, device, dtype, raw):
     assert (out[~tokens.bool()] == 0).all() and (out[tokens.bool()] != 0).all()
 
 
+def test_a_mask_names_places_that_there_are():
+    """torch.take_along_dim of some versions counts on from the start; others refuse such an index."""
+    mask = rooftile_mask(2, 6, 6, attention_mask=torch.tensor([[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]]))
+    rooftile_attention(types.SimpleNamespace(is_causal=True), *layer_inputs(6, batch=2), mask)
+    assert mask.to_tokens.flatten(1).tolist() == [[4, 5, 0, 1, 2, 3], [1, 2, 3, 4, 5, 0]]
+    assert mask.to_columns.flatten(1).tolist() == [[2, 3, 4, 5, 0, 1], [5, 0, 1, 2, 3, 4]]
+
+
 def test_a_mask_follows_the_layers_to_their_device():
     """The meta device stands for another GPU: the op names what it cannot read there, where indices would not match."""
     q, k, v = (x.to("meta") for x in layer_inputs(6, batch=2))
@@ -320,7 +329,7 @@ def test_rows_that_move_take_their_padding_along(move):
     cache = RooftileCache(model.config, format="fp32")
     model.set_attn_implementation("rooftile")
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, :40]
-    model(ids[:, :40], attention_mask=mask[:, :40], position_ids=positions, past_key_values=cache)
+    model(ids[:, :40], attention_mask=mask[:, :40], position_ids=positions, **{CACHE: cache})
     getattr(cache, move)(order)
     ids, mask = ids[order], mask[order]
     expected = generate(model, theirs, ids, mask)
@@ -343,7 +352,7 @@ def test_padding_is_never_stored(format, device, dtype, raw, monkeypatch):
     )
     cache = RooftileCache(model.config, format=format)
     model.set_attn_implementation("rooftile")
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **{CACHE: cache})
     monkeypatch.undo()
     for row, pad in enumerate((17, 0, 5)):
         alone = RooftileCache(model.config, format=format)
@@ -443,7 +452,7 @@ def test_a_copied_prompt_is_reused():
     ids, mask = prompts(1)
     prefix = RooftileCache(model.config, format="fp32")
     model.set_attn_implementation("rooftile")
-    model(ids[:, :40], past_key_values=prefix)
+    model(ids[:, :40], **{CACHE: prefix})
     for _ in range(2):
         cache = copy.deepcopy(prefix)
         assert torch.equal(generate(model, "rooftile", ids, mask, cache), generate(model, theirs, ids, mask))
@@ -485,7 +494,7 @@ def test_a_refused_crop_changes_no_layer():
         for layer in range(2):
             attend(cache, q, k, v, layer)
     before = [stored(cache, layer=layer) for layer in range(2)]
-    with pytest.raises(rt.ArgumentError, match=r"past_key_values: .*at most 16; row 0 .*num_assistant_tokens"):
+    with pytest.raises(rt.ArgumentError, match=rf"{CACHE}: .*at most 16; row 0 .*num_assistant_tokens"):
         cache.crop(-20)
     assert [layer.columns for layer in cache.layers] == [107, 107]
     for layer in range(2):
@@ -529,7 +538,7 @@ def test_other_attention_functions_fail_at_once():
             generate(model, attention, ids, mask, cache)
         model.set_attn_implementation("rooftile")
         with pytest.raises(rt.NotSupportedError, match="reset"):
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         cache.reset()
         assert generate(model, "rooftile", ids, mask, cache, new=2).shape == (1, 47)
 
@@ -540,8 +549,11 @@ def test_padding_elsewhere_is_refused(columns):
     ids, mask = prompts(2)
     mask[1, columns] = 0
     model.set_attn_implementation("rooftile")
-    with pytest.raises(rt.ArgumentError, match=f"attention_mask: row 1 has padding at column {columns.start}"):
-        model(ids, attention_mask=mask, past_key_values=RooftileCache(model.config, format="int8"))
+    with pytest.raises(
+        rt.ArgumentError, match=f"attention_mask: row 1 has padding at column {columns.start}"
+    ) as caught:
+        model(ids, attention_mask=mask, **{CACHE: RooftileCache(model.config, format="int8")})
+    assert caught.type is rt.ArgumentError, "the name of a private class says nothing to a user"
 
 
 def test_a_mask_that_contradicts_the_cache_is_refused():
@@ -550,9 +562,9 @@ def test_a_mask_that_contradicts_the_cache_is_refused():
     model.set_attn_implementation("rooftile")
     for later in (torch.ones(3, 46, dtype=torch.long), None):
         cache = RooftileCache(model.config, format="int8")
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **{CACHE: cache})
         with pytest.raises(rt.ArgumentError, match="row 0"):
-            model(ids[:, :1], attention_mask=later, past_key_values=cache)
+            model(ids[:, :1], attention_mask=later, **{CACHE: cache})
 
 
 def test_a_cache_and_use_cache_false_are_refused():
@@ -573,17 +585,17 @@ def test_on_a_gpu_a_contradicting_mask_is_raised_at_the_next_forward():
     hidden[1, 45] = 0  # the new token is called padding
     cache = RooftileCache(model.config, format="int8")
     for later in (torch.cat([torch.ones_like(mask), ones], 1), hidden):
-        model(ids, attention_mask=mask, past_key_values=cache)
-        model(step, attention_mask=torch.cat([mask, ones], 1), past_key_values=cache)
+        model(ids, attention_mask=mask, **{CACHE: cache})
+        model(step, attention_mask=torch.cat([mask, ones], 1), **{CACHE: cache})
         torch.cuda.synchronize()
-        model(step, attention_mask=torch.cat([later, ones], 1), past_key_values=cache)
+        model(step, attention_mask=torch.cat([later, ones], 1), **{CACHE: cache})
         torch.cuda.synchronize()
         with pytest.raises(rt.ArgumentError, match="attention_mask: in an earlier forward"):
-            model(step, attention_mask=torch.cat([mask, ones, ones, ones], 1), past_key_values=cache)
+            model(step, attention_mask=torch.cat([mask, ones, ones, ones], 1), **{CACHE: cache})
         cache.reset()
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **{CACHE: cache})
     with pytest.raises(rt.ArgumentError, match="row 0"):
-        model(step, past_key_values=cache)
+        model(step, **{CACHE: cache})
 
 
 @on_a_gpu
@@ -596,7 +608,7 @@ def test_a_later_forward_does_not_wait_for_the_gpu(pads, tokens):
     cache = RooftileCache(model.config, format="int4-kivi", capacity=256)
     model.set_attn_implementation("rooftile")
     for begin, end in ((0, 60), (60, 60 + tokens), (60 + tokens, 60 + 2 * tokens)):
-        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], "past_key_values": cache}
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end], CACHE: cache}
         torch.cuda.set_sync_debug_mode("error" if begin > 60 else "default")
         try:
             model(ids[:, begin:end], **options)
@@ -628,7 +640,7 @@ def test_what_is_not_implemented_is_refused():
         return RooftileCache(model.config, format="int8")
 
     with pytest.raises(rt.NotSupportedError, match="attention_mask"):
-        model(ids, attention_mask=torch.ones(2, 1, 45, 45, dtype=torch.bool), past_key_values=cache())
+        model(ids, attention_mask=torch.ones(2, 1, 45, 45, dtype=torch.bool), **{CACHE: cache()})
     q, k, v = layer_inputs(4)
     with pytest.raises(rt.NotSupportedError, match=r"attention_mask: .*custom masks"):
         attend(cache(), q, k, v, mask=rooftile_mask(1, 4, 4, mask_function=lambda *_: True))
@@ -636,6 +648,10 @@ def test_what_is_not_implemented_is_refused():
     for function, window in ((lambda *_: True, None), (lambda *_: True, 2), (chunked, None)):
         with pytest.raises(rt.NotSupportedError, match=r"attention_mask: .*custom masks"):  # as torch.compile traces it
             rooftile_mask(1, 4, 4, mask_function=function).traced_window(window)
+    utils = transformers.masking_utils
+    both_ways = utils.and_masks(utils.sliding_window_overlay(2), utils.bidirectional_mask_function)
+    with pytest.raises(rt.NotSupportedError, match=r"attention_mask: .*custom masks"):
+        attend(cache(), q, k, v, mask=rooftile_mask(1, 4, 4, mask_function=both_ways))
     with pytest.raises(rt.NotSupportedError, match="dropout"):
         attend(cache(), q, k, v, dropout=0.1)
     with pytest.raises(rt.NotSupportedError, match="output_attentions"):
@@ -661,7 +677,7 @@ def test_training_is_refused():
     ids, mask = prompts(1)
     model.set_attn_implementation("rooftile")
     with pytest.raises(rt.RooftileError, match="grad"):
-        model(ids, attention_mask=mask, past_key_values=RooftileCache(model.config, format="fp32"))
+        model(ids, attention_mask=mask, **{CACHE: RooftileCache(model.config, format="fp32")})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import copy
 import functools
 import pickle
 import types
+import warnings
 
 import pytest
 
@@ -15,6 +16,7 @@ import rooftile as rt  # noqa: E402
 import transformers  # noqa: E402
 from rooftile.integrations import _tensors  # noqa: E402
 from rooftile.integrations import transformers as integration  # noqa: E402
+from rooftile.integrations._models import CACHE  # noqa: E402
 from rooftile.integrations.transformers import RooftileCache, RooftileLayer, rooftile_attention, rooftile_mask  # noqa: E402
 from rooftile.kv_sliding import BACK, SlidingKVCache  # noqa: E402
 from test_transformers import (  # noqa: E402
@@ -39,9 +41,9 @@ def steps(model, attention, ids, cache):
     model.set_attn_implementation(attention)
     logits, begin = [], 0
     for end in (20, 21, 26):
-        out = model(ids[:, begin:end], past_key_values=cache)
+        out = model(ids[:, begin:end], **{CACHE: cache})
         logits.append(out.logits)
-        cache, begin = out.past_key_values, end
+        cache, begin = getattr(out, CACHE), end
     return torch.cat(logits, 1)
 
 
@@ -119,7 +121,7 @@ def test_every_generate_gets_a_cache_of_the_format():
     for given, want in zip((padded(), prompts(1, 30, seed=3)), expected, strict=True):
         out = generate(model, "rooftile", *given, return_dict_in_generate=True)
         assert torch.equal(out.sequences, want)
-        kept[id(out.past_key_values)] = out.past_key_values
+        kept[id(getattr(out, CACHE))] = getattr(out, CACHE)
     assert len(kept) == 2 and all(type(cache) is RooftileCache for cache in kept.values())
     rt.set_kv_cache(model, "int4-kivi", capacity=200)
     with rt.record_kernels() as kernels:
@@ -157,12 +159,12 @@ def test_forwards_without_a_cache_get_one():
     expected, loop = model(ids).logits, steps(model, theirs, ids, None)
     rt.set_kv_cache(model, "fp32")
     out = model(ids)
-    assert type(out.past_key_values) is RooftileCache
+    assert type(getattr(out, CACHE)) is RooftileCache
     torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(steps(model, "rooftile", ids, None), loop, rtol=1e-4, atol=1e-4)
-    assert model(ids, use_cache=False).past_key_values is None
+    assert getattr(model(ids, use_cache=False), CACHE) is None
     model.config.use_cache = False
-    assert model(ids).past_key_values is None
+    assert getattr(model(ids), CACHE) is None
 
 
 @pytest.mark.parametrize("where", ("argument", "given config", "the model's config"))
@@ -180,7 +182,7 @@ def test_a_dynamic_cache_that_is_asked_for_by_name_is_of_the_format(where):
     else:
         model.generation_config = config
     out = generate(model, "rooftile", ids, mask, return_dict_in_generate=True, **options)
-    assert type(out.past_key_values) is RooftileCache and torch.equal(out.sequences, expected)
+    assert type(getattr(out, CACHE)) is RooftileCache and torch.equal(out.sequences, expected)
     assert config.cache_implementation == "dynamic"
 
 
@@ -200,11 +202,39 @@ def test_a_cache_that_is_given_is_used():
     rt.set_kv_cache(model, "int4")
     for cache in (DynamicCache(), RooftileCache(model.config, format="fp32")):
         out = generate(model, "rooftile", ids, mask, cache, return_dict_in_generate=True)
-        assert out.past_key_values is cache and cache.get_seq_length() == 45 + 23
+        assert getattr(out, CACHE) is cache and cache.get_seq_length() == 45 + 23
     out = generate(model, "rooftile", ids, mask, cache_implementation="static", return_dict_in_generate=True)
-    assert type(out.past_key_values) is transformers.StaticCache
+    assert type(getattr(out, CACHE)) is transformers.StaticCache
     config = transformers.GenerationConfig(use_cache=False, max_new_tokens=2)
-    assert model.generate(ids, config, return_dict_in_generate=True).past_key_values is None
+    assert getattr(model.generate(ids, config, return_dict_in_generate=True), CACHE) is None
+
+
+def test_a_cache_goes_in_by_the_name_that_the_forward_knows(monkeypatch):
+    """transformers 5.24 renamed past_key_values to cache, and warns of the old name; code of a model may be older."""
+    model, _ = tiny()
+    ids, mask = prompts(1)
+    rt.set_kv_cache(model, "int4")
+    given = RooftileCache(model.config, format="fp32")
+    made = []
+    monkeypatch.setattr(integration._FreshCache, "make", lambda self, model: made.append(model) or given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        generate(model, "rooftile", ids, mask, given)
+        assert not made
+        given.reset()
+        assert getattr(model(ids), CACHE) is given and len(made) == 1
+        given.reset()
+        generate(model, "rooftile", ids, mask)
+        assert len(made) == 2
+
+    class Older(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
+            return super().forward(input_ids, attention_mask, position_ids, **{CACHE: past_key_values}, **options)
+
+    older = Older(model.config).eval().requires_grad_(False)
+    rt.set_kv_cache(older, "int4")
+    given.reset()
+    assert getattr(older(ids), CACHE) is given and len(made) == 3
 
 
 def test_set_kv_cache_can_be_copied_and_taken_back():
@@ -215,11 +245,11 @@ def test_set_kv_cache_can_be_copied_and_taken_back():
     rt.set_kv_cache(model, "fp32")
     for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         out = generate(twin, "rooftile", ids, mask, return_dict_in_generate=True)
-        assert torch.equal(out.sequences, expected) and out.past_key_values.layers[0].format == "fp32"
+        assert torch.equal(out.sequences, expected) and getattr(out, CACHE).layers[0].format == "fp32"
         assert twin.generate.args[0] is twin
     rt.set_kv_cache(model, None)
     out = generate(model, "rooftile", ids, mask, return_dict_in_generate=True)
-    assert type(out.past_key_values) is DynamicCache and not model._forward_pre_hooks
+    assert type(getattr(out, CACHE)) is DynamicCache and not model._forward_pre_hooks
     assert torch.equal(out.sequences, expected)
 
 
@@ -241,7 +271,7 @@ def test_a_mask_selects_rows():
     ids, mask = padded()
     cache, chosen = RooftileCache(model.config, format="fp32"), torch.arange(len(ids)) != 0
     model.set_attn_implementation("rooftile")
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **{CACHE: cache})
     lengths = cache.layers[0].cache.lengths
     for wrong in (chosen[:1], chosen[:, None]):
         with pytest.raises(rt.ArgumentError, match=r"batch_select_indices: indices .*bool"):
@@ -296,7 +326,7 @@ def test_a_second_text_in_one_cache_is_refused():
     first, second = prompts(1), prompts(1, 100, seed=8)
     cache = RooftileCache(model.config, format="fp32")
     generate(model, "rooftile", *first, cache)
-    with pytest.raises(rt.ArgumentError, match=r"past_key_values: .*68 columns.*reset\(\).*set_kv_cache.*turns=True"):
+    with pytest.raises(rt.ArgumentError, match=rf"{CACHE}: .*68 columns.*reset\(\).*set_kv_cache.*turns=True"):
         generate(model, "rooftile", *second, cache)
     cache.reset()
     assert torch.equal(generate(model, "rooftile", *second, cache), generate(model, theirs, *second))
@@ -307,8 +337,8 @@ def test_a_cache_of_another_model_is_refused():
     config = copy.deepcopy(model.config)
     config.num_hidden_layers, config.layer_types = 1, None
     model.set_attn_implementation("rooftile")
-    with pytest.raises(rt.ArgumentError, match=r"past_key_values: .*with 1 layers.* layer 1;"):
-        model(prompts(1)[0], past_key_values=RooftileCache(config))
+    with pytest.raises(rt.ArgumentError, match=rf"{CACHE}: .*with 1 layers.* layer 1;"):
+        model(prompts(1)[0], **{CACHE: RooftileCache(config)})
 
 
 @pytest.mark.parametrize(
@@ -363,7 +393,7 @@ def test_a_class_of_ones_own_without_the_interface():
 
 def test_keys_and_values_of_two_shapes():
     q, k, v = layer_inputs(4)
-    with pytest.raises(rt.NotSupportedError, match=r"past_key_values: .*one shape.*16.*8"):
+    with pytest.raises(rt.NotSupportedError, match=rf"{CACHE}: .*one shape.*16.*8"):
         attend(RooftileCache(tiny()[0].config), q, k, v[..., :8])
 
 
@@ -376,7 +406,7 @@ def test_models_whose_attention_is_their_own():
     model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**sizes, **heads)).eval()
     model.requires_grad_(False).set_attn_implementation("rooftile")
     with pytest.raises(rt.NotSupportedError, match="attention layers change the keys or values"):
-        model(ids, past_key_values=RooftileCache(model.config))
+        model(ids, **{CACHE: RooftileCache(model.config)})
     doge = transformers.DogeForCausalLM(transformers.DogeConfig(**sizes, **heads)).eval().requires_grad_(False)
     doge.set_attn_implementation("rooftile")
     with pytest.raises(rt.NotSupportedError, match="attention_mask: this model reads the mask itself"):
@@ -468,7 +498,7 @@ def test_a_sliding_layer_takes_back_what_it_still_has():
     for cache in caches:
         attend(cache, *layer_inputs(400), mask=sliding(1))
     caches[0].crop(-BACK)
-    with pytest.raises(rt.ArgumentError, match=r"past_key_values: truncate: lengths .*window of 24 .* takes back 0"):
+    with pytest.raises(rt.ArgumentError, match=rf"{CACHE}: truncate: lengths .*window of 24 .* takes back 0"):
         caches[0].crop(-1)
     with pytest.raises(rt.ArgumentError, match="takes back 64"):
         caches[1].crop(-BACK - 1)
@@ -535,6 +565,26 @@ def test_torch_behind_a_cache_decodes_a_part_of_it_at_a_time(rows, tokens, monke
     assert seen == [(begin, min(begin + tokens, 1600)) for begin in range(0, 1600, tokens)]
 
 
+def test_torch_with_a_window_decodes_the_pages_of_the_window(monkeypatch):
+    """The pages of the window alone, whatever the table says of those behind."""
+    seen, decode = [], _tensors._dequantize.tokens
+
+    def noted(cache, where, begin, end, length):
+        seen.append((begin, end))
+        return decode(cache, where, begin, end, length)
+
+    monkeypatch.setattr(_tensors._dequantize, "tokens", noted)
+    q, k, v, *past = (torch.randn(1, rows, 1, 64) for rows in (4, 4, 4, 600, 600))
+    table = torch.tensor([[*range(38), 10**6]], dtype=torch.int32)
+    lengths = torch.zeros(1, dtype=torch.int32)
+    cache = rt.PagedKVCache.view(torch.zeros(38, 2, 16, 1, 64), table, lengths, format="fp32")
+    cache.append(*past)
+    out = _tensors.behind(q, k, v, cache, [600], None, scale=0.2, window=50)
+    assert seen == [(544, 600)]  # 551 is the first token that is seen, in the page from 544
+    exact = rt.prefill_attention(q, k, v, cache=cache, window=50, scale=0.2)
+    torch.testing.assert_close(out, exact, rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+
+
 def test_a_long_turn_through_torch(monkeypatch):
     """The way of a GPU, run on the CPU: it stores the bytes of the other way."""
     model, _ = tiny("qwen2-window")
@@ -578,7 +628,7 @@ def test_crop_into_the_padding(format):
     cache.crop(-16)
     assert cache.get_seq_length() == 14 and cache.layers[0].cache.lengths == [0, 14]
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, 14:]
-    logits = model(ids[:, 14:], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    logits = model(ids[:, 14:], attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits
     assert torch.equal(logits[mask[:, 14:].bool()], expected[:, 14:][mask[:, 14:].bool()])
     for row in range(2):
         assert_same_bytes(stored(cache, row), stored(fresh, row))
@@ -604,7 +654,7 @@ def test_a_compiled_model_has_no_graph_breaks():
     assert cache.get_seq_length() == 49 and cache.layers[1].cache.lengths == [32, 49]
     before = [stored(cache, row) for row in range(2)]
     twin = copy.deepcopy(cache)
-    model(ids[:, -1:], attention_mask=torch.cat([mask, mask[:, :1] | 1], 1), past_key_values=twin)
+    model(ids[:, -1:], attention_mask=torch.cat([mask, mask[:, :1] | 1], 1), **{CACHE: twin})
     assert twin.layers[0].cache.lengths == [33, 50]
     for row in range(2):
         assert_same_bytes(stored(cache, row), before[row])
@@ -680,10 +730,10 @@ def test_a_forward_behind_one_that_stopped_half_way(stop, then, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RooftileLayer, "attend", interrupted)
-        forwards[stop](ids[:, 6:7], past_key_values=cache)
+        forwards[stop](ids[:, 6:7], **{CACHE: cache})
     for _ in range(2):
         with pytest.raises(rt.RooftileError, match=r"half way.*; reset\(\) this cache"):
-            forwards[then](ids[:, 7:], past_key_values=cache)
+            forwards[then](ids[:, 7:], **{CACHE: cache})
     cache.reset()
     feed(model, ids, mask, (8,), cache)
     assert cache.get_seq_length() == 8
@@ -699,9 +749,9 @@ def test_a_layer_that_is_behind_is_noticed_in_a_graph():
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     for _ in range(2):
-        model(ids[:, -1:], past_key_values=caches[0])
+        model(ids[:, -1:], **{CACHE: caches[0]})
     with pytest.raises(rt.ArgumentError, match="a layer would hold 7 columns, the layer before it 8"):
-        model(ids[:, -1:], past_key_values=caches[1])
+        model(ids[:, -1:], **{CACHE: caches[1]})
 
 
 @pytest.mark.slow

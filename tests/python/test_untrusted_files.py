@@ -77,6 +77,31 @@ def test_classes_of_the_checkpoint_are_not_used(tmp_path, traps):
     load(source, rounding=ROUNDING, progress=False)
 
 
+def test_another_name_for_a_field_is_not_followed(tmp_path, traps, monkeypatch):
+    """config.json's own attribute_map: transformers would set auto_map, or the attention, by a field of any name."""
+    seen = []
+    make = transformers.AutoModelForCausalLM.from_config
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM,
+        "from_config",
+        lambda config, **options: (seen.append((config, options)), make(config, **options))[1],
+    )
+    names = {"further": "auto_map", "kernel": "_attn_implementation"}
+    text = {"attribute_map": names, "further": OWN}
+    source = traps(
+        plain(tmp_path / "source", attribute_map=names, further=OWN, kernel="some/kernel", kept={"text": [text]})
+    )
+    report = convert(source, tmp_path / "target", rounding=ROUNDING, progress=False)
+    written = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert "attribute_map" not in json.dumps(written) and written["kept"] == {"text": [{"further": OWN}]}
+    said = [line for line in report["left_out"] if "attribute_map" in line]
+    assert len(said) == 2 and all(line.startswith("config.json: attribute_map: ") for line in said)
+    ((config, options),) = seen
+    assert options["trust_remote_code"] is False
+    assert not hasattr(config, "auto_map") and config._attn_implementation != "some/kernel"
+    load(source, rounding=ROUNDING, progress=False)
+
+
 def test_a_model_that_only_the_checkpoint_knows(tmp_path, traps):
     """transformers has no causal language model of this type, and would ask for the checkpoint's."""
     source = traps(plain(tmp_path / "source", model_type="vit", auto_map=OWN))
@@ -228,6 +253,10 @@ def test_json_of_any_depth_and_size(tmp_path, monkeypatch):
         refused(source, tmp_path, str(config), rounding=ROUNDING)
     config.write_text(json.dumps({**fields, "deep": json.loads("[" * 98 + "]" * 98)}))
     convert(source, tmp_path / "deep", rounding=ROUNDING, progress=False)
+    with open(config, "r+b") as file:
+        file.truncate(100 * 2**20 + 1)
+    refused(source, tmp_path, str(config), f"expected at most {100 * 2**20} bytes", rounding=ROUNDING)
+    config.write_text(json.dumps(fields))
     monkeypatch.setattr("rooftile.checkpoints.folder._JSON_BYTES", 100)
     refused(source, tmp_path, str(config), "expected at most 100 bytes", rounding=ROUNDING)
 

@@ -480,6 +480,12 @@ def test_signed_form_packed_along_k():
     assert np.array_equal(weight_packed.astype(np.uint32).view(np.uint8).reshape(17, 64), w.unpack()[0].numpy())
 
 
+@pytest.mark.parametrize("kind", ["integer", "minima"])
+def test_the_signed_form_of_weights_with_zeros_is_refused(kind):
+    with pytest.raises(rt.NotSupportedError, match="to_kpacked: the signed form holds symmetric weights"):
+        both(17, 128, 32, kind)[0].to_kpacked()
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -543,6 +549,7 @@ def sample(bits=4):
         ),
         (lambda w: w.from_gguf(b"", "Q4_K", (4, 256)), rt.NotSupportedError, '"Q4_0" or "Q4_1"'),
         (lambda w: w.from_gguf(b"", "Q4_0", (4, 48)), rt.ArgumentError, "multiple of 32"),
+        (lambda w: w.from_gguf(b"", "Q4_0", (4, 0)), rt.ArgumentError, "K must be a positive multiple of 32"),
         (lambda w: w.from_gguf(None, "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),
         (lambda w: w.from_gguf(np.zeros(72, np.int8), "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),
         (lambda w: w.from_gguf(b"", "Q4_0", 7), rt.ArgumentError, "shape"),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.utils.prune
 from cases import linear
 from rooftile._rounding_report import kind_of
+from rooftile.experts import PackedStack
 from rooftile.nn import W4Linear, W8Linear
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -87,6 +88,107 @@ def test_a_linear_layer_does_not_take_the_checkpoint():
     empty = W4Linear(64, 48, group_size=32)
     empty.load_state_dict(state)
     assert torch.equal(empty.codes, ours.codes)
+
+
+def ordered(k=64, bits=4):
+    """A module with every array: an act-order and minima (integer zeros in 8 bits)."""
+    cls = W4Linear if bits == 4 else W8Linear
+    codes, scales, zeros = cls.WEIGHT.quantize(torch.randn(48, k), group_size=32).unpack()
+    zeros = torch.full_like(scales, 3, dtype=torch.uint8)
+    perm = torch.randperm(k, dtype=torch.int32)
+    weight = cls.WEIGHT.from_canonical(codes, scales, zeros, kind="integer", perm=perm)
+    return cls.from_weight(weight, torch.randn(48))
+
+
+def stack():
+    return PackedStack.from_weights([ordered().weight, ordered().weight])
+
+
+def empty_of(module):
+    """An empty module that takes `module`'s state_dict."""
+    layout = dict(module._layout, act_order=module.perm is not None)
+    n, k = layout.pop("shape")
+    if isinstance(module, PackedStack):
+        return PackedStack(len(module), k, n, **layout)
+    return type(module)(k, n, module.bias is not None, **layout)
+
+
+KINDS = {"w4": ordered, "w8": lambda: ordered(bits=8), "stack": stack}
+TENSORS = ("codes", "scales", "offsets", "perm", "_extra_state")
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_of_another_dtype_or_shape_is_not_loaded(kind, assign):
+    """torch converts what it copies: half of a code would be gone."""
+    ours = KINDS[kind]()
+    state, name = ours.state_dict(), type(ours).__name__
+    wrong_dtypes = [("codes", torch.float32), ("codes", torch.int8), ("scales", torch.int64), ("offsets", torch.half)]
+    for tensor, to in (*wrong_dtypes, ("perm", torch.int64), ("_extra_state", torch.float64)):
+        model = torch.nn.ModuleDict({"up": empty_of(ours)})
+        wrong = {f"up.{key}": value.to(to) if key == tensor else value for key, value in state.items()}
+        expected = str(state[tensor].dtype).removeprefix("torch.")
+        came = str(to).removeprefix("torch.")
+        with pytest.raises(
+            rt.ArgumentError, match=f"^{name}: tensor 'up.{tensor}' has dtype {came}, expected {expected}$"
+        ):
+            model.load_state_dict(wrong, assign=assign)
+        assert all(not buffer.any() for key, buffer in model.up.named_buffers() if key != "perm"), "nothing is loaded"
+    for tensor in ("codes", "scales", "offsets", "perm"):
+        wrong = state | {tensor: state[tensor][..., :-1]}
+        with pytest.raises(rt.ArgumentError, match=rf"^{name}: tensor '{tensor}' has shape \[.*\], expected \["):
+            empty_of(ours).load_state_dict(wrong, strict=False, assign=assign)
+    with pytest.raises(rt.ArgumentTypeError, match=f"^{name}: tensor 'codes' must be a torch tensor, got list"):
+        empty_of(ours).load_state_dict(state | {"codes": [1]}, strict=False, assign=assign)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_loaded_whole_or_not_at_all(kind):
+    """Also where missing and unexpected keys are let through: what is missing would be of another weight, or zeros."""
+    ours = KINDS[kind]()
+    state, name = ours.state_dict(), type(ours).__name__
+    for tensor in TENSORS:
+        part = {key: value for key, value in state.items() if key != tensor}
+        module = empty_of(ours)
+        with pytest.raises(rt.ArgumentError, match=f"^{name}: tensor '{tensor}' is missing .*'codes'|'scales'"):
+            module.load_state_dict(part, strict=False)
+        assert not module.codes.any()
+        with pytest.raises(rt.ArgumentError, match=f"^{name}: tensor 'up.{tensor}' is missing"):
+            torch.nn.ModuleDict({"up": module}).load_state_dict({f"up.{k}": v for k, v in part.items()}, strict=False)
+    before = ours.codes.clone()
+    ours.load_state_dict({}, strict=False)  # what is for other modules alone, as adapters are
+    assert torch.equal(ours.codes, before)
+    if kind != "stack":
+        ours.load_state_dict({"bias": torch.ones(48)}, strict=False)
+        assert torch.equal(ours.codes, before) and ours.bias.eq(1).all()
+
+
+def test_a_tensor_that_a_module_has_no_use_for_is_not_dropped():
+    """Without its order or its zeros a weight is another one."""
+    ours = ordered()
+    layout = {"group_size": 32, "kind": "integer"}
+    with pytest.raises(rt.ArgumentError, match=r"^W4Linear: tensor 'perm' is there, .* no act-order"):
+        W4Linear(64, 48, **layout).load_state_dict(ours.state_dict(), strict=False)
+    state = ours.state_dict() | {"_extra_state": W4Linear(64, 48, group_size=32).get_extra_state()}
+    with pytest.raises(rt.ArgumentError, match=r"^W4Linear: tensor 'offsets' is there, .* symmetric"):
+        W4Linear(64, 48, group_size=32, act_order=True).load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("name", ["codes", "scales", "offsets", "perm"])
+def test_a_deleted_buffer_is_named(name):
+    ours = ordered()
+    expected = ours(torch.ones(1, 64))
+    buffer = getattr(ours, name)
+    delattr(ours, name)
+    assert not hasattr(ours, name)
+    with pytest.raises(rt.ArgumentError, match=f"^W4Linear: its buffer '{name}' was deleted"):
+        ours(torch.ones(1, 64))
+    ours.register_buffer(name, buffer)
+    closeness.assert_bits_equal(ours(torch.ones(1, 64)), expected)
+    experts = stack()
+    delattr(experts, name)
+    with pytest.raises(rt.ArgumentError, match=f"^PackedStack: its buffer '{name}' was deleted"):
+        experts[0]
 
 
 def test_loading_into_used_module_is_seen():
@@ -287,7 +389,7 @@ def test_8_bits(bias):
     assert torch.equal(pickle.loads(pickle.dumps(ours.weight)).dequantize(), ours.weight.dequantize())
     torch._dynamo.reset()
     closeness.assert_bits_equal(torch.compile(ours, fullgraph=True, backend="eager")(x), ours(x))
-    with pytest.raises(RuntimeError, match="size mismatch for codes"):
+    with pytest.raises(rt.ArgumentError, match=r"^W4Linear: tensor 'codes' has shape \[3072\], expected \[1536\]"):
         W4Linear(64, 48, bias, group_size=32).load_state_dict(ours.state_dict())
 
 

@@ -25,6 +25,10 @@ KEPT, CONVERTED, DEQUANTISED = "kept", "converted", "dequantised"  # as stored, 
 _OP = "convert"
 _EXPECTED = "a folder with config.json and safetensors files, or a GGUF file"
 _LAYERS = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # what models call their number
+_HEADS = re.compile(r"(num|n)_((attention|key_value|kv)_)?heads?")
+_SIZES = {"hidden_size", "vocab_size", "head_dim", "n_embd", "d_model", "num_hidden_layers"}
+_MAY_BE_0 = {"intermediate_size", "ffn_dim", "n_inner", "d_ff"}
+_MOST = 2**31 - 1
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 _EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
@@ -86,14 +90,17 @@ def _how_to_download(path):
 
 def without_code(value, where, left_out):
     """A JSON object without the fields that make transformers run code of the checkpoint's choice: classes (auto_map)
-    and attention or expert kernels of a hub. left_out: gets a line for each, which begins with `where`."""
+    and attention or expert kernels of a hub; nor attribute_map, by which any other field would be one of these.
+    left_out: gets a line for each, which begins with `where`."""
     if isinstance(value, list):
         return [without_code(item, where, left_out) for item in value]
     if not isinstance(value, dict):
         return value
     kept = {}
     for key, item in value.items():
-        if key == "auto_map" or key.endswith(("_implementation", "_implementation_internal")):
+        if key == "attribute_map":
+            left_out.append(f"{where}: {key}: fields are read by the names that transformers has for them")
+        elif key == "auto_map" or key.endswith(("_implementation", "_implementation_internal")):
             left_out.append(f"{where}: {key}: code that a checkpoint names is never run")
         else:
             kept[key] = without_code(item, where, left_out)
@@ -205,14 +212,9 @@ class _FolderSource:
             raise ArgumentError(f"{self.where}: model_type must be a string, got {kind!r}")
         if kind not in transformers.CONFIG_MAPPING:
             raise NotSupportedError(f"{self.where}: model_type '{kind}' is not one that transformers knows by itself")
+        self.check_sizes("", self.config)
         text = self.config.get("text_config")
-        fields = {**self.config, **(text if isinstance(text, dict) else {})}
-        for key, layers in fields.items():
-            counts = type(layers) is int and _LAYERS.fullmatch(key)
-            if counts and layers > len(self.folder.tensors):  # before as many are made
-                raise ArgumentError(
-                    f"{self.where}: {key} is {layers}, but there are {len(self.folder.tensors)} tensors"
-                )
+        self.check_sizes("text_config.", text if isinstance(text, dict) else {})
         try:
             config = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(self.config))
             with torch.device("meta"):
@@ -220,6 +222,20 @@ class _FolderSource:
         except Exception as e:  # whatever a wrong field leads to
             reason = str(e).strip().replace("\n", " ")[:300]
             raise ArgumentError(f"{self.where}: transformers makes no causal language model of it: {reason}") from e
+
+    def check_sizes(self, prefix, fields):
+        """Raises ArgumentError naming a size that no model has, before as much is made: transformers takes any int.
+        What is no int it refuses by name."""
+        for key, size in fields.items():
+            least = 1 if key in _SIZES or _HEADS.fullmatch(key) else 0
+            if type(size) is not int or not (least or key in _MAY_BE_0 or _LAYERS.fullmatch(key)):
+                continue
+            if _LAYERS.fullmatch(key) and size > len(self.folder.tensors):
+                raise ArgumentError(
+                    f"{self.where}: {prefix}{key} is {size}, but there are {len(self.folder.tensors)} tensors"
+                )
+            if not least <= size <= _MOST:
+                raise ArgumentError(f"{self.where}: {prefix}{key} must be {least} to {_MOST}, got {size}")
 
     def tied_names(self):
         """Names of parameters that are another one's tensor."""

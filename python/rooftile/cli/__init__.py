@@ -33,10 +33,7 @@ def main(arguments=None):
         parser.print_help()
         return 2
     try:
-        with _signals_raise():
-            status = args.run(args)
-            sys.stdout.flush()
-            return status
+        return _run(args)
     except (ArgumentError, ArgumentTypeError, NotSupportedError) as e:
         return _fail(args, e, 2)
     except RooftileError as e:
@@ -59,6 +56,18 @@ def main(arguments=None):
         return _fail(args, f"ended by {e.signal.name}", 128 + e.signal)
 
 
+def _run(args):
+    with _signals_raise() as came:
+        try:
+            status = args.run(args)
+            sys.stdout.flush()
+            return status
+        except Exception:  # C code, as torch.tensor's, may make an error of its own of what a handler raises
+            if came:
+                raise came[0] from None
+            raise
+
+
 class _Ended(BaseException):
     def __init__(self, number):
         super().__init__(number)
@@ -67,19 +76,20 @@ class _Ended(BaseException):
 
 @contextlib.contextmanager
 def _signals_raise():
-    """SIGTERM and SIGHUP as exceptions, so that unfinished files are taken away. One that is ignored (nohup) stays so;
-    outside the main thread Python handles none."""
-    before = {}
+    """SIGINT, SIGTERM and SIGHUP as exceptions, so that unfinished files are taken away. One that is ignored (nohup)
+    stays so; outside the main thread Python handles none. Yields the list of the exceptions that were raised."""
+    before, came = {}, []
 
     def raise_it(number, frame):
-        raise _Ended(number)
+        came.append(KeyboardInterrupt() if number == signal.SIGINT else _Ended(number))
+        raise came[-1]
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 before[number] = signal.signal(number, raise_it)
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

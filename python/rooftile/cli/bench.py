@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rooftile bench FAMILY`: the kernels against the machine's roof, and against their peers, on one GPU."""
 
+import argparse
+import math
+
 from rooftile import _C
 from rooftile._results import COMMIT_HELP, machine
 from rooftile.cli._files import check_writable, write_json
@@ -20,12 +23,22 @@ def add_arguments(parser):
     )
     add("--peers", action="store_true", help="also time torch's own kernels, and what else is installed")
     add("--without", metavar="PEER", action="append", help="not this peer (may be given again)")
-    add("--seconds", metavar="N", type=float, help="begin no case after so long; what is left out is listed")
+    add("--seconds", metavar="N", type=_seconds, help="begin no case after so long; what is left out is listed")
     add("--only", metavar="TEXT", action="append", help="cases whose name holds TEXT (may be given again)")
     add("--case", metavar="NAME", action="append", help="these cases, also such as are not in the list")
     add("--list", action="store_true", help="print the names of the cases and stop")
     add("--commit", metavar="NAME", help=COMMIT_HELP)
     add("--json", metavar="FILE", help="write the results file")
+
+
+def _seconds(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
 
 
 def run(args):

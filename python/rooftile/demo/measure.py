@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import rooftile as rt
 from rooftile import evaluate
+from rooftile.integrations._models import CACHE
 from rooftile.integrations.transformers import RooftileCache
 
 
@@ -76,7 +77,7 @@ class Runner:
         """Seconds of one forward over ids [1, T] behind what the cache holds; the likeliest next token is written."""
         self.wait()
         start = time.perf_counter()
-        out = self(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self(ids, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1)
         self.wait()
         seconds = time.perf_counter() - start
         self.written.append(int(out.logits[0, -1].argmax()))

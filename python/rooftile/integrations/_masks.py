@@ -14,10 +14,6 @@ from transformers.masking_utils import (
 from rooftile.errors import ArgumentError, NotSupportedError
 
 
-class _PaddingElsewhere(ArgumentError):
-    """Padding behind a token."""
-
-
 class Mask:
     """Which columns are padding and how far a query looks back: what the attention function gets as attention_mask.
 
@@ -29,6 +25,7 @@ class Mask:
     all is padding. counts: int32 [B], tokens of each row among the new columns, None when all of them are tokens.
     begun: whether every row has a token by now, so that later columns cannot be padding. pads: padding of each row, a
     list, None when there is none.
+    behind: whether read() found padding behind a token.
     compared: whether a cache compares `tokens` with itself on the device, which makes reading them needless.
     """
 
@@ -37,6 +34,7 @@ class Mask:
         *_ARRAYS,
         "arguments",
         "begun",
+        "behind",
         "causal",
         "compared",
         "copies",
@@ -57,6 +55,7 @@ class Mask:
         self.q_length = arguments["q_length"] if arguments else 0
         self.causal = arguments is None  # read_causal() has run
         self.begun, self.compared, self.pads = True, False, None
+        self.behind = False
         self.device, self.copies = None, {}
 
     def on(self, device):
@@ -125,7 +124,11 @@ class Mask:
             try:
                 self.read_causal()
                 self.other = False
-            except (NotSupportedError, _PaddingElsewhere):
+            except NotSupportedError:
+                self.other = True
+            except ArgumentError:
+                if not self.behind:
+                    raise
                 self.other = True
         return not self.other
 
@@ -158,7 +161,8 @@ class Mask:
         after = tokens[:, :-1] & ~tokens[:, 1:]
         if after.any():
             row, column = after.nonzero()[0].tolist()
-            raise _PaddingElsewhere(
+            self.behind = True
+            raise ArgumentError(
                 f"attention_mask: row {row} has padding at column {column + 1}, behind a token; a RooftileCache takes "
                 "padding on the left only (tokenizer.padding_side = 'left'; or use_cache=False, to score texts)"
             )

@@ -2,13 +2,29 @@
 """Which models of transformers a RooftileCache is for, said before the first forward."""
 
 import functools
+import inspect
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.generation import GenerationMixin
 
 from rooftile.errors import ArgumentTypeError, NotSupportedError
 
 # What a config has where its attention does not keep one key and one value of head_dim a token and KV head.
 _LATENT = ("kv_lora_rank", "index_topk", "compress_ratios")
+
+
+# The names of a cache among the arguments of a forward and of generate(): transformers renamed it in 5.24.
+CACHE_KEYWORDS = ("cache", "past_key_values")
+
+
+def cache_keyword(function):
+    """The one that `function` takes: a model's forward, which may be of code that is older than transformers."""
+    new, old = CACHE_KEYWORDS
+    return new if new in inspect.signature(function).parameters else old
+
+
+# The one that generate() takes; messages name it.
+CACHE = cache_keyword(GenerationMixin.prepare_inputs_for_generation)
 
 
 def text_config(config):

@@ -26,7 +26,7 @@ from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
 from rooftile.errors import ArgumentError, NotSupportedError
 from rooftile.experts import STACKS, PackedExperts, PackedStack, experts_form
-from rooftile.nn import LINEARS, Packed, PackedLinear, take_over
+from rooftile.nn import LINEARS, Packed, PackedLinear, check_tensors, take_over
 from rooftile.quantize import RoundingPlan, name_patterns, rounding_of
 
 _logger = logging.get_logger(__name__)
@@ -255,18 +255,12 @@ def _empty_linear(where, model, name, layout):
 
 
 def _check_tensors(where, module, forms, tensors):
-    """A tensor that is missing would be left as random bytes with a warning: refuse it. forms: of the module's name;
-    the files have one of them."""
-    expected_tensors = module.state_dict()
-    name = next((form for form in forms if any(f"{form}.{suffix}" in tensors for suffix in expected_tensors)), forms[0])
-    for suffix, expected in expected_tensors.items():
-        info = tensors.get(f"{name}.{suffix}")
-        if info is None:
-            raise ArgumentError(f"{where}: tensor '{name}.{suffix}' is missing from the checkpoint")
-        if info.shape != tuple(expected.shape):
-            raise ArgumentError(
-                f"{info.file}: tensor '{info.name}' has shape {list(info.shape)}, expected {list(expected.shape)}"
-            )
-        dtype = _DTYPES.get(expected.dtype, info.dtype)  # a bias may be converted
-        if info.dtype != dtype:
-            raise ArgumentError(f"{info.file}: tensor '{info.name}' has dtype {info.dtype}, expected {dtype}")
+    """check_tensors of what the files hold: a missing one would be random bytes with a warning. forms: of the module's
+    name; the files have one of them."""
+    expected = module.state_dict()
+    name = next((form for form in forms if any(f"{form}.{suffix}" in tensors for suffix in expected)), forms[0])
+
+    def place(suffix, info):
+        return f"{where}: tensor '{name}.{suffix}'" if info is None else f"{info.file}: tensor '{info.name}'"
+
+    check_tensors(expected, {suffix: tensors.get(f"{name}.{suffix}") for suffix in expected}, place, _DTYPES.get)

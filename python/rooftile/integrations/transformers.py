@@ -7,7 +7,7 @@
     from rooftile.integrations.transformers import RooftileCache      # also registers the attention "rooftile"
 
     model.set_attn_implementation("rooftile")           # the same with a cache of one's own
-    model.generate(**inputs, past_key_values=RooftileCache(model.config, format="int4-kivi"))
+    model.generate(**inputs, cache=RooftileCache(model.config, format="int4-kivi"))     # past_key_values before 5.24
 
 How the pieces meet. For every layer transformers calls `cache.update(k, v)` and then the attention function with what
 update returned. A prompt must be attended raw before it is stored, a few new tokens must be stored before they are
@@ -42,6 +42,7 @@ from rooftile._calls import refuse_export
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.integrations import _models, _tensors
 from rooftile.integrations._masks import Mask, rooftile_mask
+from rooftile.integrations._models import CACHE, CACHE_KEYWORDS, cache_keyword
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: F401  registers quant_method "rooftile"
 from rooftile.kv_cache import GROUP, KIVI, integer
 from rooftile.kv_sliding import BACK, SlidingKVCache, pieces, ring_tokens
@@ -79,11 +80,11 @@ class _NewTokens:
     def _misuse(self):
         if self.layer.attention() == "rooftile":
             return NotSupportedError(
-                "past_key_values: this model's attention layers change the keys or values that they get from the "
+                f"{CACHE}: this model's attention layers change the keys or values that they get from the "
                 "cache, which a RooftileCache does not hand out; use a cache of transformers"
             )
         return NotSupportedError(
-            "past_key_values: RooftileCache can only be read by the attention function 'rooftile': "
+            f"{CACHE}: RooftileCache can only be read by the attention function 'rooftile': "
             "call model.set_attn_implementation('rooftile') before the forward, and reset() this cache"
         )
 
@@ -239,6 +240,7 @@ class RooftileLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
+    is_croppable = True  # kivi formats and full windows by a few tokens; a longer crop is refused
 
     def __init__(self, format, capacity, dtype, stepwise, attention):
         """attention: a function that returns the name of the model's attention implementation."""
@@ -266,10 +268,6 @@ class RooftileLayer(CacheLayerMixin):
     def __setstate__(self, state):  # a copy is another layer
         self.__dict__.update(state)
         self._take_number()
-
-    @property
-    def is_croppable(self):
-        return self.format not in KIVI
 
     @property
     def batch_size(self):
@@ -302,18 +300,18 @@ class RooftileLayer(CacheLayerMixin):
         shape = key_states.shape
         if shape != value_states.shape:
             raise NotSupportedError(
-                f"past_key_values: RooftileCache keeps keys and values of one shape, got keys {list(shape)} "
+                f"{CACHE}: RooftileCache keeps keys and values of one shape, got keys {list(shape)} "
                 f"and values {list(value_states.shape)} (multi-head latent attention)"
             )
         if self.cache is not None and shape[0] != self.cache.batch:
             raise ArgumentError(
-                f"past_key_values: this RooftileCache holds {self.cache.batch} rows, the input has {shape[0]}; call "
+                f"{CACHE}: this RooftileCache holds {self.cache.batch} rows, the input has {shape[0]}; call "
                 "reset() or use a new cache"
             )
         columns = self.stored + shape[2]
         if self.before is not None and self.before.stored != columns:
             raise ArgumentError(
-                f"past_key_values: a layer would hold {columns} columns, the layer before it {self.before.stored}: an "
+                f"{CACHE}: a layer would hold {columns} columns, the layer before it {self.before.stored}: an "
                 "earlier forward stopped half way; reset() this cache"
             )
         return columns
@@ -454,7 +452,7 @@ class RooftileLayer(CacheLayerMixin):
 
     def unfinished(self):
         return NotSupportedError(
-            "past_key_values: the tokens of an earlier forward were not stored, because it stopped half way or ran "
+            f"{CACHE}: the tokens of an earlier forward were not stored, because it stopped half way or ran "
             "another attention function than 'rooftile' (model.set_attn_implementation('rooftile')); "
             "reset() this cache"
         )
@@ -522,7 +520,7 @@ class RooftileLayer(CacheLayerMixin):
             self.cache.truncate(list(range(self.cache.batch)), tokens)
         except ArgumentError as e:
             raise ArgumentError(
-                f"past_key_values: {e} (assisted generation takes back what it proposed in vain: with kivi formats set "
+                f"{CACHE}: {e} (assisted generation takes back what it proposed in vain: with kivi formats set "
                 f"num_assistant_tokens, or prompt_lookup_num_tokens, to {_C.kv_step_back} or less)"
             ) from None
         self.begun = all(tokens)
@@ -552,7 +550,9 @@ class RooftileLayer(CacheLayerMixin):
 
 
 class RooftileCache(Cache):
-    """A KV cache of transformers in any rooftile format; goes in as `past_key_values`.
+    """A KV cache of transformers in any rooftile format.
+
+    It goes into a forward and generate() as `cache`, before transformers 5.24 as `past_key_values`.
 
     config: the model's config. format: one name for all layers, or {"default": name, layer: name}, as rt.ModelKVCache
     takes it; see docs/guide/cache-formats.md. capacity: tokens to make room for at once; the cache grows beyond it by
@@ -563,7 +563,7 @@ class RooftileCache(Cache):
     refused, as transformers would continue the first text.
 
         cache = RooftileCache(model.config, format="int4-kivi")
-        model.generate(**inputs, past_key_values=cache)          # cache.nbytes, cache.layers[i].cache (an rt.KVCache)
+        model.generate(**inputs, cache=cache)          # cache.nbytes, cache.layers[i].cache (an rt.KVCache)
 
     Raises ArgumentError or ArgumentTypeError for a wrong format, dtype or capacity, NotSupportedError for models
     that it is not for, with the reason.
@@ -596,7 +596,7 @@ class RooftileCache(Cache):
         """generate() sets this when it begins with a cache that it was given."""
         if self._generated and not self.turns and self.get_seq_length():
             raise ArgumentError(
-                f"past_key_values: an earlier generate() filled this RooftileCache with {self.get_seq_length()} "
+                f"{CACHE}: an earlier generate() filled this RooftileCache with {self.get_seq_length()} "
                 "columns, and its text would be continued. For another text use a new cache, or reset() this one "
                 "(rt.set_kv_cache(model, ...) gives every generate() its own); for a next turn, whose ids begin with "
                 "those of the turns before, make it with RooftileCache(..., turns=True)"
@@ -606,7 +606,7 @@ class RooftileCache(Cache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx >= len(self.layers):
             raise ArgumentError(
-                f"past_key_values: this RooftileCache is of a model with {len(self.layers)} layers, the model that was "
+                f"{CACHE}: this RooftileCache is of a model with {len(self.layers)} layers, the model that was "
                 f"called has a layer {layer_idx}; use RooftileCache(model.config) of this model"
             )
         return self.layers[layer_idx].update(key_states, value_states)
@@ -657,8 +657,9 @@ class RooftileCache(Cache):
 class _FreshCache:
     """The forward pre-hook of set_kv_cache: a forward that keeps a cache and is given none gets a new RooftileCache."""
 
-    def __init__(self, options):
+    def __init__(self, options, keyword):
         self.options = options
+        self.keyword = keyword  # what the model's forward calls its cache
         self.handle = None  # of the hook
 
     def make(self, model):
@@ -668,15 +669,19 @@ class _FreshCache:
     def __call__(self, model, args, kwargs):
         keeps = kwargs.get("use_cache")
         keeps = getattr(model.config, "use_cache", True) if keeps is None else keeps
-        # positional arguments of a causal language model: input_ids, attention_mask, position_ids, past_key_values
-        if keeps and len(args) < 4 and kwargs.get("past_key_values") is None:
+        # positional arguments of a causal language model: input_ids, attention_mask, position_ids, the cache
+        if keeps and len(args) < 4 and not _has_cache(kwargs):
             refuse_export(
                 "set_kv_cache",
                 "a cache counts tokens on the host; give use_cache=False, or take the cache back with "
                 "set_kv_cache(model, None)",
             )
-            kwargs["past_key_values"] = self.make(model)
+            kwargs[self.keyword] = self.make(model)
         return args, kwargs
+
+
+def _has_cache(kwargs):
+    return any(kwargs.get(name) is not None for name in CACHE_KEYWORDS)
 
 
 def _generate(model, fresh, *args, **kwargs):
@@ -688,8 +693,8 @@ def _generate(model, fresh, *args, **kwargs):
         return next((value for value in values if value is not None), None)
 
     dynamic = setting("cache_implementation") in (None, "dynamic")
-    if dynamic and kwargs.get("past_key_values") is None and setting("use_cache") is not False:
-        kwargs["past_key_values"] = fresh.make(model)
+    if dynamic and not _has_cache(kwargs) and setting("use_cache") is not False:
+        kwargs[CACHE] = fresh.make(model)
         if setting("cache_implementation") == "dynamic":
             return _generate_unnamed(model, given, args, kwargs)
     return type(model).generate(model, *args, **kwargs)
@@ -729,7 +734,7 @@ def set_kv_cache(model, format, options):
     if isinstance(before, functools.partial) and before.func is _generate:
         before.args[1].handle.remove()
     if format is not None:
-        fresh = _FreshCache({"format": format, **options})
+        fresh = _FreshCache({"format": format, **options}, cache_keyword(type(model).forward))
         fresh.handle = model.register_forward_pre_hook(fresh, with_kwargs=True)
         model.generate = functools.partial(_generate, model, fresh)
         model.set_attn_implementation("rooftile")

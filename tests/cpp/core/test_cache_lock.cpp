@@ -43,6 +43,26 @@ TEST(CacheLock, OneWriterOrManyReaders) {
   });
 }
 
+TEST(CacheLock, TheLastReaderOpensItToAWriter) {
+  CacheLock lock;
+  const auto writes = [&] {  // whether a writer on another thread gets in
+    bool in = false;
+    in_another_thread([&] {
+      in = lock.try_lock();
+      if (in) lock.unlock();
+    });
+    return in;
+  };
+  for (int readers : {1, 2, 5}) {
+    for (int i = 0; i < readers; ++i) ASSERT_TRUE(lock.try_lock_shared());
+    for (int i = 0; i < readers; ++i) {
+      EXPECT_FALSE(writes()) << readers - i << " of " << readers;
+      lock.unlock_shared();
+    }
+    EXPECT_TRUE(writes());
+  }
+}
+
 TEST(CacheLock, ItsWriterLocksItAgain) {
   CacheLock lock;
   lock.lock();

@@ -2,7 +2,12 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <iterator>
 #include <stdexcept>
+#include <stop_token>
 #include <thread>
 #include <vector>
 
@@ -21,6 +26,32 @@ TEST(Parallel, RunsEveryTaskOnce) {
       });
       for (auto& s : seen) ASSERT_EQ(s, 1);
     }
+}
+
+std::ptrdiff_t threads_here() {
+  const std::filesystem::directory_iterator all("/proc/self/task");
+  return std::distance(begin(all), end(all));
+}
+
+// Whether three tasks of three threads can wait for each other, and two threads are new.
+bool three_run_at_once() {
+  const std::jthread other([](const std::stop_token& stop) {  // TSan adds a thread to the first one
+    while (!stop.stop_requested()) std::this_thread::yield();
+  });
+  const std::ptrdiff_t before = threads_here();
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  std::atomic<int> here{0};
+  std::atomic<bool> late{false};
+  Parallel(3).run(3, [&](std::int64_t, int) {
+    ++here;
+    while (here < 3 && !late) late = late || std::chrono::steady_clock::now() > end;
+  });
+  return !late && threads_here() == before + 2;
+}
+
+TEST(ParallelDeathTest, TasksRunAtOnceOnAsManyThreadsAsAskedFor) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own: the pool keeps the threads of other loops
+  EXPECT_EXIT(std::_Exit(three_run_at_once() ? 0 : 1), testing::ExitedWithCode(0), "");
 }
 
 TEST(Parallel, AnExceptionReachesTheCallerAndTheNextLoopWorks) {

@@ -137,6 +137,40 @@ TEST_P(SmallOps, RopeAgreesWithTheReference) {
 
 INSTANTIATE_TEST_SUITE_P(DTypes, SmallOps, testing::Values(DType::f32, DType::f16, DType::bf16));
 
+// Calls `call`, which must fail in this way. Returns what it says.
+template <class Call>
+std::string said(ErrorKind kind, const Call& call) {
+  try {
+    call();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), kind);
+    return e.what();
+  }
+  return "nothing";
+}
+
+TEST(Checks, OfCallsOnAGpuNeedNone) {
+  const Context gpu{.device = {DeviceType::cuda, 0}, .variant = "avx2"};
+  Array x(DType::f16, {2, 8}), counts(DType::i32, {2}, 3);
+  EXPECT_EQ(said(ErrorKind::not_supported, [&] { check::check_gpu("op", gpu, "x", x.view); }),
+            "op: plan \"avx2\" is no variant of the GPU kernels; leave plan out");
+  EXPECT_EQ(said(ErrorKind::not_supported, [&] { check::cpu_kernels("op", gpu); }),
+            "op: tensors are on cuda:0, but this op has CPU kernels only");
+  counts.view.device = gpu.device;
+  const auto values = [&] { return check::device_values("op", "counts", counts.view, 2, gpu.device); };
+  EXPECT_EQ(said(ErrorKind::value, values), "op: counts must be contiguous on a GPU, got stride 3");
+  counts.view.stride[0] = 1;
+  EXPECT_EQ(values(), counts.view.data);
+}
+
+TEST(Checks, NormsThatAddNeedAResidual) {
+  Array x(DType::f32, {2, 8}), y(DType::f32, {2, 8}), res(DType::f32, {2, 8});
+  EXPECT_EQ(said(ErrorKind::type, [&] { add_rms_norm({}, x.view, {}, {}, 1e-6f, y.view, res.view); }),
+            "add_rms_norm: residual must be a tensor, got None");
+  EXPECT_EQ(said(ErrorKind::type, [&] { add_layer_norm({}, x.view, {}, {}, {}, 1e-6f, y.view, res.view); }),
+            "add_layer_norm: residual must be a tensor, got None");
+}
+
 TEST(Overlap, IsFoundExactly) {
   std::vector<float> memory(4096);
   std::uint64_t state = 7;
