@@ -142,7 +142,7 @@ def _score_batch(variant, ids, baseline, kept, advance):
     if variant.attention is not None:
         model.set_attn_implementation(variant.attention)
     cache = variant.make_cache(rows) if variant.make_cache is not None else None
-    keyword, step = cache_keyword(model.forward), variant.step or length
+    keyword, step = cache_keyword(model), variant.step or length
     sums = torch.zeros(3, rows, dtype=torch.float64, device="cpu")
     for begin in range(0, length, step):
         end = min(begin + step, length)

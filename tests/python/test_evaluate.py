@@ -2,6 +2,7 @@
 """Perplexity, paired differences, KL and agreement, against plain float64 sums over a tiny model."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -73,6 +74,24 @@ def test_steps_through_a_cache_are_the_whole_chunk(models, chunks, step):
     assert other.nll == pytest.approx(base.nll, abs=1e-5)
     assert other.kl == pytest.approx(0, abs=1e-6)
     assert other.top1.tolist() == [1] * 5
+
+
+class Wrapper:
+    """Called like the model that it holds, without naming the arguments."""
+
+    def __init__(self, model):
+        self.model, self.config, self.device = model, model.config, model.device
+
+    def __call__(self, ids, **options):
+        return self.model(ids, **options)
+
+
+def test_what_is_called_like_a_model(models, chunks):
+    stepped = Variant("stepped", Wrapper(models[0]), lambda rows: DynamicCache(config=models[0].config), step=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # a cache under its older name
+        base, other = compare([Variant("base", models[0]), stepped], chunks, progress=False)
+    assert other.nll == pytest.approx(base.nll, rel=1e-4)
 
 
 def test_result_does_not_depend_on_the_batch(models, chunks):

@@ -17,14 +17,18 @@ _LATENT = ("kv_lora_rank", "index_topk", "compress_ratios")
 CACHE_KEYWORDS = ("cache", "past_key_values")
 
 
-def cache_keyword(function):
-    """The one that `function` takes: a model's forward, which may be of code that is older than transformers."""
-    new, old = CACHE_KEYWORDS
-    return new if new in inspect.signature(function).parameters else old
+def _named(function):
+    return [name for name in CACHE_KEYWORDS if name in inspect.signature(function).parameters]
 
 
 # The one that generate() takes; messages name it.
-CACHE = cache_keyword(GenerationMixin.prepare_inputs_for_generation)
+CACHE = _named(GenerationMixin.prepare_inputs_for_generation)[0]
+
+
+def cache_keyword(model):
+    """The one that the forward of `model` takes, whose code may be older than transformers; of a model, its class or
+    what is called like a model. With none by name (**kwargs), transformers' own."""
+    return (*_named(getattr(model, "forward", model)), CACHE)[0]
 
 
 def text_config(config):

@@ -734,7 +734,7 @@ def set_kv_cache(model, format, options):
     if isinstance(before, functools.partial) and before.func is _generate:
         before.args[1].handle.remove()
     if format is not None:
-        fresh = _FreshCache({"format": format, **options}, cache_keyword(type(model).forward))
+        fresh = _FreshCache({"format": format, **options}, cache_keyword(type(model)))
         fresh.handle = model.register_forward_pre_hook(fresh, with_kwargs=True)
         model.generate = functools.partial(_generate, model, fresh)
         model.set_attn_implementation("rooftile")
