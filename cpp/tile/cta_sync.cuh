@@ -73,9 +73,9 @@ __device__ __forceinline__ void sync_cluster() {
 #endif
 }
 
-// The two halves of a cluster barrier without memory ordering for writes: arrive_at_cluster orders only this thread's
-// earlier reads; wait_for_cluster waits until all threads of the cluster have arrived or exited. Without clusters both
-// do nothing.
+// The two halves of a cluster barrier without memory ordering: wait_for_cluster waits until all threads of the cluster
+// have arrived or exited. A load that a thread has issued may still be on its way when the thread arrives; it is over
+// once its value was used. Without clusters both do nothing.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");

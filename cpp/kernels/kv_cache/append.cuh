@@ -154,7 +154,7 @@ __global__ __launch_bounds__(append_warps * 32,
     if (p.one_cluster && cta == 0) report_fault(p, e, b);
     return;
   }
-  tile::arrive_at_cluster();
+  tile::arrive_at_cluster();  // the vote above used the length that every thread read
   if (preload_rotates)
 #pragma unroll
     for (int i = 0; i < 2; ++i) preloaded.vec[i] = rotated(p.rope, pair[i], angles, lane);

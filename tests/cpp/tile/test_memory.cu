@@ -114,7 +114,7 @@ __global__ void meet(Place* places, volatile int* flag) {
   __shared__ int mine;
   const ClusterCoord at = cluster_coord();
   const int ranks = has_clusters ? size : 1;
-  const int before = flag[at.cluster];
+  places[blockIdx.x].before = flag[at.cluster];  // stored, so it has been read when this thread arrives
   arrive_at_cluster();
   wait_for_cluster();  // all have read the flag -> rank 0 may set it
   if (at.rank == 0) flag[at.cluster] = 1;
@@ -122,7 +122,7 @@ __global__ void meet(Place* places, volatile int* flag) {
   sync_cluster();  // `mine` of every CTA is written
   const int neighbour = *map_shared_rank(&mine, (at.rank + 1) % ranks);
   sync_cluster();  // nobody reads this CTA's shared memory any more
-  places[blockIdx.x] = {at.cluster, at.rank, neighbour, before, has_clusters};
+  places[blockIdx.x] = {at.cluster, at.rank, neighbour, places[blockIdx.x].before, has_clusters};
 }
 
 TEST_F(Tile, CtasOfAClusterMeet) {
