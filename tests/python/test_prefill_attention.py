@@ -345,6 +345,11 @@ def cu(*values):
         ({"rows": cu(0, 1)}, rt.ArgumentError, "rows"),
         ({"counts": cu(0, 4)}, rt.ArgumentError, "counts"),
         ({"counts": cu(0)}, rt.ArgumentError, "counts"),
+        (
+            {"k": torch.zeros(2, 4, 2, 32), "v": torch.zeros(2, 4, 2, 32), "counts": cu(0, 3)},
+            rt.ArgumentError,
+            "k must have as many tokens as q when counts is given, got 4 and 3 in sequence 0$",
+        ),
         ({"cu_seqlens_q": cu(0, 9)}, rt.ArgumentError, "q"),
         ({**CU, "cu_seqlens_q": cu(0, 9)}, rt.ArgumentTypeError, "cu_seqlens_k"),
         ({**CU, "cu_seqlens_q": cu(0, 9), "cu_seqlens_k": cu(0, 4, 9)}, rt.ArgumentError, "cu_seqlens_k"),
@@ -378,7 +383,11 @@ def test_bad_arguments(changes, error, name):
         ({"cache": 3}, rt.ArgumentTypeError, "cache"),
         ({"rows": cu(0, 5)}, rt.ArgumentError, "rows"),
         ({"rows": cu(0)}, rt.ArgumentError, "rows"),
-        ({"k": torch.zeros(2, 4, 2, 32), "v": torch.zeros(2, 4, 2, 32)}, rt.ArgumentError, "k"),
+        (
+            {"k": torch.zeros(2, 4, 2, 32), "v": torch.zeros(2, 4, 2, 32)},
+            rt.ArgumentError,
+            "k must have as many tokens as q when cache is given, got 4 and 3 in sequence 0$",
+        ),
         ({"k": torch.zeros(2, 3, 4, 32), "v": torch.zeros(2, 3, 4, 32)}, rt.ArgumentError, "k"),
         (
             {n: torch.zeros(2, 3, h, 32, dtype=torch.float16) for n, h in (("q", 4), ("k", 2), ("v", 2))},

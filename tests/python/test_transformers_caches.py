@@ -528,7 +528,26 @@ def test_bytes_beside_transformers_own_cache():
     assert cache.nbytes < 0.45 * held
 
 
-# ---- a long turn on a GPU, where torch reads the cache ----
+# ---- a prompt, and a long turn, on a GPU: by torch ----
+
+
+@pytest.mark.parametrize("window", [None, 40, 20, 1])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_a_prompt_through_torch_is_prefill_attention(kv_heads, window):
+    draw = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(3, 40, heads, 32, generator=draw) for heads in (6, kv_heads, kv_heads))
+    for counts in (None, torch.tensor([40, 0, 17], dtype=torch.int32)):
+        exact = rt.prefill_attention(q, k, v, counts=counts, window=window, scale=0.7)
+        out = _tensors.prompt(q, k, v, counts, scale=0.7, window=window, softcap=None, sinks=None)
+        torch.testing.assert_close(out, exact, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("given", [{"softcap": 20.0}, {"sinks": torch.zeros(2)}])
+def test_a_prompt_through_torch_refuses_what_torch_has_not(given):
+    q = torch.zeros(1, 3, 2, 32)
+    (name,) = given
+    with pytest.raises(rt.NotSupportedError, match=rf"^{name}: on a GPU .*RooftileCache\(\.\.\., stepwise=True\)"):
+        _tensors.prompt(q, q, q, None, **{"scale": None, "window": None, "softcap": None, "sinks": None, **given})
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8", "fp8", "int4", "int4-kivi-sym", "int4-kivi"])
