@@ -509,6 +509,7 @@ def test_config_arguments(tmp_path):
         ({"bits": True}, ARGUMENT),
         ({"zeros": "minima", "bits": 8}, ARGUMENT),
         ({"skip": [5]}, rt.ArgumentTypeError),
+        ({"quant_method": "gptq"}, ARGUMENT),
     ):
         with pytest.raises(error, match=next(iter(bad))):
             RooftileConfig(**bad)

@@ -356,6 +356,9 @@ def test_gated_into_its_own_gate(dtype, device, plan):
         rt.silu_mul(x, out=x[:, 25:])
     with pytest.raises(rt.ArgumentError, match="out overlaps the gate half"):
         rt.silu_mul(x, out=x[:, 1:26])
+    every_other = torch.zeros(4, 150, dtype=x.dtype, device=device)[:, ::2]
+    with pytest.raises(rt.ArgumentError, match="out must not share memory with the up half"):
+        rt.silu_mul(every_other[:, :50], out=every_other[:, 40:65])
 
 
 def test_gelu_names_its_forms():

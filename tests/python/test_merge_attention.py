@@ -38,6 +38,18 @@ def test_against_the_oracle(dtype, lead, plan, device):
     check_lse(lse, exact_lse)
 
 
+def test_sides_far_apart(dtype, plan, device):
+    """e to the difference of the two is beyond fp32."""
+    exact_parts, given = parts(dtype, 6, 3, device=device)
+    for side, lse in ((1, [-300, 300, -1e4, 0, 1e30, -1e30]), (3, [300, -300, 0, 1e4, -1e30, 1e30])):
+        exact_parts[side][:] = np.array(lse)[:, None]
+        given[side][:] = torch.tensor(lse)[:, None]
+    out, lse = rt.merge_attention(*given, plan=plan)
+    exact = np.where((exact_parts[1] > exact_parts[3])[..., None], exact_parts[0], exact_parts[2])
+    assert_bits_equal(out, cases.tensor(exact, dtype, device))
+    assert_bits_equal(lse, torch.maximum(given[1], given[3]))
+
+
 @pytest.mark.parametrize("garbage", [float("nan"), INF, 3.0])
 def test_a_side_that_saw_nothing_is_ignored(dtype, garbage, plan, device):
     _, (out_a, lse_a, out_b, lse_b) = parts(dtype, 5, 9, dim=33, device=device)

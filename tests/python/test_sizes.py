@@ -175,6 +175,12 @@ def test_an_output_that_cannot_be_allocated_is_named(framework):
     assert isinstance(caught.value, MemoryError | rt.DeviceError) and caught.value.__cause__ is not None
 
 
+def test_an_output_of_prefill_attention_that_cannot_be_allocated_is_named():
+    q, k = (torch.ones(1, 1, 1, 1).expand(1, n, 2**16, 2**8) for n in (2**20, 1))
+    with pytest.raises(rt.OutOfMemoryError, match="prefill_attention: no memory for out, float32"):
+        rt.prefill_attention(q, k, k)
+
+
 def test_a_cache_that_cannot_be_allocated_is_named():
     with pytest.raises(rt.OutOfMemoryError, match="KVCache: no memory on cpu"):
         rt.KVCache(2**20, 2**20, 64, 512, format="fp16")
