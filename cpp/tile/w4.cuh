@@ -2,6 +2,7 @@
 // The register A operand of mma m16n8k16 from the packed layout of a weight of 4 or 8 bits (core/w4_layout.h).
 #pragma once
 
+#include <cute/tensor.hpp>
 #include <type_traits>
 
 #include "tile/dequant.cuh"
@@ -30,11 +31,34 @@ struct CodeDecode {
   static constexpr bool fp16 = std::is_same_v<T, half>;
   static constexpr float unit = fp16 ? 512.0f : 64.0f;
   static constexpr std::uint32_t one = fp16 ? 0x18001800 : 0x3c803c80;  // 1 / unit
-  using Zero = std::uint32_t;                                           // (row g, row g + 8): -zero / unit
+  // -zero_point / unit of symmetric codes as a pair: a power of two.
+  static constexpr std::uint32_t symmetric_zero =
+      0x10001u * (0x8000u | (fp16 ? (bits + 5u) << 10 : (bits + 120u) << 7));
+  static constexpr std::uint32_t no_zero = 0x80008000;  // -0, which changes nothing
+  using Zero = std::uint32_t;                           // (row g, row g + 8): -zero / unit
 
   __device__ __forceinline__ static Zero zero(std::uint32_t g, std::uint32_t g8) {
     constexpr std::uint32_t lower = fp16 ? 0xf800f800 : 0xff00ff00;  // -2^15, -2^127
     return fma(g | g8 << 16, lower, 0x80008000);                     // plus -0, which changes nothing
+  }
+  // rZero (row g, row g + 8): -zero / unit as pairs of equal values.
+  template <class Zeros>
+  __device__ __forceinline__ static void set_zeros(Zeros& rZero, std::uint32_t g, std::uint32_t g8) {
+    const Zero both = zero(g, g8);
+    rZero(0) = __byte_perm(both, both, 0x1010), rZero(1) = __byte_perm(both, both, 0x3232);
+  }
+  // rCodes (WORD, MMA_K): a lane's words of each k-step, 1 in 4 bits and 2 in 8; rA (MMA, 1, MMA_K).
+  template <class Codes, class Zeros, class A>
+  __device__ __forceinline__ static void dequant(const Codes& rCodes, const Zeros& rZero, A& rA) {
+    cute::Tensor rA2 = cute::recast<std::uint32_t>(rA);  // (MMA / 2, 1, MMA_K)
+    CUTE_UNROLL
+    for (int k = 0; k < cute::size<1>(rCodes); ++k) {
+      std::uint32_t a[4];  // (registers of a fragment)
+      if constexpr (bits == 4) decode_word(rCodes(0, k), rZero(0), rZero(1), a);
+      else decode_words(rCodes(0, k), rCodes(1, k), rZero(0), rZero(1), a);
+      CUTE_UNROLL
+      for (int r = 0; r < 4; ++r) rA2(r, 0, k) = a[r];
+    }
   }
   __device__ __forceinline__ static void decode(const uint4 (&codes)[bits / 2], int k_block, Zero zero,
                                                 FragmentA (&a)[2]) {

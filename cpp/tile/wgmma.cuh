@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // wgmma of one warp group: D[64, N] += A[64, 16] B[16, N] in fp32. A comes from registers (warp i holds rows 16 i to
-// 16 i + 15, fragments as in tile/mma.cuh) or from shared memory, B from shared memory. wgmma is asynchronous: the
-// warps may touch the registers of A and D again after cute::warpgroup_wait.
+// 16 i + 15, fragments as in tile/mma.cuh), B from shared memory. wgmma is asynchronous: the warps may touch the
+// registers of A and D again after cute::warpgroup_wait.
 //   D: d[4 j], d[4 j + 1] = (row g, columns 8 j + 2t, 8 j + 2t + 1), d[4 j + 2], d[4 j + 3] = (row g + 8, ...)
 // Only code compiled for sm_90a may contain wgmma: kernels test `#ifdef ROOFTILE_WGMMA`.
 #pragma once
@@ -32,12 +32,8 @@ struct WgmmaAtom;
   struct WgmmaAtom<type, n> {                                                                                     \
     using RS =                                                                                                    \
         cute::SM90::GMMA::MMA_64x##n##x16_F32##name##_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>; \
-    using SS =                                                                                                    \
-        cute::SM90::GMMA::MMA_64x##n##x16_F32##name##_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>; \
   };
 #define ROOFTILE_WGMMA_ATOMS(n) ROOFTILE_WGMMA_ATOM(n, half, F16F16) ROOFTILE_WGMMA_ATOM(n, bf16, BF16BF16)
-ROOFTILE_WGMMA_ATOMS(8)
-ROOFTILE_WGMMA_ATOMS(16)
 ROOFTILE_WGMMA_ATOMS(32)
 ROOFTILE_WGMMA_ATOMS(64)
 ROOFTILE_WGMMA_ATOMS(128)
@@ -50,13 +46,6 @@ __device__ __forceinline__ void wgmma(float (&d)[M], const FragmentA& a, std::ui
   [&]<std::size_t... I>(std::index_sequence<I...>) {
     WgmmaAtom<T, 2 * M>::RS::fma(a.r[0], a.r[1], a.r[2], a.r[3], b, d[I]...,
                                  accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-  }(std::make_index_sequence<M>{});
-}
-// A from shared memory, accumulated into d.
-template <class T, int M>
-__device__ __forceinline__ void wgmma(float (&d)[M], std::uint64_t a, std::uint64_t b) {
-  [&]<std::size_t... I>(std::index_sequence<I...>) {
-    WgmmaAtom<T, 2 * M>::SS::fma(a, b, d[I]..., cute::SM90::GMMA::ScaleOut::One);
   }(std::make_index_sequence<M>{});
 }
 // The compiler moves no use of d across this point: cute::warpgroup_fence_operand for an array.

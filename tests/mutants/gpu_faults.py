@@ -140,7 +140,7 @@ FAULTS = {
     ),
     "tile_tail": Fault(
         "a scale block past the end of K is scaled with what lies there",
-        W4A16 + "stream.cuh",
+        W4A16 + "code_loader.cuh",
         "*reinterpret_cast<cute::uint128_t*>(stage + qparams_offset), groups_left > 0);",
         "*reinterpret_cast<cute::uint128_t*>(stage + qparams_offset), true);",
     ),
@@ -159,8 +159,8 @@ FAULTS = {
     "tile_next": Fault(
         "the next work tile gets the codes behind this one's",
         W4A16 + "wgmma.cuh",
-        "work = scheduler.next(); loader = loader_of(work);",
-        "work = scheduler.next();",
+        "      work = scheduler.next();\n      loader = loader_of(work);\n",
+        "      work = scheduler.next();\n",
     ),
     "tile_end": Fault(
         "a CTA may exit before its peer's last multicast write and arrival have landed",
@@ -252,11 +252,48 @@ FAULTS = {
         W4A16 + "inst/w8_half.cu",
     ),
     "last_fragments": Fault(
-        "the last fragment block of a step in 8 bits is not copied: the ring holds the one of an earlier step",
-        W4A16 + "stream.cuh",
+        "the last fragment block of a step in 8 bits is not copied: the stage holds the one of an earlier step",
+        W4A16 + "code_loader.cuh",
         "at < 2 * tile_bytes; at += w4_fragment_bytes",
         "at < tile_bytes + w4_fragment_bytes; at += w4_fragment_bytes",
         W4A16 + "inst/w8_half.cu",
+    ),
+    "ring_fragments": Fault(
+        "few tokens: the last fragment block of a step in 8 bits is not copied",
+        W4A16 + "code_ring.cuh",
+        "for (int f = 0; f < blocks; ++f)",
+        "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
+        W4A16 + "inst/w8_half.cu",
+    ),
+    "ring_tail": Fault(
+        "few tokens: a scale block past the end of K is scaled with what lies there",
+        W4A16 + "code_ring.cuh",
+        ".with(groups_left_ > 0)",
+        ".with(true)",
+    ),
+    "ring_zero": Fault(
+        "few tokens: row g + 8 is decoded with row g's zero point",
+        W4A16 + "code_ring.cuh",
+        "sZ(lane(), 1, group, stage)",
+        "sZ(lane(), 0, group, stage)",
+    ),
+    "ring_scale": Fault(
+        "few tokens: row g + 8 is scaled with row g's scale",
+        W4A16 + "stream_mainloop.cuh",
+        "i % 4 < 2 ? scale.x : scale.y",
+        "scale.x",
+    ),
+    "ring_wait": Fault(
+        "few tokens: a step is read before its copies have come",
+        W4A16 + "stream_mainloop.cuh",
+        "        cp_async_wait<S - 2>();\n        __syncwarp();",
+        "        __syncwarp();",
+    ),
+    "x_tile_tail": Fault(
+        "few tokens: what lies behind a row of x is read as part of it",
+        W4A16 + "x_tiles.cuh",
+        "gmem_x.with(k0 + get<1>(tXcX(0, n, k)) < p_.k)",
+        "gmem_x.with(true)",
     ),
     "copy_order": Fault(
         "the order of columns is ignored from column 2048 on",
@@ -295,8 +332,8 @@ FAULTS = {
     "split_k_order": Fault(
         "the last chunk of K is forgotten",
         "cpp/kernels/products/epilogue.cu",
-        "for (int split = 0; split < p.splits; ++split) {",
-        "for (int split = 0; split < p.splits - 1; ++split) {",
+        "sum_in_order(p.splits, ",
+        "sum_in_order(p.splits - 1, ",
     ),
     "linear_ring": Fault(
         "a step of W is read before its copies have come",
@@ -307,8 +344,8 @@ FAULTS = {
     "linear_slices": Fault(
         "a warp's share of K is left out of the sum",
         LINEAR + "stream.cuh",
-        "for (int s = 0; s < slices; ++s) {",
-        "for (int s = 0; s < max(slices - 1, 1); ++s) {",
+        "sum_in_order(slices, ",
+        "sum_in_order(max(slices - 1, 1), ",
     ),
     "linear_tail": Fault(
         "one element behind the end of K counts",
@@ -325,8 +362,8 @@ FAULTS = {
     "linear_tma_x": Fault(
         "both boxes of a step meet the first one's x",
         LINEAR + "tma.cu",
-        "x + k_tile * (x_bytes / 16) + 2 * i",
-        "x + 2 * i",
+        "tile_at(tCrX, s * stage_bytes + k_tile * x_bytes)",
+        "tile_at(tCrX, s * stage_bytes)",
     ),
     "linear_tma_step": Fault(
         "the last step of K is left out",
@@ -343,8 +380,8 @@ FAULTS = {
     "linear_tma_split": Fault(
         "the last chunk of K is forgotten",
         LINEAR + "tma.cu",
-        "for (int peer = 0; peer < cluster; ++peer) {",
-        "for (int peer = 0; peer < max(cluster - 1, 1); ++peer) {",
+        "sum_in_order(cluster, ",
+        "sum_in_order(max(cluster - 1, 1), ",
     ),
     "linear_tma_sums": Fault(
         "sums are added before the other blocks have put theirs",
@@ -360,7 +397,7 @@ FAULTS = {
     ),
     "linear_residual": Fault(
         "tiles forget the residual",
-        LINEAR + "collective.cu",
+        LINEAR + "collective.cuh",
         "p.residual.data ? 1.0f : 0.0f",
         "0.0f",
     ),
@@ -414,6 +451,18 @@ FAULTS = {
         "load_vec<vector>(x, first(k), n, minus_infinity<T>)",
         "load_vec<vector>(x, first(k), n)",
     ),
+    "linear_collective_split": Fault(
+        "every split multiplies the first split's k",
+        LINEAR + "collective.cuh",
+        "p.splits > 1 ? k : 0",
+        "0",
+    ),
+    "linear_collective_partial": Fault(
+        "every split stores its partial sums where the first one does",
+        LINEAR + "collective.cuh",
+        "output(p.padded_n(), p.tokens * p.padded_n())",
+        "output(p.padded_n(), 0)",
+    ),
 }
 
 
@@ -426,6 +475,7 @@ SOURCES = {
     W4A16 + "gather_x.cuh": W4A16 + "matmul.cu",
     W4A16: W4A16 + "inst/w4_half.cu",
     "cpp/tile/w4.cuh": W4A16 + "inst/w4_half.cu",
+    LINEAR + "collective.cuh": LINEAR + "inst/collective_half.cu",
     LINEAR: LINEAR + "linear.cu",
 }
 TESTS = {  # by the folder of the source

@@ -53,6 +53,9 @@ def test_plans_of_a_gpu_that_is_not_there():
     said = product("linear", 1, 4096, 4096, device="sm_90a", sms=132)
     assert said.plan == "tma config=0 tma_rows=64 cluster=2 stages=6"
     assert said.kernel == "cuda_float16_linear_tma8_split2"
+    said = product("linear", 128, 4096, 14336, device="sm_90a", sms=132)
+    assert said.plan == "collective config=0 splits=2"
+    assert said.kernel == "cuda_float16_linear_tile64x128_split2" and said.workspace_bytes == 2 * 128 * 4096 * 4
     assert product("linear", 1, 4096, 4096, device="sm_80", sms=132).plan.startswith("stream ")
     assert product("linear", 300, 4096, 4096, device="sm_80").plan == "multistage"
     assert product("linear", 3, 100, 30, device="sm_90a").plan.startswith("stream ")  # rows of 60 bytes
@@ -150,8 +153,8 @@ def test_every_path_is_reached():
         "linear": [
             "stream config=0 row_tiles=1 slices_log2=3 splits=2",
             "tma config=3 tma_rows=128 cluster=1 stages=3",
-            "collective config=0",
-            "collective config=1",
+            *(f"collective config={config} splits=1" for config in range(5)),
+            *(f"collective config={config} splits=4" for config in (0, 2)),
         ],
         "w4a16_matmul": [
             "stream config=3 splits=1 cluster=1",
@@ -269,8 +272,7 @@ LINEAR_PLANS = [
         for c in range(4)
         for r, cl, st in ((16, 1, 6), (48, 2, 4), (128, 1, 3), (128, 2, 4))
     ),
-    "collective config=0",
-    "collective config=1",
+    *(f"collective config={c} splits={s}" for c in range(5) for s in (1, 2, 3, 8)),
     "multistage",
 ]
 PACKED_PLANS = [

@@ -31,15 +31,4 @@ struct Activate {
   }
 };
 
-template <class T>
-struct CutlassElement;
-template <>
-struct CutlassElement<tile::half> {
-  using type = cutlass::half_t;
-};
-template <>
-struct CutlassElement<tile::bf16> {
-  using type = cutlass::bfloat16_t;
-};
-
 }  // namespace rooftile::gpu

@@ -47,8 +47,8 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   p.tokens = a.x.rows();
   p.splits = plan.splits;
   p.partial = reinterpret_cast<float*>(workspace_of(op_name, ctx, plan.workspace_bytes));
-  p.m_blocks = static_cast<unsigned>(plan.m_blocks);
-  p.n_blocks = static_cast<unsigned>(plan.n_blocks);
+  if (plan.m_blocks > 0) p.by_m_blocks = Divisor(static_cast<int>(plan.m_blocks));
+  if (plan.n_blocks > 0) p.by_n_blocks = Divisor(static_cast<int>(plan.n_blocks));
   const int step_k = plan.path == LinearPath::tma ? linear_tma_step_k : linear_step_k;
   p.steps = static_cast<int>((p.k + step_k - 1) / step_k);
   p.split_steps = plan.split_steps;
@@ -58,6 +58,7 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   }
   if (plan.path == LinearPath::collective) {
     linear_collective(scope, p, a.x.dtype, plan.config);
+    if (p.splits > 1) split_k_epilogue(scope, p, a.x.dtype);
     return kernel;
   }
   if (plan.path == LinearPath::multistage) {
@@ -77,7 +78,8 @@ void load_linear_kernels(const char* op) {
     for (int config : {0, 1})
       for (bool vec : {true, false}) load_kernel(op, stream_of(dtype, config, vec));
   load_linear_tma(op);
-  load_linear_collectives(op);
+  load_linear_collectives_half(op);
+  load_linear_collectives_bf16(op);
   load_linear_multistage(op);
 }
 

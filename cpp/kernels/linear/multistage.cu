@@ -13,6 +13,7 @@
 
 #include "kernels/linear/activate.cuh"
 #include "kernels/linear/params.h"
+#include "kernels/linear/traits.cuh"
 #include "kernels/warmup.h"
 
 namespace rooftile::gpu {
@@ -99,7 +100,7 @@ struct LinearMultistage {
 template <class Cfg>
 __global__ void __launch_bounds__(Cfg::Kernel::kThreadCount, 2)
     linear_multistage_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
-#if __CUDA_ARCH__ < 900  // Hopper runs collective.cu instead
+#if __CUDA_ARCH__ < 900  // Hopper runs collective.cuh instead
   extern __shared__ __align__(128) char shared[];
   Cfg::Kernel::invoke(p, *reinterpret_cast<typename Cfg::Kernel::SharedStorage*>(shared));
 #endif

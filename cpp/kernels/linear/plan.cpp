@@ -2,6 +2,7 @@
 #include "kernels/linear/plan.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 #include "core/kernel_name.h"
@@ -25,7 +26,8 @@ constexpr PlanChoice<LinearPlan> tma_choices[] = {{"config", &LinearPlan::config
                                                   {"tma_rows", &LinearPlan::tma_rows},
                                                   {"cluster", &LinearPlan::cluster},
                                                   {"stages", &LinearPlan::stages}};
-constexpr PlanChoice<LinearPlan> collective_choices[] = {{"config", &LinearPlan::config}};
+constexpr PlanChoice<LinearPlan> collective_choices[] = {{"config", &LinearPlan::config},
+                                                         {"splits", &LinearPlan::splits}};
 constexpr PlanPath<LinearPlan> paths[] = {// in the order of LinearPath
                                           {"stream", stream_choices},
                                           {"tma", tma_choices},
@@ -53,9 +55,10 @@ void complete(const LinearProblem& p, LinearPlan& plan) {
     plan.split_steps = static_cast<int>(divide_up(divide_up(p.k, linear_step_k), plan.splits));
     plan.shared_bytes =
         static_cast<std::size_t>((plan.row_tiles << plan.slices_log2) * linear_stages * linear_step_bytes);
-    if (plan.splits > 1)
-      plan.workspace_bytes = sizeof(float) * static_cast<std::size_t>(plan.splits * p.m * row_tiles * linear_rows);
   }
+  if (plan.splits > 1)
+    plan.workspace_bytes =
+        sizeof(float) * static_cast<std::size_t>(plan.splits * p.m * divide_up(p.n, linear_rows) * linear_rows);
 }
 
 // The number of splits of K with the least estimated time. The constants are rough facts of a large GPU: KB per
@@ -123,18 +126,67 @@ void plan_tma(const LinearProblem& p, LinearPlan& plan) {
   plan.why = "up to 64 tokens at a time on wgmma";
 }
 
-// The tile config whose busiest SM finishes first. cycles: of a step of 64 k on an H200, roughly; L2 bounds the small
-// tile, tensor cores bound the large one.
-// M = 1024, N = 4096, 132 SMs: 64 x 128 makes 64 * 8 = 512 tiles, 4 for the busiest SM, 4 * 400 = 1600 cycles a step;
-// 128 x 256 makes 32 * 4 = 128, one for each, 1100. M = 256: 128 tiles, 400, or 32 tiles, 1100.
-int collective_config(const LinearProblem& p) {
-  constexpr int cycles[] = {400, 1100};
-  const auto time = [&](int config) {
-    const LinearTile tile = linear_collective_tiles[config];
-    const std::int64_t tiles = divide_up(p.n, 2 * tile.rows) * 2 * divide_up(p.m, tile.tokens);  // clusters of two
-    return divide_up(tiles, std::max(p.sms, 1)) * cycles[config];
-  };
-  return time(1) < time(0) ? 1 : 0;
+// Nanoseconds of an H200 for one step of 64 k of a tile of collective.cuh, where `busy` (0 to 1) of the SMs have a CTA.
+// The slowest of three rates, each measured where it is the limit:
+//   tensor cores  128 x 256 takes 700 ns (K 14336, N 4096, M 1024: 128 tiles, 160 us)
+//   an SM's port  126 bytes a ns arrive, a peer's multicast too (64 x 128 on 64 SMs: 196 ns; K 14336, N 4096, M 128)
+//   L2            62 bytes a ns for each SM, a multicast counted once (64 x 128 on 128 SMs: 255 ns; the same, M 256)
+double step_ns(LinearTile tile, double busy) {
+  constexpr double row_bytes = 2 * linear_collective_step_k;
+  const double rows = tile.rows, tokens = tile.tokens;
+  const double loaded = tile.pair_shares_rows ? rows / 2 + tokens : rows + tokens / 2;
+  return std::max(
+      {700 * rows * tokens / (128 * 256), (rows + tokens) * row_bytes / 126, loaded * row_bytes / 62 * busy});
+}
+
+// Estimated nanoseconds of a product after its start: waves of tiles, each with its steps and, unless ping-pong hides
+// it, an epilogue (600 ns of 128 x 256); no less than W's bytes take from memory, 4100 a ns, and in proportion more
+// where a last wave of few CTAs asks for too little at a time. Split-K adds a kernel (2500 ns), and 8 bytes an output
+// and split, written and read at 4000 a ns.
+//
+// K 4096, N 14336, M 1024 on 132 SMs, 64 steps:
+//   128 x 256: 112 x 4 tiles, 3.39 waves -> 4 x (64 x 700 + 600) = 182 us
+//   192 x 128:  75 x 8 tiles, 4.55 waves -> 5 x (64 x 525 + 450) = 170 us
+//   224 x 128:  64 x 8 tiles, 3.88 waves -> 4 x (64 x 613 + 525) = 159 us: chosen, 97 % of the SMs have a tile
+// K 14336, N 4096, M 128, 224 steps, 64 x 128: 64 tiles leave half of the SMs idle
+//   one split:  224 x 195                 = 44 us
+//   two splits: 112 x 256, 2.5 and 2.1 us = 33 us: chosen
+double collective_ns(const LinearProblem& p, std::int64_t m, LinearTile tile, int splits) {
+  const auto count = [](std::int64_t a) { return static_cast<double>(a); };
+  const std::int64_t steps = divide_up(p.k / splits, linear_collective_step_k), sms = std::max(p.sms, 1),
+                     ctas = linear_collective_ctas(tile, p.n, m) * splits, waves = divide_up(ctas, sms);
+  const double epilogue = tile.ping_pong ? 0 : 600.0 * tile.rows * tile.tokens / (128 * 256);
+  const double busy = count(ctas) / count(waves * sms);
+  const double tiles = count(waves) * (count(steps) * step_ns(tile, busy) + epilogue);
+  const double memory = 2 * count(p.n) * count(p.k) / 4100 / (waves > 1 ? busy : 1);
+  const double partial_bytes = 8.0 * splits * count(m) * count(p.n);
+  return std::max(tiles, memory) + (splits > 1 ? 2500 + partial_bytes / 4000 : 0);
+}
+
+// Splits of K on the collective path begin at multiples of 16 bytes, as TMA asks, and have whole steps to read.
+bool collective_splits_evenly(const LinearProblem& p, int splits) {
+  return splits == 1 || (p.k % (8 * splits) == 0 && p.k / splits >= linear_collective_step_k);
+}
+
+void plan_collective(const LinearProblem& p, LinearPlan& plan) {
+  plan.path = LinearPath::collective;
+  const bool may_split = p.m <= linear_split_tokens;
+  const std::int64_t m = may_split ? divide_up(p.m, 128) * 128 : p.m;  // one plan for all of a bucket
+  double least = 0;
+  for (int splits = 1; splits <= (may_split ? max_splits : 1); ++splits) {
+    if (splits > 1 && (!collective_splits_evenly(p, splits) || p.k / splits < 8 * linear_collective_step_k))
+      continue;  // a split fills the ring at least once
+    for (int config = 0; const LinearTile tile : linear_collective_tiles) {
+      const int index = config++;
+      if (splits > 1 && (!linear_may_split(tile) || linear_collective_ctas(tile, p.n, m) * splits > p.sms)) continue;
+      const double ns = collective_ns(p, m, tile, splits);
+      if (least > 0 && ns >= 0.98 * least) continue;  // estimates this near are level: the first, a simpler plan, stays
+      least = ns;
+      plan.config = index;
+      plan.splits = splits;
+    }
+  }
+  plan.why = plan.splits > 1 ? "tiles of tokens on wgmma, split-K to fill the device" : "tiles of tokens on wgmma";
 }
 
 bool stream_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) {
@@ -168,6 +220,20 @@ bool tma_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) 
                     plan.stages);
 }
 
+bool collective_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) {
+  if (!(check.need(p.wgmma && p.aligned_all,
+                   "path must not be collective, which needs Hopper and rows of x, weight, out, bias and residual that "
+                   "are whole 16-byte vectors") &&
+        check.range("config", plan.config, 0, std::ssize(linear_collective_tiles) - 1) &&
+        check.range("splits", plan.splits, 1, p.m <= linear_split_tokens ? max_splits : 1)))
+    return false;
+  const LinearTile tile = linear_collective_tiles[plan.config];
+  return check.need(plan.splits == 1 || linear_may_split(tile), "splits must be 1 with tiles of ", tile.rows, " x ",
+                    tile.tokens, ", got ", plan.splits) &&
+         check.need(collective_splits_evenly(p, plan.splits), "splits must divide K = ", p.k,
+                    " into equal multiples of 8, at least ", linear_collective_step_k, " each, got ", plan.splits);
+}
+
 // Whether the path and its choices fit the problem.
 bool choices_fit(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) {
   switch (plan.path) {
@@ -176,10 +242,7 @@ bool choices_fit(PlanCheck& check, const LinearProblem& p, const LinearPlan& pla
     case LinearPath::tma:
       return tma_fits(check, p, plan);
     case LinearPath::collective:
-      return check.need(p.wgmma && p.aligned_all,
-                        "path must not be collective, which needs Hopper and rows of x, weight, out, bias and residual "
-                        "that are whole 16-byte vectors") &&
-             check.range("config", plan.config, 0, 1);
+      return collective_fits(check, p, plan);
     case LinearPath::multistage:
       return check.need(!p.wgmma && p.aligned_all,
                         "path must not be multistage, which is for GPUs other than Hopper and needs rows of x, weight, "
@@ -189,6 +252,11 @@ bool choices_fit(PlanCheck& check, const LinearProblem& p, const LinearPlan& pla
 }
 
 }  // namespace
+
+std::int64_t linear_collective_ctas(LinearTile tile, std::int64_t n, std::int64_t m) {
+  const std::int64_t row_tiles = divide_up(n, tile.rows), token_tiles = divide_up(m, tile.tokens);
+  return tile.pair_shares_rows ? row_tiles * divide_up(token_tiles, 2) * 2 : divide_up(row_tiles, 2) * 2 * token_tiles;
+}
 
 LinearProblem problem_of(const LinearArgs& a, int sms, bool wgmma) {
   constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max();        // rows are counted in int
@@ -213,9 +281,11 @@ KernelName kernel_of(const LinearPlan& plan, const LinearArgs& a) {
       return linear("stream", plan.config == 0 ? 8 : 16, vec ? "_split" : "_strided_split", plan.splits);
     case LinearPath::tma:
       return linear("tma", linear_tma_block_m[plan.config], "_split", plan.cluster);
-    case LinearPath::collective:
-      return linear("tile", linear_collective_tiles[plan.config].rows, "x",
-                    linear_collective_tiles[plan.config].tokens);
+    case LinearPath::collective: {
+      const LinearTile tile = linear_collective_tiles[plan.config];
+      if (plan.splits > 1) return linear("tile", tile.rows, "x", tile.tokens, "_split", plan.splits);
+      return linear("tile", tile.rows, "x", tile.tokens);
+    }
     case LinearPath::multistage:
       return linear("multistage", linear_multistage_tile.rows, "x", linear_multistage_tile.tokens);
   }
@@ -246,10 +316,11 @@ LinearPlan plan_linear(const LinearProblem& p) {
     plan_tma(p, plan);
   } else if (!p.aligned_all || p.m <= linear_stream_tokens) {
     plan_stream(p, plan);
+  } else if (p.wgmma) {
+    plan_collective(p, plan);
   } else {
-    plan.path = p.wgmma ? LinearPath::collective : LinearPath::multistage;
-    if (p.wgmma) plan.config = collective_config(p);
-    plan.why = p.wgmma ? "tiles of tokens on wgmma" : "tiles of tokens on mma.sync";
+    plan.path = LinearPath::multistage;
+    plan.why = "tiles of tokens on mma.sync";
   }
   complete(p, plan);
   return plan;

@@ -14,7 +14,7 @@ struct LinearArgs;
 
 namespace rooftile::gpu {
 
-// stream: stream.cuh, any strides. tma, collective: tma.cu and collective.cu on Hopper's wgmma. multistage:
+// stream: stream.cuh, any strides. tma, collective: tma.cu and collective.cuh on Hopper's wgmma. multistage:
 // multistage.cu on mma.sync, for other GPUs.
 enum class LinearPath : std::uint8_t { stream, tma, collective, multistage };
 
@@ -41,8 +41,14 @@ inline constexpr int linear_tma_max_tokens = 64;
 // Tile of a CTA on the collective and multistage paths: rows of W x tokens.
 struct LinearTile {
   int rows, tokens;
+  bool ping_pong = false;         // collective.cuh: each consumer warp group has tiles of its own
+  bool pair_shares_rows = false;  // collective.cuh: the CTAs of a cluster share rows of W, not tokens
 };
-inline constexpr LinearTile linear_collective_tiles[] = {{64, 128}, {128, 256}};
+inline constexpr LinearTile linear_collective_tiles[] = {
+    {64, 128, true}, {128, 256}, {128, 128}, {192, 128, false, true}, {224, 128, false, true}};
+constexpr bool linear_may_split(LinearTile tile) { return tile.rows <= 128 && tile.tokens == 128; }
+inline constexpr int linear_collective_step_k = 64;
+inline constexpr int linear_split_tokens = 256;  // collective.cuh splits K up to so many tokens
 inline constexpr LinearTile linear_multistage_tile = {128, 128};
 
 struct LinearProblem {
@@ -60,13 +66,16 @@ struct LinearPlan {
   // tma
   int tma_rows = 0, stages = 0;  // rows of W of a CTA; stages of its ring
   int cluster = 1;               // CTAs of a cluster, one for each split of K
-  // stream
+  // stream, and for `splits` collective
   int row_tiles = 1, slices_log2 = 0;  // a CTA has row_tiles << slices_log2 warps
   int splits = 1;                      // splits of K; above 1 the partial sums go through the workspace
   int split_steps = 0;                 // steps of one split: 64 k each on the stream path, 128 k on the tma path
   std::size_t shared_bytes = 0, workspace_bytes = 0;
   const char* why = "";
 };
+
+// CTAs of collective.cuh for one split of K, whole clusters.
+std::int64_t linear_collective_ctas(LinearTile, std::int64_t n, std::int64_t m);
 
 LinearProblem problem_of(const LinearArgs&, int sms, bool wgmma);
 KernelName kernel_of(const LinearPlan&, const LinearArgs&);  // the kernel's name
@@ -75,8 +84,9 @@ std::string text(const LinearPlan&);
 // The first field that does not fit the problem, and what fits: "config must be 0 to 3, got 7"; "" if all do.
 std::string check_plan(const LinearProblem&, const LinearPlan&);
 
-// Same problem and device, same plan. On the tma path, and on the stream path up to 16 tokens, only the config and
-// m_blocks depend on m, and no bit of a result depends on these.
+// Same problem and device, same plan. K splits, and with them the bits of a row, depend on m through its bucket only:
+// on the tma path, and on the stream path up to 16 tokens, there is one; on the collective path the buckets are 65 to
+// 128 tokens, 129 to 256, and more, where K is not split.
 LinearPlan plan_linear(const LinearProblem&);
 // The plan that a caller forces by its text, null for the one above. Throws where it does not fit.
 LinearPlan plan_linear(const char* op, const LinearProblem&, const char* forced);

@@ -23,21 +23,12 @@
 #pragma once
 
 #include "kernels/linear/params.h"
+#include "kernels/linear/traits.cuh"
 #include "kernels/products/epilogue.cuh"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
-#include "tile/mma.cuh"
 
 namespace rooftile::gpu {
-
-// vec: rows of W and x are whole 16-byte vectors at 16-byte addresses, and rows of x have one stride. Otherwise the
-// kernel gathers element by element.
-template <class Element, int token_tiles_, bool vec_>
-struct LinearConfig {
-  using T = Element;
-  static constexpr int token_tiles = token_tiles_;  // mma tiles of 8 tokens
-  static constexpr bool vec = vec_;
-};
 
 // Gathers eight elements of a row, `step` elements apart; elements from the `left`th on are zero-filled.
 template <class T>
@@ -45,7 +36,7 @@ __device__ __forceinline__ uint4 gather(const T* from, std::int64_t step, int le
   std::uint32_t words[4] = {};  // (4) words of two elements
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (i < left) words[i / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(from)[i * step]} << 16 * (i % 2);
+    if (i < left) words[i / 2] |= std::uint32_t{from[i * step].raw()} << 16 * (i % 2);
   return {words[0], words[1], words[2], words[3]};
 }
 
@@ -55,9 +46,8 @@ class XLoader {
   using T = typename Cfg::T;
 
  public:
-  struct Step {
-    uint4 at[Cfg::token_tiles][2];  // (token_tiles, halves of 32 k) vectors of 8 elements
-  };
+  // (halves of 32 k, token_tiles) vectors of 8 elements
+  using Step = decltype(cute::make_tensor<uint4>(cute::Shape<cute::_2, cute::Int<Cfg::token_tiles>>{}));
   // k: first k of this lane in its first step; stride: k between steps.
   __device__ __forceinline__ XLoader(const LinearParams& p, std::int64_t token0, int tokens, std::int64_t k, int stride)
       : step_(Cfg::vec ? 1 : p.x.last_stride), left_(static_cast<int>(p.k - k)), stride_(stride) {
@@ -71,15 +61,15 @@ class XLoader {
   }
   __device__ __forceinline__ Step next() {
     Step x;
+    cute::clear(x);
 #pragma unroll
     for (int nt = 0; nt < Cfg::token_tiles; ++nt) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint4& to = x.at[nt][half];
-        to = {};
         if (!valid_[nt] || left_ <= 32 * half) continue;
-        if constexpr (Cfg::vec) to = *reinterpret_cast<const uint4*>(src_[nt] + 32 * half);
-        else to = gather(src_[nt] + 32 * half * step_, step_, left_ - 32 * half);
+        const T* const from = src_[nt] + 32 * half * step_;
+        if constexpr (Cfg::vec) x(half, nt) = *cute::recast_ptr<const uint4>(from);
+        else x(half, nt) = gather(from, step_, left_ - 32 * half);
       }
       src_[nt] += stride_ * step_;
     }
@@ -95,8 +85,7 @@ class XLoader {
   const int stride_;
 };
 
-// Copies this lane's A fragments of W to shared memory, step by step. A stage is (halves of 32 k, rows g and g + 8,
-// 32 lanes) vectors of 16 bytes.
+// Copies this lane's vectors of W to shared memory, step by step.
 template <class Cfg>
 class WLoader {
   using T = typename Cfg::T;
@@ -110,15 +99,18 @@ class WLoader {
       src_[r] = static_cast<const T*>(p.w) +
                 min(row + static_cast<int>(threadIdx.x % 32) / 4 + 8 * r, p.n - 1) * p.w_stride + k * step_;
   }
-  // Starts the copies of the next step into `stage`.
-  __device__ __forceinline__ void copy(std::uint8_t* stage) {
+  // Starts the copies of the next step. to: this lane's vectors of a stage, (8, rows g and g + 8, halves of 32 k)
+  template <class To>
+  __device__ __forceinline__ void copy(To&& to) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        std::uint8_t* const to = stage + (2 * half + r) * 512 + threadIdx.x % 32 * 16;
-        if constexpr (Cfg::vec) tile::cp_async_16_zfill(to, src_[r] + 32 * half, left_ > 32 * half);
-        else *reinterpret_cast<uint4*>(to) = gather(src_[r] + 32 * half * step_, step_, left_ - 32 * half);
+        const T* const from = src_[r] + 32 * half * step_;
+        if constexpr (Cfg::vec)
+          cute::copy(typename Cfg::CopyAtom{}.with(left_ > 32 * half),
+                     cute::make_tensor(cute::make_gmem_ptr(from), typename Cfg::Vec{}), to(cute::_, r, half));
+        else cute::recast<uint4>(to(cute::_, r, half))(0) = gather(from, step_, left_ - 32 * half);
       }
       src_[r] += stride_ * step_;
     }
@@ -139,19 +131,22 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
   extern __shared__ __align__(128) std::uint8_t shared[];
   tile::let_next_kernel_start();
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
   const int slices = 1 << p.slices_log2, slice = warp & (slices - 1);
   // Neighbouring CTAs read the same rows of W and other tokens.
-  const unsigned rest = blockIdx.x / p.m_blocks, n_block = rest % p.n_blocks, split = rest / p.n_blocks;
-  const std::int64_t local_token0 = std::int64_t{blockIdx.x % p.m_blocks} * linear_stream_tokens;
+  const int cta = static_cast<int>(blockIdx.x), rest = divide(cta, p.by_m_blocks), split = divide(rest, p.by_n_blocks),
+            n_block = rest - split * p.by_n_blocks.value;
+  const std::int64_t local_token0 = std::int64_t{cta - rest * p.by_m_blocks.value} * linear_stream_tokens;
   const int tokens = static_cast<int>(min(std::int64_t{8 * NT}, p.tokens - local_token0));
   const std::int64_t row0 = std::int64_t{n_block} * p.row_tiles * linear_rows,
                      row = row0 + (warp >> p.slices_log2) * linear_rows;
   const int first_step = split * p.split_steps, all = min(p.split_steps, p.steps - first_step);
   // In the last CTA a warp may have no rows.
   const int steps = row < p.n ? (all - slice + slices - 1) >> p.slices_log2 : 0;
-  const int stride = linear_step_k << p.slices_log2;                   // k between the steps of a slice
-  std::uint8_t* const ring = shared + warp * (S * linear_step_bytes);  // (S, 2, 2, 32) vectors of 16 bytes
+  const int stride = linear_step_k << p.slices_log2;  // k between the steps of a slice
+  std::uint8_t* const ring = shared + warp * (S * linear_step_bytes);
+  const auto sW = cute::make_tensor(cute::make_smem_ptr<T>(ring), typename Cfg::LayoutW{});  // (BLK_M, BLK_K, STAGE)
+  const auto tWsW = typename Cfg::CopyW{}.get_slice(lane).partition_D(sW);                   // (8, 2, 2, STAGE)
 
   if constexpr (Cfg::vec) {  // prefetch what the ring takes: S steps of all slices are contiguous in a row
     const std::int64_t from = (std::int64_t{first_step} + slice * S) * linear_step_k,
@@ -167,57 +162,59 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
 
 #pragma unroll
   for (int s = 0; s < S - 1; ++s) {
-    if (s < steps) weights.copy(ring + s * linear_step_bytes);
+    if (s < steps) weights.copy(tWsW(cute::_, cute::_, cute::_, s));
     cute::cp_async_fence();
   }
   typename XLoader<Cfg>::Step next = x.next();
 
-  float acc[NT][4] = {};  // (NT, 4): tile of 8 tokens; rows g, g + 8 x tokens 2t, 2t + 1
+  typename Cfg::TiledMma mma;
+  auto acc = cute::partition_fragment_C(mma, cute::Shape<typename Cfg::BlkM, typename Cfg::BlkN>{});  // ((2, 2), 1, NT)
+  cute::clear(acc);
   int stage = 0;
   for (int step = 0; step < steps; ++step) {
     cute::cp_async_wait<S - 2>();  // this lane's copies of this step are in shared memory
-    if (step + S - 1 < steps) weights.copy(ring + (stage == 0 ? S - 1 : stage - 1) * linear_step_bytes);
+    if (step + S - 1 < steps) weights.copy(tWsW(cute::_, cute::_, cute::_, stage == 0 ? S - 1 : stage - 1));
     cute::cp_async_fence();
     const typename XLoader<Cfg>::Step x_step = next;
     if (step + 1 < steps) next = x.next();
-    const std::uint8_t* const here = ring + stage * linear_step_bytes + lane * 16;
+    const auto here = tWsW(cute::_, cute::_, cute::_, stage);  // (8, 2, 2)
     stage = stage == S - 1 ? 0 : stage + 1;
+    const auto rX = cute::make_tensor(cute::recast_ptr<const T>(x_step.data()), typename Cfg::FragmentX{});
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4 upper = *reinterpret_cast<const uint4*>(here + 2 * half * 512),
-                  lower = *reinterpret_cast<const uint4*>(here + (2 * half + 1) * 512);
+      auto vecs = cute::make_tensor<T>(cute::Shape<cute::_8, cute::_2>{});  // (8, rows g and g + 8)
+      cute::copy(cute::AutoVectorizingCopyWithAssumedAlignment<128>{}, here(cute::_, cute::_, half), vecs);
+      const auto rW = cute::make_tensor(vecs.data(), typename Cfg::FragmentW{});  // ((2, 2, 2), 2)
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        const uint4 b = x_step.at[nt][half];
-        tile::mma<T>(acc[nt], {{upper.x, lower.x, upper.y, lower.y}}, {{b.x, b.y}});
-        tile::mma<T>(acc[nt], {{upper.z, lower.z, upper.w, lower.w}}, {{b.z, b.w}});
+#pragma unroll
+        for (int s = 0; s < 2; ++s) cute::gemm(mma, rW(cute::_, s), rX(cute::_, s, half, nt), acc(cute::_, 0, nt));
       }
     }
   }
 
   // The warp's ring now holds its sums.
   cute::cp_async_wait<0>();
-  __syncwarp();                                        // all lanes -> all lanes: every lane has read its last step
-  float* const sums = reinterpret_cast<float*>(ring);  // fp32 (8 NT tokens, 16 rows)
-#pragma unroll
-  for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[(nt * 8 + 2 * t + i % 2) * linear_rows + g + i / 2 * 8] = acc[nt][i];
+  __syncwarp();  // all lanes -> all lanes: every lane has read its last step
+  const auto sums = cute::make_tensor(cute::make_smem_ptr<float>(ring), typename Cfg::LayoutSums{});  // (BLK_M, BLK_N)
+  cute::copy(acc, mma.get_slice(lane).partition_C(sums));
   __syncthreads();  // all warps -> all warps: the sums are written
+  // (vectors of 4 rows, BLK_N, warps): the sums of all warps
+  const auto all_sums = cute::make_tensor(
+      cute::make_smem_ptr<float4>(&shared[0]),
+      cute::make_layout(cute::make_shape(cute::_4{}, typename Cfg::BlkN{}, cute::Int<linear_warps>{}),
+                        cute::make_stride(cute::_1{}, cute::_4{}, cute::Int<S * linear_step_bytes / 16>{})));
   const int vecs = 4 * p.row_tiles;
   for (int i = threadIdx.x; i < vecs * tokens; i += blockDim.x) {
     const int token = i / vecs, vec = i % vecs;
     const std::int64_t n = row0 + 4 * vec;
-    float4 sum = {};  // 4 neighbouring rows for one token, summed over the slices in order
-    for (int s = 0; s < slices; ++s) {
-      const std::uint8_t* const warp_sums = shared + ((vec / 4 << p.slices_log2) + s) * (S * linear_step_bytes);
-      const float4 partial = reinterpret_cast<const float4*>(warp_sums)[token * 4 + vec % 4];
-      sum.x += partial.x, sum.y += partial.y, sum.z += partial.z, sum.w += partial.w;
-    }
+    // 4 neighbouring rows for one token, summed over the slices in order
+    const float4 sum =
+        sum_in_order(slices, [&](int s) -> float4 { return all_sums(vec % 4, token, (vec / 4 << p.slices_log2) + s); });
     if (p.splits == 1) {
-      Epilogue<T>(p, n).store(p.first_token + local_token0 + token, sum, {});
+      Epilogue<typename Cfg::Element>(p, n).store(p.first_token + local_token0 + token, sum, {});
     } else if (n < p.n) {  // padded_n has room for the last vector
-      *reinterpret_cast<float4*>(p.partial + (split * p.tokens + local_token0 + token) * p.padded_n() + n) = sum;
+      *cute::recast_ptr<float4>(p.partial + (split * p.tokens + local_token0 + token) * p.padded_n() + n) = sum;
     }
   }
 }

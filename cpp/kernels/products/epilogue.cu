@@ -36,20 +36,13 @@ __global__ void __launch_bounds__(reduce_threads) reduce_split_k(const __grid_co
   tile::wait_for_previous_kernel();
   const float* const partial = p.partial + token * padded_n;
   const auto sum_of = [&](std::int64_t at) {  // sum of four neighbours; the last ones may lie past N
-    float4 sum = {};
-#pragma unroll 4
-    for (int split = 0; split < p.splits; ++split) {
+    return sum_in_order(p.splits, [&](int split) -> float4 {
       const float* const from = partial + split * p.tokens * padded_n + at;
-      float4 partial_sum = {};  // 4 neighbours of one split
-      if (at % 4 == 0) {
-        partial_sum = *reinterpret_cast<const float4*>(from);
-      } else {  // the up projections are unaligned when `outputs` is no multiple of 4
-        const std::int64_t left = padded_n - at;
-        partial_sum = {from[0], left > 1 ? from[1] : 0.0f, left > 2 ? from[2] : 0.0f, left > 3 ? from[3] : 0.0f};
-      }
-      sum.x += partial_sum.x, sum.y += partial_sum.y, sum.z += partial_sum.z, sum.w += partial_sum.w;
-    }
-    return sum;
+      if (at % 4 == 0) return *reinterpret_cast<const float4*>(from);
+      // the up projections are unaligned when `outputs` is no multiple of 4
+      const std::int64_t left = padded_n - at;
+      return {from[0], left > 1 ? from[1] : 0.0f, left > 2 ? from[2] : 0.0f, left > 3 ? from[3] : 0.0f};
+    });
   };
   const float4 sums = sum_of(n);
   Epilogue<T>(p, n).store(p.first_token + token, sums, p.gated ? sum_of(n + p.outputs) : float4{});

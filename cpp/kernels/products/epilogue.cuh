@@ -8,6 +8,18 @@
 
 namespace rooftile::gpu {
 
+// Sums `count` partial sums of four neighbouring outputs, in order; load(i) returns the i-th.
+template <class Load>
+__device__ __forceinline__ float4 sum_in_order(int count, Load&& load) {
+  float4 sum = {};
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const float4 partial = load(i);
+    sum.x += partial.x, sum.y += partial.y, sum.z += partial.z, sum.w += partial.w;
+  }
+  return sum;
+}
+
 // Applies the epilogue to one output and stores it, at any strides. token: index in the call, not in the launch.
 // up: the up projection; ignored unless the product is gated.
 template <class T>

@@ -18,9 +18,9 @@
 namespace rooftile::gpu {
 namespace {
 
-W4Kernel stream_kernel(bool is_half, int bits, int config, int scale_k, W4Zeros zeros) {
-  if (bits == 8) return is_half ? w8a16_stream_half(config, scale_k) : w8a16_stream_bf16(config, scale_k);
-  return is_half ? w4a16_stream_half(config, scale_k, zeros) : w4a16_stream_bf16(config, scale_k, zeros);
+W4Kernel stream_kernel(bool is_half, int bits, const W4StreamVariant& v) {
+  if (bits == 8) return is_half ? w8a16_stream_half(v) : w8a16_stream_bf16(v);
+  return is_half ? w4a16_stream_half(v) : w4a16_stream_bf16(v);
 }
 
 W4WgmmaKernel wgmma_kernel(bool is_half, int bits, int config, W4Operand operand) {
@@ -120,6 +120,7 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
     p.w_last_stride = 1;
     p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : w.k;
     p.tokens = a.x.rows();
+    // the config alone: K is not split, as the workspace holds W
     linear_collective(scope, p, a.x.dtype,
                       plan_linear({.m = p.tokens,
                                    .n = rows,
@@ -187,7 +188,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
     p.by_m_blocks = Divisor(static_cast<int>(p.m_blocks));
     if (plan.wgmma) launch_wgmma(op, scope, workspace, a, plan, p);
     else
-      scope.launch(stream_kernel(is_half, w.bits, plan.config, plan.scale_k, w.zeros),
+      scope.launch(stream_kernel(is_half, w.bits, {plan.config, plan.scale_k, w.zeros, w.scale_dtype}),
                    std::int64_t{p.m_blocks} * p.n_blocks * p.splits, w4_warps * 32, plan.shared_bytes, p,
                    Overlap::with_previous, plan.cluster);
     if (plan.separate_epilogue) split_k_epilogue(scope, p, a.x.dtype);
@@ -197,12 +198,13 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
 
 void load_w4a16_kernels(const char* op) {
   for (const int bits : {4, 8})
-    for (const W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::minima}) {
+    for (const W4Zeros zeros : {W4Zeros::symmetric, W4Zeros::integer, W4Zeros::minima}) {
       if (bits == 8 && zeros == W4Zeros::minima) continue;
-      for (const bool is_half : {false, true}) {
+      for (const bool is_half : {false, true})
         for (int config = 0; config < 4; ++config)
-          for (const int scale_k : {64, 128}) load_kernel(op, stream_kernel(is_half, bits, config, scale_k, zeros));
-      }
+          for (const int scale_k : {64, 128})
+            for (const DType scale_dtype : {DType::f16, DType::bf16})
+              load_kernel(op, stream_kernel(is_half, bits, {config, scale_k, zeros, scale_dtype}));
     }
   for (const int bits : {4, 8})
     for (const bool is_half : {false, true})

@@ -17,12 +17,12 @@ namespace rooftile::gpu {
 struct W4MatmulParams : Product {
   bool x_in_vec16 = false;    // x can be read in 16-byte vectors, its rows `x_stride` elements apart
   std::int64_t x_stride = 0;  // elements
-  W4View w;
+  W4View w{};
   int groups = 0;                       // along K
   int tile_rows = 0, row_tiles = 0;     // W in tiles of 16 x 64: (tile_rows, row_tiles)
   int gate_tiles = 0;                   // tile rows from a gate to its up projection, both in one CTA; 0: not so
   unsigned m_blocks = 0, n_blocks = 0;  // of this launch
-  Divisor by_m_blocks, by_n_blocks;
+  Divisor by_m_blocks{}, by_n_blocks{};
   int k = 0, group = 0;                // as in w, in 32 bits
   int scale_k = 0, scale_k_shift = 0;  // k of a scale block within a step: 32 << scale_k_shift
   int steps = 0, split_steps = 0;      // steps of 128 k: of all K, and of one split
@@ -44,11 +44,17 @@ struct W4MatmulParams : Product {
 };
 
 using W4Kernel = void (*)(W4MatmulParams);
-// Defined in inst/. config: index into w4_stream_configs (w8_stream_configs).
-W4Kernel w4a16_stream_half(int config, int scale_k, W4Zeros);
-W4Kernel w4a16_stream_bf16(int config, int scale_k, W4Zeros);
-W4Kernel w8a16_stream_half(int config, int scale_k);
-W4Kernel w8a16_stream_bf16(int config, int scale_k);
+// A variant of stream.cuh. config: index into w4_stream_configs (w8_stream_configs).
+struct W4StreamVariant {
+  int config, scale_k;
+  W4Zeros zeros;
+  DType scale_dtype;
+};
+// Defined in inst/.
+W4Kernel w4a16_stream_half(const W4StreamVariant&);
+W4Kernel w4a16_stream_bf16(const W4StreamVariant&);
+W4Kernel w8a16_stream_half(const W4StreamVariant&);
+W4Kernel w8a16_stream_bf16(const W4StreamVariant&);
 
 // What wgmma.cuh receives.
 struct W4WgmmaParams {
@@ -84,7 +90,7 @@ struct W4GatherParams {
 
 // What expand.cuh receives: a chunk of W's rows.
 struct W4ExpandParams {
-  W4View w;
+  W4View w{};
   void* to = nullptr;               // (rows, k)
   std::int64_t first_tile_row = 0;  // of the chunk, in W
   unsigned tile_rows = 0;           // of the chunk

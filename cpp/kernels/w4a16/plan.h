@@ -25,7 +25,7 @@ struct W4StreamConfig {
   int stages;    // of a warp's ring; a stage is one step: 16 rows of W x 128 k
   int x_tile_k;  // k of a tile of x in shared memory
 };
-inline constexpr W4StreamConfig w4_stream_configs[] = {{1, 6, 1024}, {2, 5, 512}, {4, 3, 512}, {8, 3, 256}};
+inline constexpr W4StreamConfig w4_stream_configs[] = {{1, 6, 768}, {2, 5, 640}, {4, 3, 384}, {8, 3, 256}};
 inline constexpr W4StreamConfig w8_stream_configs[] = {
     {1, 4, 512}, {2, 3, 512}, {4, 3, 256}, {8, 2, 128}};  // of 8 bits
 constexpr W4StreamConfig w4_stream_config(int bits, int config) {
@@ -121,7 +121,7 @@ constexpr W4EpilogueTiles w4_epilogue_tiles(bool gated, int cluster_shift) {
   const int all = gated ? w4_warps / 2 : w4_warps, tiles = all >> cluster_shift > 0 ? all >> cluster_shift : 1;
   return {tiles, gated ? 2 * tiles : tiles};
 }
-inline constexpr int w4_sums_pitch = w4_warp_rows + 4;  // floats from a token to the next; 4 against bank conflicts
+inline constexpr int w4_sums_pitch = w4_warp_rows;  // floats from a token to the next
 
 // hopper: the device has clusters and runs wgmma.cuh. fits_linear: false where y, bias and residual are not known yet.
 W4Problem problem_of(const W4MatmulArgs&, int sms, bool hopper, bool fits_linear = true);

@@ -36,8 +36,11 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
-#include "kernels/w4a16/stream.cuh"
+#include "kernels/products/epilogue.cuh"
+#include "kernels/w4a16/code_loader.cuh"
+#include "tile/cta_sync.cuh"
 #include "tile/tma.cuh"
+#include "tile/w4.cuh"
 #include "tile/wgmma.cuh"
 
 namespace rooftile::gpu {
@@ -183,9 +186,9 @@ __global__ void __launch_bounds__(Traits::config.threads(), Traits::ctas_per_sm)
     W4TileScheduler<Traits> scheduler(params, cta_rank);
     W4WgmmaWorkTile work = scheduler.next();
     const auto loader_of = [&](const W4WgmmaWorkTile& of) {
-      return CodeLoader<Traits::bits, 2>(p, p.tile_row<warps>(of.n_block, first_consumer), of.first);
+      return CodeLoader<Traits::bits>(p, p.tile_row<warps>(of.n_block, first_consumer), of.first);
     };
-    CodeLoader<Traits::bits, 2> loader = loader_of(work);
+    CodeLoader<Traits::bits> loader = loader_of(work);
     loader.prefetch(S);
     tile::wait_for_cluster();  // all CTAs of the cluster have initialised their barriers
     tile::wait_for_previous_kernel();

@@ -143,17 +143,53 @@ TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
   }
 }
 
-TEST(LinearPlan, TheLargeTileIsForWhatFillsTheDevice) {
-  const auto config = [](std::int64_t m, std::int64_t n) {
-    return plan_linear(
-               {.m = m, .n = n, .k = 4096, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true})
-        .config;
+TEST(LinearPlan, CollectiveSplitsAreEqualWithinTheDeviceAndItsWorkspace) {
+  for_each_problem([](LinearProblem p, const LinearPlan& plan) {
+    if (plan.path != LinearPath::collective) return;
+    const LinearTile tile = linear_collective_tiles[plan.config];
+    EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
+    if (plan.splits > 1) {
+      EXPECT_LE(p.m, linear_split_tokens);
+      EXPECT_TRUE(linear_may_split(tile));
+      EXPECT_EQ(p.k % (8 * plan.splits), 0);  // every split begins at a multiple of TMA's 16 bytes
+      EXPECT_LE(linear_collective_ctas(tile, p.n, p.m) * plan.splits, p.sms);
+      EXPECT_EQ(plan.workspace_bytes,
+                sizeof(float) * static_cast<std::size_t>(plan.splits * p.m * ((p.n + 15) / 16 * 16)));
+      EXPECT_LE(plan.workspace_bytes, static_cast<std::size_t>(p.sms * tile.rows * tile.tokens) * sizeof(float));
+    }
+    EXPECT_EQ(linear_collective_ctas(tile, p.n, p.m) % 2, 0);  // whole clusters
+    // one plan for all of a bucket
+    for (std::int64_t first : {65, 129})
+      if (const std::int64_t last = (first + 127) / 128 * 128; first <= p.m && p.m <= last)
+        for (std::int64_t m : {first, last}) {
+          p.m = m;
+          const LinearPlan other = plan_linear(p);
+          EXPECT_EQ(std::tuple(other.config, other.splits), std::tuple(plan.config, plan.splits));
+        }
+  });
+}
+
+TEST(LinearPlan, TilesFillTheLastWave) {
+  struct Expected {
+    std::int64_t m, n, k;
+    int rows, tokens, splits;
   };
-  EXPECT_EQ(config(65, 4096), 0);
-  EXPECT_EQ(config(256, 4096), 0);
-  EXPECT_EQ(config(128, 14336), 0);
-  EXPECT_EQ(config(1024, 4096), 1);
-  EXPECT_EQ(config(4096, 14336), 1);
+  for (const Expected& e : {Expected{65, 4096, 4096, 64, 128, 1},
+                            {256, 4096, 4096, 64, 128, 1},
+                            {128, 14336, 4096, 128, 128, 1},
+                            {128, 4096, 14336, 64, 128, 2},
+                            {256, 4096, 14336, 128, 128, 2},
+                            {256, 14336, 4096, 224, 128, 1},
+                            {1024, 6144, 4096, 192, 128, 1},
+                            {1024, 14336, 4096, 224, 128, 1},
+                            {1024, 4096, 4096, 128, 256, 1},
+                            {4096, 14336, 4096, 128, 256, 1}}) {
+    const LinearPlan plan = plan_linear(
+        {.m = e.m, .n = e.n, .k = e.k, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true});
+    const LinearTile tile = linear_collective_tiles[plan.config];
+    EXPECT_EQ(std::tuple(tile.rows, tile.tokens, plan.splits), std::tuple(e.rows, e.tokens, e.splits))
+        << "m " << e.m << " n " << e.n << " k " << e.k;
+  }
 }
 
 TEST(LinearPlan, APlanFitsItsProblemAndIsReadBackFromItsText) {
@@ -210,7 +246,18 @@ TEST(LinearPlan, EveryWrongFieldIsNamed) {
   }
   LinearProblem collective = tma;
   collective.m = 1024;
-  for (int value : {-1, 2}) refused(collective, "config", &LinearPlan::config, value);
+  for (int value : {-1, 5}) refused(collective, "config", &LinearPlan::config, value);
+  refused(collective, "splits", &LinearPlan::splits, 2);  // more than 256 tokens
+  collective.m = 128;
+  collective.k = 14336;
+  ASSERT_EQ(text(plan_linear(collective)), "collective config=0 splits=2");
+  for (int value : {0, -1, 17, 3, 5}) refused(collective, "splits", &LinearPlan::splits, value);  // 14336 = 2048 * 7
+  for (int value : {1, 3, 4}) refused(collective, "splits", &LinearPlan::config, value);  // tiles that are not split
+  refused(collective, "workspace_bytes", &LinearPlan::workspace_bytes, 3);
+  collective.k = 4096 + 8;
+  refused(collective, "splits", &LinearPlan::splits, 2);  // the second would begin at no multiple of 16 bytes
+  collective.k = 64;
+  refused(collective, "splits", &LinearPlan::splits, 2);  // half a step of K
 }
 
 TEST(LinearPlan, AForcedPlanIsOneThatFits) {
@@ -220,13 +267,16 @@ TEST(LinearPlan, AForcedPlanIsOneThatFits) {
   EXPECT_EQ(std::tuple(plan.path, plan.config, plan.row_tiles, plan.slices_log2, plan.splits, plan.split_steps),
             std::tuple(LinearPath::stream, 1, 2, 1, 4, 16));
   EXPECT_STREQ(plan.why, "forced by plan=");
-  EXPECT_EQ(plan_linear("op", p, "collective config=1").config, 1);  // fewer tokens than it is chosen for
-  for (int m : {1, 64, 65, 300})                                     // every tile of every path, at every M
+  EXPECT_EQ(plan_linear("op", p, "collective config=1 splits=1").config, 1);  // fewer tokens than it is chosen for
+  EXPECT_EQ(plan_linear("op", p, "collective splits=4 config=2").workspace_bytes, 4u * 4 * 3 * 4096);
+  for (int m : {1, 64, 65, 300})  // every tile of every path, at every M
     for (int config : {0, 1, 2, 3}) {
       p.m = m;
       EXPECT_EQ(plan_linear("op", p, ("tma tma_rows=64 cluster=2 stages=4 config=" + std::to_string(config)).c_str())
                     .m_blocks,
                 (m + linear_tma_block_m[config] - 1) / linear_tma_block_m[config]);
+      EXPECT_EQ(plan_linear("op", p, ("collective splits=1 config=" + std::to_string(config + 1)).c_str()).config,
+                config + 1);
     }
   p.m = 3;
   const auto error = [&](const char* text) { return support::error_of([&] { plan_linear("op", p, text); }); };
@@ -235,11 +285,13 @@ TEST(LinearPlan, AForcedPlanIsOneThatFits) {
       "value: op: plan \"tma config=9 tma_rows=64 cluster=2 stages=4\" does not fit this call: config must be 0 to "
       "3, got 9");
   EXPECT_EQ(error("avx512").substr(0, 62), "not_supported: op: plan \"avx512\" is no plan of the GPU kernels");
-  EXPECT_EQ(error("collective"), "value: op: plan \"collective\" must read \"collective config=\", got no config");
-  EXPECT_EQ(error("collective config=1 config=1"),
-            "value: op: plan \"collective config=1 config=1\" must read \"collective config=\", got config twice");
+  EXPECT_EQ(error("collective"),
+            "value: op: plan \"collective\" must read \"collective config= splits=\", got no config");
+  EXPECT_EQ(
+      error("collective config=1 config=1"),
+      "value: op: plan \"collective config=1 config=1\" must read \"collective config= splits=\", got config twice");
   EXPECT_EQ(error("collective depth=1"),
-            "value: op: plan \"collective depth=1\" must read \"collective config=\", got depth");
+            "value: op: plan \"collective depth=1\" must read \"collective config= splits=\", got depth");
   for (const char* number : {"", "x", "1x", "99999999999", "=", " "})
     EXPECT_EQ(error((std::string("collective config=") + number).c_str()).substr(0, 28),
               "value: op: plan \"collective ");
@@ -255,8 +307,8 @@ TEST(LinearPlan, WorkedExamples) {
   EXPECT_EQ(plan(1, 1024, 4096, false), "stream config=0 row_tiles=1 slices_log2=3 splits=1");
   EXPECT_EQ(plan(1, 4096, 4096, false), "stream config=0 row_tiles=2 slices_log2=2 splits=1");
   EXPECT_EQ(plan(1, 4096, 4096, true), "tma config=0 tma_rows=64 cluster=2 stages=6");
-  EXPECT_EQ(plan(1024, 4096, 4096, true), "collective config=1");
-  EXPECT_EQ(plan(256, 4096, 4096, true), "collective config=0");
+  EXPECT_EQ(plan(1024, 14336, 4096, true), "collective config=4 splits=1");
+  EXPECT_EQ(plan(128, 4096, 14336, true), "collective config=0 splits=2");
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "kernels/w4a16/stream.cuh"
 #include "kernels/w4a16/wgmma.cuh"
 
 namespace rooftile::gpu {
 
-W4Kernel w8a16_stream_half(int config, int scale_k) { return w4a16_stream_kernel<tile::half, 8>(config, scale_k); }
+W4Kernel w8a16_stream_half(const W4StreamVariant& v) { return w4a16_stream_kernel<tile::half, 8>(v); }
 W4WgmmaKernel w8a16_wgmma_half(int config, W4Operand operand) {
   return w4a16_wgmma_kernel<tile::half, 8>(config, operand);
 }
