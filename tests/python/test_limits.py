@@ -21,6 +21,12 @@ def python(code):
     return done.stdout
 
 
+def test_the_first_size_is_counted_like_the_others():
+    x = np.broadcast_to(np.float32(1), (2**31, 1))
+    with pytest.raises(rt.ArgumentError, match=r"^softmax: x must have sizes of at most 2147483647, got float32\[2147"):
+        rt.softmax(x, out=np.empty((1, 1), np.float32))
+
+
 # ---------------------------------------------------------------- interleaved memory
 
 
