@@ -6,6 +6,7 @@
 
 #include <cstddef>
 
+#include "core/align.h"
 #include "kernels/backend.h"
 #include "kernels/targets.h"
 #include "rooftile/context.h"
@@ -31,8 +32,7 @@ inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t b
   const Lender::Memory lent =
       ctx.lender ? ctx.lender->lend(ctx, bytes) : Lender::Memory{ctx.workspace, ctx.workspace_bytes};
   ROOFTILE_CHECK(lent.bytes >= bytes, op, ": workspace must have ", bytes, " bytes, got ", lent.bytes);
-  ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(lent.data) % 16 == 0, op,
-                 ": workspace must start at a multiple of 16 bytes");
+  ROOFTILE_CHECK(is_aligned(lent.data, 16), op, ": workspace must start at a multiple of 16 bytes");
   return static_cast<std::byte*>(lent.data);
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "core/align.h"
 #include "rooftile/constants.h"
 #include "rooftile/kv_cache.h"
 
@@ -260,7 +261,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
           .writable();
       ROOFTILE_CHECK(c.head_dim == 1 || t.last_stride() == 1, op, ": ", argument,
                      " must have neighbouring elements in its last dimension, got stride ", t.last_stride());
-      ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(t.data) % size_of(c.dtype) == 0, op, ": ", argument,
+      ROOFTILE_CHECK(is_aligned(t.data, static_cast<unsigned>(size_of(c.dtype))), op, ": ", argument,
                      " is not aligned to its elements");
       plane = {.codes = static_cast<std::byte*>(t.data),
                .page_stride = bytes_between(t, 0),
@@ -276,7 +277,7 @@ KvCacheView kv_cache_view(const KvCacheShape& s, const KvCacheArrays& a, const c
     Arg(op, "pool", t).shape({pages, c.kv_heads, block.bytes}, "[pages, kv_heads, block_bytes]").writable();
     ROOFTILE_CHECK(t.last_stride() == 1, op, ": pool must have neighbouring bytes in its last dimension, got stride ",
                    t.last_stride());
-    ROOFTILE_CHECK(reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && (t.shape[0] <= 1 || t.stride[0] % 16 == 0) &&
+    ROOFTILE_CHECK(is_aligned(t.data, 16) && (t.shape[0] <= 1 || t.stride[0] % 16 == 0) &&
                        (t.shape[1] <= 1 || t.stride[1] % 16 == 0),
                    op, ": every block of pool must start at a multiple of 16 bytes, got strides ", t.stride[0], " and ",
                    t.stride[1], " at address ...", reinterpret_cast<std::uintptr_t>(t.data) % 16, " modulo 16");

@@ -3,6 +3,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/align.h"
 #include "core/kernel_name.h"
 #include "core/w4_layout.h"
 #include "cpu/w4_convert.h"
@@ -84,8 +85,8 @@ void check_packed(const char* op, const W4Sizes& sizes, const TensorView& codes,
   const auto flat = [&](const char* argument, const TensorView& t, std::int64_t bytes) {
     Arg(op, argument, t).given().dtype({DType::u8}).shape({bytes}, "flat bytes").device(codes.device, names.codes);
     ROOFTILE_CHECK(bytes <= 1 || t.stride[0] == 1, op, ": ", argument, " must be contiguous, got stride ", t.stride[0]);
-    ROOFTILE_CHECK(t.device.type == DeviceType::cpu || reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0, op, ": ",
-                   argument, " must start at a multiple of 16 bytes on a GPU; copy it");
+    ROOFTILE_CHECK(t.device.type == DeviceType::cpu || is_aligned(t.data, 16), op, ": ", argument,
+                   " must start at a multiple of 16 bytes on a GPU; copy it");
   };
   flat(names.codes, codes, sizes.codes);
   flat(names.scales, scales, sizes.scales);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cute/arch/copy_sm80.hpp"
+#include "cute/arch/copy_sm90_tma.hpp"
 
 namespace rooftile::tile {
 
@@ -20,6 +21,15 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
   return x;
 }
 
+// table[index], or `otherwise` without a table: a predicated load, where the compiler may branch. CuTe predicates only
+// cp.async.
+__device__ __forceinline__ int load_or(const int* table, int index, int otherwise) {
+  asm volatile("{\n.reg .pred given;\nsetp.ne.u64 given, %1, 0;\n@given ld.global.b32 %0, [%2];\n}"
+               : "+r"(otherwise)
+               : "l"(table), "l"(table + index));
+  return otherwise;
+}
+
 // Loads data that no thread writes during the launch, through the read-only path (ld.global.nc); L1 keeps the line.
 __device__ __forceinline__ uint4 load_read_only(const void* from) { return __ldg(static_cast<const uint4*>(from)); }
 
@@ -27,7 +37,7 @@ __device__ __forceinline__ uint4 load_read_only(const void* from) { return __ldg
 // instruction.
 __device__ __forceinline__ void prefetch_l2_bulk(const void* at, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+  cute::SM90_BULK_COPY_G2S::PREFETCH::copy(at, bytes);
 #endif
 }
 // Prefetches the L2 line that holds `at`.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cuda/atomic>
 
 namespace rooftile::tile {
 
@@ -11,13 +12,13 @@ namespace rooftile::tile {
 // the previous kernel wrote, or writes what it reads, calls this first.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  cudaGridDependencySynchronize();
 #endif
 }
 // PDL: the next kernel of the stream may start once all CTAs have called this or exited, and there is room for it.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
@@ -25,12 +26,11 @@ __device__ __forceinline__ void let_next_kernel_start() {
 // wrote before, and what other threads wrote before a barrier with it. The waiting CTA must come later in the grid than
 // the releasing one, so that the latter is resident.
 __device__ __forceinline__ void release_semaphore(std::uint64_t* at, std::uint64_t value) {
-  asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+  cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device>(*at).store(value, cuda::memory_order_release);
 }
-__device__ __forceinline__ void wait_semaphore(const std::uint64_t* at, std::uint64_t value) {
-  std::uint64_t found;
-  do asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
-  while (found != value);
+__device__ __forceinline__ void wait_semaphore(std::uint64_t* at, std::uint64_t value) {
+  const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> semaphore(*at);
+  while (semaphore.load(cuda::memory_order_acquire) != value) {}
 }
 
 // Whether the architecture has clusters.
@@ -57,10 +57,7 @@ struct ClusterCoord {
 };
 __device__ __forceinline__ ClusterCoord cluster_coord() {
 #if __CUDA_ARCH__ >= 900
-  ClusterCoord coord;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(coord.cluster));
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(coord.rank));
-  return coord;
+  return {static_cast<int>(__clusterIdx().x), static_cast<int>(__clusterRelativeBlockRank())};
 #else
   return {static_cast<int>(blockIdx.x), 0};
 #endif

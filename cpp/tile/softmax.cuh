@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <cutlass/functional.h>
 
 namespace rooftile::tile {
 
@@ -18,11 +19,7 @@ __device__ __forceinline__ float fast_exp2(float x) {
 }
 
 // 1 / x to 1 unit in the last place; 0 for an infinity.
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+__device__ __forceinline__ float fast_reciprocal(float x) { return cutlass::reciprocal_approximate_ftz<float>{}(x); }
 
 // The factors of a merge of partials a and b. A partial without keys has m = -inf and l = 0.
 struct MergeWeights {

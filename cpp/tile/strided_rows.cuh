@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/align.h"
 #include "rooftile/tensor.h"
 #include "tile/copy.cuh"
 #include "tile/element.cuh"
+#include "tile/warps.cuh"
 
 namespace rooftile::tile {
 
@@ -58,7 +60,7 @@ inline Rows rows_of(const TensorView& t, int dims) {
       r.stride[r.dims++] = t.stride[i];
     }
   }
-  r.vector = r.step == 1 && std::bit_cast<std::uintptr_t>(t.data) % 16 == 0;
+  r.vector = r.step == 1 && is_aligned(t.data, 16);
   for (int i = 0; i < r.dims; ++i) r.vector &= r.stride[i] % 8 == 0;
   return r;
 }
@@ -131,9 +133,8 @@ __device__ __forceinline__ uint4 from_floats(const Floats& x) {
   return {pack<T>(x.at[0], x.at[1]), pack<T>(x.at[2], x.at[3]), pack<T>(x.at[4], x.at[5]), pack<T>(x.at[6], x.at[7])};
 }
 
-// Hides the origin of x from the compiler, which then unpacks x again at its next use. Otherwise the compiler would
-// keep eight floats in registers in place of four words.
-__device__ __forceinline__ void keep_packed(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)); }
+// The compiler unpacks x again at its next use. Otherwise it would keep eight floats in registers in place of four words.
+__device__ __forceinline__ void keep_packed(uint4& x) { hide_origin(x.x, x.y, x.z, x.w); }
 
 // A tensor that every row reads and no thread of the launch writes (weights, RoPE tables): rows of T or of fp32. Loads
 // are coherent ones: the previous kernel may write the table while CTAs of this one already wait (PDL).
@@ -151,7 +152,7 @@ inline Table table_of(const TensorView& t) {
   r.step = t.last_stride();
   r.stride = t.ndim == 2 && t.shape[0] > 1 ? t.stride[0] : 0;
   r.wide = t.dtype == DType::f32;
-  r.vector = r.step == 1 && std::bit_cast<std::uintptr_t>(t.data) % 16 == 0 && r.stride % (r.wide ? 4 : 8) == 0;
+  r.vector = r.step == 1 && is_aligned(t.data, 16) && r.stride % (r.wide ? 4 : 8) == 0;
   r.early = r.vector && !r.wide;
   return r;
 }

@@ -7,6 +7,7 @@
 #include "tile/copy.cuh"
 #include "tile/dequant.cuh"
 #include "tile/mma.cuh"
+#include "tile/warps.cuh"
 
 namespace rooftile::gpu {
 
@@ -62,7 +63,7 @@ struct CodeSource {
   // together with its scales by the lanes after those that copy the scales: k_scale is theirs.
   __device__ __forceinline__ void pin(int lane) {
     if (has_min(F) && lane >= group_vecs) k_scale = k_min - group_vecs * 16;
-    asm("" : "+l"(k), "+r"(v), "+r"(k_scale), "+r"(token_scales));
+    tile::hide_origin(k, v, k_scale, token_scales);
   }
 };
 

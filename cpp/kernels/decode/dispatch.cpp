@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/align.h"
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/scheduler.h"
@@ -64,18 +65,18 @@ DecodePlan plan_of(const DeviceScope& scope, const DecodeArgs& a, const DecodeVa
 void check_alignment(const KvCacheView& c) {
   for (const auto& [side, plane] : {std::pair{"K", &c.k}, {"V", &c.v}})
     ROOFTILE_CHECK_KIND(not_supported,
-                        reinterpret_cast<std::uintptr_t>(plane->codes) % 16 == 0 && plane->page_stride % 16 == 0 &&
-                            plane->head_stride % 16 == 0 && plane->token_stride % 16 == 0,
+                        is_aligned(plane->codes, 16) && plane->page_stride % 16 == 0 && plane->head_stride % 16 == 0 &&
+                            plane->token_stride % 16 == 0,
                         op, ": cache has ", side,
                         " rows that do not all start at multiples of 16 bytes, which the GPU kernels need");
   for (const std::byte* ring : {c.ring_k, c.ring_v})
-    ROOFTILE_CHECK_KIND(not_supported, reinterpret_cast<std::uintptr_t>(ring) % 16 == 0, op,
+    ROOFTILE_CHECK_KIND(not_supported, is_aligned(ring, 16), op,
                         ": cache has a ring that does not start at a multiple of 16 bytes, which the GPU kernels need");
 }
 
 // Whether every 8 elements of a 16-bit tensor's rows are one aligned 16-byte vector.
 bool rows_are_vectors(const TensorView& t) {
-  if (t.last_stride() != 1 || reinterpret_cast<std::uintptr_t>(t.data) % 16 != 0) return false;
+  if (t.last_stride() != 1 || !is_aligned(t.data, 16)) return false;
   return std::all_of(t.stride, t.stride + t.ndim - 1, [](std::int64_t stride) { return stride % 8 == 0; });
 }
 

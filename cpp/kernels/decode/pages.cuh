@@ -5,6 +5,7 @@
 #include "kernels/decode/params.h"
 #include "kernels/decode/queries.cuh"
 #include "kernels/decode/scheduler.h"
+#include "tile/copy.cuh"
 
 namespace rooftile::gpu {
 
@@ -32,11 +33,7 @@ class RowPages {
   __device__ __forceinline__ Pages look_up(int token) const {
     const auto at = [&](int index) {
       if constexpr (!Branchless) return table_ ? table_[index] : first_ + index;
-      int page = first_ + index;
-      asm volatile("{\n.reg .pred given;\nsetp.ne.u64 given, %1, 0;\n@given ld.global.b32 %0, [%2];\n}"
-                   : "+r"(page)
-                   : "l"(table_), "l"(table_ + index));
-      return page;
+      return tile::load_or(table_, index, first_ + index);
     };
     const int index = token >> page_shift_, first = at(index);
     const bool crosses = !is_element_format(format) && !is_kivi(format) && cache_.page_size == 16 && token + 16 < end_;

@@ -2,6 +2,7 @@
 // The packed query rows of one work tile: which tokens each row sees, its operands, and its epilogue.
 #pragma once
 
+#include "core/align.h"
 #include "kernels/decode/params.h"
 #include "kernels/decode/scheduler.h"
 #include "tile/copy.cuh"
@@ -193,7 +194,7 @@ class RowEpilogue {
     } values;
 #pragma unroll
     for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(sees_keys_ ? __fmul_rn(o[i], result_.factor) : 0.0f);
-    if (p_->out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(out_) % sizeof(Vec) == 0) {
+    if (p_->out.stride[3] == 1 && is_aligned(out_, sizeof(Vec))) {
       *reinterpret_cast<Vec*>(out_ + d) = values;
     } else {
 #pragma unroll

@@ -295,7 +295,7 @@ class SplitKv {
     const auto fill = [&](int stage) {  // commits exactly one cp.async group, maybe an empty one
       if (load_token < kv_end) {
         Pages now = pages;
-        asm volatile("" : "+r"(now.first), "+r"(now.second));  // copied before the next lookup is issued, not after
+        tile::hide_origin(now.first, now.second);  // copied before the next lookup is issued, not after
         pages = row.template look_up<true>(
             min(load_token + stride, kv_end - 1));  // past the last tile: looks up the last token again
         if (row.are_valid(now)) load_tile(smem.ring[warp_kv][stage], load_token, now);
@@ -381,7 +381,7 @@ class SplitKv {
     source.pin(warp_d * 32 + lane);
     RawTile raw(p, tile, w, warp_kv, lane, last == w.splits);
     int plain_end = p.softcap == 0.0f ? see.inner_end : 0;  // up to here logits need neither mask nor soft cap
-    asm("" : "+r"(plain_end));                              // keeps it in a register
+    tile::hide_origin(plain_end);                           // keeps it in a register
     pipeline(
         w, first, last,
         [&](Tile& kv_tile, int token, const Pages& at) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/align.h"
 #include "core/hd.h"
 #include "rooftile/gemm.h"
 
@@ -45,15 +46,14 @@ struct Rows {
 inline bool is_vec4(const TensorView& t) {
   if (!t.given()) return true;
   const Rows rows(t);
-  const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 8 == 0 && t.last() % 4 == 0 && t.last_stride() == 1;
+  const bool aligned = is_aligned(t.data, 8) && t.last() % 4 == 0 && t.last_stride() == 1;
   return aligned && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
 }
 
 // Every row is whole 16-byte vectors (8 elements) at 16-byte addresses, and all rows have one stride.
 inline bool is_vec8(const TensorView& t) {
   const Rows rows(t);
-  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 &&
-                     (t.last_stride() == 1 || t.last() == 0);
+  const bool whole = is_aligned(t.data, 16) && t.last() % 8 == 0 && (t.last_stride() == 1 || t.last() == 0);
   return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
 }
 // As is_vec8, and no two rows overlap: the rule of TMA and of 16-byte stores.
@@ -63,7 +63,7 @@ inline bool is_tma_aligned(const TensorView& t) {
   return is_vec8(t) && t.last() > 0 && (rows.ndim == 0 || rows.stride[0] >= t.last());
 }
 inline bool is_bias_aligned(const TensorView& bias) {
-  return !bias.given() || (bias.stride[0] == 1 && reinterpret_cast<std::uintptr_t>(bias.data) % 16 == 0);
+  return !bias.given() || (bias.stride[0] == 1 && is_aligned(bias.data, 16));
 }
 
 struct Product {
