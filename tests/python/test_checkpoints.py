@@ -772,8 +772,8 @@ def signalled(self, tensors):
         raise {turned + "('could not determine the shape')" if turned else ""}
 
 writer.ShardWriter.add = signalled
-if {ignored}:
-    signal.signal(signal.{number}, signal.SIG_IGN)
+own = signal.default_int_handler if signal.{number} == signal.SIGINT else signal.SIG_DFL  # whoever runs the tests may
+signal.signal(signal.{number}, signal.SIG_IGN if {ignored} else own)  # ignore it: nohup, a shell's background
 sys.exit(main(["convert", "source", "target", "--group-size", "32"]))
 """
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(rt.__file__))}
