@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of W in 4 or 8 bits -> the same rows in x's type, for the 16-bit product (linear/collective.cuh). For many tokens
-// and small scale blocks or minima.
+// Rows of W in 4 or 8 bits -> the same rows in x's type, for the 16-bit product (linear/collective.cuh). For many
+// tokens and small scale blocks or minima.
 //   codes, scales, offsets: packed layout (core/w4_layout.h)   to [rows, K] of T, contiguous, K a multiple of 8
 //
 // A warp dequantises one step, 16 rows x 128 k, as wgmma.cuh does (tile::WeightDecode: the same bits), and transposes
