@@ -22,6 +22,14 @@ void in_another_thread(const Body& body) {
   std::thread(body).join();
 }
 
+// Whether another thread gets in: with std::unique_lock as a writer, with std::shared_lock as a reader.
+template <template <class> class Lock>
+bool another_gets(CacheLock& lock) {
+  bool in = false;
+  in_another_thread([&] { in = Lock<CacheLock>(lock, std::try_to_lock).owns_lock(); });
+  return in;
+}
+
 TEST(CacheLock, OneWriterOrManyReaders) {
   CacheLock lock;
   lock.lock_shared();
@@ -45,21 +53,13 @@ TEST(CacheLock, OneWriterOrManyReaders) {
 
 TEST(CacheLock, TheLastReaderOpensItToAWriter) {
   CacheLock lock;
-  const auto writes = [&] {  // whether a writer on another thread gets in
-    bool in = false;
-    in_another_thread([&] {
-      in = lock.try_lock();
-      if (in) lock.unlock();
-    });
-    return in;
-  };
   for (int readers : {1, 2, 5}) {
     for (int i = 0; i < readers; ++i) ASSERT_TRUE(lock.try_lock_shared());
     for (int i = 0; i < readers; ++i) {
-      EXPECT_FALSE(writes()) << readers - i << " of " << readers;
+      EXPECT_FALSE(another_gets<std::unique_lock>(lock)) << readers - i << " of " << readers;
       lock.unlock_shared();
     }
-    EXPECT_TRUE(writes());
+    EXPECT_TRUE(another_gets<std::unique_lock>(lock));
   }
 }
 
@@ -104,20 +104,12 @@ TEST(CacheLock, AWaitingWriterGoesBeforeNewReaders) {
     written = true;
     lock.unlock();
   });
-  const auto another_reads = [&] {  // whether a reader on another thread gets in
-    bool in = false;
-    in_another_thread([&] {
-      in = lock.try_lock_shared();
-      if (in) lock.unlock_shared();
-    });
-    return in;
-  };
-  while (another_reads()) std::this_thread::yield();  // until the writer waits
+  while (another_gets<std::shared_lock>(lock)) std::this_thread::yield();  // until the writer waits
   EXPECT_FALSE(written);
   lock.unlock_shared();
   writer.join();
   EXPECT_TRUE(written);
-  EXPECT_TRUE(another_reads());
+  EXPECT_TRUE(another_gets<std::shared_lock>(lock));
 }
 
 TEST(CacheLock, WritersSeeEachOthersWorkAndReadersAllOfIt) {
