@@ -512,7 +512,7 @@ def test_every_capsule_is_given_back_once():
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_memory_stays_flat_over_many_shapes():
-    """A hundred thousand calls with ten thousand shapes: nothing is kept by shape."""
+    """Two hundred thousand calls with ten thousand shapes: nothing is kept by shape."""
     w4 = rt.W4Weight.quantize(torch.randn(16, 64), group_size=32)
     cache = rt.KVCache(1, 128, 1, 8, format="int8", dtype="float32")
     cache.append(torch.randn(1, 100, 1, 8), torch.randn(1, 100, 1, 8))
@@ -528,12 +528,16 @@ def test_memory_stays_flat_over_many_shapes():
             rt.linear(x, memory[: 3 * columns].view(3, columns))
             rt.decode_attention(memory[: rows * 8].view(1, 1, rows, 8), cache, window=columns)
 
-    calls(range(10_000))
-    gc.collect()
-    before = resident_bytes()
-    calls(range(10_000, 30_000))
-    gc.collect()
-    assert resident_bytes() - before <= 100 * 1024  # 1 KiB for each thousand calls
+    def growth(shapes):
+        before = resident_bytes()
+        calls(shapes)
+        gc.collect()
+        return resident_bytes() - before
+
+    growth(range(10_000))
+    # What is kept by shape grows in every round; an allocator takes another page in some.
+    rounds = [growth(range(first, first + 10_000)) for first in (10_000, 20_000, 30_000)]
+    assert min(rounds) <= 50 * 1024, rounds  # 1 KiB for each thousand calls
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor", "ignore:.*nested tensors")
