@@ -193,7 +193,8 @@ print(*(n for n in "pytest hypothesis ml_dtypes mpmath gguf transformers matplot
   # side by side where pytest-xdist is there: most of the time is the host's
   local cores
   cores=$(nproc)
-  ! "$PYTHON" -c 'import xdist' 2>/dev/null || options+=(-n "$((cores > 20 ? 20 : cores > 2 ? cores - 2 : 1))")
+  ! "$PYTHON" -c 'import xdist' 2>/dev/null ||
+    options+=(-n "$((cores > 30 ? 28 : cores > 2 ? cores - 2 : 1))" --dist worksteal)
   step tests "$PYTHON" -m pytest "${options[@]}" "${files[@]}" || true
 }
 skipped tests || run_pytest
