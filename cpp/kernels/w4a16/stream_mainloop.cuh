@@ -109,8 +109,8 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
       for (int k_block = 0; k_block < 4; ++k_block) {
         if (k_block % Traits::k_blocks_per_sum == 0) clear(rSum), clear(rXSum);
         if (Traits::has_zero_points(p.w) && (Traits::small_groups || k_block == 0)) {
-          const uint2 zeros = ring.read_zeros(stage, k_block);
-          Decode::set_zeros(rZero, zeros.x, zeros.y);
+          const Tensor sZeros = ring.zeros(stage);  // (rows g and g + 8, group)
+          Decode::set_zeros(rZero, sZeros(0, ring.group(k_block)), sZeros(1, ring.group(k_block)));
         }
         Decode::dequant(rCodes(_, make_coord(_, k_block)), rZero, rA);
         CUTE_UNROLL
@@ -124,9 +124,11 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
         }
         if (k_block % Traits::k_blocks_per_sum != Traits::k_blocks_per_sum - 1) continue;
         const int block = Traits::small_groups ? k_block : 0;
-        add_scaled(Traits::scale_pair(p.w, recast<std::uint32_t>(rScales)(block)), rSum, rAcc);
+        add_scaled(Traits::scale_pair(p.w.scale_dtype == DType::f16, recast<std::uint32_t>(rScales)(block)), rSum,
+                   rAcc);
         if constexpr (Traits::minima)
-          add_scaled(Traits::scale_pair(p.w, recast<std::uint32_t>(rMinima)(block)), rXSum, rAcc);
+          add_scaled(Traits::scale_pair(p.w.scale_dtype == DType::f16, recast<std::uint32_t>(rMinima)(block)), rXSum,
+                     rAcc);
       }
       if (step + 1 >= steps) return;
     }
