@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/w4a16/params.h"
-#include "kernels/w4a16/traits.cuh"
+#include "kernels/w4a16/stage_reader.cuh"
 #include "tile/copy.cuh"
 
 namespace rooftile::gpu {
@@ -64,9 +64,7 @@ class W4CodeLoader {
     for (int row = 0; row < 2; ++row) {
       Tensor tWgW = make_tensor(make_gmem_ptr(codes_ + row * second_row_words_),
                                 Layout<Shape<_4, Int<blocks>>, Stride<_1, _128>>{});  // (CPY, fragment block)
-      Tensor sW = make_tensor(make_smem_ptr(ring[row].codes), typename Traits::SmemLayoutCodes{});
-      Tensor tWsW =
-          typename Traits::GmemCopyCodes{}.get_slice(lane()).partition_D(sW);  // (CPY, 1, fragment block, STAGE)
+      Tensor tWsW = w4_lane_codes<Traits>(ring + row);                                // (CPY, 1, fragment block, STAGE)
       CUTE_UNROLL
       for (int f = 0; f < blocks; ++f)
         if (f < blocks / 2 || tiles_left_ > 1)

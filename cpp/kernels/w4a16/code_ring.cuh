@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A warp's codes and quantisation parameters in the weight-streaming kernel: global memory -> the warp's own ring of
-// stages in shared memory (cp.async) -> registers.
+// stages in shared memory (cp.async). stage_reader.cuh reads them.
 #pragma once
 
 #include "kernels/w4a16/params.h"
@@ -11,20 +11,18 @@ namespace rooftile::gpu {
 
 // Steps are loaded in order. They count from the ring's next one, which advance() moves on: where `step` and `stage`
 // are compile-time constants after unrolling, every address is a register and an immediate.
-// Each lane copies 16 bytes of every fragment block, and reads back those that it copied itself. Some lanes also copy
-// a 16-byte vector of scales or offsets, which all lanes read.
+// Each lane copies 16 bytes of every fragment block, which it reads back itself. Some lanes also copy a 16-byte vector
+// of scales or offsets, which all lanes read.
 template <class Traits>
-class W4CodeRing : public W4StageReader<Traits> {
-  using Reader = W4StageReader<Traits>;
-  using Reader::stages_, Reader::lane, Reader::tWsW;
-  using typename Reader::Stage;
+class W4CodeRing {
+  using Stage = typename Traits::Stage;
   static constexpr int tile_bytes = w4_tile_bytes(Traits::bits), blocks = Traits::fragment_blocks;
 
  public:
   // stages: this warp's (STAGE). `steps` steps from step `first` on are loaded. A tile row past the end of W loads
   // row 0.
   __device__ __forceinline__ W4CodeRing(const W4MatmulParams& p, Stage* stages, int tile_row, int first, int steps)
-      : Reader(stages, p.scale_k_shift), tiles_left_(min(2 * steps, p.row_tiles - 2 * first)) {
+      : stages_(stages), tiles_left_(min(2 * steps, p.row_tiles - 2 * first)) {
     using namespace cute;
     if (tile_row >= p.tile_rows) tile_row = 0;
     Tensor gW = make_tensor(
@@ -64,7 +62,7 @@ class W4CodeRing : public W4StageReader<Traits> {
     CUTE_UNROLL
     for (int f = 0; f < blocks; ++f)
       if (2 * step + f / w4_tile_fragments(Traits::bits) < tiles_left_)
-        copy(typename Traits::GmemCopyCodes{}, tWgW(_, f, step), tWsW()(_, _0{}, f, stage));
+        copy(typename Traits::GmemCopyCodes{}, tWgW(_, f, step), w4_lane_codes<Traits>(stages_)(_, _0{}, f, stage));
     if (step < qparam_steps_left_) {
       Tensor gQ = make_tensor(make_gmem_ptr(qparams_), Shape<_1>{});  // (this lane's vector)
       Tensor sQ =
@@ -83,6 +81,9 @@ class W4CodeRing : public W4StageReader<Traits> {
   }
 
  private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+
+  Stage* stages_;
   const std::uint32_t* codes_;                // this lane's words of the next step's first fragment block
   const cute::uint128_t* qparams_ = nullptr;  // this lane's vector of scales or offsets of the step that is loaded next
   int tiles_left_;                            // from the next step to the end of the steps

@@ -6,6 +6,14 @@
 
 namespace rooftile::gpu {
 
+// (CPY, 1, fragment block, STAGE): this lane's words of a warp's stages.
+template <class Traits>
+__device__ __forceinline__ auto w4_lane_codes(typename Traits::Stage* stages) {
+  return typename Traits::GmemCopyCodes{}
+      .get_slice(threadIdx.x % 32)
+      .partition_D(cute::make_tensor(cute::make_smem_ptr(stages->codes), typename Traits::SmemLayoutCodes{}));
+}
+
 // Traits: a W4StageTraits. Every lane reads 16 bytes of each fragment block, and the scales, zero points or minima of
 // its rows g and g + 8.
 template <class Traits>
@@ -27,7 +35,7 @@ class W4StageReader {
   template <class Codes>
   __device__ __forceinline__ void read_codes(int stage, Codes& rCodes) const {
     using namespace cute;
-    copy(Copy_Atom<UniversalCopy<uint128_t>, std::uint32_t>{}, tWsW()(_, _0{}, _, stage),
+    copy(Copy_Atom<UniversalCopy<uint128_t>, std::uint32_t>{}, w4_lane_codes<Traits>(stages_)(_, _0{}, _, stage),
          make_tensor(rCodes.data(), Shape<_4, Int<Traits::fragment_blocks>>{}));
   }
   // rScales (2 scale blocks): the 16-bit scales of rows g and g + 8 in each scale block of a stage.
@@ -52,16 +60,8 @@ class W4StageReader {
     return Traits::small_groups ? k_block >> scale_k_shift_ : 0;
   }
 
- protected:
-  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ auto tWsW() const {  // (CPY, 1, fragment block, STAGE): this lane's words of the ring
-    return typename Traits::GmemCopyCodes{}.get_slice(lane()).partition_D(
-        cute::make_tensor(cute::make_smem_ptr(stages_->codes), typename Traits::SmemLayoutCodes{}));
-  }
-
-  Stage* stages_;
-
  private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   template <class Pairs>
   __device__ __forceinline__ void read_pairs(int offset, int stage, Pairs& rPairs) const {
     using namespace cute;
@@ -70,6 +70,7 @@ class W4StageReader {
     copy(typename Traits::SmemCopyScales{}, tSsS(_, stage), rPairs);
   }
 
+  Stage* stages_;
   const std::uint16_t* scales_;  // this lane's row of scales in the first stage, for ldmatrix
   int scale_k_shift_;
 };

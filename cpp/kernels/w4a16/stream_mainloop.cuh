@@ -54,6 +54,7 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
   int steps = min(p.split_steps, p.steps - first);  // from the current tile of x on
 
   W4CodeRing<Traits> ring(p, smem.ring[warp], work.row, first, steps);
+  const W4StageReader<Traits> reader(smem.ring[warp], p.scale_k_shift);
   const W4XTiles<Traits> x(p, smem.x(), p.first_token + work.local_token0, work.tokens, first);
   ring.prefetch(S - 1);
   tile::wait_for_previous_kernel();
@@ -99,9 +100,9 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
         cp_async_wait<S - 2>();
         __syncwarp();  // all lanes' copies of this stage have landed; all lanes have read the stage before
       }
-      ring.read_codes(stage, rCodes);
-      ring.read_scales(stage, rScales);
-      if constexpr (Traits::minima) ring.read_minima(stage, rMinima);
+      reader.read_codes(stage, rCodes);
+      reader.read_scales(stage, rScales);
+      if constexpr (Traits::minima) reader.read_minima(stage, rMinima);
       ring.load(step, (stage + S - 1) % S);
       cp_async_fence();
 
@@ -109,8 +110,9 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
       for (int k_block = 0; k_block < 4; ++k_block) {
         if (k_block % Traits::k_blocks_per_sum == 0) clear(rSum), clear(rXSum);
         if (Traits::has_zero_points(p.w) && (Traits::small_groups || k_block == 0)) {
-          const Tensor sZeros = ring.zeros(stage);  // (rows g and g + 8, group)
-          Decode::set_zeros(rZero, sZeros(0, ring.group(k_block)), sZeros(1, ring.group(k_block)));
+          const Tensor sZeros = reader.zeros(stage);  // (rows g and g + 8, group)
+          const uint2 zeros{sZeros(0, reader.group(k_block)), sZeros(1, reader.group(k_block))};
+          Decode::set_zeros(rZero, zeros.x, zeros.y);
         }
         Decode::dequant(rCodes(_, make_coord(_, k_block)), rZero, rA);
         CUTE_UNROLL

@@ -21,7 +21,7 @@
 //                                               than the tensor cores have cycles.
 //
 // Cost of a step, 128 tokens: 4 Mflop, 1024 cycles of the tensor cores; 8 KB of codes of 4 bits, 32 KB of x, of which
-// the CTA loads 32 / cluster. A consumer warp issues some 200 instructions, with rounded operands some 250; what one
+// the CTA loads 32 / cluster. A consumer warp issues some 220 instructions, with rounded operands some 240; what one
 // warp group cannot overlap with its own MMAs overlaps with the other's. Tensor cores are the roof from 128 tokens on,
 // the bytes of W below.
 // Sync: producer -> full[stage] (TMA bytes and cp.async copies have landed) -> consumers -> empty[stage] (all consumer
@@ -30,9 +30,11 @@
 // memory. Stream-K: `semaphores` in global memory: a CTA releases its semaphore when its fix-up sums are written, and
 // the CTA of the next work range, later in the grid, waits for it at its own end, near whose beginning they were
 // written.
+// Files: wgmma_traits.cuh has layouts, atoms and shared memory; wgmma_scheduler.cuh the work tiles and fix-up sums;
+// wgmma_producer.cuh the loads, with code_loader.cuh; wgmma_mainloop.cuh, with stage_reader.cuh, and wgmma_epilogue.cuh
+// what consumers do.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 

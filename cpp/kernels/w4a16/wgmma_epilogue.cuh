@@ -23,7 +23,6 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const W4MatmulParams& p, const
   const std::int64_t n = std::int64_t{p.template tile_row<warps>(work.n_block, vec / (w4_tile_n / 4))} * w4_tile_n +
                          vec % (w4_tile_n / 4) * 4;
   const std::int64_t padded_n = std::int64_t{p.tile_rows} * w4_tile_n;
-  const Epilogue<T> out(p, n);
 
   Tensor sOut = make_tensor(make_smem_ptr(smem.out), typename Traits::SmemLayoutOut{});  // (BLK_M, BLK_N)
   Tensor tCsOut = typename Traits::TiledMma{}.get_slice(threadIdx.x).partition_C(sOut);  // ((2, 2, BLK_N / 8), 1, 1)
@@ -37,6 +36,7 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const W4MatmulParams& p, const
       if constexpr (Traits::epilogue_tiles > 1) sum = tile == 0 ? sum : rAcc(values + i);
       tCsOut(i) = Traits::rounded ? sum : sum * tile::CodeDecode<T, Traits::bits>::unit;
     }
+    const Epilogue<T> out(p, n);      // here, as registers of rAcc are free for the bias
     tile::sync_tile_warps<warps>(0);  // all consumers have written this epilogue tile
     const std::int64_t token0 = std::int64_t{work.m_block} * Traits::tokens + tile * Traits::epilogue_tokens;
     const int tokens = static_cast<int>(min(std::int64_t{Traits::epilogue_tokens}, p.tokens - token0));

@@ -92,8 +92,8 @@ class W4WgmmaMainloop {
     warpgroup_wait<0>();
     warpgroup_fence_operand(rSum);
   }
-  // x of a stage. CuTe adds to the lower half of a descriptor alone, which takes an instruction more for every wgmma
-  // than adding to all 64 bits.
+  // x of a stage, as descriptors. CuTe adds to the lower half of a descriptor alone; adding to all 64 bits saves an
+  // instruction (UMOV) for most wgmmas.
   __device__ __forceinline__ auto x_operand(int stage) const {
     using namespace cute;
     Tensor sX = make_tensor(make_smem_ptr(smem_.x), typename Traits::SmemLayoutX{});  // (BLK_N, BLK_K, STAGE)
@@ -101,7 +101,7 @@ class W4WgmmaMainloop {
     return make_tensor(counting_iterator<std::uint64_t>(*tBrX.data()), tBrX.layout())(_, _, _, stage);
   }
 
-  // Waits until the stage is full, then loads its codes (and scales of rounded operands) into registers.
+  // Waits until the stage is full, then loads its codes, scales and minima into registers.
   __device__ __forceinline__ void load_stage() {
     const int stage = state_.index();
     tile::wait_barrier(smem_.full[stage], state_.phase());  // producer -> consumers: x, codes and scales have landed
@@ -150,9 +150,9 @@ class W4WgmmaMainloop {
   // (MMA, 1, (k-step, k-block)): 16 rows x 16 k a warp and k-step
   decltype(cute::make_tensor<typename Traits::MmaT>(
       cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Shape<cute::_2, cute::_4>>{})) rA_;
-  // (2 scale blocks): 16-bit scales, minima of rows g and g + 8. Exact operands: scales of the step after this one
+  // (2 scale blocks) of that stage: 16-bit scales, minima of rows g and g + 8
   decltype(cute::make_tensor<std::uint16_t>(cute::Int<2 * Traits::scale_blocks>{})) rScales_, rMinima_;
-  decltype(cute::make_tensor<std::uint32_t>(cute::_2{})) rZero_;  // (row g, row g + 8): -zero / unit, twice; exact
+  decltype(cute::make_tensor<std::uint32_t>(cute::_2{})) rZero_;  // (row g, row g + 8): -zero / unit, twice
 };
 
 }  // namespace rooftile::gpu

@@ -20,9 +20,8 @@ class W4XLoader {
 
   __device__ __forceinline__ void load(unsigned m_block, int step, int stage) const {
     using namespace cute;
-    const auto& full = smem_.full[stage];
-    full.arrive_and_expect_tx(Traits::x_bytes);
-    auto* const barrier = const_cast<std::uint64_t*>(reinterpret_cast<const std::uint64_t*>(&full));
+    smem_.full[stage].arrive_and_expect_tx(Traits::x_bytes);
+    auto* const barrier = recast_ptr<std::uint64_t>(&smem_.full[stage]);
     constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
     if (params_.product.cluster_shift > 0) {
       using Atom = typename Traits::template TmaX<SM90_TMA_LOAD_MULTICAST_OP>;

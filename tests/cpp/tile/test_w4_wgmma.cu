@@ -40,18 +40,16 @@ TEST(W4WgmmaLayouts, XIsSwizzledAsTmaLeavesIt) {
                     stage * Config::x_bytes / 2 + x_offset(Config::tokens, token, k));
   });
 }
-TEST(W4WgmmaLayouts, DescriptorsOfXStepOverKAndStages) {  // in units of 16 bytes
+// A descriptor has the address of its operand before the swizzle.
+TEST(W4WgmmaLayouts, OperandsOfXStepOverKAndStages) {
   for_each_traits([](auto traits) {
     using namespace cute;
     using Config = decltype(traits);
-    const Tensor sX =
-        make_tensor(make_smem_ptr(static_cast<typename Config::MmaT*>(nullptr)), typename Config::SmemLayoutX{});
-    const auto layout = typename Config::TiledMma{}.get_slice(0).partition_fragment_B(sX).layout();
-    static_assert(size<0>(layout) == 1 && size<1>(layout) == 1);
+    const Tensor tBsX = typename Config::TiledMma{}.get_slice(0).partition_B(
+        counting_tensor(get_nonswizzle_portion(typename Config::SmemLayoutX{})));  // (MMA, 1, MMA_K, STAGE)
     for (int stage = 0; stage < Config::stages; ++stage)
       for (int k = 0; k < 8; ++k)
-        EXPECT_EQ(static_cast<int>(layout(0, 0, k, stage)),
-                  (stage * Config::x_bytes + k / 4 * Config::tokens * 128 + k % 4 * 32) / 16);
+        EXPECT_EQ(2 * tBsX(0, 0, k, stage), stage * Config::x_bytes + k / 4 * Config::tokens * 128 + k % 4 * 32);
   });
 }
 
