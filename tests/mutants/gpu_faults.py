@@ -273,9 +273,9 @@ FAULTS = {
     ),
     "ring_zero": Fault(
         "few tokens: row g + 8 is decoded with row g's zero point",
-        W4A16 + "stream_mainloop.cuh",
-        "sZeros(1, reader.group(k_block))",
-        "sZeros(0, reader.group(k_block))",
+        W4A16 + "stage_reader.cuh",
+        "sZ(lane(), 1, group(k_block), stage)",
+        "sZ(lane(), 0, group(k_block), stage)",
     ),
     "ring_scale": Fault(
         "few tokens: row g + 8 is scaled with row g's scale",

@@ -48,13 +48,14 @@ class W4StageReader {
   __device__ __forceinline__ void read_minima(int stage, Scales& rMinima) const {
     read_pairs(w4_qparam_bytes, stage, rMinima);
   }
-  // The zero points of this lane's rows in a stage: (rows g and g + 8, group).
-  __device__ __forceinline__ auto zeros(int stage) const {
+  // The zero points of rows g and g + 8 in a k-block.
+  __device__ __forceinline__ uint2 read_zeros(int stage, int k_block) const {
     using namespace cute;
-    const void* const zeros = stages_->qparams + w4_qparam_bytes / 16;
-    return make_tensor(make_smem_ptr(static_cast<const std::uint8_t*>(zeros)), typename Traits::SmemLayoutZeros{})(
-        lane(), _, _, stage);
+    Tensor sZ = zeros();
+    return {sZ(lane(), 0, group(k_block), stage), sZ(lane(), 1, group(k_block), stage)};
   }
+  // The zero points of this lane's rows in a stage: (rows g and g + 8, group).
+  __device__ __forceinline__ auto zeros_of_stage(int stage) const { return zeros()(lane(), cute::_, cute::_, stage); }
   // The group of a k-block within its stage.
   __device__ __forceinline__ int group(int k_block) const {
     return Traits::small_groups ? k_block >> scale_k_shift_ : 0;
@@ -62,6 +63,11 @@ class W4StageReader {
 
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ auto zeros() const {  // (lane, rows g and g + 8, group, STAGE)
+    const void* const bytes = stages_->qparams + w4_qparam_bytes / 16;
+    return cute::make_tensor(cute::make_smem_ptr(static_cast<const std::uint8_t*>(bytes)),
+                             typename Traits::SmemLayoutZeros{});
+  }
   template <class Pairs>
   __device__ __forceinline__ void read_pairs(int offset, int stage, Pairs& rPairs) const {
     using namespace cute;

@@ -110,8 +110,7 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
       for (int k_block = 0; k_block < 4; ++k_block) {
         if (k_block % Traits::k_blocks_per_sum == 0) clear(rSum), clear(rXSum);
         if (Traits::has_zero_points(p.w) && (Traits::small_groups || k_block == 0)) {
-          const Tensor sZeros = reader.zeros(stage);  // (rows g and g + 8, group)
-          const uint2 zeros{sZeros(0, reader.group(k_block)), sZeros(1, reader.group(k_block))};
+          const uint2 zeros = reader.read_zeros(stage, k_block);
           Decode::set_zeros(rZero, zeros.x, zeros.y);
         }
         Decode::dequant(rCodes(_, make_coord(_, k_block)), rZero, rA);

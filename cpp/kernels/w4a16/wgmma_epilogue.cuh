@@ -27,8 +27,7 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const W4MatmulParams& p, const
   Tensor sOut = make_tensor(make_smem_ptr(smem.out), typename Traits::SmemLayoutOut{});  // (BLK_M, BLK_N)
   Tensor tCsOut = typename Traits::TiledMma{}.get_slice(threadIdx.x).partition_C(sOut);  // ((2, 2, BLK_N / 8), 1, 1)
   Tensor sVecs = recast<float4>(sOut);                                                   // (BLK_M / 4, BLK_N)
-  CUTE_NO_UNROLL  // unrolled copies of the epilogue would not fit into the instruction cache
-      for (int tile = 0; tile < Traits::epilogue_tiles; ++tile) {
+  const auto write_tile = [&](int tile) {
     tile::sync_tile_warps<warps>(0);  // all consumers have read the epilogue tile before
     CUTE_UNROLL
     for (int i = 0; i < values; ++i) {
@@ -36,12 +35,13 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const W4MatmulParams& p, const
       if constexpr (Traits::epilogue_tiles > 1) sum = tile == 0 ? sum : rAcc(values + i);
       tCsOut(i) = Traits::rounded ? sum : sum * tile::CodeDecode<T, Traits::bits>::unit;
     }
-    const Epilogue<T> out(p, n);      // here, as registers of rAcc are free for the bias
+  };
+  const auto store_tile = [&](const Epilogue<T>& out, int tile) {
     tile::sync_tile_warps<warps>(0);  // all consumers have written this epilogue tile
     const std::int64_t token0 = std::int64_t{work.m_block} * Traits::tokens + tile * Traits::epilogue_tokens;
     const int tokens = static_cast<int>(min(std::int64_t{Traits::epilogue_tokens}, p.tokens - token0));
     if (p.partial) {
-      if (n >= padded_n) continue;
+      if (n >= padded_n) return;
       float* to = p.partial + (work.split * p.tokens + token0 + first_token) * padded_n + n;
       for (int token = first_token; token < tokens; token += warps, to += warps * padded_n)
         *recast_ptr<float4>(to) = sVecs(vec, token);
@@ -49,6 +49,19 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const W4MatmulParams& p, const
       for (int token = first_token; token < tokens; token += warps * tokens_per_warp)
         out.store(p.first_token + token0 + token, sVecs(vec, token), sVecs(vec + shift * (rows / 8), token));
     }
+  };
+  if constexpr (Traits::ctas_per_sm == 1) {
+    const Epilogue<T> out(p, n);
+    // unrolled copies of the epilogue would not fit into the instruction cache
+    CUTE_NO_UNROLL
+    for (int tile = 0; tile < Traits::epilogue_tiles; ++tile) {
+      write_tile(tile);
+      store_tile(out, tile);
+    }
+  } else {
+    static_assert(Traits::epilogue_tiles == 1);
+    write_tile(0);
+    store_tile(Epilogue<T>(p, n), 0);  // the bias takes registers that rAcc has left
   }
 }
 

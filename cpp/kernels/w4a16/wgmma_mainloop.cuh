@@ -108,7 +108,7 @@ class W4WgmmaMainloop {
     reader_.read_codes(stage, rCodes_);
     reader_.read_scales(stage, rScales_);
     if (minima_) reader_.read_minima(stage, rMinima_);
-    sZeros_ = reader_.zeros(stage);
+    sZeros_ = reader_.zeros_of_stage(stage);
   }
   // k-block `k_block` of the stage loaded last -> A.
   template <class KBlock>
@@ -143,7 +143,7 @@ class W4WgmmaMainloop {
   const bool half_scales_, integer_, minima_;     // the type of scales; the kind of zeros
   cutlass::PipelineState<Traits::stages> state_;  // of the stage loaded last
   // (rows g and g + 8, group): zero points in that stage
-  decltype(std::declval<const W4StageReader<Traits>&>().zeros(0)) sZeros_;
+  decltype(std::declval<const W4StageReader<Traits>&>().zeros_of_stage(0)) sZeros_;
   // (WORD, (k-step, k-block)) of that stage
   decltype(cute::make_tensor<std::uint32_t>(
       cute::Shape<cute::Int<Traits::bits / 4>, cute::Shape<cute::_2, cute::_4>>{})) rCodes_;

@@ -75,8 +75,8 @@ __device__ __forceinline__ void w4_wgmma_producer(const W4WgmmaParams& params, t
   cutlass::PipelineState<Traits::stages> state(0, 1, 0);  // a new barrier counts as one whose phase 1 has completed
   for (;;) {
     const int end = work.first + work.steps;
-    CUTE_NO_UNROLL  // unrolled copies would take registers
-        for (int step = work.first; step < end; ++step, ++state) {
+    CUTE_NO_UNROLL
+    for (int step = work.first; step < end; ++step, ++state) {
       const int stage = state.index();
       tile::wait_barrier(smem.empty[stage], state.phase());  // consumers -> producer: the stage may be overwritten
       if (loads_x) x.load(work.m_block, step, stage);
