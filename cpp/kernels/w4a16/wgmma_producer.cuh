@@ -75,6 +75,7 @@ __device__ __forceinline__ void w4_wgmma_producer(const W4WgmmaParams& params, t
   cutlass::PipelineState<Traits::stages> state(0, 1, 0);  // a new barrier counts as one whose phase 1 has completed
   for (;;) {
     const int end = work.first + work.steps;
+    // unrolled copies would take registers
     CUTE_NO_UNROLL
     for (int step = work.first; step < end; ++step, ++state) {
       const int stage = state.index();
