@@ -25,8 +25,7 @@ class W4WgmmaMainloop {
                                              int cta_rank)
       : smem_(smem),
         reader_(&smem.ring[0][threadIdx.x / 32], p.scale_k_shift),
-        cluster_(1 << p.cluster_shift),
-        cta_rank_(cta_rank),
+        peer_(peer_of_lane(1 << p.cluster_shift, cta_rank)),
         half_scales_(p.w.scale_dtype == DType::f16),
         integer_(p.w.zeros == W4Zeros::integer),
         minima_(Traits::rounded && Traits::bits == 4 && p.w.zeros == W4Zeros::minima) {
@@ -38,6 +37,7 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ void start() {
     load_stage();
     cute::for_each(KBlocks{}, [&](auto k_block) { dequant(k_block); });
+    read_scale();
   }
 
   // rAcc ((2, 2, BLK_N / 8), 1, 1) += W x of the next `steps` steps; exact operands: in units of CodeDecode::unit.
@@ -47,12 +47,12 @@ class W4WgmmaMainloop {
     using namespace cute;
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
-      const bool has_next = step < steps - last;
+      const bool has_next = step + 1 < steps || !last;
       const int stage = state_.index();
       if constexpr (Traits::rounded) {
         multiply(stage, ScaleOut::One, has_next, rAcc);
       } else {
-        const float2 scale = Traits::scale_pair(half_scales_, recast<std::uint32_t>(rScales_)(0));  // of rows g, g + 8
+        const float2 scale = scale_;                // of this step; multiply() reads that of the next one
         Tensor rSum = make_fragment_like(rAcc);  // ((2, 2, BLK_N / 8), 1, 1): of this step
         multiply(stage, ScaleOut::Zero, has_next, rSum);
         CUTE_UNROLL
@@ -64,6 +64,11 @@ class W4WgmmaMainloop {
   }
 
  private:
+  __device__ __forceinline__ static int peer_of_lane(int cluster, int cta_rank) {
+    const int lane = threadIdx.x % 32;
+    const int peer = lane < cluster && lane != cta_rank ? lane : -1;
+    return __shfl_sync(~0u, peer, lane);  // its own value: without it ptxas derives `peer` anew in every step
+  }
   // All MMAs of a step, in four batches, one a k-block; meanwhile the next step's codes become operands, but for the
   // last k-block. first: whether the MMAs add to rSum or overwrite it.
   template <class Sum>
@@ -88,6 +93,7 @@ class W4WgmmaMainloop {
         warpgroup_wait<3 - k_block>();  // wgmma has read the registers of this k-block
         dequant(k_block);
       });
+      read_scale();
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(rSum);
@@ -109,6 +115,11 @@ class W4WgmmaMainloop {
     reader_.read_scales(stage, rScales_);
     if (minima_) reader_.read_minima(stage, rMinima_);
     sZeros_ = reader_.zeros_of_stage(stage);
+  }
+  // Exact operands: the scales of the stage loaded last, while MMAs run.
+  __device__ __forceinline__ void read_scale() {
+    if constexpr (!Traits::rounded)
+      scale_ = Traits::scale_pair(half_scales_, cute::recast<std::uint32_t>(rScales_)(0));
   }
   // k-block `k_block` of the stage loaded last -> A.
   template <class KBlock>
@@ -133,13 +144,12 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ void release(int stage) {
     tile::arrive_at_barrier(smem_.empty[stage]);  // consumer -> producer: this lane has read its codes and scales
     __syncwarp();  // all lanes have, and the wgmmas have read x: peers may multicast into it
-    const int lane = threadIdx.x % 32;
-    if (lane < cluster_ && lane != cta_rank_) tile::arrive_at_barrier(smem_.empty[stage], lane);
+    if (peer_ >= 0) tile::arrive_at_barrier(smem_.empty[stage], peer_);
   }
 
   typename Traits::SharedStorage& smem_;
   const W4StageReader<Traits> reader_;
-  const int cluster_, cta_rank_;                  // CTAs of the cluster, and which one this is
+  const int peer_;                                // the CTA that this lane tells when a stage is read; -1: none
   const bool half_scales_, integer_, minima_;     // the type of scales; the kind of zeros
   cutlass::PipelineState<Traits::stages> state_;  // of the stage loaded last
   // (rows g and g + 8, group): zero points in that stage
@@ -152,6 +162,7 @@ class W4WgmmaMainloop {
       cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Shape<cute::_2, cute::_4>>{})) rA_;
   // (2 scale blocks) of that stage: 16-bit scales, minima of rows g and g + 8
   decltype(cute::make_tensor<std::uint16_t>(cute::Int<2 * Traits::scale_blocks>{})) rScales_, rMinima_;
+  [[maybe_unused]] float2 scale_;                                 // exact operands: of rows g, g + 8 in that stage
   decltype(cute::make_tensor<std::uint32_t>(cute::_2{})) rZero_;  // (row g, row g + 8): -zero / unit, twice
 };
 
