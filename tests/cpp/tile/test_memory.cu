@@ -306,7 +306,7 @@ __global__ void pass_to_and_fro(int* to) {
 
 TEST_F(Hopper, AccessesStayBetweenABarriersWaitAndArrival) {
   const Shared<int> to(32);
-  launch(pass_to_and_fro, 64, to.data);
+  launch({.threads = 64}, pass_to_and_fro, to.data);
   for (int i = 0; i < 32; ++i) EXPECT_EQ(to[static_cast<std::size_t>(i)], 1000 * 4950 + 100 * (i ^ 5));
 }
 
