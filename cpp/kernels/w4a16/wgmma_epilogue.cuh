@@ -43,9 +43,11 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const W4MatmulParams& p, const
     if (p.partial) {
       if (n >= padded_n) return;
       float* to = p.partial + (work.split * p.tokens + token0 + first_token) * padded_n + n;
+      CUTE_NO_UNROLL
       for (int token = first_token; token < tokens; token += warps, to += warps * padded_n)
         *recast_ptr<float4>(to) = sVecs(vec, token);
     } else {
+      CUTE_NO_UNROLL
       for (int token = first_token; token < tokens; token += warps * tokens_per_warp)
         out.store(p.first_token + token0 + token, sVecs(vec, token), sVecs(vec + shift * (rows / 8), token));
     }
