@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TMA descriptors (tensor maps) of 16-bit matrices, for tile/tma.cuh.
+// TMA descriptors (tensor maps) of 16-bit matrices, as TMA loads take them.
 #pragma once
 
 #include <cuda.h>

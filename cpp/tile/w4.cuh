@@ -7,7 +7,6 @@
 
 #include "tile/dequant.cuh"
 #include "tile/element.cuh"
-#include "tile/mma.cuh"
 
 namespace rooftile::tile {
 
@@ -18,10 +17,8 @@ __device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32
   return reinterpret_cast<const std::uint32_t&>(r);
 }
 
-// Codes -> exact operands (u - zero) / unit.
-// decode: from codes, (fragment blocks of a step of 128 k) with a lane's 16 bytes of each, k-block k_block of 32 k: the
-// A fragments of two k-steps of 16. Registers 0 and 2 of a fragment are row g of the tile, 1 and 3 row g + 8. zero(g,
-// g8): the zeros of the two rows, 0 to 255, in one register.
+// Codes -> exact operands (u - zero) / unit, A fragments: registers 0 and 2 of a fragment are row g of the tile, 1 and 3
+// row g + 8. Zeros are 0 to 255.
 //
 // A code needs no exponent: its bits alone are the subnormal u * 2^-24 (fp16) or u * 2^-133 (bf16, subnormal below
 // 128), of a nibble in bits 4 to 7 16 times that. One multiply-add by a power of two, with -zero / unit as the addend,
@@ -35,21 +32,17 @@ struct CodeDecode {
   static constexpr std::uint32_t symmetric_zero =
       0x10001u * (0x8000u | (fp16 ? (bits + 5u) << 10 : (bits + 120u) << 7));
   static constexpr std::uint32_t no_zero = 0x80008000;  // -0, which changes nothing
-  using Zero = std::uint32_t;                           // (row g, row g + 8): -zero / unit
 
-  __device__ __forceinline__ static Zero zero(std::uint32_t g, std::uint32_t g8) {
-    constexpr std::uint32_t lower = fp16 ? 0xf800f800 : 0xff00ff00;  // -2^15, -2^127
-    return fma(g | g8 << 16, lower, 0x80008000);                     // plus -0, which changes nothing
-  }
   // rZero (row g, row g + 8): -zero / unit as pairs of equal values.
   template <class Zeros>
   __device__ __forceinline__ static void set_zeros(Zeros& rZero, std::uint32_t g, std::uint32_t g8) {
-    const Zero both = zero(g, g8);
+    constexpr std::uint32_t lower = fp16 ? 0xf800f800 : 0xff00ff00;  // -2^15, -2^127
+    const std::uint32_t both = fma(g | g8 << 16, lower, no_zero);
     rZero(0) = __byte_perm(both, both, 0x1010), rZero(1) = __byte_perm(both, both, 0x3232);
   }
   // rCodes (WORD, MMA_K): a lane's words of each k-step, 1 in 4 bits and 2 in 8; rA (MMA, 1, MMA_K).
   template <class Codes, class Zeros, class A>
-  __device__ __forceinline__ static void dequant(const Codes& rCodes, const Zeros& rZero, A& rA) {
+  __device__ __forceinline__ static void dequant(const Codes& rCodes, const Zeros& rZero, A&& rA) {
     cute::Tensor rA2 = cute::recast<std::uint32_t>(rA);  // (MMA / 2, 1, MMA_K)
     CUTE_UNROLL
     for (int k = 0; k < cute::size<1>(rCodes); ++k) {
@@ -58,19 +51,6 @@ struct CodeDecode {
       else decode_words(rCodes(0, k), rCodes(1, k), rZero(0), rZero(1), a);
       CUTE_UNROLL
       for (int r = 0; r < 4; ++r) rA2(r, 0, k) = a[r];
-    }
-  }
-  __device__ __forceinline__ static void decode(const uint4 (&codes)[bits / 2], int k_block, Zero zero,
-                                                FragmentA (&a)[2]) {
-    const std::uint32_t g = __byte_perm(zero, zero, 0x1010), g8 = __byte_perm(zero, zero, 0x3232);
-    if constexpr (bits == 4) {
-      const uint4& vec = codes[k_block / 2];
-      decode_word(k_block % 2 == 0 ? vec.x : vec.z, g, g8, a[0].r);
-      decode_word(k_block % 2 == 0 ? vec.y : vec.w, g, g8, a[1].r);
-    } else {
-      const uint4& vec = codes[k_block];
-      decode_words(vec.x, vec.y, g, g8, a[0].r);
-      decode_words(vec.z, vec.w, g, g8, a[1].r);
     }
   }
 
@@ -118,44 +98,46 @@ class WeightDecode {
   // zero: (row g, row g + 8), 0 to 255.
   __device__ __forceinline__ WeightDecode(std::uint32_t scale, std::uint32_t minimum, const std::uint32_t (&zero)[2]) {
     if constexpr (fp16 && same_type) {
-      zero_[0] = splat(0xe400 + zero[0]), zero_[1] = splat(0xe400 + zero[1]);  // -(1024 + zero)
-      if (bits == 4) zero_[1] = fma_f16x2(zero_[1], one, splat(0x6380));  // -(64 + zero): these codes lie 4 bits higher
+      rZero_(0) = splat(0xe400 + zero[0]), rZero_(1) = splat(0xe400 + zero[1]);  // -(1024 + zero)
+      // -(64 + zero): these codes lie 4 bits higher
+      if (bits == 4) rZero_(1) = fma_f16x2(rZero_(1), one, splat(0x6380));
     } else {
-      code_zero_ = Codes::zero(zero[0], zero[1]);
+      ExactDecode::set_zeros(rZero_, zero[0], zero[1]);
     }
     if constexpr (same_type) {
-      if constexpr (!fp16) scale = fma_bf16x2(scale, splat(0x4280), 0x80008000);  // times 64, the unit of Codes
+      if constexpr (!fp16) scale = fma_bf16x2(scale, splat(0x4280), 0x80008000);  // times 64, the unit of ExactDecode
       scale_[0] = __byte_perm(scale, scale, 0x1010), scale_[1] = __byte_perm(scale, scale, 0x3232);
       minimum_[0] = __byte_perm(minimum, minimum, 0x1010), minimum_[1] = __byte_perm(minimum, minimum, 0x3232);
     } else {
       const float2 scales = unpack<Scale>(scale), minima = unpack<Scale>(minimum);
-      scale_[0] = scales.x * Codes::unit, scale_[1] = scales.y * Codes::unit;
+      scale_[0] = scales.x * ExactDecode::unit, scale_[1] = scales.y * ExactDecode::unit;
       minimum_[0] = minima.x, minimum_[1] = minima.y;
     }
   }
 
-  __device__ __forceinline__ void decode(const uint4 (&codes)[bits / 2], int k_block, FragmentA (&a)[2]) const {
+  // As CodeDecode::dequant.
+  template <class Codes, class A>
+  __device__ __forceinline__ void dequant(const Codes& rCodes, A&& rA) const {
+    cute::Tensor rA2 = cute::recast<std::uint32_t>(rA);  // (MMA / 2, 1, MMA_K)
     if constexpr (fp16 && same_type) {
-      const uint4& vec = codes[bits == 4 ? k_block / 2 : k_block];
-      if constexpr (bits == 4) {
-        minus_zero_word(k_block % 2 == 0 ? vec.x : vec.z, a[0].r);
-        minus_zero_word(k_block % 2 == 0 ? vec.y : vec.w, a[1].r);
-      } else {
-        minus_zero_words(vec.x, vec.y, a[0].r);
-        minus_zero_words(vec.z, vec.w, a[1].r);
+      CUTE_UNROLL
+      for (int k = 0; k < cute::size<1>(rCodes); ++k) {
+        std::uint32_t a[4];  // (registers of a fragment)
+        if constexpr (bits == 4) minus_zero_word(rCodes(0, k), a);
+        else minus_zero_words(rCodes(0, k), rCodes(1, k), a);
+        CUTE_UNROLL
+        for (int r = 0; r < 4; ++r) rA2(r, 0, k) = a[r];
       }
     } else {
-      Codes::decode(codes, k_block, code_zero_, a);
+      ExactDecode::dequant(rCodes, rZero_, rA);
     }
-#pragma unroll
-    for (FragmentA& fragment : a)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) fragment.r[r] = dequant_pair(fragment.r[r], r % 2);
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(rA2); ++i) rA2(i) = dequant_pair(rA2(i), i % 2);
   }
 
  private:
   static constexpr bool fp16 = std::is_same_v<T, half>, same_type = std::is_same_v<T, Scale>;
-  using Codes = CodeDecode<T, bits>;
+  using ExactDecode = CodeDecode<T, bits>;
   static constexpr std::uint32_t above = 0x64006400,  // 1024: a code in its low mantissa bits counts as 1024 + u
       one = 0x3c003c00;
 
@@ -163,17 +145,17 @@ class WeightDecode {
   __device__ __forceinline__ void minus_zero_word(std::uint32_t word, std::uint32_t (&a)[4]) const {
     constexpr std::uint32_t sixteenth = 0x2c002c00;
     const std::uint32_t upper = word >> 8;
-    a[0] = fma_f16x2(and_or<0x000f000f>(word, above), one, zero_[0]);
-    a[1] = fma_f16x2(and_or<0x00f000f0>(word, above), sixteenth, zero_[1]);
-    a[2] = fma_f16x2(and_or<0x000f000f>(upper, above), one, zero_[0]);
-    a[3] = fma_f16x2(and_or<0x00f000f0>(upper, above), sixteenth, zero_[1]);
+    a[0] = fma_f16x2(and_or<0x000f000f>(word, above), one, rZero_(0));
+    a[1] = fma_f16x2(and_or<0x00f000f0>(word, above), sixteenth, rZero_(1));
+    a[2] = fma_f16x2(and_or<0x000f000f>(upper, above), one, rZero_(0));
+    a[3] = fma_f16x2(and_or<0x00f000f0>(upper, above), sixteenth, rZero_(1));
   }
   __device__ __forceinline__ void minus_zero_words(std::uint32_t first, std::uint32_t second,
                                                    std::uint32_t (&a)[4]) const {
-    a[0] = fma_f16x2(__byte_perm(first, above, 0x7270), one, zero_[0]);
-    a[1] = fma_f16x2(__byte_perm(first, above, 0x7371), one, zero_[1]);
-    a[2] = fma_f16x2(__byte_perm(second, above, 0x7270), one, zero_[0]);
-    a[3] = fma_f16x2(__byte_perm(second, above, 0x7371), one, zero_[1]);
+    a[0] = fma_f16x2(__byte_perm(first, above, 0x7270), one, rZero_(0));
+    a[1] = fma_f16x2(__byte_perm(first, above, 0x7371), one, rZero_(1));
+    a[2] = fma_f16x2(__byte_perm(second, above, 0x7270), one, rZero_(0));
+    a[3] = fma_f16x2(__byte_perm(second, above, 0x7371), one, rZero_(1));
   }
   __device__ __forceinline__ std::uint32_t dequant_pair(std::uint32_t codes, int row) const {
     if constexpr (same_type && fp16) return fma_f16x2(codes, scale_[row], minimum_[row]);
@@ -186,8 +168,8 @@ class WeightDecode {
 
   using Factor = std::conditional_t<same_type, std::uint32_t, float>;  // same_type: a pair of equal values
   Factor scale_[2], minimum_[2];                                       // (row g, row g + 8)
-  std::uint32_t zero_[2];           // (row g, row g + 8): fp16 && same_type: -(1024 + zero), high nibbles -(64 + zero)
-  typename Codes::Zero code_zero_;  // the other types
+  // (row g, row g + 8): fp16 && same_type: -(1024 + zero), high nibbles -(64 + zero); the other types: as CodeDecode's
+  decltype(cute::make_tensor<std::uint32_t>(cute::_2{})) rZero_;
 };
 
 }  // namespace rooftile::tile

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // A warp's codes and quantisation parameters in the weight-streaming kernel: global memory -> the warp's own ring of
-// stages in shared memory (cp.async) -> registers.
+// stages in shared memory (cp.async). stage_reader.cuh reads them.
 #pragma once
 
 #include "kernels/w4a16/params.h"
-#include "kernels/w4a16/traits.cuh"
+#include "kernels/w4a16/stage_reader.cuh"
 #include "tile/copy.cuh"
 
 namespace rooftile::gpu {
 
 // Steps are loaded in order. They count from the ring's next one, which advance() moves on: where `step` and `stage`
 // are compile-time constants after unrolling, every address is a register and an immediate.
-// Each lane copies 16 bytes of every fragment block, and reads back those that it copied itself. Some lanes also copy
-// a 16-byte vector of scales or offsets, which all lanes read.
+// Each lane copies 16 bytes of every fragment block, which it reads back itself. Some lanes also copy a 16-byte vector
+// of scales or offsets, which all lanes read.
 template <class Traits>
 class W4CodeRing {
   using Stage = typename Traits::Stage;
@@ -22,17 +22,13 @@ class W4CodeRing {
   // stages: this warp's (STAGE). `steps` steps from step `first` on are loaded. A tile row past the end of W loads
   // row 0.
   __device__ __forceinline__ W4CodeRing(const W4MatmulParams& p, Stage* stages, int tile_row, int first, int steps)
-      : stages_(stages), tiles_left_(min(2 * steps, p.row_tiles - 2 * first)), scale_k_shift_(p.scale_k_shift) {
+      : stages_(stages), tiles_left_(min(2 * steps, p.row_tiles - 2 * first)) {
     using namespace cute;
     if (tile_row >= p.tile_rows) tile_row = 0;
     Tensor gW = make_tensor(
         make_gmem_ptr<std::uint32_t>(p.w.codes + (std::int64_t{tile_row} * p.row_tiles + 2 * first) * tile_bytes),
         typename Traits::GmemLayoutCodes{});  // (word, fragment block, step)
     codes_ = raw_pointer_cast(typename Traits::GmemCopyCodes{}.get_slice(lane()).partition_S(gW).data());
-    const void* const shared_scales = stages->qparams;
-    Tensor sS = make_tensor(make_smem_ptr(static_cast<const std::uint16_t*>(shared_scales)),
-                            Traits::smem_layout_scales(p.scale_k_shift));  // (g, ((row half, k-block), t), STAGE)
-    scales_ = raw_pointer_cast(typename Traits::SmemCopyScales{}.get_slice(lane()).partition_S(sS).data());
 
     // vectors of 8 scales, 8 minima or 16 zero points: lanes 0 .. 7 copy scales, lanes 8 .. 15 offsets
     const int vec = lane() % 8, groups_in_step = Traits::small_groups ? 4 >> p.scale_k_shift : 1;
@@ -66,7 +62,7 @@ class W4CodeRing {
     CUTE_UNROLL
     for (int f = 0; f < blocks; ++f)
       if (2 * step + f / w4_tile_fragments(Traits::bits) < tiles_left_)
-        copy(typename Traits::GmemCopyCodes{}, tWgW(_, f, step), tWsW()(_, _0{}, f, stage));
+        copy(typename Traits::GmemCopyCodes{}, tWgW(_, f, step), w4_lane_codes<Traits>(stages_)(_, _0{}, f, stage));
     if (step < qparam_steps_left_) {
       Tensor gQ = make_tensor(make_gmem_ptr(qparams_), Shape<_1>{});  // (this lane's vector)
       Tensor sQ =
@@ -84,48 +80,10 @@ class W4CodeRing {
     qparam_steps_left_ -= steps;
   }
 
-  // rCodes (WORD, MMA_K): this lane's words of a stage.
-  template <class Codes>
-  __device__ __forceinline__ void read_codes(int stage, Codes& rCodes) const {
-    using namespace cute;
-    copy(Copy_Atom<UniversalCopy<uint128_t>, std::uint32_t>{}, tWsW()(_, _0{}, _, stage),
-         make_tensor(rCodes.data(), Shape<_4, Int<blocks>>{}));
-  }
-  // rScales (2 scale blocks): the 16-bit scales of rows g and g + 8 in each scale block of a stage.
-  template <class Scales>
-  __device__ __forceinline__ void read_scales(int stage, Scales& rScales) const {
-    read_pairs(0, stage, rScales);
-  }
-  // The same of minima.
-  template <class Scales>
-  __device__ __forceinline__ void read_minima(int stage, Scales& rMinima) const {
-    read_pairs(w4_qparam_bytes, stage, rMinima);
-  }
-  // The zero points of rows g and g + 8 in a k-block.
-  __device__ __forceinline__ uint2 read_zeros(int stage, int k_block) const {
-    using namespace cute;
-    const void* const zeros = stages_->qparams + w4_qparam_bytes / 16;
-    Tensor sZ = make_tensor(make_smem_ptr(static_cast<const std::uint8_t*>(zeros)), typename Traits::SmemLayoutZeros{});
-    const int group = Traits::small_groups ? k_block >> scale_k_shift_ : 0;
-    return {sZ(lane(), 0, group, stage), sZ(lane(), 1, group, stage)};
-  }
-
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ auto tWsW() const {  // (CPY, 1, fragment block, STAGE): this lane's words of the ring
-    return typename Traits::GmemCopyCodes{}.get_slice(lane()).partition_D(
-        cute::make_tensor(cute::make_smem_ptr(stages_->codes), typename Traits::SmemLayoutCodes{}));
-  }
-  template <class Pairs>
-  __device__ __forceinline__ void read_pairs(int offset, int stage, Pairs& rPairs) const {
-    using namespace cute;
-    Tensor tSsS =
-        make_tensor(make_smem_ptr(scales_ + offset / 2), typename Traits::LaneLayoutScales{});  // (CPY, STAGE)
-    copy(typename Traits::SmemCopyScales{}, tSsS(_, stage), rPairs);
-  }
 
   Stage* stages_;
-  const std::uint16_t* scales_;               // this lane's row of scales in the first stage, for ldmatrix
   const std::uint32_t* codes_;                // this lane's words of the next step's first fragment block
   const cute::uint128_t* qparams_ = nullptr;  // this lane's vector of scales or offsets of the step that is loaded next
   int tiles_left_;                            // from the next step to the end of the steps
@@ -133,7 +91,6 @@ class W4CodeRing {
   int group_vecs_;                            // 16-byte vectors of a group
   int step_groups_, step_vecs_;               // groups of a step, 0: one for all of K; and their vectors
   int groups_left_;                           // from the lane's group to the end of K
-  int scale_k_shift_;
 };
 
 }  // namespace rooftile::gpu

@@ -34,13 +34,17 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
                      blocks = tile_row * p.groups;  // scale blocks before this tile row
   tile::wait_for_previous_kernel();
 
-  uint4 codes[bits / 2];  // (fragment blocks of 2 tiles): this lane's 16 bytes of each; 0 past the end of K
-#pragma unroll
+  // (WORD, (k-step, k-block)): this lane's words; 0 past the end of K
+  cute::Tensor rCodes =
+      cute::make_tensor<std::uint32_t>(cute::Shape<cute::Int<bits / 4>, cute::Shape<cute::_2, cute::_4>>{});
+  cute::Tensor rVecs = cute::recast<uint4>(
+      cute::make_tensor(rCodes.data(), cute::Shape<cute::_4, cute::Int<bits / 2>>{}));  // (1, fragment blocks)
+  CUTE_UNROLL
   for (int f = 0; f < bits / 2; ++f) {
     const unsigned tile = 2 * step + f / blocks_of_tile;
     const auto* const from =
         p.w.codes + (tile_row * p.row_tiles + tile) * tile_bytes + f % blocks_of_tile * w4_fragment_bytes + lane * 16;
-    codes[f] = tile < p.row_tiles ? tile::load_once(from) : uint4{};
+    rVecs(f) = tile < p.row_tiles ? tile::load_once(from) : uint4{};
   }
   std::uint8_t* const shared_rows = rows_of_warps[warp];
 #pragma unroll
@@ -56,13 +60,15 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
       const auto* const of_rows = reinterpret_cast<const std::uint8_t*>(p.w.offsets) + block * w4_tile_n;
       zeros[0] = of_rows[g], zeros[1] = of_rows[g + 8];
     }
-    tile::FragmentA a[2];  // (k-steps of 16): 16 rows x 16 k
+    cute::Tensor rA = cute::make_tensor<T>(
+        cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_2>{});  // (MMA, 1, 2 k-steps)
     tile::WeightDecode<T, bits, Scale>(pair(p.w.scales), p.w.zeros == W4Zeros::minima ? pair(p.w.offsets) : 0, zeros)
-        .decode(codes, k_block, a);
+        .dequant(rCodes(cute::_, cute::make_coord(cute::_, k_block)), rA);
+    cute::Tensor rPairs = cute::recast<std::uint32_t>(rA);  // (MMA / 2, 1, 2 k-steps)
 #pragma unroll
     for (int i = 0; i < 8; ++i)  // register r of a fragment: row g + 8 (r % 2), k 8 (r / 2) + 2 t
       *reinterpret_cast<std::uint32_t*>(shared_rows + (g + i % 2 * 8) * pitch +
-                                        (k_block * 32 + i / 2 * 8 + 2 * t) * 2) = a[i / 4].r[i % 4];
+                                        (k_block * 32 + i / 2 * 8 + 2 * t) * 2) = rPairs(i);
   }
   __syncwarp();
   auto* const to = static_cast<std::uint16_t*>(p.to) + std::int64_t{row} * w4_tile_n * p.k + step * w4_step_k;

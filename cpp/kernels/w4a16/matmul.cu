@@ -59,7 +59,7 @@ void launch_wgmma(const char* op, const DeviceScope& scope, std::byte* workspace
     scope.launch(w4a16_gather_x, p.tokens * plan.gather_ctas, w4_gather_threads, row_bytes, gather,
                  Overlap::with_previous);
   }
-  params.x = rows_map(op, from, a.x.dtype, x, f.tokens / plan.cluster, 64);
+  params.x = rows_map(op, from, a.x.dtype, x, f.tokens / plan.cluster, w4_wgmma_x_tile_k);
   // persistent CTAs: as many as are resident at once, whole clusters
   std::int64_t ctas = std::min(std::int64_t{p.m_blocks} * p.n_blocks * p.splits,
                                std::int64_t{scope.sms()} * f.ctas_per_sm / plan.cluster * plan.cluster);

@@ -63,8 +63,7 @@ void complete_wgmma(const W4Problem& p, W4Plan& plan) {
     plan.semaphore_bytes = static_cast<std::size_t>(divide_up(8 * ctas, 256) * 256);
     plan.fixup_bytes = static_cast<std::size_t>(ctas * f.warps() * w4_tile_n * f.tokens) * sizeof(float);
   }
-  plan.shared_bytes = static_cast<std::size_t>(
-      f.stages * (f.tokens * w4_step_k * 2 + f.warps() * w4_stage_bytes(p.bits) + 16) + w4_epilogue_bytes(f));
+  plan.shared_bytes = static_cast<std::size_t>(w4_wgmma_shared_bytes(p.bits, f));
   if (p.gather_x) plan.gathered_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_k(p.k));
   plan.gather_ctas =
       static_cast<int>(std::min(divide_up(steps_of(p) * w4_step_k, w4_gather_columns),

@@ -51,6 +51,11 @@ constexpr W4WgmmaConfig w4_wgmma_config(int bits, int config) {
 // The epilogue's tile in shared memory: (tokens, rows of W + 4), fp32; 4 more against bank conflicts.
 constexpr int w4_epilogue_tokens(W4WgmmaConfig f) { return f.tokens < 64 ? f.tokens : 64; }
 constexpr int w4_epilogue_bytes(W4WgmmaConfig f) { return w4_epilogue_tokens(f) * (f.warps() * w4_warp_rows + 4) * 4; }
+// Shared memory of wgmma.cuh: x, codes and scales, the epilogue's tile, two barriers a stage.
+constexpr int w4_wgmma_shared_bytes(int bits, W4WgmmaConfig f) {
+  return f.stages * (f.tokens * w4_step_k * 2 + f.warps() * w4_stage_bytes(bits) + 16) + w4_epilogue_bytes(f);
+}
+inline constexpr int w4_wgmma_x_tile_k = 64;  // k of a TMA load of x: 128 bytes
 // Whether the config may run stream-K: with two CTAs per SM it gained nothing.
 constexpr bool w4_stream_k(W4WgmmaConfig f) { return f.ctas_per_sm == 1; }
 inline constexpr int w4_stream_max_m = 16;  // up to so many tokens stream.cuh runs on Hopper too

@@ -27,8 +27,8 @@
 // and all warps have read the tile before, whose buffer the next copies overwrite. Epilogue: without a cluster the
 // sums overlay the ring, so all warps meet before they write; with one the sums lie behind the ring, and a CTA writes
 // to its peer once the peer runs. All threads meet again before they read sums.
-// Files: traits.cuh has layouts, atoms and shared memory; code_ring.cuh and x_tiles.cuh the copies; stream_mainloop.cuh
-// and stream_epilogue.cuh the two halves of the kernel.
+// Files: traits.cuh has layouts, atoms and shared memory; code_ring.cuh, stage_reader.cuh and x_tiles.cuh the copies;
+// stream_mainloop.cuh and stream_epilogue.cuh the two halves of the kernel.
 #pragma once
 
 #include "kernels/w4a16/stream_epilogue.cuh"

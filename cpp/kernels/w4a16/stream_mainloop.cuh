@@ -54,6 +54,7 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
   int steps = min(p.split_steps, p.steps - first);  // from the current tile of x on
 
   W4CodeRing<Traits> ring(p, smem.ring[warp], work.row, first, steps);
+  const W4StageReader<Traits> reader(smem.ring[warp], p.scale_k_shift);
   const W4XTiles<Traits> x(p, smem.x(), p.first_token + work.local_token0, work.tokens, first);
   ring.prefetch(S - 1);
   tile::wait_for_previous_kernel();
@@ -99,9 +100,9 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
         cp_async_wait<S - 2>();
         __syncwarp();  // all lanes' copies of this stage have landed; all lanes have read the stage before
       }
-      ring.read_codes(stage, rCodes);
-      ring.read_scales(stage, rScales);
-      if constexpr (Traits::minima) ring.read_minima(stage, rMinima);
+      reader.read_codes(stage, rCodes);
+      reader.read_scales(stage, rScales);
+      if constexpr (Traits::minima) reader.read_minima(stage, rMinima);
       ring.load(step, (stage + S - 1) % S);
       cp_async_fence();
 
@@ -109,7 +110,7 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
       for (int k_block = 0; k_block < 4; ++k_block) {
         if (k_block % Traits::k_blocks_per_sum == 0) clear(rSum), clear(rXSum);
         if (Traits::has_zero_points(p.w) && (Traits::small_groups || k_block == 0)) {
-          const uint2 zeros = ring.read_zeros(stage, k_block);
+          const uint2 zeros = reader.read_zeros(stage, k_block);
           Decode::set_zeros(rZero, zeros.x, zeros.y);
         }
         Decode::dequant(rCodes(_, make_coord(_, k_block)), rZero, rA);
@@ -124,9 +125,11 @@ __device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, cons
         }
         if (k_block % Traits::k_blocks_per_sum != Traits::k_blocks_per_sum - 1) continue;
         const int block = Traits::small_groups ? k_block : 0;
-        add_scaled(Traits::scale_pair(p.w, recast<std::uint32_t>(rScales)(block)), rSum, rAcc);
+        add_scaled(Traits::scale_pair(p.w.scale_dtype == DType::f16, recast<std::uint32_t>(rScales)(block)), rSum,
+                   rAcc);
         if constexpr (Traits::minima)
-          add_scaled(Traits::scale_pair(p.w, recast<std::uint32_t>(rMinima)(block)), rXSum, rAcc);
+          add_scaled(Traits::scale_pair(p.w.scale_dtype == DType::f16, recast<std::uint32_t>(rMinima)(block)), rXSum,
+                     rAcc);
       }
       if (step + 1 >= steps) return;
     }

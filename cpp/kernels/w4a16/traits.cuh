@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The types of the weight-streaming kernel (stream.cuh): the layouts of its tensors, copy and MMA atoms, shared memory.
+// The types of the weight-streaming kernel (stream.cuh): the layouts of its tensors, copy and MMA atoms, shared memory;
+// and what it has in common with wgmma.cuh: the packed layout of codes, and a warp's stages of them.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -29,60 +30,41 @@ constexpr bool is_packed_layout(int bits) {
 }
 static_assert(is_packed_layout<W4TileLayout>(4) && is_packed_layout<W8TileLayout>(8));
 
-// The kind of a weight's zeros that a variant of the kernel is compiled for. either: symmetric or integer, at run time.
-enum class W4StreamZeros : std::uint8_t { symmetric, integer, either, minima };
+// Half or bf16 as CuTe's MMA atoms name it.
+template <class T>
+using W4MmaType = std::conditional_t<std::is_same_v<T, tile::half>, cute::half_t, cute::bfloat16_t>;
 
-// What a variant of the kernel is compiled for. Element: of x and y. Scale: of scales and minima, half or bf16; void:
-// the type is known at run time. small_groups: a step of 128 k may hold several scale blocks; minima take the
-// same path.
-template <class Element, int bits_, int config_, class Scale, bool small_groups_, W4StreamZeros zeros>
-struct W4StreamTraits {
-  using T = Element;
-  using MmaT = std::conditional_t<std::is_same_v<T, tile::half>, cute::half_t, cute::bfloat16_t>;
-  static constexpr int bits = bits_;
-  static constexpr bool minima = zeros == W4StreamZeros::minima, small_groups = small_groups_ || minima;
-  ROOFTILE_HD static bool has_zero_points(const W4View& w) {
-    return zeros == W4StreamZeros::integer || (zeros == W4StreamZeros::either && w.zeros == W4Zeros::integer);
-  }
-  // Two 16-bit scales or minima, of rows g and g + 8.
-  __device__ __forceinline__ static float2 scale_pair(const W4View& w, std::uint32_t pair) {
-    if constexpr (std::is_void_v<Scale>)
-      return w.scale_dtype == DType::f16 ? tile::unpack<tile::half>(pair) : tile::unpack<tile::bf16>(pair);
-    else return tile::unpack<Scale>(pair);
-  }
-  static constexpr W4StreamConfig config = w4_stream_config(bits, config_);
-  static constexpr int n_tiles = config.n_tiles, stages = config.stages, x_tile_steps = config.x_tile_k / w4_step_k;
-  static constexpr int fragment_blocks = 2 * w4_tile_fragments(bits);  // of a step
-  static constexpr int ctas_per_sm = minima && n_tiles == 8 ? 1 : 2;   // sums of x take 32 registers more
-  static constexpr int scale_blocks = small_groups ? 4 : 1;            // of a step, as registers hold them
-  static constexpr int k_blocks_per_sum = small_groups ? 1 : 2;        // of 32 k: the sum that is scaled in fp32
-  // The wait for a step's codes is also the wait for the tile of x that was loaded a tile before.
-  static_assert(x_tile_steps >= stages - 1 && config.x_tile_k % w4_step_k == 0);
+// A step of one tile row of W in shared memory: codes of 16 rows x 128 k, up to four groups' scales, zero points or
+// minima.
+template <int bits>
+struct W4Stage {
+  static constexpr int fragment_blocks = 2 * w4_tile_fragments(bits);
+  alignas(16) std::uint32_t codes[fragment_blocks * w4_fragment_bytes / 4];
+  cute::uint128_t qparams[2 * w4_qparam_bytes / 16];  // (scales, offsets): (4 groups, 16 rows) of 2 bytes each
+};
+static_assert(sizeof(W4Stage<4>) == w4_stage_bytes(4) && sizeof(W4Stage<8>) == w4_stage_bytes(8));
 
-  // One stage of a warp's ring: the codes of 16 rows x 128 k, up to four groups' scales, zero points or minima.
-  struct Stage {
-    alignas(16) std::uint32_t codes[fragment_blocks * w4_fragment_bytes / 4];
-    cute::uint128_t qparams[2 * w4_qparam_bytes / 16];  // (scales, offsets): (4 groups, 16 rows) of 2 bytes each
-  };
-  struct SharedStorage {
-    Stage ring[w4_warps][stages];
-    __device__ MmaT* x() { return reinterpret_cast<MmaT*>(this + 1); }  // tiles of x: smem_layout_x
-  };
-  static_assert(sizeof(Stage) == w4_stage_bytes(bits));
-
-  using BLK_N = cute::Int<8 * n_tiles>;  // tokens
-  using BLK_K = cute::Int<config.x_tile_k>;
+// The stages of a warp, each the step of one tile row, `pitch` of them from a stage to the next: layouts, and copies
+// of one warp. Scale: half or bf16; void: known at run time. small_groups: a step may hold several scale blocks.
+template <int bits_, int stages_, int pitch, class Scale, bool small_groups_>
+struct W4StageTraits {
+  static constexpr int bits = bits_, stages = stages_;
+  static constexpr bool small_groups = small_groups_;
+  static constexpr int scale_blocks = small_groups ? 4 : 1;  // of a step, as registers hold them
+  using Stage = W4Stage<bits>;
+  static constexpr int fragment_blocks = Stage::fragment_blocks;
   using STAGE = cute::Int<stages>;
   template <class X>
-  using StageStride = cute::Int<sizeof(Stage) / sizeof(X)>;
+  using StageStride = cute::Int<pitch * sizeof(Stage) / sizeof(X)>;
 
-  // Codes in global memory, (word, fragment block, step) of a tile row, and what a lane copies of it.
-  template <int words>
-  using CodesOf = cute::Layout<cute::Shape<cute::Int<words>, cute::Int<fragment_blocks>, int>,
-                               cute::Stride<cute::_1, cute::_128, cute::Int<128 * fragment_blocks>>>;
-  using GmemLayoutCodes = CodesOf<128>;
-  using LaneLayoutCodes = CodesOf<4>;
-  // In shared memory, (word, fragment block, STAGE)
+  // Two 16-bit scales or minima, of rows g and g + 8. is_half: their type, where it is known at run time.
+  __device__ __forceinline__ static float2 scale_pair(bool is_half, std::uint32_t pair) {
+    if constexpr (std::is_void_v<Scale>)
+      return is_half ? tile::unpack<tile::half>(pair) : tile::unpack<tile::bf16>(pair);
+    else return tile::unpack<Scale>(pair);
+  }
+
+  // Codes in shared memory, (word, fragment block, STAGE)
   using SmemLayoutCodes = cute::Layout<cute::Shape<cute::_128, cute::Int<fragment_blocks>, STAGE>,
                                        cute::Stride<cute::_1, cute::_128, StageStride<std::uint32_t>>>;
   // A lane's 16-byte vector of scales or offsets, (1, STAGE)
@@ -104,6 +86,59 @@ struct W4StreamTraits {
   using SmemLayoutZeros =
       cute::Layout<cute::Shape<cute::Shape<cute::_4, cute::_8>, cute::_2, cute::_4, STAGE>,
                    cute::Stride<cute::Stride<cute::_0, cute::_1>, cute::_8, cute::_16, StageStride<std::uint8_t>>>;
+
+  // Codes: a lane copies, and reads back, its 16 bytes of a fragment block.
+  using GmemCopyCodes =
+      decltype(cute::make_tiled_copy(cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>, std::uint32_t>{},
+                                     cute::Layout<cute::_32>{}, cute::Layout<cute::_4>{}));
+  // Scales and offsets: a lane copies up to 16 bytes of a step.
+  using GmemCopyQparams = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>, cute::uint128_t>;
+  using SmemCopyScales = decltype(cute::make_tiled_copy(
+      cute::Copy_Atom<std::conditional_t<small_groups, cute::SM75_U16x8_LDSM_T, cute::SM75_U16x2_LDSM_T>,
+                      std::uint16_t>{},
+      cute::Layout<cute::Shape<cute::_8, cute::_4>, cute::Stride<cute::_4, cute::_1>>{},
+      cute::Layout<cute::Shape<cute::_1, cute::Int<2 * scale_blocks>>>{}));
+};
+
+// The kind of a weight's zeros that a variant of the kernel is compiled for. either: symmetric or integer, at run time.
+enum class W4StreamZeros : std::uint8_t { symmetric, integer, either, minima };
+
+// What a variant of the kernel is compiled for. Element: of x and y. Scale: of scales and minima, half or bf16; void:
+// the type is known at run time. small_groups: a step of 128 k may hold several scale blocks; minima take the
+// same path.
+template <class Element, int bits_, int config_, class Scale, bool small_groups_, W4StreamZeros zeros>
+struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).stages, 1, Scale,
+                                      small_groups_ || zeros == W4StreamZeros::minima> {
+  using Base = typename W4StreamTraits::W4StageTraits;
+  using Base::bits, Base::stages, Base::small_groups;
+  using typename Base::Stage;
+  using T = Element;
+  using MmaT = W4MmaType<T>;
+  static constexpr bool minima = zeros == W4StreamZeros::minima;
+  ROOFTILE_HD static bool has_zero_points(const W4View& w) {
+    return zeros == W4StreamZeros::integer || (zeros == W4StreamZeros::either && w.zeros == W4Zeros::integer);
+  }
+  static constexpr W4StreamConfig config = w4_stream_config(bits, config_);
+  static constexpr int n_tiles = config.n_tiles, x_tile_steps = config.x_tile_k / w4_step_k;
+  static constexpr int ctas_per_sm = minima && n_tiles == 8 ? 1 : 2;  // sums of x take 32 registers more
+  static constexpr int k_blocks_per_sum = small_groups ? 1 : 2;       // of 32 k: the sum that is scaled in fp32
+  // The wait for a step's codes is also the wait for the tile of x that was loaded a tile before.
+  static_assert(x_tile_steps >= stages - 1 && config.x_tile_k % w4_step_k == 0);
+
+  struct SharedStorage {
+    Stage ring[w4_warps][stages];
+    __device__ MmaT* x() { return reinterpret_cast<MmaT*>(this + 1); }  // tiles of x: smem_layout_x
+  };
+
+  using BLK_N = cute::Int<8 * n_tiles>;  // tokens
+  using BLK_K = cute::Int<config.x_tile_k>;
+
+  // Codes in global memory, (word, fragment block, step) of a tile row, and what a lane copies of it.
+  template <int words>
+  using CodesOf = cute::Layout<cute::Shape<cute::Int<words>, cute::Int<Base::fragment_blocks>, int>,
+                               cute::Stride<cute::_1, cute::_128, cute::Int<128 * Base::fragment_blocks>>>;
+  using GmemLayoutCodes = CodesOf<128>;
+  using LaneLayoutCodes = CodesOf<4>;
   // (BLK_N, BLK_K, buffer): a tile of x in shared memory has `tokens` rows, 16 bytes apart against bank conflicts.
   static constexpr int x_pitch = w4_x_tile_pitch(config) / 2;
   CUTE_HOST_DEVICE static auto smem_layout_x(int tokens) {
@@ -126,17 +161,6 @@ struct W4StreamTraits {
   using TiledMma = decltype(cute::make_tiled_mma(MmaAtom{}, cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>{},
                                                  cute::Tile<cute::_16, cute::_8, cute::_32>{}));
 
-  // Codes: a lane copies, and reads back, its 16 bytes of a fragment block.
-  using GmemCopyCodes =
-      decltype(cute::make_tiled_copy(cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>, std::uint32_t>{},
-                                     cute::Layout<cute::_32>{}, cute::Layout<cute::_4>{}));
-  // Scales and offsets: a lane copies up to 16 bytes of a step.
-  using GmemCopyQparams = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>, cute::uint128_t>;
-  using SmemCopyScales = decltype(cute::make_tiled_copy(
-      cute::Copy_Atom<std::conditional_t<small_groups, cute::SM75_U16x8_LDSM_T, cute::SM75_U16x2_LDSM_T>,
-                      std::uint16_t>{},
-      cute::Layout<cute::Shape<cute::_8, cute::_4>, cute::Stride<cute::_4, cute::_1>>{},
-      cute::Layout<cute::Shape<cute::_1, cute::Int<2 * scale_blocks>>>{}));
   // x: all threads of the CTA copy 16-byte vectors, 8 or 16 tokens at once, zero-filled past the end of K.
   using XThreads =
       std::conditional_t<n_tiles == 1,

@@ -33,9 +33,10 @@ struct Shared {
   std::size_t n;
 };
 
-// One launch, and the wait for its end. cluster: CTAs of a cluster, where the GPU has clusters.
+// One launch, and the wait for its end. cluster: CTAs of a cluster, where the GPU has clusters; shared_bytes: dynamic
+// shared memory.
 struct Grid {
-  int ctas = 1, threads = 32, cluster = 1;
+  int ctas = 1, threads = 32, cluster = 1, shared_bytes = 0;
 };
 inline int device_major() {
   int major = 0;
@@ -47,6 +48,7 @@ void enqueue(Grid grid, bool overlap, void (*kernel)(Args...), std::type_identit
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid.ctas));
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;
   if (device_major() >= 9 && grid.cluster > 1) {

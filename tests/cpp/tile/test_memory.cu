@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// How tile code moves bytes and waits: copies, barriers of warps, semaphores, clusters, PDL, TMA, and wgmma on what TMA
-// left. What exists on Hopper alone is skipped elsewhere.
+// How tile code moves bytes and waits: copies, barriers of warps, semaphores, clusters, PDL, mbarriers, TMA with
+// tensor_map.h's descriptors, and wgmma on what TMA left. What exists on Hopper alone is skipped elsewhere.
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm80.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/tensor.hpp>
 
 #include "kernels/tensor_map.h"
 #include "support/device.cuh"
+#include "tile/barrier.cuh"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
-#include "tile/tma.cuh"
 #include "tile/warps.cuh"
 #include "tile/wgmma.cuh"
 
@@ -161,7 +160,7 @@ TEST_F(Tile, AKernelThatStartsEarlyWaitsForTheOneBefore) {
   for (std::size_t i = 0; i < to.n; ++i) EXPECT_EQ(to[i], static_cast<int>(i) + 3);
 }
 
-// ---- tma.cuh and wgmma.cuh: Hopper ----
+// ---- barrier.cuh, wgmma.cuh and TMA: Hopper ----
 
 // 64 columns of 16 bits are 128 bytes: TMA's swizzle puts 16-byte chunk c of row r at chunk c ^ r % 8 of that row.
 constexpr int tile_columns = 64;
@@ -189,18 +188,29 @@ class Hopper : public Tile {
   }
 };
 
+using Full = cutlass::arch::ClusterTransactionBarrier;
+using Empty = cutlass::arch::ClusterBarrier;
+constexpr auto cache_hint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+// CUTLASS's barriers have no constructor: they are made in place.
+template <class Barrier>
+__device__ Barrier& barrier_at(std::uint64_t& word) {
+  return reinterpret_cast<Barrier&>(word);
+}
+
 constexpr int tma_rows = 16;
 // Two loads into one ring stage each, so that both parities occur; rank 0 of a cluster of two sends every tile to both.
 __global__ void load_tiles(const __grid_constant__ CUtensorMap map, int column, int row, std::uint16_t* to) {
 #if __CUDA_ARCH__ >= 900
   __shared__ alignas(1024) std::uint16_t tile[tma_rows * tile_columns];
-  __shared__ Barrier full, empty;
+  __shared__ std::uint64_t full_word, empty_word;
+  const Full& full = barrier_at<Full>(full_word);
+  const Empty& empty = barrier_at<Empty>(empty_word);
   const ClusterCoord at = cluster_coord();
   if (threadIdx.x == 0) {
-    prefetch_tma_descriptor(map);
+    cute::prefetch_tma_descriptor(&map);
     full.init(1);
     empty.init(2);  // one arrival of each CTA of the cluster
-    fence_barrier_init();
+    cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   sync_cluster();  // the barriers of both CTAs are initialised
@@ -208,16 +218,16 @@ __global__ void load_tiles(const __grid_constant__ CUtensorMap map, int column, 
     if (threadIdx.x == 0) {
       full.arrive_and_expect_tx(sizeof tile);
       if (at.rank == 0) {
-        if (round > 0) empty.wait((round - 1) % 2);  // both CTAs have read the tile of the round before
-        tma_prefetch(map, column, row + round);
-        tma_load(tile, map, column, row + round, full, 3);
+        if (round > 0) wait_barrier(empty, (round - 1) % 2);  // both CTAs have read the tile of the round before
+        cute::SM90_TMA_LOAD_2D::PREFETCH::copy(&map, column, row + round);
+        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, &full_word, 3, cache_hint, tile, column, row + round);
       }
     }
-    full.wait(round % 2);
+    wait_barrier(full, round % 2);
     for (int i = threadIdx.x; i < tma_rows * tile_columns; i += blockDim.x)
       to[(blockIdx.x * 2 + round) * tma_rows * tile_columns + i] = tile[i];
     __syncthreads();  // all threads have read the tile -> its place may be overwritten
-    if (threadIdx.x == 0) empty.arrive_at_cta(0);
+    if (threadIdx.x == 0) arrive_at_barrier(empty, 0);
   }
   sync_cluster();  // a CTA stays until its peer's last arrival has landed
 #endif
@@ -248,13 +258,14 @@ TEST_F(Hopper, TilesComeSwizzledZeroFilledAndToEveryCta) {
 __global__ void count_copies(const uint4* from, uint4* to) {  // a barrier that completes when cp.async copies land
 #if __CUDA_ARCH__ >= 900
   __shared__ uint4 shared[32];
-  __shared__ Barrier full;
+  __shared__ std::uint64_t word;
+  const Empty& full = barrier_at<Empty>(word);
   if (threadIdx.x == 0) full.init(33);  // 32 lanes' copies, and one plain arrival
   __syncwarp();
   cp_async_16(&shared[threadIdx.x], from + threadIdx.x);
-  full.arrive_on_cp_async();
-  if (threadIdx.x == 0) full.arrive();
-  full.wait(0);
+  arrive_on_copies(full);
+  if (threadIdx.x == 0) arrive_at_barrier(full);
+  wait_barrier(full, 0);
   to[threadIdx.x] = shared[threadIdx.x ^ 1];
 #endif
 }
@@ -266,36 +277,77 @@ TEST_F(Hopper, ABarrierCountsCopies) {
   for (std::uint32_t i = 0; i < 32; ++i) EXPECT_EQ(to[i].x, (i ^ 1) + 1);
 }
 
-// D [64, N] = A [64, 64] B [64, N]: a and b are [64, 64] and [N, 64], their 64 k one swizzled TMA tile.
+// What one warp writes before its arrival, the other reads after the wait, and the other way round, in turns: ordinary
+// accesses stay on their side of waits and arrivals.
+__global__ void pass_to_and_fro(int* to) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ int shared[32];
+  __shared__ std::uint64_t full_word, empty_word;
+  const Empty& full = barrier_at<Empty>(full_word);
+  const Empty& empty = barrier_at<Empty>(empty_word);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) full.init(32), empty.init(32);
+  __syncthreads();
+  int sum = 0;
+  for (int round = 0; round < 100; ++round) {
+    if (threadIdx.x < 32) {
+      wait_barrier(empty, round % 2 ^ 1);  // a new barrier counts as one whose phase 1 has completed
+      shared[lane] = 1000 * round + lane;
+      arrive_at_barrier(full);
+    } else {
+      wait_barrier(full, round % 2);
+      sum += shared[lane ^ 5];
+      arrive_at_barrier(empty);
+    }
+  }
+  if (threadIdx.x >= 32) to[lane] = sum;
+#endif
+}
+
+TEST_F(Hopper, AccessesStayBetweenABarriersWaitAndArrival) {
+  const Shared<int> to(32);
+  launch({.threads = 64}, pass_to_and_fro, to.data);
+  for (int i = 0; i < 32; ++i) EXPECT_EQ(to[static_cast<std::size_t>(i)], 1000 * 4950 + 100 * (i ^ 5));
+}
+
+// D [64, N] = A [64, 64] B [64, N], A from registers: a and b are [64, 64] and [N, 64], their 64 k one swizzled TMA
+// tile.
 template <class T, int N>
 __global__ void multiply(const __grid_constant__ CUtensorMap b, const std::uint16_t* rows_a, float* to) {
 #ifdef ROOFTILE_WGMMA
-  __shared__ alignas(1024) std::uint16_t tile_b[N * tile_columns];
-  __shared__ Barrier full;
+  using namespace cute;
+  using E = std::conditional_t<std::is_same_v<T, half>, half_t, bfloat16_t>;
+  __shared__ alignas(1024) E tile_b[N * tile_columns];
+  __shared__ std::uint64_t word;
+  const Full& full = barrier_at<Full>(word);
   if (threadIdx.x == 0) {
     full.init(1);
-    fence_barrier_init();
+    cutlass::arch::fence_barrier_init();
     full.arrive_and_expect_tx(sizeof tile_b);
-    tma_load(tile_b, b, 0, 0, full);
+    SM90_TMA_LOAD_2D::copy(&b, &word, cache_hint, tile_b, 0, 0);
   }
   __syncthreads();
-  full.wait(0);
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  float d[N / 2];  // (N / 8 column tiles, 4)
-  for (float& x : d) x = 0;
-  FragmentA fragments[4];  // (k-steps of 16)
-  for (int step = 0; step < 4; ++step)
-    for (int r = 0; r < 4; ++r)
-      fragments[step].r[r] = *reinterpret_cast<const std::uint32_t*>(
-          rows_a + (16 * warp + g + r % 2 * 8) * tile_columns + 16 * step + 2 * t + r / 2 * 8);
-  warpgroup_fence_operand(d);
-  cute::warpgroup_arrive();
-#pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma<T>(d, fragments[step], make_smem_desc(tile_b + 16 * step), step > 0);
-  cute::warpgroup_commit_batch();
-  cute::warpgroup_wait<0>();
-  warpgroup_fence_operand(d);
-  for (int i = 0; i < N / 2; ++i) to[(16 * warp + g + i / 2 % 2 * 8) * N + i / 4 * 8 + 2 * t + i % 2] = d[i];
+  wait_barrier(full, 0);
+  auto mma = make_tiled_mma(SM90::GMMA::rs_op_selector<E, E, float, Shape<_64, Int<N>, _16>>());
+  auto thread = mma.get_slice(threadIdx.x);
+  Tensor gA = make_tensor(make_gmem_ptr<E>(rows_a), Layout<Shape<_64, _64>, Stride<_64, _1>>{});  // (64, 64)
+  Tensor gD = make_tensor(make_gmem_ptr(to), Layout<Shape<_64, Int<N>>, Stride<Int<N>, _1>>{});   // (64, N)
+  Tensor sB = make_tensor(make_smem_ptr(tile_b),
+                          tile_to_shape(SM90::GMMA::Layout_K_SW128_Atom<E>{}, Shape<Int<N>, _64>{}));  // (N, 64)
+  Tensor rA = thread.partition_fragment_A(gA);  // (MMA, 1, MMA_K)
+  Tensor rD = thread.partition_fragment_C(gD);  // (MMA, 1, 1)
+  copy(thread.partition_A(gA), rA);
+  mma.accumulate_ = SM90::GMMA::ScaleOut::Zero;
+  warpgroup_fence_operand(rD);
+  warpgroup_arrive();
+  for_each(make_int_sequence<4>{}, [&](auto k) {
+    gemm(mma, rA(_, _, k), thread.partition_fragment_B(sB)(_, _, k), rD);
+    mma.accumulate_ = SM90::GMMA::ScaleOut::One;
+  });
+  warpgroup_commit_batch();
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(rD);
+  copy(rD, thread.partition_C(gD));
 #endif
 }
 

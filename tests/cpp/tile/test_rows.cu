@@ -216,31 +216,39 @@ TEST_F(Tile, TablesOfBothWidths) {
 
 constexpr int rows_w = w4_tile_n, step_k = 128;  // one step: 16 rows of 128 k
 
-// The A fragments of a step: (32 lanes, 4 k-blocks, 2 k-steps of 16, 4 registers).
+// A lane's words of a step, (WORD, (k-step, k-block)); blocks (fragment blocks, 32 lanes).
+template <int bits>
+__device__ auto words_of_lane(const uint4* blocks) {
+  using namespace cute;
+  Tensor rCodes = make_tensor<std::uint32_t>(Shape<Int<bits / 4>, Shape<_2, _4>>{});
+  Tensor rVecs = recast<uint4>(make_tensor(rCodes.data(), Shape<_4, Int<bits / 2>>{}));  // (1, fragment blocks)
+  for (int i = 0; i < size(rVecs); ++i) rVecs(i) = blocks[32 * i + threadIdx.x];
+  return rCodes;
+}
+// The A fragments of a step, a k-block at a time: to (32 lanes, 4 k-blocks, 2 k-steps of 16, 4 registers).
+template <class T, int bits, class Dequant>
+__device__ void dequant_step(const uint4* blocks, const Dequant& dequant, std::uint32_t* to) {
+  using namespace cute;
+  const Tensor rCodes = words_of_lane<bits>(blocks);
+  for_each(make_int_sequence<4>{}, [&](auto k_block) {
+    Tensor rA = make_tensor<T>(Shape<Shape<_2, _2, _2>, _1, _2>{});  // (MMA, 1, 2 k-steps)
+    dequant(rCodes(_, make_coord(_, k_block)), rA);
+    for (int i = 0; i < 8; ++i) to[(threadIdx.x * 4 + k_block) * 8 + i] = recast<std::uint32_t>(rA)(i);
+  });
+}
 template <class T, int bits>
 __global__ void decode_codes(const uint4* blocks, std::uint32_t g_zero, std::uint32_t g8_zero, std::uint32_t* to) {
-  const int lane = threadIdx.x;
-  uint4 codes[bits / 2];  // (fragment blocks of a step)
-  for (int i = 0; i < bits / 2; ++i) codes[i] = blocks[32 * i + lane];
-  for (int k_block = 0; k_block < 4; ++k_block) {
-    FragmentA a[2];
-    CodeDecode<T, bits>::decode(codes, k_block, CodeDecode<T, bits>::zero(g_zero, g8_zero), a);
-    for (int i = 0; i < 8; ++i) to[(lane * 4 + k_block) * 8 + i] = a[i / 4].r[i % 4];
-  }
+  cute::Tensor rZero = cute::make_tensor<std::uint32_t>(cute::_2{});
+  CodeDecode<T, bits>::set_zeros(rZero, g_zero, g8_zero);
+  dequant_step<T, bits>(
+      blocks, [&](const auto& rCodes, auto& rA) { CodeDecode<T, bits>::dequant(rCodes, rZero, rA); }, to);
 }
 template <class T, int bits, class Scale>
 __global__ void decode_weights(const uint4* blocks, std::uint32_t g_zero, std::uint32_t g8_zero, std::uint32_t scale,
                                std::uint32_t minimum, std::uint32_t* to) {
-  const int lane = threadIdx.x;
-  uint4 codes[bits / 2];  // (fragment blocks of a step)
-  for (int i = 0; i < bits / 2; ++i) codes[i] = blocks[32 * i + lane];
   const std::uint32_t zero[2] = {g_zero, g8_zero};
   const WeightDecode<T, bits, Scale> decode(scale, minimum, zero);
-  for (int k_block = 0; k_block < 4; ++k_block) {
-    FragmentA a[2];
-    decode.decode(codes, k_block, a);
-    for (int i = 0; i < 8; ++i) to[(lane * 4 + k_block) * 8 + i] = a[i / 4].r[i % 4];
-  }
+  dequant_step<T, bits>(blocks, [&](const auto& rCodes, auto& rA) { decode.dequant(rCodes, rA); }, to);
 }
 
 // Calls check(row, code, element) for every element of the step in the fragments `found`.
