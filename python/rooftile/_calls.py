@@ -80,3 +80,11 @@ def ran(kernel):
     """Called with what a binding returned: the name of the kernel that ran."""
     for names in _recorders.get():
         names.append(kernel)
+
+
+def call_once(done, function, *arguments):
+    """Appends function(*arguments) to the list `done`; `function` is one of the binding's.
+
+    No bytecode lies between the two, so no signal handler runs there: `done` says whether the call was made.
+    """
+    done.extend(map(function, *((argument,) for argument in arguments)))
