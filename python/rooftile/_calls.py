@@ -3,6 +3,7 @@
 
 import contextlib
 import contextvars
+import itertools
 import numbers
 import sys
 
@@ -82,9 +83,9 @@ def ran(kernel):
         names.append(kernel)
 
 
-def call_once(done, function, *arguments):
-    """Appends function(*arguments) to the list `done`; `function` is one of the binding's.
+def at_once(function, calls, done=None):
+    """function(*arguments) for the arguments in `calls`, where no signal handler comes between: no bytecode runs.
 
-    No bytecode lies between the two, so no signal handler runs there: `done` says whether the call was made.
+    function: of the binding, or another one in C. done: a list; each result is appended to it in the same step.
     """
-    done.extend(map(function, *((argument,) for argument in arguments)))
+    ([] if done is None else done).extend(itertools.starmap(function, calls))

@@ -21,7 +21,7 @@ from rooftile._arrays import (
     refuse_mask,
     torch_of,
 )
-from rooftile._calls import call_once, compiling, needs_torch_stream, on_stream, ran, torch_store
+from rooftile._calls import at_once, compiling, needs_torch_stream, on_stream, ran, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -361,7 +361,7 @@ class Cache:
         """
         index, tabled = self._host_ints("reorder", "index", index), "block_table" in self._arrays
         if self.device == "cpu":
-            call_once([] if done is None else done, _C.kv_reorder, self._handle, index, not tabled, None)
+            at_once(_C.kv_reorder, [(self._handle, index, not tabled, None)], done)
             return
         if index is None:
             raise ArgumentTypeError("reorder: index must be a list of integers or an int32 array, got None")

@@ -9,7 +9,7 @@ from threading import get_ident
 import numpy as np
 
 from rooftile import _C
-from rooftile._calls import call_once, ran
+from rooftile._calls import at_once, ran
 from rooftile._registry import CACHE_PARTS, STORING, StoringOp
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import ARRAYS, GROUP, KIVI, append, current_stream, device_of, host, ints, pages_for
@@ -302,7 +302,7 @@ class Pages:
         self._if_cut(self._either, done, books, ([dst], self.table[[dst]], self.users.copy()))
         self._put(*books)
         self.publish()
-        call_once(done, copy_row, *arguments)
+        at_once(copy_row, [arguments], done)
         if self.device != "cpu":
             self.lengths[dst] = length
         return True

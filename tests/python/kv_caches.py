@@ -50,10 +50,6 @@ def state(cache):
 
 
 def row_of(cache, row):
-    return {name: x if name == "length" else x.cpu().numpy() for name, x in cache.dump(row).items()}
-
-
-def row_of(cache, row):
     """What cache.dump(row) gives, on the host as NumPy."""
     return {name: x if name == "length" else x.cpu().numpy() for name, x in cache.dump(row).items()}
 
