@@ -52,7 +52,7 @@ class W4WgmmaMainloop {
       if constexpr (Traits::rounded) {
         multiply(stage, ScaleOut::One, has_next, rAcc);
       } else {
-        const float2 scale = scale_;                // of this step; multiply() reads that of the next one
+        const float2 scale = scale_;             // of this step; multiply() reads that of the next one
         Tensor rSum = make_fragment_like(rAcc);  // ((2, 2, BLK_N / 8), 1, 1): of this step
         multiply(stage, ScaleOut::Zero, has_next, rSum);
         CUTE_UNROLL
@@ -118,8 +118,7 @@ class W4WgmmaMainloop {
   }
   // Exact operands: the scales of the stage loaded last, while MMAs run.
   __device__ __forceinline__ void read_scale() {
-    if constexpr (!Traits::rounded)
-      scale_ = Traits::scale_pair(half_scales_, cute::recast<std::uint32_t>(rScales_)(0));
+    if constexpr (!Traits::rounded) scale_ = Traits::scale_pair(half_scales_, cute::recast<std::uint32_t>(rScales_)(0));
   }
   // k-block `k_block` of the stage loaded last -> A.
   template <class KBlock>
