@@ -3,9 +3,7 @@
 
 import contextlib
 import contextvars
-import itertools
 import numbers
-import operator
 import sys
 
 from rooftile._arrays import torch_of
@@ -82,24 +80,3 @@ def ran(kernel):
     """Called with what a binding returned: the name of the kernel that ran."""
     for names in _recorders.get():
         names.append(kernel)
-
-
-def at_once(function, calls, done=None):
-    """function(*arguments) for the arguments in `calls`, where no signal handler comes between: no bytecode runs.
-
-    function: of the binding, or another one in C. done: a list; each result is appended to it in the same step.
-    """
-    ([] if done is None else done).extend(itertools.starmap(function, calls))
-
-
-def all_or_none(function, calls, undo):
-    """at_once(function, calls); where that raises, or is cut before its first call, array[where] = values for all of
-    `undo`. Nothing else is cut: what runs after the calls, or after an error of one, is a single call in C."""
-    steps = itertools.chain(itertools.starmap(function, calls), itertools.starmap(undo.clear, [()]))
-    back = itertools.starmap(operator.setitem, undo)  # of nothing, once all calls are made
-    run = [].extend
-    try:
-        run(steps)
-    except BaseException:
-        run(back)
-        raise

@@ -21,7 +21,7 @@ from rooftile._arrays import (
     refuse_mask,
     torch_of,
 )
-from rooftile._calls import at_once, compiling, needs_torch_stream, on_stream, ran, torch_store
+from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch_store
 from rooftile.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -353,15 +353,11 @@ class Cache:
         _C.kv_check(op, self._handle, index, self._stream())
 
     @atomic
-    def _reorder(self, index, done=None):
-        """Row i of all that belongs to the rows becomes what row index[i] was: pages too where no table names them.
-
-        done: a list, which gets an entry in the same step: None, or [(array, rows, values)] of which array[rows] =
-        values is what was begun and may be done again.
-        """
+    def _reorder(self, index):
+        """Row i of all that belongs to the rows becomes what row index[i] was: pages too where no table names them."""
         index, tabled = self._host_ints("reorder", "index", index), "block_table" in self._arrays
         if self.device == "cpu":
-            at_once(_C.kv_reorder, [(self._handle, index, not tabled, None)], done)
+            _C.kv_reorder(self._handle, index, not tabled, None)
             return
         if index is None:
             raise ArgumentTypeError("reorder: index must be a list of integers or an int32 array, got None")
@@ -372,12 +368,8 @@ class Cache:
         lengths = self.lengths
         pages = 0 if tabled else pages_for(max(lengths[source] for _, source in moved), self.page_size)
         rows, sources = sys.modules["torch"].tensor(moved, device=self.device).T
-        moves = ((array, rows, array[sources]) for array in self._row_arrays(pages).values())
-        if done is not None:
-            moves = list(moves)
-            done.append(moves)
-        for array, rows, values in moves:
-            array[rows] = values
+        for array in self._row_arrays(pages).values():
+            array[rows] = array[sources]
 
     def _row_arrays(self, pages):
         """name -> array of which row i belongs to row i: of a pool without a table the rows' first `pages` pages."""

@@ -3,12 +3,7 @@
 
 import contextlib
 import copy
-import sys
 
-import numpy as np
-
-from rooftile import _C
-from rooftile._calls import all_or_none
 from rooftile.errors import ArgumentError, ArgumentTypeError
 from rooftile.kv_cache import KVCache, host_ints, integer
 
@@ -41,53 +36,50 @@ class ModelKVCache:
     def truncate(self, rows, lengths):
         """KVCache.truncate in every layer; an error in one leaves all as they were."""
         rows, lengths = self._host_ints("truncate", "rows", rows), self._host_ints("truncate", "lengths", lengths)
-        self._change("truncate", _C.kv_truncate, rows, lengths)
+        self._change("truncate", lambda layer: layer.truncate(rows, lengths))
 
     def reorder(self, index):
         """KVCache.reorder in every layer."""
         index = self._host_ints("reorder", "index", index)
-        if any(layer.device != "cpu" for layer in self.layers):  # moved by gathers, not by one call of the binding
-            self._change("reorder", lambda layer, index, *_: layer.reorder(index), index)
-        else:
-            self._change("reorder", _C.kv_reorder, index, True)
+        self._change("reorder", lambda layer: layer.reorder(index))
 
     def reset(self, rows=None):
         """KVCache.reset in every layer."""
         rows = self._host_ints("reset", "rows", rows)
-        self._change("reset", _C.kv_reset, rows)
+        self._change("reset", lambda layer: layer.reset(rows))
 
     def fork(self, src, dst):
         """KVCache.fork in every layer."""
         src, dst = integer("fork", "src", src), integer("fork", "dst", dst)
-        self._change("fork", _C.kv_copy_row, src, dst, 0)
+        self._change("fork", lambda layer: layer.fork(src, dst))
 
     def _host_ints(self, op, name, values):
-        """A copy: `values` may lie in the memory of a layer, which changes before the next one reads them.
+        """A copy: `values` may lie in the memory of a layer, which changes before the next one reads them."""
+        return host_ints(op, name, values, max((layer.max_rows for layer in self.layers), default=0))
 
-        Of torch where it is there: a NumPy array is read through Python code, which a signal handler can cut.
-        """
-        values = host_ints(op, name, values, max((layer.max_rows for layer in self.layers), default=0))
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(values, np.ndarray) and values.dtype == np.int32 and values.flags.writeable:
-            return torch.from_numpy(values)
-        return values
+    def _change(self, op, change):
+        """A layer that refuses a call is as it was; the layers before it have at most changed their lengths.
 
-    def _change(self, op, change, *arguments):
-        """change(layer, *arguments, stream) of every layer, or none. `change` is the binding's: see `all_or_none`.
-
-        A layer that refuses a call is as it was; the layers before it have at most changed their lengths. (What kernels
-        found wrong is raised before the first layer changes. Else reorder and fork are refused for arguments that all
-        layers judge alike, so by the first layer or by none.)
+        (What kernels found wrong is raised before the first layer changes. Else reorder and fork are refused for
+        arguments that all layers judge alike, so by the first layer or by none.)
         """
         with contextlib.ExitStack() as held:
             for layer in self.layers:
                 held.enter_context(layer._handle.exclusive(op))
+            self._change_all(op, change)
+
+    def _change_all(self, op, change):
+        for layer in self.layers:
+            layer.check(op)
+        before = [copy.deepcopy(layer._positions) for layer in self.layers]
+        try:
             for layer in self.layers:
-                layer.check(op)
-            calls = [(layer, *arguments, layer._stream()) for layer in self.layers]
-            numbers = [array for layer in self.layers for array in layer._positions]
-            undo = [(array, slice(None), copy.deepcopy(array)) for array in numbers]
-            all_or_none(change, calls, undo)
+                change(layer)
+        except Exception:
+            for layer, saved in zip(self.layers, before, strict=True):
+                for numbers, old in zip(layer._positions, saved, strict=True):
+                    numbers[:] = old
+            raise
 
     @property
     def lengths(self):

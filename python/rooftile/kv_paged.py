@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
-import functools
-
 from rooftile import _C
 from rooftile._arrays import must_be
 from rooftile._calls import compiling
@@ -25,29 +23,6 @@ from rooftile.kv_cache import (
     zeros,
 )
 from rooftile.kv_pages import Pages
-
-
-def undivided(method):
-    """atomic(), of calls that a signal handler or finaliser of the same thread must not enter either.
-
-    An exception that cuts the method short leaves its change done or not done.
-    """
-    op = method.__name__.lstrip("_")
-
-    @functools.wraps(method)
-    def call(self, *args, **options):
-        with self._handle.exclusive(op) as held:
-            pages = self._pages.here()
-            pages.begin(op, held)
-            try:
-                result = method(self, *args, **options)
-                pages.end()
-            except BaseException:
-                pages.mend()
-                raise
-            return result
-
-    return call
 
 
 class PagedKVCache(Cache):
@@ -104,17 +79,17 @@ class PagedKVCache(Cache):
     def _host_lengths(self):
         return self._pages.here().lengths
 
-    @undivided
+    @atomic
     def to(self, device):
         """Cache.to; the copy hands out its own pages."""
         twin = super().to(device)
         twin._pages.users[:] = self._pages.here().users
         return twin
 
-    @undivided
     def __getstate__(self):
-        users = self._pages.here().users.copy()
-        return super().__getstate__() | {"num_pages": self.num_pages, "users": users}
+        with self._handle.exclusive("pickle"):
+            users = self._pages.here().users.copy()
+            return super().__getstate__() | {"num_pages": self.num_pages, "users": users}
 
     def __setstate__(self, state):
         users = state.pop("users")
@@ -150,7 +125,7 @@ class PagedKVCache(Cache):
         return KVCacheView(pool, block_table, seq_lens, format, dtype, page_size, head_dim, layout, ring)
 
     @property
-    @undivided
+    @atomic
     def free_pages(self):
         """Pages that no row holds."""
         return self._pages.here().free
@@ -171,34 +146,34 @@ class PagedKVCache(Cache):
     def _store(self, op, k, rows, counts, kernel):
         return self._pages._store(op, k, rows, counts, kernel)
 
-    @undivided
+    @atomic
     def truncate(self, rows, lengths):
         """KVCache.truncate; pages behind the new lengths are given back."""
         rows = self._host_ints("truncate", "rows", rows)
-        pages = self._pages.here()
-        pages.check_table("truncate")
-        pages.cut_rows(functools.partial(super().truncate, rows, lengths))
+        self._pages.here().check_table("truncate")
+        super().truncate(rows, lengths)
+        self._pages.here().settle(host(rows).tolist())
 
-    @undivided
+    @atomic
     def reset(self, rows=None):
         """KVCache.reset; the rows' pages are given back."""
         rows = self._host_ints("reset", "rows", rows)
-        pages = self._pages.here()
-        pages.check_table("reset")
-        pages.cut_rows(functools.partial(super().reset, rows))
+        self._pages.here().check_table("reset")
+        super().reset(rows)
+        self._pages.here().settle(None if rows is None else host(rows).tolist())
 
-    @undivided
+    @atomic
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [max_rows], a list of ints or an int32 array.
 
         Pages do not move: rows share them until one writes.
         """
         index = self._host_ints("reorder", "index", index)
-        pages = self._pages.here()
-        pages.check_table("reorder")
-        pages.reorder(None if index is None else host(index), functools.partial(self._reorder, index))
+        self._pages.here().check_table("reorder")
+        self._reorder(index)
+        self._pages.here().reorder(host(index))
 
-    @undivided
+    @atomic
     def fork(self, src, dst):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
         self.check("fork")
@@ -211,11 +186,13 @@ class PagedKVCache(Cache):
         if src == dst:
             return
         full = length // self.page_size
-        copy_row = _C.kv_copy_row, self._handle, src, dst, full, self._stream()
-        if not pages.share(src, dst, full, length, *copy_row):
+        if not pages.share(src, dst, full, length):
             raise OutOfPagesError(
                 f"fork: row {dst} needs a page of {self.page_size} tokens, all {self.num_pages} are taken"
             )
+        _C.kv_copy_row(self._handle, src, dst, full, self._stream())
+        if self.device != "cpu":
+            pages.lengths[dst] = length
 
 
 class KVCacheView(Cache):

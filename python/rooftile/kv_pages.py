@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which page of a paged cache. Why all of it lies in arrays: docs/design/015-pages-in-arrays.md; how a change
-stays whole where a signal handler cuts it: docs/design/074-changes-that-are-cut.md."""
+"""Who holds which page of a paged cache. Why all of it lies in arrays: docs/design/015-pages-in-arrays.md."""
 
 import itertools
 import sys
-from threading import get_ident
 
 import numpy as np
 
 from rooftile import _C
-from rooftile._calls import at_once, ran
+from rooftile._calls import ran
 from rooftile._registry import CACHE_PARTS, STORING, StoringOp
-from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfPagesError
+from rooftile.errors import ArgumentError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import ARRAYS, GROUP, KIVI, append, current_stream, device_of, host, ints, pages_for
 
 
@@ -22,13 +20,7 @@ class Pages:
     not negative; they come first. On the CPU table and lengths are the cache's own arrays. On a GPU they are given: the
     host's copies, int32 [max_rows, max_pages] and [max_rows], which run ahead of the device. Nothing else lasts from
     one call to the next, so an operator in a graph makes a Pages of the tensors that it is handed.
-
-    A change is several steps, between which Python may run a signal handler or a finaliser. So `_pending` says, from
-    before the first step to after the last one, who changes the books and what makes them whole should the change be
-    cut: (op, the held lock, thread, function, arguments). The function may itself be cut, and called again.
     """
-
-    _pending = None
 
     def __init__(self, flat, handle, users, table=None, lengths=None):
         """flat: Cache._flat(). handle: the _C.KvCache made of it."""
@@ -58,39 +50,6 @@ class Pages:
             self._read_again()
         return self
 
-    def begin(self, op, held):
-        """A call begins that no other may enter, under the lock `held`; `mend` or `end` ends it."""
-        if self._pending is not None:
-            self._refuse_or_mend(op)
-        self._pending = op, held, get_ident(), None, ()
-
-    def end(self):
-        self._pending = None
-
-    def _if_cut(self, function, *arguments):
-        """What makes the books whole from now on, in one assignment."""
-        self._pending = *self._pending[:3], function, arguments
-
-    def mend(self):
-        """Makes the books whole after an exception."""
-        if self._pending is not None:
-            *_, function, arguments = self._pending
-            if function is not None:
-                self.here()
-                function(*arguments)
-                self.publish()
-            self._pending = None
-
-    def _refuse_or_mend(self, op):
-        """What a call does that finds the change of another one: refuses, where that is still under way."""
-        running, held, thread, *_ = self._pending
-        if thread == get_ident() and _still_held(held):  # else a fork left the thread behind, or `mend` was cut too
-            raise NotSupportedError(
-                f"{op}: this cache is in the middle of {running}, which a signal handler or a finaliser (__del__) of "
-                f"the same thread interrupts; call {op} after {running} has returned"
-            )
-        self.mend()
-
     @property
     def free(self):
         """How many pages no row holds."""
@@ -116,56 +75,29 @@ class Pages:
         """Yields free pages, the lowest first."""
         yield from np.flatnonzero(self.users == 0).tolist()
 
-    def _write(self, row, i, page):
-        """Puts a page, or -1, into the row's place i."""
+    def _write(self, row, begin, pages):
+        """Puts pages into the row's places from `begin` on."""
+        self.table[row, begin : begin + len(pages)] = pages
         if self.device != "cpu":
-            self._stale.append((row, i))
-        self._table[row, i] = page
+            self._stale += [(row, i) for i in range(begin, begin + len(pages))]
 
     def publish(self):
         """Sends what changed in the table to the GPU, behind the work that is queued there."""
         if not self._stale:
             return
         rows, columns = np.array(list(dict.fromkeys(self._stale)), np.int64).T
+        self._stale = []
         sent = np.stack([rows, columns, self.table[rows, columns]])
         rows, columns, pages = ints("append", "table", sent, self.device)
         self._arrays["block_table"].index_put_((rows, columns), pages.int())
-        self._stale = []
 
-    def cut_rows(self, change):
-        """change(), which shortens rows; the pages behind their new lengths are given back."""
-        self._if_cut(self.settle)
-        change()
-        self.settle()
-
-    def settle(self):
-        """The host's lengths are the device's again, and pages behind them are given back."""
-        self._take_lengths()
-        keep = -(-self.lengths // self.page_size)
-        rows, places = np.nonzero((self.table >= 0) & (np.arange(self.table.shape[1]) >= keep[:, None]))
-        if len(rows):
-            entries, users = self.table.copy(), self.users.copy()
-            freed = entries[rows, places]
-            np.subtract.at(users, freed[freed < len(users)], 1)
-            entries[rows, places] = -1
-            before = self._pending
-            self._if_cut(self._put, slice(None), entries, users)
-            self._put(slice(None), entries, users)
-            self._pending = before
-        self.publish()
-
-    def _take_lengths(self):
+    def settle(self, rows=None):
+        """The host's lengths are the device's again; pages behind those of `rows`, by default all, are given back."""
         if self.device != "cpu":
             self.lengths[:] = host(self._arrays["lengths"])
-
-    def _put(self, rows, entries, users):
-        """The books become these: entries of `rows` of the table, and the users of all pages."""
-        if self.device != "cpu":
-            changed = np.argwhere(self.table[rows] != entries)
-            changed[:, 0] = np.arange(len(self.table))[rows][changed[:, 0]]
-            self._stale += map(tuple, changed.tolist())
-        self.table[rows] = entries
-        self.users[:] = users
+        for row in range(len(self.table)) if rows is None else rows:
+            self._shorten(row, pages_for(self.lengths[row].item(), self.page_size))
+        self.publish()
 
     def catch_up(self):
         """Settles where any call on the cache raised that an earlier one left a row alone. True: all is well now."""
@@ -173,6 +105,11 @@ class Pages:
             return False
         self.settle()
         return self._fault[0] == _C.kv_fault_raised
+
+    def _shorten(self, row, pages):
+        freed = self.held(row)[pages:]
+        self.users[freed] -= 1
+        self._write(row, pages, [-1] * len(freed))
 
     def _store(self, op, k, rows, counts, kernel):
         """Cache._store: rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back.
@@ -186,18 +123,14 @@ class Pages:
                 "use a KVCache, or PagedKVCache.view with a table of your own"
             )
         with self._handle.exclusive(op) as held:
-            if self._pending is not None:
-                self._refuse_or_mend(op)
-            behind, changes, grown = False, [], []
-            self._pending = op, held, get_ident(), self._undo, (changes, grown)
+            self.here()
+            behind, changes, grown = self.catch_up(), [], []
+            if behind:
+                self._fault[0] = 0
             try:
-                self.here()
-                behind = self.catch_up()
-                if behind:
-                    self._fault[0] = 0
                 self._grow(op, k, rows, counts, changes, grown)
                 if changes:
-                    copies = [(old, new) for _, _, old, new, _ in changes if old >= 0]
+                    copies = [(old, new) for _, _, old, new in changes if old >= 0]
                     if copies:
                         src, dst = np.array(copies, np.int32).T
                         _C.kv_copy_pages(held, src, dst, current_stream(self.device))
@@ -205,23 +138,26 @@ class Pages:
                 if on_gpu:
                     rows, counts = ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)
                 name = kernel(held, rows, counts)
-                if on_gpu:
-                    for row, _, tokens in grown:
-                        self.lengths[row] += tokens
-                self._pending = None
             except BaseException:
-                self.mend()
-                if behind and self._fault[0] == 0:  # a graph throws away what was settled
-                    self._fault[0] = _C.kv_fault_raised
+                self._undo(changes)
+                if on_gpu:
+                    if self._fault is None or self._fault[0] == _C.kv_fault_raised:  # a row did not grow
+                        self.settle()
+                    else:
+                        self.publish()
+                        if behind and self._fault[0] == 0:  # a graph throws away what was settled
+                            self._fault[0] = _C.kv_fault_raised
                 raise
+            if on_gpu:
+                for row, tokens in grown:
+                    self.lengths[row] += tokens
             return name
 
     def _grow(self, op, k, rows, counts, changes, grown):
         """Gives every row the pages that its new tokens need, and its own copy of shared pages they would write.
 
         Arguments that make no sense are left alone here: append refuses them, before it writes, in its own words.
-        changes: gets (row, place, page before or -1, page now, users of the page before), each ahead of the change, as
-        `_undo` may be called at any time. grown: gets (row, its length, tokens), ahead of its changes.
+        changes: gets (row, place, page before or -1, page now). grown: gets (row, tokens).
         """
         max_rows, max_pages = self.table.shape
         _C.check_array(op, "k", k)
@@ -247,7 +183,7 @@ class Pages:
             end = begin + tokens
             if begin < 0 or end > max_pages * page_size:
                 continue
-            grown.append((row, begin, tokens))
+            grown.append((row, tokens))
             # a group that closes is written as a whole, an open one not at all
             first, last = (begin // GROUP * GROUP, end // GROUP * GROUP) if kivi else (begin, end)
             written = pages_for(last, page_size) if first < last else 0
@@ -261,85 +197,46 @@ class Pages:
                         raise OutOfPagesError(
                             f"{op}: row {row} needs another page of {page_size} tokens, all {len(self.users)} are taken"
                         )
-                    changes.append((row, i, page, new, users[page] if page >= 0 else 0))
-                    if page >= 0:
-                        users[page] -= 1
-                    users[new] = 1
-                    self._write(row, i, new)
+                    changes.append((row, i, page, new))
+                    self._replace(row, i, page, new)
 
-    def _undo(self, changes, grown):
-        """After a call that was cut: no row has changed, or all have, as the kernel counts the tokens of all at once.
+    def _replace(self, row, i, old, new):
+        """Place i of the row gets page `new` instead of `old`; either may be -1."""
+        for page, users in ((old, -1), (new, 1)):
+            if page >= 0:
+                self.users[page] += users
+        self._write(row, i, [new])
 
-        A row that a GPU's kernel left alone keeps no page either.
-        """
-        self._take_lengths()
-        if not any(self._lengths[row] == begin + tokens for row, begin, tokens in grown):
-            for row, i, old, new, users in reversed(changes):
-                self._users[new] = 0
-                if old >= 0:
-                    self._users[old] = users
-                self._write(row, i, old)
-        if self.device != "cpu":
-            self.settle()
+    def _undo(self, changes):
+        for row, i, old, new in reversed(changes):
+            self._replace(row, i, new, old)
 
-    def share(self, src, dst, full, length, copy_row, *arguments):
+    def share(self, src, dst, full, length):
         """Row dst holds the first `full` pages of src, and free pages for the rest of `length` tokens.
 
-        copy_row(*arguments), of the binding, copies the tokens of these and all else. Returns False, and changes
-        nothing, where there are too few.
+        Returns False, and changes nothing, where there are too few.
         """
-        own, before, shared = pages_for(length, self.page_size) - full, self.held(dst), self.held(src)[:full]
-        users = self.users.copy()
-        users[shared] += 1
-        users[before] -= 1
-        new = np.flatnonzero(users == 0)[:own]
-        if len(new) < own:
+        own, before = pages_for(length, self.page_size) - full, self.held(dst)
+        if own > self.free + np.count_nonzero(self.users[before] == 1):
             return False
-        users[new] = 1
-        entries = np.full((1, self.table.shape[1]), -1, np.int32)
-        entries[0, : full + own] = *shared, *new
-        done, books = [], ([dst], entries, users)
-        self._if_cut(self._either, done, books, ([dst], self.table[[dst]], self.users.copy()))
-        self._put(*books)
+        shared = self.held(src)[:full]
+        self.users[shared] += 1
+        self.users[before] -= 1
+        pages = [*shared.tolist(), *itertools.islice(self._free_pages(), own)]
+        self.users[pages[full:]] = 1
+        self._write(dst, 0, pages + [-1] * (len(before) - len(pages)))
         self.publish()
-        at_once(copy_row, [arguments], done)
-        if self.device != "cpu":
-            self.lengths[dst] = length
         return True
 
-    def _either(self, done, books, before):
-        self._put(*(books if done else before))
-        self._take_lengths()
-
-    def reorder(self, index, move):
-        """Row i holds what row index[i] held. move(done) moves all but the table; `done` as Cache._reorder fills it."""
-        done = []
-        arguments = done, index, self.table.copy(), self.users.copy()
-        self._if_cut(self._reordered, *arguments)
-        move(done)
-        self._reordered(*arguments)
-        self.publish()
-
-    def _reordered(self, done, index, table, users):
-        if not done:
-            return
-        for array, rows, values in done[0] or ():
-            array[rows] = values
-        self._take_lengths()
-        entries, users = table[index], users.copy()
-        np.add.at(users, entries[entries >= 0], 1)
-        np.subtract.at(users, table[table >= 0], 1)
-        self._put(slice(None), entries, users)
-
-
-def _still_held(lock):
-    """Whether a block `with handle.exclusive(op) as lock` has not ended: the binding takes no other one."""
-    none = np.empty(0, np.int32)
-    try:
-        _C.kv_copy_pages(lock, none, none, None)
-    except ArgumentTypeError:
-        return False
-    return True
+    def reorder(self, index):
+        """Row i holds what row index[i] held."""
+        before = self.table.copy()
+        self.table[:] = before[index]
+        np.add.at(self.users, self.table[self.table >= 0], 1)
+        np.subtract.at(self.users, before[before >= 0], 1)
+        if self.device != "cpu":
+            self._stale += map(tuple, np.argwhere(self.table != before).tolist())
+        self.settle(())
 
 
 def stored_to(inputs):

@@ -634,7 +634,7 @@ class RooftileCache(Cache):
         try:
             for layer in self.layers:
                 layer.crop(tokens_to_remove)
-        except BaseException:  # a signal handler's too
+        except ArgumentError:
             for layer, position in zip(self.layers, before, strict=True):
                 layer.return_to(position)
             raise
