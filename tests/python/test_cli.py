@@ -249,3 +249,14 @@ def test_ppl_on_a_gpu(model, ids, tmp_path, capsys):
     assert report["run"]["device"] == "cuda:0" and report["run"]["dtype"] == "bfloat16"
     assert all(row["kl"] >= 0 for row in report["rows"]) and "on cuda:0" in capsys.readouterr().out
     assert all(row["kl"] < 0.1 for row in report["rows"] if row["format"] in (None, "int8", "int4-kivi"))
+
+
+@pytest.mark.parametrize("arguments", [["env"], ["--help"], ["--version"]])
+def test_a_closed_output(arguments):
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(rooftile.__file__))}
+    command = 'exec "$0" -m rooftile "$@" >&-'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, *arguments], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert done.returncode == 1
+    assert done.stderr == "rooftile: error: standard output: is closed\n"

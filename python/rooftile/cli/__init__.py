@@ -27,6 +27,9 @@ _OPTIONAL_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "matplotli
 
 def main(arguments=None):
     """Runs `rooftile <arguments>` (default: sys.argv) and returns the exit status; errors are one line on stderr."""
+    if sys.stdout is None:  # closed before Python began
+        print("rooftile: error: standard output: is closed", file=sys.stderr)
+        return 1
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.command is None:
