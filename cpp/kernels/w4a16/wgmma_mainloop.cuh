@@ -67,7 +67,9 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ static int peer_of_lane(int cluster, int cta_rank) {
     const int lane = threadIdx.x % 32;
     const int peer = lane < cluster && lane != cta_rank ? lane : -1;
-    return __shfl_sync(~0u, peer, lane);  // its own value: without it ptxas derives `peer` anew in every step
+    if constexpr (Traits::ctas_per_sm > 1) return peer;
+    // Its own value: ptxas would derive `peer` anew in every step, where registers are not as few as with two CTAs.
+    return __shfl_sync(~0u, peer, lane);
   }
   // All MMAs of a step, in four batches, one a k-block; meanwhile the next step's codes become operands, but for the
   // last k-block. first: whether the MMAs add to rSum or overwrite it.
