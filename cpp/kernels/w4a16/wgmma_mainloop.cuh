@@ -64,11 +64,13 @@ class W4WgmmaMainloop {
   }
 
  private:
+  // The CTA of the cluster that this lane tells when a stage is read; -1: none.
   __device__ __forceinline__ static int peer_of_lane(int cluster, int cta_rank) {
     const int lane = threadIdx.x % 32;
     const int peer = lane < cluster && lane != cta_rank ? lane : -1;
+    // ptxas derives `peer` anew in every step, unless it comes out of a shuffle. With two CTAs per SM there is no
+    // register to keep it in.
     if constexpr (Traits::ctas_per_sm > 1) return peer;
-    // Its own value: ptxas would derive `peer` anew in every step, where registers are not as few as with two CTAs.
     return __shfl_sync(~0u, peer, lane);
   }
   // All MMAs of a step, in four batches, one a k-block; meanwhile the next step's codes become operands, but for the
