@@ -66,7 +66,17 @@ class PackedStack(Packed):
         return len(self.codes)
 
     def __getitem__(self, expert):
-        return self.WEIGHT._of_module([None if a is None else a[expert] for a in self._held()], self._layout)
+        arrays = self._held()
+        try:
+            own = [None if a is None else a[expert] for a in arrays]
+        except RuntimeError:  # torch's: no such place in the storage
+            for name, array in zip(ARRAYS, arrays, strict=True):
+                if array is not None and (held := array.untyped_storage().nbytes()) < array.nbytes:
+                    raise ArgumentError(
+                        f"PackedStack: {name} needs {array.nbytes} bytes of its storage, which was resized to {held}"
+                    ) from None
+            raise
+        return self.WEIGHT._of_module(own, self._layout)
 
     def extra_repr(self):
         return (

@@ -130,6 +130,7 @@ class Packed(torch.nn.Module):
     def _hold(self, arrays, layout):
         self.out_features, self.in_features = layout["shape"]
         self._layout = layout
+        self._act_order = arrays[ARRAYS.index("perm")] is not None
         for name, array in zip(ARRAYS, arrays, strict=True):
             self.register_buffer(name, array)
 
@@ -192,12 +193,19 @@ class Packed(torch.nn.Module):
     def _held(self):
         """The four arrays. ArgumentError where one was deleted: torch would say that the module has no `weight`."""
         try:
-            return self.codes, self.scales, self.offsets, self.perm
+            arrays = self.codes, self.scales, self.offsets, self.perm
         except AttributeError:
             gone = next(name for name in ARRAYS if not hasattr(self, name))
             raise ArgumentError(
                 f"{type(self).__name__}: its buffer '{gone}' was deleted; expected {', '.join(ARRAYS)}"
             ) from None
+        if (arrays[3] is None) is self._act_order:  # which other arrays there are, the layout says
+            made, expected = ("with", "an int32 tensor") if self._act_order else ("without", "None")
+            raise ArgumentError(
+                f"{type(self).__name__}: its buffer 'perm' must be {expected}, as this module was made {made} act-order, "
+                f"got {type(arrays[3]).__name__}"
+            )
+        return arrays
 
     def _layout_repr(self):
         layout = self._layout

@@ -191,6 +191,34 @@ def test_a_deleted_buffer_is_named(name):
         experts[0]
 
 
+@pytest.mark.parametrize("module", [ordered, stack])
+def test_an_order_that_is_taken_away_is_named(module):
+    """The same codes without their order are another weight, as are others with one."""
+    ours = module()
+    name, perm = type(ours).__name__, ours.perm
+    ours.perm = None
+    with pytest.raises(rt.ArgumentError, match=f"^{name}: its buffer 'perm' must be an int32 tensor, .*, got NoneType"):
+        ours.weight if module is ordered else ours[0]
+    ours.perm = perm
+    assert ours.weight if module is ordered else ours[0]
+    plain = W4Linear.from_linear(linear(), group_size=32)
+    plain.perm = torch.arange(64, dtype=torch.int32)
+    with pytest.raises(rt.ArgumentError, match="^W4Linear: its buffer 'perm' must be None, .* without act-order, got"):
+        plain(torch.ones(1, 64))
+
+
+@pytest.mark.parametrize("name", ["codes", "scales", "offsets", "perm"])
+def test_a_stack_whose_storage_shrank(name):
+    experts = stack()
+    storage = getattr(experts, name).untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(16)
+    with pytest.raises(rt.ArgumentError, match=f"^PackedStack: {name} needs {size} bytes .* resized to 16$"):
+        experts[1]
+    with pytest.raises(IndexError):
+        stack()[2]
+
+
 def test_loading_into_used_module_is_seen():
     a, b = (W4Linear.from_linear(torch.nn.Linear(64, 48), group_size=32) for _ in range(2))
     x = torch.randn(1, 64)
