@@ -321,6 +321,66 @@ def test_no_flag_takes_any_truthy_value():
 # ---- one cache, one text ----
 
 
+def image_reader():
+    """(model, inputs of generate()) of a Llava with two layers in the vision tower and in the text model."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 64}
+    tower = {"hidden_size": 32, "num_attention_heads": 2, "image_size": 32, "patch_size": 16, **sizes}
+    decoder = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 90, **sizes}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**decoder),
+        vision_config=transformers.CLIPVisionConfig(**tower),
+        image_token_index=89,
+        image_seq_length=4,
+    )
+    image = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    inputs = {"input_ids": torch.tensor([[1, 2, *[89] * 4, 5, 6, 7]]), **image}
+    return transformers.LlavaForConditionalGeneration(config).eval(), inputs | {"max_new_tokens": 8, "do_sample": False}
+
+
+def test_a_model_that_reads_images():
+    """set_kv_cache leaves the vision tower its attention; where all of the model gets "rooftile" torch attends there."""
+    model, inputs = image_reader()
+    expected = model.generate(**inputs)
+    rt.set_kv_cache(model, "fp32")
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert model.config.text_config._attn_implementation == "rooftile"
+    assert torch.equal(model.generate(**inputs), expected)
+    rt.set_kv_cache(model, None)
+    model.set_attn_implementation("rooftile")
+    assert model.config.vision_config._attn_implementation == "rooftile"
+    assert torch.equal(model.generate(**inputs), expected)
+
+
+def test_the_attention_alone_in_an_encoder_and_over_it():
+    torch.manual_seed(0)
+    layers = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
+              (("layers", 2), ("ffn_dim", 64), ("attention_heads", 4))}  # fmt: skip
+    ids = {"vocab_size": 90, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(d_model=32, **layers, **ids)).eval()
+    text = torch.randint(3, 90, (2, 12))
+    mask = torch.ones_like(text)
+    mask[1, 8:] = 0
+    tokens = {}
+    for attention in ("sdpa", "rooftile"):
+        model.set_attn_implementation(attention)
+        tokens[attention] = model.generate(text, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(tokens["rooftile"], tokens["sdpa"])
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"s_aux": torch.tensor([0.5, -1.0])}], ids=str)
+def test_attention_both_ways(options):
+    """Against the textbook in float64."""
+    q, k, v = (torch.randn(1, heads, 6, 16) for heads in (2, 1, 1))
+    out = rooftile_attention(types.SimpleNamespace(is_causal=False), q, k, v, None, scaling=0.3, **options)[0]
+    logits = q.double() @ k.double().mT * 0.3
+    if "softcap" in options:
+        logits = 5.0 * torch.tanh(logits / 5.0)
+    sink = options.get("s_aux", torch.full((2,), -torch.inf)).double().view(1, 2, 1, 1).expand(1, 2, 6, 1)
+    weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(out.double(), (weights @ v.double()).transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
 def test_a_second_text_in_one_cache_is_refused():
     model, theirs = tiny()
     first, second = prompts(1), prompts(1, 100, seed=8)

@@ -4,7 +4,7 @@
 import functools
 import inspect
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from rooftile.errors import ArgumentTypeError, NotSupportedError
@@ -39,6 +39,13 @@ def text_config(config):
     if reason := _reason(config, text):
         raise NotSupportedError(f"config: RooftileCache is for decoders of full and sliding attention; {reason}")
     return text
+
+
+def decoder(model):
+    """The part of `model` whose attention reads the cache: the model itself, or beside a vision or audio tower the text
+    model, whose config is text_config(model.config)."""
+    text = text_config(model.config)
+    return next(part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is text)
 
 
 def _reason(config, text):

@@ -32,10 +32,11 @@ def prompt(q, k, v, counts, *, scale, window, softcap, sinks):
 
 
 def masked(q, k, v, mask, *, scale, softcap, sinks):
-    """q [B, Hq, T, D] over k, v [B, Hkv, S, D] that another cache keeps: [B, T, Hq, D], 0 where a query sees no key.
+    """q [B, Hq, T, D] over k, v [B, Hkv, S, D] of any source: [B, T, Hq, D], 0 where a query sees no key.
 
-    mask: [B, 1, T, S], True where a query sees a key, or numbers that are added to the logits.
+    mask: [B, 1, T, S], True where a query sees a key, or numbers that are added to the logits. None: all keys.
     """
+    seen = mask is not None and mask.dtype == torch.bool
     k, v = repeat_heads(k, q), repeat_heads(v, q)
     if softcap is None and sinks is None:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -43,12 +44,13 @@ def masked(q, k, v, mask, *, scale, softcap, sinks):
         logits = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -torch.inf) if seen else logits + mask
         if sinks is not None:  # one more logit per head, which has no value
             sink = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, sink], -1)
         out = (logits.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
-    if mask.dtype == torch.bool:
+    if seen:
         out = out.masked_fill(~mask.any(-1, keepdim=True), 0)
     return out.transpose(1, 2)
 

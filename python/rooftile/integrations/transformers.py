@@ -106,8 +106,9 @@ def rooftile_attention(
     """The attention function of transformers: query [B, Hq, T, D] -> ([B, T, Hq, D], None).
 
     Over a RooftileCache it attends and stores the new tokens; without a cache it is rt.prefill_attention, on a GPU
-    torch's scaled_dot_product_attention. Keys and values of other caches, and masks that are not causal with padding on
-    the left, are attended by torch. Under torch.autocast it computes in autocast's dtype, as torch's attention does.
+    torch's scaled_dot_product_attention. Keys and values of other caches, masks that are not causal with padding on
+    the left, and attention that is not causal (of a vision tower, of an encoder) are attended by torch. Under
+    torch.autocast it computes in autocast's dtype, as torch's attention does.
     """
     if dropout:
         raise NotSupportedError(f"dropout: rooftile is for inference, expected 0, got {dropout} (call model.eval())")
@@ -118,11 +119,23 @@ def rooftile_attention(
     for name in ("position_bias", "head_mask"):
         if kwargs.get(name) is not None:
             raise NotSupportedError(f"{name}: not implemented by the attention function 'rooftile'")
-    if is_causal is False or not getattr(module, "is_causal", True):
-        raise NotSupportedError("is_causal: the attention function 'rooftile' is causal self-attention only")
     options = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    out = _attend(query, key, value, attention_mask, sliding_window, options)
+    if is_causal is False or not getattr(module, "is_causal", True):
+        out = _attend_both_ways(query, key, value, attention_mask, options)
+    else:
+        out = _attend(query, key, value, attention_mask, sliding_window, options)
     return out.contiguous(), None  # some models take a view of it
+
+
+def _attend_both_ways(query, key, value, mask, options):
+    """[B, T, Hq, D] of attention that is not causal: by torch, as in a model of transformers' own attention."""
+    if type(key) is _NewTokens or hasattr(key, "_rooftile_layer"):
+        raise NotSupportedError("is_causal: over a RooftileCache attention is causal, got is_causal=False")
+    if type(mask) is Mask:
+        mask = mask.dense()
+    if mask is None:
+        return _tensors.masked(query, key, value, None, **options)
+    return _over_tensors(query, key, value, mask, None, options)
 
 
 def _attend(query, key, value, mask, window, options):
@@ -737,7 +750,7 @@ def set_kv_cache(model, format, options):
         fresh = _FreshCache({"format": format, **options}, cache_keyword(type(model)))
         fresh.handle = model.register_forward_pre_hook(fresh, with_kwargs=True)
         model.generate = functools.partial(_generate, model, fresh)
-        model.set_attn_implementation("rooftile")
+        _models.decoder(model).set_attn_implementation("rooftile")
 
 
 AttentionInterface.register("rooftile", rooftile_attention)
