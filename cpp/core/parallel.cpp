@@ -11,8 +11,10 @@
 #include <condition_variable>
 #include <cstring>
 #include <exception>
+#include <fstream>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -96,12 +98,25 @@ const OpenMp& openmp() {
   return runtime;
 }
 
-// The process that loaded this library: it is known before any fork of it, whoever starts OpenMP's threads.
-const pid_t loaded_by = getpid();
+// Whether this process was forked and has not called exec since: PF_FORKNOEXEC of its flags in /proc/self/stat.
+bool is_forked() {
+  std::ifstream file("/proc/self/stat");
+  std::string line;
+  std::getline(file, line);
+  const std::size_t name_end = line.rfind(')');  // fields behind it: state, five ids, flags
+  if (name_end == std::string::npos) return false;
+  std::istringstream fields(line.substr(name_end + 1));
+  std::string skipped;
+  unsigned long flags = 0;
+  for (int i = 0; i < 6; ++i) fields >> skipped;
+  return fields >> flags && (flags & 0x40) != 0;
+}
 
-// Whether the runtime's threads belong to this process. A forked child has none of its parent's threads and would wait
-// for them forever.
-bool openmp_is_ours() { return getpid() == loaded_by; }
+// The process whose OpenMP threads are certain to be its own: the one that loaded this library, if it is no forked child
+// that found a runtime. A child has none of its parent's threads and would wait for them forever.
+const pid_t openmp_owner = is_forked() && find_openmp().usable() ? 0 : getpid();
+
+bool openmp_is_ours() { return getpid() == openmp_owner; }
 
 int usable_cores() {
   cpu_set_t set;
@@ -135,10 +150,6 @@ struct Loop {
 class Pool {
  public:
   ~Pool() {
-    if (owner_ != getpid()) {  // a forked child has no worker threads to join
-      for (std::thread& t : workers_) t.detach();
-      return;
-    }
     {
       std::lock_guard lock(mutex_);
       stop_ = true;
@@ -147,10 +158,13 @@ class Pool {
     for (std::thread& t : workers_) t.join();
   }
 
+  // Whether the threads belong to another process: this one is its forked child.
+  bool of_parent() const { return !workers_.empty() && owner_ != getpid(); }
+
   // Runs the loop on the caller and up to threads - 1 workers. A second caller at the same time runs alone.
   void run(Loop& loop, int threads) {
     std::unique_lock busy(run_mutex_, std::try_to_lock);
-    if (!busy.owns_lock() || (!workers_.empty() && owner_ != getpid())) return loop.work(0);
+    if (!busy.owns_lock() || of_parent()) return loop.work(0);
     owner_ = getpid();
     try {
       while (static_cast<int>(workers_.size()) < threads - 1) {
@@ -203,8 +217,14 @@ class Pool {
 };
 
 Pool& own_pool() {
-  static Pool pool;
-  return pool;
+  // A forked child leaves the parent's pool undestroyed: a condition variable's destructor waits for those who wait.
+  static struct Owner {
+    std::unique_ptr<Pool> pool = std::make_unique<Pool>();
+    ~Owner() {
+      if (pool->of_parent()) (void)pool.release();
+    }
+  } owner;
+  return *owner.pool;
 }
 
 }  // namespace

@@ -77,7 +77,7 @@ class Reasons:
         """Routers and gates are named so; of any name, a Linear with one output for each expert beside it."""
         if parameter.ndim != 2:
             return False
-        if any(part in ("gate", "router") or part.endswith("_router") for part in path.split(".")):
+        if any(part == "gate" or "router" in part.split("_") for part in path.split(".")):
             return True
         around = path if linear else ""
         while around:

@@ -122,14 +122,16 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     another module, subclasses of nn.Linear (LoRA layers), layers whose weight is computed (parametrised, pruned), a
     layer with a forward of its own (accelerate's), parameters or state_dict hooks besides, or a bias of another dtype
     than its weight, the layers of nn.TransformerEncoderLayer and nn.MultiheadAttention, which read their weights
-    themselves, layers with fewer than 16 outputs, and routers: an nn.Linear named `gate` or `router` or inside of one
-    so named, or one with as many outputs as there are experts beside it.
+    themselves, layers with fewer than 16 outputs, and routers: an nn.Linear named `gate` or with the word
+    `router` (`router_gate`), or inside of one so named, or one with as many outputs as there are experts beside it.
 
     A module used at several places becomes one module at all of them. Forward and backward hooks and other attributes
     go over to the new module.
 
     Returns a RoundingReport: what was rounded, in which groups; what was left, why, and how much of the model it is.
-    A transformers model gets its `config.quantization_config`, so that save_pretrained writes a folder to load.
+    A transformers model gets its `config.quantization_config`, so that save_pretrained writes a folder to load. So call
+    this on the whole model, with `skip` for what is to stay, or on its text model: from_pretrained refuses the folder
+    of a model of which other parts alone were rounded.
 
     All layers are checked before the first is replaced, and errors name the layer: ArgumentError where in_features has
     no such group, the weight is on the meta device or a float32 weight has a value that float16 scales do not hold

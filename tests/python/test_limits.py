@@ -201,6 +201,44 @@ assert (rt.softmax(x) == before).all()
 """)
 
 
+def test_a_forked_child_exits():
+    """As Python ends, with destructors: the threads that wait for work are the parent's."""
+    python("""
+import os, signal, sys
+import numpy as np
+import rooftile as rt
+x = np.ones((64, 4096), np.float32)
+before = rt.softmax(x)
+assert len(os.listdir("/proc/self/task")) > 1 or os.cpu_count() == 1
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    assert (rt.softmax(x) == before).all()
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7, status
+""")
+
+
+def test_a_forked_child_imports_rooftile_after_torch_was_used():
+    """Torch's OpenMP has threads in the parent, where nothing of rooftile is."""
+    pytest.importorskip("torch")
+    python("""
+import os, signal, sys
+import numpy as np
+import torch
+torch.ones(3_000_000).exp_()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    import rooftile as rt
+    assert (rt.softmax(np.ones((64, 4096), np.float32)) == np.float32(1 / 4096)).all()
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7, status
+""")
+
+
 def test_threads_that_cannot_be_made_are_done_without():
     python(f"""
 import resource

@@ -210,6 +210,13 @@ def test_export_of_packed_experts_is_refused_by_name():
         torch.export.export(ours, (torch.ones(1, 4, dtype=torch.long),), kwargs={"use_cache": False})
 
 
+@pytest.mark.parametrize("name", ["gate", "router", "router_gate", "mlp_router", "gate_proj"])
+def test_a_router_is_known_by_its_name(name):
+    block = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32), "up": torch.nn.Linear(64, 32)})
+    report = rt.quantize_(block, rt.W4A16(32), progress=False)
+    assert set(report.group_sizes) == ({"gate_proj", "up"} if name == "gate_proj" else {"up"})
+
+
 def test_experts_with_another_gate_are_left_and_named():
     ours = model("qwen3_moe", hidden_act="relu")
     report = rt.quantize_(ours, rt.W4A16(32), progress=False)

@@ -352,6 +352,20 @@ def test_a_model_that_reads_images():
     assert torch.equal(model.generate(**inputs), expected)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["text model", "whole model"])
+def test_a_model_that_reads_images_in_four_bits(whole, tmp_path):
+    """Its text model may be rounded alone: what is saved is what is loaded."""
+    model, inputs = image_reader()
+    rt.quantize_(model if whole else model.model.language_model, rt.W4A16(32), progress=False)
+    expected = model.generate(**inputs)
+    model.save_pretrained(tmp_path)
+    again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    packed = {name for name, module in again.named_modules() if isinstance(module, rt.nn.W4Linear)}
+    assert packed == {name for name, module in model.named_modules() if isinstance(module, rt.nn.W4Linear)}
+    assert any("language_model" in name for name in packed) and whole == any("vision" in name for name in packed)
+    assert torch.equal(again.generate(**inputs), expected)
+
+
 def test_the_attention_alone_in_an_encoder_and_over_it():
     torch.manual_seed(0)
     layers = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in

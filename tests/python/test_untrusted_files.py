@@ -5,6 +5,7 @@ stood at the target before is there or replaced, never lost."""
 import errno
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 import rooftile as rt  # noqa: E402
 import tiny_checkpoints as tiny  # noqa: E402
-from rooftile.checkpoints import convert, load, patterns, writer  # noqa: E402
+from rooftile.checkpoints import convert, load, patterns, trial, writer  # noqa: E402
 from rooftile.cli import main  # noqa: E402
 from rooftile.loaders import read_gguf  # noqa: E402
 
@@ -305,6 +306,60 @@ def test_more_layers_than_tensors(tmp_path, kind, field):
     """Found before they are made, whatever the model calls them."""
     source = plain(tmp_path / "source", **{"model_type": kind, field: 10**9})
     refused(source, tmp_path, f"{field} is 1000000000, but there are", rounding=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "field, seconds, memory, why",
+    [
+        ({"num_labels": 10**10}, 60, 2**26, "needs more than 0.0625 GiB of memory"),
+        ({"num_labels": 10**10}, 1, 2**40, "does not end within 1 s"),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {"num_hidden_layers": 1, "hidden_size": 64},
+                "vision_config": {"num_hidden_layers": 10**8, "hidden_size": 64, "num_attention_heads": 1},
+            },
+            2,
+            2**40,
+            "does not end within 2 s",
+        ),
+    ],
+    ids=["labels: memory", "labels: time", "layers of a vision tower"],
+)
+def test_a_field_that_counts_a_loop_of_transformers(tmp_path, monkeypatch, capfd, field, seconds, memory, why):
+    monkeypatch.setattr(trial, "SECONDS", seconds)
+    monkeypatch.setattr(trial, "MEMORY", memory)
+    folder = plain(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | field))
+    refused(folder, tmp_path, "config.json: transformers makes no causal language model of it: it ", why)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_trial_that_is_left_ends(monkeypatch):
+    """One that is interrupted leaves no process."""
+    assert trial.refusal(lambda: None) is None
+    assert trial.refusal(lambda: 1 / 0) == "division by zero"
+    assert trial.refusal(lambda: os.kill(os.getpid(), signal.SIGKILL)) == "a trial of it ended with exit code -9"
+    pid, forked = os.getpid(), []
+    fork = os.fork
+
+    def recorded():
+        child = fork()
+        forked.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", recorded)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trial.refusal(lambda: time.sleep(60))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert os.getpid() == pid and len(forked) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(forked[0], 0)
 
 
 def test_names_that_look_like_markup(tmp_path, capsys):

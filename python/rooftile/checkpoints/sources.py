@@ -10,6 +10,7 @@ import typing
 
 import torch
 
+from rooftile.checkpoints import trial
 from rooftile.checkpoints.folder import TensorFolder
 from rooftile.checkpoints.formats import from_mxfp4
 from rooftile.checkpoints.schemes import Mxfp4, scheme_of
@@ -215,13 +216,15 @@ class _FolderSource:
         self.check_sizes("", self.config)
         text = self.config.get("text_config")
         self.check_sizes("text_config.", text if isinstance(text, dict) else {})
-        try:
+
+        def make():
             config = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(self.config))
             with torch.device("meta"):
                 return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        except Exception as e:  # whatever a wrong field leads to
-            reason = str(e).strip().replace("\n", " ")[:300]
-            raise ArgumentError(f"{self.where}: transformers makes no causal language model of it: {reason}") from e
+
+        if reason := trial.refusal(make):  # whatever a wrong field leads to: transformers loops as often as one says
+            raise ArgumentError(f"{self.where}: transformers makes no causal language model of it: {reason}")
+        return make()
 
     def check_sizes(self, prefix, fields):
         """Raises ArgumentError naming a size that no model has, before as much is made: transformers takes any int.

@@ -115,11 +115,13 @@ class RooftileQuantizer(HfQuantizer):
     def _replace(self, model, checkpoint_files):
         """Empty W4Linear and W8Linear modules in the places that config.json names."""
         prefix, names = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules()}
+        text = _text_model(model)
         tensors, markers = _tensors(model, checkpoint_files), set()
         for name, layout in self.quantization_config.modules.items():
             where = f"config.json: quantization_config: module '{name}'"
-            # either this model or the one that was saved may be the base model alone
-            forms = (name, name.removeprefix(prefix), prefix + name)
+            # either this model or the one that was saved may be the base model alone; the text model may have been
+            # rounded alone, whose config is one of the whole model's
+            forms = (name, name.removeprefix(prefix), prefix + name, *([f"{text}.{name}"] if text else ()))
             places = [n for n in forms if {n, _experts_of(n)} & names]
             stack = places and places[0] not in names
             for form in forms:
@@ -190,6 +192,13 @@ class _Round(ConversionOps):
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
         return {}
+
+
+def _text_model(model):
+    """The name of the module that is the text model of a model with vision or audio towers; "": the model is one."""
+    config = model.config.get_text_config(decoder=True)
+    parts = ((name, getattr(part, "config", None)) for name, part in model.named_modules())
+    return next((name for name, own in parts if own is config), "")
 
 
 def _refuse_meshes(model):
