@@ -202,8 +202,8 @@ class Packed(torch.nn.Module):
         if (arrays[3] is None) is self._act_order:  # which other arrays there are, the layout says
             made, expected = ("with", "an int32 tensor") if self._act_order else ("without", "None")
             raise ArgumentError(
-                f"{type(self).__name__}: its buffer 'perm' must be {expected}, as this module was made {made} act-order, "
-                f"got {type(arrays[3]).__name__}"
+                f"{type(self).__name__}: its buffer 'perm' must be {expected}, as this module was made {made} "
+                f"act-order, got {type(arrays[3]).__name__}"
             )
         return arrays
 

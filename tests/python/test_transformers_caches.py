@@ -339,7 +339,7 @@ def image_reader():
 
 
 def test_a_model_that_reads_images():
-    """set_kv_cache leaves the vision tower its attention; where all of the model gets "rooftile" torch attends there."""
+    """set_kv_cache leaves the vision tower its attention; where that is "rooftile", too, torch attends there."""
     model, inputs = image_reader()
     expected = model.generate(**inputs)
     rt.set_kv_cache(model, "fp32")

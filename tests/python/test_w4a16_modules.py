@@ -197,13 +197,13 @@ def test_an_order_that_is_taken_away_is_named(module):
     ours = module()
     name, perm = type(ours).__name__, ours.perm
     ours.perm = None
-    with pytest.raises(rt.ArgumentError, match=f"^{name}: its buffer 'perm' must be an int32 tensor, .*, got NoneType"):
+    with pytest.raises(rt.ArgumentError, match=rf"^{name}: its buffer 'perm' must be an int32 tensor, .*got NoneType"):
         ours.weight if module is ordered else ours[0]
     ours.perm = perm
     assert ours.weight if module is ordered else ours[0]
     plain = W4Linear.from_linear(linear(), group_size=32)
     plain.perm = torch.arange(64, dtype=torch.int32)
-    with pytest.raises(rt.ArgumentError, match="^W4Linear: its buffer 'perm' must be None, .* without act-order, got"):
+    with pytest.raises(rt.ArgumentError, match=r"^W4Linear: its buffer 'perm' must be None, .* without act-order, got"):
         plain(torch.ones(1, 64))
 
 
