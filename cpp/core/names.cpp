@@ -13,6 +13,7 @@
 namespace rooftile {
 
 std::string did_you_mean(std::string_view given, std::span<const std::string> known) {
+  const auto lower = [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; };
   std::string_view best;
   std::size_t most = 0, out_of = 1;
   for (const std::string& name : known) {
@@ -20,7 +21,7 @@ std::string did_you_mean(std::string_view given, std::span<const std::string> kn
     for (const char c : given.substr(0, 64))
       for (std::size_t j = 0, diagonal = 0; j < name.size(); ++j) {
         const std::size_t above = common[j + 1];
-        common[j + 1] = c == name[j] ? diagonal + 1 : std::max(above, common[j]);
+        common[j + 1] = lower(c) == lower(name[j]) ? diagonal + 1 : std::max(above, common[j]);
         diagonal = above;
       }
     const std::size_t both = 2 * common.back(), length = given.size() + name.size();

@@ -47,6 +47,15 @@ def _refuse_on_a_gpu(like, what):
         )
 
 
+def shape_of(x):
+    """The tuple x.shape; None where x has none or does not tell (nested tensors): the binding refuses it by name."""
+    try:
+        shape = x.shape
+    except (AttributeError, RuntimeError):
+        return None
+    return shape if isinstance(shape, tuple) else None
+
+
 def empty(op, argument, like, shape=None, dtype=None):
     """An uninitialised contiguous array: torch on `like`'s device if `like` is a torch tensor, else NumPy.
 
@@ -57,7 +66,7 @@ def empty(op, argument, like, shape=None, dtype=None):
     """
     torch = torch_of(like)
     if torch is not None:
-        if like.layout is not torch.strided:
+        if like.layout is not torch.strided or like.is_nested:
             return None
         try:
             if shape is None and dtype is None:
@@ -68,7 +77,7 @@ def empty(op, argument, like, shape=None, dtype=None):
             return None
         except RuntimeError as e:  # torch.OutOfMemoryError is one
             raise _no_memory(op, argument, like, shape, dtype, e) from e
-    if not isinstance(getattr(like, "shape", None), tuple):
+    if shape_of(like) is None:
         return None
     _refuse_on_a_gpu(like, "an output")
     try:

@@ -5,7 +5,7 @@ Log-sum-exp values are natural logarithms. A query that sees no key gets out 0 a
 """
 
 from rooftile import _C
-from rooftile._arrays import check_flag, empty, workspace
+from rooftile._arrays import check_flag, empty, shape_of, workspace
 from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch_op
 from rooftile._registry import CACHE, CACHE_PARTS, OPS, Op
 from rooftile.errors import NotSupportedError
@@ -14,8 +14,8 @@ from rooftile.kv_cache import ints
 
 def _empty_lse(op, q):
     """fp32 with q's shape less head_dim. None where q has no shape: the binding refuses it."""
-    shape = getattr(q, "shape", None)
-    return empty(op, "lse", q, tuple(shape)[:-1], "float32") if isinstance(shape, tuple) else None
+    shape = shape_of(q)
+    return None if shape is None else empty(op, "lse", q, tuple(shape)[:-1], "float32")
 
 
 def _traced(op, inputs, out, lse, return_lse, stream, plan):

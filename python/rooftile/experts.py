@@ -274,13 +274,14 @@ class PackedExperts(Marked):
         nothing. Returns [tokens, hidden] in hidden_states' dtype."""
         refuse_export("PackedExperts", "which experts were chosen is read on the host")
         tokens, k = top_k_index.shape
-        chosen = top_k_index.reshape(-1)
+        experts, chosen = self.form.experts, top_k_index.reshape(-1)
+        chosen = chosen.masked_fill((chosen < 0) | (chosen > experts), experts)  # no expert's: behind all that are
         order = torch.argsort(chosen, stable=True)
-        counts = torch.bincount(chosen, minlength=self.form.experts).tolist()
+        counts = torch.bincount(chosen, minlength=experts).tolist()
         x = hidden_states[order // k]
         y = torch.zeros_like(x)
         begin = 0
-        for expert, count in enumerate(counts[: self.form.experts]):
+        for expert, count in enumerate(counts[:experts]):
             if count:
                 self._expert(expert, x[begin : begin + count], y[begin : begin + count])
                 begin += count

@@ -8,7 +8,7 @@ naming the argument.
 """
 
 from rooftile import _C
-from rooftile._arrays import empty
+from rooftile._arrays import empty, shape_of
 from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch_op, torch_store
 from rooftile._registry import OPS, STORING, Op, StoringOp, like_first
 from rooftile.errors import NotSupportedError
@@ -182,8 +182,8 @@ def softmax(x, *, out=None, stream=None, plan=None):
 
 
 def _half(op, gate_up):
-    shape = getattr(gate_up, "shape", None)
-    if not isinstance(shape, tuple) or not shape:
+    shape = shape_of(gate_up)
+    if not shape:
         return None
     try:
         return empty(op, "out", gate_up, (*shape[:-1], shape[-1] // 2))

@@ -15,6 +15,7 @@ from rooftile._arrays import (
     must_be,
     numpy_dtype,
     refuse_mask,
+    shape_of,
     torch_device,
     torch_of,
     workspace,
@@ -404,8 +405,8 @@ def _sizes(op, shape):
 
 
 def _shape2(x, op, argument):
-    shape = getattr(x, "shape", None)
-    if not isinstance(shape, tuple):
+    shape = shape_of(x)
+    if shape is None:
         raise ArgumentTypeError(f"{op}: {argument} must be an array of two dimensions, got {type(x).__name__}")
     if len(shape) != 2:
         raise ArgumentError(f"{op}: {argument} must have two dimensions, got shape {list(shape)}")
@@ -425,7 +426,7 @@ def _bytes_of(data, op):
             array = np.ascontiguousarray(data)
         else:
             array = np.frombuffer(data, dtype=np.uint8)
-    except (TypeError, ValueError, BufferError):
+    except (TypeError, ValueError, BufferError, RuntimeError):  # the last: torch's, of a tensor that is no plain one
         array = None
     if array is None or array.dtype != np.uint8:
         raise ArgumentTypeError(f"{op}: data must be bytes or a uint8 array in host memory, got {type(data).__name__}")
@@ -449,8 +450,7 @@ def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_
     if out is None:
         # what x or w lacks is named by the call below, which reads both before its output
         n = (outputs(w.shape[0], activation),) if isinstance(w, weight_type) else ()
-        shape = getattr(x, "shape", ())
-        out = empty(op, "out", x, (*shape[:-1], *n) if isinstance(shape, tuple) else n)
+        out = empty(op, "out", x, (*(shape_of(x) or ())[:-1], *n))
     handle = getattr(w, "_handle", w)
     ran(call(x, handle, bias, activation, residual, out, batch_invariant, workspace, stream, plan))
     return out
@@ -537,9 +537,8 @@ def linear(x, weight, *, bias=None, activation=None, residual=None, out=None, st
         return torch_op("linear", (x, weight, bias, activation, residual), (out,), stream, plan)
     if out is None:
         # what x or weight lacks is named by the call below, which reads both before its output
-        shape, rows = (getattr(t, "shape", ()) for t in (x, weight))
-        whole = isinstance(shape, tuple) and isinstance(rows, tuple)
-        out = empty("linear", "out", x, (*shape[:-1], *rows[:1]) if whole else ())
+        shape, rows = shape_of(x), shape_of(weight)
+        out = empty("linear", "out", x, () if shape is None or rows is None else (*shape[:-1], *rows[:1]))
     ran(_C.linear(x, weight, bias, activation, residual, out, workspace, stream, plan))
     return out
 

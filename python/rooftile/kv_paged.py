@@ -2,7 +2,7 @@
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
 from rooftile import _C
-from rooftile._arrays import must_be
+from rooftile._arrays import must_be, shape_of
 from rooftile._calls import compiling
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import (
@@ -294,7 +294,7 @@ def _halves(pool):
 
 
 def _shape(op, name, array, ndim):
-    shape = getattr(array, "shape", None)
+    shape = shape_of(array)
     if shape is None:
         raise ArgumentTypeError(
             f"{op}: {name} must be an array that speaks DLPack (torch, NumPy), got {type(array).__name__}"

@@ -2,6 +2,7 @@
 """Bad arguments, generated for every argument of an op and every class of fault."""
 
 import itertools
+import warnings
 
 import cases
 import numpy as np
@@ -47,6 +48,8 @@ def _not_tensors(t):
     yield Fault("type", type(t))
     yield Fault("object", Unexpected())
     yield Fault("function", len)
+    with warnings.catch_warnings(action="ignore"):  # a prototype of torch's
+        yield Fault("nested", torch.nested.nested_tensor([torch.zeros(t.shape)]))
     yield Fault("shape only", type("Shaped", (), {"shape": tuple(t.shape), "dtype": t.dtype})())
 
 

@@ -210,6 +210,18 @@ def test_export_of_packed_experts_is_refused_by_name():
         torch.export.export(ours, (torch.ones(1, 4, dtype=torch.long),), kwargs={"use_cache": False})
 
 
+@pytest.mark.parametrize("index", [-1, 18, 10**6, 10**11])
+def test_an_index_that_is_no_experts_adds_nothing(index):
+    ours = model("mixtral")
+    rt.quantize_(ours, rt.W4A16(32), progress=False)
+    experts = ours.model.layers[0].mlp.experts
+    x, chosen, weights = torch.randn(3, 64), torch.tensor([[0, 1], [2, 1], [2, 3]]), torch.full((3, 2), 0.5)
+    assert len(experts.down) == 18
+    expected = experts(x, chosen, weights * torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]]))
+    chosen[1, 0] = index
+    assert torch.equal(experts(x, chosen, weights), expected)
+
+
 @pytest.mark.parametrize("name", ["gate", "router", "router_gate", "mlp_router", "gate_proj"])
 def test_a_router_is_known_by_its_name(name):
     block = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32), "up": torch.nn.Linear(64, 32)})

@@ -23,6 +23,11 @@ TEST(DidYouMean, ALongerNameThatHoldsAsManyIsNotNearer) {
   EXPECT_EQ(meant("int9", {"int8", "int4"}), ", did you mean \"int8\"?");  // of equals the first
 }
 
+TEST(DidYouMean, CapitalLettersAreTheSame) {
+  EXPECT_EQ(meant("INT8", {"fp8", "int8"}), ", did you mean \"int8\"?");
+  EXPECT_EQ(meant("layers.Q", {"layers.K", "Layers.q"}), ", did you mean \"Layers.q\"?");
+}
+
 TEST(DidYouMean, NothingWhereNothingIsNear) {
   EXPECT_EQ(meant("zzz", {"int8", "int4"}), "");
   EXPECT_EQ(meant("", {"int8"}), "");
