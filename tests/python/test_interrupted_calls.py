@@ -221,3 +221,38 @@ def test_a_signal_of_the_system():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert cut
+
+
+MODEL_CHANGES = {
+    "truncate": lambda m: m.truncate([0, 1], [32, 0]),
+    "truncate_refused": lambda m: m.truncate([0], [17]),  # by the kivi layer, the last one
+    "reorder": lambda m: m.reorder([1, 0]),
+    "reset": lambda m: m.reset([0]),
+    "fork": lambda m: m.fork(1, 0),
+}
+
+
+@pytest.mark.parametrize("what", MODEL_CHANGES)
+def test_all_layers_or_none(what):
+    def make():
+        model = rt.ModelKVCache(3, 2, 64, 1, 32, format={"default": "int8", -1: "int4-kivi"})
+        for layer in model:
+            layer.append(K, V, rows=[1])
+            for k in (K, V):
+                layer.append(k, k, rows=[0])
+        return model
+
+    def held(model):
+        return [row_of(layer, row) for layer in model for row in range(2)]
+
+    change, whole = MODEL_CHANGES[what], make()
+    before = held(whole)
+    quietly(change, whole)()
+    after = held(whole)
+    for at in itertools.count(1):
+        model = make()
+        if not Handler(interrupt, at).run(quietly(change, model)):
+            break
+        now = held(model)
+        assert same(now, before) or same(now, after), [layer.lengths for layer in model]
+    assert at > 10
