@@ -3,12 +3,15 @@
 
 import contextlib
 import contextvars
+import functools
+import itertools
 import numbers
 import sys
 
 from rooftile._arrays import torch_of
 from rooftile.errors import NotSupportedError
 
+_call = functools.partial.__call__
 _recorders = contextvars.ContextVar("rooftile.recorders", default=())  # lists of the blocks around this call
 
 
@@ -80,3 +83,18 @@ def ran(kernel):
     """Called with what a binding returned: the name of the kernel that ran."""
     for names in _recorders.get():
         names.append(kernel)
+
+
+def all_or_none(calls, undo):
+    """Makes the calls and returns their results. After an exception, a signal handler's too, it makes those of `undo`.
+
+    calls, undo: functools.partial objects of functions in C. Python runs signal handlers between bytecodes, so all of
+    `calls` is one step, with whose end `undo`, a list, becomes empty; `undo` is another one. What `undo` takes back may
+    be in Python too: a function in `calls`, or `calls` as a generator.
+    """
+    back = map(_call, undo)
+    try:
+        return list(map(_call, itertools.chain(calls, [functools.partial(undo.clear)])))[:-1]
+    except BaseException:
+        list(back)
+        raise

@@ -127,10 +127,13 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
     rows, counts = ints(op, "rows", rows), ints(op, "counts", counts)
 
     def kernel(cache, rows, counts):
-        return _C.rope_append(q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan)
+        return _C.rope_append, (q, k, v, cos, sin, positions, cache, rows, counts, q_out, stream, plan)
 
-    own = isinstance(cache, (Cache, Pages))
-    ran(cache._store(op, k, rows, counts, kernel) if own else kernel(cache, rows, counts))
+    if isinstance(cache, (Cache, Pages)):
+        ran(cache._store(op, k, rows, counts, kernel))
+    else:
+        function, arguments = kernel(cache, rows, counts)
+        ran(function(*arguments))
     return q_out
 
 

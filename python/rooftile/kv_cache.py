@@ -7,6 +7,7 @@ on one cache: each call sees the cache as the calls before it left it (docs/guid
 
 import copy
 import functools
+import itertools
 import operator
 import re
 import sys
@@ -189,7 +190,7 @@ def append(cache, k, v, rows, counts, stream, plan):
     rows, counts = ints("append", "rows", rows), ints("append", "counts", counts)
 
     def kernel(cache, rows, counts):
-        return _C.kv_append(cache, k, v, rows, counts, stream, plan)
+        return _C.kv_append, (cache, k, v, rows, counts, stream, plan)
 
     ran(cache._store("append", k, rows, counts, kernel))
 
@@ -214,16 +215,22 @@ def assign(target, source):
     target[:] = source
 
 
-def atomic(method):
-    """The method under the lock of the cache's pool: what other threads call comes before it or after it."""
+def atomic(method, undivided=False):
+    """The method under the lock of the cache's pool: what other threads call comes before it or after it.
+
+    undivided: another such call that a signal handler or finaliser begins in the middle of it is refused.
+    """
     op = method.__name__.lstrip("_")
 
     @functools.wraps(method)
     def call(self, *args, **options):
-        with self._handle.exclusive(op):
+        with self._handle.exclusive(op, undivided):
             return method(self, *args, **options)
 
     return call
+
+
+undivided = functools.partial(atomic, undivided=True)
 
 
 def row_bytes(format, dtype, page_size, kv_heads, head_dim, tokens):
@@ -324,13 +331,15 @@ class Cache:
             append(self, k, v, rows, counts, stream, plan)
 
     def _store(self, op, k, rows, counts, kernel):
-        """kernel(cache, rows, counts), with the cache as bindings take it and the others where kernels read them.
+        """What kernel(cache, rows, counts) gives is called: a function of the binding, its arguments.
 
+        The kernel is given the cache as bindings take it and the others where kernels read them.
         The rows have the memory that appending k takes; an error of the kernel gives it back. op: whose name errors
         begin with.
         """
         device = self.device
-        return kernel(self._handle, ints(op, "rows", rows, device), ints(op, "counts", counts, device))
+        function, arguments = kernel(self._handle, ints(op, "rows", rows, device), ints(op, "counts", counts, device))
+        return function(*arguments)
 
     def truncate(self, rows, lengths):
         """Cuts rows[i] to its first lengths[i] tokens. rows, lengths: lists of ints or int32 arrays of one size.
@@ -355,21 +364,26 @@ class Cache:
     @atomic
     def _reorder(self, index):
         """Row i of all that belongs to the rows becomes what row index[i] was: pages too where no table names them."""
-        index, tabled = self._host_ints("reorder", "index", index), "block_table" in self._arrays
-        if self.device == "cpu":
-            _C.kv_reorder(self._handle, index, not tabled, None)
-            return
+        self._reordering(self._host_ints("reorder", "index", index))()
+
+    def _reordering(self, index):
+        """_reorder as a function in C without arguments: no signal handler runs inside. index: on the host."""
+        tabled = "block_table" in self._arrays
         if index is None:
             raise ArgumentTypeError("reorder: index must be a list of integers or an int32 array, got None")
+        if self.device == "cpu":
+            return functools.partial(_C.kv_reorder, self._handle, index, not tabled, None)
         self.check("reorder", index)
         moved = [(row, source) for row, source in enumerate(host(index).tolist()) if row != source]
         if not moved:
-            return
+            return functools.partial(list)
         lengths = self.lengths
         pages = 0 if tabled else pages_for(max(lengths[source] for _, source in moved), self.page_size)
-        rows, sources = sys.modules["torch"].tensor(moved, device=self.device).T
-        for array in self._row_arrays(pages).values():
-            array[rows] = array[sources]
+        rows, sources = map(itertools.repeat, sys.modules["torch"].tensor(moved, device=self.device).T)
+        arrays = list(self._row_arrays(pages).values())
+        # array[rows] = array[sources], for one array after another
+        moves = map(operator.setitem, arrays, rows, map(operator.getitem, arrays, sources))
+        return functools.partial(list, moves)
 
     def _row_arrays(self, pages):
         """name -> array of which row i belongs to row i: of a pool without a table the rows' first `pages` pages."""

@@ -3,9 +3,13 @@
 
 import contextlib
 import copy
+import operator
+from functools import partial
 
+from rooftile import _C
+from rooftile._calls import all_or_none
 from rooftile.errors import ArgumentError, ArgumentTypeError
-from rooftile.kv_cache import KVCache, host_ints, integer
+from rooftile.kv_cache import KVCache, host, host_ints, integer
 
 
 class ModelKVCache:
@@ -36,50 +40,44 @@ class ModelKVCache:
     def truncate(self, rows, lengths):
         """KVCache.truncate in every layer; an error in one leaves all as they were."""
         rows, lengths = self._host_ints("truncate", "rows", rows), self._host_ints("truncate", "lengths", lengths)
-        self._change("truncate", lambda layer: layer.truncate(rows, lengths))
+        self._change("truncate", lambda layer: partial(_C.kv_truncate, layer._handle, rows, lengths, layer._stream()))
 
     def reorder(self, index):
         """KVCache.reorder in every layer."""
         index = self._host_ints("reorder", "index", index)
-        self._change("reorder", lambda layer: layer.reorder(index))
+        if str(getattr(index, "dtype", None)) == "torch.int32" and not index.is_cuda:
+            index = host(index)  # NumPy's is read in C; torch's, before 2.10, in Python that a signal handler can cut
+        self._change("reorder", lambda layer: layer._reordering(index))
 
     def reset(self, rows=None):
         """KVCache.reset in every layer."""
         rows = self._host_ints("reset", "rows", rows)
-        self._change("reset", lambda layer: layer.reset(rows))
+        self._change("reset", lambda layer: partial(_C.kv_reset, layer._handle, rows, layer._stream()))
 
     def fork(self, src, dst):
         """KVCache.fork in every layer."""
         src, dst = integer("fork", "src", src), integer("fork", "dst", dst)
-        self._change("fork", lambda layer: layer.fork(src, dst))
+        self._change("fork", lambda layer: partial(_C.kv_copy_row, layer._handle, src, dst, 0, layer._stream()))
 
     def _host_ints(self, op, name, values):
         """A copy: `values` may lie in the memory of a layer, which changes before the next one reads them."""
         return host_ints(op, name, values, max((layer.max_rows for layer in self.layers), default=0))
 
     def _change(self, op, change):
-        """A layer that refuses a call is as it was; the layers before it have at most changed their lengths.
+        """change(layer)() of every layer, or none, in one step in which no signal handler runs (see all_or_none).
 
-        (What kernels found wrong is raised before the first layer changes. Else reorder and fork are refused for
-        arguments that all layers judge alike, so by the first layer or by none.)
+        A layer that refuses a call is as it was; the layers before it have at most changed their lengths. (What kernels
+        found wrong is raised before the first layer changes. Else reorder and fork are refused for arguments that all
+        layers judge alike, so by the first layer or by none.)
         """
         with contextlib.ExitStack() as held:
             for layer in self.layers:
                 held.enter_context(layer._handle.exclusive(op))
-            self._change_all(op, change)
-
-    def _change_all(self, op, change):
-        for layer in self.layers:
-            layer.check(op)
-        before = [copy.deepcopy(layer._positions) for layer in self.layers]
-        try:
             for layer in self.layers:
-                change(layer)
-        except Exception:
-            for layer, saved in zip(self.layers, before, strict=True):
-                for numbers, old in zip(layer._positions, saved, strict=True):
-                    numbers[:] = old
-            raise
+                layer.check(op)
+            positions = [array for layer in self.layers for array in layer._positions]
+            undo = [partial(operator.setitem, array, slice(None), copy.deepcopy(array)) for array in positions]
+            all_or_none([change(layer) for layer in self.layers], undo)
 
     @property
     def lengths(self):

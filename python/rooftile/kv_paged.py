@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged KV caches: with an allocator of their own (Kwon et al. 2023, arXiv 2309.06180), or views on a pool."""
 
+from functools import partial
+
 from rooftile import _C
 from rooftile._arrays import must_be, shape_of
 from rooftile._calls import compiling
@@ -20,6 +22,7 @@ from rooftile.kv_cache import (
     integer,
     own_arrays,
     own_ring,
+    undivided,
     zeros,
 )
 from rooftile.kv_pages import Pages
@@ -79,7 +82,7 @@ class PagedKVCache(Cache):
     def _host_lengths(self):
         return self._pages.here().lengths
 
-    @atomic
+    @undivided
     def to(self, device):
         """Cache.to; the copy hands out its own pages."""
         twin = super().to(device)
@@ -87,7 +90,7 @@ class PagedKVCache(Cache):
         return twin
 
     def __getstate__(self):
-        with self._handle.exclusive("pickle"):
+        with self._handle.exclusive("pickle", True):
             users = self._pages.here().users.copy()
             return super().__getstate__() | {"num_pages": self.num_pages, "users": users}
 
@@ -146,34 +149,34 @@ class PagedKVCache(Cache):
     def _store(self, op, k, rows, counts, kernel):
         return self._pages._store(op, k, rows, counts, kernel)
 
-    @atomic
+    @undivided
     def truncate(self, rows, lengths):
         """KVCache.truncate; pages behind the new lengths are given back."""
-        rows = self._host_ints("truncate", "rows", rows)
-        self._pages.here().check_table("truncate")
-        super().truncate(rows, lengths)
-        self._pages.here().settle(host(rows).tolist())
+        pages = self._pages.here()
+        pages.check_table("truncate")
+        pages.shorten(partial(super().truncate, rows, lengths), self._positions)
 
-    @atomic
+    @undivided
     def reset(self, rows=None):
         """KVCache.reset; the rows' pages are given back."""
-        rows = self._host_ints("reset", "rows", rows)
-        self._pages.here().check_table("reset")
-        super().reset(rows)
-        self._pages.here().settle(None if rows is None else host(rows).tolist())
+        pages = self._pages.here()
+        pages.check_table("reset")
+        pages.shorten(partial(super().reset, rows), self._positions)
 
-    @atomic
+    @undivided
     def reorder(self, index):
         """Row i becomes what row index[i] was (beam search). index: [max_rows], a list of ints or an int32 array.
 
         Pages do not move: rows share them until one writes.
         """
         index = self._host_ints("reorder", "index", index)
-        self._pages.here().check_table("reorder")
-        self._reorder(index)
-        self._pages.here().reorder(host(index))
+        pages = self._pages.here()
+        pages.check_table("reorder")
+        self.check("reorder", index)
+        move = self._reordering(index)
+        pages.reorder(host(index), move)
 
-    @atomic
+    @undivided
     def fork(self, src, dst):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
         self.check("fork")
@@ -186,13 +189,11 @@ class PagedKVCache(Cache):
         if src == dst:
             return
         full = length // self.page_size
-        if not pages.share(src, dst, full, length):
+        copy_row = partial(_C.kv_copy_row, self._handle, src, dst, full, self._stream())
+        if not pages.share(src, dst, full, length, copy_row):
             raise OutOfPagesError(
                 f"fork: row {dst} needs a page of {self.page_size} tokens, all {self.num_pages} are taken"
             )
-        _C.kv_copy_row(self._handle, src, dst, full, self._stream())
-        if self.device != "cpu":
-            pages.lengths[dst] = length
 
 
 class KVCacheView(Cache):

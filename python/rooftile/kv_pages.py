@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which page of a paged cache. Why all of it lies in arrays: docs/design/015-pages-in-arrays.md."""
+"""Who holds which page of a paged cache. Why all of it lies in arrays: docs/design/015-pages-in-arrays.md.
 
+A change is computed first and then made in one step, so a signal handler's exception leaves it done or not done:
+docs/design/075-changes-in-one-step.md.
+"""
+
+import copy
 import itertools
 import sys
+from functools import partial
+from operator import setitem
 
 import numpy as np
 
 from rooftile import _C
-from rooftile._calls import ran
+from rooftile._calls import all_or_none, ran
 from rooftile._registry import CACHE_PARTS, STORING, StoringOp
 from rooftile.errors import ArgumentError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import ARRAYS, GROUP, KIVI, append, current_stream, device_of, host, ints, pages_for
@@ -34,7 +41,6 @@ class Pages:
             arrays["lengths"] if lengths is None else lengths,
         ]
         self._fault = None if arrays["fault"] is None else memoryview(host(arrays["fault"]))
-        self._stale = []  # places of a GPU's table that differ from `table`
         self._read_again()
 
     def _read_again(self):
@@ -71,33 +77,60 @@ class Pages:
             f"{op}: block_table[{row}, {i}] must be a page in [0, {len(self.users)}), got {self._table[row, i]}"
         )
 
-    def _free_pages(self):
-        """Yields free pages, the lowest first."""
-        yield from np.flatnonzero(self.users == 0).tolist()
+    def _change(self, rows, places, pages, users, of, lengths):
+        """(calls, undo) for all_or_none: the table's places get these pages, page p is held by users[p] rows.
 
-    def _write(self, row, begin, pages):
-        """Puts pages into the row's places from `begin` on."""
-        self.table[row, begin : begin + len(pages)] = pages
+        rows, places, pages: one entry for each place. lengths[of] = `lengths` in the host's copy of a GPU's lengths.
+        """
+        calls, undo = self._change_on_gpu(rows, places, pages, of, lengths)
+        if len(rows):
+            at, before, held = (rows, places), self.table[rows, places], self.users.copy()
+            calls += partial(setitem, self.table, at, pages), partial(setitem, self.users, ..., users)
+            undo += partial(setitem, self.table, at, before), partial(setitem, self.users, ..., held)
+        return calls, undo
+
+    def _change_on_gpu(self, rows, places, pages, of, lengths):
+        """The part of a change that a cache on the CPU does not have; the table's follows the work that is queued."""
+        calls, undo = [], []
         if self.device != "cpu":
-            self._stale += [(row, i) for i in range(begin, begin + len(pages))]
+            before = self.lengths[of].copy()
+            calls.append(partial(setitem, self.lengths, of, lengths))
+            undo.append(partial(setitem, self.lengths, of, before))
+            if len(rows):
+                sent = np.array([rows, places, pages, self.table[rows, places]], np.int64)
+                *at, pages, before = ints("append", "table", sent, self.device)
+                put = self._arrays["block_table"].index_put_
+                calls.append(partial(put, at, pages.int()))
+                undo.append(partial(put, at, before.int()))
+        return calls, undo
 
-    def publish(self):
-        """Sends what changed in the table to the GPU, behind the work that is queued there."""
-        if not self._stale:
-            return
-        rows, columns = np.array(list(dict.fromkeys(self._stale)), np.int64).T
-        self._stale = []
-        sent = np.stack([rows, columns, self.table[rows, columns]])
-        rows, columns, pages = ints("append", "table", sent, self.device)
-        self._arrays["block_table"].index_put_((rows, columns), pages.int())
+    def settle(self):
+        """The host's lengths are the device's again, and pages behind them are given back."""
+        all_or_none(*self._settling())
 
-    def settle(self, rows=None):
-        """The host's lengths are the device's again; pages behind those of `rows`, by default all, are given back."""
-        if self.device != "cpu":
-            self.lengths[:] = host(self._arrays["lengths"])
-        for row in range(len(self.table)) if rows is None else rows:
-            self._shorten(row, pages_for(self.lengths[row].item(), self.page_size))
-        self.publish()
+    def _settling(self):
+        """(calls, undo) of settle."""
+        lengths = host(self._arrays["lengths"])
+        behind = np.arange(self.table.shape[1]) >= -(-lengths // self.page_size)[:, None]
+        rows, places = np.nonzero(behind & (self.table >= 0))
+        users, freed = self.users.copy(), self.table[rows, places]
+        np.subtract.at(users, freed[freed < len(users)], 1)
+        return self._change(rows, places, np.full(len(rows), -1), users, ..., lengths)
+
+    def shorten(self, change, positions):
+        """change(), which shortens rows; the pages behind their new lengths are given back.
+
+        positions: the arrays that it writes.
+        """
+        undo = [partial(setitem, array, slice(None), copy.deepcopy(array)) for array in positions]
+
+        def calls():
+            change()
+            settling, back = self._settling()
+            undo.extend(back)
+            yield from settling
+
+        all_or_none(calls(), undo)
 
     def catch_up(self):
         """Settles where any call on the cache raised that an earlier one left a row alone. True: all is well now."""
@@ -105,11 +138,6 @@ class Pages:
             return False
         self.settle()
         return self._fault[0] == _C.kv_fault_raised
-
-    def _shorten(self, row, pages):
-        freed = self.held(row)[pages:]
-        self.users[freed] -= 1
-        self._write(row, pages, [-1] * len(freed))
 
     def _store(self, op, k, rows, counts, kernel):
         """Cache._store: rows take pages as they grow, or OutOfPagesError is raised; after an error they are given back.
@@ -122,43 +150,36 @@ class Pages:
                 f"{op}: a PagedKVCache takes its pages on the host, which a graph that is captured would not repeat; "
                 "use a KVCache, or PagedKVCache.view with a table of your own"
             )
-        with self._handle.exclusive(op) as held:
+        with self._handle.exclusive(op, True) as held:
             self.here()
-            behind, changes, grown = self.catch_up(), [], []
+            behind = self._fault is not None and self.catch_up()
+            changes, users, grown = self._growth(op, k, rows, counts)
+            if on_gpu:
+                rows, counts = ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)
+            store, arguments = kernel(held, rows, counts)
+            if not changes and not on_gpu:
+                return store(*arguments)
+            calls, undo = self._growing(held, changes, users, grown)
+            calls.append(partial(store, *arguments))
             if behind:
                 self._fault[0] = 0
             try:
-                self._grow(op, k, rows, counts, changes, grown)
-                if changes:
-                    copies = [(old, new) for _, _, old, new in changes if old >= 0]
-                    if copies:
-                        src, dst = np.array(copies, np.int32).T
-                        _C.kv_copy_pages(held, src, dst, current_stream(self.device))
-                    self.publish()
-                if on_gpu:
-                    rows, counts = ints(op, "rows", rows, self.device), ints(op, "counts", counts, self.device)
-                name = kernel(held, rows, counts)
+                return all_or_none(calls, undo)[-1]
             except BaseException:
-                self._undo(changes)
                 if on_gpu:
                     if self._fault is None or self._fault[0] == _C.kv_fault_raised:  # a row did not grow
                         self.settle()
-                    else:
-                        self.publish()
-                        if behind and self._fault[0] == 0:  # a graph throws away what was settled
-                            self._fault[0] = _C.kv_fault_raised
+                    elif behind and self._fault[0] == 0:  # a graph throws away what was settled
+                        self._fault[0] = _C.kv_fault_raised
                 raise
-            if on_gpu:
-                for row, tokens in grown:
-                    self.lengths[row] += tokens
-            return name
 
-    def _grow(self, op, k, rows, counts, changes, grown):
-        """Gives every row the pages that its new tokens need, and its own copy of shared pages they would write.
+    def _growth(self, op, k, rows, counts):
+        """What gives every row the pages that its new tokens need, and its own copy of shared pages they would write.
 
         Arguments that make no sense are left alone here: append refuses them, before it writes, in its own words.
-        changes: gets (row, place, page before or -1, page now). grown: gets (row, tokens).
+        Returns [(row, place, page before or -1, page then)], {page: its users then}, {row: its length then}.
         """
+        changes, then, grown = [], {}, {}
         max_rows, max_pages = self.table.shape
         _C.check_array(op, "k", k)
         shape = tuple(k.shape)
@@ -166,24 +187,24 @@ class Pages:
             if array is not None:
                 _C.check_array(op, name, array)
                 if tuple(array.shape) != shape[:1] or str(array.dtype) not in ("int32", "torch.int32"):
-                    return
+                    return changes, then, grown
         if len(shape) != 4 or (rows is None and shape[0] > max_rows):
-            return
+            return changes, then, grown
         try:
             rows = range(shape[0]) if rows is None else host(rows).tolist()
             counts = itertools.repeat(shape[1]) if counts is None else host(counts).tolist()
         except RuntimeError:  # inside a functorch transform
-            return
-        page_size, kivi, free = self.page_size, self.format in KIVI, self._free_pages()
+            return changes, then, grown
+        page_size, kivi, free = self.page_size, self.format in KIVI, None
         table, lengths, users = self._table, self._lengths, self._users
         for row, tokens in zip(rows, counts, strict=False):
-            if not 0 <= row < max_rows or not 0 < tokens <= shape[1]:
+            if not 0 <= row < max_rows or not 0 < tokens <= shape[1] or row in grown:
                 continue
             begin = lengths[row]
             end = begin + tokens
             if begin < 0 or end > max_pages * page_size:
                 continue
-            grown.append((row, tokens))
+            grown[row] = end
             # a group that closes is written as a whole, an open one not at all
             first, last = (begin // GROUP * GROUP, end // GROUP * GROUP) if kivi else (begin, end)
             written = pages_for(last, page_size) if first < last else 0
@@ -191,52 +212,69 @@ class Pages:
                 page = table[row, i]
                 if page >= len(users):
                     self._refuse_page(op, row, i)
-                if page < 0 or (i < written and users[page] > 1):
+                if page < 0 or (i < written and then.get(page, users[page]) > 1):
+                    if free is None:
+                        free = iter(np.flatnonzero(self.users == 0).tolist())
                     new = next(free, None)
                     if new is None:
                         raise OutOfPagesError(
-                            f"{op}: row {row} needs another page of {page_size} tokens, all {len(self.users)} are taken"
+                            f"{op}: row {row} needs another page of {page_size} tokens, all {len(users)} are taken"
                         )
                     changes.append((row, i, page, new))
-                    self._replace(row, i, page, new)
+                    if page >= 0:
+                        then[page] = then.get(page, users[page]) - 1
+                    then[new] = 1
+        return changes, then, grown
 
-    def _replace(self, row, i, old, new):
-        """Place i of the row gets page `new` instead of `old`; either may be -1."""
-        for page, users in ((old, -1), (new, 1)):
-            if page >= 0:
-                self.users[page] += users
-        self._write(row, i, [new])
+    def _growing(self, held, changes, users, grown):
+        """(calls, undo) of what `_growth` returned."""
+        calls, undo = [], []
+        if self.device != "cpu":
+            rows, places, _, pages = np.array(changes, np.int32).reshape(-1, 4).T
+            calls, undo = self._change_on_gpu(rows, places, pages, list(grown), list(grown.values()))
+        for row, i, before, page in changes:
+            calls.append(partial(setitem, self._table, (row, i), page))
+            undo.append(partial(setitem, self._table, (row, i), before))
+        for page, rows_of_it in users.items():
+            calls.append(partial(setitem, self._users, page, rows_of_it))
+            undo.append(partial(setitem, self._users, page, self._users[page]))
+        copies = [change[2:] for change in changes if change[2] >= 0]
+        if copies:
+            src, dst = np.array(copies, np.int32).T
+            calls.append(partial(_C.kv_copy_pages, held, src, dst, current_stream(self.device)))
+        return calls, undo
 
-    def _undo(self, changes):
-        for row, i, old, new in reversed(changes):
-            self._replace(row, i, new, old)
-
-    def share(self, src, dst, full, length):
+    def share(self, src, dst, full, length, copy_row):
         """Row dst holds the first `full` pages of src, and free pages for the rest of `length` tokens.
 
-        Returns False, and changes nothing, where there are too few.
+        copy_row: as all_or_none takes it, copies the tokens of these and all else. Returns False, and changes nothing,
+        where there are too few.
         """
-        own, before = pages_for(length, self.page_size) - full, self.held(dst)
-        if own > self.free + np.count_nonzero(self.users[before] == 1):
+        own, shared = pages_for(length, self.page_size) - full, self.held(src)[:full]
+        users = self.users.copy()
+        users[shared] += 1
+        users[self.held(dst)] -= 1
+        new = np.flatnonzero(users == 0)[:own]
+        if len(new) < own:
             return False
-        shared = self.held(src)[:full]
-        self.users[shared] += 1
-        self.users[before] -= 1
-        pages = [*shared.tolist(), *itertools.islice(self._free_pages(), own)]
-        self.users[pages[full:]] = 1
-        self._write(dst, 0, pages + [-1] * (len(before) - len(pages)))
-        self.publish()
+        users[new] = 1
+        entries = np.full(self.table.shape[1], -1, np.int32)
+        entries[: full + own] = *shared, *new
+        places = np.flatnonzero(entries != self.table[dst])
+        rows = np.full(len(places), dst)
+        calls, undo = self._change(rows, places, entries[places], users, [dst], length)
+        all_or_none([*calls, copy_row], undo)
         return True
 
-    def reorder(self, index):
-        """Row i holds what row index[i] held."""
-        before = self.table.copy()
-        self.table[:] = before[index]
-        np.add.at(self.users, self.table[self.table >= 0], 1)
-        np.subtract.at(self.users, before[before >= 0], 1)
-        if self.device != "cpu":
-            self._stale += map(tuple, np.argwhere(self.table != before).tolist())
-        self.settle(())
+    def reorder(self, index, move):
+        """Row i holds what row index[i] held. move: as all_or_none takes it, moves all but the table."""
+        entries, users = self.table[index], self.users.copy()
+        np.add.at(users, entries[entries >= 0], 1)
+        np.subtract.at(users, self.table[self.table >= 0], 1)
+        rows, places = np.nonzero(entries != self.table)
+        lengths = host(self._arrays["lengths"])[index]
+        calls, undo = self._change(rows, places, entries[rows, places], users, ..., lengths)
+        all_or_none([move, *calls], undo)
 
 
 def stored_to(inputs):

@@ -16,7 +16,7 @@ using nb::handle;
 namespace {
 
 // The locks of the caches' pools, by the address of the pool's memory. Guarded by the GIL.
-using Locks = std::map<const void*, std::weak_ptr<CacheLock>>;
+using Locks = std::map<const void*, std::weak_ptr<PoolLock>>;
 Locks& locks() {
   static Locks* const all = new Locks;  // outlives the caches that the interpreter's shutdown destroys
   return *all;
@@ -91,9 +91,9 @@ class KvCache {
 
   // The lock of the pool at `memory`; if the pool has no lock yet, this cache's lock becomes it.
   void share_lock(const void* memory) {
-    std::shared_ptr<CacheLock> lock;
+    std::shared_ptr<PoolLock> lock;
     if (const auto known = locks().find(memory); memory && known != locks().end()) lock = known->second.lock();
-    if (!lock) lock = cache_.lock ? cache_.lock : std::make_shared<CacheLock>();
+    if (!lock) lock = cache_.lock ? cache_.lock : std::make_shared<PoolLock>();
     locks().erase(pool_);  // a pool that was moved there from elsewhere is none of this one's
     cache_.lock = std::move(lock);
     pool_ = memory;
@@ -110,20 +110,32 @@ class KvCache {
 };
 
 // A cache's lock, held by the thread that made this: `with handle.exclusive(op) as held:` around several calls. Those
-// that take
-// `held` for the cache see its arrays as they were when the lock was taken, and do not ask for them once more.
+// that take `held` for the cache see its arrays as they were when the lock was taken, and do not ask for them once
+// more. undivided: the thread, which may run a signal handler or a finaliser inside the block, begins no other undivided
+// one there.
 class Exclusive {
  public:
-  Exclusive(Args& args, nb::handle_t<KvCache> owner)
-      : owner_(nb::borrow(owner)), cache_(nb::inst_ptr<KvCache>(owner)->now(args)) {
-    if (cache_.lock->try_lock()) return;
-    const nb::gil_scoped_release unlocked;
-    cache_.lock->lock();
+  Exclusive(Args& args, nb::handle_t<KvCache> owner, bool undivided)
+      : owner_(nb::borrow(owner)), cache_(nb::inst_ptr<KvCache>(owner)->now(args)), undivided_(undivided) {
+    PoolLock& lock = *cache_.lock;
+    const bool again = lock.mine();
+    if (undivided && again && !lock.undivided.empty())
+      fail(ErrorKind::not_supported, args.op(), ": this cache is in the middle of ", lock.undivided,
+           ", which a signal handler or a finaliser (__del__) of the same thread interrupts; call ", args.op(),
+           " after ", lock.undivided, " has returned");
+    if (!lock.try_lock()) {
+      const nb::gil_scoped_release unlocked;
+      lock.lock();
+    }
+    if (undivided) lock.undivided = args.op();
+    else if (!again) lock.undivided.clear();  // a forked child's copy of the lock may hold the name that the parent set
   }
   Exclusive(Exclusive&&) = default;
   ~Exclusive() { leave(); }
   void leave() {
-    if (cache_.lock) cache_.lock->unlock();
+    if (!cache_.lock) return;
+    if (undivided_) cache_.lock->undivided.clear();
+    cache_.lock->unlock();
     cache_.lock.reset();
   }
   bool held() const { return cache_.lock != nullptr; }
@@ -132,6 +144,7 @@ class Exclusive {
  private:
   nb::object owner_;  // of what cache_ points to
   LockedCache cache_;
+  bool undivided_;
 };
 
 DType dtype_from_name(const char* op, const char* text) {
@@ -194,11 +207,13 @@ void bind_kv_cache(nb::module_& m) {
           "pool"_a.none(), "k_pool"_a.none(), "v_pool"_a.none(), "block_table"_a.none(), "lengths"_a.none(),
           "ring_k"_a.none(), "ring_v"_a.none(), "raw_from"_a.none(), "fault"_a.none() = nb::none(), "op"_a = "KVCache",
           "shared"_a = nb::make_tuple(), "sources"_a = nb::make_tuple())
-      .def("exclusive",
-           [](nb::handle_t<KvCache> self, const char* op) {
-             Args args(op);
-             return Exclusive(args, self);
-           })
+      .def(
+          "exclusive",
+          [](nb::handle_t<KvCache> self, const char* op, bool undivided) {
+            Args args(op);
+            return Exclusive(args, self, undivided);
+          },
+          "op"_a, "undivided"_a = false)
       .def_prop_ro("times_taken", &KvCache::times_taken);
   nb::class_<Exclusive>(m, "Exclusive")
       .def("__enter__", [](nb::handle_t<Exclusive> self) { return nb::borrow<nb::object>(self); })

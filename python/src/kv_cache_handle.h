@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <string>
 
 #include "bind.h"
 #include "rooftile/cache_lock.h"
@@ -13,9 +14,13 @@
 
 namespace rooftile::python {
 
+struct PoolLock : CacheLock {
+  std::string undivided;  // while it is held: the call in progress that no other may enter, empty if there is none
+};
+
 struct LockedCache {
   KvCacheView view;
-  std::shared_ptr<CacheLock> lock;  // of all caches over the same pool
+  std::shared_ptr<PoolLock> lock;  // of all caches over the same pool
 };
 
 // What is behind a cache argument: a `_C.KvCache`, or an object that holds one as `_handle` (rooftile.KVCache and the

@@ -59,8 +59,12 @@ constexpr std::uint32_t dl_major = 1;  // of another one nothing but version and
 constexpr std::uint64_t dl_flag_read_only = 1;
 
 std::string text_of(nb::handle h) {
+  if (nb::isinstance<nb::str>(h)) return nb::borrow<nb::str>(h).c_str();  // PyObject_Str runs signal handlers
   nb::object text = nb::steal(PyObject_Str(h.ptr()));
-  return text.is_valid() ? std::string(nb::borrow<nb::str>(text).c_str()) : std::string("?");
+  if (text.is_valid()) return nb::borrow<nb::str>(text).c_str();
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // KeyboardInterrupt and the like
+  PyErr_Clear();
+  return "?";
 }
 
 std::string python_type(nb::handle h) {
@@ -71,6 +75,13 @@ std::string python_type(nb::handle h) {
 std::string module_of(nb::handle h) {
   nb::object type = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(h.ptr())));
   return text_of(type.attr("__module__"));
+}
+
+// Whether an ndarray has ml_dtypes' bfloat16, for which NumPy has no DLPack code. A dtype's name is made by Python code,
+// in which a signal handler may run: only that of a dtype which is not NumPy's own (kind V) is asked for.
+bool is_bfloat16(nb::handle array) {
+  nb::object dtype = nb::getattr(array, "dtype", nb::none());
+  return text_of(nb::getattr(dtype, "kind", nb::none())) == "V" && text_of(dtype) == "bfloat16";
 }
 
 // Facts about one Python type, determined once per type.
@@ -350,8 +361,7 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
     t = view_of(d, op_, argument);
     table_ = facts.table;
   } else {
-    const bool bf16 = python_type(h) == "ndarray" && nb::hasattr(h, "dtype") &&
-                      text_of(h.attr("dtype")) == "bfloat16";  // ml_dtypes: NumPy has no DLPack code for it
+    const bool bf16 = python_type(h) == "ndarray" && is_bfloat16(h);
     objects_.push_back(bf16 ? h.attr("view")("uint16") : facts.torch ? h.attr("detach")() : nb::borrow(h));
     auto [d, read_only] = produced(objects_.back(), argument, writes);
     if (bf16) d.dtype = {4, 16, 1};

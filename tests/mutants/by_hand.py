@@ -11,6 +11,7 @@ APPEND = SIMD + "kv_cache.cpp"
 W4_ROUND = "cpp/core/w4_round.h"
 KV_OPS, ATTENTION_OPS, ROPE_OPS = "cpp/ops/kv_cache.cpp", "cpp/ops/attention.cpp", "cpp/ops/rope.cpp"
 PAGES, PAGED, REASONS = (f"python/rooftile/{name}.py" for name in ("kv_pages", "kv_paged", "_reasons"))
+CALLS = "python/rooftile/_calls.py"
 FETCH, GGUF = "python/rooftile/loaders/fetch.py", "python/rooftile/loaders/gguf_file.py"
 SOURCES, CONVERT, WRITER = (f"python/rooftile/checkpoints/{name}.py" for name in ("sources", "convert", "writer"))
 
@@ -116,8 +117,15 @@ FAULTS = [
     Fault("rope reads the row behind cos", ROPE_OPS, "p >= 0 && p < cos.shape[0]", "p >= 0 && p <= cos.shape[0]"),
     Fault("-inf becomes the largest minimum", W4_ROUND, "x != infinity && x != -infinity", "x != infinity"),
     Fault("an error of a task is lost", "cpp/core/parallel.cpp", "error = std::current_exception()", "error"),
-    Fault("three rows share before one copies", PAGES, "users[page] > 1", "users[page] > 2"),
-    Fault("fork keeps the pages that dst had", PAGES, "self.users[before] -= 1", "pass"),
+    Fault("three rows share before one copies", PAGES, "users[page]) > 1", "users[page]) > 2"),
+    Fault("a change that an exception cuts is not taken back", CALLS, "list(back)", "back"),
+    Fault(
+        "a signal handler comes between the calls of a change",
+        CALLS,
+        "map(_call, itertools.chain(calls, [functools.partial(undo.clear)]))",
+        "(call() for call in itertools.chain(calls, [functools.partial(undo.clear)]))",
+    ),
+    Fault("fork keeps the pages that dst had", PAGES, "users[self.held(dst)] -= 1", "pass"),
     Fault(
         "a copy on another device hands out pages that are held",
         PAGED,

@@ -49,6 +49,11 @@ def state(cache):
     return {name: np.array(as_bytes(array)) for name, array in cache._arrays.items() if name != "fault"}
 
 
+def row_of(cache, row):
+    """What cache.dump(row) gives, on the host as NumPy."""
+    return {name: x if name == "length" else x.cpu().numpy() for name, x in cache.dump(row).items()}
+
+
 def as_bytes(array):
     if isinstance(array, torch.Tensor):
         return array.cpu().contiguous().view(torch.uint8).numpy()

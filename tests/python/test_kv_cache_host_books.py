@@ -2,6 +2,8 @@
 """What the host does for a cache on a GPU, tried on memory of its own: copies of table and lengths that run ahead, what
 is sent to the device, rows moved by gathers."""
 
+import contextlib
+import itertools
 import threading
 import time
 
@@ -9,6 +11,7 @@ import cases
 import pytest
 import rooftile as rt
 import torch
+from interrupts import Handler, interrupt
 from kv_caches import PAGES, assert_same, contiguous, kv, paged, tensors
 from rooftile import kv_cache, kv_pages
 
@@ -117,6 +120,76 @@ def test_who_raises_a_fault_does_not_matter(far):
     cache.append(k[:, :7], v[:, :7], rows=[1])
     check_books(cache)
     assert word[0] == 0 and cache.lengths == [10, 17]
+
+
+@pytest.mark.parametrize("what", ["append", "append_refused", "truncate", "fork", "reorder", "reset"])
+def test_a_change_that_is_cut(what, far):
+    """By a signal handler: the device's table and lengths stay those of the host, and every page somebody's."""
+    k, v = tensors(*kv(20, 1, 32, "float16", "cut", batch=2), "float16")
+    change = {
+        "append": lambda c: c.append(k, v, rows=[0, 1]),  # row 0 writes into a page that it shares
+        "append_refused": lambda c: c.append(k, v, rows=[1, 1]),
+        "truncate": lambda c: c.truncate([1, 0], [32, 0]),
+        "fork": lambda c: c.fork(1, 0),
+        "reorder": lambda c: c.reorder([1, 0, 0]),
+        "reset": lambda c: c.reset([0]),
+    }[what]
+
+    def run(cache):
+        with contextlib.suppress(rt.ArgumentError):
+            change(cache)
+
+    def rows(cache):
+        near = cache.to("cpu")
+        return [{name: torch.as_tensor(x).tolist() for name, x in near.dump(row).items()} for row in range(3)]
+
+    def begun():
+        cache = rt.PagedKVCache(6, 32, 1, 32, max_rows=3, max_pages_per_row=2, format="int8", dtype="float16")
+        cache.append(k, v, rows=[0, 1])
+        cache.append(k[:1], v[:1], rows=[1])
+        cache.fork(0, 2)
+        cache.reorder([0, 1, 0])
+        return far(cache)
+
+    cache = begun()
+    before, _ = rows(cache), run(cache)
+    after = rows(cache)
+    for at in itertools.count(1):
+        cache = begun()
+        if not Handler(interrupt, at).run(lambda: run(cache)):  # noqa: B023
+            break
+        check_books(cache)
+        assert rows(cache) in (before, after)
+    assert at > 50
+
+
+@pytest.mark.parametrize("what", ["append", "truncate", "fork"])
+def test_a_table_that_the_device_does_not_take(what, far):
+    """An error of torch in the middle of a change: all is as it was."""
+    k, v = tensors(*kv(40, 1, 32, "float16", "table"), "float16")
+    cache = rt.PagedKVCache(6, 32, 1, 32, max_rows=2, format="int8", dtype="float16")
+    cache.append(k, v, rows=[0])
+    cache = far(cache)
+    put, puts = cache.block_table.index_put_, []
+
+    def refused_once(*arguments):
+        puts.append(arguments)
+        if len(puts) == 1:
+            raise RuntimeError("no memory")
+        return put(*arguments)
+
+    cache.block_table.index_put_ = refused_once
+    change = {
+        "append": lambda: cache.append(k, v, rows=[1]),
+        "truncate": lambda: cache.truncate([0], [3]),
+        "fork": lambda: cache.fork(0, 1),
+    }[what]
+    with pytest.raises(RuntimeError, match="no memory"):
+        change()
+    assert cache.lengths == [40, 0] and len(puts) == 2
+    check_books(cache)
+    change()
+    check_books(cache)
 
 
 @kinds

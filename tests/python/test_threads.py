@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import rooftile as rt
 import torch
-from kv_caches import contiguous, kv, paged, tensors
+from kv_caches import contiguous, kv, paged, row_of, tensors
 from rooftile.kv_sliding import SlidingKVCache
 
 HEADS, DIM, THREADS = 2, 64, 8
@@ -63,10 +63,6 @@ def piecewise(count, *sizes):
         for size in sizes:
             yield slice(at, min(at + size, count))
             at = min(at + size, count)
-
-
-def row_of(cache, row):
-    return {name: x if name == "length" else x.cpu().numpy() for name, x in cache.dump(row).items()}
 
 
 def assert_rows(cache, expected, rows):

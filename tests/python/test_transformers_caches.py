@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import types
 import warnings
@@ -14,6 +15,7 @@ pytest.importorskip("transformers")
 
 import rooftile as rt  # noqa: E402
 import transformers  # noqa: E402
+from interrupts import Handler, interrupt  # noqa: E402
 from rooftile.integrations import _tensors  # noqa: E402
 from rooftile.integrations import transformers as integration  # noqa: E402
 from rooftile.integrations._models import CACHE  # noqa: E402
@@ -725,6 +727,35 @@ def test_crop_into_the_padding(format):
     assert torch.equal(logits[mask[:, 14:].bool()], expected[:, 14:][mask[:, 14:].bool()])
     for row in range(2):
         assert_same_bytes(stored(cache, row), stored(fresh, row))
+
+
+def test_a_crop_that_is_cut():
+    """By a signal handler, wherever Python runs one, and by another while the exception goes up: all layers or none."""
+    cache = RooftileCache(tiny("mistral")[0].config, format={"default": "int8", -1: "int4-kivi"})
+    inputs = layer_inputs(300)
+
+    def store(columns):
+        for layer in range(len(cache.layers)):
+            attend(cache, *(x[:, :, columns] for x in inputs), layer=layer, mask=sliding(1))
+
+    def positions():
+        facts = [(layer.columns, layer.stored, layer.begun, layer.cache.lengths) for layer in cache.layers]
+        return [*facts, cache.layers[0].cache.beyond]
+
+    store(slice(None))
+    before = positions()
+    cache.crop(-9)
+    after, cut = positions(), 0
+    for at in itertools.count(1):
+        for again in (0, 1, 2, 4, 8):
+            if positions() != before:
+                store(slice(291, 300))
+            came = Handler(interrupt, at, again).run(lambda: cache.crop(-9))
+            assert positions() in (before, after)
+            if again == 0 and not came:
+                assert cut > 50 and positions() == after
+                return
+            cut += positions() == before
 
 
 # ---- torch.compile ----

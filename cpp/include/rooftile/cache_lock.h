@@ -24,8 +24,10 @@ class CacheLock {
   void lock_shared();
   void unlock_shared();
 
- private:
+  // Whether the calling thread is the writer that holds it.
   bool mine() const;
+
+ private:
   void wait(bool (*open)(std::uint64_t state));
 
   // forks of the process before it was locked << 32 | somebody waits | a writer holds it | number of readers

@@ -28,6 +28,7 @@ device, and a contradiction is raised at the next forward.
 import copy
 import functools
 import itertools
+import operator
 import weakref
 
 import torch
@@ -38,7 +39,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import rooftile as rt
 from rooftile import _C
 from rooftile._arrays import check_flag
-from rooftile._calls import refuse_export
+from rooftile._calls import all_or_none, refuse_export
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.integrations import _models, _tensors
 from rooftile.integrations._masks import Mask, rooftile_mask
@@ -539,18 +540,15 @@ class RooftileLayer(CacheLayerMixin):
         self.begun = all(tokens)
         self.columns = self.stored = keep
 
-    def position(self):
-        """What crop() changes, for return_to()."""
-        arrays = [] if self.cache is None else [copy.deepcopy(array) for array in self._pages._positions]
-        return self.columns, self.begun, getattr(self.cache, "beyond", 0), arrays
-
-    def return_to(self, position):
-        self.columns, self.begun, beyond, arrays = position
-        self.stored = self.columns
+    def undo_of_crop(self):
+        """What takes back a crop(), as all_or_none takes it."""
+        arrays = () if self.cache is None else self._pages._positions
+        undo = [functools.partial(operator.setitem, array, slice(None), copy.deepcopy(array)) for array in arrays]
+        for name in ("columns", "stored", "begun"):
+            undo.append(functools.partial(setattr, self, name, getattr(self, name)))
         if isinstance(self.cache, SlidingKVCache):
-            self.cache.beyond = beyond
-        for array, before in zip(() if self.cache is None else self._pages._positions, arrays, strict=True):
-            array[:] = before
+            undo.append(functools.partial(setattr, self.cache, "beyond", self.cache.beyond))
+        return undo
 
     @property
     def nbytes_dynamic(self):
@@ -643,14 +641,8 @@ class RooftileCache(Cache):
         """RooftileLayer.crop in every layer, or in none."""
         for layer in self.layers:
             layer._settled()
-        before = [layer.position() for layer in self.layers]
-        try:
-            for layer in self.layers:
-                layer.crop(tokens_to_remove)
-        except ArgumentError:
-            for layer, position in zip(self.layers, before, strict=True):
-                layer.return_to(position)
-            raise
+        undo = [call for layer in self.layers for call in layer.undo_of_crop()]
+        all_or_none([functools.partial(layer.crop, tokens_to_remove) for layer in self.layers], undo)
 
     def reset(self):
         super().reset()

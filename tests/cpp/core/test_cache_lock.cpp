@@ -70,8 +70,10 @@ TEST(CacheLock, ItsWriterLocksItAgain) {
   lock.lock();
   lock.unlock();
   lock.unlock_shared();
-  in_another_thread([&] { EXPECT_FALSE(lock.try_lock_shared()); });
+  EXPECT_TRUE(lock.mine());
+  in_another_thread([&] { EXPECT_FALSE(lock.try_lock_shared() || lock.mine()); });
   lock.unlock();
+  EXPECT_FALSE(lock.mine());
   in_another_thread([&] {
     EXPECT_TRUE(lock.try_lock());
     lock.unlock();
