@@ -618,6 +618,8 @@ class KVCache(Cache):
         Raises ArgumentError for a row that is not there or does not fit.
         """
         refuse_mask("select", "rows", rows)
+        if hasattr(rows, "__dlpack__"):
+            _C.check_array("select", "rows", rows)
         rows = np.arange(self.batch, dtype=np.int32) if rows is None else host(ints("select", "rows", rows))
         if rows.dtype != np.int32 or rows.ndim != 1:
             raise ArgumentTypeError(

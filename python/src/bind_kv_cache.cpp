@@ -15,8 +15,13 @@ using nb::handle;
 
 namespace {
 
-// The locks of the caches' pools, by the address of the pool's memory. Guarded by the GIL.
-using Locks = std::map<const void*, std::weak_ptr<PoolLock>>;
+// The locks of the caches' pools, by the address of the pool's memory, each with the number of caches over that memory.
+// Guarded by the GIL.
+struct SharedLock {
+  std::shared_ptr<PoolLock> lock;
+  int caches = 0;
+};
+using Locks = std::map<const void*, SharedLock>;
 Locks& locks() {
   static Locks* const all = new Locks;  // outlives the caches that the interpreter's shutdown destroys
   return *all;
@@ -42,10 +47,7 @@ class KvCache {
     for (handle source : sources) sources_.emplace_back(source, "pool", HeldArray::Use::written);
     take(args);
   }
-  ~KvCache() {
-    cache_.lock.reset();
-    if (const auto mine = locks().find(pool_); mine != locks().end() && mine->second.expired()) locks().erase(mine);
-  }
+  ~KvCache() { leave_pool(); }
 
   const LockedCache& now(Args& args) {
     bool same = taken_;
@@ -89,15 +91,20 @@ class KvCache {
     ++times_taken_;
   }
 
-  // The lock of the pool at `memory`; if the pool has no lock yet, this cache's lock becomes it.
+  // The lock of the pool at `memory`; if the pool has no lock yet, this cache's lock becomes it: views on a pool that is
+  // moved find each other again.
   void share_lock(const void* memory) {
-    std::shared_ptr<PoolLock> lock;
-    if (const auto known = locks().find(memory); memory && known != locks().end()) lock = known->second.lock();
-    if (!lock) lock = cache_.lock ? cache_.lock : std::make_shared<PoolLock>();
-    locks().erase(pool_);  // a pool that was moved there from elsewhere is none of this one's
-    cache_.lock = std::move(lock);
+    if (!cache_.lock) cache_.lock = std::make_shared<PoolLock>();
+    leave_pool();
     pool_ = memory;
-    if (memory) locks()[memory] = cache_.lock;
+    if (!memory) return;
+    SharedLock& shared = locks()[memory];
+    if (shared.caches++ == 0) shared.lock = cache_.lock;
+    cache_.lock = shared.lock;
+  }
+  void leave_pool() {
+    if (const auto shared = locks().find(pool_); pool_ && --shared->second.caches == 0) locks().erase(shared);
+    pool_ = nullptr;
   }
 
   KvCacheShape shape_;

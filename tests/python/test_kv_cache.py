@@ -582,6 +582,12 @@ def test_bad_rows_of_the_other_methods():
         assert_same(state(cache), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_select_refuses_rows_that_cannot_be_read():
+    with pytest.raises(rt.ArgumentTypeError, match="^select: rows cannot be read: it is a nested tensor"):
+        rt.KVCache(2, 64, 1, 32).select(torch.nested.nested_tensor([torch.zeros(2, dtype=torch.int32)]))
+
+
 @some_kinds
 def test_select_copies_rows(format, dtype):
     k, v = tensors(*kv(70, 2, 64, dtype, format, batch=3), dtype)

@@ -245,6 +245,28 @@ def test_views_on_one_pool_share_its_lock():
     at_once(write, read, read)
 
 
+def test_a_view_that_leaves_a_pool_leaves_its_lock_to_the_others():
+    """The first of three views is given other memory; the third one, made then, waits for the second."""
+    options = {"format": "int8", "dtype": "float32", "page_size": 32, "head_dim": DIM}
+    pool = torch.zeros(4, HEADS, rt._C.kv_block_bytes("int8", 32, DIM), dtype=torch.uint8)
+    table = torch.zeros(1, 4, dtype=torch.int32)
+
+    def view(tensor):
+        return rt.PagedKVCache.view(tensor, table, torch.zeros(1, dtype=torch.int32), **options)
+
+    leaving, staying = pool[:], pool[:]
+    first, second = view(leaving), view(staying)
+    leaving.data = torch.zeros_like(pool)
+    first.reset()
+    third, ended = view(staying), threading.Event()
+    other = threading.Thread(target=lambda: (third.reset(), ended.set()))
+    with second._handle.exclusive("test"):
+        other.start()
+        assert not ended.wait(0.2)
+    assert ended.wait(10)
+    other.join()
+
+
 def test_a_models_layers_change_together():
     model = rt.ModelKVCache(3, 2, 64, 1, 32, format="int8", dtype="float32")
     for n, layer in enumerate(model):
