@@ -584,7 +584,7 @@ def test_bad_rows_of_the_other_methods():
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_select_refuses_rows_that_cannot_be_read():
-    with pytest.raises(rt.ArgumentTypeError, match="^select: rows cannot be read: it is a nested tensor"):
+    with pytest.raises(rt.ArgumentTypeError, match=r"^select: rows cannot be read: it is a nested tensor"):
         rt.KVCache(2, 64, 1, 32).select(torch.nested.nested_tensor([torch.zeros(2, dtype=torch.int32)]))
 
 
