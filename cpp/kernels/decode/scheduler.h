@@ -61,7 +61,6 @@ ROOFTILE_HD constexpr int ceil_div(int a, int b) {
 // are enough for one cache row with eight KV heads to fill a device.
 ROOFTILE_HD constexpr int kv_split_units(KvFormat format, int tokens) {
   constexpr int step_tokens = 4 * work_unit_tokens;
-  if (tokens <= 16 * step_tokens) return 4;
   if (tokens <= 32 * step_tokens) return 8;
   if (tokens <= 64 * step_tokens) return code_bits(format) == 4 ? 16 : 8;
   if (tokens <= 128 * step_tokens) return 16;
