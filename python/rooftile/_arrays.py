@@ -47,6 +47,12 @@ def _refuse_on_a_gpu(like, what):
         )
 
 
+def copied(array):
+    """A copy of a torch tensor or a NumPy array. (copy.deepcopy of a tensor turns gradients off and on again in Python:
+    a signal handler that cuts it leaves them off.)"""
+    return array.copy() if torch_of(array) is None else array.clone()
+
+
 def shape_of(x):
     """The tuple x.shape; None where x has none or does not tell (nested tensors): the binding refuses it by name."""
     try:

@@ -6,9 +6,10 @@ import contextvars
 import functools
 import itertools
 import numbers
+import operator
 import sys
 
-from rooftile._arrays import torch_of
+from rooftile._arrays import copied, torch_of
 from rooftile.errors import NotSupportedError
 
 _call = functools.partial.__call__
@@ -83,6 +84,11 @@ def ran(kernel):
     """Called with what a binding returned: the name of the kernel that ran."""
     for names in _recorders.get():
         names.append(kernel)
+
+
+def setting_back(arrays):
+    """What gives each array the values that it has now: `undo` of all_or_none."""
+    return [functools.partial(operator.setitem, array, slice(None), copied(array)) for array in arrays]
 
 
 def all_or_none(calls, undo):

@@ -18,6 +18,7 @@ import numpy as np
 from rooftile import _C
 from rooftile._arrays import (
     activation_dtype,
+    copied,
     numpy_dtype,
     refuse_mask,
     torch_of,
@@ -174,7 +175,7 @@ def host_ints(op, name, values, most):
     if values.ndim == 1 and len(values) <= most:
         if getattr(values, "is_cuda", False) is True:
             return values.cpu()
-        return values.copy() if torch_of(values) is None else values.clone()
+        return copied(values)
     return values
 
 

@@ -2,12 +2,10 @@
 """The caches of a whole model: one KVCache a layer."""
 
 import contextlib
-import copy
-import operator
 from functools import partial
 
 from rooftile import _C
-from rooftile._calls import all_or_none
+from rooftile._calls import all_or_none, setting_back
 from rooftile.errors import ArgumentError, ArgumentTypeError
 from rooftile.kv_cache import KVCache, host, host_ints, integer
 
@@ -76,8 +74,7 @@ class ModelKVCache:
             for layer in self.layers:
                 layer.check(op)
             positions = [array for layer in self.layers for array in layer._positions]
-            undo = [partial(operator.setitem, array, slice(None), copy.deepcopy(array)) for array in positions]
-            all_or_none([change(layer) for layer in self.layers], undo)
+            all_or_none([change(layer) for layer in self.layers], setting_back(positions))
 
     @property
     def lengths(self):

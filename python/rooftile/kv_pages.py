@@ -5,7 +5,6 @@ A change is computed first and then made in one step, so a signal handler's exce
 docs/design/075-changes-in-one-step.md.
 """
 
-import copy
 import itertools
 import sys
 from functools import partial
@@ -14,7 +13,7 @@ from operator import setitem
 import numpy as np
 
 from rooftile import _C
-from rooftile._calls import all_or_none, ran
+from rooftile._calls import all_or_none, ran, setting_back
 from rooftile._registry import CACHE_PARTS, STORING, StoringOp
 from rooftile.errors import ArgumentError, NotSupportedError, OutOfPagesError
 from rooftile.kv_cache import ARRAYS, GROUP, KIVI, append, current_stream, device_of, host, ints, pages_for
@@ -122,7 +121,7 @@ class Pages:
 
         positions: the arrays that it writes.
         """
-        undo = [partial(setitem, array, slice(None), copy.deepcopy(array)) for array in positions]
+        undo = setting_back(positions)
 
         def calls():
             change()

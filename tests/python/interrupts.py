@@ -4,6 +4,8 @@
 import _thread
 import signal
 
+import torch
+
 
 class _Trip(dict):
     """trip[number]: a signal of this number is there, for which Python runs the handler at its next place for handlers.
@@ -42,7 +44,7 @@ class Handler:
 
     def run(self, body):
         """Returns whether act() was run: whether the call has so many places."""
-        outer = signal.signal(self.SIGNAL, self._handle)
+        outer, gradients = signal.signal(self.SIGNAL, self._handle), torch.is_grad_enabled()
         try:
             self.trip[self.SIGNAL]
             body()
@@ -51,6 +53,9 @@ class Handler:
         finally:
             came, self.left = self.left == self.again == 0, 0
             signal.signal(self.SIGNAL, outer)
+            same = torch.is_grad_enabled() is gradients
+            torch.set_grad_enabled(gradients)
+        assert same, "a call that was cut left torch's gradients switched"
         return came
 
 

@@ -93,7 +93,7 @@ NAMES = [
     (
         lambda: view("nhd "),
         rt.ArgumentError,
-        'PagedKVCache.view: layout must be "NHD" or "HND", got \'nhd \'',
+        'PagedKVCache.view: layout must be "NHD" or "HND", got \'nhd \', did you mean "NHD"?',
     ),
     (
         lambda: view("NDH"),

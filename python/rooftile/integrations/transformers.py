@@ -28,7 +28,6 @@ device, and a contradiction is raised at the next forward.
 import copy
 import functools
 import itertools
-import operator
 import weakref
 
 import torch
@@ -39,7 +38,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import rooftile as rt
 from rooftile import _C
 from rooftile._arrays import check_flag
-from rooftile._calls import all_or_none, refuse_export
+from rooftile._calls import all_or_none, refuse_export, setting_back
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.integrations import _models, _tensors
 from rooftile.integrations._masks import Mask, rooftile_mask
@@ -543,7 +542,7 @@ class RooftileLayer(CacheLayerMixin):
     def undo_of_crop(self):
         """What takes back a crop(), as all_or_none takes it."""
         arrays = () if self.cache is None else self._pages._positions
-        undo = [functools.partial(operator.setitem, array, slice(None), copy.deepcopy(array)) for array in arrays]
+        undo = setting_back(arrays)
         for name in ("columns", "stored", "begun"):
             undo.append(functools.partial(setattr, self, name, getattr(self, name)))
         if isinstance(self.cache, SlidingKVCache):
