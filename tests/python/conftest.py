@@ -27,6 +27,15 @@ def current_device_stays():
         assert left == 0, "the test left another device current"
 
 
+@pytest.fixture(autouse=True)
+def gradients_stay():
+    before = torch.is_grad_enabled()
+    yield
+    left = torch.is_grad_enabled()
+    torch.set_grad_enabled(before)
+    assert left is before, "the test left torch's gradients switched"
+
+
 @pytest.fixture
 def inference():
     """Modules are called as in inference: under torch.no_grad()."""
