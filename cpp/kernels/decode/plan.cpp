@@ -100,7 +100,8 @@ std::string check_plan(const DecodeShape& shape, const DecodeDevice& device, con
 }
 
 // B = 1, T = 1, 8 KV heads, 4 query heads each, 132 SMs with 2 CTAs each: 8 work tiles. In 1024 tokens clusters of 8
-// are 64 CTAs, and 16 * 8 * 4 = 512 <= 7 * 264 = 1848, so these are taken: cluster_tokens(8) = 4096 suffices. In
+// are 64 CTAs, and 16 * 8 * 4 = 512 <= 7 * 264 = 1848, so these are taken: cluster_tokens(8) = 4096 suffices. Only 4 of
+// the 8 CTAs have a KV split, but all merge, and 4 * 64 <= 264. B = 2 takes clusters of 4: 4 * 128 > 264. In
 // 8192 tokens there are none: 8 * 64 splits at most, more than the 264 resident CTAs, so 264 CTAs, 2 on each SM.
 // B = 64: 512 work tiles, 16 * 512 > 1848: no clusters, 264 CTAs.
 DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device) {
@@ -108,7 +109,11 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device) {
   plan.block_m = shape.block_m;
   const std::int64_t work_tiles = work_tiles_of(shape), resident_ctas = std::int64_t{device.sms} * device.ctas_per_sm;
   // GPCs differ in size and a cluster does not span two of them: leave an eighth of the device unused.
-  while (2 * plan.cluster_size <= device.max_cluster && 16 * work_tiles * plan.cluster_size <= 7 * resident_ctas)
+  // More than two CTAs of which some have no KV split and only merge: if the clusters then take a quarter of the device.
+  static_assert(kv_split_units(KvFormat::fp16, cluster_tokens(8)) * work_unit_tokens == 256);
+  while (2 * plan.cluster_size <= device.max_cluster && 16 * work_tiles * plan.cluster_size <= 7 * resident_ctas &&
+         (plan.cluster_size == 1 || 256 * plan.cluster_size < shape.visible ||
+          8 * work_tiles * plan.cluster_size <= resident_ctas))
     plan.cluster_size *= 2;
   if (shape.visible > cluster_tokens(plan.cluster_size)) plan.cluster_size = 1;
   plan.ctas_per_sm = plan.cluster_size == 1 && work_tiles * max_splits >= resident_ctas ? device.ctas_per_sm : 1;

@@ -402,6 +402,10 @@ TEST(DecodePlan, ClustersHaveRoomForTheirSplits) {
         }
   EXPECT_GT(clusters, 20);
   EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, mma_n, 1024}, {132, 2, 8}).cluster_size, 8);
+  EXPECT_EQ(plan_decode({2, 1, 8, 4, 128, mma_n, 1024}, {132, 2, 8}).cluster_size, 4);  // as many as there are splits
+  EXPECT_EQ(plan_decode({2, 1, 8, 4, 128, mma_n, 1025}, {132, 2, 8}).cluster_size, 8);
+  EXPECT_EQ(plan_decode({1, 1, 8, 4, 128, mma_n, 256}, {132, 2, 8}).cluster_size, 8);
+  EXPECT_EQ(plan_decode({4, 1, 8, 4, 128, mma_n, 512}, {132, 2, 8}).cluster_size, 2);
   EXPECT_EQ(plan_decode({8, 1, 8, 4, 128, mma_n, 1024}, {132, 2, 8}).cluster_size, 2);
   EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, mma_n, 2048}, {132, 2, 8}).cluster_size, 4);
   EXPECT_EQ(plan_decode({16, 1, 3, 4, 128, mma_n, 2049}, {132, 2, 8}).cluster_size, 1);
