@@ -112,8 +112,8 @@ bool is_forked() {
   return fields >> flags && (flags & 0x40) != 0;
 }
 
-// The process whose OpenMP threads are certain to be its own: the one that loaded this library, if it is no forked child
-// that found a runtime. A child has none of its parent's threads and would wait for them forever.
+// The process whose OpenMP threads are certain to be its own: the one that loaded this library, unless it is a forked
+// child that found a runtime. A child has none of its parent's threads and would wait for them forever.
 const pid_t openmp_owner = is_forked() && find_openmp().usable() ? 0 : getpid();
 
 bool openmp_is_ours() { return getpid() == openmp_owner; }
