@@ -17,8 +17,8 @@ __device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32
   return reinterpret_cast<const std::uint32_t&>(r);
 }
 
-// Codes -> exact operands (u - zero) / unit, A fragments: registers 0 and 2 of a fragment are row g of the tile, 1 and 3
-// row g + 8. Zeros are 0 to 255.
+// Codes -> exact operands (u - zero) / unit, A fragments: registers 0 and 2 of a fragment are row g of the tile, 1 and
+// 3 row g + 8. Zeros are 0 to 255.
 //
 // A code needs no exponent: its bits alone are the subnormal u * 2^-24 (fp16) or u * 2^-133 (bf16, subnormal below
 // 128), of a nibble in bits 4 to 7 16 times that. One multiply-add by a power of two, with -zero / unit as the addend,

@@ -91,8 +91,8 @@ class KvCache {
     ++times_taken_;
   }
 
-  // The lock of the pool at `memory`; if the pool has no lock yet, this cache's lock becomes it: views on a pool that is
-  // moved find each other again.
+  // The lock of the pool at `memory`; if the pool has no lock yet, this cache's lock becomes it: views on a pool that
+  // is moved find each other again.
   void share_lock(const void* memory) {
     if (!cache_.lock) cache_.lock = std::make_shared<PoolLock>();
     leave_pool();
@@ -118,8 +118,8 @@ class KvCache {
 
 // A cache's lock, held by the thread that made this: `with handle.exclusive(op) as held:` around several calls. Those
 // that take `held` for the cache see its arrays as they were when the lock was taken, and do not ask for them once
-// more. undivided: the thread, which may run a signal handler or a finaliser inside the block, begins no other undivided
-// one there.
+// more. undivided: the thread, which may run a signal handler or a finaliser inside the block, begins no other
+// undivided one there.
 class Exclusive {
  public:
   Exclusive(Args& args, nb::handle_t<KvCache> owner, bool undivided)

@@ -77,8 +77,8 @@ std::string module_of(nb::handle h) {
   return text_of(type.attr("__module__"));
 }
 
-// Whether an ndarray has ml_dtypes' bfloat16, for which NumPy has no DLPack code. A dtype's name is made by Python code,
-// in which a signal handler may run: only that of a dtype which is not NumPy's own (kind V) is asked for.
+// Whether an ndarray has ml_dtypes' bfloat16, for which NumPy has no DLPack code. A dtype's name is made by Python
+// code, in which a signal handler may run: only that of a dtype which is not NumPy's own (kind V) is asked for.
 bool is_bfloat16(nb::handle array) {
   nb::object dtype = nb::getattr(array, "dtype", nb::none());
   return text_of(nb::getattr(dtype, "kind", nb::none())) == "V" && text_of(dtype) == "bfloat16";

@@ -49,12 +49,12 @@ struct W4WgmmaTraits : W4WgmmaStages<bits_, config_, Scale_> {
   using SmemLayoutX =
       decltype(cute::tile_to_shape(cute::SM90::GMMA::Layout_K_SW128_Atom<MmaT>{}, cute::Shape<BLK_N, BLK_K, STAGE>{}));
   static constexpr int x_bytes = cute::cosize_v<SmemLayoutX> * sizeof(MmaT) / stages;  // of a stage
-  // A TMA load has 64 k of BLK_N tokens, of which each CTA of the cluster loads its part. Op: with multicast or without.
+  // A TMA load has 64 k of BLK_N tokens, of which each CTA of the cluster loads its part. Op: multicast or not.
   template <class Op>
   using TmaX = cute::Copy_Atom<cute::Copy_Traits<Op, cute::Int<tokens * w4_wgmma_x_tile_k * 8 * sizeof(MmaT)>>, MmaT>;
 
-  // The epilogue's tile: `epilogue_tokens` tokens at a time, (BLK_M, (epilogue tokens, epilogue tiles)), fp32; the pitch
-  // is 4 more than BLK_M against bank conflicts.
+  // The epilogue's tile: `epilogue_tokens` tokens at a time, (BLK_M, (epilogue tokens, epilogue tiles)), fp32; the
+  // pitch is 4 more than BLK_M against bank conflicts.
   static constexpr int epilogue_tokens = w4_epilogue_tokens(config), epilogue_tiles = tokens / epilogue_tokens;
   using SmemLayoutOut =
       cute::Layout<cute::Shape<BLK_M, cute::Shape<cute::Int<epilogue_tokens>, cute::Int<epilogue_tiles>>>,
