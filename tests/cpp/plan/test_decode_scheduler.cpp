@@ -141,11 +141,11 @@ TEST(DecodeScheduler, SplitsAreFewAndLongOnlyInLongRows) {
                                       : between(random, 1, trial % 4 < 2 ? 1 << 20 : 0x7fffff80);
     const std::int64_t units = kv_split_units(format, tokens), split = units * work_unit_tokens,
                        splits = (tokens + split - 1) / split;
-    ASSERT_GE(units, 4);
+    ASSERT_GE(units, 8);
     ASSERT_EQ(units % 4, 0);  // a KV tile for each warp
     ASSERT_LE(splits, max_splits) << tokens;
-    ASSERT_TRUE(units == 4 || splits > 4) << tokens;
-    ASSERT_TRUE(units > 4 || tokens <= 2048) << tokens;
+    ASSERT_TRUE(units == 8 || splits > 8) << tokens;
+    ASSERT_TRUE(units > 8 || tokens <= 8192) << tokens;
     ASSERT_LE(units, kv_split_units(format, tokens == 0x7fffff80 ? tokens : tokens + 1)) << tokens;
   }
 }
