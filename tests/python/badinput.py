@@ -48,8 +48,10 @@ def _not_tensors(t):
     yield Fault("type", type(t))
     yield Fault("object", Unexpected())
     yield Fault("function", len)
-    with warnings.catch_warnings(action="ignore"):  # a prototype of torch's
-        yield Fault("nested", torch.nested.nested_tensor([torch.zeros(t.shape)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype of torch's
+        nested = torch.nested.nested_tensor([torch.zeros(t.shape)])
+    yield Fault("nested", nested)
     yield Fault("shape only", type("Shaped", (), {"shape": tuple(t.shape), "dtype": t.dtype})())
 
 
