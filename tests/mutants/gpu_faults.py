@@ -185,6 +185,7 @@ FAULTS = {
         W4A16 + "wgmma.cuh",
         "w4_read_fixup<Traits>(params, scheduler.fixup_cta(), rAcc)",
         "w4_read_fixup<Traits>(params, scheduler.fixup_cta() ^ 1, rAcc)",
+        first="test_stream_k_is_exact test_bits_do_not_depend_on_stream_k",
     ),
     "stream_k_longer": Fault(
         "work ranges with one more step end one step too early",
@@ -197,6 +198,7 @@ FAULTS = {
         W4A16 + "wgmma_mainloop.cuh",
         "recast<std::uint32_t>(rMinima_)(k_block), zeros)",
         "__byte_perm(recast<std::uint32_t>(rMinima_)(k_block), 0, 0x1010), zeros)",
+        first="test_exact_data_give_the_rounded_exact_product",
     ),
     "scale_block": Fault(
         "every k-block of a step is given the first scale block",
@@ -406,6 +408,7 @@ FAULTS = {
         FUSED + "norm.cu",
         "  wait_for_previous_kernel();\n\n  uint4 s[vecs]",
         "  uint4 s[vecs]",
+        first="test_a_chain_waits_for_each_call",
     ),
     "norm_early_weights": Fault(
         "a thread's second vector meets the first one's weights",
@@ -438,12 +441,14 @@ FAULTS = {
         FUSED + "elementwise.cu",
         "  wait_for_previous_kernel();\n  const uint4 g = ",
         "  const uint4 g = ",
+        first="test_a_chain_waits_for_each_call",
     ),
     "rope_wait": Fault(
         "rope reads q while the kernel that writes it still runs",
         FUSED + "elementwise.cu",
         "  wait_for_previous_kernel();\n  const std::int64_t position",
         "  const std::int64_t position",
+        first="test_a_chain_waits_for_each_call",
     ),
     "softmax_padding": Fault(
         "elements past the end of a row count as 0, not as -inf",

@@ -15,6 +15,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # more. test_row_independence.py runs every op on several.
 torch.set_num_threads(1)
 
+
+
+def take_turns_at_gpus(environ, gpus):
+    """Each process of pytest-xdist begins with another GPU, and sees all of them. Before CUDA is initialised."""
+    worker = environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    if gpus > 1 and worker.isdigit() and "CUDA_VISIBLE_DEVICES" not in environ:
+        first = int(worker) % gpus
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % gpus) for i in range(gpus))
+
+
+take_turns_at_gpus(os.environ, torch.cuda.device_count())
+
 BAD_INPUTS = pytest.StashKey[int]()
 
 

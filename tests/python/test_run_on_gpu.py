@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 import bench_scripts
+import conftest
 import pytest
 import rooftile
 
@@ -304,3 +305,20 @@ def test_ours_that_fails_is_a_failure(script):
 def test_options_that_are_refused(script, options, words):
     done, _ = script(*ONLY_BENCH, *options)
     assert done.returncode == 2 and words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "seen"),
+    [
+        ({"PYTEST_XDIST_WORKER": "gw0"}, 2, "0,1"),
+        ({"PYTEST_XDIST_WORKER": "gw3"}, 2, "1,0"),
+        ({"PYTEST_XDIST_WORKER": "gw6"}, 4, "2,3,0,1"),
+        ({}, 2, "0,1"),
+        ({"PYTEST_XDIST_WORKER": "gw3"}, 1, None),
+        ({"PYTEST_XDIST_WORKER": "gw3"}, 0, None),
+        ({"PYTEST_XDIST_WORKER": "gw3", "CUDA_VISIBLE_DEVICES": "1"}, 2, "1"),
+    ],
+)
+def test_processes_take_turns_at_gpus(environ, gpus, seen):
+    conftest.take_turns_at_gpus(environ, gpus)
+    assert environ.get("CUDA_VISIBLE_DEVICES") == seen
