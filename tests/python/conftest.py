@@ -40,6 +40,14 @@ def current_device_stays():
 
 
 @pytest.fixture(autouse=True)
+def large_memory_goes_back():
+    """Processes share a GPU: what torch keeps of a test's large tensors is another process's out of memory."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def gradients_stay():
     before = torch.is_grad_enabled()
     yield

@@ -15,6 +15,7 @@ import ops
 import rooftile as rt
 import torch
 
+torch.set_num_threads(2)  # work is split, and not among all cores of a machine that runs other tests, too
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 _kept = []  # mappings, alive as long as their tensors may be
