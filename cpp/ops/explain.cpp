@@ -8,8 +8,8 @@
 #include "core/op_args.h"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/scheduler.h"
-#include "kernels/linear/plan.h"
-#include "kernels/w4a16/plan.h"
+#include "kernels/gemm/bits16_plan.h"
+#include "kernels/gemm/codes_plan.h"
 #include "ops/check.h"
 
 namespace rooftile {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "kernels/linear/plan.h"
+#include "kernels/gemm/bits16_plan.h"
 #include "support/plans.h"
 
 namespace rooftile::gpu {

@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "core/w4_layout.h"
-#include "kernels/w4a16/plan.h"
+#include "kernels/gemm/codes_plan.h"
 #include "support/plans.h"
 
 namespace rooftile::gpu {

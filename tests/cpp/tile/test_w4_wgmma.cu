@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/tensor_map.h"
-#include "kernels/w4a16/wgmma_producer.cuh"
+#include "kernels/gemm/wgmma_producer.cuh"
 #include "support/device.cuh"
 #include "tile/wgmma.cuh"
 

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/gemm/stream_codes.cuh"
+#include "kernels/gemm/wgmma.cuh"
+
+namespace rooftile::gpu {
+
+W4Kernel w4a16_stream_bf16(const W4StreamVariant& v) { return w4a16_stream_kernel<tile::bf16, 4>(v); }
+W4WgmmaKernel w4a16_wgmma_bf16(int config, W4Operand operand) {
+  return w4a16_wgmma_kernel<tile::bf16, 4>(config, operand);
+}
+
+}  // namespace rooftile::gpu
