@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "kernels/gemm/bits16_plan.h"
+#include "kernels/gemm/configs.h"
 #include "tile/element.cuh"
 
 namespace rooftile::gpu {

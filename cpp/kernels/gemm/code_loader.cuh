@@ -2,7 +2,7 @@
 // Loads of wgmma.cuh's producer warps: codes and quantisation parameters, global memory -> stages of consumer warps.
 #pragma once
 
-#include "kernels/gemm/codes_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/stage_reader.cuh"
 #include "tile/copy.cuh"
 
@@ -21,7 +21,7 @@ class W4CodeLoader {
  public:
   // row: the first tile row; first: the first step of the K range. A tile row past the end of W loads row 0; a second
   // tile row past the end loads the first one again.
-  __device__ __forceinline__ W4CodeLoader(const W4MatmulParams& p, int row, int first)
+  __device__ __forceinline__ W4CodeLoader(const CodesParams& p, int row, int first)
       : tiles_left_(p.row_tiles - 2 * first) {
     using namespace cute;
     if (row >= p.tile_rows) row = 0;

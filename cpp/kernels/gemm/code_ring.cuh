@@ -3,7 +3,7 @@
 // stages in shared memory (cp.async). stage_reader.cuh reads them.
 #pragma once
 
-#include "kernels/gemm/codes_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/stage_reader.cuh"
 #include "tile/copy.cuh"
 
@@ -21,7 +21,7 @@ class W4CodeRing {
  public:
   // stages: this warp's (STAGE). `steps` steps from step `first` on are loaded. A tile row past the end of W loads
   // row 0.
-  __device__ __forceinline__ W4CodeRing(const W4MatmulParams& p, Stage* stages, int tile_row, int first, int steps)
+  __device__ __forceinline__ W4CodeRing(const CodesParams& p, Stage* stages, int tile_row, int first, int steps)
       : stages_(stages), tiles_left_(min(2 * steps, p.row_tiles - 2 * first)) {
     using namespace cute;
     if (tile_row >= p.tile_rows) tile_row = 0;

@@ -6,7 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "core/w4_layout.h"
-#include "kernels/gemm/codes_plan.h"
+#include "kernels/gemm/configs.h"
 #include "rooftile/gemm.h"
 #include "tile/w4.cuh"
 

@@ -32,7 +32,7 @@
 #include <type_traits>
 
 #include "kernels/gemm/activate.cuh"
-#include "kernels/gemm/bits16_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/bits16_traits.cuh"
 #include "kernels/warmup.h"
 #include "tile/wgmma.cuh"
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Cfg::Kernel::MaxThreadsPerBlock, 1)
 
 // The epilogue's arguments: outputs, or the partial sums of the splits [split][token][padded_n].
 template <class Cfg>
-auto epilogue_arguments(const LinearParams& p) {
+auto epilogue_arguments(const Bits16Params& p) {
   using T = typename Cfg::T;
   using Arguments = typename Cfg::Kernel::EpilogueArguments;
   using Stride = typename Cfg::Epilogue::StrideD;
@@ -125,7 +125,7 @@ auto epilogue_arguments(const LinearParams& p) {
 }
 
 template <class Cfg>
-void launch_collective(const DeviceScope& scope, const LinearParams& p) {
+void launch_collective(const DeviceScope& scope, const Bits16Params& p) {
   using T = typename Cfg::T;
   using Kernel = typename Cfg::Kernel;
   const int n = static_cast<int>(p.n), m = static_cast<int>(p.tokens), k = static_cast<int>(p.k) / p.splits;
@@ -161,7 +161,7 @@ void for_each_config(F&& f) {
 // All kernels of one element type. An inst/ file calls these for half, another one for bf16: in one file, 14 kernels
 // took the compiler 9 GB of memory.
 template <class T>
-void launch_collective(const DeviceScope& scope, const LinearParams& p, int config) {
+void launch_collective(const DeviceScope& scope, const Bits16Params& p, int config) {
   for_each_config<T>([&](auto cfg) {
     using Cfg = decltype(cfg);
     if (Cfg::index == config && Cfg::partial == (p.splits > 1)) launch_collective<Cfg>(scope, p);

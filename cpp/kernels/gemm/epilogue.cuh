@@ -23,7 +23,7 @@ __device__ __forceinline__ float4 sum_in_order(int count, Load&& load) {
 // Applies the epilogue to one output and stores it, at any strides. token: index in the call, not in the launch.
 // up: the up projection; ignored unless the product is gated.
 template <class T>
-__device__ __forceinline__ void store_output(const Product& p, std::int64_t token, std::int64_t n, float sum,
+__device__ __forceinline__ void store_output(const GemmParams& p, std::int64_t token, std::int64_t n, float sum,
                                              float up) {
   const T* const bias = static_cast<const T*>(p.bias);
   if (bias) sum += tile::to_float(bias[n * p.bias_stride]);
@@ -40,7 +40,7 @@ __device__ __forceinline__ void store_output(const Product& p, std::int64_t toke
 template <class T>
 class Epilogue {
  public:
-  __device__ __forceinline__ Epilogue(const Product& p, std::int64_t n)
+  __device__ __forceinline__ Epilogue(const GemmParams& p, std::int64_t n)
       : p_(p), n_(n), plain_(p.y_vec4 && p.activation == Activation::none && !p.residual.data) {
     if (!p.bias || !p.y_vec4 || n >= p.outputs) return;
     const T* const bias = static_cast<const T*>(p.bias) + n * p.bias_stride;
@@ -81,7 +81,7 @@ class Epilogue {
   }
 
  private:
-  const Product& p_;
+  const GemmParams& p_;
   const std::int64_t n_;
   const bool plain_;                      // only bias: no activation, no gate, no residual
   float bias_[4] = {}, up_bias_[4] = {};  // (4) each; 0 without a bias

@@ -13,7 +13,7 @@
 // kernel, which may read `to`, has ended.
 #pragma once
 
-#include "kernels/gemm/codes_params.h"
+#include "kernels/gemm/params.h"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
 #include "tile/w4.cuh"
@@ -21,7 +21,7 @@
 namespace rooftile::gpu {
 
 template <class T, int bits, class Scale>
-__global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_constant__ W4ExpandParams p) {
+__global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_constant__ ExpandParams p) {
   constexpr int tile_bytes = w4_tile_bytes(bits), blocks_of_tile = w4_tile_fragments(bits),
                 pitch = w4_step_k * 2 + 16;  // bytes of a row; 16 more against bank conflicts
   __shared__ __align__(16) std::uint8_t rows_of_warps[w4_expand_threads / 32][w4_tile_n * pitch];

@@ -11,14 +11,14 @@
 // Sync: __syncthreads: the row has landed; the 2048 columns have landed; all threads have read them.
 #pragma once
 
-#include "kernels/gemm/codes_params.h"
+#include "kernels/gemm/params.h"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
 
-__global__ void __launch_bounds__(w4_gather_threads) w4a16_gather_x(const __grid_constant__ W4GatherParams params) {
-  const W4MatmulParams& p = params.product;
+__global__ void __launch_bounds__(w4_gather_threads) w4a16_gather_x(const __grid_constant__ GatherParams params) {
+  const CodesParams& p = params.product;
   tile::let_next_kernel_start();
   const unsigned cta = blockIdx.x % params.ctas_per_token, token = blockIdx.x / params.ctas_per_token;
   const auto* const row = static_cast<const std::uint16_t*>(p.x.data) + p.x.offset(p.first_token + token);

@@ -20,25 +20,21 @@ auto stream_of(DType dtype, int config, bool vec) {
   return dtype == DType::f16 ? stream_of<tile::half>(config, vec) : stream_of<tile::bf16>(config, vec);
 }
 
-LinearPlan plan_of(const DeviceScope& scope, const LinearArgs& a, const char* forced) {
-  return plan_linear(op_name, problem_of(a, scope.sms(), scope.has_wgmma()), forced);
-}
-
 }  // namespace
 
 std::size_t linear_workspace(const Context& ctx, const LinearArgs& a) {
   const DeviceScope scope(op_name, ctx);
-  return plan_of(scope, a, ctx.variant).workspace_bytes;
+  return plan_gemm(op_name, problem_of(a, scope.sms(), scope.has_wgmma()), ctx.variant).workspace_bytes;
 }
 
 KernelName linear(const Context& ctx, const LinearArgs& a) {
   const DeviceScope scope(op_name, ctx);
-  const LinearPlan plan = plan_of(scope, a, ctx.variant);
-  const bool vec = is_vec8(a.x) && is_vec8(a.w);
-  const KernelName kernel = kernel_of(plan, a);
+  const GemmProblem problem = problem_of(a, scope.sms(), scope.has_wgmma());
+  const GemmPlan plan = plan_gemm(op_name, problem, ctx.variant);
+  const KernelName kernel = kernel_of(plan, problem);
   if (a.y.numel() == 0) return kernel;
 
-  LinearParams p{Product(a.x, a.y, a.bias, a.residual, a.activation)};
+  Bits16Params p{GemmParams(a.x, a.y, a.bias, a.residual, a.activation)};
   p.w = a.w.data;
   p.w_stride = a.w.stride[0];
   p.w_last_stride = a.w.stride[1];
@@ -49,25 +45,25 @@ KernelName linear(const Context& ctx, const LinearArgs& a) {
   p.partial = reinterpret_cast<float*>(workspace_of(op_name, ctx, plan.workspace_bytes));
   if (plan.m_blocks > 0) p.by_m_blocks = Divisor(static_cast<int>(plan.m_blocks));
   if (plan.n_blocks > 0) p.by_n_blocks = Divisor(static_cast<int>(plan.n_blocks));
-  const int step_k = plan.path == LinearPath::tma ? linear_tma_step_k : linear_step_k;
+  const int step_k = plan.path == GemmPath::tma ? linear_tma_step_k : linear_step_k;
   p.steps = static_cast<int>((p.k + step_k - 1) / step_k);
   p.split_steps = plan.split_steps;
-  if (plan.path == LinearPath::tma) {
+  if (plan.path == GemmPath::tma) {
     linear_tma(scope, p, a.x.dtype, plan);
     return kernel;
   }
-  if (plan.path == LinearPath::collective) {
+  if (plan.path == GemmPath::collective) {
     linear_collective(scope, p, a.x.dtype, plan.config);
     if (p.splits > 1) split_k_epilogue(scope, p, a.x.dtype);
     return kernel;
   }
-  if (plan.path == LinearPath::multistage) {
+  if (plan.path == GemmPath::multistage) {
     linear_multistage(scope, p, a.x.dtype);
     return kernel;
   }
   p.row_tiles = plan.row_tiles;
   p.slices_log2 = plan.slices_log2;
-  scope.launch(stream_of(a.x.dtype, plan.config, vec), plan.m_blocks * plan.n_blocks * plan.splits,
+  scope.launch(stream_of(a.x.dtype, plan.config, problem.vec), plan.m_blocks * plan.n_blocks * plan.splits,
                32 * (plan.row_tiles << plan.slices_log2), plan.shared_bytes, p, Overlap::with_previous);
   if (p.splits > 1) split_k_epilogue(scope, p, a.x.dtype);
   return kernel;

@@ -7,7 +7,7 @@
 #include "core/w4_layout.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
-#include "kernels/gemm/bits16_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/split_k.h"
 #include "kernels/tensor_map.h"
 #include "kernels/warmup.h"
@@ -36,15 +36,15 @@ std::uint64_t new_semaphore_value() {
 
 // Runs wgmma.cuh on the tokens of one launch, after gather_x.cuh where x has to be gathered.
 void launch_wgmma(const char* op, const DeviceScope& scope, std::byte* workspace, const W4MatmulArgs& a,
-                  const W4Plan& plan, const W4MatmulParams& p) {
+                  const GemmPlan& plan, const CodesParams& p) {
   const W4WgmmaConfig f = w4_wgmma_config(a.w->bits, plan.config);
   const bool is_half = a.x.dtype == DType::f16;
   const unsigned cluster_tiles = p.n_blocks / static_cast<unsigned>(plan.cluster);
-  W4WgmmaParams params{.product = p,
-                       .x = {},
-                       .m_group = static_cast<unsigned>(plan.m_group),
-                       .by_tiles = Divisor(static_cast<int>(cluster_tiles * p.m_blocks)),
-                       .by_steps = Divisor(p.steps)};
+  WgmmaParams params{.product = p,
+                     .x = {},
+                     .m_group = static_cast<unsigned>(plan.m_group),
+                     .by_tiles = Divisor(static_cast<int>(cluster_tiles * p.m_blocks)),
+                     .by_steps = Divisor(p.steps)};
   // one token has no stride, and TMA wants one
   MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x.ndim > 0 ? p.x_stride : p.k};
   const void* from = static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;
@@ -52,7 +52,7 @@ void launch_wgmma(const char* op, const DeviceScope& scope, std::byte* workspace
     // where several CTAs gather a token, gathering from global memory is faster
     const std::size_t row_bytes =
         p.w.perm && plan.gather_ctas == 1 && p.k <= w4_gather_row_bytes / 2 ? 2 * static_cast<std::size_t>(p.k) : 0;
-    W4GatherParams gather{
+    GatherParams gather{
         .product = p, .row_in_smem = row_bytes > 0, .ctas_per_token = static_cast<unsigned>(plan.gather_ctas)};
     from = gather.to = reinterpret_cast<std::uint16_t*>(workspace + plan.workspace_bytes - plan.gathered_bytes);
     x.stride = w4_padded_k(p.k);
@@ -88,16 +88,16 @@ auto expand_kernel(bool is_half, int bits, bool bf16_scales) {
 
 // Expands a chunk of W's rows to 16 bits, multiplies it by the 16-bit product's kernel, and goes on with the next
 // chunk.
-void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4MatmulArgs& a, const W4Plan& plan) {
+void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4MatmulArgs& a, const GemmPlan& plan) {
   const W4View& w = *a.w;
   const int steps = static_cast<int>((w4_tiles_k(w.k) + 1) / 2);
-  W4ExpandParams expand{.w = w,
-                        .to = workspace,
-                        .row_tiles = static_cast<unsigned>(w4_tiles_k(w.k)),
-                        .k = static_cast<int>(w.k),
-                        .groups = static_cast<int>(w.k / w.group),
-                        .group_shift = w.group == w.k ? 31 : std::countr_zero(static_cast<unsigned>(w.group)) - 5,
-                        .by_steps = Divisor(steps)};
+  ExpandParams expand{.w = w,
+                      .to = workspace,
+                      .row_tiles = static_cast<unsigned>(w4_tiles_k(w.k)),
+                      .k = static_cast<int>(w.k),
+                      .groups = static_cast<int>(w.k / w.group),
+                      .group_shift = w.group == w.k ? 31 : std::countr_zero(static_cast<unsigned>(w.group)) - 5,
+                      .by_steps = Divisor(steps)};
   // Elements [first, first + count) of the last dimension.
   const auto columns = [](TensorView t, std::int64_t first, std::int64_t count) {
     if (!t.given()) return t;
@@ -113,8 +113,8 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
     scope.launch(expand_kernel(a.x.dtype == DType::f16, w.bits, w.scale_dtype == DType::bf16),
                  (std::int64_t{expand.tile_rows} * steps + w4_expand_threads / 32 - 1) / (w4_expand_threads / 32),
                  w4_expand_threads, 0, expand, Overlap::with_previous);
-    LinearParams p{Product(a.x, columns(a.y, first, rows), columns(a.bias, first, rows),
-                           columns(a.residual, first, rows), a.activation)};
+    Bits16Params p{GemmParams(a.x, columns(a.y, first, rows), columns(a.bias, first, rows),
+                              columns(a.residual, first, rows), a.activation)};
     p.w = workspace;
     p.w_stride = p.k = w.k;
     p.w_last_stride = 1;
@@ -122,13 +122,13 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
     p.tokens = a.x.rows();
     // the config alone: K is not split, as the workspace holds W
     linear_collective(scope, p, a.x.dtype,
-                      plan_linear({.m = p.tokens,
-                                   .n = rows,
-                                   .k = w.k,
-                                   .sms = scope.sms(),
-                                   .aligned_operands = true,
-                                   .aligned_all = true,
-                                   .wgmma = true})
+                      plan_gemm({.m = p.tokens,
+                                 .n = rows,
+                                 .k = w.k,
+                                 .sms = scope.sms(),
+                                 .hopper = true,
+                                 .aligned_operands = true,
+                                 .aligned_all = true})
                           .config);
   }
 }
@@ -138,7 +138,7 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
 std::size_t w4a16_workspace(const char* op, const Context& ctx, const W4MatmulArgs& a) {
   const DeviceScope scope(op, ctx);
   const auto bytes = [&](bool fits_linear) {
-    return plan_w4a16(op, problem_of(a, scope.sms(), scope.has_wgmma(), fits_linear), ctx.variant).workspace_bytes;
+    return plan_gemm(op, problem_of(a, scope.sms(), scope.has_wgmma(), fits_linear), ctx.variant).workspace_bytes;
   };
   return ctx.variant ? bytes(true) : std::max(bytes(true), bytes(false));  // y and residual are not known yet
 }
@@ -146,9 +146,10 @@ std::size_t w4a16_workspace(const char* op, const Context& ctx, const W4MatmulAr
 KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& a) {
   const DeviceScope scope(op, ctx);
   const W4View& w = *a.w;
-  const W4Problem problem = problem_of(a, scope.sms(), scope.has_wgmma());
-  const W4Plan plan = plan_w4a16(op, problem, ctx.variant);
-  const KernelName kernel = kernel_of(plan, problem, w.zeros);
+  const GemmProblem problem = problem_of(a, scope.sms(), scope.has_wgmma());
+  const GemmPlan plan = plan_gemm(op, problem, ctx.variant);
+  const bool wgmma = plan.path == GemmPath::codes_wgmma;
+  const KernelName kernel = kernel_of(plan, problem);
   if (a.y.numel() == 0) return kernel;
   std::byte* const workspace = workspace_of(op, ctx, plan.workspace_bytes);
   if (plan.expand_rows > 0) {
@@ -156,8 +157,8 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
     return kernel;
   }
 
-  W4MatmulParams p{Product(a.x, a.y, a.bias, a.residual, a.activation, a.gated)};
-  p.x_in_vec16 = is_vec8(a.x) && !w.perm;
+  CodesParams p{GemmParams(a.x, a.y, a.bias, a.residual, a.activation, a.gated)};
+  p.x_in_vec16 = problem.vec;
   p.x_stride = p.x.ndim > 0 ? p.x.stride[0] : 0;
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
@@ -180,13 +181,13 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
 
   const std::int64_t m = a.x.rows();
   const bool is_half = a.x.dtype == DType::f16;
-  const int tokens_per_cta = plan.wgmma ? w4_wgmma_config(w.bits, plan.config).tokens : w4_stream_block_m;
+  const int tokens_per_cta = wgmma ? w4_wgmma_config(w.bits, plan.config).tokens : w4_stream_block_m;
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {
     p.first_token = first;
     p.tokens = std::min(plan.launch_tokens, m - first);
     p.m_blocks = static_cast<unsigned>((p.tokens + tokens_per_cta - 1) / tokens_per_cta);
     p.by_m_blocks = Divisor(static_cast<int>(p.m_blocks));
-    if (plan.wgmma) launch_wgmma(op, scope, workspace, a, plan, p);
+    if (wgmma) launch_wgmma(op, scope, workspace, a, plan, p);
     else
       scope.launch(stream_kernel(is_half, w.bits, {plan.config, plan.scale_k, w.zeros, w.scale_dtype}),
                    std::int64_t{p.m_blocks} * p.n_blocks * p.splits, w4_warps * 32, plan.shared_bytes, p,

@@ -12,7 +12,7 @@
 #include <cutlass/epilogue/threadblock/fusion/visitors.hpp>  // needs what the other includes
 
 #include "kernels/gemm/activate.cuh"
-#include "kernels/gemm/bits16_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/bits16_traits.cuh"
 #include "kernels/warmup.h"
 
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Cfg::Kernel::kThreadCount, 2)
 }
 
 template <class Cfg>
-void launch(const DeviceScope& scope, const LinearParams& p) {
+void launch(const DeviceScope& scope, const Bits16Params& p) {
   using T = typename Cfg::T;
   using Kernel = typename Cfg::Kernel;
   const auto at = [](const Rows& rows) { return static_cast<T*>(rows.data); };
@@ -130,7 +130,7 @@ void launch(const DeviceScope& scope, const LinearParams& p) {
 
 }  // namespace
 
-void linear_multistage(const DeviceScope& scope, const LinearParams& p, DType dtype) {
+void linear_multistage(const DeviceScope& scope, const Bits16Params& p, DType dtype) {
   tile::with_element16(dtype, [&](auto e) { launch<LinearMultistage<decltype(e)>>(scope, p); });
 }
 

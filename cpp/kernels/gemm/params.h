@@ -1,99 +1,162 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments that every product y = activation(x W^T + bias) + residual passes to its kernels, whatever W's format.
+// What the kernels of products receive.
 #pragma once
+
+#include <cuda.h>
 
 #include <cstdint>
 
+#include "core/divisor.h"
 #include "core/hd.h"
+#include "kernels/gemm/plan.h"
+#include "kernels/gemm/rows.h"
+#include "kernels/launch.h"
 #include "rooftile/gemm.h"
 
 namespace rooftile::gpu {
 
-// A tensor [..., last] as rows, at any strides. Leading dimensions that nest without a gap are merged.
-struct Rows {
-  void* data = nullptr;  // null: no tensor
-  std::int64_t last_stride = 0;
-  std::int64_t shape[TensorView::max_ndim - 1] = {}, stride[TensorView::max_ndim - 1] = {};  // innermost first
-  int ndim = 0;
-
-  Rows() = default;
-  explicit Rows(const TensorView& t) {
-    if (!t.given()) return;
-    data = t.data;
-    last_stride = t.last_stride();
-    for (int i = t.ndim - 2; i >= 0; --i) {
-      if (t.shape[i] == 1) continue;
-      if (ndim > 0 && t.stride[i] == shape[ndim - 1] * stride[ndim - 1]) {
-        shape[ndim - 1] *= t.shape[i];
-      } else {
-        shape[ndim] = t.shape[i];
-        stride[ndim++] = t.stride[i];
-      }
-    }
-  }
-  ROOFTILE_HD std::int64_t offset(std::int64_t row) const {
-    std::int64_t at = 0;
-    for (int i = 0; i + 1 < ndim; ++i) {
-      at += row % shape[i] * stride[i];
-      row /= shape[i];
-    }
-    return ndim > 0 ? at + row * stride[ndim - 1] : at;
-  }
-};
-
-// Every row is whole 8-byte vectors (4 elements) at 8-byte addresses, and all rows have one stride.
-inline bool is_vec4(const TensorView& t) {
-  if (!t.given()) return true;
-  const Rows rows(t);
-  const bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 8 == 0 && t.last() % 4 == 0 && t.last_stride() == 1;
-  return aligned && rows.ndim <= 1 && rows.stride[0] % 4 == 0;
-}
-
-// Every row is whole 16-byte vectors (8 elements) at 16-byte addresses, and all rows have one stride.
-inline bool is_vec8(const TensorView& t) {
-  const Rows rows(t);
-  const bool whole = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.last() % 8 == 0 &&
-                     (t.last_stride() == 1 || t.last() == 0);
-  return whole && rows.ndim <= 1 && (rows.ndim == 0 || rows.stride[0] % 8 == 0);
-}
-// As is_vec8, and no two rows overlap: the rule of TMA and of 16-byte stores.
-inline bool is_tma_aligned(const TensorView& t) {
-  if (!t.given()) return true;
-  const Rows rows(t);
-  return is_vec8(t) && t.last() > 0 && (rows.ndim == 0 || rows.stride[0] >= t.last());
-}
-inline bool is_bias_aligned(const TensorView& bias) {
-  return !bias.given() || (bias.stride[0] == 1 && reinterpret_cast<std::uintptr_t>(bias.data) % 16 == 0);
-}
-
-struct Product {
+// What every product y = activation(x W^T + bias) + residual has, whatever W's format.
+struct GemmParams {
   Rows x, y, residual;         // [m, k], [m, outputs], [m, outputs]
   const void* bias = nullptr;  // [n] or null
   std::int64_t bias_stride = 0;
   std::int64_t n = 0, outputs = 0;  // rows of W; columns of y: n, or n / 2 in a gated product
   bool gated = false;               // the rows of W are [gate | up]: y = activation(gate) * up + residual
-  bool y_vec4 = false;              // is_vec4 of y and residual
+  bool y_vec4 = false;              // y and residual have rows of 8-byte vectors
   Activation activation = Activation::none;
   std::int64_t first_token = 0, tokens = 0;  // tokens of this launch, from first_token of the call on
   int splits = 1;                            // splits of K
   float* partial = nullptr;  // fp32 [split][token of this launch][padded_n]: partial sums for split_k_epilogue, or null
 
-  Product() = default;
-  Product(const TensorView& x, const TensorView& y, const TensorView& bias, const TensorView& residual,
-          Activation activation, bool gated = false)
+  GemmParams() = default;
+  GemmParams(const TensorView& x, const TensorView& y, const TensorView& bias, const TensorView& residual,
+             Activation activation, bool gated = false)
       : x(x),
         y(y),
         residual(residual),
         n(gated ? 2 * y.last() : y.last()),
         outputs(y.last()),
         gated(gated),
-        y_vec4(is_vec4(y) && is_vec4(residual)),
+        y_vec4(is_aligned(y, 4) && is_aligned(residual, 4)),
         activation(activation) {
     if (!bias.given()) return;
     this->bias = bias.data;
     bias_stride = bias.stride[0];
   }
   ROOFTILE_HD std::int64_t padded_n() const { return (n + 15) / 16 * 16; }
+};
+
+// ---- W in 16 bits -------------------------------------------------------------------------------
+
+struct Bits16Params : GemmParams {
+  const void* w = nullptr;
+  std::int64_t w_stride = 0, w_last_stride = 0;  // elements between rows; between neighbouring k
+  std::int64_t x_stride = 0;                     // elements between rows of x, where all rows have one stride
+  std::int64_t k = 0;
+  Divisor by_m_blocks{}, by_n_blocks{};  // CTAs along tokens, and along rows of W
+  int row_tiles = 0, slices_log2 = 0, steps = 0,
+      split_steps = 0;  // as in GemmPlan; steps: k-steps of all of K, of the kernel's own length
+};
+
+// Launch one product on the path that the plan chose. The tensors meet that path's alignment rules (linear.cu).
+void linear_tma(const DeviceScope&, const Bits16Params&, DType, const GemmPlan&);
+void linear_collective_half(const DeviceScope&, const Bits16Params&, int config);
+void linear_collective_bf16(const DeviceScope&, const Bits16Params&, int config);
+inline void linear_collective(const DeviceScope& scope, const Bits16Params& p, DType dtype, int config) {
+  (dtype == DType::f16 ? linear_collective_half : linear_collective_bf16)(scope, p, config);
+}
+void linear_multistage(const DeviceScope&, const Bits16Params&, DType);
+void load_linear_tma(const char* op);
+void load_linear_collectives_half(const char* op);
+void load_linear_collectives_bf16(const char* op);
+void load_linear_multistage(const char* op);
+
+// ---- W in 4 or 8 bits ---------------------------------------------------------------------------
+
+struct CodesParams : GemmParams {
+  bool x_in_vec16 = false;    // x can be read in 16-byte vectors, its rows `x_stride` elements apart
+  std::int64_t x_stride = 0;  // elements
+  W4View w{};
+  int groups = 0;                       // along K
+  int tile_rows = 0, row_tiles = 0;     // W in tiles of 16 x 64: (tile_rows, row_tiles)
+  int gate_tiles = 0;                   // tile rows from a gate to its up projection, both in one CTA; 0: not so
+  unsigned m_blocks = 0, n_blocks = 0;  // of this launch
+  Divisor by_m_blocks{}, by_n_blocks{};
+  int k = 0, group = 0;                // as in w, in 32 bits
+  int scale_k = 0, scale_k_shift = 0;  // k of a scale block within a step: 32 << scale_k_shift
+  int steps = 0, split_steps = 0;      // steps of 128 k: of all K, and of one split
+  int cluster_shift = 0;               // log2 of the CTAs of a cluster: K splits (stream.cuh), n-blocks (wgmma.cuh)
+  int x_tile_tokens = 0;               // stream.cuh: rows of a tile of x in shared memory
+  int sums_offset = 0;                 // stream.cuh: bytes to the sums that its epilogue reads from shared memory
+
+  // The tile row of W of a consumer warp; `tile_rows` if the warp lies past the end of N. Warps 2 i and 2 i + 1 have
+  // neighbouring tile rows. gate_tiles > 0: the first half of the warps have gate rows, the other half their up rows.
+  template <int warps>
+  ROOFTILE_HD int tile_row(unsigned n_block, int warp) const {
+    constexpr int half = warps / 2;
+    static_assert(half % 2 == 0);
+    const bool gated = gate_tiles > 0, upper = warp >= half;
+    const int row =
+        static_cast<int>(n_block) * (gated ? half : warps) + warp % half + (upper ? gated ? gate_tiles : half : 0);
+    return row < (gated && !upper ? gate_tiles : tile_rows) ? row : tile_rows;
+  }
+};
+
+using W4Kernel = void (*)(CodesParams);
+// A variant of stream.cuh. config: index into w4_stream_configs (w8_stream_configs).
+struct W4StreamVariant {
+  int config, scale_k;
+  W4Zeros zeros;
+  DType scale_dtype;
+};
+// Defined in inst/.
+W4Kernel w4a16_stream_half(const W4StreamVariant&);
+W4Kernel w4a16_stream_bf16(const W4StreamVariant&);
+W4Kernel w8a16_stream_half(const W4StreamVariant&);
+W4Kernel w8a16_stream_bf16(const W4StreamVariant&);
+
+// What wgmma.cuh receives.
+struct WgmmaParams {
+  CodesParams product;
+  CUtensorMap x;               // this launch's tokens, or their gathered copy: TMA tiles of (tokens / cluster, 64 k)
+  unsigned m_group = 1;        // m-blocks that meet all rows of W before the next ones do
+  Divisor by_tiles, by_steps;  // by_tiles: cluster work tiles of a split; by_steps: steps of a row of tiles
+  // Stream-K. For each m-block, the steps of all rows of W are cut into work ranges, one a cluster.
+  unsigned ranges = 0;       // 0: data-parallel or split-K
+  unsigned range_steps = 0;  // of a work range; the first `longer_ranges` ranges have one more
+  unsigned longer_ranges = 0;
+  float* fixup_sums = nullptr;          // (CTA, tokens / 2 / 4, consumer threads, 4): accumulators for the next range
+  std::uint64_t* semaphores = nullptr;  // (CTA): semaphore_value once the CTA's fix-up sums are written
+  std::uint64_t semaphore_value = 0;    // unique per launch
+
+  ROOFTILE_HD unsigned range_begin(unsigned range) const {
+    return range * range_steps + (range < longer_ranges ? range : longer_ranges);
+  }
+};
+using W4WgmmaKernel = void (*)(WgmmaParams);
+W4WgmmaKernel w4a16_wgmma_half(int config, W4Operand);
+W4WgmmaKernel w4a16_wgmma_bf16(int config, W4Operand);
+W4WgmmaKernel w8a16_wgmma_half(int config, W4Operand);
+W4WgmmaKernel w8a16_wgmma_bf16(int config, W4Operand);
+
+// What gather_x.cuh receives.
+struct GatherParams {
+  CodesParams product;
+  std::uint16_t* to = nullptr;  // (tokens of this launch, K padded to 8), columns in the order of the codes
+  bool row_in_smem = false;     // gather from a copy of the row in (dynamic) shared memory
+  unsigned ctas_per_token = 1;
+};
+
+// What expand.cuh receives: a chunk of W's rows.
+struct ExpandParams {
+  W4View w{};
+  void* to = nullptr;               // (rows, k)
+  std::int64_t first_tile_row = 0;  // of the chunk, in W
+  unsigned tile_rows = 0;           // of the chunk
+  unsigned row_tiles = 0;           // tiles of 64 k in a row
+  int rows = 0, k = 0, groups = 0;  // groups: scale blocks of a row
+  int group_shift = 0;              // log2 of the k-blocks of 32 in a scale block; 31: one for all of K
+  Divisor by_steps;                 // steps of 128 k in a row
 };
 
 }  // namespace rooftile::gpu

@@ -1,72 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/gemm/bits16_plan.h"
-
+// The choices for W in 16 bits: the paths stream, tma, collective and multistage.
 #include <algorithm>
 #include <iterator>
-#include <limits>
 
-#include "core/kernel_name.h"
-#include "core/op_args.h"
-#include "core/plan_text.h"
-#include "kernels/gemm/params.h"
+#include "kernels/gemm/plan_rules.h"
 
 namespace rooftile::gpu {
 namespace {
 
-constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-constexpr int max_splits = 16;
 constexpr int sm_shared_half = 113 * 1024, cta_shared = 227 * 1024;  // Hopper's shared memory: two CTAs an SM, or one
-
-constexpr PlanChoice<LinearPlan> stream_choices[] = {{"config", &LinearPlan::config},
-                                                     {"row_tiles", &LinearPlan::row_tiles},
-                                                     {"slices_log2", &LinearPlan::slices_log2},
-                                                     {"splits", &LinearPlan::splits}};
-constexpr PlanChoice<LinearPlan> tma_choices[] = {{"config", &LinearPlan::config},
-                                                  {"tma_rows", &LinearPlan::tma_rows},
-                                                  {"cluster", &LinearPlan::cluster},
-                                                  {"stages", &LinearPlan::stages}};
-constexpr PlanChoice<LinearPlan> collective_choices[] = {{"config", &LinearPlan::config},
-                                                         {"splits", &LinearPlan::splits}};
-constexpr PlanPath<LinearPlan> paths[] = {// in the order of LinearPath
-                                          {"stream", stream_choices},
-                                          {"tma", tma_choices},
-                                          {"collective", collective_choices},
-                                          {"multistage", {}}};
 
 // Of the tma path: bytes of a stage with its barriers, and bytes behind the ring. wgmma reads 64 rows at a time: where
 // tma_rows is no multiple of 64 it reads past the last stage, and the results are not used.
-constexpr int tma_stage_bytes(const LinearPlan& plan) {
+constexpr int tma_stage_bytes(const GemmPlan& plan) {
   return linear_tma_tiles_per_step * linear_tma_tile_bytes(plan.tma_rows + linear_tma_block_m[plan.config]) + 16;
 }
-constexpr int tma_bytes_behind(const LinearPlan& plan) { return linear_tma_tile_bytes((64 - plan.tma_rows % 64) % 64); }
-
-// Sets the fields that follow from the problem and the plan's choices.
-void complete(const LinearProblem& p, LinearPlan& plan) {
-  if (plan.path == LinearPath::tma) {
-    plan.n_blocks = divide_up(p.n, plan.tma_rows);
-    plan.m_blocks = divide_up(p.m, linear_tma_block_m[plan.config]);
-    plan.split_steps = static_cast<int>(divide_up(divide_up(p.k, linear_tma_step_k), plan.cluster));
-    plan.shared_bytes = static_cast<std::size_t>(plan.stages * tma_stage_bytes(plan) + tma_bytes_behind(plan));
-  } else if (plan.path == LinearPath::stream) {
-    const std::int64_t row_tiles = divide_up(p.n, linear_rows);
-    plan.n_blocks = divide_up(row_tiles, plan.row_tiles);
-    plan.m_blocks = divide_up(p.m, linear_stream_tokens);
-    plan.split_steps = static_cast<int>(divide_up(divide_up(p.k, linear_step_k), plan.splits));
-    plan.shared_bytes =
-        static_cast<std::size_t>((plan.row_tiles << plan.slices_log2) * linear_stages * linear_step_bytes);
-  }
-  if (plan.splits > 1)
-    plan.workspace_bytes =
-        sizeof(float) * static_cast<std::size_t>(plan.splits * p.m * divide_up(p.n, linear_rows) * linear_rows);
-}
+constexpr int tma_bytes_behind(const GemmPlan& plan) { return linear_tma_tile_bytes((64 - plan.tma_rows % 64) % 64); }
 
 // The number of splits of K with the least estimated time. The constants are rough facts of a large GPU: KB per
 // microsecond of one SM alone (70) and of each SM when all read (35), and the microseconds of the reduction kernel.
 // N = 1024, K = 4096, 132 SMs, one row tile a CTA: 64 CTAs read 128 KB each, alone 128 / 70 = 1.8 us; all of W takes
 // 8192 / (35 * 132) = 1.8 us. Two splits: max(1.8, 0.9) + 2.2 = 4.0 us, so K is not split. N = 64, K = 16384: 4 CTAs of
 // 512 KB take 7.3 us, four splits max(0.4, 1.8) + 2.4 = 4.2 us, five 1.5 + 2.5 = 4.0 us.
-int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps) {
+int splits_of(const GemmProblem& p, const GemmPlan& plan, std::int64_t steps) {
   const double cta = 2.0 * linear_rows * plan.row_tiles * static_cast<double>(p.k) / 1024;
   const double all = 2.0 * static_cast<double>(p.n) * static_cast<double>(p.k) / 1024;
   const std::int64_t sms = std::max(p.sms, 1);
@@ -88,7 +44,7 @@ int splits_of(const LinearProblem& p, const LinearPlan& plan, std::int64_t steps
 
 // N = 4096, 132 SMs: 256 row tiles, two for each SM, so row_tiles is 2 and 128 CTAs read 32 rows each. Two row tiles
 // leave 6 of 8 warps, so K is sliced by 4: 2 << 2 = 8 warps.
-void plan_stream(const LinearProblem& p, LinearPlan& plan) {
+void plan_stream(const GemmProblem& p, GemmPlan& plan) {
   const std::int64_t row_tiles = divide_up(p.n, linear_rows), sms = std::max(p.sms, 1),
                      steps = divide_up(p.k, linear_step_k);
   plan.config = p.m > 8 ? 1 : 0;
@@ -107,18 +63,18 @@ void plan_stream(const LinearProblem& p, LinearPlan& plan) {
 // N = 4096, K = 4096, M = 1, 132 SMs: one CTA an SM over all of K would take 4096 / 132 = 31 rows, two splits of K
 // 2 * 31 = 62, rounded up to 64: 64 blocks of N x 2 splits = 128 CTAs. A stage is 2 tiles of (64 + 8) x 64 x 2 bytes,
 // and 16 of barriers, 18.0 KB, so 113 KB hold 6.
-void plan_tma(const LinearProblem& p, LinearPlan& plan) {
+void plan_tma(const GemmProblem& p, GemmPlan& plan) {
   const std::int64_t steps = divide_up(p.k, linear_tma_step_k), sms = std::max(p.sms, 1);
   const auto rows = [&](int cluster, std::int64_t each) {
     return divide_up(divide_up(std::max<std::int64_t>(p.n, 1) * cluster, sms * each), 16) * 16;
   };
-  plan.path = LinearPath::tma;
+  plan.path = GemmPath::tma;
   while (linear_tma_block_m[plan.config] < std::min<std::int64_t>(p.m, linear_tma_max_tokens)) ++plan.config;
   plan.cluster = rows(2, 1) <= linear_tma_max_rows && steps >= 8 ? 2 : 1;
   std::int64_t each = 1;
   while (rows(plan.cluster, each) > linear_tma_max_rows) ++each;
   plan.tma_rows = static_cast<int>(rows(plan.cluster, each));
-  complete(p, plan);
+  complete_bits16(p, plan);
   plan.stages = (sm_shared_half - tma_bytes_behind(plan)) / tma_stage_bytes(plan);
   // One more stage keeps a second CTA off the SM, and so keeps the next kernel's CTAs from starting in pairs on the SMs
   // that are free first. Short kernels gain more from an early start.
@@ -151,7 +107,7 @@ double step_ns(LinearTile tile, double busy) {
 // K 14336, N 4096, M 128, 224 steps, 64 x 128: 64 tiles leave half of the SMs idle
 //   one split:  224 x 195                 = 44 us
 //   two splits: 112 x 256, 2.5 and 2.1 us = 33 us: chosen
-double collective_ns(const LinearProblem& p, std::int64_t m, LinearTile tile, int splits) {
+double collective_ns(const GemmProblem& p, std::int64_t m, LinearTile tile, int splits) {
   const auto count = [](std::int64_t a) { return static_cast<double>(a); };
   const std::int64_t steps = divide_up(p.k / splits, linear_collective_step_k), sms = std::max(p.sms, 1),
                      ctas = linear_collective_ctas(tile, p.n, m) * splits, waves = divide_up(ctas, sms);
@@ -164,12 +120,12 @@ double collective_ns(const LinearProblem& p, std::int64_t m, LinearTile tile, in
 }
 
 // Splits of K on the collective path begin at multiples of 16 bytes, as TMA asks, and have whole steps to read.
-bool collective_splits_evenly(const LinearProblem& p, int splits) {
+bool collective_splits_evenly(const GemmProblem& p, int splits) {
   return splits == 1 || (p.k % (8 * splits) == 0 && p.k / splits >= linear_collective_step_k);
 }
 
-void plan_collective(const LinearProblem& p, LinearPlan& plan) {
-  plan.path = LinearPath::collective;
+void plan_collective(const GemmProblem& p, GemmPlan& plan) {
+  plan.path = GemmPath::collective;
   const bool may_split = p.m <= linear_split_tokens;
   const std::int64_t m = may_split ? divide_up(p.m, 128) * 128 : p.m;  // one plan for all of a bucket
   double least = 0;
@@ -189,7 +145,7 @@ void plan_collective(const LinearProblem& p, LinearPlan& plan) {
   plan.why = plan.splits > 1 ? "tiles of tokens on wgmma, split-K to fill the device" : "tiles of tokens on wgmma";
 }
 
-bool stream_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) {
+bool stream_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
   const std::int64_t steps = divide_up(p.k, linear_step_k);
   return check.range("config", plan.config, 0, 1) &&
          check.need(plan.config == 1 || p.m <= 8, "config must be 1 for more than 8 tokens, got 0 for ", p.m) &&
@@ -203,9 +159,9 @@ bool stream_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan& pla
                     "splits must give each split some of the ", steps, " steps of K, got ", plan.splits);
 }
 
-bool tma_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) {
+bool tma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
   if (!(check.need(
-            p.wgmma && p.aligned_operands,
+            p.hopper && p.aligned_operands,
             "path must not be tma, which needs Hopper and rows of x and weight that are whole 16-byte vectors") &&
         check.range("config", plan.config, 0, 3) && check.range("tma_rows", plan.tma_rows, 16, linear_tma_max_rows) &&
         check.need(plan.tma_rows % 16 == 0, "tma_rows must be a multiple of 16, got ", plan.tma_rows) &&
@@ -220,8 +176,8 @@ bool tma_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) 
                     plan.stages);
 }
 
-bool collective_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) {
-  if (!(check.need(p.wgmma && p.aligned_all,
+bool collective_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
+  if (!(check.need(p.hopper && p.aligned_all,
                    "path must not be collective, which needs Hopper and rows of x, weight, out, bias and residual that "
                    "are whole 16-byte vectors") &&
         check.range("config", plan.config, 0, std::ssize(linear_collective_tiles) - 1) &&
@@ -234,23 +190,6 @@ bool collective_fits(PlanCheck& check, const LinearProblem& p, const LinearPlan&
                     " into equal multiples of 8, at least ", linear_collective_step_k, " each, got ", plan.splits);
 }
 
-// Whether the path and its choices fit the problem.
-bool choices_fit(PlanCheck& check, const LinearProblem& p, const LinearPlan& plan) {
-  switch (plan.path) {
-    case LinearPath::stream:
-      return stream_fits(check, p, plan);
-    case LinearPath::tma:
-      return tma_fits(check, p, plan);
-    case LinearPath::collective:
-      return collective_fits(check, p, plan);
-    case LinearPath::multistage:
-      return check.need(!p.wgmma && p.aligned_all,
-                        "path must not be multistage, which is for GPUs other than Hopper and needs rows of x, weight, "
-                        "out, bias and residual that are whole 16-byte vectors");
-  }
-  return check.need(false, "path must be stream, tma, collective or multistage");
-}
-
 }  // namespace
 
 std::int64_t linear_collective_ctas(LinearTile tile, std::int64_t n, std::int64_t m) {
@@ -258,83 +197,53 @@ std::int64_t linear_collective_ctas(LinearTile tile, std::int64_t n, std::int64_
   return tile.pair_shares_rows ? row_tiles * divide_up(token_tiles, 2) * 2 : divide_up(row_tiles, 2) * 2 * token_tiles;
 }
 
-LinearProblem problem_of(const LinearArgs& a, int sms, bool wgmma) {
-  constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max();        // rows are counted in int
-  constexpr std::int64_t most_n = 65535 * std::int64_t{linear_multistage_tile.rows};  // tiles of W are grid.y
-  const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n,
-             aligned_operands = sizes && is_tma_aligned(a.x) && is_tma_aligned(a.w);
-  return {
-      .m = a.x.rows(),
-      .n = a.w.shape[0],
-      .k = a.w.shape[1],
-      .sms = sms,
-      .aligned_operands = aligned_operands,
-      .aligned_all = aligned_operands && is_bias_aligned(a.bias) && is_tma_aligned(a.y) && is_tma_aligned(a.residual),
-      .wgmma = wgmma};
-}
-
-KernelName kernel_of(const LinearPlan& plan, const LinearArgs& a) {
-  const bool vec = is_vec8(a.x) && is_vec8(a.w);
-  const auto linear = [&](auto... parts) { return kernel_name("cuda_", name(a.x.dtype), "_linear_", parts...); };
-  switch (plan.path) {
-    case LinearPath::stream:
-      return linear("stream", plan.config == 0 ? 8 : 16, vec ? "_split" : "_strided_split", plan.splits);
-    case LinearPath::tma:
-      return linear("tma", linear_tma_block_m[plan.config], "_split", plan.cluster);
-    case LinearPath::collective: {
-      const LinearTile tile = linear_collective_tiles[plan.config];
-      if (plan.splits > 1) return linear("tile", tile.rows, "x", tile.tokens, "_split", plan.splits);
-      return linear("tile", tile.rows, "x", tile.tokens);
-    }
-    case LinearPath::multistage:
-      return linear("multistage", linear_multistage_tile.rows, "x", linear_multistage_tile.tokens);
+void complete_bits16(const GemmProblem& p, GemmPlan& plan) {
+  plan.launch_tokens = p.m;
+  plan.separate_epilogue = plan.splits > 1;
+  if (plan.path == GemmPath::tma) {
+    plan.n_blocks = divide_up(p.n, plan.tma_rows);
+    plan.m_blocks = divide_up(p.m, linear_tma_block_m[plan.config]);
+    plan.split_steps = static_cast<int>(divide_up(divide_up(p.k, linear_tma_step_k), plan.cluster));
+    plan.shared_bytes = static_cast<std::size_t>(plan.stages * tma_stage_bytes(plan) + tma_bytes_behind(plan));
+  } else if (plan.path == GemmPath::stream) {
+    const std::int64_t row_tiles = divide_up(p.n, linear_rows);
+    plan.n_blocks = divide_up(row_tiles, plan.row_tiles);
+    plan.m_blocks = divide_up(p.m, linear_stream_tokens);
+    plan.split_steps = static_cast<int>(divide_up(divide_up(p.k, linear_step_k), plan.splits));
+    plan.shared_bytes =
+        static_cast<std::size_t>((plan.row_tiles << plan.slices_log2) * linear_stages * linear_step_bytes);
   }
-  return {};
+  plan.workspace_bytes = partial_bytes(p, plan);
 }
 
-std::string text(const LinearPlan& plan) { return plan_text(paths[static_cast<std::size_t>(plan.path)], plan); }
-
-std::string check_plan(const LinearProblem& p, const LinearPlan& plan) {
-  PlanCheck check;
-  if (!choices_fit(check, p, plan)) return check.wrong();
-  LinearPlan right = plan;
-  right.m_blocks = right.n_blocks = 0;
-  right.split_steps = 0;
-  right.shared_bytes = right.workspace_bytes = 0;
-  complete(p, right);
-  (void)(check.follows("m_blocks", plan.m_blocks, right.m_blocks) &&
-         check.follows("n_blocks", plan.n_blocks, right.n_blocks) &&
-         check.follows("split_steps", plan.split_steps, right.split_steps) &&
-         check.follows("shared_bytes", plan.shared_bytes, right.shared_bytes) &&
-         check.follows("workspace_bytes", plan.workspace_bytes, right.workspace_bytes));
-  return check.wrong();
+bool bits16_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
+  switch (plan.path) {
+    case GemmPath::stream:
+      return stream_fits(check, p, plan);
+    case GemmPath::tma:
+      return tma_fits(check, p, plan);
+    case GemmPath::collective:
+      return collective_fits(check, p, plan);
+    case GemmPath::multistage:
+      return check.need(!p.hopper && p.aligned_all,
+                        "path must not be multistage, which is for GPUs other than Hopper and needs rows of x, weight, "
+                        "out, bias and residual that are whole 16-byte vectors");
+    default:
+      return check.need(false, "path must be stream, tma, collective or multistage");
+  }
 }
 
-LinearPlan plan_linear(const LinearProblem& p) {
-  LinearPlan plan;
-  if (p.wgmma && p.aligned_operands && (!p.aligned_all || p.m <= linear_tma_max_tokens)) {
+void choose_bits16(const GemmProblem& p, GemmPlan& plan) {
+  if (p.hopper && p.aligned_operands && (!p.aligned_all || p.m <= linear_tma_max_tokens)) {
     plan_tma(p, plan);
   } else if (!p.aligned_all || p.m <= linear_stream_tokens) {
     plan_stream(p, plan);
-  } else if (p.wgmma) {
+  } else if (p.hopper) {
     plan_collective(p, plan);
   } else {
-    plan.path = LinearPath::multistage;
+    plan.path = GemmPath::multistage;
     plan.why = "tiles of tokens on mma.sync";
   }
-  complete(p, plan);
-  return plan;
-}
-
-LinearPlan plan_linear(const char* op, const LinearProblem& p, const char* forced) {
-  if (!forced) return plan_linear(p);
-  LinearPlan plan;
-  plan.path = static_cast<LinearPath>(read_plan<LinearPlan>(op, forced, paths, plan));
-  PlanCheck check;
-  ROOFTILE_CHECK(choices_fit(check, p, plan), op, ": plan \"", forced, "\" does not fit this call: ", check.wrong());
-  complete(p, plan);
-  plan.why = "forced by plan=";
-  return plan;
 }
 
 }  // namespace rooftile::gpu

@@ -1,22 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/gemm/codes_plan.h"
-
+// The choices for W in 4 or 8 bits: the paths stream and wgmma.
 #include <algorithm>
 #include <bit>
 
-#include "core/kernel_name.h"
-#include "core/op_args.h"
-#include "core/plan_text.h"
-#include "core/w4_layout.h"
-#include "kernels/gemm/bits16_plan.h"
-#include "kernels/gemm/params.h"
+#include "kernels/gemm/plan_rules.h"
 
 namespace rooftile::gpu {
 namespace {
 
-constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-constexpr int max_splits = 16;
 constexpr std::int64_t max_m_group = 8;                // m-blocks whose x is read at the same time
 constexpr int w4_cluster = 2, w4_cluster_tokens = 16;  // two K splits of up to so many tokens are a cluster
 
@@ -26,19 +17,9 @@ int config_for(std::int64_t tokens) {
   return config;
 }
 
-constexpr PlanChoice<W4Plan> stream_choices[] = {
-    {"config", &W4Plan::config}, {"splits", &W4Plan::splits}, {"cluster", &W4Plan::cluster}};
-constexpr PlanChoice<W4Plan> wgmma_choices[] = {{"config", &W4Plan::config},
-                                                {"splits", &W4Plan::splits},
-                                                {"cluster", &W4Plan::cluster},
-                                                {"m_group", &W4Plan::m_group},
-                                                {"stream_k_ranges", &W4Plan::stream_k_ranges},
-                                                {"expand_rows", &W4Plan::expand_rows}};
-constexpr PlanPath<W4Plan> paths[] = {{"stream", stream_choices}, {"wgmma", wgmma_choices}};  // by W4Plan::wgmma
-
-std::int64_t steps_of(const W4Problem& p) { return divide_up(w4_tiles_k(p.k), 2); }  // of 128 k
+std::int64_t steps_of(const GemmProblem& p) { return divide_up(w4_tiles_k(p.k), 2); }  // of 128 k
 // Whether the gate and up rows of an output lie at different rows of their tiles.
-bool gates_apart(const W4Problem& p) { return p.gated && p.n / 2 % w4_tile_n != 0; }
+bool gates_apart(const GemmProblem& p) { return p.gated && p.n / 2 % w4_tile_n != 0; }
 // Whether each of so many splits of `steps` steps has at least `least`.
 bool splits_evenly(std::int64_t steps, std::int64_t splits, std::int64_t least) {
   if (splits == 1) return true;
@@ -46,17 +27,17 @@ bool splits_evenly(std::int64_t steps, std::int64_t splits, std::int64_t least) 
   return split_steps >= least && divide_up(steps, split_steps) == splits;
 }
 // Of wgmma.cuh: clusters on the device at once, and the tiles of rows of W that a cluster takes one of.
-std::int64_t resident_clusters(const W4Problem& p, const W4Plan& plan) {
+std::int64_t resident_clusters(const GemmProblem& p, const GemmPlan& plan) {
   return std::int64_t{std::max(p.sms, 1)} * w4_wgmma_config(p.bits, plan.config).ctas_per_sm / plan.cluster;
 }
-std::int64_t cluster_tiles(const W4Plan& plan) { return plan.n_blocks / plan.cluster; }
+std::int64_t cluster_tiles(const GemmPlan& plan) { return plan.n_blocks / plan.cluster; }
 
-void complete_wgmma(const W4Problem& p, W4Plan& plan) {
-  if (p.minima || plan.scale_k < w4_step_k)
-    plan.operand = p.bf16_scales ? W4Operand::bf16_scales : W4Operand::f16_scales;
+void complete_wgmma(const GemmProblem& p, GemmPlan& plan) {
+  if (p.zeros == W4Zeros::minima || plan.scale_k < w4_step_k)
+    plan.operand = p.scale_dtype == DType::bf16 ? W4Operand::bf16_scales : W4Operand::f16_scales;
   const W4WgmmaConfig f = w4_wgmma_config(p.bits, plan.config);
   plan.n_blocks = divide_up(w4_tiles_n(p.n), f.warps());  // gated too: a gate row and its up row count as two
-  plan.launch_tokens = std::min(p.m, p.gather_x ? w4_gather_tokens : std::int64_t{1} << 30);
+  plan.launch_tokens = std::min(p.m, !p.aligned_operands ? w4_gather_tokens : std::int64_t{1} << 30);
   plan.m_blocks = divide_up(plan.launch_tokens, f.tokens);
   if (plan.stream_k_ranges > 0 && cluster_tiles(plan) % plan.stream_k_ranges != 0) {
     const std::int64_t ctas = plan.stream_k_ranges * plan.m_blocks * plan.cluster;
@@ -64,13 +45,13 @@ void complete_wgmma(const W4Problem& p, W4Plan& plan) {
     plan.fixup_bytes = static_cast<std::size_t>(ctas * f.warps() * w4_tile_n * f.tokens) * sizeof(float);
   }
   plan.shared_bytes = static_cast<std::size_t>(w4_wgmma_shared_bytes(p.bits, f));
-  if (p.gather_x) plan.gathered_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_k(p.k));
+  if (!p.aligned_operands) plan.gathered_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_k(p.k));
   plan.gather_ctas =
       static_cast<int>(std::min(divide_up(steps_of(p) * w4_step_k, w4_gather_columns),
                                 divide_up(4 * std::max(p.sms, 1), std::max<std::int64_t>(plan.launch_tokens, 1))));
 }
 
-void complete_stream(const W4Problem& p, W4Plan& plan) {
+void complete_stream(const GemmProblem& p, GemmPlan& plan) {
   const W4StreamConfig f = w4_stream_config(p.bits, plan.config);
   plan.n_blocks = divide_up(w4_tiles_n(p.n), w4_warps);
   // bounds the workspace: no more tokens a launch than one CTA takes
@@ -90,35 +71,16 @@ void complete_stream(const W4Problem& p, W4Plan& plan) {
   plan.shared_bytes = static_cast<std::size_t>(std::max(loads, plan.sums_offset + sums));
 }
 
-// Sets the fields that follow from the problem and the plan's choices.
-void complete(const W4Problem& p, W4Plan& plan) {
-  plan.scale_k = std::min(p.group, 128);
-  if (p.group == p.k && plan.scale_k != 32 && plan.scale_k != 64) plan.scale_k = 128;
-  if (p.gated && !gates_apart(p)) plan.gate_tiles = p.n / 2 / w4_tile_n;
-  plan.split_steps = static_cast<int>(divide_up(steps_of(p), plan.splits));
-  plan.separate_epilogue = gates_apart(p) || (plan.splits > 1 && (plan.wgmma || plan.cluster == 1));
-  if (plan.wgmma) complete_wgmma(p, plan);
-  else complete_stream(p, plan);
-  if (plan.expand_rows > 0) {
-    plan.workspace_bytes = 2 * static_cast<std::size_t>(std::min<std::int64_t>(plan.expand_rows, p.n) * p.k);
-    return;
-  }
-  plan.workspace_bytes = plan.semaphore_bytes + plan.fixup_bytes + plan.gathered_bytes;
-  if (plan.separate_epilogue)
-    plan.workspace_bytes +=
-        sizeof(float) * static_cast<std::size_t>(plan.splits * plan.launch_tokens * w4_tiles_n(p.n) * w4_tile_n);
-}
-
-// stream.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU (KB
+// stream_codes.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU (KB
 // per microsecond of one SM; the cost of a second kernel): they need to rank candidates, not to predict.
 // N = K = 4096, M = 1, 4 bits, 132 SMs: 32 blocks of 128 rows, 32 steps, room for 264 CTAs. A step is 128 x 128 codes
 // of half a byte and 8 tokens x 128 of x: 10 KB. Whole K: 320 / 14 + 1 = 23.9 us. Two, a cluster: 160 / 14 + 1.5 =
 // 12.9. Eight: 40 / 14 + 1, 1.0 for the second kernel and 0.6 for 2 x 8 x 32 x 128 x 8 sums of 4 bytes: 5.5. Nine would
 // be 288 CTAs.
-int choose_split_k(const W4Problem& p, int config, std::int64_t n_blocks, std::int64_t m_blocks) {
+int choose_split_k(const GemmProblem& p, int config, std::int64_t n_blocks, std::int64_t m_blocks) {
   const std::int64_t steps = steps_of(p), resident_ctas = 2 * std::max(p.sms, 1);  // two CTAs per SM
   const double tokens = 8.0 * w4_stream_configs[config].n_tiles, rows = 16.0 * w4_warps;
-  const bool clusters = p.clusters && config <= config_for(w4_cluster_tokens);
+  const bool clusters = p.hopper && config <= config_for(w4_cluster_tokens);
   int best = 1;
   double least = 0;
   for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(max_splits, steps); ++splits) {
@@ -137,7 +99,7 @@ int choose_split_k(const W4Problem& p, int config, std::int64_t n_blocks, std::i
   return best;
 }
 // The bucket of 16 tokens decides for every M where the caller asks for batch_invariant.
-int choose_split_k(const W4Problem& p, int config) {
+int choose_split_k(const GemmProblem& p, int config) {
   const std::int64_t n_blocks = divide_up(w4_tiles_n(p.n), w4_warps);
   return p.batch_invariant ? choose_split_k(p, config_for(16), n_blocks, 1)
                            : choose_split_k(p, config, n_blocks, divide_up(p.m, w4_stream_block_m));
@@ -148,12 +110,12 @@ int choose_split_k(const W4Problem& p, int config) {
 // N = 14336, K = 4096, M = 64, 132 SMs: 112 work tiles of 128 rows x 64 tokens, one for each SM; two splits make 224.
 // 32 steps of max(1.3 * 512, 512 + 450) cycles and 3500 are 34 000. N = 28672: 112 clusters' tiles for 66 clusters are
 // two waves, 64 steps; stream-K gives each cluster 112 * 32 / 66 = 55 steps and 3 for the fix-up, so it runs.
-void plan_wgmma(const W4Problem& p, W4Plan& plan) {
-  plan.wgmma = true;
+void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
+  plan.path = GemmPath::codes_wgmma;
   while (plan.config < 2 && w4_wgmma_configs[plan.config].tokens < p.m) ++plan.config;
   const W4WgmmaConfig f = w4_wgmma_config(p.bits, plan.config);
   plan.cluster = divide_up(w4_tiles_n(p.n), f.warps()) % 2 == 0 && p.sms > 1 ? 2 : 1;
-  complete(p, plan);
+  complete_codes(p, plan);
   // m-blocks of all launches: bits do not depend on whether x is gathered
   const std::int64_t steps = steps_of(p), m_blocks = divide_up(p.m, f.tokens), work_tiles = plan.n_blocks * m_blocks;
   const std::int64_t sms = std::max(p.sms, 1);
@@ -194,9 +156,9 @@ void plan_wgmma(const W4Problem& p, W4Plan& plan) {
 // M = N = K = 4096, groups of 32, fp16, 132 SMs: 32 blocks of N x 32 of M: 512 tiles of clusters, 66 at once, 8 waves
 // of 32 steps of 0.97 us: 248 us. Expanded in one chunk, 32 MB: 512 tiles are 4 waves, 97 % busy, of 64 steps of
 // 0.30 + 0.53 * 0.97 us: 208, and 3 for the chunk and 10 to write W: 221 us, so all 4096 rows are expanded.
-int expand_rows(const W4Problem& p, const W4Plan& plan) {
+int choose_expand_rows(const GemmProblem& p, const GemmPlan& plan) {
   constexpr double step_us = 0.97, mixed_step_us = 1.2, idle_us = 0.30, busy_us = 0.53, bytes_us = 3.5e6, chunk_us = 3;
-  if (plan.operand == W4Operand::codes || !p.fits_linear || p.gated || plan.splits > 1 || p.m <= 512 || p.n == 0)
+  if (plan.operand == W4Operand::codes || !p.aligned_all || p.gated || plan.splits > 1 || p.m <= 512 || p.n == 0)
     return 0;
   constexpr LinearTile tile = linear_collective_tiles[1];
   constexpr std::int64_t pair = 2 * tile.rows;  // rows of W of a cluster
@@ -207,7 +169,8 @@ int expand_rows(const W4Problem& p, const W4Plan& plan) {
   const std::int64_t all_tiles = cluster_tiles(plan) * plan.m_blocks, clusters = sms / plan.cluster;
   const double waves = plan.stream_k_ranges > 0 ? static_cast<double>(all_tiles) / static_cast<double>(clusters)
                                                 : static_cast<double>(divide_up(all_tiles, clusters));
-  double least = waves * all_steps * (p.bf16 == (plan.operand == W4Operand::bf16_scales) ? step_us : mixed_step_us);
+  double least = waves * all_steps *
+                 ((p.dtype == DType::bf16) == (plan.operand == W4Operand::bf16_scales) ? step_us : mixed_step_us);
 
   const auto product_us = [&](std::int64_t n) {  // of n rows of W
     const std::int64_t tiles = divide_up(n, pair) * 2 * m_tiles, waves = divide_up(tiles, sms);
@@ -229,10 +192,11 @@ int expand_rows(const W4Problem& p, const W4Plan& plan) {
   return static_cast<int>(best);
 }
 
-void plan_stream(const W4Problem& p, W4Plan& plan) {
+void plan_stream(const GemmProblem& p, GemmPlan& plan) {
+  plan.path = GemmPath::codes_stream;
   plan.config = config_for(std::min<std::int64_t>(p.m, w4_stream_block_m));
   plan.splits = choose_split_k(p, plan.config);
-  if (p.clusters && plan.splits == w4_cluster && p.m <= w4_cluster_tokens && !gates_apart(p)) plan.cluster = w4_cluster;
+  if (p.hopper && plan.splits == w4_cluster && p.m <= w4_cluster_tokens && !gates_apart(p)) plan.cluster = w4_cluster;
   plan.why = p.batch_invariant  ? "the same split-K at every M, as batch_invariant asks"
              : plan.cluster > 1 ? "split-K within clusters: the blocks of N alone would not fill the device evenly"
              : plan.splits > 1  ? "split-K: the blocks of N alone would not fill the device evenly"
@@ -240,7 +204,7 @@ void plan_stream(const W4Problem& p, W4Plan& plan) {
 }
 
 // Whether the choices of a plan fit the problem.
-bool stream_fits(PlanCheck& check, const W4Problem& p, const W4Plan& plan) {
+bool stream_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
   const std::int64_t most_tokens = std::min<std::int64_t>(p.m, w4_stream_block_m),
                      ctas = divide_up(w4_tiles_n(p.n), w4_warps) *
                             (p.batch_invariant ? 1 : divide_up(p.m, w4_stream_block_m));
@@ -253,24 +217,24 @@ bool stream_fits(PlanCheck& check, const W4Problem& p, const W4Plan& plan) {
          check.need(!p.batch_invariant || plan.splits == choose_split_k(p, plan.config), "splits must be ",
                     choose_split_k(p, config_for(16)), ", as batch_invariant asks, got ", plan.splits) &&
          check.need(plan.cluster == 1 ||
-                        (plan.cluster == w4_cluster && plan.splits == w4_cluster && p.clusters && !gates_apart(p) &&
+                        (plan.cluster == w4_cluster && plan.splits == w4_cluster && p.hopper && !gates_apart(p) &&
                          p.m <= w4_cluster_tokens && plan.config <= config_for(w4_cluster_tokens)),
                     "cluster must be 1, or on Hopper 2 with splits=2 and config at most 1 for up to ",
                     w4_cluster_tokens, " tokens, got ", plan.cluster);
 }
 
-bool wgmma_fits(PlanCheck& check, const W4Problem& p, const W4Plan& plan) {
+bool wgmma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
   if (!(check.need(
-            p.wgmma && !p.batch_invariant && !gates_apart(p),
+            p.hopper && !p.batch_invariant && !gates_apart(p),
             "path must not be wgmma, which needs Hopper, no batch_invariant, and of gated weights N / 2 that is a "
             "multiple of 16") &&
         check.range("config", plan.config, 0, 2) && check.range("cluster", plan.cluster, 1, p.sms > 1 ? 2 : 1) &&
         check.range("splits", plan.splits, 1, max_splits) && check.range("m_group", plan.m_group, 1, max_m_group)))
     return false;
   const W4WgmmaConfig f = w4_wgmma_config(p.bits, plan.config);
-  W4Plan whole = plan;  // what follows from the choices above alone
+  GemmPlan whole = plan;  // what follows from the choices above alone
   whole.stream_k_ranges = whole.expand_rows = 0;
-  complete(p, whole);
+  complete_codes(p, whole);
   const std::int64_t work_tiles = whole.n_blocks * divide_up(p.m, f.tokens), ctas = std::max(p.sms, 1) * f.ctas_per_sm,
                      tiles = cluster_tiles(whole);
   constexpr std::int64_t pair = 2 * linear_collective_tiles[1].rows;
@@ -288,7 +252,7 @@ bool wgmma_fits(PlanCheck& check, const W4Problem& p, const W4Plan& plan) {
          (plan.stream_k_ranges == 0 || check.range("stream_k_ranges", plan.stream_k_ranges, 0,
                                                    std::min(tiles, resident_clusters(p, whole) / whole.m_blocks))) &&
          check.need(
-             plan.expand_rows == 0 || (p.fits_linear && !p.gated && whole.operand != W4Operand::codes &&
+             plan.expand_rows == 0 || (p.aligned_all && !p.gated && whole.operand != W4Operand::codes &&
                                        plan.splits == 1 && plan.stream_k_ranges == 0 && p.m > linear_tma_max_tokens),
              "expand_rows must be 0 unless the weight has minima or groups of 32 or 64, rows are whole 16-byte "
              "vectors, there are more than ",
@@ -298,78 +262,40 @@ bool wgmma_fits(PlanCheck& check, const W4Problem& p, const W4Plan& plan) {
                                                ", got ", plan.expand_rows)));
 }
 
-bool choices_fit(PlanCheck& check, const W4Problem& p, const W4Plan& plan) {
-  return plan.wgmma ? wgmma_fits(check, p, plan) : stream_fits(check, p, plan);
-}
-
 }  // namespace
 
-W4Problem problem_of(const W4MatmulArgs& a, int sms, bool hopper, bool fits_linear) {
-  const bool tma_loads_x = is_tma_aligned(a.x) && !a.w->perm;  // from its own memory
-  return {.m = a.x.rows(),
-          .n = a.w->n,
-          .k = a.w->k,
-          .bits = a.w->bits,
-          .group = a.w->group,
-          .sms = sms,
-          .clusters = hopper,
-          .gated = a.gated,
-          .batch_invariant = a.batch_invariant,
-          .wgmma = hopper,
-          .gather_x = !tma_loads_x,
-          .minima = a.w->zeros == W4Zeros::minima,
-          .bf16_scales = a.w->scale_dtype == DType::bf16,
-          .bf16 = a.x.dtype == DType::bf16,
-          .fits_linear = fits_linear && tma_loads_x && is_tma_aligned(a.y) && is_tma_aligned(a.residual) &&
-                         is_bias_aligned(a.bias)};
+void complete_codes(const GemmProblem& p, GemmPlan& plan) {
+  const bool wgmma = plan.path == GemmPath::codes_wgmma;
+  plan.scale_k = std::min(p.group, 128);
+  if (p.group == p.k && plan.scale_k != 32 && plan.scale_k != 64) plan.scale_k = 128;
+  if (p.gated && !gates_apart(p)) plan.gate_tiles = p.n / 2 / w4_tile_n;
+  plan.split_steps = static_cast<int>(divide_up(steps_of(p), plan.splits));
+  plan.separate_epilogue = gates_apart(p) || (plan.splits > 1 && (wgmma || plan.cluster == 1));
+  if (wgmma) complete_wgmma(p, plan);
+  else complete_stream(p, plan);
+  if (plan.expand_rows > 0) {
+    plan.workspace_bytes = 2 * static_cast<std::size_t>(std::min<std::int64_t>(plan.expand_rows, p.n) * p.k);
+    return;
+  }
+  plan.workspace_bytes = plan.semaphore_bytes + plan.fixup_bytes + plan.gathered_bytes;
+  plan.workspace_bytes += partial_bytes(p, plan);
 }
 
-KernelName kernel_of(const W4Plan& plan, const W4Problem& p, W4Zeros zeros) {
-  const auto product = [&](auto... parts) {
-    return kernel_name("cuda_", name(p.bf16 ? DType::bf16 : DType::f16), "_w", p.bits, "g", p.group, "_", name(zeros),
-                       parts...);
-  };
-  if (plan.expand_rows > 0) return product("_tile_expand", plan.expand_rows);
-  const int block_m =
-      plan.wgmma ? w4_wgmma_config(p.bits, plan.config).tokens : 8 * w4_stream_config(p.bits, plan.config).n_tiles;
-  const bool stream_k = plan.stream_k_ranges > 0;
-  return product(plan.wgmma ? "_tile" : "_t", block_m, stream_k ? "_streamk" : "_split",
-                 stream_k ? plan.stream_k_ranges : plan.splits);
+bool codes_fit(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
+  switch (plan.path) {
+    case GemmPath::codes_stream:
+      return stream_fits(check, p, plan);
+    case GemmPath::codes_wgmma:
+      return wgmma_fits(check, p, plan);
+    default:
+      return check.need(false, "path must be stream or wgmma");
+  }
 }
 
-std::string text(const W4Plan& plan) { return plan_text(paths[plan.wgmma ? 1 : 0], plan); }
-
-std::string check_plan(const W4Problem& p, const W4Plan& plan) {
-  PlanCheck check;
-  if (!choices_fit(check, p, plan)) return check.wrong();
-  W4Plan right{.wgmma = plan.wgmma,
-               .config = plan.config,
-               .cluster = plan.cluster,
-               .m_group = plan.m_group,
-               .expand_rows = plan.expand_rows,
-               .splits = plan.splits,
-               .stream_k_ranges = plan.stream_k_ranges};
-  complete(p, right);
-  const auto follows = [&](const char* field, auto W4Plan::* member) {
-    return check.follows(field, plan.*member, right.*member);
-  };
-  (void)(check.follows("operand", static_cast<int>(plan.operand), static_cast<int>(right.operand)) &&
-         follows("scale_k", &W4Plan::scale_k) && follows("separate_epilogue", &W4Plan::separate_epilogue) &&
-         follows("gate_tiles", &W4Plan::gate_tiles) && follows("split_steps", &W4Plan::split_steps) &&
-         follows("x_tile_tokens", &W4Plan::x_tile_tokens) && follows("sums_offset", &W4Plan::sums_offset) &&
-         follows("launch_tokens", &W4Plan::launch_tokens) && follows("m_blocks", &W4Plan::m_blocks) &&
-         follows("n_blocks", &W4Plan::n_blocks) && follows("shared_bytes", &W4Plan::shared_bytes) &&
-         follows("workspace_bytes", &W4Plan::workspace_bytes) && follows("semaphore_bytes", &W4Plan::semaphore_bytes) &&
-         follows("fixup_bytes", &W4Plan::fixup_bytes) && follows("gathered_bytes", &W4Plan::gathered_bytes) &&
-         follows("gather_ctas", &W4Plan::gather_ctas));
-  return check.wrong();
-}
-
-W4Plan plan_w4a16(const W4Problem& p) {
-  W4Plan plan;
-  if (p.wgmma && p.m > w4_stream_max_m && !p.batch_invariant && !gates_apart(p)) {
+void choose_codes(const GemmProblem& p, GemmPlan& plan) {
+  if (p.hopper && p.m > w4_stream_max_m && !p.batch_invariant && !gates_apart(p)) {
     plan_wgmma(p, plan);
-    plan.expand_rows = expand_rows(p, plan);
+    plan.expand_rows = choose_expand_rows(p, plan);
     if (plan.expand_rows > 0) plan.stream_k_ranges = 0;
     plan.why = plan.expand_rows > 0
                    ? "W expanded to 16 bits, a chunk of rows at a time: many tokens share the cost of dequantising"
@@ -380,19 +306,6 @@ W4Plan plan_w4a16(const W4Problem& p) {
   } else {
     plan_stream(p, plan);
   }
-  complete(p, plan);
-  return plan;
-}
-
-W4Plan plan_w4a16(const char* op, const W4Problem& p, const char* forced) {
-  if (!forced) return plan_w4a16(p);
-  W4Plan plan;
-  plan.wgmma = read_plan<W4Plan>(op, forced, paths, plan) == 1;
-  PlanCheck check;
-  ROOFTILE_CHECK(choices_fit(check, p, plan), op, ": plan \"", forced, "\" does not fit this call: ", check.wrong());
-  complete(p, plan);
-  plan.why = "forced by plan=";
-  return plan;
 }
 
 }  // namespace rooftile::gpu

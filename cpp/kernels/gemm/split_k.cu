@@ -18,14 +18,14 @@ constexpr int reduce_threads = 256;
 std::int64_t ctas_of_token(std::int64_t outputs) { return (outputs + 4 * reduce_threads - 1) / (4 * reduce_threads); }
 
 struct ReduceParams {
-  Product product;
+  GemmParams product;
   std::int64_t padded_n;
   Divisor by_ctas;  // CTAs of a token
 };
 
 template <class T>
 __global__ void __launch_bounds__(reduce_threads) reduce_split_k(const __grid_constant__ ReduceParams params) {
-  const Product& p = params.product;
+  const GemmParams& p = params.product;
   const std::int64_t padded_n = params.padded_n;
   const int cta = static_cast<int>(blockIdx.x), token_index = divide(cta, params.by_ctas);
   const std::int64_t token = token_index, n = std::int64_t{(cta - token_index * params.by_ctas.value) * reduce_threads +
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(reduce_threads) reduce_split_k(const __grid_co
 
 }  // namespace
 
-void split_k_epilogue(const DeviceScope& scope, const Product& p, DType dtype) {
+void split_k_epilogue(const DeviceScope& scope, const GemmParams& p, DType dtype) {
   const std::int64_t ctas = ctas_of_token(p.outputs);
   scope.launch(dtype == DType::f16 ? reduce_split_k<tile::half> : reduce_split_k<tile::bf16>, p.tokens * ctas,
                reduce_threads, 0, ReduceParams{p, p.padded_n(), Divisor(static_cast<int>(ctas))},

@@ -9,6 +9,6 @@ namespace rooftile::gpu {
 
 // y = activation(sum of p.partial over the splits, in order, + bias) + residual for the tokens of this launch. With
 // p.gated: y = activation(gate) * up + residual. dtype: f16 or bf16.
-void split_k_epilogue(const DeviceScope&, const Product& p, DType dtype);
+void split_k_epilogue(const DeviceScope&, const GemmParams& p, DType dtype);
 
 }  // namespace rooftile::gpu

@@ -22,7 +22,7 @@
 //   before that kernel has ended.
 #pragma once
 
-#include "kernels/gemm/bits16_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/bits16_traits.cuh"
 #include "kernels/gemm/epilogue.cuh"
 #include "tile/copy.cuh"
@@ -49,7 +49,7 @@ class XLoader {
   // (halves of 32 k, token_tiles) vectors of 8 elements
   using Step = decltype(cute::make_tensor<uint4>(cute::Shape<cute::_2, cute::Int<Cfg::token_tiles>>{}));
   // k: first k of this lane in its first step; stride: k between steps.
-  __device__ __forceinline__ XLoader(const LinearParams& p, std::int64_t token0, int tokens, std::int64_t k, int stride)
+  __device__ __forceinline__ XLoader(const Bits16Params& p, std::int64_t token0, int tokens, std::int64_t k, int stride)
       : step_(Cfg::vec ? 1 : p.x.last_stride), left_(static_cast<int>(p.k - k)), stride_(stride) {
 #pragma unroll
     for (int nt = 0; nt < Cfg::token_tiles; ++nt) {
@@ -92,7 +92,7 @@ class WLoader {
 
  public:
   // row: first row of the warp. Rows past N read row N - 1 again; their results are never stored.
-  __device__ __forceinline__ WLoader(const LinearParams& p, std::int64_t row, std::int64_t k, int stride)
+  __device__ __forceinline__ WLoader(const Bits16Params& p, std::int64_t row, std::int64_t k, int stride)
       : step_(Cfg::vec ? 1 : p.w_last_stride), left_(static_cast<int>(p.k - k)), stride_(stride) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -125,7 +125,7 @@ class WLoader {
 };
 
 template <class Cfg>
-__global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __grid_constant__ LinearParams p) {
+__global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __grid_constant__ Bits16Params p) {
   using T = typename Cfg::T;
   constexpr int NT = Cfg::token_tiles, S = linear_stages;
   extern __shared__ __align__(128) std::uint8_t shared[];

@@ -37,7 +37,7 @@ namespace rooftile::gpu {
 
 template <class Traits>
 __global__ void __launch_bounds__(w4_warps * 32, Traits::ctas_per_sm)
-    w4a16_stream(const __grid_constant__ W4MatmulParams p) {
+    w4a16_stream(const __grid_constant__ CodesParams p) {
   using namespace cute;
   extern __shared__ __align__(128) std::uint8_t shared[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);

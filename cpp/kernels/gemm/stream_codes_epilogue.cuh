@@ -10,8 +10,7 @@ namespace rooftile::gpu {
 
 // Writes the warp's sums to the workspace, (16 rows, tokens) of (padded N, tokens, splits).
 template <class Traits, class Acc>
-__device__ __forceinline__ void w4_store_partial(const W4MatmulParams& p, const W4StreamWorkTile& work,
-                                                 const Acc& rAcc) {
+__device__ __forceinline__ void w4_store_partial(const CodesParams& p, const W4StreamWorkTile& work, const Acc& rAcc) {
   using namespace cute;
   if (work.row >= p.tile_rows) return;  // past the end of N
   const std::int64_t padded_n = std::int64_t{p.tile_rows} * w4_tile_n;
@@ -30,7 +29,7 @@ __device__ __forceinline__ void w4_store_partial(const W4MatmulParams& p, const 
 // Sums in shared memory: (16 rows, BLK_N, warps whose sums this CTA reduces, splits of the cluster). Each warp writes
 // its sums to the CTA of the cluster whose epilogue handles them.
 template <class Traits, class Acc>
-__device__ __forceinline__ void w4_stream_epilogue(const W4MatmulParams& p, const W4StreamWorkTile& work,
+__device__ __forceinline__ void w4_stream_epilogue(const CodesParams& p, const W4StreamWorkTile& work,
                                                    std::uint8_t* shared, const Acc& rAcc) {
   using namespace cute;
   constexpr int n_tokens = 8 * Traits::n_tiles;

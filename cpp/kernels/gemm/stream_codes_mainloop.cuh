@@ -16,7 +16,7 @@ struct W4StreamWorkTile {
   int row, tokens;  // row: this warp's tile row of W; tokens: up to BLK_N
 };
 template <class Traits>
-__device__ __forceinline__ W4StreamWorkTile w4_stream_work_tile(const W4MatmulParams& p) {
+__device__ __forceinline__ W4StreamWorkTile w4_stream_work_tile(const CodesParams& p) {
   W4StreamWorkTile at;
   unsigned m_block = 0;
   if (p.cluster_shift > 0) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_scaled(const float2& scale, const Acc& sum, 
 // rAcc (MMA, 1, MMA_N), zero before: this warp's 16 rows of W times the tokens of the work tile, over the CTA's K
 // split; in units of CodeDecode::unit.
 template <class Traits, class Acc>
-__device__ __forceinline__ void w4_stream_mainloop(const W4MatmulParams& p, const W4StreamWorkTile& work,
+__device__ __forceinline__ void w4_stream_mainloop(const CodesParams& p, const W4StreamWorkTile& work,
                                                    typename Traits::SharedStorage& smem, Acc& rAcc) {
   using namespace cute;
   using Decode = tile::CodeDecode<typename Traits::T, Traits::bits>;

@@ -22,7 +22,7 @@
 
 #include <bit>
 
-#include "kernels/gemm/bits16_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/bits16_traits.cuh"
 #include "kernels/gemm/epilogue.cuh"
 #include "kernels/tensor_map.h"
@@ -33,8 +33,8 @@
 namespace rooftile::gpu {
 namespace {
 
-struct LinearTmaParams {
-  LinearParams product;
+struct TmaParams {
+  Bits16Params product;
   int rows, stages;  // R: rows of W of a CTA; S: stages of its ring
   int cluster_log2;  // log2 of the CTAs of a cluster, one for each split of K
   CUtensorMap w, x;  // tiles of (R, 64) of W [N, K] and of (N tokens, 64) of x [M, K]
@@ -42,7 +42,7 @@ struct LinearTmaParams {
 
 template <class Cfg>
 __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
-    linear_tma_tiles([[maybe_unused]] const __grid_constant__ LinearTmaParams params) {
+    linear_tma_tiles([[maybe_unused]] const __grid_constant__ TmaParams params) {
 #ifdef ROOFTILE_WGMMA
   using T = typename Cfg::T;
   using Full = cutlass::arch::ClusterTransactionBarrier;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
   using TmaLoad = cute::SM90_TMA_LOAD_2D;
   constexpr int N = Cfg::tokens, H = linear_tma_tiles_per_step, x_bytes = linear_tma_tile_bytes(N);
   constexpr auto hint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  const LinearParams& p = params.product;
+  const Bits16Params& p = params.product;
   const int R = params.rows, S = params.stages, w_bytes = linear_tma_tile_bytes(R),
             stage_bytes = H * linear_tma_tile_bytes(R + N);
   // (S, [2 tiles of W (R, 64) | 2 tiles of x (N, 64)]) of T, then full and empty barriers (S) each. R and S are
@@ -164,13 +164,13 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
 }
 
 template <class Cfg>
-void launch_config(const DeviceScope& scope, const LinearParams& p, const LinearPlan& plan, DType dtype) {
-  LinearTmaParams params{.product = p,
-                         .rows = plan.tma_rows,
-                         .stages = plan.stages,
-                         .cluster_log2 = std::countr_zero(static_cast<unsigned>(plan.cluster)),
-                         .w = {},
-                         .x = {}};
+void launch_config(const DeviceScope& scope, const Bits16Params& p, const GemmPlan& plan, DType dtype) {
+  TmaParams params{.product = p,
+                   .rows = plan.tma_rows,
+                   .stages = plan.stages,
+                   .cluster_log2 = std::countr_zero(static_cast<unsigned>(plan.cluster)),
+                   .w = {},
+                   .x = {}};
   params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, plan.tma_rows,
                       linear_tma_tile_k);
   params.x = rows_map(scope.op(), p.x.data, dtype, {.rows = p.tokens, .columns = p.k, .stride = p.x_stride},
@@ -180,7 +180,7 @@ void launch_config(const DeviceScope& scope, const LinearParams& p, const Linear
 }
 
 template <class T>
-void launch(const DeviceScope& scope, const LinearParams& p, const LinearPlan& plan, DType dtype) {
+void launch(const DeviceScope& scope, const Bits16Params& p, const GemmPlan& plan, DType dtype) {
   switch (plan.config) {
     case 0:
       return launch_config<LinearTma<T, 0>>(scope, p, plan, dtype);
@@ -203,7 +203,7 @@ void load(const char* op) {
 
 }  // namespace
 
-void linear_tma(const DeviceScope& scope, const LinearParams& p, DType dtype, const LinearPlan& plan) {
+void linear_tma(const DeviceScope& scope, const Bits16Params& p, DType dtype, const GemmPlan& plan) {
   tile::with_element16(dtype, [&](auto e) { launch<decltype(e)>(scope, p, plan, dtype); });
 }
 

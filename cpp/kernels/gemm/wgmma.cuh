@@ -47,7 +47,7 @@ namespace rooftile::gpu {
 
 // Runs the consumer warps.
 template <class Traits>
-__device__ __forceinline__ void w4_wgmma_consumer(const W4WgmmaParams& params, typename Traits::SharedStorage& smem,
+__device__ __forceinline__ void w4_wgmma_consumer(const WgmmaParams& params, typename Traits::SharedStorage& smem,
                                                   int cta_rank) {
   using namespace cute;
   W4TileScheduler<Traits> scheduler(params, cta_rank);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void w4_wgmma_consumer(const W4WgmmaParams& params, t
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::config.threads(), Traits::ctas_per_sm)
-    w4a16_wgmma([[maybe_unused]] const __grid_constant__ W4WgmmaParams params) {
+    w4a16_wgmma([[maybe_unused]] const __grid_constant__ WgmmaParams params) {
 #ifdef ROOFTILE_WGMMA
   constexpr int warps = Traits::warps;
   extern __shared__ __align__(1024) std::uint8_t shared[];

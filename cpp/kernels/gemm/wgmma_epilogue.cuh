@@ -11,7 +11,7 @@ namespace rooftile::gpu {
 // at most at a time. A thread takes four neighbouring rows of W, or four pairs of gate and up; a warp stores
 // `tokens_per_warp` tokens at once. All consumer warps; rAcc ((2, 2, BLK_N / 8), 1, 1).
 template <class Traits, class Acc>
-__device__ __forceinline__ void w4_wgmma_epilogue(const W4MatmulParams& p, const W4WgmmaWorkTile& work,
+__device__ __forceinline__ void w4_wgmma_epilogue(const CodesParams& p, const W4WgmmaWorkTile& work,
                                                   typename Traits::SharedStorage& smem, const Acc& rAcc) {
   using namespace cute;
   using T = typename Traits::T;

@@ -4,7 +4,7 @@
 
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
-#include "kernels/gemm/codes_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/stage_reader.cuh"
 #include "kernels/gemm/wgmma_traits.cuh"
 #include "tile/barrier.cuh"
@@ -21,8 +21,7 @@ class W4WgmmaMainloop {
   using KBlocks = cute::make_int_sequence<4>;  // of 32 k, two k-steps each
 
  public:
-  __device__ __forceinline__ W4WgmmaMainloop(const W4MatmulParams& p, typename Traits::SharedStorage& smem,
-                                             int cta_rank)
+  __device__ __forceinline__ W4WgmmaMainloop(const CodesParams& p, typename Traits::SharedStorage& smem, int cta_rank)
       : smem_(smem),
         reader_(&smem.ring[0][threadIdx.x / 32], p.scale_k_shift),
         peer_(peer_of_lane(1 << p.cluster_shift, cta_rank)),

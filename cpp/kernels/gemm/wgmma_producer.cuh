@@ -15,7 +15,7 @@ namespace rooftile::gpu {
 template <class Traits>
 class W4XLoader {
  public:
-  __device__ __forceinline__ W4XLoader(const W4WgmmaParams& params, typename Traits::SharedStorage& smem, int cta_rank)
+  __device__ __forceinline__ W4XLoader(const WgmmaParams& params, typename Traits::SharedStorage& smem, int cta_rank)
       : params_(params), smem_(smem), cta_rank_(cta_rank) {}
 
   __device__ __forceinline__ void load(unsigned m_block, int step, int stage) const {
@@ -48,17 +48,17 @@ class W4XLoader {
     copy(atom, tXgX(_, m_block, step), tXsX(_, stage));
   }
 
-  const W4WgmmaParams& params_;
+  const WgmmaParams& params_;
   typename Traits::SharedStorage& smem_;
   int cta_rank_;
 };
 
 // Runs producer warp `producer` (0 ..), which loads for two consumer warps; warp 0 also loads x.
 template <class Traits>
-__device__ __forceinline__ void w4_wgmma_producer(const W4WgmmaParams& params, typename Traits::SharedStorage& smem,
+__device__ __forceinline__ void w4_wgmma_producer(const WgmmaParams& params, typename Traits::SharedStorage& smem,
                                                   int cta_rank, int producer) {
   using namespace cute;
-  const W4MatmulParams& p = params.product;
+  const CodesParams& p = params.product;
   const bool loads_x = producer == 0 && elect_one_sync();
   const int first_consumer = 2 * producer;
   if (loads_x) prefetch_tma_descriptor(&params.x);

@@ -2,7 +2,7 @@
 // The tile scheduler of wgmma.cuh, and stream-K's fix-up sums.
 #pragma once
 
-#include "kernels/gemm/codes_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/wgmma_traits.cuh"
 #include "tile/cta_sync.cuh"
 #include "tile/warps.cuh"
@@ -27,9 +27,9 @@ struct W4WgmmaWorkTile {
 template <class Traits>
 class W4TileScheduler {
  public:
-  __device__ __forceinline__ W4TileScheduler(const W4WgmmaParams& params, int cta_rank)
+  __device__ __forceinline__ W4TileScheduler(const WgmmaParams& params, int cta_rank)
       : params_(params), cta_rank_(cta_rank) {
-    const W4MatmulParams& p = params.product;
+    const CodesParams& p = params.product;
     const unsigned cluster = blockIdx.x >> p.cluster_shift;
     if (stream_k()) {
       const unsigned range = divide(cluster, p.by_m_blocks);
@@ -43,7 +43,7 @@ class W4TileScheduler {
   }
   __device__ __forceinline__ bool has_next() const { return next_ < end_; }
   __device__ __forceinline__ W4WgmmaWorkTile next() {
-    const W4MatmulParams& p = params_.product;
+    const CodesParams& p = params_.product;
     W4WgmmaWorkTile at;
     if (stream_k()) {
       const unsigned cluster_tile = divide(end_ - 1, params_.by_steps), begin = max(cluster_tile * p.steps, next_);
@@ -85,14 +85,14 @@ class W4TileScheduler {
  private:
   __device__ __forceinline__ bool stream_k() const { return Traits::stream_k && params_.ranges > 0; }
 
-  const W4WgmmaParams& params_;
+  const WgmmaParams& params_;
   int cta_rank_;
   unsigned next_, end_, m_block_ = 0;  // [next, end): work tiles; stream-K: steps, taken from the end
 };
 
 // A CTA's fix-up sums: (thread, 4 sums as a vector) of (consumer threads, BLK_N / 8).
 template <class Traits>
-__device__ __forceinline__ auto w4_fixup_sums(const W4WgmmaParams& params, unsigned cta) {
+__device__ __forceinline__ auto w4_fixup_sums(const WgmmaParams& params, unsigned cta) {
   using namespace cute;
   constexpr int threads = size(typename Traits::TiledMma{});
   constexpr Layout layout = Layout<Shape<Int<threads>, Int<Traits::tokens / 8>>>{};
@@ -101,7 +101,7 @@ __device__ __forceinline__ auto w4_fixup_sums(const W4WgmmaParams& params, unsig
 }
 // rAcc ((2, 2, BLK_N / 8), 1, 1): starts from the sums that CTA `cta` has written.
 template <class Traits, class Acc>
-__device__ __forceinline__ void w4_read_fixup(const W4WgmmaParams& params, unsigned cta, Acc& rAcc) {
+__device__ __forceinline__ void w4_read_fixup(const WgmmaParams& params, unsigned cta, Acc& rAcc) {
   using namespace cute;
   if (threadIdx.x % 32 == 0) tile::wait_semaphore(params.semaphores + cta, params.semaphore_value);
   __syncwarp();
@@ -112,7 +112,7 @@ __device__ __forceinline__ void w4_read_fixup(const W4WgmmaParams& params, unsig
 }
 // Writes rAcc for the next work range. All consumer warps.
 template <class Traits, class Acc>
-__device__ __forceinline__ void w4_write_fixup(const W4WgmmaParams& params, const Acc& rAcc) {
+__device__ __forceinline__ void w4_write_fixup(const WgmmaParams& params, const Acc& rAcc) {
   using namespace cute;
   Tensor gSums = w4_fixup_sums<Traits>(params, blockIdx.x);  // (BLK_N / 8)
   Tensor rSums = recast<const float4>(rAcc);                 // ((1, 1, BLK_N / 8), 1, 1)

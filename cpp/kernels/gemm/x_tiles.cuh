@@ -2,7 +2,7 @@
 // Tiles of x in the weight-streaming kernel: global -> shared memory, two buffers.
 #pragma once
 
-#include "kernels/gemm/codes_params.h"
+#include "kernels/gemm/params.h"
 #include "kernels/gemm/code_traits.cuh"
 
 namespace rooftile::gpu {
@@ -13,7 +13,7 @@ class W4XTiles {
 
  public:
   // token0: of the call. x_tiles: shared memory for (BLK_N, BLK_K, buffer).
-  __device__ __forceinline__ W4XTiles(const W4MatmulParams& p, T* x_tiles, std::int64_t token0, int tokens, int first)
+  __device__ __forceinline__ W4XTiles(const CodesParams& p, T* x_tiles, std::int64_t token0, int tokens, int first)
       : p_(p), x_tiles_(x_tiles), token0_(token0), tokens_(tokens), k0_(first * w4_step_k) {}
 
   __device__ __forceinline__ auto smem() const {
@@ -61,7 +61,7 @@ class W4XTiles {
     }
   }
 
-  const W4MatmulParams& p_;
+  const CodesParams& p_;
   T* x_tiles_;
   std::int64_t token0_;
   int tokens_, k0_;

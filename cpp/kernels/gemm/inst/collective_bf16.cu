@@ -3,7 +3,7 @@
 
 namespace rooftile::gpu {
 
-void linear_collective_bf16(const DeviceScope& scope, const LinearParams& p, int config) {
+void linear_collective_bf16(const DeviceScope& scope, const Bits16Params& p, int config) {
   launch_collective<tile::bf16>(scope, p, config);
 }
 void load_linear_collectives_bf16(const char* op) { load_collectives<tile::bf16>(op); }

@@ -3,7 +3,7 @@
 
 namespace rooftile::gpu {
 
-void linear_collective_half(const DeviceScope& scope, const LinearParams& p, int config) {
+void linear_collective_half(const DeviceScope& scope, const Bits16Params& p, int config) {
   launch_collective<tile::half>(scope, p, config);
 }
 void load_linear_collectives_half(const char* op) { load_collectives<tile::half>(op); }
