@@ -23,7 +23,7 @@ class Fault:
     file: str
     sound: str  # occurs once
     faulty: str
-    source: str = ""  # the .cu file that is compiled with the fault; default: see SOURCES
+    source: str = ""  # the .cu or .cpp file that is compiled with the fault; default: see SOURCES
     first: str = ""  # test functions, spaces between: expected to see the fault, they run before the others
 
 
@@ -309,7 +309,7 @@ FAULTS = {
     ),
     "box_launch": Fault(
         "a second launch multiplies the first one's tokens",
-        GEMM + "matmul.cu",
+        GEMM + "w4a16.cpp",
         "static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;",
         "static_cast<const std::uint16_t*>(a.x.data);",
         first="test_more_tokens_than_are_prepared_at_once test_a_product_of_many_rows",
@@ -359,37 +359,37 @@ FAULTS = {
     ),
     "linear_tma_x": Fault(
         "both boxes of a step meet the first one's x",
-        GEMM + "tma.cu",
+        GEMM + "tma.cuh",
         "tile_at(tCrX, s * stage_bytes + k_tile * x_bytes)",
         "tile_at(tCrX, s * stage_bytes)",
     ),
     "linear_tma_step": Fault(
         "the last step of K is left out",
-        GEMM + "tma.cu",
+        GEMM + "tma.cuh",
         "p.steps - first_step)",
         "p.steps - first_step - 1)",
     ),
     "linear_tma_tail": Fault(
         "what lies behind the end of a row of W counts",
-        GEMM + "tma.cu",
+        GEMM + "linear.cpp",
         ".columns = p.k, .stride = p.w_stride",
         ".columns = p.w_stride, .stride = p.w_stride",
     ),
     "linear_tma_split": Fault(
         "the last chunk of K is forgotten",
-        GEMM + "tma.cu",
+        GEMM + "tma.cuh",
         "sum_in_order(cluster, ",
         "sum_in_order(max(cluster - 1, 1), ",
     ),
     "linear_tma_sums": Fault(
         "sums are added before the other blocks have put theirs",
-        GEMM + "tma.cu",
+        GEMM + "tma.cuh",
         "tile::sync_cluster();",
         "",
     ),
     "linear_tma_wait": Fault(
         "W and x are read while the kernel that writes them still runs",
-        GEMM + "tma.cu",
+        GEMM + "tma.cuh",
         "      tile::wait_for_previous_kernel();\n#pragma unroll 1",
         "#pragma unroll 1",
     ),
@@ -469,19 +469,22 @@ SOURCES = {
     DECODE: DECODE + "inst/int4.cu",
     "cpp/core/divisor.h": DECODE + "dispatch.cpp",
     KV_CACHE: KV_CACHE + "launch.cu",
-    GEMM + "expand.cuh": GEMM + "matmul.cu",
-    GEMM + "gather_x.cuh": GEMM + "matmul.cu",
+    GEMM + "expand.cuh": GEMM + "prepare.cu",
+    GEMM + "gather_x.cuh": GEMM + "prepare.cu",
     GEMM + "collective.cuh": GEMM + "inst/collective_half.cu",
-    GEMM + "stream_bits16.cuh": GEMM + "linear.cu",
+    GEMM + "stream_bits16.cuh": GEMM + "inst/stream_bits16.cu",
+    GEMM + "tma.cuh": GEMM + "inst/tma.cu",
     GEMM: GEMM + "inst/w4_half.cu",
     "cpp/tile/w4.cuh": GEMM + "inst/w4_half.cu",
 }
+W4_TESTS = "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda"
 TESTS = {  # by the beginning of the source's path, the first that fits
     DECODE: "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults streams cuda",
     KV_CACHE: "kv_cache_gpu kv_cache_device decode_attention_gpu",
     GEMM + "split_k.cu": "w4a16_device linear_device w4a16 linear",
-    GEMM + "inst/w": "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda",
-    GEMM + "matmul.cu": "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda",
+    GEMM + "inst/w": W4_TESTS,
+    GEMM + "prepare.cu": W4_TESTS,
+    GEMM + "w4a16.cpp": W4_TESTS,
     GEMM: "linear_device linear many_rows workspaces poison layout_invariance streams cuda",
     FUSED: "fused row_independence many_rows merge_attention streams cuda",
 }
@@ -492,7 +495,7 @@ def first_of(table, path):
 
 
 def source_of(fault):
-    if fault.source or fault.file.endswith(".cu"):
+    if fault.source or fault.file.endswith((".cu", ".cpp")):
         return fault.source or fault.file
     return first_of(SOURCES, fault.file)
 

@@ -1,42 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// The layouts, copies and MMAs of stream.cuh and tma.cu, from their configs.
+// The layouts, copies and MMAs of stream_bits16.cuh and tma.cuh, from their configs.
 #pragma once
 
 #include <cute/tensor.hpp>
-#include <cutlass/numeric_types.h>
-
-#include <type_traits>
 
 #include "kernels/gemm/configs.h"
-#include "tile/element.cuh"
+#include "kernels/gemm/traits.cuh"
 
 namespace rooftile::gpu {
 
-template <class T>
-struct CutlassElement;
-template <>
-struct CutlassElement<tile::half> {
-  using type = cutlass::half_t;
-};
-template <>
-struct CutlassElement<tile::bf16> {
-  using type = cutlass::bfloat16_t;
-};
-
-// stream.cuh. A warp multiplies 16 rows of W by the CTA's tokens, 64 k a step.
+// stream_bits16.cuh. A warp multiplies 16 rows of W by the CTA's tokens, 64 k a step.
 // vec: rows of W and x are whole 16-byte vectors at 16-byte addresses, and rows of x have one stride. Otherwise the
 // kernel gathers element by element.
 template <class Element_, int token_tiles_, bool vec_>
 struct LinearConfig {
   using Element = Element_;
-  using T = typename CutlassElement<Element>::type;
+  using T = MmaType<Element>;
   static constexpr int token_tiles = token_tiles_;  // mma tiles of 8 tokens
   static constexpr bool vec = vec_;
   using BlkM = cute::Int<linear_rows>;
   using BlkN = cute::Int<8 * token_tiles>;
-  using Atom = std::conditional_t<std::is_same_v<Element, tile::half>, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                  cute::SM80_16x8x16_F32BF16BF16F32_TN>;
-  using TiledMma = decltype(cute::make_tiled_mma(Atom{}));
+  using TiledMma = decltype(cute::make_tiled_mma(StreamMma<Element>{}));
 
   // Lane (g, t) has vectors of 8 neighbouring k, 8t to 8t + 7 of every 32, and feeds two mma with each: element
   // i + 2 j + 4 s is k 2t + i + 8 j of mma s.
@@ -59,12 +43,12 @@ struct LinearConfig {
   using LayoutSums = cute::Layout<cute::Shape<BlkM, BlkN>, cute::Stride<cute::_1, BlkM>>;  // fp32 (BLK_M, BLK_N)
 };
 
-// tma.cu. One consumer warp group multiplies 64 rows of W by the CTA's tokens, both from shared memory. A TMA tile
+// tma.cuh. One consumer warp group multiplies 64 rows of W by the CTA's tokens, both from shared memory. A TMA tile
 // has 64 k.
 template <class Element_, int config_>
 struct LinearTma {
   using Element = Element_;
-  using T = typename CutlassElement<Element>::type;
+  using T = MmaType<Element>;
   static constexpr int tokens = linear_tma_block_m[config_];
   using BlkM = cute::_64;
   using BlkN = cute::Int<tokens>;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The types of the weight-streaming kernel (stream.cuh): the layouts of its tensors, copy and MMA atoms, shared memory;
+// The types of the weight-streaming kernel (stream_codes.cuh): the layouts of its tensors, copy and MMA atoms, shared memory;
 // and what it has in common with wgmma.cuh: the packed layout of codes, and a warp's stages of them.
 #pragma once
 
@@ -7,6 +7,7 @@
 
 #include "core/w4_layout.h"
 #include "kernels/gemm/configs.h"
+#include "kernels/gemm/traits.cuh"
 #include "rooftile/gemm.h"
 #include "tile/w4.cuh"
 
@@ -29,10 +30,6 @@ constexpr bool is_packed_layout(int bits) {
   return true;
 }
 static_assert(is_packed_layout<W4TileLayout>(4) && is_packed_layout<W8TileLayout>(8));
-
-// Half or bf16 as CuTe's MMA atoms name it.
-template <class T>
-using W4MmaType = std::conditional_t<std::is_same_v<T, tile::half>, cute::half_t, cute::bfloat16_t>;
 
 // A step of one tile row of W in shared memory: codes of 16 rows x 128 k, up to four groups' scales, zero points or
 // minima.
@@ -100,9 +97,6 @@ struct W4StageTraits {
       cute::Layout<cute::Shape<cute::_1, cute::Int<2 * scale_blocks>>>{}));
 };
 
-// The kind of a weight's zeros that a variant of the kernel is compiled for. either: symmetric or integer, at run time.
-enum class W4StreamZeros : std::uint8_t { symmetric, integer, either, minima };
-
 // What a variant of the kernel is compiled for. Element: of x and y. Scale: of scales and minima, half or bf16; void:
 // the type is known at run time. small_groups: a step of 128 k may hold several scale blocks; minima take the
 // same path.
@@ -113,7 +107,7 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
   using Base::bits, Base::stages, Base::small_groups;
   using typename Base::Stage;
   using T = Element;
-  using MmaT = W4MmaType<T>;
+  using MmaT = MmaType<T>;
   static constexpr bool minima = zeros == W4StreamZeros::minima;
   ROOFTILE_HD static bool has_zero_points(const W4View& w) {
     return zeros == W4StreamZeros::integer || (zeros == W4StreamZeros::either && w.zeros == W4Zeros::integer);
@@ -156,10 +150,9 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
   }
 
   // mma m16n8k16 of one warp; a k-block of 32 is two k-steps.
-  using MmaAtom = std::conditional_t<std::is_same_v<T, tile::half>, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                     cute::SM80_16x8x16_F32BF16BF16F32_TN>;
-  using TiledMma = decltype(cute::make_tiled_mma(MmaAtom{}, cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>{},
-                                                 cute::Tile<cute::_16, cute::_8, cute::_32>{}));
+  using TiledMma =
+      decltype(cute::make_tiled_mma(StreamMma<T>{}, cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>{},
+                                    cute::Tile<cute::_16, cute::_8, cute::_32>{}));
 
   // x: all threads of the CTA copy 16-byte vectors, 8 or 16 tokens at once, zero-filled past the end of K.
   using XThreads =

@@ -32,8 +32,10 @@
 #include <type_traits>
 
 #include "kernels/gemm/activate.cuh"
+#include "kernels/gemm/traits.cuh"
+#include "kernels/gemm/dispatch.h"
 #include "kernels/gemm/params.h"
-#include "kernels/gemm/bits16_traits.cuh"
+#include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/wgmma.cuh"
 
@@ -44,7 +46,7 @@ namespace fusion = cutlass::epilogue::fusion;
 // partial: stores fp32 sums of one split of K instead of outputs.
 template <class Element, int config_, bool partial_>
 struct LinearCollective {
-  using T = typename CutlassElement<Element>::type;
+  using T = MmaType<Element>;
   static constexpr int index = config_;  // of linear_collective_tiles
   static constexpr bool partial = partial_;
   static constexpr LinearTile tile = linear_collective_tiles[config_];
@@ -125,7 +127,8 @@ auto epilogue_arguments(const Bits16Params& p) {
 }
 
 template <class Cfg>
-void launch_collective(const DeviceScope& scope, const Bits16Params& p) {
+void launch_collective(const DeviceScope& scope, const GemmPlan&, std::int64_t, const GemmParams& product) {
+  const auto& p = static_cast<const Bits16Params&>(product);
   using T = typename Cfg::T;
   using Kernel = typename Cfg::Kernel;
   const int n = static_cast<int>(p.n), m = static_cast<int>(p.tokens), k = static_cast<int>(p.k) / p.splits;
@@ -146,30 +149,23 @@ void launch_collective(const DeviceScope& scope, const Bits16Params& p) {
                Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, params, Overlap::with_previous, 2);
 }
 
-// Calls f with the config type of every kernel of one element type.
-template <class T, class F>
-void for_each_config(F&& f) {
-  f(LinearCollective<T, 0, false>{});
-  f(LinearCollective<T, 1, false>{});
-  f(LinearCollective<T, 2, false>{});
-  f(LinearCollective<T, 3, false>{});
-  f(LinearCollective<T, 4, false>{});
-  f(LinearCollective<T, 0, true>{});
-  f(LinearCollective<T, 2, true>{});
+template <class Cfg>
+GemmVariant collective_row(DType dtype) {
+  return {{.path = GemmPath::collective, .dtype = dtype, .config = Cfg::index, .partial = Cfg::partial},
+          launch_collective<Cfg>,
+          [](const char* op) { load_kernel(op, linear_tiles<Cfg>); }};
 }
-
-// All kernels of one element type. An inst/ file calls these for half, another one for bf16: in one file, 14 kernels
-// took the compiler 9 GB of memory.
+// The rows of the table for one element type. An inst/ file returns these for half, another one for bf16: in one file,
+// 14 kernels took the compiler 9 GB of memory.
 template <class T>
-void launch_collective(const DeviceScope& scope, const Bits16Params& p, int config) {
-  for_each_config<T>([&](auto cfg) {
-    using Cfg = decltype(cfg);
-    if (Cfg::index == config && Cfg::partial == (p.splits > 1)) launch_collective<Cfg>(scope, p);
-  });
-}
-template <class T>
-void load_collectives(const char* op) {
-  for_each_config<T>([&](auto cfg) { load_kernel(op, linear_tiles<decltype(cfg)>); });
+std::span<const GemmVariant> collective_variants(DType dtype) {
+  static const GemmVariant rows[] = {
+      collective_row<LinearCollective<T, 0, false>>(dtype), collective_row<LinearCollective<T, 1, false>>(dtype),
+      collective_row<LinearCollective<T, 2, false>>(dtype), collective_row<LinearCollective<T, 3, false>>(dtype),
+      collective_row<LinearCollective<T, 4, false>>(dtype), collective_row<LinearCollective<T, 0, true>>(dtype),
+      collective_row<LinearCollective<T, 2, true>>(dtype),
+  };
+  return rows;
 }
 
 }  // namespace rooftile::gpu

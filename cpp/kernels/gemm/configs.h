@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "core/hd.h"
 #include "core/w4_layout.h"
@@ -59,9 +60,15 @@ inline constexpr W4StreamConfig w8_stream_configs[] = {
 constexpr W4StreamConfig w4_stream_config(int bits, int config) {
   return bits == 4 ? w4_stream_configs[config] : w8_stream_configs[config];
 }
+// The zeros that a variant of stream_codes.cuh is compiled for. either: symmetric or integer, at run time.
+enum class W4StreamZeros : std::uint8_t { symmetric, integer, either, minima };
 inline constexpr int w4_warps = 8, w4_warp_rows = 16;
 inline constexpr int w4_step_k = 128;
-inline constexpr int w4_stream_block_m = 8 * w4_stream_configs[3].n_tiles;  // the most tokens of a CTA
+inline constexpr int w4_stream_last = std::size(w4_stream_configs) - 1;                  // index of the last config
+inline constexpr int w4_stream_block_m = 8 * w4_stream_configs[w4_stream_last].n_tiles;  // the most tokens of a CTA
+// Up to 16 tokens issue slots count: these configs have kernels of their own for scales of x's type, and with them for
+// symmetric codes and for zero points of large groups. All other kernels test at run time.
+constexpr bool w4_specialises(int config) { return w4_stream_configs[config].n_tiles <= 2; }
 inline constexpr int w4_qparam_bytes = 128;  // scales, or offsets, of a step: (4 groups, 16 rows) of 2 bytes
 ROOFTILE_HD constexpr int w4_stage_bytes(int bits) { return 2 * w4_tile_bytes(bits) + 2 * w4_qparam_bytes; }
 
@@ -73,6 +80,7 @@ struct W4WgmmaConfig {
 };
 inline constexpr W4WgmmaConfig w4_wgmma_configs[] = {{32, 2, 5, 2}, {64, 2, 7, 1}, {128, 2, 4, 1}};
 inline constexpr W4WgmmaConfig w8_wgmma_configs[] = {{32, 2, 3, 2}, {64, 2, 5, 1}, {128, 2, 3, 1}};  // of 8 bits
+inline constexpr int w4_wgmma_last = std::size(w4_wgmma_configs) - 1;  // index of the last config
 constexpr W4WgmmaConfig w4_wgmma_config(int bits, int config) {
   return bits == 4 ? w4_wgmma_configs[config] : w8_wgmma_configs[config];
 }

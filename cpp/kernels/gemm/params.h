@@ -8,9 +8,8 @@
 
 #include "core/divisor.h"
 #include "core/hd.h"
-#include "kernels/gemm/plan.h"
+#include "kernels/gemm/configs.h"
 #include "kernels/gemm/rows.h"
-#include "kernels/launch.h"
 #include "rooftile/gemm.h"
 
 namespace rooftile::gpu {
@@ -58,18 +57,12 @@ struct Bits16Params : GemmParams {
       split_steps = 0;  // as in GemmPlan; steps: k-steps of all of K, of the kernel's own length
 };
 
-// Launch one product on the path that the plan chose. The tensors meet that path's alignment rules (linear.cu).
-void linear_tma(const DeviceScope&, const Bits16Params&, DType, const GemmPlan&);
-void linear_collective_half(const DeviceScope&, const Bits16Params&, int config);
-void linear_collective_bf16(const DeviceScope&, const Bits16Params&, int config);
-inline void linear_collective(const DeviceScope& scope, const Bits16Params& p, DType dtype, int config) {
-  (dtype == DType::f16 ? linear_collective_half : linear_collective_bf16)(scope, p, config);
-}
-void linear_multistage(const DeviceScope&, const Bits16Params&, DType);
-void load_linear_tma(const char* op);
-void load_linear_collectives_half(const char* op);
-void load_linear_collectives_bf16(const char* op);
-void load_linear_multistage(const char* op);
+// What tma.cuh receives.
+struct TmaParams : Bits16Params {
+  int rows = 0, stages = 0;      // rows of W of a CTA; stages of its ring
+  int cluster_log2 = 0;          // log2 of the CTAs of a cluster, one for each split of K
+  CUtensorMap w_map{}, x_map{};  // tiles of (rows, 64) of W [N, K] and of (BLK_N, 64) of x [M, K]
+};
 
 // ---- W in 4 or 8 bits ---------------------------------------------------------------------------
 
@@ -85,9 +78,9 @@ struct CodesParams : GemmParams {
   int k = 0, group = 0;                // as in w, in 32 bits
   int scale_k = 0, scale_k_shift = 0;  // k of a scale block within a step: 32 << scale_k_shift
   int steps = 0, split_steps = 0;      // steps of 128 k: of all K, and of one split
-  int cluster_shift = 0;               // log2 of the CTAs of a cluster: K splits (stream.cuh), n-blocks (wgmma.cuh)
-  int x_tile_tokens = 0;               // stream.cuh: rows of a tile of x in shared memory
-  int sums_offset = 0;                 // stream.cuh: bytes to the sums that its epilogue reads from shared memory
+  int cluster_shift = 0;  // log2 of the CTAs of a cluster: K splits (stream_codes.cuh), n-blocks (wgmma.cuh)
+  int x_tile_tokens = 0;  // stream_codes.cuh: rows of a tile of x in shared memory
+  int sums_offset = 0;    // stream_codes.cuh: bytes to the sums that its epilogue reads from shared memory
 
   // The tile row of W of a consumer warp; `tile_rows` if the warp lies past the end of N. Warps 2 i and 2 i + 1 have
   // neighbouring tile rows. gate_tiles > 0: the first half of the warps have gate rows, the other half their up rows.
@@ -102,25 +95,11 @@ struct CodesParams : GemmParams {
   }
 };
 
-using W4Kernel = void (*)(CodesParams);
-// A variant of stream.cuh. config: index into w4_stream_configs (w8_stream_configs).
-struct W4StreamVariant {
-  int config, scale_k;
-  W4Zeros zeros;
-  DType scale_dtype;
-};
-// Defined in inst/.
-W4Kernel w4a16_stream_half(const W4StreamVariant&);
-W4Kernel w4a16_stream_bf16(const W4StreamVariant&);
-W4Kernel w8a16_stream_half(const W4StreamVariant&);
-W4Kernel w8a16_stream_bf16(const W4StreamVariant&);
-
 // What wgmma.cuh receives.
-struct WgmmaParams {
-  CodesParams product;
-  CUtensorMap x;               // this launch's tokens, or their gathered copy: TMA tiles of (tokens / cluster, 64 k)
-  unsigned m_group = 1;        // m-blocks that meet all rows of W before the next ones do
-  Divisor by_tiles, by_steps;  // by_tiles: cluster work tiles of a split; by_steps: steps of a row of tiles
+struct WgmmaParams : CodesParams {
+  CUtensorMap x_map{};   // this launch's tokens, or their gathered copy: TMA tiles of (tokens / cluster, 64 k)
+  unsigned m_group = 1;  // m-blocks that meet all rows of W before the next ones do
+  Divisor by_tiles{}, by_steps{};  // by_tiles: cluster work tiles of a split; by_steps: steps of a row of tiles
   // Stream-K. For each m-block, the steps of all rows of W are cut into work ranges, one a cluster.
   unsigned ranges = 0;       // 0: data-parallel or split-K
   unsigned range_steps = 0;  // of a work range; the first `longer_ranges` ranges have one more
@@ -133,11 +112,6 @@ struct WgmmaParams {
     return range * range_steps + (range < longer_ranges ? range : longer_ranges);
   }
 };
-using W4WgmmaKernel = void (*)(WgmmaParams);
-W4WgmmaKernel w4a16_wgmma_half(int config, W4Operand);
-W4WgmmaKernel w4a16_wgmma_bf16(int config, W4Operand);
-W4WgmmaKernel w8a16_wgmma_half(int config, W4Operand);
-W4WgmmaKernel w8a16_wgmma_bf16(int config, W4Operand);
 
 // What gather_x.cuh receives.
 struct GatherParams {

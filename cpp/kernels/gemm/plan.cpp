@@ -129,8 +129,8 @@ std::string check_plan(const GemmProblem& p, const GemmPlan& plan) {
          follows("gate_tiles", &GemmPlan::gate_tiles) && follows("split_steps", &GemmPlan::split_steps) &&
          follows("x_tile_tokens", &GemmPlan::x_tile_tokens) && follows("sums_offset", &GemmPlan::sums_offset) &&
          follows("launch_tokens", &GemmPlan::launch_tokens) && follows("m_blocks", &GemmPlan::m_blocks) &&
-         follows("n_blocks", &GemmPlan::n_blocks) && follows("shared_bytes", &GemmPlan::shared_bytes) &&
-         follows("workspace_bytes", &GemmPlan::workspace_bytes) &&
+         follows("n_blocks", &GemmPlan::n_blocks) && follows("threads", &GemmPlan::threads) &&
+         follows("shared_bytes", &GemmPlan::shared_bytes) && follows("workspace_bytes", &GemmPlan::workspace_bytes) &&
          follows("semaphore_bytes", &GemmPlan::semaphore_bytes) && follows("fixup_bytes", &GemmPlan::fixup_bytes) &&
          follows("gathered_bytes", &GemmPlan::gathered_bytes) && follows("gather_ctas", &GemmPlan::gather_ctas));
   return check.wrong();

@@ -60,6 +60,7 @@ struct GemmPlan {
   int split_steps = 0;                      // steps of a split of K, of the mainloop's own length (configs.h)
   std::int64_t launch_tokens = 0;           // of one launch; below m several launches follow each other
   std::int64_t m_blocks = 0, n_blocks = 0;  // of one launch: CTAs along tokens, and along rows of W
+  int threads = 0;                          // of a CTA; collective, multistage: CUTLASS knows
   std::size_t shared_bytes = 0, workspace_bytes = 0;
   // The same, of W in 4 or 8 bits
   W4Operand operand = W4Operand::codes;  // codes_wgmma

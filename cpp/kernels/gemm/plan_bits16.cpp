@@ -163,7 +163,8 @@ bool tma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
   if (!(check.need(
             p.hopper && p.aligned_operands,
             "path must not be tma, which needs Hopper and rows of x and weight that are whole 16-byte vectors") &&
-        check.range("config", plan.config, 0, 3) && check.range("tma_rows", plan.tma_rows, 16, linear_tma_max_rows) &&
+        check.range("config", plan.config, 0, std::ssize(linear_tma_block_m) - 1) &&
+        check.range("tma_rows", plan.tma_rows, 16, linear_tma_max_rows) &&
         check.need(plan.tma_rows % 16 == 0, "tma_rows must be a multiple of 16, got ", plan.tma_rows) &&
         check.range("cluster", plan.cluster, 1, 2) && check.range("stages", plan.stages, 2, 64)))
     return false;
@@ -204,14 +205,16 @@ void complete_bits16(const GemmProblem& p, GemmPlan& plan) {
     plan.n_blocks = divide_up(p.n, plan.tma_rows);
     plan.m_blocks = divide_up(p.m, linear_tma_block_m[plan.config]);
     plan.split_steps = static_cast<int>(divide_up(divide_up(p.k, linear_tma_step_k), plan.cluster));
+    plan.threads = linear_tma_threads(plan.tma_rows);
     plan.shared_bytes = static_cast<std::size_t>(plan.stages * tma_stage_bytes(plan) + tma_bytes_behind(plan));
   } else if (plan.path == GemmPath::stream) {
     const std::int64_t row_tiles = divide_up(p.n, linear_rows);
     plan.n_blocks = divide_up(row_tiles, plan.row_tiles);
     plan.m_blocks = divide_up(p.m, linear_stream_tokens);
     plan.split_steps = static_cast<int>(divide_up(divide_up(p.k, linear_step_k), plan.splits));
-    plan.shared_bytes =
-        static_cast<std::size_t>((plan.row_tiles << plan.slices_log2) * linear_stages * linear_step_bytes);
+    const int warps = plan.row_tiles << plan.slices_log2;
+    plan.threads = 32 * warps;
+    plan.shared_bytes = static_cast<std::size_t>(warps * linear_stages * linear_step_bytes);
   }
   plan.workspace_bytes = partial_bytes(p, plan);
 }

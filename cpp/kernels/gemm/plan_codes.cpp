@@ -13,7 +13,7 @@ constexpr int w4_cluster = 2, w4_cluster_tokens = 16;  // two K splits of up to 
 
 int config_for(std::int64_t tokens) {
   int config = 0;
-  while (config < 3 && 8 * w4_stream_configs[config].n_tiles < tokens) ++config;
+  while (config < w4_stream_last && 8 * w4_stream_configs[config].n_tiles < tokens) ++config;
   return config;
 }
 
@@ -44,6 +44,7 @@ void complete_wgmma(const GemmProblem& p, GemmPlan& plan) {
     plan.semaphore_bytes = static_cast<std::size_t>(divide_up(8 * ctas, 256) * 256);
     plan.fixup_bytes = static_cast<std::size_t>(ctas * f.warps() * w4_tile_n * f.tokens) * sizeof(float);
   }
+  plan.threads = f.threads();
   plan.shared_bytes = static_cast<std::size_t>(w4_wgmma_shared_bytes(p.bits, f));
   if (!p.aligned_operands) plan.gathered_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_k(p.k));
   plan.gather_ctas =
@@ -68,11 +69,12 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
   }
   if (plan.cluster > 1)
     plan.sums_offset = loads = (loads + 15) / 16 * 16;  // a peer's sums land while codes are still read
+  plan.threads = 32 * w4_warps;
   plan.shared_bytes = static_cast<std::size_t>(std::max(loads, plan.sums_offset + sums));
 }
 
-// stream_codes.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU (KB
-// per microsecond of one SM; the cost of a second kernel): they need to rank candidates, not to predict.
+// stream_codes.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU
+// (KB per microsecond of one SM; the cost of a second kernel): they need to rank candidates, not to predict.
 // N = K = 4096, M = 1, 4 bits, 132 SMs: 32 blocks of 128 rows, 32 steps, room for 264 CTAs. A step is 128 x 128 codes
 // of half a byte and 8 tokens x 128 of x: 10 KB. Whole K: 320 / 14 + 1 = 23.9 us. Two, a cluster: 160 / 14 + 1.5 =
 // 12.9. Eight: 40 / 14 + 1, 1.0 for the second kernel and 0.6 for 2 x 8 x 32 x 128 x 8 sums of 4 bytes: 5.5. Nine would
@@ -112,7 +114,7 @@ int choose_split_k(const GemmProblem& p, int config) {
 // two waves, 64 steps; stream-K gives each cluster 112 * 32 / 66 = 55 steps and 3 for the fix-up, so it runs.
 void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
   plan.path = GemmPath::codes_wgmma;
-  while (plan.config < 2 && w4_wgmma_configs[plan.config].tokens < p.m) ++plan.config;
+  while (plan.config < w4_wgmma_last && w4_wgmma_configs[plan.config].tokens < p.m) ++plan.config;
   const W4WgmmaConfig f = w4_wgmma_config(p.bits, plan.config);
   plan.cluster = divide_up(w4_tiles_n(p.n), f.warps()) % 2 == 0 && p.sms > 1 ? 2 : 1;
   complete_codes(p, plan);
@@ -208,7 +210,8 @@ bool stream_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
   const std::int64_t most_tokens = std::min<std::int64_t>(p.m, w4_stream_block_m),
                      ctas = divide_up(w4_tiles_n(p.n), w4_warps) *
                             (p.batch_invariant ? 1 : divide_up(p.m, w4_stream_block_m));
-  return check.range("config", plan.config, 0, 3) && check.range("config", plan.config, config_for(most_tokens), 3) &&
+  return check.range("config", plan.config, 0, w4_stream_last) &&
+         check.range("config", plan.config, config_for(most_tokens), w4_stream_last) &&
          check.range("splits", plan.splits, 1, max_splits) &&
          check.need(splits_evenly(steps_of(p), plan.splits, 2), "splits must give each split at least 2 of the ",
                     steps_of(p), " steps of K, got ", plan.splits) &&
@@ -228,7 +231,8 @@ bool wgmma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
             p.hopper && !p.batch_invariant && !gates_apart(p),
             "path must not be wgmma, which needs Hopper, no batch_invariant, and of gated weights N / 2 that is a "
             "multiple of 16") &&
-        check.range("config", plan.config, 0, 2) && check.range("cluster", plan.cluster, 1, p.sms > 1 ? 2 : 1) &&
+        check.range("config", plan.config, 0, w4_wgmma_last) &&
+        check.range("cluster", plan.cluster, 1, p.sms > 1 ? 2 : 1) &&
         check.range("splits", plan.splits, 1, max_splits) && check.range("m_group", plan.m_group, 1, max_m_group)))
     return false;
   const W4WgmmaConfig f = w4_wgmma_config(p.bits, plan.config);

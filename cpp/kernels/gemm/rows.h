@@ -41,8 +41,8 @@ struct Rows {
   }
 };
 
-// Every row is whole vectors of `elements` 16-bit elements at addresses that are multiples of a vector, and all rows have
-// one stride. True of an absent tensor.
+// Every row is whole vectors of `elements` 16-bit elements at addresses that are multiples of a vector, and all rows
+// have one stride. True of an absent tensor.
 inline bool is_aligned(const TensorView& t, int elements) {
   if (!t.given()) return true;
   const Rows rows(t);

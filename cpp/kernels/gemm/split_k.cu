@@ -57,7 +57,7 @@ void split_k_epilogue(const DeviceScope& scope, const GemmParams& p, DType dtype
                Overlap::with_previous);
 }
 
-void load_product_kernels(const char* op) {
+void load_split_k_kernels(const char* op) {
   load_kernel(op, reduce_split_k<tile::half>);
   load_kernel(op, reduce_split_k<tile::bf16>);
 }

@@ -22,9 +22,9 @@
 //   before that kernel has ended.
 #pragma once
 
-#include "kernels/gemm/params.h"
 #include "kernels/gemm/bits16_traits.cuh"
 #include "kernels/gemm/epilogue.cuh"
+#include "kernels/gemm/launch.cuh"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
 
@@ -217,6 +217,13 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
       *cute::recast_ptr<float4>(p.partial + (split * p.tokens + local_token0 + token) * p.padded_n() + n) = sum;
     }
   }
+}
+
+// A row of the table.
+template <class T, int token_tiles, bool vec>
+GemmVariant stream_bits16_variant(DType dtype) {
+  return VariantOf<Bits16Params, linear_stream<LinearConfig<T, token_tiles, vec>>>::row(
+      {.path = GemmPath::stream, .dtype = dtype, .config = token_tiles - 1, .vec = vec});
 }
 
 }  // namespace rooftile::gpu

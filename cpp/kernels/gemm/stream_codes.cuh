@@ -27,8 +27,8 @@
 // and all warps have read the tile before, whose buffer the next copies overwrite. Epilogue: without a cluster the
 // sums overlay the ring, so all warps meet before they write; with one the sums lie behind the ring, and a CTA writes
 // to its peer once the peer runs. All threads meet again before they read sums.
-// Files: traits.cuh has layouts, atoms and shared memory; code_ring.cuh, stage_reader.cuh and x_tiles.cuh the copies;
-// stream_mainloop.cuh and stream_epilogue.cuh the two halves of the kernel.
+// Files: code_traits.cuh has layouts, atoms and shared memory; code_ring.cuh, stage_reader.cuh and x_tiles.cuh the
+// copies; stream_codes_mainloop.cuh and stream_codes_epilogue.cuh the two halves of the kernel.
 #pragma once
 
 #include "kernels/gemm/stream_codes_epilogue.cuh"
@@ -53,36 +53,6 @@ __global__ void __launch_bounds__(w4_warps * 32, Traits::ctas_per_sm)
   for (int i = 0; i < size(rAcc); ++i) rAcc(i) *= tile::CodeDecode<typename Traits::T, Traits::bits>::unit;
   if (p.partial) w4_store_partial<Traits>(p, work, rAcc);
   else w4_stream_epilogue<Traits>(p, work, shared, rAcc);
-}
-
-// The kernel of a tile config: `config` indexes w4_stream_configs (or w8_stream_configs).
-template <class T, int bits, class Scale, bool small_groups, W4StreamZeros zeros>
-W4Kernel w4a16_stream_of(int config) {
-  if (config == 0) return w4a16_stream<W4StreamTraits<T, bits, 0, Scale, small_groups, zeros>>;
-  if (config == 1) return w4a16_stream<W4StreamTraits<T, bits, 1, Scale, small_groups, zeros>>;
-  if constexpr (std::is_void_v<Scale>) {
-    if (config == 2) return w4a16_stream<W4StreamTraits<T, bits, 2, void, small_groups, zeros>>;
-    if (config == 3) return w4a16_stream<W4StreamTraits<T, bits, 3, void, small_groups, zeros>>;
-  }
-  return nullptr;
-}
-// Issue slots count up to 16 tokens: there, scales of x's own type, and symmetric codes and zero points of large
-// groups, have kernels of their own. All others test at run time.
-template <class T, int bits>
-W4Kernel w4a16_stream_kernel(const W4StreamVariant& v) {
-  using enum W4StreamZeros;
-  const bool small_groups = v.scale_k < w4_step_k;
-  const bool own_scale = v.config < 2 && (v.scale_dtype == DType::f16) == std::is_same_v<T, tile::half>;
-  if constexpr (bits == 4)
-    if (v.zeros == W4Zeros::minima)
-      return own_scale ? w4a16_stream_of<T, bits, T, true, minima>(v.config)
-                       : w4a16_stream_of<T, bits, void, true, minima>(v.config);
-  if (!own_scale)
-    return small_groups ? w4a16_stream_of<T, bits, void, true, either>(v.config)
-                        : w4a16_stream_of<T, bits, void, false, either>(v.config);
-  if (small_groups) return w4a16_stream_of<T, bits, T, true, either>(v.config);
-  return v.zeros == W4Zeros::integer ? w4a16_stream_of<T, bits, T, false, integer>(v.config)
-                                     : w4a16_stream_of<T, bits, T, false, symmetric>(v.config);
 }
 
 }  // namespace rooftile::gpu

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of the weight-streaming kernel (stream.cuh): sums of the warps -> partial sums in the workspace, or, by
-// way of shared memory, y.
+// The epilogue of the weight-streaming kernel (stream_codes.cuh): sums of the warps -> partial sums in the workspace,
+// or, by way of shared memory, y.
 #pragma once
 
 #include "kernels/gemm/epilogue.cuh"
@@ -39,7 +39,7 @@ __device__ __forceinline__ void w4_stream_epilogue(const CodesParams& p, const W
             out_tile = gated ? warp % (w4_warps / 2) : warp;
   const W4EpilogueTiles epilogue = w4_epilogue_tiles(gated, p.cluster_shift);
   const auto sums_at = Traits::sums_of_warps(epilogue.warps);  // (sums of a warp, split) -> offset
-  float* const sums = reinterpret_cast<float*>(shared + p.sums_offset);
+  float* const sums = recast_ptr<float>(shared + p.sums_offset);
   const int sum_index = out_tile % epilogue.tiles + (gated && warp >= w4_warps / 2 ? epilogue.tiles : 0);
   float* to = sums + sums_at(sum_index, cta_rank);
   if (p.cluster_shift > 0) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main loop of the weight-streaming kernel (stream.cuh).
+// The main loop of the weight-streaming kernel (stream_codes.cuh).
 #pragma once
 
 #include "kernels/gemm/code_ring.cuh"

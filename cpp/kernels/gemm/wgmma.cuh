@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 4 or 8 bits, on Hopper's wgmma: for more tokens than stream.cuh is
-// fast for. Persistent, warp-specialised CTAs.
+// y = activation(x W^T + bias) + residual with W in 4 or 8 bits, on Hopper's wgmma: for more tokens than
+// stream_codes.cuh is fast for. Persistent, warp-specialised CTAs.
 //   x [M, K]   y, residual [M, N]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // W is the register A operand, tokens are wgmma's N. A work tile is 128 rows of W x `tokens` tokens x K, or one K split
 // of it, or (stream-K) the part of K in the CTA's work range. Two consumer warp groups run the MMAs, one tile row of W
 // a warp; the four warps of a producer warp group load for them, `stages` steps of 128 k ahead and on into the next
 // work tile:
-//   codes, scales   global -> one stage of each consumer warp (cp.async), as in stream.cuh; a producer warp loads for
-//                   two consumer warps
+//   codes, scales   global -> one stage of each consumer warp (cp.async), as in stream_codes.cuh; a producer warp loads
+//                   for two consumer warps
 //   x               global -> shared memory by TMA, 128-byte swizzle. The CTAs of a cluster have different rows of W
 //                   and the same tokens: each loads its part of the tokens and multicasts it to all of them.
 // Consumers decode codes into A fragments, a k-block of 32 at a time: as soon as a wgmma batch has read its registers,
@@ -52,7 +52,7 @@ __device__ __forceinline__ void w4_wgmma_consumer(const WgmmaParams& params, typ
   using namespace cute;
   W4TileScheduler<Traits> scheduler(params, cta_rank);
   W4WgmmaWorkTile work = scheduler.next();
-  W4WgmmaMainloop<Traits> mainloop(params.product, smem, cta_rank);
+  W4WgmmaMainloop<Traits> mainloop(params, smem, cta_rank);
   Tensor rAcc =
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<typename Traits::BLK_M, typename Traits::BLK_N>{});  // ((2, 2, BLK_N / 8), 1, 1)
@@ -65,7 +65,7 @@ __device__ __forceinline__ void w4_wgmma_consumer(const WgmmaParams& params, typ
     mainloop.run(work.steps, last, rAcc);
     if (last) tile::let_next_kernel_start();
     if (scheduler.writes_fixup(work)) w4_write_fixup<Traits>(params, rAcc);  // only the first tile, never the last one
-    else w4_wgmma_epilogue<Traits>(params.product, work, smem, rAcc);
+    else w4_wgmma_epilogue<Traits>(params, work, smem, rAcc);
     if (last) break;
     work = scheduler.next();
   }
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Traits::config.threads(), Traits::ctas_per_sm)
   constexpr int warps = Traits::warps;
   extern __shared__ __align__(1024) std::uint8_t shared[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
-  const int warp = cutlass::canonical_warp_idx_sync(), cluster = 1 << params.product.cluster_shift,
+  const int warp = cutlass::canonical_warp_idx_sync(), cluster = 1 << params.cluster_shift,
             cta_rank = blockIdx.x & (cluster - 1);
   if (threadIdx.x == 0) {
     for (int s = 0; s < Traits::stages; ++s) {
@@ -101,30 +101,6 @@ __global__ void __launch_bounds__(Traits::config.threads(), Traits::ctas_per_sm)
     w4_wgmma_consumer<Traits>(params, smem, cta_rank);
   }
 #endif
-}
-
-// The instance of a tile config: `config` indexes w4_wgmma_configs (or w8_wgmma_configs).
-template <class T, int bits, class Scale>
-W4WgmmaKernel w4a16_wgmma_kernel(int config) {
-  switch (config) {
-    case 0:
-      return w4a16_wgmma<W4WgmmaTraits<T, bits, 0, Scale>>;
-    case 1:
-      return w4a16_wgmma<W4WgmmaTraits<T, bits, 1, Scale>>;
-    default:
-      return w4a16_wgmma<W4WgmmaTraits<T, bits, 2, Scale>>;
-  }
-}
-template <class T, int bits>
-W4WgmmaKernel w4a16_wgmma_kernel(int config, W4Operand operand) {
-  switch (operand) {
-    case W4Operand::codes:
-      return w4a16_wgmma_kernel<T, bits, void>(config);
-    case W4Operand::f16_scales:
-      return w4a16_wgmma_kernel<T, bits, tile::half>(config);
-    default:
-      return w4a16_wgmma_kernel<T, bits, tile::bf16>(config);
-  }
 }
 
 }  // namespace rooftile::gpu

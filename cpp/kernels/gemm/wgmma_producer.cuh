@@ -23,22 +23,22 @@ class W4XLoader {
     smem_.full[stage].arrive_and_expect_tx(Traits::x_bytes);
     auto* const barrier = recast_ptr<std::uint64_t>(&smem_.full[stage]);
     constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-    if (params_.product.cluster_shift > 0) {
+    if (params_.cluster_shift > 0) {
       using Atom = typename Traits::template TmaX<SM90_TMA_LOAD_MULTICAST_OP>;
-      copy_x(Atom{{&params_.x, barrier, std::uint16_t{3}, hint}}, Layout<_2>{}, m_block, step, stage);
+      copy_x(Atom{{&params_.x_map, barrier, std::uint16_t{3}, hint}}, Layout<_2>{}, m_block, step, stage);
     } else {
       using Atom = typename Traits::template TmaX<SM90_TMA_LOAD_OP>;
-      copy_x(Atom{{&params_.x, barrier, hint}}, Layout<_1>{}, m_block, step, stage);
+      copy_x(Atom{{&params_.x_map, barrier, hint}}, Layout<_1>{}, m_block, step, stage);
     }
   }
 
  private:
-  // The TMA descriptor knows how many tokens a CTA loads: the box of params.x. CuTe's own descriptors would fix the
+  // The TMA descriptor knows how many tokens a CTA loads: the box of params.x_map. CuTe's own descriptors would fix the
   // cluster at compile time, and their maker cannot report a driver's error.
   template <class Atom, class Ctas>
   __device__ __forceinline__ void copy_x(const Atom& atom, Ctas ctas, unsigned m_block, int step, int stage) const {
     using namespace cute;
-    const auto extents = make_shape(static_cast<int>(params_.product.tokens), params_.product.k);
+    const auto extents = make_shape(static_cast<int>(params_.tokens), params_.k);
     Tensor mX = make_coord_tensor(make_layout(extents, make_stride(E<1>{}, E<0>{})));  // (token, k) -> TMA's (k, token)
     Tensor gX = local_tile(mX, Shape<typename Traits::BLK_N, typename Traits::BLK_K>{},
                            make_coord(_, _));                                         // (BLK_N, BLK_K, m-block, step)
@@ -58,10 +58,10 @@ template <class Traits>
 __device__ __forceinline__ void w4_wgmma_producer(const WgmmaParams& params, typename Traits::SharedStorage& smem,
                                                   int cta_rank, int producer) {
   using namespace cute;
-  const CodesParams& p = params.product;
+  const CodesParams& p = params;
   const bool loads_x = producer == 0 && elect_one_sync();
   const int first_consumer = 2 * producer;
-  if (loads_x) prefetch_tma_descriptor(&params.x);
+  if (loads_x) prefetch_tma_descriptor(&params.x_map);
   const W4XLoader<Traits> x(params, smem, cta_rank);
   W4TileScheduler<Traits> scheduler(params, cta_rank);
   W4WgmmaWorkTile work = scheduler.next();

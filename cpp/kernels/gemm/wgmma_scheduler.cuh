@@ -29,7 +29,7 @@ class W4TileScheduler {
  public:
   __device__ __forceinline__ W4TileScheduler(const WgmmaParams& params, int cta_rank)
       : params_(params), cta_rank_(cta_rank) {
-    const CodesParams& p = params.product;
+    const CodesParams& p = params;
     const unsigned cluster = blockIdx.x >> p.cluster_shift;
     if (stream_k()) {
       const unsigned range = divide(cluster, p.by_m_blocks);
@@ -43,7 +43,7 @@ class W4TileScheduler {
   }
   __device__ __forceinline__ bool has_next() const { return next_ < end_; }
   __device__ __forceinline__ W4WgmmaWorkTile next() {
-    const CodesParams& p = params_.product;
+    const CodesParams& p = params_;
     W4WgmmaWorkTile at;
     if (stream_k()) {
       const unsigned cluster_tile = divide(end_ - 1, params_.by_steps), begin = max(cluster_tile * p.steps, next_);
@@ -74,12 +74,12 @@ class W4TileScheduler {
   }
   // Stream-K: the tile's K goes on in the next range, or began in the range before.
   __device__ __forceinline__ bool writes_fixup(const W4WgmmaWorkTile& at) const {
-    return stream_k() && at.first + at.steps < params_.product.steps;
+    return stream_k() && at.first + at.steps < params_.steps;
   }
   __device__ __forceinline__ bool reads_fixup(const W4WgmmaWorkTile& at) const { return stream_k() && at.first > 0; }
   // The CTA of the range before, which writes this CTA's fix-up sums.
   __device__ __forceinline__ unsigned fixup_cta() const {
-    return blockIdx.x - (params_.product.m_blocks << params_.product.cluster_shift);
+    return blockIdx.x - (params_.m_blocks << params_.cluster_shift);
   }
 
  private:

@@ -23,7 +23,7 @@ struct W4WgmmaTraits : W4WgmmaStages<bits_, config_, Scale_> {
   using Base::bits, Base::stages;
   using typename Base::STAGE, typename Base::Stage;
   using T = Element;
-  using MmaT = W4MmaType<T>;
+  using MmaT = MmaType<T>;
   using Scale = Scale_;
   static constexpr W4WgmmaConfig config = w4_wgmma_config(bits, config_);
   static constexpr int tokens = config.tokens, warps = config.warps(), ctas_per_sm = config.ctas_per_sm;

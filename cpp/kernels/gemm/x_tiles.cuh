@@ -2,8 +2,8 @@
 // Tiles of x in the weight-streaming kernel: global -> shared memory, two buffers.
 #pragma once
 
-#include "kernels/gemm/params.h"
 #include "kernels/gemm/code_traits.cuh"
+#include "kernels/gemm/params.h"
 
 namespace rooftile::gpu {
 

@@ -94,9 +94,9 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
 
 // Clusters, workspaces and epilogues do not depend on W's bits.
 TEST(W4Plan, ConfigsOfBothBitsTakeTheSameTokens) {
-  for (int config = 0; config < 4; ++config)
+  for (int config = 0; config <= w4_stream_last; ++config)
     EXPECT_EQ(w4_stream_config(4, config).n_tiles, w4_stream_config(8, config).n_tiles);
-  for (int config = 0; config < 3; ++config) {
+  for (int config = 0; config <= w4_wgmma_last; ++config) {
     EXPECT_EQ(w4_wgmma_config(4, config).tokens, w4_wgmma_config(8, config).tokens);
     EXPECT_EQ(w4_wgmma_config(4, config).threads(), w4_wgmma_config(8, config).threads());
   }

@@ -3,9 +3,6 @@
 
 namespace rooftile::gpu {
 
-void linear_collective_bf16(const DeviceScope& scope, const Bits16Params& p, int config) {
-  launch_collective<tile::bf16>(scope, p, config);
-}
-void load_linear_collectives_bf16(const char* op) { load_collectives<tile::bf16>(op); }
+std::span<const GemmVariant> collective_bf16_variants() { return collective_variants<tile::bf16>(DType::bf16); }
 
 }  // namespace rooftile::gpu

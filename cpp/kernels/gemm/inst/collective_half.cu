@@ -3,9 +3,6 @@
 
 namespace rooftile::gpu {
 
-void linear_collective_half(const DeviceScope& scope, const Bits16Params& p, int config) {
-  launch_collective<tile::half>(scope, p, config);
-}
-void load_linear_collectives_half(const char* op) { load_collectives<tile::half>(op); }
+std::span<const GemmVariant> collective_half_variants() { return collective_variants<tile::half>(DType::f16); }
 
 }  // namespace rooftile::gpu

@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/gemm/stream_codes.cuh"
-#include "kernels/gemm/wgmma.cuh"
+#include "kernels/gemm/codes_variants.cuh"
 
 namespace rooftile::gpu {
 
-W4Kernel w4a16_stream_half(const W4StreamVariant& v) { return w4a16_stream_kernel<tile::half, 4>(v); }
-W4WgmmaKernel w4a16_wgmma_half(int config, W4Operand operand) {
-  return w4a16_wgmma_kernel<tile::half, 4>(config, operand);
-}
+std::span<const GemmVariant> w4_half_variants() { return codes_variants<tile::half, 4>(DType::f16); }
 
 }  // namespace rooftile::gpu

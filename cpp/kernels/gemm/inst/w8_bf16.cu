@@ -1,12 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/gemm/stream_codes.cuh"
-#include "kernels/gemm/wgmma.cuh"
+#include "kernels/gemm/codes_variants.cuh"
 
 namespace rooftile::gpu {
 
-W4Kernel w8a16_stream_bf16(const W4StreamVariant& v) { return w4a16_stream_kernel<tile::bf16, 8>(v); }
-W4WgmmaKernel w8a16_wgmma_bf16(int config, W4Operand operand) {
-  return w4a16_wgmma_kernel<tile::bf16, 8>(config, operand);
-}
+std::span<const GemmVariant> w8_bf16_variants() { return codes_variants<tile::bf16, 8>(DType::bf16); }
 
 }  // namespace rooftile::gpu

@@ -17,28 +17,17 @@
 //   barrier publishes the partial sums.
 //   PDL: the producer prefetches W into L2 while the previous kernel runs and reads nothing before that kernel has
 //   ended. The next kernel may start when this CTA has issued all of its loads.
-#include <cuda.h>
+#pragma once
+
 #include <cutlass/arch/barrier.h>
 
-#include <bit>
-
-#include "kernels/gemm/params.h"
 #include "kernels/gemm/bits16_traits.cuh"
 #include "kernels/gemm/epilogue.cuh"
-#include "kernels/tensor_map.h"
-#include "kernels/warmup.h"
+#include "kernels/gemm/launch.cuh"
 #include "tile/cta_sync.cuh"
 #include "tile/wgmma.cuh"
 
 namespace rooftile::gpu {
-namespace {
-
-struct TmaParams {
-  Bits16Params product;
-  int rows, stages;  // R: rows of W of a CTA; S: stages of its ring
-  int cluster_log2;  // log2 of the CTAs of a cluster, one for each split of K
-  CUtensorMap w, x;  // tiles of (R, 64) of W [N, K] and of (N tokens, 64) of x [M, K]
-};
 
 template <class Cfg>
 __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
@@ -50,15 +39,13 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
   using TmaLoad = cute::SM90_TMA_LOAD_2D;
   constexpr int N = Cfg::tokens, H = linear_tma_tiles_per_step, x_bytes = linear_tma_tile_bytes(N);
   constexpr auto hint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  const Bits16Params& p = params.product;
+  const Bits16Params& p = params;
   const int R = params.rows, S = params.stages, w_bytes = linear_tma_tile_bytes(R),
             stage_bytes = H * linear_tma_tile_bytes(R + N);
   // (S, [2 tiles of W (R, 64) | 2 tiles of x (N, 64)]) of T, then full and empty barriers (S) each. R and S are
   // run-time numbers, which neither CuTe's TMA atoms nor CUTLASS's pipelines take.
   extern __shared__ __align__(1024) std::uint8_t shared[];
-  std::uint64_t* const full = cute::recast_ptr<std::uint64_t>(shared + S * stage_bytes);
-  std::uint64_t* const empty = full + S;
-
+  std::uint64_t *const full = cute::recast_ptr<std::uint64_t>(shared + S * stage_bytes), *const empty = full + S;
   const int warps = static_cast<int>(blockDim.x) / 32 - 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
             g = lane / 4, t = lane % 4;
   const int cluster_log2 = params.cluster_log2, cluster = 1 << cluster_log2,
@@ -85,7 +72,7 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
     if (cute::elect_one_sync()) {
       // Prefetch half a ring of W into L2. A whole ring would compete with the previous kernel for bandwidth.
       for (int k_tile = 0; k_tile < H * min(S / 2, steps); ++k_tile)
-        TmaLoad::PREFETCH::copy(&params.w, (first_step * H + k_tile) * linear_tma_tile_k, row0);
+        TmaLoad::PREFETCH::copy(&params.w_map, (first_step * H + k_tile) * linear_tma_tile_k, row0);
       tile::wait_for_previous_kernel();
 #pragma unroll 1
       for (int step = 0, s = 0, parity = 1, k = first_step * linear_tma_step_k; step < steps;
@@ -96,8 +83,8 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
 #pragma unroll
         for (int k_tile = 0; k_tile < H; ++k_tile) {
           const int tile_k = k + k_tile * linear_tma_tile_k;
-          TmaLoad::copy(&params.w, full + s, hint, to + k_tile * w_bytes, tile_k, row0);
-          TmaLoad::copy(&params.x, full + s, hint, to + H * w_bytes + k_tile * x_bytes, tile_k, token0);
+          TmaLoad::copy(&params.w_map, full + s, hint, to + k_tile * w_bytes, tile_k, row0);
+          TmaLoad::copy(&params.x_map, full + s, hint, to + H * w_bytes + k_tile * x_bytes, tile_k, token0);
         }
         if (++s == S) s = 0, parity ^= 1;
       }
@@ -163,53 +150,11 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
 #endif
 }
 
-template <class Cfg>
-void launch_config(const DeviceScope& scope, const Bits16Params& p, const GemmPlan& plan, DType dtype) {
-  TmaParams params{.product = p,
-                   .rows = plan.tma_rows,
-                   .stages = plan.stages,
-                   .cluster_log2 = std::countr_zero(static_cast<unsigned>(plan.cluster)),
-                   .w = {},
-                   .x = {}};
-  params.w = rows_map(scope.op(), p.w, dtype, {.rows = p.n, .columns = p.k, .stride = p.w_stride}, plan.tma_rows,
-                      linear_tma_tile_k);
-  params.x = rows_map(scope.op(), p.x.data, dtype, {.rows = p.tokens, .columns = p.k, .stride = p.x_stride},
-                      Cfg::tokens, linear_tma_tile_k);
-  scope.launch(linear_tma_tiles<Cfg>, plan.m_blocks * plan.n_blocks * plan.cluster, linear_tma_threads(plan.tma_rows),
-               plan.shared_bytes, params, Overlap::with_previous, plan.cluster);
-}
-
-template <class T>
-void launch(const DeviceScope& scope, const Bits16Params& p, const GemmPlan& plan, DType dtype) {
-  switch (plan.config) {
-    case 0:
-      return launch_config<LinearTma<T, 0>>(scope, p, plan, dtype);
-    case 1:
-      return launch_config<LinearTma<T, 1>>(scope, p, plan, dtype);
-    case 2:
-      return launch_config<LinearTma<T, 2>>(scope, p, plan, dtype);
-    default:
-      return launch_config<LinearTma<T, 3>>(scope, p, plan, dtype);
-  }
-}
-
-template <class T>
-void load(const char* op) {
-  load_kernel(op, linear_tma_tiles<LinearTma<T, 0>>);
-  load_kernel(op, linear_tma_tiles<LinearTma<T, 1>>);
-  load_kernel(op, linear_tma_tiles<LinearTma<T, 2>>);
-  load_kernel(op, linear_tma_tiles<LinearTma<T, 3>>);
-}
-
-}  // namespace
-
-void linear_tma(const DeviceScope& scope, const Bits16Params& p, DType dtype, const GemmPlan& plan) {
-  tile::with_element16(dtype, [&](auto e) { launch<decltype(e)>(scope, p, plan, dtype); });
-}
-
-void load_linear_tma(const char* op) {
-  load<tile::half>(op);
-  load<tile::bf16>(op);
+// The rows of the table for one element type.
+template <class T, int config>
+GemmVariant tma_variant(DType dtype) {
+  return VariantOf<TmaParams, linear_tma_tiles<LinearTma<T, config>>>::row(
+      {.path = GemmPath::tma, .dtype = dtype, .config = config});
 }
 
 }  // namespace rooftile::gpu

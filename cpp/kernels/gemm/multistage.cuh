@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // y = activation(x W^T + bias) + residual with W in 16 bits, on mma m16n8k16 with cp.async, by CUTLASS's multistage
-// GEMM for sm_80. Serves more tokens than stream.cuh is fast for, on GPUs before Hopper.
+// GEMM for sm_80. Serves more tokens than stream_bits16.cuh is fast for, on GPUs before Hopper.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows are whole 16-byte vectors at one stride
 //
 // A CTA of four warps computes 128 tokens x 128 rows of W in k-steps of 32 through four stages of shared memory; the
 // CTA swizzle makes neighbouring CTAs share tokens or rows of W in L2. A step is 1 Mflop and 16 KB: tensor cores are
 // the roof where there are tiles for all SMs. The sum over K is one fp32 accumulator, in order.
 // Sync: CUTLASS's cp.async groups, and one __syncthreads a stage.
+#pragma once
+
 #include <cutlass/gemm/kernel/default_gemm_universal_with_visitor.h>
 
 #include <cutlass/epilogue/threadblock/fusion/visitors.hpp>  // needs what the other includes
 
 #include "kernels/gemm/activate.cuh"
+#include "kernels/gemm/traits.cuh"
+#include "kernels/gemm/dispatch.h"
 #include "kernels/gemm/params.h"
-#include "kernels/gemm/bits16_traits.cuh"
+#include "kernels/launch.h"
 #include "kernels/warmup.h"
 
 namespace rooftile::gpu {
-namespace {
 
 namespace threadblock = cutlass::epilogue::threadblock;
 
@@ -76,7 +79,7 @@ struct EpilogueVisitor {
 
 template <class Element>
 struct LinearMultistage {
-  using T = typename CutlassElement<Element>::type;
+  using T = MmaType<Element>;
   using Tile = cutlass::gemm::GemmShape<linear_multistage_tile.tokens, linear_multistage_tile.rows, 32>;
   using Warp = cutlass::gemm::GemmShape<64, 64, 32>;
   static constexpr int stages = 4;
@@ -107,7 +110,8 @@ __global__ void __launch_bounds__(Cfg::Kernel::kThreadCount, 2)
 }
 
 template <class Cfg>
-void launch(const DeviceScope& scope, const Bits16Params& p) {
+void launch_multistage(const DeviceScope& scope, const GemmPlan&, std::int64_t, const GemmParams& product) {
+  const auto& p = static_cast<const Bits16Params&>(product);
   using T = typename Cfg::T;
   using Kernel = typename Cfg::Kernel;
   const auto at = [](const Rows& rows) { return static_cast<T*>(rows.data); };
@@ -128,15 +132,13 @@ void launch(const DeviceScope& scope, const Bits16Params& p) {
                Kernel::kThreadCount, sizeof(typename Kernel::SharedStorage), params);
 }
 
-}  // namespace
-
-void linear_multistage(const DeviceScope& scope, const Bits16Params& p, DType dtype) {
-  tile::with_element16(dtype, [&](auto e) { launch<LinearMultistage<decltype(e)>>(scope, p); });
-}
-
-void load_linear_multistage(const char* op) {
-  load_kernel(op, linear_multistage_tiles<LinearMultistage<tile::half>>);
-  load_kernel(op, linear_multistage_tiles<LinearMultistage<tile::bf16>>);
+template <class T>
+std::span<const GemmVariant> multistage_variants(DType dtype) {
+  using Cfg = LinearMultistage<T>;
+  static const GemmVariant rows[] = {{{.path = GemmPath::multistage, .dtype = dtype},
+                                      launch_multistage<Cfg>,
+                                      [](const char* op) { load_kernel(op, linear_multistage_tiles<Cfg>); }}};
+  return rows;
 }
 
 }  // namespace rooftile::gpu
