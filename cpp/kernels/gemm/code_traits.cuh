@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The types of the weight-streaming kernel (stream_codes.cuh): the layouts of its tensors, copy and MMA atoms, shared memory;
-// and what it has in common with wgmma.cuh: the packed layout of codes, and a warp's stages of them.
+// The types of the weight-streaming kernel (stream_codes.cuh): the layouts of its tensors, copy and MMA atoms, shared
+// memory; and what it has in common with wgmma.cuh: the packed layout of codes, and a warp's stages of them.
 #pragma once
 
 #include <cute/tensor.hpp>

@@ -23,8 +23,8 @@ namespace rooftile::gpu {
 template <class T, int bits, class Scale>
 __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_constant__ ExpandParams p) {
   constexpr int tile_bytes = w4_tile_bytes(bits), blocks_of_tile = w4_tile_fragments(bits),
-                pitch = w4_step_k * 2 + 16;  // bytes of a row; 16 more against bank conflicts
-  __shared__ __align__(16) std::uint8_t rows_of_warps[w4_expand_threads / 32][w4_tile_n * pitch];
+                pitch = w4_step_k + 8;  // elements of a row; 16 bytes more against bank conflicts
+  __shared__ __align__(16) std::uint16_t rows_of_warps[w4_expand_threads / 32][w4_tile_n * pitch];
   tile::let_next_kernel_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const unsigned index = blockIdx.x * (w4_expand_threads / 32) + warp, row = divide(index, p.by_steps),
@@ -46,18 +46,23 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
         p.w.codes + (tile_row * p.row_tiles + tile) * tile_bytes + f % blocks_of_tile * w4_fragment_bytes + lane * 16;
     rVecs(f) = tile < p.row_tiles ? tile::load_once(from) : uint4{};
   }
-  std::uint8_t* const shared_rows = rows_of_warps[warp];
+  cute::Tensor sRows = cute::make_tensor(
+      cute::make_smem_ptr(&rows_of_warps[warp][0]),
+      cute::Layout<cute::Shape<cute::Int<w4_tile_n>, cute::Int<w4_step_k>>,
+                   cute::Stride<cute::Int<pitch>, cute::_1>>{});  // (row, k): this warp's step in x's type
+  cute::Tensor sPairs = cute::recast<std::uint32_t>(sRows);       // (row, k / 2)
+  cute::Tensor sVecs = cute::recast<uint4>(sRows);                // (row, k / 8)
 #pragma unroll
   for (int k_block = 0; k_block < 4; ++k_block) {
     const std::int64_t block = blocks + min(static_cast<int>(step * 4 + k_block) >> p.group_shift, p.groups - 1);
     const auto pair = [&](const std::byte* values) {  // (row g, row g + 8)
-      const auto* const of_rows = reinterpret_cast<const std::uint16_t*>(values) + block * w4_tile_n;
+      const auto* const of_rows = cute::recast_ptr<const std::uint16_t>(values) + block * w4_tile_n;
       return std::uint32_t{of_rows[g]} | std::uint32_t{of_rows[g + 8]} << 16;
     };
     std::uint32_t zeros[2] = {w4_zero_point(bits), w4_zero_point(bits)};
     if (p.w.zeros == W4Zeros::minima) zeros[0] = zeros[1] = 0;
     if (p.w.zeros == W4Zeros::integer) {
-      const auto* const of_rows = reinterpret_cast<const std::uint8_t*>(p.w.offsets) + block * w4_tile_n;
+      const auto* const of_rows = cute::recast_ptr<const std::uint8_t>(p.w.offsets) + block * w4_tile_n;
       zeros[0] = of_rows[g], zeros[1] = of_rows[g + 8];
     }
     cute::Tensor rA = cute::make_tensor<T>(
@@ -67,8 +72,7 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
     cute::Tensor rPairs = cute::recast<std::uint32_t>(rA);  // (MMA / 2, 1, 2 k-steps)
 #pragma unroll
     for (int i = 0; i < 8; ++i)  // register r of a fragment: row g + 8 (r % 2), k 8 (r / 2) + 2 t
-      *reinterpret_cast<std::uint32_t*>(shared_rows + (g + i % 2 * 8) * pitch +
-                                        (k_block * 32 + i / 2 * 8 + 2 * t) * 2) = rPairs(i);
+      sPairs(g + i % 2 * 8, k_block * 16 + i / 2 * 4 + t) = rPairs(i);
   }
   __syncwarp();
   auto* const to = static_cast<std::uint16_t*>(p.to) + std::int64_t{row} * w4_tile_n * p.k + step * w4_step_k;
@@ -77,8 +81,7 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
   for (int i = 0; i < 8; ++i) {
     const int r = i * 2 + lane / 16, column = lane % 16 * 8;
     if (r < rows_left && static_cast<int>(step) * w4_step_k + column < p.k)
-      tile::store(to + std::int64_t{r} * p.k + column,
-                  *reinterpret_cast<const uint4*>(shared_rows + r * pitch + column * 2));
+      tile::store(to + std::int64_t{r} * p.k + column, sVecs(r, lane % 16));
   }
 }
 

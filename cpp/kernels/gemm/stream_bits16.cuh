@@ -25,6 +25,7 @@
 #include "kernels/gemm/bits16_traits.cuh"
 #include "kernels/gemm/epilogue.cuh"
 #include "kernels/gemm/launch.cuh"
+#include "kernels/gemm/stream_scheduler.cuh"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
 
@@ -133,10 +134,8 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
   const int slices = 1 << p.slices_log2, slice = warp & (slices - 1);
-  // Neighbouring CTAs read the same rows of W and other tokens.
-  const int cta = static_cast<int>(blockIdx.x), rest = divide(cta, p.by_m_blocks), split = divide(rest, p.by_n_blocks),
-            n_block = rest - split * p.by_n_blocks.value;
-  const std::int64_t local_token0 = std::int64_t{cta - rest * p.by_m_blocks.value} * linear_stream_tokens;
+  const auto [m_block, n_block, split] = stream_work_tile(static_cast<int>(blockIdx.x), p.by_m_blocks, p.by_n_blocks);
+  const std::int64_t local_token0 = std::int64_t{m_block} * linear_stream_tokens;
   const int tokens = static_cast<int>(min(std::int64_t{8 * NT}, p.tokens - local_token0));
   const std::int64_t row0 = std::int64_t{n_block} * p.row_tiles * linear_rows,
                      row = row0 + (warp >> p.slices_log2) * linear_rows;

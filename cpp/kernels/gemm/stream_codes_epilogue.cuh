@@ -61,14 +61,11 @@ __device__ __forceinline__ void w4_stream_epilogue(const CodesParams& p, const W
     const int rows = vec % 4, token = vec / 4 % n_tokens, at = vec / (4 * n_tokens);
     if (token >= work.tokens || cta_rank * epilogue.tiles + at >= (gated ? w4_warps / 2 : w4_warps)) continue;
     const auto sum_of = [&](int sum_index) {
-      float4 sum = {};
-      for (int split = 0; split < splits; ++split) {
+      return sum_in_order(splits, [&](int split) -> float4 {
         Tensor sVecs = recast<float4>(make_tensor(make_smem_ptr(sums + sums_at(sum_index, split)),
                                                   typename Traits::SmemLayoutSum{}));  // (row / 4, BLK_N)
-        const float4 x = sVecs(rows, token);
-        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-      }
-      return sum;
+        return sVecs(rows, token);
+      });
     };
     const Epilogue<typename Traits::T> out(
         p, std::int64_t{p.tile_row<w4_warps>(work.n_block, cta_rank * epilogue.tiles + at)} * w4_tile_n + rows * 4);

@@ -3,13 +3,14 @@
 #pragma once
 
 #include "kernels/gemm/code_ring.cuh"
+#include "kernels/gemm/stream_scheduler.cuh"
 #include "kernels/gemm/x_tiles.cuh"
 #include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
 
-// The work tile of a CTA. The CTAs of a cluster take the K splits of the same rows of W and of all tokens. Without
-// clusters blockIdx runs over m-blocks first, then n-blocks, then splits: neighbours read the same rows of W.
+// The work tile of a CTA. The CTAs of a cluster take the K splits of the same rows of W and of all tokens; without
+// clusters: stream_work_tile.
 struct W4StreamWorkTile {
   std::int64_t local_token0;  // first token, from the first one of this launch
   unsigned n_block, split;
@@ -23,10 +24,10 @@ __device__ __forceinline__ W4StreamWorkTile w4_stream_work_tile(const CodesParam
     at.split = blockIdx.x & ((1u << p.cluster_shift) - 1);
     at.n_block = blockIdx.x >> p.cluster_shift;
   } else {
-    const unsigned rest = divide(blockIdx.x, p.by_m_blocks);
-    m_block = blockIdx.x - rest * p.m_blocks;
-    at.split = divide(rest, p.by_n_blocks);
-    at.n_block = rest - at.split * p.n_blocks;
+    const StreamWorkTile cta = stream_work_tile(static_cast<int>(blockIdx.x), p.by_m_blocks, p.by_n_blocks);
+    m_block = cta.m_block;
+    at.split = cta.split;
+    at.n_block = cta.n_block;
   }
   at.local_token0 = std::int64_t{m_block} * w4_stream_block_m;
   at.row = p.tile_row<w4_warps>(at.n_block, threadIdx.x / 32);

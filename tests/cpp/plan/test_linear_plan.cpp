@@ -241,6 +241,7 @@ TEST(LinearPlan, EveryWrongFieldIsNamed) {
     refused(p, "m_blocks", &GemmPlan::m_blocks, 3);
     refused(p, "n_blocks", &GemmPlan::n_blocks, 3);
     refused(p, "split_steps", &GemmPlan::split_steps, 3);
+    refused(p, "threads", &GemmPlan::threads, 31);
     refused(p, "shared_bytes", &GemmPlan::shared_bytes, 3);
     refused(p, "workspace_bytes", &GemmPlan::workspace_bytes, 3);
   }

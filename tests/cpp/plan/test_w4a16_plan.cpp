@@ -431,6 +431,7 @@ TEST(W4Plan, EveryWrongFieldIsNamed) {
     refused(p, "launch_tokens", &GemmPlan::launch_tokens, 3);
     refused(p, "m_blocks", &GemmPlan::m_blocks, 3);
     refused(p, "n_blocks", &GemmPlan::n_blocks, 3);
+    refused(p, "threads", &GemmPlan::threads, 31);
     refused(p, "shared_bytes", &GemmPlan::shared_bytes, 3);
     refused(p, "workspace_bytes", &GemmPlan::workspace_bytes, 3);
     refused(p, "semaphore_bytes", &GemmPlan::semaphore_bytes, 3);
