@@ -57,10 +57,8 @@ void warmup(const Context& ctx) {
   load_append_kernels(op);
   load_decode_kernels(op);
   load_elementwise_kernels(op);
-  load_linear_kernels(op);
+  load_gemm_kernels(op);
   load_norm_kernels(op);
-  load_product_kernels(op);
-  load_w4a16_kernels(op);
 }
 
 void copy_bytes(const char* op, const Context& ctx, void* to, const void* from, std::size_t bytes, bool wait) {

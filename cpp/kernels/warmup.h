@@ -18,9 +18,7 @@ void load_kernel(const char* op, void (*kernel)(Params)) {
 void load_append_kernels(const char* op);
 void load_decode_kernels(const char* op);
 void load_elementwise_kernels(const char* op);
-void load_linear_kernels(const char* op);
+void load_gemm_kernels(const char* op);
 void load_norm_kernels(const char* op);
-void load_product_kernels(const char* op);
-void load_w4a16_kernels(const char* op);
 
 }  // namespace rooftile::gpu

@@ -8,8 +8,7 @@
 #include "core/op_args.h"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/scheduler.h"
-#include "kernels/linear/plan.h"
-#include "kernels/w4a16/plan.h"
+#include "kernels/gemm/plan.h"
 #include "ops/check.h"
 
 namespace rooftile {
@@ -88,9 +87,9 @@ PlanFacts explain_w4a16(const char* op, const GpuTarget& gpu, TensorView x, cons
   ROOFTILE_CHECK(x.last() == w.k, op, ": x must have a last dimension of K = ", w.k, ", got ", describe(x));
   ROOFTILE_CHECK(!options.gated || w.n % 2 == 0, op, ": activation \"", name(options.activation),
                  "_mul\" needs a weight of rows [gate | up], an even number N, got N = ", w.n);
-  const gpu::W4Problem problem = gpu::problem_of(args, gpu.sms, gpu.hopper);
-  const gpu::W4Plan plan = gpu::plan_w4a16(op, problem, forced);
-  return {gpu::text(plan), plan.why, gpu::kernel_of(plan, problem, w.zeros), plan.workspace_bytes};
+  const gpu::GemmProblem problem = gpu::problem_of(args, gpu.sms, gpu.hopper);
+  const gpu::GemmPlan plan = gpu::plan_gemm(op, problem, forced);
+  return {gpu::text(plan), plan.why, gpu::kernel_of(plan, problem), plan.workspace_bytes};
 }
 
 PlanFacts explain_linear(const GpuTarget& gpu, TensorView x, TensorView weight, TensorView y,
@@ -104,8 +103,9 @@ PlanFacts explain_linear(const GpuTarget& gpu, TensorView x, TensorView weight, 
   ROOFTILE_CHECK(weight.shape[0] <= most && weight.shape[1] <= most, op, ": weight must have N and K of at most ", most,
                  ", got ", describe(weight));
   const LinearArgs args{.x = x, .w = weight, .y = y, .bias = options.bias, .residual = options.residual};
-  const gpu::LinearPlan plan = gpu::plan_linear(op, gpu::problem_of(args, gpu.sms, gpu.hopper), forced);
-  return {gpu::text(plan), plan.why, gpu::kernel_of(plan, args), plan.workspace_bytes};
+  const gpu::GemmProblem problem = gpu::problem_of(args, gpu.sms, gpu.hopper);
+  const gpu::GemmPlan plan = gpu::plan_gemm(op, problem, forced);
+  return {gpu::text(plan), plan.why, gpu::kernel_of(plan, problem), plan.workspace_bytes};
 }
 
 const char* explain_cpu(const char* op, const char* forced) { return cpu::kernels_for(op, forced).variant; }

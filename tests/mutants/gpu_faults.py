@@ -14,9 +14,7 @@ import forks
 import instrumented
 import places
 
-DECODE, FUSED, KV_CACHE, W4A16, LINEAR = (
-    f"cpp/kernels/{family}/" for family in ("decode", "fused", "kv_cache", "w4a16", "linear")
-)
+DECODE, FUSED, KV_CACHE, GEMM = (f"cpp/kernels/{family}/" for family in ("decode", "fused", "kv_cache", "gemm"))
 
 
 @dataclass
@@ -25,7 +23,7 @@ class Fault:
     file: str
     sound: str  # occurs once
     faulty: str
-    source: str = ""  # the .cu file that is compiled with the fault; default: see SOURCES
+    source: str = ""  # the .cu or .cpp file that is compiled with the fault; default: see SOURCES
     first: str = ""  # test functions, spaces between: expected to see the fault, they run before the others
 
 
@@ -128,101 +126,101 @@ FAULTS = {
     ),
     "tile_zero": Fault(
         "row g + 8 is decoded with row g's zero",
-        W4A16 + "wgmma_mainloop.cuh",
+        GEMM + "wgmma_mainloop.cuh",
         "sZeros_(0, 0), sZeros_(1, 0)",
         "sZeros_(0, 0), sZeros_(0, 0)",
     ),
     "tile_scale": Fault(
         "row g + 8 is scaled with row g's scale",
-        W4A16 + "wgmma_mainloop.cuh",
+        GEMM + "wgmma_mainloop.cuh",
         "fmaf(i / 2 % 2 == 0 ? scale.x : scale.y,",
         "fmaf(scale.x,",
     ),
     "tile_tail": Fault(
         "a scale block past the end of K is scaled with what lies there",
-        W4A16 + "code_loader.cuh",
+        GEMM + "code_loader.cuh",
         ".with(groups_left_ > 0)",
         ".with(true)",
     ),
     "tile_parity": Fault(
         "a stage is read before its bytes have come, every other time round",
-        W4A16 + "wgmma_mainloop.cuh",
+        GEMM + "wgmma_mainloop.cuh",
         "tile::wait_barrier(smem_.full[stage], state_.phase());",
         "tile::wait_barrier(smem_.full[stage], 0);",
     ),
     "tile_half": Fault(
         "both CTAs of a cluster load the first half of the tokens",
-        W4A16 + "wgmma_producer.cuh",
+        GEMM + "wgmma_producer.cuh",
         "tma_partition(atom, cta_rank_, ctas,",
         "tma_partition(atom, 0, ctas,",
     ),
     "tile_next": Fault(
         "the next work tile gets the codes behind this one's",
-        W4A16 + "wgmma_producer.cuh",
+        GEMM + "wgmma_producer.cuh",
         "    work = scheduler.next();\n    codes = loader_of(work);\n",
         "    work = scheduler.next();\n",
     ),
     "tile_end": Fault(
         "a CTA may exit before its peer's last multicast write and arrival have landed",
-        W4A16 + "wgmma_producer.cuh",
+        GEMM + "wgmma_producer.cuh",
         "for (int i = 0; i < Traits::stages; ++i, ++state)",
         "for (int i = Traits::stages; i < Traits::stages; ++i, ++state)",
     ),
     "stream_k_wait": Fault(
         "fix-up sums are read before they are written",
-        W4A16 + "wgmma_scheduler.cuh",
+        GEMM + "wgmma_scheduler.cuh",
         "  if (threadIdx.x % 32 == 0) tile::wait_semaphore(params.semaphores + cta, params.semaphore_value);\n",
         "",
     ),
     "stream_k_clear": Fault(
         "a replay finds the semaphore of the replay before it released",
-        W4A16 + "wgmma.cuh",
+        GEMM + "wgmma.cuh",
         "params.semaphores[scheduler.fixup_cta()] = 0;",
         "params.semaphores[scheduler.fixup_cta()] = params.semaphore_value;",
     ),
     "stream_k_fixup": Fault(
         "fix-up sums are read from the peer CTA's part of the workspace",
-        W4A16 + "wgmma.cuh",
+        GEMM + "wgmma.cuh",
         "w4_read_fixup<Traits>(params, scheduler.fixup_cta(), rAcc)",
         "w4_read_fixup<Traits>(params, scheduler.fixup_cta() ^ 1, rAcc)",
         first="test_stream_k_is_exact test_bits_do_not_depend_on_stream_k",
     ),
     "stream_k_longer": Fault(
         "work ranges with one more step end one step too early",
-        W4A16 + "wgmma_scheduler.cuh",
+        GEMM + "wgmma_scheduler.cuh",
         "end_ = params.range_begin(range + 1);",
         "end_ = next_ + params.range_steps;",
     ),
     "minimum_row": Fault(
         "row g + 8 is given row g's minimum",
-        W4A16 + "wgmma_mainloop.cuh",
+        GEMM + "wgmma_mainloop.cuh",
         "recast<std::uint32_t>(rMinima_)(k_block), zeros)",
         "__byte_perm(recast<std::uint32_t>(rMinima_)(k_block), 0, 0x1010), zeros)",
         first="test_exact_data_give_the_rounded_exact_product",
     ),
     "scale_block": Fault(
         "every k-block of a step is given the first scale block",
-        W4A16 + "wgmma_mainloop.cuh",
+        GEMM + "wgmma_mainloop.cuh",
         "recast<std::uint32_t>(rScales_)(k_block)",
         "recast<std::uint32_t>(rScales_)(0)",
     ),
     "expand_chunk": Fault(
         "every chunk of expanded rows holds the first one's",
-        W4A16 + "expand.cuh",
+        GEMM + "expand.cuh",
         "tile_row = p.first_tile_row + row,",
         "tile_row = row,",
         first="test_many_tokens_on_an_expanded_weight_have_the_same_bits",
     ),
     "expand_block": Fault(
         "scale blocks of expanded rows are those of the next k-block",
-        W4A16 + "expand.cuh",
+        GEMM + "expand.cuh",
         "static_cast<int>(step * 4 + k_block) >> p.group_shift",
         "static_cast<int>(step * 4 + k_block + 1) >> p.group_shift",
         first="test_many_tokens_on_an_expanded_weight_have_the_same_bits",
     ),
     "expand_wait": Fault(
         "a chunk is written while the product before it may still read the workspace",
-        W4A16 + "expand.cuh",
+        GEMM + "expand.cuh",
         "  tile::wait_for_previous_kernel();\n",
         "",
         first="test_many_tokens_on_an_expanded_weight_have_the_same_bits test_loads_that_come_late",
@@ -244,162 +242,162 @@ FAULTS = {
         "cpp/tile/w4.cuh",
         "fma(__byte_perm(first, 0, 0x4341), raise, g8)",
         "fma(first & 0x00ff00ff, raise, g8)",
-        W4A16 + "inst/w8_half.cu",
+        GEMM + "inst/w8_half.cu",
     ),
     "byte_step": Fault(
         "the second 16 k of 32 in 8 bits are decoded from the first's words",
         "cpp/tile/w4.cuh",
         "decode_words(rCodes(0, k), rCodes(1, k), rZero(0), rZero(1), a);",
         "decode_words(rCodes(0, 0), rCodes(1, 0), rZero(0), rZero(1), a);",
-        W4A16 + "inst/w8_half.cu",
+        GEMM + "inst/w8_half.cu",
     ),
     "last_fragments": Fault(
         "the last fragment block of a step in 8 bits is not copied: the stage holds the one of an earlier step",
-        W4A16 + "code_loader.cuh",
+        GEMM + "code_loader.cuh",
         "for (int f = 0; f < blocks; ++f)",
         "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
-        W4A16 + "inst/w8_half.cu",
+        GEMM + "inst/w8_half.cu",
     ),
     "ring_fragments": Fault(
         "few tokens: the last fragment block of a step in 8 bits is not copied",
-        W4A16 + "code_ring.cuh",
+        GEMM + "code_ring.cuh",
         "for (int f = 0; f < blocks; ++f)",
         "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
-        W4A16 + "inst/w8_half.cu",
+        GEMM + "inst/w8_half.cu",
     ),
     "ring_tail": Fault(
         "few tokens: a scale block past the end of K is scaled with what lies there",
-        W4A16 + "code_ring.cuh",
+        GEMM + "code_ring.cuh",
         ".with(groups_left_ > 0)",
         ".with(true)",
     ),
     "ring_zero": Fault(
         "few tokens: row g + 8 is decoded with row g's zero point",
-        W4A16 + "stage_reader.cuh",
+        GEMM + "stage_reader.cuh",
         "sZ(lane(), 1, group(k_block), stage)",
         "sZ(lane(), 0, group(k_block), stage)",
     ),
     "ring_scale": Fault(
         "few tokens: row g + 8 is scaled with row g's scale",
-        W4A16 + "stream_mainloop.cuh",
+        GEMM + "stream_codes_mainloop.cuh",
         "i % 4 < 2 ? scale.x : scale.y",
         "scale.x",
     ),
     "ring_wait": Fault(
         "few tokens: a step is read before its copies have come",
-        W4A16 + "stream_mainloop.cuh",
+        GEMM + "stream_codes_mainloop.cuh",
         "        cp_async_wait<S - 2>();\n        __syncwarp();",
         "        __syncwarp();",
     ),
     "x_tile_tail": Fault(
         "few tokens: what lies behind a row of x is read as part of it",
-        W4A16 + "x_tiles.cuh",
+        GEMM + "x_tiles.cuh",
         "gmem_x.with(k0 + get<1>(tXcX(0, n, k)) < p_.k)",
         "gmem_x.with(true)",
     ),
     "copy_order": Fault(
         "the order of columns is ignored from column 2048 on",
-        W4A16 + "gather_x.cuh",
+        GEMM + "gather_x.cuh",
         "if (p.w.perm)",
         "if (p.w.perm && k0 < w4_gather_columns)",
         first="test_act_order",
     ),
     "copy_launch": Fault(
         "a second launch gathers the first one's tokens",
-        W4A16 + "gather_x.cuh",
+        GEMM + "gather_x.cuh",
         "p.x.offset(p.first_token + token)",
         "p.x.offset(token)",
         first="test_more_tokens_than_are_prepared_at_once",
     ),
     "box_launch": Fault(
         "a second launch multiplies the first one's tokens",
-        W4A16 + "matmul.cu",
+        GEMM + "w4a16.cpp",
         "static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;",
         "static_cast<const std::uint16_t*>(a.x.data);",
         first="test_more_tokens_than_are_prepared_at_once test_a_product_of_many_rows",
     ),
     "copy_tail": Fault(
         "what lies behind a row of x is read as part of it",
-        W4A16 + "gather_x.cuh",
+        GEMM + "gather_x.cuh",
         "= first + i * w4_gather_threads < all_k ? inside : 0;",
         "= inside;",
         first="test_x_of_any_strides_is_exact",
     ),
     "copy_sync": Fault(
         "a 16-byte vector is read before other threads have written its columns",
-        W4A16 + "gather_x.cuh",
+        GEMM + "gather_x.cuh",
         "    __syncthreads();\n    const uint4 vec =",
         "    const uint4 vec =",
     ),
     "split_k_order": Fault(
         "the last chunk of K is forgotten",
-        "cpp/kernels/products/epilogue.cu",
+        GEMM + "split_k.cu",
         "sum_in_order(p.splits, ",
         "sum_in_order(p.splits - 1, ",
     ),
     "linear_ring": Fault(
         "a step of W is read before its copies have come",
-        LINEAR + "stream.cuh",
+        GEMM + "stream_bits16.cuh",
         "cute::cp_async_wait<S - 2>();",
         "cute::cp_async_wait<S - 1>();",
     ),
     "linear_slices": Fault(
         "a warp's share of K is left out of the sum",
-        LINEAR + "stream.cuh",
+        GEMM + "stream_bits16.cuh",
         "sum_in_order(slices, ",
         "sum_in_order(max(slices - 1, 1), ",
     ),
     "linear_tail": Fault(
         "one element behind the end of K counts",
-        LINEAR + "stream.cuh",
+        GEMM + "stream_bits16.cuh",
         "if (i < left) words",
         "if (i <= left) words",
     ),
     "linear_wait": Fault(
         "W and x are read while the kernel that writes them still runs",
-        LINEAR + "stream.cuh",
+        GEMM + "stream_bits16.cuh",
         "  tile::wait_for_previous_kernel();\n\n#pragma unroll",
         "#pragma unroll",
     ),
     "linear_tma_x": Fault(
         "both boxes of a step meet the first one's x",
-        LINEAR + "tma.cu",
+        GEMM + "tma.cuh",
         "tile_at(tCrX, s * stage_bytes + k_tile * x_bytes)",
         "tile_at(tCrX, s * stage_bytes)",
     ),
     "linear_tma_step": Fault(
         "the last step of K is left out",
-        LINEAR + "tma.cu",
+        GEMM + "tma.cuh",
         "p.steps - first_step)",
         "p.steps - first_step - 1)",
     ),
     "linear_tma_tail": Fault(
         "what lies behind the end of a row of W counts",
-        LINEAR + "tma.cu",
+        GEMM + "linear.cpp",
         ".columns = p.k, .stride = p.w_stride",
         ".columns = p.w_stride, .stride = p.w_stride",
     ),
     "linear_tma_split": Fault(
         "the last chunk of K is forgotten",
-        LINEAR + "tma.cu",
+        GEMM + "tma.cuh",
         "sum_in_order(cluster, ",
         "sum_in_order(max(cluster - 1, 1), ",
     ),
     "linear_tma_sums": Fault(
         "sums are added before the other blocks have put theirs",
-        LINEAR + "tma.cu",
+        GEMM + "tma.cuh",
         "tile::sync_cluster();",
         "",
     ),
     "linear_tma_wait": Fault(
         "W and x are read while the kernel that writes them still runs",
-        LINEAR + "tma.cu",
+        GEMM + "tma.cuh",
         "      tile::wait_for_previous_kernel();\n#pragma unroll 1",
         "#pragma unroll 1",
     ),
     "linear_residual": Fault(
         "tiles forget the residual",
-        LINEAR + "collective.cuh",
+        GEMM + "collective.cuh",
         "p.residual.data ? 1.0f : 0.0f",
         "0.0f",
     ),
@@ -458,13 +456,13 @@ FAULTS = {
     ),
     "linear_collective_split": Fault(
         "every split multiplies the first split's k",
-        LINEAR + "collective.cuh",
+        GEMM + "collective.cuh",
         "p.splits > 1 ? k : 0",
         "0",
     ),
     "linear_collective_partial": Fault(
         "every split stores its partial sums where the first one does",
-        LINEAR + "collective.cuh",
+        GEMM + "collective.cuh",
         "output(p.padded_n(), p.tokens * p.padded_n())",
         "output(p.padded_n(), 0)",
     ),
@@ -476,33 +474,40 @@ SOURCES = {
     DECODE: DECODE + "inst/int4.cu",
     "cpp/core/divisor.h": DECODE + "dispatch.cpp",
     KV_CACHE: KV_CACHE + "launch.cu",
-    W4A16 + "expand.cuh": W4A16 + "matmul.cu",
-    W4A16 + "gather_x.cuh": W4A16 + "matmul.cu",
-    W4A16: W4A16 + "inst/w4_half.cu",
-    "cpp/tile/w4.cuh": W4A16 + "inst/w4_half.cu",
-    LINEAR + "collective.cuh": LINEAR + "inst/collective_half.cu",
-    LINEAR: LINEAR + "linear.cu",
+    GEMM + "expand.cuh": GEMM + "prepare.cu",
+    GEMM + "gather_x.cuh": GEMM + "prepare.cu",
+    GEMM + "collective.cuh": GEMM + "inst/collective_half.cu",
+    GEMM + "stream_bits16.cuh": GEMM + "inst/stream_bits16.cu",
+    GEMM + "tma.cuh": GEMM + "inst/tma.cu",
+    GEMM: GEMM + "inst/w4_half.cu",
+    "cpp/tile/w4.cuh": GEMM + "inst/w4_half.cu",
 }
-TESTS = {  # by the folder of the source
-    "decode": "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults"
-    " streams cuda",
-    "kv_cache": "kv_cache_gpu kv_cache_device decode_attention_gpu",
-    "w4a16": "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda",
-    "linear": "linear_device linear many_rows workspaces poison layout_invariance streams cuda",
-    "fused": "fused row_independence many_rows merge_attention streams cuda",
-    "products": "w4a16_device linear_device w4a16 linear",
+W4_TESTS = "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda"
+TESTS = {  # by the beginning of the source's path, the first that fits
+    DECODE: "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults streams cuda",
+    KV_CACHE: "kv_cache_gpu kv_cache_device decode_attention_gpu",
+    GEMM + "split_k.cu": "w4a16_device linear_device w4a16 linear",
+    GEMM + "inst/w": W4_TESTS,
+    GEMM + "prepare.cu": W4_TESTS,
+    GEMM + "w4a16.cpp": W4_TESTS,
+    GEMM: "linear_device linear many_rows workspaces poison layout_invariance streams cuda",
+    FUSED: "fused row_independence many_rows merge_attention streams cuda",
 }
+
+
+def first_of(table, path):
+    return next(value for start, value in table.items() if path.startswith(start))
 
 
 def source_of(fault):
-    if fault.source or fault.file.endswith(".cu"):
+    if fault.source or fault.file.endswith((".cu", ".cpp")):
         return fault.source or fault.file
-    return next(source for start, source in SOURCES.items() if fault.file.startswith(start))
+    return first_of(SOURCES, fault.file)
 
 
 def tests_of(fault, killer=""):
     """One forks.Test of all files, so that a fault costs one CUDA context. killer: of the recorded run; runs first."""
-    names = TESTS[Path(source_of(fault)).parts[2]].split()
+    names = first_of(TESTS, source_of(fault)).split()
     first = (killer, *fault.first.split())
     return [forks.Test(names[0], tuple(f"tests/python/test_{name}.py" for name in names), first=first)]
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "kernels/linear/plan.h"
+#include "kernels/gemm/plan.h"
 #include "support/plans.h"
 
 namespace rooftile::gpu {
@@ -28,34 +28,34 @@ void for_each_problem(F&& f) {
       for (int sms : {1, 46, 108, 132})
         for (int aligned : {0, 1, 2})
           for (bool wgmma : {false, true}) {
-            const LinearProblem p{.m = m,
-                                  .n = w.n,
-                                  .k = w.k,
-                                  .sms = sms,
-                                  .aligned_operands = aligned > 0,
-                                  .aligned_all = aligned > 1,
-                                  .wgmma = wgmma};
+            const GemmProblem p{.m = m,
+                                .n = w.n,
+                                .k = w.k,
+                                .sms = sms,
+                                .hopper = wgmma,
+                                .aligned_operands = aligned > 0,
+                                .aligned_all = aligned > 1};
             SCOPED_TRACE(testing::Message() << "m " << m << " n " << w.n << " k " << w.k << " sms " << sms
                                             << (p.aligned_operands ? " aligned operands" : "")
                                             << (p.aligned_all ? " all aligned" : "") << (wgmma ? " wgmma" : ""));
-            f(p, plan_linear(p));
+            f(p, plan_gemm(p));
           }
 }
 
 TEST(LinearPlan, WhoRuns) {
-  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
-    const auto hopper = p.aligned_all && p.m > 64 ? LinearPath::collective
-                        : p.aligned_operands      ? LinearPath::tma
-                                                  : LinearPath::stream;
-    const auto other = p.aligned_all && p.m > 16 ? LinearPath::multistage : LinearPath::stream;
-    EXPECT_EQ(plan.path, p.wgmma ? hopper : other);
+  for_each_problem([](const GemmProblem& p, const GemmPlan& plan) {
+    const auto hopper = p.aligned_all && p.m > 64 ? GemmPath::collective
+                        : p.aligned_operands      ? GemmPath::tma
+                                                  : GemmPath::stream;
+    const auto other = p.aligned_all && p.m > 16 ? GemmPath::multistage : GemmPath::stream;
+    EXPECT_EQ(plan.path, p.hopper ? hopper : other);
     EXPECT_STRNE(plan.why, "");
   });
 }
 
 TEST(LinearPlan, TmaTilesCoverTheProblemWithinTheDevice) {
-  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
-    if (plan.path != LinearPath::tma) return;
+  for_each_problem([](const GemmProblem& p, const GemmPlan& plan) {
+    if (plan.path != GemmPath::tma) return;
     const std::int64_t steps = (p.k + linear_tma_step_k - 1) / linear_tma_step_k;
     const int tokens = linear_tma_block_m[plan.config];
     EXPECT_GE(plan.n_blocks * plan.tma_rows, p.n);
@@ -82,20 +82,20 @@ TEST(LinearPlan, TmaTilesCoverTheProblemWithinTheDevice) {
     EXPECT_GE(plan.stages, one_each ? 3 : 2);
     EXPECT_LE(plan.shared_bytes, 227u * 1024);
     EXPECT_EQ(plan.workspace_bytes, 0u);
-    const LinearPlan one = plan_linear({.m = 1,
-                                        .n = p.n,
-                                        .k = p.k,
-                                        .sms = p.sms,
-                                        .aligned_operands = true,
-                                        .aligned_all = p.aligned_all,
-                                        .wgmma = true});
+    const GemmPlan one = plan_gemm({.m = 1,
+                                    .n = p.n,
+                                    .k = p.k,
+                                    .sms = p.sms,
+                                    .hopper = true,
+                                    .aligned_operands = true,
+                                    .aligned_all = p.aligned_all});
     EXPECT_EQ(std::tuple(one.cluster, one.split_steps), std::tuple(plan.cluster, plan.split_steps));
   });
 }
 
 TEST(LinearPlan, AStreamCoversTheProblemWithinTheDevice) {
-  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
-    if (plan.path != LinearPath::stream) return;
+  for_each_problem([](const GemmProblem& p, const GemmPlan& plan) {
+    if (plan.path != GemmPath::stream) return;
     const std::int64_t steps = (p.k + linear_step_k - 1) / linear_step_k, warps = plan.row_tiles << plan.slices_log2;
     EXPECT_GE(plan.n_blocks * plan.row_tiles * linear_rows, p.n);
     EXPECT_LT((plan.n_blocks - 1) * plan.row_tiles * linear_rows, p.n);
@@ -116,10 +116,10 @@ TEST(LinearPlan, AStreamCoversTheProblemWithinTheDevice) {
 }
 
 TEST(LinearPlan, UpToSixteenStreamedTokensTheOrderOfASumIsOne) {
-  for_each_problem([](LinearProblem p, const LinearPlan&) {
+  for_each_problem([](GemmProblem p, const GemmPlan&) {
     const auto order = [&](std::int64_t m) {
       p.m = m;
-      const LinearPlan plan = plan_linear(p);
+      const GemmPlan plan = plan_gemm(p);
       return std::tuple(plan.slices_log2, plan.splits, plan.split_steps);
     };
     for (std::int64_t m : {2, 8, 9, 16}) EXPECT_EQ(order(1), order(m));
@@ -128,13 +128,13 @@ TEST(LinearPlan, UpToSixteenStreamedTokensTheOrderOfASumIsOne) {
 
 TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {6144, 4096}, {14336, 4096}, {28672, 4096}, {4096, 14336}}) {
-    const LinearPlan tma =
-        plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true});
+    const GemmPlan tma =
+        plan_gemm({.m = 1, .n = n, .k = k, .sms = 132, .hopper = true, .aligned_operands = true, .aligned_all = true});
     const std::int64_t ctas = tma.n_blocks * tma.cluster, each = (ctas + 131) / 132;
     EXPECT_LE(each, 2);
     EXPECT_GE(static_cast<double>(n * tma.cluster), 0.94 * static_cast<double>(each * 132 * tma.tma_rows)) << n;
     EXPECT_GE(tma.stages * linear_tma_tiles_per_step * linear_tma_tile_bytes(tma.tma_rows), 64 * 1024);
-    const LinearPlan plan = plan_linear({.m = 1, .n = n, .k = k, .sms = 132, .aligned_all = true});
+    const GemmPlan plan = plan_gemm({.m = 1, .n = n, .k = k, .sms = 132, .aligned_all = true});
     const std::int64_t rounds = (plan.n_blocks + 131) / 132;
     EXPECT_EQ(plan.splits, 1);
     EXPECT_LE(rounds, 2);  // as many as run at once
@@ -144,8 +144,8 @@ TEST(LinearPlan, OneRowOfALargeWeightKeepsEverySmReading) {
 }
 
 TEST(LinearPlan, CollectiveSplitsAreEqualWithinTheDeviceAndItsWorkspace) {
-  for_each_problem([](LinearProblem p, const LinearPlan& plan) {
-    if (plan.path != LinearPath::collective) return;
+  for_each_problem([](GemmProblem p, const GemmPlan& plan) {
+    if (plan.path != GemmPath::collective) return;
     const LinearTile tile = linear_collective_tiles[plan.config];
     EXPECT_EQ(plan.workspace_bytes == 0, plan.splits == 1);
     if (plan.splits > 1) {
@@ -163,7 +163,7 @@ TEST(LinearPlan, CollectiveSplitsAreEqualWithinTheDeviceAndItsWorkspace) {
       if (const std::int64_t last = (first + 127) / 128 * 128; first <= p.m && p.m <= last)
         for (std::int64_t m : {first, last}) {
           p.m = m;
-          const LinearPlan other = plan_linear(p);
+          const GemmPlan other = plan_gemm(p);
           EXPECT_EQ(std::tuple(other.config, other.splits), std::tuple(plan.config, plan.splits));
         }
   });
@@ -184,8 +184,8 @@ TEST(LinearPlan, TilesFillTheLastWave) {
                             {1024, 14336, 4096, 224, 128, 1},
                             {1024, 4096, 4096, 128, 256, 1},
                             {4096, 14336, 4096, 128, 256, 1}}) {
-    const LinearPlan plan = plan_linear(
-        {.m = e.m, .n = e.n, .k = e.k, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true});
+    const GemmPlan plan = plan_gemm(
+        {.m = e.m, .n = e.n, .k = e.k, .sms = 132, .hopper = true, .aligned_operands = true, .aligned_all = true});
     const LinearTile tile = linear_collective_tiles[plan.config];
     EXPECT_EQ(std::tuple(tile.rows, tile.tokens, plan.splits), std::tuple(e.rows, e.tokens, e.splits))
         << "m " << e.m << " n " << e.n << " k " << e.k;
@@ -193,9 +193,9 @@ TEST(LinearPlan, TilesFillTheLastWave) {
 }
 
 TEST(LinearPlan, APlanFitsItsProblemAndIsReadBackFromItsText) {
-  for_each_problem([](const LinearProblem& p, const LinearPlan& plan) {
+  for_each_problem([](const GemmProblem& p, const GemmPlan& plan) {
     ASSERT_EQ(check_plan(p, plan), "") << text(plan);
-    const LinearPlan again = plan_linear("op", p, text(plan).c_str());
+    const GemmPlan again = plan_gemm("op", p, text(plan).c_str());
     ASSERT_EQ(check_plan(p, again), "");
     ASSERT_EQ(text(again), text(plan));
     ASSERT_EQ(std::tuple(again.m_blocks, again.n_blocks, again.split_steps, again.shared_bytes, again.workspace_bytes),
@@ -205,81 +205,82 @@ TEST(LinearPlan, APlanFitsItsProblemAndIsReadBackFromItsText) {
 
 // Another value of each field of a plan that fits is refused by the field's name.
 TEST(LinearPlan, EveryWrongFieldIsNamed) {
-  const auto refused = [](const LinearProblem& p, const char* field, auto LinearPlan::* member, auto value) {
-    LinearPlan plan = plan_linear(p);
+  const auto refused = [](const GemmProblem& p, const char* field, auto GemmPlan::* member, auto value) {
+    GemmPlan plan = plan_gemm(p);
     plan.*member = static_cast<std::remove_reference_t<decltype(plan.*member)>>(value);
     EXPECT_TRUE(check_plan(p, plan).starts_with(std::string(field) + " must")) << field << ": " << check_plan(p, plan);
   };
-  const LinearProblem stream{.m = 1, .n = 64, .k = 16384, .sms = 132, .aligned_all = false};
-  ASSERT_EQ(text(plan_linear(stream)), "stream config=0 row_tiles=1 slices_log2=3 splits=5");
-  for (int value : {-1, 2}) refused(stream, "config", &LinearPlan::config, value);
-  for (int value : {0, 9, -1}) refused(stream, "row_tiles", &LinearPlan::row_tiles, value);
-  refused(stream, "slices_log2", &LinearPlan::row_tiles, 8);  // 64 warps
-  for (int value : {-1, 4, 30}) refused(stream, "slices_log2", &LinearPlan::slices_log2, value);
-  for (int value : {0, -1, 17}) refused(stream, "splits", &LinearPlan::splits, value);
-  LinearProblem other = stream;
+  const GemmProblem stream{.m = 1, .n = 64, .k = 16384, .sms = 132, .aligned_all = false};
+  ASSERT_EQ(text(plan_gemm(stream)), "stream config=0 row_tiles=1 slices_log2=3 splits=5");
+  for (int value : {-1, 2}) refused(stream, "config", &GemmPlan::config, value);
+  for (int value : {0, 9, -1}) refused(stream, "row_tiles", &GemmPlan::row_tiles, value);
+  refused(stream, "slices_log2", &GemmPlan::row_tiles, 8);  // 64 warps
+  for (int value : {-1, 4, 30}) refused(stream, "slices_log2", &GemmPlan::slices_log2, value);
+  for (int value : {0, -1, 17}) refused(stream, "splits", &GemmPlan::splits, value);
+  GemmProblem other = stream;
   other.m = 9;
-  refused(other, "config", &LinearPlan::config, 0);  // 8 tokens a CTA
+  refused(other, "config", &GemmPlan::config, 0);  // 8 tokens a CTA
   other.m = 17;
-  refused(other, "splits", &LinearPlan::splits, 2);  // the workspace would grow with M
+  refused(other, "splits", &GemmPlan::splits, 2);  // the workspace would grow with M
   other = stream;
   other.k = 64;
-  refused(other, "splits", &LinearPlan::splits, 2);  // one step of K
-  for (const auto path : {LinearPath::tma, LinearPath::collective, LinearPath::multistage})
-    refused(stream, "path", &LinearPlan::path, path);
-  refused(stream, "path", &LinearPlan::path, static_cast<LinearPath>(9));
+  refused(other, "splits", &GemmPlan::splits, 2);  // one step of K
+  for (const auto path : {GemmPath::tma, GemmPath::collective, GemmPath::multistage})
+    refused(stream, "path", &GemmPlan::path, path);
+  refused(stream, "path", &GemmPlan::path, static_cast<GemmPath>(9));
 
-  const LinearProblem tma{
-      .m = 20, .n = 4096, .k = 4096, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true};
-  ASSERT_EQ(plan_linear(tma).path, LinearPath::tma);
-  for (int value : {-1, 4}) refused(tma, "config", &LinearPlan::config, value);
-  for (int value : {0, 8, 24, 144, -16}) refused(tma, "tma_rows", &LinearPlan::tma_rows, value);
-  for (int value : {0, 3, 4}) refused(tma, "cluster", &LinearPlan::cluster, value);
-  for (int value : {0, 1, 30, 65}) refused(tma, "stages", &LinearPlan::stages, value);
-  refused(tma, "path", &LinearPlan::path, LinearPath::multistage);
-  for (const LinearProblem& p : {stream, tma}) {
-    refused(p, "m_blocks", &LinearPlan::m_blocks, 3);
-    refused(p, "n_blocks", &LinearPlan::n_blocks, 3);
-    refused(p, "split_steps", &LinearPlan::split_steps, 3);
-    refused(p, "shared_bytes", &LinearPlan::shared_bytes, 3);
-    refused(p, "workspace_bytes", &LinearPlan::workspace_bytes, 3);
+  const GemmProblem tma{
+      .m = 20, .n = 4096, .k = 4096, .sms = 132, .hopper = true, .aligned_operands = true, .aligned_all = true};
+  ASSERT_EQ(plan_gemm(tma).path, GemmPath::tma);
+  for (int value : {-1, 4}) refused(tma, "config", &GemmPlan::config, value);
+  for (int value : {0, 8, 24, 144, -16}) refused(tma, "tma_rows", &GemmPlan::tma_rows, value);
+  for (int value : {0, 3, 4}) refused(tma, "cluster", &GemmPlan::cluster, value);
+  for (int value : {0, 1, 30, 65}) refused(tma, "stages", &GemmPlan::stages, value);
+  refused(tma, "path", &GemmPlan::path, GemmPath::multistage);
+  for (const GemmProblem& p : {stream, tma}) {
+    refused(p, "m_blocks", &GemmPlan::m_blocks, 3);
+    refused(p, "n_blocks", &GemmPlan::n_blocks, 3);
+    refused(p, "split_steps", &GemmPlan::split_steps, 3);
+    refused(p, "threads", &GemmPlan::threads, 31);
+    refused(p, "shared_bytes", &GemmPlan::shared_bytes, 3);
+    refused(p, "workspace_bytes", &GemmPlan::workspace_bytes, 3);
   }
-  LinearProblem collective = tma;
+  GemmProblem collective = tma;
   collective.m = 1024;
-  for (int value : {-1, 5}) refused(collective, "config", &LinearPlan::config, value);
-  refused(collective, "splits", &LinearPlan::splits, 2);  // more than 256 tokens
+  for (int value : {-1, 5}) refused(collective, "config", &GemmPlan::config, value);
+  refused(collective, "splits", &GemmPlan::splits, 2);  // more than 256 tokens
   collective.m = 128;
   collective.k = 14336;
-  ASSERT_EQ(text(plan_linear(collective)), "collective config=0 splits=2");
-  for (int value : {0, -1, 17, 3, 5}) refused(collective, "splits", &LinearPlan::splits, value);  // 14336 = 2048 * 7
-  for (int value : {1, 3, 4}) refused(collective, "splits", &LinearPlan::config, value);  // tiles that are not split
-  refused(collective, "workspace_bytes", &LinearPlan::workspace_bytes, 3);
+  ASSERT_EQ(text(plan_gemm(collective)), "collective config=0 splits=2");
+  for (int value : {0, -1, 17, 3, 5}) refused(collective, "splits", &GemmPlan::splits, value);  // 14336 = 2048 * 7
+  for (int value : {1, 3, 4}) refused(collective, "splits", &GemmPlan::config, value);  // tiles that are not split
+  refused(collective, "workspace_bytes", &GemmPlan::workspace_bytes, 3);
   collective.k = 4096 + 8;
-  refused(collective, "splits", &LinearPlan::splits, 2);  // the second would begin at no multiple of 16 bytes
+  refused(collective, "splits", &GemmPlan::splits, 2);  // the second would begin at no multiple of 16 bytes
   collective.k = 64;
-  refused(collective, "splits", &LinearPlan::splits, 2);  // half a step of K
+  refused(collective, "splits", &GemmPlan::splits, 2);  // half a step of K
 }
 
 TEST(LinearPlan, AForcedPlanIsOneThatFits) {
-  LinearProblem p{
-      .m = 3, .n = 4096, .k = 4096, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = true};
-  const LinearPlan plan = plan_linear("op", p, " stream splits=4  config=1 slices_log2=1 row_tiles=2 ");
+  GemmProblem p{
+      .m = 3, .n = 4096, .k = 4096, .sms = 132, .hopper = true, .aligned_operands = true, .aligned_all = true};
+  const GemmPlan plan = plan_gemm("op", p, " stream splits=4  config=1 slices_log2=1 row_tiles=2 ");
   EXPECT_EQ(std::tuple(plan.path, plan.config, plan.row_tiles, plan.slices_log2, plan.splits, plan.split_steps),
-            std::tuple(LinearPath::stream, 1, 2, 1, 4, 16));
+            std::tuple(GemmPath::stream, 1, 2, 1, 4, 16));
   EXPECT_STREQ(plan.why, "forced by plan=");
-  EXPECT_EQ(plan_linear("op", p, "collective config=1 splits=1").config, 1);  // fewer tokens than it is chosen for
-  EXPECT_EQ(plan_linear("op", p, "collective splits=4 config=2").workspace_bytes, 4u * 4 * 3 * 4096);
+  EXPECT_EQ(plan_gemm("op", p, "collective config=1 splits=1").config, 1);  // fewer tokens than it is chosen for
+  EXPECT_EQ(plan_gemm("op", p, "collective splits=4 config=2").workspace_bytes, 4u * 4 * 3 * 4096);
   for (int m : {1, 64, 65, 300})  // every tile of every path, at every M
     for (int config : {0, 1, 2, 3}) {
       p.m = m;
-      EXPECT_EQ(plan_linear("op", p, ("tma tma_rows=64 cluster=2 stages=4 config=" + std::to_string(config)).c_str())
-                    .m_blocks,
-                (m + linear_tma_block_m[config] - 1) / linear_tma_block_m[config]);
-      EXPECT_EQ(plan_linear("op", p, ("collective splits=1 config=" + std::to_string(config + 1)).c_str()).config,
+      EXPECT_EQ(
+          plan_gemm("op", p, ("tma tma_rows=64 cluster=2 stages=4 config=" + std::to_string(config)).c_str()).m_blocks,
+          (m + linear_tma_block_m[config] - 1) / linear_tma_block_m[config]);
+      EXPECT_EQ(plan_gemm("op", p, ("collective splits=1 config=" + std::to_string(config + 1)).c_str()).config,
                 config + 1);
     }
   p.m = 3;
-  const auto error = [&](const char* text) { return support::error_of([&] { plan_linear("op", p, text); }); };
+  const auto error = [&](const char* text) { return support::error_of([&] { plan_gemm("op", p, text); }); };
   EXPECT_EQ(
       error("tma config=9 tma_rows=64 cluster=2 stages=4"),
       "value: op: plan \"tma config=9 tma_rows=64 cluster=2 stages=4\" does not fit this call: config must be 0 to "
@@ -301,8 +302,8 @@ TEST(LinearPlan, AForcedPlanIsOneThatFits) {
 // The examples that the comments of plan.cpp work through.
 TEST(LinearPlan, WorkedExamples) {
   const auto plan = [](std::int64_t m, std::int64_t n, std::int64_t k, bool wgmma) {
-    return text(plan_linear(
-        {.m = m, .n = n, .k = k, .sms = 132, .aligned_operands = true, .aligned_all = true, .wgmma = wgmma}));
+    return text(plan_gemm(
+        {.m = m, .n = n, .k = k, .sms = 132, .hopper = wgmma, .aligned_operands = true, .aligned_all = true}));
   };
   EXPECT_EQ(plan(1, 1024, 4096, false), "stream config=0 row_tiles=1 slices_log2=3 splits=1");
   EXPECT_EQ(plan(1, 4096, 4096, false), "stream config=0 row_tiles=2 slices_log2=2 splits=1");

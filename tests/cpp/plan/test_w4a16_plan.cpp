@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "core/w4_layout.h"
-#include "kernels/w4a16/plan.h"
+#include "kernels/gemm/plan.h"
 #include "support/plans.h"
 
 namespace rooftile::gpu {
@@ -28,35 +28,36 @@ void for_each_problem(F&& f) {
       for (int group : {32, 64, 128, static_cast<int>(w.k)})
         for (int sms : {1, 46, 108, 132})
           for (int bits : {4, 8})
-            if (w.k % group == 0) f(W4Problem{.m = m, .n = w.n, .k = w.k, .bits = bits, .group = group, .sms = sms});
+            if (w.k % group == 0) f(GemmProblem{.m = m, .n = w.n, .k = w.k, .bits = bits, .group = group, .sms = sms});
 }
 
 // Problems for wgmma.cuh, with and without a gathered x, and with more tokens than are gathered at once.
 template <class F>
 void for_each_wgmma_problem(F&& f) {
-  for_each_problem([&](W4Problem p) {
-    p.wgmma = true;
+  for_each_problem([&](GemmProblem p) {
+    p.hopper = true;
     for (const std::int64_t m : {p.m, 11 * p.m})
       for (const bool copy : {false, true})
         for (const bool minima : {false, true}) {
           if (minima && p.bits == 8) continue;
           p.m = m;
-          p.gather_x = copy;
-          p.minima = minima;
+          p.aligned_operands = !copy;
+          p.zeros = minima ? W4Zeros::minima : W4Zeros::symmetric;
           f(p);
         }
   });
 }
 
 TEST(W4Plan, CoversTheProblemWithinTheDevice) {
-  for_each_problem([](W4Problem p) {
+  for_each_problem([](GemmProblem p) {
     for (int options = 0; options < 8; ++options) {
       p.batch_invariant = options & 1;
-      p.clusters = options & 2;
+      p.hopper = options & 2;
       p.gated = options & 4 && p.n % 2 == 0;
       const std::int64_t outputs = p.gated ? p.n / 2 : p.n;
       const bool separate = p.gated && outputs % w4_tile_n != 0;
-      const W4Plan plan = plan_w4a16(p);
+      const GemmPlan plan = plan_gemm(p);
+      if (plan.path != GemmPath::codes_stream) continue;
       const W4StreamConfig config = w4_stream_config(p.bits, plan.config);
       const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, split_steps = plan.split_steps;
       SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms "
@@ -75,7 +76,7 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       EXPECT_EQ(plan.gate_tiles, p.gated && !separate ? outputs / w4_tile_n : 0);
       EXPECT_GE(plan.n_blocks * w4_warps / 2, plan.gate_tiles);
       if (plan.cluster > 1) {
-        EXPECT_TRUE(p.clusters);
+        EXPECT_TRUE(p.hopper);
         EXPECT_EQ(plan.cluster, plan.splits);
         EXPECT_EQ(plan.m_blocks, 1);
       }
@@ -93,22 +94,22 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
 
 // Clusters, workspaces and epilogues do not depend on W's bits.
 TEST(W4Plan, ConfigsOfBothBitsTakeTheSameTokens) {
-  for (int config = 0; config < 4; ++config)
+  for (int config = 0; config <= w4_stream_last; ++config)
     EXPECT_EQ(w4_stream_config(4, config).n_tiles, w4_stream_config(8, config).n_tiles);
-  for (int config = 0; config < 3; ++config) {
+  for (int config = 0; config <= w4_wgmma_last; ++config) {
     EXPECT_EQ(w4_wgmma_config(4, config).tokens, w4_wgmma_config(8, config).tokens);
     EXPECT_EQ(w4_wgmma_config(4, config).threads(), w4_wgmma_config(8, config).threads());
   }
 }
 
 TEST(W4Plan, WgmmaCoversTheProblemWithinHopper) {
-  for_each_wgmma_problem([](const W4Problem& p) {
-    const W4Plan plan = plan_w4a16(p);
+  for_each_wgmma_problem([](const GemmProblem& p) {
+    const GemmPlan plan = plan_gemm(p);
     SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group << " sms "
-                                    << p.sms << " bits " << p.bits << (p.gather_x ? " copy" : "")
-                                    << (p.minima ? " minima" : ""));
-    ASSERT_EQ(plan.wgmma, p.m > w4_stream_max_m);
-    if (!plan.wgmma) return;
+                                    << p.sms << " bits " << p.bits << (p.aligned_operands ? "" : " copy")
+                                    << (p.zeros == W4Zeros::minima ? " minima" : ""));
+    ASSERT_EQ(plan.path, p.m > w4_stream_max_m ? GemmPath::codes_wgmma : GemmPath::codes_stream);
+    if (plan.path != GemmPath::codes_wgmma) return;
     const W4WgmmaConfig config = w4_wgmma_config(p.bits, plan.config);
     const std::int64_t steps = (w4_tiles_k(p.k) + 1) / 2, split_steps = plan.split_steps,
                        ctas = plan.n_blocks * plan.m_blocks * plan.splits;
@@ -154,17 +155,18 @@ TEST(W4Plan, WgmmaCoversTheProblemWithinHopper) {
 }
 
 TEST(W4Plan, TheGatheredCopyOfXHasRoom) {
-  for_each_wgmma_problem([](const W4Problem& p) {
-    const W4Plan plan = plan_w4a16(p);
-    if (!plan.wgmma) return;
+  for_each_wgmma_problem([](const GemmProblem& p) {
+    const GemmPlan plan = plan_gemm(p);
+    if (plan.path != GemmPath::codes_wgmma) return;
     SCOPED_TRACE(testing::Message() << "m " << p.m << " k " << p.k << " group " << p.group
-                                    << (p.gather_x ? " copy" : "") << (p.minima ? " minima" : ""));
-    EXPECT_EQ(plan.launch_tokens, std::min(p.m, p.gather_x ? w4_gather_tokens : p.m));
+                                    << (p.aligned_operands ? "" : " copy")
+                                    << (p.zeros == W4Zeros::minima ? " minima" : ""));
+    EXPECT_EQ(plan.launch_tokens, std::min(p.m, p.aligned_operands ? p.m : w4_gather_tokens));
     const W4WgmmaConfig config = w4_wgmma_config(p.bits, plan.config);
     EXPECT_TRUE(plan.launch_tokens == p.m ||
                 plan.launch_tokens % config.tokens == 0);  // only the last launch has a partial m-block
     EXPECT_EQ(plan.gathered_bytes,
-              p.gather_x ? static_cast<std::size_t>(plan.launch_tokens * ((p.k + 7) / 8) * 16) : 0u);
+              p.aligned_operands ? 0u : static_cast<std::size_t>(plan.launch_tokens * ((p.k + 7) / 8) * 16));
     // what TMA reads starts at a multiple of 16 bytes
     EXPECT_EQ((plan.workspace_bytes - plan.gathered_bytes) % 16, 0u);
     EXPECT_EQ(plan.gathered_bytes % 16, 0u);
@@ -175,15 +177,15 @@ TEST(W4Plan, TheGatheredCopyOfXHasRoom) {
 
 // Operands are exact where scales act on sums of at least 128 k and the weight has no minima.
 TEST(W4Plan, SmallScaleBlocksAndMinimaAreRoundedToOperands) {
-  for_each_wgmma_problem([](W4Problem p) {
+  for_each_wgmma_problem([](GemmProblem p) {
     for (const bool bf16_scales : {false, true}) {
-      p.bf16_scales = bf16_scales;
-      const W4Plan plan = plan_w4a16(p);
-      const bool exact = !plan.wgmma || (!p.minima && plan.scale_k == 128);
+      p.scale_dtype = bf16_scales ? DType::bf16 : DType::f16;
+      const GemmPlan plan = plan_gemm(p);
+      const bool exact = plan.path == GemmPath::codes_stream || (p.zeros != W4Zeros::minima && plan.scale_k == 128);
       EXPECT_EQ(plan.operand, exact         ? W4Operand::codes
                               : bf16_scales ? W4Operand::bf16_scales
                                             : W4Operand::f16_scales)
-          << "m " << p.m << " k " << p.k << " group " << p.group << (p.minima ? " minima" : "");
+          << "m " << p.m << " k " << p.k << " group " << p.group << (p.zeros == W4Zeros::minima ? " minima" : "");
     }
   });
 }
@@ -192,13 +194,14 @@ TEST(W4Plan, SmallScaleBlocksAndMinimaAreRoundedToOperands) {
 // workspace.
 TEST(W4Plan, ChunksOfExpandedRowsAreBounded) {
   int expanded = 0;
-  for_each_wgmma_problem([&](W4Problem p) {
-    p.fits_linear = true;
+  for_each_wgmma_problem([&](GemmProblem p) {
+    if (!p.aligned_operands) return;
+    p.aligned_all = true;
     for (const bool bf16 : {false, true}) {
-      p.bf16 = bf16;
-      const W4Plan plan = plan_w4a16(p);
+      p.dtype = bf16 ? DType::bf16 : DType::f16;
+      const GemmPlan plan = plan_gemm(p);
       SCOPED_TRACE(testing::Message() << "m " << p.m << " n " << p.n << " k " << p.k << " group " << p.group
-                                      << (p.minima ? " minima" : "") << (bf16 ? " bf16" : ""));
+                                      << (p.zeros == W4Zeros::minima ? " minima" : "") << (bf16 ? " bf16" : ""));
       if (plan.operand == W4Operand::codes || p.m <= 512) { EXPECT_EQ(plan.expand_rows, 0); }
       if (plan.expand_rows == 0) continue;
       ++expanded;
@@ -207,12 +210,12 @@ TEST(W4Plan, ChunksOfExpandedRowsAreBounded) {
       EXPECT_EQ(plan.workspace_bytes,
                 static_cast<std::size_t>(2 * std::min<std::int64_t>(plan.expand_rows, p.n) * p.k));
       EXPECT_LE(plan.workspace_bytes, std::size_t{32} << 20);
-      W4Problem other = p;  // no expansion where the 16-bit product's kernel cannot run
-      other.fits_linear = false;
-      EXPECT_EQ(plan_w4a16(other).expand_rows, 0);
+      GemmProblem other = p;  // no expansion where the 16-bit product's kernel cannot run
+      other.aligned_all = false;
+      EXPECT_EQ(plan_gemm(other).expand_rows, 0);
       other = p;
       other.gated = p.n % 2 == 0;
-      EXPECT_EQ(plan_w4a16(other).expand_rows == 0, other.gated);
+      EXPECT_EQ(plan_gemm(other).expand_rows == 0, other.gated);
     }
   });
   EXPECT_GT(expanded, 20);
@@ -220,15 +223,16 @@ TEST(W4Plan, ChunksOfExpandedRowsAreBounded) {
 
 TEST(W4Plan, ChunksOfExpandedRowsFillWaves) {
   const auto rows = [](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return plan_w4a16({.m = m,
-                       .n = n,
-                       .k = k,
-                       .group = 32,
-                       .sms = 132,
-                       .clusters = true,
-                       .wgmma = true,
-                       .minima = true,
-                       .fits_linear = true})
+    return plan_gemm({.m = m,
+                      .n = n,
+                      .k = k,
+                      .bits = 4,
+                      .group = 32,
+                      .zeros = W4Zeros::minima,
+                      .sms = 132,
+                      .hopper = true,
+                      .aligned_operands = true,
+                      .aligned_all = true})
         .expand_rows;
   };
   EXPECT_EQ(rows(4096, 4096, 4096), 4096);           // one chunk of 32 MB
@@ -244,33 +248,34 @@ TEST(W4Plan, ChunksOfExpandedRowsFillWaves) {
 }
 
 TEST(W4Plan, NothingIsGatheredForFewTokensOrInvariance) {
-  for_each_wgmma_problem([](W4Problem p) {
+  for_each_wgmma_problem([](GemmProblem p) {
     for (const bool few : {false, true}) {
       p.m = few ? w4_stream_max_m : p.m;
       p.batch_invariant = !few;
-      W4Problem plain = p;
-      plain.wgmma = plain.gather_x = plain.minima = false;
-      const W4Plan plan = plan_w4a16(p);
-      EXPECT_FALSE(plan.wgmma);
+      GemmProblem plain = p;
+      plain.aligned_operands = true;
+      plain.zeros = W4Zeros::symmetric;
+      const GemmPlan plan = plan_gemm(p);
+      EXPECT_EQ(plan.path, GemmPath::codes_stream);
       EXPECT_EQ(plan.gathered_bytes, 0u);
-      EXPECT_EQ(plan.workspace_bytes, plan_w4a16(plain).workspace_bytes);
+      EXPECT_EQ(plan.workspace_bytes, plan_gemm(plain).workspace_bytes);
     }
   });
 }
 
 TEST(W4Plan, WgmmaIsNotForBatchInvariance) {
-  EXPECT_FALSE(
-      plan_w4a16({.m = 4096, .n = 4096, .k = 4096, .group = 128, .sms = 132, .batch_invariant = true, .wgmma = true})
-          .wgmma);
+  const GemmPlan plan = plan_gemm(
+      {.m = 4096, .n = 4096, .k = 4096, .bits = 4, .group = 128, .sms = 132, .hopper = true, .batch_invariant = true});
+  EXPECT_EQ(plan.path, GemmPath::codes_stream);
 }
 
 TEST(W4Plan, SplitsDependOnTheBucketOfMOnly) {
-  for_each_problem([](W4Problem p) {
+  for_each_problem([](GemmProblem p) {
     const auto cut = [&](std::int64_t m, bool invariant) {
-      W4Problem q = p;
+      GemmProblem q = p;
       q.m = m;
       q.batch_invariant = invariant;
-      const W4Plan plan = plan_w4a16(q);
+      const GemmPlan plan = plan_gemm(q);
       return std::pair{plan.splits, plan.split_steps};
     };
     EXPECT_EQ(cut(1, false), cut(8, false));
@@ -278,20 +283,21 @@ TEST(W4Plan, SplitsDependOnTheBucketOfMOnly) {
     EXPECT_EQ(cut(17, false), cut(32, false));
     EXPECT_EQ(cut(33, false), cut(64, false));
     EXPECT_EQ(cut(p.m, true), cut(1, true));
-    p.wgmma = true;
+    p.hopper = p.aligned_operands = true;
     EXPECT_EQ(cut(17, false), cut(32, false));
     EXPECT_EQ(cut(33, false), cut(64, false));
     EXPECT_EQ(cut(65, false), cut(128, false));
     EXPECT_EQ(cut(385, false), cut(512, false));
     const auto plain = cut(3 * p.m, false);
-    p.gather_x = true;  // K splits do not depend on x's strides
+    p.aligned_operands = false;  // K splits do not depend on x's strides
     EXPECT_EQ(cut(3 * p.m, false), plain);
   });
 }
 
 TEST(W4Plan, StreamKIsForALastWaveThatWouldBeShort) {
   const auto plan = [](std::int64_t m, std::int64_t n, std::int64_t k) {
-    return plan_w4a16({.m = m, .n = n, .k = k, .group = 128, .sms = 132, .clusters = true, .wgmma = true});
+    return plan_gemm(
+        {.m = m, .n = n, .k = k, .bits = 4, .group = 128, .sms = 132, .hopper = true, .aligned_operands = true});
   };
   EXPECT_EQ(plan(256, 14336, 4096).stream_k_ranges, 33);  // 1.7 waves
   EXPECT_EQ(plan(384, 14336, 4096).stream_k_ranges, 22);
@@ -305,28 +311,29 @@ TEST(W4Plan, StreamKIsForALastWaveThatWouldBeShort) {
 
 TEST(W4Plan, FewRowsOfALargeWeightKeepEverySmBusy) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {14336, 4096}, {4096, 14336}}) {
-    const W4Plan plan = plan_w4a16({.m = 1, .n = n, .k = k, .group = 128, .sms = 132});
+    const GemmPlan plan = plan_gemm({.m = 1, .n = n, .k = k, .bits = 4, .group = 128, .sms = 132});
     EXPECT_GE(plan.n_blocks * plan.splits, 132);
     EXPECT_LE(plan.workspace_bytes, 1u << 20);
   }
 }
 
-const auto derived(const W4Plan& p) {
+const auto derived(const GemmPlan& p) {
   return std::tuple(p.scale_k, p.operand, p.separate_epilogue, p.gate_tiles, p.split_steps, p.x_tile_tokens,
                     p.sums_offset, p.launch_tokens, p.m_blocks, p.n_blocks, p.shared_bytes, p.workspace_bytes,
                     p.semaphore_bytes, p.fixup_bytes, p.gathered_bytes, p.gather_ctas);
 }
 
 TEST(W4Plan, APlanFitsItsProblemAndIsReadBackFromItsText) {
-  const auto check = [](W4Problem p) {
+  const auto check = [](GemmProblem p) {
+    const bool hopper = p.hopper;
     for (int flags = 0; flags < 16; ++flags) {
-      p.clusters = flags & 1;
+      p.hopper = hopper || (flags & 1);
       p.batch_invariant = flags & 2;
       p.gated = (flags & 4) && p.n % 2 == 0;
-      p.fits_linear = (flags & 8) && !p.gather_x;
-      const W4Plan plan = plan_w4a16(p);
+      p.aligned_all = (flags & 8) && p.aligned_operands;
+      const GemmPlan plan = plan_gemm(p);
       ASSERT_EQ(check_plan(p, plan), "") << text(plan);
-      const W4Plan again = plan_w4a16("op", p, text(plan).c_str());
+      const GemmPlan again = plan_gemm("op", p, text(plan).c_str());
       ASSERT_EQ(check_plan(p, again), "");
       ASSERT_EQ(text(again), text(plan));
       ASSERT_EQ(derived(again), derived(plan));
@@ -338,92 +345,111 @@ TEST(W4Plan, APlanFitsItsProblemAndIsReadBackFromItsText) {
 
 TEST(W4Plan, AnEmptyWeightHasAPlan) {  // expanding no rows in no chunks once divided by 0
   for (std::int64_t m : {0, 1, 17, 1024})
-    for (bool fits_linear : {false, true}) {
-      const W4Problem p{.m = m, .n = 0, .k = 4096, .group = 32, .sms = 132, .wgmma = true, .fits_linear = fits_linear};
-      EXPECT_EQ(check_plan(p, plan_w4a16(p)), "");
+    for (bool aligned : {false, true}) {
+      const GemmProblem p{.m = m,
+                          .n = 0,
+                          .k = 4096,
+                          .bits = 4,
+                          .group = 32,
+                          .sms = 132,
+                          .hopper = true,
+                          .aligned_operands = aligned,
+                          .aligned_all = aligned};
+      EXPECT_EQ(check_plan(p, plan_gemm(p)), "");
     }
 }
 
 // Another value of each field of a plan that fits is refused by the field's name.
 TEST(W4Plan, EveryWrongFieldIsNamed) {
-  const auto refused = [](const W4Problem& p, const char* field, auto W4Plan::* member, auto value) {
-    W4Plan plan = plan_w4a16(p);
+  const auto refused = [](const GemmProblem& p, const char* field, auto GemmPlan::* member, auto value) {
+    GemmPlan plan = plan_gemm(p);
     ASSERT_EQ(check_plan(p, plan), "");
     plan.*member = static_cast<std::remove_reference_t<decltype(plan.*member)>>(value);
     EXPECT_TRUE(check_plan(p, plan).starts_with(std::string(field) + " must")) << field << ": " << check_plan(p, plan);
   };
-  const W4Problem stream{.m = 1, .n = 4096, .k = 4096, .group = 128, .sms = 132};
-  ASSERT_EQ(text(plan_w4a16(stream)), "stream config=0 splits=8 cluster=1");
-  for (int value : {-1, 4}) refused(stream, "config", &W4Plan::config, value);
-  for (int value : {0, -1, 9, 17, 32}) refused(stream, "splits", &W4Plan::splits, value);  // 9: more than 264 CTAs
-  for (int value : {0, 2, 8}) refused(stream, "cluster", &W4Plan::cluster, value);
-  refused(stream, "path", &W4Plan::wgmma, true);
-  W4Problem other = stream;
+  const GemmProblem stream{.m = 1, .n = 4096, .k = 4096, .bits = 4, .group = 128, .sms = 132};
+  ASSERT_EQ(text(plan_gemm(stream)), "stream config=0 splits=8 cluster=1");
+  for (int value : {-1, 4}) refused(stream, "config", &GemmPlan::config, value);
+  for (int value : {0, -1, 9, 17, 32}) refused(stream, "splits", &GemmPlan::splits, value);  // 9: more than 264 CTAs
+  for (int value : {0, 2, 8}) refused(stream, "cluster", &GemmPlan::cluster, value);
+  refused(stream, "path", &GemmPlan::path, GemmPath::codes_wgmma);
+  refused(stream, "path", &GemmPlan::path, GemmPath::tma);
+  GemmProblem other = stream;
   other.m = 9;
-  refused(other, "config", &W4Plan::config, 0);
+  refused(other, "config", &GemmPlan::config, 0);
   other = stream;
   other.k = 256;
-  refused(other, "splits", &W4Plan::splits, 2);  // one step for each
+  refused(other, "splits", &GemmPlan::splits, 2);  // one step for each
   other = stream;
   other.batch_invariant = true;
-  refused(other, "splits", &W4Plan::splits, 1);
-  other.wgmma = true;
-  refused(other, "path", &W4Plan::wgmma, true);
+  refused(other, "splits", &GemmPlan::splits, 1);
+  other.hopper = true;
+  refused(other, "path", &GemmPlan::path, GemmPath::codes_wgmma);
   other = stream;
-  other.clusters = true;
-  refused(other, "cluster", &W4Plan::cluster, 2);  // 8 splits
+  other.hopper = true;
+  refused(other, "cluster", &GemmPlan::cluster, 2);  // 8 splits
 
-  W4Problem wgmma{.m = 64, .n = 28672, .k = 4096, .group = 128, .sms = 132, .clusters = true, .wgmma = true};
-  ASSERT_EQ(text(plan_w4a16(wgmma)), "wgmma config=1 splits=1 cluster=2 m_group=8 stream_k_ranges=66 expand_rows=0");
-  for (int value : {-1, 3}) refused(wgmma, "config", &W4Plan::config, value);
-  for (int value : {0, 2, 17}) refused(wgmma, "splits", &W4Plan::splits, value);
-  for (int value : {0, 3}) refused(wgmma, "cluster", &W4Plan::cluster, value);
-  for (int value : {0, 9}) refused(wgmma, "m_group", &W4Plan::m_group, value);
-  for (int value : {-1, 67, 1 << 20}) refused(wgmma, "stream_k_ranges", &W4Plan::stream_k_ranges, value);
-  refused(wgmma, "stream_k_ranges", &W4Plan::config, 0);  // two CTAs per SM have no stream-K
-  for (int value : {-256, 256}) refused(wgmma, "expand_rows", &W4Plan::expand_rows, value);
+  GemmProblem wgmma{
+      .m = 64, .n = 28672, .k = 4096, .bits = 4, .group = 128, .sms = 132, .hopper = true, .aligned_operands = true};
+  ASSERT_EQ(text(plan_gemm(wgmma)), "wgmma config=1 splits=1 cluster=2 m_group=8 stream_k_ranges=66 expand_rows=0");
+  for (int value : {-1, 3}) refused(wgmma, "config", &GemmPlan::config, value);
+  for (int value : {0, 2, 17}) refused(wgmma, "splits", &GemmPlan::splits, value);
+  for (int value : {0, 3}) refused(wgmma, "cluster", &GemmPlan::cluster, value);
+  for (int value : {0, 9}) refused(wgmma, "m_group", &GemmPlan::m_group, value);
+  for (int value : {-1, 67, 1 << 20}) refused(wgmma, "stream_k_ranges", &GemmPlan::stream_k_ranges, value);
+  refused(wgmma, "stream_k_ranges", &GemmPlan::config, 0);  // two CTAs per SM have no stream-K
+  for (int value : {-256, 256}) refused(wgmma, "expand_rows", &GemmPlan::expand_rows, value);
   other = wgmma;
   other.n = 16 * 8 * 3;  // three blocks of N
-  refused(other, "cluster", &W4Plan::cluster, 2);
+  refused(other, "cluster", &GemmPlan::cluster, 2);
   other = wgmma;
   other.gated = true;
   other.n = 28672 + 16;  // gates and ups at different rows of their tiles
-  refused(other, "path", &W4Plan::wgmma, true);
-  other = {.m = 4096, .n = 4096, .k = 4096, .group = 32, .sms = 132, .wgmma = true, .fits_linear = true};
-  ASSERT_EQ(plan_w4a16(other).expand_rows, 4096);
-  for (int value : {-256, 128, 300, 4096 + 256}) refused(other, "expand_rows", &W4Plan::expand_rows, value);
+  refused(other, "path", &GemmPlan::path, GemmPath::codes_wgmma);
+  other = {.m = 4096,
+           .n = 4096,
+           .k = 4096,
+           .bits = 4,
+           .group = 32,
+           .sms = 132,
+           .hopper = true,
+           .aligned_operands = true,
+           .aligned_all = true};
+  ASSERT_EQ(plan_gemm(other).expand_rows, 4096);
+  for (int value : {-256, 128, 300, 4096 + 256}) refused(other, "expand_rows", &GemmPlan::expand_rows, value);
   other.group = 128;  // exact operands
-  refused(other, "expand_rows", &W4Plan::expand_rows, 256);
+  refused(other, "expand_rows", &GemmPlan::expand_rows, 256);
 
-  for (const W4Problem& p : {stream, wgmma}) {
-    refused(p, "operand", &W4Plan::operand, W4Operand::bf16_scales);
-    refused(p, "scale_k", &W4Plan::scale_k, 32);
-    refused(p, "separate_epilogue", &W4Plan::separate_epilogue, !plan_w4a16(p).separate_epilogue);
-    refused(p, "gate_tiles", &W4Plan::gate_tiles, 1);
-    refused(p, "split_steps", &W4Plan::split_steps, 31);
-    refused(p, "x_tile_tokens", &W4Plan::x_tile_tokens, 3);
-    refused(p, "sums_offset", &W4Plan::sums_offset, 16);
-    refused(p, "launch_tokens", &W4Plan::launch_tokens, 3);
-    refused(p, "m_blocks", &W4Plan::m_blocks, 3);
-    refused(p, "n_blocks", &W4Plan::n_blocks, 3);
-    refused(p, "shared_bytes", &W4Plan::shared_bytes, 3);
-    refused(p, "workspace_bytes", &W4Plan::workspace_bytes, 3);
-    refused(p, "semaphore_bytes", &W4Plan::semaphore_bytes, 3);
-    refused(p, "fixup_bytes", &W4Plan::fixup_bytes, 3);
-    refused(p, "gathered_bytes", &W4Plan::gathered_bytes, 3);
-    refused(p, "gather_ctas", &W4Plan::gather_ctas, 30);
+  for (const GemmProblem& p : {stream, wgmma}) {
+    refused(p, "operand", &GemmPlan::operand, W4Operand::bf16_scales);
+    refused(p, "scale_k", &GemmPlan::scale_k, 32);
+    refused(p, "separate_epilogue", &GemmPlan::separate_epilogue, !plan_gemm(p).separate_epilogue);
+    refused(p, "gate_tiles", &GemmPlan::gate_tiles, 1);
+    refused(p, "split_steps", &GemmPlan::split_steps, 31);
+    refused(p, "x_tile_tokens", &GemmPlan::x_tile_tokens, 3);
+    refused(p, "sums_offset", &GemmPlan::sums_offset, 16);
+    refused(p, "launch_tokens", &GemmPlan::launch_tokens, 3);
+    refused(p, "m_blocks", &GemmPlan::m_blocks, 3);
+    refused(p, "n_blocks", &GemmPlan::n_blocks, 3);
+    refused(p, "threads", &GemmPlan::threads, 31);
+    refused(p, "shared_bytes", &GemmPlan::shared_bytes, 3);
+    refused(p, "workspace_bytes", &GemmPlan::workspace_bytes, 3);
+    refused(p, "semaphore_bytes", &GemmPlan::semaphore_bytes, 3);
+    refused(p, "fixup_bytes", &GemmPlan::fixup_bytes, 3);
+    refused(p, "gathered_bytes", &GemmPlan::gathered_bytes, 3);
+    refused(p, "gather_ctas", &GemmPlan::gather_ctas, 30);
   }
 }
 
 // Any numbers in a forced plan lead to a plan that fits or to a typed error, and what fits stays within the device.
 TEST(W4Plan, AnyForcedPlanFitsOrIsRefused) {
   int fit = 0;
-  const auto force = [&](const W4Problem& p, const std::string& forced) {
+  const auto force = [&](const GemmProblem& p, const std::string& forced) {
     const std::string error = support::error_of([&] {
-      const W4Plan plan = plan_w4a16("op", p, forced.c_str());
+      const GemmPlan plan = plan_gemm("op", p, forced.c_str());
       ++fit;
       EXPECT_EQ(check_plan(p, plan), "");
-      EXPECT_LE(plan.shared_bytes, (plan.wgmma ? 227u : 99u) * 1024) << forced;
+      EXPECT_LE(plan.shared_bytes, (plan.path == GemmPath::codes_wgmma ? 227u : 99u) * 1024) << forced;
     });
     EXPECT_TRUE(error.empty() || error.starts_with("value: op: plan \"" + forced + "\" does not fit this call: "))
         << error;
@@ -434,15 +460,15 @@ TEST(W4Plan, AnyForcedPlanFitsOrIsRefused) {
     for (std::int64_t n : {0, 17, 4096})
       for (int bits : {4, 8})
         for (bool wgmma : {false, true}) {
-          const W4Problem p{.m = m,
-                            .n = n,
-                            .k = 576,
-                            .bits = bits,
-                            .group = 64,
-                            .sms = 132,
-                            .clusters = wgmma,
-                            .wgmma = wgmma,
-                            .fits_linear = true};
+          const GemmProblem p{.m = m,
+                              .n = n,
+                              .k = 576,
+                              .bits = bits,
+                              .group = 64,
+                              .sms = 132,
+                              .hopper = wgmma,
+                              .aligned_operands = true,
+                              .aligned_all = true};
           for (int a : values)
             for (int b : values)
               for (int c : values) {

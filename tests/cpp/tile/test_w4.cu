@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/w4a16/traits.cuh"
+#include "kernels/gemm/code_traits.cuh"
 
 namespace rooftile::gpu {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/tensor_map.h"
-#include "kernels/w4a16/wgmma_producer.cuh"
+#include "kernels/gemm/wgmma_producer.cuh"
 #include "support/device.cuh"
 #include "tile/wgmma.cuh"
 
@@ -118,7 +118,7 @@ TEST(W4WgmmaLayouts, StagesOfAWarp) {
 
 // A stage of x of every CTA, to (CTA, BLK_N, BLK_K).
 template <class Config>
-__global__ void load_x(const __grid_constant__ W4WgmmaParams params, unsigned m_block, int step, std::uint16_t* to) {
+__global__ void load_x(const __grid_constant__ WgmmaParams params, unsigned m_block, int step, std::uint16_t* to) {
 #ifdef ROOFTILE_WGMMA
   extern __shared__ __align__(1024) std::uint8_t shared[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(shared);
@@ -147,12 +147,12 @@ void check_load_x(int ctas) {
   const tile::Shared<std::uint16_t> x(tokens * k), to(static_cast<std::size_t>(ctas) * tile);
   for (std::size_t i = 0; i < x.n; ++i) x[i] = static_cast<std::uint16_t>(i % 65521 + 1);
   for (std::size_t i = 0; i < to.n; ++i) to[i] = 0xffff;
-  W4WgmmaParams params{};
-  params.product.tokens = tokens;
-  params.product.k = k;
-  params.product.cluster_shift = ctas / 2;
-  params.x = rows_map("test", x.data, DType::f16, {.rows = tokens, .columns = k, .stride = k}, Config::tokens / ctas,
-                      w4_wgmma_x_tile_k);
+  WgmmaParams params{};
+  params.tokens = tokens;
+  params.k = k;
+  params.cluster_shift = ctas / 2;
+  params.x_map = rows_map("test", x.data, DType::f16, {.rows = tokens, .columns = k, .stride = k},
+                          Config::tokens / ctas, w4_wgmma_x_tile_k);
   constexpr int bytes = sizeof(typename Config::SharedStorage);
   ASSERT_EQ(cudaFuncSetAttribute(load_x<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), cudaSuccess);
   tile::launch({.ctas = ctas, .threads = 128, .cluster = ctas, .shared_bytes = bytes}, load_x<Config>, params, m_block,
