@@ -4,7 +4,7 @@
 
 #include "kernels/gemm/params.h"
 #include "kernels/gemm/wgmma_traits.cuh"
-#include "tile/cta_sync.cuh"
+#include "tile/semaphore.cuh"
 #include "tile/warps.cuh"
 
 namespace rooftile::gpu {
