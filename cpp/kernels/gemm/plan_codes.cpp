@@ -107,11 +107,17 @@ int choose_split_k(const GemmProblem& p, int config) {
                            : choose_split_k(p, config, n_blocks, divide_up(p.m, w4_stream_block_m));
 }
 
+// Cycles that a step of a wgmma CTA keeps the issue slots busy, 4 bits: eight consumer warps of some 200 instructions on
+// four schedulers. In 8 bits the bytes of a step take longer than its instructions.
+constexpr double w4_issue_cycles = 550;
+
 // wgmma.cuh: tile config, K splits and stream-K, from estimated cycles of an SM; rough facts of an H200. Only the
 // number of m-blocks depends on m.
 // N = 14336, K = 4096, M = 64, 132 SMs: 112 work tiles of 128 rows x 64 tokens, one for each SM; two splits make 224.
 // 32 steps of max(1.3 * 512, 512 + 450) cycles and 3500 are 34 000. N = 28672: 112 clusters' tiles for 66 clusters are
 // two waves, 64 steps; stream-K gives each cluster 112 * 32 / 66 = 55 steps and 3 for the fix-up, so it runs.
+// M = 32: 112 work tiles, 32 steps of 256 + 450 cycles and 3500 are 26 000; two splits, two CTAs an SM, are 16 steps of
+// 2 * 550 cycles, which with the sums of both splits are 28 000, so K is not split.
 void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
   plan.path = GemmPath::codes_wgmma;
   while (plan.config < w4_wgmma_last && w4_wgmma_configs[plan.config].tokens < p.m) ++plan.config;
@@ -124,10 +130,12 @@ void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
   double least = 0;
   for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(max_splits, steps); ++splits) {
     if (!splits_evenly(steps, splits, 2) || (splits > 1 && work_tiles * splits > sms * f.ctas_per_sm)) continue;
-    // the busiest SM: its CTAs share the tensor cores (busy), or each waits for its own copies and registers (waiting)
+    // the busiest SM: its CTAs share the tensor cores or the issue slots (busy), or each waits for its own copies and
+    // registers (waiting)
     const std::int64_t ctas = divide_up(work_tiles * splits, sms), waves = divide_up(ctas, f.ctas_per_sm);
     const double step = 4.0 * f.tokens * f.consumer_groups;
-    const double busy = static_cast<double>(ctas) * 1.3 * step, waiting = static_cast<double>(waves) * (step + 450);
+    const double busy = static_cast<double>(ctas) * std::max(1.3 * step, p.bits == 4 ? w4_issue_cycles : 0),
+                 waiting = static_cast<double>(waves) * (step + 450);
     double cycles =
         static_cast<double>(divide_up(steps, splits)) * std::max(busy, waiting) + 3500.0 * static_cast<double>(waves);
     if (splits > 1) cycles += 3000 + static_cast<double>(splits * m_blocks * f.tokens * p.n) * 8 / 1700;

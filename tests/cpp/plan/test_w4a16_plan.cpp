@@ -309,6 +309,18 @@ TEST(W4Plan, StreamKIsForALastWaveThatWouldBeShort) {
   EXPECT_EQ(plan(4096, 14336, 4096).stream_k_ranges, 0);  // more x than stays in L2
 }
 
+TEST(W4Plan, TwoCtasOfAnSmShareItsIssueSlots) {
+  const auto splits = [](std::int64_t n, std::int64_t k, int bits) {
+    return plan_gemm(
+               {.m = 32, .n = n, .k = k, .bits = bits, .group = 128, .sms = 132, .hopper = true, .aligned_operands = true})
+        .splits;
+  };
+  EXPECT_EQ(splits(14336, 4096, 4), 1);  // 112 CTAs
+  EXPECT_EQ(splits(4096, 4096, 4), 4);   // 128
+  EXPECT_EQ(splits(4096, 14336, 4), 8);  // 256, two an SM: 14 steps each
+  EXPECT_EQ(splits(14336, 4096, 8), 2);  // bound by the bytes of a step
+}
+
 TEST(W4Plan, FewRowsOfALargeWeightKeepEverySmBusy) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {14336, 4096}, {4096, 14336}}) {
     const GemmPlan plan = plan_gemm({.m = 1, .n = n, .k = k, .bits = 4, .group = 128, .sms = 132});
