@@ -5,12 +5,13 @@
 #include <cutlass/arch/barrier.h>
 
 #include <cstdint>
+#include <cuda/atomic>
 
 namespace rooftile::tile {
 
-// The compiler moves no access of memory across this point. CUTLASS's waits and arrivals are asm without a "memory"
+// The compiler moves no access of memory across this point. CUTLASS's waits and arrivals are PTX without a "memory"
 // clobber: alone they keep their order among each other and among CuTe's copies, but not among ordinary accesses.
-__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
+__device__ __forceinline__ void compiler_fence() { cuda::atomic_signal_fence(cuda::memory_order_seq_cst); }
 
 // Waits until the phase of that parity has completed; reads after it see what was written before the arrivals.
 __device__ __forceinline__ void wait_barrier(const cutlass::arch::ClusterBarrier& barrier, std::uint32_t parity) {

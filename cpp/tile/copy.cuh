@@ -6,11 +6,12 @@
 #include <cstdint>
 
 #include "cute/arch/copy_sm80.hpp"
+#include "cute/arch/copy_sm90_tma.hpp"
 
 namespace rooftile::tile {
 
 // Loads data that the CTA reads once, without allocating an L1 line. The load is coherent: the same launch may write
-// these bytes later.
+// these bytes later. CuTe has such a load for sm_100 alone, and CUDA's __ldcg may move across the wait of PDL.
 __device__ __forceinline__ uint4 load_once(const void* from) {
   uint4 x;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -20,20 +21,18 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
   return x;
 }
 
-// Loads data that no thread writes during the launch, through the read-only path (ld.global.nc); L1 keeps the line.
-__device__ __forceinline__ uint4 load_read_only(const void* from) { return __ldg(static_cast<const uint4*>(from)); }
-
 // Prefetches `bytes` bytes from `at` on into L2; both are multiples of 16. A no-op before sm_90, which lacks the
 // instruction.
 __device__ __forceinline__ void prefetch_l2_bulk(const void* at, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+#ifdef CUTE_ARCH_TMA_SM90_ENABLED
+  cute::SM90_BULK_COPY_G2S::PREFETCH::copy(at, bytes);
 #endif
 }
 // Prefetches the L2 line that holds `at`.
-__device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+__device__ __forceinline__ void prefetch_l2(const void* at) { cute::prefetch(at); }
 
-// Stores 16 bytes with one instruction; the compiler may split an ordinary uint4 store into four words.
+// Stores 16 bytes with one instruction. CuTe's copies are ordinary stores, which the compiler may split into four
+// words; CUDA's __stwb is a strong store, and CUTLASS's global_store lets the compiler move loads across it.
 __device__ __forceinline__ void store(void* to, uint4 x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }

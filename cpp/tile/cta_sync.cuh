@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Synchronisation beyond a CTA: programmatic dependent launch (PDL) between kernels, barriers and shared-memory
-// addresses within a cluster, semaphores between CTAs of a grid.
+// addresses within a cluster. CUDA's functions, not CuTe's: cute::cluster_arrive and cluster_wait are .aligned, so all
+// lanes of a warp would have to arrive together, and CUTLASS's PDL waits let the compiler move loads across them.
 #pragma once
 
-#include <cstdint>
+#include <cuda_runtime.h>
 
 namespace rooftile::tile {
 
@@ -11,26 +12,14 @@ namespace rooftile::tile {
 // the previous kernel wrote, or writes what it reads, calls this first.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  cudaGridDependencySynchronize();
 #endif
 }
 // PDL: the next kernel of the stream may start once all CTAs have called this or exited, and there is room for it.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  cudaTriggerProgrammaticLaunchCompletion();
 #endif
-}
-
-// A semaphore in global memory between CTAs of one grid. A CTA that sees `value` also sees what the releasing thread
-// wrote before, and what other threads wrote before a barrier with it. The waiting CTA must come later in the grid than
-// the releasing one, so that the latter is resident.
-__device__ __forceinline__ void release_semaphore(std::uint64_t* at, std::uint64_t value) {
-  asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-__device__ __forceinline__ void wait_semaphore(const std::uint64_t* at, std::uint64_t value) {
-  std::uint64_t found;
-  do asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
-  while (found != value);
 }
 
 // Whether the architecture has clusters.
@@ -41,6 +30,8 @@ inline constexpr bool has_clusters = false;
 #endif
 
 // The address of the same shared-memory variable in CTA `rank` of the cluster. Without clusters: the own address.
+// CuTe's set_block_rank returns no pointer but an address of the shared::cluster window. CUDA's
+// __cluster_map_shared_rank is pure: the compiler computes it before a main loop, which then has fewer registers.
 template <class X>
 __device__ __forceinline__ X* map_shared_rank(X* own, int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -69,7 +60,8 @@ __device__ __forceinline__ ClusterCoord cluster_coord() {
 // memory, are visible after it.
 __device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
 #endif
 }
 
@@ -78,12 +70,12 @@ __device__ __forceinline__ void sync_cluster() {
 // once its value was used. Without clusters both do nothing.
 __device__ __forceinline__ void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  __cluster_barrier_arrive_relaxed();
 #endif
 }
 __device__ __forceinline__ void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait;" ::: "memory");
+  __cluster_barrier_wait();
 #endif
 }
 

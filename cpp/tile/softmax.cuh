@@ -5,12 +5,14 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <cutlass/functional.h>
 
 namespace rooftile::tile {
 
 inline constexpr float log2_e = 1.4426950408889634f, ln_2 = 0.6931471805599453f;
 
-// 2^x to 2 units in the last place; results below 2^-126 become 0.
+// 2^x to 2 units in the last place; results below 2^-126 become 0. CUTLASS has no ex2, and CUDA's exp2f scales its
+// argument and result for the sake of subnormals.
 __device__ __forceinline__ float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -18,11 +20,7 @@ __device__ __forceinline__ float fast_exp2(float x) {
 }
 
 // 1 / x to 1 unit in the last place; 0 for an infinity.
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+__device__ __forceinline__ float fast_reciprocal(float x) { return cutlass::reciprocal_approximate_ftz<float>{}(x); }
 
 // The factors of a merge of partials a and b. A partial without keys has m = -inf and l = 0.
 struct MergeWeights {

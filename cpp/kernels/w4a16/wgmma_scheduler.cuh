@@ -4,7 +4,7 @@
 
 #include "kernels/w4a16/params.h"
 #include "kernels/w4a16/wgmma_traits.cuh"
-#include "tile/cta_sync.cuh"
+#include "tile/semaphore.cuh"
 #include "tile/warps.cuh"
 
 namespace rooftile::gpu {

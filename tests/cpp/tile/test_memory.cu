@@ -12,6 +12,7 @@
 #include "tile/barrier.cuh"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
+#include "tile/semaphore.cuh"
 #include "tile/warps.cuh"
 #include "tile/wgmma.cuh"
 
@@ -20,15 +21,13 @@ namespace {
 
 // ---- copy.cuh ----
 
-// (lanes) 16-byte vectors: read by both loads, and by both sizes of cp.async; every second zfill copy is not valid.
-__global__ void copy_vectors(const uint4* from, uint4* once, uint4* read_only, uint4* async, uint4* zfill,
-                             uint4* halves) {
+// (lanes) 16-byte vectors: loaded, and copied by both sizes of cp.async; every second zfill copy is not valid.
+__global__ void copy_vectors(const uint4* from, uint4* once, uint4* async, uint4* zfill, uint4* halves) {
   __shared__ uint4 shared[3][32];
   const int lane = thread_index();
   prefetch_l2(from + lane);
   prefetch_l2_bulk(from, 32 * 16);
   store(once + lane, load_once(from + lane));
-  store(read_only + lane, load_read_only(from + lane));
   shared[1][lane] = {1, 2, 3, 4};  // overwritten, also where the copy is not valid
   __syncwarp();
   cp_async_16(&shared[0][lane], from + lane);
@@ -42,14 +41,14 @@ __global__ void copy_vectors(const uint4* from, uint4* once, uint4* read_only, u
 }
 
 TEST_F(Tile, CopiesOfVectors) {
-  const Shared<uint4> from(32), once(32), read_only(32), async(32), zfill(32), halves(32);
+  const Shared<uint4> from(32), once(32), async(32), zfill(32), halves(32);
   for (std::uint32_t i = 0; i < 32; ++i) from[i] = {4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4};
-  launch(copy_vectors, 32, from.data, once.data, read_only.data, async.data, zfill.data, halves.data);
+  launch(copy_vectors, 32, from.data, once.data, async.data, zfill.data, halves.data);
   const auto expect = [](const uint4& found, const uint4& expected) {
     EXPECT_TRUE(found.x == expected.x && found.y == expected.y && found.z == expected.z && found.w == expected.w);
   };
   for (std::uint32_t i = 0; i < 32; ++i) {
-    for (const Shared<uint4>* copy : {&once, &read_only, &async, &halves}) expect((*copy)[i], from[i]);
+    for (const Shared<uint4>* copy : {&once, &async, &halves}) expect((*copy)[i], from[i]);
     expect(zfill[i], i % 2 ? from[i] : uint4{});
   }
 }
@@ -78,7 +77,7 @@ TEST_F(Tile, WarpsOfATileMeet) {
   for (std::size_t i = 0; i < to.n; ++i) EXPECT_EQ(to[i], static_cast<int>(i / 32 * 32 + 1)) << i;
 }
 
-// ---- cta_sync.cuh ----
+// ---- semaphore.cuh ----
 
 // CTA 1 reads what all threads of CTA 0 wrote before they released the semaphore.
 __global__ void pass_on(std::uint64_t* semaphore, volatile int* data, int* to) {
@@ -102,6 +101,8 @@ TEST_F(Tile, ASemaphoreCarriesWrites) {
   launch({.ctas = 2, .threads = 256}, pass_on, semaphore.data, data.data, to.data);
   for (std::size_t i = 0; i < to.n; ++i) EXPECT_EQ(to[i], static_cast<int>(i) + 5);
 }
+
+// ---- cta_sync.cuh ----
 
 struct Place {
   int cluster, rank, neighbour, before;
