@@ -6,6 +6,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+
 namespace rooftile::tile {
 
 // PDL: waits until the previous kernel of the stream has ended and its writes are visible. Every thread that reads what
@@ -47,14 +49,7 @@ struct ClusterCoord {
   int cluster, rank;
 };
 __device__ __forceinline__ ClusterCoord cluster_coord() {
-#if __CUDA_ARCH__ >= 900
-  ClusterCoord coord;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(coord.cluster));
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(coord.rank));
-  return coord;
-#else
-  return {static_cast<int>(blockIdx.x), 0};
-#endif
+  return {static_cast<int>(cute::cluster_id_in_grid().x), static_cast<int>(cute::block_rank_in_cluster())};
 }
 // Barrier of all threads of the cluster (exited threads count as arrived); writes before it, to shared and global
 // memory, are visible after it.
