@@ -8,13 +8,10 @@
 namespace rooftile::tile {
 
 __device__ __forceinline__ std::uint32_t fma_f16x2(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-  const __half2 r = __hfma2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b),
-                            reinterpret_cast<const __half2&>(c));
-  return reinterpret_cast<const std::uint32_t&>(r);
+  return bit_cast<std::uint32_t>(__hfma2(bit_cast<__half2>(a), bit_cast<__half2>(b), bit_cast<__half2>(c)));
 }
 __device__ __forceinline__ std::uint32_t mul_f16x2(std::uint32_t a, std::uint32_t b) {
-  const __half2 r = __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-  return reinterpret_cast<const std::uint32_t&>(r);
+  return bit_cast<std::uint32_t>(__hmul2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
 }
 
 // The low bits of an fp16 are an integer in units of 2^-24: masking a code gives an operand, a subnormal, which tensor

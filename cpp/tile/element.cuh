@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cutlass/platform/platform.h>
 
 #include "rooftile/tensor.h"
 
@@ -13,6 +14,7 @@ namespace rooftile::tile {
 
 using half = __half;
 using bf16 = __nv_bfloat16;
+using cutlass::platform::bit_cast;  // std::bit_cast takes no __half2: its copy constructor is not trivial
 
 __device__ __forceinline__ float to_float(half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
@@ -37,23 +39,21 @@ template <class T>
 __device__ __forceinline__ std::uint32_t pack(float low, float high);
 template <>
 __device__ __forceinline__ std::uint32_t pack<half>(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(pair);
+  return bit_cast<std::uint32_t>(__floats2half2_rn(low, high));
 }
 template <>
 __device__ __forceinline__ std::uint32_t pack<bf16>(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(pair);
+  return bit_cast<std::uint32_t>(__floats2bfloat162_rn(low, high));
 }
 template <class T>
 __device__ __forceinline__ float2 unpack(std::uint32_t pair);
 template <>
 __device__ __forceinline__ float2 unpack<half>(std::uint32_t pair) {
-  return __half22float2(reinterpret_cast<const __half2&>(pair));
+  return __half22float2(bit_cast<__half2>(pair));
 }
 template <>
 __device__ __forceinline__ float2 unpack<bf16>(std::uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  return __bfloat1622float2(bit_cast<__nv_bfloat162>(pair));
 }
 
 // Host only: calls f(T{}) with T the device type of a 16-bit activation dtype.

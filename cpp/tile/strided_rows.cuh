@@ -6,6 +6,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <cute/pointer.hpp>
 #include <type_traits>
 
 #include "rooftile/tensor.h"
@@ -80,7 +81,7 @@ struct Row {
   std::int64_t step;
 };
 __device__ __forceinline__ Row row_at(const Rows& r, std::int64_t row) {
-  return {reinterpret_cast<std::uint16_t*>(r.data) + row_offset(r, row), r.step};
+  return {cute::recast_ptr<std::uint16_t>(r.data) + row_offset(r, row), r.step};
 }
 
 constexpr int vec_size = 8;  // elements of a 16-byte vector
@@ -132,7 +133,7 @@ __device__ __forceinline__ uint4 from_floats(const Floats& x) {
 }
 
 // Hides the origin of x from the compiler, which then unpacks x again at its next use. Otherwise the compiler would
-// keep eight floats in registers in place of four words.
+// keep eight floats in registers in place of four words. CuTe's like, warpgroup_fence_operand, also orders memory.
 __device__ __forceinline__ void keep_packed(uint4& x) { asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)); }
 
 // A tensor that every row reads and no thread of the launch writes (weights, RoPE tables): rows of T or of fp32. Loads
@@ -162,10 +163,9 @@ __device__ __forceinline__ Floats load_table(const Table& t, std::int64_t row, I
   const std::int64_t start = row * t.stride;
   if constexpr (vector) {
     if (first >= n) return {};
-    if (!t.wide)
-      return to_floats<T>(*reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(t.data) + start + first));
-    const float* from = reinterpret_cast<const float*>(t.data) + start + first;
-    const float4 low = *reinterpret_cast<const float4*>(from), high = *reinterpret_cast<const float4*>(from + 4);
+    if (!t.wide) return to_floats<T>(*cute::recast_ptr<uint4>(cute::recast_ptr<T>(t.data) + start + first));
+    const float* from = cute::recast_ptr<float>(t.data) + start + first;
+    const float4 low = *cute::recast_ptr<float4>(from), high = *cute::recast_ptr<float4>(from + 4);
     return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
   } else {
     Floats x;
@@ -173,8 +173,8 @@ __device__ __forceinline__ Floats load_table(const Table& t, std::int64_t row, I
     for (int i = 0; i < vec_size; ++i) {
       const std::int64_t offset = start + (first + i) * t.step;
       x.at[i] = first + i >= n ? 0.0f
-                : t.wide       ? reinterpret_cast<const float*>(t.data)[offset]
-                               : to_float(reinterpret_cast<const T*>(t.data)[offset]);
+                : t.wide       ? cute::recast_ptr<float>(t.data)[offset]
+                               : to_float(cute::recast_ptr<T>(t.data)[offset]);
     }
     return x;
   }
@@ -185,7 +185,7 @@ __device__ __forceinline__ Floats load_table(const Table& t, std::int64_t row, I
 template <bool vector, class Index>
 __device__ __forceinline__ uint4 load_early(const Table& t, Index first, Index n) {
   if constexpr (!vector) return {};
-  return t.early && first < n ? *reinterpret_cast<const uint4*>(t.data + first * 2) : uint4{};
+  return t.early && first < n ? *cute::recast_ptr<uint4>(t.data + first * 2) : uint4{};
 }
 template <class T, bool vector, class Index>
 __device__ __forceinline__ Floats table_vec(const Table& t, uint4 early, Index first, Index n) {

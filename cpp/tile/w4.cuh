@@ -11,10 +11,8 @@
 namespace rooftile::tile {
 
 __device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-  const __nv_bfloat162 r =
-      __hfma2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b),
-              reinterpret_cast<const __nv_bfloat162&>(c));
-  return reinterpret_cast<const std::uint32_t&>(r);
+  return bit_cast<std::uint32_t>(
+      __hfma2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b), bit_cast<__nv_bfloat162>(c)));
 }
 
 // Codes -> exact operands (u - zero) / unit, A fragments: registers 0 and 2 of a fragment are row g of the tile, 1 and
@@ -80,7 +78,8 @@ struct CodeDecode {
   }
 };
 
-// (a & mask) | bits in one LOP3: nvcc emits two instructions where both are constants.
+// (a & mask) | bits in one LOP3: nvcc emits two instructions where both are constants, and CUTLASS writes its own LOP3s
+// as PTX inside its converters.
 template <std::uint32_t mask>
 __device__ __forceinline__ std::uint32_t and_or(std::uint32_t a, std::uint32_t bits) {
   std::uint32_t r;

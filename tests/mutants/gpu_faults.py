@@ -123,8 +123,8 @@ FAULTS = {
     "append_slot": Fault(
         "scales of tokens behind the 64th of a page go elsewhere",
         KV_CACHE + "encode.cuh",
-        "reinterpret_cast<T*>(w.section(plane, plane.scale, page, head))[offset] = quantizer.stored_scale;",
-        "reinterpret_cast<T*>(w.section(plane, plane.scale, page, head))[offset & 63] = quantizer.stored_scale;",
+        "w.template section<T>(plane, plane.scale, page, head)[offset] = ",
+        "w.template section<T>(plane, plane.scale, page, head)[offset & 63] = ",
     ),
     "tile_zero": Fault(
         "row g + 8 is decoded with row g's zero",

@@ -248,7 +248,7 @@ struct MergeParams {
 };
 
 __device__ __forceinline__ float* lse_at(const Rows& r, std::int64_t row) {
-  return reinterpret_cast<float*>(r.data) + row_offset(r, row);
+  return cute::recast_ptr<float>(r.data) + row_offset(r, row);
 }
 
 template <class T, bool vector>

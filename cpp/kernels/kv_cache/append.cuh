@@ -43,9 +43,9 @@ __device__ void append_token(const AppendWarp<T, f, rotate>& w, int token, int h
   const int position = w.e.length + token;
   const KvCacheView::Plane& plane = is_v ? w.p.c.v : w.p.c.k;
   if constexpr (is_element_format(f)) {
-    std::byte* at =
-        w.section(plane, plane.codes, w.page_of(position), head) + w.page_offset(position) * plane.token_stride;
-    w.store_raw({reinterpret_cast<T*>(at), 1, w.p.vec4_pool}, token, head, is_v, preloaded, preloaded.valid);
+    std::byte* at = w.template section<std::byte>(plane, plane.codes, w.page_of(position), head) +
+                    w.page_offset(position) * plane.token_stride;
+    w.store_raw({cute::recast_ptr<T>(at), 1, w.p.vec4_pool}, token, head, is_v, preloaded, preloaded.valid);
   } else {
     for (int vi = w.lane; 4 * vi < padded_head_dim(w.p.c.head_dim); vi += 32)
       w.staged[vi / 32][w.lane] =

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cute/pointer.hpp>
 #include <type_traits>
 
 #include "core/kv_layout.h"
@@ -22,12 +23,12 @@ __device__ void store_codes(const KvCacheView& c, std::byte* section, int offset
   const std::int64_t index =
       is_v ? v_code_index(f, page_size, c.head_dim, offset, d) : k_code_index(c.head_dim, offset, d);
   if constexpr (code_bits(f) == 4) {
-    *reinterpret_cast<std::uint16_t*>(section + index / 2) = static_cast<std::uint16_t>(word);
+    *cute::recast_ptr<std::uint16_t>(section + index / 2) = static_cast<std::uint16_t>(word);
   } else if constexpr (is_v) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) section[index + 4 * j] = static_cast<std::byte>(word >> (8 * j));
   } else {
-    *reinterpret_cast<std::uint32_t*>(section + index) = word;
+    *cute::recast_ptr<std::uint32_t>(section + index) = word;
   }
 }
 
@@ -48,16 +49,16 @@ __device__ void encode_token(const AppendWarp<T, f, rotate>& w, const KvCacheVie
   range.reduce_warp();
   const Quantizer<T, f> quantizer(range);
   if (w.lane == 0) {
-    reinterpret_cast<T*>(w.section(plane, plane.scale, page, head))[offset] = quantizer.stored_scale;
-    if constexpr (has_min(f))
-      reinterpret_cast<T*>(w.section(plane, plane.min, page, head))[offset] = quantizer.stored_minimum;
+    w.template section<T>(plane, plane.scale, page, head)[offset] = quantizer.stored_scale;
+    if constexpr (has_min(f)) w.template section<T>(plane, plane.min, page, head)[offset] = quantizer.stored_minimum;
   }
   for (int vi = w.lane; 4 * vi < padded; vi += 32) {
     const Vec4<T> x = w.staged[row + vi / 32][w.lane];
     int codes[4];  // (4 channels)
 #pragma unroll
     for (int j = 0; j < 4; ++j) codes[j] = Order::dim(vi, j) < c.head_dim ? quantizer.code(x[j]) : 0;
-    store_codes<f, Order>(c, w.section(plane, plane.codes, page, head), offset, vi, packed<f>(codes));
+    store_codes<f, Order>(c, w.template section<std::byte>(plane, plane.codes, page, head), offset, vi,
+                          packed<f>(codes));
   }
 }
 
@@ -85,8 +86,8 @@ __device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int
   const std::int64_t page = w.page_of(first);
   const int offset = w.page_offset(first);
   const std::int64_t index = std::int64_t{offset / kv_group} * padded_head_dim(c.head_dim) + 4 * vi + token;
-  reinterpret_cast<T*>(w.section(c.k, c.k.scale, page, head))[index] = quantizer.stored_scale;
-  if constexpr (has_min(f)) reinterpret_cast<T*>(w.section(c.k, c.k.min, page, head))[index] = quantizer.stored_minimum;
+  w.template section<T>(c.k, c.k.scale, page, head)[index] = quantizer.stored_scale;
+  if constexpr (has_min(f)) w.template section<T>(c.k, c.k.min, page, head)[index] = quantizer.stored_minimum;
   std::uint32_t words[append_slice_tokens] = {};  // (8 tokens): codes of 4 channels
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -95,7 +96,7 @@ __device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int
     for (int i = 0; i < append_slice_tokens; ++i)
       words[i] |= (static_cast<std::uint32_t>(channel_quantizer.code(x[i][j])) & 15) << (4 * j);
   }
-  std::byte* codes_at = w.section(c.k, c.k.codes, page, head);
+  std::byte* codes_at = w.template section<std::byte>(c.k, c.k.codes, page, head);
 #pragma unroll
   for (int i = 0; i < append_slice_tokens; ++i)
     store_codes<f, InOrder>(c, codes_at, offset + token + 4 * i, vi, words[i]);
@@ -130,13 +131,11 @@ __device__ void encode_v_slice(const AppendWarp<T, f, rotate>& w, int first, int
   const std::int64_t page = w.page_of(first);
   const int offset = w.page_offset(first);
   if (w.lane < append_slice_tokens) {
-    reinterpret_cast<T*>(w.section(c.v, c.v.scale, page, head))[offset + token_in_group(w.lane)] =
-        quantizer.stored_scale;
+    w.template section<T>(c.v, c.v.scale, page, head)[offset + token_in_group(w.lane)] = quantizer.stored_scale;
     if constexpr (has_min(f))
-      reinterpret_cast<T*>(w.section(c.v, c.v.min, page, head))[offset + token_in_group(w.lane)] =
-          quantizer.stored_minimum;
+      w.template section<T>(c.v, c.v.min, page, head)[offset + token_in_group(w.lane)] = quantizer.stored_minimum;
   }
-  std::uint32_t* words = reinterpret_cast<std::uint32_t*>(w.staged);  // (channel): the codes of the eight tokens
+  std::uint32_t* words = cute::recast_ptr<std::uint32_t>(w.staged);  // (channel): the codes of the eight tokens
 #pragma unroll 1
   for (int vec = 0; vec < vecs; ++vec) {
     const int vi = 32 * vec + w.lane;
@@ -154,7 +153,7 @@ __device__ void encode_v_slice(const AppendWarp<T, f, rotate>& w, int first, int
     for (int j = 0; j < 4; ++j)
       if (4 * vi + j >= c.head_dim) channel_codes[j] = 0;
     __syncwarp();  // all lanes have finished with `staged`, which `words` overwrites
-    reinterpret_cast<uint4*>(words)[w.lane] = {channel_codes[0], channel_codes[1], channel_codes[2], channel_codes[3]};
+    cute::recast_ptr<uint4>(words)[w.lane] = {channel_codes[0], channel_codes[1], channel_codes[2], channel_codes[3]};
     __syncwarp();  // all lanes' words are in shared memory
     const int tile = 4 * vec + w.lane / 8;
     std::uint32_t out[4] = {};  // the 16-byte vector of this lane
@@ -167,7 +166,8 @@ __device__ void encode_v_slice(const AppendWarp<T, f, rotate>& w, int first, int
     __syncwarp();  // all lanes have read `words`
     if (32 * tile >= padded) continue;
     const std::int64_t index = v_code_index(f, kv_group, c.head_dim, offset + 2 * slice, 32 * tile + w.lane % 8);
-    *reinterpret_cast<uint4*>(w.section(c.v, c.v.codes, page, head) + index / 2) = {out[0], out[1], out[2], out[3]};
+    *cute::recast_ptr<uint4>(w.template section<std::byte>(c.v, c.v.codes, page, head) + index / 2) = {out[0], out[1],
+                                                                                                       out[2], out[3]};
   }
 }
 

@@ -35,11 +35,11 @@ __global__ __launch_bounds__(256) void commit_lengths(const __grid_constant__ Ap
     p.c.lengths[e.row] = e.length + e.tokens;
 }
 
-bool aligned_to_8(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 8 == 0; }
+bool is_aligned(const void* p, std::uintptr_t bytes) { return std::bit_cast<std::uintptr_t>(p) % bytes == 0; }
 
 TokenTensor token_tensor(const TensorView& t) {
   if (!t.given()) return {};
-  bool vec4 = aligned_to_8(t.data) && t.shape[3] % 4 == 0 && t.stride[3] == 1;
+  bool vec4 = is_aligned(t.data, 8) && t.shape[3] % 4 == 0 && t.stride[3] == 1;
   for (int i = 0; i < 3; ++i) vec4 = vec4 && (t.shape[i] <= 1 || t.stride[i] % 4 == 0);
   return {t.data, t.stride[0], t.stride[1], t.stride[2], t.stride[3], vec4};
 }
@@ -60,9 +60,8 @@ RopeTables rope_tables(const AppendArgs& a) {
                .fp32 = a.cos.dtype == DType::f32,
                .int64_positions = a.positions.dtype == DType::i64};
   const std::uintptr_t vec = r.fp32 ? 16 : 8;  // bytes
-  r.vec4 = r.pairs % 4 == 0 && r.cos_column == 1 && r.sin_column == 1 &&
-           reinterpret_cast<std::uintptr_t>(r.cos) % vec == 0 && reinterpret_cast<std::uintptr_t>(r.sin) % vec == 0 &&
-           (r.max_position <= 1 || (r.cos_row % 4 == 0 && r.sin_row % 4 == 0));
+  r.vec4 = r.pairs % 4 == 0 && r.cos_column == 1 && r.sin_column == 1 && is_aligned(r.cos, vec) &&
+           is_aligned(r.sin, vec) && (r.max_position <= 1 || (r.cos_row % 4 == 0 && r.sin_row % 4 == 0));
   return r;
 }
 
@@ -70,7 +69,7 @@ bool vec4_pool(const KvCacheView& c) {
   if (!is_element_format(c.format)) return false;
   bool vec4 = c.head_dim % 4 == 0;
   for (const KvCacheView::Plane* plane : {&c.k, &c.v})
-    vec4 = vec4 && aligned_to_8(plane->codes) && plane->page_stride % 8 == 0 && plane->head_stride % 8 == 0 &&
+    vec4 = vec4 && is_aligned(plane->codes, 8) && plane->page_stride % 8 == 0 && plane->head_stride % 8 == 0 &&
            plane->token_stride % 8 == 0;
   return vec4;
 }
@@ -117,7 +116,7 @@ AppendParams params_of(const AppendArgs& a, const AppendPlan& plan) {
           .log2_entry_ctas = plan.log2_entry_ctas,
           .one_cluster = plan.one_cluster,
           .vec4_pool = vec4_pool(c),
-          .vec4_ring = c.head_dim % 4 == 0 && aligned_to_8(c.ring_k) && aligned_to_8(c.ring_v)};
+          .vec4_ring = c.head_dim % 4 == 0 && is_aligned(c.ring_k, 8) && is_aligned(c.ring_v, 8)};
 }
 
 }  // namespace

@@ -120,8 +120,8 @@ struct Quantizer {
   }
   static __device__ T round(float x) {
     if (x != x) {
-      const std::uint16_t bits = bf16 ? 0x7fc0 : 0x7e00;
-      return reinterpret_cast<const T&>(bits);
+      constexpr std::uint16_t bits = bf16 ? 0x7fc0 : 0x7e00;
+      return tile::bit_cast<T>(bits);
     }
     return tile::from_float<T>(x);
   }

@@ -23,7 +23,7 @@ __device__ RotaryPair<T> rotary_pair(const RopeTables& r, const TokenHead<T>& fr
   RotaryPair<T> pair{load_vec4<InOrder>(from, vi, head_dim), {}};
   const auto partner = [&](int d) { return d < r.pairs ? d + r.pairs : d - r.pairs; };
   if (r.vec4 && from.vec4) {
-    if (4 * vi < 2 * r.pairs) pair.partner = *reinterpret_cast<const Vec4<T>*>(from.at + partner(4 * vi));
+    if (4 * vi < 2 * r.pairs) pair.partner = vec4_at(from.at + partner(4 * vi));
   } else {
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -41,10 +41,10 @@ __device__ Angles load_angles(const RopeTables& r, std::int64_t position, int vi
     if (i >= r.pairs) return a;
     const auto read = [&](float (&x)[4], const void* table, std::int64_t at) {
       if (r.fp32) {
-        const float4 vec = *reinterpret_cast<const float4*>(static_cast<const float*>(table) + at);
+        const float4 vec = *cute::recast_ptr<float4>(static_cast<const float*>(table) + at);
         x[0] = vec.x, x[1] = vec.y, x[2] = vec.z, x[3] = vec.w;
       } else {
-        const Vec4<T> vec = *reinterpret_cast<const Vec4<T>*>(static_cast<const T*>(table) + at);
+        const Vec4<T> vec = vec4_at(static_cast<const T*>(table) + at);
 #pragma unroll
         for (int j = 0; j < 4; ++j) x[j] = vec[j];
       }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cute/pointer.hpp>
 #include <type_traits>
 
 #include "kernels/kv_cache/params.h"
@@ -19,14 +20,19 @@ struct alignas(8) Vec4 {   // packed in words: four 16-bit members would take a 
     return j % 2 == 0 ? pair.x : pair.y;
   }
   __device__ void set(int j, T x) {
-    const std::uint32_t bits = reinterpret_cast<const std::uint16_t&>(x);
+    const std::uint32_t bits = tile::bit_cast<std::uint16_t>(x);
     words[j / 2] = j % 2 == 0 ? (words[j / 2] & 0xffff0000u) | bits : (words[j / 2] & 0xffffu) | bits << 16;
   }
   __device__ T get(int j) const {
-    const auto bits = static_cast<std::uint16_t>(words[j / 2] >> (16 * (j % 2)));
-    return reinterpret_cast<const T&>(bits);
+    return tile::bit_cast<T>(static_cast<std::uint16_t>(words[j / 2] >> (16 * (j % 2))));
   }
 };
+
+// The four elements from `at` on as one 8-byte access.
+template <class T>
+__device__ auto& vec4_at(T* at) {
+  return *cute::recast_ptr<Vec4<std::remove_const_t<T>>>(at);
+}
 
 // The channels of Vec4 number vi of a token. K codes are stored in order; V codes store d, d + 8, d + 16, d + 24
 // together.
@@ -52,7 +58,7 @@ __device__ TokenHead<T> token_head(const TokenTensor& s, int b, int token, int h
 template <class Order, class T>
 __device__ Vec4<T> load_vec4(const TokenHead<T>& from, int vi, int head_dim) {
   if constexpr (std::is_same_v<Order, InOrder>)
-    if (from.vec4 && 4 * vi < head_dim) return *reinterpret_cast<const Vec4<T>*>(from.at + 4 * vi);
+    if (from.vec4 && 4 * vi < head_dim) return vec4_at(from.at + 4 * vi);
   Vec4<T> vec{};
 #pragma unroll
   for (int j = 0; j < 4; ++j)
@@ -63,7 +69,8 @@ __device__ Vec4<T> load_vec4(const TokenHead<T>& from, int vi, int head_dim) {
 template <class T>
 __device__ void store_vec4(const TokenHead<T>& to, int vi, int head_dim, const Vec4<T>& vec) {
   if (to.vec4 && 4 * vi < head_dim) {
-    *reinterpret_cast<Vec4<T>*>(to.at + 4 * vi) = vec;
+    Vec4<T>& at = vec4_at(to.at + 4 * vi);
+    at = vec;
     return;
   }
 #pragma unroll

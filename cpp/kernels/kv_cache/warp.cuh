@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cute/pointer.hpp>
 
 #include "core/kv_layout.h"
 #include "kernels/kv_cache/params.h"
@@ -29,8 +30,10 @@ struct AppendWarp {
   Vec4<T> (*staged)[32];  // shared memory, (append_staged_rows(f), 32 lanes); a lane accesses only its own column
   int b, lane;
 
-  __device__ std::byte* section(const KvCacheView::Plane& plane, std::byte* base, std::int64_t page, int head) const {
-    return base + page * plane.page_stride + head * plane.head_stride;
+  // The part of a page that belongs to a head, of the section whose first byte of page 0 is `base`.
+  template <class X>
+  __device__ X* section(const KvCacheView::Plane& plane, std::byte* base, std::int64_t page, int head) const {
+    return cute::recast_ptr<X>(base + page * plane.page_stride + head * plane.head_stride);
   }
   __device__ std::int64_t page_of(int position) const {  // as kv_page of core/kv_layout.h
     const int index = position >> p.log2_page_size;
@@ -40,7 +43,8 @@ struct AppendWarp {
   __device__ int page_offset(int position) const { return position & (p.c.page_size - 1); }
   __device__ TokenHead<T> ring(bool is_v, int position, int head) const {
     const std::int64_t offset = (std::int64_t{e.row} * p.c.kv_heads + head) * kv_ring + position % kv_ring;
-    return {reinterpret_cast<T*>(is_v ? p.c.ring_v : p.c.ring_k) + offset * p.c.head_dim, 1, p.vec4_ring};
+    std::byte* const& base = is_v ? p.c.ring_v : p.c.ring_k;  // a reference: one pointer is loaded, not two
+    return {cute::recast_ptr<T>(base) + offset * p.c.head_dim, 1, p.vec4_ring};
   }
 
   __device__ bool rotates(bool is_v) const { return rotate && !is_v; }
@@ -83,7 +87,7 @@ struct AppendWarp {
     const bool vec4 = first_raw.vec4 && first_new.vec4;
     if (vec4 && 4 * vi < c.head_dim) {
 #pragma unroll
-      for (int i = 0; i < append_slice_tokens; ++i) x[i] = *reinterpret_cast<const Vec4<T>*>(at(i) + 4 * vi);
+      for (int i = 0; i < append_slice_tokens; ++i) x[i] = vec4_at(at(i) + 4 * vi);
     } else {
 #pragma unroll
       for (int i = 0; i < append_slice_tokens; ++i) x[i] = {};
