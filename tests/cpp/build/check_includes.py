@@ -3,6 +3,7 @@
 
 python/src -> include;  ops -> kernels, cpu, core, include;  kernels -> tile, core, include;  cpu -> core, include;
 tile -> core, include, CuTe;  core -> include;  include -> the standard library alone.
+And every header of cpp/tile is included by a test of tests/cpp/tile.
 
 check_includes.py ROOT            checks the tree; exits 1 with a line for each include that does not follow
 check_includes.py ROOT --selftest plants faults in a copy of the tree and expects each to be found
@@ -62,6 +63,18 @@ def wrong_includes(root):
                     yield f"{where}: {folder} must not include <{angled[1]}>"
 
 
+def untested_headers(root):
+    tests = "".join(path.read_text() for path in sorted((root / "tests/cpp/tile").glob("*.cu")))
+    for path in sorted((root / "cpp/tile").iterdir()):
+        if f'#include "tile/{path.name}"' not in tests:
+            yield f"{path.relative_to(root)}: no test of tests/cpp/tile includes it"
+
+
+def all_problems(root):
+    yield from wrong_includes(root)
+    yield from untested_headers(root)
+
+
 def selftest(root):
     faults = {
         "cpp/include/rooftile/tensor.h": '#include "core/hd.h"',
@@ -83,10 +96,16 @@ def selftest(root):
             found = [w for w in wrong_includes(Path(copy)) if w.startswith(name)]
             if len(found) != 1:
                 yield f"not found: {line} in {name}"
+    with tempfile.TemporaryDirectory() as copy:
+        for folder in ("cpp/tile", "tests/cpp/tile"):
+            shutil.copytree(root / folder, Path(copy) / folder)
+        (Path(copy) / "cpp/tile/new.cuh").write_text("#pragma once\n")
+        if len(list(untested_headers(Path(copy)))) != 1:
+            yield "not found: a header of cpp/tile without a test"
 
 
 if __name__ == "__main__":
-    check = selftest if "--selftest" in sys.argv else wrong_includes
+    check = selftest if "--selftest" in sys.argv else all_problems
     problems = list(check(Path(sys.argv[1])))
     print("\n".join(problems) or "every include follows the arrows")
     sys.exit(bool(problems))

@@ -212,6 +212,97 @@ TEST_F(Tile, TablesOfBothWidths) {
     }
 }
 
+// Rows of every width of load, past their ends too.
+template <bool vector>
+__global__ void load_filled(const __grid_constant__ Rows from, int n, std::uint16_t fill, uint4* to) {
+  to[thread_index()] = load_vec<vector>(row_at(from, 1), thread_index() * vec_size, n, fill);
+}
+
+TEST_F(Tile, ElementsPastARowsEndAreFilled) {
+  constexpr std::uint16_t fill = 0xfc01;
+  const Shared<std::uint16_t> from(2 * 64);
+  const Shared<uint4> to(32);
+  for (std::size_t i = 0; i < from.n; ++i) from[i] = static_cast<std::uint16_t>(i + 1);
+  for (int n : {1, 7, 8, 13, 64})
+    for (bool vector : {true, false}) {
+      if (vector && n % vec_size) continue;
+      const Rows rows = rows_of(view(from.data, {2, n}, {64, 1}));
+      launch({}, vector ? load_filled<true> : load_filled<false>, rows, n, fill, to.data);
+      const auto* found = reinterpret_cast<const std::uint16_t*>(to.data);
+      for (int i = 0; i < 32 * vec_size; ++i)
+        ASSERT_EQ(found[i], i < n ? from[static_cast<std::size_t>(64 + i)] : fill) << n << ": " << i;
+    }
+}
+
+template <class T, bool vector>
+__global__ void read_table_early(const __grid_constant__ Table t, int n, float* to, uint4* kept) {
+  const int first = thread_index() * vec_size;
+  prefetch_table(t, first, n);
+  uint4 early = load_early<vector>(t, first, n);
+  keep_packed(early);
+  kept[thread_index()] = early;
+  const Floats x = table_vec<T, vector>(t, early, first, n);
+  for (int i = 0; i < vec_size; ++i) to[first + i] = x.at[i];
+}
+
+TEST_F(Tile, TablesReadInTwoSteps) {
+  constexpr int n = 24;  // of 256 elements that the threads ask for
+  const Shared<float> wide(2 * n), found(256);
+  const Shared<std::uint16_t> narrow(2 * n);
+  const Shared<uint4> kept(32);
+  for (std::size_t i = 0; i < wide.n; ++i) {
+    wide[i] = static_cast<float>(i) - 20.0f;  // exact in both types
+    narrow[i] = rooftile::from_float<BFloat16>(wide[i]).bits;
+  }
+  for (bool fp32 : {false, true})
+    for (int step : {1, 2}) {
+      TensorView t = view(fp32 ? static_cast<void*>(wide.data) : narrow.data, {n}, {step});
+      t.dtype = fp32 ? DType::f32 : DType::bf16;
+      const Table table = table_of(t);
+      ASSERT_EQ(table.vector, step == 1);
+      ASSERT_EQ(table.early, step == 1 && !fp32);
+      for (bool vector : {false, true}) {
+        if (vector && !table.vector) continue;
+        launch({}, vector ? read_table_early<bf16, true> : read_table_early<bf16, false>, table, n, found.data,
+               kept.data);
+        for (int i = 0; i < 256; ++i)
+          ASSERT_EQ(found[static_cast<std::size_t>(i)], i < n ? wide[static_cast<std::size_t>(i * step)] : 0.0f) << i;
+        const auto* early = reinterpret_cast<const std::uint16_t*>(kept.data);
+        for (int i = 0; i < 256; ++i)
+          ASSERT_EQ(early[i], vector && table.early && i < n ? narrow[static_cast<std::size_t>(i)] : 0) << i;
+      }
+    }
+}
+
+__global__ void count_row_threads(int lanes, int threads_of_row, int* counts) {  // counts (rows, threads of a row)
+  const RowThread at = row_thread(lanes);
+  atomicAdd(counts + at.row * threads_of_row + at.thread, 1);
+}
+
+TEST_F(Tile, EveryThreadHasAPlaceInARow) {
+  constexpr int threads = 128, ctas = 3;
+  for (int lanes : {1, 2, 8, 32, threads}) {
+    const Shared<int> counts(ctas * threads);
+    std::fill_n(counts.data, counts.n, 0);
+    launch({.ctas = ctas, .threads = threads}, count_row_threads, lanes, lanes, counts.data);
+    for (std::size_t i = 0; i < counts.n; ++i) ASSERT_EQ(counts[i], 1) << lanes << " lanes: " << i;
+  }
+}
+
+TEST(Rows, AVectorNeedsAllTensorsAndWholeVectors) {
+  const Rows aligned = rows_of(view(elements, {4, 64}, {64, 1})), other = rows_of(view(elements, {4, 64}, {68, 1}));
+  const auto chosen = [](std::int64_t n, const auto&... tensors) {
+    bool found = false;
+    with_vector(n, [&](auto vector) { found = vector; }, tensors...);
+    return found;
+  };
+  EXPECT_TRUE(chosen(64, aligned, aligned));
+  EXPECT_FALSE(chosen(60, aligned, aligned));
+  EXPECT_FALSE(chosen(64, aligned, other));
+  EXPECT_FALSE(chosen(64, other, aligned));
+  EXPECT_TRUE(chosen(64, aligned, rows_of(TensorView{}), table_of(TensorView{})));  // absent ones allow all
+}
+
 // ---- w4.cuh ----
 
 constexpr int rows_w = w4_tile_n, step_k = 128;  // one step: 16 rows of 128 k

@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/half.h"
 #include "support/device.cuh"
 #include "tile/dequant.cuh"
 #include "tile/mma.cuh"
@@ -56,6 +57,67 @@ TEST_F(Tile, EveryNibbleInEveryPlace) {
       ASSERT_EQ(decoded[8 * i + place],
                 static_cast<float>(nibbles(i) >> (4 * place) & 15) * (place % 2 ? odd_code_unit : code_unit))
           << "place " << place << " of " << i;
+}
+
+__global__ void decode_e4m3_bytes(float* to) {  // as decode_bytes
+  const std::uint32_t i = thread_index();
+  std::uint32_t low, high;
+  decode_e4m3((i & 255) | ((i + 1) & 255) << 8 | ((i + 2) & 255) << 16 | ((i + 3) & 255) << 24, low, high);
+  const float2 a = unpack<half>(low), b = unpack<half>(high);
+  to[4 * i] = a.x, to[4 * i + 1] = a.y, to[4 * i + 2] = b.x, to[4 * i + 3] = b.y;
+}
+// E4M3: sign, 4 bits of exponent with bias 7, 3 of mantissa; subnormals at exponent 0. NaN (0x7f, 0xff) counts as 480.
+float e4m3_value(int code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                        : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  return code & 128 ? -magnitude : magnitude;
+}
+
+TEST_F(Tile, EveryE4m3CodeInEveryByte) {
+  const Shared<float> decoded(256 * 4);
+  launch(decode_e4m3_bytes, 256, decoded.data);
+  for (int i = 0; i < 256; ++i)
+    for (int byte = 0; byte < 4; ++byte) {
+      const float found = decoded[static_cast<std::size_t>(4 * i + byte)], value = e4m3_value((i + byte) & 255);
+      EXPECT_EQ(found, value * e4m3_unit) << "byte " << byte;
+      EXPECT_EQ(std::signbit(found), std::signbit(value)) << "byte " << byte;
+    }
+}
+
+// Of every two codes, as they stand in the low bits of a pair: (low 2^15 - 2^-6, high 2^12 + 3 2^-12) and (low 2^15,
+// high 2^12), exact in fp16.
+__global__ void scale_codes(std::uint32_t* sums, std::uint32_t* products) {
+  const std::uint32_t i = thread_index(), codes = (i & 255) | i >> 8 << 16;
+  const std::uint32_t factors = pack<half>(0x1p+15f, 0x1p+12f);
+  sums[i] = fma_f16x2(codes, factors, pack<half>(-0x1p-6f, 3 * 0x1p-12f));
+  products[i] = mul_f16x2(codes, factors);
+}
+
+TEST_F(Tile, PairsOfCodesAreScaledExactly) {
+  constexpr std::uint32_t pairs = 1 << 16;
+  const Shared<std::uint32_t> sums(pairs), products(pairs);
+  launch(scale_codes, pairs, sums.data, products.data);
+  for (std::uint32_t i = 0; i < pairs; ++i) {
+    const auto low = static_cast<float>(i & 255), high = static_cast<float>(i >> 8);
+    const auto pair = [](float first, float second) {
+      return std::uint32_t{rooftile::from_float<Half>(first).bits} |
+             std::uint32_t{rooftile::from_float<Half>(second).bits} << 16;
+    };
+    ASSERT_EQ(sums[i], pair(low * 0x1p-9f - 0x1p-6f, (high + 3) * 0x1p-12f)) << i;
+    ASSERT_EQ(products[i], pair(low * 0x1p-9f, high * 0x1p-12f)) << i;
+  }
+}
+
+__global__ void unpack_constants(float2* to) { to[0] = unpack<half>(pair_of_128), to[1] = unpack<half>(pair_of_8); }
+
+TEST_F(Tile, ZeroPointsOfCodes) {
+  const Shared<float2> found(2);
+  launch(unpack_constants, 32, found.data);
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(found[i].x, (i ? 8 : 128) * code_unit);
+    EXPECT_EQ(found[i].y, found[i].x);
+  }
 }
 
 __global__ void transpose(std::uint32_t* to) {  // element (row, column) is 8 row + column
@@ -166,6 +228,20 @@ TEST_F(Tile, ReduceRow) {
         }
       }
     }
+}
+
+// Group i of 4 lanes has a NaN in its lane i % 4, the last group nothing else.
+TEST_F(Tile, TheMaximumIgnoresNaN) {
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+  const Shared<float> x(32), sums(32), maxima(32);
+  for (std::size_t i = 0; i < x.n; ++i) x[i] = i % 4 == i / 4 % 4 || i >= 28 ? nan : -10.0f - static_cast<float>(i);
+  launch(reduce_rows, 32, x.data, sums.data, maxima.data, 4);
+  for (std::size_t i = 0; i < 28; ++i) {
+    const std::size_t group = i / 4;
+    EXPECT_EQ(maxima[i], -10.0f - static_cast<float>(4 * group + (group % 4 == 0)));
+    EXPECT_TRUE(std::isnan(sums[i]));
+  }
+  for (std::size_t i = 28; i < x.n; ++i) EXPECT_TRUE(std::isnan(maxima[i]));
 }
 
 constexpr int maxima_count = 8;
