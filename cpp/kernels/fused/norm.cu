@@ -5,8 +5,9 @@
 //   s = x (+ residual, rounded to T and stored to res)   y = (s - mean) * rsqrt(var + eps) * weight + bias
 // 1 to 32 lanes of a warp reduce a row up to N = 1024 (a CTA holds several rows); a CTA reduces a longer row. A thread
 // keeps its 16 or 32 elements packed in registers, so up to N = 16384 a row is read once; longer rows are read again,
-// from L2. All loads of a row are issued before the first value is used; rms_norm's weights are loaded while the row is
-// reduced.
+// from L2. All loads of a row are issued before the first value is used. With few rows (at most a CTA an SM) those of
+// weights and biases are issued with them; else their registers would cost a CTA an SM: rms_norm loads its weights
+// while the row is reduced, layer_norm afterwards.
 // Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Many rows are bound by memory: rms_norm and
 // layer_norm are separate kernels, because the instructions of the mean alone would hold 4096 elements a row below it.
 // Below some 64 rows latency bounds: the kernel's start, one load, one barrier (layer_norm two), one store. With PDL a
@@ -110,14 +111,21 @@ __device__ __forceinline__ uint4 normalized(const NormParams& p, uint4 s, const 
   return from_floats<T>(v);
 }
 
+// When the vectors of weights and biases that load_early takes are loaded. The order of the arithmetic is the same.
+enum class Tables {
+  with_row,        // weights and biases with the row: few rows
+  while_reducing,  // weights while the row is reduced, biases after it
+  after_reducing   // both after it
+};
+
 // CTAs of 512 threads that an SM shall hold. A third one for rms_norm would spill the early weights.
-constexpr int ctas_per_sm(int vecs, bool subtract_mean, bool vector) {
-  return !vector ? 1 : subtract_mean && vecs == 2 ? 3 : 2;
+constexpr int ctas_per_sm(int vecs, Tables tables, bool vector) {
+  return !vector || tables == Tables::with_row ? 1 : tables == Tables::after_reducing && vecs == 2 ? 3 : 2;
 }
 
-template <class T, int vecs, bool subtract_mean, bool vector>
-__global__ __launch_bounds__(512, ctas_per_sm(vecs, subtract_mean,
-                                              vector)) void norm_rows(const __grid_constant__ NormParams p) {
+template <class T, int vecs, bool subtract_mean, Tables tables, bool vector>
+__global__ __launch_bounds__(512,
+                             ctas_per_sm(vecs, tables, vector)) void norm_rows(const __grid_constant__ NormParams p) {
   __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
   let_next_kernel_start();
   const RowThread at = row_thread(p.lanes);
@@ -134,9 +142,19 @@ __global__ __launch_bounds__(512, ctas_per_sm(vecs, subtract_mean,
   const Row x = row_at(p.x, row), residual = row_at(p.residual, row), res = row_at(p.res, row), y = row_at(p.y, row);
   wait_for_previous_kernel();
 
-  uint4 s[vecs], r[vecs];  // (vecs) vectors of 8 elements: x, then x + residual; residual
+  uint4 s[vecs], r[vecs];          // (vecs) vectors of 8 elements: x, then x + residual; residual
+  uint4 weight[vecs], bias[vecs];  // (vecs) vectors of 8 elements, where loaded before their use
 #pragma unroll
   for (int k = 0; k < vecs; ++k) s[k] = load_vec<vector>(x, first(k), n);
+  const auto load_weights = [&] {
+#pragma unroll
+    for (int k = 0; k < vecs; ++k) weight[k] = load_early<vector>(p.weight, first(k), n);
+  };
+  if constexpr (tables == Tables::with_row) {
+    load_weights();
+#pragma unroll
+    for (int k = 0; k < vecs; ++k) bias[k] = load_early<vector>(p.bias, first(k), n);
+  }
   if (p.residual.data) {
 #pragma unroll
     for (int k = 0; k < vecs; ++k) r[k] = load_vec<vector>(residual, first(k), n);
@@ -161,16 +179,19 @@ __global__ __launch_bounds__(512, ctas_per_sm(vecs, subtract_mean,
     d.template add<vector>(to_floats<T>(s[k]), mean, n - first(k));
     keep_packed(s[k]);
   }
-  // (vecs) vectors of 8 elements, loaded while the row is reduced. With a mean they would take the registers of a third
-  // CTA.
-  constexpr bool early = !subtract_mean;
-  uint4 weight[vecs];
-#pragma unroll
-  for (int k = 0; k < vecs; ++k)
-    if constexpr (early) weight[k] = load_early<vector>(p.weight, first(k), n);
+  if constexpr (tables == Tables::while_reducing) load_weights();
+  // Unpacks a vector here, not where it was loaded: the thread would wait for the load there.
+  const auto early_vec = [&](const Table& table, uint4& vec, int k) {
+    if constexpr (vector) keep_packed(vec);
+    return table_vec<T, vector>(table, vec, first(k), n);
+  };
   const auto weight_of = [&](int k) {
-    if constexpr (early) return table_vec<T, vector>(p.weight, weight[k], first(k), n);
-    else return load_table<T, vector>(p.weight, 0, first(k), n);
+    if constexpr (tables == Tables::after_reducing) return load_table<T, vector>(p.weight, 0, first(k), n);
+    else return early_vec(p.weight, weight[k], k);
+  };
+  const auto bias_of = [&](int k) {
+    if constexpr (tables == Tables::with_row) return early_vec(p.bias, bias[k], k);
+    else return load_table<T, vector>(p.bias, 0, first(k), n);
   };
   reduce_row(d.sums, p.lanes, of_deviations, Sum{});
   const Moments m = d.moments(p, mean);
@@ -178,8 +199,7 @@ __global__ __launch_bounds__(512, ctas_per_sm(vecs, subtract_mean,
   for (int k = 0; k < vecs; ++k)
     store_vec<vector>(
         y, first(k), n,
-        normalized<T, subtract_mean>(
-            p, s[k], m, [&] { return weight_of(k); }, [&] { return load_table<T, vector>(p.bias, 0, first(k), n); }));
+        normalized<T, subtract_mean>(p, s[k], m, [&] { return weight_of(k); }, [&] { return bias_of(k); }));
 }
 
 // One CTA a row that does not fit in registers: one pass over the row for each statistic, and one to write.
@@ -219,13 +239,20 @@ __global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ No
                           [&] { return load_table<T, vector>(p.bias, 0, i, p.n); }));
 }
 
-// f(kernel) for one dtype: the kernel that holds `vecs` vectors of a row in each thread's registers.
+// f(kernel) for one dtype: the kernel that holds `vecs` vectors of a row in each thread's registers. Rows that are
+// loaded element by element have no kernel for few of them.
 template <class T, bool vector, class F>
-void with_kernel(int vecs, bool subtract_mean, F&& f) {
+void with_kernel(int vecs, bool subtract_mean, bool few_rows, F&& f) {
+  const auto with_tables = [&](auto mean, auto tables) {
+    if (vecs == 2) f(norm_rows<T, 2, mean, tables, vector>);
+    else f(norm_rows<T, 4, mean, tables, vector>);
+  };
   const auto choose = [&](auto mean) {
-    if (vecs == 2) f(norm_rows<T, 2, mean, vector>);
-    else if (vecs == 4) f(norm_rows<T, 4, mean, vector>);
-    else f(norm_long_rows<T, mean, vector>);
+    using Early = std::integral_constant<Tables, Tables::with_row>;
+    using Late = std::integral_constant<Tables, mean ? Tables::after_reducing : Tables::while_reducing>;
+    if (vecs == 0) f(norm_long_rows<T, mean, vector>);
+    else if (vector && few_rows) with_tables(mean, std::conditional_t<vector, Early, Late>{});
+    else with_tables(mean, Late{});
   };
   if (subtract_mean) choose(std::true_type{});
   else choose(std::false_type{});
@@ -246,12 +273,13 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
                         .n = a.x.last(),
                         .lanes = plan.lanes,
                         .eps = a.eps};
+  const std::int64_t ctas = (p.rows + plan.rows() - 1) / plan.rows();
   with_element16(a.x.dtype, [&](auto e) {
     with_vector(
         p.n,
         [&](auto vector) {
-          with_kernel<decltype(e), vector>(plan.vecs, a.subtract_mean, [&](auto kernel) {
-            scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p, Overlap::with_previous);
+          with_kernel<decltype(e), vector>(plan.vecs, a.subtract_mean, ctas <= scope.sms(), [&](auto kernel) {
+            scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous);
           });
         },
         p.x, p.residual, p.y, p.res, p.weight, p.bias);
@@ -262,12 +290,13 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
 void load_norm_kernels(const char* op) {
   const auto load = [op](auto kernel) { load_kernel(op, kernel); };
   for (int vecs : {0, 2, 4})
-    for (bool subtract_mean : {false, true}) {
-      with_kernel<half, true>(vecs, subtract_mean, load);
-      with_kernel<half, false>(vecs, subtract_mean, load);
-      with_kernel<bf16, true>(vecs, subtract_mean, load);
-      with_kernel<bf16, false>(vecs, subtract_mean, load);
-    }
+    for (bool subtract_mean : {false, true})
+      for (bool few_rows : {false, true}) {
+        with_kernel<half, true>(vecs, subtract_mean, few_rows, load);
+        with_kernel<half, false>(vecs, subtract_mean, few_rows, load);
+        with_kernel<bf16, true>(vecs, subtract_mean, few_rows, load);
+        with_kernel<bf16, false>(vecs, subtract_mean, few_rows, load);
+      }
 }
 
 }  // namespace rooftile::gpu
