@@ -162,7 +162,7 @@ __global__ __launch_bounds__(512,
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
-  const Row x = row_at(p.x, row);
+  const Row x = row_at(p.x, row), y = row_at(p.y, row);
   wait_for_previous_kernel();
   uint4 raw[vecs];  // (vecs) vectors of 8 elements; elements past the row's end are -inf, their exponentials 0
 #pragma unroll
@@ -186,7 +186,6 @@ __global__ __launch_bounds__(512,
   }
   reduce_row(total, p.lanes, of_sum, Sum{});
   const float scale = 1.0f / total[0];
-  const Row y = row_at(p.y, row);
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
 #pragma unroll
