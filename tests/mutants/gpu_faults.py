@@ -413,6 +413,12 @@ FAULTS = {
         "load_early<vector>(p.weight, first(k), n)",
         "load_early<vector>(p.weight, first(0), n)",
     ),
+    "norm_early_biases": Fault(
+        "a thread's second vector meets the first one's biases where a norm has few rows",
+        FUSED + "norm.cu",
+        "load_early<vector>(p.bias, first(k), n)",
+        "load_early<vector>(p.bias, first(0), n)",
+    ),
     "norm_mean_error": Fault(
         "the mean is not corrected by the sum of the deviations",
         FUSED + "norm.cu",

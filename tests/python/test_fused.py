@@ -462,6 +462,22 @@ def test_many_rows_equal_one_row_at_a_time(name, dtype, device):
         assert_bits_equal(f(x[row : row + 1])[0], together[row])
 
 
+@pytest.mark.parametrize("hidden", [128, 1024, 4096, 16384])  # 2 or 4 vectors a lane of a warp, or a thread of a CTA
+def test_norms_of_few_and_of_many_rows_have_the_same_bits(hidden, dtype, device):
+    """On a GPU few rows (at most a CTA an SM) have kernels of their own, which load weights and biases with the row."""
+    x, residual = (cases.tensor(cases.values((3, hidden), dtype, key, hidden), dtype, device) for key in ("x", "r"))
+    weight, bias = (cases.tensor(cases.values((hidden,), dtype, key, hidden), dtype, device) for key in ("w", "b"))
+    times = 900 if hidden <= 1024 else 70  # a CTA holds up to 16 rows
+    for norm in (
+        lambda x, r: [rt.rms_norm(x, weight)],
+        lambda x, r: [rt.layer_norm(x, weight, bias)],
+        lambda x, r: rt.add_rms_norm(x, r, weight),
+        lambda x, r: rt.add_layer_norm(x, r, weight, bias),
+    ):
+        for few, many in zip(norm(x, residual), norm(x.repeat(times, 1), residual.repeat(times, 1)), strict=True):
+            assert_bits_equal(many, few.repeat(times, 1))
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 200])
 @pytest.mark.parametrize("hidden", [128, 768, 4096, 20000])  # a row: lanes of a warp, a warp, a CTA, a CTA in passes
 def test_a_chain_waits_for_each_call(tokens, hidden, dtype, device):
