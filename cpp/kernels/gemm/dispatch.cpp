@@ -29,6 +29,8 @@ constexpr Table tables[] = {
     {8, DType::bf16, w8_bf16_variants},
 };
 
+}  // namespace
+
 const GemmVariant* find_variant(const GemmKey& key) {
   for (const Table& table : tables) {
     if (table.bits != key.bits || table.dtype != key.dtype) continue;
@@ -37,8 +39,6 @@ const GemmVariant* find_variant(const GemmKey& key) {
   }
   return nullptr;
 }
-
-}  // namespace
 
 GemmKey key_of(const GemmPlan& plan, const GemmProblem& p) {
   GemmKey key{.path = plan.path, .bits = p.bits, .dtype = p.dtype, .config = plan.config};

@@ -48,6 +48,8 @@ std::span<const GemmVariant> w4_bf16_variants();
 std::span<const GemmVariant> w8_half_variants();
 std::span<const GemmVariant> w8_bf16_variants();
 
+const GemmVariant* find_variant(const GemmKey&);  // null: not compiled
+
 // Launches the plan's kernel on `ctas` CTAs (collective, multistage: CUTLASS knows how many).
 void launch_variant(const DeviceScope&, const GemmPlan&, const GemmProblem&, std::int64_t ctas, const GemmParams&);
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "kernels/tensor_map.h"
 #include "kernels/gemm/wgmma_producer.cuh"
+#include "kernels/tensor_map.h"
 #include "support/device.cuh"
 #include "tile/wgmma.cuh"
 
