@@ -87,9 +87,9 @@ struct CodeQueries {
   float q_scale[2];           // (packed rows 2t, 2t + 1): that power of two
   float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_scale * (sum of q); scales per token
 
-  // q_rows: packed rows [8, D] as copy_queries_async left them.
-  template <class T>
-  __device__ __forceinline__ void load(const T* q_rows, int lane) {
+  // sQ: (8 N, D), as copy_queries_async left the packed rows. n: the n-tile.
+  template <class T, class Tensor>
+  __device__ __forceinline__ void load(const Tensor& sQ, int n, int lane) {
     constexpr int lane_channels = D / 4;
     // The channels that match the lane's codes. 4 bits: a quarter of the row, contiguous. 8 bits: 16 channels of every
     // 64, and 8 channels of the last 32.
@@ -99,7 +99,7 @@ struct CodeQueries {
       const int d = code_bits(F) == 4 ? lane % 4 * lane_channels + 8 * i
                     : i / 2 < D / 64  ? i / 2 * 64 + lane % 4 * 16 + i % 2 * 8
                                       : D / 64 * 64 + lane % 4 * 8;
-      const uint4 chunk = *reinterpret_cast<const uint4*>(q_rows + swizzled<D>(lane / 4, d));
+      const uint4 chunk = *reinterpret_cast<const uint4*>(&sQ(n * mma_n + lane / 4, d));
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[4 * i + j] = word(chunk, j);
     }

@@ -13,17 +13,17 @@ namespace rooftile::gpu {
 
 template <class Traits>
 struct CtaSoftmaxStorage {
-  using T = typename Traits::T;
+  using Element = SmemElement<typename Traits::T>;
   static constexpr int N = Traits::N, warps = Traits::warps, rows = Traits::block_m;
   // 16-bit weights for every format: [n-tile, token, 8 packed rows], 16 bytes a token and n-tile. Without kivi the
   // queries take the same memory until the first weights are written.
   static constexpr int weights_size = rows * Traits::step_tokens, queries_size = Traits::kivi ? 0 : rows * Traits::D;
-  alignas(16) T weights_or_queries[weights_size > queries_size ? weights_size : queries_size];
+  alignas(16) Element weights_or_queries[weights_size > queries_size ? weights_size : queries_size];
   float row_max[warps][rows];           // row maxima of the logits: (warp, packed row)
   std::uint32_t max_scale_bits[warps];  // (warp): largest V scale of a step
   float l[warps][rows], min_term[warps][rows], zp_correction[warps][rows];  // (warp, packed row)
 
-  __device__ T* queries() { return weights_or_queries; }
+  __device__ Element* queries() { return weights_or_queries; }
 };
 
 // How a thread holds a partial: C fragments of mma.m16n8k16 with channels as rows, two packed rows of every n-tile

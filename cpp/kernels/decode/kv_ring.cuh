@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rings of KV tiles in shared memory, filled by cp.async. A warp copies the KV tiles whose scores it computes; page
 // look-ups run one tile ahead of the copies.
-//   WarpRing: belongs to the warps of a KV tile. K and V of a tile are one cp.async group. The stage is refilled when all
-//     of these warps have read both.
-//   CtaRing: belongs to the CTA; a stage is one step. K and V are groups of their own. K is refilled when all warps have
-//     the step's weights, V when all warps have multiplied it.
-// `Copies` starts the copies of a KV tile: load(tile, token, pages), or load_k and load_v for K and V apart, zero-filled
-// past the end of the row. load_queries() starts those of the queries and, in a CtaRing, of raw tokens. load_raw(stage)
-// may start other copies into a stage of a WarpRing that no KV tile needs any more; it is called at least `stages` times.
+//   WarpRing: belongs to the warps of a KV tile. K and V of a tile are one cp.async group. The stage is refilled when
+//     all of these warps have read both.
+//   CtaRing: belongs to the CTA; a stage is one step. K and V are groups of their own. K is refilled when all warps
+//     have the step's weights, V when all warps have multiplied it.
+// `Copies` starts the copies of a KV tile: load(tile, token, pages), or load_k and load_v for K and V apart,
+// zero-filled past the end of the row. load_queries() starts those of the queries and, in a CtaRing, of raw tokens.
+// load_raw(stage) may start other copies into a stage of a WarpRing that no KV tile needs any more; it is called at
+// least `stages` times.
 #pragma once
 
 #include "kernels/decode/pages.cuh"

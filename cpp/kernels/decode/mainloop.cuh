@@ -23,7 +23,8 @@ class Mainloop {
   static constexpr KvFormat format = Traits::format;
   static constexpr int D = Traits::D, N = Traits::N, C = Traits::C, warps_kv = Traits::warps_kv;
   static constexpr bool cta_softmax = Traits::cta_softmax;
-  using Queries = tile::FragmentB[N][D / 16];  // (n-tile, D / 16 k-tiles)
+  using Element = SmemElement<T>;
+  using Queries = QueryFragments<T, D, N>;  // (MMA, N, D / 16)
 
  public:
   __device__ Mainloop(const DecodeParams& p, SharedStorage<Traits>& smem, const WarpCoord<Traits>& at)
@@ -63,12 +64,9 @@ class Mainloop {
   }
 
   __device__ void copy_queries(const WorkTile& tile, const RowWork& w) const {
-    copy_queries_async<T, D, N, Traits::threads>(p_, tile, w, threadIdx.x, smem_.queries(0));
+    copy_queries_async<T, D, N, Traits::threads>(p_, tile, w, threadIdx.x, smem_.queries());
   }
-  __device__ void read_queries(Queries& q) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) load_query_fragments<T, D>(smem_.queries(n), at_.lane, q[n]);
-  }
+  __device__ void read_queries(Queries& q) const { load_query_fragments<T, D, N>(smem_.queries(), at_.lane, q); }
 
   // ---- K and V in 16 bits ----
 
@@ -102,8 +100,8 @@ class Mainloop {
     }
     __device__ void load_raw(int) const {}
     __device__ void load_queries() const { loop.copy_queries(tile, w); }
-    // Calls copy(wanted). wanted(i): whether a packed row sees the tile's token i; rows of other tokens become zeros. In
-    // 16 bits the packed rows of a work tile see all tokens between their bounds.
+    // Calls copy(wanted). wanted(i): whether a packed row sees the tile's token i; rows of other tokens become zeros.
+    // In 16 bits the packed rows of a work tile see all tokens between their bounds.
     template <class Copy>
     __device__ void with_rows(int token, const Copy& copy) const {
       if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
@@ -118,7 +116,7 @@ class Mainloop {
       return {plane.codes + at.first * plane.page_stride + head + page_offset * plane.token_stride, plane.token_stride};
     }
     template <class Wanted>
-    __device__ void copy(T* to, const Rows& rows, const Wanted& wanted) const {
+    __device__ void copy(Element* to, const Rows& rows, const Wanted& wanted) const {
       copy_rows_async<T, D, Traits::tile_threads>(to, loop.at_.tile_thread, rows.first, rows.stride, wanted);
     }
   };
@@ -156,7 +154,7 @@ class Mainloop {
     const int own = cta_softmax ? at_.warp_kv : 0, own_token = token + 16 * own;
     float s[N][1][4];  // (n-tile, m-tile of 16 tokens, 4)
     if (tiles == Traits::state_tiles || own < tiles) {
-      qk16<T, D>(s, keys(own), q, at_.lane);
+      qk16<T, D, N>(s, keys(own), q, at_.lane);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -243,9 +241,10 @@ class Mainloop {
     for_each_step(
         w, range, tile_range, copies,
         [&] {
+          const auto sQ = cute::make_tensor(cute::make_smem_ptr(smem_.queries()), QueryLayout<D, N>{});  // (8 N, D)
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            q[n].template load<T>(smem_.queries(n), at_.lane);
+            q[n].template load<T>(sQ, n, at_.lane);
             factor[n][0] = logit_factor(p_, q[n].q_scale[0]);
             factor[n][1] = logit_factor(p_, q[n].q_scale[1]);
           }
@@ -319,7 +318,7 @@ class Mainloop {
   // ---- raw tokens of a kivi row ----
 
   // WarpRing: half of this warp's raw tiles, in a stage of the ring or in memory of its own.
-  __device__ T* raw_half(const Raw& raw, int half) const {
+  __device__ Element* raw_half(const Raw& raw, int half) const {
     return RawStorage<Traits>::pairs && half >= Traits::stages
                ? smem_.raw.half[0]
                : smem_.raw_half(at_.warp_kv, (raw.stage + half) % Traits::stages);

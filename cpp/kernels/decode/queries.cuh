@@ -4,6 +4,7 @@
 
 #include "kernels/decode/params.h"
 #include "kernels/decode/scheduler.h"
+#include "kernels/decode/smem_layouts.cuh"
 #include "tile/copy.cuh"
 #include "tile/mma.cuh"
 #include "tile/softmax.cuh"
@@ -102,43 +103,33 @@ __device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const
   return ((std::int64_t{w.row} * p.cache.kv_heads + tile.kv_head) * kv_ring + token % kv_ring) * (D * sizeof(T));
 }
 
-// Offset of element d of a row in [rows, D] 16-bit elements of shared memory. 16-byte vectors are swizzled by the low
-// bits of the row, against bank conflicts.
-template <int D>
-__device__ __forceinline__ int swizzled(int row, int d) {
-  return row * D + ((d / 8) ^ (D % 64 == 0 ? row & 7 : row / 2 & 3)) * 8 + d % 8;
-}
-
-// Starts the copies of N n-tiles of 8 packed query rows, from the work tile's first row on, into the rows of `to`, by
-// Lanes threads. Padding rows become zeros. q may have any strides.
-template <class T, int D, int N, int Lanes>
+// Starts the copies of N n-tiles of 8 packed query rows, from the work tile's first row on, into `to` (QueryLayout), by
+// Threads threads. Padding rows become zeros. q may have any strides.
+template <class T, int D, int N, int Threads>
 __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
-                                                   int lane, T* to) {
+                                                   int thread, SmemElement<T>* to) {
+  using Element = SmemElement<T>;
   const TensorView& q = p.q;
-  const T* const row = static_cast<const T*>(q.data) + tile.b * q.stride[0];
-  const auto locate = [&](int vec, int& m_row, int& d0) { m_row = vec / (D / 8), d0 = vec % (D / 8) * 8; };
-  const auto from = [&](const QueryRow& c) {
-    return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
+  const Element* const entry = static_cast<const Element*>(q.data) + tile.b * q.stride[0];
+  const auto sQ = cute::make_tensor(cute::make_smem_ptr(to), QueryLayout<D, N>{});  // (8 N, D)
+  const auto row_of = [&](const QueryRow& c) {
+    return entry + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
   };
+  constexpr int vecs = D / 8;  // 16-byte vectors of a row
   if (p.vector_queries) {
 #pragma unroll
-    for (int i = 0; i < (N * D + Lanes - 1) / Lanes; ++i) {
-      if (N * D % Lanes != 0 && i * Lanes + lane >= N * D) break;
-      int m_row, d0;
-      locate(i * Lanes + lane, m_row, d0);
+    for (int i = 0; i < (N * D + Threads - 1) / Threads; ++i) {
+      const int vec = i * Threads + thread, m_row = vec / vecs, d = vec % vecs * 8;
+      if (N * D % Threads != 0 && vec >= N * D) break;
       const QueryRow c = query_row(p, tile, w, m_row);
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-          *reinterpret_cast<const cute::uint128_t*>(from(c) + d0),
-          *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(m_row, d0)), c.token >= 0);
+      tile::cp_async_16_zfill(&sQ(m_row, d), row_of(c) + d, c.token >= 0);
     }
   } else {
 #pragma unroll 1
-    for (int vec = lane; vec < N * D; vec += Lanes) {
-      int m_row, d0;
-      locate(vec, m_row, d0);
+    for (int vec = thread; vec < N * D; vec += Threads) {
+      const int m_row = vec / vecs, d0 = vec % vecs * 8;
       const QueryRow c = query_row(p, tile, w, m_row);
-      for (int j = 0; j < 8; ++j)
-        to[swizzled<D>(m_row, d0) + j] = c.token >= 0 ? from(c)[(d0 + j) * q.stride[3]] : T(0.0f);
+      for (int d = d0; d < d0 + 8; ++d) sQ(m_row, d) = c.token >= 0 ? row_of(c)[d * q.stride[3]] : Element(0.0f);
     }
   }
 }

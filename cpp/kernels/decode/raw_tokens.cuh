@@ -77,8 +77,8 @@ struct RawTokens {
 
   // Starts the copies of a half of the raw tile from `token` on, by `Lanes` threads.
   template <int Lanes>
-  __device__ void copy_half(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int token, int half, T* to,
-                            int lane) const {
+  __device__ void copy_half(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int token, int half,
+                            SmemElement<T>* to, int lane) const {
     const std::byte* const ring = half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v;
     copy_rows_async<T, Traits::D, Lanes>(
         to, lane, ring + ring_offset<T, Traits::D>(p, tile, w, token), Traits::D * sizeof(T),

@@ -13,11 +13,13 @@ namespace rooftile::gpu {
 
 template <class Traits>
 struct WarpSoftmaxStorage {
-  static constexpr int D = Traits::D, queries_size = sizeof(typename Traits::T) * mma_n * D;
+  static constexpr int D = Traits::D;
   alignas(16) float o[Traits::warps_kv][mma_n][D + 4];  // (warp_kv, packed row, channel), padded against bank conflicts
   float m[Traits::warps_kv][mma_n], l[Traits::warps_kv][mma_n];  // (warp_kv, packed row)
   // The queries take this memory until the first partials are written.
-  __device__ typename Traits::T* queries() { return reinterpret_cast<typename Traits::T*>(&o[0][0][0]); }
+  __device__ SmemElement<typename Traits::T>* queries() {
+    return reinterpret_cast<SmemElement<typename Traits::T>*>(&o[0][0][0]);
+  }
 };
 
 // How a thread holds a partial: S channels of one packed row, S / V vectors of V channels at a stride of vec_stride.
