@@ -178,6 +178,24 @@ __device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned cha
     }
 }
 
+// Loads K's scales and zero values of the 8 channels of a word of 4-bit codes, as pairs (r, r + 4) of fp16.
+template <class T, KvFormat F, int D>
+__device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], std::uint32_t (&zero_value)[4],
+                                                    const CodeTile<F, D>& x, const GroupScale<T, F, D>& group,
+                                                    int channel) {
+  const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale() + channel);
+  uint4 minima = {};
+  if constexpr (has_min(F)) minima = *reinterpret_cast<const uint4*>(x.k_min() + channel);
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
+    scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
+    if constexpr (has_min(F))
+      zero_value[r] = tile::fma_f16x2(scale[r], 0x48004800u,
+                                      group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
+  }
+}
+
 // Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
 // multiplied by.
 template <class T, KvFormat F, int D, int N>
@@ -231,20 +249,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
       for (int v = 0; v < W; ++v) {
         const int w = chunk + v, channel = t * (D / 4) + 8 * w;
         std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
-        if constexpr (is_kivi(F)) {
-          const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale() + channel);
-          uint4 minima = {};
-          if constexpr (has_min(F)) minima = *reinterpret_cast<const uint4*>(x.k_min() + channel);
-#pragma unroll
-          for (int r = 0; r < 4; ++r) {
-            const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
-            scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
-            if constexpr (has_min(F))
-              zero_value[r] =
-                  tile::fma_f16x2(scale[r], 0x48004800u,
-                                  group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
-          }
-        }
+        if constexpr (Kind::channel_scales) load_channel_scales(scale, zero_value, x, group, channel);
         std::uint32_t code[4][4];  // (block of 8 tokens, pair)
 #pragma unroll
         for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);

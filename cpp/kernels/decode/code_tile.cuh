@@ -5,6 +5,7 @@
 #include "kernels/decode/kv_traits.cuh"
 #include "kernels/decode/queries.cuh"
 #include "tile/copy.cuh"
+#include "tile/schedule.cuh"
 
 namespace rooftile::gpu {
 
@@ -37,7 +38,10 @@ struct CodeSource {
   // together with its scales by the lanes after those that copy the scales: k_scale is theirs.
   __device__ __forceinline__ void pin(int lane) {
     if (has_min(F) && lane >= group_vecs) k_scale = k_min - group_vecs * 16;
-    asm("" : "+l"(k), "+r"(v), "+r"(k_scale), "+r"(token_scales));
+    tile::pin(k);
+    tile::pin(v);
+    tile::pin(k_scale);
+    tile::pin(token_scales);
   }
 };
 
@@ -50,7 +54,8 @@ struct CodeTile {
   // that other lanes read.
   static constexpr int swizzle = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
 
-  alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
+  alignas(16) unsigned char k[tile_bytes];
+  alignas(16) unsigned char v[tile_bytes];  // blocks of 512 bytes in lane order, 16 bytes a lane
   // Scales and minima in the order in which the lanes copy them: of K's channels, then of the tokens.
   alignas(16) std::uint16_t k_scales[is_kivi(F) ? (has_min(F) ? 2 : 1) * D : 16];
   alignas(16) std::uint16_t token_scales[64];

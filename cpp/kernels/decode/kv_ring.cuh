@@ -30,6 +30,12 @@ struct SplitRange {
         end(min(w.end, w.begin + last * split_tokens)) {}
 };
 
+// In place of a ring where all tiles have arrived and no stage is refilled: for raw tokens.
+struct NoRing {
+  __device__ static void wait_v() {}
+  __device__ static void k_done() {}
+};
+
 template <class Traits, class Copies>
 class WarpRing {
   static constexpr int stages = Traits::stages, stride = Traits::step_tokens;
@@ -90,7 +96,8 @@ class WarpRing {
   __device__ void fill(int stage) {  // commits exactly one cp.async group, maybe an empty one
     if (load_token_ < kv_end_) {
       Pages now = pages_;
-      asm volatile("" : "+r"(now.first), "+r"(now.second));  // copied before the next lookup is issued, not after
+      tile::pin(now.first);  // copied before the next lookup is issued, not after
+      tile::pin(now.second);
       // Past the last tile: looks up the last token again.
       pages_ = rows_.template look_up<true>(min(load_token_ + stride, kv_end_ - 1));
       if (rows_.are_valid(now)) copies_.load(smem_.ring[at_.warp_kv][stage], load_token_, now);

@@ -3,6 +3,8 @@
 // fp16 operands.
 #pragma once
 
+#include <cute/tensor.hpp>
+
 #include "core/kv_layout.h"
 #include "tile/dequant.cuh"
 
@@ -13,13 +15,23 @@ namespace rooftile::gpu {
 // zero_point * (the other operand); the zero-point correction subtracts that from the sums.
 template <KvFormat F>
 struct KvTraits {
-  static constexpr bool codes = !is_element_format(F), pairs = code_bits(F) == 4,
-                        has_zero_point = codes && F != KvFormat::fp8;
+  static constexpr int bits = code_bits(F);
+  static constexpr bool codes = !is_element_format(F), pairs = bits == 4, has_zero_point = codes && F != KvFormat::fp8;
+  // Scales of K: of a channel and kv_group tokens, or of a token. Those of V are of a token. affine: with minima.
+  static constexpr bool channel_scales = is_kivi(F), affine = has_min(F);
   static constexpr float code_scale = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit,
                          odd_code_scale = pairs ? tile::odd_code_unit : code_scale;
   static constexpr float zero_point = pairs ? 8 : 128;                                           // in codes
   static constexpr std::uint32_t zero_point_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // as operands
-  static constexpr std::uint32_t flip = pairs && !has_min(F) ? 0x88888888u : 0;  // two's complement -> unsigned
+  static constexpr std::uint32_t flip = pairs && !affine ? 0x88888888u : 0;  // two's complement -> unsigned
+
+  // V codes of 32 tokens (16 in 8 bits) and 32 channels: (token, channel) -> code.
+  using V8 = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_4, cute::_2>, cute::Shape<cute::_8, cute::_4>>,
+                          cute::Stride<cute::Stride<cute::_1, cute::_16, cute::_2>, cute::Stride<cute::_64, cute::_4>>>;
+  using V4 =
+      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_4, cute::_4>, cute::Shape<cute::_8, cute::_4>>,
+                   cute::Stride<cute::Stride<cute::_4, cute::_32, cute::_8>, cute::Stride<cute::_128, cute::_1>>>;
+  using LayoutV = std::conditional_t<pairs, V4, V8>;
 
   // Decodes a word: four 8-bit codes into two pairs, eight 4-bit codes into four.
   __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
@@ -30,5 +42,20 @@ struct KvTraits {
     tile::decode_uint4(word ^ flip, pair);
   }
 };
+
+// The layout is that of core/kv_layout.h, and lane (g, t) owns the codes of channels g + 8 i and tokens 2t + j + 8 k:
+// what its A operand of V^T takes.
+template <KvFormat F>
+constexpr bool lanes_own_v() {
+  typename KvTraits<F>::LayoutV layout;
+  constexpr int lane_codes = int(cute::size(layout)) / 32;
+  for (int token = 0; token < int(cute::size<0>(layout)); ++token)
+    for (int d = 0; d < 32; ++d)
+      if (int(layout(token, d)) != int(v_code_index(F, 32, 32, token, d)) ||
+          int(layout(token, d)) / lane_codes != d % 8 * 4 + token / 2 % 4)
+        return false;
+  return true;
+}
+static_assert(lanes_own_v<KvFormat::int8>() && lanes_own_v<KvFormat::int4>());
 
 }  // namespace rooftile::gpu

@@ -237,7 +237,7 @@ class Mainloop {
     float factor[N][2];           // (n-tile, packed row 2t + j)
     CodeCopies copies(*this, tile, w, range.last == w.splits);
     int plain_end = p_.softcap == 0.0f ? see.rows[0].inner_end : 0;  // up to here logits need neither mask nor soft cap
-    if constexpr (!cta_softmax) asm("" : "+r"(plain_end));           // keeps it in a register
+    if constexpr (!cta_softmax) tile::pin(plain_end);
     for_each_step(
         w, range, tile_range, copies,
         [&] {
@@ -300,15 +300,9 @@ class Mainloop {
     softmax_.weigh_codes(s, scales, see.rows, token, all, ring);
     auto& state = softmax_.state();
     if constexpr (KvTraits<format>::has_zero_point) {
-      constexpr std::uint32_t zero_point = KvTraits<format>::zero_point_pair;
       tile::FragmentB weights[2][N];  // (k-tile of 16 tokens, n-tile)
       softmax_.load_own_weights(weights);
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int mt = 0; mt < 2; ++mt)
-          tile::mma<tile::half>(state.zp_correction[n], {{zero_point, zero_point, zero_point, zero_point}},
-                                weights[mt][n]);
+      add_zero_point<format>(state.zp_correction, weights);
     }
     softmax_.for_each_code_tile([&](int i, const tile::FragmentB(&weights)[2][N]) {
       pv_codes<format, D, C>(state.o, weights, tiles[i], C / 2 * at_.warp_d, at_.lane);
@@ -332,10 +326,6 @@ class Mainloop {
     if (raw.started < Traits::stages) copy_raw(raw, tile, w, raw.started);
     ++raw.started;
   }
-  struct NoRing {  // raw tiles have arrived, and no stage is refilled
-    __device__ static void wait_v() {}
-    __device__ static void k_done() {}
-  };
   __device__ void raw_tiles(Raw& raw, const WorkTile& tile, const RowWork& w) {
     cute::cp_async_wait<0>();
     tile::sync_tile_warps<Traits::warps_per_tile>(at_.warp_kv);  // all threads' copies of the raw tiles have arrived
