@@ -5,7 +5,7 @@
 // Bound by latency: one cluster barrier; the data read after the barrier is in the CTA's own shared memory.
 #pragma once
 
-#include "kernels/decode/queries.cuh"
+#include "kernels/decode/epilogue.cuh"
 #include "kernels/decode/tree_reduction.cuh"
 #include "tile/cta_sync.cuh"
 

@@ -1,37 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// KV tiles of 32 tokens in codes: copies from a page to shared memory, operands from shared memory, and scores.
-//   S^T [32 tokens, 8 packed rows] = K [32 tokens, D] Q^T      K is the A operand, tokens are its rows
+// KV tiles of 32 tokens in codes: their place in a page, in shared memory, and the copies from one to the other.
 #pragma once
 
+#include "kernels/decode/kv_traits.cuh"
 #include "kernels/decode/queries.cuh"
 #include "tile/copy.cuh"
-#include "tile/dequant.cuh"
-#include "tile/mma.cuh"
+#include "tile/schedule.cuh"
 
 namespace rooftile::gpu {
-
-// How a format's codes become operands: fp16, code * code_scale. 4-bit codes come in pairs, even and odd ones, and the
-// odd ones have another factor. Codes with a zero point are unsigned as operands, so every product is too large by
-// zero_point * (the other operand); the zero-point correction subtracts that from the sums.
-template <KvFormat F>
-struct CodeKind {
-  static constexpr bool codes = !is_element_format(F), pairs = code_bits(F) == 4,
-                        has_zero_point = codes && F != KvFormat::fp8;
-  static constexpr float code_scale = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit,
-                         odd_code_scale = pairs ? tile::odd_code_unit : code_scale;
-  static constexpr float zero_point = pairs ? 8 : 128;                                           // in codes
-  static constexpr std::uint32_t zero_point_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // as operands
-  static constexpr std::uint32_t flip = pairs && !has_min(F) ? 0x88888888u : 0;  // two's complement -> unsigned
-
-  // Decodes a word: four 8-bit codes into two pairs, eight 4-bit codes into four.
-  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
-    if constexpr (F == KvFormat::fp8) tile::decode_e4m3(word, low, high);
-    else tile::decode_int8_plus_128(word, low, high);
-  }
-  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t (&pair)[4]) {
-    tile::decode_uint4(word ^ flip, pair);
-  }
-};
 
 // Where a lane reads its 16-byte vectors of a KV head's pages: address of K's codes in page 0 at page offset 0, and the
 // byte offsets of V, scales and minima from there (core/kv_layout.h).
@@ -62,7 +38,10 @@ struct CodeSource {
   // together with its scales by the lanes after those that copy the scales: k_scale is theirs.
   __device__ __forceinline__ void pin(int lane) {
     if (has_min(F) && lane >= group_vecs) k_scale = k_min - group_vecs * 16;
-    asm("" : "+l"(k), "+r"(v), "+r"(k_scale), "+r"(token_scales));
+    tile::pin(k);
+    tile::pin(v);
+    tile::pin(k_scale);
+    tile::pin(token_scales);
   }
 };
 
@@ -75,7 +54,8 @@ struct CodeTile {
   // that other lanes read.
   static constexpr int swizzle = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
 
-  alignas(16) unsigned char k[tile_bytes], v[tile_bytes];
+  alignas(16) unsigned char k[tile_bytes];
+  alignas(16) unsigned char v[tile_bytes];  // blocks of 512 bytes in lane order, 16 bytes a lane
   // Scales and minima in the order in which the lanes copy them: of K's channels, then of the tokens.
   alignas(16) std::uint16_t k_scales[is_kivi(F) ? (has_min(F) ? 2 : 1) * D : 16];
   alignas(16) std::uint16_t token_scales[64];
@@ -137,7 +117,7 @@ struct CodeTile {
 #pragma unroll
       for (int i = 0; i < tile_bytes / bytes_per_copy; ++i)
         tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[0] + page_offset * row_bytes + i * bytes_per_copy);
-    } else if constexpr (CodeKind<F>::pairs) {  // V blocks of 16 tokens: half of every lane's vector is in each page
+    } else if constexpr (KvTraits<F>::pairs) {  // V blocks of 16 tokens: half of every lane's vector is in each page
 #pragma unroll
       for (int i = 0; i < D / Lanes; ++i)
 #pragma unroll
@@ -153,311 +133,10 @@ struct CodeTile {
   }
 };
 
-__device__ __forceinline__ std::uint32_t word(const uint4& x, int i) {
-  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
-
+// A scale or a minimum as it is stored.
 template <class T>
 __device__ __forceinline__ float stored_scale(std::uint32_t bits) {
   return tile::to_float(__builtin_bit_cast(T, static_cast<unsigned short>(bits)));
-}
-// Power of two that the K scales and minima of a group are divided by before they become fp16. fp16 cache: 1. bf16
-// cache, whose range is wider: within a factor of two of the largest magnitude. Computed by a warp.
-template <class T, KvFormat F, int D>
-struct GroupScale {
-  float scale = 1.0f;
-  std::uint32_t inverse = 0;  // 1 / scale as a pair of bf16
-
-  __device__ __forceinline__ explicit GroupScale(const CodeTile<F, D>& x, int lane) {
-    if constexpr (std::is_same_v<T, tile::bf16>) {
-      std::uint32_t top = 0;  // bits of the largest magnitude
-      const auto add = [&](const std::uint16_t* from) {
-#pragma unroll
-        for (int i = 0; i < D / 2; i += 32)
-          if (i + lane < D / 2) {
-            const std::uint32_t w = *reinterpret_cast<const std::uint32_t*>(from + (i + lane) * 2);
-            top = max(top, max(w & 0x7fff, w >> 16 & 0x7fff));
-          }
-      };
-      add(x.k_scale());
-      if constexpr (has_min(F)) add(x.k_min());
-      const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
-      const std::uint32_t biased =
-          exponent > 0 && exponent < 254 ? exponent : 127;  // all zeros or not finite: no scaling
-      scale = __uint_as_float(biased << 23);
-      inverse = (254 - biased) * 0x00800080u;
-    }
-  }
-  // Converts two stored scales or minima to fp16.
-  __device__ __forceinline__ std::uint32_t f16(std::uint32_t pair) const {
-    if constexpr (std::is_same_v<T, tile::half>) return pair;
-    const __nv_bfloat162 x =
-        __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(inverse));
-    return tile::pack<tile::half>(__low2float(x), __high2float(x));
-  }
-};
-
-// largest_magnitude: over pairs of elements, ignoring NaN. scale_to_f16: multiplies each element by a power of two and
-// converts it to fp16.
-template <class T, int N>
-__device__ __forceinline__ float largest_magnitude(const std::uint32_t (&x)[N]) {
-  using Pair = std::conditional_t<std::is_same_v<T, tile::half>, __half2, __nv_bfloat162>;
-  Pair top = __habs2(reinterpret_cast<const Pair&>(x[0]));
-#pragma unroll
-  for (int i = 1; i < N; ++i) top = __hmax2(top, __habs2(reinterpret_cast<const Pair&>(x[i])));
-  const float2 two = tile::unpack<T>(reinterpret_cast<const std::uint32_t&>(top));
-  return fmaxf(two.x, two.y);
-}
-template <class T, int N>
-__device__ __forceinline__ void scale_to_f16(std::uint32_t (&x)[N], float power) {
-  if constexpr (std::is_same_v<T, tile::half>) {
-    // At most one rounding: a power of two beyond fp16's range is large, and the second factor loses nothing.
-    const bool large = power > 0x1p15f;
-    const std::uint32_t by = tile::pack<tile::half>(large ? 0x1p15f : power, large ? 0x1p15f : power);
-#pragma unroll
-    for (std::uint32_t& pair : x) pair = tile::mul_f16x2(pair, by);
-    if (!large) return;
-    const std::uint32_t then = tile::pack<tile::half>(power * 0x1p-15f, power * 0x1p-15f);
-#pragma unroll
-    for (std::uint32_t& pair : x) pair = tile::mul_f16x2(pair, then);
-  } else {
-#pragma unroll
-    for (std::uint32_t& pair : x) {
-      const float2 two = tile::unpack<T>(pair);
-      pair = tile::pack<tile::half>(two.x * power, two.y * power);
-    }
-  }
-}
-
-// The packed query rows as B operands in the order of the codes, divided by a power of two that keeps them below 1.
-template <KvFormat F, int D>
-struct CodeQueries {
-  tile::FragmentB q[D / 16];  // (D / 16 k-tiles)
-  float q_scale[2];           // (packed rows 2t, 2t + 1): that power of two
-  float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_scale * (sum of q); scales per token
-
-  // q_rows: packed rows [8, D] as copy_queries_async left them.
-  template <class T>
-  __device__ __forceinline__ void load(const T* q_rows, int lane) {
-    constexpr int lane_channels = D / 4;
-    // The channels that match the lane's codes. 4 bits: a quarter of the row, contiguous. 8 bits: 16 channels of every
-    // 64, and 8 channels of the last 32.
-    std::uint32_t x[lane_channels / 2];  // (lane_channels / 2 pairs)
-#pragma unroll
-    for (int i = 0; i < lane_channels / 8; ++i) {
-      const int d = code_bits(F) == 4 ? lane % 4 * lane_channels + 8 * i
-                    : i / 2 < D / 64  ? i / 2 * 64 + lane % 4 * 16 + i % 2 * 8
-                                      : D / 64 * 64 + lane % 4 * 8;
-      const uint4 chunk = *reinterpret_cast<const uint4*>(q_rows + swizzled<D>(lane / 4, d));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[4 * i + j] = word(chunk, j);
-    }
-    float top = largest_magnitude<T>(x);
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-    // own_scale: the power of two above the largest magnitude; 1 for a row of zeros or infinities.
-    const std::uint32_t exponent = __float_as_uint(top) >> 23;
-    const bool ordinary = exponent > 0 && exponent < 253;
-    const float own_scale = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f,
-                inverse = ordinary ? __uint_as_float((253 - exponent) << 23) : 1.0f;
-    scale_to_f16<T>(x, inverse);
-#pragma unroll
-    for (int ks = 0; ks < D / 16; ++ks)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // 4 bits: word ks / 2 holds pairs (r, r + 4), and an MMA takes two even or two odd ones. 8 bits: word ks holds
-        // neighbours.
-        const int at = ks / 2 * 4 + half;
-        q[ks].r[half] =
-            code_bits(F) == 4 ? __byte_perm(x[at], x[at + 2], ks % 2 == 0 ? 0x5410 : 0x7632) : x[2 * ks + half];
-      }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) q_scale[j] = __shfl_sync(0xffffffffu, own_scale, (lane % 4 * 2 + j) * 4);
-    if constexpr (CodeKind<F>::has_zero_point && !is_kivi(F)) {
-      float sum = 0.0f;  // of the rounded values that the tensor cores read
-#pragma unroll
-      for (const tile::FragmentB& fragment : q)
-#pragma unroll
-        for (const std::uint32_t pair : fragment.r) {
-          const float2 two = tile::unpack<tile::half>(pair);
-          sum += two.x + two.y;
-        }
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        zp_correction[j] =
-            __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (CodeKind<F>::zero_point * tile::code_unit);
-    }
-  }
-};
-
-// Loads N words of codes from shared memory with one instruction.
-template <int N>
-__device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigned char* from) {
-  static_assert(N == 1 || N == 2 || N == 4);
-  if constexpr (N == 4) {
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-  } else if constexpr (N == 2) {
-    const uint2 x = *reinterpret_cast<const uint2*>(from);
-    to[0] = x.x, to[1] = x.y;
-  } else {
-    to[0] = *reinterpret_cast<const std::uint32_t*>(from);
-  }
-}
-
-// Adds scores of 32 tokens in 8-bit codes, in units of code_scale: W words of every token and lane, from `from` on,
-// times the query fragments from `first` on.
-template <KvFormat F, int W, int N, int D>
-__device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned char* const (&from)[4],
-                                         const CodeQueries<F, D> (&q)[N], int first) {
-  std::uint32_t row[4][W];  // (block of 8 tokens, word)
-#pragma unroll
-  for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
-#pragma unroll
-  for (int w = 0; w < W; ++w)
-#pragma unroll
-    for (int mt = 0; mt < 2; ++mt) {
-      tile::FragmentA a;
-      CodeKind<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
-      CodeKind<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
-#pragma unroll
-      for (int n = 0; n < N; ++n) tile::mma<tile::half>(s[n][mt], a, q[n].q[first + w]);
-    }
-}
-
-// Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
-// multiplied by.
-template <class T, KvFormat F, int D, int N>
-__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
-                                         const float (&factor)[N][2], int lane) {
-  using Kind = CodeKind<F>;
-  const int g = lane / 4, t = lane % 4;
-  // 4-bit codes: even and odd pairs have different code scales, so each has its own sums. 8-bit codes: `even` has all.
-  float even[N][2][4] = {}, odd[N][2][4] = {};  // (n-tile, m-tile of 16 tokens, 4)
-  if constexpr (Kind::has_zero_point && !is_kivi(F)) {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (auto& tile : even[n])
-#pragma unroll
-        for (int i = 0; i < 4; ++i) tile[i] = -q[n].zp_correction[i & 1];
-  }
-  if constexpr (!Kind::pairs) {
-#pragma unroll
-    for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes per lane and row
-      qk_bytes<F, 4>(even,
-                     {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
-                      x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
-                     q, 4 * chunk);
-    if constexpr (D % 64 != 0) {  // the last 32 channels
-      const unsigned char* from = x.k + g * x.row_bytes + D / 64 * 64 + t * 8;
-      qk_bytes<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q,
-                     D / 64 * 4);
-    }
-  } else {
-    // Scales per channel: k = (u - 8) * scale + (min + 8 * scale), u being the code. The scales are multiplied into the
-    // queries; the second term (zero_term) is the same for all tokens. The correction subtracts exactly what the codes
-    // add: 8 * (scaled query) after rounding.
-    // With one n-tile, registers suffice for separate sums of even and odd pairs, which halves the dependency chain of
-    // MMAs. zero_term then needs one row only: row g for even pairs, row g + 8 of the same operand for odd pairs.
-    constexpr int chains = N == 1 ? 2 : 1;
-    float zp_correction[N][chains][4] = {}, zero_term[N][chains][4] = {};  // (n-tile, chain, 4)
-    const GroupScale<T, F, D> group(x, lane);
-    constexpr int W = D % 128 == 0  ? 4
-                      : D % 64 == 0 ? 2
-                                    : 1;  // a lane has D / 32 words of 8 codes of a row; loads W at once
-#pragma unroll
-    for (int chunk = 0; chunk < D / 32; chunk += W) {
-      std::uint32_t row[4][W];  // (block of 8 tokens, word)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (W == 4) load_words(row[i], x.k + x.k_offset(g + 8 * i, (t * (D / 32) + chunk) / 4));
-        else load_words(row[i], x.k + (g + 8 * i) * x.row_bytes + (t * (D / 32) + chunk) * 4);
-      }
-#pragma unroll
-      for (int v = 0; v < W; ++v) {
-        const int w = chunk + v, channel = t * (D / 4) + 8 * w;
-        std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
-        if constexpr (is_kivi(F)) {
-          const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale() + channel);
-          uint4 minima = {};
-          if constexpr (has_min(F)) minima = *reinterpret_cast<const uint4*>(x.k_min() + channel);
-#pragma unroll
-          for (int r = 0; r < 4; ++r) {
-            const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
-            scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
-            if constexpr (has_min(F))
-              zero_value[r] =
-                  tile::fma_f16x2(scale[r], 0x48004800u,
-                                  group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
-          }
-        }
-        std::uint32_t code[4][4];  // (block of 8 tokens, pair)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {  // pairs h and h + 2
-            tile::FragmentB b = q[n].q[2 * w + h];
-            if constexpr (has_min(F) && chains == 2)
-              tile::mma<tile::half>(zero_term[n][h], {{zero_value[0], zero_value[1], zero_value[2], zero_value[3]}}, b);
-            else if constexpr (has_min(F))
-              tile::mma<tile::half>(zero_term[n][0],
-                                    {{zero_value[h], zero_value[h], zero_value[h + 2], zero_value[h + 2]}}, b);
-            if constexpr (is_kivi(F)) {
-              b = {{tile::mul_f16x2(b.r[0], scale[h]), tile::mul_f16x2(b.r[1], scale[h + 2])}};
-              constexpr std::uint32_t minus_zero_point = 0xc800c800u;
-              tile::mma<tile::half>(zp_correction[n][h % chains],
-                                    {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b);
-            }
-#pragma unroll
-            for (int mt = 0; mt < 2; ++mt)
-              tile::mma<tile::half>(
-                  h == 0 ? even[n][mt] : odd[n][mt],
-                  {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, b);
-          }
-      }
-    }
-    if constexpr (is_kivi(F)) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        float even_factor[2], odd_factor[2], base[2];  // (packed row 2t + j)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float group_factor = factor[n][j] * group.scale;
-          even_factor[j] = group_factor * (1.0f / Kind::code_scale);
-          odd_factor[j] = group_factor * (1.0f / Kind::odd_code_scale);
-          base[j] = zp_correction[n][0][j] + zero_term[n][0][j];
-          if constexpr (chains == 2) base[j] += zp_correction[n][1][j] + zero_term[n][1][2 + j];
-          base[j] *= group_factor;
-        }
-#pragma unroll
-        for (int mt = 0; mt < 2; ++mt)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            s[n][mt][i] =
-                __fmaf_rn(even[n][mt][i], even_factor[i & 1], __fmaf_rn(odd[n][mt][i], odd_factor[i & 1], base[i & 1]));
-      }
-    }
-  }
-  if constexpr (!is_kivi(F)) {
-#pragma unroll
-    for (int mt = 0; mt < 2; ++mt)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::code_scale);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-          const float sum = Kind::pairs
-                                ? __fmaf_rn(odd[n][mt][i], Kind::code_scale / Kind::odd_code_scale, even[n][mt][i])
-                                : even[n][mt][i];
-          s[n][mt][i] = sum * (scale * factor[n][i & 1]);
-        }
-      }
-  }
 }
 
 }  // namespace rooftile::gpu

@@ -11,7 +11,7 @@
 // work units, and everything comes after the wait.
 #pragma once
 
-#include "kernels/decode/queries.cuh"
+#include "kernels/decode/epilogue.cuh"
 #include "kernels/decode/work_range.cuh"
 #include "kernels/decode/tree_reduction.cuh"
 #include "tile/cta_sync.cuh"

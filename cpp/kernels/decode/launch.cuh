@@ -4,41 +4,36 @@
 #include "kernels/decode/combine.cuh"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/split_kv.cuh"
-#include "kernels/decode/step_kv.cuh"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 
 namespace rooftile::gpu {
 
-// Launches split_kv or step_kv, and combine.
+// Launches split_kv and combine.
 template <class Config>
 struct DecodeKernel {
   using T = typename Config::T;
-  static constexpr bool is_step_kv = Config::n_tiles > 1;
-  using Storage = std::conditional_t<is_step_kv, StepKvStorage<Config>, SplitKvStorage<Config>>;
-  static constexpr auto main_kernel = [] {
-    if constexpr (is_step_kv) return step_kv<Config>;
-    else return split_kv<Config>;
-  }();
+  using Storage = SharedStorage<DecodeTraits<Config>>;
   static constexpr int threads = 32 * Config::warps;
 
   static void launch(const DeviceScope& scope, const DecodeParams& p) {
     static_assert(sizeof(Storage) <= 99 * 1024);  // every supported architecture allows a CTA this much
-    scope.launch(main_kernel, {p.ctas / p.ctas_per_sm, p.ctas_per_sm}, threads, sizeof(Storage), p,
+    scope.launch(split_kv<Config>, {p.ctas / p.ctas_per_sm, p.ctas_per_sm}, threads, sizeof(Storage), p,
                  Overlap::with_previous, p.cluster_size);
     if (p.cluster_size > 1) return;
     scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.tiles_per_entry * p.rows_used,
                  Config::head_dim, 0, p, Overlap::with_previous);
   }
   static void load(const char* op) {
-    load_kernel(op, main_kernel);
+    load_kernel(op, split_kv<Config>);
     load_kernel(op, combine<T, Config::head_dim>);
   }
 };
 
-// The config of a split_kv variant. Stages: KV tiles in the ring of the warps of a tile. CtasPerSm: resident CTAs of an
-// SM. warps_per_tile: 1; 2 above 128 channels, 4 above 256. These warps share the output's channels. smem_levels:
-// levels of the reduction whose values stay in shared memory; fewer for many channels, so that the CTA stays small.
+// The config of a variant for one n-tile of packed rows. Stages: KV tiles in the ring of the warps of a tile.
+// CtasPerSm: resident CTAs of an SM. warps_per_tile: 1; 2 above 128 channels, 4 above 256. These warps share the
+// output's channels. smem_levels: levels of the reduction whose values stay in shared memory; fewer for many channels,
+// so that the CTA stays small.
 template <class Element, KvFormat F, int D, int Stages, int CtasPerSm>
 struct DecodeConfig {
   using T = Element;
@@ -48,12 +43,13 @@ struct DecodeConfig {
   static constexpr bool clusters =
       smem_levels >= cluster_partials;  // a cluster's partials fit into the reduction's storage
 };
-// The config of a step_kv variant, for two n-tiles of packed rows: two steps in the ring.
+// The config of a variant for two n-tiles of packed rows, with a softmax state of the CTA: two steps in the ring.
 template <class Element, KvFormat F>
 struct StepConfig {
   using T = Element;
   static constexpr KvFormat format = F;
-  static constexpr int head_dim = 128, stages = 2, ctas_per_sm = 2, n_tiles = 2, warps = 4, smem_levels = 1;
+  static constexpr int head_dim = 128, stages = 2, ctas_per_sm = 2, n_tiles = 2;
+  static constexpr int warps = 4, warps_per_tile = 1, smem_levels = 1;
   static constexpr bool clusters = false;
 };
 

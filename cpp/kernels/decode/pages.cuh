@@ -5,6 +5,7 @@
 #include "kernels/decode/params.h"
 #include "kernels/decode/queries.cuh"
 #include "kernels/decode/scheduler.h"
+#include "tile/schedule.cuh"
 
 namespace rooftile::gpu {
 
@@ -31,12 +32,8 @@ class RowPages {
   template <bool Branchless = false>
   __device__ __forceinline__ Pages look_up(int token) const {
     const auto at = [&](int index) {
-      if constexpr (!Branchless) return table_ ? table_[index] : first_ + index;
-      int page = first_ + index;
-      asm volatile("{\n.reg .pred given;\nsetp.ne.u64 given, %1, 0;\n@given ld.global.b32 %0, [%2];\n}"
-                   : "+r"(page)
-                   : "l"(table_), "l"(table_ + index));
-      return page;
+      if constexpr (Branchless) return tile::load_if(table_ != nullptr, table_ + index, first_ + index);
+      return table_ ? table_[index] : first_ + index;
     };
     const int index = token >> page_shift_, first = at(index);
     const bool crosses = !is_element_format(format) && !is_kivi(format) && cache_.page_size == 16 && token + 16 < end_;

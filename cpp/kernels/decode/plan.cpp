@@ -65,14 +65,14 @@ std::string text(const DecodeKey& key) {
 
 KernelName kernel_of(const DecodeKey& key) {
   const char *const dtype = name(key.dtype), *const format = name(key.format);
-  if (key.block_m > mma_n)  // step_kv
+  if (key.block_m > mma_n)  // the CTA has one softmax state
     return kernel_name("cuda_", dtype, "_", format, "_d", key.head_dim, "_m", key.block_m);
   return kernel_name("cuda_", dtype, "_", format, "_d", key.head_dim);
 }
 
 DecodeFacts expected_decode_facts(const DecodeKey& key) {
   constexpr int head_dims[] = {64, 96, 128, 192, 256, 512};
-  const bool steps = key.block_m == 2 * mma_n;  // step_kv
+  const bool steps = key.block_m == 2 * mma_n;  // the CTA has one softmax state
   const bool types = (key.dtype == DType::f16 && key.format != KvFormat::bf16) ||
                      (key.dtype == DType::bf16 && key.format != KvFormat::fp16);
   if (!types || key.format == KvFormat::fp32 || !(steps ? key.head_dim == 128 : key.block_m == mma_n) ||

@@ -4,6 +4,7 @@
 
 #include "kernels/decode/params.h"
 #include "kernels/decode/scheduler.h"
+#include "kernels/decode/smem_layouts.cuh"
 #include "tile/copy.cuh"
 #include "tile/mma.cuh"
 #include "tile/softmax.cuh"
@@ -102,116 +103,35 @@ __device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const
   return ((std::int64_t{w.row} * p.cache.kv_heads + tile.kv_head) * kv_ring + token % kv_ring) * (D * sizeof(T));
 }
 
-// Offset of element d of a row in [rows, D] 16-bit elements of shared memory. 16-byte vectors are swizzled by the low
-// bits of the row, against bank conflicts.
-template <int D>
-__device__ __forceinline__ int swizzled(int row, int d) {
-  return row * D + ((d / 8) ^ (D % 64 == 0 ? row & 7 : row / 2 & 3)) * 8 + d % 8;
-}
-
-// Starts the copies of N n-tiles of 8 packed query rows, from the work tile's first row on, into the rows of `to`, by
-// Lanes threads. Padding rows become zeros. q may have any strides.
-template <class T, int D, int N, int Lanes>
+// Starts the copies of N n-tiles of 8 packed query rows, from the work tile's first row on, into `to` (QueryLayout), by
+// Threads threads. Padding rows become zeros. q may have any strides.
+template <class T, int D, int N, int Threads>
 __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
-                                                   int lane, T* to) {
+                                                   int thread, SmemElement<T>* to) {
+  using Element = SmemElement<T>;
   const TensorView& q = p.q;
-  const T* const row = static_cast<const T*>(q.data) + tile.b * q.stride[0];
-  const auto locate = [&](int vec, int& m_row, int& d0) { m_row = vec / (D / 8), d0 = vec % (D / 8) * 8; };
-  const auto from = [&](const QueryRow& c) {
-    return row + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
+  const Element* const entry = static_cast<const Element*>(q.data) + tile.b * q.stride[0];
+  const auto sQ = cute::make_tensor(cute::make_smem_ptr(to), QueryLayout<D, N>{});  // (8 N, D)
+  const auto row_of = [&](const QueryRow& c) {
+    return entry + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
   };
+  constexpr int vecs = D / 8;  // 16-byte vectors of a row
   if (p.vector_queries) {
 #pragma unroll
-    for (int i = 0; i < (N * D + Lanes - 1) / Lanes; ++i) {
-      if (N * D % Lanes != 0 && i * Lanes + lane >= N * D) break;
-      int m_row, d0;
-      locate(i * Lanes + lane, m_row, d0);
+    for (int i = 0; i < (N * D + Threads - 1) / Threads; ++i) {
+      const int vec = i * Threads + thread, m_row = vec / vecs, d = vec % vecs * 8;
+      if (N * D % Threads != 0 && vec >= N * D) break;
       const QueryRow c = query_row(p, tile, w, m_row);
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-          *reinterpret_cast<const cute::uint128_t*>(from(c) + d0),
-          *reinterpret_cast<cute::uint128_t*>(to + swizzled<D>(m_row, d0)), c.token >= 0);
+      tile::cp_async_16_zfill(&sQ(m_row, d), row_of(c) + d, c.token >= 0);
     }
   } else {
 #pragma unroll 1
-    for (int vec = lane; vec < N * D; vec += Lanes) {
-      int m_row, d0;
-      locate(vec, m_row, d0);
+    for (int vec = thread; vec < N * D; vec += Threads) {
+      const int m_row = vec / vecs, d0 = vec % vecs * 8;
       const QueryRow c = query_row(p, tile, w, m_row);
-      for (int j = 0; j < 8; ++j)
-        to[swizzled<D>(m_row, d0) + j] = c.token >= 0 ? from(c)[(d0 + j) * q.stride[3]] : T(0.0f);
+      for (int d = d0; d < d0 + 8; ++d) sQ(m_row, d) = c.token >= 0 ? row_of(c)[d * q.stride[3]] : Element(0.0f);
     }
   }
 }
-
-// The same rows, after they have arrived, as B operands for 16-bit keys: fragment k covers channels 16 k .. 16 k + 15.
-template <class T, int D>
-__device__ __forceinline__ void load_query_fragments(const T* q_rows, int lane, tile::FragmentB (&q)[D / 16]) {
-#pragma unroll
-  for (int k = 0; k < D / 16; k += 2) {
-    const tile::FragmentA four = tile::ldmatrix_x4(q_rows + swizzled<D>(lane % 8, 16 * k + lane / 8 * 8));
-    q[k] = {{four.r[0], four.r[1]}};
-    q[k + 1] = {{four.r[2], four.r[3]}};
-  }
-}
-
-// The threads of a CTA share the values of a packed row: each has vectors of vec_floats channels at a stride of
-// vec_floats * (threads of the row).
-template <int D>
-inline constexpr int vec_floats = D % 64 == 0 ? 4 : 2;
-
-// Writes the result of one packed row: sinks, normalisation, out, lse. The constructor may run before the previous
-// kernel has ended, so its loads bypass L1. finalize() must be called before anything is stored.
-template <class T>
-class RowEpilogue {
- public:
-  __device__ __forceinline__ RowEpilogue(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int m_row)
-      : p_(&p) {
-    const QueryRow c = query_row(p, tile, w, m_row);
-    in_tile_ = c.token >= 0;
-    if (!in_tile_) return;
-    if (p.sinks.given()) {
-      const std::int64_t at = c.head * p.sinks.stride[0];
-      sink_ = tile::log2_e * (p.sinks.dtype == DType::f32 ? __ldcg(p.sinks.as<const float>() + at)
-                                                          : tile::to_float(__ldcg(p.sinks.as<const T>() + at)));
-    }
-    real_ = c.token < w.count;
-    out_ = p.out.as<T>() + tile.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
-    if (p.lse.given())
-      lse_ = p.lse.as<float>() + tile.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2];
-  }
-  __device__ __forceinline__ void finalize(float m, float l) {
-    if (!real_) return;
-    result_ = tile::finalize_softmax(m, l, sink_);
-    sees_keys_ = l != 0.0f;
-  }
-  // Stores N consecutive channels.
-  template <int N>
-  __device__ __forceinline__ void store(int d, const float (&o)[N]) const {
-    if (!in_tile_) return;
-    struct alignas(N * sizeof(T)) Vec {
-      T x[N];
-    } values;
-#pragma unroll
-    for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(sees_keys_ ? __fmul_rn(o[i], result_.factor) : 0.0f);
-    if (p_->out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(out_) % sizeof(Vec) == 0) {
-      *reinterpret_cast<Vec*>(out_ + d) = values;
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) out_[(d + i) * p_->out.stride[3]] = values.x[i];
-    }
-  }
-  // Called by one thread of the row.
-  __device__ __forceinline__ void store_lse() const {
-    if (in_tile_ && p_->lse.given()) *lse_ = result_.lse;
-  }
-
- private:
-  const DecodeParams* p_;
-  bool in_tile_, real_ = false, sees_keys_ = false;  // not padding; below the entry's count; sees a key
-  float sink_ = -INFINITY;
-  tile::SoftmaxResult result_{0.0f, -INFINITY};
-  T* out_ = nullptr;  // [D] of the row, stride p.out.stride[3]
-  float* lse_ = nullptr;
-};
 
 }  // namespace rooftile::gpu

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// KV tiles of 16 tokens in 16 bits.
+//   S^T [16 tokens, 8 N packed rows] = K [16 tokens, D] Q^T       K is the A operand, tokens are its rows
+//   O^T [D, 8 N packed rows]        += V^T [D, 16 tokens] P^T     V^T is the A operand, channels are its rows
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "kernels/decode/queries.cuh"
+#include "tile/mma.cuh"
+
+namespace rooftile::gpu {
+
+// The layouts, copies and products of 16-bit tiles of D channels, for one warp.
+template <class T, int D>
+struct ElementTraits {
+  using Element = SmemElement<T>;
+  using LayoutKv = SmemRows<D, 16>;  // (16 tokens, D)
+  // V^T: (D, 16)
+  using LayoutVt = decltype(cute::composition(
+      LayoutKv{}, cute::Layout<cute::Shape<cute::Int<D>, cute::_16>, cute::Stride<cute::_16, cute::_1>>{}));
+
+  using Mma = std::conditional_t<std::is_same_v<T, tile::half>, cute::SM80_16x8x16_F32F16F16F32_TN,
+                                 cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  using TiledMma = decltype(cute::make_tiled_mma(Mma{}));
+  template <class Ldmatrix>
+  using Ldsm = cute::Copy_Atom<Ldmatrix, Element>;
+  using SmemCopyK = decltype(cute::make_tiled_copy_A(Ldsm<cute::SM75_U32x4_LDSM_N>{}, TiledMma{}));
+  using SmemCopyVt = decltype(cute::make_tiled_copy_A(Ldsm<cute::SM75_U16x8_LDSM_T>{}, TiledMma{}));
+  using SmemCopyQ = decltype(cute::make_tiled_copy_B(Ldsm<cute::SM75_U32x2_LDSM_N>{}, TiledMma{}));
+
+  // cp.async by `Threads` threads: copy_rows rows at once, a 16-byte vector a thread.
+  template <int Threads>
+  static constexpr int copy_rows = Threads / (D / 8);
+  template <int Threads>
+  using GmemCopy =
+      decltype(cute::make_tiled_copy(cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, Element>{},
+                                     cute::Layout<cute::Shape<cute::Int<copy_rows<Threads>>, cute::Int<D / 8>>,
+                                                  cute::Stride<cute::Int<D / 8>, cute::_1>>{},
+                                     cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+};
+
+// A KV tile in shared memory.
+template <class T, int D>
+struct ElementTile {
+  using Traits = ElementTraits<T, D>;
+  alignas(128) typename Traits::Element k[16 * D], v[16 * D];
+};
+
+// Copies 16 token rows, `stride` bytes apart, into a tile, by Threads threads. Rows that `wanted` rejects are
+// zero-filled and not read.
+template <class T, int D, int Threads, class Wanted>
+__device__ __forceinline__ void copy_rows_async(SmemElement<T>* to, int thread, const std::byte* from,
+                                                std::int64_t stride, const Wanted& wanted) {
+  using namespace cute;
+  using Traits = ElementTraits<T, D>;
+  constexpr int rows = Traits::template copy_rows<Threads>, vecs = D / 8;
+  if (rows * vecs < Threads && thread >= rows * vecs) return;
+  const std::int64_t row_elements = stride / static_cast<int>(sizeof(T));
+  typename Traits::template GmemCopy<Threads> gmem_copy;
+  const auto thr_copy = gmem_copy.get_slice(thread);
+  Tensor sRows = make_tensor(make_smem_ptr(to), typename Traits::LayoutKv{});  // (16, D)
+  Tensor gRows = make_tensor(make_gmem_ptr(reinterpret_cast<const SmemElement<T>*>(from)),
+                             make_layout(Shape<Int<rows>, Int<D>>{}, make_stride(row_elements, _1{})));  // (rows, D)
+  Tensor tRsR = thr_copy.partition_D(sRows);  // (CPY, 16 / rows, 1)
+  Tensor tRgR = thr_copy.partition_S(gRows);  // (CPY, 1, 1)
+  CUTE_UNROLL
+  for (int i = 0; i < 16 / rows; ++i) {
+    copy(gmem_copy.with(wanted(rows * i + thread / vecs)), tRgR(_, 0, 0), tRsR(_, i, 0));
+    tRgR.data() = tRgR.data() + rows * row_elements;
+  }
+}
+
+// The packed query rows of N n-tiles as B operands: (MMA, N, D / 16).
+template <class T, int D, int N>
+using QueryFragments = decltype(typename ElementTraits<T, D>::TiledMma{}.get_slice(0).partition_fragment_B(
+    cute::make_tensor(cute::make_smem_ptr(static_cast<SmemElement<T>*>(nullptr)), QueryLayout<D, N>{})));
+template <class T, int D, int N>
+__device__ __forceinline__ void load_query_fragments(const SmemElement<T>* q, int lane, QueryFragments<T, D, N>& tSrQ) {
+  using namespace cute;
+  typename ElementTraits<T, D>::SmemCopyQ smem_copy;
+  const auto thr_copy = smem_copy.get_slice(lane);
+  Tensor sQ = make_tensor(make_smem_ptr(q), QueryLayout<D, N>{});  // (8 N, D)
+  copy(smem_copy, thr_copy.partition_S(sQ), thr_copy.retile_D(tSrQ));
+}
+
+// S^T of one tile: two sums, of even and odd k-tiles, halve the dependency chain of MMAs.
+template <class T, int D, int N>
+__device__ __forceinline__ void qk16(float (&s)[N][1][4], const SmemElement<T>* k, const QueryFragments<T, D, N>& tSrQ,
+                                     int lane) {
+  using namespace cute;
+  using Traits = ElementTraits<T, D>;
+  typename Traits::TiledMma mma;
+  typename Traits::SmemCopyK smem_copy;
+  const auto thr_copy = smem_copy.get_slice(lane);
+  Tensor sK = make_tensor(make_smem_ptr(k), typename Traits::LayoutKv{});  // (16, D)
+  Tensor tSsK = thr_copy.partition_S(sK);                                  // (CPY, 1, D / 16)
+  Tensor tSrK = mma.get_slice(lane).partition_fragment_A(sK);              // (MMA, 1, D / 16)
+  Tensor tXrK = thr_copy.retile_D(tSrK);                                   // (CPY, 1, D / 16)
+  Tensor rS = make_tensor<float>(Shape<_4, _1, Int<N>, _2>{});             // (MMA, 1, N, chain)
+  clear(rS);
+  CUTE_UNROLL
+  for (int kt = 0; kt < D / 16; ++kt) {
+    copy(smem_copy, tSsK(_, _, kt), tXrK(_, _, kt));
+    gemm(mma, tSrK(_, _, kt), tSrQ(_, _, kt), rS(_, _, _, kt % 2));
+  }
+  CUTE_UNROLL
+  for (int n = 0; n < N; ++n) CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) s[n][0][i] = rS(i, 0, n, 0) + rS(i, 0, n, 1);
+}
+
+// V^T of 16 tokens: load(m) loads channels 16 m .. 16 m + 15 as the A operand.
+template <class T, int D>
+struct VtOperand {
+  using Traits = ElementTraits<T, D>;
+  const SmemElement<T>* v;
+  int lane;
+  __device__ __forceinline__ auto load(int m) const {
+    using namespace cute;
+    typename Traits::SmemCopyVt smem_copy;
+    const auto thr_copy = smem_copy.get_slice(lane);
+    Tensor sVt = make_tensor(make_smem_ptr(v), typename Traits::LayoutVt{});  // (D, 16)
+    Tensor tOsV = thr_copy.partition_S(sVt);                                  // (CPY, D / 16, 1)
+    Tensor tOrV = make_tensor<typename Traits::Element>(Shape<_8>{});         // (MMA)
+    copy(smem_copy, tOsV(_, m, 0), tOrV);
+    return tOrV;
+  }
+};
+// The weights of an n-tile as the B operand, and a tile of the output.
+__device__ __forceinline__ auto weights_tensor(const tile::FragmentB& weights) {
+  return cute::make_tensor(cute::make_rmem_ptr(weights.r), cute::Shape<cute::_2>{});  // (MMA), pairs
+}
+__device__ __forceinline__ auto output_tensor(float (&o)[4]) {
+  return cute::make_tensor(cute::make_rmem_ptr(o), cute::Shape<cute::_4>{});  // (MMA)
+}
+
+// Adds weight x V of 16 tokens to C tiles of 16 channels, from channel tile `first` on: o[n * C + i] is tile i of
+// n-tile n.
+template <class T, int D, int C, int N>
+__device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weights)[N], const SmemElement<T>* v,
+                                     int first, int lane) {
+  typename ElementTraits<T, D>::TiledMma mma;
+  CUTE_UNROLL
+  for (int i = 0; i < C; ++i) {
+    const auto tOrV = VtOperand<T, D>{v, lane}.load(first + i);
+    CUTE_UNROLL
+    for (int n = 0; n < N; ++n) {
+      auto rO = output_tensor(o[n * C + i]);
+      cute::gemm(mma, tOrV, weights_tensor(weights[n]), rO);
+    }
+  }
+}
+
+// The same for one n-tile where some packed rows do not see all of the tokens. A weight of 0 does not stop a NaN or an
+// infinity, so every new token gets an MMA of its own over the values that it sees, and takes only its own packed rows
+// from the result.
+template <class T, int D, int C>
+__device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB& weights, const SmemElement<T>* v,
+                                            const Visible& see, int token, int first, int lane) {
+  typename ElementTraits<T, D>::TiledMma mma;
+  int last = max(see.query[0], see.query[1]);
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) last = max(last, __shfl_xor_sync(0xffffffffu, last, step));
+#pragma unroll 1
+  for (int query = __shfl_sync(0xffffffffu, see.query[0], 0); query <= last; ++query) {
+    // The visible range comes from a lane that holds a packed row of the query. This lane's tokens in the A operand are
+    // 2t, 2t + 1, 2t + 8, 2t + 9.
+    const bool own[2] = {see.query[0] == query, see.query[1] == query};
+    const int from = first_bit(__ballot_sync(0xffffffffu, own[0] || own[1]));
+    const int begin = __shfl_sync(0xffffffffu, own[0] ? see.begin[0] : see.begin[1], from) - token;
+    const int end = __shfl_sync(0xffffffffu, own[0] ? see.end[0] : see.end[1], from) - token;
+    std::uint32_t seen[2];  // masks of token pairs 2t and 2t + 8
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = lane % 4 * 2 + 8 * half;
+      seen[half] = (at >= begin && at < end ? 0xffffu : 0u) | (at + 1 >= begin && at + 1 < end ? 0xffff0000u : 0u);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < C; ++i) {
+      auto tOrV = VtOperand<T, D>{v, lane}.load(first + i);
+      auto pairs = cute::recast<std::uint32_t>(tOrV);
+      CUTE_UNROLL
+      for (int r = 0; r < 4; ++r) pairs(r) &= seen[r / 2];
+      float sum[4] = {o[i][0], o[i][1], o[i][2], o[i][3]};
+      auto rSum = output_tensor(sum);
+      cute::gemm(mma, tOrV, weights_tensor(weights), rSum);
+      CUTE_UNROLL
+      for (int e = 0; e < 4; ++e) o[i][e] = own[e % 2] ? sum[e] : o[i][e];
+    }
+  }
+}
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// A KV format as a type: the granularity of its scales, its bits, its minima and zero point, and how its codes become
+// fp16 operands.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "core/kv_layout.h"
+#include "tile/dequant.cuh"
+
+namespace rooftile::gpu {
+
+// How a format's codes become operands: fp16, code * code_scale. 4-bit codes come in pairs, even and odd ones, and the
+// odd ones have another factor. Codes with a zero point are unsigned as operands, so every product is too large by
+// zero_point * (the other operand); the zero-point correction subtracts that from the sums.
+template <KvFormat F>
+struct KvTraits {
+  static constexpr int bits = code_bits(F);
+  static constexpr bool codes = !is_element_format(F), pairs = bits == 4, has_zero_point = codes && F != KvFormat::fp8;
+  // Scales of K: of a channel and kv_group tokens, or of a token. Those of V are of a token. affine: with minima.
+  static constexpr bool channel_scales = is_kivi(F), affine = has_min(F);
+  static constexpr float code_scale = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit,
+                         odd_code_scale = pairs ? tile::odd_code_unit : code_scale;
+  static constexpr float zero_point = pairs ? 8 : 128;                                           // in codes
+  static constexpr std::uint32_t zero_point_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // as operands
+  static constexpr std::uint32_t flip = pairs && !affine ? 0x88888888u : 0;  // two's complement -> unsigned
+
+  // V codes of 32 tokens (16 in 8 bits) and 32 channels: (token, channel) -> code.
+  using V8 = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_4, cute::_2>, cute::Shape<cute::_8, cute::_4>>,
+                          cute::Stride<cute::Stride<cute::_1, cute::_16, cute::_2>, cute::Stride<cute::_64, cute::_4>>>;
+  using V4 =
+      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_4, cute::_4>, cute::Shape<cute::_8, cute::_4>>,
+                   cute::Stride<cute::Stride<cute::_4, cute::_32, cute::_8>, cute::Stride<cute::_128, cute::_1>>>;
+  using LayoutV = std::conditional_t<pairs, V4, V8>;
+
+  // Decodes a word: four 8-bit codes into two pairs, eight 4-bit codes into four.
+  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+    if constexpr (F == KvFormat::fp8) tile::decode_e4m3(word, low, high);
+    else tile::decode_int8_plus_128(word, low, high);
+  }
+  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t (&pair)[4]) {
+    tile::decode_uint4(word ^ flip, pair);
+  }
+};
+
+// The layout is that of core/kv_layout.h, and lane (g, t) owns the codes of channels g + 8 i and tokens 2t + j + 8 k:
+// what its A operand of V^T takes.
+template <KvFormat F>
+constexpr bool lanes_own_v() {
+  typename KvTraits<F>::LayoutV layout;
+  constexpr int lane_codes = int(cute::size(layout)) / 32;
+  for (int token = 0; token < int(cute::size<0>(layout)); ++token)
+    for (int d = 0; d < 32; ++d)
+      if (int(layout(token, d)) != int(v_code_index(F, 32, 32, token, d)) ||
+          int(layout(token, d)) / lane_codes != d % 8 * 4 + token / 2 % 4)
+        return false;
+  return true;
+}
+static_assert(lanes_own_v<KvFormat::int8>() && lanes_own_v<KvFormat::int4>());
+
+}  // namespace rooftile::gpu
