@@ -206,7 +206,7 @@ def gpu_record():
 
 
 def gpu_rows():
-    return list(gpu_faults.rows(TREE, kills()["mutants"]))
+    return list(gpu_faults.rows(TREE, kills()))
 
 
 def gpu_machine():
@@ -222,15 +222,14 @@ def gpu(args):
         where |= gpu_machine()
 
     def done(fault, how, by):
-        seen[fault.file, fault.what] = how, by
+        seen[fault.what] = {"result": how, "by": by, "commit": where["commit"]}
         if args.record:
             save()
 
     def save():
         rows = [r for r in recorded["mutants"] if r["rule"] != "GPU"]
         for row in gpu_rows():
-            row["result"], row["by"] = seen.get((row["file"], row["what"]), (row["result"], row["by"]))
-            rows.append(row)
+            rows.append(row | seen.get(row["what"], {}))
         head = {**where, "counts": counted(r for r in rows if r["rule"] == "GPU")}
         forks.save(KILLS, {**recorded, "gpu": head, "mutants": rows})
 
@@ -241,7 +240,7 @@ def gpu(args):
     failed = [] if args.compiled else gpu_faults.compile_all(TREE, names, args.jobs)
     if not args.compile_only:
         names = [name for name in names if name not in failed]
-        killers = {(r["file"], r["what"]): r["by"] for r in recorded["mutants"] if r["rule"] == "GPU"}
+        killers = {r["what"]: r["by"] for r in recorded["mutants"] if r["rule"] == "GPU"}
         survived, unjudged = gpu_faults.run(TREE, names, args.jobs, done, args.minutes, killers)
     groups = {
         "have no extension": failed,

@@ -528,13 +528,18 @@ def lines(tree):
 
 
 def rows(tree, recorded):
-    """What kills.json says of them. recorded: its rows so far; results of faults whose text has changed are dropped."""
-    known = {(r["file"], r["original"], r["mutated"]): (r["result"], r["by"]) for r in recorded if r["rule"] == "GPU"}
+    """What kills.json says of them. recorded: what it said so far. A result stays, with the commit that it was found at,
+    as long as the fault's text does, also in a file of another name."""
+    known = {
+        (r["what"], r["original"], r["mutated"]): (r["result"], r["by"], r.get("commit", recorded["gpu"]["commit"]))
+        for r in recorded["mutants"]
+        if r["rule"] == "GPU" and r["result"] != "needs GPU"
+    }
     for fault, line in lines(tree):
-        place = fault.file, places.one_line(fault.sound), places.one_line(fault.faulty)
-        result, by = known.get(place, ("needs GPU", ""))
-        yield {"file": fault.file, "line": line, "rule": "GPU", "what": fault.what, "original": place[1],
-               "mutated": place[2], "result": result, "by": by}  # fmt: skip
+        text = places.one_line(fault.sound), places.one_line(fault.faulty)
+        result, by, commit = known.get((fault.what, *text), ("needs GPU", "", ""))
+        yield {"file": fault.file, "line": line, "rule": "GPU", "what": fault.what, "original": text[0],
+               "mutated": text[1], "result": result, "by": by, "commit": commit}  # fmt: skip
 
 
 def plant(name, tree, to=None):
@@ -646,7 +651,7 @@ def compile_all(tree, names, jobs):
 
 def run(tree, names, jobs, done, minutes=None, killers=()):
     """Tests what compile_all() made on the GPU; tells done(fault, how, by) of each. minutes: as of Forks.run().
-    killers: {(file, what): the test that killed the fault in the recorded run}.
+    killers: {what: the test that killed the fault in the recorded run}.
 
     Returns the names of those that survived, and of those whose killer is no judge: it does not pass without a fault
     either.
@@ -670,7 +675,7 @@ def run(tree, names, jobs, done, minutes=None, killers=()):
     work = []
     for i, name in enumerate(names):
         fault = FAULTS[name]
-        tests = tests_of(fault, dict(killers).get((fault.file, fault.what), ""))
+        tests = tests_of(fault, dict(killers).get(fault.what, ""))
         work.append(forks.Job(i, tests, package=build.package(name)))
     runner.run(work, ended, minutes)
 
