@@ -528,13 +528,13 @@ def lines(tree):
 
 
 def rows(tree, recorded):
-    """What kills.json says of them. recorded: what it said so far. A result stays, with the commit that it was found at,
+    """What kills.json says of them. recorded: what it said so far. A result stays, with the commit it was found at,
     as long as the fault's text does, also in a file of another name."""
-    known = {
-        (r["what"], r["original"], r["mutated"]): (r["result"], r["by"], r.get("commit", recorded["gpu"]["commit"]))
-        for r in recorded["mutants"]
-        if r["rule"] == "GPU" and r["result"] != "needs GPU"
-    }
+    known = {}
+    for r in recorded["mutants"]:
+        if r["rule"] == "GPU" and r["result"] != "needs GPU":
+            commit = r.get("commit", recorded["gpu"]["commit"])
+            known[r["what"], r["original"], r["mutated"]] = r["result"], r["by"], commit
     for fault, line in lines(tree):
         text = places.one_line(fault.sound), places.one_line(fault.faulty)
         result, by, commit = known.get((fault.what, *text), ("needs GPU", "", ""))

@@ -16,7 +16,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 torch.set_num_threads(1)
 
 
-
 def take_turns_at_gpus(environ, gpus):
     """Each process of pytest-xdist begins with another GPU, and sees all of them. Before CUDA is initialised."""
     worker = environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")

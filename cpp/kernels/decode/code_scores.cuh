@@ -3,6 +3,8 @@
 //   S^T [32 tokens, 8 packed rows] = K [32 tokens, D] Q^T      K is the A operand, tokens are its rows
 #pragma once
 
+#include <cute/tensor.hpp>
+
 #include "kernels/decode/code_tile.cuh"
 #include "tile/mma.cuh"
 
@@ -237,8 +239,9 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
     constexpr int W = D % 128 == 0  ? 4
                       : D % 64 == 0 ? 2
                                     : 1;  // a lane has D / 32 words of 8 codes of a row; loads W at once
-#pragma unroll
-    for (int chunk = 0; chunk < D / 32; chunk += W) {
+    // Not a loop with #pragma unroll: with 512 channels nvcc keeps that one, and q, which it indexes, in local memory.
+    cute::for_each(cute::make_int_sequence<D / 32 / W>{}, [&](auto loaded) {
+      constexpr int chunk = loaded * W;
       std::uint32_t row[4][W];  // (block of 8 tokens, word)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -276,7 +279,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
                   {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, b);
           }
       }
-    }
+    });
     if constexpr (is_kivi(F)) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {

@@ -7,6 +7,7 @@
 #include "kernels/gemm/code_loader.cuh"
 #include "kernels/gemm/wgmma_scheduler.cuh"
 #include "tile/barrier.cuh"
+#include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
 

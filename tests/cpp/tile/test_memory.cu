@@ -12,6 +12,7 @@
 #include "tile/barrier.cuh"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
+#include "tile/schedule.cuh"
 #include "tile/semaphore.cuh"
 #include "tile/warps.cuh"
 #include "tile/wgmma.cuh"
@@ -51,6 +52,43 @@ TEST_F(Tile, CopiesOfVectors) {
     for (const Shared<uint4>* copy : {&once, &async, &halves}) expect((*copy)[i], from[i]);
     expect(zfill[i], i % 2 ? from[i] : uint4{});
   }
+}
+
+// ---- schedule.cuh ----
+
+// Every third lane loads; the others are given an address that cannot be read.
+__global__ void load_some(const std::int32_t* from, std::int32_t* to) {
+  const int lane = thread_index();
+  const bool given = lane % 3 == 0;
+  to[lane] = load_if(given, given ? from + lane : nullptr, -lane);
+}
+// (3 kinds of value, 32 lanes): whether a pinned value is what it was.
+__global__ void pin_values(const std::int32_t* from, std::int32_t* same) {
+  const int lane = thread_index();
+  int x = from[lane];
+  std::uint32_t bits = static_cast<std::uint32_t>(from[lane]);
+  const std::int32_t* at = from + lane;
+  pin(x);
+  pin(bits);
+  pin(at);
+  same[lane] = x == from[lane];
+  same[32 + lane] = bits == static_cast<std::uint32_t>(from[lane]);
+  same[64 + lane] = at == from + lane;
+}
+
+TEST_F(Tile, ALoadThatIsNotGivenReadsNothing) {
+  const Shared<std::int32_t> from(32), to(32);
+  for (int i = 0; i < 32; ++i) from[i] = 1000 + i;
+  launch(load_some, 32, from.data, to.data);
+  for (int i = 0; i < 32; ++i) EXPECT_EQ(to[i], i % 3 == 0 ? 1000 + i : -i);
+}
+
+TEST_F(Tile, PinnedValuesStay) {
+  const Shared<std::int32_t> from(32), same(96);
+  for (int i = 0; i < 32; ++i) from[i] = (i % 2 ? -1 : 1) * (i << 26 | i);
+  for (int i = 0; i < 96; ++i) same[i] = 0;
+  launch(pin_values, 32, from.data, same.data);
+  for (int i = 0; i < 96; ++i) EXPECT_EQ(same[i], 1) << i;
 }
 
 // ---- warps.cuh ----
