@@ -311,8 +311,14 @@ TEST(W4Plan, StreamKIsForALastWaveThatWouldBeShort) {
 
 TEST(W4Plan, TwoCtasOfAnSmShareItsIssueSlots) {
   const auto splits = [](std::int64_t n, std::int64_t k, int bits) {
-    return plan_gemm(
-               {.m = 32, .n = n, .k = k, .bits = bits, .group = 128, .sms = 132, .hopper = true, .aligned_operands = true})
+    return plan_gemm({.m = 32,
+                      .n = n,
+                      .k = k,
+                      .bits = bits,
+                      .group = 128,
+                      .sms = 132,
+                      .hopper = true,
+                      .aligned_operands = true})
         .splits;
   };
   EXPECT_EQ(splits(14336, 4096, 4), 1);  // 112 CTAs
