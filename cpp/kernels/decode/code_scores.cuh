@@ -239,7 +239,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
     constexpr int W = D % 128 == 0  ? 4
                       : D % 64 == 0 ? 2
                                     : 1;  // a lane has D / 32 words of 8 codes of a row; loads W at once
-    // Not a loop with #pragma unroll: with 512 channels nvcc keeps that one, and q, which it indexes, in local memory.
+    // Not loops with #pragma unroll: with 512 channels nvcc keeps those, and q, which they index, in local memory.
     cute::for_each(cute::make_int_sequence<D / 32 / W>{}, [&](auto loaded) {
       constexpr int chunk = loaded * W;
       std::uint32_t row[4][W];  // (block of 8 tokens, word)
@@ -248,9 +248,9 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
         if constexpr (W == 4) load_words(row[i], x.k + x.k_offset(g + 8 * i, (t * (D / 32) + chunk) / 4));
         else load_words(row[i], x.k + (g + 8 * i) * x.row_bytes + (t * (D / 32) + chunk) * 4);
       }
-#pragma unroll
-      for (int v = 0; v < W; ++v) {
-        const int w = chunk + v, channel = t * (D / 4) + 8 * w;
+      cute::for_each(cute::make_int_sequence<W>{}, [&](auto v) {
+        constexpr int w = chunk + v;
+        const int channel = t * (D / 4) + 8 * w;
         std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
         if constexpr (Kind::channel_scales) load_channel_scales(scale, zero_value, x, group, channel);
         std::uint32_t code[4][4];  // (block of 8 tokens, pair)
@@ -278,7 +278,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
                   h == 0 ? even[n][mt] : odd[n][mt],
                   {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, b);
           }
-      }
+      });
     });
     if constexpr (is_kivi(F)) {
 #pragma unroll
