@@ -4,8 +4,8 @@
 
 take_results.py FOLDER     FAMILY.json of `rooftile bench`, demo.json of `rooftile demo --device cuda` and tests.json
                            of bench/run_on_gpu.sh go to bench/results/MACHINE, after the GPU's name; README and
-                           docs/kernels show that machine from then on, and bench/results/outdated.txt no longer names
-                           what was replaced
+                           docs/kernels show that machine from then on, but for pages that have a machine's name, and
+                           bench/results/outdated.txt no longer names what was replaced
 """
 
 import argparse
@@ -70,7 +70,7 @@ def take(folder, root=ROOT):
     outdated.write_text("".join(line + "\n" for line in kept))
     gpus = [path.name for path in results.iterdir() if any((path / f"{f}.json").exists() for f in TABLES.BENCH)]
     for page in (root / "README.md", *sorted((root / "docs" / "kernels").glob("*.md"))):
-        text, count = TABLES.fill(page.read_text(), results, dict.fromkeys(gpus, machine))
+        text, count = TABLES.fill(page.read_text(), results, {} if page.stem in gpus else dict.fromkeys(gpus, machine))
         page.write_text(text)
         said.append(f"{page.relative_to(root)}: {count} tables")
     return said
