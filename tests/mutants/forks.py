@@ -137,7 +137,7 @@ class Forks:
         self._all(waiting, start, ended)
 
     def run(self, jobs, done, minutes=None):
-        """Runs the tests of each Job until one does not pass; tells done(job).
+        """Runs the tests of each Job until one does not pass; tells done(job), which may return a Job to run next.
 
         All jobs run their first test before one runs its second: most mutants are killed soon, and a run that is cut
         short, after so many minutes, has seen every mutant. Of jobs that are not finished then nothing is told.
@@ -154,10 +154,10 @@ class Forks:
                 if test.name.startswith("c:"):
                     outcome.by = f"{test.name}::{outcome.by}"
                 outcome.by = outcome.by or f"{test.name} as a whole"
-            if job.outcome or not job.tests:
-                done(job)
-            else:
+            if not job.outcome and job.tests:
                 queue.append(job)
+            elif more := done(job):
+                queue.appendleft(more)
 
         self._all(queue, start, ended, time.monotonic() + 60 * minutes if minutes else float("inf"))
 

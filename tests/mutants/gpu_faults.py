@@ -658,19 +658,40 @@ def run(tree, names, jobs, done, minutes=None, killers=()):
     """
     build = Build(tree)
     runner = forks.Forks(build.tree, jobs, switch=False)
-    killed, survived, unjudged = {}, [], []
+    sound = build.tree / "python"
+    killed, verdicts = {}, {}  # {killer: its faults}; {killer: how it ends without a fault}
+    survived, unjudged = [], []
 
     def tell(name, how, by):
         done(FAULTS[name], how, by)
         print(f"{how:9} {name}: {FAULTS[name].what} [{by}]", flush=True)
 
+    def settle(killer):
+        for name, how in killed[killer]:
+            if verdicts[killer] == "passed":
+                tell(name, how, killer)
+            else:
+                unjudged.append(name)
+                print(f"{how:9} {name}, but {killer} {verdicts[killer]} without a fault", flush=True)
+        killed[killer].clear()
+
     def ended(job):
+        """A killer runs without a fault at once: what is known stays known where the run is cut short."""
+        if job.package == sound:
+            killer = list(killed)[job.number]
+            verdicts[killer] = job.outcome.how if job.outcome else "passed"
+            settle(killer)
+            return None
         name = names[job.number]
-        if job.outcome:
-            killed.setdefault(job.outcome.by, []).append((name, job.outcome.how))
-        else:
+        if not job.outcome:
             survived.append(name)
             tell(name, "survived", "")
+            return None
+        killer, new = job.outcome.by, job.outcome.by not in killed
+        killed.setdefault(killer, []).append((name, job.outcome.how))
+        if killer in verdicts:
+            settle(killer)
+        return forks.Job(len(killed) - 1, [forks.named_test(killer)], package=sound) if new else None
 
     work = []
     for i, name in enumerate(names):
@@ -678,17 +699,4 @@ def run(tree, names, jobs, done, minutes=None, killers=()):
         tests = tests_of(fault, dict(killers).get(fault.what, ""))
         work.append(forks.Job(i, tests, package=build.package(name)))
     runner.run(work, ended, minutes)
-
-    def judged(job):
-        killer = found[job.number]
-        for name, how in killed[killer]:
-            if job.outcome:
-                unjudged.append(name)
-                print(f"{how:9} {name}, but {killer} {job.outcome.how} without a fault", flush=True)
-            else:
-                tell(name, how, killer)
-
-    found = list(killed)
-    sound = build.tree / "python"
-    runner.run([forks.Job(i, [forks.named_test(killer)], package=sound) for i, killer in enumerate(found)], judged)
     return survived, unjudged

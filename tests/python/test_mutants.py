@@ -316,3 +316,37 @@ def test_what_hangs_is_a_test_not_the_many(tmp_path, test_began, run_began, late
     children = forks.Forks.__new__(forks.Forks)  # without the folder and the imports of a run
     children.switch = False
     assert children._late({"note": note, "began": time.monotonic() - run_began}) is late
+
+
+@pytest.mark.parametrize("cut", [None, 3, 5])
+def test_what_killed_a_fault_of_a_gpu_kernel_runs_without_it_at_once(tmp_path, monkeypatch, cut):
+    """A run that is cut short keeps what it knows by then. cut: jobs that end before that."""
+    killers = {"divisor": "a::one", "mask_end": "a::one", "window_begin": "", "tree_factors": "b::always"}
+
+    class OneAfterAnother:
+        def __init__(self, tree, jobs, switch):
+            pass
+
+        def run(self, jobs, done, minutes):
+            queue, ended = list(jobs), 0
+            while queue and ended != cut:
+                job = queue.pop(0)
+                by = killers.get(job.package.parent.name, job.tests[0].ids[0])
+                fails = by and (job.package != tmp_path / "build/mutants/gpu/python" or by.endswith("always"))
+                job.outcome = forks.Outcome("failed", by) if fails else None
+                queue[:0] = [more] if (more := done(job)) else []
+                ended += 1
+
+    monkeypatch.setattr(forks, "Forks", OneAfterAnother)
+    told = []
+    survived, unjudged = gpu_faults.run(
+        tmp_path, list(killers), 1, lambda fault, how, by: told.append((fault.what, how, by)), minutes=1
+    )
+    what = {name: gpu_faults.FAULTS[name].what for name in killers}
+    expected = [
+        (what["divisor"], "failed", "a::one"),
+        (what["mask_end"], "failed", "a::one"),
+        (what["window_begin"], "survived", ""),
+    ]
+    assert told == (expected[:2] if cut == 3 else expected)
+    assert survived == ([] if cut == 3 else ["window_begin"]) and unjudged == ([] if cut else ["tree_factors"])
