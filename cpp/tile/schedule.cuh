@@ -6,8 +6,8 @@
 
 namespace rooftile::tile {
 
-// Loads *from if `given`, else returns `otherwise`. A predicated load, which ptxas can schedule among other instructions:
-// CuTe's predicated copies become branches.
+// Loads *from if `given`, else returns `otherwise`. A predicated load, which ptxas can schedule among other
+// instructions: CuTe's predicated copies become branches.
 __device__ __forceinline__ int load_if(bool given, const std::int32_t* from, int otherwise) {
   asm volatile("{\n.reg .pred given;\nsetp.ne.u32 given, %1, 0;\n@given ld.global.b32 %0, [%2];\n}"
                : "+r"(otherwise)

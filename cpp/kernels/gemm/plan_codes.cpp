@@ -107,8 +107,8 @@ int choose_split_k(const GemmProblem& p, int config) {
                            : choose_split_k(p, config, n_blocks, divide_up(p.m, w4_stream_block_m));
 }
 
-// Cycles that a step of a wgmma CTA keeps the issue slots busy, 4 bits: eight consumer warps of some 200 instructions on
-// four schedulers. In 8 bits the bytes of a step take longer than its instructions.
+// Cycles that a step of a wgmma CTA keeps the issue slots busy, 4 bits: eight consumer warps of some 200 instructions
+// on four schedulers. In 8 bits the bytes of a step take longer than its instructions.
 constexpr double w4_issue_cycles = 550;
 
 // wgmma.cuh: tile config, K splits and stream-K, from estimated cycles of an SM; rough facts of an H200. Only the

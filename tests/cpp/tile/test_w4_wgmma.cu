@@ -72,8 +72,8 @@ TEST(W4WgmmaLayouts, ALaneOwnsItsWords) {
   });
 }
 
-// An accumulator is of row g (+ 8) of the warp's tile row and of tokens 2t, 2t + 1 of 8; the epilogue's tile has `pitch`
-// floats a token.
+// An accumulator is of row g (+ 8) of the warp's tile row and of tokens 2t, 2t + 1 of 8; the epilogue's tile has
+// `pitch` floats a token.
 TEST(W4WgmmaLayouts, AccumulatorsAndTheEpiloguesTile) {
   for_each_traits([](auto traits) {
     using namespace cute;
