@@ -131,6 +131,23 @@ def test_more_tokens_than_are_prepared_at_once(bits, kind, dtype, device):
                 closeness.assert_exact(matmul_on_tiles(view, w, residual=tr), exact)
 
 
+def test_expanded_rows_and_the_sums_of_the_product_before_them(device):
+    """Both lie in the workspace, and the kernel that expands may start while the product before it still runs."""
+    cuda_only(device)
+    x, w = (
+        cases.tensor(cases.values(s, "float16", "sums", s[0]), "float16", device) for s in ((128, 32768), (256, 32768))
+    )
+    many = cases.tensor(cases.values((2048, 2048), "float16", "many"), "float16", device)
+    packed, _ = weight(4096, 2048, 32, "minima", device)
+    sums, product = rt.linear(x, w), rt.w4a16_matmul(many, packed)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10_000_000)  # the calls below are all in the queue when the first one starts
+    found = [(rt.linear(x, w), rt.w4a16_matmul(many, packed)) for _ in range(20)]
+    for i, (before, after) in enumerate(found):
+        closeness.assert_bits_equal(before, sums, f"sums {i}")
+        closeness.assert_bits_equal(after, product, f"product {i}")
+
+
 @pytest.mark.parametrize("scale_dtype", DTYPES)
 @pytest.mark.parametrize("bits, kind", w4.FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
