@@ -503,7 +503,7 @@ class Cache:
         kivi, heads, dim = self.format in KIVI, self.kv_heads, self.head_dim
         coded = length // GROUP * GROUP if kivi else length
         if self.format not in ELEMENT_DTYPES:
-            kind = "uint8" if self.format == "fp8" else "int8"
+            kind = "uint8" if _C.kv_code_formats.get(self.format) == "e4m3" else "int8"
             facts["k_codes"], facts["v_codes"] = (zeros((coded, heads, dim), kind) for _ in range(2))
             _C.kv_dump_codes(self._handle, row, facts["k_codes"], facts["v_codes"])
             for side, shape in (
