@@ -145,6 +145,13 @@ bool grad_mode_on() {
   return nb::cast<bool>(is_grad_enabled());
 }
 
+// Whether torch.jit.trace (or torch.onnx.export through it) records the thread's calls: it would keep outputs and leave
+// out what fills them.
+bool recorded_by_trace() {
+  static nb::handle is_tracing = nb::object(nb::module_::import_("torch._C").attr("_is_tracing")).release();
+  return nb::cast<bool>(is_tracing());
+}
+
 // Whether the thread is inside torch.autograd.forward_ad.dual_level(); tensors can be dual only there.
 bool dual_level_entered() {
   static PyObject* const names =
@@ -345,7 +352,13 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
     if (requires_grad(h) && grad_mode_on())
       refuse(ErrorKind::value, op_, argument,
              "requires grad; rooftile is for inference: call it under torch.no_grad() or inference_mode()");
-    if (duals_ < 0) duals_ = dual_level_entered();
+    if (duals_ < 0) {
+      if (recorded_by_trace())
+        refuse(ErrorKind::not_supported, op_, argument,
+               "is recorded by torch.jit.trace, which does not see what rooftile computes; use torch.export or "
+               "torch.compile, or call torch.ops.rooftile");
+      duals_ = dual_level_entered();
+    }
     if (duals_ && is_dual(h))
       refuse(ErrorKind::value, op_, argument,
              "is a dual tensor, whose tangent no op carries on; rooftile is for inference: pass unpack_dual(x).primal");

@@ -4,8 +4,8 @@
 // torch tensors come through the C exchange table of their type (0.1 us, no reference taken, no synchronisation);
 // all other arrays come through __dlpack__ (NumPy, jax, cupy, older torch), and every field of their capsule
 // is checked.
-// Guards: a torch subclass (FakeTensor, DTensor), a tensor that needs grad while grad mode is on, a negated view,
-// memory that is not there: each a typed error that names the argument.
+// Guards: a torch subclass (FakeTensor, DTensor), a tensor that needs grad while grad mode is on, a call that
+// torch.jit.trace records, a negated view, memory that is not there: each a typed error that names the argument.
 #pragma once
 
 #include <nanobind/nanobind.h>
