@@ -45,6 +45,17 @@ class Reasons:
         self.blocks = {path.rpartition(".")[0]: (path, count) for path, count in blocks.items()}
 
     def __call__(self, module, suffix, parameter):
+        from rooftile.experts import STACKS
+
+        why = self._own(module, suffix, parameter)
+        if why is None and suffix in STACKS and self.places[module][0] in self.forms:
+            others = [name for name in STACKS if name != suffix]
+            if any(self._own(module, name, module.get_parameter(name)) is not None for name in others):
+                return f"experts whose {' and '.join(others)} is left"  # PackedExperts holds all of them packed
+        return why
+
+    def _own(self, module, suffix, parameter):
+        """Why, whatever becomes of the module's other parameters."""
         import torch
 
         places = self.places[module]

@@ -122,7 +122,8 @@ def quantize_(model, config=None, *, skip=(), progress=True):
     another module, subclasses of nn.Linear (LoRA layers), layers whose weight is computed (parametrised, pruned), a
     layer with a forward of its own (accelerate's), parameters or state_dict hooks besides, or a bias of another dtype
     than its weight, the layers of nn.TransformerEncoderLayer and nn.MultiheadAttention, which read their weights
-    themselves, layers with fewer than 16 outputs, and routers: an nn.Linear named `gate` or with the word
+    themselves, layers with fewer than 16 outputs, experts of which one of the two tensors is left, and routers: an
+    nn.Linear named `gate` or with the word
     `router` (`router_gate`), or inside of one so named, or one with as many outputs as there are experts beside it.
 
     A module used at several places becomes one module at all of them. Forward and backward hooks and other attributes

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <map>
 #include <vector>
 
 #include "bind.h"
@@ -14,18 +13,6 @@ using namespace nb::literals;
 using nb::handle;
 
 namespace {
-
-// The locks of the caches' pools, by the address of the pool's memory, each with the number of caches over that memory.
-// Guarded by the GIL.
-struct SharedLock {
-  std::shared_ptr<PoolLock> lock;
-  int caches = 0;
-};
-using Locks = std::map<const void*, SharedLock>;
-Locks& locks() {
-  static Locks* const all = new Locks;  // outlives the caches that the interpreter's shutdown destroys
-  return *all;
-}
 
 // One cache: its shape, its arrays, and the view made from them.
 class KvCache {
@@ -47,7 +34,7 @@ class KvCache {
     for (handle source : sources) sources_.emplace_back(source, "pool", HeldArray::Use::written);
     take(args);
   }
-  ~KvCache() { leave_pool(); }
+  ~KvCache() { leave_memory(); }
 
   const LockedCache& now(Args& args) {
     bool same = taken_;
@@ -63,10 +50,12 @@ class KvCache {
   void take(Args& args) {
     taken_ = false;
     TensorView t[array_count];
-    HeldArray& pages = arrays_[arrays_[pool].object().is_none() ? k_pool : pool];
+    std::vector<Memory> memory;  // that calls on this cache write, and so may those on another one
     for (std::size_t i = 0; i < array_count; ++i) {
-      const bool whole = &arrays_[i] == &pages || std::find(shared_.begin(), shared_.end(), i) != shared_.end();
+      const bool pages = i == pool || i == k_pool || i == v_pool;
+      const bool whole = pages || std::find(shared_.begin(), shared_.end(), i) != shared_.end();
       t[i] = whole ? arrays_[i].take(args) : arrays_[i].read(args);
+      if (t[i].given() && i != block_table) memory.push_back(pages ? arrays_[i].memory() : Memory::of(t[i]));
     }
     cache_.view = kv_cache_view(shape_,
                                 {.pool = t[pool],
@@ -86,66 +75,78 @@ class KvCache {
           source.data == side.codes, args.op(),
           ": pool has other memory (data=, swap_tensors) than when this view was made; make a view on it as it is now");
     }
-    if (!cache_.lock || pages.memory() != pool_) share_lock(pages.memory());
+    if (!cache_.locks || memory != memory_) share_locks(std::move(memory));
     taken_ = true;
     ++times_taken_;
   }
 
-  // The lock of the pool at `memory`; if the pool has no lock yet, this cache's lock becomes it: views on a pool that
-  // is moved find each other again.
-  void share_lock(const void* memory) {
-    if (!cache_.lock) cache_.lock = std::make_shared<PoolLock>();
-    leave_pool();
-    pool_ = memory;
-    if (!memory) return;
-    SharedLock& shared = locks()[memory];
-    if (shared.caches++ == 0) shared.lock = cache_.lock;
-    cache_.lock = shared.lock;
+  // Takes the locks of all caches over any of this memory. Where there are none this cache keeps its own: views on a
+  // pool that is moved find each other again.
+  void share_locks(std::vector<Memory> memory) {
+    leave_memory();
+    PoolLocks::List found;
+    for (const KvCache* other : caches())
+      if (std::any_of(memory.begin(), memory.end(), [&](const Memory& m) { return other->lies_over(m); }))
+        for (const auto& lock : other->cache_.locks->each())
+          if (std::find(found.begin(), found.end(), lock) == found.end()) found.push_back(lock);
+    if (found.empty() && !cache_.locks) found.push_back(std::make_shared<PoolLock>());
+    if (!found.empty()) cache_.locks = std::make_shared<PoolLocks>(std::move(found));
+    memory_ = std::move(memory);
+    caches().push_back(this);
   }
-  void leave_pool() {
-    if (const auto shared = locks().find(pool_); pool_ && --shared->second.caches == 0) locks().erase(shared);
-    pool_ = nullptr;
+  void leave_memory() { std::erase(caches(), this); }
+  bool lies_over(const Memory& other) const {
+    return std::any_of(memory_.begin(), memory_.end(), [&](const Memory& m) { return m.overlaps(other); });
+  }
+  // All that have locks. Guarded by the GIL.
+  static std::vector<KvCache*>& caches() {
+    static auto* const all = new std::vector<KvCache*>;  // outlives those that the interpreter's shutdown destroys
+    return *all;
   }
 
   KvCacheShape shape_;
   std::vector<HeldArray> arrays_, sources_;
   std::vector<std::size_t> shared_;  // of arrays_
   LockedCache cache_;
-  const void* pool_ = nullptr;  // where its memory begins
+  std::vector<Memory> memory_;  // as of share_locks
   bool taken_ = false;          // cache_ is of the arrays as they were taken
   std::int64_t times_taken_ = 0;
 };
 
-// A cache's lock, held by the thread that made this: `with handle.exclusive(op) as held:` around several calls. Those
-// that take `held` for the cache see its arrays as they were when the lock was taken, and do not ask for them once
+// A cache's locks, held by the thread that made this: `with handle.exclusive(op) as held:` around several calls. Those
+// that take `held` for the cache see its arrays as they were when the locks were taken, and do not ask for them once
 // more. undivided: the thread, which may run a signal handler or a finaliser inside the block, begins no other
 // undivided one there.
 class Exclusive {
  public:
   Exclusive(Args& args, nb::handle_t<KvCache> owner, bool undivided)
       : owner_(nb::borrow(owner)), cache_(nb::inst_ptr<KvCache>(owner)->now(args)), undivided_(undivided) {
-    PoolLock& lock = *cache_.lock;
-    const bool again = lock.mine();
-    if (undivided && again && !lock.undivided.empty())
-      fail(ErrorKind::not_supported, args.op(), ": this cache is in the middle of ", lock.undivided,
-           ", which a signal handler or a finaliser (__del__) of the same thread interrupts; call ", args.op(),
-           " after ", lock.undivided, " has returned");
-    if (!lock.try_lock()) {
-      const nb::gil_scoped_release unlocked;
-      lock.lock();
+    PoolLocks::List taken;  // here, by no block around this one
+    for (const auto& lock : cache_.locks->each()) {
+      if (!lock->mine()) taken.push_back(lock);
+      else if (undivided && !lock->undivided.empty())
+        fail(ErrorKind::not_supported, args.op(), ": this cache is in the middle of ", lock->undivided,
+             ", which a signal handler or a finaliser (__del__) of the same thread interrupts; call ", args.op(),
+             " after ", lock->undivided, " has returned");
     }
-    if (undivided) lock.undivided = args.op();
-    else if (!again) lock.undivided.clear();  // a forked child's copy of the lock may hold the name that the parent set
+    if (!cache_.locks->try_lock()) {
+      const nb::gil_scoped_release unlocked;
+      cache_.locks->lock();
+    }
+    for (const auto& lock : taken) lock->undivided.clear();  // a forked child's copy may hold the parent's name
+    if (undivided)
+      for (const auto& lock : cache_.locks->each()) lock->undivided = args.op();
   }
   Exclusive(Exclusive&&) = default;
   ~Exclusive() { leave(); }
   void leave() {
-    if (!cache_.lock) return;
-    if (undivided_) cache_.lock->undivided.clear();
-    cache_.lock->unlock();
-    cache_.lock.reset();
+    if (!cache_.locks) return;
+    if (undivided_)
+      for (const auto& lock : cache_.locks->each()) lock->undivided.clear();
+    cache_.locks->unlock();
+    cache_.locks.reset();
   }
-  bool held() const { return cache_.lock != nullptr; }
+  bool held() const { return cache_.locks != nullptr; }
   const LockedCache& cache() const { return cache_; }
 
  private:

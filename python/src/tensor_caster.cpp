@@ -145,6 +145,13 @@ bool grad_mode_on() {
   return nb::cast<bool>(is_grad_enabled());
 }
 
+// Whether torch.jit.trace (or torch.onnx.export through it) records the thread's calls: it would keep outputs and leave
+// out what fills them.
+bool recorded_by_trace() {
+  static nb::handle is_tracing = nb::object(nb::module_::import_("torch._C").attr("_is_tracing")).release();
+  return nb::cast<bool>(is_tracing());
+}
+
 // Whether the thread is inside torch.autograd.forward_ad.dual_level(); tensors can be dual only there.
 bool dual_level_entered() {
   static PyObject* const names =
@@ -345,7 +352,13 @@ TensorView Args::convert(nb::handle h, const char* argument, bool writes) {
     if (requires_grad(h) && grad_mode_on())
       refuse(ErrorKind::value, op_, argument,
              "requires grad; rooftile is for inference: call it under torch.no_grad() or inference_mode()");
-    if (duals_ < 0) duals_ = dual_level_entered();
+    if (duals_ < 0) {
+      if (recorded_by_trace())
+        refuse(ErrorKind::not_supported, op_, argument,
+               "is recorded by torch.jit.trace, which does not see what rooftile computes; use torch.export or "
+               "torch.compile, or call torch.ops.rooftile");
+      duals_ = dual_level_entered();
+    }
     if (duals_ && is_dual(h))
       refuse(ErrorKind::value, op_, argument,
              "is a dual tensor, whose tangent no op carries on; rooftile is for inference: pass unpack_dual(x).primal");
@@ -507,6 +520,28 @@ Context Args::context(const TensorView& first, nb::handle stream, nb::handle pla
   return ctx;
 }
 
+namespace {
+
+// data: of the first element. scale: bytes of a stride of one. size: bytes of an element.
+Memory memory_of(const void* data, int ndim, const auto* shape, const auto* stride, std::int64_t scale,
+                 std::int64_t size) {
+  std::int64_t before = 0, behind = 0;
+  for (int i = 0; i < ndim; ++i) {
+    if (shape[i] == 0) return {};
+    const std::int64_t reach = (shape[i] - 1) * stride[i] * scale;
+    (reach < 0 ? before : behind) += reach;
+  }
+  const auto* first = static_cast<const char*>(data);
+  return {first + before, first + behind + size};
+}
+
+}  // namespace
+
+Memory Memory::of(const TensorView& t) {
+  const auto size = static_cast<std::int64_t>(size_of(t.dtype));
+  return memory_of(t.data, t.ndim, t.shape, t.stride, size, size);
+}
+
 // ---- HeldArray ----------------------------------------------------------------------------------
 
 namespace {
@@ -542,7 +577,7 @@ TensorView HeldArray::take(Args& args) {
   if (!t.given()) return t;
   const TypeFacts facts = facts_of(array_);
   table_ = facts.table;
-  memory_ = t.data;
+  memory_ = Memory::of(t);
   if (facts.torch) {
     take_torch(args, t);
   } else if (facts.numpy) {
@@ -559,7 +594,9 @@ TensorView HeldArray::take(Args& args) {
     facts_ = nb::borrow(a.dtype);
     nb::handle owner = array_;  // the array that views are of
     while (numpy_array(owner).base && facts_of(numpy_array(owner).base).numpy) owner = numpy_array(owner).base;
-    memory_ = numpy_array(owner).data;
+    const NumpyArray& whole = numpy_array(owner);
+    const auto size = nb::cast<std::int64_t>(owner.attr("itemsize"));
+    memory_ = memory_of(whole.data, whole.ndim, whole.shape, whole.stride, 1, size);
   }
   if (facts.torch || facts.numpy) type_ = facts.type;  // of any other framework nothing is known to last
   return t;
@@ -568,12 +605,11 @@ TensorView HeldArray::take(Args& args) {
 void HeldArray::take_torch(const Args& args, const TensorView& t) {
   storage_ = array_.attr("untyped_storage")();
   bytes_ = PyObject_Size(storage_.ptr());
-  memory_ = reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(storage_.attr("data_ptr")()));
-  std::int64_t last = 0;  // torch has no negative strides
-  for (int i = 0; i < t.ndim; ++i) last += (t.shape[i] - 1) * t.stride[i];
-  const std::int64_t begin = static_cast<const char*>(t.data) - static_cast<const char*>(memory_);
-  const std::int64_t end = begin + (last + 1) * static_cast<std::int64_t>(size_of(t.dtype));
-  if (t.numel() > 0 && (begin < 0 || end > bytes_))
+  const auto* storage = reinterpret_cast<const char*>(nb::cast<std::uintptr_t>(storage_.attr("data_ptr")()));
+  memory_ = {storage, storage + bytes_};
+  const Memory own = Memory::of(t);
+  const std::int64_t end = own.end - storage;
+  if (t.numel() > 0 && (own.begin < storage || end > bytes_))
     refuse(ErrorKind::value, args.op(), name_,
            "needs " + std::to_string(end) + " bytes of its storage, which was resized to " + std::to_string(bytes_) +
                " (" + describe(t) + ")");

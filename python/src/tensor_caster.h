@@ -4,8 +4,8 @@
 // torch tensors come through the C exchange table of their type (0.1 us, no reference taken, no synchronisation);
 // all other arrays come through __dlpack__ (NumPy, jax, cupy, older torch), and every field of their capsule
 // is checked.
-// Guards: a torch subclass (FakeTensor, DTensor), a tensor that needs grad while grad mode is on, a negated view,
-// memory that is not there: each a typed error that names the argument.
+// Guards: a torch subclass (FakeTensor, DTensor), a tensor that needs grad while grad mode is on, a call that
+// torch.jit.trace records, a negated view, memory that is not there: each a typed error that names the argument.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -70,6 +70,17 @@ class Args final : public Lender {
   ManagedTensor* lent_ = nullptr;         // by torch, released when the call ends
 };
 
+// A range of addresses.
+struct Memory {
+  const char *begin = nullptr, *end = nullptr;
+  // From the lowest to the highest byte of the elements; empty where there are none.
+  static Memory of(const TensorView&);
+  bool overlaps(const Memory& other) const {
+    return begin < end && other.begin < other.end && begin < other.end && other.begin < end;
+  }
+  bool operator==(const Memory&) const = default;
+};
+
 // An array that outlives the call that checked it: of a weight, of a cache. Its framework may move the memory
 // (share_memory_, storage.resize_), give the array another (data=, swap_tensors) or another shape (resize_), so every
 // call asks as_taken(), and takes and checks it again where that is false.
@@ -89,8 +100,9 @@ class HeldArray {
   TensorView take(Args&);
   // Whether it has the memory, shape, strides, dtype and device that take() found. Less than 0.1 us of a torch tensor.
   bool as_taken() const;
-  // Where the memory that it is a part of begins: the same for all views of one array.
-  const void* memory() const { return memory_; }
+  // The memory that it is a part of, as take() found it: its storage (torch), all of the array that it is a view of
+  // (NumPy), else its own elements.
+  const Memory& memory() const { return memory_; }
 
  private:
   void take_torch(const Args&, const TensorView&);
@@ -106,7 +118,7 @@ class HeldArray {
   nb::object storage_, facts_;  // torch: its memory; without a table what Python says of it
   Py_ssize_t bytes_ = 0;        // of storage_
   std::int64_t version_ = -1;   // -1: not counted
-  const void* memory_ = nullptr;
+  Memory memory_;
 };
 
 }  // namespace rooftile::python

@@ -198,6 +198,29 @@ def test_experts_may_be_skipped(tmp_path):
     assert_same_weights(load(tmp_path / "saved"), ours)
 
 
+@pytest.mark.parametrize("skip", ["*.down_proj", "*.gate_up_proj", "model.layers.?.mlp.experts.down_proj"])
+def test_experts_of_which_one_tensor_is_skipped_stay_whole(family, skip, tmp_path):
+    """In place, while they are read and in a converted folder; the report says so."""
+    ours, skip = model(family), [skip]
+    ours.save_pretrained(tmp_path / "source")
+    report = rt.quantize_(ours, rt.W4A16(32), skip=skip, progress=False)
+    reasons = {"gate_up_proj": "experts whose down_proj is left", "down_proj": "experts whose gate_up_proj is left"}
+    reasons["down_proj" if "down" in skip[0] else "gate_up_proj"] = "skipped"
+    for layer in ours.model.layers:
+        assert not isinstance(layer.mlp.experts, PackedExperts) and isinstance(layer.self_attn.q_proj, PackedLinear)
+    assert {name: report.left[f"model.layers.1.mlp.experts.{name}"][1] for name in reasons} == reasons
+    assert all(reason in str(report) for reason in reasons.values())
+    assert ours(IDS).logits.isfinite().all()
+    ours.save_pretrained(tmp_path / "saved")
+    converted = convert(tmp_path / "source", tmp_path / "target", rounding=rt.W4A16(32), skip=skip, progress=False)
+    assert {row["name"]: (row["elements"], row["why"]) for row in converted["left"]} == report.left
+    read = load(tmp_path / "source", quantization_config=RooftileConfig(32, skip=skip))
+    assert read.hf_quantizer.report == report
+    for other in (read, load(tmp_path / "saved"), load(tmp_path / "target")):
+        assert_same_weights(other, ours)
+        assert (other(IDS).logits - ours(IDS).logits).abs().max() <= 2e-5 * ours(IDS).logits.abs().max()
+
+
 def test_torch_before_2_7_does_not_say_that_it_exports(monkeypatch):
     monkeypatch.delattr(torch.compiler, "is_exporting")
     _calls.refuse_export("KVCache", "no reason")
@@ -444,6 +467,26 @@ def test_experts_that_cannot_be_stacked_are_refused(tmp_path):
     safetensors.torch.save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(rt.ArgumentError, match=r"1.block_sparse_moe.experts.2.w3.qweight' is missing"):
         convert(tmp_path / "source", tmp_path / "target", progress=False)
+
+
+def test_experts_that_a_source_holds_packed_in_part(tmp_path):
+    """They are rounded too, where a rounding is given; a folder with one of both nobody reads."""
+    _, weights = packed_folder(tmp_path / "source", "mixtral", "awq")
+    file = tmp_path / "source" / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    for layer, expert in ((i, j) for i in range(2) for j in range(EXPERTS)):
+        name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w2"
+        for suffix in ("qweight", "qzeros", "scales"):
+            del state[f"{name}.{suffix}"]
+        state[f"{name}.weight"] = weights[layer, expert, "down_proj"].dense.to(torch.float16)
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    for options in ({}, {"rounding": rt.W4A16(32), "skip": "*.down_proj"}):
+        with pytest.raises(
+            rt.NotSupportedError, match=r"experts' would have gate_up_proj in 4 or 8 bits, down_proj in 16 or 32 bits"
+        ):
+            convert(tmp_path / "source", tmp_path / "target", **options, progress=False)
+    convert(tmp_path / "source", tmp_path / "target", rounding=rt.W4A16(32), progress=False)
+    assert isinstance(load(tmp_path / "target").model.layers[1].mlp.experts, PackedExperts)
 
 
 def test_a_tensor_of_an_expert_that_means_nothing_is_named(tmp_path):

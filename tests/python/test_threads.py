@@ -267,6 +267,93 @@ def test_a_view_that_leaves_a_pool_leaves_its_lock_to_the_others():
     other.join()
 
 
+def waits(second, first):
+    """Whether a call on the second cache waits for whoever holds the first one."""
+    ended = threading.Event()
+    other = threading.Thread(target=lambda: (second.lengths, ended.set()))
+    with first._handle.exclusive("test"):
+        other.start()
+        waited = not ended.wait(0.2)
+    other.join()
+    return waited
+
+
+def elements(pool, lengths=None):
+    """A view on a pool of float32, [pages, 2, 16, HEADS, DIM], or on a pair without the dim of 2."""
+    lengths = np.zeros(1, np.int32) if lengths is None else lengths
+    table = np.arange(2, dtype=np.int32)[None]
+    if isinstance(pool[0], torch.Tensor):
+        table, lengths = torch.from_numpy(table), torch.from_numpy(lengths)
+    return rt.PagedKVCache.view(pool, table, lengths, format="fp32")
+
+
+def wrappings_of_one_address():
+    whole = np.zeros((5, 2, 16, HEADS, DIM), np.float32)
+    page = whole[0].nbytes
+    bytes_of = whole.data.cast("B")
+    apart = np.frombuffer(bytes_of, np.float32, offset=page).reshape(4, *whole.shape[1:])
+    last_first = np.frombuffer(bytes_of, np.float32).reshape(whole.shape)[::-1]
+    tensor = torch.from_numpy(whole)
+    return {
+        "array and buffer": (whole[1:], apart),
+        "array and buffer from its end": (whole[:1], last_first[2:]),
+        "tensors": (tensor[1:], torch.from_numpy(whole[1:])),
+        "tensor and array": (torch.from_numpy(apart)[1:], whole[3:]),
+        "other pages of an array": (whole[:2], whole[3:]),
+        "pairs": ((whole[:, 0], np.zeros_like(whole[:, 0])), (np.zeros_like(whole[:, 0]), whole[:, 0])),
+    }
+
+
+@pytest.mark.parametrize("wrapping", wrappings_of_one_address())
+def test_views_on_common_memory_share_a_lock(wrapping):
+    """Whatever it is wrapped in, and whether it is K's pool or V's."""
+    first, second = map(elements, wrappings_of_one_address()[wrapping])
+    assert waits(second, first) and waits(first, second)
+    assert not waits(elements(np.zeros((4, 2, 16, HEADS, DIM), np.float32)), first)
+
+
+def test_views_on_common_lengths_share_a_lock():
+    lengths = np.zeros(3, np.int32)
+    first, second, third = (
+        elements(np.zeros((4, 2, 16, HEADS, DIM), np.float32), lengths[i : i + 1]) for i in (0, 0, 1)
+    )
+    assert waits(second, first) and not waits(third, first)
+
+
+def test_a_view_over_memory_of_two_takes_both_locks():
+    """Before it was made the two had nothing in common, and still do not wait for each other."""
+    whole = np.zeros((6, 2, 16, HEADS, DIM), np.float32)
+    halves = [np.frombuffer(whole[i:].data.cast("B"), np.float32, whole[:3].size) for i in (0, 3)]
+    first, second = (elements(half.reshape(3, *whole.shape[1:])) for half in halves)
+    both = elements(whole)
+    assert not waits(second, first)
+    for one in (first, second):
+        assert waits(both, one) and waits(one, both)
+    k = np.ones((1, 1, HEADS, DIM), np.float32)
+
+    def use(view):
+        for _ in range(200):
+            with view._handle.exclusive("test"):
+                view.append(k, k)
+                view.dequantize(0)
+                view.reset()
+
+    at_once(*(lambda v=v: use(v) for v in (first, both, second, both)))
+    del both
+    assert not waits(second, first)
+
+
+def test_a_pool_that_moves_onto_anothers_memory_shares_its_lock():
+    pools = [torch.zeros(4, HEADS, rt._C.kv_block_bytes("int8", 32, DIM), dtype=torch.uint8) for _ in range(2)]
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    options = {"format": "int8", "dtype": "float32", "page_size": 32, "head_dim": DIM}
+    views = [rt.PagedKVCache.view(p, table, torch.zeros(1, dtype=torch.int32), **options) for p in pools]
+    assert not waits(*views)
+    pools[0].data = torch.from_numpy(pools[1].numpy()[1:])
+    views[0].reset()
+    assert waits(*views)
+
+
 def test_a_models_layers_change_together():
     model = rt.ModelKVCache(3, 2, 64, 1, 32, format="int8", dtype="float32")
     for n, layer in enumerate(model):

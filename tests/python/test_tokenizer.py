@@ -4,11 +4,12 @@
 import pytest
 
 pytest.importorskip("gguf")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-import tiny_gguf
-from rooftile.errors import ArgumentError, NotSupportedError
-from rooftile.loaders import load_tokenizer, read_gguf
+import tiny_gguf  # noqa: E402
+from rooftile.cli import main  # noqa: E402
+from rooftile.errors import ArgumentError, NotSupportedError  # noqa: E402
+from rooftile.loaders import load_tokenizer, read_gguf  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -65,6 +66,28 @@ def test_no_bos_unless_the_file_says_so(tokenizer, tmp_path):
     assert tokenizer("h")["input_ids"][0] != tiny_gguf.BOS
     path = tiny_gguf.write(tmp_path / "a.gguf", extra_meta={"tokenizer.ggml.add_bos_token": (True, "bool")})
     assert load_tokenizer(path)("h")["input_ids"][0] == tiny_gguf.BOS
+
+
+@pytest.mark.parametrize("bos", ["$A", "$B", "$0", "a b", " ", "x:1", "<s>:1", "<s> a:b", "", "bos", "\n", "a"])
+def test_the_text_of_a_bos_is_no_template(bos, tmp_path):
+    """Whatever the file calls it, it is one token in front of each text; after convert too."""
+    tokens, types = list(tiny_gguf.TOKENS), list(tiny_gguf.TOKEN_TYPES)
+    place = tokens.index(bos) if bos in tokens else 300
+    tokens[place], types[place] = bos, 3
+    meta = {
+        "tokenizer.ggml.add_bos_token": (True, "bool"),
+        "tokenizer.ggml.tokens": (tokens, "array"),
+        "tokenizer.ggml.token_type": (types, "array"),
+        "tokenizer.ggml.bos_token_id": (place, "uint32"),
+    }
+    path = tiny_gguf.write(tmp_path / "a.gguf", extra_meta=meta)
+    assert main(["convert", str(path), str(tmp_path / "folder")]) == 0
+    hello = tokens.index("hello")
+    for tokenizer in (load_tokenizer(path), transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")):
+        assert tokenizer("hello")["input_ids"] == [place, hello]
+        assert tokenizer("hello", "hello")["input_ids"] == [place, hello, place, hello]
+        assert (tokenizer.bos_token, tokenizer.bos_token_id) == (bos, place)
+        assert tokenizer.decode([place, hello], skip_special_tokens=True) == "hello"
 
 
 def test_chat_template_and_padding(tokenizer, tmp_path):

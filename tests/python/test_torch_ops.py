@@ -237,6 +237,28 @@ def test_dual_tensors_are_refused(compiled):
     assert_bits_equal(norm(x, w), rt.rms_norm(x, w))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@on_devices()
+def test_jit_trace_is_refused(name, device):
+    """It sees torch's calls alone: the function would return outputs that nothing fills."""
+    f, inputs = cases(device=device)[name]
+    before = as_tuple(f(*inputs))
+    with pytest.raises(rt.NotSupportedError, match=rf"^{name.split()[0]}: \w+ is recorded by torch.jit.trace"):
+        torch.jit.trace(f, inputs)
+    for a, b in zip(before, as_tuple(f(*inputs)), strict=True):
+        assert_bits_equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_of_a_cache_and_of_torch_ops():
+    cache, k, w = rt.KVCache(1, 64, 1, 8, format="int8"), torch.randn(1, 2, 1, 8), torch.randn(8)
+    with pytest.raises(rt.NotSupportedError, match=r"append: k is recorded by torch.jit.trace"):
+        torch.jit.trace(lambda k: (cache.append(k, k), k)[1], (k,))
+    assert cache.lengths == [0]
+    norm = torch.jit.trace(lambda x: torch.ops.rooftile.rms_norm(x, w, 1e-5), (k,))
+    assert_bits_equal(norm(k + 1), rt.rms_norm(k + 1, w, 1e-5))
+
+
 def test_export():
     class Block(torch.nn.Module):
         def forward(self, x, w):

@@ -796,6 +796,51 @@ def test_generate_with_a_compiled_forward():
     assert "append" in " ".join(kernels)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("setting", ["cache", "set_kv_cache"])
+def test_a_compiled_model_with_another_attention(setting, attention):
+    """The error of an eager model: another attention function would attend the new tokens alone."""
+    model, _ = tiny()
+    ids, mask = prompts(1, 30)
+    cache = RooftileCache(model.config, format="fp32") if setting == "cache" else None
+    if cache is None:
+        rt.set_kv_cache(model, "int4-kivi")
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    with pytest.raises(rt.NotSupportedError, match="only be read by the attention function 'rooftile'"):
+        generate(model, attention, ids, mask, cache, new=6)
+
+
+def test_forwards_of_a_compiled_model_with_another_attention():
+    model, _ = tiny()
+    ids, _ = prompts(1, 40)
+    cache = RooftileCache(model.config, format="fp32")
+    torch._dynamo.reset()
+    model.set_attn_implementation("sdpa")
+    model.forward = torch.compile(model.forward, backend="eager")
+    for piece in (ids[:, :30], ids[:, 30:]):
+        with pytest.raises(rt.NotSupportedError, match="only be read by the attention function 'rooftile'"):
+            model(piece, **{CACHE: cache})
+        cache.reset()
+
+
+def test_a_compiled_model_that_changes_its_keys(monkeypatch):
+    """A tensor in the keys' place would not name its layer, and be attended as a prompt alone."""
+    model, _ = tiny()
+    update = RooftileCache.update
+
+    def changed(*args, **options):
+        keys, values = update(*args, **options)
+        return keys.clone(), values
+
+    monkeypatch.setattr(RooftileCache, "update", changed)
+    ids, mask = prompts(1, 30)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    with pytest.raises(rt.NotSupportedError, match="attention layers change the keys or values"):
+        generate(model, "rooftile", ids, mask, RooftileCache(model.config, format="fp32"), new=6)
+
+
 def test_a_graph_serves_every_cache():
     """Each generate() may bring a cache of its own: no cache is worth a graph."""
     model, _ = tiny()

@@ -194,9 +194,25 @@ class _FolderSource:
         self.leave_out()
         if missing:
             raise ArgumentError(f"{self.folder.path}: tensor '{missing[0]}' is missing ({len(missing)} such tensors)")
+        self.check_experts(entries)
         rounding = _rounding_report(self.model, self.plan, entries)
         path, form, kind = str(self.folder.path), self.form(entries), type(self.model)
         return Source(path, form, kind, self.config, entries, self.left_out, rounding)
+
+    def check_experts(self, entries):
+        """Raises NotSupportedError where experts would be packed in part, which no module of ours holds."""
+        names = {entry.name for entry in entries}
+        for path in self.forms:
+            packed = [stack in names for stack in (f"{path}.{stack}" for stack in STACKS.values())]
+            if any(packed) and not all(packed):
+                states = ", ".join(
+                    f"{name} in {'4 or 8' if there else '16 or 32'} bits"
+                    for name, there in zip(STACKS, packed, strict=True)
+                )
+                raise NotSupportedError(
+                    f"{self.where}: '{path}' would have {states}; expected both in 4 or 8 bits: give a rounding (bits, "
+                    "group_size, zeros) and skip neither"
+                )
 
     def form(self, entries):
         if not self.main:

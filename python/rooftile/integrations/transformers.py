@@ -59,9 +59,10 @@ _WHOLE_MASK = (
 
 
 class _NewTokens:
-    """Stands for the keys and values between RooftileLayer.update and the attention function "rooftile"."""
+    """Stands for the keys and values between RooftileLayer.update and the attention function "rooftile".
 
-    __slots__ = ("key", "layer", "value")
+    Without __slots__, for which torch.compile looks in __getattr__.
+    """
 
     def __init__(self, layer, key, value):
         self.layer, self.key, self.value = layer, key, value
@@ -129,7 +130,7 @@ def rooftile_attention(
 
 def _attend_both_ways(query, key, value, mask, options):
     """[B, T, Hq, D] of attention that is not causal: by torch, as in a model of transformers' own attention."""
-    if type(key) is _NewTokens or hasattr(key, "_rooftile_layer"):
+    if type(key) is _NewTokens:
         raise NotSupportedError("is_causal: over a RooftileCache attention is causal, got is_causal=False")
     if type(mask) is Mask:
         mask = mask.dense()
@@ -141,9 +142,9 @@ def _attend_both_ways(query, key, value, mask, options):
 def _attend(query, key, value, mask, window, options):
     """[B, T, Hq, D], over whatever the keys and values are."""
     traced = torch.compiler.is_compiling()
-    if traced and (layer := getattr(key, "_rooftile_layer", None)) is not None:
-        return _attend_traced(layer, query, key, value, mask, window, options)
     cached = type(key) is _NewTokens
+    if traced and cached:
+        return _attend_traced(key.layer, query, key.key, key.value, mask, window, options)
     if mask is None and not traced:
         mask = Mask(window=window)
     if not cached:
@@ -290,15 +291,12 @@ class RooftileLayer(CacheLayerMixin):
         """Nothing: how much room a layer needs is known when its first tokens are attended."""
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Holds the new keys and values [B, Hkv, T, D] for the attention function; returns a handle to them, twice.
-
-        While torch.compile traces it, they come back themselves, and the keys name this layer.
-        """
+        """Holds the new keys and values [B, Hkv, T, D] for the attention function; returns a handle to them, twice."""
         if torch.compiler.is_compiling():
             # Inductor fails where a graph compares what it returns: nothing here may compare the columns of two layers.
             self.columns += key_states.shape[2]
-            key_states._rooftile_layer = self
-            return key_states, value_states
+            new = _NewTokens(self, key_states, value_states)
+            return new, new
         self._settled()
         if self.columns != self.stored:
             raise self.unfinished()

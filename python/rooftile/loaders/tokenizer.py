@@ -89,8 +89,11 @@ def load_tokenizer(path):
     if file.get("tokenizer.ggml.add_bos_token", bool, False):
         if bos is None:
             raise ArgumentError(f"{file.path}: add_bos_token is true, but tokenizer.ggml.bos_token_id is missing")
+        # the template is a syntax of its own ($A, NAME:1): it has a name for the token, never the file's text
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
+            single="bos $A",
+            pair="bos $A bos:1 $B:1",
+            special_tokens=[{"id": "bos", "ids": [vocab[bos]], "tokens": [bos]}],
         )
     context = f"{file.get('general.architecture', str)}.context_length"
     return PreTrainedTokenizerFast(
