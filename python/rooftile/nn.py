@@ -50,13 +50,20 @@ def own_names(kind):
     return {*dir(kind), *ARRAYS, "_layout", "_weight"}
 
 
-def check_tensors(expected, came, place, dtype_name):
+def check_tensors(module, expected, came, place, dtype_name):
     """Raises ArgumentError where a tensor of a module is missing, or has another shape or dtype: whoever reads it would
-    leave random bytes, or convert codes.
+    leave random bytes, or convert codes. And where there is an array of a weight that this one has not got: its codes
+    would mean something else without it.
 
     expected: name -> tensor; a dtype of floats may be another one, as a bias's. came: name -> what has shape and dtype,
     or None. place: (name, what came) -> how an error begins. dtype_name: what `came` calls an expected torch.dtype.
     """
+    for name in ARRAYS:
+        if name not in expected and came.get(name) is not None:
+            what = {"offsets": "zeros or minima", "perm": "act-order"}.get(name, name)
+            raise ArgumentError(
+                f"{place(name, came[name])} is there, but this module has no {what}: {module.extra_repr()}"
+            )
     for name, tensor in expected.items():
         found = came.get(name)
         where = place(name, found)
@@ -180,15 +187,9 @@ class Packed(torch.nn.Module):
                     f"{op}: tensor '{prefix}{name}' must be a torch tensor, got {type(value).__name__}"
                 )
         buffers = dict(self.named_buffers(recurse=False))
-        for name in ARRAYS:
-            if name in came and getattr(self, name, None) is None:
-                what = {"offsets": "zeros or minima", "perm": "act-order"}.get(name, name)
-                raise ArgumentError(
-                    f"{op}: tensor '{prefix}{name}' is there, but this module has no {what}: {self.extra_repr()}"
-                )
         expected = {name: buffers[name] for name in ARRAYS if name in buffers}
         expected[_EXTRA_STATE] = self.get_extra_state()
-        check_tensors(expected, came, lambda name, _: f"{op}: tensor '{prefix}{name}'", lambda dtype: dtype)
+        check_tensors(self, expected, came, lambda name, _: f"{op}: tensor '{prefix}{name}'", lambda dtype: dtype)
 
     def _held(self):
         """The four arrays. ArgumentError where one was deleted: torch would say that the module has no `weight`."""

@@ -501,6 +501,24 @@ def test_written_folders_with_another_config(written, change, error, words):
         transformers.AutoModelForCausalLM.from_pretrained(written)
 
 
+@pytest.mark.parametrize(
+    ("source", "change", "words"),
+    [
+        ((gptq(act_order=True)(), GPTQ(desc_act=True)), {"act_order": False}, r"perm' is there.* has no act-order"),
+        ((awq(), AWQ()), {"kind": "symmetric"}, r"offsets' is there.* has no zeros or minima"),
+    ],
+)
+def test_written_folders_that_hold_more_than_the_config_says(tmp_path, source, change, words):
+    convert(tiny.write(tmp_path / "source", *source), tmp_path / "target", progress=False)
+    file = tmp_path / "target" / "config.json"
+    config = json.loads(file.read_text())
+    for layout in config["quantization_config"]["layouts"]:
+        layout.update(change)
+    file.write_text(json.dumps(config))
+    with pytest.raises(rt.ArgumentError, match=words):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+
+
 def test_config_arguments(tmp_path):
     for bad, error in (
         ({"group_size": "32"}, ARGUMENT),

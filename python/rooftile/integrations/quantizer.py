@@ -26,6 +26,7 @@ from rooftile.checkpoints.folder import safetensors_header
 from rooftile.checkpoints.manifest import QUANT_METHOD, layout_of, read_manifest, write_manifest
 from rooftile.errors import ArgumentError, NotSupportedError
 from rooftile.experts import STACKS, PackedExperts, PackedStack, experts_form
+from rooftile.gemm import ARRAYS
 from rooftile.nn import LINEARS, Packed, PackedLinear, check_tensors, take_over
 from rooftile.quantize import RoundingPlan, name_patterns, rounding_of
 
@@ -264,12 +265,13 @@ def _empty_linear(where, model, name, layout):
 
 
 def _check_tensors(where, module, forms, tensors):
-    """check_tensors of what the files hold: a missing one would be random bytes with a warning. forms: of the module's
-    name; the files have one of them."""
+    """check_tensors of what the files hold: a missing one would be random bytes with a warning, one that config.json
+    knows nothing of left unread. forms: of the module's name; the files have one of them."""
     expected = module.state_dict()
     name = next((form for form in forms if any(f"{form}.{suffix}" in tensors for suffix in expected)), forms[0])
 
     def place(suffix, info):
         return f"{where}: tensor '{name}.{suffix}'" if info is None else f"{info.file}: tensor '{info.name}'"
 
-    check_tensors(expected, {suffix: tensors.get(f"{name}.{suffix}") for suffix in expected}, place, _DTYPES.get)
+    came = {suffix: tensors.get(f"{name}.{suffix}") for suffix in (*expected, *ARRAYS)}
+    check_tensors(module, expected, came, place, _DTYPES.get)
