@@ -160,13 +160,26 @@ __device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigne
   }
 }
 
-// Loads K's scales of the 4 channels of a word of 8-bit codes, as pairs of neighbours of fp16.
-template <class T, KvFormat F, int D>
-__device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[2], const CodeTile<F, D>& x,
-                                                    const GroupScale<T, F, D>& group, int channel) {
-  const uint2 scales = *reinterpret_cast<const uint2*>(x.k_scale() + channel);
-  scale[0] = group.f16(scales.x), scale[1] = group.f16(scales.y);
+// Adds scores of 32 tokens in 8-bit codes, in units of code_scale: W words of every token and lane, from `from` on,
+// times the query fragments from `first` on.
+template <KvFormat F, int W, int N, int D>
+__device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned char* const (&from)[4],
+                                         const CodeQueries<F, D> (&q)[N], int first) {
+  std::uint32_t row[4][W];  // (block of 8 tokens, word)
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
+#pragma unroll
+  for (int w = 0; w < W; ++w)
+#pragma unroll
+    for (int mt = 0; mt < 2; ++mt) {
+      tile::FragmentA a;
+      KvTraits<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
+      KvTraits<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
+#pragma unroll
+      for (int n = 0; n < N; ++n) tile::mma<tile::half>(s[n][mt], a, q[n].q[first + w]);
+    }
 }
+
 // Loads K's scales and zero values of the 8 channels of a word of 4-bit codes, as pairs (r, r + 4) of fp16.
 template <class T, KvFormat F, int D>
 __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], std::uint32_t (&zero_value)[4],
@@ -185,49 +198,151 @@ __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], s
   }
 }
 
-// The sums of a KV tile of 32 tokens and N n-tiles of 8 packed rows, before scales that all of a sum shares.
-template <KvFormat F, int N>
-struct ScoreSums {
-  // With one n-tile, registers suffice for separate corrections of even and odd pairs, which halves the dependency chain
-  // of MMAs. zero_term then needs one row only: row g for even pairs, row g + 8 of the same operand for odd pairs.
-  static constexpr int chains = KvTraits<F>::pairs && N == 1 ? 2 : 1;
+// Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
+// multiplied by. All but 8-bit codes with scales per channel.
+template <class T, KvFormat F, int D, int N>
+  requires(KvTraits<F>::pairs || !KvTraits<F>::channel_scales)
+__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
+                                         const float (&factor)[N][2], int lane) {
+  using Kind = KvTraits<F>;
+  const int g = lane / 4, t = lane % 4;
   // 4-bit codes: even and odd pairs have different code scales, so each has its own sums. 8-bit codes: `even` has all.
-  float even[N][2][4] = {}, odd[N][2][4] = {};                           // (n-tile, m-tile of 16 tokens, 4)
-  float zp_correction[N][chains][4] = {}, zero_term[N][chains][4] = {};  // (n-tile, chain, 4); scales per channel
-};
-
-// K's scales per channel are multiplied into the queries: k = (u - z) * scale + (min + z * scale), u being the unsigned
-// code and z the zero point. The second term (zero_term) is the same for all tokens. The correction subtracts exactly
-// what the codes add: z * (scaled query) after rounding.
-template <KvFormat F>
-__device__ __forceinline__ tile::FragmentB scaled_query(const tile::FragmentB& q, std::uint32_t scale_low,
-                                                        std::uint32_t scale_high, float (&zp_correction)[4]) {
-  const tile::FragmentB b{{tile::mul_f16x2(q.r[0], scale_low), tile::mul_f16x2(q.r[1], scale_high)}};
-  constexpr std::uint32_t minus_zero_point = KvTraits<F>::minus_zero_point_pair;
-  tile::mma<tile::half>(zp_correction, {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b);
-  return b;
+  float even[N][2][4] = {}, odd[N][2][4] = {};  // (n-tile, m-tile of 16 tokens, 4)
+  if constexpr (Kind::has_zero_point && !is_kivi(F)) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (auto& tile : even[n])
+#pragma unroll
+        for (int i = 0; i < 4; ++i) tile[i] = -q[n].zp_correction[i & 1];
+  }
+  if constexpr (!Kind::pairs) {
+#pragma unroll
+    for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes per lane and row
+      qk_bytes<F, 4>(even,
+                     {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
+                      x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
+                     q, 4 * chunk);
+    if constexpr (D % 64 != 0) {  // the last 32 channels
+      const unsigned char* from = x.k + g * x.row_bytes + D / 64 * 64 + t * 8;
+      qk_bytes<F, 2>(even, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, q,
+                     D / 64 * 4);
+    }
+  } else {
+    // Scales per channel: k = (u - 8) * scale + (min + 8 * scale), u being the code. The scales are multiplied into the
+    // queries; the second term (zero_term) is the same for all tokens. The correction subtracts exactly what the codes
+    // add: 8 * (scaled query) after rounding.
+    // With one n-tile, registers suffice for separate sums of even and odd pairs, which halves the dependency chain of
+    // MMAs. zero_term then needs one row only: row g for even pairs, row g + 8 of the same operand for odd pairs.
+    constexpr int chains = N == 1 ? 2 : 1;
+    float zp_correction[N][chains][4] = {}, zero_term[N][chains][4] = {};  // (n-tile, chain, 4)
+    const GroupScale<T, F, D> group(x, lane);
+    constexpr int W = D % 128 == 0  ? 4
+                      : D % 64 == 0 ? 2
+                                    : 1;  // a lane has D / 32 words of 8 codes of a row; loads W at once
+    // Not loops with #pragma unroll: with 512 channels nvcc keeps those, and q, which they index, in local memory.
+    cute::for_each(cute::make_int_sequence<D / 32 / W>{}, [&](auto loaded) {
+      constexpr int chunk = loaded * W;
+      std::uint32_t row[4][W];  // (block of 8 tokens, word)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (W == 4) load_words(row[i], x.k + x.k_offset(g + 8 * i, (t * (D / 32) + chunk) / 4));
+        else load_words(row[i], x.k + (g + 8 * i) * x.row_bytes + (t * (D / 32) + chunk) * 4);
+      }
+      cute::for_each(cute::make_int_sequence<W>{}, [&](auto v) {
+        constexpr int w = chunk + v;
+        const int channel = t * (D / 4) + 8 * w;
+        std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
+        if constexpr (Kind::channel_scales) load_channel_scales(scale, zero_value, x, group, channel);
+        std::uint32_t code[4][4];  // (block of 8 tokens, pair)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {  // pairs h and h + 2
+            tile::FragmentB b = q[n].q[2 * w + h];
+            if constexpr (has_min(F) && chains == 2)
+              tile::mma<tile::half>(zero_term[n][h], {{zero_value[0], zero_value[1], zero_value[2], zero_value[3]}}, b);
+            else if constexpr (has_min(F))
+              tile::mma<tile::half>(zero_term[n][0],
+                                    {{zero_value[h], zero_value[h], zero_value[h + 2], zero_value[h + 2]}}, b);
+            if constexpr (is_kivi(F)) {
+              b = {{tile::mul_f16x2(b.r[0], scale[h]), tile::mul_f16x2(b.r[1], scale[h + 2])}};
+              constexpr std::uint32_t minus_zero_point = 0xc800c800u;
+              tile::mma<tile::half>(zp_correction[n][h % chains],
+                                    {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b);
+            }
+#pragma unroll
+            for (int mt = 0; mt < 2; ++mt)
+              tile::mma<tile::half>(
+                  h == 0 ? even[n][mt] : odd[n][mt],
+                  {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, b);
+          }
+      });
+    });
+    if constexpr (is_kivi(F)) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float even_factor[2], odd_factor[2], base[2];  // (packed row 2t + j)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float group_factor = factor[n][j] * group.scale;
+          even_factor[j] = group_factor * (1.0f / Kind::code_scale);
+          odd_factor[j] = group_factor * (1.0f / Kind::odd_code_scale);
+          base[j] = zp_correction[n][0][j] + zero_term[n][0][j];
+          if constexpr (chains == 2) base[j] += zp_correction[n][1][j] + zero_term[n][1][2 + j];
+          base[j] *= group_factor;
+        }
+#pragma unroll
+        for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[n][mt][i] =
+                __fmaf_rn(even[n][mt][i], even_factor[i & 1], __fmaf_rn(odd[n][mt][i], odd_factor[i & 1], base[i & 1]));
+      }
+    }
+  }
+  if constexpr (!is_kivi(F)) {
+#pragma unroll
+    for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::code_scale);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          const float sum = Kind::pairs
+                                ? __fmaf_rn(odd[n][mt][i], Kind::code_scale / Kind::odd_code_scale, even[n][mt][i])
+                                : even[n][mt][i];
+          s[n][mt][i] = sum * (scale * factor[n][i & 1]);
+        }
+      }
+  }
 }
-struct NoGroupScale {};  // in place of a GroupScale where K's scales are per token
 
-// Adds to the sums of 8-bit codes: W words of every token and lane, from `from` on, whose channels begin at `channel`
-// and whose k-tiles begin at `first`.
-template <KvFormat F, int W, int N, int D, class Group>
-__device__ __forceinline__ void qk_bytes(ScoreSums<F, N>& sums, const unsigned char* const (&from)[4],
-                                         const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N], const Group& group,
-                                         int first, int channel) {
+// Adds W words of every token and lane, from `from` on, in 8-bit codes with scales per channel; their channels begin at
+// `channel`, their k-tiles at `first`. K's scales are multiplied into the queries, and the correction subtracts exactly what the codes add:
+// the zero point times the scaled query, after rounding.
+template <int W, class T, KvFormat F, int N, int D>
+__device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&zp_correction)[N][4],
+                                                const unsigned char* const (&from)[4], const CodeTile<F, D>& x,
+                                                const CodeQueries<F, D> (&q)[N], const GroupScale<T, F, D>& group,
+                                                int first, int channel) {
+  constexpr std::uint32_t minus_zero_point = KvTraits<F>::minus_zero_point_pair;
   std::uint32_t row[4][W];  // (block of 8 tokens, word)
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
 #pragma unroll
   for (int w = 0; w < W; ++w) {
+    const uint2 scales = *reinterpret_cast<const uint2*>(x.k_scale() + channel + 4 * w);
+    const std::uint32_t low = group.f16(scales.x), high = group.f16(scales.y);
     tile::FragmentB b[N];  // (n-tile)
 #pragma unroll
-    for (int n = 0; n < N; ++n) b[n] = q[n].q[first + w];
-    if constexpr (KvTraits<F>::channel_scales) {
-      std::uint32_t scale[2];  // (pairs of neighbours)
-      load_channel_scales(scale, x, group, channel + 4 * w);
-#pragma unroll
-      for (int n = 0; n < N; ++n) b[n] = scaled_query<F>(b[n], scale[0], scale[1], sums.zp_correction[n][0]);
+    for (int n = 0; n < N; ++n) {
+      const tile::FragmentB& query = q[n].q[first + w];
+      b[n] = {{tile::mul_f16x2(query.r[0], low), tile::mul_f16x2(query.r[1], high)}};
+      tile::mma<tile::half>(zp_correction[n],
+                            {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b[n]);
     }
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt) {
@@ -235,142 +350,42 @@ __device__ __forceinline__ void qk_bytes(ScoreSums<F, N>& sums, const unsigned c
       KvTraits<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
       KvTraits<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
 #pragma unroll
-      for (int n = 0; n < N; ++n) tile::mma<tile::half>(sums.even[n][mt], a, b[n]);
+      for (int n = 0; n < N; ++n) tile::mma<tile::half>(sum[n][mt], a, b[n]);
     }
   }
 }
 
-// Adds to the sums of all D channels in 8-bit codes.
-template <KvFormat F, int N, int D, class Group>
-__device__ __forceinline__ void qk_bytes(ScoreSums<F, N>& sums, const CodeTile<F, D>& x,
-                                         const CodeQueries<F, D> (&q)[N], const Group& group, int lane) {
+// The same scores from 8-bit codes with scales per channel.
+template <class T, KvFormat F, int D, int N>
+  requires(!KvTraits<F>::pairs && KvTraits<F>::channel_scales)
+__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
+                                         const float (&factor)[N][2], int lane) {
   const int g = lane / 4, t = lane % 4;
+  float sum[N][2][4] = {}, zp_correction[N][4] = {};  // (n-tile, m-tile of 16 tokens, 4), (n-tile, 4)
+  const GroupScale<T, F, D> group(x, lane);
 #pragma unroll
   for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes per lane and row
-    qk_bytes<F, 4>(sums,
-                   {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
-                    x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
-                   x, q, group, 4 * chunk, 64 * chunk + 16 * t);
+    qk_scaled_bytes<4, T>(sum, zp_correction,
+                          {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
+                           x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
+                          x, q, group, 4 * chunk, 64 * chunk + 16 * t);
   if constexpr (D % 64 != 0) {  // the last 32 channels
     constexpr int last = D / 64 * 64;
     const unsigned char* from = x.k + g * x.row_bytes + last + t * 8;
-    qk_bytes<F, 2>(sums, {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, x, q, group,
-                   last / 16, last + 8 * t);
+    qk_scaled_bytes<2, T>(sum, zp_correction,
+                          {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, x, q, group,
+                          last / 16, last + 8 * t);
   }
-}
-
-// The same in 4-bit codes.
-template <KvFormat F, int N, int D, class Group>
-__device__ __forceinline__ void qk_nibbles(ScoreSums<F, N>& sums, const CodeTile<F, D>& x,
-                                           const CodeQueries<F, D> (&q)[N], const Group& group, int lane) {
-  using Kind = KvTraits<F>;
-  constexpr int chains = ScoreSums<F, N>::chains;
-  const int g = lane / 4, t = lane % 4;
-  constexpr int W = D % 128 == 0  ? 4
-                    : D % 64 == 0 ? 2
-                                  : 1;  // a lane has D / 32 words of 8 codes of a row; loads W at once
-  // Not loops with #pragma unroll: with 512 channels nvcc keeps those, and q, which they index, in local memory.
-  cute::for_each(cute::make_int_sequence<D / 32 / W>{}, [&](auto loaded) {
-    constexpr int chunk = loaded * W;
-    std::uint32_t row[4][W];  // (block of 8 tokens, word)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (W == 4) load_words(row[i], x.k + x.k_offset(g + 8 * i, (t * (D / 32) + chunk) / 4));
-      else load_words(row[i], x.k + (g + 8 * i) * x.row_bytes + (t * (D / 32) + chunk) * 4);
-    }
-    cute::for_each(cute::make_int_sequence<W>{}, [&](auto v) {
-      constexpr int w = chunk + v;
-      const int channel = t * (D / 4) + 8 * w;
-      std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
-      if constexpr (Kind::channel_scales) load_channel_scales(scale, zero_value, x, group, channel);
-      std::uint32_t code[4][4];  // (block of 8 tokens, pair)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {  // pairs h and h + 2
-          tile::FragmentB b = q[n].q[2 * w + h];
-          if constexpr (has_min(F) && chains == 2)
-            tile::mma<tile::half>(sums.zero_term[n][h], {{zero_value[0], zero_value[1], zero_value[2], zero_value[3]}},
-                                  b);
-          else if constexpr (has_min(F))
-            tile::mma<tile::half>(sums.zero_term[n][0],
-                                  {{zero_value[h], zero_value[h], zero_value[h + 2], zero_value[h + 2]}}, b);
-          if constexpr (Kind::channel_scales)
-            b = scaled_query<F>(b, scale[h], scale[h + 2], sums.zp_correction[n][h % chains]);
-#pragma unroll
-          for (int mt = 0; mt < 2; ++mt)
-            tile::mma<tile::half>(
-                h == 0 ? sums.even[n][mt] : sums.odd[n][mt],
-                {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, b);
-        }
-    });
-  });
-}
-
-template <KvFormat F, int N, int D, class Group>
-__device__ __forceinline__ void add_products(ScoreSums<F, N>& sums, const CodeTile<F, D>& x,
-                                             const CodeQueries<F, D> (&q)[N], const Group& group, int lane) {
-  if constexpr (KvTraits<F>::pairs) qk_nibbles(sums, x, q, group, lane);
-  else qk_bytes(sums, x, q, group, lane);
-}
-
-// Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
-// multiplied by.
-template <class T, KvFormat F, int D, int N>
-__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
-                                         const float (&factor)[N][2], int lane) {
-  using Kind = KvTraits<F>;
-  ScoreSums<F, N> sums;
-  if constexpr (Kind::channel_scales) {
-    const GroupScale<T, F, D> group(x, lane);
-    add_products(sums, x, q, group, lane);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      float even_factor[2], odd_factor[2], base[2];  // (packed row 2t + j)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float group_factor = factor[n][j] * group.scale;
-        even_factor[j] = group_factor * (1.0f / Kind::code_scale);
-        odd_factor[j] = group_factor * (1.0f / Kind::odd_code_scale);
-        base[j] = sums.zp_correction[n][0][j] + sums.zero_term[n][0][j];
-        if constexpr (sums.chains == 2) base[j] += sums.zp_correction[n][1][j] + sums.zero_term[n][1][2 + j];
-        base[j] *= group_factor;
-      }
-#pragma unroll
-      for (int mt = 0; mt < 2; ++mt)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float odd = Kind::pairs ? __fmaf_rn(sums.odd[n][mt][i], odd_factor[i & 1], base[i & 1]) : base[i & 1];
-          s[n][mt][i] = __fmaf_rn(sums.even[n][mt][i], even_factor[i & 1], odd);
-        }
-    }
-  } else {
-    if constexpr (Kind::has_zero_point) {
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (auto& tile : sums.even[n])
-#pragma unroll
-          for (int i = 0; i < 4; ++i) tile[i] = -q[n].zp_correction[i & 1];
-    }
-    add_products(sums, x, q, NoGroupScale{}, lane);
+  for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float scale =
-            stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + lane / 4]) * (1.0f / Kind::code_scale);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-          const float sum =
-              Kind::pairs ? __fmaf_rn(sums.odd[n][mt][i], Kind::code_scale / Kind::odd_code_scale, sums.even[n][mt][i])
-                          : sums.even[n][mt][i];
-          s[n][mt][i] = sum * (scale * factor[n][i & 1]);
-        }
+        const float group_factor = factor[n][i & 1] * group.scale;
+        s[n][mt][i] = __fmaf_rn(sum[n][mt][i], group_factor * (1.0f / KvTraits<F>::code_scale),
+                                zp_correction[n][i & 1] * group_factor);
       }
-  }
 }
 
 }  // namespace rooftile::gpu

@@ -3,8 +3,6 @@
 // subtree are merged as soon as both are complete. Partials that a range of splits cannot merge further go to `emit`.
 #pragma once
 
-#include <cute/container/array.hpp>
-
 #include "kernels/decode/scheduler.h"
 #include "tile/softmax.cuh"
 
@@ -40,10 +38,10 @@ __device__ __forceinline__ Partial<K, S> merge(const Partial<K, S>& a, const Par
 template <int K, int S, int Threads, int RowSets, int SmemLevels>
 struct ReductionStorage {
   static constexpr int smem_levels = SmemLevels, gmem_levels = reduction_levels - SmemLevels;
-  cute::array<float, smem_levels * S * Threads> o;                         // (level, value, thread)
-  float m[reduction_levels][K][RowSets], l[reduction_levels][K][RowSets];  // (level, row of the set, row set)
+  float o[smem_levels > 0 ? smem_levels : 1][S][smem_levels > 0 ? Threads : 1];  // (level, value, thread)
+  float m[reduction_levels][K][RowSets], l[reduction_levels][K][RowSets];        // (level, row of the set, row set)
   __device__ float* values(int level, float* gmem) {
-    return level < smem_levels ? o.data() + level * S * Threads : gmem + (level - smem_levels) * S * Threads;
+    return level < smem_levels ? o[level][0] : gmem + (level - smem_levels) * S * Threads;
   }
 };
 
