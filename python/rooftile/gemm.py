@@ -2,6 +2,7 @@
 """Products with 4-bit, 8-bit and 16-bit weights. Formats: docs/kernels/w4a16.md."""
 
 import functools
+import numbers
 import operator
 
 import numpy as np
@@ -202,6 +203,8 @@ class PackedWeight:
         """
         op, types = f"{cls.__name__}.from_gguf", _GGUF_TYPES[cls.BITS]
         name = getattr(ggml_type, "name", ggml_type)
+        if not isinstance(name, (str, numbers.Integral)):
+            name = None
         name = next((key for key, (number, *_) in types.items() if name in (key, number)), None)
         if name is None:
             raise NotSupportedError(f"{op}: ggml_type {must_be(types, ggml_type)}")
@@ -218,7 +221,7 @@ class PackedWeight:
             raise ArgumentError(f"{op}: data must have {expected} bytes for {name} [{n}, {k}], got {raw.size}")
         blocks = raw.reshape(n, k // _GGUF_BLOCK, block_bytes)
         halves = np.ascontiguousarray(blocks[..., : 2 * values]).view(np.float16)
-        codes = cls._gguf_codes(blocks[..., 2 * values :]).reshape(n, -1)
+        codes = cls._gguf_codes(blocks[..., 2 * values :]).reshape(n, k * cls.BITS // 8)
         parts = [codes, *(np.ascontiguousarray(halves[..., i]) for i in range(values))]
         torch = torch_of(data)
         if torch:
@@ -233,7 +236,12 @@ class PackedWeight:
         ArgumentTypeError naming the one that does not go with the first.
         """
         op = f"{cls.__name__}.concat"
-        weights = list(weights)
+        try:
+            weights = list(weights)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{op}: weights must be a list of {cls.__name__}, got {type(weights).__name__}"
+            ) from None
         for i, weight in enumerate(weights):
             if not isinstance(weight, cls):
                 raise ArgumentTypeError(f"{op}: weights[{i}] must be a {cls.__name__}, got {type(weight).__name__}")

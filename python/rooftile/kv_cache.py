@@ -527,10 +527,15 @@ class Cache:
         )
 
 
-def own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device="cpu"):
-    """Zeroed memory of a cache. Raises OutOfMemoryError where there is not as much."""
+def own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device="cpu", table_pages=None):
+    """Zeroed memory of a cache, with a block table of `table_pages` a row if given, all -1. Raises OutOfMemoryError
+    where there is not as much."""
     try:
-        return _own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device)
+        arrays = _own_arrays(op, format, dtype, pages, page_size, kv_heads, head_dim, max_rows, device)
+        if table_pages is not None:
+            arrays["block_table"] = zeros((max_rows, table_pages), "int32", device)
+            arrays["block_table"][:] = -1
+        return arrays
     except RooftileError:
         raise
     except (RuntimeError, MemoryError, TypeError, ValueError) as e:  # the last two are overflows of a size

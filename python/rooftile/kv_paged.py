@@ -67,9 +67,7 @@ class PagedKVCache(Cache):
             raise ArgumentError(
                 f"{op}: max_pages_per_row must hold fewer than 2**31 tokens, got {max_pages} pages of {page_size}"
             )
-        arrays = own_arrays(op, format, dtype, num_pages, page_size, kv_heads, head_dim, max_rows, device)
-        arrays["block_table"] = zeros((max_rows, max_pages), "int32", device)
-        arrays["block_table"][:] = -1
+        arrays = own_arrays(op, format, dtype, num_pages, page_size, kv_heads, head_dim, max_rows, device, max_pages)
         self.num_pages = num_pages
         super().__init__(op, format, dtype, page_size, kv_heads, head_dim, max_rows, max_pages, arrays)
 

@@ -446,3 +446,8 @@ def test_only_a_cache_is_a_cache():
 def test_page_size_of_the_kivi_formats():
     with pytest.raises(rt.ArgumentError, match="page_size must be 32, 64 or 128, got 16"):
         paged("int4-kivi", "float32", 1, 64, page_size=16)
+
+
+def test_a_table_that_no_memory_holds():
+    with pytest.raises(rt.OutOfMemoryError, match="PagedKVCache: no memory on cpu for 1048576 rows"):
+        rt.PagedKVCache(1, 16, 1, 64, max_rows=2**20, max_pages_per_row=2**27 - 1, format="fp32")

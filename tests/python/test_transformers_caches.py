@@ -226,8 +226,10 @@ def test_a_cache_goes_in_by_the_name_that_the_forward_knows(monkeypatch):
         given.reset()
         assert getattr(model(ids), CACHE) is given and len(made) == 1
         given.reset()
+        assert getattr(model(ids, None, None, None), CACHE) is given and len(made) == 2
+        given.reset()
         generate(model, "rooftile", ids, mask)
-        assert len(made) == 2
+        assert len(made) == 3
 
     class Older(transformers.LlamaForCausalLM):
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
@@ -236,7 +238,7 @@ def test_a_cache_goes_in_by_the_name_that_the_forward_knows(monkeypatch):
     older = Older(model.config).eval().requires_grad_(False)
     rt.set_kv_cache(older, "int4")
     given.reset()
-    assert getattr(older(ids), CACHE) is given and len(made) == 3
+    assert getattr(older(ids), CACHE) is given and len(made) == 4
 
 
 def test_set_kv_cache_can_be_copied_and_taken_back():

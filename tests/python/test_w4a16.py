@@ -456,6 +456,7 @@ def test_gguf_blocks_are_imported_without_loss(bits, name):
         )
     for same in (name, int(ggml_type)):
         assert np.array_equal(weight_type.from_gguf(data, same, (n, k)).codes, np.asarray(w.codes))
+    assert weight_type.from_gguf(b"", name, (0, k)).shape == (0, k)
     for bad in (data.tobytes()[:-1], b"", data.tobytes() + b"\0"):
         with pytest.raises(rt.ArgumentError, match=r"from_gguf: data must have \d+ bytes for " + name):
             weight_type.from_gguf(bad, name, (n, k))
@@ -548,6 +549,9 @@ def sample(bits=4):
             "zeros must be given",
         ),
         (lambda w: w.from_gguf(b"", "Q4_K", (4, 256)), rt.NotSupportedError, '"Q4_0" or "Q4_1"'),
+        (lambda w: w.from_gguf(b"", np.array([2, 3]), (4, 32)), rt.NotSupportedError, '"Q4_0" or "Q4_1"'),
+        (lambda w: w.from_gguf(b"", 2.0, (4, 32)), rt.NotSupportedError, '"Q4_0" or "Q4_1"'),
+        (lambda w: w.concat(None), rt.ArgumentTypeError, "weights must be a list of W4Weight, got NoneType"),
         (lambda w: w.from_gguf(b"", "Q4_0", (4, 48)), rt.ArgumentError, "multiple of 32"),
         (lambda w: w.from_gguf(b"", "Q4_0", (4, 0)), rt.ArgumentError, "K must be a positive multiple of 32"),
         (lambda w: w.from_gguf(None, "Q4_0", (4, 32)), rt.ArgumentTypeError, "data must be bytes"),

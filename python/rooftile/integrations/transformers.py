@@ -672,13 +672,17 @@ class _FreshCache:
         keeps = kwargs.get("use_cache")
         keeps = getattr(model.config, "use_cache", True) if keeps is None else keeps
         # positional arguments of a causal language model: input_ids, attention_mask, position_ids, the cache
-        if keeps and len(args) < 4 and not _has_cache(kwargs):
+        if keeps and all(x is None for x in args[3:4]) and not _has_cache(kwargs):
             refuse_export(
                 "set_kv_cache",
                 "a cache counts tokens on the host; give use_cache=False, or take the cache back with "
                 "set_kv_cache(model, None)",
             )
-            kwargs[self.keyword] = self.make(model)
+            made = self.make(model)
+            if len(args) > 3:
+                args = (*args[:3], made, *args[4:])
+            else:
+                kwargs[self.keyword] = made
         return args, kwargs
 
 
