@@ -308,32 +308,6 @@ def test_a_model_in_4_and_8_bits_is_a_checkpoint(tmp_path):
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-@pytest.mark.parametrize(
-    "array, field, value", [("perm", "act_order", False), ("offsets", "kind", "symmetric")], ids=["perm", "offsets"]
-)
-def test_arrays_that_the_manifest_knows_nothing_of_are_refused(array, field, value, tmp_path):
-    """Without them the codes mean other numbers."""
-    model = load(tiny.write(tmp_path / "source", tiny.tensors(None, {})), torch.float16)
-    rt.quantize_(model, rt.W4A16(32, "minima"), progress=False)
-    place, codes = "model.layers.0.mlp.up_proj", torch.zeros(128, 64, dtype=torch.uint8)
-    weight = rt.W4Weight.from_canonical(
-        codes, torch.ones(128, 2), torch.ones(128, 2), group_size=32, kind="minima", perm=torch.randperm(64).int()
-    )
-    model.set_submodule(place, W4Linear.from_weight(weight, model.get_submodule(place).bias))
-    model.config.quantization_config = RooftileConfig.of(model)
-    model.save_pretrained(tmp_path / "saved")
-    assert_same_tensors(load(tmp_path / "saved", torch.float16), model)
-    file = tmp_path / "saved" / "config.json"
-    config = json.loads(file.read_text())
-    for layout in config["quantization_config"]["layouts"]:
-        if place in layout["modules"]:
-            layout[field] = value
-    file.write_text(json.dumps(config))
-    what = {"perm": "act-order", "offsets": "zeros or minima"}[array]
-    with pytest.raises(rt.ArgumentError, match=f"safetensors: tensor '{place}.{array}' is there, .* has no {what}"):
-        load(tmp_path / "saved", torch.float16)
-
-
 def test_a_model_that_initialises_the_weights_of_layers_below(tmp_path):
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=1)
