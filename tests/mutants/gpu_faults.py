@@ -310,7 +310,7 @@ FAULTS = {
         "p.x.offset(token)",
         first="test_more_tokens_than_are_prepared_at_once",
     ),
-    # only calls of more than 2^30 tokens have a second launch without a copy of x, and no GPU has memory for their test
+    # only calls of more than 2^30 tokens have a second launch without a copy of x: x alone takes 64 GiB
     "box_launch": Fault(
         "a second launch multiplies the first one's tokens",
         GEMM + "w4a16.cpp",
