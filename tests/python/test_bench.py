@@ -408,6 +408,22 @@ def test_a_package_that_does_not_import_is_missing(monkeypatch):
     assert result["missing"] == ["machete", "marlin"] and result["left_out"] == notes.left_out
 
 
+def test_no_path_of_a_machine_is_told(capsys):
+    """Errors of peers name the file that they were compiled from: of it the name is told, not where it lay."""
+    notes = runner.Notes()
+    for why in (
+        ImportError("/home/me/peers/libfa3.so: undefined symbol"),
+        RuntimeError('Error in "/build.d/x-1/include/decode.cuh":217: head_dim 64, half/int8, at https://a.org/b/c'),
+    ):
+        notes.leave_out("a", "peer", "", why)
+    whys = [n["why"] for n in notes.left_out]
+    assert whys == [
+        "libfa3.so: undefined symbol",
+        'Error in "decode.cuh":217: head_dim 64, half/int8, at https://a.org/b/c',
+    ]
+    assert "/home" not in capsys.readouterr().err
+
+
 def test_the_ceilings(monkeypatch):
     """Single products with rest between them, and the same without."""
 

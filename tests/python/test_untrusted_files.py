@@ -210,6 +210,18 @@ def test_what_lies_beside_the_model_and_is_no_file(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("text", "reason"), [("[]", "expected a JSON object, got list"), ("{", "not JSON: ")])
+def test_a_generation_config_that_is_none_stays_behind(tmp_path, text, reason):
+    """Else transformers fails on the converted folder, in words of its own."""
+    source = plain(tmp_path / "source")
+    (source / "generation_config.json").write_text(text)
+    report = convert(source, tmp_path / "target", rounding=ROUNDING, progress=False)
+    assert report["copied"] == ["tokenizer_config.json"]
+    (left,) = report["left_out"]
+    assert left.startswith(f"generation_config.json: {reason}")
+    assert not (tmp_path / "target" / "generation_config.json").exists()
+
+
 # ---------------------------------------------------------------- links
 
 

@@ -4,6 +4,7 @@
 import contextlib
 import gc
 import importlib
+import re
 import sys
 import time
 
@@ -13,6 +14,8 @@ from rooftile.bench.report import OURS, row
 from rooftile.bench.timing import compare
 from rooftile.errors import DeviceError
 
+_A_PATH = re.compile(r"(?<![\w/:.])/(?:[^\s/:'\"]+/)+")  # the folders of an absolute path, not those of an URL
+
 
 class Notes:
     """What a run leaves out: [{"case", "impl", "variant", "why", "failed"}]. failed: ours, and it should have run."""
@@ -21,9 +24,9 @@ class Notes:
         self.left_out = []
 
     def leave_out(self, case, impl, variant, why, failed=False):
-        """variant: "" of a peer as a whole. Also said on stderr."""
+        """variant: "" of a peer as a whole. Of paths the file's name is kept. Also said on stderr."""
         why = f"{type(why).__name__}: {why}" if isinstance(why, Exception) and not str(why) else str(why)
-        why = why.strip().partition("\n")[0][:300]
+        why = _A_PATH.sub("", why.strip().partition("\n")[0])[:300]
         self.left_out.append({"case": case, "impl": impl, "variant": variant, "why": why, "failed": failed})
         print(f"{case} {impl} {variant}".rstrip() + f" is left out: {why}", file=sys.stderr)
 

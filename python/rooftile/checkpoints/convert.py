@@ -184,6 +184,12 @@ def _companions(source, folder):
         if not _inside(file, path):
             left_out.append(f"{file.name}: a link to a file outside the folder")
             continue
+        if file.name == "generation_config.json":
+            try:
+                read_json(file)
+            except ArgumentError as e:
+                left_out.append(str(e).replace(str(file), file.name, 1))
+                continue
         shutil.copyfile(file, folder / file.name)
         if file.name == "tokenizer_config.json":
             config = read_json(file)
