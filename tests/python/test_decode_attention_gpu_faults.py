@@ -18,6 +18,7 @@ FORMATS = (
     ("int4-kivi", "float16"),
     ("int4-kivi", "bfloat16"),
     ("int4-kivi-sym", "float16"),
+    ("int8-kivi-sym", "float16"),
 )
 formats = pytest.mark.parametrize(("format", "dtype"), FORMATS)
 HEADS, DIM = 2, 128
