@@ -28,10 +28,30 @@ inline constexpr int kv_group = 32;       // tokens that share a K scale in the 
 inline constexpr int kv_ring = 64;
 inline constexpr int kv_step_back = 16;  // tokens that truncate can remove across a group boundary
 
-ROOFTILE_HD constexpr bool is_element_format(KvFormat f) { return kv_format_traits(f).code == KvCode::element; }
-ROOFTILE_HD constexpr bool is_e4m3(KvFormat f) { return kv_format_traits(f).code == KvCode::e4m3; }
-ROOFTILE_HD constexpr bool is_kivi(KvFormat f) { return kv_format_traits(f).k_scale == KvScaleOf::channel; }
-ROOFTILE_HD constexpr bool has_min(KvFormat f) { return kv_format_traits(f).affine; }
+// The formats whose traits satisfy `has`, a bit each. A kernel that learns the format at run time tests one bit.
+constexpr std::uint32_t kv_formats(bool (*has)(const KvFormatTraits&)) {
+  std::uint32_t formats = 0;
+  for (int f = 0; f < kv_format_count; ++f)
+    formats |= static_cast<std::uint32_t>(has(kv_format_traits(static_cast<KvFormat>(f)))) << f;
+  return formats;
+}
+inline constexpr std::uint32_t element_formats =
+                                   kv_formats([](const KvFormatTraits& t) { return t.code == KvCode::element; }),
+                               e4m3_formats =
+                                   kv_formats([](const KvFormatTraits& t) { return t.code == KvCode::e4m3; }),
+                               kivi_formats =
+                                   kv_formats([](const KvFormatTraits& t) { return t.k_scale == KvScaleOf::channel; }),
+                               affine_formats = kv_formats([](const KvFormatTraits& t) { return t.affine; }),
+                               nibble_formats = kv_formats([](const KvFormatTraits& t) { return t.bits == 4; });
+
+ROOFTILE_HD constexpr bool one_of(std::uint32_t formats, KvFormat f) {
+  return (formats >> static_cast<int>(f) & 1) != 0;
+}
+ROOFTILE_HD constexpr bool is_element_format(KvFormat f) { return one_of(element_formats, f); }
+ROOFTILE_HD constexpr bool is_e4m3(KvFormat f) { return one_of(e4m3_formats, f); }
+ROOFTILE_HD constexpr bool is_kivi(KvFormat f) { return one_of(kivi_formats, f); }
+ROOFTILE_HD constexpr bool has_min(KvFormat f) { return one_of(affine_formats, f); }
+ROOFTILE_HD constexpr bool has_nibbles(KvFormat f) { return one_of(nibble_formats, f); }  // two codes a byte
 ROOFTILE_HD constexpr int code_bits(KvFormat f) { return kv_format_traits(f).bits; }
 // The greatest code, or for fp8 the greatest number. Symmetric formats: the least is its negative.
 ROOFTILE_HD constexpr int max_code(KvFormat f) {

@@ -72,6 +72,26 @@ FAULTS = {
         "[from = begin - token, to = end - token - half % 2](int i)",
         DECODE + "inst/int4_kivi.cu",
     ),
+    "channel_zero_point": Fault(
+        "8-bit codes with a scale per channel keep their zero point",
+        DECODE + "code_scores.cuh",
+        "const float group_factor = factor[n][i & 1] * group.scale;",
+        "const float group_factor = factor[n][i & 1] * group.scale;\n        zp_correction[n][i & 1] = 0;",
+        DECODE + "inst/int8_kivi_sym.cu",
+    ),
+    "channel_scales": Fault(
+        "8-bit codes of four words take the scales of the first word's channels",
+        DECODE + "code_scores.cuh",
+        "(x.k_scale() + channel + 4 * w);",
+        "(x.k_scale() + channel);",
+        DECODE + "inst/int8_kivi_sym.cu",
+    ),
+    "append_channel_bytes": Fault(
+        "8-bit V codes of the slice's tokens past the fourth go to the first four's place",
+        KV_CACHE + "encode.cuh",
+        "channel_codes[i * channel_words / append_slice_tokens][j] |=",
+        "channel_codes[0][j] |=",
+    ),
     "divisor": Fault(
         "the reciprocal of 5 is wrong",
         "cpp/core/divisor.h",
