@@ -5,6 +5,7 @@ import cases
 import pytest
 import rooftile as rt
 import torch
+from attention_checks import KIVI
 
 if cases.devices() == ("cpu",):
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
@@ -41,7 +42,7 @@ def paged(format, dtype, lengths, pages=128, page_size=64):
 
 @pytest.mark.parametrize(
     ("format", "dtype", "page_size"),
-    [(*f, 64) for f in FORMATS] + [(*f, 16) for f in FORMATS if not f[0].startswith("int4-kivi")],
+    [(*f, 64) for f in FORMATS] + [(*f, 16) for f in FORMATS if f[0] not in KIVI],
 )
 @pytest.mark.parametrize("length", [100, 5000])
 @pytest.mark.parametrize("bad", [-1, 512, 2**31 - 1])
