@@ -321,8 +321,8 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 }
 
 // Adds W words of every token and lane, from `from` on, in 8-bit codes with scales per channel; their channels begin at
-// `channel`, their k-tiles at `first`. K's scales are multiplied into the queries, and the correction subtracts exactly what the codes add:
-// the zero point times the scaled query, after rounding.
+// `channel`, their k-tiles at `first`. K's scales are multiplied into the queries, and the correction subtracts exactly
+// what the codes add: the zero point times the scaled query, after rounding.
 template <int W, class T, KvFormat F, int N, int D>
 __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&zp_correction)[N][4],
                                                 const unsigned char* const (&from)[4], const CodeTile<F, D>& x,
