@@ -32,4 +32,23 @@ ROOFTILE_HD inline int divide(int a, const Divisor& b) {
   return b.value == 1 ? a : static_cast<int>(high >> b.shift);
 }
 
+// The same for 0 <= a < 2^53: a product with the rounded reciprocal, which errs by at most one, and a correction. On a
+// device a 64-bit integer division would be a function call.
+struct Divisor64 {
+  std::int64_t value = 1;
+  double reciprocal = 1;
+  Divisor64() = default;
+  explicit Divisor64(std::int64_t b) : value(b), reciprocal(1.0 / static_cast<double>(b)) {}
+};
+struct Division64 {
+  std::int64_t quotient, remainder;
+};
+ROOFTILE_HD inline Division64 divide(std::int64_t a, const Divisor64& b) {
+  std::int64_t quotient = static_cast<std::int64_t>(static_cast<double>(a) * b.reciprocal);
+  std::int64_t remainder = a - quotient * b.value;
+  if (remainder < 0) --quotient, remainder += b.value;
+  if (remainder >= b.value) ++quotient, remainder -= b.value;
+  return {quotient, remainder};
+}
+
 }  // namespace rooftile

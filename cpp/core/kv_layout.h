@@ -13,6 +13,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "core/half.h"
 #include "core/hd.h"
@@ -26,31 +28,51 @@ inline constexpr int kv_group = 32;       // tokens that share a K scale in the 
 inline constexpr int kv_ring = 64;
 inline constexpr int kv_step_back = 16;  // tokens that truncate can remove across a group boundary
 
-ROOFTILE_HD constexpr bool is_element_format(KvFormat f) {
-  return f == KvFormat::fp32 || f == KvFormat::fp16 || f == KvFormat::bf16;
+// The formats whose traits satisfy `has`, a bit each. A kernel that learns the format at run time tests one bit.
+constexpr std::uint32_t kv_formats(bool (*has)(const KvFormatTraits&)) {
+  std::uint32_t formats = 0;
+  for (int f = 0; f < kv_format_count; ++f)
+    formats |= static_cast<std::uint32_t>(has(kv_format_traits(static_cast<KvFormat>(f)))) << f;
+  return formats;
 }
-ROOFTILE_HD constexpr bool is_kivi(KvFormat f) { return f == KvFormat::int4_kivi || f == KvFormat::int4_kivi_sym; }
-ROOFTILE_HD constexpr bool has_min(KvFormat f) { return f == KvFormat::int4_kivi; }
-ROOFTILE_HD constexpr int code_bits(KvFormat f) {
-  switch (f) {
-    case KvFormat::fp32:
-      return 32;
-    case KvFormat::fp16:
-    case KvFormat::bf16:
-      return 16;
-    case KvFormat::int8:
-    case KvFormat::fp8:
-      return 8;
-    default:
-      return 4;
-  }
+inline constexpr std::uint32_t element_formats =
+                                   kv_formats([](const KvFormatTraits& t) { return t.code == KvCode::element; }),
+                               e4m3_formats =
+                                   kv_formats([](const KvFormatTraits& t) { return t.code == KvCode::e4m3; }),
+                               kivi_formats =
+                                   kv_formats([](const KvFormatTraits& t) { return t.k_scale == KvScaleOf::channel; }),
+                               affine_formats = kv_formats([](const KvFormatTraits& t) { return t.affine; }),
+                               nibble_formats = kv_formats([](const KvFormatTraits& t) { return t.bits == 4; });
+
+ROOFTILE_HD constexpr bool one_of(std::uint32_t formats, KvFormat f) {
+  return (formats >> static_cast<int>(f) & 1) != 0;
 }
-// Symmetric formats: unscaled code values lie in [-qmax, qmax].
-ROOFTILE_HD constexpr int qmax(KvFormat f) { return f == KvFormat::int8 ? 127 : f == KvFormat::fp8 ? 448 : 7; }
+ROOFTILE_HD constexpr bool is_element_format(KvFormat f) { return one_of(element_formats, f); }
+ROOFTILE_HD constexpr bool is_e4m3(KvFormat f) { return one_of(e4m3_formats, f); }
+ROOFTILE_HD constexpr bool is_kivi(KvFormat f) { return one_of(kivi_formats, f); }
+ROOFTILE_HD constexpr bool has_min(KvFormat f) { return one_of(affine_formats, f); }
+ROOFTILE_HD constexpr bool has_nibbles(KvFormat f) { return one_of(nibble_formats, f); }  // two codes a byte
+ROOFTILE_HD constexpr int code_bits(KvFormat f) { return kv_format_traits(f).bits; }
+// The greatest code, or for fp8 the greatest number. Symmetric formats: the least is its negative.
+ROOFTILE_HD constexpr int max_code(KvFormat f) {
+  return is_e4m3(f) ? 448 : (1 << (code_bits(f) - (has_min(f) ? 0 : 1))) - 1;
+}
 
 // The value of a code before scale and minimum: the integer itself, or for fp8 the number with these bits.
 constexpr float code_value(KvFormat f, int code) {
-  return f == KvFormat::fp8 ? to_float(E4M3{static_cast<std::uint8_t>(code)}) : static_cast<float>(code);
+  return is_e4m3(f) ? to_float(E4M3{static_cast<std::uint8_t>(code)}) : static_cast<float>(code);
+}
+
+// Calls visit(constant) with the format as a type, std::integral_constant<KvFormat, f>.
+template <class Visit, std::size_t... I>
+constexpr void with_kv_format(KvFormat f, const Visit& visit, std::index_sequence<I...>) {
+  (void)((static_cast<std::size_t>(f) == I &&
+          (visit(std::integral_constant<KvFormat, static_cast<KvFormat>(I)>{}), true)) ||
+         ...);
+}
+template <class Visit>
+constexpr void with_kv_format(KvFormat f, const Visit& visit) {
+  with_kv_format(f, visit, std::make_index_sequence<kv_format_count>{});
 }
 
 // Scales and minima are stored in the cache's 16-bit dtype, fp16 when its inputs are fp32.

@@ -76,28 +76,6 @@ bool same_shape(const TensorView& a, const TensorView& b) {
   return true;
 }
 
-const char* name(KvFormat f) {
-  switch (f) {
-    case KvFormat::fp32:
-      return "fp32";
-    case KvFormat::fp16:
-      return "fp16";
-    case KvFormat::bf16:
-      return "bf16";
-    case KvFormat::int8:
-      return "int8";
-    case KvFormat::int4:
-      return "int4";
-    case KvFormat::int4_kivi_sym:
-      return "int4-kivi-sym";
-    case KvFormat::int4_kivi:
-      return "int4-kivi";
-    case KvFormat::fp8:
-      return "fp8";
-  }
-  return "?";
-}
-
 KvFormat kv_format_from_name(const char* op, const char* text) {
   std::string known;
   std::vector<std::string> names;

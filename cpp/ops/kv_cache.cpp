@@ -624,7 +624,7 @@ void kv_dump_codes(const Context&, const KvCacheView& c, int row, TensorView out
   for (const auto& [argument, t] : {std::pair{"out_k", &out_k}, {"out_v", &out_v}})
     Arg(op, argument, *t)
         .given()
-        .dtype({c.format == KvFormat::fp8 ? DType::u8 : DType::i8})
+        .dtype({is_e4m3(c.format) ? DType::u8 : DType::i8})
         .shape({tokens, c.kv_heads, c.head_dim}, "[tokens, kv_heads, head_dim]")
         .device({}, "the host")
         .writable();

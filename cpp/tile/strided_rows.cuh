@@ -9,28 +9,12 @@
 #include <cute/pointer.hpp>
 #include <type_traits>
 
+#include "core/divisor.h"
 #include "rooftile/tensor.h"
 #include "tile/copy.cuh"
 #include "tile/element.cuh"
 
 namespace rooftile::tile {
-
-// a / b for 0 <= a < 2^53: a product with the rounded reciprocal, which errs by at most one, and a correction. A 64-bit
-// integer division would be a function call.
-struct Divisor {
-  std::int64_t value = 1;
-  double reciprocal = 1;
-};
-inline Divisor divisor(std::int64_t value) { return {value, 1.0 / static_cast<double>(value)}; }
-struct Division {
-  std::int64_t quotient, remainder;
-};
-__device__ __forceinline__ Division divide(std::int64_t a, const Divisor& b) {
-  std::int64_t quotient = __double2ll_rz(static_cast<double>(a) * b.reciprocal), remainder = a - quotient * b.value;
-  if (remainder < 0) --quotient, remainder += b.value;
-  if (remainder >= b.value) ++quotient, remainder -= b.value;
-  return {quotient, remainder};
-}
 
 // A tensor whose leading dimensions are flattened to one row index. Leading dimensions that nest without a gap are
 // merged, so most tensors have at most one.
@@ -40,7 +24,7 @@ struct Rows {
   int dims = 0;
   bool vector = true;                              // every row is contiguous and starts at a multiple of 16 bytes
   std::int64_t stride[TensorView::max_ndim] = {};  // (dims), elements, outermost first
-  Divisor size[TensorView::max_ndim];              // (dims); last, so that up to one dimension costs one constant line
+  Divisor64 size[TensorView::max_ndim];            // (dims); last, so that up to one dimension costs one constant line
 };
 
 // The rows over the first `dims` dimensions of t.
@@ -52,10 +36,10 @@ inline Rows rows_of(const TensorView& t, int dims) {
   for (int i = 0; i < dims; ++i) {
     if (t.shape[i] == 1) continue;
     if (r.dims > 0 && r.stride[r.dims - 1] == t.stride[i] * t.shape[i]) {
-      r.size[r.dims - 1] = divisor(r.size[r.dims - 1].value * t.shape[i]);
+      r.size[r.dims - 1] = Divisor64(r.size[r.dims - 1].value * t.shape[i]);
       r.stride[r.dims - 1] = t.stride[i];
     } else {
-      r.size[r.dims] = divisor(t.shape[i]);
+      r.size[r.dims] = Divisor64(t.shape[i]);
       r.stride[r.dims++] = t.stride[i];
     }
   }
@@ -69,7 +53,7 @@ __device__ __forceinline__ std::int64_t row_offset(const Rows& r, std::int64_t r
   std::int64_t offset = 0;
 #pragma unroll 1  // rarely more than one dimension: an unrolled loop is a thousand instructions to fetch
   for (int i = r.dims - 1; i > 0; --i) {
-    const Division split = divide(row, r.size[i]);
+    const Division64 split = divide(row, r.size[i]);
     offset += split.remainder * r.stride[i];
     row = split.quotient;
   }

@@ -503,7 +503,7 @@ class Cache:
         kivi, heads, dim = self.format in KIVI, self.kv_heads, self.head_dim
         coded = length // GROUP * GROUP if kivi else length
         if self.format not in ELEMENT_DTYPES:
-            kind = "uint8" if self.format == "fp8" else "int8"
+            kind = "uint8" if _C.kv_code_formats.get(self.format) == "e4m3" else "int8"
             facts["k_codes"], facts["v_codes"] = (zeros((coded, heads, dim), kind) for _ in range(2))
             _C.kv_dump_codes(self._handle, row, facts["k_codes"], facts["v_codes"])
             for side, shape in (
@@ -573,9 +573,9 @@ def own_ring(format, dtype, kv_heads, head_dim, max_rows, device="cpu"):
 class KVCache(Cache):
     """The keys and values of one layer, a fixed room for every row.
 
-    batch: rows. capacity: tokens a row can hold, rounded up to whole pages of 64. format: "int4-kivi" (Liu et al. 2024,
-    arXiv 2402.02750), "int4-kivi-sym", "int4", "int8", "fp8", "fp16", "bf16" or "fp32". dtype: of k and v, "float32",
-    "float16", "bfloat16" or the torch dtype of that name; default the element format's own, for the quantised formats
+    batch: rows. capacity: tokens a row can hold, rounded up to whole pages of 64. format: one of KV_FORMATS, such as
+    "int4-kivi" (Liu et al. 2024, arXiv 2402.02750), "int8" or "fp16". dtype: of k and v, "float32", "float16",
+    "bfloat16" or the torch dtype of that name; default the element format's own, for the quantised formats
     float32, on a GPU float16. device: "cpu" (default), "cuda", "cuda:1" or a torch.device; `cache.device` names it.
     Memory is torch's where torch is imported, else NumPy's; on a GPU always torch's. Raises ArgumentError or
     ArgumentTypeError naming the argument, NotSupportedError for a device without cache kernels.

@@ -77,18 +77,23 @@ void bind_constants(nb::module_& m) {
   m.attr("kv_page_sizes") = tuple_of(kv_page_sizes(), same);
   m.attr("w4_group_sizes") = tuple_of(w4_group_sizes(), same);
   nb::list formats, groups, minima, kinds;
-  nb::dict elements;
+  nb::dict elements, bits, codes;
   for (int i = 0; i < kv_format_count; ++i) {
     const auto f = static_cast<KvFormat>(i);
     formats.append(name(f));
     if (has_groups(f)) groups.append(name(f));
     if (has_minima(f)) minima.append(name(f));
     if (const DType* dtype = element_dtype(f)) elements[name(f)] = name(*dtype);
+    bits[name(f)] = kv_format_traits(f).bits;
+    const KvCode code = kv_format_traits(f).code;
+    if (code != KvCode::element) codes[name(f)] = code == KvCode::e4m3 ? "e4m3" : "integer";
   }
   m.attr("kv_formats") = nb::tuple(formats);
   m.attr("kv_kivi_formats") = nb::tuple(groups);
   m.attr("kv_minima_formats") = nb::tuple(minima);
   m.attr("kv_element_formats") = elements;  // name: dtype
+  m.attr("kv_code_formats") = codes;        // name: "integer" or "e4m3"
+  m.attr("kv_format_bits") = bits;          // name: bits of an element or a code
   for (W4Zeros z : {W4Zeros::symmetric, W4Zeros::integer, W4Zeros::minima}) kinds.append(name(z));
   m.attr("w4_kinds") = nb::tuple(kinds);
 }

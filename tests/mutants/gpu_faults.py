@@ -72,6 +72,26 @@ FAULTS = {
         "[from = begin - token, to = end - token - half % 2](int i)",
         DECODE + "inst/int4_kivi.cu",
     ),
+    "channel_zero_point": Fault(
+        "8-bit codes with a scale per channel keep their zero point",
+        DECODE + "code_scores.cuh",
+        "const float group_factor = factor[n][i & 1] * group.scale;",
+        "const float group_factor = factor[n][i & 1] * group.scale;\n        zp_correction[n][i & 1] = 0;",
+        DECODE + "inst/int8_kivi_sym.cu",
+    ),
+    "channel_scales": Fault(
+        "8-bit codes of four words take the scales of the first word's channels",
+        DECODE + "code_scores.cuh",
+        "(x.k_scale() + channel + 4 * w);",
+        "(x.k_scale() + channel);",
+        DECODE + "inst/int8_kivi_sym.cu",
+    ),
+    "append_channel_bytes": Fault(
+        "8-bit V codes of the slice's tokens past the fourth go to the first four's place",
+        KV_CACHE + "encode.cuh",
+        "channel_codes[i * channel_words / append_slice_tokens][j] |=",
+        "channel_codes[0][j] |=",
+    ),
     "divisor": Fault(
         "the reciprocal of 5 is wrong",
         "cpp/core/divisor.h",
@@ -79,7 +99,7 @@ FAULTS = {
         "    shift = bits - 1 + (b == 5);",
         first="test_any_ratio_of_heads",
     ),
-    # a race that a warp loses only if it takes as long as a load from memory: a matter for racecheck
+    # a race that takes a warp as long as a load from memory to lose: racecheck sees it, no result does
     "queries_sync": Fault(
         "queries may arrive before the previous tile range's partials have been read",
         DECODE + "split_kv.cuh",
@@ -317,14 +337,6 @@ FAULTS = {
         "static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;",
         "static_cast<const std::uint16_t*>(a.x.data);",
         first="test_more_tokens_than_are_prepared_at_once test_a_product_of_many_rows",
-    ),
-    # columns past K are copied, and TMA, whose tensor ends at K, does not read them: the code may go
-    "copy_tail": Fault(
-        "what lies behind a row of x is read as part of it",
-        GEMM + "gather_x.cuh",
-        "= first + i * w4_gather_threads < all_k ? inside : 0;",
-        "= inside;",
-        first="test_x_of_any_strides_is_exact",
     ),
     "copy_sync": Fault(
         "a 16-byte vector is read before other threads have written its columns",

@@ -10,7 +10,7 @@ from closeness import ATTENTION_BOUND, assert_close, to_numpy64
 from rooftile import _C
 
 ELEMENT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-KIVI = ("int4-kivi-sym", "int4-kivi")
+KIVI = ("int4-kivi-sym", "int4-kivi", "int8-kivi-sym")
 # Every format, the compressed ones with inputs of a 16-bit and of a 32-bit type.
 STORES = (
     *ELEMENT.items(),
@@ -24,6 +24,8 @@ STORES = (
     ("int4-kivi", "float32"),
     ("fp8", "float32"),
     ("fp8", "bfloat16"),
+    ("int8-kivi-sym", "float16"),
+    ("int8-kivi-sym", "float32"),
 )
 FORMATS = (*ELEMENT.items(), *((f, "float32") for f in ("int8", "int4", *KIVI, "fp8")))
 # What has decode kernels on a GPU.

@@ -151,10 +151,10 @@ def dequantize(codes, scale, minimum=None):
 
 # ---------------------------------------------------------------- KV cache (4.1)
 
-KV_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8")
+KV_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8", "int8-kivi-sym")
 ELEMENT_FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-KIVI_FORMATS = ("int4-kivi-sym", "int4-kivi")
-BYTE_FORMATS = ("int8", "fp8")  # a code is a byte; those of fp8 are uint8 here, the others int8
+KIVI_FORMATS = ("int4-kivi-sym", "int4-kivi", "int8-kivi-sym")
+BYTE_FORMATS = ("int8", "fp8", "int8-kivi-sym")  # a code is a byte; those of fp8 are uint8 here, the others int8
 GROUP = 32  # tokens that share a K scale, and become codes together
 
 
@@ -202,9 +202,10 @@ def encode(k, v, format, dtype):
     groups = tokens // GROUP
     grouped = np.asarray(k)[: groups * GROUP].reshape(groups, GROUP, heads, dim)
     whole_v = np.asarray(v)[: groups * GROUP]
-    if format == "int4-kivi-sym":
-        k_codes, k_scale = quantize_symmetric(grouped, 1, 7, stored)
-        v_codes, v_scale = quantize_symmetric(whole_v, -1, 7, stored)
+    if format != "int4-kivi":
+        qmax = 127 if format == "int8-kivi-sym" else 7
+        k_codes, k_scale = quantize_symmetric(grouped, 1, qmax, stored)
+        v_codes, v_scale = quantize_symmetric(whole_v, -1, qmax, stored)
         return Codes(k_codes.reshape(-1, heads, dim), v_codes, k_scale.reshape(groups, heads, dim), v_scale)
     k_codes, k_scale, k_min = quantize_affine(grouped, 1, stored)
     v_codes, v_scale, v_min = quantize_affine(whole_v, -1, stored)

@@ -244,7 +244,7 @@ def test_ppl_on_a_gpu(model, ids, tmp_path, capsys):
     command = ["ppl", "--model", model, "--token-ids", ids, "--device", "cuda"]
     assert main([*command, "--weights", "w4a16", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
-    formats = [None, None, "int8", "fp8", "int4", "int4-kivi-sym", "int4-kivi"]
+    formats = [None, None, "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8", "int8-kivi-sym"]
     assert [row["format"] for row in report["rows"]] == formats
     assert report["run"]["device"] == "cuda:0" and report["run"]["dtype"] == "bfloat16"
     assert all(row["kl"] >= 0 for row in report["rows"]) and "on cuda:0" in capsys.readouterr().out

@@ -68,7 +68,7 @@ NAMES = [
 ]
 
 
-CACHE_FORMATS = ("fp16", "int8", "fp8", "int4", "int4-kivi", "int4-kivi-sym")
+CACHE_FORMATS = ("fp16", "int8", "fp8", "int4", "int4-kivi", "int4-kivi-sym", "int8-kivi-sym")
 
 
 def cache_ops(device="cuda"):

@@ -312,8 +312,11 @@ def test_every_channel_counts(format, dtype):
 def test_equal_keys_average_small_integers(format, dtype):
     length = 64
     v = cases.exact_values((length, 3, 96), "v", largest=7)
-    v[..., 0], v[..., 1] = (127 if format == "int8" else 7), (-8 if format == "int4-kivi" else -7)  # scale 1
-    k = np.full((length, 3, 96), 7.0)  # a scale that 16 bits hold
+    v[..., 0], v[..., 1] = (
+        (127 if format in ("int8", "int8-kivi-sym") else 7),
+        (-8 if format == "int4-kivi" else -7),
+    )  # scale 1
+    k = np.full((length, 3, 96), 127 / 16 if format == "int8-kivi-sym" else 7.0)  # a scale that 16 bits hold
     cache = filled([(k, v)], format, dtype)
     out = rt.decode_attention(cases.tensor(np.ones((1, 9, 96)), dtype), cache)
     seen = to_numpy64(cache.dequantize(0)[1])

@@ -5,6 +5,7 @@ import cases
 import pytest
 import rooftile as rt
 import torch
+from attention_checks import KIVI
 
 if cases.devices() == ("cpu",):
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
@@ -18,6 +19,7 @@ FORMATS = (
     ("int4-kivi", "float16"),
     ("int4-kivi", "bfloat16"),
     ("int4-kivi-sym", "float16"),
+    ("int8-kivi-sym", "float16"),
 )
 formats = pytest.mark.parametrize(("format", "dtype"), FORMATS)
 HEADS, DIM = 2, 128
@@ -40,7 +42,7 @@ def paged(format, dtype, lengths, pages=128, page_size=64):
 
 @pytest.mark.parametrize(
     ("format", "dtype", "page_size"),
-    [(*f, 64) for f in FORMATS] + [(*f, 16) for f in FORMATS if not f[0].startswith("int4-kivi")],
+    [(*f, 64) for f in FORMATS] + [(*f, 16) for f in FORMATS if f[0] not in KIVI],
 )
 @pytest.mark.parametrize("length", [100, 5000])
 @pytest.mark.parametrize("bad", [-1, 512, 2**31 - 1])

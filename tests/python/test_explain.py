@@ -9,6 +9,7 @@ import re
 import cases
 import numpy as np
 import ops
+import oracle
 import pytest
 import rooftile as rt
 import torch
@@ -250,9 +251,12 @@ def test_a_gpu_plan_does_not_run_on_the_cpu():
 
 
 def test_constants_are_those_of_the_extension():
-    assert rt.KV_FORMATS == ("fp32", "fp16", "bf16", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8")
-    assert _C.kv_kivi_formats == ("int4-kivi-sym", "int4-kivi") and _C.kv_minima_formats == ("int4-kivi",)
+    assert rt.KV_FORMATS == oracle.KV_FORMATS
+    assert _C.kv_kivi_formats == oracle.KIVI_FORMATS and _C.kv_minima_formats == ("int4-kivi",)
     assert _C.kv_element_formats == {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    assert list(_C.kv_code_formats) == [f for f in rt.KV_FORMATS if f not in _C.kv_element_formats]
+    assert {f for f, code in _C.kv_code_formats.items() if code == "e4m3"} == {"fp8"}
+    assert {f for f, bits in _C.kv_format_bits.items() if bits == 8} == set(oracle.BYTE_FORMATS)
     assert (_C.kv_group, _C.kv_ring, _C.kv_step_back, _C.max_head_dim, _C.w4_tile_rows) == (32, 64, 16, 512, 16)
     assert _C.kv_page_sizes == (16, 32, 64, 128) and _C.w4_group_sizes == (128, 64, 32)
     assert _C.w4_kinds == ("symmetric", "integer", "minima")

@@ -17,7 +17,7 @@ some_kinds = pytest.mark.parametrize(
     "format, dtype",
     [k for k in KINDS if k[0] not in QUANTISED]
     + [("int8", "float16"), ("int4", "bfloat16"), ("int4-kivi-sym", "float32"), ("int4-kivi", "bfloat16")]
-    + [("fp8", "float16")],
+    + [("fp8", "float16"), ("int8-kivi-sym", "bfloat16")],
 )
 quantised_kinds = pytest.mark.parametrize("format, dtype", [kind for kind in KINDS if kind[0] in QUANTISED])
 HEAD_DIMS = (1, 64, 80, 96, 111, 128, 256)
@@ -393,7 +393,7 @@ def test_extreme_ranges(format, dtype, plan):
 
 @pytest.mark.parametrize("format, dtype", [kind for kind in KINDS if kind[0] in QUANTISED and kind[0] != "fp8"])
 def test_every_code_occurs_and_comes_back(format, dtype, plan):
-    low, high = {"int8": (-127, 127), "int4-kivi": (0, 15)}.get(format, (-7, 7))
+    low, high = {"int8": (-127, 127), "int4-kivi": (0, 15), "int8-kivi-sym": (-127, 127)}.get(format, (-7, 7))
     per_token = np.resize(np.arange(low, high + 1), 32 * 256).reshape(32, 1, 256).astype(np.float64)
     per_channel = per_token.copy()
     per_channel[0], per_channel[1] = low, high  # every group spans the whole range
@@ -439,7 +439,15 @@ def test_halfway_between_two_numbers_of_fp8(dtype, plan):
 
 
 @pytest.mark.parametrize(
-    "format, promised", (("int8", 38.0), ("int4", 13.0), ("int4-kivi-sym", 14.0), ("int4-kivi", 18.0), ("fp8", 31.0))
+    "format, promised",
+    (
+        ("int8", 38.0),
+        ("int4", 13.0),
+        ("int4-kivi-sym", 14.0),
+        ("int4-kivi", 18.0),
+        ("fp8", 31.0),
+        ("int8-kivi-sym", 38.0),
+    ),
 )
 def test_signal_to_noise_on_normal_data(format, promised, dtype):
     k, v = kv(256, 2, 128, dtype, "sqnr")

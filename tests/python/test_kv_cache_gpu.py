@@ -23,6 +23,8 @@ some_kinds = pytest.mark.parametrize(
         ("int4", "float16"),
         ("int4-kivi", "bfloat16"),
         ("int4-kivi-sym", "float16"),
+        ("int8-kivi-sym", "float16"),
+        ("int8-kivi-sym", "bfloat16"),
     ),
 )
 makes = pytest.mark.parametrize("make", (contiguous, paged))

@@ -217,7 +217,7 @@ def test_view_of_an_element_pool(format, pair, layout):
     assert lens.tolist() == [40, 17]
 
 
-@pytest.mark.parametrize("format", ("int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8"))
+@pytest.mark.parametrize("format", ("int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8", "int8-kivi-sym"))
 def test_view_of_a_quantised_pool(format):
     heads, dim, page_size = 2, 80, 32
     block = oracle.block_bytes(format, page_size, dim)

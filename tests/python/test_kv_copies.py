@@ -22,7 +22,7 @@ def same(a, b):
         assert np.array_equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("format", ["int4-kivi", "int4-kivi-sym", "int8"])
+@pytest.mark.parametrize("format", ["int4-kivi", "int4-kivi-sym", "int8-kivi-sym", "int8"])
 @pytest.mark.parametrize("new", [2, 5, 16, 31])
 @pytest.mark.parametrize(("length", "back"), [(40, 10), (40, 8), (64, 16), (70, 7), (97, 1), (100, 16)])
 def test_new_tokens_after_a_cut_replace_the_old_ones(format, length, back, new):

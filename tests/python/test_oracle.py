@@ -125,7 +125,8 @@ def test_affine_by_hand():
 
 
 @pytest.mark.parametrize(
-    "format, db", [("int8", 40), ("int4", 15), ("int4-kivi-sym", 15), ("int4-kivi", 18), ("fp8", 30)]
+    "format, db",
+    [("int8", 40), ("int4", 15), ("int4-kivi-sym", 15), ("int4-kivi", 18), ("fp8", 30), ("int8-kivi-sym", 40)],
 )
 def test_formats_keep_their_signal(format, db):
     """Normal data: what so many levels, or so many bits of mantissa, keep (a swapped axis or sign loses it all)."""
@@ -170,6 +171,7 @@ def test_visibility_rule():
     ("int4", 64, 128, 2 * 64 * 64 + 2 * 64 * 2),
     ("int4-kivi-sym", 32, 128, 2 * 32 * 64 + 128 * 2 + 32 * 2),
     ("int4-kivi", 64, 128, 2 * 64 * 64 + 2 * 2 * 128 * 2 + 2 * 64 * 2),
+    ("int8-kivi-sym", 32, 128, 2 * 32 * 128 + 128 * 2 + 32 * 2),
     ("fp32", 16, 40, 2 * 16 * 40 * 4),
     ("bf16", 16, 40, 2 * 16 * 40 * 2),
 ])  # fmt: skip
@@ -177,7 +179,7 @@ def test_block_size_by_hand(format, page, dim, size):
     assert oracle.block_bytes(format, page, dim) == size
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8"])
+@pytest.mark.parametrize("format", ["int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8", "int8-kivi-sym"])
 @pytest.mark.parametrize("page", [16, 32, 64])
 @pytest.mark.parametrize("dim", [32, 40, 128])
 def test_blocks_come_back(format, page, dim):

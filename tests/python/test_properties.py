@@ -59,7 +59,7 @@ def test_a_cache_holds_what_the_format_says(format, dtype, tokens, head_dim):
 
 
 @few
-@given(st.sampled_from(["int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8"]), st.integers(1, 70))
+@given(st.sampled_from(["int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8", "int8-kivi-sym"]), st.integers(1, 70))
 def test_block_bytes_are_the_layout(format, head_dim):
     k, v = (cases.values((64, 2, head_dim), "bfloat16", "block bytes", side) for side in "kv")
     cache = rt.KVCache(1, 64, 2, head_dim, format=format, dtype="bfloat16")

@@ -19,7 +19,7 @@ from rooftile.integrations._models import CACHE  # noqa: E402
 from rooftile.integrations.transformers import RooftileCache, rooftile_attention, rooftile_mask  # noqa: E402
 from rooftile.kv_cache import KIVI  # noqa: E402
 
-FORMATS = ("fp32", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8")
+FORMATS = ("fp32", "int8", "int4", "int4-kivi-sym", "int4-kivi", "fp8", "int8-kivi-sym")
 # device, dtype of the model, the cache format that keeps it as it is
 KINDS = [("cpu", "float32", "fp32"), ("cuda", "float16", "fp16"), ("cuda", "bfloat16", "bf16")]
 kinds = pytest.mark.parametrize(("device", "dtype", "raw"), [kind for kind in KINDS if kind[0] in cases.devices()])

@@ -11,7 +11,7 @@ from rooftile import _C, evaluate
 from rooftile.loaders.gguf import open_gguf
 from rooftile.nn import W4Linear, W8Linear
 
-FORMATS = "fp32, fp16, bf16, int8, int4, int4-kivi-sym, int4-kivi, fp8"
+FORMATS = "fp32, fp16, bf16, int8, int4, int4-kivi-sym, int4-kivi, fp8, int8-kivi-sym"
 X = torch.ones(4, 128)
 
 

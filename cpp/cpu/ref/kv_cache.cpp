@@ -35,7 +35,7 @@ void put_code(KvFormat f, std::byte* base, std::int64_t index, int code) {
 
 // The code nearest to x, which is in units of the scale; ties to even.
 int nearest_code(KvFormat f, float x) {
-  return f == KvFormat::fp8 ? from_float<E4M3>(x).bits : static_cast<int>(std::nearbyint(x));
+  return is_e4m3(f) ? from_float<E4M3>(x).bits : static_cast<int>(std::nearbyint(x));
 }
 
 // One KV head of one cache row, to write.
@@ -70,7 +70,7 @@ struct Target {
     const bool affine = has_min(c.format);
     const DType stored = kv_scale_dtype(c.dtype);
     const float width = affine ? high - low : absmax;
-    const float top = static_cast<float>(affine ? 15 : qmax(c.format)), bottom = affine ? 0 : -top;
+    const float top = static_cast<float>(max_code(c.format)), bottom = affine ? 0 : -top;
     float scale = width / top;
     if (width > 0 && scale < smallest_scale(stored)) scale = smallest_scale(stored);
     scale = std::min(scale, largest_scale(stored, affine));

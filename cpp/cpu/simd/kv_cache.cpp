@@ -68,7 +68,7 @@ struct Range {
 // Scales and minima of sixteen groups as a reader of the cache sees them, and the codes they yield.
 template <KvFormat f>
 struct Quantizer {
-  static constexpr float top = has_min(f) ? 15.0f : static_cast<float>(qmax(f));
+  static constexpr float top = static_cast<float>(max_code(f));
   static constexpr float bottom = has_min(f) ? 0.0f : -top;
   F32 scale, minimum;
 
@@ -93,7 +93,7 @@ struct Quantizer {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest even integer
     if constexpr (has_min(f)) x -= minimum;
     const F32 steps = clamp(x / scale, bottom, top);
-    if constexpr (f == KvFormat::fp8) return e4m3_codes(steps) & (scale > 0.0f);
+    if constexpr (is_e4m3(f)) return e4m3_codes(steps) & (scale > 0.0f);
     const F32 shifted = steps + magic;
     return ((I32)shifted - (I32)splat(magic)) & (scale > 0.0f);
   }
@@ -273,24 +273,7 @@ void append_as(const Parallel& parallel, const KvCacheView& c, const TensorView&
 void kv_append(const Parallel& parallel, const KvCacheView& c, const TensorView& k, const TensorView& v,
                const std::int32_t* rows, const std::int32_t* counts) {
   const Parallel p = k.numel() < serial_below ? Parallel(1) : parallel;
-  switch (c.format) {
-    case KvFormat::fp32:
-      return append_as<KvFormat::fp32>(p, c, k, v, rows, counts);
-    case KvFormat::fp16:
-      return append_as<KvFormat::fp16>(p, c, k, v, rows, counts);
-    case KvFormat::bf16:
-      return append_as<KvFormat::bf16>(p, c, k, v, rows, counts);
-    case KvFormat::int8:
-      return append_as<KvFormat::int8>(p, c, k, v, rows, counts);
-    case KvFormat::int4:
-      return append_as<KvFormat::int4>(p, c, k, v, rows, counts);
-    case KvFormat::int4_kivi_sym:
-      return append_as<KvFormat::int4_kivi_sym>(p, c, k, v, rows, counts);
-    case KvFormat::int4_kivi:
-      return append_as<KvFormat::int4_kivi>(p, c, k, v, rows, counts);
-    case KvFormat::fp8:
-      return append_as<KvFormat::fp8>(p, c, k, v, rows, counts);
-  }
+  with_kv_format(c.format, [&](auto f) { append_as<f()>(p, c, k, v, rows, counts); });
 }
 
 }  // namespace rooftile::cpu::ROOFTILE_ISA

@@ -202,6 +202,28 @@ ROOFTILE_INLINE void load_pairs(const std::byte* p, DType t, F32& even, F32& odd
   }
 }
 
+// The 16-bit scales of a group's channels at p, in the order of a token's codes: paired or as stored; padding is 0.
+ROOFTILE_INLINE void load_channels(const std::byte* p, const KvCacheView& c, int width, float* out) {
+  const DType dtype = kv_scale_dtype(c.dtype);
+  const bool paired = is_paired(c.format);
+  for (int d = 0; d < width; d += 2 * lanes) {
+    const std::byte* from = p + 2 * d;
+    F32 first, second;
+    if (paired) {
+      load_pairs(from, dtype, first, second);
+    } else if (dtype == DType::bf16) {
+      first = load(reinterpret_cast<const BFloat16*>(from));
+      second = load(reinterpret_cast<const BFloat16*>(from) + lanes);
+    } else {
+      first = load(reinterpret_cast<const Half*>(from));
+      second = load(reinterpret_cast<const Half*>(from) + lanes);
+    }
+    store(out + d, first);
+    store(out + d + lanes, second);
+  }
+  for (int d = c.head_dim; d < width; ++d) out[paired ? d / 32 * 32 + d % 2 * 16 + d % 32 / 2 : d] = 0;
+}
+
 // ---- one KV head of one cache row ----
 
 struct CachedHead {
@@ -280,7 +302,7 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
         const std::byte* from = base + s * width;
         for (int d = 0; d < width; d += lanes) {
           const I8 codes = load_raw<I8>(from + d);
-          store(to + d, c.format == KvFormat::fp8 ? numbers<true>(codes) : numbers<false>(codes));
+          store(to + d, is_e4m3(c.format) ? numbers<true>(codes) : numbers<false>(codes));
         }
       } else {
         const std::byte* from = base + s * width / 2;
@@ -296,25 +318,9 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
     }
   }
   if (!is_kivi(c.format)) return token_scales(h, c.k, c.k.scale, first, n, scales.token);
-  const DType dtype = kv_scale_dtype(c.dtype);
   const std::int64_t offset = first % c.page_size / kv_group * width * 2;
-  const std::byte* scale = h.at(c.k.scale, c.k, first) + offset;
-  const std::byte* min = has_min(c.format) ? h.at(c.k.min, c.k, first) + offset : nullptr;
-  for (int d = 0; d < width; d += 2 * lanes) {
-    F32 even, odd;
-    load_pairs(scale + 2 * d, dtype, even, odd);
-    store(scales.channel + d, even);
-    store(scales.channel + d + lanes, odd);
-    if (!min) continue;
-    load_pairs(min + 2 * d, dtype, even, odd);
-    store(scales.channel_min + d, even);
-    store(scales.channel_min + d + lanes, odd);
-  }
-  for (int d = c.head_dim; d < width; ++d) {  // whatever lies in the padding
-    const int paired = d / 32 * 32 + d % 2 * 16 + d % 32 / 2;
-    scales.channel[paired] = 0;
-    if (min) scales.channel_min[paired] = 0;
-  }
+  load_channels(h.at(c.k.scale, c.k, first) + offset, c, width, scales.channel);
+  if (has_min(c.format)) load_channels(h.at(c.k.min, c.k, first) + offset, c, width, scales.channel_min);
 }
 
 // The V codes of the tile at `first` as fp32 [tile][width], and the scales of its first n tokens.
@@ -329,8 +335,8 @@ ROOFTILE_INLINE void unpack_v(const CachedHead& h, std::int64_t first, int n, fl
     for (int d = 0; d < width; d += 32) {
       const std::byte* from = base + d * tokens * code_bits(c.format) / 8;
       float* to = out + t * width + d;
-      if (c.format == KvFormat::int8) unpack_v_bytes<false>(from, to, width);
-      else if (c.format == KvFormat::fp8) unpack_v_bytes<true>(from, to, width);
+      if (is_e4m3(c.format)) unpack_v_bytes<true>(from, to, width);
+      else if (code_bits(c.format) == 8) unpack_v_bytes<false>(from, to, width);
       else if (tokens == 16) unpack_v_int4<U8, 16>(from, is_signed, to, width);
       else unpack_v_int4<Bytes, 32>(from, is_signed, to, width);
     }

@@ -6,14 +6,12 @@
 #include <cstdint>
 
 #include "rooftile/context.h"
+#include "rooftile/kv_format.h"
 #include "rooftile/tensor.h"
 
 namespace rooftile {
 
-enum class KvFormat : std::uint8_t { fp32, fp16, bf16, int8, int4, int4_kivi_sym, int4_kivi, fp8 };
-inline constexpr int kv_format_count = 8;
-
-const char* name(KvFormat f);                                    // "int4-kivi"
+constexpr const char* name(KvFormat f) { return kv_format_traits(f).name; }
 KvFormat kv_format_from_name(const char* op, const char* text);  // throws a value error that lists the formats
 
 // Bytes that one (page, KV head) block takes: codes of K, codes of V, then their scales and minima. head_dim 1 to 512.

@@ -199,8 +199,9 @@ __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], s
 }
 
 // Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
-// multiplied by.
+// multiplied by. All but 8-bit codes with scales per channel.
 template <class T, KvFormat F, int D, int N>
+  requires(KvTraits<F>::pairs || !KvTraits<F>::channel_scales)
 __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
                                          const float (&factor)[N][2], int lane) {
   using Kind = KvTraits<F>;
@@ -317,6 +318,74 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
         }
       }
   }
+}
+
+// Adds W words of every token and lane, from `from` on, in 8-bit codes with scales per channel; their channels begin at
+// `channel`, their k-tiles at `first`. K's scales are multiplied into the queries, and the correction subtracts exactly
+// what the codes add: the zero point times the scaled query, after rounding.
+template <int W, class T, KvFormat F, int N, int D>
+__device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&zp_correction)[N][4],
+                                                const unsigned char* const (&from)[4], const CodeTile<F, D>& x,
+                                                const CodeQueries<F, D> (&q)[N], const GroupScale<T, F, D>& group,
+                                                int first, int channel) {
+  constexpr std::uint32_t minus_zero_point = KvTraits<F>::minus_zero_point_pair;
+  std::uint32_t row[4][W];  // (block of 8 tokens, word)
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
+#pragma unroll
+  for (int w = 0; w < W; ++w) {
+    const uint2 scales = *reinterpret_cast<const uint2*>(x.k_scale() + channel + 4 * w);
+    const std::uint32_t low = group.f16(scales.x), high = group.f16(scales.y);
+    tile::FragmentB b[N];  // (n-tile)
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const tile::FragmentB& query = q[n].q[first + w];
+      b[n] = {{tile::mul_f16x2(query.r[0], low), tile::mul_f16x2(query.r[1], high)}};
+      tile::mma<tile::half>(zp_correction[n],
+                            {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b[n]);
+    }
+#pragma unroll
+    for (int mt = 0; mt < 2; ++mt) {
+      tile::FragmentA a;
+      KvTraits<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
+      KvTraits<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
+#pragma unroll
+      for (int n = 0; n < N; ++n) tile::mma<tile::half>(sum[n][mt], a, b[n]);
+    }
+  }
+}
+
+// The same scores from 8-bit codes with scales per channel.
+template <class T, KvFormat F, int D, int N>
+  requires(!KvTraits<F>::pairs && KvTraits<F>::channel_scales)
+__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
+                                         const float (&factor)[N][2], int lane) {
+  const int g = lane / 4, t = lane % 4;
+  float sum[N][2][4] = {}, zp_correction[N][4] = {};  // (n-tile, m-tile of 16 tokens, 4), (n-tile, 4)
+  const GroupScale<T, F, D> group(x, lane);
+#pragma unroll
+  for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes per lane and row
+    qk_scaled_bytes<4, T>(sum, zp_correction,
+                          {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
+                           x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
+                          x, q, group, 4 * chunk, 64 * chunk + 16 * t);
+  if constexpr (D % 64 != 0) {  // the last 32 channels
+    constexpr int last = D / 64 * 64;
+    const unsigned char* from = x.k + g * x.row_bytes + last + t * 8;
+    qk_scaled_bytes<2, T>(sum, zp_correction,
+                          {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, x, q, group,
+                          last / 16, last + 8 * t);
+  }
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float group_factor = factor[n][i & 1] * group.scale;
+        s[n][mt][i] = __fmaf_rn(sum[n][mt][i], group_factor * (1.0f / KvTraits<F>::code_scale),
+                                zp_correction[n][i & 1] * group_factor);
+      }
 }
 
 }  // namespace rooftile::gpu

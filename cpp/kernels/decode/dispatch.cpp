@@ -16,9 +16,11 @@ constexpr const char* op = "decode_attention";
 // Calls visit(variant) for every compiled variant.
 template <class Visit>
 void for_each_variant(const Visit& visit) {
-  for (std::span<const DecodeVariant> variants : {bits16_variants(), int8_variants(), fp8_variants(), int4_variants(),
-                                                  int4_kivi_variants(), int4_kivi_sym_variants()})
-    for (const DecodeVariant& v : variants) visit(v);
+  for (int i = 0; i < kv_format_count; ++i)
+    with_kv_format(static_cast<KvFormat>(i), [&](auto format) {
+      if constexpr (format() != KvFormat::fp32)
+        for (const DecodeVariant& v : decode_variants<format()>()) visit(v);
+    });
 }
 
 // Among the variants for this cache, the one with the largest block_m that the packed rows fill by more than half.
@@ -40,7 +42,7 @@ const DecodeVariant& variant_of(const DecodeArgs& a, int block_m) {
   // Every dtype and format is compiled for the same head_dims.
   std::string stores, dims;
   const auto add = [](std::string& list, const std::string& next) { list += (list.empty() ? "" : ", ") + next; };
-  const DecodeKey& first = bits16_variants()[0].key;
+  const DecodeKey& first = decode_variants<KvFormat::fp16>()[0].key;
   for_each_variant([&](const DecodeVariant& v) {
     if (v.key.block_m != first.block_m) return;
     if (v.key.head_dim == first.head_dim) add(stores, std::string(name(v.key.dtype)) + " " + name(v.key.format));

@@ -16,13 +16,15 @@ namespace rooftile::gpu {
 template <KvFormat F>
 struct KvTraits {
   static constexpr int bits = code_bits(F);
-  static constexpr bool codes = !is_element_format(F), pairs = bits == 4, has_zero_point = codes && F != KvFormat::fp8;
+  static_assert(!has_min(F) || bits == 4, "codes with minima are decoded as unsigned 4-bit integers");
+  static constexpr bool codes = !is_element_format(F), pairs = bits == 4, has_zero_point = codes && !is_e4m3(F);
   // Scales of K: of a channel and kv_group tokens, or of a token. Those of V are of a token. affine: with minima.
   static constexpr bool channel_scales = is_kivi(F), affine = has_min(F);
-  static constexpr float code_scale = F == KvFormat::fp8 ? tile::e4m3_unit : tile::code_unit,
+  static constexpr float code_scale = is_e4m3(F) ? tile::e4m3_unit : tile::code_unit,
                          odd_code_scale = pairs ? tile::odd_code_unit : code_scale;
   static constexpr float zero_point = pairs ? 8 : 128;                                           // in codes
   static constexpr std::uint32_t zero_point_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // as operands
+  static constexpr std::uint32_t minus_zero_point_pair = pairs ? 0xc800c800u : 0xd800d800u;      // as fp16 numbers
   static constexpr std::uint32_t flip = pairs && !affine ? 0x88888888u : 0;  // two's complement -> unsigned
 
   // V codes of 32 tokens (16 in 8 bits) and 32 channels: (token, channel) -> code.
@@ -35,7 +37,7 @@ struct KvTraits {
 
   // Decodes a word: four 8-bit codes into two pairs, eight 4-bit codes into four.
   __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
-    if constexpr (F == KvFormat::fp8) tile::decode_e4m3(word, low, high);
+    if constexpr (is_e4m3(F)) tile::decode_e4m3(word, low, high);
     else tile::decode_int8_plus_128(word, low, high);
   }
   __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t (&pair)[4]) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "kernels/decode/combine.cuh"
+#include "kernels/decode/combine.h"
 #include "kernels/decode/plan.h"
 #include "kernels/decode/split_kv.cuh"
 #include "kernels/launch.h"
@@ -9,10 +9,12 @@
 
 namespace rooftile::gpu {
 
-// Launches split_kv and combine.
+template <class Config>
+inline constexpr DType decode_dtype = std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16;
+
+// Launches split_kv, and combine after it.
 template <class Config>
 struct DecodeKernel {
-  using T = typename Config::T;
   using Storage = SharedStorage<DecodeTraits<Config>>;
   static constexpr int threads = 32 * Config::warps;
 
@@ -21,12 +23,11 @@ struct DecodeKernel {
     scope.launch(split_kv<Config>, {p.ctas / p.ctas_per_sm, p.ctas_per_sm}, threads, sizeof(Storage), p,
                  Overlap::with_previous, p.cluster_size);
     if (p.cluster_size > 1) return;
-    scope.launch(combine<T, Config::head_dim>, std::int64_t{p.batch} * p.tiles_per_entry * p.rows_used,
-                 Config::head_dim, 0, p, Overlap::with_previous);
+    launch_combine(scope, {decode_dtype<Config>, Config::head_dim}, p);
   }
   static void load(const char* op) {
     load_kernel(op, split_kv<Config>);
-    load_kernel(op, combine<T, Config::head_dim>);
+    load_combine(op, {decode_dtype<Config>, Config::head_dim});
   }
 };
 
@@ -56,8 +57,7 @@ struct StepConfig {
 template <class Config>
 constexpr DecodeVariant decode_variant() {
   using Kernel = DecodeKernel<Config>;
-  return {{std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16, Config::format, Config::head_dim,
-           mma_n * Config::n_tiles},
+  return {{decode_dtype<Config>, Config::format, Config::head_dim, mma_n * Config::n_tiles},
           Config::ctas_per_sm,
           Config::clusters,
           sizeof(typename Kernel::Storage),
@@ -65,11 +65,17 @@ constexpr DecodeVariant decode_variant() {
           Kernel::load};
 }
 
-// The table of variants of one file.
+// The configs of a KV format's variants: a file in inst/ says which, and instantiates decode_variants of the format.
+template <KvFormat F>
+struct DecodeConfigs;
 template <class... Configs>
+struct ConfigList {
+  static constexpr DecodeVariant table[sizeof...(Configs)] = {decode_variant<Configs>()...};
+};
+
+template <KvFormat F>
 std::span<const DecodeVariant> decode_variants() {
-  static constexpr DecodeVariant table[] = {decode_variant<Configs>()...};
-  return table;
+  return DecodeConfigs<F>::table;
 }
 
 }  // namespace rooftile::gpu

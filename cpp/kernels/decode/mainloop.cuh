@@ -36,7 +36,7 @@ class Mainloop {
                       const SplitEnd& split_end) {
     softmax_.reset();
     if (first >= last) return;
-    const VisibleRows<N> see(p_, tile, w, at_.lane, false);
+    const VisibleRows<Traits> see(p_, tile, w, at_.lane, false);
     if constexpr (Traits::elements) element_tiles(tile, w, see, {w, first, last}, tile_range, split_end);
     else code_tiles(tile, w, see, {w, first, last}, tile_range, split_end);
   }
@@ -74,9 +74,10 @@ class Mainloop {
     const Mainloop& loop;
     const WorkTile& tile;
     const RowWork& w;
-    const VisibleRows<N>& see;
+    const VisibleRows<Traits>& see;
     std::int64_t k_head, v_head;  // byte offsets of the KV head
-    __device__ ElementCopies(const Mainloop& loop, const WorkTile& tile, const RowWork& w, const VisibleRows<N>& see)
+    __device__ ElementCopies(const Mainloop& loop, const WorkTile& tile, const RowWork& w,
+                             const VisibleRows<Traits>& see)
         : loop(loop),
           tile(tile),
           w(w),
@@ -122,7 +123,7 @@ class Mainloop {
   };
 
   template <class SplitEnd>
-  __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const VisibleRows<N>& see,
+  __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const VisibleRows<Traits>& see,
                                 const SplitRange& range, int tile_range, const SplitEnd& split_end) {
     Queries q;
     const float factor = logit_factor(p_, 1.0f);
@@ -149,7 +150,7 @@ class Mainloop {
   // state's.
   template <class Keys, class Values, class Tiles, class Stage, class Rescale>
   __device__ void element_step(const Keys& keys, const Values& values, Tiles tiles, const Queries& q, float factor,
-                               const VisibleRows<N>& see, int token, float (&o)[N * C][4], Stage& stage,
+                               const VisibleRows<Traits>& see, int token, float (&o)[N * C][4], Stage& stage,
                                const Rescale& rescale) {
     const int own = cta_softmax ? at_.warp_kv : 0, own_token = token + 16 * own;
     float s[N][1][4];  // (n-tile, m-tile of 16 tokens, 4)
@@ -231,8 +232,8 @@ class Mainloop {
   };
 
   template <class SplitEnd>
-  __device__ void code_tiles(const WorkTile& tile, const RowWork& w, const VisibleRows<N>& see, const SplitRange& range,
-                             int tile_range, const SplitEnd& split_end) {
+  __device__ void code_tiles(const WorkTile& tile, const RowWork& w, const VisibleRows<Traits>& see,
+                             const SplitRange& range, int tile_range, const SplitEnd& split_end) {
     CodeQueries<format, D> q[N];  // (n-tile)
     float factor[N][2];           // (n-tile, packed row 2t + j)
     CodeCopies copies(*this, tile, w, range.last == w.splits);
@@ -272,7 +273,7 @@ class Mainloop {
   // A step in codes. CtaRing: a tile past the end of the row holds arbitrary codes, and its weights are 0.
   template <class Ring>
   __device__ void code_step(const CodeQueries<format, D> (&q)[N], const float (&factor)[N][2],
-                            const VisibleRows<N>& see, int plain_end, Ring& ring) {
+                            const VisibleRows<Traits>& see, int plain_end, Ring& ring) {
     const Code* tiles = ring.tiles();
     const int own = cta_softmax ? at_.warp_kv : 0, token = ring.token() + 32 * own;
     TokenScales<T, format> scales(tiles[own], see.any(token + at_.lane), at_.lane);
@@ -294,7 +295,7 @@ class Mainloop {
   }
   // Adds the step's values to the state. all: every packed row sees all 32 tokens of this warp's own KV tile.
   template <class All, class Ring>
-  __device__ void add_values(float (&s)[N][2][4], const TokenScales<T, format>& scales, const VisibleRows<N>& see,
+  __device__ void add_values(float (&s)[N][2][4], const TokenScales<T, format>& scales, const VisibleRows<Traits>& see,
                              int token, All all, Ring& ring) {
     const Code* tiles = ring.tiles();
     softmax_.weigh_codes(s, scales, see.rows, token, all, ring);
@@ -334,7 +335,7 @@ class Mainloop {
     Queries q;
     read_queries(q);
     const float factor = logit_factor(p_, 1.0f);
-    const VisibleRows<N> see(p_, tile, w, at_.lane, true);
+    const VisibleRows<Traits> see(p_, tile, w, at_.lane, true);
     NoRing stage;
 #pragma unroll 1
     for (int first = raw.first;;) {
@@ -366,7 +367,7 @@ class Mainloop {
     Queries q;
     read_queries(q);
     const float factor = logit_factor(p_, 1.0f);
-    const VisibleRows<N> see(p_, tile, w, at_.lane, true);
+    const VisibleRows<Traits> see(p_, tile, w, at_.lane, true);
     NoRing stage;
     for (int token = raw.first; token < w.length; token += 16 * raw_step_tiles) {
       if (token > raw.first) {

@@ -66,7 +66,7 @@ struct DecodeFacts {
 DecodeFacts decode_facts(const DecodeKey&);           // of the compiled variants, where the build has them
 DecodeFacts expected_decode_facts(const DecodeKey&);  // what they are, for a build without
 
-// One compiled variant. Each file in inst/ returns the variants of one cache format.
+// One compiled variant.
 class DeviceScope;
 struct DecodeVariant {
   DecodeKey key;
@@ -76,11 +76,8 @@ struct DecodeVariant {
   void (*launch)(const DeviceScope&, const DecodeParams&);
   void (*load)(const char* op);
 };
-std::span<const DecodeVariant> bits16_variants();
-std::span<const DecodeVariant> int8_variants();
-std::span<const DecodeVariant> fp8_variants();
-std::span<const DecodeVariant> int4_variants();
-std::span<const DecodeVariant> int4_kivi_variants();
-std::span<const DecodeVariant> int4_kivi_sym_variants();
+// The variants of a KV format, smallest block_m first; inst/ has a file a format. fp32 has none.
+template <KvFormat F>
+std::span<const DecodeVariant> decode_variants();
 
 }  // namespace rooftile::gpu

@@ -52,19 +52,21 @@ struct Visible {
 struct TokenRange {
   int begin, end;
 };
+template <bool Kivi>
 __device__ __forceinline__ TokenRange visible_tokens(const DecodeParams& p, int position, bool raw) {
   int begin = p.window > 0 && position >= p.window ? position + 1 - p.window : 0, end = position + 1;
-  if (is_kivi(p.cache.format)) {
+  if constexpr (Kivi) {
     const int boundary = max(position, 0) & ~(kv_group - 1);
     if (raw) begin = max(begin, boundary);
     else end = min(end, boundary);
   }
   return {begin, max(begin, end)};
 }
+template <bool Kivi>
 __device__ __forceinline__ Visible visible(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int lane,
                                            bool raw) {
   if (p.tokens == 1) {  // one query: padding rows may see what it sees
-    const TokenRange r = visible_tokens(p, w.length - 1, raw);
+    const TokenRange r = visible_tokens<Kivi>(p, w.length - 1, raw);
     return {{r.begin, r.begin}, {r.end, r.end}, {0, 0}, r.begin, r.end, r.begin, r.end};
   }
   Visible v{{0, 0}, {0, 0}, {-1, -1}, 0x7fffffff, 0, 0, 0x7fffffff};
@@ -75,7 +77,7 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const WorkTile
       v.end[j] = 0x7fffffff;
       continue;
     }
-    const TokenRange r = visible_tokens(p, c.position, raw);
+    const TokenRange r = visible_tokens<Kivi>(p, c.position, raw);
     v.query[j] = c.token;
     v.begin[j] = r.begin;
     v.end[j] = r.end;

@@ -10,15 +10,17 @@
 namespace rooftile::gpu {
 
 // The tokens that the packed rows of a work tile see.
-template <int N>
+template <class Traits>
 struct VisibleRows {
+  static constexpr int N = Traits::N;
   Visible rows[N];             // (n-tile)
   int outer_begin, outer_end;  // bounds of the tokens that any packed row sees
   // raw: as in visible_tokens.
   __device__ __forceinline__ VisibleRows(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int lane,
                                          bool raw) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) rows[n] = visible(p, {tile.b, tile.kv_head, tile.m_block + n}, w, lane, raw);
+    for (int n = 0; n < N; ++n)
+      rows[n] = visible<Traits::kivi>(p, {tile.b, tile.kv_head, tile.m_block + n}, w, lane, raw);
     outer_begin = rows[0].outer_begin;
     outer_end = rows[0].outer_end;
 #pragma unroll
@@ -62,7 +64,7 @@ struct RawTokens {
                        bool ends)
       : any(Traits::kivi && ends && w.raw) {
     if (!any) return;
-    const VisibleRows<N> see(p, tile, w, at.lane, true);
+    const VisibleRows<Traits> see(p, tile, w, at.lane, true);
     begin = see.outer_begin;
     end = see.outer_end;
     first = max(w.length - w.count, 0) & ~(kv_group - 1);

@@ -38,8 +38,8 @@ __device__ __forceinline__ Partial<K, S> merge(const Partial<K, S>& a, const Par
 template <int K, int S, int Threads, int RowSets, int SmemLevels>
 struct ReductionStorage {
   static constexpr int smem_levels = SmemLevels, gmem_levels = reduction_levels - SmemLevels;
-  float o[smem_levels][S][Threads];                                        // (level, value, thread)
-  float m[reduction_levels][K][RowSets], l[reduction_levels][K][RowSets];  // (level, row of the set, row set)
+  float o[smem_levels > 0 ? smem_levels : 1][S][smem_levels > 0 ? Threads : 1];  // (level, value, thread)
+  float m[reduction_levels][K][RowSets], l[reduction_levels][K][RowSets];        // (level, row of the set, row set)
   __device__ float* values(int level, float* gmem) {
     return level < smem_levels ? o[level][0] : gmem + (level - smem_levels) * S * Threads;
   }

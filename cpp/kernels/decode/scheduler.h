@@ -62,7 +62,7 @@ ROOFTILE_HD constexpr int ceil_div(int a, int b) {
 ROOFTILE_HD constexpr int kv_split_units(KvFormat format, int tokens) {
   constexpr int step_tokens = 4 * work_unit_tokens;
   if (tokens <= 32 * step_tokens) return 8;
-  if (tokens <= 64 * step_tokens) return code_bits(format) == 4 ? 16 : 8;
+  if (tokens <= 64 * step_tokens) return has_nibbles(format) ? 16 : 8;
   if (tokens <= 128 * step_tokens) return 16;
   constexpr unsigned most = max_splits * step_tokens;
   const unsigned least = (static_cast<unsigned>(tokens) + most - 1) / most;

@@ -16,13 +16,15 @@ using Softmax = std::conditional_t<Traits::cta_softmax, CtaSoftmax<Traits>, Warp
 
 // Raw tokens of a kivi row: KV tiles of 16 tokens in 16 bits. K and V of a tile are its two halves.
 //   WarpRing: the raw tiles of a warp take the stages that no code needs any more. A warp with two raw tiles copies
-//     four halves; where the ring has only three stages, the fourth half has its own memory.
-//   CtaRing: raw_tiles raw tiles at once have their own memory.
+//     four halves; where the ring has only three stages, the fourth half has its own memory; where it has two, no warp
+//     copies two raw tiles.
+//   CtaRing: raw_tiles raw tiles at once have their own memory; codes of 8 bits leave memory for one.
 template <class Traits>
 struct RawStorage {
   using Element = SmemElement<typename Traits::T>;
-  static constexpr int half_size = 16 * Traits::D, raw_tiles = 2;
-  static constexpr bool pairs = Traits::kivi && !Traits::cta_softmax && Traits::warps_per_tile == 1;
+  static constexpr int half_size = 16 * Traits::D, raw_tiles = code_bits(Traits::format) == 8 ? 1 : 2;
+  static constexpr bool pairs =
+      Traits::kivi && !Traits::cta_softmax && Traits::warps_per_tile == 1 && Traits::stages > 2;
   static constexpr int halves = !Traits::kivi ? 0 : Traits::cta_softmax ? 2 * raw_tiles : pairs && Traits::stages < 4;
   alignas(128) Element half[halves > 0 ? halves : 1][halves > 0 ? half_size : 8];
 };

@@ -43,14 +43,14 @@ std::int64_t vecs_of(std::int64_t n) { return (n + vec_size - 1) / vec_size; }
 struct GatedParams {
   Rows gate, up, h;
   std::int64_t rows, n;
-  Divisor vecs;  // of a row
+  Divisor64 vecs;  // of a row
 };
 
 template <class T, class Activation, bool vector>
 __global__ __launch_bounds__(cta_threads,
                              vector ? 16 : 10) void gated_activation(const __grid_constant__ GatedParams p) {
   let_next_kernel_start();
-  const Division at = divide(thread_index(), p.vecs);
+  const Division64 at = divide(thread_index(), p.vecs);
   if (at.quotient >= p.rows) return;
   const std::int64_t first = at.remainder * vec_size;
   const Row gate = row_at(p.gate, at.quotient), up_row = row_at(p.up, at.quotient);
@@ -75,7 +75,7 @@ void with_gated(Gate gate, F&& f) {
 struct RopeTensor {
   Rows x, y;
   std::int64_t threads, n;  // n: D
-  Divisor vecs, heads;      // vectors of a row: of pairs, then of what is copied
+  Divisor64 vecs, heads;    // vectors of a row: of pairs, then of what is copied
 };
 struct RopeParams {
   RopeTensor q, k;
@@ -92,7 +92,7 @@ __global__ __launch_bounds__(cta_threads, vector ? 10 : 7) void rope_rotate(cons
   const RopeTensor& t = is_k ? p.k : p.q;
   const std::int64_t index = thread_index() - (is_k ? p.q.threads : 0);
   if (index >= t.threads) return;
-  const Division at = divide(index, t.vecs);
+  const Division64 at = divide(index, t.vecs);
   const std::int64_t of_token = row_offset(p.positions, divide(at.quotient, t.heads).quotient);
   constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};  // of both types
 
@@ -138,8 +138,8 @@ RopeTensor rope_tensor(const TensorView& x, const TensorView& y, std::int64_t pa
           .y = rows_of(y),
           .threads = x.rows() * vecs,
           .n = n,
-          .vecs = divisor(vecs),
-          .heads = divisor(heads)};
+          .vecs = Divisor64(vecs),
+          .heads = Divisor64(heads)};
 }
 
 // ---------------------------------------------------------------- softmax
@@ -299,7 +299,7 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
                          .h = rows_of(h),
                          .rows = h.rows(),
                          .n = h.last(),
-                         .vecs = divisor(vecs_of(h.last()))};
+                         .vecs = Divisor64(vecs_of(h.last()))};
   with_element16(x.dtype, [&](auto e) {
     with_vector(
         p.n,

@@ -46,10 +46,8 @@ __global__ void __launch_bounds__(w4_gather_threads) w4a16_gather_x(const __grid
       bits[i] = params.row_in_smem ? row_copy[c] : row[c * p.x.last_stride];
     }
 #pragma unroll
-    for (unsigned i = 0; i < 8; ++i) {  // a column number outside of [0, K) reads as NaN
-      const std::uint16_t inside = column[i] < all_k ? bits[i] : 0x7fff;
-      tile_copy[i * w4_gather_threads + threadIdx.x] = first + i * w4_gather_threads < all_k ? inside : 0;
-    }
+    for (unsigned i = 0; i < 8; ++i)  // a column number outside of [0, K) reads as NaN; TMA reads none past K
+      tile_copy[i * w4_gather_threads + threadIdx.x] = column[i] < all_k ? bits[i] : 0x7fff;
     __syncthreads();
     const uint4 vec = *reinterpret_cast<const uint4*>(tile_copy + threadIdx.x * 8);
     __syncthreads();

@@ -94,7 +94,7 @@ __device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int
     const Quantizer<T, f> channel_quantizer = quantizer.from_lane(8 * j + w.lane % 8);
 #pragma unroll
     for (int i = 0; i < append_slice_tokens; ++i)
-      words[i] |= (static_cast<std::uint32_t>(channel_quantizer.code(x[i][j])) & 15) << (4 * j);
+      words[i] |= (static_cast<std::uint32_t>(channel_quantizer.code(x[i][j])) & code_mask<f>) << (code_bits(f) * j);
   }
   std::byte* codes_at = w.template section<std::byte>(c.k, c.k.codes, page, head);
 #pragma unroll
@@ -135,39 +135,56 @@ __device__ void encode_v_slice(const AppendWarp<T, f, rotate>& w, int first, int
     if constexpr (has_min(f))
       w.template section<T>(c.v, c.v.min, page, head)[offset + token_in_group(w.lane)] = quantizer.stored_minimum;
   }
-  std::uint32_t* words = cute::recast_ptr<std::uint32_t>(w.staged);  // (channel): the codes of the eight tokens
+  // 4 bits: a word holds a channel's codes of all eight tokens. 8 bits: word h holds those of tokens 16 h to 16 h + 15.
+  constexpr int bits = code_bits(f), channel_words = bits / 4;
+  std::uint32_t* words = cute::recast_ptr<std::uint32_t>(w.staged);  // (channel_words, 128 channels)
 #pragma unroll 1
   for (int vec = 0; vec < vecs; ++vec) {
     const int vi = 32 * vec + w.lane;
     if (vecs > 1) w.load_tokens(x, true, head, vi, position);  // again: a lane's registers do not hold a whole token
-    std::uint32_t channel_codes[4] = {};                       // (4 channels): codes of 8 tokens
+    std::uint32_t channel_codes[channel_words][4] = {};        // (word, 4 channels)
 #pragma unroll
     for (int i = 0; i < append_slice_tokens; ++i) {
       const Quantizer<T, f> token_quantizer = quantizer.from_lane(i);
+      const int shift = bits == 4 ? 16 * (i % 2) + 4 * (i / 2) : 8 * (i % 4);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        channel_codes[j] |= (static_cast<std::uint32_t>(token_quantizer.code(x[i][j])) & 15)
-                            << (16 * (i % 2) + 4 * (i / 2));
+        channel_codes[i * channel_words / append_slice_tokens][j] |=
+            (static_cast<std::uint32_t>(token_quantizer.code(x[i][j])) & code_mask<f>) << shift;
     }
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (4 * vi + j >= c.head_dim) channel_codes[j] = 0;
     __syncwarp();  // all lanes have finished with `staged`, which `words` overwrites
-    cute::recast_ptr<uint4>(words)[w.lane] = {channel_codes[0], channel_codes[1], channel_codes[2], channel_codes[3]};
+#pragma unroll
+    for (int h = 0; h < channel_words; ++h) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (4 * vi + j >= c.head_dim) channel_codes[h][j] = 0;
+      cute::recast_ptr<uint4>(words)[32 * h + w.lane] = {channel_codes[h][0], channel_codes[h][1], channel_codes[h][2],
+                                                         channel_codes[h][3]};
+    }
     __syncwarp();  // all lanes' words are in shared memory
     const int tile = 4 * vec + w.lane / 8;
-    std::uint32_t out[4] = {};  // the 16-byte vector of this lane
+    std::uint32_t out[channel_words][4] = {};  // the 16-byte vectors of this lane
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const std::uint32_t word = words[w.lane / 8 * 32 + w.lane % 8 + 8 * j];
+    for (int h = 0; h < channel_words; ++h)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[i] |= (word >> (4 * i) & 0x000f000fu) << (4 * j);
-    }
+      for (int j = 0; j < 4; ++j) {
+        const std::uint32_t word = words[128 * h + w.lane / 8 * 32 + w.lane % 8 + 8 * j];
+        if constexpr (bits == 8) {
+          out[h][j] = word;
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) out[h][i] |= (word >> (4 * i) & 0x000f000fu) << (4 * j);
+        }
+      }
     __syncwarp();  // all lanes have read `words`
     if (32 * tile >= padded) continue;
-    const std::int64_t index = v_code_index(f, kv_group, c.head_dim, offset + 2 * slice, 32 * tile + w.lane % 8);
-    *cute::recast_ptr<uint4>(w.template section<std::byte>(c.v, c.v.codes, page, head) + index / 2) = {out[0], out[1],
-                                                                                                       out[2], out[3]};
+#pragma unroll
+    for (int h = 0; h < channel_words; ++h) {
+      const std::int64_t index =
+          v_code_index(f, kv_group, c.head_dim, offset + 16 * h + 2 * slice, 32 * tile + w.lane % 8);
+      *cute::recast_ptr<uint4>(w.template section<std::byte>(c.v, c.v.codes, page, head) + index * bits / 8) = {
+          out[h][0], out[h][1], out[h][2], out[h][3]};
+    }
   }
 }
 

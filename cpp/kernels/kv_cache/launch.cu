@@ -78,20 +78,13 @@ using Kernel = void (*)(AppendParams);
 
 template <class T, bool rotate>
 Kernel kernel_for(KvFormat f) {
-  switch (f) {
-    case KvFormat::int8:
-      return append<T, KvFormat::int8, rotate>;
-    case KvFormat::fp8:
-      return append<T, KvFormat::fp8, rotate>;
-    case KvFormat::int4:
-      return append<T, KvFormat::int4, rotate>;
-    case KvFormat::int4_kivi_sym:
-      return append<T, KvFormat::int4_kivi_sym, rotate>;
-    case KvFormat::int4_kivi:
-      return append<T, KvFormat::int4_kivi, rotate>;
-    default:
-      return append < T, std::is_same_v<T, tile::bf16> ? KvFormat::bf16 : KvFormat::fp16, rotate > ;
-  }
+  constexpr KvFormat element = std::is_same_v<T, tile::bf16> ? KvFormat::bf16 : KvFormat::fp16;
+  Kernel kernel = nullptr;
+  with_kv_format(f, [&](auto format) {
+    constexpr KvFormat stored = is_element_format(format()) ? element : format();
+    kernel = append<T, stored, rotate>;
+  });
+  return kernel;
 }
 
 template <class T>

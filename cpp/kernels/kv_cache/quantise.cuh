@@ -60,8 +60,7 @@ struct Quantizer {
   static constexpr bool bf16 = std::is_same_v<T, tile::bf16>;
   static constexpr float smallest = bf16 ? 0x1p-133f : 0x1p-24f;  // subnormal
   static constexpr float largest_scale = rooftile::largest_scale(bf16 ? DType::bf16 : DType::f16, has_min(f));
-  static constexpr float max_code = has_min(f) ? 15.0f : static_cast<float>(qmax(f)),
-                         min_code = has_min(f) ? 0.0f : -max_code;
+  static constexpr float max_code = static_cast<float>(rooftile::max_code(f)), min_code = has_min(f) ? 0.0f : -max_code;
 
   T stored_scale, stored_minimum;
   float minimum;
@@ -105,7 +104,7 @@ struct Quantizer {
     float ratio = __fmul_rn(a, inverse_);
     ratio = __fmaf_rn(__fmaf_rn(-scale_, ratio, a), inverse_, ratio);
     ratio = __fmaf_rn(__fmaf_rn(-scale_, ratio, a), inverse_, ratio);
-    if constexpr (f == KvFormat::fp8)
+    if constexpr (is_e4m3(f))
       return scale_ > 0.0f ? e4m3(fminf(fabsf(ratio), max_code)) | (__float_as_int(x) >> 24 & 0x80) : 0;
     return scale_ > 0.0f ? __float2int_rn(fminf(fmaxf(ratio, min_code), max_code)) : 0;
   }
@@ -128,13 +127,15 @@ struct Quantizer {
   float scale_, inverse_, factor_;  // scale_: the stored scale times factor_, a power of two
 };
 
+template <KvFormat f>
+inline constexpr std::uint32_t code_mask = (1u << code_bits(f)) - 1;
+
 // Packs four codes into one word, the first in the lowest bits.
 template <KvFormat f>
 __device__ std::uint32_t packed(const int (&codes)[4]) {
-  constexpr std::uint32_t mask = (1u << code_bits(f)) - 1;
   std::uint32_t word = 0;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) word |= (static_cast<std::uint32_t>(codes[j]) & mask) << (j * code_bits(f));
+  for (int j = 0; j < 4; ++j) word |= (static_cast<std::uint32_t>(codes[j]) & code_mask<f>) << (j * code_bits(f));
   return word;
 }
 

@@ -8,6 +8,7 @@ import re
 import torch
 
 import rooftile as rt
+from rooftile import _C
 from rooftile._probe import missing_kernel
 from rooftile.bench import attention_peers
 from rooftile.bench.report import OURS
@@ -265,5 +266,5 @@ def _append(shape, format):
         for a, b in zip(same.values(), twin.dump(0).values(), strict=True)
     ):
         raise RuntimeError("wrong bytes; it is not timed")
-    nbytes = 2 * k.nbytes + 2 * k.numel() * {"fp16": 16, "int8": 8, "fp8": 8}.get(format, 4) // 8
+    nbytes = 2 * k.nbytes + 2 * k.numel() * _C.kv_format_bits[format] // 8
     return Entry(OURS, format, {names[-1]: [lambda: cache.append(k, v)] * steps}, nbytes, 0, 0.0, "warm")

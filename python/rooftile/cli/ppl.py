@@ -18,7 +18,7 @@ SUMMARY = "perplexity of a GGUF model under compressed KV caches and 4-bit weigh
 
 _STEP = 32  # tokens per forward over a compressed cache: one group, so it is read as in token-by-token decoding
 _DTYPES = ("float32", "bfloat16", "float16")
-_DEFAULT_FORMATS = "int8,fp8,int4,int4-kivi-sym,int4-kivi"
+_DEFAULT_FORMATS = ",".join(_C.kv_code_formats)
 _DEFAULT_CHUNKS = 8
 
 

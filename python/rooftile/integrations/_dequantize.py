@@ -27,7 +27,7 @@ def _places(format, page_size, head_dim, device):
         options = {"page_size": page_size, "head_dim": head_dim, "format": format, "dtype": "float16"}
         return PagedKVCache.view(pool.view(torch.uint8).view(1, 1, block), table, length, **options).dump(0)
 
-    bits = 8 if format in ("int8", "fp8") else 4
+    bits = _C.kv_format_bits[format]
     index = torch.arange(block * 8 // bits, device="cpu")
     places = dict.fromkeys(("k_codes", "v_codes"), 0)
     for shift in range(0, math.ceil(math.log2(len(index))), bits):
@@ -76,8 +76,9 @@ def _decoded(cache, side, blocks):
     places = _places(cache.format, cache.page_size, cache.head_dim, cache.device)
     dtype = getattr(torch, cache.dtype)
     place = places[side + "_codes"]
-    if cache.format in ("int8", "fp8"):
-        codes = blocks[..., place].view(torch.int8 if cache.format == "int8" else torch.float8_e4m3fn)
+    if _C.kv_format_bits[cache.format] == 8:
+        e4m3 = _C.kv_code_formats[cache.format] == "e4m3"
+        codes = blocks[..., place].view(torch.float8_e4m3fn if e4m3 else torch.int8)
     else:
         codes = blocks[..., place // 2] >> (place % 2 * 4).to(torch.uint8) & 15
         if cache.format not in _C.kv_minima_formats:

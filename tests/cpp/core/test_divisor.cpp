@@ -29,5 +29,20 @@ TEST(Divisor, DividesAsHardwareDoes) {
   }
 }
 
+TEST(Divisor, Divides53BitsAsHardwareDoes) {
+  constexpr std::int64_t most = (std::int64_t{1} << 53) - 1;
+  for (int bits = 0; bits < 53; ++bits)
+    for (const int more : {-1, 0, 1, 3, 5}) {
+      const std::int64_t b = std::clamp((std::int64_t{1} << bits) + more, std::int64_t{1}, most);
+      for (const std::int64_t quotient : {std::int64_t{0}, std::int64_t{1}, most / b / 3, most / b - 1, most / b})
+        for (const int at : {-1, 0, 1}) {
+          const std::int64_t a = std::clamp(quotient * b + at, std::int64_t{0}, most);
+          const Division64 found = divide(a, Divisor64(b));
+          ASSERT_EQ(found.quotient, a / b) << a << " / " << b;
+          ASSERT_EQ(found.remainder, a % b) << a << " / " << b;
+        }
+    }
+}
+
 }  // namespace
 }  // namespace rooftile

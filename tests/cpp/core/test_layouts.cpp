@@ -10,8 +10,8 @@
 namespace rooftile {
 namespace {
 
-constexpr KvFormat quantised[] = {KvFormat::int8, KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi,
-                                  KvFormat::fp8};
+constexpr KvFormat quantised[] = {KvFormat::int8,      KvFormat::int4, KvFormat::int4_kivi_sym,
+                                  KvFormat::int4_kivi, KvFormat::fp8,  KvFormat::int8_kivi_sym};
 
 TEST(KvLayout, CodesFillTheirSectionOnce) {
   for (KvFormat f : quantised)
@@ -52,6 +52,7 @@ TEST(KvLayout, BitsPerPairAreTheDocumentedOnes) {
   EXPECT_DOUBLE_EQ(bits(KvFormat::int4), 8.25);
   EXPECT_DOUBLE_EQ(bits(KvFormat::int4_kivi_sym), 8.625);
   EXPECT_DOUBLE_EQ(bits(KvFormat::int4_kivi), 9.25);
+  EXPECT_DOUBLE_EQ(bits(KvFormat::int8_kivi_sym), 16.625);
 }
 
 TEST(W4Layout, CodesFillTheTilesOnceAndFollowTheFragment) {

@@ -17,8 +17,9 @@
 namespace rooftile {
 namespace {
 
-constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16,          KvFormat::bf16,      KvFormat::int8,
-                                KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi, KvFormat::fp8};
+constexpr KvFormat formats[] = {KvFormat::fp32,      KvFormat::fp16, KvFormat::bf16,
+                                KvFormat::int8,      KvFormat::int4, KvFormat::int4_kivi_sym,
+                                KvFormat::int4_kivi, KvFormat::fp8,  KvFormat::int8_kivi_sym};
 constexpr const char* variants[] = {"portable", "avx2", "avx512"};
 
 // Query heads, KV heads, head_dim, tokens.
@@ -151,7 +152,7 @@ struct Cache {
         }
       }
       const DType scale_type = kv_scale_dtype(view.dtype);
-      const float step = view.format == KvFormat::int8 ? 0.02f : view.format == KvFormat::fp8 ? 0.005f : 0.25f;
+      const float step = is_e4m3(view.format) ? 0.005f : code_bits(view.format) == 8 ? 0.02f : 0.25f;
       const bool per_channel = is_k && is_kivi(view.format);
       if (per_channel && t % kv_group) continue;
       for (int d = 0; d < (per_channel ? dim : 1); ++d) {

@@ -161,14 +161,16 @@ struct Format {
   KvFormat format;
   DType dtype;
 };
-constexpr Format attended[] = {{KvFormat::fp16, DType::f16},      {KvFormat::bf16, DType::bf16},
-                               {KvFormat::int8, DType::f16},      {KvFormat::int8, DType::bf16},
-                               {KvFormat::int4_kivi, DType::f16}, {KvFormat::int4_kivi, DType::bf16}};
+constexpr Format attended[] = {{KvFormat::fp16, DType::f16},          {KvFormat::bf16, DType::bf16},
+                               {KvFormat::int8, DType::f16},          {KvFormat::int8, DType::bf16},
+                               {KvFormat::int4_kivi, DType::f16},     {KvFormat::int4_kivi, DType::bf16},
+                               {KvFormat::int8_kivi_sym, DType::f16}, {KvFormat::int8_kivi_sym, DType::bf16}};
 constexpr Format appended[] = {{KvFormat::fp16, DType::f16},          {KvFormat::bf16, DType::bf16},
                                {KvFormat::int8, DType::f16},          {KvFormat::int8, DType::bf16},
                                {KvFormat::int4, DType::f16},          {KvFormat::int4, DType::bf16},
                                {KvFormat::int4_kivi_sym, DType::f16}, {KvFormat::int4_kivi_sym, DType::bf16},
-                               {KvFormat::int4_kivi, DType::f16},     {KvFormat::int4_kivi, DType::bf16}};
+                               {KvFormat::int4_kivi, DType::f16},     {KvFormat::int4_kivi, DType::bf16},
+                               {KvFormat::int8_kivi_sym, DType::f16}, {KvFormat::int8_kivi_sym, DType::bf16}};
 
 // Calls body(page_size) for those that a format can have.
 template <class F>

@@ -42,8 +42,9 @@ std::vector<std::byte> normal(DType dtype, std::size_t n, unsigned seed) {
   return bytes;
 }
 
-constexpr KvFormat formats[] = {KvFormat::fp32, KvFormat::fp16,          KvFormat::bf16,      KvFormat::int8,
-                                KvFormat::int4, KvFormat::int4_kivi_sym, KvFormat::int4_kivi, KvFormat::fp8};
+constexpr KvFormat formats[] = {KvFormat::fp32,      KvFormat::fp16, KvFormat::bf16,
+                                KvFormat::int8,      KvFormat::int4, KvFormat::int4_kivi_sym,
+                                KvFormat::int4_kivi, KvFormat::fp8,  KvFormat::int8_kivi_sym};
 constexpr int heads = 2, tokens = 75;
 
 std::vector<std::string> variants() {

@@ -128,8 +128,8 @@ TEST(Rows, APlanHoldsTheRow) {
 
 struct Quotient {
   std::int64_t a, b;
-  Divisor by;
-  Division found;
+  Divisor64 by;
+  Division64 found;
 };
 __global__ void divide_all(Quotient* q) {
   Quotient& of = q[thread_index()];
@@ -145,7 +145,7 @@ TEST_F(Tile, DivisionUpTo53Bits) {
                        multiple = b * static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(most / b + 1));
     // at, just below and just above a multiple, and anywhere
     const std::int64_t a[] = {multiple, multiple - 1, multiple + 1, static_cast<std::int64_t>(random() >> 11)};
-    q[i] = {std::clamp<std::int64_t>(a[i % 4], 0, most), b, divisor(b), {}};
+    q[i] = {std::clamp<std::int64_t>(a[i % 4], 0, most), b, Divisor64(b), {}};
   }
   launch(divide_all, static_cast<int>(q.n), q.data);
   for (std::size_t i = 0; i < q.n; ++i) {

@@ -9,12 +9,14 @@ struct Bits16 : DecodeConfig<T, std::is_same_v<T, tile::half> ? KvFormat::fp16 :
 template <class T>
 struct Bits16Steps : StepConfig<T, std::is_same_v<T, tile::half> ? KvFormat::fp16 : KvFormat::bf16> {};
 
-std::span<const DecodeVariant> bits16_variants() {
-  return decode_variants<Bits16<tile::half, 64, 4, 2>, Bits16<tile::half, 96, 2, 2>, Bits16<tile::half, 128, 2, 2>,
-                         Bits16<tile::half, 192, 2, 2>, Bits16<tile::half, 256, 2, 2>, Bits16<tile::half, 512, 2, 2>,
-                         Bits16Steps<tile::half>, Bits16<tile::bf16, 64, 4, 2>, Bits16<tile::bf16, 96, 2, 2>,
-                         Bits16<tile::bf16, 128, 2, 2>, Bits16<tile::bf16, 192, 2, 2>, Bits16<tile::bf16, 256, 2, 2>,
-                         Bits16<tile::bf16, 512, 2, 2>, Bits16Steps<tile::bf16>>();
-}
+template <class T>
+struct Bits16Configs : ConfigList<Bits16<T, 64, 4, 2>, Bits16<T, 96, 2, 2>, Bits16<T, 128, 2, 2>, Bits16<T, 192, 2, 2>,
+                                  Bits16<T, 256, 2, 2>, Bits16<T, 512, 2, 2>, Bits16Steps<T>> {};
+template <>
+struct DecodeConfigs<KvFormat::fp16> : Bits16Configs<tile::half> {};
+template <>
+struct DecodeConfigs<KvFormat::bf16> : Bits16Configs<tile::bf16> {};
+template std::span<const DecodeVariant> decode_variants<KvFormat::fp16>();
+template std::span<const DecodeVariant> decode_variants<KvFormat::bf16>();
 
 }  // namespace rooftile::gpu

@@ -8,12 +8,13 @@ struct Fp8 : DecodeConfig<T, KvFormat::fp8, D, Stages, CtasPerSm> {};
 template <class T>
 struct Fp8Steps : StepConfig<T, KvFormat::fp8> {};
 
-std::span<const DecodeVariant> fp8_variants() {
-  return decode_variants<Fp8<tile::half, 64, 3, 2>, Fp8<tile::half, 96, 2, 2>, Fp8<tile::half, 128, 2, 2>,
-                         Fp8<tile::half, 192, 2, 2>, Fp8<tile::half, 256, 2, 2>, Fp8<tile::half, 512, 2, 2>,
-                         Fp8Steps<tile::half>, Fp8<tile::bf16, 64, 3, 2>, Fp8<tile::bf16, 96, 2, 2>,
-                         Fp8<tile::bf16, 128, 2, 2>, Fp8<tile::bf16, 192, 2, 2>, Fp8<tile::bf16, 256, 2, 2>,
-                         Fp8<tile::bf16, 512, 2, 2>, Fp8Steps<tile::bf16>>();
-}
+template <>
+struct DecodeConfigs<KvFormat::fp8>
+    : ConfigList<Fp8<tile::half, 64, 3, 2>, Fp8<tile::half, 96, 2, 2>, Fp8<tile::half, 128, 2, 2>,
+                 Fp8<tile::half, 192, 2, 2>, Fp8<tile::half, 256, 2, 2>, Fp8<tile::half, 512, 2, 2>,
+                 Fp8Steps<tile::half>, Fp8<tile::bf16, 64, 3, 2>, Fp8<tile::bf16, 96, 2, 2>, Fp8<tile::bf16, 128, 2, 2>,
+                 Fp8<tile::bf16, 192, 2, 2>, Fp8<tile::bf16, 256, 2, 2>, Fp8<tile::bf16, 512, 2, 2>,
+                 Fp8Steps<tile::bf16>> {};
+template std::span<const DecodeVariant> decode_variants<KvFormat::fp8>();
 
 }  // namespace rooftile::gpu

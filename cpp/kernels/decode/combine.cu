@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/decode/combine.h"
+
+#include "kernels/decode/combine.cuh"
+#include "kernels/launch.h"
+#include "kernels/warmup.h"
+
+namespace rooftile::gpu {
+namespace {
+
+using Kernel = void (*)(DecodeParams);
+
+template <class T>
+Kernel kernel_of(int head_dim) {
+  switch (head_dim) {
+    case 64:
+      return combine<T, 64>;
+    case 96:
+      return combine<T, 96>;
+    case 128:
+      return combine<T, 128>;
+    case 192:
+      return combine<T, 192>;
+    case 256:
+      return combine<T, 256>;
+    default:
+      return combine<T, 512>;
+  }
+}
+Kernel kernel_of(const CombineKey& key) {
+  return key.dtype == DType::bf16 ? kernel_of<tile::bf16>(key.head_dim) : kernel_of<tile::half>(key.head_dim);
+}
+
+}  // namespace
+
+void launch_combine(const DeviceScope& scope, const CombineKey& key, const DecodeParams& p) {
+  scope.launch(kernel_of(key), std::int64_t{p.batch} * p.tiles_per_entry * p.rows_used, key.head_dim, 0, p,
+               Overlap::with_previous);
+}
+void load_combine(const char* op, const CombineKey& key) { load_kernel(op, kernel_of(key)); }
+
+}  // namespace rooftile::gpu
