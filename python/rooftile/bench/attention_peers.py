@@ -162,7 +162,7 @@ def _flashinfer(problem, kv_dtype):
 
     batch, t, heads, d = problem.q.shape
     device, pages = problem.q.device, problem.pages()
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=device)
     table = torch.cat([row[:n] for row, n in zip(problem.table, pages, strict=True)])
     last = torch.tensor(
         [n - (p - 1) * problem.page for n, p in zip(problem.tokens, pages, strict=True)], dtype=torch.int32
