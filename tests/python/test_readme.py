@@ -38,7 +38,8 @@ def test_the_numbers_it_begins_with_are_those_of_the_results():
     section = README.partition("## In four numbers")[2].partition("\n## ")[0]
     (cache,) = (r for r in results("cpu-2c/ppl.json") if (r["format"], r["weights"]) == ("int4-kivi", "dequantize"))
     (model,) = (r for r in results("cpu-2c/demo.json") if (r["format"], r["weights"]) == ("int4-kivi", "w4a16"))
-    of_case = [r for r in results("h200/w4a16.json") if r["case"] == "k4096_n14336_m1" and r["l2"] == "cold"]
+    (shown,) = set(re.findall(r"<!-- table: (\S+/w4a16) ", README))
+    of_case = [r for r in results(f"{shown}.json") if r["case"] == "k4096_n14336_m1" and r["l2"] == "cold"]
     (ours,) = (r for r in of_case if r["variant"] == "int4-g128" and r["impl"] == "rooftile")
     assert ours["peer"] == "marlin"
     for said, measured in (

@@ -19,7 +19,7 @@ BENCH = ("decode", "w4a16", "w8a16", "linear", "ops")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLES, LOGS = bench_scripts.load("tables"), bench_scripts.load("read_logs")
 MARKERS = {page: re.findall(r"<!-- table: (\S+)/(\w+)", page.read_text()) for page in PAGES}
-# docs/kernels/h100.md shows the GPU of its name; the others show one and the same
+# docs/kernels/h200.md shows the GPU of its name; the others show one and the same
 OF_A_MACHINE = {page for page in PAGES if (ROOT / "bench/results" / page.stem).is_dir()}
 SHOWN = {
     family: f"{machine}/{family}.json"
