@@ -408,6 +408,18 @@ def test_a_package_that_does_not_import_is_missing(monkeypatch):
     assert result["missing"] == ["machete", "marlin"] and result["left_out"] == notes.left_out
 
 
+def test_the_host_cost_of_calls(capsys, monkeypatch):
+    """The script measures every case, the longer one as longer, and says so in JSON."""
+    script = bench_scripts.load("host_cost")
+    calls = {"short": lambda: None, "long": lambda: sum(range(10_000))}
+    times = script.measure(calls, "cpu", rounds=3, count=5)
+    assert {len(us) for us in times.values()} == {3} and min(times["long"]) > 10 * min(times["short"])
+    monkeypatch.setattr(sys, "argv", ["host_cost.py", "--device", "cpu", "--rounds", "2", "--calls", "3", "--json"])
+    script.main()
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [r["case"] for r in rows] == list(script.cases("cpu")) and all(0 < r["us_min"] <= r["us"] for r in rows)
+
+
 def test_no_path_of_a_machine_is_told(capsys):
     """Errors of peers name the file that they were compiled from: of it the name is told, not where it lay."""
     notes = runner.Notes()
