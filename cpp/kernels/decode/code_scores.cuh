@@ -321,13 +321,13 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 }
 
 // Adds W words of every token and lane, from `from` on, in 8-bit codes with scales per channel; their channels begin at
-// `channel`, their k-tiles at `first`. K's scales are multiplied into the queries, and the correction subtracts exactly
+// `channel`, their k-tiles at First. K's scales are multiplied into the queries, and the correction subtracts exactly
 // what the codes add: the zero point times the scaled query, after rounding.
-template <int W, class T, KvFormat F, int N, int D>
+template <int W, int First, class T, KvFormat F, int N, int D>
 __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&zp_correction)[N][4],
                                                 const unsigned char* const (&from)[4], const CodeTile<F, D>& x,
                                                 const CodeQueries<F, D> (&q)[N], const GroupScale<T, F, D>& group,
-                                                int first, int channel) {
+                                                int channel) {
   constexpr std::uint32_t minus_zero_point = KvTraits<F>::minus_zero_point_pair;
   std::uint32_t row[4][W];  // (block of 8 tokens, word)
 #pragma unroll
@@ -339,7 +339,7 @@ __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&z
     tile::FragmentB b[N];  // (n-tile)
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const tile::FragmentB& query = q[n].q[first + w];
+      const tile::FragmentB& query = q[n].q[First + w];
       b[n] = {{tile::mul_f16x2(query.r[0], low), tile::mul_f16x2(query.r[1], high)}};
       tile::mma<tile::half>(zp_correction[n],
                             {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b[n]);
@@ -363,18 +363,18 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
   const int g = lane / 4, t = lane % 4;
   float sum[N][2][4] = {}, zp_correction[N][4] = {};  // (n-tile, m-tile of 16 tokens, 4), (n-tile, 4)
   const GroupScale<T, F, D> group(x, lane);
-#pragma unroll
-  for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes per lane and row
-    qk_scaled_bytes<4, T>(sum, zp_correction,
-                          {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
-                           x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
-                          x, q, group, 4 * chunk, 64 * chunk + 16 * t);
+  cute::for_each(cute::make_int_sequence<D / 64>{}, [&](auto chunk) {  // 64 channels: 16 bytes per lane and row
+    qk_scaled_bytes<4, 4 * chunk, T>(sum, zp_correction,
+                                     {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
+                                      x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
+                                     x, q, group, 64 * chunk + 16 * t);
+  });
   if constexpr (D % 64 != 0) {  // the last 32 channels
     constexpr int last = D / 64 * 64;
     const unsigned char* from = x.k + g * x.row_bytes + last + t * 8;
-    qk_scaled_bytes<2, T>(sum, zp_correction,
-                          {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, x, q, group,
-                          last / 16, last + 8 * t);
+    qk_scaled_bytes<2, last / 16, T>(sum, zp_correction,
+                                     {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes},
+                                     x, q, group, last + 8 * t);
   }
 #pragma unroll
   for (int n = 0; n < N; ++n)
