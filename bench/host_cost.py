@@ -20,8 +20,6 @@ import time
 import rooftile as rt
 import torch
 
-TORCH = "torch linear"
-
 
 def cases(device):
     """{name: call}. On a GPU "one" and "two" are the kernels of a decode_attention call."""
@@ -41,23 +39,18 @@ def cases(device):
         out = torch.empty_like(q)
         return lambda: rt.decode_attention(q, cache, out=out)
 
-    def products(tokens):
-        w = rt.W4Weight.quantize(torch.randn(width, width, **kind), group_size=32)
-        x, y = torch.randn(tokens, width, **kind), torch.empty(tokens, width, **kind)
-        return lambda: rt.w4a16_matmul(x, w, out=y)
-
     x, weight, full = torch.randn(1, width, **kind), torch.ones(width, **kind), torch.randn(width, width, **kind)
-    y = torch.empty_like(x)
+    y, w4 = torch.empty_like(x), rt.W4Weight.quantize(full, group_size=32)
     short, long = (256, 64) if gpu else (8, 8)
     return {
         "rms_norm": lambda: rt.rms_norm(x, weight, out=y),
         "linear": lambda: rt.linear(x, full, out=y),
-        "w4a16_matmul": products(1),
+        "w4a16_matmul": lambda: rt.w4a16_matmul(x, w4, out=y),
         "decode, one": decode(1, short, "int8", False),
         "decode, one, int4-kivi in pages": decode(1, short, "int4-kivi", True),
         "decode, two": decode(64 if gpu else 1, long, "int8", False),
         "decode, two, int4-kivi in pages": decode(64 if gpu else 1, long, "int4-kivi", True),
-        TORCH: lambda: torch.nn.functional.linear(x, full),
+        "torch linear": lambda: torch.nn.functional.linear(x, full),
     }
 
 

@@ -44,6 +44,8 @@ inline constexpr std::uint32_t element_formats =
                                affine_formats = kv_formats([](const KvFormatTraits& t) { return t.affine; }),
                                nibble_formats = kv_formats([](const KvFormatTraits& t) { return t.bits == 4; });
 
+static_assert((affine_formats & ~nibble_formats) == 0, "codes with minima are read as unsigned 4-bit integers");
+
 ROOFTILE_HD constexpr bool one_of(std::uint32_t formats, KvFormat f) {
   return (formats >> static_cast<int>(f) & 1) != 0;
 }

@@ -393,7 +393,14 @@ def test_extreme_ranges(format, dtype, plan):
 
 @pytest.mark.parametrize("format, dtype", [kind for kind in KINDS if kind[0] in QUANTISED and kind[0] != "fp8"])
 def test_every_code_occurs_and_comes_back(format, dtype, plan):
-    low, high = {"int8": (-127, 127), "int4-kivi": (0, 15), "int8-kivi-sym": (-127, 127)}.get(format, (-7, 7))
+    of_8_bits, of_4_bits = (-127, 127), (-7, 7)
+    low, high = {
+        "int8": of_8_bits,
+        "int8-kivi-sym": of_8_bits,
+        "int4": of_4_bits,
+        "int4-kivi-sym": of_4_bits,
+        "int4-kivi": (0, 15),
+    }[format]
     per_token = np.resize(np.arange(low, high + 1), 32 * 256).reshape(32, 1, 256).astype(np.float64)
     per_channel = per_token.copy()
     per_channel[0], per_channel[1] = low, high  # every group spans the whole range

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The KV formats. A new one is an enumerator and a line of kv_format_traits: everything else asks the traits.
+// The KV formats. A new one is an enumerator, a line of kv_format_traits and a file of kernels/decode/inst; everything
+// else asks the traits (docs/contributing.md).
 #pragma once
 
 #include <cstdint>
@@ -42,5 +43,8 @@ constexpr KvFormatTraits kv_format_traits(KvFormat f) {
   }
   return {};
 }
+static_assert(kv_format_traits(static_cast<KvFormat>(kv_format_count - 1)).name != nullptr &&
+                  kv_format_traits(static_cast<KvFormat>(kv_format_count)).name == nullptr,
+              "kv_format_count must count the formats");
 
 }  // namespace rooftile

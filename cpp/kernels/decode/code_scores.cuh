@@ -160,6 +160,20 @@ __device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigne
   }
 }
 
+// Adds the products of word w of 32 tokens in 8-bit codes with the query fragments b, one an n-tile.
+template <KvFormat F, int W, int N>
+__device__ __forceinline__ void qk_word(float (&s)[N][2][4], const std::uint32_t (&row)[4][W], int w,
+                                        const tile::FragmentB (&b)[N]) {
+#pragma unroll
+  for (int mt = 0; mt < 2; ++mt) {
+    tile::FragmentA a;
+    KvTraits<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
+    KvTraits<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
+#pragma unroll
+    for (int n = 0; n < N; ++n) tile::mma<tile::half>(s[n][mt], a, b[n]);
+  }
+}
+
 // Adds scores of 32 tokens in 8-bit codes, in units of code_scale: W words of every token and lane, from `from` on,
 // times the query fragments from `first` on.
 template <KvFormat F, int W, int N, int D>
@@ -169,15 +183,12 @@ __device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned cha
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
 #pragma unroll
-  for (int w = 0; w < W; ++w)
+  for (int w = 0; w < W; ++w) {
+    tile::FragmentB b[N];  // (n-tile)
 #pragma unroll
-    for (int mt = 0; mt < 2; ++mt) {
-      tile::FragmentA a;
-      KvTraits<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
-      KvTraits<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
-#pragma unroll
-      for (int n = 0; n < N; ++n) tile::mma<tile::half>(s[n][mt], a, q[n].q[first + w]);
-    }
+    for (int n = 0; n < N; ++n) b[n] = q[n].q[first + w];
+    qk_word<F>(s, row, w, b);
+  }
 }
 
 // Loads K's scales and zero values of the 8 channels of a word of 4-bit codes, as pairs (r, r + 4) of fp16.
@@ -199,7 +210,7 @@ __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], s
 }
 
 // Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
-// multiplied by. All but 8-bit codes with scales per channel.
+// multiplied by. This overload takes all codes but those of 8 bits with scales per channel.
 template <class T, KvFormat F, int D, int N>
   requires(KvTraits<F>::pairs || !KvTraits<F>::channel_scales)
 __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
@@ -269,7 +280,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
                                     {{zero_value[h], zero_value[h], zero_value[h + 2], zero_value[h + 2]}}, b);
             if constexpr (is_kivi(F)) {
               b = {{tile::mul_f16x2(b.r[0], scale[h]), tile::mul_f16x2(b.r[1], scale[h + 2])}};
-              constexpr std::uint32_t minus_zero_point = 0xc800c800u;
+              constexpr std::uint32_t minus_zero_point = Kind::minus_zero_point_pair;
               tile::mma<tile::half>(zp_correction[n][h % chains],
                                     {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b);
             }
@@ -334,7 +345,7 @@ __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&z
   for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
 #pragma unroll
   for (int w = 0; w < W; ++w) {
-    const uint2 scales = *reinterpret_cast<const uint2*>(x.k_scale() + channel + 4 * w);
+    const uint2 scales = *cute::recast_ptr<const uint2>(x.k_scale() + channel + 4 * w);
     const std::uint32_t low = group.f16(scales.x), high = group.f16(scales.y);
     tile::FragmentB b[N];  // (n-tile)
 #pragma unroll
@@ -344,14 +355,7 @@ __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&z
       tile::mma<tile::half>(zp_correction[n],
                             {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b[n]);
     }
-#pragma unroll
-    for (int mt = 0; mt < 2; ++mt) {
-      tile::FragmentA a;
-      KvTraits<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
-      KvTraits<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
-#pragma unroll
-      for (int n = 0; n < N; ++n) tile::mma<tile::half>(sum[n][mt], a, b[n]);
-    }
+    qk_word<F>(sum, row, w, b);
   }
 }
 

@@ -23,9 +23,10 @@ Kernel kernel_of(int head_dim) {
       return combine<T, 192>;
     case 256:
       return combine<T, 256>;
-    default:
+    case 512:
       return combine<T, 512>;
   }
+  fail(ErrorKind::not_supported, "decode_attention: combine is not compiled for head_dim ", head_dim);
 }
 Kernel kernel_of(const CombineKey& key) {
   return key.dtype == DType::bf16 ? kernel_of<tile::bf16>(key.head_dim) : kernel_of<tile::half>(key.head_dim);

@@ -16,7 +16,6 @@ namespace rooftile::gpu {
 template <KvFormat F>
 struct KvTraits {
   static constexpr int bits = code_bits(F);
-  static_assert(!has_min(F) || bits == 4, "codes with minima are decoded as unsigned 4-bit integers");
   static constexpr bool codes = !is_element_format(F), pairs = bits == 4, has_zero_point = codes && !is_e4m3(F);
   // Scales of K: of a channel and kv_group tokens, or of a token. Those of V are of a token. affine: with minima.
   static constexpr bool channel_scales = is_kivi(F), affine = has_min(F);

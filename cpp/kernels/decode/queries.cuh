@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packed query rows of one work tile: which tokens each row sees, its operands, and its epilogue.
+// The packed query rows of one work tile: their positions, the tokens that each row sees, their copy to shared memory.
 #pragma once
 
 #include "kernels/decode/params.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The raw tokens of a kivi row, 64 at most: KV tiles of 16 tokens in 16 bits, at the end of the row's last split. K and
+// The raw tokens of a kivi row, 63 at most: KV tiles of 16 tokens in 16 bits, at the end of the row's last split. K and
 // V of a raw tile are its two halves.
 #pragma once
 

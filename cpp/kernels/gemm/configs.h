@@ -72,9 +72,10 @@ constexpr bool w4_specialises(int config) { return w4_stream_configs[config].n_t
 inline constexpr int w4_qparam_bytes = 128;  // scales, or offsets, of a step: (4 groups, 16 rows) of 2 bytes
 ROOFTILE_HD constexpr int w4_stage_bytes(int bits) { return 2 * w4_tile_bytes(bits) + 2 * w4_qparam_bytes; }
 
-// The least shared memory of a CTA of stream_codes.cuh in 8 bits: of the 228 KB of a Hopper SM, each CTA costs 1 KB
-// more, no third CTA finds room. A third one is the next launch's, which reads its codes while this one still does: one
-// token of K 14336, whose kernel has the registers for three, took 27.8 us on an H100, four tokens 24.5.
+// The least shared memory of a CTA of stream_codes.cuh in 8 bits, 75 KB and 16 bytes: three CTAs, each of which costs
+// 1 KB more, exceed the 228 KB of a Hopper SM. A third one would be the next launch's, which reads its codes while this
+// one still does: one token of K 14336, whose kernel has the registers for three, took 27.8 us on an H100, four tokens
+// 24.5.
 inline constexpr int w8_stream_least_shared = (228 / 3 - 1) * 1024 + 16;
 
 // Tile config of wgmma.cuh. stages: of 128 k each.

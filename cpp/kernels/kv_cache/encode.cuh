@@ -135,7 +135,8 @@ __device__ void encode_v_slice(const AppendWarp<T, f, rotate>& w, int first, int
     if constexpr (has_min(f))
       w.template section<T>(c.v, c.v.min, page, head)[offset + token_in_group(w.lane)] = quantizer.stored_minimum;
   }
-  // 4 bits: a word holds a channel's codes of all eight tokens. 8 bits: word h holds those of tokens 16 h to 16 h + 15.
+  // 4 bits: a word holds a channel's codes of all eight tokens. 8 bits: word h holds those of the slice's four tokens
+  // among tokens 16 h to 16 h + 15 of the group.
   constexpr int bits = code_bits(f), channel_words = bits / 4;
   std::uint32_t* words = cute::recast_ptr<std::uint32_t>(w.staged);  // (channel_words, 128 channels)
 #pragma unroll 1
