@@ -16,7 +16,8 @@ COLUMNS, FILE_LINES, FUNCTION_LINES, ASM_PLACES = 120, 400, 120, 12
 SUFFIXES = {".h", ".cpp", ".cuh", ".cu"}
 DEVICE = ("cpp/kernels/", "cpp/tile/")
 NOT_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.S)
-ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
+ASM = re.compile(r"\b(?:asm|__asm|__asm__)\b(?:\s+(?:volatile|__volatile__|goto|inline))*\s*\(")
+HEAD = re.compile(r"\)\s*(?:(?:const|noexcept|mutable|override|final)\b\s*|&{1,2}\s*|->[^;{}]*|:[^;{}]*)*$")
 
 
 def sources(root):
@@ -39,7 +40,7 @@ def functions(code):
         if found[0] == "{":
             before = code[head:at]
             begin = head + len(before) - len(before.lstrip())
-            opened.append((begin, re.search(r"\)\s*(?:const|noexcept|mutable|->[^;{}]*|:[^;{}]*|\s)*$", before)))
+            opened.append((begin, HEAD.search(before)))
         elif found[0] == "}" and opened:
             begin, function = opened.pop()
             if function:
@@ -67,12 +68,14 @@ def problems(root):
 
 
 def selftest(root):
-    long_function = "void f(int x) const {\n" + "  x += '}';  // {\n" * FUNCTION_LINES + "}\n"
+    body = "  x += '}';  // {\n" * FUNCTION_LINES + "}\n"
     faults = {
         "cpp/core/half.h": (" " * COLUMNS + "x\n", "columns"),
         "cpp/tile/mma.cuh": ("\n" * FILE_LINES, "lines, at most 400"),
-        "cpp/tile/copy.cuh": (long_function, "a function of"),
+        "cpp/tile/copy.cuh": ("void f(int x) const {\n" + body, "a function of"),
+        "cpp/tile/warps.cuh": ("void f(int x) const noexcept override {\n" + body, "a function of"),
         "cpp/kernels/launch.h": ('inline void f() { asm volatile("exit;"); }\n', "outside of cpp/tile"),
+        "cpp/kernels/warmup.h": ('inline void f() { __asm__ __volatile__("exit;"); }\n', "outside of cpp/tile"),
         "cpp/tile/element.cuh": ('inline void f() { asm("exit;"); }\n' * (ASM_PLACES + 1), "places, at most"),
     }
     for name, (text, said) in faults.items():
