@@ -8,7 +8,8 @@ python=$(realpath -s .venv/bin/python)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$work/split" .
+"$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$work/split" \
+  -C cmake.define.ROOFTILE_WERROR=ON .   # the flags of the presets: a compiler cache has the objects already
 wheel=$(ls "$work"/split/rooftile-*.whl)
 case $wheel in *-cp310-abi3-*) ;; *) echo "expected a cp310-abi3 wheel, got $wheel"; exit 1 ;; esac
 
