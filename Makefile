@@ -13,8 +13,9 @@ CLANG_FORMAT ?= clang-format==23.1.5
 
 .PHONY: demo test test-all test-slow pytest ctest ctest-cuda mutants lint format clean
 
+# make demo DEMO="--chunks 2": with options of `rooftile demo`
 demo: $(VENV)/.demo
-	$(BIN)/rooftile demo
+	$(BIN)/rooftile demo $(DEMO)
 
 test: pytest ctest
 

@@ -100,14 +100,8 @@ ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
 #else
 inline constexpr int sums_at_once = 4;
 ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
-  typedef float F32x4 __attribute__((vector_size(16)));
 #pragma GCC unroll 4
-  for (int i = 0; i < sums_at_once; ++i) {
-    F32x4 part[4];
-    std::memcpy(part, &v[i], sizeof part);
-    const F32x4 four = (part[0] + part[2]) + (part[1] + part[3]);
-    out[i] = (four[0] + four[2]) + (four[1] + four[3]);
-  }
+  for (int i = 0; i < sums_at_once; ++i) out[i] = sum(v[i]);
 }
 #endif
 
@@ -118,7 +112,7 @@ ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int
                               int s_stride) {
   constexpr int tokens = rows == 3 ? sums_at_once / 4 : sums_at_once / rows;
   for (int t = first / tokens * tokens; t < last; t += tokens) {
-    F32 acc[sums_at_once] = {};
+    Accumulator acc[sums_at_once];
     const E* key[tokens];
 #pragma GCC unroll 16
     for (int j = 0; j < tokens; ++j) key[j] = reinterpret_cast<const E*>(k.token[t + j]);
@@ -130,11 +124,14 @@ ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int
       for (int r = 0; r < rows; ++r) {
         const F32 qv = load(q + r * width + d);
 #pragma GCC unroll 16
-        for (int j = 0; j < tokens; ++j) acc[r * tokens + j] = fma(qv, kv[j], acc[r * tokens + j]);
+        for (int j = 0; j < tokens; ++j) acc[r * tokens + j].add(qv, kv[j]);
       }
     }
+    F32 vectors[sums_at_once];
+#pragma GCC unroll 16
+    for (int i = 0; i < sums_at_once; ++i) vectors[i] = acc[i].value();
     float sums[sums_at_once];
-    sum_each(acc, sums);
+    sum_each(vectors, sums);
     for (int r = 0; r < rows; ++r) std::memcpy(s + r * s_stride + t, sums + r * tokens, sizeof(float) * tokens);
   }
 }
@@ -144,11 +141,11 @@ ROOFTILE_INLINE void dot_rows(const float* q, int width, const TokenRows& k, int
 template <class E, int rows, int vectors>
 ROOFTILE_INLINE void add_values_block(const float* p, int p_stride, const TokenRows& v, int first, int last, float* acc,
                                       int width, int d) {
-  F32 sum[rows][vectors];
+  Accumulator sum[rows][vectors];
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
-    for (int i = 0; i < vectors; ++i) sum[r][i] = load(acc + r * width + d + i * lanes);
+    for (int i = 0; i < vectors; ++i) sum[r][i] = Accumulator(load(acc + r * width + d + i * lanes));
   for (int t = first; t < last; ++t) {
     const E* value = reinterpret_cast<const E*>(v.token[t]) + d;
     F32 x[vectors];
@@ -158,13 +155,13 @@ ROOFTILE_INLINE void add_values_block(const float* p, int p_stride, const TokenR
     for (int r = 0; r < rows; ++r) {
       const F32 weight = splat(p[r * p_stride + t]);
 #pragma GCC unroll 4
-      for (int i = 0; i < vectors; ++i) sum[r][i] = fma(weight, x[i], sum[r][i]);
+      for (int i = 0; i < vectors; ++i) sum[r][i].add(weight, x[i]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
-    for (int i = 0; i < vectors; ++i) store(acc + r * width + d + i * lanes, sum[r][i]);
+    for (int i = 0; i < vectors; ++i) store(acc + r * width + d + i * lanes, sum[r][i].value());
 }
 // The same for all channels.
 template <class E, int rows>
@@ -192,11 +189,11 @@ inline constexpr int gemm_rows = 2, gemm_vectors = 2;
 template <int rows, int vectors>
 ROOFTILE_INLINE void gemm_block(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int depth,
                                 bool add) {
-  F32 sum[rows][vectors];
+  Accumulator sum[rows][vectors];
 #pragma GCC unroll 6
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
-    for (int i = 0; i < vectors; ++i) sum[r][i] = add ? load(c + r * ldc + i * lanes) : F32{};
+    for (int i = 0; i < vectors; ++i) sum[r][i] = Accumulator(add ? load(c + r * ldc + i * lanes) : F32{});
   for (int k = 0; k < depth; ++k) {
     F32 x[vectors];
 #pragma GCC unroll 4
@@ -205,13 +202,13 @@ ROOFTILE_INLINE void gemm_block(const float* a, int lda, const float* b, int ldb
     for (int r = 0; r < rows; ++r) {
       const F32 y = splat(a[r * lda + k]);
 #pragma GCC unroll 4
-      for (int i = 0; i < vectors; ++i) sum[r][i] = fma(y, x[i], sum[r][i]);
+      for (int i = 0; i < vectors; ++i) sum[r][i].add(y, x[i]);
     }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
-    for (int i = 0; i < vectors; ++i) store(c + r * ldc + i * lanes, sum[r][i]);
+    for (int i = 0; i < vectors; ++i) store(c + r * ldc + i * lanes, sum[r][i].value());
 }
 template <int rows>
 ROOFTILE_INLINE void gemm_strip(const float* a, int lda, const float* b, int ldb, float* c, int ldc, int n, int depth,

@@ -58,10 +58,10 @@ struct Range {
   __attribute__((always_inline)) void join() {
     if constexpr (has_min(f)) low = splat(-max(-low));
     high = splat(max(high));
-    std::int32_t lane[lanes], any = 0;
-    store_raw(lane, nonfinite);
-    for (int i = 0; i < lanes; ++i) any |= lane[i];
-    nonfinite = I32{} + any;
+    std::int64_t pairs[lanes / 2], any = 0;
+    store_raw(pairs, nonfinite);
+    for (const std::int64_t pair : pairs) any |= pair;
+    nonfinite = I32{} + (any ? -1 : 0);
   }
 };
 

@@ -37,14 +37,14 @@ struct Weights {
     const std::int64_t rows = rows_of(tile), whole = w.stride[1] == 1 ? w.shape[1] / block_k * block_k : 0;
     for (std::int64_t n = 0; n < rows; ++n) {
       const T* const p = row(tile * tile_n + n);
-      F32 sum{};
-      for (std::int64_t k = 0; k < whole; k += lanes) sum = fma(load(p + k), load(x + k), sum);
+      Accumulator sum;
+      for (std::int64_t k = 0; k < whole; k += lanes) sum.add(load(p + k), load(x + k));
       for (std::int64_t k = whole; k < w.shape[1]; k += lanes) {
         float last[lanes] = {};
         widen(p + k * w.stride[1], w.stride[1], std::min<std::int64_t>(lanes, w.shape[1] - k), last);
-        sum = fma(load(last), load(x + k), sum);
+        sum.add(load(last), load(x + k));
       }
-      acc[n] = sum;
+      acc[n] = sum.value();
     }
   }
 };

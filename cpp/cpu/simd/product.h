@@ -35,7 +35,7 @@ constexpr std::int64_t task_weights = 64 * 1024;
 #ifdef ROOFTILE_AVX512
 constexpr int micro_rows = 6, micro_n = 4;  // accumulators of the inner kernel: 24 of 32 registers
 #else
-constexpr int micro_rows = 2, micro_n = 2;  // 8 of 16
+constexpr int micro_rows = 4, micro_n = 2;  // 8 of 16
 #endif
 
 template <class T = float>
@@ -72,8 +72,22 @@ ROOFTILE_INLINE F32 sums(const F32* acc) {
         _mm512_add_ps(_mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0x44), _mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0xee));
   return (F32)_mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xdd));
 #else
+  // The same by four lanes: the first two steps within a vector, the last two for four vectors at once.
   float total[tile_n];
-  for (int i = 0; i < tile_n; ++i) total[i] = sum(acc[i]);
+  for (int i = 0; i < tile_n; i += 4) {
+    F32x4 v[4];
+    for (int j = 0; j < 4; ++j) {
+      const auto quarter = [&](int q) {
+        return load_raw<F32x4>(reinterpret_cast<const std::byte*>(acc + i + j) + q * sizeof(F32x4));
+      };
+      v[j] = (quarter(0) + quarter(2)) + (quarter(1) + quarter(3));
+    }
+    for (int j = 0; j < 2; ++j)
+      v[j] = __builtin_shufflevector(v[2 * j], v[2 * j + 1], 0, 1, 4, 5) +
+             __builtin_shufflevector(v[2 * j], v[2 * j + 1], 2, 3, 6, 7);
+    store_raw(total + i,
+              __builtin_shufflevector(v[0], v[1], 0, 2, 4, 6) + __builtin_shufflevector(v[0], v[1], 1, 3, 5, 7));
+  }
   return load(total);
 #endif
 }
@@ -146,36 +160,38 @@ class Epilogue {
 
 // ---- many rows of x -----------------------------------------------------------------------------
 
-// acc[row][16 n] += x[row] . strip[n] over `blocks` k-blocks, for Rows rows and micro_n of the sixteen n.
+// acc[row][16 n] += x[row] . strip[n] over `blocks` k-blocks, for Rows rows, micro_n of the sixteen n and as many lanes
+// as a register holds.
 template <int Rows>
-void micro(const float* strip, const float* x, std::int64_t x_row, int blocks, bool first, F32* acc) {
-  F32 r[Rows][micro_n];
+void micro(const float* strip, const float* x, std::int64_t x_row, int blocks, bool first, float* acc) {
+  Register r[Rows][micro_n];
 #pragma GCC unroll 8
   for (int m = 0; m < Rows; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < micro_n; ++n) r[m][n] = first ? F32{} : acc[m * tile_n + n];
+    for (int n = 0; n < micro_n; ++n) r[m][n] = first ? Register{} : load_raw<Register>(acc + (m * tile_n + n) * lanes);
   for (int b = 0; b < blocks; ++b, strip += tile_floats, x += block_k) {
 #pragma GCC unroll 4
     for (int q = 0; q < k_vecs; ++q) {
-      F32 w[micro_n];
+      Register w[micro_n];
 #pragma GCC unroll 4
-      for (int n = 0; n < micro_n; ++n) w[n] = load(strip + n * row_floats + q * lanes);
+      for (int n = 0; n < micro_n; ++n) w[n] = load_raw<Register>(strip + n * row_floats + q * lanes);
 #pragma GCC unroll 8
       for (int m = 0; m < Rows; ++m) {
-        const F32 xv = load(x + m * x_row + q * lanes);
+        const Register xv = load_raw<Register>(x + m * x_row + q * lanes);
 #pragma GCC unroll 4
-        for (int n = 0; n < micro_n; ++n) r[m][n] = fma(w[n], xv, r[m][n]);
+        for (int n = 0; n < micro_n; ++n) r[m][n] = w[n] * xv + r[m][n];
       }
     }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < Rows; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < micro_n; ++n) acc[m * tile_n + n] = r[m][n];
+    for (int n = 0; n < micro_n; ++n) store_raw(acc + (m * tile_n + n) * lanes, r[m][n]);
 }
 
 template <int Rows>
-void micro_at_most(int rows, const float* strip, const float* x, std::int64_t x_row, int blocks, bool first, F32* acc) {
+void micro_at_most(int rows, const float* strip, const float* x, std::int64_t x_row, int blocks, bool first,
+                   float* acc) {
   if constexpr (Rows > 1)
     if (rows < Rows) return micro_at_most<Rows - 1>(rows, strip, x, x_row, blocks, first, acc);
   micro<Rows>(strip, x, x_row, blocks, first, acc);
@@ -192,8 +208,10 @@ void many_rows(const Weights& w, std::int64_t tile, const float* x, std::int64_t
     for (int b = 0; b < here; ++b) w.tile(tile, begin + b, strip + b * tile_floats);
     for (int m = 0; m < rows; m += micro_rows)
       for (int n = 0; n < tile_n; n += micro_n)
-        micro_at_most<micro_rows>(std::min(micro_rows, rows - m), strip + n * row_floats,
-                                  x + m * x_row + begin * block_k, x_row, here, begin == 0, acc + m * tile_n + n);
+        for (int lane = 0; lane < lanes; lane += register_lanes)
+          micro_at_most<micro_rows>(std::min(micro_rows, rows - m), strip + n * row_floats + lane,
+                                    x + m * x_row + begin * block_k + lane, x_row, here, begin == 0,
+                                    reinterpret_cast<float*>(acc + m * tile_n + n) + lane);
   }
 }
 

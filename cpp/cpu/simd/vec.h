@@ -43,6 +43,38 @@ ROOFTILE_INLINE F32 splat(float x) {
 // Compiled with -ffp-contract=fast: one fused instruction where the instruction set has one, else two.
 ROOFTILE_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 
+// ---- vectors that a loop carries ----
+
+// GCC 12 keeps a vector of two or more registers in memory, and moves it by 16 bytes, where one turn of a loop hands it
+// to the next. Loops therefore carry Registers, as many as a vector has. Lanes do not meet, so the bits are the same.
+#if defined(ROOFTILE_ISA_AVX512)
+inline constexpr int register_lanes = 16;
+#elif defined(ROOFTILE_ISA_AVX2)
+inline constexpr int register_lanes = 8;
+#else
+inline constexpr int register_lanes = 4;
+#endif
+inline constexpr int registers = lanes / register_lanes;
+typedef float Register __attribute__((vector_size(4 * register_lanes)));
+
+class Accumulator {
+ public:
+  Accumulator() = default;
+  [[gnu::always_inline]] explicit Accumulator(F32 v) { std::memcpy(part_, &v, sizeof v); }
+  // += a * b, one rounding where the instruction set has fused multiply-adds
+  [[gnu::always_inline]] void add(F32 a, F32 b) {
+    Register x[registers], y[registers];
+    std::memcpy(x, &a, sizeof a);
+    std::memcpy(y, &b, sizeof b);
+#pragma GCC unroll 4
+    for (int i = 0; i < registers; ++i) part_[i] = x[i] * y[i] + part_[i];
+  }
+  [[gnu::always_inline]] F32 value() const { return load_raw<F32>(part_); }
+
+ private:
+  Register part_[registers] = {};
+};
+
 ROOFTILE_INLINE F32 vmax(F32 a, F32 b) {  // b where a is NaN
 #ifdef ROOFTILE_AVX512
   return (F32)_mm512_max_ps((__m512)a, (__m512)b);
@@ -176,23 +208,24 @@ ROOFTILE_INLINE void store_some(T* p, F32 v, int n) {
 
 // ---- reductions across lanes, in one fixed order ----
 
+typedef float F32x4 __attribute__((vector_size(16)));
+template <class Reduce>
+ROOFTILE_INLINE float reduce_lanes(F32 v, const Reduce& reduce) {  // by halving
+  F32x4 part[4];
+  std::memcpy(part, &v, sizeof v);
+  const F32x4 four = reduce(reduce(part[0], part[2]), reduce(part[1], part[3]));
+  const F32x4 two = reduce(four, __builtin_shufflevector(four, four, 2, 3, 2, 3));
+  return reduce(two, __builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
+}
 ROOFTILE_INLINE float sum(F32 v) {
-  float f[lanes];
-  store_raw(f, v);
-  for (int width = lanes / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) f[i] += f[i + width];
-  return f[0];
+  return reduce_lanes(v, [](F32x4 a, F32x4 b) { return a + b; });
 }
 ROOFTILE_INLINE double sum(Wide w) {
   const F64 v = w.low + w.high;
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 ROOFTILE_INLINE float max(F32 v) {
-  float f[lanes];
-  store_raw(f, v);
-  for (int width = lanes / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) f[i] = f[i] > f[i + width] ? f[i] : f[i + width];
-  return f[0];
+  return reduce_lanes(v, [](F32x4 a, F32x4 b) { return a > b ? a : b; });
 }
 
 // e^x: 0 at -inf and below -103.97, inf above 88.72, NaN at NaN; within 1 ulp of the true value elsewhere.

@@ -234,7 +234,7 @@ void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* 
 
 template <int bits, bool Split>
 void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile_n]) {
-  for (F32& a : acc) a = F32{};
+  Accumulator rows[tile_n];
   TileScales scales;
   std::int64_t loaded = -1;
   const std::int64_t whole = w.k / block_k;
@@ -248,19 +248,24 @@ void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile
     for (int g = 0; g < 8; ++g) {
       F32 low[k_vecs], high[k_vecs];
       decode_rows<bits, Split>(codes, g, scales, zero, low, high);
+      Accumulator low_row = rows[g], high_row = rows[g + 8];
 #pragma GCC unroll 4
       for (int q = 0; q < k_vecs; ++q) {
-        acc[g] = fma(low[q], x_vecs[q], acc[g]);
-        acc[g + 8] = fma(high[q], x_vecs[q], acc[g + 8]);
+        low_row.add(low[q], x_vecs[q]);
+        high_row.add(high[q], x_vecs[q]);
       }
+      rows[g] = low_row;
+      rows[g + 8] = high_row;
     }
   }
-  if (whole * block_k == w.k) return;
-  float last[tile_floats];
-  decode_tile<bits, Split>(w, tile, whole, last);
-  for (int row = 0; row < tile_n; ++row)
-    for (int q = 0; q < k_vecs; ++q)
-      acc[row] = fma(load(last + row * row_floats + q * lanes), load(x + whole * block_k + q * lanes), acc[row]);
+  if (whole * block_k < w.k) {
+    float last[tile_floats];
+    decode_tile<bits, Split>(w, tile, whole, last);
+    for (int row = 0; row < tile_n; ++row)
+      for (int q = 0; q < k_vecs; ++q)
+        rows[row].add(load(last + row * row_floats + q * lanes), load(x + whole * block_k + q * lanes));
+  }
+  for (int row = 0; row < tile_n; ++row) acc[row] = rows[row].value();
 }
 
 template <int bits, bool Split>

@@ -11,15 +11,10 @@
 
 namespace rooftile::gpu {
 
-// The layouts, copies and products of 16-bit tiles of D channels, for one warp.
-template <class T, int D>
-struct ElementTraits {
+// The products of 16-bit tiles, and the copies of their operands, for one warp.
+template <class T>
+struct ElementMma {
   using Element = SmemElement<T>;
-  using LayoutKv = SmemRows<D, 16>;  // (16 tokens, D)
-  // V^T: (D, 16)
-  using LayoutVt = decltype(cute::composition(
-      LayoutKv{}, cute::Layout<cute::Shape<cute::Int<D>, cute::_16>, cute::Stride<cute::_16, cute::_1>>{}));
-
   using Mma = std::conditional_t<std::is_same_v<T, tile::half>, cute::SM80_16x8x16_F32F16F16F32_TN,
                                  cute::SM80_16x8x16_F32BF16BF16F32_TN>;
   using TiledMma = decltype(cute::make_tiled_mma(Mma{}));
@@ -28,6 +23,20 @@ struct ElementTraits {
   using SmemCopyK = decltype(cute::make_tiled_copy_A(Ldsm<cute::SM75_U32x4_LDSM_N>{}, TiledMma{}));
   using SmemCopyVt = decltype(cute::make_tiled_copy_A(Ldsm<cute::SM75_U16x8_LDSM_T>{}, TiledMma{}));
   using SmemCopyQ = decltype(cute::make_tiled_copy_B(Ldsm<cute::SM75_U32x2_LDSM_N>{}, TiledMma{}));
+};
+
+// The layouts of 16-bit tiles of D channels.
+template <int D>
+struct ElementLayouts {
+  using LayoutKv = SmemRows<D, 16>;  // (16 tokens, D)
+  // V^T: (D, 16)
+  using LayoutVt = decltype(cute::composition(
+      LayoutKv{}, cute::Layout<cute::Shape<cute::Int<D>, cute::_16>, cute::Stride<cute::_16, cute::_1>>{}));
+};
+
+template <class T, int D>
+struct ElementTraits : ElementMma<T>, ElementLayouts<D> {
+  using Element = SmemElement<T>;
 
   // cp.async by `Threads` threads: copy_rows rows at once, a 16-byte vector a thread.
   template <int Threads>
@@ -43,8 +52,7 @@ struct ElementTraits {
 // A KV tile in shared memory.
 template <class T, int D>
 struct ElementTile {
-  using Traits = ElementTraits<T, D>;
-  alignas(128) typename Traits::Element k[16 * D], v[16 * D];
+  alignas(128) SmemElement<T> k[16 * D], v[16 * D];
 };
 
 // Copies 16 token rows, `stride` bytes apart, into a tile, by Threads threads. Rows that `wanted` rejects are
@@ -71,17 +79,19 @@ __device__ __forceinline__ void copy_rows_async(SmemElement<T>* to, int thread, 
   }
 }
 
-// The packed query rows of N n-tiles as B operands: (MMA, N, D / 16).
+// The packed query rows of N n-tiles as B operands: (MMA, N, D / 16). The shape is written down: to derive it from
+// QueryLayout takes the compiler a second for every config.
 template <class T, int D, int N>
-using QueryFragments = decltype(typename ElementTraits<T, D>::TiledMma{}.get_slice(0).partition_fragment_B(
-    cute::make_tensor(cute::make_smem_ptr(static_cast<SmemElement<T>*>(nullptr)), QueryLayout<D, N>{})));
+using QueryFragments = decltype(cute::make_tensor<SmemElement<T>>(
+    cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<N>, cute::Int<D / 16>>{}));
 template <class T, int D, int N>
 __device__ __forceinline__ void load_query_fragments(const SmemElement<T>* q, int lane, QueryFragments<T, D, N>& tSrQ) {
   using namespace cute;
   typename ElementTraits<T, D>::SmemCopyQ smem_copy;
   const auto thr_copy = smem_copy.get_slice(lane);
-  Tensor sQ = make_tensor(make_smem_ptr(q), QueryLayout<D, N>{});  // (8 N, D)
-  copy(smem_copy, thr_copy.partition_S(sQ), thr_copy.retile_D(tSrQ));
+  Tensor sQ = make_tensor(make_smem_ptr(q), QueryLayout<D, N>{});                                    // (8 N, D)
+  Tensor tXrQ = make_tensor(tSrQ.data(), make_layout(Shape<Shape<_4, _1>, Int<N>, Int<D / 16>>{}));  // (CPY, N, D / 16)
+  copy(smem_copy, thr_copy.partition_S(sQ), tXrQ);
 }
 
 // S^T of one tile: two sums, of even and odd k-tiles, halve the dependency chain of MMAs.
@@ -95,18 +105,21 @@ __device__ __forceinline__ void qk16(float (&s)[N][1][4], const SmemElement<T>* 
   const auto thr_copy = smem_copy.get_slice(lane);
   Tensor sK = make_tensor(make_smem_ptr(k), typename Traits::LayoutKv{});  // (16, D)
   Tensor tSsK = thr_copy.partition_S(sK);                                  // (CPY, 1, D / 16)
-  Tensor tSrK = mma.get_slice(lane).partition_fragment_A(sK);              // (MMA, 1, D / 16)
-  Tensor tXrK = thr_copy.retile_D(tSrK);                                   // (CPY, 1, D / 16)
-  Tensor rS = make_tensor<float>(Shape<_4, _1, Int<N>, _2>{});             // (MMA, 1, N, chain)
+  Tensor rS = make_tensor<float>(Shape<_4, Int<N>, _2>{});                 // (MMA, N, chain)
   clear(rS);
   CUTE_UNROLL
   for (int kt = 0; kt < D / 16; ++kt) {
-    copy(smem_copy, tSsK(_, _, kt), tXrK(_, _, kt));
-    gemm(mma, tSrK(_, _, kt), tSrQ(_, _, kt), rS(_, _, _, kt % 2));
+    Tensor tSrK = make_tensor<typename Traits::Element>(Shape<_8>{});  // (MMA)
+    copy(smem_copy, tSsK(_, 0, kt), tSrK);
+    CUTE_UNROLL
+    for (int n = 0; n < N; ++n) {
+      Tensor chain = rS(_, n, kt % 2);
+      gemm(mma, tSrK, tSrQ(_, n, kt), chain);
+    }
   }
   CUTE_UNROLL
   for (int n = 0; n < N; ++n) CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) s[n][0][i] = rS(i, 0, n, 0) + rS(i, 0, n, 1);
+  for (int i = 0; i < 4; ++i) s[n][0][i] = rS(i, n, 0) + rS(i, n, 1);
 }
 
 // V^T of 16 tokens: load(m) loads channels 16 m .. 16 m + 15 as the A operand.
