@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rooftile demo`: one real model, eight ways, in a few minutes: memory, speed, quality and what each writes."""
+"""`rooftile demo`: one real model, ten ways, in a few minutes: memory, speed, quality and what each writes."""
 
 import pathlib
 import time

@@ -28,6 +28,8 @@ YARDSTICK = Variant("transformers sdpa", None)
 VARIANTS = (
     Variant("bf16 cache", "bf16"),
     Variant("int8 cache", "int8"),
+    Variant("fp8 cache", "fp8"),
+    Variant("int8-kivi-sym", "int8-kivi-sym"),
     Variant("int4 cache", "int4"),
     Variant("int4-kivi-sym", "int4-kivi-sym"),
     Variant("int4-kivi", "int4-kivi"),
