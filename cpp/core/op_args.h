@@ -50,9 +50,9 @@ struct PrefillArgs {
 struct AppendArgs {
   const KvCacheView* cache = nullptr;
   TensorView k, v;                     // [B, T, Hkv, D]
-  TensorView q, q_out;                 // [B, T, Hq, D]; rope_append only, as are the next ones
-  TensorView cos, sin;                 // [max_position, pairs]
-  TensorView positions;                // [B, T]
+  TensorView q, q_out;                 // rope_append: [B, T, Hq, D]
+  TensorView cos, sin;                 // rope_append: [max_position, pairs]
+  TensorView positions;                // rope_append: [B, T]
   const std::int32_t* rows = nullptr;  // [B] or null
   const std::int32_t* counts = nullptr;
 };

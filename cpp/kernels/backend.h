@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of the GPU backend that ops call, one per kernel family. Arguments have been checked by ops as far as
-// the host can see them: what lies inside device tensors the kernels check. Every call is asynchronous on ctx.stream,
-// allocates nothing and can be captured. In a build without CUDA no_cuda.cpp stands in for all of them and refuses.
+// The functions of the GPU backend that ops call. Ops have checked the arguments as far as the host can see them;
+// kernels check the contents of device tensors. Calls that launch kernels are asynchronous on ctx.stream, allocate
+// nothing and can be captured; copy_bytes with `wait` blocks. no_cuda.cpp is this backend in a build without CUDA.
 #pragma once
 
 #include "core/op_args.h"

@@ -36,7 +36,7 @@ inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t b
   return static_cast<std::byte*>(lent.data);
 }
 
-// Device properties, queried once a process.
+// Device properties, queried once per device.
 struct DeviceFacts {
   int major = 0, minor = 0, sms = 0;
   int cta_shared = 0, sm_shared = 0,
@@ -49,7 +49,7 @@ const DeviceFacts& device_facts(const char* op, int device);
 void allow_shared(const char* op, int device, const void* kernel, std::size_t bytes);
 
 // with_previous: PDL. The kernel waits in its own code (tile/cta_sync.cuh) for the previous launch and may start while
-// that one runs. On GPUs other than Hopper, whose code does not wait, it starts after the previous launch.
+// that one runs. Code for GPUs other than Hopper does not wait, so there the kernel starts after the previous launch.
 enum class Overlap { none, with_previous };
 
 // Makes a call's device current for its lifetime and restores the caller's current device afterwards.
@@ -79,7 +79,7 @@ class DeviceScope {
   // not have that much.
   int ctas_that_fit(std::size_t shared_bytes) const {
     ROOFTILE_CHECK_KIND(not_supported, shared_bytes <= static_cast<std::size_t>(facts_.cta_shared), op_,
-                        ": the kernel needs ", shared_bytes, " bytes of shared memory in a block, the device has ",
+                        ": the kernel needs ", shared_bytes, " bytes of shared memory in a CTA, the device has ",
                         facts_.cta_shared);
     return static_cast<int>(static_cast<std::size_t>(facts_.sm_shared) /
                             (shared_bytes + static_cast<std::size_t>(facts_.reserved_shared)));

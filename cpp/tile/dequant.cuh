@@ -26,8 +26,8 @@ __device__ __forceinline__ void decode_int8_plus_128(std::uint32_t word, std::ui
 }
 inline constexpr std::uint32_t pair_of_128 = 0x00800080u;  // in code units
 
-// Four E4M3 codes in a word -> (byte 0, byte 1), (byte 2, byte 3), in units of 2^8: the bits of a code, moved to an
-// fp16's exponent and mantissa, are 2^-8 times its value. NaN, which caches do not hold, becomes 480.
+// Four E4M3 codes in a word -> (byte 0, byte 1), (byte 2, byte 3), in units of e4m3_unit: the bits of a code, moved to
+// an fp16's exponent and mantissa, are 2^-8 times its value. NaN, which caches do not hold, becomes 480.
 __device__ __forceinline__ void decode_e4m3(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
   const auto placed = [](std::uint32_t upper_bytes) {
     return (upper_bytes & 0x80008000u) | (upper_bytes >> 1 & 0x3f803f80u);

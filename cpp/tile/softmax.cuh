@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Online-softmax partials that can be merged: maximum m of the logits x (in units of log2), sum l of 2^(x - m), and o,
-// the sum of the values weighted by 2^(x - m). A merge consists of explicitly rounded operations, so its result has the
-// same bits in every kernel.
+// Online-softmax partials that can be merged: maximum m of the base-2 logits x (logit * log2 e), sum l of 2^(x - m),
+// and o, the sum of the values weighted by 2^(x - m). A merge consists of explicitly rounded operations, so its result
+// has the same bits in every kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -38,7 +38,7 @@ __device__ __forceinline__ float merge_values(float a, float b, const MergeWeigh
 struct SoftmaxResult {
   float factor, lse;
 };
-// Finalises a row from its merged m and l. sink: one more logit, without a value, in units of log2; -inf if absent.
+// Finalises a row from its merged m and l. sink: one more base-2 logit, without a value; -inf if absent.
 __device__ __forceinline__ SoftmaxResult finalize_softmax(float m, float l, float sink) {
   const float top = fmaxf(m, sink);
   if (top == -INFINITY && l == 0.0f) return {0.0f, -INFINITY};

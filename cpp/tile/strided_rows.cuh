@@ -24,7 +24,7 @@ struct Rows {
   int dims = 0;
   bool vector = true;                              // every row is contiguous and starts at a multiple of 16 bytes
   std::int64_t stride[TensorView::max_ndim] = {};  // (dims), elements, outermost first
-  Divisor64 size[TensorView::max_ndim];            // (dims); last, so that up to one dimension costs one constant line
+  Divisor64 size[TensorView::max_ndim];            // (dims); last: one dimension then costs one constant line
 };
 
 // The rows over the first `dims` dimensions of t.

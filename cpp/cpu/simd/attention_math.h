@@ -181,9 +181,9 @@ ROOFTILE_INLINE void add_values(const float* p, int p_stride, const TokenRows& v
 // ---- c [m, n] = a [m, depth] b [depth, n], added to c where `add`; row-major, n a multiple of 16 ----
 
 #ifdef ROOFTILE_AVX512
-inline constexpr int gemm_rows = 6, gemm_vectors = 4;
+inline constexpr int gemm_rows = 6, gemm_vectors = 4;  // accumulators: 24 of 32 registers
 #else
-inline constexpr int gemm_rows = 2, gemm_vectors = 2;
+inline constexpr int gemm_rows = 2, gemm_vectors = 2;  // four vectors of 16 floats: 8 of AVX2's 16 registers
 #endif
 
 template <int rows, int vectors>

@@ -45,8 +45,9 @@ ROOFTILE_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 
 // ---- vectors that a loop carries ----
 
-// GCC 12 keeps a vector of two or more registers in memory, and moves it by 16 bytes, where one turn of a loop hands it
-// to the next. Loops therefore carry Registers, as many as a vector has. Lanes do not meet, so the bits are the same.
+// GCC 12 keeps a vector of two or more registers in memory, and moves it 16 bytes at a time, where it is live from one
+// iteration of a loop to the next. Loops therefore carry Registers, as many as a vector has. Lanes do not meet, so the
+// bits are the same.
 #if defined(ROOFTILE_ISA_AVX512)
 inline constexpr int register_lanes = 16;
 #elif defined(ROOFTILE_ISA_AVX2)
@@ -235,6 +236,7 @@ ROOFTILE_INLINE F32 exp(F32 x) {
   const F32 clipped = clamp(x, -104.0f, 89.0f);
   const F32 shifted = fma(clipped, log2e, magic);
   const F32 n = shifted - magic;
+  // r = x - n ln 2, with ln 2 in two parts (Cody and Waite); then Cephes' polynomial of expf on |r| <= ln 2 / 2
   F32 r = fma(n, splat(-0.693359375f), clipped);
   r = fma(n, splat(2.12194440e-4f), r);
   F32 p = splat(1.9875691500e-4f);

@@ -37,8 +37,8 @@ void to_code_order(const float* x, std::int64_t blocks, float* to) {
 #ifdef ROOFTILE_AVX512
   I32 half;  // index within 32 positions of k
   for (int lane = 0; lane < lanes; ++lane) half[lane] = k_of<8>(0, lane);
-  // both sources of an even lane pair hold one word; the blend takes words 0, 1 from the first two sources, 2, 3 from
-  // the last two
+  // Even lanes of an index take the first of two words, odd lanes the second. Lanes 4 t and 4 t + 1 hold words 0 and 1,
+  // lanes 4 t + 2 and 4 t + 3 words 2 and 3, so the blend takes every second pair of lanes from `high`.
   I32 first;
   for (int lane = 0; lane < lanes; ++lane) first[lane] = 2 * (lane / 4) + 16 * (lane % 2);
   for (std::int64_t b = 0; b < blocks; ++b, x += block_k, to += block_k) {

@@ -21,8 +21,9 @@ struct LogitOptions {
 
 // q, out [B, Hq, D] or [B, T, Hq, D]: the newest T tokens of each row, already appended, causal among themselves.
 // lse fp32 [B, Hq] or [B, T, Hq], natural log, sinks included; may be absent. No visible key: out 0, lse -inf.
-// rows, counts int32 [B], may be absent: cache row of each batch entry (b), and how many of its T queries are real
-// (T): query i < counts[b] stands at position length - counts[b] + i, the others get out 0 and lse -inf.
+// rows, counts int32 [B], may be absent. rows: cache row of each batch entry, default b. counts: how many of its T
+// queries are real, default T: query i < counts[b] stands at position length - counts[b] + i, the others get out 0 and
+// lse -inf.
 KernelName decode_attention(const Context&, TensorView q, const KvCacheView&, TensorView out, TensorView lse,
                             TensorView rows, TensorView counts, const LogitOptions&);
 // Bytes of workspace that call needs on ctx.device: bounded by the device, 0 on a CPU.

@@ -10,7 +10,7 @@
 namespace rooftile {
 
 struct Constants {
-  int kv_group;      // tokens that become codes together in the kivi formats, and most T of decode_attention with one
+  int kv_group;      // tokens of a group of the kivi formats; also the largest T of decode_attention on such a cache
   int kv_ring;       // raw tokens that a row of a kivi cache keeps
   int kv_step_back;  // tokens that truncate can remove across a group boundary
   int max_head_dim;  // of attention and of caches

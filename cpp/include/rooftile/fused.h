@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The small ops between the products. Arithmetic in fp32 or wider; results rounded once to the output's dtype.
-// Unless said otherwise an output may be the very input it is computed from, and may not overlap an input otherwise.
+// Unless said otherwise an output may be exactly one of its inputs; it may not overlap an input in part.
 #pragma once
 
 #include "rooftile/context.h"

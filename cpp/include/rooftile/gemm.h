@@ -35,7 +35,7 @@ struct W4View {
       nullptr;  // [k] act-order: column i of the packed weight multiplies x[perm[i]]; null: identity
 };
 
-// Bytes of the kernel tensors. Raises, naming `op` and the argument that says N and K, what no weight can have.
+// Bytes of the packed tensors. Raises if no weight has this shape; the error names op and `argument`, which gives N, K.
 struct W4Sizes {
   std::int64_t codes = 0, scales = 0, offsets = 0;
 };
@@ -43,13 +43,13 @@ W4Sizes w4_sizes(const char* op, std::int64_t n, std::int64_t k, int bits, int g
                  const char* argument = "shape");
 W4Zeros w4_zeros_from_name(const char* op, const char* text);
 
-// A view of packed tensors, after checking that they are one: flat uint8 of the sizes above (perm: int32 [K], a
-// permutation). offsets and perm may be absent. Here and below, errors begin with `op`.
+// Checks packed tensors (flat uint8 of the sizes above; perm: int32 [K], a permutation) and returns a view of them.
+// offsets and perm may be absent. Here and below, errors begin with `op`.
 W4View w4_view(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, TensorView codes,
                TensorView scales, TensorView offsets, TensorView perm, const char* op = "w4_view");
 
 // Canonical form -> packed layout and back, lossless. codes uint8, [N, K/2] low nibble first or in 8 bits [N, K];
-// scales [N, K/G]; offsets: absent, uint8 [N, K/G] zeros or [N, K/G] minima. The kernel tensors are flat uint8.
+// scales [N, K/G]; offsets: absent, uint8 [N, K/G] zeros or [N, K/G] minima. The packed tensors are flat uint8.
 void w4_pack(const Context&, TensorView codes, TensorView scales, TensorView offsets, W4Zeros zeros, int bits,
              int group, TensorView out_codes, TensorView out_scales, TensorView out_offsets,
              const char* op = "w4_pack");
@@ -80,7 +80,8 @@ struct MatmulOptions {
 // y = activation(x W^T + bias) + residual.  x [..., K] -> y [..., N] in x's dtype, rounded once. fp32 accumulation. A
 // row's bits are the same next to any neighbours and on any number of threads; on the CPU at every number of rows, on a
 // GPU within an M bucket (docs/kernels/w4a16.md) unless batch_invariant. y must not overlap x. perm of a weight on
-// a GPU is not checked by the host: a column that leaves x reads as NaN. w has 4 bits, of w8a16_matmul 8.
+// a GPU is not checked by the host: a column that leaves x reads as NaN. w has 4 bits in w4a16_matmul, 8 in
+// w8a16_matmul.
 KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
 KernelName w8a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
 // Bytes of device memory that must be lent to that call. 0 on the CPU.

@@ -18,10 +18,20 @@ KvFormat kv_format_from_name(const char* op, const char* text);  // throws a val
 std::size_t kv_block_bytes(KvFormat f, int page_size, int head_dim, const char* op = "KVCache");
 
 // Faults that a kernel finds in arrays the host does not read.
-enum class KvFault : std::int32_t { none, row, length, capacity, count, page, raw, position, twice };
-inline constexpr std::int32_t kv_fault_raised =
-    -1;  // replaces a fault that was raised: there is nothing to raise, but lengths
-         // may be smaller than an allocator expects after the calls so far
+enum class KvFault : std::int32_t {
+  none,
+  row,       // rows[b] is no row of the cache
+  length,    // the stored length is outside [0, capacity]
+  capacity,  // the new tokens do not fit
+  count,     // counts[b] is outside [0, T]
+  page,      // block_table names a page outside the pool
+  raw,       // an earlier truncate removed raw tokens that the call needs
+  position,  // a position is outside the cos and sin tables
+  twice,     // rows names a row twice
+};
+// Replaces a fault once the host has raised it. The failed call left its row unchanged, so lengths may be smaller than
+// an allocator expects.
+inline constexpr std::int32_t kv_fault_raised = -1;
 
 // One layer's cache. All pointers lie on `device`. Token p of row r is at page offset p % page_size of page
 // block_table[r][p / page_size]. Bytes of (page, head) start at  base + page * page_stride + head * head_stride.

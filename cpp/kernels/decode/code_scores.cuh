@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores of a KV tile of 32 tokens in codes, and the queries that they take.
-//   S^T [32 tokens, 8 packed rows] = K [32 tokens, D] Q^T      K is the A operand, tokens are its rows
+//   S^T [32 tokens, 8 N packed rows] = K [32 tokens, D] Q^T    K is the A operand, tokens are its rows
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -108,7 +108,8 @@ struct CodeQueries {
     float top = largest_magnitude<T>(x);
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-    // own_scale: the power of two above the largest magnitude; 1 for a row of zeros or infinities.
+    // own_scale: the power of two above the largest magnitude, 1 for zeros or infinities. The biased exponents of x and
+    // 1 / x add up to 254.
     const std::uint32_t exponent = __float_as_uint(top) >> 23;
     const bool ordinary = exponent > 0 && exponent < 253;
     const float own_scale = ordinary ? __uint_as_float((exponent + 1) << 23) : 1.0f,
@@ -204,7 +205,7 @@ __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], s
     const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
     scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
     if constexpr (has_min(F))
-      zero_value[r] = tile::fma_f16x2(scale[r], 0x48004800u,
+      zero_value[r] = tile::fma_f16x2(scale[r], 0x48004800u,  // (8, 8) in fp16: zero value = min + 8 * scale
                                       group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
   }
 }
@@ -248,10 +249,10 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
     constexpr int chains = N == 1 ? 2 : 1;
     float zp_correction[N][chains][4] = {}, zero_term[N][chains][4] = {};  // (n-tile, chain, 4)
     const GroupScale<T, F, D> group(x, lane);
-    constexpr int W = D % 128 == 0  ? 4
-                      : D % 64 == 0 ? 2
-                                    : 1;  // a lane has D / 32 words of 8 codes of a row; loads W at once
-    // Not loops with #pragma unroll: with 512 channels nvcc keeps those, and q, which they index, in local memory.
+    // A lane has D / 32 words of 8 codes of a row and loads W at once.
+    constexpr int W = D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;
+    // Not loops with #pragma unroll: with 512 channels nvcc does not unroll those, and q, which they index, goes to
+    // local memory.
     cute::for_each(cute::make_int_sequence<D / 32 / W>{}, [&](auto loaded) {
       constexpr int chunk = loaded * W;
       std::uint32_t row[4][W];  // (block of 8 tokens, word)

@@ -28,6 +28,7 @@ struct CodeSource {
         page_size(c.page_size) {
     k_scale = static_cast<int>(c.k.scale - c.k.codes);
     k_min = static_cast<int>(c.k.min - c.k.codes);
+    // Four lanes copy each array of 32 scales; k already counts lane * 16 bytes.
     token_scales = static_cast<int>((lane < 4     ? c.v.scale
                                      : is_kivi(F) ? c.v.min
                                                   : c.k.scale) -
@@ -50,8 +51,8 @@ template <KvFormat F, int D>
 struct CodeTile {
   static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
   static constexpr int row_vecs = row_bytes / 16;  // 16-byte vectors of a row
-  // XOR swizzle: two neighbouring rows would use the same banks, so the vectors of odd rows are exchanged with those
-  // that other lanes read.
+  // XOR swizzle. Eight lanes read at once, four vectors of each of two neighbouring rows. Where rows are a multiple of
+  // 128 bytes both would use the same banks, so odd rows exchange their vectors with neighbours at this distance.
   static constexpr int swizzle = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
 
   alignas(16) unsigned char k[tile_bytes];

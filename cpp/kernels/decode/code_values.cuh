@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The values of a KV tile of 32 tokens in codes.
-//   O^T [D, 8 packed rows] += V^T [D, 32 tokens] P^T      V^T is the A operand, channels are its rows
+//   O^T [D, 8 N packed rows] += V^T [D, 32 tokens] P^T      V^T is the A operand, channels are its rows
 #pragma once
 
 #include "kernels/decode/code_scores.cuh"

@@ -137,8 +137,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   if (counts_here) tile::wait_for_previous_kernel();
 
   float m, l, value;
-  constexpr int short_row = 16,
-                medium_row = 32;  // KV splits of a row whose combine time matters
+  constexpr int short_row = 16, medium_row = 32;  // KV splits: a smaller tree is faster
   const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, m, l, value)
                      : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, m, l, value)
                                             : reduce_partials<D, max_splits>(p, smem, m, l, value);

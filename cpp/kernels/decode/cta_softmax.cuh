@@ -312,9 +312,10 @@ class CtaSoftmax {
   }
 
   // Computes a step's weights from its logits: store(sum, min_term) writes this lane's weights and sums them. After
-  // return all warps' weights and V of the step are visible. Weights up to 2^rescale_threshold are left as they are;
-  // their sum tells whether one may be larger. Without a maximum yet, all weights may be 0 although logits are finite:
-  // a KV split's first step computes the maxima before any weight.
+  // return all warps' weights and V of the step are visible. The weights are written again after update_max if one may
+  // exceed 2^rescale_threshold (the lane's sum tells), or if `more`: V's scales exceed o_scale. While m is -inf the
+  // base is 0 and finite logits may give weights of 0: so a KV split's first step moves the maxima first, and a row
+  // whose m is still -inf repeats at its first finite logit.
   template <int M, class Store, class Stage, class Rescale>
   __device__ void compute_weights(const float (&s)[N][M][4], std::uint32_t max_scale_bits, bool more,
                                   const Store& store, Stage& stage, const Rescale& rescale) {

@@ -81,8 +81,8 @@ bool rows_are_vectors(const TensorView& t) {
   return std::all_of(t.stride, t.stride + t.ndim - 1, [](std::int64_t stride) { return stride % 8 == 0; });
 }
 
-// Work units are counted in 32 bits. Upper bound of the units of all work tiles: 1.5 times tokens / 32 where KV splits
-// are short, and a fifteenth more where work ranges are rounded up.
+// Work units are counted in 32 bits. Upper bound of the units of all work tiles: tokens / 32, a quarter more for the
+// ends of KV splits (2 units for 8 at least), a sixteenth more where work ranges are rounded up: less than 1.5 times.
 void check_size(const DecodeArgs& a) {
   const double m_blocks_all =
       static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / mma_n + a.cache->kv_heads;

@@ -5,8 +5,9 @@
 //     all of these warps have read both.
 //   CtaRing: belongs to the CTA; a stage is one step. K and V are groups of their own. K is refilled when all warps
 //     have the step's weights, V when all warps have multiplied it.
-// `Copies` starts the copies of a KV tile: load(tile, token, pages), or load_k and load_v for K and V apart,
-// zero-filled past the end of the row. load_queries() starts those of the queries and, in a CtaRing, of raw tokens.
+// `Copies` starts the copies of a KV tile: load(tile, token, pages), or load_k and load_v for K and V separately. In
+// 16 bits rows that no packed row sees are zero-filled; codes past the end of the row are arbitrary. load_queries()
+// starts the copies of the queries and of raw tokens that have their own memory.
 // load_raw(stage) may start other copies into a stage of a WarpRing that no KV tile needs any more; it is called at
 // least `stages` times.
 #pragma once

@@ -12,7 +12,7 @@ namespace rooftile::gpu {
 template <class Config>
 inline constexpr DType decode_dtype = std::is_same_v<typename Config::T, tile::half> ? DType::f16 : DType::bf16;
 
-// Launches split_kv, and combine after it.
+// Launches split_kv, and combine after it unless clusters reduce their work tiles themselves.
 template <class Config>
 struct DecodeKernel {
   using Storage = SharedStorage<DecodeTraits<Config>>;
@@ -41,8 +41,8 @@ struct DecodeConfig {
   static constexpr KvFormat format = F;
   static constexpr int head_dim = D, stages = Stages, ctas_per_sm = CtasPerSm, n_tiles = 1;
   static constexpr int warps = 4, warps_per_tile = D > 256 ? 4 : D > 128 ? 2 : 1, smem_levels = D > 128 ? 1 : 4;
-  static constexpr bool clusters =
-      smem_levels >= cluster_partials;  // a cluster's partials fit into the reduction's storage
+  // Both unions in SharedStorage have o [n, 8 packed rows, D]: a cluster's partials must fit into the reduction's.
+  static constexpr bool clusters = smem_levels >= cluster_partials;
 };
 // The config of a variant for two n-tiles of packed rows, with a softmax state of the CTA: two steps in the ring.
 template <class Element, KvFormat F>

@@ -8,13 +8,13 @@
 
 namespace rooftile::gpu {
 
-// Factor from scores to logits in units of log2, or, with a soft cap, to multiples of the cap. q_scale: what the
+// Factor from scores to base-2 logits (logit * log2 e) or, with a soft cap, to multiples of the cap. q_scale: what the
 // queries were divided by.
 __device__ __forceinline__ float logit_factor(const DecodeParams& p, float q_scale) {
   return q_scale * (p.softcap != 0.0f ? p.scale / p.softcap : p.scale * tile::log2_e);
 }
 
-// Converts multiples of a soft cap to logits in units of log2, in place. Without a soft cap s already holds logits.
+// Converts multiples of a soft cap to base-2 logits, in place. Without a soft cap s already holds logits.
 // tanh x is 1 - 2 / (1 + e^2x): the absolute error is at most 2^-23. It is not proportional to a small x, but logits
 // only matter by their differences.
 template <int M>

@@ -226,6 +226,7 @@ class Mainloop {
       if constexpr (Traits::kivi && cta_softmax) {
         if (raw.any) loop.copy_raw_tiles(raw, tile, w, raw.first);
       } else if constexpr (Traits::kivi) {
+        // half 3: a ring of three stages has no stage for it
         if (raw.halves > Traits::stages) loop.copy_raw(raw, tile, w, 3);
       }
     }
@@ -331,6 +332,7 @@ class Mainloop {
     cute::cp_async_wait<0>();
     tile::sync_tile_warps<Traits::warps_per_tile>(at_.warp_kv);  // all threads' copies of the raw tiles have arrived
     softmax_.dequantize_sums();
+    // Where all raw tokens fit at once, no barrier follows, so a warp without a raw tile may leave.
     if (warps_kv * 16 >= kv_ring && raw.halves == 0) return;
     Queries q;
     read_queries(q);

@@ -24,7 +24,7 @@ struct DecodeParams {
   // the same length.
   float* partial_o;           // [ctas, partials_per_cta, block_m, D]
   float* partial_ml;          // [ctas, partials_per_cta, block_m, 2]: (m, l); l < 0: invalid page, out is not written
-  float* reduction_o;         // [ctas, reduction_levels, block_m, D]: left halves of the reduction that wait
+  float* reduction_o;         // [ctas, reduction_levels - smem_levels, values, threads]: left halves that wait
   std::int32_t* work_prefix;  // [B + 2]
   int ctas_per_tile;          // CTAs that each work tile has to itself; 0: CTAs share work tiles (stream-K)
   int ctas, ctas_per_sm;      // grid size; grid.y: CTAs per SM, 1 unless every SM gets the same number

@@ -108,9 +108,9 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device) {
   DecodePlan plan;
   plan.block_m = shape.block_m;
   const std::int64_t work_tiles = work_tiles_of(shape), resident_ctas = std::int64_t{device.sms} * device.ctas_per_sm;
-  // GPCs differ in size and a cluster does not span two of them: leave an eighth of the device unused.
-  // More than two CTAs of which some have no KV split and only merge: if the clusters then take 25 % of the device at
-  // most.
+  // A cluster does not span two GPCs, and these differ in size: clusters leave an eighth of the device unused. They
+  // grow beyond two CTAs while they have fewer CTAs than KV splits (of 256 tokens), or while they then fill a quarter
+  // of the device at most: a CTA without a split still merges.
   static_assert(kv_split_units(KvFormat::fp16, cluster_tokens(8)) * work_unit_tokens == 256);
   while (2 * plan.cluster_size <= device.max_cluster && 16 * work_tiles * plan.cluster_size <= 7 * resident_ctas &&
          (plan.cluster_size == 1 || 256 * plan.cluster_size < shape.visible ||

@@ -25,7 +25,7 @@ struct DecodePlan {
   int m_blocks = 0;                                                    // m-blocks of a KV head
   std::size_t partial_o = 0, partial_ml = 0, reduction_o = 0;  // byte offsets in the workspace; work_prefix is at 0
   std::size_t workspace_bytes = 0;
-  const char* why = "";
+  const char* why = "";  // the reason, for explain
 };
 struct DecodeShape {
   std::int64_t batch, tokens;  // B, T
@@ -64,7 +64,7 @@ struct DecodeFacts {
   std::size_t smem_bytes = 0;  // dynamic shared memory of a CTA; 0: not known, in a build without GPU kernels
 };
 DecodeFacts decode_facts(const DecodeKey&);           // of the compiled variants, where the build has them
-DecodeFacts expected_decode_facts(const DecodeKey&);  // what they are, for a build without
+DecodeFacts expected_decode_facts(const DecodeKey&);  // the same, for a build without them; a test compares
 
 // One compiled variant.
 class DeviceScope;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The raw tokens of a kivi row, 63 at most: KV tiles of 16 tokens in 16 bits, at the end of the row's last split. K and
-// V of a raw tile are its two halves.
+// The raw tokens of a kivi row, 63 at most (31 of an open group and a call's 32 new ones): KV tiles of 16 tokens in 16
+// bits, at the end of the row's last split. K and V of a raw tile are its two halves.
 #pragma once
 
 #include "kernels/decode/element_tile.cuh"
@@ -53,7 +53,7 @@ struct RawTokens {
   int first = 0;           // the row's first raw token
   int begin = 0, end = 0;  // raw tokens that any packed row sees
   // WarpRing: the warps take the raw tiles in turn, beginning with the warp that would take the next tile of codes. If
-  // that warp has a tile of codes less than others, it takes two raw tiles at once.
+  // there are two raw tiles and that warp has a tile of codes less than others, it takes both at once.
   int token = 0;    // first token of this warp_kv's raw tiles
   int halves = 0;   // copies of this warp_kv: of one raw tile, or of two
   int started = 0;  // halves whose copies have been started, in consecutive stages

@@ -13,17 +13,18 @@
 //
 // Work distribution. A work tile is one (batch entry, KV head, m-block), an m-block being block_m packed query rows
 // (query heads of the KV head x new tokens). Work tiles lie one after another, batch entries outermost. Work is counted
-// in work units, the time that 32 tokens take. Every CTA of the persistent grid has a range of the units, all ranges
-// but the last of equal length (stream-K), and owns the splits that start in its range. Where all work tiles have the
-// same length, a work tile has tokens / 32 units, so that ranges are whole work tiles or whole subtrees. Where lengths
-// differ, the ends of splits, raw tokens and the start of a work tile count as units too: otherwise a range of many
-// short rows would take longest.
+// in work units, the time that 32 tokens take. Every CTA of the persistent grid has a range of the units (stream-K) and
+// owns the splits that start in its range; ranges have equal lengths, the last ones less or none. Where all work tiles
+// have the same length, a work tile has tokens / 32 units and one for raw tokens, and ranges are rounded up to a
+// multiple of a power of two, so that many begin where a work tile or a subtree does. Where lengths differ, the ends of
+// splits, the start of a work tile and a second unit for raw tokens count too: otherwise a range of many short rows
+// would take longest.
 //
 // Few work tiles of the same length get a whole number of CTAs each, and no CTA works on two tiles. In a small batch of
 // short rows these CTAs form a cluster, which reduces its partials itself.
 //
-// Units are counted in 32 bits (dispatch.cpp refuses larger calls). This arithmetic is the fixed cost of a short call.
-// So are its divisions: some 25 dependent instructions each.
+// Units are counted in 32 bits (dispatch.cpp refuses larger calls). Every call pays for this arithmetic, a short call
+// most: a division by a variable is a chain of some 25 instructions.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,8 @@ inline constexpr int work_unit_tokens = 32;  // tokens of one work unit: one KV 
 inline constexpr int max_splits = 64;
 inline constexpr int reduction_levels = 7;  // levels 0 to 6
 inline constexpr int cluster_splits = 16;   // KV splits of a work tile that a cluster computes, at most
-inline constexpr int cluster_partials = 4;  // partials that a CTA of a cluster stores, in units of mma_n
+// Room for the partials of a CTA of a cluster, in units of mma_n. Two are used: 512 tokens a CTA, splits of 256.
+inline constexpr int cluster_partials = 4;
 // The most tokens that a cache row may have for a cluster of `ctas` CTAs.
 ROOFTILE_HD constexpr int cluster_tokens(int ctas) { return 512 * ctas; }
 inline constexpr int mma_n = 8;  // N of mma.m16n8k16: packed query rows of one MMA

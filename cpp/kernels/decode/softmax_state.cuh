@@ -11,7 +11,7 @@ namespace rooftile::gpu {
 
 // The reference maximum of the weights follows the row's maximum only when that is more than rescale_threshold above
 // it: weights up to 2^rescale_threshold lose nothing in fp16 or in the sums.
-inline constexpr float rescale_threshold = 8.0f, max_weight = 256.0f;
+inline constexpr float rescale_threshold = 8.0f, max_weight = 256.0f;  // 2^rescale_threshold
 
 // A warp's part of the state over the tokens of one KV split.
 // N: MMA n-tiles of 8 packed rows, of which a lane has rows 2t and 2t + 1. C: MMA m-tiles of 16 channels of the warp.
@@ -26,9 +26,9 @@ struct SoftmaxState {
   // Tile n * C + i holds channels 16 i + g (elements 0, 1) and 16 i + 8 + g (elements 2, 3) of packed rows 8 n + 2t and
   // 8 n + 2t + 1.
   float o[N * C][4];  // (N x C mma tiles of 16 channels, 4)
-  float zp_correction[N]
-                     [4];  // (n-tile, 4): zero-point correction of o, over the KV tiles whose scores the warp computes
-  float o_scale;           // a power of two: the sum is o * o_scale; 0: no token yet
+  // (n-tile, 4): zero-point correction of o, over the KV tiles whose scores the warp computes
+  float zp_correction[N][4];
+  float o_scale;  // a power of two: the sum is o * o_scale; 0: no token yet
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -54,14 +54,17 @@ struct SoftmaxState {
   }
 };
 
-// Weight x scale becomes fp16 relative to o_scale, a power of two above twice the largest finite scale so far, at most
-// four times that scale.
+// V's scales are multiplied into the weights: the fp16 operand is weight * scale / o_scale. o_scale is a power of two
+// and no smaller than any finite scale so far (up to 2^126): a larger scale raises it to 2 to 4 times that scale.
+// max_scale_bits: the largest finite scale of some tokens, as bits of fp32.
 __device__ __forceinline__ bool exceeds_scale(std::uint32_t max_scale_bits, float o_scale) {
   return max_scale_bits > __float_as_uint(o_scale) || o_scale == 0.0f;
 }
+// 2^(e + 2) for a scale in [2^e, 2^(e + 1)), 2^126 at most: its inverse is then a normal number.
 __device__ __forceinline__ float pow2_above(std::uint32_t max_scale_bits) {
   return __uint_as_float(min(max_scale_bits & 0x7f800000u, 0x7d800000u) + 0x01000000u);
 }
+// The biased exponents of x and 1 / x add up to 254.
 __device__ __forceinline__ float inverse_pow2(float pow2) {
   return __uint_as_float(0x7f000000u - __float_as_uint(pow2));
 }

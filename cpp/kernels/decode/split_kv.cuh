@@ -14,8 +14,8 @@
 // 16 packed rows: the CTA takes one step of tokens after another, one KV tile for each warp, and has one softmax state
 // (cta_softmax.cuh). Every byte is read and decoded once for two n-tiles.
 //
-// Bytes per KV head: S * (bytes of a token's K and V). Flops: 4 S D per packed row, for 8 rows whether used or not.
-// 16-bit, D = 128: 512 bytes and 8 KFLOP a token: bound by bandwidth, the tensor cores take a third of the time.
+// Per token and KV head: the bytes of its K and V, and 4 D flops for each packed row of the MMAs, used or not.
+// 16-bit, D = 128, 8 rows: 512 bytes and 4 KFLOP a token: bound by bandwidth.
 // int4-kivi: 148 bytes a token, the same products, and 5 instructions for 8 codes: bound by the latencies that eight
 // warps can hide. 16 packed rows: bound by the dependency chain of a step, two barriers and two products.
 //

@@ -44,7 +44,8 @@ struct SharedStorage {
     std::conditional_t<Traits::clusters, ClusterPartials<D>, char> cluster;  // partials of a cluster
   };
   WorkRange range;
-  int bad_tile_range;  // the last tile range that met an invalid page
+  // The last tile range with an invalid page: the CTA's KV splits of one work tile, counted from 1. 0: none.
+  int bad_tile_range;
   // kivi: queries stay until the work tile ends, because raw keys need them after the codes.
   alignas(16) Element raw_queries[Traits::kivi ? Traits::block_m * D : 8];
   RawStorage<Traits> raw;

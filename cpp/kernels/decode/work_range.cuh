@@ -11,10 +11,10 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
 
-// The work of one CTA: a range of work units, beginning at the first split that the CTA owns, or a part of one work
-// tile. Work tiles are counted within a batch entry.
+// The work of one CTA: a range of work units, of which the CTA owns the splits that start inside, or a part of one work
+// tile. `tile` counts the work tiles of a batch entry.
 struct WorkRange {
-  int begin, end;  // work units; for a part of one work tile begin is the tile's first
+  int begin, end;  // work units; for a part of one work tile only begin < end counts: the tile has work
   int tile_base;   // first work unit of the first work tile
   int entry;
   bool uniform;                            // all work tiles have the same length
@@ -80,9 +80,10 @@ template <KvFormat format>
 __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   const int lane = threadIdx.x % 32, range_index = work_range_index();
   const bool reports = range_index == 0 && threadIdx.x < 32;
-  RowWork own;              // of batch entry `first + lane`
+  RowWork own;              // of batch entry `lane`; in the last loop of `first + lane`
   int work_tile_units = 0;  // of the first batch entry
   bool uniform = true;
+  // Faults, and whether all work tiles have the same length.
 #pragma unroll 1
   for (int first = 0; first < p.batch; first += 32) {
     const int b = first + lane;
@@ -98,6 +99,7 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
     uniform &= b >= p.batch || units == work_tile_units;
   }
   uniform = __all_sync(0xffffffffu, uniform);
+  // Few work tiles of the same length: a part of one work tile.
   if (const int ctas_per_tile = ctas_per_tile_of(uniform, work_tile_units, p.ctas_per_tile)) {
     for (int i = lane; reports && i < p.batch + 2; i += 32)
       p.work_prefix[i] = i == p.batch + 1 ? uniform : i * work_tile_units * p.tiles_per_entry;
@@ -108,6 +110,7 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
     if (r.begin < r.end) r.find_own_splits(lane);
     return r;
   }
+  // Stream-K: the units of all work tiles.
   int total = p.batch * work_tile_units * p.tiles_per_entry;
   if (!uniform) {
     total = 0;
@@ -124,6 +127,7 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   const WorkPartition partition(total, p.ctas, uniform);
   WorkRange r{partition.begin(range_index), partition.begin(range_index + 1), 0, -1, uniform, {}, range_index};
   if (r.begin >= r.end && !reports) return r;
+  // The batch entry in which the range begins, and the prefix sums.
   int before = 0;
 #pragma unroll 1
   for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
@@ -148,6 +152,7 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
     p.work_prefix[p.batch + 1] = uniform;
   }
   if (r.begin >= r.end) return r;
+  // The work tile and the splits with which the range begins.
   const int units = r.work.work_tile_units();
   r.tile = divide(r.begin - r.tile_base, units);
   r.tile_base += r.tile * units;

@@ -9,7 +9,8 @@
 // weights and biases are issued with them; else their registers would cost a CTA an SM: rms_norm loads its weights
 // while the row is reduced, layer_norm afterwards.
 // Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Many rows are bound by memory: rms_norm and
-// layer_norm are separate kernels, because the instructions of the mean alone would hold 4096 elements a row below it.
+// layer_norm are separate kernels, because the instructions of the mean would keep rows of 4096 elements below that
+// bound.
 // Below some 64 rows latency bounds: the kernel's start, one load, one barrier (layer_norm two), one store. With PDL a
 // kernel starts, computes its addresses and prefetches its weights into L2 while the previous one ends; it reads and
 // writes nothing before wait_for_previous_kernel.
@@ -239,8 +240,8 @@ __global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ No
                           [&] { return load_table<T, vector>(p.bias, 0, i, p.n); }));
 }
 
-// f(kernel) for one dtype: the kernel that holds `vecs` vectors of a row in each thread's registers. Rows that are
-// loaded element by element have no kernel for few of them.
+// Calls f(kernel) for one dtype: the kernel whose threads hold `vecs` vectors of a row in registers. Rows that are
+// loaded element by element have no kernel of their own for few rows.
 template <class T, bool vector, class F>
 void with_kernel(int vecs, bool subtract_mean, bool few_rows, F&& f) {
   const auto with_tables = [&](auto mean, auto tables) {

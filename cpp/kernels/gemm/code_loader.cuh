@@ -10,8 +10,8 @@ namespace rooftile::gpu {
 
 // Copies the codes and quantisation parameters of two tile rows to the stages of two consumer warps, which are
 // neighbours, a step at a time. Traits: a W4StageTraits. Every lane copies 16 bytes of each fragment block; some lanes
-// copy a 16-byte vector of scales or offsets as well: lanes 0 .. 7 and 8 .. 15 of the first tile row, lanes 16 .. 31
-// of the second.
+// copy a 16-byte vector as well: lanes 0 .. 7 of scales and lanes 8 .. 15 of offsets for the first tile row, lanes
+// 16 .. 31 the same for the second.
 template <class Traits>
 class W4CodeLoader {
   using Stage = typename Traits::Stage;

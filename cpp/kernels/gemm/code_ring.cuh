@@ -9,8 +9,8 @@
 
 namespace rooftile::gpu {
 
-// Steps are loaded in order. They count from the ring's next one, which advance() moves on: where `step` and `stage`
-// are compile-time constants after unrolling, every address is a register and an immediate.
+// Loads are issued in the order of steps. `step` counts from the ring's position, which advance() moves. Where `step`
+// and `stage` are constants after unrolling, every address is a register and an immediate.
 // Each lane copies 16 bytes of every fragment block, which it reads back itself. Some lanes also copy a 16-byte vector
 // of scales or offsets, which all lanes read.
 template <class Traits>
@@ -74,6 +74,7 @@ class W4CodeRing {
     qparams_ += step_vecs_;
     if constexpr (Traits::small_groups) groups_left_ -= step_groups_;
   }
+  // Moves the ring's position by `steps`; load() has moved the scales and offsets already.
   __device__ __forceinline__ void advance(int steps) {
     codes_ += steps * (2 * tile_bytes / 4);
     tiles_left_ -= 2 * steps;

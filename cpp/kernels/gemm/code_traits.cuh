@@ -13,8 +13,8 @@
 
 namespace rooftile::gpu {
 
-// The packed layout of a tile of W, (16 rows, 64 k) -> code. Both are the A operand of m16n8k16: a lane's 16 bytes of a
-// fragment block are its A fragments, of four k-steps in 4 bits and of two in 8 bits.
+// The packed layout of a tile of W, (16 rows, 64 k) -> index of the code. W4TileLayout and W8TileLayout are the A
+// operand of m16n8k16: a lane's 16 bytes of a fragment block are its A fragments, of four k-steps in 4 bits, two in 8.
 using W4TileLayout = cute::Layout<
     cute::Shape<cute::Shape<cute::_8, cute::_2>, cute::Shape<cute::_2, cute::_4, cute::_2, cute::_4>>,
     cute::Stride<cute::Stride<cute::_128, cute::_1>, cute::Stride<cute::_4, cute::_32, cute::_2, cute::_8>>>;
@@ -41,8 +41,9 @@ struct W4Stage {
 };
 static_assert(sizeof(W4Stage<4>) == w4_stage_bytes(4) && sizeof(W4Stage<8>) == w4_stage_bytes(8));
 
-// The stages of a warp, each the step of one tile row, `pitch` of them from a stage to the next: layouts, and copies
-// of one warp. Scale: half or bf16; void: known at run time. small_groups: a step may hold several scale blocks.
+// Layouts of one warp's stages, a step of one tile row each, and the warp's copies. pitch: distance from a stage to the
+// warp's next one, in W4Stages: 1 where a warp's stages are contiguous, else the warps whose stages are interleaved.
+// Scale: half or bf16; void: known at run time. small_groups: a step may hold several scale blocks.
 template <int bits_, int stages_, int pitch, class Scale, bool small_groups_>
 struct W4StageTraits {
   static constexpr int bits = bits_, stages = stages_;
@@ -97,8 +98,8 @@ struct W4StageTraits {
       cute::Layout<cute::Shape<cute::_1, cute::Int<2 * scale_blocks>>>{}));
 };
 
-// What a variant of the kernel is compiled for. Element: of x and y. Scale: of scales and minima, half or bf16; void:
-// the type is known at run time. small_groups: a step of 128 k may hold several scale blocks; minima take the
+// What a variant of stream_codes.cuh is compiled for. Element: of x and y. Scale: of scales and minima, half or bf16;
+// void: the type is known at run time. small_groups: a step of 128 k may hold several scale blocks; minima take the
 // same path.
 template <class Element, int bits_, int config_, class Scale, bool small_groups_, W4StreamZeros zeros>
 struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).stages, 1, Scale,
@@ -133,7 +134,8 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
                                cute::Stride<cute::_1, cute::_128, cute::Int<128 * Base::fragment_blocks>>>;
   using GmemLayoutCodes = CodesOf<128>;
   using LaneLayoutCodes = CodesOf<4>;
-  // (BLK_N, BLK_K, buffer): a tile of x in shared memory has `tokens` rows, 16 bytes apart against bank conflicts.
+  // (BLK_N, BLK_K, buffer): a tile of x in shared memory has `tokens` rows. The pitch is 16 bytes more than a row,
+  // against bank conflicts.
   static constexpr int x_pitch = w4_x_tile_pitch(config) / 2;
   CUTE_HOST_DEVICE static auto smem_layout_x(int tokens) {
     return cute::make_layout(cute::Shape<BLK_N, BLK_K, cute::_2>{},

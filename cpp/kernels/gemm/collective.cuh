@@ -3,7 +3,8 @@
 // warp loads tiles of W and x (TMA, as many stages as shared memory holds), two consumer warp groups multiply.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows are whole 16-byte vectors at one stride
 //
-// The two CTAs of a cluster (linear_collective_tiles in plan.h: rows of W x tokens) are neighbours along the GEMM's M:
+// The two CTAs of a cluster (rows of W x tokens: linear_collective_tiles in configs.h) are neighbours along the GEMM's
+// M:
 //   64 x 128, 128 x 128, 128 x 256   W's rows are the GEMM's M and tokens are its N, so the column-major output is
 //                                    y [M, N]. The pair has one tile of tokens; each CTA loads half and multicasts it.
 //   192 x 128, 224 x 128             tokens are the GEMM's M and W's rows are its N, so that the number of rows need
@@ -11,9 +12,8 @@
 // 64 x 128 is ping-pong: each consumer warp group has tiles of its own, and one's epilogue runs beside the other's
 // products. The larger tiles are cooperative: both warp groups share a tile.
 // The sum over K is one fp32 accumulator, in order, whatever the tile. With split-K the GEMM is a batch: batch l
-// multiplies k l K / splits .. (l + 1) K / splits and stores fp32 partial sums, which split_k.cu adds in
-// order.
-// Cost of a step of 64 k: step_ns in plan.cpp.
+// covers k from l * K / splits to (l + 1) * K / splits and stores fp32 partial sums, which split_k.cu adds in order.
+// Cost of a step of 64 k: step_ns in plan_bits16.cpp.
 // Sync: CUTLASS's full and empty barrier a stage, across the cluster; a barrier of the consumer warps before the output
 // tile is stored. PDL: the producer waits for the previous kernel before its first load; the epilogue reads bias after
 // the first tile of the product, hence after that kernel too.

@@ -11,7 +11,7 @@
 
 namespace rooftile::gpu {
 
-// ---- W in 16 bits -------------------------------------------------------------------------------
+// ---- W in 16 bits: linear_ ----------------------------------------------------------------------
 
 // stream_bits16.cuh
 inline constexpr int linear_rows = 16, linear_step_k = 64;  // rows of W x k of one warp in one step
@@ -40,15 +40,16 @@ struct LinearTile {
 };
 inline constexpr LinearTile linear_collective_tiles[] = {
     {64, 128, true}, {128, 256}, {128, 128}, {192, 128, false, true}, {224, 128, false, true}};
+// The tiles that collective.cuh also compiles with partial sums (collective_variants lists them).
 constexpr bool linear_may_split(LinearTile tile) { return tile.rows <= 128 && tile.tokens == 128; }
 inline constexpr int linear_collective_step_k = 64;
 inline constexpr int linear_split_tokens = 256;  // collective.cuh splits K up to so many tokens
 inline constexpr LinearTile linear_multistage_tile = {128, 128};
 
-// ---- W in 4 or 8 bits ---------------------------------------------------------------------------
+// ---- W in 4 or 8 bits: w4_ (w8_: 8 bits only) ---------------------------------------------------
 
-// Tile config of stream_codes.cuh. A tile of x is at least as long as the ring: the wait for a step's codes is then
-// also the wait for the next tile of x.
+// Tile config of stream_codes.cuh. A tile of x has at least stages - 1 steps (code_traits.cuh asserts it), so the wait
+// for a step's codes is also the wait for the next tile of x.
 struct W4StreamConfig {
   int n_tiles;   // mma tiles of 8 tokens; the CTA takes 8 n_tiles tokens
   int stages;    // of a warp's ring; a stage is one step: 16 rows of W x 128 k
@@ -72,10 +73,9 @@ constexpr bool w4_specialises(int config) { return w4_stream_configs[config].n_t
 inline constexpr int w4_qparam_bytes = 128;  // scales, or offsets, of a step: (4 groups, 16 rows) of 2 bytes
 ROOFTILE_HD constexpr int w4_stage_bytes(int bits) { return 2 * w4_tile_bytes(bits) + 2 * w4_qparam_bytes; }
 
-// The least shared memory of a CTA of stream_codes.cuh in 8 bits, 75 KB and 16 bytes: three CTAs, each of which costs
-// 1 KB more, exceed the 228 KB of a Hopper SM. A third one would be the next launch's, which reads its codes while this
-// one still does: one token of K 14336, whose kernel has the registers for three, took 27.8 us on an H100, four tokens
-// 24.5.
+// The least shared memory of a CTA of stream_codes.cuh in 8 bits: 16 bytes more than lets three CTAs (1 KB is reserved
+// for each) fit the 228 KB of a Hopper SM. The third CTA would belong to the next launch, whose loads compete with this
+// one's: one token of K 14336 took 27.8 us on an H100 with room for three, four tokens (no room) 24.5.
 inline constexpr int w8_stream_least_shared = (228 / 3 - 1) * 1024 + 16;
 
 // Tile config of wgmma.cuh. stages: of 128 k each.

@@ -28,7 +28,8 @@ struct GemmKey {
 };
 GemmKey key_of(const GemmPlan&, const GemmProblem&);
 
-// One compiled variant. Each file in inst/ returns the variants of one weight format and element type.
+// One compiled variant. Each function below returns the variants of one 16-bit path, or of one width of codes, for one
+// element type; the files in inst/ define them.
 struct GemmVariant {
   GemmKey key;
   // The parameters have the type that the path's kernels take (params.h).

@@ -11,7 +11,7 @@
 
 #include <cutlass/gemm/kernel/default_gemm_universal_with_visitor.h>
 
-#include <cutlass/epilogue/threadblock/fusion/visitors.hpp>  // needs what the other includes
+#include <cutlass/epilogue/threadblock/fusion/visitors.hpp>  // after the header that it needs
 
 #include "kernels/gemm/activate.cuh"
 #include "kernels/gemm/traits.cuh"

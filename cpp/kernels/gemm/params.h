@@ -21,7 +21,7 @@ struct GemmParams {
   std::int64_t bias_stride = 0;
   std::int64_t n = 0, outputs = 0;  // rows of W; columns of y: n, or n / 2 in a gated product
   bool gated = false;               // the rows of W are [gate | up]: y = activation(gate) * up + residual
-  bool y_vec4 = false;              // y and residual have rows of 8-byte vectors
+  bool y_vec4 = false;              // the epilogue takes vectors: y and residual have rows of 8-byte vectors
   Activation activation = Activation::none;
   std::int64_t first_token = 0, tokens = 0;  // tokens of this launch, from first_token of the call on
   int splits = 1;                            // splits of K
@@ -36,7 +36,8 @@ struct GemmParams {
         n(gated ? 2 * y.last() : y.last()),
         outputs(y.last()),
         gated(gated),
-        y_vec4(is_aligned(y, 4) && is_aligned(residual, 4)),
+        // the epilogue's vectors leave out a gate that has no activation
+        y_vec4(is_aligned(y, 4) && is_aligned(residual, 4) && !(gated && activation == Activation::none)),
         activation(activation) {
     if (!bias.given()) return;
     this->bias = bias.data;
@@ -53,8 +54,8 @@ struct Bits16Params : GemmParams {
   std::int64_t x_stride = 0;                     // elements between rows of x, where all rows have one stride
   std::int64_t k = 0;
   Divisor by_m_blocks{}, by_n_blocks{};  // CTAs along tokens, and along rows of W
-  int row_tiles = 0, slices_log2 = 0, steps = 0,
-      split_steps = 0;  // as in GemmPlan; steps: k-steps of all of K, of the kernel's own length
+  int row_tiles = 0, slices_log2 = 0;    // as in GemmPlan
+  int steps = 0, split_steps = 0;        // k-steps of the kernel's own length: of all K, and of one split
 };
 
 // What tma.cuh receives.
@@ -72,7 +73,7 @@ struct CodesParams : GemmParams {
   W4View w{};
   int groups = 0;                       // along K
   int tile_rows = 0, row_tiles = 0;     // W in tiles of 16 x 64: (tile_rows, row_tiles)
-  int gate_tiles = 0;                   // tile rows from a gate to its up projection, both in one CTA; 0: not so
+  int gate_tiles = 0;                   // tile rows from a gate to its up projection, 0: not gated, or N / 2 % 16 != 0
   unsigned m_blocks = 0, n_blocks = 0;  // of this launch
   Divisor by_m_blocks{}, by_n_blocks{};
   int k = 0, group = 0;                // as in w, in 32 bits
@@ -104,7 +105,7 @@ struct WgmmaParams : CodesParams {
   unsigned ranges = 0;       // 0: data-parallel or split-K
   unsigned range_steps = 0;  // of a work range; the first `longer_ranges` ranges have one more
   unsigned longer_ranges = 0;
-  float* fixup_sums = nullptr;          // (CTA, tokens / 2 / 4, consumer threads, 4): accumulators for the next range
+  float* fixup_sums = nullptr;          // (CTA, BLK_N / 8, consumer threads, 4): accumulators for the next range
   std::uint64_t* semaphores = nullptr;  // (CTA): semaphore_value once the CTA's fix-up sums are written
   std::uint64_t semaphore_value = 0;    // unique per launch
 

@@ -26,7 +26,7 @@ bool splits_evenly(std::int64_t steps, std::int64_t splits, std::int64_t least) 
   const std::int64_t split_steps = divide_up(steps, splits);
   return split_steps >= least && divide_up(steps, split_steps) == splits;
 }
-// Of wgmma.cuh: clusters on the device at once, and the tiles of rows of W that a cluster takes one of.
+// wgmma.cuh: clusters resident on the device; and cluster tiles along N (128 rows of W for each CTA of a cluster).
 std::int64_t resident_clusters(const GemmProblem& p, const GemmPlan& plan) {
   return std::int64_t{std::max(p.sms, 1)} * w4_wgmma_config(p.bits, plan.config).ctas_per_sm / plan.cluster;
 }
@@ -74,8 +74,9 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
   plan.shared_bytes = static_cast<std::size_t>(std::max({loads, plan.sums_offset + sums, least}));
 }
 
-// stream_codes.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU
-// (KB per microsecond of one SM; the cost of a second kernel): they need to rank candidates, not to predict.
+// stream_codes.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU:
+// they need to rank candidates, not to predict. A CTA, two to an SM, loads 14 KB per us and costs 1.0 us a wave; the
+// exchange within a cluster costs 0.5 us, the second kernel 1.0 us, and partial sums move at 3.5 MB per us.
 // N = K = 4096, M = 1, 4 bits, 132 SMs: 32 blocks of 128 rows, 32 steps, room for 264 CTAs. A step is 128 x 128 codes
 // of half a byte and 8 tokens x 128 of x: 10 KB. Whole K: 320 / 14 + 1 = 23.9 us. Two, a cluster: 160 / 14 + 1.5 =
 // 12.9. Eight: 40 / 14 + 1, 1.0 for the second kernel and 0.6 for 2 x 8 x 32 x 128 x 8 sums of 4 bytes: 5.5. Nine would
@@ -108,9 +109,14 @@ int choose_split_k(const GemmProblem& p, int config) {
                            : choose_split_k(p, config, n_blocks, divide_up(p.m, w4_stream_block_m));
 }
 
-// Cycles that a step of a wgmma CTA keeps the issue slots busy, 4 bits: eight consumer warps of some 200 instructions
-// on four schedulers. In 8 bits the bytes of a step take longer than its instructions.
+// Cycles of issue slots that the plan counts for a step of a wgmma CTA, 4 bits. Two CTAs of an SM take some 1,200
+// cycles for a step of both, one alone some 730 (docs/lab/w4a16.md). In 8 bits the bytes of a step take longer.
 constexpr double w4_issue_cycles = 550;
+// Others, fitted to an H200: a busy SM takes 1.3 cycles of a step for each cycle of its MMAs, a lone CTA waits 450 for
+// copies and decoding besides its MMAs; a wave starts and ends in 3500, the kernel of split K takes 3000 and reads and
+// writes 1700 bytes of partial sums a cycle.
+constexpr double w4_mma_factor = 1.3, w4_step_wait = 450, w4_wave_cycles = 3500, w4_reduce_cycles = 3000,
+                 w4_partial_bytes_per_cycle = 1700;
 
 // wgmma.cuh: tile config, K splits and stream-K, from estimated cycles of an SM; rough facts of an H200. Only the
 // number of m-blocks depends on m.
@@ -135,18 +141,20 @@ void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
     // registers (waiting)
     const std::int64_t ctas = divide_up(work_tiles * splits, sms), waves = divide_up(ctas, f.ctas_per_sm);
     const double step = 4.0 * f.tokens * f.consumer_groups;
-    const double busy = static_cast<double>(ctas) * std::max(1.3 * step, p.bits == 4 ? w4_issue_cycles : 0),
-                 waiting = static_cast<double>(waves) * (step + 450);
-    double cycles =
-        static_cast<double>(divide_up(steps, splits)) * std::max(busy, waiting) + 3500.0 * static_cast<double>(waves);
-    if (splits > 1) cycles += 3000 + static_cast<double>(splits * m_blocks * f.tokens * p.n) * 8 / 1700;
+    const double busy = static_cast<double>(ctas) * std::max(w4_mma_factor * step, p.bits == 4 ? w4_issue_cycles : 0),
+                 waiting = static_cast<double>(waves) * (step + w4_step_wait);
+    double cycles = static_cast<double>(divide_up(steps, splits)) * std::max(busy, waiting) +
+                    w4_wave_cycles * static_cast<double>(waves);
+    if (splits > 1)
+      cycles +=
+          w4_reduce_cycles + static_cast<double>(splits * m_blocks * f.tokens * p.n) * 8 / w4_partial_bytes_per_cycle;
     if (splits > 1 && cycles >= least) continue;
     least = cycles;
     plan.splits = static_cast<int>(splits);
   }
-  // Whole work tiles in waves, the last of which may leave most of the device idle, or stream-K. No work range is
-  // shorter than a tile's K: fix-up sums go from one range to the next one only. Ranges that end where tiles end need
-  // no fix-up; a fix-up costs some steps.
+  // In waves of whole work tiles the last wave may leave most of the device idle; stream-K avoids this. No work range
+  // is shorter than a tile's K: fix-up sums go from one range to the next one only. Ranges that end where tiles end
+  // need no fix-up; a fix-up costs some steps.
   const std::int64_t tiles = cluster_tiles(plan), clusters = resident_clusters(p, plan),
                      waves = divide_up(tiles * plan.m_blocks, clusters),
                      ranges = std::min(tiles, clusters / plan.m_blocks);

@@ -31,7 +31,7 @@ class W4StageReader {
     scales_ = raw_pointer_cast(typename Traits::SmemCopyScales{}.get_slice(lane()).partition_S(sS).data());
   }
 
-  // rCodes (WORD, MMA_K): this lane's words of a stage.
+  // rCodes (WORD, (k-step, k-block)): this lane's words of a stage.
   template <class Codes>
   __device__ __forceinline__ void read_codes(int stage, Codes& rCodes) const {
     using namespace cute;
@@ -68,6 +68,7 @@ class W4StageReader {
     return cute::make_tensor(cute::make_smem_ptr(static_cast<const std::uint8_t*>(bytes)),
                              typename Traits::SmemLayoutZeros{});
   }
+  // offset: bytes from the stage's scales.
   template <class Pairs>
   __device__ __forceinline__ void read_pairs(int offset, int stage, Pairs& rPairs) const {
     using namespace cute;

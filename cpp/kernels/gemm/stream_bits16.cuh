@@ -11,7 +11,8 @@
 //   x   global -> registers, one step ahead; the other warps of the CTA hit L1
 // A lane takes 8 neighbouring k of every 32, the same for W and x: the lane feeds k 8t .. 8t + 7 to the mma where the
 // instruction names k 2t, 2t + 1, 2t + 8, 2t + 9. Both operands permute k alike, so only the order of the sum changes.
-// Slices, then splits (split_k.cu), are summed in order: a row's bits depend on N, K and the device alone.
+// Slices, then splits (split_k.cu), are summed in order. K is split up to 16 tokens only: a row's bits depend on N, K,
+// the device and whether M exceeds 16.
 //
 // Cost: 2 N K bytes of W, 2 M N K flop: M flop a byte, so up to 16 tokens bandwidth is the roof and 2 N K / bandwidth
 // the floor (25.5 us for K = 4096, N = 14336 at 4.6 TB/s). A warp issues some 90 instructions for the 2 KB of a step

@@ -12,16 +12,16 @@
 //   x               global -> shared memory in x's own order, double-buffered tiles of `x_tile_k` k (cp.async)
 //                   -> ldmatrix, which gives the B fragments
 // Codes become (u - zero) / unit in registers, exactly: zero = 8 or 128 (symmetric), the zero point (integer) or 0
-// (minima); unit is a power of two. The sum over 64 k (32 k where groups are smaller than 128) is scaled in fp32:
-//   acc += scale * sum of (u - zero) / unit * x  [+ minimum * sum of x / unit],   times unit in the epilogue
+// (minima); unit is a power of two. The sum over 64 k (32 k with minima or groups below 128) is scaled in fp32:
+//   acc += scale * sum of (u - zero) / unit * x  [+ minimum * sum of x / unit],   times unit after the main loop
 // so products of exactly representable data stay exact. The sum of x is one more mma, with A = 1 / unit. The warps'
 // accumulators go through shared memory to the threads of the epilogue. Two K splits of up to 16 tokens are a cluster,
 // each of whose CTAs reduces half of the rows. More K splits write partial sums to the workspace, which a second kernel
 // (split_k.cu) reduces in order.
 //
-// Cost: N K (bits/8 + b/G) bytes of W, 2 M N K flop, some 120 instructions of a warp for 1 KB of codes (2 KB in 8 bits)
-// up to 8 tokens. Bandwidth is the roof if the loads run ahead, with the issue slots close behind; beyond 32 tokens the
-// rate of mma.sync is. Every CTA reads x from L2 once.
+// Cost: N K (bits / 8 + b / G) bytes of W (b: 2 to 4 bytes of scale and offset for a group of G), 2 M N K flop, some
+// 120 instructions of a warp for 1 KB of codes (2 KB in 8 bits) up to 8 tokens. Bandwidth is the roof if the loads run
+// ahead, with the issue slots close behind; beyond 32 tokens the rate of mma.sync is. Every CTA reads x from L2 once.
 // Sync: ring: a lane waits for its own cp.async groups; __syncwarp makes the other lanes' scales visible, and after it
 // the stage read before may be overwritten. x: one __syncthreads a tile: all threads' copies of this tile have landed,
 // and all warps have read the tile before, whose buffer the next copies overwrite. Epilogue: without a cluster the

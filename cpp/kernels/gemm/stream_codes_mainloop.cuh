@@ -52,7 +52,7 @@ __device__ __forceinline__ void w4_stream_mainloop(const CodesParams& p, const W
   constexpr int S = Traits::stages, XS = Traits::x_tile_steps;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first = work.split * p.split_steps;
-  int steps = min(p.split_steps, p.steps - first);  // from the current tile of x on
+  int steps = min(p.split_steps, p.steps - first);  // steps left, from the current tile of x on
 
   W4CodeRing<Traits> ring(p, smem.ring[warp], work.row, first, steps);
   const W4StageReader<Traits> reader(smem.ring[warp], p.scale_k_shift);
@@ -83,13 +83,14 @@ __device__ __forceinline__ void w4_stream_mainloop(const CodesParams& p, const W
   // (2 scale blocks): 16-bit scales of rows g and g + 8 in each scale block
   Tensor rScales = make_tensor<std::uint16_t>(Int<2 * Traits::scale_blocks>{});
   Tensor rMinima = make_fragment_like(rScales);     // the same
-  Tensor rZero = make_tensor<std::uint32_t>(_2{});  // (row g, row g + 8): -zero / unit, twice
+  Tensor rZero = make_tensor<std::uint32_t>(_2{});  // (row g, row g + 8): -zero / unit in both halves
   rZero(0) = rZero(1) = Traits::minima ? Decode::no_zero : Decode::symmetric_zero;
   Tensor rSum = make_fragment_like(rAcc);   // (MMA, 1, MMA_N): of the current scale block
   Tensor rXSum = make_fragment_like(rAcc);  // (MMA, 1, MMA_N): sums of x / unit, the same in every row; minima
   Tensor rOnes = make_fragment_like(rA(_, _, _0{}));
   fill(rOnes, typename Traits::MmaT(1 / Decode::unit));
 
+  // stage0: stage of the first step of the current tile of x
   for (int x_tile = 0, stage0 = 0;; ++x_tile) {
     cp_async_wait<S - 2>();
     __syncthreads();  // all copies of this tile of x have landed; all warps have read the tile before

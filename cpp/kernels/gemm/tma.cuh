@@ -10,8 +10,9 @@
 // CTA reduces and stores half of the rows. There is no workspace.
 //
 // Cost: 2 N K bytes of W. The plan chooses R and the splits so that all SMs read the same number of bytes. A step of
-// 128 rows x 128 k is 32 KB: 800 cycles of one SM's bandwidth, 260 cycles of its tensor cores. x adds 256 bytes a token
-// and step, from L2. Bandwidth is the roof as long as each SM has 40 KB in flight; the ring holds 90 KB or more.
+// 128 rows x 128 k is 32 KB: 800 cycles of one SM's bandwidth, at most 512 cycles of its tensor cores (64 tokens). x
+// adds 256 bytes a token and step, from L2. Bandwidth is the roof as long as each SM has 40 KB in flight; the ring has
+// 90 KB or more.
 // Sync: producer -> full[stage] -> consumer warps -> empty[stage] -> producer.
 //   Cluster: a CTA writes its peer's shared memory only after the peer has read its last stage; a second cluster
 //   barrier publishes the partial sums.
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
   tile::arrive_at_cluster();
   const int rows = R >> cluster_log2, pitch = rows + 4;
   float* const sums = cute::recast_ptr<float>(&shared[0]);  // fp32 (splits, N, rows), row pitch rows + 4
-  tile::wait_for_previous_kernel();                         // it may write bias and residual, or still read y
+  tile::wait_for_previous_kernel();                         // which may write bias and residual, or still read y
   tile::wait_for_cluster();                                 // every CTA of the cluster has read its last stage
   if (warp < warps) {
 #pragma unroll
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
 #endif
 }
 
-// The rows of the table for one element type.
+// A row of the table.
 template <class T, int config>
 GemmVariant tma_variant(DType dtype) {
   return VariantOf<TmaParams, linear_tma_tiles<LinearTma<T, config>>>::row(

@@ -27,9 +27,8 @@
 // Sync: producer -> full[stage] (TMA bytes and cp.async copies have landed) -> consumers -> empty[stage] (all consumer
 // warps of the cluster have read the stage) -> producers of all CTAs. A named barrier of the consumer warps guards the
 // epilogue's tile. A CTA stays alive until its peer's last multicast write and arrival have landed in its shared
-// memory. Stream-K: `semaphores` in global memory: a CTA releases its semaphore when its fix-up sums are written, and
-// the CTA of the next work range, later in the grid, waits for it at its own end, near whose beginning they were
-// written.
+// memory. Stream-K: a CTA writes its fix-up sums after its first work tile, then releases its semaphore in global
+// memory. The CTA of the next work range, later in the grid, waits for that semaphore before its last work tile.
 // Files: wgmma_traits.cuh has layouts, atoms and shared memory; wgmma_scheduler.cuh the work tiles and fix-up sums;
 // wgmma_producer.cuh the loads, with code_loader.cuh; wgmma_mainloop.cuh, with stage_reader.cuh, and wgmma_epilogue.cuh
 // what consumers do.
@@ -59,7 +58,7 @@ __device__ __forceinline__ void w4_wgmma_consumer(const WgmmaParams& params, typ
   mainloop.start();
   for (;;) {
     const bool last = !scheduler.has_next();
-    // only the last tile; exact operands need rAcc after the first step's MMAs
+    // Only the last tile reads fix-up sums. Exact operands: the first step's MMAs write rSum, so loads overlap them.
     if (scheduler.reads_fixup(work)) w4_read_fixup<Traits>(params, scheduler.fixup_cta(), rAcc);
     else clear(rAcc);
     mainloop.run(work.steps, last, rAcc);
@@ -84,6 +83,7 @@ __global__ void __launch_bounds__(Traits::config.threads(), Traits::ctas_per_sm)
             cta_rank = blockIdx.x & (cluster - 1);
   if (threadIdx.x == 0) {
     for (int s = 0; s < Traits::stages; ++s) {
+      // one thread's TMA bytes, and the cp.async copies of every producer lane
       smem.full[s].init(1 + Traits::producer_warps * 32);
       smem.empty[s].init(warps * (32 + cluster - 1));  // own lanes, and one lane of each peer warp
     }

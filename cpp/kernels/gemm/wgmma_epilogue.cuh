@@ -15,11 +15,12 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const CodesParams& p, const W4
                                                   typename Traits::SharedStorage& smem, const Acc& rAcc) {
   using namespace cute;
   using T = typename Traits::T;
+  // values: sums of a thread in an epilogue tile
   constexpr int rows = typename Traits::BLK_M{}, warps = Traits::warps, values = Traits::epilogue_tokens / 2;
   static_assert(rows == 128);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int shift = p.gate_tiles > 0 && !p.partial ? 1 : 0, tokens_per_warp = 1 << shift;
-  const int first_token = warp * tokens_per_warp + (shift ? lane / 16 : 0), vec = shift ? lane % 16 : lane;
+  const int gated = p.gate_tiles > 0 && !p.partial ? 1 : 0, tokens_per_warp = 1 << gated;
+  const int first_token = warp * tokens_per_warp + (gated ? lane / 16 : 0), vec = gated ? lane % 16 : lane;
   const std::int64_t n = std::int64_t{p.template tile_row<warps>(work.n_block, vec / (w4_tile_n / 4))} * w4_tile_n +
                          vec % (w4_tile_n / 4) * 4;
   const std::int64_t padded_n = std::int64_t{p.tile_rows} * w4_tile_n;
@@ -49,7 +50,8 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const CodesParams& p, const W4
     } else {
       CUTE_NO_UNROLL
       for (int token = first_token; token < tokens; token += warps * tokens_per_warp)
-        out.store(p.first_token + token0 + token, sVecs(vec, token), sVecs(vec + shift * (rows / 8), token));
+        // the up rows of a gated tile lie BLK_M / 2 rows, rows / 8 vectors, behind their gates
+        out.store(p.first_token + token0 + token, sVecs(vec, token), sVecs(vec + gated * (rows / 8), token));
     }
   };
   if constexpr (Traits::ctas_per_sm == 1) {

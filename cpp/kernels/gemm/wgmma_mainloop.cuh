@@ -165,7 +165,7 @@ class W4WgmmaMainloop {
   // (2 scale blocks) of that stage: 16-bit scales, minima of rows g and g + 8
   decltype(cute::make_tensor<std::uint16_t>(cute::Int<2 * Traits::scale_blocks>{})) rScales_, rMinima_;
   [[maybe_unused]] float2 scale_;                                 // exact operands: of rows g, g + 8 in that stage
-  decltype(cute::make_tensor<std::uint32_t>(cute::_2{})) rZero_;  // (row g, row g + 8): -zero / unit, twice
+  decltype(cute::make_tensor<std::uint32_t>(cute::_2{})) rZero_;  // (row g, row g + 8): -zero / unit in both halves
 };
 
 }  // namespace rooftile::gpu

@@ -26,6 +26,7 @@ class W4XLoader {
     constexpr auto hint = static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
     if (params_.cluster_shift > 0) {
       using Atom = typename Traits::template TmaX<SM90_TMA_LOAD_MULTICAST_OP>;
+      // 3: multicast to both CTAs of the cluster
       copy_x(Atom{{&params_.x_map, barrier, std::uint16_t{3}, hint}}, Layout<_2>{}, m_block, step, stage);
     } else {
       using Atom = typename Traits::template TmaX<SM90_TMA_LOAD_OP>;

@@ -90,7 +90,7 @@ class W4TileScheduler {
   unsigned next_, end_, m_block_ = 0;  // [next, end): work tiles; stream-K: steps, taken from the end
 };
 
-// A CTA's fix-up sums: (thread, 4 sums as a vector) of (consumer threads, BLK_N / 8).
+// This thread's fix-up sums of CTA `cta`: (BLK_N / 8) vectors of 4, of the CTA's (consumer threads, BLK_N / 8).
 template <class Traits>
 __device__ __forceinline__ auto w4_fixup_sums(const WgmmaParams& params, unsigned cta) {
   using namespace cute;

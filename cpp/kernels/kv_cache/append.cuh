@@ -63,6 +63,7 @@ __device__ void fill_ring(const AppendWarp<T, f, rotate>& w, int first, int head
                           const Preloaded<T>& preloaded) {
   const int end = w.e.length + w.e.tokens, stop = min(end - first, kv_group);
   for (int i = end - first > kv_ring ? 0 : max(w.e.length - first, 0); i < stop; ++i) {
+    // The newest token of the call that maps to the same ring entry as first + i.
     const int position = first + i + (end - 1 - first - i) / kv_ring * kv_ring, token = position - w.e.length;
     if (token >= 0)
       w.store_raw(w.ring(is_v, position, head), token, head, is_v, preloaded, preloaded.valid && token == 0);

@@ -15,6 +15,7 @@
 
 namespace rooftile::gpu {
 
+// Stores the codes of Vec4 number vi of the token at page offset `offset`; word: as packed() returns them.
 template <KvFormat f, class Order>
 __device__ void store_codes(const KvCacheView& c, std::byte* section, int offset, int vi, std::uint32_t word) {
   constexpr bool is_v = std::is_same_v<Order, InterleavedBy8>;
@@ -164,7 +165,7 @@ __device__ void encode_v_slice(const AppendWarp<T, f, rotate>& w, int first, int
     }
     __syncwarp();  // all lanes' words are in shared memory
     const int tile = 4 * vec + w.lane / 8;
-    std::uint32_t out[channel_words][4] = {};  // the 16-byte vectors of this lane
+    std::uint32_t out[channel_words][4] = {};  // (channel_words, 4 words): the 16-byte vectors of this lane
 #pragma unroll
     for (int h = 0; h < channel_words; ++h)
 #pragma unroll

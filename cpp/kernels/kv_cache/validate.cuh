@@ -66,7 +66,7 @@ __device__ __forceinline__ void validate(const AppendParams& p, int b, AppendEnt
   if (twice) e.fault = KvFault::twice;
 }
 
-// Called by all threads of one CTA of the entry. For an invalid row the error word holds the batch entry b in place of
+// Called by all threads of one CTA of the entry. For an invalid row the fault word holds the batch entry b in place of
 // the row.
 __device__ __forceinline__ void report_fault(const AppendParams& p, const AppendEntry& e, int b) {
   if (e.fault != KvFault::none && p.c.fault)

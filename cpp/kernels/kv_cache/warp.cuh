@@ -27,7 +27,9 @@ template <class T, KvFormat f, bool rotate>  // rotate: cos is given
 struct AppendWarp {
   const AppendParams& p;
   const AppendEntry& e;
-  Vec4<T> (*staged)[32];  // shared memory, (append_staged_rows(f), 32 lanes); a lane accesses only its own column
+  // Shared memory, (append_staged_rows(f), 32 lanes): a lane's Vec4s are its own column; encode_v_slice also exchanges
+  // codes between lanes here.
+  Vec4<T> (*staged)[32];
   int b, lane;
 
   // The part of a page that belongs to a head, of the section whose first byte of page 0 is `base`.
@@ -73,7 +75,8 @@ struct AppendWarp {
   }
 
   // Loads Vec4 number vi of eight tokens of a closing group: tokens older than the call from the ring, new tokens from
-  // the input. All loads are issued before the first value is used.
+  // the input. 8-byte loads are all issued before the first value is used; new tokens that are rotated, and tokens that
+  // do not allow 8-byte loads, follow one at a time through `staged`.
   template <class Position>
   __device__ void load_tokens(Vec4<T> (&x)[append_slice_tokens], bool is_v, int head, int vi, Position position) const {
     const KvCacheView& c = p.c;

@@ -433,6 +433,20 @@ TEST_F(Gpu, ProductsWithPackedWeights) {
   });
 }
 
+TEST_F(Gpu, AGateWithoutAnActivation) {
+  Random random(6);
+  const std::int64_t n = 256, k = 256;
+  const Weight w(n, k, 4, 64, W4Zeros::symmetric, DType::f16, false, random);
+  for (const std::int64_t m : {1, 40}) {
+    const Array x(DType::f16, {m, k}, 1), bias(DType::f16, {n}, 2), y(DType::f16, {m, n / 2});
+    const Array workspace(
+        DType::u8, {static_cast<std::int64_t>(w4a16_workspace(context(gpu), x.on(gpu), w.on(gpu), {.gated = true}))});
+    for (const Device d : both)
+      w4a16_matmul(context(d, workspace), x.on(d), w.on(d), y.on(d), {.bias = bias.on(d), .gated = true});
+    y.expect_close(tolerance(DType::f16));
+  }
+}
+
 // More work tiles than CTAs: on Hopper stream-K, with fix-up sums.
 TEST_F(Gpu, ProductsWithPackedWeightsByStreamK) {
   Random random(5);

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "kernels/gemm/dispatch.h"
+#include "kernels/gemm/params.h"
+#include "support/tensors.h"
 
 namespace rooftile::gpu {
 namespace {
@@ -43,6 +45,14 @@ TEST(GemmDispatch, WhatIsNotCompiledIsNotFound) {
   EXPECT_EQ(find_variant({.path = GemmPath::tma, .config = 4}), nullptr);
   EXPECT_EQ(find_variant({.path = GemmPath::stream, .dtype = DType::f32}), nullptr);
   EXPECT_EQ(find_variant({.path = GemmPath::codes_stream, .bits = 8, .zeros = W4StreamZeros::minima}), nullptr);
+}
+
+TEST(GemmParams, AGateWithoutAnActivationTakesNoVectors) {
+  alignas(8) std::byte memory[2 * 4 * 32];
+  const TensorView x = contiguous_view(memory, DType::f16, {}, {4, 32});
+  EXPECT_TRUE(GemmParams(x, x, {}, {}, Activation::none).y_vec4);
+  EXPECT_TRUE(GemmParams(x, x, {}, {}, Activation::silu, true).y_vec4);
+  EXPECT_FALSE(GemmParams(x, x, {}, {}, Activation::none, true).y_vec4);
 }
 
 }  // namespace
