@@ -13,7 +13,8 @@ CLANG_FORMAT ?= clang-format==23.1.5
 
 .PHONY: demo test test-all test-slow pytest ctest ctest-cuda mutants lint format clean
 
-# make demo DEMO="--chunks 2": with options of `rooftile demo`
+# Options of `rooftile demo`: make demo DEMO="--chunks 2"
+DEMO ?=
 demo: $(VENV)/.demo
 	$(BIN)/rooftile demo $(DEMO)
 
