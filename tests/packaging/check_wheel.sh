@@ -9,7 +9,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$work/split" \
-  -C cmake.define.ROOFTILE_WERROR=ON .   # the flags of the presets: a compiler cache has the objects already
+  -C cmake.define.ROOFTILE_WERROR=ON .   # the flags of the presets, here and below: a compiler cache has the objects
 wheel=$(ls "$work"/split/rooftile-*.whl)
 case $wheel in *-cp310-abi3-*) ;; *) echo "expected a cp310-abi3 wheel, got $wheel"; exit 1 ;; esac
 
@@ -53,6 +53,6 @@ done
 [ "$tried" -gt 0 ] || try_on "$python" "$wheel"
 
 "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$work/linked" \
-  -C cmake.define.ROOFTILE_LINKED=ON -C wheel.py-api="" .   # out of the same build: only the bindings are compiled again
+  -C cmake.define.ROOFTILE_WERROR=ON -C cmake.define.ROOFTILE_LINKED=ON -C wheel.py-api="" .   # out of the same build: only the bindings are compiled again
 try_on "$python" "$(ls "$work"/linked/rooftile-*.whl)"
 echo "wheel checks passed"
