@@ -13,7 +13,7 @@ CLANG_FORMAT ?= clang-format==23.1.5
 
 .PHONY: demo test test-all test-slow pytest ctest ctest-cuda mutants lint format clean
 
-# Options of `rooftile demo`: make demo DEMO="--chunks 2"
+# Options of `rooftile demo`: make demo DEMO=--quick
 DEMO ?=
 demo: $(VENV)/.demo
 	$(BIN)/rooftile demo $(DEMO)
