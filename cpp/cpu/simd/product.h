@@ -76,12 +76,7 @@ ROOFTILE_INLINE F32 sums(const F32* acc) {
   float total[tile_n];
   for (int i = 0; i < tile_n; i += 4) {
     F32x4 v[4];
-    for (int j = 0; j < 4; ++j) {
-      const auto quarter = [&](int q) {
-        return load_raw<F32x4>(reinterpret_cast<const std::byte*>(acc + i + j) + q * sizeof(F32x4));
-      };
-      v[j] = (quarter(0) + quarter(2)) + (quarter(1) + quarter(3));
-    }
+    for (int j = 0; j < 4; ++j) v[j] = reduce_to_four(acc[i + j], [](F32x4 a, F32x4 b) { return a + b; });
     for (int j = 0; j < 2; ++j)
       v[j] = __builtin_shufflevector(v[2 * j], v[2 * j + 1], 0, 1, 4, 5) +
              __builtin_shufflevector(v[2 * j], v[2 * j + 1], 2, 3, 6, 7);

@@ -211,10 +211,14 @@ ROOFTILE_INLINE void store_some(T* p, F32 v, int n) {
 
 typedef float F32x4 __attribute__((vector_size(16)));
 template <class Reduce>
-ROOFTILE_INLINE float reduce_lanes(F32 v, const Reduce& reduce) {  // by halving
+ROOFTILE_INLINE F32x4 reduce_to_four(F32 v, const Reduce& reduce) {  // lanes i, i + 4, i + 8, i + 12 become lane i
   F32x4 part[4];
   std::memcpy(part, &v, sizeof v);
-  const F32x4 four = reduce(reduce(part[0], part[2]), reduce(part[1], part[3]));
+  return reduce(reduce(part[0], part[2]), reduce(part[1], part[3]));
+}
+template <class Reduce>
+ROOFTILE_INLINE float reduce_lanes(F32 v, const Reduce& reduce) {  // by halving
+  const F32x4 four = reduce_to_four(v, reduce);
   const F32x4 two = reduce(four, __builtin_shufflevector(four, four, 2, 3, 2, 3));
   return reduce(two, __builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
 }

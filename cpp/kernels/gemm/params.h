@@ -73,7 +73,7 @@ struct CodesParams : GemmParams {
   W4View w{};
   int groups = 0;                       // along K
   int tile_rows = 0, row_tiles = 0;     // W in tiles of 16 x 64: (tile_rows, row_tiles)
-  int gate_tiles = 0;                   // tile rows from a gate to its up projection, 0: not gated, or N / 2 % 16 != 0
+  int gate_tiles = 0;                   // tile rows from a gate to its up projection; 0: not gated, or N / 2 % 16 != 0
   unsigned m_blocks = 0, n_blocks = 0;  // of this launch
   Divisor by_m_blocks{}, by_n_blocks{};
   int k = 0, group = 0;                // as in w, in 32 bits

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every plan of a product finds its compiled kernel. Needs no GPU, but a build with the kernels.
+// Every plan of a product finds its compiled kernel; what kernels receive. Needs no GPU, but a build with the kernels.
 #include <gtest/gtest.h>
 
 #include "kernels/gemm/dispatch.h"
