@@ -214,10 +214,10 @@ const std::int32_t* device_values(const char* op, const char* argument, const Te
 
 void raise_fault(const char* op, const KvCacheView& cache) {
   if (!cache.fault || *cache.fault <= 0) return;
-  const int code = *cache.fault % 16, row = *cache.fault / 16;
+  const std::int32_t word = *cache.fault, row = kv_fault_row(word);
   *cache.fault = kv_fault_raised;
   const char* why = "something that cannot be";
-  switch (static_cast<KvFault>(code)) {
+  switch (kv_fault_of(word)) {
     case KvFault::row:
       why = "rows named a row that the cache does not have";
       break;

@@ -32,6 +32,12 @@ enum class KvFault : std::int32_t {
 // Replaces a fault once the host has raised it. The failed call left its row unchanged, so lengths may be smaller than
 // an allocator expects.
 inline constexpr std::int32_t kv_fault_raised = -1;
+// The fault word of a cache: the fault and its row, or the batch entry whose row is no row of the cache.
+constexpr std::int32_t kv_fault_word(KvFault fault, std::int32_t row) {
+  return static_cast<std::int32_t>(fault) + 16 * row;
+}
+constexpr KvFault kv_fault_of(std::int32_t word) { return static_cast<KvFault>(word % 16); }
+constexpr std::int32_t kv_fault_row(std::int32_t word) { return word / 16; }
 
 // One layer's cache. All pointers lie on `device`. Token p of row r is at page offset p % page_size of page
 // block_table[r][p / page_size]. Bytes of (page, head) start at  base + page * page_stride + head * head_stride.
@@ -61,7 +67,7 @@ struct KvCacheView {
   std::int32_t* raw_from = nullptr;  // [max_rows] first position whose raw value the ring still holds
 
   // GPU caches: one int32 that host and device both reach. A kernel that finds an invalid row, length or page
-  // leaves the row unchanged and writes KvFault + 16 * row here; the next call on the cache raises the fault.
+  // leaves the row unchanged and writes a kv_fault_word here; the next call on the cache raises the fault.
   volatile std::int32_t* fault = nullptr;
 
   constexpr std::int64_t capacity() const { return std::int64_t{max_pages} * page_size; }

@@ -32,7 +32,7 @@ __device__ __forceinline__ void reduce_cluster(const DecodeParams& p, const Work
   static_assert(D <= Threads, "a thread a value");
   using Reduction = TreeReduction<cluster_splits>;
   const int thread = threadIdx.x, d = min(thread, D - 1),
-            rows_used = min(mma_n, p.q_per_kv * p.tokens - tile.m_block * mma_n);
+            rows_used = min(mma_n, p.q_per_kv * p.tokens - tile.first_n_tile * mma_n);
   TreeStorage& smem = trees[thread / 32];
   RowEpilogue<T> epilogue(p, tile, w, cta_rank);
   tile::sync_cluster();  // the partials of all CTAs have arrived

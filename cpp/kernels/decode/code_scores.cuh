@@ -87,7 +87,7 @@ template <KvFormat F, int D>
 struct CodeQueries {
   tile::FragmentB q[D / 16];  // (D / 16 k-tiles)
   float q_scale[2];           // (packed rows 2t, 2t + 1): that power of two
-  float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_scale * (sum of q); scales per token
+  float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_unit * (sum of q); scales per token
 
   // sQ: (8 N, D), as copy_queries_async left the packed rows. n: the n-tile.
   template <class T, class Tensor>
@@ -175,7 +175,7 @@ __device__ __forceinline__ void qk_word(float (&s)[N][2][4], const std::uint32_t
   }
 }
 
-// Adds scores of 32 tokens in 8-bit codes, in units of code_scale: W words of every token and lane, from `from` on,
+// Adds scores of 32 tokens in 8-bit codes, in units of code_unit: W words of every token and lane, from `from` on,
 // times the query fragments from `first` on.
 template <KvFormat F, int W, int N, int D>
 __device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned char* const (&from)[4],
@@ -213,7 +213,7 @@ __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], s
 // Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
 // multiplied by. This overload takes all codes but those of 8 bits with scales per channel.
 template <class T, KvFormat F, int D, int N>
-  requires(KvTraits<F>::pairs || !KvTraits<F>::channel_scales)
+  requires(KvTraits<F>::nibbles || !KvTraits<F>::channel_scales)
 __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
                                          const float (&factor)[N][2], int lane) {
   using Kind = KvTraits<F>;
@@ -228,7 +228,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 #pragma unroll
         for (int i = 0; i < 4; ++i) tile[i] = -q[n].zp_correction[i & 1];
   }
-  if constexpr (!Kind::pairs) {
+  if constexpr (!Kind::nibbles) {
 #pragma unroll
     for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes per lane and row
       qk_bytes<F, 4>(even,
@@ -300,8 +300,8 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const float group_factor = factor[n][j] * group.scale;
-          even_factor[j] = group_factor * (1.0f / Kind::code_scale);
-          odd_factor[j] = group_factor * (1.0f / Kind::odd_code_scale);
+          even_factor[j] = group_factor * (1.0f / Kind::code_unit);
+          odd_factor[j] = group_factor * (1.0f / Kind::odd_code_unit);
           base[j] = zp_correction[n][0][j] + zero_term[n][0][j];
           if constexpr (chains == 2) base[j] += zp_correction[n][1][j] + zero_term[n][1][2 + j];
           base[j] *= group_factor;
@@ -320,11 +320,11 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float scale = stored_scale<T>(x.second_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::code_scale);
+        const float scale = stored_scale<T>(x.k_token_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::code_unit);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float sum = Kind::pairs
-                                ? __fmaf_rn(odd[n][mt][i], Kind::code_scale / Kind::odd_code_scale, even[n][mt][i])
+          const float sum = Kind::nibbles
+                                ? __fmaf_rn(odd[n][mt][i], Kind::code_unit / Kind::odd_code_unit, even[n][mt][i])
                                 : even[n][mt][i];
           s[n][mt][i] = sum * (scale * factor[n][i & 1]);
         }
@@ -362,7 +362,7 @@ __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&z
 
 // The same scores from 8-bit codes with scales per channel.
 template <class T, KvFormat F, int D, int N>
-  requires(!KvTraits<F>::pairs && KvTraits<F>::channel_scales)
+  requires(!KvTraits<F>::nibbles && KvTraits<F>::channel_scales)
 __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
                                          const float (&factor)[N][2], int lane) {
   const int g = lane / 4, t = lane % 4;
@@ -388,7 +388,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float group_factor = factor[n][i & 1] * group.scale;
-        s[n][mt][i] = __fmaf_rn(sum[n][mt][i], group_factor * (1.0f / KvTraits<F>::code_scale),
+        s[n][mt][i] = __fmaf_rn(sum[n][mt][i], group_factor * (1.0f / KvTraits<F>::code_unit),
                                 zp_correction[n][i & 1] * group_factor);
       }
 }

@@ -9,12 +9,12 @@
 
 namespace rooftile::gpu {
 
-// Where a lane reads its 16-byte vectors of a KV head's pages: address of K's codes in page 0 at page offset 0, and the
-// byte offsets of V, scales and minima from there (core/kv_layout.h).
+// Where a thread reads its 16-byte vectors of a KV head's pages: address of K's codes in page 0 at page offset 0, and
+// the byte offsets of V, scales and minima from there (core/kv_layout.h).
 template <KvFormat F, int D>
 struct CodeSource {
   static constexpr int group_vecs = is_kivi(F) ? D / 8 : 0;  // 16-byte vectors of a group's K scales, and of its minima
-  static constexpr int token_vecs = has_min(F) || !is_kivi(F) ? 8 : 4;  // lanes that copy scales of tokens
+  static constexpr int token_vecs = has_min(F) || !is_kivi(F) ? 8 : 4;  // threads that copy scales of tokens
   const std::byte* k;
   int v, k_scale, k_min, token_scales;
   int page_size;
@@ -22,23 +22,23 @@ struct CodeSource {
     return !is_kivi(F) && page_size == 16;
   }  // a tile of 32 tokens spans two pages; kivi pages hold whole groups
 
-  __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int lane)
-      : k(c.k.codes + kv_head * c.k.head_stride + lane * 16),
+  __device__ __forceinline__ CodeSource(const KvCacheView& c, int kv_head, int thread)
+      : k(c.k.codes + kv_head * c.k.head_stride + thread * 16),
         v(static_cast<int>(c.v.codes - c.k.codes)),
         page_size(c.page_size) {
     k_scale = static_cast<int>(c.k.scale - c.k.codes);
     k_min = static_cast<int>(c.k.min - c.k.codes);
-    // Four lanes copy each array of 32 scales; k already counts lane * 16 bytes.
-    token_scales = static_cast<int>((lane < 4     ? c.v.scale
+    // Four threads copy each array of 32 scales; k already counts thread * 16 bytes.
+    token_scales = static_cast<int>((thread < 4   ? c.v.scale
                                      : is_kivi(F) ? c.v.min
                                                   : c.k.scale) -
                                     c.k.codes) +
-                   (lane % 4 - lane) * 16;
+                   (thread % 4 - thread) * 16;
   }
   // Pins the addresses in registers, so that they are not recomputed for every tile. A group's minima are then copied
-  // together with its scales by the lanes after those that copy the scales: k_scale is theirs.
-  __device__ __forceinline__ void pin(int lane) {
-    if (has_min(F) && lane >= group_vecs) k_scale = k_min - group_vecs * 16;
+  // together with its scales by the threads after those that copy the scales: k_scale is theirs.
+  __device__ __forceinline__ void pin(int thread) {
+    if (has_min(F) && thread >= group_vecs) k_scale = k_min - group_vecs * 16;
     tile::pin(k);
     tile::pin(v);
     tile::pin(k_scale);
@@ -57,34 +57,34 @@ struct CodeTile {
 
   alignas(16) unsigned char k[tile_bytes];
   alignas(16) unsigned char v[tile_bytes];  // blocks of 512 bytes in lane order, 16 bytes a lane
-  // Scales and minima in the order in which the lanes copy them: of K's channels, then of the tokens.
+  // Scales and minima in the order in which the threads copy them: of K's channels, then of the tokens.
   alignas(16) std::uint16_t k_scales[is_kivi(F) ? (has_min(F) ? 2 : 1) * D : 16];
   alignas(16) std::uint16_t token_scales[64];
   __device__ __forceinline__ const std::uint16_t* k_scale() const { return k_scales; }
   __device__ __forceinline__ const std::uint16_t* k_min() const { return k_scales + D; }
   __device__ __forceinline__ const std::uint16_t* v_scale() const { return token_scales; }
-  __device__ __forceinline__ const std::uint16_t* second_scale() const {
-    return token_scales + 32;
-  }  // V's minima, or K's scales per token
+  // Beside V's scales lie its minima, or K's scales per token.
+  __device__ __forceinline__ const std::uint16_t* v_min() const { return token_scales + 32; }
+  __device__ __forceinline__ const std::uint16_t* k_token_scale() const { return token_scales + 32; }
 
   // Offset of a 16-byte vector of a row of K.
   __device__ __forceinline__ static int k_offset(int token, int vec) {
     return token * row_bytes + (vec ^ (token & 1) * swizzle) * 16;
   }
 
-  // Start the copies of a tile's K with all scales, and of its V, by Lanes threads. first, second: byte offsets of the
-  // pages of tokens 0 and 16. page_offset: of token 0 in its page. Pinned: from.pin() has been called.
-  template <int Lanes, bool Pinned = false>
+  // Start the copies of a tile's K with all scales, and of its V, by Threads threads. first, second: byte offsets of
+  // the pages of tokens 0 and 16. page_offset: of token 0 in its page. Pinned: from.pin() has been called.
+  template <int Threads, bool Pinned = false>
   __device__ __forceinline__ void copy_keys_async(const CodeSource<F, D>& from, std::int64_t first, std::int64_t second,
-                                                  int page_offset, int lane) {
-    constexpr int bytes_per_copy = Lanes * 16;  // bytes that all lanes copy with one instruction
+                                                  int page_offset, int thread) {
+    constexpr int bytes_per_copy = Threads * 16;  // bytes that all threads copy with one instruction
     static_assert(tile_bytes % bytes_per_copy == 0);
     const std::byte* const page = from.k + first;
     const auto copy = [&](const std::byte* low,
                           const std::byte* high) {  // low: row 0; high: row 16, minus 16 rows
 #pragma unroll
       for (int i = 0; i < tile_bytes / bytes_per_copy; ++i) {
-        const int at = i * Lanes + lane;
+        const int at = i * Threads + thread;
         tile::cp_async_16(k + k_offset(at / row_vecs, at % row_vecs),
                           (at >= 16 * row_vecs ? high : low) + i * bytes_per_copy);
       }
@@ -94,41 +94,41 @@ struct CodeTile {
     else copy(page + page_offset * row_bytes, page + page_offset * row_bytes);
     if constexpr (is_kivi(F)) {
       const int group = page_offset / kv_group * (D * 2);
-      static_assert(from.group_vecs * (Pinned && has_min(F) ? 2 : 1) <= Lanes);
+      static_assert(from.group_vecs * (Pinned && has_min(F) ? 2 : 1) <= Threads);
       if constexpr (Pinned && has_min(F)) {
-        if (2 * from.group_vecs == Lanes || lane < 2 * from.group_vecs)
-          tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
-      } else if (lane < from.group_vecs) {
-        tile::cp_async_16(k_scales + lane * 8, page + (from.k_scale + group));
-        if constexpr (has_min(F)) tile::cp_async_16(k_scales + D + lane * 8, page + (from.k_min + group));
+        if (2 * from.group_vecs == Threads || thread < 2 * from.group_vecs)
+          tile::cp_async_16(k_scales + thread * 8, page + (from.k_scale + group));
+      } else if (thread < from.group_vecs) {
+        tile::cp_async_16(k_scales + thread * 8, page + (from.k_scale + group));
+        if constexpr (has_min(F)) tile::cp_async_16(k_scales + D + thread * 8, page + (from.k_min + group));
       }
     }
-    if (lane < from.token_vecs) {
-      const std::byte* scales = two_pages && lane % 4 >= 2 ? from.k + second - 32 : page + page_offset * 2;
-      tile::cp_async_16(token_scales + lane * 8, scales + from.token_scales);
+    if (thread < from.token_vecs) {
+      const std::byte* scales = two_pages && thread % 4 >= 2 ? from.k + second - 32 : page + page_offset * 2;
+      tile::cp_async_16(token_scales + thread * 8, scales + from.token_scales);
     }
   }
-  template <int Lanes>
+  template <int Threads>
   __device__ __forceinline__ void copy_values_async(const CodeSource<F, D>& from, std::int64_t first,
-                                                    std::int64_t second, int page_offset, int lane) {
-    constexpr int bytes_per_copy = Lanes * 16;
+                                                    std::int64_t second, int page_offset, int thread) {
+    constexpr int bytes_per_copy = Threads * 16;
     // Tokens 0 to 15, tokens 16 to 31.
     const std::byte* const pages[2] = {from.k + first + from.v, from.k + second + from.v};
     if (!from.two_pages()) {
 #pragma unroll
       for (int i = 0; i < tile_bytes / bytes_per_copy; ++i)
-        tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[0] + page_offset * row_bytes + i * bytes_per_copy);
-    } else if constexpr (KvTraits<F>::pairs) {  // V blocks of 16 tokens: half of every lane's vector is in each page
+        tile::cp_async_16(v + (i * Threads + thread) * 16, pages[0] + page_offset * row_bytes + i * bytes_per_copy);
+    } else if constexpr (KvTraits<F>::nibbles) {  // half of every lane's vector is in each page
 #pragma unroll
-      for (int i = 0; i < D / Lanes; ++i)
+      for (int i = 0; i < D / Threads; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          tile::cp_async_8(v + (i * Lanes + lane) * 16 + half * 8, pages[half] + i * (Lanes * 8) - lane * 8);
+          tile::cp_async_8(v + (i * Threads + thread) * 16 + half * 8, pages[half] + i * (Threads * 8) - thread * 8);
     } else {  // each page holds a whole number of vectors per lane
 #pragma unroll
       for (int i = 0; i < tile_bytes / bytes_per_copy; ++i) {
         const int half = i * bytes_per_copy / (16 * row_bytes);
-        tile::cp_async_16(v + (i * Lanes + lane) * 16, pages[half] + (i * bytes_per_copy - half * 16 * row_bytes));
+        tile::cp_async_16(v + (i * Threads + thread) * 16, pages[half] + (i * bytes_per_copy - half * 16 * row_bytes));
       }
     }
   }

@@ -30,9 +30,9 @@ struct CtaSoftmaxStorage {
 // each. m, l (n-tile n, row 2t + j) are at 2 n + j; o (n, m-tile i, element e) at (n * C + i) * 4 + e.
 template <class Traits>
 struct FragmentPartial {
-  static constexpr int N = Traits::N, C = Traits::C, K = 2 * N, S = N * C * 4, row_sets = Traits::threads / 8,
+  static constexpr int N = Traits::N, C = Traits::C, rows = 2 * N, values = N * C * 4, row_sets = Traits::threads / 8,
                        D = Traits::D, block_m = Traits::block_m;
-  using Type = Partial<K, S>;
+  using Type = Partial<rows, values>;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   __device__ int row_set() const { return warp * 4 + lane % 4; }
   __device__ bool writes_ml() const { return warp == 0 && lane < 4; }
@@ -47,7 +47,7 @@ struct FragmentPartial {
   }
   // Calls visit(channel, value) for the lane's values of packed row k.
   template <class Visit>
-  __device__ void for_each_vec(const float (&o)[S], int k, const Visit& visit) const {
+  __device__ void for_each_vec(const float (&o)[values], int k, const Visit& visit) const {
 #pragma unroll
     for (int i = 0; i < C; ++i)
 #pragma unroll

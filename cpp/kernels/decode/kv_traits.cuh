@@ -10,21 +10,21 @@
 
 namespace rooftile::gpu {
 
-// How a format's codes become operands: fp16, code * code_scale. 4-bit codes come in pairs, even and odd ones, and the
-// odd ones have another factor. Codes with a zero point are unsigned as operands, so every product is too large by
-// zero_point * (the other operand); the zero-point correction subtracts that from the sums.
+// How a format's codes become operands: fp16, code * code_unit. 4-bit codes are nibbles: even and odd ones are decoded
+// apart, and the odd ones have another unit. Codes with a zero point are unsigned as operands, so every product is too
+// large by zero_point * (the other operand); the zero-point correction subtracts that from the sums.
 template <KvFormat F>
 struct KvTraits {
   static constexpr int bits = code_bits(F);
-  static constexpr bool codes = !is_element_format(F), pairs = bits == 4, has_zero_point = codes && !is_e4m3(F);
+  static constexpr bool codes = !is_element_format(F), nibbles = bits == 4, has_zero_point = codes && !is_e4m3(F);
   // Scales of K: of a channel and kv_group tokens, or of a token. Those of V are of a token. affine: with minima.
   static constexpr bool channel_scales = is_kivi(F), affine = has_min(F);
-  static constexpr float code_scale = is_e4m3(F) ? tile::e4m3_unit : tile::code_unit,
-                         odd_code_scale = pairs ? tile::odd_code_unit : code_scale;
-  static constexpr float zero_point = pairs ? 8 : 128;                                           // in codes
-  static constexpr std::uint32_t zero_point_pair = pairs ? tile::pair_of_8 : tile::pair_of_128;  // as operands
-  static constexpr std::uint32_t minus_zero_point_pair = pairs ? 0xc800c800u : 0xd800d800u;      // as fp16 numbers
-  static constexpr std::uint32_t flip = pairs && !affine ? 0x88888888u : 0;  // two's complement -> unsigned
+  static constexpr float code_unit = is_e4m3(F) ? tile::e4m3_unit : tile::code_unit,
+                         odd_code_unit = nibbles ? tile::odd_code_unit : code_unit;
+  static constexpr float zero_point = nibbles ? 8 : 128;                                           // in codes
+  static constexpr std::uint32_t zero_point_pair = nibbles ? tile::pair_of_8 : tile::pair_of_128;  // as operands
+  static constexpr std::uint32_t minus_zero_point_pair = nibbles ? 0xc800c800u : 0xd800d800u;      // as fp16 numbers
+  static constexpr std::uint32_t flip = nibbles && !affine ? 0x88888888u : 0;  // two's complement -> unsigned
 
   // V codes of 32 tokens (16 in 8 bits) and 32 channels: (token, channel) -> code.
   using V8 = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_4, cute::_2>, cute::Shape<cute::_8, cute::_4>>,
@@ -32,7 +32,7 @@ struct KvTraits {
   using V4 =
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_4, cute::_4>, cute::Shape<cute::_8, cute::_4>>,
                    cute::Stride<cute::Stride<cute::_4, cute::_32, cute::_8>, cute::Stride<cute::_128, cute::_1>>>;
-  using LayoutV = std::conditional_t<pairs, V4, V8>;
+  using LayoutV = std::conditional_t<nibbles, V4, V8>;
 
   // Decodes a word: four 8-bit codes into two pairs, eight 4-bit codes into four.
   __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {

@@ -46,7 +46,7 @@ struct DecodeConfig {
 };
 // The config of a variant for two n-tiles of packed rows, with a softmax state of the CTA: two steps in the ring.
 template <class Element, KvFormat F>
-struct StepConfig {
+struct CtaSoftmaxConfig {
   using T = Element;
   static constexpr KvFormat format = F;
   static constexpr int head_dim = 128, stages = 2, ctas_per_sm = 2, n_tiles = 2;
@@ -72,6 +72,10 @@ template <class... Configs>
 struct ConfigList {
   static constexpr DecodeVariant table[sizeof...(Configs)] = {decode_variant<Configs>()...};
 };
+template <class A, class B>
+struct JoinedConfigs;
+template <class... A, class... B>
+struct JoinedConfigs<ConfigList<A...>, ConfigList<B...>> : ConfigList<A..., B...> {};
 
 template <KvFormat F>
 std::span<const DecodeVariant> decode_variants() {

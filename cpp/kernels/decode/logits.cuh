@@ -32,6 +32,41 @@ __device__ __forceinline__ void soft_cap(float (&s)[M][4], float softcap) {
 __device__ __forceinline__ bool all_seen(const Visible& v, int token, int tokens) {
   return token >= v.inner_begin && token + tokens <= v.inner_end;
 }
+// The tokens that the packed rows of a work tile see.
+template <class Traits>
+struct VisibleRows {
+  static constexpr int N = Traits::N;
+  Visible rows[N];             // (n-tile)
+  int outer_begin, outer_end;  // bounds of the tokens that any packed row sees
+  // raw: as in visible_tokens.
+  __device__ __forceinline__ VisibleRows(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int lane,
+                                         bool raw) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      rows[n] = visible<Traits::kivi>(p, {tile.b, tile.kv_head, tile.first_n_tile + n}, w, lane, raw);
+    outer_begin = rows[0].outer_begin;
+    outer_end = rows[0].outer_end;
+#pragma unroll
+    for (int n = 1; n < N; ++n) {
+      outer_begin = min(outer_begin, rows[n].outer_begin);
+      outer_end = max(outer_end, rows[n].outer_end);
+    }
+  }
+  // Whether any n-tile's rows see the token, and whether every packed row sees all of `tokens` tokens from there on.
+  __device__ __forceinline__ bool any(int token) const {
+    bool any = false;
+#pragma unroll
+    for (int n = 0; n < N; ++n) any |= token >= rows[n].outer_begin && token < rows[n].outer_end;
+    return any;
+  }
+  __device__ __forceinline__ bool all(int token, int tokens) const {
+    bool all = true;
+#pragma unroll
+    for (int n = 0; n < N; ++n) all &= all_seen(rows[n], token, tokens);
+    return all;
+  }
+};
+
 // Masks logits of tokens that a packed row does not see. token: row 0 of the tile. M: m-tiles of 16 tokens.
 template <int M>
 __device__ __forceinline__ void mask(float (&s)[M][4], const Visible& v, int token, int lane) {

@@ -2,8 +2,7 @@
 // The main loop of split_kv: for every step of tokens, S^T = K Q^T, softmax, O^T += V^T P^T.
 //   K, V: KV tiles of 16 tokens in 16 bits or of 32 tokens in codes, from a ring (kv_ring.cuh)
 //   Q:    B operands in registers, loaded once per work tile
-//   P:    a softmax policy turns logits into weights and knows which KV tiles they cover (warp_softmax.cuh,
-//         cta_softmax.cuh)
+//   P:    weights; a softmax policy makes them of logits and knows their KV tiles (warp_softmax.cuh, cta_softmax.cuh)
 // The raw tokens of a kivi row come at the end of its last KV split.
 #pragma once
 
@@ -84,19 +83,19 @@ class Mainloop {
           see(see),
           k_head(tile.kv_head * loop.p_.cache.k.head_stride),
           v_head(tile.kv_head * loop.p_.cache.v.head_stride) {}
-    __device__ void load(ElementTile<T, D>& kv_tile, int token, const Pages& at) const {
-      const Rows k = rows_of(loop.p_.cache.k, k_head, token, at), v = rows_of(loop.p_.cache.v, v_head, token, at);
+    __device__ void load(ElementTile<T, D>& kv_tile, int token, const Pages& pages) const {
+      const Rows k = rows_of(loop.p_.cache.k, k_head, token, pages), v = rows_of(loop.p_.cache.v, v_head, token, pages);
       with_rows(token, [&](const auto& wanted) {
         copy(kv_tile.k, k, wanted);
         copy(kv_tile.v, v, wanted);
       });
     }
-    __device__ void load_k(ElementTile<T, D>& kv_tile, int token, const Pages& at) const {
-      const Rows k = rows_of(loop.p_.cache.k, k_head, token, at);
+    __device__ void load_k(ElementTile<T, D>& kv_tile, int token, const Pages& pages) const {
+      const Rows k = rows_of(loop.p_.cache.k, k_head, token, pages);
       with_rows(token, [&](const auto& wanted) { copy(kv_tile.k, k, wanted); });
     }
-    __device__ void load_v(ElementTile<T, D>& kv_tile, int token, const Pages& at) const {
-      const Rows v = rows_of(loop.p_.cache.v, v_head, token, at);
+    __device__ void load_v(ElementTile<T, D>& kv_tile, int token, const Pages& pages) const {
+      const Rows v = rows_of(loop.p_.cache.v, v_head, token, pages);
       with_rows(token, [&](const auto& wanted) { copy(kv_tile.v, v, wanted); });
     }
     __device__ void load_raw(int) const {}
@@ -112,9 +111,10 @@ class Mainloop {
       const std::byte* first;
       std::int64_t stride;  // bytes
     };
-    __device__ Rows rows_of(const KvCacheView::Plane& plane, std::int64_t head, int token, const Pages& at) const {
+    __device__ Rows rows_of(const KvCacheView::Plane& plane, std::int64_t head, int token, const Pages& pages) const {
       const std::int64_t page_offset = token & (loop.p_.cache.page_size - 1);
-      return {plane.codes + at.first * plane.page_stride + head + page_offset * plane.token_stride, plane.token_stride};
+      const std::int64_t stride = plane.token_stride;
+      return {plane.codes + pages.first * plane.page_stride + head + page_offset * stride, stride};
     }
     template <class Wanted>
     __device__ void copy(Element* to, const Rows& rows, const Wanted& wanted) const {
@@ -199,23 +199,23 @@ class Mainloop {
           source(loop.p_.cache, tile.kv_head, loop.at_.tile_thread) {
       if constexpr (!cta_softmax) source.pin(loop.at_.tile_thread);
     }
-    __device__ void load(Code& kv_tile, int token, const Pages& at) const {
-      load_k(kv_tile, token, at);
-      load_v(kv_tile, token, at);
+    __device__ void load(Code& kv_tile, int token, const Pages& pages) const {
+      load_k(kv_tile, token, pages);
+      load_v(kv_tile, token, pages);
     }
-    __device__ void load_k(Code& kv_tile, int token, const Pages& at) const {
+    __device__ void load_k(Code& kv_tile, int token, const Pages& pages) const {
       if (cta_softmax && token >= w.end) return;
       const KvCacheView& c = loop.p_.cache;
       kv_tile.template copy_keys_async<Traits::tile_threads, !cta_softmax>(
-          source, at.first * c.k.page_stride, at.second * c.k.page_stride, token & (c.page_size - 1),
+          source, pages.first * c.k.page_stride, pages.second * c.k.page_stride, token & (c.page_size - 1),
           loop.at_.tile_thread);
     }
-    __device__ void load_v(Code& kv_tile, int token, const Pages& at) const {
+    __device__ void load_v(Code& kv_tile, int token, const Pages& pages) const {
       if (cta_softmax && token >= w.end) return;
       const KvCacheView& c = loop.p_.cache;
-      kv_tile.template copy_values_async<Traits::tile_threads>(source, at.first * c.k.page_stride,
-                                                               at.second * c.k.page_stride, token & (c.page_size - 1),
-                                                               loop.at_.tile_thread);
+      kv_tile.template copy_values_async<Traits::tile_threads>(source, pages.first * c.k.page_stride,
+                                                               pages.second * c.k.page_stride,
+                                                               token & (c.page_size - 1), loop.at_.tile_thread);
     }
     __device__ void load_raw(int stage) {
       if constexpr (Traits::kivi)
@@ -315,7 +315,7 @@ class Mainloop {
 
   // WarpRing: half of this warp's raw tiles, in a stage of the ring or in memory of its own.
   __device__ Element* raw_half(const Raw& raw, int half) const {
-    return RawStorage<Traits>::pairs && half >= Traits::stages
+    return RawStorage<Traits>::takes_two_tiles && half >= Traits::stages
                ? smem_.raw.half[0]
                : smem_.raw_half(at_.warp_kv, (raw.stage + half) % Traits::stages);
   }

@@ -43,7 +43,7 @@ class RowPages {
   __device__ __forceinline__ bool are_valid(const Pages& at) const {
     const auto pages = static_cast<unsigned>(cache_.pages);
     if (static_cast<unsigned>(at.first) < pages && static_cast<unsigned>(at.second) < pages) return true;
-    *cache_.fault = static_cast<int>(KvFault::page) + 16 * row_;
+    *cache_.fault = kv_fault_word(KvFault::page, row_);
     return false;
   }
 

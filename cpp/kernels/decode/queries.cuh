@@ -24,10 +24,10 @@ __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat f
                   p.window);
 }
 
-// One work tile: the packed query rows of one m-block of a (batch entry, KV head). Packed row r of the head is query
-// head r % q_per_kv of new token r / q_per_kv.
+// One work tile: the packed query rows of a (batch entry, KV head) from n-tile first_n_tile on. Packed row r of the
+// head is query head r % q_per_kv of new token r / q_per_kv.
 struct WorkTile {
-  int b, kv_head, m_block;  // m_block: the tile's first packed row / mma_n
+  int b, kv_head, first_n_tile;  // n-tiles have mma_n packed rows
 };
 struct QueryRow {
   int token, head;  // token: -1 for a padding row
@@ -35,7 +35,7 @@ struct QueryRow {
 };
 __device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
                                               int m_row) {
-  const int c = tile.m_block * mma_n + m_row, token = divide(c, p.by_q_per_kv);
+  const int c = tile.first_n_tile * mma_n + m_row, token = divide(c, p.by_q_per_kv);
   if (token >= p.tokens) return {-1, 0, -1};
   return {token, tile.kv_head * p.q_per_kv + c - token * p.q_per_kv, token < w.count ? w.length - w.count + token : -1};
 }

@@ -4,45 +4,11 @@
 #pragma once
 
 #include "kernels/decode/element_tile.cuh"
+#include "kernels/decode/logits.cuh"
 #include "kernels/decode/queries.cuh"
 #include "kernels/decode/storage.cuh"
 
 namespace rooftile::gpu {
-
-// The tokens that the packed rows of a work tile see.
-template <class Traits>
-struct VisibleRows {
-  static constexpr int N = Traits::N;
-  Visible rows[N];             // (n-tile)
-  int outer_begin, outer_end;  // bounds of the tokens that any packed row sees
-  // raw: as in visible_tokens.
-  __device__ __forceinline__ VisibleRows(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int lane,
-                                         bool raw) {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-      rows[n] = visible<Traits::kivi>(p, {tile.b, tile.kv_head, tile.m_block + n}, w, lane, raw);
-    outer_begin = rows[0].outer_begin;
-    outer_end = rows[0].outer_end;
-#pragma unroll
-    for (int n = 1; n < N; ++n) {
-      outer_begin = min(outer_begin, rows[n].outer_begin);
-      outer_end = max(outer_end, rows[n].outer_end);
-    }
-  }
-  // Whether any n-tile's rows see the token, and whether every packed row sees all of `tokens` tokens from there on.
-  __device__ __forceinline__ bool any(int token) const {
-    bool any = false;
-#pragma unroll
-    for (int n = 0; n < N; ++n) any |= token >= rows[n].outer_begin && token < rows[n].outer_end;
-    return any;
-  }
-  __device__ __forceinline__ bool all(int token, int tokens) const {
-    bool all = true;
-#pragma unroll
-    for (int n = 0; n < N; ++n) all &= all_seen(rows[n], token, tokens);
-    return all;
-  }
-};
 
 // The raw tokens that a range of KV splits ends with.
 template <class Traits>
@@ -70,20 +36,20 @@ struct RawTokens {
     first = max(w.length - w.count, 0) & ~(kv_group - 1);
     if constexpr (!Traits::cta_softmax) {
       const int tiles = (w.end - w.begin) / Traits::tile_tokens, order = at.warp_kv - tiles & warps_kv - 1;
-      const bool pairs =
-          RawStorage<Traits>::pairs && (tiles & warps_kv - 1) != 0 && w.length - first > 16 && w.length - first <= 32;
+      const bool takes_two = RawStorage<Traits>::takes_two_tiles && (tiles & warps_kv - 1) != 0 &&
+                             w.length - first > 16 && w.length - first <= 32;
       token = first + order * 16;
-      if (token < w.length) halves = !pairs ? 2 : order == 0 ? 4 : 0;
+      if (token < w.length) halves = !takes_two ? 2 : order == 0 ? 4 : 0;
     }
   }
 
-  // Starts the copies of a half of the raw tile from `token` on, by `Lanes` threads.
-  template <int Lanes>
+  // Starts the copies of a half of the raw tile from `token` on, by `Threads` threads.
+  template <int Threads>
   __device__ void copy_half(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int token, int half,
-                            SmemElement<T>* to, int lane) const {
+                            SmemElement<T>* to, int thread) const {
     const std::byte* const ring = half % 2 == 0 ? p.cache.ring_k : p.cache.ring_v;
-    copy_rows_async<T, Traits::D, Lanes>(
-        to, lane, ring + ring_offset<T, Traits::D>(p, tile, w, token), Traits::D * sizeof(T),
+    copy_rows_async<T, Traits::D, Threads>(
+        to, thread, ring + ring_offset<T, Traits::D>(p, tile, w, token), Traits::D * sizeof(T),
         [from = begin - token, to = end - token](int i) { return i >= from && i < to; });
   }
 };

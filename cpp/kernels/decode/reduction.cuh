@@ -8,55 +8,57 @@
 
 namespace rooftile::gpu {
 
-// A thread's part of a partial: (m, l) of K packed rows and S values of o. K = 1: vectors of 4 (or 2) channels of one
-// row. K > 1: C fragments of mma.m16n8k16 (tile/mma.cuh) with channels as rows, two packed rows each.
-template <int K, int S>
+// A thread's part of a partial: (m, l) of Rows packed rows and Values values of o. Rows = 1: vectors of 4 (or 2)
+// channels of one row. Rows > 1: C fragments of mma.m16n8k16 (tile/mma.cuh) with channels as rows, two packed rows
+// each.
+template <int Rows, int Values>
 struct Partial {
-  float m[K], l[K], o[S];  // (K packed rows), (K packed rows), (S values)
+  float m[Rows], l[Rows], o[Values];  // (Rows packed rows), (Rows packed rows), (Values values)
   // The packed row that o[i] belongs to.
-  static constexpr int row_of_value(int i) { return K == 1 ? 0 : i / (2 * S / K) * 2 + i % 2; }
+  static constexpr int row_of_value(int i) { return Rows == 1 ? 0 : i / (2 * Values / Rows) * 2 + i % 2; }
 };
 
-template <int K, int S>
-__device__ __forceinline__ Partial<K, S> merge(const Partial<K, S>& a, const Partial<K, S>& b) {
-  Partial<K, S> r;
-  tile::MergeWeights w[K];  // (K packed rows)
+template <int Rows, int Values>
+__device__ __forceinline__ Partial<Rows, Values> merge(const Partial<Rows, Values>& a, const Partial<Rows, Values>& b) {
+  Partial<Rows, Values> r;
+  tile::MergeWeights w[Rows];  // (Rows packed rows)
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
+  for (int k = 0; k < Rows; ++k) {
     w[k] = tile::merge_weights(a.m[k], b.m[k]);
     r.m[k] = w[k].m;
     r.l[k] = tile::merge_values(a.l[k], b.l[k], w[k]);
   }
 #pragma unroll
-  for (int i = 0; i < S; ++i) r.o[i] = tile::merge_values(a.o[i], b.o[i], w[Partial<K, S>::row_of_value(i)]);
+  for (int i = 0; i < Values; ++i)
+    r.o[i] = tile::merge_values(a.o[i], b.o[i], w[Partial<Rows, Values>::row_of_value(i)]);
   return r;
 }
 
 // Left halves that wait for their right halves, at most one per level. Threads that hold the same packed rows form a
 // row set and share one (m, l). The upper levels are used at the end of few splits, so the values of all but the first
 // SmemLevels wait in global memory.
-template <int K, int S, int Threads, int RowSets, int SmemLevels>
+template <int Rows, int Values, int Threads, int RowSets, int SmemLevels>
 struct ReductionStorage {
   static constexpr int smem_levels = SmemLevels, gmem_levels = reduction_levels - SmemLevels;
-  float o[smem_levels > 0 ? smem_levels : 1][S][smem_levels > 0 ? Threads : 1];  // (level, value, thread)
-  float m[reduction_levels][K][RowSets], l[reduction_levels][K][RowSets];        // (level, row of the set, row set)
+  float o[smem_levels > 0 ? smem_levels : 1][Values][smem_levels > 0 ? Threads : 1];  // (level, value, thread)
+  float m[reduction_levels][Rows][RowSets], l[reduction_levels][Rows][RowSets];  // (level, row of the set, row set)
   __device__ float* values(int level, float* gmem) {
-    return level < smem_levels ? o[level][0] : gmem + (level - smem_levels) * S * Threads;
+    return level < smem_levels ? o[level][0] : gmem + (level - smem_levels) * Values * Threads;
   }
 };
 
-template <int K, int S, int Threads, int RowSets, int SmemLevels>
+template <int Rows, int Values, int Threads, int RowSets, int SmemLevels>
 class PartialReduction {
  public:
-  // gmem: [reduction_levels - SmemLevels, S, Threads] floats of this CTA. first: the range's first split. single: the
-  // range is one split of a longer work tile. thread: this thread. row_set: the set of its packed rows.
-  __device__ PartialReduction(ReductionStorage<K, S, Threads, RowSets, SmemLevels>& smem, float* gmem, int thread,
-                              int row_set, int first, bool single)
+  // gmem: [reduction_levels - SmemLevels, Values, Threads] floats of this CTA. first: the range's first split. single:
+  // the range is one split of a longer work tile. thread: this thread. row_set: the set of its packed rows.
+  __device__ PartialReduction(ReductionStorage<Rows, Values, Threads, RowSets, SmemLevels>& smem, float* gmem,
+                              int thread, int row_set, int first, bool single)
       : smem_(smem), gmem_(gmem), thread_(thread), row_set_(row_set), first_(first), single_(single) {}
 
   // Adds the partial of split `at`, the next in order.
   template <class Emit>
-  __device__ void push(Partial<K, S> partial, int at, const Emit& emit) {
+  __device__ void push(Partial<Rows, Values> partial, int at, const Emit& emit) {
     int level = 0;
     while (level + 1 < reduction_levels && (at >> level) % 2 == 1 && at - (1 << level) >= first_) {
       partial = merge(load(level), partial);
@@ -71,12 +73,12 @@ class PartialReduction {
     }
     __syncwarp();  // threads of the row set have read the (m, l) that is overwritten here
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
+    for (int k = 0; k < Rows; ++k) {
       smem_.m[level][k][row_set_] = partial.m[k];
       smem_.l[level][k][row_set_] = partial.l[k];
     }
 #pragma unroll
-    for (int i = 0; i < S; ++i) values(level)[i * Threads] = partial.o[i];
+    for (int i = 0; i < Values; ++i) values(level)[i * Threads] = partial.o[i];
     waiting_ |= 1u << level;
     __syncwarp();
   }
@@ -90,8 +92,8 @@ class PartialReduction {
   }
 
   // The range was the whole work tile: returns its result.
-  __device__ Partial<K, S> result() {
-    Partial<K, S> whole;  // at least one level waits
+  __device__ Partial<Rows, Values> result() {
+    Partial<Rows, Values> whole;  // at least one level waits
     bool any = false;
     for (int level = 0; level < reduction_levels; ++level) {
       if (!(waiting_ >> level & 1)) continue;
@@ -103,21 +105,21 @@ class PartialReduction {
   }
 
  private:
-  __device__ Partial<K, S> load(int level) const {
-    Partial<K, S> partial;
+  __device__ Partial<Rows, Values> load(int level) const {
+    Partial<Rows, Values> partial;
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
+    for (int k = 0; k < Rows; ++k) {
       partial.m[k] = smem_.m[level][k][row_set_];
       partial.l[k] = smem_.l[level][k][row_set_];
     }
 #pragma unroll
-    for (int i = 0; i < S; ++i) partial.o[i] = values(level)[i * Threads];
+    for (int i = 0; i < Values; ++i) partial.o[i] = values(level)[i * Threads];
     return partial;
   }
   // This thread's values of a level, at a stride of Threads.
   __device__ float* values(int level) const { return smem_.values(level, gmem_) + thread_; }
 
-  ReductionStorage<K, S, Threads, RowSets, SmemLevels>& smem_;
+  ReductionStorage<Rows, Values, Threads, RowSets, SmemLevels>& smem_;
   float* gmem_;
   int thread_, row_set_, first_;
   bool single_;

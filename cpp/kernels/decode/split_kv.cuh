@@ -40,7 +40,8 @@ class SplitKv {
   using T = typename Traits::T;
   using Layout = typename Softmax<Traits>::Layout;  // how a thread holds a partial
   using ThreadPartial = typename Layout::Type;
-  using Reduction = PartialReduction<Layout::K, Layout::S, Traits::threads, Layout::row_sets, Traits::smem_levels>;
+  using Reduction =
+      PartialReduction<Layout::rows, Layout::values, Traits::threads, Layout::row_sets, Traits::smem_levels>;
   static constexpr int D = Traits::D, threads = Traits::threads;
   static constexpr KvFormat format = Traits::format;
 
@@ -54,10 +55,11 @@ class SplitKv {
       const WorkRange found = clustered ? cluster_work_range() : find_work_range<format>(p_);
       if (!store_range(found, smem_.range, smem_.bad_tile_range)) return;
     }
-    for_each_tile_range<format>(p_, smem_.range, [&](const WorkTile& tile, const RowWork& w, int first, int last) {
-      if (first < last || clustered)
-        compute_tile_range({tile.b, tile.kv_head, tile.m_block * Traits::N}, w, first, last, clustered);
-    });
+    for_each_tile_range<format, Traits::N>(p_, smem_.range,
+                                           [&](const WorkTile& tile, const RowWork& w, int first, int last) {
+                                             if (first < last || clustered)
+                                               compute_tile_range(tile, w, first, last, clustered);
+                                           });
   }
 
  private:
@@ -66,7 +68,7 @@ class SplitKv {
   __device__ WorkRange cluster_work_range() {
     const auto [tile_index, cta_rank] = tile::cluster_coord();
     WorkRange range = one_work_tile(p_, tile_index, cta_rank, p_.cluster_size, 0,
-                                    [&](int b) { return row_work_of(p_, format, b, read); });
+                                    [&](int b) { return row_work_of(p_, format, b, load_l1); });
     const RowWork& w = range.work;
     if (range.begin < range.end) {
       range.find_own_splits(threadIdx.x % 32);
@@ -79,14 +81,14 @@ class SplitKv {
       for (float& m : nothing.m) m = -INFINITY;
       write_result(nothing, {range.entry, kv_head, (range.tile - kv_head * p_.m_blocks) * Traits::N}, w);
     } else if (range.tile == 0 && threadIdx.x == 0) {
-      *p_.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? range.entry : w.row);
+      *p_.cache.fault = kv_fault_word(w.fault, w.fault == KvFault::row ? range.entry : w.row);
     }
     return range;
   }
 
   // Computes KV splits [first, last) of one work tile. In a cluster the range may be empty.
   __device__ void compute_tile_range(const WorkTile& tile, const RowWork& w, int first, int last, bool clustered) {
-    const int rows_used = p_.q_per_kv * p_.tokens - tile.m_block * mma_n;  // packed rows that are not padding
+    const int rows_used = p_.q_per_kv * p_.tokens - tile.first_n_tile * mma_n;  // packed rows that are not padding
     ++this_tile_range_;
     // All threads have read the previous range's partials and weights, whose memory the queries may take, and
     // bad_tile_range.
@@ -137,7 +139,7 @@ class SplitKv {
   // Writes the thread's part of a work tile's result.
   __device__ void write_result(const ThreadPartial& result, const WorkTile& tile, const RowWork& w) const {
     const Layout layout;
-    layout.for_each_row(p_.q_per_kv * p_.tokens - tile.m_block * mma_n, [&](int k, int m_row) {
+    layout.for_each_row(p_.q_per_kv * p_.tokens - tile.first_n_tile * mma_n, [&](int k, int m_row) {
       RowEpilogue<T> epilogue(p_, tile, w, m_row);
       epilogue.finalize(result.m[k], result.l[k]);
       layout.for_each_vec(result.o, k, [&](int d, const auto& o) { epilogue.store(d, o); });

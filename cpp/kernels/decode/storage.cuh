@@ -23,9 +23,11 @@ template <class Traits>
 struct RawStorage {
   using Element = SmemElement<typename Traits::T>;
   static constexpr int half_size = 16 * Traits::D, raw_tiles = code_bits(Traits::format) == 8 ? 1 : 2;
-  static constexpr bool pairs =
+  static constexpr bool takes_two_tiles =
       Traits::kivi && !Traits::cta_softmax && Traits::warps_per_tile == 1 && Traits::stages > 2;
-  static constexpr int halves = !Traits::kivi ? 0 : Traits::cta_softmax ? 2 * raw_tiles : pairs && Traits::stages < 4;
+  static constexpr int halves = !Traits::kivi         ? 0
+                                : Traits::cta_softmax ? 2 * raw_tiles
+                                                      : takes_two_tiles && Traits::stages < 4;
   alignas(128) Element half[halves > 0 ? halves : 1][halves > 0 ? half_size : 8];
 };
 
@@ -40,7 +42,7 @@ struct SharedStorage {
                               [cta_softmax ? Traits::warps_kv : Traits::stages];
   typename Softmax<Traits>::Storage softmax;
   union {
-    ReductionStorage<Layout::K, Layout::S, Traits::threads, Layout::row_sets, Traits::smem_levels> reduction;
+    ReductionStorage<Layout::rows, Layout::values, Traits::threads, Layout::row_sets, Traits::smem_levels> reduction;
     std::conditional_t<Traits::clusters, ClusterPartials<D>, char> cluster;  // partials of a cluster
   };
   WorkRange range;

@@ -22,14 +22,15 @@ struct WarpSoftmaxStorage {
   }
 };
 
-// How a thread holds a partial: S channels of one packed row, S / V vectors of V channels at a stride of vec_stride.
+// How a thread holds a partial: `values` channels of one packed row, in vectors of `vec` channels at a stride of
+// vec_stride.
 template <class Traits>
 struct RowPartial {
-  static constexpr int threads_per_row = Traits::threads / mma_n, S = Traits::D / threads_per_row, K = 1,
+  static constexpr int threads_per_row = Traits::threads / mma_n, rows = 1, values = Traits::D / threads_per_row,
                        row_sets = mma_n, D = Traits::D, block_m = Traits::block_m;
-  static constexpr int V = Traits::D % 64 == 0 ? 4 : 2, vec_stride = V * threads_per_row;
-  using Type = Partial<K, S>;
-  int m_row = threadIdx.x / threads_per_row, d0 = threadIdx.x % threads_per_row * V;
+  static constexpr int vec = Traits::D % 64 == 0 ? 4 : 2, vec_stride = vec * threads_per_row;
+  using Type = Partial<rows, values>;
+  int m_row = threadIdx.x / threads_per_row, d0 = threadIdx.x % threads_per_row * vec;
   __device__ int row_set() const { return m_row; }
   __device__ bool writes_ml() const { return d0 == 0; }  // the row's first thread
   // Calls visit(k, m_row) for the packed row of the thread.
@@ -39,9 +40,9 @@ struct RowPartial {
   }
   // Calls visit(channel, vector) for the thread's vectors of a packed row.
   template <class Float, class Visit>
-  __device__ void for_each_vec(Float (&o)[S], int, const Visit& visit) const {
+  __device__ void for_each_vec(Float (&o)[values], int, const Visit& visit) const {
 #pragma unroll
-    for (int i = 0; i < S / V; ++i) visit(d0 + i * vec_stride, reinterpret_cast<Float(&)[V]>(o[i * V]));
+    for (int i = 0; i < values / vec; ++i) visit(d0 + i * vec_stride, reinterpret_cast<Float(&)[vec]>(o[i * vec]));
   }
 };
 

@@ -9,7 +9,7 @@
 
 namespace rooftile::gpu {
 
-__device__ __forceinline__ int read(const std::int32_t* from) { return *from; }
+__device__ __forceinline__ int load_l1(const std::int32_t* from) { return *from; }
 
 // The work of one CTA: a range of work units, of which the CTA owns the splits that start inside, or a part of one work
 // tile. `tile` counts the work tiles of a batch entry.
@@ -88,9 +88,9 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   for (int first = 0; first < p.batch; first += 32) {
     const int b = first + lane;
     RowWork w;
-    if (b < p.batch) w = row_work_of(p, format, b, read);
+    if (b < p.batch) w = row_work_of(p, format, b, load_l1);
     if (reports && w.fault != KvFault::none)
-      *p.cache.fault = static_cast<int>(w.fault) + 16 * (w.fault == KvFault::row ? b : w.row);
+      *p.cache.fault = kv_fault_word(w.fault, w.fault == KvFault::row ? b : w.row);
     const int units = w.work_tile_units();
     if (first == 0) {
       own = w;
@@ -106,7 +106,7 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
     const int tile_index = divide(range_index, p.by_ctas_per_tile);
     WorkRange r =
         one_work_tile(p, tile_index, range_index - tile_index * ctas_per_tile, ctas_per_tile, range_index,
-                      [&](int b) { return p.batch <= 32 ? broadcast(own, b) : row_work_of(p, format, b, read); });
+                      [&](int b) { return p.batch <= 32 ? broadcast(own, b) : row_work_of(p, format, b, load_l1); });
     if (r.begin < r.end) r.find_own_splits(lane);
     return r;
   }
@@ -117,7 +117,7 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
 #pragma unroll 1
     for (int first = 0; first < p.batch; first += 32)
       if (const int b = first + lane; b < p.batch) {
-        RowWork w = row_work_of(p, format, b, read);
+        RowWork w = row_work_of(p, format, b, load_l1);
         w.add_overheads(format);
         total += w.work_tile_units();
         if (first == 0) own = w;
@@ -133,7 +133,7 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   for (int first = 0; first < p.batch && (r.entry < 0 || reports); first += 32) {
     if (first > 0) {
       own = {};
-      if (first + lane < p.batch) own = row_work_of(p, format, first + lane, read);
+      if (first + lane < p.batch) own = row_work_of(p, format, first + lane, load_l1);
       if (!uniform && first + lane < p.batch) own.add_overheads(format);
     }
     const int units = own.work_tile_units() * p.tiles_per_entry, end = before + warp_scan(units, lane);
@@ -174,22 +174,22 @@ __device__ __forceinline__ bool store_range(const WorkRange& found, WorkRange& r
 }
 
 // Calls visit(tile, work, first, last) for every work tile that the CTA has a part of: KV splits [first, last). A CTA
-// with a part of one tile (ctas_per_tile > 0) may have no splits. WorkTile.m_block counts m-blocks of block_m packed
-// rows.
-template <KvFormat format, class Visit>
+// with a part of one tile (ctas_per_tile > 0) may have no splits. N: n-tiles of an m-block.
+template <KvFormat format, int N, class Visit>
 __device__ __forceinline__ void for_each_tile_range(const DecodeParams& p, const WorkRange& range, const Visit& visit) {
   int b = range.entry, tile = range.tile, tile_base = range.tile_base, first = range.first, last = range.last;
   RowWork w = range.work;
   while (true) {
     const int kv_head = divide(tile, p.by_m_blocks);
-    if (first < last || range.ctas_per_tile) visit(WorkTile{b, kv_head, tile - kv_head * p.m_blocks}, w, first, last);
+    if (first < last || range.ctas_per_tile)
+      visit(WorkTile{b, kv_head, (tile - kv_head * p.m_blocks) * N}, w, first, last);
     if (range.ctas_per_tile) return;
     tile_base += w.work_tile_units();
     if (tile_base >= range.end) return;
     if (++tile == p.tiles_per_entry) {
       tile = 0;
       do {  // batch entries that see no token have no work units
-        w = row_work_of(p, format, ++b, read);
+        w = row_work_of(p, format, ++b, load_l1);
         if (!range.uniform) w.add_overheads(format);
       } while (w.splits == 0);
     }

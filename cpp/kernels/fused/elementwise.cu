@@ -93,13 +93,13 @@ __global__ __launch_bounds__(cta_threads, vector ? 10 : 7) void rope_rotate(cons
   const std::int64_t index = thread_index() - (is_k ? p.q.threads : 0);
   if (index >= t.threads) return;
   const Division64 at = divide(index, t.vecs);
-  const std::int64_t of_token = row_offset(p.positions, divide(at.quotient, t.heads).quotient);
+  const std::int64_t position_offset = row_offset(p.positions, divide(at.quotient, t.heads).quotient);
   constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};  // of both types
 
   const Row x = row_at(t.x, at.quotient), y = row_at(t.y, at.quotient);
   const std::int64_t first = at.remainder * vec_size, pair_end = (p.pairs + vec_size - 1) / vec_size * vec_size;
   wait_for_previous_kernel();
-  const std::int64_t position = load_position(p.positions.data, of_token, p.wide_positions);
+  const std::int64_t position = load_position(p.positions.data, position_offset, p.wide_positions);
   const bool known = position >= 0 && position < p.max_position;
   if (first >= pair_end) {  // past the pairs
     const std::int64_t copied = first - pair_end + 2 * p.pairs;
@@ -156,7 +156,7 @@ constexpr std::uint16_t minus_infinity = std::is_same_v<T, half> ? 0xfc00 : 0xff
 template <class T, int vecs, bool vector>
 __global__ __launch_bounds__(512,
                              vector&& vecs == 2 ? 3 : 2) void softmax_rows(const __grid_constant__ SoftmaxParams p) {
-  __shared__ WarpPartials of_maximum[1], of_sum[1];
+  __shared__ WarpPartials maxima[1], sums[1];
   let_next_kernel_start();
   const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
@@ -175,7 +175,7 @@ __global__ __launch_bounds__(512,
 #pragma unroll
     for (int i = 0; i < vec_size; ++i) highest[0] = fmaxf(highest[0], e[k].at[i]);
   }
-  reduce_row(highest, p.lanes, of_maximum, Max{});
+  reduce_row(highest, p.lanes, maxima, Max{});
   float total[1] = {};
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
@@ -184,7 +184,7 @@ __global__ __launch_bounds__(512,
     for (int i = 0; i < vec_size; ++i) part += e[k].at[i] = expf(e[k].at[i] - highest[0]);
     total[0] += part;
   }
-  reduce_row(total, p.lanes, of_sum, Sum{});
+  reduce_row(total, p.lanes, sums, Sum{});
   const float scale = 1.0f / total[0];
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
@@ -197,7 +197,7 @@ __global__ __launch_bounds__(512,
 // One CTA a row that does not fit in registers: one pass for the maximum and the sum (online softmax), one to write.
 template <class T, bool vector>
 __global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__ SoftmaxParams p) {
-  __shared__ WarpPartials of_maximum[1], of_sum[1];
+  __shared__ WarpPartials maxima[1], sums[1];
   let_next_kernel_start();
   const std::int64_t begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;
   const Row x = row_at(p.x, blockIdx.x), y = row_at(p.y, blockIdx.x);
@@ -217,11 +217,11 @@ __global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__
     highest = top;
   }
   float maximum[1] = {highest};
-  reduce_row(maximum, p.lanes, of_maximum, Max{});
+  reduce_row(maximum, p.lanes, maxima, Max{});
   const float top = maximum[0];
   // A thread that saw only -inf keeps its total (0 or NaN) unscaled. A row of only -inf must become NaN.
   float sum[1] = {highest == Max::identity && top != Max::identity ? total : total * expf(highest - top)};
-  reduce_row(sum, p.lanes, of_sum, Sum{});
+  reduce_row(sum, p.lanes, sums, Sum{});
   const float scale = 1.0f / sum[0];
   for (std::int64_t first = begin; first < p.n; first += step) {
     Floats v = to_floats<T>(load_vec<vector>(x, first, p.n));

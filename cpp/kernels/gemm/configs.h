@@ -91,15 +91,18 @@ constexpr W4WgmmaConfig w4_wgmma_config(int bits, int config) {
   return bits == 4 ? w4_wgmma_configs[config] : w8_wgmma_configs[config];
 }
 // The epilogue's tile in shared memory: (tokens, rows of W + 4), fp32; 4 more against bank conflicts.
-constexpr int w4_epilogue_tokens(W4WgmmaConfig f) { return f.tokens < 64 ? f.tokens : 64; }
-constexpr int w4_epilogue_bytes(W4WgmmaConfig f) { return w4_epilogue_tokens(f) * (f.warps() * w4_warp_rows + 4) * 4; }
+constexpr int w4_epilogue_tokens(W4WgmmaConfig config) { return config.tokens < 64 ? config.tokens : 64; }
+constexpr int w4_epilogue_bytes(W4WgmmaConfig config) {
+  return w4_epilogue_tokens(config) * (config.warps() * w4_warp_rows + 4) * 4;
+}
 // Shared memory of wgmma.cuh: x, codes and scales, the epilogue's tile, two barriers a stage.
-constexpr int w4_wgmma_shared_bytes(int bits, W4WgmmaConfig f) {
-  return f.stages * (f.tokens * w4_step_k * 2 + f.warps() * w4_stage_bytes(bits) + 16) + w4_epilogue_bytes(f);
+constexpr int w4_wgmma_shared_bytes(int bits, W4WgmmaConfig config) {
+  return config.stages * (config.tokens * w4_step_k * 2 + config.warps() * w4_stage_bytes(bits) + 16) +
+         w4_epilogue_bytes(config);
 }
 inline constexpr int w4_wgmma_x_tile_k = 64;  // k of a TMA load of x: 128 bytes
 // Whether the config may run stream-K: with two CTAs per SM it gained nothing.
-constexpr bool w4_stream_k(W4WgmmaConfig f) { return f.ctas_per_sm == 1; }
+constexpr bool w4_stream_k(W4WgmmaConfig config) { return config.ctas_per_sm == 1; }
 inline constexpr int w4_stream_max_m = 16;  // up to so many tokens stream_codes.cuh runs on Hopper too
 
 // gather_x.cuh: threads of a CTA, and columns they copy at once.
@@ -108,12 +111,13 @@ inline constexpr int w4_gather_row_bytes = 96 << 10;    // the longest row of x 
 inline constexpr std::int64_t w4_gather_tokens = 4096;  // of a launch whose x is gathered: bounds the workspace
 ROOFTILE_HD constexpr std::int64_t w4_padded_k(std::int64_t k) { return (k + 7) / 8 * 8; }
 
-// expand.cuh: the most bytes of a chunk, and threads of a CTA.
+// expand.cuh: the tile that collective.cuh takes for expanded rows, the most bytes of a chunk, threads of a CTA.
+inline constexpr LinearTile w4_expand_tile = linear_collective_tiles[1];
 inline constexpr std::int64_t w4_expand_bytes = std::int64_t{32} << 20;
 inline constexpr int w4_expand_threads = 256;
 
 // Bytes from a token to the next in a tile of x; 16 more against bank conflicts.
-constexpr int w4_x_tile_pitch(W4StreamConfig f) { return 2 * f.x_tile_k + 16; }
+constexpr int w4_x_tile_pitch(W4StreamConfig config) { return 2 * config.x_tile_k + 16; }
 
 // The epilogue of one CTA of stream_codes.cuh: `tiles` output tiles of 16 columns of y, from the sums of `warps` warps
 // (twice as many as tiles where a gate is combined with its up projection). The CTAs of a cluster get equally many

@@ -37,7 +37,7 @@ struct Matrix {
 
 // ---- canonical <-> packed layout ----------------------------------------------------------------
 
-struct CodesParams {
+struct PackParams {
   Matrix canonical;     // [N, bytes of K codes]
   std::uint8_t* codes;  // [N / 16][K / 64] tiles
   int bits;
@@ -46,7 +46,7 @@ struct CodesParams {
 };
 
 // A thread packs one 32-bit word.
-__global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ CodesParams p) {
+__global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ PackParams p) {
   const std::int64_t tiles_k = w4_tiles_k(p.k()), index = thread_index();
   const int words = w4_tile_bytes(p.bits) / 4, in_word = 32 / p.bits;
   if (index >= w4_tiles_n(p.canonical.rows) * tiles_k * words) return;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ Co
   reinterpret_cast<std::uint32_t*>(p.codes)[index] = packed;
 }
 
-__global__ void __launch_bounds__(threads) unpack_codes(const __grid_constant__ CodesParams p) {
+__global__ void __launch_bounds__(threads) unpack_codes(const __grid_constant__ PackParams p) {
   const std::int64_t index = thread_index();
   if (index >= p.canonical.rows * p.canonical.columns) return;
   const std::int64_t n = index / p.canonical.columns, column = index - n * p.canonical.columns,
@@ -220,7 +220,7 @@ void with_element(DType t, auto&& f) {
 
 void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, const W4Arrays& packed, int bits) {
   const DeviceScope scope(op, ctx);
-  const CodesParams codes{Matrix(canonical.codes), packed.codes.as<std::uint8_t>(), bits};
+  const PackParams codes{Matrix(canonical.codes), packed.codes.as<std::uint8_t>(), bits};
   launch_over(scope, packed.codes.numel() / 4, pack_codes, codes);
   launch_groups(scope, canonical.scales, packed.scales.data, true);
   if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, packed.offsets.data, true);
@@ -229,7 +229,7 @@ void w4_pack(const char* op, const Context& ctx, const W4Arrays& canonical, cons
 void w4_unpack(const char* op, const Context& ctx, const W4View& w, const W4Arrays& canonical) {
   const DeviceScope scope(op, ctx);
   launch_over(scope, canonical.codes.numel(), unpack_codes,
-              CodesParams{Matrix(canonical.codes), const_cast<std::uint8_t*>(w.codes), w.bits});
+              PackParams{Matrix(canonical.codes), const_cast<std::uint8_t*>(w.codes), w.bits});
   launch_groups(scope, canonical.scales, const_cast<std::byte*>(w.scales), false);
   if (canonical.offsets.given()) launch_groups(scope, canonical.offsets, const_cast<std::byte*>(w.offsets), false);
 }

@@ -179,9 +179,8 @@ int choose_expand_rows(const GemmProblem& p, const GemmPlan& plan) {
   constexpr double step_us = 0.97, mixed_step_us = 1.2, idle_us = 0.30, busy_us = 0.53, bytes_us = 3.5e6, chunk_us = 3;
   if (plan.operand == W4Operand::codes || !p.aligned_all || p.gated || plan.splits > 1 || p.m <= 512 || p.n == 0)
     return 0;
-  constexpr LinearTile tile = linear_collective_tiles[1];
-  constexpr std::int64_t pair = 2 * tile.rows;  // rows of W of a cluster
-  const std::int64_t most = w4_expand_bytes / (2 * p.k) / pair * pair, m_tiles = divide_up(p.m, tile.tokens),
+  constexpr std::int64_t pair = 2 * w4_expand_tile.rows;  // rows of W of a cluster
+  const std::int64_t most = w4_expand_bytes / (2 * p.k) / pair * pair, m_tiles = divide_up(p.m, w4_expand_tile.tokens),
                      sms = std::max(p.sms, 1);
   if (most == 0) return 0;
   const double all_steps = static_cast<double>(steps_of(p));
@@ -258,7 +257,7 @@ bool wgmma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
   complete_codes(p, whole);
   const std::int64_t work_tiles = whole.n_blocks * divide_up(p.m, f.tokens), ctas = std::max(p.sms, 1) * f.ctas_per_sm,
                      tiles = cluster_tiles(whole);
-  constexpr std::int64_t pair = 2 * linear_collective_tiles[1].rows;
+  constexpr std::int64_t pair = 2 * w4_expand_tile.rows;
   return check.need(whole.n_blocks % plan.cluster == 0, "cluster must divide the ", whole.n_blocks,
                     " blocks of N, got ", plan.cluster) &&
          check.need(splits_evenly(steps_of(p), plan.splits, 2), "splits must give each split at least 2 of the ",

@@ -50,8 +50,8 @@ __device__ void append_token(const AppendWarp<T, f, rotate>& w, int token, int h
     for (int vi = w.lane; 4 * vi < padded_head_dim(w.p.c.head_dim); vi += 32)
       w.staged[vi / 32][w.lane] =
           preloaded.valid && vi == w.lane ? preloaded.vec[0] : w.load_new(token, head, is_v, vi);
-    if (is_v) encode_token<InterleavedBy8>(w, plane, position, head, 0);
-    else encode_token<InOrder>(w, plane, position, head, 0);
+    if (is_v) encode_token<InterleavedBy8>(w, plane, position, head);
+    else encode_token<InOrder>(w, plane, position, head);
   }
 }
 

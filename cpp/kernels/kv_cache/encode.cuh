@@ -33,16 +33,16 @@ __device__ void store_codes(const KvCacheView& c, std::byte* section, int offset
   }
 }
 
-// Encodes one head of one token as one group; its values lie in `staged` from row `row` on.
+// Encodes one head of one token as one group; its values lie in `staged`.
 template <class Order, class T, KvFormat f, bool rotate>
-__device__ void encode_token(const AppendWarp<T, f, rotate>& w, const KvCacheView::Plane& plane, int position, int head,
-                             int row) {
+__device__ void encode_token(const AppendWarp<T, f, rotate>& w, const KvCacheView::Plane& plane, int position,
+                             int head) {
   const KvCacheView& c = w.p.c;
   const std::int64_t page = w.page_of(position);
   const int offset = w.page_offset(position), padded = padded_head_dim(c.head_dim);
   GroupRange<f> range;
   for (int vi = w.lane; 4 * vi < padded; vi += 32) {
-    const Vec4<T> x = w.staged[row + vi / 32][w.lane];
+    const Vec4<T> x = w.staged[vi / 32][w.lane];
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       if (Order::dim(vi, j) < c.head_dim) range.add(x[j]);
@@ -54,7 +54,7 @@ __device__ void encode_token(const AppendWarp<T, f, rotate>& w, const KvCacheVie
     if constexpr (has_min(f)) w.template section<T>(plane, plane.min, page, head)[offset] = quantizer.stored_minimum;
   }
   for (int vi = w.lane; 4 * vi < padded; vi += 32) {
-    const Vec4<T> x = w.staged[row + vi / 32][w.lane];
+    const Vec4<T> x = w.staged[vi / 32][w.lane];
     int codes[4];  // (4 channels)
 #pragma unroll
     for (int j = 0; j < 4; ++j) codes[j] = Order::dim(vi, j) < c.head_dim ? quantizer.code(x[j]) : 0;
@@ -68,9 +68,9 @@ __device__ void encode_token(const AppendWarp<T, f, rotate>& w, const KvCacheVie
 template <class T, KvFormat f, bool rotate>
 __device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int head, int slice) {
   const KvCacheView& c = w.p.c;
-  const int vi = 8 * slice + w.lane % 8, token = w.lane / 8;
-  Vec4<T> x[append_slice_tokens];  // (8 tokens: token + 4 i; 4 channels)
-  w.load_tokens(x, false, head, vi, [&](int i) { return first + token + 4 * i; });
+  const int vi = 8 * slice + w.lane % 8, lane_row = w.lane / 8;  // its token of four, later its channel of four
+  Vec4<T> x[append_slice_tokens];                                // (8 tokens: token + 4 i; 4 channels)
+  w.load_tokens(x, false, head, vi, [&](int i) { return first + lane_row + 4 * i; });
   GroupRange<f> range[4];  // (4 channels)
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -82,11 +82,11 @@ __device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int
   // Four lanes hold the ranges of the same four channels; each lane quantises one of the channels.
   GroupRange<f> mine = range[0];
 #pragma unroll
-  for (int j = 1; j < 4; ++j) mine.assign_if(range[j], token == j);
+  for (int j = 1; j < 4; ++j) mine.assign_if(range[j], lane_row == j);
   const Quantizer<T, f> quantizer(mine);
   const std::int64_t page = w.page_of(first);
   const int offset = w.page_offset(first);
-  const std::int64_t index = std::int64_t{offset / kv_group} * padded_head_dim(c.head_dim) + 4 * vi + token;
+  const std::int64_t index = std::int64_t{offset / kv_group} * padded_head_dim(c.head_dim) + 4 * vi + lane_row;
   w.template section<T>(c.k, c.k.scale, page, head)[index] = quantizer.stored_scale;
   if constexpr (has_min(f)) w.template section<T>(c.k, c.k.min, page, head)[index] = quantizer.stored_minimum;
   std::uint32_t words[append_slice_tokens] = {};  // (8 tokens): codes of 4 channels
@@ -100,7 +100,7 @@ __device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int
   std::byte* codes_at = w.template section<std::byte>(c.k, c.k.codes, page, head);
 #pragma unroll
   for (int i = 0; i < append_slice_tokens; ++i)
-    store_codes<f, InOrder>(c, codes_at, offset + token + 4 * i, vi, words[i]);
+    store_codes<f, InOrder>(c, codes_at, offset + lane_row + 4 * i, vi, words[i]);
 }
 
 // Encodes V of eight of the 32 tokens from `first` on, one group a token. The codes of the eight tokens fill whole

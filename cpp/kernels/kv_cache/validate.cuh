@@ -70,8 +70,7 @@ __device__ __forceinline__ void validate(const AppendParams& p, int b, AppendEnt
 // the row.
 __device__ __forceinline__ void report_fault(const AppendParams& p, const AppendEntry& e, int b) {
   if (e.fault != KvFault::none && p.c.fault)
-    *p.c.fault =
-        static_cast<std::int32_t>(e.fault) + 16 * static_cast<std::int32_t>(e.fault == KvFault::row ? b : e.row);
+    *p.c.fault = kv_fault_word(e.fault, static_cast<std::int32_t>(e.fault == KvFault::row ? b : e.row));
 }
 
 }  // namespace rooftile::gpu

@@ -7,11 +7,11 @@ template <class T, int D, int Stages, int CtasPerSm>
 struct Bits16 : DecodeConfig<T, std::is_same_v<T, tile::half> ? KvFormat::fp16 : KvFormat::bf16, D, Stages, CtasPerSm> {
 };
 template <class T>
-struct Bits16Steps : StepConfig<T, std::is_same_v<T, tile::half> ? KvFormat::fp16 : KvFormat::bf16> {};
+struct Bits16CtaSoftmax : CtaSoftmaxConfig<T, std::is_same_v<T, tile::half> ? KvFormat::fp16 : KvFormat::bf16> {};
 
 template <class T>
 struct Bits16Configs : ConfigList<Bits16<T, 64, 4, 2>, Bits16<T, 96, 2, 2>, Bits16<T, 128, 2, 2>, Bits16<T, 192, 2, 2>,
-                                  Bits16<T, 256, 2, 2>, Bits16<T, 512, 2, 2>, Bits16Steps<T>> {};
+                                  Bits16<T, 256, 2, 2>, Bits16<T, 512, 2, 2>, Bits16CtaSoftmax<T>> {};
 template <>
 struct DecodeConfigs<KvFormat::fp16> : Bits16Configs<tile::half> {};
 template <>

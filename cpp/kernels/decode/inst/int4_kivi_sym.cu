@@ -6,17 +6,15 @@ namespace rooftile::gpu {
 template <class T, int D, int Stages, int CtasPerSm>
 struct Int4KiviSym : DecodeConfig<T, KvFormat::int4_kivi_sym, D, Stages, CtasPerSm> {};
 template <class T>
-struct Int4KiviSymSteps : StepConfig<T, KvFormat::int4_kivi_sym> {};
+struct Int4KiviSymCtaSoftmax : CtaSoftmaxConfig<T, KvFormat::int4_kivi_sym> {};
 
+template <class T>
+using Int4KiviSymConfigs =
+    ConfigList<Int4KiviSym<T, 64, 4, 2>, Int4KiviSym<T, 96, 3, 2>, Int4KiviSym<T, 128, 3, 2>, Int4KiviSym<T, 192, 3, 2>,
+               Int4KiviSym<T, 256, 3, 2>, Int4KiviSym<T, 512, 3, 2>, Int4KiviSymCtaSoftmax<T>>;
 template <>
 struct DecodeConfigs<KvFormat::int4_kivi_sym>
-    : ConfigList<Int4KiviSym<tile::half, 64, 4, 2>, Int4KiviSym<tile::half, 96, 3, 2>,
-                 Int4KiviSym<tile::half, 128, 3, 2>, Int4KiviSym<tile::half, 192, 3, 2>,
-                 Int4KiviSym<tile::half, 256, 3, 2>, Int4KiviSym<tile::half, 512, 3, 2>, Int4KiviSymSteps<tile::half>,
-                 Int4KiviSym<tile::bf16, 64, 4, 2>, Int4KiviSym<tile::bf16, 96, 3, 2>,
-                 Int4KiviSym<tile::bf16, 128, 3, 2>, Int4KiviSym<tile::bf16, 192, 3, 2>,
-                 Int4KiviSym<tile::bf16, 256, 3, 2>, Int4KiviSym<tile::bf16, 512, 3, 2>, Int4KiviSymSteps<tile::bf16>> {
-};
+    : JoinedConfigs<Int4KiviSymConfigs<tile::half>, Int4KiviSymConfigs<tile::bf16>> {};
 template std::span<const DecodeVariant> decode_variants<KvFormat::int4_kivi_sym>();
 
 }  // namespace rooftile::gpu

@@ -11,17 +11,15 @@ struct Int8KiviSym : DecodeConfig<T, KvFormat::int8_kivi_sym, D, Stages, CtasPer
   static constexpr bool clusters = smem_levels >= cluster_partials;
 };
 template <class T>
-struct Int8KiviSymSteps : StepConfig<T, KvFormat::int8_kivi_sym> {};
+struct Int8KiviSymCtaSoftmax : CtaSoftmaxConfig<T, KvFormat::int8_kivi_sym> {};
 
+template <class T>
+using Int8KiviSymConfigs =
+    ConfigList<Int8KiviSym<T, 64, 3, 2>, Int8KiviSym<T, 96, 2, 2>, Int8KiviSym<T, 128, 2, 2>, Int8KiviSym<T, 192, 2, 2>,
+               Int8KiviSym<T, 256, 2, 2>, Int8KiviSym<T, 512, 2, 2>, Int8KiviSymCtaSoftmax<T>>;
 template <>
 struct DecodeConfigs<KvFormat::int8_kivi_sym>
-    : ConfigList<Int8KiviSym<tile::half, 64, 3, 2>, Int8KiviSym<tile::half, 96, 2, 2>,
-                 Int8KiviSym<tile::half, 128, 2, 2>, Int8KiviSym<tile::half, 192, 2, 2>,
-                 Int8KiviSym<tile::half, 256, 2, 2>, Int8KiviSym<tile::half, 512, 2, 2>, Int8KiviSymSteps<tile::half>,
-                 Int8KiviSym<tile::bf16, 64, 3, 2>, Int8KiviSym<tile::bf16, 96, 2, 2>,
-                 Int8KiviSym<tile::bf16, 128, 2, 2>, Int8KiviSym<tile::bf16, 192, 2, 2>,
-                 Int8KiviSym<tile::bf16, 256, 2, 2>, Int8KiviSym<tile::bf16, 512, 2, 2>, Int8KiviSymSteps<tile::bf16>> {
-};
+    : JoinedConfigs<Int8KiviSymConfigs<tile::half>, Int8KiviSymConfigs<tile::bf16>> {};
 template std::span<const DecodeVariant> decode_variants<KvFormat::int8_kivi_sym>();
 
 }  // namespace rooftile::gpu
