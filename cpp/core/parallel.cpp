@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
 #include <exception>
 #include <fstream>
@@ -16,10 +15,9 @@
 #include <mutex>
 #include <sstream>
 #include <string>
-#include <system_error>
 #include <thread>
-#include <vector>
 
+#include "core/thread_pool.h"
 #include "rooftile/build.h"
 
 namespace rooftile {
@@ -124,102 +122,37 @@ int usable_cores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-// ---- the loop, common to both thread pools ------------------------------------------------
+// ---- the loop, common to both kinds of threads ----------------------------------------------------
 
 struct Loop {
   void (*task)(const void*, std::int64_t, int);
   const void* body;
   std::int64_t tasks;
   std::atomic<std::int64_t> next{0};
+  std::atomic<bool> failed{false};
   std::exception_ptr error;
   std::mutex error_mutex;
 
-  void work(int thread) {
+  // After an error the tasks that are left are skipped.
+  void run_task(std::int64_t i, int thread) {
+    if (failed.load(std::memory_order_relaxed)) return;
     try {
-      for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(body, i, thread);
+      task(body, i, thread);
     } catch (...) {
       std::lock_guard lock(error_mutex);
       if (!error) error = std::current_exception();
-      next.store(tasks, std::memory_order_relaxed);
+      failed.store(true, std::memory_order_relaxed);
     }
+  }
+  void work(int thread) {
+    for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) run_task(i, thread);
   }
 };
 
-// ---- the library's own threads ------------------------------------------------------------------
-
-class Pool {
- public:
-  ~Pool() {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& t : workers_) t.join();
-  }
-
-  // Whether the threads belong to another process: this one is its forked child.
-  bool of_parent() const { return !workers_.empty() && owner_ != getpid(); }
-
-  // Runs the loop on the caller and up to threads - 1 workers. A second caller at the same time runs alone.
-  void run(Loop& loop, int threads) {
-    std::unique_lock busy(run_mutex_, std::try_to_lock);
-    if (!busy.owns_lock() || of_parent()) return loop.work(0);
-    owner_ = getpid();
-    try {
-      while (static_cast<int>(workers_.size()) < threads - 1) {
-        const int index = static_cast<int>(workers_.size()) + 1;
-        workers_.emplace_back([this, index, seen = generation_]() mutable { serve(index, seen); });
-      }
-    } catch (const std::system_error&) {  // the system has no more threads: the existing ones run the loop
-    }
-    {
-      std::lock_guard lock(mutex_);
-      loop_ = &loop;
-      width_ = threads;
-      pending_ = static_cast<int>(workers_.size());
-      ++generation_;
-    }
-    wake_.notify_all();
-    loop.work(0);
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [&] { return pending_ == 0; });
-    loop_ = nullptr;
-  }
-
- private:
-  void serve(int index, std::uint64_t seen) {
-    for (;;) {
-      Loop* loop;
-      {
-        std::unique_lock lock(mutex_);
-        wake_.wait(lock, [&] { return stop_ || generation_ != seen; });
-        if (stop_) return;
-        seen = generation_;
-        loop = index < width_ ? loop_ : nullptr;
-      }
-      if (loop) loop->work(index);
-      {
-        std::lock_guard lock(mutex_);
-        if (--pending_ == 0) done_.notify_one();
-      }
-    }
-  }
-
-  std::mutex run_mutex_, mutex_;
-  std::condition_variable wake_, done_;
-  std::vector<std::thread> workers_;
-  Loop* loop_ = nullptr;
-  int width_ = 0, pending_ = 0;
-  std::uint64_t generation_ = 0;
-  bool stop_ = false;
-  pid_t owner_ = 0;
-};
-
-Pool& own_pool() {
-  // A forked child leaves the parent's pool undestroyed: a condition variable's destructor waits for those who wait.
+ThreadPool& own_pool() {
+  // A forked child leaves the parent's pool undestroyed: it would join threads that are not there.
   static struct Owner {
-    std::unique_ptr<Pool> pool = std::make_unique<Pool>();
+    std::unique_ptr<ThreadPool> pool = std::make_unique<ThreadPool>();
     ~Owner() {
       if (pool->of_parent()) (void)pool.release();
     }
@@ -236,7 +169,7 @@ Parallel::Parallel(int threads) : threads_(threads) {
 }
 
 void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const {
-  Loop loop{task, body, tasks, {}, {}, {}};
+  Loop loop{task, body, tasks, {}, {}, {}, {}};
   const int width = static_cast<int>(std::min<std::int64_t>(threads_, tasks));
   const OpenMp& runtime = openmp();
   if (width <= 1 || (runtime.usable() && runtime.in_parallel())) {
@@ -250,7 +183,8 @@ void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const
                      static_cast<unsigned>(threads_),
                      0);  // always the full team: libgomp keeps threads alive for one team size only
   } else {
-    own_pool().run(loop, width);
+    const auto run_task = [](void* l, std::int64_t i, int thread) { static_cast<Loop*>(l)->run_task(i, thread); };
+    if (!own_pool().run(tasks, width, run_task, &loop)) loop.work(0);
   }
   if (loop.error) std::rethrow_exception(loop.error);
 }

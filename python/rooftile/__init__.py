@@ -3,6 +3,7 @@
 
 from rooftile import _C
 from rooftile._calls import record_kernels
+from rooftile.accelerate import accelerate
 from rooftile.attention import decode_attention, merge_attention, prefill_attention
 from rooftile.env import env, warmup
 from rooftile.errors import (
@@ -53,6 +54,7 @@ __all__ = [
     "RooftileError",
     "W4Weight",
     "W8Weight",
+    "accelerate",
     "add_layer_norm",
     "add_rms_norm",
     "decode_attention",

@@ -117,6 +117,24 @@ FAULTS = [
     Fault("rope reads the row behind cos", ROPE_OPS, "p >= 0 && p < cos.shape[0]", "p >= 0 && p <= cos.shape[0]"),
     Fault("-inf becomes the largest minimum", W4_ROUND, "x != infinity && x != -infinity", "x != infinity"),
     Fault("an error of a task is lost", "cpp/core/parallel.cpp", "error = std::current_exception()", "error"),
+    Fault(
+        "a loop ends while its tasks run",
+        "cpp/core/thread_pool.cpp",
+        "done = done_.load(std::memory_order_acquire)) != count",
+        "done = done_.load(std::memory_order_acquire)) > count",
+    ),
+    Fault(
+        "more threads than asked for take tasks",
+        "cpp/core/thread_pool.cpp",
+        "i >= tasks || thread >= threads_.load(std::memory_order_relaxed)",
+        "i >= tasks",
+    ),
+    Fault(
+        "threads without a task never sleep",
+        "cpp/core/thread_pool.cpp",
+        "while (std::chrono::steady_clock::now() < end)",
+        "while (true)",
+    ),
     Fault("three rows share before one copies", PAGES, "users[page]) > 1", "users[page]) > 2"),
     Fault("a change that an exception cuts is not taken back", CALLS, "list(back)", "back"),
     Fault(

@@ -16,15 +16,15 @@ template <class Activation>
 void gated_rows(const Parallel& parallel, const TensorView& x, const TensorView& h) {
   with_element(x.dtype, [&](auto e) {
     using T = decltype(e);
-    const RowScratch<T> x_room(x, parallel.threads()), h_room(h, parallel.threads());
+    const RowScratch<T> x_scratch(x, parallel.threads()), h_scratch(h, parallel.threads());
     const std::int64_t n = h.last();
     for_rows(parallel, x.rows(), x.last(), [&](std::int64_t row, int thread) {
-      const T* gate = x_room.read(x, row, thread);
-      T* to = h_room.write(h, row, thread);
+      const T* gate = x_scratch.read(x, row, thread);
+      T* to = h_scratch.write(h, row, thread);
       for_vecs(n, [=](std::int64_t i, auto lanes) {
         store(to + i, Activation::apply(load(gate + i, lanes)) * load(gate + n + i, lanes), lanes);
       });
-      h_room.commit(h, row, thread);
+      h_scratch.commit(h, row, thread);
     });
   });
 }

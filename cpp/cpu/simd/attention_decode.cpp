@@ -124,7 +124,7 @@ std::size_t Decode::workspace_bytes() const {
 }
 
 Workspace Decode::workspace(int thread) const {
-  Cut take{workspaces_ + static_cast<std::size_t>(thread) * workspace_bytes()};
+  BumpAllocator take{workspaces_ + static_cast<std::size_t>(thread) * workspace_bytes()};
   Workspace r;
   take(r.q, max_tile_rows_ * width_);
   take(r.q_paired, max_tile_rows_ * width_);
@@ -438,9 +438,9 @@ void Decode::epilogue(const WorkTile& u, Workspace& r) const {
   for (std::int64_t i = 0; i < u.queries; ++i)
     for (std::int64_t g = 0; g < group_; ++g) {
       const std::int64_t row = i * group_ + g, h = u.head * group_ + g, t = u.first_query + i;
-      finish_row(a_.logits, i < u.real, h, r.total_state[row], r.total + row * width_, cache_.head_dim, width_, a_.out,
-                 u.batch * a_.out.stride[0] + t * a_.out.stride[1] + h * a_.out.stride[2], a_.lse,
-                 u.batch * a_.lse.stride[0] + t * a_.lse.stride[1] + h * a_.lse.stride[2]);
+      row_epilogue(a_.logits, i < u.real, h, r.total_state[row], r.total + row * width_, cache_.head_dim, width_,
+                   a_.out, u.batch * a_.out.stride[0] + t * a_.out.stride[1] + h * a_.out.stride[2], a_.lse,
+                   u.batch * a_.lse.stride[0] + t * a_.lse.stride[1] + h * a_.lse.stride[2]);
     }
 }
 

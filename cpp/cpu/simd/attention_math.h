@@ -78,25 +78,7 @@ ROOFTILE_INLINE void with_token_type(DType t, const F& f) {
 
 #ifdef ROOFTILE_AVX512
 inline constexpr int sums_at_once = 16;
-ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
-  // v[i] enters the tree at position place[i], so that its sum leaves the tree in lane i.
-  constexpr int place[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
-  __m512 x[16], y[8], z[4], w[2];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) x[place[i]] = (__m512)v[i];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i)
-    y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)
-    z[i] = _mm512_add_ps(_mm512_shuffle_f32x4(y[i], y[i + 4], 0x88), _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd));
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
-    w[i] = _mm512_add_ps(_mm512_unpacklo_ps(z[i], z[i + 2]), _mm512_unpackhi_ps(z[i], z[i + 2]));
-  const __m512d a = _mm512_castps_pd(w[0]), b = _mm512_castps_pd(w[1]);
-  _mm512_storeu_ps(
-      out, _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))));
-}
+ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) { store(out, sums(v)); }
 #else
 inline constexpr int sums_at_once = 4;
 ROOFTILE_INLINE void sum_each(const F32 (&v)[sums_at_once], float* out) {
@@ -282,9 +264,9 @@ ROOFTILE_INLINE SoftmaxState exponentiate(float* s, int first, int last, float a
 
 // The epilogue of one row: out [dim] = acc [width] / sum, lse = top + log(sum). The attention sink of a query that is
 // not padding (`real`) is part of the sum. A row that saw no token gets out 0 and lse -inf.
-ROOFTILE_INLINE void finish_row(const LogitParams& p, bool real, std::int64_t head, SoftmaxState state, float* acc,
-                                int dim, int width, const TensorView& out, std::int64_t out_offset,
-                                const TensorView& lse, std::int64_t lse_offset) {
+ROOFTILE_INLINE void row_epilogue(const LogitParams& p, bool real, std::int64_t head, SoftmaxState state, float* acc,
+                                  int dim, int width, const TensorView& out, std::int64_t out_offset,
+                                  const TensorView& lse, std::int64_t lse_offset) {
   const bool saw = !(state.sum == 0);
   float kept = 1.0f;
   if (p.sinks && real) {
@@ -303,7 +285,7 @@ ROOFTILE_INLINE void finish_row(const LogitParams& p, bool real, std::int64_t he
 // ---- a thread's arrays: consecutive pieces of its scratch memory, each aligned to a cache line ----
 
 ROOFTILE_INLINE std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
-struct Cut {
+struct BumpAllocator {
   std::byte* at;
   template <class T>
   void operator()(T*& array, std::int64_t count) {

@@ -92,13 +92,13 @@ class Prefill {
         rows_(queries_ * group_) {}
 
   void run() {
-    const Scratch ends_room(static_cast<std::size_t>(a_.batch) * sizeof(std::int64_t));
+    const Scratch ends_scratch(static_cast<std::size_t>(a_.batch) * sizeof(std::int64_t));
     auto* ends =
-        reinterpret_cast<std::int64_t*>(ends_room.data());  // [batch] tiles of the sequences up to and with each
+        reinterpret_cast<std::int64_t*>(ends_scratch.data());  // [batch] tiles of the sequences up to and with each
     std::int64_t tiles = 0;
     for (std::int64_t b = 0; b < a_.batch; ++b) ends[b] = tiles += (a_.sequences[b].queries + queries_ - 1) / queries_;
-    const Scratch scratch(static_cast<std::size_t>(parallel_.threads()) * room_bytes());
-    rooms_ = scratch.data();
+    const Scratch scratch(static_cast<std::size_t>(parallel_.threads()) * workspace_bytes());
+    workspaces_ = scratch.data();
     // The last tiles of a causal sequence see the most keys: they go first.
     parallel_.run(tiles * kv_heads_, [&](std::int64_t i, int thread) {
       const std::int64_t b = std::upper_bound(ends, ends + a_.batch, i / kv_heads_) - ends;
@@ -116,7 +116,7 @@ class Prefill {
   bool load_cached(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const;
   void transpose(float* k, int tokens, bool paired, float* kt) const;
 
-  std::size_t room_bytes() const {
+  std::size_t workspace_bytes() const {
     const std::size_t rows = static_cast<std::size_t>(rows_), width = static_cast<std::size_t>(width_);
     constexpr std::size_t arrays = 16;  // upper bound; alignment costs each array up to one cache line
     return aligned(sizeof(float) *
@@ -124,7 +124,7 @@ class Prefill {
                    rows * (sizeof(SoftmaxState) + 3 * sizeof(std::int64_t) + sizeof(float)) + arrays * 64);
   }
   Workspace workspace(int thread) const {
-    Cut take{rooms_ + static_cast<std::size_t>(thread) * room_bytes()};
+    BumpAllocator take{workspaces_ + static_cast<std::size_t>(thread) * workspace_bytes()};
     Workspace r;
     take(r.q, rows_ * width_);
     take(r.acc, rows_ * width_);
@@ -146,7 +146,7 @@ class Prefill {
   const PrefillArgs& a_;
   const int dim_, width_;
   const std::int64_t kv_heads_, group_, queries_, rows_;  // rows of a tile: its queries times the heads of the KV head
-  std::byte* rooms_ = nullptr;
+  std::byte* workspaces_ = nullptr;
 };
 
 // kt [width][key_block] from k [tokens][width], in whole vectors of tokens. Paired channels go back to their places.
@@ -307,9 +307,9 @@ void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t fir
 
   for (int i = 0; i < rows; ++i) {
     const std::int64_t query = first_query + i / group_, h = head * group_ + i % group_;
-    finish_row(a_.logits, query < s.real, h, r.state[i], r.acc + i * width_, dim_, width_, a_.out,
-               s.out + query * a_.out.stride[0] + h * a_.out.stride[1], a_.lse,
-               s.lse + query * a_.lse.stride[0] + h * a_.lse.stride[1]);
+    row_epilogue(a_.logits, query < s.real, h, r.state[i], r.acc + i * width_, dim_, width_, a_.out,
+                 s.out + query * a_.out.stride[0] + h * a_.out.stride[1], a_.lse,
+                 s.lse + query * a_.lse.stride[0] + h * a_.lse.stride[1]);
   }
 }
 

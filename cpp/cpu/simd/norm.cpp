@@ -19,14 +19,14 @@ class Parameter {
  public:
   explicit Parameter(const TensorView& t) {
     if (!t.given()) return;
-    room_ = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(t.shape[0]));
-    data_ = as_floats(t, 0, t.shape[0], t.stride[0], room_.get());
+    copy_ = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(t.shape[0]));
+    data_ = as_floats(t, 0, t.shape[0], t.stride[0], copy_.get());
   }
   const float* data() const { return data_; }
 
  private:
   const float* data_ = nullptr;
-  std::unique_ptr<float[]> room_;
+  std::unique_ptr<float[]> copy_;
 };
 
 template <class T>
@@ -62,25 +62,25 @@ void norm_row(const T* x, const float* weight, const float* bias, T* y, std::int
 template <class T>
 void norm_rows(const Parallel& parallel, const NormArgs& a) {
   const int threads = parallel.threads();
-  const RowScratch<T> x_room(a.x, threads), y_room(a.y, threads), add_room(a.residual, threads),
-      res_room(a.res, threads);
+  const RowScratch<T> x_scratch(a.x, threads), y_scratch(a.y, threads), add_scratch(a.residual, threads),
+      res_scratch(a.res, threads);
   const Parameter weight(a.weight), bias(a.bias);
   const std::int64_t n = a.x.last();
   for_rows(parallel, a.x.rows(), n, [&](std::int64_t row, int thread) {
-    const T* x = x_room.read(a.x, row, thread);
+    const T* x = x_scratch.read(a.x, row, thread);
     if (a.residual.given()) {
-      T* res = res_room.write(a.res, row, thread);
-      add_row(x, add_room.read(a.residual, row, thread), res, n);
-      res_room.commit(a.res, row, thread);
+      T* res = res_scratch.write(a.res, row, thread);
+      add_row(x, add_scratch.read(a.residual, row, thread), res, n);
+      res_scratch.commit(a.res, row, thread);
       x = res;  // the rounded sum is normalised
     }
-    T* y = y_room.write(a.y, row, thread);
+    T* y = y_scratch.write(a.y, row, thread);
     if (a.subtract_mean) {
       norm_row<true>(x, weight.data(), bias.data(), y, n, a.eps);
     } else {
       norm_row<false>(x, weight.data(), bias.data(), y, n, a.eps);
     }
-    y_room.commit(a.y, row, thread);
+    y_scratch.commit(a.y, row, thread);
   });
 }
 

@@ -54,39 +54,6 @@ ROOFTILE_INLINE void widen(const T* p, std::int64_t stride, std::int64_t count, 
 
 // ---- outputs ------------------------------------------------------------------------------------
 
-// sum() of sixteen vectors at once, in the same order; result lane i is of acc[i].
-ROOFTILE_INLINE F32 sums(const F32* acc) {
-#ifdef ROOFTILE_AVX512
-  // Every step adds the upper half of each vector's remaining lanes to the lower half. The initial order of the vectors
-  // makes the last step leave the results in order.
-  __m512 v[tile_n];
-  for (int i = 0; i < tile_n; ++i) v[i] = (__m512)acc[4 * (i % 4) + i / 4];
-  for (int i = 0; i < 8; ++i)
-    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44),
-                         _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee));
-  for (int i = 0; i < 4; ++i)
-    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
-  for (int i = 0; i < 2; ++i)
-    v[i] =
-        _mm512_add_ps(_mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0x44), _mm512_shuffle_ps(v[2 * i], v[2 * i + 1], 0xee));
-  return (F32)_mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xdd));
-#else
-  // The same by four lanes: the first two steps within a vector, the last two for four vectors at once.
-  float total[tile_n];
-  for (int i = 0; i < tile_n; i += 4) {
-    F32x4 v[4];
-    for (int j = 0; j < 4; ++j) v[j] = reduce_to_four(acc[i + j], [](F32x4 a, F32x4 b) { return a + b; });
-    for (int j = 0; j < 2; ++j)
-      v[j] = __builtin_shufflevector(v[2 * j], v[2 * j + 1], 0, 1, 4, 5) +
-             __builtin_shufflevector(v[2 * j], v[2 * j + 1], 2, 3, 6, 7);
-    store_raw(total + i,
-              __builtin_shufflevector(v[0], v[1], 0, 2, 4, 6) + __builtin_shufflevector(v[0], v[1], 1, 3, 5, 7));
-  }
-  return load(total);
-#endif
-}
-
 // Sixteen (or the last few) elements along the last dimension.
 inline F32 load_tile(const TensorView& t, std::int64_t offset, int count) {
   F32 v{};

@@ -44,16 +44,16 @@ void softmax(const Parallel& parallel, const TensorView& x, const TensorView& y)
   with_element(x.dtype, [&](auto e) {
     using T = decltype(e);
     const std::int64_t n = x.last();
-    const RowScratch<T> x_room(x, parallel.threads()), y_room(y, parallel.threads());
+    const RowScratch<T> x_scratch(x, parallel.threads()), y_scratch(y, parallel.threads());
     std::unique_ptr<float[]> buffer;
     if (!std::is_same_v<T, float>)
       buffer = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(n * parallel.threads()));
     for_rows(parallel, x.rows(), n, [&](std::int64_t row, int thread) {
-      T* to = y_room.write(y, row, thread);
+      T* to = y_scratch.write(y, row, thread);
       float* e = buffer.get() + n * thread;
       if constexpr (std::is_same_v<T, float>) e = to;
-      softmax_row(x_room.read(x, row, thread), to, e, n);
-      y_room.commit(y, row, thread);
+      softmax_row(x_scratch.read(x, row, thread), to, e, n);
+      y_scratch.commit(y, row, thread);
     });
   });
 }

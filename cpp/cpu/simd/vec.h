@@ -225,6 +225,38 @@ ROOFTILE_INLINE float reduce_lanes(F32 v, const Reduce& reduce) {  // by halving
 ROOFTILE_INLINE float sum(F32 v) {
   return reduce_lanes(v, [](F32x4 a, F32x4 b) { return a + b; });
 }
+// sum() of sixteen vectors at once, in the same order; result lane i is of v[i].
+ROOFTILE_INLINE F32 sums(const F32* v) {
+#ifdef ROOFTILE_AVX512
+  // Every step adds the upper half of each vector's remaining lanes to the lower half. The initial order of the vectors
+  // makes the last step leave the results in order.
+  __m512 x[lanes];
+  for (int i = 0; i < lanes; ++i) x[i] = (__m512)v[4 * (i % 4) + i / 4];
+  for (int i = 0; i < 8; ++i)
+    x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44),
+                         _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xee));
+  for (int i = 0; i < 4; ++i)
+    x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xdd));
+  for (int i = 0; i < 2; ++i)
+    x[i] =
+        _mm512_add_ps(_mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0x44), _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0xee));
+  return (F32)_mm512_add_ps(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xdd));
+#else
+  // The same by four lanes: the first two steps within a vector, the last two for four vectors at once.
+  float total[lanes];
+  for (int i = 0; i < lanes; i += 4) {
+    F32x4 four[4];
+    for (int j = 0; j < 4; ++j) four[j] = reduce_to_four(v[i + j], [](F32x4 a, F32x4 b) { return a + b; });
+    for (int j = 0; j < 2; ++j)
+      four[j] = __builtin_shufflevector(four[2 * j], four[2 * j + 1], 0, 1, 4, 5) +
+                __builtin_shufflevector(four[2 * j], four[2 * j + 1], 2, 3, 6, 7);
+    store_raw(total + i, __builtin_shufflevector(four[0], four[1], 0, 2, 4, 6) +
+                             __builtin_shufflevector(four[0], four[1], 1, 3, 5, 7));
+  }
+  return load(total);
+#endif
+}
 ROOFTILE_INLINE double sum(Wide w) {
   const F64 v = w.low + w.high;
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));

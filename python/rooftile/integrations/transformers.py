@@ -461,6 +461,13 @@ class RooftileLayer(CacheLayerMixin):
         if self.held is not None:
             raise self.unfinished()
 
+    def may_step(self, batch, columns):
+        """Whether the layer holds that many columns of that many rows, each with a token, in an rt.KVCache."""
+        whole = self.columns == self.stored == columns and self.held is None and self.contradiction is None
+        return (
+            whole and self.begun and not self.stepwise and type(self.cache) is rt.KVCache and self.batch_size == batch
+        )
+
     def unfinished(self):
         return NotSupportedError(
             f"{CACHE}: the tokens of an earlier forward were not stored, because it stopped half way or ran "
@@ -618,6 +625,48 @@ class RooftileCache(Cache):
                 f"called has a layer {layer_idx}; use RooftileCache(model.config) of this model"
             )
         return self.layers[layer_idx].update(key_states, value_states)
+
+    # ---- decode steps of one token a row, by a StepProgram ----
+
+    def can_step(self, batch, given):
+        """Whether a forward over one new token of each of `batch` rows, with what is `given` besides, is a step behind
+        what the cache holds. Anything odd is for transformers' forward to judge."""
+        first = self.layers[0]
+        if not all(layer.may_step(batch, first.columns) for layer in self.layers):
+            return False
+        lengths, mask = first.cache.seq_lens, given.get("attention_mask")
+        if mask is None:
+            if first.pads:
+                return False
+        else:
+            columns = first.columns + 1
+            if type(mask) is not torch.Tensor or mask.shape != (batch, columns):
+                return False
+            if not torch.equal(mask != 0, torch.arange(columns) >= columns - 1 - lengths[:, None]):
+                return False
+        positions, column = given.get("position_ids"), given.get("cache_position")
+        if positions is not None and not (
+            positions.ndim == 2 and positions.shape[1] == 1 and bool((positions[:, 0] == lengths).all())
+        ):
+            return False
+        return column is None or (column.numel() == 1 and int(column) == first.columns)
+
+    def begin_step(self, new_key, windows):
+        """Every layer's rt.KVCache, with room for one more token a row. None where a layer slides.
+
+        end_step() follows; until then the cache counts as one whose forward stopped half way.
+        """
+        for layer, window in zip(self.layers, windows, strict=True):
+            layer._make_room(new_key, window)
+            if type(layer.cache) is not rt.KVCache:
+                return None
+        for layer in self.layers:
+            layer.columns += 1
+        return [layer.cache for layer in self.layers]
+
+    def end_step(self):
+        for layer in self.layers:
+            layer.stored += 1
 
     def _checked(self, op):
         """Raises what is wrong with any layer before the first one changes."""

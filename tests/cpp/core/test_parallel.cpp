@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <ctime>
 #include <filesystem>
 #include <iterator>
 #include <stdexcept>
@@ -74,6 +76,55 @@ TEST(Parallel, CallersOnManyThreadsDoNotWaitForEachOther) {
     });
   for (auto& t : callers) t.join();
   EXPECT_EQ(done, 8 * 50 * 20);
+}
+
+TEST(Parallel, LoopsInQuickSuccession) {
+  // Threads that come late meet the next loop, of another body and another number of tasks and threads.
+  for (int i = 0; i < 20000; ++i) {
+    const int tasks = 2 + i % 5, threads = 2 + i % 3;
+    std::atomic<int> sum{0};
+    Parallel(threads).run(tasks, [&](std::int64_t task, int thread) {
+      if (thread < threads) sum += static_cast<int>(task) + i;
+    });
+    ASSERT_EQ(sum, tasks * i + tasks * (tasks - 1) / 2);
+  }
+}
+
+double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }  // of all threads
+
+TEST(Parallel, ThreadsWithoutATaskSleep) {
+  Parallel(3).run(3, [](std::int64_t, int) {});
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const double before = cpu_seconds();
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  EXPECT_LT(cpu_seconds() - before, 0.1);
+  std::atomic<int> done{0};
+  Parallel(3).run(100, [&](std::int64_t, int) { ++done; });  // and they wake
+  EXPECT_EQ(done, 100);
+}
+
+// Whether loops of four threads on one core take about what one thread takes.
+bool one_core_is_enough() {
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  sched_setaffinity(0, sizeof one, &one);  // of the threads that are made from here on, too
+  const auto seconds = [](int threads) {
+    const double before = cpu_seconds();
+    for (int i = 0; i < 500; ++i)
+      Parallel(threads).run(4, [](std::int64_t task, int) {
+        volatile std::int64_t x = task;
+        for (int turn = 0; turn < 20000; ++turn) x = x * 3 + 1;
+      });
+    return cpu_seconds() - before;
+  };
+  const double alone = seconds(1), four = seconds(4);
+  return four < 1.5 * alone;
+}
+
+TEST(ParallelDeathTest, OnABusyMachineALoopTakesWhatItsCallerTakes) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own: it stays on one core
+  EXPECT_EXIT(std::_Exit(one_core_is_enough() ? 0 : 1), testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole model of transformers on rooftile: weights, cache, and decode steps that run as one program."""
+
+from rooftile._arrays import must_be
+from rooftile.errors import ArgumentError, ArgumentTypeError
+from rooftile.kv_model import set_kv_cache
+from rooftile.quantize import W4A16, W8A16, quantize_
+
+_NAMED = {"w4a16": W4A16(), "w8a16": W8A16()}
+
+
+def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress=True):
+    """Makes a causal language model of transformers fast on the CPU, in place, and returns it.
+
+    model: Llama, Mistral, Qwen2 or Qwen3 of transformers (LlamaForCausalLM, ...), on the CPU. weights: "w4a16",
+    "w8a16", a W4A16 or a W8A16: the layers are rounded so (quantize_); None leaves them as they are. head: the same for
+    the output head alone, whose reading takes most of a small model's step. kv_cache: the format of the caches
+    (set_kv_cache), a name or a dict; None leaves that as it is. progress: a bar while weights are rounded.
+
+    From then on a forward over one new token a row, of every generate() and pipeline, runs as one list of ops on
+    buffers of its own (a step program); prompts, beams' and several new tokens at once, gradients, autocast,
+    torch.compile and what else is no such step run in transformers as before. The step computes what the layers say:
+    in float32 the greedy tokens are those of transformers' forward, in 16 bits logits differ by roundings. Layers with
+    hooks, of other classes, or on another device are not bypassed: their steps run in transformers, with a warning.
+
+        model = transformers.AutoModelForCausalLM.from_pretrained("llama", dtype="bfloat16")
+        rt.accelerate(model, weights="w4a16", kv_cache="int4-kivi", head="w8a16")
+        model.generate(**inputs)
+
+    Threads may call the model: steps of one model take turns. Raises ArgumentError or ArgumentTypeError naming the
+    argument, NotSupportedError for a model that has no step program, before anything is changed.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    from rooftile.integrations.step_program import StepForward, StepProgram
+
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentTypeError(f"accelerate: model must be a model of transformers, got {type(model).__name__}")
+    weights, head = _rounding("weights", weights), _rounding("head", head)
+    StepProgram(model, 1)
+    output = model.get_output_embeddings()
+    if head is not None and type(output) is torch.nn.Linear:
+        head = head.fitting("accelerate: head", output.weight.shape)
+    if kv_cache is not None:
+        set_kv_cache(model, kv_cache)
+    if weights is not None:
+        quantize_(model, weights, progress=progress)
+    if head is not None and type(output) is torch.nn.Linear:
+        model.set_output_embeddings(head.module_of(output))
+    if not isinstance(vars(model).get("forward"), StepForward):
+        model.forward = StepForward(model)
+    return model
+
+
+def _rounding(name, value):
+    if value is None or isinstance(value, W4A16 | W8A16):
+        return value
+    if not isinstance(value, str):
+        raise ArgumentTypeError(
+            f"accelerate: {name} must be None, a name, a W4A16 or a W8A16, got {type(value).__name__}"
+        )
+    if value not in _NAMED:
+        raise ArgumentError(f"accelerate: {name} {must_be(tuple(_NAMED), value)}")
+    return _NAMED[value]

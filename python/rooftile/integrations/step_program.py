@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode step of a model of transformers as a list of our ops, recorded once and run in one call.
+
+A step of one new token a row is the same ops on buffers of the same shapes every time. transformers' forward takes
+longer to find out which they are than a small model takes to compute them. A StepProgram holds the ops with their
+arguments, as bindings take them; what changes from step to step lies in arrays (the new tokens, their positions), but
+for the caches and the logits, which a step is given.
+
+StepForward takes the place of a model's forward. A forward that is such a step over a RooftileCache runs on the
+program, any other one in transformers.
+"""
+
+import copy
+import functools
+import inspect
+import threading
+import warnings
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from rooftile import _C
+from rooftile._calls import ran
+from rooftile.errors import NotSupportedError
+from rooftile.gemm import ARRAYS
+from rooftile.integrations._models import CACHE_KEYWORDS, cache_keyword
+from rooftile.integrations.transformers import RooftileCache
+from rooftile.nn import PackedLinear
+
+# Families of transformers whose layers are the same but for what the layers themselves say: biases, norms of q and k,
+# windows, the activation.
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same tables at every length
+_call = functools.partial.__call__
+_MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
+# What a step that the program takes may be given; what is None or False says nothing.
+_PLAIN = ("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict")
+_KEYWORDS = {*_PLAIN, *CACHE_KEYWORDS}
+_OUTPUT_CACHE = next(name for name in CACHE_KEYWORDS if name in CausalLMOutputWithPast.__dataclass_fields__)
+
+
+class StepProgram:
+    """One decode step of `model` with `batch` rows.
+
+    Raises NotSupportedError, which begins with "model: ", for models that have no such program.
+    """
+
+    def __init__(self, model, batch):
+        self._checks = []  # (dict, key, the object that is there): what was recorded
+        self._hooks = []  # dicts that are empty
+        self.batch = batch
+        with torch.inference_mode(False):  # so that steps in and out of it may write the buffers
+            self._record(model)
+
+    def still_valid(self):
+        """Whether the model has the modules and tensors that were recorded, and no hooks."""
+        return all(there[key] is seen for there, key, seen in self._checks) and not any(map(_hooked, self._hooks))
+
+    # ---- recording ----
+
+    def _record(self, model):
+        family = type(model).__name__.removesuffix("ForCausalLM")
+        config = model.config
+        if family not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
+            known = ", ".join(f"{name}ForCausalLM" for name in FAMILIES)
+            raise NotSupportedError(f"model: no step program for {type(model).__name__}; there is one for {known}")
+        self._kinds = {
+            name: getattr(inspect.getmodule(type(model)), family + name)
+            for name in ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+        }
+        decoder = self._child(model, "model", self._kinds["Model"])
+        embedding = self._child(decoder, "embed_tokens", torch.nn.Embedding)
+        self.embedding = self._tensor(embedding, "weight")
+        self.device, dtype = self.embedding.device, self.embedding.dtype
+        if self.device.type != "cpu":
+            raise NotSupportedError(f"model: no step program on {self.device} in this release, only on the CPU")
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise NotSupportedError(f"model: a step program is of float32, float16 or bfloat16, got {dtype}")
+        layers = self._child(decoder, "layers", torch.nn.ModuleList)
+        self.layers = config.num_hidden_layers
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+
+        def buffer(*shape):
+            return torch.empty(self.batch, *shape, dtype=dtype)
+
+        self._x, self._normed = buffer(config.hidden_size), buffer(config.hidden_size)
+        self._q, self._k = buffer(1, heads, head_dim), buffer(1, kv_heads, head_dim)
+        self._v, self._attended = buffer(1, kv_heads, head_dim), buffer(1, heads, head_dim)
+        self._gate_up, self._h = buffer(2 * config.intermediate_size), buffer(config.intermediate_size)
+        self.positions = torch.zeros(self.batch, 1, dtype=torch.int32)
+        self._rotary = self._child(decoder, "rotary_emb", self._kinds["RotaryEmbedding"])
+        if self._rotary.rope_type not in _STATIC_ROPE:
+            raise NotSupportedError(f"model: no step program with rope_type {self._rotary.rope_type!r}")
+        self._tensor(self._rotary, "inv_freq", self._rotary._buffers)
+        self._cos = self._sin = None
+        # of every layer: calls before its cache's, (window, scale), calls behind them
+        self._recorded = [self._layer(self._child(layers, str(i)), config) for i in range(self.layers)]
+        self._last = [self._norm(self._child(decoder, "norm", self._kinds["RMSNorm"]), self._x, self._normed)]
+        head = self._child(model, "lm_head", None)
+        self._head, self._vocabulary = self._product_of(head), head.out_features
+
+    def _child(self, parent, name, kind="DecoderLayer"):
+        """A module, which is exactly of its kind: a subclass may do something else."""
+        child = parent._modules.get(name)
+        kind = self._kinds.get(kind, kind) if isinstance(kind, str) else kind
+        if kind is not None and type(child) is not kind:
+            raise NotSupportedError(
+                f"model: no step program, because {name} is a {type(child).__name__}, expected a {kind.__name__}"
+            )
+        if "forward" in vars(child):
+            raise NotSupportedError(f"model: no step program, because {name} has a forward of its own")
+        self._checks.append((parent._modules, name, child))
+        self._hooks += child._forward_hooks, child._forward_pre_hooks
+        if any(map(_hooked, self._hooks[-2:])):
+            raise NotSupportedError(f"model: no step program, because {name} has forward hooks")
+        return child
+
+    def _tensor(self, module, name, there=None):
+        there = module._parameters if there is None else there
+        tensor = there.get(name)
+        if tensor is not None and type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise NotSupportedError(f"model: no step program of weights that are a {type(tensor).__name__}")
+        self._checks.append((there, name, tensor))
+        return tensor
+
+    def _product_of(self, linear):
+        """call(x, out, residual=None), which records a product with this layer."""
+        bias = self._tensor(linear, "bias")
+        if isinstance(linear, PackedLinear):
+            for name in ARRAYS:
+                self._tensor(linear, name, linear._buffers)
+            function, handle = _MATMULS[linear.WEIGHT.BITS], linear.weight._handle
+            return lambda x, out, residual=None: functools.partial(
+                function, x, handle, bias, None, residual, out, False, None, None, None
+            )
+        if type(linear) is not torch.nn.Linear:
+            raise NotSupportedError(
+                f"model: no step program of a {type(linear).__name__}; expected nn.Linear, W4Linear or W8Linear"
+            )
+        weight = self._tensor(linear, "weight")
+        return lambda x, out, residual=None: functools.partial(
+            _C.linear, x, weight, bias, None, residual, out, None, None, None
+        )
+
+    def _product(self, parent, name, x, out, residual=None):
+        return self._product_of(self._child(parent, name, None))(x, out, residual)
+
+    def _norm(self, norm, x, out):
+        return functools.partial(_C.rms_norm, x, self._tensor(norm, "weight"), norm.variance_epsilon, out, None, None)
+
+    def _layer(self, layer, config):
+        attention, mlp = self._child(layer, "self_attn", "Attention"), self._child(layer, "mlp", "MLP")
+        q, k, v = (x.view(self.batch, -1) for x in (self._q, self._k, self._v))
+        before = [self._norm(self._child(layer, "input_layernorm", "RMSNorm"), self._x, self._normed)]
+        for name, out in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
+            before.append(self._product(attention, name, self._normed, out))
+        for name, heads in (("q_norm", self._q), ("k_norm", self._k)):
+            if name in attention._modules:
+                before.append(self._norm(self._child(attention, name, "RMSNorm"), heads, heads))
+        attended = self._attended.view(self.batch, -1)
+        behind = [self._product(attention, "o_proj", attended, self._x, residual=self._x)]
+        norm = self._child(layer, "post_attention_layernorm", "RMSNorm")
+        behind.append(self._norm(norm, self._x, self._normed))
+        inner = config.intermediate_size
+        for name, out in (("gate_proj", self._gate_up[:, :inner]), ("up_proj", self._gate_up[:, inner:])):
+            behind.append(self._product(mlp, name, self._normed, out))
+        behind.append(self._gated(config.hidden_act))
+        behind.append(self._product(mlp, "down_proj", self._h, self._x, residual=self._x))
+        window = getattr(attention, "sliding_window", None)
+        if window is None and type(attention).__name__ == "MistralAttention":
+            window = getattr(config, "sliding_window", None)
+        return before, (window, attention.scaling), behind
+
+    def _gated(self, activation):
+        if activation in ("silu", "swish"):
+            return functools.partial(_C.silu_mul, self._gate_up, self._h, None, None)
+        approximate = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "none"}.get(activation)
+        if approximate is None:
+            raise NotSupportedError(f"model: no step program with the activation {activation!r}")
+        return functools.partial(_C.gelu_mul, self._gate_up, approximate, self._h, None, None)
+
+    # ---- running ----
+
+    @property
+    def windows(self):
+        """Of every layer: tokens that a query looks back, or None."""
+        return [window for _, (window, _), _ in self._recorded]
+
+    @property
+    def new_key(self):
+        """Has the shape of a layer's new keys, as transformers counts them: [batch, kv_heads, 1, head_dim]."""
+        return self._k.transpose(1, 2)
+
+    def _tables(self, positions):
+        """The rotary tables' rows of at least so many positions, [positions, head_dim / 2] each."""
+        if self._cos is None or len(self._cos) < positions:
+            rows = max(positions, 2 * (0 if self._cos is None else len(self._cos)))
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = self._rotary(self._x, torch.arange(rows)[None])
+            half = cos.shape[-1] // 2
+            self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        return self._cos, self._sin
+
+    def embed(self, ids):
+        """[batch, hidden_size] of the new tokens, ids int64 [batch, 1]."""
+        return torch.nn.functional.embedding(ids, self.embedding)[:, 0]
+
+    def run(self, x, caches, lengths, capacity):
+        """Logits [batch, 1, vocabulary] of one token a row, x as of embed(), which every cache then holds.
+
+        caches: one a layer, as bindings take them, each with `lengths` (int32 [batch]) tokens and room for one more.
+        capacity: positions that there may be.
+        """
+        cos, sin = self._tables(capacity)
+        logits = torch.empty(self.batch, 1, self._vocabulary, dtype=self._x.dtype)
+        calls = [
+            functools.partial(torch.Tensor.copy_, self._x, x),
+            functools.partial(torch.Tensor.copy_, self.positions, lengths[:, None]),
+        ]
+        q, k, v, out = self._q, self._k, self._v, self._attended
+        for (before, (window, scale), behind), cache in zip(self._recorded, caches, strict=True):
+            calls += before
+            rope = (q, k, v, cos, sin, self.positions, cache, None, None, q, None, None)
+            attend = (q, cache, out, None, None, None, scale, window, None, None, None, None, None)
+            calls += functools.partial(_C.rope_append, *rope), functools.partial(_C.decode_attention, *attend)
+            calls += behind
+        calls += self._last
+        calls.append(self._head(self._normed[:, None], logits))
+        for kernel in list(map(_call, calls))[2:]:  # in C: no signal handler comes between two ops
+            ran(kernel)
+        return logits
+
+
+class StepForward:
+    """model.forward of a model that rt.accelerate was called with."""
+
+    def __init__(self, model):
+        self.model = model
+        self._forget()
+
+    def _forget(self):
+        self._program = None
+        self._refused = None  # batch and reason of the last program that could not be recorded
+        self._lock = threading.RLock()  # of the program's buffers
+
+    @property
+    def __signature__(self):  # generate() asks what the forward takes
+        return inspect.signature(type(self.model).forward.__get__(self.model))
+
+    def __deepcopy__(self, memo):
+        return type(self)(copy.deepcopy(self.model, memo))
+
+    def __getstate__(self):
+        return {"model": self.model}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._forget()
+
+    def __call__(self, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            step = self._step_of(args, kwargs)
+            if step is not None:
+                return step
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def _step_of(self, args, kwargs):
+        """The output of a decode step over a RooftileCache, or None for any other forward."""
+        if torch.is_grad_enabled() or self.model.training or torch.is_autocast_enabled("cpu"):
+            return None
+        names = "input_ids", "attention_mask", "position_ids", cache_keyword(self.model)
+        given = dict(zip(names, args, strict=False))
+        given.update((name, value) for name, value in kwargs.items() if value is not None and value is not False)
+        cache = next((given[name] for name in CACHE_KEYWORDS if name in given), None)
+        ids = given.get("input_ids")
+        if type(cache) is not RooftileCache or len(args) > 4 or not given.keys() <= _KEYWORDS:
+            return None
+        if type(ids) is not torch.Tensor or ids.ndim != 2 or ids.shape[1] != 1 or not ids.device.type == "cpu":
+            return None
+        if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False or not _plain(self.model.config):
+            return None
+        if not isinstance(given.get("logits_to_keep", 0), int) or not cache.can_step(ids.shape[0], given):
+            return None
+        with self._lock:
+            program = self._program_for(ids.shape[0])
+            if program is None:
+                return None
+            x = program.embed(ids)
+            caches = cache.begin_step(program.new_key, program.windows)
+            if caches is None:
+                return None
+            pages = caches[0]
+            capacity = max(cache.capacity for cache in caches)
+            logits = program.run(x, [cache._handle for cache in caches], pages.seq_lens, capacity)
+            cache.end_step()
+        return CausalLMOutputWithPast(logits=logits, **{_OUTPUT_CACHE: cache})
+
+    def _program_for(self, batch):
+        """The program of so many rows, or None where the model has none any more, which is said once."""
+        program = self._program
+        if program is not None and program.batch == batch and program.still_valid():
+            return program
+        try:
+            self._program = StepProgram(self.model, batch)
+            self._refused = None
+        except NotSupportedError as error:
+            self._program = None
+            if self._refused != str(error):
+                warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=6)
+            self._refused = str(error)
+        return self._program
+
+
+def _hooked(hooks):
+    """Whether a module's dict of hooks has any but those of transformers, which wait until outputs are asked for."""
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values())
+
+
+def _plain(config):
+    """Whether a forward of this config gives logits and a cache alone, in an object."""
+    asks = ("output_attentions", "output_hidden_states")
+    return not any(getattr(config, name, False) for name in asks) and getattr(config, "return_dict", True) is not False

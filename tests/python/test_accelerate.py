@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rt.accelerate: decode steps of a model of transformers as one program. The oracle is transformers' own forward."""
+
+import copy
+import functools
+import inspect
+import operator
+import pickle
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import rooftile as rt
+import torch
+import transformers
+from rooftile.integrations._models import CACHE
+from rooftile.integrations.step_program import FAMILIES
+from rooftile.integrations.transformers import RooftileCache
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def make(family="Llama", dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
+    for parameter in model.parameters():  # larger than their initial values, so that layers matter
+        parameter.data.normal_(0, 0.08 if parameter.ndim == 2 else 0.3).add_(0 if parameter.ndim == 2 else 1)
+    return model
+
+
+def pair(family="Llama", kv_cache="fp32", dtype=torch.float32, **options):
+    """The same model accelerated, and over transformers' own forward."""
+    model = make(family, dtype, **options)
+    plain = copy.deepcopy(model)
+    rt.set_kv_cache(plain, kv_cache)
+    return rt.accelerate(model, kv_cache=kv_cache), plain
+
+
+class Forwards:
+    """Counts what runs in transformers: tokens a row of every forward of a class of models."""
+
+    def __init__(self, monkeypatch, model):
+        self.tokens = []
+        forward = type(model).forward
+
+        def counted(model, input_ids=None, *args, **kwargs):
+            self.tokens.append(None if input_ids is None else input_ids.shape[1])
+            return forward(model, input_ids, *args, **kwargs)
+
+        counted.__signature__ = inspect.signature(forward)
+        monkeypatch.setattr(type(model), "forward", counted)
+
+
+@pytest.fixture
+def ids():
+    torch.manual_seed(1)
+    return torch.randint(3, 300, (2, 37))
+
+
+def padded(ids):
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    return mask
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_cache", ["fp32", "int8", "int4-kivi"])
+def test_greedy_tokens_are_those_of_transformers(family, kv_cache, ids, monkeypatch):
+    model, plain = pair(family, kv_cache)
+    for mask in (torch.ones_like(ids), padded(ids)):
+        options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
+        expected = plain.generate(ids, **options)
+        with monkeypatch.context() as patched:
+            forwards = Forwards(patched, model)
+            assert torch.equal(model.generate(ids, **options), expected)
+        assert forwards.tokens == [37]  # the prompt alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype, kv_cache", [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
+def test_logits_in_16_bits_are_nearer_to_float32(family, dtype, kv_cache, ids):
+    """Than those of transformers, or as near: the program rounds less often."""
+    model, plain = pair(family, kv_cache, dtype)
+    exact = copy.deepcopy(plain).float()
+    rt.set_kv_cache(exact, "fp32")
+    models, errors = (model, plain, exact), torch.zeros(2)
+    with torch.no_grad():
+        outs = [m(ids) for m in models]
+        for token in range(3, 40):
+            new = torch.full((2, 1), token)
+            outs = [m(new, **{CACHE: out[CACHE]}) for m, out in zip(models, outs, strict=True)]
+            assert outs[0].logits.shape == (2, 1, 300) and outs[0].logits.dtype == dtype
+            ours, theirs, right = (out.logits.float() for out in outs)
+            errors += torch.stack([(x - right).square().sum() for x in (ours, theirs)])
+    assert 0 < errors[0] <= 1.2 * errors[1]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_what_a_layer_says(bias, activation, ids):
+    model, plain = pair(attention_bias=bias, mlp_bias=bias, hidden_act=activation, tie_word_embeddings=bias)
+    assert torch.equal(model.generate(ids, max_new_tokens=9), plain.generate(ids, max_new_tokens=9))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rotary_tables(rope, ids):
+    model, plain = pair(rope_parameters={**rope, "rope_theta": 10000.0})
+    assert torch.equal(model.generate(ids, max_new_tokens=300), plain.generate(ids, max_new_tokens=300))
+
+
+def test_windows(ids, monkeypatch):
+    model, plain = pair("Mistral", sliding_window=48)
+    expected = plain.generate(ids, max_new_tokens=200)
+    forwards = Forwards(monkeypatch, model)
+    assert torch.equal(model.generate(ids, max_new_tokens=200), expected)
+    # as long as the layers' caches do not slide the program runs
+    assert forwards.tokens[0] == 37 and 0 < len(forwards.tokens) < 200
+
+
+def test_beams_sampling_and_drafts(ids):
+    model, plain = pair()
+    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"prompt_lookup_num_tokens": 4}):
+        rows = ids if "prompt_lookup_num_tokens" not in options else ids[:1]
+        results = []
+        for m in (model, plain):
+            torch.manual_seed(5)
+            results.append(m.generate(rows, max_new_tokens=20, **options))
+        assert torch.equal(*results)
+
+
+def test_the_cache_grows_and_is_reused(ids):
+    model, plain = pair(kv_cache="int4-kivi")
+    caches = [RooftileCache(m.config, format="int4-kivi", capacity=40, turns=True) for m in (model, plain)]
+    turn = ids
+    for _ in range(3):  # past 64, the page, and over what a table of rotations was made for
+        outs = [m.generate(turn, max_new_tokens=50, **{CACHE: c}) for m, c in zip((model, plain), caches, strict=True)]
+        assert torch.equal(*outs)
+        turn = torch.cat([outs[0], ids[:, :5]], 1)
+    assert caches[0].layers[0].cache.lengths == caches[1].layers[0].cache.lengths
+
+
+STEPS = {
+    "grad": lambda m, new, cache: m(new, **{CACHE: cache}),
+    "hidden states": lambda m, new, cache: m(new, output_hidden_states=True, **{CACHE: cache}),
+    "tuple": lambda m, new, cache: m(new, return_dict=False, **{CACHE: cache}),
+    "labels": lambda m, new, cache: m(new, labels=new, **{CACHE: cache}),
+    "embeddings": lambda m, new, cache: m(inputs_embeds=m.get_input_embeddings()(new), **{CACHE: cache}),
+    "two tokens": lambda m, new, cache: m(new.repeat(1, 2), **{CACHE: cache}),
+    "kept": lambda m, new, cache: m(new, logits_to_keep=torch.tensor([0]), **{CACHE: cache}),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_other_forwards_are_those_of_transformers(what, ids, monkeypatch):
+    model, plain = (m.requires_grad_(False) for m in pair())
+    new = torch.tensor([[7], [8]])
+    results = []
+    with torch.no_grad():
+        caches = [m(ids)[CACHE] for m in (model, plain)]
+    forwards = Forwards(monkeypatch, model)
+    for m, cache in zip((model, plain), caches, strict=True):
+        with torch.set_grad_enabled(what == "grad"):
+            out = STEPS[what](m, new, cache)
+        results.append(out[0] if what == "tuple" else out.logits)
+    assert torch.equal(*results) and len(forwards.tokens) == 2
+    with torch.no_grad():  # and the next step is the program's again
+        after = [m(new, **{CACHE: cache}).logits for m, cache in zip((model, plain), caches, strict=True)]
+    torch.testing.assert_close(*after)
+    assert len(forwards.tokens) == 3
+
+
+def test_autocast_is_not_ignored(ids):
+    errors = []
+    for model in pair():
+        with torch.no_grad():
+            cache = model(ids)[CACHE]
+            with torch.autocast("cpu"), pytest.raises(rt.ArgumentTypeError) as raised:
+                model(ids[:, :1], **{CACHE: cache})
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"position_ids": torch.tensor([[3], [3]])}, {"attention_mask": torch.ones(2, 30, dtype=torch.int64)}]
+)
+def test_what_contradicts_the_cache_is_judged_by_transformers(options, ids):
+    model, plain = pair()
+    results = []
+    with torch.no_grad():
+        for m in (model, plain):
+            cache = m(ids)[CACHE]
+            try:
+                results.append(m(ids[:, :1], **options, **{CACHE: cache}).logits)
+            except (rt.RooftileError, ValueError, RuntimeError) as error:
+                results.append(str(error))
+    assert results[0] == results[1] if isinstance(results[0], str) else torch.equal(*results)
+
+
+def change_data(model):
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(-1)
+
+
+def move_data(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = -weight.data
+
+
+def replace_parameter(model):
+    norm = model.model.norm
+    norm.weight = torch.nn.Parameter(-2 * norm.weight.detach())
+
+
+def replace_module(model):
+    linear = torch.nn.Linear(128, 192, bias=False)
+    linear.weight.data = -model.model.layers[2].mlp.up_proj.weight.detach()
+    model.model.layers[2].mlp.up_proj = linear
+
+
+def round_weights(model):
+    rt.quantize_(model, rt.W4A16(group_size=32), progress=False)
+
+
+def other_type(model):
+    model.to(torch.float64).to(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "change", [change_data, move_data, replace_parameter, replace_module, round_weights, other_type]
+)
+def test_a_model_that_changes(change, ids, monkeypatch):
+    model, plain = pair()
+    before = model.generate(ids, max_new_tokens=12)
+    for m in (model, plain):
+        change(m)
+    expected = plain.generate(ids, max_new_tokens=12)
+    forwards = Forwards(monkeypatch, model)
+    after = model.generate(ids, max_new_tokens=12)
+    assert torch.equal(after, expected) and len(forwards.tokens) == 1
+    assert torch.equal(after, before) is (change is other_type)
+
+
+def test_hooks_are_not_bypassed(ids, monkeypatch):
+    model, _ = pair()
+    seen = []
+    model.generate(ids, max_new_tokens=4)
+    layer = model.model.layers[1]
+    handle = layer.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(
+        UserWarning, match="decode steps run in transformers: model: no step program, because 1 has forward"
+    ):
+        model.generate(ids, max_new_tokens=4)
+    assert len(seen) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        model.generate(ids, max_new_tokens=4)
+        handle.remove()
+        forwards = Forwards(monkeypatch, model)
+        model.generate(ids, max_new_tokens=4)
+    assert len(forwards.tokens) == 1 and len(seen) == 8
+
+
+def test_copies_are_models_of_their_own(ids):
+    model, plain = pair()
+    expected = plain.generate(ids, max_new_tokens=8)
+    model.generate(ids, max_new_tokens=8)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    change_data(model)
+    for each in copies:
+        assert each.forward.model is each
+        assert torch.equal(each.generate(ids, max_new_tokens=8), expected)
+    assert not torch.equal(model.generate(ids, max_new_tokens=8), expected)
+
+
+def test_threads_take_turns(ids):
+    model, plain = pair(kv_cache="int8")
+    texts = [ids, ids.flip(1), ids[:1], ids[:, 5:]]
+    expected = [plain.generate(text, max_new_tokens=30) for text in texts]
+    results = [None] * len(texts)
+
+    def run(i):
+        results[i] = model.generate(texts[i], max_new_tokens=30)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(torch.equal, results, expected))
+
+
+@pytest.mark.parametrize("weights, head", [("w4a16", "w8a16"), (rt.W8A16(32), rt.W4A16(64)), ("w4a16", None)])
+def test_rounded_weights_and_head(weights, head, ids):
+    model = rt.accelerate(make(tie_word_embeddings=True), weights=weights, head=head, kv_cache="int8", progress=False)
+    output = model.get_output_embeddings()
+    assert isinstance(output, rt.nn.PackedLinear if head else torch.nn.Linear)
+    assert isinstance(model.model.layers[0].mlp.up_proj, rt.nn.PackedLinear)
+    assert model.get_input_embeddings().weight.dtype == torch.float32
+    plain = copy.deepcopy(model)
+    del plain.forward
+    assert torch.equal(model.generate(ids, max_new_tokens=20), plain.generate(ids, max_new_tokens=20))
+
+
+def test_a_rounded_model_can_be_saved(ids, tmp_path):
+    model = rt.accelerate(make(), weights="w4a16", kv_cache="int8", progress=False)
+    model.save_pretrained(tmp_path)
+    again = rt.accelerate(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), kv_cache="int8")
+    assert torch.equal(model.generate(ids, max_new_tokens=20), again.generate(ids, max_new_tokens=20))
+
+
+def test_a_wrong_token_leaves_the_cache_as_it_was(ids):
+    model, plain = pair()
+    with torch.no_grad():
+        caches = [m(ids)[CACHE] for m in (model, plain)]
+        with pytest.raises(IndexError):
+            model(torch.tensor([[5], [300]]), **{CACHE: caches[0]})
+        new = torch.tensor([[5], [6]])
+        logits = [m(new, **{CACHE: cache}).logits for m, cache in zip((model, plain), caches, strict=True)]
+    torch.testing.assert_close(*logits)
+
+
+def test_a_step_that_fails_half_way_is_remembered(ids):
+    model, _ = pair()
+    with torch.no_grad():
+        cache = model(ids)[CACHE]
+        model(ids[:, :1], **{CACHE: cache})
+        rest = model.forward._program._recorded[2][2]
+        good, rest[0] = rest[0], functools.partial(operator.truediv, 1, 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, :1], **{CACHE: cache})
+        rest[0] = good
+        with pytest.raises(rt.NotSupportedError, match="the tokens of an earlier forward were not stored"):
+            model(ids[:, :1], **{CACHE: cache})
+
+
+def test_kernels_are_recorded(ids):
+    model, _ = pair(kv_cache="int8")
+    with torch.no_grad():
+        cache = model(ids)[CACHE]
+        with rt.record_kernels() as kernels:
+            model(ids[:, :1], **{CACHE: cache})
+    assert len(kernels) == 3 * 12 + 2 and any("int8" in name for name in kernels)
+
+
+def gpt2(**_):
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
+
+
+def odd_layer(**_):
+    model = make()
+
+    class Mine(type(model.model.layers[0].mlp)):
+        pass
+
+    model.model.layers[0].mlp.__class__ = Mine
+    return model
+
+
+def odd_forward(**_):
+    model = make()
+    model.model.layers[0].forward = model.model.layers[0].forward
+    return model
+
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        (gpt2, "no step program for GPT2LMHeadModel; there is one for LlamaForCausalLM, "),
+        (odd_layer, "because mlp is a Mine, expected a LlamaMLP"),
+        (odd_forward, "because 0 has a forward of its own"),
+        (lambda: make(hidden_act="relu"), "no step program with the activation 'relu'"),
+        (lambda: make(dtype=torch.float64), "is of float32, float16 or bfloat16, got torch.float64"),
+        (lambda: make(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rope_type 'dyn"),
+        (lambda: make().to("meta"), "no step program on meta in this release, only on the CPU"),
+    ],
+)  # fmt: skip
+def test_models_without_a_program_are_refused_before_they_change(model, said):
+    model = model()
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(rt.NotSupportedError, match=said):
+        rt.accelerate(model, weights="w4a16", progress=False)
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert "forward" not in vars(model) and "generate" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "options, error, said",
+    [
+        ({"weights": "w4a17"}, rt.ArgumentError, "accelerate: weights must be"),
+        ({"head": 4}, rt.ArgumentTypeError, "accelerate: head must be None, a name, a W4A16 or a W8A16, got int"),
+        ({"kv_cache": "int5"}, rt.ArgumentError, "int5"),
+        ({"head": rt.W4A16(group_size=np.int64(128).item() * 3)}, rt.ArgumentError, "accelerate: head"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_changes(options, error, said):
+    model = make()
+    with pytest.raises(error, match=said):
+        rt.accelerate(model, **options)
+    assert type(model.lm_head) is torch.nn.Linear and "forward" not in vars(model)
+
+
+def test_not_a_model():
+    with pytest.raises(rt.ArgumentTypeError, match="accelerate: model must be a model of transformers, got Linear"):
+        rt.accelerate(torch.nn.Linear(2, 2))
