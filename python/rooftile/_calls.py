@@ -80,10 +80,10 @@ def record_kernels():
         _recorders.reset(token)
 
 
-def ran(kernel):
-    """Called with what a binding returned: the name of the kernel that ran."""
+def ran(*kernels):
+    """Called with what bindings returned: the names of the kernels that ran."""
     for names in _recorders.get():
-        names.append(kernel)
+        names.extend(kernels)
 
 
 def setting_back(arrays):

@@ -76,13 +76,17 @@ def speed_table(report):
             table.add_section()
     run = report["run"]
     where = report["machine"]["gpu"] if _on_gpu(report) else f"{run['torch_threads']} threads"
-    prompts = " Prompts ran on torch's sdpa in every row: prefill has no GPU kernel yet." if _on_gpu(report) else ""
+    how = (
+        " Prompts ran on torch's sdpa in every row: prefill has no GPU kernel yet."
+        if _on_gpu(report)
+        else " Steps of rooftile's rows run as one program (rt.accelerate)."
+    )
     return Group(
         table,
         _note(
             f"Prompt of {run['prompt_tokens']} tokens, then {run['decode_tokens']} greedy steps of one token; all rows "
             f"take turns in one process; medians; {where}, bfloat16 activations. Cache: bytes for these "
-            f"{run['context_tokens']} tokens, with scales and the 64 newest tokens kivi formats keep raw.{prompts}"
+            f"{run['context_tokens']} tokens, with scales and the 64 newest tokens kivi formats keep raw.{how}"
         ),
     )
 

@@ -13,6 +13,7 @@ program, any other one in transformers.
 import copy
 import functools
 import inspect
+import operator
 import threading
 import warnings
 
@@ -51,10 +52,13 @@ class StepProgram:
         self.batch = batch
         with torch.inference_mode(False):  # so that steps in and out of it may write the buffers
             self._record(model)
+        self._seen = tuple(zip(*self._checks, strict=True))
 
     def still_valid(self):
         """Whether the model has the modules and tensors that were recorded, and no hooks."""
-        return all(there[key] is seen for there, key, seen in self._checks) and not any(map(_hooked, self._hooks))
+        there, keys, seen = self._seen
+        same = all(map(operator.is_, map(dict.get, there, keys), seen))
+        return same and not (any(self._hooks) and any(map(_hooked, self._hooks)))
 
     # ---- recording ----
 
@@ -227,8 +231,7 @@ class StepProgram:
             calls += behind
         calls += self._last
         calls.append(self._head(self._normed[:, None], logits))
-        for kernel in list(map(_call, calls))[2:]:  # in C: no signal handler comes between two ops
-            ran(kernel)
+        ran(*list(map(_call, calls))[2:])  # in C: no signal handler comes between two ops
         return logits
 
 
@@ -237,6 +240,7 @@ class StepForward:
 
     def __init__(self, model):
         self.model = model
+        self._names = ("input_ids", "attention_mask", "position_ids", cache_keyword(model))  # of positional arguments
         self._forget()
 
     def _forget(self):
@@ -252,7 +256,7 @@ class StepForward:
         return type(self)(copy.deepcopy(self.model, memo))
 
     def __getstate__(self):
-        return {"model": self.model}
+        return {"model": self.model, "_names": self._names}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -269,8 +273,7 @@ class StepForward:
         """The output of a decode step over a RooftileCache, or None for any other forward."""
         if torch.is_grad_enabled() or self.model.training or torch.is_autocast_enabled("cpu"):
             return None
-        names = "input_ids", "attention_mask", "position_ids", cache_keyword(self.model)
-        given = dict(zip(names, args, strict=False))
+        given = dict(zip(self._names, args, strict=False))
         given.update((name, value) for name, value in kwargs.items() if value is not None and value is not False)
         cache = next((given[name] for name in CACHE_KEYWORDS if name in given), None)
         ids = given.get("input_ids")
