@@ -12,10 +12,8 @@ namespace {
 
 // Hints to the core that this thread waits for another one's store.
 void relax() {
-#if defined(__x86_64__)
+#ifdef __x86_64__
   __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
 #endif
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The library's own threads, for a process without an OpenMP runtime.
 //
-// A loop ends when its tasks are done, not when every thread has come: nobody waits for a thread that the system has not
-// run yet, so on a busy machine a loop takes what its caller alone would take and not much more. Threads without a task
-// watch for the next loop for 50 us, because ops come in quick succession, and then sleep.
+// A loop ends when its tasks are done, not when every thread has come: nobody waits for a thread that the system has
+// not run yet, so on a busy machine a loop takes what its caller alone would take and not much more. Threads without a
+// task watch for the next loop for 50 us, because ops come in quick succession, and then sleep.
 #pragma once
 
 #include <sys/types.h>

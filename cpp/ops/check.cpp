@@ -245,7 +245,7 @@ void raise_fault(const char* op, const KvCacheView& cache) {
     case KvFault::none:
       break;
   }
-  const bool named = code != static_cast<int>(KvFault::row);  // a row that is none has no number
+  const bool named = kv_fault_of(word) != KvFault::row;  // a row that is none has no number
   fail(ErrorKind::value, op, ": an earlier call on this cache left ", named ? "row " : "batch entry ", row,
        " alone: ", why);
 }
