@@ -60,6 +60,7 @@ def of_a_model():
 GIVEN = {
     "gpu.md": lambda: {"rt": rt},
     "cache-formats.md": of_cache_formats,
+    "models.md": of_a_model,
     "quick-start.md": of_a_model,
     "transformers.md": of_a_model,
 }
