@@ -2,7 +2,7 @@
 """A whole model of transformers on rooftile: weights, cache, and decode steps that run as one program."""
 
 from rooftile._arrays import must_be
-from rooftile.errors import ArgumentError, ArgumentTypeError
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.kv_model import set_kv_cache
 from rooftile.quantize import W4A16, W8A16, quantize_
 
@@ -34,20 +34,31 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
     from transformers import PreTrainedModel
 
     from rooftile.integrations.step_program import StepForward, StepProgram
+    from rooftile.integrations.transformers import RooftileCache
 
     if not isinstance(model, PreTrainedModel):
         raise ArgumentTypeError(f"accelerate: model must be a model of transformers, got {type(model).__name__}")
+    if "forward" in vars(model) and not isinstance(model.forward, StepForward):
+        raise NotSupportedError("accelerate: model has a forward of its own, which a step program would bypass")
     weights, head = _rounding("weights", weights), _rounding("head", head)
+    # what may be refused, before anything changes
     StepProgram(model, 1)
-    output = model.get_output_embeddings()
-    if head is not None and type(output) is torch.nn.Linear:
-        head = head.fitting("accelerate: head", output.weight.shape)
     if kv_cache is not None:
-        set_kv_cache(model, kv_cache)
+        RooftileCache(model.config, format=kv_cache)
+    output = model.get_output_embeddings()
+    if head is not None:
+        if type(output) is not torch.nn.Linear:
+            raise ArgumentTypeError(
+                f"accelerate: head: expected a model whose output head is an nn.Linear, got a {type(output).__name__}"
+            )
+        head = head.fitting("accelerate: head", output.weight.shape)
+        head.in_range("accelerate: head", output.weight)
     if weights is not None:
         quantize_(model, weights, progress=progress)
-    if head is not None and type(output) is torch.nn.Linear:
+    if head is not None:
         model.set_output_embeddings(head.module_of(output))
+    if kv_cache is not None:
+        set_kv_cache(model, kv_cache)
     if not isinstance(vars(model).get("forward"), StepForward):
         model.forward = StepForward(model)
     return model

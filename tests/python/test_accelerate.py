@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import rooftile as rt
 import torch
+import torch.nn.utils.prune
 import transformers
 from rooftile.integrations._models import CACHE
 from rooftile.integrations.step_program import FAMILIES
@@ -240,8 +241,44 @@ def other_type(model):
     model.to(torch.float64).to(torch.float32)
 
 
+def other_eps(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+
+
+def other_scaling(model):
+    model.model.layers[2].self_attn.scaling *= 3
+
+
+def other_table(model):
+    model.model.rotary_emb.inv_freq = torch.nn.Buffer(model.model.rotary_emb.inv_freq * 2, persistent=False)
+
+
+def fewer_layers(model):
+    model.config.num_hidden_layers = 2
+    model.model.layers = model.model.layers[:2]
+
+
+def more_tokens(model):
+    model.resize_token_embeddings(320, mean_resizing=False)
+    for embedding in (model.lm_head, model.get_input_embeddings()):
+        embedding.weight.data[300:] = 9 * embedding.weight.data[:20]
+
+
 @pytest.mark.parametrize(
-    "change", [change_data, move_data, replace_parameter, replace_module, round_weights, other_type]
+    "change",
+    [
+        other_eps,
+        other_scaling,
+        other_table,
+        fewer_layers,
+        more_tokens,
+        change_data,
+        move_data,
+        replace_parameter,
+        replace_module,
+        round_weights,
+        other_type,
+    ],
 )
 def test_a_model_that_changes(change, ids, monkeypatch):
     model, plain = pair()
@@ -253,6 +290,109 @@ def test_a_model_that_changes(change, ids, monkeypatch):
     after = model.generate(ids, max_new_tokens=12)
     assert torch.equal(after, expected) and len(forwards.tokens) == 1
     assert torch.equal(after, before) is (change is other_type)
+
+
+def pruned(model):
+    torch.nn.utils.prune.l1_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.5)
+
+
+def parametrised(model):
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+
+
+def other_activation(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+def mixed_dtypes(model):
+    model.model.norm.to(torch.float16)
+
+
+def a_pre_hook(model):
+    model.model.norm.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+@pytest.mark.parametrize("change", [pruned, parametrised, other_activation, a_pre_hook])
+def test_a_model_that_has_no_program_any_more(change, ids):
+    model, plain = pair()
+    for m in (model, plain):
+        m.generate(ids, max_new_tokens=3)
+        change(m)
+    with pytest.warns(UserWarning, match="decode steps run in transformers: model: no step program"):
+        ours = model.generate(ids, max_new_tokens=12)
+    assert torch.equal(ours, plain.generate(ids, max_new_tokens=12))
+
+
+def test_tensors_of_several_dtypes_are_refused():
+    model = make()
+    mixed_dtypes(model)
+    with pytest.raises(rt.NotSupportedError, match="several dtypes: the embedding is torch"):
+        rt.accelerate(model)
+
+
+def test_batches_of_several_sizes_in_turns(ids, monkeypatch):
+    model, plain = pair()
+    expected = [plain.generate(ids[:rows], max_new_tokens=5) for rows in (1, 2)]
+    for _ in range(2):
+        for rows in (1, 2):
+            assert torch.equal(model.generate(ids[:rows], max_new_tokens=5), expected[rows - 1])
+    programs = dict(model.forward._programs)
+    model.generate(ids, max_new_tokens=5)
+    assert model.forward._programs == programs and set(programs) == {1, 2}
+    for rows in range(3, 9):
+        model.generate(ids[:1].repeat(rows, 1), max_new_tokens=3)
+    assert list(model.forward._programs) == [5, 6, 7, 8]
+
+
+def test_a_cache_of_another_model(ids):
+    results = []
+    for m in pair():
+        torch.manual_seed(0)
+        cache = RooftileCache(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 4}), format="fp32")
+        with torch.no_grad():
+            m(ids, **{CACHE: cache})
+            try:
+                results.append(m(ids[:, :1], **{CACHE: cache}).logits)
+            except rt.RooftileError as error:
+                results.append(str(error))
+    assert results[0] == results[1] if isinstance(results[0], str) else torch.equal(*results)
+
+
+def test_a_compiled_model_is_transformers(ids):
+    model, plain = pair()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        outs = [m(ids) for m in (compiled, plain)]
+        logits = [m(ids[:, :1], **{CACHE: out[CACHE]}).logits for m, out in zip((compiled, plain), outs, strict=True)]
+    torch.testing.assert_close(*logits)
+
+
+def test_inference_mode_and_no_grad_in_turns(ids):
+    model, plain = pair(kv_cache="int8")
+    with torch.inference_mode():
+        caches = [m(ids)[CACHE] for m in (model, plain)]
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            logits = [m(ids[:, :1], **{CACHE: c}).logits for m, c in zip((model, plain), caches, strict=True)]
+        torch.testing.assert_close(*logits)
+
+
+def test_twice(ids):
+    model, plain = pair(kv_cache="int8")
+    forward = model.forward
+    assert rt.accelerate(model, kv_cache="int4-kivi") is model and model.forward is forward
+    rt.set_kv_cache(plain, "int4-kivi")
+    assert torch.equal(model.generate(ids, max_new_tokens=9), plain.generate(ids, max_new_tokens=9))
+    rt.accelerate(model, head="w8a16")
+    with pytest.raises(rt.ArgumentTypeError, match="accelerate: head: expected a model whose output head is an nn"):
+        rt.accelerate(model, head="w8a16")
+
+
+def test_a_model_with_a_forward_of_its_own():
+    model = make()
+    model.forward = model.forward
+    with pytest.raises(rt.NotSupportedError, match="accelerate: model has a forward of its own"):
+        rt.accelerate(model)
 
 
 def test_hooks_are_not_bypassed(ids, monkeypatch):
@@ -339,7 +479,7 @@ def test_a_step_that_fails_half_way_is_remembered(ids):
     with torch.no_grad():
         cache = model(ids)[CACHE]
         model(ids[:, :1], **{CACHE: cache})
-        rest = model.forward._program._recorded[2][2]
+        rest = model.forward._programs[2]._recorded[2][2]
         good, rest[0] = rest[0], functools.partial(operator.truediv, 1, 0)
         with pytest.raises(ZeroDivisionError):
             model(ids[:, :1], **{CACHE: cache})

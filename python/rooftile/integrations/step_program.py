@@ -18,6 +18,7 @@ import threading
 import warnings
 
 import torch
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rooftile import _C
@@ -32,6 +33,7 @@ from rooftile.nn import PackedLinear
 # windows, the activation.
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same tables at every length
+_KEPT = 4  # programs of a model, each of other rows
 _call = functools.partial.__call__
 _MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
 # What a step that the program takes may be given; what is None or False says nothing.
@@ -74,14 +76,12 @@ class StepProgram:
         }
         decoder = self._child(model, "model", self._kinds["Model"])
         embedding = self._child(decoder, "embed_tokens", torch.nn.Embedding)
+        self.dtype = dtype = getattr(embedding._parameters.get("weight"), "dtype", None)
         self.embedding = self._tensor(embedding, "weight")
-        self.device, dtype = self.embedding.device, self.embedding.dtype
-        if self.device.type != "cpu":
-            raise NotSupportedError(f"model: no step program on {self.device} in this release, only on the CPU")
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotSupportedError(f"model: a step program is of float32, float16 or bfloat16, got {dtype}")
         layers = self._child(decoder, "layers", torch.nn.ModuleList)
-        self.layers = config.num_hidden_layers
+        self.layers = self._value(config, "num_hidden_layers")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
@@ -94,7 +94,8 @@ class StepProgram:
         self._gate_up, self._h = buffer(2 * config.intermediate_size), buffer(config.intermediate_size)
         self.positions = torch.zeros(self.batch, 1, dtype=torch.int32)
         self._rotary = self._child(decoder, "rotary_emb", self._kinds["RotaryEmbedding"])
-        if self._rotary.rope_type not in _STATIC_ROPE:
+        self._value(self._rotary, "attention_scaling")
+        if self._value(self._rotary, "rope_type") not in _STATIC_ROPE:
             raise NotSupportedError(f"model: no step program with rope_type {self._rotary.rope_type!r}")
         self._tensor(self._rotary, "inv_freq", self._rotary._buffers)
         self._cos = self._sin = None
@@ -121,12 +122,30 @@ class StepProgram:
         return child
 
     def _tensor(self, module, name, there=None):
+        """A tensor of a module, or None. there: the dict that has it, default the module's parameters."""
+        packed = there is not None
         there = module._parameters if there is None else there
         tensor = there.get(name)
-        if tensor is not None and type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise NotSupportedError(f"model: no step program of weights that are a {type(tensor).__name__}")
         self._checks.append((there, name, tensor))
+        if tensor is None:
+            if name == "weight":
+                raise NotSupportedError(f"model: no step program of a {type(module).__name__} whose weight is computed")
+            return None
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise NotSupportedError(f"model: no step program of weights that are a {type(tensor).__name__}")
+        if tensor.device.type != "cpu":
+            raise NotSupportedError(f"model: no step program on {tensor.device} in this release, only on the CPU")
+        if not packed and tensor.dtype != self.dtype:
+            raise NotSupportedError(
+                f"model: no step program of several dtypes: the embedding is {self.dtype}, a {name} is {tensor.dtype}"
+            )
         return tensor
+
+    def _value(self, module, name):
+        """An attribute that the step depends on, or None."""
+        value = vars(module).get(name)
+        self._checks.append((vars(module), name, value))
+        return value
 
     def _product_of(self, linear):
         """call(x, out, residual=None), which records a product with this layer."""
@@ -151,7 +170,8 @@ class StepProgram:
         return self._product_of(self._child(parent, name, None))(x, out, residual)
 
     def _norm(self, norm, x, out):
-        return functools.partial(_C.rms_norm, x, self._tensor(norm, "weight"), norm.variance_epsilon, out, None, None)
+        weight, eps = self._tensor(norm, "weight"), self._value(norm, "variance_epsilon")
+        return functools.partial(_C.rms_norm, x, weight, eps, out, None, None)
 
     def _layer(self, layer, config):
         attention, mlp = self._child(layer, "self_attn", "Attention"), self._child(layer, "mlp", "MLP")
@@ -169,14 +189,16 @@ class StepProgram:
         inner = config.intermediate_size
         for name, out in (("gate_proj", self._gate_up[:, :inner]), ("up_proj", self._gate_up[:, inner:])):
             behind.append(self._product(mlp, name, self._normed, out))
-        behind.append(self._gated(config.hidden_act))
+        behind.append(self._gated(self._child(mlp, "act_fn", None), config.hidden_act))
         behind.append(self._product(mlp, "down_proj", self._h, self._x, residual=self._x))
-        window = getattr(attention, "sliding_window", None)
-        if window is None and type(attention).__name__ == "MistralAttention":
-            window = getattr(config, "sliding_window", None)
-        return before, (window, attention.scaling), behind
+        windowed = config if type(attention).__name__ == "MistralAttention" else attention
+        return before, (self._value(windowed, "sliding_window"), self._value(attention, "scaling")), behind
 
-    def _gated(self, activation):
+    def _gated(self, module, activation):
+        if type(module) is not type(ACT2FN[activation]):
+            raise NotSupportedError(
+                f"model: no step program, because act_fn is a {type(module).__name__}, the config says {activation!r}"
+            )
         if activation in ("silu", "swish"):
             return functools.partial(_C.silu_mul, self._gate_up, self._h, None, None)
         approximate = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "none"}.get(activation)
@@ -244,8 +266,8 @@ class StepForward:
         self._forget()
 
     def _forget(self):
-        self._program = None
-        self._refused = None  # batch and reason of the last program that could not be recorded
+        self._programs = {}  # by rows, the latest last
+        self._refused = None  # why the last program could not be recorded
         self._lock = threading.RLock()  # of the program's buffers
 
     @property
@@ -271,7 +293,7 @@ class StepForward:
 
     def _step_of(self, args, kwargs):
         """The output of a decode step over a RooftileCache, or None for any other forward."""
-        if torch.is_grad_enabled() or self.model.training or torch.is_autocast_enabled("cpu"):
+        if torch.is_grad_enabled() or self.model.training or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing():
             return None
         given = dict(zip(self._names, args, strict=False))
         given.update((name, value) for name, value in kwargs.items() if value is not None and value is not False)
@@ -301,18 +323,23 @@ class StepForward:
 
     def _program_for(self, batch):
         """The program of so many rows, or None where the model has none any more, which is said once."""
-        program = self._program
-        if program is not None and program.batch == batch and program.still_valid():
-            return program
+        program = self._programs.pop(batch, None)
+        if program is None or not program.still_valid():
+            program = self._recorded(batch)
+        if program is not None:
+            self._programs[batch] = program
+            while len(self._programs) > _KEPT:
+                del self._programs[next(iter(self._programs))]
+        return program
+
+    def _recorded(self, batch):
         try:
-            self._program = StepProgram(self.model, batch)
-            self._refused = None
+            program, self._refused = StepProgram(self.model, batch), None
         except NotSupportedError as error:
-            self._program = None
             if self._refused != str(error):
-                warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=6)
-            self._refused = str(error)
-        return self._program
+                warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=7)
+            program, self._refused = None, str(error)
+        return program
 
 
 def _hooked(hooks):

@@ -652,10 +652,13 @@ class RooftileCache(Cache):
         return column is None or (column.numel() == 1 and int(column) == first.columns)
 
     def begin_step(self, new_key, windows):
-        """Every layer's rt.KVCache, with room for one more token a row. None where a layer slides.
+        """Every layer's rt.KVCache, with room for one more token a row. None where a layer slides, or this cache is of
+        a model with other layers.
 
         end_step() follows; until then the cache counts as one whose forward stopped half way.
         """
+        if len(self.layers) != len(windows):
+            return None
         for layer, window in zip(self.layers, windows, strict=True):
             layer._make_room(new_key, window)
             if type(layer.cache) is not rt.KVCache:
