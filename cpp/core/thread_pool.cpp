@@ -4,11 +4,14 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <exception>
 #include <limits>
-#include <system_error>
 
 namespace rooftile {
 namespace {
+
+// As the next task of a loop: it is closed, no ticket of it is taken any more.
+constexpr std::uint32_t no_task = std::numeric_limits<std::uint32_t>::max();
 
 // Hints to the core that this thread waits for another one's store.
 void relax() {
@@ -49,13 +52,12 @@ void ThreadPool::start_workers(int count) {
       const int thread = static_cast<int>(workers_.size()) + 1;
       workers_.emplace_back([this, thread, seen = loop_.load(std::memory_order_relaxed)] { serve(thread, seen); });
     }
-  } catch (const std::system_error&) {  // the system has no more threads: the existing ones run the loop
+  } catch (const std::exception&) {  // no more threads, or no memory for one: the existing ones run the loop
   }
 }
 
 bool ThreadPool::run(std::int64_t tasks, int threads, Task task, void* body) {
-  if (tasks > std::numeric_limits<std::uint32_t>::max() || running_.exchange(true, std::memory_order_acquire))
-    return false;
+  if (tasks >= no_task || running_.exchange(true, std::memory_order_acquire)) return false;
   if (of_parent()) {
     running_.store(false, std::memory_order_relaxed);
     return false;
@@ -65,7 +67,7 @@ bool ThreadPool::run(std::int64_t tasks, int threads, Task task, void* body) {
   const std::uint32_t loop = loop_.load(std::memory_order_relaxed) + 1;
   task_.store(task, std::memory_order_relaxed);
   body_.store(body, std::memory_order_relaxed);
-  tasks_.store(count, std::memory_order_relaxed);
+  tasks_.store(count, std::memory_order_release);  // who reads it finds the last loop closed
   threads_.store(threads, std::memory_order_relaxed);
   done_.store(0, std::memory_order_relaxed);
   ticket_.store(std::uint64_t{loop} << 32, std::memory_order_release);
@@ -73,6 +75,7 @@ bool ThreadPool::run(std::int64_t tasks, int threads, Task task, void* body) {
   loop_.notify_all();
   take_tasks(loop, 0);
   for (std::uint32_t done; (done = done_.load(std::memory_order_acquire)) != count;) wait_for_change(done_, done);
+  ticket_.store(std::uint64_t{loop} << 32 | no_task, std::memory_order_relaxed);
   running_.store(false, std::memory_order_release);
   return true;
 }
@@ -91,9 +94,10 @@ void ThreadPool::take_tasks(std::uint32_t loop, int thread) {
   while (ticket >> 32 == loop) {
     const Task task = task_.load(std::memory_order_relaxed);
     void* body = body_.load(std::memory_order_relaxed);
-    const std::uint32_t tasks = tasks_.load(std::memory_order_relaxed), i = static_cast<std::uint32_t>(ticket);
+    const std::uint32_t tasks = tasks_.load(std::memory_order_acquire), i = static_cast<std::uint32_t>(ticket);
     if (i >= tasks || thread >= threads_.load(std::memory_order_relaxed)) return;
-    // It succeeds only in the loop that was read above: the next one is not written before this task is done.
+    // It succeeds only in the loop that was read above. The next loop is not written before this one is closed: whoever
+    // has read the next one's number of tasks, which may be larger, finds another ticket here.
     if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire))
       continue;
     task(body, i, thread);

@@ -24,7 +24,7 @@ class ThreadPool {
   bool of_parent() const;
 
   // Calls task(body, i, thread) for every i in [0, tasks) on the caller (thread 0) and up to threads - 1 workers. False
-  // if nothing was called: another loop runs, the threads are another process', or tasks do not fit 32 bits.
+  // if nothing was called: another loop runs, the threads are another process', or there are 2^32 - 1 tasks or more.
   bool run(std::int64_t tasks, int threads, Task task, void* body);
 
  private:

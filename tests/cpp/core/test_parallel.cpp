@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/parallel.h"
+#include "core/thread_pool.h"
 
 namespace rooftile {
 namespace {
@@ -87,6 +88,20 @@ TEST(Parallel, LoopsInQuickSuccession) {
       if (thread < threads) sum += static_cast<int>(task) + i;
     });
     ASSERT_EQ(sum, tasks * i + tasks * (tasks - 1) / 2);
+  }
+}
+
+TEST(Parallel, ALongLoopBehindAShortOne) {
+  // A thread that comes for a task behind the short loop's last one must not take a task of the long one for it: the
+  // loop would wait for ever, or one of its tasks run twice.
+  ThreadPool pool;
+  std::atomic<int> first[2] = {}, second[16] = {};
+  const auto count = [](void* hits, std::int64_t task, int) { ++static_cast<std::atomic<int>*>(hits)[task]; };
+  for (int i = 1; i <= 500000; ++i) {
+    ASSERT_TRUE(pool.run(2, 2, count, first));
+    ASSERT_TRUE(pool.run(16, 2, count, second));
+    for (auto& hits : first) ASSERT_EQ(hits, i);
+    for (auto& hits : second) ASSERT_EQ(hits, i);
   }
 }
 
