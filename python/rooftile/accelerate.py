@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole model of transformers on rooftile: weights, cache, and decode steps that run as one program."""
 
-from rooftile._arrays import must_be
+from rooftile._arrays import check_flag, must_be
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.kv_model import set_kv_cache
 from rooftile.quantize import W4A16, W8A16, quantize_
@@ -14,14 +14,16 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
 
     model: Llama, Mistral, Qwen2 or Qwen3 of transformers (LlamaForCausalLM, ...), on the CPU. weights: "w4a16",
     "w8a16", a W4A16 or a W8A16: the layers are rounded so (quantize_); None leaves them as they are. head: the same for
-    the output head alone, whose reading takes most of a small model's step. kv_cache: the format of the caches
-    (set_kv_cache), a name or a dict; None leaves that as it is. progress: a bar while weights are rounded.
+    the output head alone, whose reading takes a sixth of a small model's step; it is untied from the embedding then,
+    and the model cannot be saved. kv_cache: the format of the caches (set_kv_cache), a name or a dict; None leaves that
+    as it is. progress: a bar while weights are rounded.
 
-    From then on a forward over one new token a row, of every generate() and pipeline, runs as one list of ops on
-    buffers of its own (a step program); prompts, beams' and several new tokens at once, gradients, autocast,
-    torch.compile and what else is no such step run in transformers as before. The step computes what the layers say:
-    in float32 the greedy tokens are those of transformers' forward, in 16 bits logits differ by roundings. Layers with
-    hooks, of other classes, or on another device are not bypassed: their steps run in transformers, with a warning.
+    From then on a forward over one new token a row and a RooftileCache, of every generate() and pipeline, runs as one
+    list of ops on buffers of its own (a step program, recorded at the first step of each batch size). Prompts, several
+    new tokens of a row at once, gradients, autocast, torch.compile and what else is no such step run in transformers as
+    before. The step computes what the layers say: in float32 the greedy tokens are those of transformers' forward, but
+    for ties that rounded codes of a cache may turn; in 16 bits logits differ by roundings. Layers with hooks, of other
+    classes, or on another device are not bypassed: their steps run in transformers, with a warning.
 
         model = transformers.AutoModelForCausalLM.from_pretrained("llama", dtype="bfloat16")
         rt.accelerate(model, weights="w4a16", kv_cache="int4-kivi", head="w8a16")
@@ -40,6 +42,7 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
         raise ArgumentTypeError(f"accelerate: model must be a model of transformers, got {type(model).__name__}")
     if "forward" in vars(model) and not isinstance(model.forward, StepForward):
         raise NotSupportedError("accelerate: model has a forward of its own, which a step program would bypass")
+    check_flag("accelerate", "progress", progress)
     weights, head = _rounding("weights", weights), _rounding("head", head)
     # what may be refused, before anything changes
     StepProgram(model, 1)
@@ -57,11 +60,21 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
         quantize_(model, weights, progress=progress)
     if head is not None:
         model.set_output_embeddings(head.module_of(output))
+        model.config.get_text_config(decoder=True).tie_word_embeddings = False
+        model.save_pretrained = _no_saving
     if kv_cache is not None:
         set_kv_cache(model, kv_cache)
     if not isinstance(vars(model).get("forward"), StepForward):
         model.forward = StepForward(model)
     return model
+
+
+def _no_saving(*args, **options):
+    """save_pretrained of a model whose head was rounded."""
+    raise NotSupportedError(
+        "save_pretrained: rt.accelerate rounded this model's output head, which no config.json can say; save the model "
+        "before, or accelerate it without head="
+    )
 
 
 def _rounding(name, value):

@@ -3,7 +3,6 @@
 
 import copy
 import functools
-import inspect
 import operator
 import pickle
 import threading
@@ -50,11 +49,11 @@ class Forwards:
         self.tokens = []
         forward = type(model).forward
 
+        @functools.wraps(forward)  # of the same module: a program does not run for a forward that somebody replaced
         def counted(model, input_ids=None, *args, **kwargs):
             self.tokens.append(None if input_ids is None else input_ids.shape[1])
             return forward(model, input_ids, *args, **kwargs)
 
-        counted.__signature__ = inspect.signature(forward)
         monkeypatch.setattr(type(model), "forward", counted)
 
 
@@ -113,6 +112,7 @@ def test_what_a_layer_says(bias, activation, ids):
     "rope",
     [
         {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 64},
@@ -525,7 +525,6 @@ def odd_forward(**_):
         (odd_forward, "because 0 has a forward of its own"),
         (lambda: make(hidden_act="relu"), "no step program with the activation 'relu'"),
         (lambda: make(dtype=torch.float64), "is of float32, float16 or bfloat16, got torch.float64"),
-        (lambda: make(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rope_type 'dyn"),
         (lambda: make().to("meta"), "no step program on meta in this release, only on the CPU"),
     ],
 )  # fmt: skip

@@ -3,8 +3,8 @@
 
 A step of one new token a row is the same ops on buffers of the same shapes every time. transformers' forward takes
 longer to find out which they are than a small model takes to compute them. A StepProgram holds the ops with their
-arguments, as bindings take them; what changes from step to step lies in arrays (the new tokens, their positions), but
-for the caches and the logits, which a step is given.
+arguments, as bindings take them. What changes from step to step lies in arrays; each step gets its rotation, its caches
+and its logits anew.
 
 StepForward takes the place of a model's forward. A forward that is such a step over a RooftileCache runs on the
 program, any other one in transformers.
@@ -18,6 +18,7 @@ import threading
 import warnings
 
 import torch
+import torch.nn.modules.module as _modules
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -32,9 +33,9 @@ from rooftile.nn import PackedLinear
 # Families of transformers whose layers are the same but for what the layers themselves say: biases, norms of q and k,
 # windows, the activation.
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same tables at every length
 _KEPT = 4  # programs of a model, each of other rows
 _call = functools.partial.__call__
+_form = operator.attrgetter("shape", "dtype")
 _MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
 # What a step that the program takes may be given; what is None or False says nothing.
 _PLAIN = ("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict")
@@ -50,17 +51,30 @@ class StepProgram:
 
     def __init__(self, model, batch):
         self._checks = []  # (dict, key, the object that is there): what was recorded
-        self._hooks = []  # dicts that are empty
+        self._classes = []  # (module, its class)
+        self._methods = []  # (class, its forward)
+        self._tensors = []  # those that ops read
+        self._hooks = [
+            _modules._global_forward_hooks,
+            _modules._global_forward_pre_hooks,
+        ]  # dicts without hooks of users
         self.batch = batch
         with torch.inference_mode(False):  # so that steps in and out of it may write the buffers
             self._record(model)
         self._seen = tuple(zip(*self._checks, strict=True))
+        self._children, self._kinds = zip(*self._classes, strict=True)
+        self._forms = list(map(_form, self._tensors))
 
     def still_valid(self):
-        """Whether the model has the modules and tensors that were recorded, and no hooks."""
+        """Whether modules, tensors, settings and classes are those that were recorded, and there are no hooks."""
         there, keys, seen = self._seen
-        same = all(map(operator.is_, map(dict.get, there, keys), seen))
-        return same and not (any(self._hooks) and any(map(_hooked, self._hooks)))
+        return (
+            all(map(operator.is_, map(dict.get, there, keys), seen))
+            and all(map(operator.is_, map(type, self._children), self._kinds))
+            and list(map(_form, self._tensors)) == self._forms
+            and all(kind.forward is forward for kind, forward in self._methods)
+            and not (any(self._hooks) and any(map(_hooked, self._hooks)))
+        )
 
     # ---- recording ----
 
@@ -70,12 +84,13 @@ class StepProgram:
         if family not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
             known = ", ".join(f"{name}ForCausalLM" for name in FAMILIES)
             raise NotSupportedError(f"model: no step program for {type(model).__name__}; there is one for {known}")
-        self._kinds = {
-            name: getattr(inspect.getmodule(type(model)), family + name)
-            for name in ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-        }
-        decoder = self._child(model, "model", self._kinds["Model"])
+        self._family, self._module = family, inspect.getmodule(type(model))
+        self._of_class(type(model))
+        self._classes.append((model, type(model)))
+        decoder = self._child(model, "model", "Model")
         embedding = self._child(decoder, "embed_tokens", torch.nn.Embedding)
+        if self._value(embedding, "max_norm") is not None:
+            raise NotSupportedError("model: no step program with an embedding that renormalises (max_norm)")
         self.dtype = dtype = getattr(embedding._parameters.get("weight"), "dtype", None)
         self.embedding = self._tensor(embedding, "weight")
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -92,32 +107,43 @@ class StepProgram:
         self._q, self._k = buffer(1, heads, head_dim), buffer(1, kv_heads, head_dim)
         self._v, self._attended = buffer(1, kv_heads, head_dim), buffer(1, heads, head_dim)
         self._gate_up, self._h = buffer(2 * config.intermediate_size), buffer(config.intermediate_size)
-        self.positions = torch.zeros(self.batch, 1, dtype=torch.int32)
-        self._rotary = self._child(decoder, "rotary_emb", self._kinds["RotaryEmbedding"])
-        self._value(self._rotary, "attention_scaling")
-        if self._value(self._rotary, "rope_type") not in _STATIC_ROPE:
-            raise NotSupportedError(f"model: no step program with rope_type {self._rotary.rope_type!r}")
-        self._tensor(self._rotary, "inv_freq", self._rotary._buffers)
-        self._cos = self._sin = None
+        self._rows = torch.arange(self.batch, dtype=torch.int32)[:, None]  # of the step's rotary tables, a row each
+        self._rotary = self._child(decoder, "rotary_emb", "RotaryEmbedding")
         # of every layer: calls before its cache's, (window, scale), calls behind them
-        self._recorded = [self._layer(self._child(layers, str(i)), config) for i in range(self.layers)]
-        self._last = [self._norm(self._child(decoder, "norm", self._kinds["RMSNorm"]), self._x, self._normed)]
+        self._recorded = [self._layer(self._child(layers, str(i), "DecoderLayer"), config) for i in range(self.layers)]
+        self._last = [self._norm(self._child(decoder, "norm", "RMSNorm"), self._x, self._normed)]
         head = self._child(model, "lm_head", None)
-        self._head, self._vocabulary = self._product_of(head), head.out_features
+        self._vocabulary = head.out_features if isinstance(head, PackedLinear) else len(self._tensor(head, "weight"))
+        self._head = self._product_of(head, self._vocabulary, config.hidden_size)
 
-    def _child(self, parent, name, kind="DecoderLayer"):
-        """A module, which is exactly of its kind: a subclass may do something else."""
+    def _of_class(self, kind):
+        """Notes the forward of a class, which is transformers' or torch's own."""
+        if (kind, kind.forward) not in self._methods:
+            if kind.forward.__module__ != kind.__module__:
+                raise NotSupportedError(f"model: no step program, because {kind.__name__}.forward was replaced")
+            self._methods.append((kind, kind.forward))
+
+    def _child(self, parent, name, kind):
+        """A module, which is exactly of its kind: a subclass may do something else. kind: a class, what a class of the
+        family is called behind its name, or None for any."""
         child = parent._modules.get(name)
-        kind = self._kinds.get(kind, kind) if isinstance(kind, str) else kind
-        if kind is not None and type(child) is not kind:
-            raise NotSupportedError(
-                f"model: no step program, because {name} is a {type(child).__name__}, expected a {kind.__name__}"
-            )
-        if "forward" in vars(child):
+        if isinstance(kind, str):
+            kind = getattr(self._module, self._family + kind)
+            if kind.__module__ != self._module.__name__:
+                raise NotSupportedError(f"model: no step program, because {kind.__name__} of transformers was replaced")
+        if kind is not None:
+            if type(child) is not kind:
+                raise NotSupportedError(
+                    f"model: no step program, because {name} is a {type(child).__name__}, expected a {kind.__name__}"
+                )
+            if kind is not torch.nn.ModuleList:  # which has none
+                self._of_class(kind)
+        if self._value(child, "forward") is not None:
             raise NotSupportedError(f"model: no step program, because {name} has a forward of its own")
         self._checks.append((parent._modules, name, child))
+        self._classes.append((child, type(child)))
         self._hooks += child._forward_hooks, child._forward_pre_hooks
-        if any(map(_hooked, self._hooks[-2:])):
+        if any(map(_hooked, self._hooks)):
             raise NotSupportedError(f"model: no step program, because {name} has forward hooks")
         return child
 
@@ -131,14 +157,17 @@ class StepProgram:
             if name == "weight":
                 raise NotSupportedError(f"model: no step program of a {type(module).__name__} whose weight is computed")
             return None
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise NotSupportedError(f"model: no step program of weights that are a {type(tensor).__name__}")
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
+            raise NotSupportedError(
+                f"model: no step program of weights that are a {type(tensor).__name__} ({tensor.layout})"
+            )
         if tensor.device.type != "cpu":
             raise NotSupportedError(f"model: no step program on {tensor.device} in this release, only on the CPU")
         if not packed and tensor.dtype != self.dtype:
             raise NotSupportedError(
                 f"model: no step program of several dtypes: the embedding is {self.dtype}, a {name} is {tensor.dtype}"
             )
+        self._tensors.append(tensor)
         return tensor
 
     def _value(self, module, name):
@@ -147,12 +176,14 @@ class StepProgram:
         self._checks.append((vars(module), name, value))
         return value
 
-    def _product_of(self, linear):
-        """call(x, out, residual=None), which records a product with this layer."""
+    def _product_of(self, linear, outputs, inputs):
+        """call(x, out, residual=None), which records a product with this layer of a weight [outputs, inputs]."""
         bias = self._tensor(linear, "bias")
+        self._has_shape(linear, None if bias is None else bias.shape, outputs)
         if isinstance(linear, PackedLinear):
             for name in ARRAYS:
                 self._tensor(linear, name, linear._buffers)
+            self._has_shape(linear, (linear.out_features, linear.in_features), outputs, inputs)
             function, handle = _MATMULS[linear.WEIGHT.BITS], linear.weight._handle
             return lambda x, out, residual=None: functools.partial(
                 function, x, handle, bias, None, residual, out, False, None, None, None
@@ -161,16 +192,27 @@ class StepProgram:
             raise NotSupportedError(
                 f"model: no step program of a {type(linear).__name__}; expected nn.Linear, W4Linear or W8Linear"
             )
+        self._of_class(torch.nn.Linear)
         weight = self._tensor(linear, "weight")
+        self._has_shape(linear, weight.shape, outputs, inputs)
         return lambda x, out, residual=None: functools.partial(
             _C.linear, x, weight, bias, None, residual, out, None, None, None
         )
 
     def _product(self, parent, name, x, out, residual=None):
-        return self._product_of(self._child(parent, name, None))(x, out, residual)
+        return self._product_of(self._child(parent, name, None), out.shape[-1], x.shape[-1])(x, out, residual)
+
+    @staticmethod
+    def _has_shape(module, there, *shape):
+        if there is not None and tuple(there) != shape:
+            raise NotSupportedError(
+                f"model: no step program, because a {type(module).__name__} is {list(there)} where the config says "
+                f"{list(shape)}"
+            )
 
     def _norm(self, norm, x, out):
         weight, eps = self._tensor(norm, "weight"), self._value(norm, "variance_epsilon")
+        self._has_shape(norm, weight.shape, x.shape[-1])
         return functools.partial(_C.rms_norm, x, weight, eps, out, None, None)
 
     def _layer(self, layer, config):
@@ -180,7 +222,7 @@ class StepProgram:
         for name, out in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             before.append(self._product(attention, name, self._normed, out))
         for name, heads in (("q_norm", self._q), ("k_norm", self._k)):
-            if name in attention._modules:
+            if self._family == "Qwen3":
                 before.append(self._norm(self._child(attention, name, "RMSNorm"), heads, heads))
         attended = self._attended.view(self.batch, -1)
         behind = [self._product(attention, "o_proj", attended, self._x, residual=self._x)]
@@ -218,42 +260,30 @@ class StepProgram:
         """Has the shape of a layer's new keys, as transformers counts them: [batch, kv_heads, 1, head_dim]."""
         return self._k.transpose(1, 2)
 
-    def _tables(self, positions):
-        """The rotary tables' rows of at least so many positions, [positions, head_dim / 2] each."""
-        if self._cos is None or len(self._cos) < positions:
-            rows = max(positions, 2 * (0 if self._cos is None else len(self._cos)))
-            with torch.inference_mode(False), torch.no_grad():
-                cos, sin = self._rotary(self._x, torch.arange(rows)[None])
-            half = cos.shape[-1] // 2
-            self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-        return self._cos, self._sin
-
     def embed(self, ids):
         """[batch, hidden_size] of the new tokens, ids int64 [batch, 1]."""
         return torch.nn.functional.embedding(ids, self.embedding)[:, 0]
 
-    def run(self, x, caches, lengths, capacity):
+    def run(self, x, caches, lengths):
         """Logits [batch, 1, vocabulary] of one token a row, x as of embed(), which every cache then holds.
 
         caches: one a layer, as bindings take them, each with `lengths` (int32 [batch]) tokens and room for one more.
-        capacity: positions that there may be.
         """
-        cos, sin = self._tables(capacity)
-        logits = torch.empty(self.batch, 1, self._vocabulary, dtype=self._x.dtype)
-        calls = [
-            functools.partial(torch.Tensor.copy_, self._x, x),
-            functools.partial(torch.Tensor.copy_, self.positions, lengths[:, None]),
-        ]
+        # The model's own module says how the new positions are rotated: its settings may change, and it may count.
+        cos, sin = (t[:, 0, : t.shape[-1] // 2] for t in self._rotary(x[:, None], lengths[:, None].long()))
+        logits = torch.empty(self.batch, 1, self._vocabulary, dtype=self.dtype)
+        calls = [functools.partial(torch.Tensor.copy_, self._x, x)]
         q, k, v, out = self._q, self._k, self._v, self._attended
         for (before, (window, scale), behind), cache in zip(self._recorded, caches, strict=True):
             calls += before
-            rope = (q, k, v, cos, sin, self.positions, cache, None, None, q, None, None)
+            rope = (q, k, v, cos, sin, self._rows, cache, None, None, q, None, None)
             attend = (q, cache, out, None, None, None, scale, window, None, None, None, None, None)
             calls += functools.partial(_C.rope_append, *rope), functools.partial(_C.decode_attention, *attend)
             calls += behind
         calls += self._last
         calls.append(self._head(self._normed[:, None], logits))
-        ran(*list(map(_call, calls))[2:])  # in C: no signal handler comes between two ops
+        _, *kernels = map(_call, calls)  # in C: no signal handler comes between two ops
+        ran(*kernels)
         return logits
 
 
@@ -268,11 +298,15 @@ class StepForward:
     def _forget(self):
         self._programs = {}  # by rows, the latest last
         self._refused = None  # why the last program could not be recorded
-        self._lock = threading.RLock()  # of the program's buffers
+        self._lock = threading.RLock()  # of the programs' buffers; a signal handler may generate, too
 
     @property
     def __signature__(self):  # generate() asks what the forward takes
         return inspect.signature(type(self.model).forward.__get__(self.model))
+
+    @property
+    def __code__(self):  # torch.export asks
+        return type(self.model).forward.__code__
 
     def __deepcopy__(self, memo):
         return type(self)(copy.deepcopy(self.model, memo))
@@ -305,9 +339,12 @@ class StepForward:
             return None
         if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False or not _plain(self.model.config):
             return None
-        if not isinstance(given.get("logits_to_keep", 0), int) or not cache.can_step(ids.shape[0], given):
+        kept = given.get("logits_to_keep", 0)
+        if not isinstance(kept, int) or kept < 0:
             return None
         with self._lock:
+            if not cache.can_step(ids.shape[0], given):
+                return None
             program = self._program_for(ids.shape[0])
             if program is None:
                 return None
@@ -315,9 +352,7 @@ class StepForward:
             caches = cache.begin_step(program.new_key, program.windows)
             if caches is None:
                 return None
-            pages = caches[0]
-            capacity = max(cache.capacity for cache in caches)
-            logits = program.run(x, [cache._handle for cache in caches], pages.seq_lens, capacity)
+            logits = program.run(x, [pages._handle for pages in caches], caches[0].seq_lens)
             cache.end_step()
         return CausalLMOutputWithPast(logits=logits, **{_OUTPUT_CACHE: cache})
 

@@ -58,6 +58,9 @@ _WHOLE_MASK = (
 )
 
 
+_STEP = "a step"  # RooftileLayer.held while a StepProgram runs
+
+
 class _NewTokens:
     """Stands for the keys and values between RooftileLayer.update and the attention function "rooftile".
 
@@ -270,7 +273,7 @@ class RooftileLayer(CacheLayerMixin):
         self.begun = False  # whether every row has a token
         self.contradiction = None  # _Contradiction, of steps on a GPU
         self.window = None  # tokens that a query looks back in a sliding layer
-        self.held = None  # _NewTokens between update() and the attention function
+        self.held = None  # _NewTokens between update() and the attention function; _STEP
 
     def _take_number(self):
         number = next(_numbers)
@@ -530,7 +533,7 @@ class RooftileLayer(CacheLayerMixin):
         """
         self._settled()
         keep = self.columns + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.columns)
-        keep = max(keep, 0)
+        keep = max(int(keep), 0)  # transformers before 5.18 gives a tensor
         if self.cache is None or keep == self.columns:
             return
         tokens = [max(length - (self.columns - keep), 0) for length in self.cache.lengths]
@@ -635,16 +638,18 @@ class RooftileCache(Cache):
         if not all(layer.may_step(batch, first.columns) for layer in self.layers):
             return False
         lengths, mask = first.cache.seq_lens, given.get("attention_mask")
-        if mask is None:
-            if first.pads:
-                return False
-        else:
+        if first.pads and (mask is None or given.get("position_ids") is None):
+            return False  # transformers counts columns then, as it did for the keys before
+        if mask is not None:
             columns = first.columns + 1
             if type(mask) is not torch.Tensor or mask.shape != (batch, columns):
                 return False
             if not torch.equal(mask != 0, torch.arange(columns) >= columns - 1 - lengths[:, None]):
                 return False
         positions, column = given.get("position_ids"), given.get("cache_position")
+        for given_array in (positions, column):
+            if given_array is not None and type(given_array) is not torch.Tensor:
+                return False
         if positions is not None and not (
             positions.ndim == 2 and positions.shape[1] == 1 and bool((positions[:, 0] == lengths).all())
         ):
@@ -655,7 +660,7 @@ class RooftileCache(Cache):
         """Every layer's rt.KVCache, with room for one more token a row. None where a layer slides, or this cache is of
         a model with other layers.
 
-        end_step() follows; until then the cache counts as one whose forward stopped half way.
+        end_step() follows; until then the layers hold a step, and are of no use to anything else but reset().
         """
         if len(self.layers) != len(windows):
             return None
@@ -664,12 +669,13 @@ class RooftileCache(Cache):
             if type(layer.cache) is not rt.KVCache:
                 return None
         for layer in self.layers:
-            layer.columns += 1
+            layer.held = _STEP
         return [layer.cache for layer in self.layers]
 
     def end_step(self):
         for layer in self.layers:
-            layer.stored += 1
+            layer.columns = layer.stored = layer.columns + 1
+            layer.held = None
 
     def _checked(self, op):
         """Raises what is wrong with any layer before the first one changes."""

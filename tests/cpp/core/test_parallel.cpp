@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
-#include <sched.h>
 
 #include <atomic>
 #include <chrono>
@@ -116,30 +115,6 @@ TEST(Parallel, ThreadsWithoutATaskSleep) {
   std::atomic<int> done{0};
   Parallel(3).run(100, [&](std::int64_t, int) { ++done; });  // and they wake
   EXPECT_EQ(done, 100);
-}
-
-// Whether loops of four threads on one core take about what one thread takes.
-bool one_core_is_enough() {
-  cpu_set_t one;
-  CPU_ZERO(&one);
-  CPU_SET(sched_getcpu(), &one);
-  sched_setaffinity(0, sizeof one, &one);  // of the threads that are made from here on, too
-  const auto seconds = [](int threads) {
-    const double before = cpu_seconds();
-    for (int i = 0; i < 500; ++i)
-      Parallel(threads).run(4, [](std::int64_t task, int) {
-        volatile std::int64_t x = task;
-        for (int turn = 0; turn < 20000; ++turn) x = x * 3 + 1;
-      });
-    return cpu_seconds() - before;
-  };
-  const double alone = seconds(1), four = seconds(4);
-  return four < 1.5 * alone;
-}
-
-TEST(ParallelDeathTest, OnABusyMachineALoopTakesWhatItsCallerTakes) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own: it stays on one core
-  EXPECT_EXIT(std::_Exit(one_core_is_enough() ? 0 : 1), testing::ExitedWithCode(0), "");
 }
 
 }  // namespace
