@@ -163,6 +163,7 @@ STEPS = {
     "embeddings": lambda m, new, cache: m(inputs_embeds=m.get_input_embeddings()(new), **{CACHE: cache}),
     "two tokens": lambda m, new, cache: m(new.repeat(1, 2), **{CACHE: cache}),
     "kept": lambda m, new, cache: m(new, logits_to_keep=torch.tensor([0]), **{CACHE: cache}),
+    "none kept": lambda m, new, cache: m(new, logits_to_keep=-1, **{CACHE: cache}),
 }
 
 
@@ -264,9 +265,22 @@ def more_tokens(model):
         embedding.weight.data[300:] = 9 * embedding.weight.data[:20]
 
 
+def tables_in_place(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def more_tokens_of_a_tied_model(model):
+    model.lm_head.weight = model.get_input_embeddings().weight
+    model.config.tie_word_embeddings = True
+    model.resize_token_embeddings(317, mean_resizing=False)
+    model.lm_head.weight.data[300:] = 9 * model.lm_head.weight.data[:17]
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        tables_in_place,
+        more_tokens_of_a_tied_model,
         other_eps,
         other_scaling,
         other_table,
@@ -312,7 +326,53 @@ def a_pre_hook(model):
     model.model.norm.register_forward_pre_hook(lambda module, args: (2 * args[0],))
 
 
-@pytest.mark.parametrize("change", [pruned, parametrised, other_activation, a_pre_hook])
+def other_forward(model):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x, forward=mlp.forward: -forward(x)
+
+
+def other_class(model):
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Mine", (type(mlp),), {"forward": lambda self, x: -type(self).__mro__[1].forward(self, x)})
+
+
+def hook_of_an_activation(model):
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, args, out: -out)
+
+
+def no_weight(model):
+    norm = model.model.norm
+    weight = -norm.weight.detach()
+    del norm.weight
+    norm.weight = weight
+
+
+def renormalised(model):
+    model.model.embed_tokens.max_norm = 0.3
+
+
+def smaller_mlp(model):
+    mlp = model.model.layers[1].mlp
+    for name, rows in (("gate_proj", slice(64)), ("up_proj", slice(64)), ("down_proj", (slice(None), slice(64)))):
+        linear = getattr(mlp, name)
+        linear.weight = torch.nn.Parameter(linear.weight.detach()[rows].clone())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pruned,
+        parametrised,
+        other_activation,
+        a_pre_hook,
+        other_forward,
+        other_class,
+        hook_of_an_activation,
+        no_weight,
+        renormalised,
+        smaller_mlp,
+    ],
+)
 def test_a_model_that_has_no_program_any_more(change, ids):
     model, plain = pair()
     for m in (model, plain):
@@ -463,6 +523,75 @@ def test_a_rounded_model_can_be_saved(ids, tmp_path):
     assert torch.equal(model.generate(ids, max_new_tokens=20), again.generate(ids, max_new_tokens=20))
 
 
+def test_padding_without_positions_counts_columns_as_transformers_does(ids):
+    mask, one = padded(ids), torch.ones(2, 1, dtype=torch.int64)
+    logits = []
+    with torch.no_grad():
+        for m in pair():
+            cache = m(ids, attention_mask=mask)[CACHE]
+            logits.append(m(ids[:, :1], attention_mask=torch.cat([mask, one], 1), **{CACHE: cache}).logits)
+    torch.testing.assert_close(*logits)
+
+
+def test_data_of_another_type(ids, monkeypatch):
+    models, logits = pair(kv_cache="int8"), []
+    models[0].generate(ids, max_new_tokens=3)
+    for m in models:
+        for parameter in m.parameters():
+            parameter.data = parameter.data.half()
+    with torch.no_grad():
+        caches = [m(ids)[CACHE] for m in models]
+        forwards = Forwards(monkeypatch, models[0])
+        logits = [m(ids[:, :1], **{CACHE: c}).logits for m, c in zip(models, caches, strict=True)]
+    assert len(forwards.tokens) == 1 and logits[0].dtype == torch.float16
+    assert (logits[0] - logits[1]).float().norm() < 0.02 * logits[1].float().norm()
+
+
+def test_hooks_of_all_modules(ids):
+    model, plain = pair()
+    model.generate(ids, max_new_tokens=3)
+    name = type(model.model.layers[0].mlp)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, a, o: -o if type(m) is name else None)
+    try:
+        with pytest.warns(UserWarning, match="decode steps run in transformers"):
+            ours = model.generate(ids, max_new_tokens=9)
+        assert torch.equal(ours, plain.generate(ids, max_new_tokens=9))
+    finally:
+        handle.remove()
+
+
+def test_a_class_whose_forward_somebody_replaced(ids, monkeypatch):
+    model, plain = pair()
+    model.generate(ids, max_new_tokens=3)
+    mlp = type(model.model.layers[0].mlp)
+    monkeypatch.setattr(mlp, "forward", lambda self, x, forward=mlp.forward: -forward(self, x))
+    with pytest.warns(UserWarning, match="LlamaMLP.forward was replaced"):
+        ours = model.generate(ids, max_new_tokens=9)
+    assert torch.equal(ours, plain.generate(ids, max_new_tokens=9))
+
+
+def test_a_rounded_head_is_untied_and_not_saved(ids, tmp_path):
+    model = rt.accelerate(make(tie_word_embeddings=True), head=rt.W8A16(32), kv_cache="int8")
+    model.tie_weights()
+    assert isinstance(model.lm_head, rt.nn.W8Linear)
+    with pytest.raises(rt.NotSupportedError, match="save_pretrained: rt"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    wild = make()
+    wild.lm_head.weight.data[0, 0] = 3e7
+    with pytest.raises(rt.ArgumentError, match="accelerate: head: weight must lie within"):
+        rt.accelerate(wild, head=rt.W8A16(32))
+
+
+def test_export_records_transformers(ids):
+    exported = []
+    for m in pair():
+        with torch.no_grad():
+            program = torch.export.export(m, (ids[:, :5],), {"use_cache": False}, strict=False)
+            exported.append(program.module()(ids[:, :5], use_cache=False).logits)
+    torch.testing.assert_close(*exported)
+
+
 def test_a_wrong_token_leaves_the_cache_as_it_was(ids):
     model, plain = pair()
     with torch.no_grad():
@@ -484,8 +613,16 @@ def test_a_step_that_fails_half_way_is_remembered(ids):
         with pytest.raises(ZeroDivisionError):
             model(ids[:, :1], **{CACHE: cache})
         rest[0] = good
-        with pytest.raises(rt.NotSupportedError, match="the tokens of an earlier forward were not stored"):
-            model(ids[:, :1], **{CACHE: cache})
+        for then in (
+            lambda: model(ids[:, :1], **{CACHE: cache}),
+            lambda: cache.crop(38),
+            lambda: cache.reorder_cache(torch.tensor([1, 0])),
+            lambda: cache.batch_select_indices(torch.tensor([1, 0])),
+        ):
+            with pytest.raises(rt.NotSupportedError, match="the tokens of an earlier forward were not stored"):
+                then()
+        cache.reset()
+        model(ids, **{CACHE: cache})
 
 
 def test_kernels_are_recorded(ids):
