@@ -263,7 +263,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
       }
       cute::for_each(cute::make_int_sequence<W>{}, [&](auto v) {
         constexpr int w = chunk + v;
-        const int channel = t * (D / 4) + 8 * w;
+        [[maybe_unused]] const int channel = t * (D / 4) + 8 * w;
         [[maybe_unused]] std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
         if constexpr (Kind::channel_scales) load_channel_scales(scale, zero_value, x, group, channel);
         std::uint32_t code[4][4];  // (block of 8 tokens, pair)

@@ -38,8 +38,10 @@ _call = functools.partial.__call__
 _form = operator.attrgetter("shape", "dtype")
 _MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
 # What a step that the program takes may be given; what is None or False says nothing.
-_PLAIN = ("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict")
-_KEYWORDS = {*_PLAIN, *CACHE_KEYWORDS}
+_KEYWORDS = {
+    *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict"),
+    *CACHE_KEYWORDS,
+}
 _OUTPUT_CACHE = next(name for name in CACHE_KEYWORDS if name in CausalLMOutputWithPast.__dataclass_fields__)
 
 
@@ -54,10 +56,8 @@ class StepProgram:
         self._classes = []  # (module, its class)
         self._methods = []  # (class, its forward)
         self._tensors = []  # those that ops read
-        self._hooks = [
-            _modules._global_forward_hooks,
-            _modules._global_forward_pre_hooks,
-        ]  # dicts without hooks of users
+        # dicts without hooks of users: of all modules, then of each child
+        self._hooks = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]
         self.batch = batch
         with torch.inference_mode(False):  # so that steps in and out of it may write the buffers
             self._record(model)
@@ -84,6 +84,8 @@ class StepProgram:
         if family not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
             known = ", ".join(f"{name}ForCausalLM" for name in FAMILIES)
             raise NotSupportedError(f"model: no step program for {type(model).__name__}; there is one for {known}")
+        if any(map(_hooked, self._hooks)):
+            raise NotSupportedError("model: no step program, because torch has forward hooks of all modules")
         self._family, self._module = family, inspect.getmodule(type(model))
         self._of_class(type(model))
         self._classes.append((model, type(model)))
@@ -96,7 +98,7 @@ class StepProgram:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotSupportedError(f"model: a step program is of float32, float16 or bfloat16, got {dtype}")
         layers = self._child(decoder, "layers", torch.nn.ModuleList)
-        self.layers = self._value(config, "num_hidden_layers")
+        count = self._value(config, "num_hidden_layers")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
@@ -110,7 +112,7 @@ class StepProgram:
         self._rows = torch.arange(self.batch, dtype=torch.int32)[:, None]  # of the step's rotary tables, a row each
         self._rotary = self._child(decoder, "rotary_emb", "RotaryEmbedding")
         # of every layer: calls before its cache's, (window, scale), calls behind them
-        self._recorded = [self._layer(self._child(layers, str(i), "DecoderLayer"), config) for i in range(self.layers)]
+        self._recorded = [self._layer(self._child(layers, str(i), "DecoderLayer"), config) for i in range(count)]
         self._last = [self._norm(self._child(decoder, "norm", "RMSNorm"), self._x, self._normed)]
         head = self._child(model, "lm_head", None)
         self._vocabulary = head.out_features if isinstance(head, PackedLinear) else len(self._tensor(head, "weight"))
@@ -143,7 +145,7 @@ class StepProgram:
         self._checks.append((parent._modules, name, child))
         self._classes.append((child, type(child)))
         self._hooks += child._forward_hooks, child._forward_pre_hooks
-        if any(map(_hooked, self._hooks)):
+        if any(map(_hooked, self._hooks[-2:])):
             raise NotSupportedError(f"model: no step program, because {name} has forward hooks")
         return child
 
@@ -221,8 +223,8 @@ class StepProgram:
         before = [self._norm(self._child(layer, "input_layernorm", "RMSNorm"), self._x, self._normed)]
         for name, out in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             before.append(self._product(attention, name, self._normed, out))
-        for name, heads in (("q_norm", self._q), ("k_norm", self._k)):
-            if self._family == "Qwen3":
+        if self._family == "Qwen3":
+            for name, heads in (("q_norm", self._q), ("k_norm", self._k)):
                 before.append(self._norm(self._child(attention, name, "RMSNorm"), heads, heads))
         attended = self._attended.view(self.batch, -1)
         behind = [self._product(attention, "o_proj", attended, self._x, residual=self._x)]
@@ -335,7 +337,7 @@ class StepForward:
         ids = given.get("input_ids")
         if type(cache) is not RooftileCache or len(args) > 4 or not given.keys() <= _KEYWORDS:
             return None
-        if type(ids) is not torch.Tensor or ids.ndim != 2 or ids.shape[1] != 1 or not ids.device.type == "cpu":
+        if type(ids) is not torch.Tensor or ids.ndim != 2 or ids.shape[1] != 1 or ids.device.type != "cpu":
             return None
         if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False or not _plain(self.model.config):
             return None
