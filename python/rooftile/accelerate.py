@@ -35,7 +35,9 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
     import torch
     from transformers import PreTrainedModel
 
-    from rooftile.integrations.step_program import StepForward, StepProgram
+    from rooftile.integrations.step_forward import StepForward
+    from rooftile.integrations.step_products import put_side_by_side
+    from rooftile.integrations.step_program import StepProgram
     from rooftile.integrations.transformers import RooftileCache
 
     if not isinstance(model, PreTrainedModel):
@@ -62,6 +64,10 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
         model.set_output_embeddings(head.module_of(output))
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
         model.save_pretrained = _no_saving
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        put_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
+        put_side_by_side([mlp.gate_proj, mlp.up_proj])
     if kv_cache is not None:
         set_kv_cache(model, kv_cache)
     if "forward" not in vars(model):

@@ -4,45 +4,35 @@
 A step of one new token a row is the same ops on buffers of the same shapes every time. transformers' forward takes
 longer to find out which they are than a small model takes to compute them. A StepProgram holds the ops with their
 arguments, as bindings take them. What changes from step to step lies in arrays; each step gets its rotation, its caches
-and its logits anew.
-
-StepForward takes the place of a model's forward. A forward that is such a step over a RooftileCache runs on the
-program, any other one in transformers.
+and its logits anew. On the CPU the list runs as it is, on a GPU as a CUDA graph of it (step_graph.py).
 """
 
-import copy
 import functools
 import inspect
 import operator
-import threading
-import warnings
 
 import torch
 import torch.nn.modules.module as _modules
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rooftile import _C
+from rooftile._arrays import workspace
 from rooftile._calls import ran
 from rooftile.errors import NotSupportedError
 from rooftile.gemm import ARRAYS
-from rooftile.integrations._models import CACHE_KEYWORDS, cache_keyword
-from rooftile.integrations.transformers import RooftileCache
+from rooftile.integrations.step_products import Product, joined
 from rooftile.nn import PackedLinear
 
 # Families of transformers whose layers are the same but for what the layers themselves say: biases, norms of q and k,
 # windows, the activation.
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-_KEPT = 4  # programs of a model, each of other rows
+_GATED = {"silu": "silu_mul", "swish": "silu_mul", "gelu": "gelu_mul"} | dict.fromkeys(
+    ("gelu_pytorch_tanh", "gelu_new"), "gelu_tanh_mul"
+)
+# rotary tables of these kinds depend on more than the position: on how long the text has become
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+_form, _place = operator.attrgetter("shape", "dtype"), torch.Tensor.data_ptr
 _call = functools.partial.__call__
-_form = operator.attrgetter("shape", "dtype")
-_MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
-# What a step that the program takes may be given; what is None or False says nothing.
-_KEYWORDS = {
-    *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict"),
-    *CACHE_KEYWORDS,
-}
-_OUTPUT_CACHE = next(name for name in CACHE_KEYWORDS if name in CausalLMOutputWithPast.__dataclass_fields__)
 
 
 class StepProgram:
@@ -63,7 +53,7 @@ class StepProgram:
             self._record(model)
         self._seen = tuple(zip(*self._checks, strict=True))
         self._children, self._kinds = zip(*self._classes, strict=True)
-        self._forms = list(map(_form, self._tensors))
+        self._forms, self._places = list(map(_form, self._tensors)), list(map(_place, self._tensors))
 
     def still_valid(self):
         """Whether modules, tensors, settings and classes are those that were recorded, and there are no hooks."""
@@ -72,6 +62,7 @@ class StepProgram:
             all(map(operator.is_, map(dict.get, there, keys), seen))
             and all(map(operator.is_, map(type, self._children), self._kinds))
             and list(map(_form, self._tensors)) == self._forms
+            and list(map(_place, self._tensors)) == self._places
             and all(kind.forward is forward for kind, forward in self._methods)
             and not (any(self._hooks) and any(map(_hooked, self._hooks)))
         )
@@ -93,8 +84,11 @@ class StepProgram:
         embedding = self._child(decoder, "embed_tokens", torch.nn.Embedding)
         if self._value(embedding, "max_norm") is not None:
             raise NotSupportedError("model: no step program with an embedding that renormalises (max_norm)")
-        self.dtype = dtype = getattr(embedding._parameters.get("weight"), "dtype", None)
+        weight = embedding._parameters.get("weight")
+        self.dtype, self.device = dtype, device = getattr(weight, "dtype", None), getattr(weight, "device", None)
         self.embedding = self._tensor(embedding, "weight")
+        if device.type not in ("cpu", "cuda"):
+            raise NotSupportedError(f"model: a step program runs on the CPU or on a GPU, got {device}")
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotSupportedError(f"model: a step program is of float32, float16 or bfloat16, got {dtype}")
         layers = self._child(decoder, "layers", torch.nn.ModuleList)
@@ -103,20 +97,20 @@ class StepProgram:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
         def buffer(*shape):
-            return torch.empty(self.batch, *shape, dtype=dtype)
+            return torch.empty(self.batch, *shape, dtype=dtype, device=self.device)
 
-        self._x, self._normed = buffer(config.hidden_size), buffer(config.hidden_size)
-        self._q, self._k = buffer(1, heads, head_dim), buffer(1, kv_heads, head_dim)
-        self._v, self._attended = buffer(1, kv_heads, head_dim), buffer(1, heads, head_dim)
+        self.x, self._normed = buffer(config.hidden_size), buffer(config.hidden_size)
+        self._qkv, self._attended = buffer((heads + 2 * kv_heads) * head_dim), buffer(1, heads, head_dim)
+        q, k, v = self._qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], 1)
+        self._q, self._k, self._v = (t.view(self.batch, 1, -1, head_dim) for t in (q, k, v))
         self._gate_up, self._h = buffer(2 * config.intermediate_size), buffer(config.intermediate_size)
-        self._rows = torch.arange(self.batch, dtype=torch.int32)[:, None]  # of the step's rotary tables, a row each
         self._rotary = self._child(decoder, "rotary_emb", "RotaryEmbedding")
         # of every layer: calls before its cache's, (window, scale), calls behind them
         self._recorded = [self._layer(self._child(layers, str(i), "DecoderLayer"), config) for i in range(count)]
-        self._last = [self._norm(self._child(decoder, "norm", "RMSNorm"), self._x, self._normed)]
+        self._last = [self._norm(self._child(decoder, "norm", "RMSNorm"), self.x, self._normed)]
         head = self._child(model, "lm_head", None)
-        self._vocabulary = head.out_features if isinstance(head, PackedLinear) else len(self._tensor(head, "weight"))
-        self._head = self._product_of(head, self._vocabulary, config.hidden_size)
+        self.vocabulary = head.out_features if isinstance(head, PackedLinear) else len(self._tensor(head, "weight"))
+        self._head = self._layer_of(head, self.vocabulary, config.hidden_size)
 
     def _of_class(self, kind):
         """Notes the forward of a class, which is transformers' or torch's own."""
@@ -163,8 +157,11 @@ class StepProgram:
             raise NotSupportedError(
                 f"model: no step program of weights that are a {type(tensor).__name__} ({tensor.layout})"
             )
-        if tensor.device.type != "cpu":
-            raise NotSupportedError(f"model: no step program on {tensor.device} in this release, only on the CPU")
+        if tensor.device != self.device:
+            raise NotSupportedError(
+                f"model: no step program of several devices: the embedding is on {self.device}, a {name} on "
+                f"{tensor.device}"
+            )
         if not packed and tensor.dtype != self.dtype:
             raise NotSupportedError(
                 f"model: no step program of several dtypes: the embedding is {self.dtype}, a {name} is {tensor.dtype}"
@@ -178,31 +175,31 @@ class StepProgram:
         self._checks.append((vars(module), name, value))
         return value
 
-    def _product_of(self, linear, outputs, inputs):
-        """call(x, out, residual=None), which records a product with this layer of a weight [outputs, inputs]."""
+    def _layer_of(self, linear, outputs, inputs):
+        """The Product of a layer whose weight is [outputs, inputs]."""
         bias = self._tensor(linear, "bias")
         self._has_shape(linear, None if bias is None else bias.shape, outputs)
-        if isinstance(linear, PackedLinear):
+        product = Product.of(linear)
+        if product.packed:
             for name in ARRAYS:
                 self._tensor(linear, name, linear._buffers)
-            self._has_shape(linear, (linear.out_features, linear.in_features), outputs, inputs)
-            function, handle = _MATMULS[linear.WEIGHT.BITS], linear.weight._handle
-            return lambda x, out, residual=None: functools.partial(
-                function, x, handle, bias, None, residual, out, False, None, None, None
-            )
-        if type(linear) is not torch.nn.Linear:
-            raise NotSupportedError(
-                f"model: no step program of a {type(linear).__name__}; expected nn.Linear, W4Linear or W8Linear"
-            )
-        self._of_class(torch.nn.Linear)
-        weight = self._tensor(linear, "weight")
-        self._has_shape(linear, weight.shape, outputs, inputs)
-        return lambda x, out, residual=None: functools.partial(
-            _C.linear, x, weight, bias, None, residual, out, None, None, None
-        )
+            self._has_shape(linear, product.weight.shape, outputs, inputs)
+        else:
+            self._of_class(torch.nn.Linear)
+            self._has_shape(linear, self._tensor(linear, "weight").shape, outputs, inputs)
+        return product
 
     def _product(self, parent, name, x, out, residual=None):
-        return self._product_of(self._child(parent, name, None), out.shape[-1], x.shape[-1])(x, out, residual)
+        layer = self._layer_of(self._child(parent, name, None), out.shape[1], x.shape[1])
+        return layer(x, out, residual=residual)
+
+    def _products(self, parent, outputs, x):
+        """Of layers that read the same x: (the Products, all of them as one Product or None).
+
+        outputs: {name: N}.
+        """
+        layers = [self._layer_of(self._child(parent, name, None), n, x.shape[1]) for name, n in outputs.items()]
+        return layers, joined(layers)
 
     @staticmethod
     def _has_shape(module, there, *shape):
@@ -219,36 +216,50 @@ class StepProgram:
 
     def _layer(self, layer, config):
         attention, mlp = self._child(layer, "self_attn", "Attention"), self._child(layer, "mlp", "MLP")
-        q, k, v = (x.view(self.batch, -1) for x in (self._q, self._k, self._v))
-        before = [self._norm(self._child(layer, "input_layernorm", "RMSNorm"), self._x, self._normed)]
-        for name, out in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
-            before.append(self._product(attention, name, self._normed, out))
+        before = [self._norm(self._child(layer, "input_layernorm", "RMSNorm"), self.x, self._normed)]
+        parts = {"q_proj": self._q, "k_proj": self._k, "v_proj": self._v}
+        parts = {name: part.view(self.batch, -1) for name, part in parts.items()}
+        layers, together = self._products(
+            attention, {name: part.shape[1] for name, part in parts.items()}, self._normed
+        )
+        if together is None:
+            before += [one(self._normed, part) for one, part in zip(layers, parts.values(), strict=True)]
+        else:
+            before.append(together(self._normed, self._qkv))
         if self._family == "Qwen3":
             for name, heads in (("q_norm", self._q), ("k_norm", self._k)):
                 before.append(self._norm(self._child(attention, name, "RMSNorm"), heads, heads))
         attended = self._attended.view(self.batch, -1)
-        behind = [self._product(attention, "o_proj", attended, self._x, residual=self._x)]
+        behind = [self._product(attention, "o_proj", attended, self.x, residual=self.x)]
         norm = self._child(layer, "post_attention_layernorm", "RMSNorm")
-        behind.append(self._norm(norm, self._x, self._normed))
-        inner = config.intermediate_size
-        for name, out in (("gate_proj", self._gate_up[:, :inner]), ("up_proj", self._gate_up[:, inner:])):
-            behind.append(self._product(mlp, name, self._normed, out))
-        behind.append(self._gated(self._child(mlp, "act_fn", None), config.hidden_act))
-        behind.append(self._product(mlp, "down_proj", self._h, self._x, residual=self._x))
+        behind.append(self._norm(norm, self.x, self._normed))
+        behind += self._gated(mlp, config)
+        behind.append(self._product(mlp, "down_proj", self._h, self.x, residual=self.x))
         windowed = config if type(attention).__name__ == "MistralAttention" else attention
         return before, (self._value(windowed, "sliding_window"), self._value(attention, "scaling")), behind
 
-    def _gated(self, module, activation):
+    def _gated(self, mlp, config):
+        """Calls of h = activation(gate) * up."""
+        activation, module = config.hidden_act, self._child(mlp, "act_fn", None)
         if type(module) is not type(ACT2FN[activation]):
             raise NotSupportedError(
                 f"model: no step program, because act_fn is a {type(module).__name__}, the config says {activation!r}"
             )
-        if activation in ("silu", "swish"):
-            return functools.partial(_C.silu_mul, self._gate_up, self._h, None, None)
-        approximate = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "none"}.get(activation)
-        if approximate is None:
+        if activation not in _GATED:
             raise NotSupportedError(f"model: no step program with the activation {activation!r}")
-        return functools.partial(_C.gelu_mul, self._gate_up, approximate, self._h, None, None)
+        inner = config.intermediate_size
+        layers, together = self._products(mlp, {"gate_proj": inner, "up_proj": inner}, self._normed)
+        if together is not None and together.packed:
+            return [together(self._normed, self._h, activation=_GATED[activation])]
+        if together is not None:
+            calls = [together(self._normed, self._gate_up)]
+        else:
+            halves = self._gate_up[:, :inner], self._gate_up[:, inner:]
+            calls = [one(self._normed, half) for one, half in zip(layers, halves, strict=True)]
+        if _GATED[activation] == "silu_mul":
+            return [*calls, functools.partial(_C.silu_mul, self._gate_up, self._h, None, None)]
+        approximate = "none" if activation == "gelu" else "tanh"
+        return [*calls, functools.partial(_C.gelu_mul, self._gate_up, approximate, self._h, None, None)]
 
     # ---- running ----
 
@@ -262,129 +273,60 @@ class StepProgram:
         """Has the shape of a layer's new keys, as transformers counts them: [batch, kv_heads, 1, head_dim]."""
         return self._k.transpose(1, 2)
 
+    @property
+    def table_of_positions(self):
+        """Whether the rotation of a token depends on its position alone, so that it can be looked up."""
+        kind = getattr(self._rotary, "rope_type", "default")
+        return not any(name in kind for name in _ROPE_BY_LENGTH)
+
+    def rotation(self, x, positions):
+        """cos, sin [n, head_dim / 2] of positions [n], as the model's own module says: its settings may change, and it
+        may count.
+
+        x: what the module takes the dtype and device from.
+        """
+        cos, sin = self._rotary(x, positions[:, None].long())
+        return tuple(t[:, 0, : t.shape[-1] // 2] for t in (cos, sin))
+
+    def calls(self, cos, sin, positions, caches, logits):
+        """The step as functools.partials, in order: from x, the new tokens' embeddings, to logits.
+
+        cos, sin [n, head_dim / 2], positions int32 [batch, 1]: the rotation of the new tokens. caches: one a layer, as
+        bindings take them. logits: [batch, 1, vocabulary].
+        """
+        calls, q, k, v, out = [], self._q, self._k, self._v, self._attended
+        for (before, (window, scale), behind), cache in zip(self._recorded, caches, strict=True):
+            calls += before
+            rope = (q, k, v, cos, sin, positions, cache, None, None, q, None, None)
+            attend = (q, cache, out, None, None, None, scale, window, None, None, workspace, None, None)
+            calls += functools.partial(_C.rope_append, *rope), functools.partial(_C.decode_attention, *attend)
+            calls += behind
+        calls += self._last
+        calls.append(self._head(self._normed[:, None], logits))
+        return calls
+
+    def new_logits(self):
+        return torch.empty(self.batch, 1, self.vocabulary, dtype=self.dtype, device=self.device)
+
     def embed(self, ids):
         """[batch, hidden_size] of the new tokens, ids int64 [batch, 1]."""
         return torch.nn.functional.embedding(ids, self.embedding)[:, 0]
 
     def run(self, x, caches, lengths):
-        """Logits [batch, 1, vocabulary] of one token a row, x as of embed(), which every cache then holds.
+        """On the CPU: logits [batch, 1, vocabulary] of one token a row, x as of embed(), which every cache then holds.
 
         caches: one a layer, as bindings take them, each with `lengths` (int32 [batch]) tokens and room for one more.
         """
-        # The model's own module says how the new positions are rotated: its settings may change, and it may count.
-        cos, sin = (t[:, 0, : t.shape[-1] // 2] for t in self._rotary(x[:, None], lengths[:, None].long()))
-        logits = torch.empty(self.batch, 1, self._vocabulary, dtype=self.dtype)
-        calls = [functools.partial(torch.Tensor.copy_, self._x, x)]
-        q, k, v, out = self._q, self._k, self._v, self._attended
-        for (before, (window, scale), behind), cache in zip(self._recorded, caches, strict=True):
-            calls += before
-            rope = (q, k, v, cos, sin, self._rows, cache, None, None, q, None, None)
-            attend = (q, cache, out, None, None, None, scale, window, None, None, None, None, None)
-            calls += functools.partial(_C.rope_append, *rope), functools.partial(_C.decode_attention, *attend)
-            calls += behind
-        calls += self._last
-        calls.append(self._head(self._normed[:, None], logits))
+        cos, sin = self.rotation(x[:, None], lengths)
+        rows = torch.arange(self.batch, dtype=torch.int32)[:, None]
+        logits = self.new_logits()
+        calls = [functools.partial(torch.Tensor.copy_, self.x, x)]
+        calls += self.calls(cos, sin, rows, caches, logits)
         _, *kernels = map(_call, calls)  # in C: no signal handler comes between two ops
         ran(*kernels)
         return logits
 
 
-class StepForward:
-    """model.forward of a model that rt.accelerate was called with."""
-
-    def __init__(self, model):
-        self.model = model
-        self._names = ("input_ids", "attention_mask", "position_ids", cache_keyword(model))  # of positional arguments
-        self._forget()
-
-    def _forget(self):
-        self._programs = {}  # by rows, the latest last
-        self._refused = None  # why the last program could not be recorded
-        self._lock = threading.RLock()  # of the programs' buffers; a signal handler may generate, too
-
-    @property
-    def __signature__(self):  # generate() asks what the forward takes
-        return inspect.signature(type(self.model).forward.__get__(self.model))
-
-    @property
-    def __code__(self):  # torch.export asks
-        return type(self.model).forward.__code__
-
-    def __deepcopy__(self, memo):
-        return type(self)(copy.deepcopy(self.model, memo))
-
-    def __getstate__(self):
-        return {"model": self.model, "_names": self._names}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._forget()
-
-    def __call__(self, *args, **kwargs):
-        if not torch.compiler.is_compiling():
-            step = self._step_of(args, kwargs)
-            if step is not None:
-                return step
-        return type(self.model).forward(self.model, *args, **kwargs)
-
-    def _step_of(self, args, kwargs):
-        """The output of a decode step over a RooftileCache, or None for any other forward."""
-        if torch.is_grad_enabled() or self.model.training or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing():
-            return None
-        given = dict(zip(self._names, args, strict=False))
-        given.update((name, value) for name, value in kwargs.items() if value is not None and value is not False)
-        cache = next((given[name] for name in CACHE_KEYWORDS if name in given), None)
-        ids = given.get("input_ids")
-        if type(cache) is not RooftileCache or len(args) > 4 or not given.keys() <= _KEYWORDS:
-            return None
-        if type(ids) is not torch.Tensor or ids.ndim != 2 or ids.shape[1] != 1 or ids.device.type != "cpu":
-            return None
-        if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False or not _plain(self.model.config):
-            return None
-        kept = given.get("logits_to_keep", 0)
-        if not isinstance(kept, int) or kept < 0:
-            return None
-        with self._lock:
-            if not cache.can_step(ids.shape[0], given):
-                return None
-            program = self._program_for(ids.shape[0])
-            if program is None:
-                return None
-            x = program.embed(ids)
-            caches = cache.begin_step(program.new_key, program.windows)
-            if caches is None:
-                return None
-            logits = program.run(x, [pages._handle for pages in caches], caches[0].seq_lens)
-            cache.end_step()
-        return CausalLMOutputWithPast(logits=logits, **{_OUTPUT_CACHE: cache})
-
-    def _program_for(self, batch):
-        """The program of so many rows, or None where the model has none any more, which is said once."""
-        program = self._programs.pop(batch, None)
-        if program is None or not program.still_valid():
-            program = self._recorded(batch)
-        if program is not None:
-            self._programs[batch] = program
-            while len(self._programs) > _KEPT:
-                del self._programs[next(iter(self._programs))]
-        return program
-
-    def _recorded(self, batch):
-        try:
-            program, self._refused = StepProgram(self.model, batch), None
-        except NotSupportedError as error:
-            if self._refused != str(error):
-                warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=7)
-            program, self._refused = None, str(error)
-        return program
-
-
 def _hooked(hooks):
     """Whether a module's dict of hooks has any but those of transformers, which wait until outputs are asked for."""
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values())
-
-
-def _plain(config):
-    """Whether a forward of this config gives logits and a cache alone, in an object."""
-    asks = ("output_attentions", "output_hidden_states")
-    return not any(getattr(config, name, False) for name in asks) and getattr(config, "return_dict", True) is not False

@@ -40,7 +40,7 @@ from rooftile import _C
 from rooftile._arrays import check_flag
 from rooftile._calls import all_or_none, refuse_export, setting_back
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
-from rooftile.integrations import _models, _tensors
+from rooftile.integrations import _models, _tensors, step_loop
 from rooftile.integrations._masks import Mask, rooftile_mask
 from rooftile.integrations._models import CACHE, CACHE_KEYWORDS, cache_keyword
 from rooftile.integrations.quantizer import RooftileConfig  # noqa: F401  registers quant_method "rooftile"
@@ -466,7 +466,8 @@ class RooftileLayer(CacheLayerMixin):
 
     def may_step(self, batch, columns):
         """Whether the layer holds that many columns of that many rows, each with a token, in an rt.KVCache."""
-        whole = self.columns == self.stored == columns and self.held is None and self.contradiction is None
+        whole = self.columns == self.stored == columns and self.held is None
+        whole = whole and (self.contradiction is None or not self.contradiction.seen)
         return (
             whole and self.begun and not self.stepwise and type(self.cache) is rt.KVCache and self.batch_size == batch
         )
@@ -604,6 +605,8 @@ class RooftileCache(Cache):
             layer.before = before
         self.turns = turns
         self._generated = False
+        self.steps = 0  # how many were taken by a StepProgram
+        self.graph = None  # StepGraph of the latest one, on a GPU
 
     @property
     def _is_user_defined(self):
@@ -631,24 +634,28 @@ class RooftileCache(Cache):
 
     # ---- decode steps of one token a row, by a StepProgram ----
 
-    def can_step(self, batch, given):
-        """Whether a forward over one new token of each of `batch` rows, with what is `given` besides, is a step behind
-        what the cache holds. Anything odd is for transformers' forward to judge."""
+    def may_step(self, ids):
+        """Whether a forward over one new token a row, ids [batch, 1], is a step behind what the cache holds."""
         first = self.layers[0]
-        if not all(layer.may_step(batch, first.columns) for layer in self.layers):
-            return False
-        lengths, mask = first.cache.seq_lens, given.get("attention_mask")
-        if first.pads and (mask is None or given.get("position_ids") is None):
+        return all(layer.may_step(len(ids), first.columns) for layer in self.layers) and (
+            first.cache.seq_lens.device == ids.device
+        )
+
+    def agrees(self, given):
+        """Whether what such a forward is given, by name, says what the cache holds. Anything odd is for transformers'
+        forward to judge. On a GPU the host waits for what arrays say.
+        """
+        first = self.layers[0]
+        lengths, columns = first.cache.seq_lens, first.columns + 1
+        mask, positions, column = map(given.get, ("attention_mask", "position_ids", "cache_position"))
+        if first.pads and (mask is None or positions is None):
             return False  # transformers counts columns then, as it did for the keys before
+        for array in (mask, positions, column):
+            if array is not None and (type(array) is not torch.Tensor or array.device != lengths.device):
+                return False
         if mask is not None:
-            columns = first.columns + 1
-            if type(mask) is not torch.Tensor or mask.shape != (batch, columns):
-                return False
-            if not torch.equal(mask != 0, torch.arange(columns) >= columns - 1 - lengths[:, None]):
-                return False
-        positions, column = given.get("position_ids"), given.get("cache_position")
-        for given_array in (positions, column):
-            if given_array is not None and type(given_array) is not torch.Tensor:
+            expected = torch.arange(columns, device=mask.device) >= columns - 1 - lengths[:, None]
+            if mask.shape != expected.shape or not torch.equal(mask != 0, expected):
                 return False
         if positions is not None and not (
             positions.ndim == 2 and positions.shape[1] == 1 and bool((positions[:, 0] == lengths).all())
@@ -673,9 +680,15 @@ class RooftileCache(Cache):
         return [layer.cache for layer in self.layers]
 
     def end_step(self):
+        self.steps += 1
         for layer in self.layers:
             layer.columns = layer.stored = layer.columns + 1
             layer.held = None
+
+    def make_room(self, columns):
+        """Before the first forward: for that many columns, unless the cache was made with a capacity."""
+        for layer in self.layers:
+            layer.capacity = layer.capacity or columns
 
     def _checked(self, op):
         """Raises what is wrong with any layer before the first one changes."""
@@ -701,7 +714,7 @@ class RooftileCache(Cache):
 
     def reset(self):
         super().reset()
-        self._generated = False
+        self._generated, self.graph = False, None
 
     @property
     def nbytes(self):
@@ -756,11 +769,15 @@ def _generate(model, fresh, *args, **kwargs):
         values = (kwargs.get(name), getattr(given, name, None), getattr(model.generation_config, name, None))
         return next((value for value in values if value is not None), None)
 
-    dynamic = setting("cache_implementation") in (None, "dynamic")
-    if dynamic and not _has_cache(kwargs) and setting("use_cache") is not False:
+    dynamic, forward = setting("cache_implementation") in (None, "dynamic"), vars(model).get("forward")
+    made = dynamic and not _has_cache(kwargs) and setting("use_cache") is not False
+    if made:
         kwargs[CACHE] = fresh.make(model)
-        if setting("cache_implementation") == "dynamic":
-            return _generate_unnamed(model, given, args, kwargs)
+    cache = kwargs.get(CACHE)
+    if type(cache) is RooftileCache and hasattr(forward, "loop") and len(args) <= 5 and step_loop.is_for(setting):
+        kwargs["custom_generate"] = forward.loop(cache, kwargs.get("streamer"), keeps_cache=not made)
+    if made and setting("cache_implementation") == "dynamic":
+        return _generate_unnamed(model, given, args, kwargs)
     return type(model).generate(model, *args, **kwargs)
 
 

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""model.forward of a model that rt.accelerate was called with.
+
+A forward over one new token a row and a RooftileCache is a step of a StepProgram, any other one runs in transformers.
+"""
+
+import copy
+import functools
+import inspect
+import threading
+import warnings
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from rooftile.errors import NotSupportedError
+from rooftile.integrations import step_loop
+from rooftile.integrations._models import CACHE_KEYWORDS, cache_keyword
+from rooftile.integrations.step_graph import StepGraph
+from rooftile.integrations.step_program import StepProgram
+from rooftile.integrations.transformers import RooftileCache
+
+_KEPT = 4  # programs of a model, each of other rows
+# What a step that the program takes may be given; what is None or False says nothing.
+_KEYWORDS = {
+    *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict"),
+    *CACHE_KEYWORDS,
+}
+_OUTPUT_CACHE = next(name for name in CACHE_KEYWORDS if name in CausalLMOutputWithPast.__dataclass_fields__)
+
+
+class StepForward:
+    """model.forward of a model that rt.accelerate was called with."""
+
+    def __init__(self, model):
+        self.model = model
+        self._names = ("input_ids", "attention_mask", "position_ids", cache_keyword(model))  # of positional arguments
+        self._forget()
+
+    def _forget(self):
+        self._programs = {}  # by rows, the latest last
+        self._refused = None  # why the last program could not be recorded
+        self._lock = threading.RLock()  # of the programs' buffers; a signal handler may generate, too
+
+    @property
+    def __signature__(self):  # generate() asks what the forward takes
+        return inspect.signature(type(self.model).forward.__get__(self.model))
+
+    @property
+    def __code__(self):  # torch.export asks
+        return type(self.model).forward.__code__
+
+    def __deepcopy__(self, memo):
+        return type(self)(copy.deepcopy(self.model, memo))
+
+    def __getstate__(self):
+        return {"model": self.model, "_names": self._names}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._forget()
+
+    def __call__(self, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            step = self._step_of(args, kwargs)
+            if step is not None:
+                return step
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def _step_of(self, args, kwargs):
+        """The output of a decode step over a RooftileCache, or None for any other forward."""
+        given = dict(zip(self._names, args, strict=False))
+        given.update((name, value) for name, value in kwargs.items() if value is not None and value is not False)
+        cache = next((given[name] for name in CACHE_KEYWORDS if name in given), None)
+        if type(cache) is not RooftileCache or len(args) > 4 or not given.keys() <= _KEYWORDS:
+            return None
+        if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False or not _plain(self.model.config):
+            return None
+        kept = given.get("logits_to_keep", 0)
+        if not isinstance(kept, int) or kept < 0:
+            return None
+        logits = self.step(given.get("input_ids"), cache, given)
+        if logits is None:
+            return None
+        if logits.is_cuda:
+            logits = logits.clone()  # the next step writes them anew
+        return CausalLMOutputWithPast(logits=logits, **{_OUTPUT_CACHE: cache})
+
+    def step(self, ids, cache, given):
+        """Logits [batch, 1, vocabulary] of one token a row, ids int64 [batch, 1], which the cache then holds; on a GPU
+        they are written anew by the next step. None where that is no decode step that has a program.
+
+        given: what else the forward is given, by name; None where an earlier step of this text was compared with it.
+        """
+        if type(ids) is not torch.Tensor or ids.ndim != 2 or ids.shape[1] != 1:
+            return None
+        device = ids.device.type
+        if torch.is_grad_enabled() or self.model.training or torch.jit.is_tracing():
+            return None
+        if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
+            return None
+        with self._lock:
+            if not cache.may_step(ids) or not (given is None or cache.agrees(given)):
+                return None
+            program = self._program_for(ids.shape[0])
+            if program is None or program.device != ids.device:
+                return None
+            x = program.embed(ids) if device == "cpu" else None  # refuses wrong ids, which a GPU's kernels do
+            caches = cache.begin_step(program.new_key, program.windows)
+            if caches is None:
+                return None
+            if device == "cpu":
+                logits = program.run(x, [pages._handle for pages in caches], caches[0].seq_lens)
+            else:
+                if cache.graph is None or not cache.graph.fits(program, caches):
+                    cache.graph = StepGraph(program, caches)
+                logits = cache.graph.run(ids)
+            cache.end_step()
+        return logits
+
+    def loop(self, cache, streamer, keeps_cache):
+        """What generate() takes as custom_generate: its loop over tokens with this model's steps, see step_loop."""
+        return functools.partial(
+            step_loop.decode, forward=self, cache_given=cache, streamer=streamer, keeps_cache=keeps_cache
+        )
+
+    def _program_for(self, batch):
+        """The program of so many rows, or None where the model has none any more, which is said once."""
+        program = self._programs.pop(batch, None)
+        if program is None or not program.still_valid():
+            program = self._recorded(batch)
+        if program is not None:
+            self._programs[batch] = program
+            while len(self._programs) > _KEPT:
+                del self._programs[next(iter(self._programs))]
+        return program
+
+    def _recorded(self, batch):
+        try:
+            program, self._refused = StepProgram(self.model, batch), None
+        except NotSupportedError as error:
+            if self._refused != str(error):
+                warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=8)
+            program, self._refused = None, str(error)
+        return program
+
+
+def _plain(config):
+    """Whether a forward of this config gives logits and a cache alone, in an object."""
+    asks = ("output_attentions", "output_hidden_states")
+    return not any(getattr(config, name, False) for name in asks) and getattr(config, "return_dict", True) is not False

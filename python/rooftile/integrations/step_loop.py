@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate()'s loop over tokens where steps are those of a StepProgram: greedy or sampled, one text a row.
+
+transformers' loop begins: it runs the prompt and the first step, whose mask and positions are compared with the cache.
+This one goes on with the same logits processors and stopping criteria. Between two steps there is no more than they
+ask for; on a GPU the host learns one step late that all rows have stopped, and takes that step back.
+"""
+
+import collections
+
+import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from rooftile.errors import NotSupportedError
+from rooftile.kv_sliding import ring_tokens
+
+_ROOM = 4096  # tokens behind the prompt for which a new cache makes room at once
+# Settings of generate() with which it is another loop, or returns more than tokens.
+_OTHER_LOOPS = (
+    *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers"),
+    *("constraints", "force_words_ids", "num_beam_groups", "prefill_chunk_size", "return_dict_in_generate"),
+    *("synced_gpus", "stop_strings", "custom_generate", "inputs_embeds"),
+)
+
+
+def is_for(setting):
+    """Whether generate() with these settings, a function of their names, is such a loop."""
+    return setting("num_beams") in (None, 1) and not any(setting(name) for name in _OTHER_LOOPS)
+
+
+class _FirstTokens(StoppingCriteriaList):
+    """The call's criteria, which also stop transformers' loop when a step of the program was taken."""
+
+    def __init__(self, criteria, forward, cache):
+        super().__init__(criteria)
+        self.forward, self.cache, self.steps = forward, cache, cache.steps
+        self.unfinished = None  # [batch], rows that go on
+
+    def __call__(self, input_ids, scores, **kwargs):
+        finished = super().__call__(input_ids, scores, **kwargs)
+        self.unfinished = ~finished if self.unfinished is None else self.unfinished & ~finished
+        return torch.ones_like(finished) if self.steps_follow() else finished
+
+    def steps_follow(self):
+        """Whether this loop ends here for ours. Layers that will slide leave the program."""
+        if self.cache.steps == self.steps:
+            return False
+        windows = [layer.window for layer in self.cache.layers if layer.window is not None]
+        return not windows or (self.max_length is not None and self.max_length <= ring_tokens(min(windows)))
+
+
+class _Tokens:
+    """Hands tokens to a streamer, which transformers' loop must not end."""
+
+    def __init__(self, streamer):
+        self.put = streamer.put
+
+    def end(self):
+        pass
+
+
+class _Stops:
+    """Says after each token whether all rows have stopped: on a GPU one token late, when the host need not wait."""
+
+    def __init__(self, ids, streamer, most):
+        """most: the tokens with which every text ends, or None."""
+        self.late, self.streamer, self.most = ids.is_cuda, streamer, most
+        self.pending = collections.deque()
+        if self.late:
+            pinned = {"device": "cpu", "pin_memory": True}
+            self.free = collections.deque(
+                (torch.zeros((), dtype=torch.bool, **pinned), torch.zeros(len(ids), dtype=ids.dtype, **pinned),
+                 torch.cuda.Event())
+                for _ in range(2)
+            )  # fmt: skip
+
+    def __call__(self, unfinished, tokens, length):
+        """How many of the newest tokens came after the last one, or None to go on."""
+        if not self.late:
+            self._put(tokens)
+            return None if bool(unfinished.any()) else 0
+        go_on, on_host, copied = slot = self.free.popleft()
+        go_on.copy_(unfinished.any(), non_blocking=True)
+        if self.streamer is not None:
+            on_host.copy_(tokens, non_blocking=True)
+        copied.record()
+        self.pending.append(slot)
+        while len(self.pending) > (length != self.most):
+            go_on, on_host, copied = slot = self.pending.popleft()
+            self.free.append(slot)
+            copied.synchronize()
+            self._put(on_host.clone())
+            if not go_on:
+                return len(self.pending)
+        return None
+
+    def _put(self, tokens):
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+
+
+def decode(
+    model,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    *,
+    forward,
+    cache_given,
+    streamer=None,
+    keeps_cache=True,
+    **model_kwargs,
+):
+    """transformers' decoding method (custom_generate of generate()): ids [batch, tokens] with the new ones.
+
+    forward: the model's StepForward. cache_given: the RooftileCache of the call. keeps_cache: whether the caller has
+    it, too.
+    """
+    room = input_ids.shape[1] + _ROOM
+    if not cache_given.get_seq_length():
+        cache_given.make_room(min(stopping_criteria.max_length or room, room))
+    first = _FirstTokens(stopping_criteria, forward, cache_given)
+    ids = type(model)._sample(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=first,
+        generation_config=generation_config,
+        streamer=None if streamer is None else _Tokens(streamer),
+        **model_kwargs,
+    )
+    if first.steps_follow() and bool(first.unfinished.any()):
+        ids = _steps(ids, first.unfinished, logits_processor, stopping_criteria, generation_config, forward,
+                     cache_given, streamer, keeps_cache)  # fmt: skip
+    if streamer is not None:
+        streamer.end()
+    return ids
+
+
+def _steps(ids, unfinished, logits_processor, stopping_criteria, config, forward, cache, streamer, keeps_cache):
+    pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
+    pad = None if pad is None else pad.to(ids.device)
+    length, most = ids.shape[1], stopping_criteria.max_length
+    stops, held = _Stops(ids, streamer, most), ids
+    while True:
+        logits = forward.step(held[:, length - 1 : length], cache, None)
+        if logits is None:
+            raise NotSupportedError(
+                "generate: this model's decode steps had a program, and have none any more: it was changed while it "
+                "generated"
+            )
+        scores = logits_processor(held[:, :length], logits[:, -1].to(copy=True, dtype=torch.float32))
+        if config.do_sample:
+            tokens = torch.multinomial(torch.nn.functional.softmax(scores, -1), 1)[:, 0]
+        else:
+            tokens = scores.argmax(-1)
+        if pad is not None:
+            tokens = torch.where(unfinished, tokens, pad)
+        if length == held.shape[1]:
+            held = torch.cat([held, held.new_empty(len(held), length if most is None else most - length)], 1)
+        held[:, length] = tokens
+        length += 1
+        unfinished = unfinished & ~stopping_criteria(held[:, :length], None)
+        behind = stops(unfinished, tokens, length)
+        if behind is not None:
+            if behind and keeps_cache:
+                cache.crop(-behind)
+            return held[:, : length - behind].clone()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of a decode step. Layers that read the same input, and whose weights lie side by side in memory, are one."""
+
+import dataclasses
+import functools
+
+import torch
+
+from rooftile import _C
+from rooftile._arrays import workspace
+from rooftile.errors import NotSupportedError
+from rooftile.gemm import ARRAYS
+from rooftile.nn import PackedLinear
+
+_MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
+
+
+@dataclasses.dataclass
+class Product:
+    """x W^T + bias of one nn.Linear, W4Linear or W8Linear.
+
+    arrays: (weight [N, K],) or the packed arrays. weight: None or the packed weight. bias: [N] or None.
+    """
+
+    arrays: tuple
+    weight: object
+    bias: object
+
+    @classmethod
+    def of(cls, linear):
+        if isinstance(linear, PackedLinear):
+            return cls(tuple(linear._buffers.get(name) for name in ARRAYS), linear.weight, linear.bias)
+        if type(linear) is torch.nn.Linear:
+            return cls((linear.weight,), None, linear.bias)
+        raise NotSupportedError(
+            f"model: no step program of a {type(linear).__name__}; expected nn.Linear, W4Linear or W8Linear"
+        )
+
+    @property
+    def packed(self):
+        return self.weight is not None
+
+    def __call__(self, x, out, activation=None, residual=None):
+        """What computes it when it is called: out [batch, N] of x [batch, K]."""
+        if self.packed:
+            function, weight, rest = _MATMULS[self.weight.BITS], self.weight._handle, (False, workspace, None, None)
+        else:
+            function, weight, rest = _C.linear, self.arrays[0], (workspace, None, None)
+        return functools.partial(function, x, weight, self.bias, activation, residual, out, *rest)
+
+
+def joined(products):
+    """One Product of several with the same input; None where they are of several kinds or lie apart."""
+    if not _alike(products):
+        return None
+    first = products[0]
+    arrays = [_side_by_side(of_each) for of_each in zip(*(p.arrays for p in products), strict=True)]
+    bias = _side_by_side([p.bias for p in products])
+    if any(
+        (array is None) != (own is None)
+        for array, own in zip((*arrays, bias), (*first.arrays, first.bias), strict=True)
+    ):
+        return None
+    weight = None
+    if first.packed:
+        n = sum(p.weight.shape[0] for p in products)
+        layout = {**first.weight.layout, "shape": (n, first.weight.shape[1])}
+        weight = type(first.weight)(*arrays[:3], **layout)
+    return Product(tuple(arrays), weight, bias)
+
+
+def put_side_by_side(linears):
+    """Moves the weights of layers with the same input to memory where they are one product, if they can be one."""
+    products = [Product.of(linear) for linear in linears]
+    if not _alike(products) or joined(products) is not None:
+        return
+    for of_each in zip(*((*p.arrays, p.bias) for p in products), strict=True):
+        if of_each[0] is not None:
+            together = torch.cat([array.detach() for array in of_each])
+            for array, part in zip(of_each, together.split(list(map(len, of_each))), strict=True):
+                array.data = part
+
+
+def _alike(products):
+    """Whether the layers could be one product, if their memory allowed it."""
+    first = products[0]
+    if any(_form(p) != _form(first) for p in products):
+        return False
+    if first.packed:  # a tile of packed rows belongs to one layer; act-order orders one layer's columns
+        whole = all(p.weight.shape[0] % _C.w4_tile_rows == 0 for p in products)
+        return whole and first.weight.perm is None
+    return all(p.arrays[0].is_contiguous() for p in products)
+
+
+def _form(product):
+    """What layers have in common that can be one product."""
+    arrays = [array if array is None else (array.dtype, array.device) for array in (*product.arrays, product.bias)]
+    if not product.packed:
+        return arrays, product.arrays[0].shape[1]
+    return arrays, type(product.weight), {**product.weight.layout, "shape": product.weight.shape[1]}
+
+
+def _side_by_side(arrays):
+    """One array over several that lie behind each other in one memory, or None."""
+    first = arrays[0]
+    if first is None:
+        return None
+    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for array in arrays:
+        if array.data_ptr() != end or array.untyped_storage().data_ptr() != storage:
+            return None
+        end += array.nbytes
+    shape = (sum(map(len, arrays)), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
