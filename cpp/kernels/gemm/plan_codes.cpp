@@ -8,8 +8,7 @@
 namespace rooftile::gpu {
 namespace {
 
-constexpr std::int64_t max_m_group = 8;                // m-blocks whose x is read at the same time
-constexpr int w4_cluster = 2, w4_cluster_tokens = 16;  // two K splits of up to so many tokens are a cluster
+constexpr std::int64_t max_m_group = 8;  // m-blocks whose x is read at the same time
 
 int config_for(std::int64_t tokens) {
   int config = 0;
@@ -64,8 +63,7 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
   int loads = w4_warps * f.stages * w4_stage_bytes(p.bits) + x_tiles * plan.x_tile_tokens * w4_x_tile_pitch(f),
       sums = 0;
   if (!plan.separate_epilogue) {
-    const int shift = std::countr_zero(static_cast<unsigned>(plan.cluster));
-    sums = plan.cluster * w4_epilogue_tiles(plan.gate_tiles > 0, shift).warps * 8 * f.n_tiles * w4_sums_pitch * 4;
+    sums = plan.cluster * w4_epilogue_tiles(plan.gate_tiles > 0, plan.cluster).warps * 8 * f.n_tiles * w4_sums_pitch * 4;
   }
   if (plan.cluster > 1)
     plan.sums_offset = loads = (loads + 15) / 16 * 16;  // a peer's sums land while codes are still read
@@ -94,7 +92,7 @@ int choose_split_k(const GemmProblem& p, int config, std::int64_t n_blocks, std:
                        waves = divide_up(n_blocks * m_blocks * splits, resident_ctas);
     const double kilobytes = rows * static_cast<double>(split_steps) * (16 * p.bits + 2 * tokens) / 1024;
     double us = static_cast<double>(waves) * (kilobytes / 14 + 1.0);
-    if (splits == w4_cluster && clusters) us += 0.5;
+    if (splits == 2 && clusters) us += 0.5;
     else if (splits > 1) us += 1.0 + 2 * static_cast<double>(splits * n_blocks * m_blocks) * rows * tokens * 4 / 3.5e6;
     if (splits > 1 && us >= least) continue;
     least = us;
@@ -214,7 +212,7 @@ void plan_stream(const GemmProblem& p, GemmPlan& plan) {
   plan.path = GemmPath::codes_stream;
   plan.config = config_for(std::min<std::int64_t>(p.m, w4_stream_block_m));
   plan.splits = choose_split_k(p, plan.config);
-  if (p.hopper && plan.splits == w4_cluster && p.m <= w4_cluster_tokens && !gates_apart(p)) plan.cluster = w4_cluster;
+  if (p.hopper && plan.splits == 2 && p.m <= w4_cluster_tokens && !gates_apart(p)) plan.cluster = plan.splits;
   plan.why = p.batch_invariant  ? "the same split-K at every M, as batch_invariant asks"
              : plan.cluster > 1 ? "split-K within clusters: the blocks of N alone would not fill the device evenly"
              : plan.splits > 1  ? "split-K: the blocks of N alone would not fill the device evenly"
@@ -236,10 +234,10 @@ bool stream_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
          check.need(!p.batch_invariant || plan.splits == choose_split_k(p, plan.config), "splits must be ",
                     choose_split_k(p, config_for(16)), ", as batch_invariant asks, got ", plan.splits) &&
          check.need(plan.cluster == 1 ||
-                        (plan.cluster == w4_cluster && plan.splits == w4_cluster && p.hopper && !gates_apart(p) &&
-                         p.m <= w4_cluster_tokens && plan.config <= config_for(w4_cluster_tokens)),
-                    "cluster must be 1, or on Hopper 2 with splits=2 and config at most 1 for up to ",
-                    w4_cluster_tokens, " tokens, got ", plan.cluster);
+                        (plan.cluster == plan.splits && plan.cluster <= w4_cluster_most && p.hopper &&
+                         !gates_apart(p) && p.m <= w4_cluster_tokens && plan.config <= config_for(w4_cluster_tokens)),
+                    "cluster must be 1, or on Hopper as many as splits, at most ", w4_cluster_most,
+                    ", with config at most 1 for up to ", w4_cluster_tokens, " tokens, got ", plan.cluster);
 }
 
 bool wgmma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {

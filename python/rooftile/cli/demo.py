@@ -103,9 +103,8 @@ def measure(args):
         )
     packed = load_gguf(path, dtype="bfloat16", weights="w4a16", device=device)
     on_gpu = device != "cpu"
-    if not on_gpu:  # there is no step program on a GPU yet
-        for model in (plain, packed):
-            rt.accelerate(model, kv_cache=None)
+    for model in (plain, packed):
+        rt.accelerate(model, kv_cache=None)
     rt.warmup(device)
     variants = (m.YARDSTICK, *m.VARIANTS)
     missing = {v.name: v.format and missing_kernel(v.format, plain) for v in variants}
@@ -149,7 +148,7 @@ def measure(args):
             "text": str(args.text) if args.text else f"{TEXT.what}, from the package {TEXT.requirement}",
             "device": device,
             "prompts": "torch sdpa" if on_gpu else "rooftile",
-            "steps": "transformers" if on_gpu else "rt.accelerate",
+            "steps": "rt.accelerate",
             "torch_threads": torch.get_num_threads(),
             "versions": {p.__name__: p.__version__ for p in (rt, torch, transformers)},
             "prompt_tokens": prompt_tokens,

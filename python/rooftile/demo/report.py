@@ -76,11 +76,9 @@ def speed_table(report):
             table.add_section()
     run = report["run"]
     where = report["machine"]["gpu"] if _on_gpu(report) else f"{run['torch_threads']} threads"
-    how = (
-        " Prompts ran on torch's sdpa in every row: prefill has no GPU kernel yet."
-        if _on_gpu(report)
-        else " Steps of rooftile's rows run as one program (rt.accelerate)."
-    )
+    how = " Steps of rooftile's rows run as one program (rt.accelerate)."
+    if _on_gpu(report):
+        how += " Prompts ran on torch's sdpa in every row: prefill has no GPU kernel yet."
     return Group(
         table,
         _note(

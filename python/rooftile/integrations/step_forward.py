@@ -90,7 +90,8 @@ class StepForward:
         """Logits [batch, 1, vocabulary] of one token a row, ids int64 [batch, 1], which the cache then holds; on a GPU
         they are written anew by the next step. None where that is no decode step that has a program.
 
-        given: what else the forward is given, by name; None where an earlier step of this text was compared with it.
+        given: what else the forward is given, by name. None in a loop over tokens, whose first step was a forward: that
+        one was compared with the cache and the model; the others look whether memory moved.
         """
         if type(ids) is not torch.Tensor or ids.ndim != 2 or ids.shape[1] != 1:
             return None
@@ -102,7 +103,9 @@ class StepForward:
         with self._lock:
             if not cache.may_step(ids) or not (given is None or cache.agrees(given)):
                 return None
-            program = self._program_for(ids.shape[0])
+            program = self._programs.get(ids.shape[0]) if given is None else None
+            if program is None or not program.in_place():
+                program = self._program_for(ids.shape[0])
             if program is None or program.device != ids.device:
                 return None
             x = program.embed(ids) if device == "cpu" else None  # refuses wrong ids, which a GPU's kernels do

@@ -23,7 +23,7 @@ class StepGraph:
         self.program, self._caches = program, caches
         self._arrays = [array for cache in caches for array in cache._arrays.values()]
         self._places = list(map(torch.Tensor.data_ptr, self._arrays))
-        self._graph, self._kernels, self._stream = None, [], None
+        self._graph, self._kernels = None, []
         with torch.inference_mode(False), torch.no_grad():  # so that steps in and out of it may write the buffers
             self._make_calls(min(cache.capacity for cache in caches))
 
@@ -76,11 +76,11 @@ class StepGraph:
         return list(map(_call, calls))[len(self._first) :]
 
     def _take_stream(self):
-        """Work of this step behind that of the last one, which another thread may have queued on another stream."""
-        stream = torch.cuda.current_stream(self.program.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        """Work of this step behind that of the program's last one, which may be of another thread and stream."""
+        stream, before = torch.cuda.current_stream(self.program.device), self.program.stream
+        if before is not None and before != stream:
+            stream.wait_stream(before)
+        self.program.stream = stream
 
     def _capture(self):
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.program.device)

@@ -31,7 +31,7 @@ _GATED = {"silu": "silu_mul", "swish": "silu_mul", "gelu": "gelu_mul"} | dict.fr
 )
 # rotary tables of these kinds depend on more than the position: on how long the text has become
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
-_form, _place = operator.attrgetter("shape", "dtype"), torch.Tensor.data_ptr
+_form, _stride, _place = operator.attrgetter("shape", "dtype"), torch.Tensor.stride, torch.Tensor.data_ptr
 _call = functools.partial.__call__
 
 
@@ -49,11 +49,16 @@ class StepProgram:
         # dicts without hooks of users: of all modules, then of each child
         self._hooks = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]
         self.batch = batch
+        self.stream = None  # of a GPU, on which the latest step was queued
         with torch.inference_mode(False):  # so that steps in and out of it may write the buffers
             self._record(model)
         self._seen = tuple(zip(*self._checks, strict=True))
         self._children, self._kinds = zip(*self._classes, strict=True)
-        self._forms, self._places = list(map(_form, self._tensors)), list(map(_place, self._tensors))
+        self._forms, self._strides, self._places = (list(map(of, self._tensors)) for of in (_form, _stride, _place))
+
+    def in_place(self):
+        """Whether the tensors that ops read are where they were."""
+        return list(map(_place, self._tensors)) == self._places
 
     def still_valid(self):
         """Whether modules, tensors, settings and classes are those that were recorded, and there are no hooks."""
@@ -61,8 +66,9 @@ class StepProgram:
         return (
             all(map(operator.is_, map(dict.get, there, keys), seen))
             and all(map(operator.is_, map(type, self._children), self._kinds))
+            and self.in_place()
             and list(map(_form, self._tensors)) == self._forms
-            and list(map(_place, self._tensors)) == self._places
+            and list(map(_stride, self._tensors)) == self._strides
             and all(kind.forward is forward for kind, forward in self._methods)
             and not (any(self._hooks) and any(map(_hooked, self._hooks)))
         )
@@ -91,6 +97,8 @@ class StepProgram:
             raise NotSupportedError(f"model: a step program runs on the CPU or on a GPU, got {device}")
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotSupportedError(f"model: a step program is of float32, float16 or bfloat16, got {dtype}")
+        if device.type == "cuda" and dtype == torch.float32:
+            raise NotSupportedError(f"model: a step program on a GPU is of float16 or bfloat16, got {dtype}")
         layers = self._child(decoder, "layers", torch.nn.ModuleList)
         count = self._value(config, "num_hidden_layers")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of an accelerated model on a GPU: CUDA graphs of the program, over caches that come, grow and go."""
+
+import copy
+import gc
+import itertools
+import pickle
+import threading
+import weakref
+
+import cases
+import pytest
+import rooftile as rt
+import torch
+from rooftile.integrations._models import CACHE
+from rooftile.integrations.step_graph import StepGraph
+from rooftile.integrations.transformers import RooftileCache
+from test_step_loop import make, prompt
+
+if "cuda" not in cases.devices():
+    pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Counts graphs that were captured."""
+    found, capture = [], StepGraph._capture
+    monkeypatch.setattr(StepGraph, "_capture", lambda self: (found.append(self.program.batch), capture(self)))
+    return found
+
+
+def text(model, cache, tokens=24, batch=1, after=None, seed=1):
+    """Logits [tokens, batch, vocabulary] of a prompt and of steps over given tokens. after: called before each step."""
+    torch.manual_seed(seed)
+    ids = torch.randint(3, 300, (batch, 37 + tokens), device="cuda")
+    logits = []
+    with torch.no_grad():
+        model(ids[:, :37], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        for n in range(tokens):
+            if after is not None:
+                after(n)
+            out = model(ids[:, 37 + n : 38 + n], **{CACHE: cache}, use_cache=True)
+            assert out[CACHE] is cache and out.logits.shape == (batch, 1, 300)
+            logits.append(out.logits[:, 0])
+    return torch.stack(logits)
+
+
+def new_cache(model, format="int8", **options):
+    return RooftileCache(model.config, format=format, **options)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("weights", [None, "w4a16", "w8a16"])
+@pytest.mark.parametrize("format", ["fp16", "int4-kivi"])
+def test_logits_are_as_near_to_float32_as_those_of_transformers(family, weights, format, captures):
+    model = make("cuda", family, format, weights)
+    exact = copy.deepcopy(model).to("cpu").float()
+    for module in exact.modules():
+        if isinstance(module, rt.nn.PackedLinear):
+            module.bias = None if module.bias is None else torch.nn.Parameter(module.bias.float(), requires_grad=False)
+    torch.manual_seed(1)
+    ids = torch.randint(3, 300, (2, 61))
+    errors = torch.zeros(2)
+    forward = vars(model).pop("forward")
+    with torch.no_grad():
+        caches = [new_cache(model, kind) for kind in (format, format, "fp32" if format == "fp16" else format)]
+        for n in range(24):
+            tokens = ids[:, :37] if n == 0 else ids[:, 36 + n : 37 + n]
+            ours = (forward if n else model)(tokens.cuda(), **{CACHE: caches[0]}, use_cache=True).logits[:, -1]
+            theirs = model(tokens.cuda(), **{CACHE: caches[1]}, use_cache=True).logits[:, -1]
+            right = exact(tokens, **{CACHE: caches[2]}, use_cache=True).logits[:, -1]
+            if n:
+                errors += torch.stack([(x.cpu().float() - right).square().sum() for x in (ours, theirs)])
+    assert captures == [2] and caches[0].steps == 23 and caches[1].steps == 0
+    assert 0 < errors[0] <= 1.2 * errors[1]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 16, 33])
+def test_graph_on_or_off_the_bits_are_the_same(batch, captures):
+    model = make("cuda", weights="w4a16", kv_cache="int4-kivi")
+    with_graph, without = new_cache(model, "int4-kivi"), new_cache(model, "int4-kivi")
+    expected = text(model, with_graph, batch=batch)
+    assert captures == [batch]
+    assert torch.equal(text(model, without, batch=batch, after=lambda n: setattr(without, "graph", None)), expected)
+    assert captures == [batch]
+
+
+def test_a_cache_that_grows(captures):
+    """Room for 64 tokens, then for twice as many, again and again: other memory, another graph, the same bits."""
+    model = make("cuda")
+    growing, roomy = new_cache(model, capacity=40), new_cache(model, capacity=512)
+    assert torch.equal(text(model, growing, 200), text(model, roomy, 200))
+    assert len(captures) == 3 + 1 and growing.layers[0].cache.capacity == 256
+
+
+def test_caches_in_turns(captures):
+    model = make("cuda")
+    alone = [text(model, new_cache(model), seed=seed) for seed in (1, 2)]
+    captures.clear()
+    caches, logits = [new_cache(model) for _ in range(2)], [[], []]
+    with torch.no_grad():
+        for which, cache in enumerate(caches):
+            torch.manual_seed(1 + which)
+            cache.ids = torch.randint(3, 300, (1, 61), device="cuda")
+            model(cache.ids[:, :37], **{CACHE: cache}, use_cache=True)
+        for n, which in itertools.product(range(24), range(2)):
+            new = caches[which].ids[:, 37 + n : 38 + n]
+            logits[which].append(model(new, **{CACHE: caches[which]}, use_cache=True).logits[:, 0])
+    assert [torch.equal(torch.stack(ours), right) for ours, right in zip(logits, alone, strict=True)] == [True, True]
+    assert captures == [1, 1]
+
+
+def test_threads_on_streams_of_their_own():
+    model = make("cuda", weights="w4a16")
+    expected = [text(model, new_cache(model), 60, seed=seed) for seed in range(6)]
+    torch.cuda.synchronize()
+    found, errors = [None] * 6, []
+
+    def run(which):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                found[which] = text(model, new_cache(model), 60, seed=which)
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(which,)) for which in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert [torch.equal(ours, right) for ours, right in zip(found, expected, strict=True)] == [True] * 6
+
+
+@pytest.mark.parametrize("change", ["data", "moved", "swapped", "eps", "module"])
+def test_what_changes_between_steps_is_seen(change, captures):
+    """The steps behind a change are those of a model that was made so."""
+    model = make("cuda", weights="w4a16")
+    other = copy.deepcopy(model)
+
+    def alter(model):
+        layer = model.model.layers[1]
+        if change == "data":
+            layer.post_attention_layernorm.weight.data = layer.post_attention_layernorm.weight.data * 2
+        elif change == "moved":
+            for array in model.buffers():
+                if array.dtype == torch.uint8:
+                    array.data = array.data.clone()
+        elif change == "swapped":
+            layer.mlp.down_proj = model.model.layers[0].mlp.down_proj
+        elif change == "eps":
+            layer.input_layernorm.variance_epsilon = 0.5
+        else:
+            layer.self_attn = copy.deepcopy(model.model.layers[2].self_attn)
+            layer.self_attn.layer_idx = 1
+
+    before, cache, reference = 10, new_cache(model), new_cache(other)
+    first = text(model, cache, before)
+    assert torch.equal(text(other, reference, before), first)
+    alter(model)
+    alter(other)
+    vars(other).pop("forward")
+    ids = torch.randint(3, 300, (1, 8), device="cuda")
+    with torch.no_grad():
+        for n in range(8):
+            ours = model(ids[:, n : n + 1], **{CACHE: cache}, use_cache=True).logits.float()
+            theirs = other(ids[:, n : n + 1], **{CACHE: reference}, use_cache=True).logits.float()
+            assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+    assert cache.steps == 18 and reference.steps == 10 and len(captures) == 3
+
+
+def test_copies_of_a_cache_go_their_own_ways():
+    model = make("cuda", kv_cache="int4-kivi")
+    cache = new_cache(model, "int4-kivi")
+    text(model, cache, 9)
+    copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    assert [c.graph for c in copies] == [None, None]
+    ids = torch.randint(3, 300, (1, 9), device="cuda")
+    with torch.no_grad():
+        for n in range(9):
+            logits = [model(ids[:, n : n + 1], **{CACHE: c}, use_cache=True).logits for c in (cache, *copies)]
+            assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+def test_a_mask_that_contradicts_the_cache_is_for_transformers():
+    model = make("cuda")
+    inputs, cache = prompt("cuda"), new_cache(model)
+    ones = torch.ones(2, 1, dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        model(**inputs, **{CACHE: cache}, use_cache=True)
+        mask = torch.cat([inputs["attention_mask"], ones], 1)
+        positions = mask.sum(1, keepdim=True) - 1
+        model(ones * 5, attention_mask=mask, position_ids=positions, **{CACHE: cache}, use_cache=True)
+        assert cache.steps == 1
+        mask = torch.cat([mask, ones], 1)
+        model(ones * 5, attention_mask=mask, position_ids=positions, **{CACHE: cache}, use_cache=True)  # one too early
+        assert cache.steps == 1 and cache.get_seq_length() == 39
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn"])
+def test_rotary_tables(rope_type):
+    """Of kinds that depend on the position alone, and of one that depends on how long the text is."""
+    options = {"original_max_position_embeddings": 128} if rope_type == "yarn" else {}
+    rope = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 10000.0, **options}
+    model = make("cuda", rope_parameters=rope)
+    model.config.max_position_embeddings = 64
+    cache, reference = new_cache(model), new_cache(model)
+    ours = text(model, cache, 60)
+    vars(model).pop("forward")
+    theirs = text(model, reference, 60)
+    assert cache.steps == 60 and reference.steps == 0
+    assert (ours - theirs).float().norm() <= 2e-2 * theirs.float().norm()
+
+
+def test_a_graph_goes_with_its_cache():
+    model = make("cuda")
+    cache = new_cache(model)
+    text(model, cache, 5)
+    graph = weakref.ref(cache.graph)
+    cache.reset()
+    gc.collect()
+    assert graph() is None
+    assert torch.equal(text(model, cache, 5), text(model, new_cache(model), 5))
+
+
+def test_float32_on_a_gpu_is_refused_by_name():
+    with pytest.raises(rt.NotSupportedError, match=r"on a GPU is of float16 or bfloat16, got torch\.float32"):
+        make("cuda", dtype=torch.float32)
+
+
+def test_kernels_are_recorded():
+    model = make("cuda", weights="w4a16")
+    cache, found = new_cache(model), []
+    for n in range(4):
+        with rt.record_kernels() as kernels:
+            text(model, cache, 1) if n == 0 else step(model, cache)
+        found.append(kernels[-(3 * 8 + 2) :])
+    assert found[1] == found[2] == found[3] and any("w4" in name for name in found[1])
+
+
+def step(model, cache):
+    with torch.no_grad():
+        return model(torch.full((1, 1), 7, device="cuda"), **{CACHE: cache}, use_cache=True)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate() of an accelerated model: its loop over tokens gives what transformers' loop over the same forward does.
+
+transformers' loop is reached by return_dict_in_generate=True.
+"""
+
+import copy
+
+import cases
+import pytest
+import rooftile as rt
+import torch
+import transformers
+from rooftile.integrations import step_loop
+from rooftile.integrations._models import CACHE
+from rooftile.integrations.transformers import RooftileCache
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+DTYPE = {"cpu": torch.float32, "cuda": torch.float16}
+devices = pytest.mark.parametrize("device", cases.devices())
+
+
+def make(device, family="Llama", kv_cache="int8", weights=None, dtype=None, **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype or DTYPE[device]).eval()
+    for parameter in model.parameters():  # larger than their initial values, so that layers matter
+        parameter.data.normal_(0, 0.08 if parameter.ndim == 2 else 0.3).add_(0 if parameter.ndim == 2 else 1)
+    return rt.accelerate(model.to(device), weights=weights, kv_cache=kv_cache, progress=False)
+
+
+def prompt(device, batch=2, length=37):
+    torch.manual_seed(1)
+    ids = torch.randint(3, 300, (batch, length), device=device)
+    mask = torch.ones_like(ids)
+    mask[-1, : length // 4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many tokens a row came from the loop under test, one number a generate()."""
+    counts, steps = [], step_loop._steps
+
+    def counted(ids, *rest):
+        out = steps(ids, *rest)
+        counts.append(out.shape[1] - ids.shape[1])
+        return out
+
+    monkeypatch.setattr(step_loop, "_steps", counted)
+    return counts
+
+
+class Streamer:
+    def __init__(self):
+        self.seen, self.ended = [], 0
+
+    def put(self, tokens):
+        assert tokens.device.type == "cpu" and not self.ended
+        self.seen.append(tokens.clone())
+
+    def end(self):
+        self.ended += 1
+
+
+def both(model, inputs, **options):
+    """(ids of our loop, of transformers'), each with its random numbers from one seed."""
+    ids = []
+    for own in (True, False):
+        torch.manual_seed(7)
+        out = model.generate(**inputs, **options, return_dict_in_generate=not own)
+        ids.append(out if own else out.sequences)
+    return ids
+
+
+@devices
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True, "top_k": 20, "temperature": 0.8, "top_p": 0.9},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        {"min_new_tokens": 30, "eos_token_id": list(range(3, 150))},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"max_time": 60.0},
+    ],
+    ids=lambda options: "-".join(options) or "greedy",
+)
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_the_tokens_are_those_of_transformers_loop(device, options, batch, taken):
+    model, inputs = make(device), prompt(device, batch)
+    ours, theirs = both(model, inputs, max_new_tokens=40, **options)
+    assert torch.equal(ours, theirs)
+    assert len(taken) == 1 and taken[0] == ours.shape[1] - 37 - 2
+
+
+@devices
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kv_cache", ["int8", "int4-kivi"])
+@pytest.mark.parametrize("weights", [None, "w4a16"])
+def test_every_family(device, family, kv_cache, weights, taken):
+    options = {"sliding_window": None} if family == "Mistral" else {}
+    ours, theirs = both(make(device, family, kv_cache, weights, **options), prompt(device), max_new_tokens=50)
+    assert torch.equal(ours, theirs) and taken == [48]
+
+
+@devices
+def test_rows_end_at_their_own_tokens(device, taken):
+    """One row after the other meets its end; the last one ends the text. Whoever ended is filled up with padding."""
+    model, inputs = make(device), prompt(device, 4)
+    whole = model.generate(**inputs, max_new_tokens=40)[:, 37:]
+    ends = [int(whole[row, n]) for row, n in enumerate((5, 30, 11, 1))]
+    for eos in (ends, ends[:1], ends[1:2], [int(t) for t in whole[:, 0]], [int(t) for t in whole[:, 1]]):
+        for streamer in (None, Streamer()):
+            options = {"max_new_tokens": 40, "eos_token_id": eos}
+            if streamer is not None:
+                options["streamer"] = streamer
+            ours = model.generate(**inputs, **options)
+            theirs = model.generate(**inputs, max_new_tokens=40, eos_token_id=eos, return_dict_in_generate=True)
+            assert torch.equal(ours, theirs.sequences)
+            if streamer is not None:
+                assert streamer.ended == 1
+                assert torch.equal(streamer.seen[0], inputs["input_ids"].cpu())
+                assert torch.equal(torch.stack(streamer.seen[1:], 1), ours[:, 37:].cpu())
+
+
+@devices
+@pytest.mark.parametrize("eos", [False, True])
+def test_a_cache_of_the_callers_holds_all_but_the_last_token(device, eos, taken):
+    """What was computed one step too far is taken back, and a next turn goes on behind it."""
+    model, inputs = make(device, kv_cache="int4-kivi"), prompt(device, 1)
+    inputs = {"input_ids": inputs["input_ids"]}
+    end = int(model.generate(**inputs, max_new_tokens=20)[0, 37 + 11]) if eos else None
+    turns = []
+    for own in (True, False):
+        cache = RooftileCache(model.config, format="int4-kivi", turns=True)
+        options = {CACHE: cache, "max_new_tokens": 20, "eos_token_id": end, "return_dict_in_generate": not own}
+        out = model.generate(**inputs, **options)
+        first = out if own else out.sequences
+        assert cache.get_seq_length() == first.shape[1] - 1
+        assert [layer.cache.lengths for layer in cache.layers] == [[first.shape[1] - 1]] * 3
+        again = torch.cat([first, inputs["input_ids"][:, :9]], 1)
+        out = model.generate(again, **{**options, "eos_token_id": None})
+        turns.append((first, out if own else out.sequences))
+    assert torch.equal(turns[0][0], turns[1][0]) and torch.equal(turns[0][1], turns[1][1])
+    assert len(taken) == (3 if eos else 2)
+
+
+@devices
+def test_stop_strings_beams_and_dicts_take_transformers_loop(device, taken):
+    model, inputs = make(device), prompt(device)
+    for options in (
+        {"num_beams": 2},
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"use_cache": False},
+        {"prefill_chunk_size": 8},
+    ):
+        model.generate(**inputs, max_new_tokens=6, **options)
+    assert taken == []
+
+
+@devices
+def test_windows_that_will_slide_take_transformers_loop(device, taken):
+    model, inputs = make(device, "Mistral", sliding_window=48), prompt(device)
+    for tokens, own in ((20, True), (300, False)):
+        taken.clear()
+        ours, theirs = both(model, inputs, max_new_tokens=tokens)
+        assert torch.equal(ours, theirs) and bool(taken) is own
+
+
+@devices
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_that_moves_in_between(device, kept):
+    """A layer's weights that somebody moves while tokens are streamed are read where they are; a layer that has become
+    one without a program ends the text with an error."""
+    model, inputs = make(device, weights="w4a16"), prompt(device)
+    expected = model.generate(**inputs, max_new_tokens=30)
+
+    class Meddler(Streamer):
+        def put(self, tokens):
+            super().put(tokens)
+            layer = model.model.layers[1]
+            if len(self.seen) == 9:
+                for array in layer.mlp.down_proj.buffers():
+                    array.data = array.data.clone()
+                if not kept:
+                    layer.register_forward_hook(lambda *_: None)
+
+    if kept:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=30, streamer=Meddler()), expected)
+        return
+    with pytest.warns(UserWarning, match="decode steps run in transformers"):
+        with pytest.raises(rt.NotSupportedError, match="changed while it generated"):
+            model.generate(**inputs, max_new_tokens=30, streamer=Meddler())
+
+
+@devices
+def test_an_error_of_the_callers_leaves_the_model_usable(device):
+    model, inputs = make(device), prompt(device)
+    expected = model.generate(**inputs, max_new_tokens=30)
+
+    class Full(Streamer):
+        def put(self, tokens):
+            super().put(tokens)
+            if len(self.seen) == 9:
+                raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        model.generate(**inputs, max_new_tokens=30, streamer=Full())
+    assert torch.equal(model.generate(**inputs, max_new_tokens=30), expected)
+
+
+@devices
+def test_criteria_of_the_callers(device, taken):
+    """A criterion sees every token, and ends the text."""
+    model, inputs = make(device), prompt(device)
+    seen = []
+
+    class After(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            seen.append(input_ids.clone())
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 37 + 12, device=input_ids.device)
+
+    for own in (True, False):
+        criteria = transformers.StoppingCriteriaList([After()])
+        out = model.generate(**inputs, max_new_tokens=40, stopping_criteria=criteria, return_dict_in_generate=not own)
+        ids = out if own else out.sequences
+        assert ids.shape[1] == 37 + 12
+    assert taken == [10] and torch.equal(ids, seen[11]) and seen[0].shape[1] == 38
+
+
+@devices
+def test_weights_that_lie_apart_again(device):
+    """A copy on another device, or a layer with new weights, has the same program from several products."""
+    model, inputs = make(device, weights="w4a16"), prompt(device)
+    expected = model.generate(**inputs, max_new_tokens=30)
+    other = copy.deepcopy(model)
+    attention = other.model.layers[1].self_attn
+    for linear in (attention.q_proj, attention.k_proj):
+        for array in linear.buffers():
+            array.data = array.data.clone()
+    found = other.generate(**inputs, max_new_tokens=30)
+    assert list(other.forward._programs) == [2]
+    if device == "cpu":  # on a GPU the splits of K depend on N
+        assert torch.equal(found, expected)
