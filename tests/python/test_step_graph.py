@@ -29,10 +29,14 @@ def captures(monkeypatch):
     return found
 
 
+def some_ids(batch, columns, seed=1):
+    generator = torch.Generator().manual_seed(seed)  # torch's own one is shared by threads
+    return torch.randint(3, 300, (batch, columns), generator=generator).cuda()
+
+
 def text(model, cache, tokens=24, batch=1, after=None, seed=1):
     """Logits [tokens, batch, vocabulary] of a prompt and of steps over given tokens. after: called before each step."""
-    torch.manual_seed(seed)
-    ids = torch.randint(3, 300, (batch, 37 + tokens), device="cuda")
+    ids = some_ids(batch, 37 + tokens, seed)
     logits = []
     with torch.no_grad():
         model(ids[:, :37], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
@@ -100,8 +104,7 @@ def test_caches_in_turns(captures):
     caches, logits = [new_cache(model) for _ in range(2)], [[], []]
     with torch.no_grad():
         for which, cache in enumerate(caches):
-            torch.manual_seed(1 + which)
-            cache.ids = torch.randint(3, 300, (1, 61), device="cuda")
+            cache.ids = some_ids(1, 61, 1 + which)
             model(cache.ids[:, :37], **{CACHE: cache}, use_cache=True)
         for n, which in itertools.product(range(24), range(2)):
             new = caches[which].ids[:, 37 + n : 38 + n]
