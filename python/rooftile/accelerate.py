@@ -13,19 +13,20 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
     """Makes a causal language model of transformers fast, in place, and returns it.
 
     model: Llama, Mistral, Qwen2 or Qwen3 of transformers (LlamaForCausalLM, ...), on the CPU or one GPU (there in
-    float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are rounded so (quantize_); None leaves them as they are. head: the same for
-    the output head alone, whose reading takes a sixth of a small model's step; it is untied from the embedding then,
-    and the model cannot be saved. kv_cache: the format of the caches (set_kv_cache), a name or a dict; None leaves that
-    as it is. progress: a bar while weights are rounded.
+    float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are rounded so (quantize_); None
+    leaves them as they are. head: the same for the output head alone, whose reading takes a sixth of a small model's
+    step; it is untied from the embedding then, and the model cannot be saved. kv_cache: the format of the caches
+    (set_kv_cache), a name or a dict; None leaves that as it is. progress: a bar while weights are rounded.
 
     From then on a forward over one new token a row and a RooftileCache, of every generate() and pipeline, runs as one
     list of ops on buffers of its own (a step program, recorded at the first step of each batch size), on a GPU as a
     CUDA graph of them (captured at the second step over each cache). Weights of q, k and v, and of gate and up, move to
     lie side by side, so that each is one product. generate(), greedy or sampling, has its own loop over tokens then
-    (with kv_cache=, or after set_kv_cache); on a GPU the host is a token behind. Prompts, several new tokens of a row at
-    once, gradients, autocast, torch.compile and what else is no such step run in transformers as before. The step computes what the layers say: in float32 the greedy tokens are those of transformers' forward, but
-    for ties that rounded codes of a cache may turn; in 16 bits logits differ by roundings. Layers with hooks, of other
-    classes, or on another device are not bypassed: their steps run in transformers, with a warning.
+    (with kv_cache=, or after set_kv_cache); on a GPU the host is a token behind. Prompts, several new tokens of a row
+    at once, gradients, autocast, torch.compile and what else is no such step run in transformers as before. The step
+    computes what the layers say: in float32 the greedy tokens are those of transformers' forward, but for ties that
+    rounded codes of a cache may turn; in 16 bits logits differ by roundings. Layers with hooks, of other classes, or on
+    another device are not bypassed: their steps run in transformers, with a warning.
 
         model = transformers.AutoModelForCausalLM.from_pretrained("llama", dtype="bfloat16")
         rt.accelerate(model, weights="w4a16", kv_cache="int4-kivi", head="w8a16")

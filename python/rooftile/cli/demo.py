@@ -104,7 +104,7 @@ def measure(args):
     packed = load_gguf(path, dtype="bfloat16", weights="w4a16", device=device)
     on_gpu = device != "cpu"
     for model in (plain, packed):
-        rt.accelerate(model, kv_cache=None)
+        rt.accelerate(model)
     rt.warmup(device)
     variants = (m.YARDSTICK, *m.VARIANTS)
     missing = {v.name: v.format and missing_kernel(v.format, plain) for v in variants}
@@ -126,7 +126,7 @@ def measure(args):
             "cache_bytes": size,
             **m.speed_figures(runner, prompt_tokens, runners[0]),
             "quality": quality,
-            "words": tokenizer.decode(runner.written),
+            "words": tokenizer.decode(runner.ids[0, prompt_tokens:][: decode_tokens + 1]),
             "kernels": sorted(runner.kernels),
         }
     rows = [

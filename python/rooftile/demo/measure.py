@@ -2,12 +2,14 @@
 """The variants of the demo, and what is measured about each: memory, speed, quality, the kernels that ran."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
 
 import torch
 from transformers import DynamicCache
+from transformers.generation import BaseStreamer
 
 import rooftile as rt
 from rooftile import evaluate
@@ -51,6 +53,19 @@ def cache_bytes(cache):
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
+class _Clock(BaseStreamer):
+    """Notes when generate() hands over each token."""
+
+    def __init__(self):
+        self.at = []
+
+    def put(self, tokens):
+        self.at.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
 class Runner:
     """One variant on its model: makes its caches and notes the kernels that rooftile ran. Called like the model."""
 
@@ -60,13 +75,14 @@ class Runner:
         self.set_attn_implementation = model.set_attn_implementation
         self.attention = "sdpa" if variant.format is None else "rooftile"
         self.kernels = set()
-        self.cache = None
-        self.prefill_seconds, self.decode_seconds, self.written = [], [], []
+        self.cache = self.ids = None  # ids [1, tokens]: the prompt and what was written
+        self.prefill_seconds, self.decode_seconds = [], []
 
     def new_cache(self, capacity, stepwise=False):
         if self.variant.format is None:
             return DynamicCache(config=self.config)
-        return RooftileCache(self.config, format=self.variant.format, capacity=capacity, stepwise=stepwise)
+        options = {"capacity": capacity, "stepwise": stepwise, "turns": not stepwise}
+        return RooftileCache(self.config, format=self.variant.format, **options)
 
     @torch.inference_mode()
     def __call__(self, ids, **options):
@@ -74,16 +90,6 @@ class Runner:
             out = self.model(ids, **options)
         self.kernels.update(kernels)
         return out
-
-    def step(self, ids):
-        """Seconds of one forward over ids [1, T] behind what the cache holds; the likeliest next token is written."""
-        self.wait()
-        start = time.perf_counter()
-        out = self(ids, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1)
-        self.wait()
-        seconds = time.perf_counter() - start
-        self.written.append(int(out.logits[0, -1].argmax()))
-        return seconds
 
     def wait(self):
         """Until the work before is done."""
@@ -93,24 +99,40 @@ class Runner:
     def prefill(self, prompt, capacity):
         """Times one forward over the prompt [1, T] into a fresh cache, and starts the text anew."""
         self.set_attn_implementation(self.attention)
-        self.cache, self.written = self.new_cache(capacity), []
-        self.prefill_seconds.append(self.step(prompt))
+        self.cache = self.new_cache(capacity)
+        self.wait()
+        start = time.perf_counter()
+        out = self(prompt, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1)
+        self.wait()
+        self.prefill_seconds.append(time.perf_counter() - start)
+        self.ids = torch.cat([prompt, out.logits[:, -1].argmax(-1, keepdim=True)], 1)
 
     def decode(self, steps):
-        """Times greedy steps, one by one."""
+        """Times greedy steps, from token to token of a generate() that goes on with the text."""
         self.set_attn_implementation(self.attention)
-        for _ in range(steps):
-            self.decode_seconds.append(self.step(torch.tensor([self.written[-1:]], device=self.device)))
+        clock, options = _Clock(), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with rt.record_kernels() as kernels:
+            self.ids = self.model.generate(
+                self.ids,
+                attention_mask=torch.ones_like(self.ids),
+                max_new_tokens=steps + 1,
+                streamer=clock,
+                **{CACHE: self.cache},
+                **options,
+            )
+        self.kernels.update(kernels)
+        self.decode_seconds += [after - before for before, after in itertools.pairwise(clock.at[1:])]
 
 
 def measure_speed(runners, prompt, steps, rounds, advance):
     """Prefill and decode of all runners, taking turns, so that a slow moment of the machine hits all of them alike."""
-    capacity = prompt.shape[1] + steps
+    turns = 4
+    capacity = prompt.shape[1] + steps + turns  # each turn begins with one token more
     # First calls: pages, thread pools, code paths. On a GPU everything once, because torch's attention may plan its
     # work anew for every length it has not seen, which costs more than the attention itself.
     first, first_steps = (prompt, steps) if prompt.is_cuda else (prompt[:, :64], 2)
     for runner in runners:
-        runner.prefill(first, first.shape[1] + first_steps)
+        runner.prefill(first, first.shape[1] + first_steps + 1)
         runner.decode(first_steps)
         runner.prefill_seconds.clear()
         runner.decode_seconds.clear()
@@ -119,7 +141,6 @@ def measure_speed(runners, prompt, steps, rounds, advance):
         for runner in runners:
             runner.prefill(prompt, capacity)
             advance()
-    turns = 4
     for turn in range(turns):
         share = steps * (turn + 1) // turns - steps * turn // turns
         for runner in runners:
