@@ -69,7 +69,7 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
   if (plan.cluster > 1)
     plan.sums_offset = loads = (loads + 15) / 16 * 16;  // a peer's sums land while codes are still read
   plan.threads = 32 * w4_warps;
-  const int least = p.bits == 8 ? w8_stream_least_shared : 0;
+  const int least = w8_stream_least_shared;
   plan.shared_bytes = static_cast<std::size_t>(std::max({loads, plan.sums_offset + sums, least}));
 }
 
