@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole model of transformers on rooftile: weights, cache, and decode steps that run as one program."""
 
+import contextlib
+
 from rooftile._arrays import check_flag, must_be
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.kv_model import set_kv_cache
@@ -52,7 +54,10 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
     # what may be refused, before anything changes
     StepProgram(model, 1)
     if kv_cache is not None:
-        RooftileCache(model.config, format=kv_cache)
+        with _naming("kv_cache"):
+            RooftileCache(model.config, format=kv_cache)
+    if weights is not None:
+        _check_bits(model, weights.bits)
     output = model.get_output_embeddings()
     if head is not None:
         if type(output) is not torch.nn.Linear:
@@ -62,7 +67,8 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
         head = head.fitting("accelerate: head", output.weight.shape)
         head.in_range("accelerate: head", output.weight)
     if weights is not None:
-        quantize_(model, weights, progress=progress)
+        with _naming("weights"):
+            quantize_(model, weights, progress=progress)
     if head is not None:
         model.set_output_embeddings(head.module_of(output))
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
@@ -76,6 +82,27 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
     if "forward" not in vars(model):
         model.forward = StepForward(model)
     return model
+
+
+@contextlib.contextmanager
+def _naming(argument):
+    """Errors of what is called inside begin with the argument that it is called for."""
+    try:
+        yield
+    except (ArgumentError, ArgumentTypeError, NotSupportedError) as error:
+        raise type(error)(f"accelerate: {argument}: {error}") from None
+
+
+def _check_bits(model, bits):
+    """Raises ArgumentError where a layer is packed in other bits, which rounding would leave as they are."""
+    from rooftile.nn import PackedLinear
+
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear) and module.WEIGHT.BITS != bits and not name.endswith("lm_head"):
+            raise ArgumentError(
+                f"accelerate: weights: '{name}' is a {type(module).__name__} already, expected an nn.Linear or "
+                f"{bits} bits; pass weights=None to keep the model's"
+            )
 
 
 def _no_saving(*args, **options):

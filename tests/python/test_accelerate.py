@@ -677,8 +677,8 @@ def test_models_without_a_program_are_refused_before_they_change(model, said):
     "options, error, said",
     [
         ({"weights": "w4a17"}, rt.ArgumentError, "accelerate: weights must be"),
+        ({"kv_cache": "int5"}, rt.ArgumentError, "accelerate: kv_cache: "),
         ({"head": 4}, rt.ArgumentTypeError, "accelerate: head must be None, a name, a W4A16 or a W8A16, got int"),
-        ({"kv_cache": "int5"}, rt.ArgumentError, "int5"),
         ({"head": rt.W4A16(group_size=384)}, rt.ArgumentError, "accelerate: head"),
     ],
 )
@@ -687,6 +687,15 @@ def test_wrong_arguments_are_refused_before_anything_changes(options, error, sai
     with pytest.raises(error, match=said):
         rt.accelerate(model, **options)
     assert type(model.lm_head) is torch.nn.Linear and "forward" not in vars(model)
+
+
+def test_layers_in_other_bits_are_named():
+    model = rt.accelerate(make(dtype=torch.bfloat16), weights="w4a16", head="w8a16", progress=False)
+    layers = [type(m) for m in model.modules()]
+    rt.accelerate(model, weights="w4a16", progress=False)  # packed so already
+    with pytest.raises(rt.ArgumentError, match=r"accelerate: weights: 'model\.layers\.0\..*' is a W4Linear already"):
+        rt.accelerate(model, weights="w8a16", progress=False)
+    assert [type(m) for m in model.modules()] == layers
 
 
 def test_not_a_model():

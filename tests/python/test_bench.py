@@ -408,6 +408,21 @@ def test_a_package_that_does_not_import_is_missing(monkeypatch):
     assert result["missing"] == ["machete", "marlin"] and result["left_out"] == notes.left_out
 
 
+def test_whole_model(tmp_path, capsys):
+    script = bench_scripts.load("whole_model")
+    sizes = ["--prompt", "9", "--tokens", "6", "--batch", "1,3"]
+    script.main(["--config", "tiny", "--device", "cpu", *sizes, "--commit", "abc", "--json", str(tmp_path / "m.json")])
+    result = json.loads((tmp_path / "m.json").read_text())
+    assert (result["schema"], result["family"], result["commit"]) == (1, "whole_model", "abc")
+    assert result["run"] == {"config": "tiny", "prompt": 9, "tokens": 6, "device": "cpu"}
+    assert [(row["name"], row["batch"]) for row in result["rows"]] == [(n, b) for n in script.ROWS for b in (1, 3)]
+    for row in result["rows"]:
+        assert len(row["ms_per_token_rounds"]) == 3 and row["prompt_ms"] > 0 and row["peak_gib"] is None
+    assert capsys.readouterr().out.count("8-bit head") == 2
+    with pytest.raises(SystemExit):
+        script.main(["--tokens", "1"])
+
+
 def test_the_host_cost_of_calls(capsys, monkeypatch):
     """The script measures every case, the longer one as longer, and says so in JSON."""
     script = bench_scripts.load("host_cost")

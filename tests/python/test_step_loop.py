@@ -198,6 +198,25 @@ def test_memory_that_moves_in_between(device, kept):
             model.generate(**inputs, max_new_tokens=30, streamer=Meddler())
 
 
+def test_weights_of_a_joined_product_that_change_in_between():
+    """q is a part of one product with k and v: other memory with other values is read from the next step on."""
+    found = []
+    for own in (True, False):
+        model, inputs = make("cpu"), prompt("cpu")
+
+        class Meddler(Streamer):
+            def put(self, tokens, model=model):
+                super().put(tokens)
+                if len(self.seen) == 9:
+                    weight = model.model.layers[1].self_attn.q_proj.weight
+                    weight.data = -3 * weight.data
+
+        out = model.generate(**inputs, max_new_tokens=30, streamer=Meddler(), return_dict_in_generate=not own)
+        found.append(out if own else out.sequences)
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], make("cpu").generate(**inputs, max_new_tokens=30))
+
+
 @devices
 def test_an_error_of_the_callers_leaves_the_model_usable(device):
     model, inputs = make(device), prompt(device)

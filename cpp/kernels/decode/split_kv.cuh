@@ -28,7 +28,6 @@
 #include "kernels/decode/cluster_reduction.cuh"
 #include "kernels/decode/epilogue.cuh"
 #include "kernels/decode/mainloop.cuh"
-#include "kernels/decode/prefetch.cuh"
 #include "kernels/decode/reduction.cuh"
 #include "kernels/decode/work_range.cuh"
 #include "tile/cta_sync.cuh"
@@ -162,10 +161,6 @@ __global__ __launch_bounds__(32 * Config::warps,
   if constexpr (Config::clusters)
     if (tile::has_clusters && p.cluster_size > 1) tile::arrive_at_cluster();
   prefetch_lengths(p);
-  if constexpr (tile::has_clusters) {  // before Hopper there is no bulk prefetch
-    const int lane = static_cast<int>(threadIdx.x) - 32 * (Config::warps - 1);
-    if (lane >= 0) prefetch_kv<DecodeTraits<Config>::format>(p, lane);
-  }
   tile::wait_for_previous_kernel();
   tile::let_next_kernel_start();  // after the wait: combine relies on what this kernel waited for
   SplitKv<Config>(p, *reinterpret_cast<SharedStorage<DecodeTraits<Config>>*>(bytes)).run();

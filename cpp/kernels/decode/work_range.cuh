@@ -5,6 +5,7 @@
 #include "kernels/decode/params.h"
 #include "kernels/decode/queries.cuh"
 #include "kernels/decode/scheduler.h"
+#include "tile/copy.cuh"
 
 namespace rooftile::gpu {
 
@@ -32,6 +33,18 @@ struct WorkRange {
 
 // Neighbouring work ranges run on one SM: if only every second range has work, no two ranges with work share an SM.
 __device__ __forceinline__ int work_range_index() { return static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y); }
+
+// Prefetches into L2 what find_work_range will read, while the previous kernel still runs. The previous kernel may
+// still change the values, so nothing is read here.
+__device__ __forceinline__ void prefetch_lengths(const DecodeParams& p) {
+  const int b = threadIdx.x;
+  if (b >= 32 || b >= p.batch) return;
+  if (p.counts) tile::prefetch_l2(p.counts + b);
+  if (p.rows) return tile::prefetch_l2(p.rows + b);  // the cache rows are unknown until p.rows is read
+  if (b >= p.cache.max_rows) return;
+  tile::prefetch_l2(p.cache.lengths + b);
+  if (p.cache.raw_from) tile::prefetch_l2(p.cache.raw_from + b);
+}
 
 // A part of one work tile, number tile_index of the batch. work_of(b) returns the work of batch entry b.
 template <class WorkOf>

@@ -147,7 +147,7 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
   using SmemLayoutSum = decltype(cute::composition(
       SumsSwizzle{}, cute::Layout<cute::Shape<cute::_16, BLK_N>, cute::Stride<cute::_1, cute::Int<w4_sums_pitch>>>{}));
   CUTE_HOST_DEVICE static auto sums_of_warps(int warps) {
-    return cute::make_layout(cute::Shape<cute::Int<w4_warps>, cute::Int<w4_cluster_most>>{},
+    return cute::make_layout(cute::Shape<cute::Int<w4_warps>, cute::_2>{},
                              cute::make_stride(cute::size(SmemLayoutSum{}), warps * cute::size(SmemLayoutSum{})));
   }
 

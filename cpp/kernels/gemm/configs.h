@@ -103,8 +103,6 @@ constexpr int w4_wgmma_shared_bytes(int bits, W4WgmmaConfig config) {
 inline constexpr int w4_wgmma_x_tile_k = 64;  // k of a TMA load of x: 128 bytes
 // Whether the config may run stream-K: with two CTAs per SM it gained nothing.
 constexpr bool w4_stream_k(W4WgmmaConfig config) { return config.ctas_per_sm == 1; }
-// stream_codes.cuh on Hopper: up to so many K splits of up to so many tokens are a cluster.
-inline constexpr int w4_cluster_most = 8, w4_cluster_tokens = 16;
 inline constexpr int w4_stream_max_m = 16;  // up to so many tokens stream_codes.cuh runs on Hopper too
 
 // gather_x.cuh: threads of a CTA, and columns they copy at once.
@@ -122,13 +120,13 @@ inline constexpr int w4_expand_threads = 256;
 constexpr int w4_x_tile_pitch(W4StreamConfig config) { return 2 * config.x_tile_k + 16; }
 
 // The epilogue of one CTA of stream_codes.cuh: `tiles` output tiles of 16 columns of y, from the sums of `warps` warps
-// (twice as many as tiles where a gate is combined with its up projection). The first CTAs of a cluster get as many
-// tiles as each other, the last ones fewer or none.
+// (twice as many as tiles where a gate is combined with its up projection). The CTAs of a cluster get equally many
+// tiles.
 struct W4EpilogueTiles {
   int tiles, warps;
 };
-constexpr W4EpilogueTiles w4_epilogue_tiles(bool gated, int cluster) {
-  const int all = gated ? w4_warps / 2 : w4_warps, tiles = (all + cluster - 1) / cluster;
+constexpr W4EpilogueTiles w4_epilogue_tiles(bool gated, int cluster_shift) {
+  const int all = gated ? w4_warps / 2 : w4_warps, tiles = all >> cluster_shift > 0 ? all >> cluster_shift : 1;
   return {tiles, gated ? 2 * tiles : tiles};
 }
 inline constexpr int w4_sums_pitch = w4_warp_rows;  // floats from a token to the next

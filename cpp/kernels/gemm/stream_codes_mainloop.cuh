@@ -20,10 +20,9 @@ template <class Traits>
 __device__ __forceinline__ W4StreamWorkTile w4_stream_work_tile(const CodesParams& p) {
   W4StreamWorkTile at;
   unsigned m_block = 0;
-  if (p.cluster > 1) {
-    const tile::ClusterCoord coord = tile::cluster_coord();
-    at.split = coord.rank;
-    at.n_block = coord.cluster;
+  if (p.cluster_shift > 0) {
+    at.split = blockIdx.x & ((1u << p.cluster_shift) - 1);
+    at.n_block = blockIdx.x >> p.cluster_shift;
   } else {
     const StreamWorkTile cta = stream_work_tile(static_cast<int>(blockIdx.x), p.by_m_blocks, p.by_n_blocks);
     m_block = cta.m_block;

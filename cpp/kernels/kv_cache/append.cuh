@@ -19,9 +19,7 @@
 // latency of the chain row -> length -> block table -> data; k and v are loaded before the chain, because their
 // addresses do not depend on it.
 //
-// PDL: the kernel starts while the previous kernel runs and reads its results only after wait_for_previous_kernel. The
-// next one may start at once, so that attention can ask L2 for K and V: it waits for this kernel, all of whose threads
-// wait for the previous one. Lengths and block table are asked for before the wait: what is read then is a hint.
+// PDL: the kernel starts while the previous kernel ends and reads its results only after wait_for_previous_kernel.
 #pragma once
 
 #include <cstddef>
@@ -140,9 +138,8 @@ __global__ __launch_bounds__(append_warps * 32,
              second = preload_q && first_tile.head + 1 < p.q_heads;
   RotaryPair<T> pair[2] = {};  // (2 heads of q; or k in [0])
   Angles angles{};
-  tile::let_next_kernel_start();
-  if (threadIdx.x == 0) prefetch_entry(p, b);
   tile::wait_for_previous_kernel();
+  tile::let_next_kernel_start();
   e = load_entry(p, b);
   if (preload_rotates) {
     const std::int64_t position = position_of(p.rope, b, token);

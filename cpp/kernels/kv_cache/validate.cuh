@@ -4,7 +4,6 @@
 #pragma once
 
 #include "kernels/kv_cache/params.h"
-#include "tile/copy.cuh"
 #include "tile/rope.cuh"
 
 namespace rooftile::gpu {
@@ -22,17 +21,6 @@ __device__ __forceinline__ std::int64_t position_of(const RopeTables& r, int b, 
 
 __device__ __forceinline__ AppendEntry load_entry(const AppendParams& p, int b) {
   return {.row = p.rows ? p.rows[b] : b, .tokens = p.counts ? p.counts[b] : p.tokens};
-}
-
-// Asks L2 for what the chain row -> length -> block table will read. Any of it may still change; nothing is left in L1.
-__device__ __forceinline__ void prefetch_entry(const AppendParams& p, int b) {
-  const KvCacheView& c = p.c;
-  const int row = p.rows ? __ldcg(p.rows + b) : b;
-  if (row < 0 || row >= c.max_rows) return;
-  const int length = __ldcg(c.lengths + row), index = length >> p.log2_page_size;
-  if (c.raw_from) tile::prefetch_l2(c.raw_from + row);
-  if (c.block_table && index >= 0 && index < c.max_pages)
-    tile::prefetch_l2(c.block_table + row * c.table_stride + index);
 }
 
 __device__ __forceinline__ void validate(const AppendParams& p, int b, AppendEntry& e) {

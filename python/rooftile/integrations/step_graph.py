@@ -57,9 +57,8 @@ class StepGraph:
         self._take_stream()
         self._ids.copy_(ids, non_blocking=True)
         if self._rotation is not None:
-            for array, new in zip(
-                self._rotation, self.program.rotation(self.program.x, self._caches[0].seq_lens), strict=True
-            ):
+            now = self.program.rotation(self.program.x, self._caches[0].seq_lens)
+            for array, new in zip(self._rotation, now, strict=True):
                 array.copy_(new)
         if self._graph is not None:
             self._graph.replay()

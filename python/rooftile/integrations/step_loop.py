@@ -31,9 +31,9 @@ def is_for(setting):
 class _FirstTokens(StoppingCriteriaList):
     """The call's criteria, which also stop transformers' loop when a step of the program was taken."""
 
-    def __init__(self, criteria, forward, cache):
+    def __init__(self, criteria, cache):
         super().__init__(criteria)
-        self.forward, self.cache, self.steps = forward, cache, cache.steps
+        self.cache, self.steps = cache, cache.steps
         self.unfinished = None  # [batch], rows that go on
 
     def __call__(self, input_ids, scores, **kwargs):
@@ -120,7 +120,7 @@ def decode(
     room = input_ids.shape[1] + _ROOM
     if not cache_given.get_seq_length():
         cache_given.make_room(min(stopping_criteria.max_length or room, room))
-    first = _FirstTokens(stopping_criteria, forward, cache_given)
+    first = _FirstTokens(stopping_criteria, cache_given)
     ids = type(model)._sample(
         model,
         input_ids,
