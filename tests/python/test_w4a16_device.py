@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of 4 and 8 bits and their products on every device that has kernels; the same bytes everywhere."""
 
+import itertools
+
 import cases
 import closeness
 import numpy as np
@@ -496,6 +498,27 @@ def test_bits_do_not_depend_on_stream_k(bits, kind, dtype, device):
         some = (codes[:few], scales[:few], None if zeros is None else zeros[:few])
         some = w4.weight(*some, kind, dtype, group=group, bits=bits).to(device)
         closeness.assert_bits_equal(y[:, :few], w4.matmul(x, some), f"{few} rows of W")
+
+
+@pytest.mark.parametrize("bits, kind", w4.FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_splits_in_a_cluster_have_the_bits_of_splits_in_the_workspace(bits, kind, dtype, device):
+    cuda_only(device)
+    if not takes_tiles(device, 17):
+        pytest.skip("clusters need Hopper")
+    # (N, K, group, splits that leave none of them empty)
+    shapes = ((384, 4096, 128, range(2, 9)), (32, 8192, 32, range(2, 9)), (300, 3200, 64, (2, 3, 4, 5, 7)))
+    for n, k, group, all_splits in shapes:
+        w, _ = weight(n, k, group, kind, device, scale_dtype=dtype, bits=bits)
+        x, bias, residual = (
+            cases.tensor(cases.values(s, dtype, "clusters", *s), dtype, device) for s in ((16, k), (n,), (16, n // 2))
+        )
+        gates_beside_ups = n % 32 == 0
+        for m, splits, gated in itertools.product((1, 3, 8, 9, 16), all_splits, (False, True)[: 1 + gates_beside_ups]):
+            options = {"bias": bias} | ({"activation": "silu_mul", "residual": residual[:m]} if gated else {})
+            plan = f"stream config={0 if m <= 8 else 1} splits={splits} cluster="
+            in_cluster, apart = (w4.matmul(x[:m], w, plan=plan + str(c), **options) for c in (splits, 1))
+            closeness.assert_bits_equal(in_cluster, apart, f"{n} x {k}, {m} tokens, {splits} splits")
 
 
 @pytest.mark.parametrize("m, n, k, group", STREAM_K)

@@ -115,6 +115,7 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
   }
   static constexpr W4StreamConfig config = w4_stream_config(bits, config_);
   static constexpr int n_tiles = config.n_tiles, x_tile_steps = config.x_tile_k / w4_step_k;
+  static constexpr bool clusters = 8 * n_tiles <= w4_cluster_tokens;  // whether K splits may be a cluster
   static constexpr int ctas_per_sm = minima && n_tiles == 8 ? 1 : 2;  // sums of x take 32 registers more
   static constexpr int k_blocks_per_sum = small_groups ? 1 : 2;       // of 32 k: the sum that is scaled in fp32
   // The wait for a step's codes is also the wait for the tile of x that was loaded a tile before.
@@ -147,7 +148,7 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
   using SmemLayoutSum = decltype(cute::composition(
       SumsSwizzle{}, cute::Layout<cute::Shape<cute::_16, BLK_N>, cute::Stride<cute::_1, cute::Int<w4_sums_pitch>>>{}));
   CUTE_HOST_DEVICE static auto sums_of_warps(int warps) {
-    return cute::make_layout(cute::Shape<cute::Int<w4_warps>, cute::_2>{},
+    return cute::make_layout(cute::Shape<cute::Int<w4_warps>, cute::Int<clusters ? w4_most_cluster : 1>>{},
                              cute::make_stride(cute::size(SmemLayoutSum{}), warps * cute::size(SmemLayoutSum{})));
   }
 

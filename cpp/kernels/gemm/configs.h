@@ -73,10 +73,14 @@ constexpr bool w4_specialises(int config) { return w4_stream_configs[config].n_t
 inline constexpr int w4_qparam_bytes = 128;  // scales, or offsets, of a step: (4 groups, 16 rows) of 2 bytes
 ROOFTILE_HD constexpr int w4_stage_bytes(int bits) { return 2 * w4_tile_bytes(bits) + 2 * w4_qparam_bytes; }
 
-// The least shared memory of a CTA of stream_codes.cuh in 8 bits: 16 bytes more than lets three CTAs (1 KB is reserved
-// for each) fit the 228 KB of a Hopper SM. The third CTA would belong to the next launch, whose loads compete with this
-// one's: one token of K 14336 took 27.8 us on an H100 with room for three, four tokens (no room) 24.5.
-inline constexpr int w8_stream_least_shared = (228 / 3 - 1) * 1024 + 16;
+// The least shared memory of a CTA of stream_codes.cuh on Hopper: 16 bytes more than lets three CTAs (1 KB is reserved
+// for each) fit the 228 KB of an SM. The third CTA would belong to the next launch, whose loads compete with this one's.
+// One token: in 8 bits K 14336 took 27.8 us on an H100 with room for three, four tokens (no room) 24.5; in 4 bits
+// N 28672 took 23.0 us on an H200 with room for three, 18.1 without.
+inline constexpr int w4_stream_least_shared = (228 / 3 - 1) * 1024 + 16;
+
+// stream_codes.cuh on Hopper: up to so many K splits of up to so many tokens can be a cluster.
+inline constexpr int w4_most_cluster = 8, w4_cluster_tokens = 16;
 
 // Tile config of wgmma.cuh. stages: of 128 k each.
 struct W4WgmmaConfig {
@@ -120,13 +124,13 @@ inline constexpr int w4_expand_threads = 256;
 constexpr int w4_x_tile_pitch(W4StreamConfig config) { return 2 * config.x_tile_k + 16; }
 
 // The epilogue of one CTA of stream_codes.cuh: `tiles` output tiles of 16 columns of y, from the sums of `warps` warps
-// (twice as many as tiles where a gate is combined with its up projection). The CTAs of a cluster get equally many
-// tiles.
+// (twice as many as tiles where a gate is combined with its up projection). The first CTAs of a cluster get as many
+// tiles as each other, the last ones fewer or none.
 struct W4EpilogueTiles {
   int tiles, warps;
 };
-constexpr W4EpilogueTiles w4_epilogue_tiles(bool gated, int cluster_shift) {
-  const int all = gated ? w4_warps / 2 : w4_warps, tiles = all >> cluster_shift > 0 ? all >> cluster_shift : 1;
+constexpr W4EpilogueTiles w4_epilogue_tiles(bool gated, int cluster) {
+  const int all = gated ? w4_warps / 2 : w4_warps, tiles = (all + cluster - 1) / cluster;
   return {tiles, gated ? 2 * tiles : tiles};
 }
 inline constexpr int w4_sums_pitch = w4_warp_rows;  // floats from a token to the next

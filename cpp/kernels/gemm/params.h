@@ -79,9 +79,10 @@ struct CodesParams : GemmParams {
   int k = 0, group = 0;                // as in w, in 32 bits
   int scale_k = 0, scale_k_shift = 0;  // k of a scale block within a step: 32 << scale_k_shift
   int steps = 0, split_steps = 0;      // steps of 128 k: of all K, and of one split
-  int cluster_shift = 0;  // log2 of the CTAs of a cluster: K splits (stream_codes.cuh), n-blocks (wgmma.cuh)
-  int x_tile_tokens = 0;  // stream_codes.cuh: rows of a tile of x in shared memory
-  int sums_offset = 0;    // stream_codes.cuh: bytes to the sums that its epilogue reads from shared memory
+  int cluster = 1;                     // stream_codes.cuh: CTAs of a cluster, one for each K split; 1: none
+  int cluster_shift = 0;               // wgmma.cuh: log2 of the CTAs of a cluster, n-blocks
+  int x_tile_tokens = 0;               // stream_codes.cuh: rows of a tile of x in shared memory
+  int sums_offset = 0;                 // stream_codes.cuh: bytes to the sums that its epilogue reads from shared memory
 
   // The tile row of W of a consumer warp; `tile_rows` if the warp lies past the end of N. Warps 2 i and 2 i + 1 have
   // neighbouring tile rows. gate_tiles > 0: the first half of the warps have gate rows, the other half their up rows.

@@ -8,8 +8,7 @@
 namespace rooftile::gpu {
 namespace {
 
-constexpr std::int64_t max_m_group = 8;                // m-blocks whose x is read at the same time
-constexpr int w4_cluster = 2, w4_cluster_tokens = 16;  // two K splits of up to so many tokens are a cluster
+constexpr std::int64_t max_m_group = 8;  // m-blocks whose x is read at the same time
 
 int config_for(std::int64_t tokens) {
   int config = 0;
@@ -64,14 +63,21 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
   int loads = w4_warps * f.stages * w4_stage_bytes(p.bits) + x_tiles * plan.x_tile_tokens * w4_x_tile_pitch(f),
       sums = 0;
   if (!plan.separate_epilogue) {
-    const int shift = std::countr_zero(static_cast<unsigned>(plan.cluster));
-    sums = plan.cluster * w4_epilogue_tiles(plan.gate_tiles > 0, shift).warps * 8 * f.n_tiles * w4_sums_pitch * 4;
+    sums =
+        plan.cluster * w4_epilogue_tiles(plan.gate_tiles > 0, plan.cluster).warps * 8 * f.n_tiles * w4_sums_pitch * 4;
   }
   if (plan.cluster > 1)
     plan.sums_offset = loads = (loads + 15) / 16 * 16;  // a peer's sums land while codes are still read
   plan.threads = 32 * w4_warps;
-  const int least = p.bits == 8 ? w8_stream_least_shared : 0;
-  plan.shared_bytes = static_cast<std::size_t>(std::max({loads, plan.sums_offset + sums, least}));
+  plan.shared_bytes =
+      static_cast<std::size_t>(std::max({loads, plan.sums_offset + sums, p.hopper ? w4_stream_least_shared : 0}));
+}
+
+// Whether so many K splits of the blocks of N can be clusters that run at once. A cluster of more than two CTAs stays
+// within a group of SMs, 16 or more on Hopper; one group may be smaller.
+bool splits_are_clusters(const GemmProblem& p, std::int64_t splits, std::int64_t blocks) {
+  if (!p.hopper || gates_apart(p) || splits < 2 || splits > w4_most_cluster) return false;
+  return splits == 2 || blocks <= (p.sms / 16 - 1) * (2 * 16 / splits);
 }
 
 // stream_codes.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU:
@@ -84,7 +90,7 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
 int choose_split_k(const GemmProblem& p, int config, std::int64_t n_blocks, std::int64_t m_blocks) {
   const std::int64_t steps = steps_of(p), resident_ctas = 2 * std::max(p.sms, 1);  // two CTAs per SM
   const double tokens = 8.0 * w4_stream_configs[config].n_tiles, rows = 16.0 * w4_warps;
-  const bool clusters = p.hopper && config <= config_for(w4_cluster_tokens);
+  const bool few_tokens = config <= config_for(w4_cluster_tokens);
   int best = 1;
   double least = 0;
   for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(max_splits, steps); ++splits) {
@@ -94,7 +100,7 @@ int choose_split_k(const GemmProblem& p, int config, std::int64_t n_blocks, std:
                        waves = divide_up(n_blocks * m_blocks * splits, resident_ctas);
     const double kilobytes = rows * static_cast<double>(split_steps) * (16 * p.bits + 2 * tokens) / 1024;
     double us = static_cast<double>(waves) * (kilobytes / 14 + 1.0);
-    if (splits == w4_cluster && clusters) us += 0.5;
+    if (few_tokens && splits_are_clusters(p, splits, n_blocks * m_blocks)) us += 0.5;
     else if (splits > 1) us += 1.0 + 2 * static_cast<double>(splits * n_blocks * m_blocks) * rows * tokens * 4 / 3.5e6;
     if (splits > 1 && us >= least) continue;
     least = us;
@@ -214,7 +220,8 @@ void plan_stream(const GemmProblem& p, GemmPlan& plan) {
   plan.path = GemmPath::codes_stream;
   plan.config = config_for(std::min<std::int64_t>(p.m, w4_stream_block_m));
   plan.splits = choose_split_k(p, plan.config);
-  if (p.hopper && plan.splits == w4_cluster && p.m <= w4_cluster_tokens && !gates_apart(p)) plan.cluster = w4_cluster;
+  if (p.m <= w4_cluster_tokens && splits_are_clusters(p, plan.splits, divide_up(w4_tiles_n(p.n), w4_warps)))
+    plan.cluster = plan.splits;
   plan.why = p.batch_invariant  ? "the same split-K at every M, as batch_invariant asks"
              : plan.cluster > 1 ? "split-K within clusters: the blocks of N alone would not fill the device evenly"
              : plan.splits > 1  ? "split-K: the blocks of N alone would not fill the device evenly"
@@ -236,10 +243,10 @@ bool stream_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
          check.need(!p.batch_invariant || plan.splits == choose_split_k(p, plan.config), "splits must be ",
                     choose_split_k(p, config_for(16)), ", as batch_invariant asks, got ", plan.splits) &&
          check.need(plan.cluster == 1 ||
-                        (plan.cluster == w4_cluster && plan.splits == w4_cluster && p.hopper && !gates_apart(p) &&
-                         p.m <= w4_cluster_tokens && plan.config <= config_for(w4_cluster_tokens)),
-                    "cluster must be 1, or on Hopper 2 with splits=2 and config at most 1 for up to ",
-                    w4_cluster_tokens, " tokens, got ", plan.cluster);
+                        (plan.cluster == plan.splits && plan.cluster <= w4_most_cluster && p.hopper &&
+                         !gates_apart(p) && p.m <= w4_cluster_tokens && plan.config <= config_for(w4_cluster_tokens)),
+                    "cluster must be 1, or on Hopper as many as splits, at most ", w4_most_cluster,
+                    ", with config at most 1 for up to ", w4_cluster_tokens, " tokens, got ", plan.cluster);
 }
 
 bool wgmma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {

@@ -15,9 +15,9 @@
 // (minima); unit is a power of two. The sum over 64 k (32 k with minima or groups below 128) is scaled in fp32:
 //   acc += scale * sum of (u - zero) / unit * x  [+ minimum * sum of x / unit],   times unit after the main loop
 // so products of exactly representable data stay exact. The sum of x is one more mma, with A = 1 / unit. The warps'
-// accumulators go through shared memory to the threads of the epilogue. Two K splits of up to 16 tokens are a cluster,
-// each of whose CTAs reduces half of the rows. More K splits write partial sums to the workspace, which a second kernel
-// (split_k.cu) reduces in order.
+// accumulators go through shared memory to the threads of the epilogue. Up to eight K splits of up to 16 tokens are a
+// cluster, each of whose CTAs reduces a part of the rows. Other K splits write partial sums to the workspace, which a
+// second kernel (split_k.cu) reduces in order.
 //
 // Cost: N K (bits / 8 + b / G) bytes of W (b: 2 to 4 bytes of scale and offset for a group of G), 2 M N K flop, some
 // 120 instructions of a warp for 1 KB of codes (2 KB in 8 bits) up to 8 tokens. Bandwidth is the roof if the loads run
@@ -26,7 +26,7 @@
 // the stage read before may be overwritten. x: one __syncthreads a tile: all threads' copies of this tile have landed,
 // and all warps have read the tile before, whose buffer the next copies overwrite. Epilogue: without a cluster the
 // sums overlay the ring, so all warps meet before they write; with one the sums lie behind the ring, and a CTA writes
-// to its peer once the peer runs. All threads meet again before they read sums.
+// to its peers once they run. All threads meet again before they read sums.
 // Files: code_traits.cuh has layouts, atoms and shared memory; code_ring.cuh, stage_reader.cuh and x_tiles.cuh the
 // copies; stream_codes_mainloop.cuh and stream_codes_epilogue.cuh the two halves of the kernel.
 #pragma once
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(w4_warps * 32, Traits::ctas_per_sm)
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
   tile::let_next_kernel_start();
   const W4StreamWorkTile work = w4_stream_work_tile<Traits>(p);
-  if (p.cluster_shift > 0) tile::arrive_at_cluster();
+  if (w4_cluster_size<Traits>(p) > 1) tile::arrive_at_cluster();
 
   Tensor rAcc =
       partition_fragment_C(typename Traits::TiledMma{}, Shape<_16, typename Traits::BLK_N>{});  // (MMA, 1, MMA_N)

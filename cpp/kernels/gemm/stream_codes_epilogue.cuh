@@ -35,23 +35,23 @@ __device__ __forceinline__ void w4_stream_epilogue(const CodesParams& p, const W
   constexpr int n_tokens = 8 * Traits::n_tiles;
   const int warp = threadIdx.x / 32;
   const bool gated = p.gate_tiles > 0;
-  const int splits = 1 << p.cluster_shift, cta_rank = static_cast<int>(work.split) & (splits - 1),
+  const int cluster = w4_cluster_size<Traits>(p), cta_rank = cluster > 1 ? static_cast<int>(work.split) : 0,
             out_tile = gated ? warp % (w4_warps / 2) : warp;
-  const W4EpilogueTiles epilogue = w4_epilogue_tiles(gated, p.cluster_shift);
+  const W4EpilogueTiles epilogue = w4_epilogue_tiles(gated, cluster);
   const auto sums_at = Traits::sums_of_warps(epilogue.warps);  // (sums of a warp, split) -> offset
   float* const sums = recast_ptr<float>(shared + p.sums_offset);
   const int sum_index = out_tile % epilogue.tiles + (gated && warp >= w4_warps / 2 ? epilogue.tiles : 0);
   float* to = sums + sums_at(sum_index, cta_rank);
-  if (p.cluster_shift > 0) {
-    tile::wait_for_cluster();  // the peer CTA has started: its shared memory may be written
+  if (cluster > 1) {
+    tile::wait_for_cluster();  // all peer CTAs have started: their shared memory may be written
     to = tile::map_shared_rank(to, out_tile / epilogue.tiles);
   } else {
     __syncthreads();  // all warps have read their codes: the sums overlay the ring
   }
   auto lane_mma = typename Traits::TiledMma{}.get_slice(threadIdx.x % 32);
-  Tensor sSum = make_tensor(to, typename Traits::SmemLayoutSum{});  // (row, BLK_N), of this CTA or its peer
+  Tensor sSum = make_tensor(to, typename Traits::SmemLayoutSum{});  // (row, BLK_N), of this CTA or a peer
   copy(rAcc, lane_mma.partition_C(sSum));
-  if (p.cluster_shift > 0) {
+  if (cluster > 1) {
     tile::sync_cluster();  // all sums of this CTA have landed
   } else {
     __syncthreads();
@@ -61,7 +61,7 @@ __device__ __forceinline__ void w4_stream_epilogue(const CodesParams& p, const W
     const int rows = vec % 4, token = vec / 4 % n_tokens, at = vec / (4 * n_tokens);
     if (token >= work.tokens || cta_rank * epilogue.tiles + at >= (gated ? w4_warps / 2 : w4_warps)) continue;
     const auto sum_of = [&](int sum_index) {
-      return sum_in_order(splits, [&](int split) -> float4 {
+      return sum_in_order(cluster, [&](int split) -> float4 {
         Tensor sVecs = recast<float4>(make_tensor(make_smem_ptr(sums + sums_at(sum_index, split)),
                                                   typename Traits::SmemLayoutSum{}));  // (row / 4, BLK_N)
         return sVecs(rows, token);

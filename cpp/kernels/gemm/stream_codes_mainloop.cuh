@@ -9,6 +9,12 @@
 
 namespace rooftile::gpu {
 
+// CTAs of the cluster: 1, a constant, where the variant or the architecture has none.
+template <class Traits>
+__device__ __forceinline__ int w4_cluster_size(const CodesParams& p) {
+  return Traits::clusters && tile::has_clusters ? p.cluster : 1;
+}
+
 // The work tile of a CTA. The CTAs of a cluster take the K splits of the same rows of W and of all tokens; without
 // clusters: stream_work_tile.
 struct W4StreamWorkTile {
@@ -20,9 +26,10 @@ template <class Traits>
 __device__ __forceinline__ W4StreamWorkTile w4_stream_work_tile(const CodesParams& p) {
   W4StreamWorkTile at;
   unsigned m_block = 0;
-  if (p.cluster_shift > 0) {
-    at.split = blockIdx.x & ((1u << p.cluster_shift) - 1);
-    at.n_block = blockIdx.x >> p.cluster_shift;
+  if (w4_cluster_size<Traits>(p) > 1) {
+    const tile::ClusterCoord coord = tile::cluster_coord();
+    at.split = coord.rank;
+    at.n_block = coord.cluster;
   } else {
     const StreamWorkTile cta = stream_work_tile(static_cast<int>(blockIdx.x), p.by_m_blocks, p.by_n_blocks);
     m_block = cta.m_block;

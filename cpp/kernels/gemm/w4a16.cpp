@@ -136,7 +136,8 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   p.splits = plan.splits;
   p.steps = static_cast<int>((w4_tiles_k(w.k) + 1) / 2);
   p.split_steps = plan.split_steps;
-  p.cluster_shift = std::countr_zero(static_cast<unsigned>(plan.cluster));
+  p.cluster = plan.cluster;
+  p.cluster_shift = wgmma ? std::countr_zero(static_cast<unsigned>(plan.cluster)) : 0;
   p.x_tile_tokens = plan.x_tile_tokens;
   p.sums_offset = plan.sums_offset;
   p.partial = plan.separate_epilogue ? reinterpret_cast<float*>(workspace) : nullptr;

@@ -69,7 +69,7 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       EXPECT_GE(config.x_tile_k / w4_step_k,
                 config.stages - 1);  // the wait for a step's codes covers the next tile of x
       EXPECT_LE(plan.shared_bytes, 99u * 1024);
-      if (p.bits == 8) { EXPECT_GT(3 * (plan.shared_bytes + 1024), 228u * 1024); }  // two CTAs an SM, never three
+      if (p.hopper) { EXPECT_GT(3 * (plan.shared_bytes + 1024), 228u * 1024); }  // two CTAs an SM, never three
       EXPECT_GE(plan.x_tile_tokens, std::min<std::int64_t>(p.m, 8 * config.n_tiles));
       EXPECT_GE(plan.n_blocks * w4_warps * w4_tile_n, p.n);
       EXPECT_EQ(plan.separate_epilogue, separate || (plan.splits > 1 && plan.cluster == 1));
@@ -79,11 +79,13 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       if (plan.cluster > 1) {
         EXPECT_TRUE(p.hopper);
         EXPECT_EQ(plan.cluster, plan.splits);
+        EXPECT_LE(plan.cluster, w4_most_cluster);
         EXPECT_EQ(plan.m_blocks, 1);
       }
-      const int shift = plan.cluster > 1 ? 1 : 0;
-      const W4EpilogueTiles epilogue = w4_epilogue_tiles(plan.gate_tiles > 0, shift);
-      EXPECT_EQ(epilogue.tiles << shift, plan.gate_tiles > 0 ? w4_warps / 2 : w4_warps);
+      const W4EpilogueTiles epilogue = w4_epilogue_tiles(plan.gate_tiles > 0, plan.cluster);
+      const int tiles = plan.gate_tiles > 0 ? w4_warps / 2 : w4_warps;
+      EXPECT_GE(epilogue.tiles * plan.cluster, tiles);
+      EXPECT_LT((epilogue.tiles - 1) * plan.cluster, tiles);
       const int sums = plan.cluster * epilogue.warps * 8 * config.n_tiles * w4_sums_pitch * 4;
       if (!plan.separate_epilogue) { EXPECT_LE(static_cast<std::size_t>(plan.sums_offset + sums), plan.shared_bytes); }
       const std::int64_t ctas = plan.n_blocks * plan.m_blocks * plan.splits,
@@ -406,7 +408,7 @@ TEST(W4Plan, EveryWrongFieldIsNamed) {
   refused(other, "path", &GemmPlan::path, GemmPath::codes_wgmma);
   other = stream;
   other.hopper = true;
-  refused(other, "cluster", &GemmPlan::cluster, 2);  // 8 splits
+  for (int value : {2, 4, 9}) refused(other, "cluster", &GemmPlan::cluster, value);  // 8 splits
 
   GemmProblem wgmma{
       .m = 64, .n = 28672, .k = 4096, .bits = 4, .group = 128, .sms = 132, .hopper = true, .aligned_operands = true};
@@ -458,6 +460,41 @@ TEST(W4Plan, EveryWrongFieldIsNamed) {
     refused(p, "gathered_bytes", &GemmPlan::gathered_bytes, 3);
     refused(p, "gather_ctas", &GemmPlan::gather_ctas, 30);
   }
+}
+
+// The K splits of up to 16 tokens on Hopper may be a cluster of two to eight CTAs, which needs no second kernel.
+TEST(W4Plan, SplitsMayBeACluster) {
+  GemmProblem p{.m = 1, .n = 2048, .k = 8192, .bits = 4, .group = 128, .sms = 132, .hopper = true};
+  const auto plan = [&](int config, int splits, int cluster) {
+    return plan_gemm("op", p,
+                     ("stream config=" + std::to_string(config) + " splits=" + std::to_string(splits) +
+                      " cluster=" + std::to_string(cluster))
+                         .c_str());
+  };
+  const auto fits = [&](int config, int splits, int cluster) {
+    return support::error_of([&] { plan(config, splits, cluster); }).empty();
+  };
+  for (p.m = 1; p.m <= 16; ++p.m)
+    for (int splits = 2; splits <= 8; ++splits) {
+      const int config = p.m <= 8 ? 0 : 1;
+      EXPECT_TRUE(fits(config, splits, splits)) << p.m << " tokens, " << splits << " splits";
+      EXPECT_FALSE(plan(config, splits, splits).separate_epilogue);
+      EXPECT_TRUE(plan(config, splits, 1).separate_epilogue);
+      EXPECT_FALSE(fits(config, splits, splits - 1) && splits > 2);
+    }
+  p.m = 1;
+  EXPECT_TRUE(fits(0, 13, 1));  // of 64 steps, five each
+  EXPECT_FALSE(fits(0, 13, 13));
+  EXPECT_FALSE(fits(2, 4, 4));  // a config of more tokens has no clusters
+  p.hopper = false;
+  EXPECT_TRUE(fits(0, 4, 1));
+  EXPECT_FALSE(fits(0, 4, 4));
+  p.hopper = true;
+  p.gated = true;
+  EXPECT_TRUE(fits(0, 4, 4));
+  p.n = 2 * 1000;  // a gate and its up at different rows of their tiles
+  EXPECT_TRUE(fits(0, 4, 1));
+  EXPECT_FALSE(fits(0, 4, 4));
 }
 
 // Any numbers in a forced plan lead to a plan that fits or to a typed error, and what fits stays within the device.
