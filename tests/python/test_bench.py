@@ -11,12 +11,14 @@ import types
 import bench_scripts
 import pytest
 import rooftile as rt
+import tiny_gguf
 import torch
 from rich.console import Console
 from rooftile import _results
 from rooftile.bench import (
     attention_peers,
     decode,
+    e2e,
     linear,
     ops,
     products,
@@ -408,19 +410,58 @@ def test_a_package_that_does_not_import_is_missing(monkeypatch):
     assert result["missing"] == ["machete", "marlin"] and result["left_out"] == notes.left_out
 
 
-def test_whole_model(tmp_path, capsys):
-    script = bench_scripts.load("whole_model")
-    sizes = ["--prompt", "9", "--tokens", "6", "--batch", "1,3"]
-    script.main(["--config", "tiny", "--device", "cpu", *sizes, "--commit", "abc", "--json", str(tmp_path / "m.json")])
-    result = json.loads((tmp_path / "m.json").read_text())
-    assert (result["schema"], result["family"], result["commit"]) == (1, "whole_model", "abc")
-    assert result["run"] == {"config": "tiny", "prompt": 9, "tokens": 6, "device": "cpu"}
-    assert [(row["name"], row["batch"]) for row in result["rows"]] == [(n, b) for n in script.ROWS for b in (1, 3)]
-    for row in result["rows"]:
+@pytest.mark.parametrize("source", ["random", "file"])
+def test_whole_models(source, tmp_path, capsys):
+    given, out = ["--config", "tiny"], tmp_path / "m.json"
+    if source == "file":
+        given = ["--model", tiny_gguf.write(tmp_path / "tiny.gguf")]
+    sizes = ["--prompt", "9", "--tokens", "6", "--batch", "1,3", "--device", "cpu"]
+    assert main(["bench", "e2e", *given, *sizes, "--commit", "abc", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert (result["schema"], result["family"], result["commit"]) == (1, "e2e", "abc")
+    run = result["run"]
+    assert (run["prompt"], run["tokens"], run["device"]) == (9, 6, "cpu")
+    assert (run["model"], run["weights"]) == (("tiny", "random") if source == "random" else ("tiny.gguf", "stored"))
+    rows = result["rows"]
+    assert [(row["name"], row["batch"]) for row in rows] == [(n, b) for n in e2e.ROWS for b in (1, 3)]
+    for row in rows:
         assert len(row["ms_per_token_rounds"]) == 3 and row["prompt_ms"] > 0 and row["peak_gib"] is None
+        share = (row["weight_bytes_a_step"] + row["cache_bytes_a_step"]) / row["ms_per_token"] / 1e6
+        assert row["percent_of_read_rate"] == pytest.approx(100 * share / result["read_gb_s"])
+    plain, whole, packed = rows[::2]
+    if source == "random":
+        # q, k, v, o 64 x (64 + 2 * 32 + 64), gate, up, down 3 * 64 * 96 in 2 layers, 5 norms of 64, the head 256 x 64
+        weights = 2 * (2 * (64 * 192 + 3 * 64 * 96) + 5 * 64 + 256 * 64)
+        assert 0 <= plain["weight_bytes_a_step"] - weights <= 256  # frequencies of the rotary embedding
+        assert plain["cache_bytes_a_step"] == 1 * (9 + 4) * 2 * 1 * 32 * 4
+    assert plain["weight_bytes_a_step"] == whole["weight_bytes_a_step"] > packed["weight_bytes_a_step"]
+    assert plain["cache_bytes_a_step"] > packed["cache_bytes_a_step"]
     assert capsys.readouterr().out.count("8-bit head") == 2
-    with pytest.raises(SystemExit):
-        script.main(["--tokens", "1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "llama3.1-8"], ("--config: expected one of llama3.1-8b", 'did you mean "llama3.1-8b"')),
+        (["--model", "none.gguf"], ("--model none.gguf", "no such file")),
+        (["--config", "tiny", "--prompt", "600", "--batch", "1"], ("--prompt, --tokens", "context of 512")),
+        (["--config", "tiny", "--device", "abacus"], ("--device", "abacus")),
+    ],
+)
+def test_whole_models_that_cannot_be_timed(arguments, words, capsys):
+    assert main(["bench", "e2e", *([] if "--device" in arguments else ["--device", "cpu"]), *arguments]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--tokens", "1"), ("--batch", "1,0"), ("--batch", ""), ("--prompt", "x")]
+)
+def test_sizes_of_whole_models(option, value, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "e2e", option, value])
+    assert caught.value.code == 2 and "expected" in capsys.readouterr().err
 
 
 def test_the_host_cost_of_calls(capsys, monkeypatch):
@@ -460,7 +501,7 @@ def test_the_ceilings(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(timing.time, "sleep", lambda _: None)
-    monkeypatch.setattr(timing, "_read", lambda _: 4500.04)
+    monkeypatch.setattr(timing, "read_gb_s", lambda _: 4500.04)
     monkeypatch.setattr(timing, "_copy", lambda _: 4100.0)
     monkeypatch.setattr(timing, "_DEVICE", "meta")
     found = timing.ceilings(Timer(lambda _: 2 * 4096 * 14336 * 4096 / 800e6))

@@ -213,7 +213,7 @@ def ceilings(timer):
     bf16_sustained_tflop_s: the same product for two seconds without rest, when the GPU is held to its power limit, and
     sustained_sm_clock_mhz and sustained_power_w then.
     """
-    found = {"read_gb_s": _read(timer), "copy_gb_s": _copy(timer)}
+    found = {"read_gb_s": read_gb_s(timer), "copy_gb_s": _copy(timer)}
     found |= _products(timer)
     torch.cuda.empty_cache()
     time.sleep(1.0)  # the first case finds the GPU as the later ones do
@@ -226,7 +226,8 @@ def _best(timer, calls):
     return min(timer.replay(graph) for _ in range(_WARM_UP + _ROUNDS)) / len(calls)
 
 
-def _read(timer):
+def read_gb_s(timer):
+    """How fast a kernel reads memory."""
     x = torch.empty(_STREAM, dtype=torch.uint8, device=_DEVICE).random_()
     sink = torch.zeros(1, dtype=torch.int32, device=_DEVICE)
     return _STREAM / _best(timer, [lambda: _C.read_bytes(x, sink)] * 8) / 1e3

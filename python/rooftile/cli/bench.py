@@ -1,26 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rooftile bench FAMILY`: the kernels against the machine's roof, and against their peers, on one GPU."""
+"""`rooftile bench FAMILY`: the kernels against the machine's roof, and against their peers, on one GPU; `rooftile bench
+e2e`: a whole model, on a GPU or the CPU."""
 
 import argparse
 import math
+import os
 
 from rooftile import _C
-from rooftile._results import COMMIT_HELP, machine
+from rooftile._results import COMMIT_HELP, head, machine
+from rooftile.cli._device import usable_device
 from rooftile.cli._files import check_writable, write_json
 from rooftile.cli._tables import print_whole
+from rooftile.cli.ppl import positive
 from rooftile.errors import ArgumentError, DeviceError
 
-SUMMARY = "time one kernel family on a GPU: microseconds, share of the measured roof, peers beside it"
-FAMILIES = ("decode", "w4a16", "w8a16", "linear", "ops")
+SUMMARY = "time a whole model, or one kernel family on a GPU: share of the measured roof, peers beside it"
+FAMILIES = {
+    "decode": "attention over a cache, append",
+    "w4a16": "products with weights in 4 bits",
+    "w8a16": "products with weights in 8 bits",
+    "linear": "products with weights in 16 bits",
+    "ops": "what lies between: norms, rotary embedding, activations, softmax",
+}
+_E2E = "a whole model, token by token: transformers, rooftile's steps, rounded weights"
 
 
 def add_arguments(parser):
+    families = parser.add_subparsers(dest="family", metavar="FAMILY", required=True)
+    for name, what in FAMILIES.items():
+        _add_kernel_arguments(families.add_parser(name, help=what, description=what))
+    _add_e2e_arguments(families.add_parser("e2e", help=_E2E, description=_E2E))
+
+
+def _add_kernel_arguments(parser):
     add = parser.add_argument
-    add(
-        "family",
-        choices=FAMILIES,
-        help="decode: attention over a cache, append; w4a16, w8a16, linear: products; ops: what lies between",
-    )
     add("--peers", action="store_true", help="also time torch's own kernels, and what else is installed")
     add("--without", metavar="PEER", action="append", help="not this peer (may be given again)")
     add("--seconds", metavar="N", type=_seconds, help="begin no case after so long; what is left out is listed")
@@ -29,6 +42,30 @@ def add_arguments(parser):
     add("--list", action="store_true", help="print the names of the cases and stop")
     add("--commit", metavar="NAME", help=COMMIT_HELP)
     add("--json", metavar="FILE", help="write the results file")
+
+
+def _add_e2e_arguments(parser):
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--config", default="llama3.1-8b", help="shapes of the model, random weights (llama3.1-8b)")
+    source.add_argument("--model", metavar="PATH", help="a GGUF file, or a folder of transformers")
+    add("--batch", type=_sizes, default=(1, 16), metavar="LIST", help="rows at once, with commas (default: 1,16)")
+    add("--prompt", type=positive, default=512, metavar="N", help="tokens of the prompt (default: %(default)s)")
+    add("--tokens", type=_two_or_more, default=256, metavar="N", help="tokens written (default: %(default)s)")
+    add("--device", default="cuda", help="cuda (default) or cpu")
+    add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--commit", metavar="NAME", help=COMMIT_HELP)
+    add("--json", metavar="FILE", help="write the results file")
+
+
+def _sizes(text):
+    return tuple(positive(size) for size in text.split(","))
+
+
+def _two_or_more(text):
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError("expected at least 2: a token's time is a difference, got 1")
+    return int(text)
 
 
 def _seconds(text):
@@ -42,6 +79,60 @@ def _seconds(text):
 
 
 def run(args):
+    return _run_e2e(args) if args.family == "e2e" else _run_kernels(args)
+
+
+def _run_e2e(args):
+    check_writable(args.json, "--json", **{"--model": args.model})
+    device = usable_device(args.device)
+    import torch
+    from rich.console import Console
+
+    from rooftile._progress import progress_bar
+    from rooftile.bench import e2e
+
+    if args.model is None and args.config not in e2e.CONFIGS:
+        raise ArgumentError(
+            f"--config: expected one of {', '.join(e2e.CONFIGS)}, got {args.config!r}"
+            f"{_C.did_you_mean(args.config, *e2e.CONFIGS)}"
+        )
+    if args.model is not None and not os.path.exists(args.model):
+        raise ArgumentError(f"--model {args.model}: there is no such file or folder")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    source = args.model or args.config
+    with progress_bar(f"Timing {os.path.basename(source)}", len(e2e.ROWS) * len(args.batch)) as advance:
+        rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, advance=advance)
+    result = {
+        **head("e2e", args.commit),
+        "machine": machine(device),
+        "run": {
+            "model": os.path.basename(source),
+            "weights": "random" if args.model is None else "stored",
+            "prompt": args.prompt,
+            "tokens": args.tokens,
+            "device": device,
+            "threads": torch.get_num_threads(),
+        },
+        "read_gb_s": read,
+        "rows": rows,
+    }
+    if args.json:
+        write_json(args.json, result, "--json")
+    run = result["run"]
+    console = Console()
+    console.print(
+        f"{run['model']}, {run['weights']} weights, prompt of {args.prompt} tokens and {args.tokens} greedy ones, on "
+        f"{machine(device).get('gpu') or machine(device)['cpu']}, which reads {read:.0f} GB/s",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    print_whole(console, e2e.table(rows))
+    return 0
+
+
+def _run_kernels(args):
     import importlib
 
     family = importlib.import_module(f"rooftile.bench.{args.family}")

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a token of generate() costs in a whole model: transformers as it is, rooftile's cache and steps
+(rt.accelerate), and rounded weights.
+
+Greedy, no end of text. ms a token is the difference between a generate() of all tokens and one of half of them, so the
+prompt and what generate() itself takes drop out; prompt_ms is a forward over the prompt into a new cache. A step reads
+every weight but the embedding (which is read where it is the head, too) and the cache, on average three quarters of the
+way through the tokens: those bytes, over the time, are held against the rate at which this machine reads memory.
+"""
+
+import functools
+import os
+import statistics
+import time
+
+import torch
+import transformers
+
+import rooftile as rt
+from rooftile.errors import ArgumentError
+
+_LLAMA = {"rope_theta": 500000.0, "max_position_embeddings": 131072}
+CONFIGS = {
+    "llama3.1-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, **_LLAMA,
+    },
+    "llama3.2-1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True, **_LLAMA,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 256, "max_position_embeddings": 512,
+    },
+}  # fmt: skip
+ROWS = {  # name: arguments of rt.accelerate, or None
+    "transformers": None,
+    "16 bits": {"kv_cache": "bf16"},
+    "W4A16 + int4-kivi, 8-bit head": {"weights": "w4a16", "kv_cache": "int4-kivi", "head": "w8a16"},
+}
+_ROUNDS = 3
+_READ = 1 << 30  # bytes
+
+
+def random_model(config, device, options):
+    """A Llama of such shapes in bfloat16, its weights random, with what rt.accelerate makes of it."""
+    torch.manual_seed(0)
+    tokens = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIGS[config], **tokens)).eval()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return model if options is None else rt.accelerate(model, progress=False, **options)
+
+
+def stored_model(path, device, options):
+    """The model of a GGUF file or a folder; a row with 4-bit weights keeps the 4-bit codes that are there."""
+    packed = options is not None and "weights" in options
+    if os.path.isdir(path):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype="bfloat16", local_files_only=True, trust_remote_code=False
+        )
+        model = model.to(device).eval()
+    else:
+        from rooftile.loaders import load_gguf
+
+        model = load_gguf(path, weights="w4a16" if packed else "dequantize", device=device, progress=False)
+    return model if options is None else rt.accelerate(model, progress=False, **options)
+
+
+def seconds(call, device):
+    """Of a call, until what it queued on a GPU is done."""
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
+    wait()
+    begin = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - begin
+
+
+def read_gb_s(device):
+    """How fast this machine reads memory."""
+    if device != "cpu":
+        from rooftile.bench import timing
+
+        return timing.read_gb_s(timing.GpuTimer())
+    x = torch.zeros(_READ // 8, dtype=torch.int64)
+    return _READ / min(seconds(x.sum, device) for _ in range(5)) / 1e9
+
+
+def bytes_a_step(model, options, batch, tokens):
+    """(of weights, of the cache of `tokens` tokens a row) that a decode step reads."""
+    from rooftile.cli.ppl import bits_per_pair
+
+    text = model.config.get_text_config(decoder=True)
+    embedding = model.get_input_embeddings().weight
+    tied = embedding is getattr(model.get_output_embeddings(), "weight", None)
+    seen = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    if not tied:
+        del seen[embedding.data_ptr()]
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    format = "bf16" if options is None else options["kv_cache"]
+    pairs = batch * tokens * text.num_hidden_layers * text.num_key_value_heads * dim
+    return sum(seen.values()), round(pairs * bits_per_pair(format, text, "bfloat16") / 8)
+
+
+def measure(model, options, batch, prompt, tokens, device, read):
+    """The figures of one row."""
+    ids = torch.randint(2, model.config.vocab_size, (batch, prompt), device=device)
+    mask = torch.ones_like(ids)
+    ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+    def generate(count):
+        return lambda: model.generate(ids, attention_mask=mask, max_new_tokens=count, **ending)
+
+    @torch.inference_mode()
+    def prefill():
+        model(ids, use_cache=True, logits_to_keep=1)
+
+    generate(8)()  # first calls load kernels
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    rounds = [[seconds(generate(n), device) for n in (tokens, tokens // 2)] for _ in range(_ROUNDS)]
+    each = [1e3 * (whole - half) / (tokens - tokens // 2) for whole, half in rounds]
+    ms = statistics.median(each)
+    weights, cache = bytes_a_step(model, options, batch, prompt + tokens * 3 // 4)
+    rate = (weights + cache) / ms / 1e6
+    return {
+        "ms_per_token": ms,
+        "ms_per_token_rounds": each,
+        "tok_s": 1e3 * batch / ms,
+        "prompt_ms": 1e3 * statistics.median(seconds(prefill, device) for _ in range(_ROUNDS)),
+        "weight_bytes_a_step": weights,
+        "cache_bytes_a_step": cache,
+        "gb_s": rate,
+        "percent_of_read_rate": 100 * rate / read,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" else None,
+    }
+
+
+def check_lengths(config, prompt, tokens):
+    most = config.get_text_config(decoder=True).max_position_embeddings
+    if prompt + tokens > most:
+        raise ArgumentError(f"--prompt, --tokens: {prompt + tokens} tokens are more than the model's context of {most}")
+
+
+def run(source, batches, prompt, tokens, device, rows=tuple(ROWS), advance=lambda: None):
+    """(rows, how fast memory is read in GB/s). source: a name of CONFIGS, or the path of a model.
+
+    advance is called after each row.
+    """
+    make = random_model if source in CONFIGS else stored_model
+    read, found = read_gb_s(device), []
+    for name in rows:
+        model = make(source, device, ROWS[name])
+        check_lengths(model.config, prompt, tokens)
+        for batch in batches:
+            found.append(
+                {"name": name, "batch": batch, **measure(model, ROWS[name], batch, prompt, tokens, device, read)}
+            )
+            advance()
+        del model
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    return found, read
+
+
+def table(rows):
+    """What the terminal shows, a rich.table.Table."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("", no_wrap=True)
+    add = functools.partial(shown.add_column, justify="right", no_wrap=True)
+    for title in ("batch", "ms a token", "tok/s", "prompt ms", "MB a step", "of read rate", "peak GiB"):
+        add(title)
+    for row in rows:
+        read = row["weight_bytes_a_step"] + row["cache_bytes_a_step"]
+        shown.add_row(
+            row["name"],
+            str(row["batch"]),
+            f"{row['ms_per_token']:.3f}",
+            f"{row['tok_s']:.0f}",
+            f"{row['prompt_ms']:.1f}",
+            f"{read / 1e6:.1f}",
+            f"{row['percent_of_read_rate']:.0f} %",
+            "" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}",
+        )
+    return shown
