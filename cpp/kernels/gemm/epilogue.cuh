@@ -8,11 +8,11 @@
 
 namespace rooftile::gpu {
 
-// Sums `count` partial sums of four neighbouring outputs, in order; load(i) returns the i-th. at_once: loads on the way.
-template <int at_once = 4, class Load>
+// Sums `count` partial sums of four neighbouring outputs, in order; load(i) returns the i-th.
+template <class Load>
 __device__ __forceinline__ float4 sum_in_order(int count, Load&& load) {
   float4 sum = {};
-#pragma unroll at_once
+#pragma unroll 4
   for (int i = 0; i < count; ++i) {
     const float4 partial = load(i);
     sum.x += partial.x, sum.y += partial.y, sum.z += partial.z, sum.w += partial.w;

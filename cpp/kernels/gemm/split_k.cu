@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(reduce_threads) reduce_split_k(const __grid_co
   tile::wait_for_previous_kernel();
   const float* const partial = p.partial + token * padded_n;
   const auto sum_of = [&](std::int64_t at) {  // sum of four neighbours; the last ones may lie past N
-    return sum_in_order<8>(p.splits, [&](int split) -> float4 {
+    return sum_in_order(p.splits, [&](int split) -> float4 {
       const float* const from = partial + split * p.tokens * padded_n + at;
       if (at % 4 == 0) return *reinterpret_cast<const float4*>(from);
       // the up projections are unaligned when `outputs` is no multiple of 4
