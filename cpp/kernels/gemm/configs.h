@@ -74,7 +74,7 @@ inline constexpr int w4_qparam_bytes = 128;  // scales, or offsets, of a step: (
 ROOFTILE_HD constexpr int w4_stage_bytes(int bits) { return 2 * w4_tile_bytes(bits) + 2 * w4_qparam_bytes; }
 
 // The least shared memory of a CTA of stream_codes.cuh on Hopper: 16 bytes more than lets three CTAs (1 KB is reserved
-// for each) fit the 228 KB of an SM. The third CTA would be of the next launch, whose loads compete with this one's. One
+// for each) fit the 228 KB of an SM. The third would be of the next launch, whose loads compete with this one's. One
 // token: in 8 bits K 14336 took 27.8 us on an H100 with room for three, four tokens (no room) 24.5; in 4 bits N 28672
 // took 23.0 us on an H200 with room for three, 18.1 without.
 inline constexpr int w4_stream_least_shared = (228 / 3 - 1) * 1024 + 16;
