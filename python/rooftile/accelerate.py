@@ -43,12 +43,14 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
     from rooftile.integrations.step_forward import StepForward
     from rooftile.integrations.step_products import put_side_by_side
     from rooftile.integrations.step_program import StepProgram
-    from rooftile.integrations.transformers import RooftileCache
+    from rooftile.integrations.transformers import RooftileCache, check_generate
 
     if not isinstance(model, PreTrainedModel):
         raise ArgumentTypeError(f"accelerate: model must be a model of transformers, got {type(model).__name__}")
     if "forward" in vars(model) and not isinstance(model.forward, StepForward):
         raise NotSupportedError("accelerate: model has a forward of its own, which a step program would bypass")
+    if kv_cache is not None:
+        check_generate("accelerate", model)
     check_flag("accelerate", "progress", progress)
     weights, head = _rounding("weights", weights), _rounding("head", head)
     # what may be refused, before anything changes

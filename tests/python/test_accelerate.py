@@ -14,7 +14,7 @@ import torch
 import torch.nn.utils.prune
 import transformers
 from rooftile.integrations._models import CACHE
-from rooftile.integrations.step_program import FAMILIES
+from rooftile.integrations.step_program import FAMILIES, StepProgram
 from rooftile.integrations.transformers import RooftileCache
 
 SIZES = {
@@ -452,6 +452,36 @@ def test_a_model_with_a_forward_of_its_own():
     model.forward = model.forward
     with pytest.raises(rt.NotSupportedError, match="accelerate: model has a forward of its own"):
         rt.accelerate(model)
+
+
+def test_a_model_with_a_generate_of_its_own():
+    model, plain = pair()
+    for call in (rt.accelerate, lambda m: rt.set_kv_cache(m, "int8")):
+        own = plain.generate = functools.partial(type(plain).generate, plain, max_new_tokens=9)
+        with pytest.raises(rt.NotSupportedError, match="model has a generate of its own"):
+            call(plain)
+        assert plain.generate is own and "forward" not in vars(plain)
+
+
+def test_a_model_made_fast_under_inference_mode_can_be_trained(ids):
+    _, model = pair()
+    with torch.inference_mode():
+        rt.accelerate(model, kv_cache=None)
+    assert not any(p.is_inference() for p in model.parameters())
+    model.set_attn_implementation("eager")
+    model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+def test_a_model_without_a_program_is_recorded_once_a_text(ids, monkeypatch):
+    model, _ = pair()
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    tried, record = [], StepProgram._record
+    monkeypatch.setattr(StepProgram, "_record", lambda *args: tried.append(1) or record(*args))
+    with pytest.warns(UserWarning, match="decode steps run in transformers"):
+        model.generate(ids, max_new_tokens=9)
+    assert len(tried) == 1
+    model.generate(ids, max_new_tokens=9)
+    assert len(tried) == 2
 
 
 def test_hooks_are_not_bypassed(ids, monkeypatch):

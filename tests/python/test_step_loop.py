@@ -164,6 +164,53 @@ def test_stop_strings_beams_and_dicts_take_transformers_loop(device, taken):
 
 
 @devices
+def test_embeddings_take_transformers_loop(device, taken):
+    model, inputs = make(device), prompt(device, 1)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    ours = model.generate(inputs_embeds=embeds, max_new_tokens=6)
+    assert torch.equal(ours, model.generate(inputs["input_ids"], max_new_tokens=6)[:, 37:]) and len(taken) == 1
+
+
+@pytest.mark.parametrize("name", ["token_healing", "use_mtp", "prompt_lookup_num_tokens", "stop_strings"])
+def test_other_loops_are_known_by_what_is_set(name):
+    assert step_loop.is_for({}.get)
+    for value, own in ((None, True), (False, True), (True, False), (0, False), (torch.zeros(2, 3), False)):
+        assert step_loop.is_for({name: value}.get) is own
+
+
+@devices
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "inputs"])
+def test_what_hangs_on_the_model_itself_is_not_bypassed(device, kind, taken):
+    """A hook of the model, or how this one prepares inputs, sees every token, as in transformers' loop."""
+    model, inputs, seen = make(device), prompt(device), []
+    prepare = model.prepare_inputs_for_generation
+
+    def after(module, args, out):
+        seen.append(1)
+        out.logits[..., 7] += 100
+        return out
+
+    def prepared(*args, **kwargs):
+        seen.append(1)
+        return prepare(*args, **kwargs)
+
+    if kind == "inputs":
+        model.prepare_inputs_for_generation = prepared
+    elif kind == "hook":
+        handle = model.register_forward_hook(after)
+    else:
+        handle = model.register_forward_pre_hook(lambda *_: seen.append(1))
+    ids = model.generate(**inputs, max_new_tokens=8)
+    assert len(seen) == 8 and taken == [] and (kind != "hook" or bool((ids[:, 37:] == 7).all()))
+    if kind == "inputs":
+        del model.prepare_inputs_for_generation
+    else:
+        handle.remove()
+    model.generate(**inputs, max_new_tokens=8)
+    assert len(seen) == 8 and taken == [6]
+
+
+@devices
 def test_windows_that_will_slide_take_transformers_loop(device, taken):
     model, inputs = make(device, "Mistral", sliding_window=48), prompt(device)
     for tokens, own in ((20, True), (300, False)):
@@ -194,7 +241,7 @@ def test_memory_that_moves_in_between(device, kept):
         assert torch.equal(model.generate(**inputs, max_new_tokens=30, streamer=Meddler()), expected)
         return
     with pytest.warns(UserWarning, match="decode steps run in transformers"):
-        with pytest.raises(rt.NotSupportedError, match="changed while it generated"):
+        with pytest.raises(rt.NotSupportedError, match="lost the program of its decode steps"):
             model.generate(**inputs, max_new_tokens=30, streamer=Meddler())
 
 
@@ -241,6 +288,7 @@ def test_criteria_of_the_callers(device, taken):
 
     class After(transformers.StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
+            assert input_ids.is_contiguous()
             seen.append(input_ids.clone())
             return torch.full((len(input_ids),), input_ids.shape[1] >= 37 + 12, device=input_ids.device)
 
@@ -266,3 +314,27 @@ def test_weights_that_lie_apart_again(device):
     assert list(other.forward._programs) == [2]
     if device == "cpu":  # on a GPU the splits of K depend on N
         assert torch.equal(found, expected)
+
+
+def test_many_tokens_may_be_allowed():
+    """Memory is for the tokens that come, not for those that may."""
+    model, inputs = make("cpu"), prompt("cpu")
+    end = int(model.generate(**inputs, max_new_tokens=9)[0, 37 + 8])
+
+    class After(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return (input_ids[:, -1] == end) | (input_ids.shape[1] > 60)
+
+    ids = model.generate(**inputs, max_new_tokens=10**13, stopping_criteria=[After()])
+    assert ids.shape[1] <= 61
+
+
+def test_a_default_device_is_not_that_of_a_step():
+    model, inputs = make("cpu"), prompt("cpu", 1)
+    expected = model.generate(**inputs, max_new_tokens=9)
+    cache = RooftileCache(model.config, format="int8")
+    with torch.no_grad():
+        model(expected[:, :-1], **{CACHE: cache})
+        with torch.device("meta"):
+            assert int(model(expected[:, -2:-1], **{CACHE: cache}).logits.argmax()) >= 0
+    assert cache.steps == 1

@@ -105,7 +105,8 @@ class StepForward:
                 return None
             program = self._programs.get(ids.shape[0]) if given is None else None
             if program is None or not program.in_place():
-                program = self._program_for(ids.shape[0])
+                program = None if cache.refused else self._program_for(ids.shape[0])
+                cache.refused = program is None
             if program is None or program.device != ids.device:
                 return None
             x = program.embed(ids) if device == "cpu" else None  # refuses wrong ids, which a GPU's kernels do

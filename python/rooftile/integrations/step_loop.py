@@ -19,13 +19,15 @@ _ROOM = 4096  # tokens behind the prompt for which a new cache makes room at onc
 _OTHER_LOOPS = (
     *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers"),
     *("constraints", "force_words_ids", "num_beam_groups", "prefill_chunk_size", "return_dict_in_generate"),
-    *("synced_gpus", "stop_strings", "custom_generate", "inputs_embeds"),
+    *("synced_gpus", "stop_strings", "custom_generate", "inputs_embeds", "token_healing", "use_mtp"),
 )
 
 
 def is_for(setting):
     """Whether generate() with these settings, a function of their names, is such a loop."""
-    return setting("num_beams") in (None, 1) and not any(setting(name) for name in _OTHER_LOOPS)
+    return setting("num_beams") in (None, 1) and all(
+        value is None or value is False for value in map(setting, _OTHER_LOOPS)
+    )
 
 
 class _FirstTokens(StoppingCriteriaList):
@@ -85,7 +87,7 @@ class _Stops:
             on_host.copy_(tokens, non_blocking=True)
         copied.record()
         self.pending.append(slot)
-        while len(self.pending) > (length != self.most):
+        while len(self.pending) > (length != self.most):  # one token stays behind, but for the last
             go_on, on_host, copied = slot = self.pending.popleft()
             self.free.append(slot)
             copied.synchronize()
@@ -141,29 +143,25 @@ def decode(
 def _steps(ids, unfinished, logits_processor, stopping_criteria, config, forward, cache, streamer, keeps_cache):
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
     pad = None if pad is None else pad.to(ids.device)
-    length, most = ids.shape[1], stopping_criteria.max_length
-    stops, held = _Stops(ids, streamer, most), ids
+    stops = _Stops(ids, streamer, stopping_criteria.max_length)
     while True:
-        logits = forward.step(held[:, length - 1 : length], cache, None)
+        logits = forward.step(ids[:, -1:], cache, None)
         if logits is None:
             raise NotSupportedError(
-                "generate: this model's decode steps had a program, and have none any more: it was changed while it "
-                "generated"
+                "generate: between two tokens this model lost the program of its decode steps: a logits processor, a "
+                "stopping criterion, a streamer or another thread changed the model, its cache or a mode of torch"
             )
-        scores = logits_processor(held[:, :length], logits[:, -1].to(copy=True, dtype=torch.float32))
+        scores = logits_processor(ids, logits[:, -1].to(copy=True, dtype=torch.float32))
         if config.do_sample:
             tokens = torch.multinomial(torch.nn.functional.softmax(scores, -1), 1)[:, 0]
         else:
             tokens = scores.argmax(-1)
         if pad is not None:
             tokens = torch.where(unfinished, tokens, pad)
-        if length == held.shape[1]:
-            held = torch.cat([held, held.new_empty(len(held), length if most is None else most - length)], 1)
-        held[:, length] = tokens
-        length += 1
-        unfinished = unfinished & ~stopping_criteria(held[:, :length], None)
-        behind = stops(unfinished, tokens, length)
+        ids = torch.cat([ids, tokens[:, None]], 1)
+        unfinished = unfinished & ~stopping_criteria(ids, None)
+        behind = stops(unfinished, tokens, ids.shape[1])
         if behind is not None:
             if behind and keeps_cache:
                 cache.crop(-behind)
-            return held[:, : length - behind].clone()
+            return ids[:, : ids.shape[1] - behind].contiguous()

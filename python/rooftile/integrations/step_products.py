@@ -76,7 +76,8 @@ def put_side_by_side(linears):
         return
     for of_each in zip(*((*p.arrays, p.bias) for p in products), strict=True):
         if of_each[0] is not None:
-            together = torch.cat([array.detach() for array in of_each])
+            with torch.inference_mode(any(array.is_inference() for array in of_each)):
+                together = torch.cat([array.detach() for array in of_each])
             for array, part in zip(of_each, together.split(list(map(len, of_each))), strict=True):
                 array.data = part
 

@@ -326,7 +326,7 @@ class StepProgram:
         caches: one a layer, as bindings take them, each with `lengths` (int32 [batch]) tokens and room for one more.
         """
         cos, sin = self.rotation(x[:, None], lengths)
-        rows = torch.arange(self.batch, dtype=torch.int32)[:, None]
+        rows = torch.arange(self.batch, dtype=torch.int32, device=x.device)[:, None]
         logits = self.new_logits()
         calls = [functools.partial(torch.Tensor.copy_, self.x, x)]
         calls += self.calls(cos, sin, rows, caches, logits)

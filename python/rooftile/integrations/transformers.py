@@ -31,7 +31,7 @@ import itertools
 import weakref
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -607,6 +607,7 @@ class RooftileCache(Cache):
         self._generated = False
         self.steps = 0  # how many were taken by a StepProgram
         self.graph = None  # StepGraph of the latest one, on a GPU
+        self.refused = False  # whether the model had no StepProgram since the last forward of several tokens
 
     @property
     def _is_user_defined(self):
@@ -630,6 +631,7 @@ class RooftileCache(Cache):
                 f"{CACHE}: this RooftileCache is of a model with {len(self.layers)} layers, the model that was "
                 f"called has a layer {layer_idx}; use RooftileCache(model.config) of this model"
             )
+        self.refused = self.refused and key_states.shape[2] == 1
         return self.layers[layer_idx].update(key_states, value_states)
 
     # ---- decode steps of one token a row, by a StepProgram ----
@@ -714,7 +716,7 @@ class RooftileCache(Cache):
 
     def reset(self):
         super().reset()
-        self._generated, self.graph = False, None
+        self._generated, self.graph, self.refused = False, None, False
 
     @property
     def nbytes(self):
@@ -774,11 +776,21 @@ def _generate(model, fresh, *args, **kwargs):
     if made:
         kwargs[CACHE] = fresh.make(model)
     cache = kwargs.get(CACHE)
-    if type(cache) is RooftileCache and hasattr(forward, "loop") and len(args) <= 5 and step_loop.is_for(setting):
+    ours = type(cache) is RooftileCache and hasattr(forward, "loop") and len(args) <= 5
+    if ours and step_loop.is_for(setting) and _calls_forward_alone(model, fresh):
         kwargs["custom_generate"] = forward.loop(cache, kwargs.get("streamer"), keeps_cache=not made)
     if made and setting("cache_implementation") == "dynamic":
         return _generate_unnamed(model, given, args, kwargs)
     return type(model).generate(model, *args, **kwargs)
+
+
+def _calls_forward_alone(model, fresh):
+    """Whether a call of the model in generate() is a call of its forward: it has no other hook than set_kv_cache's, and
+    no methods of generate() of its own.
+    """
+    hooks = [*model._forward_hooks.values(), *model._forward_pre_hooks.values()]
+    own = (name for name in vars(model) if name != "generate" and callable(getattr(GenerationMixin, name, None)))
+    return hooks == [fresh] and not any(own)
 
 
 def _generate_unnamed(model, given, args, kwargs):
@@ -802,6 +814,24 @@ def _generate_unnamed(model, given, args, kwargs):
         own.cache_implementation = named
 
 
+def _has_ours(model):
+    own = vars(model).get("generate")
+    return isinstance(own, functools.partial) and own.func is _generate
+
+
+def check_generate(caller, model):
+    """Raises NotSupportedError where a generate() that somebody else gave this model would be lost. One that is its
+    class's all the same, bound to it, gives way.
+    """
+    own, plain = vars(model).get("generate"), type(model).generate
+    if isinstance(own, functools.partial):
+        bound = (own.func, own.args, own.keywords) == (plain, (model,), {})
+    else:
+        bound = own is None or getattr(own, "__func__", None) is plain
+    if not bound and not _has_ours(model):
+        raise NotSupportedError(f"{caller}: model has a generate of its own, which a cache for it would bypass")
+
+
 def set_kv_cache(model, format, options):
     """rt.set_kv_cache."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
@@ -811,9 +841,9 @@ def set_kv_cache(model, format, options):
     if format is not None:
         RooftileCache(model.config, format=format, **options)  # raises what would be wrong with every cache
         _models.check_interface(type(model))
-    before = model.__dict__.pop("generate", None)
-    if isinstance(before, functools.partial) and before.func is _generate:
-        before.args[1].handle.remove()
+        check_generate("set_kv_cache", model)
+    if _has_ours(model):
+        model.__dict__.pop("generate").args[1].handle.remove()
     if format is not None:
         fresh = _FreshCache({"format": format, **options}, cache_keyword(type(model)))
         fresh.handle = model.register_forward_pre_hook(fresh, with_kwargs=True)
