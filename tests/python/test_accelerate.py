@@ -455,7 +455,7 @@ def test_a_model_with_a_forward_of_its_own():
 
 
 def test_a_model_with_a_generate_of_its_own():
-    model, plain = pair()
+    _model, plain = pair()
     for call in (rt.accelerate, lambda m: rt.set_kv_cache(m, "int8")):
         own = plain.generate = functools.partial(type(plain).generate, plain, max_new_tokens=9)
         with pytest.raises(rt.NotSupportedError, match="model has a generate of its own"):
