@@ -160,6 +160,7 @@ class CtaRing {
     cute::cp_async_wait<pending>();
     // All threads' copies of this K have arrived; every warp has read the previous step's V and weights.
     __syncthreads();
+    // Stage (read_stage_ - 1) mod stages, whose V was the previous step's, gets the V of stages - 1 steps ahead.
     load_v(read_stage_ + stages - 1 < stages ? read_stage_ + stages - 1 : read_stage_ - 1);
   }
   __device__ static constexpr bool has_tokens() { return true; }

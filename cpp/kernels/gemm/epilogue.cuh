@@ -83,7 +83,7 @@ class Epilogue {
  private:
   const GemmParams& p_;
   const std::int64_t n_;
-  const bool plain_;                      // only bias: no activation, no gate, no residual
+  const bool plain_;                      // only bias: no activation (so no gate, which has one), no residual
   float bias_[4] = {}, up_bias_[4] = {};  // (4) each; 0 without a bias
 };
 
