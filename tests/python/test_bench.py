@@ -439,6 +439,12 @@ def test_whole_models(source, tmp_path, capsys):
     assert capsys.readouterr().out.count("8-bit head") == 2
 
 
+def test_a_slow_model_has_fewer_rounds(monkeypatch):
+    monkeypatch.setattr(e2e, "_SECONDS", 0)
+    rows, _ = e2e.run("tiny", [1], 5, 4, "cpu", rows=["16 bits"])
+    assert [len(row["ms_per_token_rounds"]) for row in rows] == [1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
