@@ -2,10 +2,11 @@
 """What a token of generate() costs in a whole model: transformers as it is, rooftile's cache and steps
 (rt.accelerate), and rounded weights.
 
-Greedy, no end of text. ms a token is the difference between a generate() of all tokens and one of half of them, so the
-prompt and what generate() itself takes drop out: the median of three rounds, of fewer where a round takes long; prompt_ms is a forward over the prompt into a new cache. A step reads
-every weight but the embedding (which is read where it is the head, too) and the cache, on average three quarters of the
-way through the tokens: those bytes, over the time, are held against the rate at which this machine reads memory.
+Greedy, no end of text. ms a token is the difference between a generate() of all tokens and one of half of them, so
+the prompt and what generate() itself takes drop out: the median of three rounds, of fewer where a round takes long;
+prompt_ms is a forward over the prompt into a new cache. A step reads every weight but the embedding (which is read
+where it is the head, too) and the cache, on average three quarters of the way through the tokens: those bytes, over
+the time, are held against the rate at which this machine reads memory.
 """
 
 import functools
