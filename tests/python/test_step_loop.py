@@ -329,6 +329,15 @@ def test_many_tokens_may_be_allowed():
     assert ids.shape[1] <= 61
 
 
+@devices
+def test_a_new_cache_has_room_for_what_will_be_stored(device):
+    """All but the last token, which takes no step: 64 are a page, 65 would be two."""
+    model, inputs = make(device), prompt(device, 1)
+    cache = RooftileCache(model.config, format="int8")
+    model.generate(**inputs, **{CACHE: cache}, max_new_tokens=65 - 37)
+    assert [(layer.cache.capacity, layer.columns) for layer in cache.layers] == [(64, 64)] * 3
+
+
 def test_a_default_device_is_not_that_of_a_step():
     model, inputs = make("cpu"), prompt("cpu", 1)
     expected = model.generate(**inputs, max_new_tokens=9)

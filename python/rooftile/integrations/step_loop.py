@@ -121,7 +121,8 @@ def decode(
     """
     room = input_ids.shape[1] + _ROOM
     if not cache_given.get_seq_length():
-        cache_given.make_room(min(stopping_criteria.max_length or room, room))
+        last = room if stopping_criteria.max_length is None else stopping_criteria.max_length - 1  # it is not stored
+        cache_given.make_room(min(last, room))
     first = _FirstTokens(stopping_criteria, cache_given)
     ids = type(model)._sample(
         model,
