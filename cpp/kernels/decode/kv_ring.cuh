@@ -156,11 +156,12 @@ class CtaRing {
 
   __device__ void begin_split() { split_end_ = min(token_ + split_tokens_, kv_end_); }
   __device__ bool in_split() const { return token_ < split_end_; }
+  // Starts the copy of the V that comes stages - 1 steps later, to stage (read_stage_ - 1) mod stages, whose V was the
+  // previous step's.
   __device__ void wait() {
     cute::cp_async_wait<pending>();
     // All threads' copies of this K have arrived; every warp has read the previous step's V and weights.
     __syncthreads();
-    // Stage (read_stage_ - 1) mod stages, whose V was the previous step's, gets the V of stages - 1 steps ahead.
     load_v(read_stage_ + stages - 1 < stages ? read_stage_ + stages - 1 : read_stage_ - 1);
   }
   __device__ static constexpr bool has_tokens() { return true; }
