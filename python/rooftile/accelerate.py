@@ -14,11 +14,12 @@ _NAMED = {"w4a16": W4A16(), "w8a16": W8A16()}
 def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress=True):
     """Makes a causal language model of transformers fast, in place, and returns it.
 
-    model: Llama, Mistral, Qwen2 or Qwen3 of transformers (LlamaForCausalLM, ...), on the CPU or one GPU (there in
-    float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are rounded so (quantize_); None
-    leaves them as they are. head: the same for the output head alone, whose reading takes a sixth of a small model's
-    step; it is untied from the embedding then, and the model cannot be saved. kv_cache: the format of the caches
-    (set_kv_cache), a name or a dict; None leaves that as it is. progress: a bar while weights are rounded.
+    model: Llama, Mistral, Qwen2, Qwen3, Phi3, OLMo2 or Granite of transformers (LlamaForCausalLM, ...), on the CPU
+    or one GPU (there in float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are rounded
+    so (quantize_); None leaves them as they are. head: the same for the output head alone, whose reading takes a
+    sixth of a small model's step; it is untied from the embedding then, and the model cannot be saved. kv_cache:
+    the format of the caches (set_kv_cache), a name or a dict; None leaves that as it is. progress: a bar while
+    weights are rounded.
 
     From then on a forward over one new token a row and a RooftileCache, of every generate() and pipeline, runs as one
     list of ops on buffers of its own (a step program, recorded at the first step of each batch size), on a GPU as a
@@ -54,7 +55,7 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
     check_flag("accelerate", "progress", progress)
     weights, head = _rounding("weights", weights), _rounding("head", head)
     # what may be refused, before anything changes
-    StepProgram(model, 1)
+    family = StepProgram(model, 1).family
     if kv_cache is not None:
         with _naming("kv_cache"):
             RooftileCache(model.config, format=kv_cache)
@@ -77,8 +78,8 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
         model.save_pretrained = _no_saving
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        put_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
-        put_side_by_side([mlp.gate_proj, mlp.up_proj])
+        for module, names in ((attention, family.qkv), (mlp, family.gate_up)):
+            put_side_by_side([getattr(module, name) for name in names])
     if kv_cache is not None:
         set_kv_cache(model, kv_cache)
     if "forward" not in vars(model):

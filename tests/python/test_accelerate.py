@@ -107,6 +107,52 @@ def test_what_a_layer_says(bias, activation, ids):
     assert torch.equal(model.generate(ids, max_new_tokens=9), plain.generate(ids, max_new_tokens=9))
 
 
+@pytest.mark.parametrize("kv_cache", ["fp32", "int4-kivi"])
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 7.0,
+                     "attention_multiplier": 0.1}),
+        ("Granite", {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.4}),
+        ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+        ("Phi3", {"sliding_window": 300, "hidden_act": "gelu"}),
+        ("Phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16,
+                                      "long_factor": [2.0] * 16}, "original_max_position_embeddings": 64}),
+        ("Olmo2", {"attention_bias": True}),
+    ],
+    ids=lambda of: of if isinstance(of, str) else "-".join(of),
+)  # fmt: skip
+def test_what_a_family_has_of_its_own(family, options, kv_cache, ids, monkeypatch):
+    model, plain = pair(family, kv_cache, **options)
+    expected = plain.generate(ids, max_new_tokens=40)
+    forwards = Forwards(monkeypatch, model)
+    assert torch.equal(model.generate(ids, max_new_tokens=40), expected)
+    assert forwards.tokens[0] == 37 and len(forwards.tokens) <= 2  # longrope: the text is computed anew once
+
+
+@pytest.mark.parametrize(
+    "name, value", [("residual_multiplier", 0.5), ("embedding_multiplier", 2.0), ("logits_scaling", 0.5)]
+)
+def test_multipliers_may_change(name, value, ids):
+    model, plain = pair("Granite", residual_multiplier=0.8, logits_scaling=2.0)
+    before = model.generate(ids, max_new_tokens=9)
+    for of in (model, plain):
+        holder = {"residual_multiplier": of.model.layers[1], "embedding_multiplier": of.model}.get(name, of.config)
+        setattr(holder, name, value)
+    with torch.no_grad():
+        outs = [of(ids) for of in (model, plain)]
+        steps = [of(ids[:, :1], **{CACHE: out[CACHE]}).logits for of, out in zip((model, plain), outs, strict=True)]
+    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-4)
+    assert outs[0][CACHE].steps == 1 and before.shape == (2, 46)
+
+
+def test_a_dropout_that_is_on_is_refused():
+    model = make("Phi3")
+    model.model.layers[1].resid_mlp_dropout.train()
+    with pytest.raises(rt.NotSupportedError, match="resid_mlp_dropout is in training mode"):
+        rt.accelerate(model)
+
+
 @pytest.mark.parametrize(
     "rope",
     [

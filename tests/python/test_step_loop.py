@@ -13,6 +13,7 @@ import torch
 import transformers
 from rooftile.integrations import step_loop
 from rooftile.integrations._models import CACHE
+from rooftile.integrations.step_program import FAMILIES
 from rooftile.integrations.transformers import RooftileCache
 
 SIZES = {
@@ -99,7 +100,7 @@ def test_the_tokens_are_those_of_transformers_loop(device, options, batch, taken
 
 
 @devices
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_cache", ["int8", "int4-kivi"])
 @pytest.mark.parametrize("weights", [None, "w4a16"])
 def test_every_family(device, family, kv_cache, weights, taken):
@@ -161,6 +162,15 @@ def test_stop_strings_beams_and_dicts_take_transformers_loop(device, taken):
     ):
         model.generate(**inputs, max_new_tokens=6, **options)
     assert taken == []
+
+
+@devices
+def test_a_rotation_of_two_lengths_takes_transformers_loop(device, taken):
+    """Phi-3 computes a text anew where it becomes longer than the short rotation is for."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    model, inputs = make(device, "Phi3", rope_parameters=rope, original_max_position_embeddings=64), prompt(device, 1)
+    ours, theirs = both(model, inputs, max_new_tokens=50)
+    assert torch.equal(ours, theirs) and taken == []
 
 
 @devices

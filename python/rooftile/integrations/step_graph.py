@@ -7,8 +7,7 @@ import operator
 import torch
 
 from rooftile._calls import ran, record_kernels
-
-_call = functools.partial.__call__
+from rooftile.integrations.step_program import run_calls
 
 
 class StepGraph:
@@ -41,8 +40,7 @@ class StepGraph:
         else:  # a row of a table for each batch row, written before each step
             positions, first = rows, [embed]
             table = self._rotation = program.rotation(program.x, lengths)
-        self._first = first
-        self._calls = program.calls(*table, positions, [cache._handle for cache in self._caches], self._logits)
+        self._calls = first + program.calls(*table, positions, [cache._handle for cache in self._caches], self._logits)
 
     def fits(self, program, caches):
         """Whether this is a graph of such a step: of that program, and of arrays where they are."""
@@ -63,16 +61,12 @@ class StepGraph:
         if self._graph is not None:
             self._graph.replay()
         elif not self._kernels:
-            self._kernels = self._run_calls()
+            self._kernels = run_calls(self._calls)
         else:
             self._capture()
             self._graph.replay()
         ran(*self._kernels)
         return self._logits
-
-    def _run_calls(self):
-        calls = [*self._first, *self._calls]
-        return list(map(_call, calls))[len(self._first) :]
 
     def _take_stream(self):
         """Work of this step behind that of the program's last one, which may be of another thread and stream."""
@@ -88,7 +82,7 @@ class StepGraph:
         with torch.cuda.stream(aside), record_kernels():
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._run_calls()
+                run_calls(self._calls)
             finally:
                 graph.capture_end()
         here.wait_stream(aside)

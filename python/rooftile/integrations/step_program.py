@@ -7,6 +7,7 @@ arguments, as bindings take them. What changes from step to step lies in arrays;
 and its logits anew. On the CPU the list runs as it is, on a GPU as a CUDA graph of it (step_graph.py).
 """
 
+import dataclasses
 import functools
 import inspect
 import operator
@@ -23,9 +24,38 @@ from rooftile.gemm import ARRAYS
 from rooftile.integrations.step_products import Product, joined
 from rooftile.nn import PackedLinear
 
-# Families of transformers whose layers are the same but for what the layers themselves say: biases, norms of q and k,
-# windows, the activation.
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How the layers of a family of transformers differ from Llama's, but for what they say themselves (biases,
+    windows, the activation).
+    """
+
+    qkv: tuple = ("q_proj", "k_proj", "v_proj")  # or one layer for all three
+    gate_up: tuple = ("gate_proj", "up_proj")  # or one layer for both
+    activation: str = "act_fn"
+    dropouts: tuple = ()  # of a decoder layer
+    qk_norm: str | None = None  # RMS norms of q and k: "head", of each head; "row", of all heads of a token together
+    norms_behind: bool = False  # norms are applied to what attention and the MLP return, not to what they are given
+    window_of_config: bool = False  # attention asks the config for its window, not itself
+    multipliers: bool = False  # of the embedding, of what is added to the residual, and of the logits
+
+
+FAMILIES = {
+    "Llama": Family(),
+    "Mistral": Family(window_of_config=True),
+    "Qwen2": Family(),
+    "Qwen3": Family(qk_norm="head"),
+    "Phi3": Family(
+        qkv=("qkv_proj",),
+        gate_up=("gate_up_proj",),
+        activation="activation_fn",
+        dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+        window_of_config=True,
+    ),
+    "Olmo2": Family(qk_norm="row", norms_behind=True),
+    "Granite": Family(multipliers=True),
+}
 _GATED = {"silu": "silu_mul", "swish": "silu_mul", "gelu": "gelu_mul"} | dict.fromkeys(
     ("gelu_pytorch_tanh", "gelu_new"), "gelu_tanh_mul"
 )
@@ -33,6 +63,13 @@ _GATED = {"silu": "silu_mul", "swish": "silu_mul", "gelu": "gelu_mul"} | dict.fr
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 _form, _stride, _place = operator.attrgetter("shape", "dtype"), torch.Tensor.stride, torch.Tensor.data_ptr
 _call = functools.partial.__call__
+
+
+def run_calls(calls):
+    """Makes the calls of a step, functools.partials of functions in C: no signal handler comes between two of them.
+    Returns the names of our kernels.
+    """
+    return [name for name in list(map(_call, calls)) if type(name) is str]
 
 
 class StepProgram:
@@ -76,14 +113,14 @@ class StepProgram:
     # ---- recording ----
 
     def _record(self, model):
-        family = type(model).__name__.removesuffix("ForCausalLM")
+        name = type(model).__name__.removesuffix("ForCausalLM")
         config = model.config
-        if family not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
             known = ", ".join(f"{name}ForCausalLM" for name in FAMILIES)
             raise NotSupportedError(f"model: no step program for {type(model).__name__}; there is one for {known}")
         if any(map(_hooked, self._hooks)):
             raise NotSupportedError("model: no step program, because torch has forward hooks of all modules")
-        self._family, self._module = family, inspect.getmodule(type(model))
+        self.family, self._name, self._module = FAMILIES[name], name, inspect.getmodule(type(model))
         self._of_class(type(model))
         self._classes.append((model, type(model)))
         decoder = self._child(model, "model", "Model")
@@ -113,6 +150,9 @@ class StepProgram:
         self._q, self._k, self._v = (t.view(self.batch, 1, -1, head_dim) for t in (q, k, v))
         self._gate_up, self._h = buffer(2 * config.intermediate_size), buffer(config.intermediate_size)
         self._rotary = self._child(decoder, "rotary_emb", "RotaryEmbedding")
+        scales = self.family.multipliers
+        self._embedding_scale = self._value(decoder, "embedding_multiplier") if scales else 1
+        self._logits_scale = self._value(config, "logits_scaling") if scales else 1
         # of every layer: calls before its cache's, (window, scale), calls behind them
         self._recorded = [self._layer(self._child(layers, str(i), "DecoderLayer"), config) for i in range(count)]
         self._last = [self._norm(self._child(decoder, "norm", "RMSNorm"), self.x, self._normed)]
@@ -132,7 +172,7 @@ class StepProgram:
         family is called behind its name, or None for any."""
         child = parent._modules.get(name)
         if isinstance(kind, str):
-            kind = getattr(self._module, self._family + kind)
+            kind = getattr(self._module, self._name + kind)
             if kind.__module__ != self._module.__name__:
                 raise NotSupportedError(f"model: no step program, because {kind.__name__} of transformers was replaced")
         if kind is not None:
@@ -202,12 +242,12 @@ class StepProgram:
         return layer(x, out, residual=residual)
 
     def _products(self, parent, outputs, x):
-        """Of layers that read the same x: (the Products, all of them as one Product or None).
+        """Of layers that read the same x: (the Products, all of them as one Product or None). One layer is both.
 
         outputs: {name: N}.
         """
         layers = [self._layer_of(self._child(parent, name, None), n, x.shape[1]) for name, n in outputs.items()]
-        return layers, joined(layers)
+        return layers, layers[0] if len(layers) == 1 else joined(layers)
 
     @staticmethod
     def _has_shape(module, there, *shape):
@@ -223,47 +263,73 @@ class StepProgram:
         return functools.partial(_C.rms_norm, x, weight, eps, out, None, None)
 
     def _layer(self, layer, config):
-        attention, mlp = self._child(layer, "self_attn", "Attention"), self._child(layer, "mlp", "MLP")
-        before = [self._norm(self._child(layer, "input_layernorm", "RMSNorm"), self.x, self._normed)]
-        parts = {"q_proj": self._q, "k_proj": self._k, "v_proj": self._v}
-        parts = {name: part.view(self.batch, -1) for name, part in parts.items()}
-        layers, together = self._products(
-            attention, {name: part.shape[1] for name, part in parts.items()}, self._normed
+        family, attention, mlp = (
+            self.family,
+            self._child(layer, "self_attn", "Attention"),
+            self._child(layer, "mlp", "MLP"),
         )
+        for name in family.dropouts:
+            if self._value(self._child(layer, name, torch.nn.Dropout), "training"):
+                raise NotSupportedError(f"model: no step program, because {name} is in training mode")
+        names = ("post_attention_layernorm", "post_feedforward_layernorm")
+        names = names if family.norms_behind else ("input_layernorm", "post_attention_layernorm")
+        norms = [self._child(layer, name, "RMSNorm") for name in names]
+        before, x = self._given(norms[0])
+        parts = [part.view(self.batch, -1) for part in (self._q, self._k, self._v)]
+        widths = [self._qkv.shape[1]] if len(family.qkv) == 1 else [part.shape[1] for part in parts]
+        layers, together = self._products(attention, dict(zip(family.qkv, widths, strict=True)), x)
         if together is None:
-            before += [one(self._normed, part) for one, part in zip(layers, parts.values(), strict=True)]
+            before += [one(x, part) for one, part in zip(layers, parts, strict=True)]
         else:
-            before.append(together(self._normed, self._qkv))
-        if self._family == "Qwen3":
-            for name, heads in (("q_norm", self._q), ("k_norm", self._k)):
-                before.append(self._norm(self._child(attention, name, "RMSNorm"), heads, heads))
-        attended = self._attended.view(self.batch, -1)
-        behind = [self._product(attention, "o_proj", attended, self.x, residual=self.x)]
-        norm = self._child(layer, "post_attention_layernorm", "RMSNorm")
-        behind.append(self._norm(norm, self.x, self._normed))
-        behind += self._gated(mlp, config)
-        behind.append(self._product(mlp, "down_proj", self._h, self.x, residual=self.x))
-        windowed = config if type(attention).__name__ == "MistralAttention" else attention
+            before.append(together(x, self._qkv))
+        normed = {"head": (self._q, self._k), "row": parts[:2]}.get(family.qk_norm, ())
+        for name, heads in zip(("q_norm", "k_norm"), normed, strict=False):
+            before.append(self._norm(self._child(attention, name, "RMSNorm"), heads, heads))
+        scale = self._value(layer, "residual_multiplier") if family.multipliers else 1
+        behind = self._added(attention, "o_proj", self._attended.view(self.batch, -1), norms[0], scale)
+        calls, x = self._given(norms[1])
+        behind += calls + self._gated(mlp, config, x)
+        behind += self._added(mlp, "down_proj", self._h, norms[1], scale)
+        windowed = config if family.window_of_config else attention
         return before, (self._value(windowed, "sliding_window"), self._value(attention, "scaling")), behind
 
-    def _gated(self, mlp, config):
-        """Calls of h = activation(gate) * up."""
-        activation, module = config.hidden_act, self._child(mlp, "act_fn", None)
+    def _given(self, norm):
+        """(calls, what attention or the MLP is given then): x, normed unless that comes behind."""
+        if self.family.norms_behind:
+            return [], self.x
+        return [self._norm(norm, self.x, self._normed)], self._normed
+
+    def _added(self, parent, name, x, norm, scale):
+        """Calls of self.x += scale * norm(the layer's product with x), without the norm unless it comes behind."""
+        if not self.family.norms_behind and scale == 1:
+            return [self._product(parent, name, x, self.x, residual=self.x)]
+        calls = [self._product(parent, name, x, self._normed)]
+        if self.family.norms_behind:
+            calls.append(self._norm(norm, self._normed, self._normed))
+        if scale != 1:
+            calls.append(functools.partial(torch.Tensor.mul_, self._normed, scale))
+        return [*calls, functools.partial(torch.Tensor.add_, self.x, self._normed)]
+
+    def _gated(self, mlp, config, x):
+        """Calls of h = activation(gate) * up, of what the MLP is given."""
+        name, activation = self.family.activation, config.hidden_act
+        module = self._child(mlp, name, None)
         if type(module) is not type(ACT2FN[activation]):
             raise NotSupportedError(
-                f"model: no step program, because act_fn is a {type(module).__name__}, the config says {activation!r}"
+                f"model: no step program, because {name} is a {type(module).__name__}, the config says {activation!r}"
             )
         if activation not in _GATED:
             raise NotSupportedError(f"model: no step program with the activation {activation!r}")
         inner = config.intermediate_size
-        layers, together = self._products(mlp, {"gate_proj": inner, "up_proj": inner}, self._normed)
+        width = 2 * inner // len(self.family.gate_up)
+        layers, together = self._products(mlp, dict.fromkeys(self.family.gate_up, width), x)
         if together is not None and together.packed:
-            return [together(self._normed, self._h, activation=_GATED[activation])]
+            return [together(x, self._h, activation=_GATED[activation])]
         if together is not None:
-            calls = [together(self._normed, self._gate_up)]
+            calls = [together(x, self._gate_up)]
         else:
             halves = self._gate_up[:, :inner], self._gate_up[:, inner:]
-            calls = [one(self._normed, half) for one, half in zip(layers, halves, strict=True)]
+            calls = [one(x, half) for one, half in zip(layers, halves, strict=True)]
         if _GATED[activation] == "silu_mul":
             return [*calls, functools.partial(_C.silu_mul, self._gate_up, self._h, None, None)]
         approximate = "none" if activation == "gelu" else "tanh"
@@ -288,8 +354,8 @@ class StepProgram:
         return not any(name in kind for name in _ROPE_BY_LENGTH)
 
     def rotation(self, x, positions):
-        """cos, sin [n, head_dim / 2] of positions [n], as the model's own module says: its settings may change, and it
-        may count.
+        """cos, sin [n, R], R <= head_dim / 2, of positions [n], as the model's own module says: its settings may
+        change, and it may count.
 
         x: what the module takes the dtype and device from.
         """
@@ -299,10 +365,12 @@ class StepProgram:
     def calls(self, cos, sin, positions, caches, logits):
         """The step as functools.partials, in order: from x, the new tokens' embeddings, to logits.
 
-        cos, sin [n, head_dim / 2], positions int32 [batch, 1]: the rotation of the new tokens. caches: one a layer, as
+        cos, sin [n, R], positions int32 [batch, 1]: the rotation of the new tokens. caches: one a layer, as
         bindings take them. logits: [batch, 1, vocabulary].
         """
         calls, q, k, v, out = [], self._q, self._k, self._v, self._attended
+        if self._embedding_scale != 1:
+            calls.append(functools.partial(torch.Tensor.mul_, self.x, self._embedding_scale))
         for (before, (window, scale), behind), cache in zip(self._recorded, caches, strict=True):
             calls += before
             rope = (q, k, v, cos, sin, positions, cache, None, None, q, None, None)
@@ -311,6 +379,8 @@ class StepProgram:
             calls += behind
         calls += self._last
         calls.append(self._head(self._normed[:, None], logits))
+        if self._logits_scale != 1:
+            calls.append(functools.partial(torch.Tensor.div_, logits, self._logits_scale))
         return calls
 
     def new_logits(self):
@@ -330,8 +400,7 @@ class StepProgram:
         logits = self.new_logits()
         calls = [functools.partial(torch.Tensor.copy_, self.x, x)]
         calls += self.calls(cos, sin, rows, caches, logits)
-        _, *kernels = map(_call, calls)  # in C: no signal handler comes between two ops
-        ran(*kernels)
+        ran(*run_calls(calls))
         return logits
 
 

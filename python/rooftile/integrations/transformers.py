@@ -786,8 +786,11 @@ def _generate(model, fresh, *args, **kwargs):
 
 def _calls_forward_alone(model, fresh):
     """Whether a call of the model in generate() is a call of its forward: it has no other hook than set_kv_cache's, and
-    no methods of generate() of its own.
+    no methods of generate() of its own. Phi-3 with a rotation of two lengths begins anew where it takes the other one.
     """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and "prepare_inputs_for_generation" in vars(type(model)):
+        return False
     hooks = [*model._forward_hooks.values(), *model._forward_pre_hooks.values()]
     own = (name for name in vars(model) if name != "generate" and callable(getattr(GenerationMixin, name, None)))
     return hooks == [fresh] and not any(own)
