@@ -5,6 +5,7 @@ import mmap
 
 import numpy as np
 import oracle
+import pytest
 import torch
 from rooftile import _C
 
@@ -31,6 +32,18 @@ LENGTHS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 95, 96, 97, 127, 128
 HIDDEN = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 257, 576, 896, 1536, 2048)
 # (N, K) of weights; K = 576 and N = 49 are not multiples of a tile.
 WEIGHTS = ((16, 64), (16, 128), (49, 64), (8, 576), (192, 576), (33, 320), (576, 1536), (1, 32), (7, 96), (128, 4096))
+
+
+def begins_anew():
+    """Skips a test where this transformers, before it mended that, gives Phi-3 the last token alone when its text
+    becomes longer than the short rotation is for."""
+    import inspect
+
+    import transformers
+
+    prepare = transformers.Phi3ForCausalLM.prepare_inputs_for_generation
+    if "next_sequence_length" not in inspect.getsource(prepare):
+        pytest.skip("transformers gives Phi-3 a token alone where its rotation changes")
 
 
 def devices():

@@ -8,6 +8,7 @@ import pickle
 import threading
 import warnings
 
+import cases
 import pytest
 import rooftile as rt
 import torch
@@ -123,6 +124,8 @@ def test_what_a_layer_says(bias, activation, ids):
     ids=lambda of: of if isinstance(of, str) else "-".join(of),
 )  # fmt: skip
 def test_what_a_family_has_of_its_own(family, options, kv_cache, ids, monkeypatch):
+    if "original_max_position_embeddings" in options:
+        cases.begins_anew()
     model, plain = pair(family, kv_cache, **options)
     expected = plain.generate(ids, max_new_tokens=40)
     forwards = Forwards(monkeypatch, model)

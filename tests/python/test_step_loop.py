@@ -167,6 +167,7 @@ def test_stop_strings_beams_and_dicts_take_transformers_loop(device, taken):
 @devices
 def test_a_rotation_of_two_lengths_takes_transformers_loop(device, taken):
     """Phi-3 computes a text anew where it becomes longer than the short rotation is for."""
+    cases.begins_anew()
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
     model, inputs = make(device, "Phi3", rope_parameters=rope, original_max_position_embeddings=64), prompt(device, 1)
     ours, theirs = both(model, inputs, max_new_tokens=50)
