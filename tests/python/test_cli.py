@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ pytest.importorskip("transformers")
 import cases
 import rooftile
 import tiny_gguf
+import transformers
 from rooftile import _results
 from rooftile.cli import main
 
@@ -203,6 +205,88 @@ def test_ppl(model, ids, tmp_path, capsys, weights):
     printed = capsys.readouterr().out
     for name in rows:
         assert name in printed
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """The same model and tokenizer as transformers saves them."""
+    from rooftile.loaders import load_gguf, load_tokenizer
+
+    path = tmp_path_factory.mktemp("folder") / "tiny"
+    load_gguf(model, dtype="float32").save_pretrained(path)
+    load_tokenizer(model).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(folder, tmp_path_factory):
+    """The folder's model with rounded layers."""
+    path = tmp_path_factory.mktemp("folder") / "packed"
+    assert main(["convert", str(folder), str(path), "--group-size", "32"]) == 0
+    return path
+
+
+def ppl_rows(source, out, *options):
+    assert main(["ppl", "--model", str(source), *options, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    return report, {row["name"]: row for row in report["rows"]}
+
+
+def test_ppl_of_a_folder(model, folder, ids, tmp_path):
+    given = ("--token-ids", ids, "--formats", "fp32,int4-kivi", "--dtype", "float32")
+    _, of_file = ppl_rows(model, tmp_path / "file.json", *given)
+    report, of_folder = ppl_rows(folder, tmp_path / "folder.json", *given, "--weights", "both")
+    assert report["run"]["file"] == "tiny" and report["run"]["tokenizer"] == "token ids as given"
+    assert list(of_folder) == [*of_file, "W4A16", "W4A16 + fp32", "W4A16 + int4-kivi"]
+    for name, row in of_file.items():  # the same weights
+        assert of_folder[name]["nll_per_chunk"] == pytest.approx(row["nll_per_chunk"], rel=1e-6)
+        assert of_folder[name]["weights"] == "stored" and row["weights"] == "dequantize"
+    assert of_folder["W4A16"]["kl"] > 1e-6 and of_folder["W4A16"]["weights"] == "w4a16"
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Mixtral"])
+def test_ppl_of_a_config_without_head_dim(family, ids, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 300}  # fmt: skip
+    made = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    made.save_pretrained(tmp_path / "made")
+    config = json.loads((tmp_path / "made/config.json").read_text())
+    config.pop("head_dim", None)
+    (tmp_path / "made/config.json").write_text(json.dumps(config))
+    _, rows = ppl_rows(tmp_path / "made", tmp_path / "out.json", "--token-ids", ids, "--formats", "int8")
+    assert 16 <= rows["int8"]["bits"] < 18
+
+
+def test_ppl_of_a_folder_and_a_text(model, folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("hello world 12 " * 60)
+    given = ("--text", str(text), "--formats", "int8", "--chunk-tokens", "16", "--chunks", "2", "--dtype", "float32")
+    _, of_file = ppl_rows(model, tmp_path / "file.json", *given)
+    report, of_folder = ppl_rows(folder, tmp_path / "folder.json", *given)
+    assert of_folder["int8"]["nll_per_chunk"] == pytest.approx(of_file["int8"]["nll_per_chunk"], rel=1e-6)
+    assert report["run"]["tokenizer"].endswith(" of the folder")
+
+
+def test_ppl_of_a_folder_of_rounded_weights(packed, ids, tmp_path, capsys):
+    """Its baseline is the model as it is stored, and there is nothing to round."""
+    _, rows = ppl_rows(packed, tmp_path / "out.json", "--token-ids", ids, "--formats", "fp32,int8")
+    assert rows["fp32"]["dnll"] == pytest.approx(0, abs=1e-5) and rows["baseline"]["weights"] == "stored"
+    for weights in ("w4a16", "both"):
+        capsys.readouterr()
+        assert main(["ppl", "--model", str(packed), "--token-ids", ids, "--weights", weights]) == 2
+        error = one_line(capsys)
+        assert f"--weights {weights}" in error and "rounded already" in error
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_ppl_of_a_folder_without_a_file(folder, tmp_path, capsys, missing):
+    text = tmp_path / "text.txt"
+    text.write_text("hello world 12 " * 60)
+    path = shutil.copytree(folder, tmp_path / "part")
+    (path / missing).unlink()
+    capsys.readouterr()
+    assert main(["ppl", "--model", str(path), "--text", str(text), "--chunk-tokens", "16", "--chunks", "2"]) == 2
+    assert str(path) in one_line(capsys)
 
 
 @pytest.mark.parametrize("option", ["--model", "--text", "--token-ids"])

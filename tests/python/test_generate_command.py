@@ -68,6 +68,17 @@ def test_what_a_folder_writes(model, folder, tmp_path):
     assert report["tokens"] == expected(model, PROMPT, 24, "dequantize")
 
 
+def test_what_a_converted_folder_writes(folder, tmp_path):
+    assert main(["convert", folder, str(tmp_path / "packed"), "--group-size", "32"]) == 0
+    with rt.record_kernels() as kernels:
+        report = generate(str(tmp_path / "packed"), tmp_path / "out.json", "--dtype", "float32")
+    assert any("w4g32" in name for name in kernels) and len(report["tokens"]) == 24
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32).eval()
+    ids = torch.tensor([report["prompt_tokens"]])
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    assert report["tokens"] == plain[0, ids.shape[1] :].tolist()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("source", ["model", "folder"])
 def test_rounded_weights_head_and_cache(source, device, tmp_path, request):
@@ -103,7 +114,7 @@ def test_a_prompt_from_standard_input_and_from_a_file(model, tmp_path, capsys, m
 def test_a_model_without_decode_steps_of_ours_says_so(folder, tmp_path, capsys, monkeypatch):
     config = transformers.AutoConfig.from_pretrained(folder)
     kept = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
-    other = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**kept, num_attention_heads=4,
+    other = transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**kept, num_attention_heads=4,
                                              num_key_value_heads=4, intermediate_size=96))  # fmt: skip
     path = tmp_path / "other"
     other.save_pretrained(path)

@@ -100,6 +100,7 @@ def read_gb_s(device):
 def bytes_a_step(model, options, batch, tokens):
     """(of weights, of the cache of `tokens` tokens a row) that a decode step reads."""
     from rooftile.cli.ppl import bits_per_pair
+    from rooftile.integrations._models import head_dim
 
     text = model.config.get_text_config(decoder=True)
     embedding = model.get_input_embeddings().weight
@@ -107,7 +108,7 @@ def bytes_a_step(model, options, batch, tokens):
     seen = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
     if not tied:
         del seen[embedding.data_ptr()]
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dim = head_dim(text)
     format = "bf16" if options is None else options["kv_cache"]
     pairs = batch * tokens * text.num_hidden_layers * text.num_key_value_heads * dim
     return sum(seen.values()), round(pairs * bits_per_pair(format, text, "bfloat16") / 8)

@@ -13,12 +13,14 @@ def usable_device(name):
 
 def missing_kernel(format, model):
     """Why `model`, where it is, cannot use a cache of `format`: the error's text, or None where it can."""
-    config = model.config
+    from rooftile.integrations._models import head_dim
+
+    config = model.config.get_text_config(decoder=True)
     return _probe.missing_kernel(
         format,
         q_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        head_dim=head_dim(config),
         dtype=model.dtype,
         device=model.device,
     )

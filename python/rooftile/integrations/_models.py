@@ -41,6 +41,11 @@ def text_config(config):
     return text
 
 
+def head_dim(text):
+    """Elements of a head's key, of a decoder's config: older ones leave it to be computed."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def decoder(model):
     """The part of `model` whose attention reads the cache: the model itself, or beside a vision or audio tower the text
     model, whose config is text_config(model.config)."""

@@ -21,6 +21,7 @@ from rooftile._arrays import workspace
 from rooftile._calls import ran
 from rooftile.errors import NotSupportedError
 from rooftile.gemm import ARRAYS
+from rooftile.integrations._models import head_dim as head_dim_of
 from rooftile.integrations.step_products import Product, joined
 from rooftile.nn import PackedLinear
 
@@ -139,7 +140,7 @@ class StepProgram:
         layers = self._child(decoder, "layers", torch.nn.ModuleList)
         count = self._value(config, "num_hidden_layers")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_dim = head_dim_of(config)
 
         def buffer(*shape):
             return torch.empty(self.batch, *shape, dtype=dtype, device=self.device)
