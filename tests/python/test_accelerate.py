@@ -703,6 +703,23 @@ def test_a_step_that_fails_half_way_is_remembered(ids):
         model(ids, **{CACHE: cache})
 
 
+@pytest.mark.parametrize("place", ["rotation", "calls", "new_logits"])
+def test_an_interrupt_before_the_kernels_leaves_the_cache_as_it_was(place, ids, monkeypatch):
+    model, plain = pair()
+    with torch.no_grad():
+        caches = [of(ids)[CACHE] for of in (model, plain)]
+        model.forward.step(ids[:, :1], caches[0], {})
+        plain(ids[:, :1], **{CACHE: caches[1]})
+        with monkeypatch.context() as patched:
+            patched.setattr(StepProgram, place, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, 1:2], **{CACHE: caches[0]})
+        assert caches[0].get_seq_length() == 38
+        ours, theirs = (of(ids[:, 1:2], **{CACHE: c}) for of, c in zip((model, plain), caches, strict=True))
+        assert caches[0].steps == 2
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+
+
 def test_kernels_are_recorded(ids):
     model, _ = pair(kv_cache="int8")
     with torch.no_grad():

@@ -110,15 +110,15 @@ class StepForward:
             if program is None or program.device != ids.device:
                 return None
             x = program.embed(ids) if device == "cpu" else None  # refuses wrong ids, which a GPU's kernels do
-            caches = cache.begin_step(program.new_key, program.windows)
+            caches = cache.step_caches(program.new_key, program.windows)
             if caches is None:
                 return None
             if device == "cpu":
-                logits = program.run(x, [pages._handle for pages in caches], caches[0].seq_lens)
+                logits = program.run(x, [pages._handle for pages in caches], caches[0].seq_lens, cache.begin_step)
             else:
                 if cache.graph is None or not cache.graph.fits(program, caches):
                     cache.graph = StepGraph(program, caches)
-                logits = cache.graph.run(ids)
+                logits = cache.graph.run(ids, cache.begin_step)
             cache.end_step()
         return logits
 

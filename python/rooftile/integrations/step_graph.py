@@ -50,20 +50,23 @@ class StepGraph:
             and list(map(torch.Tensor.data_ptr, self._arrays)) == self._places
         )
 
-    def run(self, ids):
-        """Logits [batch, 1, vocabulary] of one token a row, ids int64 [batch, 1]. The next step writes them anew."""
+    def run(self, ids, begin):
+        """Logits [batch, 1, vocabulary] of one token a row, ids int64 [batch, 1]. The next step writes them anew.
+
+        begin is called before the first kernel that writes a cache.
+        """
         self._take_stream()
         self._ids.copy_(ids, non_blocking=True)
         if self._rotation is not None:
             now = self.program.rotation(self.program.x, self._caches[0].seq_lens)
             for array, new in zip(self._rotation, now, strict=True):
                 array.copy_(new)
-        if self._graph is not None:
-            self._graph.replay()
-        elif not self._kernels:
+        if self._graph is None and self._kernels:
+            self._capture()
+        begin()
+        if self._graph is None:
             self._kernels = run_calls(self._calls)
         else:
-            self._capture()
             self._graph.replay()
         ran(*self._kernels)
         return self._logits

@@ -391,16 +391,18 @@ class StepProgram:
         """[batch, hidden_size] of the new tokens, ids int64 [batch, 1]."""
         return torch.nn.functional.embedding(ids, self.embedding)[:, 0]
 
-    def run(self, x, caches, lengths):
+    def run(self, x, caches, lengths, begin):
         """On the CPU: logits [batch, 1, vocabulary] of one token a row, x as of embed(), which every cache then holds.
 
         caches: one a layer, as bindings take them, each with `lengths` (int32 [batch]) tokens and room for one more.
+        begin is called before the first kernel.
         """
         cos, sin = self.rotation(x[:, None], lengths)
         rows = torch.arange(self.batch, dtype=torch.int32, device=x.device)[:, None]
         logits = self.new_logits()
         calls = [functools.partial(torch.Tensor.copy_, self.x, x)]
         calls += self.calls(cos, sin, rows, caches, logits)
+        begin()
         ran(*run_calls(calls))
         return logits
 

@@ -665,11 +665,9 @@ class RooftileCache(Cache):
             return False
         return column is None or (column.numel() == 1 and int(column) == first.columns)
 
-    def begin_step(self, new_key, windows):
+    def step_caches(self, new_key, windows):
         """Every layer's rt.KVCache, with room for one more token a row. None where a layer slides, or this cache is of
         a model with other layers.
-
-        end_step() follows; until then the layers hold a step, and are of no use to anything else but reset().
         """
         if len(self.layers) != len(windows):
             return None
@@ -677,9 +675,14 @@ class RooftileCache(Cache):
             layer._make_room(new_key, window)
             if type(layer.cache) is not rt.KVCache:
                 return None
+        return [layer.cache for layer in self.layers]
+
+    def begin_step(self):
+        """The step's kernels are next. end_step() follows; until then the layers hold a step, and are of no use to
+        anything else but reset().
+        """
         for layer in self.layers:
             layer.held = _STEP
-        return [layer.cache for layer in self.layers]
 
     def end_step(self):
         self.steps += 1
