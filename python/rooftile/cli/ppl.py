@@ -13,6 +13,7 @@ from rooftile import _C
 from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
+from rooftile.cli._folder import folder_model, folder_tokenizer, packed_by
 from rooftile.cli._tables import print_whole
 from rooftile.errors import ArgumentError, NotSupportedError
 
@@ -198,8 +199,6 @@ class _Folder:
     weights = "stored"
 
     def __init__(self, args, dtype, device):
-        from rooftile.cli._model import packed_by
-
         self.path, self._dtype, self._device = args.model, dtype, device
         if packed_by(self.path) and args.weights != "dequantize":
             raise ArgumentError(
@@ -209,14 +208,10 @@ class _Folder:
         self.name = pathlib.Path(self.path).resolve().name
 
     def tokenizer(self):
-        from rooftile.cli._model import folder_tokenizer
-
         tokenizer = folder_tokenizer(self.path, "--model")
         return tokenizer, f"{type(tokenizer).__name__} of the folder"
 
     def baseline(self):
-        from rooftile.cli._model import folder_model
-
         return folder_model(self.path, self._dtype, self._device, "--model")
 
     def in_4_bits(self, baseline):
