@@ -9,6 +9,7 @@
 #include "kernels/backend.h"
 #include "kernels/device.h"
 #include "kernels/launch.h"
+#include "kernels/targets.h"
 #include "kernels/warmup.h"
 
 namespace rooftile::gpu {
@@ -31,12 +32,15 @@ const DeviceFacts& device_facts(const char* op, int device) {
   const auto ask = [&](int& value, cudaDeviceAttr what) {
     ROOFTILE_CUDA_CHECK(op, cudaDeviceGetAttribute(&value, what, device));
   };
-  ask(facts.major, cudaDevAttrComputeCapabilityMajor);
-  ask(facts.minor, cudaDevAttrComputeCapabilityMinor);
+  int major = 0, minor = 0;
+  ask(major, cudaDevAttrComputeCapabilityMajor);
+  ask(minor, cudaDevAttrComputeCapabilityMinor);
   ask(facts.sms, cudaDevAttrMultiProcessorCount);
   ask(facts.cta_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   ask(facts.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   ask(facts.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock);
+  facts.hopper = major == 9 && built_for_hopper(backend());
+  facts.refusal = refusal(backend(), major, minor);
   return known.emplace(device, facts).first->second;
 }
 

@@ -5,9 +5,10 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <optional>
+#include <string>
 
 #include "kernels/backend.h"
-#include "kernels/targets.h"
 #include "rooftile/context.h"
 #include "rooftile/error.h"
 
@@ -38,9 +39,11 @@ inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t b
 
 // Device properties, queried once per device.
 struct DeviceFacts {
-  int major = 0, minor = 0, sms = 0;
+  int sms = 0;
   int cta_shared = 0, sm_shared = 0,
-      reserved_shared = 0;  // bytes of shared memory: most of a CTA, of an SM, reserved for each CTA
+      reserved_shared = 0;             // bytes of shared memory: most of a CTA, of an SM, reserved for each CTA
+  bool hopper = false;                 // Hopper's machine code runs; PTX of older GPUs has no PDL and no clusters
+  std::optional<std::string> refusal;  // why nothing of this build runs
 };
 const DeviceFacts& device_facts(const char* op, int device);
 
@@ -60,9 +63,7 @@ class DeviceScope {
         stream_(static_cast<cudaStream_t>(ctx.stream)),
         device_(ctx.device.index),
         facts_(device_facts(op, device_)) {
-    if (const auto why = refusal(backend(), facts_.major, facts_.minor))
-      fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *why);
-    hopper_ = facts_.major == 9 && built_for_hopper(backend());
+    if (facts_.refusal) fail(ErrorKind::not_supported, op, ": ", name(ctx.device), " ", *facts_.refusal);
     ROOFTILE_CUDA_CHECK(op, cudaGetDevice(&before_));
     if (device_ != before_) ROOFTILE_CUDA_CHECK(op, cudaSetDevice(device_));  // last: nothing throws after the change
     changed_ = device_ != before_;
@@ -73,8 +74,10 @@ class DeviceScope {
   }
 
   int sms() const { return facts_.sms; }
-  bool has_wgmma() const { return hopper_; }
-  int largest_cluster() const { return hopper_ ? 8 : 1; }  // CTAs; without Hopper's machine code a cluster is one CTA
+  bool has_wgmma() const { return facts_.hopper; }
+  int largest_cluster() const {
+    return facts_.hopper ? 8 : 1;
+  }  // CTAs; without Hopper's machine code a cluster is one CTA
   // CTAs with `shared_bytes` of shared memory (plus the reserved bytes) that one SM holds at once. Throws if a CTA may
   // not have that much.
   int ctas_that_fit(std::size_t shared_bytes) const {
@@ -109,7 +112,7 @@ class DeviceScope {
     config.stream = stream_;
     cudaLaunchAttribute attributes[2] = {};
     config.attrs = attributes;
-    if (overlap == Overlap::with_previous && hopper_) {
+    if (overlap == Overlap::with_previous && facts_.hopper) {
       cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -128,7 +131,6 @@ class DeviceScope {
   cudaStream_t stream_;
   int device_, before_ = 0;
   const DeviceFacts& facts_;
-  bool hopper_ = false;  // Hopper's machine code runs; PTX of older GPUs has no PDL and no clusters
   bool changed_ = false;
 };
 

@@ -179,12 +179,14 @@ Context cache_context(Args& args, const KvCacheView& c, handle stream = nb::none
 }  // namespace
 
 LockedCache locked_cache(Args& args, handle cache) {
-  if (nb::isinstance<KvCache>(cache)) return nb::inst_ptr<KvCache>(cache)->now(args);
-  if (nb::isinstance<Exclusive>(cache) && nb::inst_ptr<Exclusive>(cache)->held())
+  // Both types are final, so a comparison is enough.
+  static const handle cache_type = nb::type<KvCache>(), exclusive_type = nb::type<Exclusive>();
+  if (cache.type().is(cache_type)) return nb::inst_ptr<KvCache>(cache)->now(args);
+  if (cache.type().is(exclusive_type) && nb::inst_ptr<Exclusive>(cache)->held())
     return nb::inst_ptr<Exclusive>(cache)->cache();
   static PyObject* const name = PyUnicode_InternFromString("_handle");
   nb::object inner = nb::getattr(cache, nb::handle(name), nb::none());
-  if (nb::isinstance<KvCache>(inner)) return nb::inst_ptr<KvCache>(inner)->now(args);  // the owner keeps it alive
+  if (inner.type().is(cache_type)) return nb::inst_ptr<KvCache>(inner)->now(args);  // the owner keeps it alive
   const nb::object type_name = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(cache.ptr()))).attr("__name__");
   fail(ErrorKind::type, args.op(), ": cache must be a rooftile KVCache or PagedKVCache, got ",
        nb::str(type_name).c_str());
@@ -192,7 +194,7 @@ LockedCache locked_cache(Args& args, handle cache) {
 
 void bind_kv_cache(nb::module_& m) {
   m.attr("kv_fault_raised") = kv_fault_raised;
-  nb::class_<KvCache>(m, "KvCache")
+  nb::class_<KvCache>(m, "KvCache", nb::is_final())
       .def(
           "__init__",
           [](KvCache* self, handle format, handle dtype, handle page_size, handle head_dim, handle kv_heads,
@@ -223,7 +225,7 @@ void bind_kv_cache(nb::module_& m) {
           },
           "op"_a, "undivided"_a = false)
       .def_prop_ro("times_taken", &KvCache::times_taken);
-  nb::class_<Exclusive>(m, "Exclusive")
+  nb::class_<Exclusive>(m, "Exclusive", nb::is_final())
       .def("__enter__", [](nb::handle_t<Exclusive> self) { return nb::borrow<nb::object>(self); })
       .def(
           "__exit__", [](Exclusive& self, handle, handle, handle) { self.leave(); }, "kind"_a.none(), "error"_a.none(),

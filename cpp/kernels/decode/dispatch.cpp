@@ -13,14 +13,18 @@ namespace {
 
 constexpr const char* op = "decode_attention";
 
-// Calls visit(variant) for every compiled variant.
+// Calls visit(variant) for every compiled variant of a format.
+template <class Visit>
+void for_each_variant(KvFormat of, const Visit& visit) {
+  with_kv_format(of, [&](auto format) {
+    if constexpr (format() != KvFormat::fp32)
+      for (const DecodeVariant& v : decode_variants<format()>()) visit(v);
+  });
+}
+// The same for all formats.
 template <class Visit>
 void for_each_variant(const Visit& visit) {
-  for (int i = 0; i < kv_format_count; ++i)
-    with_kv_format(static_cast<KvFormat>(i), [&](auto format) {
-      if constexpr (format() != KvFormat::fp32)
-        for (const DecodeVariant& v : decode_variants<format()>()) visit(v);
-    });
+  for (int i = 0; i < kv_format_count; ++i) for_each_variant(static_cast<KvFormat>(i), visit);
 }
 
 // Among the variants for this cache, the one with the largest block_m that the packed rows fill by more than half.
@@ -30,7 +34,7 @@ const DecodeVariant& variant_of(const DecodeArgs& a, int block_m) {
   const std::int64_t packed_rows = a.q.shape[1] * (a.q.shape[2] / a.cache->kv_heads);
   const DecodeVariant* found = nullptr;
   std::string compiled;  // every block_m
-  for_each_variant([&](const DecodeVariant& v) {
+  for_each_variant(key.format, [&](const DecodeVariant& v) {
     key.block_m = v.key.block_m;
     if (v.key != key) return;
     if (block_m > 0) compiled += (compiled.empty() ? "" : " or ") + std::to_string(key.block_m);
@@ -97,7 +101,7 @@ void check_size(const DecodeArgs& a) {
 
 DecodeFacts decode_facts(const DecodeKey& key) {
   DecodeFacts facts;
-  for_each_variant([&](const DecodeVariant& v) {
+  for_each_variant(key.format, [&](const DecodeVariant& v) {
     if (v.key == key) facts = {v.ctas_per_sm, v.clusters, v.smem_bytes};
   });
   return facts;

@@ -91,11 +91,13 @@ int choose_split_k(const GemmProblem& p, int config, std::int64_t n_blocks, std:
   const std::int64_t steps = steps_of(p), resident_ctas = 2 * std::max(p.sms, 1);  // two CTAs per SM
   const double tokens = 8.0 * w4_stream_configs[config].n_tiles, rows = 16.0 * w4_warps;
   const bool few_tokens = config <= config_for(w4_cluster_tokens);
+  // One work tile a CTA bounds the workspace.
+  const std::int64_t tiles = std::max<std::int64_t>(n_blocks * m_blocks, 1),
+                     most = std::min({std::int64_t{max_splits}, steps, resident_ctas / tiles});
   int best = 1;
   double least = 0;
-  for (std::int64_t splits = 1; splits <= std::min<std::int64_t>(max_splits, steps); ++splits) {
+  for (std::int64_t splits = 1; splits <= std::max<std::int64_t>(most, 1); ++splits) {
     if (!splits_evenly(steps, splits, 2)) continue;
-    if (splits > 1 && n_blocks * m_blocks * splits > resident_ctas) continue;  // bounds the workspace: one tile a CTA
     const std::int64_t split_steps = divide_up(steps, splits),
                        waves = divide_up(n_blocks * m_blocks * splits, resident_ctas);
     const double kilobytes = rows * static_cast<double>(split_steps) * (16 * p.bits + 2 * tokens) / 1024;
