@@ -75,9 +75,8 @@ class DeviceScope {
 
   int sms() const { return facts_.sms; }
   bool has_wgmma() const { return facts_.hopper; }
-  int largest_cluster() const {
-    return facts_.hopper ? 8 : 1;
-  }  // CTAs; without Hopper's machine code a cluster is one CTA
+  // CTAs; without Hopper's machine code a cluster is one CTA.
+  int largest_cluster() const { return facts_.hopper ? 8 : 1; }
   // CTAs with `shared_bytes` of shared memory (plus the reserved bytes) that one SM holds at once. Throws if a CTA may
   // not have that much.
   int ctas_that_fit(std::size_t shared_bytes) const {

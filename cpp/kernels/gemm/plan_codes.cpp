@@ -92,18 +92,17 @@ int choose_split_k(const GemmProblem& p, int config, std::int64_t n_blocks, std:
   const double tokens = 8.0 * w4_stream_configs[config].n_tiles, rows = 16.0 * w4_warps;
   const bool few_tokens = config <= config_for(w4_cluster_tokens);
   // One work tile a CTA bounds the workspace.
-  const std::int64_t tiles = std::max<std::int64_t>(n_blocks * m_blocks, 1),
-                     most = std::min({std::int64_t{max_splits}, steps, resident_ctas / tiles});
+  const std::int64_t work_tiles = n_blocks * m_blocks, fitting = resident_ctas / std::max<std::int64_t>(work_tiles, 1),
+                     most = std::clamp<std::int64_t>(fitting, 1, std::min<std::int64_t>(max_splits, steps));
   int best = 1;
   double least = 0;
-  for (std::int64_t splits = 1; splits <= std::max<std::int64_t>(most, 1); ++splits) {
+  for (std::int64_t splits = 1; splits <= most; ++splits) {
     if (!splits_evenly(steps, splits, 2)) continue;
-    const std::int64_t split_steps = divide_up(steps, splits),
-                       waves = divide_up(n_blocks * m_blocks * splits, resident_ctas);
+    const std::int64_t split_steps = divide_up(steps, splits), waves = divide_up(work_tiles * splits, resident_ctas);
     const double kilobytes = rows * static_cast<double>(split_steps) * (16 * p.bits + 2 * tokens) / 1024;
     double us = static_cast<double>(waves) * (kilobytes / 14 + 1.0);
-    if (few_tokens && splits_are_clusters(p, splits, n_blocks * m_blocks)) us += 0.5;
-    else if (splits > 1) us += 1.0 + 2 * static_cast<double>(splits * n_blocks * m_blocks) * rows * tokens * 4 / 3.5e6;
+    if (few_tokens && splits_are_clusters(p, splits, work_tiles)) us += 0.5;
+    else if (splits > 1) us += 1.0 + 2 * static_cast<double>(splits * work_tiles) * rows * tokens * 4 / 3.5e6;
     if (splits > 1 && us >= least) continue;
     least = us;
     best = static_cast<int>(splits);
