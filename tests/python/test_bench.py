@@ -19,6 +19,7 @@ from rooftile.bench import (
     attention_peers,
     decode,
     e2e,
+    layer,
     linear,
     ops,
     products,
@@ -443,6 +444,42 @@ def test_a_slow_model_has_fewer_rounds(monkeypatch):
     monkeypatch.setattr(e2e, "_SECONDS", 0)
     rows, _ = e2e.run("tiny", [1], 5, 4, "cpu", rows=["16 bits"])
     assert [len(row["ms_per_token_rounds"]) for row in rows] == [1]
+
+
+@pytest.mark.parametrize("weights", ["w4a16", "none"])
+def test_the_ops_of_a_step(weights, tmp_path, capsys):
+    out = tmp_path / "layer.json"
+    given = ["--weights", weights, "--head", "none", "--kv-cache", "int8", "--tokens", "20", "--batch", "1,3"]
+    assert main(["bench", "layer", "--config", "tiny", "--device", "cpu", *given, "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert (result["schema"], result["family"]) == (1, "layer")
+    run = result["run"]
+    assert (run["layer_weights"], run["kv_cache"], run["head"], run["tokens"]) == (weights, "int8", "none", 20)
+    product = "linear" if weights == "none" else "w4a16_matmul"
+    gated = [f"{product} 64 -> 192", "silu_mul"] if weights == "none" else [f"{product} 64 -> 96 silu_mul"]
+    layer = ["rms_norm", f"{product} 64 -> 128", "rope_append", "decode_attention", f"{product} 64 -> 64 + residual"]
+    layer += ["rms_norm", *gated, f"{product} 96 -> 64 + residual"]
+    assert [row["batch"] for row in result["rows"]] == [1, 3]
+    for row in result["rows"]:
+        assert [op["op"] for op in row["ops"]] == [*layer, "rms_norm", "linear 64 -> 256"]
+        assert [op["times"] for op in row["ops"]] == [2] * len(layer) + [1, 1]
+        for op in row["ops"]:
+            assert op["chain_us"] > 0 and op["alone_us"] > 0 and op["left_out_us"] is None
+        for sum_of in ("chain_us", "alone_us"):
+            assert row[sum_of] == pytest.approx(sum(op["times"] * op[sum_of] for op in row["ops"]))
+        assert row["step_us"] > 0
+    assert capsys.readouterr().out.count("together") == 2
+
+
+def test_a_call_in_a_row_does_not_outgrow_its_cache():
+    """An op that stores a token is repeated; the caches are as long as before, and no longer than they may be."""
+    options = {"weights": "w4a16", "kv_cache": "int4-kivi"}
+    step = layer.Step(e2e.random_model("tiny", "cpu", options), "int4-kivi", 2, 130)
+    at = next(i for i, call in enumerate(step.calls) if call.func.__name__ == "rope_append")
+    assert layer.alone(step, step.same_op(at), 1e-3, None) > 0  # as often as an op can be repeated
+    assert all(130 < cache.lengths[0] <= cache.capacity for cache in step.caches)
+    step.reset()
+    assert [list(cache.lengths) for cache in step.caches] == [[130, 130]] * 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ the time, are held against the rate at which this machine reads memory.
 """
 
 import functools
+import gc
 import os
 import statistics
 import time
@@ -172,6 +173,7 @@ def run(source, batches, prompt, tokens, device, rows=tuple(ROWS), advance=lambd
             )
             advance()
         del model
+        gc.collect()  # an accelerated model's forward holds the model
         if device != "cpu":
             torch.cuda.empty_cache()
     return found, read

@@ -12,7 +12,7 @@ from rooftile.cli._folder import folder_model, folder_tokenizer, packed_by
 from rooftile.cli.ppl import positive
 from rooftile.errors import ArgumentError, NotSupportedError
 
-_ROUNDED = ("w4a16", "w8a16")
+ROUNDED = ("w4a16", "w8a16")
 _NATIVE_FORMAT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -21,11 +21,11 @@ def add_model_arguments(parser):
     add("model", metavar="MODEL", help="a GGUF file, or a folder with config.json, safetensors files and a tokenizer")
     add(
         "--weights",
-        choices=("stored", *_ROUNDED),
+        choices=("stored", *ROUNDED),
         default="stored",
         help="w4a16, w8a16: round the layers that are in 16 bits (default: as the file stores them)",
     )
-    add("--head", choices=_ROUNDED, help="round the output head, too (default: as it is)")
+    add("--head", choices=ROUNDED, help="round the output head, too (default: as it is)")
     add("--kv-cache", metavar="FORMAT", help="of the KV cache, such as int8 or int4-kivi (default: of --dtype)")
     add("--dtype", choices=tuple(_NATIVE_FORMAT), default="bfloat16", help="of activations (default: %(default)s)")
     add("--device", default="cpu", help="cpu (default) or cuda")

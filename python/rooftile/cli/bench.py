@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rooftile bench FAMILY`: the kernels against the machine's roof, and against their peers, on one GPU; `rooftile bench
-e2e`: a whole model, on a GPU or the CPU."""
+e2e` and `rooftile bench layer`: a whole model, and the ops of its decode step, on a GPU or the CPU."""
 
 import argparse
 import math
@@ -10,9 +10,11 @@ from rooftile import _C
 from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import usable_device
 from rooftile.cli._files import check_writable, write_json
+from rooftile.cli._model import ROUNDED
 from rooftile.cli._tables import print_whole
 from rooftile.cli.ppl import positive
 from rooftile.errors import ArgumentError, DeviceError
+from rooftile.kv_cache import KV_FORMATS
 
 SUMMARY = "time a whole model, or one kernel family on a GPU: share of the measured roof, peers beside it"
 FAMILIES = {
@@ -23,6 +25,7 @@ FAMILIES = {
     "ops": "what lies between: norms, rotary embedding, activations, softmax",
 }
 _E2E = "a whole model, token by token: transformers, rooftile's steps, rounded weights"
+_LAYER = "the ops of a model's decode step: in the chain of the step, and each in a row of its own"
 
 
 def add_arguments(parser):
@@ -30,6 +33,7 @@ def add_arguments(parser):
     for name, what in FAMILIES.items():
         _add_kernel_arguments(families.add_parser(name, help=what, description=what))
     _add_e2e_arguments(families.add_parser("e2e", help=_E2E, description=_E2E))
+    _add_layer_arguments(families.add_parser("layer", help=_LAYER, description=_LAYER))
 
 
 def _add_kernel_arguments(parser):
@@ -45,13 +49,28 @@ def _add_kernel_arguments(parser):
 
 
 def _add_e2e_arguments(parser):
+    _add_model_arguments(parser)
+    add = parser.add_argument
+    add("--prompt", type=positive, default=512, metavar="N", help="tokens of the prompt (default: %(default)s)")
+    add("--tokens", type=_two_or_more, default=256, metavar="N", help="tokens written (default: %(default)s)")
+
+
+def _add_layer_arguments(parser):
+    _add_model_arguments(parser)
+    add = parser.add_argument
+    add("--tokens", type=positive, default=768, metavar="N", help="tokens in the cache (default: %(default)s)")
+    weights = (*ROUNDED, "none")
+    add("--weights", choices=weights, default="w4a16", help="of the layers (default: %(default)s)")
+    add("--kv-cache", choices=KV_FORMATS, default="int4-kivi", help="format (default: %(default)s)")
+    add("--head", choices=weights, default="w8a16", help="weights of the output head (default: %(default)s)")
+
+
+def _add_model_arguments(parser):
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--config", default="llama3.1-8b", help="shapes of the model, random weights (llama3.1-8b)")
     source.add_argument("--model", metavar="PATH", help="a GGUF file, or a folder of transformers")
     add("--batch", type=_sizes, default=(1, 16), metavar="LIST", help="rows at once, with commas (default: 1,16)")
-    add("--prompt", type=positive, default=512, metavar="N", help="tokens of the prompt (default: %(default)s)")
-    add("--tokens", type=_two_or_more, default=256, metavar="N", help="tokens written (default: %(default)s)")
     add("--device", default="cuda", help="cuda (default) or cpu")
     add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--commit", metavar="NAME", help=COMMIT_HELP)
@@ -79,16 +98,15 @@ def _seconds(text):
 
 
 def run(args):
-    return _run_e2e(args) if args.family == "e2e" else _run_kernels(args)
+    return {"e2e": _run_e2e, "layer": _run_layer}.get(args.family, _run_kernels)(args)
 
 
-def _run_e2e(args):
+def _source(args):
+    """(the model that is asked for, its device), once what is asked for is known to be there."""
     check_writable(args.json, "--json", **{"--model": args.model})
     device = usable_device(args.device)
     import torch
-    from rich.console import Console
 
-    from rooftile._progress import progress_bar
     from rooftile.bench import e2e
 
     if args.model is None and args.config not in e2e.CONFIGS:
@@ -100,35 +118,76 @@ def _run_e2e(args):
         raise ArgumentError(f"--model {args.model}: there is no such file or folder")
     if args.threads:
         torch.set_num_threads(args.threads)
-    source = args.model or args.config
-    with progress_bar(f"Timing {os.path.basename(source)}", len(e2e.ROWS) * len(args.batch)) as advance:
-        rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, advance=advance)
+    return args.model or args.config, device
+
+
+def _result(args, source, device, run, **figures):
+    """What the results file holds, which is written where one is asked for."""
+    import torch
+
     result = {
-        **head("e2e", args.commit),
+        **head(args.family, args.commit),
         "machine": machine(device),
         "run": {
             "model": os.path.basename(source),
             "weights": "random" if args.model is None else "stored",
-            "prompt": args.prompt,
-            "tokens": args.tokens,
+            **run,
             "device": device,
             "threads": torch.get_num_threads(),
         },
-        "read_gb_s": read,
-        "rows": rows,
+        **figures,
     }
     if args.json:
         write_json(args.json, result, "--json")
-    run = result["run"]
+    return result
+
+
+def _print_title(console, result, what):
+    run, facts = result["run"], result["machine"]
+    title = f"{run['model']}, {run['weights']} weights, {what} {facts.get('gpu') or facts['cpu']}"
+    console.print(title, highlight=False, markup=False, soft_wrap=True)
+
+
+def _run_e2e(args):
+    source, device = _source(args)
+    from rich.console import Console
+
+    from rooftile._progress import progress_bar
+    from rooftile.bench import e2e
+
+    with progress_bar(f"Timing {os.path.basename(source)}", len(e2e.ROWS) * len(args.batch)) as advance:
+        rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, advance=advance)
+    run = {"prompt": args.prompt, "tokens": args.tokens}
+    result = _result(args, source, device, run, read_gb_s=read, rows=rows)
     console = Console()
-    console.print(
-        f"{run['model']}, {run['weights']} weights, prompt of {args.prompt} tokens and {args.tokens} greedy ones, on "
-        f"{machine(device).get('gpu') or machine(device)['cpu']}, which reads {read:.0f} GB/s",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    what = f"prompt of {args.prompt} tokens and {args.tokens} greedy ones, memory read at {read:.0f} GB/s, on"
+    _print_title(console, result, what)
     print_whole(console, e2e.table(rows))
+    return 0
+
+
+def _run_layer(args):
+    source, device = _source(args)
+    from rich.console import Console
+
+    from rooftile._progress import progress_bar
+    from rooftile.bench import e2e, layer
+
+    options = {"weights": args.weights, "kv_cache": args.kv_cache, "head": args.head}
+    options = {name: value for name, value in options.items() if value != "none"}
+    model = (e2e.random_model if args.model is None else e2e.stored_model)(source, device, options)
+    e2e.check_lengths(model.config, args.tokens, 0)
+    rows = []
+    for batch in args.batch:
+        with progress_bar(f"Timing {os.path.basename(source)}, batch {batch}", None) as advance:
+            rows.append(layer.measure(model, args.kv_cache, batch, args.tokens, advance))
+    run = {name: getattr(args, name) for name in ("tokens", "weights", "kv_cache", "head")}
+    run["layer_weights"] = run.pop("weights")
+    result = _result(args, source, device, run, rows=rows)
+    console = Console()
+    _print_title(console, result, f"{args.weights} layers, {args.kv_cache}, {args.head} head, {args.tokens} tokens, on")
+    for row in rows:
+        print_whole(console, layer.table(row))
     return 0
 
 
