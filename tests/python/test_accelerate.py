@@ -526,9 +526,9 @@ def test_a_model_without_a_program_is_recorded_once_a_text(ids, monkeypatch):
     model.model.layers[1].register_forward_hook(lambda *_: None)
     tried, record = [], StepProgram._record
     monkeypatch.setattr(StepProgram, "_record", lambda *args: tried.append(1) or record(*args))
-    with pytest.warns(UserWarning, match="decode steps run in transformers"):
+    with pytest.warns(UserWarning, match="decode steps run in transformers") as seen:
         model.generate(ids, max_new_tokens=9)
-    assert len(tried) == 1
+    assert len(tried) == 1 and [warning.filename for warning in seen] == [__file__]  # the line of the user
     model.generate(ids, max_new_tokens=9)
     assert len(tried) == 2
 

@@ -218,15 +218,15 @@ def table(found):
 
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column(f"batch {found['batch']}", no_wrap=True)
-    for title in ("times", "in the chain us", "alone us", "more", "left out us", "of the step"):
+    for title in ("times", "in the chain us", "alone us", "more", "of the step", "left out us"):
         shown.add_column(title, justify="right", no_wrap=True)
     for op in found["ops"]:
         chain, own, times, left = op["chain_us"], op["alone_us"], op["times"], op["left_out_us"]
-        left = "" if left is None else f"{left:.2f}"
+        left = "-" if left is None else f"{left:.2f}"
         share = f"{100 * times * chain / found['chain_us']:.1f} %"
-        shown.add_row(op["op"], str(times), f"{chain:.2f}", f"{own:.2f}", f"{chain - own:+.2f}", left, share)
+        shown.add_row(op["op"], str(times), f"{chain:.2f}", f"{own:.2f}", f"{chain - own:+.2f}", share, left)
     shown.add_section()
     chain, own = found["chain_us"], found["alone_us"]
-    shown.add_row("together", "", f"{chain:.0f}", f"{own:.0f}", f"{chain - own:+.0f}", "", "100 %")
+    shown.add_row("together", "", f"{chain:.0f}", f"{own:.0f}", f"{chain - own:+.0f}", "100 %", "")
     shown.add_row("the step without a profiler", "", f"{found['step_us']:.0f}", "", "", "", "")
     return shown

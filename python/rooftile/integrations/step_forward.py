@@ -7,6 +7,7 @@ A forward over one new token a row and a RooftileCache is a step of a StepProgra
 import copy
 import functools
 import inspect
+import sys
 import threading
 import warnings
 
@@ -144,9 +145,17 @@ class StepForward:
             program, self._refused = StepProgram(self.model, batch), None
         except NotSupportedError as error:
             if self._refused != str(error):
-                warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=8)
+                warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=_level_of_user())
             program, self._refused = None, str(error)
         return program
+
+
+def _level_of_user():
+    """The stacklevel with which a warning of the caller names the line of the user that led to it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("rooftile", "torch", "transformers"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _plain(config):
