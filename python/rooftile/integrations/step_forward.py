@@ -152,8 +152,8 @@ class StepForward:
 
 def _level_of_user():
     """The stacklevel with which a warning of the caller names the line of the user that led to it."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("rooftile", "torch", "transformers"):
+    level, frame, between = 1, sys._getframe(1), ("rooftile", "torch", "transformers")
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         level, frame = level + 1, frame.f_back
     return level
 
