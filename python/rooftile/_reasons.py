@@ -38,7 +38,7 @@ class Reasons:
             stacked = {len(parameter) for parameter in own if parameter.ndim == 3}
             if isinstance(module, PackedExperts):
                 blocks[path] = module.form.experts
-            elif len(stacked) == 1:
+            elif len(stacked) == 1 and self._is_experts(module, path):
                 blocks[path] = stacked.pop()
             elif path.rpartition(".")[2] == "experts" and hasattr(module, "__len__"):
                 blocks[path] = len(module)
@@ -82,7 +82,15 @@ class Reasons:
             return "weights that the module around reads itself"
         if linear or experts:
             return self._not_replaced(module, linear)
-        return "experts of a form not known" if parameter.ndim == 3 else "no weight of a plain Linear"
+        stack = parameter.ndim == 3 and self._is_experts(module, places[0])
+        return "experts of a form not known" if stack else "no weight of a plain Linear"
+
+    @staticmethod
+    def _is_experts(module, path):
+        """Whether a module with parameters of three dimensions says that they are experts: those of convolutions and
+        of tables are none.
+        """
+        return "expert" in f"{path.rpartition('.')[2]} {type(module).__name__}".lower()
 
     def _is_router(self, path, parameter, linear):
         """Routers and gates are named so; of any name, a Linear with one output for each expert beside it."""

@@ -4,6 +4,7 @@
 import functools
 import numbers
 import operator
+import sys
 
 import numpy as np
 
@@ -59,6 +60,10 @@ def _view(x, dtype):
     return x.view(getattr(torch, dtype) if torch else numpy_dtype(dtype))
 
 
+class _NoTensorError(NotSupportedError, AttributeError):
+    """What a packed weight has not got of a tensor; hasattr() is False."""
+
+
 class PackedWeight:
     """What weights of 4 and of 8 bits share: W4Weight and W8Weight say what their codes stand for."""
 
@@ -101,6 +106,17 @@ class PackedWeight:
     group_size = property(lambda self: self._layout["group_size"])
     kind = property(lambda self: self._layout["kind"])
     scale_dtype = property(lambda self: self._layout["scale_dtype"])
+
+    def __getattr__(self, name):
+        """Only asked for what is not there."""
+        torch = sys.modules.get("torch")
+        if torch is not None and not name.startswith("_") and hasattr(torch.Tensor, name):
+            raise _NoTensorError(
+                f"{type(self).__name__} of {list(self.shape)}: a packed weight is no tensor and has no '{name}', which "
+                "the module around this layer asks for; leave the layer as it is: quantize_(..., skip=[its name]), "
+                "RooftileConfig(skip=[its name])"
+            )
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
 
     def __reduce__(self):
         return _rebuild, (type(self), *self._arrays, self.layout)

@@ -196,6 +196,15 @@ def append(cache, k, v, rows, counts, stream, plan):
     ran(cache._store("append", k, rows, counts, kernel))
 
 
+def check_rows(rows, batch):
+    """Raises ArgumentError where `rows` of select, int32 [n] on the host, names a row that is not there. An array that
+    repeats one number may have more rows than there is memory for.
+    """
+    if len(rows) and not 0 <= rows.min() <= rows.max() < batch:
+        wrong = next(row for row in rows if not 0 <= row < batch)
+        raise ArgumentError(f"select: rows must lie in [0, {batch}), got {wrong}")
+
+
 def bytes_of(array):
     """A copy of an array's bytes, uint8 in NumPy; the last dimension counts bytes."""
     torch = torch_of(array)
@@ -631,13 +640,11 @@ class KVCache(Cache):
             raise ArgumentTypeError(
                 f"select: rows must be a list of integers or an int32 array, got {rows.dtype}{list(rows.shape)}"
             )
-        rows = rows.tolist()
-        if any(not 0 <= row < self.batch for row in rows):
-            raise ArgumentError(f"select: rows must lie in [0, {self.batch}), got {rows}")
+        check_rows(rows, self.batch)
         capacity = self.capacity if capacity is None else integer("select", "capacity", capacity)
         shape = (len(rows), capacity, self.kv_heads, self.head_dim)
         chosen = KVCache(*shape, format=self.format, dtype=self.dtype, device=self.device)
-        lengths = self.lengths
+        rows, lengths = rows.tolist(), self.lengths
         longest = max((lengths[row] for row in rows), default=0)
         if longest > chosen.capacity:
             raise ArgumentError(f"select: capacity {capacity} is less than the {longest} tokens that a row holds")

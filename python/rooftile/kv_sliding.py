@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache of a sliding layer: pages behind the window are used again."""
 
+import numpy as np
 import torch
 
 from rooftile.errors import ArgumentError
-from rooftile.kv_cache import CONTIGUOUS_PAGE, GROUP, KVCache, host, host_ints, ints, pages_for
+from rooftile.kv_cache import CONTIGUOUS_PAGE, GROUP, KVCache, check_rows, host, host_ints, ints, pages_for
 from rooftile.kv_paged import PagedKVCache
 
 # So many of the newest tokens may be taken back, or be stored before the first of them is attended.
@@ -121,13 +122,12 @@ class SlidingKVCache:
 
     def select(self, rows=None):
         """KVCache.select."""
-        rows = list(range(self.batch)) if rows is None else host(ints("select", "rows", rows)).tolist()
-        if any(not 0 <= row < self.batch for row in rows):
-            raise ArgumentError(f"select: rows must lie in [0, {self.batch}), got {rows}")
+        rows = np.arange(self.batch, dtype=np.int32) if rows is None else host(ints("select", "rows", rows))
+        check_rows(rows, self.batch)
         twin, ring = object.__new__(type(self)), self._ring
         shape = (len(rows), ring.capacity, ring.kv_heads, ring.head_dim)
         twin._ring = KVCache(*shape, format=ring.format, dtype=ring.dtype, device=ring.device)
-        targets = twin._row_arrays()
+        rows, targets = rows.tolist(), twin._row_arrays()
         with self._alone("select"):
             twin.window, twin.beyond = self.window, self.beyond
             for name, source in self._row_arrays().items():

@@ -598,6 +598,16 @@ def test_bad_rows_of_the_other_methods():
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_select_refuses_more_rows_than_there_is_memory_for():
+    """An array that repeats one row: nothing of its length is made before the sizes are judged."""
+    cache = rt.KVCache(1, 64, 1, 32, format="fp32")
+    rows = np.broadcast_to(np.zeros(1, np.int32), 2**31)
+    with pytest.raises((rt.ArgumentError, rt.OutOfMemoryError), match="KVCache"):
+        cache.select(rows)
+    with pytest.raises(rt.ArgumentError, match=r"select: rows must lie in \[0, 1\), got 1"):
+        cache.select(np.broadcast_to(np.ones(1, np.int32), 2**31))
+
+
 def test_select_refuses_rows_that_cannot_be_read():
     with pytest.raises(rt.ArgumentTypeError, match=r"^select: rows cannot be read: it is a nested tensor"):
         rt.KVCache(2, 64, 1, 32).select(torch.nested.nested_tensor([torch.zeros(2, dtype=torch.int32)]))

@@ -507,3 +507,24 @@ def test_the_command_says_what_is_left(tmp_path, capsys):
     assert "Groups of 32, since 128 does not divide their columns: 2 experts.down_proj" in out
     assert "Left as they were, routers: 0." in out and "(gate)" in out
     assert "Left as they were, fewer than 16 outputs: 0." in out and "(shared_expert_gate)" in out
+
+
+def test_convolutions_are_no_experts():
+    """A Linear with as many outputs as a convolution beside it has channels is no router."""
+    plain = torch.nn.Sequential(torch.nn.Conv1d(64, 64, 3), torch.nn.Linear(64, 64))
+    report = rt.quantize_(plain, rt.W4A16(32), progress=False)
+    assert isinstance(plain[1], PackedLinear)
+    assert {why for _, why in report.left.values()} == {"no weight of a plain Linear", "norms and biases"}
+
+
+def test_an_encoder_with_convolutions_is_rounded():
+    shapes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 128))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(
+        vocab_size=128, d_model=64, max_source_positions=100, max_target_positions=64, **shapes, **heads, **tokens
+    )
+    report = rt.quantize_(transformers.WhisperForConditionalGeneration(config), rt.W4A16(32), progress=False)
+    reasons = {name: why for name, (_, why) in report.left.items()}
+    assert not {"routers", "experts of a form not known"} & set(reasons.values())
+    assert not [name for name in reasons if "_proj.weight" in name or "fc2.weight" in name]

@@ -229,6 +229,17 @@ def test_loading_into_used_module_is_seen():
     assert not torch.equal(a(x), b(x))
 
 
+@pytest.mark.parametrize("name", ["dtype", "device", "div_", "T"])
+def test_a_packed_weight_is_no_tensor(name):
+    """Modules of some models ask a layer for its weight's dtype: the error says what to do."""
+    weight = W4Linear(128, 32).weight
+    assert not hasattr(weight, name)
+    with pytest.raises(rt.NotSupportedError, match=rf"W4Weight of \[32, 128\].*no tensor and has no '{name}'.*skip"):
+        getattr(weight, name)
+    with pytest.raises(AttributeError, match="no attribute 'abacus'"):
+        _ = weight.abacus
+
+
 def test_the_weight_is_made_once():
     """And again where a buffer is another tensor."""
     ours = W4Linear.from_linear(linear(), group_size=32)

@@ -18,6 +18,15 @@ def read_text(path, option):
         raise ArgumentError(f"{option} {path}: not UTF-8 text: {e.reason} at byte {e.start}") from e
 
 
+def check_utf8(text, option):
+    """A text of the command line or of standard input, whose bytes may be no UTF-8: Python keeps them as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ArgumentError(f"{option}: not UTF-8 text: {e.reason} at character {e.start}") from None
+    return text
+
+
 def check_writable(path, option, **others):
     """Raises before the work starts when `path` cannot be written after it, or is what the command reads or writes.
 

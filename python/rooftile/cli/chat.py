@@ -3,6 +3,7 @@
 
 import sys
 
+from rooftile.cli._files import check_utf8
 from rooftile.cli._model import Model, add_model_arguments
 from rooftile.errors import ArgumentError, NotSupportedError, RooftileError
 
@@ -17,6 +18,8 @@ def add_arguments(parser):
 
 
 def run(args):
+    if args.system is not None:
+        check_utf8(args.system, "--system")
     model = Model(args)
     if not getattr(model.tokenizer, "chat_template", None):
         raise NotSupportedError(f"MODEL {args.model}: has no chat template; rooftile generate goes on with any text")
@@ -36,7 +39,7 @@ def run(args):
 def _line(asks):
     """What is said next, or None at the end of input."""
     try:
-        return input("> " if asks else "").strip()
+        return check_utf8(input("> " if asks else ""), "standard input").strip()
     except EOFError:
         return None
     except RuntimeError as e:  # no standard input

@@ -3,7 +3,7 @@
 
 import sys
 
-from rooftile.cli._files import check_writable, read_text, write_json
+from rooftile.cli._files import check_utf8, check_writable, read_text, write_json
 from rooftile.cli._model import Model, add_model_arguments
 from rooftile.errors import ArgumentError
 
@@ -61,12 +61,12 @@ def run(args):
 def _prompt(args):
     """(the option that gives it, the text)."""
     if args.prompt is not None:
-        return "--prompt", args.prompt
+        return "--prompt", check_utf8(args.prompt, "--prompt")
     if args.prompt_file is not None:
         return "--prompt-file", read_text(args.prompt_file, "--prompt-file")
     if sys.stdin is None or sys.stdin.isatty():
         raise ArgumentError("--prompt: expected a text, here, in --prompt-file or on standard input")
     try:
-        return "standard input", sys.stdin.read()
+        return "standard input", check_utf8(sys.stdin.read(), "standard input")
     except UnicodeDecodeError as e:
         raise ArgumentError(f"standard input: not UTF-8 text: {e.reason} at byte {e.start}") from e
