@@ -36,9 +36,9 @@ void bind_attention(nb::module_& m) {
         Args args("decode_attention");
         const TensorView tq = args.in(q, "q"), to = args.out(out, "out"), tl = args.optional_out(lse, "lse");
         const TensorView tr = args.optional(rows, "rows"), tc = args.optional(counts, "counts");
-        const LockedCache on = locked_cache(args, cache);
         LogitOptions options;
         read_logits(args, options, scale, window, softcap, sinks);
+        const LockedCache on = locked_cache(args, cache);
         Context ctx = args.context(tq, stream, plan);
         args.lend_to(ctx, workspace, q);
         return kernel_of(run_locked(on, CacheUse::reads,

@@ -105,9 +105,9 @@ void bind_fused(nb::module_& m) {
         Args args("rope_append");
         const TensorView tq = args.in(q, "q"), tk = args.in(k, "k"), tv = args.in(v, "v");
         const TensorView tc = args.in(cos, "cos"), ts = args.in(sin, "sin"), tp = args.in(positions, "positions");
-        const LockedCache on = locked_cache(args, cache);
         const TensorView tr = args.optional(rows, "rows"), tn = args.optional(counts, "counts"),
                          oq = args.out(q_out, "q_out");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = args.context(tq, stream, plan);
         return kernel_of(run_locked(on, CacheUse::writes,
                                     [&] { return rope_append(ctx, tq, tk, tv, tc, ts, tp, on.view, tr, tn, oq); }));

@@ -80,11 +80,11 @@ void bind_matmul(nb::module_& m, const char* op) {
            handle workspace, handle stream, handle plan) {
         Args args(op);
         const TensorView tx = args.in(x, "x");
-        const W4View view = w4_view(args, w, bits);
         const TensorView ty = args.out(out, "out");
         MatmulOptions options{.bias = args.optional(bias, "bias"), .residual = args.optional(residual, "residual")};
         take_activation(args, op, activation, options);
         options.batch_invariant = batch_invariant;
+        const W4View view = w4_view(args, w, bits);
         Context ctx = args.context(tx, stream, plan);
         args.lend_to(ctx, workspace, x);
         return run([&] { return matmul(ctx, tx, view, ty, options); });

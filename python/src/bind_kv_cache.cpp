@@ -250,9 +250,9 @@ void bind_kv_cache(nb::module_& m) {
       "kv_append",
       [](handle cache, handle k, handle v, handle rows, handle counts, handle stream, handle plan) {
         Args args("append");
-        const LockedCache on = locked_cache(args, cache);
         const TensorView tk = args.in(k, "k"), tv = args.in(v, "v");
         const TensorView tr = args.optional(rows, "rows"), tc = args.optional(counts, "counts");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = args.context(tk, stream, plan);
         return kernel_of(run_locked(on, CacheUse::writes, [&] { return kv_append(ctx, on.view, tk, tv, tr, tc); }));
       },
@@ -263,8 +263,8 @@ void bind_kv_cache(nb::module_& m) {
       "kv_check",
       [](const char* op, handle cache, handle index, handle stream) {
         Args args(op);
-        const LockedCache on = locked_cache(args, cache);
         const TensorView list = args.optional(index, "index");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view, stream);
         run_locked(on, CacheUse::writes, [&] { kv_check(op, ctx, on.view, list); });
       },
@@ -273,8 +273,8 @@ void bind_kv_cache(nb::module_& m) {
       "kv_truncate",
       [](handle cache, handle rows, handle lengths, handle stream) {
         Args args("truncate");
-        const LockedCache on = locked_cache(args, cache);
         const TensorView tr = args.in(rows, "rows"), tl = args.in(lengths, "lengths");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view, stream);
         run_locked(on, CacheUse::writes, [&] { kv_truncate(ctx, on.view, tr, tl); });
       },
@@ -283,8 +283,8 @@ void bind_kv_cache(nb::module_& m) {
       "kv_reset",
       [](handle cache, handle rows, handle stream) {
         Args args("reset");
-        const LockedCache on = locked_cache(args, cache);
         const TensorView tr = args.optional(rows, "rows");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view, stream);
         run_locked(on, CacheUse::writes, [&] { kv_reset(ctx, on.view, tr); });
       },
@@ -293,9 +293,9 @@ void bind_kv_cache(nb::module_& m) {
       "kv_reorder",
       [](handle cache, handle index, handle move_pages, handle stream) {
         Args args("reorder");
-        const LockedCache on = locked_cache(args, cache);
         const TensorView list = args.in(index, "index");
         const bool pages_too = args.integer(move_pages, "move_pages") != 0;
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view, stream);
         run_locked(on, CacheUse::writes, [&] { kv_reorder(ctx, on.view, list, pages_too); });
       },
@@ -304,9 +304,9 @@ void bind_kv_cache(nb::module_& m) {
       "kv_copy_row",
       [](handle cache, handle src, handle dst, handle first_page, handle stream) {
         Args args("fork");
-        const LockedCache on = locked_cache(args, cache);
         const int from = small(args, src, "src"), to = small(args, dst, "dst"),
                   first = small(args, first_page, "first_page");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view, stream);
         run_locked(on, CacheUse::writes, [&] { kv_copy_row(ctx, on.view, from, to, first); });
       },
@@ -315,8 +315,8 @@ void bind_kv_cache(nb::module_& m) {
       "kv_copy_pages",
       [](handle cache, handle src, handle dst, handle stream) {
         Args args("copy_pages");
-        const LockedCache on = locked_cache(args, cache);
         const TensorView from = args.in(src, "src"), to = args.in(dst, "dst");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view, stream);
         run_locked(on, CacheUse::writes, [&] { kv_copy_pages(ctx, on.view, from, to); });
       },
@@ -326,10 +326,10 @@ void bind_kv_cache(nb::module_& m) {
       "kv_dequantize",
       [](handle cache, handle row, handle at, handle out_k, handle out_v) {
         Args args("dequantize");
-        const LockedCache on = locked_cache(args, cache);
         const int r = small(args, row, "row");
         const std::int64_t position = args.integer(at, "at");
         const TensorView k = args.out(out_k, "out_k"), v = args.out(out_v, "out_v");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view);
         run_locked(on, CacheUse::reads, [&] { kv_dequantize(ctx, on.view, r, position, k, v); });
       },
@@ -338,9 +338,9 @@ void bind_kv_cache(nb::module_& m) {
       "kv_dump_codes",
       [](handle cache, handle row, handle out_k, handle out_v) {
         Args args("dump");
-        const LockedCache on = locked_cache(args, cache);
         const int r = small(args, row, "row");
         const TensorView k = args.out(out_k, "out_k"), v = args.out(out_v, "out_v");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view);
         run_locked(on, CacheUse::reads, [&] { kv_dump_codes(ctx, on.view, r, k, v); });
       },
@@ -349,11 +349,11 @@ void bind_kv_cache(nb::module_& m) {
       "kv_dump_scales",
       [](handle cache, handle row, handle values, handle minima, handle out) {
         Args args("dump");
-        const LockedCache on = locked_cache(args, cache);
         const int r = small(args, row, "row");
         const KvSide side = args.integer(values, "values") != 0 ? KvSide::v : KvSide::k;
         const bool of_minima = args.integer(minima, "minima") != 0;
         const TensorView to = args.out(out, "out");
+        const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view);
         run_locked(on, CacheUse::reads, [&] { kv_dump_scales(ctx, on.view, r, side, of_minima, to); });
       },

@@ -72,7 +72,7 @@ struct LockedCache {
 
 // What is behind a cache argument: a `_C.KvCache`, or an object that holds one as `_handle` (rooftile.KVCache and the
 // others of rooftile.kv_cache), or the locks of one that are held. Anything else is a type error. Valid as long as the
-// argument lives.
+// argument lives, and where it is until Python code runs: taken behind all arguments that may run some (__dlpack__).
 LockedCache locked_cache(Args&, nanobind::handle cache);
 
 // Runs a call on a cache under the cache's locks, without the GIL; no thread waits for a lock while it holds the GIL.

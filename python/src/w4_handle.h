@@ -25,6 +25,7 @@ class W4Handle {
 };
 
 // The weight behind the argument `w` of an op for weights of so many bits; a typed error if it is none.
+// Taken behind all arguments that may run Python code (__dlpack__), which may move the weight's memory.
 W4View w4_view(Args&, nb::handle h, int bits);
 
 }  // namespace rooftile::python

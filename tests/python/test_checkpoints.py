@@ -312,7 +312,7 @@ def test_a_model_that_initialises_the_weights_of_layers_below(tmp_path):
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=1)
     model = transformers.MambaForCausalLM(config).eval()
-    rt.quantize_(model, rt.W4A16(32), progress=False)
+    rt.quantize_(model, rt.W4A16(32), skip=["*.dt_proj"], progress=False)  # whose K = 4 holds no group
     model.save_pretrained(tmp_path / "saved")
     assert_same_tensors(load(tmp_path / "saved"), model)
 

@@ -438,9 +438,10 @@ def test_lengths_and_pages_that_others_wrote_are_refused():
 def test_only_a_cache_is_a_cache():
     from rooftile import _C
 
+    k = torch.zeros(1, 1, 1, 32)
     for wrong in (None, 3, torch.zeros(3), "cache"):
         with pytest.raises(rt.ArgumentTypeError, match="append: cache must be a rooftile KVCache"):
-            _C.kv_append(wrong, None, None, None, None, None, None)
+            _C.kv_append(wrong, k, k, None, None, None, None)
 
 
 def test_page_size_of_the_kivi_formats():

@@ -249,3 +249,37 @@ def test_a_paged_cache_whose_lengths_are_gone():
     cache.seq_lens.resize_(1)
     cache.append(k, v)
     assert cache.lengths == [16]
+
+
+class Frees:
+    """A foreign array that frees memory while it is read."""
+
+    def __init__(self, array, of):
+        self.array, self.of = array, of
+
+    shape = property(lambda self: tuple(self.array.shape))
+    dtype = property(lambda self: self.array.dtype)
+
+    def __dlpack__(self, **options):
+        self.of.untyped_storage().resize_(0)
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_an_argument_that_frees_the_weight():
+    w = rt.W4Weight.quantize(torch.randn(64, 256), group_size=64)
+    with pytest.raises(rt.ArgumentError, match="codes"):
+        rt.w4a16_matmul(torch.randn(2, 256), w, bias=Frees(torch.randn(64), w.codes))
+
+
+@pytest.mark.parametrize("array", ["pool", "block_table", "lengths"])
+def test_an_argument_that_frees_the_cache(array):
+    arrays, _, make, _ = SUBJECTS["view-int8"]()
+    arrays = {name: a.clone() for name, a in arrays.items()}  # of memory that can be given back
+    cache = make(**arrays)
+    k = torch.randn(2, 1, 2, 32).half()
+    cache.append(k, k)
+    with pytest.raises(rt.ArgumentError, match=array):
+        cache.append(Frees(k, arrays[array]), k)
