@@ -39,6 +39,7 @@ const DeviceFacts& device_facts(const char* op, int device) {
   ask(facts.cta_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   ask(facts.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   ask(facts.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock);
+  ask(facts.most_window, cudaDevAttrMaxAccessPolicyWindowSize);
   facts.hopper = major == 9 && built_for_hopper(backend());
   facts.refusal = refusal(backend(), major, minor);
   return known.emplace(device, facts).first->second;
@@ -53,6 +54,42 @@ void allow_shared(const char* op, int device, const void* kernel, std::size_t by
   ROOFTILE_CUDA_CHECK(
       op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   most = bytes;
+}
+
+void DeviceScope::launch(const void* kernel, Grid grid, int threads, std::size_t shared_bytes, const void* params,
+                         Overlap overlap, int cluster) const {
+  if (grid.x == 0) return;
+  constexpr std::int64_t most_x = 0x7fffffff, most_y = 65535;  // of any device
+  ROOFTILE_CHECK_KIND(not_supported, grid.x <= most_x && grid.y <= most_y, op_, ": the call needs a grid of ", grid.x,
+                      " x ", grid.y, " CTAs, a device takes at most ", most_x, " x ", most_y, "; split it");
+  if (shared_bytes > 48 * 1024) allow_shared(op_, device_, kernel, shared_bytes);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream_;
+  cudaLaunchAttribute attributes[3] = {};
+  config.attrs = attributes;
+  const auto add = [&](cudaLaunchAttributeID id) -> cudaLaunchAttributeValue& {
+    attributes[config.numAttrs].id = id;
+    return attributes[config.numAttrs++].val;
+  };
+  if (overlap == Overlap::with_previous && facts_.hopper)
+    add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+  if (cluster > 1) {
+    auto& size = add(cudaLaunchAttributeClusterDimension).clusterDim;
+    size.x = static_cast<unsigned>(cluster);
+    size.y = size.z = 1;
+  }
+  if (once_bytes_ > 0) {
+    cudaAccessPolicyWindow& window = add(cudaLaunchAttributeAccessPolicyWindow).accessPolicyWindow;
+    window.base_ptr = const_cast<void*>(once_);
+    window.num_bytes = once_bytes_;
+    window.hitRatio = 1.0f;
+    window.hitProp = window.missProp = cudaAccessPropertyStreaming;
+  }
+  void* arguments[] = {const_cast<void*>(params)};
+  ROOFTILE_CUDA_CHECK(op_, cudaLaunchKernelExC(&config, kernel, arguments));
 }
 
 void warmup(const Context& ctx) {

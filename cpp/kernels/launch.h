@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -42,6 +43,7 @@ struct DeviceFacts {
   int sms = 0;
   int cta_shared = 0, sm_shared = 0,
       reserved_shared = 0;             // bytes of shared memory: most of a CTA, of an SM, reserved for each CTA
+  int most_window = 0;                 // bytes of memory whose place in L2 a launch may choose; 0: none
   bool hopper = false;                 // Hopper's machine code runs; PTX of older GPUs has no PDL and no clusters
   std::optional<std::string> refusal;  // why nothing of this build runs
 };
@@ -94,43 +96,32 @@ class DeviceScope {
     std::int64_t x, y = 1;
     Grid(std::int64_t x, std::int64_t y = 1) : x(x), y(y) {}
   };
+  // Says that the launches of this scope read `bytes` bytes from `data` on once: L2 evicts them before anything else.
+  // Weights are far larger than L2. Without this a product leaves nothing else in it, and the kernels between two
+  // products find their own machine code in memory (docs/design/085-weights-leave-l2-first.md).
+  void reads_once(const void* data, std::size_t bytes) {
+    once_ = data;
+    once_bytes_ = std::min(bytes, static_cast<std::size_t>(facts_.most_window));
+  }
   // One launch; an empty grid launches nothing. `kernel` takes one parameter struct by value. cluster: number of
   // neighbouring CTAs that run at once and may wait for each other (tile/cta_sync.cuh).
   template <class Params>
   void launch(void (*kernel)(Params), Grid grid, int threads, std::size_t shared_bytes, const Params& params,
               Overlap overlap = Overlap::none, int cluster = 1) const {
-    if (grid.x == 0) return;
-    constexpr std::int64_t most_x = 0x7fffffff, most_y = 65535;  // of any device
-    ROOFTILE_CHECK_KIND(not_supported, grid.x <= most_x && grid.y <= most_y, op_, ": the call needs a grid of ", grid.x,
-                        " x ", grid.y, " CTAs, a device takes at most ", most_x, " x ", most_y, "; split it");
-    if (shared_bytes > 48 * 1024) allow_shared(op_, device_, reinterpret_cast<const void*>(kernel), shared_bytes);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream_;
-    cudaLaunchAttribute attributes[2] = {};
-    config.attrs = attributes;
-    if (overlap == Overlap::with_previous && facts_.hopper) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (cluster > 1) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    }
-    ROOFTILE_CUDA_CHECK(op_, cudaLaunchKernelEx(&config, kernel, params));
+    launch(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes, &params, overlap, cluster);
   }
 
  private:
+  void launch(const void* kernel, Grid grid, int threads, std::size_t shared_bytes, const void* params, Overlap overlap,
+              int cluster) const;
+
   const char* op_;
   cudaStream_t stream_;
   int device_, before_ = 0;
   const DeviceFacts& facts_;
   bool changed_ = false;
+  const void* once_ = nullptr;  // what launches read once; 0 bytes: nothing
+  std::size_t once_bytes_ = 0;
 };
 
 }  // namespace rooftile::gpu

@@ -59,9 +59,12 @@ std::size_t linear_workspace(const Context& ctx, const LinearArgs& a) {
 }
 
 KernelName linear(const Context& ctx, const LinearArgs& a) {
-  const DeviceScope scope(op_name, ctx);
+  DeviceScope scope(op_name, ctx);
   const GemmProblem problem = problem_of(a, scope.sms(), scope.has_wgmma());
   const GemmPlan plan = plan_gemm(op_name, problem, ctx.variant);
+  const bool dense = a.w.stride[1] == 1 && a.w.stride[0] == a.w.shape[1];
+  if (dense && plan.m_blocks == 1 && (plan.path == GemmPath::stream || plan.path == GemmPath::tma))
+    scope.reads_once(a.w.data, static_cast<std::size_t>(a.w.numel()) * 2);
   if (a.y.numel() > 0)
     run_linear(scope, a, problem, plan, reinterpret_cast<float*>(workspace_of(op_name, ctx, plan.workspace_bytes)));
   return kernel_of(plan, problem);

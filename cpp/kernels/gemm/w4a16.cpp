@@ -106,7 +106,7 @@ std::size_t w4a16_workspace(const char* op, const Context& ctx, const W4MatmulAr
 }
 
 KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& a) {
-  const DeviceScope scope(op, ctx);
+  DeviceScope scope(op, ctx);
   const W4View& w = *a.w;
   const GemmProblem problem = problem_of(a, scope.sms(), scope.has_wgmma());
   const GemmPlan plan = plan_gemm(op, problem, ctx.variant);
@@ -143,6 +143,8 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   p.partial = plan.separate_epilogue ? reinterpret_cast<float*>(workspace) : nullptr;
 
   const std::int64_t m = a.x.rows();
+  if (!wgmma && m <= w4_stream_block_m)
+    scope.reads_once(w.codes, static_cast<std::size_t>(w4_tiles_n(w.n) * w4_tiles_k(w.k) * w4_tile_bytes(w.bits)));
   const int tokens_per_cta = wgmma ? w4_wgmma_config(w.bits, plan.config).tokens : w4_stream_block_m;
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {
     p.first_token = first;
