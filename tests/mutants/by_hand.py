@@ -135,7 +135,7 @@ FAULTS = [
         "while (std::chrono::steady_clock::now() < end)",
         "while (true)",
     ),
-    Fault("three rows share before one copies", PAGES, "users[page]) > 1", "users[page]) > 2"),
+    Fault("three rows share before one copies", PAGES, "then.get(page, users[page]) > 1", "then.get(page, users[page]) > 2"),
     Fault("a change that an exception cuts is not taken back", CALLS, "list(back)", "back"),
     Fault(
         "a signal handler comes between the calls of a change",

@@ -79,6 +79,14 @@ def test_every_file_gives_three_or_all_it_has(draw):
     assert len({m.number for m in drawn}) == len(drawn)
 
 
+def test_what_is_planted_in_python_compiles(draw):
+    """All faults of a file at once, those by rule and those written by hand."""
+    files = {file: chosen for file, chosen in draw.chosen.items() if file.endswith(".py")}
+    for file, chosen in files.items():
+        compile(python_rules.planted(draw.text[file], chosen), file, "exec")
+    assert any(m.rule == "by hand" for chosen in files.values() for m in chosen)
+
+
 def test_the_seed_decides_what_is_drawn(draw):
     assert instrumented.Draw(TREE, 5).all() == draw.all() != instrumented.Draw(TREE, 6).all()
 
