@@ -120,8 +120,8 @@ FAULTS = [
     Fault(
         "a loop ends while its tasks run",
         "cpp/core/thread_pool.cpp",
-        "done = done_.load(std::memory_order_acquire)) != count",
-        "done = done_.load(std::memory_order_acquire)) > count",
+        "(done = done_.load(std::memory_order_acquire)) != count",
+        "(done = done_.load(std::memory_order_acquire)) > count",
     ),
     Fault(
         "more threads than asked for take tasks",
@@ -132,10 +132,15 @@ FAULTS = [
     Fault(
         "threads without a task never sleep",
         "cpp/core/thread_pool.cpp",
-        "while (std::chrono::steady_clock::now() < end)",
-        "while (true)",
+        "std::chrono::steady_clock::now() < end",
+        "true",
     ),
-    Fault("three rows share before one copies", PAGES, "then.get(page, users[page]) > 1", "then.get(page, users[page]) > 2"),
+    Fault(
+        "three rows share before one copies",
+        PAGES,
+        "then.get(page, users[page]) > 1",
+        "then.get(page, users[page]) > 2",
+    ),
     Fault("a change that an exception cuts is not taken back", CALLS, "list(back)", "back"),
     Fault(
         "a signal handler comes between the calls of a change",

@@ -67,6 +67,9 @@ def _reason(config, text):
     odd = sorted({str(layer) for layer in layer_types} - {"full_attention", "sliding_attention", "attention"})
     if odd:
         return f"{kind} has layers of other kinds: {', '.join(odd)}"
+    values = getattr(text, "v_head_dim", None)
+    if values and values != head_dim(text):
+        return f"{kind} has values of another head_dim (v_head_dim = {values}) than its keys ({head_dim(text)})"
     if _given(text, "num_kv_shared_layers") or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
         return f"{kind} has layers that share keys"
     if getattr(text, "is_causal", True) is False:

@@ -541,9 +541,10 @@ class RooftileLayer(CacheLayerMixin):
         try:
             self.cache.truncate(list(range(self.cache.batch)), tokens)
         except ArgumentError as e:
+            most = _C.kv_step_back if self.format in KIVI else BACK
             raise ArgumentError(
-                f"{CACHE}: {e} (assisted generation takes back what it proposed in vain: with kivi formats set "
-                f"num_assistant_tokens, or prompt_lookup_num_tokens, to {_C.kv_step_back} or less)"
+                f"{CACHE}: {e} (assisted generation takes back what it proposed in vain: set num_assistant_tokens, or "
+                f"prompt_lookup_num_tokens, to {most} or less)"
             ) from None
         self.begun = all(tokens)
         self.columns = self.stored = keep
