@@ -281,5 +281,5 @@ def test_an_argument_that_frees_the_cache(array):
     cache = make(**arrays)
     k = torch.randn(2, 1, 2, 32).half()
     cache.append(k, k)
-    with pytest.raises(rt.ArgumentError, match="append: (seq_lens|block_table|pool) has no memory behind it"):
+    with pytest.raises(rt.ArgumentError, match=r"append: (seq_lens|block_table|pool) has no memory behind it"):
         cache.append(Frees(k, arrays[array]), k)
