@@ -136,7 +136,7 @@ def test_a_model_without_decode_steps_of_ours_says_so(folder, tmp_path, capsys, 
         (["MODEL", "--prompt", ""], ("--prompt", "no tokens")),
         (["MODEL", "--prompt-file", "none.txt"], ("--prompt-file none.txt", "No such file")),
         (["MODEL", "--prompt-file", "MODEL"], ("--prompt-file", "UTF-8")),
-        (["MODEL", "--prompt", "caf\udce9"], ("--prompt", "not UTF-8")),
+        (["MODEL", "--prompt", "text\udce9"], ("--prompt", "not UTF-8")),
         (["MODEL", "--prompt", "a", "--max-new-tokens", "4000"], ("--prompt", "context of 512")),
         (["MODEL", "--prompt", "a", "--kv-cache", "int4-kiwi"], ("--kv-cache", 'did you mean "int4-kivi"')),
         (["MODEL", "--prompt", "a", "--kv-cache", "fp16"], ("--kv-cache", "fp16", "--dtype bfloat16")),
@@ -263,8 +263,8 @@ def test_a_template_that_refuses(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("command", ["generate", "chat", "chat --system"])
 def test_bytes_that_are_no_text(model, capsys, monkeypatch, command):
     """Python reads bytes of standard input that are no UTF-8 as surrogates."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("caf\udce9\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("text\udce9\n"))
     command, *option = command.split()
-    assert main([command, model, *option, *(["caf\udce9"] if option else [])]) == 2
+    assert main([command, model, *option, *(["text\udce9"] if option else [])]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"rooftile {command}: error: {option[0] if option else 'standard input'}: not UTF-8 text")
