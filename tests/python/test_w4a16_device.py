@@ -133,21 +133,70 @@ def test_more_tokens_than_are_prepared_at_once(bits, kind, dtype, device):
                 closeness.assert_exact(matmul_on_tiles(view, w, residual=tr), exact)
 
 
+def workspace_bytes(call):
+    """What a call borrows: its outputs are given."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def test_expanded_rows_and_the_sums_of_the_product_before_them(device):
-    """Both lie in the workspace, and the kernel that expands may start while the product before it still runs."""
+    """Both lie in the workspace, the same memory where they are equally large, and the kernel that expands may start
+    while the product before it still runs.
+    """
     cuda_only(device)
-    x, w = (
-        cases.tensor(cases.values(s, "float16", "sums", s[0]), "float16", device) for s in ((128, 32768), (256, 32768))
-    )
-    many = cases.tensor(cases.values((2048, 2048), "float16", "many"), "float16", device)
-    packed, _ = weight(4096, 2048, 32, "minima", device)
-    sums, product = rt.linear(x, w), rt.w4a16_matmul(many, packed)
+    k, expanded_k = 32768, 2048
+    x, w = (cases.tensor(cases.values(s, "float16", "sums", s[0]), "float16", device) for s in ((128, k), (512, k)))
+    y = torch.empty(128, 512, dtype=torch.float16, device=device)
+    borrowed = workspace_bytes(lambda: rt.linear(x, w, out=y))
+    n = borrowed // (2 * expanded_k)  # as many rows in 16 bits take the same memory
+    assert n * 2 * expanded_k == borrowed and n % 128 == 0
+    packed, _ = weight(n, expanded_k, 32, "minima", device)
+    m = 1024
+    while not explained_expansion(m, packed):  # more tokens, until it pays
+        m *= 2
+    many = cases.tensor(cases.values((m, expanded_k), "float16", "many"), "float16", device)
+    out = torch.empty(m, n, dtype=torch.float16, device=device)
+    assert workspace_bytes(lambda: rt.w4a16_matmul(many, packed, out=out)) == borrowed
+    sums, product = y.clone(), out.clone()
     torch.cuda.synchronize()
     torch.cuda._sleep(10_000_000)  # the calls below are all in the queue when the first one starts
-    found = [(rt.linear(x, w), rt.w4a16_matmul(many, packed)) for _ in range(20)]
+    found = []
+    for _ in range(20):
+        rt.linear(x, w, out=y)
+        rt.w4a16_matmul(many, packed, out=out)
+        found.append((y.clone(), out.clone()))
     for i, (before, after) in enumerate(found):
         closeness.assert_bits_equal(before, sums, f"sums {i}")
         closeness.assert_bits_equal(after, product, f"product {i}")
+
+
+def explained_expansion(m, w):
+    assert m <= 1 << 16
+    return "expand" in rt.explain("w4a16_matmul", (m, w.shape[1]), w, dtype="float16", device="cuda").kernel
+
+
+def test_more_tokens_than_a_launch_takes(device):
+    """2^30 of one launch and 40 of the next. The rows of x overlap in memory."""
+    cuda_only(device)
+    tokens, n, k = (1 << 30) + 40, 16, 64
+    needed = 2 * (8 * tokens + k) + 2 * n * tokens
+    if torch.cuda.mem_get_info()[0] < needed + (8 << 30):
+        pytest.skip(f"needs {needed >> 30} GiB of the GPU's memory")
+    w, dense = weight(n, k, 32, "symmetric", device)
+    try:
+        memory = torch.empty(8 * tokens + k, dtype=torch.float16, device=device).uniform_(-1, 1)
+        y = torch.empty(tokens, n, dtype=torch.float16, device=device)
+        x = memory.as_strided((tokens, k), (8, 1))
+        rt.w4a16_matmul(x, w, out=y)
+    except (torch.OutOfMemoryError, rt.OutOfMemoryError):
+        pytest.skip("other processes have the GPU's memory")
+    last = slice(tokens - 80, None)
+    found, xs = y[last].clone(), x[last].double().cpu().numpy()
+    del memory, x, y
+    exact, naive = oracle.w4a16_matmul(xs, dense), oracle.matmul_naive(xs, dense, "float16")
+    closeness.assert_close(found, naive, exact, frobenius=closeness.matmul_bound("float16", True))
 
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)
