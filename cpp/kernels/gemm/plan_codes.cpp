@@ -182,6 +182,7 @@ void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
 // M = N = K = 4096, groups of 32, fp16, 132 SMs: 32 blocks of N x 32 of M: 512 tiles of clusters, 66 at once, 8 waves
 // of 32 steps of 0.97 us: 248 us. Expanded in one chunk, 32 MB: 512 tiles are 4 waves, 97 % busy, of 64 steps of
 // 0.30 + 0.53 * 0.97 us: 208, and 3 for the chunk and 10 to write W: 221 us, so all 4096 rows are expanded.
+// Up to 512 tokens no chunk wins on 78 SMs or more, whatever N and K; on fewer the model says so for some, unmeasured.
 int choose_expand_rows(const GemmProblem& p, const GemmPlan& plan) {
   constexpr double step_us = 0.97, mixed_step_us = 1.2, idle_us = 0.30, busy_us = 0.53, bytes_us = 3.5e6, chunk_us = 3;
   if (plan.operand == W4Operand::codes || !p.aligned_all || p.gated || plan.splits > 1 || p.m <= 512 || p.n == 0)
