@@ -13,12 +13,14 @@ is what putting them together costs.
 import functools
 import math
 import statistics
+import warnings
 
 import torch
 
 import rooftile as rt
 from rooftile.bench import e2e
 from rooftile.bench.timing import GpuTimer
+from rooftile.errors import DeviceError
 from rooftile.integrations._models import head_dim
 from rooftile.integrations.step_graph import StepGraph
 from rooftile.integrations.step_program import StepProgram
@@ -91,9 +93,11 @@ def _kernels(run, device_type=torch.autograd.DeviceType.CUDA):
     """(name, begin, end in us) of the kernels that run() starts, in order of their beginning."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        run()
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a profile holds one cycle's events
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            run()
+            torch.cuda.synchronize()
     kernels = [e for e in seen.events() if e.device_type == device_type]
     return sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
 
@@ -147,7 +151,7 @@ def chain_on_gpu(step, timer):
                 sums[i] += last - end
                 at, end = at + count, last
     if not steps:
-        raise RuntimeError(f"the profiler saw {len(kernels)} kernels in a step that has {sum(counts)}")
+        raise DeviceError(f"bench layer: torch's profiler saw {len(kernels)} kernels in a step of {sum(counts)}")
     return statistics.median(whole), [us / steps for us in sums]
 
 
