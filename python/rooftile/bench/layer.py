@@ -23,7 +23,7 @@ from rooftile.bench.timing import GpuTimer
 from rooftile.errors import DeviceError
 from rooftile.integrations._models import head_dim
 from rooftile.integrations.step_graph import StepGraph
-from rooftile.integrations.step_program import StepProgram
+from rooftile.integrations.step_program import StepProgram, run_calls
 
 _STEPS = 8  # of the chain that are looked at
 _ROUNDS, _REPEATS = 5, 32
@@ -47,13 +47,12 @@ class Step:
     def __init__(self, model, kv_cache, batch, tokens):
         config, weight = model.config.get_text_config(decoder=True), model.get_input_embeddings().weight
         self.device, self.program = weight.device.type, StepProgram(model, batch)
-        kv = (batch, config.num_key_value_heads, head_dim(config))
-        self.capacity = tokens + _REPEATS + 4  # calls in a row store more tokens than a step; reset() takes them back
+        heads, like = (config.num_key_value_heads, head_dim(config)), {"dtype": weight.dtype, "device": weight.device}
+        capacity = tokens + _REPEATS + 4  # calls in a row store more tokens than a step; reset() takes them back
         self.caches = []
         for _ in range(config.num_hidden_layers):
-            cache = rt.KVCache(batch, self.capacity, *kv[1:], format=kv_cache, dtype=weight.dtype, device=weight.device)
-            k, v = (torch.randn(batch, tokens, *kv[1:], dtype=weight.dtype, device=weight.device) for _ in range(2))
-            cache.append(k, v)
+            cache = rt.KVCache(batch, capacity, *heads, format=kv_cache, **like)
+            cache.append(*(torch.randn(batch, tokens, *heads, **like) for _ in range(2)))
             self.caches.append(cache)
         self._lengths = self.caches[0].seq_lens.clone()
         self._ids = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
@@ -79,8 +78,7 @@ class Step:
         """One step, on a GPU as a graph from the second one on."""
         self.reset()
         if self.device == "cpu":
-            for call in self.calls:
-                call()
+            run_calls(self.calls)
         else:
             self._graph.run(self._ids, lambda: None)
 
@@ -89,8 +87,8 @@ class Step:
         return [layer[i - self.layers[0].start] for layer in self.layers] if i in self.layers[0] else [i]
 
 
-def _kernels(run, device_type=torch.autograd.DeviceType.CUDA):
-    """(name, begin, end in us) of the kernels that run() starts, in order of their beginning."""
+def _kernels(run):
+    """(begin, end, name) of the kernels that run() starts, in us and in order of their beginning."""
     from torch.profiler import ProfilerActivity, profile
 
     with warnings.catch_warnings():
@@ -98,7 +96,7 @@ def _kernels(run, device_type=torch.autograd.DeviceType.CUDA):
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             run()
             torch.cuda.synchronize()
-    kernels = [e for e in seen.events() if e.device_type == device_type]
+    kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
 
 
@@ -122,7 +120,9 @@ def _kernels_of_calls(step):
 
 
 def chain_on_gpu(step, timer):
-    """(us of a step's graph, us from end to end of each call under the profiler), means of _STEPS steps."""
+    """(us of a step's graph, the median of _ROUNDS replays; us from end to end of each call under the profiler, the
+    mean of _STEPS steps).
+    """
     counts = _kernels_of_calls(step)
     for _ in range(3):
         step.run()
@@ -170,14 +170,13 @@ def chain_on_cpu(step):
 def _fastest(step, calls, repeats, timer):
     """us of these calls, one behind the other, so many times."""
     if timer is None:
-        run = lambda: [call() for _ in range(repeats) for call in calls]  # noqa: E731
-        replay = functools.partial(lambda: 1e6 * e2e.seconds(run, "cpu"))
+        run = functools.partial(run_calls, calls * repeats)
     else:
-        replay = functools.partial(timer.replay, timer.capture(calls, repeats))
+        graph = timer.capture(calls, repeats)
     found = []
     for _ in range(1 + _ROUNDS):
         step.reset()
-        found.append(replay())
+        found.append(1e6 * e2e.seconds(run, "cpu") if timer is None else timer.replay(graph))
     return min(found[1:])
 
 
