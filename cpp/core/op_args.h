@@ -5,6 +5,7 @@
 #include "rooftile/attention.h"
 #include "rooftile/fused.h"
 #include "rooftile/gemm.h"
+#include "rooftile/sampling.h"
 
 namespace rooftile {
 
@@ -86,6 +87,13 @@ struct NormArgs {
   TensorView x, residual, weight, bias, y, res;  // residual, weight, bias, res may be absent
   float eps = 0;
   bool subtract_mean = false;
+};
+
+struct SampleArgs {
+  TensorView logits, token_ids, seeds, positions, tokens;  // token_ids, seeds, positions may be absent
+  SampleSettings settings;
+  bool greedy() const { return settings.temperature == 0; }
+  bool penalises() const { return token_ids.given() && settings.repetition_penalty != 1; }
 };
 
 }  // namespace rooftile

@@ -31,6 +31,7 @@ struct Kernels {
                const TensorView& positions, const TensorView& y);
   void (*gated)(const Parallel&, const TensorView& x, const TensorView& h, Gate);
   void (*softmax)(const Parallel&, const TensorView& x, const TensorView& y);
+  void (*sample)(const Parallel&, const SampleArgs&);
 };
 
 const Kernels& reference_kernels();

@@ -17,6 +17,7 @@ KernelName rope(const char* op, const Context&, const TensorView& q, const Tenso
                 const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out);
 KernelName gated(const char* op, const Context&, const TensorView& x, const TensorView& h, Gate);
 KernelName softmax(const Context&, const TensorView& x, const TensorView& y);
+KernelName sample(const Context&, const SampleArgs&);
 KernelName merge_attention(const Context&, const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
                            const TensorView& lse_b, const TensorView& out, const TensorView& lse);
 

@@ -100,6 +100,7 @@ void warmup(const Context& ctx) {
   load_elementwise_kernels(op);
   load_gemm_kernels(op);
   load_norm_kernels(op);
+  load_sampling_kernels(op);
 }
 
 void copy_bytes(const char* op, const Context& ctx, void* to, const void* from, std::size_t bytes, bool wait) {

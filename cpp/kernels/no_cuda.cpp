@@ -30,6 +30,7 @@ KernelName rope(const char* op, const Context& ctx, const TensorView&, const Ten
 }
 KernelName gated(const char* op, const Context& ctx, const TensorView&, const TensorView&, Gate) { none(op, ctx); }
 KernelName softmax(const Context& ctx, const TensorView&, const TensorView&) { none("softmax", ctx); }
+KernelName sample(const Context& ctx, const SampleArgs&) { none("sample", ctx); }
 KernelName merge_attention(const Context& ctx, const TensorView&, const TensorView&, const TensorView&,
                            const TensorView&, const TensorView&, const TensorView&) {
   none("merge_attention", ctx);

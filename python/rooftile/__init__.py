@@ -33,6 +33,7 @@ from rooftile.kv_cache import KV_FORMATS, KVCache
 from rooftile.kv_model import ModelKVCache, set_kv_cache
 from rooftile.kv_paged import PagedKVCache
 from rooftile.quantize import W4A16, W8A16, quantize_
+from rooftile.sampling import sample
 
 __version__ = _C.version
 
@@ -70,6 +71,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_append",
+    "sample",
     "set_kv_cache",
     "silu_mul",
     "softmax",

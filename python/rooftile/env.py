@@ -30,6 +30,7 @@ OPS = (
     "silu_mul",
     "gelu_mul",
     "softmax",
+    "sample",
 )
 CPU_ONLY_OPS = ("prefill_attention",)  # in a build with GPU kernels too
 

@@ -9,7 +9,7 @@ import re
 import sys
 from typing import NamedTuple
 
-from rooftile import _C, attention, fused, gemm
+from rooftile import _C, attention, fused, gemm, sampling
 from rooftile._arrays import activation_dtype, must_be
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.kv_cache import CONTIGUOUS_PAGE, ELEMENT_DTYPES, KIVI, Cache, check_format, integer, row_bytes
@@ -473,6 +473,12 @@ def _merge(call):
     return call.result(3 * (out + heads), 3 * out // call.size, call.dtype + head_dim)
 
 
+def _sample(call):
+    rows, optional = math.prod(call.shape("logits")[:-1]), ("token_ids", "seeds", "positions")
+    given = [name for name in optional if call[name] is not None]
+    return call.result(call.bytes("logits", *given) + 8 * rows, 3 * math.prod(call.shape("logits")), call.dtype)
+
+
 _FUNCTIONS = {
     "append": Cache.append,
     **{
@@ -493,6 +499,7 @@ _FUNCTIONS = {
             gemm.linear,
             gemm.w4a16_matmul,
             gemm.w8a16_matmul,
+            sampling.sample,
         )
     },
 }
@@ -509,6 +516,7 @@ _OPS = {
     "rope": _rope,
     "rope_append": _rope,
     "silu_mul": _small(1.5, 2.5),
+    "sample": _sample,
     "softmax": _small(2, 4),
     "linear": _linear,
     "w4a16_matmul": _packed(gemm.W4Weight),

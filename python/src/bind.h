@@ -26,5 +26,6 @@ void bind_fused(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
 void bind_roof(nanobind::module_& m);
+void bind_sampling(nanobind::module_& m);
 
 }  // namespace rooftile::python

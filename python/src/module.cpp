@@ -71,4 +71,5 @@ NB_MODULE(_C, m) {
   python::bind_gemm(m);
   python::bind_kv_cache(m);
   python::bind_roof(m);
+  python::bind_sampling(m);
 }

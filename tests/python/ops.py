@@ -243,6 +243,26 @@ def _softmax(*lead):
     return lambda m: {"x": m.input(*lead, HIDDEN, spread=3.0), "out": m.output(*lead, HIDDEN)}
 
 
+def _sample(*lead):
+    def build(m):
+        rng = cases.generator("sample", *lead)
+        return {
+            "logits": m.input(*lead, HIDDEN, spread=3.0),
+            "temperature": 2.0,
+            "top_k": 20,
+            "top_p": 0.8,
+            "min_p": 0.05,
+            "repetition_penalty": 1.2,
+            "token_ids": m.index(rng.integers(-1, HIDDEN, (*lead, 5))),
+            "seeds": m.index(rng.integers(0, 2**62, lead), "int64"),
+            "positions": m.index(rng.integers(0, 50, lead)),
+            "order": "transformers",
+            "out": m.output(*lead, dtype="int64"),
+        }
+
+    return build
+
+
 # ---- W4A16
 
 W4_N, W4_K, W4_GROUP = 19, 96, 32  # no multiple of a tile in either direction
@@ -913,6 +933,28 @@ OPS = [
         _softmax(2, 3),
         empties=(_softmax(0, 3), _softmax(2, 0), _softmax(0)),
         large=_softmax(67, 9),
+        gpu=True,
+    ),
+    Op(
+        "sample",
+        rt.sample,
+        {
+            "logits": Tensor(primary=True, free_dims=(2,), expandable=(0, 1), rows=0),
+            "temperature": Scalar(bad=(-1.0, 1e-7, float("nan"), float("inf"))),
+            "top_k": Scalar(int, optional=True, bad=(0, -1), bits=64),
+            "top_p": Scalar(optional=True, bad=(-0.1, 1.1, float("nan"))),
+            "min_p": Scalar(optional=True, bad=(-0.1, 1.1, float("nan"))),
+            "repetition_penalty": Scalar(optional=True, bad=(0.0, -1.0, float("nan"), float("inf"))),
+            "token_ids": Tensor(INDICES, free_dims=(2,), expandable=(0, 1, 2), rows=0),
+            "seeds": Tensor(frozenset(["int64"]), expandable=(0, 1), rows=0),
+            "positions": Tensor(INDICES, optional=True, expandable=(0, 1), rows=0),
+            "order": Scalar(str, bad=("vLLM", "hf")),
+            "out": Tensor(INDICES, written=True, optional=True, rows=0),
+            **CONTEXT,
+        },
+        _sample(2, 3),
+        empties=(_sample(0, 3), _sample(2, 0)),
+        large=_sample(67, 9),
         gpu=True,
     ),
     LINEAR,

@@ -706,3 +706,60 @@ def softmax(x, dtype=np.float64):
     with np.errstate(invalid="ignore"):
         e = np.exp(x - x.max(axis=-1, keepdims=True))
         return e / e.sum(axis=-1, keepdims=True)
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def philox(key, counter):
+    """The first two words of Philox4x32-10 (Salmon et al. 2011) as one integer; all words lie low to high."""
+    words = [counter >> bits & 0xFFFFFFFF for bits in (0, 32, 64, 96)]
+    keys = [key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        left, right = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = [(right >> 32) ^ words[1] ^ keys[0], right % 2**32, (left >> 32) ^ words[3] ^ keys[1], left % 2**32]
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
+    return words[0] | words[1] << 32
+
+
+def kept_tokens(key, mass, top_k=None, top_p=None, min_p=None, order="transformers"):
+    """Which tokens of one row may be drawn. key: distance from the likeliest token, mass: probability, unscaled."""
+    kept = np.ones(len(key), bool)
+    likely = np.ones(len(key), bool) if not min_p else key <= -math.log(min_p) * 2**26
+    if top_k is not None and top_k < len(key):
+        kept &= key <= np.sort(key)[top_k - 1]
+    if order == "vllm":
+        kept &= likely
+    if top_p is not None and top_p < 1:
+        ranked = sorted(np.flatnonzero(kept), key=lambda token: (key[token], token))
+        total, before = sum(int(mass[token]) for token in ranked), 0
+        for token in ranked:
+            kept[token] = before < max(1, math.ceil(total * top_p))
+            before += int(mass[token])
+    return kept & likely
+
+
+def sample(logits, temperature=1.0, repetition_penalty=1.0, token_ids=None, seeds=None, positions=None, **settings):
+    """The token of each row [rows, vocabulary] by the definition in rooftile.sample's docstring and docs/kernels."""
+    tokens = []
+    for row, values in enumerate(np.asarray(logits)):
+        x = values.astype(np.float32)
+        if token_ids is not None:
+            for token in {int(token) for token in token_ids[row]} & set(range(len(x))):
+                penalty = np.float32(repetition_penalty)
+                x[token] = x[token] * penalty if x[token] < 0 else x[token] / penalty
+        if temperature == 0:
+            tokens.append(int(np.argmax(x)))
+            continue
+        if np.isnan(x).any() or not np.isfinite(x.max()):
+            tokens.append(-1)
+            continue
+        with np.errstate(over="ignore", invalid="ignore"):
+            distance = (x.max() - x) * np.float32(2**26 / temperature)
+        key = np.where(distance < 2**31, distance, 2**31 - 1).astype(np.int64)
+        mass = np.floor(np.exp(-(key.astype(np.longdouble) / 2**26)) * 2**40).astype(np.int64)
+        mass[key >= 41 * math.log(2) * 2**26] = 0
+        ends = np.cumsum(np.where(kept_tokens(key, mass, **settings), mass, 0))
+        place = philox(int(seeds[row]), 0 if positions is None else int(positions[row])) * int(ends[-1]) >> 64
+        tokens.append(int(np.searchsorted(ends, place, side="right")))
+    return np.array(tokens)

@@ -14,6 +14,12 @@ OTHER = {  # another value than the good call's, which is right as well or refus
     "causal": False,
     "activation": "silu",
     "approximate": "none",
+    "temperature": 0.2,
+    "top_k": 2,
+    "top_p": 0.1,
+    "min_p": 0.9,
+    "repetition_penalty": 9.0,
+    "order": "vllm",
     "return_lse": True,
     "group_size": 96,
     "kind": "integer",
@@ -38,7 +44,7 @@ def _other(name, value):
     if name == "rows":
         return torch.where(value == 2, 1, value)
     if value.dtype.is_floating_point:
-        return value * 0.5 + 0.25
+        return (value * 0.5 + 0.25).flip(-1)
     return value.flip(0) if name in ("perm", "index", "counts") else (value - 1).clip(min=0)
 
 

@@ -50,6 +50,11 @@ def small_ops(dtype=torch.bfloat16, device="cuda", tokens=6):
         "gelu_mul": (rt.gelu_mul, (x,)),
         "gelu_mul none": (lambda x: rt.gelu_mul(x, approximate="none"), (x,)),
         "softmax": (rt.softmax, (x,)),
+        "sample": (
+            lambda x, s, p, **more: rt.sample(x, top_k=50, top_p=0.9, seeds=s, positions=p, **more),
+            (x, positions, positions),
+        ),
+        "sample greedy": (lambda x, **more: rt.sample(x, temperature=0, **more), (x,)),
         "merge_attention": (rt.merge_attention, (out, lse, out.flip(0), lse.flip(0))),
     }
 
@@ -64,8 +69,11 @@ NAMES = [
     "gelu_mul",
     "gelu_mul none",
     "softmax",
+    "sample",
+    "sample greedy",
     "merge_attention",
 ]
+SAMPLING = ("sample", "sample greedy")
 
 
 CACHE_FORMATS = ("fp16", "int8", "fp8", "int4", "int4-kivi", "int4-kivi-sym", "int8-kivi-sym")
@@ -391,7 +399,7 @@ def test_a_tensor_on_another_device_is_refused_by_name(name, index):
     moved = [t.cpu() if i == index else t for i, t in enumerate(inputs)]
     if len(inputs) == 1:
         moved.append(torch.empty_like(f(*inputs)))
-        run = functools.partial(getattr(rt, name.split()[0]), moved[0], out=moved[1])
+        run = functools.partial(f if name in SAMPLING else getattr(rt, name.split()[0]), moved[0], out=moved[1])
     else:
         run = functools.partial(f, *moved)
     with pytest.raises(rt.ArgumentError, match=r"must be on .*'s device c"):
@@ -511,6 +519,9 @@ print(active.value)
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_is_refused_by_name(name):
     f, inputs = small_ops(torch.float32)[name]
+    if name in SAMPLING:  # logits may be float32
+        f(*inputs)
+        return
     with pytest.raises(
         rt.NotSupportedError, match=r"(x|q|gate_up|out_a) must be float16 or bfloat16 on a GPU, got float32"
     ):
@@ -520,7 +531,7 @@ def test_float32_is_refused_by_name(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_is_refused(name):
     f, inputs = small_ops()[name]
-    function = getattr(rt, name.split()[0])
+    function = f if name in SAMPLING else getattr(rt, name.split()[0])
     with pytest.raises(rt.NotSupportedError, match='plan "reference"'):
         function(*inputs, plan="reference")
     f(*inputs)
@@ -576,6 +587,7 @@ def test_the_bits_do_not_depend_on_the_layout(hidden, dtype):
         (rt.add_layer_norm, (x, r, w, b)),
         (rt.silu_mul, (x,)),
         (rt.softmax, (x,)),
+        (lambda x: rt.sample(x, seeds=torch.arange(5, device="cuda"), top_p=0.9), (x,)),
     ):
         expected = f(*tensors)
         for make_layout in layouts.values():
@@ -595,7 +607,7 @@ def test_seventy_thousand_rows(name):
         assert_same(f(*alone), tuple(t[row : row + 1] for t in whole))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "softmax", "silu_mul", "merge_attention"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "softmax", "sample", "silu_mul", "merge_attention"])
 def test_past_two_to_the_31_elements(name):
     # 2.15e9 elements, 4.3 GB a tensor; rows that are held in registers and rows that are not
     rows, n = (65_600, 32_776) if name in ("rms_norm", "add_rms_norm") else (2_084_000, 1_032)
@@ -614,6 +626,7 @@ def test_past_two_to_the_31_elements(name):
         "rms_norm": rt.rms_norm,
         "add_rms_norm": lambda x: rt.add_rms_norm(x, x),
         "softmax": rt.softmax,
+        "sample": lambda x: rt.sample(x, seeds=torch.zeros(len(x), dtype=torch.int64, device="cuda"), top_p=0.5),
         "silu_mul": rt.silu_mul,
     }
     results = as_tuple(functions[name](x))

@@ -83,10 +83,11 @@ def both(model, inputs, **options):
     "options",
     [
         {},
-        {"do_sample": True, "top_k": 20, "temperature": 0.8, "top_p": 0.9},
+        {"do_sample": True, "top_k": 20, "temperature": 0.8, "typical_p": 0.9},
+        {"do_sample": True, "top_k": 20, "temperature": 1e-8},
+        {"repetition_penalty": 1.3},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
         {"min_new_tokens": 30, "eos_token_id": list(range(3, 150))},
-        {"do_sample": True, "num_return_sequences": 3},
         {"max_time": 60.0},
     ],
     ids=lambda options: "-".join(options) or "greedy",
@@ -97,6 +98,85 @@ def test_the_tokens_are_those_of_transformers_loop(device, options, batch, taken
     ours, theirs = both(model, inputs, max_new_tokens=40, **options)
     assert torch.equal(ours, theirs)
     assert len(taken) == 1 and taken[0] == ours.shape[1] - 37 - 2
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What every step had to draw from: (ids, logits, processors, tokens)."""
+    steps, call = [], step_loop._NextTokens.__call__
+
+    def recorded(self, ids, logits):
+        tokens = call(self, ids, logits)
+        steps.append((ids.clone(), logits.float().clone(), self.processors, tokens))
+        return tokens
+
+    monkeypatch.setattr(step_loop._NextTokens, "__call__", recorded)
+    return steps
+
+
+SAMPLED = (
+    {"top_k": 20, "temperature": 0.8, "top_p": 0.9},
+    {"top_k": 0, "temperature": 1.5, "min_p": 0.2, "repetition_penalty": 1.4},
+    {"num_return_sequences": 3},
+)
+
+
+@devices
+@pytest.mark.parametrize("options", SAMPLED, ids="-".join)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_sampled_tokens_are_what_the_processors_leave(device, options, batch, taken, drawn):
+    """The same seed of torch's gives the same text, which is another one than transformers'."""
+    model, inputs = make(device), prompt(device, batch)
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(model.generate(**inputs, max_new_tokens=40, do_sample=True, **options))
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+    assert len(taken) == 3 and len(drawn) == 3 * 38
+    rows = batch * options.get("num_return_sequences", 1)
+    for ids, logits, processors, tokens in drawn:
+        left = processors(ids, logits)
+        equal = logits == logits.gather(1, tokens[:, None])  # of equal tokens top_p may keep other ones
+        assert tokens.shape == (rows,) and (equal & left.isfinite()).any(1).all()
+    assert len(torch.cat([tokens for *_, tokens in drawn]).unique()) > 30
+
+
+def test_sampled_rows_are_drawn_apart(drawn):
+    """One prompt several times: every row and every step has random bits of its own."""
+    model, inputs = make("cpu"), prompt("cpu", 1)
+    torch.manual_seed(3)
+    ids = model.generate(
+        **inputs, max_new_tokens=30, do_sample=True, top_k=0, temperature=50.0, num_return_sequences=8
+    )[:, 37 + 2 :]
+    assert len(torch.unique(ids, dim=0)) == 8 and all(len(row.unique()) > 20 for row in ids)
+
+
+def test_logits_without_probabilities_are_refused(monkeypatch):
+    model, inputs = make("cpu"), prompt("cpu", 2)
+    monkeypatch.setattr(step_loop, "sample", lambda logits, **options: rt.sample(logits * float("nan"), **options))
+    with pytest.raises(rt.ArgumentError, match="logits leave nothing to draw from"):
+        model.generate(**inputs, max_new_tokens=10, do_sample=True)
+
+
+def test_processors_with_settings_of_their_own_stay():
+    process = transformers.generation.logits_process
+    assert step_loop._arguments_of([]) == {}
+    assert step_loop._arguments_of([process.TemperatureLogitsWarper(0.5), process.TopPLogitsWarper(0.9)]) == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+    }
+    assert step_loop._arguments_of([process.TopKLogitsWarper(3, min_tokens_to_keep=7)]) == {"top_k": 7}
+    for processors in (
+        [process.TopPLogitsWarper(0.9), process.TemperatureLogitsWarper(0.5)],  # another order
+        [process.TopKLogitsWarper(9), process.TopKLogitsWarper(5)],
+        [process.TopKLogitsWarper(9, filter_value=-1e4)],
+        [process.TopPLogitsWarper(0.9, min_tokens_to_keep=2)],
+        [process.MinPLogitsWarper(0.1, min_tokens_to_keep=2)],
+        [process.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=4)],
+        [process.TypicalLogitsWarper(0.9)],
+        [lambda ids, scores: scores],
+    ):
+        assert step_loop._arguments_of(processors) is None
 
 
 @devices

@@ -46,6 +46,11 @@ def cases(tokens=5, dtype=torch.bfloat16, device="cpu"):
         "gelu_mul": (rt.gelu_mul, (x,)),
         "gelu_mul none": (lambda x: rt.gelu_mul(x, approximate="none"), (x,)),
         "softmax": (rt.softmax, (x,)),
+        "sample": (
+            lambda x, ids, s, p: rt.sample(x, top_k=9, repetition_penalty=1.2, token_ids=ids, seeds=s, positions=p),
+            (x, positions[..., None], positions, positions.int()),
+        ),
+        "sample greedy": (lambda x: rt.sample(x, temperature=0), (x,)),
         "w4a16_matmul": (lambda x: rt.w4a16_matmul(x, symmetric), (make(2, tokens, 64),)),
         "w8a16_matmul": (lambda x: rt.w8a16_matmul(x, eight), (make(2, tokens, 64),)),
         "linear": (rt.linear, (make(2, tokens, 64), make(24, 64))),
@@ -116,6 +121,7 @@ def _op_inputs(name, device):
         "add_layer_norm affine": (1e-5,),
         "gelu_mul": ("tanh",),
         "linear": (None, None, None),
+        "sample": (1.0, 9, None, None, 1.2, "transformers"),
     }
     return (*inputs, *extra.get(name, ()))
 
@@ -154,6 +160,10 @@ def test_stand_in_has_the_real_shape_and_strides(name, layout, device):
     elif name == "rope":
         q, k, cos, sin, positions = first, *rest
         inputs = (lay_out(q), lay_out(k), cos, sin, positions[:0] if layout == "empty" else positions)
+    elif name == "sample":
+        x, ids, seeds, positions, *settings = first, *rest
+        rows = slice(0 if layout == "empty" else None)
+        inputs = (lay_out(x), lay_out(ids), seeds[rows], positions[rows], *settings)
     else:
         inputs = tuple(lay_out(t) if isinstance(t, torch.Tensor) else t for t in (first, *rest))
     op = getattr(torch.ops.rooftile, name).default

@@ -16,6 +16,7 @@ const Kernels& reference_kernels() {
       reference::rope,
       reference::gated,
       reference::softmax,
+      reference::sample,
   };
   return table;
 }

@@ -19,5 +19,6 @@ void rope(const Parallel&, const TensorView& x, const TensorView& cos, const Ten
           const TensorView& positions, const TensorView& y);
 void gated(const Parallel&, const TensorView& x, const TensorView& h, Gate);
 void softmax(const Parallel&, const TensorView& x, const TensorView& y);
+void sample(const Parallel&, const SampleArgs&);
 
 }  // namespace rooftile::cpu::ROOFTILE_ISA

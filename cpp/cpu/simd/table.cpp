@@ -23,6 +23,7 @@ const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
       ROOFTILE_ISA::rope,
       ROOFTILE_ISA::gated,
       ROOFTILE_ISA::softmax,
+      ROOFTILE_ISA::sample,
   };
   return table;
 }

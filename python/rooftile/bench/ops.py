@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small ops between the products, against torch eager and torch.compile."""
+"""The small ops between the products, and sampling behind them, against torch eager and torch.compile."""
 
 import re
 
@@ -68,6 +68,28 @@ def _merge_inputs(t, h):
     return *side(), *side()
 
 
+def _logits(t, vocabulary):
+    return 2.5 * _normal(t, vocabulary)
+
+
+def _kept(logits):
+    """Probabilities and ids of the tokens that top_k 50 and top_p 0.9 leave; others have probability 0."""
+    values, ids = logits.float().topk(50)
+    p = values.softmax(-1)
+    return p.masked_fill(p.cumsum(-1) - p >= 0.9, 0), ids
+
+
+def _sample(logits, seeds):
+    p, ids = _kept(logits)
+    return ids.gather(-1, torch.multinomial(p, 1))[:, 0]
+
+
+def _error_of_sample(inputs, tokens):
+    """The share of rows whose token may not be drawn."""
+    p, ids = _kept(inputs[0])
+    return float(((ids == tokens[:, None]) & (p > 0)).any(-1).logical_not().float().mean())
+
+
 # name: (inputs(tokens, hidden), ours, torch's, bytes moved per hidden element of a token)
 OPS = {
     "rms_norm": (lambda t, h: (_normal(t, h), _weight(h)), lambda x, w: rt.rms_norm(x, w, 1e-6), _rms, 4),
@@ -98,8 +120,24 @@ OPS = {
     "softmax": (lambda t, h: (_normal(t, h),), rt.softmax, lambda x: x.softmax(-1), 4),
     "rope": (_rope_inputs, rt.rope, _rope, 5),
     "merge_attention": (_merge_inputs, rt.merge_attention, _merge, 6),
+    "sample_greedy": (
+        lambda t, v: (_logits(t, v),),
+        lambda x: rt.sample(x, temperature=0),
+        lambda x: x.argmax(-1),
+        2,
+    ),
+    "sample": (
+        lambda t, v: (_logits(t, v), torch.arange(t, device=_DEVICE)),
+        lambda x, seeds: rt.sample(x, top_k=50, top_p=0.9, seeds=seeds),
+        _sample,
+        2,
+    ),
 }
-CASES = tuple(f"{op}_t{t}_h{h}" for op in OPS for t, h in ((1, 4096), (64, 4096), (16384, 4096)))
+_SAMPLING = ("sample_greedy", "sample")  # hidden: the vocabulary
+CASES = (
+    *(f"{op}_t{t}_h4096" for op in OPS if op not in _SAMPLING for t in (1, 64, 16384)),
+    *(f"{op}_t{t}_h128256" for op in _SAMPLING for t in (1, 8, 64)),
+)
 
 
 def parse(case):
@@ -121,6 +159,12 @@ def opened(peers, notes):
         count, l2 = rotation(sum(x.nbytes for x in first))
         copies = [first, *(inputs(tokens, hidden) for _ in range(count - 1))]
         expected = _flat(theirs(*(x.float() if x.is_floating_point() else x for x in first)))
+
+        def error_of(got):
+            if name == "sample":
+                return _error_of_sample(first, *got)
+            return max(float((a.float() - b).norm() / b.float().norm()) for a, b in zip(got, expected, strict=True))
+
         candidates = {OURS: ours}
         if "torch.eager" in peers:
             candidates["torch.eager"] = theirs
@@ -132,7 +176,7 @@ def opened(peers, notes):
             with notes.guarded(case, impl, "bf16"):
                 with rt.record_kernels() as names:
                     got = _flat(call(*first))
-                error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True))
+                error = error_of(got)
                 if not error <= _TOLERANCE:
                     raise RuntimeError(f"wrong answer, relative error {error:.2e}; it is not timed")
                 calls = {names[-1] if names else impl: [lambda c=c, call=call: call(*c) for c in copies]}

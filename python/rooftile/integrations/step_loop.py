@@ -2,18 +2,30 @@
 """generate()'s loop over tokens where steps are those of a StepProgram: greedy or sampled, one text a row.
 
 transformers' loop begins: it runs the prompt and the first step, whose mask and positions are compared with the cache.
-This one goes on with the same logits processors and stopping criteria. Between two steps there is no more than they
-ask for; on a GPU the host learns one step late that all rows have stopped, and takes that step back.
+This one goes on with the same stopping criteria, and with sample() in place of those logits processors that it stands
+for. Between two steps there is no more than they ask for; on a GPU the host learns one step late that all rows have
+stopped, and takes that step back.
 """
 
 import collections
 
 import torch
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from rooftile.errors import NotSupportedError
+from rooftile.errors import ArgumentError, NotSupportedError
 from rooftile.kv_sliding import ring_tokens
+from rooftile.sampling import sample
 
+# Logits processors that sample() stands for, in its order: its argument, and where the processor has the value.
+_SAMPLED = {
+    logits_process.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    logits_process.TemperatureLogitsWarper: ("temperature", "temperature"),
+    logits_process.TopKLogitsWarper: ("top_k", "top_k"),
+    logits_process.TopPLogitsWarper: ("top_p", "top_p"),
+    logits_process.MinPLogitsWarper: ("min_p", "min_p"),
+}
+_LEAST_TEMPERATURE = 1e-6  # of sample()
 _ROOM = 4096  # tokens behind the prompt for which a new cache makes room at once
 # Settings of generate() with which it is another loop, or returns more than tokens.
 _OTHER_LOOPS = (
@@ -49,6 +61,53 @@ class _FirstTokens(StoppingCriteriaList):
             return False
         windows = [layer.window for layer in self.cache.layers if layer.window is not None]
         return not windows or (self.max_length is not None and self.max_length <= ring_tokens(min(windows)))
+
+
+def _arguments_of(processors):
+    """The arguments of sample() that do what a list of logits processors does, or None where it does more."""
+    known = list(_SAMPLED)
+    places = [known.index(type(p)) if type(p) in known else -1 for p in processors]
+    if -1 in places or places != sorted(set(places)):
+        return None
+    arguments = {_SAMPLED[type(p)][0]: getattr(p, _SAMPLED[type(p)][1]) for p in processors}
+    plain = all(
+        getattr(p, "filter_value", -float("inf")) == -float("inf")
+        and getattr(p, "prompt_ignore_length", None) is None
+        and ("top_k" in _SAMPLED[type(p)] or getattr(p, "min_tokens_to_keep", 1) == 1)  # top_k has it in its value
+        for p in processors
+    )
+    return arguments if plain and arguments.get("temperature", 1) >= _LEAST_TEMPERATURE else None
+
+
+class _NextTokens:
+    """Tokens [batch] from a step's logits: by sample() where it does what the processors do, else by them and torch."""
+
+    def __init__(self, ids, processors, do_sample):
+        self.processors, self.do_sample = processors, do_sample
+        self.arguments = _arguments_of(processors)
+        if self.arguments is None:
+            return
+        if not do_sample:
+            self.arguments["temperature"] = 0
+            return
+        of_rows = {"device": ids.device, "dtype": torch.int64}
+        self.arguments["seeds"] = torch.randint(2**63 - 1, (len(ids),), **of_rows)
+        self.arguments["positions"] = torch.full((len(ids),), ids.shape[1], **of_rows)
+
+    def __call__(self, ids, logits):
+        if self.arguments is None:
+            scores = self.processors(ids, logits.to(copy=True, dtype=torch.float32))
+            if not self.do_sample:
+                return sample(scores, temperature=0)
+            return torch.multinomial(torch.nn.functional.softmax(scores, -1), 1)[:, 0]
+        tokens = sample(logits, token_ids=ids if "repetition_penalty" in self.arguments else None, **self.arguments)
+        if self.do_sample:
+            self.arguments["positions"] += 1
+            if not ids.is_cuda and bool((tokens < 0).any()):
+                raise ArgumentError(
+                    "generate: the model's logits leave nothing to draw from: they have NaN or +inf, or are all -inf"
+                )
+        return tokens
 
 
 class _Tokens:
@@ -145,6 +204,7 @@ def _steps(ids, unfinished, logits_processor, stopping_criteria, config, forward
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
     pad = None if pad is None else pad.to(ids.device)
     stops = _Stops(ids, streamer, stopping_criteria.max_length)
+    next_tokens = _NextTokens(ids, logits_processor, config.do_sample)
     while True:
         logits = forward.step(ids[:, -1:], cache, None)
         if logits is None:
@@ -152,11 +212,7 @@ def _steps(ids, unfinished, logits_processor, stopping_criteria, config, forward
                 "generate: between two tokens this model lost the program of its decode steps: a logits processor, a "
                 "stopping criterion, a streamer or another thread changed the model, its cache or a mode of torch"
             )
-        scores = logits_processor(ids, logits[:, -1].to(copy=True, dtype=torch.float32))
-        if config.do_sample:
-            tokens = torch.multinomial(torch.nn.functional.softmax(scores, -1), 1)[:, 0]
-        else:
-            tokens = scores.argmax(-1)
+        tokens = next_tokens(ids, logits[:, -1])
         if pad is not None:
             tokens = torch.where(unfinished, tokens, pad)
         ids = torch.cat([ids, tokens[:, None]], 1)

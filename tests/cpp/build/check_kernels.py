@@ -27,8 +27,10 @@ from pathlib import Path
 
 BUDGETS = Path(__file__).with_name("kernel_budgets.json")
 WARNING = re.compile(r"\bC75\d\d\b|performance|ptxas\s*:?\s*warning", re.IGNORECASE)
-# In no kernel: local memory, atomics on memory (bits would depend on who comes first), calls of functions.
-NEVER = (r"\b(ld|st)\.local\b", r"(?m)^\s*(@\S+\s+)?(atom|red)\.", r"(?m)^\s*(@\S+\s+)?call\b")
+# In no kernel: local memory; atomics (bits would depend on who comes first) but those of integers in shared memory;
+# calls of functions.
+INTEGERS = r"(?!shared\S*\.(add|or)\.[ubs]\d+\b)"
+NEVER = (r"\b(ld|st)\.local\b", rf"(?m)^\s*(@\S+\s+)?(atom|red)\.{INTEGERS}", r"(?m)^\s*(@\S+\s+)?call\b")
 
 
 @dataclass

@@ -19,6 +19,7 @@
 #include "rooftile/attention.h"
 #include "rooftile/fused.h"
 #include "rooftile/gemm.h"
+#include "rooftile/sampling.h"
 #include "support/kv_arrays.h"
 
 namespace rooftile {
@@ -535,6 +536,31 @@ TEST_F(Gpu, RopeAndMerge) {
       k_out.expect_close(tolerance(dtype));
       merged.expect_close(tolerance(dtype));
       lse.expect_close(1e-5, 1);
+    }
+}
+
+// The token of the reference, for all settings: of one CTA a row, of a cluster, and of slices longer than a load.
+TEST_F(Gpu, Sample) {
+  const std::int64_t rows = 5;
+  unsigned seed = 0;
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16})
+    for (const std::int64_t vocabulary : {77, 4096, 40000, 200003}) {
+      const Array logits(dtype, {rows, vocabulary}, ++seed), seeds(DType::i64, {rows}), tokens(DType::i64, {rows});
+      const Array positions(std::vector<std::int32_t>{0, 1, 5, 100, 2}), seen(DType::i32, {rows, 50});
+      for (std::int64_t i = 0; i < rows; ++i) seeds.on({}).as<std::int64_t>()[i] = 1 + i * 0x123456789abcdef;
+      for (std::int64_t i = 0; i < seen.on({}).numel(); ++i)
+        seen.on({}).as<std::int32_t>()[i] = static_cast<std::int32_t>(i * 7919 % vocabulary) - 3;
+      seeds.upload();
+      seen.upload();
+      for (const SampleSettings& settings :
+           {SampleSettings{.temperature = 0, .repetition_penalty = 1.5}, SampleSettings{},
+            SampleSettings{.temperature = 0.5, .top_k = 30}, SampleSettings{.top_p = 0.9, .repetition_penalty = 1.5},
+            SampleSettings{.top_k = 100, .top_p = 0.7, .min_p = 0.05, .order = SampleOrder::vllm}}) {
+        SCOPED_TRACE(testing::Message() << name(dtype) << " of " << vocabulary << " top_k " << settings.top_k);
+        for (const Device d : both)
+          sample(context(d), logits.on(d), seen.on(d), seeds.on(d), positions.on(d), settings, tokens.on(d));
+        EXPECT_TRUE(tokens.same_bytes());
+      }
     }
 }
 

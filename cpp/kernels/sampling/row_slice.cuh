@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row of logits divided over the threads of a cluster: each has a slice of neighbouring tokens, so that the order of
+// the threads is the vocabulary's. A pass reads the slice again, from L1 where it is at most 16 tokens long.
+#pragma once
+
+#include "core/sampling.h"
+#include "kernels/sampling/params.cuh"
+#include "tile/rope.cuh"
+#include "tile/strided_rows.cuh"
+
+namespace rooftile::gpu {
+
+constexpr int sample_threads = 1024;
+
+// The words of shared memory with a bit for each token of a CTA's slices.
+inline __host__ __device__ int seen_words(const SampleParams& p) { return p.slice * (sample_threads / 32); }
+
+template <class T, bool vector>
+class RowSlice {
+ public:
+  __device__ RowSlice(const SampleParams& p, std::int64_t row, int rank, std::uint32_t* seen)
+      : logits_(cute::recast_ptr<T>(p.logits.data) + tile::row_offset(p.logits, row)),
+        step_(p.logits.step),
+        cta_first_(rank * sample_threads * p.slice),
+        first_(cta_first_ + static_cast<int>(threadIdx.x) * p.slice),
+        end_(min(first_ + p.slice, p.vocabulary)),
+        penalty_(p.penalty),
+        seen_(p.seen > 0 ? seen : nullptr) {}
+
+  // Sets the bits of the CTA's tokens that the row has seen. Called by all threads.
+  __device__ void mark_seen(const SampleParams& p, std::int64_t row) {
+    if (!seen_) return;
+    for (int i = threadIdx.x; i < seen_words(p); i += sample_threads) seen_[i] = 0;
+    __syncthreads();  // all threads -> all threads: the bits are 0
+    const std::int64_t begin = tile::row_offset(p.token_ids, row);
+    for (int i = threadIdx.x; i < p.seen; i += sample_threads) {
+      const std::int64_t id = tile::load_position(p.token_ids.data, begin + i * p.token_ids.step, p.wide_token_ids);
+      const std::int64_t bit = id - cta_first_;
+      if (id < p.vocabulary && bit >= 0 && bit < sample_threads * p.slice) atomicOr(&seen_[bit / 32], 1u << bit % 32);
+    }
+    __syncthreads();  // all threads -> all threads: the bits are set
+  }
+
+  // Calls f(token, logit) for the thread's tokens in the vocabulary's order, with the penalty applied. The code of f is
+  // there once, not once an element of a load: the first use of machine code waits for memory.
+  template <class F>
+  __device__ __forceinline__ void for_each(F&& f) const {
+    if constexpr (vector) {
+      uint4 now = load(first_);
+#pragma unroll 1
+      for (int first = first_; first < end_; first += elements) {
+        const uint4 next = load(first + elements);
+#pragma unroll 1
+        for (int token = first; token < first + elements; ++token) f(token, penalised_if_seen(token, take_first(now)));
+        now = next;
+      }
+    } else {
+#pragma unroll 1
+      for (int token = first_; token < end_; ++token)
+        f(token, penalised_if_seen(token, tile::to_float(logits_[token * step_])));
+    }
+  }
+
+ private:
+  static constexpr int elements = sizeof(uint4) / sizeof(T);  // of a load
+
+  __device__ float penalised_if_seen(int token, float x) const {
+    if (!seen_) return x;
+    const int bit = token - cta_first_;
+    return seen_[bit / 32] >> bit % 32 & 1 ? penalised(x, penalty_) : x;
+  }
+  // The first element of x; the others move up.
+  __device__ static float take_first(uint4& x) {
+    if constexpr (std::is_same_v<T, float>) {
+      const float first = __uint_as_float(x.x);
+      x = {x.y, x.z, x.w, 0};
+      return first;
+    } else {
+      const float first = tile::unpack<T>(x.x).x;
+      x = {__funnelshift_r(x.x, x.y, 16), __funnelshift_r(x.y, x.z, 16), __funnelshift_r(x.z, x.w, 16), x.w >> 16};
+      return first;
+    }
+  }
+  // Tokens [first, first + elements); 0 past the slice. Loads are coherent ones, as in tile::load_table.
+  __device__ __forceinline__ uint4 load(int first) const {
+    return first < end_ ? *cute::recast_ptr<uint4>(logits_ + first) : uint4{};
+  }
+
+  const T* logits_;
+  std::int64_t step_;
+  int cta_first_, first_, end_;  // the CTA's first token; this thread's first one and the one behind its last
+  float penalty_;
+  std::uint32_t* seen_;  // null: no penalty
+};
+
+}  // namespace rooftile::gpu

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// The next token of each row: penalty, temperature, top_k, top_p, min_p and the draw, or the largest logit: one launch.
+//   logits [rows, V] of T, any strides   token_ids [rows, L], seeds, positions, tokens [rows]
+// A cluster of 8 CTAs computes a row (one CTA where there are no clusters, or V is small); a thread has a slice of
+// neighbouring tokens, 16 at V = 131072. Logits become integers (core/sampling.h), so no result depends on the number
+// of CTAs. Passes over the slice: the largest logit; three for top_k and three for top_p (find_key.cuh); one for the
+// draw.
+// Bytes: a token's logit once from memory (a row of 128K bf16 is 256 KB), then from L1. Some 40 integer operations a
+// token and pass. Bound by latency: a pass is a load, a barrier of the cluster and a read of the other CTAs' shared
+// memory. With PDL the kernel reads nothing before wait_for_previous_kernel.
+// Sync: barriers of the cluster between what its CTAs write in shared memory and the others' reads of it; the last one
+// keeps a CTA until nobody reads its shared memory any more.
+#include "core/kernel_name.h"
+#include "core/philox.h"
+#include "kernels/backend.h"
+#include "kernels/launch.h"
+#include "kernels/sampling/cluster_sums.cuh"
+#include "kernels/sampling/find_key.cuh"
+#include "kernels/sampling/row_slice.cuh"
+#include "kernels/warmup.h"
+#include "tile/cta_sync.cuh"
+#include "tile/rope.cuh"
+
+namespace rooftile::gpu {
+namespace {
+
+using namespace rooftile::tile;
+using Sums = ClusterSums<sample_threads>;
+
+struct SampleStorage {
+  KeySearch::Storage search;
+  Sums::Storage sums;
+};
+
+// Integers in the order of floats; -0 equals 0, NaN is above all.
+constexpr std::uint32_t ordered_infinity = 0xff800000u, ordered_minus_infinity = 0x007fffffu;
+__device__ std::uint32_t ordered(float x) {
+  const std::uint32_t bits = __float_as_uint(x + 0.0f);
+  return x != x ? 0xffffffffu : bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ float from_ordered(std::uint32_t x) { return __uint_as_float(x >> 31 ? x & 0x7fffffffu : ~x); }
+
+// The largest logit of a row as an ordered integer, and the first token that has it.
+struct Largest {
+  std::uint32_t logit;
+  int token;
+};
+template <class Slice>
+__device__ Largest largest_logit(const Slice& slice, Sums& sums) {
+  std::uint64_t best = 0;  // the logit above the complement of the token: of equal logits the first token is largest
+  slice.for_each([&](int token, float x) {
+    const std::uint64_t candidate = std::uint64_t{ordered(x)} << 32 | ~static_cast<std::uint32_t>(token);
+    if (candidate > best) best = candidate;
+  });
+  best = sums.largest(best);
+  return {static_cast<std::uint32_t>(best >> 32), static_cast<int>(~static_cast<std::uint32_t>(best))};
+}
+
+// The tokens that top_k, top_p and min_p leave.
+template <class ForEachKey>
+__device__ KeptTokens kept_tokens(const SampleParams& p, Sums& sums, KeySearch& search, ForEachKey&& for_each_key) {
+  KeptTokens kept;
+#pragma unroll 1                          // one copy of the search's machine code
+  for (int step = 0; step < 2; ++step) {  // top_k, top_p
+    const bool of_mass = step == 1;
+    if (of_mass && p.min_p_first) kept.key = min(kept.key, p.min_p_key);
+    if (of_mass ? p.top_p >= 1 : p.top_k == 0) continue;
+    const std::uint32_t last = kept.key;
+    const FoundKey found = search.find(
+        sums, for_each_key, [&](std::uint32_t key) { return !of_mass      ? 1
+                                                            : key <= last ? sampling_mass(key)
+                                                                          : 0; },
+        [&](std::uint64_t sum) { return of_mass ? part_of_mass(sum, p.top_p) : p.top_k; });
+    kept = of_mass ? kept_of_part(found.key, found.before, found.target) : KeptTokens{found.key};
+  }
+  return p.min_p_key < kept.key ? KeptTokens{p.min_p_key} : kept;
+}
+
+// The thread whose tokens the draw falls on stores the token.
+template <class ForEachToken>
+__device__ void draw(const KeptTokens& kept, std::uint64_t bits, int rank, int cluster, Sums& sums,
+                     ForEachToken&& for_each_token, const auto& store_token) {
+  const std::uint64_t each = sampling_mass(kept.key);
+  const auto kept_mass = [&](std::uint64_t below, std::uint64_t ties) {
+    return below + each * (ties < kept.ties ? ties : kept.ties);
+  };
+  std::uint64_t below = 0, ties = 0;  // the mass of this thread's tokens with smaller keys; how many have kept.key
+  for_each_token([&](int, std::uint32_t key) {
+    if (key < kept.key) below += sampling_mass(key);
+    ties += key == kept.key;
+  });
+  const Sums::Prefix of_below = sums.prefix(below), of_ties = sums.prefix(ties);
+  const int below_value = sums.publish(of_below.total), ties_value = sums.publish(of_ties.total);
+  sums.barrier();  // all CTAs -> all CTAs: the published sums
+  std::uint64_t below_before = of_below.before, ties_before = of_ties.before, all_below = 0, all_ties = 0;
+  for (int other = 0; other < cluster; ++other) {
+    const std::uint64_t its_below = sums.of(below_value, other), its_ties = sums.of(ties_value, other);
+    all_below += its_below;
+    all_ties += its_ties;
+    if (other < rank) below_before += its_below, ties_before += its_ties;
+  }
+  const std::uint64_t place = place_of(bits, kept_mass(all_below, all_ties));
+  if (place < kept_mass(below_before, ties_before) || place >= kept_mass(below_before + below, ties_before + ties))
+    return;
+  int drawn = -1;
+  for_each_token([&](int token, std::uint32_t key) {
+    if (drawn >= 0) return;
+    if (key < kept.key) below_before += sampling_mass(key);
+    ties_before += key == kept.key;
+    if (place < kept_mass(below_before, ties_before)) drawn = token;
+  });
+  store_token(drawn);
+}
+
+template <class T, bool vector>
+__global__ __launch_bounds__(sample_threads, 1) void sample_rows(const __grid_constant__ SampleParams p) {
+  extern __shared__ SampleStorage storage[];  // one; behind it, if tokens are penalised, (seen_words) of bits
+  SampleStorage& smem = storage[0];
+  let_next_kernel_start();
+  const int cta = static_cast<int>(blockIdx.x), rank = cta % p.cluster;
+  const std::int64_t row = cta / p.cluster;
+  Sums sums(smem.sums, p.cluster);
+  KeySearch search(smem.search, p.cluster);
+  RowSlice<T, vector> slice(p, row, rank, cute::recast_ptr<std::uint32_t>(storage + 1));
+  const auto store_token = [&](int token) {
+    const std::int64_t at = row_offset(p.tokens, row);
+    if (p.wide_tokens) cute::recast_ptr<std::int64_t>(p.tokens.data)[at] = token;
+    else cute::recast_ptr<std::int32_t>(p.tokens.data)[at] = token;
+  };
+  wait_for_previous_kernel();
+  slice.mark_seen(p, row);
+
+  const Largest best = largest_logit(slice, sums);
+  const bool drawable = best.logit > ordered_minus_infinity && best.logit < ordered_infinity;
+  if (p.greedy || !drawable) {
+    if (rank == 0 && threadIdx.x == 0) store_token(p.greedy ? best.token : -1);
+  } else {
+    const float largest = from_ordered(best.logit);
+    const auto for_each_token = [&](auto&& f) {
+      slice.for_each([&](int token, float x) { f(token, sampling_key(x, largest, p.per_temperature)); });
+    };
+    const KeptTokens kept =
+        kept_tokens(p, sums, search, [&](auto&& f) { for_each_token([&](int, std::uint32_t key) { f(key); }); });
+    const std::uint64_t seed = cute::recast_ptr<std::uint64_t>(p.seeds.data)[row_offset(p.seeds, row)];
+    const std::int64_t position =
+        p.positions.data ? load_position(p.positions.data, row_offset(p.positions, row), p.wide_positions) : 0;
+    draw(kept, philox(seed, static_cast<std::uint64_t>(position)), rank, p.cluster, sums, for_each_token, store_token);
+  }
+  sums.barrier();  // all CTAs -> all CTAs: nobody reads another one's shared memory any more
+}
+
+// Calls f(kernel) for a dtype.
+template <bool vector, class F>
+void with_kernel(DType dtype, F&& f) {
+  if (dtype == DType::f32) f(sample_rows<float, vector>);
+  else if (dtype == DType::f16) f(sample_rows<half, vector>);
+  else f(sample_rows<bf16, vector>);
+}
+
+}  // namespace
+
+KernelName sample(const Context& ctx, const SampleArgs& a) {
+  const DeviceScope scope("sample", ctx);
+  const SampleSettings& s = a.settings;
+  const auto scalars = [](const TensorView& t) { return t.given() ? rows_of(t, t.ndim) : Rows{}; };
+  const auto is_wide = [](const TensorView& t) { return t.dtype == DType::i64; };
+  constexpr std::int64_t small = 16 * sample_threads;  // tokens that one CTA reads as fast
+  const std::int64_t n = a.logits.last();
+  const int cluster = n > small ? scope.largest_cluster() : 1;
+  const std::int64_t of_thread = (n + cluster * sample_threads - 1) / (cluster * sample_threads);
+  const SampleParams p = {.logits = rows_of(a.logits),
+                          .token_ids = rows_of(a.token_ids),
+                          .seeds = scalars(a.seeds),
+                          .positions = scalars(a.positions),
+                          .tokens = scalars(a.tokens),
+                          .vocabulary = static_cast<int>(n),
+                          .slice = static_cast<int>((of_thread + vec_size - 1) / vec_size * vec_size),
+                          .cluster = cluster,
+                          .seen = a.penalises() ? static_cast<int>(a.token_ids.last()) : 0,
+                          .penalty = static_cast<float>(s.repetition_penalty),
+                          .per_temperature = a.greedy() ? 0.0f : static_cast<float>(keys_per_unit / s.temperature),
+                          .top_p = s.top_p,
+                          .top_k = s.top_k < n ? static_cast<std::uint32_t>(s.top_k) : 0,
+                          .min_p_key = min_p_key(s.min_p),
+                          .min_p_first = s.order == SampleOrder::vllm,
+                          .greedy = a.greedy(),
+                          .wide_token_ids = is_wide(a.token_ids),
+                          .wide_positions = is_wide(a.positions),
+                          .wide_tokens = is_wide(a.tokens)};
+  const std::size_t shared_bytes =
+      sizeof(SampleStorage) + (p.seen > 0 ? static_cast<std::size_t>(seen_words(p)) * sizeof(std::uint32_t) : 0);
+  (void)scope.ctas_that_fit(shared_bytes);  // refuses what does not fit: a penalty over millions of tokens
+  const std::int64_t ctas = a.tokens.numel() * cluster;
+  with_vector(
+      n,
+      [&](auto vector) {
+        with_kernel<vector>(a.logits.dtype, [&](auto kernel) {
+          scope.launch(kernel, ctas, sample_threads, shared_bytes, p, Overlap::with_previous, cluster);
+        });
+      },
+      p.logits);
+  return kernel_name("cuda_", name(a.logits.dtype));
+}
+
+void load_sampling_kernels(const char* op) {
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    with_kernel<true>(dtype, [op](auto kernel) { load_kernel(op, kernel); });
+    with_kernel<false>(dtype, [op](auto kernel) { load_kernel(op, kernel); });
+  }
+}
+
+}  // namespace rooftile::gpu
