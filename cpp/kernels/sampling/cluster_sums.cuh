@@ -22,13 +22,17 @@ class ClusterSums {
   struct Prefix {
     std::uint64_t before, total;  // the sum of the threads before this one, of all threads of the CTA
   };
-  __device__ Prefix prefix(std::uint64_t x) {
-    std::uint64_t sum = x;  // of this lane and those before it
+  // The sum of this lane and those before it.
+  __device__ static std::uint64_t prefix_of_lanes(std::uint64_t x) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const std::uint64_t below = __shfl_up_sync(all_lanes, sum, distance);
-      if (lane() >= distance) sum += below;
+      const std::uint64_t below = __shfl_up_sync(all_lanes, x, distance);
+      if (lane() >= distance) x += below;
     }
+    return x;
+  }
+  __device__ Prefix prefix(std::uint64_t x) {
+    const std::uint64_t sum = prefix_of_lanes(x);
     std::uint64_t (&of_warp)[warps] = smem_.of_warp[use_ ^= 1];
     if (lane() == 31) of_warp[warp()] = sum;
     __syncthreads();  // all warps -> all warps: every warp's sum is in of_warp

@@ -17,67 +17,89 @@ struct FoundKey {
 
 class KeySearch {
  public:
-  static constexpr int most_ctas = 8;  // of a cluster
   static constexpr int bins = 1 << most_key_bits;
   static_assert(bins == 2 * sample_threads, "two bins a thread");
+  // A weight is added in pieces, because shared memory has no 64-bit add. A CTA has at most 2^18 tokens: no piece's sum
+  // has more than 32 bits.
+  static constexpr int pieces = 3, piece_bits = 14;
+  static constexpr std::int64_t most_tokens_of_cta = std::int64_t{1} << (32 - piece_bits);
+  static_assert(pieces * piece_bits > mass_bits, "a mass has mass_bits + 1 bits");
   struct Storage {
-    alignas(16) std::uint64_t sums[2][bins];  // two levels in turns
+    alignas(16) std::uint32_t own[pieces][bins];  // of this CTA's tokens
+    alignas(16) std::uint64_t sums[bins];         // of the cluster's: the bins that this CTA adds up, from 0 on
     std::uint32_t bin;
     std::uint64_t before;
   };
   using Sums = ClusterSums<sample_threads>;
 
   // Called by all threads; a barrier has to follow before the first find().
-  __device__ KeySearch(Storage& smem, int cluster) : smem_(smem), cluster_(cluster) { clear(0); }
+  __device__ KeySearch(Storage& smem, int cluster) : smem_(smem), cluster_(cluster) { clear(); }
 
-  // for_each_key(f) calls f(key) for this thread's tokens; weight(key) is at least 0; target(sum) is 1 to the sum of
-  // all weights. Called by all threads of the cluster.
+  // for_each_key(f) calls f(key) for this thread's tokens; weight(key) is 0 to 2^mass_bits; target(sum) is 1 to the sum
+  // of all weights. Called by all threads of the cluster.
   template <class ForEachKey, class Weight, class Target>
   __device__ __forceinline__ FoundKey find(Sums& sums, ForEachKey&& for_each_key, Weight&& weight, Target&& target) {
     FoundKey found = {0, 0, 0};
+    const int bins_of_cta = bins / cluster_, thread = static_cast<int>(threadIdx.x);
 #pragma unroll 1
     for (int level = 0; level < key_levels; ++level) {
       const int shift = key_bits(level).shift, bits = key_bits(level).bits;
-      std::uint64_t (&own)[bins] = smem_.sums[use_];
       for_each_key([&](std::uint32_t key) {
-        if (level > 0 && key >> (shift + bits) != found.key) return;
-        const std::uint64_t w = weight(key);
-        if (w > 0) add(&own[key >> shift & ((1u << bits) - 1)], w);
+        if (level == 0 || key >> (shift + bits) == found.key) add(key >> shift & ((1u << bits) - 1), weight(key));
       });
-      sums.barrier();                   // all CTAs -> all CTAs: the histograms of this level are complete
-      std::uint64_t low = 0, high = 0;  // the sums of this thread's two bins
-#pragma unroll
-      for (int rank = 0; rank < most_ctas; ++rank) {
-        if (rank >= cluster_) break;
-        const std::uint64_t* other = tile::map_shared_rank(&own[2 * threadIdx.x], rank);
-        low += other[0];
-        high += other[1];
+      sums.barrier();  // all CTAs -> all CTAs: own
+      for (int bin = thread; bin < bins_of_cta; bin += sample_threads) {
+        const int rank = static_cast<int>(tile::cluster_coord().rank);
+        smem_.sums[bin] = sum_of_cluster(rank * bins_of_cta + bin);
       }
-      clear(use_ ^= 1);  // no CTA reads the last level's any more: all have come to this level's barrier
+      sums.barrier();  // all CTAs -> all CTAs: sums; nobody reads `own` any more
+      clear();
+      const int first = 2 * thread;
+      const std::uint64_t* const from = tile::map_shared_rank(&smem_.sums[first % bins_of_cta], first / bins_of_cta);
+      const std::uint64_t low = from[0], high = from[1];
       const Sums::Prefix prefix = sums.prefix(low + high);
       if (level == 0) found.target = target(prefix.total);
       const std::uint64_t before = found.before + prefix.before;
       if (before < found.target && found.target <= before + low + high) {
         const bool in_high = before + low < found.target;
-        smem_.bin = 2 * threadIdx.x + in_high;
+        smem_.bin = first + in_high;
         smem_.before = in_high ? before + low : before;
       }
-      __syncthreads();  // one thread -> all threads: bin and before; the cleared histogram
+      __syncthreads();  // one thread -> all threads: bin and before; all -> all: the cleared bins
       found = {found.key << bits | smem_.bin, smem_.before, found.target};
     }
     return found;
   }
 
  private:
-  __device__ void clear(int use) {
-    for (int i = threadIdx.x; i < bins; i += sample_threads) smem_.sums[use][i] = 0;
+  __device__ void clear() {
+#pragma unroll
+    for (int piece = 0; piece < pieces; ++piece)
+      for (int i = threadIdx.x; i < bins; i += sample_threads) smem_.own[piece][i] = 0;
   }
-  __device__ static void add(std::uint64_t* to, std::uint64_t x) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
+  __device__ void add(std::uint32_t bin, std::uint64_t weight) {
+#pragma unroll
+    for (int piece = 0; piece < pieces; ++piece) {
+      const std::uint32_t part = static_cast<std::uint32_t>(weight >> piece * piece_bits) &
+                                 (piece == pieces - 1 ? ~0u : (1u << piece_bits) - 1);
+      if (part > 0) atomicAdd(&smem_.own[piece][bin], part);
+    }
   }
+  __device__ std::uint64_t sum_of_cluster(int bin) const {
+    std::uint64_t sum = 0;
+#pragma unroll
+    for (int rank = 0; rank < most_ctas; ++rank) {
+      if (rank >= cluster_) break;
+#pragma unroll
+      for (int piece = 0; piece < pieces; ++piece)
+        sum += std::uint64_t{*tile::map_shared_rank(&smem_.own[piece][bin], rank)} << piece * piece_bits;
+    }
+    return sum;
+  }
+  static constexpr int most_ctas = 8;  // of a cluster
 
   Storage& smem_;
-  int cluster_, use_ = 0;
+  int cluster_;
 };
 
 }  // namespace rooftile::gpu

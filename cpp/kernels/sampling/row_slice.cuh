@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A row of logits divided over the threads of a cluster: each has a slice of neighbouring tokens, so that the order of
-// the threads is the vocabulary's. A pass reads the slice again, from L1 where it is at most 16 tokens long.
+// the threads is the vocabulary's. The keys of a slice (core/sampling.h) are kept in shared memory if there is room;
+// else each pass computes them anew, from logits in L1 or L2.
 #pragma once
 
 #include "core/sampling.h"
@@ -15,12 +16,16 @@ constexpr int sample_threads = 1024;
 // The words of shared memory with a bit for each token of a CTA's slices.
 inline __host__ __device__ int seen_words(const SampleParams& p) { return p.slice * (sample_threads / 32); }
 
+// The words of shared memory with the keys of a CTA's slices.
+inline __host__ __device__ int key_words(const SampleParams& p) { return p.keep_keys ? p.slice * sample_threads : 0; }
+
 template <class T, bool vector>
 class RowSlice {
  public:
   __device__ RowSlice(const SampleParams& p, std::int64_t row, int rank, std::uint32_t* seen)
       : logits_(cute::recast_ptr<T>(p.logits.data) + tile::row_offset(p.logits, row)),
         step_(p.logits.step),
+        slice_(p.slice),
         cta_first_(rank * sample_threads * p.slice),
         first_(cta_first_ + static_cast<int>(threadIdx.x) * p.slice),
         end_(min(first_ + p.slice, p.vocabulary)),
@@ -41,23 +46,28 @@ class RowSlice {
     __syncthreads();  // all threads -> all threads: the bits are set
   }
 
-  // Calls f(token, logit) for the thread's tokens in the vocabulary's order, with the penalty applied. The code of f is
-  // there once, not once an element of a load: the first use of machine code waits for memory.
-  template <class F>
+  // Tokens of this thread, and the first one of a thread of this CTA.
+  __device__ int size() const { return max(end_ - first_, 0); }
+  __device__ int first_token(int thread) const { return first_ + (thread - static_cast<int>(threadIdx.x)) * slice_; }
+  // The logit of any token, with the penalty applied if it is one of this CTA's.
+  __device__ float at(int token) const { return penalised_if_seen(token, tile::to_float(logits_[token * step_])); }
+
+  // Calls f(token, logit) for the thread's tokens in the vocabulary's order, with the penalty applied. unrolled: the code
+  // of f is there once for each element of a load; else once, because the first use of machine code waits for memory.
+  template <bool unrolled, class F>
   __device__ __forceinline__ void for_each(F&& f) const {
-    if constexpr (vector) {
+    if (unrolled && vector && !seen_) {
       uint4 now = load(first_);
 #pragma unroll 1
       for (int first = first_; first < end_; first += elements) {
         const uint4 next = load(first + elements);
-#pragma unroll 1
-        for (int token = first; token < first + elements; ++token) f(token, penalised_if_seen(token, take_first(now)));
+#pragma unroll
+        for (int i = 0; i < elements; ++i) f(first + i, take_first(now));
         now = next;
       }
     } else {
 #pragma unroll 1
-      for (int token = first_; token < end_; ++token)
-        f(token, penalised_if_seen(token, tile::to_float(logits_[token * step_])));
+      for (int token = first_; token < end_; ++token) f(token, at(token));
     }
   }
 
@@ -88,9 +98,55 @@ class RowSlice {
 
   const T* logits_;
   std::int64_t step_;
+  int slice_;
   int cta_first_, first_, end_;  // the CTA's first token; this thread's first one and the one behind its last
   float penalty_;
   std::uint32_t* seen_;  // null: no penalty
+};
+
+// The keys of a slice.
+template <class T, bool vector>
+class RowKeys {
+ public:
+  // stored: shared memory for (slice, thread) keys, or null. Called by all threads.
+  __device__ RowKeys(const SampleParams& p, const RowSlice<T, vector>& slice, float largest, std::uint32_t* stored)
+      : slice_(slice), largest_(largest), per_temperature_(p.per_temperature) {
+    const int first = slice.first_token(threadIdx.x);
+    slice.template for_each<true>([&](int token, float x) {
+      const std::uint32_t key = key_of(x);
+      if (stored) stored[(token - first) * sample_threads + threadIdx.x] = key;
+      smallest_ = min(smallest_, key);
+    });
+    stored_ = stored;
+  }
+
+  __device__ int size() const { return slice_.size(); }
+  __device__ int first_token(int thread) const { return slice_.first_token(thread); }
+  // The smallest key of this thread's tokens; last_key if it has none.
+  __device__ std::uint32_t smallest() const { return smallest_; }
+  // Calls f(token, key) for the thread's tokens in the vocabulary's order.
+  template <int unrolled, class F>
+  __device__ __forceinline__ void for_each(F&& f) const {
+    if (stored_) {
+      const int first = slice_.first_token(threadIdx.x), size = slice_.size();
+#pragma unroll unrolled
+      for (int i = 0; i < size; ++i) f(first + i, stored_[i * sample_threads + threadIdx.x]);
+    } else {
+      slice_.template for_each<false>([&](int token, float x) { f(token, key_of(x)); });
+    }
+  }
+  // The key of token i of another thread's slice, which has that many. A barrier of the CTA has to lie between.
+  __device__ std::uint32_t at(int thread, int i) const {
+    return stored_ ? stored_[i * sample_threads + thread] : key_of(slice_.at(slice_.first_token(thread) + i));
+  }
+
+ private:
+  __device__ std::uint32_t key_of(float x) const { return sampling_key(x, largest_, per_temperature_); }
+
+  const RowSlice<T, vector>& slice_;
+  float largest_, per_temperature_;
+  std::uint32_t smallest_ = last_key;
+  std::uint32_t* stored_ = nullptr;
 };
 
 }  // namespace rooftile::gpu

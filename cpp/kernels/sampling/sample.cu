@@ -14,6 +14,7 @@
 #include "core/philox.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
+#include "kernels/sampling/candidates.cuh"
 #include "kernels/sampling/cluster_sums.cuh"
 #include "kernels/sampling/find_key.cuh"
 #include "kernels/sampling/row_slice.cuh"
@@ -26,10 +27,13 @@ namespace {
 
 using namespace rooftile::tile;
 using Sums = ClusterSums<sample_threads>;
+constexpr unsigned all_lanes = 0xffffffffu;
 
 struct SampleStorage {
   KeySearch::Storage search;
   Sums::Storage sums;
+  Candidates::Storage candidates;
+  std::uint64_t random_bits;
 };
 
 // Integers in the order of floats; -0 equals 0, NaN is above all.
@@ -47,18 +51,76 @@ struct Largest {
 };
 template <class Slice>
 __device__ Largest largest_logit(const Slice& slice, Sums& sums) {
-  std::uint64_t best = 0;  // the logit above the complement of the token: of equal logits the first token is largest
-  slice.for_each([&](int token, float x) {
-    const std::uint64_t candidate = std::uint64_t{ordered(x)} << 32 | ~static_cast<std::uint32_t>(token);
-    if (candidate > best) best = candidate;
+  float best = -INFINITY;
+  int best_token = slice.first_token(threadIdx.x);
+  slice.template for_each<true>([&](int token, float x) {
+    if (!(x <= best) && best == best) best = x, best_token = token;  // the first NaN stays
   });
-  best = sums.largest(best);
-  return {static_cast<std::uint32_t>(best >> 32), static_cast<int>(~static_cast<std::uint32_t>(best))};
+  // The logit above the complement of the token: of equal logits the first token is the largest.
+  std::uint64_t both = std::uint64_t{ordered(best)} << 32 | ~static_cast<std::uint32_t>(best_token);
+  both = sums.largest(slice.size() > 0 ? both : 0);
+  return {static_cast<std::uint32_t>(both >> 32), static_cast<int>(~static_cast<std::uint32_t>(both))};
 }
 
-// The tokens that top_k, top_p and min_p leave.
-template <class ForEachKey>
-__device__ KeptTokens kept_tokens(const SampleParams& p, Sums& sums, KeySearch& search, ForEachKey&& for_each_key) {
+// The thread whose tokens the draw falls on stores the token, with the help of its warp.
+template <class Keys>
+__device__ void draw_of_many(const SampleParams& p, const Keys& keys, const KeptTokens& kept, const std::uint64_t& bits,
+                             int rank, Sums& sums, const auto& store_token) {
+  const std::uint64_t each = sampling_mass(kept.key);
+  const auto kept_mass = [&](std::uint64_t below, std::uint64_t ties) {
+    return below + each * (ties < kept.ties ? ties : kept.ties);
+  };
+  std::uint64_t below = 0, ties = 0;  // the mass of this thread's tokens with smaller keys; how many have kept.key
+  keys.template for_each<1>([&](int, std::uint32_t key) {
+    if (key < kept.key) below += sampling_mass(key);
+    ties += key == kept.key;
+  });
+  const Sums::Prefix of_below = sums.prefix(below), of_ties = sums.prefix(ties);
+  const int below_value = sums.publish(of_below.total), ties_value = sums.publish(of_ties.total);
+  sums.barrier();  // all CTAs -> all CTAs: the published sums
+  std::uint64_t below_before = of_below.before, ties_before = of_ties.before, all_below = 0, all_ties = 0;
+  for (int other = 0; other < p.cluster; ++other) {
+    const std::uint64_t its_below = sums.of(below_value, other), its_ties = sums.of(ties_value, other);
+    all_below += its_below;
+    all_ties += its_ties;
+    if (other < rank) below_before += its_below, ties_before += its_ties;
+  }
+  const std::uint64_t place = place_of(bits, kept_mass(all_below, all_ties));
+  const bool falls_here =
+      place >= kept_mass(below_before, ties_before) && place < kept_mass(below_before + below, ties_before + ties);
+  const unsigned owner = __ballot_sync(all_lanes, falls_here);
+  if (owner == 0) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32, owner_lane = __ffs(static_cast<int>(owner)) - 1,
+            thread = static_cast<int>(threadIdx.x) - lane + owner_lane,
+            size = __shfl_sync(all_lanes, keys.size(), owner_lane);
+  below_before = __shfl_sync(all_lanes, below_before, owner_lane);
+  ties_before = __shfl_sync(all_lanes, ties_before, owner_lane);
+  for (int first = 0; first < size; first += 32) {  // a lane a token
+    const std::uint32_t key = first + lane < size ? keys.at(thread, first + lane) : last_key;
+    below = below_before + Sums::prefix_of_lanes(key < kept.key ? sampling_mass(key) : 0);
+    ties = ties_before + Sums::prefix_of_lanes(first + lane < size && key == kept.key);
+    const unsigned behind = __ballot_sync(all_lanes, place < kept_mass(below, ties));
+    if (behind != 0) {
+      if (lane == 0) store_token(keys.first_token(thread) + first + __ffs(static_cast<int>(behind)) - 1);
+      return;
+    }
+    below_before = __shfl_sync(all_lanes, below, 31);
+    ties_before = __shfl_sync(all_lanes, ties, 31);
+  }
+}
+
+// Draws the token of a row.
+template <class Keys>
+__device__ void draw(const SampleParams& p, const Keys& keys, const std::uint64_t& bits, int rank, Sums& sums,
+                     KeySearch& search, Candidates& candidates, const auto& store_token) {
+  if (p.few) {
+    const std::uint32_t last = p.top_k > 0 ? candidates.last_key_of(p.top_k, keys, sums, p.cluster) : p.min_p_key;
+    if (candidates.list(keys, last, sums, p.cluster)) {
+      const int token = rank == 0 ? candidates.draw(p, sums, bits) : -1;
+      if (token >= 0) store_token(token);
+      return;
+    }
+  }
   KeptTokens kept;
 #pragma unroll 1                          // one copy of the search's machine code
   for (int step = 0; step < 2; ++step) {  // top_k, top_p
@@ -67,61 +129,36 @@ __device__ KeptTokens kept_tokens(const SampleParams& p, Sums& sums, KeySearch& 
     if (of_mass ? p.top_p >= 1 : p.top_k == 0) continue;
     const std::uint32_t last = kept.key;
     const FoundKey found = search.find(
-        sums, for_each_key, [&](std::uint32_t key) { return !of_mass      ? 1
-                                                            : key <= last ? sampling_mass(key)
-                                                                          : 0; },
+        sums, [&](auto&& f) { keys.template for_each<1>([&](int, std::uint32_t key) { f(key); }); },
+        [&](std::uint32_t key) { return !of_mass      ? 1
+                                        : key <= last ? sampling_mass(key)
+                                                      : 0; },
         [&](std::uint64_t sum) { return of_mass ? part_of_mass(sum, p.top_p) : p.top_k; });
     kept = of_mass ? kept_of_part(found.key, found.before, found.target) : KeptTokens{found.key};
   }
-  return p.min_p_key < kept.key ? KeptTokens{p.min_p_key} : kept;
+  if (p.min_p_key < kept.key) kept = {p.min_p_key};
+  draw_of_many(p, keys, kept, bits, rank, sums, store_token);
 }
 
-// The thread whose tokens the draw falls on stores the token.
-template <class ForEachToken>
-__device__ void draw(const KeptTokens& kept, std::uint64_t bits, int rank, int cluster, Sums& sums,
-                     ForEachToken&& for_each_token, const auto& store_token) {
-  const std::uint64_t each = sampling_mass(kept.key);
-  const auto kept_mass = [&](std::uint64_t below, std::uint64_t ties) {
-    return below + each * (ties < kept.ties ? ties : kept.ties);
-  };
-  std::uint64_t below = 0, ties = 0;  // the mass of this thread's tokens with smaller keys; how many have kept.key
-  for_each_token([&](int, std::uint32_t key) {
-    if (key < kept.key) below += sampling_mass(key);
-    ties += key == kept.key;
-  });
-  const Sums::Prefix of_below = sums.prefix(below), of_ties = sums.prefix(ties);
-  const int below_value = sums.publish(of_below.total), ties_value = sums.publish(of_ties.total);
-  sums.barrier();  // all CTAs -> all CTAs: the published sums
-  std::uint64_t below_before = of_below.before, ties_before = of_ties.before, all_below = 0, all_ties = 0;
-  for (int other = 0; other < cluster; ++other) {
-    const std::uint64_t its_below = sums.of(below_value, other), its_ties = sums.of(ties_value, other);
-    all_below += its_below;
-    all_ties += its_ties;
-    if (other < rank) below_before += its_below, ties_before += its_ties;
-  }
-  const std::uint64_t place = place_of(bits, kept_mass(all_below, all_ties));
-  if (place < kept_mass(below_before, ties_before) || place >= kept_mass(below_before + below, ties_before + ties))
-    return;
-  int drawn = -1;
-  for_each_token([&](int token, std::uint32_t key) {
-    if (drawn >= 0) return;
-    if (key < kept.key) below_before += sampling_mass(key);
-    ties_before += key == kept.key;
-    if (place < kept_mass(below_before, ties_before)) drawn = token;
-  });
-  store_token(drawn);
+__device__ std::uint64_t random_bits(const SampleParams& p, std::int64_t row) {
+  const std::uint64_t seed = cute::recast_ptr<std::uint64_t>(p.seeds.data)[row_offset(p.seeds, row)];
+  const std::int64_t position =
+      p.positions.data ? load_position(p.positions.data, row_offset(p.positions, row), p.wide_positions) : 0;
+  return philox(seed, static_cast<std::uint64_t>(position));
 }
 
 template <class T, bool vector>
 __global__ __launch_bounds__(sample_threads, 1) void sample_rows(const __grid_constant__ SampleParams p) {
-  extern __shared__ SampleStorage storage[];  // one; behind it, if tokens are penalised, (seen_words) of bits
+  extern __shared__ SampleStorage storage[];  // one; behind it, where asked for, the keys and the bits of seen tokens
   SampleStorage& smem = storage[0];
+  std::uint32_t* const stored_keys = cute::recast_ptr<std::uint32_t>(storage + 1);
   let_next_kernel_start();
   const int cta = static_cast<int>(blockIdx.x), rank = cta % p.cluster;
   const std::int64_t row = cta / p.cluster;
   Sums sums(smem.sums, p.cluster);
   KeySearch search(smem.search, p.cluster);
-  RowSlice<T, vector> slice(p, row, rank, cute::recast_ptr<std::uint32_t>(storage + 1));
+  Candidates candidates(smem.candidates);
+  RowSlice<T, vector> slice(p, row, rank, stored_keys + key_words(p));
   const auto store_token = [&](int token) {
     const std::int64_t at = row_offset(p.tokens, row);
     if (p.wide_tokens) cute::recast_ptr<std::int64_t>(p.tokens.data)[at] = token;
@@ -129,22 +166,14 @@ __global__ __launch_bounds__(sample_threads, 1) void sample_rows(const __grid_co
   };
   wait_for_previous_kernel();
   slice.mark_seen(p, row);
+  if (!p.greedy && threadIdx.x == sample_threads - 1) smem.random_bits = random_bits(p, row);
 
   const Largest best = largest_logit(slice, sums);
-  const bool drawable = best.logit > ordered_minus_infinity && best.logit < ordered_infinity;
-  if (p.greedy || !drawable) {
+  if (p.greedy || best.logit <= ordered_minus_infinity || best.logit >= ordered_infinity) {
     if (rank == 0 && threadIdx.x == 0) store_token(p.greedy ? best.token : -1);
   } else {
-    const float largest = from_ordered(best.logit);
-    const auto for_each_token = [&](auto&& f) {
-      slice.for_each([&](int token, float x) { f(token, sampling_key(x, largest, p.per_temperature)); });
-    };
-    const KeptTokens kept =
-        kept_tokens(p, sums, search, [&](auto&& f) { for_each_token([&](int, std::uint32_t key) { f(key); }); });
-    const std::uint64_t seed = cute::recast_ptr<std::uint64_t>(p.seeds.data)[row_offset(p.seeds, row)];
-    const std::int64_t position =
-        p.positions.data ? load_position(p.positions.data, row_offset(p.positions, row), p.wide_positions) : 0;
-    draw(kept, philox(seed, static_cast<std::uint64_t>(position)), rank, p.cluster, sums, for_each_token, store_token);
+    const RowKeys<T, vector> keys(p, slice, from_ordered(best.logit), p.keep_keys ? stored_keys : nullptr);
+    draw(p, keys, smem.random_bits, rank, sums, search, candidates, store_token);
   }
   sums.barrier();  // all CTAs -> all CTAs: nobody reads another one's shared memory any more
 }
@@ -165,17 +194,27 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
   const auto scalars = [](const TensorView& t) { return t.given() ? rows_of(t, t.ndim) : Rows{}; };
   const auto is_wide = [](const TensorView& t) { return t.dtype == DType::i64; };
   constexpr std::int64_t small = 16 * sample_threads;  // tokens that one CTA reads as fast
+  constexpr std::int64_t most_kept_keys = 24;          // of a thread, 96 KB a CTA: Hopper has room for them
   const std::int64_t n = a.logits.last();
   const int cluster = n > small ? scope.largest_cluster() : 1;
-  const std::int64_t of_thread = (n + cluster * sample_threads - 1) / (cluster * sample_threads);
+  const std::int64_t of_thread = (n + cluster * sample_threads - 1) / (cluster * sample_threads),
+                     slice = (of_thread + vec_size - 1) / vec_size * vec_size, slices = (n + slice - 1) / slice;
+  ROOFTILE_CHECK_KIND(not_supported, slice * sample_threads <= KeySearch::most_tokens_of_cta, "sample",
+                      ": logits must have a last dimension of at most ", KeySearch::most_tokens_of_cta * cluster,
+                      " on this GPU, got ", describe(a.logits));
+  const std::int64_t top_k = s.top_k < n ? s.top_k : 0;
+  const std::uint32_t last_of_min_p = min_p_key(s.min_p);
+  const bool few_of_min_p = last_of_min_p < last_key && (s.top_p >= 1 || s.order == SampleOrder::vllm);
   const SampleParams p = {.logits = rows_of(a.logits),
                           .token_ids = rows_of(a.token_ids),
                           .seeds = scalars(a.seeds),
                           .positions = scalars(a.positions),
                           .tokens = scalars(a.tokens),
                           .vocabulary = static_cast<int>(n),
-                          .slice = static_cast<int>((of_thread + vec_size - 1) / vec_size * vec_size),
+                          .slice = static_cast<int>(slice),
                           .cluster = cluster,
+                          .keep_keys = scope.has_wgmma() && slice <= most_kept_keys,
+                          .few = top_k > 0 ? top_k <= Candidates::most / 2 && top_k <= slices : few_of_min_p,
                           .seen = a.penalises() ? static_cast<int>(a.token_ids.last()) : 0,
                           .penalty = static_cast<float>(s.repetition_penalty),
                           .per_temperature = a.greedy() ? 0.0f : static_cast<float>(keys_per_unit / s.temperature),
@@ -187,8 +226,8 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
                           .wide_token_ids = is_wide(a.token_ids),
                           .wide_positions = is_wide(a.positions),
                           .wide_tokens = is_wide(a.tokens)};
-  const std::size_t shared_bytes =
-      sizeof(SampleStorage) + (p.seen > 0 ? static_cast<std::size_t>(seen_words(p)) * sizeof(std::uint32_t) : 0);
+  const int words = key_words(p) + (p.seen > 0 ? seen_words(p) : 0);
+  const std::size_t shared_bytes = sizeof(SampleStorage) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
   (void)scope.ctas_that_fit(shared_bytes);  // refuses what does not fit: a penalty over millions of tokens
   const std::int64_t ctas = a.tokens.numel() * cluster;
   with_vector(

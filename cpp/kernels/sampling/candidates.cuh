@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// The draw from few tokens, which top_k or min_p have left: their CTAs list them, one CTA of the cluster sorts them, a
+// thread a token. A few tokens of a vocabulary of 128K are all that the settings of most texts leave.
+#pragma once
+
+#include "core/sampling.h"
+#include "kernels/sampling/cluster_sums.cuh"
+#include "kernels/sampling/row_slice.cuh"
+
+namespace rooftile::gpu {
+
+class Candidates {
+ public:
+  static constexpr int most = sample_threads;
+  static constexpr int bin_shift = 23, bins = 1 << (31 - bin_shift);  // a bin is an eighth of a unit of distance
+  struct Storage {
+    std::uint64_t listed[most];             // of this CTA, in any order: the key above the token
+    std::uint64_t all[most], sorted[most];  // of the cluster; the likeliest first
+    std::uint64_t mass[most];               // of sorted tokens that may be drawn, else 0
+    std::uint32_t count;                    // of listed
+    std::uint32_t threads[bins];            // threads of this CTA by the upper bits of their smallest key
+    std::uint32_t last;                     // what last_key_of() finds
+  };
+  using Sums = ClusterSums<sample_threads>;
+
+  // Called by all threads; a barrier has to follow.
+  __device__ Candidates(Storage& smem) : smem_(smem) {
+    if (threadIdx.x < bins) smem_.threads[threadIdx.x] = 0;
+    if (threadIdx.x == 0) smem_.count = 0;
+  }
+
+  // A key up to which top_k tokens lie at least, and seldom many more: of the top_k threads with the smallest keys each
+  // has one. Called by all threads of the cluster; at least top_k of them have tokens.
+  template <class Keys>
+  __device__ std::uint32_t last_key_of(std::uint32_t top_k, const Keys& keys, Sums& sums, int cluster) {
+    if (keys.size() > 0) atomicAdd(&smem_.threads[keys.smallest() >> bin_shift], 1u);
+    sums.barrier();  // all CTAs -> all CTAs: threads
+    std::uint32_t own = 0;
+    if (threadIdx.x < bins)
+      for (int other = 0; other < cluster; ++other) own += *tile::map_shared_rank(&smem_.threads[threadIdx.x], other);
+    const std::uint64_t before = sums.prefix(own).before;
+    if (before < top_k && top_k <= before + own) smem_.last = ((threadIdx.x + 1) << bin_shift) - 1;
+    __syncthreads();  // one thread -> all threads: last
+    return smem_.last;
+  }
+
+  // Lists the tokens with keys up to `last` of the whole cluster. Whether there are at most `most`. Called by all threads
+  // of the cluster.
+  template <class Keys>
+  __device__ bool list(const Keys& keys, std::uint32_t last, Sums& sums, int cluster) {
+    keys.template for_each<4>([&](int token, std::uint32_t key) {
+      if (key > last) return;
+      const std::uint32_t at = atomicAdd(&smem_.count, 1u);
+      if (at < most) smem_.listed[at] = std::uint64_t{key} << 32 | static_cast<std::uint32_t>(token);
+    });
+    sums.barrier();  // all CTAs -> all CTAs: listed and count
+    const int thread = static_cast<int>(threadIdx.x);
+    int total = 0, rank = -1, at = 0;  // what this thread reads: token `at` of CTA `rank`
+    for (int other = 0; other < cluster; ++other) {
+      const int count = static_cast<int>(*tile::map_shared_rank(&smem_.count, other));
+      if (thread >= total && thread < total + count) rank = other, at = thread - total;
+      total += min(count, 2 * most);  // no overflow of the sum
+    }
+    count_ = total;
+    if (rank >= 0 && at < most) own_ = tile::map_shared_rank(&smem_.listed[at], rank);
+    return total <= most;
+  }
+
+  // The token that the draw falls on, in the thread that finds it, else -1. Called by all threads of one CTA.
+  __device__ int draw(const SampleParams& p, Sums& sums, const std::uint64_t& bits) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const bool has_token = thread < count_;
+    const std::uint64_t own = has_token ? *own_ : 0;
+    if (has_token) smem_.all[thread] = own;
+    __syncthreads();  // all threads -> all threads: all
+    if (has_token) {
+      int smaller = 0;
+#pragma unroll 4
+      for (int i = 0; i < count_; ++i) smaller += smem_.all[i] < own;
+      smem_.sorted[smaller] = own;
+    }
+    __syncthreads();  // all threads -> all threads: sorted
+    const std::uint64_t mine = has_token ? smem_.sorted[thread] : 0;
+    const std::uint32_t key = static_cast<std::uint32_t>(mine >> 32), token = static_cast<std::uint32_t>(mine);
+    std::uint32_t last = p.top_k > 0 ? static_cast<std::uint32_t>(smem_.sorted[p.top_k - 1] >> 32) : last_key;
+    if (p.min_p_first) last = min(last, p.min_p_key);
+    std::uint64_t mass = has_token && key <= last ? sampling_mass(key) : 0;
+    if (p.top_p < 1) {
+      const Sums::Prefix prefix = sums.prefix(mass);
+      if (prefix.before >= part_of_mass(prefix.total, p.top_p)) mass = 0;
+    }
+    if (key > p.min_p_key) mass = 0;
+    smem_.mass[thread] = mass;
+    const std::uint64_t place = place_of(bits, sums.prefix(mass).total);  // its barrier: mass is there
+    if (mass == 0) return -1;
+    std::uint64_t begin = 0;  // of this token among those that are left, in the vocabulary's order
+#pragma unroll 4
+    for (int i = 0; i < count_; ++i)
+      if (static_cast<std::uint32_t>(smem_.sorted[i]) < token) begin += smem_.mass[i];
+    return place >= begin && place < begin + mass ? static_cast<int>(token) : -1;
+  }
+
+ private:
+  Storage& smem_;
+  int count_ = 0;
+  const std::uint64_t* own_ = nullptr;
+};
+
+}  // namespace rooftile::gpu
