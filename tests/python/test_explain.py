@@ -72,6 +72,27 @@ def test_plans_of_a_gpu_that_is_not_there():
     assert "block_m=16" in rt.explain("decode_attention", (1, 4, 32, 128), cache, device="sm_90a").plan
 
 
+def test_formats_without_clusters_are_planned_without():
+    """One row of one KV head: where the kernel of a format has clusters, its row is one."""
+    for format, head_dim, clusters in (
+        ("int8-kivi-sym", 96, True),
+        ("int8-kivi-sym", 128, False),
+        ("int8", 128, True),
+        ("int8", 192, False),
+    ):
+        cache = {"kv_heads": 1, "capacity": 1024, "format": format}
+        for device in ("sm_90a", "sm_80"):
+            plan = rt.explain("decode_attention", (1, 4, head_dim), cache, device=device, sms=132).plan
+            alone = plan.endswith("cluster_size=1")
+            assert alone == (not clusters or device == "sm_80"), (format, head_dim, device, plan)
+
+
+def test_a_gate_needs_an_even_number_of_rows():
+    for n in (63, 65):
+        with pytest.raises(rt.ArgumentError, match=rf"rows \[gate \| up\], an even number N, got N = {n}"):
+            product("w4a16_matmul", 1, n, 128, device="sm_90a", activation="silu_mul")
+
+
 def test_bytes_flops_and_bound():
     said = product("linear", 4, 512, 256, device="sm_90a")
     assert said.bytes == 2 * (4 * 256 + 512 * 256 + 4 * 512) and said.flops == 2 * 4 * 512 * 256

@@ -350,6 +350,15 @@ def test_every_type_of_a_value(tmp_path, kind, bytes_, value):
         assert found == expected and type(found) is type(expected)
 
 
+def test_a_boolean_is_0_or_1(tmp_path):
+    path = tmp_path / "a.gguf"
+    for value in (2, 255):
+        content = key(7, bytes([value]))
+        path.write_bytes(content + bytes(-len(content) % 32))
+        with pytest.raises(ArgumentError, match=rf"must be a boolean \(0 or 1\), got {value}"):
+            read_gguf(path)
+
+
 ARRAY = {kind: key(9, struct.pack("<I", kind)) for kind in (4, 7, 8, 9, 12)}
 COUNTS = {  # the file up to the number, its name, the least bytes of one, the bytes behind the number
     "tensors": (b"GGUF" + struct.pack("<I", 3), "tensor count", 24, 8 + 30 * 24),

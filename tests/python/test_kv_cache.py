@@ -597,6 +597,14 @@ def test_bad_rows_of_the_other_methods():
         assert_same(state(cache), before)
 
 
+def test_select_needs_room_for_the_longest_row():
+    cache = rt.KVCache(2, 256, 1, 32)
+    cache.append(*torch.randn(2, 2, 200, 1, 32), counts=[200, 40])
+    with pytest.raises(rt.ArgumentError, match=r"^select: capacity 64 is less than the 200 tokens that a row holds"):
+        cache.select([1, 0], capacity=64)
+    assert cache.select([1, 1], capacity=64).lengths == [40, 40]
+
+
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_select_refuses_more_rows_than_there_is_memory_for():
     """An array that repeats one row: nothing of its length is made before the sizes are judged."""

@@ -13,7 +13,7 @@ import torch
 import transformers
 from rooftile.integrations import step_loop
 from rooftile.integrations._models import CACHE
-from rooftile.integrations.step_program import FAMILIES
+from rooftile.integrations.step_program import FAMILIES, StepProgram
 from rooftile.integrations.transformers import RooftileCache
 
 SIZES = {
@@ -187,6 +187,15 @@ def test_every_family(device, family, kv_cache, weights, taken):
     options = {"sliding_window": None} if family == "Mistral" else {}
     ours, theirs = both(make(device, family, kv_cache, weights, **options), prompt(device), max_new_tokens=50)
     assert torch.equal(ours, theirs) and taken == [48]
+
+
+@devices
+def test_the_model_is_looked_through_once(device, taken, monkeypatch):
+    """Not before every step."""
+    calls, still_valid = [], StepProgram.still_valid
+    monkeypatch.setattr(StepProgram, "still_valid", lambda self: calls.append(self) or still_valid(self))
+    make(device).generate(**prompt(device), max_new_tokens=30)
+    assert taken == [28] and len(calls) <= 2
 
 
 @devices

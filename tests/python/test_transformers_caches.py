@@ -629,7 +629,7 @@ def test_a_prompt_through_torch_refuses_what_torch_has_not(given):
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8", "fp8", "int4", "int4-kivi-sym", "int4-kivi", "int8-kivi-sym"])
-@pytest.mark.parametrize("window", [None, 50, 700])
+@pytest.mark.parametrize("window", [None, 50, 590, 700])  # 590: more than all cached tokens but the queries' number
 @pytest.mark.parametrize("lengths", [(600, 600), (517, 0), (96, 300)], ids=str)
 def test_torch_behind_a_cache_is_prefill_attention(format, window, lengths, monkeypatch):
     monkeypatch.setattr(_tensors, "_SCRATCH", 512)

@@ -348,6 +348,14 @@ def test_a_field_that_counts_a_loop_of_transformers(tmp_path, monkeypatch, capfd
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_trial_that_needs_little_says_why_it_ends(monkeypatch):
+    """Memory that this process had before does not count."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    monkeypatch.setattr(trial, "MEMORY", resident)
+    assert trial.refusal(lambda: 1 / 0) == "division by zero"
+
+
 def test_a_trial_that_is_left_ends(monkeypatch):
     """One that is interrupted leaves no process."""
     assert trial.refusal(lambda: None) is None
@@ -473,6 +481,14 @@ def test_replacing_that_fails_keeps_the_old_model(models, monkeypatch, step, err
         assert content(target) == OLD and os.listdir(target.parent) == ["target"]
         replace()
         assert content(target) == NEW and os.listdir(target.parent) == ["target"]
+
+
+def test_replacing_with_a_c_library_that_exchanges_nothing(models, monkeypatch):
+    target, replace = models
+    monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **options: object())
+    assert writer._exchange(target, target) is False
+    replace()
+    assert content(target) == NEW and os.listdir(target.parent) == ["target"]
 
 
 @pytest.mark.parametrize("step", ["os.fsync", "exchange", "after exchange", "rmtree"])

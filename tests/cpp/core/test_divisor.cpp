@@ -44,5 +44,16 @@ TEST(Divisor, Divides53BitsAsHardwareDoes) {
     }
 }
 
+// Of every second b or so the rounded reciprocal is too small: the product of a multiple then lies below its quotient.
+TEST(Divisor, MultiplesOfNumbersWhoseReciprocalIsRoundedDown) {
+  ASSERT_LT(49.0 * (1.0 / 49.0), 1.0);
+  for (std::int64_t b = 1; b < 3000; ++b)
+    for (const std::int64_t quotient : {1, 2, 3, 7, 100, 12345}) {
+      const Division64 found = divide(quotient * b, Divisor64(b));
+      ASSERT_EQ(found.quotient, quotient) << b;
+      ASSERT_EQ(found.remainder, 0) << b;
+    }
+}
+
 }  // namespace
 }  // namespace rooftile
