@@ -44,8 +44,8 @@ class Candidates {
     return smem_.last;
   }
 
-  // Lists the tokens with keys up to `last` of the whole cluster. Whether there are at most `most`. Called by all threads
-  // of the cluster.
+  // Lists the tokens with keys up to `last` of the whole cluster. Whether there are at most `most`. Called by all
+  // threads of the cluster.
   template <class Keys>
   __device__ bool list(const Keys& keys, std::uint32_t last, Sums& sums, int cluster) {
     keys.template for_each<4>([&](int token, std::uint32_t key) {

@@ -52,8 +52,8 @@ class RowSlice {
   // The logit of any token, with the penalty applied if it is one of this CTA's.
   __device__ float at(int token) const { return penalised_if_seen(token, tile::to_float(logits_[token * step_])); }
 
-  // Calls f(token, logit) for the thread's tokens in the vocabulary's order, with the penalty applied. unrolled: the code
-  // of f is there once for each element of a load; else once, because the first use of machine code waits for memory.
+  // Calls f(token, logit) for the thread's tokens in the vocabulary's order, with the penalty applied. unrolled: the
+  // code of f is there once for each element of a load; else once, because the first use of code waits for memory.
   template <bool unrolled, class F>
   __device__ __forceinline__ void for_each(F&& f) const {
     if (unrolled && vector && !seen_) {
