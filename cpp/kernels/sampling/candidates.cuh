@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The draw from few tokens, which top_k or min_p have left: their CTAs list them, one CTA of the cluster sorts them, a
-// thread a token. A few tokens of a vocabulary of 128K are all that the settings of most texts leave.
+// The draw from few tokens, all that top_k, min_p or top_p leave of most texts: the CTAs of a cluster list their own,
+// one CTA sorts them, a thread a token.
 #pragma once
 
 #include "core/sampling.h"
@@ -37,33 +37,50 @@ class Candidates {
     sums.barrier();  // all CTAs -> all CTAs: threads
     std::uint32_t own = 0;
     if (threadIdx.x < bins)
-      for (int other = 0; other < cluster; ++other) own += *tile::map_shared_rank(&smem_.threads[threadIdx.x], other);
+#pragma unroll
+      for (int rank = 0; rank < Sums::most_ctas; ++rank)
+        if (rank < cluster) own += *tile::map_shared_rank(&smem_.threads[threadIdx.x], rank);
     const std::uint64_t before = sums.prefix(own).before;
     if (before < top_k && top_k <= before + own) smem_.last = ((threadIdx.x + 1) << bin_shift) - 1;
     __syncthreads();  // one thread -> all threads: last
     return smem_.last;
   }
 
-  // Lists the tokens with keys up to `last` of the whole cluster. Whether there are at most `most`. Called by all
-  // threads of the cluster.
+  // Lists the tokens with keys up to `last` of the whole cluster. Whether the draw is from these: there are at most
+  // `most`, and where top_p is of all tokens, its part is among them. Called by all threads of the cluster.
   template <class Keys>
-  __device__ bool list(const Keys& keys, std::uint32_t last, Sums& sums, int cluster) {
-    keys.template for_each<4>([&](int token, std::uint32_t key) {
+  __device__ bool list(const SampleParams& p, const Keys& keys, std::uint32_t last, Sums& sums) {
+    const bool of_all = p.top_k == 0 && p.top_p < 1;
+    const std::uint32_t limit = p.min_p_first ? p.min_p_key : last_key;
+    std::uint64_t all = 0, listed = 0;  // masses of this thread's tokens up to `limit`, up to `last` as well
+    keys.template for_each<2>([&](int token, std::uint32_t key) {
+      const std::uint64_t mass = of_all && key <= limit ? sampling_mass(key) : 0;
+      all += mass;
       if (key > last) return;
+      listed += mass;
       const std::uint32_t at = atomicAdd(&smem_.count, 1u);
       if (at < most) smem_.listed[at] = std::uint64_t{key} << 32 | static_cast<std::uint32_t>(token);
     });
-    sums.barrier();  // all CTAs -> all CTAs: listed and count
+    int all_value = 0, listed_value = 0;
+    if (of_all) {
+      all_value = sums.publish(sums.prefix(all).total);
+      listed_value = sums.publish(sums.prefix(listed).total);
+    }
+    sums.barrier();  // all CTAs -> all CTAs: listed, count, published sums
     const int thread = static_cast<int>(threadIdx.x);
     int total = 0, rank = -1, at = 0;  // what this thread reads: token `at` of CTA `rank`
-    for (int other = 0; other < cluster; ++other) {
-      const int count = static_cast<int>(*tile::map_shared_rank(&smem_.count, other));
+    const std::uint32_t counts = sums.of_cta(&smem_.count);
+#pragma unroll
+    for (int other = 0; other < Sums::most_ctas; ++other) {
+      const int count = static_cast<int>(__shfl_sync(0xffffffffu, counts, other));
       if (thread >= total && thread < total + count) rank = other, at = thread - total;
       total += min(count, 2 * most);  // no overflow of the sum
     }
     count_ = total;
     if (rank >= 0 && at < most) own_ = tile::map_shared_rank(&smem_.listed[at], rank);
-    return total <= most;
+    if (!of_all) return total <= most;
+    part_ = part_of_mass(Sums::sum_of_ctas(sums.of_cta(all_value)), p.top_p);
+    return total <= most && part_ <= Sums::sum_of_ctas(sums.of_cta(listed_value));
   }
 
   // The token that the draw falls on, in the thread that finds it, else -1. Called by all threads of one CTA.
@@ -87,7 +104,7 @@ class Candidates {
     std::uint64_t mass = has_token && key <= last ? sampling_mass(key) : 0;
     if (p.top_p < 1) {
       const Sums::Prefix prefix = sums.prefix(mass);
-      if (prefix.before >= part_of_mass(prefix.total, p.top_p)) mass = 0;
+      if (prefix.before >= (p.top_k > 0 ? part_of_mass(prefix.total, p.top_p) : part_)) mass = 0;
     }
     if (key > p.min_p_key) mass = 0;
     smem_.mass[thread] = mass;
@@ -103,6 +120,7 @@ class Candidates {
  private:
   Storage& smem_;
   int count_ = 0;
+  std::uint64_t part_ = 0;  // of top_p, in mass
   const std::uint64_t* own_ = nullptr;
 };
 

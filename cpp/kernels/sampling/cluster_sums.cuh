@@ -12,7 +12,7 @@ namespace rooftile::gpu {
 template <int Threads>
 class ClusterSums {
  public:
-  static constexpr int warps = Threads / 32, most_values = 4;
+  static constexpr int warps = Threads / 32, most_values = 5;
   struct Storage {
     std::uint64_t of_warp[2][warps];    // two uses in turns: a slow warp may still read the last one's
     std::uint64_t of_cta[most_values];  // a value of this CTA for the cluster; each is written once a launch
@@ -58,7 +58,7 @@ class ClusterSums {
     for (int mask = 16; mask > 0; mask /= 2) x = larger(x, __shfl_xor_sync(all_lanes, x, mask));
     const int value = publish(x);
     barrier();  // all CTAs -> all CTAs: every CTA's value is in of_cta
-    x = of(value, lane() % cluster_);
+    x = of_cta(value);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) x = larger(x, __shfl_xor_sync(all_lanes, x, mask));
     return x;
@@ -75,8 +75,24 @@ class ClusterSums {
     if (threadIdx.x == 0) smem_.of_cta[values_] = x;
     return values_++;
   }
-  // The published value of CTA `rank`.
-  __device__ std::uint64_t of(int value, int rank) { return *tile::map_shared_rank(&smem_.of_cta[value], rank); }
+  // What CTA (lane % 8) of the cluster has at `own`; 0 past the last CTA. A warp has all of them after one access.
+  static constexpr int most_ctas = 8;
+  template <class X>
+  __device__ X of_cta(X* own) const {
+    const int rank = lane() % most_ctas;
+    return rank < cluster_ ? *tile::map_shared_rank(own, rank) : X{};
+  }
+  __device__ std::uint64_t of_cta(int value) const { return of_cta(&smem_.of_cta[value]); }
+  // The sum over the CTAs of such a value.
+  __device__ static std::uint64_t sum_of_ctas(std::uint64_t x) {
+#pragma unroll
+    for (int mask = most_ctas / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(all_lanes, x, mask);
+    return x;
+  }
+  // The sum over the CTAs of lower rank.
+  __device__ static std::uint64_t sum_before(std::uint64_t x, int rank) {
+    return sum_of_ctas(lane() % most_ctas < rank ? x : 0);
+  }
 
  private:
   static constexpr unsigned all_lanes = 0xffffffffu;

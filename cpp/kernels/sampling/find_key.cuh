@@ -88,7 +88,7 @@ class KeySearch {
   __device__ std::uint64_t sum_of_cluster(int bin) const {
     std::uint64_t sum = 0;
 #pragma unroll
-    for (int rank = 0; rank < most_ctas; ++rank) {
+    for (int rank = 0; rank < Sums::most_ctas; ++rank) {
       if (rank >= cluster_) break;
 #pragma unroll
       for (int piece = 0; piece < pieces; ++piece)
@@ -96,7 +96,6 @@ class KeySearch {
     }
     return sum;
   }
-  static constexpr int most_ctas = 8;  // of a cluster
 
   Storage& smem_;
   int cluster_;

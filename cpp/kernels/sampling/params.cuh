@@ -12,7 +12,8 @@ struct SampleParams {
   int slice = 0;                                           // tokens of a thread, a multiple of 8
   int cluster = 1;                                         // CTAs of a row
   bool keep_keys = false;                                  // in shared memory
-  bool few = false;                                        // top_k, or min_p alone, may leave few tokens
+  bool few = false;                                        // few tokens may be left
+  std::uint32_t listed = 0;                                // so many are looked at first; 0: those of min_p
   int seen = 0;                                            // L if token_ids are penalised, else 0
   float penalty = 1, per_temperature = 0;
   double top_p = 1;

@@ -78,13 +78,10 @@ __device__ void draw_of_many(const SampleParams& p, const Keys& keys, const Kept
   const Sums::Prefix of_below = sums.prefix(below), of_ties = sums.prefix(ties);
   const int below_value = sums.publish(of_below.total), ties_value = sums.publish(of_ties.total);
   sums.barrier();  // all CTAs -> all CTAs: the published sums
-  std::uint64_t below_before = of_below.before, ties_before = of_ties.before, all_below = 0, all_ties = 0;
-  for (int other = 0; other < p.cluster; ++other) {
-    const std::uint64_t its_below = sums.of(below_value, other), its_ties = sums.of(ties_value, other);
-    all_below += its_below;
-    all_ties += its_ties;
-    if (other < rank) below_before += its_below, ties_before += its_ties;
-  }
+  const std::uint64_t below_of = sums.of_cta(below_value), ties_of = sums.of_cta(ties_value);
+  const std::uint64_t all_below = Sums::sum_of_ctas(below_of), all_ties = Sums::sum_of_ctas(ties_of);
+  std::uint64_t below_before = of_below.before + Sums::sum_before(below_of, rank),
+                ties_before = of_ties.before + Sums::sum_before(ties_of, rank);
   const std::uint64_t place = place_of(bits, kept_mass(all_below, all_ties));
   const bool falls_here =
       place >= kept_mass(below_before, ties_before) && place < kept_mass(below_before + below, ties_before + ties);
@@ -114,8 +111,8 @@ template <class Keys>
 __device__ void draw(const SampleParams& p, const Keys& keys, const std::uint64_t& bits, int rank, Sums& sums,
                      KeySearch& search, Candidates& candidates, const auto& store_token) {
   if (p.few) {
-    const std::uint32_t last = p.top_k > 0 ? candidates.last_key_of(p.top_k, keys, sums, p.cluster) : p.min_p_key;
-    if (candidates.list(keys, last, sums, p.cluster)) {
+    const std::uint32_t last = p.listed > 0 ? candidates.last_key_of(p.listed, keys, sums, p.cluster) : p.min_p_key;
+    if (candidates.list(p, keys, last, sums)) {
       const int token = rank == 0 ? candidates.draw(p, sums, bits) : -1;
       if (token >= 0) store_token(token);
       return;
@@ -204,7 +201,9 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
                       " on this GPU, got ", describe(a.logits));
   const std::int64_t top_k = s.top_k < n ? s.top_k : 0;
   const std::uint32_t last_of_min_p = min_p_key(s.min_p);
-  const bool few_of_min_p = last_of_min_p < last_key && (s.top_p >= 1 || s.order == SampleOrder::vllm);
+  // Tokens that are listed first: top_k, or as many as top_p seldom needs, or those of min_p.
+  constexpr std::int64_t most_listed = Candidates::most / 2, listed_for_top_p = Candidates::most / 4;
+  const std::int64_t listed = top_k > 0 ? top_k : s.top_p < 1 ? std::min(listed_for_top_p, slices) : 0;
   const SampleParams p = {.logits = rows_of(a.logits),
                           .token_ids = rows_of(a.token_ids),
                           .seeds = scalars(a.seeds),
@@ -214,7 +213,8 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
                           .slice = static_cast<int>(slice),
                           .cluster = cluster,
                           .keep_keys = scope.has_wgmma() && slice <= most_kept_keys,
-                          .few = top_k > 0 ? top_k <= Candidates::most / 2 && top_k <= slices : few_of_min_p,
+                          .few = listed > 0 ? listed <= most_listed && listed <= slices : last_of_min_p < last_key,
+                          .listed = static_cast<std::uint32_t>(listed),
                           .seen = a.penalises() ? static_cast<int>(a.token_ids.last()) : 0,
                           .penalty = static_cast<float>(s.repetition_penalty),
                           .per_temperature = a.greedy() ? 0.0f : static_cast<float>(keys_per_unit / s.temperature),

@@ -72,22 +72,26 @@ def _logits(t, vocabulary):
     return 2.5 * _normal(t, vocabulary)
 
 
-def _kept(logits):
-    """Probabilities and ids of the tokens that top_k 50 and top_p 0.9 leave; others have probability 0."""
-    values, ids = logits.float().topk(50)
+def _kept(logits, top_k):
+    """Probabilities and ids of the tokens that top_k (None: all) and top_p 0.9 leave; others have probability 0."""
+    values, ids = logits.float().sort(descending=True) if top_k is None else logits.float().topk(top_k)
     p = values.softmax(-1)
     return p.masked_fill(p.cumsum(-1) - p >= 0.9, 0), ids
 
 
-def _sample(logits, seeds):
-    p, ids = _kept(logits)
-    return ids.gather(-1, torch.multinomial(p, 1))[:, 0]
+def _sample(top_k):
+    def sampled(logits, seeds):
+        p, ids = _kept(logits, top_k)
+        return ids.gather(-1, torch.multinomial(p, 1))[:, 0]
+
+    return sampled
 
 
-def _error_of_sample(inputs, tokens):
-    """The share of rows whose token may not be drawn."""
-    p, ids = _kept(inputs[0])
-    return float(((ids == tokens[:, None]) & (p > 0)).any(-1).logical_not().float().mean())
+def _error_of_sample(top_k, logits, tokens):
+    """The share of rows whose token may not be drawn: tokens with the logit of one that may are equal to it."""
+    p, ids = _kept(logits, top_k)
+    least = logits.gather(-1, ids).float().masked_fill(p == 0, float("inf")).amin(-1)
+    return float((logits.gather(-1, tokens[:, None])[:, 0].float() < least).float().mean())
 
 
 # name: (inputs(tokens, hidden), ours, torch's, bytes moved per hidden element of a token)
@@ -129,11 +133,18 @@ OPS = {
     "sample": (
         lambda t, v: (_logits(t, v), torch.arange(t, device=_DEVICE)),
         lambda x, seeds: rt.sample(x, top_k=50, top_p=0.9, seeds=seeds),
-        _sample,
+        _sample(50),
+        2,
+    ),
+    "sample_top_p": (
+        lambda t, v: (_logits(t, v), torch.arange(t, device=_DEVICE)),
+        lambda x, seeds: rt.sample(x, top_p=0.9, seeds=seeds),
+        _sample(None),
         2,
     ),
 }
-_SAMPLING = ("sample_greedy", "sample")  # hidden: the vocabulary
+_DRAWN = {"sample": 50, "sample_top_p": None}  # top_k
+_SAMPLING = ("sample_greedy", *_DRAWN)  # hidden: the vocabulary
 CASES = (
     *(f"{op}_t{t}_h4096" for op in OPS if op not in _SAMPLING for t in (1, 64, 16384)),
     *(f"{op}_t{t}_h128256" for op in _SAMPLING for t in (1, 8, 64)),
@@ -161,8 +172,8 @@ def opened(peers, notes):
         expected = _flat(theirs(*(x.float() if x.is_floating_point() else x for x in first)))
 
         def error_of(got):
-            if name == "sample":
-                return _error_of_sample(first, *got)
+            if name in _DRAWN:
+                return _error_of_sample(_DRAWN[name], first[0], *got)
             return max(float((a.float() - b).norm() / b.float().norm()) for a, b in zip(got, expected, strict=True))
 
         candidates = {OURS: ours}
