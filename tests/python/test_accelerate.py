@@ -183,7 +183,12 @@ def test_windows(ids, monkeypatch):
 
 def test_beams_sampling_and_drafts(ids):
     model, plain = pair()
-    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"prompt_lookup_num_tokens": 4}):
+    sampled = {
+        "do_sample": True,
+        "top_k": 20,
+        "typical_p": 0.9,
+    }  # which takes transformers' processors and torch's draw
+    for options in ({"num_beams": 3}, sampled, {"prompt_lookup_num_tokens": 4}):
         rows = ids if "prompt_lookup_num_tokens" not in options else ids[:1]
         results = []
         for m in (model, plain):
