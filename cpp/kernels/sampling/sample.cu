@@ -3,11 +3,13 @@
 //   logits [rows, V] of T, any strides   token_ids [rows, L], seeds, positions, tokens [rows]
 // A cluster of 8 CTAs computes a row (one CTA where there are no clusters, or V is small); a thread has a slice of
 // neighbouring tokens, 16 at V = 131072. Logits become integers (core/sampling.h), so no result depends on the number
-// of CTAs. Passes over the slice: the largest logit; three for top_k and three for top_p (find_key.cuh); one for the
-// draw.
-// Bytes: a token's logit once from memory (a row of 128K bf16 is 256 KB), then from L1. Some 40 integer operations a
-// token and pass. Bound by latency: a pass is a load, a barrier of the cluster and a read of the other CTAs' shared
-// memory. With PDL the kernel reads nothing before wait_for_previous_kernel.
+// of CTAs. Passes over the slice: the largest logit; the keys. Few tokens are then listed in one pass, and one CTA
+// draws (candidates.cuh). Else top_k's and top_p's last keys are searched, three passes each (find_key.cuh), and a pass
+// over the masses finds the token.
+// Bytes: a token's logit, once from memory (a row of 128K bf16 is 256 KB) and once from L1. Integer operations a token:
+// some 5 for the largest, 10 for a key, 40 for a mass. Few rows leave most of the GPU idle: bound by the integer
+// operations of 8 SMs a row, and between passes by latency: a barrier of the cluster and an access of the other CTAs'
+// shared memory. With PDL the kernel reads nothing before wait_for_previous_kernel.
 // Sync: barriers of the cluster between what its CTAs write in shared memory and the others' reads of it; the last one
 // keeps a CTA until nobody reads its shared memory any more.
 #include "core/kernel_name.h"
