@@ -3,6 +3,7 @@
 
 python tests/mutants list                 what is drawn, and the faults of the GPU kernels
 python tests/mutants run                  all of them on the CPU; --again for the survivors
+python tests/mutants run --only TEXT      those of files whose path has the text; --record puts them into the record
 python tests/mutants run --sample N       N of those that the recorded run killed, each with the test that killed it
 python tests/mutants reread               the recorded survivors once more, after equivalent.json has changed
 python tests/mutants gpu [NAME ...]       faults of the GPU kernels, an extension each; needs nvcc and a GPU
@@ -174,14 +175,35 @@ def run(args):
         if not job.tests:
             done(job)
     runner.run([job for job in jobs if job.tests], done, args.minutes)
-    rows = list(record.rows())
+    rows = [row for row in record.rows() if args.only in f"{row['file']} {row.get('what', '')}"]
     counts = counted(rows)
     print(json.dumps(counts))
     if args.record:
         head = {key: value for key, value in record.data.items() if key != "results"}
+        if args.only:
+            head, rows = with_part(
+                kills(), head, rows, {m.file for m in mutants if args.only not in f"{m.file} {m.what}"}
+            )
         forks.save(KILLS, {**head, **gpu_record(), "counts": counted(rows), "mutants": rows + gpu_rows()})
     if args.at_least and counts["share killed"] is not None and counts["share killed"] < args.at_least:
         sys.exit(f"mutants: {counts['share killed']:.0%} killed, at least {args.at_least:.0%} expected")
+
+
+def with_part(recorded, head, rows, others):
+    """(head, rows) of the recorded run with these rows, of whole files, in place of those that it has of the files.
+
+    Each says of which commit it is. head: of the run of this part. others: files of which it left something out.
+    """
+    files = {row["file"] for row in rows}
+    if files & others:
+        sys.exit(
+            f"mutants: --only with --record takes whole files; of {', '.join(sorted(files & others))} some are not run"
+        )
+    if head.get("changed") is not False or head["seed"] != recorded["seed"]:
+        sys.exit(f"mutants: a part is recorded of an unchanged tree, with the record's seed {recorded['seed']}")
+    kept = [row for row in recorded["mutants"] if row["rule"] != "GPU" and row["file"] not in files]
+    rows = kept + [row | {"commit": head["commit"]} for row in rows]
+    return {k: v for k, v in recorded.items() if k not in ("gpu", "counts", "mutants")}, rows
 
 
 def reread(args):
@@ -189,7 +211,7 @@ def reread(args):
     recorded, marked = kills(), equivalent()
     for row in recorded["mutants"]:
         if row["rule"] != "GPU" and row["result"] in ("survived", "equivalent", "needs GPU"):
-            text = git("show", f"{recorded['commit']}:{row['file']}")
+            text = git("show", f"{row.get('commit', recorded['commit'])}:{row['file']}")
             by = row["by"] if row["result"] == "survived" else ""
             row["result"], row["by"] = read(marked, key_of(row), text, row["line"], by)
     recorded["counts"] = counted(row for row in recorded["mutants"] if row["rule"] != "GPU")

@@ -208,6 +208,30 @@ def test_the_recorded_run():
     assert killed >= 0.95 * (killed + survived)
 
 
+def test_a_part_goes_into_the_record():
+    def rows(*files, **more):
+        return [{"file": file, "rule": "rule", "result": "failed", **more} for file in files]
+
+    gpu = [{"file": "a", "rule": "GPU", "result": "failed"}]
+    recorded = {
+        "commit": "1",
+        "changed": False,
+        "seed": 3,
+        "gpu": {},
+        "counts": {},
+        "mutants": rows("a", "b", "b") + gpu,
+    }
+    head = {"commit": "2", "changed": False, "seed": 3}
+    whole, merged = runner.with_part(recorded, head, rows("b", "c"), {"a"})
+    assert whole == {"commit": "1", "changed": False, "seed": 3}
+    assert merged == rows("a") + rows("b", "c", commit="2")
+    for wrong, others in (({"changed": True}, set()), ({"seed": 4}, set()), ({}, {"c"})):
+        with pytest.raises(SystemExit):
+            runner.with_part(recorded, head | wrong, rows("b", "c"), others)
+    with pytest.raises(SystemExit):
+        runner.with_part(recorded, {"commit": "2", "seed": 3}, rows("b"), set())
+
+
 def test_what_is_read_of_a_survivor():
     marked = {"f: rule: a -> b": [("x = a", "the same"), ("y = a", "needs a GPU: there"), (None, "anywhere")]}
     text = "x = a\n  y = a\nz = a\n"
