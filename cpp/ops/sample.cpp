@@ -11,7 +11,9 @@ namespace rooftile {
 namespace {
 
 constexpr const char* op = "sample";
-constexpr double least_temperature = 1e-6;  // keys of smaller ones overflow
+// Keys of smaller temperatures overflow; those of larger ones are the same for logits that float32 tells apart.
+constexpr double least_temperature = 1e-6, most_temperature = 100;
+constexpr std::int64_t most_token_ids = std::int64_t{1} << 30;  // of a row; kernels count them in 32 bits
 
 // The leading dimensions of [..., N].
 TensorView leading(const TensorView& x) {
@@ -27,13 +29,15 @@ void check_rows(const char* argument, const TensorView& t, const TensorView& log
 
 void check_settings(const SampleArgs& a) {
   const SampleSettings& s = a.settings;
-  ROOFTILE_CHECK(s.temperature == 0 || (s.temperature >= least_temperature && std::isfinite(s.temperature)), op,
-                 ": temperature must be 0 (greedy) or at least ", least_temperature, ", got ", s.temperature);
+  ROOFTILE_CHECK(s.temperature == 0 || (s.temperature >= least_temperature && s.temperature <= most_temperature), op,
+                 ": temperature must be 0 (greedy) or lie in [", least_temperature, ", ", most_temperature, "], got ",
+                 s.temperature);
   ROOFTILE_CHECK(s.top_k >= 0, op, ": top_k must be at least 1, got ", s.top_k);
   ROOFTILE_CHECK(s.top_p >= 0 && s.top_p <= 1, op, ": top_p must lie in [0, 1], got ", s.top_p);
   ROOFTILE_CHECK(s.min_p >= 0 && s.min_p <= 1, op, ": min_p must lie in [0, 1], got ", s.min_p);
-  ROOFTILE_CHECK(s.repetition_penalty > 0 && std::isfinite(s.repetition_penalty), op,
-                 ": repetition_penalty must be positive and finite, got ", s.repetition_penalty);
+  const float penalty = static_cast<float>(s.repetition_penalty);
+  ROOFTILE_CHECK(penalty > 0 && std::isfinite(penalty), op,
+                 ": repetition_penalty must be positive and finite in float32, got ", s.repetition_penalty);
   ROOFTILE_CHECK_KIND(type, s.repetition_penalty == 1 || a.token_ids.given(), op,
                       ": token_ids must be a tensor, the tokens that repetition_penalty applies to, got None");
   ROOFTILE_CHECK_KIND(type, a.greedy() || a.seeds.given(), op,
@@ -53,6 +57,8 @@ KernelName sample(const Context& ctx, TensorView logits, TensorView token_ids, T
   if (token_ids.given()) {
     Arg(op, "token_ids", token_ids).dtype({DType::i32, DType::i64}).ndim(logits.ndim, logits.ndim).countable();
     Arg(op, "token_ids", token_ids).device(logits.device, "logits");
+    ROOFTILE_CHECK(token_ids.last() <= most_token_ids, op, ": token_ids must have a last dimension of at most ",
+                   most_token_ids, ", got ", describe(token_ids));
     ROOFTILE_CHECK(same_shape(leading(token_ids), leading(logits)), op,
                    ": token_ids must have logits' leading dimensions ", shape_text(leading(logits)), ", got ",
                    describe(token_ids));

@@ -940,11 +940,11 @@ OPS = [
         rt.sample,
         {
             "logits": Tensor(primary=True, free_dims=(2,), expandable=(0, 1), rows=0),
-            "temperature": Scalar(bad=(-1.0, 1e-7, float("nan"), float("inf"))),
+            "temperature": Scalar(bad=(-1.0, 1e-7, 101.0, float("nan"), float("inf"))),
             "top_k": Scalar(int, optional=True, bad=(0, -1), bits=64),
             "top_p": Scalar(optional=True, bad=(-0.1, 1.1, float("nan"))),
             "min_p": Scalar(optional=True, bad=(-0.1, 1.1, float("nan"))),
-            "repetition_penalty": Scalar(optional=True, bad=(0.0, -1.0, float("nan"), float("inf"))),
+            "repetition_penalty": Scalar(optional=True, bad=(0.0, -1.0, 1e39, float("nan"), float("inf"))),
             "token_ids": Tensor(INDICES, free_dims=(2,), expandable=(0, 1, 2), rows=0),
             "seeds": Tensor(frozenset(["int64"]), expandable=(0, 1), rows=0),
             "positions": Tensor(INDICES, optional=True, expandable=(0, 1), rows=0),

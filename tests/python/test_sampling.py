@@ -86,7 +86,7 @@ def test_rows_without_probabilities_get_no_token(dtype, device, plan):
     assert tokens[:4].tolist() == [-1, -1, -1, 299] and tokens[4] >= 0
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e30])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 100])
 def test_temperatures_at_the_ends(temperature, dtype, device, plan):
     _, x = data(device, (40,), dtype, "ends", spread=3.0)
     tokens = drawn(x, 500, temperature=temperature, plan=plan)
@@ -94,6 +94,12 @@ def test_temperatures_at_the_ends(temperature, dtype, device, plan):
         assert (tokens == x.argmax()).all()
     else:
         assert len(tokens.unique()) == 40
+
+
+def test_the_highest_temperature_tells_float32_logits_apart(plan):
+    x = torch.tensor([20.0, np.nextafter(np.float32(20), np.float32(21)), 19.0])
+    assert drawn(x, 300, temperature=100, top_k=1, plan=plan).unique().tolist() == [1]
+    assert drawn(x, 300, temperature=100, top_p=0.0, plan=plan).unique().tolist() == [1]
 
 
 def test_what_equals_the_last_of_top_k_stays(device, plan):
@@ -224,6 +230,13 @@ def test_arrays_of_numpy():
 
 def test_errors_say_what_is_missing():
     x = torch.randn(2, 9)
+    with pytest.raises(rt.ArgumentError, match=r"^sample: logits must have 1 to 6 dimensions, got float32\[\]"):
+        rt.sample(x[0, 0], temperature=0)
+    for penalty in (1e-46, 1e39):
+        with pytest.raises(rt.ArgumentError, match="repetition_penalty must be positive and finite in float32"):
+            rt.sample(x, temperature=0, token_ids=torch.zeros(2, 1, dtype=torch.int64), repetition_penalty=penalty)
+    with pytest.raises(rt.ArgumentError, match="token_ids must have a last dimension of at most 1073741824"):
+        rt.sample(x, temperature=0, token_ids=torch.zeros(2, 1, dtype=torch.int64).expand(2, 2**30 + 1))
     with pytest.raises(rt.ArgumentTypeError, match=r"sample: seeds must be a tensor, int64, one a row"):
         rt.sample(x)
     with pytest.raises(rt.ArgumentTypeError, match="sample: token_ids must be a tensor"):

@@ -85,6 +85,7 @@ def both(model, inputs, **options):
         {},
         {"do_sample": True, "top_k": 20, "temperature": 0.8, "typical_p": 0.9},
         {"do_sample": True, "top_k": 20, "temperature": 1e-8},
+        {"do_sample": True, "top_k": 20, "temperature": float("inf")},
         {"repetition_penalty": 1.3},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
         {"min_new_tokens": 30, "eos_token_id": list(range(3, 150))},
@@ -174,6 +175,9 @@ def test_processors_with_settings_of_their_own_stay():
         [process.MinPLogitsWarper(0.1, min_tokens_to_keep=2)],
         [process.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=4)],
         [process.TypicalLogitsWarper(0.9)],
+        [process.TemperatureLogitsWarper(float("inf"))],
+        [process.TemperatureLogitsWarper(101.0)],
+        [process.RepetitionPenaltyLogitsProcessor(float("inf"))],
         [lambda ids, scores: scores],
     ):
         assert step_loop._arguments_of(processors) is None

@@ -198,7 +198,7 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
   const int cluster = n > small ? scope.largest_cluster() : 1;
   const std::int64_t of_thread = (n + cluster * sample_threads - 1) / (cluster * sample_threads),
                      slice = (of_thread + vec_size - 1) / vec_size * vec_size, slices = (n + slice - 1) / slice;
-  ROOFTILE_CHECK_KIND(not_supported, slice * sample_threads <= KeySearch::most_tokens_of_cta, "sample",
+  ROOFTILE_CHECK_KIND(not_supported, a.greedy() || slice * sample_threads <= KeySearch::most_tokens_of_cta, "sample",
                       ": logits must have a last dimension of at most ", KeySearch::most_tokens_of_cta * cluster,
                       " on this GPU, got ", describe(a.logits));
   const std::int64_t top_k = s.top_k < n ? s.top_k : 0;
@@ -230,7 +230,7 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
                           .wide_tokens = is_wide(a.tokens)};
   const int words = key_words(p) + (p.seen > 0 ? seen_words(p) : 0);
   const std::size_t shared_bytes = sizeof(SampleStorage) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
-  (void)scope.ctas_that_fit(shared_bytes);  // refuses what does not fit: a penalty over millions of tokens
+  (void)scope.ctas_that_fit(shared_bytes);  // refuses what does not fit: a penalty over many tokens
   const std::int64_t ctas = a.tokens.numel() * cluster;
   with_vector(
       n,

@@ -25,7 +25,7 @@ _SAMPLED = {
     logits_process.TopPLogitsWarper: ("top_p", "top_p"),
     logits_process.MinPLogitsWarper: ("min_p", "min_p"),
 }
-_LEAST_TEMPERATURE = 1e-6  # of sample()
+_TAKEN = {"temperature": (1e-6, 100), "repetition_penalty": (1e-6, 1e6)}  # the least and the most for sample()
 _ROOM = 4096  # tokens behind the prompt for which a new cache makes room at once
 # Settings of generate() with which it is another loop, or returns more than tokens.
 _OTHER_LOOPS = (
@@ -76,7 +76,8 @@ def _arguments_of(processors):
         and ("top_k" in _SAMPLED[type(p)] or getattr(p, "min_tokens_to_keep", 1) == 1)  # top_k has it in its value
         for p in processors
     )
-    return arguments if plain and arguments.get("temperature", 1) >= _LEAST_TEMPERATURE else None
+    taken = all(least <= arguments.get(name, 1) <= most for name, (least, most) in _TAKEN.items())
+    return arguments if plain and taken else None
 
 
 class _NextTokens:
