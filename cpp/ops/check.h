@@ -97,14 +97,19 @@ inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
   return cpu::kernels_for(op, ctx.variant);
 }
 
+// Refuses a plan that is forced on an op with but one on a GPU.
+inline void refuse_gpu_plan(const char* op, const Context& ctx) {
+  ROOFTILE_CHECK_KIND(not_supported, !ctx.variant, op, ": plan \"", ctx.variant ? ctx.variant : "",
+                      "\" is no variant of the GPU kernels; leave plan out");
+}
+
 // Checks common to every call on a GPU: the element type, and that no plan is forced on an op that has but one
 // (takes_plan: the family reads it).
 inline void check_gpu(const char* op, const Context& ctx, const char* argument, const TensorView& t,
                       bool takes_plan = false) {
   ROOFTILE_CHECK_KIND(not_supported, t.dtype != DType::f32, op, ": ", argument,
                       " must be float16 or bfloat16 on a GPU, got ", describe(t));
-  ROOFTILE_CHECK_KIND(not_supported, takes_plan || !ctx.variant, op, ": plan \"", ctx.variant ? ctx.variant : "",
-                      "\" is no variant of the GPU kernels; leave plan out");
+  if (!takes_plan) refuse_gpu_plan(op, ctx);
 }
 
 // Sequences of one call: lists of the host are made by this number. Without tokens a tensor may claim any.

@@ -76,8 +76,7 @@ KernelName sample(const Context& ctx, TensorView logits, TensorView token_ids, T
   check::check_disjoint(op, "out", tokens,
                         {{"logits", logits}, {"token_ids", token_ids}, {"seeds", seeds}, {"positions", positions}});
   if (check::on_gpu(ctx)) {
-    ROOFTILE_CHECK_KIND(not_supported, !ctx.variant, op, ": plan \"", ctx.variant ? ctx.variant : "",
-                        "\" is no variant of the GPU kernels; leave plan out");
+    check::refuse_gpu_plan(op, ctx);
     return gpu::sample(ctx, a);
   }
   const cpu::Kernels& k = check::cpu_kernels(op, ctx);

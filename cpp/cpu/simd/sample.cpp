@@ -4,6 +4,7 @@
 // masses, the token where the draw falls. A key is searched by three histograms of some of its bits. top_k comes first:
 // what follows looks at the tokens that it keeps. Bound by the histogram of V keys and, without top_k, by V masses.
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <memory>
@@ -73,16 +74,20 @@ void make_keys(Row& r, float largest, float per_temperature) {
   r.count = r.n;
 }
 
-void keep_keys_to(Row& r, std::uint32_t key) {
-  if (key == last_key) return;
+// Leaves the tokens of which keeps(key) is true; it is called once a token, in the vocabulary's order.
+template <class Keeps>
+void keep_if(Row& r, const Keeps& keeps) {
   std::int64_t count = 0;
   for (std::int64_t i = 0; i < r.count; ++i) {
-    const std::uint32_t k = r.keys[static_cast<std::size_t>(i)], id = r.ids[static_cast<std::size_t>(i)];
-    r.keys[static_cast<std::size_t>(count)] = k;
+    const std::uint32_t key = r.keys[static_cast<std::size_t>(i)], id = r.ids[static_cast<std::size_t>(i)];
+    r.keys[static_cast<std::size_t>(count)] = key;
     r.ids[static_cast<std::size_t>(count)] = id;
-    count += k <= key;
+    count += keeps(key);
   }
   r.count = count;
+}
+void keep_keys_to(Row& r, std::uint32_t last) {
+  if (last < last_key) keep_if(r, [last](std::uint32_t key) { return key <= last; });
 }
 
 struct FoundKey {
@@ -124,14 +129,7 @@ void keep(Row& r, const SampleSettings& s) {
     const FoundKey found = find_key(r, part, sampling_mass);
     const KeptTokens kept = kept_of_part(found.key, found.before, part);
     std::uint64_t ties = 0;
-    std::int64_t count = 0;
-    for (std::int64_t i = 0; i < r.count; ++i) {
-      const std::uint32_t k = r.keys[static_cast<std::size_t>(i)], id = r.ids[static_cast<std::size_t>(i)];
-      r.keys[static_cast<std::size_t>(count)] = k;
-      r.ids[static_cast<std::size_t>(count)] = id;
-      count += k < kept.key || (k == kept.key && ties++ < kept.ties);
-    }
-    r.count = count;
+    keep_if(r, [&](std::uint32_t key) { return key < kept.key || (key == kept.key && ties++ < kept.ties); });
   }
   if (s.order == SampleOrder::transformers) keep_keys_to(r, min_p_key(s.min_p));
 }
@@ -149,7 +147,7 @@ std::int64_t token_of(const SampleArgs& a, std::int64_t row, Row& r) {
   const std::int64_t best = largest_of(r);
   const float largest = r.x[static_cast<std::size_t>(best)];
   if (a.greedy()) return best;
-  if (!(magnitude(splat(largest))[0] <= std::numeric_limits<float>::max())) return -1;
+  if (!(std::fabs(largest) <= std::numeric_limits<float>::max())) return -1;
   make_keys(r, largest, static_cast<float>(keys_per_unit / a.settings.temperature));
   keep(r, a.settings);
   const auto of_row = [row](const TensorView& t) {

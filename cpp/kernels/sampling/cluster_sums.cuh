@@ -70,7 +70,7 @@ class ClusterSums {
     else __syncthreads();
   }
 
-  // Makes a value of this CTA known to the cluster after its next barrier. Returns its index for of().
+  // Makes a value of this CTA known to the cluster after its next barrier. Returns its index for of_cta().
   __device__ int publish(std::uint64_t x) {
     if (threadIdx.x == 0) smem_.of_cta[values_] = x;
     return values_++;
