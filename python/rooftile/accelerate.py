@@ -11,15 +11,16 @@ from rooftile.quantize import W4A16, W8A16, quantize_
 _NAMED = {"w4a16": W4A16(), "w8a16": W8A16()}
 
 
-def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress=True):
+def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_invariant=False, progress=True):
     """Makes a causal language model of transformers fast, in place, and returns it.
 
     model: Llama, Mistral, Qwen2, Qwen3, Phi3, OLMo2 or Granite of transformers (LlamaForCausalLM, ...), on the CPU
     or one GPU (there in float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are rounded
     so (quantize_); None leaves them as they are. head: the same for the output head alone, whose reading takes a
     sixth of a small model's step; it is untied from the embedding then, and the model cannot be saved. kv_cache:
-    the format of the caches (set_kv_cache), a name or a dict; None leaves that as it is. progress: a bar while
-    weights are rounded.
+    the format of the caches (set_kv_cache), a name or a dict; None leaves that as it is. batch_invariant: whether a row
+    of a step has the same bits alone as in any batch, which costs speed; on a GPU every layer has to be in 4 or 8 bits
+    then. progress: a bar while weights are rounded.
 
     From then on a forward over one new token a row and a RooftileCache, of every generate() and pipeline, runs as one
     list of ops on buffers of its own (a step program, recorded at the first step of each batch size), on a GPU as a
@@ -45,6 +46,7 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
     from rooftile.integrations.step_products import put_side_by_side
     from rooftile.integrations.step_program import StepProgram
     from rooftile.integrations.transformers import RooftileCache, check_generate
+    from rooftile.nn import PackedLinear
 
     if not isinstance(model, PreTrainedModel):
         raise ArgumentTypeError(f"accelerate: model must be a model of transformers, got {type(model).__name__}")
@@ -52,6 +54,7 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
         raise NotSupportedError("accelerate: model has a forward of its own, which a step program would bypass")
     if kv_cache is not None:
         check_generate("accelerate", model)
+    check_flag("accelerate", "batch_invariant", batch_invariant)
     check_flag("accelerate", "progress", progress)
     weights, head = _rounding("weights", weights), _rounding("head", head)
     # what may be refused, before anything changes
@@ -69,6 +72,8 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
             )
         head = head.fitting("accelerate: head", output.weight.shape)
         head.in_range("accelerate: head", output.weight)
+    if batch_invariant:
+        _check_packed(model, weights, head)
     if weights is not None:
         with _naming("weights"):
             quantize_(model, weights, progress=progress)
@@ -76,6 +81,9 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, progress
         model.set_output_embeddings(head.module_of(output))
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
         model.save_pretrained = _no_saving
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.batch_invariant = batch_invariant
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for module, names in ((attention, family.qkv), (mlp, family.gate_up)):
@@ -105,6 +113,20 @@ def _check_bits(model, bits):
             raise ArgumentError(
                 f"accelerate: weights: '{name}' is a {type(module).__name__} already, expected an nn.Linear or "
                 f"{bits} bits; pass weights=None to keep the model's"
+            )
+
+
+def _check_packed(model, weights, head):
+    """Raises ArgumentError where a layer on a GPU will stay in 16 bits: its sums change with the number of rows."""
+    from torch.nn import Linear
+
+    output = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        left = head is None if module is output else weights is None
+        if left and isinstance(module, Linear) and module.weight.is_cuda:
+            raise ArgumentError(
+                f"accelerate: batch_invariant=True needs every layer of a model on a GPU in 4 or 8 bits, got '{name}' in "
+                f"{module.weight.dtype}; pass {'head' if module is output else 'weights'}="
             )
 
 

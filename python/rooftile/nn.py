@@ -214,7 +214,9 @@ class Packed(torch.nn.Module):
 
 
 class PackedLinear(Marked, Packed):
-    """What W4Linear and W8Linear share."""
+    """What W4Linear and W8Linear share. batch_invariant: that of w4a16_matmul, an attribute to be set."""
+
+    batch_invariant = False
 
     def __init__(
         self,
@@ -301,14 +303,15 @@ class W4Linear(PackedLinear):
 
     x: [..., in_features], float32 (CPU), float16 or bfloat16; y the same with out_features last. The packed weight
     is held in uint8 buffers (`codes`, `scales`, `offsets`, and `perm`), which .to(dtype) leaves alone; `bias` is a
-    frozen parameter in x's dtype. Make one with `from_weight` or `from_linear`, or empty (to be filled by
+    frozen parameter in x's dtype. With `batch_invariant = True` set on it, a row's bits are the same at every number of
+    rows. Make one with `from_weight` or `from_linear`, or empty (to be filled by
     load_state_dict) with the constructor, on any torch device, "meta" included.
     """
 
     WEIGHT = W4Weight
 
     def forward(self, x):
-        return w4a16_matmul(x, self.weight, bias=self.bias)
+        return w4a16_matmul(x, self.weight, bias=self.bias, batch_invariant=self.batch_invariant)
 
 
 class W8Linear(PackedLinear):
@@ -317,7 +320,7 @@ class W8Linear(PackedLinear):
     WEIGHT = W8Weight
 
     def forward(self, x):
-        return w8a16_matmul(x, self.weight, bias=self.bias)
+        return w8a16_matmul(x, self.weight, bias=self.bias, batch_invariant=self.batch_invariant)
 
 
 LINEARS = {linear.WEIGHT.BITS: linear for linear in (W4Linear, W8Linear)}

@@ -599,6 +599,30 @@ def test_rounded_weights_and_head(weights, head, ids):
     assert torch.equal(model.generate(ids, max_new_tokens=20), plain.generate(ids, max_new_tokens=20))
 
 
+@pytest.mark.parametrize("kv_cache", ["bf16", "int4-kivi"])
+def test_a_row_alone_as_in_a_batch(kv_cache):
+    """With batch_invariant=True the logits of steps have the same bits."""
+    options = {"weights": "w4a16", "head": "w8a16", "kv_cache": kv_cache, "progress": False}
+    model = rt.accelerate(make(dtype=torch.bfloat16), batch_invariant=True, **options)
+    ids = torch.randint(3, 300, (3, 70), generator=torch.Generator().manual_seed(5))
+
+    def logits(rows):
+        with torch.no_grad():
+            out, found = model(ids[rows, :37]), []
+            for at in range(37, 70):
+                out = model(ids[rows, at : at + 1], **{CACHE: out[CACHE]})
+                found.append(out.logits)
+        return torch.cat(found, 1)
+
+    whole = logits([0, 1, 2])
+    assert torch.equal(torch.cat([logits([row]) for row in range(3)]), whole)
+    assert all(m.batch_invariant for m in model.modules() if isinstance(m, rt.nn.PackedLinear))
+    rt.accelerate(model, kv_cache=kv_cache, progress=False)  # takes it back
+    assert not any(m.batch_invariant for m in model.modules() if isinstance(m, rt.nn.PackedLinear))
+    if "avx512_vnni" in cases.PLANS:
+        assert not torch.equal(torch.cat([logits([row]) for row in range(3)]), whole)
+
+
 def test_a_rounded_model_can_be_saved(ids, tmp_path):
     model = rt.accelerate(make(), weights="w4a16", kv_cache="int8", progress=False)
     model.save_pretrained(tmp_path)
@@ -779,6 +803,7 @@ def test_models_without_a_program_are_refused_before_they_change(model, said):
     [
         ({"weights": "w4a17"}, rt.ArgumentError, "accelerate: weights must be"),
         ({"kv_cache": "int5"}, rt.ArgumentError, "accelerate: kv_cache: "),
+        ({"batch_invariant": 1}, rt.ArgumentTypeError, "accelerate: batch_invariant must be"),
         ({"head": 4}, rt.ArgumentTypeError, "accelerate: head must be None, a name, a W4A16 or a W8A16, got int"),
         ({"head": rt.W4A16(group_size=384)}, rt.ArgumentError, "accelerate: head"),
     ],

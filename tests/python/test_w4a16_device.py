@@ -288,8 +288,8 @@ def test_bits_do_not_depend_on_the_run_the_neighbours_or_if_asked_the_rows(dtype
             for first in (0, 300 - m):
                 some = w4.matmul(x[first : first + m], w, batch_invariant=True)
                 closeness.assert_bits_equal(some, whole[first : first + m], f"{m} rows from {first}")
-        # rows of one regime
-        for low, high in ((1, 8), (9, 16), (17, 32), (33, 64), (129, 192)):
+        # rows of one regime: one row is one of its own on a CPU that takes it in integers
+        for low, high in ((1 if device == "cuda" else 2, 8), (9, 16), (17, 32), (33, 64), (129, 192)):
             alone, many = w4.matmul(x[:low], w), w4.matmul(x[:high], w)
             closeness.assert_bits_equal(alone, many[:low], f"{low} and {high} rows")
 

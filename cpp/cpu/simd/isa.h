@@ -9,7 +9,13 @@
 #include <immintrin.h>
 #endif
 
-#if defined(ROOFTILE_ISA_AVX512)
+#if defined(ROOFTILE_ISA_AVX512_VNNI)
+#define ROOFTILE_ISA avx512_vnni
+#define ROOFTILE_AVX512 1
+#define ROOFTILE_VNNI 1
+#define ROOFTILE_F16C 1
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vnni,prefer-vector-width=512")
+#elif defined(ROOFTILE_ISA_AVX512)
 #define ROOFTILE_ISA avx512
 #define ROOFTILE_AVX512 1
 #define ROOFTILE_F16C 1

@@ -32,8 +32,8 @@ struct Weights {
       if (n < rows) widen(row(tile * tile_n + n) + first * w.stride[1], w.stride[1], count, to);
     }
   }
-  void one_row(std::int64_t tile, const float* x, F32 (&acc)[tile_n]) const {
-    for (F32& a : acc) a = F32{};
+  F32 one_row(std::int64_t tile, const float* x) const {
+    F32 acc[tile_n] = {};
     const std::int64_t rows = rows_of(tile), whole = w.stride[1] == 1 ? w.shape[1] / block_k * block_k : 0;
     for (std::int64_t n = 0; n < rows; ++n) {
       const T* const p = row(tile * tile_n + n);
@@ -46,6 +46,7 @@ struct Weights {
       }
       acc[n] = sum.value();
     }
+    return sums(acc);
   }
 };
 

@@ -212,15 +212,10 @@ void products(const Weights& w, std::int64_t n, const MBlock& p, std::int64_t m0
   const int from = static_cast<int>(n % tile_n);  // lane 0 of `to` is lane `from` of the first tile
   for (std::int64_t tile = n / tile_n;
        tile <= std::min((n + tile_n - 1) / tile_n, (w.rows() + tile_n - 1) / tile_n - 1); ++tile) {
-    F32 one_row_acc[tile_n];
-    if (p.rows == 1) {
-      w.one_row(tile, p.x, one_row_acc);
-    } else {
-      many_rows(w, tile, p.x + m0 * p.x_row, p.x_row, static_cast<int>(count), strip, acc);
-    }
+    if (p.rows > 1) many_rows(w, tile, p.x + m0 * p.x_row, p.x_row, static_cast<int>(count), strip, acc);
     const int first = static_cast<int>(tile * tile_n - n);  // lane 0 of this tile is lane `first` of `to`
     for (std::int64_t m = 0; m < count; ++m) {
-      const F32 sixteen = sums(p.rows == 1 ? one_row_acc : acc + m * tile_n);
+      const F32 sixteen = p.rows == 1 ? w.one_row(tile, p.x) : sums(acc + m * tile_n);
       if (from == 0) {
         to[m] = sixteen;
       } else {
@@ -274,7 +269,7 @@ void multiply_m_block(const Parallel& parallel, const Args& a, const Weights& w,
 //   rows()                               rows of W
 //   pack_row(x, m, padded, buffer, to)   row m of x as fp32 in the order of the codes; buffer: `padded` floats
 //   tile(tile, block, to)                converts 16 rows x 64 k of W to fp32
-//   one_row(tile, x, acc)                sums of sixteen rows of W with one row of x, in the order of `micro`
+//   one_row(tile, x)                     products of sixteen rows of W with one row of x, as pack_row left it
 template <class Args, class Weights>
 void multiply(const Parallel& parallel, const Args& a, std::int64_t k, const Weights& w) {
   const std::int64_t total = a.x.rows(), x_row = (k + block_k - 1) / block_k * block_k;

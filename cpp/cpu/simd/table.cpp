@@ -11,6 +11,14 @@
 namespace rooftile::cpu {
 
 const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
+#ifdef ROOFTILE_VNNI
+  static const Kernels table = [] {
+    Kernels kernels = avx512_kernels();
+    kernels.variant = ROOFTILE_NAME(ROOFTILE_ISA);
+    kernels.w4a16_matmul = ROOFTILE_ISA::w4a16_matmul;
+    return kernels;
+  }();
+#else
   static const Kernels table{
       ROOFTILE_NAME(ROOFTILE_ISA),
       ROOFTILE_ISA::decode_attention,
@@ -25,6 +33,7 @@ const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
       ROOFTILE_ISA::softmax,
       ROOFTILE_ISA::sample,
   };
+#endif
   return table;
 }
 

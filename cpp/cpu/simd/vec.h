@@ -48,7 +48,7 @@ ROOFTILE_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 // GCC 12 keeps a vector of two or more registers in memory, and moves it 16 bytes at a time, where it is live from one
 // iteration of a loop to the next. Loops of products and of attention therefore carry Registers, as many as a vector
 // has. Lanes do not meet, so the bits are the same.
-#if defined(ROOFTILE_ISA_AVX512)
+#if defined(ROOFTILE_AVX512)
 inline constexpr int register_lanes = 16;
 #elif defined(ROOFTILE_ISA_AVX2)
 inline constexpr int register_lanes = 8;

@@ -3,13 +3,11 @@
 // activation(gate) * up + residual.
 //   x [M, K]   y, residual [M, N or N / 2]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
-// A 64-byte load of a fragment block holds rows g and g + 8: each nibble (4 bits) or byte (8 bits) position of its 16
-// words holds 16 positions of k of one row. x is therefore permuted into the codes' order once a call, and codes are
-// decoded into registers (M = 1) or into L1 (M > 1): product.h.
+// x is permuted into the codes' order once a call, and codes are decoded into registers (M = 1) or into L1 (M > 1):
+// w4_tile.h, product.h. With VNNI one row of 16-bit floats is multiplied in integers: integer_row.h.
 #include <algorithm>
 #include <cstddef>
 
-#include "core/w4_layout.h"
 #include "cpu/element.h"
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
@@ -17,20 +15,15 @@
 #include "cpu/simd/vec.h"
 #include "cpu/simd/activation.h"
 #include "cpu/simd/product.h"
+#include "cpu/simd/w4_tile.h"
+#ifdef ROOFTILE_VNNI
+#include "cpu/simd/integer_row.h"
+#endif
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-static_assert(tile_n == w4_tile_n && block_k == w4_tile_k);
-
 // ---- x in the codes' order ----------------------------------------------------------------------
-
-// Lane 4 t + word of vector q is k = 16 word + 8 (q / 2) + 2 t + q % 2 of its block; in 8 bits 8 word + 32 (q / 2) + 2
-// t + q % 2.
-template <int bits>
-constexpr int k_of(int q, int lane) {
-  return (bits == 4 ? 16 * (lane % 4) + 8 * (q / 2) : 8 * (lane % 4) + 32 * (q / 2)) + 2 * (lane / 4) + q % 2;
-}
 
 template <int bits>
 void to_code_order(const float* x, std::int64_t blocks, float* to) {
@@ -78,162 +71,10 @@ void natural_order(const TensorView& x, std::int64_t m, const std::int32_t* perm
   });
 }
 
-// ---- decoding -----------------------------------------------------------------------------------
-
-// Every kind of weight is w = (u - zero_point) * scale + min_term. zero_point is 0 for minima, else 8 or 128. min_term
-// is the minimum, 0, or (zero_point - zero) * scale, which is exact. TileScales holds the sixteen rows of a tile; with
-// groups of 32 the two halves of a k-block of 64 have different scales.
-struct TileScales {
-  float scale[2][tile_n], min_term[2][tile_n];  // (halves, 16 rows)
-};
-ROOFTILE_INLINE float zero_point(const W4View& w) {
-  return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_zero_point(w.bits));
-}
-
-// Groups are 32, 64, 128 or all of k. A division by a variable would cost as much as a k-block.
-ROOFTILE_INLINE std::int64_t group_count(const W4View& w) {
-  return w.group == w.k ? 1 : w.group == 32 ? w.k / 32 : w.group == 64 ? w.k / 64 : w.k / 128;
-}
-template <bool Split>
-ROOFTILE_INLINE std::int64_t group_of(const W4View& w, std::int64_t block, int half) {
-  if (Split) return std::min(2 * block + half, w.k / 32 - 1);  // the last half may lie past K
-  return w.group == w.k ? 0 : w.group == 64 ? block : block / 2;
-}
-
-// loaded: the group that `to` holds; -1 at first.
-template <bool Split>
-ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_t block, std::int64_t& loaded,
-                                 TileScales& to) {
-  if (loaded == group_of<Split>(w, block, 0)) return;
-  loaded = group_of<Split>(w, block, 0);
-  for (int half = 0; half < (Split ? 2 : 1); ++half) {
-    const std::int64_t at = w4_scale_index(group_count(w), tile * tile_n, group_of<Split>(w, block, half));
-    const auto sixteen = [&](const std::byte* data) {
-      return w.scale_dtype == DType::f16 ? load(reinterpret_cast<const Half*>(data) + at)
-                                         : load(reinterpret_cast<const BFloat16*>(data) + at);
-    };
-    const F32 scale = sixteen(w.scales);
-    F32 min_term{};
-    if (w.zeros == W4Zeros::minima) min_term = sixteen(w.offsets);
-    if (w.zeros == W4Zeros::integer) {
-      const U8 zeros = load_raw<U8>(reinterpret_cast<const std::uint8_t*>(w.offsets) + at);
-      min_term = (zero_point(w) - __builtin_convertvector(zeros, F32)) * scale;
-    }
-    store(to.scale[half], scale);
-    store(to.min_term[half], min_term);
-  }
-  // forces `to` into memory: a broadcast from memory is free, a broadcast from a register takes the permutes' port
-  asm("" : "+m"(to));
-}
-
-// The codes of rows g and g + 8 of a tile: one 64-byte load per fragment block.
-template <int bits>
-using Codes = U32[bits / 4];
-
-// Decodes one row of a tile. Vector q of row g (High = 0) or g + 8 (High = 1) is nibble High + 2 (q / 2) + 4 (q % 2) of
-// the words in 4 bits, byte High + 2 (q % 2) of load q / 2 in 8 bits. So the second 32 k are the lanes of words 2 and 3
-// in 4 bits, vectors 2 and 3 in 8 bits.
-template <int bits, bool Split>
-class RowDecoder {
- public:
-  [[gnu::always_inline]] RowDecoder(const TileScales& s, int row, float zero_point) : zero_point_(zero_point) {
-    for (int half = 0; half < halves; ++half) {
-      scale_[half] = by_half(s.scale, row, half);
-      min_term_[half] = by_half(s.min_term, row, half);
-    }
-  }
-  template <int High>
-  [[gnu::always_inline]] void decode(const Codes<bits>& codes, F32 (&w)[k_vecs]) const {
-    for (int q = 0; q < k_vecs; ++q) {
-      const int half = halves == 2 ? q / 2 : 0, shift = bits * High + 16 * (q % 2) + (bits == 4 ? 8 * (q / 2) : 0);
-      const I32 u = (I32)((codes[bits == 4 ? 0 : q / 2] >> shift) & ((1 << bits) - 1));
-      w[q] = fma(__builtin_convertvector(u, F32) - zero_point_, scale_[half], min_term_[half]);
-    }
-  }
-
- private:
-  static constexpr int halves = Split && bits == 8 ? 2 : 1;
-  [[gnu::always_inline]] static F32 by_half(const float (&v)[2][tile_n], int row, int half) {
-    if constexpr (!Split || bits == 8) return splat(v[half][row]);
-    const I32 second = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
-    return second ? splat(v[1][row]) : splat(v[0][row]);
-  }
-  float zero_point_;
-  F32 scale_[halves], min_term_[halves];
-};
-
-#ifdef ROOFTILE_AVX512
-template <bool Split>
-class RowDecoder<4, Split> {
- public:
-  [[gnu::always_inline]] RowDecoder(const TileScales& s, int row, float zero_point) {
-    const F32 codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int half = 0; half < (Split ? 2 : 1); ++half)
-      table_[half] = (__m512)fma(codes - zero_point, splat(s.scale[half][row]), splat(s.min_term[half][row]));
-  }
-  template <int High>
-  [[gnu::always_inline]] void decode(const Codes<4>& words, F32 (&w)[k_vecs]) const {
-    const __m512i codes = (__m512i)words[0];
-    if constexpr (Split) {  // bit 4 of an index selects the table; it is set in the lanes of words 2 and 3
-      const __m512i nibble = _mm512_set1_epi8(15);
-      const __m512i second = _mm512_maskz_set1_epi32(0xcccc, 0x10101010);
-      const __m512i bytes = High ? _mm512_srli_epi32(codes, 4) : codes;
-      const __m512i index = _mm512_ternarylogic_epi32(bytes, nibble, second, 0xea);  // (bytes & nibble) | second
-      for (int q = 0; q < k_vecs; ++q)
-        w[q] = (F32)_mm512_permutex2var_ps(table_[0], _mm512_srli_epi32(index, 8 * (q / 2) + 16 * (q % 2)), table_[1]);
-    } else {  // a permute uses only the low four bits of an index
-      for (int q = 0; q < k_vecs; ++q)
-        w[q] = (F32)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * High + 8 * (q / 2) + 16 * (q % 2)), table_[0]);
-    }
-  }
-
- private:
-  __m512 table_[2];  // (halves): the values of the sixteen codes
-};
-#endif
-
-ROOFTILE_INLINE const std::uint8_t* tile_codes(const W4View& w, std::int64_t tile, std::int64_t block) {
-  return w.codes + (tile * w4_tiles_k(w.k) + block) * w4_tile_bytes(w.bits);
-}
-
-// Decodes rows g and g + 8 of one tile, g in 0 .. 7, to fp32.
-template <int bits, bool Split>
-ROOFTILE_INLINE void decode_rows(const std::uint8_t* codes, int g, const TileScales& scales, float zero_point,
-                                 F32 (&low)[k_vecs], F32 (&high)[k_vecs]) {
-  Codes<bits> c;
-  for (int i = 0; i < w4_tile_fragments(bits); ++i) c[i] = load_raw<U32>(codes + i * w4_fragment_bytes + g * 64);
-  RowDecoder<bits, Split>(scales, g, zero_point).template decode<0>(c, low);
-  RowDecoder<bits, Split>(scales, g + 8, zero_point).template decode<1>(c, high);
-}
-
-// Decodes one tile to fp32 [16 rows][4 vectors][16 lanes]; positions past K are 0 for any scale.
-template <int bits, bool Split>
-void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* to) {
-  TileScales scales;
-  std::int64_t loaded = -1;
-  load_scales<Split>(w, tile, block, loaded, scales);
-  const std::uint8_t* codes = tile_codes(w, tile, block);
-  const float zero = zero_point(w);
-  for (int g = 0; g < 8; ++g) {
-    F32 low[k_vecs], high[k_vecs];
-    decode_rows<bits, Split>(codes, g, scales, zero, low, high);
-    for (int q = 0; q < k_vecs; ++q) {
-      store(to + g * row_floats + q * lanes, low[q]);
-      store(to + (g + 8) * row_floats + q * lanes, high[q]);
-    }
-  }
-  const std::int64_t left = w.k - block * block_k;
-  if (left >= block_k) return;
-  for (int row = 0; row < tile_n; ++row)
-    for (int q = 0; q < k_vecs; ++q)
-      for (int lane = 0; lane < lanes; ++lane)
-        if (k_of<bits>(q, lane) >= left) to[row * row_floats + q * lanes + lane] = 0;
-}
-
 // ---- one row of x -------------------------------------------------------------------------------
 
 template <int bits, bool Split>
-void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile_n]) {
+F32 one_row(const W4View& w, std::int64_t tile, const float* x) {
   Accumulator rows[tile_n];
   TileScales scales;
   std::int64_t loaded = -1;
@@ -246,6 +87,7 @@ void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile
     const std::uint8_t* codes = tile_codes(w, tile, block);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
+      for (int i = 0; i < w4_tile_fragments(bits); ++i) prefetch(codes + i * w4_fragment_bytes + g * 64);
       F32 low[k_vecs], high[k_vecs];
       decode_rows<bits, Split>(codes, g, scales, zero, low, high);
       Accumulator low_row = rows[g], high_row = rows[g + 8];
@@ -265,7 +107,9 @@ void one_row(const W4View& w, std::int64_t tile, const float* x, F32 (&acc)[tile
       for (int q = 0; q < k_vecs; ++q)
         rows[row].add(load(last + row * row_floats + q * lanes), load(x + whole * block_k + q * lanes));
   }
+  F32 acc[tile_n];
   for (int row = 0; row < tile_n; ++row) acc[row] = rows[row].value();
+  return sums(acc);
 }
 
 template <int bits, bool Split>
@@ -277,15 +121,44 @@ struct Weights {
     to_code_order<bits>(buffer, padded / block_k, to);
   }
   void tile(std::int64_t tile, std::int64_t block, float* to) const { decode_tile<bits, Split>(w, tile, block, to); }
-  void one_row(std::int64_t tile, const float* x, F32 (&acc)[tile_n]) const {
-    rooftile::cpu::ROOFTILE_ISA::one_row<bits, Split>(w, tile, x, acc);
+  F32 one_row(std::int64_t tile, const float* x) const {
+    return rooftile::cpu::ROOFTILE_ISA::one_row<bits, Split>(w, tile, x);
   }
 };
+
+#ifdef ROOFTILE_VNNI
+// The same for one row of x in integers.
+template <int bits, bool Split>
+struct IntegerWeights : Weights<bits, Split> {
+  void pack_row(const TensorView& x, std::int64_t m, std::int64_t padded, float* buffer, float* to) const {
+    Weights<bits, Split>::pack_row(x, m, padded, buffer, to);
+    to_integers<bits>(padded / block_k, to);
+  }
+  F32 one_row(std::int64_t tile, const float* x) const { return integer_row<bits, Split>(this->w, tile, x); }
+};
+
+// Whether a product is taken in integers: one row of 16-bit floats, which are finite.
+bool takes_integers(const W4MatmulArgs& a) {
+  if (a.batch_invariant || a.x.rows() != 1 || a.x.dtype == DType::f32) return false;
+  const std::uint16_t exponent = a.x.dtype == DType::f16 ? 0x7c00 : 0x7f80;
+  const auto* const bits = a.x.as<std::uint16_t>() + a.x.row_offset(0);
+  bool finite = true;
+  for (std::int64_t i = 0; i < a.x.last(); ++i) finite &= (bits[i * a.x.last_stride()] & exponent) != exponent;
+  return finite;
+}
+#endif
 
 }  // namespace
 
 void w4a16_matmul(const Parallel& parallel, const W4MatmulArgs& a) {
   const auto of = [&](const auto& weights) { multiply(parallel, a, a.w->k, weights); };
+#ifdef ROOFTILE_VNNI
+  if (takes_integers(a)) {
+    if (a.w->bits == 4)
+      return a.w->group == 32 ? of(IntegerWeights<4, true>{*a.w}) : of(IntegerWeights<4, false>{*a.w});
+    return a.w->group == 32 ? of(IntegerWeights<8, true>{*a.w}) : of(IntegerWeights<8, false>{*a.w});
+  }
+#endif
   if (a.w->bits == 4) {
     a.w->group == 32 ? of(Weights<4, true>{*a.w}) : of(Weights<4, false>{*a.w});
   } else {

@@ -20,16 +20,19 @@ class Product:
     """x W^T + bias of one nn.Linear, W4Linear or W8Linear.
 
     arrays: (weight [N, K],) or the packed arrays. weight: None or the packed weight. bias: [N] or None.
+    batch_invariant: of a packed one.
     """
 
     arrays: tuple
     weight: object
     bias: object
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, linear):
         if isinstance(linear, PackedLinear):
-            return cls(tuple(linear._buffers.get(name) for name in ARRAYS), linear.weight, linear.bias)
+            arrays = tuple(linear._buffers.get(name) for name in ARRAYS)
+            return cls(arrays, linear.weight, linear.bias, linear.batch_invariant)
         if type(linear) is torch.nn.Linear:
             return cls((linear.weight,), None, linear.bias)
         raise NotSupportedError(
@@ -43,7 +46,8 @@ class Product:
     def __call__(self, x, out, activation=None, residual=None):
         """What computes it when it is called: out [batch, N] of x [batch, K]."""
         if self.packed:
-            function, weight, rest = _MATMULS[self.weight.BITS], self.weight._handle, (False, workspace, None, None)
+            function, weight = _MATMULS[self.weight.BITS], self.weight._handle
+            rest = (self.batch_invariant, workspace, None, None)
         else:
             function, weight, rest = _C.linear, self.arrays[0], (workspace, None, None)
         return functools.partial(function, x, weight, self.bias, activation, residual, out, *rest)
@@ -66,7 +70,7 @@ def joined(products):
         n = sum(p.weight.shape[0] for p in products)
         layout = {**first.weight.layout, "shape": (n, first.weight.shape[1])}
         weight = type(first.weight)(*arrays[:3], **layout)
-    return Product(tuple(arrays), weight, bias)
+    return Product(tuple(arrays), weight, bias, first.batch_invariant)
 
 
 def put_side_by_side(linears):
@@ -98,7 +102,8 @@ def _form(product):
     arrays = [array if array is None else (array.dtype, array.device) for array in (*product.arrays, product.bias)]
     if not product.packed:
         return arrays, product.arrays[0].shape[1]
-    return arrays, type(product.weight), {**product.weight.layout, "shape": product.weight.shape[1]}
+    layout = {**product.weight.layout, "shape": product.weight.shape[1]}
+    return arrays, type(product.weight), layout, product.batch_invariant
 
 
 def _side_by_side(arrays):

@@ -230,6 +230,7 @@ class StepProgram:
         self._has_shape(linear, None if bias is None else bias.shape, outputs)
         product = Product.of(linear)
         if product.packed:
+            self._value(linear, "batch_invariant")
             for name in ARRAYS:
                 self._tensor(linear, name, linear._buffers)
             self._has_shape(linear, product.weight.shape, outputs, inputs)

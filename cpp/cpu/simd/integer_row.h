@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// One row of x times the codes of a tile, in integers: vpdpbusd adds four products of bytes to each 32-bit lane.
+//   x [K] of 16-bit floats   y [16 n]
+//
+// In a k-block of 64, x = step * v with integers |v| <= 32639, v = 256 high + low, both of 8 bits, and step a power of
+// two. With codes u of a group, scale and offset of a row n (w = u * scale + offset; in 8 bits u less 128):
+//   y[n] += scale * step * (sum of u v) + offset * step * (sum of v)
+// Both sums are exact. So the one thing rounded that fp32 does not round is x, by at most 2^-15 of the largest |x| of
+// its block; a bf16 is kept exactly where it is at least 2^-7 of the largest.
+//
+// Four bits: 64 bytes of codes, 128 weights, take 13 vector instructions (4 vpdpbusd); fp32 takes 24, and more for
+// groups of 32.
+#pragma once
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+namespace {
+
+// A k-block of x, in place of its 64 floats. Byte 4 lane + i of high and low belongs to vector {0, 2, 1, 3}[i] of the
+// codes' order, which is the order of a word's nibbles.
+struct IntegerBlock {
+  std::int8_t high[block_k], low[block_k];
+  float sum[2];  // step * (sum of v) of the two halves of 32 k
+  float step;
+  float unused[29];
+};
+static_assert(sizeof(IntegerBlock) == block_k * sizeof(float));
+
+// A power of two; the largest |x| is at most 32639 of it.
+ROOFTILE_INLINE float step_of(float largest) {
+  constexpr std::uint32_t smallest = 15 << 23;  // exponent of 2^-112: the step, and its inverse, stay normal numbers
+  std::uint32_t exponent;
+  std::memcpy(&exponent, &largest, sizeof exponent);
+  exponent = std::max(exponent & 0x7f800000u, smallest) - (14u << 23);
+  float step;
+  std::memcpy(&step, &exponent, sizeof step);
+  return largest > 32639 * step ? 2 * step : step;
+}
+
+// Replaces the floats of k-blocks in the codes' order (to_code_order) by IntegerBlocks.
+template <int bits>
+void to_integers(std::int64_t blocks, float* x) {
+  for (std::int64_t b = 0; b < blocks; ++b, x += block_k) {
+    IntegerBlock to{};
+    F32 largest{};
+    for (int q = 0; q < k_vecs; ++q) largest = vmax(magnitude(load(x + q * lanes)), largest);
+    to.step = step_of(max(largest));
+    const F32 inverse = splat(1 / to.step);
+    U32 high{}, low{};
+    I32 sum[2] = {};  // of vectors 0 and 1, and of 2 and 3
+    for (int q = 0; q < k_vecs; ++q) {
+      const I32 v = (I32)_mm512_cvtps_epi32((__m512)(load(x + q * lanes) * inverse));
+      const I32 upper = (v + 128) >> 8;
+      const int shift = 8 * (q / 2 + 2 * (q % 2));
+      high |= ((U32)upper & 255) << shift;
+      low |= ((U32)v & 255) << shift;
+      sum[q / 2] += v;
+    }
+    store_raw(to.high, high);
+    store_raw(to.low, low);
+    // 4 bits: the second 32 k are the lanes of words 2 and 3; 8 bits: vectors 2 and 3
+    const auto add = [](I32 v, __mmask16 lanes_of) { return _mm512_mask_reduce_add_epi32(lanes_of, (__m512i)v); };
+    for (int half = 0; half < 2; ++half)
+      to.sum[half] = to.step * static_cast<float>(bits == 8 ? add(sum[half], 0xffff)
+                                                            : add(sum[0] + sum[1], half ? 0xcccc : 0x3333));
+    std::memcpy(x, &to, sizeof to);
+  }
+}
+
+// In each lane 256 * (sum of u high) + (sum of u low) = sum of u v. u: codes as bytes; high, low: x in the same bytes.
+ROOFTILE_INLINE __m512i dot(__m512i u, __m512i high, __m512i low) {
+  return _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), u, high), 8), u, low);
+}
+
+// The scales of a k-block's rows times step: in memory, from where a broadcast is free.
+struct StepScales {
+  float of[2][tile_n];  // (halves, 16 rows)
+};
+
+// Sixteen products of a tile with x in IntegerBlocks.
+template <int bits, bool Split>
+F32 integer_row(const W4View& w, std::int64_t tile, const float* x) {
+  __m512 rows[tile_n] = {};  // (16 rows): sums of scale * step * u v by lane
+  F32 offsets{};             // (16 rows): sums of offset * step * v
+  TileScales scales;
+  std::int64_t loaded = -1;
+  const std::int64_t blocks = w4_tiles_k(w.k);
+  for (std::int64_t block = 0; block < blocks; ++block, x += block_k) {
+    const IntegerBlock& xb = *reinterpret_cast<const IntegerBlock*>(x);
+    load_scales<Split>(w, tile, block, loaded, scales);
+    StepScales s;
+    for (int half = 0; half < (Split ? 2 : 1); ++half) {
+      const F32 scale = load(scales.scale[half]), min_term = load(scales.min_term[half]);
+      const F32 offset = bits == 4 ? min_term - scale * zero_point(w) : min_term;
+      store(s.of[half], scale * xb.step);
+      offsets = fma(offset, splat(Split ? xb.sum[half] : xb.sum[0] + xb.sum[1]), offsets);
+    }
+    asm("" : "+m"(s));  // as in load_scales
+    const __m512i high = load_raw<__m512i>(xb.high), low = load_raw<__m512i>(xb.low);
+    const std::uint8_t* const codes = tile_codes(w, tile, block);
+    const auto add = [&](int row, __m512i dots, __m512 scale) {
+      rows[row] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, rows[row]);
+    };
+    if constexpr (bits == 4) {
+      const __m512i nibble = _mm512_set1_epi8(15);
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; ++g) {
+        const __m512i c = load_raw<__m512i>(codes + g * 64);
+        prefetch(codes + g * 64);
+        const __m512i u[2] = {_mm512_and_si512(c, nibble), _mm512_and_si512(_mm512_srli_epi32(c, 4), nibble)};
+        for (int r = 0; r < 2; ++r) {
+          __m512 scale = _mm512_set1_ps(s.of[0][g + 8 * r]);
+          if (Split) scale = _mm512_mask_broadcastss_ps(scale, 0xcccc, _mm_load_ss(&s.of[1][g + 8 * r]));
+          add(g + 8 * r, dot(u[r], high, low), scale);
+        }
+      }
+    } else {
+      // Bytes 0 and 2 of a word are of row g, bytes 1 and 3 of row g + 8: x is 0 in the bytes of the other row.
+      const __m512i even = _mm512_set1_epi32(0x00ff00ff);
+      __m512i highs[2][2], lows[2][2];  // (halves of 32 k, rows g and g + 8)
+      __m512i zeros[2];                 // (halves): what the zero point adds to a dot, for rows g and g + 8 alike
+      for (int half = 0; half < 2; ++half) {
+        highs[half][0] = _mm512_and_si512(half ? _mm512_srli_epi32(high, 8) : high, even);
+        lows[half][0] = _mm512_and_si512(half ? _mm512_srli_epi32(low, 8) : low, even);
+        highs[half][1] = _mm512_slli_epi32(highs[half][0], 8);
+        lows[half][1] = _mm512_slli_epi32(lows[half][0], 8);
+        zeros[half] = dot(_mm512_set1_epi8(static_cast<char>(w4_zero_point(8))), highs[half][0], lows[half][0]);
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; ++g) {
+        const std::uint8_t* const c = codes + g * 64;
+        prefetch(c);
+        prefetch(c + w4_fragment_bytes);
+        const __m512i u[2] = {load_raw<__m512i>(c), load_raw<__m512i>(c + w4_fragment_bytes)};
+        for (int r = 0; r < 2; ++r) {
+          const __m512i first = _mm512_sub_epi32(dot(u[0], highs[0][r], lows[0][r]), zeros[0]),
+                        second = _mm512_sub_epi32(dot(u[1], highs[1][r], lows[1][r]), zeros[1]);
+          if (Split) {
+            add(g + 8 * r, first, _mm512_set1_ps(s.of[0][g + 8 * r]));
+            add(g + 8 * r, second, _mm512_set1_ps(s.of[1][g + 8 * r]));
+          } else {
+            add(g + 8 * r, _mm512_add_epi32(first, second), _mm512_set1_ps(s.of[0][g + 8 * r]));
+          }
+        }
+      }
+    }
+  }
+  F32 lanes_of[tile_n];
+  for (int row = 0; row < tile_n; ++row) lanes_of[row] = (F32)rows[row];
+  return sums(lanes_of) + offsets;
+}
+
+}  // namespace
+}  // namespace rooftile::cpu::ROOFTILE_ISA
