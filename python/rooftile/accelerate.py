@@ -125,8 +125,8 @@ def _check_packed(model, weights, head):
         left = head is None if module is output else weights is None
         if left and isinstance(module, Linear) and module.weight.is_cuda:
             raise ArgumentError(
-                f"accelerate: batch_invariant=True needs every layer of a model on a GPU in 4 or 8 bits, got '{name}' in "
-                f"{module.weight.dtype}; pass {'head' if module is output else 'weights'}="
+                f"accelerate: batch_invariant=True needs every layer of a model on a GPU in 4 or 8 bits, got '{name}' "
+                f"in {module.weight.dtype}; pass {'head' if module is output else 'weights'}="
             )
 
 

@@ -336,7 +336,7 @@ def known_killers():
 def seen_here(killers):
     """Without those of instructions that this CPU has not got: their tests are skipped."""
     cpu = Path("/proc/cpuinfo")
-    if cpu.exists() and "avx512_vnni" in cpu.read_text():
+    if cpu.exists() and "avx512_vnni" in cpu.read_text(encoding="utf-8"):
         return killers
     return {key: by for key, by in killers.items() if "test_w4a16_integer_row.py" not in by}
 

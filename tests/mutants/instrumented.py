@@ -43,8 +43,8 @@ constexpr bool rooftile_mutant(int number) {
   return false;
 }
 """.replace("BYTES", str(BYTES))
-# The SIMD sources are one text for every instruction set: the copy builds one of them, without -O3, and what avx512_vnni
-# has of its own.
+# The SIMD sources are one text for every instruction set: the copy builds one of them, without -O3, and what
+# avx512_vnni has of its own.
 X86 = (
     ("cpp/cpu/CMakeLists.txt", "set(isas portable)", "set(isas)"),
     ("cpp/cpu/CMakeLists.txt", "list(APPEND isas avx2 avx512 avx512_vnni)", "list(APPEND isas avx2 avx512_vnni)"),

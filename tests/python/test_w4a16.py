@@ -85,7 +85,7 @@ class Expected:
         self.integers = closeness.integer_row_bound(x, dense)  # what that of one row of x may add
 
     def check(self, y, what="", rounded=False, plan=None):
-        """rounded: the weights were rounded to dtype before the product. plan: that ran, default the best on the CPU."""
+        """rounded: the weights were rounded to dtype before the product. plan: that ran, default the CPU's best."""
         m = len(y)
         exact = self.exact[:m]
         error = np.abs(closeness.to_numpy64(y) - exact)
