@@ -113,9 +113,9 @@ struct Quantizer {
 template <KvFormat f>
 ROOFTILE_INLINE void put_k_codes(std::uint8_t* block, std::int64_t index, I32 codes) {  // sixteen neighbours
   if constexpr (code_bits(f) == 8) {
-    store_raw(block + index, __builtin_convertvector(codes, I8));
+    store_raw(block + index, lowest_bytes(codes));
   } else {
-    const U8 bytes = __builtin_convertvector(codes & 15, U8);
+    const U8 bytes = (U8)lowest_bytes(codes & 15);
     const U16x8 pairs = load_raw<U16x8>(&bytes);  // the even code in the low byte
     store_raw(block + index / 2, __builtin_convertvector((pairs | (pairs >> 4)) & 0xff, U8x8));
   }
@@ -185,8 +185,7 @@ class Writer {
       copy_token(reinterpret_cast<std::byte*>(token_.data()), k, k_stride, d);
       encode_token(c_.k, page, offset, token_.data());
       for (int i = 0; i < padded_head_dim(d); i += lanes)
-        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, offset, i),
-                       __builtin_convertvector(load_raw<I8>(codes_.data() + i), I32));
+        put_k_codes<f>(codes_at(c_.k, page), k_code_index(d, offset, i), widen(load_raw<I8>(codes_.data() + i)));
       copy_token(reinterpret_cast<std::byte*>(token_.data()), v, v_stride, d);
       store_v_token(page, offset, token_.data());
     }
@@ -215,7 +214,7 @@ class Writer {
                                               has_min(f) ? minima + offset : nullptr, 1);
     // stored() rounds all lanes alike, so every lane of the quantizer holds this group's values
     for (int i = 0; i < n; i += lanes)
-      store_raw(codes_.data() + i, __builtin_convertvector(quantizer.codes(load_some(x + i, n - i, fill)), I8));
+      store_raw(codes_.data() + i, lowest_bytes(quantizer.codes(load_some(x + i, n - i, fill))));
     std::memset(codes_.data() + n, 0, codes_.size() - static_cast<std::size_t>(n));
   }
 

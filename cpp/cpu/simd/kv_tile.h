@@ -113,7 +113,7 @@ ROOFTILE_INLINE void zip_vecs(const B (&x)[8], B (&y)[8]) {
 template <bool e4m3>
 ROOFTILE_INLINE F32 numbers(I8 codes) {
   if constexpr (e4m3) return e4m3_values(codes);
-  return __builtin_convertvector(__builtin_convertvector(codes, I32), F32);
+  return __builtin_convertvector(widen(codes), F32);
 }
 
 // Lane `lane` of x, sixteen codes, to floats.
@@ -309,7 +309,7 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
         for (int d = 0; d < width; d += 2 * lanes) {
           I8 bytes = load_raw<I8>(from + d / 2);
           if (!is_signed) bytes ^= flip;  // u with its top bit flipped is u - 8 in two's complement
-          const I32 both = __builtin_convertvector(bytes, I32);
+          const I32 both = widen(bytes);
           const I32 even = (both << 28) >> 28, odd = both >> 4;
           store(to + d, __builtin_convertvector(even, F32));
           store(to + d + lanes, __builtin_convertvector(odd, F32));

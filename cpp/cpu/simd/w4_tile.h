@@ -52,6 +52,7 @@ ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_
   for (int half = 0; half < (Split ? 2 : 1); ++half) {
     const std::int64_t at = w4_scale_index(group_count(w), tile * tile_n, group_of<Split>(w, block, half));
     const auto sixteen = [&](const std::byte* data) {
+      __builtin_prefetch(data + 2 * at + 2048);  // as for codes
       return w.scale_dtype == DType::f16 ? load(reinterpret_cast<const Half*>(data) + at)
                                          : load(reinterpret_cast<const BFloat16*>(data) + at);
     };
@@ -60,7 +61,7 @@ ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_
     if (w.zeros == W4Zeros::minima) min_term = sixteen(w.offsets);
     if (w.zeros == W4Zeros::integer) {
       const U8 zeros = load_raw<U8>(reinterpret_cast<const std::uint8_t*>(w.offsets) + at);
-      min_term = (zero_point(w) - __builtin_convertvector(zeros, F32)) * scale;
+      min_term = (zero_point(w) - __builtin_convertvector(widen(zeros), F32)) * scale;
     }
     store(to.scale[half], scale);
     store(to.min_term[half], min_term);
@@ -139,9 +140,9 @@ ROOFTILE_INLINE const std::uint8_t* tile_codes(const W4View& w, std::int64_t til
   return w.codes + (tile * w4_tiles_k(w.k) + block) * w4_tile_bytes(w.bits);
 }
 
-// The cache line of codes 2 KB behind this one, four or two tiles on. The memory's own prefetch begins anew with each
-// task, whose codes are some 32 KB.
-ROOFTILE_INLINE void prefetch(const std::uint8_t* codes) { __builtin_prefetch(codes + 2048); }
+// Asks for the cache line of codes 3 KB on. Tasks have some 32 KB of codes each, and the memory's own prefetch begins
+// anew with every one.
+ROOFTILE_INLINE void prefetch(const std::uint8_t* codes) { __builtin_prefetch(codes + 3072); }
 
 // Decodes rows g and g + 8 of one tile, g in 0 .. 7, to fp32.
 template <int bits, bool Split>
