@@ -32,11 +32,17 @@ ROOFTILE_INLINE void store_raw(T* p, V v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-// Between 8 and 32 bits, by way of 16: GCC 12 has instructions for each of the two steps, and takes sixteen elements one by
-// one where it is given both at once.
+// Between 8 and 32 bits. GCC 12 takes sixteen elements one by one where it is given both steps at once; it has
+// instructions for each of the two by way of 16 bits.
+#ifdef ROOFTILE_AVX512
+ROOFTILE_INLINE I32 widen(I8 x) { return (I32)_mm512_cvtepi8_epi32((__m128i)x); }
+ROOFTILE_INLINE I32 widen(U8 x) { return (I32)_mm512_cvtepu8_epi32((__m128i)x); }
+ROOFTILE_INLINE I8 lowest_bytes(I32 x) { return (I8)_mm512_cvtepi32_epi8((__m512i)x); }
+#else
 ROOFTILE_INLINE I32 widen(I8 x) { return __builtin_convertvector(__builtin_convertvector(x, I16), I32); }
 ROOFTILE_INLINE I32 widen(U8 x) { return __builtin_convertvector(__builtin_convertvector(x, U16), I32); }
 ROOFTILE_INLINE I8 lowest_bytes(I32 x) { return __builtin_convertvector(__builtin_convertvector(x, I16), I8); }
+#endif
 
 ROOFTILE_INLINE F32 splat(float x) {
 #ifdef ROOFTILE_AVX512
