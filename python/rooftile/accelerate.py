@@ -25,12 +25,13 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_in
     From then on a forward over one new token a row and a RooftileCache, of every generate() and pipeline, runs as one
     list of ops on buffers of its own (a step program, recorded at the first step of each batch size), on a GPU as a
     CUDA graph of them (captured at the second step over each cache). Weights of q, k and v, and of gate and up, move to
-    lie side by side, so that each is one product. generate(), greedy or sampling, has its own loop over tokens then
-    (with kv_cache=, or after set_kv_cache); on a GPU the host is a token behind. Prompts, several new tokens of a row
-    at once, gradients, autocast, torch.compile and what else is no such step run in transformers as before. The step
-    computes what the layers say: in float32 the greedy tokens are those of transformers' forward, but for ties that
-    rounded codes of a cache may turn; in 16 bits logits differ by roundings. Layers with hooks, of other classes, or on
-    another device are not bypassed: their steps run in transformers, with a warning.
+    lie side by side, so that each is one product; on the CPU packed weights move into one memory in a step's order.
+    generate(), greedy or sampling, has its own loop over tokens then (with kv_cache=, or after set_kv_cache); on a GPU
+    the host is a token behind. Prompts, several new tokens of a row at once, gradients, autocast, torch.compile and
+    what else is no such step run in transformers as before. The step computes what the layers say: in float32 the
+    greedy tokens are those of transformers' forward, but for ties that rounded codes of a cache may turn; in 16 bits
+    logits differ by roundings. Layers with hooks, of other classes, or on another device are not bypassed: their steps
+    run in transformers, with a warning.
 
         model = transformers.AutoModelForCausalLM.from_pretrained("llama", dtype="bfloat16")
         rt.accelerate(model, weights="w4a16", kv_cache="int4-kivi", head="w8a16")
@@ -43,7 +44,7 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_in
     from transformers import PreTrainedModel
 
     from rooftile.integrations.step_forward import StepForward
-    from rooftile.integrations.step_products import put_side_by_side
+    from rooftile.integrations.step_products import put_in_step_order, put_side_by_side
     from rooftile.integrations.step_program import StepProgram
     from rooftile.integrations.transformers import RooftileCache, check_generate
     from rooftile.nn import PackedLinear
@@ -84,10 +85,17 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_in
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.batch_invariant = batch_invariant
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for module, names in ((attention, family.qkv), (mlp, family.gate_up)):
-            put_side_by_side([getattr(module, name) for name in names])
+    products = [  # of a step, in order
+        [getattr(module, name) for name in names]
+        for layer in model.model.layers
+        for module, names in (
+            *((layer.self_attn, family.qkv), (layer.self_attn, ("o_proj",))),
+            *((layer.mlp, family.gate_up), (layer.mlp, ("down_proj",))),
+        )
+    ]
+    for linears in products:
+        put_side_by_side(linears)
+    put_in_step_order([*products, [model.get_output_embeddings()]])
     if kv_cache is not None:
         set_kv_cache(model, kv_cache)
     if "forward" not in vars(model):

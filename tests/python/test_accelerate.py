@@ -3,8 +3,11 @@
 
 import copy
 import functools
+import mmap
 import operator
+import os
 import pickle
+import re
 import threading
 import warnings
 
@@ -621,6 +624,57 @@ def test_a_row_alone_as_in_a_batch(kv_cache):
     assert not any(m.batch_invariant for m in model.modules() if isinstance(m, rt.nn.PackedLinear))
     if "avx512_vnni" in cases.PLANS:
         assert not torch.equal(torch.cat([logits([row]) for row in range(3)]), whole)
+
+
+def packed_arrays(model):
+    return [
+        array
+        for m in model.modules()
+        if isinstance(m, rt.nn.PackedLinear)
+        for array in (m.codes, m.scales, m.offsets, m.perm)
+        if array is not None
+    ]
+
+
+def test_packed_weights_lie_in_the_order_of_a_step(ids):
+    model = make(dtype=torch.bfloat16)
+    rt.quantize_(model, rt.W4A16(), progress=False)
+    plain = copy.deepcopy(model)
+    before = [array.clone() for array in packed_arrays(model)]
+    rt.accelerate(model, kv_cache="bf16")
+    assert all(map(torch.equal, packed_arrays(model), before))
+    assert len({array.untyped_storage().data_ptr() for array in packed_arrays(model)}) == 1
+    layers = [(x.self_attn.k_proj, x.self_attn.o_proj, x.mlp.up_proj, x.mlp.down_proj) for x in model.model.layers]
+    places = [linear.codes.data_ptr() for layer in layers for linear in layer]
+    assert places == sorted(places) and all(place % 64 == 0 for place in places)
+    if hasattr(mmap, "MADV_HUGEPAGE") and os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+        assert "hg" in flags_of(places[0])
+    rt.accelerate(model, kv_cache="bf16")  # stays where it is
+    assert [linear.codes.data_ptr() for layer in layers for linear in layer] == places
+    rt.set_kv_cache(plain, "bf16")
+    assert torch.equal(model.generate(ids, max_new_tokens=8), plain.generate(ids, max_new_tokens=8))
+
+
+def flags_of(address):
+    """VmFlags of the mapping of this process that has an address (Linux)."""
+    inside = False
+    with open("/proc/self/smaps", encoding="utf-8") as maps:
+        for line in maps:
+            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(found[1], 16) <= address < int(found[2], 16)
+            elif inside and line.startswith("VmFlags:"):
+                return line.split()[1:]
+    return []
+
+
+def test_weights_that_processes_share_stay():
+    model = make(dtype=torch.bfloat16)
+    rt.quantize_(model, rt.W4A16(), progress=False)
+    layers = [m for m in model.modules() if isinstance(m, rt.nn.PackedLinear)]
+    layers[3].share_memory()  # o_proj, which lies beside nothing
+    place = layers[3].codes.data_ptr()
+    rt.accelerate(model, kv_cache="bf16")
+    assert layers[3].codes.is_shared() and layers[3].codes.data_ptr() == place
 
 
 def test_a_rounded_model_can_be_saved(ids, tmp_path):

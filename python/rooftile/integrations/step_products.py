@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of a decode step. Layers that read the same input, and whose weights lie side by side in memory, are one."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
+import mmap
 
 import torch
 
@@ -12,6 +15,7 @@ from rooftile.errors import NotSupportedError
 from rooftile.gemm import ARRAYS
 from rooftile.nn import PackedLinear
 
+_LINE = 64  # bytes of a cache line
 _MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
 
 
@@ -84,6 +88,43 @@ def put_side_by_side(linears):
                 together = torch.cat([array.detach() for array in of_each])
             for array, part in zip(of_each, together.split(list(map(len, of_each))), strict=True):
                 array.data = part
+
+
+def put_in_step_order(groups):
+    """Moves packed weights on the CPU into one memory of huge pages, in the order in which a step reads them.
+
+    groups: lists of layers, each of one product. Weights that other processes share stay where they are.
+    """
+    packed = [[Product.of(linear).arrays for linear in group if isinstance(linear, PackedLinear)] for group in groups]
+    arrays = [[a for a in of_each if a is not None] for group in packed for of_each in zip(*group, strict=True)]
+    every = [array for of_each in arrays for array in of_each]
+    modes = {array.is_inference() for array in every}
+    if len(modes) != 1 or any(array.device.type != "cpu" or array.is_shared() for array in every) or _in_order(every):
+        return
+    ends = list(itertools.accumulate(-(-sum(a.nbytes for a in of_each) // _LINE) * _LINE for of_each in arrays))
+    with torch.inference_mode(*modes):
+        memory = _huge_pages(ends[-1])
+        for begin, of_each in zip((0, *ends), arrays, strict=False):
+            for array in of_each:
+                part = memory[begin : begin + array.nbytes].view(array.dtype).view(array.shape)
+                array.data = part.copy_(array.detach())
+                begin += array.nbytes
+
+
+def _in_order(arrays):
+    """Whether arrays lie in one memory, in this order."""
+    places = [array.data_ptr() for array in arrays]
+    return places == sorted(places) and len({array.untyped_storage().data_ptr() for array in arrays}) == 1
+
+
+def _huge_pages(size):
+    """uint8 [size], in huge pages where the system has them."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # of a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _alike(products):
