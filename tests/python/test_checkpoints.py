@@ -742,13 +742,13 @@ def test_the_report_is_no_file_of_a_model(tmp_path, capsys, path, name, there):
     "number, ignored, turned",
     [
         ("SIGTERM", False, None),
-        ("SIGHUP", False, None),
-        ("SIGHUP", True, None),
-        ("SIGINT", False, None),
-        ("SIGINT", True, None),
+        pytest.param("SIGHUP", False, None, marks=pytest.mark.slow),
+        pytest.param("SIGHUP", True, None, marks=pytest.mark.slow),
+        pytest.param("SIGINT", False, None, marks=pytest.mark.slow),
+        pytest.param("SIGINT", True, None, marks=pytest.mark.slow),
         ("SIGINT", False, "ValueError"),  # as torch.tensor makes of whatever a handler raises inside it
-        ("SIGINT", False, "rooftile.ArgumentError"),
-        ("SIGTERM", False, "ValueError"),
+        pytest.param("SIGINT", False, "rooftile.ArgumentError", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", False, "ValueError", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_leaves_no_draft(tmp_path, number, ignored, turned):
@@ -808,6 +808,7 @@ def test_the_cache_and_the_weights_need_one_import():
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_config_is_utf_8_whatever_the_locale(tmp_path):
     source = tiny.write(tmp_path / "source", tiny.tensors(None, {}), note="K\u00e4se")
     text = (source / "config.json").read_text(encoding="utf-8").replace("K\\u00e4se", "K\u00e4se")

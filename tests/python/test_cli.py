@@ -300,7 +300,7 @@ def test_the_figures_do_not_replace_what_was_read(model, ids, capsys, option):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-@pytest.mark.parametrize("command", ["env", "ppl"])
+@pytest.mark.parametrize("command", ["env", pytest.param("ppl", marks=pytest.mark.slow)])
 def test_a_full_disk_below_the_output(model, ids, tmp_path, command):
     """One line, status 1; the figures are in their file."""
     out = tmp_path / "out.json"

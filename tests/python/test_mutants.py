@@ -315,6 +315,7 @@ forks.Forks(Path(sys.argv[2]), 1, switch=False).run(jobs, lambda job: print(job.
 """
 
 
+@pytest.mark.slow
 def test_faults_of_gpu_kernels_meet_the_first_case_of_every_function_first(tmp_path):
     """Behind the tests that are named. And a test that takes too long ends its run."""
     tree = tmp_path / "tree"

@@ -242,6 +242,29 @@ def test_kernels_are_recorded():
     assert found[1] == found[2] == found[3] and any("w4" in name for name in found[1])
 
 
+@pytest.mark.parametrize("format", ["fp16", "int4-kivi"])
+def test_a_row_alone_as_in_a_batch(format):
+    """With batch_invariant=True the logits of steps have the same bits, where products are of 4 or 8 bits."""
+    model = make("cuda", "Llama", format, "w4a16")
+    with pytest.raises(
+        rt.ArgumentError, match=r"batch_invariant=True needs every layer .* got 'lm_head' in torch.*head="
+    ):
+        rt.accelerate(model, kv_cache=format, batch_invariant=True)
+    rt.accelerate(model, kv_cache=format, head="w8a16", batch_invariant=True, progress=False)
+    ids = some_ids(9, 61)
+
+    def logits(rows):
+        cache, found = new_cache(model, format), []
+        with torch.no_grad():
+            for at in range(61):  # steps alone: torch's attention runs the prompts
+                found.append(model(ids[rows, at : at + 1], **{CACHE: cache}, use_cache=True).logits)
+        return torch.cat(found, 1)
+
+    whole = logits(list(range(9)))
+    for row in (0, 4, 8):
+        assert torch.equal(logits([row]), whole[row : row + 1])
+
+
 def step(model, cache):
     with torch.no_grad():
         return model(torch.full((1, 1), 7, device="cuda"), **{CACHE: cache}, use_cache=True)

@@ -798,8 +798,8 @@ def test_generate_with_a_compiled_forward():
     assert "append" in " ".join(kernels)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("setting", ["cache", "set_kv_cache"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setting", ["cache", pytest.param("set_kv_cache", marks=pytest.mark.slow)])
 def test_a_compiled_model_with_another_attention(setting, attention):
     """The error of an eager model: another attention function would attend the new tokens alone."""
     model, _ = tiny()

@@ -32,7 +32,7 @@ struct Context {
   std::size_t workspace_bytes = 0;
   Lender* lender = nullptr;  // lends workspace instead, at most once a call
   int threads = 0;           // CPU threads; 0: as many as the process' OpenMP pool has, else one per core
-  // Forces a plan. On the CPU: the name of a kernel variant ("reference", "portable", "avx2", "avx512"). On a GPU, for
+  // Forces a plan. On the CPU: the name of a kernel variant ("reference", "portable", "avx2", ...). On a GPU, for
   // attention over a cache and for products: the text of a plan (explain.h).
   const char* variant = nullptr;
 };

@@ -74,14 +74,14 @@ struct MatmulOptions {
   TensorView residual;  // y's shape and dtype, may be y itself; may be absent
   Activation activation = Activation::none;
   bool gated = false;            // the rows of W are [gate | up]: y [..., N / 2] = activation(gate) * up + residual
-  bool batch_invariant = false;  // a row's bits are the same at every number of rows: on the CPU they always are
+  bool batch_invariant = false;  // a row's bits are the same at every number of rows
 };
 
 // y = activation(x W^T + bias) + residual.  x [..., K] -> y [..., N] in x's dtype, rounded once. fp32 accumulation. A
-// row's bits are the same next to any neighbours and on any number of threads; on the CPU at every number of rows, on a
-// GPU within an M bucket (docs/kernels/w4a16.md) unless batch_invariant. y must not overlap x. perm of a weight on
-// a GPU is not checked by the host: a column that leaves x reads as NaN. w has 4 bits in w4a16_matmul, 8 in
-// w8a16_matmul.
+// row's bits are the same next to any neighbours and on any number of threads; unless batch_invariant they change with
+// the M bucket on a GPU, and between one row and several on a CPU with VNNI (docs/kernels/w4a16.md). y must not overlap
+// x. perm of a weight on a GPU is not checked by the host: a column that leaves x reads as NaN. w has 4 bits in
+// w4a16_matmul, 8 in w8a16_matmul.
 KernelName w4a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
 KernelName w8a16_matmul(const Context&, TensorView x, const W4View& w, TensorView y, const MatmulOptions& options = {});
 // Bytes of device memory that must be lent to that call. 0 on the CPU.
