@@ -20,12 +20,13 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_in
     sixth of a small model's step; it is untied from the embedding then, and the model cannot be saved. kv_cache:
     the format of the caches (set_kv_cache), a name or a dict; None leaves that as it is. batch_invariant: whether a row
     of a step has the same bits alone as in any batch, which costs speed; on a GPU every layer has to be in 4 or 8 bits
-    then. progress: a bar while weights are rounded.
+    then. It is set on the packed layers, True or False, and not saved with them. progress: a bar while weights are
+    rounded.
 
     From then on a forward over one new token a row and a RooftileCache, of every generate() and pipeline, runs as one
     list of ops on buffers of its own (a step program, recorded at the first step of each batch size), on a GPU as a
     CUDA graph of them (captured at the second step over each cache). Weights of q, k and v, and of gate and up, move to
-    lie side by side, so that each is one product; on the CPU packed weights move into one memory in a step's order.
+    lie side by side, so that each is one product; on the CPU packed weights move together, into a step's order.
     generate(), greedy or sampling, has its own loop over tokens then (with kv_cache=, or after set_kv_cache); on a GPU
     the host is a token behind. Prompts, several new tokens of a row at once, gradients, autocast, torch.compile and
     what else is no such step run in transformers as before. The step computes what the layers say: in float32 the

@@ -16,12 +16,12 @@ def matmul_bound(dtype, rounded=False):
 
 
 def integer_row_bound(x, dense):
-    """What a product may err because each row of x became 16-bit integers, element by element: each x by 2^-15 of the
-    largest of its block of 64."""
+    """What a product may err because each row of x became 16-bit integers, element by element: each x by 1 / 32639 of
+    the largest of its block of 64, or by 2^-55."""
     k = x.shape[1]
     blocks = np.abs(np.pad(x, ((0, 0), (0, -k % 64)))).reshape(len(x), -(-k // 64), 64)
     largest = np.repeat(blocks.max(-1, initial=0), 64, 1)[:, :k]
-    return 2**-15 * (largest @ np.abs(dense).T)
+    return np.maximum(largest / 32639, 2.0**-55) @ np.abs(dense).T
 
 
 def dtype_name(array):

@@ -87,11 +87,13 @@ def _params(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out plans of an op that takes none (one stands for none), and what a GPU has not: float32, plans, ops
-    without GPU kernels."""
+    """Leaves out plans of an op that takes none (one stands for none), those that are another plan's code, and what a
+    GPU has not: float32, plans, ops without GPU kernels."""
 
     def there(item):
         params = _params(item)
+        if params.get("plan") == "avx512" and "avx512_vnni" in cases.PLANS and not _of_packed_weights(item):
+            return False
         one_plan = params.get("plan", cases.PLANS[0]) == cases.PLANS[0]
         if "plan" not in getattr(params.get("op"), "arguments", ("plan",)) and not one_plan:
             return False
@@ -102,6 +104,12 @@ def pytest_collection_modifyitems(config, items):
     kept = [item for item in items if there(item)]
     config.hook.pytest_deselected(items=[item for item in items if not there(item)])
     items[:] = kept
+
+
+def _of_packed_weights(item):
+    """Whether a test is of products with packed weights: what avx512_vnni has kernels of its own for."""
+    op = _params(item).get("op")
+    return op.name in ("w4a16_matmul", "w8a16_matmul") if op else item.path.name.startswith("test_w4a16")
 
 
 @pytest.fixture

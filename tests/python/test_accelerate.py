@@ -17,6 +17,7 @@ import rooftile as rt
 import torch
 import torch.nn.utils.prune
 import transformers
+from rooftile.integrations import step_products
 from rooftile.integrations._models import CACHE
 from rooftile.integrations.step_program import FAMILIES, StepProgram
 from rooftile.integrations.transformers import RooftileCache
@@ -670,11 +671,46 @@ def flags_of(address):
 def test_weights_that_processes_share_stay():
     model = make(dtype=torch.bfloat16)
     rt.quantize_(model, rt.W4A16(), progress=False)
-    layers = [m for m in model.modules() if isinstance(m, rt.nn.PackedLinear)]
-    layers[3].share_memory()  # o_proj, which lies beside nothing
-    place = layers[3].codes.data_ptr()
+    model.model.layers[1].share_memory()
+    shared = packed_arrays(model.model.layers[1])
+    places = [array.data_ptr() for array in shared]
     rt.accelerate(model, kv_cache="bf16")
-    assert layers[3].codes.is_shared() and layers[3].codes.data_ptr() == place
+    assert [array.data_ptr() for array in shared] == places and all(array.is_shared() for array in shared)
+
+
+def test_memories_have_whole_products(ids, monkeypatch):
+    monkeypatch.setattr(step_products, "_MEMORY", 30000)
+    model = make(dtype=torch.bfloat16)
+    rt.quantize_(model, rt.W4A16(), progress=False)
+    plain = copy.deepcopy(model)
+    for layer in model.model.layers[1:]:
+        layer.mlp = model.model.layers[0].mlp  # read by every layer, moved once
+    rt.accelerate(model, kv_cache="bf16")
+    places = [array.data_ptr() for array in packed_arrays(model)]
+    memories = [array.untyped_storage().data_ptr() for array in packed_arrays(model)]
+    assert 1 < len(set(memories)) < 12
+    for layer in model.model.layers:
+        of_one = [linear.codes.untyped_storage().data_ptr() for linear in (layer.mlp.gate_proj, layer.mlp.up_proj)]
+        assert len(set(of_one)) == 1
+    rt.accelerate(model, kv_cache="bf16")
+    assert [array.data_ptr() for array in packed_arrays(model)] == places
+    for layer in plain.model.layers[1:]:
+        layer.mlp = plain.model.layers[0].mlp
+    rt.set_kv_cache(plain, "bf16")
+    assert torch.equal(model.generate(ids, max_new_tokens=8), plain.generate(ids, max_new_tokens=8))
+
+
+def test_where_memory_cannot_be_mapped_weights_stay(ids, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(12, "Cannot allocate memory")
+
+    model = make(dtype=torch.bfloat16)
+    rt.quantize_(model, rt.W4A16(), progress=False)
+    place = model.model.layers[0].mlp.down_proj.codes.data_ptr()
+    monkeypatch.setattr(step_products.mmap, "mmap", refuse)
+    rt.accelerate(model, kv_cache="bf16")
+    assert model.model.layers[0].mlp.down_proj.codes.data_ptr() == place
+    assert model.generate(ids, max_new_tokens=4).shape[1] == ids.shape[1] + 4
 
 
 def test_a_rounded_model_can_be_saved(ids, tmp_path):

@@ -3,20 +3,23 @@
 //   x [K] of 16-bit floats   y [16 n]
 //
 // In a k-block of 64, x = step * v with integers |v| <= 32639, v = 256 high + low, both of 8 bits, and step a power of
-// two. With codes u of a group, scale and offset of a row n (w = u * scale + offset; in 8 bits u less 128):
-//   y[n] += scale * step * (sum of u v) + offset * step * (sum of v)
-// Both sums are exact. So the one thing rounded that fp32 does not round is x, by at most 2^-15 of the largest |x| of
-// its block; a bf16 is kept exactly where it is at least 2^-7 of the largest.
+// two. A group of a row n has one scale and one offset:
+//   4 bits: w = u * scale + offset           u: the code
+//   8 bits: w = (u - 128) * scale + offset
+//   y[n] += scale * step * (sum of u v) + offset * step * (sum of v)      8 bits: u - 128 for u
+// The sums are integers. So what is rounded that fp32 does not round is x: by less than 1 / 32639 of the largest |x| of
+// its block, or by 2^-55. A bf16 of more than 2^-7 of that largest |x| is kept as it is.
 //
-// Four bits: 64 bytes of codes, 128 weights, take 13 vector instructions (4 vpdpbusd); fp32 takes 24, and more for
-// groups of 32.
+// Vector instructions of 64 bytes of codes, 128 weights, in 4 bits: 13, of which 4 are vpdpbusd; with groups of 32 two
+// more for the second scale of a row. fp32 takes 24, with groups of 32 36.
 #pragma once
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-// A k-block of x, in place of its 64 floats. Byte 4 lane + i of high and low belongs to vector {0, 2, 1, 3}[i] of the
-// codes' order, which is the order of a word's nibbles.
+// A k-block of x, in place of its 64 floats. Bytes are in the order of the codes' words, where nibble (byte in 8 bits) 2 i
+// of a word, and 2 i + 1 of the row eight below, belong to vector {0, 2, 1, 3}[i] (RowDecoder): so does byte i of word
+// `lane` here.
 struct IntegerBlock {
   std::int8_t high[block_k], low[block_k];
   float sum[2];  // step * (sum of v) of the two halves of 32 k
@@ -25,9 +28,13 @@ struct IntegerBlock {
 };
 static_assert(sizeof(IntegerBlock) == block_k * sizeof(float));
 
-// A power of two; the largest |x| is at most 32639 of it.
+// Rows whose largest |x| is in this range, or 0. Then no product with a scale between 2^-60 and 2^60 overflows, and none
+// is a subnormal float: the caller may have set the CPU to flush those to zero. Of fp16 all finite ones are.
+constexpr float least_largest = 0x1p-20f, most_largest = 0x1p40f;
+
+// A power of two, at least 2^-54; the largest |x| of a block is at most 32639 of it.
 ROOFTILE_INLINE float step_of(float largest) {
-  constexpr std::uint32_t smallest = 15 << 23;  // exponent of 2^-112: the step, and its inverse, stay normal numbers
+  constexpr std::uint32_t smallest = (127 - 40) << 23;  // 2^-40
   std::uint32_t exponent;
   std::memcpy(&exponent, &largest, sizeof exponent);
   exponent = std::max(exponent & 0x7f800000u, smallest) - (14u << 23);
@@ -46,22 +53,23 @@ void to_integers(std::int64_t blocks, float* x) {
     to.step = step_of(max(largest));
     const F32 inverse = splat(1 / to.step);
     U32 high{}, low{};
-    I32 sum[2] = {};  // of vectors 0 and 1, and of 2 and 3
+    I32 sum[2] = {};  // of v: vectors 0 and 1, vectors 2 and 3
     for (int q = 0; q < k_vecs; ++q) {
       const I32 v = (I32)_mm512_cvtps_epi32((__m512)(load(x + q * lanes) * inverse));
       const I32 upper = (v + 128) >> 8;
-      const int shift = 8 * (q / 2 + 2 * (q % 2));
+      const int shift = 8 * (q / 2 + 2 * (q % 2));  // byte {0, 2, 1, 3}[q] of a word
       high |= ((U32)upper & 255) << shift;
       low |= ((U32)v & 255) << shift;
       sum[q / 2] += v;
     }
     store_raw(to.high, high);
     store_raw(to.low, low);
-    // 4 bits: the second 32 k are the lanes of words 2 and 3; 8 bits: vectors 2 and 3
-    const auto add = [](I32 v, __mmask16 lanes_of) { return _mm512_mask_reduce_add_epi32(lanes_of, (__m512i)v); };
-    for (int half = 0; half < 2; ++half)
-      to.sum[half] = to.step * static_cast<float>(bits == 8 ? add(sum[half], 0xffff)
-                                                            : add(sum[0] + sum[1], half ? 0xcccc : 0x3333));
+    const auto add = [](I32 v, __mmask16 some) { return _mm512_mask_reduce_add_epi32(some, (__m512i)v); };
+    for (int half = 0; half < 2; ++half) {
+      // 8 bits: the second 32 k are vectors 2 and 3. 4 bits: lanes 2 and 3 of every four, of all vectors.
+      const int total = bits == 8 ? add(sum[half], 0xffff) : add(sum[0] + sum[1], half == 0 ? 0x3333 : 0xcccc);
+      to.sum[half] = to.step * static_cast<float>(total);
+    }
     std::memcpy(x, &to, sizeof to);
   }
 }
@@ -71,7 +79,8 @@ ROOFTILE_INLINE __m512i dot(__m512i u, __m512i high, __m512i low) {
   return _mm512_dpbusd_epi32(_mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), u, high), 8), u, low);
 }
 
-// The scales of a k-block's rows times step: in memory, from where a broadcast is free.
+// The scales of a k-block's rows times step. In memory: to broadcast from there is free, from a register it takes a
+// permute.
 struct StepScales {
   float of[2][tile_n];  // (halves, 16 rows)
 };
@@ -94,7 +103,7 @@ F32 integer_row(const W4View& w, std::int64_t tile, const float* x) {
       store(s.of[half], scale * xb.step);
       offsets = fma(offset, splat(Split ? xb.sum[half] : xb.sum[0] + xb.sum[1]), offsets);
     }
-    asm("" : "+m"(s));  // as in load_scales
+    asm("" : "+m"(s));  // or the compiler keeps it in registers
     const __m512i high = load_raw<__m512i>(xb.high), low = load_raw<__m512i>(xb.low);
     const std::uint8_t* const codes = tile_codes(w, tile, block);
     const auto add = [&](int row, __m512i dots, __m512 scale) {
@@ -117,7 +126,7 @@ F32 integer_row(const W4View& w, std::int64_t tile, const float* x) {
       // Bytes 0 and 2 of a word are of row g, bytes 1 and 3 of row g + 8: x is 0 in the bytes of the other row.
       const __m512i even = _mm512_set1_epi32(0x00ff00ff);
       __m512i highs[2][2], lows[2][2];  // (halves of 32 k, rows g and g + 8)
-      __m512i zeros[2];                 // (halves): what the zero point adds to a dot, for rows g and g + 8 alike
+      __m512i zeros[2];  // (halves): what the zero point adds to a dot: one row's x is the other's, a byte on
       for (int half = 0; half < 2; ++half) {
         highs[half][0] = _mm512_and_si512(half ? _mm512_srli_epi32(high, 8) : high, even);
         lows[half][0] = _mm512_and_si512(half ? _mm512_srli_epi32(low, 8) : low, even);

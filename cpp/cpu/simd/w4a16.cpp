@@ -137,14 +137,15 @@ struct IntegerWeights : Weights<bits, Split> {
   F32 one_row(std::int64_t tile, const float* x) const { return integer_row<bits, Split>(this->w, tile, x); }
 };
 
-// Whether a product is taken in integers: one row of 16-bit floats, which are finite.
+// Whether a product is taken in integers: one row of 16-bit floats of a size that integer_row.h is for.
 bool takes_integers(const W4MatmulArgs& a) {
   if (a.batch_invariant || a.x.rows() != 1 || a.x.dtype == DType::f32) return false;
-  const std::uint16_t exponent = a.x.dtype == DType::f16 ? 0x7c00 : 0x7f80;
   const auto* const bits = a.x.as<std::uint16_t>() + a.x.row_offset(0);
-  bool finite = true;
-  for (std::int64_t i = 0; i < a.x.last(); ++i) finite &= (bits[i * a.x.last_stride()] & exponent) != exponent;
-  return finite;
+  int largest = 0;  // bits of the largest |x|; NaN is above infinity
+  for (std::int64_t i = 0; i < a.x.last(); ++i) largest = std::max(largest, bits[i * a.x.last_stride()] & 0x7fff);
+  if (a.x.dtype == DType::f16) return largest < 0x7c00;
+  const float value = to_float(BFloat16{static_cast<std::uint16_t>(largest)});
+  return largest == 0 || (value >= least_largest && value <= most_largest);
 }
 #endif
 

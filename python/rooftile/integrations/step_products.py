@@ -15,7 +15,7 @@ from rooftile.errors import NotSupportedError
 from rooftile.gemm import ARRAYS
 from rooftile.nn import PackedLinear
 
-_LINE = 64  # bytes of a cache line
+_LINE, _MEMORY = 64, 32 << 20  # bytes of a cache line, and at least of a memory of weights
 _MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
 
 
@@ -78,9 +78,14 @@ def joined(products):
 
 
 def put_side_by_side(linears):
-    """Moves the weights of layers with the same input to memory where they are one product, if they can be one."""
+    """Moves the weights of layers with the same input to memory where they are one product, if they can be one.
+
+    Weights that other processes share stay where they are.
+    """
     products = [Product.of(linear) for linear in linears]
     if not _alike(products) or joined(products) is not None:
+        return
+    if any(array is not None and _shared(array) for p in products for array in p.arrays):
         return
     for of_each in zip(*((*p.arrays, p.bias) for p in products), strict=True):
         if of_each[0] is not None:
@@ -91,24 +96,50 @@ def put_side_by_side(linears):
 
 
 def put_in_step_order(groups):
-    """Moves packed weights on the CPU into one memory of huge pages, in the order in which a step reads them.
+    """Moves packed weights on the CPU into memories of huge pages, in the order in which a step reads them.
 
-    groups: lists of layers, each of one product. Weights that other processes share stay where they are.
+    groups: lists of layers, each of one product. A memory has whole groups, and 32 MiB or more but for the last.
+    Weights that other processes share stay where they are, and so do all from where memory cannot be mapped.
     """
-    packed = [[Product.of(linear).arrays for linear in group if isinstance(linear, PackedLinear)] for group in groups]
-    arrays = [[a for a in of_each if a is not None] for group in packed for of_each in zip(*group, strict=True)]
-    every = [array for of_each in arrays for array in of_each]
-    modes = {array.is_inference() for array in every}
-    if len(modes) != 1 or any(array.device.type != "cpu" or array.is_shared() for array in every) or _in_order(every):
-        return
-    ends = list(itertools.accumulate(-(-sum(a.nbytes for a in of_each) // _LINE) * _LINE for of_each in arrays))
-    with torch.inference_mode(*modes):
-        memory = _huge_pages(ends[-1])
-        for begin, of_each in zip((0, *ends), arrays, strict=False):
-            for array in of_each:
-                part = memory[begin : begin + array.nbytes].view(array.dtype).view(array.shape)
-                array.data = part.copy_(array.detach())
-                begin += array.nbytes
+    sets, seen = [], set()  # of every group: codes of its layers, scales, ...
+    for group in groups:
+        packed = [linear for linear in group if isinstance(linear, PackedLinear) and id(linear) not in seen]
+        seen.update(map(id, packed))
+        of_group = zip(*(Product.of(linear).arrays for linear in packed), strict=True)
+        sets.append([[array for array in of_each if array is not None] for of_each in of_group])
+    while sets:
+        together = []
+        while sets and sum(_bytes(of_each) for of_each in together) < _MEMORY:
+            together += sets.pop(0)
+        arrays = [array for of_each in together for array in of_each]
+        if not _movable(arrays) or _in_order(arrays):
+            continue
+        ends = list(itertools.accumulate(-(-_bytes(of_each) // _LINE) * _LINE for of_each in together))
+        try:
+            memory = _huge_pages(ends[-1])
+        except OSError:
+            return
+        with torch.inference_mode(arrays[0].is_inference()):
+            memory = torch.frombuffer(memory, dtype=torch.uint8)
+            for begin, of_each in zip((0, *ends), together, strict=False):
+                for array in of_each:
+                    part = memory[begin : begin + array.nbytes].view(array.dtype).view(array.shape)
+                    array.data = part.copy_(array.detach())
+                    begin += array.nbytes
+
+
+def _bytes(arrays):
+    return sum(array.nbytes for array in arrays)
+
+
+def _movable(arrays):
+    one_kind = len({array.is_inference() for array in arrays}) == 1
+    return one_kind and all(array.device.type == "cpu" and not _shared(array) for array in arrays)
+
+
+def _shared(array):
+    """Whether other processes may have the memory, too. Torch says so of all memory of a GPU."""
+    return array.device.type == "cpu" and array.is_shared()
 
 
 def _in_order(arrays):
@@ -118,13 +149,13 @@ def _in_order(arrays):
 
 
 def _huge_pages(size):
-    """uint8 [size], in huge pages where the system has them."""
+    """A buffer of so many bytes, in huge pages where the system has them. OSError where there is no memory."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
+        return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # of a system without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
 
 
 def _alike(products):
