@@ -214,8 +214,9 @@ class Packed(torch.nn.Module):
 
 
 class PackedLinear(Marked, Packed):
-    """What W4Linear and W8Linear share. batch_invariant: what w4a16_matmul is given, an attribute to be set. It is not in
-    a state_dict.
+    """What W4Linear and W8Linear share.
+
+    batch_invariant: what w4a16_matmul is given, an attribute to be set; a state_dict does not have it.
     """
 
     batch_invariant = False
