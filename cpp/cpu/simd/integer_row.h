@@ -17,9 +17,8 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-// A k-block of x, in place of its 64 floats. Bytes are in the order of the codes' words, where nibble (byte in 8 bits) 2 i
-// of a word, and 2 i + 1 of the row eight below, belong to vector {0, 2, 1, 3}[i] (RowDecoder): so does byte i of word
-// `lane` here.
+// A k-block of x, in place of its 64 floats. Bytes are in the order of the codes' words: of a word, nibble (in 8 bits
+// byte) 2 i of row g, and 2 i + 1 of row g + 8, belong to vector {0, 2, 1, 3}[i] (RowDecoder), and so does byte i here.
 struct IntegerBlock {
   std::int8_t high[block_k], low[block_k];
   float sum[2];  // step * (sum of v) of the two halves of 32 k
@@ -28,8 +27,8 @@ struct IntegerBlock {
 };
 static_assert(sizeof(IntegerBlock) == block_k * sizeof(float));
 
-// Rows whose largest |x| is in this range, or 0. Then no product with a scale between 2^-60 and 2^60 overflows, and none
-// is a subnormal float: the caller may have set the CPU to flush those to zero. Of fp16 all finite ones are.
+// Rows whose largest |x| is in this range, or 0. Then no product with a scale between 2^-60 and 2^60 overflows or is a
+// subnormal float: the caller may have set the CPU to flush those to zero. Of fp16 all finite rows are.
 constexpr float least_largest = 0x1p-20f, most_largest = 0x1p40f;
 
 // A power of two, at least 2^-54; the largest |x| of a block is at most 32639 of it.
