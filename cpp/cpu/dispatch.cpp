@@ -25,18 +25,15 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 constexpr Variant variants[] = {
 // best first; the reference is never chosen unasked
 #ifdef ROOFTILE_X86
-    {avx512_vnni_kernels, has_avx512_vnni},
-    {avx512_kernels, has_avx512},
-    {avx2_kernels, has_avx2},
+    {avx512vnni_kernels, has_avx512vnni}, {avx512_kernels, has_avx512}, {avx2_kernels, has_avx2},
 #endif
-    {portable_kernels, always},
-    {reference_kernels, always},
+    {portable_kernels, always},           {reference_kernels, always},
 };
 
 const Kernels& best() {

@@ -91,7 +91,7 @@ class Expected:
         error = np.abs(closeness.to_numpy64(y) - exact)
         assert error.shape == exact.shape
         bound = self.bound[:m] + (self.weights[:m] if rounded else 0)
-        if m == 1 and self.dtype != "float32" and (plan or cases.PLANS[0]) == "avx512_vnni":
+        if m == 1 and self.dtype != "float32" and (plan or cases.PLANS[0]) == "avx512vnni":
             bound = bound + self.integers[:m]
         assert (error <= bound).all(), f"{what}: off by {(error / bound).max():.2f} of the worst case"
         if exact.size >= 256:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row of 16-bit x in integers (plan "avx512_vnni"): its error has a bound, and what it is not for takes fp32."""
+"""One row of 16-bit x in integers (plan "avx512vnni"): its error has a bound, and what it is not for takes fp32."""
 
 import cases
 import closeness
@@ -10,7 +10,7 @@ import rooftile as rt
 import torch
 from test_w4a16 import FORMS, WEIGHTS, both, matmul, parts, weight
 
-PLAN = "avx512_vnni"
+PLAN = "avx512vnni"
 DTYPES = ("float16", "bfloat16")
 pytestmark = pytest.mark.skipif(PLAN not in cases.PLANS, reason="a CPU without AVX-512 VNNI")
 

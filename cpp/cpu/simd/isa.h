@@ -9,8 +9,8 @@
 #include <immintrin.h>
 #endif
 
-#if defined(ROOFTILE_ISA_AVX512_VNNI)
-#define ROOFTILE_ISA avx512_vnni
+#if defined(ROOFTILE_ISA_AVX512VNNI)
+#define ROOFTILE_ISA avx512vnni
 #define ROOFTILE_AVX512 1
 #define ROOFTILE_VNNI 1
 #define ROOFTILE_F16C 1
