@@ -31,9 +31,12 @@ bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnn
 constexpr Variant variants[] = {
 // best first; the reference is never chosen unasked
 #ifdef ROOFTILE_X86
-    {avx512vnni_kernels, has_avx512vnni}, {avx512_kernels, has_avx512}, {avx2_kernels, has_avx2},
+    {avx512vnni_kernels, has_avx512vnni},  // avx512, but for products of one row
+    {avx512_kernels, has_avx512},          // F, BW, DQ, VL
+    {avx2_kernels, has_avx2},              // with FMA and F16C
 #endif
-    {portable_kernels, always},           {reference_kernels, always},
+    {portable_kernels, always},
+    {reference_kernels, always},
 };
 
 const Kernels& best() {

@@ -149,22 +149,23 @@ bool takes_integers(const W4MatmulArgs& a) {
 }
 #endif
 
+template <template <int bits, bool Split> class Kind>
+void multiply_by(const Parallel& parallel, const W4MatmulArgs& a) {
+  const auto of = [&](const auto& weights) { multiply(parallel, a, a.w->k, weights); };
+  if (a.w->bits == 4) {
+    a.w->group == 32 ? of(Kind<4, true>{*a.w}) : of(Kind<4, false>{*a.w});
+  } else {
+    a.w->group == 32 ? of(Kind<8, true>{*a.w}) : of(Kind<8, false>{*a.w});
+  }
+}
+
 }  // namespace
 
 void w4a16_matmul(const Parallel& parallel, const W4MatmulArgs& a) {
-  const auto of = [&](const auto& weights) { multiply(parallel, a, a.w->k, weights); };
 #ifdef ROOFTILE_VNNI
-  if (takes_integers(a)) {
-    if (a.w->bits == 4)
-      return a.w->group == 32 ? of(IntegerWeights<4, true>{*a.w}) : of(IntegerWeights<4, false>{*a.w});
-    return a.w->group == 32 ? of(IntegerWeights<8, true>{*a.w}) : of(IntegerWeights<8, false>{*a.w});
-  }
+  if (takes_integers(a)) return multiply_by<IntegerWeights>(parallel, a);
 #endif
-  if (a.w->bits == 4) {
-    a.w->group == 32 ? of(Weights<4, true>{*a.w}) : of(Weights<4, false>{*a.w});
-  } else {
-    a.w->group == 32 ? of(Weights<8, true>{*a.w}) : of(Weights<8, false>{*a.w});
-  }
+  multiply_by<Weights>(parallel, a);
 }
 
 }  // namespace rooftile::cpu::ROOFTILE_ISA
