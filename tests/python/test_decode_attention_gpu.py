@@ -17,9 +17,9 @@ GPUS = tuple(device for device in cases.devices() if device != "cpu")
 if not GPUS:
     pytest.skip("no GPU, or a build without GPU kernels", allow_module_level=True)
 
-# Lengths on both sides of where a row gets one KV split more, and its splits more units: 128 tokens a split up to 2048,
-# 256 up to 4096, 256 (512 in 4-bit codes) up to 8192, 512 up to 16384, 1024 after that.
-LONG = (1, 33, 128, 129, 1000, 2048, 2049, 2081, 4096, 4097, 4129, 8192, 8193, 8225, 16384, 16417, 20000)
+# Lengths on both sides of where a row gets one KV split more, and its splits more units: 256 tokens a split up to 3072
+# (with 16 packed rows up to 4096), 256 (512 in 4-bit codes) up to 8192, 512 up to 16384, 1024 after that.
+LONG = (1, 33, 128, 129, 1000, 2048, 2081, 3072, 3073, 3137, 4096, 4097, 4129, 8192, 8193, 8225, 16384, 16417, 20000)
 stores = pytest.mark.parametrize(("format", "dtype"), checks.GPU_STORES)
 
 

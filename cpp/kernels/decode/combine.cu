@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/decode/combine.h"
 
+#include <algorithm>
+
 #include "kernels/decode/combine.cuh"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
@@ -35,8 +37,11 @@ Kernel kernel_of(const CombineKey& key) {
 }  // namespace
 
 void launch_combine(const DeviceScope& scope, const CombineKey& key, const DecodeParams& p) {
-  scope.launch(kernel_of(key), std::int64_t{p.batch} * p.tiles_per_entry * p.rows_used, key.head_dim, 0, p,
-               Overlap::with_previous);
+  // Few work tiles: a CTA for each packed row. Many: one for a tile, most of which have no partials. An SM holds four.
+  const std::int64_t tiles = std::int64_t{p.batch} * p.tiles_per_entry;
+  if (tiles == 0) return;
+  const std::int64_t ctas_per_tile = std::clamp<std::int64_t>(4 * scope.sms() / tiles, 1, p.rows_used);
+  scope.launch(kernel_of(key), {tiles, ctas_per_tile}, key.head_dim, 0, p, Overlap::with_previous);
 }
 void load_combine(const char* op, const CombineKey& key) { load_kernel(op, kernel_of(key)); }
 

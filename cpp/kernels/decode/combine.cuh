@@ -2,13 +2,13 @@
 // Reduces the partials that split_kv stored for work tiles that several CTAs share, and answers rows without visible
 // keys.
 //   partial_o [ctas, partials_per_cta, block_m, D], partial_ml [ctas, partials_per_cta, block_m, 2] -> out, lse
-// One CTA per packed row of a work tile, one thread per channel. The CTA locates the work tile's partials by the
-// arithmetic of scheduler.h, one thread per KV split, and reduces them by TreeReduction.
+// CTA (i, j) has packed rows j, j + gridDim.y, ... of work tile i, one thread per channel. The CTA locates the work
+// tile's partials by the arithmetic of scheduler.h, one thread per KV split, and reduces them by TreeReduction.
 // Bytes: 4 (D + 2) per partial, at most 64 partials. Bound by latency: load the lengths, then the partials.
 // Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
 // triggers this kernel only after its own wait). So the positions are computed while split_kv runs, and the partials
-// are loaded after wait_for_previous_kernel. With more than 32 batch entries, split_kv computes the prefix sums of the
-// work units, and everything comes after the wait.
+// are loaded after wait_for_previous_kernel. In a large batch (most_entries_counted) split_kv
+// computes the prefix sums of the work units, and everything comes after the wait.
 #pragma once
 
 #include "kernels/decode/epilogue.cuh"
@@ -21,25 +21,26 @@ namespace rooftile::gpu {
 template <int D>
 struct CombineStorage {
   TreeStorage tree[D / 32];  // one per warp
-  int partial[max_splits];   // index of the partial that starts at a split; -1: none
+  int partial[max_splits];   // packed row 0 of the partial that starts at a split, counted over all; -1: none
 };
 
 // (m, l) and this thread's value of a packed row with at most N splits. Returns false if a partial is marked invalid;
 // split_kv has set the fault word then.
 template <int D, int N>
-__device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineStorage<D>& smem, float& m, float& l,
-                                                float& value) {
+__device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineStorage<D>& smem, int m_row, float& m,
+                                                float& l, float& value) {
   using Reduction = TreeReduction<N>;
   TreeStorage& tree = smem.tree[threadIdx.x / 32];
   Reduction reduction([&](int split) {
     const int partial = smem.partial[split];
     return partial < 0 ? make_float2(-INFINITY, 0.0f)
-                       : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial} * 2);
+                       : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial + m_row} * 2);
   });
   float o[N];  // (split): this thread's channel
 #pragma unroll
   for (int split = 0; split < N; ++split)
-    o[split] = smem.partial[split] < 0 ? 0.0f : p.partial_o[std::int64_t{smem.partial[split]} * D + threadIdx.x];
+    o[split] =
+        smem.partial[split] < 0 ? 0.0f : p.partial_o[std::int64_t{smem.partial[split] + m_row} * D + threadIdx.x];
   if (!reduction.compute_factors(tree)) return false;
   m = reduction.m();
   l = reduction.l();
@@ -50,30 +51,44 @@ __device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineSt
 // Before the wait, a line in L1 may be older than the launch.
 __device__ __forceinline__ int load_l2(const std::int32_t* from) { return __ldcg(from); }
 
+// In a larger batch split_kv's sums are read after the wait. CTAs beside split_kv's have time to count 128 entries; the
+// kernels of kivi formats leave them no registers, so that they begin when split_kv ends.
+ROOFTILE_HD constexpr int most_entries_counted(KvFormat format) { return is_kivi(format) ? 32 : 128; }
+
 // The work of batch entry b, the work units before it, and those of the batch.
 struct EntryWork {
   RowWork work;
   int units_before = 0, total_units = 0;
   bool uniform = false;  // all work tiles have the same length
 };
-// Computed by every warp; at most 32 batch entries.
+// Computed by every warp, 32 batch entries at a time.
 __device__ __forceinline__ EntryWork count_work(const DecodeParams& p, int b) {
   const int lane = threadIdx.x % 32;
-  RowWork w;
-  if (lane < p.batch) w = row_work_of(p, p.cache.format, lane, load_l2);
-  const int first_units = __shfl_sync(0xffffffffu, w.work_tile_units(), 0);
   EntryWork entry;
-  entry.uniform = __all_sync(0xffffffffu, lane >= p.batch || w.work_tile_units() == first_units);
+  bool uniform = true;
+  int first_units = 0, before = 0, total = 0;  // before, total: of rows of different lengths, this lane's part
+#pragma unroll 1
+  for (int first = 0; first < p.batch; first += 32) {
+    const int other = first + lane;
+    RowWork w;
+    if (other < p.batch) w = row_work_of(p, p.cache.format, other, load_l2);
+    const int units = w.work_tile_units();
+    if (first == 0) first_units = __shfl_sync(0xffffffffu, units, 0);
+    uniform &= other >= p.batch || units == first_units;
+    if (first == (b & ~31)) entry.work = broadcast(w, b - first);
+    w.add_overheads(p.cache.format);
+    total += w.work_tile_units();
+    if (other < b) before += w.work_tile_units();
+  }
+  entry.uniform = __all_sync(0xffffffffu, uniform);
   if (entry.uniform) {
     entry.units_before = b * p.tiles_per_entry * first_units;
     entry.total_units = p.batch * p.tiles_per_entry * first_units;
   } else {
-    w.add_overheads(p.cache.format);
-    const int units = w.work_tile_units() * p.tiles_per_entry;
-    entry.units_before = __reduce_add_sync(0xffffffffu, lane < b ? units : 0);
-    entry.total_units = __reduce_add_sync(0xffffffffu, units);
+    entry.work.add_overheads(p.cache.format);
+    entry.units_before = __reduce_add_sync(0xffffffffu, before) * p.tiles_per_entry;
+    entry.total_units = __reduce_add_sync(0xffffffffu, total) * p.tiles_per_entry;
   }
-  entry.work = broadcast(w, b);
   return entry;
 }
 
@@ -81,13 +96,12 @@ template <class T, int D>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
   tile::let_next_kernel_start();  // CTA 0 waits below, so the next kernel's wait covers split_kv too
   __shared__ CombineStorage<D> smem;
-  const int thread = threadIdx.x, row_index = static_cast<int>(blockIdx.x),
-            tile_index = divide(row_index, p.by_rows_used), m_row = row_index - tile_index * p.rows_used;
+  const int thread = threadIdx.x, tile_index = static_cast<int>(blockIdx.x);
   const int b = divide(tile_index, p.by_tiles_per_entry), tile_in_entry = tile_index - b * p.tiles_per_entry;
   const int kv_head = divide(tile_in_entry, p.by_m_blocks);
   const WorkTile tile{b, kv_head, (tile_in_entry - kv_head * p.m_blocks) * (p.block_m / mma_n)};
 
-  const bool counts_here = p.batch <= 32;
+  const bool counts_here = p.batch <= most_entries_counted(p.cache.format);
   EntryWork entry;
   if (counts_here) {
     entry = count_work(p, b);
@@ -101,12 +115,18 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   }
   const RowWork& w = entry.work;
   const int splits = w.splits, ctas_per_tile = ctas_per_tile_of(entry.uniform, w.work_tile_units(), p.ctas_per_tile);
-  RowEpilogue<T> epilogue(p, tile, w, m_row);
-  const auto store = [&](float m, float l, float value) {
-    const float o[1] = {value};
-    epilogue.finalize(m, l);
-    epilogue.store(thread, o);
-    if (thread == 0) epilogue.store_lse();
+  // Writes the result of the CTA's packed rows. find(m_row, m, l, value): (m, l) and this thread's value; false: nothing
+  // is written.
+  const auto store_rows = [&](const auto& find) {
+    for (int m_row = static_cast<int>(blockIdx.y); m_row < p.rows_used; m_row += static_cast<int>(gridDim.y)) {
+      RowEpilogue<T> epilogue(p, tile, w, m_row);
+      float m, l, value;
+      if (!find(m_row, m, l, value)) continue;
+      const float o[1] = {value};
+      epilogue.finalize(m, l);
+      epilogue.store(thread, o);
+      if (thread == 0) epilogue.store_lse();
+    }
   };
   // The range of splits [at, end), owned by one CTA, that holds this thread's split.
   const int split = min(thread, splits - 1);
@@ -124,24 +144,28 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     end = w.first_split_from(partition.begin(range_index + 1) - base);
   }
   if (at == 0 && end == splits) {  // one CTA has written the result, or the row has no splits
-    if (splits == 0 && w.fault == KvFault::none) store(-INFINITY, 0.0f, 0.0f);
+    if (splits == 0 && w.fault == KvFault::none)
+      store_rows([](int, float& m, float& l, float& value) {
+        m = -INFINITY, l = value = 0.0f;
+        return true;
+      });
     if (counts_here && blockIdx.x == 0) tile::wait_for_previous_kernel();
     return;
   }
   if (thread < max_splits) {
     int index = range_index * partials_per_cta + (at > 0 ? 0 : partials_inside);
     for (; at < split; ++index) at += 1 << partial_level(at, end);
-    smem.partial[thread] = thread < splits && at == split ? index * p.block_m + m_row : -1;
+    smem.partial[thread] = thread < splits && at == split ? index * p.block_m : -1;
   }
   __syncthreads();  // the indices of the partials are in shared memory
   if (counts_here) tile::wait_for_previous_kernel();
 
-  float m, l, value;
   constexpr int short_row = 16, medium_row = 32;  // KV splits: a smaller tree is faster
-  const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, m, l, value)
-                     : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, m, l, value)
-                                            : reduce_partials<D, max_splits>(p, smem, m, l, value);
-  if (valid) store(m, l, value);
+  store_rows([&](int m_row, float& m, float& l, float& value) {
+    return splits <= short_row    ? reduce_partials<D, short_row>(p, smem, m_row, m, l, value)
+           : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, m_row, m, l, value)
+                                  : reduce_partials<D, max_splits>(p, smem, m_row, m, l, value);
+  });
 }
 
 }  // namespace rooftile::gpu

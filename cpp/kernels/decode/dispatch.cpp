@@ -159,7 +159,6 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   p.by_m_blocks = Divisor(p.m_blocks);
   p.by_tiles_per_entry = Divisor(p.tiles_per_entry);
   p.by_ctas_per_tile = Divisor(std::max(p.ctas_per_tile, 1));
-  p.by_rows_used = Divisor(p.rows_used);
   variant.launch(scope, p);
   return ran;
 }

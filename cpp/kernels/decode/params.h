@@ -30,7 +30,7 @@ struct DecodeParams {
   int ctas, ctas_per_sm;      // grid size; grid.y: CTAs per SM, 1 unless every SM gets the same number
   int cluster_size;  // CTAs of a cluster that computes and reduces one work tile; 1: persistent grid and combine
   // Fast divisions by the fields of these names.
-  Divisor by_q_per_kv, by_m_blocks, by_tiles_per_entry, by_ctas_per_tile, by_rows_used;
+  Divisor by_q_per_kv, by_m_blocks, by_tiles_per_entry, by_ctas_per_tile;
 };
 
 }  // namespace rooftile::gpu

@@ -19,7 +19,7 @@ __device__ __forceinline__ RowWork row_work_of(const DecodeParams& p, KvFormat f
   const KvCacheView& c = p.cache;
   const int row = p.rows ? read(p.rows + b) : b;
   const bool inside = row >= 0 && row < c.max_rows;
-  return row_work(format, p.capacity, row, c.max_rows, inside ? read(c.lengths + row) : 0,
+  return row_work(format, p.block_m, p.capacity, row, c.max_rows, inside ? read(c.lengths + row) : 0,
                   p.counts ? read(p.counts + b) : p.tokens, p.tokens, inside && c.raw_from ? read(c.raw_from + row) : 0,
                   p.window);
 }

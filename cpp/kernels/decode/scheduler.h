@@ -60,10 +60,11 @@ ROOFTILE_HD constexpr int ceil_div(int a, int b) {
 
 // Work units of one KV split of a row with `tokens` visible tokens: a multiple of 4, one KV tile for each of four
 // warps. Splits are few, because the merge at the end of each costs as much as 64 tokens (with 4-bit codes 128). They
-// are enough for one cache row with eight KV heads to fill a device.
-ROOFTILE_HD constexpr int kv_split_units(KvFormat format, int tokens) {
+// are enough for one cache row with eight KV heads to fill a device. block_m: packed rows of a work tile; with 16 there
+// are as few work tiles as KV heads, and splits of 512 tokens would be too few before 4096.
+ROOFTILE_HD constexpr int kv_split_units(KvFormat format, int block_m, int tokens) {
   constexpr int step_tokens = 4 * work_unit_tokens;
-  if (tokens <= 32 * step_tokens) return 8;
+  if (tokens <= (block_m == mma_n ? 24 : 32) * step_tokens) return 8;
   if (tokens <= 64 * step_tokens) return has_nibbles(format) ? 16 : 8;
   if (tokens <= 128 * step_tokens) return 16;
   constexpr unsigned most = max_splits * step_tokens;
@@ -122,9 +123,9 @@ struct RowWork {
   }
 };
 
-// length, count, raw_from: as read from device memory; any of them may be invalid.
-ROOFTILE_HD inline RowWork row_work(KvFormat format, int capacity, int row, int max_rows, int length, int count,
-                                    int tokens, int raw_from, int window) {
+// block_m: packed rows of a work tile. length, count, raw_from: as read from device memory; any of them may be invalid.
+ROOFTILE_HD inline RowWork row_work(KvFormat format, int block_m, int capacity, int row, int max_rows, int length,
+                                    int count, int tokens, int raw_from, int window) {
   RowWork w;
   w.row = row;
   w.length = length;
@@ -147,7 +148,7 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, int capacity, int row, int 
     w.raw = true;
   }
   if (w.end < w.begin) w.end = w.begin;
-  w.split_cost = w.split_units = kv_split_units(format, w.end - w.begin);
+  w.split_cost = w.split_units = kv_split_units(format, block_m, w.end - w.begin);
   w.splits = ceil_div_pow2(ceil_div(w.end - w.begin, work_unit_tokens), w.split_units);
   if (w.splits == 0 && w.raw) w.splits = 1;
   return w;

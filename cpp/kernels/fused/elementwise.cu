@@ -86,7 +86,7 @@ struct RopeParams {
 };
 
 template <class T, bool vector>
-__global__ __launch_bounds__(cta_threads, vector ? 10 : 7) void rope_rotate(const __grid_constant__ RopeParams p) {
+__global__ __launch_bounds__(cta_threads, vector ? 12 : 7) void rope_rotate(const __grid_constant__ RopeParams p) {
   let_next_kernel_start();
   const bool is_k = thread_index() >= p.q.threads;
   const RopeTensor& t = is_k ? p.k : p.q;

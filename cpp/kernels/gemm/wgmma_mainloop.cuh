@@ -8,6 +8,7 @@
 #include "kernels/gemm/stage_reader.cuh"
 #include "kernels/gemm/wgmma_traits.cuh"
 #include "tile/barrier.cuh"
+#include "tile/schedule.cuh"
 
 namespace rooftile::gpu {
 
@@ -44,9 +45,11 @@ class W4WgmmaMainloop {
   template <class Acc>
   __device__ __forceinline__ void run(int steps, bool last, Acc& rAcc) {
     using namespace cute;
+    int loads = last ? steps - 1 : steps;  // steps after which a stage is loaded
+    tile::pin(loads);                      // not derived anew in every step
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
-      const bool has_next = step + 1 < steps || !last;
+      const bool has_next = step < loads;
       const int stage = state_.index();
       if constexpr (Traits::rounded) {
         multiply(stage, ScaleOut::One, has_next, rAcc);
@@ -67,10 +70,7 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ static int peer_of_lane(int cluster, int cta_rank) {
     const int lane = threadIdx.x % 32;
     const int peer = lane < cluster && lane != cta_rank ? lane : -1;
-    // ptxas derives `peer` anew in every step, unless it comes out of a shuffle. With two CTAs per SM there is no
-    // register to keep it in.
-    if constexpr (Traits::ctas_per_sm > 1) return peer;
-    return __shfl_sync(~0u, peer, lane);
+    return __shfl_sync(~0u, peer, lane);  // ptxas derives it anew in every step, unless it comes out of a shuffle
   }
   // All MMAs of a step, in four batches, one a k-block; meanwhile the next step's codes become operands, but for the
   // last k-block. first: whether the MMAs add to rSum or overwrite it.

@@ -139,15 +139,29 @@ TEST(DecodeScheduler, SplitsAreFewAndLongOnlyInLongRows) {
     const int tokens = trial < 9000   ? trial + 1
                        : trial < 9200 ? (trial - 8999) * max_splits * 128
                                       : between(random, 1, trial % 4 < 2 ? 1 << 20 : 0x7fffff80);
-    const std::int64_t units = kv_split_units(format, tokens), split = units * work_unit_tokens,
+    const int block_m = trial % 3 ? mma_n : 2 * mma_n;
+    const std::int64_t units = kv_split_units(format, block_m, tokens), split = units * work_unit_tokens,
                        splits = (tokens + split - 1) / split;
     ASSERT_GE(units, 8);
     ASSERT_EQ(units % 4, 0);  // a KV tile for each warp
     ASSERT_LE(splits, max_splits) << tokens;
-    ASSERT_TRUE(units == 8 || splits > 8) << tokens;
+    ASSERT_TRUE(units == 8 || splits > (block_m == mma_n ? 6 : 8)) << tokens;
     ASSERT_TRUE(units > 8 || tokens <= 8192) << tokens;
-    ASSERT_LE(units, kv_split_units(format, tokens == 0x7fffff80 ? tokens : tokens + 1)) << tokens;
+    ASSERT_LE(units, kv_split_units(format, block_m, tokens == 0x7fffff80 ? tokens : tokens + 1)) << tokens;
   }
+}
+
+TEST(DecodeScheduler, SplitsGrowAt3072TokensIn4BitCodesAndAt8192InOthers) {
+  const auto last_of_256 = [](KvFormat format, int block_m) {
+    int tokens = 1;
+    while (kv_split_units(format, block_m, tokens + 1) == 8) ++tokens;
+    return tokens;
+  };
+  EXPECT_EQ(last_of_256(KvFormat::int4_kivi, mma_n), 3072);
+  EXPECT_EQ(last_of_256(KvFormat::int4, 2 * mma_n), 4096);
+  EXPECT_EQ(last_of_256(KvFormat::int8, mma_n), 8192);
+  EXPECT_EQ(last_of_256(KvFormat::fp16, 2 * mma_n), 8192);
+  EXPECT_EQ(kv_split_units(KvFormat::int4, mma_n, 3073), 16);
 }
 
 TEST(DecodeScheduler, FirstSplitFromFindsTheFirstSplitThatStartsThere) {
@@ -179,7 +193,7 @@ TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
     const int tokens = between(random, 1, 32), count = between(random, 0, tokens),
               length = between(random, 0, trial % 2 ? 200 : 20000);
     const int window = trial % 5 < 2 ? between(random, 1, 300) : 0;
-    const RowWork w = row_work(format, 20000, 3, 4, length, count, tokens, 0, window);
+    const RowWork w = row_work(format, mma_n, 20000, 3, 4, length, count, tokens, 0, window);
     SCOPED_TRACE(testing::Message() << name(format) << " length " << length << " count " << count << " window "
                                     << window);
     ASSERT_EQ(w.fault, KvFault::none);
@@ -206,7 +220,7 @@ TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
       ASSERT_GT(w.begin + 32, begin);
       ASSERT_EQ(w.end, end);
       const std::int64_t split = std::int64_t{w.split_units} * work_unit_tokens;
-      ASSERT_EQ(w.split_units, kv_split_units(format, w.end - w.begin));
+      ASSERT_EQ(w.split_units, kv_split_units(format, mma_n, w.end - w.begin));
       ASSERT_GE(w.splits * split, w.end - w.begin);
       ASSERT_LT((w.splits - 1) * split, w.end - w.begin);
     } else {
@@ -221,7 +235,7 @@ TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
 
 TEST(DecodeScheduler, WhatCannotBeIsAFaultAndNoWork) {
   const auto fault = [](KvFormat f, int row, int length, int count, int raw_from) {
-    const RowWork w = row_work(f, 1000, row, 4, length, count, 8, raw_from, 0);
+    const RowWork w = row_work(f, mma_n, 1000, row, 4, length, count, 8, raw_from, 0);
     EXPECT_TRUE(w.fault == KvFault::none || w.work_tile_units() == 0);
     return w.fault;
   };
@@ -277,7 +291,7 @@ TEST(DecodeScheduler, EverySplitHasOneOwnerAndEveryRowItsExpression) {
     std::vector<RowWork> works;
     for (int b = 0; b < batch; ++b) {
       const int length = between(random, 0, 4) == 0 ? 0 : between(random, 0, longest);
-      works.push_back(row_work(format, longest, b, batch, trial % 7 < 3 ? longest : length,
+      works.push_back(row_work(format, mma_n, longest, b, batch, trial % 7 < 3 ? longest : length,
                                trial % 7 < 3 ? 3 : between(random, 0, 3), 3, 0, trial % 4 ? 0 : 500));
     }
     const bool uniform = std::all_of(works.begin(), works.end(), [&](const RowWork& w) {
@@ -351,7 +365,7 @@ TEST(DecodeScheduler, CtasOfATileHaveEqualRanges) {
     const KvFormat format = trial % 2 ? KvFormat::int4_kivi : KvFormat::bf16;
     const int length = between(random, 1, trial % 3 ? 5000 : 1 << 24),
               ctas_per_tile = between(random, 1, trial % 4 ? 40 : 500);
-    const RowWork w = row_work(format, length, 0, 1, length, 1, 1, 0, 0);
+    const RowWork w = row_work(format, mma_n, length, 0, 1, length, 1, 1, 0, 0);
     ASSERT_EQ(w.first_split_of_cta(0, ctas_per_tile), 0);
     ASSERT_EQ(w.first_split_of_cta(ctas_per_tile, ctas_per_tile), w.splits);
     for (int cta_in_tile = 0; cta_in_tile < ctas_per_tile; ++cta_in_tile) {
@@ -394,7 +408,7 @@ TEST(DecodePlan, ClustersHaveRoomForTheirSplits) {
           EXPECT_EQ(plan.workspace_bytes, 0u);
           for (int length = 1; length <= visible; ++length)
             for (KvFormat format : {KvFormat::fp16, KvFormat::int4_kivi}) {
-              const RowWork w = row_work(format, visible, 0, 1, length, 1, 1, 0, 0);
+              const RowWork w = row_work(format, mma_n, visible, 0, 1, length, 1, 1, 0, 0);
               ASSERT_LE(w.splits, cluster_splits);
               ASSERT_LE(w.splits,
                         plan.cluster_size * cluster_partials);  // each CTA has its rows' partials of all splits
