@@ -2,13 +2,14 @@
 // Reduces the partials that split_kv stored for work tiles that several CTAs share, and answers rows without visible
 // keys.
 //   partial_o [ctas, partials_per_cta, block_m, D], partial_ml [ctas, partials_per_cta, block_m, 2] -> out, lse
-// CTA (i, j) has packed rows j, j + gridDim.y, ... of work tile i, one thread per channel. The CTA locates the work
-// tile's partials by the arithmetic of scheduler.h, one thread per KV split, and reduces them by TreeReduction.
+// One CTA per packed row of a work tile, or for many work tiles, most of which have no partials, one per tile; one
+// thread per channel. The CTA locates the work tile's partials by the arithmetic of scheduler.h, one thread per KV
+// split, and reduces them by TreeReduction.
 // Bytes: 4 (D + 2) per partial, at most 64 partials. Bound by latency: load the lengths, then the partials.
 // Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
 // triggers this kernel only after its own wait). So the positions are computed while split_kv runs, and the partials
-// are loaded after wait_for_previous_kernel. In a large batch (most_entries_counted) split_kv
-// computes the prefix sums of the work units, and everything comes after the wait.
+// are loaded after wait_for_previous_kernel. With more batch entries than most_entries_counted, split_kv computes the
+// prefix sums of the work units, and everything comes after the wait.
 #pragma once
 
 #include "kernels/decode/epilogue.cuh"
@@ -51,9 +52,11 @@ __device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineSt
 // Before the wait, a line in L1 may be older than the launch.
 __device__ __forceinline__ int load_l2(const std::int32_t* from) { return __ldcg(from); }
 
-// In a larger batch split_kv's sums are read after the wait. CTAs beside split_kv's have time to count 128 entries; the
-// kernels of kivi formats leave them no registers, so that they begin when split_kv ends.
-ROOFTILE_HD constexpr int most_entries_counted(KvFormat format) { return is_kivi(format) ? 32 : 128; }
+// Counting more takes longer than the wait. Many work tiles: their CTAs wait for room beside split_kv's, so they have the
+// time; but the kernels of kivi formats leave them no registers, and they begin when split_kv ends.
+ROOFTILE_HD constexpr int most_entries_counted(KvFormat format, bool many_tiles) {
+  return many_tiles && !is_kivi(format) ? 128 : 32;
+}
 
 // The work of batch entry b, the work units before it, and those of the batch.
 struct EntryWork {
@@ -92,7 +95,8 @@ __device__ __forceinline__ EntryWork count_work(const DecodeParams& p, int b) {
   return entry;
 }
 
-template <class T, int D>
+// many_tiles: a CTA has all packed rows of work tile blockIdx.x; else row blockIdx.y of it.
+template <class T, int D, bool many_tiles>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
   tile::let_next_kernel_start();  // CTA 0 waits below, so the next kernel's wait covers split_kv too
   __shared__ CombineStorage<D> smem;
@@ -101,7 +105,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   const int kv_head = divide(tile_in_entry, p.by_m_blocks);
   const WorkTile tile{b, kv_head, (tile_in_entry - kv_head * p.m_blocks) * (p.block_m / mma_n)};
 
-  const bool counts_here = p.batch <= most_entries_counted(p.cache.format);
+  const bool counts_here = p.batch <= most_entries_counted(p.cache.format, many_tiles);
   EntryWork entry;
   if (counts_here) {
     entry = count_work(p, b);
@@ -115,18 +119,18 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   }
   const RowWork& w = entry.work;
   const int splits = w.splits, ctas_per_tile = ctas_per_tile_of(entry.uniform, w.work_tile_units(), p.ctas_per_tile);
-  // Writes the result of the CTA's packed rows. find(m_row, m, l, value): (m, l) and this thread's value; false: nothing
-  // is written.
-  const auto store_rows = [&](const auto& find) {
-    for (int m_row = static_cast<int>(blockIdx.y); m_row < p.rows_used; m_row += static_cast<int>(gridDim.y)) {
-      RowEpilogue<T> epilogue(p, tile, w, m_row);
-      float m, l, value;
-      if (!find(m_row, m, l, value)) continue;
-      const float o[1] = {value};
-      epilogue.finalize(m, l);
-      epilogue.store(thread, o);
-      if (thread == 0) epilogue.store_lse();
-    }
+  int m_row = static_cast<int>(blockIdx.y);
+  RowEpilogue<T> epilogue(p, tile, w, m_row);
+  const auto next_row = [&] {  // false: the CTA has no other
+    if (!many_tiles || ++m_row == p.rows_used) return false;
+    epilogue = RowEpilogue<T>(p, tile, w, m_row);
+    return true;
+  };
+  const auto store = [&](float m, float l, float value) {
+    const float o[1] = {value};
+    epilogue.finalize(m, l);
+    epilogue.store(thread, o);
+    if (thread == 0) epilogue.store_lse();
   };
   // The range of splits [at, end), owned by one CTA, that holds this thread's split.
   const int split = min(thread, splits - 1);
@@ -144,11 +148,9 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     end = w.first_split_from(partition.begin(range_index + 1) - base);
   }
   if (at == 0 && end == splits) {  // one CTA has written the result, or the row has no splits
-    if (splits == 0 && w.fault == KvFault::none)
-      store_rows([](int, float& m, float& l, float& value) {
-        m = -INFINITY, l = value = 0.0f;
-        return true;
-      });
+    if (splits == 0 && w.fault == KvFault::none) do
+        store(-INFINITY, 0.0f, 0.0f);
+      while (next_row());
     if (counts_here && blockIdx.x == 0) tile::wait_for_previous_kernel();
     return;
   }
@@ -160,12 +162,14 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   __syncthreads();  // the indices of the partials are in shared memory
   if (counts_here) tile::wait_for_previous_kernel();
 
-  constexpr int short_row = 16, medium_row = 32;  // KV splits: a smaller tree is faster
-  store_rows([&](int m_row, float& m, float& l, float& value) {
-    return splits <= short_row    ? reduce_partials<D, short_row>(p, smem, m_row, m, l, value)
-           : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, m_row, m, l, value)
-                                  : reduce_partials<D, max_splits>(p, smem, m_row, m, l, value);
-  });
+  do {
+    float m, l, value;
+    constexpr int short_row = 16, medium_row = 32;  // KV splits: a smaller tree is faster
+    const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, m_row, m, l, value)
+                       : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, m_row, m, l, value)
+                                              : reduce_partials<D, max_splits>(p, smem, m_row, m, l, value);
+    if (valid) store(m, l, value);
+  } while (next_row());
 }
 
 }  // namespace rooftile::gpu

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels/decode/code_values.cuh"
-#include "kernels/decode/element_copies.cuh"
+#include "kernels/decode/element_tile.cuh"
 #include "kernels/decode/kv_ring.cuh"
 #include "kernels/decode/raw_tokens.cuh"
 #include "kernels/decode/storage.cuh"
@@ -31,12 +31,12 @@ class Mainloop {
 
   // Computes KV splits [first, last) of one work tile. split_end(split, partial) is called with the partial of each.
   template <class SplitEnd>
-  __device__ void run(const WorkTile& tile, const RowWork& w, int first, int last, int tile_range, bool next_head,
+  __device__ void run(const WorkTile& tile, const RowWork& w, int first, int last, int tile_range,
                       const SplitEnd& split_end) {
     softmax_.reset();
     if (first >= last) return;
     const VisibleRows<Traits> see(p_, tile, w, at_.lane, false);
-    if constexpr (Traits::elements) element_tiles(tile, w, see, {w, first, last}, tile_range, next_head, split_end);
+    if constexpr (Traits::elements) element_tiles(tile, w, see, {w, first, last}, tile_range, split_end);
     else code_tiles(tile, w, see, {w, first, last}, tile_range, split_end);
   }
 
@@ -53,7 +53,6 @@ class Mainloop {
     ring.start();
     if (ring.any()) read_queries();
     for (int split = range.first; split < range.last; ++split) {
-      if (split + 1 == range.last) copies.prefetch_next_head();
       for (ring.begin_split(); ring.in_split(); ring.next()) {
         ring.wait();
         if (ring.has_tokens()) compute(ring);
@@ -70,14 +69,66 @@ class Mainloop {
 
   // ---- K and V in 16 bits ----
 
+  struct ElementCopies {
+    const Mainloop& loop;
+    const WorkTile& tile;
+    const RowWork& w;
+    const VisibleRows<Traits>& see;
+    std::int64_t k_head, v_head;  // byte offsets of the KV head
+    __device__ ElementCopies(const Mainloop& loop, const WorkTile& tile, const RowWork& w,
+                             const VisibleRows<Traits>& see)
+        : loop(loop),
+          tile(tile),
+          w(w),
+          see(see),
+          k_head(tile.kv_head * loop.p_.cache.k.head_stride),
+          v_head(tile.kv_head * loop.p_.cache.v.head_stride) {}
+    __device__ void load(ElementTile<T, D>& kv_tile, int token, const Pages& pages) const {
+      const Rows k = rows_of(loop.p_.cache.k, k_head, token, pages), v = rows_of(loop.p_.cache.v, v_head, token, pages);
+      with_rows(token, [&](const auto& wanted) {
+        copy(kv_tile.k, k, wanted);
+        copy(kv_tile.v, v, wanted);
+      });
+    }
+    __device__ void load_k(ElementTile<T, D>& kv_tile, int token, const Pages& pages) const {
+      const Rows k = rows_of(loop.p_.cache.k, k_head, token, pages);
+      with_rows(token, [&](const auto& wanted) { copy(kv_tile.k, k, wanted); });
+    }
+    __device__ void load_v(ElementTile<T, D>& kv_tile, int token, const Pages& pages) const {
+      const Rows v = rows_of(loop.p_.cache.v, v_head, token, pages);
+      with_rows(token, [&](const auto& wanted) { copy(kv_tile.v, v, wanted); });
+    }
+    __device__ void load_raw(int) const {}
+    __device__ void load_queries() const { loop.copy_queries(tile, w); }
+    // Calls copy(wanted). wanted(i): whether a packed row sees the tile's token i; rows of other tokens become zeros.
+    // In 16 bits the packed rows of a work tile see all tokens between their bounds.
+    template <class Copy>
+    __device__ void with_rows(int token, const Copy& copy) const {
+      if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
+      else copy([&](int i) { return see.any(token + i); });
+    }
+    struct Rows {
+      const std::byte* first;
+      std::int64_t stride;  // bytes
+    };
+    __device__ Rows rows_of(const KvCacheView::Plane& plane, std::int64_t head, int token, const Pages& pages) const {
+      const std::int64_t page_offset = token & (loop.p_.cache.page_size - 1);
+      const std::int64_t stride = plane.token_stride;
+      return {plane.codes + pages.first * plane.page_stride + head + page_offset * stride, stride};
+    }
+    template <class Wanted>
+    __device__ void copy(Element* to, const Rows& rows, const Wanted& wanted) const {
+      copy_rows_async<T, D, Traits::tile_threads>(to, loop.at_.tile_thread, rows.first, rows.stride, wanted);
+    }
+  };
+
   template <class SplitEnd>
   __device__ void element_tiles(const WorkTile& tile, const RowWork& w, const VisibleRows<Traits>& see,
-                                const SplitRange& range, int tile_range, bool next_head, const SplitEnd& split_end) {
+                                const SplitRange& range, int tile_range, const SplitEnd& split_end) {
     Queries q;
     const float factor = logit_factor(p_, 1.0f);
     for_each_step(
-        w, range, tile_range, ElementCopies<Traits>(p_, smem_, at_, tile, w, see, next_head, page_shift_),
-        [&] { read_queries(q); },
+        w, range, tile_range, ElementCopies(*this, tile, w, see), [&] { read_queries(q); },
         [&](auto& ring) {
           const ElementTile<T, D>* tiles = ring.tiles();
           element_step([&](int i) { return tiles[i].k; }, [&](int i) { return tiles[i].v; },
@@ -166,7 +217,6 @@ class Mainloop {
                                                                pages.second * c.k.page_stride,
                                                                token & (c.page_size - 1), loop.at_.tile_thread);
     }
-    __device__ void prefetch_next_head() const {}
     __device__ void load_raw(int stage) {
       if constexpr (Traits::kivi)
         if (raw.started < raw.halves) loop.start_raw(raw, tile, w, stage);

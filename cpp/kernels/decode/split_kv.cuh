@@ -55,10 +55,11 @@ class SplitKv {
       const WorkRange found = clustered ? cluster_work_range() : find_work_range<format>(p_);
       if (!store_range(found, smem_.range, smem_.bad_tile_range)) return;
     }
-    for_each_tile_range<format, Traits::N>(
-        p_, smem_.range, [&](const WorkTile& tile, const RowWork& w, int first, int last, bool next_head) {
-          if (first < last || clustered) compute_tile_range(tile, w, first, last, next_head, clustered);
-        });
+    for_each_tile_range<format, Traits::N>(p_, smem_.range,
+                                           [&](const WorkTile& tile, const RowWork& w, int first, int last) {
+                                             if (first < last || clustered)
+                                               compute_tile_range(tile, w, first, last, clustered);
+                                           });
   }
 
  private:
@@ -86,8 +87,7 @@ class SplitKv {
   }
 
   // Computes KV splits [first, last) of one work tile. In a cluster the range may be empty.
-  __device__ void compute_tile_range(const WorkTile& tile, const RowWork& w, int first, int last, bool next_head,
-                                     bool clustered) {
+  __device__ void compute_tile_range(const WorkTile& tile, const RowWork& w, int first, int last, bool clustered) {
     const int rows_used = p_.q_per_kv * p_.tokens - tile.first_n_tile * mma_n;  // packed rows that are not padding
     ++this_tile_range_;
     // All threads have read the previous range's partials and weights, whose memory the queries may take, and
@@ -105,7 +105,7 @@ class SplitKv {
     const bool has_row = Traits::cta_softmax || mma_n / Traits::warps * at_.warp() < rows_used;
     if constexpr (Traits::clusters)
       if (clustered) tile::wait_for_cluster();  // all CTAs of the cluster have started
-    mainloop_.run(tile, w, first, last, this_tile_range_, next_head, [&](int split, const ThreadPartial& partial) {
+    mainloop_.run(tile, w, first, last, this_tile_range_, [&](int split, const ThreadPartial& partial) {
       if (!has_row) return;
       if constexpr (Traits::clusters)
         if (clustered) return send_partial(partial, split);

@@ -173,21 +173,19 @@ __device__ __forceinline__ bool store_range(const WorkRange& found, WorkRange& r
   return true;
 }
 
-// Calls visit(tile, work, first, last, next_head) for every work tile that the CTA has a part of: KV splits [first,
-// last). A CTA with a part of one tile (ctas_per_tile > 0) may have no splits. next_head: the CTA's next work tile is the
-// next KV head of the same cache row. N: n-tiles of an m-block.
+// Calls visit(tile, work, first, last) for every work tile that the CTA has a part of: KV splits [first, last). A CTA
+// with a part of one tile (ctas_per_tile > 0) may have no splits. N: n-tiles of an m-block.
 template <KvFormat format, int N, class Visit>
 __device__ __forceinline__ void for_each_tile_range(const DecodeParams& p, const WorkRange& range, const Visit& visit) {
   int b = range.entry, tile = range.tile, tile_base = range.tile_base, first = range.first, last = range.last;
   RowWork w = range.work;
   while (true) {
     const int kv_head = divide(tile, p.by_m_blocks);
-    tile_base += w.work_tile_units();
-    const bool ends = range.ctas_per_tile || tile_base >= range.end;
     if (first < last || range.ctas_per_tile)
-      visit(WorkTile{b, kv_head, (tile - kv_head * p.m_blocks) * N}, w, first, last,
-            !ends && p.m_blocks == 1 && tile + 1 < p.tiles_per_entry);
-    if (ends) return;
+      visit(WorkTile{b, kv_head, (tile - kv_head * p.m_blocks) * N}, w, first, last);
+    if (range.ctas_per_tile) return;
+    tile_base += w.work_tile_units();
+    if (tile_base >= range.end) return;
     if (++tile == p.tiles_per_entry) {
       tile = 0;
       do {  // batch entries that see no token have no work units

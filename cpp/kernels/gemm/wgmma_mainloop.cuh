@@ -46,7 +46,8 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ void run(int steps, bool last, Acc& rAcc) {
     using namespace cute;
     int loads = last ? steps - 1 : steps;  // steps after which a stage is loaded
-    tile::pin(loads);                      // not derived anew in every step
+    // ptxas would derive it anew in every step; with one CTA an SM that costs less than the register (6 % at M = 1024).
+    if constexpr (Traits::ctas_per_sm > 1) tile::pin(loads);
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       const bool has_next = step < loads;
