@@ -38,7 +38,8 @@ Kernel kernel_of(const CombineKey& key) {
 
 void launch_combine(const DeviceScope& scope, const CombineKey& key, const DecodeParams& p) {
   const std::int64_t tiles = std::int64_t{p.batch} * p.tiles_per_entry;
-  const bool many_tiles = tiles > std::int64_t{4} * scope.sms();  // then a CTA a row would be more than run at once
+  // A CTA a row would then be more than an SM has run twice: four at a time.
+  const bool many_tiles = tiles * p.rows_used > std::int64_t{8} * scope.sms();
   scope.launch(many_tiles ? kernel_of<true>(key) : kernel_of<false>(key), {tiles, many_tiles ? 1 : p.rows_used},
                key.head_dim, 0, p, Overlap::with_previous);
 }

@@ -8,8 +8,8 @@
 // Bytes: 4 (D + 2) per partial, at most 64 partials. Bound by latency: load the lengths, then the partials.
 // Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
 // triggers this kernel only after its own wait). So the positions are computed while split_kv runs, and the partials
-// are loaded after wait_for_previous_kernel. With more batch entries than most_entries_counted, split_kv computes the
-// prefix sums of the work units, and everything comes after the wait.
+// are loaded after wait_for_previous_kernel. With more than 32 batch entries, split_kv computes the prefix sums of the
+// work units, and everything comes after the wait.
 #pragma once
 
 #include "kernels/decode/epilogue.cuh"
@@ -52,46 +52,30 @@ __device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineSt
 // Before the wait, a line in L1 may be older than the launch.
 __device__ __forceinline__ int load_l2(const std::int32_t* from) { return __ldcg(from); }
 
-// Counting more takes longer than the wait. Many work tiles: their CTAs wait for room beside split_kv's, so they have the
-// time; but the kernels of kivi formats leave them no registers, and they begin when split_kv ends.
-ROOFTILE_HD constexpr int most_entries_counted(KvFormat format, bool many_tiles) {
-  return many_tiles && !is_kivi(format) ? 128 : 32;
-}
-
 // The work of batch entry b, the work units before it, and those of the batch.
 struct EntryWork {
   RowWork work;
   int units_before = 0, total_units = 0;
   bool uniform = false;  // all work tiles have the same length
 };
-// Computed by every warp, 32 batch entries at a time.
+// Computed by every warp; at most 32 batch entries.
 __device__ __forceinline__ EntryWork count_work(const DecodeParams& p, int b) {
   const int lane = threadIdx.x % 32;
+  RowWork w;
+  if (lane < p.batch) w = row_work_of(p, p.cache.format, lane, load_l2);
+  const int first_units = __shfl_sync(0xffffffffu, w.work_tile_units(), 0);
   EntryWork entry;
-  bool uniform = true;
-  int first_units = 0, before = 0, total = 0;  // before, total: of rows of different lengths, this lane's part
-#pragma unroll 1
-  for (int first = 0; first < p.batch; first += 32) {
-    const int other = first + lane;
-    RowWork w;
-    if (other < p.batch) w = row_work_of(p, p.cache.format, other, load_l2);
-    const int units = w.work_tile_units();
-    if (first == 0) first_units = __shfl_sync(0xffffffffu, units, 0);
-    uniform &= other >= p.batch || units == first_units;
-    if (first == (b & ~31)) entry.work = broadcast(w, b - first);
-    w.add_overheads(p.cache.format);
-    total += w.work_tile_units();
-    if (other < b) before += w.work_tile_units();
-  }
-  entry.uniform = __all_sync(0xffffffffu, uniform);
+  entry.uniform = __all_sync(0xffffffffu, lane >= p.batch || w.work_tile_units() == first_units);
   if (entry.uniform) {
     entry.units_before = b * p.tiles_per_entry * first_units;
     entry.total_units = p.batch * p.tiles_per_entry * first_units;
   } else {
-    entry.work.add_overheads(p.cache.format);
-    entry.units_before = __reduce_add_sync(0xffffffffu, before) * p.tiles_per_entry;
-    entry.total_units = __reduce_add_sync(0xffffffffu, total) * p.tiles_per_entry;
+    w.add_overheads(p.cache.format);
+    const int units = w.work_tile_units() * p.tiles_per_entry;
+    entry.units_before = __reduce_add_sync(0xffffffffu, lane < b ? units : 0);
+    entry.total_units = __reduce_add_sync(0xffffffffu, units);
   }
+  entry.work = broadcast(w, b);
   return entry;
 }
 
@@ -105,7 +89,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   const int kv_head = divide(tile_in_entry, p.by_m_blocks);
   const WorkTile tile{b, kv_head, (tile_in_entry - kv_head * p.m_blocks) * (p.block_m / mma_n)};
 
-  const bool counts_here = p.batch <= most_entries_counted(p.cache.format, many_tiles);
+  const bool counts_here = p.batch <= 32;
   EntryWork entry;
   if (counts_here) {
     entry = count_work(p, b);
