@@ -22,26 +22,29 @@ namespace rooftile::gpu {
 template <int D>
 struct CombineStorage {
   TreeStorage tree[D / 32];  // one per warp
-  int partial[max_splits];   // packed row 0 of the partial that starts at a split, counted over all; -1: none
+  // Of the partial that starts at a split, the packed row, counted over all partials: the CTA's, or with many tiles the
+  // first; -1: none.
+  int partial[max_splits];
 };
 
-// (m, l) and this thread's value of a packed row with at most N splits. Returns false if a partial is marked invalid;
+// (m, l) and this thread's value of the packed row that is `further` rows behind smem.partial, with at most N splits.
+// Returns false if a partial is marked invalid;
 // split_kv has set the fault word then.
 template <int D, int N>
-__device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineStorage<D>& smem, int m_row, float& m,
+__device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineStorage<D>& smem, int further, float& m,
                                                 float& l, float& value) {
   using Reduction = TreeReduction<N>;
   TreeStorage& tree = smem.tree[threadIdx.x / 32];
   Reduction reduction([&](int split) {
     const int partial = smem.partial[split];
     return partial < 0 ? make_float2(-INFINITY, 0.0f)
-                       : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial + m_row} * 2);
+                       : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial + further} * 2);
   });
   float o[N];  // (split): this thread's channel
 #pragma unroll
   for (int split = 0; split < N; ++split)
     o[split] =
-        smem.partial[split] < 0 ? 0.0f : p.partial_o[std::int64_t{smem.partial[split] + m_row} * D + threadIdx.x];
+        smem.partial[split] < 0 ? 0.0f : p.partial_o[std::int64_t{smem.partial[split] + further} * D + threadIdx.x];
   if (!reduction.compute_factors(tree)) return false;
   m = reduction.m();
   l = reduction.l();
@@ -141,7 +144,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   if (thread < max_splits) {
     int index = range_index * partials_per_cta + (at > 0 ? 0 : partials_inside);
     for (; at < split; ++index) at += 1 << partial_level(at, end);
-    smem.partial[thread] = thread < splits && at == split ? index * p.block_m : -1;
+    smem.partial[thread] = thread < splits && at == split ? index * p.block_m + (many_tiles ? 0 : m_row) : -1;
   }
   __syncthreads();  // the indices of the partials are in shared memory
   if (counts_here) tile::wait_for_previous_kernel();
@@ -149,9 +152,10 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   do {
     float m, l, value;
     constexpr int short_row = 16, medium_row = 32;  // KV splits: a smaller tree is faster
-    const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, m_row, m, l, value)
-                       : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, m_row, m, l, value)
-                                              : reduce_partials<D, max_splits>(p, smem, m_row, m, l, value);
+    const int further = many_tiles ? m_row : 0;
+    const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, further, m, l, value)
+                       : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, further, m, l, value)
+                                              : reduce_partials<D, max_splits>(p, smem, further, m, l, value);
     if (valid) store(m, l, value);
   } while (next_row());
 }
