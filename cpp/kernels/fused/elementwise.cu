@@ -86,7 +86,7 @@ struct RopeParams {
 };
 
 template <class T, bool vector>
-__global__ __launch_bounds__(cta_threads, vector ? 12 : 7) void rope_rotate(const __grid_constant__ RopeParams p) {
+__global__ __launch_bounds__(cta_threads, vector ? 10 : 7) void rope_rotate(const __grid_constant__ RopeParams p) {
   let_next_kernel_start();
   const bool is_k = thread_index() >= p.q.threads;
   const RopeTensor& t = is_k ? p.k : p.q;
@@ -96,17 +96,17 @@ __global__ __launch_bounds__(cta_threads, vector ? 12 : 7) void rope_rotate(cons
   const std::int64_t position_offset = row_offset(p.positions, divide(at.quotient, t.heads).quotient);
   constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};  // of both types
 
-  const Row x = row_at(t.x, at.quotient);
+  const Row x = row_at(t.x, at.quotient), y = row_at(t.y, at.quotient);
   const std::int64_t first = at.remainder * vec_size, pair_end = (p.pairs + vec_size - 1) / vec_size * vec_size;
   wait_for_previous_kernel();
   const std::int64_t position = load_position(p.positions.data, position_offset, p.wide_positions);
   const bool known = position >= 0 && position < p.max_position;
   if (first >= pair_end) {  // past the pairs
     const std::int64_t copied = first - pair_end + 2 * p.pairs;
-    store_vec<vector>(row_at(t.y, at.quotient), copied, t.n, known ? load_vec<vector>(x, copied, t.n) : nan);
+    store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : nan);
     return;
   }
-  const Row x_high = {x.data + p.pairs * x.step, x.step};
+  const Row x_high = {x.data + p.pairs * x.step, x.step}, y_high = {y.data + p.pairs * y.step, y.step};
   uint4 low = load_vec<vector>(x, first, p.pairs), high = load_vec<vector>(x_high, first, p.pairs);
   if (known) {
     const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),
@@ -126,9 +126,8 @@ __global__ __launch_bounds__(cta_threads, vector ? 12 : 7) void rope_rotate(cons
   } else {
     low = high = nan;
   }
-  const Row y = row_at(t.y, at.quotient);  // after the loads, which it would take registers from
   store_vec<vector>(y, first, p.pairs, low);
-  store_vec<vector>({y.data + p.pairs * y.step, y.step}, first, p.pairs, high);
+  store_vec<vector>(y_high, first, p.pairs, high);
 }
 
 RopeTensor rope_tensor(const TensorView& x, const TensorView& y, std::int64_t pairs) {
