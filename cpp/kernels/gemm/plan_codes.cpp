@@ -123,9 +123,9 @@ int choose_split_k(const GemmProblem& p, int config) {
                            : choose_split_k(p, config, n_blocks, divide_up(p.m, w4_stream_block_m));
 }
 
-// Cycles of issue slots that the plan counts for a step of a wgmma CTA, 4 bits. Two CTAs of an SM take some 1,200
-// cycles for a step of both, one alone some 730 (docs/lab/w4a16.md). In 8 bits the bytes of a step take longer.
-constexpr double w4_issue_cycles = 550;
+// Cycles of issue slots that the plan counts for a step of a wgmma CTA, 4 bits: two CTAs of an SM take twice as long
+// for a step of both as one alone (docs/lab/w4a16.md). In 8 bits the bytes of a step take longer.
+constexpr double w4_issue_cycles = 700;
 // Others, fitted to an H200: a busy SM takes 1.3 cycles of a step for each cycle of its MMAs, a lone CTA waits 450 for
 // copies and decoding besides its MMAs; a wave starts and ends in 3500, the kernel of split K takes 3000 and reads and
 // writes 1700 bytes of partial sums a cycle.
@@ -138,7 +138,7 @@ constexpr double w4_mma_factor = 1.3, w4_step_wait = 450, w4_wave_cycles = 3500,
 // 32 steps of max(1.3 * 512, 512 + 450) cycles and 3500 are 34 000. N = 28672: 112 clusters' tiles for 66 clusters are
 // two waves, 64 steps; stream-K gives each cluster 112 * 32 / 66 = 55 steps and 3 for the fix-up, so it runs.
 // M = 32: 112 work tiles, 32 steps of 256 + 450 cycles and 3500 are 26 000; two splits, two CTAs an SM, are 16 steps of
-// 2 * 550 cycles, which with the sums of both splits are 28 000, so K is not split.
+// 2 * 700 cycles, which with the sums of both splits are 33 000, so K is not split.
 void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
   plan.path = GemmPath::codes_wgmma;
   while (plan.config < w4_wgmma_last && w4_wgmma_configs[plan.config].tokens < p.m) ++plan.config;

@@ -328,7 +328,7 @@ TEST(W4Plan, TwoCtasOfAnSmShareItsIssueSlots) {
   };
   EXPECT_EQ(splits(14336, 4096, 4), 1);  // 112 CTAs
   EXPECT_EQ(splits(4096, 4096, 4), 4);   // 128
-  EXPECT_EQ(splits(4096, 14336, 4), 8);  // 256, two an SM: 14 steps each
+  EXPECT_EQ(splits(4096, 14336, 4), 4);  // 128; 256 CTAs, two an SM, would take 14 steps of twice the time
   EXPECT_EQ(splits(14336, 4096, 8), 2);  // bound by the bytes of a step
 }
 
