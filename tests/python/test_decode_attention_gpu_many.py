@@ -46,7 +46,7 @@ def attend(q, cache, **options):
 # ---------------------------------------------------------------- the same row, the same bits
 
 # Where a KV split ends and where splits grow; in kivi rows, whose last tokens are raw, up to 32 tokens later.
-LEAVES = (128, 2048, 4096, 8192, 16384, 65536)
+LEAVES = (256, 3072, 4096, 8192, 16384, 65536)
 # Up to how many tokens of capacity small batches are clusters of 2, 4 and 8 CTAs; one more capacity without.
 CLUSTERS = (1024, 2048, 4096)
 CAPACITIES = (*CLUSTERS, 20032)
@@ -174,6 +174,31 @@ def test_a_row_in_a_batch_has_the_bits_it_has_alone(format, dtype, dim, t, page)
 
     assert pairs.check() == expected
     assert expected * len(checks.GPU_STORES) * len(SHAPES) >= PAIRS
+
+
+@pytest.mark.parametrize("batch", [32, 40])
+@stores
+def test_many_work_tiles_of_a_small_batch(format, dtype, batch):
+    """Several times as many as the device runs CTAs, most of them whole in one CTA, some shared, some without a key;
+    up to 32 rows every CTA counts the work itself."""
+    heads, kv_heads, dim = 64, 32, 64
+    rng = cases.generator("tiles", format, dtype, batch)
+    generator = seeded(rng)
+    lengths = [0, 33, *rng.integers(1, 700, batch - 3).tolist(), 0]
+    options = {"format": format, "dtype": dtype, "device": "cuda"}
+    cache = rt.KVCache(batch, 700, kv_heads, dim, **options)
+    q = noise((batch, 1, heads, dim), dtype, generator)
+    alone = []
+    for row, length in enumerate(lengths):
+        own = rt.KVCache(1, max(length, 1), kv_heads, dim, **options)
+        if length:
+            k, v = (noise((1, length, kv_heads, dim), dtype, generator) for _ in range(2))
+            own.append(k, v)
+            cache.append(k, v, rows=[row])
+        alone.append(attend(q[row : row + 1], own))
+    out, lse = attend(q, cache)
+    expected, expected_lse = (torch.cat(x) for x in zip(*alone, strict=True))
+    assert not (bits_differ(out, expected) | bits_differ(lse, expected_lse)).nonzero().tolist()
 
 
 # ---------------------------------------------------------------- replays

@@ -2,8 +2,8 @@
 // Reduces the partials that split_kv stored for work tiles that several CTAs share, and answers rows without visible
 // keys.
 //   partial_o [ctas, partials_per_cta, block_m, D], partial_ml [ctas, partials_per_cta, block_m, 2] -> out, lse
-// One CTA per packed row of a work tile, or for many work tiles, most of which have no partials, one per tile; one
-// thread per channel. The CTA locates the work tile's partials by the arithmetic of scheduler.h, one thread per KV
+// One CTA per packed row of a work tile, or where most work tiles have no partials, one per work tile; one thread per
+// channel. The CTA locates the work tile's partials by the arithmetic of scheduler.h, one thread per KV
 // split, and reduces them by TreeReduction.
 // Bytes: 4 (D + 2) per partial, at most 64 partials. Bound by latency: load the lengths, then the partials.
 // Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
@@ -22,8 +22,8 @@ namespace rooftile::gpu {
 template <int D>
 struct CombineStorage {
   TreeStorage tree[D / 32];  // one per warp
-  // Of the partial that starts at a split, the packed row, counted over all partials: the CTA's, or with many tiles the
-  // first; -1: none.
+  // (split): row of partial_ml that the partial which starts there has for the CTA's packed row, with many_tiles for
+  // packed row 0; -1: no partial starts there.
   int partial[max_splits];
 };
 
@@ -109,8 +109,9 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   int m_row = static_cast<int>(blockIdx.y);
   RowEpilogue<T> epilogue(p, tile, w, m_row);
   const auto next_row = [&] {  // false: the CTA has no other
-    if (!many_tiles || ++m_row == p.rows_used) return false;
+    if (!many_tiles || ++m_row >= min(p.rows_used, p.q_per_kv * p.tokens - tile.first_n_tile * mma_n)) return false;
     epilogue = RowEpilogue<T>(p, tile, w, m_row);
+    __syncwarp();  // the previous row's factors have been read
     return true;
   };
   const auto store = [&](float m, float l, float value) {
@@ -135,9 +136,9 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     end = w.first_split_from(partition.begin(range_index + 1) - base);
   }
   if (at == 0 && end == splits) {  // one CTA has written the result, or the row has no splits
-    if (splits == 0 && w.fault == KvFault::none) do
-        store(-INFINITY, 0.0f, 0.0f);
-      while (next_row());
+    if (splits == 0 && w.fault == KvFault::none) {
+      do { store(-INFINITY, 0.0f, 0.0f); } while (next_row());
+    }
     if (counts_here && blockIdx.x == 0) tile::wait_for_previous_kernel();
     return;
   }

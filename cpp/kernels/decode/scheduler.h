@@ -3,7 +3,7 @@
 // device.
 //
 // KV splits. A cache row's visible tokens are cut into at most 64 KV splits of equal size. The size follows from the
-// row's own token count alone. The raw tokens of a kivi row belong to its last split, or are its only one. The result
+// row's own token count, its format and block_m, never from its neighbours. The raw tokens of a kivi row belong to its last split, or are its only one. The result
 // of a split is a partial: (m, l, o) = (row maximum, sum of weights, weighted sum of V).
 //
 // Reduction. Partials are merged along one binary tree over the splits: the partial at (level, i) covers splits [i <<
@@ -60,8 +60,8 @@ ROOFTILE_HD constexpr int ceil_div(int a, int b) {
 
 // Work units of one KV split of a row with `tokens` visible tokens: a multiple of 4, one KV tile for each of four
 // warps. Splits are few, because the merge at the end of each costs as much as 64 tokens (with 4-bit codes 128). They
-// are enough for one cache row with eight KV heads to fill a device. block_m: packed rows of a work tile; with 16 there
-// are as few work tiles as KV heads, and splits of 512 tokens would be too few before 4096.
+// are enough for one cache row with eight KV heads to fill a device. block_m: packed rows of a work tile; with 16 a
+// batch has half as many work tiles, or fewer, and no clusters: splits of 512 tokens would leave CTAs without one.
 ROOFTILE_HD constexpr int kv_split_units(KvFormat format, int block_m, int tokens) {
   constexpr int step_tokens = 4 * work_unit_tokens;
   if (tokens <= (block_m == mma_n ? 24 : 32) * step_tokens) return 8;

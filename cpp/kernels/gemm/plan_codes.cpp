@@ -123,8 +123,8 @@ int choose_split_k(const GemmProblem& p, int config) {
                            : choose_split_k(p, config, n_blocks, divide_up(p.m, w4_stream_block_m));
 }
 
-// Cycles of issue slots that the plan counts for a step of a wgmma CTA, 4 bits: two CTAs of an SM take twice as long
-// for a step of both as one alone (docs/lab/w4a16.md). In 8 bits the bytes of a step take longer.
+// Cycles of issue slots that the plan counts for a step of a wgmma CTA, 4 bits: as many as one takes that has an SM to
+// itself, since two on an SM gain nothing (docs/lab/w4a16.md). In 8 bits the bytes of a step take longer.
 constexpr double w4_issue_cycles = 700;
 // Others, fitted to an H200: a busy SM takes 1.3 cycles of a step for each cycle of its MMAs, a lone CTA waits 450 for
 // copies and decoding besides its MMAs; a wave starts and ends in 3500, the kernel of split K takes 3000 and reads and
