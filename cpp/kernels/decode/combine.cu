@@ -38,8 +38,8 @@ Kernel kernel_of(const CombineKey& key) {
 
 void launch_combine(const DeviceScope& scope, const CombineKey& key, const DecodeParams& p) {
   const std::int64_t tiles = std::int64_t{p.batch} * p.tiles_per_entry;
-  // split_kv has p.ctas CTAs, so p.ctas - 1 work tiles at most are shared and have partials. With fewer than 1.5 times as
-  // many tiles the rows of a tile would wait for each other; with few rows in all, a CTA for each costs nothing.
+  // split_kv has p.ctas CTAs, so p.ctas - 1 work tiles at most are shared and have partials. With fewer than 1.5 times
+  // as many tiles the rows of a tile would wait for each other; with few rows in all, a CTA for each costs nothing.
   const bool many_tiles = 2 * tiles > std::int64_t{3} * p.ctas && tiles * p.rows_used > std::int64_t{8} * scope.sms();
   scope.launch(many_tiles ? kernel_of<true>(key) : kernel_of<false>(key), {tiles, many_tiles ? 1 : p.rows_used},
                key.head_dim, 0, p, Overlap::with_previous);

@@ -3,8 +3,9 @@
 // device.
 //
 // KV splits. A cache row's visible tokens are cut into at most 64 KV splits of equal size. The size follows from the
-// row's own token count, its format and block_m, never from its neighbours. The raw tokens of a kivi row belong to its last split, or are its only one. The result
-// of a split is a partial: (m, l, o) = (row maximum, sum of weights, weighted sum of V).
+// row's own token count, its format and block_m, never from its neighbours. The raw tokens of a kivi row belong to its
+// last split, or are its only one. The result of a split is a partial: (m, l, o) = (row maximum, sum of weights,
+// weighted sum of V).
 //
 // Reduction. Partials are merged along one binary tree over the splits: the partial at (level, i) covers splits [i <<
 // level, (i + 1) << level) and is the merge of its two halves. Splits that no full subtree covers are merged from the
