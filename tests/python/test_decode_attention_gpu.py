@@ -134,13 +134,13 @@ def test_tokens_at_once_and_one_by_one(format, dtype, length, window):
 
     Either side rounds the weights that meet the values to 16 bits, by u of each or 2^-24 of the largest, and what it
     stores. The values are |v|, of a coded token (u - 8) * scale, which is at most 16 / 15 of its largest |v|. The rest
-    is fp32: an exponential (2^-20) and fewer than length / 256 + 64 additions that one weight goes through, 2^-23 each.
+    is fp32: an exponential (2^-20) and fewer than length / 128 + 64 additions that one weight goes through, 2^-23 each.
     """
     t, heads, kv_heads, dim = 16, 8, 2, 64
     units = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
     # codes meet fp16 weights whatever the cache's dtype, raw tokens weights of that dtype
     unit = units[dtype if format in ("fp16", "bf16", *checks.KIVI) else "float16"]
-    fp32 = 2.0**-20 + 2.0**-23 * (length / 256 + 64)
+    fp32 = 2.0**-20 + 2.0**-23 * (length / 128 + 64)
     (k, v), *_ = tokens([length], kv_heads, dim, dtype, length)
     cache = filled([(k[: length - t], v[: length - t])], format, dtype, capacity=length)
     gpu = cache.to("cuda")

@@ -33,6 +33,14 @@ def bits_differ(a, b):
     return (a.view(whole) != b.view(whole)).flatten(1).any(1)
 
 
+def append_noise(places, length, heads, dim, dtype, generator):
+    """The same tokens to one row of several caches. places: (cache, row)."""
+    if length:
+        k, v = (noise((1, length, heads, dim), dtype, generator) for _ in range(2))
+        for cache, row in places:
+            cache.append(k, v, rows=[row])
+
+
 def nan_outputs(q):
     return torch.full_like(q, torch.nan), torch.full(q.shape[:-1], torch.nan, device=q.device)
 
@@ -128,12 +136,8 @@ def test_a_row_in_a_batch_has_the_bits_it_has_alone(format, dtype, dim, t, page)
     alone = []
     for row, length in enumerate(lengths):
         own = rt.KVCache(1, max(length, 1), KV_HEADS, dim, **options)
-        if length:
-            k, v = (noise((1, length, KV_HEADS, dim), dtype, generator) for _ in range(2))
-            own.append(k, v)
-            for cache in caches.values():
-                if row < cache.max_rows:
-                    cache.append(k, v, rows=[row])
+        places = [(own, 0), *((cache, row) for cache in caches.values() if row < cache.max_rows)]
+        append_noise(places, length, KV_HEADS, dim, dtype, generator)
         for count in COUNTS[t]:
             e = len(alone)
             alone.append(attend(q[e : e + 1], own, counts=None if count == t else [count]))
@@ -191,10 +195,7 @@ def test_many_work_tiles_of_a_small_batch(format, dtype, batch):
     alone = []
     for row, length in enumerate(lengths):
         own = rt.KVCache(1, max(length, 1), kv_heads, dim, **options)
-        if length:
-            k, v = (noise((1, length, kv_heads, dim), dtype, generator) for _ in range(2))
-            own.append(k, v)
-            cache.append(k, v, rows=[row])
+        append_noise([(own, 0), (cache, row)], length, kv_heads, dim, dtype, generator)
         alone.append(attend(q[row : row + 1], own))
     out, lse = attend(q, cache)
     expected, expected_lse = (torch.cat(x) for x in zip(*alone, strict=True))

@@ -3,8 +3,8 @@
 // keys.
 //   partial_o [ctas, partials_per_cta, block_m, D], partial_ml [ctas, partials_per_cta, block_m, 2] -> out, lse
 // One CTA per packed row of a work tile, or where most work tiles have no partials, one per work tile; one thread per
-// channel. The CTA locates the work tile's partials by the arithmetic of scheduler.h, one thread per KV
-// split, and reduces them by TreeReduction.
+// channel. The CTA locates the work tile's partials by the arithmetic of scheduler.h, one thread per KV split, and
+// reduces them by TreeReduction.
 // Bytes: 4 (D + 2) per partial, at most 64 partials. Bound by latency: load the lengths, then the partials.
 // Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
 // triggers this kernel only after its own wait). So the positions are computed while split_kv runs, and the partials
@@ -27,24 +27,23 @@ struct CombineStorage {
   int partial[max_splits];
 };
 
-// (m, l) and this thread's value of the packed row that is `further` rows behind smem.partial, with at most N splits.
-// Returns false if a partial is marked invalid;
-// split_kv has set the fault word then.
+// (m, l) and this thread's value of a packed row with at most N splits. row_offset: from the rows in smem.partial to
+// it. Returns false if a partial is marked invalid; split_kv has set the fault word then.
 template <int D, int N>
-__device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineStorage<D>& smem, int further, float& m,
-                                                float& l, float& value) {
+__device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineStorage<D>& smem, int row_offset,
+                                                float& m, float& l, float& value) {
   using Reduction = TreeReduction<N>;
   TreeStorage& tree = smem.tree[threadIdx.x / 32];
   Reduction reduction([&](int split) {
     const int partial = smem.partial[split];
     return partial < 0 ? make_float2(-INFINITY, 0.0f)
-                       : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial + further} * 2);
+                       : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial + row_offset} * 2);
   });
   float o[N];  // (split): this thread's channel
 #pragma unroll
   for (int split = 0; split < N; ++split)
     o[split] =
-        smem.partial[split] < 0 ? 0.0f : p.partial_o[std::int64_t{smem.partial[split] + further} * D + threadIdx.x];
+        smem.partial[split] < 0 ? 0.0f : p.partial_o[std::int64_t{smem.partial[split] + row_offset} * D + threadIdx.x];
   if (!reduction.compute_factors(tree)) return false;
   m = reduction.m();
   l = reduction.l();
@@ -153,10 +152,10 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   do {
     float m, l, value;
     constexpr int short_row = 16, medium_row = 32;  // KV splits: a smaller tree is faster
-    const int further = many_tiles ? m_row : 0;
-    const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, further, m, l, value)
-                       : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, further, m, l, value)
-                                              : reduce_partials<D, max_splits>(p, smem, further, m, l, value);
+    const int row_offset = many_tiles ? m_row : 0;
+    const bool valid = splits <= short_row    ? reduce_partials<D, short_row>(p, smem, row_offset, m, l, value)
+                       : splits <= medium_row ? reduce_partials<D, medium_row>(p, smem, row_offset, m, l, value)
+                                              : reduce_partials<D, max_splits>(p, smem, row_offset, m, l, value);
     if (valid) store(m, l, value);
   } while (next_row());
 }

@@ -31,11 +31,6 @@ std::int64_t resident_clusters(const GemmProblem& p, const GemmPlan& plan) {
 }
 std::int64_t cluster_tiles(const GemmPlan& plan) { return plan.n_blocks / plan.cluster; }
 
-// The least shared memory of a CTA that is to have an SM of Hopper to itself: 16 bytes more than lets two CTAs (1 KB is
-// reserved for each) fit its 228 KB. Otherwise CTAs that start while the kernel before ends go in pairs to the SMs that
-// are free first: 17 tokens, K = N = 4096, groups of 128 took 9.1 us on an H200, 20 tokens 6.9.
-constexpr std::size_t wgmma_alone_shared = (228 / 2 - 1) * 1024 + 16;
-
 void complete_wgmma(const GemmProblem& p, GemmPlan& plan) {
   if (p.zeros == W4Zeros::minima || plan.scale_k < w4_step_k)
     plan.operand = p.scale_dtype == DType::bf16 ? W4Operand::bf16_scales : W4Operand::f16_scales;
@@ -50,8 +45,10 @@ void complete_wgmma(const GemmProblem& p, GemmPlan& plan) {
   }
   plan.threads = f.threads();
   plan.shared_bytes = static_cast<std::size_t>(w4_wgmma_shared_bytes(p.bits, f));
+  // A CTA for each SM. Where two fit, CTAs that start while the kernel before ends go in pairs to the SMs that are free
+  // first: 17 tokens, K = N = 4096, groups of 128 took 9.1 us on an H200, 20 tokens 6.9.
   if (plan.n_blocks * plan.m_blocks * plan.splits <= p.sms)
-    plan.shared_bytes = std::max(plan.shared_bytes, wgmma_alone_shared);
+    plan.shared_bytes = std::max(plan.shared_bytes, static_cast<std::size_t>(least_shared_for(1)));
   if (!p.aligned_operands) plan.gathered_bytes = static_cast<std::size_t>(2 * plan.launch_tokens * w4_padded_k(p.k));
   plan.gather_ctas =
       static_cast<int>(std::min(divide_up(steps_of(p) * w4_step_k, w4_gather_columns),
