@@ -77,8 +77,8 @@ ROOFTILE_HD constexpr int w4_stage_bytes(int bits) { return 2 * w4_tile_bytes(bi
 // (1 KB is reserved for each) fit its 228 KB.
 constexpr int least_shared_for(int ctas) { return (228 / (ctas + 1) - 1) * 1024 + 16; }
 // Of stream_codes.cuh. A third CTA would be of the next launch, whose loads compete with this one's. One token: in
-// 8 bits K 14336 took 27.8 us on an H100 with room for three, four tokens (no room) 24.5; in 4 bits N 28672 took 23.0 us
-// on an H200 with room for three, 18.1 without.
+// 8 bits K 14336 took 27.8 us on an H100 with room for three, four tokens (no room) 24.5; in 4 bits N 28672 took
+// 23.0 us on an H200 with room for three, 18.1 without.
 inline constexpr int w4_stream_least_shared = least_shared_for(2);
 
 // stream_codes.cuh on Hopper: up to so many K splits of up to so many tokens can be a cluster.
