@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind.h"
+#include "tensor_caster.h"
 #include "rooftile/build.h"
 #include "rooftile/error.h"
 #include "rooftile/names.h"
@@ -52,10 +53,10 @@ NB_MODULE(_C, m) {
   nb::set_leak_warnings(false);  // torch.compile keeps what it traced, our handles too, until the process ends
   m.attr("version") = ROOFTILE_VERSION;
   m.attr("binding_mode") = ROOFTILE_MODE;
-  m.def("did_you_mean", [](const std::string& given, const nb::args& known) {
+  m.def("did_you_mean", [](const nb::str& given, const nb::args& known) {
     std::vector<std::string> names;
-    for (nb::handle name : known) names.push_back(nb::cast<std::string>(name));
-    return did_you_mean(given, names);
+    for (nb::handle name : known) names.push_back(python::text_of(name));
+    return did_you_mean(python::text_of(given), names);
   });
   m.def("cpu_variants", [] { return cpu_variants(); });
   m.def("gpu_count", [] { return gpu_count(); });

@@ -51,21 +51,22 @@ struct NumpyArray {
   PyObject *base, *dtype;
 };
 
+std::string text_of(nb::handle h) {
+  nb::object text = nb::isinstance<nb::str>(h) ? nb::borrow(h)  // PyObject_Str runs signal handlers
+                                               : nb::steal(PyObject_Str(h.ptr()));
+  if (text.is_valid()) text = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (text.is_valid()) return {PyBytes_AsString(text.ptr()), static_cast<std::size_t>(PyBytes_Size(text.ptr()))};
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // KeyboardInterrupt and the like
+  PyErr_Clear();
+  return "?";
+}
+
 namespace {
 
 constexpr double address_space = 0x1p57;  // bytes: no machine has more
 constexpr int dl_cpu = 1, dl_cuda = 2, dl_cuda_host = 3;
 constexpr std::uint32_t dl_major = 1;  // of another one nothing but version and deleter is known
 constexpr std::uint64_t dl_flag_read_only = 1;
-
-std::string text_of(nb::handle h) {
-  if (nb::isinstance<nb::str>(h)) return nb::borrow<nb::str>(h).c_str();  // PyObject_Str runs signal handlers
-  nb::object text = nb::steal(PyObject_Str(h.ptr()));
-  if (text.is_valid()) return nb::borrow<nb::str>(text).c_str();
-  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // KeyboardInterrupt and the like
-  PyErr_Clear();
-  return "?";
-}
 
 std::string python_type(nb::handle h) {
   nb::object type = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(h.ptr())));
@@ -454,7 +455,13 @@ std::int64_t Args::integer(nb::handle h, const char* argument) {
 
 const char* Args::text(nb::handle h, const char* argument) {
   if (!nb::isinstance<nb::str>(h)) refuse(ErrorKind::type, op_, argument, "must be a string, got " + python_type(h));
-  return nb::borrow<nb::str>(h).c_str();  // lives as long as the Python string
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(h.ptr(), &size);  // lives as long as the Python string
+  if (text && static_cast<Py_ssize_t>(std::strlen(text)) == size) return text;
+  PyErr_Clear();
+  refuse(ErrorKind::value, op_, argument,
+         "must be text " + std::string(text ? "without null characters" : "that UTF-8 can say") + ", got " +
+             text_of(nb::repr(h)));
 }
 
 Args::~Args() {

@@ -11,6 +11,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,9 @@ struct ExchangeTable;
 struct ManagedTensor;
 struct UnversionedTensor;
 
+// What str(h) shows, as UTF-8; half of a surrogate pair as a backslash and its number.
+std::string text_of(nb::handle h);
+
 // Converts the tensor arguments of one call and keeps alive what must outlive it.
 class Args final : public Lender {
  public:
@@ -40,7 +44,7 @@ class Args final : public Lender {
 
   double number(nb::handle h, const char* argument);
   std::int64_t integer(nb::handle h, const char* argument);
-  const char* text(nb::handle h, const char* argument);
+  const char* text(nb::handle h, const char* argument);  // a string without null characters
 
   const char* op() const { return op_; }
 

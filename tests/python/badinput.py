@@ -230,7 +230,7 @@ def tensor_faults(argument, t):
     yield from _bad_values(argument, t)
 
 
-def scalar_faults(argument):
+def scalar_faults(argument, good=None):
     if not argument.optional:
         yield Fault("None", None)
     for value in argument.bad:
@@ -254,6 +254,8 @@ def scalar_faults(argument):
             Fault(label, v)
             for label, v in {"int": 1, "float": 0.5, "empty": "", "unknown": "no such", "bool": True}.items()
         )
+        yield Fault("half of a surrogate pair", "\ud800")
+        yield Fault("null character", f"{good or 'x'}\0")
         return
     for label, value in {
         **objects,
@@ -291,4 +293,4 @@ def faults(op, name, call):
     if isinstance(argument, ops.Tensor):
         overlaps = overlap_faults(op, name, call) if argument.written else ()
         return itertools.chain(tensor_faults(argument, call.kwargs[name]), overlaps, memory_faults(op, name, call))
-    return scalar_faults(argument)
+    return scalar_faults(argument, call.kwargs.get(name))

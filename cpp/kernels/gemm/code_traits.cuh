@@ -43,12 +43,12 @@ static_assert(sizeof(W4Stage<4>) == w4_stage_bytes(4) && sizeof(W4Stage<8>) == w
 
 // Layouts of one warp's stages, a step of one tile row each, and the warp's copies. pitch: distance from a stage to the
 // warp's next one, in W4Stages: 1 where a warp's stages are contiguous, else the warps whose stages are interleaved.
-// Scale: half or bf16; void: known at run time. small_groups: a step may hold several scale blocks.
-template <int bits_, int stages_, int pitch, class Scale, bool small_groups_>
+// Scale: half or bf16; void: known at run time. scale_blocks: of a step, as registers hold them; 4: up to four, how many
+// is known at run time.
+template <int bits_, int stages_, int pitch, class Scale, int scale_blocks_>
 struct W4StageTraits {
-  static constexpr int bits = bits_, stages = stages_;
-  static constexpr bool small_groups = small_groups_;
-  static constexpr int scale_blocks = small_groups ? 4 : 1;  // of a step, as registers hold them
+  static constexpr int bits = bits_, stages = stages_, scale_blocks = scale_blocks_;
+  static_assert(scale_blocks == 1 || scale_blocks == 2 || scale_blocks == 4);
   using Stage = W4Stage<bits>;
   static constexpr int fragment_blocks = Stage::fragment_blocks;
   using STAGE = cute::Int<stages>;
@@ -69,14 +69,16 @@ struct W4StageTraits {
   using LaneLayoutQparams =
       cute::Layout<cute::Shape<cute::_1, STAGE>, cute::Stride<cute::_1, StageStride<cute::uint128_t>>>;
   // Scales as ldmatrix.trans reads them: (g, ((row half, k-block), t), STAGE), the same for all t, so that lane (g, t)
-  // gets the scales of rows g and g + 8 in a register. Small groups: k-blocks 2^shift apart are in different groups.
+  // gets the scales of rows g and g + 8 in a register. Four scale blocks: k-blocks 2^shift apart are in different groups.
   CUTE_HOST_DEVICE static auto smem_layout_scales(int shift) {
     using namespace cute;
-    if constexpr (small_groups)
+    if constexpr (scale_blocks == 4)
       return make_layout(Shape<_8, Shape<Shape<_2, _2, _2>, _4>, STAGE>{},
                          make_stride(_1{}, make_stride(make_stride(_8{}, (1 >> shift) * 16, (2 >> shift) * 16), _0{}),
                                      StageStride<std::uint16_t>{}));
-    else return Layout<Shape<_8, Shape<_2, _4>, STAGE>, Stride<_1, Stride<_8, _0>, StageStride<std::uint16_t>>>{};
+    else
+      return Layout<Shape<_8, Shape<Shape<_2, Int<scale_blocks>>, _4>, STAGE>,
+                    Stride<_1, Stride<Stride<_8, _16>, _0>, StageStride<std::uint16_t>>>{};
   }
   using LaneLayoutScales =
       cute::Layout<cute::Shape<cute::_8, STAGE>, cute::Stride<cute::_1, StageStride<std::uint16_t>>>;
@@ -92,8 +94,10 @@ struct W4StageTraits {
   // Scales and offsets: a lane copies up to 16 bytes of a step.
   using GmemCopyQparams = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>, cute::uint128_t>;
   using SmemCopyScales = decltype(cute::make_tiled_copy(
-      cute::Copy_Atom<std::conditional_t<small_groups, cute::SM75_U16x8_LDSM_T, cute::SM75_U16x2_LDSM_T>,
-                      std::uint16_t>{},
+      cute::Copy_Atom<
+          std::conditional_t<scale_blocks == 1, cute::SM75_U16x2_LDSM_T,
+                             std::conditional_t<scale_blocks == 2, cute::SM75_U16x4_LDSM_T, cute::SM75_U16x8_LDSM_T>>,
+          std::uint16_t>{},
       cute::Layout<cute::Shape<cute::_8, cute::_4>, cute::Stride<cute::_4, cute::_1>>{},
       cute::Layout<cute::Shape<cute::_1, cute::Int<2 * scale_blocks>>>{}));
 };
@@ -103,13 +107,13 @@ struct W4StageTraits {
 // same path.
 template <class Element, int bits_, int config_, class Scale, bool small_groups_, W4StreamZeros zeros>
 struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).stages, 1, Scale,
-                                      small_groups_ || zeros == W4StreamZeros::minima> {
+                                      small_groups_ || zeros == W4StreamZeros::minima ? 4 : 1> {
   using Base = typename W4StreamTraits::W4StageTraits;
-  using Base::bits, Base::stages, Base::small_groups;
+  using Base::bits, Base::stages;
   using typename Base::Stage;
   using T = Element;
   using MmaT = MmaType<T>;
-  static constexpr bool minima = zeros == W4StreamZeros::minima;
+  static constexpr bool minima = zeros == W4StreamZeros::minima, small_groups = Base::scale_blocks > 1;
   ROOFTILE_HD static bool has_zero_points(const W4View& w) {
     return zeros == W4StreamZeros::integer || (zeros == W4StreamZeros::either && w.zeros == W4Zeros::integer);
   }

@@ -24,10 +24,9 @@ GemmVariant stream_codes_variant(DType dtype) {
                                                             .small_groups = small_groups,
                                                             .zeros = zeros});
 }
-// Scale: void for W4Operand::codes, else half or bf16.
-template <class T, int bits, int config, class Scale>
-GemmVariant wgmma_variant(DType dtype, W4Operand operand) {
-  return VariantOf<WgmmaParams, w4a16_wgmma<W4WgmmaTraits<T, bits, config, Scale>>>::row(
+template <class T, int bits, int config, W4Operand operand>
+GemmVariant wgmma_variant(DType dtype) {
+  return VariantOf<WgmmaParams, w4a16_wgmma<W4WgmmaTraits<T, bits, config, operand>>>::row(
       {.path = GemmPath::codes_wgmma, .bits = bits, .dtype = dtype, .config = config, .operand = operand});
 }
 
@@ -46,9 +45,11 @@ void add_stream_config(std::vector<GemmVariant>& rows, DType dtype) {
 }
 template <class T, int bits, int config>
 void add_wgmma_config(std::vector<GemmVariant>& rows, DType dtype) {
-  rows.push_back(wgmma_variant<T, bits, config, void>(dtype, W4Operand::codes));
-  rows.push_back(wgmma_variant<T, bits, config, tile::half>(dtype, W4Operand::f16_scales));
-  rows.push_back(wgmma_variant<T, bits, config, tile::bf16>(dtype, W4Operand::bf16_scales));
+  rows.push_back(wgmma_variant<T, bits, config, W4Operand::codes>(dtype));
+  if constexpr (w4_has_two_sums(bits, w4_wgmma_config(bits, config)))
+    rows.push_back(wgmma_variant<T, bits, config, W4Operand::codes_64>(dtype));
+  rows.push_back(wgmma_variant<T, bits, config, W4Operand::f16_scales>(dtype));
+  rows.push_back(wgmma_variant<T, bits, config, W4Operand::bf16_scales>(dtype));
 }
 
 template <class T, int bits>

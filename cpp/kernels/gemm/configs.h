@@ -109,6 +109,9 @@ constexpr int w4_wgmma_shared_bytes(int bits, W4WgmmaConfig config) {
 inline constexpr int w4_wgmma_x_tile_k = 64;  // k of a TMA load of x: 128 bytes
 // Whether the config may run stream-K: with two CTAs per SM it gained nothing.
 constexpr bool w4_stream_k(W4WgmmaConfig config) { return config.ctas_per_sm == 1; }
+// Whether the config has a variant for scale blocks of 64 k that scales two sums of a step in fp32. With 128 tokens it
+// rounds weights: tensor cores are as busy, and sums take the registers.
+constexpr bool w4_has_two_sums(int bits, W4WgmmaConfig config) { return bits == 4 && config.tokens <= 64; }
 inline constexpr int w4_stream_max_m = 16;  // up to so many tokens stream_codes.cuh runs on Hopper too
 
 // gather_x.cuh: threads of a CTA, and columns they copy at once.

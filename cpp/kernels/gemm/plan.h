@@ -22,9 +22,10 @@ namespace rooftile::gpu {
 // (stream_codes.cuh), on Hopper codes_wgmma (wgmma.cuh).
 enum class GemmPath : std::uint8_t { stream, tma, collective, multistage, codes_stream, codes_wgmma };
 
-// The A operands of wgmma.cuh. codes: u - zero, exact, whose sums over 128 k are scaled in fp32. f16_scales,
-// bf16_scales: weights rounded to x's type, from scales (and minima) of that 16-bit type.
-enum class W4Operand : std::uint8_t { codes, f16_scales, bf16_scales };
+// The A operands of wgmma.cuh. codes, codes_64: u - zero, exact, whose sums over 128 or 64 k are scaled in fp32.
+// f16_scales, bf16_scales: weights rounded to x's type, from scales (and minima) of that 16-bit type.
+enum class W4Operand : std::uint8_t { codes, codes_64, f16_scales, bf16_scales };
+constexpr bool w4_exact(W4Operand operand) { return operand <= W4Operand::codes_64; }
 
 struct GemmProblem {
   std::int64_t m = 0, n = 0, k = 0;  // rows of x, rows of W, columns of both

@@ -32,9 +32,12 @@ std::int64_t resident_clusters(const GemmProblem& p, const GemmPlan& plan) {
 std::int64_t cluster_tiles(const GemmPlan& plan) { return plan.n_blocks / plan.cluster; }
 
 void complete_wgmma(const GemmProblem& p, GemmPlan& plan) {
-  if (p.zeros == W4Zeros::minima || plan.scale_k < w4_step_k)
-    plan.operand = p.scale_dtype == DType::bf16 ? W4Operand::bf16_scales : W4Operand::f16_scales;
   const W4WgmmaConfig f = w4_wgmma_config(p.bits, plan.config);
+  if (p.zeros == W4Zeros::minima || plan.scale_k < w4_step_k) {
+    plan.operand = p.scale_dtype == DType::bf16 ? W4Operand::bf16_scales : W4Operand::f16_scales;
+    if (p.zeros != W4Zeros::minima && plan.scale_k == 64 && w4_has_two_sums(p.bits, f))
+      plan.operand = W4Operand::codes_64;
+  }
   plan.n_blocks = divide_up(w4_tiles_n(p.n), f.warps());  // gated too: a gate row and its up row count as two
   plan.launch_tokens = std::min(p.m, !p.aligned_operands ? w4_gather_tokens : std::int64_t{1} << 30);
   plan.m_blocks = divide_up(plan.launch_tokens, f.tokens);
@@ -189,8 +192,7 @@ void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
 // Up to 512 tokens no chunk wins on 78 SMs or more, whatever N and K; on fewer the model says so for some, unmeasured.
 int choose_expand_rows(const GemmProblem& p, const GemmPlan& plan) {
   constexpr double step_us = 0.97, mixed_step_us = 1.2, idle_us = 0.30, busy_us = 0.53, bytes_us = 3.5e6, chunk_us = 3;
-  if (plan.operand == W4Operand::codes || !p.aligned_all || p.gated || plan.splits > 1 || p.m <= 512 || p.n == 0)
-    return 0;
+  if (w4_exact(plan.operand) || !p.aligned_all || p.gated || plan.splits > 1 || p.m <= 512 || p.n == 0) return 0;
   constexpr std::int64_t pair = 2 * w4_expand_tile.rows;  // rows of W of a cluster
   const std::int64_t most = w4_expand_bytes / (2 * p.k) / pair * pair, m_tiles = divide_up(p.m, w4_expand_tile.tokens),
                      sms = std::max(p.sms, 1);
@@ -285,8 +287,8 @@ bool wgmma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
          (plan.stream_k_ranges == 0 || check.range("stream_k_ranges", plan.stream_k_ranges, 0,
                                                    std::min(tiles, resident_clusters(p, whole) / whole.m_blocks))) &&
          check.need(
-             plan.expand_rows == 0 || (p.aligned_all && !p.gated && whole.operand != W4Operand::codes &&
-                                       plan.splits == 1 && plan.stream_k_ranges == 0 && p.m > linear_tma_max_tokens),
+             plan.expand_rows == 0 || (p.aligned_all && !p.gated && !w4_exact(whole.operand) && plan.splits == 1 &&
+                                       plan.stream_k_ranges == 0 && p.m > linear_tma_max_tokens),
              "expand_rows must be 0 unless the weight has minima or groups of 32 or 64, rows are whole 16-byte "
              "vectors, there are more than ",
              linear_tma_max_tokens, " tokens, no gate, no splits and no stream-K, got ", plan.expand_rows) &&

@@ -58,7 +58,7 @@ class W4StageReader {
   __device__ __forceinline__ auto zeros_of_stage(int stage) const { return zeros()(lane(), cute::_, cute::_, stage); }
   // The group of a k-block within its stage.
   __device__ __forceinline__ int group(int k_block) const {
-    return Traits::small_groups ? k_block >> scale_k_shift_ : 0;
+    return Traits::scale_blocks == 4 ? k_block >> scale_k_shift_ : k_block * Traits::scale_blocks / 4;
   }
 
  private:

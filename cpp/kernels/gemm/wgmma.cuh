@@ -16,6 +16,7 @@
 //   scale blocks of 128 k and more, no minima   operands (u - zero) / unit, exact; scales act in fp32 on the sum over a
 //                                               step:
 //                                               acc += scale * sum of (u - zero) / unit * x,   times unit at the end
+//   blocks of 64 k, 4 bits, up to 64 tokens     the same, with two sums a step
 //   others (`rounded`)                          operands (u - zero) * scale + minimum, rounded to T; one accumulator
 //                                               over K. Scaling four sums a step in fp32 would cost more issue slots
 //                                               than the tensor cores have cycles.

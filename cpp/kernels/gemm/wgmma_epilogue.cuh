@@ -44,7 +44,7 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const CodesParams& p, const W4
     if (p.partial) {
       if (n >= padded_n) return;
       float* to = p.partial + (work.split * p.tokens + token0 + first_token) * padded_n + n;
-      CUTE_NO_UNROLL
+#pragma unroll 4  // four loads from shared memory at once
       for (int token = first_token; token < tokens; token += warps, to += warps * padded_n)
         *recast_ptr<float4>(to) = sVecs(vec, token);
     } else {

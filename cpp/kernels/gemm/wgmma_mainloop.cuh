@@ -20,6 +20,9 @@ class W4WgmmaMainloop {
   using Decode = tile::CodeDecode<T, Traits::bits>;
   using ScaleOut = cute::SM90::GMMA::ScaleOut;
   using KBlocks = cute::make_int_sequence<4>;  // of 32 k, two k-steps each
+  using SUMS = cute::Int<Traits::sums>;
+  // The scales of rows g and g + 8: in fp32 where a CTA has the registers of an SM, else as they were stored.
+  using HeldScale = std::conditional_t<Traits::ctas_per_sm == 1, float2, std::uint32_t>;
 
  public:
   __device__ __forceinline__ W4WgmmaMainloop(const CodesParams& p, typename Traits::SharedStorage& smem, int cta_rank)
@@ -53,13 +56,19 @@ class W4WgmmaMainloop {
       const bool has_next = step < loads;
       const int stage = state_.index();
       if constexpr (Traits::rounded) {
-        multiply(stage, ScaleOut::One, has_next, rAcc);
+        Tensor rSum = make_tensor(rAcc.data(), append(rAcc.layout(), Layout<_1, _0>{}));
+        multiply(stage, ScaleOut::One, has_next, rSum);
       } else {
-        const float2 scale = scale_;             // of this step; multiply() reads that of the next one
-        Tensor rSum = make_fragment_like(rAcc);  // ((2, 2, BLK_N / 8), 1, 1): of this step
+        const auto scales = scales_;  // of this step; multiply() reads those of the next one
+        Tensor rSum = make_tensor<float>(append(rAcc.layout(), Layout<SUMS, Int<size(Acc{})>>{}));
         multiply(stage, ScaleOut::Zero, has_next, rSum);
         CUTE_UNROLL
-        for (int i = 0; i < size(rAcc); ++i) rAcc(i) = fmaf(i / 2 % 2 == 0 ? scale.x : scale.y, rSum(i), rAcc(i));
+        for (int s = 0; s < Traits::sums; ++s) {
+          const float2 scale = scale_pair(scales[s]);
+          CUTE_UNROLL
+          for (int i = 0; i < size(rAcc); ++i)
+            rAcc(i) = fmaf(i / 2 % 2 == 0 ? scale.x : scale.y, rSum(_, _, _, s)(i), rAcc(i));
+        }
       }
       if (has_next) dequant(_3{});
       release(stage);
@@ -74,7 +83,8 @@ class W4WgmmaMainloop {
     return __shfl_sync(~0u, peer, lane);  // ptxas derives it anew in every step, unless it comes out of a shuffle
   }
   // All MMAs of a step, in four batches, one a k-block; meanwhile the next step's codes become operands, but for the
-  // last k-block. first: whether the MMAs add to rSum or overwrite it.
+  // last k-block. rSum ((2, 2, BLK_N / 8), 1, 1, SUMS): of its part of the step each; first: whether the MMAs add to it
+  // or overwrite it.
   template <class Sum>
   __device__ __forceinline__ void multiply(int stage, ScaleOut first, bool has_next, Sum& rSum) {
     using namespace cute;
@@ -82,10 +92,11 @@ class W4WgmmaMainloop {
     const Tensor tBrX = x_operand(stage);  // (MMA, 1, MMA_K): descriptors
     warpgroup_fence_operand(rSum);
     warpgroup_arrive();
-    mma.accumulate_ = first;
     for_each(KBlocks{}, [&](auto k_block) {
+      constexpr auto sum = k_block / (_4{} / SUMS{});
+      if constexpr (k_block % (_4{} / SUMS{}) == 0) mma.accumulate_ = first;
       for_each(make_int_sequence<2>{}, [&](auto k) {
-        gemm(mma, rA_(_, _, make_coord(k, k_block)), tBrX(_, _, 2 * k_block + k), rSum);
+        gemm(mma, rA_(_, _, make_coord(k, k_block)), tBrX(_, _, 2 * k_block + k), rSum(_, _, _, sum));
         mma.accumulate_ = ScaleOut::One;
       });
       warpgroup_commit_batch();
@@ -122,7 +133,16 @@ class W4WgmmaMainloop {
   }
   // Exact operands: the scales of the stage loaded last, while MMAs run.
   __device__ __forceinline__ void read_scale() {
-    if constexpr (!Traits::rounded) scale_ = Traits::scale_pair(half_scales_, cute::recast<std::uint32_t>(rScales_)(0));
+    if constexpr (Traits::rounded) return;
+    const auto pairs = cute::recast<std::uint32_t>(rScales_);  // (SUMS)
+    CUTE_UNROLL
+    for (int s = 0; s < Traits::sums; ++s)
+      if constexpr (std::is_same_v<HeldScale, float2>) scales_[s] = Traits::scale_pair(half_scales_, pairs(s));
+      else scales_[s] = pairs(s);
+  }
+  __device__ __forceinline__ float2 scale_pair(HeldScale scale) const {
+    if constexpr (std::is_same_v<HeldScale, float2>) return scale;
+    else return Traits::scale_pair(half_scales_, scale);
   }
   // k-block `k_block` of the stage loaded last -> A.
   template <class KBlock>
@@ -139,7 +159,8 @@ class W4WgmmaMainloop {
                                                                   recast<std::uint32_t>(rMinima_)(k_block), zeros)
           .dequant(rCodes, rA);
     } else {
-      if (integer_ && k_block == 0) Decode::set_zeros(rZero_, sZeros_(0, 0), sZeros_(1, 0));
+      if constexpr (k_block % (_4{} / SUMS{}) == 0)
+        if (integer_) Decode::set_zeros(rZero_, sZeros_(0, reader_.group(k_block)), sZeros_(1, reader_.group(k_block)));
       Decode::dequant(rCodes, rZero_, rA);
     }
   }
@@ -165,7 +186,7 @@ class W4WgmmaMainloop {
       cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Shape<cute::_2, cute::_4>>{})) rA_;
   // (2 scale blocks) of that stage: 16-bit scales, minima of rows g and g + 8
   decltype(cute::make_tensor<std::uint16_t>(cute::Int<2 * Traits::scale_blocks>{})) rScales_, rMinima_;
-  [[maybe_unused]] float2 scale_;                                 // exact operands: of rows g, g + 8 in that stage
+  [[maybe_unused]] cute::array<HeldScale, Traits::sums> scales_;  // exact operands: of rows g, g + 8 in that stage
   decltype(cute::make_tensor<std::uint32_t>(cute::_2{})) rZero_;  // (row g, row g + 8): -zero / unit in both halves
 };
 

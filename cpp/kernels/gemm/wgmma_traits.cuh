@@ -7,29 +7,39 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/gemm/code_traits.cuh"
+#include "kernels/gemm/plan.h"
 
 namespace rooftile::gpu {
 
-// Consumer warps have neighbouring stages. Rounded operands read the scales of four k-blocks, exact ones of one block.
-template <int bits, int config, class Scale>
-using W4WgmmaStages = W4StageTraits<bits, w4_wgmma_config(bits, config).stages, w4_wgmma_config(bits, config).warps(),
-                                    Scale, !std::is_void_v<Scale>>;
+// The type of scales and minima of rounded operands; void: exact operands, known at run time.
+template <W4Operand operand>
+using W4OperandScale = std::conditional_t<operand == W4Operand::f16_scales, tile::half,
+                                          std::conditional_t<operand == W4Operand::bf16_scales, tile::bf16, void>>;
 
-// Scale_: void: exact operands; scale blocks of 128 k or more, no minima. Otherwise operands are weights rounded to T,
-// and Scale_ is the type of scales and minima.
-template <class Element, int bits_, int config_, class Scale_>
-struct W4WgmmaTraits : W4WgmmaStages<bits_, config_, Scale_> {
+// Consumer warps have neighbouring stages. A step of rounded operands may have four scale blocks.
+template <int bits, int config, W4Operand operand>
+using W4WgmmaStages = W4StageTraits<bits, w4_wgmma_config(bits, config).stages, w4_wgmma_config(bits, config).warps(),
+                                    W4OperandScale<operand>,
+                                    operand == W4Operand::codes      ? 1
+                                    : operand == W4Operand::codes_64 ? 2
+                                                                     : 4>;
+
+template <class Element, int bits_, int config_, W4Operand operand>
+struct W4WgmmaTraits : W4WgmmaStages<bits_, config_, operand> {
   using Base = typename W4WgmmaTraits::W4StageTraits;
   using Base::bits, Base::stages;
   using typename Base::STAGE, typename Base::Stage;
   using T = Element;
   using MmaT = MmaType<T>;
-  using Scale = Scale_;
+  using Scale = W4OperandScale<operand>;
   static constexpr W4WgmmaConfig config = w4_wgmma_config(bits, config_);
   static constexpr int tokens = config.tokens, warps = config.warps(), ctas_per_sm = config.ctas_per_sm;
   static constexpr int producer_warps = config.threads() / 32 - warps;  // each loads the codes of two consumer warps
-  static constexpr bool rounded = !std::is_void_v<Scale_>, stream_k = w4_stream_k(config);
-  static constexpr int consumer_registers = ctas_per_sm == 1 ? 232 : 96, producer_registers = 40;  // a thread
+  static constexpr bool rounded = !std::is_void_v<Scale>, stream_k = w4_stream_k(config);
+  static constexpr int sums = rounded ? 1 : Base::scale_blocks;  // of a step; exact operands: each has its own scale
+  // registers of a thread
+  static constexpr int consumer_registers = ctas_per_sm == 1 ? 232 : 104,
+                       producer_registers = ctas_per_sm == 1 ? 40 : 32;
   static_assert(128 * (config.consumer_groups * consumer_registers + producer_registers) <=
                     config.threads() * (65536 / (ctas_per_sm * config.threads()) / 8 * 8),
                 "setmaxnreg would wait forever");

@@ -180,19 +180,26 @@ TEST(W4Plan, TheGatheredCopyOfXHasRoom) {
   });
 }
 
-// Operands are exact where scales act on sums of at least 128 k and the weight has no minima.
+// Operands are exact where scales act on sums of at least 128 k, of 64 k in 4 bits up to 64 tokens, and the weight has no
+// minima.
 TEST(W4Plan, SmallScaleBlocksAndMinimaAreRoundedToOperands) {
-  for_each_wgmma_problem([](GemmProblem p) {
+  int two_sums = 0;
+  for_each_wgmma_problem([&](GemmProblem p) {
     for (const bool bf16_scales : {false, true}) {
       p.scale_dtype = bf16_scales ? DType::bf16 : DType::f16;
       const GemmPlan plan = plan_gemm(p);
-      const bool exact = plan.path == GemmPath::codes_stream || (p.zeros != W4Zeros::minima && plan.scale_k == 128);
+      const bool minima = p.zeros == W4Zeros::minima,
+                 exact = plan.path == GemmPath::codes_stream || (!minima && plan.scale_k == 128),
+                 two = !exact && !minima && plan.scale_k == 64 && p.bits == 4 && p.m <= 64;
+      two_sums += two;
       EXPECT_EQ(plan.operand, exact         ? W4Operand::codes
+                              : two         ? W4Operand::codes_64
                               : bf16_scales ? W4Operand::bf16_scales
                                             : W4Operand::f16_scales)
-          << "m " << p.m << " k " << p.k << " group " << p.group << (p.zeros == W4Zeros::minima ? " minima" : "");
+          << "m " << p.m << " k " << p.k << " group " << p.group << (minima ? " minima" : "");
     }
   });
+  EXPECT_GT(two_sums, 0);
 }
 
 // Chunks of W expanded to 16 bits for many tokens: whole tiles of the 16-bit product, at most 32 MB, alone in the

@@ -20,9 +20,11 @@ auto counting_tensor(const Layout& layout) {
 
 template <class Check>
 void for_each_traits(const Check& check) {
-  check(W4WgmmaTraits<tile::half, 4, 0, void>{}), check(W4WgmmaTraits<tile::half, 8, 0, tile::half>{});
-  check(W4WgmmaTraits<tile::bf16, 4, 1, tile::half>{}), check(W4WgmmaTraits<tile::half, 8, 1, void>{});
-  check(W4WgmmaTraits<tile::half, 4, 2, tile::bf16>{}), check(W4WgmmaTraits<tile::bf16, 8, 2, void>{});
+  using enum W4Operand;
+  check(W4WgmmaTraits<tile::half, 4, 0, codes>{}), check(W4WgmmaTraits<tile::half, 8, 0, f16_scales>{});
+  check(W4WgmmaTraits<tile::bf16, 4, 0, codes_64>{}), check(W4WgmmaTraits<tile::half, 4, 1, codes_64>{});
+  check(W4WgmmaTraits<tile::bf16, 4, 1, f16_scales>{}), check(W4WgmmaTraits<tile::half, 8, 1, codes>{});
+  check(W4WgmmaTraits<tile::half, 4, 2, bf16_scales>{}), check(W4WgmmaTraits<tile::bf16, 8, 2, codes>{});
 }
 
 // The element of x in a stage: two halves of 64 k, rows of 128 bytes, 16-byte vector v of row r at v ^ r % 8.
@@ -110,7 +112,7 @@ TEST(W4WgmmaLayouts, StagesOfAWarp) {
       for (int lane = 0; lane < 8 * Config::scale_blocks; ++lane) {  // the row that a lane passes to ldmatrix
         const auto of_row = typename Config::SmemCopyScales{}.get_slice(lane).partition_S(
             counting_tensor(Config::smem_layout_scales(shift)));
-        const int group = Config::small_groups ? lane / 8 >> shift : 0;
+        const int group = Config::scale_blocks == 4 ? lane / 8 >> shift : lane / 8;
         EXPECT_EQ(of_row(0, _0{}, _0{}, stage), stage * stage_bytes / 2 + group * 16 + lane % 2 * 8);
       }
   });
@@ -170,9 +172,9 @@ void check_load_x(int ctas) {
 TEST_F(W4WgmmaX, EveryCtaOfTheClusterGetsAllTokens) {
   if (tile::device_major() != 9) GTEST_SKIP() << "no Hopper";
   for (const int ctas : {1, 2}) {
-    check_load_x<W4WgmmaTraits<tile::half, 4, 0, void>>(ctas);
-    check_load_x<W4WgmmaTraits<tile::half, 4, 1, void>>(ctas);
-    check_load_x<W4WgmmaTraits<tile::half, 8, 2, void>>(ctas);
+    check_load_x<W4WgmmaTraits<tile::half, 4, 0, W4Operand::codes>>(ctas);
+    check_load_x<W4WgmmaTraits<tile::half, 4, 1, W4Operand::codes>>(ctas);
+    check_load_x<W4WgmmaTraits<tile::half, 8, 2, W4Operand::codes>>(ctas);
   }
 }
 
