@@ -13,10 +13,9 @@ namespace rooftile::tile {
 // clobber: alone they keep their order among each other and among CuTe's copies, but not among ordinary accesses.
 __device__ __forceinline__ void compiler_fence() { cuda::atomic_signal_fence(cuda::memory_order_seq_cst); }
 
-// Waits until the phase of that parity has completed; reads after it see what was written before the arrivals. Not
-// ClusterBarrier::wait, which lets the thread sleep.
+// Waits until the phase of that parity has completed; reads after it see what was written before the arrivals.
 __device__ __forceinline__ void wait_barrier(const cutlass::arch::ClusterBarrier& barrier, std::uint32_t parity) {
-  while (!barrier.try_wait(parity)) {}
+  barrier.wait(parity);
   compiler_fence();
 }
 // Arrives once this thread's reads and writes before it are done.

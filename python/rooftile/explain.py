@@ -10,7 +10,7 @@ import sys
 from typing import NamedTuple
 
 from rooftile import _C, attention, fused, gemm, sampling
-from rooftile._arrays import activation_dtype, must_be
+from rooftile._arrays import activation_dtype, check_flag, must_be
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.kv_cache import CONTIGUOUS_PAGE, ELEMENT_DTYPES, KIVI, Cache, check_format, integer, row_bytes
 
@@ -83,8 +83,8 @@ def explain(op, /, *args, device=None, sms=None, dtype=None, roof=None, **kwargs
     rough guess.
 
     Returns an Explanation. bytes and flops are what the op has to move and compute, whatever the kernel does.
-    Raises what the call raises for these shapes: ArgumentError, ArgumentTypeError, and NotSupportedError where the
-    device has no kernel. Source: the plans of cpp/kernels/*/plan.cpp; roofline: Williams et al. 2009.
+    Raises ArgumentError and ArgumentTypeError for what no plan can be made of, and NotSupportedError where the device
+    has no kernel. The call looks at more: that out, bias and weights fit, and at what tensors hold. Source: the plans of cpp/kernels/*/plan.cpp; roofline: Williams et al. 2009.
     """
     name = _name(op)
     if inspect.ismethod(op):  # cache.append
@@ -94,7 +94,7 @@ def explain(op, /, *args, device=None, sms=None, dtype=None, roof=None, **kwargs
 
 def _name(op):
     name = op if isinstance(op, str) else getattr(op, "__name__", None)
-    if name not in _OPS or not (isinstance(op, str) or callable(op)):
+    if not isinstance(name, str) or name not in _OPS or not (isinstance(op, str) or callable(op)):
         raise ArgumentError(f"explain: op {must_be(_OPS, name if isinstance(name, str) else op)}")
     return name
 
@@ -173,7 +173,7 @@ class _Call:
             return
         try:
             self.roof = float(roof[0]), float(roof[1])
-        except (TypeError, ValueError, IndexError, KeyError):
+        except (TypeError, ValueError, IndexError, KeyError, OverflowError):
             raise ArgumentTypeError(f"explain: roof must be (GB/s, TFLOP/s), two numbers, got {roof!r}") from None
         if not all(0 < x < math.inf for x in self.roof):
             raise ArgumentError(f"explain: roof must be (GB/s, TFLOP/s), both positive, got {roof!r}")
@@ -186,11 +186,15 @@ class _Call:
         x = self.given[name]
         shape = getattr(x, "shape", x)
         try:
+            if isinstance(shape, dict | set | frozenset):
+                raise TypeError
             shape = tuple(operator.index(size) for size in shape)
         except TypeError:
             raise ArgumentTypeError(f"{self.op}: {name} must be a tensor or a shape, got {type(x).__name__}") from None
         if any(not 0 <= size < 2**31 for size in shape):
             raise ArgumentError(f"{self.op}: {name} must have sizes in [0, 2**31), got {shape}")
+        if math.prod(shape) >= 2**60:
+            raise ArgumentError(f"{self.op}: {name} must have less than 2**60 elements, got {shape}")
         if ndims and len(shape) not in ndims:
             names = " or ".join(map(str, ndims))
             raise ArgumentError(f"{self.op}: {name} must have {names} dimensions, got {list(shape)}")
@@ -276,7 +280,11 @@ def _weight(call, weight_type):
     known = {"group_size": 128, "kind": "symmetric", "scale_dtype": "float16", "perm": False}
     _check_keys(call.op, "w", w, ("shape",), known)
     n, k = gemm._sizes(call.op, w["shape"])
-    return n, k, *(w.get(key, default) for key, default in known.items())
+    facts = {key: w.get(key, default) for key, default in known.items()}
+    if facts["scale_dtype"] not in ("float16", "bfloat16"):
+        raise ArgumentError(f"{call.op}: w's scale_dtype {must_be(('float16', 'bfloat16'), facts['scale_dtype'])}")
+    check_flag(call.op, "w's perm", facts["perm"])
+    return n, k, *facts.values()
 
 
 def _check_keys(op, argument, given, needed, known):
@@ -291,6 +299,7 @@ def _check_keys(op, argument, given, needed, known):
 def _packed(weight_type):
     def explained(call):
         n, k, group, kind, scale_dtype, perm = _weight(call, weight_type)
+        check_flag(call.op, "batch_invariant", call["batch_invariant"])
         sizes = _C.w4_sizes(call.op, "w", n, k, weight_type.BITS, group, kind)
         if kind not in weight_type.KINDS:
             raise ArgumentError(f"{call.op}: w's kind {must_be(weight_type.KINDS, kind)}")
@@ -298,7 +307,7 @@ def _packed(weight_type):
         if not x or x[-1] != k:
             raise ArgumentError(f"{call.op}: x must have a last dimension of K = {k}, got {list(x)}")
         if call.gpu:
-            weight = n, k, weight_type.BITS, group, kind, scale_dtype, bool(perm)
+            weight = n, k, weight_type.BITS, group, kind, scale_dtype, perm
             tensors = call.described("x"), weight, _output(call, n), call.described("bias"), call.described("residual")
             options = call["activation"], call["batch_invariant"], call.plan
             facts = _C.explain_w4a16(call.op, call.gpu, call.dtype, *tensors, *options)
@@ -324,7 +333,7 @@ def _cache(call, batch, head_dim):
     cache = call["cache"]
     if isinstance(cache, Cache):
         rows, lengths = call.given.get("rows"), cache.lengths
-        rows = range(batch) if rows is None else [int(row) for row in rows]
+        rows = range(batch) if rows is None else _integers(call, "rows")
         if any(not 0 <= row < len(lengths) for row in rows):
             raise ArgumentError(f"{call.op}: rows must be rows of the cache, 0 to {len(lengths) - 1}")
         if cache.head_dim != head_dim:
@@ -351,6 +360,15 @@ def _cache(call, batch, head_dim):
     if length > capacity:
         raise ArgumentError(f"{call.op}: cache's length must be at most its capacity {capacity}, got {length}")
     return _CacheFacts(format, page_size, number["kv_heads"], capacity, [length] * batch)
+
+
+def _integers(call, argument):
+    """A list of numbers, or an array."""
+    try:
+        values = list(call[argument])
+    except TypeError:
+        raise ArgumentTypeError(f"{call.op}: {argument} must be numbers, got {call[argument]!r}") from None
+    return [integer(call.op, argument, value) for value in values]
 
 
 def _seen_by(queries, first, window):
@@ -387,7 +405,7 @@ def _decode(call):
 
 def _sequences(call, argument, tokens):
     """Lengths of packed sequences."""
-    begins = [int(x) for x in call[argument]]
+    begins = _integers(call, argument)
     if not begins or begins[0] != 0 or begins != sorted(begins) or begins[-1] != tokens:
         raise ArgumentError(f"{call.op}: {argument} must start with 0, not decrease and end with {tokens}")
     return [b - a for a, b in itertools.pairwise(begins)]

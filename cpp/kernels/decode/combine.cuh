@@ -9,7 +9,7 @@
 // Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
 // triggers this kernel only after its own wait). So the positions are computed while split_kv runs, and the partials
 // are loaded after wait_for_previous_kernel. With more than 32 batch entries, split_kv computes the prefix sums of the
-// work units, and everything comes after the wait.
+// work cost, and everything comes after the wait.
 #pragma once
 
 #include "kernels/decode/epilogue.cuh"
@@ -54,10 +54,10 @@ __device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineSt
 // Before the wait, a line in L1 may be older than the launch.
 __device__ __forceinline__ int load_l2(const std::int32_t* from) { return __ldcg(from); }
 
-// The work of batch entry b, the work units before it, and those of the batch.
+// The work of batch entry b, the cost before it, and that of the batch.
 struct EntryWork {
   RowWork work;
-  int units_before = 0, total_units = 0;
+  int cost_before = 0, total_cost = 0;
   bool uniform = false;  // all work tiles have the same length
 };
 // Computed by every warp; at most 32 batch entries.
@@ -65,17 +65,17 @@ __device__ __forceinline__ EntryWork count_work(const DecodeParams& p, int b) {
   const int lane = threadIdx.x % 32;
   RowWork w;
   if (lane < p.batch) w = row_work_of(p, p.cache.format, lane, load_l2);
-  const int first_units = __shfl_sync(0xffffffffu, w.work_tile_units(), 0);
+  const int first_cost = __shfl_sync(0xffffffffu, w.work_tile_cost(), 0);
   EntryWork entry;
-  entry.uniform = __all_sync(0xffffffffu, lane >= p.batch || w.work_tile_units() == first_units);
+  entry.uniform = __all_sync(0xffffffffu, lane >= p.batch || w.work_tile_cost() == first_cost);
   if (entry.uniform) {
-    entry.units_before = b * p.tiles_per_entry * first_units;
-    entry.total_units = p.batch * p.tiles_per_entry * first_units;
+    entry.cost_before = b * p.tiles_per_entry * first_cost;
+    entry.total_cost = p.batch * p.tiles_per_entry * first_cost;
   } else {
     w.add_overheads(p.cache.format);
-    const int units = w.work_tile_units() * p.tiles_per_entry;
-    entry.units_before = __reduce_add_sync(0xffffffffu, lane < b ? units : 0);
-    entry.total_units = __reduce_add_sync(0xffffffffu, units);
+    const int cost = w.work_tile_cost() * p.tiles_per_entry;
+    entry.cost_before = __reduce_add_sync(0xffffffffu, lane < b ? cost : 0);
+    entry.total_cost = __reduce_add_sync(0xffffffffu, cost);
   }
   entry.work = broadcast(w, b);
   return entry;
@@ -98,13 +98,13 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
   } else {
     entry.work = row_work_of(p, p.cache.format, b, load_l2);
     tile::wait_for_previous_kernel();
-    entry.units_before = p.work_prefix[b];
-    entry.total_units = p.work_prefix[p.batch];
+    entry.cost_before = p.work_prefix[b];
+    entry.total_cost = p.work_prefix[p.batch];
     entry.uniform = p.work_prefix[p.batch + 1] != 0;
     if (!entry.uniform) entry.work.add_overheads(p.cache.format);
   }
   const RowWork& w = entry.work;
-  const int splits = w.splits, ctas_per_tile = ctas_per_tile_of(entry.uniform, w.work_tile_units(), p.ctas_per_tile);
+  const int splits = w.splits, ctas_per_tile = ctas_per_tile_of(entry.uniform, w.work_tile_cost(), p.ctas_per_tile);
   int m_row = static_cast<int>(blockIdx.y);
   RowEpilogue<T> epilogue(p, tile, w, m_row);
   const auto next_row = [&] {  // false: the CTA has no other
@@ -128,8 +128,8 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     at = w.first_split_of_cta(cta_in_tile, ctas_per_tile);
     end = w.first_split_of_cta(cta_in_tile + 1, ctas_per_tile);
   } else if (splits > 0) {
-    const WorkPartition partition(entry.total_units, p.ctas, entry.uniform);
-    const int base = entry.units_before + tile_in_entry * w.work_tile_units();
+    const WorkPartition partition(entry.total_cost, p.ctas, entry.uniform);
+    const int base = entry.cost_before + tile_in_entry * w.work_tile_cost();
     range_index = partition.owner(base + w.split_begin(split));
     at = w.first_split_from(partition.begin(range_index) - base);
     end = w.first_split_from(partition.begin(range_index + 1) - base);

@@ -85,16 +85,16 @@ bool rows_are_vectors(const TensorView& t) {
   return std::all_of(t.stride, t.stride + t.ndim - 1, [](std::int64_t stride) { return stride % 8 == 0; });
 }
 
-// Work units are counted in 32 bits. Upper bound of the units of all work tiles: tokens / 32, a quarter more for the
-// ends of KV splits (2 units for 8 at least), a sixteenth more where work ranges are rounded up: less than 1.5 times.
+// The cost is counted in 32 bits. Upper bound of all work tiles, in KV tiles: tokens / 32, a quarter more for the
+// ends of KV splits (2 KV tiles for 8 at least), a sixteenth more where work ranges are rounded up: less than 1.5 times.
 void check_size(const DecodeArgs& a) {
   const double m_blocks_all =
       static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / mma_n + a.cache->kv_heads;
-  const double tile_units = 1.5 * static_cast<double>(a.cache->capacity()) / work_unit_tokens + 16;
-  const double units = static_cast<double>(a.q.shape[0]) * m_blocks_all * tile_units;
-  ROOFTILE_CHECK_KIND(not_supported, units < 0x1p30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q),
+  const double tile_cost = 1.5 * static_cast<double>(a.cache->capacity()) / kv_tile_tokens + 16;
+  const double cost = static_cast<double>(a.q.shape[0]) * m_blocks_all * tile_cost;
+  ROOFTILE_CHECK_KIND(not_supported, cost < 0x1p30 && a.q.shape[1] < (1 << 24), op, ": q ", describe(a.q),
                       " over a cache of capacity ", a.cache->capacity(),
-                      " is more than one call counts (2^30 work units of 32 tokens x 8 packed query rows)");
+                      " is more than one call counts (2^30 KV tiles of 32 tokens x 8 packed query rows)");
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ struct SplitRange {
   __device__ SplitRange(const RowWork& w, int first, int last)
       : first(first),
         last(last),
-        split_tokens(w.split_units * work_unit_tokens),
+        split_tokens(w.split_tiles * kv_tile_tokens),
         begin(w.begin + first * split_tokens),
         end(min(w.end, w.begin + last * split_tokens)) {}
 };

@@ -20,7 +20,7 @@ struct DecodeParams {
   int window;           // tokens that a query sees, itself included, clamped to int32; 0: all
   float scale, softcap;
   bool vector_queries;  // every 8 elements of a row of q are contiguous and aligned to 16 bytes
-  // Workspace, fp32. work_prefix: work units before each batch entry; then the total; then whether all work tiles have
+  // Workspace, fp32. work_prefix: cost before each batch entry; then the total; then whether all work tiles have
   // the same length.
   float* partial_o;           // [ctas, partials_per_cta, block_m, D]
   float* partial_ml;          // [ctas, partials_per_cta, block_m, 2]: (m, l); l < 0: invalid page, out is not written

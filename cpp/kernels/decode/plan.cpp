@@ -111,7 +111,7 @@ DecodePlan plan_decode(const DecodeShape& shape, const DecodeDevice& device) {
   // A cluster does not span two GPCs, and these differ in size: clusters leave an eighth of the device unused. They
   // grow beyond two CTAs while they have fewer CTAs than KV splits of 256 tokens, or while they then fill 25 %
   // of the device at most: a CTA without a split still merges.
-  static_assert(kv_split_units(KvFormat::fp16, mma_n, cluster_tokens(8)) * work_unit_tokens == 256);
+  static_assert(kv_split_tiles(KvFormat::fp16, mma_n, cluster_tokens(8)) * kv_tile_tokens == 256);
   while (2 * plan.cluster_size <= device.max_cluster && 16 * work_tiles * plan.cluster_size <= 7 * resident_ctas &&
          (plan.cluster_size == 1 || 256 * plan.cluster_size < shape.visible ||
           8 * work_tiles * plan.cluster_size <= resident_ctas))

@@ -13,12 +13,12 @@
 // fewest partials that the tree allows: the canonical decomposition of the range into full subtrees.
 //
 // Work distribution. A work tile is one (batch entry, KV head, m-block), an m-block being block_m packed query rows
-// (query heads of the KV head x new tokens). Work tiles lie one after another, batch entries outermost. Work is counted
-// in work units, the time that 32 tokens take. Every CTA of the persistent grid has a range of the units (stream-K) and
-// owns the splits that start in its range; ranges have equal lengths, the last ones less or none. Where all work tiles
-// have the same length, a work tile has tokens / 32 units and one for raw tokens, and ranges are rounded up to a
+// (query heads of the KV head x new tokens). Work tiles lie one after another, batch entries outermost. Their
+// cost is counted in KV tiles, the time that 32 tokens take. Every CTA of the persistent grid has a range of it (stream-K)
+// and owns the splits that start in its range; ranges have equal lengths, the last ones less or none. Where all work tiles
+// have the same length, a work tile costs tokens / 32 and one for raw tokens, and ranges are rounded up to a
 // multiple of a power of two, so that many begin where a work tile or a subtree does. Where lengths differ, the ends of
-// splits, the start of a work tile and a second unit for raw tokens count too: otherwise a range of many short rows
+// splits, the start of a work tile and a second KV tile for raw tokens count too: otherwise a range of many short rows
 // would take longest.
 //
 // Few work tiles of the same length get a whole number of CTAs each, and no CTA works on two tiles. In a small batch of
@@ -36,11 +36,11 @@
 
 namespace rooftile::gpu {
 
-inline constexpr int work_unit_tokens = 32;  // tokens of one work unit: one KV tile of codes
+inline constexpr int kv_tile_tokens = 32;  // tokens of a KV tile of codes; cost is counted in KV tiles
 inline constexpr int max_splits = 64;
 inline constexpr int reduction_levels = 7;  // levels 0 to 6
 inline constexpr int cluster_splits = 16;   // KV splits of a work tile that a cluster computes, at most
-// Room for the partials of a CTA of a cluster, in units of mma_n. Two are used: 512 tokens a CTA, splits of 256.
+// Room for the partials of a CTA of a cluster, in multiples of mma_n. Two are used: 512 tokens a CTA, splits of 256.
 inline constexpr int cluster_partials = 4;
 // The most tokens that a cache row may have for a cluster of `ctas` CTAs.
 ROOFTILE_HD constexpr int cluster_tokens(int ctas) { return 512 * ctas; }
@@ -59,12 +59,12 @@ ROOFTILE_HD constexpr int ceil_div(int a, int b) {
              : static_cast<int>((static_cast<unsigned>(a) + static_cast<unsigned>(b) - 1) / static_cast<unsigned>(b));
 }
 
-// Work units of one KV split of a row with `tokens` visible tokens: a multiple of 4, one KV tile for each of four
+// KV tiles of one KV split of a row with `tokens` visible tokens: a multiple of 4, one KV tile for each of four
 // warps. Splits are few, because the merge at the end of each costs as much as 64 tokens (with 4-bit codes 128). They
 // are enough for one cache row with eight KV heads to fill a device. block_m: packed rows of a work tile; with 16 a
 // batch has half as many work tiles, or fewer, and no clusters: splits of 512 tokens would leave CTAs without one.
-ROOFTILE_HD constexpr int kv_split_units(KvFormat format, int block_m, int tokens) {
-  constexpr int step_tokens = 4 * work_unit_tokens;
+ROOFTILE_HD constexpr int kv_split_tiles(KvFormat format, int block_m, int tokens) {
+  constexpr int step_tokens = 4 * kv_tile_tokens;
   if (tokens <= (block_m == mma_n ? 24 : 32) * step_tokens) return 8;
   if (tokens <= 64 * step_tokens) return has_nibbles(format) ? 16 : 8;
   if (tokens <= 128 * step_tokens) return 16;
@@ -90,35 +90,35 @@ struct RowWork {
   int row = 0;                // of the cache
   int length = 0, count = 0;  // tokens stored; real queries: the last one is at position length - 1
   int begin = 0, end = 0;     // tokens [begin, end) are read from pages; begin is a multiple of 32
-  int split_units = 1;        // tokens of a KV split / 32
+  int split_tiles = 1;        // tokens of a KV split / 32
   int splits = 0;
-  int split_cost = 1;  // work units of a split: split_units, plus overhead where row lengths differ
+  int split_cost = 1;  // of a split: split_tiles, plus overhead where row lengths differ
   bool raw = false;    // the last split also has the raw tokens
   KvFault fault = KvFault::none;
 
-  // For a batch of rows of different lengths: counts the end of a split as 1 unit (16-bit rows) or 2 (codes).
-  ROOFTILE_HD void add_overheads(KvFormat format) { split_cost = split_units + (is_element_format(format) ? 1 : 2); }
-  ROOFTILE_HD int work_tile_units() const {
-    const int units = ceil_div(end - begin, work_unit_tokens) + splits * (split_cost - split_units);
-    if (split_cost == split_units) return units + (raw ? 1 : 0);
-    return splits == 0 ? 0 : units + (raw ? 2 : 0) + 4;  // raw tokens: 2 units; the wait for the first tile: 4
+  // For a batch of rows of different lengths: counts the end of a split as 1 KV tile (16-bit rows) or 2 (codes).
+  ROOFTILE_HD void add_overheads(KvFormat format) { split_cost = split_tiles + (is_element_format(format) ? 1 : 2); }
+  ROOFTILE_HD int work_tile_cost() const {
+    const int cost = ceil_div(end - begin, kv_tile_tokens) + splits * (split_cost - split_tiles);
+    if (split_cost == split_tiles) return cost + (raw ? 1 : 0);
+    return splits == 0 ? 0 : cost + (raw ? 2 : 0) + 4;  // raw tokens: 2; the wait for the first tile: 4
   }
   ROOFTILE_HD int split_begin(int split) const { return split * split_cost; }
-  // The first split that starts at `unit` or later.
-  ROOFTILE_HD int first_split_from(int unit) const {
-    if (unit <= 0) return 0;
-    const int split = ceil_div(unit, split_cost);
+  // The first split that starts at `at` or later.
+  ROOFTILE_HD int first_split_from(int at) const {
+    if (at <= 0) return 0;
+    const int split = ceil_div(at, split_cost);
     return split < splits ? split : splits;
   }
   // A work tile with `ctas` CTAs to itself: a split belongs to the CTA whose token range holds the split's midpoint.
-  // cta_of_split: that CTA. first_split_of_cta: the first split of a CTA. Both compute in 1 / (2 ctas) of a work unit.
+  // cta_of_split: that CTA. first_split_of_cta: the first split of a CTA. Both compute in 1 / (2 ctas) of a KV tile.
   ROOFTILE_HD int cta_of_split(int split, int ctas) const {
-    const int cta = divide((2 * split + 1) * split_units * ctas, 2 * work_tile_units());
+    const int cta = divide((2 * split + 1) * split_tiles * ctas, 2 * work_tile_cost());
     return cta < ctas ? cta : ctas - 1;
   }
   ROOFTILE_HD int first_split_of_cta(int cta, int ctas) const {
     if (cta >= ctas) return splits;
-    const int range = 2 * work_tile_units() * cta, split = split_units * ctas;
+    const int range = 2 * work_tile_cost() * cta, split = split_tiles * ctas;
     const int first = range <= split ? 0 : ceil_div_pow2(range - split, 2 * split);
     return first < splits ? first : splits;
   }
@@ -149,23 +149,23 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, int block_m, int capacity, 
     w.raw = true;
   }
   if (w.end < w.begin) w.end = w.begin;
-  w.split_cost = w.split_units = kv_split_units(format, block_m, w.end - w.begin);
-  w.splits = ceil_div_pow2(ceil_div(w.end - w.begin, work_unit_tokens), w.split_units);
+  w.split_cost = w.split_tiles = kv_split_tiles(format, block_m, w.end - w.begin);
+  w.splits = ceil_div_pow2(ceil_div(w.end - w.begin, kv_tile_tokens), w.split_tiles);
   if (w.splits == 0 && w.raw) w.splits = 1;
   return w;
 }
 
-// Stream-K partition of all work units over the CTAs. uniform: all work tiles have the same length; units_per_cta is
+// Stream-K partition of the cost of all work tiles over the CTAs. uniform: all work tiles have the same length; cost_per_cta is
 // then rounded up to a multiple of a power of two, by at most a sixteenth.
 struct WorkPartition {
-  int total, units_per_cta;  // work units: of all work tiles, of one CTA
-  ROOFTILE_HD WorkPartition(int total, int ctas, bool uniform) : total(total), units_per_cta(ceil_div(total, ctas)) {
+  int total, cost_per_cta;  // of all work tiles, of one CTA
+  ROOFTILE_HD WorkPartition(int total, int ctas, bool uniform) : total(total), cost_per_cta(ceil_div(total, ctas)) {
     int alignment = 1;
-    while (uniform && units_per_cta >> 5 >= alignment) alignment *= 2;
-    units_per_cta = (units_per_cta + alignment - 1) & -alignment;
+    while (uniform && cost_per_cta >> 5 >= alignment) alignment *= 2;
+    cost_per_cta = (cost_per_cta + alignment - 1) & -alignment;
   }
-  ROOFTILE_HD int begin(int cta) const { return cta * units_per_cta < total ? cta * units_per_cta : total; }
-  ROOFTILE_HD int owner(int unit) const { return divide(unit, units_per_cta); }
+  ROOFTILE_HD int begin(int cta) const { return cta * cost_per_cta < total ? cta * cost_per_cta : total; }
+  ROOFTILE_HD int owner(int at) const { return divide(at, cost_per_cta); }
 };
 
 // CTAs that each work tile gets to itself where all tiles have the same length: as many as there are for each tile, if
@@ -175,8 +175,8 @@ inline int ctas_per_tile_if_uniform(std::int64_t work_tiles, int ctas) {
   const int all = static_cast<int>(work_tiles), ctas_per_tile = ctas / all;
   return 8 * all * ctas_per_tile >= 7 * ctas ? ctas_per_tile : 0;
 }
-ROOFTILE_HD constexpr int ctas_per_tile_of(bool uniform, int work_tile_units, int if_uniform) {
-  return uniform && work_tile_units < 1 << 19 ? if_uniform : 0;  // cta_of_split computes in 32 bits
+ROOFTILE_HD constexpr int ctas_per_tile_of(bool uniform, int work_tile_cost, int if_uniform) {
+  return uniform && work_tile_cost < 1 << 19 ? if_uniform : 0;  // cta_of_split computes in 32 bits
 }
 
 // Level of the first subtree in the canonical decomposition of splits [at, end), at < end: limited by the alignment of

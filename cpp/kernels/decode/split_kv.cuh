@@ -2,7 +2,7 @@
 // Decode attention over a KV cache, split along the sequence.
 //   q, out [B, T, Hq, D]    cache: pages of K and V per KV head, one block-table row per sequence (or consecutive
 //                           pages)
-// A persistent grid covers the work units of scheduler.h, or a cluster of CTAs has one work tile. A CTA computes one
+// A persistent grid covers the work tiles by their cost (scheduler.h), or a cluster of CTAs has one work tile. A CTA computes one
 // work tile at a time. The query heads of a KV head (times new tokens) are the packed rows, the N of the MMAs, so they
 // share every byte of K and V. A work tile that one CTA computed whole is written at once. Partials of the others are
 // left to combine.cuh or, in a cluster, to cluster_reduction.cuh.

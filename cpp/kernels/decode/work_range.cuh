@@ -11,16 +11,16 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ int load_l1(const std::int32_t* from) { return *from; }
 
-// The work of one CTA: a range of work units, of which the CTA owns the splits that start inside, or a part of one work
+// The work of one CTA: a range of the cost of all work tiles, of which the CTA owns the splits that start inside, or a part of one work
 // tile. `tile` counts the work tiles of a batch entry.
 struct WorkRange {
-  int begin, end;  // work units; for a part of one work tile only begin < end counts: the tile has work
-  int tile_base;   // first work unit of the first work tile
+  int begin, end;  // in KV tiles of cost; for a part of one work tile only begin < end counts: the tile has work
+  int tile_base;   // where the first work tile begins
   int entry;
   bool uniform;                            // all work tiles have the same length
   RowWork work;                            // of batch entry `entry`
   int range_index = 0;                     // where the CTA stores its partials
-  int cta_in_tile = 0, ctas_per_tile = 0;  // CTAs that have the work tile to themselves; 0: stream-K range of units
+  int cta_in_tile = 0, ctas_per_tile = 0;  // CTAs that have the work tile to themselves; 0: a stream-K range
   int tile = 0, first = 0, last = 0;       // the first work tile, and the CTA's KV splits [first, last) of it
 
   // The CTA's splits of its only work tile. Called by a whole warp.
@@ -53,14 +53,14 @@ __device__ __forceinline__ WorkRange one_work_tile(const DecodeParams& p, int ti
   const int b = divide(tile_index, p.by_tiles_per_entry), tile = tile_index - b * p.tiles_per_entry;
   if (b >= p.batch) return {};
   const RowWork w = work_of(b);
-  const int units = w.work_tile_units();
-  return {tile * units, tile * units + (units > 0), 0, b, true, w, range_index, cta_in_tile, ctas_per_tile, tile};
+  const int cost = w.work_tile_cost();
+  return {tile * cost, tile * cost + (cost > 0), 0, b, true, w, range_index, cta_in_tile, ctas_per_tile, tile};
 }
 __device__ __forceinline__ RowWork broadcast(const RowWork& w, int lane) {
   const auto from = [lane](int x) { return __shfl_sync(0xffffffffu, x, lane); };
   return {from(w.row),      from(w.length),
           from(w.count),    from(w.begin),
-          from(w.end),      from(w.split_units),
+          from(w.end),      from(w.split_tiles),
           from(w.splits),   from(w.split_cost),
           from(w.raw) != 0, static_cast<KvFault>(from(static_cast<int>(w.fault)))};
 }
@@ -74,14 +74,14 @@ __device__ __forceinline__ int warp_scan(int x, int lane) {  // inclusive
   return x;
 }
 
-// Finds this CTA's work range. Every warp counts the work units of all batch entries, 32 entries at a time. CTA 0 also
+// Finds this CTA's work range. Every warp counts the cost of all batch entries, 32 entries at a time. CTA 0 also
 // writes their prefix sums for combine, and reports faults.
 template <KvFormat format>
 __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   const int lane = threadIdx.x % 32, range_index = work_range_index();
   const bool reports = range_index == 0 && threadIdx.x < 32;
   RowWork own;              // of batch entry `lane`; in the last loop of `first + lane`
-  int work_tile_units = 0;  // of the first batch entry
+  int work_tile_cost = 0;  // of the first batch entry
   bool uniform = true;
   // Faults, and whether all work tiles have the same length.
 #pragma unroll 1
@@ -91,18 +91,18 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
     if (b < p.batch) w = row_work_of(p, format, b, load_l1);
     if (reports && w.fault != KvFault::none)
       *p.cache.fault = kv_fault_word(w.fault, w.fault == KvFault::row ? b : w.row);
-    const int units = w.work_tile_units();
+    const int cost = w.work_tile_cost();
     if (first == 0) {
       own = w;
-      work_tile_units = __shfl_sync(0xffffffffu, units, 0);
+      work_tile_cost = __shfl_sync(0xffffffffu, cost, 0);
     }
-    uniform &= b >= p.batch || units == work_tile_units;
+    uniform &= b >= p.batch || cost == work_tile_cost;
   }
   uniform = __all_sync(0xffffffffu, uniform);
   // Few work tiles of the same length: a part of one work tile.
-  if (const int ctas_per_tile = ctas_per_tile_of(uniform, work_tile_units, p.ctas_per_tile)) {
+  if (const int ctas_per_tile = ctas_per_tile_of(uniform, work_tile_cost, p.ctas_per_tile)) {
     for (int i = lane; reports && i < p.batch + 2; i += 32)
-      p.work_prefix[i] = i == p.batch + 1 ? uniform : i * work_tile_units * p.tiles_per_entry;
+      p.work_prefix[i] = i == p.batch + 1 ? uniform : i * work_tile_cost * p.tiles_per_entry;
     const int tile_index = divide(range_index, p.by_ctas_per_tile);
     WorkRange r =
         one_work_tile(p, tile_index, range_index - tile_index * ctas_per_tile, ctas_per_tile, range_index,
@@ -110,8 +110,8 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
     if (r.begin < r.end) r.find_own_splits(lane);
     return r;
   }
-  // Stream-K: the units of all work tiles.
-  int total = p.batch * work_tile_units * p.tiles_per_entry;
+  // Stream-K: the cost of all work tiles.
+  int total = p.batch * work_tile_cost * p.tiles_per_entry;
   if (!uniform) {
     total = 0;
 #pragma unroll 1
@@ -119,7 +119,7 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
       if (const int b = first + lane; b < p.batch) {
         RowWork w = row_work_of(p, format, b, load_l1);
         w.add_overheads(format);
-        total += w.work_tile_units();
+        total += w.work_tile_cost();
         if (first == 0) own = w;
       }
     total = __reduce_add_sync(0xffffffffu, total) * p.tiles_per_entry;
@@ -136,13 +136,13 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
       if (first + lane < p.batch) own = row_work_of(p, format, first + lane, load_l1);
       if (!uniform && first + lane < p.batch) own.add_overheads(format);
     }
-    const int units = own.work_tile_units() * p.tiles_per_entry, end = before + warp_scan(units, lane);
-    if (reports && first + lane < p.batch) p.work_prefix[first + lane] = end - units;
-    const unsigned containing = __ballot_sync(0xffffffffu, end - units <= r.begin && r.begin < end);
+    const int cost = own.work_tile_cost() * p.tiles_per_entry, end = before + warp_scan(cost, lane);
+    if (reports && first + lane < p.batch) p.work_prefix[first + lane] = end - cost;
+    const unsigned containing = __ballot_sync(0xffffffffu, end - cost <= r.begin && r.begin < end);
     if (containing) {
       const int source_lane = first_bit(containing);
       r.entry = first + source_lane;
-      r.tile_base = __shfl_sync(0xffffffffu, end - units, source_lane);
+      r.tile_base = __shfl_sync(0xffffffffu, end - cost, source_lane);
       r.work = broadcast(own, source_lane);
     }
     before = __shfl_sync(0xffffffffu, end, 31);
@@ -153,9 +153,9 @@ __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   }
   if (r.begin >= r.end) return r;
   // The work tile and the splits with which the range begins.
-  const int units = r.work.work_tile_units();
-  r.tile = divide(r.begin - r.tile_base, units);
-  r.tile_base += r.tile * units;
+  const int cost = r.work.work_tile_cost();
+  r.tile = divide(r.begin - r.tile_base, cost);
+  r.tile_base += r.tile * cost;
   r.first = r.work.first_split_from(r.begin - r.tile_base);
   r.last = r.work.first_split_from(r.end - r.tile_base);
   return r;
@@ -184,11 +184,11 @@ __device__ __forceinline__ void for_each_tile_range(const DecodeParams& p, const
     if (first < last || range.ctas_per_tile)
       visit(WorkTile{b, kv_head, (tile - kv_head * p.m_blocks) * N}, w, first, last);
     if (range.ctas_per_tile) return;
-    tile_base += w.work_tile_units();
+    tile_base += w.work_tile_cost();
     if (tile_base >= range.end) return;
     if (++tile == p.tiles_per_entry) {
       tile = 0;
-      do {  // batch entries that see no token have no work units
+      do {  // batch entries that see no token cost nothing
         w = row_work_of(p, format, ++b, load_l1);
         if (!range.uniform) w.add_overheads(format);
       } while (w.splits == 0);

@@ -143,7 +143,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   p.partial = plan.separate_epilogue ? reinterpret_cast<float*>(workspace) : nullptr;
 
   const std::int64_t m = a.x.rows();
-  if (!wgmma && m <= w4_stream_block_m)
+  if (plan.m_blocks == 1 && plan.launch_tokens >= m)  // reads each weight once
     scope.reads_once(w.codes, static_cast<std::size_t>(w4_tiles_n(w.n) * w4_tiles_k(w.k) * w4_tile_bytes(w.bits)));
   const int tokens_per_cta = wgmma ? w4_wgmma_config(w.bits, plan.config).tokens : w4_stream_block_m;
   for (std::int64_t first = 0; first < m; first += plan.launch_tokens) {

@@ -37,35 +37,33 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const CodesParams& p, const W4
       tCsOut(i) = Traits::rounded ? sum : sum * tile::CodeDecode<T, Traits::bits>::unit;
     }
   };
-  const auto store_tile = [&](const Epilogue<T>& out, int tile) {
-    tile::sync_tile_warps<warps>(0);  // all consumers have written this epilogue tile
-    const std::int64_t token0 = std::int64_t{work.m_block} * Traits::tokens + tile * Traits::epilogue_tokens;
-    const int tokens = static_cast<int>(min(std::int64_t{Traits::epilogue_tokens}, p.tokens - token0));
-    if (p.partial) {
+  // store(token0, tokens): stores the epilogue tile of the launch's tokens token0, token0 + 1 ...
+  const auto for_each_tile = [&](const auto& store) {
+    // unrolled copies of the epilogue would not fit into the instruction cache
+    CUTE_NO_UNROLL
+    for (int tile = 0; tile < Traits::epilogue_tiles; ++tile) {
+      write_tile(tile);
+      tile::sync_tile_warps<warps>(0);  // all consumers have written this epilogue tile
+      const std::int64_t token0 = std::int64_t{work.m_block} * Traits::tokens + tile * Traits::epilogue_tokens;
+      store(token0, static_cast<int>(min(std::int64_t{Traits::epilogue_tokens}, p.tokens - token0)));
+    }
+  };
+  if (p.partial) {
+    for_each_tile([&](std::int64_t token0, int tokens) {
       if (n >= padded_n) return;
       float* to = p.partial + (work.split * p.tokens + token0 + first_token) * padded_n + n;
 #pragma unroll 4  // four loads from shared memory at once
       for (int token = first_token; token < tokens; token += warps, to += warps * padded_n)
         *recast_ptr<float4>(to) = sVecs(vec, token);
-    } else {
+    });
+  } else {
+    for_each_tile([&](std::int64_t token0, int tokens) {
+      const Epilogue<T> out(p, n);  // only now: the bias takes registers that rAcc no longer needs
       CUTE_NO_UNROLL
       for (int token = first_token; token < tokens; token += warps * tokens_per_warp)
         // the up rows of a gated tile lie BLK_M / 2 rows, rows / 8 vectors, behind their gates
         out.store(p.first_token + token0 + token, sVecs(vec, token), sVecs(vec + gated * (rows / 8), token));
-    }
-  };
-  if constexpr (Traits::ctas_per_sm == 1) {
-    const Epilogue<T> out(p, n);
-    // unrolled copies of the epilogue would not fit into the instruction cache
-    CUTE_NO_UNROLL
-    for (int tile = 0; tile < Traits::epilogue_tiles; ++tile) {
-      write_tile(tile);
-      store_tile(out, tile);
-    }
-  } else {
-    static_assert(Traits::epilogue_tiles == 1);
-    write_tile(0);
-    store_tile(Epilogue<T>(p, n), 0);  // the bias takes registers that rAcc has left
+    });
   }
 }
 

@@ -28,7 +28,7 @@ template <class Traits>
 class W4TileScheduler {
  public:
   __device__ __forceinline__ W4TileScheduler(const WgmmaParams& params, int cta_rank)
-      : params_(params), cta_rank_(cta_rank) {
+      : params_(params), cta_rank_(cta_rank), ranges_(Traits::stream_k ? params.ranges : 0) {
     const CodesParams& p = params;
     const unsigned cluster = blockIdx.x >> p.cluster_shift;
     if (stream_k()) {
@@ -83,10 +83,11 @@ class W4TileScheduler {
   }
 
  private:
-  __device__ __forceinline__ bool stream_k() const { return Traits::stream_k && params_.ranges > 0; }
+  __device__ __forceinline__ bool stream_k() const { return Traits::stream_k && ranges_ > 0; }
 
   const WgmmaParams& params_;
   int cta_rank_;
+  int ranges_;                         // work ranges of stream-K; 0: no stream-K
   unsigned next_, end_, m_block_ = 0;  // [next, end): work tiles; stream-K: steps, taken from the end
 };
 

@@ -140,46 +140,46 @@ TEST(DecodeScheduler, SplitsAreFewAndLongOnlyInLongRows) {
                        : trial < 9200 ? (trial - 8999) * max_splits * 128
                                       : between(random, 1, trial % 4 < 2 ? 1 << 20 : 0x7fffff80);
     const int block_m = trial % 3 ? mma_n : 2 * mma_n;
-    const std::int64_t units = kv_split_units(format, block_m, tokens), split = units * work_unit_tokens,
+    const std::int64_t tiles = kv_split_tiles(format, block_m, tokens), split = tiles * kv_tile_tokens,
                        splits = (tokens + split - 1) / split;
-    ASSERT_GE(units, 8);
-    ASSERT_EQ(units % 4, 0);  // a KV tile for each warp
+    ASSERT_GE(tiles, 8);
+    ASSERT_EQ(tiles % 4, 0);  // a KV tile for each warp
     ASSERT_LE(splits, max_splits) << tokens;
-    ASSERT_TRUE(units == 8 || splits > (block_m == mma_n ? 6 : 8)) << tokens;
-    ASSERT_TRUE(units > 8 || tokens <= 8192) << tokens;
-    ASSERT_LE(units, kv_split_units(format, block_m, tokens == 0x7fffff80 ? tokens : tokens + 1)) << tokens;
+    ASSERT_TRUE(tiles == 8 || splits > (block_m == mma_n ? 6 : 8)) << tokens;
+    ASSERT_TRUE(tiles > 8 || tokens <= 8192) << tokens;
+    ASSERT_LE(tiles, kv_split_tiles(format, block_m, tokens == 0x7fffff80 ? tokens : tokens + 1)) << tokens;
   }
 }
 
 TEST(DecodeScheduler, SplitsGrowAt3072TokensIn4BitCodesAndAt8192InOthers) {
   const auto last_of_256 = [](KvFormat format, int block_m) {
     int tokens = 1;
-    while (kv_split_units(format, block_m, tokens + 1) == 8) ++tokens;
+    while (kv_split_tiles(format, block_m, tokens + 1) == 8) ++tokens;
     return tokens;
   };
   EXPECT_EQ(last_of_256(KvFormat::int4_kivi, mma_n), 3072);
   EXPECT_EQ(last_of_256(KvFormat::int4, 2 * mma_n), 4096);
   EXPECT_EQ(last_of_256(KvFormat::int8, mma_n), 8192);
   EXPECT_EQ(last_of_256(KvFormat::fp16, 2 * mma_n), 8192);
-  EXPECT_EQ(kv_split_units(KvFormat::int4, mma_n, 3073), 16);
+  EXPECT_EQ(kv_split_tiles(KvFormat::int4, mma_n, 3073), 16);
 }
 
 TEST(DecodeScheduler, FirstSplitFromFindsTheFirstSplitThatStartsThere) {
-  for (int units : {1, 2, 7})
+  for (int tiles : {1, 2, 7})
     for (int paged : {0, 1, 5, 35, 64 * 7})
       for (bool raw : {false, true}) {
         RowWork w;
-        w.split_units = units;
-        w.split_cost = units + 2;
+        w.split_tiles = tiles;
+        w.split_cost = tiles + 2;
         w.begin = 64;
-        w.end = w.begin + paged * work_unit_tokens;
-        w.splits = paged == 0 && raw ? 1 : ceil_div(paged, units);
+        w.end = w.begin + paged * kv_tile_tokens;
+        w.splits = paged == 0 && raw ? 1 : ceil_div(paged, tiles);
         w.raw = raw;
-        for (int unit = -3; unit <= w.work_tile_units(); ++unit) {
+        for (int at = -3; at <= w.work_tile_cost(); ++at) {
           int expected = 0;
-          while (expected < w.splits && w.split_begin(expected) < unit) ++expected;
-          ASSERT_EQ(w.first_split_from(unit), expected)
-              << units << " units, " << w.splits << " splits, raw " << raw << ", from " << unit;
+          while (expected < w.splits && w.split_begin(expected) < at) ++expected;
+          ASSERT_EQ(w.first_split_from(at), expected)
+              << tiles << " KV tiles, " << w.splits << " splits, raw " << raw << ", from " << at;
         }
       }
 }
@@ -199,7 +199,7 @@ TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
     ASSERT_EQ(w.fault, KvFault::none);
     ASSERT_EQ(w.row, 3);
     if (length == 0 || count == 0) {
-      ASSERT_EQ(w.work_tile_units(), 0);
+      ASSERT_EQ(w.work_tile_cost(), 0);
       continue;
     }
     // the earliest and the latest token that any query reads from pages
@@ -219,8 +219,8 @@ TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
       ASSERT_LE(w.begin, begin);
       ASSERT_GT(w.begin + 32, begin);
       ASSERT_EQ(w.end, end);
-      const std::int64_t split = std::int64_t{w.split_units} * work_unit_tokens;
-      ASSERT_EQ(w.split_units, kv_split_units(format, mma_n, w.end - w.begin));
+      const std::int64_t split = std::int64_t{w.split_tiles} * kv_tile_tokens;
+      ASSERT_EQ(w.split_tiles, kv_split_tiles(format, mma_n, w.end - w.begin));
       ASSERT_GE(w.splits * split, w.end - w.begin);
       ASSERT_LT((w.splits - 1) * split, w.end - w.begin);
     } else {
@@ -228,7 +228,7 @@ TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
       ASSERT_EQ(w.splits, 1);  // raw tokens alone
     }
     ASSERT_LE(w.splits, max_splits);
-    ASSERT_EQ(w.work_tile_units(), (w.end - w.begin + 31) / 32 + (w.raw ? 1 : 0));
+    ASSERT_EQ(w.work_tile_cost(), (w.end - w.begin + 31) / 32 + (w.raw ? 1 : 0));
     ASSERT_GE(w.splits, 1);
   }
 }
@@ -236,7 +236,7 @@ TEST(DecodeScheduler, ARowsWorkIsWhatItsQueriesSee) {
 TEST(DecodeScheduler, WhatCannotBeIsAFaultAndNoWork) {
   const auto fault = [](KvFormat f, int row, int length, int count, int raw_from) {
     const RowWork w = row_work(f, mma_n, 1000, row, 4, length, count, 8, raw_from, 0);
-    EXPECT_TRUE(w.fault == KvFault::none || w.work_tile_units() == 0);
+    EXPECT_TRUE(w.fault == KvFault::none || w.work_tile_cost() == 0);
     return w.fault;
   };
   for (KvFormat f : {KvFormat::bf16, KvFormat::int4_kivi}) {
@@ -263,8 +263,8 @@ TEST(DecodeScheduler, WorkRangesOfAPartition) {
     ASSERT_EQ(partition.begin(0), 0);
     ASSERT_EQ(partition.begin(ctas), total);
     const std::int64_t least = (total + ctas - 1) / ctas;
-    ASSERT_GE(partition.units_per_cta, least);
-    ASSERT_LE(partition.units_per_cta - least, trial % 3 == 0 ? least / 16 : 0)
+    ASSERT_GE(partition.cost_per_cta, least);
+    ASSERT_LE(partition.cost_per_cta - least, trial % 3 == 0 ? least / 16 : 0)
         << "no work range is much larger than it must be";
     for (int cta = 0; cta < ctas; ++cta) {
       const int begin = partition.begin(cta), end = partition.begin(cta + 1);
@@ -295,24 +295,24 @@ TEST(DecodeScheduler, EverySplitHasOneOwnerAndEveryRowItsExpression) {
                                trial % 7 < 3 ? 3 : between(random, 0, 3), 3, 0, trial % 4 ? 0 : 500));
     }
     const bool uniform = std::all_of(works.begin(), works.end(), [&](const RowWork& w) {
-      return w.work_tile_units() == works[0].work_tile_units();
+      return w.work_tile_cost() == works[0].work_tile_cost();
     });
     int total = 0;
     for (RowWork& w : works) {
       if (!uniform) w.add_overheads(format);
-      total += w.work_tile_units() * work_tiles;
+      total += w.work_tile_cost() * work_tiles;
     }
     if (total == 0) continue;
     const WorkPartition partition(total, ctas, uniform);
-    const int ctas_per_tile = ctas_per_tile_of(uniform, works[0].work_tile_units(),
+    const int ctas_per_tile = ctas_per_tile_of(uniform, works[0].work_tile_cost(),
                                                ctas_per_tile_if_uniform(std::int64_t{batch} * work_tiles, ctas));
     with_own_ctas += ctas_per_tile > 0;
     std::vector<int> uses(static_cast<std::size_t>(ctas * partials_per_cta));
     int base = 0, tile_index = 0;
     for (const RowWork& w : works) {
       const int splits = w.splits;
-      for (int tile = 0; tile < work_tiles && w.work_tile_units() > 0;
-           ++tile, ++tile_index, base += w.work_tile_units()) {
+      for (int tile = 0; tile < work_tiles && w.work_tile_cost() > 0;
+           ++tile, ++tile_index, base += w.work_tile_cost()) {
         const auto owner = [&](int split) {
           return ctas_per_tile ? tile_index * ctas_per_tile + w.cta_of_split(split, ctas_per_tile)
                                : partition.owner(base + w.split_begin(split));
@@ -324,7 +324,7 @@ TEST(DecodeScheduler, EverySplitHasOneOwnerAndEveryRowItsExpression) {
           const int begin = partition.begin(cta), end = partition.begin(cta + 1),
                     cta_in_tile = cta - tile_index * ctas_per_tile;
           if (ctas_per_tile ? cta_in_tile < 0 || cta_in_tile >= ctas_per_tile
-                            : begin >= end || base >= end || base + w.work_tile_units() <= begin)
+                            : begin >= end || base >= end || base + w.work_tile_cost() <= begin)
             continue;
           const int first =
               ctas_per_tile ? w.first_split_of_cta(cta_in_tile, ctas_per_tile) : w.first_split_from(begin - base);
