@@ -100,6 +100,7 @@ void warmup(const Context& ctx) {
   load_elementwise_kernels(op);
   load_gemm_kernels(op);
   load_norm_kernels(op);
+  load_rope_kernels(op);
   load_sampling_kernels(op);
 }
 

@@ -20,6 +20,7 @@ void load_decode_kernels(const char* op);
 void load_elementwise_kernels(const char* op);
 void load_gemm_kernels(const char* op);
 void load_norm_kernels(const char* op);
+void load_rope_kernels(const char* op);
 void load_sampling_kernels(const char* op);
 
 }  // namespace rooftile::gpu

@@ -77,7 +77,7 @@ def explain(op, /, *args, device=None, sms=None, dtype=None, roof=None, **kwargs
     and page_size (64). w: a weight, or a dict with shape (N, K) and, if they are not the defaults, group_size (128),
     kind ("symmetric"), scale_dtype ("float16") and perm (True: act-order). plan= is judged as the call would.
     device: "cpu", "cuda" or "cuda:1" (that GPU), or the architecture of one that need not be there: "sm_80", "sm_86",
-    "sm_89", "sm_90a"; default: where the tensors are, else the CPU. sms: its multiprocessors, default those of an A100,
+    "sm_89", "sm_90a"; default: where the tensors are, else the CPU. sms: how many SMs it has, default those of an A100,
     RTX 3090, RTX 4090 or H200. dtype: of tensors that are shapes, default float16 on a GPU, float32 on the CPU.
     roof: (GB/s, TFLOP/s) of the device, as `rooftile roofline` measures them; default its data sheet's, on the CPU a
     rough guess.
@@ -119,8 +119,8 @@ class _Call:
             self.dtype = activation_dtype("explain", dtype)
         elif isinstance(cache, Cache):
             self.dtype = cache.dtype
-        elif tensors:
-            self.dtype = activation_dtype(op, tensors[0].dtype)
+        elif given := [x for x in tensors if "int" not in str(x.dtype)]:  # neither rows nor positions
+            self.dtype = activation_dtype(op, given[0].dtype)
         else:
             self.dtype = "float16" if self.gpu else "float32"
         if self.gpu and self.dtype == "float32":

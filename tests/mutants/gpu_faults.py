@@ -148,8 +148,14 @@ FAULTS = {
     "tile_zero": Fault(
         "row g + 8 is decoded with row g's zero",
         GEMM + "wgmma_mainloop.cuh",
-        "sZeros_(0, 0), sZeros_(1, 0)",
-        "sZeros_(0, 0), sZeros_(0, 0)",
+        "Decode::set_zeros(rZero_, sZeros_(0, reader_.group(k_block)), sZeros_(1,",
+        "Decode::set_zeros(rZero_, sZeros_(0, reader_.group(k_block)), sZeros_(0,",
+    ),
+    "tile_second_sum": Fault(
+        "groups of 64: the second sum of a step is scaled with the first group's scale",
+        GEMM + "wgmma_mainloop.cuh",
+        "scale_pair(scales[s])",
+        "scale_pair(scales[0])",
     ),
     "tile_scale": Fault(
         "row g + 8 is scaled with row g's scale",
@@ -464,7 +470,7 @@ FAULTS = {
     ),
     "rope_wait": Fault(
         "rope reads q while the kernel that writes it still runs",
-        FUSED + "elementwise.cu",
+        FUSED + "rope.cu",
         "  wait_for_previous_kernel();\n  const std::int64_t position",
         "  const std::int64_t position",
         first="test_a_chain_waits_for_each_call",

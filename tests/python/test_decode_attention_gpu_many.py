@@ -54,17 +54,17 @@ def attend(q, cache, **options):
 # ---------------------------------------------------------------- the same row, the same bits
 
 # Where a KV split ends and where splits grow; in kivi rows, whose last tokens are raw, up to 32 tokens later.
-LEAVES = (256, 3072, 4096, 8192, 16384, 65536)
+SPLIT_TOKENS = (256, 3072, 4096, 8192, 16384, 65536)
 # Up to how many tokens of capacity small batches are clusters of 2, 4 and 8 CTAs; one more capacity without.
 CLUSTERS = (1024, 2048, 4096)
 CAPACITIES = (*CLUSTERS, 20032)
 LENGTHS = sorted(
     {0, 1, 31, 32, 33, 1000, 20000}
-    | {n + more for n in LEAVES for more in (0, 1, 32, 33)}
+    | {n + more for n in SPLIT_TOKENS for more in (0, 1, 32, 33)}
     | {n + more for n in CLUSTERS for more in (0, 1)}
 )
 BATCHES = (1, 2, 7, 20, 40, 64, 512)
-EVEN = BATCHES[1:-1]  # of rows that are all as long: their tasks are shared out in other ways
+EVEN = BATCHES[1:-1]  # of rows that are all as long: their work tiles go to CTAs in another way
 SHAPES = ((64, 1, 128), (128, 1, 32), (128, 4, 64))  # head_dim, T, page size
 COUNTS = {1: (1, 1, 0), 4: (4, 4, 3, 1, 0)}  # real queries of the entries that each row has
 GRAPHS = (("capacity 4096", 7), ("shuffled pages", 64))  # caches and batches, each replayed

@@ -220,6 +220,10 @@ WRONG = [
     ({"dtype": "float32"}, rt.NotSupportedError, "float32"),
     ({"roof": 3}, rt.ArgumentTypeError, "roof"),
     ({"roof": (0, 1)}, rt.ArgumentError, "roof"),
+    ({"roof": (10**400, 1)}, rt.ArgumentTypeError, "roof"),
+    ({"op": type("Op", (), {"__call__": None, "__name__": [1]})()}, rt.ArgumentError, "op"),
+    ({"args": ({}, W)}, rt.ArgumentTypeError, "x must be a tensor or a shape, got dict"),
+    ({"op": "softmax", "args": ((2**31 - 1,) * 40,)}, rt.ArgumentError, "less than 2**60 elements"),
     ({"plan": 3}, rt.ArgumentTypeError, "plan"),
     ({"plan": "avx512"}, rt.NotSupportedError, "plan"),
     ({"plan": "tma config=0 tma_rows=64 cluster=2"}, rt.ArgumentError, "got no stages"),
@@ -233,6 +237,9 @@ WRONG = [
     ({"op": "w4a16_matmul", "args": (X, {**W4, "group_size": 48})}, rt.ArgumentError, "group_size"),
     ({"op": "w4a16_matmul", "args": (X, {**W4, "kind": "odd"})}, rt.ArgumentError, "zeros"),
     ({"op": "w8a16_matmul", "args": (X, {**W4, "kind": "minima"})}, rt.ArgumentError, "zeros"),
+    ({"op": "w4a16_matmul", "args": (X, {**W4, "scale_dtype": "float32"})}, rt.ArgumentError, "scale_dtype"),
+    ({"op": "w4a16_matmul", "args": (X, {**W4, "perm": torch.ones(3)})}, rt.ArgumentTypeError, "w's perm"),
+    ({"op": "w4a16_matmul", "args": (X, W4), "batch_invariant": 1}, rt.ArgumentTypeError, "batch_invariant"),
     ({"op": "w4a16_matmul", "args": ((1, 64), W4)}, rt.ArgumentError, "x"),
     ({"op": "w4a16_matmul", "args": (X, W4), "activation": "tan"}, rt.ArgumentError, "activation"),
     ({"op": "decode_attention", "args": ((1, 32, 128), 3)}, rt.ArgumentTypeError, "cache"),
@@ -263,6 +270,19 @@ def test_what_is_wrong_is_a_typed_error(change, error, says):
     op, args = call.pop("op"), call.pop("args")
     with pytest.raises(error, match=re.escape(says)):
         rt.explain(op, *args, **call)
+
+
+def test_lists_of_rows_are_numbers():
+    cache = rt.KVCache(2, 64, 1, 64, format="int4")
+    for rows, says in ((3, "numbers"), ("ab", "an integer"), ([None], "an integer"), ([0, 0.5], "an integer")):
+        with pytest.raises(rt.ArgumentTypeError, match=f"decode_attention: rows must be {says}"):
+            rt.explain("decode_attention", (2, 8, 64), cache, rows=rows)
+    packed = ((4, 8, 64),) * 3
+    for begins in (3, ["a", 4]):
+        with pytest.raises(rt.ArgumentTypeError, match="prefill_attention: cu_seqlens_q must be"):
+            rt.explain("prefill_attention", *packed, cu_seqlens_q=begins, cu_seqlens_k=[0, 4])
+    begins = torch.tensor([0, 4], dtype=torch.int32)
+    assert "float32" in rt.explain("prefill_attention", *packed, cu_seqlens_q=begins, cu_seqlens_k=[0, 4]).kernel
 
 
 def test_a_gpu_plan_does_not_run_on_the_cpu():
@@ -374,7 +394,7 @@ def test_linear_runs_every_plan(m, n, k, dtype):
 
 @GPU
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (512, 640), (1024, 4096)])
 @pytest.mark.parametrize("m", [1, 8, 9, 17, 64, 65, 300])
 def test_packed_weights_run_every_plan(m, n, k, group, bits):

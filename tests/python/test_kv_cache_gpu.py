@@ -123,7 +123,7 @@ def test_entries_of_one_call_know_of_each_other(device, format, dtype):
 
 @gpus
 @pytest.mark.parametrize("format, dtype", (("bf16", "bfloat16"), ("int8", "float16"), ("int4-kivi", "float16")))
-def test_more_rows_than_multiprocessors(device, format, dtype):
+def test_more_rows_than_sms(device, format, dtype):
     k, v = tensors(*kv(71, 2, 8, dtype, format, batch=300), dtype)
     host, gpu = pair(contiguous, device, format, dtype, 2, 8, rows=300, capacity=128)
     for part in (slice(0, 1), slice(1, 71)):

@@ -87,7 +87,7 @@ template <KvFormat F, int D>
 struct CodeQueries {
   tile::FragmentB q[D / 16];  // (D / 16 k-tiles)
   float q_scale[2];           // (packed rows 2t, 2t + 1): that power of two
-  float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_unit * (sum of q); scales per token
+  float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_unit * (sum of q); one K scale a token
 
   // sQ: (8 N, D), as copy_queries_async left the packed rows. n: the n-tile.
   template <class T, class Tensor>
@@ -218,7 +218,8 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
                                          const float (&factor)[N][2], int lane) {
   using Kind = KvTraits<F>;
   const int g = lane / 4, t = lane % 4;
-  // 4-bit codes: even and odd pairs have different code scales, so each has its own sums. 8-bit codes: `even` has all.
+  // 4-bit codes: even pairs count in code_unit, odd ones in odd_code_unit: each has its own sums. 8 bits: `even` has
+  // all.
   float even[N][2][4] = {}, odd[N][2][4] = {};  // (n-tile, m-tile of 16 tokens, 4)
   if constexpr (Kind::has_zero_point && !is_kivi(F)) {
 #pragma unroll

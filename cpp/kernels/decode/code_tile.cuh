@@ -56,7 +56,7 @@ struct CodeTile {
   static constexpr int swizzle = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
 
   alignas(16) unsigned char k[tile_bytes];
-  alignas(16) unsigned char v[tile_bytes];  // blocks of 512 bytes in lane order, 16 bytes a lane
+  alignas(16) unsigned char v[tile_bytes];  // fragment blocks of 512 bytes: 16 bytes a lane, in lane order
   // Scales and minima in the order in which the threads copy them: of K's channels, then of the tokens.
   alignas(16) std::uint16_t k_scales[is_kivi(F) ? (has_min(F) ? 2 : 1) * D : 16];
   alignas(16) std::uint16_t token_scales[64];

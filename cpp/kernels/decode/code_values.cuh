@@ -19,13 +19,13 @@ __device__ __forceinline__ void add_zero_point(float (&correction)[N][4], const 
       tile::mma<tile::half>(correction[n], {{zero_point, zero_point, zero_point, zero_point}}, weights[mt][n]);
 }
 
-// Adds weight x code of 32 tokens to C tiles of 16 channels, from the tile's block `block32` of 32 channels on: o[n * C
-// + i] is tile i of n-tile n, in units of code_unit. weights: (k-tile of 16 tokens, n-tile).
+// Adds weight x code of 32 tokens to C O^T tiles of 16 channels, from channel 32 * block32 on: o[n * C + i] is tile i
+// of n-tile n, in multiples of code_unit. weights: (k-tile of 16 tokens, n-tile).
 template <KvFormat F, int D, int C, int N>
 __device__ __forceinline__ void pv_codes(float (*o)[4], const tile::FragmentB (&weights)[2][N], const CodeTile<F, D>& x,
                                          int block32, int lane) {
   using Kind = KvTraits<F>;
-  // Blocks of 512 bytes in lane order, 16 bytes per lane. 8-bit codes: 16 tokens x 32 channels; 4-bit codes: 32 x 32.
+  // Fragment blocks of 512 bytes, 16 bytes a lane in lane order. 8-bit codes: 16 tokens x 32 channels; 4-bit: 32 x 32.
   const auto block = [&](int i) { return *reinterpret_cast<const uint4*>(x.v + (block32 * 32 + lane + i * 32) * 16); };
   if constexpr (!Kind::nibbles) {
 #pragma unroll

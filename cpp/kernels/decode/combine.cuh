@@ -9,7 +9,7 @@
 // Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
 // triggers this kernel only after its own wait). So the positions are computed while split_kv runs, and the partials
 // are loaded after wait_for_previous_kernel. With more than 32 batch entries, split_kv computes the prefix sums of the
-// work cost, and everything comes after the wait.
+// the cost, and everything comes after the wait.
 #pragma once
 
 #include "kernels/decode/epilogue.cuh"
@@ -22,8 +22,8 @@ namespace rooftile::gpu {
 template <int D>
 struct CombineStorage {
   TreeStorage tree[D / 32];  // one per warp
-  // (split): row of partial_ml that the partial which starts there has for the CTA's packed row, with many_tiles for
-  // packed row 0; -1: no partial starts there.
+  // (split): index of (partial, packed row) in partial_ml, for the partial that starts at this split; -1: none starts
+  // here. many_tiles: of packed row 0.
   int partial[max_splits];
 };
 
@@ -84,7 +84,7 @@ __device__ __forceinline__ EntryWork count_work(const DecodeParams& p, int b) {
 // many_tiles: a CTA has all packed rows of work tile blockIdx.x; else row blockIdx.y of it.
 template <class T, int D, bool many_tiles>
 __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParams p) {
-  tile::let_next_kernel_start();  // CTA 0 waits below, so the next kernel's wait covers split_kv too
+  tile::let_next_kernel_start();  // this early: CTA 0 waits for split_kv, so who waits for combine waits for both
   __shared__ CombineStorage<D> smem;
   const int thread = threadIdx.x, tile_index = static_cast<int>(blockIdx.x);
   const int b = divide(tile_index, p.by_tiles_per_entry), tile_in_entry = tile_index - b * p.tiles_per_entry;
@@ -142,6 +142,7 @@ __global__ __launch_bounds__(D) void combine(const __grid_constant__ DecodeParam
     return;
   }
   if (thread < max_splits) {
+    // Steps through the owner CTA's partials, each 2^partial_level splits, to the one that starts at `split`.
     int index = range_index * partials_per_cta + (at > 0 ? 0 : partials_inside);
     for (; at < split; ++index) at += 1 << partial_level(at, end);
     smem.partial[thread] = thread < splits && at == split ? index * p.block_m + (many_tiles ? 0 : m_row) : -1;

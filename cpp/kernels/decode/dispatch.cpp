@@ -86,7 +86,8 @@ bool rows_are_vectors(const TensorView& t) {
 }
 
 // The cost is counted in 32 bits. Upper bound of all work tiles, in KV tiles: tokens / 32, a quarter more for the
-// ends of KV splits (2 KV tiles for 8 at least), a sixteenth more where work ranges are rounded up: less than 1.5 times.
+// ends of KV splits (2 KV tiles for 8 at least), a sixteenth more where work ranges are rounded up: less than 1.5
+// times.
 void check_size(const DecodeArgs& a) {
   const double m_blocks_all =
       static_cast<double>(a.q.shape[1]) * static_cast<double>(a.q.shape[2]) / mma_n + a.cache->kv_heads;

@@ -100,8 +100,8 @@ class Mainloop {
     }
     __device__ void load_raw(int) const {}
     __device__ void load_queries() const { loop.copy_queries(tile, w); }
-    // Calls copy(wanted). wanted(i): whether a packed row sees the tile's token i; rows of other tokens become zeros.
-    // In 16 bits the packed rows of a work tile see all tokens between their bounds.
+    // Calls copy(wanted). wanted(i): whether a packed row sees the tile's token i; rows of other tokens are
+    // zero-filled, not read. In 16 bits the packed rows of a work tile see all tokens between their bounds.
     template <class Copy>
     __device__ void with_rows(int token, const Copy& copy) const {
       if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
@@ -146,8 +146,8 @@ class Mainloop {
   }
 
   // A step in 16 bits: `tiles` KV tiles of 16 tokens from `token` on. keys(i), values(i): address of tile i; rows that
-  // no packed row sees are zeros. o: the sums of values, which rescale(n, factors) rescales if they are not the
-  // state's.
+  // no packed row sees are zeros. o: accumulators, the state's or others; rescale(n, factors) is called for others when
+  // the maximum moves.
   template <class Keys, class Values, class Tiles, class Stage, class Rescale>
   __device__ void element_step(const Keys& keys, const Values& values, Tiles tiles, const Queries& q, float factor,
                                const VisibleRows<Traits>& see, int token, float (&o)[N * C][4], Stage& stage,
@@ -226,7 +226,7 @@ class Mainloop {
       if constexpr (Traits::kivi && cta_softmax) {
         if (raw.any) loop.copy_raw_tiles(raw, tile, w, raw.first);
       } else if constexpr (Traits::kivi) {
-        // half 3: a ring of three stages has no stage for it
+        // Half 2 i is K, half 2 i + 1 is V of raw tile i: a ring of three stages has no stage for half 3.
         if (raw.halves > Traits::stages) loop.copy_raw(raw, tile, w, 3);
       }
     }
@@ -313,7 +313,7 @@ class Mainloop {
 
   // ---- raw tokens of a kivi row ----
 
-  // WarpRing: half of this warp's raw tiles, in a stage of the ring or in memory of its own.
+  // WarpRing: half `half` of this warp's raw tiles, in a stage of the ring or in memory of its own.
   __device__ Element* raw_half(const Raw& raw, int half) const {
     return RawStorage<Traits>::takes_two_tiles && half >= Traits::stages
                ? smem_.raw.half[0]

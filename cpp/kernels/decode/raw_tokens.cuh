@@ -21,7 +21,7 @@ struct RawTokens {
   // WarpRing: the warps take the raw tiles in turn, beginning with the warp that would take the next tile of codes. If
   // there are two raw tiles and that warp has a tile of codes less than others, it takes both at once.
   int token = 0;    // first token of this warp_kv's raw tiles
-  int halves = 0;   // copies of this warp_kv: of one raw tile, or of two
+  int halves = 0;   // copies of this warp_kv, two for each raw tile: half 2 i is K of its tile i, half 2 i + 1 V
   int started = 0;  // halves whose copies have been started, in consecutive stages
   int stage = 0;    // stage of the first half
 

@@ -14,12 +14,12 @@
 //
 // Work distribution. A work tile is one (batch entry, KV head, m-block), an m-block being block_m packed query rows
 // (query heads of the KV head x new tokens). Work tiles lie one after another, batch entries outermost. Their
-// cost is counted in KV tiles, the time that 32 tokens take. Every CTA of the persistent grid has a range of it (stream-K)
-// and owns the splits that start in its range; ranges have equal lengths, the last ones less or none. Where all work tiles
-// have the same length, a work tile costs tokens / 32 and one for raw tokens, and ranges are rounded up to a
-// multiple of a power of two, so that many begin where a work tile or a subtree does. Where lengths differ, the ends of
-// splits, the start of a work tile and a second KV tile for raw tokens count too: otherwise a range of many short rows
-// would take longest.
+// cost is counted in KV tiles, the time that 32 tokens take. Every CTA of the persistent grid has a range of it
+// (stream-K) and owns the splits that start in its range; ranges have equal lengths, the last ones less or none. Where
+// all work tiles have the same length, a work tile costs tokens / 32 and one for raw tokens, and ranges are rounded up
+// to a multiple of a power of two, so that many begin where a work tile or a subtree does. Where lengths differ, the
+// ends of splits, the start of a work tile and a second KV tile for raw tokens count too: otherwise a range of many
+// short rows would take longest.
 //
 // Few work tiles of the same length get a whole number of CTAs each, and no CTA works on two tiles. In a small batch of
 // short rows these CTAs form a cluster, which reduces its partials itself.
@@ -40,7 +40,8 @@ inline constexpr int kv_tile_tokens = 32;  // tokens of a KV tile of codes; cost
 inline constexpr int max_splits = 64;
 inline constexpr int reduction_levels = 7;  // levels 0 to 6
 inline constexpr int cluster_splits = 16;   // KV splits of a work tile that a cluster computes, at most
-// Room for the partials of a CTA of a cluster, in multiples of mma_n. Two are used: 512 tokens a CTA, splits of 256.
+// Partials for each packed row, times mma_n rows, in the shared memory of a CTA of a cluster. Two are used: 512 tokens
+// a CTA, splits of 256.
 inline constexpr int cluster_partials = 4;
 // The most tokens that a cache row may have for a cluster of `ctas` CTAs.
 ROOFTILE_HD constexpr int cluster_tokens(int ctas) { return 512 * ctas; }
@@ -155,8 +156,8 @@ ROOFTILE_HD inline RowWork row_work(KvFormat format, int block_m, int capacity, 
   return w;
 }
 
-// Stream-K partition of the cost of all work tiles over the CTAs. uniform: all work tiles have the same length; cost_per_cta is
-// then rounded up to a multiple of a power of two, by at most a sixteenth.
+// Stream-K partition of the cost of all work tiles over the CTAs. uniform: all work tiles have the same length;
+// cost_per_cta is then rounded up to a multiple of a power of two, by at most a sixteenth.
 struct WorkPartition {
   int total, cost_per_cta;  // of all work tiles, of one CTA
   ROOFTILE_HD WorkPartition(int total, int ctas, bool uniform) : total(total), cost_per_cta(ceil_div(total, ctas)) {

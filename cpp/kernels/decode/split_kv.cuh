@@ -2,10 +2,10 @@
 // Decode attention over a KV cache, split along the sequence.
 //   q, out [B, T, Hq, D]    cache: pages of K and V per KV head, one block-table row per sequence (or consecutive
 //                           pages)
-// A persistent grid covers the work tiles by their cost (scheduler.h), or a cluster of CTAs has one work tile. A CTA computes one
-// work tile at a time. The query heads of a KV head (times new tokens) are the packed rows, the N of the MMAs, so they
-// share every byte of K and V. A work tile that one CTA computed whole is written at once. Partials of the others are
-// left to combine.cuh or, in a cluster, to cluster_reduction.cuh.
+// A persistent grid covers the work tiles by their cost (scheduler.h), or a cluster of CTAs has one work tile. A CTA
+// computes one work tile at a time. The query heads of a KV head (times new tokens) are the packed rows, the N of the
+// MMAs, so they share every byte of K and V. A work tile that one CTA computed whole is written at once. Partials of
+// the others are left to combine.cuh or, in a cluster, to cluster_reduction.cuh.
 //
 // Up to 8 packed rows: the warps take the KV tiles in turn, each with a softmax state of its own in registers
 // (warp_softmax.cuh). At the end of a KV split these states are merged through shared memory, and the split's partial
@@ -16,8 +16,9 @@
 //
 // Per token and KV head: the bytes of its K and V, and 4 D flops for each packed row of the MMAs, used or not.
 // 16-bit, D = 128, 8 rows: 512 bytes and 4 KFLOP a token: bound by bandwidth.
-// int4-kivi: 148 bytes a token, the same products, and 5 instructions for 8 codes: bound by the latencies that eight
-// warps can hide. 16 packed rows: bound by the dependency chain of a step, two barriers and two products.
+// int4-kivi: 148 bytes a token, the same products, and 5 instructions for 8 codes: bound by latency, since registers
+// allow eight warps an SM, too few to hide it. 16 packed rows: bound by the dependency chain of a step, two barriers
+// and two products.
 //
 // Copies: cp.async into a ring of KV tiles (kv_ring.cuh). Codes are loaded to registers as they are and decoded there,
 // 16-bit rows by ldmatrix.

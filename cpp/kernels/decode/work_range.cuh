@@ -11,8 +11,8 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ int load_l1(const std::int32_t* from) { return *from; }
 
-// The work of one CTA: a range of the cost of all work tiles, of which the CTA owns the splits that start inside, or a part of one work
-// tile. `tile` counts the work tiles of a batch entry.
+// The work of one CTA: a range of the cost of all work tiles, of which the CTA owns the splits that start inside, or a
+// part of one work tile. `tile` counts the work tiles of a batch entry.
 struct WorkRange {
   int begin, end;  // in KV tiles of cost; for a part of one work tile only begin < end counts: the tile has work
   int tile_base;   // where the first work tile begins

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// rope, the gated activations, softmax and merge_attention. Memory bounds all of them: every element is read once and
+// The gated activations, softmax and merge_attention. Memory bounds all of them: every element is read once and
 // written once (a softmax row past 16384 elements is read twice). T is fp16 or bf16, arithmetic is fp32, strides are
 // any; strided_rows.cuh says how a row divides into 16-byte vectors and why the strides change no bit of a result.
 //   gated    x [rows, 2H] = [gate | up] -> h [rows, H]          a thread computes a vector of h
 //            6 bytes, some 15 flops an element
-//   rope     x [tokens, heads, D] -> y, q and k in one launch   a thread rotates eight pairs or copies eight elements
-//            cos, sin [max_position, R] rotate dims i and i + R; 4 bytes, 3 flops an element
 //   softmax  x [rows, N] -> y                                   1 to 32 lanes or a CTA reduce a row, as in norm.cu
 //            4 bytes, some 12 flops an element
 //   merge    out_a, out_b [rows, D], lse_a, lse_b [rows]        up to 32 lanes a row
@@ -17,26 +15,18 @@
 // __syncwarp.
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
+#include "kernels/fused/elementwise.cuh"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/activation.cuh"
 #include "tile/cta_sync.cuh"
 #include "tile/reduce.cuh"
-#include "tile/rope.cuh"
 #include "tile/strided_rows.cuh"
 
 namespace rooftile::gpu {
 namespace {
 
 using namespace rooftile::tile;
-
-constexpr int cta_threads = 128;
-
-std::int64_t ctas_for(std::int64_t threads) { return (threads + cta_threads - 1) / cta_threads; }
-__device__ __forceinline__ std::int64_t thread_index() {
-  return static_cast<std::int64_t>(blockIdx.x) * cta_threads + threadIdx.x;
-}
-std::int64_t vecs_of(std::int64_t n) { return (n + vec_size - 1) / vec_size; }
 
 // ---------------------------------------------------------------- gated activations
 
@@ -68,88 +58,6 @@ void with_gated(Gate gate, F&& f) {
   if (gate == Gate::silu) f(gated_activation<T, Silu, vector>);
   else if (gate == Gate::gelu_tanh) f(gated_activation<T, GeluTanh, vector>);
   else f(gated_activation<T, GeluErf, vector>);
-}
-
-// ---------------------------------------------------------------- rope
-
-struct RopeTensor {
-  Rows x, y;
-  std::int64_t threads, n;  // n: D
-  Divisor64 vecs, heads;    // vectors of a row: of pairs, then of what is copied
-};
-struct RopeParams {
-  RopeTensor q, k;
-  Table cos, sin;
-  Rows positions;
-  std::int64_t pairs, max_position;
-  bool wide_positions;  // int64
-};
-
-// Of few tokens a thread derives the addresses of y before it waits for the kernel before, of many after its loads, which
-// leaves registers for 12 CTAs an SM: on an H200 1 token takes 1.14 and 1.31 us, 16384 tokens 93.5 and 91.4.
-constexpr int rope_ctas_per_sm(bool vector, bool many) { return !vector ? 7 : many ? 12 : 10; }
-
-template <class T, bool vector, bool many>
-__global__ __launch_bounds__(cta_threads,
-                             rope_ctas_per_sm(vector, many)) void rope_rotate(const __grid_constant__ RopeParams p) {
-  let_next_kernel_start();
-  const bool is_k = thread_index() >= p.q.threads;
-  const RopeTensor& t = is_k ? p.k : p.q;
-  const std::int64_t index = thread_index() - (is_k ? p.q.threads : 0);
-  if (index >= t.threads) return;
-  const Division64 at = divide(index, t.vecs);
-  const std::int64_t position_offset = row_offset(p.positions, divide(at.quotient, t.heads).quotient);
-  constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};  // of both types
-
-  const Row x = row_at(t.x, at.quotient);
-  Row y;
-  if constexpr (!many) y = row_at(t.y, at.quotient);
-  const std::int64_t first = at.remainder * vec_size, pair_end = (p.pairs + vec_size - 1) / vec_size * vec_size;
-  wait_for_previous_kernel();
-  const std::int64_t position = load_position(p.positions.data, position_offset, p.wide_positions);
-  const bool known = position >= 0 && position < p.max_position;
-  if (first >= pair_end) {  // past the pairs
-    const std::int64_t copied = first - pair_end + 2 * p.pairs;
-    if constexpr (many) y = row_at(t.y, at.quotient);
-    store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : nan);
-    return;
-  }
-  const Row x_high = {x.data + p.pairs * x.step, x.step};
-  uint4 low = load_vec<vector>(x, first, p.pairs), high = load_vec<vector>(x_high, first, p.pairs);
-  if (known) {
-    const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),
-                 s = load_table<T, vector>(p.sin, position, first, p.pairs);
-    keep_packed(low);
-    keep_packed(high);
-    const Floats a = to_floats<T>(low), b = to_floats<T>(high);
-    Floats rotated_low, rotated_high;
-#pragma unroll
-    for (int i = 0; i < vec_size; ++i) {
-      const RotatedPair pair = rotate(a.at[i], b.at[i], c.at[i], s.at[i]);
-      rotated_low.at[i] = pair.low;
-      rotated_high.at[i] = pair.high;
-    }
-    low = from_floats<T>(rotated_low);
-    high = from_floats<T>(rotated_high);
-  } else {
-    low = high = nan;
-  }
-  if constexpr (many) y = row_at(t.y, at.quotient);
-  const Row y_high = {y.data + p.pairs * y.step, y.step};
-  store_vec<vector>(y, first, p.pairs, low);
-  store_vec<vector>(y_high, first, p.pairs, high);
-}
-
-RopeTensor rope_tensor(const TensorView& x, const TensorView& y, std::int64_t pairs) {
-  const std::int64_t n = x.last(), vecs = vecs_of(pairs) + vecs_of(n - 2 * pairs);
-  const std::int64_t heads = x.shape[x.ndim - 2];
-  if (x.numel() == 0) return {.threads = 0};
-  return {.x = rows_of(x),
-          .y = rows_of(y),
-          .threads = x.rows() * vecs,
-          .n = n,
-          .vecs = Divisor64(vecs),
-          .heads = Divisor64(heads)};
 }
 
 // ---------------------------------------------------------------- softmax
@@ -289,15 +197,6 @@ __global__ __launch_bounds__(cta_threads, vector ? 10 : 8) void merge_rows(const
     *lse_at(p.lse, row) = only_a ? a : only_b ? b : top + logf(total);
 }
 
-// Calls f for every dtype and access width, for warmup.
-template <class F>
-void for_all(F&& f) {
-  f(half{}, std::true_type{});
-  f(half{}, std::false_type{});
-  f(bf16{}, std::true_type{});
-  f(bf16{}, std::false_type{});
-}
-
 }  // namespace
 
 KernelName gated(const char* op, const Context& ctx, const TensorView& x, const TensorView& h, Gate gate) {
@@ -321,33 +220,6 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
         p.gate, p.up, p.h);
   });
   return kernel_name("cuda_", name(x.dtype));
-}
-
-KernelName rope(const char* op, const Context& ctx, const TensorView& q, const TensorView& k, const TensorView& cos,
-                const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out) {
-  const DeviceScope scope(op, ctx);
-  const std::int64_t pairs = cos.shape[1];
-  const RopeParams p = {.q = rope_tensor(q, q_out, pairs),
-                        .k = rope_tensor(k, k_out, pairs),
-                        .cos = table_of(cos),
-                        .sin = table_of(sin),
-                        .positions = rows_of(positions, positions.ndim),
-                        .pairs = pairs,
-                        .max_position = cos.shape[0],
-                        .wide_positions = positions.dtype == DType::i64};
-  const bool even = q.last() % vec_size == 0 && k.last() % vec_size == 0;
-  with_element16(q.dtype, [&](auto e) {
-    with_vector(
-        even ? pairs : 1,
-        [&](auto vector) {
-          const std::int64_t ctas = ctas_for(p.q.threads + p.k.threads);
-          const bool many = vector && ctas > std::int64_t{rope_ctas_per_sm(true, false)} * scope.sms();
-          scope.launch(many ? rope_rotate<decltype(e), vector, vector> : rope_rotate<decltype(e), vector, false>, ctas,
-                       cta_threads, 0, p, Overlap::with_previous);
-        },
-        p.q.x, p.q.y, p.k.x, p.k.y, p.cos, p.sin);
-  });
-  return kernel_name("cuda_", name(q.dtype));
 }
 
 KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y) {
@@ -402,8 +274,6 @@ void load_elementwise_kernels(const char* op) {
     using T = decltype(e);
     for (Gate gate : {Gate::silu, Gate::gelu_tanh, Gate::gelu_erf}) with_gated<T, vector>(gate, load);
     for (int vecs : {0, 2, 4}) with_softmax<T, vector>(vecs, load);
-    load(rope_rotate<T, vector, false>);
-    if constexpr (vector) load(rope_rotate<T, true, true>);
     load(merge_rows<T, vector>);
   });
 }

@@ -43,8 +43,8 @@ static_assert(sizeof(W4Stage<4>) == w4_stage_bytes(4) && sizeof(W4Stage<8>) == w
 
 // Layouts of one warp's stages, a step of one tile row each, and the warp's copies. pitch: distance from a stage to the
 // warp's next one, in W4Stages: 1 where a warp's stages are contiguous, else the warps whose stages are interleaved.
-// Scale: half or bf16; void: known at run time. scale_blocks: of a step, as registers hold them; 4: up to four, how many
-// is known at run time.
+// Scale: half or bf16; void: known at run time. scale_blocks: of a step, as registers hold them; 4: up to four, how
+// many is known at run time.
 template <int bits_, int stages_, int pitch, class Scale, int scale_blocks_>
 struct W4StageTraits {
   static constexpr int bits = bits_, stages = stages_, scale_blocks = scale_blocks_;
@@ -69,7 +69,8 @@ struct W4StageTraits {
   using LaneLayoutQparams =
       cute::Layout<cute::Shape<cute::_1, STAGE>, cute::Stride<cute::_1, StageStride<cute::uint128_t>>>;
   // Scales as ldmatrix.trans reads them: (g, ((row half, k-block), t), STAGE), the same for all t, so that lane (g, t)
-  // gets the scales of rows g and g + 8 in a register. Four scale blocks: k-blocks 2^shift apart are in different groups.
+  // gets the scales of rows g and g + 8 in a register. Four scale blocks: k-blocks 2^shift apart are in different
+  // groups.
   CUTE_HOST_DEVICE static auto smem_layout_scales(int shift) {
     using namespace cute;
     if constexpr (scale_blocks == 4)

@@ -22,7 +22,8 @@
 //                                               than the tensor cores have cycles.
 //
 // Cost of a step, 128 tokens: 4 Mflop, 1024 cycles of the tensor cores; 8 KB of codes of 4 bits, 32 KB of x, of which
-// the CTA loads 32 / cluster. A consumer warp issues some 220 instructions, with rounded operands some 240; what one
+// the CTA loads 32 / cluster. A consumer warp issues some 220 instructions, with rounded operands some 240 (32 tokens:
+// 170 and 244); what one
 // warp group cannot overlap with its own MMAs overlaps with the other's. Tensor cores are the roof from 128 tokens on,
 // the bytes of W below.
 // Sync: producer -> full[stage] (TMA bytes and cp.async copies have landed) -> consumers -> empty[stage] (all consumer

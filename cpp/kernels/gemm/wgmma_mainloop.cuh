@@ -49,8 +49,8 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ void run(int steps, bool last, Acc& rAcc) {
     using namespace cute;
     int loads = last ? steps - 1 : steps;  // steps after which a stage is loaded
-    // ptxas would derive it anew in every step; with one CTA an SM that costs less than the register (6 % at M = 1024).
-    if constexpr (Traits::ctas_per_sm > 1) tile::pin(loads);
+    // ptxas would compute it in every step. With 128 tokens that costs less than the register (6 % at M = 1024).
+    if constexpr (Traits::tokens <= 64) tile::pin(loads);
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       const bool has_next = step < loads;
@@ -80,7 +80,7 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ static int peer_of_lane(int cluster, int cta_rank) {
     const int lane = threadIdx.x % 32;
     const int peer = lane < cluster && lane != cta_rank ? lane : -1;
-    return __shfl_sync(~0u, peer, lane);  // ptxas derives it anew in every step, unless it comes out of a shuffle
+    return __shfl_sync(~0u, peer, lane);  // a shuffle hides how it came about: ptxas would compute it in every step
   }
   // All MMAs of a step, in four batches, one a k-block; meanwhile the next step's codes become operands, but for the
   // last k-block. rSum ((2, 2, BLK_N / 8), 1, 1, SUMS): of its part of the step each; first: whether the MMAs add to it

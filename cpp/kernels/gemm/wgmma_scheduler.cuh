@@ -20,10 +20,10 @@ struct W4WgmmaWorkTile {
 // Data-parallel or split-K: work tiles are strided over the clusters. Neighbouring clusters take different tokens, in
 // groups of m_group m-blocks, whose x stays in L2 while the group meets all rows of W.
 // Stream-K: for each m-block, the steps of all rows of W are one sequence, cut into `ranges` work ranges of equal
-// length (up to one step). A work range may end inside a tile's K. The scheduler takes tiles from the end of the range
-// to its beginning: first the tile whose K goes on in the next range, whose sums the CTA writes as fix-up sums; last
-// the tile that the range before began, whose fix-up sums initialise the accumulator. So every output is summed in the
-// order of K, wherever work ranges end.
+// length, to within one step. A work range may end inside a tile's K. The scheduler takes tiles from the end of the
+// range to its beginning: first the tile whose K goes on in the next range, whose sums the CTA writes as fix-up sums;
+// last the tile that the range before began, whose fix-up sums initialise the accumulator. So every output is summed in
+// the order of K, wherever work ranges end.
 template <class Traits>
 class W4TileScheduler {
  public:

@@ -103,10 +103,12 @@ __device__ void rotate_q(const AppendWarp<T, f, rotate>& w, int token, int pair,
   }
 }
 
+// RoPE and kivi's groups take registers: a CTA fewer an SM each.
+constexpr int append_ctas_per_sm(KvFormat f, bool rotate) { return 4 - (rotate ? 1 : 0) - (is_kivi(f) ? 1 : 0); }
+
 template <class T, KvFormat f, bool rotate>
 __global__ __launch_bounds__(append_warps * 32,
-                             4 - (rotate ? 1 : 0) -
-                                 (is_kivi(f) ? 1 : 0)) void append(const __grid_constant__ AppendParams p) {
+                             append_ctas_per_sm(f, rotate)) void append(const __grid_constant__ AppendParams p) {
   __shared__ __align__(16) Vec4<T> staged[append_warps][append_staged_rows(f)]
                                          [32];  // (append_warps, append_staged_rows, lanes)
   const int b = static_cast<int>(blockIdx.x >> p.log2_entry_ctas),
@@ -155,7 +157,7 @@ __global__ __launch_bounds__(append_warps * 32,
     if (p.one_cluster && cta == 0) report_fault(p, e, b);
     return;
   }
-  tile::arrive_at_cluster();  // the vote above used the length that every thread read
+  tile::arrive_at_cluster();  // all threads have read the entry's length, for the vote above
   if (preload_rotates)
 #pragma unroll
     for (int i = 0; i < 2; ++i) preloaded.vec[i] = rotated(p.rope, pair[i], angles, lane);

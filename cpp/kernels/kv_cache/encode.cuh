@@ -20,7 +20,7 @@ template <KvFormat f, class Order>
 __device__ void store_codes(const KvCacheView& c, std::byte* section, int offset, int vi, std::uint32_t word) {
   constexpr bool is_v = std::is_same_v<Order, InterleavedBy8>;
   const int d = Order::dim(vi, 0);
-  const int page_size = is_kivi(f) ? kv_group : c.page_size;  // the layout depends only on whether it is 16
+  const int page_size = is_kivi(f) ? kv_group : c.page_size;  // v_code_index asks only whether it is 16
   const std::int64_t index =
       is_v ? v_code_index(f, page_size, c.head_dim, offset, d) : k_code_index(c.head_dim, offset, d);
   if constexpr (code_bits(f) == 4) {
@@ -68,8 +68,9 @@ __device__ void encode_token(const AppendWarp<T, f, rotate>& w, const KvCacheVie
 template <class T, KvFormat f, bool rotate>
 __device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int head, int slice) {
   const KvCacheView& c = w.p.c;
-  const int vi = 8 * slice + w.lane % 8, lane_row = w.lane / 8;  // its token of four, later its channel of four
-  Vec4<T> x[append_slice_tokens];                                // (8 tokens: token + 4 i; 4 channels)
+  const int vi = 8 * slice + w.lane % 8,
+            lane_row = w.lane / 8;  // lane_row: of four tokens it loads, of four channels it encodes
+  Vec4<T> x[append_slice_tokens];   // (8 tokens: token + 4 i; 4 channels)
   w.load_tokens(x, false, head, vi, [&](int i) { return first + lane_row + 4 * i; });
   GroupRange<f> range[4];  // (4 channels)
 #pragma unroll

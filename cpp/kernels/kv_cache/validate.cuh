@@ -9,7 +9,8 @@
 namespace rooftile::gpu {
 
 struct AppendEntry {
-  int row, tokens;                // as the caller gave them; after validate: tokens = 0 if nothing is to be stored
+  int row;                        // as the caller gave it
+  int tokens;                     // as the caller gave it; 0 after validate if nothing is to be stored
   int length = 0;                 // tokens stored before this call
   KvFault fault = KvFault::none;  // found by this thread alone; the other members are equal in all threads of the CTA
 };

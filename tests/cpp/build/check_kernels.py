@@ -12,7 +12,7 @@ A line of the table is a pattern of kernel names with the registers allowed on e
 the bytes of shared memory, and what must, and what must not (no_ptx), be found in the PTX of each kernel it matches
 (regular expressions). Registers are handed out in eights, so the slack of a budget that is a multiple of eight costs
 nothing. Spills and stack are 0 unless a line says how many bytes it takes, on which architecture, to keep a kernel
-within the registers that let two or three blocks share a multiprocessor.
+within the registers that let two or three CTAs share an SM.
 """
 
 import json

@@ -259,15 +259,15 @@ void expect_same_attention(const std::vector<std::int32_t>& lengths, int kv_head
     }
 }
 
-// So that a block ends one task and begins another.
-TEST_F(Gpu, DecodeAttentionOfMoreTasksThanBlocks) {
+// So that a CTA ends one work tile and begins another.
+TEST_F(Gpu, DecodeAttentionOfMoreWorkTilesThanCtas) {
   Random random(3);
   std::vector<std::int32_t> lengths(100);
   for (std::int32_t& length : lengths) length = static_cast<std::int32_t>(33 + random() % 150);
   expect_same_attention(lengths, 6, {64, 128});
 }
 
-// Too long for clusters: blocks that have a task to themselves, and blocks that have units of any.
+// Too long for clusters: CTAs that have a work tile to themselves, and CTAs with a stream-K range.
 TEST_F(Gpu, DecodeAttentionOfLongRows) {
   expect_same_attention({4200, 4200}, 1, {128, 256});
   expect_same_attention({4200, 90, 300}, 1, {128, 256});
@@ -311,7 +311,7 @@ TEST_F(Gpu, RopeAppend) {
   }
 }
 
-// A weight in all its forms: canonical, kernel form, and views of that on both sides.
+// A weight in both layouts, canonical and packed, and views of the packed one on both devices.
 struct Weight {
   Weight(std::int64_t n, std::int64_t k, int bits, int group, W4Zeros zeros, DType scale_dtype, bool act_order,
          Random& random)
@@ -405,7 +405,7 @@ TEST_F(Gpu, ProductsWithPackedWeights) {
     const bool four = w.on({}).bits == 4;
     const auto workspace_of = four ? w4a16_workspace : w8a16_workspace;
     const auto multiply = four ? w4a16_matmul : w8a16_matmul;
-    for (const std::int64_t m : {1, 9, 20, 40, 70}) {  // a regime each
+    for (const std::int64_t m : {1, 9, 20, 40, 70}) {  // an M bucket each
       const DType dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       MatmulOptions options{.batch_invariant = one_in(3, random)};
       const std::int64_t n = w.on({}).n, k = w.on({}).k, stride = k + (one_in(2, random) ? 3 : 0);

@@ -180,8 +180,8 @@ TEST(W4Plan, TheGatheredCopyOfXHasRoom) {
   });
 }
 
-// Operands are exact where scales act on sums of at least 128 k, of 64 k in 4 bits up to 64 tokens, and the weight has no
-// minima.
+// Operands are exact where scales act on sums of at least 128 k, of 64 k in 4 bits up to 64 tokens, and the weight has
+// no minima.
 TEST(W4Plan, SmallScaleBlocksAndMinimaAreRoundedToOperands) {
   int two_sums = 0;
   for_each_wgmma_problem([&](GemmProblem p) {
