@@ -45,8 +45,8 @@ PlanFacts explain_decode(const GpuTarget& gpu, const DecodeSizes& s, const char*
                       " new tokens, with a ", name(s.format), " cache at most ", kv_group);
   // the cost is counted in 32 bits, in KV tiles of 32 tokens x 8 packed rows, as dispatch.cpp has it
   const double cost = static_cast<double>(s.batch) *
-                       (static_cast<double>(s.tokens * s.q_heads) / gpu::mma_n + static_cast<double>(s.kv_heads)) *
-                       (1.5 * static_cast<double>(s.capacity) / gpu::kv_tile_tokens + 16);
+                      (static_cast<double>(s.tokens * s.q_heads) / gpu::mma_n + static_cast<double>(s.kv_heads)) *
+                      (1.5 * static_cast<double>(s.capacity) / gpu::kv_tile_tokens + 16);
   ROOFTILE_CHECK_KIND(not_supported, cost < 0x1p30 && s.tokens < (1 << 24), op, ": the call is more than one counts");
   gpu::DecodeKey key{s.dtype, s.format, static_cast<int>(s.head_dim)};
   const std::int64_t q_per_kv = s.q_heads / s.kv_heads;

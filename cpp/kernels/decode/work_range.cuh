@@ -80,7 +80,7 @@ template <KvFormat format>
 __device__ inline WorkRange find_work_range(const DecodeParams& p) {
   const int lane = threadIdx.x % 32, range_index = work_range_index();
   const bool reports = range_index == 0 && threadIdx.x < 32;
-  RowWork own;              // of batch entry `lane`; in the last loop of `first + lane`
+  RowWork own;             // of batch entry `lane`; in the last loop of `first + lane`
   int work_tile_cost = 0;  // of the first batch entry
   bool uniform = true;
   // Faults, and whether all work tiles have the same length.

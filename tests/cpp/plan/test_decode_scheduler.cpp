@@ -294,9 +294,8 @@ TEST(DecodeScheduler, EverySplitHasOneOwnerAndEveryRowItsExpression) {
       works.push_back(row_work(format, mma_n, longest, b, batch, trial % 7 < 3 ? longest : length,
                                trial % 7 < 3 ? 3 : between(random, 0, 3), 3, 0, trial % 4 ? 0 : 500));
     }
-    const bool uniform = std::all_of(works.begin(), works.end(), [&](const RowWork& w) {
-      return w.work_tile_cost() == works[0].work_tile_cost();
-    });
+    const bool uniform = std::all_of(works.begin(), works.end(),
+                                     [&](const RowWork& w) { return w.work_tile_cost() == works[0].work_tile_cost(); });
     int total = 0;
     for (RowWork& w : works) {
       if (!uniform) w.add_overheads(format);
