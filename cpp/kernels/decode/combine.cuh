@@ -8,7 +8,7 @@
 // Bytes: 4 (D + 2) per partial, at most 64 partials. Bound by latency: load the lengths, then the partials.
 // Sync: the positions of the partials follow from the lengths, which were final before split_kv began (split_kv
 // triggers this kernel only after its own wait). So the positions are computed while split_kv runs, and the partials
-// are loaded after wait_for_previous_kernel. With more than 32 batch entries, split_kv computes the prefix sums of the
+// are loaded after wait_for_previous_kernel. With more than 32 batch entries, split_kv computes the prefix sums of
 // the cost, and everything comes after the wait.
 #pragma once
 

@@ -23,9 +23,8 @@
 //
 // Cost of a step, 128 tokens: 4 Mflop, 1024 cycles of the tensor cores; 8 KB of codes of 4 bits, 32 KB of x, of which
 // the CTA loads 32 / cluster. A consumer warp issues some 220 instructions, with rounded operands some 240 (32 tokens:
-// 170 and 244); what one
-// warp group cannot overlap with its own MMAs overlaps with the other's. Tensor cores are the roof from 128 tokens on,
-// the bytes of W below.
+// 170 and 244); what one warp group cannot overlap with its own MMAs overlaps with the other's. Tensor cores are the
+// roof from 128 tokens on, the bytes of W below.
 // Sync: producer -> full[stage] (TMA bytes and cp.async copies have landed) -> consumers -> empty[stage] (all consumer
 // warps of the cluster have read the stage) -> producers of all CTAs. A named barrier of the consumer warps guards the
 // epilogue's tile. A CTA stays alive until its peer's last multicast write and arrival have landed in its shared
