@@ -37,6 +37,11 @@ inline std::byte* workspace_of(const char* op, const Context& ctx, std::size_t b
                  ": workspace must start at a multiple of 16 bytes");
   return static_cast<std::byte*>(lent.data);
 }
+// The Xs that begin `bytes` bytes into the workspace.
+template <class X>
+X* workspace_at(std::byte* workspace, std::size_t bytes) {
+  return static_cast<X*>(static_cast<void*>(workspace + bytes));
+}
 
 // Device properties, queried once per device.
 struct DeviceFacts {

@@ -21,6 +21,17 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
   return x;
 }
 
+// Loads or stores consecutive elements as one Vec; its alignment is that of the first. For vectors that no tensor of
+// CuTe holds: `recast` would need a layout for a single access.
+template <class Vec, class X>
+__device__ __forceinline__ Vec load_vec_at(const X* from) {
+  return *reinterpret_cast<const Vec*>(from);
+}
+template <class Vec, class X>
+__device__ __forceinline__ void store_vec_at(X* to, const Vec& vec) {
+  *reinterpret_cast<Vec*>(to) = vec;
+}
+
 // Prefetches `bytes` bytes from `at` on into L2; both are multiples of 16. A no-op before sm_90, which lacks the
 // instruction.
 __device__ __forceinline__ void prefetch_l2_bulk(const void* at, int bytes) {

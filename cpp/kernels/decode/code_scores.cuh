@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/decode/code_tile.cuh"
+#include "tile/copy.cuh"
 #include "tile/mma.cuh"
 
 namespace rooftile::gpu {
@@ -28,7 +29,7 @@ struct GroupScale {
 #pragma unroll
         for (int i = 0; i < D / 2; i += 32)
           if (i + lane < D / 2) {
-            const std::uint32_t w = *reinterpret_cast<const std::uint32_t*>(from + (i + lane) * 2);
+            const std::uint32_t w = tile::load_vec_at<std::uint32_t>(from + (i + lane) * 2);
             top = max(top, max(w & 0x7fff, w >> 16 & 0x7fff));
           }
       };
@@ -44,8 +45,7 @@ struct GroupScale {
   // Converts two stored scales or minima to fp16.
   __device__ __forceinline__ std::uint32_t f16(std::uint32_t pair) const {
     if constexpr (std::is_same_v<T, tile::half>) return pair;
-    const __nv_bfloat162 x =
-        __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(inverse));
+    const __nv_bfloat162 x = __hmul2(tile::bit_cast<__nv_bfloat162>(pair), tile::bit_cast<__nv_bfloat162>(inverse));
     return tile::pack<tile::half>(__low2float(x), __high2float(x));
   }
 };
@@ -55,10 +55,10 @@ struct GroupScale {
 template <class T, int N>
 __device__ __forceinline__ float largest_magnitude(const std::uint32_t (&x)[N]) {
   using Pair = std::conditional_t<std::is_same_v<T, tile::half>, __half2, __nv_bfloat162>;
-  Pair top = __habs2(reinterpret_cast<const Pair&>(x[0]));
+  Pair top = __habs2(tile::bit_cast<Pair>(x[0]));
 #pragma unroll
-  for (int i = 1; i < N; ++i) top = __hmax2(top, __habs2(reinterpret_cast<const Pair&>(x[i])));
-  const float2 two = tile::unpack<T>(reinterpret_cast<const std::uint32_t&>(top));
+  for (int i = 1; i < N; ++i) top = __hmax2(top, __habs2(tile::bit_cast<Pair>(x[i])));
+  const float2 two = tile::unpack<T>(tile::bit_cast<std::uint32_t>(top));
   return fmaxf(two.x, two.y);
 }
 template <class T, int N>
@@ -101,7 +101,7 @@ struct CodeQueries {
       const int d = code_bits(F) == 4 ? lane % 4 * lane_channels + 8 * i
                     : i / 2 < D / 64  ? i / 2 * 64 + lane % 4 * 16 + i % 2 * 8
                                       : D / 64 * 64 + lane % 4 * 8;
-      const uint4 chunk = *reinterpret_cast<const uint4*>(&sQ(n * mma_n + lane / 4, d));
+      const uint4 chunk = tile::load_vec_at<uint4>(&sQ(n * mma_n + lane / 4, d));
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[4 * i + j] = word(chunk, j);
     }
@@ -151,13 +151,13 @@ template <int N>
 __device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigned char* from) {
   static_assert(N == 1 || N == 2 || N == 4);
   if constexpr (N == 4) {
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    const uint4 x = tile::load_vec_at<uint4>(from);
     to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
   } else if constexpr (N == 2) {
-    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    const uint2 x = tile::load_vec_at<uint2>(from);
     to[0] = x.x, to[1] = x.y;
   } else {
-    to[0] = *reinterpret_cast<const std::uint32_t*>(from);
+    to[0] = tile::load_vec_at<std::uint32_t>(from);
   }
 }
 
@@ -197,9 +197,9 @@ template <class T, KvFormat F, int D>
 __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], std::uint32_t (&zero_value)[4],
                                                     const CodeTile<F, D>& x, const GroupScale<T, F, D>& group,
                                                     int channel) {
-  const uint4 scales = *reinterpret_cast<const uint4*>(x.k_scale() + channel);
+  const uint4 scales = tile::load_vec_at<uint4>(x.k_scale() + channel);
   uint4 minima = {};
-  if constexpr (has_min(F)) minima = *reinterpret_cast<const uint4*>(x.k_min() + channel);
+  if constexpr (has_min(F)) minima = tile::load_vec_at<uint4>(x.k_min() + channel);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;

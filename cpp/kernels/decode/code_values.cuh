@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/decode/code_scores.cuh"
+#include "tile/copy.cuh"
 #include "tile/mma.cuh"
 
 namespace rooftile::gpu {
@@ -26,7 +27,7 @@ __device__ __forceinline__ void pv_codes(float (*o)[4], const tile::FragmentB (&
                                          int block32, int lane) {
   using Kind = KvTraits<F>;
   // Fragment blocks of 512 bytes, 16 bytes a lane in lane order. 8-bit codes: 16 tokens x 32 channels; 4-bit: 32 x 32.
-  const auto block = [&](int i) { return *reinterpret_cast<const uint4*>(x.v + (block32 * 32 + lane + i * 32) * 16); };
+  const auto block = [&](int i) { return tile::load_vec_at<uint4>(x.v + (block32 * 32 + lane + i * 32) * 16); };
   if constexpr (!Kind::nibbles) {
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt)

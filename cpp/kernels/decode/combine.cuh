@@ -15,6 +15,7 @@
 #include "kernels/decode/epilogue.cuh"
 #include "kernels/decode/work_range.cuh"
 #include "kernels/decode/tree_reduction.cuh"
+#include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
@@ -37,7 +38,7 @@ __device__ __forceinline__ bool reduce_partials(const DecodeParams& p, CombineSt
   Reduction reduction([&](int split) {
     const int partial = smem.partial[split];
     return partial < 0 ? make_float2(-INFINITY, 0.0f)
-                       : *reinterpret_cast<const float2*>(p.partial_ml + std::int64_t{partial + row_offset} * 2);
+                       : tile::load_vec_at<float2>(p.partial_ml + std::int64_t{partial + row_offset} * 2);
   });
   float o[N];  // (split): this thread's channel
 #pragma unroll

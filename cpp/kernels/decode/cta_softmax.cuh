@@ -8,6 +8,7 @@
 #include "kernels/decode/reduction.cuh"
 #include "kernels/decode/softmax_state.cuh"
 #include "kernels/decode/traits.cuh"
+#include "tile/copy.cuh"
 
 namespace rooftile::gpu {
 
@@ -186,7 +187,7 @@ class CtaSoftmax {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         const auto store = [&](float (&to)[warps][Traits::block_m], float x, float y) {
-          *reinterpret_cast<float2*>(&to[at_.warp_kv][n * mma_n + 2 * t]) = make_float2(x, y);
+          tile::store_vec_at(&to[at_.warp_kv][n * mma_n + 2 * t], make_float2(x, y));
         };
         store(smem_.l, state_.l[n][0], state_.l[n][1]);
         if constexpr (has_minimum) store(smem_.min_term, state_.min_term[n][0], state_.min_term[n][1]);
@@ -201,7 +202,7 @@ class CtaSoftmax {
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < warps; ++i) {
-          const float2 x = *reinterpret_cast<const float2*>(&from[i][n * mma_n + 2 * t]);
+          const float2 x = tile::load_vec_at<float2>(&from[i][n * mma_n + 2 * t]);
           sum[0] += x.x;
           sum[1] += x.y;
         }
@@ -244,8 +245,8 @@ class CtaSoftmax {
   __device__ void store_weights(int n, int token, const float (&p)[4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<std::uint32_t*>(weights_of<Element>(n, token + 8 * half + at_.lane / 4) + at_.lane % 4 * 2) =
-          tile::pack<Element>(p[2 * half], p[2 * half + 1]);
+      tile::store_vec_at(weights_of<Element>(n, token + 8 * half + at_.lane / 4) + at_.lane % 4 * 2,
+                         tile::pack<Element>(p[2 * half], p[2 * half + 1]));
   }
   // Loads the weights of 32 tokens from `token` of the step on: (16 tokens, n-tile).
   template <class Element>
@@ -270,8 +271,7 @@ class CtaSoftmax {
       for (int j = 0; j < 2; ++j)
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) top[j] = fmaxf(top[j], __shfl_xor_sync(0xffffffffu, top[j], step));
-      if (at_.lane < 4)
-        *reinterpret_cast<float2*>(&smem_.row_max[at_.warp_kv][n * mma_n + 2 * t]) = make_float2(top[0], top[1]);
+      if (at_.lane < 4) tile::store_vec_at(&smem_.row_max[at_.warp_kv][n * mma_n + 2 * t], make_float2(top[0], top[1]));
     }
     if (at_.lane == 0) smem_.max_scale_bits[at_.warp_kv] = max_scale_bits;
     __syncthreads();  // all warps' maxima are in shared memory, and no thread reads weights

@@ -148,10 +148,10 @@ KernelName decode_attention(const Context& ctx, const DecodeArgs& a) {
   constexpr std::int64_t int32_max = std::numeric_limits<std::int32_t>::max();
   p.window = static_cast<int>(std::min(a.logits.window, int32_max));
   p.capacity = static_cast<int>(std::min(a.cache->capacity(), int32_max));
-  p.work_prefix = reinterpret_cast<std::int32_t*>(workspace);
-  p.partial_o = reinterpret_cast<float*>(workspace + plan.partial_o);
-  p.partial_ml = reinterpret_cast<float*>(workspace + plan.partial_ml);
-  p.reduction_o = reinterpret_cast<float*>(workspace + plan.reduction_o);
+  p.work_prefix = workspace_at<std::int32_t>(workspace, 0);
+  p.partial_o = workspace_at<float>(workspace, plan.partial_o);
+  p.partial_ml = workspace_at<float>(workspace, plan.partial_ml);
+  p.reduction_o = workspace_at<float>(workspace, plan.reduction_o);
   p.ctas = plan.ctas;
   p.ctas_per_sm = plan.ctas_per_sm;
   p.ctas_per_tile = plan.ctas_per_tile;

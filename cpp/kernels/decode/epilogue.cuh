@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/decode/queries.cuh"
+#include "tile/copy.cuh"
 #include "tile/element.cuh"
 #include "tile/softmax.cuh"
 
@@ -14,7 +15,7 @@ __device__ __forceinline__ void store_vec(float* to, const float (&x)[V]) {
   struct alignas(4 * V) Vec {
     float x[V];
   };
-  *reinterpret_cast<Vec*>(to) = reinterpret_cast<const Vec&>(x);
+  tile::store_vec_at(to, tile::load_vec_at<Vec>(x));
 }
 
 // Writes a thread's part of a partial to the workspace, number `index` of the grid's. Layout: how the thread holds it.
@@ -28,7 +29,7 @@ __device__ __forceinline__ void write_partial(const DecodeParams& p, const Layou
     const std::int64_t row = std::int64_t{index} * Layout::block_m + m_row;
     layout.for_each_vec(partial.o, k, [&](int d, const auto& o) { store_vec(p.partial_o + row * Layout::D + d, o); });
     if (layout.writes_ml())
-      *reinterpret_cast<float2*>(p.partial_ml + row * 2) = make_float2(partial.m[k], invalid ? -1.0f : partial.l[k]);
+      tile::store_vec_at(p.partial_ml + row * 2, make_float2(partial.m[k], invalid ? -1.0f : partial.l[k]));
   });
 }
 
@@ -67,7 +68,7 @@ class RowEpilogue {
 #pragma unroll
     for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(sees_keys_ ? __fmul_rn(o[i], result_.factor) : 0.0f);
     if (p_->out.stride[3] == 1 && reinterpret_cast<std::uintptr_t>(out_) % sizeof(Vec) == 0) {
-      *reinterpret_cast<Vec*>(out_ + d) = values;
+      tile::store_vec_at(out_ + d, values);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) out_[(d + i) * p_->out.stride[3]] = values.x[i];

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/decode/scheduler.h"
+#include "tile/copy.cuh"
 #include "tile/softmax.cuh"
 
 namespace rooftile::gpu {
@@ -99,7 +100,7 @@ class TreeReduction {
   __device__ __forceinline__ static float reduce_levels(const TreeStorage& smem, float (&o)[N]) {
 #pragma unroll
     for (int i = 0; i < N >> Level; ++i) {
-      const float2 factors = *reinterpret_cast<const float2*>(&smem.factor[factors_begin(Level) + 2 * i]);
+      const float2 factors = tile::load_vec_at<float2>(&smem.factor[factors_begin(Level) + 2 * i]);
       o[i << Level] =
           tile::merge_values(o[i << Level], o[(i << Level) + (1 << (Level - 1))], {0.0f, factors.x, factors.y});
     }

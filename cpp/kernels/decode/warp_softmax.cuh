@@ -8,6 +8,7 @@
 #include "kernels/decode/reduction.cuh"
 #include "kernels/decode/softmax_state.cuh"
 #include "kernels/decode/traits.cuh"
+#include "tile/copy.cuh"
 
 namespace rooftile::gpu {
 
@@ -136,14 +137,14 @@ class WarpSoftmax {
       state_.sum_lanes(l[j]);
       if constexpr (Codes && has_min(F)) state_.sum_lanes(state_.min_term[0][j]);
     }
-    if (writes_rows) *reinterpret_cast<float2*>(&smem_.m[at_.warp_kv][2 * t]) = make_float2(m[0], m[1]);
+    if (writes_rows) tile::store_vec_at(&smem_.m[at_.warp_kv][2 * t], make_float2(m[0], m[1]));
     __syncthreads();  // all maxima are in shared memory
     ThreadPartial partial;
     partial.m[0] = -INFINITY;
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int w = 0; w < warps_kv; ++w) {
-      const float2 m = *reinterpret_cast<const float2*>(&smem_.m[w][2 * t]);
+      const float2 m = tile::load_vec_at<float2>(&smem_.m[w][2 * t]);
       top[0] = fmaxf(top[0], m.x);
       top[1] = fmaxf(top[1], m.y);
       partial.m[0] = fmaxf(partial.m[0], smem_.m[w][layout.m_row]);
@@ -151,8 +152,7 @@ class WarpSoftmax {
     float weight[2];  // (packed row 2t + j)
 #pragma unroll
     for (int j = 0; j < 2; ++j) weight[j] = exp2f(m[j] - (top[j] == -INFINITY ? 0.0f : top[j]));
-    if (writes_rows)
-      *reinterpret_cast<float2*>(&smem_.l[at_.warp_kv][2 * t]) = make_float2(l[0] * weight[0], l[1] * weight[1]);
+    if (writes_rows) tile::store_vec_at(&smem_.l[at_.warp_kv][2 * t], make_float2(l[0] * weight[0], l[1] * weight[1]));
     if constexpr (Codes) store_sums(dequant_sums(weight));
     else store_sums([&](float o, int e) { return o * weight[e % 2]; });
     state_.reset();
@@ -174,7 +174,7 @@ class WarpSoftmax {
     struct alignas(4 * V) Vec {
       float x[V];
     };
-    const Vec o = *reinterpret_cast<const Vec*>(from);
+    const Vec o = tile::load_vec_at<Vec>(from);
 #pragma unroll
     for (int j = 0; j < V; ++j) sum[j] += o.x[j];
   }

@@ -128,7 +128,7 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
 
   struct SharedStorage {
     Stage ring[w4_warps][stages];
-    __device__ MmaT* x() { return reinterpret_cast<MmaT*>(this + 1); }  // tiles of x: smem_layout_x
+    __device__ MmaT* x() { return static_cast<MmaT*>(static_cast<void*>(this + 1)); }  // tiles of x: smem_layout_x
   };
 
   using BLK_N = cute::Int<8 * n_tiles>;  // tokens

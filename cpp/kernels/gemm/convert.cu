@@ -12,6 +12,7 @@
 #include "core/w4_round.h"
 #include "kernels/backend.h"
 #include "kernels/launch.h"
+#include "tile/copy.cuh"
 
 namespace rooftile::gpu {
 namespace {
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(threads) pack_codes(const __grid_constant__ Pa
     const int code = w4_code(&p.canonical.at<std::uint8_t>(n, k / p.in_byte()), p.bits, k % p.in_byte());
     packed |= static_cast<std::uint32_t>(code) << (p.bits * i);
   }
-  reinterpret_cast<std::uint32_t*>(p.codes)[index] = packed;
+  tile::store_vec_at(p.codes + index * 4, packed);
 }
 
 __global__ void __launch_bounds__(threads) unpack_codes(const __grid_constant__ PackParams p) {
@@ -175,8 +176,8 @@ struct DequantizeParams {
 };
 
 __device__ float group_value(const W4View& w, const std::byte* data, std::int64_t at) {
-  return w.scale_dtype == DType::f16 ? to_float(reinterpret_cast<const Half*>(data)[at])
-                                     : to_float(reinterpret_cast<const BFloat16*>(data)[at]);
+  return w.scale_dtype == DType::f16 ? to_float(tile::load_vec_at<Half>(data + 2 * at))
+                                     : to_float(tile::load_vec_at<BFloat16>(data + 2 * at));
 }
 
 template <class T>

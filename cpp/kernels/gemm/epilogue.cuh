@@ -4,6 +4,7 @@
 
 #include "kernels/gemm/params.h"
 #include "tile/activation.cuh"
+#include "tile/copy.cuh"
 #include "tile/element.cuh"
 
 namespace rooftile::gpu {
@@ -71,13 +72,13 @@ class Epilogue {
       }
       if (p_.residual.data) {
         const T* const residual = static_cast<const T*>(p_.residual.data) + token * p_.residual.stride[0] + n_;
-        const uint2 four = *reinterpret_cast<const uint2*>(residual);
+        const uint2 four = tile::load_vec_at<uint2>(residual);
         const float2 low = tile::unpack<T>(four.x), high = tile::unpack<T>(four.y);
         x[0] += low.x, x[1] += low.y, x[2] += high.x, x[3] += high.y;
       }
     }
     T* const y = static_cast<T*>(p_.y.data) + token * p_.y.stride[0] + n_;
-    *reinterpret_cast<uint2*>(y) = make_uint2(tile::pack<T>(x[0], x[1]), tile::pack<T>(x[2], x[3]));
+    tile::store_vec_at(y, make_uint2(tile::pack<T>(x[0], x[1]), tile::pack<T>(x[2], x[3])));
   }
 
  private:

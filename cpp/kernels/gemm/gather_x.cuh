@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(w4_gather_threads) w4a16_gather_x(const __grid
     for (unsigned i = 0; i < 8; ++i)  // a column number outside of [0, K) reads as NaN; TMA reads none past K
       tile_copy[i * w4_gather_threads + threadIdx.x] = column[i] < all_k ? bits[i] : 0x7fff;
     __syncthreads();
-    const uint4 vec = *reinterpret_cast<const uint4*>(tile_copy + threadIdx.x * 8);
+    const uint4 vec = tile::load_vec_at<uint4>(tile_copy + threadIdx.x * 8);
     __syncthreads();
     if (k < all_k) tile::store(params.to + token * w4_padded_k(p.k) + k, vec);
   }

@@ -8,6 +8,7 @@
 #include "core/divisor.h"
 #include "kernels/gemm/epilogue.cuh"
 #include "kernels/warmup.h"
+#include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
 
 namespace rooftile::gpu {
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(reduce_threads) reduce_split_k(const __grid_co
   const auto sum_of = [&](std::int64_t at) {  // sum of four neighbours; the last ones may lie past N
     return sum_in_order(p.splits, [&](int split) -> float4 {
       const float* const from = partial + split * p.tokens * padded_n + at;
-      if (at % 4 == 0) return *reinterpret_cast<const float4*>(from);
+      if (at % 4 == 0) return tile::load_vec_at<float4>(from);
       // the up projections are unaligned when `outputs` is no multiple of 4
       const std::int64_t left = padded_n - at;
       return {from[0], left > 1 ? from[1] : 0.0f, left > 2 ? from[2] : 0.0f, left > 3 ? from[3] : 0.0f};

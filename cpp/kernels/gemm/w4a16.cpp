@@ -35,7 +35,7 @@ std::int64_t prepare_wgmma(const DeviceScope& scope, std::byte* workspace, const
   MatrixShape x{.rows = p.tokens, .columns = p.k, .stride = p.x.ndim > 0 ? p.x_stride : p.k};
   const void* from = static_cast<const std::uint16_t*>(a.x.data) + p.first_token * p.x_stride;
   if (plan.gathered_bytes > 0) {
-    auto* const gathered = reinterpret_cast<std::uint16_t*>(workspace + plan.workspace_bytes - plan.gathered_bytes);
+    auto* const gathered = workspace_at<std::uint16_t>(workspace, plan.workspace_bytes - plan.gathered_bytes);
     gather_x(scope, plan, p, gathered);
     from = gathered;
     x.stride = w4_padded_k(p.k);
@@ -48,8 +48,8 @@ std::int64_t prepare_wgmma(const DeviceScope& scope, std::byte* workspace, const
   p.ranges = static_cast<unsigned>(plan.stream_k_ranges);
   p.range_steps = steps / p.ranges;
   p.longer_ranges = steps % p.ranges;
-  p.semaphores = reinterpret_cast<std::uint64_t*>(workspace);
-  p.fixup_sums = reinterpret_cast<float*>(workspace + plan.semaphore_bytes);
+  p.semaphores = workspace_at<std::uint64_t>(workspace, 0);
+  p.fixup_sums = workspace_at<float>(workspace, plan.semaphore_bytes);
   p.semaphore_value = new_semaphore_value();
   return std::int64_t{plan.stream_k_ranges} * p.m_blocks * plan.cluster;
 }

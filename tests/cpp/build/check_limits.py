@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What device code keeps to, so that it can be read: no C++ line above 120 columns; in cpp/kernels and cpp/tile no file
-above 400 lines and no function above 120; inline asm at 12 places at most, all in cpp/tile.
+above 400 lines and no function above 120; inline asm at 12 places at most, all in cpp/tile; in cpp/kernels no address
+arithmetic on pointers of a reinterpret_cast.
 
 check_limits.py ROOT            checks the tree; exits 1 with a line for each place that does not
 check_limits.py ROOT --selftest plants a breach of each in a copy of the tree and expects it to be found
@@ -17,6 +18,7 @@ SUFFIXES = {".h", ".cpp", ".cuh", ".cu"}
 DEVICE = ("cpp/kernels/", "cpp/tile/")
 NOT_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.S)
 ASM = re.compile(r"\b(?:asm|__asm|__asm__)\b(?:\s+(?:volatile|__volatile__|goto|inline))*\s*\(")
+CAST = re.compile(r"\breinterpret_cast\s*<([^;{}()]*)>\s*\(")  # the type, up to the operand
 HEAD = re.compile(r"\)\s*(?:(?:const|noexcept|mutable|override|final)\b\s*|&{1,2}\s*|->[^;{}]*|:[^;{}]*)*$")
 
 
@@ -48,6 +50,20 @@ def functions(code):
         head = found.end()
 
 
+def arithmetic_on_casts(code):
+    """Where a cast to a pointer has a sum as its operand, or is added to or indexed."""
+    for found in CAST.finditer(code):
+        if "*" not in found[1]:
+            continue
+        depth, end, summed = 1, found.end(), False
+        while depth and end < len(code):
+            depth += (code[end] in "([") - (code[end] in ")]")
+            summed |= depth == 1 and re.match(r"[\w\])]\s*[+-]\s*[\w(]", code[end - 1 : end + 4]) is not None
+            end += 1
+        if summed or re.match(r"\s*(?:\[|\+|-[^>])", code[end : end + 4]):
+            yield code.count("\n", 0, found.start()) + 1
+
+
 def problems(root):
     asm = []
     for name, text in sources(root):
@@ -60,6 +76,8 @@ def problems(root):
         for first, count in functions(code) if device else ():
             if count > FUNCTION_LINES:
                 yield f"{name}:{first}: a function of {count} lines, at most {FUNCTION_LINES}"
+        for number in arithmetic_on_casts(code) if name.startswith("cpp/kernels/") else ():
+            yield f"{name}:{number}: address arithmetic on a reinterpret_cast pointer"
         if name.startswith("cpp/") and not name.startswith("cpp/cpu/"):  # the compiler of CPU code is another
             asm += [f"{name}:{code.count(chr(10), 0, found.start()) + 1}" for found in ASM.finditer(code)]
     yield from (f"{place}: inline asm outside of cpp/tile" for place in asm if not place.startswith("cpp/tile/"))
@@ -76,6 +94,9 @@ def selftest(root):
         "cpp/tile/warps.cuh": ("void f(int x) const noexcept override {\n" + body, "a function of"),
         "cpp/kernels/launch.h": ('inline void f() { asm volatile("exit;"); }\n', "outside of cpp/tile"),
         "cpp/kernels/warmup.h": ('inline void f() { __asm__ __volatile__("exit;"); }\n', "outside of cpp/tile"),
+        "cpp/kernels/device.h": ("inline int f(int* p) { return *reinterpret_cast<int*>(p + 1); }\n", "address arith"),
+        "cpp/kernels/backend.h": ("inline int f(int* p) { return reinterpret_cast<int*>(p)[1]; }\n", "address arith"),
+        "cpp/kernels/tensor_map.h": ("inline int* f(int* p) { return reinterpret_cast<int*>(p) + 1; }\n", "address arith"),
         "cpp/tile/element.cuh": ('inline void f() { asm("exit;"); }\n' * (ASM_PLACES + 1), "places, at most"),
     }
     for name, (text, said) in faults.items():
