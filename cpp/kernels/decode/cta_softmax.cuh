@@ -86,7 +86,7 @@ class CtaSoftmax {
         [&](float (&sum)[N][2], float (&)[N][2]) {
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            float weight[4];
+            float weight[4];  // (2 tokens x 2 packed rows)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               weight[i] = weight_of(s[n][0][i], state_.m[n][i & 1]);
@@ -119,7 +119,7 @@ class CtaSoftmax {
             for (int n = 0; n < N; ++n)
 #pragma unroll
               for (int mt = 0; mt < 2; ++mt) {
-                float weight[4];
+                float weight[4];  // (2 tokens x 2 packed rows)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                   const int j = i & 1, row = 2 * mt + i / 2, position = token + 8 * row + at_.lane / 4;
@@ -207,8 +207,8 @@ class CtaSoftmax {
           sum[1] += x.y;
         }
       };
-      float zp_correction[2] = {}, min_term[2] = {};
-      float l[2];
+      float zp_correction[2] = {}, min_term[2] = {};  // (packed rows 2t, 2t + 1)
+      float l[2];                                     // (packed rows 2t, 2t + 1)
       sum_warps(smem_.l, l);
       if constexpr (has_zero_point) sum_warps(smem_.zp_correction, zp_correction);
       if constexpr (has_minimum) sum_warps(smem_.min_term, min_term);
@@ -288,7 +288,7 @@ class CtaSoftmax {
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      float scale[2];
+      float scale[2];  // (packed rows 2t, 2t + 1)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float top = -INFINITY;

@@ -64,6 +64,8 @@ ROOFTILE_HD constexpr int ceil_div(int a, int b) {
 // warps. Splits are few, because the merge at the end of each costs as much as 64 tokens (with 4-bit codes 128). They
 // are enough for one cache row with eight KV heads to fill a device. block_m: packed rows of a work tile; with 16 a
 // batch has half as many work tiles, or fewer, and no clusters: splits of 512 tokens would leave CTAs without one.
+// 8 packed rows: 2000 tokens are 8 splits of 256, 4096 tokens 16 of 256 or in 4-bit codes 8 of 512, 20000 tokens 20 of
+// 1024, 131072 tokens 64 of 2048.
 ROOFTILE_HD constexpr int kv_split_tiles(KvFormat format, int block_m, int tokens) {
   constexpr int step_tokens = 4 * kv_tile_tokens;
   if (tokens <= (block_m == mma_n ? 24 : 32) * step_tokens) return 8;

@@ -141,7 +141,7 @@ class WarpSoftmax {
     __syncthreads();  // all maxima are in shared memory
     ThreadPartial partial;
     partial.m[0] = -INFINITY;
-    float top[2] = {-INFINITY, -INFINITY};
+    float top[2] = {-INFINITY, -INFINITY};  // (packed rows 2t, 2t + 1)
 #pragma unroll
     for (int w = 0; w < warps_kv; ++w) {
       const float2 m = tile::load_vec_at<float2>(&smem_.m[w][2 * t]);
@@ -190,7 +190,7 @@ class WarpSoftmax {
             value(state_.o[i][e], e);
   }
   __device__ DequantSums<T, F> dequant_sums(const float (&weight)[2]) const {
-    float zp_correction[2] = {};
+    float zp_correction[2] = {};  // (packed rows 2t, 2t + 1)
     if constexpr (KvTraits<F>::has_zero_point)
       zp_correction[0] = state_.zp_correction[0][0], zp_correction[1] = state_.zp_correction[0][1];
     return {zp_correction, state_.min_term[0], weight, state_.o_scale};
@@ -200,11 +200,11 @@ class WarpSoftmax {
   // scale, as exceeds_scale takes it. Usually neither changes.
   template <int M>
   __device__ void update_max(const float (&s)[M][4], std::uint32_t max_scale_bits = 0) {
-    float top[2] = {lane_max(s, 0), lane_max(s, 1)};
+    float top[2] = {lane_max(s, 0), lane_max(s, 1)};  // (packed rows 2t, 2t + 1)
     float (&m)[2] = state_.m[0];
     const bool grows = !Traits::elements && exceeds_scale(max_scale_bits, state_.o_scale);
     if (__any_sync(0xffffffffu, top[0] > m[0] + rescale_threshold || top[1] > m[1] + rescale_threshold || grows)) {
-      float scale[2];
+      float scale[2];  // (packed rows 2t, 2t + 1)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -261,7 +261,7 @@ class WarpSoftmax {
     const float inverse = inverse_pow2(state_.o_scale);
 #pragma unroll
     for (int mt = 0; mt < 2; ++mt) {
-      float p[4];
+      float p[4];  // (2 tokens x 2 packed rows)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = token + 16 * mt + 8 * half + at_.lane / 4;

@@ -94,7 +94,7 @@ __global__ __launch_bounds__(512,
     for (int i = 0; i < vec_size; ++i) highest[0] = fmaxf(highest[0], e[k].at[i]);
   }
   reduce_row(highest, p.lanes, maxima, Max{});
-  float total[1] = {};
+  float total[1] = {};  // (1), as reduce_row takes it
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
     float part = 0;

@@ -165,7 +165,7 @@ __global__ __launch_bounds__(512,
 
   float mean = 0;
   if constexpr (subtract_mean) {
-    float total[1] = {};
+    float total[1] = {};  // (1), as reduce_row takes it
 #pragma unroll
     for (int k = 0; k < vecs; ++k) {
       total[0] += sum(to_floats<T>(s[k]));
@@ -221,7 +221,7 @@ __global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ No
   }
   float mean = 0;
   if constexpr (subtract_mean) {
-    float total[1] = {};
+    float total[1] = {};  // (1), as reduce_row takes it
 #pragma unroll 4
     for (std::int64_t i = begin; i < p.n; i += step) total[0] += sum(to_floats<T>(load_vec<vector>(s, i, p.n)));
     reduce_row(total, p.lanes, of_mean, Sum{});

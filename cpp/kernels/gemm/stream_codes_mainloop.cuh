@@ -94,8 +94,8 @@ __device__ __forceinline__ void w4_stream_mainloop(const CodesParams& p, const W
   rZero(0) = rZero(1) = Traits::minima ? Decode::no_zero : Decode::symmetric_zero;
   Tensor rSum = make_fragment_like(rAcc);   // (MMA, 1, MMA_N): of the current scale block
   Tensor rXSum = make_fragment_like(rAcc);  // (MMA, 1, MMA_N): sums of x / unit, the same in every row; minima
-  Tensor rOnes = make_fragment_like(rA(_, _, _0{}));
-  fill(rOnes, typename Traits::MmaT(1 / Decode::unit));
+  Tensor rInverseUnit = make_fragment_like(rA(_, _, _0{}));  // (MMA, 1)
+  fill(rInverseUnit, typename Traits::MmaT(1 / Decode::unit));
 
   // stage0: stage of the first step of the current tile of x
   for (int x_tile = 0, stage0 = 0;; ++x_tile) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void w4_stream_mainloop(const CodesParams& p, const W
           CUTE_UNROLL
           for (int k = 0; k < 2; ++k) {
             gemm(mma, rA(_, _0{}, k), rX(_, _0{}, k), rSum(_, _0{}, n));
-            if constexpr (Traits::minima) gemm(mma, rOnes(_, _0{}), rX(_, _0{}, k), rXSum(_, _0{}, n));
+            if constexpr (Traits::minima) gemm(mma, rInverseUnit(_, _0{}), rX(_, _0{}, k), rXSum(_, _0{}, n));
           }
         }
         if (k_block % Traits::k_blocks_per_sum != Traits::k_blocks_per_sum - 1) continue;
