@@ -2,6 +2,8 @@
 // KV tiles of 32 tokens in codes: their place in a page, in shared memory, and the copies from one to the other.
 #pragma once
 
+#include <bit>
+
 #include "kernels/decode/kv_traits.cuh"
 #include "kernels/decode/queries.cuh"
 #include "tile/copy.cuh"
@@ -51,9 +53,15 @@ template <KvFormat F, int D>
 struct CodeTile {
   static constexpr int row_bytes = D * code_bits(F) / 8, tile_bytes = 32 * row_bytes;
   static constexpr int row_vecs = row_bytes / 16;  // 16-byte vectors of a row
-  // XOR swizzle. Eight lanes read at once, four vectors of each of two neighbouring rows. Where rows are a multiple of
-  // 128 bytes both would use the same banks, so odd rows exchange their vectors with neighbours at this distance.
-  static constexpr int swizzle = row_bytes % 128 != 0 ? 0 : code_bits(F) == 8 ? 4 : 1;
+  // (token, byte) of K. Eight lanes read at once, four vectors of each of two neighbouring rows. Where rows are a
+  // multiple of 128 bytes both would use the same banks, so odd rows exchange their vectors with neighbours, four
+  // vectors away in 8 bits, the next one in 4.
+  static constexpr int swizzled_bit = code_bits(F) == 8 ? 6 : 4;
+  using Swizzle = cute::Swizzle<row_bytes % 128 == 0 ? 1 : 0, swizzled_bit,
+                                row_bytes % 128 == 0 ? std::bit_width(unsigned{row_bytes}) - 1 - swizzled_bit : 1>;
+  using SmemLayoutK = decltype(cute::composition(
+      Swizzle{},
+      cute::Layout<cute::Shape<cute::_32, cute::Int<row_bytes>>, cute::Stride<cute::Int<row_bytes>, cute::_1>>{}));
 
   alignas(16) unsigned char k[tile_bytes];
   alignas(16) unsigned char v[tile_bytes];  // fragment blocks of 512 bytes: 16 bytes a lane, in lane order
@@ -68,9 +76,7 @@ struct CodeTile {
   __device__ __forceinline__ const std::uint16_t* k_token_scale() const { return token_scales + 32; }
 
   // Offset of a 16-byte vector of a row of K.
-  __device__ __forceinline__ static int k_offset(int token, int vec) {
-    return token * row_bytes + (vec ^ (token & 1) * swizzle) * 16;
-  }
+  __device__ __forceinline__ static int k_offset(int token, int vec) { return SmemLayoutK{}(token, 16 * vec); }
 
   // Start the copies of a tile's K with all scales, and of its V, by Threads threads. first, second: byte offsets of
   // the pages of tokens 0 and 16. page_offset: of token 0 in its page. Pinned: from.pin() has been called.

@@ -26,6 +26,10 @@ struct KvTraits {
   static constexpr std::uint32_t minus_zero_point_pair = nibbles ? 0xc800c800u : 0xd800d800u;      // as fp16 numbers
   static constexpr std::uint32_t flip = nibbles && !affine ? 0x88888888u : 0;  // two's complement -> unsigned
 
+  // K codes of 32 tokens: (token, channel) -> code. Rows are padded to 32 channels.
+  template <int D>
+  using LayoutK =
+      cute::Layout<cute::Shape<cute::_32, cute::Int<D>>, cute::Stride<cute::Int<padded_head_dim(D)>, cute::_1>>;
   // V codes of 32 tokens (16 in 8 bits) and 32 channels: (token, channel) -> code.
   using V8 = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_4, cute::_2>, cute::Shape<cute::_8, cute::_4>>,
                           cute::Stride<cute::Stride<cute::_1, cute::_16, cute::_2>, cute::Stride<cute::_64, cute::_4>>>;
@@ -43,6 +47,16 @@ struct KvTraits {
     tile::decode_uint4(word ^ flip, pair);
   }
 };
+
+// The layouts are those of core/kv_layout.h.
+template <KvFormat F, int D>
+constexpr bool is_layout_of_k() {
+  for (int token = 0; token < kv_group; ++token)
+    for (int d = 0; d < D; ++d)
+      if (int(typename KvTraits<F>::template LayoutK<D>{}(token, d)) != int(k_code_index(D, token, d))) return false;
+  return true;
+}
+static_assert(is_layout_of_k<KvFormat::int8, 128>() && is_layout_of_k<KvFormat::int4, 64>());
 
 // The layout is that of core/kv_layout.h, and lane (g, t) owns the codes of channels g + 8 i and tokens 2t + j + 8 k:
 // what its A operand of V^T takes.
