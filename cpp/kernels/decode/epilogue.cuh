@@ -15,7 +15,7 @@ __device__ __forceinline__ void store_vec(float* to, const float (&x)[V]) {
   struct alignas(4 * V) Vec {
     float x[V];
   };
-  tile::store_vec_at(to, tile::load_vec_at<Vec>(x));
+  tile::store_vec_at(to, reinterpret_cast<const Vec&>(x));
 }
 
 // Writes a thread's part of a partial to the workspace, number `index` of the grid's. Layout: how the thread holds it.
