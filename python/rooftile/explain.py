@@ -10,7 +10,7 @@ import sys
 from typing import NamedTuple
 
 from rooftile import _C, attention, fused, gemm, sampling
-from rooftile._arrays import activation_dtype, check_flag, must_be
+from rooftile._arrays import activation_dtype, check_flag, must_be, shape_of
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.kv_cache import CONTIGUOUS_PAGE, ELEMENT_DTYPES, KIVI, Cache, check_format, integer, row_bytes
 
@@ -84,7 +84,8 @@ def explain(op, /, *args, device=None, sms=None, dtype=None, roof=None, **kwargs
 
     Returns an Explanation. bytes and flops are what the op has to move and compute, whatever the kernel does.
     Raises ArgumentError and ArgumentTypeError for what no plan can be made of, and NotSupportedError where the device
-    has no kernel. The call looks at more: that out, bias and weights fit, and at what tensors hold. Source: the plans
+    has no kernel. The call looks at more: that out, bias and weights fit, scalars such as eps, top_k or softcap, and at
+    what tensors hold. Source: the plans
     of cpp/kernels/*/plan.cpp; roofline: Williams et al. 2009.
     """
     name = _name(op)
@@ -94,9 +95,12 @@ def explain(op, /, *args, device=None, sms=None, dtype=None, roof=None, **kwargs
 
 
 def _name(op):
-    name = op if isinstance(op, str) else getattr(op, "__name__", None)
-    if not isinstance(name, str) or name not in _OPS or not (isinstance(op, str) or callable(op)):
-        raise ArgumentError(f"explain: op {must_be(_OPS, name if isinstance(name, str) else op)}")
+    name = op
+    if callable(op):  # one of ours, not another's of the same name
+        ours = inspect.ismethod(op) and isinstance(op.__self__, Cache) and op.__name__ == "append"
+        name = "append" if ours else next((n for n, function in _FUNCTIONS.items() if function is op), op)
+    if not isinstance(name, str) or name not in _OPS:
+        raise ArgumentError(f"explain: op {must_be(_OPS, name)}")
     return name
 
 
@@ -113,7 +117,7 @@ class _Call:
         self.given = {"cache" if name == "self" else name: x for name, x in bound.arguments.items()}
         self.plan = getattr(self.given["plan"], "plan", self.given["plan"])
         cache = self.given.get("cache")
-        tensors = [x for x in self.given.values() if hasattr(x, "shape") and hasattr(x, "dtype")]
+        tensors = [x for x in self.given.values() if shape_of(x) is not None and hasattr(x, "dtype")]
         self._take_device(device, sms, [*tensors, *([cache] if isinstance(cache, Cache) else [])])
         self._take_roof(roof)
         if dtype is not None:
@@ -185,12 +189,14 @@ class _Call:
     def shape(self, name, *ndims):
         """Of a tensor argument, as a tuple of ints."""
         x = self.given[name]
-        shape = getattr(x, "shape", x)
+        shape = shape_of(x)
         try:
+            if shape is None:
+                shape = x
             if isinstance(shape, dict | set | frozenset):
                 raise TypeError
             shape = tuple(operator.index(size) for size in shape)
-        except TypeError:
+        except (TypeError, RuntimeError):  # RuntimeError: a nested tensor, which has none
             raise ArgumentTypeError(f"{self.op}: {name} must be a tensor or a shape, got {type(x).__name__}") from None
         if any(not 0 <= size < 2**31 for size in shape):
             raise ArgumentError(f"{self.op}: {name} must have sizes in [0, 2**31), got {shape}")
@@ -259,7 +265,16 @@ def _output(call, n):
     return *call.shape("x")[:-1], gemm.outputs(n, call.given["activation"])
 
 
+def _check_activation(call, known):
+    activation = call["activation"]
+    if activation is not None and not isinstance(activation, str):
+        raise ArgumentTypeError(f"{call.op}: activation must be a string, got {type(activation).__name__}")
+    if activation is not None and activation not in known:
+        raise ArgumentError(f"{call.op}: activation {must_be(known, activation)}")
+
+
 def _linear(call):
+    _check_activation(call, gemm.ACTIVATIONS)
     n, k = call.shape("weight", 2)
     x, facts = call.shape("x"), None
     if not x or x[-1] != k:
@@ -299,11 +314,12 @@ def _check_keys(op, argument, given, needed, known):
 
 def _packed(weight_type):
     def explained(call):
+        _check_activation(call, gemm.ACTIVATIONS + gemm.GATED_ACTIVATIONS)
         n, k, group, kind, scale_dtype, perm = _weight(call, weight_type)
         check_flag(call.op, "batch_invariant", call["batch_invariant"])
-        sizes = _C.w4_sizes(call.op, "w", n, k, weight_type.BITS, group, kind)
-        if kind not in weight_type.KINDS:
+        if not isinstance(kind, str) or kind not in weight_type.KINDS:
             raise ArgumentError(f"{call.op}: w's kind {must_be(weight_type.KINDS, kind)}")
+        sizes = _C.w4_sizes(call.op, "w", n, k, weight_type.BITS, group, kind)
         x, facts = call.shape("x"), None
         if not x or x[-1] != k:
             raise ArgumentError(f"{call.op}: x must have a last dimension of K = {k}, got {list(x)}")

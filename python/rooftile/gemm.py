@@ -457,6 +457,11 @@ def _bytes_of(data, op):
     return array.reshape(-1)
 
 
+# What linear takes; the products of packed weights take both.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+GATED_ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu_tanh_mul")
+
+
 def outputs(n, activation):
     """Columns of the result of a product with N = n rows of weights."""
     return n // 2 if isinstance(activation, str) and activation.endswith("_mul") else n

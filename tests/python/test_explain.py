@@ -245,8 +245,8 @@ WRONG = [
     ({"op": "w4a16_matmul", "args": (X, {})}, rt.ArgumentTypeError, "shape"),
     ({"op": "w4a16_matmul", "args": (X, {**W4, "colour": 1})}, rt.ArgumentError, "colour"),
     ({"op": "w4a16_matmul", "args": (X, {**W4, "group_size": 48})}, rt.ArgumentError, "group_size"),
-    ({"op": "w4a16_matmul", "args": (X, {**W4, "kind": "odd"})}, rt.ArgumentError, "zeros"),
-    ({"op": "w8a16_matmul", "args": (X, {**W4, "kind": "minima"})}, rt.ArgumentError, "zeros"),
+    ({"op": "w4a16_matmul", "args": (X, {**W4, "kind": "odd"})}, rt.ArgumentError, "w's kind must be"),
+    ({"op": "w8a16_matmul", "args": (X, {**W4, "kind": "minima"})}, rt.ArgumentError, "w's kind must be"),
     ({"op": "w4a16_matmul", "args": (X, {**W4, "scale_dtype": "float32"})}, rt.ArgumentError, "scale_dtype"),
     ({"op": "w4a16_matmul", "args": (X, {**W4, "perm": torch.ones(3)})}, rt.ArgumentTypeError, "w's perm"),
     ({"op": "w4a16_matmul", "args": (X, W4), "batch_invariant": 1}, rt.ArgumentTypeError, "batch_invariant"),
@@ -280,6 +280,34 @@ def test_what_is_wrong_is_a_typed_error(change, error, says):
     op, args = call.pop("op"), call.pop("args")
     with pytest.raises(error, match=re.escape(says)):
         rt.explain(op, *args, **call)
+
+
+@pytest.mark.parametrize("activation", ["foo", "silu_mull", [], 3, "silu_mul"])
+@pytest.mark.parametrize("device", ["cpu", "sm_90a"])
+def test_an_activation_is_refused_as_by_the_call(activation, device):
+    x, weight = torch.randn(4, 64, dtype=torch.float16), torch.randn(64, 64, dtype=torch.float16)
+    packed = rt.W4Weight.quantize(weight, group_size=32)
+    for op, w in ((rt.linear, weight), (rt.w4a16_matmul, packed)):
+        if op is rt.w4a16_matmul and activation == "silu_mul":
+            continue
+        with pytest.raises((rt.ArgumentError, rt.ArgumentTypeError)) as call:
+            op(x, w, activation=activation)
+        with pytest.raises((rt.ArgumentError, rt.ArgumentTypeError)) as explained:
+            rt.explain(op, x, w, activation=activation, device=device)
+        assert type(explained.value) is type(call.value)
+        assert str(explained.value).replace("'", '"') == str(call.value)
+
+
+def test_another_op_of_the_same_name_is_refused():
+    for op in (torch.nn.functional.linear, torch.nn.functional.rms_norm):
+        with pytest.raises(rt.ArgumentError, match="explain: op must be"):
+            rt.explain(op, (4, 64), (64, 64))
+
+
+def test_a_nested_tensor_has_no_shape():
+    nested = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)])
+    with pytest.raises(rt.ArgumentTypeError, match="linear: x must be a tensor or a shape"):
+        rt.explain("linear", nested, (64, 64))
 
 
 def test_lists_of_rows_are_numbers():

@@ -287,6 +287,19 @@ def test_view_keeps_its_arrays_alive():
     torch.testing.assert_close(view.dequantize(0)[0], k[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_numpy_pool_that_has_shrunk_is_refused(pair):
+    """ndarray.resize gives memory back under the halves of a pool, which keep their shape."""
+    pools = [np.ones((512, *([] if pair else [2]), 64, 2, 64), np.float16) for _ in range(2 if pair else 1)]
+    table, lengths = np.arange(500, 512, dtype=np.int32)[None], np.full(1, 700, np.int32)
+    cache = rt.PagedKVCache.view(tuple(pools) if pair else pools[0], table, lengths, format="fp16")
+    q = np.ones((1, 2, 64), np.float16)
+    rt.decode_attention(q, cache)
+    pools[-1].resize((1, *pools[-1].shape[1:]), refcheck=False)
+    with pytest.raises(rt.ArgumentError, match=r"pool has other memory|v_pool must be"):
+        rt.decode_attention(q, cache)
+
+
 def test_kivi_view_needs_the_ring_of_an_open_group():
     block = oracle.block_bytes("int4-kivi", 32, 64)
     call = {"format": "int4-kivi", "page_size": 32, "head_dim": 64}

@@ -38,7 +38,8 @@ struct CodeSource {
                    (thread % 4 - thread) * 16;
   }
   // Pins the addresses in registers, so that they are not recomputed for every tile. A group's minima are then copied
-  // together with its scales by the threads after those that copy the scales: k_scale is theirs.
+  // with the same instruction as its scales, by the threads after the first group_vecs, whose k_scale is the offset of
+  // the minima.
   __device__ __forceinline__ void pin(int thread) {
     if (has_min(F) && thread >= group_vecs) k_scale = k_min - group_vecs * 16;
     tile::pin(k);
@@ -63,9 +64,10 @@ struct CodeTile {
       Swizzle{},
       cute::Layout<cute::Shape<cute::_32, cute::Int<row_bytes>>, cute::Stride<cute::Int<row_bytes>, cute::_1>>{}));
 
-  alignas(16) unsigned char k[tile_bytes];
+  alignas(16) unsigned char k[tile_bytes];  // (32 tokens, row_bytes): SmemLayoutK
   alignas(16) unsigned char v[tile_bytes];  // fragment blocks of 512 bytes: 16 bytes a lane, in lane order
   // Scales and minima in the order in which the threads copy them: of K's channels, then of the tokens.
+  // k_scales: (scales, minima) x (D). token_scales: (V's scales; V's minima or K's scales) x (32 tokens).
   alignas(16) std::uint16_t k_scales[is_kivi(F) ? (has_min(F) ? 2 : 1) * D : 16];
   alignas(16) std::uint16_t token_scales[64];
   __device__ __forceinline__ const std::uint16_t* k_scale() const { return k_scales; }

@@ -11,8 +11,8 @@
 namespace rooftile::gpu {
 
 // How a format's codes become operands: fp16, code * code_unit. 4-bit codes are nibbles: even and odd ones are decoded
-// apart, and the odd ones have another unit. Codes with a zero point are unsigned as operands, so every product is too
-// large by zero_point * (the other operand); the zero-point correction subtracts that from the sums.
+// separately, and the odd ones have another unit. Codes with a zero point are unsigned as operands, so every product is
+// too large by zero_point * (the other operand); the zero-point correction subtracts that from the sums.
 template <KvFormat F>
 struct KvTraits {
   static constexpr int bits = code_bits(F);

@@ -66,8 +66,8 @@ class PartialReduction {
       at -= 1 << level;
       ++level;
     }
-    if (single_ || (level + 1 < reduction_levels &&
-                    (at >> level) % 2 == 1)) {  // the left half, or the next partial, belongs to another CTA
+    // single: combine merges it; else, the left half belongs to the CTA of an earlier range
+    if (single_ || (level + 1 < reduction_levels && (at >> level) % 2 == 1)) {
       emit(partial);
       return;
     }

@@ -94,12 +94,12 @@ class WarpSoftmax {
   // n-tile), B operands.
   template <class Tiles, class Visit>
   __device__ void for_each_tile(Tiles, const Visit& visit) const {
-    const tile::FragmentB weights[1] = {weights_[0]};
+    const tile::FragmentB weights[1] = {weights_[0]};  // (n-tile)
     visit(0, weights);
   }
   template <class Visit>
   __device__ void for_each_code_tile(const Visit& visit) const {
-    const tile::FragmentB weights[2][1] = {{weights_[0]}, {weights_[1]}};
+    const tile::FragmentB weights[2][1] = {{weights_[0]}, {weights_[1]}};  // (k-tile of 16 tokens, n-tile)
     visit(0, weights);
   }
   // The weights of the KV tile whose scores this warp has computed.
@@ -172,7 +172,7 @@ class WarpSoftmax {
   template <int V>
   __device__ static void add_vec(float (&sum)[V], const float* from) {
     struct alignas(4 * V) Vec {
-      float x[V];
+      float x[V];  // (V channels)
     };
     const Vec o = tile::load_vec_at<Vec>(from);
 #pragma unroll

@@ -85,9 +85,9 @@ class W4CodeRing {
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 
   Stage* stages_;
-  const std::uint32_t* codes_;                // this lane's words of the next step's first fragment block
+  const std::uint32_t* codes_;                // this lane's words of the first fragment block at the ring's position
   const cute::uint128_t* qparams_ = nullptr;  // this lane's vector of scales or offsets of the step that is loaded next
-  int tiles_left_;                            // from the next step to the end of the steps
+  int tiles_left_;                            // tiles of W from the ring's position to the end of the steps
   int qparam_steps_left_ = 0;                 // the same in steps; 0: this lane copies no scales or offsets
   int group_vecs_;                            // 16-byte vectors of a group
   int step_groups_, step_vecs_;               // groups of a step, 0: one for all of K; and their vectors

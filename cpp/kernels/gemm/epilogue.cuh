@@ -51,7 +51,7 @@ class Epilogue {
       if (p.gated) up_bias_[i] = tile::to_float(bias[(p.outputs + i) * p.bias_stride]);
     }
   }
-  // ups: the up projections; ignored unless the product is gated.
+  // ups: of the same columns, the up projections; ignored unless the product is gated.
   __device__ __forceinline__ void store(std::int64_t token, float4 sums, float4 ups) const {
     // (4) outputs; (4) up projections
     float x[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};

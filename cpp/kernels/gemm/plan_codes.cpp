@@ -18,7 +18,7 @@ int config_for(std::int64_t tokens) {
 
 std::int64_t steps_of(const GemmProblem& p) { return divide_up(w4_tiles_k(p.k), 2); }  // of 128 k
 // Whether the gate and up rows of an output lie at different rows of their tiles.
-bool gates_apart(const GemmProblem& p) { return p.gated && p.n / 2 % w4_tile_n != 0; }
+bool separate_gates(const GemmProblem& p) { return p.gated && p.n / 2 % w4_tile_n != 0; }
 // Whether each of so many splits of `steps` steps has at least `least`.
 bool splits_evenly(std::int64_t steps, std::int64_t splits, std::int64_t least) {
   if (splits == 1) return true;
@@ -62,8 +62,9 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
   const W4StreamConfig f = w4_stream_config(p.bits, plan.config);
   plan.n_blocks = divide_up(w4_tiles_n(p.n), w4_warps);
   // bounds the workspace: no more tokens a launch than one CTA takes
-  plan.launch_tokens =
-      gates_apart(p) || (p.batch_invariant && plan.splits > 1) ? std::min<std::int64_t>(p.m, w4_stream_block_m) : p.m;
+  plan.launch_tokens = separate_gates(p) || (p.batch_invariant && plan.splits > 1)
+                           ? std::min<std::int64_t>(p.m, w4_stream_block_m)
+                           : p.m;
   plan.m_blocks = divide_up(plan.launch_tokens, w4_stream_block_m);
   plan.x_tile_tokens = plan.config == 0 ? static_cast<int>(std::max<std::int64_t>(p.m, 1)) : 8 * f.n_tiles;
   const int x_tiles = plan.split_steps * w4_step_k > f.x_tile_k ? 2 : 1;
@@ -80,11 +81,11 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
       static_cast<std::size_t>(std::max({loads, plan.sums_offset + sums, p.hopper ? w4_stream_least_shared : 0}));
 }
 
-// Whether so many K splits of the blocks of N can be clusters that run at once. A cluster of more than two CTAs stays
-// within a group of SMs, 16 or more on Hopper; one group may be smaller.
+// Whether so many K splits of the blocks of N can be clusters that run at once. A cluster lies in one GPC, 16 or more
+// SMs on Hopper; one GPC may have fewer, so it is not counted. Two CTAs always find a place.
 bool splits_are_clusters(const GemmProblem& p, std::int64_t splits, std::int64_t blocks) {
-  if (!p.hopper || gates_apart(p) || splits < 2 || splits > w4_most_cluster) return false;
-  return splits == 2 || blocks <= (p.sms / 16 - 1) * (2 * 16 / splits);
+  if (!p.hopper || separate_gates(p) || splits < 2 || splits > w4_most_cluster) return false;
+  return splits == 2 || blocks <= (p.sms / 16 - 1) * (2 * 16 / splits);  // two CTAs an SM, 16 SMs a GPC
 }
 
 // stream_codes.cuh: the number of K splits with the least estimated time. The constants are rough facts of a large GPU:
@@ -176,6 +177,10 @@ void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
       tiles * steps < std::int64_t{1} << 31 &&
       divide_up(tiles * steps, ranges) + (tiles % ranges != 0 ? 3 : 0) <= waves * steps)
     plan.stream_k_ranges = static_cast<int>(ranges);
+  // Two CTAs of a cluster share tiles of x, but start only where two SMs of a GPC are free, and end together. With one
+  // m-block single CTAs are up to 4 % faster (docs/lab/w4a16.md): always up to 64 tokens, and where K is split.
+  // stream-K keeps its clusters, on which its work ranges, and so bits, depend.
+  if (plan.stream_k_ranges == 0 && m_blocks == 1 && (f.tokens <= 64 || plan.splits > 1)) plan.cluster = 1;
   plan.m_group = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{12} << 20) / (2 * f.tokens * p.k), 1,
                                                            max_m_group));  // 12 MB of x
 }
@@ -250,16 +255,16 @@ bool stream_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
                     " work tiles x splits at ", 2 * std::max(p.sms, 1), " CTAs, got ", plan.splits) &&
          check.need(!p.batch_invariant || plan.splits == choose_split_k(p, plan.config), "splits must be ",
                     choose_split_k(p, config_for(16)), ", as batch_invariant asks, got ", plan.splits) &&
-         check.need(plan.cluster == 1 ||
-                        (plan.cluster == plan.splits && plan.cluster <= w4_most_cluster && p.hopper &&
-                         !gates_apart(p) && p.m <= w4_cluster_tokens && plan.config <= config_for(w4_cluster_tokens)),
+         check.need(plan.cluster == 1 || (plan.cluster == plan.splits && plan.cluster <= w4_most_cluster && p.hopper &&
+                                          !separate_gates(p) && p.m <= w4_cluster_tokens &&
+                                          plan.config <= config_for(w4_cluster_tokens)),
                     "cluster must be 1, or on Hopper as many as splits, at most ", w4_most_cluster,
                     ", with config at most 1 for up to ", w4_cluster_tokens, " tokens, got ", plan.cluster);
 }
 
 bool wgmma_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
   if (!(check.need(
-            p.hopper && !p.batch_invariant && !gates_apart(p),
+            p.hopper && !p.batch_invariant && !separate_gates(p),
             "path must not be wgmma, which needs Hopper, no batch_invariant, and of gated weights N / 2 that is a "
             "multiple of 16") &&
         check.range("config", plan.config, 0, w4_wgmma_last) &&
@@ -303,9 +308,9 @@ void complete_codes(const GemmProblem& p, GemmPlan& plan) {
   const bool wgmma = plan.path == GemmPath::codes_wgmma;
   plan.scale_k = std::min(p.group, 128);
   if (p.group == p.k && plan.scale_k != 32 && plan.scale_k != 64) plan.scale_k = 128;
-  if (p.gated && !gates_apart(p)) plan.gate_tiles = p.n / 2 / w4_tile_n;
+  if (p.gated && !separate_gates(p)) plan.gate_tiles = p.n / 2 / w4_tile_n;
   plan.split_steps = static_cast<int>(divide_up(steps_of(p), plan.splits));
-  plan.separate_epilogue = gates_apart(p) || (plan.splits > 1 && (wgmma || plan.cluster == 1));
+  plan.separate_epilogue = separate_gates(p) || (plan.splits > 1 && (wgmma || plan.cluster == 1));
   if (wgmma) complete_wgmma(p, plan);
   else complete_stream(p, plan);
   if (plan.expand_rows > 0) {
@@ -328,7 +333,7 @@ bool codes_fit(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
 }
 
 void choose_codes(const GemmProblem& p, GemmPlan& plan) {
-  if (p.hopper && p.m > w4_stream_max_m && !p.batch_invariant && !gates_apart(p)) {
+  if (p.hopper && p.m > w4_stream_max_m && !p.batch_invariant && !separate_gates(p)) {
     plan_wgmma(p, plan);
     plan.expand_rows = choose_expand_rows(p, plan);
     if (plan.expand_rows > 0) plan.stream_k_ranges = 0;

@@ -49,7 +49,8 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ void run(int steps, bool last, Acc& rAcc) {
     using namespace cute;
     int loads = last ? steps - 1 : steps;  // steps after which a stage is loaded
-    // ptxas would compute it in every step. With 128 tokens that costs less than the register (6 % at M = 1024).
+    // Pinned, because ptxas would compute it in every step. Not with 128 tokens, where the register costs more (6 % at
+    // M = 1024).
     if constexpr (Traits::tokens <= 64) tile::pin(loads);
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
@@ -60,6 +61,7 @@ class W4WgmmaMainloop {
         multiply(stage, ScaleOut::One, has_next, rSum);
       } else {
         const auto scales = scales_;  // of this step; multiply() reads those of the next one
+        // ((2, 2, BLK_N / 8), 1, 1, SUMS)
         Tensor rSum = make_tensor<float>(append(rAcc.layout(), Layout<SUMS, Int<size(Acc{})>>{}));
         multiply(stage, ScaleOut::Zero, has_next, rSum);
         CUTE_UNROLL
@@ -80,7 +82,7 @@ class W4WgmmaMainloop {
   __device__ __forceinline__ static int peer_of_lane(int cluster, int cta_rank) {
     const int lane = threadIdx.x % 32;
     const int peer = lane < cluster && lane != cta_rank ? lane : -1;
-    return __shfl_sync(~0u, peer, lane);  // a shuffle hides how it came about: ptxas would compute it in every step
+    return __shfl_sync(~0u, peer, lane);  // the shuffle hides where it comes from: ptxas would compute it in every step
   }
   // All MMAs of a step, in four batches, one a k-block; meanwhile the next step's codes become operands, but for the
   // last k-block. rSum ((2, 2, BLK_N / 8), 1, 1, SUMS): of its part of the step each; first: whether the MMAs add to it
@@ -186,7 +188,8 @@ class W4WgmmaMainloop {
       cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Shape<cute::_2, cute::_4>>{})) rA_;
   // (2 scale blocks) of that stage: 16-bit scales, minima of rows g and g + 8
   decltype(cute::make_tensor<std::uint16_t>(cute::Int<2 * Traits::scale_blocks>{})) rScales_, rMinima_;
-  [[maybe_unused]] cute::array<HeldScale, Traits::sums> scales_;  // exact operands: of rows g, g + 8 in that stage
+  [[maybe_unused]] cute::array<HeldScale, Traits::sums>
+      scales_;  // (SUMS), exact operands: of rows g, g + 8 in that stage
   decltype(cute::make_tensor<std::uint32_t>(cute::_2{})) rZero_;  // (row g, row g + 8): -zero / unit in both halves
 };
 

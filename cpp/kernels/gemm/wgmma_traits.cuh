@@ -16,7 +16,8 @@ template <W4Operand operand>
 using W4OperandScale = std::conditional_t<operand == W4Operand::f16_scales, tile::half,
                                           std::conditional_t<operand == W4Operand::bf16_scales, tile::bf16, void>>;
 
-// Consumer warps have neighbouring stages. A step of rounded operands may have four scale blocks.
+// ring[stage][warp]: a warp's next stage is `warps` Stages further. A step of rounded operands may have four scale
+// blocks.
 template <int bits, int config, W4Operand operand>
 using W4WgmmaStages = W4StageTraits<bits, w4_wgmma_config(bits, config).stages, w4_wgmma_config(bits, config).warps(),
                                     W4OperandScale<operand>,
@@ -72,11 +73,11 @@ struct W4WgmmaTraits : W4WgmmaStages<bits_, config_, operand> {
 
   // Begins at a multiple of 1024 bytes, which the swizzle of x needs.
   struct SharedStorage {
-    alignas(16) MmaT x[cute::cosize_v<SmemLayoutX>];
-    Stage ring[stages][warps];
-    alignas(16) float out[w4_epilogue_bytes(config) / sizeof(float)];
-    cutlass::arch::ClusterTransactionBarrier full[stages];
-    cutlass::arch::ClusterBarrier empty[stages];
+    alignas(16) MmaT x[cute::cosize_v<SmemLayoutX>];                   // (BLK_N, BLK_K, STAGE)
+    Stage ring[stages][warps];                                         // (STAGE, consumer warp)
+    alignas(16) float out[w4_epilogue_bytes(config) / sizeof(float)];  // SmemLayoutOut
+    cutlass::arch::ClusterTransactionBarrier full[stages];             // (STAGE)
+    cutlass::arch::ClusterBarrier empty[stages];                       // (STAGE)
   };
   static_assert(cute::cosize_v<SmemLayoutOut> <= w4_epilogue_bytes(config) / sizeof(float));
   static_assert(sizeof(SharedStorage) == w4_wgmma_shared_bytes(bits, config));

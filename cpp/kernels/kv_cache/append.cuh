@@ -11,9 +11,9 @@
 //
 // Every CTA validates its batch entry before it writes. An invalid entry is left unchanged. An entry's length may be
 // advanced only after all CTAs of the entry have read it. For few tokens (decode steps) the CTAs of an entry are one
-// CTA or one cluster: after the cluster barrier its first CTA reports a fault or writes the length. For many tokens the
-// CTAs of an entry cannot synchronise: a second kernel, `commit_lengths`, validates again and reports or writes the
-// length.
+// CTA or one cluster: all find the same fault and exit, and the first CTA reports it at once; without a fault the first
+// CTA writes the length after the cluster barrier. For many tokens the CTAs of an entry cannot synchronise: a second
+// kernel, `commit_lengths`, validates again and reports or writes the length.
 //
 // Bytes per token and head: 4 D read, the stored codes written; memory bandwidth bounds a prompt. T = 1 is bound by the
 // latency of the chain row -> length -> block table -> data; k and v are loaded before the chain, because their

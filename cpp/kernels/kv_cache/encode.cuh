@@ -69,7 +69,7 @@ template <class T, KvFormat f, bool rotate>
 __device__ void encode_k_slice(const AppendWarp<T, f, rotate>& w, int first, int head, int slice) {
   const KvCacheView& c = w.p.c;
   const int vi = 8 * slice + w.lane % 8,
-            lane_row = w.lane / 8;  // lane_row: of four tokens it loads, of four channels it encodes
+            lane_row = w.lane / 8;  // 0 to 3: loads tokens lane_row + 4 i, quantises channel lane_row of its four
   Vec4<T> x[append_slice_tokens];   // (8 tokens: token + 4 i; 4 channels)
   w.load_tokens(x, false, head, vi, [&](int i) { return first + lane_row + 4 * i; });
   GroupRange<f> range[4];  // (4 channels)

@@ -29,10 +29,10 @@ class Candidates {
     if (threadIdx.x == 0) smem_.count = 0;
   }
 
-  // A key up to which top_k tokens lie at least, and seldom many more: of the top_k threads with the smallest keys each
-  // has one. Called by all threads of the cluster; at least top_k of them have tokens.
+  // A key up to which at least `count` tokens lie: the threads' smallest keys, each counted once, reach `count` in the
+  // bin that ends there. Called by all threads of the cluster; at least `count` of them have tokens.
   template <class Keys>
-  __device__ std::uint32_t last_key_of(std::uint32_t top_k, const Keys& keys, Sums& sums, int cluster) {
+  __device__ std::uint32_t last_key_of(std::uint32_t count, const Keys& keys, Sums& sums, int cluster) {
     if (keys.size() > 0) atomicAdd(&smem_.threads[keys.smallest() >> bin_shift], 1u);
     sums.barrier();  // all CTAs -> all CTAs: threads
     std::uint32_t own = 0;
@@ -41,7 +41,7 @@ class Candidates {
       for (int rank = 0; rank < Sums::most_ctas; ++rank)
         if (rank < cluster) own += *tile::map_shared_rank(&smem_.threads[threadIdx.x], rank);
     const std::uint64_t before = sums.prefix(own).before;
-    if (before < top_k && top_k <= before + own) smem_.last = ((threadIdx.x + 1) << bin_shift) - 1;
+    if (before < count && count <= before + own) smem_.last = ((threadIdx.x + 1) << bin_shift) - 1;
     __syncthreads();  // one thread -> all threads: last
     return smem_.last;
   }
@@ -108,7 +108,8 @@ class Candidates {
     }
     if (key > p.min_p_key) mass = 0;
     smem_.mass[thread] = mass;
-    const std::uint64_t place = place_of(bits, sums.prefix(mass).total);  // its barrier: mass is there
+    const std::uint64_t place =
+        place_of(bits, sums.prefix(mass).total);  // the barrier in prefix() makes smem_.mass visible
     if (mass == 0) return -1;
     std::uint64_t begin = 0;  // of this token among those that are left, in the vocabulary's order
 #pragma unroll 4

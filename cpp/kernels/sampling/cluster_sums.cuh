@@ -14,7 +14,7 @@ class ClusterSums {
  public:
   static constexpr int warps = Threads / 32, most_values = 5;
   struct Storage {
-    std::uint64_t of_warp[2][warps];    // two uses in turns: a slow warp may still read the last one's
+    std::uint64_t of_warp[2][warps];    // double-buffered: a slow warp may still read the use before
     std::uint64_t of_cta[most_values];  // a value of this CTA for the cluster; each is written once a launch
   };
   __device__ ClusterSums(Storage& smem, int cluster) : smem_(smem), cluster_(cluster) {}

@@ -19,14 +19,14 @@ class KeySearch {
  public:
   static constexpr int bins = 1 << most_key_bits;
   static_assert(bins == 2 * sample_threads, "two bins a thread");
-  // A weight is added in pieces, because shared memory has no 64-bit add. A CTA has at most 2^18 tokens: no piece's sum
-  // has more than 32 bits.
-  static constexpr int pieces = 3, piece_bits = 14;
-  static constexpr std::int64_t most_tokens_of_cta = std::int64_t{1} << (32 - piece_bits);
-  static_assert(pieces * piece_bits > mass_bits, "a mass has mass_bits + 1 bits");
+  // A weight is added as three limbs of 14 bits, because shared memory has no 64-bit add. A CTA has at most 2^18
+  // tokens: no limb's sum has more than 32 bits.
+  static constexpr int limbs = 3, limb_bits = 14;
+  static constexpr std::int64_t most_tokens_of_cta = std::int64_t{1} << (32 - limb_bits);
+  static_assert(limbs * limb_bits > mass_bits, "a mass has mass_bits + 1 bits");
   struct Storage {
-    alignas(16) std::uint32_t own[pieces][bins];  // of this CTA's tokens
-    alignas(16) std::uint64_t sums[bins];         // of the cluster's: the bins that this CTA adds up, from 0 on
+    alignas(16) std::uint32_t own[limbs][bins];  // of this CTA's tokens
+    alignas(16) std::uint64_t sums[bins];        // of the cluster's: the bins that this CTA adds up, from 0 on
     std::uint32_t bin;
     std::uint64_t before;
   };
@@ -74,15 +74,15 @@ class KeySearch {
  private:
   __device__ void clear() {
 #pragma unroll
-    for (int piece = 0; piece < pieces; ++piece)
-      for (int i = threadIdx.x; i < bins; i += sample_threads) smem_.own[piece][i] = 0;
+    for (int limb = 0; limb < limbs; ++limb)
+      for (int i = threadIdx.x; i < bins; i += sample_threads) smem_.own[limb][i] = 0;
   }
   __device__ void add(std::uint32_t bin, std::uint64_t weight) {
 #pragma unroll
-    for (int piece = 0; piece < pieces; ++piece) {
-      const std::uint32_t part = static_cast<std::uint32_t>(weight >> piece * piece_bits) &
-                                 (piece == pieces - 1 ? ~0u : (1u << piece_bits) - 1);
-      if (part > 0) atomicAdd(&smem_.own[piece][bin], part);
+    for (int limb = 0; limb < limbs; ++limb) {
+      const std::uint32_t part =
+          static_cast<std::uint32_t>(weight >> limb * limb_bits) & (limb == limbs - 1 ? ~0u : (1u << limb_bits) - 1);
+      if (part > 0) atomicAdd(&smem_.own[limb][bin], part);
     }
   }
   __device__ std::uint64_t sum_of_cluster(int bin) const {
@@ -91,8 +91,8 @@ class KeySearch {
     for (int rank = 0; rank < Sums::most_ctas; ++rank) {
       if (rank >= cluster_) break;
 #pragma unroll
-      for (int piece = 0; piece < pieces; ++piece)
-        sum += std::uint64_t{*tile::map_shared_rank(&smem_.own[piece][bin], rank)} << piece * piece_bits;
+      for (int limb = 0; limb < limbs; ++limb)
+        sum += std::uint64_t{*tile::map_shared_rank(&smem_.own[limb][bin], rank)} << limb * limb_bits;
     }
     return sum;
   }

@@ -135,7 +135,8 @@ class RowKeys {
       slice_.template for_each<false>([&](int token, float x) { f(token, key_of(x)); });
     }
   }
-  // The key of token i of another thread's slice, which has that many. A barrier of the CTA has to lie between.
+  // The key of token i of another thread's slice, which has more than i tokens. A barrier of the CTA has to lie
+  // between.
   __device__ std::uint32_t at(int thread, int i) const {
     return stored_ ? stored_[i * sample_threads + thread] : key_of(slice_.at(slice_.first_token(thread) + i));
   }

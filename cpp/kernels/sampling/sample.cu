@@ -192,7 +192,7 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
   const SampleSettings& s = a.settings;
   const auto scalars = [](const TensorView& t) { return t.given() ? rows_of(t, t.ndim) : Rows{}; };
   const auto is_wide = [](const TensorView& t) { return t.dtype == DType::i64; };
-  constexpr std::int64_t small = 16 * sample_threads;  // tokens that one CTA reads as fast
+  constexpr std::int64_t small = 16 * sample_threads;  // tokens that one CTA reads as fast as a cluster
   constexpr std::int64_t most_kept_keys = 24;          // of a thread, 96 KB a CTA: Hopper has room for them
   const std::int64_t n = a.logits.last();
   const int cluster = n > small ? scope.largest_cluster() : 1;
@@ -203,7 +203,7 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
                       " on this GPU, got ", describe(a.logits));
   const std::int64_t top_k = s.top_k < n ? s.top_k : 0;
   const std::uint32_t last_of_min_p = min_p_key(s.min_p);
-  // Tokens that are listed first: top_k, or as many as top_p seldom needs, or those of min_p.
+  // Tokens listed first: top_k; for top_p a number that it seldom exceeds; 0: those up to min_p's key.
   constexpr std::int64_t most_listed = Candidates::most / 2, listed_for_top_p = Candidates::most / 4;
   const std::int64_t listed = top_k > 0 ? top_k : s.top_p < 1 ? std::min(listed_for_top_p, slices) : 0;
   const SampleParams p = {.logits = rows_of(a.logits),
@@ -221,8 +221,8 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
                           .penalty = static_cast<float>(s.repetition_penalty),
                           .per_temperature = a.greedy() ? 0.0f : static_cast<float>(keys_per_unit / s.temperature),
                           .top_p = s.top_p,
-                          .top_k = s.top_k < n ? static_cast<std::uint32_t>(s.top_k) : 0,
-                          .min_p_key = min_p_key(s.min_p),
+                          .top_k = static_cast<std::uint32_t>(top_k),
+                          .min_p_key = last_of_min_p,
                           .min_p_first = s.order == SampleOrder::vllm,
                           .greedy = a.greedy(),
                           .wide_token_ids = is_wide(a.token_ids),

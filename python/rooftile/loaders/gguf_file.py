@@ -14,7 +14,7 @@ import struct
 
 import numpy as np
 
-from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from rooftile.loaders.regular import check_regular
 
 _MAGIC = b"GGUF"
@@ -89,6 +89,8 @@ def read_gguf(path):
     expected, for anything that is not a whole GGUF file; NotSupportedError for one of another version, byte order or
     tensor type.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"read_gguf: path must be a path, got {type(path).__name__}")
     path = os.fspath(path)
     check_regular(path, f"model file '{path}'")
     try:

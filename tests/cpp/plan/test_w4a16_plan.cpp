@@ -339,6 +339,22 @@ TEST(W4Plan, TwoCtasOfAnSmShareItsIssueSlots) {
   EXPECT_EQ(splits(14336, 4096, 8), 2);  // bound by the bytes of a step
 }
 
+TEST(W4Plan, OneMBlockHasClustersOnlyWhereTheyPay) {
+  const auto cluster = [](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return plan_gemm(
+               {.m = m, .n = n, .k = k, .bits = 4, .group = 128, .sms = 132, .hopper = true, .aligned_operands = true})
+        .cluster;
+  };
+  for (std::int64_t m : {32, 48, 64}) {
+    EXPECT_EQ(cluster(m, 4096, 4096), 1);   // split K
+    EXPECT_EQ(cluster(m, 14336, 4096), 1);  // whole K
+  }
+  EXPECT_EQ(cluster(128, 4096, 4096), 1);   // split K
+  EXPECT_EQ(cluster(128, 14336, 4096), 2);  // whole K
+  EXPECT_EQ(cluster(256, 4096, 4096), 2);   // two m-blocks
+  EXPECT_EQ(cluster(64, 28672, 4096), 2);   // stream-K
+}
+
 TEST(W4Plan, FewRowsOfALargeWeightKeepEverySmBusy) {
   for (const auto& [n, k] : {Weight{4096, 4096}, {14336, 4096}, {4096, 14336}}) {
     const GemmPlan plan = plan_gemm({.m = 1, .n = n, .k = k, .bits = 4, .group = 128, .sms = 132});
