@@ -50,8 +50,8 @@ FAULTS = {
     "merge_sums": Fault(
         "sums of weights keep their own maximum at the end of a KV split",
         DECODE + "warp_softmax.cuh",
-        "make_float2(l[0] * weight[0], l[1] * weight[1]);",
-        "make_float2(l[0], l[1]);",
+        "make_float2(l[0] * weight[0], l[1] * weight[1])",
+        "make_float2(l[0], l[1])",
     ),
     "second_page": Fault(
         "a tile's second page is taken to be its first",
