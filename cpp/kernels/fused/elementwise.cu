@@ -15,7 +15,7 @@
 // __syncwarp.
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
-#include "kernels/fused/elementwise.cuh"
+#include "kernels/fused/traits.cuh"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/activation.cuh"
@@ -37,8 +37,8 @@ struct GatedParams {
 };
 
 template <class T, class Activation, bool vector>
-__global__ __launch_bounds__(cta_threads,
-                             vector ? 16 : 10) void gated_activation(const __grid_constant__ GatedParams p) {
+__global__ __launch_bounds__(cta_threads, GatedTraits<vector>::ctas_per_sm) void gated_activation(
+    const __grid_constant__ GatedParams p) {
   let_next_kernel_start();
   const Division64 at = divide(thread_index(), p.vecs);
   if (at.quotient >= p.rows) return;
@@ -72,8 +72,8 @@ template <class T>
 constexpr std::uint16_t minus_infinity = std::is_same_v<T, half> ? 0xfc00 : 0xff80;
 
 template <class T, int vecs, bool vector>
-__global__ __launch_bounds__(512,
-                             vector&& vecs == 2 ? 3 : 2) void softmax_rows(const __grid_constant__ SoftmaxParams p) {
+__global__ __launch_bounds__(row_threads, SoftmaxTraits<vecs, vector>::ctas_per_sm) void softmax_rows(
+    const __grid_constant__ SoftmaxParams p) {
   __shared__ WarpPartials maxima[1], sums[1];
   let_next_kernel_start();
   const RowThread at = row_thread(p.lanes);
@@ -114,7 +114,7 @@ __global__ __launch_bounds__(512,
 
 // One CTA a row that does not fit in registers: one pass for the maximum and the sum (online softmax), one to write.
 template <class T, bool vector>
-__global__ __launch_bounds__(512) void softmax_long_rows(const __grid_constant__ SoftmaxParams p) {
+__global__ __launch_bounds__(row_threads) void softmax_long_rows(const __grid_constant__ SoftmaxParams p) {
   __shared__ WarpPartials maxima[1], sums[1];
   let_next_kernel_start();
   const std::int64_t begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;
@@ -169,7 +169,8 @@ __device__ __forceinline__ float* lse_at(const Rows& r, std::int64_t row) {
 }
 
 template <class T, bool vector>
-__global__ __launch_bounds__(cta_threads, vector ? 10 : 8) void merge_rows(const __grid_constant__ MergeParams p) {
+__global__ __launch_bounds__(cta_threads,
+                             MergeTraits<vector>::ctas_per_sm) void merge_rows(const __grid_constant__ MergeParams p) {
   let_next_kernel_start();
   const RowThread at = row_thread(p.lanes);
   const std::int64_t row = at.row < p.rows ? at.row : 0;

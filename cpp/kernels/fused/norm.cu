@@ -20,6 +20,7 @@
 // and res may alias x or residual: a thread writes only elements that it alone reads, after it has read them.
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
+#include "kernels/fused/traits.cuh"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/cta_sync.cuh"
@@ -112,21 +113,9 @@ __device__ __forceinline__ uint4 normalized(const NormParams& p, uint4 s, const 
   return from_floats<T>(v);
 }
 
-// When the vectors of weights and biases that load_early takes are loaded. The order of the arithmetic is the same.
-enum class Tables {
-  with_row,        // weights and biases with the row: few rows
-  while_reducing,  // weights while the row is reduced, biases after it
-  after_reducing   // both after it
-};
-
-// CTAs of 512 threads that an SM shall hold. A third one for rms_norm would spill the early weights.
-constexpr int ctas_per_sm(int vecs, Tables tables, bool vector) {
-  return !vector || tables == Tables::with_row ? 1 : tables == Tables::after_reducing && vecs == 2 ? 3 : 2;
-}
-
 template <class T, int vecs, bool subtract_mean, Tables tables, bool vector>
-__global__ __launch_bounds__(512,
-                             ctas_per_sm(vecs, tables, vector)) void norm_rows(const __grid_constant__ NormParams p) {
+__global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas_per_sm) void norm_rows(
+    const __grid_constant__ NormParams p) {
   __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
   let_next_kernel_start();
   const RowThread at = row_thread(p.lanes);
@@ -205,7 +194,7 @@ __global__ __launch_bounds__(512,
 
 // One CTA a row that does not fit in registers: one pass over the row for each statistic, and one to write.
 template <class T, bool subtract_mean, bool vector>
-__global__ __launch_bounds__(512) void norm_long_rows(const __grid_constant__ NormParams p) {
+__global__ __launch_bounds__(row_threads) void norm_long_rows(const __grid_constant__ NormParams p) {
   __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
   let_next_kernel_start();
   const std::int64_t row = blockIdx.x, begin = threadIdx.x * vec_size, step = blockDim.x * vec_size;

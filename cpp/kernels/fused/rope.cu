@@ -8,7 +8,7 @@
 
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
-#include "kernels/fused/elementwise.cuh"
+#include "kernels/fused/traits.cuh"
 #include "kernels/warmup.h"
 #include "tile/cta_sync.cuh"
 
@@ -30,13 +30,9 @@ struct RopeParams {
   bool wide_positions;  // int64
 };
 
-// Of few tokens a thread derives the addresses of y before it waits for the kernel before, of many after its loads,
-// which leaves registers for 12 CTAs an SM: on an H200 1 token takes 1.14 and 1.31 us, 16384 tokens 93.5 and 91.4.
-constexpr int rope_ctas_per_sm(bool vector, bool many) { return !vector ? 7 : many ? 12 : 10; }
-
 template <class T, bool vector, bool many>
-__global__ __launch_bounds__(cta_threads,
-                             rope_ctas_per_sm(vector, many)) void rope_rotate(const __grid_constant__ RopeParams p) {
+__global__ __launch_bounds__(cta_threads, RopeTraits<vector, many>::ctas_per_sm) void rope_rotate(
+    const __grid_constant__ RopeParams p) {
   let_next_kernel_start();
   const bool is_k = thread_index() >= p.q.threads;
   const RopeTensor& t = is_k ? p.k : p.q;
@@ -117,7 +113,7 @@ KernelName rope(const char* op, const Context& ctx, const TensorView& q, const T
         even ? pairs : 1,
         [&](auto vector) {
           const std::int64_t ctas = ctas_for(p.q.threads + p.k.threads);
-          const bool many = vector && ctas > std::int64_t{rope_ctas_per_sm(true, false)} * scope.sms();
+          const bool many = vector && ctas > std::int64_t{RopeTraits<true, false>::ctas_per_sm} * scope.sms();
           scope.launch(many ? rope_rotate<decltype(e), vector, vector> : rope_rotate<decltype(e), vector, false>, ctas,
                        cta_threads, 0, p, Overlap::with_previous);
         },

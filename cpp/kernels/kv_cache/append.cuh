@@ -30,6 +30,7 @@
 #include "kernels/kv_cache/params.h"
 #include "kernels/kv_cache/rope.cuh"
 #include "kernels/kv_cache/token.cuh"
+#include "kernels/kv_cache/traits.cuh"
 #include "kernels/kv_cache/validate.cuh"
 #include "kernels/kv_cache/warp.cuh"
 #include "tile/cta_sync.cuh"
@@ -103,21 +104,17 @@ __device__ void rotate_q(const AppendWarp<T, f, rotate>& w, int token, int pair,
   }
 }
 
-// RoPE and kivi's groups take registers: a CTA fewer an SM each.
-constexpr int append_ctas_per_sm(KvFormat f, bool rotate) { return 4 - (rotate ? 1 : 0) - (is_kivi(f) ? 1 : 0); }
-
 template <class T, KvFormat f, bool rotate>
-__global__ __launch_bounds__(append_warps * 32,
-                             append_ctas_per_sm(f, rotate)) void append(const __grid_constant__ AppendParams p) {
-  __shared__ __align__(16) Vec4<T> staged[append_warps][append_staged_rows(f)]
-                                         [32];  // (append_warps, append_staged_rows, lanes)
+__global__ __launch_bounds__(AppendTraits<T, f, rotate>::threads, AppendTraits<T, f, rotate>::ctas_per_sm) void append(
+    const __grid_constant__ AppendParams p) {
+  __shared__ typename AppendTraits<T, f, rotate>::SharedStorage smem;
   const int b = static_cast<int>(blockIdx.x >> p.log2_entry_ctas),
             cta = static_cast<int>(blockIdx.x) - (b << p.log2_entry_ctas);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, heads = p.c.kv_heads;
   const int first = cta * append_warps + warp, step = append_warps << p.log2_entry_ctas;
   const int q_pairs = rotate ? (p.q_heads + 1) / 2 : 1, q_tiles = rotate ? p.tokens * q_pairs : 0;
   AppendEntry e{};
-  const AppendWarp<T, f, rotate> w{p, e, staged[warp], b, lane};
+  const AppendWarp<T, f, rotate> w{p, e, smem.staged[warp], b, lane};
   struct WorkTile {
     int head, index;  // index of the token or, in kivi formats, of the group
     bool is_v;

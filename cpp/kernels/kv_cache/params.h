@@ -12,8 +12,6 @@ namespace rooftile::gpu {
 
 inline constexpr int append_warps = 8;         // of a CTA
 inline constexpr int append_slice_tokens = 8;  // of a slice of a closing group: a lane holds 4 values of each
-// Rows of 32 four-value vectors that a warp stages in shared memory: one head of a token, or a slice of a group.
-constexpr int append_staged_rows(KvFormat f) { return is_kivi(f) ? append_slice_tokens : max_head_dim / (4 * 32); }
 // Slices of a closing group of one head and side.
 ROOFTILE_HD constexpr int append_slices(bool is_v, int head_dim) {
   return is_v ? kv_group / append_slice_tokens : padded_head_dim(head_dim) / 32;

@@ -27,8 +27,8 @@ template <class T, KvFormat f, bool rotate>  // rotate: cos is given
 struct AppendWarp {
   const AppendParams& p;
   const AppendEntry& e;
-  // Shared memory, (append_staged_rows(f), 32 lanes): a lane's Vec4s are its own column; encode_v_slice also exchanges
-  // codes between lanes here.
+  // Shared memory, (AppendTraits::staged_rows, 32 lanes): a lane's Vec4s are its own column; encode_v_slice also
+  // exchanges codes between lanes here.
   Vec4<T> (*staged)[32];
   int b, lane;
 

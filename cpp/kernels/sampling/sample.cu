@@ -20,6 +20,7 @@
 #include "kernels/sampling/cluster_sums.cuh"
 #include "kernels/sampling/find_key.cuh"
 #include "kernels/sampling/row_slice.cuh"
+#include "kernels/sampling/traits.cuh"
 #include "kernels/warmup.h"
 #include "tile/cta_sync.cuh"
 #include "tile/rope.cuh"
@@ -30,13 +31,6 @@ namespace {
 using namespace rooftile::tile;
 using Sums = ClusterSums<sample_threads>;
 constexpr unsigned all_lanes = 0xffffffffu;
-
-struct SampleStorage {
-  KeySearch::Storage search;
-  Sums::Storage sums;
-  Candidates::Storage candidates;
-  std::uint64_t random_bits;
-};
 
 // Integers in the order of floats; -0 equals 0, NaN is above all.
 constexpr std::uint32_t ordered_infinity = 0xff800000u, ordered_minus_infinity = 0x007fffffu;
@@ -148,16 +142,17 @@ __device__ std::uint64_t random_bits(const SampleParams& p, std::int64_t row) {
 
 template <class T, bool vector>
 __global__ __launch_bounds__(sample_threads, 1) void sample_rows(const __grid_constant__ SampleParams p) {
-  extern __shared__ SampleStorage storage[];  // one; behind it, where asked for, the keys and the bits of seen tokens
-  SampleStorage& smem = storage[0];
-  std::uint32_t* const stored_keys = cute::recast_ptr<std::uint32_t>(storage + 1);
+  using Traits = SampleTraits<T, vector>;
+  extern __shared__ std::uint64_t shared[];
+  auto& smem = *cute::recast_ptr<typename Traits::SharedStorage>(shared);
+  std::uint32_t* const stored_keys = cute::recast_ptr<std::uint32_t>(&smem + 1);
   let_next_kernel_start();
   const int cta = static_cast<int>(blockIdx.x), rank = cta % p.cluster;
   const std::int64_t row = cta / p.cluster;
   Sums sums(smem.sums, p.cluster);
   KeySearch search(smem.search, p.cluster);
   Candidates candidates(smem.candidates);
-  RowSlice<T, vector> slice(p, row, rank, stored_keys + key_words(p));
+  typename Traits::Slice slice(p, row, rank, stored_keys + key_words(p));
   const auto store_token = [&](int token) {
     const std::int64_t at = row_offset(p.tokens, row);
     if (p.wide_tokens) cute::recast_ptr<std::int64_t>(p.tokens.data)[at] = token;
@@ -171,7 +166,7 @@ __global__ __launch_bounds__(sample_threads, 1) void sample_rows(const __grid_co
   if (p.greedy || best.logit <= ordered_minus_infinity || best.logit >= ordered_infinity) {
     if (rank == 0 && threadIdx.x == 0) store_token(p.greedy ? best.token : -1);
   } else {
-    const RowKeys<T, vector> keys(p, slice, from_ordered(best.logit), p.keep_keys ? stored_keys : nullptr);
+    const typename Traits::Keys keys(p, slice, from_ordered(best.logit), p.keep_keys ? stored_keys : nullptr);
     draw(p, keys, smem.random_bits, rank, sums, search, candidates, store_token);
   }
   sums.barrier();  // all CTAs -> all CTAs: nobody reads another one's shared memory any more
@@ -229,7 +224,8 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
                           .wide_positions = is_wide(a.positions),
                           .wide_tokens = is_wide(a.tokens)};
   const int words = key_words(p) + (p.seen > 0 ? seen_words(p) : 0);
-  const std::size_t shared_bytes = sizeof(SampleStorage) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
+  const std::size_t shared_bytes =
+      sizeof(SampleTraits<float, true>::SharedStorage) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
   (void)scope.ctas_that_fit(shared_bytes);  // refuses what does not fit: a penalty over many tokens
   const std::int64_t ctas = a.tokens.numel() * cluster;
   with_vector(
