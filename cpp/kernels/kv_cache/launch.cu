@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // kv_append and rope_append on a GPU: store new tokens of k, v [B, T, Hkv, D] in pages, rings and codes. With cos
 // given, k and q [B, T, Hq, D] are rotated (RoPE) first; q goes to q_out. The parts: params.h, traits.cuh,
-// validate.cuh, token.cuh (four values of a token), rope.cuh, quantise.cuh, encode.cuh, warp.cuh (what a warp reads and where it
-// writes), append.cuh (the kernel), plan.h (CTAs of an entry).
+// validate.cuh, token.cuh (four values of a token), rope.cuh, quantise.cuh, encode.cuh, warp.cuh (what a warp reads and
+// where it writes), append.cuh (the kernel), plan.h (CTAs of an entry).
 #include <bit>
 #include <cstdint>
 #include <limits>
