@@ -85,8 +85,7 @@ def explain(op, /, *args, device=None, sms=None, dtype=None, roof=None, **kwargs
     Returns an Explanation. bytes and flops are what the op has to move and compute, whatever the kernel does.
     Raises ArgumentError and ArgumentTypeError for what no plan can be made of, and NotSupportedError where the device
     has no kernel. The call looks at more: that out, bias and weights fit, scalars such as eps, top_k or softcap, and at
-    what tensors hold. Source: the plans
-    of cpp/kernels/*/plan.cpp; roofline: Williams et al. 2009.
+    what tensors hold. Source: the plans of cpp/kernels/*/plan.cpp; roofline: Williams et al. 2009.
     """
     name = _name(op)
     if inspect.ismethod(op):  # cache.append

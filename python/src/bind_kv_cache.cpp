@@ -70,13 +70,13 @@ class KvCache {
                                 args.op());
     for (std::size_t i = 0; i < sources_.size(); ++i) {
       const TensorView source = sources_[i].take(args);
-      const bool is_v = sources_.size() == 2 && i == 1;
-      const auto& side = is_v ? cache_.view.v : cache_.view.k;
+      // The sides that lie in it: both in one pool, or one each.
+      const auto first = i == 1 ? v_pool : k_pool, last = sources_.size() == 2 ? first : v_pool;
+      const auto& side = first == v_pool ? cache_.view.v : cache_.view.k;
       const Memory& now = sources_[i].memory();
       const auto holds = [&](std::size_t pages) { return !t[pages].given() || Memory::of(t[pages]).end <= now.end; };
       ROOFTILE_CHECK(
-          source.data == side.codes && holds(is_v ? v_pool : k_pool) && (sources_.size() == 2 || holds(v_pool)),
-          args.op(),
+          source.data == side.codes && holds(first) && holds(last), args.op(),
           ": pool has other memory (data=, swap_tensors) than when this view was made; make a view on it as it is now");
     }
     if (!cache_.locks || memory != memory_) share_locks(std::move(memory));

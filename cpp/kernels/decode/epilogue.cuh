@@ -15,6 +15,8 @@ __device__ __forceinline__ void store_vec(float* to, const float (&x)[V]) {
   struct alignas(4 * V) Vec {
     float x[V];
   };
+  // No copy of x, by bit_cast or by elements: int4-kivi-sym took 9.86 us for 9.10 (8 x 4096 tokens, 9 query heads of
+  // 64, one H200).
   tile::store_vec_at(to, reinterpret_cast<const Vec&>(x));
 }
 

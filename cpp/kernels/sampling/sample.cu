@@ -143,9 +143,9 @@ __device__ std::uint64_t random_bits(const SampleParams& p, std::int64_t row) {
 template <class T, bool vector>
 __global__ __launch_bounds__(sample_threads, 1) void sample_rows(const __grid_constant__ SampleParams p) {
   using Traits = SampleTraits<T, vector>;
-  extern __shared__ std::uint64_t shared[];
-  auto& smem = *cute::recast_ptr<typename Traits::SharedStorage>(shared);
-  std::uint32_t* const stored_keys = cute::recast_ptr<std::uint32_t>(&smem + 1);
+  extern __shared__ SampleStorage storage[];  // one, and what lies behind it
+  SampleStorage& smem = storage[0];
+  std::uint32_t* const stored_keys = cute::recast_ptr<std::uint32_t>(storage + 1);
   let_next_kernel_start();
   const int cta = static_cast<int>(blockIdx.x), rank = cta % p.cluster;
   const std::int64_t row = cta / p.cluster;
@@ -224,8 +224,7 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
                           .wide_positions = is_wide(a.positions),
                           .wide_tokens = is_wide(a.tokens)};
   const int words = key_words(p) + (p.seen > 0 ? seen_words(p) : 0);
-  const std::size_t shared_bytes =
-      sizeof(SampleTraits<float, true>::SharedStorage) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
+  const std::size_t shared_bytes = sizeof(SampleStorage) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
   (void)scope.ctas_that_fit(shared_bytes);  // refuses what does not fit: a penalty over many tokens
   const std::int64_t ctas = a.tokens.numel() * cluster;
   with_vector(

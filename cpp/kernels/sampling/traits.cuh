@@ -15,15 +15,15 @@ template <class T, bool vector>
 struct SampleTraits {
   using Slice = RowSlice<T, vector>;  // a thread's tokens
   using Keys = RowKeys<T, vector>;    // and their keys
-  using Sums = ClusterSums<sample_threads>;
+};
 
-  // Behind it, where asked for: keys (slice, sample_threads), and a bit for each token of the CTA.
-  struct SharedStorage {
-    KeySearch::Storage search;
-    typename Sums::Storage sums;
-    Candidates::Storage candidates;
-    std::uint64_t random_bits;
-  };
+// Of a CTA, the same for all kernels. Behind it, where asked for: keys (slice, sample_threads), and a bit for each
+// token of the CTA.
+struct SampleStorage {
+  KeySearch::Storage search;
+  ClusterSums<sample_threads>::Storage sums;
+  Candidates::Storage candidates;
+  std::uint64_t random_bits;
 };
 
 }  // namespace rooftile::gpu
