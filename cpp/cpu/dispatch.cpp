@@ -26,12 +26,14 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512bf16() { return has_avx512vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 constexpr Variant variants[] = {
 // best first; the reference is never chosen unasked
 #ifdef ROOFTILE_X86
-    {avx512vnni_kernels, has_avx512vnni},  // avx512, but for products of one row
+    {avx512bf16_kernels, has_avx512bf16},  // avx512vnni, but for W4A16 of many rows of bf16
+    {avx512vnni_kernels, has_avx512vnni},  // avx512, but for W4A16 of one row
     {avx512_kernels, has_avx512},          // F, BW, DQ, VL
     {avx2_kernels, has_avx2},              // with FMA and F16C
 #endif

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the CPU backend offers to ops: the same set of functions, compiled several times.
 //
-// `reference` (cpp/cpu/ref) is plain loops, the oracle of the C++ tests. `portable`, `avx2`, `avx512` and `avx512vnni`
-// (cpp/cpu/simd) are one source compiled per instruction set. Arguments have been checked by ops; every function takes
+// `reference` (cpp/cpu/ref) is plain loops, the oracle of the C++ tests. `portable`, `avx2`, `avx512`, `avx512vnni`
+// and `avx512bf16` (cpp/cpu/simd) are one source compiled per instruction set. Arguments have been checked by ops; every function takes
 // any strides and allocates its own scratch on the host.
 #pragma once
 
@@ -39,7 +39,8 @@ const Kernels& portable_kernels();
 #ifdef ROOFTILE_X86
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
-const Kernels& avx512vnni_kernels();  // avx512, with products of one row of x in integers
+const Kernels& avx512vnni_kernels();  // avx512, with W4A16 and W8A16 of one row of x in integers
+const Kernels& avx512bf16_kernels();  // avx512vnni, with those of many rows of bf16 in bf16
 #endif
 
 // The best variant this machine runs, or the one named; raises NotSupported, naming `op`, for one it does not run or

@@ -44,10 +44,10 @@ constexpr bool rooftile_mutant(int number) {
 }
 """.replace("BYTES", str(BYTES))
 # The SIMD sources are one text for every instruction set: the copy builds one of them, without -O3, and what
-# avx512vnni has of its own.
+# avx512vnni and avx512bf16 have of their own.
 X86 = (
     ("cpp/cpu/CMakeLists.txt", "set(isas portable)", "set(isas)"),
-    ("cpp/cpu/CMakeLists.txt", "list(APPEND isas avx2 avx512 avx512vnni)", "list(APPEND isas avx2 avx512vnni)"),
+    ("cpp/cpu/CMakeLists.txt", "isas avx2 avx512 avx512vnni avx512bf16)", "isas avx2 avx512vnni avx512bf16)"),
     ("cpp/cpu/CMakeLists.txt", "-O1,-O3>", "-O1,-O2>"),
     ("cpp/cpu/dispatch.cpp", "{avx512_kernels, has_avx512},", ""),
     ("cpp/cpu/simd/table.cpp", "kernels = avx512_kernels();", "kernels = avx2_kernels();"),

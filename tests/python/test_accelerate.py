@@ -623,7 +623,7 @@ def test_a_row_alone_as_in_a_batch(kv_cache):
     assert all(m.batch_invariant for m in model.modules() if isinstance(m, rt.nn.PackedLinear))
     rt.accelerate(model, kv_cache=kv_cache, progress=False)  # takes it back
     assert not any(m.batch_invariant for m in model.modules() if isinstance(m, rt.nn.PackedLinear))
-    if "avx512vnni" in cases.PLANS:
+    if "avx512vnni" in cases.PLANS:  # or a superset of it
         assert not torch.equal(torch.cat([logits([row]) for row in range(3)]), whole)
 
 

@@ -13,6 +13,7 @@ namespace {
 
 template <class T>
 struct Weights {
+  using Rows = Fp32Rows;
   const TensorView& w;
 
   std::int64_t rows() const { return w.shape[0]; }

@@ -2,11 +2,11 @@
 // y = activation(x W^T + bias) + residual for any kind of weight. The caller's Weights type converts a tile of 16 rows
 // x 64 k of W to fp32.
 //
-// Lanes are positions of k. Every output has one accumulator of 16 lanes, which adds k-blocks of 64 in order; the lanes
-// are summed at the end. The order of the sum is the same for every M:
 //   M = 1: weights go through registers, 16 accumulators a tile. Bound by the bytes of W.
-//   M > 1: a strip of 16 rows x 256 k of W is converted to fp32 in L1 and multiplied with a block of rows of x.
-//          Bound by fused multiply-adds.
+//   M > 1: a strip of 16 rows of W is converted in L1 and multiplied with a block of rows of x. Bound by multiply-adds.
+//          In fp32 (Fp32Rows) a strip has 256 k; bf16_rows.h has strips of bf16.
+// In fp32 lanes are positions of k. Every output has one accumulator of 16 lanes, which adds k-blocks of 64 in order;
+// the lanes are summed at the end. The order of the sum is the same for every M.
 // A task of the thread pool is a range of tiles for one block of rows; no two tasks write the same output.
 // Include isa.h, vec.h and activation.h first.
 #pragma once
@@ -26,17 +26,10 @@ constexpr int tile_n = 16, block_k = 64;
 constexpr int k_vecs = block_k / lanes;  // vectors of a k-block
 constexpr int row_floats = block_k;      // one row of a tile in fp32
 constexpr int tile_floats = tile_n * block_k;
-constexpr int strip_blocks = 4;          // k-blocks of a strip in fp32: 16 KB, half an L1
-constexpr std::int64_t block_rows = 96;  // rows of x against one strip: their accumulators stay in L2
+constexpr std::int64_t strip_bytes = 16 * 1024;                 // half an L1
 constexpr std::int64_t m_block_bytes = std::int64_t{16} << 20;  // packed x of one m-block, at most (one row at least)
 constexpr std::int64_t product_worth_a_thread = 192 * 1024;     // multiply-adds: about 10 us
 constexpr std::int64_t task_weights = 64 * 1024;
-
-#ifdef ROOFTILE_AVX512
-constexpr int micro_rows = 6, micro_n = 4;  // accumulators of the inner kernel: 24 of 32 registers
-#else
-constexpr int micro_rows = 4, micro_n = 2;  // 8 of 16
-#endif
 
 template <class T = float>
 T* at(const Scratch& scratch, std::int64_t byte) {
@@ -122,6 +115,12 @@ class Epilogue {
 
 // ---- many rows of x -----------------------------------------------------------------------------
 
+#ifdef ROOFTILE_AVX512
+constexpr int micro_rows = 6, micro_n = 4;  // accumulators of the inner kernel: 24 of 32 registers
+#else
+constexpr int micro_rows = 4, micro_n = 2;  // 8 of 16
+#endif
+
 // acc[row][16 n] += x[row] . strip[n] over `blocks` k-blocks, for Rows rows, micro_n of the sixteen n and as many lanes
 // as a register holds.
 template <int Rows>
@@ -159,37 +158,50 @@ void micro_at_most(int rows, const float* strip, const float* x, std::int64_t x_
   micro<Rows>(strip, x, x_row, blocks, first, acc);
 }
 
-// One tile against `rows` rows of x, into acc [rows][16 n].
-template <class Weights>
-void many_rows(const Weights& w, std::int64_t tile, const float* x, std::int64_t x_row, int rows, float* strip,
-               F32* acc) {
-  const std::int64_t blocks = x_row / block_k;
-  if (blocks == 0) std::fill_n(acc, rows * tile_n, F32{});
-  for (std::int64_t begin = 0; begin < blocks; begin += strip_blocks) {
-    const int here = static_cast<int>(std::min<std::int64_t>(strip_blocks, blocks - begin));
-    for (int b = 0; b < here; ++b) w.tile(tile, begin + b, strip + b * tile_floats);
-    for (int m = 0; m < rows; m += micro_rows)
-      for (int n = 0; n < tile_n; n += micro_n)
-        for (int lane = 0; lane < lanes; lane += register_lanes)
-          micro_at_most<micro_rows>(std::min(micro_rows, rows - m), strip + n * row_floats + lane,
-                                    x + m * x_row + begin * block_k + lane, x_row, here, begin == 0,
-                                    reinterpret_cast<float*>(acc + m * tile_n + n) + lane);
+// Products of many rows in fp32: acc [rows][16 n] of vectors of k.
+struct Fp32Rows {
+  static constexpr int step_rows = micro_rows;    // blocks of rows are multiples of these
+  static constexpr std::int64_t block_rows = 96;  // rows against one strip: their accumulators stay in L2
+  static constexpr int acc_vecs = tile_n;         // of a row
+  static constexpr int strip_blocks = strip_bytes / (tile_floats * 4);  // k-blocks of 64
+
+  // Floats of a packed row of x of `blocks` k-blocks.
+  static std::int64_t row_size(std::int64_t blocks) { return blocks * block_k; }
+  // One tile of W against `rows` rows of x, into acc.
+  template <class Weights>
+  static void multiply(const Weights& w, std::int64_t tile, const float* x, std::int64_t blocks, int rows, float* strip,
+                       F32* acc) {
+    const std::int64_t x_row = row_size(blocks);
+    if (blocks == 0) std::fill_n(acc, rows * tile_n, F32{});
+    for (std::int64_t begin = 0; begin < blocks; begin += strip_blocks) {
+      const int here = static_cast<int>(std::min<std::int64_t>(strip_blocks, blocks - begin));
+      for (int b = 0; b < here; ++b) w.tile(tile, begin + b, strip + b * tile_floats);
+      for (int m = 0; m < rows; m += micro_rows)
+        for (int n = 0; n < tile_n; n += micro_n)
+          for (int lane = 0; lane < lanes; lane += register_lanes)
+            micro_at_most<micro_rows>(std::min(micro_rows, rows - m), strip + n * row_floats + lane,
+                                      x + m * x_row + begin * block_k + lane, x_row, here, begin == 0,
+                                      reinterpret_cast<float*>(acc + m * tile_n + n) + lane);
+    }
   }
-}
+  static F32 outputs(const F32* acc, std::int64_t row) { return sums(acc + row * tile_n); }  // of 16 n
+};
 
 // ---- the product of one m-block of rows of x -----------------------------------------------------
 
 struct MBlock {
   std::int64_t first_row, rows;
-  std::int64_t x_row;                // floats of a packed row of x: whole k-blocks
+  std::int64_t blocks;               // k-blocks
+  std::int64_t x_row;                // floats of a packed row of x: Rows::row_size
   float* x;                          // [rows][x_row], packed by Weights::pack_row
   std::int64_t *y_at, *residual_at;  // [rows] offsets in elements
 };
 
 template <class Args, class Weights>
 void pack_m_block(const Parallel& parallel, const Args& a, const Weights& w, const MBlock& p, float* workspace) {
+  const std::int64_t k = p.blocks * block_k;
   const auto pack_row = [&](std::int64_t m, int thread) {
-    w.pack_row(a.x, p.first_row + m, p.x_row, workspace + thread * p.x_row, p.x + m * p.x_row);
+    w.pack_row(a.x, p.first_row + m, k, workspace + thread * 2 * k, p.x + m * p.x_row);
     p.y_at[m] = a.y.row_offset(p.first_row + m);
     p.residual_at[m] = a.residual.given() ? a.residual.row_offset(p.first_row + m) : 0;
   };
@@ -197,7 +209,7 @@ void pack_m_block(const Parallel& parallel, const Args& a, const Weights& w, con
   const auto pack_rows = [&](std::int64_t task, int thread) {
     for (std::int64_t m = task * task_rows; m < std::min(p.rows, (task + 1) * task_rows); ++m) pack_row(m, thread);
   };
-  if (p.rows * p.x_row < product_worth_a_thread / 4) {
+  if (p.rows * k < product_worth_a_thread / 4) {
     for (std::int64_t m = 0; m < p.rows; ++m) pack_row(m, 0);
   } else {
     parallel.run((p.rows + task_rows - 1) / task_rows, pack_rows);
@@ -209,13 +221,14 @@ void pack_m_block(const Parallel& parallel, const Args& a, const Weights& w, con
 template <class Weights>
 void products(const Weights& w, std::int64_t n, const MBlock& p, std::int64_t m0, std::int64_t count, float* strip,
               F32* acc, F32* to) {
+  using Rows = typename Weights::Rows;
   const int from = static_cast<int>(n % tile_n);  // lane 0 of `to` is lane `from` of the first tile
   for (std::int64_t tile = n / tile_n;
        tile <= std::min((n + tile_n - 1) / tile_n, (w.rows() + tile_n - 1) / tile_n - 1); ++tile) {
-    if (p.rows > 1) many_rows(w, tile, p.x + m0 * p.x_row, p.x_row, static_cast<int>(count), strip, acc);
+    if (p.rows > 1) Rows::multiply(w, tile, p.x + m0 * p.x_row, p.blocks, static_cast<int>(count), strip, acc);
     const int first = static_cast<int>(tile * tile_n - n);  // lane 0 of this tile is lane `first` of `to`
     for (std::int64_t m = 0; m < count; ++m) {
-      const F32 sixteen = p.rows == 1 ? w.one_row(tile, p.x) : sums(acc + m * tile_n);
+      const F32 sixteen = p.rows == 1 ? w.one_row(tile, p.x) : Rows::outputs(acc, m);
       if (from == 0) {
         to[m] = sixteen;
       } else {
@@ -228,17 +241,17 @@ void products(const Weights& w, std::int64_t n, const MBlock& p, std::int64_t m0
 template <class Args, class Weights>
 void multiply_m_block(const Parallel& parallel, const Args& a, const Weights& w, const MBlock& p) {
   const std::int64_t tiles = (a.outputs() + tile_n - 1) / tile_n,
-                     tile_weights = tile_n * std::max<std::int64_t>(p.x_row, 1) * (a.gated ? 2 : 1);
-  const std::int64_t row_blocks = (p.rows + block_rows - 1) / block_rows;
-  const std::int64_t rows =
-      ((p.rows + row_blocks - 1) / row_blocks + micro_rows - 1) / micro_rows * micro_rows;  // of a row block
+                     tile_weights = tile_n * block_k * std::max<std::int64_t>(p.blocks, 1) * (a.gated ? 2 : 1);
+  using Rows = typename Weights::Rows;
+  const std::int64_t row_blocks = (p.rows + Rows::block_rows - 1) / Rows::block_rows;
+  const std::int64_t rows = ((p.rows + row_blocks - 1) / row_blocks + Rows::step_rows - 1) / Rows::step_rows *
+                            Rows::step_rows;  // of a row block
   const std::int64_t tiles_per_task =
       std::max<std::int64_t>(1, task_weights / (tile_weights * std::min(p.rows, rows)));  // tiles a task
   const std::int64_t tile_ranges = (tiles + tiles_per_task - 1) / tiles_per_task;
   const bool serial = p.rows * tiles * tile_weights < product_worth_a_thread;
 
-  const std::int64_t strip_bytes = strip_blocks * tile_floats * 4, acc_bytes = rows * tile_n * lanes * 4,
-                     out_bytes = rows * lanes * 4;
+  const std::int64_t acc_bytes = rows * Rows::acc_vecs * lanes * 4, out_bytes = rows * lanes * 4;
   const std::int64_t workspace = 2 * out_bytes + (p.rows == 1 ? 0 : strip_bytes + acc_bytes);
   const Scratch scratch(static_cast<std::size_t>(workspace * (serial ? 1 : parallel.threads())));
   const auto task = [&](std::int64_t t, int thread) {
@@ -267,20 +280,22 @@ void multiply_m_block(const Parallel& parallel, const Args& a, const Weights& w,
 
 // The whole product. Weights offers
 //   rows()                               rows of W
-//   pack_row(x, m, padded, buffer, to)   row m of x as fp32 in the order of the codes; buffer: `padded` floats
+//   pack_row(x, m, padded, buffer, to)   row m of x as fp32 in the order of the codes; buffer: 2 * padded floats
 //   tile(tile, block, to)                converts 16 rows x 64 k of W to fp32
 //   one_row(tile, x)                     products of sixteen rows of W with one row of x, as pack_row left it
+//   Rows                                 how many rows are multiplied: Fp32Rows
 template <class Args, class Weights>
 void multiply(const Parallel& parallel, const Args& a, std::int64_t k, const Weights& w) {
-  const std::int64_t total = a.x.rows(), x_row = (k + block_k - 1) / block_k * block_k;
+  const std::int64_t total = a.x.rows(), blocks = (k + block_k - 1) / block_k, x_row = Weights::Rows::row_size(blocks);
   if (total == 0 || a.y.last() == 0) return;
   const std::int64_t at_once =
       std::min(total, std::max<std::int64_t>(1, m_block_bytes / (std::max<std::int64_t>(x_row, 1) * 4)));
-  const std::int64_t x_bytes = at_once * x_row * 4, workspace_bytes = x_row * 4 * parallel.threads();
+  const std::int64_t x_bytes = at_once * x_row * 4, workspace_bytes = 2 * blocks * block_k * 4 * parallel.threads();
   const Scratch buffer(static_cast<std::size_t>(x_bytes + workspace_bytes + at_once * 16));
   for (std::int64_t first = 0; first < total; first += at_once) {
     const MBlock p{first,
                    std::min(at_once, total - first),
+                   blocks,
                    x_row,
                    at(buffer, 0),
                    at<std::int64_t>(buffer, x_bytes + workspace_bytes),

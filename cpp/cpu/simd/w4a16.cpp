@@ -4,7 +4,8 @@
 //   x [M, K]   y, residual [M, N or N / 2]   bias [N]   W in tiles of 16 n x 64 k (core/w4_layout.h)
 //
 // x is permuted into the codes' order once a call, and codes are decoded into registers (M = 1) or into L1 (M > 1):
-// w4_tile.h, product.h. With VNNI one row of 16-bit floats is multiplied in integers: integer_row.h.
+// w4_tile.h, product.h. With VNNI one row of 16-bit floats is multiplied in integers: integer_row.h. With AVX512-BF16
+// many rows of bf16 are multiplied by weights rounded to bf16: bf16_rows.h.
 #include <algorithm>
 #include <cstddef>
 
@@ -18,6 +19,9 @@
 #include "cpu/simd/w4_tile.h"
 #ifdef ROOFTILE_VNNI
 #include "cpu/simd/integer_row.h"
+#endif
+#ifdef ROOFTILE_BF16
+#include "cpu/simd/bf16_rows.h"
 #endif
 
 namespace rooftile::cpu::ROOFTILE_ISA {
@@ -114,6 +118,7 @@ F32 one_row(const W4View& w, std::int64_t tile, const float* x) {
 
 template <int bits, bool Split>
 struct Weights {
+  using Rows = Fp32Rows;
   const W4View& w;
   std::int64_t rows() const { return w.n; }
   void pack_row(const TensorView& x, std::int64_t m, std::int64_t padded, float* buffer, float* to) const {
@@ -149,6 +154,11 @@ bool takes_integers(const W4MatmulArgs& a) {
 }
 #endif
 
+#ifdef ROOFTILE_BF16
+template <int bits, bool Split>
+using RoundedWeights = Bf16Weights<Weights<bits, Split>>;
+#endif
+
 template <template <int bits, bool Split> class Kind>
 void multiply_by(const Parallel& parallel, const W4MatmulArgs& a) {
   const auto of = [&](const auto& weights) { multiply(parallel, a, a.w->k, weights); };
@@ -164,6 +174,10 @@ void multiply_by(const Parallel& parallel, const W4MatmulArgs& a) {
 void w4a16_matmul(const Parallel& parallel, const W4MatmulArgs& a) {
 #ifdef ROOFTILE_VNNI
   if (takes_integers(a)) return multiply_by<IntegerWeights>(parallel, a);
+#endif
+#ifdef ROOFTILE_BF16
+  if (a.x.dtype == DType::bf16 && a.x.rows() >= bf16_rows && !a.batch_invariant)
+    return multiply_by<RoundedWeights>(parallel, a);
 #endif
   multiply_by<Weights>(parallel, a);
 }

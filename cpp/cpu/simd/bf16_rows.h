@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Many rows of bf16 x times weights rounded to bf16: vdpbf16ps adds two products of bf16, exact, to each lane's fp32.
+//   x [M, K] bf16   y [M, 16 n] of a tile
+//
+// Lanes are rows of W. A pair is two k, in one lane of 32 bits:
+//   strip of W (pair, 16 n)   x (row, pair), a pair broadcast to all lanes   acc (row, 16 n): one accumulator an output
+// Each instruction multiplies 32 weights; in fp32 it is 16. The order of the sum is the same for any number of rows.
+// Which two k a pair holds does not matter as long as x and W agree: those of neighbouring vectors of a k-block as
+// Weights::pack_row and Weights::tile leave them, lane by lane.
+//
+// Include isa.h, vec.h, activation.h and product.h first.
+#pragma once
+
+namespace rooftile::cpu::ROOFTILE_ISA {
+namespace {
+
+constexpr int block_pairs = block_k / 2;
+
+// Vectors of even and odd k -> sixteen pairs, rounded to bf16 (to nearest, ties to even).
+ROOFTILE_INLINE U32 to_pairs(F32 even, F32 odd) {
+  U16 first[2];  // the sixteen of `even`, the sixteen of `odd`
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  std::memcpy(first, &both, sizeof both);
+  return __builtin_convertvector(first[0], U32) | __builtin_convertvector(first[1], U32) << 16;
+}
+
+// A k-block of x -> 32 pairs.
+ROOFTILE_INLINE void to_pairs(const float* x, std::uint32_t* to) {
+  for (int h = 0; h < 2; ++h)
+    store_raw(to + h * lanes, to_pairs(load(x + 2 * h * lanes), load(x + (2 * h + 1) * lanes)));
+}
+
+// (row, lane) -> (lane, row) of sixteen vectors.
+ROOFTILE_INLINE void transpose(U32 (&v)[lanes]) {
+  __m512i a[lanes], b[lanes];
+  for (int i = 0; i < lanes; i += 2) {  // pairs of rows
+    a[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+  }
+  for (int i = 0; i < lanes; i += 4)  // b[i + j]: lane j of each 128 bits, of rows i .. i + 3
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + j + 2]);
+      b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + j + 2]);
+    }
+  for (int j = 0; j < 4; ++j) {  // a 4 x 4 transpose of 128-bit parts
+    const __m512i low0 = _mm512_shuffle_i32x4(b[j], b[j + 4], 0x44), low1 = _mm512_shuffle_i32x4(b[j], b[j + 4], 0xee),
+                  high0 = _mm512_shuffle_i32x4(b[j + 8], b[j + 12], 0x44),
+                  high1 = _mm512_shuffle_i32x4(b[j + 8], b[j + 12], 0xee);
+    v[j] = (U32)_mm512_shuffle_i32x4(low0, high0, 0x88);
+    v[j + 4] = (U32)_mm512_shuffle_i32x4(low0, high0, 0xdd);
+    v[j + 8] = (U32)_mm512_shuffle_i32x4(low1, high1, 0x88);
+    v[j + 12] = (U32)_mm512_shuffle_i32x4(low1, high1, 0xdd);
+  }
+}
+
+// A tile of W in fp32 (16 rows, 64 k) -> (32 pairs, 16 n).
+inline void to_strip(const float* tile, std::uint32_t* to) {
+  for (int h = 0; h < 2; ++h, to += lanes * tile_n) {
+    U32 v[lanes];
+    for (int n = 0; n < tile_n; ++n) {
+      const float* const row = tile + n * row_floats + 2 * h * lanes;
+      v[n] = to_pairs(load(row), load(row + lanes));
+    }
+    transpose(v);
+    for (int pair = 0; pair < lanes; ++pair) store_raw(to + pair * tile_n, v[pair]);
+  }
+}
+
+// acc[row] (16 n) += x[row] . strip over `pairs` pairs. x_row: words from one row to the next.
+template <int Rows>
+void pairs_micro(const std::uint32_t* strip, const std::uint32_t* x, std::int64_t x_row, int pairs, bool first,
+                 F32* acc) {
+  __m512 r[Rows];  // (row)
+#pragma GCC unroll 28
+  for (int m = 0; m < Rows; ++m) r[m] = first ? __m512{} : (__m512)acc[m];
+  for (int p = 0; p < pairs; ++p, strip += tile_n, ++x) {
+    const __m512bh w = (__m512bh)load_raw<__m512i>(strip);
+#pragma GCC unroll 28
+    for (int m = 0; m < Rows; ++m)
+      r[m] = _mm512_dpbf16_ps(r[m], w, (__m512bh)_mm512_set1_epi32(load_raw<int>(x + m * x_row)));
+  }
+#pragma GCC unroll 28
+  for (int m = 0; m < Rows; ++m) acc[m] = (F32)r[m];
+}
+
+// Products of many rows in bf16: acc [rows] of vectors of 16 n.
+struct Bf16Rows {
+  static constexpr int micro_rows = 28;            // accumulators of the inner kernel: 28 of 32 registers
+  static constexpr int step_rows = 1;              // blocks of rows have any number of them
+  static constexpr std::int64_t block_rows = 336;  // rows against one strip
+  static constexpr int acc_vecs = 1;               // of a row
+  static constexpr int strip_blocks = strip_bytes / 2 / (block_pairs * tile_n * 4);  // k-blocks of 64; x is in L1, too
+
+  // Words of a packed row of x of `blocks` k-blocks: an odd number of cache lines, so that neighbouring rows do not meet
+  // in one set of L1.
+  static std::int64_t row_size(std::int64_t blocks) { return (blocks * block_pairs / lanes | 1) * lanes; }
+  // One tile of W against `rows` rows of x, into acc. x: as Bf16Weights::pack_row leaves it.
+  template <class Weights>
+  static void multiply(const Weights& w, std::int64_t tile, const float* x, std::int64_t blocks, int rows, float* strip,
+                       F32* acc) {
+    const std::int64_t x_row = row_size(blocks);
+    if (blocks == 0) std::fill_n(acc, rows, F32{});
+    const auto* const pairs = reinterpret_cast<const std::uint32_t*>(x);
+    auto* const to = reinterpret_cast<std::uint32_t*>(strip);
+    alignas(64) float decoded[tile_floats];
+    const int parts = (rows + micro_rows - 1) / micro_rows;  // of as many rows each as can be
+    for (std::int64_t begin = 0; begin < blocks; begin += strip_blocks) {
+      const int here = static_cast<int>(std::min<std::int64_t>(strip_blocks, blocks - begin));
+      for (int b = 0; b < here; ++b) {
+        w.tile(tile, begin + b, decoded);
+        to_strip(decoded, to + b * block_pairs * tile_n);
+      }
+      for (int part = 0; part < parts; ++part) {
+        const int m = rows * part / parts;
+        micro_of<micro_rows>(rows * (part + 1) / parts - m, to, pairs + m * x_row + begin * block_pairs, x_row,
+                             here * block_pairs, begin == 0, acc + m);
+      }
+    }
+  }
+  static F32 outputs(const F32* acc, std::int64_t row) { return acc[row]; }  // of 16 n
+
+ private:
+  template <int Rows>
+  static void micro_of(int rows, const std::uint32_t* strip, const std::uint32_t* x, std::int64_t x_row, int pairs,
+                       bool first, F32* acc) {
+    if constexpr (Rows > 1)
+      if (rows < Rows) return micro_of<Rows - 1>(rows, strip, x, x_row, pairs, first, acc);
+    pairs_micro<Rows>(strip, x, x_row, pairs, first, acc);
+  }
+};
+
+// The weights of Base for many rows of bf16.
+template <class Base>
+struct Bf16Weights : Base {
+  using Rows = Bf16Rows;
+  void pack_row(const TensorView& x, std::int64_t m, std::int64_t padded, float* buffer, float* to) const {
+    float* const floats = buffer + padded;
+    Base::pack_row(x, m, padded, buffer, floats);
+    for (std::int64_t b = 0; b < padded / block_k; ++b)
+      to_pairs(floats + b * block_k, reinterpret_cast<std::uint32_t*>(to) + b * block_pairs);
+  }
+};
+
+// From how many rows of bf16 weights are rounded to bf16. The GPU's wgmma kernel does so from as many on.
+constexpr std::int64_t bf16_rows = 17;
+
+}  // namespace
+}  // namespace rooftile::cpu::ROOFTILE_ISA
