@@ -32,7 +32,7 @@ bool has_avx512bf16() { return has_avx512vnni() && __builtin_cpu_supports("avx51
 constexpr Variant variants[] = {
 // best first; the reference is never chosen unasked
 #ifdef ROOFTILE_X86
-    {avx512bf16_kernels, has_avx512bf16},  // avx512vnni, but for W4A16 of many rows of bf16
+    {avx512bf16_kernels, has_avx512bf16},  // avx512vnni, but for prompts in bf16
     {avx512vnni_kernels, has_avx512vnni},  // avx512, but for W4A16 of one row
     {avx512_kernels, has_avx512},          // F, BW, DQ, VL
     {avx2_kernels, has_avx2},              // with FMA and F16C

@@ -131,7 +131,9 @@ def prefill_attention(
     Returns out with q's shape and dtype, written to `out` when given; with return_lse=True also the float32 natural
     log-sum-exp, q's shape less head_dim, sinks included, written to `lse` when given. Outputs share no memory with
     an input or each other. No visible key: out 0, lse -inf
-    (the sink's logit when there are sinks). fp32 accumulation; a row's bits do not depend on its neighbours.
+    (the sink's logit when there are sinks). fp32 accumulation; a row's bits do not depend on its neighbours. On a CPU
+    with AVX512-BF16 the weights of bfloat16 values, exp(logit - largest), are rounded to bfloat16, as flash attention
+    rounds them on GPUs; over codes they are not.
     stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
     `rt.env()["cpu"]["variants"]`; not for a GPU.
 

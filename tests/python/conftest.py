@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
     def there(item):
         params = _params(item)
         another = {"avx512vnni": "avx512bf16", "avx512": "avx512vnni"}.get(params.get("plan"))  # a superset
-        if another in cases.PLANS and not _of_packed_weights(item):
+        if another in cases.PLANS and not _of_own_kernels(item, another):
             return False
         one_plan = params.get("plan", cases.PLANS[0]) == cases.PLANS[0]
         if "plan" not in getattr(params.get("op"), "arguments", ("plan",)) and not one_plan:
@@ -107,11 +107,13 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
-def _of_packed_weights(item):
-    """Whether a test is of products with packed weights: what avx512vnni and avx512bf16 have kernels of their own
-    for."""
+def _of_own_kernels(item, plan):
+    """Whether a test is of what avx512vnni or avx512bf16 has kernels of its own for."""
+    own = ("w4a16_matmul", "w8a16_matmul"), ("test_w4a16",)
+    if plan == "avx512bf16":
+        own = (*own[0], "prefill_attention"), (*own[1], "test_prefill_attention")
     op = _params(item).get("op")
-    return op.name in ("w4a16_matmul", "w8a16_matmul") if op else item.path.name.startswith("test_w4a16")
+    return op.name in own[0] if op else item.path.name.startswith(own[1])
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@
 // Cost: 4 * S^2 * D * Hq flop (half of it when causal): fused multiply-adds are the roof.
 // Blocks start at multiples of 64 tokens of the cache and of k, so a row's bits depend on its own keys alone. Where a
 // block holds a NaN or an infinity, each row takes only the tokens it sees.
+// With AVX512-BF16 and q, k and v in bf16 both products are of bf16: those of q and k are exact, P is rounded to bf16.
+// Blocks of codes stay in fp32.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -21,21 +23,32 @@
 #include "cpu/simd/vec.h"
 #include "cpu/simd/kv_tile.h"
 #include "cpu/simd/attention_math.h"
+#ifdef ROOFTILE_BF16
+#include "cpu/simd/bf16_pairs.h"
+#endif
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
+#ifdef ROOFTILE_BF16
+constexpr bool multiplies_bf16 = true;
+#else
+constexpr bool multiplies_bf16 = false;
+#endif
 constexpr int key_block = 64;
-constexpr int query_rows = 96;  // packed rows of a work tile; more only if one query has more heads
+constexpr int query_rows = 192;  // packed rows of a work tile; more only if one query has more heads
 
 // One thread's scratch arrays.
 struct Workspace {
-  float* q;      // [rows][width]
-  float* acc;    // [rows][width]
-  float* s;      // [rows][key_block]
-  float* kt;     // [width][key_block]
-  float* v;      // [key_block][width]
-  float* codes;  // [tile][width]
+  float* q;    // [rows][width]
+  float* acc;  // [rows][width]
+  float* s;    // [rows][key_block]
+  float* kt;   // [width][key_block]
+  float* v;    // [key_block][width]
+  // Pairs of bf16, where the CPU multiplies those: of channels, of tokens.
+  std::uint32_t *q_pairs, *p_pairs;   // [rows][width / 2], [rows][key_block / 2]
+  std::uint32_t *kt_pairs, *v_pairs;  // [width / 2][key_block], [key_block / 2][width]
+  float* codes;                       // [tile][width]
   float *channel, *channel_min;
   SoftmaxState* state;         // [rows]
   std::int64_t *first, *last;  // [rows] positions a row sees, both inclusive
@@ -79,6 +92,12 @@ ROOFTILE_INLINE void transpose16(const float* from, int from_stride, float* to, 
 #endif
 }
 
+// What a block of keys and values holds.
+struct Block {
+  bool finite;  // all values are
+  bool bf16;    // all keys and values are bf16
+};
+
 class Prefill {
  public:
   Prefill(const Parallel& parallel, const PrefillArgs& a)
@@ -89,7 +108,8 @@ class Prefill {
         kv_heads_(a.k.shape[1]),
         group_(a.q.shape[1] / a.k.shape[1]),
         queries_(group_ >= query_rows ? 1 : query_rows / group_),
-        rows_(queries_ * group_) {}
+        rows_(queries_ * group_),
+        in_bf16_(multiplies_bf16 && a.q.dtype == DType::bf16) {}
 
   void run() {
     const Scratch ends_scratch(static_cast<std::size_t>(a_.batch) * sizeof(std::int64_t));
@@ -111,16 +131,26 @@ class Prefill {
  private:
   void task(const PrefillSequence& s, std::int64_t head, std::int64_t first_query, std::int64_t queries,
             int thread) const;
-  void attend_block(Workspace& r, int rows, std::int64_t position, int n, bool finite) const;
-  bool load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const;
-  bool load_cached(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const;
+  // Tokens [first, last) of the n of a block from `position` on that a row sees.
+  struct Seen {
+    int first, last;
+  };
+  static Seen seen(const Workspace& r, int row, std::int64_t position, int n) {
+    const std::int64_t from = r.first[row] - position, to = r.last[row] + 1 - position;
+    return {from < 0 ? 0 : from > n ? n : static_cast<int>(from), to < 0 ? 0 : to > n ? n : static_cast<int>(to)};
+  }
+  void attend_block(Workspace& r, int rows, std::int64_t position, int n, Block keys) const;
+  void multiply_values(Workspace& r, int rows, std::int64_t position, int n, Block values) const;
+  Block load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const;
+  Block load_cached(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const;
   void transpose(float* k, int tokens, bool paired, float* kt) const;
 
   std::size_t workspace_bytes() const {
     const std::size_t rows = static_cast<std::size_t>(rows_), width = static_cast<std::size_t>(width_);
-    constexpr std::size_t arrays = 16;  // upper bound; alignment costs each array up to one cache line
-    return aligned(sizeof(float) *
-                       (2 * rows * width + rows * key_block + 2 * width * key_block + tile * width + 2 * width) +
+    constexpr std::size_t arrays = 20;  // upper bound; alignment costs each array up to one cache line
+    const std::size_t pairs = in_bf16_ ? (rows * (width + key_block) + 2 * width * key_block) / 2 : 0;
+    return aligned(sizeof(float) * (2 * rows * width + rows * key_block + 2 * width * key_block + tile * width +
+                                    2 * width + pairs) +
                    rows * (sizeof(SoftmaxState) + 3 * sizeof(std::int64_t) + sizeof(float)) + arrays * 64);
   }
   Workspace workspace(int thread) const {
@@ -131,6 +161,12 @@ class Prefill {
     take(r.s, rows_ * key_block);
     take(r.kt, width_ * key_block);
     take(r.v, width_ * key_block);
+    if (in_bf16_) {
+      take(r.q_pairs, rows_ * width_ / 2);
+      take(r.p_pairs, rows_ * key_block / 2);
+      take(r.kt_pairs, width_ * key_block / 2);
+      take(r.v_pairs, width_ * key_block / 2);
+    }
     take(r.codes, tile * width_);
     take(r.channel, width_);
     take(r.channel_min, width_);
@@ -146,6 +182,7 @@ class Prefill {
   const PrefillArgs& a_;
   const int dim_, width_;
   const std::int64_t kv_heads_, group_, queries_, rows_;  // rows of a tile: its queries times the heads of the KV head
+  const bool in_bf16_;
   std::byte* workspaces_ = nullptr;
 };
 
@@ -164,8 +201,8 @@ void Prefill::transpose(float* k, int tokens, bool paired, float* kt) const {
     }
 }
 
-// Keys and values first .. first + n - 1 of k and v. Returns whether all values are finite.
-bool Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const {
+// Keys and values first .. first + n - 1 of k and v.
+Block Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t first, int n, Workspace& r) const {
   F32 probe{};
   for (int base = 0; base < n; base += tile) {
     const int count = n - base < tile ? n - base : tile;
@@ -179,12 +216,12 @@ bool Prefill::load_new(const PrefillSequence& s, std::int64_t head, std::int64_t
     }
     transpose(r.codes, count, false, r.kt + base);
   }
-  return sum(probe) == 0;
+  return {sum(probe) == 0, in_bf16_};
 }
 
 // The same from the cache: closed groups as codes, the open group of a kivi format from the ring.
-bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std::int64_t first, int n,
-                          Workspace& r) const {
+Block Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std::int64_t first, int n,
+                           Workspace& r) const {
   const KvCacheView& c = *a_.cache;
   const CachedHead head{&c, s.row, head_index};
   const std::int64_t code_end = is_element_format(c.format) ? 0
@@ -229,18 +266,25 @@ bool Prefill::load_cached(const PrefillSequence& s, std::int64_t head_index, std
     for (int t = 0; t < count; ++t)
       for (int d = 0; d < width_; d += lanes) probe = fma(load(v + t * width_ + d), F32{}, probe);
   }
-  return sum(probe) == 0;
+  return {sum(probe) == 0, in_bf16_ && first >= code_end};
 }
 
 // All rows against the n keys of the block that starts at `position`.
-void Prefill::attend_block(Workspace& r, int rows, std::int64_t position, int n, bool finite) const {
+void Prefill::attend_block(Workspace& r, int rows, std::int64_t position, int n, Block keys) const {
   const int whole = (n + lanes - 1) / lanes * lanes;
-  gemm(r.q, width_, r.kt, key_block, r.s, key_block, rows, whole, width_, false);
+#ifdef ROOFTILE_BF16
+  if (keys.bf16) {
+    for (int c = 0; c < width_; c += 2)
+      for (int t = 0; t < whole; t += lanes)
+        store_raw(r.kt_pairs + c / 2 * key_block + t,
+                  to_pairs(load(r.kt + c * key_block + t), load(r.kt + (c + 1) * key_block + t)));
+    multiply_pairs(r.q_pairs, width_ / 2, r.kt_pairs, key_block, width_ / 2, r.s, key_block, rows, whole, false);
+  }
+#endif
+  if (!keys.bf16) gemm(r.q, width_, r.kt, key_block, r.s, key_block, rows, whole, width_, false);
   for (int i = 0; i < rows; ++i) {
     float* s = r.s + i * key_block;
-    const std::int64_t from = r.first[i] - position, to = r.last[i] + 1 - position;
-    const int first = from < 0 ? 0 : from > n ? n : static_cast<int>(from);
-    const int last = to < 0 ? 0 : to > n ? n : static_cast<int>(to);
+    const auto [first, last] = seen(r, i, position, n);
     for (int t = 0; t < whole; t += lanes)
       if (first >= last || t + lanes <= first || t >= last) store(s + t, F32{});
     if (first >= last) continue;
@@ -261,11 +305,44 @@ void Prefill::attend_block(Workspace& r, int rows, std::int64_t position, int n,
     state.top = block.top;
     state.sum += block.sum;
   }
-  if (finite) return gemm(r.s, key_block, r.v, width_, r.acc, width_, rows, width_, n, true);
+  multiply_values(r, rows, position, n, keys);
+}
+
+// acc += P V of a block.
+void Prefill::multiply_values(Workspace& r, int rows, std::int64_t position, int n, Block values) const {
+#ifdef ROOFTILE_BF16
+  if (values.bf16) {
+    constexpr int p_row = key_block / 2;
+    const int pairs = (n + 1) / 2;
+    for (int i = 0; i < rows; ++i)
+      neighbours_to_pairs(r.s + i * key_block, (n + lanes - 1) / lanes * lanes, r.p_pairs + i * p_row);
+    // the pairs of values whose tokens are in [first, last); others are 0
+    const auto pairs_of_values = [&](int first, int last) {
+      for (int t = 0; t < n; t += 2)
+        for (int d = 0; d < width_; d += lanes) {
+          const float* const v = r.v + t * width_ + d;
+          store_raw(r.v_pairs + t / 2 * width_ + d,
+                    to_pairs(t >= first && t < last ? load(v) : F32{},
+                             t + 1 >= first && t + 1 < last ? load(v + width_) : F32{}));
+        }
+    };
+    if (values.finite) {
+      pairs_of_values(0, n);
+      return multiply_pairs(r.p_pairs, p_row, r.v_pairs, width_, pairs, r.acc, width_, rows, width_, true);
+    }
+    for (int i = 0; i < rows; ++i) {
+      const auto [first, last] = seen(r, i, position, n);
+      if (first >= last) continue;
+      pairs_of_values(first, last);
+      multiply_pairs(r.p_pairs + i * p_row, p_row, r.v_pairs, width_, pairs, r.acc + i * width_, width_, 1, width_,
+                     true);
+    }
+    return;
+  }
+#endif
+  if (values.finite) return gemm(r.s, key_block, r.v, width_, r.acc, width_, rows, width_, n, true);
   for (int i = 0; i < rows; ++i) {
-    const std::int64_t from = r.first[i] - position, to = r.last[i] + 1 - position;
-    const int first = from < 0 ? 0 : from > n ? n : static_cast<int>(from);
-    const int last = to < 0 ? 0 : to > n ? n : static_cast<int>(to);
+    const auto [first, last] = seen(r, i, position, n);
     if (first < last)
       gemm(r.s + i * key_block + first, key_block, r.v + first * width_, width_, r.acc + i * width_, width_, 1, width_,
            last - first, true);
@@ -282,6 +359,9 @@ void Prefill::task(const PrefillSequence& s, std::int64_t head, std::int64_t fir
     const std::int64_t query = first_query + i / group_, position = s.position(query);
     const std::int64_t h = head * group_ + i % group_;
     gather_row(a_.q, s.q + query * a_.q.stride[0] + h * a_.q.stride[1], a_.q.stride[2], dim_, width_, r.q + i * width_);
+#ifdef ROOFTILE_BF16
+    if (in_bf16_) neighbours_to_pairs(r.q + i * width_, width_, r.q_pairs + i * width_ / 2);
+#endif
     for (int d = 0; d < width_; d += lanes) store(r.acc + i * width_ + d, F32{});
     r.position[i] = position;
     r.slope[i] = a_.logits.alibi_slopes ? read(*a_.logits.alibi_slopes, h * a_.logits.alibi_slopes->stride[0]) : 0.0f;

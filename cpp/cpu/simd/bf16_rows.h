@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many rows of bf16 x times weights rounded to bf16: vdpbf16ps adds two products of bf16, exact, to each lane's fp32.
+// Many rows of bf16 x times weights rounded to bf16 (bf16_pairs.h).
 //   x [M, K] bf16   y [M, 16 n] of a tile
 //
-// Lanes are rows of W. A pair is two k, in one lane of 32 bits:
-//   strip of W (pair, 16 n)   x (row, pair), a pair broadcast to all lanes   acc (row, 16 n): one accumulator an output
+// Lanes are rows of W:
+//   strip of W (pair, 16 n)   x (row, pair)   acc (row, 16 n): one accumulator an output
 // Each instruction multiplies 32 weights; in fp32 it is 16. The order of the sum is the same for any number of rows.
 // Which two k a pair holds does not matter as long as x and W agree: those of neighbouring vectors of a k-block as
 // Weights::pack_row and Weights::tile leave them, lane by lane.
@@ -11,18 +11,12 @@
 // Include isa.h, vec.h, activation.h and product.h first.
 #pragma once
 
+#include "cpu/simd/bf16_pairs.h"
+
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
 constexpr int block_pairs = block_k / 2;
-
-// Vectors of even and odd k -> sixteen pairs, rounded to bf16 (to nearest, ties to even).
-ROOFTILE_INLINE U32 to_pairs(F32 even, F32 odd) {
-  U16 first[2];  // the sixteen of `even`, the sixteen of `odd`
-  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  std::memcpy(first, &both, sizeof both);
-  return __builtin_convertvector(first[0], U32) | __builtin_convertvector(first[1], U32) << 16;
-}
 
 // A k-block of x -> 32 pairs.
 ROOFTILE_INLINE void to_pairs(const float* x, std::uint32_t* to) {
@@ -64,23 +58,6 @@ inline void to_strip(const float* tile, std::uint32_t* to) {
     transpose(v);
     for (int pair = 0; pair < lanes; ++pair) store_raw(to + pair * tile_n, v[pair]);
   }
-}
-
-// acc[row] (16 n) += x[row] . strip over `pairs` pairs. x_row: words from one row to the next.
-template <int Rows>
-void pairs_micro(const std::uint32_t* strip, const std::uint32_t* x, std::int64_t x_row, int pairs, bool first,
-                 F32* acc) {
-  __m512 r[Rows];  // (row)
-#pragma GCC unroll 28
-  for (int m = 0; m < Rows; ++m) r[m] = first ? __m512{} : (__m512)acc[m];
-  for (int p = 0; p < pairs; ++p, strip += tile_n, ++x) {
-    const __m512bh w = (__m512bh)load_raw<__m512i>(strip);
-#pragma GCC unroll 28
-    for (int m = 0; m < Rows; ++m)
-      r[m] = _mm512_dpbf16_ps(r[m], w, (__m512bh)_mm512_set1_epi32(load_raw<int>(x + m * x_row)));
-  }
-#pragma GCC unroll 28
-  for (int m = 0; m < Rows; ++m) acc[m] = (F32)r[m];
 }
 
 // Products of many rows in bf16: acc [rows] of vectors of 16 n.
@@ -125,7 +102,7 @@ struct Bf16Rows {
                        bool first, F32* acc) {
     if constexpr (Rows > 1)
       if (rows < Rows) return micro_of<Rows - 1>(rows, strip, x, x_row, pairs, first, acc);
-    pairs_micro<Rows>(strip, x, x_row, pairs, first, acc);
+    multiply_pairs<Rows, 1>(x, x_row, strip, tile_n, pairs, reinterpret_cast<float*>(acc), lanes, !first);
   }
 };
 

@@ -16,6 +16,7 @@ const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
     Kernels kernels = avx512vnni_kernels();
     kernels.variant = ROOFTILE_NAME(ROOFTILE_ISA);
     kernels.w4a16_matmul = ROOFTILE_ISA::w4a16_matmul;
+    kernels.prefill_attention = ROOFTILE_ISA::prefill_attention;
     return kernels;
   }();
 #elif defined(ROOFTILE_VNNI)
