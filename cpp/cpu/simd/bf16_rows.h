@@ -68,16 +68,28 @@ struct Bf16Rows {
   static constexpr int acc_vecs = 1;               // of a row
   static constexpr int strip_blocks = strip_bytes / 2 / (block_pairs * tile_n * 4);  // k-blocks of 64; x is in L1, too
 
-  // Words of a packed row of x of `blocks` k-blocks: an odd number of cache lines, so that neighbouring rows do not meet
-  // in one set of L1.
-  static std::int64_t row_size(std::int64_t blocks) { return (blocks * block_pairs / lanes | 1) * lanes; }
-  // One tile of W against `rows` rows of x, into acc. x: as Bf16Weights::pack_row leaves it.
+  // Words of a row of a strip of x: an odd number of cache lines, so that rows do not meet in one set of L1.
+  static constexpr std::int64_t x_row = strip_blocks * block_pairs + lanes;
+
+  // x in memory as (strip, row, pair). Words of one row of all strips.
+  static std::int64_t row_size(std::int64_t blocks) { return (blocks + strip_blocks - 1) / strip_blocks * x_row; }
+  static std::uint32_t* strip_of_x(const MBlock& p, std::int64_t block, std::int64_t row) {
+    return reinterpret_cast<std::uint32_t*>(p.x) + (block / strip_blocks * p.rows + row) * x_row;
+  }
+  // Packs row `m` of the block. buffer: two rows of floats.
   template <class Weights>
-  static void multiply(const Weights& w, std::int64_t tile, const float* x, std::int64_t blocks, int rows, float* strip,
+  static void pack(const Weights& w, const TensorView& x, const MBlock& p, std::int64_t m, float* buffer) {
+    float* const floats = buffer + p.k();
+    w.pack_row(x, p.first_row + m, p.k(), buffer, floats);
+    for (std::int64_t b = 0; b < p.blocks; ++b)
+      to_pairs(floats + b * block_k, strip_of_x(p, b, m) + b % strip_blocks * block_pairs);
+  }
+  // One tile of W against `rows` rows of x from m0 on, into acc.
+  template <class Weights>
+  static void multiply(const Weights& w, std::int64_t tile, const MBlock& p, std::int64_t m0, int rows, float* strip,
                        F32* acc) {
-    const std::int64_t x_row = row_size(blocks);
+    const std::int64_t blocks = p.blocks;
     if (blocks == 0) std::fill_n(acc, rows, F32{});
-    const auto* const pairs = reinterpret_cast<const std::uint32_t*>(x);
     auto* const to = reinterpret_cast<std::uint32_t*>(strip);
     alignas(64) float decoded[tile_floats];
     const int parts = (rows + micro_rows - 1) / micro_rows;  // of as many rows each as can be
@@ -89,8 +101,8 @@ struct Bf16Rows {
       }
       for (int part = 0; part < parts; ++part) {
         const int m = rows * part / parts;
-        micro_of<micro_rows>(rows * (part + 1) / parts - m, to, pairs + m * x_row + begin * block_pairs, x_row,
-                             here * block_pairs, begin == 0, acc + m);
+        micro_of<micro_rows>(rows * (part + 1) / parts - m, to, strip_of_x(p, begin, m0 + m), here * block_pairs,
+                             begin == 0, acc + m);
       }
     }
   }
@@ -98,10 +110,9 @@ struct Bf16Rows {
 
  private:
   template <int Rows>
-  static void micro_of(int rows, const std::uint32_t* strip, const std::uint32_t* x, std::int64_t x_row, int pairs,
-                       bool first, F32* acc) {
+  static void micro_of(int rows, const std::uint32_t* strip, const std::uint32_t* x, int pairs, bool first, F32* acc) {
     if constexpr (Rows > 1)
-      if (rows < Rows) return micro_of<Rows - 1>(rows, strip, x, x_row, pairs, first, acc);
+      if (rows < Rows) return micro_of<Rows - 1>(rows, strip, x, pairs, first, acc);
     multiply_pairs<Rows, 1>(x, x_row, strip, tile_n, pairs, reinterpret_cast<float*>(acc), lanes, !first);
   }
 };
@@ -110,12 +121,6 @@ struct Bf16Rows {
 template <class Base>
 struct Bf16Weights : Base {
   using Rows = Bf16Rows;
-  void pack_row(const TensorView& x, std::int64_t m, std::int64_t padded, float* buffer, float* to) const {
-    float* const floats = buffer + padded;
-    Base::pack_row(x, m, padded, buffer, floats);
-    for (std::int64_t b = 0; b < padded / block_k; ++b)
-      to_pairs(floats + b * block_k, reinterpret_cast<std::uint32_t*>(to) + b * block_pairs);
-  }
 };
 
 // From how many rows of bf16 weights are rounded to bf16. The GPU's wgmma kernel does so from as many on.

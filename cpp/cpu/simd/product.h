@@ -158,6 +158,15 @@ void micro_at_most(int rows, const float* strip, const float* x, std::int64_t x_
   micro<Rows>(strip, x, x_row, blocks, first, acc);
 }
 
+// Rows of x that are packed and multiplied at once.
+struct MBlock {
+  std::int64_t first_row, rows;
+  std::int64_t blocks;               // k-blocks
+  float* x;                          // packed by Rows::pack: rows x Rows::row_size(blocks) floats
+  std::int64_t *y_at, *residual_at;  // [rows] offsets in elements
+  std::int64_t k() const { return blocks * block_k; }
+};
+
 // Products of many rows in fp32: acc [rows][16 n] of vectors of k.
 struct Fp32Rows {
   static constexpr int step_rows = micro_rows;    // blocks of rows are multiples of these
@@ -167,11 +176,17 @@ struct Fp32Rows {
 
   // Floats of a packed row of x of `blocks` k-blocks.
   static std::int64_t row_size(std::int64_t blocks) { return blocks * block_k; }
-  // One tile of W against `rows` rows of x, into acc.
+  // Packs row `m` of the block. buffer: two rows of floats.
   template <class Weights>
-  static void multiply(const Weights& w, std::int64_t tile, const float* x, std::int64_t blocks, int rows, float* strip,
+  static void pack(const Weights& w, const TensorView& x, const MBlock& p, std::int64_t m, float* buffer) {
+    w.pack_row(x, p.first_row + m, p.k(), buffer, p.x + m * p.k());
+  }
+  // One tile of W against `rows` rows of x from m0 on, into acc.
+  template <class Weights>
+  static void multiply(const Weights& w, std::int64_t tile, const MBlock& p, std::int64_t m0, int rows, float* strip,
                        F32* acc) {
-    const std::int64_t x_row = row_size(blocks);
+    const std::int64_t blocks = p.blocks, x_row = p.k();
+    const float* const x = p.x + m0 * x_row;
     if (blocks == 0) std::fill_n(acc, rows * tile_n, F32{});
     for (std::int64_t begin = 0; begin < blocks; begin += strip_blocks) {
       const int here = static_cast<int>(std::min<std::int64_t>(strip_blocks, blocks - begin));
@@ -189,19 +204,10 @@ struct Fp32Rows {
 
 // ---- the product of one m-block of rows of x -----------------------------------------------------
 
-struct MBlock {
-  std::int64_t first_row, rows;
-  std::int64_t blocks;               // k-blocks
-  std::int64_t x_row;                // floats of a packed row of x: Rows::row_size
-  float* x;                          // [rows][x_row], packed by Weights::pack_row
-  std::int64_t *y_at, *residual_at;  // [rows] offsets in elements
-};
-
 template <class Args, class Weights>
 void pack_m_block(const Parallel& parallel, const Args& a, const Weights& w, const MBlock& p, float* workspace) {
-  const std::int64_t k = p.blocks * block_k;
   const auto pack_row = [&](std::int64_t m, int thread) {
-    w.pack_row(a.x, p.first_row + m, k, workspace + thread * 2 * k, p.x + m * p.x_row);
+    Weights::Rows::pack(w, a.x, p, m, workspace + thread * 2 * p.k());
     p.y_at[m] = a.y.row_offset(p.first_row + m);
     p.residual_at[m] = a.residual.given() ? a.residual.row_offset(p.first_row + m) : 0;
   };
@@ -209,7 +215,7 @@ void pack_m_block(const Parallel& parallel, const Args& a, const Weights& w, con
   const auto pack_rows = [&](std::int64_t task, int thread) {
     for (std::int64_t m = task * task_rows; m < std::min(p.rows, (task + 1) * task_rows); ++m) pack_row(m, thread);
   };
-  if (p.rows * k < product_worth_a_thread / 4) {
+  if (p.rows * p.k() < product_worth_a_thread / 4) {
     for (std::int64_t m = 0; m < p.rows; ++m) pack_row(m, 0);
   } else {
     parallel.run((p.rows + task_rows - 1) / task_rows, pack_rows);
@@ -225,7 +231,7 @@ void products(const Weights& w, std::int64_t n, const MBlock& p, std::int64_t m0
   const int from = static_cast<int>(n % tile_n);  // lane 0 of `to` is lane `from` of the first tile
   for (std::int64_t tile = n / tile_n;
        tile <= std::min((n + tile_n - 1) / tile_n, (w.rows() + tile_n - 1) / tile_n - 1); ++tile) {
-    if (p.rows > 1) Rows::multiply(w, tile, p.x + m0 * p.x_row, p.blocks, static_cast<int>(count), strip, acc);
+    if (p.rows > 1) Rows::multiply(w, tile, p, m0, static_cast<int>(count), strip, acc);
     const int first = static_cast<int>(tile * tile_n - n);  // lane 0 of this tile is lane `first` of `to`
     for (std::int64_t m = 0; m < count; ++m) {
       const F32 sixteen = p.rows == 1 ? w.one_row(tile, p.x) : Rows::outputs(acc, m);
@@ -280,7 +286,7 @@ void multiply_m_block(const Parallel& parallel, const Args& a, const Weights& w,
 
 // The whole product. Weights offers
 //   rows()                               rows of W
-//   pack_row(x, m, padded, buffer, to)   row m of x as fp32 in the order of the codes; buffer: 2 * padded floats
+//   pack_row(x, m, padded, buffer, to)   row m of x as fp32 in the order of the codes; buffer: `padded` floats
 //   tile(tile, block, to)                converts 16 rows x 64 k of W to fp32
 //   one_row(tile, x)                     products of sixteen rows of W with one row of x, as pack_row left it
 //   Rows                                 how many rows are multiplied: Fp32Rows
@@ -296,7 +302,6 @@ void multiply(const Parallel& parallel, const Args& a, std::int64_t k, const Wei
     const MBlock p{first,
                    std::min(at_once, total - first),
                    blocks,
-                   x_row,
                    at(buffer, 0),
                    at<std::int64_t>(buffer, x_bytes + workspace_bytes),
                    at<std::int64_t>(buffer, x_bytes + workspace_bytes + at_once * 8)};
