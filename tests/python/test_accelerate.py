@@ -627,6 +627,23 @@ def test_a_row_alone_as_in_a_batch(kv_cache):
         assert not torch.equal(torch.cat([logits([row]) for row in range(3)]), whole)
 
 
+@pytest.mark.parametrize("family", ("Llama", "Granite"))
+def test_the_head_behind_a_prompt_reads_rows_without_gaps(ids, family):
+    """torch would copy the whole weight for a slice of a prompt's states. The logits are transformers' own."""
+    model = make(family)
+    plain = copy.deepcopy(model)
+    rt.accelerate(model, kv_cache="fp32")
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda module, given: seen.append(given[0].is_contiguous()))
+    for kept in (1, 3, 0):
+        with torch.no_grad():
+            got = model(ids[:, :12], logits_to_keep=kept, **{CACHE: RooftileCache(model.config, format="fp32")})
+            expected = plain(ids[:, :12], logits_to_keep=kept)
+        torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=1e-5)
+        assert got[CACHE].get_seq_length() == 12
+    assert seen == [True] * 3
+
+
 def packed_arrays(model):
     return [
         array

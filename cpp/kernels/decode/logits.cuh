@@ -32,18 +32,21 @@ __device__ __forceinline__ void soft_cap(float (&s)[M][4], float softcap) {
 __device__ __forceinline__ bool all_seen(const Visible& v, int token, int tokens) {
   return token >= v.inner_begin && token + tokens <= v.inner_end;
 }
+// The parts of a kivi row: closed groups in codes, and the raw tokens behind them. Other formats have the first alone.
+enum class TokenPart { stored, raw };
+
 // The tokens that the packed rows of a work tile see.
 template <class Traits>
 struct VisibleRows {
   static constexpr int N = Traits::N;
   Visible rows[N];             // (n-tile)
   int outer_begin, outer_end;  // bounds of the tokens that any packed row sees
-  // raw: as in visible_tokens.
   __device__ __forceinline__ VisibleRows(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int lane,
-                                         bool raw) {
+                                         TokenPart part) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
-      rows[n] = visible<Traits::kivi>(p, {tile.b, tile.kv_head, tile.first_n_tile + n}, w, lane, raw);
+      rows[n] =
+          visible<Traits::kivi>(p, {tile.b, tile.kv_head, tile.first_n_tile + n}, w, lane, part == TokenPart::raw);
     outer_begin = rows[0].outer_begin;
     outer_end = rows[0].outer_end;
 #pragma unroll

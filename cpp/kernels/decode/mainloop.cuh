@@ -35,7 +35,7 @@ class Mainloop {
                       const SplitEnd& split_end) {
     softmax_.reset();
     if (first >= last) return;
-    const VisibleRows<Traits> see(p_, tile, w, at_.lane, false);
+    const VisibleRows<Traits> see(p_, tile, w, at_.lane, TokenPart::stored);
     if constexpr (Traits::elements) element_tiles(tile, w, see, {w, first, last}, tile_range, split_end);
     else code_tiles(tile, w, see, {w, first, last}, tile_range, split_end);
   }
@@ -337,7 +337,7 @@ class Mainloop {
     Queries q;
     read_queries(q);
     const float factor = logit_factor(p_, 1.0f);
-    const VisibleRows<Traits> see(p_, tile, w, at_.lane, true);
+    const VisibleRows<Traits> see(p_, tile, w, at_.lane, TokenPart::raw);
     NoRing stage;
 #pragma unroll 1
     for (int first = raw.first;;) {
@@ -369,7 +369,7 @@ class Mainloop {
     Queries q;
     read_queries(q);
     const float factor = logit_factor(p_, 1.0f);
-    const VisibleRows<Traits> see(p_, tile, w, at_.lane, true);
+    const VisibleRows<Traits> see(p_, tile, w, at_.lane, TokenPart::raw);
     NoRing stage;
     for (int token = raw.first; token < w.length; token += 16 * raw_step_tiles) {
       if (token > raw.first) {

@@ -30,7 +30,7 @@ struct RawTokens {
                        bool ends)
       : any(Traits::kivi && ends && w.raw) {
     if (!any) return;
-    const VisibleRows<Traits> see(p, tile, w, at.lane, true);
+    const VisibleRows<Traits> see(p, tile, w, at.lane, TokenPart::raw);
     begin = see.outer_begin;
     end = see.outer_end;
     first = max(w.length - w.count, 0) & ~(kv_group - 1);

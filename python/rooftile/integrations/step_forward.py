@@ -66,6 +66,7 @@ class StepForward:
             step = self._step_of(args, kwargs)
             if step is not None:
                 return step
+            kwargs = _without_gaps(args, kwargs)
         return type(self.model).forward(self.model, *args, **kwargs)
 
     def _step_of(self, args, kwargs):
@@ -148,6 +149,19 @@ class StepForward:
                 warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=_level_of_user())
             program, self._refused = None, str(error)
         return program
+
+
+def _without_gaps(args, kwargs):
+    """kwargs of a prompt on the CPU, its last tokens named one by one: so indexed, their states are rows without gaps.
+
+    transformers slices them otherwise, and for a slice with gaps torch copies the whole weight of the head.
+    """
+    ids, kept = args[0] if args else kwargs.get("input_ids"), kwargs.get("logits_to_keep")
+    if type(kept) is not int or type(ids) is not torch.Tensor or ids.ndim != 2 or not 0 < kept < ids.shape[1]:
+        return kwargs
+    if ids.device.type != "cpu":
+        return kwargs
+    return {**kwargs, "logits_to_keep": torch.arange(ids.shape[1] - kept, ids.shape[1])}
 
 
 def _level_of_user():
