@@ -447,3 +447,40 @@ def test_a_batch_of_more_sequences_than_any_kernel_takes():
         rt.ArgumentError, match=r"q must have a batch of at most 16777216, got float32\[16777217, 1, 1, 1\]"
     ):
         rt.prefill_attention(q, q, q, out=out)
+
+
+@pytest.mark.skipif("avx512bf16" not in cases.PLANS, reason="a CPU without fast AVX512-BF16")
+def test_what_bf16_products_are_for():
+    """Of bf16 the weights of values are rounded to it. Codes, float16 and float32 keep the bits of the plan without."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(1, 70, heads, 64) for heads in (6, 2, 2))
+    for dtype, same in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):
+        given = [x.to(dtype) for x in (q, k, v)]
+        both = [rt.prefill_attention(*given, plan=plan) for plan in ("avx512bf16", "avx512")]
+        assert torch.equal(*both) == same, dtype
+    cache = rt.KVCache(1, 256, 2, 64, format="int8", dtype=torch.bfloat16)
+    cache.append(*(torch.randn(1, 128, 2, 64, dtype=torch.bfloat16) for _ in range(2)))
+    given = [x[:, :1].to(torch.bfloat16) for x in (q, k, v)]
+    given[1].zero_()
+    given[2].zero_()
+    window = {"window": 60}  # 59 tokens in codes, and the new one
+    both = [rt.prefill_attention(*given, cache=cache, plan=plan, **window) for plan in ("avx512bf16", "avx512")]
+    assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("window", (None, 5))
+def test_values_that_are_not_finite_reach_the_rows_that_see_them_alone(window, plan):
+    """Next to them every row has the bits that it has without them."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(1, 75, heads, 64).to(torch.bfloat16) for heads in (4, 2, 2))
+    clean = rt.prefill_attention(q, k, v, window=window, plan=plan)
+    for token in (0, 1, 37, 38, 63, 64, 74):
+        bad = v.clone()
+        bad[0, token, :, ::3] = float("nan")
+        got = rt.prefill_attention(q, k, bad, window=window, plan=plan)
+        sees = torch.arange(75) >= token
+        if window:
+            sees &= torch.arange(75) < token + window
+        assert torch.isnan(got[0, sees][..., ::3]).all()
+        assert_bits_equal(got[0, ~sees], clean[0, ~sees])
+        assert_bits_equal(got[0, sees][..., 1::3], clean[0, sees][..., 1::3])

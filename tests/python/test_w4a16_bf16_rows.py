@@ -69,6 +69,19 @@ def test_a_rows_bits_depend_on_the_row_alone(bits, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("bits", (4, 8))
+def test_a_row_that_is_left_alone(bits):
+    """x is packed 16 MiB at a time: the last piece may be of one row."""
+    k = 1 << 20
+    codes = torch.randint(0, 256, (3, k * bits // 8), dtype=torch.uint8)
+    kind = {4: rt.W4Weight, 8: rt.W8Weight}[bits]
+    w = kind.from_canonical(codes, torch.rand(3, k // 128, dtype=torch.float16), kind="symmetric", group_size=128)
+    x = cases.tensor(rows(60, k), "bfloat16")
+    whole = matmul(x, w, plan=PLAN)
+    for m in range(27, 32):
+        closeness.assert_bits_equal(matmul(x[:m], w, plan=PLAN), whole[:m], f"{m} rows")
+
+
 @pytest.mark.parametrize("bits, kind", FORMS)
 def test_act_order_gated_strides_bias_and_residual(bits, kind):
     n, k, group, m = 64, 256, 32, 37

@@ -7,8 +7,8 @@
 // Cost: 4 * S^2 * D * Hq flop (half of it when causal): fused multiply-adds are the roof.
 // Blocks start at multiples of 64 tokens of the cache and of k, so a row's bits depend on its own keys alone. Where a
 // block holds a NaN or an infinity, each row takes only the tokens it sees.
-// With AVX512-BF16 and q, k and v in bf16 both products are of bf16: those of q and k are exact, P is rounded to bf16.
-// Blocks of codes stay in fp32.
+// With AVX512-BF16 and q, k and v in bf16 both products are of bf16 (bf16_pairs.h): P is rounded to it. Blocks of codes
+// stay in fp32.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -316,26 +316,35 @@ void Prefill::multiply_values(Workspace& r, int rows, std::int64_t position, int
     const int pairs = (n + 1) / 2;
     for (int i = 0; i < rows; ++i)
       neighbours_to_pairs(r.s + i * key_block, (n + lanes - 1) / lanes * lanes, r.p_pairs + i * p_row);
-    // the pairs of values whose tokens are in [first, last); others are 0
-    const auto pairs_of_values = [&](int first, int last) {
-      for (int t = 0; t < n; t += 2)
-        for (int d = 0; d < width_; d += lanes) {
-          const float* const v = r.v + t * width_ + d;
-          store_raw(r.v_pairs + t / 2 * width_ + d,
-                    to_pairs(t >= first && t < last ? load(v) : F32{},
-                             t + 1 >= first && t + 1 < last ? load(v + width_) : F32{}));
-        }
-    };
-    if (values.finite) {
-      pairs_of_values(0, n);
+    for (int t = 0; t < n; t += 2)
+      for (int d = 0; d < width_; d += lanes) {
+        const float* const v = r.v + t * width_ + d;
+        store_raw(r.v_pairs + t / 2 * width_ + d, to_pairs(load(v), t + 1 < n ? load(v + width_) : F32{}));
+      }
+    if (values.finite)
       return multiply_pairs(r.p_pairs, p_row, r.v_pairs, width_, pairs, r.acc, width_, rows, width_, true);
-    }
     for (int i = 0; i < rows; ++i) {
       const auto [first, last] = seen(r, i, position, n);
       if (first >= last) continue;
-      pairs_of_values(first, last);
-      multiply_pairs(r.p_pairs + i * p_row, p_row, r.v_pairs, width_, pairs, r.acc + i * width_, width_, 1, width_,
-                     true);
+      // A pair with one token that the row does not see has a value that must not count.
+      const auto half_pair = [&](int token, std::uint32_t half) {
+        std::uint32_t *const pair = r.v_pairs + token / 2 * width_, *const kept = r.kt_pairs + token % 2 * width_;
+        for (int d = 0; d < width_; d += lanes) {
+          const U32 both = load_raw<U32>(pair + d);
+          store_raw(kept + d, both);  // K was multiplied
+          store_raw(pair + d, both & half);
+        }
+      };
+      const auto whole_pair = [&](int token) {
+        std::memcpy(r.v_pairs + token / 2 * width_, r.kt_pairs + token % 2 * width_, width_ * sizeof(std::uint32_t));
+      };
+      if (first % 2) half_pair(first, 0xffff0000);    // an odd token without the even one before it
+      if (last % 2) half_pair(last - 1, 0x0000ffff);  // an even token without the odd one behind it
+      const int begin = first / 2, end = (last + 1) / 2;
+      multiply_pairs(r.p_pairs + i * p_row + begin, p_row, r.v_pairs + begin * width_, width_, end - begin,
+                     r.acc + i * width_, width_, 1, width_, true);
+      if (last % 2) whole_pair(last - 1);
+      if (first % 2) whole_pair(first);
     }
     return;
   }

@@ -62,6 +62,8 @@ inline void to_strip(const float* tile, std::uint32_t* to) {
 
 // Products of many rows in bf16: acc [rows] of vectors of 16 n.
 struct Bf16Rows {
+  static constexpr bool one_row_apart = false;     // a block's last row may be alone, and keeps its order of sums
+  static constexpr int pack_rows = 2;              // rows of floats that pack() takes as a buffer: one in each order
   static constexpr int micro_rows = 28;            // accumulators of the inner kernel: 28 of 32 registers
   static constexpr int step_rows = 1;              // blocks of rows have any number of them
   static constexpr std::int64_t block_rows = 336;  // rows against one strip
@@ -76,7 +78,7 @@ struct Bf16Rows {
   static std::uint32_t* strip_of_x(const MBlock& p, std::int64_t block, std::int64_t row) {
     return reinterpret_cast<std::uint32_t*>(p.x) + (block / strip_blocks * p.rows + row) * x_row;
   }
-  // Packs row `m` of the block. buffer: two rows of floats.
+  // Packs row `m` of the block.
   template <class Weights>
   static void pack(const Weights& w, const TensorView& x, const MBlock& p, std::int64_t m, float* buffer) {
     float* const floats = buffer + p.k();
@@ -89,7 +91,6 @@ struct Bf16Rows {
   static void multiply(const Weights& w, std::int64_t tile, const MBlock& p, std::int64_t m0, int rows, float* strip,
                        F32* acc) {
     const std::int64_t blocks = p.blocks;
-    if (blocks == 0) std::fill_n(acc, rows, F32{});
     auto* const to = reinterpret_cast<std::uint32_t*>(strip);
     alignas(64) float decoded[tile_floats];
     const int parts = (rows + micro_rows - 1) / micro_rows;  // of as many rows each as can be
@@ -123,8 +124,8 @@ struct Bf16Weights : Base {
   using Rows = Bf16Rows;
 };
 
-// From how many rows of bf16 weights are rounded to bf16. The GPU's wgmma kernel does so from as many on.
-constexpr std::int64_t bf16_rows = 17;
+// From how many rows of bf16 weights are rounded to bf16. Hopper's kernel rounds from as many on, where it does.
+constexpr std::int64_t least_bf16_rows = 17;
 
 }  // namespace
 }  // namespace rooftile::cpu::ROOFTILE_ISA

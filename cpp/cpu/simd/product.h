@@ -2,9 +2,9 @@
 // y = activation(x W^T + bias) + residual for any kind of weight. The caller's Weights type converts a tile of 16 rows
 // x 64 k of W to fp32.
 //
-//   M = 1: weights go through registers, 16 accumulators a tile. Bound by the bytes of W.
-//   M > 1: a strip of 16 rows of W is converted in L1 and multiplied with a block of rows of x. Bound by multiply-adds.
-//          In fp32 (Fp32Rows) a strip has 256 k; bf16_rows.h has strips of bf16.
+//   One row: weights go through registers, 16 accumulators a tile. Bound by the bytes of W.
+//   More: a strip of 16 rows of W is converted in L1 and multiplied with a block of rows of x. Bound by multiply-adds.
+//         In fp32 (Fp32Rows) a strip has 256 k; bf16_rows.h has strips of bf16.
 // In fp32 lanes are positions of k. Every output has one accumulator of 16 lanes, which adds k-blocks of 64 in order;
 // the lanes are summed at the end. The order of the sum is the same for every M.
 // A task of the thread pool is a range of tiles for one block of rows; no two tasks write the same output.
@@ -162,21 +162,23 @@ void micro_at_most(int rows, const float* strip, const float* x, std::int64_t x_
 struct MBlock {
   std::int64_t first_row, rows;
   std::int64_t blocks;               // k-blocks
-  float* x;                          // packed by Rows::pack: rows x Rows::row_size(blocks) floats
+  float* x;                          // rows * Rows::row_size(blocks) words of 32 bits, as Rows::pack lays them out
   std::int64_t *y_at, *residual_at;  // [rows] offsets in elements
   std::int64_t k() const { return blocks * block_k; }
 };
 
 // Products of many rows in fp32: acc [rows][16 n] of vectors of k.
 struct Fp32Rows {
+  static constexpr bool one_row_apart = true;     // one row alone goes through Weights::one_row, with the same bits
+  static constexpr int pack_rows = 1;             // rows of floats that pack() takes as a buffer
   static constexpr int step_rows = micro_rows;    // blocks of rows are multiples of these
   static constexpr std::int64_t block_rows = 96;  // rows against one strip: their accumulators stay in L2
   static constexpr int acc_vecs = tile_n;         // of a row
   static constexpr int strip_blocks = strip_bytes / (tile_floats * 4);  // k-blocks of 64
 
-  // Floats of a packed row of x of `blocks` k-blocks.
+  // Words of a packed row of x of `blocks` k-blocks.
   static std::int64_t row_size(std::int64_t blocks) { return blocks * block_k; }
-  // Packs row `m` of the block. buffer: two rows of floats.
+  // Packs row `m` of the block.
   template <class Weights>
   static void pack(const Weights& w, const TensorView& x, const MBlock& p, std::int64_t m, float* buffer) {
     w.pack_row(x, p.first_row + m, p.k(), buffer, p.x + m * p.k());
@@ -207,7 +209,7 @@ struct Fp32Rows {
 template <class Args, class Weights>
 void pack_m_block(const Parallel& parallel, const Args& a, const Weights& w, const MBlock& p, float* workspace) {
   const auto pack_row = [&](std::int64_t m, int thread) {
-    Weights::Rows::pack(w, a.x, p, m, workspace + thread * 2 * p.k());
+    Weights::Rows::pack(w, a.x, p, m, workspace + thread * Weights::Rows::pack_rows * p.k());
     p.y_at[m] = a.y.row_offset(p.first_row + m);
     p.residual_at[m] = a.residual.given() ? a.residual.row_offset(p.first_row + m) : 0;
   };
@@ -231,10 +233,11 @@ void products(const Weights& w, std::int64_t n, const MBlock& p, std::int64_t m0
   const int from = static_cast<int>(n % tile_n);  // lane 0 of `to` is lane `from` of the first tile
   for (std::int64_t tile = n / tile_n;
        tile <= std::min((n + tile_n - 1) / tile_n, (w.rows() + tile_n - 1) / tile_n - 1); ++tile) {
-    if (p.rows > 1) Rows::multiply(w, tile, p, m0, static_cast<int>(count), strip, acc);
+    const bool one_row = Rows::one_row_apart && p.rows == 1;
+    if (!one_row) Rows::multiply(w, tile, p, m0, static_cast<int>(count), strip, acc);
     const int first = static_cast<int>(tile * tile_n - n);  // lane 0 of this tile is lane `first` of `to`
     for (std::int64_t m = 0; m < count; ++m) {
-      const F32 sixteen = p.rows == 1 ? w.one_row(tile, p.x) : Rows::outputs(acc, m);
+      const F32 sixteen = one_row ? w.one_row(tile, p.x) : Rows::outputs(acc, m);
       if (from == 0) {
         to[m] = sixteen;
       } else {
@@ -258,7 +261,7 @@ void multiply_m_block(const Parallel& parallel, const Args& a, const Weights& w,
   const bool serial = p.rows * tiles * tile_weights < product_worth_a_thread;
 
   const std::int64_t acc_bytes = rows * Rows::acc_vecs * lanes * 4, out_bytes = rows * lanes * 4;
-  const std::int64_t workspace = 2 * out_bytes + (p.rows == 1 ? 0 : strip_bytes + acc_bytes);
+  const std::int64_t workspace = 2 * out_bytes + (Rows::one_row_apart && p.rows == 1 ? 0 : strip_bytes + acc_bytes);
   const Scratch scratch(static_cast<std::size_t>(workspace * (serial ? 1 : parallel.threads())));
   const auto task = [&](std::int64_t t, int thread) {
     const std::int64_t row_block = t / tile_ranges, begin = (t % tile_ranges) * tiles_per_task,
@@ -289,14 +292,15 @@ void multiply_m_block(const Parallel& parallel, const Args& a, const Weights& w,
 //   pack_row(x, m, padded, buffer, to)   row m of x as fp32 in the order of the codes; buffer: `padded` floats
 //   tile(tile, block, to)                converts 16 rows x 64 k of W to fp32
 //   one_row(tile, x)                     products of sixteen rows of W with one row of x, as pack_row left it
-//   Rows                                 how many rows are multiplied: Fp32Rows
+//   Rows                                 a type that packs x and multiplies many rows: Fp32Rows or Bf16Rows
 template <class Args, class Weights>
 void multiply(const Parallel& parallel, const Args& a, std::int64_t k, const Weights& w) {
   const std::int64_t total = a.x.rows(), blocks = (k + block_k - 1) / block_k, x_row = Weights::Rows::row_size(blocks);
   if (total == 0 || a.y.last() == 0) return;
   const std::int64_t at_once =
       std::min(total, std::max<std::int64_t>(1, m_block_bytes / (std::max<std::int64_t>(x_row, 1) * 4)));
-  const std::int64_t x_bytes = at_once * x_row * 4, workspace_bytes = 2 * blocks * block_k * 4 * parallel.threads();
+  const std::int64_t x_bytes = at_once * x_row * 4,
+                     workspace_bytes = Weights::Rows::pack_rows * blocks * block_k * 4 * parallel.threads();
   const Scratch buffer(static_cast<std::size_t>(x_bytes + workspace_bytes + at_once * 16));
   for (std::int64_t first = 0; first < total; first += at_once) {
     const MBlock p{first,

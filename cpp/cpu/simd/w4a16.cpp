@@ -176,7 +176,7 @@ void w4a16_matmul(const Parallel& parallel, const W4MatmulArgs& a) {
   if (takes_integers(a)) return multiply_by<IntegerWeights>(parallel, a);
 #endif
 #ifdef ROOFTILE_BF16
-  if (a.x.dtype == DType::bf16 && a.x.rows() >= bf16_rows && !a.batch_invariant)
+  if (a.x.dtype == DType::bf16 && a.x.rows() >= least_bf16_rows && !a.batch_invariant)
     return multiply_by<RoundedWeights>(parallel, a);
 #endif
   multiply_by<Weights>(parallel, a);

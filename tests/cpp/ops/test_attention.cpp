@@ -20,7 +20,7 @@ namespace {
 constexpr KvFormat formats[] = {KvFormat::fp32,      KvFormat::fp16, KvFormat::bf16,
                                 KvFormat::int8,      KvFormat::int4, KvFormat::int4_kivi_sym,
                                 KvFormat::int4_kivi, KvFormat::fp8,  KvFormat::int8_kivi_sym};
-constexpr const char* variants[] = {"portable", "avx2", "avx512"};
+constexpr const char* variants[] = {"portable", "avx2", "avx512", "avx512bf16"};
 
 // Query heads, KV heads, head_dim, tokens.
 constexpr std::array<int, 4> decode_shapes[] = {{9, 3, 64, 1}, {4, 2, 40, 5}, {5, 1, 111, 32}, {2, 2, 128, 17}};
