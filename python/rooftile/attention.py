@@ -132,8 +132,8 @@ def prefill_attention(
     log-sum-exp, q's shape less head_dim, sinks included, written to `lse` when given. Outputs share no memory with
     an input or each other. No visible key: out 0, lse -inf
     (the sink's logit when there are sinks). fp32 accumulation; a row's bits do not depend on its neighbours. On a CPU
-    with AVX512-BF16 the weights of bfloat16 values, exp(logit - largest), are rounded to bfloat16, as flash attention
-    rounds them on GPUs; over codes they are not.
+    with AVX512-BF16 (but Intel's) the weights of bfloat16 values, exp(logit - largest), are rounded to bfloat16, as
+    flash attention rounds them on GPUs; over codes they are not. There numbers below 2^-126 count as 0.
     stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name, one of
     `rt.env()["cpu"]["variants"]`; not for a GPU.
 

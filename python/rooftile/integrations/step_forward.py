@@ -152,16 +152,17 @@ class StepForward:
 
 
 def _without_gaps(args, kwargs):
-    """kwargs of a prompt on the CPU, its last tokens named one by one: so indexed, their states are rows without gaps.
+    """kwargs of a prompt on the CPU, its last tokens named one by one: so indexed, their states have their own memory.
 
-    transformers slices them otherwise, and for a slice with gaps torch copies the whole weight of the head.
+    transformers slices them otherwise, and for a slice whose strides are the prompt's, torch's matmul copies the whole
+    weight of the head.
     """
     ids, kept = args[0] if args else kwargs.get("input_ids"), kwargs.get("logits_to_keep")
     if type(kept) is not int or type(ids) is not torch.Tensor or ids.ndim != 2 or not 0 < kept < ids.shape[1]:
         return kwargs
     if ids.device.type != "cpu":
         return kwargs
-    return {**kwargs, "logits_to_keep": torch.arange(ids.shape[1] - kept, ids.shape[1])}
+    return {**kwargs, "logits_to_keep": torch.arange(ids.shape[1] - kept, ids.shape[1], device=ids.device)}
 
 
 def _level_of_user():
