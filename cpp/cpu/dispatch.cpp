@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstring>
 #include <string>
 #include <vector>
@@ -32,9 +37,22 @@ bool has_fast_avx512bf16() {
 }
 #endif
 
+#ifdef ROOFTILE_X86
+// Linux gives a process AMX's registers when it asks for them.
+bool has_amx() {
+  static const bool has = [] {
+    constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return has_avx512vnni() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-tile") &&
+           __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  }();
+  return has;
+}
+#endif
+
 constexpr Variant variants[] = {
 // best first; the reference is never chosen unasked
 #ifdef ROOFTILE_X86
+    {amx_kernels, has_amx},                     // avx512vnni, but for W4A16 of many rows of bf16
     {avx512bf16_kernels, has_fast_avx512bf16},  // avx512vnni, but for prompts in bf16
     {avx512vnni_kernels, has_avx512vnni},       // avx512, but for W4A16 of one row
     {avx512_kernels, has_avx512},               // F, BW, DQ, VL

@@ -40,6 +40,7 @@ const Kernels& portable_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512vnni_kernels();  // avx512, with W4A16 and W8A16 of one row of x in integers
+const Kernels& amx_kernels();         // avx512vnni, with those of many rows of bf16 in AMX's tiles
 const Kernels& avx512bf16_kernels();  // avx512vnni, with those of many rows of bf16, and prefill, in bf16
 #endif
 

@@ -60,14 +60,11 @@ inline void to_strip(const float* tile, std::uint32_t* to) {
   }
 }
 
-// Products of many rows in bf16: acc [rows] of vectors of 16 n.
-struct Bf16Rows {
-  static constexpr bool one_row_apart = false;     // a block's last row may be alone, and keeps its order of sums
-  static constexpr int pack_rows = 2;              // rows of floats that pack() takes as a buffer: one in each order
-  static constexpr int micro_rows = 28;            // accumulators of the inner kernel: 28 of 32 registers
-  static constexpr int step_rows = 1;              // blocks of rows have any number of them
-  static constexpr std::int64_t block_rows = 336;  // rows against one strip
-  static constexpr int acc_vecs = 1;               // of a row
+// x and strips of W as pairs: what Bf16Rows and AmxRows share.
+struct PairRows {
+  static constexpr bool one_row_apart = false;  // a block's last row may be alone, and keeps its order of sums
+  static constexpr int pack_rows = 2;           // rows of floats that pack() takes as a buffer: one in each order
+  static constexpr int acc_vecs = 1;            // of a row
   static constexpr int strip_blocks = strip_bytes / 2 / (block_pairs * tile_n * 4);  // k-blocks of 64; x is in L1, too
 
   // Words of a row of a strip of x: an odd number of cache lines, so that rows do not meet in one set of L1.
@@ -86,28 +83,45 @@ struct Bf16Rows {
     for (std::int64_t b = 0; b < p.blocks; ++b)
       to_pairs(floats + b * block_k, strip_of_x(p, b, m) + b % strip_blocks * block_pairs);
   }
-  // One tile of W against `rows` rows of x from m0 on, into acc.
-  template <class Weights>
-  static void multiply(const Weights& w, std::int64_t tile, const MBlock& p, std::int64_t m0, int rows, float* strip,
-                       F32* acc) {
-    const std::int64_t blocks = p.blocks;
+  // Calls multiply_strip(first k-block, k-blocks, strip) for every strip of a tile of W.
+  template <class Weights, class MultiplyStrip>
+  static void for_strips(const Weights& w, std::int64_t tile, const MBlock& p, float* strip,
+                         const MultiplyStrip& multiply_strip) {
     auto* const to = reinterpret_cast<std::uint32_t*>(strip);
     alignas(64) float decoded[tile_floats];
-    const int parts = (rows + micro_rows - 1) / micro_rows;  // of as many rows each as can be
-    for (std::int64_t begin = 0; begin < blocks; begin += strip_blocks) {
-      const int here = static_cast<int>(std::min<std::int64_t>(strip_blocks, blocks - begin));
+    for (std::int64_t begin = 0; begin < p.blocks; begin += strip_blocks) {
+      const int here = static_cast<int>(std::min<std::int64_t>(strip_blocks, p.blocks - begin));
       for (int b = 0; b < here; ++b) {
         w.tile(tile, begin + b, decoded);
         to_strip(decoded, to + b * block_pairs * tile_n);
       }
-      for (int part = 0; part < parts; ++part) {
-        const int m = rows * part / parts;
-        micro_of<micro_rows>(rows * (part + 1) / parts - m, to, strip_of_x(p, begin, m0 + m), here * block_pairs,
-                             begin == 0, acc + m);
-      }
+      multiply_strip(begin, here, to);
     }
   }
+  static constexpr std::int64_t padding = 0;  // words behind packed x
+
   static F32 outputs(const F32* acc, std::int64_t row) { return acc[row]; }  // of 16 n
+};
+
+// Products of many rows in bf16: acc [rows] of vectors of 16 n.
+struct Bf16Rows : PairRows {
+  static constexpr int micro_rows = 28;            // accumulators of the inner kernel: 28 of 32 registers
+  static constexpr int step_rows = 1;              // blocks of rows have any number of them
+  static constexpr std::int64_t block_rows = 336;  // rows against one strip
+
+  // One tile of W against `rows` rows of x from m0 on, into acc.
+  template <class Weights>
+  static void multiply(const Weights& w, std::int64_t tile, const MBlock& p, std::int64_t m0, int rows, float* strip,
+                       F32* acc) {
+    const int parts = (rows + micro_rows - 1) / micro_rows;  // of as many rows each as can be
+    for_strips(w, tile, p, strip, [&](std::int64_t begin, int blocks, const std::uint32_t* pairs) {
+      for (int part = 0; part < parts; ++part) {
+        const int m = rows * part / parts;
+        micro_of<micro_rows>(rows * (part + 1) / parts - m, pairs, strip_of_x(p, begin, m0 + m), blocks * block_pairs,
+                             begin == 0, acc + m);
+      }
+    });
+  }
 
  private:
   template <int Rows>
@@ -116,12 +130,6 @@ struct Bf16Rows {
       if (rows < Rows) return micro_of<Rows - 1>(rows, strip, x, pairs, first, acc);
     multiply_pairs<Rows, 1>(x, x_row, strip, tile_n, pairs, reinterpret_cast<float*>(acc), lanes, !first);
   }
-};
-
-// The weights of Base for many rows of bf16.
-template <class Base>
-struct Bf16Weights : Base {
-  using Rows = Bf16Rows;
 };
 
 // From how many rows of bf16 weights are rounded to bf16. Hopper's kernel rounds from as many on, where it does.

@@ -171,6 +171,7 @@ struct MBlock {
 struct Fp32Rows {
   static constexpr bool one_row_apart = true;     // one row alone goes through Weights::one_row, with the same bits
   static constexpr int pack_rows = 1;             // rows of floats that pack() takes as a buffer
+  static constexpr std::int64_t padding = 0;      // words behind packed x
   static constexpr int step_rows = micro_rows;    // blocks of rows are multiples of these
   static constexpr std::int64_t block_rows = 96;  // rows against one strip: their accumulators stay in L2
   static constexpr int acc_vecs = tile_n;         // of a row
@@ -299,7 +300,7 @@ void multiply(const Parallel& parallel, const Args& a, std::int64_t k, const Wei
   if (total == 0 || a.y.last() == 0) return;
   const std::int64_t at_once =
       std::min(total, std::max<std::int64_t>(1, m_block_bytes / (std::max<std::int64_t>(x_row, 1) * 4)));
-  const std::int64_t x_bytes = at_once * x_row * 4,
+  const std::int64_t x_bytes = (at_once * x_row + Weights::Rows::padding) * 4,
                      workspace_bytes = Weights::Rows::pack_rows * blocks * block_k * 4 * parallel.threads();
   const Scratch buffer(static_cast<std::size_t>(x_bytes + workspace_bytes + at_once * 16));
   for (std::int64_t first = 0; first < total; first += at_once) {

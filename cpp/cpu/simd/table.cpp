@@ -11,7 +11,14 @@
 namespace rooftile::cpu {
 
 const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
-#if defined(ROOFTILE_BF16)
+#if defined(ROOFTILE_AMX)
+  static const Kernels table = [] {
+    Kernels kernels = avx512vnni_kernels();
+    kernels.variant = ROOFTILE_NAME(ROOFTILE_ISA);
+    kernels.w4a16_matmul = ROOFTILE_ISA::w4a16_matmul;
+    return kernels;
+  }();
+#elif defined(ROOFTILE_BF16)
   static const Kernels table = [] {
     Kernels kernels = avx512vnni_kernels();
     kernels.variant = ROOFTILE_NAME(ROOFTILE_ISA);

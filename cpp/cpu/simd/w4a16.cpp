@@ -20,7 +20,9 @@
 #ifdef ROOFTILE_VNNI
 #include "cpu/simd/integer_row.h"
 #endif
-#ifdef ROOFTILE_BF16
+#if defined(ROOFTILE_AMX)
+#include "cpu/simd/amx_rows.h"
+#elif defined(ROOFTILE_BF16)
 #include "cpu/simd/bf16_rows.h"
 #endif
 
@@ -155,8 +157,15 @@ bool takes_integers(const W4MatmulArgs& a) {
 #endif
 
 #ifdef ROOFTILE_BF16
+// The same for many rows of bf16.
 template <int bits, bool Split>
-using RoundedWeights = Bf16Weights<Weights<bits, Split>>;
+struct RoundedWeights : Weights<bits, Split> {
+#ifdef ROOFTILE_AMX
+  using Rows = AmxRows;
+#else
+  using Rows = Bf16Rows;
+#endif
+};
 #endif
 
 template <template <int bits, bool Split> class Kind>
