@@ -512,8 +512,8 @@ def w4a16_matmul(
     Deterministic, and a row's bits do not depend on its neighbours. They may change with the number of rows unless
     `batch_invariant=True`, which costs speed: on a GPU between up to 8, 16, 32, 64, then every further 64; on a CPU
     with AVX-512 VNNI between one row and several: one row of 16-bit x is rounded to integers, in each block of 64 by
-    less than 1 / 32639 of the block's largest |x|, for most data far below the rounding of the result. With AVX512-BF16
-    (but on Intel's CPUs) between up to 16 rows of bfloat16 and more: for more, weights are rounded to bfloat16.
+    less than 1 / 32639 of the block's largest |x|, for most data far below the rounding of the result. With AMX, or
+    AVX512-BF16 (but on Intel's CPUs), between up to 16 rows of bfloat16 and more: for more, weights are rounded to it.
     On Hopper, from 17 rows on and without batch_invariant, weights in groups of 32 or 64 or with minima are rounded to
     x's dtype before the product.
     stream: a CUDA stream's handle, default the framework's current stream. plan: what `rt.explain` returned, or

@@ -47,7 +47,8 @@ constexpr bool rooftile_mutant(int number) {
 # avx512vnni and avx512bf16 have of their own.
 X86 = (
     ("cpp/cpu/CMakeLists.txt", "set(isas portable)", "set(isas)"),
-    ("cpp/cpu/CMakeLists.txt", "isas avx2 avx512 avx512vnni avx512bf16)", "isas avx2 avx512vnni avx512bf16)"),
+    ("cpp/cpu/CMakeLists.txt", "isas avx2 avx512 avx512vnni avx512bf16 amx)", "isas avx2 avx512vnni avx512bf16)"),
+    ("cpp/cpu/dispatch.cpp", "{amx_kernels, has_amx},", ""),
     ("cpp/cpu/CMakeLists.txt", "-O1,-O3>", "-O1,-O2>"),
     ("cpp/cpu/dispatch.cpp", "{avx512_kernels, has_avx512},", ""),
     ("cpp/cpu/simd/table.cpp", "kernels = avx512_kernels();", "kernels = avx2_kernels();"),

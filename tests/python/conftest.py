@@ -92,8 +92,8 @@ def pytest_collection_modifyitems(config, items):
 
     def there(item):
         params = _params(item)
-        another = {"avx512vnni": "avx512bf16", "avx512": "avx512vnni"}.get(params.get("plan"))  # a superset
-        if another in cases.PLANS and not _of_own_kernels(item, another):
+        supersets = {"avx512vnni": ("amx", "avx512bf16"), "avx512": ("avx512vnni",)}.get(params.get("plan"), ())
+        if any(plan in cases.PLANS and not _of_own_kernels(item, plan) for plan in supersets):
             return False
         one_plan = params.get("plan", cases.PLANS[0]) == cases.PLANS[0]
         if "plan" not in getattr(params.get("op"), "arguments", ("plan",)) and not one_plan:
@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _of_own_kernels(item, plan):
-    """Whether a test is of what avx512vnni or avx512bf16 has kernels of its own for."""
+    """Whether a test is of what avx512vnni, avx512bf16 or amx has kernels of its own for."""
     own = ("w4a16_matmul", "w8a16_matmul"), ("test_w4a16",)
     if plan == "avx512bf16":
         own = (*own[0], "prefill_attention"), (*own[1], "test_prefill_attention")

@@ -92,7 +92,7 @@ class Expected:
         error = np.abs(closeness.to_numpy64(y) - exact)
         assert error.shape == exact.shape
         bound = self.bound[:m] + (self.weights[:m] if rounded else 0)
-        if m == 1 and self.dtype != "float32" and plan in ("avx512bf16", "avx512vnni"):
+        if m == 1 and self.dtype != "float32" and plan in ("amx", "avx512bf16", "avx512vnni"):
             bound = bound + self.integers[:m]
         assert (error <= bound).all(), f"{what}: off by {(error / bound).max():.2f} of the worst case"
         if exact.size >= 256:
@@ -101,7 +101,7 @@ class Expected:
 
 def takes_rounded_weights(rows, dtype, plan):
     """Whether a CPU's plan rounds weights to bf16 for so many rows."""
-    return plan == "avx512bf16" and dtype == "bfloat16" and rows >= 17
+    return plan in ("amx", "avx512bf16") and dtype == "bfloat16" and rows >= 17
 
 
 def rows_of(plan, reference, slow, fast):

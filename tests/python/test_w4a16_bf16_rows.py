@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many rows of bf16 times weights rounded to bf16 (plan "avx512bf16"): the error has a bound, a row's bits depend on
-nothing but the row, and what is not for it takes fp32."""
+"""Many rows of bf16 times weights rounded to bf16 (plans "avx512bf16" and "amx", of which a CPU has one): the error has
+a bound, a row's bits depend on nothing but the row, and what is not for it takes fp32."""
 
 import cases
 import closeness
@@ -11,9 +11,10 @@ import rooftile as rt
 import torch
 from test_w4a16 import FORMS, WEIGHTS, both, matmul
 
-PLAN, EXACT = "avx512bf16", "avx512vnni"
+PLAN = next((plan for plan in ("amx", "avx512bf16") if plan in cases.PLANS), None)
+EXACT = "avx512vnni"
 FROM = 17  # rows
-pytestmark = pytest.mark.skipif(PLAN not in cases.PLANS, reason="a CPU without AVX512-BF16")
+pytestmark = pytest.mark.skipif(PLAN is None, reason="a CPU without AMX and without fast AVX512-BF16")
 
 
 def rows(m, k, spread=0.0):
