@@ -2,8 +2,8 @@
 // Many rows of bf16 x times weights rounded to bf16 on AMX's tile registers: tdpbf16ps adds a product of 16 rows x 16
 // pairs of k with 16 pairs x 16 n to 16 x 16 accumulators.
 //   x [M, K] bf16   y [M, 16 n] of a tile of W
-// x and the strip of W are in memory as for vdpbf16ps (bf16_rows.h): a tile register's lines are 64 bytes of a row of x,
-// or a pair of k and its 16 n. Each line of x comes from L2 once for every tile of W: that is what bounds the loop.
+// x and the strip of W are in memory as for vdpbf16ps (bf16_rows.h): a tile register's lines are 64 bytes of a row of
+// x, or a pair of k and its 16 n. Each line of x comes from L2 once for every tile of W: that is what bounds the loop.
 //
 // Include isa.h, vec.h, activation.h and product.h first.
 #pragma once
@@ -34,7 +34,7 @@ class TileRegisters {
 // GCC's intrinsics do not say that they read memory: what was written to it before stays before them.
 ROOFTILE_INLINE void memory_is_read() { asm volatile("" ::: "memory"); }
 
-// acc (16 Tiles rows, 16 n) = or += x (rows, pairs) strip (pairs, 16 n). Tile registers: 0 to 3 acc, 4 and 5 x, 6 strip.
+// acc (16 Tiles rows, 16 n) = or += x (rows, pairs) strip (pairs, 16 n). Registers: 0 to 3 acc, 4 and 5 x, 6 strip.
 template <int Tiles>
 ROOFTILE_INLINE void multiply_tiles(const std::uint32_t* x, std::int64_t x_row, const std::uint32_t* strip, int pairs,
                                     bool first, F32* acc) {
