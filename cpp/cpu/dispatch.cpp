@@ -35,9 +35,6 @@ bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnn
 bool has_fast_avx512bf16() {
   return has_avx512vnni() && __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel");
 }
-#endif
-
-#ifdef ROOFTILE_X86
 // Linux gives a process AMX's registers when it asks for them.
 bool has_amx() {
   static const bool has = [] {

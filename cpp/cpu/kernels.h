@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the CPU backend offers to ops: the same set of functions, compiled several times.
 //
-// `reference` (cpp/cpu/ref) is plain loops, the oracle of the C++ tests. `portable`, `avx2`, `avx512`, `avx512vnni` and
-// `avx512bf16` (cpp/cpu/simd) are one source compiled per instruction set. Arguments have been checked by ops; every
-// function takes any strides and allocates its own scratch on the host.
+// `reference` (cpp/cpu/ref) is plain loops, the oracle of the C++ tests. `portable`, `avx2`, `avx512`, `avx512vnni`,
+// `avx512bf16` and `amx` (cpp/cpu/simd) are one source compiled per instruction set. Arguments have been checked by
+// ops; every function takes any strides and allocates its own scratch on the host.
 #pragma once
 
 #include "core/op_args.h"

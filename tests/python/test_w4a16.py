@@ -64,6 +64,14 @@ def both(n, k, group, kind, perm=None, **options):
     return w, oracle.w4_decode(codes, scales, kind, zeros, perm, options.get("bits", 4))
 
 
+def with_bad_scales(bits):
+    """A weight [20, 128] in groups of 32: of row 3 one scale is NaN, of row 17 one is infinite."""
+    codes = torch.randint(0, 256, (20, 128 * bits // 8), dtype=torch.uint8)
+    scales = torch.rand(20, 4, dtype=torch.float16)
+    scales[3, 1], scales[17, 3] = float("nan"), float("inf")
+    return WEIGHT[bits].from_canonical(codes, scales, kind="symmetric", group_size=32)
+
+
 def matmul(x, w, **options):
     """The product by the op for w's bits."""
     return {4: rt.w4a16_matmul, 8: rt.w8a16_matmul}[w.BITS](x, w, **options)

@@ -7,9 +7,8 @@ import closeness
 import numpy as np
 import oracle
 import pytest
-import rooftile as rt
 import torch
-from test_w4a16 import FORMS, WEIGHTS, both, matmul
+from test_w4a16 import FORMS, WEIGHT, WEIGHTS, both, matmul, with_bad_scales
 
 PLAN = next((plan for plan in ("amx", "avx512bf16") if plan in cases.PLANS), None)
 EXACT = "avx512vnni"
@@ -75,8 +74,9 @@ def test_a_row_that_is_left_alone(bits):
     """x is packed 16 MiB at a time: the last piece may be of one row."""
     k = 1 << 20
     codes = torch.randint(0, 256, (3, k * bits // 8), dtype=torch.uint8)
-    kind = {4: rt.W4Weight, 8: rt.W8Weight}[bits]
-    w = kind.from_canonical(codes, torch.rand(3, k // 128, dtype=torch.float16), kind="symmetric", group_size=128)
+    w = WEIGHT[bits].from_canonical(
+        codes, torch.rand(3, k // 128, dtype=torch.float16), kind="symmetric", group_size=128
+    )
     x = cases.tensor(rows(60, k), "bfloat16")
     whole = matmul(x, w, plan=PLAN)
     for m in range(27, 32):
@@ -120,11 +120,7 @@ def test_what_takes_fp32(bits):
 
 @pytest.mark.parametrize("bits", (4, 8))
 def test_what_is_no_number_stays_where_it_is(bits):
-    codes = torch.randint(0, 256, (20, 128 * bits // 8), dtype=torch.uint8)
-    scales = torch.rand(20, 4, dtype=torch.float16)
-    scales[3, 1], scales[17, 3] = float("nan"), float("inf")
-    kind = {4: rt.W4Weight, 8: rt.W8Weight}[bits]
-    w = kind.from_canonical(codes, scales, kind="symmetric", group_size=32)
+    w = with_bad_scales(bits)
     x = torch.randn(FROM, 128, dtype=torch.bfloat16)
     x[5, 100] = float("inf")
     finite = torch.isfinite(matmul(x, w, plan=PLAN))

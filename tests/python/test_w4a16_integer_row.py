@@ -8,7 +8,7 @@ import oracle
 import pytest
 import rooftile as rt
 import torch
-from test_w4a16 import FORMS, WEIGHTS, both, matmul, parts, weight
+from test_w4a16 import FORMS, WEIGHTS, both, matmul, parts, weight, with_bad_scales
 
 PLAN = "avx512vnni"
 DTYPES = ("float16", "bfloat16")
@@ -145,10 +145,6 @@ def test_what_takes_fp32(bits, threads):
 
 @pytest.mark.parametrize("bits", (4, 8))
 def test_a_scale_that_is_no_number_stays_in_its_output(bits):
-    codes = torch.randint(0, 256, (20, 128 * bits // 8), dtype=torch.uint8)
-    scales = torch.rand(20, 4, dtype=torch.float16)
-    scales[3, 1], scales[17, 3] = float("nan"), float("inf")
-    kind = {4: rt.W4Weight, 8: rt.W8Weight}[bits]
-    w = kind.from_canonical(codes, scales, kind="symmetric", group_size=32)
+    w = with_bad_scales(bits)
     y = matmul(torch.randn(1, 128, dtype=torch.float16), w, plan=PLAN)[0]
     assert sorted(torch.nonzero(~torch.isfinite(y)).flatten().tolist()) == [3, 17]

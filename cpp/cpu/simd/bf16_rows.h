@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cpu/simd/bf16_pairs.h"
+#include "cpu/simd/transpose.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
@@ -24,39 +25,15 @@ ROOFTILE_INLINE void to_pairs(const float* x, std::uint32_t* to) {
     store_raw(to + h * lanes, to_pairs(load(x + 2 * h * lanes), load(x + (2 * h + 1) * lanes)));
 }
 
-// (row, lane) -> (lane, row) of sixteen vectors.
-ROOFTILE_INLINE void transpose(U32 (&v)[lanes]) {
-  __m512i a[lanes], b[lanes];
-  for (int i = 0; i < lanes; i += 2) {  // pairs of rows
-    a[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
-  }
-  for (int i = 0; i < lanes; i += 4)  // b[i + j]: lane j of each 128 bits, of rows i .. i + 3
-    for (int j = 0; j < 2; ++j) {
-      b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + j + 2]);
-      b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + j + 2]);
-    }
-  for (int j = 0; j < 4; ++j) {  // a 4 x 4 transpose of 128-bit parts
-    const __m512i low0 = _mm512_shuffle_i32x4(b[j], b[j + 4], 0x44), low1 = _mm512_shuffle_i32x4(b[j], b[j + 4], 0xee),
-                  high0 = _mm512_shuffle_i32x4(b[j + 8], b[j + 12], 0x44),
-                  high1 = _mm512_shuffle_i32x4(b[j + 8], b[j + 12], 0xee);
-    v[j] = (U32)_mm512_shuffle_i32x4(low0, high0, 0x88);
-    v[j + 4] = (U32)_mm512_shuffle_i32x4(low0, high0, 0xdd);
-    v[j + 8] = (U32)_mm512_shuffle_i32x4(low1, high1, 0x88);
-    v[j + 12] = (U32)_mm512_shuffle_i32x4(low1, high1, 0xdd);
-  }
-}
-
 // A tile of W in fp32 (16 rows, 64 k) -> (32 pairs, 16 n).
 inline void to_strip(const float* tile, std::uint32_t* to) {
   for (int h = 0; h < 2; ++h, to += lanes * tile_n) {
-    U32 v[lanes];
+    alignas(64) float pairs[tile_n * lanes];  // (n, pair): words of 32 bits
     for (int n = 0; n < tile_n; ++n) {
       const float* const row = tile + n * row_floats + 2 * h * lanes;
-      v[n] = to_pairs(load(row), load(row + lanes));
+      store_raw(pairs + n * lanes, to_pairs(load(row), load(row + lanes)));
     }
-    transpose(v);
-    for (int pair = 0; pair < lanes; ++pair) store_raw(to + pair * tile_n, v[pair]);
+    transpose16(pairs, lanes, reinterpret_cast<float*>(to), tile_n);
   }
 }
 

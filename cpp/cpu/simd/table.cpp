@@ -11,26 +11,18 @@
 namespace rooftile::cpu {
 
 const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
-#if defined(ROOFTILE_AMX)
+#ifdef ROOFTILE_VNNI  // another variant's kernels, but for its own
   static const Kernels table = [] {
+#ifdef ROOFTILE_BF16
     Kernels kernels = avx512vnni_kernels();
-    kernels.variant = ROOFTILE_NAME(ROOFTILE_ISA);
-    kernels.w4a16_matmul = ROOFTILE_ISA::w4a16_matmul;
-    return kernels;
-  }();
-#elif defined(ROOFTILE_BF16)
-  static const Kernels table = [] {
-    Kernels kernels = avx512vnni_kernels();
-    kernels.variant = ROOFTILE_NAME(ROOFTILE_ISA);
-    kernels.w4a16_matmul = ROOFTILE_ISA::w4a16_matmul;
-    kernels.prefill_attention = ROOFTILE_ISA::prefill_attention;
-    return kernels;
-  }();
-#elif defined(ROOFTILE_VNNI)
-  static const Kernels table = [] {
+#else
     Kernels kernels = avx512_kernels();
+#endif
     kernels.variant = ROOFTILE_NAME(ROOFTILE_ISA);
     kernels.w4a16_matmul = ROOFTILE_ISA::w4a16_matmul;
+#if defined(ROOFTILE_BF16) && !defined(ROOFTILE_AMX)
+    kernels.prefill_attention = ROOFTILE_ISA::prefill_attention;
+#endif
     return kernels;
   }();
 #else

@@ -5,7 +5,7 @@
 //
 // x is permuted into the codes' order once a call, and codes are decoded into registers (M = 1) or into L1 (M > 1):
 // w4_tile.h, product.h. With VNNI one row of 16-bit floats is multiplied in integers: integer_row.h. With AVX512-BF16
-// many rows of bf16 are multiplied by weights rounded to bf16: bf16_rows.h.
+// or AMX many rows of bf16 are multiplied by weights rounded to bf16: bf16_rows.h, amx_rows.h.
 #include <algorithm>
 #include <cstddef>
 
