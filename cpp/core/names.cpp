@@ -12,6 +12,12 @@
 
 namespace rooftile {
 
+std::string quoted(std::string_view text) {
+  constexpr std::size_t longest = 120;
+  std::string all = '"' + std::string(text.substr(0, longest));
+  return text.size() <= longest ? all + '"' : all + "...\" (" + std::to_string(text.size()) + " characters)";
+}
+
 std::string did_you_mean(std::string_view given, std::span<const std::string> known) {
   const auto lower = [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; };
   std::string_view best;
@@ -85,7 +91,7 @@ KvFormat kv_format_from_name(const char* op, const char* text) {
     if (names.back() == text) return f;
     known += (i ? ", " : "") + names.back();
   }
-  fail(ErrorKind::value, op, ": format \"", text, "\" is not a cache format; known: ", known,
+  fail(ErrorKind::value, op, ": format ", quoted(text), " is not a cache format; known: ", known,
        did_you_mean(text, names));
 }
 
@@ -111,7 +117,7 @@ W4Zeros w4_zeros_from_name(const char* op, const char* text) {
   const std::string known = text;
   for (W4Zeros z : {W4Zeros::symmetric, W4Zeros::integer, W4Zeros::minima})
     if (known == name(z)) return z;
-  fail(ErrorKind::value, op, ": zeros must be \"symmetric\", \"integer\" or \"minima\", got \"", text, "\"");
+  fail(ErrorKind::value, op, ": zeros must be \"symmetric\", \"integer\" or \"minima\", got ", quoted(text));
 }
 
 const char* name(Activation a) {

@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "rooftile/error.h"
+#include "rooftile/names.h"
 
 namespace rooftile {
 
@@ -56,7 +57,7 @@ std::size_t read_plan(const char* op, std::string_view text, std::span<const Pla
   if (at == paths.size()) {
     std::string known;
     for (const PlanPath<Plan>& path : paths) (known += known.empty() ? "" : ", ") += form(path);
-    fail(ErrorKind::not_supported, op, ": plan \"", text, "\" is no plan of the GPU kernels, which are ", known);
+    fail(ErrorKind::not_supported, op, ": plan ", quoted(text), " is no plan of the GPU kernels, which are ", known);
   }
   const PlanPath<Plan>& path = paths[at];
   unsigned found = 0;  // bit i: choice i was read
@@ -65,17 +66,17 @@ std::size_t read_plan(const char* op, std::string_view text, std::span<const Pla
                            digits = word.substr(std::min(key.size() + 1, word.size()));
     std::size_t i = 0;
     while (i < path.choices.size() && key != path.choices[i].name) ++i;
-    ROOFTILE_CHECK(i < path.choices.size() && !(found >> i & 1), op, ": plan \"", text, "\" must read ", form(path),
-                   ", got ", key, i < path.choices.size() ? " twice" : "");
+    ROOFTILE_CHECK(i < path.choices.size() && !(found >> i & 1), op, ": plan ", quoted(text), " must read ", form(path),
+                   ", got ", key.substr(0, 60), i < path.choices.size() ? " twice" : "");
     int value = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-    ROOFTILE_CHECK(error == std::errc() && end == digits.data() + digits.size(), op, ": plan \"", text, "\" must give ",
-                   key, " a number of 32 bits, got \"", digits, '"');
+    ROOFTILE_CHECK(error == std::errc() && end == digits.data() + digits.size(), op, ": plan ", quoted(text),
+                   " must give ", key, " a number of 32 bits, got ", quoted(digits));
     plan.*path.choices[i].value = value;
     found |= 1u << i;
   }
   for (std::size_t i = 0; i < path.choices.size(); ++i)
-    ROOFTILE_CHECK(found >> i & 1, op, ": plan \"", text, "\" must read ", form(path), ", got no ",
+    ROOFTILE_CHECK(found >> i & 1, op, ": plan ", quoted(text), " must read ", form(path), ", got no ",
                    path.choices[i].name);
   return at;
 }

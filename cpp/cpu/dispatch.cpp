@@ -74,13 +74,13 @@ const Kernels& kernels_for(const char* op, const char* variant) {
   for (const Variant& v : variants) {
     if (v.runs()) names.emplace_back(v.kernels().variant);
     if (std::strcmp(v.kernels().variant, variant) == 0) {
-      ROOFTILE_CHECK_KIND(not_supported, v.runs(), op, ": plan \"", variant,
-                          "\" is not for this CPU, which runs: ", runnable_variants());
+      ROOFTILE_CHECK_KIND(not_supported, v.runs(), op, ": plan ", quoted(variant),
+                          " is not for this CPU, which runs: ", runnable_variants());
       return v.kernels();
     }
   }
-  fail(ErrorKind::not_supported, op, ": plan \"", variant, "\" is no CPU variant; this CPU runs: ", runnable_variants(),
-       did_you_mean(variant, names));
+  fail(ErrorKind::not_supported, op, ": plan ", quoted(variant),
+       " is no CPU variant; this CPU runs: ", runnable_variants(), did_you_mean(variant, names));
 }
 
 const char* runnable_variants() {

@@ -590,8 +590,7 @@ void kv_reorder(const Context& ctx, const KvCacheView& cache, TensorView index, 
 }
 
 void kv_dequantize(const Context& ctx, const KvCacheView& c, int row, std::int64_t at, TensorView out_k,
-                   TensorView out_v) {
-  const char* op = "dequantize";
+                   TensorView out_v, const char* op) {
   check_on_host(op, c);
   check_row(op, "row", c, row);
   const std::int64_t length = length_of(op, c, row);

@@ -46,6 +46,10 @@ __device__ __forceinline__ void decode_uint4(std::uint32_t word, std::uint32_t (
   pair[2] = upper & 0x000f000fu;
   pair[3] = upper & 0x00f000f0u;
 }
+// What goes with pair r: elements r and r + 4 of eight neighbours, of which `low` and `high` hold the right two each.
+__device__ __forceinline__ std::uint32_t uint4_pair(std::uint32_t low, std::uint32_t high, int r) {
+  return __byte_perm(low, high, r % 2 ? 0x7632 : 0x5410);
+}
 inline constexpr float odd_code_unit = 16 * code_unit;
 inline constexpr std::uint32_t pair_of_8 = 0x00080008u;  // in code units
 

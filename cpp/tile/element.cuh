@@ -56,6 +56,9 @@ __device__ __forceinline__ float2 unpack<bf16>(std::uint32_t pair) {
   return __bfloat1622float2(bit_cast<__nv_bfloat162>(pair));
 }
 
+// The device type of a 16-bit activation dtype.
+template <DType t>
+using ElementOf = std::conditional_t<t == DType::f16, half, bf16>;
 // Host only: calls f(T{}) with T the device type of a 16-bit activation dtype.
 template <class F>
 auto with_element16(DType t, F&& f) {

@@ -471,10 +471,7 @@ class Cache:
         if row is not None:
             length = self._length("dequantize", "row", row)
             at = max(length - 1, 0) if at is None else integer("dequantize", "at", at)
-            tokens = min(at + 1, length)
-            k, v = (zeros((tokens, self.kv_heads, self.head_dim), "float32") for _ in range(2))
-            _C.kv_dequantize(self._handle, row, at, k, v)
-            return k, v
+            return self._dequantize_row("dequantize", row, at, length)
         at = None if at is None else integer("dequantize", "at", at)
         lengths = [self._length("dequantize", "row", r) for r in range(self.max_rows)]
         ends = [max(length - 1, 0) if at is None else at for length in lengths]
@@ -482,7 +479,13 @@ class Cache:
         shape = (self.max_rows, max(tokens, default=0), self.kv_heads, self.head_dim)
         k, v = zeros(shape, "float32"), zeros(shape, "float32")
         for r, (end, n) in enumerate(zip(ends, tokens, strict=True)):
-            _C.kv_dequantize(self._handle, r, end, k[r, :n], v[r, :n])
+            _C.kv_dequantize("dequantize", self._handle, r, end, k[r, :n], v[r, :n])
+        return k, v
+
+    def _dequantize_row(self, op, row, at, length):
+        tokens = min(at + 1, length)
+        k, v = (zeros((tokens, self.kv_heads, self.head_dim), "float32") for _ in range(2))
+        _C.kv_dequantize(op, self._handle, row, at, k, v)
         return k, v
 
     def _length(self, op, name, row):
@@ -523,7 +526,7 @@ class Cache:
                     facts[f"{side}_{kind}"] = zeros(shape, "float32")
                     _C.kv_dump_scales(self._handle, row, side == "v", kind == "min", facts[f"{side}_{kind}"])
         if kivi or self.format in ELEMENT_DTYPES:
-            k, v = self.dequantize(row, at=length)
+            k, v = self._dequantize_row("dump", row, length, length)
             raw = coded if kivi else 0
             facts["k_raw"], facts["v_raw"] = k[raw:], v[raw:]
         return facts

@@ -328,16 +328,16 @@ void bind_kv_cache(nb::module_& m) {
 
   m.def(
       "kv_dequantize",
-      [](handle cache, handle row, handle at, handle out_k, handle out_v) {
-        Args args("dequantize");
+      [](const char* op, handle cache, handle row, handle at, handle out_k, handle out_v) {
+        Args args(op);
         const int r = small(args, row, "row");
         const std::int64_t position = args.integer(at, "at");
         const TensorView k = args.out(out_k, "out_k"), v = args.out(out_v, "out_v");
         const LockedCache on = locked_cache(args, cache);
         const Context ctx = cache_context(args, on.view);
-        run_locked(on, CacheUse::reads, [&] { kv_dequantize(ctx, on.view, r, position, k, v); });
+        run_locked(on, CacheUse::reads, [&] { kv_dequantize(ctx, on.view, r, position, k, v, op); });
       },
-      "cache"_a.none(), "row"_a, "at"_a, "out_k"_a.none(), "out_v"_a.none());
+      "op"_a, "cache"_a.none(), "row"_a, "at"_a, "out_k"_a.none(), "out_v"_a.none());
   m.def(
       "kv_dump_codes",
       [](handle cache, handle row, handle out_k, handle out_v) {

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults to plant in the GPU kernels. Each is compiled alone, in one source, and linked with the others as they are."""
+"""Faults to plant in the GPU kernels. Each is compiled alone, and linked with all else as it is."""
 
+import glob
 import json
 import shlex
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import forks
@@ -15,6 +17,7 @@ import instrumented
 import places
 
 DECODE, FUSED, KV_CACHE, GEMM = (f"cpp/kernels/{family}/" for family in ("decode", "fused", "kv_cache", "gemm"))
+INSTANCES = "build/cuda/cpp/kernels/instances/"  # sources that CMake writes (cpp/kernels/CMakeLists.txt)
 
 
 @dataclass
@@ -23,7 +26,7 @@ class Fault:
     file: str
     sound: str  # occurs once
     faulty: str
-    source: str = ""  # the .cu or .cpp file that is compiled with the fault; default: see SOURCES
+    sources: str = ""  # the .cu or .cpp files that are compiled with the fault, a pattern; default: see SOURCES
     first: str = ""  # test functions, spaces between: expected to see the fault, they run before the others
 
 
@@ -70,21 +73,21 @@ FAULTS = {
         DECODE + "raw_tokens.cuh",
         "[from = begin - token, to = end - token](int i)",
         "[from = begin - token, to = end - token - half % 2](int i)",
-        DECODE + "inst/int4_kivi.cu",
+        INSTANCES + "decode_int4_kivi_[fb]*",
     ),
     "channel_zero_point": Fault(
         "8-bit codes with a scale per channel keep their zero point",
         DECODE + "code_scores.cuh",
         "const float group_factor = factor[n][i & 1] * group.scale;",
         "const float group_factor = factor[n][i & 1] * group.scale;\n        zp_correction[n][i & 1] = 0;",
-        DECODE + "inst/int8_kivi_sym.cu",
+        INSTANCES + "decode_int8_kivi_sym_[fb]*",
     ),
     "channel_scales": Fault(
         "8-bit codes of four words take the scales of the first word's channels",
         DECODE + "code_scores.cuh",
         "(x.k_scale() + channel + 4 * w);",
         "(x.k_scale() + channel);",
-        DECODE + "inst/int8_kivi_sym.cu",
+        INSTANCES + "decode_int8_kivi_sym_[fb]*",
     ),
     "append_channel_bytes": Fault(
         "8-bit V codes of the slice's tokens past the fourth go to the first four's place",
@@ -118,7 +121,7 @@ FAULTS = {
         DECODE + "mainloop.cuh",
         "if (p_.tokens == 1 || see.all(first, 16))",
         "if (p_.tokens >= 1 || see.all(first, 16))",
-        DECODE + "inst/bits16.cu",
+        INSTANCES + "decode_bits16_[fb]*",
         first="test_what_a_later_token_holds_does_not_reach_an_earlier_query",
     ),
     "o_scale_growth": Fault(
@@ -269,28 +272,28 @@ FAULTS = {
         "cpp/tile/w4.cuh",
         "fma(__byte_perm(first, 0, 0x4341), raise, g8)",
         "fma(first & 0x00ff00ff, raise, g8)",
-        GEMM + "inst/w8_half.cu",
+        INSTANCES + "*_codes_8_*_f16.cu",
     ),
     "byte_step": Fault(
         "the second 16 k of 32 in 8 bits are decoded from the first's words",
         "cpp/tile/w4.cuh",
         "decode_words(rCodes(0, k), rCodes(1, k), rZero(0), rZero(1), a);",
         "decode_words(rCodes(0, 0), rCodes(1, 0), rZero(0), rZero(1), a);",
-        GEMM + "inst/w8_half.cu",
+        INSTANCES + "*_codes_8_*_f16.cu",
     ),
     "last_fragments": Fault(
         "the last fragment block of a step in 8 bits is not copied: the stage holds the one of an earlier step",
         GEMM + "code_loader.cuh",
         "for (int f = 0; f < blocks; ++f)",
         "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
-        GEMM + "inst/w8_half.cu",
+        INSTANCES + "*_codes_8_*_f16.cu",
     ),
     "ring_fragments": Fault(
         "few tokens: the last fragment block of a step in 8 bits is not copied",
         GEMM + "code_ring.cuh",
         "for (int f = 0; f < blocks; ++f)",
         "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
-        GEMM + "inst/w8_half.cu",
+        INSTANCES + "*_codes_8_*_f16.cu",
     ),
     "ring_tail": Fault(
         "few tokens: a scale block past the end of K is scaled with what lies there",
@@ -496,28 +499,33 @@ FAULTS = {
 }
 
 
-# A header's faults are compiled in one of the sources that include it; the other sources stay sound.
+# A header's faults are compiled in some of the sources that include it; the other sources stay sound.
 SOURCES = {
-    DECODE: DECODE + "inst/int4.cu",
+    DECODE: INSTANCES + "decode_int4_[fb]*",
     "cpp/core/divisor.h": DECODE + "dispatch.cpp",
     KV_CACHE: KV_CACHE + "launch.cu",
     GEMM + "expand.cuh": GEMM + "prepare.cu",
     GEMM + "gather_x.cuh": GEMM + "prepare.cu",
-    GEMM + "collective.cuh": GEMM + "inst/collective_half.cu",
-    GEMM + "stream_bits16.cuh": GEMM + "inst/stream_bits16.cu",
-    GEMM + "tma.cuh": GEMM + "inst/tma.cu",
-    GEMM: GEMM + "inst/w4_half.cu",
-    "cpp/tile/w4.cuh": GEMM + "inst/w4_half.cu",
+    GEMM + "collective.cuh": INSTANCES + "collective_*_f16.cu",
+    GEMM + "stream_bits16.cuh": INSTANCES + "stream_bits16_*",
+    GEMM + "tma.cuh": INSTANCES + "tma_*",
+    GEMM: INSTANCES + "*_codes_4_*_f16.cu",
+    "cpp/tile/w4.cuh": INSTANCES + "*_codes_4_*_f16.cu",
 }
 W4_TESTS = "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda"
-TESTS = {  # by the beginning of the source's path, the first that fits
-    DECODE: "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults streams cuda",
+DECODE_TESTS = "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults"
+DECODE_TESTS += " streams cuda"
+LINEAR_TESTS = "linear_device linear many_rows workspaces poison layout_invariance streams cuda"
+TESTS = {  # by the beginning of the sources' path, the first that fits
+    INSTANCES + "decode": DECODE_TESTS,
+    INSTANCES + "*_codes": W4_TESTS,
+    INSTANCES: LINEAR_TESTS,
+    DECODE: DECODE_TESTS,
     KV_CACHE: "kv_cache_gpu kv_cache_device decode_attention_gpu",
     GEMM + "split_k.cu": "w4a16_device linear_device w4a16 linear",
-    GEMM + "inst/w": W4_TESTS,
     GEMM + "prepare.cu": W4_TESTS,
     GEMM + "w4a16.cpp": W4_TESTS,
-    GEMM: "linear_device linear many_rows workspaces poison layout_invariance streams cuda",
+    GEMM: LINEAR_TESTS,
     FUSED: "fused row_independence many_rows merge_attention streams cuda",
 }
 
@@ -526,15 +534,16 @@ def first_of(table, path):
     return next(value for start, value in table.items() if path.startswith(start))
 
 
-def source_of(fault):
-    if fault.source or fault.file.endswith((".cu", ".cpp")):
-        return fault.source or fault.file
+def sources_of(fault):
+    """A pattern of paths."""
+    if fault.sources or fault.file.endswith((".cu", ".cpp")):
+        return fault.sources or fault.file
     return first_of(SOURCES, fault.file)
 
 
 def tests_of(fault, killer=""):
     """One forks.Test of all files, so that a fault costs one CUDA context. killer: of the recorded run; runs first."""
-    names = first_of(TESTS, source_of(fault)).split()
+    names = first_of(TESTS, sources_of(fault)).split()
     first = (killer, *fault.first.split())
     return [forks.Test(names[0], tuple(f"tests/python/test_{name}.py" for name in names), first=first)]
 
@@ -612,21 +621,30 @@ class Build:
         self.link_line = next(line for line in said.stdout.splitlines() if " -shared " in line and "_C.abi3.so" in line)
 
     def compile(self, name):
-        """Whether the fault compiles; its object lies in faults/NAME."""
+        """Whether the fault compiles; its objects lie in faults/NAME."""
         fault, to = FAULTS[name], self.tree / "faults" / name
         planted = plant(name, self.tree, to)
-        source = str(self.tree / source_of(fault))
-        command = self.compiles[source]
-        words, there = shlex.split(command["command"]), self.object_of(command)
-        words = [word.replace(there, str(to / "object.o")) for word in words]
-        if source == str(self.tree / fault.file):
-            words = [str(planted) if word == source else word for word in words]
-        first = next(i for i, word in enumerate(words) if word.startswith("-I"))
-        words.insert(first, f"-I{to / 'cpp'}")  # found before the sound header
-        done = subprocess.run(words, cwd=command["directory"], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name} does not compile:\n{done.stdout}{done.stderr}", flush=True)
-        return not done.returncode
+        for source, command, made in self.commands(name):
+            words, there = shlex.split(command["command"]), self.object_of(command)
+            words = [word.replace(there, str(made)) for word in words]
+            if source == str(self.tree / fault.file):
+                words = [str(planted) if word == source else word for word in words]
+            first = next(i for i, word in enumerate(words) if word.startswith("-I"))
+            words.insert(first, f"-I{to / 'cpp'}")  # found before the sound header
+            done = subprocess.run(words, cwd=command["directory"], capture_output=True, text=True)
+            if done.returncode:
+                print(f"{name} does not compile:\n{done.stdout}{done.stderr}", flush=True)
+                return False
+        return True
+
+    def commands(self, name):
+        """[(source, its compile command, the object with the fault)] of the fault's sources."""
+        pattern = f"{glob.escape(str(self.tree))}/{sources_of(FAULTS[name])}"
+        found = [(source, command) for source, command in self.compiles.items() if fnmatchcase(source, pattern)]
+        if not found:
+            sys.exit(f"mutants: {name}: the build has no source {sources_of(FAULTS[name])}")
+        to = self.tree / "faults" / name
+        return [(*pair, to / f"object{i}.o") for i, pair in enumerate(found)]
 
     @staticmethod
     def object_of(command):
@@ -638,11 +656,12 @@ class Build:
         return self.tree / "faults" / name / "python"
 
     def link(self, first, to):
-        """An extension in which the object `first` stands for the one of the archive that has its symbols."""
+        """An extension in which the objects `first` stand for those of the archive that have their symbols."""
         words = shlex.split(self.link_line)
         library = next(word for word in words if word.endswith("_C.abi3.so"))
         archive = next(word for word in words if word.endswith("librooftile_cpp.a"))
-        line = self.link_line.replace(f"-o {library}", f"-o {to}").replace(f" {archive} ", f" {first} {archive} ")
+        objects = " ".join(str(path) for path in first)
+        line = self.link_line.replace(f"-o {library}", f"-o {to}").replace(f" {archive} ", f" {objects} {archive} ")
         subprocess.run(line, shell=True, cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
 
     def link_package(self, name):
@@ -650,12 +669,13 @@ class Build:
         to, library = self.tree / "faults" / name, self.package(name) / "rooftile/_C.abi3.so"
         shutil.copytree(self.tree / "python/rooftile", library.parent, dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("*.so", "__pycache__"))  # fmt: skip
-        self.link(to / "object.o", library)
-        self.link(self.object_of(self.compiles[str(self.tree / source_of(FAULTS[name]))]), to / "sound.so")
+        commands = self.commands(name)
+        self.link([made for *_, made in commands], library)
+        self.link([self.object_of(command) for _, command, _ in commands], to / "sound.so")
         changed = library.read_bytes() != (to / "sound.so").read_bytes()
         (to / "sound.so").unlink()
         if not changed:
-            print(f"{name}: the machine code of {source_of(FAULTS[name])} is the same with the fault", flush=True)
+            print(f"{name}: the machine code of {sources_of(FAULTS[name])} is the same with the fault", flush=True)
         return changed
 
 

@@ -257,6 +257,11 @@ def test_a_view_does_not_touch_pages_that_are_none(page):
     table[0, 1] = page
     with pytest.raises(rt.ArgumentError, match=rf"append: block_table\[0, 1\] must be a page in \[0, 6\), got {page}"):
         view.append(k, v, rows=[0])
+    lens[0] = 20
+    for call in (view.dump, view.dequantize):
+        with pytest.raises(rt.ArgumentError, match=rf"^{call.__name__}: block_table\[0, 1\] .* got {page}"):
+            call(0)
+    lens[0] = 0
     assert not pool.any() and view.lengths == [0, 0]
     table[0, 1] = 1
     view.append(k, v, rows=[0])

@@ -160,8 +160,8 @@ def test_what_the_host_writes_lies_on_the_host():
     here, there = (kind(np.zeros((0, 1, 8), np.float32)) for kind in (np.asarray, OnGpu))
     codes, codes_there = (kind(np.zeros((0, 1, 8), np.int8)) for kind in (np.asarray, OnGpu))
     for name, call in (
-        ("out_k", lambda: _C.kv_dequantize(cache, 0, 0, there, here)),
-        ("out_v", lambda: _C.kv_dequantize(cache, 0, 0, here, there)),
+        ("out_k", lambda: _C.kv_dequantize("dequantize", cache, 0, 0, there, here)),
+        ("out_v", lambda: _C.kv_dequantize("dequantize", cache, 0, 0, here, there)),
         ("out_k", lambda: _C.kv_dump_codes(cache, 0, codes_there, codes)),
         ("out_v", lambda: _C.kv_dump_codes(cache, 0, codes, codes_there)),
         ("out", lambda: _C.kv_dump_scales(cache, 0, 0, 0, OnGpu(np.zeros((0, 1, 1), np.float32)))),

@@ -256,18 +256,25 @@ def test_an_extension_holds_its_fault(tmp_path, capsys, value, changed):
         subprocess.run([C_COMPILER, "-fPIC", "-c", f"{source}.c", "-o", f"{source}.o"], cwd=tmp_path, check=True)
 
     compiled("number", "int number(void) { return 1; }")
-    compiled("main", "int number(void); int asked(void) { return number(); }")
-    subprocess.run(["ar", "qc", "librooftile_cpp.a", "number.o"], cwd=tmp_path, check=True)
+    compiled("more", "int more(void) { return 10; }")
+    compiled("main", "int number(void), more(void); int asked(void) { return number() + more(); }")
+    subprocess.run(["ar", "qc", "librooftile_cpp.a", "number.o", "more.o"], cwd=tmp_path, check=True)
     build, name = gpu_faults.Build(tmp_path), "mask_end"
     build.tree = build.folder = tmp_path
     build.link_line = f"{C_COMPILER} -shared -s -o {tmp_path}/_C.abi3.so main.o -L. librooftile_cpp.a -lm"
-    build.compiles = {str(tmp_path / gpu_faults.source_of(gpu_faults.FAULTS[name])): {"command": "cc -o number.o"}}
+    instances = tmp_path / gpu_faults.INSTANCES
+    build.compiles = {
+        str(instances / "decode_int4_f16_up_to_128.cu"): {"command": "cc -o number.o"},
+        str(instances / "decode_int4_kivi_f16_up_to_128.cu"): {"command": "cc -o none.o"},
+        str(instances / "decode_int4_bf16_above_128.cu"): {"command": "cc -o more.o"},
+    }
     (tmp_path / "python/rooftile").mkdir(parents=True)
     compiled("faulty", f"int number(void) {{ return {value}; }}")
     (tmp_path / f"faults/{name}").mkdir(parents=True)
-    (tmp_path / "faulty.o").rename(tmp_path / f"faults/{name}/object.o")
+    (tmp_path / "faulty.o").rename(tmp_path / f"faults/{name}/object0.o")
+    shutil.copy(tmp_path / "more.o", tmp_path / f"faults/{name}/object1.o")
     assert build.link_package(name) is changed
-    assert ctypes.CDLL(str(build.package(name) / "rooftile/_C.abi3.so")).asked() == value
+    assert ctypes.CDLL(str(build.package(name) / "rooftile/_C.abi3.so")).asked() == value + 10
     assert ("is the same with the fault" in capsys.readouterr().out) is not changed
 
 

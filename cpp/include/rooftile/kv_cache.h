@@ -121,7 +121,9 @@ void kv_copy_pages(const Context&, const KvCacheView&, TensorView src, TensorVie
 
 // K and V of row `row` as the query at position `at` sees them, fp32 [min(at + 1, length), kv_heads, head_dim] each:
 // codes for the groups that were full before `at`, raw values for its own group. at = length: the token to come.
-void kv_dequantize(const Context&, const KvCacheView&, int row, std::int64_t at, TensorView out_k, TensorView out_v);
+// op: what error messages begin with.
+void kv_dequantize(const Context&, const KvCacheView&, int row, std::int64_t at, TensorView out_k, TensorView out_v,
+                   const char* op = "dequantize");
 
 // The stored codes in logical order, int8 [tokens, kv_heads, head_dim] (tokens: whole groups for kivi formats). fp8:
 // uint8, the bits of an E4M3 number.

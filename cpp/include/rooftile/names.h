@@ -12,4 +12,7 @@ namespace rooftile {
 // Similarity is the longest common subsequence, which must cover at least half of both names.
 std::string did_you_mean(std::string_view given, std::span<const std::string> known);
 
+// The text in quotes; of one longer than any name or plan the beginning and its length.
+std::string quoted(std::string_view text);
+
 }  // namespace rooftile

@@ -119,11 +119,9 @@ struct CodeQueries {
     for (int ks = 0; ks < D / 16; ++ks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // 4 bits: word ks / 2 holds pairs (r, r + 4), and an MMA takes two even or two odd ones. 8 bits: word ks holds
-        // neighbours.
+        // 4 bits: the k-tiles of a word take its even and its odd pairs. 8 bits: word ks holds neighbours.
         const int at = ks / 2 * 4 + half;
-        q[ks].r[half] =
-            code_bits(F) == 4 ? __byte_perm(x[at], x[at + 2], ks % 2 == 0 ? 0x5410 : 0x7632) : x[2 * ks + half];
+        q[ks].r[half] = code_bits(F) == 4 ? tile::uint4_pair(x[at], x[at + 2], 2 * half + ks % 2) : x[2 * ks + half];
       }
 #pragma unroll
     for (int j = 0; j < 2; ++j) q_scale[j] = __shfl_sync(0xffffffffu, own_scale, (lane % 4 * 2 + j) * 4);
@@ -161,18 +159,23 @@ __device__ __forceinline__ void load_words(std::uint32_t (&to)[N], const unsigne
   }
 }
 
+// A operands of 32 tokens from word w of each, a: (k-tile, m-tile of 16 tokens).
+template <KvFormat F, int W>
+__device__ __forceinline__ void dequant_word(tile::FragmentA (&a)[KvTraits<F>::word_k_tiles][2],
+                                             const std::uint32_t (&row)[4][W], int w) {
+  KvTraits<F>::dequant_k({row[0][w], row[1][w], row[2][w], row[3][w]}, a);
+}
+
 // Adds the products of word w of 32 tokens in 8-bit codes with the query fragments b, one an n-tile.
 template <KvFormat F, int W, int N>
 __device__ __forceinline__ void qk_word(float (&s)[N][2][4], const std::uint32_t (&row)[4][W], int w,
                                         const tile::FragmentB (&b)[N]) {
+  tile::FragmentA a[1][2];
+  dequant_word<F>(a, row, w);
 #pragma unroll
-  for (int mt = 0; mt < 2; ++mt) {
-    tile::FragmentA a;
-    KvTraits<F>::decode(row[2 * mt][w], a.r[0], a.r[2]);
-    KvTraits<F>::decode(row[2 * mt + 1][w], a.r[1], a.r[3]);
+  for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
-    for (int n = 0; n < N; ++n) tile::mma<tile::half>(s[n][mt], a, b[n]);
-  }
+    for (int n = 0; n < N; ++n) tile::mma<tile::half>(s[n][mt], a[0][mt], b[n]);
 }
 
 // Adds scores of 32 tokens in 8-bit codes, in units of code_unit: W words of every token and lane, from `from` on,
@@ -202,24 +205,24 @@ __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], s
   if constexpr (has_min(F)) minima = tile::load_vec_at<uint4>(x.k_min() + channel);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    const std::uint32_t selector = r % 2 ? 0x7632 : 0x5410;
-    scale[r] = group.f16(__byte_perm(word(scales, r / 2), word(scales, 2 + r / 2), selector));
+    const auto pair = [r](const uint4& x) { return tile::uint4_pair(word(x, r / 2), word(x, 2 + r / 2), r); };
+    scale[r] = group.f16(pair(scales));
     if constexpr (has_min(F))
       zero_value[r] = tile::fma_f16x2(scale[r], 0x48004800u,  // (8, 8) in fp16: zero value = min + 8 * scale
-                                      group.f16(__byte_perm(word(minima, r / 2), word(minima, 2 + r / 2), selector)));
+                                      group.f16(pair(minima)));
   }
 }
 
 // Scores of 32 tokens and N n-tiles of 8 packed rows. factor: per packed row, what a score in units of q_scale is
 // multiplied by. This overload takes all codes but those of 8 bits with scales per channel.
 template <class T, KvFormat F, int D, int N>
-  requires(KvTraits<F>::nibbles || !KvTraits<F>::channel_scales)
+  requires(code_bits(F) == 4 || !KvTraits<F>::channel_scales)
 __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
                                          const float (&factor)[N][2], int lane) {
   using Kind = KvTraits<F>;
   const int g = lane / 4, t = lane % 4;
-  // 4-bit codes: even pairs count in code_unit, odd ones in odd_code_unit: each has its own sums. 8 bits: `even` has
-  // all.
+  // 4-bit codes: the first k-tile of a word counts in code_unit, the second in odd_code_unit: each has its own sums. 8
+  // bits: `even` has all.
   float even[N][2][4] = {}, odd[N][2][4] = {};  // (n-tile, m-tile of 16 tokens, 4)
   if constexpr (Kind::has_zero_point && !is_kivi(F)) {
 #pragma unroll
@@ -229,7 +232,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 #pragma unroll
         for (int i = 0; i < 4; ++i) tile[i] = -q[n].zp_correction[i & 1];
   }
-  if constexpr (!Kind::nibbles) {
+  if constexpr (code_bits(F) == 8) {
 #pragma unroll
     for (int chunk = 0; chunk < D / 64; ++chunk)  // 64 channels: 16 bytes per lane and row
       qk_bytes<F, 4>(even,
@@ -267,13 +270,12 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
         [[maybe_unused]] const int channel = t * (D / 4) + 8 * w;
         [[maybe_unused]] std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
         if constexpr (Kind::channel_scales) load_channel_scales(scale, zero_value, x, group, channel);
-        std::uint32_t code[4][4];  // (block of 8 tokens, pair)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) Kind::decode(row[i][v], code[i]);
+        tile::FragmentA a[2][2];  // (k-tile, m-tile of 16 tokens)
+        dequant_word<F>(a, row, v);
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {  // pairs h and h + 2
+          for (int h = 0; h < 2; ++h) {  // k-tiles
             tile::FragmentB b = q[n].q[2 * w + h];
             if constexpr (has_min(F) && chains == 2)
               tile::mma<tile::half>(zero_term[n][h], {{zero_value[0], zero_value[1], zero_value[2], zero_value[3]}}, b);
@@ -287,10 +289,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
                                     {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b);
             }
 #pragma unroll
-            for (int mt = 0; mt < 2; ++mt)
-              tile::mma<tile::half>(
-                  h == 0 ? even[n][mt] : odd[n][mt],
-                  {{code[2 * mt][h], code[2 * mt + 1][h], code[2 * mt][h + 2], code[2 * mt + 1][h + 2]}}, b);
+            for (int mt = 0; mt < 2; ++mt) tile::mma<tile::half>(h == 0 ? even[n][mt] : odd[n][mt], a[h][mt], b);
           }
       });
     });
@@ -324,7 +323,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
         const float scale = stored_scale<T>(x.k_token_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::code_unit);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float sum = Kind::nibbles
+          const float sum = code_bits(F) == 4
                                 ? __fmaf_rn(odd[n][mt][i], Kind::code_unit / Kind::odd_code_unit, even[n][mt][i])
                                 : even[n][mt][i];
           s[n][mt][i] = sum * (scale * factor[n][i & 1]);
@@ -363,7 +362,7 @@ __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&z
 
 // The same scores from 8-bit codes with scales per channel.
 template <class T, KvFormat F, int D, int N>
-  requires(!KvTraits<F>::nibbles && KvTraits<F>::channel_scales)
+  requires(code_bits(F) == 8 && KvTraits<F>::channel_scales)
 __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
                                          const float (&factor)[N][2], int lane) {
   const int g = lane / 4, t = lane % 4;

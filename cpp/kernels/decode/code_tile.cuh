@@ -137,7 +137,7 @@ struct CodeTile {
 #pragma unroll
       for (int i = 0; i < tile_bytes / bytes_per_copy; ++i)
         tile::cp_async_16(v + (i * Threads + thread) * 16, pages[0] + page_offset * row_bytes + i * bytes_per_copy);
-    } else if constexpr (KvTraits<F>::nibbles) {  // half of every lane's vector is in each page
+    } else if constexpr (code_bits(F) == 4) {  // half of every lane's vector is in each page
 #pragma unroll
       for (int i = 0; i < D / Threads; ++i)
 #pragma unroll

@@ -26,41 +26,24 @@ template <KvFormat F, int D, int C, int N>
 __device__ __forceinline__ void pv_codes(float (*o)[4], const tile::FragmentB (&weights)[2][N], const CodeTile<F, D>& x,
                                          int block32, int lane) {
   using Kind = KvTraits<F>;
-  // Fragment blocks of 512 bytes, 16 bytes a lane in lane order. 8-bit codes: 16 tokens x 32 channels; 4-bit: 32 x 32.
-  const auto block = [&](int i) { return tile::load_vec_at<uint4>(x.v + (block32 * 32 + lane + i * 32) * 16); };
-  if constexpr (!Kind::nibbles) {
+  constexpr int k_tiles = Kind::v_k_tiles;
 #pragma unroll
-    for (int mt = 0; mt < 2; ++mt)
-#pragma unroll
-      for (int dt = 0; dt < C / 2; ++dt) {
-        const uint4 vec = block(mt * (D / 32) + dt);
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {  // word j: channel 8 j + g; bytes: tokens 2t, 2t + 1, 2t + 8, 2t + 9
-          tile::FragmentA a;
-          Kind::decode(word(vec, j), a.r[0], a.r[2]);
-          Kind::decode(word(vec, j + 1), a.r[1], a.r[3]);
-#pragma unroll
-          for (int n = 0; n < N; ++n) tile::mma<tile::half>(o[n * C + 2 * dt + j / 2], a, weights[mt][n]);
-        }
-      }
-  } else {
+  for (int first = 0; first < 2; first += k_tiles)
 #pragma unroll
     for (int dt = 0; dt < C / 2; ++dt) {
-      const uint4 vec = block(dt);
+      // a fragment block: 16 k_tiles tokens x 32 channels in 512 bytes, 16 bytes a lane in lane order
+      std::uint32_t codes[4];
+      load_words(codes, x.v + ((block32 + first / k_tiles * (D / 32) + dt) * 32 + lane) * 16);
+      tile::FragmentA a[k_tiles][2];  // (k-tile of 16 tokens, m-tile of 16 channels)
+      Kind::dequant_v(codes, a);
 #pragma unroll
-      for (int mt = 0; mt < 2; ++mt) {  // word w: tokens 8 w + 2t and 8 w + 2t + 1; pair r: channel 8 r + g
-        std::uint32_t even[4], odd[4];  // (pair): of the even and the odd word
-        Kind::decode(word(vec, 2 * mt), even);
-        Kind::decode(word(vec, 2 * mt + 1), odd);
+      for (int kt = 0; kt < k_tiles; ++kt)
 #pragma unroll
-        for (int r = 0; r < 4; r += 2)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
           for (int n = 0; n < N; ++n)
-            tile::mma<tile::half>(o[n * C + 2 * dt + r / 2], {{even[r], even[r + 1], odd[r], odd[r + 1]}},
-                                  weights[mt][n]);
-      }
+            tile::mma<tile::half>(o[n * C + 2 * dt + half], a[kt][half], weights[first + kt][n]);
     }
-  }
 }
 
 }  // namespace rooftile::gpu

@@ -7,24 +7,26 @@
 
 #include "core/kv_layout.h"
 #include "tile/dequant.cuh"
+#include "tile/mma.cuh"
 
 namespace rooftile::gpu {
 
-// How a format's codes become operands: fp16, code * code_unit. 4-bit codes are nibbles: even and odd ones are decoded
-// separately, and the odd ones have another unit. Codes with a zero point are unsigned as operands, so every product is
+// How a format's codes become operands: fp16, code * code_unit. A word of 4-bit codes makes two k-tiles: of its even
+// codes, and of its odd ones, which have another unit. Codes with a zero point are unsigned as operands, so every product is
 // too large by zero_point * (the other operand); the zero-point correction subtracts that from the sums.
 template <KvFormat F>
 struct KvTraits {
   static constexpr int bits = code_bits(F);
-  static constexpr bool codes = !is_element_format(F), nibbles = bits == 4, has_zero_point = codes && !is_e4m3(F);
+  static constexpr bool codes = !is_element_format(F), has_zero_point = codes && !is_e4m3(F);
+  static constexpr int word_k_tiles = bits == 4 ? 2 : 1;  // of a word of K's codes
   // Scales of K: of a channel and kv_group tokens, or of a token. Those of V are of a token. affine: with minima.
   static constexpr bool channel_scales = is_kivi(F), affine = has_min(F);
   static constexpr float code_unit = is_e4m3(F) ? tile::e4m3_unit : tile::code_unit,
-                         odd_code_unit = nibbles ? tile::odd_code_unit : code_unit;
-  static constexpr float zero_point = nibbles ? 8 : 128;                                           // in codes
-  static constexpr std::uint32_t zero_point_pair = nibbles ? tile::pair_of_8 : tile::pair_of_128;  // as operands
-  static constexpr std::uint32_t minus_zero_point_pair = nibbles ? 0xc800c800u : 0xd800d800u;      // as fp16 numbers
-  static constexpr std::uint32_t flip = nibbles && !affine ? 0x88888888u : 0;  // two's complement -> unsigned
+                         odd_code_unit = bits == 4 ? tile::odd_code_unit : code_unit;
+  static constexpr float zero_point = bits == 4 ? 8 : 128;                                           // in codes
+  static constexpr std::uint32_t zero_point_pair = bits == 4 ? tile::pair_of_8 : tile::pair_of_128;  // as operands
+  static constexpr std::uint32_t minus_zero_point_pair = bits == 4 ? 0xc800c800u : 0xd800d800u;      // as fp16 numbers
+  static constexpr std::uint32_t flip = bits == 4 && !affine ? 0x88888888u : 0;  // two's complement -> unsigned
 
   // K codes of 32 tokens: (token, channel) -> code. Rows are padded to 32 channels.
   template <int D>
@@ -36,15 +38,51 @@ struct KvTraits {
   using V4 =
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_4, cute::_4>, cute::Shape<cute::_8, cute::_4>>,
                    cute::Stride<cute::Stride<cute::_4, cute::_32, cute::_8>, cute::Stride<cute::_128, cute::_1>>>;
-  using LayoutV = std::conditional_t<nibbles, V4, V8>;
+  using LayoutV = std::conditional_t<bits == 4, V4, V8>;
 
-  // Decodes a word: four 8-bit codes into two pairs, eight 4-bit codes into four.
-  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
+  // K: the A operands of 32 tokens from a word of codes of four tokens a lane, rCodes (block of 8 tokens).
+  // rA: (k-tile, m-tile of 16 tokens). 8 bits: a word holds channels of one k-tile; 4 bits: pairs 0 and 2 are of the
+  // first k-tile, pairs 1 and 3 of the second.
+  __device__ __forceinline__ static void dequant_k(const std::uint32_t (&rCodes)[4],
+                                                   tile::FragmentA (&rA)[word_k_tiles][2]) {
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      const int mt = block / 2, row = block % 2;  // a register of A: row + 2 * (which half of k)
+      if constexpr (bits == 4) {
+        std::uint32_t pair[4];
+        tile::decode_uint4(rCodes[block] ^ flip, pair);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) rA[r % 2][mt].r[row + r / 2 * 2] = pair[r];
+      } else {
+        decode_bytes(rCodes[block], rA[0][mt].r[row], rA[0][mt].r[row + 2]);
+      }
+    }
+  }
+  // V: the A operands of V^T from a lane's 16 bytes of a fragment block. rA: (k-tile of 16 tokens, m-tile of 16
+  // channels). 8 bits: a word holds tokens of one k-tile of a channel; 4 bits: two tokens of four channels.
+  static constexpr int v_k_tiles = bits == 4 ? 2 : 1;  // of a fragment block
+  __device__ __forceinline__ static void dequant_v(const std::uint32_t (&rCodes)[4],
+                                                   tile::FragmentA (&rA)[v_k_tiles][2]) {
+    if constexpr (bits == 4) {
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        std::uint32_t pair[4];
+        tile::decode_uint4(rCodes[word] ^ flip, pair);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) rA[word / 2][r / 2].r[r % 2 + word % 2 * 2] = pair[r];
+      }
+    } else {
+#pragma unroll
+      for (int word = 0; word < 4; ++word)
+        decode_bytes(rCodes[word], rA[0][word / 2].r[word % 2], rA[0][word / 2].r[word % 2 + 2]);
+    }
+  }
+
+ private:
+  // Four 8-bit codes -> two pairs.
+  __device__ __forceinline__ static void decode_bytes(std::uint32_t word, std::uint32_t& low, std::uint32_t& high) {
     if constexpr (is_e4m3(F)) tile::decode_e4m3(word, low, high);
     else tile::decode_int8_plus_128(word, low, high);
-  }
-  __device__ __forceinline__ static void decode(std::uint32_t word, std::uint32_t (&pair)[4]) {
-    tile::decode_uint4(word ^ flip, pair);
   }
 };
 

@@ -65,21 +65,19 @@ constexpr DecodeVariant decode_variant() {
           Kernel::load};
 }
 
-// The configs of a KV format's variants: a file in inst/ says which, and instantiates decode_variants of the format.
-template <KvFormat F>
+// The configs of a KV format's variants for queries of T: UpTo128 and Above128, two ConfigLists by head_dim, of which the
+// first begins with the smallest block_m. A file in configs/ defines them.
+template <KvFormat F, class T>
 struct DecodeConfigs;
 template <class... Configs>
 struct ConfigList {
   static constexpr DecodeVariant table[sizeof...(Configs)] = {decode_variant<Configs>()...};
 };
-template <class A, class B>
-struct JoinedConfigs;
-template <class... A, class... B>
-struct JoinedConfigs<ConfigList<A...>, ConfigList<B...>> : ConfigList<A..., B...> {};
 
-template <KvFormat F>
+template <KvFormat F, DType dtype, HeadDims dims>
 std::span<const DecodeVariant> decode_variants() {
-  return DecodeConfigs<F>::table;
+  using Configs = DecodeConfigs<F, tile::ElementOf<dtype>>;
+  return std::conditional_t<dims == HeadDims::up_to_128, typename Configs::UpTo128, typename Configs::Above128>::table;
 }
 
 }  // namespace rooftile::gpu

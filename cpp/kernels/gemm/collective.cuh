@@ -22,12 +22,17 @@
 
 // Makes CUTLASS's producer warps wait for the previous kernel (PDL), so this kernel may start while that one runs.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
-// wgmma m64n224k16, which CuTe declares on demand.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#include <cute/tensor.hpp>
+// What CUTLASS's collective_builder.hpp and gemm_universal.hpp include for Hopper: with the rest, for other GPUs, a file
+// takes the compiler a third longer.
+#include <cutlass/gemm/collective/collective_mma_decl.hpp>
+#include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
-#include <cutlass/epilogue/fusion/operations.hpp>
-#include <cutlass/gemm/collective/collective_builder.hpp>
-#include <cutlass/gemm/kernel/gemm_universal.hpp>
+#include <cutlass/gemm/collective/builders/sm90_gmma_builder.inl>
+#include <cutlass/gemm/kernel/gemm_universal_decl.h>
+#include <cutlass/gemm/kernel/tile_scheduler.hpp>
+#include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp>
+#include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
 
 #include <type_traits>
 
@@ -43,11 +48,10 @@ namespace rooftile::gpu {
 
 namespace fusion = cutlass::epilogue::fusion;
 
-// partial: stores fp32 sums of one split of K instead of outputs.
+// config: of linear_collective_tiles. partial: stores fp32 sums of one split of K instead of outputs.
 template <class Element, int config_, bool partial_>
 struct LinearCollective {
   using T = MmaType<Element>;
-  static constexpr int index = config_;  // of linear_collective_tiles
   static constexpr bool partial = partial_;
   static constexpr LinearTile tile = linear_collective_tiles[config_];
   using Rows = cute::Int<tile.rows>;
@@ -149,23 +153,24 @@ void launch_collective(const DeviceScope& scope, const GemmPlan&, std::int64_t, 
                Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, params, Overlap::with_previous, 2);
 }
 
-template <class Cfg>
-GemmVariant collective_row(DType dtype) {
-  return {{.path = GemmPath::collective, .dtype = dtype, .config = Cfg::index, .partial = Cfg::partial},
+// A row of the table.
+template <DType dtype, int config, bool partial>
+GemmVariant collective_variant() {
+  using Cfg = LinearCollective<tile::ElementOf<dtype>, config, partial>;
+  return {{.path = GemmPath::collective, .dtype = dtype, .config = config, .partial = partial},
           launch_collective<Cfg>,
           [](const char* op) { load_kernel(op, linear_tiles<Cfg>); }};
 }
-// The rows of the table for one element type. An inst/ file returns these for half, another one for bf16: in one file,
-// 14 kernels took the compiler 9 GB of memory.
-template <class T>
-std::span<const GemmVariant> collective_variants(DType dtype) {
-  static const GemmVariant rows[] = {
-      collective_row<LinearCollective<T, 0, false>>(dtype), collective_row<LinearCollective<T, 1, false>>(dtype),
-      collective_row<LinearCollective<T, 2, false>>(dtype), collective_row<LinearCollective<T, 3, false>>(dtype),
-      collective_row<LinearCollective<T, 4, false>>(dtype), collective_row<LinearCollective<T, 0, true>>(dtype),
-      collective_row<LinearCollective<T, 2, true>>(dtype),
-  };
-  return rows;
+template <DType dtype, int config>
+std::span<const GemmVariant> collective_variants() {
+  if constexpr (linear_may_split(linear_collective_tiles[config])) {
+    static const GemmVariant rows[] = {collective_variant<dtype, config, false>(),
+                                       collective_variant<dtype, config, true>()};
+    return rows;
+  } else {
+    static const GemmVariant rows[] = {collective_variant<dtype, config, false>()};
+    return rows;
+  }
 }
 
 }  // namespace rooftile::gpu

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/gemm/dispatch.h"
 
+#include <iterator>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
 #include "kernels/gemm/prepare.h"
 #include "kernels/gemm/split_k.h"
 #include "kernels/launch.h"
@@ -14,25 +19,45 @@ struct Table {
   DType dtype;
   std::span<const GemmVariant> (*variants)();
 };
-constexpr Table tables[] = {
-    {16, DType::f16, stream_bits16_half_variants},
-    {16, DType::bf16, stream_bits16_bf16_variants},
-    {16, DType::f16, tma_half_variants},
-    {16, DType::bf16, tma_bf16_variants},
-    {16, DType::f16, collective_half_variants},
-    {16, DType::bf16, collective_bf16_variants},
-    {16, DType::f16, multistage_half_variants},
-    {16, DType::bf16, multistage_bf16_variants},
-    {4, DType::f16, w4_half_variants},
-    {4, DType::bf16, w4_bf16_variants},
-    {8, DType::f16, w8_half_variants},
-    {8, DType::bf16, w8_bf16_variants},
-};
+
+// Calls f(std::integral_constant<int, i>) for every i below n.
+template <int n, class F>
+void for_each_below(const F& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    (f(std::integral_constant<int, i>()), ...);
+  }(std::make_integer_sequence<int, n>());
+}
+
+template <DType t>
+void add_tables(std::vector<Table>& all) {
+  for (const auto variants : {stream_bits16_variants<t>, tma_variants<t>, multistage_variants<t>})
+    all.push_back({16, t, variants});
+  for_each_below<std::size(linear_collective_tiles)>(
+      [&](auto config) { all.push_back({16, t, collective_variants<t, config()>}); });
+  const auto add_codes = [&](auto bits) {
+    for_each_below<std::size(w4_stream_configs)>(
+        [&](auto config) { all.push_back({bits, t, stream_codes_variants<t, bits(), config()>}); });
+    for_each_below<std::size(w4_wgmma_configs)>(
+        [&](auto config) { all.push_back({bits, t, wgmma_codes_variants<t, bits(), config()>}); });
+  };
+  add_codes(std::integral_constant<int, 4>());
+  add_codes(std::integral_constant<int, 8>());
+}
+
+const std::vector<Table>& tables() {
+  static const std::vector<Table> all = [] {
+    std::vector<Table> made;
+    add_tables<DType::f16>(made);
+    add_tables<DType::bf16>(made);
+    return made;
+  }();
+  return all;
+}
 
 }  // namespace
 
 const GemmVariant* find_variant(const GemmKey& key) {
-  for (const Table& table : tables) {
+  for (const Table& table : tables()) {
     if (table.bits != key.bits || table.dtype != key.dtype) continue;
     for (const GemmVariant& v : table.variants())
       if (v.key == key) return &v;
@@ -77,7 +102,7 @@ void launch_variant(const DeviceScope& scope, const GemmPlan& plan, const GemmPr
 }
 
 void load_gemm_kernels(const char* op) {
-  for (const Table& table : tables)
+  for (const Table& table : tables())
     for (const GemmVariant& v : table.variants()) v.load(op);
   load_split_k_kernels(op);
   load_prepare_kernels(op);

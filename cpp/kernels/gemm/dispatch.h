@@ -28,26 +28,26 @@ struct GemmKey {
 };
 GemmKey key_of(const GemmPlan&, const GemmProblem&);
 
-// One compiled variant. Each function below returns the variants of one 16-bit path, or of one width of codes, for one
-// element type; the files in inst/ define them.
+// One compiled variant. Each function below returns the variants of a path, or of one config of it, for one dtype of x;
+// the build compiles them in several source files that it writes (cpp/kernels/CMakeLists.txt).
 struct GemmVariant {
   GemmKey key;
   // The parameters have the type that the path's kernels take (params.h).
   void (*launch)(const DeviceScope&, const GemmPlan&, std::int64_t ctas, const GemmParams&);
   void (*load)(const char* op);
 };
-std::span<const GemmVariant> stream_bits16_half_variants();
-std::span<const GemmVariant> stream_bits16_bf16_variants();
-std::span<const GemmVariant> tma_half_variants();
-std::span<const GemmVariant> tma_bf16_variants();
-std::span<const GemmVariant> collective_half_variants();
-std::span<const GemmVariant> collective_bf16_variants();
-std::span<const GemmVariant> multistage_half_variants();
-std::span<const GemmVariant> multistage_bf16_variants();
-std::span<const GemmVariant> w4_half_variants();
-std::span<const GemmVariant> w4_bf16_variants();
-std::span<const GemmVariant> w8_half_variants();
-std::span<const GemmVariant> w8_bf16_variants();
+template <DType>
+std::span<const GemmVariant> stream_bits16_variants();
+template <DType>
+std::span<const GemmVariant> tma_variants();
+template <DType, int config>
+std::span<const GemmVariant> collective_variants();
+template <DType>
+std::span<const GemmVariant> multistage_variants();
+template <DType, int bits, int config>
+std::span<const GemmVariant> stream_codes_variants();
+template <DType, int bits, int config>
+std::span<const GemmVariant> wgmma_codes_variants();
 
 const GemmVariant* find_variant(const GemmKey&);  // null: not compiled
 

@@ -132,9 +132,9 @@ void launch_multistage(const DeviceScope& scope, const GemmPlan&, std::int64_t, 
                Kernel::kThreadCount, sizeof(typename Kernel::SharedStorage), params);
 }
 
-template <class T>
-std::span<const GemmVariant> multistage_variants(DType dtype) {
-  using Cfg = LinearMultistage<T>;
+template <DType dtype>
+std::span<const GemmVariant> multistage_variants() {
+  using Cfg = LinearMultistage<tile::ElementOf<dtype>>;
   static const GemmVariant rows[] = {{{.path = GemmPath::multistage, .dtype = dtype},
                                       launch_multistage<Cfg>,
                                       [](const char* op) { load_kernel(op, linear_multistage_tiles<Cfg>); }}};

@@ -220,10 +220,18 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
 }
 
 // A row of the table.
-template <class T, int token_tiles, bool vec>
-GemmVariant stream_bits16_variant(DType dtype) {
-  return VariantOf<Bits16Params, linear_stream<LinearConfig<T, token_tiles, vec>>>::row(
+template <DType dtype, int token_tiles, bool vec>
+GemmVariant stream_bits16_variant() {
+  using Config = LinearConfig<tile::ElementOf<dtype>, token_tiles, vec>;
+  return VariantOf<Bits16Params, linear_stream<Config>>::row(
       {.path = GemmPath::stream, .dtype = dtype, .config = token_tiles - 1, .vec = vec});
+}
+template <DType dtype>
+std::span<const GemmVariant> stream_bits16_variants() {
+  static const GemmVariant rows[] = {stream_bits16_variant<dtype, 1, true>(), stream_bits16_variant<dtype, 2, true>(),
+                                     stream_bits16_variant<dtype, 1, false>(),
+                                     stream_bits16_variant<dtype, 2, false>()};
+  return rows;
 }
 
 }  // namespace rooftile::gpu

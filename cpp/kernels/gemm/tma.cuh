@@ -152,10 +152,16 @@ __global__ void __launch_bounds__(linear_tma_threads(linear_tma_max_rows), 2)
 }
 
 // A row of the table.
-template <class T, int config>
-GemmVariant tma_variant(DType dtype) {
-  return VariantOf<TmaParams, linear_tma_tiles<LinearTma<T, config>>>::row(
+template <DType dtype, int config>
+GemmVariant tma_variant() {
+  return VariantOf<TmaParams, linear_tma_tiles<LinearTma<tile::ElementOf<dtype>, config>>>::row(
       {.path = GemmPath::tma, .dtype = dtype, .config = config});
+}
+template <DType dtype>
+std::span<const GemmVariant> tma_variants() {
+  static const GemmVariant rows[] = {tma_variant<dtype, 0>(), tma_variant<dtype, 1>(), tma_variant<dtype, 2>(),
+                                     tma_variant<dtype, 3>()};
+  return rows;
 }
 
 }  // namespace rooftile::gpu

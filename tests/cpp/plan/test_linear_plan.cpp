@@ -297,6 +297,11 @@ TEST(LinearPlan, AForcedPlanIsOneThatFits) {
     EXPECT_EQ(error((std::string("collective config=") + number).c_str()).substr(0, 28),
               "value: op: plan \"collective ");
   EXPECT_EQ(error("").substr(0, 24), "not_supported: op: plan ");
+  const std::string longest(120, 'x'), cut = '"' + longest + "...\" (100000 characters)";
+  EXPECT_EQ(error(longest.c_str()).substr(24, 129), '"' + longest + "\" is no ");
+  EXPECT_EQ(error(std::string(100000, 'x').c_str()).substr(24, cut.size()), cut);
+  EXPECT_LT(error(("collective config=" + std::string(100000, '1')).c_str()).size(), 600u);
+  EXPECT_LT(error(("collective " + std::string(100000, 'x')).c_str()).size(), 600u);
 }
 
 // The examples that the comments of plan.cpp work through.

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#pragma once
+
 #include "kernels/decode/launch.cuh"
 
 namespace rooftile::gpu {
@@ -14,12 +16,10 @@ template <class T>
 struct Int8KiviSymCtaSoftmax : CtaSoftmaxConfig<T, KvFormat::int8_kivi_sym> {};
 
 template <class T>
-using Int8KiviSymConfigs =
-    ConfigList<Int8KiviSym<T, 64, 3, 2>, Int8KiviSym<T, 96, 2, 2>, Int8KiviSym<T, 128, 2, 2>, Int8KiviSym<T, 192, 2, 2>,
-               Int8KiviSym<T, 256, 2, 2>, Int8KiviSym<T, 512, 2, 2>, Int8KiviSymCtaSoftmax<T>>;
-template <>
-struct DecodeConfigs<KvFormat::int8_kivi_sym>
-    : JoinedConfigs<Int8KiviSymConfigs<tile::half>, Int8KiviSymConfigs<tile::bf16>> {};
-template std::span<const DecodeVariant> decode_variants<KvFormat::int8_kivi_sym>();
+struct DecodeConfigs<KvFormat::int8_kivi_sym, T> {
+  using UpTo128 = ConfigList<Int8KiviSym<T, 64, 3, 2>, Int8KiviSym<T, 96, 2, 2>, Int8KiviSym<T, 128, 2, 2>,
+                             Int8KiviSymCtaSoftmax<T>>;
+  using Above128 = ConfigList<Int8KiviSym<T, 192, 2, 2>, Int8KiviSym<T, 256, 2, 2>, Int8KiviSym<T, 512, 2, 2>>;
+};
 
 }  // namespace rooftile::gpu

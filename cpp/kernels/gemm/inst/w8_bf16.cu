@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "kernels/gemm/codes_variants.cuh"
-
-namespace rooftile::gpu {
-
-std::span<const GemmVariant> w8_bf16_variants() { return codes_variants<tile::bf16, 8>(DType::bf16); }
-
-}  // namespace rooftile::gpu
