@@ -86,6 +86,7 @@ enum class Gate { silu, gelu_tanh, gelu_erf };
 struct NormArgs {
   TensorView x, residual, weight, bias, y, res;  // residual, weight, bias, res may be absent
   float eps = 0;
+  float weight_offset = 0;  // rms_norm: added to the weight
   bool subtract_mean = false;
 };
 

@@ -20,6 +20,9 @@ KernelName run_norm(const char* op, const Context& ctx, const NormArgs& a) {
     if (t->given())
       Arg(op, argument, *t).shape({hidden}, "[hidden]").dtype({a.x.dtype, DType::f32}).device(a.x.device, "x");
   ROOFTILE_CHECK(a.eps >= 0 && std::isfinite(a.eps), op, ": eps must be finite and at least 0, got ", a.eps);
+  ROOFTILE_CHECK(std::isfinite(a.weight_offset), op, ": weight_offset must be finite, got ", a.weight_offset);
+  ROOFTILE_CHECK(a.weight.given() || a.weight_offset == 0, op, ": weight_offset needs a weight, got none and ",
+                 a.weight_offset);
   const auto check_output = [&](const char* argument, const TensorView& t) {
     Arg(op, argument, t).given().shape_of(a.x, "x").dtype({a.x.dtype}).device(a.x.device, "x").writable();
     for (const auto& [name, in] : {std::pair{"x", &a.x}, {"residual", &a.residual}})
@@ -42,15 +45,21 @@ KernelName run_norm(const char* op, const Context& ctx, const NormArgs& a) {
 
 }  // namespace
 
-KernelName rms_norm(const Context& ctx, TensorView x, TensorView weight, float eps, TensorView y) {
-  return run_norm("rms_norm", ctx, {.x = x, .weight = weight, .y = y, .eps = eps});
+KernelName rms_norm(const Context& ctx, TensorView x, TensorView weight, float eps, TensorView y, float weight_offset) {
+  return run_norm("rms_norm", ctx, {.x = x, .weight = weight, .y = y, .eps = eps, .weight_offset = weight_offset});
 }
 
 KernelName add_rms_norm(const Context& ctx, TensorView x, TensorView residual, TensorView weight, float eps,
-                        TensorView y, TensorView res) {
+                        TensorView y, TensorView res, float weight_offset) {
   check::Arg("add_rms_norm", "residual", residual).given();
   return run_norm("add_rms_norm", ctx,
-                  {.x = x, .residual = residual, .weight = weight, .y = y, .res = res, .eps = eps});
+                  {.x = x,
+                   .residual = residual,
+                   .weight = weight,
+                   .y = y,
+                   .res = res,
+                   .eps = eps,
+                   .weight_offset = weight_offset});
 }
 
 KernelName layer_norm(const Context& ctx, TensorView x, TensorView weight, TensorView bias, float eps, TensorView y) {

@@ -16,39 +16,42 @@ from rooftile.kv_cache import Cache, ints
 from rooftile.kv_pages import Pages, stored_to
 
 
-def rms_norm(x, weight=None, eps=1e-6, *, out=None, stream=None, plan=None):
+def rms_norm(x, weight=None, eps=1e-6, *, weight_offset=0.0, out=None, stream=None, plan=None):
     """x * rsqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-    x: [..., hidden]. weight: [hidden], x's dtype or float32, or None.
+    x: [..., hidden]. weight: [hidden], x's dtype or float32, or None. weight_offset: added to the weight in float32;
+    Gemma's weights are stored less 1.
     Returns [..., hidden] in x's dtype, written to `out` when given.
     """
     if stream is not None and needs_torch_stream(stream, x):
         return on_stream(rms_norm, x, locals())
     if compiling():
-        return torch_op("rms_norm", (x, weight, eps), (out,), stream, plan)
+        return torch_op("rms_norm", (x, weight, eps, weight_offset), (out,), stream, plan)
     if out is None:
         out = empty("rms_norm", "out", x)
-    ran(_C.rms_norm(x, weight, eps, out, stream, plan))
+    ran(_C.rms_norm(x, weight, eps, weight_offset, out, stream, plan))
     return out
 
 
-def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out=None, residual_out=None, stream=None, plan=None):
+def add_rms_norm(
+    x, residual, weight=None, eps=1e-6, *, weight_offset=0.0, out=None, residual_out=None, stream=None, plan=None
+):
     """rms_norm of x + residual, and the sum itself: the next block's residual.
 
     x, residual: [..., hidden] of one dtype; the sum is rounded to it first and the norm is of the rounded sum.
-    weight: [hidden], x's dtype or float32, or None.
+    weight: [hidden], x's dtype or float32, or None; weight_offset is added to it in float32.
     Returns (y, x + residual), both [..., hidden] in x's dtype, written to `out` and `residual_out` when given
     (`residual_out` may be `residual`, `out` may be `x`).
     """
     if stream is not None and needs_torch_stream(stream, x):
         return on_stream(add_rms_norm, x, locals())
     if compiling():
-        return torch_op("add_rms_norm", (x, residual, weight, eps), (out, residual_out), stream, plan)
+        return torch_op("add_rms_norm", (x, residual, weight, eps, weight_offset), (out, residual_out), stream, plan)
     if out is None:
         out = empty("add_rms_norm", "out", x)
     if residual_out is None:
         residual_out = empty("add_rms_norm", "residual_out", x)
-    ran(_C.add_rms_norm(x, residual, weight, eps, out, residual_out, stream, plan))
+    ran(_C.add_rms_norm(x, residual, weight, eps, weight_offset, out, residual_out, stream, plan))
     return out, residual_out
 
 
@@ -203,9 +206,9 @@ def _rope_append(q, k, v, cos, sin, positions, *inputs, plan=None):
     return rope_append(q, k, v, cos, sin, positions, cache, rows=rows, counts=counts, plan=plan)
 
 
-OPS["rms_norm"] = Op("Tensor x, Tensor? weight, float eps", ("out",), rms_norm, like_first())
+OPS["rms_norm"] = Op("Tensor x, Tensor? weight, float eps, float weight_offset=0.0", ("out",), rms_norm, like_first())
 OPS["add_rms_norm"] = Op(
-    "Tensor x, Tensor residual, Tensor? weight, float eps", ("out", "residual_out"), add_rms_norm, like_first(2)
+    "Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0", ("out", "residual_out"), add_rms_norm, like_first(2)
 )
 OPS["layer_norm"] = Op("Tensor x, Tensor? weight, Tensor? bias, float eps", ("out",), layer_norm, like_first())
 OPS["add_layer_norm"] = Op(

@@ -33,28 +33,31 @@ Gelu gelu_form(Args& args, handle h) {
 void bind_fused(nb::module_& m) {
   m.def(
       "rms_norm",
-      [](handle x, handle weight, handle eps, handle out, handle stream, handle plan) {
+      [](handle x, handle weight, handle eps, handle weight_offset, handle out, handle stream, handle plan) {
         Args args("rms_norm");
         const TensorView tx = args.in(x, "x"), tw = args.optional(weight, "weight"), ty = args.out(out, "out");
-        const float e = static_cast<float>(args.number(eps, "eps"));
+        const float e = static_cast<float>(args.number(eps, "eps")),
+                    offset = static_cast<float>(args.number(weight_offset, "weight_offset"));
         const Context ctx = args.context(tx, stream, plan);
-        return run([&] { return rms_norm(ctx, tx, tw, e, ty); });
+        return run([&] { return rms_norm(ctx, tx, tw, e, ty, offset); });
       },
-      "x"_a.none(), "weight"_a.none(), "eps"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
+      "x"_a.none(), "weight"_a.none(), "eps"_a.none(), "weight_offset"_a.none(), "out"_a.none(), "stream"_a.none(),
+      "plan"_a.none());
 
   m.def(
       "add_rms_norm",
-      [](handle x, handle residual, handle weight, handle eps, handle out, handle residual_out, handle stream,
-         handle plan) {
+      [](handle x, handle residual, handle weight, handle eps, handle weight_offset, handle out, handle residual_out,
+         handle stream, handle plan) {
         Args args("add_rms_norm");
         const TensorView tx = args.in(x, "x"), tr = args.in(residual, "residual"), tw = args.optional(weight, "weight");
         const TensorView ty = args.out(out, "out"), ts = args.out(residual_out, "residual_out");
-        const float e = static_cast<float>(args.number(eps, "eps"));
+        const float e = static_cast<float>(args.number(eps, "eps")),
+                    offset = static_cast<float>(args.number(weight_offset, "weight_offset"));
         const Context ctx = args.context(tx, stream, plan);
-        return run([&] { return add_rms_norm(ctx, tx, tr, tw, e, ty, ts); });
+        return run([&] { return add_rms_norm(ctx, tx, tr, tw, e, ty, ts, offset); });
       },
-      "x"_a.none(), "residual"_a.none(), "weight"_a.none(), "eps"_a.none(), "out"_a.none(), "residual_out"_a.none(),
-      "stream"_a.none(), "plan"_a.none());
+      "x"_a.none(), "residual"_a.none(), "weight"_a.none(), "eps"_a.none(), "weight_offset"_a.none(), "out"_a.none(),
+      "residual_out"_a.none(), "stream"_a.none(), "plan"_a.none());
 
   m.def(
       "layer_norm",

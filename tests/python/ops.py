@@ -189,6 +189,8 @@ def _norm(*lead, bias=False, adds=False):
         kwargs = {"x": m.input(*lead, HIDDEN), "weight": m.input(HIDDEN, mean=1.0), "eps": 1e-5}
         if bias:
             kwargs["bias"] = m.input(HIDDEN)
+        else:
+            kwargs["weight_offset"] = 0.0
         if adds:
             kwargs |= {"residual": m.input(*lead, HIDDEN), "residual_out": m.output(*lead, HIDDEN)}
         return kwargs | {"out": m.output(*lead, HIDDEN)}
@@ -200,6 +202,8 @@ def _norm_op(function, bias=False, adds=False):
     arguments = {"x": ROWS, "weight": WEIGHT, "eps": EPS, "out": OUT, **CONTEXT}
     if bias:
         arguments["bias"] = WEIGHT
+    else:
+        arguments["weight_offset"] = Scalar(bad=(float("nan"), float("inf"), 1e300))
     if adds:
         arguments |= {"residual": Tensor(expandable=(0, 1), rows=0), "residual_out": OUT}
 

@@ -14,6 +14,7 @@ import warnings
 import cases
 import pytest
 import rooftile as rt
+import step_models
 import torch
 import torch.nn.utils.prune
 import transformers
@@ -31,7 +32,7 @@ SIZES = {
 
 def make(family="Llama", dtype=torch.float32, **options):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    config = step_models.config_of(family, **SIZES | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
     for parameter in model.parameters():  # larger than their initial values, so that layers matter
         parameter.data.normal_(0, 0.08 if parameter.ndim == 2 else 0.3).add_(0 if parameter.ndim == 2 else 1)

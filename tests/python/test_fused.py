@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small ops against the float64 oracle: values to 1 ulp, strides, in-place outputs, edges of the number formats."""
 
+import functools
 import math
 
 import cases
@@ -73,6 +74,24 @@ def test_norms(hidden, dtype, device, plan):
     biased = np.maximum(np.abs(b), near(total, device) * np.abs(w))
     assert_right(y, oracle.layer_norm, total, w, b, terms=biased)
     assert (to_numpy64(s) == total).all()
+
+
+@pytest.mark.parametrize("hidden", [1, 33, 640, 4096, 20000])
+def test_an_offset_of_the_weight(hidden, dtype, device, plan):
+    x, tx = data(device, (3, hidden), dtype, "x", hidden)
+    r, tr = data(device, (3, hidden), dtype, "r", hidden)
+    total = oracle.round_to(x + r, dtype)
+    for kind in {dtype, "float32"}:
+        w, tw = data(device, (hidden,), kind, "w", hidden, spread=0.1)
+        assert_right(rt.rms_norm(tx, tw, weight_offset=1.0, plan=plan), oracle.rms_norm, x, w + 1)
+        y, s = rt.add_rms_norm(tx, tr, tw, weight_offset=-0.5, plan=plan)
+        assert_right(y, oracle.rms_norm, total, w - 0.5)
+        assert (to_numpy64(s) == total).all()
+    for norm in (rt.rms_norm, functools.partial(rt.add_rms_norm, residual=tr)):
+        with pytest.raises(rt.ArgumentError, match="rms_norm: weight_offset needs a weight, got none and 1"):
+            norm(tx, weight_offset=1.0, plan=plan)
+        with pytest.raises(rt.ArgumentError, match="rms_norm: weight_offset must be finite, got nan"):
+            norm(tx, weight=tw, weight_offset=math.nan, plan=plan)
 
 
 def test_norms_of_any_multiple_of_a_vector(device):

@@ -39,7 +39,7 @@ def add_rms_norm(device):
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
     return (
         lambda: rt.add_rms_norm(x, residual, weight),
-        lambda: _C.add_rms_norm(x, residual, weight, 1e-6, out, residual_out, None, None),
+        lambda: _C.add_rms_norm(x, residual, weight, 1e-6, 0.0, out, residual_out, None, None),
     )
 
 

@@ -14,6 +14,7 @@ import rooftile as rt
 import torch
 from rooftile.integrations._models import CACHE
 from rooftile.integrations.step_graph import StepGraph
+from rooftile.integrations.step_program import FAMILIES
 from rooftile.integrations.transformers import RooftileCache
 from test_step_loop import make, prompt
 
@@ -53,7 +54,7 @@ def new_cache(model, format="int8", **options):
     return RooftileCache(model.config, format=format, **options)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("weights", [None, "w4a16", "w8a16"])
 @pytest.mark.parametrize("format", ["fp16", "int4-kivi"])
 def test_logits_are_as_near_to_float32_as_those_of_transformers(family, weights, format, captures):

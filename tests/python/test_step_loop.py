@@ -9,6 +9,7 @@ import copy
 import cases
 import pytest
 import rooftile as rt
+import step_models
 import torch
 import transformers
 from rooftile.integrations import step_loop
@@ -27,7 +28,7 @@ devices = pytest.mark.parametrize("device", cases.devices())
 
 def make(device, family="Llama", kv_cache="int8", weights=None, dtype=None, **options):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    config = step_models.config_of(family, **SIZES | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype or DTYPE[device]).eval()
     for parameter in model.parameters():  # larger than their initial values, so that layers matter
         parameter.data.normal_(0, 0.08 if parameter.ndim == 2 else 0.3).add_(0 if parameter.ndim == 2 else 1)

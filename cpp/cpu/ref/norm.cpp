@@ -25,7 +25,7 @@ void norm(const Parallel& parallel, const NormArgs& a) {
     const double scale = 1.0 / std::sqrt(square / static_cast<double>(hidden) + a.eps);
     for (std::int64_t i = 0; i < hidden; ++i) {
       double y = (value(i) - mean) * scale;
-      if (a.weight.given()) y *= read(a.weight, i * a.weight.stride[0]);
+      if (a.weight.given()) y *= static_cast<double>(read(a.weight, i * a.weight.stride[0])) + a.weight_offset;
       if (a.bias.given()) y += read(a.bias, i * a.bias.stride[0]);
       write(a.y, at(a.y, i), static_cast<float>(y));
     }

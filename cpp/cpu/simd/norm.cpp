@@ -14,13 +14,16 @@
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-// weight or bias as contiguous fp32; null if absent.
+// weight or bias as contiguous fp32, with `offset` added; null if absent.
 class Parameter {
  public:
-  explicit Parameter(const TensorView& t) {
+  explicit Parameter(const TensorView& t, float offset = 0) {
     if (!t.given()) return;
     copy_ = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(t.shape[0]));
     data_ = as_floats(t, 0, t.shape[0], t.stride[0], copy_.get());
+    if (offset == 0) return;
+    for (std::int64_t i = 0; i < t.shape[0]; ++i) copy_[static_cast<std::size_t>(i)] = data_[i] + offset;
+    data_ = copy_.get();
   }
   const float* data() const { return data_; }
 
@@ -64,7 +67,7 @@ void norm_rows(const Parallel& parallel, const NormArgs& a) {
   const int threads = parallel.threads();
   const RowScratch<T> x_scratch(a.x, threads), y_scratch(a.y, threads), add_scratch(a.residual, threads),
       res_scratch(a.res, threads);
-  const Parameter weight(a.weight), bias(a.bias);
+  const Parameter weight(a.weight, a.weight_offset), bias(a.bias);
   const std::int64_t n = a.x.last();
   for_rows(parallel, a.x.rows(), n, [&](std::int64_t row, int thread) {
     const T* x = x_scratch.read(a.x, row, thread);

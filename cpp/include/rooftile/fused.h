@@ -9,11 +9,12 @@
 
 namespace rooftile {
 
-// y = x * rsqrt(mean(x^2) + eps) * weight over the last dimension. x, y [..., H]; weight [H], may be absent.
-KernelName rms_norm(const Context&, TensorView x, TensorView weight, float eps, TensorView y);
+// y = x * rsqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension. x, y [..., H]; weight [H], may be
+// absent where the offset is 0.
+KernelName rms_norm(const Context&, TensorView x, TensorView weight, float eps, TensorView y, float weight_offset = 0);
 // res = x + residual rounded to the dtype; y = rms_norm(res). y and res are two tensors; each may be x or residual.
 KernelName add_rms_norm(const Context&, TensorView x, TensorView residual, TensorView weight, float eps, TensorView y,
-                        TensorView res);
+                        TensorView res, float weight_offset = 0);
 // y = (x - mean) * rsqrt(var + eps) * weight + bias; weight and bias may be absent.
 KernelName layer_norm(const Context&, TensorView x, TensorView weight, TensorView bias, float eps, TensorView y);
 KernelName add_layer_norm(const Context&, TensorView x, TensorView residual, TensorView weight, TensorView bias,

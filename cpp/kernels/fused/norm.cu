@@ -3,6 +3,7 @@
 //   x, residual, y, res [rows, N] of T, any strides   weight, bias [N] of T or fp32
 //   residual, res, weight and bias are optional
 //   s = x (+ residual, rounded to T and stored to res)   y = (s - mean) * rsqrt(var + eps) * weight + bias
+// rms_norm has no mean and no bias, and adds weight_offset to the weight.
 // 1 to 32 lanes of a warp reduce a row up to N = 1024 (a CTA holds several rows); a CTA reduces a longer row. A thread
 // keeps its 16 or 32 elements packed in registers, so up to N = 16384 a row is read once; longer rows are read again,
 // from L2. All loads of a row are issued before the first value is used. With few rows (at most a CTA an SM) those of
@@ -37,7 +38,7 @@ struct NormParams {
   Table weight, bias;
   std::int64_t rows, n;
   int lanes;
-  float eps;
+  float eps, weight_offset;
 };
 
 struct Moments {
@@ -101,7 +102,10 @@ __device__ __forceinline__ uint4 normalized(const NormParams& p, uint4 s, const 
     v.at[i] *= m.scale;
   }
   if (p.weight.data) {
-    const Floats w = weight();
+    Floats w = weight();
+    if constexpr (!subtract_mean)
+#pragma unroll
+      for (int i = 0; i < vec_size; ++i) w.at[i] += p.weight_offset;
 #pragma unroll
     for (int i = 0; i < vec_size; ++i) v.at[i] = __fmul_rn(v.at[i], w.at[i]);
   }
@@ -262,7 +266,8 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
                         .rows = a.x.rows(),
                         .n = a.x.last(),
                         .lanes = plan.lanes,
-                        .eps = a.eps};
+                        .eps = a.eps,
+                        .weight_offset = a.weight_offset};
   const std::int64_t ctas = (p.rows + plan.rows() - 1) / plan.rows();
   with_element16(a.x.dtype, [&](auto e) {
     with_vector(

@@ -57,11 +57,11 @@ class Step:
         self._lengths = self.caches[0].seq_lens.clone()
         self._ids = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
         if self.device == "cpu":
-            cos, sin = self.program.rotation(self.program.embed(self._ids), self._lengths)
+            rotation = self.program.rotation(self.program.embed(self._ids), self._lengths)
             rows = torch.arange(batch, dtype=torch.int32)[:, None]
             self.program.x.copy_(self.program.embed(self._ids))
             handles = [cache._handle for cache in self.caches]
-            self.calls = self.program.calls(cos, sin, rows, handles, self.program.new_logits())
+            self.calls = self.program.calls(rotation, rows, handles, self.program.new_logits())
         else:
             self._graph = StepGraph(self.program, self.caches)
             self.calls = self._graph._calls

@@ -40,7 +40,7 @@ class StepGraph:
         else:  # a row of a table for each batch row, written before each step
             positions, first = rows, [embed]
             table = self._rotation = program.rotation(program.x, lengths)
-        self._calls = first + program.calls(*table, positions, [cache._handle for cache in self._caches], self._logits)
+        self._calls = first + program.calls(table, positions, [cache._handle for cache in self._caches], self._logits)
 
     def fits(self, program, caches):
         """Whether this is a graph of such a step: of that program, and of arrays where they are."""

@@ -37,11 +37,28 @@ class Family:
     activation: str = "act_fn"
     dropouts: tuple = ()  # of a decoder layer
     qk_norm: str | None = None  # RMS norms of q and k: "head", of each head; "row", of all heads of a token together
-    norms_behind: bool = False  # norms are applied to what attention and the MLP return, not to what they are given
+    # the norms of what attention is given and returns, then of what the MLP is given and returns
+    norms: tuple = ("input_layernorm", None, "post_attention_layernorm", None)
+    norm_offset: float = 0.0  # added to the weights of norms
+    norm_eps: str = "variance_epsilon"
     window_of_config: bool = False  # attention asks the config for its window, not itself
+    softcap: str | None = None  # of attention's logits
     multipliers: bool = False  # of the embedding, of what is added to the residual, and of the logits
+    decoder: str = "Model"
+    scaled_embedding: bool = False
+    config_activation: str = "hidden_act"
 
 
+_GEMMA = Family(norm_offset=1.0, norm_eps="eps", scaled_embedding=True)
+_GEMMA2 = dataclasses.replace(
+    _GEMMA,
+    norms=(
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    softcap="attn_logit_softcapping",
+    config_activation="hidden_activation",
+)
 FAMILIES = {
     "Llama": Family(),
     "Mistral": Family(window_of_config=True),
@@ -54,8 +71,13 @@ FAMILIES = {
         dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
         window_of_config=True,
     ),
-    "Olmo2": Family(qk_norm="row", norms_behind=True),
+    "Olmo2": Family(
+        qk_norm="row", norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    ),
     "Granite": Family(multipliers=True),
+    "Gemma": _GEMMA,
+    "Gemma2": _GEMMA2,
+    "Gemma3": dataclasses.replace(_GEMMA2, qk_norm="head", softcap=None, decoder="TextModel"),
 }
 _GATED = {"silu": "silu_mul", "swish": "silu_mul", "gelu": "gelu_mul"} | dict.fromkeys(
     ("gelu_pytorch_tanh", "gelu_new"), "gelu_tanh_mul"
@@ -124,8 +146,9 @@ class StepProgram:
         self.family, self._name, self._module = FAMILIES[name], name, inspect.getmodule(type(model))
         self._of_class(type(model))
         self._classes.append((model, type(model)))
-        decoder = self._child(model, "model", "Model")
-        embedding = self._child(decoder, "embed_tokens", torch.nn.Embedding)
+        decoder = self._child(model, "model", self.family.decoder)
+        scaled = self.family.scaled_embedding
+        embedding = self._child(decoder, "embed_tokens", "TextScaledWordEmbedding" if scaled else torch.nn.Embedding)
         if self._value(embedding, "max_norm") is not None:
             raise NotSupportedError("model: no step program with an embedding that renormalises (max_norm)")
         weight = embedding._parameters.get("weight")
@@ -137,6 +160,8 @@ class StepProgram:
             raise NotSupportedError(f"model: a step program is of float32, float16 or bfloat16, got {dtype}")
         if device.type == "cuda" and dtype == torch.float32:
             raise NotSupportedError(f"model: a step program on a GPU is of float16 or bfloat16, got {dtype}")
+        if self._value(config, "use_bidirectional_attention"):
+            raise NotSupportedError("model: no step program with attention in both directions")
         layers = self._child(decoder, "layers", torch.nn.ModuleList)
         count = self._value(config, "num_hidden_layers")
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -153,8 +178,13 @@ class StepProgram:
         self._rotary = self._child(decoder, "rotary_emb", "RotaryEmbedding")
         scales = self.family.multipliers
         self._embedding_scale = self._value(decoder, "embedding_multiplier") if scales else 1
+        if scaled:  # a tensor, which the module rounds to the weight's dtype
+            self._embedding_scale = self._tensor(embedding, "embed_scale", embedding._buffers).to(dtype)
         self._logits_scale = self._value(config, "logits_scaling") if scales else 1
-        # of every layer: calls before its cache's, (window, scale), calls behind them
+        self._logits_cap = self._value(config, "final_logit_softcapping")
+        types = self._value(self._rotary, "layer_types")  # where layers of different types have rotations of their own
+        self._rotations = [None] if types is None else list(types)
+        # of every layer: calls before its cache's, (window, scale, softcap, which rotation), calls behind them
         self._recorded = [self._layer(self._child(layers, str(i), "DecoderLayer"), config) for i in range(count)]
         self._last = [self._norm(self._child(decoder, "norm", "RMSNorm"), self.x, self._normed)]
         head = self._child(model, "lm_head", None)
@@ -260,9 +290,9 @@ class StepProgram:
             )
 
     def _norm(self, norm, x, out):
-        weight, eps = self._tensor(norm, "weight"), self._value(norm, "variance_epsilon")
+        weight, eps = self._tensor(norm, "weight"), self._value(norm, self.family.norm_eps)
         self._has_shape(norm, weight.shape, x.shape[-1])
-        return functools.partial(_C.rms_norm, x, weight, eps, out, None, None)
+        return functools.partial(_C.rms_norm, x, weight, eps, self.family.norm_offset, out, None, None)
 
     def _layer(self, layer, config):
         family, attention, mlp = (
@@ -273,9 +303,7 @@ class StepProgram:
         for name in family.dropouts:
             if self._value(self._child(layer, name, torch.nn.Dropout), "training"):
                 raise NotSupportedError(f"model: no step program, because {name} is in training mode")
-        names = ("post_attention_layernorm", "post_feedforward_layernorm")
-        names = names if family.norms_behind else ("input_layernorm", "post_attention_layernorm")
-        norms = [self._child(layer, name, "RMSNorm") for name in names]
+        norms = [name and self._child(layer, name, "RMSNorm") for name in family.norms]
         before, x = self._given(norms[0])
         parts = [part.view(self.batch, -1) for part in (self._q, self._k, self._v)]
         widths = [self._qkv.shape[1]] if len(family.qkv) == 1 else [part.shape[1] for part in parts]
@@ -288,25 +316,26 @@ class StepProgram:
         for name, heads in zip(("q_norm", "k_norm"), normed, strict=False):
             before.append(self._norm(self._child(attention, name, "RMSNorm"), heads, heads))
         scale = self._value(layer, "residual_multiplier") if family.multipliers else 1
-        behind = self._added(attention, "o_proj", self._attended.view(self.batch, -1), norms[0], scale)
-        calls, x = self._given(norms[1])
+        behind = self._added(attention, "o_proj", self._attended.view(self.batch, -1), norms[1], scale)
+        calls, x = self._given(norms[2])
         behind += calls + self._gated(mlp, config, x)
-        behind += self._added(mlp, "down_proj", self._h, norms[1], scale)
-        windowed = config if family.window_of_config else attention
-        return before, (self._value(windowed, "sliding_window"), self._value(attention, "scaling")), behind
+        behind += self._added(mlp, "down_proj", self._h, norms[3], scale)
+        window = self._value(config if family.window_of_config else attention, "sliding_window")
+        softcap = family.softcap and self._value(attention, family.softcap)
+        kind = self._value(attention, "layer_type") if len(self._rotations) > 1 else self._rotations[0]
+        of_attention = (window, self._value(attention, "scaling"), softcap, self._rotations.index(kind))
+        return before, of_attention, behind
 
     def _given(self, norm):
-        """(calls, what attention or the MLP is given then): x, normed unless that comes behind."""
-        if self.family.norms_behind:
-            return [], self.x
-        return [self._norm(norm, self.x, self._normed)], self._normed
+        """(calls, what attention or the MLP is given then): x, normed if there is a norm."""
+        return ([], self.x) if norm is None else ([self._norm(norm, self.x, self._normed)], self._normed)
 
     def _added(self, parent, name, x, norm, scale):
-        """Calls of self.x += scale * norm(the layer's product with x), without the norm unless it comes behind."""
-        if not self.family.norms_behind and scale == 1:
+        """Calls of self.x += scale * norm(the layer's product with x), without the norm where there is none."""
+        if norm is None and scale == 1:
             return [self._product(parent, name, x, self.x, residual=self.x)]
         calls = [self._product(parent, name, x, self._normed)]
-        if self.family.norms_behind:
+        if norm is not None:
             calls.append(self._norm(norm, self._normed, self._normed))
         if scale != 1:
             calls.append(functools.partial(torch.Tensor.mul_, self._normed, scale))
@@ -314,7 +343,7 @@ class StepProgram:
 
     def _gated(self, mlp, config, x):
         """Calls of h = activation(gate) * up, of what the MLP is given."""
-        name, activation = self.family.activation, config.hidden_act
+        name, activation = self.family.activation, getattr(config, self.family.config_activation)
         module = self._child(mlp, name, None)
         if type(module) is not type(ACT2FN[activation]):
             raise NotSupportedError(
@@ -342,7 +371,7 @@ class StepProgram:
     @property
     def windows(self):
         """Of every layer: tokens that a query looks back, or None."""
-        return [window for _, (window, _), _ in self._recorded]
+        return [window for _, (window, *_), _ in self._recorded]
 
     @property
     def new_key(self):
@@ -352,37 +381,45 @@ class StepProgram:
     @property
     def table_of_positions(self):
         """Whether the rotation of a token depends on its position alone, so that it can be looked up."""
-        kind = getattr(self._rotary, "rope_type", "default")
-        return not any(name in kind for name in _ROPE_BY_LENGTH)
+        kinds = getattr(self._rotary, "rope_type", "default")  # of transformers, or a dict of them by types of layers
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        return not any(name in kind for kind in kinds for name in _ROPE_BY_LENGTH)
 
     def rotation(self, x, positions):
         """cos, sin [n, R], R <= head_dim / 2, of positions [n], as the model's own module says: its settings may
-        change, and it may count.
+        change, and it may count. Where layers of different types have their own, cos and sin of each type.
 
         x: what the module takes the dtype and device from.
         """
-        cos, sin = self._rotary(x, positions[:, None].long())
-        return tuple(t[:, 0, : t.shape[-1] // 2] for t in (cos, sin))
+        tables = [self._rotary(x, positions[:, None].long(), *filter(None, [kind])) for kind in self._rotations]
+        return [t[:, 0, : t.shape[-1] // 2] for pair in tables for t in pair]
 
-    def calls(self, cos, sin, positions, caches, logits):
+    def calls(self, rotation, positions, caches, logits):
         """The step as functools.partials, in order: from x, the new tokens' embeddings, to logits.
 
-        cos, sin [n, R], positions int32 [batch, 1]: the rotation of the new tokens. caches: one a layer, as
-        bindings take them. logits: [batch, 1, vocabulary].
+        rotation: tables as of rotation(), positions int32 [batch, 1]: the rows of the new tokens in them. caches: one
+        a layer, as bindings take them. logits: [batch, 1, vocabulary].
         """
         calls, q, k, v, out = [], self._q, self._k, self._v, self._attended
-        if self._embedding_scale != 1:
+        if isinstance(self._embedding_scale, torch.Tensor) or self._embedding_scale != 1:
             calls.append(functools.partial(torch.Tensor.mul_, self.x, self._embedding_scale))
-        for (before, (window, scale), behind), cache in zip(self._recorded, caches, strict=True):
+        for (before, (window, scale, softcap, which), behind), cache in zip(self._recorded, caches, strict=True):
             calls += before
+            cos, sin = rotation[2 * which : 2 * which + 2]
             rope = (q, k, v, cos, sin, positions, cache, None, None, q, None, None)
-            attend = (q, cache, out, None, None, None, scale, window, None, None, workspace, None, None)
+            attend = (q, cache, out, None, None, None, scale, window, softcap, None, workspace, None, None)
             calls += functools.partial(_C.rope_append, *rope), functools.partial(_C.decode_attention, *attend)
             calls += behind
         calls += self._last
         calls.append(self._head(self._normed[:, None], logits))
         if self._logits_scale != 1:
             calls.append(functools.partial(torch.Tensor.div_, logits, self._logits_scale))
+        if self._logits_cap is not None:
+            calls += (
+                functools.partial(torch.Tensor.div_, logits, self._logits_cap),
+                functools.partial(torch.Tensor.tanh_, logits),
+                functools.partial(torch.Tensor.mul_, logits, self._logits_cap),
+            )
         return calls
 
     def new_logits(self):
@@ -398,11 +435,11 @@ class StepProgram:
         caches: one a layer, as bindings take them, each with `lengths` (int32 [batch]) tokens and room for one more.
         begin is called before the first kernel.
         """
-        cos, sin = self.rotation(x[:, None], lengths)
+        rotation = self.rotation(x[:, None], lengths)
         rows = torch.arange(self.batch, dtype=torch.int32, device=x.device)[:, None]
         logits = self.new_logits()
         calls = [functools.partial(torch.Tensor.copy_, self.x, x)]
-        calls += self.calls(cos, sin, rows, caches, logits)
+        calls += self.calls(rotation, rows, caches, logits)
         begin()
         ran(*run_calls(calls))
         return logits
