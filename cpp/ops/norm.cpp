@@ -52,14 +52,9 @@ KernelName rms_norm(const Context& ctx, TensorView x, TensorView weight, float e
 KernelName add_rms_norm(const Context& ctx, TensorView x, TensorView residual, TensorView weight, float eps,
                         TensorView y, TensorView res, float weight_offset) {
   check::Arg("add_rms_norm", "residual", residual).given();
-  return run_norm("add_rms_norm", ctx,
-                  {.x = x,
-                   .residual = residual,
-                   .weight = weight,
-                   .y = y,
-                   .res = res,
-                   .eps = eps,
-                   .weight_offset = weight_offset});
+  return run_norm(
+      "add_rms_norm", ctx,
+      {.x = x, .residual = residual, .weight = weight, .y = y, .res = res, .eps = eps, .weight_offset = weight_offset});
 }
 
 KernelName layer_norm(const Context& ctx, TensorView x, TensorView weight, TensorView bias, float eps, TensorView y) {

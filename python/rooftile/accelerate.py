@@ -15,9 +15,9 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_in
     """Makes a causal language model of transformers fast, in place, and returns it.
 
     model: Llama, Mistral, Qwen2, Qwen3, Phi3, OLMo2, Granite or Gemma 1 to 3 of transformers (LlamaForCausalLM, ...),
-    on the CPU or one GPU (there in float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are rounded
-    so (quantize_); None leaves them as they are. head: the same for the output head alone, whose reading takes a
-    sixth of a small model's step; it is untied from the embedding then, and the model cannot be saved. kv_cache:
+    on the CPU or one GPU (there in float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are
+    rounded so (quantize_); None leaves them as they are. head: the same for the output head alone, whose reading takes
+    a sixth of a small model's step; it is untied from the embedding then, and the model cannot be saved. kv_cache:
     the format of the caches (set_kv_cache), a name or a dict; None leaves that as it is. batch_invariant: whether a row
     of a step has the same bits alone as in any batch, which costs speed; on a GPU every layer has to be in 4 or 8 bits
     then. It is set on the packed layers, True or False, and not saved with them. progress: a bar while weights are

@@ -208,7 +208,10 @@ def _rope_append(q, k, v, cos, sin, positions, *inputs, plan=None):
 
 OPS["rms_norm"] = Op("Tensor x, Tensor? weight, float eps, float weight_offset=0.0", ("out",), rms_norm, like_first())
 OPS["add_rms_norm"] = Op(
-    "Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0", ("out", "residual_out"), add_rms_norm, like_first(2)
+    "Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0",
+    ("out", "residual_out"),
+    add_rms_norm,
+    like_first(2),
 )
 OPS["layer_norm"] = Op("Tensor x, Tensor? weight, Tensor? bias, float eps", ("out",), layer_norm, like_first())
 OPS["add_layer_norm"] = Op(

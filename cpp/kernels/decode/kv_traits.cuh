@@ -12,8 +12,8 @@
 namespace rooftile::gpu {
 
 // How a format's codes become operands: fp16, code * code_unit. A word of 4-bit codes makes two k-tiles: of its even
-// codes, and of its odd ones, which have another unit. Codes with a zero point are unsigned as operands, so every product is
-// too large by zero_point * (the other operand); the zero-point correction subtracts that from the sums.
+// codes, and of its odd ones, which have another unit. Codes with a zero point are unsigned as operands, so every
+// product is too large by zero_point * (the other operand); the zero-point correction subtracts that from the sums.
 template <KvFormat F>
 struct KvTraits {
   static constexpr int bits = code_bits(F);

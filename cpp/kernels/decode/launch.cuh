@@ -65,8 +65,8 @@ constexpr DecodeVariant decode_variant() {
           Kernel::load};
 }
 
-// The configs of a KV format's variants for queries of T: UpTo128 and Above128, two ConfigLists by head_dim, of which the
-// first begins with the smallest block_m. A file in configs/ defines them.
+// The configs of a KV format's variants for queries of T: UpTo128 and Above128, two ConfigLists by head_dim, of which
+// the first begins with the smallest block_m. A file in configs/ defines them.
 template <KvFormat F, class T>
 struct DecodeConfigs;
 template <class... Configs>

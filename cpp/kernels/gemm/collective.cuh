@@ -23,8 +23,8 @@
 // Makes CUTLASS's producer warps wait for the previous kernel (PDL), so this kernel may start while that one runs.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #include <cute/tensor.hpp>
-// What CUTLASS's collective_builder.hpp and gemm_universal.hpp include for Hopper: with the rest, for other GPUs, a file
-// takes the compiler a third longer.
+// What CUTLASS's collective_builder.hpp and gemm_universal.hpp include for Hopper: with the rest, for other GPUs, a
+// file takes the compiler a third longer.
 #include <cutlass/gemm/collective/collective_mma_decl.hpp>
 #include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma m64n224k16 for the collective's tile of 224 rows of W. CuTe's selector chooses shapes such as this one only with
-// CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED, which declares tens of thousands of lines of sparse ones too: a file would take
-// the compiler 40 seconds longer. These specialisations choose this shape alone.
+// wgmma m64n224k16 for the collective's tile of 224 rows of W. CuTe's selector chooses shapes such as this one only
+// with CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED, which declares tens of thousands of lines of sparse ones too, and a file
+// would take the compiler 40 seconds longer. These specialisations choose this shape alone.
 #pragma once
 
 #include "kernels/gemm/collective.cuh"

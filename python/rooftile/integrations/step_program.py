@@ -71,9 +71,7 @@ FAMILIES = {
         dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
         window_of_config=True,
     ),
-    "Olmo2": Family(
-        qk_norm="row", norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-    ),
+    "Olmo2": Family(qk_norm="row", norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")),
     "Granite": Family(multipliers=True),
     "Gemma": _GEMMA,
     "Gemma2": _GEMMA2,
