@@ -93,6 +93,20 @@ def run_calls(calls):
     return [name for name in list(map(_call, calls)) if type(name) is str]
 
 
+def _with_sums_in_norms(calls):
+    """The calls, each sum of which a norm follows as one call with it: add_rms_norm rounds the sum as add_ does."""
+    made = []
+    for call in calls:
+        if made and made[-1].func is torch.Tensor.add_ and call.func is _C.rms_norm:
+            total, part = made[-1].args
+            x, weight, eps, offset, out, *context = call.args
+            if x is total and out is part:
+                made[-1] = functools.partial(_C.add_rms_norm, part, total, weight, eps, offset, out, total, *context)
+                continue
+        made.append(call)
+    return made
+
+
 class StepProgram:
     """One decode step of `model` with `batch` rows.
 
@@ -418,7 +432,7 @@ class StepProgram:
                 functools.partial(torch.Tensor.tanh_, logits),
                 functools.partial(torch.Tensor.mul_, logits, self._logits_cap),
             )
-        return calls
+        return _with_sums_in_norms(calls)
 
     def new_logits(self):
         return torch.empty(self.batch, 1, self.vocabulary, dtype=self.dtype, device=self.device)
