@@ -12,10 +12,16 @@
 
 namespace rooftile {
 
+std::string_view beginning(std::string_view text, std::size_t longest) {
+  if (text.size() <= longest) return text;
+  while (longest > 0 && (text[longest] & 0xC0) == 0x80) --longest;  // a byte that goes on with a character
+  return text.substr(0, longest);
+}
+
 std::string quoted(std::string_view text) {
-  constexpr std::size_t longest = 120;
-  std::string all = '"' + std::string(text.substr(0, longest));
-  return text.size() <= longest ? all + '"' : all + "...\" (" + std::to_string(text.size()) + " characters)";
+  const std::string_view shown = beginning(text, 120);
+  const std::string all = '"' + std::string(shown);
+  return shown == text ? all + '"' : all + "...\" (" + std::to_string(text.size()) + " bytes)";
 }
 
 std::string did_you_mean(std::string_view given, std::span<const std::string> known) {

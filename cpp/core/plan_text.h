@@ -67,7 +67,7 @@ std::size_t read_plan(const char* op, std::string_view text, std::span<const Pla
     std::size_t i = 0;
     while (i < path.choices.size() && key != path.choices[i].name) ++i;
     ROOFTILE_CHECK(i < path.choices.size() && !(found >> i & 1), op, ": plan ", quoted(text), " must read ", form(path),
-                   ", got ", key.substr(0, 60), i < path.choices.size() ? " twice" : "");
+                   ", got ", beginning(key, 60), i < path.choices.size() ? " twice" : "");
     int value = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
     ROOFTILE_CHECK(error == std::errc() && end == digits.data() + digits.size(), op, ": plan ", quoted(text),

@@ -46,7 +46,8 @@ __device__ __forceinline__ void decode_uint4(std::uint32_t word, std::uint32_t (
   pair[2] = upper & 0x000f000fu;
   pair[3] = upper & 0x00f000f0u;
 }
-// What goes with pair r: elements r and r + 4 of eight neighbours, of which `low` and `high` hold the right two each.
+// What a product takes with pair r: elements r and r + 4 of eight, of which `low` holds the two neighbours with element
+// r and `high` those with element r + 4.
 __device__ __forceinline__ std::uint32_t uint4_pair(std::uint32_t low, std::uint32_t high, int r) {
   return __byte_perm(low, high, r % 2 ? 0x7632 : 0x5410);
 }

@@ -206,11 +206,18 @@ def _rope_append(q, k, v, cos, sin, positions, *inputs, plan=None):
     return rope_append(q, k, v, cos, sin, positions, cache, rows=rows, counts=counts, plan=plan)
 
 
-OPS["rms_norm"] = Op("Tensor x, Tensor? weight, float eps, float weight_offset=0.0", ("out",), rms_norm, like_first())
+OPS["rms_norm"] = Op(
+    "Tensor x, Tensor? weight, float eps, float weight_offset=0.0",
+    ("out",),
+    lambda x, weight, eps, offset=0.0, **options: rms_norm(x, weight, eps, weight_offset=offset, **options),
+    like_first(),
+)
 OPS["add_rms_norm"] = Op(
     "Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0",
     ("out", "residual_out"),
-    add_rms_norm,
+    lambda x, residual, weight, eps, offset=0.0, **options: add_rms_norm(
+        x, residual, weight, eps, weight_offset=offset, **options
+    ),
     like_first(2),
 )
 OPS["layer_norm"] = Op("Tensor x, Tensor? weight, Tensor? bias, float eps", ("out",), layer_norm, like_first())

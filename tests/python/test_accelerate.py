@@ -154,6 +154,68 @@ def test_multipliers_may_change(name, value, ids):
     assert outs[0][CACHE].steps == 1 and before.shape == (2, 46)
 
 
+def both_logits(model, plain, ids):
+    """Of the last of two steps behind a prompt: the program's and transformers'."""
+    with torch.no_grad():
+        outs = [m(ids) for m in (model, plain)]
+        for token in (7, 8):
+            new = torch.full((len(ids), 1), token)
+            outs = [m(new, **{CACHE: out[CACHE]}) for m, out in zip((model, plain), outs, strict=True)]
+    return [out.logits for out in outs]
+
+
+def all_full(config):
+    config.layer_types[:] = ["full_attention"] * 3
+
+
+def other_config(config):
+    config = copy.deepcopy(config)
+    config.final_logit_softcapping = 1.0
+    return config
+
+
+CONFIG_CHANGES = {
+    "cap": lambda model: setattr(model.config, "final_logit_softcapping", 2.0),
+    "no cap": lambda model: setattr(model.config, "final_logit_softcapping", None),
+    "window": lambda model: setattr(model.config, "sliding_window", 8),
+    "window of a layer": lambda model: setattr(model.model.layers[0].self_attn, "sliding_window", 8),
+    "types": lambda model: setattr(model.config, "layer_types", ["full_attention"] * 3),
+    "types in place": lambda model: all_full(model.config),
+    "another config": lambda model: setattr(model, "config", other_config(model.config)),
+    "scale": lambda model: model.model.embed_tokens.embed_scale.mul_(0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:rooftile. decode steps run in transformers")
+@pytest.mark.parametrize("change", CONFIG_CHANGES)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma2", "Gemma3"])
+def test_what_the_config_says_later(family, change, ids):
+    """It takes effect as in transformers, in a program or without one."""
+    if (family, change) == ("Llama", "types in place") or (change == "scale" and not family.startswith("Gemma")):
+        return  # it has none
+    window = {} if family == "Llama" else {"sliding_window": 30}
+    window |= {"use_sliding_window": True, "max_window_layers": 0} if family == "Qwen2" else {}
+    model, plain = pair(family, "fp32", **window)
+    before = both_logits(model, plain, ids)
+    for m in (model, plain):
+        CONFIG_CHANGES[change](m)
+    ours, theirs = both_logits(model, plain, ids)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*before, rtol=1e-3, atol=1e-3)
+
+
+def test_a_scale_of_another_type_is_refused():
+    model = make("Gemma3", torch.bfloat16)
+    embedding = model.model.embed_tokens
+    embedding.embed_scale = torch.nn.Buffer(embedding.embed_scale.float(), persistent=False)
+    with pytest.raises(rt.NotSupportedError, match=r"embed_scale of torch\.float32 for weights of"):
+        rt.accelerate(model)
+    del embedding.embed_scale
+    embedding.embed_scale = torch.nn.Parameter(torch.ones(()))
+    with pytest.raises(rt.NotSupportedError, match="whose embed_scale is computed"):
+        rt.accelerate(model)
+
+
 def test_a_dropout_that_is_on_is_refused():
     model = make("Phi3")
     model.model.layers[1].resid_mlp_dropout.train()

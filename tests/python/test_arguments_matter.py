@@ -19,6 +19,7 @@ OTHER = {  # another value than the good call's, which is right as well or refus
     "top_p": 0.1,
     "min_p": 0.9,
     "repetition_penalty": 9.0,
+    "weight_offset": 0.75,
     "order": "vllm",
     "return_lse": True,
     "group_size": 96,

@@ -185,6 +185,19 @@ def test_a_block_compiles_into_one_graph(device):
     assert_bits_equal(torch.compile(block, fullgraph=True, backend="aot_eager")(x, r, w), block(x, r, w))
 
 
+def test_an_offset_of_the_weight_is_compiled(device):
+    x, r, w = cases(device=device)["add_rms_norm"][1]
+
+    def norms(x, r, w):
+        return rt.rms_norm(x, w, weight_offset=0.5), *rt.add_rms_norm(x, r, w, weight_offset=1.0)
+
+    compiled = torch.compile(norms, fullgraph=True, backend="aot_eager")(x, r, w)
+    for ours, expected in zip(compiled, norms(x, r, w), strict=True):
+        assert_bits_equal(ours, expected)
+    assert_bits_equal(torch.ops.rooftile.rms_norm(x, w, 1e-6, 0.5), compiled[0])
+    assert not torch.equal(compiled[0], rt.rms_norm(x, w))
+
+
 def test_given_outputs_are_written_by_the_compiled_call(device):
     x, r, w = cases(device=device)["add_rms_norm"][1]
     expected = rt.add_rms_norm(x, r, w)

@@ -119,7 +119,7 @@ struct CodeQueries {
     for (int ks = 0; ks < D / 16; ++ks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // 4 bits: the k-tiles of a word take its even and its odd pairs. 8 bits: word ks holds neighbours.
+        // 4 bits: pairs 0 and 2, or 1 and 3, of eight channels, which are two k-tiles. 8 bits: word ks has neighbours.
         const int at = ks / 2 * 4 + half;
         q[ks].r[half] = code_bits(F) == 4 ? tile::uint4_pair(x[at], x[at + 2], 2 * half + ks % 2) : x[2 * ks + half];
       }
@@ -170,7 +170,7 @@ __device__ __forceinline__ void dequant_word(tile::FragmentA (&a)[KvTraits<F>::w
 template <KvFormat F, int W, int N>
 __device__ __forceinline__ void qk_word(float (&s)[N][2][4], const std::uint32_t (&row)[4][W], int w,
                                         const tile::FragmentB (&b)[N]) {
-  tile::FragmentA a[1][2];
+  tile::FragmentA a[KvTraits<F>::word_k_tiles][2];  // (1 k-tile, m-tile of 16 tokens)
   dequant_word<F>(a, row, w);
 #pragma unroll
   for (int mt = 0; mt < 2; ++mt)

@@ -11,14 +11,15 @@
 
 namespace rooftile::gpu {
 
-// How a format's codes become operands: fp16, code * code_unit. A word of 4-bit codes makes two k-tiles: of its even
-// codes, and of its odd ones, which have another unit. Codes with a zero point are unsigned as operands, so every
-// product is too large by zero_point * (the other operand); the zero-point correction subtracts that from the sums.
+// How a format's codes become operands: fp16, code * code_unit. The odd ones of 4-bit codes have another unit: of K
+// they are a k-tile of their own, of V the rows g + 8 of an m-tile. Codes with a zero point are unsigned as operands,
+// so every product is too large by zero_point * (the other operand); the zero-point correction subtracts that from the
+// sums.
 template <KvFormat F>
 struct KvTraits {
   static constexpr int bits = code_bits(F);
   static constexpr bool codes = !is_element_format(F), has_zero_point = codes && !is_e4m3(F);
-  static constexpr int word_k_tiles = bits == 4 ? 2 : 1;  // of a word of K's codes
+  static constexpr int word_k_tiles = bits == 4 ? 2 : 1;  // k-tiles of 16 channels that a word of K's codes is part of
   // Scales of K: of a channel and kv_group tokens, or of a token. Those of V are of a token. affine: with minima.
   static constexpr bool channel_scales = is_kivi(F), affine = has_min(F);
   static constexpr float code_unit = is_e4m3(F) ? tile::e4m3_unit : tile::code_unit,
@@ -40,14 +41,14 @@ struct KvTraits {
                    cute::Stride<cute::Stride<cute::_4, cute::_32, cute::_8>, cute::Stride<cute::_128, cute::_1>>>;
   using LayoutV = std::conditional_t<bits == 4, V4, V8>;
 
-  // K: the A operands of 32 tokens from a word of codes of four tokens a lane, rCodes (block of 8 tokens).
-  // rA: (k-tile, m-tile of 16 tokens). 8 bits: a word holds channels of one k-tile; 4 bits: pairs 0 and 2 are of the
-  // first k-tile, pairs 1 and 3 of the second.
+  // K: the A operands of 32 tokens. rCodes[i]: this lane's word of token 8 i + g. rA: (k-tile of 16 channels, m-tile
+  // of 16 tokens). 8 bits: a word is two pairs, the lower and the upper half of k; 4 bits: four, of which 0 and 2 are
+  // those of the first k-tile, 1 and 3 those of the second.
   __device__ __forceinline__ static void dequant_k(const std::uint32_t (&rCodes)[4],
                                                    tile::FragmentA (&rA)[word_k_tiles][2]) {
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
-      const int mt = block / 2, row = block % 2;  // a register of A: row + 2 * (which half of k)
+      const int mt = block / 2, row = block % 2;  // register row + 2 h of A: token g + 8 row, half h of k
       if constexpr (bits == 4) {
         std::uint32_t pair[4];
         tile::decode_uint4(rCodes[block] ^ flip, pair);
@@ -59,8 +60,9 @@ struct KvTraits {
     }
   }
   // V: the A operands of V^T from a lane's 16 bytes of a fragment block. rA: (k-tile of 16 tokens, m-tile of 16
-  // channels). 8 bits: a word holds tokens of one k-tile of a channel; 4 bits: two tokens of four channels.
-  static constexpr int v_k_tiles = bits == 4 ? 2 : 1;  // of a fragment block
+  // channels). 8 bits: word w is channel 8 w + g, its bytes tokens 2t, 2t + 1, 2t + 8, 2t + 9. 4 bits: word w is tokens
+  // 8 w + 2t and 8 w + 2t + 1, its pair r channel 8 r + g.
+  static constexpr int v_k_tiles = bits == 4 ? 2 : 1;  // k-tiles of a fragment block
   __device__ __forceinline__ static void dequant_v(const std::uint32_t (&rCodes)[4],
                                                    tile::FragmentA (&rA)[v_k_tiles][2]) {
     if constexpr (bits == 4) {

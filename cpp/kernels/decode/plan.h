@@ -76,8 +76,8 @@ struct DecodeVariant {
   void (*launch)(const DeviceScope&, const DecodeParams&);
   void (*load)(const char* op);
 };
-// The variants of a KV format for queries of one dtype, smallest block_m first. By head_dim they are in two parts: the
-// build compiles each part alone (cpp/kernels/CMakeLists.txt).
+// The variants of a KV format for queries of one dtype, in two parts by head_dim, each with the smallest block_m first:
+// the build compiles each part alone (cpp/kernels/CMakeLists.txt).
 enum class HeadDims : std::uint8_t { up_to_128, above_128 };
 template <KvFormat F, DType dtype, HeadDims dims>
 std::span<const DecodeVariant> decode_variants();

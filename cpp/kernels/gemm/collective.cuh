@@ -90,6 +90,8 @@ struct LinearCollective {
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, T, RowMajor, 8, T, ColumnMajor, 8, float, Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       MainloopSchedule>::CollectiveOp;
+  // one wgmma spans the tile: 224 rows need collective_n224.cuh
+  static_assert(cute::size<1>(typename Mainloop::TiledMma::AtomShape_MNK()) == cute::size<1>(Tile()));
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
   using Params = typename Kernel::Params;
 };

@@ -40,7 +40,7 @@ struct LinearTile {
 };
 inline constexpr LinearTile linear_collective_tiles[] = {
     {64, 128, true}, {128, 256}, {128, 128}, {192, 128, false, true}, {224, 128, false, true}};
-// The tiles that collective.cuh also compiles with partial sums (collective_variants lists them).
+// The tiles that collective.cuh also compiles with partial sums (collective_variants asks).
 constexpr bool linear_may_split(LinearTile tile) { return tile.rows <= 128 && tile.tokens == 128; }
 inline constexpr int linear_collective_step_k = 64;
 inline constexpr int linear_split_tokens = 256;  // collective.cuh splits K up to so many tokens
@@ -58,6 +58,7 @@ struct W4StreamConfig {
 inline constexpr W4StreamConfig w4_stream_configs[] = {{1, 6, 768}, {2, 5, 640}, {4, 3, 384}, {8, 3, 256}};
 inline constexpr W4StreamConfig w8_stream_configs[] = {
     {1, 4, 512}, {2, 3, 512}, {4, 3, 256}, {8, 2, 128}};  // of 8 bits
+static_assert(std::size(w4_stream_configs) == std::size(w8_stream_configs));
 constexpr W4StreamConfig w4_stream_config(int bits, int config) {
   return bits == 4 ? w4_stream_configs[config] : w8_stream_configs[config];
 }
@@ -92,6 +93,7 @@ struct W4WgmmaConfig {
 };
 inline constexpr W4WgmmaConfig w4_wgmma_configs[] = {{32, 2, 5, 2}, {64, 2, 7, 1}, {128, 2, 4, 1}};
 inline constexpr W4WgmmaConfig w8_wgmma_configs[] = {{32, 2, 3, 2}, {64, 2, 5, 1}, {128, 2, 3, 1}};  // of 8 bits
+static_assert(std::size(w4_wgmma_configs) == std::size(w8_wgmma_configs));
 inline constexpr int w4_wgmma_last = std::size(w4_wgmma_configs) - 1;  // index of the last config
 constexpr W4WgmmaConfig w4_wgmma_config(int bits, int config) {
   return bits == 4 ? w4_wgmma_configs[config] : w8_wgmma_configs[config];

@@ -46,6 +46,7 @@ class Family:
     multipliers: bool = False  # of the embedding, of what is added to the residual, and of the logits
     decoder: str = "Model"
     scaled_embedding: bool = False
+    capped_logits: bool = False
     config_activation: str = "hidden_act"
 
 
@@ -57,6 +58,7 @@ _GEMMA2 = dataclasses.replace(
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
     softcap="attn_logit_softcapping",
+    capped_logits=True,
     config_activation="hidden_activation",
 )
 FAMILIES = {
@@ -116,7 +118,7 @@ class StepProgram:
     def __init__(self, model, batch):
         self._checks = []  # (dict, key, the object that is there): what was recorded
         self._classes = []  # (module, its class)
-        self._methods = []  # (class, its forward)
+        self._methods = []  # (class, name of a method, the method)
         self._tensors = []  # those that ops read
         # dicts without hooks of users: of all modules, then of each child
         self._hooks = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]
@@ -141,7 +143,8 @@ class StepProgram:
             and self.in_place()
             and list(map(_form, self._tensors)) == self._forms
             and list(map(_stride, self._tensors)) == self._strides
-            and all(kind.forward is forward for kind, forward in self._methods)
+            and all(getattr(kind, name) is method for kind, name, method in self._methods)
+            and (self._layer_types and list(self._layer_types)) == self._types_seen
             and not (any(self._hooks) and any(map(_hooked, self._hooks)))
         )
 
@@ -159,6 +162,8 @@ class StepProgram:
         self._of_class(type(model))
         self._classes.append((model, type(model)))
         decoder = self._child(model, "model", self.family.decoder)
+        for module in (model, decoder):
+            self._value(module, "config")
         scaled = self.family.scaled_embedding
         embedding = self._child(decoder, "embed_tokens", "TextScaledWordEmbedding" if scaled else torch.nn.Embedding)
         if self._value(embedding, "max_norm") is not None:
@@ -190,14 +195,19 @@ class StepProgram:
         self._rotary = self._child(decoder, "rotary_emb", "RotaryEmbedding")
         scales = self.family.multipliers
         self._embedding_scale = self._value(decoder, "embedding_multiplier") if scales else 1
-        if scaled:  # a tensor, which the module rounds to the weight's dtype
-            self._embedding_scale = self._tensor(embedding, "embed_scale", embedding._buffers).to(dtype)
+        if scaled:  # read where it lies
+            self._embedding_scale = self._tensor(embedding, "embed_scale", embedding._buffers)
+            if self._embedding_scale.dtype != dtype:
+                kind = self._embedding_scale.dtype
+                raise NotSupportedError(f"model: no step program with an embed_scale of {kind} for weights of {dtype}")
         self._logits_scale = self._value(config, "logits_scaling") if scales else 1
-        self._logits_cap = self._value(config, "final_logit_softcapping")
+        self._logits_cap = self._value(config, "final_logit_softcapping") if self.family.capped_logits else None
         types = self._value(self._rotary, "layer_types")  # where layers of different types have rotations of their own
         self._rotations = [None] if types is None else list(types)
+        self._layer_types = self._value(config, "layer_types")  # whose masks are the config's, at each forward
+        self._types_seen = self._layer_types and list(self._layer_types)
         # of every layer: calls before its cache's, (window, scale, softcap, which rotation), calls behind them
-        self._recorded = [self._layer(self._child(layers, str(i), "DecoderLayer"), config) for i in range(count)]
+        self._recorded = [self._layer(i, self._child(layers, str(i), "DecoderLayer"), config) for i in range(count)]
         self._last = [self._norm(self._child(decoder, "norm", "RMSNorm"), self.x, self._normed)]
         head = self._child(model, "lm_head", None)
         self.vocabulary = head.out_features if isinstance(head, PackedLinear) else len(self._tensor(head, "weight"))
@@ -205,10 +215,12 @@ class StepProgram:
 
     def _of_class(self, kind):
         """Notes the forward of a class, which is transformers' or torch's own."""
-        if (kind, kind.forward) not in self._methods:
-            if kind.forward.__module__ != kind.__module__:
-                raise NotSupportedError(f"model: no step program, because {kind.__name__}.forward was replaced")
-            self._methods.append((kind, kind.forward))
+        for name in ("forward", "_norm"):  # what Gemma's norms compute is in the latter
+            method = getattr(kind, name, None)
+            if method is not None and (kind, name, method) not in self._methods:
+                if method.__module__ != kind.__module__:
+                    raise NotSupportedError(f"model: no step program, because {kind.__name__}.{name} was replaced")
+                self._methods.append((kind, name, method))
 
     def _child(self, parent, name, kind):
         """A module, which is exactly of its kind: a subclass may do something else. kind: a class, what a class of the
@@ -241,8 +253,8 @@ class StepProgram:
         tensor = there.get(name)
         self._checks.append((there, name, tensor))
         if tensor is None:
-            if name == "weight":
-                raise NotSupportedError(f"model: no step program of a {type(module).__name__} whose weight is computed")
+            if name in ("weight", "embed_scale"):
+                raise NotSupportedError(f"model: no step program of a {type(module).__name__} whose {name} is computed")
             return None
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
             raise NotSupportedError(
@@ -306,7 +318,14 @@ class StepProgram:
         self._has_shape(norm, weight.shape, x.shape[-1])
         return functools.partial(_C.rms_norm, x, weight, eps, self.family.norm_offset, out, None, None)
 
-    def _layer(self, layer, config):
+    @staticmethod
+    def _has_value(name, there, of_config):
+        if there != of_config:
+            raise NotSupportedError(
+                f"model: no step program, because a layer's {name} is {there!r} where the config says {of_config!r}"
+            )
+
+    def _layer(self, index, layer, config):
         family, attention, mlp = (
             self.family,
             self._child(layer, "self_attn", "Attention"),
@@ -332,11 +351,16 @@ class StepProgram:
         calls, x = self._given(norms[2])
         behind += calls + self._gated(mlp, config, x)
         behind += self._added(mlp, "down_proj", self._h, norms[3], scale)
-        window = self._value(config if family.window_of_config else attention, "sliding_window")
-        softcap = family.softcap and self._value(attention, family.softcap)
-        kind = self._value(attention, "layer_type") if len(self._rotations) > 1 else self._rotations[0]
-        of_attention = (window, self._value(attention, "scaling"), softcap, self._rotations.index(kind))
-        return before, of_attention, behind
+        kind = self._types_seen[index] if self._types_seen else None
+        window = self._value(config, "sliding_window") if family.window_of_config else None
+        if kind is not None and not family.window_of_config:
+            # the masks of transformers follow the config, attention itself what it was made with
+            window, of_config = self._value(attention, "sliding_window"), self._value(config, "sliding_window")
+            self._has_value("sliding_window", window, of_config if kind == "sliding_attention" else None)
+            self._has_value("layer_type", self._value(attention, "layer_type") or kind, kind)
+        softcap = None if family.softcap is None else self._value(attention, family.softcap)
+        rotation = 0 if len(self._rotations) == 1 else self._rotations.index(kind)
+        return before, (window, self._value(attention, "scaling"), softcap, rotation), behind
 
     def _given(self, norm):
         """(calls, what attention or the MLP is given then): x, normed if there is a norm."""
@@ -403,7 +427,8 @@ class StepProgram:
 
         x: what the module takes the dtype and device from.
         """
-        tables = [self._rotary(x, positions[:, None].long(), *filter(None, [kind])) for kind in self._rotations]
+        at = positions[:, None].long()
+        tables = [self._rotary(x, at) if kind is None else self._rotary(x, at, kind) for kind in self._rotations]
         return [t[:, 0, : t.shape[-1] // 2] for pair in tables for t in pair]
 
     def calls(self, rotation, positions, caches, logits):

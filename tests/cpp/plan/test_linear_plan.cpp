@@ -297,9 +297,16 @@ TEST(LinearPlan, AForcedPlanIsOneThatFits) {
     EXPECT_EQ(error((std::string("collective config=") + number).c_str()).substr(0, 28),
               "value: op: plan \"collective ");
   EXPECT_EQ(error("").substr(0, 24), "not_supported: op: plan ");
-  const std::string longest(120, 'x'), cut = '"' + longest + "...\" (100000 characters)";
+  const std::string longest(120, 'x'), cut = '"' + longest + "...\" (100000 bytes)";
   EXPECT_EQ(error(longest.c_str()).substr(24, 129), '"' + longest + "\" is no ");
   EXPECT_EQ(error(std::string(100000, 'x').c_str()).substr(24, cut.size()), cut);
+  for (const std::string character : {"\u00e9", "\u20ac", "\U0001f642"})  // of 2, 3 and 4 bytes
+    for (std::size_t before = 110; before <= 120; ++before) {
+      std::string text(before, 'x');
+      for (int i = 0; i < 40; ++i) text += character;
+      const std::string shown = error(text.c_str()).substr(25 + before);
+      EXPECT_EQ(shown.substr(0, shown.find('.')).size() % character.size(), 0u);
+    }
   EXPECT_LT(error(("collective config=" + std::string(100000, '1')).c_str()).size(), 600u);
   EXPECT_LT(error(("collective " + std::string(100000, 'x')).c_str()).size(), 600u);
 }
