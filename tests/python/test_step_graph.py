@@ -58,27 +58,27 @@ def new_cache(model, format="int8", **options):
 @pytest.mark.parametrize("weights", [None, "w4a16", "w8a16"])
 @pytest.mark.parametrize("format", ["fp16", "int4-kivi"])
 def test_logits_are_as_near_to_float32_as_those_of_transformers(family, weights, format, captures):
-    options = {"stepwise": True} if family == "Gemma2" else {}  # torch's prompts have no soft cap
-    model = make("cuda", family, format, weights)
+    # torch's prompts have no soft cap of attention
+    model = make("cuda", family, format, weights, **({"attn_logit_softcapping": None} if family == "Gemma2" else {}))
     exact = copy.deepcopy(model).to("cpu").float()
     for module in exact.modules():
         if isinstance(module, rt.nn.PackedLinear):
             module.bias = None if module.bias is None else torch.nn.Parameter(module.bias.float(), requires_grad=False)
     torch.manual_seed(1)
-    ids = torch.randint(3, 300, (2, 61))
     errors = torch.zeros(2)
     forward = vars(model).pop("forward")
-    with torch.no_grad():
-        kinds = (format, format, "fp32" if format == "fp16" else format)
-        caches = [new_cache(model, kind, **options) for kind in kinds]
-        for n in range(24):
-            tokens = ids[:, :37] if n == 0 else ids[:, 36 + n : 37 + n]
-            ours = (forward if n else model)(tokens.cuda(), **{CACHE: caches[0]}, use_cache=True).logits[:, -1]
-            theirs = model(tokens.cuda(), **{CACHE: caches[1]}, use_cache=True).logits[:, -1]
-            right = exact(tokens, **{CACHE: caches[2]}, use_cache=True).logits[:, -1]
-            if n:
-                errors += torch.stack([(x.cpu().float() - right).square().sum() for x in (ours, theirs)])
-    assert captures == [2] and caches[0].steps == 23 and caches[1].steps == 0
+    for ids in torch.randint(3, 300, (3, 2, 61)):  # few large errors make most of the sum
+        caches = [new_cache(model, kind) for kind in (format, format, "fp32" if format == "fp16" else format)]
+        with torch.no_grad():
+            for n in range(24):
+                tokens = ids[:, :37] if n == 0 else ids[:, 36 + n : 37 + n]
+                ours = (forward if n else model)(tokens.cuda(), **{CACHE: caches[0]}, use_cache=True).logits[:, -1]
+                theirs = model(tokens.cuda(), **{CACHE: caches[1]}, use_cache=True).logits[:, -1]
+                right = exact(tokens, **{CACHE: caches[2]}, use_cache=True).logits[:, -1]
+                if n:
+                    errors += torch.stack([(x.cpu().float() - right).square().sum() for x in (ours, theirs)])
+        assert caches[0].steps == 23 and caches[1].steps == 0
+    assert captures == [2, 2, 2]
     assert 0 < errors[0] <= 1.2 * errors[1]
 
 

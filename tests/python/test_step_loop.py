@@ -190,6 +190,8 @@ def test_processors_with_settings_of_their_own_stay():
 @pytest.mark.parametrize("weights", [None, "w4a16"])
 def test_every_family(device, family, kv_cache, weights, taken):
     options = {"sliding_window": None} if family == "Mistral" else {}
+    if family == "Gemma2" and device == "cuda":  # whose prompts run on torch's attention, which has no soft cap
+        options = {"attn_logit_softcapping": None}
     ours, theirs = both(make(device, family, kv_cache, weights, **options), prompt(device), max_new_tokens=50)
     assert torch.equal(ours, theirs) and taken == [48]
 
