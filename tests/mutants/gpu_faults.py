@@ -272,28 +272,28 @@ FAULTS = {
         "cpp/tile/w4.cuh",
         "fma(__byte_perm(first, 0, 0x4341), raise, g8)",
         "fma(first & 0x00ff00ff, raise, g8)",
-        INSTANCES + "*_codes_8_*_f16.cu",
+        INSTANCES + "*_codes_8_f16.cu",
     ),
     "byte_step": Fault(
         "the second 16 k of 32 in 8 bits are decoded from the first's words",
         "cpp/tile/w4.cuh",
         "decode_words(rCodes(0, k), rCodes(1, k), rZero(0), rZero(1), a);",
         "decode_words(rCodes(0, 0), rCodes(1, 0), rZero(0), rZero(1), a);",
-        INSTANCES + "*_codes_8_*_f16.cu",
+        INSTANCES + "*_codes_8_f16.cu",
     ),
     "last_fragments": Fault(
         "the last fragment block of a step in 8 bits is not copied: the stage holds the one of an earlier step",
         GEMM + "code_loader.cuh",
         "for (int f = 0; f < blocks; ++f)",
         "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
-        INSTANCES + "*_codes_8_*_f16.cu",
+        INSTANCES + "*_codes_8_f16.cu",
     ),
     "ring_fragments": Fault(
         "few tokens: the last fragment block of a step in 8 bits is not copied",
         GEMM + "code_ring.cuh",
         "for (int f = 0; f < blocks; ++f)",
         "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
-        INSTANCES + "*_codes_8_*_f16.cu",
+        INSTANCES + "*_codes_8_f16.cu",
     ),
     "ring_tail": Fault(
         "few tokens: a scale block past the end of K is scaled with what lies there",
@@ -507,10 +507,10 @@ SOURCES = {
     GEMM + "expand.cuh": GEMM + "prepare.cu",
     GEMM + "gather_x.cuh": GEMM + "prepare.cu",
     GEMM + "collective.cuh": INSTANCES + "collective_*_f16.cu",
-    GEMM + "stream_bits16.cuh": INSTANCES + "stream_bits16_*",
-    GEMM + "tma.cuh": INSTANCES + "tma_*",
-    GEMM: INSTANCES + "*_codes_4_*_f16.cu",
-    "cpp/tile/w4.cuh": INSTANCES + "*_codes_4_*_f16.cu",
+    GEMM + "stream_bits16.cuh": INSTANCES + "stream_bits16*",
+    GEMM + "tma.cuh": INSTANCES + "tma*",
+    GEMM: INSTANCES + "*_codes_4_f16.cu",
+    "cpp/tile/w4.cuh": INSTANCES + "*_codes_4_f16.cu",
 }
 W4_TESTS = "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda"
 DECODE_TESTS = "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults"
