@@ -77,7 +77,7 @@ struct DecodeVariant {
   void (*load)(const char* op);
 };
 // The variants of a KV format for queries of one dtype, in two parts by head_dim, each with the smallest block_m first:
-// the build compiles each part alone (cpp/kernels/CMakeLists.txt).
+// the build may compile them apart (cpp/kernels/CMakeLists.txt).
 enum class HeadDims : std::uint8_t { up_to_128, above_128 };
 template <KvFormat F, DType dtype, HeadDims dims>
 std::span<const DecodeVariant> decode_variants();
