@@ -154,6 +154,15 @@ def test_multipliers_may_change(name, value, ids):
     assert outs[0][CACHE].steps == 1 and before.shape == (2, 46)
 
 
+@pytest.mark.parametrize("family, joined", [("Llama", 0), ("Olmo2", 1), ("Gemma2", 6), ("Gemma3", 6)])
+def test_sums_that_a_norm_follows_are_one_call_with_it(family, joined):
+    program = StepProgram(make(family), 2)
+    calls = [call.func for before, _, behind in program._recorded for call in before + behind]
+    calls += [call.func for call in program._last]
+    assert calls.count(rt._C.add_rms_norm) == joined
+    assert calls.count(torch.Tensor.add_) == (5 if family == "Olmo2" else 0)  # no norm comes before its products
+
+
 def both_logits(model, plain, ids):
     """Of the last of two steps behind a prompt: the program's and transformers'."""
     with torch.no_grad():

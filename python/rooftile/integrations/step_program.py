@@ -95,18 +95,17 @@ def run_calls(calls):
     return [name for name in list(map(_call, calls)) if type(name) is str]
 
 
-def _with_sums_in_norms(calls):
-    """The calls, each sum of which a norm follows as one call with it: add_rms_norm rounds the sum as add_ does."""
-    made = []
-    for call in calls:
-        if made and made[-1].func is torch.Tensor.add_ and call.func is _C.rms_norm:
-            total, part = made[-1].args
-            x, weight, eps, offset, out, *context = call.args
-            if x is total and out is part:
-                made[-1] = functools.partial(_C.add_rms_norm, part, total, weight, eps, offset, out, total, *context)
-                continue
-        made.append(call)
-    return made
+def _join_sum(calls, follows):
+    """Makes the last of `calls`, where it is a sum, one call with the norm of it that `follows` begins with:
+    add_rms_norm rounds the sum as add_ does.
+    """
+    if not follows or calls[-1].func is not torch.Tensor.add_ or follows[0].func is not _C.rms_norm:
+        return
+    total, part = calls[-1].args
+    x, weight, eps, offset, out, *context = follows[0].args
+    if x is total and out is part:
+        del calls[-1]
+        follows[0] = functools.partial(_C.add_rms_norm, part, total, weight, eps, offset, out, total, *context)
 
 
 class StepProgram:
@@ -209,6 +208,9 @@ class StepProgram:
         # of every layer: calls before its cache's, (window, scale, softcap, which rotation), calls behind them
         self._recorded = [self._layer(i, self._child(layers, str(i), "DecoderLayer"), config) for i in range(count)]
         self._last = [self._norm(self._child(decoder, "norm", "RMSNorm"), self.x, self._normed)]
+        norms = [before for before, *_ in self._recorded[1:]] + [self._last]
+        for (*_, behind), follows in zip(self._recorded, norms, strict=False):
+            _join_sum(behind, follows)
         head = self._child(model, "lm_head", None)
         self.vocabulary = head.out_features if isinstance(head, PackedLinear) else len(self._tensor(head, "weight"))
         self._head = self._layer_of(head, self.vocabulary, config.hidden_size)
@@ -349,6 +351,7 @@ class StepProgram:
         scale = self._value(layer, "residual_multiplier") if family.multipliers else 1
         behind = self._added(attention, "o_proj", self._attended.view(self.batch, -1), norms[1], scale)
         calls, x = self._given(norms[2])
+        _join_sum(behind, calls)
         behind += calls + self._gated(mlp, config, x)
         behind += self._added(mlp, "down_proj", self._h, norms[3], scale)
         kind = self._types_seen[index] if self._types_seen else None
@@ -457,7 +460,7 @@ class StepProgram:
                 functools.partial(torch.Tensor.tanh_, logits),
                 functools.partial(torch.Tensor.mul_, logits, self._logits_cap),
             )
-        return _with_sums_in_norms(calls)
+        return calls
 
     def new_logits(self):
         return torch.empty(self.batch, 1, self.vocabulary, dtype=self.dtype, device=self.device)
