@@ -17,6 +17,7 @@ from rich.console import Console
 from rooftile import _results
 from rooftile.bench import (
     attention_peers,
+    cpu,
     decode,
     e2e,
     layer,
@@ -444,6 +445,97 @@ def test_a_slow_model_has_fewer_rounds(monkeypatch):
     monkeypatch.setattr(e2e, "_SECONDS", 0)
     rows, _ = e2e.run("tiny", [1], 5, 4, "cpu", rows=["16 bits"])
     assert [len(row["ms_per_token_rounds"]) for row in rows] == [1]
+
+
+class WritesAtOnce:
+    """An engine that writes what the yardstick writes, but for its token number `wrong`."""
+
+    variant = "made of nothing"
+
+    def __init__(self, wrong=None):
+        self.wrong, self.calls = wrong, []
+
+    def write(self, ids, count):
+        self.calls.append((tuple(ids), count))
+        return [i if i != self.wrong else -1 for i in range(count)]
+
+
+def test_engines_take_turns(monkeypatch):
+    ours, peer = WritesAtOnce(), WritesAtOnce(wrong=4)
+    clock = iter([3.0, 10.0, 1.0, 5.0, 2.0, 16.0, 2.0, 7.0])  # (one token, all) of ours, of the peer, two rounds
+    monkeypatch.setattr(cpu.e2e, "seconds", lambda call, device: (call(), next(clock))[1])
+    steps = []
+    engines = {cpu.YARDSTICK: ours, "llama.cpp": peer}
+    rows = cpu.run(engines, [7] * 30, 8, 2, runner.Notes(), lambda: steps.append(1))
+    assert len(steps) == 6 and ours.calls == peer.calls == [((7,) * 30, n) for n in (8, 1, 8, 1, 8)]
+    first, other = rows
+    assert first["prompt_tok_s"] == (30 / 3 + 30 / 2) / 2 and first["decode_tok_s"] == (7 / 7 + 7 / 14) / 2
+    assert first["ms_per_token"] == 1e3 / first["decode_tok_s"] and first["seconds_rounds"] == [(3, 10), (2, 16)]
+    assert first["against"] == {"llama.cpp": {"prompt": (1 / 3 + 1) / 2, "decode": (4 / 7 + 5 / 14) / 2}}
+    assert (first["same_tokens"], other["same_tokens"], other["against"]) == (8, 4, {})
+    out = io.StringIO()
+    Console(file=out, width=200).print(cpu.table(rows))
+    assert "0.67" in out.getvalue() and "decode /" in out.getvalue()
+
+
+def test_an_engine_that_fails(monkeypatch):
+    def fails(ids, count):
+        raise RuntimeError("cannot read it")
+
+    notes, peer = runner.Notes(), WritesAtOnce()
+    monkeypatch.setattr(peer, "write", fails)
+    rows = cpu.run({cpu.YARDSTICK: WritesAtOnce(), "openvino": peer}, [1], 2, 1, notes)
+    assert [row["name"] for row in rows] == [cpu.YARDSTICK]
+    assert [(note["impl"], note["why"]) for note in notes.left_out] == [("openvino", "cannot read it")]
+    with pytest.raises(RuntimeError, match="cannot read it"):
+        cpu.run({cpu.YARDSTICK: peer}, [1], 2, 1, notes)
+
+
+class Llama:
+    """Of a package that is not installed here: what its engine asks of it."""
+
+    def __init__(self, path, **options):
+        assert options == {"n_ctx": 13, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+        self.fresh = False
+
+    def reset(self):
+        self.fresh = True
+
+    def generate(self, ids, temp, repeat_penalty):
+        assert self.fresh and (temp, repeat_penalty) == (0.0, 1.0)
+        self.fresh = False
+        yield from range(100)
+
+
+def test_a_file_on_the_cpu(tmp_path, capsys, monkeypatch):
+    """Every row of a real file, and a peer; the other one is missing and named."""
+    info = b"CPU : AVX2 = 1 | AVX512 = 0 | AMX_INT8 = 1 | OPENMP = 1 | "
+    package = types.SimpleNamespace(Llama=Llama, llama_print_system_info=lambda: info, __version__="9.8")
+    monkeypatch.setitem(sys.modules, "llama_cpp", package)
+    monkeypatch.setitem(sys.modules, "openvino_genai", None)
+    monkeypatch.setattr("rooftile.loaders.demo_text", lambda: "the text " * 20)
+    path, out = tiny_gguf.write(tmp_path / "tiny.gguf"), tmp_path / "cpu.json"
+    given = ["--model", path, "--prompt", "9", "--tokens", "4", "--rounds", "2", "--peers", "--json", str(out)]
+    assert main(["bench", "cpu", *given, "--threads", "1", "--commit", "abc"]) == 0
+    result = json.loads(out.read_text())
+    assert (result["family"], result["run"]["weights"], result["run"]["threads"]) == ("cpu", "stored", 1)
+    assert [row["name"] for row in result["rows"]] == [*cpu.ROWS, "llama.cpp"]
+    assert [note["impl"] for note in result["left_out"]] == ["openvino"]
+    assert result["rows"][-1]["variant"] == "9.8 AVX2 AMX_INT8"
+    for row in result["rows"]:
+        assert len(row["seconds_rounds"]) == 2 and row["prompt_tok_s"] > 0
+        assert row["ms_per_token"] == pytest.approx(1e3 / row["decode_tok_s"])
+    assert result["rows"][0]["same_tokens"] == 4
+    assert "llama.cpp" in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_timed(tmp_path, capsys, monkeypatch):
+    assert main(["bench", "cpu", "--model", str(tmp_path)]) == 2
+    assert "--model" in capsys.readouterr().err
+    monkeypatch.setattr("rooftile.loaders.demo_text", lambda: "a b")
+    path = tiny_gguf.write(tmp_path / "tiny.gguf")
+    assert main(["bench", "cpu", "--model", path, "--prompt", "99"]) == 2
+    assert "--prompt: the text has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("weights", ["w4a16", "none"])

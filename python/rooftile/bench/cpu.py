@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One GGUF file on the CPU, read and continued by transformers, by rooftile and by what else is installed, in turns.
+
+A turn writes one greedy token after the prompt, and then, from nothing again, all tokens. Their difference is the time
+of decode steps; the first is the time of the prompt, its first token included. Every engine gets the same prompt and as
+many threads, all models stay in memory, and a ratio is the median of the rounds' ratios, so that a machine that slows
+down for a while slows both sides.
+"""
+
+import contextlib
+import functools
+import importlib
+import statistics
+
+import torch
+
+from rooftile.bench import e2e
+
+YARDSTICK = "transformers"
+ROWS = {  # name: arguments of rt.accelerate, or None
+    YARDSTICK: None,
+    "W4A16 + bf16, 8-bit head": {"weights": "w4a16", "kv_cache": "bf16", "head": "w8a16"},
+    "W4A16 + int4-kivi, 8-bit head": {"weights": "w4a16", "kv_cache": "int4-kivi", "head": "w8a16"},
+}
+
+
+class Model:
+    """A row of ROWS. write(ids, count): the greedy tokens after a prompt, a list of ints each."""
+
+    variant = ""
+
+    def __init__(self, options, path, threads, context):  # the threads are torch's
+        self.model = e2e.stored_model(path, "cpu", options)
+        e2e.check_lengths(self.model.config, context, 0)
+
+    def write(self, ids, count):
+        prompt = torch.tensor([ids])
+        ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, **ending)
+        return out[0, len(ids) :].tolist()
+
+
+class LlamaCpp:
+    """llama.cpp, as its Python package llama-cpp-python was built."""
+
+    def __init__(self, path, threads, context):
+        import llama_cpp
+
+        found = llama_cpp.llama_print_system_info().decode()
+        flags = [part.strip().split(" = ") for part in found.replace(":", "|").split("|")]
+        names = [flag[0] for flag in flags if len(flag) == 2 and flag[1] == "1" and flag[0] in _FLAGS]
+        self.variant = " ".join([llama_cpp.__version__, *names])
+        self.model = llama_cpp.Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def write(self, ids, count):
+        self.model.reset()  # or it keeps what it has of the prompt
+        found = []
+        for token in self.model.generate(ids, temp=0.0, repeat_penalty=1.0):
+            found.append(token)
+            if len(found) == count:
+                return found
+
+
+_FLAGS = ("AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX_INT8", "REPACK")  # what its products may use
+
+
+class OpenVino:
+    """OpenVINO GenAI, whose reader of GGUF files keeps their codes."""
+
+    def __init__(self, path, threads, context):
+        import openvino
+        import openvino_genai
+
+        self.api, self.tensor, self.variant = openvino_genai, openvino.Tensor, openvino_genai.__version__.split("-")[0]
+        self.pipeline = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads)
+
+    def write(self, ids, count):
+        prompt = torch.tensor([ids])
+        given = self.api.TokenizedInputs(self.tensor(prompt.numpy()), self.tensor(torch.ones_like(prompt).numpy()))
+        config = self.api.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        return list(self.pipeline.generate(given, config).tokens[0])
+
+
+PEERS = {"llama.cpp": ("llama_cpp", LlamaCpp), "openvino": ("openvino_genai", OpenVino)}  # module, engine
+
+
+def prompt_of(path, tokens):
+    """The first tokens of the demo's text, in the words of a file's tokenizer. Raises ArgumentError if there are less."""
+    from rooftile.errors import ArgumentError
+    from rooftile.loaders import demo_text, load_tokenizer
+
+    ids = load_tokenizer(path)(demo_text()[: 16 * tokens], verbose=False)["input_ids"][:tokens]
+    if len(ids) < tokens:
+        raise ArgumentError(f"--prompt: the text has {len(ids)} tokens, expected at least {tokens}")
+    return ids
+
+
+def opened(path, peers, threads, context, notes, advance=lambda: None):
+    """{name: engine}. peers: names of PEERS; one that is not installed, or does not take this file, is noted."""
+    engines = {}
+    for name, options in ROWS.items():
+        engines[name] = Model(options, path, threads, context)
+        advance()
+    for name in peers:
+        module, make = PEERS[name]
+        with notes.guarded("every case", name):
+            importlib.import_module(module)
+            engines[name] = make(path, threads, context)
+        advance()
+    return engines
+
+
+def run(engines, ids, tokens, rounds, notes, advance=lambda: None):
+    """A row for each engine, of as many rounds as are asked for. tokens: 2 or more. A peer that fails is noted."""
+    written = {}
+    for name, engine in engines.items():
+        with notes.guarded("every case", name) if name in PEERS else contextlib.nullcontext():
+            written[name] = engine.write(ids, tokens)  # first calls set things up
+        advance()
+    engines = {name: engines[name] for name in written}
+    times = {name: [] for name in engines}
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            one, whole = (functools.partial(engine.write, ids, count) for count in (1, tokens))
+            times[name].append((e2e.seconds(one, "cpu"), e2e.seconds(whole, "cpu")))
+            advance()
+    return [_row(name, engines, times, written, len(ids), tokens) for name in engines]
+
+
+def _row(name, engines, times, written, prompt, tokens):
+    def speeds(name):
+        """[(tokens of the prompt a second, decode steps a second)] of each round."""
+        return [(prompt / first, (tokens - 1) / (whole - first)) for first, whole in times[name]]
+
+    read, decode = zip(*speeds(name), strict=True)
+    against = {
+        other: {
+            what: statistics.median(a[i] / b[i] for a, b in zip(speeds(name), speeds(other), strict=True))
+            for i, what in enumerate(("prompt", "decode"))
+        }
+        for other in engines
+        if other in PEERS and other != name
+    }
+    pairs = zip(written[name], written[YARDSTICK], strict=False)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(written[name]))
+    return {
+        "name": name,
+        "variant": engines[name].variant,
+        "prompt_tok_s": statistics.median(read),
+        "decode_tok_s": statistics.median(decode),
+        "ms_per_token": 1e3 / statistics.median(decode),
+        "same_tokens": same,  # as transformers writes them, until the first that differs
+        "seconds_rounds": times[name],  # [one token, all tokens]
+        "against": against,
+    }
+
+
+def table(rows):
+    """What the terminal shows, a rich.table.Table."""
+    from rich import box
+    from rich.table import Table
+
+    peers = [row["name"] for row in rows if row["name"] in PEERS]
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("", no_wrap=True)
+    titles = ["prompt\ntok/s", "decode\ntok/s", "ms a\ntoken", "tokens as\ntransformers"]
+    for title in titles + [f"{what} /\n{peer}" for peer in peers for what in ("prompt", "decode")]:
+        shown.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        ratios = [row["against"].get(peer) for peer in peers]
+        shown.add_row(
+            row["name"],
+            f"{row['prompt_tok_s']:.0f}",
+            f"{row['decode_tok_s']:.1f}",
+            f"{row['ms_per_token']:.2f}",
+            str(row["same_tokens"]),
+            *(f"{r[what]:.2f}" if r else "" for r in ratios for what in ("prompt", "decode")),
+        )
+    return shown
