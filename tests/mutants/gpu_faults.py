@@ -73,21 +73,21 @@ FAULTS = {
         DECODE + "raw_tokens.cuh",
         "[from = begin - token, to = end - token](int i)",
         "[from = begin - token, to = end - token - half % 2](int i)",
-        INSTANCES + "decode_int4_kivi_[fb]*",
+        INSTANCES + "decode_int4_kivi_[ua]*",
     ),
     "channel_zero_point": Fault(
         "8-bit codes with a scale per channel keep their zero point",
         DECODE + "code_scores.cuh",
         "const float group_factor = factor[n][i & 1] * group.scale;",
         "const float group_factor = factor[n][i & 1] * group.scale;\n        zp_correction[n][i & 1] = 0;",
-        INSTANCES + "decode_int8_kivi_sym_[fb]*",
+        INSTANCES + "decode_int8_kivi_sym_*",
     ),
     "channel_scales": Fault(
         "8-bit codes of four words take the scales of the first word's channels",
         DECODE + "code_scores.cuh",
         "(x.k_scale() + channel + 4 * w);",
         "(x.k_scale() + channel);",
-        INSTANCES + "decode_int8_kivi_sym_[fb]*",
+        INSTANCES + "decode_int8_kivi_sym_*",
     ),
     "append_channel_bytes": Fault(
         "8-bit V codes of the slice's tokens past the fourth go to the first four's place",
@@ -121,7 +121,7 @@ FAULTS = {
         DECODE + "mainloop.cuh",
         "if (p_.tokens == 1 || see.all(first, 16))",
         "if (p_.tokens >= 1 || see.all(first, 16))",
-        INSTANCES + "decode_bits16_[fb]*",
+        INSTANCES + "decode_bits16_*",
         first="test_what_a_later_token_holds_does_not_reach_an_earlier_query",
     ),
     "o_scale_growth": Fault(
@@ -272,28 +272,28 @@ FAULTS = {
         "cpp/tile/w4.cuh",
         "fma(__byte_perm(first, 0, 0x4341), raise, g8)",
         "fma(first & 0x00ff00ff, raise, g8)",
-        INSTANCES + "*_codes_8_f16.cu",
+        INSTANCES + "*_codes_8.cu",
     ),
     "byte_step": Fault(
         "the second 16 k of 32 in 8 bits are decoded from the first's words",
         "cpp/tile/w4.cuh",
         "decode_words(rCodes(0, k), rCodes(1, k), rZero(0), rZero(1), a);",
         "decode_words(rCodes(0, 0), rCodes(1, 0), rZero(0), rZero(1), a);",
-        INSTANCES + "*_codes_8_f16.cu",
+        INSTANCES + "*_codes_8.cu",
     ),
     "last_fragments": Fault(
         "the last fragment block of a step in 8 bits is not copied: the stage holds the one of an earlier step",
         GEMM + "code_loader.cuh",
         "for (int f = 0; f < blocks; ++f)",
         "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
-        INSTANCES + "*_codes_8_f16.cu",
+        INSTANCES + "*_codes_8.cu",
     ),
     "ring_fragments": Fault(
         "few tokens: the last fragment block of a step in 8 bits is not copied",
         GEMM + "code_ring.cuh",
         "for (int f = 0; f < blocks; ++f)",
         "for (int f = 0; f < (blocks == 4 ? 3 : blocks); ++f)",
-        INSTANCES + "*_codes_8_f16.cu",
+        INSTANCES + "*_codes_8.cu",
     ),
     "ring_tail": Fault(
         "few tokens: a scale block past the end of K is scaled with what lies there",
@@ -501,16 +501,16 @@ FAULTS = {
 
 # A header's faults are compiled in some of the sources that include it; the other sources stay sound.
 SOURCES = {
-    DECODE: INSTANCES + "decode_int4_[fb]*",
+    DECODE: INSTANCES + "decode_int4.cu",
     "cpp/core/divisor.h": DECODE + "dispatch.cpp",
     KV_CACHE: KV_CACHE + "launch.cu",
     GEMM + "expand.cuh": GEMM + "prepare.cu",
     GEMM + "gather_x.cuh": GEMM + "prepare.cu",
-    GEMM + "collective.cuh": INSTANCES + "collective_*_f16.cu",
+    GEMM + "collective.cuh": INSTANCES + "collective_*",
     GEMM + "stream_bits16.cuh": INSTANCES + "stream_bits16*",
     GEMM + "tma.cuh": INSTANCES + "tma*",
-    GEMM: INSTANCES + "*_codes_4_f16.cu",
-    "cpp/tile/w4.cuh": INSTANCES + "*_codes_4_f16.cu",
+    GEMM: INSTANCES + "*_codes_4.cu",
+    "cpp/tile/w4.cuh": INSTANCES + "*_codes_4.cu",
 }
 W4_TESTS = "w4a16_device w4a16 w4a16_modules many_rows workspaces poison layout_invariance streams cuda"
 DECODE_TESTS = "decode_attention decode_attention_gpu decode_attention_gpu_many decode_attention_gpu_faults"

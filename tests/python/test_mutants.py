@@ -259,14 +259,14 @@ def test_an_extension_holds_its_fault(tmp_path, capsys, value, changed):
     compiled("more", "int more(void) { return 10; }")
     compiled("main", "int number(void), more(void); int asked(void) { return number() + more(); }")
     subprocess.run(["ar", "qc", "librooftile_cpp.a", "number.o", "more.o"], cwd=tmp_path, check=True)
-    build, name = gpu_faults.Build(tmp_path), "mask_end"
+    build, name = gpu_faults.Build(tmp_path), "raw_last"
     build.tree = build.folder = tmp_path
     build.link_line = f"{C_COMPILER} -shared -s -o {tmp_path}/_C.abi3.so main.o -L. librooftile_cpp.a -lm"
     instances = tmp_path / gpu_faults.INSTANCES
     build.compiles = {
-        str(instances / "decode_int4_f16.cu"): {"command": "cc -o number.o"},
-        str(instances / "decode_int4_kivi_f16.cu"): {"command": "cc -o none.o"},
-        str(instances / "decode_int4_bf16.cu"): {"command": "cc -o more.o"},
+        str(instances / "decode_int4_kivi_above_128.cu"): {"command": "cc -o number.o"},
+        str(instances / "decode_int4_kivi_sym_above_128.cu"): {"command": "cc -o none.o"},
+        str(instances / "decode_int4_kivi_up_to_128.cu"): {"command": "cc -o more.o"},
     }
     (tmp_path / "python/rooftile").mkdir(parents=True)
     compiled("faulty", f"int number(void) {{ return {value}; }}")
