@@ -121,7 +121,7 @@ FAULTS = {
         DECODE + "mainloop.cuh",
         "if (p_.tokens == 1 || see.all(first, 16))",
         "if (p_.tokens >= 1 || see.all(first, 16))",
-        INSTANCES + "decode_bits16_*",
+        INSTANCES + "decode_[fb]*16_*",
         first="test_what_a_later_token_holds_does_not_reach_an_earlier_query",
     ),
     "o_scale_growth": Fault(
