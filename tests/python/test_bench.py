@@ -491,9 +491,17 @@ def test_an_engine_that_fails(monkeypatch):
         cpu.run({cpu.YARDSTICK: peer}, [1], 2, 1, notes)
 
 
-class Llama:
-    """Of a package that is not installed here: what its engine asks of it."""
+LLAMA_CPP = """
+import os
 
+__version__ = "9.8"
+
+
+def llama_print_system_info():
+    return b"CPU : AVX2 = 1 | AVX512 = 0 | AMX_INT8 = 1 | OPENMP = 1 | "
+
+
+class Llama:  # what its engine asks of it
     def __init__(self, path, **options):
         assert options == {"n_ctx": 13, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
         self.fresh = False
@@ -505,14 +513,20 @@ class Llama:
         assert self.fresh and (temp, repeat_penalty) == (0.0, 1.0)
         self.fresh = False
         yield from range(100)
+"""
+
+
+def packages(tmp_path, monkeypatch, **texts):
+    """Packages of one file that a process of a peer finds."""
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 def test_a_file_on_the_cpu(tmp_path, capsys, monkeypatch):
-    """Every row of a real file, and a peer; the other one is missing and named."""
-    info = b"CPU : AVX2 = 1 | AVX512 = 0 | AMX_INT8 = 1 | OPENMP = 1 | "
-    package = types.SimpleNamespace(Llama=Llama, llama_print_system_info=lambda: info, __version__="9.8")
-    monkeypatch.setitem(sys.modules, "llama_cpp", package)
-    monkeypatch.setitem(sys.modules, "openvino_genai", None)
+    """Every row of a real file, and a peer; the other one does not take the file."""
+    raises = "raise ImportError('built for another CPU')"
+    packages(tmp_path, monkeypatch, llama_cpp=LLAMA_CPP, openvino=raises)
     monkeypatch.setattr("rooftile.loaders.demo_text", lambda: "the text " * 20)
     path, out = tiny_gguf.write(tmp_path / "tiny.gguf"), tmp_path / "cpu.json"
     given = ["--model", path, "--prompt", "9", "--tokens", "4", "--rounds", "2", "--peers", "--json", str(out)]
@@ -521,12 +535,21 @@ def test_a_file_on_the_cpu(tmp_path, capsys, monkeypatch):
     assert (result["family"], result["run"]["weights"], result["run"]["threads"]) == ("cpu", "stored", 1)
     assert [row["name"] for row in result["rows"]] == [*cpu.ROWS, "llama.cpp"]
     assert [note["impl"] for note in result["left_out"]] == ["openvino"]
+    assert result["left_out"][0]["why"] == "ImportError: built for another CPU"
     assert result["rows"][-1]["variant"] == "9.8 AVX2 AMX_INT8"
     for row in result["rows"]:
         assert len(row["seconds_rounds"]) == 2 and row["prompt_tok_s"] > 0
         assert row["ms_per_token"] == pytest.approx(1e3 / row["decode_tok_s"])
     assert result["rows"][0]["same_tokens"] == 4
     assert "llama.cpp" in capsys.readouterr().out
+
+
+def test_a_peer_that_dies(tmp_path, monkeypatch):
+    packages(tmp_path, monkeypatch, llama_cpp=LLAMA_CPP.replace("self.fresh = True", "os._exit(5)"))
+    engine = cpu.Apart(cpu.LlamaCpp, "none.gguf", 1, 13)
+    with pytest.raises(RuntimeError, match="ended with exit code 5"):
+        engine.write([1, 2], 1)
+    engine.close()
 
 
 def test_files_that_cannot_be_timed(tmp_path, capsys, monkeypatch):

@@ -148,10 +148,14 @@ struct IntegerWeights : Weights<bits, Split> {
 bool takes_integers(const W4MatmulArgs& a) {
   if (a.batch_invariant || a.x.rows() != 1 || a.x.dtype == DType::f32) return false;
   const auto* const bits = a.x.as<std::uint16_t>() + a.x.row_offset(0);
-  int largest = 0;  // bits of the largest |x|; NaN is above infinity
-  for (std::int64_t i = 0; i < a.x.last(); ++i) largest = std::max(largest, bits[i * a.x.last_stride()] & 0x7fff);
+  std::uint16_t largest = 0;  // bits of the largest |x|; NaN is above infinity
+  const auto look_at = [&](std::int64_t stride) {
+    for (std::int64_t i = 0; i < a.x.last(); ++i)
+      largest = std::max<std::uint16_t>(largest, bits[i * stride] & 0x7fff);
+  };
+  a.x.last_stride() == 1 ? look_at(1) : look_at(a.x.last_stride());  // in vectors where it is 1
   if (a.x.dtype == DType::f16) return largest < 0x7c00;
-  const float value = to_float(BFloat16{static_cast<std::uint16_t>(largest)});
+  const float value = to_float(BFloat16{largest});
   return largest == 0 || (value >= least_largest && value <= most_largest);
 }
 #endif

@@ -4,12 +4,13 @@
 A turn writes one greedy token after the prompt, and then, from nothing again, all tokens. Their difference is the time
 of decode steps; the first is the time of the prompt, its first token included. Every engine gets the same prompt and as
 many threads, all models stay in memory, and a ratio is the median of the rounds' ratios, so that a machine that slows
-down for a while slows both sides.
+down for a while slows both sides. A peer has a process of its own: llama.cpp expects that nobody else releases AMX's
+tiles, and dies in one that multiplies with them.
 """
 
 import contextlib
 import functools
-import importlib
+import multiprocessing
 import statistics
 
 import torch
@@ -38,6 +39,9 @@ class Model:
         ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         out = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, **ending)
         return out[0, len(ids) :].tolist()
+
+    def close(self):
+        del self.model
 
 
 class LlamaCpp:
@@ -72,7 +76,11 @@ class OpenVino:
         import openvino_genai
 
         self.api, self.tensor, self.variant = openvino_genai, openvino.Tensor, openvino_genai.__version__.split("-")[0]
-        self.pipeline = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads)
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False  # or it keeps what it has of the prompt
+        self.pipeline = openvino_genai.LLMPipeline(
+            path, "CPU", INFERENCE_NUM_THREADS=threads, scheduler_config=scheduler
+        )
 
     def write(self, ids, count):
         prompt = torch.tensor([ids])
@@ -82,7 +90,48 @@ class OpenVino:
         return list(self.pipeline.generate(given, config).tokens[0])
 
 
-PEERS = {"llama.cpp": ("llama_cpp", LlamaCpp), "openvino": ("openvino_genai", OpenVino)}  # module, engine
+PEERS = {"llama.cpp": LlamaCpp, "openvino": OpenVino}
+
+
+def _serve(pipe, make, arguments):
+    """The process of a peer: answers with its variant, then each call of write(). What is raised is sent as it is."""
+    try:
+        engine = make(*arguments)
+        pipe.send(engine.variant)
+        while call := pipe.recv():
+            pipe.send(engine.write(*call))
+    except Exception as e:  # a peer may raise anything, also what cannot be pickled
+        pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))
+
+
+class Apart:
+    """An engine in a process of its own. Raises RuntimeError with what it raised, or that it is gone."""
+
+    def __init__(self, make, *arguments):
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, end = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(end, make, arguments), daemon=True)
+        self.process.start()
+        end.close()
+        self.variant = self._answer()
+
+    def write(self, *call):
+        self.pipe.send(call)
+        return self._answer()
+
+    def _answer(self):
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"its process ended with exit code {self.process.exitcode}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self):
+        self.pipe.close()
+        self.process.terminate()
 
 
 def prompt_of(path, tokens):
@@ -103,10 +152,8 @@ def opened(path, peers, threads, context, notes, advance=lambda: None):
         engines[name] = Model(options, path, threads, context)
         advance()
     for name in peers:
-        module, make = PEERS[name]
         with notes.guarded("every case", name):
-            importlib.import_module(module)
-            engines[name] = make(path, threads, context)
+            engines[name] = Apart(PEERS[name], path, threads, context)
         advance()
     return engines
 

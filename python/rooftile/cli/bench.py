@@ -203,6 +203,8 @@ def _run_cpu(args):
         engines = cpu.opened(path, peers, threads, args.prompt + args.tokens, notes, advance)
     with progress_bar("Timing", (1 + args.rounds) * len(engines)) as advance:
         rows = cpu.run(engines, ids, args.tokens, args.rounds, notes, advance)
+    for engine in engines.values():
+        engine.close()
     run = {name: getattr(args, name) for name in ("prompt", "tokens", "rounds")}
     result = _result(args, path, "cpu", run, rows=rows, left_out=notes.left_out)
     console = Console()
