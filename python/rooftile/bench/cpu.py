@@ -135,7 +135,7 @@ class Apart:
 
 
 def prompt_of(path, tokens):
-    """The first tokens of the demo's text, in the words of a file's tokenizer. Raises ArgumentError if there are less."""
+    """The first tokens of the demo's text, by a file's tokenizer. Raises ArgumentError if there are fewer."""
     from rooftile.errors import ArgumentError
     from rooftile.loaders import demo_text, load_tokenizer
 
