@@ -420,7 +420,7 @@ def test_whole_models(source, tmp_path, capsys):
     sizes = ["--prompt", "9", "--tokens", "6", "--batch", "1,3", "--device", "cpu"]
     assert main(["bench", "e2e", *given, *sizes, "--commit", "abc", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
-    assert (result["schema"], result["family"], result["commit"]) == (1, "e2e", "abc")
+    assert (result["schema"], result["family"], result["commit"]) == (1, "e2e", "abc") and result["seconds"] > 0
     run = result["run"]
     assert (run["prompt"], run["tokens"], run["device"]) == (9, 6, "cpu")
     assert (run["model"], run["weights"]) == (("tiny", "random") if source == "random" else ("tiny.gguf", "stored"))
@@ -533,6 +533,7 @@ def test_a_file_on_the_cpu(tmp_path, capsys, monkeypatch):
     assert main(["bench", "cpu", *given, "--threads", "1", "--commit", "abc"]) == 0
     result = json.loads(out.read_text())
     assert (result["family"], result["run"]["weights"], result["run"]["threads"]) == ("cpu", "stored", 1)
+    assert result["seconds"] > 0
     assert [row["name"] for row in result["rows"]] == [*cpu.ROWS, "llama.cpp"]
     assert [note["impl"] for note in result["left_out"]] == ["openvino"]
     assert result["left_out"][0]["why"] == "ImportError: built for another CPU"

@@ -150,8 +150,7 @@ bool takes_integers(const W4MatmulArgs& a) {
   const auto* const bits = a.x.as<std::uint16_t>() + a.x.row_offset(0);
   std::uint16_t largest = 0;  // bits of the largest |x|; NaN is above infinity
   const auto look_at = [&](std::int64_t stride) {
-    for (std::int64_t i = 0; i < a.x.last(); ++i)
-      largest = std::max<std::uint16_t>(largest, bits[i * stride] & 0x7fff);
+    for (std::int64_t i = 0; i < a.x.last(); ++i) largest = std::max<std::uint16_t>(largest, bits[i * stride] & 0x7fff);
   };
   a.x.last_stride() == 1 ? look_at(1) : look_at(a.x.last_stride());  // in vectors where it is 1
   if (a.x.dtype == DType::f16) return largest < 0x7c00;

@@ -6,6 +6,7 @@ cpu`: a GGUF file on the CPU, beside others that read it."""
 import argparse
 import math
 import os
+import time
 
 from rooftile import _C
 from rooftile._results import COMMIT_HELP, head, machine
@@ -116,6 +117,7 @@ def _seconds(text):
 
 
 def run(args):
+    args.begin = time.monotonic()
     return {"e2e": _run_e2e, "layer": _run_layer, "cpu": _run_cpu}.get(args.family, _run_kernels)(args)
 
 
@@ -145,6 +147,7 @@ def _result(args, source, device, run, **figures):
 
     result = {
         **head(args.family, args.commit),
+        "seconds": round(time.monotonic() - args.begin, 3),
         "machine": machine(device),
         "run": {
             "model": os.path.basename(source),
