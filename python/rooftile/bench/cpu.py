@@ -4,8 +4,8 @@
 A turn writes one greedy token after the prompt, and then, from nothing again, all tokens. Their difference is the time
 of decode steps; the first is the time of the prompt, its first token included. Every engine gets the same prompt and as
 many threads, all models stay in memory, and a ratio is the median of the rounds' ratios, so that a machine that slows
-down for a while slows both sides. A peer has a process of its own: llama.cpp expects that nobody else releases AMX's
-tiles, and dies in one that multiplies with them.
+down for a while slows both sides. A peer has a process of its own: one that dies is noted, and the others' rows
+remain.
 """
 
 import contextlib
@@ -39,9 +39,6 @@ class Model:
         ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         out = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, **ending)
         return out[0, len(ids) :].tolist()
-
-    def close(self):
-        del self.model
 
 
 class LlamaCpp:
@@ -145,15 +142,18 @@ def prompt_of(path, tokens):
     return ids
 
 
-def opened(path, peers, threads, context, notes, advance=lambda: None):
-    """{name: engine}. peers: names of PEERS; one that is not installed, or does not take this file, is noted."""
+def opened(path, peers, threads, context, notes, stack, advance=lambda: None):
+    """{name: engine}. peers: names of PEERS; one that is not installed, or does not take this file, is noted.
+
+    stack: a contextlib.ExitStack, which ends the peers' processes.
+    """
     engines = {}
     for name, options in ROWS.items():
         engines[name] = Model(options, path, threads, context)
         advance()
     for name in peers:
         with notes.guarded("every case", name):
-            engines[name] = Apart(PEERS[name], path, threads, context)
+            engines[name] = stack.enter_context(contextlib.closing(Apart(PEERS[name], path, threads, context)))
         advance()
     return engines
 

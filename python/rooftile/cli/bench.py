@@ -4,6 +4,7 @@ e2e` and `rooftile bench layer`: a whole model, and the ops of its decode step, 
 cpu`: a GGUF file on the CPU, beside others that read it."""
 
 import argparse
+import contextlib
 import math
 import os
 import time
@@ -202,12 +203,11 @@ def _run_cpu(args):
         torch.set_num_threads(args.threads)
     path, notes, peers = args.model or str(demo_model()), runner.Notes(), tuple(cpu.PEERS) if args.peers else ()
     ids, threads = cpu.prompt_of(path, args.prompt), torch.get_num_threads()
-    with progress_bar("Loading", len(cpu.ROWS) + len(peers)) as advance:
-        engines = cpu.opened(path, peers, threads, args.prompt + args.tokens, notes, advance)
-    with progress_bar("Timing", (1 + args.rounds) * len(engines)) as advance:
-        rows = cpu.run(engines, ids, args.tokens, args.rounds, notes, advance)
-    for engine in engines.values():
-        engine.close()
+    with contextlib.ExitStack() as stack:
+        with progress_bar("Loading", len(cpu.ROWS) + len(peers)) as advance:
+            engines = cpu.opened(path, peers, threads, args.prompt + args.tokens, notes, stack, advance)
+        with progress_bar("Timing", (1 + args.rounds) * len(engines)) as advance:
+            rows = cpu.run(engines, ids, args.tokens, args.rounds, notes, advance)
     run = {name: getattr(args, name) for name in ("prompt", "tokens", "rounds")}
     result = _result(args, path, "cpu", run, rows=rows, left_out=notes.left_out)
     console = Console()
