@@ -40,7 +40,8 @@ bool has_amx() {
   static const bool has = [] {
     constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return has_avx512vnni() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-tile") &&
-           __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+           __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+           syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
   }();
   return has;
 }
@@ -49,7 +50,7 @@ bool has_amx() {
 constexpr Variant variants[] = {
 // best first; the reference is never chosen unasked
 #ifdef ROOFTILE_X86
-    {amx_kernels, has_amx},                     // avx512vnni, but for W4A16 of many rows of bf16
+    {amx_kernels, has_amx},  // avx512vnni, but for W4A16 of many rows of bf16 and decode attention over 4-bit codes
     {avx512bf16_kernels, has_fast_avx512bf16},  // avx512vnni, but for prompts in bf16
     {avx512vnni_kernels, has_avx512vnni},       // avx512, but for W4A16 of one row
     {avx512_kernels, has_avx512},               // F, BW, DQ, VL

@@ -126,15 +126,19 @@ def check(dtype, out, lse, exact, naive, exact_lse, lse_bound=None):
     check_lse(lse, exact_lse, lse_bound)
 
 
+def lse_bound(exact):
+    """Of each lse that is summed in fp32: 1e-5 of the largest."""
+    return np.full(exact.shape, 1e-5 * max(1.0, np.abs(exact[~np.isneginf(exact)]).max(initial=0)))
+
+
 def check_lse(lse, exact, bound=None):
-    """bound: of each value; default 1e-5 of the largest."""
+    """bound: of each value; default lse_bound."""
     got = to_numpy64(lse)
     assert got.shape == exact.shape
     hidden = np.isneginf(exact)
     assert (np.isneginf(got) == hidden).all()
     error = np.abs(np.where(hidden, 0, got) - np.where(hidden, 0, exact))
-    if bound is None:
-        bound = np.full(exact.shape, 1e-5 * max(1.0, np.abs(exact[~hidden]).max(initial=0)))
+    bound = lse_bound(exact) if bound is None else bound
     # negated: NaN is wrong too
     wrong = ~(error <= bound)
     assert not wrong.any(), f"lse off by {error[wrong].max()}, allowed {bound[wrong].min()}"
@@ -162,35 +166,71 @@ def run_and_check(cache, q, device="cpu", *, plan=None, sink_dtype="float32", **
     steps = device != "cpu" and cache.head_dim == 128 and q.shape[1] * q.shape[2] // cache.kv_heads > 8
     assert names == [f"{variant}_{cache.dtype}_{cache.format}_d{cache.head_dim}{'_m16' if steps else ''}"]
     exact, naive, exact_lse = expect_decode(cache, q, **options)
-    bound = None if device == "cpu" else gpu_lse_bound(cache, q, exact_lse, **options)
+    bound = None
+    if device != "cpu":
+        bound = gpu_lse_bound(cache, q, exact_lse, **options)
+    elif takes_integers(cache, plan):
+        bound = lse_bound(exact_lse) + worst_logit_errors(integer_key_errors, cache, q, **options)
     check(cache.dtype, out, lse, exact, naive, exact_lse, bound)
 
 
-def gpu_lse_bound(cache, q, exact_lse, *, rows=None, counts=None, scale=None, window=None, **_):
+def takes_integers(cache, plan=None):
+    """Whether the CPU's decode attention multiplies this cache's codes in integers, with the plan or of itself."""
+    pages = cache.page_size % oracle.GROUP == 0 and -(-cache.head_dim // 32) % 2 == 0
+    return (plan or cases.PLANS[0]) == "amx" and "int4" in cache.format and cache.dtype != "float32" and pages
+
+
+def gpu_lse_bound(cache, q, exact_lse, *, rows=None, **options):
     """How far each lse of a GPU's kernels may be off.
 
     The sum of weights and the logarithm, in fp32: 2^-22 of the lse, and 2^-22 of the sum for each of the fewer than
-    length / 128 + 64 additions that one weight goes through. And as much as the visible logit that errs most
-    (a soft cap and a sink make no error larger): D * 2^-22 of sum |q_d k_d|, which is summed in fp32 by tensor cores
-    that truncate, and what `key_errors` says.
+    length / 128 + 64 additions that one weight goes through. And as much as the visible logit that errs most:
+    D * 2^-22 of sum |q_d k_d|, which is summed in fp32 by tensor cores that truncate, and what `key_errors` says.
     """
     bound = 2.0**-22 * (np.abs(np.where(np.isneginf(exact_lse), 0, exact_lse)) + 64)
+    for b in range(q.shape[0]):
+        bound[b] += 2.0**-22 * cache.lengths[b if rows is None else rows[b]] / 128
+    return bound + worst_logit_errors(key_errors, cache, q, rows=rows, **options)
+
+
+def worst_logit_errors(errors_of, cache, q, *, rows=None, counts=None, scale=None, window=None, **_):
+    """By how much the visible logit that errs most may be off [B, T, Hq]; a soft cap and a sink make no error larger.
+
+    errors_of: key_errors or integer_key_errors.
+    """
+    worst = np.zeros(q.shape[:-1])
     dim, per_kv = q.shape[-1], q.shape[2] // cache.kv_heads
     scale = dim**-0.5 if scale is None else scale
     for b in range(q.shape[0]):
         row = b if rows is None else rows[b]
         count = q.shape[1] if counts is None else counts[b]
-        bound[b] += 2.0**-22 * cache.lengths[row] / 128
         for i, j, k, _, positions in seen_by_decode(cache, row, count):
             queries = np.abs(q[b, i:j]).reshape(j - i, cache.kv_heads, per_kv, dim)
-            errors = key_errors(cache, row, queries, k, oracle.GROUP * (positions[-1] // oracle.GROUP))
+            errors = errors_of(cache, row, queries, k, oracle.GROUP * (positions[-1] // oracle.GROUP))
             keys = np.arange(len(k))
             seen = keys <= positions[:, None]
             if window is not None:
                 seen &= keys > positions[:, None] - window
-            worst = np.where(seen[:, None, None], errors, 0).max(axis=-1, initial=0)
-            bound[b, i:j] += abs(scale) * worst.reshape(j - i, -1)
-    return bound
+            most = np.where(seen[:, None, None], errors, 0).max(axis=-1, initial=0)
+            worst[b, i:j] = abs(scale) * most.reshape(j - i, -1)
+    return worst
+
+
+def integer_key_errors(cache, row, q, k, code_end):
+    """The same as key_errors where a query times K's channel scales became 16-bit integers: each of them is off by
+    1 / 32639 of the query's largest in a group, or by 2^-55, and meets u - 8."""
+    facts = cache.dump(row)
+    kivi = cache.format in KIVI
+    end = code_end if kivi else len(k)
+    code = np.abs(to_numpy64(facts["k_codes"])[:end] - (8 if "k_min" in facts else 0)).sum(axis=-1)  # [keys, Hkv]
+    scale = to_numpy64(facts["k_scale"])
+    errors = np.zeros((*q.shape[:-1], len(k)))
+    for at in range(0, end, oracle.GROUP):
+        keys = slice(at, min(at + oracle.GROUP, end))
+        largest = (q * scale[at // oracle.GROUP][:, None] if kivi else q).max(axis=-1)[..., None]  # [T, Hkv, G, 1]
+        size = code[keys] if kivi else code[keys] * scale[keys, :, 0]
+        errors[..., keys] = np.maximum(largest / 32639, 2.0**-55) * size.T[:, None]
+    return errors
 
 
 def key_errors(cache, row, q, k, code_end):

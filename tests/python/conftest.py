@@ -110,8 +110,9 @@ def pytest_collection_modifyitems(config, items):
 def _of_own_kernels(item, plan):
     """Whether a test is of what avx512vnni, avx512bf16 or amx has kernels of its own for."""
     own = ("w4a16_matmul", "w8a16_matmul"), ("test_w4a16",)
-    if plan == "avx512bf16":
-        own = (*own[0], "prefill_attention"), (*own[1], "test_prefill_attention")
+    attention = {"avx512bf16": "prefill_attention", "amx": "decode_attention"}.get(plan)
+    if attention is not None:
+        own = (*own[0], attention), (*own[1], f"test_{attention}")
     op = _params(item).get("op")
     return op.name in own[0] if op else item.path.name.startswith(own[1])
 

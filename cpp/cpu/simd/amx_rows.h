@@ -8,31 +8,11 @@
 // Include isa.h, vec.h, activation.h and product.h first.
 #pragma once
 
+#include "cpu/simd/amx_tiles.h"
 #include "cpu/simd/bf16_rows.h"
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
-
-// How tile registers are laid out: palette 1, eight of 16 lines of 64 bytes.
-struct alignas(64) TileConfig {
-  std::uint8_t palette = 1, start_row = 0, unused[14] = {};
-  std::uint16_t line_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  std::uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-constexpr TileConfig tile_config{};
-
-// This thread's tile registers, while it lives.
-class TileRegisters {
- public:
-  static constexpr int lines = 16;
-  TileRegisters() { _tile_loadconfig(&tile_config); }
-  ~TileRegisters() { _tile_release(); }
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
-};
-
-// GCC's intrinsics do not say that they read memory: what was written to it before stays before them.
-ROOFTILE_INLINE void memory_is_read() { asm volatile("" ::: "memory"); }
 
 // acc (16 Tiles rows, 16 n) = or += x (rows, pairs) strip (pairs, 16 n). Registers: 0 to 3 acc, 4 and 5 x, 6 strip.
 template <int Tiles>

@@ -9,8 +9,10 @@
 // Chunks start at multiples of 128 tokens. Their partials are merged in order, by the thread that finishes the last
 // chunk of a work tile, so a row's bits depend on its own tokens alone. A row reads only the tokens it sees: a masked
 // token is skipped, not added with weight 0.
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <type_traits>
 
 #include "core/kv_layout.h"
@@ -22,11 +24,13 @@
 #include "cpu/simd/vec.h"
 #include "cpu/simd/kv_tile.h"
 #include "cpu/simd/attention_math.h"
+#ifdef ROOFTILE_AMX
+#include "cpu/simd/attention_amx.h"
+#endif
 
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
-constexpr int chunk = 128;    // tokens of a KV split
 constexpr int max_rows = 64;  // of a work tile; more only if one query has more heads
 
 // Neighbouring queries of one batch entry and KV head.
@@ -39,12 +43,6 @@ struct WorkTile {
   std::int64_t first_chunk, chunks;  // chunks 0: no token is visible
   std::int64_t first_task, tasks;    // tasks of the thread pool: 1, or one per chunk
   std::int32_t left;                 // unfinished tasks
-};
-
-// The tokens [first, last) a row sees, relative to its chunk.
-struct Range {
-  int first = 0, last = 0;
-  bool empty() const { return first >= last; }
 };
 
 // One thread's scratch arrays, [rows][width] floats unless noted.
@@ -78,6 +76,9 @@ class Decode {
                       Workspace&) const;
   void accumulate_values(const CachedHead&, bool ring, std::int64_t first, int offset, int n, int row0, int row1,
                          Workspace&, float* acc) const;
+  void scale_logits(float* s, F32 dots, F32 factor) const;
+  template <class Body>
+  void each_integer_block(const WorkTile& u, std::int64_t first_token, Workspace&, const Body& body) const;
   void epilogue(const WorkTile& u, Workspace& workspace) const;
   Workspace workspace(int thread) const;
   std::size_t workspace_bytes() const;
@@ -89,6 +90,7 @@ class Decode {
   const KvCacheView& cache_;
   const std::int64_t group_;  // query heads per KV head
   const int width_;
+  const bool integers_;               // codes are multiplied as integers
   const std::int64_t tile_queries_;   // queries of a work tile
   const std::int64_t max_tile_rows_;  // most packed rows of a work tile
   const std::int64_t partial_stride_;
@@ -106,6 +108,11 @@ Decode::Decode(const Parallel& parallel, const DecodeArgs& a)
       cache_(*a.cache),
       group_(a.q.shape[2] / a.cache->kv_heads),
       width_(tile_width(*a.cache)),
+#ifdef ROOFTILE_AMX
+      integers_(IntegerChunk::takes(*a.cache)),
+#else
+      integers_(false),
+#endif
       tile_queries_(group_ >= max_rows                 ? 1
                     : max_rows / group_ < a.q.shape[1] ? max_rows / group_
                                                        : a.q.shape[1]),
@@ -113,7 +120,8 @@ Decode::Decode(const Parallel& parallel, const DecodeArgs& a)
       partial_stride_((max_tile_rows_ * (width_ + 2) + 15) / 16 * 16),
       work_tile_count_(a.q.shape[0] * a.cache->kv_heads * ((a.q.shape[1] + tile_queries_ - 1) / tile_queries_)),
       work_tile_memory_(static_cast<std::size_t>(work_tile_count_) * sizeof(WorkTile)),
-      work_tiles_(reinterpret_cast<WorkTile*>(work_tile_memory_.data())) {}
+      work_tiles_(reinterpret_cast<WorkTile*>(work_tile_memory_.data())) {
+}
 
 std::size_t Decode::workspace_bytes() const {
   const std::size_t rows = static_cast<std::size_t>(max_tile_rows_), width = static_cast<std::size_t>(width_);
@@ -229,6 +237,10 @@ void Decode::task(std::int64_t index, int thread) {
       merge_state(r.total + i * width_, r.total_state[i], acc + i * width_, state[i], width_);
   };
   if (u.chunks > 0) load_queries(u, r);
+#ifdef ROOFTILE_AMX
+  std::optional<TileRegisters> registers;  // of all chunks: to load their layout takes as long as a chunk's products
+  if (integers_) registers.emplace(attention_tiles);
+#endif
   if (u.tasks == 1) {
     clear();
     for (std::int64_t c = 0; c < u.chunks; ++c) {
@@ -298,26 +310,78 @@ void Decode::attend_chunk(const WorkTile& u, std::int64_t first_token, Workspace
       each_source(u, first, [&](bool ring, int row0, int row1) { body(ring, first, offset, n, row0, row1); });
     }
   };
+  each_integer_block(u, first_token, r, [&](const auto& tokens, const Range*, int i, int count) {
+    tokens.logits(r.q_paired + i * width_, count, r.s + i * chunk);
+    for (int t = tokens.begin(); t < tokens.end(); ++t) {
+      float scale[tile];
+      tokens.key_scales(t, scale);
+      for (int at = 0; at < tile; at += lanes)
+        for (int j = i; j < i + count; ++j) {
+          float* const s = r.s + j * chunk + t * tile + at;
+          scale_logits(s, load(s), load(scale + at) * a_.logits.scale);
+        }
+    }
+  });
   each_tile([&](bool ring, std::int64_t first, int offset, int n, int row0, int row1) {
-    compute_logits(head, ring, first, offset, n, row0, row1, r);
+    if (ring || !integers_) compute_logits(head, ring, first, offset, n, row0, row1, r);
   });
   for (int i = 0; i < rows; ++i) {
+#ifdef ROOFTILE_AMX
+    if (integers_) keep_awake();
+#endif
     const Range range = r.range[i];
     state[i] = range.empty() ? SoftmaxState{} : exponentiate(r.s + i * chunk, range.first, range.last, minus_infinity);
     r.bias[i] = 0;
     for (int d = 0; d < width_; d += lanes) store(acc + i * width_ + d, F32{});
   }
+  each_integer_block(u, first_token, r, [&](const auto& tokens, const Range* coded, int i, int count) {
+    tokens.values(r.s + i * chunk, coded, count, acc + i * width_, r.bias + i);
+  });
   each_tile([&](bool ring, std::int64_t first, int offset, int n, int row0, int row1) {
-    accumulate_values(head, ring, first, offset, n, row0, row1, r, acc);
+    if (ring || !integers_) accumulate_values(head, ring, first, offset, n, row0, row1, r, acc);
   });
   if (!has_min(cache_.format)) return;
   for (int i = 0; i < rows; ++i)
     for (int d = 0; d < width_; d += lanes) store(acc + i * width_ + d, load(acc + i * width_ + d) + r.bias[i]);
 }
 
-// min += zero_point * scale: the value of code 8, so that u * scale + min = (u - 8) * scale + min_term.
-void to_zero_point(const float* scale, float* min, int n) {
-  for (int i = 0; i < n; i += lanes) store(min + i, fma(load(scale + i), splat(affine_zero_point), load(min + i)));
+// Calls body(coded tokens, the tokens each row takes, first row, rows) for blocks of rows that read codes in integers.
+template <class Body>
+void Decode::each_integer_block(const WorkTile& u, std::int64_t first_token, Workspace& r, const Body& body) const {
+#ifdef ROOFTILE_AMX
+  if (!integers_) return;
+  const int real = static_cast<int>(u.real * group_);
+  const auto count = static_cast<int>(std::min<std::int64_t>(chunk, u.position + u.real - first_token));
+  for (int i = 0; i < real; i += row_block) {
+    const int rows = std::min(row_block, real - i);
+    Range coded[row_block];
+    int begin = chunk_tiles, end = 0;
+    for (int j = 0; j < rows; ++j) {
+      Range range = r.range[i + j];
+      if (is_kivi(cache_.format)) {
+        const std::int64_t raw = kivi_code_end(u.position + (i + j) / group_) - first_token;
+        range.last = static_cast<int>(std::min<std::int64_t>(range.last, raw));
+      }
+      if (range.empty()) continue;
+      coded[j] = range;
+      begin = std::min(begin, range.first / tile);
+      end = std::max(end, (range.last + tile - 1) / tile);
+    }
+    if (begin < end)
+      body(IntegerChunk({&cache_, u.cache_row, u.head}, first_token, begin, end, count,
+                        reinterpret_cast<std::uint8_t*>(r.k), reinterpret_cast<std::uint8_t*>(r.v)),
+           coded, i, rows);
+  }
+#else
+  (void)u, (void)first_token, (void)r, (void)body;
+#endif
+}
+
+// The factor and the soft cap of sixteen logits.
+void Decode::scale_logits(float* s, F32 dots, F32 factor) const {
+  F32 x = dots * factor;
+  if (a_.logits.softcap > 0) x = soft_cap(x, a_.logits.softcap);
+  store(s, x);
 }
 
 // Computes the logits of one tile of keys: s[row][offset .. offset + n), for rows [row0, row1).
@@ -374,10 +438,7 @@ void Decode::compute_logits(const CachedHead& head, bool ring, std::int64_t firs
       for (int j = i; j < i + count; ++j)
         for (int h = 0; h < 2; ++h) {
           float* at = s + j * chunk + h * lanes;
-          const F32 whole = load(at) + r.bias[j];
-          F32 x = whole * factor[h];
-          if (a_.logits.softcap > 0) x = soft_cap(x, a_.logits.softcap);
-          store(at, x);
+          scale_logits(at, load(at) + r.bias[j], factor[h]);
         }
     });
 }

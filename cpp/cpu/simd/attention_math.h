@@ -19,6 +19,13 @@ namespace rooftile::cpu::ROOFTILE_ISA {
 
 inline constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 inline constexpr int row_block = 4;  // query rows that share each load of a key or value
+inline constexpr int chunk = 128;    // tokens of a KV split of decode attention
+
+// The tokens [first, last) a row sees, relative to its chunk.
+struct Range {
+  int first = 0, last = 0;
+  bool empty() const { return first >= last; }
+};
 
 // to [width] = n elements of any dtype and stride as fp32, then zeros.
 ROOFTILE_INLINE void gather_row(const TensorView& t, std::int64_t offset, std::int64_t stride, int n, int width,
@@ -72,6 +79,11 @@ ROOFTILE_INLINE void with_token_type(DType t, const F& f) {
     default:
       return f(float{});
   }
+}
+
+// min += zero_point * scale: the value of code 8, so that u * scale + min = (u - 8) * scale + min_term.
+ROOFTILE_INLINE void to_zero_point(const float* scale, float* min, int n) {
+  for (int i = 0; i < n; i += lanes) store(min + i, fma(load(scale + i), splat(affine_zero_point), load(min + i)));
 }
 
 // ---- several horizontal sums: out[i] = sum of the 16 lanes of v[i], added in one fixed tree ----

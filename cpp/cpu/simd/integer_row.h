@@ -14,6 +14,11 @@
 // more for the second scale of a row. fp32 takes 24, with groups of 32 36.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
+#include "cpu/simd/two_planes.h"
+
 namespace rooftile::cpu::ROOFTILE_ISA {
 namespace {
 
@@ -31,17 +36,6 @@ static_assert(sizeof(IntegerBlock) == block_k * sizeof(float));
 // subnormal float: the caller may have set the CPU to flush those to zero. Of fp16 all finite rows are.
 constexpr float least_largest = 0x1p-20f, most_largest = 0x1p40f;
 
-// A power of two, at least 2^-54; the largest |x| of a block is at most 32639 of it.
-ROOFTILE_INLINE float step_of(float largest) {
-  constexpr std::uint32_t smallest = (127 - 40) << 23;  // 2^-40
-  std::uint32_t exponent;
-  std::memcpy(&exponent, &largest, sizeof exponent);
-  exponent = std::max(exponent & 0x7f800000u, smallest) - (14u << 23);
-  float step;
-  std::memcpy(&step, &exponent, sizeof step);
-  return largest > 32639 * step ? 2 * step : step;
-}
-
 // Replaces the floats of k-blocks in the codes' order (to_code_order) by IntegerBlocks.
 template <int bits>
 void to_integers(std::int64_t blocks, float* x) {
@@ -54,11 +48,10 @@ void to_integers(std::int64_t blocks, float* x) {
     U32 high{}, low{};
     I32 sum[2] = {};  // of v: vectors 0 and 1, vectors 2 and 3
     for (int q = 0; q < k_vecs; ++q) {
-      const I32 v = (I32)_mm512_cvtps_epi32((__m512)(load(x + q * lanes) * inverse));
-      const I32 upper = (v + 128) >> 8;
+      const I32 v = to_integers(load(x + q * lanes), inverse);
       const int shift = 8 * (q / 2 + 2 * (q % 2));  // byte {0, 2, 1, 3}[q] of a word
-      high |= ((U32)upper & 255) << shift;
-      low |= ((U32)v & 255) << shift;
+      high |= high_byte(v) << shift;
+      low |= low_byte(v) << shift;
       sum[q / 2] += v;
     }
     store_raw(to.high, high);
@@ -80,9 +73,39 @@ ROOFTILE_INLINE __m512i dot(__m512i u, __m512i high, __m512i low) {
 
 // The scales of a k-block's rows times step. In memory: to broadcast from there is free, from a register it takes a
 // permute.
-struct StepScales {
+template <bool by_words>
+struct StepScales;
+template <>
+struct StepScales<false> {
   float of[2][tile_n];  // (halves, 16 rows)
+  void set(F32 first, F32 second) {
+    store(of[0], first);
+    store(of[1], second);
+  }
+  __m512 row(int n, int half = 0) const { return _mm512_set1_ps(of[half][n]); }
 };
+// 4 bits in groups of 32: lanes of words 0 and 1 of every four take the first half's scale, of words 2 and 3 the second's.
+template <>
+struct StepScales<true> {
+  float of[tile_n][4];  // (16 rows, words)
+  void set(F32 first, F32 second) {
+    const __m512i index = _mm512_setr_epi32(0, 0, 16, 16, 1, 1, 17, 17, 2, 2, 18, 18, 3, 3, 19, 19);
+#pragma GCC unroll 4
+    for (int n = 0; n < tile_n; n += 4)
+      _mm512_storeu_ps(
+          of[n], _mm512_permutex2var_ps((__m512)first, _mm512_add_epi32(index, _mm512_set1_epi32(n)), (__m512)second));
+  }
+  __m512 row(int n) const { return _mm512_broadcast_f32x4(_mm_loadu_ps(of[n])); }
+};
+
+// Calls f with each of the constants 0 to 7. An array that f indexes with them stays in registers, which it does not where
+// the compiler unrolls a loop.
+template <class F>
+ROOFTILE_INLINE void for_eight(const F& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, i>{}), ...);
+  }(std::make_integer_sequence<int, 8>{});
+}
 
 // Sixteen products of a tile with x in IntegerBlocks.
 template <int bits, bool Split>
@@ -90,37 +113,35 @@ F32 integer_row(const W4View& w, std::int64_t tile, const float* x) {
   __m512 rows[tile_n] = {};  // (16 rows): sums of scale * step * u v by lane
   F32 offsets{};             // (16 rows): sums of offset * step * v
   TileScales scales;
-  std::int64_t loaded = -1;
+  ScaleReader<Split> reader(w, tile);
+  const float zero = zero_point(w);
   const std::int64_t blocks = w4_tiles_k(w.k);
-  for (std::int64_t block = 0; block < blocks; ++block, x += block_k) {
+  const std::uint8_t* codes = tile_codes(w, tile, 0);
+  for (std::int64_t block = 0; block < blocks; ++block, x += block_k, codes += w4_tile_bytes(bits)) {
     const IntegerBlock& xb = *reinterpret_cast<const IntegerBlock*>(x);
-    load_scales<Split>(w, tile, block, loaded, scales);
-    StepScales s;
+    reader.load(block, scales);
+    StepScales<bits == 4 && Split> s;
+    F32 step_scale[2] = {};
     for (int half = 0; half < (Split ? 2 : 1); ++half) {
       const F32 scale = load(scales.scale[half]), min_term = load(scales.min_term[half]);
-      const F32 offset = bits == 4 ? min_term - scale * zero_point(w) : min_term;
-      store(s.of[half], scale * xb.step);
+      const F32 offset = bits == 4 ? min_term - scale * zero : min_term;
+      step_scale[half] = scale * xb.step;
       offsets = fma(offset, splat(Split ? xb.sum[half] : xb.sum[0] + xb.sum[1]), offsets);
     }
+    s.set(step_scale[0], step_scale[1]);
     asm("" : "+m"(s));  // or the compiler keeps it in registers
     const __m512i high = load_raw<__m512i>(xb.high), low = load_raw<__m512i>(xb.low);
-    const std::uint8_t* const codes = tile_codes(w, tile, block);
-    const auto add = [&](int row, __m512i dots, __m512 scale) {
+    const auto add = [&](int row, __m512i dots, __m512 scale) __attribute__((always_inline)) {
       rows[row] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, rows[row]);
     };
     if constexpr (bits == 4) {
       const __m512i nibble = _mm512_set1_epi8(15);
-#pragma GCC unroll 8
-      for (int g = 0; g < 8; ++g) {
+      for_eight([&](auto g) __attribute__((always_inline)) {
         const __m512i c = load_raw<__m512i>(codes + g * 64);
         prefetch(codes + g * 64);
-        const __m512i u[2] = {_mm512_and_si512(c, nibble), _mm512_and_si512(_mm512_srli_epi32(c, 4), nibble)};
-        for (int r = 0; r < 2; ++r) {
-          __m512 scale = _mm512_set1_ps(s.of[0][g + 8 * r]);
-          if (Split) scale = _mm512_mask_broadcastss_ps(scale, 0xcccc, _mm_load_ss(&s.of[1][g + 8 * r]));
-          add(g + 8 * r, dot(u[r], high, low), scale);
-        }
-      }
+        add(g, dot(_mm512_and_si512(c, nibble), high, low), s.row(g));
+        add(g + 8, dot(_mm512_and_si512(_mm512_srli_epi32(c, 4), nibble), high, low), s.row(g + 8));
+      });
     } else {
       // Bytes 0 and 2 of a word are of row g, bytes 1 and 3 of row g + 8: x is 0 in the bytes of the other row.
       const __m512i even = _mm512_set1_epi32(0x00ff00ff);
@@ -133,27 +154,30 @@ F32 integer_row(const W4View& w, std::int64_t tile, const float* x) {
         lows[half][1] = _mm512_slli_epi32(lows[half][0], 8);
         zeros[half] = dot(_mm512_set1_epi8(static_cast<char>(w4_zero_point(8))), highs[half][0], lows[half][0]);
       }
-#pragma GCC unroll 8
-      for (int g = 0; g < 8; ++g) {
+      for_eight([&](auto g) __attribute__((always_inline)) {
         const std::uint8_t* const c = codes + g * 64;
         prefetch(c);
         prefetch(c + w4_fragment_bytes);
         const __m512i u[2] = {load_raw<__m512i>(c), load_raw<__m512i>(c + w4_fragment_bytes)};
+#pragma GCC unroll 2
         for (int r = 0; r < 2; ++r) {
           const __m512i first = _mm512_sub_epi32(dot(u[0], highs[0][r], lows[0][r]), zeros[0]),
                         second = _mm512_sub_epi32(dot(u[1], highs[1][r], lows[1][r]), zeros[1]);
           if (Split) {
-            add(g + 8 * r, first, _mm512_set1_ps(s.of[0][g + 8 * r]));
-            add(g + 8 * r, second, _mm512_set1_ps(s.of[1][g + 8 * r]));
+            add(g + 8 * r, first, s.row(g + 8 * r));
+            add(g + 8 * r, second, s.row(g + 8 * r, 1));
           } else {
-            add(g + 8 * r, _mm512_add_epi32(first, second), _mm512_set1_ps(s.of[0][g + 8 * r]));
+            add(g + 8 * r, _mm512_add_epi32(first, second), s.row(g + 8 * r));
           }
         }
-      }
+      });
     }
   }
   F32 lanes_of[tile_n];
-  for (int row = 0; row < tile_n; ++row) lanes_of[row] = (F32)rows[row];
+  for_eight([&](auto g) __attribute__((always_inline)) {
+    lanes_of[g] = (F32)rows[g];
+    lanes_of[g + 8] = (F32)rows[g + 8];
+  });
   return sums(lanes_of) + offsets;
 }
 

@@ -16,7 +16,8 @@
 #define ROOFTILE_BF16 1
 #define ROOFTILE_AMX 1
 #define ROOFTILE_F16C 1
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vnni,avx512bf16,amx-tile,amx-bf16")
+#pragma GCC target( \
+    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx512vnni,avx512bf16,amx-tile,amx-int8,amx-bf16")
 #pragma GCC target("prefer-vector-width=512")
 #elif defined(ROOFTILE_ISA_AVX512BF16)
 #define ROOFTILE_ISA avx512bf16

@@ -36,6 +36,10 @@ ROOFTILE_INLINE float sixteen_bit(const std::byte* p, DType t, std::int64_t i) {
   return to_float(Half{bits});
 }
 
+ROOFTILE_INLINE F32 sixteen_bits(const std::byte* p, DType t, std::int64_t i) {
+  return t == DType::bf16 ? load(reinterpret_cast<const BFloat16*>(p) + i) : load(reinterpret_cast<const Half*>(p) + i);
+}
+
 inline constexpr float affine_zero_point = 8.0f;  // subtracted from the codes of an affine format
 
 ROOFTILE_INLINE bool is_paired(KvFormat f) { return code_bits(f) == 4; }
@@ -47,11 +51,20 @@ ROOFTILE_INLINE int tile_width(const KvCacheView& c) {
 
 // Natural order -> paired order, n a multiple of 32.
 ROOFTILE_INLINE void pair_channels(const float* from, int n, float* to) {
-  for (int base = 0; base < n; base += 32)
+  for (int base = 0; base < n; base += 32) {
+#ifdef ROOFTILE_AVX512
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512 first = _mm512_loadu_ps(from + base), second = _mm512_loadu_ps(from + base + 16);
+    _mm512_storeu_ps(to + base, _mm512_permutex2var_ps(first, even, second));
+    _mm512_storeu_ps(to + base + 16,
+                     _mm512_permutex2var_ps(first, _mm512_add_epi32(even, _mm512_set1_epi32(1)), second));
+#else
     for (int i = 0; i < 16; ++i) {
       to[base + i] = from[base + 2 * i];
       to[base + 16 + i] = from[base + 2 * i + 1];
     }
+#endif
+  }
 }
 
 // ---- byte zips: lanes of 16 bytes, as many side by side as a register holds ----
@@ -282,10 +295,23 @@ ROOFTILE_INLINE void token_scales(const CachedHead& h, const KvCacheView::Plane&
   const DType dtype = kv_scale_dtype(c.dtype);
   for (int t = 0; t < n;) {
     const std::byte* base = h.at(section, plane, first + t);
-    for (std::int64_t s = (first + t) % c.page_size; s < c.page_size && t < n; ++s, ++t)
-      out[t] = sixteen_bit(base, dtype, s);
+    const std::int64_t offset = (first + t) % c.page_size;
+    if (offset + lanes <= c.page_size && t + lanes <= n) {
+      store(out + t, sixteen_bits(base, dtype, offset));
+      t += lanes;
+    } else {
+      for (std::int64_t s = offset; s < c.page_size && t < n; ++s, ++t) out[t] = sixteen_bit(base, dtype, s);
+    }
   }
   for (int t = n; t < tile; ++t) out[t] = 0;
+}
+
+// K's channel scales and minima of a kivi format for the group of token `first`, in the order of a token's codes.
+ROOFTILE_INLINE void load_channel_scales(const CachedHead& h, std::int64_t first, int width, float* scale, float* min) {
+  const KvCacheView& c = *h.cache;
+  const std::int64_t offset = first % c.page_size / kv_group * width * 2;
+  load_channels(h.at(c.k.scale, c.k, first) + offset, c, width, scale);
+  if (has_min(c.format)) load_channels(h.at(c.k.min, c.k, first) + offset, c, width, min);
 }
 
 // The K codes of tokens first .. first + n - 1 as fp32 [tile][width], and their scales.
@@ -318,9 +344,7 @@ ROOFTILE_INLINE void unpack_k(const CachedHead& h, std::int64_t first, int n, fl
     }
   }
   if (!is_kivi(c.format)) return token_scales(h, c.k, c.k.scale, first, n, scales.token);
-  const std::int64_t offset = first % c.page_size / kv_group * width * 2;
-  load_channels(h.at(c.k.scale, c.k, first) + offset, c, width, scales.channel);
-  if (has_min(c.format)) load_channels(h.at(c.k.min, c.k, first) + offset, c, width, scales.channel_min);
+  load_channel_scales(h, first, width, scales.channel, scales.channel_min);
 }
 
 // The V codes of the tile at `first` as fp32 [tile][width], and the scales of its first n tokens.

@@ -20,7 +20,9 @@ const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
 #endif
     kernels.variant = ROOFTILE_NAME(ROOFTILE_ISA);
     kernels.w4a16_matmul = ROOFTILE_ISA::w4a16_matmul;
-#if defined(ROOFTILE_BF16) && !defined(ROOFTILE_AMX)
+#ifdef ROOFTILE_AMX
+    kernels.decode_attention = ROOFTILE_ISA::decode_attention;
+#elif defined(ROOFTILE_BF16)
     kernels.prefill_attention = ROOFTILE_ISA::prefill_attention;
 #endif
     return kernels;

@@ -33,42 +33,60 @@ ROOFTILE_INLINE float zero_point(const W4View& w) {
   return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_zero_point(w.bits));
 }
 
-// Groups are 32, 64, 128 or all of k. A division by a variable would cost as much as a k-block.
-ROOFTILE_INLINE std::int64_t group_count(const W4View& w) {
-  return w.group == w.k ? 1 : w.group == 32 ? w.k / 32 : w.group == 64 ? w.k / 64 : w.k / 128;
-}
+// Loads the scales of a tile's k-blocks, one after the other. What does not change from block to block is found once: a
+// k-block takes some hundred cycles. Groups are 32, 64, 128 or all of k; with 32 (Split) a k-block has two.
 template <bool Split>
-ROOFTILE_INLINE std::int64_t group_of(const W4View& w, std::int64_t block, int half) {
-  if (Split) return std::min(2 * block + half, w.k / 32 - 1);  // the last half may lie past K
-  return w.group == w.k ? 0 : w.group == 64 ? block : block / 2;
-}
-
-// loaded: the group that `to` holds; -1 at first.
-template <bool Split>
-ROOFTILE_INLINE void load_scales(const W4View& w, std::int64_t tile, std::int64_t block, std::int64_t& loaded,
-                                 TileScales& to) {
-  if (loaded == group_of<Split>(w, block, 0)) return;
-  loaded = group_of<Split>(w, block, 0);
-  for (int half = 0; half < (Split ? 2 : 1); ++half) {
-    const std::int64_t at = w4_scale_index(group_count(w), tile * tile_n, group_of<Split>(w, block, half));
-    const auto sixteen = [&](const std::byte* data) {
-      __builtin_prefetch(data + 2 * at + 2048);  // as for codes
-      return w.scale_dtype == DType::f16 ? load(reinterpret_cast<const Half*>(data) + at)
-                                         : load(reinterpret_cast<const BFloat16*>(data) + at);
-    };
-    const F32 scale = sixteen(w.scales);
-    F32 min_term{};
-    if (w.zeros == W4Zeros::minima) min_term = sixteen(w.offsets);
-    if (w.zeros == W4Zeros::integer) {
-      const U8 zeros = load_raw<U8>(reinterpret_cast<const std::uint8_t*>(w.offsets) + at);
-      min_term = (zero_point(w) - __builtin_convertvector(widen(zeros), F32)) * scale;
-    }
-    store(to.scale[half], scale);
-    store(to.min_term[half], min_term);
+class ScaleReader {
+ public:
+  [[gnu::always_inline]] ScaleReader(const W4View& w, std::int64_t tile)
+      : scale_is_half_(w.scale_dtype == DType::f16),
+        zeros_(w.zeros),
+        zero_point_(zero_point(w)),
+        last_(w.k / w.group - 1),
+        shift_(Split            ? 0
+               : w.group == w.k ? 62
+               : w.group == 64  ? 0
+                                : 1) {
+    const std::int64_t first = w4_scale_index(last_ + 1, tile * tile_n, 0);
+    scales_ = w.scales + 2 * first;
+    if (w.offsets) offsets_ = w.offsets + (zeros_ == W4Zeros::integer ? 1 : 2) * first;
   }
-  // forces `to` into memory: a broadcast from memory is free, a broadcast from a register takes the permutes' port
-  asm("" : "+m"(to));
-}
+
+  // The scales of k-block `block`.
+  [[gnu::always_inline]] void load(std::int64_t block, TileScales& to) {
+    const std::int64_t group = Split ? 2 * block : block >> shift_;
+    if (loaded_ == group) return;
+    loaded_ = group;
+    for (int half = 0; half < (Split ? 2 : 1); ++half) {
+      const std::int64_t at = tile_n * std::min(group + half, last_);  // the last half may lie past K
+      const F32 scale = sixteen(scales_, at);
+      F32 min_term{};
+      if (zeros_ == W4Zeros::minima) min_term = sixteen(offsets_, at);
+      if (zeros_ == W4Zeros::integer) {
+        const U8 zeros = load_raw<U8>(offsets_ + at);
+        min_term = (zero_point_ - __builtin_convertvector(widen(zeros), F32)) * scale;
+      }
+      store(to.scale[half], scale);
+      store(to.min_term[half], min_term);
+    }
+    // forces `to` into memory: a broadcast from memory is free, a broadcast from a register takes the permutes' port
+    asm("" : "+m"(to));
+  }
+
+ private:
+  [[gnu::always_inline]] F32 sixteen(const std::byte* data, std::int64_t at) const {
+    __builtin_prefetch(data + 2 * at + 2048);  // as for codes
+    return scale_is_half_ ? rooftile::cpu::ROOFTILE_ISA::load(reinterpret_cast<const Half*>(data) + at)
+                          : rooftile::cpu::ROOFTILE_ISA::load(reinterpret_cast<const BFloat16*>(data) + at);
+  }
+  const std::byte *scales_, *offsets_ = nullptr;
+  bool scale_is_half_;
+  W4Zeros zeros_;
+  float zero_point_;
+  std::int64_t last_;  // group
+  int shift_;          // a group has 2^shift k-blocks
+  std::int64_t loaded_ = -1;
+};
 
 // The codes of rows g and g + 8 of a tile: one 64-byte load per fragment block.
 template <int bits>
@@ -158,8 +176,7 @@ ROOFTILE_INLINE void decode_rows(const std::uint8_t* codes, int g, const TileSca
 template <int bits, bool Split>
 void decode_tile(const W4View& w, std::int64_t tile, std::int64_t block, float* to) {
   TileScales scales;
-  std::int64_t loaded = -1;
-  load_scales<Split>(w, tile, block, loaded, scales);
+  ScaleReader<Split>(w, tile).load(block, scales);
   const std::uint8_t* codes = tile_codes(w, tile, block);
   const float zero = zero_point(w);
   for (int g = 0; g < 8; ++g) {

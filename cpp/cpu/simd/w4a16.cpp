@@ -83,13 +83,13 @@ template <int bits, bool Split>
 F32 one_row(const W4View& w, std::int64_t tile, const float* x) {
   Accumulator rows[tile_n];
   TileScales scales;
-  std::int64_t loaded = -1;
+  ScaleReader<Split> reader(w, tile);
   const std::int64_t whole = w.k / block_k;
   const float zero = zero_point(w);
   for (std::int64_t block = 0; block < whole; ++block) {
     const float* xb = x + block * block_k;
     const F32 x_vecs[k_vecs] = {load(xb), load(xb + lanes), load(xb + 2 * lanes), load(xb + 3 * lanes)};
-    load_scales<Split>(w, tile, block, loaded, scales);
+    reader.load(block, scales);
     const std::uint8_t* codes = tile_codes(w, tile, block);
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
