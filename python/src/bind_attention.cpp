@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "bind.h"
+#include "calls.h"
 #include "kv_cache_handle.h"
 #include "rooftile/attention.h"
 #include "tensor_caster.h"
@@ -41,8 +42,9 @@ void bind_attention(nb::module_& m) {
         const LockedCache on = locked_cache(args, cache);
         Context ctx = args.context(tq, stream, plan);
         args.lend_to(ctx, workspace, q);
-        return kernel_of(run_locked(on, CacheUse::reads,
-                                    [&] { return decode_attention(ctx, tq, on.view, to, tl, tr, tc, options); }));
+        return run_repeatable(ctx, cache, on, CacheUse::reads, [=](const Context& c, const KvCacheView& view) {
+          return decode_attention(c, tq, view, to, tl, tr, tc, options);
+        });
       },
       "q"_a.none(), "cache"_a.none(), "out"_a.none(), "lse"_a.none(), "rows"_a.none(), "counts"_a.none(),
       "scale"_a.none(), "window"_a.none(), "softcap"_a.none(), "sinks"_a.none(), "workspace"_a.none(),

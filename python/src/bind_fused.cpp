@@ -3,6 +3,7 @@
 #include <string>
 
 #include "bind.h"
+#include "calls.h"
 #include "kv_cache_handle.h"
 #include "rooftile/fused.h"
 #include "rooftile/names.h"
@@ -39,7 +40,7 @@ void bind_fused(nb::module_& m) {
         const float e = static_cast<float>(args.number(eps, "eps")),
                     offset = static_cast<float>(args.number(weight_offset, "weight_offset"));
         const Context ctx = args.context(tx, stream, plan);
-        return run([&] { return rms_norm(ctx, tx, tw, e, ty, offset); });
+        return run_repeatable(ctx, [=](const Context& c) { return rms_norm(c, tx, tw, e, ty, offset); });
       },
       "x"_a.none(), "weight"_a.none(), "eps"_a.none(), "weight_offset"_a.none(), "out"_a.none(), "stream"_a.none(),
       "plan"_a.none());
@@ -54,7 +55,7 @@ void bind_fused(nb::module_& m) {
         const float e = static_cast<float>(args.number(eps, "eps")),
                     offset = static_cast<float>(args.number(weight_offset, "weight_offset"));
         const Context ctx = args.context(tx, stream, plan);
-        return run([&] { return add_rms_norm(ctx, tx, tr, tw, e, ty, ts, offset); });
+        return run_repeatable(ctx, [=](const Context& c) { return add_rms_norm(c, tx, tr, tw, e, ty, ts, offset); });
       },
       "x"_a.none(), "residual"_a.none(), "weight"_a.none(), "eps"_a.none(), "weight_offset"_a.none(), "out"_a.none(),
       "residual_out"_a.none(), "stream"_a.none(), "plan"_a.none());
@@ -112,8 +113,9 @@ void bind_fused(nb::module_& m) {
                          oq = args.out(q_out, "q_out");
         const LockedCache on = locked_cache(args, cache);
         const Context ctx = args.context(tq, stream, plan);
-        return kernel_of(run_locked(on, CacheUse::writes,
-                                    [&] { return rope_append(ctx, tq, tk, tv, tc, ts, tp, on.view, tr, tn, oq); }));
+        return run_repeatable(ctx, cache, on, CacheUse::writes, [=](const Context& c, const KvCacheView& view) {
+          return rope_append(c, tq, tk, tv, tc, ts, tp, view, tr, tn, oq);
+        });
       },
       "q"_a.none(), "k"_a.none(), "v"_a.none(), "cos"_a.none(), "sin"_a.none(), "positions"_a.none(), "cache"_a.none(),
       "rows"_a.none(), "counts"_a.none(), "q_out"_a.none(), "stream"_a.none(), "plan"_a.none());
@@ -124,7 +126,7 @@ void bind_fused(nb::module_& m) {
         Args args("silu_mul");
         const TensorView tx = args.in(gate_up, "gate_up"), th = args.out(out, "out");
         const Context ctx = args.context(tx, stream, plan);
-        return run([&] { return silu_mul(ctx, tx, th); });
+        return run_repeatable(ctx, [=](const Context& c) { return silu_mul(c, tx, th); });
       },
       "gate_up"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
 
@@ -135,7 +137,7 @@ void bind_fused(nb::module_& m) {
         const TensorView tx = args.in(gate_up, "gate_up"), th = args.out(out, "out");
         const Gelu form = gelu_form(args, approximate);
         const Context ctx = args.context(tx, stream, plan);
-        return run([&] { return gelu_mul(ctx, tx, form, th); });
+        return run_repeatable(ctx, [=](const Context& c) { return gelu_mul(c, tx, form, th); });
       },
       "gate_up"_a.none(), "approximate"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
 

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "bind.h"
+#include "calls.h"
 #include "rooftile/gemm.h"
 #include "tensor_caster.h"
 #include "w4_handle.h"
@@ -87,7 +88,7 @@ void bind_matmul(nb::module_& m, const char* op) {
         const W4View view = w4_view(args, w, bits);
         Context ctx = args.context(tx, stream, plan);
         args.lend_to(ctx, workspace, x);
-        return run([&] { return matmul(ctx, tx, view, ty, options); });
+        return run_repeatable(ctx, [=](const Context& c) { return matmul(c, tx, view, ty, options); });
       },
       "x"_a.none(), "w"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
       "batch_invariant"_a, "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());
@@ -193,7 +194,7 @@ void bind_gemm(nb::module_& m) {
         if (!activation.is_none()) options.activation = activation_from_name(op, args.text(activation, "activation"));
         Context ctx = args.context(tx, stream, plan);
         args.lend_to(ctx, workspace, x);
-        return run([&] { return linear(ctx, tx, tw, ty, options); });
+        return run_repeatable(ctx, [=](const Context& c) { return linear(c, tx, tw, ty, options); });
       },
       "x"_a.none(), "weight"_a.none(), "bias"_a.none(), "activation"_a.none(), "residual"_a.none(), "out"_a.none(),
       "workspace"_a.none(), "stream"_a.none(), "plan"_a.none());

@@ -79,14 +79,18 @@ LockedCache locked_cache(Args&, nanobind::handle cache);
 // Reading calls share the locks on the CPU. On a GPU they lock exclusively, because they may raise and clear a fault.
 enum class CacheUse { reads, writes };
 template <class Op>
-auto run_locked(const LockedCache& cache, CacheUse use, const Op& op) {
-  nanobind::gil_scoped_release unlocked;
+auto with_locks(const LockedCache& cache, CacheUse use, const Op& op) {  // the caller has released the GIL
   if (use == CacheUse::reads && cache.view.device.type == DeviceType::cpu) {
     const std::shared_lock held(*cache.locks);
     return op();
   }
   const std::lock_guard held(*cache.locks);
   return op();
+}
+template <class Op>
+auto run_locked(const LockedCache& cache, CacheUse use, const Op& op) {
+  const nanobind::gil_scoped_release unlocked;
+  return with_locks(cache, use, op);
 }
 
 }  // namespace rooftile::python

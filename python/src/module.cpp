@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind.h"
+#include "calls.h"
 #include "tensor_caster.h"
 #include "rooftile/build.h"
 #include "rooftile/error.h"
@@ -67,6 +68,7 @@ NB_MODULE(_C, m) {
   m.def("parallel_backend", [] { return parallel_backend(); });
   m.def("parallel_threads", [] { return parallel_threads(); });
   python::bind_attention(m);
+  python::bind_calls(m);
   python::bind_explain(m);
   python::bind_fused(m);
   python::bind_gemm(m);

@@ -898,6 +898,7 @@ def test_a_step_that_fails_half_way_is_remembered(ids):
         model(ids[:, :1], **{CACHE: cache})
         rest = model.forward._programs[2]._recorded[2][2]
         good, rest[0] = rest[0], functools.partial(operator.truediv, 1, 0)
+        cache.calls = None  # or they are what they were
         with pytest.raises(ZeroDivisionError):
             model(ids[:, :1], **{CACHE: cache})
         rest[0] = good
@@ -913,21 +914,67 @@ def test_a_step_that_fails_half_way_is_remembered(ids):
         model(ids, **{CACHE: cache})
 
 
-@pytest.mark.parametrize("place", ["rotation", "calls", "new_logits"])
+def test_a_list_of_calls_that_fails_half_way_is_remembered(ids):
+    """From the second step on a step is one call."""
+    model, _ = pair()
+    with torch.no_grad():
+        cache = model(ids)[CACHE]
+        for _ in range(2):
+            model(ids[:, :1], **{CACHE: cache})
+        lengths = cache.layers[2].cache.seq_lens
+        lengths.fill_(-1)
+        with pytest.raises(rt.ArgumentError, match="lengths"):
+            model(ids[:, :1], **{CACHE: cache})
+        lengths.fill_(39)
+        assert cache.layers[0].cache.lengths[0] == 40
+        with pytest.raises(rt.NotSupportedError, match="the tokens of an earlier forward were not stored"):
+            model(ids[:, :1], **{CACHE: cache})
+
+
+def test_the_list_of_calls_is_of_one_cache_and_one_program(ids):
+    """Steps of two caches in turns, a cache that grows, and weights that move."""
+    model, plain = pair()
+    with torch.no_grad():
+        ours, theirs = ([of(ids)[CACHE] for _ in range(2)] for of in (model, plain))
+        for i in range(60):
+            if i == 40:
+                for module in (model, plain):
+                    module.model.layers[0].mlp.down_proj.weight.data = (
+                        module.model.layers[0].mlp.down_proj.weight.data.clone().mul_(1.5)
+                    )
+            which, token = i % 2, ids[:, i % 37 : i % 37 + 1]
+            got, expected = (of(token, **{CACHE: c[which]}).logits for of, c in ((model, ours), (plain, theirs)))
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert [cache.steps for cache in ours] == [30, 30]
+
+
+def test_logits_are_the_callers(ids):
+    """The next step writes into memory of its own, not into what the last one returned."""
+    model, _ = pair()
+    with torch.no_grad():
+        cache = model(ids)[CACHE]
+        outputs = [model(ids[:, i : i + 1], **{CACHE: cache}).logits for i in range(3)]
+        kept = [logits.clone() for logits in outputs]
+        model(ids[:, 5:6], **{CACHE: cache})
+    for logits, copy in zip(outputs, kept, strict=True):
+        assert torch.equal(logits, copy)
+
+
+@pytest.mark.parametrize("place", ["rotation_table", "calls", "new_logits", "embed"])
 def test_an_interrupt_before_the_kernels_leaves_the_cache_as_it_was(place, ids, monkeypatch):
     model, plain = pair()
     with torch.no_grad():
         caches = [of(ids)[CACHE] for of in (model, plain)]
-        model.forward.step(ids[:, :1], caches[0], {})
-        plain(ids[:, :1], **{CACHE: caches[1]})
         with monkeypatch.context() as patched:
             patched.setattr(StepProgram, place, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                model(ids[:, 1:2], **{CACHE: caches[0]})
-        assert caches[0].get_seq_length() == 38
-        ours, theirs = (of(ids[:, 1:2], **{CACHE: c}) for of, c in zip((model, plain), caches, strict=True))
+                model(ids[:, :1], **{CACHE: caches[0]})
+        assert caches[0].get_seq_length() == 37
+        for i in range(2):
+            tokens = ids[:, i : i + 1]
+            ours, theirs = (of(tokens, **{CACHE: c}) for of, c in zip((model, plain), caches, strict=True))
+            torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
         assert caches[0].steps == 2
-        torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_kernels_are_recorded(ids):

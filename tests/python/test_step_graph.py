@@ -181,7 +181,7 @@ def test_copies_of_a_cache_go_their_own_ways():
     cache = new_cache(model, "int4-kivi")
     text(model, cache, 9)
     copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
-    assert [c.graph for c in copies] == [None, None]
+    assert [c.calls for c in copies] == [None, None]
     ids = torch.randint(3, 300, (1, 9), device="cuda")
     with torch.no_grad():
         for n in range(9):
@@ -223,7 +223,7 @@ def test_a_graph_goes_with_its_cache():
     model = make("cuda")
     cache = new_cache(model)
     text(model, cache, 5)
-    graph = weakref.ref(cache.graph)
+    graph = weakref.ref(cache.calls)
     cache.reset()
     gc.collect()
     assert graph() is None

@@ -22,6 +22,7 @@ from rooftile.bench import e2e
 from rooftile.bench.timing import GpuTimer
 from rooftile.errors import DeviceError
 from rooftile.integrations._models import head_dim
+from rooftile.integrations.step_calls import StepCalls
 from rooftile.integrations.step_graph import StepGraph
 from rooftile.integrations.step_program import StepProgram, run_calls
 
@@ -56,15 +57,9 @@ class Step:
             self.caches.append(cache)
         self._lengths = self.caches[0].seq_lens.clone()
         self._ids = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
-        if self.device == "cpu":
-            rotation = self.program.rotation(self.program.embed(self._ids), self._lengths)
-            rows = torch.arange(batch, dtype=torch.int32)[:, None]
-            self.program.x.copy_(self.program.embed(self._ids))
-            handles = [cache._handle for cache in self.caches]
-            self.calls = self.program.calls(rotation, rows, handles, self.program.new_logits())
-        else:
-            self._graph = StepGraph(self.program, self.caches)
-            self.calls = self._graph._calls
+        self._step = (StepCalls if self.device == "cpu" else StepGraph)(self.program, self.caches)
+        self._given = self.program.embed(self._ids) if self.device == "cpu" else self._ids
+        self.calls = self._step._calls
         attention = [i for i, call in enumerate(self.calls) if call.func.__name__ == "decode_attention"]
         before, _, behind = self.program._recorded[0]
         self.layers = [range(i - 1 - len(before), i + 1 + len(behind)) for i in attention]
@@ -75,12 +70,9 @@ class Step:
             cache.seq_lens.copy_(self._lengths)
 
     def run(self):
-        """One step, on a GPU as a graph from the second one on."""
+        """One step as generate() takes it, from the second one on as a list of calls in C++ or as a graph."""
         self.reset()
-        if self.device == "cpu":
-            run_calls(self.calls)
-        else:
-            self._graph.run(self._ids, lambda: None)
+        self._step.run(self._given, lambda: None)
 
     def same_op(self, i):
         """Which calls do in the other layers what call i of layer 0 does; of a call outside the layers, itself."""

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from rooftile.errors import NotSupportedError
 from rooftile.integrations import step_loop
 from rooftile.integrations._models import CACHE_KEYWORDS, cache_keyword
+from rooftile.integrations.step_calls import StepCalls
 from rooftile.integrations.step_graph import StepGraph
 from rooftile.integrations.step_program import StepProgram
 from rooftile.integrations.transformers import RooftileCache
@@ -84,13 +85,11 @@ class StepForward:
         logits = self.step(given.get("input_ids"), cache, given)
         if logits is None:
             return None
-        if logits.is_cuda:
-            logits = logits.clone()  # the next step writes them anew
-        return CausalLMOutputWithPast(logits=logits, **{_OUTPUT_CACHE: cache})
+        return CausalLMOutputWithPast(logits=logits.clone(), **{_OUTPUT_CACHE: cache})
 
     def step(self, ids, cache, given):
-        """Logits [batch, 1, vocabulary] of one token a row, ids int64 [batch, 1], which the cache then holds; on a GPU
-        they are written anew by the next step. None where that is no decode step that has a program.
+        """Logits [batch, 1, vocabulary] of one token a row, ids int64 [batch, 1], which the cache then holds; the next
+        step writes them anew. None where that is no decode step that has a program.
 
         given: what else the forward is given, by name. None in a loop over tokens, whose first step was a forward: that
         one was compared with the cache and the model; the others look whether memory moved.
@@ -115,12 +114,9 @@ class StepForward:
             caches = cache.step_caches(program.new_key, program.windows)
             if caches is None:
                 return None
-            if device == "cpu":
-                logits = program.run(x, [pages._handle for pages in caches], caches[0].seq_lens, cache.begin_step)
-            else:
-                if cache.graph is None or not cache.graph.fits(program, caches):
-                    cache.graph = StepGraph(program, caches)
-                logits = cache.graph.run(ids, cache.begin_step)
+            if cache.calls is None or not cache.calls.fits(program, caches):
+                cache.calls = (StepCalls if device == "cpu" else StepGraph)(program, caches)
+            logits = cache.calls.run(ids if x is None else x, cache.begin_step)
             cache.end_step()
         return logits
 

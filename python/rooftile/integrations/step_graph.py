@@ -2,15 +2,15 @@
 """A StepProgram over one RooftileCache on a GPU: a CUDA graph, whose launch is one decode step."""
 
 import functools
-import operator
 
 import torch
 
 from rooftile._calls import ran, record_kernels
+from rooftile.integrations.step_calls import StepCalls
 from rooftile.integrations.step_program import run_calls
 
 
-class StepGraph:
+class StepGraph(StepCalls):
     """The first step runs call by call, so that its kernels are loaded; the second one is captured.
 
     What changes from step to step lies in arrays that kernels read: the new tokens, the lengths of the cache. A cache
@@ -18,37 +18,21 @@ class StepGraph:
     """
 
     def __init__(self, program, caches):
-        """caches: an rt.KVCache a layer."""
-        self.program, self._caches = program, caches
+        super().__init__(program, caches)
         self._arrays = [array for cache in caches for array in cache._arrays.values()]
         self._places = list(map(torch.Tensor.data_ptr, self._arrays))
-        self._graph, self._kernels = None, []
-        with torch.inference_mode(False), torch.no_grad():  # so that steps in and out of it may write the buffers
-            self._make_calls(min(cache.capacity for cache in caches))
+        self._graph = None
 
     def _make_calls(self, capacity):
-        program, lengths, of_device = self.program, self._caches[0].seq_lens, {"device": self.program.device}
-        self._ids = torch.zeros(program.batch, 1, dtype=torch.int64, **of_device)
-        self._logits = program.new_logits()
-        rows = torch.arange(program.batch, dtype=torch.int32, **of_device)[:, None]
-        embed = functools.partial(torch.index_select, program.embedding.detach(), 0, self._ids.view(-1), out=program.x)
-        if program.table_of_positions:
-            positions = torch.empty_like(rows)
-            table = program.rotation(program.x, torch.arange(capacity, **of_device))
-            first = [embed, functools.partial(torch.Tensor.copy_, positions, lengths[:, None])]
-            self._rotation = None
-        else:  # a row of a table for each batch row, written before each step
-            positions, first = rows, [embed]
-            table = self._rotation = program.rotation(program.x, lengths)
-        self._calls = first + program.calls(table, positions, [cache._handle for cache in self._caches], self._logits)
+        program = self.program
+        self._ids = torch.zeros(program.batch, 1, dtype=torch.int64, device=program.device)
+        super()._make_calls(capacity)
+        embedding, ids = program.embedding.detach(), self._ids.view(-1)
+        self._calls.insert(0, functools.partial(torch.index_select, embedding, 0, ids, out=program.x))
 
     def fits(self, program, caches):
-        """Whether this is a graph of such a step: of that program, and of arrays where they are."""
-        return (
-            program is self.program
-            and all(map(operator.is_, caches, self._caches))
-            and list(map(torch.Tensor.data_ptr, self._arrays)) == self._places
-        )
+        """As of StepCalls, and whether the caches' arrays are where they were."""
+        return super().fits(program, caches) and list(map(torch.Tensor.data_ptr, self._arrays)) == self._places
 
     def run(self, ids, begin):
         """Logits [batch, 1, vocabulary] of one token a row, ids int64 [batch, 1]. The next step writes them anew.
@@ -57,10 +41,7 @@ class StepGraph:
         """
         self._take_stream()
         self._ids.copy_(ids, non_blocking=True)
-        if self._rotation is not None:
-            now = self.program.rotation(self.program.x, self._caches[0].seq_lens)
-            for array, new in zip(self._rotation, now, strict=True):
-                array.copy_(new)
+        self._rotate()
         if self._graph is None and self._kernels:
             self._capture()
         begin()
@@ -90,9 +71,3 @@ class StepGraph:
                 graph.capture_end()
         here.wait_stream(aside)
         self._graph = graph
-
-    def __deepcopy__(self, memo):  # a copied cache has other arrays
-        return None
-
-    def __reduce__(self):
-        return type(None), ()

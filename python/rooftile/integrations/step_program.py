@@ -4,7 +4,8 @@
 A step of one new token a row is the same ops on buffers of the same shapes every time. transformers' forward takes
 longer to find out which they are than a small model takes to compute them. A StepProgram holds the ops with their
 arguments, as bindings take them. What changes from step to step lies in arrays; each step gets its rotation, its caches
-and its logits anew. On the CPU the list runs as it is, on a GPU as a CUDA graph of it (step_graph.py).
+and its logits anew. On the CPU bindings keep the list with its arguments (step_calls.py), on a GPU it becomes a CUDA
+graph (step_graph.py).
 """
 
 import dataclasses
@@ -18,7 +19,6 @@ from transformers.activations import ACT2FN
 
 from rooftile import _C
 from rooftile._arrays import workspace
-from rooftile._calls import ran
 from rooftile.errors import NotSupportedError
 from rooftile.gemm import ARRAYS
 from rooftile.integrations._models import head_dim as head_dim_of
@@ -123,6 +123,7 @@ class StepProgram:
         self._hooks = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]
         self.batch = batch
         self.stream = None  # of a GPU, on which the latest step was queued
+        self._table = None  # of rotation_table()
         with torch.inference_mode(False):  # so that steps in and out of it may write the buffers
             self._record(model)
         self._seen = tuple(zip(*self._checks, strict=True))
@@ -434,6 +435,12 @@ class StepProgram:
         tables = [self._rotary(x, at) if kind is None else self._rotary(x, at, kind) for kind in self._rotations]
         return [t[:, 0, : t.shape[-1] // 2] for pair in tables for t in pair]
 
+    def rotation_table(self, positions):
+        """rotation() of positions 0 to `positions` - 1, at least; for programs with table_of_positions."""
+        if self._table is None or len(self._table[0]) < positions:
+            self._table = self.rotation(self.x, torch.arange(positions, device=self.device))
+        return self._table
+
     def calls(self, rotation, positions, caches, logits):
         """The step as functools.partials, in order: from x, the new tokens' embeddings, to logits.
 
@@ -468,21 +475,6 @@ class StepProgram:
     def embed(self, ids):
         """[batch, hidden_size] of the new tokens, ids int64 [batch, 1]."""
         return torch.nn.functional.embedding(ids, self.embedding)[:, 0]
-
-    def run(self, x, caches, lengths, begin):
-        """On the CPU: logits [batch, 1, vocabulary] of one token a row, x as of embed(), which every cache then holds.
-
-        caches: one a layer, as bindings take them, each with `lengths` (int32 [batch]) tokens and room for one more.
-        begin is called before the first kernel.
-        """
-        rotation = self.rotation(x[:, None], lengths)
-        rows = torch.arange(self.batch, dtype=torch.int32, device=x.device)[:, None]
-        logits = self.new_logits()
-        calls = [functools.partial(torch.Tensor.copy_, self.x, x)]
-        calls += self.calls(rotation, rows, caches, logits)
-        begin()
-        ran(*run_calls(calls))
-        return logits
 
 
 def _hooked(hooks):

@@ -607,7 +607,7 @@ class RooftileCache(Cache):
         self.turns = turns
         self._generated = False
         self.steps = 0  # how many were taken by a StepProgram
-        self.graph = None  # StepGraph of the latest one, on a GPU
+        self.calls = None  # StepCalls of the latest one, on a GPU a StepGraph
         self.refused = False  # whether the model had no StepProgram since the last forward of several tokens
 
     @property
@@ -720,7 +720,7 @@ class RooftileCache(Cache):
 
     def reset(self):
         super().reset()
-        self._generated, self.graph, self.refused = False, None, False
+        self._generated, self.calls, self.refused = False, None, False
 
     @property
     def nbytes(self):
