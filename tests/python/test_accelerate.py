@@ -956,8 +956,8 @@ def test_logits_are_the_callers(ids):
         outputs = [model(ids[:, i : i + 1], **{CACHE: cache}).logits for i in range(3)]
         kept = [logits.clone() for logits in outputs]
         model(ids[:, 5:6], **{CACHE: cache})
-    for logits, copy in zip(outputs, kept, strict=True):
-        assert torch.equal(logits, copy)
+    for logits, as_returned in zip(outputs, kept, strict=True):
+        assert torch.equal(logits, as_returned)
 
 
 @pytest.mark.parametrize("place", ["rotation_table", "calls", "new_logits", "embed"])

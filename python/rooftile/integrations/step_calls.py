@@ -33,7 +33,7 @@ class StepCalls:
         self._logits = program.new_logits()
         rows = torch.arange(program.batch, dtype=torch.int32, device=program.device)[:, None]
         if program.table_of_positions:
-            positions = torch.empty_like(rows)
+            positions = torch.zeros_like(rows)
             table = program.rotation_table(capacity)
             self._calls = [functools.partial(torch.Tensor.copy_, positions, lengths[:, None])]
             self._rotation = None
