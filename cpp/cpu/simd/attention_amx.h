@@ -55,7 +55,7 @@ ROOFTILE_INLINE float step_or_nan(float largest) {
   return largest < std::numeric_limits<float>::infinity() ? step_of(largest) : std::numeric_limits<float>::quiet_NaN();
 }
 
-// 256 * high + low - 8 * sum of v: the sum of (u - 8) v of sixteen lines, from two columns of C.
+// 256 * high + low - 8 * sum of v: sixteen sums of (u - 8) v, from those with both planes.
 ROOFTILE_INLINE F32 from_planes(const std::int32_t* high, const std::int32_t* low, std::int32_t sum_v) {
   return __builtin_convertvector((load_raw<I32>(high) << 8) + load_raw<I32>(low) - 8 * sum_v, F32);
 }
@@ -140,7 +140,7 @@ class IntegerChunk {
         }
   }
 
-  // After logits(): acc [rows][width] += p v, and bias [rows] += what is to be added to all channels. p [rows][chunk], of which row i
+  // After logits() of all rows: acc [rows][width] += p v, and bias [rows] += what is to be added to all channels. p [rows][chunk], of which row i
   // takes tokens `coded`[i].
   void values(const float* p, const Range* coded, int rows, float* acc, float* bias) const {
     alignas(64) std::int32_t b[chunk_tiles][words * words];  // (word, column)
