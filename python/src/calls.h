@@ -2,7 +2,8 @@
 // A list of calls with their arguments as the bindings took them, which are made again in one go: a decode step on the
 // CPU, some 240 ops, whose arguments would otherwise be taken from Python objects at each step.
 //
-// What the arguments point to is the caller's to keep where it is, but for caches: their arrays are looked at each time.
+// What the arguments point to is the caller's to keep where it is, but for caches: their arrays are looked at each
+// time.
 #pragma once
 
 #include <functional>

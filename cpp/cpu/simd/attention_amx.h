@@ -100,8 +100,8 @@ class IntegerChunk {
     else token_scales(head_, cache_.k, cache_.k.scale, first_ + t * tile, stored(t), to);
   }
 
-  // s [rows][chunk] = q k, without K's token scales. q [rows][width] in paired order. Codes of V become bytes here, too,
-  // while the products wait.
+  // s [rows][chunk] = q k, without K's token scales. q [rows][width] in paired order. Codes of V become bytes here,
+  // too, while the products wait.
   void logits(const float* q, int rows, float* s) const {
     const int blocks = width_ / block_channels;
     alignas(64) std::int8_t a[chunk_tiles][most_blocks][row_lines][64];
@@ -140,8 +140,8 @@ class IntegerChunk {
         }
   }
 
-  // After logits() of all rows: acc [rows][width] += p v, and bias [rows] += what is to be added to all channels. p [rows][chunk], of which row i
-  // takes tokens `coded`[i].
+  // After logits() of all rows: acc [rows][width] += p v, and bias [rows] += what is to be added to all channels.
+  // p [rows][chunk], of which row i takes tokens `coded`[i].
   void values(const float* p, const Range* coded, int rows, float* acc, float* bias) const {
     alignas(64) std::int32_t b[chunk_tiles][words * words];  // (word, column)
     RowInts row[row_block];

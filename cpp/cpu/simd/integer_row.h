@@ -10,8 +10,8 @@
 // The sums are integers. So what is rounded that fp32 does not round is x: by less than 1 / 32639 of the largest |x| of
 // its block, or by 2^-55. A bf16 of more than 2^-7 of that largest |x| is kept as it is.
 //
-// Vector instructions of 64 bytes of codes, 128 weights, in 4 bits: 13, of which 4 are vpdpbusd; with groups of 32 two
-// more for the second scale of a row. fp32 takes 24, with groups of 32 36.
+// Vector instructions of 64 bytes of codes, 128 weights, in 4 bits: 13, of which 4 are vpdpbusd. fp32 takes 24, with
+// groups of 32 36.
 #pragma once
 
 #include <type_traits>
@@ -84,7 +84,8 @@ struct StepScales<false> {
   }
   __m512 row(int n, int half = 0) const { return _mm512_set1_ps(of[half][n]); }
 };
-// 4 bits in groups of 32: lanes of words 0 and 1 of every four take the first half's scale, of words 2 and 3 the second's.
+// 4 bits in groups of 32: lanes of words 0 and 1 of every four take the first half's scale, of words 2 and 3 the
+// second's.
 template <>
 struct StepScales<true> {
   float of[tile_n][4];  // (16 rows, words)
@@ -98,8 +99,8 @@ struct StepScales<true> {
   __m512 row(int n) const { return _mm512_broadcast_f32x4(_mm_loadu_ps(of[n])); }
 };
 
-// Calls f with each of the constants 0 to 7. An array that f indexes with them stays in registers, which it does not where
-// the compiler unrolls a loop.
+// Calls f with each of the constants 0 to 7. An array that f indexes with them stays in registers, which it does not
+// where the compiler unrolls a loop.
 template <class F>
 ROOFTILE_INLINE void for_eight(const F& f) {
   [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
