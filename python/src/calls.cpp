@@ -37,7 +37,9 @@ void Calls::add(const Context& ctx, nb::object cache, CacheUse use, Op op) {
     while (index < static_cast<int>(caches_.size()) && !caches_[static_cast<std::size_t>(index)].is(cache)) ++index;
     if (index == static_cast<int>(caches_.size())) caches_.push_back(std::move(cache));
   }
-  calls_.push_back({index, use, std::move(op)});
+  Context own = ctx;
+  own.lender = nullptr;  // of the call alone; the CPU needs none
+  calls_.push_back({own, index, use, std::move(op)});
 }
 
 nb::list Calls::record(nb::list calls) {
@@ -68,11 +70,11 @@ void Calls::run() const {
   const nb::gil_scoped_release unlocked;
   for (const Call& call : calls_) {
     if (call.cache < 0) {
-      call.op(nullptr);
+      call.op(call.ctx, nullptr);
       continue;
     }
     const LockedCache& on = caches[static_cast<std::size_t>(call.cache)];
-    with_locks(on, call.use, [&] { return call.op(&on.view); });
+    with_locks(on, call.use, [&] { return call.op(call.ctx, &on.view); });
   }
 }
 

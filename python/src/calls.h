@@ -25,12 +25,13 @@ class Calls {
 
   // The list that this thread's record() fills, or null.
   static Calls* recording();
-  using Op = std::function<KernelName(const KvCacheView*)>;
+  using Op = std::function<KernelName(const Context&, const KvCacheView*)>;
   // cache: the op's argument, or no object.
   void add(const Context&, nanobind::object cache, CacheUse, Op op);
 
  private:
   struct Call {
+    Context ctx;
     int cache;  // index, or -1
     CacheUse use;
     Op op;
@@ -43,11 +44,8 @@ class Calls {
 template <class Op>
 nanobind::str run_repeatable(const Context& ctx, const Op& op) {
   const nanobind::str kernel = run([&] { return op(ctx); });
-  if (Calls* const list = Calls::recording()) {
-    Context own = ctx;
-    own.lender = nullptr;
-    list->add(ctx, nanobind::object(), CacheUse::reads, [own, op](const KvCacheView*) { return op(own); });
-  }
+  if (Calls* const list = Calls::recording())
+    list->add(ctx, nanobind::object(), CacheUse::reads, [op](const Context& c, const KvCacheView*) { return op(c); });
   return kernel;
 }
 
@@ -56,11 +54,9 @@ template <class Op>
 nanobind::str run_repeatable(const Context& ctx, nanobind::handle cache, const LockedCache& on, CacheUse use,
                              const Op& op) {
   const nanobind::str kernel = kernel_of(run_locked(on, use, [&] { return op(ctx, on.view); }));
-  if (Calls* const list = Calls::recording()) {
-    Context own = ctx;
-    own.lender = nullptr;
-    list->add(ctx, nanobind::borrow(cache), use, [own, op](const KvCacheView* view) { return op(own, *view); });
-  }
+  if (Calls* const list = Calls::recording())
+    list->add(ctx, nanobind::borrow(cache), use,
+              [op](const Context& c, const KvCacheView* view) { return op(c, *view); });
   return kernel;
 }
 

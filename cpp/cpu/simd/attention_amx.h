@@ -78,10 +78,8 @@ class IntegerChunk {
            tile_width(c) % block_channels == 0;
   }
 
-  // first: the chunk's first token. count: tokens of the chunk that are stored. keys, values: scratch, chunk * width
-  // bytes each.
-  IntegerChunk(const CachedHead& head, std::int64_t first, int begin, int end, int count, std::uint8_t* keys,
-               std::uint8_t* values)
+  // first: the chunk's first token. count: tokens of the chunk that are stored. codes: scratch, chunk * width bytes.
+  IntegerChunk(const CachedHead& head, std::int64_t first, int begin, int end, int count, std::uint8_t* codes)
       : head_(head),
         cache_(*head.cache),
         first_(first),
@@ -89,8 +87,7 @@ class IntegerChunk {
         end_(end),
         count_(count),
         width_(tile_width(*head.cache)),
-        keys_(keys),
-        values_(values) {}
+        codes_(codes) {}
 
   int begin() const { return begin_; }
   int end() const { return end_; }
@@ -100,8 +97,7 @@ class IntegerChunk {
     else token_scales(head_, cache_.k, cache_.k.scale, first_ + t * tile, stored(t), to);
   }
 
-  // s [rows][chunk] = q k, without K's token scales. q [rows][width] in paired order. Codes of V become bytes here,
-  // too, while the products wait.
+  // s [rows][chunk] = q k, without K's token scales. q [rows][width] in paired order.
   void logits(const float* q, int rows, float* s) const {
     const int blocks = width_ / block_channels;
     alignas(64) std::int8_t a[chunk_tiles][most_blocks][row_lines][64];
@@ -109,13 +105,13 @@ class IntegerChunk {
     // one set of planes serves all tiles but where channels have scales of their own in each
     const int last = is_kivi(cache_.format) ? end_ - 1 : begin_;
     keep_awake();
-    for (int t = begin_; t < end_; ++t) unpack_keys(t, keys_ + t * tile * width_);
+    for (int t = begin_; t < end_; ++t) unpack_keys(t, codes_ + t * tile * width_);
     keep_awake();
     for (int t = begin_; t <= last; ++t) split_queries(t, q, rows, a[t], row[t]);
     alignas(64) std::int32_t c[chunk_tiles][2][row_lines][words];  // (line, token)
     memory_is_read();
     for (int t = begin_; t < end_; ++t) {
-      const std::uint8_t* keys = keys_ + t * tile * width_;
+      const std::uint8_t* keys = codes_ + t * tile * width_;
       _tile_zero(2);
       _tile_zero(3);
       for (int block = 0; block < blocks; ++block, keys += 2 * tile_bytes) {
@@ -128,7 +124,6 @@ class IntegerChunk {
       _tile_stored(2, c[t][0], 64);
       _tile_stored(3, c[t][1], 64);
     }
-    for (int t = begin_; t < end_; ++t) unpack_values(t, values_ + t * tile * width_);
     keep_awake();
     memory_is_read();
     for (int t = begin_; t < end_; ++t)
@@ -140,11 +135,13 @@ class IntegerChunk {
         }
   }
 
-  // After logits() of all rows: acc [rows][width] += p v, and bias [rows] += what is to be added to all channels.
-  // p [rows][chunk], of which row i takes tokens `coded`[i].
+  // acc [rows][width] += p v, and bias [rows] += what is to be added to all channels. p [rows][chunk], of which row i
+  // takes tokens `coded`[i].
   void values(const float* p, const Range* coded, int rows, float* acc, float* bias) const {
     alignas(64) std::int32_t b[chunk_tiles][words * words];  // (word, column)
     RowInts row[row_block];
+    keep_awake();
+    for (int t = begin_; t < end_; ++t) unpack_values(t, codes_ + t * tile * width_);
     keep_awake();
     value_columns(p, coded, rows, b, row);
     for (int i = 0; i < rows; ++i) bias[i] += row[i].bias;
@@ -154,7 +151,7 @@ class IntegerChunk {
       _tile_zero(0);
       _tile_zero(1);
       for (int t = begin_; t < end_; ++t) {
-        const std::uint8_t* const from = values_ + t * tile * width_ + d / 32 * tile_bytes;
+        const std::uint8_t* const from = codes_ + t * tile * width_ + d / 32 * tile_bytes;
         _tile_loadd(6, b[t], 64);
         _tile_loadd(4, from, 64);
         _tile_dpbusd(0, 4, 6);
@@ -336,7 +333,7 @@ class IntegerChunk {
   const KvCacheView& cache_;
   std::int64_t first_;
   int begin_, end_, count_, width_;
-  std::uint8_t *keys_, *values_;
+  std::uint8_t* codes_;
 };
 
 }  // namespace

@@ -334,7 +334,6 @@ void Decode::attend_chunk(const WorkTile& u, std::int64_t first_token, Workspace
     r.bias[i] = 0;
     for (int d = 0; d < width_; d += lanes) store(acc + i * width_ + d, F32{});
   }
-  // before tiles of the ring, which take r.v as scratch, too
   each_integer_block(u, first_token, r, [&](const auto& tokens, const Range* coded, int i, int count) {
     tokens.values(r.s + i * chunk, coded, count, acc + i * width_, r.bias + i);
   });
@@ -370,7 +369,7 @@ void Decode::each_integer_block(const WorkTile& u, std::int64_t first_token, Wor
     }
     if (begin < end)
       body(IntegerChunk({&cache_, u.cache_row, u.head}, first_token, begin, end, count,
-                        reinterpret_cast<std::uint8_t*>(r.k), reinterpret_cast<std::uint8_t*>(r.v)),
+                        reinterpret_cast<std::uint8_t*>(r.k)),
            coded, i, rows);
   }
 #else

@@ -224,12 +224,9 @@ ROOFTILE_INLINE void load_channels(const std::byte* p, const KvCacheView& c, int
     F32 first, second;
     if (paired) {
       load_pairs(from, dtype, first, second);
-    } else if (dtype == DType::bf16) {
-      first = load(reinterpret_cast<const BFloat16*>(from));
-      second = load(reinterpret_cast<const BFloat16*>(from) + lanes);
     } else {
-      first = load(reinterpret_cast<const Half*>(from));
-      second = load(reinterpret_cast<const Half*>(from) + lanes);
+      first = sixteen_bits(from, dtype, 0);
+      second = sixteen_bits(from, dtype, lanes);
     }
     store(out + d, first);
     store(out + d + lanes, second);

@@ -33,8 +33,13 @@ ROOFTILE_INLINE float zero_point(const W4View& w) {
   return w.zeros == W4Zeros::minima ? 0.0f : static_cast<float>(w4_zero_point(w.bits));
 }
 
+// Groups are 32, 64, 128 or all of k. A division by a variable would cost as much as a k-block.
+ROOFTILE_INLINE std::int64_t group_count(const W4View& w) {
+  return w.group == w.k ? 1 : w.group == 32 ? w.k / 32 : w.group == 64 ? w.k / 64 : w.k / 128;
+}
+
 // Loads the scales of a tile's k-blocks, one after the other. What does not change from block to block is found once: a
-// k-block takes some hundred cycles. Groups are 32, 64, 128 or all of k; with 32 (Split) a k-block has two.
+// k-block takes some hundred cycles. With groups of 32 (Split) a k-block has two.
 template <bool Split>
 class ScaleReader {
  public:
@@ -42,7 +47,7 @@ class ScaleReader {
       : scale_is_half_(w.scale_dtype == DType::f16),
         zeros_(w.zeros),
         zero_point_(zero_point(w)),
-        last_(w.k / w.group - 1),
+        last_(group_count(w) - 1),
         shift_(Split            ? 0
                : w.group == w.k ? 62
                : w.group == 64  ? 0

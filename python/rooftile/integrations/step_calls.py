@@ -9,8 +9,7 @@ import torch
 
 from rooftile import _C
 from rooftile._calls import ran
-
-_call = functools.partial.__call__
+from rooftile.integrations.step_program import run_calls
 
 
 class StepCalls:
@@ -58,7 +57,7 @@ class StepCalls:
         if self._parts is None:
             self._kernels = self._first_step()
         else:
-            list(map(_call, self._parts))
+            run_calls(self._parts)
         ran(*self._kernels)
         return self._logits
 
@@ -70,19 +69,20 @@ class StepCalls:
             array.copy_(new)
 
     def _first_step(self):
-        """The names of our kernels. Parts are made behind it: a step that fails leaves none."""
-        parts, kernels = [], []
+        """The names of our kernels. As in run_calls, no signal handler comes between two calls."""
+        first, parts = [], []
         for ours, calls in itertools.groupby(self._calls, lambda call: type(call.func) is type(_C.linear)):
             if ours:
                 kept = _C.Calls()
-                kernels += kept.record(list(calls))
+                first.append(functools.partial(kept.record, list(calls)))
                 parts.append(functools.partial(kept.run))
             else:
                 calls = list(calls)
-                list(map(_call, calls))
+                first += calls
                 parts += calls
-        self._parts = parts
-        return kernels
+        results = list(map(functools.partial.__call__, first))
+        self._parts = parts  # a step that fails leaves none
+        return [name for result in results if type(result) is list for name in result]
 
     def __deepcopy__(self, memo):  # a copied cache has other arrays
         return None
