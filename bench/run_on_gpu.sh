@@ -115,20 +115,32 @@ skipped() {   # STEP: and says so
   note skipped "$1" "--skip"
 }
 
-# step NAME COMMAND...: its output goes to OUT/NAME.log.
-step() {
-  local name=$1 log=$out/$1.log begin=$SECONDS
+# begin NAME COMMAND...: runs it in the background; its output goes to OUT/NAME.log. finish NAME waits for it and says
+# what became of it. step NAME COMMAND... is both.
+declare -A pids begun
+begin() {
+  local name=$1
   shift
-  logs+=("$log")
   printf '\n---- %s: %s\n' "$name" "$*"
-  if "$@" >"$log" 2>&1; then
-    note passed "$name" "$((SECONDS - begin)) s$(last_words "$log")"
+  begun[$name]=$SECONDS
+  "$@" >"$out/$name.log" 2>&1 &
+  pids[$name]=$!
+}
+finish() {
+  local name=$1 log=$out/$1.log
+  logs+=("$log")
+  if wait "${pids[$name]}"; then
+    note passed "$name" "$((SECONDS - begun[$name])) s$(last_words "$log")"
     return 0
   fi
   failures=$((failures + 1))
   tail -n 25 "$log"
-  note FAILED "$name" "$((SECONDS - begin)) s, see $log"
+  note FAILED "$name" "$((SECONDS - begun[$name])) s, see $log"
   return 1
+}
+step() {
+  begin "$@"
+  finish "$1"
 }
 
 # pytest's counts, or compute-sanitizer's.
@@ -202,7 +214,7 @@ skipped tests || run_pytest
 # ---- sanitizers ----
 
 run_sanitizers() {
-  local sanitizer="" found=no tools=(memcheck racecheck)
+  local sanitizer="" found=no tools=(memcheck racecheck) runs=()
   for candidate in "$(command -v compute-sanitizer || true)" "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer"; do
     if [ -x "$candidate" ]; then
       sanitizer=$candidate
@@ -219,9 +231,13 @@ run_sanitizers() {
     found=yes
     step "$program" "$path" || continue
     [ -n "$sanitizer" ] || continue
-    for tool in "${tools[@]}"; do
-      step "$program.$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 "$path" || true
+    for tool in "${tools[@]}"; do   # side by side: most of the time is the host's
+      begin "$program.$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 "$path"
+      runs+=("$program.$tool")
     done
+  done
+  for run in "${runs[@]}"; do
+    finish "$run" || true
   done
   [ $found = no ] || [ -n "$sanitizer" ] || note "left out" sanitizers "no compute-sanitizer on PATH or below CUDA_HOME"
 }

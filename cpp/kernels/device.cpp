@@ -39,7 +39,7 @@ const DeviceFacts& device_facts(const char* op, int device) {
   ask(facts.cta_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   ask(facts.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   ask(facts.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock);
-  ask(facts.most_window, cudaDevAttrMaxAccessPolicyWindowSize);
+  ask(facts.max_window, cudaDevAttrMaxAccessPolicyWindowSize);
   facts.hopper = major == 9 && built_for_hopper(backend());
   facts.refusal = refusal(backend(), major, minor);
   return known.emplace(device, facts).first->second;
@@ -59,9 +59,9 @@ void allow_shared(const char* op, int device, const void* kernel, std::size_t by
 void DeviceScope::launch(const void* kernel, Grid grid, int threads, std::size_t shared_bytes, const void* params,
                          Overlap overlap, int cluster) const {
   if (grid.x == 0) return;
-  constexpr std::int64_t most_x = 0x7fffffff, most_y = 65535;  // of any device
-  ROOFTILE_CHECK_KIND(not_supported, grid.x <= most_x && grid.y <= most_y, op_, ": the call needs a grid of ", grid.x,
-                      " x ", grid.y, " CTAs, a device takes at most ", most_x, " x ", most_y, "; split it");
+  constexpr std::int64_t max_x = 0x7fffffff, max_y = 65535;  // of any device
+  ROOFTILE_CHECK_KIND(not_supported, grid.x <= max_x && grid.y <= max_y, op_, ": the call needs a grid of ", grid.x,
+                      " x ", grid.y, " CTAs, a device takes at most ", max_x, " x ", max_y, "; split it");
   if (shared_bytes > 48 * 1024) allow_shared(op_, device_, kernel, shared_bytes);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));

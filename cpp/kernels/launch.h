@@ -48,7 +48,7 @@ struct DeviceFacts {
   int sms = 0;
   int cta_shared = 0, sm_shared = 0,
       reserved_shared = 0;             // bytes of shared memory: most of a CTA, of an SM, reserved for each CTA
-  int most_window = 0;                 // bytes of memory whose place in L2 a launch may choose; 0: none
+  int max_window = 0;                  // bytes of memory whose place in L2 a launch may choose; 0: none
   bool hopper = false;                 // Hopper's machine code runs; PTX of older GPUs has no PDL and no clusters
   std::optional<std::string> refusal;  // why nothing of this build runs
 };
@@ -106,7 +106,7 @@ class DeviceScope {
   // products find their own machine code in memory (docs/design/085-weights-leave-l2-first.md).
   void reads_once(const void* data, std::size_t bytes) {
     once_ = data;
-    once_bytes_ = std::min(bytes, static_cast<std::size_t>(facts_.most_window));
+    once_bytes_ = std::min(bytes, static_cast<std::size_t>(facts_.max_window));
   }
   // One launch; an empty grid launches nothing. `kernel` takes one parameter struct by value. cluster: number of
   // neighbouring CTAs that run at once and may wait for each other (tile/cta_sync.cuh).

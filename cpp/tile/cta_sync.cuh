@@ -15,7 +15,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   cudaGridDependencySynchronize();
 #endif
 }
-// PDL: the next kernel of the stream may start once all CTAs have called this or exited, and there is room for it.
+// PDL: the next kernel of the stream may start once a thread of each CTA has called this, or the CTA has exited, and
+// there is room for it.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();

@@ -9,10 +9,19 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/mma_sm80.hpp>
+#include <cute/numeric/numeric_types.hpp>
+#include <type_traits>
 
 #include "tile/element.cuh"
 
 namespace rooftile::tile {
+
+// T = half or bf16 as CuTe's and CUTLASS's layouts and atoms name it.
+template <class T>
+using MmaType = std::conditional_t<std::is_same_v<T, half>, cute::half_t, cute::bfloat16_t>;
+template <class T>
+using Mma16816 = std::conditional_t<std::is_same_v<T, half>, cute::SM80_16x8x16_F32F16F16F32_TN,
+                                    cute::SM80_16x8x16_F32BF16BF16F32_TN>;
 
 struct FragmentA {
   std::uint32_t r[4];  // a0 .. a3, a pair of 16-bit elements each
@@ -24,12 +33,7 @@ struct FragmentB {
 // d += a b for T = half or bf16; d (4): d0 .. d3.
 template <class T>
 __device__ __forceinline__ void mma(float (&d)[4], const FragmentA& a, const FragmentB& b) {
-  if constexpr (std::is_same_v<T, half>)
-    cute::SM80_16x8x16_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], a.r[0], a.r[1], a.r[2], a.r[3], b.r[0], b.r[1],
-                                            d[0], d[1], d[2], d[3]);
-  else
-    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a.r[0], a.r[1], a.r[2], a.r[3], b.r[0], b.r[1],
-                                              d[0], d[1], d[2], d[3]);
+  Mma16816<T>::fma(d[0], d[1], d[2], d[3], a.r[0], a.r[1], a.r[2], a.r[3], b.r[0], b.r[1], d[0], d[1], d[2], d[3]);
 }
 
 // Transposes an 8 x 8 matrix of 16-bit elements across the warp: before and after, lane (g, t) holds (row g, columns

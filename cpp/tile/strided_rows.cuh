@@ -191,7 +191,9 @@ void with_vector(std::int64_t n, F&& f, const Tensors&... tensors) {
 }
 
 // How threads divide a row that they reduce. The plan depends on the row's length alone, because it fixes the order of
-// the sums.
+// the sums. Up to 1024 elements a row has a warp or less, so that no barrier is needed: 512 elements are 32 lanes of
+// two vectors, 64 are 4 lanes, 128 threads then take 32 rows. Longer rows have a CTA of up to 512 threads: 4096
+// elements are 256 threads of two vectors, 16384 are 512 of four, 2 x 4 x 4 registers; longer ones are read twice.
 struct RowPlan {
   int vecs;     // vectors of the row in each thread's registers; 0: the row does not fit and is read again
   int lanes;    // threads of a row: a power of two up to 32, or the whole CTA

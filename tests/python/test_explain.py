@@ -76,7 +76,8 @@ def test_formats_without_clusters_are_planned_without():
     """One row of one KV head: where the kernel of a format has clusters, its row is one."""
     for format, head_dim, clusters in (
         ("int8-kivi-sym", 96, True),
-        ("int8-kivi-sym", 128, False),
+        ("int8-kivi-sym", 128, True),
+        ("int8-kivi-sym", 192, False),
         ("int8", 128, True),
         ("int8", 192, False),
     ):

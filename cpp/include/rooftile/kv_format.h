@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The KV formats. A new one is an enumerator, a line of kv_format_traits and a file of kernels/decode/inst; everything
-// else asks the traits (docs/contributing.md).
+// The KV formats. A new combination of bits, granularity and zero points is an enumerator, a line of kv_format_traits,
+// kernels/decode/configs/<name>.cuh and, where its variants differ, expected_decode_facts in kernels/decode/plan.cpp;
+// everything else asks the traits (docs/contributing.md).
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@
 #include "kernels/decode/kv_traits.cuh"
 #include "kernels/decode/queries.cuh"
 #include "tile/copy.cuh"
-#include "tile/schedule.cuh"
+#include "tile/hints.cuh"
 
 namespace rooftile::gpu {
 

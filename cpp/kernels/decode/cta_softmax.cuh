@@ -14,7 +14,7 @@ namespace rooftile::gpu {
 
 template <class Traits>
 struct CtaSoftmaxStorage {
-  using Element = SmemElement<typename Traits::T>;
+  using Element = tile::MmaType<typename Traits::T>;
   static constexpr int N = Traits::N, warps = Traits::warps, rows = Traits::block_m;
   // 16-bit weights for every format: [n-tile, token, 8 packed rows], 16 bytes a token and n-tile. Without kivi the
   // queries take the same memory until the first weights are written.

@@ -14,10 +14,8 @@ namespace rooftile::gpu {
 // The products of 16-bit tiles, and the copies of their operands, for one warp.
 template <class T>
 struct ElementMma {
-  using Element = SmemElement<T>;
-  using Mma = std::conditional_t<std::is_same_v<T, tile::half>, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                 cute::SM80_16x8x16_F32BF16BF16F32_TN>;
-  using TiledMma = decltype(cute::make_tiled_mma(Mma{}));
+  using Element = tile::MmaType<T>;
+  using TiledMma = decltype(cute::make_tiled_mma(tile::Mma16816<T>{}));
   template <class Ldmatrix>
   using Ldsm = cute::Copy_Atom<Ldmatrix, Element>;
   using SmemCopyK = decltype(cute::make_tiled_copy_A(Ldsm<cute::SM75_U32x4_LDSM_N>{}, TiledMma{}));
@@ -36,7 +34,7 @@ struct ElementLayouts {
 
 template <class T, int D>
 struct ElementTraits : ElementMma<T>, ElementLayouts<D> {
-  using Element = SmemElement<T>;
+  using Element = tile::MmaType<T>;
 
   // cp.async by `Threads` threads: copy_rows rows at once, a 16-byte vector a thread.
   template <int Threads>
@@ -52,13 +50,13 @@ struct ElementTraits : ElementMma<T>, ElementLayouts<D> {
 // A KV tile in shared memory.
 template <class T, int D>
 struct ElementTile {
-  alignas(128) SmemElement<T> k[16 * D], v[16 * D];
+  alignas(128) tile::MmaType<T> k[16 * D], v[16 * D];
 };
 
 // Copies 16 token rows, `stride` bytes apart, into a tile, by Threads threads. Rows that `wanted` rejects are
 // zero-filled and not read.
 template <class T, int D, int Threads, class Wanted>
-__device__ __forceinline__ void copy_rows_async(SmemElement<T>* to, int thread, const std::byte* from,
+__device__ __forceinline__ void copy_rows_async(tile::MmaType<T>* to, int thread, const std::byte* from,
                                                 std::int64_t stride, const Wanted& wanted) {
   using namespace cute;
   using Traits = ElementTraits<T, D>;
@@ -68,7 +66,7 @@ __device__ __forceinline__ void copy_rows_async(SmemElement<T>* to, int thread, 
   typename Traits::template GmemCopy<Threads> gmem_copy;
   const auto thr_copy = gmem_copy.get_slice(thread);
   Tensor sRows = make_tensor(make_smem_ptr(to), typename Traits::LayoutKv{});  // (16, D)
-  Tensor gRows = make_tensor(make_gmem_ptr(reinterpret_cast<const SmemElement<T>*>(from)),
+  Tensor gRows = make_tensor(make_gmem_ptr(reinterpret_cast<const tile::MmaType<T>*>(from)),
                              make_layout(Shape<Int<rows>, Int<D>>{}, make_stride(row_elements, _1{})));  // (rows, D)
   Tensor tRsR = thr_copy.partition_D(sRows);  // (CPY, 16 / rows, 1)
   Tensor tRgR = thr_copy.partition_S(gRows);  // (CPY, 1, 1)
@@ -82,10 +80,11 @@ __device__ __forceinline__ void copy_rows_async(SmemElement<T>* to, int thread, 
 // The packed query rows of N n-tiles as B operands: (MMA, N, D / 16). The shape is written down: to derive it from
 // QueryLayout takes the compiler a second for every config.
 template <class T, int D, int N>
-using QueryFragments = decltype(cute::make_tensor<SmemElement<T>>(
+using QueryFragments = decltype(cute::make_tensor<tile::MmaType<T>>(
     cute::Shape<cute::Shape<cute::_2, cute::_2>, cute::Int<N>, cute::Int<D / 16>>{}));
 template <class T, int D, int N>
-__device__ __forceinline__ void load_query_fragments(const SmemElement<T>* q, int lane, QueryFragments<T, D, N>& tSrQ) {
+__device__ __forceinline__ void load_query_fragments(const tile::MmaType<T>* q, int lane,
+                                                     QueryFragments<T, D, N>& tSrQ) {
   using namespace cute;
   typename ElementTraits<T, D>::SmemCopyQ smem_copy;
   const auto thr_copy = smem_copy.get_slice(lane);
@@ -96,8 +95,8 @@ __device__ __forceinline__ void load_query_fragments(const SmemElement<T>* q, in
 
 // S^T of one tile: two sums, of even and odd k-tiles, halve the dependency chain of MMAs.
 template <class T, int D, int N>
-__device__ __forceinline__ void qk16(float (&s)[N][1][4], const SmemElement<T>* k, const QueryFragments<T, D, N>& tSrQ,
-                                     int lane) {
+__device__ __forceinline__ void qk16(float (&s)[N][1][4], const tile::MmaType<T>* k,
+                                     const QueryFragments<T, D, N>& tSrQ, int lane) {
   using namespace cute;
   using Traits = ElementTraits<T, D>;
   typename Traits::TiledMma mma;
@@ -126,7 +125,7 @@ __device__ __forceinline__ void qk16(float (&s)[N][1][4], const SmemElement<T>* 
 template <class T, int D>
 struct VtOperand {
   using Traits = ElementTraits<T, D>;
-  const SmemElement<T>* v;
+  const tile::MmaType<T>* v;
   int lane;
   __device__ __forceinline__ auto load(int m) const {
     using namespace cute;
@@ -150,7 +149,7 @@ __device__ __forceinline__ auto output_tensor(float (&o)[4]) {
 // Adds weight x V of 16 tokens to C tiles of 16 channels, from channel tile `first` on: o[n * C + i] is tile i of
 // n-tile n.
 template <class T, int D, int C, int N>
-__device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weights)[N], const SmemElement<T>* v,
+__device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weights)[N], const tile::MmaType<T>* v,
                                      int first, int lane) {
   typename ElementTraits<T, D>::TiledMma mma;
   CUTE_UNROLL
@@ -168,7 +167,7 @@ __device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weig
 // infinity, so every new token gets an MMA of its own over the values that it sees, and takes only its own packed rows
 // from the result.
 template <class T, int D, int C>
-__device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB& weights, const SmemElement<T>* v,
+__device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB& weights, const tile::MmaType<T>* v,
                                             const Visible& see, int token, int first, int lane) {
   typename ElementTraits<T, D>::TiledMma mma;
   int last = max(see.query[0], see.query[1]);

@@ -13,7 +13,7 @@ namespace rooftile::gpu {
 template <int V>
 __device__ __forceinline__ void store_vec(float* to, const float (&x)[V]) {
   struct alignas(4 * V) Vec {
-    float x[V];
+    float x[V];  // (V) consecutive floats
   };
   // No copy of x, by bit_cast or by elements: int4-kivi-sym took 9.86 us for 9.10 (8 x 4096 tokens, 9 query heads of
   // 64, one H200).
@@ -42,18 +42,18 @@ class RowEpilogue {
  public:
   __device__ __forceinline__ RowEpilogue(const DecodeParams& p, const WorkTile& tile, const RowWork& w, int m_row)
       : p_(&p) {
-    const QueryRow c = query_row(p, tile, w, m_row);
-    in_tile_ = c.token >= 0;
+    const QueryRow row = query_row(p, tile, w, m_row);
+    in_tile_ = row.token >= 0;
     if (!in_tile_) return;
     if (p.sinks.given()) {
-      const std::int64_t at = c.head * p.sinks.stride[0];
+      const std::int64_t at = row.head * p.sinks.stride[0];
       sink_ = tile::log2_e * (p.sinks.dtype == DType::f32 ? __ldcg(p.sinks.as<const float>() + at)
                                                           : tile::to_float(__ldcg(p.sinks.as<const T>() + at)));
     }
-    real_ = c.token < w.count;
-    out_ = p.out.as<T>() + tile.b * p.out.stride[0] + c.token * p.out.stride[1] + c.head * p.out.stride[2];
+    real_ = row.token < w.count;
+    out_ = p.out.as<T>() + tile.b * p.out.stride[0] + row.token * p.out.stride[1] + row.head * p.out.stride[2];
     if (p.lse.given())
-      lse_ = p.lse.as<float>() + tile.b * p.lse.stride[0] + c.token * p.lse.stride[1] + c.head * p.lse.stride[2];
+      lse_ = p.lse.as<float>() + tile.b * p.lse.stride[0] + row.token * p.lse.stride[1] + row.head * p.lse.stride[2];
   }
   __device__ __forceinline__ void finalize(float m, float l) {
     if (!real_) return;
@@ -65,7 +65,7 @@ class RowEpilogue {
   __device__ __forceinline__ void store(int d, const float (&o)[N]) const {
     if (!in_tile_) return;
     struct alignas(N * sizeof(T)) Vec {
-      T x[N];
+      T x[N];  // (N) consecutive channels
     } values;
 #pragma unroll
     for (int i = 0; i < N; ++i) values.x[i] = tile::from_float<T>(sees_keys_ ? __fmul_rn(o[i], result_.factor) : 0.0f);

@@ -6,7 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "core/kv_layout.h"
-#include "tile/dequant.cuh"
+#include "tile/dequant_kv.cuh"
 #include "tile/mma.cuh"
 
 namespace rooftile::gpu {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The configs of decode's variants, their launches, and the table's rows. configs/ lists which there are.
 #pragma once
 
 #include "kernels/decode/combine.h"
@@ -41,8 +42,6 @@ struct DecodeConfig {
   static constexpr KvFormat format = F;
   static constexpr int head_dim = D, stages = Stages, ctas_per_sm = CtasPerSm, n_tiles = 1;
   static constexpr int warps = 4, warps_per_tile = D > 256 ? 4 : D > 128 ? 2 : 1, smem_levels = D > 128 ? 1 : 4;
-  // Both unions in SharedStorage have o [n, 8 packed rows, D]: a cluster's partials must fit into the reduction's.
-  static constexpr bool clusters = smem_levels >= cluster_partials;
 };
 // The config of a variant for two n-tiles of packed rows, with a softmax state of the CTA: two steps in the ring.
 template <class Element, KvFormat F>
@@ -51,7 +50,6 @@ struct CtaSoftmaxConfig {
   static constexpr KvFormat format = F;
   static constexpr int head_dim = 128, stages = 2, ctas_per_sm = 2, n_tiles = 2;
   static constexpr int warps = 4, warps_per_tile = 1, smem_levels = 1;
-  static constexpr bool clusters = false;
 };
 
 template <class Config>
@@ -59,7 +57,7 @@ constexpr DecodeVariant decode_variant() {
   using Kernel = DecodeKernel<Config>;
   return {{decode_dtype<Config>, Config::format, Config::head_dim, mma_n * Config::n_tiles},
           Config::ctas_per_sm,
-          Config::clusters,
+          DecodeTraits<Config>::clusters,
           sizeof(typename Kernel::Storage),
           Kernel::launch,
           Kernel::load};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main loop of split_kv: for every step of tokens, S^T = K Q^T, softmax, O^T += V^T P^T.
+// The main loop of split_kv: for every step of tokens, S^T = K Q^T, softmax, O^T += V^T P^T. The raw tokens of a kivi
+// row come at the end of its last KV split.
 //   K, V: KV tiles of 16 tokens in 16 bits or of 32 tokens in codes, from a ring (kv_ring.cuh)
 //   Q:    B operands in registers, loaded once per work tile
-//   P:    weights; a softmax policy makes them of logits and knows their KV tiles (warp_softmax.cuh, cta_softmax.cuh)
-// The raw tokens of a kivi row come at the end of its last KV split.
+//   P:    weights; a softmax policy makes them of S (warp_softmax.cuh, cta_softmax.cuh)
 #pragma once
 
 #include "kernels/decode/code_values.cuh"
@@ -22,7 +22,7 @@ class Mainloop {
   static constexpr KvFormat format = Traits::format;
   static constexpr int D = Traits::D, N = Traits::N, C = Traits::C, warps_kv = Traits::warps_kv;
   static constexpr bool cta_softmax = Traits::cta_softmax;
-  using Element = SmemElement<T>;
+  using Element = tile::MmaType<T>;
   using Queries = QueryFragments<T, D, N>;  // (MMA, N, D / 16)
 
  public:
@@ -45,7 +45,7 @@ class Mainloop {
   using Ring = std::conditional_t<cta_softmax, CtaRing<Traits, Copies>, WarpRing<Traits, Copies>>;
 
   // The steps of all splits. read_queries() runs when the queries have arrived, compute(ring) when a step's K has,
-  // split_end(split) when the state has all tokens of a split.
+  // split_end(split) when the state has all tokens of a split. compute: S = K Q^T, P = softmax(S), O += P V.
   template <class Copies, class ReadQueries, class Compute, class SplitEnd>
   __device__ void for_each_step(const RowWork& w, const SplitRange& range, int tile_range, Copies&& copies,
                                 const ReadQueries& read_queries, const Compute& compute, const SplitEnd& split_end) {
@@ -100,8 +100,8 @@ class Mainloop {
     }
     __device__ void load_raw(int) const {}
     __device__ void load_queries() const { loop.copy_queries(tile, w); }
-    // Calls copy(wanted). wanted(i): whether a packed row sees the tile's token i; rows of other tokens are
-    // zero-filled, not read. In 16 bits the packed rows of a work tile see all tokens between their bounds.
+    // Calls copy(wanted). wanted(i): whether a packed row sees the tile's token i; other tokens' rows are zero-filled.
+    // In 16 bits the packed rows of a work tile see all tokens between their bounds.
     template <class Copy>
     __device__ void with_rows(int token, const Copy& copy) const {
       if (token >= see.outer_begin && token + 16 <= see.outer_end) copy([](int) { return true; });
@@ -169,7 +169,7 @@ class Mainloop {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[n][0][i] = -INFINITY;
     }
-    softmax_.weigh(s, stage, rescale);
+    softmax_.weigh(s, stage, rescale);  // CtaSoftmax: waits for V, lets the next K's copies start
     softmax_.for_each_tile(tiles, [&](int i, const tile::FragmentB(&weights)[N]) {
       const int first = token + 16 * i;
       if (p_.tokens == 1 || see.all(first, 16)) {

@@ -5,7 +5,7 @@
 #include "kernels/decode/params.h"
 #include "kernels/decode/queries.cuh"
 #include "kernels/decode/scheduler.h"
-#include "tile/schedule.cuh"
+#include "tile/hints.cuh"
 
 namespace rooftile::gpu {
 

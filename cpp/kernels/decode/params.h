@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What split_kv and combine receive.
 #pragma once
 
 #include "core/op_args.h"
@@ -20,11 +21,11 @@ struct DecodeParams {
   int window;           // tokens that a query sees, itself included, clamped to int32; 0: all
   float scale, softcap;
   bool vector_queries;  // every 8 elements of a row of q are contiguous and aligned to 16 bytes
-  // Workspace, fp32. work_prefix: cost before each batch entry; then the total; then whether all work tiles have
+  // Workspace, fp32 but work_prefix: cost before each batch entry; then the total; then whether all work tiles have
   // the same length.
   float* partial_o;           // [ctas, partials_per_cta, block_m, D]
   float* partial_ml;          // [ctas, partials_per_cta, block_m, 2]: (m, l); l < 0: invalid page, out is not written
-  float* reduction_o;         // [ctas, reduction_levels - smem_levels, values, threads]: left halves that wait
+  float* reduction_o;         // [ctas, levels, values, threads]: left halves that wait, of the levels above smem_levels
   std::int32_t* work_prefix;  // [B + 2]
   int ctas_per_tile;          // CTAs that each work tile has to itself; 0: CTAs share work tiles (stream-K)
   int ctas, ctas_per_sm;      // grid size; grid.y: CTAs per SM, 1 unless every SM gets the same number

@@ -79,7 +79,7 @@ DecodeFacts expected_decode_facts(const DecodeKey& key) {
       std::find(std::begin(head_dims), std::end(head_dims), key.head_dim) == std::end(head_dims))
     return {};
   return {.ctas_per_sm = key.format == KvFormat::int4 && key.head_dim == 64 ? 3 : 2,
-          .clusters = !steps && key.head_dim <= (key.format == KvFormat::int8_kivi_sym ? 96 : 128)};
+          .clusters = !steps && key.head_dim <= 128};
 }
 
 std::string text(const DecodePlan& plan) { return plan_text(paths[0], plan); }

@@ -54,7 +54,7 @@ KernelName kernel_of(const DecodeKey&);
 constexpr std::int64_t visible_tokens(std::int64_t capacity, std::int64_t window, std::int64_t tokens) {
   return window > 0 && window + tokens + 31 < capacity ? window + tokens + 31 : capacity;
 }
-// Whether a call with so many packed rows takes the variant rather than one of a smaller block_m.
+// Whether a call with this many packed rows takes the variant rather than one of a smaller block_m.
 constexpr bool fills(std::int64_t packed_rows, int block_m) { return 2 * packed_rows > block_m; }
 
 // What a plan has to know of a variant.

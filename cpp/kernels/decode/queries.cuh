@@ -35,9 +35,10 @@ struct QueryRow {
 };
 __device__ __forceinline__ QueryRow query_row(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
                                               int m_row) {
-  const int c = tile.first_n_tile * mma_n + m_row, token = divide(c, p.by_q_per_kv);
+  const int row = tile.first_n_tile * mma_n + m_row, token = divide(row, p.by_q_per_kv);
   if (token >= p.tokens) return {-1, 0, -1};
-  return {token, tile.kv_head * p.q_per_kv + c - token * p.q_per_kv, token < w.count ? w.length - w.count + token : -1};
+  return {token, tile.kv_head * p.q_per_kv + row - token * p.q_per_kv,
+          token < w.count ? w.length - w.count + token : -1};
 }
 
 // The tokens that the two packed rows of a lane see, and bounds for the whole work tile: [outer_begin, outer_end)
@@ -72,13 +73,13 @@ __device__ __forceinline__ Visible visible(const DecodeParams& p, const WorkTile
   Visible v{{0, 0}, {0, 0}, {-1, -1}, 0x7fffffff, 0, 0, 0x7fffffff};
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const QueryRow c = query_row(p, tile, w, lane % 4 * 2 + j);
-    if (c.token < 0) {
+    const QueryRow row = query_row(p, tile, w, lane % 4 * 2 + j);
+    if (row.token < 0) {
       v.end[j] = 0x7fffffff;
       continue;
     }
-    const TokenRange r = visible_tokens<Kivi>(p, c.position, raw);
-    v.query[j] = c.token;
+    const TokenRange r = visible_tokens<Kivi>(p, row.position, raw);
+    v.query[j] = row.token;
     v.begin[j] = r.begin;
     v.end[j] = r.end;
     if (r.begin < r.end) {
@@ -109,13 +110,13 @@ __device__ __forceinline__ std::int64_t ring_offset(const DecodeParams& p, const
 // Threads threads. Padding rows become zeros. q may have any strides.
 template <class T, int D, int N, int Threads>
 __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const WorkTile& tile, const RowWork& w,
-                                                   int thread, SmemElement<T>* to) {
-  using Element = SmemElement<T>;
+                                                   int thread, tile::MmaType<T>* to) {
+  using Element = tile::MmaType<T>;
   const TensorView& q = p.q;
   const Element* const entry = static_cast<const Element*>(q.data) + tile.b * q.stride[0];
   const auto sQ = cute::make_tensor(cute::make_smem_ptr(to), QueryLayout<D, N>{});  // (8 N, D)
-  const auto row_of = [&](const QueryRow& c) {
-    return entry + (c.token >= 0 ? c.token * q.stride[1] + c.head * q.stride[2] : 0);
+  const auto data_of = [&](const QueryRow& row) {
+    return entry + (row.token >= 0 ? row.token * q.stride[1] + row.head * q.stride[2] : 0);
   };
   constexpr int vecs = D / 8;  // 16-byte vectors of a row
   if (p.vector_queries) {
@@ -123,15 +124,15 @@ __device__ __forceinline__ void copy_queries_async(const DecodeParams& p, const 
     for (int i = 0; i < (N * D + Threads - 1) / Threads; ++i) {
       const int vec = i * Threads + thread, m_row = vec / vecs, d = vec % vecs * 8;
       if (N * D % Threads != 0 && vec >= N * D) break;
-      const QueryRow c = query_row(p, tile, w, m_row);
-      tile::cp_async_16_zfill(&sQ(m_row, d), row_of(c) + d, c.token >= 0);
+      const QueryRow row = query_row(p, tile, w, m_row);
+      tile::cp_async_16_zfill(&sQ(m_row, d), data_of(row) + d, row.token >= 0);
     }
   } else {
 #pragma unroll 1
     for (int vec = thread; vec < N * D; vec += Threads) {
       const int m_row = vec / vecs, d0 = vec % vecs * 8;
-      const QueryRow c = query_row(p, tile, w, m_row);
-      for (int d = d0; d < d0 + 8; ++d) sQ(m_row, d) = c.token >= 0 ? row_of(c)[d * q.stride[3]] : Element(0.0f);
+      const QueryRow row = query_row(p, tile, w, m_row);
+      for (int d = d0; d < d0 + 8; ++d) sQ(m_row, d) = row.token >= 0 ? data_of(row)[d * q.stride[3]] : Element(0.0f);
     }
   }
 }

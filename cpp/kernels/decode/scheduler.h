@@ -24,7 +24,7 @@
 // Few work tiles of the same length get a whole number of CTAs each, and no CTA works on two tiles. In a small batch of
 // short rows these CTAs form a cluster, which reduces its partials itself.
 //
-// Units are counted in 32 bits (dispatch.cpp refuses larger calls). Every call pays for this arithmetic, a short call
+// Cost is counted in 32 bits (dispatch.cpp refuses larger calls). Every call pays for this arithmetic, a short call
 // most: a division by a variable is a chain of some 25 instructions.
 #pragma once
 
@@ -36,15 +36,16 @@
 
 namespace rooftile::gpu {
 
-inline constexpr int kv_tile_tokens = 32;  // tokens of a KV tile of codes; cost is counted in KV tiles
+inline constexpr int kv_tile_tokens = 32;  // tokens of a KV tile of codes. Cost is counted in these in every format
 inline constexpr int max_splits = 64;
 inline constexpr int reduction_levels = 7;  // levels 0 to 6
 inline constexpr int cluster_splits = 16;   // KV splits of a work tile that a cluster computes, at most
-// Partials for each packed row, times mma_n rows, in the shared memory of a CTA of a cluster. Two are used: 512 tokens
-// a CTA, splits of 256.
-inline constexpr int cluster_partials = 4;
 // The most tokens that a cache row may have for a cluster of `ctas` CTAs.
 ROOFTILE_HD constexpr int cluster_tokens(int ctas) { return 512 * ctas; }
+// Partials for each packed row, times mma_n rows, in the shared memory of a CTA of a cluster. Its rows are mma_n / ctas
+// of the work tile's, with a partial of each of at most cluster_tokens(ctas) / 256 splits.
+inline constexpr int cluster_partials = 2;
+static_assert(cluster_tokens(1) / 256 == cluster_partials && cluster_tokens(8) / 256 == cluster_splits);
 inline constexpr int mma_n = 8;  // N of mma.m16n8k16: packed query rows of one MMA
 // Partials that a CTA stores, at most. Inside: of a range that begins inside a work tile (canonical, both ends ragged).
 // Start: of a range that begins at the start of a work tile and ends inside (only the right end is ragged).
@@ -64,6 +65,8 @@ ROOFTILE_HD constexpr int ceil_div(int a, int b) {
 // warps. Splits are few, because the merge at the end of each costs as much as 64 tokens (with 4-bit codes 128). They
 // are enough for one cache row with eight KV heads to fill a device. block_m: packed rows of a work tile; with 16 a
 // batch has half as many work tiles, or fewer, and no clusters: splits of 512 tokens would leave CTAs without one.
+// The steps between the sizes are of an H200: up to 3072 tokens (with 16 packed rows 4096) splits of 256, which fill it
+// best at batch 64; from there on twice as long for codes of 4 bits, whose tiles take half the time.
 // 8 packed rows: 2000 tokens are 8 splits of 256, 4096 tokens 16 of 256 or in 4-bit codes 8 of 512, 20000 tokens 20 of
 // 1024, 131072 tokens 64 of 2048.
 ROOFTILE_HD constexpr int kv_split_tiles(KvFormat format, int block_m, int tokens) {

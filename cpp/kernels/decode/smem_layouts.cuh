@@ -5,13 +5,9 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/decode/scheduler.h"
-#include "tile/element.cuh"
+#include "tile/mma.cuh"
 
 namespace rooftile::gpu {
-
-// CuTe's name of a 16-bit element type.
-template <class T>
-using SmemElement = std::conditional_t<std::is_same_v<T, tile::half>, cute::half_t, cute::bfloat16_t>;
 
 // 8 rows of 64 elements (32 where 64 does not divide D). The swizzle lets ldmatrix read 8 rows, and cp.async write a
 // row, without bank conflicts.

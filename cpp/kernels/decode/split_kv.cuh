@@ -159,7 +159,7 @@ template <class Config>
 __global__ __launch_bounds__(32 * Config::warps,
                              Config::ctas_per_sm) void split_kv(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char bytes[];
-  if constexpr (Config::clusters)
+  if constexpr (DecodeTraits<Config>::clusters)
     if (tile::has_clusters && p.cluster_size > 1) tile::arrive_at_cluster();
   prefetch_lengths(p);
   tile::wait_for_previous_kernel();

@@ -16,12 +16,14 @@ using Softmax = std::conditional_t<Traits::cta_softmax, CtaSoftmax<Traits>, Warp
 
 // Raw tokens of a kivi row: KV tiles of 16 tokens in 16 bits. K and V of a tile are its two halves.
 //   WarpRing: the raw tiles of a warp take the stages that no code needs any more. A warp with two raw tiles copies
-//     four halves; where the ring has only three stages, the fourth half has its own memory; where it has two, no warp
-//     copies two raw tiles.
+//     four halves: 0 and 1 are K and V of the first, 2 and 3 of the second.
+//       4 stages (4 bits, 64 channels)       halves 0 to 3 in stages
+//       3 stages (4 bits; 8 bits, 64)        halves 0 to 2 in stages, half 3 in memory of its own
+//       2 stages (8 bits)                    no warp copies two raw tiles
 //   CtaRing: raw_tiles raw tiles at once have their own memory; codes of 8 bits leave memory for one.
 template <class Traits>
 struct RawStorage {
-  using Element = SmemElement<typename Traits::T>;
+  using Element = tile::MmaType<typename Traits::T>;
   static constexpr int half_size = 16 * Traits::D, raw_tiles = code_bits(Traits::format) == 8 ? 1 : 2;
   static constexpr bool takes_two_tiles =
       Traits::kivi && !Traits::cta_softmax && Traits::warps_per_tile == 1 && Traits::stages > 2;
@@ -33,7 +35,7 @@ struct RawStorage {
 
 template <class Traits>
 struct SharedStorage {
-  using Element = SmemElement<typename Traits::T>;
+  using Element = tile::MmaType<typename Traits::T>;
   using Layout = typename Softmax<Traits>::Layout;
   static constexpr int D = Traits::D;
   static constexpr bool cta_softmax = Traits::cta_softmax;

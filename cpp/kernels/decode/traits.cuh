@@ -20,9 +20,11 @@ struct DecodeTraits {
   static constexpr bool elements = is_element_format(format), kivi = is_kivi(format);
   static constexpr int D = Config::head_dim, stages = Config::stages, warps = Config::warps, threads = 32 * warps;
   static constexpr int smem_levels = Config::smem_levels;
-  static constexpr bool clusters = Config::clusters;
+  // The operands are swapped: packed query rows, FlashAttention's BLK_M, lie along the MMA's N.
   static constexpr int N = Config::n_tiles, block_m = N * mma_n;  // n-tiles of 8 packed rows; packed rows
   static constexpr bool cta_softmax = N > 1;
+  // Both members of SharedStorage's union hold o of [n][8 packed rows][D]; the cluster's must not be the larger one.
+  static constexpr bool clusters = !cta_softmax && smem_levels >= cluster_partials;
 
   static constexpr int warps_per_tile = Config::warps_per_tile, tile_threads = 32 * warps_per_tile;
   static constexpr int warps_kv = warps / warps_per_tile;  // KV tiles that the CTA computes at once

@@ -18,8 +18,8 @@ struct WarpSoftmaxStorage {
   alignas(16) float o[Traits::warps_kv][mma_n][D + 4];  // (warp_kv, packed row, channel), padded against bank conflicts
   float m[Traits::warps_kv][mma_n], l[Traits::warps_kv][mma_n];  // (warp_kv, packed row)
   // The queries take this memory until the first partials are written.
-  __device__ SmemElement<typename Traits::T>* queries() {
-    return reinterpret_cast<SmemElement<typename Traits::T>*>(&o[0][0][0]);
+  __device__ tile::MmaType<typename Traits::T>* queries() {
+    return reinterpret_cast<tile::MmaType<typename Traits::T>*>(&o[0][0][0]);
   }
 };
 

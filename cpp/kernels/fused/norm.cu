@@ -153,7 +153,10 @@ __global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas
 #pragma unroll
     for (int k = 0; k < vecs; ++k) r[k] = load_vec<vector>(residual, first(k), n);
 #pragma unroll
-    for (int k = 0; k < vecs; ++k) store_vec<vector>(res, first(k), n, s[k] = add<T>(s[k], r[k]));
+    for (int k = 0; k < vecs; ++k) {
+      s[k] = add<T>(s[k], r[k]);
+      store_vec<vector>(res, first(k), n, s[k]);
+    }
   }
 
   float mean = 0;

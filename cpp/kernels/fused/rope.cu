@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // rope: x [tokens, heads, D] -> y, of q and k in one launch. cos, sin [max_position, R] rotate dims i and i + R; dims
 // from 2 R on are copied. T is fp16 or bf16, arithmetic is fp32, strides are any. A thread rotates eight pairs or
-// copies eight elements. Bound by memory: 4 bytes and 3 flops an element, and the tables; few tokens by latency.
+// copies eight elements. Bound by memory: 4 bytes and 6 flops an element, and the tables; few tokens by latency.
 // Sync: PDL; nothing is read or written before wait_for_previous_kernel. y may be x: a thread writes only elements that
 // it alone reads, after it has read them.
 #include "tile/rope.cuh"
@@ -110,7 +110,7 @@ KernelName rope(const char* op, const Context& ctx, const TensorView& q, const T
   const bool even = q.last() % vec_size == 0 && k.last() % vec_size == 0;
   with_element16(q.dtype, [&](auto e) {
     with_vector(
-        even ? pairs : 1,
+        even ? pairs : 1,  // 1: no vectors, for a head_dim that is no multiple of 8 lets no row begin at one
         [&](auto vector) {
           const std::int64_t ctas = ctas_for(p.q.threads + p.k.threads);
           const bool many = vector && ctas > std::int64_t{RopeTraits<true, false>::ctas_per_sm} * scope.sms();

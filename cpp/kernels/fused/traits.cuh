@@ -12,6 +12,8 @@ namespace rooftile::gpu {
 // Kernels with a thread for each vector of eight elements: gated activations, rope, merge.
 inline constexpr int cta_threads = 128;
 
+// CTAs of an SM here and below: as many as let ptxas keep all loads of a thread in registers without spills. 16 of 128
+// threads are 32 registers a thread, 10 are 48, 8 are 64; strided rows need more, an address for each element.
 template <bool vector>
 struct GatedTraits {
   static constexpr int ctas_per_sm = vector ? 16 : 10;
@@ -43,7 +45,7 @@ struct NormTraits {
                                      : tables == Tables::after_reducing && vecs == 2 ? 3
                                                                                      : 2;
 };
-template <int vecs, bool vector>
+template <int vecs, bool vector>  // of 512 threads: 3 CTAs are 40 registers a thread, 2 are 64
 struct SoftmaxTraits {
   static constexpr int ctas_per_sm = vector && vecs == 2 ? 3 : 2;
 };

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The layouts, copies and MMAs of stream_bits16.cuh and tma.cuh, from their configs.
+// The layouts, copies and MMAs of stream_bits16.cuh and tma_bits16.cuh, from their configs.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "kernels/gemm/configs.h"
-#include "kernels/gemm/traits.cuh"
+#include "tile/mma.cuh"
 
 namespace rooftile::gpu {
 
@@ -15,12 +15,12 @@ namespace rooftile::gpu {
 template <class Element_, int token_tiles_, bool vec_>
 struct LinearConfig {
   using Element = Element_;
-  using T = MmaType<Element>;
+  using T = tile::MmaType<Element>;
   static constexpr int token_tiles = token_tiles_;  // mma tiles of 8 tokens
   static constexpr bool vec = vec_;
   using BlkM = cute::Int<linear_rows>;
   using BlkN = cute::Int<8 * token_tiles>;
-  using TiledMma = decltype(cute::make_tiled_mma(StreamMma<Element>{}));
+  using TiledMma = decltype(cute::make_tiled_mma(tile::Mma16816<Element>{}));
 
   // Lane (g, t) has vectors of 8 neighbouring k, 8t to 8t + 7 of every 32, and feeds two mma with each: element
   // i + 2 j + 4 s is k 2t + i + 8 j of mma s.
@@ -43,12 +43,12 @@ struct LinearConfig {
   using LayoutSums = cute::Layout<cute::Shape<BlkM, BlkN>, cute::Stride<cute::_1, BlkM>>;  // fp32 (BLK_M, BLK_N)
 };
 
-// tma.cuh. One consumer warp group multiplies 64 rows of W by the CTA's tokens, both from shared memory. A TMA tile
-// has 64 k.
+// tma_bits16.cuh. One consumer warp group multiplies 64 rows of W by the CTA's tokens, both from shared memory. A TMA
+// tile has 64 k.
 template <class Element_, int config_>
 struct LinearTma {
   using Element = Element_;
-  using T = MmaType<Element>;
+  using T = tile::MmaType<Element>;
   static constexpr int tokens = linear_tma_block_m[config_];
   using BlkM = cute::_64;
   using BlkN = cute::Int<tokens>;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads of wgmma.cuh's producer warps: codes and quantisation parameters, global memory -> stages of consumer warps.
+// Loads of wgmma_codes.cuh's producer warps: codes and quantisation parameters, global memory -> stages of consumer
+// warps. code_ring.cuh is the streaming kernels': one tile row a warp, whose addresses are immediates.
 #pragma once
 
 #include "kernels/gemm/params.h"

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The types of the weight-streaming kernel (stream_codes.cuh): the layouts of its tensors, copy and MMA atoms, shared
-// memory; and what it has in common with wgmma.cuh: the packed layout of codes, and a warp's stages of them.
+// memory; and what it has in common with wgmma_codes.cuh: the packed layout of codes, and a warp's stages of them.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "core/w4_layout.h"
 #include "kernels/gemm/configs.h"
-#include "kernels/gemm/traits.cuh"
+#include "tile/mma.cuh"
 #include "rooftile/gemm.h"
-#include "tile/w4.cuh"
+#include "tile/dequant_weight.cuh"
 
 namespace rooftile::gpu {
 
@@ -113,7 +113,7 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
   using Base::bits, Base::stages;
   using typename Base::Stage;
   using T = Element;
-  using MmaT = MmaType<T>;
+  using MmaT = tile::MmaType<T>;
   static constexpr bool minima = zeros == W4StreamZeros::minima, small_groups = Base::scale_blocks > 1;
   ROOFTILE_HD static bool has_zero_points(const W4View& w) {
     return zeros == W4StreamZeros::integer || (zeros == W4StreamZeros::either && w.zeros == W4Zeros::integer);
@@ -153,13 +153,13 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
   using SmemLayoutSum = decltype(cute::composition(
       SumsSwizzle{}, cute::Layout<cute::Shape<cute::_16, BLK_N>, cute::Stride<cute::_1, cute::Int<w4_sums_pitch>>>{}));
   CUTE_HOST_DEVICE static auto sums_of_warps(int warps) {
-    return cute::make_layout(cute::Shape<cute::Int<w4_warps>, cute::Int<clusters ? w4_most_cluster : 1>>{},
+    return cute::make_layout(cute::Shape<cute::Int<w4_warps>, cute::Int<clusters ? w4_max_cluster : 1>>{},
                              cute::make_stride(cute::size(SmemLayoutSum{}), warps * cute::size(SmemLayoutSum{})));
   }
 
   // mma m16n8k16 of one warp; a k-block of 32 is two k-steps.
   using TiledMma =
-      decltype(cute::make_tiled_mma(StreamMma<T>{}, cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>{},
+      decltype(cute::make_tiled_mma(tile::Mma16816<T>{}, cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>{},
                                     cute::Tile<cute::_16, cute::_8, cute::_32>{}));
 
   // x: all threads of the CTA copy 16-byte vectors, 8 or 16 tokens at once, zero-filled past the end of K.

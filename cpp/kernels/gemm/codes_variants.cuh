@@ -7,7 +7,7 @@
 
 #include "kernels/gemm/launch.cuh"
 #include "kernels/gemm/stream_codes.cuh"
-#include "kernels/gemm/wgmma.cuh"
+#include "kernels/gemm/wgmma_codes.cuh"
 
 namespace rooftile::gpu {
 

@@ -36,8 +36,8 @@
 
 #include <type_traits>
 
-#include "kernels/gemm/activate.cuh"
-#include "kernels/gemm/traits.cuh"
+#include "kernels/gemm/activate_sum.cuh"
+#include "tile/mma.cuh"
 #include "kernels/gemm/dispatch.h"
 #include "kernels/gemm/params.h"
 #include "kernels/launch.h"
@@ -48,10 +48,46 @@ namespace rooftile::gpu {
 
 namespace fusion = cutlass::epilogue::fusion;
 
+// The residual y is added to: CUTLASS's source tensor, but whether there is one is known at run time. Without one it
+// counts as 0 and nothing is read.
+template <class T>
+struct OptionalResidual : fusion::Sm90SrcFetch<T> {
+  struct Arguments {
+    bool given = false;
+  };
+  using Params = Arguments;
+  using typename fusion::Sm90SrcFetch<T>::SharedStorage;
+
+  template <class ProblemShape>
+  static constexpr Params to_underlying_arguments(const ProblemShape&, const Arguments& a, void*) {
+    return a;
+  }
+  template <class ProblemShape>
+  static bool can_implement(const ProblemShape&, const Arguments&) {
+    return true;
+  }
+  template <class ProblemShape>
+  static std::size_t get_workspace_size(const ProblemShape&, const Arguments&) {
+    return 0;
+  }
+
+  CUTLASS_HOST_DEVICE OptionalResidual() {}
+  CUTLASS_HOST_DEVICE OptionalResidual(const Params& p, const SharedStorage&) : given(p.given) {}
+  bool given = false;
+
+  CUTLASS_DEVICE bool is_C_load_needed() const { return given; }
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return given; }
+  template <bool reference_source, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(const fusion::ConsumerStoreArgs<Args...>& args) {
+    if (!given) cute::clear(args.tCrC);
+    return fusion::Sm90SrcFetch<T>::template get_consumer_store_callbacks<reference_source>(args);
+  }
+};
+
 // config: of linear_collective_tiles. partial: stores fp32 sums of one split of K instead of outputs.
 template <class Element, int config_, bool partial_>
 struct LinearCollective {
-  using T = MmaType<Element>;
+  using T = tile::MmaType<Element>;
   static constexpr bool partial = partial_;
   static constexpr LinearTile tile = linear_collective_tiles[config_];
   using Rows = cute::Int<tile.rows>;
@@ -72,11 +108,8 @@ struct LinearCollective {
   using Apply = fusion::Sm90EVT<fusion::Sm90Compute<Function, To, float, nearest>, Inputs...>;
   using Bias = std::conditional_t<tile.pair_shares_rows, fusion::Sm90RowBroadcast<0, Tile, T, float>,
                                   fusion::Sm90ColBroadcast<0, Tile, T, float>>;
-  using Sum = Apply<cutlass::plus, float, Bias, fusion::Sm90AccFetch>;
-  using Activated = Apply<Activate, float, Sum>;
-  // beta * residual + activated, beta 0 or 1; with beta 0 the residual is not read
-  using Output = Apply<cutlass::homogeneous_multiply_add, T, fusion::Sm90ScalarBroadcast<float>,
-                       fusion::Sm90SrcFetch<T>, Activated>;
+  // One node: each level of a tree is a type that holds the names of all below it, and costs the compiler seconds.
+  using Output = Apply<ActivateSum, T, fusion::Sm90AccFetch, Bias, OptionalResidual<T>>;
   using PartialSum = Apply<cutlass::epilogue::thread::Identity, float, fusion::Sm90AccFetch>;
 
   using Source = std::conditional_t<partial, void, T>;
@@ -122,12 +155,9 @@ auto epilogue_arguments(const Bits16Params& p) {
     const auto stride = [&](const Rows& rows) { return output(rows.ndim > 0 ? rows.stride[0] : p.n, 0); };
     // without a residual the tensor map still needs an address; nothing is read through it
     const Rows& source = p.residual.data ? p.residual : p.y;
-    const typename Cfg::Sum::Arguments sum{{static_cast<const T*>(p.bias)}, {}, {}};
-    const typename Cfg::Activated::Arguments activated{sum, {p.activation}};
-    return Arguments{{{{p.residual.data ? 1.0f : 0.0f}}, {}, activated, {}},
-                     static_cast<const T*>(source.data),
-                     stride(source),
-                     static_cast<T*>(p.y.data),
+    const typename Cfg::Output::Arguments outputs{
+        {}, {static_cast<const T*>(p.bias)}, {p.residual.data != nullptr}, {p.activation}};
+    return Arguments{outputs, static_cast<const T*>(source.data), stride(source), static_cast<T*>(p.y.data),
                      stride(p.y)};
   }
 }
@@ -155,24 +185,14 @@ void launch_collective(const DeviceScope& scope, const GemmPlan&, std::int64_t, 
                Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, params, Overlap::with_previous, 2);
 }
 
-// A row of the table.
 template <DType dtype, int config, bool partial>
-GemmVariant collective_variant() {
-  using Cfg = LinearCollective<tile::ElementOf<dtype>, config, partial>;
-  return {{.path = GemmPath::collective, .dtype = dtype, .config = config, .partial = partial},
-          launch_collective<Cfg>,
-          [](const char* op) { load_kernel(op, linear_tiles<Cfg>); }};
-}
-template <DType dtype, int config>
 std::span<const GemmVariant> collective_variants() {
-  if constexpr (linear_may_split(linear_collective_tiles[config])) {
-    static const GemmVariant rows[] = {collective_variant<dtype, config, false>(),
-                                       collective_variant<dtype, config, true>()};
-    return rows;
-  } else {
-    static const GemmVariant rows[] = {collective_variant<dtype, config, false>()};
-    return rows;
-  }
+  using Cfg = LinearCollective<tile::ElementOf<dtype>, config, partial>;
+  static const GemmVariant rows[] = {
+      {{.path = GemmPath::collective, .dtype = dtype, .config = config, .partial = partial},
+       launch_collective<Cfg>,
+       [](const char* op) { load_kernel(op, linear_tiles<Cfg>); }}};
+  return rows;
 }
 
 }  // namespace rooftile::gpu

@@ -21,7 +21,7 @@ inline constexpr int linear_stages = 6;  // stages of a warp's ring, one step ea
 // Tokens of a CTA; larger M takes another path where alignment allows it.
 inline constexpr int linear_stream_tokens = 16;
 
-// tma.cuh
+// tma_bits16.cuh
 inline constexpr int linear_tma_max_rows = 128;  // most rows of W of a CTA
 inline constexpr int linear_tma_tile_k = 64, linear_tma_tiles_per_step = 2,
                      linear_tma_step_k = linear_tma_tile_k * linear_tma_tiles_per_step;
@@ -40,10 +40,10 @@ struct LinearTile {
 };
 inline constexpr LinearTile linear_collective_tiles[] = {
     {64, 128, true}, {128, 256}, {128, 128}, {192, 128, false, true}, {224, 128, false, true}};
-// The tiles that collective.cuh also compiles with partial sums (collective_variants asks).
+// The tiles that collective.cuh also compiles with partial sums (dispatch.cpp asks, and the build knows).
 constexpr bool linear_may_split(LinearTile tile) { return tile.rows <= 128 && tile.tokens == 128; }
 inline constexpr int linear_collective_step_k = 64;
-inline constexpr int linear_split_tokens = 256;  // collective.cuh splits K up to so many tokens
+inline constexpr int linear_split_tokens = 256;  // collective.cuh splits K of at most this many tokens
 inline constexpr LinearTile linear_multistage_tile = {128, 128};
 
 // ---- W in 4 or 8 bits: w4_ (w8_: 8 bits only) ---------------------------------------------------
@@ -82,10 +82,10 @@ constexpr int least_shared_for(int ctas) { return (228 / (ctas + 1) - 1) * 1024 
 // 23.0 us on an H200 with room for three, 18.1 without.
 inline constexpr int w4_stream_least_shared = least_shared_for(2);
 
-// stream_codes.cuh on Hopper: up to so many K splits of up to so many tokens can be a cluster.
-inline constexpr int w4_most_cluster = 8, w4_cluster_tokens = 16;
+// stream_codes.cuh on Hopper: at most w4_max_cluster K splits of at most w4_cluster_tokens tokens can be a cluster.
+inline constexpr int w4_max_cluster = 8, w4_cluster_tokens = 16;
 
-// Tile config of wgmma.cuh. stages: of 128 k each.
+// Tile config of wgmma_codes.cuh. stages: of 128 k each.
 struct W4WgmmaConfig {
   int tokens, consumer_groups, stages, ctas_per_sm;
   constexpr int warps() const { return 4 * consumer_groups; }   // consumer warps
@@ -103,7 +103,7 @@ constexpr int w4_epilogue_tokens(W4WgmmaConfig config) { return config.tokens < 
 constexpr int w4_epilogue_bytes(W4WgmmaConfig config) {
   return w4_epilogue_tokens(config) * (config.warps() * w4_warp_rows + 4) * 4;
 }
-// Shared memory of wgmma.cuh: x, codes and scales, the epilogue's tile, two barriers a stage.
+// Shared memory of wgmma_codes.cuh: x, codes and scales, the epilogue's tile, two barriers a stage.
 constexpr int w4_wgmma_shared_bytes(int bits, W4WgmmaConfig config) {
   return config.stages * (config.tokens * w4_step_k * 2 + config.warps() * w4_stage_bytes(bits) + 16) +
          w4_epilogue_bytes(config);
@@ -114,7 +114,7 @@ constexpr bool w4_stream_k(W4WgmmaConfig config) { return config.ctas_per_sm == 
 // Whether the config has a variant for scale blocks of 64 k that scales two sums of a step in fp32. With 128 tokens it
 // rounds weights: tensor cores are as busy, and sums take the registers.
 constexpr bool w4_has_two_sums(int bits, W4WgmmaConfig config) { return bits == 4 && config.tokens <= 64; }
-inline constexpr int w4_stream_max_m = 16;  // up to so many tokens stream_codes.cuh runs on Hopper too
+inline constexpr int w4_stream_max_m = 16;  // stream_codes.cuh runs at most this many tokens on Hopper
 
 // gather_x.cuh: threads of a CTA, and columns they copy at once.
 inline constexpr int w4_gather_threads = 256, w4_gather_columns = 8 * w4_gather_threads;

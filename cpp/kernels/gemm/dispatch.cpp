@@ -32,8 +32,11 @@ template <DType t>
 void add_tables(std::vector<Table>& all) {
   for (const auto variants : {stream_bits16_variants<t>, tma_variants<t>, multistage_variants<t>})
     all.push_back({16, t, variants});
-  for_each_below<std::size(linear_collective_tiles)>(
-      [&](auto config) { all.push_back({16, t, collective_variants<t, config()>}); });
+  for_each_below<std::size(linear_collective_tiles)>([&](auto config) {
+    all.push_back({16, t, collective_variants<t, config(), false>});
+    if constexpr (linear_may_split(linear_collective_tiles[config()]))
+      all.push_back({16, t, collective_variants<t, config(), true>});
+  });
   const auto add_codes = [&](auto bits) {
     for_each_below<std::size(w4_stream_configs)>(
         [&](auto config) { all.push_back({bits, t, stream_codes_variants<t, bits(), config()>}); });

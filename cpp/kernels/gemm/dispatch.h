@@ -40,7 +40,7 @@ template <DType>
 std::span<const GemmVariant> stream_bits16_variants();
 template <DType>
 std::span<const GemmVariant> tma_variants();
-template <DType, int config>
+template <DType, int config, bool partial>
 std::span<const GemmVariant> collective_variants();
 template <DType>
 std::span<const GemmVariant> multistage_variants();

@@ -51,10 +51,10 @@ class Epilogue {
       if (p.gated) up_bias_[i] = tile::to_float(bias[(p.outputs + i) * p.bias_stride]);
     }
   }
-  // ups: of the same columns, the up projections; ignored unless the product is gated.
-  __device__ __forceinline__ void store(std::int64_t token, float4 sums, float4 ups) const {
+  // up4: sums of the up projections of the same outputs; ignored unless the product is gated.
+  __device__ __forceinline__ void store(std::int64_t token, float4 sums, float4 up4) const {
     // (4) outputs; (4) up projections
-    float x[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
+    float x[4] = {sums.x, sums.y, sums.z, sums.w}, up[4] = {up4.x, up4.y, up4.z, up4.w};
     if (!p_.y_vec4) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)

@@ -3,9 +3,9 @@
 // tokens and small scale blocks or minima.
 //   codes, scales, offsets: packed layout (core/w4_layout.h)   to [rows, K] of T, contiguous, K a multiple of 8
 //
-// A warp dequantises one step, 16 rows x 128 k, as wgmma.cuh does (tile::WeightDecode: the same bits), and transposes
-// its fragments through shared memory, so that a store instruction of the warp writes two rows of 256 bytes in 16-byte
-// vectors.
+// A warp dequantises one step, 16 rows x 128 k, as wgmma_codes.cuh does (tile::WeightDecode: the same bits), and
+// transposes its fragments through shared memory, so that a store instruction of the warp writes two rows of 256 bytes
+// in 16-byte vectors.
 //
 // Cost: N K bits / 8 bytes read, 2 N K written, into L2: a chunk of rows is at most 32 MB, and the 16-bit product reads
 // the chunk from L2. The writes are the roof.
@@ -16,7 +16,7 @@
 #include "kernels/gemm/params.h"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
-#include "tile/w4.cuh"
+#include "tile/dequant_weight.cuh"
 
 namespace rooftile::gpu {
 

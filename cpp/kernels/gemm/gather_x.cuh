@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A copy of x for wgmma.cuh, in the workspace. Launched before it where TMA cannot load x: rows that are not a multiple
-// of 16 bytes, not aligned to 16 bytes, not evenly strided or overlapping; act-order.
+// A copy of x for wgmma_codes.cuh, in the workspace. Launched before it where TMA cannot load x: rows that are not a
+// multiple of 16 bytes, not aligned to 16 bytes, not evenly strided or overlapping; act-order.
 //   x [M, K], any strides   to [token of this launch][K, padded to 8]   columns in the order of the codes
 //
 // A CTA copies one token, or (few tokens) every `ctas_per_token`-th 2048 columns of one. Threads load neighbouring

@@ -13,8 +13,8 @@
 
 #include <cutlass/epilogue/threadblock/fusion/visitors.hpp>  // after the header that it needs
 
-#include "kernels/gemm/activate.cuh"
-#include "kernels/gemm/traits.cuh"
+#include "kernels/gemm/activate_sum.cuh"
+#include "tile/mma.cuh"
 #include "kernels/gemm/dispatch.h"
 #include "kernels/gemm/params.h"
 #include "kernels/launch.h"
@@ -60,13 +60,9 @@ struct EpilogueVisitor {
     CUTLASS_DEVICE auto visit(int, int, int, int, const cutlass::Array<Sum, size>&,
                               const cutlass::Array<Sum, size>& sums, const cutlass::Array<T, size>& bias,
                               const cutlass::Array<T, size>& residual) {
-      cutlass::Array<float, size> y;  // (size) outputs
-#pragma unroll
-      for (int i = 0; i < size; ++i) y[i] = sums[i] + static_cast<float>(bias[i]);
-      y = Activate<cutlass::Array<float, size>>()(y, chosen);
-#pragma unroll
-      for (int i = 0; i < size; ++i) y[i] += static_cast<float>(residual[i]);
-      return y;
+      using Fragment = cutlass::Array<float, size>;
+      const cutlass::NumericArrayConverter<float, T, size> widen;
+      return ActivateSum<Fragment>()(sums, widen(bias), widen(residual), chosen);
     }
   };
   template <class ProblemShape>
@@ -79,7 +75,7 @@ struct EpilogueVisitor {
 
 template <class Element>
 struct LinearMultistage {
-  using T = MmaType<Element>;
+  using T = tile::MmaType<Element>;
   using Tile = cutlass::gemm::GemmShape<linear_multistage_tile.tokens, linear_multistage_tile.rows, 32>;
   using Warp = cutlass::gemm::GemmShape<64, 64, 32>;
   static constexpr int stages = 4;

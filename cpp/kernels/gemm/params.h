@@ -36,7 +36,7 @@ struct GemmParams {
         n(gated ? 2 * y.last() : y.last()),
         outputs(y.last()),
         gated(gated),
-        // the epilogue's vectors leave out a gate that has no activation
+        // Epilogue's vector path skips the gate where activation is none; such products go element by element
         y_vec4(is_aligned(y, 4) && is_aligned(residual, 4) && !(gated && activation == Activation::none)),
         activation(activation) {
     if (!bias.given()) return;
@@ -58,7 +58,7 @@ struct Bits16Params : GemmParams {
   int steps = 0, split_steps = 0;        // k-steps of the kernel's own length: of all K, and of one split
 };
 
-// What tma.cuh receives.
+// What tma_bits16.cuh receives.
 struct TmaParams : Bits16Params {
   int rows = 0, stages = 0;      // rows of W of a CTA; stages of its ring
   int cluster_log2 = 0;          // log2 of the CTAs of a cluster, one for each split of K
@@ -80,7 +80,7 @@ struct CodesParams : GemmParams {
   int scale_k = 0, scale_k_shift = 0;  // k of a scale block within a step: 32 << scale_k_shift
   int steps = 0, split_steps = 0;      // steps of 128 k: of all K, and of one split
   int cluster = 1;                     // stream_codes.cuh: CTAs of a cluster, one for each K split; 1: none
-  int cluster_shift = 0;               // wgmma.cuh: log2 of the CTAs of a cluster, n-blocks
+  int cluster_shift = 0;               // wgmma_codes.cuh: log2 of the CTAs of a cluster, n-blocks
   int x_tile_tokens = 0;               // stream_codes.cuh: rows of a tile of x in shared memory
   int sums_offset = 0;                 // stream_codes.cuh: bytes to the sums that its epilogue reads from shared memory
 
@@ -97,7 +97,7 @@ struct CodesParams : GemmParams {
   }
 };
 
-// What wgmma.cuh receives.
+// What wgmma_codes.cuh receives.
 struct WgmmaParams : CodesParams {
   CUtensorMap x_map{};   // this launch's tokens, or their gathered copy: TMA tiles of (tokens / cluster, 64 k)
   unsigned m_group = 1;  // m-blocks that meet all rows of W before the next ones do

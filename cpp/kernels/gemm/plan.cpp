@@ -48,9 +48,9 @@ bool choices_fit(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
 }  // namespace
 
 GemmProblem problem_of(const LinearArgs& a, int sms, bool hopper) {
-  constexpr std::int64_t most_rows = std::numeric_limits<std::int32_t>::max();        // rows are counted in int
-  constexpr std::int64_t most_n = 65535 * std::int64_t{linear_multistage_tile.rows};  // tiles of W are grid.y
-  const bool sizes = a.x.rows() <= most_rows && a.w.shape[0] <= most_n,
+  constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();        // rows are counted in int
+  constexpr std::int64_t max_n = 65535 * std::int64_t{linear_multistage_tile.rows};  // tiles of W are grid.y
+  const bool sizes = a.x.rows() <= max_rows && a.w.shape[0] <= max_n,
              aligned_operands = sizes && is_tma_aligned(a.x) && is_tma_aligned(a.w);
   return {
       .m = a.x.rows(),

@@ -17,12 +17,12 @@ struct W4MatmulArgs;
 
 namespace rooftile::gpu {
 
-// The mainloop that runs. W in 16 bits: stream (stream_bits16.cuh, any strides), on Hopper's wgmma tma (tma.cuh) and
-// collective (collective.cuh), on mma.sync multistage (multistage.cuh). W in 4 or 8 bits: codes_stream
-// (stream_codes.cuh), on Hopper codes_wgmma (wgmma.cuh).
+// The mainloop that runs. W in 16 bits: stream (stream_bits16.cuh, any strides), on Hopper's wgmma tma (tma_bits16.cuh)
+// and collective (collective.cuh), on mma.sync multistage (multistage.cuh). W in 4 or 8 bits: codes_stream
+// (stream_codes.cuh), on Hopper codes_wgmma (wgmma_codes.cuh).
 enum class GemmPath : std::uint8_t { stream, tma, collective, multistage, codes_stream, codes_wgmma };
 
-// The A operands of wgmma.cuh. codes, codes_64: u - zero, exact, whose sums over 128 or 64 k are scaled in fp32.
+// The A operands of wgmma_codes.cuh. codes, codes_64: u - zero, exact, whose sums over 128 or 64 k are scaled in fp32.
 // f16_scales, bf16_scales: weights rounded to x's type, from scales (and minima) of that 16-bit type.
 enum class W4Operand : std::uint8_t { codes, codes_64, f16_scales, bf16_scales };
 constexpr bool w4_exact(W4Operand operand) { return operand <= W4Operand::codes_64; }

@@ -19,13 +19,14 @@ int config_for(std::int64_t tokens) {
 std::int64_t steps_of(const GemmProblem& p) { return divide_up(w4_tiles_k(p.k), 2); }  // of 128 k
 // Whether the gate and up rows of an output lie at different rows of their tiles.
 bool separate_gates(const GemmProblem& p) { return p.gated && p.n / 2 % w4_tile_n != 0; }
-// Whether each of so many splits of `steps` steps has at least `least`.
+// Whether each of `splits` splits of `steps` steps has at least `least`.
 bool splits_evenly(std::int64_t steps, std::int64_t splits, std::int64_t least) {
   if (splits == 1) return true;
   const std::int64_t split_steps = divide_up(steps, splits);
   return split_steps >= least && divide_up(steps, split_steps) == splits;
 }
-// wgmma.cuh: clusters resident on the device; and cluster tiles along N (128 rows of W for each CTA of a cluster).
+// wgmma_codes.cuh: clusters resident on the device; and cluster tiles along N (128 rows of W for each CTA of a
+// cluster).
 std::int64_t resident_clusters(const GemmProblem& p, const GemmPlan& plan) {
   return std::int64_t{std::max(p.sms, 1)} * w4_wgmma_config(p.bits, plan.config).ctas_per_sm / plan.cluster;
 }
@@ -81,10 +82,10 @@ void complete_stream(const GemmProblem& p, GemmPlan& plan) {
       static_cast<std::size_t>(std::max({loads, plan.sums_offset + sums, p.hopper ? w4_stream_least_shared : 0}));
 }
 
-// Whether so many K splits of the blocks of N can be clusters that run at once. A cluster lies in one GPC, 16 or more
+// Whether `splits` K splits of the blocks of N can be clusters that run at once. A cluster lies in one GPC, 16 or more
 // SMs on Hopper; one GPC may have fewer, so it is not counted. Two CTAs always find a place.
 bool splits_are_clusters(const GemmProblem& p, std::int64_t splits, std::int64_t blocks) {
-  if (!p.hopper || separate_gates(p) || splits < 2 || splits > w4_most_cluster) return false;
+  if (!p.hopper || separate_gates(p) || splits < 2 || splits > w4_max_cluster) return false;
   return splits == 2 || blocks <= (p.sms / 16 - 1) * (2 * 16 / splits);  // two CTAs an SM, 16 SMs a GPC
 }
 
@@ -133,7 +134,7 @@ constexpr double w4_issue_cycles = 700;
 constexpr double w4_mma_factor = 1.3, w4_step_wait = 450, w4_wave_cycles = 3500, w4_reduce_cycles = 3000,
                  w4_partial_bytes_per_cycle = 1700;
 
-// wgmma.cuh: tile config, K splits and stream-K, from estimated cycles of an SM; rough facts of an H200. Only the
+// wgmma_codes.cuh: tile config, K splits and stream-K, from estimated cycles of an SM; rough facts of an H200. Only the
 // number of m-blocks depends on m.
 // N = 14336, K = 4096, M = 64, 132 SMs: 112 work tiles of 128 rows x 64 tokens, one for each SM; two splits make 224.
 // 32 steps of max(1.3 * 512, 512 + 450) cycles and 3500 are 34 000. N = 28672: 112 clusters' tiles for 66 clusters are
@@ -188,13 +189,13 @@ void plan_wgmma(const GemmProblem& p, GemmPlan& plan) {
 // Rows of W to expand to 16 bits at a time, where expanding and the 16-bit product take less time than rounding the
 // codes again for every 128 tokens; else 0. The bits are the same: both round weights alike and add up K in one order,
 // k-step by k-step.
-// Times in us, of an H200 under its power limit: step_us: a step of wgmma.cuh (128 rows, 128 tokens, 128 k), mixed
-// where x and scales have different types; idle_us + busy_us: a step of the 16-bit tile (128 rows, 256 tokens, 64 k),
-// which takes less where SMs are idle; bytes_us: bytes of W written in a us; chunk_us: the two launches of a chunk.
+// Times in us, of an H200 under its power limit: step_us: a step of wgmma_codes.cuh (128 rows, 128 tokens, 128 k),
+// mixed where x and scales have different types; idle_us + busy_us: a step of the 16-bit tile (128 rows, 256 tokens, 64
+// k), which takes less where SMs are idle; bytes_us: bytes of W written in a us; chunk_us: the two launches of a chunk.
 // M = N = K = 4096, groups of 32, fp16, 132 SMs: 32 blocks of N x 32 of M: 512 tiles of clusters, 66 at once, 8 waves
-// of 32 steps of 0.97 us: 248 us. Expanded in one chunk, 32 MB: 512 tiles are 4 waves, 97 % busy, of 64 steps of
-// 0.30 + 0.53 * 0.97 us: 208, and 3 for the chunk and 10 to write W: 221 us, so all 4096 rows are expanded.
-// Up to 512 tokens no chunk wins on 78 SMs or more, whatever N and K; on fewer the model says so for some, unmeasured.
+// of 32 steps of 0.97 us: 248 us. Expanded in one chunk, 32 MB: 512 tiles are 4 waves, 97 % busy, of 64 steps of 0.30 +
+// 0.53 * 0.97 us: 208, and 3 for the chunk and 10 to write W: 221 us, so all 4096 rows are expanded. Up to 512 tokens
+// no chunk wins on 78 SMs or more, whatever N and K; on fewer the model says so for some, unmeasured.
 int choose_expand_rows(const GemmProblem& p, const GemmPlan& plan) {
   constexpr double step_us = 0.97, mixed_step_us = 1.2, idle_us = 0.30, busy_us = 0.53, bytes_us = 3.5e6, chunk_us = 3;
   if (w4_exact(plan.operand) || !p.aligned_all || p.gated || plan.splits > 1 || p.m <= 512 || p.n == 0) return 0;
@@ -243,11 +244,11 @@ void plan_stream(const GemmProblem& p, GemmPlan& plan) {
 
 // Whether the choices of a plan fit the problem.
 bool stream_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
-  const std::int64_t most_tokens = std::min<std::int64_t>(p.m, w4_stream_block_m),
+  const std::int64_t max_tokens = std::min<std::int64_t>(p.m, w4_stream_block_m),
                      ctas = divide_up(w4_tiles_n(p.n), w4_warps) *
                             (p.batch_invariant ? 1 : divide_up(p.m, w4_stream_block_m));
   return check.range("config", plan.config, 0, w4_stream_last) &&
-         check.range("config", plan.config, config_for(most_tokens), w4_stream_last) &&
+         check.range("config", plan.config, config_for(max_tokens), w4_stream_last) &&
          check.range("splits", plan.splits, 1, max_splits) &&
          check.need(splits_evenly(steps_of(p), plan.splits, 2), "splits must give each split at least 2 of the ",
                     steps_of(p), " steps of K, got ", plan.splits) &&
@@ -255,10 +256,10 @@ bool stream_fits(PlanCheck& check, const GemmProblem& p, const GemmPlan& plan) {
                     " work tiles x splits at ", 2 * std::max(p.sms, 1), " CTAs, got ", plan.splits) &&
          check.need(!p.batch_invariant || plan.splits == choose_split_k(p, plan.config), "splits must be ",
                     choose_split_k(p, config_for(16)), ", as batch_invariant asks, got ", plan.splits) &&
-         check.need(plan.cluster == 1 || (plan.cluster == plan.splits && plan.cluster <= w4_most_cluster && p.hopper &&
+         check.need(plan.cluster == 1 || (plan.cluster == plan.splits && plan.cluster <= w4_max_cluster && p.hopper &&
                                           !separate_gates(p) && p.m <= w4_cluster_tokens &&
                                           plan.config <= config_for(w4_cluster_tokens)),
-                    "cluster must be 1, or on Hopper as many as splits, at most ", w4_most_cluster,
+                    "cluster must be 1, or on Hopper as many as splits, at most ", w4_max_cluster,
                     ", with config at most 1 for up to ", w4_cluster_tokens, " tokens, got ", plan.cluster);
 }
 

@@ -22,8 +22,8 @@ std::uint64_t new_semaphore_value() {
   return ++launches * 0x9e3779b97f4a7c15;  // an odd factor: all values are different and not 0
 }
 
-// Sets what wgmma.cuh receives besides the product of one launch, after gathering x where TMA cannot load it. Returns
-// the number of CTAs.
+// Sets what wgmma_codes.cuh receives besides the product of one launch, after gathering x where TMA cannot load it.
+// Returns the number of CTAs.
 std::int64_t prepare_wgmma(const DeviceScope& scope, std::byte* workspace, const W4MatmulArgs& a, const GemmPlan& plan,
                            WgmmaParams& p) {
   const W4WgmmaConfig f = w4_wgmma_config(a.w->bits, plan.config);

@@ -13,6 +13,9 @@ std::int64_t append_work_tiles(const AppendProblem& p) {
   return p.kv_heads * 2 * (p.kivi ? groups : p.tokens) + p.tokens * ((p.q_heads + 1) / 2);
 }
 
+// 132 SMs, clusters of 8. One row of 8 KV heads, 32 query heads, one token, int8: 16 work tiles of K and V and 16 of
+// pairs of query heads, a warp each: 4 CTAs, one cluster, which writes the length itself. 4096 tokens: 131072 work
+// tiles are 16384 CTAs; 8 an SM fill the device, 1056, rounded down to 1024, and a second kernel writes the lengths.
 AppendPlan plan_append(const AppendProblem& p, const AppendDevice& device) {
   const std::int64_t cluster = device.largest_cluster, sms = device.sms;
   // A sliced group gets warps for two rounds of its slices, provided that all CTAs run at once and leave room for the

@@ -38,7 +38,7 @@ class Candidates {
     std::uint32_t own = 0;
     if (threadIdx.x < bins)
 #pragma unroll
-      for (int rank = 0; rank < Sums::most_ctas; ++rank)
+      for (int rank = 0; rank < Sums::max_ctas; ++rank)
         if (rank < cluster) own += *tile::map_shared_rank(&smem_.threads[threadIdx.x], rank);
     const std::uint64_t before = sums.prefix(own).before;
     if (before < count && count <= before + own) smem_.last = ((threadIdx.x + 1) << bin_shift) - 1;
@@ -71,7 +71,7 @@ class Candidates {
     int total = 0, rank = -1, at = 0;  // what this thread reads: token `at` of CTA `rank`
     const std::uint32_t counts = sums.of_cta(&smem_.count);
 #pragma unroll
-    for (int other = 0; other < Sums::most_ctas; ++other) {
+    for (int other = 0; other < Sums::max_ctas; ++other) {
       const int count = static_cast<int>(__shfl_sync(0xffffffffu, counts, other));
       if (thread >= total && thread < total + count) rank = other, at = thread - total;
       total += min(count, 2 * most);  // no overflow of the sum

@@ -12,10 +12,10 @@ namespace rooftile::gpu {
 template <int Threads>
 class ClusterSums {
  public:
-  static constexpr int warps = Threads / 32, most_values = 5;
+  static constexpr int warps = Threads / 32, max_values = 5;
   struct Storage {
-    std::uint64_t of_warp[2][warps];    // double-buffered: a slow warp may still read the use before
-    std::uint64_t of_cta[most_values];  // a value of this CTA for the cluster; each is written once a launch
+    std::uint64_t of_warp[2][warps];   // double-buffered: a slow warp may still read the use before
+    std::uint64_t of_cta[max_values];  // a value of this CTA for the cluster; each is written once a launch
   };
   __device__ ClusterSums(Storage& smem, int cluster) : smem_(smem), cluster_(cluster) {}
 
@@ -76,22 +76,22 @@ class ClusterSums {
     return values_++;
   }
   // What CTA (lane % 8) of the cluster has at `own`; 0 past the last CTA. A warp has all of them after one access.
-  static constexpr int most_ctas = 8;
+  static constexpr int max_ctas = 8;
   template <class X>
   __device__ X of_cta(X* own) const {
-    const int rank = lane() % most_ctas;
+    const int rank = lane() % max_ctas;
     return rank < cluster_ ? *tile::map_shared_rank(own, rank) : X{};
   }
   __device__ std::uint64_t of_cta(int value) const { return of_cta(&smem_.of_cta[value]); }
   // The sum over the CTAs of such a value.
   __device__ static std::uint64_t sum_of_ctas(std::uint64_t x) {
 #pragma unroll
-    for (int mask = most_ctas / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(all_lanes, x, mask);
+    for (int mask = max_ctas / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(all_lanes, x, mask);
     return x;
   }
   // The sum over the CTAs of lower rank.
   __device__ static std::uint64_t sum_before(std::uint64_t x, int rank) {
-    return sum_of_ctas(lane() % most_ctas < rank ? x : 0);
+    return sum_of_ctas(lane() % max_ctas < rank ? x : 0);
   }
 
  private:

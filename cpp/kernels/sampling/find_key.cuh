@@ -17,12 +17,12 @@ struct FoundKey {
 
 class KeySearch {
  public:
-  static constexpr int bins = 1 << most_key_bits;
+  static constexpr int bins = 1 << max_key_bits;
   static_assert(bins == 2 * sample_threads, "two bins a thread");
   // A weight is added as three limbs of 14 bits, because shared memory has no 64-bit add. A CTA has at most 2^18
   // tokens: no limb's sum has more than 32 bits.
   static constexpr int limbs = 3, limb_bits = 14;
-  static constexpr std::int64_t most_tokens_of_cta = std::int64_t{1} << (32 - limb_bits);
+  static constexpr std::int64_t max_tokens_of_cta = std::int64_t{1} << (32 - limb_bits);
   static_assert(limbs * limb_bits > mass_bits, "a mass has mass_bits + 1 bits");
   struct Storage {
     alignas(16) std::uint32_t own[limbs][bins];  // of this CTA's tokens
@@ -88,7 +88,7 @@ class KeySearch {
   __device__ std::uint64_t sum_of_cluster(int bin) const {
     std::uint64_t sum = 0;
 #pragma unroll
-    for (int rank = 0; rank < Sums::most_ctas; ++rank) {
+    for (int rank = 0; rank < Sums::max_ctas; ++rank) {
       if (rank >= cluster_) break;
 #pragma unroll
       for (int limb = 0; limb < limbs; ++limb)

@@ -12,9 +12,9 @@ struct SampleParams {
   int slice = 0;                                           // tokens of a thread, a multiple of 8
   int cluster = 1;                                         // CTAs of a row
   bool keep_keys = false;                                  // in shared memory
-  bool few = false;                                        // few tokens may be left
-  std::uint32_t listed = 0;                                // so many are looked at first; 0: those of min_p
-  int seen = 0;                                            // L if token_ids are penalised, else 0
+  bool use_candidates = false;   // few tokens may be left: they are listed (candidates.cuh) before a radix search
+  std::uint32_t candidates = 0;  // tokens listed first, the largest ones; 0: all up to min_p's key
+  int seen = 0;                  // L if token_ids are penalised, else 0
   float penalty = 1, per_temperature = 0;
   double top_p = 1;
   std::uint32_t top_k = 0, min_p_key = 0;  // top_k 0: all tokens

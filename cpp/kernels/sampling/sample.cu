@@ -106,8 +106,9 @@ __device__ void draw_of_many(const SampleParams& p, const Keys& keys, const Kept
 template <class Keys>
 __device__ void draw(const SampleParams& p, const Keys& keys, const std::uint64_t& bits, int rank, Sums& sums,
                      KeySearch& search, Candidates& candidates, const auto& store_token) {
-  if (p.few) {
-    const std::uint32_t last = p.listed > 0 ? candidates.last_key_of(p.listed, keys, sums, p.cluster) : p.min_p_key;
+  if (p.use_candidates) {
+    const std::uint32_t last =
+        p.candidates > 0 ? candidates.last_key_of(p.candidates, keys, sums, p.cluster) : p.min_p_key;
     if (candidates.list(p, keys, last, sums)) {
       const int token = rank == 0 ? candidates.draw(p, sums, bits) : -1;
       if (token >= 0) store_token(token);
@@ -188,41 +189,43 @@ KernelName sample(const Context& ctx, const SampleArgs& a) {
   const auto scalars = [](const TensorView& t) { return t.given() ? rows_of(t, t.ndim) : Rows{}; };
   const auto is_wide = [](const TensorView& t) { return t.dtype == DType::i64; };
   constexpr std::int64_t small = 16 * sample_threads;  // tokens that one CTA reads as fast as a cluster
-  constexpr std::int64_t most_kept_keys = 24;          // of a thread, 96 KB a CTA: Hopper has room for them
+  constexpr std::int64_t max_kept_keys = 24;           // of a thread: 96 KB a CTA, which Hopper has room for
   const std::int64_t n = a.logits.last();
   const int cluster = n > small ? scope.largest_cluster() : 1;
   const std::int64_t of_thread = (n + cluster * sample_threads - 1) / (cluster * sample_threads),
                      slice = (of_thread + vec_size - 1) / vec_size * vec_size, slices = (n + slice - 1) / slice;
-  ROOFTILE_CHECK_KIND(not_supported, a.greedy() || slice * sample_threads <= KeySearch::most_tokens_of_cta, "sample",
-                      ": logits must have a last dimension of at most ", KeySearch::most_tokens_of_cta * cluster,
+  ROOFTILE_CHECK_KIND(not_supported, a.greedy() || slice * sample_threads <= KeySearch::max_tokens_of_cta, "sample",
+                      ": logits must have a last dimension of at most ", KeySearch::max_tokens_of_cta * cluster,
                       " on this GPU, got ", describe(a.logits));
   const std::int64_t top_k = s.top_k < n ? s.top_k : 0;
   const std::uint32_t last_of_min_p = min_p_key(s.min_p);
-  // Tokens listed first: top_k; for top_p a number that it seldom exceeds; 0: those up to min_p's key.
-  constexpr std::int64_t most_listed = Candidates::most / 2, listed_for_top_p = Candidates::most / 4;
+  // Tokens listed first: top_k; for top_p a number that it seldom exceeds; 0: those up to min_p's key. Half the list is
+  // room for tokens equal to the last one. A list of 1024: top_k 50 lists 50; top_p alone 256; top_k 600 searches keys.
+  constexpr std::int64_t max_listed = Candidates::most / 2, listed_for_top_p = Candidates::most / 4;
   const std::int64_t listed = top_k > 0 ? top_k : s.top_p < 1 ? std::min(listed_for_top_p, slices) : 0;
-  const SampleParams p = {.logits = rows_of(a.logits),
-                          .token_ids = rows_of(a.token_ids),
-                          .seeds = scalars(a.seeds),
-                          .positions = scalars(a.positions),
-                          .tokens = scalars(a.tokens),
-                          .vocabulary = static_cast<int>(n),
-                          .slice = static_cast<int>(slice),
-                          .cluster = cluster,
-                          .keep_keys = scope.has_wgmma() && slice <= most_kept_keys,
-                          .few = listed > 0 ? listed <= most_listed && listed <= slices : last_of_min_p < last_key,
-                          .listed = static_cast<std::uint32_t>(listed),
-                          .seen = a.penalises() ? static_cast<int>(a.token_ids.last()) : 0,
-                          .penalty = static_cast<float>(s.repetition_penalty),
-                          .per_temperature = a.greedy() ? 0.0f : static_cast<float>(keys_per_unit / s.temperature),
-                          .top_p = s.top_p,
-                          .top_k = static_cast<std::uint32_t>(top_k),
-                          .min_p_key = last_of_min_p,
-                          .min_p_first = s.order == SampleOrder::vllm,
-                          .greedy = a.greedy(),
-                          .wide_token_ids = is_wide(a.token_ids),
-                          .wide_positions = is_wide(a.positions),
-                          .wide_tokens = is_wide(a.tokens)};
+  const SampleParams p = {
+      .logits = rows_of(a.logits),
+      .token_ids = rows_of(a.token_ids),
+      .seeds = scalars(a.seeds),
+      .positions = scalars(a.positions),
+      .tokens = scalars(a.tokens),
+      .vocabulary = static_cast<int>(n),
+      .slice = static_cast<int>(slice),
+      .cluster = cluster,
+      .keep_keys = scope.has_wgmma() && slice <= max_kept_keys,
+      .use_candidates = listed > 0 ? listed <= max_listed && listed <= slices : last_of_min_p < last_key,
+      .candidates = static_cast<std::uint32_t>(listed),
+      .seen = a.penalises() ? static_cast<int>(a.token_ids.last()) : 0,
+      .penalty = static_cast<float>(s.repetition_penalty),
+      .per_temperature = a.greedy() ? 0.0f : static_cast<float>(keys_per_unit / s.temperature),
+      .top_p = s.top_p,
+      .top_k = static_cast<std::uint32_t>(top_k),
+      .min_p_key = last_of_min_p,
+      .min_p_first = s.order == SampleOrder::vllm,
+      .greedy = a.greedy(),
+      .wide_token_ids = is_wide(a.token_ids),
+      .wide_positions = is_wide(a.positions),
+      .wide_tokens = is_wide(a.tokens)};
   const int words = key_words(p) + (p.seen > 0 ? seen_words(p) : 0);
   const std::size_t shared_bytes = sizeof(SampleStorage) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
   (void)scope.ctas_that_fit(shared_bytes);  // refuses what does not fit: a penalty over many tokens

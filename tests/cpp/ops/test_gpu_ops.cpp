@@ -370,10 +370,11 @@ void for_each_weight(const F& body) {
                                    {8, W4Zeros::symmetric},
                                    {8, W4Zeros::integer}})
     for (const int group : {32, 64, 128, 200}) {
-      const std::int64_t n = 147, k = group == 128 ? 768
-                                      : group == 200
-                                          ? 200
-                                          : 704;  // more steps than wgmma.cuh has stages; 200: one group for all of K
+      const std::int64_t n = 147,
+                         k = group == 128 ? 768
+                             : group == 200
+                                 ? 200
+                                 : 704;  // more steps than wgmma_codes.cuh has stages; 200: one group for all of K
       const DType scale_dtype = one_in(2, random) ? DType::f16 : DType::bf16;
       const bool ordered = ++act_order % 3 == 0;
       SCOPED_TRACE(testing::Message() << bits << " bits " << name(zeros) << " group " << group << " scales "

@@ -31,7 +31,7 @@ void for_each_problem(F&& f) {
             if (w.k % group == 0) f(GemmProblem{.m = m, .n = w.n, .k = w.k, .bits = bits, .group = group, .sms = sms});
 }
 
-// Problems for wgmma.cuh, with and without a gathered x, and with more tokens than are gathered at once.
+// Problems for wgmma_codes.cuh, with and without a gathered x, and with more tokens than are gathered at once.
 template <class F>
 void for_each_wgmma_problem(F&& f) {
   for_each_problem([&](GemmProblem p) {
@@ -79,7 +79,7 @@ TEST(W4Plan, CoversTheProblemWithinTheDevice) {
       if (plan.cluster > 1) {
         EXPECT_TRUE(p.hopper);
         EXPECT_EQ(plan.cluster, plan.splits);
-        EXPECT_LE(plan.cluster, w4_most_cluster);
+        EXPECT_LE(plan.cluster, w4_max_cluster);
         EXPECT_EQ(plan.m_blocks, 1);
       }
       const W4EpilogueTiles epilogue = w4_epilogue_tiles(plan.gate_tiles > 0, plan.cluster);

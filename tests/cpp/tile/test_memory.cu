@@ -12,7 +12,7 @@
 #include "tile/barrier.cuh"
 #include "tile/copy.cuh"
 #include "tile/cta_sync.cuh"
-#include "tile/schedule.cuh"
+#include "tile/hints.cuh"
 #include "tile/semaphore.cuh"
 #include "tile/warps.cuh"
 #include "tile/wgmma.cuh"
@@ -54,7 +54,7 @@ TEST_F(Tile, CopiesOfVectors) {
   }
 }
 
-// ---- schedule.cuh ----
+// ---- hints.cuh ----
 
 // Every third lane loads; the others are given an address that cannot be read.
 __global__ void load_some(const std::int32_t* from, std::int32_t* to) {

@@ -18,7 +18,7 @@
 #include "support/device.cuh"
 #include "tile/element.cuh"
 #include "tile/strided_rows.cuh"
-#include "tile/w4.cuh"
+#include "tile/dequant_weight.cuh"
 
 namespace rooftile::tile {
 namespace {
@@ -303,7 +303,7 @@ TEST(Rows, AVectorNeedsAllTensorsAndWholeVectors) {
   EXPECT_TRUE(chosen(64, aligned, rows_of(TensorView{}), table_of(TensorView{})));  // absent ones allow all
 }
 
-// ---- w4.cuh ----
+// ---- dequant_weight.cuh ----
 
 constexpr int rows_w = w4_tile_n, step_k = 128;  // one step: 16 rows of 128 k
 

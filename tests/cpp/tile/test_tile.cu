@@ -12,7 +12,7 @@
 
 #include "core/half.h"
 #include "support/device.cuh"
-#include "tile/dequant.cuh"
+#include "tile/dequant_kv.cuh"
 #include "tile/mma.cuh"
 #include "tile/reduce.cuh"
 #include "tile/softmax.cuh"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The layouts of wgmma.cuh, thread by thread on the host, and its loads of x on a GPU.
+// The layouts of wgmma_codes.cuh, thread by thread on the host, and its loads of x on a GPU.
 #include <gtest/gtest.h>
 
 #include <cstdint>
 
-#include "kernels/gemm/wgmma_producer.cuh"
+#include "kernels/gemm/wgmma_codes_producer.cuh"
 #include "kernels/tensor_map.h"
 #include "support/device.cuh"
 #include "tile/wgmma.cuh"

@@ -5,12 +5,10 @@
 
 namespace rooftile::gpu {
 
-// Queries and K's scales take shared memory too. 128 channels: 3 levels of the reduction stay there, too few for the
-// partials of a cluster. 512 channels: none.
+// Queries and K's scales take shared memory too: 3 levels of the reduction stay there with 128 channels, none with 512.
 template <class T, int D, int Stages, int CtasPerSm>
 struct Int8KiviSym : DecodeConfig<T, KvFormat::int8_kivi_sym, D, Stages, CtasPerSm> {
   static constexpr int smem_levels = D == 512 ? 0 : D == 128 ? 3 : D > 128 ? 1 : 4;
-  static constexpr bool clusters = smem_levels >= cluster_partials;
 };
 template <class T>
 struct Int8KiviSymCtaSoftmax : CtaSoftmaxConfig<T, KvFormat::int8_kivi_sym> {};

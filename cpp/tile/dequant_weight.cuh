@@ -5,7 +5,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
-#include "tile/dequant.cuh"
+#include "tile/dequant_kv.cuh"
 #include "tile/element.cuh"
 
 namespace rooftile::tile {

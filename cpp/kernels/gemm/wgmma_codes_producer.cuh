@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer warp group of wgmma.cuh: codes, scales and x -> the ring of stages, ahead of the consumers.
+// The producer warp group of wgmma_codes.cuh: codes, scales and x -> the ring of stages, ahead of the consumers.
 #pragma once
 
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "kernels/gemm/code_loader.cuh"
-#include "kernels/gemm/wgmma_scheduler.cuh"
+#include "kernels/gemm/wgmma_codes_scheduler.cuh"
 #include "tile/barrier.cuh"
 #include "tile/cta_sync.cuh"
 

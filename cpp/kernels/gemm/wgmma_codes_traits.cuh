@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The types of wgmma.cuh: the layouts of its tensors, MMA and TMA atoms, shared memory.
+// The types of wgmma_codes.cuh: the layouts of its tensors, MMA and TMA atoms, shared memory.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -31,14 +31,15 @@ struct W4WgmmaTraits : W4WgmmaStages<bits_, config_, operand> {
   using Base::bits, Base::stages;
   using typename Base::STAGE, typename Base::Stage;
   using T = Element;
-  using MmaT = MmaType<T>;
+  using MmaT = tile::MmaType<T>;
   using Scale = W4OperandScale<operand>;
   static constexpr W4WgmmaConfig config = w4_wgmma_config(bits, config_);
   static constexpr int tokens = config.tokens, warps = config.warps(), ctas_per_sm = config.ctas_per_sm;
   static constexpr int producer_warps = config.threads() / 32 - warps;  // each loads the codes of two consumer warps
   static constexpr bool rounded = !std::is_void_v<Scale>, stream_k = w4_stream_k(config);
   static constexpr int sums = rounded ? 1 : Base::scale_blocks;  // of a step; exact operands: each has its own scale
-  // registers of a thread
+  // Registers of a thread. One CTA an SM: 2 x 232 + 40 = 504 for three warp groups, 168 each as the kernel starts, all
+  // that an SM has; two CTAs: 2 x 104 + 32 = 240, 80 each.
   static constexpr int consumer_registers = ctas_per_sm == 1 ? 232 : 104,
                        producer_registers = ctas_per_sm == 1 ? 40 : 32;
   static_assert(128 * (config.consumer_groups * consumer_registers + producer_registers) <=

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main loop of wgmma.cuh: what a consumer warp group does with the stages.
+// The main loop of wgmma_codes.cuh: what a consumer warp group does with the stages.
 #pragma once
 
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
 #include "kernels/gemm/params.h"
 #include "kernels/gemm/stage_reader.cuh"
-#include "kernels/gemm/wgmma_traits.cuh"
+#include "kernels/gemm/wgmma_codes_traits.cuh"
 #include "tile/barrier.cuh"
-#include "tile/schedule.cuh"
+#include "tile/hints.cuh"
 
 namespace rooftile::gpu {
 

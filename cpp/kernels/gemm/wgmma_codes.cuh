@@ -30,17 +30,17 @@
 // epilogue's tile. A CTA stays alive until its peer's last multicast write and arrival have landed in its shared
 // memory. Stream-K: a CTA writes its fix-up sums after its first work tile, then releases its semaphore in global
 // memory. The CTA of the next work range, later in the grid, waits for that semaphore before its last work tile.
-// Files: wgmma_traits.cuh has layouts, atoms and shared memory; wgmma_scheduler.cuh the work tiles and fix-up sums;
-// wgmma_producer.cuh the loads, with code_loader.cuh; wgmma_mainloop.cuh, with stage_reader.cuh, and wgmma_epilogue.cuh
-// what consumers do.
+// Files: wgmma_codes_traits.cuh has layouts, atoms and shared memory; wgmma_codes_scheduler.cuh the work tiles and
+// fix-up sums; wgmma_codes_producer.cuh the loads, with code_loader.cuh; wgmma_codes_mainloop.cuh, with
+// stage_reader.cuh, and wgmma_codes_epilogue.cuh what consumers do.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
-#include "kernels/gemm/wgmma_epilogue.cuh"
-#include "kernels/gemm/wgmma_mainloop.cuh"
-#include "kernels/gemm/wgmma_producer.cuh"
+#include "kernels/gemm/wgmma_codes_epilogue.cuh"
+#include "kernels/gemm/wgmma_codes_mainloop.cuh"
+#include "kernels/gemm/wgmma_codes_producer.cuh"
 #include "tile/wgmma.cuh"
 
 namespace rooftile::gpu {
@@ -63,7 +63,6 @@ __device__ __forceinline__ void w4_wgmma_consumer(const WgmmaParams& params, typ
     if (scheduler.reads_fixup(work)) w4_read_fixup<Traits>(params, scheduler.fixup_cta(), rAcc);
     else clear(rAcc);
     mainloop.run(work.steps, last, rAcc);
-    if (last) tile::let_next_kernel_start();
     if (scheduler.writes_fixup(work)) w4_write_fixup<Traits>(params, rAcc);  // only the first tile, never the last one
     else w4_wgmma_epilogue<Traits>(params, work, smem, rAcc);
     if (last) break;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of wgmma.cuh: a work tile's sums -> y, or partial sums in the workspace.
+// The epilogue of wgmma_codes.cuh: a work tile's sums -> y, or partial sums in the workspace.
 #pragma once
 
 #include "kernels/gemm/epilogue.cuh"
-#include "kernels/gemm/wgmma_scheduler.cuh"
+#include "kernels/gemm/wgmma_codes_scheduler.cuh"
 
 namespace rooftile::gpu {
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ void w4_wgmma_epilogue(const CodesParams& p, const W4
   using T = typename Traits::T;
   // values: sums of a thread in an epilogue tile
   constexpr int rows = typename Traits::BLK_M{}, warps = Traits::warps, values = Traits::epilogue_tokens / 2;
-  static_assert(rows == 128);
+  static_assert(rows == 128 && Traits::epilogue_tiles <= 2);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int gated = p.gate_tiles > 0 && !p.partial ? 1 : 0, tokens_per_warp = 1 << gated;
   const int first_token = warp * tokens_per_warp + (gated ? lane / 16 : 0), vec = gated ? lane % 16 : lane;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile scheduler of wgmma.cuh, and stream-K's fix-up sums.
+// The tile scheduler of wgmma_codes.cuh, and stream-K's fix-up sums.
 #pragma once
 
 #include "kernels/gemm/params.h"
-#include "kernels/gemm/wgmma_traits.cuh"
+#include "kernels/gemm/wgmma_codes_traits.cuh"
 #include "tile/semaphore.cuh"
 #include "tile/warps.cuh"
 
