@@ -266,7 +266,7 @@ class CtaSoftmax {
     const int t = at_.lane % 4;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      float top[2] = {lane_max(s[n], 0), lane_max(s[n], 1)};
+      float top[2] = {lane_max(s[n], 0), lane_max(s[n], 1)};  // (packed rows 2t, 2t + 1)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
 #pragma unroll

@@ -193,7 +193,7 @@ __device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB
       auto pairs = cute::recast<std::uint32_t>(tOrV);
       CUTE_UNROLL
       for (int r = 0; r < 4; ++r) pairs(r) &= seen[r / 2];
-      float sum[4] = {o[i][0], o[i][1], o[i][2], o[i][3]};
+      float sum[4] = {o[i][0], o[i][1], o[i][2], o[i][3]};  // (4) as o[i]
       auto rSum = output_tensor(sum);
       cute::gemm(mma, tOrV, weights_tensor(weights), rSum);
       CUTE_UNROLL

@@ -50,7 +50,7 @@ struct KvTraits {
     for (int block = 0; block < 4; ++block) {
       const int mt = block / 2, row = block % 2;  // register row + 2 h of A: token g + 8 row, half h of k
       if constexpr (bits == 4) {
-        std::uint32_t pair[4];
+        std::uint32_t pair[4];  // (4) pairs of k
         tile::decode_uint4(rCodes[block] ^ flip, pair);
 #pragma unroll
         for (int r = 0; r < 4; ++r) rA[r % 2][mt].r[row + r / 2 * 2] = pair[r];
@@ -68,7 +68,7 @@ struct KvTraits {
     if constexpr (bits == 4) {
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        std::uint32_t pair[4];
+        std::uint32_t pair[4];  // (4) pairs of tokens
         tile::decode_uint4(rCodes[word] ^ flip, pair);
 #pragma unroll
         for (int r = 0; r < 4; ++r) rA[word / 2][r / 2].r[r % 2 + word % 2 * 2] = pair[r];

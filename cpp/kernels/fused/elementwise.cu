@@ -85,8 +85,8 @@ __global__ __launch_bounds__(row_threads, SoftmaxTraits<vecs, vector>::ctas_per_
   uint4 raw[vecs];  // (vecs) vectors of 8 elements; elements past the row's end are -inf, their exponentials 0
 #pragma unroll
   for (int k = 0; k < vecs; ++k) raw[k] = load_vec<vector>(x, first(k), n, minus_infinity<T>);
-  float highest[1] = {Max::identity};
-  Floats e[vecs];  // (vecs, 8) x, then exp(x - max)
+  float highest[1] = {Max::identity};  // (1), as reduce_row takes it
+  Floats e[vecs];                      // (vecs, 8) x, then exp(x - max)
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
     e[k] = to_floats<T>(raw[k]);
@@ -134,7 +134,7 @@ __global__ __launch_bounds__(row_threads) void softmax_long_rows(const __grid_co
     total = fmaf(total, expf(highest - base), part);
     highest = top;
   }
-  float maximum[1] = {highest};
+  float maximum[1] = {highest};  // (1), as reduce_row takes it
   reduce_row(maximum, p.lanes, maxima, Max{});
   const float top = maximum[0];
   // A thread that saw only -inf keeps its total (0 or NaN) unscaled. A row of only -inf must become NaN.

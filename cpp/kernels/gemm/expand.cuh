@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
       const auto* const of_rows = cute::recast_ptr<const std::uint16_t>(values) + block * w4_tile_n;
       return std::uint32_t{of_rows[g]} | std::uint32_t{of_rows[g + 8]} << 16;
     };
-    std::uint32_t zeros[2] = {w4_zero_point(bits), w4_zero_point(bits)};
+    std::uint32_t zeros[2] = {w4_zero_point(bits), w4_zero_point(bits)};  // (rows g, g + 8)
     if (p.w.zeros == W4Zeros::minima) zeros[0] = zeros[1] = 0;
     if (p.w.zeros == W4Zeros::integer) {
       const auto* const of_rows = cute::recast_ptr<const std::uint8_t>(p.w.offsets) + block * w4_tile_n;

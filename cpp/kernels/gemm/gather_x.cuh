@@ -7,7 +7,8 @@
 // columns one by one into shared memory, then store eight neighbours as one 16-byte vector. With act-order and many
 // tokens the whole row is copied to shared memory first, so that threads gather from there and not from lines of L1.
 //
-// Cost: x read and written once. The next kernel initialises its barriers and prefetches codes in the meantime.
+// Cost: x read and written once, 4 M K bytes: bound by memory, few tokens by latency. The next kernel initialises its
+// barriers and prefetches codes in the meantime.
 // Sync: __syncthreads: the row has landed; the 2048 columns have landed; all threads have read them.
 #pragma once
 

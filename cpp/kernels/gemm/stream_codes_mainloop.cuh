@@ -79,7 +79,7 @@ __device__ __forceinline__ void w4_stream_mainloop(const CodesParams& p, const W
   Tensor sX = x.smem();                                                                  // (BLK_N, BLK_K, buffer)
   Tensor rA = lane_mma.partition_fragment_A(make_tensor(sX.data(), Shape<_16, _32>{}));  // (MMA, 1, 2 k-steps)
   Tensor rX = lane_mma.partition_fragment_B(make_tensor(sX.data(), Shape<_8, _32>{}));   // (MMA, 1, 2 k-steps)
-  // A tile of x with fewer than 8 tokens repeats its last one in the remaining columns, which the epilogue drops.
+  // A tile of x with fewer than 8 tokens repeats its last one in the remaining n of the MMA, which the epilogue drops.
   typename Traits::SmemCopyX smem_x;
   Tensor tBsX = smem_x.get_slice(min(lane % 8, p.x_tile_tokens - 1) + lane / 8 * 8)
                     .partition_S(sX);                 // (CPY, MMA_N, k-block, buffer)
