@@ -83,7 +83,7 @@ inline std::uint32_t min_p_key(double min_p) {
 struct KeyBits {
   int shift, bits;
 };
-inline constexpr int key_levels = 3, most_key_bits = 11;
+inline constexpr int key_levels = 3, max_key_bits = 11;
 ROOFTILE_HD constexpr KeyBits key_bits(int level) {
   return level == 0 ? KeyBits{20, 11} : KeyBits{20 - 10 * level, 10};
 }

@@ -31,7 +31,7 @@ if ! has_googletest && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
 fi
 "$bin/cmake" --build --preset "$preset"
 [ "$option" != --build ] || exit 0
-"$bin/ctest" --preset "$preset"
+"$bin/ctest" --preset "$preset" --parallel "$(nproc)"
 if ! has_googletest; then
   printf '%s\n' "" \
     "############################################################" \

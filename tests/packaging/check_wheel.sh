@@ -35,8 +35,9 @@ y = rt.rms_norm(np.full((2, 8), 3, np.float32))
 assert abs(y - 1).max() < 1e-6
 print("python", sys.version.split()[0], "rooftile", rt.__version__, rt._C.binding_mode, "runs without torch")'
 
-try_on() {   # python, wheel
-  "$1" -m venv "$work/venv" && "$work/venv/bin/pip" install -q --disable-pip-version-check "$2" &&
+try_on() {   # python, wheel: in an environment without a pip of its own, which would take most of the time
+  "$1" -m venv --without-pip "$work/venv" &&
+    "$python" -m pip --python "$work/venv/bin/python" install -q --disable-pip-version-check "$2" &&
     "$work/venv/bin/python" -c "$smoke"
   rm -rf "$work/venv"
 }

@@ -42,7 +42,7 @@ sanitized() {
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH="$tree" \
     "$python" "$@"
 }
-pytest() { sanitized -m pytest -q -p no:cacheprovider -m "not slow" "$@"; }
+pytest() { sanitized -m pytest -q -p no:cacheprovider -m "not slow" -n logical --dist worksteal "$@"; }
 
 # A view that lies about its memory is read past its end, and that is seen: this is the extension, and ASan is awake.
 past_the_end='import numpy as np, rooftile as rt

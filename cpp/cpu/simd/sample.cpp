@@ -101,7 +101,7 @@ FoundKey find_key(const Row& r, std::uint64_t target, const Weight& weight) {
   for (int level = 0; level < key_levels; ++level) {
     const auto [shift, bits] = key_bits(level);
     const std::uint32_t mask = (1u << bits) - 1;
-    std::uint64_t sums[1 << most_key_bits] = {};
+    std::uint64_t sums[1 << max_key_bits] = {};
     for (std::int64_t i = 0; i < r.count; ++i) {
       const std::uint32_t k = r.keys[static_cast<std::size_t>(i)];
       if (level == 0 || k >> (shift + bits) == found.key) sums[k >> shift & mask] += weight(k);

@@ -64,7 +64,7 @@ TEST(Sampling, WhatTopPKeepsOfEqualTokens) {
 TEST(Sampling, SearchLevelsCoverAKey) {
   int end = 31;
   for (int level = 0; level < key_levels; ++level) {
-    EXPECT_LE(key_bits(level).bits, most_key_bits);
+    EXPECT_LE(key_bits(level).bits, max_key_bits);
     end -= key_bits(level).bits;
     EXPECT_EQ(key_bits(level).shift, end);
   }
