@@ -236,7 +236,7 @@ class _Call:
         """Of a tensor argument, as a tuple of ints: `least` to `most` of them."""
         shape = self._sizes(name)
         if any(not 0 <= size < 2**31 for size in shape):
-            raise ArgumentError(f"{self.op}: {name} must have sizes in [0, 2**31), got {shape}")
+            raise ArgumentError(f"{self.op}: {name} must have sizes in [0, 2**31), got {shown(shape)}")
         if math.prod(shape) >= 2**60:
             raise ArgumentError(f"{self.op}: {name} must have less than 2**60 elements, got {shown(shape)}")
         self._check_dtype(name, self._allowed(name))

@@ -141,7 +141,7 @@ def ints(op, name, values, device="cpu"):
                 raise TypeError  # a mask, of which True is not row 1
             values = np.array(c_array("i", values))  # which never narrows, as NumPy below 2 does
         except OverflowError:
-            raise ArgumentError(f"{op}: {name} does not fit 32 bits: {values}") from None
+            raise ArgumentError(f"{op}: {name} does not fit 32 bits: {shown(values)}") from None
         except TypeError:
             raise ArgumentTypeError(
                 f"{op}: {name} must be a list of integers or an int32 array, got {shown(values)}"

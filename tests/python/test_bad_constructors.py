@@ -20,7 +20,7 @@ class Strange:
 
 NO_ARRAYS = [None, "x", b"xx", 3, 1.5, [1], Strange()]
 NO_INTEGERS = ["x", 1.5, float("nan"), [1], (1, 2), Strange(), np.zeros(2), torch.zeros(2)]
-SIZE = [None, *NO_INTEGERS, -1, 2**31, 2**70, 10**5000]
+SIZE = [None, *NO_INTEGERS, -1, 2**31, 2**70]
 POSITIVE = [*SIZE, 0]
 NAME = ["", "x", 3, 1.5, [1], Strange(), np.zeros(2)]
 DEVICE = ["abacus", "cuda:99", "cpu:x:y", 1.5, [1], Strange()]

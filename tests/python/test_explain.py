@@ -484,6 +484,10 @@ def test_long_texts_are_cut(device):
         lambda: rt.KVCache(1, 1, 1, 1, device=text),
         lambda: rt.KVCache(1, 1, 1, 1, dtype=text),
         lambda: rt.softmax(torch.zeros(3, 4), plan=text),
+        lambda: rt.KVCache(10**5000, 1, 1, 1),  # of more digits than Python writes
+        lambda: rt.KVCache(1, 1, 1, 1).reset([10**5000]),
+        lambda: rt.explain("softmax", (10**5000, 4), device=device),
+        lambda: rt.explain("softmax", (3, 4), device="sm_90a", sms=10**5000),
     ):
         with pytest.raises(rt.RooftileError) as caught:
             call()

@@ -675,7 +675,7 @@ def test_more_rows_than_the_cache_has_are_refused_unread():
 
 @pytest.mark.skipif(len(cases.devices()) > 1, reason="there is a GPU")
 def test_no_gpu_says_so():
-    with pytest.raises(rt.NotSupportedError, match="device cuda"):
+    with pytest.raises(rt.NotSupportedError, match="device 'cuda'"):
         rt.KVCache(1, 10, 1, 64, device="cuda")
 
 
