@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 #include "core/kv_layout.h"
@@ -140,6 +141,13 @@ const char* name(Activation a) {
   return "?";
 }
 
+std::vector<std::string> activation_names(bool gated) {
+  std::vector<std::string> names;
+  for (Activation a : {Activation::silu, Activation::gelu_erf, Activation::gelu_tanh})
+    names.push_back(std::string(name(a)) + (gated ? "_mul" : ""));
+  return names;
+}
+
 Activation activation_from_name(const char* op, const char* text, bool* gated) {
   const std::string given = text;
   for (Activation a : {Activation::silu, Activation::gelu_tanh, Activation::gelu_erf}) {
@@ -149,14 +157,13 @@ Activation activation_from_name(const char* op, const char* text, bool* gated) {
       return a;
     }
   }
-  std::vector<std::string> names;
-  for (Activation a : {Activation::silu, Activation::gelu_tanh, Activation::gelu_erf}) {
-    names.emplace_back(name(a));
-    if (gated) names.push_back(names.back() + "_mul");
-  }
-  fail(ErrorKind::value, op, ": activation must be \"silu\", \"gelu\"", gated ? ", " : " or ", "\"gelu_tanh\"",
-       gated ? ", \"silu_mul\", \"gelu_mul\" or \"gelu_tanh_mul\"" : "", ", got \"", text, '"',
-       did_you_mean(text, names));
+  std::vector<std::string> names = activation_names(false);
+  if (gated)
+    for (std::string& gate : activation_names(true)) names.push_back(std::move(gate));
+  std::string known;
+  for (std::size_t i = 0; i < names.size(); ++i)
+    known += (i == 0 ? "" : i + 1 < names.size() ? ", " : " or ") + quoted(names[i]);
+  fail(ErrorKind::value, op, ": activation must be ", known, ", got ", quoted(text), did_you_mean(text, names));
 }
 
 }  // namespace rooftile

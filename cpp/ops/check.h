@@ -9,6 +9,7 @@
 #include "rooftile/kv_cache.h"
 #include "rooftile/context.h"
 #include "rooftile/error.h"
+#include "rooftile/names.h"
 #include "rooftile/tensor.h"
 
 namespace rooftile::check {
@@ -99,8 +100,8 @@ inline const cpu::Kernels& cpu_kernels(const char* op, const Context& ctx) {
 
 // Refuses a plan that is forced on an op with but one on a GPU.
 inline void refuse_gpu_plan(const char* op, const Context& ctx) {
-  ROOFTILE_CHECK_KIND(not_supported, !ctx.variant, op, ": plan \"", ctx.variant ? ctx.variant : "",
-                      "\" is no variant of the GPU kernels; leave plan out");
+  ROOFTILE_CHECK_KIND(not_supported, !ctx.variant, op, ": plan ", quoted(ctx.variant ? ctx.variant : ""),
+                      " is no variant of the GPU kernels; leave plan out");
 }
 
 // Checks common to every call on a GPU: the element type, and that no plan is forced on an op that has but one

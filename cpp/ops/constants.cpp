@@ -2,7 +2,9 @@
 #include "rooftile/constants.h"
 
 #include "core/kv_layout.h"
+#include "core/sampling.h"
 #include "core/w4_layout.h"
+#include "ops/check.h"
 
 namespace rooftile {
 
@@ -11,6 +13,8 @@ Constants constants() {
           .kv_ring = kv_ring,
           .kv_step_back = kv_step_back,
           .max_head_dim = max_head_dim,
+          .max_heads = check::max_heads,
+          .max_vocabulary = max_vocabulary,
           .w4_tile_rows = w4_tile_n};
 }
 

@@ -10,6 +10,7 @@
 #include "kernels/decode/scheduler.h"
 #include "kernels/gemm/plan.h"
 #include "ops/check.h"
+#include "rooftile/names.h"
 
 namespace rooftile {
 namespace {
@@ -52,8 +53,8 @@ PlanFacts explain_decode(const GpuTarget& gpu, const DecodeSizes& s, const char*
   const std::int64_t q_per_kv = s.q_heads / s.kv_heads;
   const int wanted = gpu::forced_block_m(op, forced);
   key.block_m = block_m_of(key, s.tokens * q_per_kv, wanted);
-  ROOFTILE_CHECK(key.block_m > 0 || block_m_of(key, 0, 0) == 0, op, ": plan \"", forced ? forced : "",
-                 "\" does not fit this call: block_m must be one that is compiled for ", text(key), ", got ", wanted);
+  ROOFTILE_CHECK(key.block_m > 0 || block_m_of(key, 0, 0) == 0, op, ": plan ", quoted(forced ? forced : ""),
+                 " does not fit this call: block_m must be one that is compiled for ", text(key), ", got ", wanted);
   ROOFTILE_CHECK_KIND(not_supported, key.block_m > 0, op, ": no GPU kernel for cache ", text(key));
   const gpu::DecodeFacts facts = gpu::decode_facts(key);
   const int shared = sm_shared_kb(gpu) << 10;

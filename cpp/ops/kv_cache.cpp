@@ -83,6 +83,38 @@ void check_pages(const char* op, const KvCacheView& c, std::int64_t row, std::in
   }
 }
 
+// Pages that one call writes. A page of two places would hold what came last, so each must be of one alone. (Below what
+// is written rows may share pages.)
+class WrittenPages {
+ public:
+  // The pages that storing tokens [begin, end) of a row writes: a kivi format writes groups, those that close.
+  void add(const KvCacheView& c, std::int64_t row, std::int64_t begin, std::int64_t end) {
+    if (!c.block_table) return;
+    if (is_kivi(c.format)) {
+      begin = kivi_code_end(begin);
+      end = kivi_code_end(end);
+    }
+    for (std::int64_t i = begin / c.page_size; i * c.page_size < end && begin < end; ++i)
+      places_.push_back({c.block_table[row * c.table_stride + i], row, i});
+  }
+  void check(const char* op) {
+    std::ranges::sort(places_);
+    const auto twice = std::ranges::adjacent_find(places_, {}, &Place::page);
+    if (twice == places_.end()) return;
+    const Place &a = *twice, &b = *(twice + 1);
+    fail(ErrorKind::value, op, ": block_table[", b.row, ", ", b.index, "] must be a page that this call writes for no ",
+         "other tokens, got ", b.page, ", which block_table[", a.row, ", ", a.index, "] is too");
+  }
+
+ private:
+  struct Place {
+    std::int32_t page;
+    std::int64_t row, index;
+    auto operator<=>(const Place&) const = default;
+  };
+  std::vector<Place> places_;
+};
+
 // For ops that read single values of a cache: the host must be able to read the memory.
 void check_on_host(const char* op, const KvCacheView& c) {
   ROOFTILE_CHECK_KIND(not_supported, c.device.type == DeviceType::cpu, op, ": the cache is on ", name(c.device),
@@ -380,6 +412,7 @@ KernelName append(const char* op, const Context& ctx, const KvCacheView& c, Tens
   const Ints count_list = counts.given() ? Ints(op, "counts", counts, batch, "[batch]") : Ints{};
   check_batch(op, c, batch, rows);
   std::vector<bool> seen(rows.given() ? static_cast<std::size_t>(c.max_rows) : 0);
+  WrittenPages written;
   for (std::int64_t b = 0; b < batch; ++b) {
     const std::int64_t row = rows.given() ? row_list[b] : b, n = counts.given() ? count_list[b] : tokens;
     if (rows.given()) check_row(op, "rows", c, row);
@@ -394,7 +427,9 @@ KernelName append(const char* op, const Context& ctx, const KvCacheView& c, Tens
                    " tokens for row ", row, ", which holds ", length, " and has room for ", c.capacity(),
                    "; they do not fit");
     check_pages(op, c, row, length, length + n);
+    written.add(c, row, length, length + n);
   }
+  written.check(op);
   const std::int32_t* row_data = rows.given() ? row_list.data() : nullptr;
   const std::int32_t* count_data = counts.given() ? count_list.data() : nullptr;
   kernels.kv_append(Parallel(ctx.threads), c, k, v, row_data, count_data);

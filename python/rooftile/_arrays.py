@@ -8,7 +8,7 @@ import numpy as np
 from rooftile import _C
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, OutOfMemoryError
 
-_ACTIVATIONS = ("float32", "float16", "bfloat16")
+ACTIVATIONS = ("float32", "float16", "bfloat16")
 _GPU_MEMORY = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
@@ -117,7 +117,7 @@ def torch_device(op, device):
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as e:  # the last: torch without CUDA, asked for it
         reason = str(e).partition("\n")[0]
-        raise ArgumentError(f"{op}: device must be one that torch can use, got {device!r} ({reason})") from None
+        raise ArgumentError(f"{op}: device must be one that torch can use, got {shown(device)} ({reason})") from None
 
 
 def workspace(op, like, size):
@@ -133,10 +133,11 @@ def workspace(op, like, size):
 
 def activation_dtype(op, dtype):
     """ "float32", "float16" or "bfloat16" from what a caller gives as `dtype`: a name, a torch or a NumPy dtype."""
-    name = (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
-    if name not in _ACTIVATIONS:
-        hint = _C.did_you_mean(name, *_ACTIVATIONS)
-        raise ArgumentTypeError(f"{op}: dtype must be {', '.join(_ACTIVATIONS)}, got {dtype!r}{hint}")
+    name = getattr(dtype, "__name__", None)
+    name = (name if isinstance(name, str) and name else str(dtype)).removeprefix("torch.")
+    if name not in ACTIVATIONS:
+        hint = _C.did_you_mean(name, *ACTIVATIONS)
+        raise ArgumentTypeError(f"{op}: dtype must be {', '.join(ACTIVATIONS)}, got {shown(dtype)}{hint}")
     return name
 
 
@@ -148,12 +149,21 @@ def refuse_mask(op, argument, x):
         )
 
 
+def shown(value):
+    """What an error says that came: its repr, of a long one the beginning in quotes and its length."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python writes, or a repr of somebody's own
+        text = f"one of {type(value).__name__} that has no repr"
+    return text if len(text) <= 120 else _C.quoted(value if isinstance(value, str) else text)
+
+
 def must_be(values, given):
     """What the error of an argument says that is none of `values`, names and perhaps None."""
     names = ["None" if value is None else f'"{value}"' for value in values]
     listed = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
     known = [value for value in values if value is not None]
-    return f"must be {listed}, got {given!r}{_C.did_you_mean(given, *known) if isinstance(given, str) else ''}"
+    return f"must be {listed}, got {shown(given)}{_C.did_you_mean(given, *known) if isinstance(given, str) else ''}"
 
 
 def check_flag(op, argument, value):

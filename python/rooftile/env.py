@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from rooftile import _C
+from rooftile._arrays import shown
 from rooftile.errors import ArgumentError
 
 PACKAGES = ("torch", "numpy", "jax", "transformers", "nanobind-backend")
@@ -54,7 +55,7 @@ def warmup(device=None):
     if kind == "cpu":
         return
     if kind != "cuda" or not (index == "" or index.isdecimal()):
-        raise ArgumentError(f'warmup: device must be a CUDA device such as "cuda:0" or its index, got {device!r}')
+        raise ArgumentError(f'warmup: device must be a CUDA device such as "cuda:0" or its index, got {shown(device)}')
     current = torch.cuda.current_device() if index == "" and torch is not None and torch.cuda.is_available() else 0
     _C.warmup(int(index) if index else current)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rooftile._arrays import aligned, as_torch, torch_device
+from rooftile._arrays import aligned, as_torch, shown, torch_device
 from rooftile._calls import refuse_export
 from rooftile.errors import ArgumentError
 from rooftile.gemm import ARRAYS, WEIGHTS, w4a16_matmul, w8a16_matmul
@@ -39,7 +39,7 @@ class PackedStack(Packed):
     ):
         super().__init__()
         if type(bits) is not int or bits not in WEIGHTS:
-            raise ArgumentError(f"PackedStack: bits must be {' or '.join(map(str, WEIGHTS))}, got {bits!r}")
+            raise ArgumentError(f"PackedStack: bits must be {' or '.join(map(str, WEIGHTS))}, got {shown(bits)}")
         self.WEIGHT = WEIGHTS[bits]
         leading = (integer("PackedStack", "experts", experts, 1),)
         device = torch_device("PackedStack", device)

@@ -18,6 +18,7 @@ from rooftile._arrays import (
     numpy_dtype,
     refuse_mask,
     shape_of,
+    shown,
     torch_device,
     torch_of,
     workspace,
@@ -422,9 +423,9 @@ def _sizes(op, shape):
     try:
         n, k = (operator.index(size) for size in shape)
     except (TypeError, ValueError):
-        raise ArgumentError(f"{op}: shape must be (N, K), two integers, got {shape!r}") from None
+        raise ArgumentError(f"{op}: shape must be (N, K), two integers, got {shown(shape)}") from None
     if not (0 <= n < 2**31 and 0 <= k < 2**31):
-        raise ArgumentError(f"{op}: shape must be (N, K) with sizes in [0, 2**31), got {shape!r}")
+        raise ArgumentError(f"{op}: shape must be (N, K) with sizes in [0, 2**31), got {shown(shape)}")
     return n, k
 
 
@@ -458,13 +459,13 @@ def _bytes_of(data, op):
 
 
 # What linear takes; the products of packed weights take both.
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-GATED_ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu_tanh_mul")
+ACTIVATIONS = _C.activations
+GATED_ACTIVATIONS = _C.gated_activations
 
 
 def outputs(n, activation):
     """Columns of the result of a product with N = n rows of weights."""
-    return n // 2 if isinstance(activation, str) and activation.endswith("_mul") else n
+    return n // 2 if isinstance(activation, str) and activation in GATED_ACTIVATIONS else n
 
 
 def _matmul(op, weight_type, call, x, w, bias, activation, residual, out, batch_invariant, stream, plan):

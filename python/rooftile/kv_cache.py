@@ -21,6 +21,7 @@ from rooftile._arrays import (
     copied,
     numpy_dtype,
     refuse_mask,
+    shown,
     torch_of,
 )
 from rooftile._calls import compiling, needs_torch_stream, on_stream, ran, torch_store
@@ -76,7 +77,9 @@ def check_device(op, device):
     backend = _C.gpu_backend()
     if name.split(":")[0] != "cuda" or backend.startswith("none"):
         known = f"cpu{_gpu_names()}"
-        raise NotSupportedError(f"{op}: device {name} has no cache kernels in this build of rooftile; it runs: {known}")
+        raise NotSupportedError(
+            f"{op}: device {shown(name)} has no cache kernels in this build of rooftile; it runs: {known}"
+        )
     try:
         import torch
     except ImportError:
@@ -108,7 +111,7 @@ def integer(op, name, value, at_least=0):
     except TypeError:
         raise ArgumentTypeError(f"{op}: {name} must be an integer, got {type(value).__name__}") from None
     if not at_least <= value < 2**31:
-        raise ArgumentError(f"{op}: {name} must lie in [{at_least}, 2**31), got {value}")
+        raise ArgumentError(f"{op}: {name} must lie in [{at_least}, 2**31), got {shown(value)}")
     return value
 
 
@@ -134,14 +137,14 @@ def ints(op, name, values, device="cpu"):
     if not hasattr(values, "__dlpack__"):
         try:
             values = list(values)
-            if any(type(value) is not int and _is_bool(value) for value in values):
+            if any(type(value) is not int and is_bool(value) for value in values):
                 raise TypeError  # a mask, of which True is not row 1
             values = np.array(c_array("i", values))  # which never narrows, as NumPy below 2 does
         except OverflowError:
-            raise ArgumentError(f"{op}: {name} does not fit 32 bits: {values}") from None
+            raise ArgumentError(f"{op}: {name} does not fit 32 bits: {shown(values)}") from None
         except TypeError:
             raise ArgumentTypeError(
-                f"{op}: {name} must be a list of integers or an int32 array, got {values!r}"
+                f"{op}: {name} must be a list of integers or an int32 array, got {shown(values)}"
             ) from None
     if device != "cpu" and isinstance(values, np.ndarray) and values.dtype in (np.int32, np.int64):
         torch = sys.modules["torch"]
@@ -153,7 +156,7 @@ def ints(op, name, values, device="cpu"):
     return values
 
 
-def _is_bool(value):
+def is_bool(value):
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
@@ -364,7 +367,7 @@ class Cache:
     def _host_ints(self, op, name, values):
         return host_ints(op, name, values, self.max_rows)
 
-    def check(self, op, index=None):
+    def _check(self, op, index=None):
         """Waits for the work before it and raises what a kernel found wrong there, in the name of `op`.
 
         Before a change of several steps, of which none is done then. index: as reorder takes it, refused like there.
@@ -383,7 +386,7 @@ class Cache:
             raise ArgumentTypeError("reorder: index must be a list of integers or an int32 array, got None")
         if self.device == "cpu":
             return functools.partial(_C.kv_reorder, self._handle, index, not tabled, None)
-        self.check("reorder", index)
+        self._check("reorder", index)
         moved = [(row, source) for row, source in enumerate(host(index).tolist()) if row != source]
         if not moved:
             return functools.partial(list)

@@ -72,7 +72,7 @@ class ModelKVCache:
             for layer in self.layers:
                 held.enter_context(layer._handle.exclusive(op))
             for layer in self.layers:
-                layer.check(op)
+                layer._check(op)
             positions = [array for layer in self.layers for array in layer._positions]
             all_or_none([change(layer) for layer in self.layers], setting_back(positions))
 

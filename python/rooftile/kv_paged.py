@@ -170,14 +170,14 @@ class PagedKVCache(Cache):
         index = self._host_ints("reorder", "index", index)
         pages = self._pages.here()
         pages.check_table("reorder")
-        self.check("reorder", index)
+        self._check("reorder", index)
         move = self._reordering(index)
         pages.reorder(host(index), move)
 
     @undivided
     def fork(self, src, dst):
         """Row dst becomes a copy of row src: full pages are shared, the last, partial one is copied."""
-        self.check("fork")
+        self._check("fork")
         pages = self._pages.here()
         pages.check_table("fork")
         pages.catch_up()

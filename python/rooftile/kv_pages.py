@@ -66,8 +66,12 @@ class Pages:
         return entries[: np.count_nonzero(entries >= 0)].copy()
 
     def check_table(self, op):
-        """Raises ArgumentError where the table, which others can reach, names a page that is not there."""
-        bad = np.argwhere(self.table >= len(self.users))
+        """Raises ArgumentError where the table, which others can reach, names a page that is not there, or none for
+        tokens that are stored."""
+        max_pages = self.table.shape[1]
+        lengths = np.where(self.lengths <= max_pages * self.page_size, self.lengths, 0)  # others are refused as such
+        stored = np.arange(max_pages) * self.page_size < lengths[:, None]
+        bad = np.argwhere((self.table >= len(self.users)) | (stored & (self.table < 0)))
         if len(bad):
             self._refuse_page(op, *bad[0].tolist())
 
@@ -209,7 +213,7 @@ class Pages:
             written = pages_for(last, page_size) if first < last else 0
             for i in range(first // page_size, pages_for(end, page_size)):
                 page = table[row, i]
-                if page >= len(users):
+                if page >= len(users) or (page < 0 and i * page_size < begin):  # a page of stored tokens is there
                     self._refuse_page(op, row, i)
                 if page < 0 or (i < written and then.get(page, users[page]) > 1):
                     if free is None:

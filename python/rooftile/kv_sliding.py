@@ -85,7 +85,7 @@ class SlidingKVCache:
         """KVCache.append. longest: the tokens of no row are more afterwards, known without asking a GPU."""
         with self._alone("append"):
             if longest > self.view.capacity:
-                self.view.check("append")
+                self.view._check("append")
                 self._lay_table(max(2 * self.view.max_pages, pages_for(longest, CONTIGUOUS_PAGE)))
             self.beyond = max(self.beyond - k.shape[1], 0)
             # a token of a call must not overwrite another one
@@ -108,14 +108,14 @@ class SlidingKVCache:
         self.view.truncate(rows, lengths)
         self.beyond += back
 
-    def check(self, op, index=None):
-        self.view.check(op, index)
+    def _check(self, op, index=None):
+        self.view._check(op, index)
 
     def reorder(self, index):
         """KVCache.reorder."""
         with self._alone("reorder"):
             index = host_ints("reorder", "index", index, self.batch)
-            self.check("reorder", index)
+            self._check("reorder", index)
             index = host(index).tolist()
             for array in self._row_arrays().values():
                 array[:] = array[index]

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from rooftile import _C
-from rooftile._arrays import aligned, as_torch, must_be, torch_device
+from rooftile._arrays import aligned, as_torch, must_be, shown, torch_device
 from rooftile._calls import compiling
 from rooftile.errors import ArgumentError, ArgumentTypeError
 from rooftile.gemm import ARRAYS, W4_KINDS, W4Weight, W8Weight, w4a16_matmul, w8a16_matmul
@@ -237,7 +237,7 @@ class PackedLinear(Marked, Packed):
         super().__init__()
         name = type(self).__name__
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ArgumentTypeError(f"{name}: dtype must be a torch.dtype or None, got {dtype!r}")
+            raise ArgumentTypeError(f"{name}: dtype must be a torch.dtype or None, got {shown(dtype)}")
         device = torch_device(name, device)
         self._allocate(in_features, out_features, group_size, kind, scale_dtype, act_order, device)
         self._hold_bias(torch.zeros(self.out_features, dtype=dtype, device=device) if bias else None)

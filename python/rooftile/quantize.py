@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from rooftile import _C
-from rooftile._arrays import check_flag, must_be
+from rooftile._arrays import check_flag, must_be, shown
 from rooftile._reasons import Reasons
 from rooftile._rounding_report import RoundingReport
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError
@@ -30,7 +30,7 @@ class _Rounding:
         expected = f"group_size must be 32, 64, 128 or all columns of a layer ({even}up to 2**31 - 1)"
         size = self.group_size
         if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-            raise ArgumentError(f"{name}: {expected}, got {size!r}")
+            raise ArgumentError(f"{name}: {expected}, got {shown(size)}")
         try:
             _C.w4_sizes(name, "group_size", 1, size, self.bits, size, self.zeros)
         except ArgumentError:
@@ -100,11 +100,11 @@ class W8A16(_Rounding):
 def rounding_of(op, bits, group_size, zeros):
     """The W4A16 or W8A16 of what a caller of `op` gives."""
     if type(bits) is not int or bits not in WEIGHTS:
-        raise ArgumentError(f"{op}: bits must be {' or '.join(map(str, WEIGHTS))}, got {bits!r}")
+        raise ArgumentError(f"{op}: bits must be {' or '.join(map(str, WEIGHTS))}, got {shown(bits)}")
     if bits == 4:
         return W4A16(group_size, zeros)
     if zeros != W8A16.zeros:
-        raise ArgumentError(f"{op}: zeros must be {W8A16.zeros!r} with 8 bits, got {zeros!r}")
+        raise ArgumentError(f"{op}: zeros must be {W8A16.zeros!r} with 8 bits, got {shown(zeros)}")
     return W8A16(group_size)
 
 
@@ -189,7 +189,7 @@ def name_patterns(op, skip):
     """`skip` as a list of str. op: whose name errors begin with."""
     patterns = (skip,) if isinstance(skip, str) else skip
     if not (isinstance(patterns, Collection) and all(isinstance(p, str) for p in patterns)):
-        raise ArgumentTypeError(f"{op}: skip must be names or patterns of modules, got {skip!r}")
+        raise ArgumentTypeError(f"{op}: skip must be names or patterns of modules, got {shown(skip)}")
     return list(patterns)
 
 
@@ -206,7 +206,7 @@ def _check_patterns(op, patterns, places):
                 if any(fnmatch.fnmatchcase(name, inside) for name in modules)
                 else _C.did_you_mean(pattern, *modules)
             )
-            raise ArgumentError(f"{op}: skip: no layer of the model has a name like {pattern!r}{hint}")
+            raise ArgumentError(f"{op}: skip: no layer of the model has a name like {shown(pattern)}{hint}")
 
 
 class RoundingPlan:

@@ -8,6 +8,7 @@
 #include "bind.h"
 #include "rooftile/constants.h"
 #include "rooftile/explain.h"
+#include "rooftile/names.h"
 #include "tensor_caster.h"
 
 namespace rooftile::python {
@@ -21,7 +22,7 @@ DType dtype_of(Args& args, handle h) {
   const std::string text = args.text(h, "dtype");
   for (DType t : {DType::f32, DType::f16, DType::bf16})
     if (text == name(t)) return t;
-  fail(ErrorKind::type, args.op(), ": dtype must be float32, float16 or bfloat16, got ", text);
+  fail(ErrorKind::type, args.op(), ": dtype must be float32, float16 or bfloat16, got ", quoted(text));
 }
 
 // (major, minor, sms, whether Hopper's code runs)
@@ -72,6 +73,9 @@ void bind_constants(nb::module_& m) {
   m.attr("kv_ring") = c.kv_ring;
   m.attr("kv_step_back") = c.kv_step_back;
   m.attr("max_head_dim") = c.max_head_dim;
+  m.attr("max_heads") = c.max_heads;
+  m.attr("max_vocabulary") = c.max_vocabulary;
+  m.attr("max_ndim") = static_cast<int>(TensorView::max_ndim);
   m.attr("w4_tile_rows") = c.w4_tile_rows;
   const auto same = [](int size) { return size; };
   m.attr("kv_page_sizes") = tuple_of(kv_page_sizes(), same);
@@ -96,6 +100,9 @@ void bind_constants(nb::module_& m) {
   m.attr("kv_format_bits") = bits;          // name: bits of an element or a code
   for (W4Zeros z : {W4Zeros::symmetric, W4Zeros::integer, W4Zeros::minima}) kinds.append(name(z));
   m.attr("w4_kinds") = nb::tuple(kinds);
+  const auto text = [](const std::string& name) { return nb::str(name.c_str()); };
+  m.attr("activations") = tuple_of(activation_names(false), text);
+  m.attr("gated_activations") = tuple_of(activation_names(true), text);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ Gelu gelu_form(Args& args, handle h) {
   if (std::strcmp(text, "tanh") == 0) return Gelu::tanh;
   if (std::strcmp(text, "none") == 0) return Gelu::erf;
   const std::string known[] = {"tanh", "none"};
-  fail(ErrorKind::value, "gelu_mul: approximate must be \"tanh\" or \"none\", got \"", text, '"',
+  fail(ErrorKind::value, "gelu_mul: approximate must be \"tanh\" or \"none\", got ", quoted(text),
        did_you_mean(text, known));
 }
 

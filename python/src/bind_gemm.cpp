@@ -4,6 +4,7 @@
 #include "bind.h"
 #include "calls.h"
 #include "rooftile/gemm.h"
+#include "rooftile/names.h"
 #include "tensor_caster.h"
 #include "w4_handle.h"
 
@@ -23,7 +24,7 @@ int group_size(Args& args, const char* op, handle h) {
 DType scale_dtype(const char* op, const std::string& text) {
   for (DType t : {DType::f16, DType::bf16})
     if (text == name(t)) return t;
-  fail(ErrorKind::type, op, ": scale_dtype must be float16 or bfloat16, got ", text);
+  fail(ErrorKind::type, op, ": scale_dtype must be float16 or bfloat16, got ", quoted(text));
 }
 
 void take_activation(Args& args, const char* op, handle h, MatmulOptions& options) {

@@ -5,6 +5,7 @@
 #include "bind.h"
 #include "kv_cache_handle.h"
 #include "rooftile/error.h"
+#include "rooftile/names.h"
 #include "tensor_caster.h"
 
 namespace rooftile::python {
@@ -162,7 +163,7 @@ class Exclusive {
 DType dtype_from_name(const char* op, const char* text) {
   for (DType d : {DType::f32, DType::f16, DType::bf16})
     if (std::string(name(d)) == text) return d;
-  fail(ErrorKind::type, op, ": dtype must be float32, float16 or bfloat16, got ", text);
+  fail(ErrorKind::type, op, ": dtype must be float32, float16 or bfloat16, got ", quoted(text));
 }
 
 // A row or page number.

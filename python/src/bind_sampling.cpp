@@ -19,7 +19,7 @@ SampleOrder order_of(Args& args, handle h) {
   if (std::strcmp(text, "transformers") == 0) return SampleOrder::transformers;
   if (std::strcmp(text, "vllm") == 0) return SampleOrder::vllm;
   const std::string known[] = {"transformers", "vllm"};
-  fail(ErrorKind::value, "sample: order must be \"transformers\" or \"vllm\", got \"", text, '"',
+  fail(ErrorKind::value, "sample: order must be \"transformers\" or \"vllm\", got ", quoted(text),
        did_you_mean(text, known));
 }
 

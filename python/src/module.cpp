@@ -54,6 +54,7 @@ NB_MODULE(_C, m) {
   nb::set_leak_warnings(false);  // torch.compile keeps what it traced, our handles too, until the process ends
   m.attr("version") = ROOFTILE_VERSION;
   m.attr("binding_mode") = ROOFTILE_MODE;
+  m.def("quoted", [](const nb::str& text) { return quoted(python::text_of(text)); });
   m.def("did_you_mean", [](const nb::str& given, const nb::args& known) {
     std::vector<std::string> names;
     for (nb::handle name : known) names.push_back(python::text_of(name));

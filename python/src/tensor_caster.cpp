@@ -504,13 +504,11 @@ Lender::Memory Args::lend(const Context& ctx, std::size_t bytes) {
 Context Args::context(const TensorView& first, nb::handle stream, nb::handle plan) {
   Context ctx;
   ctx.device = first.device;
-  if (!plan.is_none()) {
-    if (!nb::isinstance<nb::str>(plan) && nb::hasattr(plan, "plan")) {  // what rt.explain returned
-      objects_.push_back(plan.attr("plan"));
-      plan = objects_.back();
-    }
-    ctx.variant = text(plan, "plan");
+  if (!plan.is_none() && !nb::isinstance<nb::str>(plan)) {  // what rt.explain returned, else text() refuses it
+    objects_.push_back(nb::getattr(plan, "plan", plan));
+    plan = objects_.back();
   }
+  if (!plan.is_none()) ctx.variant = text(plan, "plan");
   if (!stream.is_none()) {
     const std::int64_t handle = integer(stream, "stream");
     if (handle < 0)

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import re
+import tracemalloc
 
 import cases
 import numpy as np
@@ -209,10 +210,56 @@ class NamedByAList:
         return "NamedByAList"
 
 
+class PlanRaises:
+    @property
+    def plan(self):
+        raise OSError("of whoever made it")
+
+
+ROOFS = ("12", ("4800", "989"), (1, 2, 3), {0: 1, 1: 2}, (True, 1), [1])
 X, W, W4 = (1, 4096), (4096, 4096), {"shape": (4096, 4096)}
 CACHE = {"kv_heads": 8, "capacity": 4096}
 WRONG = [
     ({"op": "conv"}, rt.ArgumentError, "op"),
+    ({"args": ((1.0, 64), W)}, rt.ArgumentTypeError, "x must be a tensor or a shape of integers, got (1.0, 64)"),
+    ({"args": ((True, 4096), W)}, rt.ArgumentTypeError, "x must be a tensor or a shape of integers, got (True, 4096)"),
+    ({"sms": True}, rt.ArgumentTypeError, "sms must be an integer, got bool"),
+    ({"dtype": NamedByAList()}, rt.ArgumentTypeError, "dtype must be"),
+    ({"device": "cuda:" + "9" * 5000}, rt.ArgumentError, "device must be"),
+    *(({"roof": roof}, rt.ArgumentTypeError, "roof must be (GB/s, TFLOP/s), two numbers, got") for roof in ROOFS),
+    ({"op": "merge_attention", "args": ((), (), (), ())}, rt.ArgumentError, "out_a must have 2 to 6 dimensions"),
+    ({"op": "w4a16_matmul", "args": (X, {**W4, "scale_dtype": np.array(["a", "b"])})}, rt.ArgumentError, "scale_dtype"),
+    ({"op": "w4a16_matmul", "args": (X, {**W4, "group_size": True})}, rt.ArgumentTypeError, "w's group_size must be"),
+    ({"op": "w4a16_matmul", "args": (X, {"shape": (True, 4096)})}, rt.ArgumentTypeError, "w's shape must be"),
+    *(
+        ({"op": "decode_attention", "args": ((1, 32, 128), {**CACHE, **cache}), **more}, rt.ArgumentTypeError, says)
+        for cache, more, says in (
+            ({}, {"window": True}, "window must be an integer, got bool"),
+            ({"length": True}, {}, "cache's length must be an integer, got bool"),
+            ({"kv_heads": True}, {}, "cache's kv_heads must be an integer, got bool"),
+            ({}, {"rows": [True]}, "rows must be an integer, got bool"),
+            ({}, {"return_lse": "no"}, "return_lse must be True or False, got str"),
+        )
+    ),
+    (
+        {"op": "decode_attention", "args": ((1, 32, 128), {**CACHE, "capacity": 2**31 - 1})},
+        rt.ArgumentError,
+        f"cache's capacity must be at most {2**31 - 64}, whole pages of 64 tokens, got {2**31 - 1}",
+    ),
+    *(
+        ({"op": op, "args": args}, rt.NotSupportedError, f"{op}: {name} has head_dim 513; supported are 1 to 512")
+        for op, name, args in (
+            ("decode_attention", "q", ((1, 32, 513), CACHE)),
+            ("append", "k", (CACHE, (1, 1, 8, 513), (1, 1, 8, 513))),
+        )
+    ),
+    ({"op": "append", "args": ({**CACHE, "length": 4096}, *((1, 1, 8, 128),) * 2)}, rt.ArgumentError, "do not fit"),
+    ({"op": "append", "args": (CACHE, *((1, 4097, 8, 128),) * 2)}, rt.ArgumentError, "do not fit"),
+    (
+        {"op": "decode_attention", "args": ((1, 32, 128), CACHE), "rows": [0, 1]},
+        rt.ArgumentError,
+        "rows must be [batch]",
+    ),
     ({"op": 3}, rt.ArgumentError, "op"),
     ({"args": ()}, rt.ArgumentTypeError, "linear: missing a required argument: 'x'"),
     ({"args": (X, W), "colour": 1}, rt.ArgumentTypeError, "colour"),
@@ -299,6 +346,174 @@ def test_an_activation_is_refused_as_by_the_call(activation, device):
         assert str(explained.value).replace("'", '"') == str(call.value)
 
 
+@pytest.mark.parametrize("device", ["cpu", "sm_90a"])
+def test_a_plan_that_is_none_is_no_plan(device):
+    said = rt.explain("softmax", (3, 4), device=device)
+    assert rt.explain("softmax", (3, 4), device=device, plan=said._replace(plan=None)).plan == said.plan
+    x = torch.zeros(3, 4)
+    assert torch.equal(rt.softmax(x, plan=said._replace(plan=None)), rt.softmax(x))
+    said = rt.explain("append", {"kv_heads": 1, "capacity": 64}, *((1, 1, 1, 64),) * 2, device="sm_90a")
+    assert said.plan is None
+    cache, k = rt.KVCache(1, 64, 1, 64), torch.zeros(1, 1, 1, 64)
+    cache.append(k, k, plan=said)
+    assert cache.lengths == [1]
+
+
+@pytest.mark.parametrize("wrong", [3, PlanRaises(), object(), [], b"avx2"], ids=lambda x: type(x).__name__)
+def test_what_is_no_plan_is_refused_as_by_the_call(wrong):
+    for call in (rt.softmax, lambda x, plan: rt.explain("softmax", x, plan=plan)):
+        with pytest.raises(rt.ArgumentTypeError, match=f"^softmax: plan must be a string, got {type(wrong).__name__}$"):
+            call(torch.zeros(3, 4), plan=wrong)
+    with pytest.raises(rt.ArgumentTypeError, match=r"^softmax: plan must be a string"):
+        rt.explain("softmax", (3, 4), plan=wrong, device="sm_90a")
+
+
+HALF, INT = torch.float16, torch.int32
+KV = torch.zeros(1, 1, 2, 64)
+
+
+def full_cache():
+    cache = rt.KVCache(1, 64, 2, 64, format="fp32")
+    cache.append(*(torch.zeros(1, 63, 2, 64),) * 2)
+    return cache
+
+
+# op, arguments, options: what the op refuses
+REFUSED = [
+    ("decode_attention", (torch.zeros(1, 4, 64, dtype=HALF), rt.KVCache(1, 64, 2, 64, format="bf16")), {}),
+    ("decode_attention", (torch.zeros(1, 4, 64), rt.KVCache(2, 64, 2, 64)), {"rows": [0, 1]}),
+    ("decode_attention", (torch.zeros(1, 4, 64), rt.KVCache(2, 64, 2, 64)), {"rows": [2]}),
+    ("decode_attention", (torch.zeros(3, 4, 64), rt.KVCache(2, 64, 2, 64)), {}),
+    ("decode_attention", (torch.zeros(1, 0, 64), rt.KVCache(1, 64, 2, 64)), {}),
+    ("decode_attention", (torch.zeros(1, 4, 64), rt.KVCache(1, 64, 2, 64)), {"return_lse": "no"}),
+    ("decode_attention", (torch.zeros(1, 4, 32), rt.KVCache(1, 64, 2, 64)), {}),
+    ("prefill_attention", (torch.zeros(1, 2, 2, 128), torch.zeros(1, 2, 2, 128), torch.zeros(1, 2, 2, 64)), {}),
+    ("prefill_attention", (torch.zeros(1, 2, 2, 64), torch.zeros(1, 2, 2, 64), torch.zeros(1, 3, 2, 64)), {}),
+    ("prefill_attention", (torch.zeros(1, 2, 2, 64),) * 3, {"causal": "no"}),
+    ("prefill_attention", (torch.zeros(1, 2, 2, 64),) * 3, {"return_lse": 1}),
+    ("prefill_attention", (torch.zeros(1, 2, 2, 64),) * 3, {"rows": [0]}),
+    ("prefill_attention", (torch.zeros(1, 2, 0, 64), *(torch.zeros(1, 2, 2, 64),) * 2), {}),
+    ("prefill_attention", (torch.zeros(1, 1, 4, 64), *(torch.zeros(1, 2, 2, 64),) * 2), {"cache": full_cache()}),
+    ("append", (full_cache(), *(torch.zeros(1, 2, 2, 64),) * 2), {}),
+    ("append", (full_cache(), KV, KV.half()), {}),
+    ("append", (full_cache(), KV.half(), KV.half()), {}),
+    ("append", (rt.KVCache(2, 64, 2, 64), *(torch.zeros(2, 1, 2, 64),) * 2), {"rows": [1, 1]}),
+    ("append", (full_cache(), KV, KV), {"counts": [2]}),
+    ("silu_mul", (torch.zeros(3, 7),), {}),
+    ("rms_norm", (torch.zeros(()),), {}),
+    ("rms_norm", (torch.zeros(2, 0),), {}),
+    ("rms_norm", (torch.zeros(2, 8, dtype=INT),), {}),
+    ("rms_norm", (torch.zeros(2, 8, dtype=torch.float64),), {}),
+    ("rms_norm", (torch.zeros(2, 8), torch.zeros(8, dtype=HALF)), {}),
+    ("rms_norm", (torch.zeros(2, 8), torch.zeros(7)), {}),
+    ("add_rms_norm", (torch.zeros(2, 8), torch.zeros(2, 7)), {}),
+    ("softmax", (torch.zeros(1, 1, 1, 1, 1, 1, 2),), {}),
+    ("softmax", (torch.zeros(2, 8, dtype=INT),), {}),
+    ("sample", (torch.zeros(()),), {"temperature": 0}),
+    ("sample", (torch.zeros(2, 8),), {"seeds": torch.zeros(3, dtype=torch.int64)}),
+    ("sample", (torch.zeros(2, 8),), {"seeds": torch.zeros(2, dtype=INT)}),
+    ("linear", (torch.zeros(2, 8), torch.zeros(4, 8, dtype=HALF)), {}),
+    ("linear", (torch.zeros(2, 8, dtype=INT), torch.zeros(4, 8)), {}),
+    ("linear", (torch.zeros(2, 8), torch.zeros(4, 8)), {"bias": torch.zeros(5)}),
+    ("linear", (torch.zeros(2, 8), torch.zeros(4, 8)), {"residual": torch.zeros(2, 5)}),
+    ("merge_attention", (torch.zeros(2, 64), torch.zeros(3), torch.zeros(2, 64), torch.zeros(2)), {}),
+    ("merge_attention", (torch.zeros(2, 64), torch.zeros(2), torch.zeros(2, 32), torch.zeros(2)), {}),
+    *(
+        ("rope", [{**ROPE, **change}[name] for name in ROPE], {})
+        for ROPE in [dict(zip("qkcsp", (torch.zeros(2, 3, 8),) * 2 + (torch.zeros(9, 4),) * 2, strict=False))]
+        for ROPE in [{**ROPE, "p": torch.zeros(2, dtype=INT)}]
+        for change in (
+            {"q": torch.zeros(8)},
+            {"k": torch.zeros(3, 3, 8)},
+            {"k": torch.zeros(2, 3, 6)},
+            {"c": torch.zeros(9, 5), "s": torch.zeros(9, 5)},
+            {"c": torch.zeros(9)},
+            {"s": torch.zeros(8, 4)},
+            {"s": torch.zeros(9, 4, dtype=HALF)},
+            {"p": torch.zeros(3, dtype=INT)},
+            {"p": torch.zeros(2)},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "options"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_a_call_refuses_is_refused_with_its_words(op, args, options):
+    """The same kind of error of the same argument, as far as "got": what came is the same but for how much is said."""
+    function = rt.KVCache.append if op == "append" else getattr(rt, op)
+    with pytest.raises(rt.RooftileError) as call:
+        function(*args, **options)
+    with pytest.raises(rt.RooftileError) as explained:
+        rt.explain(op, *args, **options)
+    assert type(explained.value) is type(call.value), (explained.value, call.value)
+    word = r"^\w+: '?(\w+)"
+    assert re.match(word, str(explained.value))[0] == re.match(word, str(call.value))[0], (explained.value, call.value)
+
+
+def test_rows_of_a_batch_are_not_walked():
+    cache = {"kv_heads": 8, "capacity": 1024, "format": "int8"}
+    one = rt.explain("decode_attention", (1, 8, 128), cache)
+    many = rt.explain("decode_attention", (30_000_000, 8, 128), cache)  # a list of so many rows takes seconds
+    assert many.bytes == 30_000_000 * one.bytes and many.flops == 30_000_000 * one.flops
+    k, of_one = (30_000_000, 1, 8, 128), (1, 1, 8, 128)
+    one = rt.explain("append", cache, of_one, of_one)
+    assert rt.explain("append", cache, k, k).bytes == 30_000_000 * one.bytes
+    one = rt.explain("prefill_attention", of_one, of_one, of_one, cache=cache)
+    assert rt.explain("prefill_attention", k, k, k, cache=cache).flops == 30_000_000 * one.flops
+    tracemalloc.start()
+    rt.explain("decode_attention", (30_000_000, 8, 128), cache)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_90a"])
+def test_long_texts_are_cut(device):
+    text = "x" * 10**6
+    plan = "split_kv block_m=8 ctas=1 ctas_per_sm=1 cluster_size=3" + " " * 10**6
+    for call in (
+        lambda: rt.explain(text),
+        lambda: rt.explain("softmax", (3, 4), device=text),
+        lambda: rt.explain("softmax", (3, 4), device=device, plan=text),
+        lambda: rt.explain("softmax", (3, 4), dtype=text),
+        lambda: rt.explain("softmax", (3, 4), roof=text),
+        lambda: rt.explain("linear", (3, 4), (5, 4), activation=text, device=device),
+        lambda: rt.explain("decode_attention", (1, 8, 128), CACHE, device=device, plan=plan),
+        lambda: rt.linear(torch.zeros(3, 4), torch.zeros(5, 4), activation=text),
+        lambda: rt.gelu_mul(torch.zeros(3, 4), approximate=text),
+        lambda: rt.sample(torch.zeros(3, 4), temperature=0, order=text),
+        lambda: rt.KVCache(1, 1, 1, 1, device=text),
+        lambda: rt.KVCache(1, 1, 1, 1, dtype=text),
+        lambda: rt.softmax(torch.zeros(3, 4), plan=text),
+        lambda: rt.KVCache(10**5000, 1, 1, 1),  # of more digits than Python writes
+        lambda: rt.KVCache(1, 1, 1, 1).reset([10**5000]),
+        lambda: rt.explain("softmax", (10**5000, 4), device=device),
+        lambda: rt.explain("softmax", (3, 4), device="sm_90a", sms=10**5000),
+    ):
+        with pytest.raises(rt.RooftileError) as caught:
+            call()
+        assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("block_m", [-8, 0])
+def test_a_block_m_that_cannot_be_is_named_as_it_came(block_m):
+    plan = f"split_kv block_m={block_m} ctas=1 ctas_per_sm=1 cluster_size=1"
+    with pytest.raises(rt.ArgumentError, match=rf"decode_attention: plan .* block_m must .*, got {block_m}$"):
+        rt.explain("decode_attention", (1, 8, 128), CACHE, device="sm_90a", plan=plan)
+
+
+def test_why_there_is_no_plan_is_true():
+    k = ((1, 1, 8, 128),) * 2
+    for op, args in (("append", (CACHE, *k)), ("rms_norm", (X,)), ("softmax", (X,))):
+        said = rt.explain(op, *args, device="sm_90a")
+        assert said.plan is None and said.why.startswith("no plan to choose: ")
+        assert ("second kernel" in said.why) == (op == "append")
+
+
+def test_a_gpu_samples_from_float32():
+    assert rt.explain("sample", (4, 1000), dtype="float32", device="sm_90a").kernel == "cuda_float32"
+
+
 def test_another_op_of_the_same_name_is_refused():
     for op in (torch.nn.functional.linear, torch.nn.functional.rms_norm):
         with pytest.raises(rt.ArgumentError, match="explain: op must be"):
@@ -340,6 +555,9 @@ def test_constants_are_those_of_the_extension():
     assert (_C.kv_group, _C.kv_ring, _C.kv_step_back, _C.max_head_dim, _C.w4_tile_rows) == (32, 64, 16, 512, 16)
     assert _C.kv_page_sizes == (16, 32, 64, 128) and _C.w4_group_sizes == (128, 64, 32)
     assert _C.w4_kinds == ("symmetric", "integer", "minima")
+    assert _C.activations == ("silu", "gelu", "gelu_tanh")
+    assert _C.gated_activations == ("silu_mul", "gelu_mul", "gelu_tanh_mul")
+    assert (_C.max_heads, _C.max_vocabulary, _C.max_ndim) == (65536, 2**22, 6)
 
 
 # ---- on a GPU: every plan at every shape gives what the chosen one gives, in a graph too

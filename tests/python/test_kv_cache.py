@@ -544,6 +544,7 @@ BAD_CACHES = {
     "format None": ({"format": None}, rt.ArgumentTypeError, "format must be a string"),
     "dtype of another kind": ({"dtype": "int8"}, rt.ArgumentTypeError, "dtype must be float32"),
     "fp16 of float32": ({"format": "fp16", "dtype": "float32"}, rt.ArgumentTypeError, "format fp16"),
+    "device without a name": ({"device": ""}, rt.NotSupportedError, "device '' has no cache kernels"),
     "no such device": ({"device": "xpu"}, rt.NotSupportedError, "device"),
     "negative batch": ({"batch": -1}, rt.ArgumentError, "batch"),
     "fractional capacity": ({"capacity": 1.5}, rt.ArgumentTypeError, "capacity"),
@@ -674,7 +675,7 @@ def test_more_rows_than_the_cache_has_are_refused_unread():
 
 @pytest.mark.skipif(len(cases.devices()) > 1, reason="there is a GPU")
 def test_no_gpu_says_so():
-    with pytest.raises(rt.NotSupportedError, match="device cuda"):
+    with pytest.raises(rt.NotSupportedError, match="device 'cuda'"):
         rt.KVCache(1, 10, 1, 64, device="cuda")
 
 

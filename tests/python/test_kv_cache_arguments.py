@@ -57,13 +57,13 @@ def test_a_graph_cannot_capture_numbers_of_the_host(rows, monkeypatch):
     ),
 )
 def test_an_index_is_judged_before_rows_move(index, message, count_bad_input):
-    """check, which a reorder on a GPU begins with, says what reorder says."""
+    """_check, which a reorder on a GPU begins with, says what reorder says."""
     cache = rt.KVCache(2, 64, 1, 16, format="fp32")
     k = torch.ones(2, 3, 1, 16)
     cache.append(k, k, counts=[1, 3])
-    cache.check("reorder")
-    cache.check("reorder", ints("reorder", "index", [1, 0]))
-    for call in (cache.reorder, lambda index: cache.check("reorder", ints("reorder", "index", index))):
+    cache._check("reorder")
+    cache._check("reorder", ints("reorder", "index", [1, 0]))
+    for call in (cache.reorder, lambda index: cache._check("reorder", ints("reorder", "index", index))):
         with pytest.raises(rt.ArgumentError, match="reorder: " + message):
             call(index)
     assert cache.lengths == [1, 3]

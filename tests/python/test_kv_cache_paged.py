@@ -444,13 +444,48 @@ def test_lengths_and_pages_that_others_wrote_are_refused():
         ("fork", lambda cache: cache.fork(1, 0)),
         ("reorder", lambda cache: cache.reorder([1, 0])),
     ):
-        for page in (4, 1000, 2**31 - 1):
+        for page in (-1, 4, 1000, 2**31 - 1):
             cache = damaged(page=page)
             with pytest.raises(
                 rt.ArgumentError, match=rf"{op}: block_table\[0, 0\] must be a page in \[0, 4\), got {page}"
             ):
                 call(cache)
             assert cache.lengths == [1, 0] and cache.block_table[:, 0].tolist() == [page, -1] and cache.free_pages == 3
+
+
+def test_a_page_that_one_call_would_write_twice_is_refused():
+    table = torch.tensor([[0, 1], [0, 2], [3, 3]], dtype=torch.int32)
+    lengths = torch.zeros(3, dtype=torch.int32)
+    view = rt.PagedKVCache.view(torch.zeros(6, 2, 32, 2, 64), table, lengths, format="fp32")
+    k = torch.randn(2, 3, 2, 64)
+    says = r"append: block_table\[1, 0\] must be a page that this call writes for no other tokens, got 0, which "
+    with pytest.raises(rt.ArgumentError, match=says + r"block_table\[0, 0\] is too"):
+        view.append(k, k, rows=[0, 1])
+    with pytest.raises(
+        rt.ArgumentError, match=r"append: block_table\[2, 1\] must be .* got 3, which .*\[2, 0\] is too"
+    ):
+        view.append(*(torch.randn(1, 33, 2, 64),) * 2, rows=[2])
+    assert lengths.tolist() == [0, 0, 0] and not view._sources[0].any()
+    view.append(k, k, rows=[0, 1], counts=[3, 0])  # a padding row writes nothing
+    view.append(*(torch.randn(1, 29, 2, 64),) * 2, rows=[0])
+    lengths[1] = 32  # a prefix that both rows have
+    view.append(k, k, rows=[0, 1])
+    assert lengths.tolist() == [35, 35, 0]
+
+
+def test_an_open_group_lies_in_no_page():
+    """Two rows of a kivi cache share a page until one of them closes a group in it."""
+    block = rt._C.kv_block_bytes("int4-kivi", 64, 64)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    lengths = torch.full((2,), 32, dtype=torch.int32)
+    view = rt.PagedKVCache.view(
+        torch.zeros(1, 2, block, dtype=torch.uint8), table, lengths, format="int4-kivi", page_size=64, head_dim=64
+    )
+    k = torch.randn(2, 31, 2, 64)
+    view.append(k, k)
+    with pytest.raises(rt.ArgumentError, match=r"append: block_table\[1, 0\] must be a page that this call writes"):
+        view.append(k[:, :1], k[:, :1])
+    assert lengths.tolist() == [63, 63]
 
 
 def test_only_a_cache_is_a_cache():

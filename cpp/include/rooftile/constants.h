@@ -2,6 +2,7 @@
 // Numbers of the formats that callers have to know, from the headers that the kernels take them from.
 #pragma once
 
+#include <cstdint>
 #include <span>
 
 #include "rooftile/gemm.h"
@@ -14,7 +15,9 @@ struct Constants {
   int kv_ring;       // raw tokens that a row of a kivi cache keeps
   int kv_step_back;  // tokens that truncate can remove across a group boundary
   int max_head_dim;  // of attention and of caches
-  int w4_tile_rows;  // rows of W of a tile of the packed layout
+  int max_heads;     // of queries and of KV
+  std::int64_t max_vocabulary;  // logits of a row of sample
+  int w4_tile_rows;             // rows of W of a tile of the packed layout
 };
 Constants constants();
 

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "rooftile/context.h"
 #include "rooftile/tensor.h"
@@ -68,6 +70,7 @@ enum class Activation : std::uint8_t { none, silu, gelu_tanh, gelu_erf };
 const char* name(Activation a);  // "none", "silu", "gelu_tanh", "gelu"
 // gated: null, or set to whether the name ends in "_mul".
 Activation activation_from_name(const char* op, const char* text, bool* gated = nullptr);
+std::vector<std::string> activation_names(bool gated);  // all of them, or all that end in "_mul"
 
 struct MatmulOptions {
   TensorView bias;      // [N] in x's dtype; may be absent

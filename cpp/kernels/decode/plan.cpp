@@ -131,7 +131,9 @@ int forced_block_m(const char* op, const char* forced) {
   if (!forced) return 0;
   DecodePlan plan;
   read_plan<DecodePlan>(op, forced, paths, plan);
-  return std::max(plan.block_m, 1);  // check_plan refuses what no variant has
+  ROOFTILE_CHECK(plan.block_m >= 1, op, ": plan ", quoted(forced),
+                 " does not fit this call: block_m must be at least 1", ", got ", plan.block_m);
+  return plan.block_m;
 }
 
 DecodePlan plan_decode(const char* op, const DecodeShape& shape, const DecodeDevice& device, const char* forced) {
@@ -139,8 +141,8 @@ DecodePlan plan_decode(const char* op, const DecodeShape& shape, const DecodeDev
   DecodePlan plan;
   read_plan<DecodePlan>(op, forced, paths, plan);
   PlanCheck check;
-  ROOFTILE_CHECK(choices_fit(check, shape, device, plan), op, ": plan \"", forced,
-                 "\" does not fit this call: ", check.wrong());
+  ROOFTILE_CHECK(choices_fit(check, shape, device, plan), op, ": plan ", quoted(forced),
+                 " does not fit this call: ", check.wrong());
   complete(shape, plan);
   plan.why = "forced by plan=";
   return plan;

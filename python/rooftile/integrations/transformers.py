@@ -701,7 +701,7 @@ class RooftileCache(Cache):
         for layer in self.layers:
             layer._settled()
             if layer.cache is not None:
-                layer.cache.check(op)
+                layer.cache._check(op)
 
     def reorder_cache(self, beam_idx):
         self._checked("reorder")
