@@ -231,7 +231,7 @@ def test_measured_quality_is_the_models_own(arguments):
     ("words", "error", "names"),
     [
         (["--device", "cuda:99"], rt.RooftileError, "--device: device"),
-        (["--device", "abacus"], rt.NotSupportedError, "--device: device abacus"),
+        (["--device", "abacus"], rt.NotSupportedError, "--device: device 'abacus'"),
         (["--json", "nowhere/x.json"], rt.ArgumentError, "--json"),
         (["--prompt-tokens", "10000000"], rt.ArgumentError, "--text"),
         (["--chunk-tokens", "1"], rt.ArgumentError, "--chunk-tokens: expected at least 2"),

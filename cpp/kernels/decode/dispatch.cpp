@@ -19,8 +19,10 @@ void for_each_variant(KvFormat of, const Visit& visit) {
   with_kv_format(of, [&](auto format) {
     constexpr KvFormat F = format();
     const auto visit_dtype = [&]<DType dtype>() {
-      for (const DecodeVariant& v : decode_variants<F, dtype, HeadDims::up_to_128>()) visit(v);
-      for (const DecodeVariant& v : decode_variants<F, dtype, HeadDims::above_128>()) visit(v);
+      for (const DecodeVariant& v : decode_variants<F, dtype, HeadDims::up_to_96>()) visit(v);
+      for (const DecodeVariant& v : decode_variants<F, dtype, HeadDims::of_128>()) visit(v);
+      for (const DecodeVariant& v : decode_variants<F, dtype, HeadDims::up_to_256>()) visit(v);
+      for (const DecodeVariant& v : decode_variants<F, dtype, HeadDims::up_to_512>()) visit(v);
     };
     // a cache of elements takes queries of their dtype; fp32 has no variant
     if constexpr (F == KvFormat::fp16 || !is_element_format(F)) visit_dtype.template operator()<DType::f16>();
@@ -52,7 +54,7 @@ const DecodeVariant& variant_of(const DecodeArgs& a, int block_m) {
   // Every dtype and format is compiled for the same head_dims.
   std::string stores, dims;
   const auto add = [](std::string& list, const std::string& next) { list += (list.empty() ? "" : ", ") + next; };
-  const DecodeKey& first = decode_variants<KvFormat::fp16, DType::f16, HeadDims::up_to_128>()[0].key;
+  const DecodeKey& first = decode_variants<KvFormat::fp16, DType::f16, HeadDims::up_to_96>()[0].key;
   for_each_variant([&](const DecodeVariant& v) {
     if (v.key.block_m != first.block_m) return;
     if (v.key.head_dim == first.head_dim) add(stores, std::string(name(v.key.dtype)) + " " + name(v.key.format));

@@ -63,8 +63,8 @@ constexpr DecodeVariant decode_variant() {
           Kernel::load};
 }
 
-// The configs of a KV format's variants for queries of T: UpTo128 and Above128, two ConfigLists by head_dim, of which
-// the first begins with the smallest block_m. A file in configs/ defines them.
+// The configs of a KV format's variants for queries of T: a ConfigList for each of HeadDims, UpTo96, Of128 (which
+// begins with the smallest block_m), UpTo256 and UpTo512. A file in configs/ defines them.
 template <KvFormat F, class T>
 struct DecodeConfigs;
 template <class... Configs>
@@ -75,7 +75,10 @@ struct ConfigList {
 template <KvFormat F, DType dtype, HeadDims dims>
 std::span<const DecodeVariant> decode_variants() {
   using Configs = DecodeConfigs<F, tile::ElementOf<dtype>>;
-  return std::conditional_t<dims == HeadDims::up_to_128, typename Configs::UpTo128, typename Configs::Above128>::table;
+  if constexpr (dims == HeadDims::up_to_96) return Configs::UpTo96::table;
+  else if constexpr (dims == HeadDims::of_128) return Configs::Of128::table;
+  else if constexpr (dims == HeadDims::up_to_256) return Configs::UpTo256::table;
+  else return Configs::UpTo512::table;
 }
 
 }  // namespace rooftile::gpu

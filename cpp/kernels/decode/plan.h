@@ -76,9 +76,9 @@ struct DecodeVariant {
   void (*launch)(const DeviceScope&, const DecodeParams&);
   void (*load)(const char* op);
 };
-// The variants of a KV format for queries of one dtype, in two parts by head_dim, each with the smallest block_m first:
+// The variants of a KV format for queries of one dtype, in parts by head_dim, each with the smallest block_m first:
 // the build may compile them apart (cpp/kernels/CMakeLists.txt).
-enum class HeadDims : std::uint8_t { up_to_128, above_128 };
+enum class HeadDims : std::uint8_t { up_to_96, of_128, up_to_256, up_to_512 };
 template <KvFormat F, DType dtype, HeadDims dims>
 std::span<const DecodeVariant> decode_variants();
 

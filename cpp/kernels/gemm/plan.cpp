@@ -151,7 +151,8 @@ GemmPlan plan_gemm(const char* op, const GemmProblem& p, const char* forced) {
   plan.path = static_cast<GemmPath>(
       first + read_plan<GemmPlan>(op, forced, std::span(paths).subspan(first, end - first), plan));
   PlanCheck check;
-  ROOFTILE_CHECK(choices_fit(check, p, plan), op, ": plan ", quoted(forced), " does not fit this call: ", check.wrong());
+  ROOFTILE_CHECK(choices_fit(check, p, plan), op, ": plan ", quoted(forced),
+                 " does not fit this call: ", check.wrong());
   complete(p, plan);
   plan.why = "forced by plan=";
   return plan;

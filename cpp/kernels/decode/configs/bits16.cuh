@@ -13,8 +13,10 @@ struct Bits16CtaSoftmax : CtaSoftmaxConfig<T, std::is_same_v<T, tile::half> ? Kv
 
 template <class T>
 struct Bits16Configs {
-  using UpTo128 = ConfigList<Bits16<T, 64, 4, 2>, Bits16<T, 96, 2, 2>, Bits16<T, 128, 2, 2>, Bits16CtaSoftmax<T>>;
-  using Above128 = ConfigList<Bits16<T, 192, 2, 2>, Bits16<T, 256, 2, 2>, Bits16<T, 512, 2, 2>>;
+  using UpTo96 = ConfigList<Bits16<T, 64, 4, 2>, Bits16<T, 96, 2, 2>>;
+  using Of128 = ConfigList<Bits16<T, 128, 2, 2>, Bits16CtaSoftmax<T>>;
+  using UpTo256 = ConfigList<Bits16<T, 192, 2, 2>, Bits16<T, 256, 2, 2>>;
+  using UpTo512 = ConfigList<Bits16<T, 512, 2, 2>>;
 };
 template <>
 struct DecodeConfigs<KvFormat::fp16, tile::half> : Bits16Configs<tile::half> {};

@@ -12,8 +12,10 @@ struct Fp8CtaSoftmax : CtaSoftmaxConfig<T, KvFormat::fp8> {};
 
 template <class T>
 struct DecodeConfigs<KvFormat::fp8, T> {
-  using UpTo128 = ConfigList<Fp8<T, 64, 3, 2>, Fp8<T, 96, 2, 2>, Fp8<T, 128, 2, 2>, Fp8CtaSoftmax<T>>;
-  using Above128 = ConfigList<Fp8<T, 192, 2, 2>, Fp8<T, 256, 2, 2>, Fp8<T, 512, 2, 2>>;
+  using UpTo96 = ConfigList<Fp8<T, 64, 3, 2>, Fp8<T, 96, 2, 2>>;
+  using Of128 = ConfigList<Fp8<T, 128, 2, 2>, Fp8CtaSoftmax<T>>;
+  using UpTo256 = ConfigList<Fp8<T, 192, 2, 2>, Fp8<T, 256, 2, 2>>;
+  using UpTo512 = ConfigList<Fp8<T, 512, 2, 2>>;
 };
 
 }  // namespace rooftile::gpu

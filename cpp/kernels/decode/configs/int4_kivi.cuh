@@ -12,9 +12,10 @@ struct Int4KiviCtaSoftmax : CtaSoftmaxConfig<T, KvFormat::int4_kivi> {};
 
 template <class T>
 struct DecodeConfigs<KvFormat::int4_kivi, T> {
-  using UpTo128 =
-      ConfigList<Int4Kivi<T, 64, 4, 2>, Int4Kivi<T, 96, 3, 2>, Int4Kivi<T, 128, 3, 2>, Int4KiviCtaSoftmax<T>>;
-  using Above128 = ConfigList<Int4Kivi<T, 192, 3, 2>, Int4Kivi<T, 256, 3, 2>, Int4Kivi<T, 512, 3, 2>>;
+  using UpTo96 = ConfigList<Int4Kivi<T, 64, 4, 2>, Int4Kivi<T, 96, 3, 2>>;
+  using Of128 = ConfigList<Int4Kivi<T, 128, 3, 2>, Int4KiviCtaSoftmax<T>>;
+  using UpTo256 = ConfigList<Int4Kivi<T, 192, 3, 2>, Int4Kivi<T, 256, 3, 2>>;
+  using UpTo512 = ConfigList<Int4Kivi<T, 512, 3, 2>>;
 };
 
 }  // namespace rooftile::gpu

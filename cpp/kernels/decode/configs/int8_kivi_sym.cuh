@@ -15,9 +15,10 @@ struct Int8KiviSymCtaSoftmax : CtaSoftmaxConfig<T, KvFormat::int8_kivi_sym> {};
 
 template <class T>
 struct DecodeConfigs<KvFormat::int8_kivi_sym, T> {
-  using UpTo128 = ConfigList<Int8KiviSym<T, 64, 3, 2>, Int8KiviSym<T, 96, 2, 2>, Int8KiviSym<T, 128, 2, 2>,
-                             Int8KiviSymCtaSoftmax<T>>;
-  using Above128 = ConfigList<Int8KiviSym<T, 192, 2, 2>, Int8KiviSym<T, 256, 2, 2>, Int8KiviSym<T, 512, 2, 2>>;
+  using UpTo96 = ConfigList<Int8KiviSym<T, 64, 3, 2>, Int8KiviSym<T, 96, 2, 2>>;
+  using Of128 = ConfigList<Int8KiviSym<T, 128, 2, 2>, Int8KiviSymCtaSoftmax<T>>;
+  using UpTo256 = ConfigList<Int8KiviSym<T, 192, 2, 2>, Int8KiviSym<T, 256, 2, 2>>;
+  using UpTo512 = ConfigList<Int8KiviSym<T, 512, 2, 2>>;
 };
 
 }  // namespace rooftile::gpu
