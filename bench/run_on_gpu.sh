@@ -179,6 +179,36 @@ fi
 
 [ -n "$commit" ] || [ $from_tree = no ] || commit=$(git rev-parse --short HEAD 2>/dev/null || true)
 
+# ---- C++ tests, and sanitizers in the background: the Python tests run beside them ----
+
+sanitizer_runs=()
+begin_sanitizers() {
+  local sanitizer="" found=no tools=(memcheck racecheck)
+  for candidate in "$(command -v compute-sanitizer || true)" "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer"; do
+    if [ -x "$candidate" ]; then
+      sanitizer=$candidate
+      break
+    fi
+  done
+  case $mode in quick) tools=(memcheck) ;; all) tools+=(initcheck synccheck) ;; esac
+  for program in test_tile test_gpu_ops; do
+    local path=$build/tests/cpp/$program
+    if [ ! -x "$path" ]; then
+      note "left out" "$program" "no $path; cmake --preset cuda && cmake --build --preset cuda makes it"
+      continue
+    fi
+    found=yes
+    step "$program" "$path" || continue
+    [ -n "$sanitizer" ] || continue
+    for tool in "${tools[@]}"; do
+      begin "$program.$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 "$path"
+      sanitizer_runs+=("$program.$tool")
+    done
+  done
+  [ $found = no ] || [ -n "$sanitizer" ] || note "left out" sanitizers "no compute-sanitizer on PATH or below CUDA_HOME"
+}
+skipped sanitizers || begin_sanitizers
+
 # ---- Python tests ----
 
 run_pytest() {
@@ -210,38 +240,9 @@ print(*(n for n in "pytest hypothesis ml_dtypes mpmath gguf transformers matplot
   step tests "$PYTHON" -m pytest "${options[@]}" "${files[@]}" || true
 }
 skipped tests || run_pytest
-
-# ---- sanitizers ----
-
-run_sanitizers() {
-  local sanitizer="" found=no tools=(memcheck racecheck) runs=()
-  for candidate in "$(command -v compute-sanitizer || true)" "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer"; do
-    if [ -x "$candidate" ]; then
-      sanitizer=$candidate
-      break
-    fi
-  done
-  case $mode in quick) tools=(memcheck) ;; all) tools+=(initcheck synccheck) ;; esac
-  for program in test_tile test_gpu_ops; do
-    local path=$build/tests/cpp/$program
-    if [ ! -x "$path" ]; then
-      note "left out" "$program" "no $path; cmake --preset cuda && cmake --build --preset cuda makes it"
-      continue
-    fi
-    found=yes
-    step "$program" "$path" || continue
-    [ -n "$sanitizer" ] || continue
-    for tool in "${tools[@]}"; do   # side by side: most of the time is the host's
-      begin "$program.$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 "$path"
-      runs+=("$program.$tool")
-    done
-  done
-  for run in "${runs[@]}"; do
-    finish "$run" || true
-  done
-  [ $found = no ] || [ -n "$sanitizer" ] || note "left out" sanitizers "no compute-sanitizer on PATH or below CUDA_HOME"
-}
-skipped sanitizers || run_sanitizers
+for run in "${sanitizer_runs[@]}"; do
+  finish "$run" || true
+done
 
 # ---- C++ benchmarks ----
 
