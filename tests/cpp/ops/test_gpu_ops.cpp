@@ -546,6 +546,7 @@ TEST_F(Gpu, Sample) {
   unsigned seed = 0;
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16})
     for (const std::int64_t vocabulary : {77, 4096, 40000, 200003}) {
+      if (vocabulary > 100000 && dtype != DType::f16) continue;  // the same code, and racecheck takes a minute for each
       const Array logits(dtype, {rows, vocabulary}, ++seed), seeds(DType::i64, {rows}), tokens(DType::i64, {rows});
       const Array positions(std::vector<std::int32_t>{0, 1, 5, 100, 2}), seen(DType::i32, {rows, 50});
       for (std::int64_t i = 0; i < rows; ++i) seeds.on({}).as<std::int64_t>()[i] = 1 + i * 0x123456789abcdef;
