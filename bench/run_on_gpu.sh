@@ -116,7 +116,7 @@ skipped() {   # STEP: and says so
 }
 
 # begin NAME COMMAND...: runs it in the background; its output goes to OUT/NAME.log. finish NAME waits for it and says
-# what became of it. step NAME COMMAND... is both.
+# what became of it, with the seconds from one to the other. step NAME COMMAND... is both.
 declare -A pids begun
 begin() {
   local name=$1

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <iterator>
 #include <sstream>
-#include <utility>
 #include <vector>
 
 #include "core/kv_layout.h"
@@ -141,16 +141,17 @@ const char* name(Activation a) {
   return "?";
 }
 
+constexpr Activation activations[] = {Activation::silu, Activation::gelu_erf, Activation::gelu_tanh};  // with a name
+
 std::vector<std::string> activation_names(bool gated) {
   std::vector<std::string> names;
-  for (Activation a : {Activation::silu, Activation::gelu_erf, Activation::gelu_tanh})
-    names.push_back(std::string(name(a)) + (gated ? "_mul" : ""));
+  for (Activation a : activations) names.push_back(std::string(name(a)) + (gated ? "_mul" : ""));
   return names;
 }
 
 Activation activation_from_name(const char* op, const char* text, bool* gated) {
   const std::string given = text;
-  for (Activation a : {Activation::silu, Activation::gelu_tanh, Activation::gelu_erf}) {
+  for (Activation a : activations) {
     const bool multiplies = gated && given == std::string(name(a)) + "_mul";
     if (given == name(a) || multiplies) {
       if (gated) *gated = multiplies;
@@ -158,8 +159,7 @@ Activation activation_from_name(const char* op, const char* text, bool* gated) {
     }
   }
   std::vector<std::string> names = activation_names(false);
-  if (gated)
-    for (std::string& gate : activation_names(true)) names.push_back(std::move(gate));
+  if (gated) std::ranges::copy(activation_names(true), std::back_inserter(names));
   std::string known;
   for (std::size_t i = 0; i < names.size(); ++i)
     known += (i == 0 ? "" : i + 1 < names.size() ? ", " : " or ") + quoted(names[i]);

@@ -132,7 +132,7 @@ int forced_block_m(const char* op, const char* forced) {
   DecodePlan plan;
   read_plan<DecodePlan>(op, forced, paths, plan);
   ROOFTILE_CHECK(plan.block_m >= 1, op, ": plan ", quoted(forced),
-                 " does not fit this call: block_m must be at least 1", ", got ", plan.block_m);
+                 " does not fit this call: block_m must be at least 1, got ", plan.block_m);
   return plan.block_m;
 }
 

@@ -16,10 +16,10 @@ using Softmax = std::conditional_t<Traits::cta_softmax, CtaSoftmax<Traits>, Warp
 
 // Raw tokens of a kivi row: KV tiles of 16 tokens in 16 bits. K and V of a tile are its two halves.
 //   WarpRing: the raw tiles of a warp take the stages that no code needs any more. A warp with two raw tiles copies
-//     four halves: 0 and 1 are K and V of the first, 2 and 3 of the second.
+//     four halves: 0 and 1 are K and V of the first, 2 and 3 of the second. Up to 128 channels:
 //       4 stages (4 bits, 64 channels)       halves 0 to 3 in stages
 //       3 stages (4 bits; 8 bits, 64)        halves 0 to 2 in stages, half 3 in memory of its own
-//       2 stages (8 bits)                    no warp copies two raw tiles
+//     With 2 stages (8 bits), and where warps share a tile (above 128 channels), no warp copies two raw tiles.
 //   CtaRing: raw_tiles raw tiles at once have their own memory; codes of 8 bits leave memory for one.
 template <class Traits>
 struct RawStorage {

@@ -7,9 +7,9 @@
 
 #include "core/w4_layout.h"
 #include "kernels/gemm/configs.h"
-#include "tile/mma.cuh"
 #include "rooftile/gemm.h"
 #include "tile/dequant_weight.cuh"
+#include "tile/mma.cuh"
 
 namespace rooftile::gpu {
 

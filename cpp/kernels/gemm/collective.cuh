@@ -37,11 +37,11 @@
 #include <type_traits>
 
 #include "kernels/gemm/activate_sum.cuh"
-#include "tile/mma.cuh"
 #include "kernels/gemm/dispatch.h"
 #include "kernels/gemm/params.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
+#include "tile/mma.cuh"
 #include "tile/wgmma.cuh"
 
 namespace rooftile::gpu {

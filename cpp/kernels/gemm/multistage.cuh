@@ -14,11 +14,11 @@
 #include <cutlass/epilogue/threadblock/fusion/visitors.hpp>  // after the header that it needs
 
 #include "kernels/gemm/activate_sum.cuh"
-#include "tile/mma.cuh"
 #include "kernels/gemm/dispatch.h"
 #include "kernels/gemm/params.h"
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
+#include "tile/mma.cuh"
 
 namespace rooftile::gpu {
 
