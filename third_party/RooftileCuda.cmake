@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Decides whether GPU kernels are built, and says so. Sets ROOFTILE_CUDA_ENABLED, enables the language and sets
-# ROOFTILE_CUDA_TARGETS: machine code "sm_80" and PTX "compute_80" of the build.
+# ROOFTILE_CUDA_TARGETS: machine code "sm_80" and PTX "compute_80" of the build. ROOFTILE_HOPPER_ARCHITECTURES: of the
+# targets with kernels for Hopper.
 set(ROOFTILE_CUDA_ENABLED OFF)
 find_program(ROOFTILE_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
 mark_as_advanced(ROOFTILE_NVCC)
@@ -50,6 +51,13 @@ if(ROOFTILE_CUDA_ENABLED)
   string(REGEX REPLACE "([0-9]+a?)-real" "sm_\\1" ROOFTILE_CUDA_TARGETS "${CMAKE_CUDA_ARCHITECTURES}")
   string(REGEX REPLACE "([0-9]+a?)-virtual" "compute_\\1" ROOFTILE_CUDA_TARGETS "${ROOFTILE_CUDA_TARGETS}")
   list(TRANSFORM ROOFTILE_CUDA_TARGETS REPLACE "^([0-9]+a?)$" "sm_\\1;compute_\\1")   # a number alone is both
+
+  # Kernels of wgmma and TMA are compiled for Hopper alone; in a build without it they are empty, so that all links.
+  set(ROOFTILE_HOPPER_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
+  list(FILTER ROOFTILE_HOPPER_ARCHITECTURES INCLUDE REGEX "^90a")
+  if(NOT ROOFTILE_HOPPER_ARCHITECTURES)
+    set(ROOFTILE_HOPPER_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
+  endif()
 
   # rooftile_cuda_language: every .cu file. rooftile_cuda_flags: the kernels of the wheel, whose reports are checked.
   add_library(rooftile_cuda_language INTERFACE)

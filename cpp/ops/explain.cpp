@@ -9,6 +9,7 @@
 #include "kernels/decode/plan.h"
 #include "kernels/decode/scheduler.h"
 #include "kernels/gemm/plan.h"
+#include "kernels/kv_cache/plan.h"
 #include "ops/check.h"
 #include "rooftile/names.h"
 
@@ -70,8 +71,20 @@ PlanFacts explain_decode(const GpuTarget& gpu, const DecodeSizes& s, const char*
                                key.block_m,
                                gpu::visible_tokens(s.capacity, s.window, s.tokens)};
   const gpu::DecodePlan plan = gpu::plan_decode(
-      op, shape, {gpu.sms, std::min(facts.ctas_per_sm, fit), facts.clusters && gpu.hopper ? 8 : 1}, forced);
+      op, shape, {gpu.sms, std::min(facts.ctas_per_sm, fit), facts.clusters ? gpu.largest_cluster() : 1}, forced);
   return {gpu::text(plan), plan.why, gpu::kernel_of(key), plan.workspace_bytes};
+}
+
+PlanFacts explain_append(const char* op, const GpuTarget& gpu, const AppendSizes& s, const char* forced) {
+  const gpu::AppendProblem problem{.batch = s.batch,
+                                   .tokens = s.tokens,
+                                   .kv_heads = s.kv_heads,
+                                   .q_heads = s.q_heads,
+                                   .head_dim = static_cast<int>(s.head_dim),
+                                   .kivi = is_kivi(s.format)};
+  const gpu::AppendPlan plan =
+      gpu::plan_append(op, problem, {.sms = gpu.sms, .largest_cluster = gpu.largest_cluster()}, forced);
+  return {gpu::text(plan), plan.why, gpu::kernel_of(op, s.dtype, s.format), 0};
 }
 
 PlanFacts explain_w4a16(const char* op, const GpuTarget& gpu, TensorView x, const W4View& w, TensorView y,

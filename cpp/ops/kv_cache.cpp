@@ -384,7 +384,7 @@ void check_append(const char* op, const KvCacheView& c, const TensorView& k, con
 
 AppendArgs gpu_append(const char* op, const Context& ctx, const KvCacheView& c, const TensorView& k,
                       const TensorView& v, const TensorView& rows, const TensorView& counts) {
-  check_gpu(op, ctx, "k", k);
+  check_gpu(op, ctx, "k", k, true);
   check_append(op, c, k, v, rows, counts);
   const std::int64_t batch = k.shape[0];
   check_batch(op, c, batch, rows);

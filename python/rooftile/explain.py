@@ -301,7 +301,7 @@ class _Call:
                 raise NotSupportedError(
                     f"{self.op}: plan {_C.quoted(self.plan)} is no variant of the GPU kernels; leave plan out"
                 )
-            facts = None, _NO_PLAN_OF_APPEND if "append" in self.op else _NO_PLAN, f"cuda_{kernel}", 0
+            facts = None, _NO_PLAN, f"cuda_{kernel}", 0
         memory, compute = nbytes / self.roof[0] / 1e3, flops / self.roof[1] / 1e6
         fixed = _FIXED_US["gpu" if self.gpu else "cpu"]
         bound = "latency" if max(memory, compute) < fixed else "memory" if memory >= compute else "compute"
@@ -645,7 +645,16 @@ def _check_room(call, cache, batch, tokens):
 
 def _append(call):
     cache, nbytes, flops = _stored(call)
-    return call.result(nbytes, flops, f"append_{call.dtype}_{cache.format}")
+    return call.result(nbytes, flops, f"append_{call.dtype}_{cache.format}", _append_facts(call, cache, 0))
+
+
+def _append_facts(call, cache, q_heads):
+    """q_heads: 0 without RoPE."""
+    if not call.gpu:
+        return None
+    batch, tokens, kv_heads, head_dim = call.shape("k")
+    sizes = batch, tokens, q_heads, kv_heads, head_dim
+    return _C.explain_append(call.op, call.gpu, call.dtype, cache.format, sizes, call.plan)
 
 
 def _check_rope(call):
@@ -676,8 +685,7 @@ def _rope(call):
     nbytes += 2 * call.bytes("q") + tokens * (2 * pairs * call.size + 4)
     flops += 6 * pairs * (math.prod(q[:-1]) + math.prod(k[:-1]))
     if cache:
-        kernel = f"{call.dtype}_{cache.format}"
-        return call.result(nbytes, flops, f"rope_append_{kernel}" if call.gpu else kernel)
+        return call.result(nbytes, flops, f"{call.dtype}_{cache.format}", _append_facts(call, cache, q[2]))
     return call.result(nbytes, flops, call.dtype)
 
 
@@ -733,9 +741,6 @@ def _dtype(tensor):
 # Tensors whose dtype is that of the call, in the order in which they say it where some are shapes.
 _OF_ONE_DTYPE = ("x", "q", "gate_up", "logits", "out_a", "k", "v", "residual", "out_b", "weight", "bias")
 _NO_PLAN = "no plan to choose: shapes, alignment and SMs say which kernel runs, and on how many CTAs"
-_NO_PLAN_OF_APPEND = (
-    "no plan to choose: shapes and SMs set the CTAs of a row; where they are no cluster a second kernel writes lengths"
-)
 
 _FUNCTIONS = {
     "append": Cache.append,

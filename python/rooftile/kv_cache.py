@@ -334,7 +334,8 @@ class Cache:
         (row b without `rows`) and stores its first counts[b] tokens (all without `counts`; 0 for a padding row, of
         which nothing is stored). rows, counts: [batch], lists of ints or int32 arrays. A row is written once a call.
         All arguments are checked, and pages taken, before anything is written: after an error the cache is as it was.
-        stream: a CUDA stream's handle, default the framework's current stream. plan: a CPU kernel variant by name.
+        stream: a CUDA stream's handle, default the framework's current stream. plan: what `rt.explain` returned, or a
+        plan's text: a CPU kernel variant, or on a GPU a plan that fits the call.
         Raises ArgumentError, ArgumentTypeError, or OutOfPagesError.
         Under torch.compile rows and counts are int32 tensors; a PagedKVCache takes them on the host.
         """

@@ -55,6 +55,12 @@ TensorView described(Args& args, handle h, const char* argument, DType dtype) {
 
 const char* forced(Args& args, handle plan) { return plan.is_none() ? nullptr : args.text(plan, "plan"); }
 
+std::int64_t size_of(Args& args, handle h, const char* what) {
+  const std::int64_t value = args.integer(h, what);
+  ROOFTILE_CHECK(value >= 0 && value <= INT32_MAX, args.op(), ": ", what, " must be 0 to 2**31 - 1, got ", value);
+  return value;
+}
+
 nb::tuple facts(const PlanFacts& f) {
   return nb::make_tuple(f.plan.c_str(), f.why.c_str(), f.kernel.text, f.workspace_bytes);
 }
@@ -114,12 +120,7 @@ void bind_explain(nb::module_& m) {
       "explain_decode",
       [](const nb::tuple& device, handle dtype, handle format, const nb::tuple& sizes, handle plan) {
         Args args("decode_attention");
-        const auto size = [&](std::size_t i, const char* what) {
-          const std::int64_t value = args.integer(sizes[i], what);
-          ROOFTILE_CHECK(value >= 0 && value <= INT32_MAX, args.op(), ": ", what, " must be 0 to 2**31 - 1, got ",
-                         value);
-          return value;
-        };
+        const auto size = [&](std::size_t i, const char* what) { return size_of(args, sizes[i], what); };
         const DecodeSizes s{.dtype = dtype_of(args, dtype),
                             .format = kv_format_from_name(args.op(), args.text(format, "format")),
                             .batch = size(0, "batch"),
@@ -132,6 +133,22 @@ void bind_explain(nb::module_& m) {
         return facts(explain_decode(target(args, device), s, forced(args, plan)));
       },
       "device"_a, "dtype"_a.none(), "format"_a.none(), "sizes"_a, "plan"_a.none());
+
+  m.def(
+      "explain_append",
+      [](const char* op, const nb::tuple& device, handle dtype, handle format, const nb::tuple& sizes, handle plan) {
+        Args args(op);
+        const auto size = [&](std::size_t i, const char* what) { return size_of(args, sizes[i], what); };
+        const AppendSizes s{.dtype = dtype_of(args, dtype),
+                            .format = kv_format_from_name(op, args.text(format, "format")),
+                            .batch = size(0, "batch"),
+                            .tokens = size(1, "tokens"),
+                            .q_heads = size(2, "q_heads"),
+                            .kv_heads = size(3, "kv_heads"),
+                            .head_dim = size(4, "head_dim")};
+        return facts(explain_append(op, target(args, device), s, forced(args, plan)));
+      },
+      "op"_a, "device"_a, "dtype"_a.none(), "format"_a.none(), "sizes"_a, "plan"_a.none());
 
   // weight: (n, k, bits, group_size, kind, scale_dtype, whether it has act-order)
   m.def(

@@ -14,6 +14,7 @@ import oracle
 import pytest
 import rooftile as rt
 import torch
+from kv_caches import assert_same, state
 from rooftile import _C
 from rooftile.explain import _OPS, _seen_by
 
@@ -352,11 +353,9 @@ def test_a_plan_that_is_none_is_no_plan(device):
     assert rt.explain("softmax", (3, 4), device=device, plan=said._replace(plan=None)).plan == said.plan
     x = torch.zeros(3, 4)
     assert torch.equal(rt.softmax(x, plan=said._replace(plan=None)), rt.softmax(x))
-    said = rt.explain("append", {"kv_heads": 1, "capacity": 64}, *((1, 1, 1, 64),) * 2, device="sm_90a")
+    said = rt.explain("softmax", (3, 4), device="sm_90a")
     assert said.plan is None
-    cache, k = rt.KVCache(1, 64, 1, 64), torch.zeros(1, 1, 1, 64)
-    cache.append(k, k, plan=said)
-    assert cache.lengths == [1]
+    assert torch.equal(rt.softmax(x, plan=said), rt.softmax(x))
 
 
 @pytest.mark.parametrize("wrong", [3, PlanRaises(), object(), [], b"avx2"], ids=lambda x: type(x).__name__)
@@ -503,11 +502,31 @@ def test_a_block_m_that_cannot_be_is_named_as_it_came(block_m):
 
 
 def test_why_there_is_no_plan_is_true():
-    k = ((1, 1, 8, 128),) * 2
-    for op, args in (("append", (CACHE, *k)), ("rms_norm", (X,)), ("softmax", (X,))):
-        said = rt.explain(op, *args, device="sm_90a")
+    for op in ("rms_norm", "softmax"):
+        said = rt.explain(op, X, device="sm_90a")
         assert said.plan is None and said.why.startswith("no plan to choose: ")
-        assert ("second kernel" in said.why) == (op == "append")
+
+
+def test_plans_of_append():
+    cache = {**CACHE, "format": "int8"}
+
+    def explained(op, tokens, device="sm_90a", **options):
+        q, kv, tables = (4, tokens, 32, 128), (4, tokens, 8, 128), (4096, 64)
+        args = (q, kv, kv, tables, tables, (4, tokens), cache) if op == "rope_append" else (cache, kv, kv)
+        return rt.explain(op, *args, device=device, sms=132, **options)
+
+    step, prompt = explained("append", 1), explained("append", 2048)
+    assert step.plan == "append entry_ctas=2 cluster_size=2" and "cluster" in step.why
+    assert prompt.plan == "append entry_ctas=256 cluster_size=1" and "second kernel" in prompt.why
+    assert explained("append", 1, "sm_80").plan == "append entry_ctas=1 cluster_size=1"
+    assert explained("rope_append", 1).plan == "append entry_ctas=4 cluster_size=4"
+    assert explained("rope_append", 1).kernel == "cuda_rope_append_float16_int8"
+    said = explained("append", 1, plan=prompt)
+    assert said.plan == prompt.plan and said.why == "forced by plan="
+    with pytest.raises(rt.ArgumentError, match=r"append: plan .* cluster_size must be 1 or entry_ctas = 4, got 2"):
+        explained("append", 1, plan="append entry_ctas=4 cluster_size=2")
+    with pytest.raises(rt.NotSupportedError, match=r"append: plan \"avx2\" is no plan of the GPU kernels"):
+        explained("append", 1, plan="avx2")
 
 
 def test_a_gpu_samples_from_float32():
@@ -687,6 +706,63 @@ def test_decode_runs_every_plan(format, batch, tokens, length):
     ]
     # a row's bits do not depend on the CTAs; the two variants differ by the rounding of fp16 weights and results
     assert check_plans(rt.decode_attention, (q, cache), {}, plans, 4 * EPS[torch.float16]) >= 6
+
+
+@GPU
+@pytest.mark.parametrize("format", rt.KV_FORMATS[1:])
+@pytest.mark.parametrize("op", ["append", "rope_append"])
+@pytest.mark.parametrize(("batch", "tokens", "length"), [(1, 1, 31), (3, 1, 100), (2, 33, 40), (1, 300, 0)])
+def test_append_runs_every_plan(batch, tokens, length, op, format):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if format == "bf16" else torch.float16
+
+    def randn(tokens, heads):
+        return torch.randn(batch, tokens, heads, 64, device="cuda", dtype=dtype)
+
+    old, new, q = (randn(length, 3), randn(length, 3)), (randn(tokens, 3), randn(tokens, 3)), randn(tokens, 6)
+    tables = [torch.randn(512, 32, device="cuda", dtype=dtype) for _ in range(2)]
+    positions = torch.arange(tokens, device="cuda").expand(batch, tokens)
+
+    def appended(plan, captured=False):
+        """Every byte of a cache, q turned or None, and the call's kernels."""
+        cache = rt.KVCache(batch, length + tokens, 3, 64, format=format, dtype=dtype, device="cuda")
+        cache.append(*old)
+        args = (cache, *new) if op == "append" else (q, *new, *tables, positions, cache)
+        said = rt.explain(op, *args, plan=plan)
+
+        def call():
+            if op == "rope_append":
+                return rt.rope_append(q, *new, *tables, positions, cache, plan=plan)
+            return cache.append(*new, plan=plan)
+
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                turned = call()
+            graph.replay()
+        else:
+            with rt.record_kernels() as names:
+                turned = call()
+            assert names == [said.kernel], plan
+            ran.append(plan)
+        torch.cuda.synchronize()
+        return state(cache), turned
+
+    rt.warmup()
+    ran = []
+    expected, q_out = appended(None)
+    clusters = torch.cuda.get_device_capability() == (9, 0)
+    for ctas, cluster in [(1, 1), *((n, size) for n in (2, 4, 8) for size in (1, n)), (16, 1), (128, 1)]:
+        plan = f"append entry_ctas={ctas} cluster_size={cluster}"
+        if cluster > 1 and not clusters:
+            with pytest.raises(rt.ArgumentError, match="cluster_size must be 1 to 1"):
+                appended(plan)
+            continue
+        for captured in (False, True):
+            got, turned = appended(plan, captured)
+            assert_same(got, expected, plan)
+            assert q_out is None or torch.equal(turned, q_out), plan
+    assert len(ran) >= 6
 
 
 @GPU

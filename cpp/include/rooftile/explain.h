@@ -16,6 +16,8 @@ struct GpuTarget {
   int major = 0, minor = 0;  // compute capability
   int sms = 0;
   bool hopper = false;  // runs machine code for sm_90a
+
+  int largest_cluster() const { return hopper ? 8 : 1; }  // CTAs
 };
 
 struct PlanFacts {
@@ -33,8 +35,16 @@ struct DecodeSizes {
   std::int64_t window = 0;    // 0: none
 };
 
+struct AppendSizes {
+  DType dtype = DType::f16;
+  KvFormat format = KvFormat::fp16;
+  std::int64_t batch = 0, tokens = 0, q_heads = 0, kv_heads = 0, head_dim = 0;  // q_heads: 0 without RoPE
+};
+
 // forced: the text of a plan, or null for the one that the call takes. Errors are those of the call.
 PlanFacts explain_decode(const GpuTarget&, const DecodeSizes&, const char* forced);
+// op: append or rope_append
+PlanFacts explain_append(const char* op, const GpuTarget&, const AppendSizes&, const char* forced);
 PlanFacts explain_w4a16(const char* op, const GpuTarget&, TensorView x, const W4View&, TensorView y,
                         const MatmulOptions&, const char* forced);
 PlanFacts explain_linear(const GpuTarget&, TensorView x, TensorView weight, TensorView y, const LinearOptions&,

@@ -104,9 +104,10 @@ void launch_variant(const DeviceScope& scope, const GemmPlan& plan, const GemmPr
   variant->launch(scope, plan, ctas, p);
 }
 
-void load_gemm_kernels(const char* op) {
+void load_gemm_kernels(const char* op, bool hopper) {
   for (const Table& table : tables())
-    for (const GemmVariant& v : table.variants()) v.load(op);
+    for (const GemmVariant& v : table.variants())
+      if (hopper || !needs_hopper(v.key.path)) v.load(op);
   load_split_k_kernels(op);
   load_prepare_kernels(op);
 }

@@ -21,6 +21,10 @@ namespace rooftile::gpu {
 // and collective (collective.cuh), on mma.sync multistage (multistage.cuh). W in 4 or 8 bits: codes_stream
 // (stream_codes.cuh), on Hopper codes_wgmma (wgmma_codes.cuh).
 enum class GemmPath : std::uint8_t { stream, tma, collective, multistage, codes_stream, codes_wgmma };
+// Kernels of wgmma or TMA: CMakeLists.txt compiles them for Hopper alone.
+constexpr bool needs_hopper(GemmPath path) {
+  return path == GemmPath::tma || path == GemmPath::collective || path == GemmPath::codes_wgmma;
+}
 
 // The A operands of wgmma_codes.cuh. codes, codes_64: u - zero, exact, whose sums over 128 or 64 k are scaled in fp32.
 // f16_scales, bf16_scales: weights rounded to x's type, from scales (and minima) of that 16-bit type.

@@ -5,10 +5,8 @@
 // where it writes), append.cuh (the kernel), plan.h (CTAs of an entry).
 #include <bit>
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
-#include "core/kernel_name.h"
 #include "core/kv_layout.h"
 #include "kernels/backend.h"
 #include "kernels/kv_cache/append.cuh"
@@ -106,8 +104,8 @@ AppendParams params_of(const AppendArgs& a, const AppendPlan& plan) {
           .tokens = static_cast<int>(a.k.shape[1]),
           .q_heads = a.cos.given() ? static_cast<int>(a.q.shape[2]) : 0,
           .log2_page_size = std::countr_zero(static_cast<unsigned>(c.page_size)),
-          .log2_entry_ctas = plan.log2_entry_ctas,
-          .one_cluster = plan.one_cluster,
+          .log2_entry_ctas = std::countr_zero(static_cast<unsigned>(plan.entry_ctas)),
+          .one_cluster = plan.is_one_launch(),
           .vec4_pool = vec4_pool(c),
           .vec4_ring = c.head_dim % 4 == 0 && is_aligned(c.ring_k, 8) && is_aligned(c.ring_v, 8)};
 }
@@ -122,22 +120,18 @@ KernelName kv_append(const char* op, const Context& ctx, const AppendArgs& a) {
                               .q_heads = a.cos.given() ? a.q.shape[2] : 0,
                               .head_dim = c.head_dim,
                               .kivi = is_kivi(c.format)};
-  constexpr std::int64_t most = std::numeric_limits<int>::max() / 4;  // sums of work-tile indices fit 32 bits
-  ROOFTILE_CHECK_KIND(not_supported, append_work_tiles(problem) <= most && problem.batch <= most, op, ": k has ",
-                      problem.tokens, " tokens for each of ", problem.batch,
-                      " rows; on a GPU tokens times heads of one row are at most ", most, " a call");
-  const KernelName ran = kernel_name("cuda_", op, "_", name(c.dtype), "_", name(c.format));
+  const DeviceScope scope(op, ctx);
+  const AppendPlan plan =
+      plan_append(op, problem, {.sms = scope.sms(), .largest_cluster = scope.largest_cluster()}, ctx.variant);
+  const KernelName ran = kernel_of(op, c.dtype, c.format);
   if (problem.batch == 0 || problem.tokens == 0) return ran;
 
-  const DeviceScope scope(op, ctx);
-  const AppendPlan plan = plan_append(problem, {.sms = scope.sms(), .largest_cluster = scope.largest_cluster()});
   const AppendParams p = params_of(a, plan);
   const Kernel kernel =
       (c.dtype == DType::bf16 ? kernel_for<tile::bf16> : kernel_for<tile::half>)(c.format, p.rope.cos != nullptr);
-  const int entry_ctas = 1 << plan.log2_entry_ctas;
-  scope.launch(kernel, problem.batch * entry_ctas, append_warps * 32, 0, p, Overlap::with_previous,
-               plan.one_cluster ? entry_ctas : 1);
-  if (!plan.one_cluster) scope.launch(commit_lengths, problem.batch, 256, 0, p, Overlap::with_previous);
+  scope.launch(kernel, problem.batch * plan.entry_ctas, append_warps * 32, 0, p, Overlap::with_previous,
+               plan.cluster_size);
+  if (!plan.is_one_launch()) scope.launch(commit_lengths, problem.batch, 256, 0, p, Overlap::with_previous);
   return ran;
 }
 

@@ -3,10 +3,32 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 
+#include "core/kernel_name.h"
+#include "core/plan_text.h"
 #include "kernels/kv_cache/params.h"
 
 namespace rooftile::gpu {
+namespace {
+
+constexpr PlanChoice<AppendPlan> choices[] = {{"entry_ctas", &AppendPlan::entry_ctas},
+                                              {"cluster_size", &AppendPlan::cluster_size}};
+constexpr PlanPath<AppendPlan> paths[] = {{"append", choices}};
+
+constexpr int max_ctas_per_sm = 8;  // of all entries; more would wait for others to end
+
+bool choices_fit(PlanCheck& check, const AppendDevice& device, const AppendPlan& plan) {
+  const std::int64_t most = std::max(device.sms * max_ctas_per_sm, device.largest_cluster);
+  return check.range("entry_ctas", plan.entry_ctas, 1, most) &&
+         check.need(std::has_single_bit(static_cast<unsigned>(plan.entry_ctas)),
+                    "entry_ctas must be a power of two, got ", plan.entry_ctas) &&
+         check.need(plan.cluster_size == 1 || plan.is_one_launch(),
+                    "cluster_size must be 1 or entry_ctas = ", plan.entry_ctas, ", got ", plan.cluster_size) &&
+         check.range("cluster_size", plan.cluster_size, 1, device.largest_cluster);
+}
+
+}  // namespace
 
 std::int64_t append_work_tiles(const AppendProblem& p) {
   const std::int64_t groups = (p.tokens + 2 * (kv_group - 1)) / kv_group;  // that the tokens of a row can touch
@@ -17,6 +39,7 @@ std::int64_t append_work_tiles(const AppendProblem& p) {
 // pairs of query heads, a warp each: 4 CTAs, one cluster, which writes the length itself. 4096 tokens: 131072 work
 // tiles are 16384 CTAs; 8 an SM fill the device, 1056, rounded down to 1024, and a second kernel writes the lengths.
 AppendPlan plan_append(const AppendProblem& p, const AppendDevice& device) {
+  if (p.batch == 0 || p.tokens == 0) return {.why = "nothing to append"};
   const std::int64_t cluster = device.largest_cluster, sms = device.sms;
   // A sliced group gets warps for two rounds of its slices, provided that all CTAs run at once and leave room for the
   // next kernel's.
@@ -26,12 +49,37 @@ AppendPlan plan_append(const AppendProblem& p, const AppendDevice& device) {
   const auto ctas_for = [](std::int64_t tiles) { return (tiles + append_warps - 1) / append_warps; };
   const std::int64_t all =
       std::max(ctas_for(append_work_tiles(p)), std::min({ctas_for((slices + 1) / 2), sms * 4 / p.batch, cluster}));
-  const std::int64_t fill = (sms * 8 + p.batch - 1) / p.batch;
+  const std::int64_t fill = (sms * max_ctas_per_sm + p.batch - 1) / p.batch;
   const auto ctas = static_cast<std::uint64_t>(std::min({all, fill, all <= 2 * cluster ? cluster : fill}));
   AppendPlan plan;  // rounded up to a power of two within a cluster, else down
-  plan.log2_entry_ctas = std::bit_width(ctas <= static_cast<std::uint64_t>(cluster) ? ctas - 1 : ctas / 2);
-  plan.one_cluster = 1 << plan.log2_entry_ctas <= cluster;
+  plan.entry_ctas =
+      static_cast<int>(ctas <= static_cast<std::uint64_t>(cluster) ? std::bit_ceil(ctas) : std::bit_floor(ctas));
+  if (plan.entry_ctas <= cluster) plan.cluster_size = plan.entry_ctas;
+  plan.why = plan.is_one_launch()
+                 ? "few work tiles an entry: the CTAs of one are a cluster, which writes its length"
+                 : "more CTAs an entry than a cluster has room for: a second kernel writes the lengths";
   return plan;
+}
+
+AppendPlan plan_append(const char* op, const AppendProblem& p, const AppendDevice& device, const char* forced) {
+  constexpr std::int64_t most = std::numeric_limits<int>::max() / 4;  // sums of work-tile indices fit 32 bits
+  ROOFTILE_CHECK_KIND(not_supported, append_work_tiles(p) <= most && p.batch <= most, op, ": k has ", p.tokens,
+                      " tokens for each of ", p.batch, " rows; on a GPU tokens times heads of one row are at most ",
+                      most, " a call");
+  if (!forced) return plan_append(p, device);
+  AppendPlan plan;
+  read_plan<AppendPlan>(op, forced, paths, plan);
+  PlanCheck check;
+  ROOFTILE_CHECK(choices_fit(check, device, plan), op, ": plan ", quoted(forced),
+                 " does not fit this call: ", check.wrong());
+  plan.why = "forced by plan=";
+  return plan;
+}
+
+std::string text(const AppendPlan& plan) { return plan_text(paths[0], plan); }
+
+KernelName kernel_of(const char* op, DType dtype, KvFormat format) {
+  return kernel_name("cuda_", op, "_", name(dtype), "_", name(format));
 }
 
 }  // namespace rooftile::gpu

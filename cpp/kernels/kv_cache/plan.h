@@ -3,6 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+
+#include "rooftile/context.h"
+#include "rooftile/kv_cache.h"
 
 namespace rooftile::gpu {
 
@@ -22,14 +26,26 @@ struct AppendDevice {
 std::int64_t append_work_tiles(const AppendProblem& problem);
 
 struct AppendPlan {
-  int log2_entry_ctas = 0;   // 2^log2_entry_ctas CTAs share one batch entry
-  bool one_cluster = false;  // the CTAs of an entry are one cluster, and the call is one launch
+  const char* why = "";  // why the choices are so
+  // The choices of a plan. entry_ctas: a power of two of CTAs share one batch entry. cluster_size: entry_ctas where they
+  // are one cluster and the call one launch; or 1, where a second kernel writes the lengths if CTAs are several.
+  int entry_ctas = 1, cluster_size = 1;
+
+  bool is_one_launch() const { return cluster_size == entry_ctas; }
 };
-// For at least one row and token. An entry gets enough CTAs to fill the device, but few enough that validation costs
-// little beside the work, and at most a cluster if a full cluster does the work in two rounds of work tiles.
+// An entry gets enough CTAs to fill the device, but few enough that validation costs little beside the work, and at
+// most a cluster if a full cluster does the work in two rounds of work tiles.
 //   Example, 132 SMs, clusters of 8 CTAs, 8 KV heads: a decode step of 4 rows in int8 has 16 work tiles an entry, so
 //   2 CTAs an entry, one cluster. A prompt of 2048 tokens in one row has 32768, so 1056 CTAs would fill the device;
 //   rounded down to a power of two, 1024 CTAs, which cannot be a cluster.
 AppendPlan plan_append(const AppendProblem& problem, const AppendDevice& device);
+// The plan whose text is `forced`, or the one above where it is null. Raises not_supported for more work tiles than a
+// call may have, and value errors for a plan that does not fit the call.
+AppendPlan plan_append(const char* op, const AppendProblem&, const AppendDevice&, const char* forced);
+// "append entry_ctas=2 cluster_size=2"
+std::string text(const AppendPlan& plan);
+
+// op: append or rope_append
+KernelName kernel_of(const char* op, DType dtype, KvFormat format);
 
 }  // namespace rooftile::gpu

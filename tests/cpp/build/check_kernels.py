@@ -100,7 +100,12 @@ def lines_for(kernel, budgets):
     return [pattern for pattern in budgets if fnmatchcase(kernel.name, pattern)]
 
 
-def wrong_commands(folder, targets):
+def machine_code(target):
+    return target.replace("compute_", "sm_")
+
+
+def wrong_commands(folder, targets, architectures):
+    """architectures: {file: those that the lines of its kernels name}. PTX of compute_80 goes with sm_80."""
     for report in sorted(folder.rglob("*.cu.o.ptxas")):
         where = report.name.removesuffix(".o.ptxas")
         path = report.with_suffix(".command")
@@ -108,14 +113,14 @@ def wrong_commands(folder, targets):
         if "-DNDEBUG" not in command:
             yield f"{where}: compiled without -DNDEBUG"
         built = {code for codes in re.findall(r"code=\[([^]]*)\]", " ".join(command)) for code in codes.split(",")}
-        yield from (f"{where}: holds nothing for {target}" for target in targets if target not in built)
+        needed = [t for t in targets if machine_code(t) in architectures.get(where, ())] or targets
+        yield from (f"{where}: holds nothing for {target}" for target in needed if target not in built)
 
 
 def check(folder, budgets, targets):
     kernels, problems = read(folder)
-    problems += wrong_commands(folder, targets)
     there = {(k.where, k.name) for k in kernels}
-    used = set()
+    used, named = set(), {}
     for k in kernels:
         patterns = lines_for(k, budgets)
         used.update(patterns)
@@ -124,6 +129,9 @@ def check(folder, budgets, targets):
             continue
         budget = budgets[patterns[0]]
         file = k.where.removesuffix(k.architecture)
+        named.setdefault(file.rstrip(), set()).update(budget["registers"])
+        if not budget["registers"].keys() & {machine_code(t) for t in targets}:
+            continue  # a kernel for Hopper, empty in a build without it
         problems += [
             f"{k.where}: {k.name} is not there for {architecture}"
             for architecture in budget["registers"]
@@ -146,6 +154,7 @@ def check(folder, budgets, targets):
         for claim in (*NEVER, *budget.get("no_ptx", ())):
             if found := re.search(claim, k.ptx):
                 problems.append(f"{k.where}: {k.name} has {found[0].strip()} in its PTX")
+    problems += wrong_commands(folder, targets, named)
     problems += [f"{BUDGETS.name}: no kernel is {pattern}" for pattern in budgets if pattern not in used]
     return problems, len(kernels)
 
@@ -201,9 +210,16 @@ def selftest(folder, budgets, targets):
         planted_ptx("call.uni (retval0), vprintf, (param0);", "call"),
         planted_ptx("add.f64 %fd1, %fd2, %fd3;", ".f64"),
     ]
+    if "sm_90a" in targets:
+        hopper = "tma_bits16.cu.o"
+        faults += [
+            (f"{hopper}.command", r"(code=\[[^]]*?)\bsm_90a\b", r"\1", "holds nothing for sm_90a"),
+            (f"{hopper}.sm_90a.ptx", r"(?s)\bwgmma\.mma_async.*", "", "has no wgmma"),
+        ]
     for file, old, new, expected in faults:
         with tempfile.TemporaryDirectory() as copy:
-            for path in (p for suffix in ("ptxas", "ptx", "command") for p in folder.rglob(f"{decode}*.{suffix}")):
+            source = file[: file.index(".cu.o")]
+            for path in (p for end in ("ptxas", "ptx", "command") for p in folder.rglob(f"{source}.cu.o*.{end}")):
                 shutil.copy(path, copy)
             path = Path(copy) / file
             own = {p: line for p, line in budgets.items() if any(fnmatchcase(k.name, p) for k in read(Path(copy))[0])}

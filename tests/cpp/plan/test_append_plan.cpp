@@ -3,10 +3,12 @@
 // cluster can hold them, no more CTAs than work or device, and the worked example of plan.h.
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <bit>
+#include <string>
 
 #include "kernels/kv_cache/params.h"
 #include "kernels/kv_cache/plan.h"
+#include "rooftile/error.h"
 
 namespace rooftile::gpu {
 namespace {
@@ -31,20 +33,21 @@ void for_each_problem(F&& f) {
 
 TEST(AppendPlan, ItsCtasFitTheWorkTheDeviceAndTheCluster) {
   for_each_problem([](const AppendProblem& p, const AppendDevice& device) {
-    const AppendPlan plan = plan_append(p, device);
-    ASSERT_GE(plan.log2_entry_ctas, 0);
-    ASSERT_LT(plan.log2_entry_ctas, 30);
-    const std::int64_t ctas = std::int64_t{1} << plan.log2_entry_ctas;
-    ASSERT_EQ(plan.one_cluster, ctas <= device.largest_cluster);
+    const AppendPlan plan = plan_append("op", p, device, nullptr);
+    const std::int64_t ctas = plan.entry_ctas;
+    ASSERT_TRUE(ctas > 0 && std::has_single_bit(static_cast<std::uint64_t>(ctas)));
+    ASSERT_EQ(plan.cluster_size, ctas <= device.largest_cluster ? ctas : 1);
+    ASSERT_EQ(plan.is_one_launch(), ctas <= device.largest_cluster);
+    ASSERT_STRNE(plan.why, "");
     // rounded up to a power of two within a cluster alone
     const std::int64_t fill = (8 * device.sms + p.batch - 1) / p.batch;
-    ASSERT_LE(ctas, plan.one_cluster ? 2 * fill - 1 : fill);
+    ASSERT_LE(ctas, plan.is_one_launch() ? 2 * fill - 1 : fill);
     // a slice of a closing group is at most a warp's
     const std::int64_t slices = p.kv_heads * (append_slices(false, p.head_dim) + append_slices(true, p.head_dim)),
                        warps = append_work_tiles(p) + (p.kivi && p.tokens <= kv_group ? slices : 0);
     ASSERT_LT((ctas / 2) * append_warps, warps);
     // work of two rounds of a cluster needs no second launch
-    if (append_work_tiles(p) <= 2 * device.largest_cluster * append_warps) { ASSERT_TRUE(plan.one_cluster); }
+    if (append_work_tiles(p) <= 2 * device.largest_cluster * append_warps) { ASSERT_TRUE(plan.is_one_launch()); }
   });
 }
 
@@ -61,14 +64,48 @@ TEST(AppendPlan, WorkTilesAreTokensGroupsAndPairsOfHeadsOfQ) {
 TEST(AppendPlan, TheExampleOfItsHeader) {
   constexpr AppendDevice hopper{.sms = 132, .largest_cluster = 8};
   const AppendPlan step = plan_append({.batch = 4, .tokens = 1, .kv_heads = 8, .head_dim = 128}, hopper);
-  EXPECT_EQ(step.log2_entry_ctas, 1);
-  EXPECT_TRUE(step.one_cluster);
+  EXPECT_EQ(text(step), "append entry_ctas=2 cluster_size=2");
   const AppendPlan prompt = plan_append({.batch = 1, .tokens = 2048, .kv_heads = 8, .head_dim = 128}, hopper);
-  EXPECT_EQ(prompt.log2_entry_ctas, 10);
-  EXPECT_FALSE(prompt.one_cluster);
+  EXPECT_EQ(text(prompt), "append entry_ctas=1024 cluster_size=1");
   // without clusters every CTA stands alone
-  EXPECT_TRUE(plan_append({.batch = 1, .tokens = 1, .kv_heads = 4, .head_dim = 128}, {132, 1}).one_cluster);
-  EXPECT_FALSE(plan_append({.batch = 1, .tokens = 64, .kv_heads = 4, .head_dim = 128}, {132, 1}).one_cluster);
+  EXPECT_TRUE(plan_append({.batch = 1, .tokens = 1, .kv_heads = 4, .head_dim = 128}, {132, 1}).is_one_launch());
+  EXPECT_FALSE(plan_append({.batch = 1, .tokens = 64, .kv_heads = 4, .head_dim = 128}, {132, 1}).is_one_launch());
+}
+
+TEST(AppendPlan, TheTextOfAPlanIsThatPlan) {
+  for_each_problem([](const AppendProblem& p, const AppendDevice& device) {
+    const AppendPlan plan = plan_append(p, device), forced = plan_append("op", p, device, text(plan).c_str());
+    ASSERT_EQ(forced.entry_ctas, plan.entry_ctas);
+    ASSERT_EQ(forced.cluster_size, plan.cluster_size);
+  });
+}
+
+TEST(AppendPlan, APlanThatDoesNotFitIsRefusedByItsField) {
+  constexpr AppendProblem problem{.batch = 1, .tokens = 1, .kv_heads = 8, .head_dim = 128};
+  const auto refused = [&](const char* plan, const char* says, AppendDevice device = {132, 8}) {
+    try {
+      plan_append("append", problem, device, plan);
+      ADD_FAILURE() << plan;
+    } catch (const Error& e) { EXPECT_NE(std::string(e.what()).find(says), std::string::npos) << e.what(); }
+  };
+  refused("append entry_ctas=3 cluster_size=1", "entry_ctas must be a power of two, got 3");
+  refused("append entry_ctas=0 cluster_size=1", "entry_ctas must be 1 to 1056, got 0");
+  refused("append entry_ctas=2048 cluster_size=1", "entry_ctas must be 1 to 1056, got 2048");
+  refused("append entry_ctas=4 cluster_size=2", "cluster_size must be 1 or entry_ctas = 4, got 2");
+  refused("append entry_ctas=16 cluster_size=16", "cluster_size must be 1 to 8, got 16");
+  refused("append entry_ctas=2 cluster_size=2", "cluster_size must be 1 to 1, got 2", {108, 1});
+  refused("append entry_ctas=2", "got no cluster_size");
+  refused("avx2", "is no plan of the GPU kernels");
+  EXPECT_EQ(plan_append("append", problem, {132, 8}, "append entry_ctas=8 cluster_size=1").entry_ctas, 8);
+}
+
+TEST(AppendPlan, MoreWorkThanIsCountedIsRefused) {
+  EXPECT_THROW(plan_append("append", {.batch = 1, .tokens = 1 << 29, .kv_heads = 8}, {132, 8}, nullptr), Error);
+}
+
+TEST(AppendPlan, NothingToAppendHasAPlan) {
+  for (const AppendProblem& p : {AppendProblem{.tokens = 3, .kv_heads = 1}, AppendProblem{.batch = 3, .kv_heads = 1}})
+    EXPECT_EQ(text(plan_append(p, {132, 8})), "append entry_ctas=1 cluster_size=1");
 }
 
 }  // namespace
