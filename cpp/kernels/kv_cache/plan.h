@@ -27,8 +27,8 @@ std::int64_t append_work_tiles(const AppendProblem& problem);
 
 struct AppendPlan {
   const char* why = "";  // why the choices are so
-  // The choices of a plan. entry_ctas: a power of two of CTAs share one batch entry. cluster_size: entry_ctas where they
-  // are one cluster and the call one launch; or 1, where a second kernel writes the lengths if CTAs are several.
+  // The choices of a plan. entry_ctas: CTAs that share one batch entry, a power of two. cluster_size: entry_ctas, one
+  // cluster and one launch; or 1, and a second kernel writes the lengths unless the CTA is alone.
   int entry_ctas = 1, cluster_size = 1;
 
   bool is_one_launch() const { return cluster_size == entry_ctas; }
