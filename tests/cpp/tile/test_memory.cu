@@ -229,7 +229,7 @@ class Hopper : public Tile {
 
 using Full = cutlass::arch::ClusterTransactionBarrier;
 using Empty = cutlass::arch::ClusterBarrier;
-constexpr auto cache_hint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+[[maybe_unused]] constexpr auto cache_hint = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 // CUTLASS's barriers have no constructor: they are made in place.
 template <class Barrier>
 __device__ Barrier& barrier_at(std::uint64_t& word) {
