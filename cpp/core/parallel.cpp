@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -124,11 +125,22 @@ int usable_cores() {
 
 // ---- the loop, common to both kinds of threads ----------------------------------------------------
 
+// Neighbouring tasks read neighbouring memory, so of n threads thread t begins with the t-th of n parts of the tasks; a
+// thread whose part is taken helps with the next one.
 struct Loop {
+  Loop(void (*task)(const void*, std::int64_t, int), const void* body, std::int64_t tasks, int threads)
+      : task(task), body(body), tasks(tasks), parts(std::min(threads, max_parts)) {}
+
+  static constexpr int max_parts = 16;  // more threads share parts
+  struct Part {
+    alignas(64) std::atomic<std::int64_t> taken{0};  // on a cache line of its own
+  };
+
   void (*task)(const void*, std::int64_t, int);
   const void* body;
   std::int64_t tasks;
-  std::atomic<std::int64_t> next{0};
+  int parts;
+  std::array<Part, max_parts> part;
   std::atomic<bool> failed{false};
   std::exception_ptr error;
   std::mutex error_mutex;
@@ -144,9 +156,27 @@ struct Loop {
       failed.store(true, std::memory_order_relaxed);
     }
   }
-  void work(int thread) {
-    for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) run_task(i, thread);
+  // A task that no thread has taken. False: there is none.
+  bool run_next(int thread) {
+    for (int i = 0; i < parts; ++i) {
+      const int p = (thread + i) % parts;
+      const std::int64_t begin = begin_of(p), count = begin_of(p + 1) - begin;
+      std::atomic<std::int64_t>& taken = part[static_cast<std::size_t>(p)].taken;
+      if (taken.load(std::memory_order_relaxed) >= count) continue;
+      const std::int64_t mine = taken.fetch_add(1, std::memory_order_relaxed);
+      if (mine >= count) continue;
+      run_task(begin + mine, thread);
+      return true;
+    }
+    return false;
   }
+  void work(int thread) {
+    while (run_next(thread)) {}
+  }
+
+ private:
+  // The first task of a part. The first tasks % parts parts have one more than the others.
+  std::int64_t begin_of(int p) const { return tasks / parts * p + std::min<std::int64_t>(p, tasks % parts); }
 };
 
 ThreadPool& own_pool() {
@@ -169,8 +199,9 @@ Parallel::Parallel(int threads) : threads_(threads) {
 }
 
 void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const {
-  Loop loop{task, body, tasks, {}, {}, {}, {}};
+  if (tasks == 0) return;
   const int width = static_cast<int>(std::min<std::int64_t>(threads_, tasks));
+  Loop loop(task, body, tasks, width);
   const OpenMp& runtime = openmp();
   if (width <= 1 || (runtime.usable() && runtime.in_parallel())) {
     loop.work(0);
@@ -183,8 +214,8 @@ void Parallel::run_erased(std::int64_t tasks, Task task, const void* body) const
                      static_cast<unsigned>(threads_),
                      0);  // always the full team: libgomp keeps threads alive for one team size only
   } else {
-    const auto run_task = [](void* l, std::int64_t i, int thread) { static_cast<Loop*>(l)->run_task(i, thread); };
-    if (!own_pool().run(tasks, width, run_task, &loop)) loop.work(0);
+    const auto run_next = [](void* l, std::int64_t, int thread) { static_cast<Loop*>(l)->run_next(thread); };
+    if (!own_pool().run(tasks, width, run_next, &loop)) loop.work(0);
   }
   if (loop.error) std::rethrow_exception(loop.error);
 }

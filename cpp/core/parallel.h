@@ -3,7 +3,8 @@
 //
 // If the process has loaded an OpenMP runtime (torch loads one), the loop runs on that runtime's threads, because two
 // pools on the same cores would spin against each other. Otherwise the loop runs on the library's pool, created at
-// first use. Tasks are scheduled dynamically; a result must not depend on the thread that runs a task.
+// first use. Each thread begins with its own part of the tasks and then helps others; a result must not depend on the
+// thread that runs a task.
 #pragma once
 
 #include <cstdint>

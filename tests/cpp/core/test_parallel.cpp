@@ -30,6 +30,27 @@ TEST(Parallel, RunsEveryTaskOnce) {
     }
 }
 
+TEST(Parallel, AThreadBeginsWithItsPartOfTheTasksAndThenHelps) {
+  for (const std::int64_t tasks : {2, 7, 8}) {
+    std::atomic<std::int64_t> first[2] = {-1, -1};
+    std::atomic<int> done{0};
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    Parallel(2).run(tasks, [&](std::int64_t i, int thread) {
+      std::int64_t none = -1;
+      if (!first[thread].compare_exchange_strong(none, i)) {
+        ++done;
+        return;
+      }
+      while ((first[0] < 0 || first[1] < 0) && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+      if (thread == 1)  // thread 0 does all others, those of this one's part too
+        while (done < tasks - 2 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    });
+    EXPECT_EQ(first[0], 0) << tasks;
+    EXPECT_EQ(first[1], (tasks + 1) / 2) << tasks;
+    EXPECT_EQ(done, tasks - 2) << tasks;
+  }
+}
+
 std::ptrdiff_t threads_here() {
   const std::filesystem::directory_iterator all("/proc/self/task");
   return std::distance(begin(all), end(all));
