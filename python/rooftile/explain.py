@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a call will run, before it runs: plan, reason, bytes, flops and what bounds it."""
 
+import collections.abc
 import inspect
 import itertools
 import math
@@ -96,7 +97,8 @@ def explain(op, /, *args, device=None, sms=None, dtype=None, roof=None, **kwargs
     Returns an Explanation. bytes and flops are what the op has to move and compute, whatever the kernel does.
     Raises ArgumentError and ArgumentTypeError for what no plan can be made of, and NotSupportedError where the device
     has no kernel. The call looks at more: at outputs, on which devices and in which memory tensors lie, at scalars such
-    as eps, top_k or softcap, at sinks, alibi_slopes and what other tensors hold, and in attention at counts.
+    as eps, top_k, seeds or softcap, at sinks, alibi_slopes and what other tensors hold, in attention at counts, and at
+    how many pages a pool has left.
     Source: the plans of cpp/kernels/*/plan.cpp; roofline: Williams et al. 2009.
     """
     name = _name(op)
@@ -128,7 +130,10 @@ class _Call:
         self.given = {"cache" if name == "self" else name: x for name, x in bound.arguments.items()}
         self.plan = self._plan()
         cache = self.given.get("cache")
-        tensors = [x for x in self.given.values() if shape_of(x) is not None and hasattr(x, "dtype")]
+        for name in ("rows", "counts"):  # what may be read once alone
+            if isinstance(self.given.get(name), collections.abc.Iterator):
+                self.given[name] = list(self.given[name])
+        tensors = [x for x in self.given.values() if shape_of(x) is not None and _has(x, "dtype")]
         self._take_device(device, sms, [*tensors, *([cache] if isinstance(cache, Cache) else [])])
         self._take_roof(roof)
         if dtype is not None:
@@ -157,13 +162,13 @@ class _Call:
         """That of the first tensor of the dtype that a call has."""
         self.dtype = "float16" if self.gpu else "float32"
         for name in _OF_ONE_DTYPE:
-            if name in self.given and hasattr(self.given[name], "dtype"):
+            if name in self.given and _has(self.given[name], "dtype"):
                 self._check_dtype(name, ACTIVATIONS)
                 return _dtype(self.given[name])
         return self.dtype
 
     def _check_dtype(self, name, allowed):
-        if hasattr(self.given[name], "dtype") and _dtype(self.given[name]) not in allowed:
+        if _has(self.given[name], "dtype") and _dtype(self.given[name]) not in allowed:
             raise ArgumentTypeError(f"{self.op}: {name} must be {' or '.join(allowed)}, got {self.described(name)}")
 
     def _allowed(self, name):
@@ -287,7 +292,7 @@ class _Call:
         if x is None:
             return None
         shape = self.shape(name)
-        has_memory = hasattr(x, "__dlpack__") and str(getattr(x, "device", "cpu")) != "meta"
+        has_memory = _has(x, "__dlpack__") and str(getattr(x, "device", "cpu")) != "meta"
         return x if has_memory and str(x.dtype).removeprefix("torch.") == self.dtype else shape
 
     def result(self, nbytes, flops, kernel="", facts=None):
@@ -450,6 +455,8 @@ def _cache(call, name, batch, head_dim, new=0):
             f"{call.op}: dtype must be the cache format's {ELEMENT_DTYPES[format]}, not {call.dtype}"
         )
     number = {key: _integer(call.op, f"cache's {key}", cache[key], 1) for key in ("kv_heads", "capacity")}
+    if number["kv_heads"] > _C.max_heads:
+        raise ArgumentError(f"{call.op}: cache's kv_heads must lie in [1, {_C.max_heads}], got {number['kv_heads']}")
     page_size = _integer(call.op, "cache's page_size", cache.get("page_size", CONTIGUOUS_PAGE), 1)
     sizes = [size for size in _C.kv_page_sizes if format not in KIVI or size % _C.kv_group == 0]
     if page_size not in sizes:
@@ -467,19 +474,29 @@ def _cache(call, name, batch, head_dim, new=0):
     return _CacheFacts(format, page_size, number["kv_heads"], capacity, [(length, batch)])
 
 
-def _integer(op, name, value, at_least=0):
+def _integer(op, name, value, at_least=0, bits=31):
     """An int that is no truth value: True would count as 1."""
     if is_bool(value):
         raise ArgumentTypeError(f"{op}: {name} must be an integer, got {type(value).__name__}")
-    return integer(op, name, value, at_least)
+    return integer(op, name, value, at_least, bits)
 
 
 def _is_number(value):
     return isinstance(value, numbers.Real) and not is_bool(value)
 
 
+def _has(x, name):
+    """hasattr() of any object: a property may raise what it likes."""
+    try:
+        return hasattr(x, name)
+    except Exception:
+        return False
+
+
 def _integers(call, argument):
-    """A list of numbers, or an array."""
+    """A list of numbers, or an int32 array."""
+    if shape_of(call[argument]) is not None and _has(call[argument], "dtype") and _dtype(call[argument]) != "int32":
+        raise ArgumentTypeError(f"{call.op}: {argument} must be int32, got {call.described(argument)}")
     try:
         values = list(call[argument])
     except TypeError:
@@ -512,7 +529,7 @@ def _seen_by(queries, first, window):
 
 def _window(call):
     window = call["window"]
-    return 2**62 if window is None else _integer(call.op, "window", window, 1)
+    return 2**62 if window is None else min(2**62, _integer(call.op, "window", window, 1, bits=63))
 
 
 def _decode(call):

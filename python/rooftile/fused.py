@@ -3,8 +3,8 @@
 
 Common to all of them: tensors are float16, bfloat16 or, on the CPU, float32, of any strides; an output is contiguous
 unless it is given, and may be the input it is computed from; `stream` is a device stream handle for frameworks that
-have no current stream; `plan` forces a kernel variant by name. Mistakes raise ArgumentError or ArgumentTypeError
-naming the argument.
+have no current stream; `plan` forces a variant of the CPU kernels by name, in rope_append also a plan on a GPU, as
+rt.explain returns it. Mistakes raise ArgumentError or ArgumentTypeError naming the argument.
 """
 
 from rooftile import _C
@@ -96,7 +96,7 @@ def rope(q, k, cos, sin, positions, *, q_out=None, k_out=None, stream=None, plan
     cos, sin: [max_position, R], R <= D / 2, q's dtype or float32: one column a pair, not the doubled tables of
     transformers. Dims i and i + R of a head turn together by row positions[...] of the tables; dims from 2R on are
     copied.
-    Returns (q, k) turned, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
+    Returns (q, k) rotated, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
     """
     if stream is not None and needs_torch_stream(stream, q):
         return on_stream(rope, q, locals())
@@ -115,7 +115,7 @@ def rope_append(q, k, v, cos, sin, positions, cache, *, rows=None, counts=None, 
 
     q: [B, T, q_heads, D]; k, v: [B, T, kv_heads, D] in the cache's dtype; cos, sin, positions [B, T] as in rope
     (padding tokens need a valid position too); rows, counts: [B] as in KVCache.append. k itself is not changed.
-    Returns q turned, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
+    Returns q rotated, written to `q_out` when given (it may be q). After an error the cache and q_out are as they were.
     On a GPU as KVCache.append: an entry with a position that is not in the tables is left alone, its q_out included.
     """
     if stream is not None and needs_torch_stream(stream, q):

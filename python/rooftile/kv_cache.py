@@ -104,14 +104,14 @@ def device_of(array):
     return str(array.device) if getattr(array, "is_cuda", False) else "cpu"
 
 
-def integer(op, name, value, at_least=0):
+def integer(op, name, value, at_least=0, bits=31):
     """A Python int from anything that is one exactly."""
     try:
         value = int(operator.index(value))  # True is 1, which indexing would take for a mask
     except TypeError:
         raise ArgumentTypeError(f"{op}: {name} must be an integer, got {type(value).__name__}") from None
-    if not at_least <= value < 2**31:
-        raise ArgumentError(f"{op}: {name} must lie in [{at_least}, 2**31), got {shown(value)}")
+    if not at_least <= value < 2**bits:
+        raise ArgumentError(f"{op}: {name} must lie in [{at_least}, 2**{bits}), got {shown(value)}")
     return value
 
 

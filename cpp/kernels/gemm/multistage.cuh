@@ -19,6 +19,7 @@
 #include "kernels/launch.h"
 #include "kernels/warmup.h"
 #include "tile/mma.cuh"
+#include "tile/wgmma.cuh"
 
 namespace rooftile::gpu {
 
@@ -99,7 +100,7 @@ struct LinearMultistage {
 template <class Cfg>
 __global__ void __launch_bounds__(Cfg::Kernel::kThreadCount, 2)
     linear_multistage_tiles([[maybe_unused]] const __grid_constant__ typename Cfg::Params p) {
-#if __CUDA_ARCH__ < 900  // Hopper runs collective.cuh instead
+#ifndef ROOFTILE_WGMMA  // where it is, collective.cuh runs instead
   extern __shared__ __align__(128) char shared[];
   Cfg::Kernel::invoke(p, *reinterpret_cast<typename Cfg::Kernel::SharedStorage*>(shared));
 #endif

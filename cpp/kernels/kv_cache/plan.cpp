@@ -18,8 +18,9 @@ constexpr PlanPath<AppendPlan> paths[] = {{"append", choices}};
 
 constexpr int max_ctas_per_sm = 8;  // of all entries; more would wait for others to end
 
-bool choices_fit(PlanCheck& check, const AppendDevice& device, const AppendPlan& plan) {
-  const std::int64_t most = std::max(device.sms * max_ctas_per_sm, device.largest_cluster);
+bool choices_fit(PlanCheck& check, const AppendProblem& p, const AppendDevice& device, const AppendPlan& plan) {
+  const std::int64_t grid = std::numeric_limits<std::int32_t>::max() / std::max<std::int64_t>(p.batch, 1),
+                     most = std::min(std::max(device.sms * max_ctas_per_sm, device.largest_cluster), grid);
   return check.range("entry_ctas", plan.entry_ctas, 1, most) &&
          check.need(std::has_single_bit(static_cast<unsigned>(plan.entry_ctas)),
                     "entry_ctas must be a power of two, got ", plan.entry_ctas) &&
@@ -55,22 +56,25 @@ AppendPlan plan_append(const AppendProblem& p, const AppendDevice& device) {
   plan.entry_ctas =
       static_cast<int>(ctas <= static_cast<std::uint64_t>(cluster) ? std::bit_ceil(ctas) : std::bit_floor(ctas));
   if (plan.entry_ctas <= cluster) plan.cluster_size = plan.entry_ctas;
-  plan.why = plan.is_one_launch()
-                 ? "few work tiles an entry: the CTAs of one are a cluster, which writes its length"
-                 : "more CTAs an entry than a cluster has room for: a second kernel writes the lengths";
+  plan.why = plan.cluster_size > 1 ? "few work tiles an entry: the CTAs of one are a cluster, which writes its length"
+             : plan.entry_ctas == 1
+                 ? "one CTA an entry: little work in each, or entries that fill the device; one launch"
+                 : "more CTAs an entry than a cluster has: a second kernel writes the lengths";
   return plan;
 }
 
 AppendPlan plan_append(const char* op, const AppendProblem& p, const AppendDevice& device, const char* forced) {
   constexpr std::int64_t most = std::numeric_limits<int>::max() / 4;  // sums of work-tile indices fit 32 bits
   ROOFTILE_CHECK_KIND(not_supported, append_work_tiles(p) <= most && p.batch <= most, op, ": k has ", p.tokens,
-                      " tokens for each of ", p.batch, " rows; on a GPU tokens times heads of one row are at most ",
+                      " tokens for each of ", p.batch,
+                      " rows; on a GPU rows, and within one tokens times heads, are at "
+                      "most ",
                       most, " a call");
   if (!forced) return plan_append(p, device);
   AppendPlan plan;
   read_plan<AppendPlan>(op, forced, paths, plan);
   PlanCheck check;
-  ROOFTILE_CHECK(choices_fit(check, device, plan), op, ": plan ", quoted(forced),
+  ROOFTILE_CHECK(choices_fit(check, p, device, plan), op, ": plan ", quoted(forced),
                  " does not fit this call: ", check.wrong());
   plan.why = "forced by plan=";
   return plan;
