@@ -9,7 +9,7 @@
 namespace rooftile::gpu {
 
 const char* backend();        // "sm_80, compute_80, sm_90a", or why the build has no GPU kernels
-void warmup(const Context&);  // loads every kernel on the device: see warmup.h
+void warmup(const Context&);  // loads the kernels that the device runs: see warmup.h
 
 KernelName norm(const char* op, const Context&, const NormArgs&);
 // A token whose position lies outside the tables gets NaN outputs: the host cannot see positions.

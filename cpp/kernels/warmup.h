@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA loads a kernel at its first use, which a stream capture may not allow. warmup() loads all kernels: each family
-// has one function here that loads its own. Kernels that convert weights or measure the roof are left out, because no
-// capture contains them.
+// CUDA loads a kernel at its first use, which a stream capture may not allow. warmup() loads all kernels that the GPU
+// runs, so those of wgmma and TMA on Hopper alone: each family has one function here that loads its own. Kernels that
+// convert weights or measure the roof are left out, because no capture contains them.
 #pragma once
 
 #include "kernels/launch.h"

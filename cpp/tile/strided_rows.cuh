@@ -19,8 +19,8 @@ namespace rooftile::tile {
 // A tensor whose leading dimensions are flattened to one row index. Leading dimensions that nest without a gap are
 // merged, so most tensors have at most one.
 struct Rows {
-  std::byte* data = nullptr;  // null: no tensor
-  std::int64_t step = 0;      // elements between neighbours of a row
+  std::byte* data = nullptr;     // null: no tensor
+  std::int64_t last_stride = 0;  // elements between neighbours of a row
   int dims = 0;
   bool vector = true;                              // every row is contiguous and starts at a multiple of 16 bytes
   std::int64_t stride[TensorView::max_ndim] = {};  // (dims), elements, outermost first
@@ -32,7 +32,7 @@ inline Rows rows_of(const TensorView& t, int dims) {
   Rows r;
   if (!t.given()) return r;
   r.data = t.as<std::byte>();
-  r.step = dims < t.ndim ? t.last_stride() : 0;
+  r.last_stride = dims < t.ndim ? t.last_stride() : 0;
   for (int i = 0; i < dims; ++i) {
     if (t.shape[i] == 1) continue;
     if (r.dims > 0 && r.stride[r.dims - 1] == t.stride[i] * t.shape[i]) {
@@ -43,7 +43,7 @@ inline Rows rows_of(const TensorView& t, int dims) {
       r.stride[r.dims++] = t.stride[i];
     }
   }
-  r.vector = r.step == 1 && std::bit_cast<std::uintptr_t>(t.data) % 16 == 0;
+  r.vector = r.last_stride == 1 && std::bit_cast<std::uintptr_t>(t.data) % 16 == 0;
   for (int i = 0; i < r.dims; ++i) r.vector &= r.stride[i] % 8 == 0;
   return r;
 }
@@ -62,10 +62,10 @@ __device__ __forceinline__ std::int64_t row_offset(const Rows& r, std::int64_t r
 
 struct Row {
   std::uint16_t* data;
-  std::int64_t step;
+  std::int64_t last_stride;
 };
 __device__ __forceinline__ Row row_at(const Rows& r, std::int64_t row) {
-  return {cute::recast_ptr<std::uint16_t>(r.data) + row_offset(r, row), r.step};
+  return {cute::recast_ptr<std::uint16_t>(r.data) + row_offset(r, row), r.last_stride};
 }
 
 constexpr int vec_size = 8;  // elements of a 16-byte vector
@@ -86,7 +86,7 @@ __device__ __forceinline__ uint4 load_vec(const Row& row, Index first, Index n, 
   } else {
     std::uint32_t x[vec_size];  // one element a register
 #pragma unroll
-    for (int i = 0; i < vec_size; ++i) x[i] = first + i < n ? row.data[(first + i) * row.step] : fill;
+    for (int i = 0; i < vec_size; ++i) x[i] = first + i < n ? row.data[(first + i) * row.last_stride] : fill;
     return {x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16};
   }
 }
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_vec(const Row& row, Index first, Index n, 
     const std::uint32_t x[] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int i = 0; i < vec_size; ++i)
-      if (first + i < n) row.data[(first + i) * row.step] = static_cast<std::uint16_t>(x[i / 2] >> 16 * (i % 2));
+      if (first + i < n) row.data[(first + i) * row.last_stride] = static_cast<std::uint16_t>(x[i / 2] >> 16 * (i % 2));
   }
 }
 
@@ -123,20 +123,20 @@ __device__ __forceinline__ void keep_packed(uint4& x) { asm volatile("" : "+r"(x
 // A tensor that every row reads and no thread of the launch writes (weights, RoPE tables): rows of T or of fp32. Loads
 // are coherent ones: the previous kernel may write the table while CTAs of this one already wait (PDL).
 struct Table {
-  const std::byte* data = nullptr;    // null: no tensor
-  std::int64_t step = 0, stride = 0;  // elements between neighbours of a row, and between rows
-  bool wide = false;                  // fp32
-  bool vector = true, early = false;  // early: given, contiguous and not fp32
+  const std::byte* data = nullptr;           // null: no tensor
+  std::int64_t last_stride = 0, stride = 0;  // elements between neighbours of a row, and between rows
+  bool wide = false;                         // fp32
+  bool vector = true, early = false;         // early: given, contiguous and not fp32
 };
 // The table of t, [n] or [rows, n].
 inline Table table_of(const TensorView& t) {
   Table r;
   if (!t.given()) return r;
   r.data = t.as<std::byte>();
-  r.step = t.last_stride();
+  r.last_stride = t.last_stride();
   r.stride = t.ndim == 2 && t.shape[0] > 1 ? t.stride[0] : 0;
   r.wide = t.dtype == DType::f32;
-  r.vector = r.step == 1 && std::bit_cast<std::uintptr_t>(t.data) % 16 == 0 && r.stride % (r.wide ? 4 : 8) == 0;
+  r.vector = r.last_stride == 1 && std::bit_cast<std::uintptr_t>(t.data) % 16 == 0 && r.stride % (r.wide ? 4 : 8) == 0;
   r.early = r.vector && !r.wide;
   return r;
 }
@@ -155,7 +155,7 @@ __device__ __forceinline__ Floats load_table(const Table& t, std::int64_t row, I
     Floats x;
 #pragma unroll
     for (int i = 0; i < vec_size; ++i) {
-      const std::int64_t offset = start + (first + i) * t.step;
+      const std::int64_t offset = start + (first + i) * t.last_stride;
       x.at[i] = first + i >= n ? 0.0f
                 : t.wide       ? cute::recast_ptr<float>(t.data)[offset]
                                : to_float(cute::recast_ptr<T>(t.data)[offset]);
@@ -180,7 +180,7 @@ __device__ __forceinline__ Floats table_vec(const Table& t, uint4 early, Index f
 // before wait_for_previous_kernel: L2 is where all SMs see writes.
 template <class Index>
 __device__ __forceinline__ void prefetch_table(const Table& t, Index first, Index n) {
-  if (t.data && first < n) prefetch_l2(t.data + first * t.step * (t.wide ? 4 : 2));
+  if (t.data && first < n) prefetch_l2(t.data + first * t.last_stride * (t.wide ? 4 : 2));
 }
 
 // Calls f(true_type) if all tensors of a call with rows of n elements allow 16-byte accesses, else f(false_type).

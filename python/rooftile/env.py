@@ -37,7 +37,7 @@ CPU_ONLY_OPS = ("prefill_attention",)  # in a build with GPU kernels too
 
 
 def warmup(device=None):
-    """Load every kernel onto a GPU: what the first use of a kernel does, and a CUDA graph capture may not.
+    """Load every kernel that a GPU runs onto it: what a kernel's first use does, and a CUDA graph capture may not.
 
     device: a torch.device, "cuda:1" or an index; default: torch's current device, or 0 without torch. Call it once
     before the first capture. Without a GPU there is nothing to load and nothing is done, unless `device` asks for one:

@@ -32,7 +32,7 @@ struct W4View {
   Device device;
   const std::uint8_t* codes = nullptr;  // [N / 16][K / 64] tiles of 512 bytes, 1024 in 8 bits
   const std::byte* scales = nullptr;    // [N / 16][K / group][16]
-  const std::byte* offsets = nullptr;   // the same: integer zeros as uint8, or minima in scale_dtype; null if symmetric
+  const std::byte* offsets = nullptr;   // the same: zero points as uint8, or minima in scale_dtype; null if symmetric
   const std::int32_t* perm =
       nullptr;  // [k] act-order: column i of the packed weight multiplies x[perm[i]]; null: identity
 };

@@ -87,7 +87,7 @@ template <KvFormat F, int D>
 struct CodeQueries {
   tile::FragmentB q[D / 16];  // (D / 16 k-tiles)
   float q_scale[2];           // (packed rows 2t, 2t + 1): that power of two
-  float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_unit * (sum of q); one K scale a token
+  float zp_correction[2];     // (packed rows 2t, 2t + 1): zero_point * code_one * (sum of q); one K scale a token
 
   // sQ: (8 N, D), as copy_queries_async left the packed rows. n: the n-tile.
   template <class T, class Tensor>
@@ -139,7 +139,7 @@ struct CodeQueries {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
         zp_correction[j] =
-            __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (KvTraits<F>::zero_point * tile::code_unit);
+            __shfl_sync(0xffffffffu, sum, (lane % 4 * 2 + j) * 4) * (KvTraits<F>::zero_point * tile::code_one);
     }
   }
 };
@@ -178,8 +178,8 @@ __device__ __forceinline__ void qk_word(float (&s)[N][2][4], const std::uint32_t
     for (int n = 0; n < N; ++n) tile::mma<tile::half>(s[n][mt], a[0][mt], b[n]);
 }
 
-// Adds scores of 32 tokens in 8-bit codes, in units of code_unit: W words of every token and lane, from `from` on,
-// times the query fragments from `first` on.
+// Adds scores of 32 tokens in 8-bit codes, as operands (code * code_one): W words of every token and lane, from `from`
+// on, times the query fragments from `first` on.
 template <KvFormat F, int W, int N, int D>
 __device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned char* const (&from)[4],
                                          const CodeQueries<F, D> (&q)[N], int first) {
@@ -221,8 +221,8 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
                                          const float (&factor)[N][2], int lane) {
   using Kind = KvTraits<F>;
   const int g = lane / 4, t = lane % 4;
-  // 4-bit codes: the first k-tile of a word counts in code_unit, the second in odd_code_unit: each has its own sums. 8
-  // bits: `even` has all.
+  // 4-bit codes: the operands of a word's first k-tile are code * code_one, of the second code * odd_code_one, so each
+  // has its own sums. 8 bits: `even` has all.
   float even[N][2][4] = {}, odd[N][2][4] = {};  // (n-tile, m-tile of 16 tokens, 4)
   if constexpr (Kind::has_zero_point && !is_kivi(F)) {
 #pragma unroll
@@ -300,8 +300,8 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const float group_factor = factor[n][j] * group.scale;
-          even_factor[j] = group_factor * (1.0f / Kind::code_unit);
-          odd_factor[j] = group_factor * (1.0f / Kind::odd_code_unit);
+          even_factor[j] = group_factor * (1.0f / Kind::code_one);
+          odd_factor[j] = group_factor * (1.0f / Kind::odd_code_one);
           base[j] = zp_correction[n][0][j] + zero_term[n][0][j];
           if constexpr (chains == 2) base[j] += zp_correction[n][1][j] + zero_term[n][1][2 + j];
           base[j] *= group_factor;
@@ -320,11 +320,11 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float scale = stored_scale<T>(x.k_token_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::code_unit);
+        const float scale = stored_scale<T>(x.k_token_scale()[16 * mt + 8 * (i / 2) + g]) * (1.0f / Kind::code_one);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           const float sum = code_bits(F) == 4
-                                ? __fmaf_rn(odd[n][mt][i], Kind::code_unit / Kind::odd_code_unit, even[n][mt][i])
+                                ? __fmaf_rn(odd[n][mt][i], Kind::code_one / Kind::odd_code_one, even[n][mt][i])
                                 : even[n][mt][i];
           s[n][mt][i] = sum * (scale * factor[n][i & 1]);
         }
@@ -388,7 +388,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float group_factor = factor[n][i & 1] * group.scale;
-        s[n][mt][i] = __fmaf_rn(sum[n][mt][i], group_factor * (1.0f / KvTraits<F>::code_unit),
+        s[n][mt][i] = __fmaf_rn(sum[n][mt][i], group_factor * (1.0f / KvTraits<F>::code_one),
                                 zp_correction[n][i & 1] * group_factor);
       }
 }

@@ -21,7 +21,7 @@ __device__ __forceinline__ void add_zero_point(float (&correction)[N][4], const 
 }
 
 // Adds weight x code of 32 tokens to C O^T tiles of 16 channels, from channel 32 * block32 on: o[n * C + i] is tile i
-// of n-tile n, in multiples of code_unit. weights: (k-tile of 16 tokens, n-tile).
+// of n-tile n; its codes count as code * code_one. weights: (k-tile of 16 tokens, n-tile).
 template <KvFormat F, int D, int C, int N>
 __device__ __forceinline__ void pv_codes(float (*o)[4], const tile::FragmentB (&weights)[2][N], const CodeTile<F, D>& x,
                                          int block32, int lane) {

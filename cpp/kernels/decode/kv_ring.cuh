@@ -101,8 +101,8 @@ class WarpRing {
       tile::pin(now.second);
       // Past the last tile: looks up the last token again.
       pages_ = rows_.template look_up<true>(min(load_token_ + stride, kv_end_ - 1));
-      if (rows_.are_valid(now)) copies_.load(smem_.ring[at_.warp_kv][stage], load_token_, now);
-      else smem_.bad_tile_range = tile_range_;  // out is not written
+      if (rows_.check(now)) copies_.load(smem_.ring[at_.warp_kv][stage], load_token_, now);
+      else smem_.bad_tile_range = tile_range_;  // check() has set the fault word; out is not written
     } else {
       copies_.load_raw(stage);
     }
@@ -181,8 +181,8 @@ class CtaRing {
     if (load_token_ < kv_end_) {
       pages_ = next_pages_;
       if (load_token_ + stride < kv_end_) next_pages_ = rows_.look_up(load_token_ + stride);
-      valid_ = rows_.are_valid(pages_);
-      if (!valid_) smem_.bad_tile_range = tile_range_;  // out is not written
+      valid_ = rows_.check(pages_);
+      if (!valid_) smem_.bad_tile_range = tile_range_;  // check() has set the fault word; out is not written
     }
     if (load_token_ - own_ < kv_end_ && valid_) copies_.load_k(smem_.ring[stage][at_.warp_kv], load_token_, pages_);
     cute::cp_async_fence();

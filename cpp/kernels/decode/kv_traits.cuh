@@ -11,8 +11,8 @@
 
 namespace rooftile::gpu {
 
-// How a format's codes become operands: fp16, code * code_unit. The odd ones of 4-bit codes have another unit: of K
-// they are a k-tile of their own, of V the rows g + 8 of an m-tile. Codes with a zero point are unsigned as operands,
+// How a format's codes become operands: fp16, code * code_one. The odd ones of 4-bit codes are code * odd_code_one: of
+// K they are a k-tile of their own, of V the rows g + 8 of an m-tile. Codes with a zero point are unsigned as operands,
 // so every product is too large by zero_point * (the other operand); the zero-point correction subtracts that from the
 // sums.
 template <KvFormat F>
@@ -22,8 +22,8 @@ struct KvTraits {
   static constexpr int word_k_tiles = bits == 4 ? 2 : 1;  // k-tiles of 16 channels that a word of K's codes is part of
   // Scales of K: of a channel and kv_group tokens, or of a token. Those of V are of a token. affine: with minima.
   static constexpr bool channel_scales = is_kivi(F), affine = has_min(F);
-  static constexpr float code_unit = is_e4m3(F) ? tile::e4m3_unit : tile::code_unit,
-                         odd_code_unit = bits == 4 ? tile::odd_code_unit : code_unit;
+  static constexpr float code_one = is_e4m3(F) ? tile::e4m3_one : tile::code_one,
+                         odd_code_one = bits == 4 ? tile::odd_code_one : code_one;
   static constexpr float zero_point = bits == 4 ? 8 : 128;                                           // in codes
   static constexpr std::uint32_t zero_point_pair = bits == 4 ? tile::pair_of_8 : tile::pair_of_128;  // as operands
   static constexpr std::uint32_t minus_zero_point_pair = bits == 4 ? 0xc800c800u : 0xd800d800u;      // as fp16 numbers

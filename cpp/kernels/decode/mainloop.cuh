@@ -282,7 +282,7 @@ class Mainloop {
     qk_codes<T, format, D>(s, tiles[own], q, factor, at_.lane);
     softmax_.broadcast(scales);
     if constexpr (!cta_softmax) {
-      // Two copies of the code, so that weights and V are one straight sequence of instructions.
+      // Two copies of the code, all tokens visible or masked: a branch around soft cap and mask would split the first.
       if (token >= see.rows[0].inner_begin && token + 32 <= plain_end)
         return add_values(s, scales, see, token, std::true_type(), ring);
     }
@@ -358,7 +358,7 @@ class Mainloop {
     }
   }
 
-  // CtaRing: raw_tiles raw tiles from token `first` on; each warp copies one half at a time.
+  // CtaRing: raw_step_tiles raw tiles from token `first` on; each warp copies one half at a time.
   static constexpr int raw_step_tiles = RawStorage<Traits>::raw_tiles;
   __device__ void copy_raw_tiles(const Raw& raw, const WorkTile& tile, const RowWork& w, int first) const {
 #pragma unroll 1

@@ -39,8 +39,8 @@ class RowPages {
     const bool crosses = !is_element_format(format) && !is_kivi(format) && cache_.page_size == 16 && token + 16 < end_;
     return {first, crosses ? at(index + 1) : first};
   }
-  // Whether both page numbers are valid. If not, the fault word is set.
-  __device__ __forceinline__ bool are_valid(const Pages& at) const {
+  // Whether both page numbers are valid. Sets the cache's fault word if not.
+  __device__ __forceinline__ bool check(const Pages& at) const {
     const auto pages = static_cast<unsigned>(cache_.pages);
     if (static_cast<unsigned>(at.first) < pages && static_cast<unsigned>(at.second) < pages) return true;
     *cache_.fault = kv_fault_word(KvFault::page, row_);

@@ -71,12 +71,12 @@ __device__ __forceinline__ float inverse_pow2(float pow2) {
 
 // Converts sums of codes to sums of dequantised values times a weight, for two packed rows: zero-point correction, min
 // term and o_scale. separate_min_term: o_scale is applied last, because a bf16 cache's o_scale can be so large that
-// o_scale / code_unit overflows.
+// o_scale / code_one overflows.
 template <class T, KvFormat F>
 struct DequantSums {
   using Kv = KvTraits<F>;
-  float factor[2], zp_correction[2], min_term[2], o_scale;                // arrays: (packed row 2t + j)
-  static constexpr float odd_factor = Kv::code_unit / Kv::odd_code_unit;  // rows g + 8: odd pairs of the decoder
+  float factor[2], zp_correction[2], min_term[2], o_scale;              // arrays: (packed row 2t + j)
+  static constexpr float odd_factor = Kv::code_one / Kv::odd_code_one;  // rows g + 8: odd pairs of the decoder
   static constexpr bool separate_min_term = std::is_same_v<T, tile::bf16>;
 
   __device__ __forceinline__ DequantSums(const float (&correction_sums)[2], const float (&min_sums)[2],
@@ -84,7 +84,7 @@ struct DequantSums {
       : o_scale(sum_scale) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      factor[j] = weight[j] * (1.0f / Kv::code_unit) * (separate_min_term ? 1.0f : o_scale);
+      factor[j] = weight[j] * (1.0f / Kv::code_one) * (separate_min_term ? 1.0f : o_scale);
       zp_correction[j] = -correction_sums[j] * factor[j];
       min_term[j] = min_sums[j] * weight[j];
     }

@@ -55,7 +55,7 @@ __global__ __launch_bounds__(cta_threads, RopeTraits<vector, many>::ctas_per_sm)
     store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : nan);
     return;
   }
-  const Row x_high = {x.data + p.pairs * x.step, x.step};
+  const Row x_high = {x.data + p.pairs * x.last_stride, x.last_stride};
   uint4 low = load_vec<vector>(x, first, p.pairs), high = load_vec<vector>(x_high, first, p.pairs);
   if (known) {
     const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),
@@ -76,7 +76,7 @@ __global__ __launch_bounds__(cta_threads, RopeTraits<vector, many>::ctas_per_sm)
     low = high = nan;
   }
   if constexpr (many) y = row_at(t.y, at.quotient);
-  const Row y_high = {y.data + p.pairs * y.step, y.step};
+  const Row y_high = {y.data + p.pairs * y.last_stride, y.last_stride};
   store_vec<vector>(y, first, p.pairs, low);
   store_vec<vector>(y_high, first, p.pairs, high);
 }

@@ -11,8 +11,8 @@ namespace rooftile::gpu {
 
 // Copies the codes and quantisation parameters of two tile rows to the stages of two consumer warps, which are
 // neighbours, a step at a time. Traits: a W4StageTraits. Every lane copies 16 bytes of each fragment block; some lanes
-// copy a 16-byte vector as well: lanes 0 .. 7 of scales and lanes 8 .. 15 of offsets for the first tile row, lanes
-// 16 .. 31 the same for the second.
+// copy a 16-byte vector as well: lanes 0 .. 7 of scales and lanes 8 .. 15 of offsets (zero points or minima) for the
+// first tile row, lanes 16 .. 31 the same for the second.
 template <class Traits>
 class W4CodeLoader {
   using Stage = typename Traits::Stage;
@@ -23,17 +23,17 @@ class W4CodeLoader {
   // row: the first tile row; first: the first step of the K range. A tile row past the end of W loads row 0; a second
   // tile row past the end loads the first one again.
   __device__ __forceinline__ W4CodeLoader(const CodesParams& p, int row, int first)
-      : tiles_left_(p.row_tiles - 2 * first) {
+      : tiles_left_(p.k_tiles - 2 * first) {
     using namespace cute;
     if (row >= p.tile_rows) row = 0;
     const bool second = row + 1 < p.tile_rows;
     const int groups_in_step = 4 >> p.scale_k_shift, vec = lane() % 8;
     // (word, fragment block) of a step
-    Tensor gW = make_tensor(
-        make_gmem_ptr<std::uint32_t>(p.w.codes + (std::int64_t{row} * p.row_tiles + 2 * first) * tile_bytes),
-        Layout<Shape<_128, Int<blocks>>>{});
+    Tensor gW =
+        make_tensor(make_gmem_ptr<std::uint32_t>(p.w.codes + (std::int64_t{row} * p.k_tiles + 2 * first) * tile_bytes),
+                    Layout<Shape<_128, Int<blocks>>>{});
     codes_ = raw_pointer_cast(typename Traits::GmemCopyCodes{}.get_slice(lane()).partition_S(gW).data());
-    if (second) second_row_words_ = std::int64_t{p.row_tiles} * tile_words;
+    if (second) second_row_words_ = std::int64_t{p.k_tiles} * tile_words;
     const bool is_offset = lane() % 16 >= 8, is_bytes = is_offset && p.w.zeros == W4Zeros::integer;
     const int shift = is_bytes ? 0 : 1;  // log2 of the 16-byte vectors of a group
     group_vecs_ = 1 << shift;

@@ -12,7 +12,7 @@ namespace rooftile::gpu {
 // Loads are issued in the order of steps. `step` counts from the ring's position, which advance() moves. Where `step`
 // and `stage` are constants after unrolling, every address is a register and an immediate.
 // Each lane copies 16 bytes of every fragment block, which it reads back itself. Some lanes also copy a 16-byte vector
-// of scales or offsets, which all lanes read.
+// of quantisation parameters, which all lanes read: of scales or of offsets (zero points or minima).
 template <class Traits>
 class W4CodeRing {
   using Stage = typename Traits::Stage;
@@ -22,11 +22,11 @@ class W4CodeRing {
   // stages: this warp's (STAGE). `steps` steps from step `first` on are loaded. A tile row past the end of W loads
   // row 0.
   __device__ __forceinline__ W4CodeRing(const CodesParams& p, Stage* stages, int tile_row, int first, int steps)
-      : stages_(stages), tiles_left_(min(2 * steps, p.row_tiles - 2 * first)) {
+      : stages_(stages), tiles_left_(min(2 * steps, p.k_tiles - 2 * first)) {
     using namespace cute;
     if (tile_row >= p.tile_rows) tile_row = 0;
     Tensor gW = make_tensor(
-        make_gmem_ptr<std::uint32_t>(p.w.codes + (std::int64_t{tile_row} * p.row_tiles + 2 * first) * tile_bytes),
+        make_gmem_ptr<std::uint32_t>(p.w.codes + (std::int64_t{tile_row} * p.k_tiles + 2 * first) * tile_bytes),
         typename Traits::GmemLayoutCodes{});  // (word, fragment block, step)
     codes_ = raw_pointer_cast(typename Traits::GmemCopyCodes{}.get_slice(lane()).partition_S(gW).data());
 

@@ -37,7 +37,9 @@ template <int bits>
 struct W4Stage {
   static constexpr int fragment_blocks = 2 * w4_tile_fragments(bits);
   alignas(16) std::uint32_t codes[fragment_blocks * w4_fragment_bytes / 4];
-  cute::uint128_t qparams[2 * w4_qparam_bytes / 16];  // (scales, offsets): (4 groups, 16 rows) of 2 bytes each
+  // Quantisation parameters, (scales, offsets): (4 groups, 16 rows) of 2 bytes each. Offsets are minima, or zero points
+  // of a byte, which leave half of their room unused.
+  cute::uint128_t qparams[2 * w4_qparam_bytes / 16];
 };
 static_assert(sizeof(W4Stage<4>) == w4_stage_bytes(4) && sizeof(W4Stage<8>) == w4_stage_bytes(8));
 

@@ -71,7 +71,7 @@ inline constexpr int w4_stream_block_m = 8 * w4_stream_configs[w4_stream_last].n
 // Up to 16 tokens issue slots count: these configs have kernels of their own for scales of x's type, and with them for
 // symmetric codes and for zero points of large groups. All other kernels test at run time.
 constexpr bool w4_specialises(int config) { return w4_stream_configs[config].n_tiles <= 2; }
-inline constexpr int w4_qparam_bytes = 128;  // scales, or offsets, of a step: (4 groups, 16 rows) of 2 bytes
+inline constexpr int w4_qparam_bytes = 128;  // scales of a step, or offsets: (4 groups, 16 rows) of 2 bytes
 ROOFTILE_HD constexpr int w4_stage_bytes(int bits) { return 2 * w4_tile_bytes(bits) + 2 * w4_qparam_bytes; }
 
 // The least shared memory of a CTA of which an SM of Hopper holds `ctas` at most: 16 bytes more than lets one more

@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(w4_expand_threads) w4a16_expand(const __grid_c
   for (int f = 0; f < bits / 2; ++f) {
     const unsigned tile = 2 * step + f / blocks_of_tile;
     const auto* const from =
-        p.w.codes + (tile_row * p.row_tiles + tile) * tile_bytes + f % blocks_of_tile * w4_fragment_bytes + lane * 16;
-    rVecs(f) = tile < p.row_tiles ? tile::load_once(from) : uint4{};
+        p.w.codes + (tile_row * p.k_tiles + tile) * tile_bytes + f % blocks_of_tile * w4_fragment_bytes + lane * 16;
+    rVecs(f) = tile < p.k_tiles ? tile::load_once(from) : uint4{};
   }
   cute::Tensor sRows = cute::make_tensor(
       cute::make_smem_ptr(&rows_of_warps[warp][0]),

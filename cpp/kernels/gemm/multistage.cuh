@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // y = activation(x W^T + bias) + residual with W in 16 bits, on mma m16n8k16 with cp.async, by CUTLASS's multistage
-// GEMM for sm_80. Serves more tokens than stream_bits16.cuh is fast for, on GPUs before Hopper.
+// GEMM for sm_80. Serves more tokens than stream_bits16.cuh is fast for, on GPUs that are not Hopper;
+// newer ones run it from PTX.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]     rows are whole 16-byte vectors at one stride
 //
 // A CTA of four warps computes 128 tokens x 128 rows of W in k-steps of 32 through four stages of shared memory; the

@@ -72,7 +72,7 @@ struct CodesParams : GemmParams {
   std::int64_t x_stride = 0;  // elements
   W4View w{};
   int groups = 0;                       // along K
-  int tile_rows = 0, row_tiles = 0;     // W in tiles of 16 x 64: (tile_rows, row_tiles)
+  int tile_rows = 0, k_tiles = 0;       // W in tiles of 16 rows x 64 k: (tile_rows, k_tiles)
   int gate_tiles = 0;                   // tile rows from a gate to its up projection; 0: not gated, or N / 2 % 16 != 0
   unsigned m_blocks = 0, n_blocks = 0;  // of this launch
   Divisor by_m_blocks{}, by_n_blocks{};
@@ -129,7 +129,7 @@ struct ExpandParams {
   void* to = nullptr;               // (rows, k)
   std::int64_t first_tile_row = 0;  // of the chunk, in W
   unsigned tile_rows = 0;           // of the chunk
-  unsigned row_tiles = 0;           // tiles of 64 k in a row
+  unsigned k_tiles = 0;             // tiles of 64 k of a tile row
   int rows = 0, k = 0, groups = 0;  // groups: scale blocks of a row
   int group_shift = 0;              // log2 of the k-blocks of 32 in a scale block; 31: one for all of K
   Divisor by_steps;                 // steps of 128 k in a row

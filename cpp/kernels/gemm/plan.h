@@ -21,7 +21,7 @@ namespace rooftile::gpu {
 // and collective (collective.cuh), on mma.sync multistage (multistage.cuh). W in 4 or 8 bits: codes_stream
 // (stream_codes.cuh), on Hopper codes_wgmma (wgmma_codes.cuh).
 enum class GemmPath : std::uint8_t { stream, tma, collective, multistage, codes_stream, codes_wgmma };
-// Kernels of wgmma or TMA: CMakeLists.txt compiles them for Hopper alone.
+// Kernels of wgmma or TMA: the target gemm_hopper of CMakeLists.txt, which is compiled for Hopper alone.
 constexpr bool needs_hopper(GemmPath path) {
   return path == GemmPath::tma || path == GemmPath::collective || path == GemmPath::codes_wgmma;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = activation(x W^T + bias) + residual with W in 16 bits, for few tokens on GPUs before Hopper, and for any number
-// of tokens and any strides where the tensors do not meet the rules of the other kernels.
+// y = activation(x W^T + bias) + residual with W in 16 bits, for few tokens on GPUs that are not Hopper, and for any
+// number of tokens and any strides where the tensors do not meet the rules of the other kernels.
 //   x [M, K]   W [N, K]   y, residual [M, N]   bias [N]   any strides
 //
 // W is the A operand of mma m16n8k16 and tokens are its N, so 1 to 16 tokens cost nearly the same. A CTA computes
@@ -32,13 +32,13 @@
 
 namespace rooftile::gpu {
 
-// Gathers eight elements of a row, `step` elements apart; elements from the `left`th on are zero-filled.
+// Gathers eight elements of a row, `stride` elements apart; elements from the `left`th on are zero-filled.
 template <class T>
-__device__ __forceinline__ uint4 gather(const T* from, std::int64_t step, int left) {
+__device__ __forceinline__ uint4 gather(const T* from, std::int64_t stride, int left) {
   std::uint32_t words[4] = {};  // (4) words of two elements
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (i < left) words[i / 2] |= std::uint32_t{from[i * step].raw()} << 16 * (i % 2);
+    if (i < left) words[i / 2] |= std::uint32_t{from[i * stride].raw()} << 16 * (i % 2);
   return {words[0], words[1], words[2], words[3]};
 }
 
@@ -50,15 +50,16 @@ class XLoader {
  public:
   // (halves of 32 k, token_tiles) vectors of 8 elements
   using Step = decltype(cute::make_tensor<uint4>(cute::Shape<cute::_2, cute::Int<Cfg::token_tiles>>{}));
-  // k: first k of this lane in its first step; stride: k between steps.
-  __device__ __forceinline__ XLoader(const Bits16Params& p, std::int64_t token0, int tokens, std::int64_t k, int stride)
-      : step_(Cfg::vec ? 1 : p.x.last_stride), left_(static_cast<int>(p.k - k)), stride_(stride) {
+  // k: first k of this lane in its first step; step_stride: k from a step to the next one.
+  __device__ __forceinline__ XLoader(const Bits16Params& p, std::int64_t token0, int tokens, std::int64_t k,
+                                     int step_stride)
+      : k_stride_(Cfg::vec ? 1 : p.x.last_stride), left_(static_cast<int>(p.k - k)), step_stride_(step_stride) {
 #pragma unroll
     for (int nt = 0; nt < Cfg::token_tiles; ++nt) {
       const int token = static_cast<int>(threadIdx.x % 32) / 4 + 8 * nt;
       valid_[nt] = token < tokens;  // past the last token: zeros, never stored
       const std::int64_t row = token0 + (valid_[nt] ? token : 0);
-      src_[nt] = static_cast<const T*>(p.x.data) + (Cfg::vec ? row * p.x_stride : p.x.offset(row)) + k * step_;
+      src_[nt] = static_cast<const T*>(p.x.data) + (Cfg::vec ? row * p.x_stride : p.x.offset(row)) + k * k_stride_;
     }
   }
   __device__ __forceinline__ Step next() {
@@ -69,22 +70,22 @@ class XLoader {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (!valid_[nt] || left_ <= 32 * half) continue;
-        const T* const from = src_[nt] + 32 * half * step_;
+        const T* const from = src_[nt] + 32 * half * k_stride_;
         if constexpr (Cfg::vec) x(half, nt) = *cute::recast_ptr<const uint4>(from);
-        else x(half, nt) = gather(from, step_, left_ - 32 * half);
+        else x(half, nt) = gather(from, k_stride_, left_ - 32 * half);
       }
-      src_[nt] += stride_ * step_;
+      src_[nt] += step_stride_ * k_stride_;
     }
-    left_ -= stride_;
+    left_ -= step_stride_;
     return x;
   }
 
  private:
   const T* src_[Cfg::token_tiles];  // (token_tiles) next vector of each token
   bool valid_[Cfg::token_tiles];    // (token_tiles) the token exists
-  const std::int64_t step_;         // elements between neighbouring k
+  const std::int64_t k_stride_;     // elements between neighbouring k
   int left_;                        // k that remain from this lane's first k of the next step on
-  const int stride_;
+  const int step_stride_;
 };
 
 // Copies this lane's vectors of W to shared memory, step by step.
@@ -94,12 +95,12 @@ class WLoader {
 
  public:
   // row: first row of the warp. Rows past N read row N - 1 again; their results are never stored.
-  __device__ __forceinline__ WLoader(const Bits16Params& p, std::int64_t row, std::int64_t k, int stride)
-      : step_(Cfg::vec ? 1 : p.w_last_stride), left_(static_cast<int>(p.k - k)), stride_(stride) {
+  __device__ __forceinline__ WLoader(const Bits16Params& p, std::int64_t row, std::int64_t k, int step_stride)
+      : k_stride_(Cfg::vec ? 1 : p.w_last_stride), left_(static_cast<int>(p.k - k)), step_stride_(step_stride) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       src_[r] = static_cast<const T*>(p.w) +
-                min(row + static_cast<int>(threadIdx.x % 32) / 4 + 8 * r, p.n - 1) * p.w_stride + k * step_;
+                min(row + static_cast<int>(threadIdx.x % 32) / 4 + 8 * r, p.n - 1) * p.w_stride + k * k_stride_;
   }
   // Starts the copies of the next step. to: this lane's vectors of a stage, (8, rows g and g + 8, halves of 32 k)
   template <class To>
@@ -108,22 +109,22 @@ class WLoader {
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const T* const from = src_[r] + 32 * half * step_;
+        const T* const from = src_[r] + 32 * half * k_stride_;
         if constexpr (Cfg::vec)
           cute::copy(typename Cfg::CopyAtom{}.with(left_ > 32 * half),
                      cute::make_tensor(cute::make_gmem_ptr(from), typename Cfg::Vec{}), to(cute::_, r, half));
-        else cute::recast<uint4>(to(cute::_, r, half))(0) = gather(from, step_, left_ - 32 * half);
+        else cute::recast<uint4>(to(cute::_, r, half))(0) = gather(from, k_stride_, left_ - 32 * half);
       }
-      src_[r] += stride_ * step_;
+      src_[r] += step_stride_ * k_stride_;
     }
-    left_ -= stride_;
+    left_ -= step_stride_;
   }
 
  private:
   const T* src_[2];  // (2) next vector of rows g and g + 8
-  const std::int64_t step_;
+  const std::int64_t k_stride_;
   int left_;
-  const int stride_;
+  const int step_stride_;
 };
 
 template <class Cfg>
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
   const int first_step = split * p.split_steps, all = min(p.split_steps, p.steps - first_step);
   // In the last CTA a warp may have no rows.
   const int steps = row < p.n ? (all - slice + slices - 1) >> p.slices_log2 : 0;
-  const int stride = linear_step_k << p.slices_log2;  // k between the steps of a slice
+  const int step_stride = linear_step_k << p.slices_log2;  // k from a step of a slice to its next one
   std::uint8_t* const ring = shared + warp * (S * linear_step_bytes);
   const auto sW = cute::make_tensor(cute::make_smem_ptr<T>(ring), typename Cfg::LayoutW{});  // (BLK_M, BLK_K, STAGE)
   const auto tWsW = typename Cfg::CopyW{}.get_slice(lane).partition_D(sW);                   // (8, 2, 2, STAGE)
@@ -156,8 +157,8 @@ __global__ void __launch_bounds__(linear_warps * 32, 2) linear_stream(const __gr
                              static_cast<int>(min(end - from, std::int64_t{S * linear_step_k})) * 2);
   }
   const std::int64_t k = (std::int64_t{first_step} + slice) * linear_step_k + 8 * t;  // first k of this lane
-  WLoader<Cfg> weights(p, row, k, stride);
-  XLoader<Cfg> x(p, p.first_token + local_token0, tokens, k, stride);
+  WLoader<Cfg> weights(p, row, k, step_stride);
+  XLoader<Cfg> x(p, p.first_token + local_token0, tokens, k, step_stride);
   tile::wait_for_previous_kernel();
 
 #pragma unroll

@@ -61,7 +61,7 @@ void launch_expanded(const DeviceScope& scope, std::byte* workspace, const W4Mat
   const int steps = static_cast<int>((w4_tiles_k(w.k) + 1) / 2);
   ExpandParams expand{.w = w,
                       .to = workspace,
-                      .row_tiles = static_cast<unsigned>(w4_tiles_k(w.k)),
+                      .k_tiles = static_cast<unsigned>(w4_tiles_k(w.k)),
                       .k = static_cast<int>(w.k),
                       .groups = static_cast<int>(w.k / w.group),
                       .group_shift = w.group == w.k ? 31 : std::countr_zero(static_cast<unsigned>(w.group)) - 5,
@@ -125,7 +125,7 @@ KernelName w4a16_matmul(const char* op, const Context& ctx, const W4MatmulArgs& 
   p.w = w;
   p.groups = static_cast<int>(w.k / w.group);
   p.tile_rows = static_cast<int>(w4_tiles_n(w.n));
-  p.row_tiles = static_cast<int>(w4_tiles_k(w.k));
+  p.k_tiles = static_cast<int>(w4_tiles_k(w.k));
   p.gate_tiles = static_cast<int>(plan.gate_tiles);
   p.n_blocks = static_cast<unsigned>(plan.n_blocks);
   p.by_n_blocks = Divisor(static_cast<int>(plan.n_blocks));

@@ -10,8 +10,10 @@
 
 namespace rooftile::gpu {
 
-inline constexpr int append_warps = 8;         // of a CTA
-inline constexpr int append_slice_tokens = 8;  // of a slice of a closing group: a lane holds 4 values of each
+inline constexpr int append_warps = 8;  // of a CTA
+// Tokens that a lane holds of a slice of a closing group, 4 channels of each at a time. A slice of V has these 8 of the
+// group's 32 tokens. A slice of K has 32 channels of all 32 tokens, of which a lane holds every fourth.
+inline constexpr int append_slice_tokens = 8;
 // Slices of a closing group of one head and side.
 ROOFTILE_HD constexpr int append_slices(bool is_v, int head_dim) {
   return is_v ? kv_group / append_slice_tokens : padded_head_dim(head_dim) / 32;

@@ -24,7 +24,7 @@ class RowSlice {
  public:
   __device__ RowSlice(const SampleParams& p, std::int64_t row, int rank, std::uint32_t* seen)
       : logits_(cute::recast_ptr<T>(p.logits.data) + tile::row_offset(p.logits, row)),
-        step_(p.logits.step),
+        last_stride_(p.logits.last_stride),
         slice_(p.slice),
         cta_first_(rank * sample_threads * p.slice),
         first_(cta_first_ + static_cast<int>(threadIdx.x) * p.slice),
@@ -39,7 +39,8 @@ class RowSlice {
     __syncthreads();  // all threads -> all threads: the bits are 0
     const std::int64_t begin = tile::row_offset(p.token_ids, row);
     for (int i = threadIdx.x; i < p.seen; i += sample_threads) {
-      const std::int64_t id = tile::load_position(p.token_ids.data, begin + i * p.token_ids.step, p.wide_token_ids);
+      const std::int64_t id =
+          tile::load_position(p.token_ids.data, begin + i * p.token_ids.last_stride, p.wide_token_ids);
       const std::int64_t bit = id - cta_first_;
       if (id < p.vocabulary && bit >= 0 && bit < sample_threads * p.slice) atomicOr(&seen_[bit / 32], 1u << bit % 32);
     }
@@ -50,7 +51,9 @@ class RowSlice {
   __device__ int size() const { return max(end_ - first_, 0); }
   __device__ int first_token(int thread) const { return first_ + (thread - static_cast<int>(threadIdx.x)) * slice_; }
   // The logit of any token, with the penalty applied if it is one of this CTA's.
-  __device__ float at(int token) const { return penalised_if_seen(token, tile::to_float(logits_[token * step_])); }
+  __device__ float at(int token) const {
+    return penalised_if_seen(token, tile::to_float(logits_[token * last_stride_]));
+  }
 
   // Calls f(token, logit) for the thread's tokens in the vocabulary's order, with the penalty applied. unrolled: the
   // code of f is there once for each element of a load; else once, because the first use of code waits for memory.
@@ -97,7 +100,7 @@ class RowSlice {
   }
 
   const T* logits_;
-  std::int64_t step_;
+  std::int64_t last_stride_;
   int slice_;
   int cta_first_, first_, end_;  // the CTA's first token; this thread's first one and the one behind its last
   float penalty_;

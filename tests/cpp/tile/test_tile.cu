@@ -33,7 +33,7 @@ TEST_F(Tile, EveryInt8CodeInEveryByte) {
   launch(decode_bytes, 256, decoded.data);
   for (int i = 0; i < 256; ++i)
     for (int byte = 0; byte < 4; ++byte)
-      EXPECT_EQ(decoded[static_cast<std::size_t>(4 * i + byte)], (static_cast<std::int8_t>(i + byte) + 128) * code_unit)
+      EXPECT_EQ(decoded[static_cast<std::size_t>(4 * i + byte)], (static_cast<std::int8_t>(i + byte) + 128) * code_one)
           << "byte " << byte;
 }
 
@@ -55,7 +55,7 @@ TEST_F(Tile, EveryNibbleInEveryPlace) {
   for (std::uint32_t i = 0; i < words; ++i)
     for (std::uint32_t place = 0; place < 8; ++place)
       ASSERT_EQ(decoded[8 * i + place],
-                static_cast<float>(nibbles(i) >> (4 * place) & 15) * (place % 2 ? odd_code_unit : code_unit))
+                static_cast<float>(nibbles(i) >> (4 * place) & 15) * (place % 2 ? odd_code_one : code_one))
           << "place " << place << " of " << i;
 }
 
@@ -80,7 +80,7 @@ TEST_F(Tile, EveryE4m3CodeInEveryByte) {
   for (int i = 0; i < 256; ++i)
     for (int byte = 0; byte < 4; ++byte) {
       const float found = decoded[static_cast<std::size_t>(4 * i + byte)], value = e4m3_value((i + byte) & 255);
-      EXPECT_EQ(found, value * e4m3_unit) << "byte " << byte;
+      EXPECT_EQ(found, value * e4m3_one) << "byte " << byte;
       EXPECT_EQ(std::signbit(found), std::signbit(value)) << "byte " << byte;
     }
 }
@@ -115,7 +115,7 @@ TEST_F(Tile, ZeroPointsOfCodes) {
   const Shared<float2> found(2);
   launch(unpack_constants, 32, found.data);
   for (std::size_t i = 0; i < 2; ++i) {
-    EXPECT_EQ(found[i].x, (i ? 8 : 128) * code_unit);
+    EXPECT_EQ(found[i].x, (i ? 8 : 128) * code_one);
     EXPECT_EQ(found[i].y, found[i].x);
   }
 }
