@@ -26,7 +26,7 @@ def sample(
     """The next token of each row, drawn from the softmax of its logits or, with temperature 0, the likeliest one.
 
     logits: [..., vocabulary], float16, bfloat16 or float32, on a GPU too; at most 2^22 tokens, and where a GPU draws
-    2^21, before Hopper 2^18. Settings, in this order:
+    2^21 (Hopper) or 2^18. Settings, in this order:
       repetition_penalty: positive; divides positive logits of the tokens in token_ids and multiplies negative ones
         (Keskar et al. 2019, arXiv 1909.05858). token_ids: [..., any], int32 or int64; entries that are no tokens, as
         -1, count as padding.

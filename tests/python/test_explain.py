@@ -507,6 +507,53 @@ def test_why_there_is_no_plan_is_true():
         assert said.plan is None and said.why.startswith("no plan to choose: ")
 
 
+class Raises:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def test_an_argument_whose_attributes_raise_is_refused_as_by_the_call():
+    for call in (rt.softmax, lambda x: rt.explain("softmax", x)):
+        with pytest.raises(rt.ArgumentTypeError, match="^softmax: x must be"):
+            call(Raises())
+
+
+def test_rows_and_counts_are_judged_as_by_the_call():
+    cache, k = rt.KVCache(2, 64, 2, 64), torch.zeros(2, 1, 2, 64)
+    for name in ("rows", "counts"):
+        wrong = np.array([0, 1])
+        with pytest.raises(rt.ArgumentTypeError) as call:
+            cache.append(k, k, **{name: wrong})
+        with pytest.raises(rt.ArgumentTypeError) as explained:
+            rt.explain(cache.append, k, k, **{name: wrong})
+        assert str(call.value) == str(explained.value) == f"append: {name} must be int32, got int64[2] on cpu"
+    with pytest.raises(rt.ArgumentError, match="append: rows names row 1 twice"):
+        rt.explain(cache.append, k, k, rows=(row for row in (1, 1)))
+    with pytest.raises(rt.ArgumentError, match=r"append: cache's kv_heads must lie in \[1, 65536\], got 65537"):
+        rt.explain("append", {"kv_heads": 65537, "capacity": 64}, *((1, 1, 65537, 1),) * 2)
+
+
+@pytest.mark.parametrize("window", [2**31, 2**62, 2**63 - 1, 2**63])
+def test_a_window_is_as_long_as_the_call_takes(window):
+    cache, q = full_cache(), torch.zeros(1, 2, 64)
+    if window == 2**63:
+        for call in (rt.decode_attention, lambda *args, **options: rt.explain("decode_attention", *args, **options)):
+            with pytest.raises((rt.ArgumentError, rt.ArgumentTypeError), match="decode_attention: window "):
+                call(q, cache, window=window)
+        return
+    rt.decode_attention(q, cache, window=window)
+    said = rt.explain("decode_attention", q, cache, window=window)
+    assert said.bytes == rt.explain("decode_attention", q, cache).bytes
+
+
+def test_a_plan_of_append_stays_within_the_grid():
+    rows = 4194304
+    cache, k = {**CACHE, "format": "int8"}, ((rows, 1, 8, 128),) * 2
+    with pytest.raises(rt.ArgumentError, match=r"append: plan .* entry_ctas must be 1 to 511, got 1024"):
+        rt.explain("append", cache, *k, device="sm_90a", plan="append entry_ctas=1024 cluster_size=1")
+    assert rt.explain("append", cache, *k, device="sm_90a").why.startswith("one CTA an entry")
+
+
 def test_plans_of_append():
     cache = {**CACHE, "format": "int8"}
 
