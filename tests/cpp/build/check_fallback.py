@@ -8,6 +8,7 @@ check_fallback.py FOLDER     FOLDER holds what keep_reports.py left beside the o
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 command = next(Path(sys.argv[1]).rglob("multistage.cu.o.command")).read_text().splitlines()
@@ -17,10 +18,11 @@ for option in ("-o", "-MF", "-MT", "-c", "-x"):
         at = kept.index(option)
         del kept[at : at + (1 if option == "-c" else 2)]
 source = next(part for part in kept if part.endswith(".cu"))
-ptx = subprocess.run(
-    [*kept, "-arch=compute_90", "-ptx", "-o", "/dev/stdout"], check=True, capture_output=True, text=True
-).stdout
-kernels = re.findall(r"(?s)\.entry \S*linear_multistage_tiles.*?\n\}", ptx)
+with tempfile.TemporaryDirectory() as work:
+    ptx = Path(work) / "multistage.ptx"
+    subprocess.run([*kept, "-arch=compute_90", "-ptx", "-o", ptx], check=True, stdin=subprocess.DEVNULL)
+    text = ptx.read_text()
+kernels = re.findall(r"(?s)\.entry \S*linear_multistage_tiles.*?\n\}", text)
 empty = [kernel.splitlines()[0] for kernel in kernels if "mma.sync" not in kernel]
 print("\n".join(empty) or f"{len(kernels)} kernels of {Path(source).name} for compute_90")
 sys.exit(bool(empty) or not kernels)
