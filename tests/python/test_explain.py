@@ -514,7 +514,7 @@ class Raises:
 
 def test_an_argument_whose_attributes_raise_is_refused_as_by_the_call():
     for call in (rt.softmax, lambda x: rt.explain("softmax", x)):
-        with pytest.raises(rt.ArgumentTypeError, match="^softmax: x must be"):
+        with pytest.raises(rt.ArgumentTypeError, match=r"^softmax: x must be"):
             call(Raises())
 
 
