@@ -156,7 +156,7 @@ struct Loop {
       failed.store(true, std::memory_order_relaxed);
     }
   }
-  // A task that no thread has taken. False: there is none.
+  // Runs a task that no thread has taken. False: there is none.
   bool run_next(int thread) {
     for (int i = 0; i < parts; ++i) {
       const int p = (thread + i) % parts;

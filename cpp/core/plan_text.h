@@ -107,4 +107,11 @@ class PlanCheck {
   std::string wrong_;
 };
 
+// Raises a value error that names the plan whose text was forced, and what does not hold, unless fits(check).
+template <class Fits>
+void require_fit(const char* op, std::string_view text, const Fits& fits) {
+  PlanCheck check;
+  ROOFTILE_CHECK(fits(check), op, ": plan ", quoted(text), " does not fit this call: ", check.wrong());
+}
+
 }  // namespace rooftile

@@ -771,29 +771,25 @@ def test_append_runs_every_plan(batch, tokens, length, op, format):
     positions = torch.arange(tokens, device="cuda").expand(batch, tokens)
 
     def appended(plan, captured=False):
-        """Every byte of a cache, q turned or None, and the call's kernels."""
+        """Every byte of a cache, and q rotated or None."""
         cache = rt.KVCache(batch, length + tokens, 3, 64, format=format, dtype=dtype, device="cuda")
         cache.append(*old)
         args = (cache, *new) if op == "append" else (q, *new, *tables, positions, cache)
         said = rt.explain(op, *args, plan=plan)
-
-        def call():
-            if op == "rope_append":
-                return rt.rope_append(q, *new, *tables, positions, cache, plan=plan)
-            return cache.append(*new, plan=plan)
+        function = rt.KVCache.append if op == "append" else rt.rope_append
 
         if captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                turned = call()
+                rotated = function(*args, plan=plan)
             graph.replay()
         else:
             with rt.record_kernels() as names:
-                turned = call()
+                rotated = function(*args, plan=plan)
             assert names == [said.kernel], plan
             ran.append(plan)
         torch.cuda.synchronize()
-        return state(cache), turned
+        return state(cache), rotated
 
     rt.warmup()
     ran = []
@@ -806,9 +802,9 @@ def test_append_runs_every_plan(batch, tokens, length, op, format):
                 appended(plan)
             continue
         for captured in (False, True):
-            got, turned = appended(plan, captured)
+            got, rotated = appended(plan, captured)
             assert_same(got, expected, plan)
-            assert q_out is None or torch.equal(turned, q_out), plan
+            assert q_out is None or torch.equal(rotated, q_out), plan
     assert len(ran) >= 6
 
 

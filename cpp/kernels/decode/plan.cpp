@@ -140,9 +140,7 @@ DecodePlan plan_decode(const char* op, const DecodeShape& shape, const DecodeDev
   if (!forced) return plan_decode(shape, device);
   DecodePlan plan;
   read_plan<DecodePlan>(op, forced, paths, plan);
-  PlanCheck check;
-  ROOFTILE_CHECK(choices_fit(check, shape, device, plan), op, ": plan ", quoted(forced),
-                 " does not fit this call: ", check.wrong());
+  require_fit(op, forced, [&](PlanCheck& check) { return choices_fit(check, shape, device, plan); });
   complete(shape, plan);
   plan.why = "forced by plan=";
   return plan;

@@ -150,9 +150,7 @@ GemmPlan plan_gemm(const char* op, const GemmProblem& p, const char* forced) {
   GemmPlan plan;
   plan.path = static_cast<GemmPath>(
       first + read_plan<GemmPlan>(op, forced, std::span(paths).subspan(first, end - first), plan));
-  PlanCheck check;
-  ROOFTILE_CHECK(choices_fit(check, p, plan), op, ": plan ", quoted(forced),
-                 " does not fit this call: ", check.wrong());
+  require_fit(op, forced, [&](PlanCheck& check) { return choices_fit(check, p, plan); });
   complete(p, plan);
   plan.why = "forced by plan=";
   return plan;

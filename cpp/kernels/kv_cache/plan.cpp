@@ -73,9 +73,7 @@ AppendPlan plan_append(const char* op, const AppendProblem& p, const AppendDevic
   if (!forced) return plan_append(p, device);
   AppendPlan plan;
   read_plan<AppendPlan>(op, forced, paths, plan);
-  PlanCheck check;
-  ROOFTILE_CHECK(choices_fit(check, p, device, plan), op, ": plan ", quoted(forced),
-                 " does not fit this call: ", check.wrong());
+  require_fit(op, forced, [&](PlanCheck& check) { return choices_fit(check, p, device, plan); });
   plan.why = "forced by plan=";
   return plan;
 }
