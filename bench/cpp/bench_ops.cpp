@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The small ops: {op}_t{tokens}_h{width}; rope's width is 32 query and 8 KV heads of 128.
+// The small ops: {op}_t{tokens}_h{width}; the width of rope and of qk_rms_norm is 32 query and 8 KV heads of 128.
 //
 // A graph of few tokens holds 400 calls at least, so that its start and end, some 5 us, do not count.
 // An op is a list of inputs and outputs with `tokens` rows each. Checked on the first and the last eight rows: the
@@ -19,8 +19,9 @@ using Views = std::vector<TensorView>;
 struct Op {
   const char* name;
   std::vector<std::int64_t> in, out;  // widths of the rows
-  // shared: [width] weights, or tables of rope; the same on the host and the device
+  // shared: [width] weights, cos, sin, positions and a table [4096, width]; the same on the host and the device
   std::function<KernelName(const Context&, const Views& in, const Views& out, const Views& shared)> run;
+  std::int64_t from_table = 0;  // elements of the table that a token reads
 };
 
 constexpr std::int64_t rope_heads = 32, rope_kv_heads = 8, rope_dim = 128;
@@ -48,6 +49,15 @@ std::vector<Op> ops(std::int64_t h) {
        [](const Context& c, const Views& in, const Views& out, const Views& w) {
          return add_rms_norm(c, in[0], in[1], w[0], 1e-5f, out[0], out[1]);
        }},
+      {"embedding",
+       {},
+       {h},
+       [](const Context& c, const Views&, const Views& out, const Views& w) {
+         TensorView ids = w[3];
+         ids.shape[0] = out[0].shape[0];
+         return embedding(c, ids, w[4], 1, out[0]);
+       },
+       h},
       {"layer_norm",
        {h},
        {h},
@@ -82,6 +92,18 @@ Op rope_op() {
           }};
 }
 
+Op qk_rms_norm_op() {
+  Op op = rope_op();
+  op.name = "qk_rms_norm";
+  op.run = [](const Context& c, const Views& in, const Views& out, const Views& w) {
+    TensorView weight = w[0];
+    weight.shape[0] = rope_dim;
+    return qk_rms_norm(c, as_heads(in[0], rope_heads), as_heads(in[1], rope_kv_heads), weight, weight, 1e-5f,
+                       as_heads(out[0], rope_heads), as_heads(out[1], rope_kv_heads));
+  };
+  return op;
+}
+
 struct Arrays {
   std::vector<bench::Array> in, out;
   static Views views(const std::vector<bench::Array>& arrays) {
@@ -100,7 +122,7 @@ bool matches_reference(const bench::Gpu& gpu, const Op& op, const Arrays& arrays
   };
   std::vector<bench::Array> shared_host, expected;
   for (const bench::Array& a : shared) shared_host.push_back(gpu.to_host(a.view));
-  if (shared_host.size() > 3) shared_host[3] = gpu.to_host(bench::narrow(shared[3].view, 0, first, rows));  // positions
+  shared_host[3] = gpu.to_host(bench::narrow(shared[3].view, 0, first, rows));  // positions
   const std::vector<bench::Array> in = copy(arrays.in), got = copy(arrays.out);
   for (const bench::Array& a : got)
     expected.push_back(bench::host_array(a.view.dtype, {a.view.shape[0], a.view.shape[1]}));
@@ -115,14 +137,15 @@ bool matches_reference(const bench::Gpu& gpu, const Op& op, const Arrays& arrays
 void time_op(benchmark::State& state, const bench::Gpu& gpu, const Op& op, std::int64_t tokens, std::int64_t h,
              DType dtype, bool cold) {
   bench::Work work;
-  for (const auto& widths : {op.in, op.out})
+  for (const auto& widths : {op.in, op.out, std::vector{op.from_table}})
     for (std::int64_t width : widths)
       work.bytes += static_cast<double>(tokens * width) * static_cast<double>(size_of(dtype));
   const int copies = gpu.copies(work.bytes, cold);
   std::vector<std::int32_t> positions(static_cast<std::size_t>(tokens));
   for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<std::int32_t>(i * 7 % 4096);
   const std::vector<bench::Array> shared = {gpu.random(dtype, {h}, 1), gpu.random(DType::f32, {4096, rope_dim / 2}, 2),
-                                            gpu.random(DType::f32, {4096, rope_dim / 2}, 3), gpu.ints(positions)};
+                                            gpu.random(DType::f32, {4096, rope_dim / 2}, 3), gpu.ints(positions),
+                                            gpu.random(dtype, {4096, h}, 4)};
   const Views shared_views = Arrays::views(shared);
   std::vector<Arrays> sets(static_cast<std::size_t>(copies));
   std::uint64_t seed = 10;
@@ -159,7 +182,7 @@ void add_all(const bench::Gpu& gpu) {
   for (const std::int64_t tokens : {1, 8, 16, 64, 512, 4096, 16384}) {
     for (const std::int64_t h : {4096, 14336})
       for (const Op& op : ops(h)) add_op(gpu, op, tokens, h);
-    add_op(gpu, rope_op(), tokens, rope_heads * rope_dim);
+    for (const Op& op : {rope_op(), qk_rms_norm_op()}) add_op(gpu, op, tokens, rope_heads * rope_dim);
   }
 }
 

@@ -90,6 +90,14 @@ struct NormArgs {
   bool subtract_mean = false;
 };
 
+// The longest head of qk_rms_norm: a GPU reduces it in a warp.
+inline constexpr int max_head_norm = 1024;
+
+struct EmbeddingArgs {
+  TensorView ids, weight, y;  // [...], [vocabulary, H], [..., H]
+  float scale = 1;
+};
+
 struct SampleArgs {
   TensorView logits, token_ids, seeds, positions, tokens;  // token_ids, seeds, positions may be absent
   SampleSettings settings;

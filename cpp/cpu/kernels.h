@@ -27,6 +27,7 @@ struct Kernels {
   void (*linear)(const Parallel&, const LinearArgs&);
 
   void (*norm)(const Parallel&, const NormArgs&);
+  void (*embedding)(const Parallel&, const EmbeddingArgs&);
   void (*rope)(const Parallel&, const TensorView& x, const TensorView& cos, const TensorView& sin,
                const TensorView& positions, const TensorView& y);
   void (*gated)(const Parallel&, const TensorView& x, const TensorView& h, Gate);

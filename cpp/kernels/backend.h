@@ -12,6 +12,9 @@ const char* backend();        // "sm_80, compute_80, sm_90a", or why the build h
 void warmup(const Context&);  // loads the kernels that the device runs: see warmup.h
 
 KernelName norm(const char* op, const Context&, const NormArgs&);
+// Two norms without a mean whose rows are equally long, at most max_head_norm, in one launch.
+KernelName norm_pair(const char* op, const Context&, const NormArgs& first, const NormArgs& second);
+KernelName embedding(const Context&, const EmbeddingArgs&);
 // A token whose position lies outside the tables gets NaN outputs: the host cannot see positions.
 KernelName rope(const char* op, const Context&, const TensorView& q, const TensorView& k, const TensorView& cos,
                 const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out);

@@ -98,6 +98,7 @@ void warmup(const Context& ctx) {
   load_append_kernels(op);
   load_decode_kernels(op);
   load_elementwise_kernels(op);
+  load_embedding_kernels(op);
   load_gemm_kernels(op, scope.has_wgmma());
   load_norm_kernels(op);
   load_rope_kernels(op);

@@ -24,6 +24,8 @@ void warmup(const Context& ctx) {
 }
 
 KernelName norm(const char* op, const Context& ctx, const NormArgs&) { none(op, ctx); }
+KernelName norm_pair(const char* op, const Context& ctx, const NormArgs&, const NormArgs&) { none(op, ctx); }
+KernelName embedding(const Context& ctx, const EmbeddingArgs&) { none("embedding", ctx); }
 KernelName rope(const char* op, const Context& ctx, const TensorView&, const TensorView&, const TensorView&,
                 const TensorView&, const TensorView&, const TensorView&, const TensorView&) {
   none(op, ctx);

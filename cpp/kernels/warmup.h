@@ -18,6 +18,7 @@ void load_kernel(const char* op, void (*kernel)(Params)) {
 void load_append_kernels(const char* op);
 void load_decode_kernels(const char* op);
 void load_elementwise_kernels(const char* op);
+void load_embedding_kernels(const char* op);
 void load_gemm_kernels(const char* op, bool hopper);
 void load_norm_kernels(const char* op);
 void load_rope_kernels(const char* op);

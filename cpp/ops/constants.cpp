@@ -14,6 +14,7 @@ Constants constants() {
           .kv_step_back = kv_step_back,
           .max_head_dim = max_head_dim,
           .max_heads = check::max_heads,
+          .max_head_norm = max_head_norm,
           .max_vocabulary = max_vocabulary,
           .w4_tile_rows = w4_tile_n};
 }

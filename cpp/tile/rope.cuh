@@ -1,18 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary position embedding (RoPE): the rotation of one pair of channels and the position of a token.
+// Rotary position embedding (RoPE): the rotation of one pair of channels.
 //   low, high: channels i and i + R of a head (R pairs); cos, sin: row `position` of the tables, column i
 //   low'  = low  * cos - high * sin
 //   high' = high * cos + low  * sin
 #pragma once
 
-#include <cstdint>
-
 namespace rooftile::tile {
-
-// Element `at` of the positions, int64 if `wide`, else int32.
-__device__ __forceinline__ std::int64_t load_position(const void* positions, std::int64_t at, bool wide) {
-  return wide ? static_cast<const std::int64_t*>(positions)[at] : static_cast<const std::int32_t*>(positions)[at];
-}
 
 // a * b - c * d with the rounding error of c * d added back, so that cancellation loses no digits.
 __device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {

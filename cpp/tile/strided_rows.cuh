@@ -68,6 +68,11 @@ __device__ __forceinline__ Row row_at(const Rows& r, std::int64_t row) {
   return {cute::recast_ptr<std::uint16_t>(r.data) + row_offset(r, row), r.last_stride};
 }
 
+// Element `at` of integers such as positions: int64 if `wide`, else int32.
+__device__ __forceinline__ std::int64_t load_integer(const void* integers, std::int64_t at, bool wide) {
+  return wide ? static_cast<const std::int64_t*>(integers)[at] : static_cast<const std::int32_t*>(integers)[at];
+}
+
 constexpr int vec_size = 8;  // elements of a 16-byte vector
 
 // Whether element i of a vector lies inside the row; `left` elements of the row remain from the vector's first one on.
@@ -75,6 +80,9 @@ template <bool vector, class Index>
 __device__ __forceinline__ bool inside(int i, Index left) {
   return left > (vector ? 0 : i);
 }
+
+// Eight NaNs, of fp16 and of bf16.
+__device__ __forceinline__ uint4 quiet_nans() { return {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu}; }
 
 // Loads elements [first, first + 8) of a row of n; elements past the row's end are `fill`. Index: int where n is known
 // to be small.
@@ -210,15 +218,15 @@ inline RowPlan plan_row(std::int64_t n) {
   return {0, 512, 512};
 }
 
-// The row this thread works on, and this thread's index among the threads of the row.
+// The row this thread works on, and this thread's index among the threads of the row. cta: of those with rows.
 struct RowThread {
   std::int64_t row;
   int thread;
 };
-__device__ __forceinline__ RowThread row_thread(int lanes) {
-  if (lanes > 32) return {static_cast<std::int64_t>(blockIdx.x), static_cast<int>(threadIdx.x)};
+__device__ __forceinline__ RowThread row_thread(int lanes, unsigned cta) {
+  if (lanes > 32) return {static_cast<std::int64_t>(cta), static_cast<int>(threadIdx.x)};
   const int rows = blockDim.x / lanes;
-  return {static_cast<std::int64_t>(blockIdx.x) * rows + threadIdx.x / lanes, static_cast<int>(threadIdx.x) % lanes};
+  return {static_cast<std::int64_t>(cta) * rows + threadIdx.x / lanes, static_cast<int>(threadIdx.x) % lanes};
 }
 
 }  // namespace rooftile::tile

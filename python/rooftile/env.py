@@ -24,6 +24,8 @@ OPS = (
     "linear",
     "rms_norm",
     "add_rms_norm",
+    "qk_rms_norm",
+    "embedding",
     "layer_norm",
     "add_layer_norm",
     "rope",

@@ -175,9 +175,9 @@ class _Call:
         """dtypes that the tensor may have."""
         if name in ("lse_a", "lse_b"):
             return ("float32",)
-        if name in ("positions", "token_ids", "seeds"):
+        if name in ("ids", "positions", "token_ids", "seeds"):
             return ("int64",) if name == "seeds" else ("int32", "int64")
-        if name in ("cos", "sin") or (name in ("weight", "bias") and self.op.endswith("norm")):
+        if name in ("cos", "sin") or (name.endswith(("weight", "bias")) and self.op.endswith("norm")):
             return tuple(dict.fromkeys((self.dtype, "float32")))
         return (self.dtype,)
 
@@ -726,6 +726,28 @@ def _small(tensors, flops, weights=()):
     return explained
 
 
+def _qk_rms_norm(call):
+    q, k, weights = call.shape("q", 2), call.shape("k", 2), ("q_weight", "k_weight")
+    if q[-1] < 1:
+        call.refuse_shape("q", "have a last dimension of at least 1")
+    if (*k[:-2], k[-1]) != (*q[:-2], q[-1]):
+        call.refuse_shape("k", f"have q's shape {list(q)} but for its number of heads")
+    if q[-1] > _C.max_head_norm:
+        raise NotSupportedError(
+            f"{call.op}: q must have heads of at most {_C.max_head_norm} elements, got {call.described('q')}"
+        )
+    for weight in weights:
+        call.must_have(weight, q[-1:], f"be [hidden] = {list(q[-1:])}")
+    given = [weight for weight in weights if call[weight] is not None]
+    return call.result(2 * call.bytes("q", "k") + call.bytes(*given), 4 * (math.prod(q) + math.prod(k)), call.dtype)
+
+
+def _embedding(call):
+    ids, (_, hidden) = call.shape("ids"), call.shape("weight", 2, 2)
+    out = math.prod(ids) * hidden
+    return call.result(2 * out * call.size + 4 * math.prod(ids), out if call["scale"] != 1 else 0, call.dtype)
+
+
 def _merge(call):
     shape = call.shape("out_a", 2)
     if shape[-1] < 1:
@@ -769,8 +791,10 @@ _FUNCTIONS = {
             attention.prefill_attention,
             fused.add_layer_norm,
             fused.add_rms_norm,
+            fused.embedding,
             fused.gelu_mul,
             fused.layer_norm,
+            fused.qk_rms_norm,
             fused.rms_norm,
             fused.rope,
             fused.rope_append,
@@ -790,8 +814,10 @@ _OPS = {
     "prefill_attention": _prefill,
     "add_layer_norm": _small(4, 8, ("weight", "bias")),
     "add_rms_norm": _small(4, 5, ("weight",)),
+    "embedding": _embedding,
     "gelu_mul": _small(1.5, 5),
     "layer_norm": _small(2, 7, ("weight", "bias")),
+    "qk_rms_norm": _qk_rms_norm,
     "rms_norm": _small(2, 4, ("weight",)),
     "rope": _rope,
     "rope_append": _rope,

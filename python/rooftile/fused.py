@@ -55,6 +55,45 @@ def add_rms_norm(
     return out, residual_out
 
 
+def qk_rms_norm(
+    q, k, q_weight=None, k_weight=None, eps=1e-6, *, weight_offset=0.0, q_out=None, k_out=None, stream=None, plan=None
+):
+    """rms_norm of every head of q and of k, as Qwen3 and Gemma 3 have it before RoPE: on a GPU one kernel.
+
+    q: [..., q_heads, D] and k: [..., kv_heads, D], D <= 1024; the head counts may differ. q_weight, k_weight: [D], q's
+    dtype or float32, or None; weight_offset is added to them in float32.
+    Returns (q, k) normed, in q's dtype, written to `q_out` and `k_out` when given (they may be q and k).
+    """
+    if stream is not None and needs_torch_stream(stream, q):
+        return on_stream(qk_rms_norm, q, locals())
+    if compiling():
+        return torch_op("qk_rms_norm", (q, k, q_weight, k_weight, eps, weight_offset), (q_out, k_out), stream, plan)
+    if q_out is None:
+        q_out = empty("qk_rms_norm", "q_out", q)
+    if k_out is None:
+        k_out = empty("qk_rms_norm", "k_out", k)
+    ran(_C.qk_rms_norm(q, k, q_weight, k_weight, eps, weight_offset, q_out, k_out, stream, plan))
+    return q_out, k_out
+
+
+def embedding(ids, weight, *, scale=1.0, out=None, stream=None, plan=None):
+    """scale * weight[ids], the rows of a table that token ids name.
+
+    ids: [...], int32 or int64, each in [0, vocabulary); on a GPU, where the host does not read them, the row of another
+    id is NaN. weight: [vocabulary, hidden]. scale: multiplied in float32, as Gemma and Granite scale embeddings; with 1
+    rows are copied bit for bit.
+    Returns [..., hidden] in weight's dtype, written to `out` when given.
+    """
+    if stream is not None and needs_torch_stream(stream, weight):
+        return on_stream(embedding, weight, locals())
+    if compiling():
+        return torch_op("embedding", (weight, ids, scale), (out,), stream, plan)
+    if out is None:
+        out = _rows(ids, weight)
+    ran(_C.embedding(ids, weight, scale, out, stream, plan))
+    return out
+
+
 def layer_norm(x, weight=None, bias=None, eps=1e-5, *, out=None, stream=None, plan=None):
     """(x - mean) * rsqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016, arXiv 1607.06450).
 
@@ -197,6 +236,14 @@ def _half(op, gate_up):
         return None
 
 
+def _rows(ids, weight):
+    """An output of embedding, or None for what the binding refuses before it reads its output."""
+    shape, of_ids = shape_of(weight), shape_of(ids)
+    if of_ids is None or shape is None or len(shape) != 2:
+        return None
+    return empty("embedding", "out", weight, (*of_ids, shape[1]))
+
+
 def _halves(x, *_):
     return [(*x.shape[:-1], x.shape[-1] // 2)]
 
@@ -219,6 +266,20 @@ OPS["add_rms_norm"] = Op(
         x, residual, weight, eps, weight_offset=offset, **options
     ),
     like_first(2),
+)
+OPS["qk_rms_norm"] = Op(
+    "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, float eps, float weight_offset=0.0",
+    ("q_out", "k_out"),
+    lambda q, k, q_weight, k_weight, eps, offset=0.0, **options: qk_rms_norm(
+        q, k, q_weight, k_weight, eps, weight_offset=offset, **options
+    ),
+    lambda q, k, *_: [q.shape, k.shape],
+)
+OPS["embedding"] = Op(
+    "Tensor weight, Tensor ids, float scale",  # in aten's order: the output is weight's kind
+    ("out",),
+    lambda weight, ids, scale, **options: embedding(ids, weight, scale=scale, **options),
+    lambda weight, ids, *_: [(*ids.shape, weight.shape[1])],
 )
 OPS["layer_norm"] = Op("Tensor x, Tensor? weight, Tensor? bias, float eps", ("out",), layer_norm, like_first())
 OPS["add_layer_norm"] = Op(

@@ -80,6 +80,7 @@ void bind_constants(nb::module_& m) {
   m.attr("kv_step_back") = c.kv_step_back;
   m.attr("max_head_dim") = c.max_head_dim;
   m.attr("max_heads") = c.max_heads;
+  m.attr("max_head_norm") = c.max_head_norm;
   m.attr("max_vocabulary") = c.max_vocabulary;
   m.attr("max_ndim") = static_cast<int>(TensorView::max_ndim);
   m.attr("w4_tile_rows") = c.w4_tile_rows;

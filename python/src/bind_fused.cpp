@@ -61,6 +61,33 @@ void bind_fused(nb::module_& m) {
       "residual_out"_a.none(), "stream"_a.none(), "plan"_a.none());
 
   m.def(
+      "qk_rms_norm",
+      [](handle q, handle k, handle q_weight, handle k_weight, handle eps, handle weight_offset, handle q_out,
+         handle k_out, handle stream, handle plan) {
+        Args args("qk_rms_norm");
+        const TensorView tq = args.in(q, "q"), tk = args.in(k, "k");
+        const TensorView wq = args.optional(q_weight, "q_weight"), wk = args.optional(k_weight, "k_weight");
+        const TensorView oq = args.out(q_out, "q_out"), ok = args.out(k_out, "k_out");
+        const float e = static_cast<float>(args.number(eps, "eps")),
+                    offset = static_cast<float>(args.number(weight_offset, "weight_offset"));
+        const Context ctx = args.context(tq, stream, plan);
+        return run_repeatable(ctx, [=](const Context& c) { return qk_rms_norm(c, tq, tk, wq, wk, e, oq, ok, offset); });
+      },
+      "q"_a.none(), "k"_a.none(), "q_weight"_a.none(), "k_weight"_a.none(), "eps"_a.none(), "weight_offset"_a.none(),
+      "q_out"_a.none(), "k_out"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  m.def(
+      "embedding",
+      [](handle ids, handle weight, handle scale, handle out, handle stream, handle plan) {
+        Args args("embedding");
+        const TensorView ti = args.in(ids, "ids"), tw = args.in(weight, "weight"), ty = args.out(out, "out");
+        const float s = static_cast<float>(args.number(scale, "scale"));
+        const Context ctx = args.context(tw, stream, plan);
+        return run_repeatable(ctx, [=](const Context& c) { return embedding(c, ti, tw, s, ty); });
+      },
+      "ids"_a.none(), "weight"_a.none(), "scale"_a.none(), "out"_a.none(), "stream"_a.none(), "plan"_a.none());
+
+  m.def(
       "layer_norm",
       [](handle x, handle weight, handle bias, handle eps, handle out, handle stream, handle plan) {
         Args args("layer_norm");

@@ -221,6 +221,31 @@ def _norm_op(function, bias=False, adds=False):
     )
 
 
+def _qk_norm(batch, tokens, heads=3, kv_heads=1, dim=37):
+    def build(m):
+        return {
+            "q": m.input(batch, tokens, heads, dim),
+            "k": m.input(batch, tokens, kv_heads, dim),
+            "q_weight": m.input(dim, mean=1.0),
+            "k_weight": m.input(dim, mean=1.0),
+            "eps": 1e-5,
+            "weight_offset": 0.0,
+            "q_out": m.output(batch, tokens, heads, dim),
+            "k_out": m.output(batch, tokens, kv_heads, dim),
+        }
+
+    return build
+
+
+def _embedding(*lead, index="int64"):
+    return lambda m: {
+        "ids": m.index(cases.generator("ids").integers(0, 50, lead), index),
+        "weight": m.input(50, HIDDEN),
+        "scale": 1.5,
+        "out": m.output(*lead, HIDDEN),
+    }
+
+
 def _rope(batch, tokens, heads=3, kv_heads=1, dim=22, pairs=9, index="int64"):
     """Fewer pairs than half the dimensions: what lies past them is copied."""
 
@@ -873,6 +898,40 @@ OPS = [
     _norm_op(rt.add_rms_norm, adds=True),
     _norm_op(rt.layer_norm, bias=True),
     _norm_op(rt.add_layer_norm, bias=True, adds=True),
+    Op(
+        "qk_rms_norm",
+        rt.qk_rms_norm,
+        {
+            "q": ROWS,
+            "k": ROWS,
+            "q_weight": WEIGHT,
+            "k_weight": WEIGHT,
+            "eps": EPS,
+            "weight_offset": Scalar(bad=(float("nan"), float("inf"), 1e300)),
+            "q_out": OUT,
+            "k_out": OUT,
+            **CONTEXT,
+        },
+        _qk_norm(2, 3),
+        empties=(_qk_norm(0, 3), _qk_norm(2, 0), _qk_norm(2, 3, kv_heads=0)),
+        large=_qk_norm(17, 33),
+        gpu=True,
+    ),
+    Op(
+        "embedding",
+        rt.embedding,
+        {
+            "ids": Tensor(INDICES, bad_values=(-1, 50, 2**31 - 1, -(2**31)), expandable=(0, 1), rows=0),
+            "weight": Tensor(primary=True, expandable=(0, 1)),
+            "scale": Scalar(bad=(float("nan"), float("inf"), 1e300)),
+            "out": OUT,
+            **CONTEXT,
+        },
+        _embedding(2, 3),
+        empties=(_embedding(0, 3), _embedding(2, 0), _embedding(0)),
+        large=_embedding(67, 9, index="int32"),
+        gpu=True,
+    ),
     Op(
         "rope",
         rt.rope,

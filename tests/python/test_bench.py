@@ -425,25 +425,35 @@ def test_whole_models(source, tmp_path, capsys):
     assert (run["prompt"], run["tokens"], run["device"]) == (9, 6, "cpu")
     assert (run["model"], run["weights"]) == (("tiny", "random") if source == "random" else ("tiny.gguf", "stored"))
     rows = result["rows"]
-    assert [(row["name"], row["batch"]) for row in rows] == [(n, b) for n in e2e.ROWS for b in (1, 3)]
+    assert [(row["name"], row["batch"]) for row in rows] == [(n, b) for n in e2e.rows_on("cpu") for b in (1, 3)]
     for row in rows:
         assert len(row["ms_per_token_rounds"]) == 3 and row["prompt_ms"] > 0 and row["peak_gib"] is None
         share = (row["weight_bytes_a_step"] + row["cache_bytes_a_step"]) / row["ms_per_token"] / 1e6
         assert row["percent_of_read_rate"] == pytest.approx(100 * share / result["read_gb_s"])
-    plain, whole, packed = rows[::2]
+    plain, whole, compressed, packed, both = rows[::2]
     if source == "random":
         # q, k, v, o 64 x (64 + 2 * 32 + 64), gate, up, down 3 * 64 * 96 in 2 layers, 5 norms of 64, the head 256 x 64
         weights = 2 * (2 * (64 * 192 + 3 * 64 * 96) + 5 * 64 + 256 * 64)
         assert 0 <= plain["weight_bytes_a_step"] - weights <= 256  # frequencies of the rotary embedding
         assert plain["cache_bytes_a_step"] == 1 * (9 + 4) * 2 * 1 * 32 * 4
-    assert plain["weight_bytes_a_step"] == whole["weight_bytes_a_step"] > packed["weight_bytes_a_step"]
-    assert plain["cache_bytes_a_step"] > packed["cache_bytes_a_step"]
-    assert capsys.readouterr().out.count("8-bit head") == 2
+    for fewer, more, of in ((packed, plain, "weight"), (compressed, plain, "cache")):
+        assert fewer[f"{of}_bytes_a_step"] < more[f"{of}_bytes_a_step"] == whole[f"{of}_bytes_a_step"]
+        assert both[f"{of}_bytes_a_step"] == fewer[f"{of}_bytes_a_step"]
+    assert capsys.readouterr().out.count("8-bit head") == 4
+
+
+def test_rows_of_whole_models():
+    everywhere = ["hf.eager", "16 bits", "16 bits + int4-kivi", "W4A16, 8-bit head", "W4A16 + int4-kivi, 8-bit head"]
+    assert e2e.rows_on("cpu") == everywhere
+    assert e2e.rows_on("cuda") == [*everywhere[:1], "hf.static", *everywhere[1:]]
+    assert e2e.rows_on("cuda", ["kivi", "eager"]) == [everywhere[i] for i in (0, 2, 4)]
+    with pytest.raises(rt.ArgumentError, match=r"--only: expected a part of one of 'hf.eager', .*, got 'static'"):
+        e2e.rows_on("cpu", ["static"])
 
 
 def test_a_slow_model_has_fewer_rounds(monkeypatch):
     monkeypatch.setattr(e2e, "_SECONDS", 0)
-    rows, _ = e2e.run("tiny", [1], 5, 4, "cpu", rows=["16 bits"])
+    rows, _ = e2e.run("tiny", [1], 5, 4, "cpu", ["16 bits"])
     assert [len(row["ms_per_token_rounds"]) for row in rows] == [1]
 
 

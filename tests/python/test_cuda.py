@@ -43,6 +43,8 @@ def small_ops(dtype=torch.bfloat16, device="cuda", tokens=6):
     return {
         "rms_norm": (lambda x, w: rt.rms_norm(x, w, 1e-5), (x, w)),
         "add_rms_norm": (rt.add_rms_norm, (x, r, w)),
+        "qk_rms_norm": (rt.qk_rms_norm, (make(tokens, 3, 64), make(tokens, 1, 64), w[:64], b[:64])),
+        "embedding": (rt.embedding, (positions.flip(0) % 50, make(50, 576))),
         "layer_norm": (rt.layer_norm, (x, w, b)),
         "add_layer_norm": (rt.add_layer_norm, (x, r, w, b)),
         "rope": (rt.rope, (make(tokens, 3, 64), make(tokens, 1, 64), cos, sin, positions)),
@@ -62,6 +64,8 @@ def small_ops(dtype=torch.bfloat16, device="cuda", tokens=6):
 NAMES = [
     "rms_norm",
     "add_rms_norm",
+    "qk_rms_norm",
+    "embedding",
     "layer_norm",
     "add_layer_norm",
     "rope",

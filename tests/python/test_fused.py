@@ -94,6 +94,72 @@ def test_an_offset_of_the_weight(hidden, dtype, device, plan):
             norm(tx, weight=tw, weight_offset=math.nan, plan=plan)
 
 
+@pytest.mark.parametrize("dim", [1, 9, 64, 96, 128, 256, 512, 520, 1024])
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (5, 6, 2), (3, 2, 7), (70, 32, 8)])
+def test_heads_of_q_and_k(dim, tokens, heads, kv_heads, dtype, device, plan):
+    """As rms_norm of each, bit for bit: also of views of one tensor, in place."""
+    if plan == "reference" and tokens > 5:
+        pytest.skip("plain loops over 70 tokens")
+    _, both = data(device, (tokens, heads + kv_heads, dim), dtype, "qk", dim, spread=3.0)
+    q, k = both.split([heads, kv_heads], 1)
+    _, q_weight = data(device, (dim,), dtype, "wq", dim, mean=1.0)
+    for kind in {dtype, "float32"}:
+        _, k_weight = data(device, (dim,), kind, "wk", dim, mean=1.0)
+        expected = rt.rms_norm(q, q_weight, 1e-5, plan=plan), rt.rms_norm(k, k_weight, 1e-5, plan=plan)
+        for got, right in zip(rt.qk_rms_norm(q, k, q_weight, k_weight, 1e-5, plan=plan), expected, strict=True):
+            assert_bits_equal(got, right)
+    got = rt.qk_rms_norm(q, k, q_weight, None, 1e-5, plan=plan)
+    assert_bits_equal(got[1], rt.rms_norm(k, None, 1e-5, plan=plan))
+    expected = [rt.rms_norm(x, q_weight, 1e-5, weight_offset=1.0, plan=plan) for x in (q, k)]
+    got = rt.qk_rms_norm(q, k, q_weight, q_weight, 1e-5, weight_offset=1.0, q_out=q, k_out=k, plan=plan)
+    for mine, right in zip(got, expected, strict=True):
+        assert_bits_equal(mine, right)
+
+
+def test_heads_of_q_and_k_that_do_not_fit(device):
+    x = torch.zeros(2, 3, 64, device=device, dtype=torch.bfloat16)
+    for k in (x[:1], x[..., :32], x[0], x[None]):
+        with pytest.raises(
+            rt.ArgumentError, match=r"qk_rms_norm: k must have q's shape .* but for its number of heads"
+        ):
+            rt.qk_rms_norm(x, k)
+    with pytest.raises(rt.NotSupportedError, match="qk_rms_norm: q must have heads of at most 1024 elements"):
+        rt.qk_rms_norm(*(torch.zeros(2, 1, 1025, device=device, dtype=torch.bfloat16),) * 2)
+    with pytest.raises(rt.ArgumentError, match="qk_rms_norm: weight_offset needs a k_weight, got none and 1"):
+        rt.qk_rms_norm(x, x, x[0, 0], weight_offset=1.0)
+
+
+@pytest.mark.parametrize("hidden", [1, 8, 37, 576, 4096])
+@pytest.mark.parametrize("ids", [(), (1,), (7,), (3, 130)])
+def test_embedding(ids, hidden, dtype, device, plan):
+    """Rows of tables of any strides, copied bit for bit, -0 too; scaled, one rounding."""
+    _, weight = data(device, (50, hidden), dtype, "table", hidden, spread=3.0)
+    chosen = cases.generator("ids", *ids).integers(0, 50, ids)
+    index = torch.as_tensor(chosen, device=device)
+    weight[chosen.flat[0] if chosen.size else 0, 0] = -0.0
+    for table in (weight, weight.T.contiguous().T, torch.cat([weight, weight], 1)[:, :hidden]):
+        for kind in (torch.int32, torch.int64):
+            assert_bits_equal(rt.embedding(index.to(kind), table, plan=plan), weight[index.long()])
+    got = rt.embedding(index, weight, scale=math.sqrt(576), plan=plan)
+    assert_ulp(got, 24.0 * to_numpy64(weight)[chosen])
+    got = rt.embedding(index, weight, scale=0.1, plan=plan)
+    assert_ulp(got, float(np.float32(0.1)) * to_numpy64(weight)[chosen])
+
+
+def test_ids_outside_the_table(device):
+    weight = torch.ones(50, 40, device=device, dtype=torch.bfloat16)
+    for bad in (-1, 50, 2**31, 2**40):
+        ids = torch.tensor([3, bad, 49], device=device)
+        if device == "cpu":
+            with pytest.raises(rt.ArgumentError, match=rf"embedding: ids must lie in \[0, 50\).* got {bad} at index 1"):
+                rt.embedding(ids, weight)
+        else:
+            got = rt.embedding(ids, weight)
+            assert got[1].isnan().all() and (got[[0, 2]] == 1).all()
+    with pytest.raises(rt.ArgumentError, match="embedding: out must have ids' dimensions and hidden = 40"):
+        rt.embedding(torch.zeros(3, dtype=torch.int32, device=device), weight, out=weight.new_zeros(3, 41))
+
+
 def test_norms_of_any_multiple_of_a_vector(device):
     """Widths of real models among them, whose number of warps is no power of two."""
     widths = {3584, 5120, 7168, *(8 * cases.generator("widths").integers(1, 1025, 40 if device == "cpu" else 200))}

@@ -38,6 +38,8 @@ def cases(tokens=5, dtype=torch.bfloat16, device="cpu"):
     return {
         "rms_norm": (lambda x, w: rt.rms_norm(x, w, 1e-5), (x, w)),
         "add_rms_norm": (rt.add_rms_norm, (x, r, w)),
+        "qk_rms_norm": (rt.qk_rms_norm, (make(2, tokens, 3, 16), make(2, tokens, 1, 16), w[:16], b[:16])),
+        "embedding": (lambda weight, ids: rt.embedding(ids, weight, scale=2.0), (make(64, 32), positions)),
         "layer_norm": (rt.layer_norm, (x, w, b)),
         "add_layer_norm": (rt.add_layer_norm, (x, r)),
         "add_layer_norm affine": (rt.add_layer_norm, (x, r, w, b)),

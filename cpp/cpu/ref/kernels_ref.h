@@ -15,6 +15,7 @@ void kv_append(const Parallel&, const KvCacheView&, const TensorView& k, const T
 void w4a16_matmul(const Parallel&, const W4MatmulArgs&);
 void linear(const Parallel&, const LinearArgs&);
 void norm(const Parallel&, const NormArgs&);
+void embedding(const Parallel&, const EmbeddingArgs&);
 void rope(const Parallel&, const TensorView& x, const TensorView& cos, const TensorView& sin,
           const TensorView& positions, const TensorView& y);
 void gated(const Parallel&, const TensorView& x, const TensorView& h, Gate);

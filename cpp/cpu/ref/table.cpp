@@ -13,6 +13,7 @@ const Kernels& reference_kernels() {
       reference::w4a16_matmul,
       reference::linear,
       reference::norm,
+      reference::embedding,
       reference::rope,
       reference::gated,
       reference::softmax,

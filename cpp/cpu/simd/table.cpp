@@ -37,6 +37,7 @@ const Kernels& ROOFTILE_FUNCTION(ROOFTILE_ISA)() {
       ROOFTILE_ISA::w4a16_matmul,
       ROOFTILE_ISA::linear,
       ROOFTILE_ISA::norm,
+      ROOFTILE_ISA::embedding,
       ROOFTILE_ISA::rope,
       ROOFTILE_ISA::gated,
       ROOFTILE_ISA::softmax,

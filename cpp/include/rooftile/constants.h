@@ -11,11 +11,12 @@
 namespace rooftile {
 
 struct Constants {
-  int kv_group;      // tokens of a group of the kivi formats; also the largest T of decode_attention on such a cache
-  int kv_ring;       // raw tokens that a row of a kivi cache keeps
-  int kv_step_back;  // tokens that truncate can remove across a group boundary
-  int max_head_dim;  // of attention and of caches
-  int max_heads;     // of queries and of KV
+  int kv_group;       // tokens of a group of the kivi formats; also the largest T of decode_attention on such a cache
+  int kv_ring;        // raw tokens that a row of a kivi cache keeps
+  int kv_step_back;   // tokens that truncate can remove across a group boundary
+  int max_head_dim;   // of attention and of caches
+  int max_heads;      // of queries and of KV
+  int max_head_norm;  // elements of a head of qk_rms_norm
   std::int64_t max_vocabulary;  // logits of a row of sample
   int w4_tile_rows;             // rows of W of a tile of the packed layout
 };

@@ -15,10 +15,18 @@ KernelName rms_norm(const Context&, TensorView x, TensorView weight, float eps, 
 // res = x + residual rounded to the dtype; y = rms_norm(res). y and res are two tensors; each may be x or residual.
 KernelName add_rms_norm(const Context&, TensorView x, TensorView residual, TensorView weight, float eps, TensorView y,
                         TensorView res, float weight_offset = 0);
+// rms_norm of every head of q and of k, on a GPU in one launch. q, q_out [..., Hq, D]; k, k_out [..., Hkv, D] with q's
+// leading dimensions; q_weight, k_weight [D], may be absent where the offset is 0. D is at most 1024.
+KernelName qk_rms_norm(const Context&, TensorView q, TensorView k, TensorView q_weight, TensorView k_weight, float eps,
+                       TensorView q_out, TensorView k_out, float weight_offset = 0);
 // y = (x - mean) * rsqrt(var + eps) * weight + bias; weight and bias may be absent.
 KernelName layer_norm(const Context&, TensorView x, TensorView weight, TensorView bias, float eps, TensorView y);
 KernelName add_layer_norm(const Context&, TensorView x, TensorView residual, TensorView weight, TensorView bias,
                           float eps, TensorView y, TensorView res);
+
+// y[...] = scale * weight[ids[...]]. ids [...] int32 or int64; weight [vocabulary, H]; y [..., H]. With a scale of 1
+// the rows are copied bit for bit. On the CPU ids are checked; on a GPU the row of an id outside the vocabulary is NaN.
+KernelName embedding(const Context&, TensorView ids, TensorView weight, float scale, TensorView y);
 
 // Half-split rotary embedding of q and k. cos, sin [max_position, R] with R <= D/2 pairs (dims i and i + R are
 // rotated together, the rest is copied), q's dtype or fp32; positions int32 or int64 with the leading shape of q [...,

@@ -76,7 +76,7 @@ __global__ __launch_bounds__(row_threads, SoftmaxTraits<vecs, vector>::ctas_per_
     const __grid_constant__ SoftmaxParams p) {
   __shared__ WarpPartials maxima[1], sums[1];
   let_next_kernel_start();
-  const RowThread at = row_thread(p.lanes);
+  const RowThread at = row_thread(p.lanes, blockIdx.x);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
@@ -172,7 +172,7 @@ template <class T, bool vector>
 __global__ __launch_bounds__(cta_threads,
                              MergeTraits<vector>::ctas_per_sm) void merge_rows(const __grid_constant__ MergeParams p) {
   let_next_kernel_start();
-  const RowThread at = row_thread(p.lanes);
+  const RowThread at = row_thread(p.lanes, blockIdx.x);
   const std::int64_t row = at.row < p.rows ? at.row : 0;
   const std::int64_t n = at.row < p.rows ? p.n : 0, begin = at.thread * vec_size, step = p.lanes * vec_size;
   const Row out_a = row_at(p.out_a, row), out_b = row_at(p.out_b, row);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm, layer_norm and their add_ variants over the last dimension.
+// rms_norm, layer_norm and their add_ variants over the last dimension, and the pair of rms_norms of qk_rms_norm.
 //   x, residual, y, res [rows, N] of T, any strides   weight, bias [N] of T or fp32
 //   residual, res, weight and bias are optional
 //   s = x (+ residual, rounded to T and stored to res)   y = (s - mean) * rsqrt(var + eps) * weight + bias
-// rms_norm has no mean and no bias, and adds weight_offset to the weight.
+// rms_norm has no mean and no bias, and adds weight_offset to the weight. A pair has heads of q as rows of the first
+// CTAs and heads of k as rows of the others.
 // 1 to 32 lanes of a warp reduce a row up to N = 1024 (a CTA holds several rows); a CTA reduces a longer row. A thread
 // keeps its 16 or 32 elements packed in registers, so up to N = 16384 a row is read once; longer rows are read again,
 // from L2. All loads of a row are issued before the first value is used. With few rows (at most a CTA an SM) those of
@@ -117,16 +118,16 @@ __device__ __forceinline__ uint4 normalized(const NormParams& p, uint4 s, const 
   return from_floats<T>(v);
 }
 
+// The rows of CTA `cta` of the norm.
 template <class T, int vecs, bool subtract_mean, Tables tables, bool vector>
-__global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas_per_sm) void norm_rows(
-    const __grid_constant__ NormParams p) {
+__device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) {
   __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
   let_next_kernel_start();
-  const RowThread at = row_thread(p.lanes);
+  const RowThread at = row_thread(p.lanes, cta);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
   const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
-  if (blockIdx.x == 0) {
+  if (cta == 0) {
 #pragma unroll
     for (int k = 0; k < vecs; ++k) {
       prefetch_table(p.weight, first(k), n);
@@ -199,6 +200,24 @@ __global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas
         normalized<T, subtract_mean>(p, s[k], m, [&] { return weight_of(k); }, [&] { return bias_of(k); }));
 }
 
+template <class T, int vecs, bool subtract_mean, Tables tables, bool vector>
+__global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas_per_sm) void norm_rows(
+    const __grid_constant__ NormParams p) {
+  norm_rows_of<T, vecs, subtract_mean, tables, vector>(p, blockIdx.x);
+}
+
+struct NormPairParams {
+  NormParams first, second;
+  unsigned first_ctas;
+};
+template <class T, int vecs, Tables tables, bool vector>
+__global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas_per_sm) void norm_row_pair(
+    const __grid_constant__ NormPairParams p) {
+  const bool is_second = blockIdx.x >= p.first_ctas;
+  norm_rows_of<T, vecs, false, tables, vector>(is_second ? p.second : p.first,
+                                               blockIdx.x - (is_second ? p.first_ctas : 0));
+}
+
 // One CTA a row that does not fit in registers: one pass over the row for each statistic, and one to write.
 template <class T, bool subtract_mean, bool vector>
 __global__ __launch_bounds__(row_threads) void norm_long_rows(const __grid_constant__ NormParams p) {
@@ -255,23 +274,42 @@ void with_kernel(int vecs, bool subtract_mean, bool few_rows, F&& f) {
   else choose(std::false_type{});
 }
 
+// The same of a pair.
+template <class T, bool vector, class F>
+void with_pair_kernel(int vecs, bool few_rows, F&& f) {
+  const auto with_tables = [&](auto tables) {
+    if (vecs == 2) f(norm_row_pair<T, 2, tables, vector>);
+    else f(norm_row_pair<T, 4, tables, vector>);
+  };
+  using Late = std::integral_constant<Tables, Tables::while_reducing>;
+  using Early = std::conditional_t<vector, std::integral_constant<Tables, Tables::with_row>, Late>;
+  if (few_rows) with_tables(Early{});
+  else with_tables(Late{});
+}
+
+NormParams norm_params(const NormArgs& a, const RowPlan& plan) {
+  if (a.x.numel() == 0) return {.rows = 0};
+  return {.x = rows_of(a.x),
+          .residual = rows_of(a.residual),
+          .y = rows_of(a.y),
+          .res = rows_of(a.res),
+          .weight = table_of(a.weight),
+          .bias = table_of(a.bias),
+          .rows = a.x.rows(),
+          .n = a.x.last(),
+          .lanes = plan.lanes,
+          .eps = a.eps,
+          .weight_offset = a.weight_offset};
+}
+std::int64_t ctas_of(const NormParams& p, const RowPlan& plan) { return (p.rows + plan.rows() - 1) / plan.rows(); }
+
 }  // namespace
 
 KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
   const DeviceScope scope(op, ctx);
   const RowPlan plan = plan_row(a.x.last());
-  const NormParams p = {.x = rows_of(a.x),
-                        .residual = rows_of(a.residual),
-                        .y = rows_of(a.y),
-                        .res = rows_of(a.res),
-                        .weight = table_of(a.weight),
-                        .bias = table_of(a.bias),
-                        .rows = a.x.rows(),
-                        .n = a.x.last(),
-                        .lanes = plan.lanes,
-                        .eps = a.eps,
-                        .weight_offset = a.weight_offset};
-  const std::int64_t ctas = (p.rows + plan.rows() - 1) / plan.rows();
+  const NormParams p = norm_params(a, plan);
+  const std::int64_t ctas = ctas_of(p, plan);
   with_element16(a.x.dtype, [&](auto e) {
     with_vector(
         p.n,
@@ -285,8 +323,34 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
   return kernel_name("cuda_", name(a.x.dtype));
 }
 
+KernelName norm_pair(const char* op, const Context& ctx, const NormArgs& first, const NormArgs& second) {
+  const DeviceScope scope(op, ctx);
+  const RowPlan plan = plan_row(first.x.last());
+  NormPairParams p = {.first = norm_params(first, plan), .second = norm_params(second, plan)};
+  const std::int64_t first_ctas = ctas_of(p.first, plan), ctas = first_ctas + ctas_of(p.second, plan);
+  p.first_ctas = static_cast<unsigned>(first_ctas);
+  with_element16(first.x.dtype, [&](auto e) {
+    with_vector(
+        first.x.last(),
+        [&](auto vector) {
+          with_pair_kernel<decltype(e), vector>(plan.vecs, ctas <= scope.sms(), [&](auto kernel) {
+            scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous);
+          });
+        },
+        p.first.x, p.first.y, p.first.weight, p.second.x, p.second.y, p.second.weight);
+  });
+  return kernel_name("cuda_", name(first.x.dtype));
+}
+
 void load_norm_kernels(const char* op) {
   const auto load = [op](auto kernel) { load_kernel(op, kernel); };
+  for (int vecs : {2, 4})
+    for (bool few_rows : {false, true}) {
+      with_pair_kernel<half, true>(vecs, few_rows, load);
+      with_pair_kernel<half, false>(vecs, few_rows, load);
+      with_pair_kernel<bf16, true>(vecs, few_rows, load);
+      with_pair_kernel<bf16, false>(vecs, few_rows, load);
+    }
   for (int vecs : {0, 2, 4})
     for (bool subtract_mean : {false, true})
       for (bool few_rows : {false, true}) {

@@ -40,19 +40,18 @@ __global__ __launch_bounds__(cta_threads, RopeTraits<vector, many>::ctas_per_sm)
   if (index >= t.threads) return;
   const Division64 at = divide(index, t.vecs);
   const std::int64_t position_offset = row_offset(p.positions, divide(at.quotient, t.heads).quotient);
-  constexpr uint4 nan = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};  // of both types
 
   const Row x = row_at(t.x, at.quotient);
   Row y;
   if constexpr (!many) y = row_at(t.y, at.quotient);
   const std::int64_t first = at.remainder * vec_size, pair_end = (p.pairs + vec_size - 1) / vec_size * vec_size;
   wait_for_previous_kernel();
-  const std::int64_t position = load_position(p.positions.data, position_offset, p.wide_positions);
+  const std::int64_t position = load_integer(p.positions.data, position_offset, p.wide_positions);
   const bool known = position >= 0 && position < p.max_position;
   if (first >= pair_end) {  // past the pairs
     const std::int64_t copied = first - pair_end + 2 * p.pairs;
     if constexpr (many) y = row_at(t.y, at.quotient);
-    store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : nan);
+    store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : quiet_nans());
     return;
   }
   const Row x_high = {x.data + p.pairs * x.last_stride, x.last_stride};
@@ -73,7 +72,7 @@ __global__ __launch_bounds__(cta_threads, RopeTraits<vector, many>::ctas_per_sm)
     low = from_floats<T>(rotated_low);
     high = from_floats<T>(rotated_high);
   } else {
-    low = high = nan;
+    low = high = quiet_nans();
   }
   if constexpr (many) y = row_at(t.y, at.quotient);
   const Row y_high = {y.data + p.pairs * y.last_stride, y.last_stride};

@@ -9,13 +9,17 @@
 
 namespace rooftile::gpu {
 
-// Kernels with a thread for each vector of eight elements: gated activations, rope, merge.
+// Kernels with a thread for each vector of eight elements: gated activations, rope, merge, embedding.
 inline constexpr int cta_threads = 128;
 
 // CTAs of an SM here and below: as many as let ptxas keep all loads of a thread in registers without spills. 16 of 128
 // threads are 32 registers a thread, 10 are 48, 8 are 64; strided rows need more, an address for each element.
 template <bool vector>
 struct GatedTraits {
+  static constexpr int ctas_per_sm = vector ? 16 : 10;
+};
+template <bool vector>
+struct EmbeddingTraits {
   static constexpr int ctas_per_sm = vector ? 16 : 10;
 };
 template <bool vector>

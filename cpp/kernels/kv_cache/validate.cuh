@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels/kv_cache/params.h"
-#include "tile/rope.cuh"
+#include "tile/strided_rows.cuh"
 
 namespace rooftile::gpu {
 
@@ -17,7 +17,7 @@ struct AppendEntry {
 
 __device__ __forceinline__ std::int64_t position_of(const RopeTables& r, int b, int token) {
   const std::int64_t at = b * r.position_batch + token * r.position_token;
-  return tile::load_position(r.positions, at, r.int64_positions);
+  return tile::load_integer(r.positions, at, r.int64_positions);
 }
 
 __device__ __forceinline__ AppendEntry load_entry(const AppendParams& p, int b) {

@@ -6,7 +6,6 @@
 
 #include "core/sampling.h"
 #include "kernels/sampling/params.cuh"
-#include "tile/rope.cuh"
 #include "tile/strided_rows.cuh"
 
 namespace rooftile::gpu {
@@ -40,7 +39,7 @@ class RowSlice {
     const std::int64_t begin = tile::row_offset(p.token_ids, row);
     for (int i = threadIdx.x; i < p.seen; i += sample_threads) {
       const std::int64_t id =
-          tile::load_position(p.token_ids.data, begin + i * p.token_ids.last_stride, p.wide_token_ids);
+          tile::load_integer(p.token_ids.data, begin + i * p.token_ids.last_stride, p.wide_token_ids);
       const std::int64_t bit = id - cta_first_;
       if (id < p.vocabulary && bit >= 0 && bit < sample_threads * p.slice) atomicOr(&seen_[bit / 32], 1u << bit % 32);
     }

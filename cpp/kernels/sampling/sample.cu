@@ -23,7 +23,7 @@
 #include "kernels/sampling/traits.cuh"
 #include "kernels/warmup.h"
 #include "tile/cta_sync.cuh"
-#include "tile/rope.cuh"
+#include "tile/strided_rows.cuh"
 
 namespace rooftile::gpu {
 namespace {
@@ -137,7 +137,7 @@ __device__ void draw(const SampleParams& p, const Keys& keys, const std::uint64_
 __device__ std::uint64_t random_bits(const SampleParams& p, std::int64_t row) {
   const std::uint64_t seed = cute::recast_ptr<std::uint64_t>(p.seeds.data)[row_offset(p.seeds, row)];
   const std::int64_t position =
-      p.positions.data ? load_position(p.positions.data, row_offset(p.positions, row), p.wide_positions) : 0;
+      p.positions.data ? load_integer(p.positions.data, row_offset(p.positions, row), p.wide_positions) : 0;
   return philox(seed, static_cast<std::uint64_t>(position));
 }
 

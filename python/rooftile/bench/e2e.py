@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a token of generate() costs in a whole model: transformers as it is, rooftile's cache and steps
-(rt.accelerate), and rounded weights.
+"""What a token of generate() costs in a whole model: transformers as it is and with its static cache, rooftile's cache
+and steps (rt.accelerate), compressed caches and rounded weights.
 
 Greedy, no end of text. ms a token is the difference between a generate() of all tokens and one of half of them, so
 the prompt and what generate() itself takes drop out: the median of three rounds, of fewer where a round takes long;
@@ -9,6 +9,7 @@ where it is the head, too) and the cache, on average three quarters of the way t
 the time, are held against the rate at which this machine reads memory.
 """
 
+import dataclasses
 import functools
 import gc
 import os
@@ -40,10 +41,24 @@ CONFIGS = {
         "num_key_value_heads": 1, "vocab_size": 256, "max_position_embeddings": 512,
     },
 }  # fmt: skip
-ROWS = {  # name: arguments of rt.accelerate, or None
-    "transformers": None,
-    "16 bits": {"kv_cache": "bf16"},
-    "W4A16 + int4-kivi, 8-bit head": {"weights": "w4a16", "kv_cache": "int4-kivi", "head": "w8a16"},
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """accelerate: arguments of rt.accelerate, None for transformers alone. generate: further ones of generate()."""
+
+    accelerate: dict | None = None
+    generate: dict = dataclasses.field(default_factory=dict)
+    gpu_only: bool = False
+
+
+ROWS = {
+    "hf.eager": Row(),
+    "hf.static": Row(generate={"cache_implementation": "static"}, gpu_only=True),  # transformers compiles it there
+    "16 bits": Row({"kv_cache": "bf16"}),
+    "16 bits + int4-kivi": Row({"kv_cache": "int4-kivi"}),
+    "W4A16, 8-bit head": Row({"weights": "w4a16", "kv_cache": "bf16", "head": "w8a16"}),
+    "W4A16 + int4-kivi, 8-bit head": Row({"weights": "w4a16", "kv_cache": "int4-kivi", "head": "w8a16"}),
 }
 _ROUNDS = 3
 _SECONDS = 15  # after so many of a row no further round begins
@@ -115,20 +130,32 @@ def bytes_a_step(model, options, batch, tokens):
     return sum(seen.values()), round(pairs * bits_per_pair(format, text, "bfloat16") / 8)
 
 
-def measure(model, options, batch, prompt, tokens, device, read):
+def rows_on(device, only=()):
+    """Names of ROWS that run on a device and, if `only` has texts, hold one of them; raises ArgumentError for a text
+    that is in none.
+    """
+    there = [name for name, row in ROWS.items() if device != "cpu" or not row.gpu_only]
+    for text in only:
+        if not any(text in name for name in there):
+            raise ArgumentError(f"--only: expected a part of one of {', '.join(map(repr, there))}, got {text!r}")
+    return [name for name in there if not only or any(text in name for text in only)]
+
+
+def measure(model, row, batch, prompt, tokens, device, read):
     """The figures of one row."""
     ids = torch.randint(2, model.config.vocab_size, (batch, prompt), device=device)
     mask = torch.ones_like(ids)
     ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def generate(count):
-        return lambda: model.generate(ids, attention_mask=mask, max_new_tokens=count, **ending)
+        return lambda: model.generate(ids, attention_mask=mask, max_new_tokens=count, **ending, **row.generate)
 
     @torch.inference_mode()
     def prefill():
         model(ids, use_cache=True, logits_to_keep=1)
 
-    generate(8)()  # first calls load kernels
+    for count in (tokens, tokens // 2) if row.generate else (8,):  # load kernels; static caches compile for each length
+        generate(count)()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     rounds, begin = [], time.perf_counter()
@@ -136,7 +163,7 @@ def measure(model, options, batch, prompt, tokens, device, read):
         rounds.append([seconds(generate(n), device) for n in (tokens, tokens // 2)])
     each = [1e3 * (whole - half) / (tokens - tokens // 2) for whole, half in rounds]
     ms = statistics.median(each)
-    weights, cache = bytes_a_step(model, options, batch, prompt + tokens * 3 // 4)
+    weights, cache = bytes_a_step(model, row.accelerate, batch, prompt + tokens * 3 // 4)
     rate = (weights + cache) / ms / 1e6
     return {
         "ms_per_token": ms,
@@ -157,15 +184,15 @@ def check_lengths(config, prompt, tokens):
         raise ArgumentError(f"--prompt, --tokens: {prompt + tokens} tokens are more than the model's context of {most}")
 
 
-def run(source, batches, prompt, tokens, device, rows=tuple(ROWS), advance=lambda: None):
-    """(rows, how fast memory is read in GB/s). source: a name of CONFIGS, or the path of a model.
+def run(source, batches, prompt, tokens, device, rows, advance=lambda: None):
+    """(rows, how fast memory is read in GB/s). source: a name of CONFIGS, or the path of a model. rows: names of ROWS.
 
     advance is called after each row.
     """
     make = random_model if source in CONFIGS else stored_model
     read, found = read_gb_s(device), []
     for name in rows:
-        model = make(source, device, ROWS[name])
+        model = make(source, device, ROWS[name].accelerate)
         check_lengths(model.config, prompt, tokens)
         for batch in batches:
             found.append(

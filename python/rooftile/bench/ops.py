@@ -16,6 +16,7 @@ _DTYPE = torch.bfloat16
 _DEVICE = "cuda"
 _TOLERANCE = 8e-3  # relative Frobenius error against float32
 _HEAD_DIM = 128
+_VOCABULARY = 32768  # of embedding
 
 
 def _normal(*shape):
@@ -35,6 +36,16 @@ def _add_rms(x, residual, w):
     return _rms(s, w), s
 
 
+def _qk_rms(q, k, q_weight, k_weight):
+    return _rms(q, q_weight), _rms(k, k_weight)
+
+
+def _heads(t, h):
+    """q and k [t, heads, 128]: h elements of q, a quarter of k."""
+    heads = h // _HEAD_DIM
+    return _normal(t, heads, _HEAD_DIM), _normal(t, max(heads // 4, 1), _HEAD_DIM)
+
+
 def _rotate(x, cos, sin):
     low, high = x.chunk(2, -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
@@ -47,14 +58,11 @@ def _rope(q, k, cos, sin, positions):
 
 def _rope_inputs(t, h):
     angle = torch.arange(t, device=_DEVICE)[:, None] * 1e4 ** -(torch.arange(_HEAD_DIM // 2, device=_DEVICE) / 64)
-    heads = h // _HEAD_DIM
-    tables = angle.cos(), angle.sin()
-    return (
-        _normal(t, heads, _HEAD_DIM),
-        _normal(t, max(heads // 4, 1), _HEAD_DIM),
-        *tables,
-        torch.arange(t, device=_DEVICE),
-    )
+    return *_heads(t, h), angle.cos(), angle.sin(), torch.arange(t, device=_DEVICE)
+
+
+def _ids(t):
+    return torch.randint(_VOCABULARY, (t,), device=_DEVICE)
 
 
 def _merge(a, la, b, lb):
@@ -103,6 +111,8 @@ OPS = {
         _add_rms,
         8,
     ),
+    "qk_rms_norm": (lambda t, h: (*_heads(t, h), _weight(_HEAD_DIM), _weight(_HEAD_DIM)), rt.qk_rms_norm, _qk_rms, 5),
+    "embedding": (lambda t, h: (_ids(t), _normal(_VOCABULARY, h)), rt.embedding, F.embedding, 4),
     "layer_norm": (
         lambda t, h: (_normal(t, h), _weight(h), _normal(h)),
         lambda x, w, b: rt.layer_norm(x, w, b, 1e-5),

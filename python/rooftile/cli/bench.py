@@ -58,6 +58,7 @@ def _add_e2e_arguments(parser):
     add = parser.add_argument
     add("--prompt", type=positive, default=512, metavar="N", help="tokens of the prompt (default: %(default)s)")
     add("--tokens", type=_two_or_more, default=256, metavar="N", help="tokens written (default: %(default)s)")
+    add("--only", metavar="TEXT", action="append", help="rows whose name holds TEXT (may be given again)")
 
 
 def _add_layer_arguments(parser):
@@ -177,8 +178,9 @@ def _run_e2e(args):
     from rooftile._progress import progress_bar
     from rooftile.bench import e2e
 
-    with progress_bar(f"Timing {os.path.basename(source)}", len(e2e.ROWS) * len(args.batch)) as advance:
-        rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, advance=advance)
+    names = e2e.rows_on(device, args.only or ())
+    with progress_bar(f"Timing {os.path.basename(source)}", len(names) * len(args.batch)) as advance:
+        rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, names, advance)
     run = {"prompt": args.prompt, "tokens": args.tokens}
     result = _result(args, source, device, run, read_gb_s=read, rows=rows)
     console = Console()

@@ -5,6 +5,7 @@ import functools
 
 import torch
 
+from rooftile import _C
 from rooftile._calls import ran, record_kernels
 from rooftile.integrations.step_calls import StepCalls
 from rooftile.integrations.step_program import run_calls
@@ -28,7 +29,7 @@ class StepGraph(StepCalls):
         self._ids = torch.zeros(program.batch, 1, dtype=torch.int64, device=program.device)
         super()._make_calls(capacity)
         embedding, ids = program.embedding.detach(), self._ids.view(-1)
-        self._calls.insert(0, functools.partial(torch.index_select, embedding, 0, ids, out=program.x))
+        self._calls.insert(0, functools.partial(_C.embedding, ids, embedding, 1.0, program.x, None, None))
 
     def fits(self, program, caches):
         """As of StepCalls, and whether the caches' arrays are where they were."""

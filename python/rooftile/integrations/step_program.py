@@ -108,6 +108,16 @@ def _join_sum(calls, follows):
         follows[0] = functools.partial(_C.add_rms_norm, part, total, weight, eps, offset, out, total, *context)
 
 
+def _join_heads(norms):
+    """The norms of q and of k as one call, where they are of heads and differ in nothing but the weight."""
+    if len(norms) < 2 or norms[0].args[0].shape[-1] != norms[1].args[0].shape[-1]:
+        return norms
+    (q, q_weight, *same, q_out, stream, plan), (k, k_weight, *same_of_k, k_out, _, _) = (norm.args for norm in norms)
+    if same != same_of_k or q.shape[-1] > _C.max_head_norm:
+        return norms
+    return [functools.partial(_C.qk_rms_norm, q, k, q_weight, k_weight, *same, q_out, k_out, stream, plan)]
+
+
 class StepProgram:
     """One decode step of `model` with `batch` rows.
 
@@ -347,8 +357,10 @@ class StepProgram:
         else:
             before.append(together(x, self._qkv))
         normed = {"head": (self._q, self._k), "row": parts[:2]}.get(family.qk_norm, ())
-        for name, heads in zip(("q_norm", "k_norm"), normed, strict=False):
-            before.append(self._norm(self._child(attention, name, "RMSNorm"), heads, heads))
+        norms_of = zip(("q_norm", "k_norm"), normed, strict=False)
+        before += _join_heads(
+            [self._norm(self._child(attention, name, "RMSNorm"), heads, heads) for name, heads in norms_of]
+        )
         scale = self._value(layer, "residual_multiplier") if family.multipliers else 1
         behind = self._added(attention, "o_proj", self._attended.view(self.batch, -1), norms[1], scale)
         calls, x = self._given(norms[2])

@@ -119,6 +119,26 @@ TEST_P(SmallOps, AgreeWithTheReference) {
     }
 }
 
+TEST_P(SmallOps, HeadNormsAndEmbeddingAgreeWithTheReference) {
+  const DType t = GetParam();
+  for (const std::int64_t n : {1, 7, 8, 33, 128})
+    for (const std::int64_t stride : {1, 3}) {
+      SCOPED_TRACE("row " + std::to_string(n) + " stride " + std::to_string(stride));
+      const Array q = random(t, {5, 3, n}, stride, 1), k = random(t, {5, 2, n}, 1, 2), w = random(t, {n}, stride, 3);
+      for (const bool first : {true, false})
+        compare(t, {5, first ? 3 : 2, n}, [&](const Context& c, TensorView y) {
+          Array other(t, {5, first ? 2 : 3, n});
+          qk_rms_norm(c, q.view, k.view, w.view, {}, 1e-6f, first ? y : other.view, first ? other.view : y);
+          ASSERT_EQ(other.touched(), 0);
+        });
+      const Array table = random(t, {9, n}, stride, 4);
+      Array ids(DType::i32, {4});
+      for (std::int64_t i = 0; i < 4; ++i) ids.view.as<std::int32_t>()[i] = static_cast<std::int32_t>((i * 4) % 9);
+      for (const float scale : {1.0f, 0.3f})
+        compare(t, {4, n}, [&](const Context& c, TensorView y) { embedding(c, ids.view, table.view, scale, y); });
+    }
+}
+
 TEST_P(SmallOps, RopeAgreesWithTheReference) {
   const DType t = GetParam();
   for (const std::int64_t dim : {1, 6, 16, 59, 64, 80})

@@ -516,6 +516,27 @@ TEST_F(Gpu, NormsActivationsAndSoftmax) {
     }
 }
 
+TEST_F(Gpu, HeadNormsAndEmbedding) {
+  for (const DType dtype : {DType::f16, DType::bf16})
+    for (const std::int64_t dim : {64, 70, 1024})
+      for (const std::int64_t tokens : {7, 300}) {
+        SCOPED_TRACE(testing::Message() << name(dtype) << " d " << dim << " tokens " << tokens);
+        const Array q(dtype, {tokens, 4, dim}, 1), k(dtype, {tokens, 3, dim}, 2), weight(dtype, {dim}, 3);
+        const Array q_out(dtype, {tokens, 4, dim}), k_out(dtype, {tokens, 3, dim});
+        const Array table(dtype, {50, dim}, 4), rows(dtype, {7, dim}), scaled(dtype, {7, dim});
+        const Array ids(std::vector<std::int32_t>{0, 49, 3, 3, 12, 1, 40});
+        for (const Device d : both) {
+          qk_rms_norm(context(d), q.on(d), k.on(d), weight.on(d), {}, 1e-5f, q_out.on(d), k_out.on(d));
+          embedding(context(d), ids.on(d), table.on(d), 1, rows.on(d));
+          embedding(context(d), ids.on(d), table.on(d), 0.3f, scaled.on(d));
+        }
+        q_out.expect_close(tolerance(dtype));
+        k_out.expect_close(tolerance(dtype));
+        rows.expect_close(0);
+        scaled.expect_close(tolerance(dtype));
+      }
+}
+
 TEST_F(Gpu, RopeAndMerge) {
   for (const DType dtype : {DType::f16, DType::bf16})
     for (const std::int64_t dim : {64, 70}) {

@@ -275,7 +275,7 @@ TEST_F(Tile, TablesReadInTwoSteps) {
 }
 
 __global__ void count_row_threads(int lanes, int threads_of_row, int* counts) {  // counts (rows, threads of a row)
-  const RowThread at = row_thread(lanes);
+  const RowThread at = row_thread(lanes, blockIdx.x);
   atomicAdd(counts + at.row * threads_of_row + at.thread, 1);
 }
 
