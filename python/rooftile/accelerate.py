@@ -11,17 +11,20 @@ from rooftile.quantize import W4A16, W8A16, quantize_
 _NAMED = {"w4a16": W4A16(), "w8a16": W8A16()}
 
 
-def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_invariant=False, progress=True):
+def accelerate(
+    model, *, weights=None, kv_cache="int4-kivi", head=None, cuda_graphs=True, batch_invariant=False, progress=True
+):
     """Makes a causal language model of transformers fast, in place, and returns it.
 
     model: Llama, Mistral, Qwen2, Qwen3, Phi3, OLMo2, Granite or Gemma 1 to 3 of transformers (LlamaForCausalLM, ...),
     on the CPU or one GPU (there in float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are
     rounded so (quantize_); None leaves them as they are. head: the same for the output head alone, whose reading takes
     a sixth of a small model's step; it is untied from the embedding then, and the model cannot be saved. kv_cache:
-    the format of the caches (set_kv_cache), a name or a dict; None leaves that as it is. batch_invariant: whether a row
-    of a step has the same bits alone as in any batch, which costs speed; on a GPU every layer has to be in 4 or 8 bits
-    then. It is set on the packed layers, True or False, and not saved with them. progress: a bar while weights are
-    rounded.
+    the format of the caches (set_kv_cache), a name or a dict; None leaves that as it is. cuda_graphs: whether the steps
+    over a cache on a GPU become a CUDA graph; without one the host launches the same kernels one by one at each step.
+    batch_invariant: whether a row of a step has the same bits alone as in any batch, which costs speed; on a GPU every
+    layer has to be in 4 or 8 bits then. It is set on the packed layers, True or False, and not saved with them.
+    progress: a bar while weights are rounded.
 
     From then on a forward over one new token a row and a RooftileCache, of every generate() and pipeline, runs as one
     list of ops on buffers of its own (a step program, recorded at the first step of each batch size), on a GPU as a
@@ -56,6 +59,7 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_in
         raise NotSupportedError("accelerate: model has a forward of its own, which a step program would bypass")
     if kv_cache is not None:
         check_generate("accelerate", model)
+    check_flag("accelerate", "cuda_graphs", cuda_graphs)
     check_flag("accelerate", "batch_invariant", batch_invariant)
     check_flag("accelerate", "progress", progress)
     weights, head = _rounding("weights", weights), _rounding("head", head)
@@ -101,6 +105,7 @@ def accelerate(model, *, weights=None, kv_cache="int4-kivi", head=None, batch_in
         set_kv_cache(model, kv_cache)
     if "forward" not in vars(model):
         model.forward = StepForward(model)
+    model.forward.set_cuda_graphs(cuda_graphs)
     return model
 
 

@@ -163,6 +163,32 @@ def test_sums_that_a_norm_follows_are_one_call_with_it(family, joined):
     assert calls.count(torch.Tensor.add_) == (5 if family == "Olmo2" else 0)  # no norm comes before its products
 
 
+@pytest.mark.parametrize("family, joined", [("Llama", 0), ("Olmo2", 0), ("Qwen3", 1), ("Gemma3", 1)])
+def test_norms_of_q_and_k_are_one_call(family, joined):
+    """Those of heads, with one eps; OLMo-2's are of all heads together."""
+    model = make(family)
+
+    def norms():
+        layers = [[call.func for call in before] for before, _, _ in StepProgram(model, 2)._recorded]
+        return [(layer.count(rt._C.qk_rms_norm), layer.count(rt._C.rms_norm)) for layer in layers]
+
+    together = norms()
+    assert [pair for pair, _ in together] == [joined] * 3
+    if joined:
+        setattr(model.model.layers[1].self_attn.k_norm, FAMILIES[family].norm_eps, 1e-3)
+        assert norms() == [together[0], (0, together[1][1] + 2), together[2]]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_cuda_graphs_are_a_setting_of_the_model(copied):
+    model = rt.accelerate(make("Llama"), kv_cache="bf16", cuda_graphs=False)
+    for of in (model, copied(model)):
+        assert of.forward._recorded(1).cuda_graphs is False
+    assert rt.accelerate(model, kv_cache=None).forward._recorded(1).cuda_graphs is True
+    with pytest.raises(rt.ArgumentTypeError, match="accelerate: cuda_graphs must be True or False, got 1"):
+        rt.accelerate(model, cuda_graphs=1)
+
+
 def both_logits(model, plain, ids):
     """Of the last of two steps behind a prompt: the program's and transformers'."""
     with torch.no_grad():

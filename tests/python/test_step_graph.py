@@ -92,6 +92,19 @@ def test_graph_on_or_off_the_bits_are_the_same(batch, captures):
     assert captures == [batch]
 
 
+def test_without_cuda_graphs(captures):
+    """The same kernels and bits; asked for on a model that had graphs, and taken back."""
+    model = make("cuda", weights="w4a16", kv_cache="int4-kivi")
+    cache = new_cache(model, "int4-kivi")
+    expected = text(model, cache)
+    for asked in (False, True):
+        rt.accelerate(model, kv_cache=None, cuda_graphs=asked)
+        captures.clear()
+        cache = new_cache(model, "int4-kivi")
+        assert torch.equal(text(model, cache), expected) and cache.steps == 24
+        assert captures == [1] * asked
+
+
 def test_a_cache_that_grows(captures):
     """Room for 64 tokens, then for twice as many, again and again: other memory, another graph, the same bits."""
     model = make("cuda")

@@ -35,7 +35,7 @@ class StepForward:
     """model.forward of a model that rt.accelerate was called with."""
 
     def __init__(self, model):
-        self.model = model
+        self.model, self._cuda_graphs = model, True
         self._names = ("input_ids", "attention_mask", "position_ids", cache_keyword(model))  # of positional arguments
         self._forget()
 
@@ -43,6 +43,12 @@ class StepForward:
         self._programs = {}  # by rows, the latest last
         self._refused = None  # why the last program could not be recorded
         self._lock = threading.RLock()  # of the programs' buffers; a signal handler may generate, too
+
+    def set_cuda_graphs(self, cuda_graphs):
+        """Whether steps on a GPU become CUDA graphs. Another answer than before records programs anew."""
+        with self._lock:
+            if cuda_graphs != self._cuda_graphs:
+                self._cuda_graphs, self._programs = cuda_graphs, {}
 
     @property
     def __signature__(self):  # generate() asks what the forward takes
@@ -53,10 +59,12 @@ class StepForward:
         return type(self.model).forward.__code__
 
     def __deepcopy__(self, memo):
-        return type(self)(copy.deepcopy(self.model, memo))
+        copied = type(self)(copy.deepcopy(self.model, memo))
+        copied.set_cuda_graphs(self._cuda_graphs)
+        return copied
 
     def __getstate__(self):
-        return {"model": self.model, "_names": self._names}
+        return {name: vars(self)[name] for name in ("model", "_names", "_cuda_graphs")}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -139,7 +147,7 @@ class StepForward:
 
     def _recorded(self, batch):
         try:
-            program, self._refused = StepProgram(self.model, batch), None
+            program, self._refused = StepProgram(self.model, batch, self._cuda_graphs), None
         except NotSupportedError as error:
             if self._refused != str(error):
                 warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=_level_of_user())

@@ -12,7 +12,8 @@ from rooftile.integrations.step_program import run_calls
 
 
 class StepGraph(StepCalls):
-    """The first step runs call by call, so that its kernels are loaded; the second one is captured.
+    """The first step runs call by call, so that its kernels are loaded; the second one is captured, unless the program
+    says that its steps become no graphs.
 
     What changes from step to step lies in arrays that kernels read: the new tokens, the lengths of the cache. A cache
     that has grown has other arrays, and takes another graph.
@@ -43,7 +44,7 @@ class StepGraph(StepCalls):
         self._take_stream()
         self._ids.copy_(ids, non_blocking=True)
         self._rotate()
-        if self._graph is None and self._kernels:
+        if self._graph is None and self._kernels and self.program.cuda_graphs:
             self._capture()
         begin()
         if self._graph is None:

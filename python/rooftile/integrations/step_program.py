@@ -119,19 +119,19 @@ def _join_heads(norms):
 
 
 class StepProgram:
-    """One decode step of `model` with `batch` rows.
+    """One decode step of `model` with `batch` rows. cuda_graphs: whether on a GPU it becomes a CUDA graph.
 
     Raises NotSupportedError, which begins with "model: ", for models that have no such program.
     """
 
-    def __init__(self, model, batch):
+    def __init__(self, model, batch, cuda_graphs=True):
         self._checks = []  # (dict, key, the object that is there): what was recorded
         self._classes = []  # (module, its class)
         self._methods = []  # (class, name of a method, the method)
         self._tensors = []  # those that ops read
         # dicts without hooks of users: of all modules, then of each child
         self._hooks = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]
-        self.batch = batch
+        self.batch, self.cuda_graphs = batch, cuda_graphs
         self.stream = None  # of a GPU, on which the latest step was queued
         self._table = None  # of rotation_table()
         with torch.inference_mode(False):  # so that steps in and out of it may write the buffers

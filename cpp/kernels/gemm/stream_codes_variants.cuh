@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of the table of variants for W in 4 or 8 bits.
+// The rows of the table of variants for W in 4 or 8 bits and few rows of x.
 #pragma once
 
 #include <type_traits>
@@ -7,7 +7,6 @@
 
 #include "kernels/gemm/launch.cuh"
 #include "kernels/gemm/stream_codes.cuh"
-#include "kernels/gemm/wgmma_codes.cuh"
 
 namespace rooftile::gpu {
 
@@ -22,12 +21,6 @@ GemmVariant stream_codes_variant() {
                                                             .own_scale = !std::is_void_v<Scale>,
                                                             .small_groups = small_groups,
                                                             .zeros = zeros});
-}
-template <DType dtype, int bits, int config, W4Operand operand>
-GemmVariant wgmma_codes_variant() {
-  using Traits = W4WgmmaTraits<tile::ElementOf<dtype>, bits, config, operand>;
-  return VariantOf<WgmmaParams, w4a16_wgmma<Traits>>::row(
-      {.path = GemmPath::codes_wgmma, .bits = bits, .dtype = dtype, .config = config, .operand = operand});
 }
 
 template <DType dtype, int bits, int config>
@@ -44,19 +37,6 @@ std::span<const GemmVariant> stream_codes_variants() {
       made.push_back(stream_codes_variant<dtype, bits, config, T, true, either>());
       if constexpr (bits == 4) made.push_back(stream_codes_variant<dtype, bits, config, T, true, minima>());
     }
-    return made;
-  }();
-  return rows;
-}
-
-template <DType dtype, int bits, int config>
-std::span<const GemmVariant> wgmma_codes_variants() {
-  static const std::vector<GemmVariant> rows = [] {
-    std::vector<GemmVariant> made{wgmma_codes_variant<dtype, bits, config, W4Operand::codes>(),
-                                  wgmma_codes_variant<dtype, bits, config, W4Operand::f16_scales>(),
-                                  wgmma_codes_variant<dtype, bits, config, W4Operand::bf16_scales>()};
-    if constexpr (w4_has_two_sums(bits, w4_wgmma_config(bits, config)))
-      made.push_back(wgmma_codes_variant<dtype, bits, config, W4Operand::codes_64>());
     return made;
   }();
   return rows;
