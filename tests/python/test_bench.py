@@ -457,30 +457,33 @@ def test_a_slow_model_has_fewer_rounds(monkeypatch):
     assert [len(row["ms_per_token_rounds"]) for row in rows] == [1]
 
 
-class WritesAtOnce:
-    """An engine that writes what the yardstick writes, but for its token number `wrong`."""
+class WritesAtTimes:
+    """An engine that writes what the yardstick writes, but for its token number `wrong`. turns: when the first and the
+    last token come, in each of its turns.
+    """
 
     variant = "made of nothing"
 
-    def __init__(self, wrong=None):
-        self.wrong, self.calls = wrong, []
+    def __init__(self, *turns, wrong=None):
+        self.wrong, self.calls, self.turns = wrong, [], iter(turns)
 
     def write(self, ids, count):
         self.calls.append((tuple(ids), count))
-        return [i if i != self.wrong else -1 for i in range(count)]
+        first, last = next(self.turns)
+        return [i if i != self.wrong else -1 for i in range(count)], [first] * (count - 1) + [last]
 
 
-def test_engines_take_turns(monkeypatch):
-    ours, peer = WritesAtOnce(), WritesAtOnce(wrong=4)
-    clock = iter([3.0, 10.0, 1.0, 5.0, 2.0, 16.0, 2.0, 7.0])  # (one token, all) of ours, of the peer, two rounds
-    monkeypatch.setattr(cpu.e2e, "seconds", lambda call, device: (call(), next(clock))[1])
+def test_engines_take_turns():
+    ours = WritesAtTimes((9, 9.5), (3, 10), (2, 16))  # the first turn sets things up
+    peer = WritesAtTimes((9, 9.5), (1, 5), (2, 7), wrong=4)
     steps = []
     engines = {cpu.YARDSTICK: ours, "llama.cpp": peer}
     rows = cpu.run(engines, [7] * 30, 8, 2, runner.Notes(), lambda: steps.append(1))
-    assert len(steps) == 6 and ours.calls == peer.calls == [((7,) * 30, n) for n in (8, 1, 8, 1, 8)]
+    assert len(steps) == 6 and ours.calls == peer.calls == [((7,) * 30, 8)] * 3
     first, other = rows
     assert first["prompt_tok_s"] == (30 / 3 + 30 / 2) / 2 and first["decode_tok_s"] == (7 / 7 + 7 / 14) / 2
-    assert first["ms_per_token"] == 1e3 / first["decode_tok_s"] and first["seconds_rounds"] == [(3, 10), (2, 16)]
+    assert first["ms_per_token"] == 1e3 / first["decode_tok_s"]
+    assert first["seconds_rounds"] == [[3] * 7 + [10], [2] * 7 + [16]]
     assert first["against"] == {"llama.cpp": {"prompt": (1 / 3 + 1) / 2, "decode": (4 / 7 + 5 / 14) / 2}}
     assert (first["same_tokens"], other["same_tokens"], other["against"]) == (8, 4, {})
     out = io.StringIO()
@@ -492,9 +495,9 @@ def test_an_engine_that_fails(monkeypatch):
     def fails(ids, count):
         raise RuntimeError("cannot read it")
 
-    notes, peer = runner.Notes(), WritesAtOnce()
+    notes, peer = runner.Notes(), WritesAtTimes()
     monkeypatch.setattr(peer, "write", fails)
-    rows = cpu.run({cpu.YARDSTICK: WritesAtOnce(), "openvino": peer}, [1], 2, 1, notes)
+    rows = cpu.run({cpu.YARDSTICK: WritesAtTimes((1, 2), (1, 2)), "openvino": peer}, [1], 2, 1, notes)
     assert [row["name"] for row in rows] == [cpu.YARDSTICK]
     assert [(note["impl"], note["why"]) for note in notes.left_out] == [("openvino", "cannot read it")]
     with pytest.raises(RuntimeError, match="cannot read it"):
@@ -549,7 +552,8 @@ def test_a_file_on_the_cpu(tmp_path, capsys, monkeypatch):
     assert result["left_out"][0]["why"] == "ImportError: built for another CPU"
     assert result["rows"][-1]["variant"] == "9.8 AVX2 AMX_INT8"
     for row in result["rows"]:
-        assert len(row["seconds_rounds"]) == 2 and row["prompt_tok_s"] > 0
+        assert [len(at) for at in row["seconds_rounds"]] == [4, 4] and row["prompt_tok_s"] > 0
+        assert all(at == sorted(at) and at[0] > 0 for at in row["seconds_rounds"])
         assert row["ms_per_token"] == pytest.approx(1e3 / row["decode_tok_s"])
     assert result["rows"][0]["same_tokens"] == 4
     assert "llama.cpp" in capsys.readouterr().out

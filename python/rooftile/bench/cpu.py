@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One GGUF file on the CPU, read and continued by transformers, by rooftile and by what else is installed, in turns.
 
-A turn writes one greedy token after the prompt, and then, from nothing again, all tokens. Their difference is the time
-of decode steps; the first is the time of the prompt, its first token included. Every engine gets the same prompt and as
-many threads, all models stay in memory, and a ratio is the median of the rounds' ratios, so that a machine that slows
-down for a while slows both sides. A peer has a process of its own: one that dies is noted, and the others' rows
-remain.
+A turn writes greedy tokens after the prompt, and each engine says when it had each of them. Until the first one is the
+time of the prompt, from there to the last one that of decode steps. Every engine gets the same prompt and as many
+threads, all models stay in memory, and a ratio is the median of the rounds' ratios, so that a machine that slows down
+for a while slows both sides. A peer has a process of its own: one that dies is noted, and the others' rows remain.
 """
 
 import contextlib
-import functools
 import multiprocessing
 import statistics
+import time
 
 import torch
+from transformers.generation import BaseStreamer
 
 from rooftile.bench import e2e
 
@@ -25,8 +25,23 @@ ROWS = {  # name: arguments of rt.accelerate, or None
 }
 
 
+class Clock(BaseStreamer):
+    """Notes when tokens come, in seconds from its making."""
+
+    def __init__(self):
+        self.begin, self.at = time.perf_counter(), []
+
+    def put(self, tokens=None):
+        self.at.append(time.perf_counter() - self.begin)
+
+    def end(self):
+        pass
+
+
 class Model:
-    """A row of ROWS. write(ids, count): the greedy tokens after a prompt, a list of ints each."""
+    """A row of ROWS. write(ids, count): (the greedy tokens after a prompt, when each of them came), lists of `count`
+    ints and seconds.
+    """
 
     variant = ""
 
@@ -35,10 +50,10 @@ class Model:
         e2e.check_lengths(self.model.config, context, 0)
 
     def write(self, ids, count):
-        prompt = torch.tensor([ids])
-        ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        out = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, **ending)
-        return out[0, len(ids) :].tolist()
+        prompt, clock = torch.tensor([ids]), Clock()
+        ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": count}
+        out = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **ending)
+        return out[0, len(ids) :].tolist(), clock.at[1:]  # the prompt comes first
 
 
 class LlamaCpp:
@@ -54,12 +69,13 @@ class LlamaCpp:
         self.model = llama_cpp.Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def write(self, ids, count):
+        found, clock = [], Clock()
         self.model.reset()  # or it keeps what it has of the prompt
-        found = []
         for token in self.model.generate(ids, temp=0.0, repeat_penalty=1.0):
             found.append(token)
+            clock.put()
             if len(found) == count:
-                return found
+                return found, clock.at
 
 
 _FLAGS = ("AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX_INT8", "REPACK")  # what its products may use
@@ -80,11 +96,25 @@ class OpenVino:
         )
 
     def write(self, ids, count):
-        prompt = torch.tensor([ids])
+        prompt, clock = torch.tensor([ids]), Clock()
         given = self.api.TokenizedInputs(self.tensor(prompt.numpy()), self.tensor(torch.ones_like(prompt).numpy()))
         config = self.api.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
-        return list(self.pipeline.generate(given, config).tokens[0])
+        return list(self.pipeline.generate(given, config, self._streamer(clock)).tokens[0]), clock.at
+
+    def _streamer(self, clock):
+        going_on = self.api.StreamingStatus.RUNNING
+
+        class Streamer(self.api.StreamerBase):
+            def write(self, tokens):
+                for _ in tokens if isinstance(tokens, list) else (tokens,):
+                    clock.put()
+                return going_on
+
+            def end(self):
+                pass
+
+        return Streamer()
 
 
 PEERS = {"llama.cpp": LlamaCpp, "openvino": OpenVino}
@@ -163,14 +193,13 @@ def run(engines, ids, tokens, rounds, notes, advance=lambda: None):
     written = {}
     for name, engine in engines.items():
         with notes.guarded("every case", name) if name in PEERS else contextlib.nullcontext():
-            written[name] = engine.write(ids, tokens)  # first calls set things up
+            written[name], _ = engine.write(ids, tokens)  # first calls set things up
         advance()
     engines = {name: engines[name] for name in written}
     times = {name: [] for name in engines}
     for _ in range(rounds):
         for name, engine in engines.items():
-            one, whole = (functools.partial(engine.write, ids, count) for count in (1, tokens))
-            times[name].append((e2e.seconds(one, "cpu"), e2e.seconds(whole, "cpu")))
+            times[name].append(engine.write(ids, tokens)[1])
             advance()
     return [_row(name, engines, times, written, len(ids), tokens) for name in engines]
 
@@ -178,7 +207,7 @@ def run(engines, ids, tokens, rounds, notes, advance=lambda: None):
 def _row(name, engines, times, written, prompt, tokens):
     def speeds(name):
         """[(tokens of the prompt a second, decode steps a second)] of each round."""
-        return [(prompt / first, (tokens - 1) / (whole - first)) for first, whole in times[name]]
+        return [(prompt / at[0], (tokens - 1) / (at[-1] - at[0])) for at in times[name]]
 
     read, decode = zip(*speeds(name), strict=True)
     against = {
@@ -198,7 +227,7 @@ def _row(name, engines, times, written, prompt, tokens):
         "decode_tok_s": statistics.median(decode),
         "ms_per_token": 1e3 / statistics.median(decode),
         "same_tokens": same,  # as transformers writes them, until the first that differs
-        "seconds_rounds": times[name],  # [one token, all tokens]
+        "seconds_rounds": times[name],  # when each token came
         "against": against,
     }
 
