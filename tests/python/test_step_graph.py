@@ -4,6 +4,7 @@
 import copy
 import gc
 import itertools
+import json
 import pickle
 import threading
 import weakref
@@ -12,6 +13,8 @@ import cases
 import pytest
 import rooftile as rt
 import torch
+from rooftile.bench import e2e
+from rooftile.cli import main
 from rooftile.integrations._models import CACHE
 from rooftile.integrations.step_graph import StepGraph
 from rooftile.integrations.step_program import FAMILIES
@@ -90,6 +93,35 @@ def test_graph_on_or_off_the_bits_are_the_same(batch, captures):
     assert captures == [batch]
     assert torch.equal(text(model, without, batch=batch, after=lambda n: setattr(without, "calls", None)), expected)
     assert captures == [batch]
+
+
+@pytest.fixture
+def small_shapes(monkeypatch):
+    """A model of bench e2e and bench layer that a test has time for."""
+    shapes = dict(e2e.CONFIGS["tiny"], hidden_size=128, num_attention_heads=2, head_dim=64)
+    monkeypatch.setitem(e2e.CONFIGS, "tiny", shapes)
+
+
+@pytest.mark.parametrize("weights", ["w4a16", "none"])
+def test_the_ops_of_a_step(weights, small_shapes, tmp_path):
+    out = tmp_path / "layer.json"
+    given = ["--weights", weights, "--head", "none", "--tokens", "130", "--batch", "2", "--json", str(out)]
+    assert main(["bench", "layer", "--config", "tiny", *given]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert [row["ops"][i]["op"] for i in (0, 1, -1)] == ["copy_", "embedding", "linear 128 -> 256"]
+    assert all(op["chain_us"] > 0 and op["alone_us"] > 0 and op["left_out_us"] is not None for op in row["ops"])
+    assert 0.5 * row["step_us"] < row["chain_us"] < 2 * row["step_us"]
+
+
+def test_a_whole_model(small_shapes, tmp_path):
+    out = tmp_path / "e2e.json"
+    given = ["--only", "bit", "--prompt", "40", "--tokens", "20", "--batch", "1,3", "--json", str(out)]
+    assert main(["bench", "e2e", "--config", "tiny", *given]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["name"], row["batch"]) for row in rows] == [
+        (n, b) for n in e2e.rows_on("cuda", ["bit"]) for b in (1, 3)
+    ]
+    assert all(row["ms_per_token"] > 0 and row["peak_gib"] > 0 for row in rows)
 
 
 def test_without_cuda_graphs(captures):

@@ -74,6 +74,11 @@ class Step:
         self.reset()
         self._step.run(self._given, lambda: None)
 
+    @property
+    def graph(self):
+        """The CUDA graph of a step, once run() has captured it."""
+        return self._step._graph
+
     def same_op(self, i):
         """Which calls do in the other layers what call i of layer 0 does; of a call outside the layers, itself."""
         return [layer[i - self.layers[0].start] for layer in self.layers] if i in self.layers[0] else [i]
@@ -118,7 +123,7 @@ def chain_on_gpu(step, timer):
     counts = _kernels_of_calls(step)
     for _ in range(3):
         step.run()
-    graph = step._graph._graph
+    graph = step.graph
     whole = []
     for _ in range(_ROUNDS):
         step.reset()
