@@ -5,8 +5,8 @@
 
 Models of every family that rt.accelerate knows lie in memory together. Calls of generate() are drawn at random: greedy,
 sampled, with rows that end early, in two turns over one cache, cut off by an error of the caller's, two models in two
-threads. Runs with one --state add up: it keeps what every call wrote, and each run's seconds, calls and memory. The exit
-status is 1 after a difference or a leak.
+threads. Runs with one --state add up: it keeps what every call wrote, and each run's seconds, calls and memory. The
+exit status is 1 after a difference or a leak.
 """
 
 import argparse
@@ -126,7 +126,7 @@ class Models:
 def memory(device):
     """What the process and the device hold after a collection."""
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     found = {"host_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
     if device != "cpu":
         torch.cuda.synchronize()

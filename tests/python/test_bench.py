@@ -202,6 +202,7 @@ def measure(family, cases, peers=(), timer=None, **options):
         ("b2_kv300_hq4_hkv2_d32_t3_w100", 204, 204),
         ("b2_kv90_hq4_hkv1_d32_t2_w100", 180, 180),
         ("b2_kv300_hq4_hkv4_d32_t2", 600, 600),
+        ("b2_kv300_hq4_hkv2_d32_bf16", 600, 600),
     ],
 )
 def test_a_case_of_decode(case, read, seen, bench_on_cpu):
@@ -212,12 +213,13 @@ def test_a_case_of_decode(case, read, seen, bench_on_cpu):
     rows, notes = measure(decode, [case], ["torch.eager"], advance=lambda: calls.append(1))
     ours = {r["variant"]: r for r in rows if r["impl"] == "rooftile"}
     assert len(calls) == 1 and not any(note["failed"] for note in notes.left_out)
-    assert set(ours) == set(decode.FORMATS) - (set(KIVI) if shape["paged"] == 16 else set())
-    assert ours["fp16"]["bytes"] == 4 * read * shape["hkv"] * shape["d"]
+    assert set(ours) == set(decode.FORMATS[decode.name_of(shape)]) - (set(KIVI) if shape["paged"] == 16 else set())
+    own = ours["bf16" if case.endswith("_bf16") else "fp16"]
+    assert own["bytes"] == 4 * read * shape["hkv"] * shape["d"]
     assert {r["flops"] for r in rows} == {4 * seen * shape["t"] * shape["hq"] * shape["d"]}
     eager = [r for r in rows if r["impl"] == "torch.eager"]
     assert len(eager) == (not shape["ragged"] and not shape["paged"])
-    assert all(r["bytes"] == ours["fp16"]["bytes"] for r in eager)
+    assert all((r["variant"], r["bytes"]) == (own["variant"], own["bytes"]) for r in eager)
 
 
 @pytest.mark.parametrize("peers", [("cublas",), ()])
@@ -283,8 +285,8 @@ def test_formats_are_what_the_library_has(monkeypatch, bench_on_cpu, capsys):
     cases = ["b1_kv40_hq2_hkv1_d16", "b2_kv40_hq2_hkv1_d16", "append_b2_hkv1_d16_t1"]
     rows, notes = measure(decode, cases)
     variants = {case: {r["variant"] for r in rows if r["case"] == case} for case in cases}
-    assert variants[cases[0]] == variants[cases[1]] == set(decode.FORMATS) - {"int4", "fp8"}
-    assert variants[cases[2]] == set(decode.FORMATS) - {"fp8"}
+    assert variants[cases[0]] == variants[cases[1]] == set(decode.FORMATS["float16"]) - {"int4", "fp8"}
+    assert variants[cases[2]] == set(decode.FORMATS["float16"]) - {"fp8"}
     said = capsys.readouterr().err.splitlines()
     assert sorted(said) == [
         "head_dim 16 rooftile fp8 is left out: append: no kernel for fp8",

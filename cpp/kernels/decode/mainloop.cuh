@@ -275,11 +275,12 @@ class Mainloop {
   template <class Ring>
   __device__ void code_step(const CodeQueries<format, D> (&q)[N], const float (&factor)[N][2],
                             const VisibleRows<Traits>& see, int plain_end, Ring& ring) {
-    const Code* tiles = ring.tiles();
     const int own = cta_softmax ? at_.warp_kv : 0, token = ring.token() + 32 * own;
-    TokenScales<T, format> scales(tiles[own], see.any(token + at_.lane), at_.lane);
+    Code& kv_tile = ring.tiles()[own];
+    TokenScales<T, format> scales(kv_tile, see.any(token + at_.lane), at_.lane);
+    const float group_scale = channel_scales_to_f16<Traits>(kv_tile, at_);
     float s[N][2][4];  // (n-tile, m-tile of 16 tokens, 4)
-    qk_codes<T, format, D>(s, tiles[own], q, factor, at_.lane);
+    qk_codes<T, format, D>(s, kv_tile, q, factor, group_scale, at_.lane);
     softmax_.broadcast(scales);
     if constexpr (!cta_softmax) {
       // Two copies of the code, all tokens visible or masked: a branch around soft cap and mask would split the first.

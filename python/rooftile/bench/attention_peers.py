@@ -102,14 +102,15 @@ def prepare(name, problem, pool):
 
     The package is imported here; what it refuses it raises.
     """
+    own = {torch.float16: "fp16", torch.bfloat16: "bf16"}[problem.q.dtype]
     if name.startswith("torch."):
-        return "fp16", pool.copies, _torch(name, problem), None
+        return own, pool.copies, _torch(name, problem), None
     if name == "flash_attn_3":
-        return "fp16", pool.copies, _flash_attention_3(problem), None
+        return own, pool.copies, _flash_attention_3(problem), None
     if name == "flashinfer.xqa":
-        return "fp16", pool.copies, {name: _xqa(problem)}, None
+        return own, pool.copies, {name: _xqa(problem)}, None
     if name == "flashinfer":
-        return "fp16", pool.copies, {name: _flashinfer(problem, problem.q.dtype)}, None
+        return own, pool.copies, {name: _flashinfer(problem, problem.q.dtype)}, None
     small = tuple(
         x.to(torch.float8_e4m3fn) for x in pool.copies[0]
     )  # its numbers fit, so no scale of a tensor is needed

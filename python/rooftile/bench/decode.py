@@ -34,35 +34,44 @@ CASES = (
     "append_b64_t1",
 )
 PEERS = attention_peers.NAMES
-# What a cache of _DTYPE can be. Which of them have kernels the library is asked.
-FORMATS = tuple(f for f in rt.KV_FORMATS if ELEMENT_DTYPES.get(f, "float16") == "float16")
-_TOLERANCE = 2e-3  # relative Frobenius error against float32 on the values the cache stands for
-_DTYPE = torch.float16
+# What a cache of a dtype can be. Which of them have kernels the library is asked.
+FORMATS = {
+    dtype: tuple(f for f in rt.KV_FORMATS if ELEMENT_DTYPES.get(f, dtype) == dtype) for dtype in ("float16", "bfloat16")
+}
+# Relative Frobenius error against float32 on the values the cache stands for.
+_TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 8e-3}
 _DEVICE = "cuda"
 _SHORTEST, _LONGEST = 128, 32768  # rows of a ragged batch
 
 
 def parse(case):
-    """{"b", "kv", "hq", "hkv", "d", "t", "paged", "w", "ragged", "append", "shared"} from a case's name.
+    """{"b", "kv", "hq", "hkv", "d", "t", "paged", "w", "ragged", "append", "shared", "dtype"} from a case's name.
 
     kv: tokens of a row, of the longest in a ragged batch. w: the window, 0 without one. shared: rows are forks of the
-    first one, so all have its pages.
+    first one, so all have its pages. dtype: torch's, float16 without _bf16.
     """
     found = re.fullmatch(
-        r"b(?P<b>N)_kv(?P<kv>N)(?:_(?:hq|hkv|d|t|paged|w)N)*(?P<shared>_pagedN_shared)?"
+        r"(?:b(?P<b>N)_kv(?P<kv>N)(?:_(?:hq|hkv|d|t|paged|w)N)*(?P<shared>_pagedN_shared)?"
         r"|ragged(?P<rb>N)(?:_(?:hq|hkv|d|t|paged|w)N)*"
-        r"|append_b(?P<ab>N)(?:_(?:hkv|d)N|_t1)*".replace("N", r"[1-9]\d*"),
+        r"|append_b(?P<ab>N)(?:_(?:hkv|d)N|_t1)*)(?P<bf16>_bf16)?".replace("N", r"[1-9]\d*"),
         case,
     )
     if not found:
         raise ArgumentError(
-            f"bench decode: {case!r} is no case; they look like b8_kv4096, b8_kv4096_t4_w1024, ragged64, append_b64_t1"
+            f"bench decode: {case!r} is no case; they look like b8_kv4096, b8_kv4096_t4_w1024, b8_kv4096_bf16, "
+            "ragged64, append_b64_t1"
         )
     shape = {"hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "w": 0}
     shape |= {name: int(value) for name, value in re.findall(r"_(hq|hkv|d|t|paged|w)(\d+)", case)}
     shape |= {"b": int(found["b"] or found["rb"] or found["ab"]), "kv": int(found["kv"] or 4096)}
     shape |= {"ragged": bool(found["rb"]), "append": bool(found["ab"]), "shared": bool(found["shared"])}
+    shape["dtype"] = torch.bfloat16 if found["bf16"] else torch.float16
     return shape | {"kv": max(lengths(shape))}
+
+
+def name_of(shape):
+    """ "float16" or "bfloat16", of a case's tensors."""
+    return str(shape["dtype"]).removeprefix("torch.")
 
 
 def lengths(shape):
@@ -85,13 +94,13 @@ def opened(peers, notes):
 
     def formats(shape):
         """The formats that have kernels for this case; the others are noted once each."""
-        for format in FORMATS:
+        for format in FORMATS[name_of(shape)]:
             reason = missing_kernel(
                 format,
                 q_heads=None if shape["append"] else shape["hq"],
                 kv_heads=shape["hkv"],
                 head_dim=shape["d"],
-                dtype=_DTYPE,
+                dtype=shape["dtype"],
                 device=_DEVICE,
             )
             if reason and reason not in refused:
@@ -130,7 +139,7 @@ def _too_large(shape):
 def _filled(shape, format, rows):
     """rows: k and v [1, tokens, Hkv, D] of every row."""
     heads = (shape["hkv"], shape["d"])
-    kind = {"format": format, "dtype": "float16", "device": _DEVICE}
+    kind = {"format": format, "dtype": name_of(shape), "device": _DEVICE}
     longest = max(k.shape[1] for k, _ in rows)
     if shape["paged"]:
         pages = [-(-k.shape[1] // shape["paged"]) for k, _ in rows]
@@ -156,10 +165,10 @@ def _tensors(shape):
     """q [B, T, Hq, D]; k and v [B, tokens, Hkv, D], of a ragged batch [1, tokens of all rows, Hkv, D]."""
     torch.manual_seed(0)
     tokens = (1, sum(lengths(shape))) if shape["ragged"] else (1 if shape["shared"] else shape["b"], shape["kv"])
-    k, v = (torch.randn(*tokens, shape["hkv"], shape["d"], dtype=_DTYPE, device=_DEVICE) for _ in range(2))
+    k, v = (torch.randn(*tokens, shape["hkv"], shape["d"], dtype=shape["dtype"], device=_DEVICE) for _ in range(2))
     if shape["shared"]:
         k, v = (x.expand(shape["b"], -1, -1, -1) for x in (k, v))
-    return torch.randn(shape["b"], shape["t"], shape["hq"], shape["d"], dtype=_DTYPE, device=_DEVICE), k, v
+    return torch.randn(shape["b"], shape["t"], shape["hq"], shape["d"], dtype=shape["dtype"], device=_DEVICE), k, v
 
 
 def _rows(shape, *tensors):
@@ -179,7 +188,7 @@ def exact(q, k, v, window=0):
 
 def _error(got, expected):
     error = float((got.float() - expected).norm() / expected.norm())
-    if not error <= _TOLERANCE:
+    if not error <= _TOLERANCES[got.dtype]:
         raise RuntimeError(f"wrong answer, relative error {error:.2e}; it is not timed")
     return error
 
@@ -254,9 +263,11 @@ def _peer(name, problem, pool, expected, flops):
 def _append(shape, format):
     """The mean over 32 consecutive steps, so that a group of a kivi cache closes once."""
     steps = 32
-    cache = rt.KVCache(shape["b"], 4096, shape["hkv"], shape["d"], format=format, dtype="float16", device=_DEVICE)
-    k, v = (torch.randn(shape["b"], 1, shape["hkv"], shape["d"], dtype=_DTYPE, device=_DEVICE) for _ in range(2))
-    twin = rt.KVCache(shape["b"], 64, shape["hkv"], shape["d"], format=format, dtype="float16")
+    cache = rt.KVCache(shape["b"], 4096, shape["hkv"], shape["d"], format=format, dtype=name_of(shape), device=_DEVICE)
+    k, v = (
+        torch.randn(shape["b"], 1, shape["hkv"], shape["d"], dtype=shape["dtype"], device=_DEVICE) for _ in range(2)
+    )
+    twin = rt.KVCache(shape["b"], 64, shape["hkv"], shape["d"], format=format, dtype=name_of(shape))
     with rt.record_kernels() as names:
         cache.append(k, v)
     twin.append(k.cpu(), v.cpu())
