@@ -118,8 +118,10 @@ class Models:
             options[CACHE] = RooftileCache(model.config, format=call.kv_cache, turns=True)
         ids = model.generate(**inputs, **options)
         if call.way == "turns":
-            more = torch.cat([ids, ids[:, 5:12]], 1)
-            ids = model.generate(more, attention_mask=torch.ones_like(more), **options)
+            more = torch.cat([ids, ids[:, 15:22]], 1)
+            mask = torch.ones_like(more)
+            mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+            ids = model.generate(more, attention_mask=mask, **options)
         return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()[:16]
 
 

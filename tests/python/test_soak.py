@@ -49,6 +49,6 @@ class Faulty(soak.Models):
 @pytest.mark.parametrize(("fault", "words"), [("text", "wrote 20, before the same"), ("leak", "host_bytes grew")])
 def test_faults_are_seen(fault, words):
     calls = soak.calls_for("cpu", ["Llama"])[:6]
-    wrong = soak.soak({}, "cpu", 0.3, calls, lambda now: None, Faulty(fault))
+    wrong = soak.soak({}, "cpu", 3, calls, lambda now: None, Faulty(fault))
     assert wrong and words in wrong[0], wrong
-    assert not soak.soak({}, "cpu", 0.3, calls, lambda now: None, Faulty(None))
+    assert not soak.soak({}, "cpu", 0, calls, lambda now: None, Faulty(None))

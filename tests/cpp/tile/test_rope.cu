@@ -9,6 +9,7 @@
 
 #include "support/device.cuh"
 #include "tile/rope.cuh"
+#include "tile/strided_rows.cuh"
 
 namespace rooftile::tile {
 namespace {
@@ -49,7 +50,7 @@ TEST_F(Tile, RotationsInFp32AndExactOnes) {
 }
 
 __global__ void read_positions(const void* positions, bool wide, std::int64_t* to) {
-  to[thread_index()] = load_position(positions, thread_index(), wide);
+  to[thread_index()] = load_integer(positions, thread_index(), wide);
 }
 
 TEST_F(Tile, PositionsOfBothWidths) {
