@@ -72,7 +72,7 @@ KernelName qk_rms_norm(const Context& ctx, TensorView q, TensorView k, TensorVie
   using check::Arg;
   const NormArgs of_q = {.x = q, .weight = q_weight, .y = q_out, .eps = eps, .weight_offset = weight_offset};
   const NormArgs of_k = {.x = k, .weight = k_weight, .y = k_out, .eps = eps, .weight_offset = weight_offset};
-  Arg(op, "q", q).given().ndim(2, TensorView::max_ndim);
+  Arg(op, "q", q).given().activation().ndim(2, TensorView::max_ndim);
   Arg(op, "k", k).given().ndim(2, TensorView::max_ndim).dtype({q.dtype}).device(q.device, "q");
   check_norm(op, of_q, {"q", "q_weight", "q_out"});
   TensorView heads_of_q = q;  // k's shape but for its number of heads

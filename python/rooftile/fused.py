@@ -84,8 +84,8 @@ def embedding(ids, weight, *, scale=1.0, out=None, stream=None, plan=None):
     rows are copied bit for bit.
     Returns [..., hidden] in weight's dtype, written to `out` when given.
     """
-    if stream is not None and needs_torch_stream(stream, weight):
-        return on_stream(embedding, weight, locals())
+    if stream is not None and needs_torch_stream(stream, ids):
+        return on_stream(embedding, ids, locals())
     if compiling():
         return torch_op("embedding", (weight, ids, scale), (out,), stream, plan)
     if out is None:
@@ -239,9 +239,9 @@ def _half(op, gate_up):
 def _rows(ids, weight):
     """An output of embedding, or None for what the binding refuses before it reads its output."""
     shape, of_ids = shape_of(weight), shape_of(ids)
-    if of_ids is None or shape is None or len(shape) != 2:
+    if of_ids is None or shape is None:
         return None
-    return empty("embedding", "out", weight, (*of_ids, shape[1]))
+    return empty("embedding", "out", weight, (*of_ids, *shape[1:2]))  # a weight of other dimensions is refused first
 
 
 def _halves(x, *_):

@@ -922,7 +922,7 @@ OPS = [
         rt.embedding,
         {
             "ids": Tensor(INDICES, bad_values=(-1, 50, 2**31 - 1, -(2**31)), expandable=(0, 1), rows=0),
-            "weight": Tensor(primary=True, expandable=(0, 1)),
+            "weight": Tensor(primary=True, free_dims=(0,), expandable=(0, 1)),
             "scale": Scalar(bad=(float("nan"), float("inf"), 1e300)),
             "out": OUT,
             **CONTEXT,

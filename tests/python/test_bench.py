@@ -62,7 +62,7 @@ def test_cases_are_listed_once():
 
 
 PLAIN = {"b": 8, "kv": 4096, "hq": 32, "hkv": 8, "d": 128, "t": 1, "paged": 0, "w": 0}
-PLAIN |= dict.fromkeys(("ragged", "append", "shared"), False)
+PLAIN |= dict.fromkeys(("ragged", "append", "shared"), False) | {"dtype": torch.float16}
 RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64", "_t4_w1024", "_hq9_hkv3_d64")]
 
 
@@ -72,6 +72,7 @@ RAGGED = [f"ragged{n}{options}" for n in (1, 64) for options in ("", "_paged64",
         ("decode", "b8_kv4096", PLAIN),
         ("decode", "b1_kv131072", PLAIN | {"b": 1, "kv": 131072}),
         ("decode", "b8_kv4096_t4", PLAIN | {"t": 4}),
+        ("decode", "b8_kv4096_t4_bf16", PLAIN | {"t": 4, "dtype": torch.bfloat16}),
         ("decode", "b8_kv4096_paged16", PLAIN | {"paged": 16}),
         ("decode", "b8_kv4096_t4_paged16_shared", PLAIN | {"t": 4, "paged": 16, "shared": True}),
         ("decode", "b8_kv4096_hq9_hkv3_d64", PLAIN | {"hq": 9, "hkv": 3, "d": 64}),

@@ -118,6 +118,8 @@ def _op_inputs(name, device):
         "prefill_attention": (True, None, None, None, None, None, None, None),
         "rms_norm": (1e-5,),
         "add_rms_norm": (1e-5,),
+        "qk_rms_norm": (1e-5,),
+        "embedding": (2.0,),
         "layer_norm": (1e-5,),
         "add_layer_norm": (None, None, 1e-5),
         "add_layer_norm affine": (1e-5,),
