@@ -78,15 +78,15 @@ FAULTS = {
     "channel_zero_point": Fault(
         "8-bit codes with a scale per channel keep their zero point",
         DECODE + "code_scores.cuh",
-        "const float group_factor = factor[n][i & 1] * k_scales.unit;",
-        "const float group_factor = factor[n][i & 1] * k_scales.unit;\n        zp_correction[n][i & 1] = 0;",
+        "const float group_factor = factor[n][i & 1] * group.scale;",
+        "const float group_factor = factor[n][i & 1] * group.scale;\n        zp_correction[n][i & 1] = 0;",
         INSTANCES + "decode_int8_kivi_sym_*",
     ),
     "channel_scales": Fault(
         "8-bit codes of four words take the scales of the first word's channels",
         DECODE + "code_scores.cuh",
-        "(k_scales.f16 + channel + 4 * w);",
-        "(k_scales.f16 + channel);",
+        "(x.k_scale() + channel + 4 * w);",
+        "(x.k_scale() + channel);",
         INSTANCES + "decode_int8_kivi_sym_*",
     ),
     "append_channel_bytes": Fault(

@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/decode/code_tile.cuh"
+#include "kernels/decode/group_scale.cuh"
 #include "tile/copy.cuh"
 #include "tile/mma.cuh"
 
@@ -13,44 +14,6 @@ namespace rooftile::gpu {
 
 __device__ __forceinline__ std::uint32_t word(const uint4& x, int i) {
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
-
-// K's scales and minima of a kivi tile as tensor cores take them.
-struct ChannelScales {
-  const std::uint16_t* f16;  // (D) scales, (D) minima: those stored, divided by `unit`
-  float unit;                // a power of two
-};
-// fp16 cache: the stored ones, unit 1. bf16 cache, whose range is wider: they become fp16 in `to`, which may be where
-// they are if no other warp reads the tile; the unit is within a factor of two of the largest magnitude.
-template <class T, KvFormat F, int D>
-__device__ __forceinline__ ChannelScales channel_scales(const CodeTile<F, D>& x, std::uint16_t* to, int lane) {
-  if constexpr (!is_kivi(F) || std::is_same_v<T, tile::half>) {
-    return {x.k_scales, 1.0f};
-  } else {
-    constexpr int pairs = sizeof(x.k_scales) / 4, lane_pairs = (pairs + 31) / 32;
-    const auto there = [lane](int i) { return pairs % 32 == 0 || 32 * i + lane < pairs; };
-    std::uint32_t pair[lane_pairs];  // (lane_pairs) pairs of bf16
-    std::uint32_t top = 0;           // bits of the largest magnitude
-#pragma unroll
-    for (int i = 0; i < lane_pairs; ++i)
-      if (there(i)) {
-        pair[i] = tile::load_vec_at<std::uint32_t>(x.k_scales + 2 * (32 * i + lane));
-        top = max(top, max(pair[i] & 0x7fff, pair[i] >> 16 & 0x7fff));
-      }
-    const std::uint32_t exponent = __reduce_max_sync(0xffffffffu, top) >> 7;
-    const std::uint32_t biased = exponent > 0 && exponent < 254 ? exponent : 127;  // zeros or not finite: no scaling
-    const auto inverse = tile::bit_cast<__nv_bfloat162>((254 - biased) * 0x00800080u);
-    __syncwarp();  // all lanes have read
-#pragma unroll
-    for (int i = 0; i < lane_pairs; ++i)
-      if (there(i)) {
-        const __nv_bfloat162 scaled = __hmul2(tile::bit_cast<__nv_bfloat162>(pair[i]), inverse);
-        *cute::recast_ptr<std::uint32_t>(to + 2 * (32 * i + lane)) =
-            tile::pack<tile::half>(__low2float(scaled), __high2float(scaled));
-      }
-    __syncwarp();  // all lanes have written
-    return {to, __uint_as_float(biased << 23)};
-  }
 }
 
 // largest_magnitude: over pairs of elements, ignoring NaN. scale_to_f16: multiplies each element by a power of two and
@@ -199,18 +162,20 @@ __device__ __forceinline__ void qk_bytes(float (&s)[N][2][4], const unsigned cha
 }
 
 // Loads K's scales and zero values of the 8 channels of a word of 4-bit codes, as pairs (r, r + 4) of fp16.
-template <KvFormat F, int D>
+template <class T, KvFormat F, int D>
 __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], std::uint32_t (&zero_value)[4],
-                                                    const ChannelScales& k_scales, int channel) {
-  const uint4 scales = tile::load_vec_at<uint4>(k_scales.f16 + channel);
+                                                    const CodeTile<F, D>& x, const GroupScale<T, F, D>& group,
+                                                    int channel) {
+  const uint4 scales = tile::load_vec_at<uint4>(x.k_scale() + channel);
   uint4 minima = {};
-  if constexpr (has_min(F)) minima = tile::load_vec_at<uint4>(k_scales.f16 + D + channel);
+  if constexpr (has_min(F)) minima = tile::load_vec_at<uint4>(x.k_min() + channel);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const auto pair = [r](const uint4& x) { return tile::uint4_pair(word(x, r / 2), word(x, 2 + r / 2), r); };
-    scale[r] = pair(scales);
-    if constexpr (has_min(F))  // (8, 8) in fp16: zero value = min + 8 * scale
-      zero_value[r] = tile::fma_f16x2(scale[r], 0x48004800u, pair(minima));
+    scale[r] = group.f16(pair(scales));
+    if constexpr (has_min(F))
+      zero_value[r] = tile::fma_f16x2(scale[r], 0x48004800u,  // (8, 8) in fp16: zero value = min + 8 * scale
+                                      group.f16(pair(minima)));
   }
 }
 
@@ -218,8 +183,8 @@ __device__ __forceinline__ void load_channel_scales(std::uint32_t (&scale)[4], s
 // multiplied by. This overload takes all codes but those of 8 bits with scales per channel.
 template <class T, KvFormat F, int D, int N>
   requires(code_bits(F) == 4 || !KvTraits<F>::channel_scales)
-__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
-                                         const float (&factor)[N][2], const ChannelScales& k_scales, int lane) {
+__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
+                                         const float (&factor)[N][2], int lane) {
   using Kind = KvTraits<F>;
   const int g = lane / 4, t = lane % 4;
   // 4-bit codes: the operands of a word's first k-tile are code * code_one, of the second code * odd_code_one, so each
@@ -253,6 +218,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
     // MMAs. zero_term then needs one row only: row g for even pairs, row g + 8 of the same operand for odd pairs.
     constexpr int chains = N == 1 ? 2 : 1;
     float zp_correction[N][chains][4] = {}, zero_term[N][chains][4] = {};  // (n-tile, chain, 4)
+    const GroupScale<T, F, D> group(x, lane);
     // A lane has D / 32 words of 8 codes of a row and loads W at once.
     constexpr int W = D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;
     // Not loops with #pragma unroll: with 512 channels nvcc does not unroll those, and q, which they index, goes to
@@ -269,7 +235,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
         constexpr int w = chunk + v;
         [[maybe_unused]] const int channel = t * (D / 4) + 8 * w;
         [[maybe_unused]] std::uint32_t scale[4] = {}, zero_value[4] = {};  // (pairs (r, r + 4))
-        if constexpr (Kind::channel_scales) load_channel_scales<F, D>(scale, zero_value, k_scales, channel);
+        if constexpr (Kind::channel_scales) load_channel_scales(scale, zero_value, x, group, channel);
         tile::FragmentA a[2][2];  // (k-tile, m-tile of 16 tokens)
         dequant_word<F>(a, row, v);
 #pragma unroll
@@ -299,7 +265,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
         float even_factor[2], odd_factor[2], base[2];  // (packed row 2t + j)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float group_factor = factor[n][j] * k_scales.unit;
+          const float group_factor = factor[n][j] * group.scale;
           even_factor[j] = group_factor * (1.0f / Kind::code_one);
           odd_factor[j] = group_factor * (1.0f / Kind::odd_code_one);
           base[j] = zp_correction[n][0][j] + zero_term[n][0][j];
@@ -335,22 +301,24 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
 // Adds W words of every token and lane, from `from` on, in 8-bit codes with scales per channel; their channels begin at
 // `channel`, their k-tiles at First. K's scales are multiplied into the queries, and the correction subtracts exactly
 // what the codes add: the zero point times the scaled query, after rounding.
-template <int W, int First, KvFormat F, int N, int D>
+template <int W, int First, class T, KvFormat F, int N, int D>
 __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&zp_correction)[N][4],
-                                                const unsigned char* const (&from)[4], const CodeQueries<F, D> (&q)[N],
-                                                const ChannelScales& k_scales, int channel) {
+                                                const unsigned char* const (&from)[4], const CodeTile<F, D>& x,
+                                                const CodeQueries<F, D> (&q)[N], const GroupScale<T, F, D>& group,
+                                                int channel) {
   constexpr std::uint32_t minus_zero_point = KvTraits<F>::minus_zero_point_pair;
   std::uint32_t row[4][W];  // (block of 8 tokens, word)
 #pragma unroll
   for (int i = 0; i < 4; ++i) load_words(row[i], from[i]);
 #pragma unroll
   for (int w = 0; w < W; ++w) {
-    const uint2 scales = *cute::recast_ptr<const uint2>(k_scales.f16 + channel + 4 * w);
+    const uint2 scales = *cute::recast_ptr<const uint2>(x.k_scale() + channel + 4 * w);
+    const std::uint32_t low = group.f16(scales.x), high = group.f16(scales.y);
     tile::FragmentB b[N];  // (n-tile)
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const tile::FragmentB& query = q[n].q[First + w];
-      b[n] = {{tile::mul_f16x2(query.r[0], scales.x), tile::mul_f16x2(query.r[1], scales.y)}};
+      b[n] = {{tile::mul_f16x2(query.r[0], low), tile::mul_f16x2(query.r[1], high)}};
       tile::mma<tile::half>(zp_correction[n],
                             {{minus_zero_point, minus_zero_point, minus_zero_point, minus_zero_point}}, b[n]);
     }
@@ -361,22 +329,23 @@ __device__ __forceinline__ void qk_scaled_bytes(float (&sum)[N][2][4], float (&z
 // The same scores from 8-bit codes with scales per channel.
 template <class T, KvFormat F, int D, int N>
   requires(code_bits(F) == 8 && KvTraits<F>::channel_scales)
-__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
-                                         const float (&factor)[N][2], const ChannelScales& k_scales, int lane) {
+__device__ __forceinline__ void qk_codes(float (&s)[N][2][4], CodeTile<F, D>& x, const CodeQueries<F, D> (&q)[N],
+                                         const float (&factor)[N][2], int lane) {
   const int g = lane / 4, t = lane % 4;
-  float sum[N][2][4] = {}, zp_correction[N][4] = {};                   // (n-tile, m-tile of 16 tokens, 4), (n-tile, 4)
+  float sum[N][2][4] = {}, zp_correction[N][4] = {};  // (n-tile, m-tile of 16 tokens, 4), (n-tile, 4)
+  const GroupScale<T, F, D> group(x, lane);
   cute::for_each(cute::make_int_sequence<D / 64>{}, [&](auto chunk) {  // 64 channels: 16 bytes per lane and row
-    qk_scaled_bytes<4, 4 * chunk>(sum, zp_correction,
-                                  {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
-                                   x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
-                                  q, k_scales, 64 * chunk + 16 * t);
+    qk_scaled_bytes<4, 4 * chunk, T>(sum, zp_correction,
+                                     {x.k + x.k_offset(g, 4 * chunk + t), x.k + x.k_offset(g + 8, 4 * chunk + t),
+                                      x.k + x.k_offset(g + 16, 4 * chunk + t), x.k + x.k_offset(g + 24, 4 * chunk + t)},
+                                     x, q, group, 64 * chunk + 16 * t);
   });
   if constexpr (D % 64 != 0) {  // the last 32 channels
     constexpr int last = D / 64 * 64;
     const unsigned char* from = x.k + g * x.row_bytes + last + t * 8;
-    qk_scaled_bytes<2, last / 16>(sum, zp_correction,
-                                  {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes}, x,
-                                  q, last + 8 * t);
+    qk_scaled_bytes<2, last / 16, T>(sum, zp_correction,
+                                     {from, from + 8 * x.row_bytes, from + 16 * x.row_bytes, from + 24 * x.row_bytes},
+                                     x, q, group, last + 8 * t);
   }
 #pragma unroll
   for (int n = 0; n < N; ++n)
@@ -384,7 +353,7 @@ __device__ __forceinline__ void qk_codes(float (&s)[N][2][4], const CodeTile<F, 
     for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float group_factor = factor[n][i & 1] * k_scales.unit;
+        const float group_factor = factor[n][i & 1] * group.scale;
         s[n][mt][i] = __fmaf_rn(sum[n][mt][i], group_factor * (1.0f / KvTraits<F>::code_one),
                                 zp_correction[n][i & 1] * group_factor);
       }

@@ -70,6 +70,8 @@ struct CodeTile {
   // k_scales: (scales, minima) x (D). token_scales: (V's scales; V's minima or K's scales) x (32 tokens).
   alignas(16) std::uint16_t k_scales[is_kivi(F) ? (has_min(F) ? 2 : 1) * D : 16];
   alignas(16) std::uint16_t token_scales[64];
+  __device__ __forceinline__ const std::uint16_t* k_scale() const { return k_scales; }
+  __device__ __forceinline__ const std::uint16_t* k_min() const { return k_scales + D; }
   __device__ __forceinline__ const std::uint16_t* v_scale() const { return token_scales; }
   // Beside V's scales lie its minima, or K's scales per token.
   __device__ __forceinline__ const std::uint16_t* v_min() const { return token_scales + 32; }

@@ -275,12 +275,11 @@ class Mainloop {
   template <class Ring>
   __device__ void code_step(const CodeQueries<format, D> (&q)[N], const float (&factor)[N][2],
                             const VisibleRows<Traits>& see, int plain_end, Ring& ring) {
+    Code* const tiles = ring.tiles();
     const int own = cta_softmax ? at_.warp_kv : 0, token = ring.token() + 32 * own;
-    Code& kv_tile = ring.tiles()[own];
-    TokenScales<T, format> scales(kv_tile, see.any(token + at_.lane), at_.lane);
-    const ChannelScales k_scales = channel_scales<T>(kv_tile, smem_.channel_scales(kv_tile, at_.warp()), at_.lane);
+    TokenScales<T, format> scales(tiles[own], see.any(token + at_.lane), at_.lane);
     float s[N][2][4];  // (n-tile, m-tile of 16 tokens, 4)
-    qk_codes<T, format, D>(s, kv_tile, q, factor, k_scales, at_.lane);
+    qk_codes<T, format, D>(s, tiles[own], q, factor, at_.lane);
     softmax_.broadcast(scales);
     if constexpr (!cta_softmax) {
       // Two copies of the code, all tokens visible or masked: a branch around soft cap and mask would split the first.
@@ -299,6 +298,7 @@ class Mainloop {
   template <class All, class Ring>
   __device__ void add_values(float (&s)[N][2][4], const TokenScales<T, format>& scales, const VisibleRows<Traits>& see,
                              int token, All all, Ring& ring) {
+    const Code* tiles = ring.tiles();
     softmax_.weigh_codes(s, scales, see.rows, token, all, ring);
     auto& state = softmax_.state();
     if constexpr (KvTraits<format>::has_zero_point) {
@@ -307,7 +307,7 @@ class Mainloop {
       add_zero_point<format>(state.zp_correction, weights);
     }
     softmax_.for_each_code_tile([&](int i, const tile::FragmentB(&weights)[2][N]) {
-      pv_codes<format, D, C>(state.o, weights, ring.tiles()[i], C / 2 * at_.warp_d, at_.lane);
+      pv_codes<format, D, C>(state.o, weights, tiles[i], C / 2 * at_.warp_d, at_.lane);
     });
   }
 

@@ -51,19 +51,10 @@ struct SharedStorage {
   // The last tile range with an invalid page: the CTA's KV splits of one work tile, counted from 1. 0: none.
   int bad_tile_range;
   // kivi: queries stay until the work tile ends, because raw keys need them after the codes.
-  // Warps that share a kivi tile of a bf16 cache: their own copies of its K scales and minima, in fp16.
-  static constexpr bool shared_scales =
-      Traits::kivi && Traits::warps_per_tile > 1 && std::is_same_v<typename Traits::T, tile::bf16>;
-  alignas(16) std::uint16_t scales_f16[shared_scales ? Traits::warps : 1][shared_scales ? 2 * D : 8];
   alignas(16) Element raw_queries[Traits::kivi ? Traits::block_m * D : 8];
   RawStorage<Traits> raw;
 
   __device__ Element* queries() { return Traits::kivi ? raw_queries : softmax.queries(); }  // QueryLayout
-  // Where a warp may write the K scales of its tile as fp16.
-  __device__ std::uint16_t* channel_scales(typename Traits::KvTile& x, int warp) {
-    if constexpr (shared_scales) return scales_f16[warp];
-    else return x.k_scales;
-  }
   // Half a raw tile in a stage of the ring.
   __device__ Element* raw_half(int warp_kv, int stage) {
     static_assert(sizeof(ring[0][0]) >= 16 * D * sizeof(Element));
