@@ -211,7 +211,7 @@ struct NormPairParams {
   unsigned first_ctas;
 };
 template <class T, int vecs, Tables tables, bool vector>
-__global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas_per_sm) void norm_row_pair(
+__global__ __launch_bounds__(pair_threads, NormPairTraits<vecs, tables, vector>::ctas_per_sm) void norm_row_pair(
     const __grid_constant__ NormPairParams p) {
   const bool is_second = blockIdx.x >= p.first_ctas;
   norm_rows_of<T, vecs, false, tables, vector>(is_second ? p.second : p.first,

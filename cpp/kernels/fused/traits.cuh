@@ -49,6 +49,14 @@ struct NormTraits {
                                      : tables == Tables::after_reducing && vecs == 2 ? 3
                                                                                      : 2;
 };
+// A pair's rows have a warp at most, so its CTAs have 128 threads: as many as above in all, but for rows of four vectors
+// element by element, which would spill at 128 registers.
+inline constexpr int pair_threads = 128;
+template <int vecs, Tables tables, bool vector>
+struct NormPairTraits {
+  static constexpr int ctas_per_sm =
+      !vector && vecs == 4 ? 3 : row_threads / pair_threads * NormTraits<vecs, tables, vector>::ctas_per_sm;
+};
 template <int vecs, bool vector>  // of 512 threads: 3 CTAs are 40 registers a thread, 2 are 64
 struct SoftmaxTraits {
   static constexpr int ctas_per_sm = vector && vecs == 2 ? 3 : 2;
