@@ -570,6 +570,15 @@ def test_a_peer_that_dies(tmp_path, monkeypatch):
     engine.close()
 
 
+def test_a_peer_ends_without_a_word(tmp_path, monkeypatch, capfd):
+    packages(tmp_path, monkeypatch, llama_cpp=LLAMA_CPP)
+    engine = cpu.Apart(cpu.LlamaCpp, "none.gguf", 1, 13)
+    monkeypatch.setattr(engine.process, "terminate", lambda: None)  # it sees that nobody asks any more
+    engine.close()
+    engine.process.join(30)
+    assert engine.process.exitcode == 0 and capfd.readouterr().err == ""
+
+
 def test_files_that_cannot_be_timed(tmp_path, capsys, monkeypatch):
     assert main(["bench", "cpu", "--model", str(tmp_path)]) == 2
     assert "there is no such file" in capsys.readouterr().err

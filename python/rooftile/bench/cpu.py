@@ -127,6 +127,8 @@ def _serve(pipe, make, arguments):
         pipe.send(engine.variant)
         while call := pipe.recv():
             pipe.send(engine.write(*call))
+    except EOFError:  # nobody asks any more
+        pass
     except Exception as e:  # a peer may raise anything, also what cannot be pickled
         pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))
 
