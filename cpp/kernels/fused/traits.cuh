@@ -49,8 +49,8 @@ struct NormTraits {
                                      : tables == Tables::after_reducing && vecs == 2 ? 3
                                                                                      : 2;
 };
-// A pair's rows have a warp at most, so its CTAs have 128 threads: as many as above in all, but for rows of four vectors
-// element by element, which would spill at 128 registers.
+// A row of a pair has a warp at most, so CTAs have 128 threads: as many threads on an SM as above, but for rows of four
+// vectors element by element, which would spill at 128 registers.
 inline constexpr int pair_threads = 128;
 template <int vecs, Tables tables, bool vector>
 struct NormPairTraits {
