@@ -214,7 +214,7 @@ def test_a_case_of_decode(case, read, seen, bench_on_cpu):
     rows, notes = measure(decode, [case], ["torch.eager"], advance=lambda: calls.append(1))
     ours = {r["variant"]: r for r in rows if r["impl"] == "rooftile"}
     assert len(calls) == 1 and not any(note["failed"] for note in notes.left_out)
-    assert set(ours) == set(decode.FORMATS[decode.name_of(shape)]) - (set(KIVI) if shape["paged"] == 16 else set())
+    assert set(ours) == set(decode.FORMATS[decode.dtype_name(shape)]) - (set(KIVI) if shape["paged"] == 16 else set())
     own = ours["bf16" if case.endswith("_bf16") else "fp16"]
     assert own["bytes"] == 4 * read * shape["hkv"] * shape["d"]
     assert {r["flops"] for r in rows} == {4 * seen * shape["t"] * shape["hq"] * shape["d"]}

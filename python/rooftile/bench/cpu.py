@@ -10,12 +10,11 @@ for a while slows both sides. A peer has a process of its own: one that dies is 
 import contextlib
 import multiprocessing
 import statistics
-import time
 
 import torch
-from transformers.generation import BaseStreamer
 
 from rooftile.bench import e2e
+from rooftile.bench.e2e import Clock
 
 YARDSTICK = "transformers"
 ROWS = {  # name: arguments of rt.accelerate, or None
@@ -23,19 +22,6 @@ ROWS = {  # name: arguments of rt.accelerate, or None
     "W4A16 + bf16, 8-bit head": {"weights": "w4a16", "kv_cache": "bf16", "head": "w8a16"},
     "W4A16 + int4-kivi, 8-bit head": {"weights": "w4a16", "kv_cache": "int4-kivi", "head": "w8a16"},
 }
-
-
-class Clock(BaseStreamer):
-    """Notes when tokens come, in seconds from its making."""
-
-    def __init__(self):
-        self.begin, self.at = time.perf_counter(), []
-
-    def put(self, tokens=None):
-        self.at.append(time.perf_counter() - self.begin)
-
-    def end(self):
-        pass
 
 
 class Model:

@@ -69,7 +69,7 @@ def parse(case):
     return shape | {"kv": max(lengths(shape))}
 
 
-def name_of(shape):
+def dtype_name(shape):
     """ "float16" or "bfloat16", of a case's tensors."""
     return str(shape["dtype"]).removeprefix("torch.")
 
@@ -94,7 +94,7 @@ def opened(peers, notes):
 
     def formats(shape):
         """The formats that have kernels for this case; the others are noted once each."""
-        for format in FORMATS[name_of(shape)]:
+        for format in FORMATS[dtype_name(shape)]:
             reason = missing_kernel(
                 format,
                 q_heads=None if shape["append"] else shape["hq"],
@@ -139,7 +139,7 @@ def _too_large(shape):
 def _filled(shape, format, rows):
     """rows: k and v [1, tokens, Hkv, D] of every row."""
     heads = (shape["hkv"], shape["d"])
-    kind = {"format": format, "dtype": name_of(shape), "device": _DEVICE}
+    kind = {"format": format, "dtype": dtype_name(shape), "device": _DEVICE}
     longest = max(k.shape[1] for k, _ in rows)
     if shape["paged"]:
         pages = [-(-k.shape[1] // shape["paged"]) for k, _ in rows]
@@ -263,11 +263,13 @@ def _peer(name, problem, pool, expected, flops):
 def _append(shape, format):
     """The mean over 32 consecutive steps, so that a group of a kivi cache closes once."""
     steps = 32
-    cache = rt.KVCache(shape["b"], 4096, shape["hkv"], shape["d"], format=format, dtype=name_of(shape), device=_DEVICE)
+    cache = rt.KVCache(
+        shape["b"], 4096, shape["hkv"], shape["d"], format=format, dtype=dtype_name(shape), device=_DEVICE
+    )
     k, v = (
         torch.randn(shape["b"], 1, shape["hkv"], shape["d"], dtype=shape["dtype"], device=_DEVICE) for _ in range(2)
     )
-    twin = rt.KVCache(shape["b"], 64, shape["hkv"], shape["d"], format=format, dtype=name_of(shape))
+    twin = rt.KVCache(shape["b"], 64, shape["hkv"], shape["d"], format=format, dtype=dtype_name(shape))
     with rt.record_kernels() as names:
         cache.append(k, v)
     twin.append(k.cpu(), v.cpu())

@@ -18,6 +18,7 @@ import time
 
 import torch
 import transformers
+from transformers.generation import BaseStreamer
 
 import rooftile as rt
 from rooftile.errors import ArgumentError
@@ -91,6 +92,19 @@ def stored_model(path, device, options):
 
         model = load_gguf(path, weights="w4a16" if packed else "dequantize", device=device, progress=False)
     return model if options is None else rt.accelerate(model, progress=False, **options)
+
+
+class Clock(BaseStreamer):
+    """Notes when generate() hands over each token, in seconds from its making."""
+
+    def __init__(self):
+        self.begin, self.at = time.perf_counter(), []
+
+    def put(self, tokens=None):
+        self.at.append(time.perf_counter() - self.begin)
+
+    def end(self):
+        pass
 
 
 def seconds(call, device):

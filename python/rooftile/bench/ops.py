@@ -41,7 +41,7 @@ def _qk_rms(q, k, q_weight, k_weight):
 
 
 def _heads(t, h):
-    """q and k [t, heads, 128]: h elements of q, a quarter of k."""
+    """q and k [t, heads, 128]: h elements of q, h / 4 of k."""
     heads = h // _HEAD_DIM
     return _normal(t, heads, _HEAD_DIM), _normal(t, max(heads // 4, 1), _HEAD_DIM)
 

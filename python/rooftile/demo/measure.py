@@ -9,10 +9,10 @@ import time
 
 import torch
 from transformers import DynamicCache
-from transformers.generation import BaseStreamer
 
 import rooftile as rt
 from rooftile import evaluate
+from rooftile.bench.e2e import Clock
 from rooftile.integrations._models import CACHE
 from rooftile.integrations.transformers import RooftileCache
 
@@ -51,19 +51,6 @@ def cache_bytes(cache):
     if isinstance(cache, RooftileCache):
         return cache.nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-class _Clock(BaseStreamer):
-    """Notes when generate() hands over each token."""
-
-    def __init__(self):
-        self.at = []
-
-    def put(self, tokens):
-        self.at.append(time.perf_counter())
-
-    def end(self):
-        pass
 
 
 class Runner:
@@ -110,7 +97,7 @@ class Runner:
     def decode(self, steps):
         """Times greedy steps, from token to token of a generate() that goes on with the text."""
         self.set_attn_implementation(self.attention)
-        clock, options = _Clock(), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        clock, options = Clock(), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         with rt.record_kernels() as kernels:
             self.ids = self.model.generate(
                 self.ids,
