@@ -44,6 +44,13 @@ FAULTS = {
         "position >= p.window ? position - p.window : 0",
         first="test_options test_a_window_of_many_queries",
     ),
+    "swizzle_signs": Fault(
+        "a swizzle's strides are added where they are to be subtracted",
+        DECODE + "smem_layouts.cuh",
+        "(own_ & bit) != 0 ? -bit : bit",
+        "bit",
+        INSTANCES + "decode_bits16_up_to_128.cu",
+    ),
     "tree_factors": Fault(
         "partials are added without their maxima's factors",
         DECODE + "tree_reduction.cuh",
@@ -463,6 +470,31 @@ FAULTS = {
         "if constexpr (step == WarpPartials::most) return x.at[first];",
         "if constexpr (step == WarpPartials::most) return x.at[first % 8];",
         FUSED + "norm.cu",
+    ),
+    "norm_pair_second": Fault(
+        "the second of two norms begins with the rows that the first one has done",
+        FUSED + "norm.cu",
+        "blockIdx.x - (is_second ? p.first_ctas : 0)",
+        "blockIdx.x",
+    ),
+    "embedding_wait": Fault(
+        "an embedding reads its ids while the kernel that writes them still runs",
+        FUSED + "embedding.cu",
+        "  wait_for_previous_kernel();\n  const std::int64_t id = ",
+        "  const std::int64_t id = ",
+        first="test_a_chain_waits_for_each_call",
+    ),
+    "embedding_bounds": Fault(
+        "an embedding reads the row behind the table's last",
+        FUSED + "embedding.cu",
+        "id < p.vocabulary",
+        "id <= p.vocabulary",
+    ),
+    "embedding_scale": Fault(
+        "an embedding is not scaled",
+        FUSED + "embedding.cu",
+        "if (p.scale != 1) {",
+        "if (false) {",
     ),
     "gated_wait": Fault(
         "a gated activation reads its inputs while the kernel that writes them still runs",

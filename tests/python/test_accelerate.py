@@ -599,6 +599,18 @@ def test_twice(ids):
     rt.set_kv_cache(plain, "int4-kivi")
     assert torch.equal(model.generate(ids, max_new_tokens=9), plain.generate(ids, max_new_tokens=9))
     rt.accelerate(model, head="w8a16")
+    head = model.lm_head
+    assert rt.accelerate(model, head="w8a16").lm_head is head
+    with pytest.raises(rt.ArgumentError, match="accelerate: head: the model's is a W8Linear already, expected"):
+        rt.accelerate(model, head="w4a16")
+
+
+def test_a_head_of_another_class():
+    class Head(torch.nn.Linear):
+        pass
+
+    model = make()
+    model.lm_head = Head(128, 300, bias=False)
     with pytest.raises(rt.ArgumentTypeError, match="accelerate: head: expected a model whose output head is an nn"):
         rt.accelerate(model, head="w8a16")
 

@@ -2,8 +2,10 @@
 """rooftile bench without a GPU: names of cases, the results file, its tables. What it measures needs a GPU."""
 
 import contextlib
+import importlib.machinery
 import io
 import json
+import pathlib
 import re
 import sys
 import types
@@ -452,6 +454,41 @@ def test_rows_of_whole_models():
     assert e2e.rows_on("cuda", ["kivi", "eager"]) == [everywhere[i] for i in (0, 2, 4)]
     with pytest.raises(rt.ArgumentError, match=r"--only: expected a part of one of 'hf.eager', .*, got 'static'"):
         e2e.rows_on("cpu", ["static"])
+
+
+def test_vllm_in_whole_models(monkeypatch, tmp_path):
+    """Of a vLLM that notes what it is asked: no other one is here."""
+    asked = types.SimpleNamespace(engines=[], calls=[])
+
+    class LLM:
+        def __init__(self, model, **options):
+            config = json.loads((pathlib.Path(model) / "config.json").read_text())
+            asked.engines.append(
+                (options.get("load_format"), options["max_model_len"], options["max_num_seqs"], config)
+            )
+
+        def generate(self, prompts, sampling, use_tqdm):
+            asked.calls.append((len(prompts), len(prompts[0]["prompt_token_ids"]), sampling.max_tokens))
+
+    vllm = types.ModuleType("vllm")
+    vllm.LLM, vllm.SamplingParams, vllm.__spec__ = (
+        LLM,
+        types.SimpleNamespace,
+        importlib.machinery.ModuleSpec("vllm", None),
+    )
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    assert e2e.VLLM in e2e.rows_on("cuda") and e2e.VLLM not in e2e.rows_on("cpu")
+    file = tmp_path / "a.gguf"
+    file.touch()
+    assert e2e.VLLM not in e2e.rows_on("cuda", source=str(file))
+    rows, _ = e2e.run("tiny", [1, 3], 9, 6, "cpu", [e2e.VLLM, "hf.eager"])
+    (engine,) = asked.engines
+    assert engine[:3] == ("dummy", 15, 3) and engine[3]["architectures"] == ["LlamaForCausalLM"]
+    assert engine[3]["num_hidden_layers"] == e2e.CONFIGS["tiny"]["num_hidden_layers"]
+    assert {call[:2] for call in asked.calls} == {(1, 9), (3, 9)} and {call[2] for call in asked.calls} == {1, 3, 6, 8}
+    for ours, plain in zip(rows[:2], rows[2:], strict=True):
+        assert ours["cache_bytes_a_step"] == plain["cache_bytes_a_step"] and ours["peak_gib"] is None
+        assert 0 <= plain["weight_bytes_a_step"] - ours["weight_bytes_a_step"] <= 256  # frequencies in another dtype
 
 
 def test_a_slow_model_has_fewer_rounds(monkeypatch):

@@ -12,6 +12,7 @@ gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import rooftile as rt  # noqa: E402
 import tiny_gguf  # noqa: E402
 from rooftile.errors import ArgumentError, ArgumentTypeError, NotSupportedError, RooftileError  # noqa: E402
 from rooftile.loaders import gguf as loader  # noqa: E402
@@ -57,7 +58,8 @@ def test_weights_are_rounded_once(llama, dtype):
 def test_the_device_changes_nothing_else(llama, device):
     here, there = load_gguf(llama, weights="w4a16"), load_gguf(llama, weights="w4a16", device=device)
     assert all(x.device.type == device for x in (*there.parameters(), *there.buffers()))
-    assert there.lm_head.weight.data_ptr() == there.model.embed_tokens.weight.data_ptr()
+    tied = load_gguf(llama, device=device)
+    assert tied.lm_head.weight.data_ptr() == tied.model.embed_tokens.weight.data_ptr()
     theirs = there.state_dict()
     for name, value in here.state_dict().items():
         assert torch.equal(value, theirs[name].cpu()), name
@@ -525,17 +527,39 @@ def w4(tiny):
 
 
 def test_w4a16_keeps_the_codes(w4):
-    """Q4_0 and Q4_1 tensors, permuted rows included, read back as what dequantising gives, bit for bit."""
-    from rooftile.nn import W4Linear
+    """Q4_0 and Q4_1 layers, permuted rows too, and a Q8_0 head read back as what dequantising gives, bit for bit."""
+    from rooftile.nn import PackedLinear, W8Linear
 
     plain, packed = w4
-    kept = {name: module for name, module in packed.named_modules() if isinstance(module, W4Linear)}
-    assert {name.split(".")[-1] for name in kept} == {"q_proj", "k_proj", "down_proj"}
+    kept = {name: module for name, module in packed.named_modules() if isinstance(module, PackedLinear)}
+    assert {name.split(".")[-1] for name in kept} == {"q_proj", "k_proj", "down_proj", "lm_head"}
+    assert [name for name, module in kept.items() if isinstance(module, W8Linear)] == ["lm_head"]
     for name, module in kept.items():
         assert np.array_equal(np.asarray(module.weight.dequantize()), plain.get_submodule(name).weight.numpy()), name
     for name, value in packed.state_dict().items():
         if name in plain.state_dict() and name.removesuffix(".weight") not in kept:  # there a marker
             assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_a_tied_head_of_q8_0_is_a_module_of_its_own(llama):
+    plain, packed = load_gguf(llama, dtype="float32"), load_gguf(llama, dtype="float32", weights="w4a16")
+    assert plain.config.tie_word_embeddings and plain.lm_head.weight is plain.get_input_embeddings().weight
+    assert packed.config.tie_word_embeddings is False
+    assert torch.equal(packed.get_input_embeddings().weight, plain.get_input_embeddings().weight)
+    assert np.array_equal(np.asarray(packed.lm_head.weight.dequantize()), plain.lm_head.weight.numpy())
+
+
+def test_accelerate_keeps_a_head_of_q8_0(llama):
+    model = load_gguf(llama, dtype="float32", weights="w4a16")
+    head = model.lm_head
+    with pytest.raises(ArgumentError, match="head: the model's is a W8Linear already, expected an"):
+        rt.accelerate(model, head="w4a16")
+    assert rt.accelerate(model, head="w8a16", kv_cache="int8").lm_head is head
+    plain = load_gguf(llama, dtype="float32")
+    rt.set_kv_cache(plain, "int8")
+    options = {"max_new_tokens": 9, "do_sample": False}
+    ids = torch.tensor(IDS)[None]
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
 
 
 def test_w4a16_leaves_what_is_no_layer_of_a_block(tmp_path):

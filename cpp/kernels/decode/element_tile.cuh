@@ -11,46 +11,14 @@
 
 namespace rooftile::gpu {
 
-// The products of 16-bit tiles, and the copies of their operands, for one warp.
+// mma m16n8k16 of one warp.
 template <class T>
-struct ElementMma {
-  using Element = tile::MmaType<T>;
-  using TiledMma = decltype(cute::make_tiled_mma(tile::Mma16816<T>{}));
-  template <class Ldmatrix>
-  using Ldsm = cute::Copy_Atom<Ldmatrix, Element>;
-  using SmemCopyK = decltype(cute::make_tiled_copy_A(Ldsm<cute::SM75_U32x4_LDSM_N>{}, TiledMma{}));
-  using SmemCopyVt = decltype(cute::make_tiled_copy_A(Ldsm<cute::SM75_U16x8_LDSM_T>{}, TiledMma{}));
-  using SmemCopyQ = decltype(cute::make_tiled_copy_B(Ldsm<cute::SM75_U32x2_LDSM_N>{}, TiledMma{}));
-};
-
-// The layouts of 16-bit tiles of D channels.
-template <int D>
-struct ElementLayouts {
-  using LayoutKv = SmemRows<D, 16>;  // (16 tokens, D)
-  // V^T: (D, 16)
-  using LayoutVt = decltype(cute::composition(
-      LayoutKv{}, cute::Layout<cute::Shape<cute::Int<D>, cute::_16>, cute::Stride<cute::_16, cute::_1>>{}));
-};
-
-template <class T, int D>
-struct ElementTraits : ElementMma<T>, ElementLayouts<D> {
-  using Element = tile::MmaType<T>;
-
-  // cp.async by `Threads` threads: copy_rows rows at once, a 16-byte vector a thread.
-  template <int Threads>
-  static constexpr int copy_rows = Threads / (D / 8);
-  template <int Threads>
-  using GmemCopy =
-      decltype(cute::make_tiled_copy(cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, Element>{},
-                                     cute::Layout<cute::Shape<cute::Int<copy_rows<Threads>>, cute::Int<D / 8>>,
-                                                  cute::Stride<cute::Int<D / 8>, cute::_1>>{},
-                                     cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
-};
+using ElementTiledMma = decltype(cute::make_tiled_mma(tile::Mma16816<T>{}));
 
 // A KV tile in shared memory.
 template <class T, int D>
 struct ElementTile {
-  alignas(128) tile::MmaType<T> k[16 * D], v[16 * D];
+  alignas(128) tile::MmaType<T> k[16 * D], v[16 * D];  // SmemRows<D, 16>: (16 tokens, D)
 };
 
 // Copies 16 token rows, `stride` bytes apart, into a tile, by Threads threads. Rows that `wanted` rejects are
@@ -58,23 +26,22 @@ struct ElementTile {
 template <class T, int D, int Threads, class Wanted>
 __device__ __forceinline__ void copy_rows_async(tile::MmaType<T>* to, int thread, const std::byte* from,
                                                 std::int64_t stride, const Wanted& wanted) {
-  using namespace cute;
-  using Traits = ElementTraits<T, D>;
-  constexpr int rows = Traits::template copy_rows<Threads>, vecs = D / 8;
+  constexpr int vecs = D / 8, rows = Threads / vecs;  // 16-byte vectors of a row; rows at once
+  static_assert(16 % rows == 0);
   if (rows * vecs < Threads && thread >= rows * vecs) return;
-  const std::int64_t row_elements = stride / static_cast<int>(sizeof(T));
-  typename Traits::template GmemCopy<Threads> gmem_copy;
-  const auto thr_copy = gmem_copy.get_slice(thread);
-  Tensor sRows = make_tensor(make_smem_ptr(to), typename Traits::LayoutKv{});  // (16, D)
-  Tensor gRows = make_tensor(make_gmem_ptr(reinterpret_cast<const tile::MmaType<T>*>(from)),
-                             make_layout(Shape<Int<rows>, Int<D>>{}, make_stride(row_elements, _1{})));  // (rows, D)
-  Tensor tRsR = thr_copy.partition_D(sRows);  // (CPY, 16 / rows, 1)
-  Tensor tRgR = thr_copy.partition_S(gRows);  // (CPY, 1, 1)
+  const int row = thread / vecs, vec = thread % vecs;
+  const SmemVectors<D, 16> at(row, vec);
+  from += row * stride + 16 * vec;
   CUTE_UNROLL
-  for (int i = 0; i < 16 / rows; ++i) {
-    copy(gmem_copy.with(wanted(rows * i + thread / vecs)), tRgR(_, 0, 0), tRsR(_, i, 0));
-    tRgR.data() = tRgR.data() + rows * row_elements;
-  }
+  for (int i = 0; i < 16; i += rows, from += rows * stride)
+    tile::cp_async_16_zfill(to + at(i, 0), from, wanted(i + row));
+}
+
+// Loads the matrices of an ldmatrix, whose row of this lane is at `row`, into a fragment.
+template <class Ldmatrix, class Element, class Fragment>
+__device__ __forceinline__ void load_matrices(const Element* row, Fragment& fragment) {
+  cute::copy(cute::Copy_Atom<Ldmatrix, Element>{}, cute::make_tensor(cute::make_smem_ptr(row), cute::Shape<cute::_8>{}),
+             fragment);
 }
 
 // The packed query rows of N n-tiles as B operands: (MMA, N, D / 16). The shape is written down: to derive it from
@@ -85,12 +52,13 @@ using QueryFragments = decltype(cute::make_tensor<tile::MmaType<T>>(
 template <class T, int D, int N>
 __device__ __forceinline__ void load_query_fragments(const tile::MmaType<T>* q, int lane,
                                                      QueryFragments<T, D, N>& tSrQ) {
-  using namespace cute;
-  typename ElementTraits<T, D>::SmemCopyQ smem_copy;
-  const auto thr_copy = smem_copy.get_slice(lane);
-  Tensor sQ = make_tensor(make_smem_ptr(q), QueryLayout<D, N>{});                                    // (8 N, D)
-  Tensor tXrQ = make_tensor(tSrQ.data(), make_layout(Shape<Shape<_4, _1>, Int<N>, Int<D / 16>>{}));  // (CPY, N, D / 16)
-  copy(smem_copy, thr_copy.partition_S(sQ), tXrQ);
+  const SmemVectors<D, 8 * N> at(lane % 8, lane / 8 % 2);
+  CUTE_UNROLL
+  for (int n = 0; n < N; ++n) CUTE_UNROLL
+  for (int kt = 0; kt < D / 16; ++kt) {
+    auto fragment = tSrQ(cute::_, n, kt);
+    load_matrices<cute::SM75_U32x2_LDSM_N>(q + at(8 * n, 2 * kt), fragment);
+  }
 }
 
 // S^T of one tile: two sums, of even and odd k-tiles, halve the dependency chain of MMAs.
@@ -98,18 +66,14 @@ template <class T, int D, int N>
 __device__ __forceinline__ void qk16(float (&s)[N][1][4], const tile::MmaType<T>* k,
                                      const QueryFragments<T, D, N>& tSrQ, int lane) {
   using namespace cute;
-  using Traits = ElementTraits<T, D>;
-  typename Traits::TiledMma mma;
-  typename Traits::SmemCopyK smem_copy;
-  const auto thr_copy = smem_copy.get_slice(lane);
-  Tensor sK = make_tensor(make_smem_ptr(k), typename Traits::LayoutKv{});  // (16, D)
-  Tensor tSsK = thr_copy.partition_S(sK);                                  // (CPY, 1, D / 16)
-  Tensor rS = make_tensor<float>(Shape<_4, Int<N>, _2>{});                 // (MMA, N, chain)
+  ElementTiledMma<T> mma;
+  const SmemVectors<D, 16> at(lane % 16, lane / 16);
+  Tensor rS = make_tensor<float>(Shape<_4, Int<N>, _2>{});  // (MMA, N, chain)
   clear(rS);
   CUTE_UNROLL
   for (int kt = 0; kt < D / 16; ++kt) {
-    Tensor tSrK = make_tensor<typename Traits::Element>(Shape<_8>{});  // (MMA)
-    copy(smem_copy, tSsK(_, 0, kt), tSrK);
+    Tensor tSrK = make_tensor<tile::MmaType<T>>(Shape<_8>{});  // (MMA)
+    load_matrices<SM75_U32x4_LDSM_N>(k + at(0, 2 * kt), tSrK);
     CUTE_UNROLL
     for (int n = 0; n < N; ++n) {
       Tensor chain = rS(_, n, kt % 2);
@@ -124,17 +88,13 @@ __device__ __forceinline__ void qk16(float (&s)[N][1][4], const tile::MmaType<T>
 // V^T of 16 tokens: load(m) loads channels 16 m .. 16 m + 15 as the A operand.
 template <class T, int D>
 struct VtOperand {
-  using Traits = ElementTraits<T, D>;
   const tile::MmaType<T>* v;
-  int lane;
+  SmemVectors<D, 16> at;
+  __device__ __forceinline__ VtOperand(const tile::MmaType<T>* v, int lane)
+      : v(v), at(lane % 8 + lane / 16 * 8, lane / 8 % 2) {}
   __device__ __forceinline__ auto load(int m) const {
-    using namespace cute;
-    typename Traits::SmemCopyVt smem_copy;
-    const auto thr_copy = smem_copy.get_slice(lane);
-    Tensor sVt = make_tensor(make_smem_ptr(v), typename Traits::LayoutVt{});  // (D, 16)
-    Tensor tOsV = thr_copy.partition_S(sVt);                                  // (CPY, D / 16, 1)
-    Tensor tOrV = make_tensor<typename Traits::Element>(Shape<_8>{});         // (MMA)
-    copy(smem_copy, tOsV(_, m, 0), tOrV);
+    auto tOrV = cute::make_tensor<tile::MmaType<T>>(cute::Shape<cute::_8>{});  // (MMA)
+    load_matrices<cute::SM75_U16x8_LDSM_T>(v + at(0, 2 * m), tOrV);
     return tOrV;
   }
 };
@@ -151,10 +111,11 @@ __device__ __forceinline__ auto output_tensor(float (&o)[4]) {
 template <class T, int D, int C, int N>
 __device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weights)[N], const tile::MmaType<T>* v,
                                      int first, int lane) {
-  typename ElementTraits<T, D>::TiledMma mma;
+  ElementTiledMma<T> mma;
+  const VtOperand<T, D> vt(v, lane);
   CUTE_UNROLL
   for (int i = 0; i < C; ++i) {
-    const auto tOrV = VtOperand<T, D>{v, lane}.load(first + i);
+    const auto tOrV = vt.load(first + i);
     CUTE_UNROLL
     for (int n = 0; n < N; ++n) {
       auto rO = output_tensor(o[n * C + i]);
@@ -169,7 +130,8 @@ __device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weig
 template <class T, int D, int C>
 __device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB& weights, const tile::MmaType<T>* v,
                                             const Visible& see, int token, int first, int lane) {
-  typename ElementTraits<T, D>::TiledMma mma;
+  ElementTiledMma<T> mma;
+  const VtOperand<T, D> vt(v, lane);
   int last = max(see.query[0], see.query[1]);
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) last = max(last, __shfl_xor_sync(0xffffffffu, last, step));
@@ -189,7 +151,7 @@ __device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB
     }
     CUTE_UNROLL
     for (int i = 0; i < C; ++i) {
-      auto tOrV = VtOperand<T, D>{v, lane}.load(first + i);
+      auto tOrV = vt.load(first + i);
       auto pairs = cute::recast<std::uint32_t>(tOrV);
       CUTE_UNROLL
       for (int r = 0; r < 4; ++r) pairs(r) &= seen[r / 2];

@@ -24,4 +24,31 @@ using SmemRows =
 template <int D, int N>
 using QueryLayout = SmemRows<D, N * mma_n>;  // (8 N packed rows, D)
 
+// SmemRows<D, Rows> as one thread reaches it, in vectors of 16 bytes: at(row, vec) is the offset, in elements, of the
+// vector that lies `row` rows and `vec` vectors from the thread's own. The two sums must not carry (the own row has no
+// bit in common with `row`, nor vec with `vec`): the swizzle then is a sum of strides, whose signs are the thread's. So
+// does CuTe's partition of a swizzled tensor, which costs the compiler up to a second for every D (docs/design/096).
+template <int D, int Rows>
+class SmemVectors {
+ public:
+  CUTE_HOST_DEVICE SmemVectors(int own_row, int own_vec)
+      : own_(8 * (plain(own_row, own_vec) + (own_vec % atom_vecs ^ swizzle(own_row)))) {}
+  CUTE_HOST_DEVICE int operator()(int row, int vec) const {
+    int offset = own_ + 8 * plain(row, vec);
+    for (int bit = 8; bit < 8 * atom_vecs; bit *= 2)
+      if ((8 * (vec % atom_vecs ^ swizzle(row)) & bit) != 0) offset += (own_ & bit) != 0 ? -bit : bit;
+    return offset;
+  }
+
+ private:
+  static constexpr int atom_vecs = D % 64 == 0 ? 8 : 4;  // vectors of a row of SmemAtom
+  static constexpr int swizzle(int row) { return row % 8 / (8 / atom_vecs); }
+  // The vector's place but for its place in a row of the atom.
+  static constexpr int plain(int row, int vec) {
+    return (vec / atom_vecs * (Rows / 8) + row / 8) * 8 * atom_vecs + row % 8 * atom_vecs;
+  }
+
+  int own_;
+};
+
 }  // namespace rooftile::gpu

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a token of generate() costs in a whole model: transformers as it is and with its static cache, rooftile's cache
-and steps (rt.accelerate), compressed caches and rounded weights.
+"""What a token of generate() costs in a whole model: transformers as it is and with its static cache, vLLM where it is
+installed, rooftile's cache and steps (rt.accelerate), compressed caches and rounded weights.
 
 Greedy, no end of text. ms a token is the difference between a generate() of all tokens and one of half of them, so
 the prompt and what generate() itself takes drop out: the median of three rounds, of fewer where a round takes long;
@@ -12,6 +12,7 @@ the time, are held against the rate at which this machine reads memory.
 import dataclasses
 import functools
 import gc
+import importlib.util
 import os
 import statistics
 import time
@@ -21,6 +22,7 @@ import transformers
 from transformers.generation import BaseStreamer
 
 import rooftile as rt
+from rooftile.bench.vllm_model import VllmModel, shapes_of
 from rooftile.errors import ArgumentError
 
 _LLAMA = {"rope_theta": 500000.0, "max_position_embeddings": 131072}
@@ -46,16 +48,20 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """accelerate: arguments of rt.accelerate, None for transformers alone. generate: further ones of generate()."""
+    """accelerate: arguments of rt.accelerate, None for transformers or vLLM. generate: further ones of generate()."""
 
     accelerate: dict | None = None
     generate: dict = dataclasses.field(default_factory=dict)
     gpu_only: bool = False
 
 
+VLLM = "vllm"  # its row, and its package
+
+
 ROWS = {
     "hf.eager": Row(),
     "hf.static": Row(generate={"cache_implementation": "static"}, gpu_only=True),  # transformers compiles it there
+    VLLM: Row(gpu_only=True),
     "16 bits": Row({"kv_cache": "bf16"}),
     "16 bits + int4-kivi": Row({"kv_cache": "int4-kivi"}),
     "W4A16, 8-bit head": Row({"weights": "w4a16", "kv_cache": "bf16", "head": "w8a16"}),
@@ -66,14 +72,18 @@ _SECONDS = 15  # after so many of a row no further round begins
 _READ = 1 << 30  # bytes
 
 
+def _named_config(name):
+    tokens = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
+    return transformers.LlamaConfig(**CONFIGS[name], **tokens)
+
+
 def random_model(config, device, options):
     """A Llama of such shapes in bfloat16, its weights random, with what rt.accelerate makes of it."""
     torch.manual_seed(0)
-    tokens = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIGS[config], **tokens)).eval()
+            model = transformers.LlamaForCausalLM(_named_config(config)).eval()
         finally:
             torch.set_default_dtype(torch.float32)
     return model if options is None else rt.accelerate(model, progress=False, **options)
@@ -92,6 +102,14 @@ def stored_model(path, device, options):
 
         model = load_gguf(path, weights="w4a16" if packed else "dequantize", device=device, progress=False)
     return model if options is None else rt.accelerate(model, progress=False, **options)
+
+
+def vllm_model(source, rows, tokens):
+    """A VllmModel of `source`, as run() takes it: a named config's shapes, or what a folder holds."""
+    if source in CONFIGS:
+        return VllmModel(shapes_of(_named_config(source)), None, rows, tokens)
+    config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    return VllmModel(shapes_of(config), source, rows, tokens)
 
 
 class Clock(BaseStreamer):
@@ -129,26 +147,31 @@ def read_gb_s(device):
 
 def bytes_a_step(model, options, batch, tokens):
     """(of weights, of the cache of `tokens` tokens a row) that a decode step reads."""
+
+    def place(tensor):
+        return tensor.data_ptr() or id(tensor)  # on the meta device there is no memory
+
     from rooftile.cli.ppl import bits_per_pair
     from rooftile.integrations._models import head_dim
 
     text = model.config.get_text_config(decoder=True)
     embedding = model.get_input_embeddings().weight
     tied = embedding is getattr(model.get_output_embeddings(), "weight", None)
-    seen = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    seen = {place(t): t.nbytes for t in [*model.parameters(), *model.buffers()]}
     if not tied:
-        del seen[embedding.data_ptr()]
+        del seen[place(embedding)]
     dim = head_dim(text)
     format = "bf16" if options is None else options["kv_cache"]
     pairs = batch * tokens * text.num_hidden_layers * text.num_key_value_heads * dim
     return sum(seen.values()), round(pairs * bits_per_pair(format, text, "bfloat16") / 8)
 
 
-def rows_on(device, only=()):
-    """Names of ROWS that run on a device and, if `only` has texts, hold one of them; raises ArgumentError for a text
-    that is in none.
+def rows_on(device, only=(), source=""):
+    """Names of ROWS that run on a device (vLLM's where it is installed, and not for a GGUF file) and, if `only` has
+    texts, hold one of them; raises ArgumentError for a text that is in none.
     """
-    there = [name for name, row in ROWS.items() if device != "cpu" or not row.gpu_only]
+    has_vllm = importlib.util.find_spec(VLLM) is not None and not os.path.isfile(source)
+    there = [name for name, row in ROWS.items() if (device != "cpu" or not row.gpu_only) and (has_vllm or name != VLLM)]
     for text in only:
         if not any(text in name for name in there):
             raise ArgumentError(f"--only: expected a part of one of {', '.join(map(repr, there))}, got {text!r}")
@@ -177,7 +200,8 @@ def measure(model, row, batch, prompt, tokens, device, read):
         rounds.append([seconds(generate(n), device) for n in (tokens, tokens // 2)])
     each = [1e3 * (whole - half) / (tokens - tokens // 2) for whole, half in rounds]
     ms = statistics.median(each)
-    weights, cache = bytes_a_step(model, row.accelerate, batch, prompt + tokens * 3 // 4)
+    vllm = isinstance(model, VllmModel)
+    weights, cache = bytes_a_step(model.shapes if vllm else model, row.accelerate, batch, prompt + tokens * 3 // 4)
     rate = (weights + cache) / ms / 1e6
     return {
         "ms_per_token": ms,
@@ -188,7 +212,8 @@ def measure(model, row, batch, prompt, tokens, device, read):
         "cache_bytes_a_step": cache,
         "gb_s": rate,
         "percent_of_read_rate": 100 * rate / read,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" else None,
+        # vLLM takes what it is given, for its cache
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" and not vllm else None,
     }
 
 
@@ -206,7 +231,11 @@ def run(source, batches, prompt, tokens, device, rows, advance=lambda: None):
     make = random_model if source in CONFIGS else stored_model
     read, found = read_gb_s(device), []
     for name in rows:
-        model = make(source, device, ROWS[name].accelerate)
+        model = (
+            vllm_model(source, max(batches), prompt + tokens)
+            if name == VLLM
+            else make(source, device, ROWS[name].accelerate)
+        )
         check_lengths(model.config, prompt, tokens)
         for batch in batches:
             found.append(

@@ -178,7 +178,7 @@ def _run_e2e(args):
     from rooftile._progress import progress_bar
     from rooftile.bench import e2e
 
-    names = e2e.rows_on(device, args.only or ())
+    names = e2e.rows_on(device, args.only or (), source)
     with progress_bar(f"Timing {os.path.basename(source)}", len(names) * len(args.batch)) as advance:
         rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, names, advance)
     run = {"prompt": args.prompt, "tokens": args.tokens}

@@ -51,7 +51,8 @@ _READ_KEYS = {
 _INERT_KEYS = {"rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
 _DTYPES = ("float32", "float16", "bfloat16")
 _WEIGHTS = ("dequantize", "w4a16")
-_KEPT_TYPES = ("Q4_0", "Q4_1")  # what W4Weight.from_gguf takes without loss
+_KEPT_TYPES = ("Q4_0", "Q4_1")  # of layers: what W4Weight.from_gguf takes without loss
+_KEPT_HEAD_TYPES = ("Q8_0",)  # of the head: what W8Weight.from_gguf takes
 
 
 def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", progress=True):
@@ -60,9 +61,10 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     path: a GGUF file of version 2 or 3; architecture llama or qwen2 (with its QKV bias); any mix of the tensor types
     the `gguf` package dequantises. dtype: of the weights and activations: float32, float16 or bfloat16, a torch.dtype
     or its name. weights: "dequantize" makes every linear layer an nn.Linear; "w4a16" keeps the codes, scales and
-    minima of tensors stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear, lossless) and dequantises the rest.
-    The embedding and the head are always dequantised, and save_pretrained writes a folder to load. device: where the
-    model goes, tensor by tensor: "cpu", "cuda", "cuda:1" or a torch.device.
+    minima of layers stored as Q4_0 and Q4_1 as they are (rooftile.nn.W4Linear), and of a head stored as Q8_0
+    (rooftile.nn.W8Linear): lossless. It dequantises the rest. A head that is the embedding's tensor is then a module of
+    its own; the embedding is always dequantised, which is what a lookup of its codes would round to. save_pretrained
+    writes a folder to load. device: where the model goes, tensor by tensor: "cpu", "cuda", "cuda:1" or a torch.device.
     progress: a bar on stderr, or lines where that is no terminal.
 
     Raises ArgumentError naming the file and the key or tensor for a truncated, corrupt or inconsistent file, and
@@ -71,6 +73,8 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     check_flag("load_gguf", "progress", progress)
     device = torch_device("load_gguf", device)
     model, parameters = open_gguf(path, dtype=dtype, weights=weights)
+    if weights == "w4a16":
+        parameters = _with_kept_head(model, parameters)
     # a buffer made on the meta device holds nothing: make it again
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     _fill(model, parameters, device, progress)
@@ -85,7 +89,7 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
 class GGUFParameter:
     """One parameter of the model: its name there, and the tensor of the file that it is.
 
-    keeps_codes: whether `read` gives a W4Linear for the whole layer, without its bias, instead of a tensor.
+    keeps_codes: whether `read` gives a W4Linear or W8Linear for the whole layer, without its bias, instead of a tensor.
     """
 
     name: str
@@ -110,7 +114,7 @@ class GGUFParameter:
         return self.file.tensors[self.tensor].nbytes
 
     def read(self, dtype=None):
-        """The W4Linear, or the tensor in `dtype` (a name; default self.dtype)."""
+        """The W4Linear or W8Linear, or the tensor in `dtype` (a name; default self.dtype)."""
         if self.keeps_codes:
             return _read_codes(self.file, self.tensor, self.heads)
         return _read_parameter(self.file, self.tensor, self.heads, _torch_dtype(dtype or self.dtype))
@@ -131,6 +135,17 @@ def open_gguf(path, *, dtype="bfloat16", weights="dequantize"):
 
     parameters = [parameter(name, tensor, heads) for name, (tensor, _, heads) in plan.parameters.items()]
     return plan.empty_model(dtype), parameters
+
+
+def _with_kept_head(model, parameters):
+    """The parameters with those of a head that keeps its codes; `model` then has a head apart from its embedding."""
+    named = {p.name: p for p in parameters}
+    head = named.get("lm_head.weight", named["model.embed_tokens.weight"])
+    if head.type not in _KEPT_HEAD_TYPES:
+        return parameters
+    model.config.tie_word_embeddings = False
+    kept = dataclasses.replace(head, name="lm_head.weight", keeps_codes=True)
+    return [*(p for p in parameters if p.name != kept.name), kept]
 
 
 def gguf_config(file):
@@ -321,7 +336,7 @@ class _Plan:
 
 
 def _fill(model, parameters, device, progress):
-    """Gives every parameter of `model` its tensor, and puts each W4Linear in the place of its linear layer."""
+    """Gives every parameter of `model` its tensor, and puts what keeps codes in the place of its linear layer."""
     total = sum(p.nbytes for p in parameters)
     what = f"Loading {os.path.basename(parameters[0].file.path)}"
     workers = min(4, os.cpu_count() or 1)  # NumPy and torch release the GIL; more threads would only wait for memory
@@ -343,7 +358,7 @@ def _fill(model, parameters, device, progress):
 
 
 def _place(model, parameter, value):
-    """Makes `value` the parameter; a W4Linear replaces the linear layer whose weight it is (a bias is placed later)."""
+    """Makes `value` the parameter; a module replaces the linear layer whose weight it is (a bias is placed later)."""
     import torch
 
     module, _, name = parameter.rpartition(".")
@@ -367,12 +382,13 @@ def _read_parameter(file, tensor, heads, dtype):
 def _read_codes(file, tensor, heads):
     import torch
 
-    from rooftile.gemm import W4Weight
-    from rooftile.nn import W4Linear
+    from rooftile.gemm import W4Weight, W8Weight
+    from rooftile.nn import linear_of
 
     info = file.tensors[tensor]
     data = torch.from_numpy(_rows(file, tensor, heads))
-    return W4Linear.from_weight(W4Weight.from_gguf(data, info.type.name, info.shape)).eval()
+    kind = W4Weight if info.type.name in _KEPT_TYPES else W8Weight
+    return linear_of(kind.from_gguf(data, info.type.name, info.shape)).eval()
 
 
 def half_split_rows(rows, heads):

@@ -187,7 +187,7 @@ def planted(text, old, new):
 
 def selftest(folder, budgets, targets):
     """Each fault: a change of one file's text, and what has to be said about it."""
-    decode = "decode_fp16_up_to_128.cu.o"
+    decode = "decode_bits16_up_to_128.cu.o"
     ptx = next(folder.rglob(f"{decode}.*.ptx")).name
     architecture = next(t for t in targets if t.startswith("sm_"))
 
