@@ -7,16 +7,17 @@
 namespace rooftile::tile {
 
 // The gates take exp of a non-positive number: nothing overflows, and small results keep their digits down to the
-// subnormals. The division is the fast one, within 2 units in the last place.
+// subnormals. exp and the division are the fast ones: the division within 2 units in the last place, exp(x) within
+// 2 + 1.2 |x| of them, for 16-bit results: expf takes the kernel an eighth more instructions.
 struct Silu {
   static __device__ __forceinline__ float of(float g) {
-    const float e = expf(-fabsf(g));
+    const float e = __expf(-fabsf(g));
     return __fdividef(g < 0 ? g * e : g, 1 + e);
   }
 };
 struct GeluTanh {  // 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2u)) with u = sqrt(2 / pi) * (g + 0.044715 g^3)
   static __device__ __forceinline__ float of(float g) {
-    const float u2 = 1.5957691216057308f * fmaf(0.044715f * g * g, g, g), e = expf(-fabsf(u2));
+    const float u2 = 1.5957691216057308f * fmaf(0.044715f * g * g, g, g), e = __expf(-fabsf(u2));
     return __fdividef(g < 0 ? g * e : g, 1 + e);
   }
 };

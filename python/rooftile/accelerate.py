@@ -20,7 +20,7 @@ def accelerate(
     on the CPU or one GPU (there in float16 or bfloat16). weights: "w4a16", "w8a16", a W4A16 or a W8A16: the layers are
     rounded so (quantize_); None leaves them as they are. head: the same for the output head alone, whose reading takes
     a sixth of a small model's step; it is untied from the embedding then, and the model cannot be saved. A head that is
-    in so many bits already, such as a GGUF file's in Q8_0 (load_gguf), stays. kv_cache:
+    in so many bits already, such as a GGUF file's in Q8_0 (load_gguf), stays, in whatever groups. kv_cache:
     the format of the caches (set_kv_cache), a name or a dict; None leaves that as it is. cuda_graphs: whether the steps
     over a cache on a GPU become a CUDA graph; without one the host launches the same kernels one by one at each step.
     batch_invariant: whether a row of a step has the same bits alone as in any batch, which costs speed; on a GPU every
@@ -73,12 +73,10 @@ def accelerate(
         _check_bits(model, weights.bits)
     output = model.get_output_embeddings()
     if head is not None and isinstance(output, PackedLinear):
-        if output.WEIGHT.BITS != head.bits:
-            raise ArgumentError(
-                f"accelerate: head: the model's is a {type(output).__name__} already, expected an nn.Linear or "
-                f"{head.bits} bits; pass head=None to keep it"
-            )
-        head = None
+        if output.WEIGHT.BITS == head.bits:
+            head = None
+        else:
+            output = _dequantized(output, model.dtype)
     if head is not None:
         if type(output) is not torch.nn.Linear:
             raise ArgumentTypeError(
@@ -150,6 +148,16 @@ def _check_packed(model, weights, head):
                 f"accelerate: batch_invariant=True needs every layer of a model on a GPU in 4 or 8 bits, got '{name}' "
                 f"in {module.weight.dtype}; pass {'head' if module is output else 'weights'}="
             )
+
+
+def _dequantized(packed, dtype):
+    """The nn.Linear that a packed layer stands for."""
+    import torch
+
+    linear = torch.nn.Linear(packed.in_features, packed.out_features, packed.bias is not None, device="meta")
+    linear.weight = torch.nn.Parameter(packed.weight.dequantize(dtype), requires_grad=False)
+    linear.bias = packed.bias
+    return linear
 
 
 def _no_saving(*args, **options):

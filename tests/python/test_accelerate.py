@@ -601,8 +601,10 @@ def test_twice(ids):
     rt.accelerate(model, head="w8a16")
     head = model.lm_head
     assert rt.accelerate(model, head="w8a16").lm_head is head
-    with pytest.raises(rt.ArgumentError, match="accelerate: head: the model's is a W8Linear already, expected"):
-        rt.accelerate(model, head="w4a16")
+    codes = torch.as_tensor(head.weight.dequantize())
+    assert isinstance(rt.accelerate(model, head=rt.W4A16(32)).lm_head, rt.nn.W4Linear)
+    expected = rt.W4Weight.quantize(codes, group_size=32).dequantize()
+    assert torch.equal(model.lm_head.weight.dequantize(), expected)
 
 
 def test_a_head_of_another_class():

@@ -456,7 +456,7 @@ def test_rows_of_whole_models():
         e2e.rows_on("cpu", ["static"])
 
 
-def test_vllm_in_whole_models(monkeypatch, tmp_path):
+def test_vllm_in_whole_models(monkeypatch, tmp_path, capsys):
     """Of a vLLM that notes what it is asked: no other one is here."""
     asked = types.SimpleNamespace(engines=[], calls=[])
 
@@ -480,15 +480,20 @@ def test_vllm_in_whole_models(monkeypatch, tmp_path):
     assert e2e.VLLM in e2e.rows_on("cuda") and e2e.VLLM not in e2e.rows_on("cpu")
     file = tmp_path / "a.gguf"
     file.touch()
-    assert e2e.VLLM not in e2e.rows_on("cuda", source=str(file))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    assert not any(e2e.VLLM in e2e.rows_on("cuda", source=str(source)) for source in (file, tmp_path))
     rows, _ = e2e.run("tiny", [1, 3], 9, 6, "cpu", [e2e.VLLM, "hf.eager"])
     (engine,) = asked.engines
     assert engine[:3] == ("dummy", 15, 3) and engine[3]["architectures"] == ["LlamaForCausalLM"]
     assert engine[3]["num_hidden_layers"] == e2e.CONFIGS["tiny"]["num_hidden_layers"]
-    assert {call[:2] for call in asked.calls} == {(1, 9), (3, 9)} and {call[2] for call in asked.calls} == {1, 3, 6, 8}
+    assert {call[:2] for call in asked.calls} == {(1, 9), (3, 9)} and {call[2] for call in asked.calls} == {1, 2, 3, 6}
     for ours, plain in zip(rows[:2], rows[2:], strict=True):
         assert ours["cache_bytes_a_step"] == plain["cache_bytes_a_step"] and ours["peak_gib"] is None
         assert 0 <= plain["weight_bytes_a_step"] - ours["weight_bytes_a_step"] <= 256  # frequencies in another dtype
+    vllm.LLM = None
+    rows, _ = e2e.run("tiny", [1], 9, 6, "cpu", ["hf.eager", e2e.VLLM])
+    assert [row["name"] for row in rows] == ["hf.eager"]
+    assert capsys.readouterr().err == "vllm is left out: TypeError: 'NoneType' object is not callable\n"
 
 
 def test_a_slow_model_has_fewer_rounds(monkeypatch):

@@ -4,9 +4,11 @@
 //   O^T [D, 8 N packed rows]        += V^T [D, 16 tokens] P^T     V^T is the A operand, channels are its rows
 #pragma once
 
+#include <bit>
 #include <cute/tensor.hpp>
 
 #include "kernels/decode/queries.cuh"
+#include "tile/copy.cuh"
 #include "tile/mma.cuh"
 
 namespace rooftile::gpu {
@@ -27,7 +29,7 @@ template <class T, int D, int Threads, class Wanted>
 __device__ __forceinline__ void copy_rows_async(tile::MmaType<T>* to, int thread, const std::byte* from,
                                                 std::int64_t stride, const Wanted& wanted) {
   constexpr int vecs = D / 8, rows = Threads / vecs;  // 16-byte vectors of a row; rows at once
-  static_assert(16 % rows == 0);
+  static_assert(16 % rows == 0);                      // rows is a power of two: no carries in `at`
   if (rows * vecs < Threads && thread >= rows * vecs) return;
   const int row = thread / vecs, vec = thread % vecs;
   const SmemVectors<D, 16> at(row, vec);
@@ -44,6 +46,20 @@ __device__ __forceinline__ void load_matrices(const Element* row, Fragment& frag
              fragment);
 }
 
+// The rows that a lane passes to ldmatrix, of queries (B operand), K and V^T (A operands). v: first vector of a row.
+template <int D, int N>
+CUTE_HOST_DEVICE SmemVectors<D, N * mma_n> query_vectors(int lane) {
+  return {lane % 8, lane / 8 % 2};
+}
+template <int D>
+CUTE_HOST_DEVICE SmemVectors<D, 16> k_vectors(int lane) {
+  return {lane % 16, lane / 16};
+}
+template <int D>
+CUTE_HOST_DEVICE SmemVectors<D, 16> vt_vectors(int lane, int v) {
+  return {lane % 8 + lane / 16 * 8, v + lane / 8 % 2};
+}
+
 // The packed query rows of N n-tiles as B operands: (MMA, N, D / 16). The shape is written down: to derive it from
 // QueryLayout takes the compiler a second for every config.
 template <class T, int D, int N>
@@ -52,12 +68,19 @@ using QueryFragments = decltype(cute::make_tensor<tile::MmaType<T>>(
 template <class T, int D, int N>
 __device__ __forceinline__ void load_query_fragments(const tile::MmaType<T>* q, int lane,
                                                      QueryFragments<T, D, N>& tSrQ) {
-  const SmemVectors<D, 8 * N> at(lane % 8, lane / 8 % 2);
-  CUTE_UNROLL
-  for (int n = 0; n < N; ++n) CUTE_UNROLL
-  for (int kt = 0; kt < D / 16; ++kt) {
+  const auto at = query_vectors<D, N>(lane);
+  const auto load = [&](int n, int kt) {
     auto fragment = tSrQ(cute::_, n, kt);
-    load_matrices<cute::SM75_U32x2_LDSM_N>(q + at(8 * n, 2 * kt), fragment);
+    load_matrices<cute::SM75_U32x2_LDSM_N>(q + at(n * mma_n, 2 * kt), fragment);
+  };
+  CUTE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    if constexpr (D > 256) {  // nvcc would not unroll the loop, and q would go to local memory
+      cute::for_each(cute::make_int_sequence<D / 16>{}, [&](auto kt) { load(n, kt); });
+    } else {  // the sequence makes ptxas spill with 16 packed rows (sm_80)
+      CUTE_UNROLL
+      for (int kt = 0; kt < D / 16; ++kt) load(n, kt);
+    }
   }
 }
 
@@ -67,7 +90,7 @@ __device__ __forceinline__ void qk16(float (&s)[N][1][4], const tile::MmaType<T>
                                      const QueryFragments<T, D, N>& tSrQ, int lane) {
   using namespace cute;
   ElementTiledMma<T> mma;
-  const SmemVectors<D, 16> at(lane % 16, lane / 16);
+  const auto at = k_vectors<D>(lane);
   Tensor rS = make_tensor<float>(Shape<_4, Int<N>, _2>{});  // (MMA, N, chain)
   clear(rS);
   CUTE_UNROLL
@@ -85,18 +108,26 @@ __device__ __forceinline__ void qk16(float (&s)[N][1][4], const tile::MmaType<T>
   for (int i = 0; i < 4; ++i) s[n][0][i] = rS(i, n, 0) + rS(i, n, 1);
 }
 
-// V^T of 16 tokens: load(m) loads channels 16 m .. 16 m + 15 as the A operand.
-template <class T, int D>
-struct VtOperand {
-  const tile::MmaType<T>* v;
-  SmemVectors<D, 16> at;
-  __device__ __forceinline__ VtOperand(const tile::MmaType<T>* v, int lane)
-      : v(v), at(lane % 8 + lane / 16 * 8, lane / 8 % 2) {}
-  __device__ __forceinline__ auto load(int m) const {
+// V^T of 16 tokens, from channel tile `first` on, a multiple of C: load(i), i < C, loads the 16 channels of tile
+// first + i as the A operand.
+template <class T, int D, int C>
+class VtOperand {
+ public:
+  __device__ __forceinline__ VtOperand(const tile::MmaType<T>* v, int first, int lane)
+      : v_(v), at_(vt_vectors<D>(lane, in_own ? 2 * first : 0)), first_(in_own ? 0 : first) {}
+  __device__ __forceinline__ auto load(int i) const {
     auto tOrV = cute::make_tensor<tile::MmaType<T>>(cute::Shape<cute::_8>{});  // (MMA)
-    load_matrices<cute::SM75_U16x8_LDSM_T>(v + at(0, 2 * m), tOrV);
+    load_matrices<cute::SM75_U16x8_LDSM_T>(v_ + at_(0, 2 * (first_ + i)), tOrV);
     return tOrV;
   }
+
+ private:
+  // Whether 2 first is part of the own vector, which makes 2 i, a constant, all that is added: no bit in common. In
+  // kernels of 128 channels, whose warps share channels where C is 2, it would cost registers.
+  static constexpr bool in_own = D > 128 && std::has_single_bit(unsigned{C});
+  const tile::MmaType<T>* v_;
+  SmemVectors<D, 16> at_;
+  int first_;
 };
 // The weights of an n-tile as the B operand, and a tile of the output.
 __device__ __forceinline__ auto weights_tensor(const tile::FragmentB& weights) {
@@ -112,10 +143,10 @@ template <class T, int D, int C, int N>
 __device__ __forceinline__ void pv16(float (*o)[4], const tile::FragmentB (&weights)[N], const tile::MmaType<T>* v,
                                      int first, int lane) {
   ElementTiledMma<T> mma;
-  const VtOperand<T, D> vt(v, lane);
+  const VtOperand<T, D, C> vt(v, first, lane);
   CUTE_UNROLL
   for (int i = 0; i < C; ++i) {
-    const auto tOrV = vt.load(first + i);
+    const auto tOrV = vt.load(i);
     CUTE_UNROLL
     for (int n = 0; n < N; ++n) {
       auto rO = output_tensor(o[n * C + i]);
@@ -131,7 +162,7 @@ template <class T, int D, int C>
 __device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB& weights, const tile::MmaType<T>* v,
                                             const Visible& see, int token, int first, int lane) {
   ElementTiledMma<T> mma;
-  const VtOperand<T, D> vt(v, lane);
+  const VtOperand<T, D, C> vt(v, first, lane);
   int last = max(see.query[0], see.query[1]);
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) last = max(last, __shfl_xor_sync(0xffffffffu, last, step));
@@ -151,7 +182,7 @@ __device__ __forceinline__ void pv16_masked(float (*o)[4], const tile::FragmentB
     }
     CUTE_UNROLL
     for (int i = 0; i < C; ++i) {
-      auto tOrV = vt.load(first + i);
+      auto tOrV = vt.load(i);
       auto pairs = cute::recast<std::uint32_t>(tOrV);
       CUTE_UNROLL
       for (int r = 0; r < 4; ++r) pairs(r) &= seen[r / 2];

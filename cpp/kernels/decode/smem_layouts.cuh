@@ -24,10 +24,10 @@ using SmemRows =
 template <int D, int N>
 using QueryLayout = SmemRows<D, N * mma_n>;  // (8 N packed rows, D)
 
-// SmemRows<D, Rows> as one thread reaches it, in vectors of 16 bytes: at(row, vec) is the offset, in elements, of the
-// vector that lies `row` rows and `vec` vectors from the thread's own. The two sums must not carry (the own row has no
-// bit in common with `row`, nor vec with `vec`): the swizzle then is a sum of strides, whose signs are the thread's. So
-// does CuTe's partition of a swizzled tensor, which costs the compiler up to a second for every D (docs/design/096).
+// SmemRows<D, Rows> in vectors of 16 bytes, as one thread reaches it from an own row r0 and an own vector v0 of a row:
+// at(r, v) is the offset of element (r0 + r, 8 (v0 + v)). r0 & r and v0 & v must be 0. Then the XOR of the swizzle adds
+// or subtracts 8, 16 and 32, by bits of the own offset alone. CuTe's partition of a swizzled tensor comes to the same
+// and takes the compiler a second or two for each operand and D (docs/design/096).
 template <int D, int Rows>
 class SmemVectors {
  public:
@@ -43,7 +43,7 @@ class SmemVectors {
  private:
   static constexpr int atom_vecs = D % 64 == 0 ? 8 : 4;  // vectors of a row of SmemAtom
   static constexpr int swizzle(int row) { return row % 8 / (8 / atom_vecs); }
-  // The vector's place but for its place in a row of the atom.
+  // The vector, but for its place in a row of the atom, which is swizzled.
   static constexpr int plain(int row, int vec) {
     return (vec / atom_vecs * (Rows / 8) + row / 8) * 8 * atom_vecs + row % 8 * atom_vecs;
   }

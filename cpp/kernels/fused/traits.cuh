@@ -16,7 +16,7 @@ inline constexpr int cta_threads = 128;
 // threads are 32 registers a thread, 10 are 48, 8 are 64; strided rows need more, an address for each element.
 template <bool vector>
 struct GatedTraits {
-  static constexpr int ctas_per_sm = vector ? 16 : 10;
+  static constexpr int ctas_per_sm = vector ? 16 : 8;
 };
 template <bool vector>
 struct EmbeddingTraits {

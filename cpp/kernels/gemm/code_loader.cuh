@@ -28,8 +28,11 @@ class W4CodeLoader {
     if (row >= p.tile_rows) row = 0;
     const bool second = row + 1 < p.tile_rows;
     const int groups_in_step = 4 >> p.scale_k_shift, vec = lane() % 8;
-    codes_ = recast_ptr<const std::uint32_t>(p.w.codes + (std::int64_t{row} * p.k_tiles + 2 * first) * tile_bytes +
-                                             16 * lane());
+    // (word, fragment block) of a step
+    Tensor gW =
+        make_tensor(make_gmem_ptr<std::uint32_t>(p.w.codes + (std::int64_t{row} * p.k_tiles + 2 * first) * tile_bytes),
+                    Layout<Shape<_128, Int<blocks>>>{});
+    codes_ = raw_pointer_cast(typename Traits::GmemCopyCodes{}.get_slice(lane()).partition_S(gW).data());
     if (second) second_row_words_ = std::int64_t{p.k_tiles} * tile_words;
     const bool is_offset = lane() % 16 >= 8, is_bytes = is_offset && p.w.zeros == W4Zeros::integer;
     const int shift = is_bytes ? 0 : 1;  // log2 of the 16-byte vectors of a group
@@ -62,10 +65,11 @@ class W4CodeLoader {
     for (int row = 0; row < 2; ++row) {
       Tensor tWgW = make_tensor(make_gmem_ptr(codes_ + row * second_row_words_),
                                 Layout<Shape<_4, Int<blocks>>, Stride<_1, _128>>{});  // (CPY, fragment block)
-      Tensor tWsW = w4_lane_codes<Traits>(ring + row);                                // (word, fragment block, STAGE)
+      Tensor tWsW = w4_lane_codes<Traits>(ring + row);                                // (CPY, 1, fragment block, STAGE)
       CUTE_UNROLL
       for (int f = 0; f < blocks; ++f)
-        if (f < blocks / 2 || tiles_left_ > 1) copy(typename Traits::GmemCopyCodes{}, tWgW(_, f), tWsW(_, f, stage));
+        if (f < blocks / 2 || tiles_left_ > 1)
+          copy(typename Traits::GmemCopyCodes{}, tWgW(_, f), tWsW(_, _0{}, f, stage));
     }
     if (qparams_) {                                                   // zero-filled past the end of K
       Tensor gQ = make_tensor(make_gmem_ptr(qparams_), Shape<_1>{});  // (this lane's vector)

@@ -25,8 +25,10 @@ class W4CodeRing {
       : stages_(stages), tiles_left_(min(2 * steps, p.k_tiles - 2 * first)) {
     using namespace cute;
     if (tile_row >= p.tile_rows) tile_row = 0;
-    codes_ = recast_ptr<const std::uint32_t>(p.w.codes + (std::int64_t{tile_row} * p.k_tiles + 2 * first) * tile_bytes +
-                                             16 * lane());
+    Tensor gW = make_tensor(
+        make_gmem_ptr<std::uint32_t>(p.w.codes + (std::int64_t{tile_row} * p.k_tiles + 2 * first) * tile_bytes),
+        typename Traits::GmemLayoutCodes{});  // (word, fragment block, step)
+    codes_ = raw_pointer_cast(typename Traits::GmemCopyCodes{}.get_slice(lane()).partition_S(gW).data());
 
     // vectors of 8 scales, 8 minima or 16 zero points: lanes 0 .. 7 copy scales, lanes 8 .. 15 offsets
     const int vec = lane() % 8, groups_in_step = Traits::small_groups ? 4 >> p.scale_k_shift : 1;
@@ -60,7 +62,7 @@ class W4CodeRing {
     CUTE_UNROLL
     for (int f = 0; f < blocks; ++f)
       if (2 * step + f / w4_tile_fragments(Traits::bits) < tiles_left_)
-        copy(typename Traits::GmemCopyCodes{}, tWgW(_, f, step), w4_lane_codes<Traits>(stages_)(_, f, stage));
+        copy(typename Traits::GmemCopyCodes{}, tWgW(_, f, step), w4_lane_codes<Traits>(stages_)(_, _0{}, f, stage));
     if (step < qparam_steps_left_) {
       Tensor gQ = make_tensor(make_gmem_ptr(qparams_), Shape<_1>{});  // (this lane's vector)
       Tensor sQ =

@@ -64,21 +64,24 @@ struct W4StageTraits {
     else return tile::unpack<Scale>(pair);
   }
 
-  // A lane's words of codes in shared memory, (word, fragment block, STAGE)
-  using LaneLayoutStagedCodes = cute::Layout<cute::Shape<cute::_4, cute::Int<fragment_blocks>, STAGE>,
-                                             cute::Stride<cute::_1, cute::_128, StageStride<std::uint32_t>>>;
+  // Codes in shared memory, (word, fragment block, STAGE)
+  using SmemLayoutCodes = cute::Layout<cute::Shape<cute::_128, cute::Int<fragment_blocks>, STAGE>,
+                                       cute::Stride<cute::_1, cute::_128, StageStride<std::uint32_t>>>;
   // A lane's 16-byte vector of scales or offsets, (1, STAGE)
   using LaneLayoutQparams =
       cute::Layout<cute::Shape<cute::_1, STAGE>, cute::Stride<cute::_1, StageStride<cute::uint128_t>>>;
-  // The row of scales that a lane passes to ldmatrix.trans, which gives lane (g, t) those of rows g and g + 8 in a
-  // register: row half lane % 2 of k-block lane / 8. Four scale blocks: k-blocks 2^shift apart are in different groups.
-  CUTE_HOST_DEVICE static int scales_of_lane(int lane, int shift) {
+  // Scales as ldmatrix.trans reads them: (g, ((row half, k-block), t), STAGE), the same for all t, so that lane (g, t)
+  // gets the scales of rows g and g + 8 in a register. Four scale blocks: k-blocks 2^shift apart are in different
+  // groups.
+  CUTE_HOST_DEVICE static auto smem_layout_scales(int shift) {
     using namespace cute;
-    using RowHalves = Layout<Shape<_8, _2>, Stride<_1, _8>>;  // (g, row half) of a group
-    constexpr int group = size(RowHalves{});
-    const int first = RowHalves{}(0, lane % 2), k_block = lane / 8;
-    if constexpr (scale_blocks == 4) return first + (k_block >> shift) * group;
-    else return first + k_block % scale_blocks * group;
+    if constexpr (scale_blocks == 4)
+      return make_layout(Shape<_8, Shape<Shape<_2, _2, _2>, _4>, STAGE>{},
+                         make_stride(_1{}, make_stride(make_stride(_8{}, (1 >> shift) * 16, (2 >> shift) * 16), _0{}),
+                                     StageStride<std::uint16_t>{}));
+    else
+      return Layout<Shape<_8, Shape<Shape<_2, Int<scale_blocks>>, _4>, STAGE>,
+                    Stride<_1, Stride<Stride<_8, _16>, _0>, StageStride<std::uint16_t>>>{};
   }
   using LaneLayoutScales =
       cute::Layout<cute::Shape<cute::_8, STAGE>, cute::Stride<cute::_1, StageStride<std::uint16_t>>>;
@@ -88,13 +91,18 @@ struct W4StageTraits {
                    cute::Stride<cute::Stride<cute::_0, cute::_1>, cute::_8, cute::_16, StageStride<std::uint8_t>>>;
 
   // Codes: a lane copies, and reads back, its 16 bytes of a fragment block.
-  using GmemCopyCodes = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>, std::uint32_t>;
+  using GmemCopyCodes =
+      decltype(cute::make_tiled_copy(cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>, std::uint32_t>{},
+                                     cute::Layout<cute::_32>{}, cute::Layout<cute::_4>{}));
   // Scales and offsets: a lane copies up to 16 bytes of a step.
   using GmemCopyQparams = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>, cute::uint128_t>;
-  using SmemCopyScales = cute::Copy_Atom<
-      std::conditional_t<scale_blocks == 1, cute::SM75_U16x2_LDSM_T,
-                         std::conditional_t<scale_blocks == 2, cute::SM75_U16x4_LDSM_T, cute::SM75_U16x8_LDSM_T>>,
-      std::uint16_t>;
+  using SmemCopyScales = decltype(cute::make_tiled_copy(
+      cute::Copy_Atom<
+          std::conditional_t<scale_blocks == 1, cute::SM75_U16x2_LDSM_T,
+                             std::conditional_t<scale_blocks == 2, cute::SM75_U16x4_LDSM_T, cute::SM75_U16x8_LDSM_T>>,
+          std::uint16_t>{},
+      cute::Layout<cute::Shape<cute::_8, cute::_4>, cute::Stride<cute::_4, cute::_1>>{},
+      cute::Layout<cute::Shape<cute::_1, cute::Int<2 * scale_blocks>>>{}));
 };
 
 // What a variant of stream_codes.cuh is compiled for. Element: of x and y. Scale: of scales and minima, half or bf16;
@@ -128,9 +136,12 @@ struct W4StreamTraits : W4StageTraits<bits_, w4_stream_config(bits_, config_).st
   using BLK_N = cute::Int<8 * n_tiles>;  // tokens
   using BLK_K = cute::Int<config.x_tile_k>;
 
-  // A lane's words of codes in global memory, (word, fragment block, step) of a tile row
-  using LaneLayoutCodes = cute::Layout<cute::Shape<cute::_4, cute::Int<Base::fragment_blocks>, int>,
-                                       cute::Stride<cute::_1, cute::_128, cute::Int<128 * Base::fragment_blocks>>>;
+  // Codes in global memory, (word, fragment block, step) of a tile row, and what a lane copies of it.
+  template <int words>
+  using CodesOf = cute::Layout<cute::Shape<cute::Int<words>, cute::Int<Base::fragment_blocks>, int>,
+                               cute::Stride<cute::_1, cute::_128, cute::Int<128 * Base::fragment_blocks>>>;
+  using GmemLayoutCodes = CodesOf<128>;
+  using LaneLayoutCodes = CodesOf<4>;
   // (BLK_N, BLK_K, buffer): a tile of x in shared memory has `tokens` rows. The pitch is 16 bytes more than a row,
   // against bank conflicts.
   static constexpr int x_pitch = w4_x_tile_pitch(config) / 2;

@@ -6,11 +6,12 @@
 
 namespace rooftile::gpu {
 
-// (word, fragment block, STAGE): this lane's 16 bytes of every fragment block of a warp's stages.
+// (CPY, 1, fragment block, STAGE): this lane's words of a warp's stages.
 template <class Traits>
 __device__ __forceinline__ auto w4_lane_codes(typename Traits::Stage* stages) {
-  return cute::make_tensor(cute::make_smem_ptr(stages->codes + threadIdx.x % 32 * 4),
-                           typename Traits::LaneLayoutStagedCodes{});
+  return typename Traits::GmemCopyCodes{}
+      .get_slice(threadIdx.x % 32)
+      .partition_D(cute::make_tensor(cute::make_smem_ptr(stages->codes), typename Traits::SmemLayoutCodes{}));
 }
 
 // Traits: a W4StageTraits. Every lane reads 16 bytes of each fragment block, and the scales, zero points or minima of
@@ -23,15 +24,18 @@ class W4StageReader {
   // stages: this warp's (STAGE), Traits' pitch apart.
   __device__ __forceinline__ W4StageReader(Stage* stages, int scale_k_shift)
       : stages_(stages), scale_k_shift_(scale_k_shift) {
-    const void* const scales = stages->qparams;
-    scales_ = static_cast<const std::uint16_t*>(scales) + Traits::scales_of_lane(lane(), scale_k_shift);
+    using namespace cute;
+    const void* const shared_scales = stages->qparams;
+    Tensor sS = make_tensor(make_smem_ptr(static_cast<const std::uint16_t*>(shared_scales)),
+                            Traits::smem_layout_scales(scale_k_shift));  // (g, ((row half, k-block), t), STAGE)
+    scales_ = raw_pointer_cast(typename Traits::SmemCopyScales{}.get_slice(lane()).partition_S(sS).data());
   }
 
   // rCodes (WORD, (k-step, k-block)): this lane's words of a stage.
   template <class Codes>
   __device__ __forceinline__ void read_codes(int stage, Codes& rCodes) const {
     using namespace cute;
-    copy(Copy_Atom<UniversalCopy<uint128_t>, std::uint32_t>{}, w4_lane_codes<Traits>(stages_)(_, _, stage),
+    copy(Copy_Atom<UniversalCopy<uint128_t>, std::uint32_t>{}, w4_lane_codes<Traits>(stages_)(_, _0{}, _, stage),
          make_tensor(rCodes.data(), Shape<_4, Int<Traits::fragment_blocks>>{}));
   }
   // rScales (2 scale blocks): the 16-bit scales of rows g and g + 8 in each scale block of a stage.

@@ -15,6 +15,7 @@ import gc
 import importlib.util
 import os
 import statistics
+import sys
 import time
 
 import torch
@@ -61,11 +62,11 @@ VLLM = "vllm"  # its row, and its package
 ROWS = {
     "hf.eager": Row(),
     "hf.static": Row(generate={"cache_implementation": "static"}, gpu_only=True),  # transformers compiles it there
-    VLLM: Row(gpu_only=True),
     "16 bits": Row({"kv_cache": "bf16"}),
     "16 bits + int4-kivi": Row({"kv_cache": "int4-kivi"}),
     "W4A16, 8-bit head": Row({"weights": "w4a16", "kv_cache": "bf16", "head": "w8a16"}),
     "W4A16 + int4-kivi, 8-bit head": Row({"weights": "w4a16", "kv_cache": "int4-kivi", "head": "w8a16"}),
+    VLLM: Row(gpu_only=True),  # the last one: vLLM does not give back all memory
 }
 _ROUNDS = 3
 _SECONDS = 15  # after so many of a row no further round begins
@@ -108,8 +109,11 @@ def vllm_model(source, rows, tokens):
     """A VllmModel of `source`, as run() takes it: a named config's shapes, or what a folder holds."""
     if source in CONFIGS:
         return VllmModel(shapes_of(_named_config(source)), None, rows, tokens)
-    config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    return VllmModel(shapes_of(config), source, rows, tokens)
+    return VllmModel(shapes_of(_stored_config(source)), source, rows, tokens)
+
+
+def _stored_config(folder):
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class Clock(BaseStreamer):
@@ -167,10 +171,12 @@ def bytes_a_step(model, options, batch, tokens):
 
 
 def rows_on(device, only=(), source=""):
-    """Names of ROWS that run on a device (vLLM's where it is installed, and not for a GGUF file) and, if `only` has
-    texts, hold one of them; raises ArgumentError for a text that is in none.
+    """Names of ROWS that run on a device (vLLM's where it is installed, for 16-bit weights) and, if `only` has texts,
+    hold one of them; raises ArgumentError for a text that is in none.
     """
-    has_vllm = importlib.util.find_spec(VLLM) is not None and not os.path.isfile(source)
+    has_vllm = importlib.util.find_spec(VLLM) is not None and not (
+        os.path.isfile(source) or (os.path.isdir(source) and hasattr(_stored_config(source), "quantization_config"))
+    )
     there = [name for name, row in ROWS.items() if (device != "cpu" or not row.gpu_only) and (has_vllm or name != VLLM)]
     for text in only:
         if not any(text in name for name in there):
@@ -191,7 +197,7 @@ def measure(model, row, batch, prompt, tokens, device, read):
     def prefill():
         model(ids, use_cache=True, logits_to_keep=1)
 
-    for count in (tokens, tokens // 2) if row.generate else (8,):  # load kernels; static caches compile for each length
+    for count in (tokens, tokens // 2) if row.generate else (2,):  # load kernels; static caches compile for each length
         generate(count)()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -230,19 +236,22 @@ def run(source, batches, prompt, tokens, device, rows, advance=lambda: None):
     """
     make = random_model if source in CONFIGS else stored_model
     read, found = read_gb_s(device), []
-    for name in rows:
-        model = (
-            vllm_model(source, max(batches), prompt + tokens)
-            if name == VLLM
-            else make(source, device, ROWS[name].accelerate)
-        )
+
+    def add_rows(model, name):
         check_lengths(model.config, prompt, tokens)
         for batch in batches:
-            found.append(
-                {"name": name, "batch": batch, **measure(model, ROWS[name], batch, prompt, tokens, device, read)}
-            )
+            figures = measure(model, ROWS[name], batch, prompt, tokens, device, read)
+            found.append({"name": name, "batch": batch, **figures})
             advance()
-        del model
+
+    for name in rows:
+        if name == VLLM:
+            try:
+                add_rows(vllm_model(source, max(batches), prompt + tokens), name)
+            except Exception as error:  # another library's, of any kind; the figures of the other rows stay
+                print(f"{VLLM} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            add_rows(make(source, device, ROWS[name].accelerate), name)
         gc.collect()  # an accelerated model's forward holds the model
         if device != "cpu":
             torch.cuda.empty_cache()

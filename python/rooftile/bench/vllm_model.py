@@ -7,7 +7,7 @@ import tempfile
 import torch
 import transformers
 
-_MEMORY = 0.85  # of the GPU's, for weights and cache: no other row's model is there then
+_MEMORY = 0.85  # of the GPU's, for weights and cache: the models of the rows before are gone by then
 
 
 class VllmModel:

@@ -68,7 +68,7 @@ def _add_layer_arguments(parser):
     weights = (*ROUNDED, "none")
     add("--weights", choices=weights, default="w4a16", help="of the layers (default: %(default)s)")
     add("--kv-cache", choices=KV_FORMATS, default="int4-kivi", help="format (default: %(default)s)")
-    add("--head", choices=weights, default="w8a16", help="weights of the output head (default: %(default)s)")
+    add("--head", choices=weights, default="w8a16", help="of the head; none: as the model has it (%(default)s)")
 
 
 def _add_cpu_arguments(parser):

@@ -87,11 +87,15 @@ TEST(W4Layouts, TilesOfX) {
 // ldmatrix.trans: lane (g, t) receives element g of rows 2t and 2t + 1 of each matrix.
 template <class Config>
 void check_scales(int shift) {
+  using namespace cute;
+  const Tensor sS = counting_tensor(Config::smem_layout_scales(shift));
   for (int lane = 0; lane < 32; ++lane)
     for (int block = 0; block < Config::scale_blocks; ++block)
       for (int half = 0; half < 2; ++half) {
-        const int row = 2 * (lane % 4) + half, stage = 1, group = Config::small_groups ? block >> shift : 0;
-        EXPECT_EQ(Config::scales_of_lane(block * 8 + row, shift) + typename Config::LaneLayoutScales{}(lane / 4, stage),
+        const int row = 2 * (lane % 4) + half;
+        const auto of_row = typename Config::SmemCopyScales{}.get_slice(block * 8 + row).partition_S(sS);
+        const int stage = 1, group = Config::small_groups ? block >> shift : 0;
+        EXPECT_EQ(of_row(lane / 4, _0{}, _0{}, stage),
                   stage * w4_stage_bytes(Config::bits) / 2 + group * 16 + half * 8 + lane / 4);
       }
 }

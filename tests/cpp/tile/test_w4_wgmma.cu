@@ -104,14 +104,16 @@ TEST(W4WgmmaLayouts, StagesOfAWarp) {
     using namespace cute;
     using Config = decltype(traits);
     constexpr int stage_bytes = Config::warps * w4_stage_bytes(Config::bits), stage = Config::stages - 1;
-    EXPECT_EQ(typename Config::LaneLayoutStagedCodes{}(3, 1, stage), stage * stage_bytes / 4 + 128 + 3);
+    EXPECT_EQ(typename Config::SmemLayoutCodes{}(5, 1, stage), stage * stage_bytes / 4 + 128 + 5);
     EXPECT_EQ(typename Config::LaneLayoutQparams{}(0, stage), stage * stage_bytes / 16);
     EXPECT_EQ(typename Config::LaneLayoutScales{}(3, stage), stage * stage_bytes / 2 + 3);
     EXPECT_EQ(typename Config::SmemLayoutZeros{}(4 * 6 + 1, 1, 3, stage), stage * stage_bytes + 3 * 16 + 8 + 6);
     for (int shift = 0; shift < 3; ++shift)
       for (int lane = 0; lane < 8 * Config::scale_blocks; ++lane) {  // the row that a lane passes to ldmatrix
+        const auto of_row = typename Config::SmemCopyScales{}.get_slice(lane).partition_S(
+            counting_tensor(Config::smem_layout_scales(shift)));
         const int group = Config::scale_blocks == 4 ? lane / 8 >> shift : lane / 8;
-        EXPECT_EQ(Config::scales_of_lane(lane, shift), group * 16 + lane % 2 * 8);
+        EXPECT_EQ(of_row(0, _0{}, _0{}, stage), stage * stage_bytes / 2 + group * 16 + lane % 2 * 8);
       }
   });
 }
