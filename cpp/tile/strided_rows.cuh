@@ -200,9 +200,8 @@ void with_vector(std::int64_t n, F&& f, const Tensors&... tensors) {
 
 // How threads divide a row that they reduce. The plan depends on the row's length alone, because it fixes the order of
 // the sums. Up to 1024 elements a row has a warp or less, so that no barrier is needed: 512 elements are 32 lanes of
-// two vectors, 64 are 4 lanes, 128 threads then take 32 rows. Longer rows have a CTA of up to 512 threads, each with
-// four vectors, 2 x 4 x 4 registers: 4096 elements are 128 threads, so that 8 CTAs have 64 KB on their way to an SM;
-// rows past 16384 elements are read twice.
+// two vectors, 64 are 4 lanes, 128 threads then take 32 rows. Longer rows have a CTA of up to 512 threads: 4096
+// elements are 256 threads of two vectors, 16384 are 512 of four, 2 x 4 x 4 registers; longer ones are read twice.
 struct RowPlan {
   int vecs;     // vectors of the row in each thread's registers; 0: the row does not fit and is read again
   int lanes;    // threads of a row: a power of two up to 32, or the whole CTA
@@ -214,6 +213,7 @@ inline RowPlan plan_row(std::int64_t n) {
   const auto warps = [](int threads) { return (threads + 31) / 32 * 32; };
   if (n <= 512) return {2, static_cast<int>(std::bit_ceil(static_cast<unsigned>(threads(2)))), 128};
   if (n <= 1024) return {4, 32, 128};
+  if (n <= 8192) return {2, warps(threads(2)), warps(threads(2))};
   if (n <= 16384) return {4, warps(threads(4)), warps(threads(4))};
   return {0, 512, 512};
 }

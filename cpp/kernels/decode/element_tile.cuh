@@ -17,10 +17,25 @@ namespace rooftile::gpu {
 template <class T>
 using ElementTiledMma = decltype(cute::make_tiled_mma(tile::Mma16816<T>{}));
 
+template <class T, int D>
+struct ElementTraits {
+  using LayoutKv = SmemRows<D, 16>;  // (16 tokens, D)
+
+  // cp.async by `Threads` threads: copy_rows rows at once, a 16-byte vector a thread.
+  template <int Threads>
+  static constexpr int copy_rows = Threads / (D / 8);
+  template <int Threads>
+  using GmemCopy = decltype(cute::make_tiled_copy(
+      cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>, tile::MmaType<T>>{},
+      cute::Layout<cute::Shape<cute::Int<copy_rows<Threads>>, cute::Int<D / 8>>,
+                   cute::Stride<cute::Int<D / 8>, cute::_1>>{},
+      cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+};
+
 // A KV tile in shared memory.
 template <class T, int D>
 struct ElementTile {
-  alignas(128) tile::MmaType<T> k[16 * D], v[16 * D];  // SmemRows<D, 16>: (16 tokens, D)
+  alignas(128) tile::MmaType<T> k[16 * D], v[16 * D];  // LayoutKv
 };
 
 // Copies 16 token rows, `stride` bytes apart, into a tile, by Threads threads. Rows that `wanted` rejects are
@@ -28,15 +43,23 @@ struct ElementTile {
 template <class T, int D, int Threads, class Wanted>
 __device__ __forceinline__ void copy_rows_async(tile::MmaType<T>* to, int thread, const std::byte* from,
                                                 std::int64_t stride, const Wanted& wanted) {
-  constexpr int vecs = D / 8, rows = Threads / vecs;  // 16-byte vectors of a row; rows at once
-  static_assert(16 % rows == 0);                      // rows is a power of two: no carries in `at`
+  using namespace cute;
+  using Traits = ElementTraits<T, D>;
+  constexpr int rows = Traits::template copy_rows<Threads>, vecs = D / 8;
   if (rows * vecs < Threads && thread >= rows * vecs) return;
-  const int row = thread / vecs, vec = thread % vecs;
-  const SmemVectors<D, 16> at(row, vec);
-  from += row * stride + 16 * vec;
+  const std::int64_t row_elements = stride / static_cast<int>(sizeof(T));
+  typename Traits::template GmemCopy<Threads> gmem_copy;
+  const auto thr_copy = gmem_copy.get_slice(thread);
+  Tensor sRows = make_tensor(make_smem_ptr(to), typename Traits::LayoutKv{});  // (16, D)
+  Tensor gRows = make_tensor(make_gmem_ptr(reinterpret_cast<const tile::MmaType<T>*>(from)),
+                             make_layout(Shape<Int<rows>, Int<D>>{}, make_stride(row_elements, _1{})));  // (rows, D)
+  Tensor tRsR = thr_copy.partition_D(sRows);  // (CPY, 16 / rows, 1)
+  Tensor tRgR = thr_copy.partition_S(gRows);  // (CPY, 1, 1)
   CUTE_UNROLL
-  for (int i = 0; i < 16; i += rows, from += rows * stride)
-    tile::cp_async_16_zfill(to + at(i, 0), from, wanted(i + row));
+  for (int i = 0; i < 16 / rows; ++i) {
+    copy(gmem_copy.with(wanted(rows * i + thread / vecs)), tRgR(_, 0, 0), tRsR(_, i, 0));
+    tRgR.data() = tRgR.data() + rows * row_elements;
+  }
 }
 
 // Loads the matrices of an ldmatrix, whose row of this lane is at `row`, into a fragment.
