@@ -197,7 +197,8 @@ def measure(model, row, batch, prompt, tokens, device, read):
     def prefill():
         model(ids, use_cache=True, logits_to_keep=1)
 
-    for count in (tokens, tokens // 2) if row.generate else (2,):  # load kernels; static caches compile for each length
+    # load kernels; static caches compile for each length
+    for count in (tokens, tokens // 2) if row.generate else (min(8, tokens),):
         generate(count)()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
