@@ -8,7 +8,6 @@
 #include <cute/tensor.hpp>
 
 #include "kernels/decode/queries.cuh"
-#include "tile/copy.cuh"
 #include "tile/mma.cuh"
 
 namespace rooftile::gpu {
@@ -146,7 +145,7 @@ class VtOperand {
 
  private:
   // Whether 2 first is part of the own vector, which makes 2 i, a constant, all that is added: no bit in common. In
-  // kernels of 128 channels, whose warps share channels where C is 2, it would cost registers.
+  // kernels of 128 channels, where warps that share channels have C = 2, it saves no register.
   static constexpr bool in_own = D > 128 && std::has_single_bit(unsigned{C});
   const tile::MmaType<T>* v_;
   SmemVectors<D, 16> at_;

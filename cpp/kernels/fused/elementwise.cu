@@ -206,20 +206,20 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
   const DeviceScope scope(op, ctx);
   TensorView up = x;
   up.data = x.as<std::uint16_t>() + h.last() * x.last_stride();
+  const std::int64_t vecs = vecs_of(h.last()), ctas = ctas_for(h.rows() * vecs);
   const GatedParams p = {.gate = rows_of(x),
                          .up = rows_of(up),
                          .h = rows_of(h),
                          .rows = h.rows(),
                          .n = h.last(),
-                         .vecs = Divisor64(vecs_of(h.last())),
-                         .few = ctas_for(h.rows() * vecs_of(h.last())) <= scope.sms()};
+                         .vecs = Divisor64(vecs),
+                         .few = ctas <= scope.sms()};
   with_element16(x.dtype, [&](auto e) {
     with_vector(
         p.n,
         [&](auto vector) {
-          with_gated<decltype(e), vector>(gate, [&](auto kernel) {
-            scope.launch(kernel, ctas_for(p.rows * p.vecs.value), cta_threads, 0, p, Overlap::with_previous);
-          });
+          with_gated<decltype(e), vector>(
+              gate, [&](auto kernel) { scope.launch(kernel, ctas, cta_threads, 0, p, Overlap::with_previous); });
         },
         p.gate, p.up, p.h);
   });

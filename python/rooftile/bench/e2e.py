@@ -23,7 +23,7 @@ import transformers
 from transformers.generation import BaseStreamer
 
 import rooftile as rt
-from rooftile.bench.vllm_model import VllmModel, shapes_of
+from rooftile.bench.vllm_model import VllmModel
 from rooftile.errors import ArgumentError
 
 _LLAMA = {"rope_theta": 500000.0, "max_position_embeddings": 131072}
@@ -57,8 +57,6 @@ class Row:
 
 
 VLLM = "vllm"  # its row, and its package
-
-
 ROWS = {
     "hf.eager": Row(),
     "hf.static": Row(generate={"cache_implementation": "static"}, gpu_only=True),  # transformers compiles it there
@@ -108,8 +106,8 @@ def stored_model(path, device, options):
 def vllm_model(source, rows, tokens):
     """A VllmModel of `source`, as run() takes it: a named config's shapes, or what a folder holds."""
     if source in CONFIGS:
-        return VllmModel(shapes_of(_named_config(source)), None, rows, tokens)
-    return VllmModel(shapes_of(_stored_config(source)), source, rows, tokens)
+        return VllmModel(_named_config(source), None, rows, tokens)
+    return VllmModel(_stored_config(source), source, rows, tokens)
 
 
 def _stored_config(folder):
@@ -151,12 +149,11 @@ def read_gb_s(device):
 
 def bytes_a_step(model, options, batch, tokens):
     """(of weights, of the cache of `tokens` tokens a row) that a decode step reads."""
+    from rooftile.cli.ppl import bits_per_pair
+    from rooftile.integrations._models import head_dim
 
     def place(tensor):
         return tensor.data_ptr() or id(tensor)  # on the meta device there is no memory
-
-    from rooftile.cli.ppl import bits_per_pair
-    from rooftile.integrations._models import head_dim
 
     text = model.config.get_text_config(decoder=True)
     embedding = model.get_input_embeddings().weight

@@ -13,20 +13,23 @@ _MEMORY = 0.85  # of the GPU's, for weights and cache: the models of the rows be
 class VllmModel:
     """What bench e2e asks of a model of transformers: config, generate() and a forward over a prompt.
 
-    shapes: the model on the meta device. path: the folder that has its weights; None: vLLM makes random ones. The
-    engine runs in this process, in bfloat16, by CUDA graphs, without a prefix cache: `rows` rows of `tokens` tokens.
+    config: transformers'. path: the folder that has the weights; None: vLLM makes random ones. The engine runs in this
+    process, in bfloat16, by CUDA graphs, without a prefix cache: `rows` rows of `tokens` tokens. shapes: the model on
+    the meta device.
     """
 
-    def __init__(self, shapes, path, rows, tokens):
+    def __init__(self, config, path, rows, tokens):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM reads it once it is imported
         import vllm
 
-        self.shapes, self.config = shapes, shapes.config
+        with torch.device("meta"):
+            self.shapes = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        self.config = config = self.shapes.config
         self._sampling = vllm.SamplingParams
         options = {} if path else {"load_format": "dummy"}
         with tempfile.TemporaryDirectory() as folder:
-            shapes.config.architectures = [type(shapes).__name__]
-            shapes.config.save_pretrained(folder)
+            config.architectures = [type(self.shapes).__name__]
+            config.save_pretrained(folder)
             self._engine = vllm.LLM(
                 model=path or folder,
                 skip_tokenizer_init=True,
@@ -46,9 +49,3 @@ class VllmModel:
     def __call__(self, ids, **options):
         """A prompt and the one token that vLLM takes of it."""
         return self.generate(ids, max_new_tokens=1)
-
-
-def shapes_of(config):
-    """The causal language model of a config, on the meta device in bfloat16."""
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

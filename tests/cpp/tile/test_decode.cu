@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "kernels/decode/element_tile.cuh"
+#include "support/counting_tensor.h"
 
 namespace rooftile::gpu {
 namespace {
@@ -27,12 +28,6 @@ void check_rows() {
 }
 TEST(DecodeLayouts, VectorsOfAThread) {
   check_rows<64>(), check_rows<96>(), check_rows<128>(), check_rows<192>(), check_rows<256>(), check_rows<512>();
-}
-
-// A tensor whose elements are their own offsets.
-template <class Layout>
-auto counting_tensor(const Layout& layout) {
-  return cute::make_tensor(cute::counting_iterator<int>(0), layout);
 }
 
 // The rows that lanes pass to ldmatrix are those of CuTe's TiledCopies of the operands.

@@ -7,15 +7,10 @@
 #include <vector>
 
 #include "kernels/gemm/code_traits.cuh"
+#include "support/counting_tensor.h"
 
 namespace rooftile::gpu {
 namespace {
-
-// A tensor whose elements are their own offsets.
-template <class Layout>
-auto counting_tensor(const Layout& layout) {
-  return cute::make_tensor(cute::counting_iterator<int>(0), layout);
-}
 
 template <class T, int bits, int config, bool small_groups = false>
 using Traits = W4StreamTraits<T, bits, config, void, small_groups, W4StreamZeros::either>;

@@ -6,17 +6,12 @@
 
 #include "kernels/gemm/wgmma_codes_producer.cuh"
 #include "kernels/tensor_map.h"
+#include "support/counting_tensor.h"
 #include "support/device.cuh"
 #include "tile/wgmma.cuh"
 
 namespace rooftile::gpu {
 namespace {
-
-// A tensor whose elements are their own offsets.
-template <class Layout>
-auto counting_tensor(const Layout& layout) {
-  return cute::make_tensor(cute::counting_iterator<int>(0), layout);
-}
 
 template <class Check>
 void for_each_traits(const Check& check) {
