@@ -3,6 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/decode/plan.h"
 #include "kernels/device.h"
+#include "rooftile/cuda_graph.h"
 #include "rooftile/error.h"
 
 namespace rooftile::gpu {
@@ -52,3 +53,17 @@ KernelName read_bytes(const Context& ctx, const TensorView&, const TensorView&) 
 void copy_bytes(const char* op, const Context& ctx, void*, const void*, std::size_t, bool) { none(op, ctx); }
 
 }  // namespace rooftile::gpu
+
+namespace rooftile {
+
+CudaGraph::CudaGraph(Device device) {
+  fail(ErrorKind::not_supported, "CudaGraph: device is ", name(device),
+       ", but this build of rooftile has CPU kernels only");
+}
+CudaGraph::~CudaGraph() = default;
+void CudaGraph::begin() {}
+void CudaGraph::end() {}
+void CudaGraph::abandon() noexcept {}
+void CudaGraph::launch(void*) const {}
+
+}  // namespace rooftile

@@ -37,25 +37,31 @@ __device__ __forceinline__ float reduce_tree(const WarpPartials& x, Op op) {
   else return op(reduce_tree<first, 2 * step>(x, op), reduce_tree<first + step, 2 * step>(x, op));
 }
 
-// All-reduces each x[i] over the threads of a row: `lanes` neighbouring lanes of a warp or, above 32, the whole CTA,
-// with one barrier for all of them. partials: shared memory that no other reduction of the launch uses.
-template <int count, class Op>
-__device__ __forceinline__ void reduce_row(float (&x)[count], int lanes, WarpPartials (&partials)[count], Op op) {
-  if (lanes <= 32) {
+// All-reduces each x[0][i] over the threads of a row: `lanes` neighbouring lanes of a warp or, above 32, the whole CTA,
+// with one barrier for all of them. With coarsening a thread stands for `coarsening` threads of a CTA as many times as
+// large, thread + c * blockDim.x, and x[c] is theirs: the result has the bits that such a CTA gets. partials: shared
+// memory that no other reduction of the launch uses.
+template <int coarsening, int count, class Op>
+__device__ __forceinline__ void reduce_row(float (&x)[coarsening][count], int lanes, WarpPartials (&partials)[count],
+                                           Op op) {
+  if (coarsening == 1 && lanes <= 32) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) x[i] = reduce_lanes(x[i], lanes, op);
+    for (int i = 0; i < count; ++i) x[0][i] = reduce_lanes(x[0][i], lanes, op);
     return;
   }
   const int thread = threadIdx.x, warps = blockDim.x / 32;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
-    x[i] = reduce_lanes(x[i], 32, op);
-    if (thread % 32 == 0) partials[i].at[thread / 32] = x[i];
-    if (thread >= warps && thread < WarpPartials::most) partials[i].at[thread] = Op::identity;
+#pragma unroll
+    for (int c = 0; c < coarsening; ++c) {
+      x[c][i] = reduce_lanes(x[c][i], 32, op);
+      if (thread % 32 == 0) partials[i].at[thread / 32 + c * warps] = x[c][i];
+    }
+    if (thread >= coarsening * warps && thread < WarpPartials::most) partials[i].at[thread] = Op::identity;
   }
   __syncthreads();  // all warps -> all warps: every warp's value is in `partials`
 #pragma unroll
-  for (int i = 0; i < count; ++i) x[i] = reduce_tree<0, 1>(partials[i], op);
+  for (int i = 0; i < count; ++i) x[0][i] = reduce_tree<0, 1>(partials[i], op);
 }
 
 }  // namespace rooftile::tile

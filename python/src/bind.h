@@ -24,6 +24,7 @@ void bind_attention(nanobind::module_& m);
 void bind_explain(nanobind::module_& m);
 void bind_fused(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
+void bind_graph(nanobind::module_& m);
 void bind_kv_cache(nanobind::module_& m);
 void bind_roof(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);

@@ -73,6 +73,7 @@ NB_MODULE(_C, m) {
   python::bind_explain(m);
   python::bind_fused(m);
   python::bind_gemm(m);
+  python::bind_graph(m);
   python::bind_kv_cache(m);
   python::bind_roof(m);
   python::bind_sampling(m);

@@ -477,10 +477,12 @@ void Args::lend_to(Context& ctx, nb::handle workspace, nb::handle like) {
   workspace_ = workspace;
   like_ = like;
   ctx.lender = this;
+  asks_torch_ = ctx.device.type == DeviceType::cuda && table_ && table_->managed_tensor_allocator &&
+                !nb::hasattr(workspace, "keeps_memory");
 }
 
 Lender::Memory Args::lend(const Context& ctx, std::size_t bytes) {
-  if (table_ && table_->managed_tensor_allocator) {
+  if (asks_torch_) {
     auto size = static_cast<std::int64_t>(bytes);
     nb::dlpack::dltensor wanted;
     wanted.device = {dl_cuda, ctx.device.index};

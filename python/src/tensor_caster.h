@@ -53,7 +53,8 @@ class Args final : public Lender {
   Context context(const TensorView& first, nb::handle stream, nb::handle plan);
   // Lets ops that run on `ctx` borrow workspace (GPU ops do): torch's memory on its current stream through the exchange
   // table (1.3 us faster than through Python), else the result of `workspace(op, like, bytes)`, a one-dimensional
-  // tensor on the call's device. Both arguments outlive the call. workspace None: ops cannot borrow.
+  // tensor on the call's device. Both arguments outlive the call. workspace None: ops cannot borrow. One with an
+  // attribute keeps_memory is always called: torch takes its memory back when the call ends.
   void lend_to(Context& ctx, nb::handle workspace, nb::handle like);
 
  private:
@@ -71,6 +72,7 @@ class Args final : public Lender {
   bool torch_ = false;                    // whether a torch tensor was seen
   int duals_ = -1;                        // whether tensors may be dual; -1: unknown yet
   nb::handle workspace_, like_;           // of lend_to
+  bool asks_torch_ = false;               // for workspace, without Python
   ManagedTensor* lent_ = nullptr;         // by torch, released when the call ends
 };
 

@@ -71,8 +71,8 @@ class Call:
         return " ".join(map(str, dataclasses.astuple(self)))
 
     @property
-    def alone(self):
-        """Whether no other thread may draw random numbers meanwhile."""
+    def draws(self):
+        """Whether it takes torch's random numbers, which no other thread may do meanwhile."""
         return self.way == "sampled"
 
 
@@ -150,14 +150,16 @@ def soak(state, device, seconds, calls, advance=lambda n: None, models=None):
             wrong.append(f"{call.name}: wrote {digest}, before {expected}")
 
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        todo = [*calls, *calls]  # the second time nothing is set up any more
+        alone = [[call] for call in calls]
+        pairs = [pair for pair in itertools.pairwise(calls) if not all(call.draws for call in pair)]
+        todo = [*alone, *alone, *pairs]  # after these nothing is set up any more, in the two threads neither
         while todo or time.monotonic() - begin < seconds:
             if todo:
-                batch = [todo.pop()]
+                batch = todo.pop(0)
             else:
                 warm = warm or memory(device)
                 batch = draw.sample(calls, 2)
-                if any(call.alone for call in batch):
+                if all(call.draws for call in batch):
                     del batch[1:]
             if len(batch) == 1:
                 check(batch[0], models.run(batch[0]))

@@ -9,6 +9,7 @@ import rooftile as rt
 import torch
 from closeness import assert_bits_equal
 from rooftile import _C
+from rooftile.integrations.step_products import KeptWorkspace
 
 
 def norm(x, out):
@@ -71,3 +72,22 @@ def test_lists_within_lists():
     z.fill_(7)
     outer.run()
     assert_bits_equal(z, rt.rms_norm(y, eps=1e-5))
+
+
+def test_kept_workspace_grows_and_lets_none_go():
+    like, space = torch.empty(0, dtype=torch.float16), KeptWorkspace()
+    first = space("linear", like, 100)
+    assert first.nbytes >= 100 and first.dtype == like.dtype
+    first.fill_(7)
+    assert space("linear", like, 40) is first
+    larger = space("linear", like, 1001)
+    assert larger.nbytes >= 1001 and space("linear", like, 100) is larger
+    place = first.data_ptr()
+    del first
+    assert all(torch.empty(50, dtype=torch.float16).data_ptr() != place for _ in range(20))
+
+
+@pytest.mark.skipif("cuda" in cases.devices(), reason="graphs of a GPU: test_step_graph.py")
+def test_a_cuda_graph_needs_a_gpu():
+    with pytest.raises(rt.RooftileError, match="CudaGraph"):
+        _C.CudaGraph(0)

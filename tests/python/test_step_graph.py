@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of an accelerated model on a GPU: CUDA graphs of the program, over caches that come, grow and go."""
 
+import concurrent.futures
 import copy
+import functools
 import gc
 import itertools
 import json
@@ -13,6 +15,7 @@ import cases
 import pytest
 import rooftile as rt
 import torch
+from rooftile import _C
 from rooftile.bench import e2e
 from rooftile.cli import main
 from rooftile.integrations._models import CACHE
@@ -122,6 +125,63 @@ def test_a_whole_model(small_shapes, tmp_path):
         (n, b) for n in e2e.rows_on("cuda", ["bit"]) for b in (1, 3)
     ]
     assert all(row["ms_per_token"] > 0 and row["peak_gib"] > 0 for row in rows)
+
+
+def test_other_threads_draw_random_numbers_while_a_graph_is_captured(captures, monkeypatch):
+    """torch.cuda.CUDAGraph takes torch's generator into its capture: another thread's torch.multinomial then fails."""
+    drawn = []
+    model = make("cuda", weights="w4a16", kv_cache="int4-kivi")
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+
+        def draw():
+            drawn.append(other.submit(lambda: float(torch.rand(9, device="cuda").sum())).result())
+
+        make_calls = StepGraph._make_calls
+
+        def make_calls_and_draw(self, capacity):
+            make_calls(self, capacity)
+            self._calls.insert(1, functools.partial(draw))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StepGraph, "_make_calls", make_calls_and_draw)
+            found = text(model, new_cache(model, "int4-kivi"))
+    assert captures == [1] and len(drawn) == 2 and all(0 < x < 9 for x in drawn)  # the first step and the capture
+    assert torch.equal(found, text(model, new_cache(model, "int4-kivi")))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_workspace_of_a_graph_stays_its_own(batch, captures):
+    """Products in splits and attention borrow memory, which must not go to what others make between two steps."""
+    model = make("cuda", weights="w4a16", kv_cache="int4-kivi", hidden_size=1024, intermediate_size=4096)
+
+    def litter(n):
+        for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22):
+            torch.full((size,), float("nan"), device="cuda")
+
+    found = text(model, new_cache(model, "int4-kivi"), batch=batch, after=litter)
+    assert captures == [batch]
+    rt.accelerate(model, kv_cache=None, cuda_graphs=False)
+    assert torch.equal(found, text(model, new_cache(model, "int4-kivi"), batch=batch))
+
+
+def test_a_failed_capture_leaves_the_stream_usable():
+    graph, x = _C.CudaGraph(0), torch.zeros(4, device="cuda")
+
+    def fail():
+        raise ValueError("not this one")
+
+    with pytest.raises(rt.errors.ArgumentError, match="CudaGraph: launch needs a graph, got none"):
+        graph.launch(0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(graph.stream)):
+        with pytest.raises(ValueError, match="not this one"):
+            graph.capture([functools.partial(x.add_, 1), fail])
+        assert graph.capture([functools.partial(x.add_, 1), lambda: 7])[1] == 7
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        graph.launch(stream.cuda_stream)
+    stream.synchronize()
+    assert x.tolist() == [3, 3, 3, 3]
 
 
 def test_without_cuda_graphs(captures):

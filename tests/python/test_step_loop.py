@@ -36,8 +36,8 @@ def make(device, family="Llama", kv_cache="int8", weights=None, dtype=None, **op
 
 
 def prompt(device, batch=2, length=37):
-    torch.manual_seed(1)
-    ids = torch.randint(3, 300, (batch, length), device=device)
+    seed = torch.Generator(device).manual_seed(1)  # its own: other threads make prompts, too
+    ids = torch.randint(3, 300, (batch, length), device=device, generator=seed)
     mask = torch.ones_like(ids)
     mask[-1, : length // 4] = 0
     return {"input_ids": ids, "attention_mask": mask}

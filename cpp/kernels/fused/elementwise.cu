@@ -13,6 +13,8 @@
 // Sync: softmax: warps' partial results -> shared memory -> all warps. Outputs may alias inputs: a thread writes only
 // elements that it alone reads, after it has read them. All lanes of a row read merge's lse, so it is written after a
 // __syncwarp.
+#include <utility>
+
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/fused/traits.cuh"
@@ -67,13 +69,13 @@ void with_gated(Gate gate, F&& f) {
 struct SoftmaxParams {
   Rows x, y;
   std::int64_t rows, n;
-  int lanes;
+  int lanes, stride;  // of the RowPlan
 };
 
 template <class T>
 constexpr std::uint16_t minus_infinity = std::is_same_v<T, half> ? 0xfc00 : 0xff80;
 
-template <class T, int vecs, bool vector>
+template <class T, int vecs, int coarsening, bool vector>
 __global__ __launch_bounds__(row_threads, SoftmaxTraits<vecs, vector>::ctas_per_sm) void softmax_rows(
     const __grid_constant__ SoftmaxParams p) {
   __shared__ WarpPartials maxima[1], sums[1];
@@ -81,31 +83,34 @@ __global__ __launch_bounds__(row_threads, SoftmaxTraits<vecs, vector>::ctas_per_
   const RowThread at = row_thread(p.lanes, blockIdx.x);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
-  const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
+  const auto first = [&](int k) { return first_element<coarsening>(at, p.lanes, p.stride, k); };
   const Row x = row_at(p.x, row), y = row_at(p.y, row);
   wait_for_previous_kernel();
   uint4 raw[vecs];  // (vecs) vectors of 8 elements; elements past the row's end are -inf, their exponentials 0
 #pragma unroll
   for (int k = 0; k < vecs; ++k) raw[k] = load_vec<vector>(x, first(k), n, minus_infinity<T>);
-  float highest[1] = {Max::identity};  // (1), as reduce_row takes it
-  Floats e[vecs];                      // (vecs, 8) x, then exp(x - max)
+  float highest[coarsening][1], total[coarsening][1] = {};  // as reduce_row takes them
+#pragma unroll
+  for (int c = 0; c < coarsening; ++c) highest[c][0] = Max::identity;
+#pragma unroll
+  for (int k = 0; k < vecs; ++k) {
+    const Floats x_k = to_floats<T>(raw[k]);
+#pragma unroll
+    for (int i = 0; i < vec_size; ++i) highest[k % coarsening][0] = fmaxf(highest[k % coarsening][0], x_k.at[i]);
+    keep_packed(raw[k]);
+  }
+  reduce_row(highest, p.lanes, maxima, Max{});
+  Floats e[vecs];  // (vecs, 8) exp(x - max)
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
     e[k] = to_floats<T>(raw[k]);
-#pragma unroll
-    for (int i = 0; i < vec_size; ++i) highest[0] = fmaxf(highest[0], e[k].at[i]);
-  }
-  reduce_row(highest, p.lanes, maxima, Max{});
-  float total[1] = {};  // (1), as reduce_row takes it
-#pragma unroll
-  for (int k = 0; k < vecs; ++k) {
     float part = 0;
 #pragma unroll
-    for (int i = 0; i < vec_size; ++i) part += e[k].at[i] = expf(e[k].at[i] - highest[0]);
-    total[0] += part;
+    for (int i = 0; i < vec_size; ++i) part += e[k].at[i] = expf(e[k].at[i] - highest[0][0]);
+    total[k % coarsening][0] += part;
   }
   reduce_row(total, p.lanes, sums, Sum{});
-  const float scale = 1.0f / total[0];
+  const float scale = 1.0f / total[0][0];
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
 #pragma unroll
@@ -136,13 +141,13 @@ __global__ __launch_bounds__(row_threads) void softmax_long_rows(const __grid_co
     total = fmaf(total, expf(highest - base), part);
     highest = top;
   }
-  float maximum[1] = {highest};  // (1), as reduce_row takes it
+  float maximum[1][1] = {{highest}};  // as reduce_row takes it
   reduce_row(maximum, p.lanes, maxima, Max{});
-  const float top = maximum[0];
+  const float top = maximum[0][0];
   // A thread that saw only -inf keeps its total (0 or NaN) unscaled. A row of only -inf must become NaN.
-  float sum[1] = {highest == Max::identity && top != Max::identity ? total : total * expf(highest - top)};
+  float sum[1][1] = {{highest == Max::identity && top != Max::identity ? total : total * expf(highest - top)}};
   reduce_row(sum, p.lanes, sums, Sum{});
-  const float scale = 1.0f / sum[0];
+  const float scale = 1.0f / sum[0][0];
   for (std::int64_t first = begin; first < p.n; first += step) {
     Floats v = to_floats<T>(load_vec<vector>(x, first, p.n));
 #pragma unroll
@@ -152,10 +157,11 @@ __global__ __launch_bounds__(row_threads) void softmax_long_rows(const __grid_co
 }
 
 template <class T, bool vector, class F>
-void with_softmax(int vecs, F&& f) {
-  if (vecs == 2) f(softmax_rows<T, 2, vector>);
-  else if (vecs == 4) f(softmax_rows<T, 4, vector>);
-  else f(softmax_long_rows<T, vector>);
+void with_softmax(int vecs, int coarsening, F&& f) {
+  if (vecs == 2) f(softmax_rows<T, 2, 1, vector>);
+  else if (vecs == 0) f(softmax_long_rows<T, vector>);
+  else if (!vector || coarsening == 1) f(softmax_rows<T, 4, 1, vector>);
+  else f(softmax_rows < T, 4, vector ? 2 : 1, vector >);
 }
 
 // ---------------------------------------------------------------- merge
@@ -228,15 +234,16 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
 
 KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y) {
   const DeviceScope scope("softmax", ctx);
-  const RowPlan plan = plan_row(x.last());
-  const SoftmaxParams p = {.x = rows_of(x), .y = rows_of(y), .rows = x.rows(), .n = x.last(), .lanes = plan.lanes};
-  const std::int64_t ctas = x.numel() == 0 ? 0 : (p.rows + plan.rows() - 1) / plan.rows();
+  SoftmaxParams p = {.x = rows_of(x), .y = rows_of(y), .rows = x.numel() == 0 ? 0 : x.rows(), .n = x.last()};
   with_element16(x.dtype, [&](auto e) {
     with_vector(
         p.n,
         [&](auto vector) {
-          with_softmax<decltype(e), vector>(
-              plan.vecs, [&](auto kernel) { scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous); });
+          const RowPlan plan = plan_rows<vector>(p.n, p.rows, scope.sms());
+          p.lanes = plan.lanes, p.stride = plan.stride;
+          with_softmax<decltype(e), vector>(plan.vecs, plan.coarsening(), [&](auto kernel) {
+            scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p, Overlap::with_previous);
+          });
         },
         p.x, p.y);
   });
@@ -277,7 +284,8 @@ void load_elementwise_kernels(const char* op) {
   for_all([&](auto e, auto vector) {
     using T = decltype(e);
     for (Gate gate : {Gate::silu, Gate::gelu_tanh, Gate::gelu_erf}) with_gated<T, vector>(gate, load);
-    for (int vecs : {0, 2, 4}) with_softmax<T, vector>(vecs, load);
+    for (const auto& [vecs, coarsening] : {std::pair(0, 1), {2, 1}, {4, 1}, {4, 2}})
+      with_softmax<T, vector>(vecs, coarsening, load);
     load(merge_rows<T, vector>);
   });
 }

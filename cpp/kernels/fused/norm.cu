@@ -7,9 +7,10 @@
 // CTAs and heads of k as rows of the others.
 // 1 to 32 lanes of a warp reduce a row up to N = 1024 (a CTA holds several rows); a CTA reduces a longer row. A thread
 // keeps its 16 or 32 elements packed in registers, so up to N = 16384 a row is read once; longer rows are read again,
-// from L2. All loads of a row are issued before the first value is used. With few rows (at most a CTA an SM) those of
-// weights and biases are issued with them; else their registers would cost a CTA an SM: rms_norm loads its weights
-// while the row is reduced, layer_norm afterwards.
+// from L2. With many rows a thread does the work of two (coarsening); the sums stay the same. All loads of a row are
+// issued before the first value is used. With few rows (at most a CTA an SM) those of weights and biases are issued
+// with them; else their registers would cost a CTA an SM: rms_norm loads its weights while the row is reduced,
+// layer_norm afterwards.
 // Bytes: 4 an element, 8 with the residual. Flops: 4 to 9 an element. Many rows are bound by memory: rms_norm and
 // layer_norm are separate kernels, because the instructions of the mean would keep rows of 4096 elements below that
 // bound.
@@ -20,6 +21,8 @@
 // mean, so rows far from zero keep their digits. N alone fixes the order of every sum.
 // Sync: warps' partial sums -> shared memory -> all warps, once for the mean and once for both sums of deviations. y
 // and res may alias x or residual: a thread writes only elements that it alone reads, after it has read them.
+#include <utility>
+
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
 #include "kernels/fused/traits.cuh"
@@ -38,8 +41,8 @@ struct NormParams {
   Rows x, residual, y, res;
   Table weight, bias;
   std::int64_t rows, n;
-  int lanes;
   float eps, weight_offset;
+  int lanes, stride;  // of the RowPlan
 };
 
 struct Moments {
@@ -64,13 +67,13 @@ __device__ __forceinline__ float sum(const Floats& x) {  // elements past the ro
 }
 
 // This thread's sums of the squares of the deviations from the mean and, with a mean, of the deviations.
-template <bool subtract_mean>
+template <bool subtract_mean, int coarsening = 1>
 struct Deviations {
-  float sums[1 + subtract_mean] = {};  // squares; deviations
+  float sums[coarsening][1 + subtract_mean] = {};  // squares; deviations
 
-  // x: a vector of which `left` elements lie inside the row; the others are zero.
+  // x: vector k of the thread, of which `left` elements lie inside the row; the others are zero.
   template <bool vector, class Index>
-  __device__ __forceinline__ void add(const Floats& x, float mean, Index left) {
+  __device__ __forceinline__ void add(const Floats& x, float mean, Index left, int k = 0) {
     float deviations = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < vec_size; ++i) {
@@ -78,15 +81,15 @@ struct Deviations {
       deviations += d;
       squares = fmaf(d, d, squares);
     }
-    sums[0] += squares;
-    if constexpr (subtract_mean) sums[1] += deviations;
+    sums[k % coarsening][0] += squares;
+    if constexpr (subtract_mean) sums[k % coarsening][1] += deviations;
   }
   // After the sums of all threads of the row are reduced.
   __device__ __forceinline__ Moments moments(const NormParams& p, float mean) const {
     const float n = static_cast<float>(p.n);
     float error = 0;
-    if constexpr (subtract_mean) error = sums[1] / n;
-    const float variance = sums[0] / n - error * error;
+    if constexpr (subtract_mean) error = sums[0][1] / n;
+    const float variance = sums[0][0] / n - error * error;
     return {mean, error, rsqrtf((variance < 0 ? 0.0f : variance) + p.eps)};  // unlike fmaxf, the comparison keeps a NaN
   }
 };
@@ -119,14 +122,14 @@ __device__ __forceinline__ uint4 normalized(const NormParams& p, uint4 s, const 
 }
 
 // The rows of CTA `cta` of the norm.
-template <class T, int vecs, bool subtract_mean, Tables tables, bool vector>
+template <class T, int vecs, int coarsening, bool subtract_mean, Tables tables, bool vector>
 __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) {
   __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
   let_next_kernel_start();
   const RowThread at = row_thread(p.lanes, cta);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
-  const auto first = [&](int k) { return (at.thread + k * p.lanes) * vec_size; };
+  const auto first = [&](int k) { return first_element<coarsening>(at, p.lanes, p.stride, k); };
   if (cta == 0) {
 #pragma unroll
     for (int k = 0; k < vecs; ++k) {
@@ -162,19 +165,19 @@ __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) 
 
   float mean = 0;
   if constexpr (subtract_mean) {
-    float total[1] = {};  // (1), as reduce_row takes it
+    float total[coarsening][1] = {};  // as reduce_row takes it
 #pragma unroll
     for (int k = 0; k < vecs; ++k) {
-      total[0] += sum(to_floats<T>(s[k]));
+      total[k % coarsening][0] += sum(to_floats<T>(s[k]));
       keep_packed(s[k]);
     }
     reduce_row(total, p.lanes, of_mean, Sum{});
-    mean = total[0] / static_cast<float>(p.n);
+    mean = total[0][0] / static_cast<float>(p.n);
   }
-  Deviations<subtract_mean> d;
+  Deviations<subtract_mean, coarsening> d;
 #pragma unroll
   for (int k = 0; k < vecs; ++k) {
-    d.template add<vector>(to_floats<T>(s[k]), mean, n - first(k));
+    d.template add<vector>(to_floats<T>(s[k]), mean, n - first(k), k);
     keep_packed(s[k]);
   }
   if constexpr (tables == Tables::while_reducing) load_weights();
@@ -200,10 +203,10 @@ __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) 
         normalized<T, subtract_mean>(p, s[k], m, [&] { return weight_of(k); }, [&] { return bias_of(k); }));
 }
 
-template <class T, int vecs, bool subtract_mean, Tables tables, bool vector>
+template <class T, int vecs, int coarsening, bool subtract_mean, Tables tables, bool vector>
 __global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas_per_sm) void norm_rows(
     const __grid_constant__ NormParams p) {
-  norm_rows_of<T, vecs, subtract_mean, tables, vector>(p, blockIdx.x);
+  norm_rows_of<T, vecs, coarsening, subtract_mean, tables, vector>(p, blockIdx.x);
 }
 
 struct NormPairParams {
@@ -214,8 +217,8 @@ template <class T, int vecs, Tables tables, bool vector>
 __global__ __launch_bounds__(pair_threads, NormPairTraits<vecs, tables, vector>::ctas_per_sm) void norm_row_pair(
     const __grid_constant__ NormPairParams p) {
   const bool is_second = blockIdx.x >= p.first_ctas;
-  norm_rows_of<T, vecs, false, tables, vector>(is_second ? p.second : p.first,
-                                               blockIdx.x - (is_second ? p.first_ctas : 0));
+  norm_rows_of<T, vecs, 1, false, tables, vector>(is_second ? p.second : p.first,
+                                                  blockIdx.x - (is_second ? p.first_ctas : 0));
 }
 
 // One CTA a row that does not fit in registers: one pass over the row for each statistic, and one to write.
@@ -236,11 +239,11 @@ __global__ __launch_bounds__(row_threads) void norm_long_rows(const __grid_const
   }
   float mean = 0;
   if constexpr (subtract_mean) {
-    float total[1] = {};  // (1), as reduce_row takes it
+    float total[1][1] = {};  // as reduce_row takes it
 #pragma unroll 4
-    for (std::int64_t i = begin; i < p.n; i += step) total[0] += sum(to_floats<T>(load_vec<vector>(s, i, p.n)));
+    for (std::int64_t i = begin; i < p.n; i += step) total[0][0] += sum(to_floats<T>(load_vec<vector>(s, i, p.n)));
     reduce_row(total, p.lanes, of_mean, Sum{});
-    mean = total[0] / static_cast<float>(p.n);
+    mean = total[0][0] / static_cast<float>(p.n);
   }
   Deviations<subtract_mean> d;
 #pragma unroll 4
@@ -256,12 +259,13 @@ __global__ __launch_bounds__(row_threads) void norm_long_rows(const __grid_const
 }
 
 // Calls f(kernel) for one dtype: the kernel whose threads hold `vecs` vectors of a row in registers. Rows that are
-// loaded element by element have no kernel of their own for few rows.
+// loaded element by element have no kernels of their own for few rows, and none with coarsening.
 template <class T, bool vector, class F>
-void with_kernel(int vecs, bool subtract_mean, bool few_rows, F&& f) {
+void with_kernel(int vecs, int coarsening, bool subtract_mean, bool few_rows, F&& f) {
   const auto with_tables = [&](auto mean, auto tables) {
-    if (vecs == 2) f(norm_rows<T, 2, mean, tables, vector>);
-    else f(norm_rows<T, 4, mean, tables, vector>);
+    if (vecs == 2) f(norm_rows<T, 2, 1, mean, tables, vector>);
+    else if (!vector || coarsening == 1) f(norm_rows<T, 4, 1, mean, tables, vector>);
+    else f(norm_rows < T, 4, vector ? 2 : 1, mean, tables, vector >);
   };
   const auto choose = [&](auto mean) {
     using Early = std::integral_constant<Tables, Tables::with_row>;
@@ -287,7 +291,7 @@ void with_pair_kernel(int vecs, bool few_rows, F&& f) {
   else with_tables(Late{});
 }
 
-NormParams norm_params(const NormArgs& a, const RowPlan& plan) {
+NormParams norm_params(const NormArgs& a) {
   if (a.x.numel() == 0) return {.rows = 0};
   return {.x = rows_of(a.x),
           .residual = rows_of(a.residual),
@@ -297,26 +301,29 @@ NormParams norm_params(const NormArgs& a, const RowPlan& plan) {
           .bias = table_of(a.bias),
           .rows = a.x.rows(),
           .n = a.x.last(),
-          .lanes = plan.lanes,
           .eps = a.eps,
           .weight_offset = a.weight_offset};
 }
-std::int64_t ctas_of(const NormParams& p, const RowPlan& plan) { return (p.rows + plan.rows() - 1) / plan.rows(); }
+// Divides the rows by a plan, and returns their CTAs.
+std::int64_t divide_rows(NormParams& p, const RowPlan& plan) {
+  p.lanes = plan.lanes, p.stride = plan.stride;
+  return (p.rows + plan.rows() - 1) / plan.rows();
+}
 
 }  // namespace
 
 KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
   const DeviceScope scope(op, ctx);
-  const RowPlan plan = plan_row(a.x.last());
-  const NormParams p = norm_params(a, plan);
-  const std::int64_t ctas = ctas_of(p, plan);
+  NormParams p = norm_params(a);
   with_element16(a.x.dtype, [&](auto e) {
     with_vector(
         p.n,
         [&](auto vector) {
-          with_kernel<decltype(e), vector>(plan.vecs, a.subtract_mean, ctas <= scope.sms(), [&](auto kernel) {
-            scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous);
-          });
+          const RowPlan plan = plan_rows<vector>(a.x.last(), p.rows, scope.sms());
+          const std::int64_t ctas = divide_rows(p, plan);
+          with_kernel<decltype(e), vector>(
+              plan.vecs, plan.coarsening(), a.subtract_mean, ctas <= scope.sms(),
+              [&](auto kernel) { scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous); });
         },
         p.x, p.residual, p.y, p.res, p.weight, p.bias);
   });
@@ -326,8 +333,8 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
 KernelName norm_pair(const char* op, const Context& ctx, const NormArgs& first, const NormArgs& second) {
   const DeviceScope scope(op, ctx);
   const RowPlan plan = plan_row(first.x.last());
-  NormPairParams p = {.first = norm_params(first, plan), .second = norm_params(second, plan)};
-  const std::int64_t first_ctas = ctas_of(p.first, plan), ctas = first_ctas + ctas_of(p.second, plan);
+  NormPairParams p = {.first = norm_params(first), .second = norm_params(second)};
+  const std::int64_t first_ctas = divide_rows(p.first, plan), ctas = first_ctas + divide_rows(p.second, plan);
   p.first_ctas = static_cast<unsigned>(first_ctas);
   with_element16(first.x.dtype, [&](auto e) {
     with_vector(
@@ -351,13 +358,13 @@ void load_norm_kernels(const char* op) {
       with_pair_kernel<bf16, true>(vecs, few_rows, load);
       with_pair_kernel<bf16, false>(vecs, few_rows, load);
     }
-  for (int vecs : {0, 2, 4})
-    for (bool subtract_mean : {false, true})
-      for (bool few_rows : {false, true}) {
-        with_kernel<half, true>(vecs, subtract_mean, few_rows, load);
-        with_kernel<half, false>(vecs, subtract_mean, few_rows, load);
-        with_kernel<bf16, true>(vecs, subtract_mean, few_rows, load);
-        with_kernel<bf16, false>(vecs, subtract_mean, few_rows, load);
+  for (bool subtract_mean : {false, true})
+    for (bool few_rows : {false, true})
+      for (const auto& [vecs, coarsening] : {std::pair(0, 1), {2, 1}, {4, 1}, {4, 2}}) {
+        with_kernel<half, true>(vecs, coarsening, subtract_mean, few_rows, load);
+        with_kernel<half, false>(vecs, coarsening, subtract_mean, few_rows, load);
+        with_kernel<bf16, true>(vecs, coarsening, subtract_mean, few_rows, load);
+        with_kernel<bf16, false>(vecs, coarsening, subtract_mean, few_rows, load);
       }
 }
 

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from rooftile import _C
-from rooftile._calls import ran, record_kernels
+from rooftile._calls import ran
 from rooftile.integrations.step_calls import StepCalls
 from rooftile.integrations.step_program import run_calls
 
@@ -50,7 +50,7 @@ class StepGraph(StepCalls):
         if self._graph is None:
             self._kernels = run_calls(self._calls)
         else:
-            self._graph.replay()
+            self._graph.launch(self.program.stream.cuda_stream)
         ran(*self._kernels)
         return self._logits
 
@@ -62,14 +62,8 @@ class StepGraph(StepCalls):
         self.program.stream = stream
 
     def _capture(self):
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.program.device)
-        aside = torch.cuda.Stream(self.program.device)  # a graph is not captured on the default stream
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside), record_kernels():
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                run_calls(self._calls)
-            finally:
-                graph.capture_end()
-        here.wait_stream(aside)
+        device = self.program.device
+        graph = _C.CudaGraph(device.index)
+        with torch.cuda.stream(torch.cuda.ExternalStream(graph.stream, device)):
+            graph.capture(self._calls)
         self._graph = graph

@@ -19,26 +19,41 @@ _LINE, _MEMORY = 64, 32 << 20  # bytes of a cache line, and at least of a memory
 _MATMULS = {4: _C.w4a16_matmul, 8: _C.w8a16_matmul}
 
 
+class KeptWorkspace:
+    """`workspace` of bindings for calls that run one after another, and for CUDA graphs of them: its memory stays."""
+
+    keeps_memory = True  # else bindings ask torch, without Python, for memory of one call
+
+    def __init__(self):
+        self._arrays = []  # the last one is the largest; graphs may have the others
+
+    def __call__(self, op, like, size):
+        if not self._arrays or self._arrays[-1].nbytes < size:
+            self._arrays.append(workspace(op, like, size))
+        return self._arrays[-1]
+
+
 @dataclasses.dataclass
 class Product:
     """x W^T + bias of one nn.Linear, W4Linear or W8Linear.
 
     arrays: (weight [N, K],) or the packed arrays. weight: None or the packed weight. bias: [N] or None.
-    batch_invariant: of a packed one.
+    batch_invariant: of a packed one. workspace: as of the bindings.
     """
 
     arrays: tuple
     weight: object
     bias: object
     batch_invariant: bool = False
+    workspace: object = workspace
 
     @classmethod
-    def of(cls, linear):
+    def of(cls, linear, **options):
         if isinstance(linear, PackedLinear):
             arrays = tuple(linear._buffers.get(name) for name in ARRAYS)
-            return cls(arrays, linear.weight, linear.bias, linear.batch_invariant)
+            return cls(arrays, linear.weight, linear.bias, linear.batch_invariant, **options)
         if type(linear) is torch.nn.Linear:
-            return cls((linear.weight,), None, linear.bias)
+            return cls((linear.weight,), None, linear.bias, **options)
         raise NotSupportedError(
             f"model: no step program of a {type(linear).__name__}; expected nn.Linear, W4Linear or W8Linear"
         )
@@ -51,9 +66,9 @@ class Product:
         """What computes it when it is called: out [batch, N] of x [batch, K]."""
         if self.packed:
             function, weight = _MATMULS[self.weight.BITS], self.weight._handle
-            rest = (self.batch_invariant, workspace, None, None)
+            rest = (self.batch_invariant, self.workspace, None, None)
         else:
-            function, weight, rest = _C.linear, self.arrays[0], (workspace, None, None)
+            function, weight, rest = _C.linear, self.arrays[0], (self.workspace, None, None)
         return functools.partial(function, x, weight, self.bias, activation, residual, out, *rest)
 
 
@@ -74,7 +89,7 @@ def joined(products):
         n = sum(p.weight.shape[0] for p in products)
         layout = {**first.weight.layout, "shape": (n, first.weight.shape[1])}
         weight = type(first.weight)(*arrays[:3], **layout)
-    return Product(tuple(arrays), weight, bias, first.batch_invariant)
+    return Product(tuple(arrays), weight, bias, first.batch_invariant, first.workspace)
 
 
 def put_side_by_side(linears):

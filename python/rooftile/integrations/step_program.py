@@ -18,11 +18,10 @@ import torch.nn.modules.module as _modules
 from transformers.activations import ACT2FN
 
 from rooftile import _C
-from rooftile._arrays import workspace
 from rooftile.errors import NotSupportedError
 from rooftile.gemm import ARRAYS
 from rooftile.integrations._models import head_dim as head_dim_of
-from rooftile.integrations.step_products import Product, joined
+from rooftile.integrations.step_products import KeptWorkspace, Product, joined
 from rooftile.nn import PackedLinear
 
 
@@ -134,6 +133,7 @@ class StepProgram:
         self.batch, self.cuda_graphs = batch, cuda_graphs
         self.stream = None  # of a GPU, on which the latest step was queued
         self._table = None  # of rotation_table()
+        self._workspace = KeptWorkspace()
         with torch.inference_mode(False):  # so that steps in and out of it may write the buffers
             self._record(model)
         self._seen = tuple(zip(*self._checks, strict=True))
@@ -295,7 +295,7 @@ class StepProgram:
         """The Product of a layer whose weight is [outputs, inputs]."""
         bias = self._tensor(linear, "bias")
         self._has_shape(linear, None if bias is None else bias.shape, outputs)
-        product = Product.of(linear)
+        product = Product.of(linear, workspace=self._workspace)
         if product.packed:
             self._value(linear, "batch_invariant")
             for name in ARRAYS:
@@ -466,7 +466,7 @@ class StepProgram:
             calls += before
             cos, sin = rotation[2 * which : 2 * which + 2]
             rope = (q, k, v, cos, sin, positions, cache, None, None, q, None, None)
-            attend = (q, cache, out, None, None, None, scale, window, softcap, None, workspace, None, None)
+            attend = (q, cache, out, None, None, None, scale, window, softcap, None, self._workspace, None, None)
             calls += functools.partial(_C.rope_append, *rope), functools.partial(_C.decode_attention, *attend)
             calls += behind
         calls += self._last

@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <limits>
 #include <random>
+#include <set>
 #include <type_traits>
 #include <vector>
 
@@ -124,6 +125,32 @@ TEST(Rows, APlanHoldsTheRow) {
     ASSERT_EQ(plan.vecs == 0, n > 16384);
     if (plan.vecs) { ASSERT_GE(std::int64_t{plan.vecs} * vec_size * plan.lanes, n); }
   }
+}
+
+// The vectors of threads t and t + lanes of the plan are those of thread t once it is coarsened, in their order.
+TEST(Rows, ACoarsenedThreadHoldsTheVectorsOfTwo) {
+  for (std::int64_t n = 1025; n <= 8192; n += 61) {
+    const RowPlan plan = plan_row(n), half = coarsened(plan);
+    SCOPED_TRACE(n);
+    ASSERT_EQ(half.coarsening(), 2);
+    ASSERT_EQ(plan.coarsening(), 1);
+    std::vector<int> seen;
+    for (int thread = 0; thread < half.lanes; ++thread)
+      for (int c = 0; c < 2; ++c) {
+        const int of = thread + c * half.lanes;
+        for (int k = 0; k < plan.vecs; ++k) {
+          const int first = first_element<2>({0, thread}, half.lanes, half.stride, 2 * k + c);
+          if (of < plan.lanes) {
+            ASSERT_EQ(first, first_element<1>({0, of}, plan.lanes, plan.stride, k));
+            seen.push_back(first);
+          } else {
+            ASSERT_GE(first, n);
+          }
+        }
+      }
+    ASSERT_EQ(std::set<int>(seen.begin(), seen.end()).size(), static_cast<std::size_t>(plan.vecs * plan.lanes));
+  }
+  for (std::int64_t n : {1, 512, 1024, 8193, 16384, 16385}) ASSERT_EQ(coarsened(plan_row(n)).coarsening(), 1);
 }
 
 struct Quotient {

@@ -187,14 +187,22 @@ TEST_F(Tile, LoadsOfFourTiles) {
     }
 }
 
-__global__ void reduce_rows(const float* x, float* sums, float* maxima, int lanes) {  // one row of 512 at most
+// One row of n <= 512, of several where lanes are fewer.
+template <int coarsening>
+__global__ void reduce_rows(const float* x, float* sums, float* maxima, int lanes, int n) {
   __shared__ WarpPartials of_sums[2], of_maxima[1];
-  const int i = static_cast<int>(threadIdx.x);
-  float sum[2] = {x[i], -x[i]}, maximum[1] = {x[i]};
+  float sum[coarsening][2], maximum[coarsening][1];
+  for (int c = 0; c < coarsening; ++c) {
+    const int i = static_cast<int>(threadIdx.x + c * blockDim.x);
+    sum[c][0] = i < n ? x[i] : 0.0f;
+    sum[c][1] = -sum[c][0];
+    maximum[c][0] = i < n ? x[i] : Max::identity;
+  }
   reduce_row(sum, lanes, of_sums, Sum{});
   reduce_row(maximum, lanes, of_maxima, Max{});
-  sums[i] = sum[0] + (sum[0] == -sum[1] ? 0.0f : INFINITY);
-  maxima[i] = maximum[0];
+  const int i = static_cast<int>(threadIdx.x);
+  sums[i] = sum[0][0] + (sum[0][0] == -sum[0][1] ? 0.0f : INFINITY);
+  maxima[i] = maximum[0][0];
 }
 // The butterfly over n values, the farthest ones first; n is a power of two.
 float butterfly(std::vector<float> x) {
@@ -210,7 +218,7 @@ TEST_F(Tile, ReduceRow) {
   for (const int threads : {32, 96, 256, most})
     for (const int lanes : {1, 4, 32, threads}) {
       if (threads < lanes) continue;
-      reduce_rows<<<1, threads>>>(x.data, sums.data, maxima.data, lanes);
+      reduce_rows<1><<<1, threads>>>(x.data, sums.data, maxima.data, lanes, threads);
       ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
       for (int row = 0; row < threads / lanes; ++row) {
         const auto values = [&](int first, int n) { return std::vector<float>(x.data + first, x.data + first + n); };
@@ -230,12 +238,28 @@ TEST_F(Tile, ReduceRow) {
     }
 }
 
+// Half the threads, each for two: the same bits, of an odd number of warps too.
+TEST_F(Tile, ACoarsenedCtaReducesToTheSameBits) {
+  constexpr int most = 512;
+  const Shared<float> x(most), sums(most), maxima(most), coarse_sums(most), coarse_maxima(most);
+  for (std::size_t i = 0; i < most; ++i) x[i] = 1.0f / (1.0f + static_cast<float>(i * 91 % most)) - 0.2f;
+  for (const int threads : {96, 256, 352, most}) {
+    const int half = (threads / 2 + 31) / 32 * 32;
+    launch(reduce_rows<1>, threads, x.data, sums.data, maxima.data, threads, threads);
+    launch(reduce_rows<2>, half, x.data, coarse_sums.data, coarse_maxima.data, half, threads);
+    for (std::size_t i = 0; i < static_cast<std::size_t>(half); ++i) {
+      ASSERT_EQ(coarse_sums[i], sums[0]) << threads << " threads, thread " << i;
+      ASSERT_EQ(coarse_maxima[i], maxima[0]) << threads << " threads, thread " << i;
+    }
+  }
+}
+
 // Group i of 4 lanes has a NaN in its lane i % 4, the last group nothing else.
 TEST_F(Tile, TheMaximumIgnoresNaN) {
   constexpr float nan = std::numeric_limits<float>::quiet_NaN();
   const Shared<float> x(32), sums(32), maxima(32);
   for (std::size_t i = 0; i < x.n; ++i) x[i] = i % 4 == i / 4 % 4 || i >= 28 ? nan : -10.0f - static_cast<float>(i);
-  launch(reduce_rows, 32, x.data, sums.data, maxima.data, 4);
+  launch(reduce_rows<1>, 32, x.data, sums.data, maxima.data, 4, 32);
   for (std::size_t i = 0; i < 28; ++i) {
     const std::size_t group = i / 4;
     EXPECT_EQ(maxima[i], -10.0f - static_cast<float>(4 * group + (group % 4 == 0)));
