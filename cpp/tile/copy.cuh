@@ -10,14 +10,19 @@
 
 namespace rooftile::tile {
 
-// Loads data that the CTA reads once, without allocating an L1 line. The load is coherent: the same launch may write
-// these bytes later. CuTe has such a load for sm_100 alone, and CUDA's __ldcg may move across the wait of PDL.
+// Loads data that the CTA reads once. in_l1: allocates L1 lines. The load is coherent: the same launch may write these
+// bytes later. CuTe has such a load for sm_100 alone, and CUDA's __ldcg may move across the wait of PDL.
+template <bool in_l1 = false>
 __device__ __forceinline__ uint4 load_once(const void* from) {
   uint4 x;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from)
-               : "memory");
+#define ROOFTILE_LOAD(priority)                                       \
+  asm volatile("ld.global" priority ".v4.u32 {%0, %1, %2, %3}, [%4];" \
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)           \
+               : "l"(from)                                            \
+               : "memory")
+  if constexpr (in_l1) ROOFTILE_LOAD("");
+  else ROOFTILE_LOAD(".L1::no_allocate");
+#undef ROOFTILE_LOAD
   return x;
 }
 

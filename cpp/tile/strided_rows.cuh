@@ -84,13 +84,13 @@ __device__ __forceinline__ bool inside(int i, Index left) {
 // Eight NaNs, of fp16 and of bf16.
 __device__ __forceinline__ uint4 quiet_nans() { return {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu}; }
 
-// Loads elements [first, first + 8) of a row of n; elements past the row's end are `fill`. Index: int where n is known
-// to be small.
-template <bool vector, class Index>
+// Loads elements [first, first + 8) of a row of n; elements past the row's end are `fill`. in_l1: as of load_once.
+// Index: int where n is known to be small.
+template <bool vector, bool in_l1 = false, class Index>
 __device__ __forceinline__ uint4 load_vec(const Row& row, Index first, Index n, std::uint16_t fill = 0) {
   if constexpr (vector) {
     const std::uint32_t pair = fill | fill << 16;
-    return first < n ? load_once(row.data + first) : uint4{pair, pair, pair, pair};
+    return first < n ? load_once<in_l1>(row.data + first) : uint4{pair, pair, pair, pair};
   } else {
     std::uint32_t x[vec_size];  // one element a register
 #pragma unroll

@@ -57,15 +57,17 @@ def accelerate(
         raise ArgumentTypeError(f"accelerate: model must be a model of transformers, got {type(model).__name__}")
     if "forward" in vars(model) and not isinstance(model.forward, StepForward):
         raise NotSupportedError("accelerate: model has a forward of its own, which a step program would bypass")
-    if kv_cache is not None:
-        check_generate("accelerate", model)
     check_flag("accelerate", "cuda_graphs", cuda_graphs)
     check_flag("accelerate", "batch_invariant", batch_invariant)
     check_flag("accelerate", "progress", progress)
     weights, head = _rounding("weights", weights), _rounding("head", head)
     # what may be refused, before anything changes
-    family = StepProgram(model, 1).family
+    try:
+        family = StepProgram(model, 1).family
+    except NotSupportedError as error:
+        raise NotSupportedError(f"accelerate: {error}") from None
     if kv_cache is not None:
+        check_generate("accelerate", model)
         with _naming("kv_cache"):
             RooftileCache(model.config, format=kv_cache)
     if weights is not None:

@@ -622,12 +622,28 @@ def test_a_peer_ends_without_a_word(tmp_path, monkeypatch, capfd):
 
 
 def test_files_that_cannot_be_timed(tmp_path, capsys, monkeypatch):
-    assert main(["bench", "cpu", "--model", str(tmp_path)]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    for path, said in ((tmp_path, "is a folder, expected a GGUF file"), (tmp_path / "none", "there is no such file")):
+        assert main(["bench", "cpu", "--model", str(path)]) == 2
+        assert f"--model {path}: {said}" in capsys.readouterr().err
     monkeypatch.setattr("rooftile.loaders.demo_text", lambda: "a b")
     path = tiny_gguf.write(tmp_path / "tiny.gguf")
     assert main(["bench", "cpu", "--model", path, "--prompt", "99"]) == 2
     assert "--prompt: the text has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["e2e", "layer"])
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(None, "no file named config.json|Unrecognized model|config.json"), ("{", "config.json"), ("{}", "model_type")],
+)
+def test_folders_that_hold_no_model(family, config, said, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    assert main(["bench", family, "--device", "cpu", "--model", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert str(folder) in err and re.search(said, err), err
 
 
 @pytest.mark.parametrize("weights", ["w4a16", "none"])

@@ -4,7 +4,9 @@
 transformers' loop is reached by return_dict_in_generate=True.
 """
 
+import contextlib
 import copy
+import warnings
 
 import cases
 import pytest
@@ -256,7 +258,13 @@ def test_stop_strings_beams_and_dicts_take_transformers_loop(device, taken):
         {"use_cache": False},
         {"prefill_chunk_size": 8},
     ):
-        model.generate(**inputs, max_new_tokens=6, **options)
+        asked = [name for name in options if name not in ("output_scores", "use_cache")]
+        said = f"generate: {''.join(asked)} asks for transformers' loop"
+        with pytest.warns(UserWarning, match=said) if asked else contextlib.nullcontext():
+            model.generate(**inputs, max_new_tokens=6, **options)
+        with warnings.catch_warnings():  # once
+            warnings.simplefilter("error", UserWarning)
+            model.generate(**inputs, max_new_tokens=6, **options)
     assert taken == []
 
 
@@ -280,9 +288,9 @@ def test_embeddings_take_transformers_loop(device, taken):
 
 @pytest.mark.parametrize("name", ["token_healing", "use_mtp", "prompt_lookup_num_tokens", "stop_strings"])
 def test_other_loops_are_known_by_what_is_set(name):
-    assert step_loop.is_for({}.get)
+    assert step_loop.other_loop({}.get) is None
     for value, own in ((None, True), (False, True), (True, False), (0, False), (torch.zeros(2, 3), False)):
-        assert step_loop.is_for({name: value}.get) is own
+        assert step_loop.other_loop({name: value}.get) == (None if own else name)
 
 
 @devices

@@ -671,13 +671,36 @@ def test_a_cache_is_for_one_batch_and_unbroken():
         attend(cache, *layer_inputs(1, batch=2), layer=1)
 
 
-def test_training_is_refused():
+def test_gradients_pass_through_no_cache_of_ours():
     model, _ = tiny()
     model.requires_grad_(True)
     ids, mask = prompts(1)
     model.set_attn_implementation("rooftile")
     with pytest.raises(rt.RooftileError, match="grad"):
         model(ids, attention_mask=mask, **{CACHE: RooftileCache(model.config, format="fp32")})
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_are_those_of_transformers(name, training):
+    ids, mask = prompts(2)
+    found = []
+    for ours in (True, False):
+        model, theirs = tiny(name)
+        model.requires_grad_(True).train(training)
+        if ours:
+            rt.set_kv_cache(model, "int8")
+        else:
+            model.set_attn_implementation(theirs)
+        out = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        assert type(out[CACHE]) is not RooftileCache
+        out.loss.backward()
+        found.append((out.loss.detach(), *(p.grad for p in model.parameters())))
+        if ours:
+            with torch.no_grad():
+                assert type(model(ids, attention_mask=mask)[CACHE]) is RooftileCache
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,10 @@ struct GatedParams {
   Rows gate, up, h;
   std::int64_t rows, n;
   Divisor64 vecs;  // of a row
-  bool few;        // at most a CTA an SM
+  bool few;        // few_ctas()
 };
 
-template <class T, class Activation, bool vector>
+template <class T, class Activation, bool vector, bool many>
 __global__ __launch_bounds__(cta_threads, GatedTraits<vector>::ctas_per_sm) void gated_activation(
     const __grid_constant__ GatedParams p) {
   if (p.few) let_next_kernel_start();
@@ -48,8 +48,8 @@ __global__ __launch_bounds__(cta_threads, GatedTraits<vector>::ctas_per_sm) void
   const std::int64_t first = at.remainder * vec_size;
   const Row gate = row_at(p.gate, at.quotient), up_row = row_at(p.up, at.quotient);
   wait_for_previous_kernel();
-  const uint4 g = load_vec<vector>(gate, first, p.n), u = load_vec<vector>(up_row, first, p.n);
-  if (!p.few) let_next_kernel_start();  // its CTAs would delay these loads: 64 tokens then take 0.2 us more (H200)
+  const uint4 g = load_vec<vector, many>(gate, first, p.n), u = load_vec<vector, many>(up_row, first, p.n);
+  if (!p.few) let_next_kernel_start();
   Floats h = to_floats<T>(g);
   const Floats up = to_floats<T>(u);
 #pragma unroll
@@ -58,10 +58,15 @@ __global__ __launch_bounds__(cta_threads, GatedTraits<vector>::ctas_per_sm) void
 }
 
 template <class T, bool vector, class F>
-void with_gated(Gate gate, F&& f) {
-  if (gate == Gate::silu) f(gated_activation<T, Silu, vector>);
-  else if (gate == Gate::gelu_tanh) f(gated_activation<T, GeluTanh, vector>);
-  else f(gated_activation<T, GeluErf, vector>);
+void with_gated(Gate gate, bool many, F&& f) {
+  const auto with_activation = [&](auto activation) {
+    using Activation = decltype(activation);
+    if (vector && many) f(gated_activation<T, Activation, vector, vector>);
+    else f(gated_activation<T, Activation, vector, false>);
+  };
+  if (gate == Gate::silu) with_activation(Silu{});
+  else if (gate == Gate::gelu_tanh) with_activation(GeluTanh{});
+  else with_activation(GeluErf{});
 }
 
 // ---------------------------------------------------------------- softmax
@@ -70,6 +75,7 @@ struct SoftmaxParams {
   Rows x, y;
   std::int64_t rows, n;
   int lanes, stride;  // of the RowPlan
+  bool few;           // few_ctas()
 };
 
 template <class T>
@@ -79,7 +85,7 @@ template <class T, int vecs, int coarsening, bool vector>
 __global__ __launch_bounds__(row_threads, SoftmaxTraits<vecs, vector>::ctas_per_sm) void softmax_rows(
     const __grid_constant__ SoftmaxParams p) {
   __shared__ WarpPartials maxima[1], sums[1];
-  let_next_kernel_start();
+  if (p.few) let_next_kernel_start();
   const RowThread at = row_thread(p.lanes, blockIdx.x);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
@@ -89,6 +95,7 @@ __global__ __launch_bounds__(row_threads, SoftmaxTraits<vecs, vector>::ctas_per_
   uint4 raw[vecs];  // (vecs) vectors of 8 elements; elements past the row's end are -inf, their exponentials 0
 #pragma unroll
   for (int k = 0; k < vecs; ++k) raw[k] = load_vec<vector>(x, first(k), n, minus_infinity<T>);
+  if (!p.few) let_next_kernel_start();
   float highest[coarsening][1], total[coarsening][1] = {};  // as reduce_row takes them
 #pragma unroll
   for (int c = 0; c < coarsening; ++c) highest[c][0] = Max::identity;
@@ -170,6 +177,7 @@ struct MergeParams {
   Rows out_a, out_b, out, lse_a, lse_b, lse;  // lse may be absent
   std::int64_t rows, n;
   int lanes;
+  bool few;  // few_ctas()
 };
 
 __device__ __forceinline__ float* lse_at(const Rows& r, std::int64_t row) {
@@ -179,7 +187,7 @@ __device__ __forceinline__ float* lse_at(const Rows& r, std::int64_t row) {
 template <class T, bool vector>
 __global__ __launch_bounds__(cta_threads,
                              MergeTraits<vector>::ctas_per_sm) void merge_rows(const __grid_constant__ MergeParams p) {
-  let_next_kernel_start();
+  if (p.few) let_next_kernel_start();
   const RowThread at = row_thread(p.lanes, blockIdx.x);
   const std::int64_t row = at.row < p.rows ? at.row : 0;
   const std::int64_t n = at.row < p.rows ? p.n : 0, begin = at.thread * vec_size, step = p.lanes * vec_size;
@@ -188,6 +196,7 @@ __global__ __launch_bounds__(cta_threads,
   wait_for_previous_kernel();
   uint4 raw_a = load_vec<vector>(out_a, begin, n), raw_b = load_vec<vector>(out_b, begin, n);
   const float a = *lse_a, b = *lse_b;
+  if (!p.few) let_next_kernel_start();
   const Row out = row_at(p.out, row);
   const bool only_a = b == Max::identity, only_b = a == Max::identity;  // the lse of a side without keys is -inf
   const float top = a > b ? a : b, weight_a = expf(a - top), weight_b = expf(b - top), total = weight_a + weight_b;
@@ -219,13 +228,14 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
                          .rows = h.rows(),
                          .n = h.last(),
                          .vecs = Divisor64(vecs),
-                         .few = ctas <= scope.sms()};
+                         .few = few_ctas(ctas, scope.sms())};
   with_element16(x.dtype, [&](auto e) {
     with_vector(
         p.n,
         [&](auto vector) {
           with_gated<decltype(e), vector>(
-              gate, [&](auto kernel) { scope.launch(kernel, ctas, cta_threads, 0, p, Overlap::with_previous); });
+              gate, ctas > std::int64_t{GatedTraits<vector>::ctas_per_sm} * scope.sms(),
+              [&](auto kernel) { scope.launch(kernel, ctas, cta_threads, 0, p, Overlap::with_previous); });
         },
         p.gate, p.up, p.h);
   });
@@ -240,9 +250,10 @@ KernelName softmax(const Context& ctx, const TensorView& x, const TensorView& y)
         p.n,
         [&](auto vector) {
           const RowPlan plan = plan_rows<vector>(p.n, p.rows, scope.sms());
-          p.lanes = plan.lanes, p.stride = plan.stride;
+          const std::int64_t ctas = (p.rows + plan.rows() - 1) / plan.rows();
+          p.lanes = plan.lanes, p.stride = plan.stride, p.few = few_ctas(ctas, scope.sms());
           with_softmax<decltype(e), vector>(plan.vecs, plan.coarsening(), [&](auto kernel) {
-            scope.launch(kernel, (p.rows + plan.rows() - 1) / plan.rows(), plan.threads, 0, p, Overlap::with_previous);
+            scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous);
           });
         },
         p.x, p.y);
@@ -266,7 +277,8 @@ KernelName merge_attention(const Context& ctx, const TensorView& out_a, const Te
                          .lse = scalars(lse),
                          .rows = out.rows(),
                          .n = n,
-                         .lanes = lanes};
+                         .lanes = lanes,
+                         .few = few_ctas(ctas_for(out.rows() * lanes), scope.sms())};
   with_element16(out.dtype, [&](auto e) {
     with_vector(
         n,
@@ -283,7 +295,10 @@ void load_elementwise_kernels(const char* op) {
   const auto load = [op](auto kernel) { load_kernel(op, kernel); };
   for_all([&](auto e, auto vector) {
     using T = decltype(e);
-    for (Gate gate : {Gate::silu, Gate::gelu_tanh, Gate::gelu_erf}) with_gated<T, vector>(gate, load);
+    for (Gate gate : {Gate::silu, Gate::gelu_tanh, Gate::gelu_erf}) {
+      with_gated<T, vector>(gate, false, load);
+      if (vector) with_gated<T, vector>(gate, true, load);
+    }
     for (const auto& [vecs, coarsening] : {std::pair(0, 1), {2, 1}, {4, 1}, {4, 2}})
       with_softmax<T, vector>(vecs, coarsening, load);
     load(merge_rows<T, vector>);

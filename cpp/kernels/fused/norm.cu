@@ -43,6 +43,7 @@ struct NormParams {
   std::int64_t rows, n;
   float eps, weight_offset;
   int lanes, stride;  // of the RowPlan
+  bool few;           // few_ctas()
 };
 
 struct Moments {
@@ -125,7 +126,7 @@ __device__ __forceinline__ uint4 normalized(const NormParams& p, uint4 s, const 
 template <class T, int vecs, int coarsening, bool subtract_mean, Tables tables, bool vector>
 __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) {
   __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
-  let_next_kernel_start();
+  if (p.few) let_next_kernel_start();
   const RowThread at = row_thread(p.lanes, cta);
   const std::int64_t row = at.row < p.rows ? at.row : 0;  // lanes without a row reduce with the others
   const int n = at.row < p.rows ? static_cast<int>(p.n) : 0;
@@ -140,10 +141,11 @@ __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) 
   const Row x = row_at(p.x, row), residual = row_at(p.residual, row), res = row_at(p.res, row), y = row_at(p.y, row);
   wait_for_previous_kernel();
 
+  constexpr bool in_l1 = coarsening == 2 && tables != Tables::with_row;  // many rows
   uint4 s[vecs], r[vecs];          // (vecs) vectors of 8 elements: x, then x + residual; residual
   uint4 weight[vecs], bias[vecs];  // (vecs) vectors of 8 elements, where loaded before their use
 #pragma unroll
-  for (int k = 0; k < vecs; ++k) s[k] = load_vec<vector>(x, first(k), n);
+  for (int k = 0; k < vecs; ++k) s[k] = load_vec<vector, in_l1>(x, first(k), n);
   const auto load_weights = [&] {
 #pragma unroll
     for (int k = 0; k < vecs; ++k) weight[k] = load_early<vector>(p.weight, first(k), n);
@@ -155,13 +157,14 @@ __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) 
   }
   if (p.residual.data) {
 #pragma unroll
-    for (int k = 0; k < vecs; ++k) r[k] = load_vec<vector>(residual, first(k), n);
+    for (int k = 0; k < vecs; ++k) r[k] = load_vec<vector, in_l1>(residual, first(k), n);
 #pragma unroll
     for (int k = 0; k < vecs; ++k) {
       s[k] = add<T>(s[k], r[k]);
-      store_vec<vector>(res, first(k), n, s[k]);
+      if (coarsening == 1) store_vec<vector>(res, first(k), n, s[k]);
     }
   }
+  if (!p.few) let_next_kernel_start();
 
   float mean = 0;
   if constexpr (subtract_mean) {
@@ -196,6 +199,9 @@ __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) 
   };
   reduce_row(d.sums, p.lanes, of_deviations, Sum{});
   const Moments m = d.moments(p, mean);
+  if (coarsening == 2 && p.residual.data)
+#pragma unroll
+    for (int k = 0; k < vecs; ++k) store_vec<vector>(res, first(k), n, s[k]);
 #pragma unroll
   for (int k = 0; k < vecs; ++k)
     store_vec<vector>(
@@ -305,9 +311,10 @@ NormParams norm_params(const NormArgs& a) {
           .weight_offset = a.weight_offset};
 }
 // Divides the rows by a plan, and returns their CTAs.
-std::int64_t divide_rows(NormParams& p, const RowPlan& plan) {
-  p.lanes = plan.lanes, p.stride = plan.stride;
-  return (p.rows + plan.rows() - 1) / plan.rows();
+std::int64_t divide_rows(NormParams& p, const RowPlan& plan, int sms) {
+  const std::int64_t ctas = (p.rows + plan.rows() - 1) / plan.rows();
+  p.lanes = plan.lanes, p.stride = plan.stride, p.few = few_ctas(ctas, sms);
+  return ctas;
 }
 
 }  // namespace
@@ -320,7 +327,7 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
         p.n,
         [&](auto vector) {
           const RowPlan plan = plan_rows<vector>(a.x.last(), p.rows, scope.sms());
-          const std::int64_t ctas = divide_rows(p, plan);
+          const std::int64_t ctas = divide_rows(p, plan, scope.sms());
           with_kernel<decltype(e), vector>(
               plan.vecs, plan.coarsening(), a.subtract_mean, ctas <= scope.sms(),
               [&](auto kernel) { scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous); });
@@ -334,7 +341,8 @@ KernelName norm_pair(const char* op, const Context& ctx, const NormArgs& first, 
   const DeviceScope scope(op, ctx);
   const RowPlan plan = plan_row(first.x.last());
   NormPairParams p = {.first = norm_params(first), .second = norm_params(second)};
-  const std::int64_t first_ctas = divide_rows(p.first, plan), ctas = first_ctas + divide_rows(p.second, plan);
+  const std::int64_t first_ctas = divide_rows(p.first, plan, scope.sms()),
+                     ctas = first_ctas + divide_rows(p.second, plan, scope.sms());
   p.first_ctas = static_cast<unsigned>(first_ctas);
   with_element16(first.x.dtype, [&](auto e) {
     with_vector(

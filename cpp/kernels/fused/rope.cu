@@ -28,12 +28,13 @@ struct RopeParams {
   Rows positions;
   std::int64_t pairs, max_position;
   bool wide_positions;  // int64
+  bool few;             // few_ctas()
 };
 
 template <class T, bool vector, bool many>
 __global__ __launch_bounds__(cta_threads, RopeTraits<vector, many>::ctas_per_sm) void rope_rotate(
     const __grid_constant__ RopeParams p) {
-  let_next_kernel_start();
+  if (p.few) let_next_kernel_start();
   const bool is_k = thread_index() >= p.q.threads;
   const RopeTensor& t = is_k ? p.k : p.q;
   const std::int64_t index = thread_index() - (is_k ? p.q.threads : 0);
@@ -51,11 +52,12 @@ __global__ __launch_bounds__(cta_threads, RopeTraits<vector, many>::ctas_per_sm)
   if (first >= pair_end) {  // past the pairs
     const std::int64_t copied = first - pair_end + 2 * p.pairs;
     if constexpr (many) y = row_at(t.y, at.quotient);
-    store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : quiet_nans());
+    store_vec<vector>(y, copied, t.n, known ? load_vec<vector, many>(x, copied, t.n) : quiet_nans());
     return;
   }
   const Row x_high = {x.data + p.pairs * x.last_stride, x.last_stride};
-  uint4 low = load_vec<vector>(x, first, p.pairs), high = load_vec<vector>(x_high, first, p.pairs);
+  uint4 low = load_vec<vector, many>(x, first, p.pairs), high = load_vec<vector, many>(x_high, first, p.pairs);
+  if (!p.few) let_next_kernel_start();
   if (known) {
     const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),
                  s = load_table<T, vector>(p.sin, position, first, p.pairs);
@@ -98,20 +100,21 @@ KernelName rope(const char* op, const Context& ctx, const TensorView& q, const T
                 const TensorView& sin, const TensorView& positions, const TensorView& q_out, const TensorView& k_out) {
   const DeviceScope scope(op, ctx);
   const std::int64_t pairs = cos.shape[1];
-  const RopeParams p = {.q = rope_tensor(q, q_out, pairs),
-                        .k = rope_tensor(k, k_out, pairs),
-                        .cos = table_of(cos),
-                        .sin = table_of(sin),
-                        .positions = rows_of(positions, positions.ndim),
-                        .pairs = pairs,
-                        .max_position = cos.shape[0],
-                        .wide_positions = positions.dtype == DType::i64};
+  RopeParams p = {.q = rope_tensor(q, q_out, pairs),
+                  .k = rope_tensor(k, k_out, pairs),
+                  .cos = table_of(cos),
+                  .sin = table_of(sin),
+                  .positions = rows_of(positions, positions.ndim),
+                  .pairs = pairs,
+                  .max_position = cos.shape[0],
+                  .wide_positions = positions.dtype == DType::i64};
   const bool even = q.last() % vec_size == 0 && k.last() % vec_size == 0;
   with_element16(q.dtype, [&](auto e) {
     with_vector(
         even ? pairs : 1,  // 1: no vectors, for a head_dim that is no multiple of 8 lets no row begin at one
         [&](auto vector) {
           const std::int64_t ctas = ctas_for(p.q.threads + p.k.threads);
+          p.few = few_ctas(ctas, scope.sms());
           const bool many = vector && ctas > std::int64_t{RopeTraits<true, false>::ctas_per_sm} * scope.sms();
           scope.launch(many ? rope_rotate<decltype(e), vector, vector> : rope_rotate<decltype(e), vector, false>, ctas,
                        cta_threads, 0, p, Overlap::with_previous);

@@ -14,6 +14,9 @@ inline constexpr int cta_threads = 128;
 
 // CTAs of an SM here and below: as many as let ptxas keep all loads of a thread in registers without spills. 16 of 128
 // threads are 32 registers a thread, 10 are 48, 8 are 64; strided rows need more, an address for each element.
+// With more CTAs than run at once the loads of gates, of rope and of coarsened norms allocate L1 lines: on an H200
+// silu_mul of 16384 tokens takes 93.4 us and else 99.1, rms_norm 66.3 and 69.5. With fewer they do not: of 64 tokens
+// silu_mul takes 1.68 us and else 1.95, rope 1.51 and 1.84. Why was not measured.
 template <bool vector>
 struct GatedTraits {
   static constexpr int ctas_per_sm = vector ? 16 : 8;
@@ -36,12 +39,17 @@ struct RopeTraits {
 // Kernels that reduce a row: norms and softmax. vecs: vectors of a row that a thread holds.
 inline constexpr int row_threads = 512;  // the most of a CTA
 
-// Few rows are those of a quarter of the SMs: on an H200 rms_norm of 1 row of 4096 elements takes 1.45 us, coarsened
-// 1.58; layer_norm and softmax of 64 rows 3.55 and 3.46, coarsened 3.22 and 3.18; rms_norm of 16384 rows 76.9 and 69.8.
+// Whether a launch leaves most SMs free. Then the next kernel may start at once, and its start is hidden; else only
+// when the loads of this one are on their way, which its CTAs would delay. On an H200 layer_norm of 64 rows of 4096
+// elements takes 3.27 us with the former and 2.28 with the latter, silu_mul of 1 token 0.93 and 1.22. (embedding of 64
+// tokens, whose loads wait for others, 1.23 and 1.36: its next kernel always starts at once.)
+inline bool few_ctas(std::int64_t ctas, int sms) { return 4 * ctas <= sms; }
+
+// On an H200 rms_norm of 1 row of 4096 elements takes 1.45 us and coarsened 1.58, of 16384 rows 76.9 and 69.4.
 template <bool vector>
 inline tile::RowPlan plan_rows(std::int64_t n, std::int64_t rows, int sms) {
   const tile::RowPlan plan = tile::plan_row(n);
-  return vector && 4 * rows > sms ? tile::coarsened(plan) : plan;
+  return vector && !few_ctas(rows, sms) ? tile::coarsened(plan) : plan;
 }
 
 // When the vectors of weights and biases that load_early takes are loaded. The order of the arithmetic is the same.

@@ -33,7 +33,7 @@ class Model:
 
     def __init__(self, options, path, threads, context):  # the threads are torch's
         self.model = e2e.stored_model(path, "cpu", options)
-        e2e.check_lengths(self.model.config, context, 0)
+        e2e.check_length(self.model.config, context, "--prompt, --tokens")
 
     def write(self, ids, count):
         prompt, clock = torch.tensor([ids]), Clock()

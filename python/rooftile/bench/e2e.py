@@ -92,10 +92,9 @@ def stored_model(path, device, options):
     """The model of a GGUF file or a folder; a row with 4-bit weights keeps the 4-bit codes that are there."""
     packed = options is not None and "weights" in options
     if os.path.isdir(path):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype="bfloat16", local_files_only=True, trust_remote_code=False
-        )
-        model = model.to(device).eval()
+        from rooftile.loaders.folder import folder_model
+
+        model = folder_model(path, "bfloat16", device, "--model")
     else:
         from rooftile.loaders import load_gguf
 
@@ -111,7 +110,9 @@ def vllm_model(source, rows, tokens):
 
 
 def _stored_config(folder):
-    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    from rooftile.loaders.folder import folder_config
+
+    return folder_config(folder, "--model")
 
 
 class Clock(BaseStreamer):
@@ -221,10 +222,11 @@ def measure(model, row, batch, prompt, tokens, device, read):
     }
 
 
-def check_lengths(config, prompt, tokens):
+def check_length(config, tokens, options):
+    """options: those that ask for so many tokens a row."""
     most = config.get_text_config(decoder=True).max_position_embeddings
-    if prompt + tokens > most:
-        raise ArgumentError(f"--prompt, --tokens: {prompt + tokens} tokens are more than the model's context of {most}")
+    if tokens > most:
+        raise ArgumentError(f"{options}: {tokens} tokens are more than the model's context of {most}")
 
 
 def run(source, batches, prompt, tokens, device, rows, advance=lambda: None):
@@ -233,10 +235,17 @@ def run(source, batches, prompt, tokens, device, rows, advance=lambda: None):
     advance is called after each row.
     """
     make = random_model if source in CONFIGS else stored_model
+
+    def check(config):
+        check_length(config, prompt + tokens, "--prompt, --tokens")
+
+    if VLLM in rows:
+        check(_named_config(source) if source in CONFIGS else _stored_config(source))
     read, found = read_gb_s(device), []
 
     def add_rows(model, name):
-        check_lengths(model.config, prompt, tokens)
+        if name != VLLM:
+            check(model.config)
         for batch in batches:
             figures = measure(model, ROWS[name], batch, prompt, tokens, device, read)
             found.append({"name": name, "batch": batch, **figures})

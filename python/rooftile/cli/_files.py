@@ -34,6 +34,8 @@ def check_writable(path, option, **others):
     """
     if path is None:
         return
+    if os.fspath(path) == "-":
+        raise ArgumentError(f"{option} -: expected a file; standard output shows the figures")
     for name, other in others.items():
         if other is not None and _is_or_is_in(path, other):
             raise ArgumentError(f"{option} {path}: is (or lies in) {name}; expected another file")

@@ -8,9 +8,9 @@ import sys
 import time
 
 from rooftile.cli._device import usable_device
-from rooftile.cli._folder import folder_model, folder_tokenizer, packed_by
-from rooftile.cli.ppl import positive
+from rooftile.cli.ppl import positive, threads
 from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile.loaders.folder import folder_config, folder_model, folder_tokenizer, packed_by
 
 ROUNDED = ("w4a16", "w8a16")
 _NATIVE_FORMAT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -29,12 +29,23 @@ def add_model_arguments(parser):
     add("--kv-cache", metavar="FORMAT", help="of the KV cache, such as int8 or int4-kivi (default: of --dtype)")
     add("--dtype", choices=tuple(_NATIVE_FORMAT), default="bfloat16", help="of activations (default: %(default)s)")
     add("--device", default="cpu", help="cpu (default) or cuda")
-    add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--threads", type=threads, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--max-new-tokens", type=positive, metavar="N", default=256, help="the most tokens of an answer (default: 256)")
     add("--temperature", type=not_negative, metavar="T", default=0.0, help="0 (default): always the likeliest token")
     add("--top-k", type=positive, metavar="N", help="sample among the N likeliest tokens")
     add("--top-p", type=not_negative, metavar="P", help="sample among the likeliest tokens that have this probability")
-    add("--seed", type=int, metavar="N", help="of the sampling, for the same text again")
+    add("--seed", type=seed, metavar="N", help="of the sampling, for the same text again")
+
+
+def seed(text):
+    """The type of an option that is a whole number as torch.manual_seed takes it."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^63 - 1, got {text!r}")
+    return value
 
 
 def not_negative(text):
@@ -78,7 +89,10 @@ class Model:
             raise ArgumentError(f"--kv-cache: expected one of {', '.join(rt.KV_FORMATS)}, got {args.kv_cache!r}{hint}")
         self.format = args.kv_cache or _NATIVE_FORMAT[args.dtype]
         if self.format in _NATIVE_FORMAT.values() and self.format != _NATIVE_FORMAT[args.dtype]:
-            raise ArgumentError(f"--kv-cache: {self.format} is not of --dtype {args.dtype}; leave one of them out")
+            raise ArgumentError(
+                f"--kv-cache: {self.format} is not of --dtype {args.dtype}; expected {_NATIVE_FORMAT[args.dtype]}, a "
+                "format of codes such as int8, or another --dtype"
+            )
         if not os.path.exists(args.model):
             raise ArgumentError(f"MODEL {args.model}: there is no such file or folder")
         if args.threads:
@@ -188,6 +202,7 @@ def _load_file(args, device):
 
 def _load_folder(args, device):
     packed_by(args.model)  # what is quickly refused comes first
+    folder_config(args.model, "MODEL")
     tokenizer = folder_tokenizer(args.model, "MODEL")
     return folder_model(args.model, args.dtype, device, "MODEL"), tokenizer
 

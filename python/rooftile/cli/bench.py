@@ -15,7 +15,7 @@ from rooftile.cli._device import usable_device
 from rooftile.cli._files import check_writable, write_json
 from rooftile.cli._model import ROUNDED
 from rooftile.cli._tables import print_whole
-from rooftile.cli.ppl import positive
+from rooftile.cli.ppl import positive, threads
 from rooftile.errors import ArgumentError, DeviceError
 from rooftile.kv_cache import KV_FORMATS
 
@@ -67,7 +67,8 @@ def _add_layer_arguments(parser):
     add("--tokens", type=positive, default=768, metavar="N", help="tokens in the cache (default: %(default)s)")
     weights = (*ROUNDED, "none")
     add("--weights", choices=weights, default="w4a16", help="of the layers (default: %(default)s)")
-    add("--kv-cache", choices=KV_FORMATS, default="int4-kivi", help="format (default: %(default)s)")
+    formats = [name for name in KV_FORMATS if name not in ("fp32", "fp16")]  # the models are of bfloat16
+    add("--kv-cache", choices=formats, default="int4-kivi", help="format (default: %(default)s)")
     add("--head", choices=weights, default="w8a16", help="of the head; none: as the model has it (%(default)s)")
 
 
@@ -93,7 +94,7 @@ def _add_model_arguments(parser):
 
 def _add_run_arguments(parser):
     add = parser.add_argument
-    add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--threads", type=threads, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--commit", metavar="NAME", help=COMMIT_HELP)
     add("--json", metavar="FILE", help="write the results file")
 
@@ -193,7 +194,10 @@ def _run_e2e(args):
 def _run_cpu(args):
     check_writable(args.json, "--json", **{"--model": args.model})
     if args.model is not None and not os.path.isfile(args.model):
-        raise ArgumentError(f"--model {args.model}: there is no such file")
+        is_folder = os.path.isdir(args.model)
+        raise ArgumentError(
+            f"--model {args.model}: {'is a folder, expected a GGUF file' if is_folder else 'there is no such file'}"
+        )
     import torch
     from rich.console import Console
 
@@ -229,7 +233,7 @@ def _run_layer(args):
     options = {"weights": args.weights, "kv_cache": args.kv_cache, "head": args.head}
     options = {name: value for name, value in options.items() if value != "none"}
     model = (e2e.random_model if args.model is None else e2e.stored_model)(source, device, options)
-    e2e.check_lengths(model.config, args.tokens, 0)
+    e2e.check_length(model.config, args.tokens, "--tokens")
     rows = []
     for batch in args.batch:
         with progress_bar(f"Timing {os.path.basename(source)}, batch {batch}", None) as advance:

@@ -7,7 +7,7 @@ import time
 from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
-from rooftile.cli.ppl import check_chunk_tokens, positive
+from rooftile.cli.ppl import check_chunk_tokens, positive, threads
 from rooftile.errors import ArgumentError, DeviceError, NotSupportedError
 
 _CHARACTERS = 200_000  # of the default text: enough for the prompt and the chunks
@@ -26,7 +26,7 @@ def add_arguments(parser):
     add("--decode-tokens", type=positive, metavar="N", help="tokens written after it (default 48; --quick 16)")
     add("--chunks", type=positive, metavar="N", help="chunks of text to score (default 6; --quick 2)")
     add("--chunk-tokens", type=positive, metavar="N", help="tokens per chunk (default 512; --quick 256)")
-    add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--threads", type=threads, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--device", default="cpu", help="cpu (default) or cuda")
     add("--picture", metavar="FILE", default="rooftile-demo.png", help="where the picture goes (default: %(default)s)")
     add("--json", metavar="FILE", help="write every figure as JSON")

@@ -13,9 +13,9 @@ from rooftile import _C
 from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import missing_kernel, usable_device
 from rooftile.cli._files import check_writable, read_text, write_json
-from rooftile.cli._folder import folder_model, folder_tokenizer, packed_by
 from rooftile.cli._tables import print_whole
 from rooftile.errors import ArgumentError, NotSupportedError
+from rooftile.loaders.folder import folder_model, folder_tokenizer, packed_by
 
 SUMMARY = "perplexity of a model under compressed KV caches and 4-bit weights, against the same model without"
 
@@ -51,7 +51,7 @@ def add_arguments(parser):
     add("--chunk-tokens", type=positive, metavar="N", help="tokens in a chunk of text (default: 512)")
     add("--dtype", choices=_DTYPES, help="of weights and activations (default: float32, on a GPU bfloat16)")
     add("--device", default="cpu", help="cpu (default) or cuda")
-    add("--threads", type=positive, metavar="N", help="CPU threads (default: as many as torch takes)")
+    add("--threads", type=threads, metavar="N", help="CPU threads (default: as many as torch takes)")
     add("--json", metavar="FILE", help="write every figure as JSON")
     add("--commit", metavar="NAME", help=COMMIT_HELP)
 
@@ -64,6 +64,14 @@ def positive(text):
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return value
+
+
+def threads(text):
+    """The type of --threads. Libraries below torch end the process for tens of thousands."""
+    value, most = positive(text), 4096
+    if value > most:
+        raise argparse.ArgumentTypeError(f"expected at most {most} threads, got {text!r}")
     return value
 
 
@@ -90,7 +98,7 @@ def run(args):
 def measure(args):
     """Everything the command measures, as the dict that --json writes."""
     begin = time.perf_counter()
-    formats = _formats(args.formats or _DEFAULT_FORMATS)
+    formats = _formats(_DEFAULT_FORMATS if args.formats is None else args.formats)
     device = usable_device(args.device)
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
 
@@ -112,7 +120,7 @@ def measure(args):
         chunks, source = _chunks_of_text(args, text, tokenizer)
 
     baseline = stored.baseline()
-    _check_length(len(chunks[0]), baseline.config)
+    _check_chunks(chunks, args, baseline.config)
     if device != "cpu":
         formats = _formats_on_gpu(formats, baseline, asked=args.formats is not None)
     variants = [evaluate.Variant("baseline", baseline, attention="sdpa")]
@@ -283,11 +291,16 @@ def _chunks_of_text(args, text, tokenizer):
     return split_chunks(ids, length, args.chunks or min(_DEFAULT_CHUNKS, whole)).tolist(), source
 
 
-def _check_length(length, config):
-    if length > config.max_position_embeddings:
+def _check_chunks(chunks, args, config):
+    option = f"--token-ids {args.token_ids}" if args.token_ids else "--chunk-tokens"
+    if len(chunks[0]) > config.max_position_embeddings:
         raise ArgumentError(
-            f"chunks of {length} tokens are longer than the model's context of {config.max_position_embeddings}"
+            f"{option}: chunks of {len(chunks[0])} tokens are longer than the model's context of "
+            f"{config.max_position_embeddings}"
         )
+    largest = max(map(max, chunks))
+    if largest >= config.vocab_size:
+        raise ArgumentError(f"{option}: token id {largest} is none of the model, which has {config.vocab_size}")
 
 
 def _cache_variant(title, model, format):

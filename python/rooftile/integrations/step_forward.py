@@ -41,7 +41,7 @@ class StepForward:
 
     def _forget(self):
         self._programs = {}  # by rows, the latest last
-        self._refused = None  # why the last program could not be recorded
+        self._said = set()  # what was said of this model, once
         self._lock = threading.RLock()  # of the programs' buffers; a signal handler may generate, too
 
     def set_cuda_graphs(self, cuda_graphs):
@@ -111,6 +111,7 @@ class StepForward:
             return None
         with self._lock:
             if not cache.may_step(ids) or not (given is None or cache.agrees(given)):
+                self._say_slides(cache)
                 return None
             program = self._programs.get(ids.shape[0]) if given is None else None
             if program is None or not program.in_place():
@@ -121,6 +122,7 @@ class StepForward:
             x = program.embed(ids) if device == "cpu" else None  # refuses wrong ids, which a GPU's kernels do
             caches = cache.step_caches(program.new_key, program.windows)
             if caches is None:
+                self._say_slides(cache)
                 return None
             if cache.calls is None or not cache.calls.fits(program, caches):
                 cache.calls = (StepCalls if device == "cpu" else StepGraph)(program, caches)
@@ -147,12 +149,20 @@ class StepForward:
 
     def _recorded(self, batch):
         try:
-            program, self._refused = StepProgram(self.model, batch, self._cuda_graphs), None
+            return StepProgram(self.model, batch, self._cuda_graphs)
         except NotSupportedError as error:
-            if self._refused != str(error):
-                warnings.warn(f"rooftile: decode steps run in transformers: {error}", stacklevel=_level_of_user())
-            program, self._refused = None, str(error)
-        return program
+            self.say(f"decode steps run in transformers: {error}")
+            return None
+
+    def _say_slides(self, cache):
+        if cache.slides:
+            self.say("decode steps run in transformers where the window of a layer slides")
+
+    def say(self, text):
+        """A warning, once a model."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(f"rooftile: {text}", stacklevel=_level_of_user())
 
 
 def _without_gaps(args, kwargs):

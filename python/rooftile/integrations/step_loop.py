@@ -35,11 +35,11 @@ _OTHER_LOOPS = (
 )
 
 
-def is_for(setting):
-    """Whether generate() with these settings, a function of their names, is such a loop."""
-    return setting("num_beams") in (None, 1) and all(
-        value is None or value is False for value in map(setting, _OTHER_LOOPS)
-    )
+def other_loop(setting):
+    """The first of generate()'s settings, a function of their names, that asks for another loop or result; or None."""
+    if setting("num_beams") not in (None, 1):
+        return "num_beams"
+    return next((name for name in _OTHER_LOOPS if setting(name) is not None and setting(name) is not False), None)
 
 
 class _FirstTokens(StoppingCriteriaList):

@@ -84,6 +84,7 @@ _GATED = {"silu": "silu_mul", "swish": "silu_mul", "gelu": "gelu_mul"} | dict.fr
 # rotary tables of these kinds depend on more than the position: on how long the text has become
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 _form, _stride, _place = operator.attrgetter("shape", "dtype"), torch.Tensor.stride, torch.Tensor.data_ptr
+_version = operator.attrgetter("_version")
 _call = functools.partial.__call__
 
 
@@ -128,6 +129,7 @@ class StepProgram:
         self._classes = []  # (module, its class)
         self._methods = []  # (class, name of a method, the method)
         self._tensors = []  # those that ops read
+        self._looked_up = []  # those that made the table of rotations
         # dicts without hooks of users: of all modules, then of each child
         self._hooks = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]
         self.batch, self.cuda_graphs = batch, cuda_graphs
@@ -137,6 +139,7 @@ class StepProgram:
         with torch.inference_mode(False):  # so that steps in and out of it may write the buffers
             self._record(model)
         self._seen = tuple(zip(*self._checks, strict=True))
+        self._versions = list(map(_version, self._looked_up))
         self._children, self._kinds = zip(*self._classes, strict=True)
         self._forms, self._strides, self._places = (list(map(of, self._tensors)) for of in (_form, _stride, _place))
 
@@ -145,7 +148,9 @@ class StepProgram:
         return list(map(_place, self._tensors)) == self._places
 
     def still_valid(self):
-        """Whether modules, tensors, settings and classes are those that were recorded, and there are no hooks."""
+        """Whether modules, tensors, settings and classes are those that were recorded, and there are no hooks. What a
+        table of rotations was made from may not have been written since.
+        """
         there, keys, seen = self._seen
         return (
             all(map(operator.is_, map(dict.get, there, keys), seen))
@@ -153,6 +158,7 @@ class StepProgram:
             and self.in_place()
             and list(map(_form, self._tensors)) == self._forms
             and list(map(_stride, self._tensors)) == self._strides
+            and list(map(_version, self._looked_up)) == self._versions
             and all(getattr(kind, name) is method for kind, name, method in self._methods)
             and (self._layer_types and list(self._layer_types)) == self._types_seen
             and not (any(self._hooks) and any(map(_hooked, self._hooks)))
@@ -203,6 +209,8 @@ class StepProgram:
         self._q, self._k, self._v = (t.view(self.batch, 1, -1, head_dim) for t in (q, k, v))
         self._gate_up, self._h = buffer(2 * config.intermediate_size), buffer(config.intermediate_size)
         self._rotary = self._child(decoder, "rotary_emb", "RotaryEmbedding")
+        if self.table_of_positions:
+            self._rotation_settings()
         scales = self.family.multipliers
         self._embedding_scale = self._value(decoder, "embedding_multiplier") if scales else 1
         if scaled:  # read where it lies
@@ -290,6 +298,16 @@ class StepProgram:
         value = vars(module).get(name)
         self._checks.append((vars(module), name, value))
         return value
+
+    def _rotation_settings(self):
+        """Notes what the rotary module's tables follow from, which steps look up."""
+        module = self._rotary
+        for name in vars(module).keys() - vars(torch.nn.Module()).keys():
+            self._value(module, name)
+        for name, buffer in module._buffers.items():
+            self._checks.append((module._buffers, name, buffer))
+            if buffer is not None and not buffer.is_inference():  # whose writes torch does not count
+                self._looked_up.append(buffer)
 
     def _layer_of(self, linear, outputs, inputs):
         """The Product of a layer whose weight is [outputs, inputs]."""
@@ -438,8 +456,8 @@ class StepProgram:
         return not any(name in kind for kind in kinds for name in _ROPE_BY_LENGTH)
 
     def rotation(self, x, positions):
-        """cos, sin [n, R], R <= head_dim / 2, of positions [n], as the model's own module says: its settings may
-        change, and it may count. Where layers of different types have their own, cos and sin of each type.
+        """cos, sin [n, R], R <= head_dim / 2, of positions [n], as the model's own module computes them. Where layers
+        of different types have their own, cos and sin of each type.
 
         x: what the module takes the dtype and device from.
         """

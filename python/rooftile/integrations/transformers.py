@@ -111,8 +111,8 @@ def rooftile_attention(
 
     Over a RooftileCache it attends and stores the new tokens; without a cache it is rt.prefill_attention, on a GPU
     torch's scaled_dot_product_attention. Keys and values of other caches, masks that are not causal with padding on
-    the left, and attention that is not causal (of a vision tower, of an encoder) are attended by torch. Under
-    torch.autocast it computes in autocast's dtype, as torch's attention does.
+    the left, attention that is not causal (of a vision tower, of an encoder), and tensors whose gradients are asked for
+    are attended by torch. Under torch.autocast it computes in autocast's dtype, as torch's attention does.
     """
     if dropout:
         raise NotSupportedError(f"dropout: rooftile is for inference, expected 0, got {dropout} (call model.eval())")
@@ -152,7 +152,7 @@ def _attend(query, key, value, mask, window, options):
         mask = Mask(window=window)
     if not cached:
         prompt = key.shape == value.shape and key.shape[2] == query.shape[2]
-        if traced or not prompt or type(mask) is not Mask or not mask.is_causal():
+        if traced or _differentiated(query, key, value) or not prompt or type(mask) is not Mask or not mask.is_causal():
             return _over_tensors(query, key, value, mask, window, options)
     elif type(mask) is not Mask:
         raise NotSupportedError(_WHOLE_MASK.format(list(mask.shape)))
@@ -176,6 +176,11 @@ def _autocast(*arrays):
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return arrays
     return tuple(array.to(torch.get_autocast_dtype(device)) for array in arrays)
+
+
+def _differentiated(*tensors):
+    """Whether gradients of any of the tensors are asked for, which our kernels do not have."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _over_tensors(query, key, value, mask, window, options):
@@ -678,6 +683,11 @@ class RooftileCache(Cache):
                 return None
         return [layer.cache for layer in self.layers]
 
+    @property
+    def slides(self):
+        """Whether a layer holds the last tokens of a window alone, which a step program does not write."""
+        return any(isinstance(layer.cache, SlidingKVCache) for layer in self.layers)
+
     def begin_step(self):
         """The step's kernels are next. end_step() follows; until then the layers hold a step, and are of no use to
         anything else but reset().
@@ -734,7 +744,9 @@ class RooftileCache(Cache):
 
 
 class _FreshCache:
-    """The forward pre-hook of set_kv_cache: a forward that keeps a cache and is given none gets a new RooftileCache."""
+    """The forward pre-hook of set_kv_cache: a forward that keeps a cache and is given none gets a new RooftileCache,
+    unless it is one for gradients, which pass through no such cache.
+    """
 
     def __init__(self, options, keyword):
         self.options = options
@@ -749,7 +761,11 @@ class _FreshCache:
         keeps = kwargs.get("use_cache")
         keeps = getattr(model.config, "use_cache", True) if keeps is None else keeps
         # positional arguments of a causal language model: input_ids, attention_mask, position_ids, the cache
-        if keeps and all(x is None for x in args[3:4]) and not _has_cache(kwargs):
+        if (
+            keeps
+            and all(x is None for x in args[3:4])
+            and not (_has_cache(kwargs) or _differentiated(*model.parameters()))
+        ):
             refuse_export(
                 "set_kv_cache",
                 "a cache counts tokens on the host; give use_cache=False, or take the cache back with "
@@ -781,8 +797,12 @@ def _generate(model, fresh, *args, **kwargs):
         kwargs[CACHE] = fresh.make(model)
     cache = kwargs.get(CACHE)
     ours = type(cache) is RooftileCache and hasattr(forward, "loop") and len(args) <= 5
-    if ours and step_loop.is_for(setting) and _calls_forward_alone(model, fresh):
-        kwargs["custom_generate"] = forward.loop(cache, kwargs.get("streamer"), keeps_cache=not made)
+    if ours and _calls_forward_alone(model, fresh):
+        other = step_loop.other_loop(setting)
+        if other is None:
+            kwargs["custom_generate"] = forward.loop(cache, kwargs.get("streamer"), keeps_cache=not made)
+        else:
+            forward.say(f"generate: {other} asks for transformers' loop, which takes longer between two steps")
     if made and setting("cache_implementation") == "dynamic":
         return _generate_unnamed(model, given, args, kwargs)
     return type(model).generate(model, *args, **kwargs)

@@ -28,7 +28,7 @@ __global__ void copy_vectors(const uint4* from, uint4* once, uint4* async, uint4
   const int lane = thread_index();
   prefetch_l2(from + lane);
   prefetch_l2_bulk(from, 32 * 16);
-  store(once + lane, load_once(from + lane));
+  store(once + lane, lane % 3 ? load_once(from + lane) : load_once<true>(from + lane));
   shared[1][lane] = {1, 2, 3, 4};  // overwritten, also where the copy is not valid
   __syncwarp();
   cp_async_16(&shared[0][lane], from + lane);

@@ -186,7 +186,9 @@ template <bool vector>
 __global__ void copy_rows(const __grid_constant__ Rows from, const __grid_constant__ Rows to, int rows, int n) {
   const int vecs = (n + vec_size - 1) / vec_size, row = thread_index() / vecs, vec = thread_index() % vecs;
   if (row < rows)
-    store_vec<vector>(row_at(to, row), vec * vec_size, n, load_vec<vector>(row_at(from, row), vec * vec_size, n));
+    store_vec<vector>(row_at(to, row), vec * vec_size, n,
+                      row % 2 == 0 ? load_vec<vector>(row_at(from, row), vec * vec_size, n)
+                                   : load_vec<vector, true>(row_at(from, row), vec * vec_size, n));
 }
 
 TEST_F(Tile, RowsOfAnyStridesAreCopiedWholeAndAlone) {

@@ -6,6 +6,7 @@ import pathlib
 from rooftile.errors import ArgumentError
 
 _ONLY_FILES = {"local_files_only": True, "trust_remote_code": False}
+_MOST = 400  # characters of what transformers says, which may be pages
 
 
 def packed_by(path):
@@ -16,8 +17,16 @@ def packed_by(path):
     return packing.get("quant_method", "unknown") if isinstance(packing, dict) else packing
 
 
+def folder_config(path, option):
+    """The config of a folder's model. option: where errors say that the folder came from."""
+    import transformers
+
+    with _naming(f"{option} {path}", "its config.json cannot be read"):
+        return transformers.AutoConfig.from_pretrained(path, **_ONLY_FILES)
+
+
 def folder_tokenizer(path, option):
-    """The tokenizer of a folder. option: where errors say that the folder came from."""
+    """The tokenizer of a folder. option: as of folder_config."""
     import transformers
 
     with _naming(f"{option} {path}", "its tokenizer cannot be read"):
@@ -25,7 +34,7 @@ def folder_tokenizer(path, option):
 
 
 def folder_model(path, dtype, device, option):
-    """The model of a folder as it is stored, with activations in `dtype`."""
+    """The model of a folder as it is stored, with activations in `dtype`. option: as of folder_config."""
     import transformers
 
     from rooftile import checkpoints
@@ -51,5 +60,6 @@ class _naming:
         from safetensors import SafetensorError
 
         if isinstance(error, OSError | ValueError | KeyError | TypeError | AttributeError | SafetensorError):
-            first = str(error).strip().partition("\n")[0]
-            raise ArgumentError(f"{self.where}: {self.what}: {first or type(error).__name__}") from error
+            text = " ".join(str(error).split())
+            text = text if len(text) <= _MOST else f"{text[:_MOST]} ..."
+            raise ArgumentError(f"{self.where}: {self.what}: {text or type(error).__name__}") from error
