@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A row's bits depend on that row alone: not on the batch it stands in, its neighbours or the number of threads."""
 
+import cases
 import closeness
 import ops
 import pytest
@@ -37,6 +38,31 @@ def test_alone_as_in_a_batch(op, dtype, device, plan):
             dim = op.arguments[name].rows
             expected = whole.kwargs[name].index_select(dim, torch.tensor(rows, device=device))
             closeness.assert_bits_equal(changes[name], expected, f"{name}, rows {rows} alone:")
+
+
+NORMS = {
+    "rms_norm": lambda x: rt.rms_norm(x, x[0], 1e-5),
+    "add_rms_norm": lambda x: torch.stack(rt.add_rms_norm(x, x.flip(1), x[0], 1e-5)),
+    "layer_norm": lambda x: rt.layer_norm(x, x[0], x[1], 1e-5),
+    "softmax": rt.softmax,
+    "silu_mul": rt.silu_mul,
+    "gelu_mul": rt.gelu_mul,
+}
+
+
+@pytest.mark.skipif("cuda" not in cases.devices(), reason="no GPU, or a build without GPU kernels")
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [1040, 1536, 3584, 4096, 8192])  # 3, 3, 7, 8 and 16 warps of two vectors a thread
+def test_few_rows_as_among_many(name, hidden, kind):
+    """The number of rows chooses how many of a row's elements a thread takes, and how they are loaded."""
+    many = (64 << 20) // (2 * hidden) + 3  # more bytes than stay in L2
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(many, hidden, device="cuda", generator=generator).to(kind)
+    whole = NORMS[name](x)
+    for rows in (2, 32, 34, 140, 2000):
+        part = NORMS[name](x[:rows])
+        closeness.assert_bits_equal(part, whole[..., :rows, :], f"{rows} of {many} rows:")
 
 
 def test_a_promise_of_one_order_is_kept_or_refused(dtype, device, plan):

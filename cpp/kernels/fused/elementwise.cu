@@ -39,7 +39,7 @@ struct GatedParams {
   bool few;        // few_ctas()
 };
 
-template <class T, class Activation, bool vector, bool many>
+template <class T, class Activation, bool vector, bool in_l1>
 __global__ __launch_bounds__(cta_threads, GatedTraits<vector>::ctas_per_sm) void gated_activation(
     const __grid_constant__ GatedParams p) {
   if (p.few) let_next_kernel_start();
@@ -48,7 +48,7 @@ __global__ __launch_bounds__(cta_threads, GatedTraits<vector>::ctas_per_sm) void
   const std::int64_t first = at.remainder * vec_size;
   const Row gate = row_at(p.gate, at.quotient), up_row = row_at(p.up, at.quotient);
   wait_for_previous_kernel();
-  const uint4 g = load_vec<vector, many>(gate, first, p.n), u = load_vec<vector, many>(up_row, first, p.n);
+  const uint4 g = load_vec<vector, in_l1>(gate, first, p.n), u = load_vec<vector, in_l1>(up_row, first, p.n);
   if (!p.few) let_next_kernel_start();
   Floats h = to_floats<T>(g);
   const Floats up = to_floats<T>(u);
@@ -58,10 +58,10 @@ __global__ __launch_bounds__(cta_threads, GatedTraits<vector>::ctas_per_sm) void
 }
 
 template <class T, bool vector, class F>
-void with_gated(Gate gate, bool many, F&& f) {
+void with_gated(Gate gate, bool in_l1, F&& f) {
   const auto with_activation = [&](auto activation) {
     using Activation = decltype(activation);
-    if (vector && many) f(gated_activation<T, Activation, vector, vector>);
+    if (vector && in_l1) f(gated_activation<T, Activation, vector, vector>);
     else f(gated_activation<T, Activation, vector, false>);
   };
   if (gate == Gate::silu) with_activation(Silu{});
@@ -165,10 +165,11 @@ __global__ __launch_bounds__(row_threads) void softmax_long_rows(const __grid_co
 
 template <class T, bool vector, class F>
 void with_softmax(int vecs, int coarsening, F&& f) {
+  constexpr int coarse = vector ? 2 : 1;
   if (vecs == 2) f(softmax_rows<T, 2, 1, vector>);
   else if (vecs == 0) f(softmax_long_rows<T, vector>);
-  else if (!vector || coarsening == 1) f(softmax_rows<T, 4, 1, vector>);
-  else f(softmax_rows < T, 4, vector ? 2 : 1, vector >);
+  else if (coarsening == 1) f(softmax_rows<T, 4, 1, vector>);
+  else f(softmax_rows<T, 4, coarse, vector>);
 }
 
 // ---------------------------------------------------------------- merge
@@ -233,9 +234,9 @@ KernelName gated(const char* op, const Context& ctx, const TensorView& x, const 
     with_vector(
         p.n,
         [&](auto vector) {
-          with_gated<decltype(e), vector>(
-              gate, ctas > std::int64_t{GatedTraits<vector>::ctas_per_sm} * scope.sms(),
-              [&](auto kernel) { scope.launch(kernel, ctas, cta_threads, 0, p, Overlap::with_previous); });
+          with_gated<decltype(e), vector>(gate, reads_past_l2(x.numel() * 2), [&](auto kernel) {
+            scope.launch(kernel, ctas, cta_threads, 0, p, Overlap::with_previous);
+          });
         },
         p.gate, p.up, p.h);
   });

@@ -21,7 +21,7 @@
 // mean, so rows far from zero keep their digits. N alone fixes the order of every sum.
 // Sync: warps' partial sums -> shared memory -> all warps, once for the mean and once for both sums of deviations. y
 // and res may alias x or residual: a thread writes only elements that it alone reads, after it has read them.
-#include <utility>
+#include <tuple>
 
 #include "core/kernel_name.h"
 #include "kernels/backend.h"
@@ -123,7 +123,7 @@ __device__ __forceinline__ uint4 normalized(const NormParams& p, uint4 s, const 
 }
 
 // The rows of CTA `cta` of the norm.
-template <class T, int vecs, int coarsening, bool subtract_mean, Tables tables, bool vector>
+template <class T, int vecs, int coarsening, bool subtract_mean, Tables tables, bool vector, bool in_l1>
 __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) {
   __shared__ WarpPartials of_mean[1], of_deviations[1 + subtract_mean];
   if (p.few) let_next_kernel_start();
@@ -141,7 +141,6 @@ __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) 
   const Row x = row_at(p.x, row), residual = row_at(p.residual, row), res = row_at(p.res, row), y = row_at(p.y, row);
   wait_for_previous_kernel();
 
-  constexpr bool in_l1 = coarsening == 2 && tables != Tables::with_row;  // many rows
   uint4 s[vecs], r[vecs];          // (vecs) vectors of 8 elements: x, then x + residual; residual
   uint4 weight[vecs], bias[vecs];  // (vecs) vectors of 8 elements, where loaded before their use
 #pragma unroll
@@ -209,10 +208,10 @@ __device__ __forceinline__ void norm_rows_of(const NormParams& p, unsigned cta) 
         normalized<T, subtract_mean>(p, s[k], m, [&] { return weight_of(k); }, [&] { return bias_of(k); }));
 }
 
-template <class T, int vecs, int coarsening, bool subtract_mean, Tables tables, bool vector>
+template <class T, int vecs, int coarsening, bool subtract_mean, Tables tables, bool vector, bool in_l1>
 __global__ __launch_bounds__(row_threads, NormTraits<vecs, tables, vector>::ctas_per_sm) void norm_rows(
     const __grid_constant__ NormParams p) {
-  norm_rows_of<T, vecs, coarsening, subtract_mean, tables, vector>(p, blockIdx.x);
+  norm_rows_of<T, vecs, coarsening, subtract_mean, tables, vector, in_l1>(p, blockIdx.x);
 }
 
 struct NormPairParams {
@@ -223,8 +222,8 @@ template <class T, int vecs, Tables tables, bool vector>
 __global__ __launch_bounds__(pair_threads, NormPairTraits<vecs, tables, vector>::ctas_per_sm) void norm_row_pair(
     const __grid_constant__ NormPairParams p) {
   const bool is_second = blockIdx.x >= p.first_ctas;
-  norm_rows_of<T, vecs, 1, false, tables, vector>(is_second ? p.second : p.first,
-                                                  blockIdx.x - (is_second ? p.first_ctas : 0));
+  norm_rows_of<T, vecs, 1, false, tables, vector, false>(is_second ? p.second : p.first,
+                                                         blockIdx.x - (is_second ? p.first_ctas : 0));
 }
 
 // One CTA a row that does not fit in registers: one pass over the row for each statistic, and one to write.
@@ -265,13 +264,16 @@ __global__ __launch_bounds__(row_threads) void norm_long_rows(const __grid_const
 }
 
 // Calls f(kernel) for one dtype: the kernel whose threads hold `vecs` vectors of a row in registers. Rows that are
-// loaded element by element have no kernels of their own for few rows, and none with coarsening.
+// loaded element by element have no kernels of their own for few rows, and none with coarsening. in_l1: of many rows.
 template <class T, bool vector, class F>
-void with_kernel(int vecs, int coarsening, bool subtract_mean, bool few_rows, F&& f) {
+void with_kernel(int vecs, int coarsening, bool subtract_mean, bool few_rows, bool in_l1, F&& f) {
   const auto with_tables = [&](auto mean, auto tables) {
-    if (vecs == 2) f(norm_rows<T, 2, 1, mean, tables, vector>);
-    else if (!vector || coarsening == 1) f(norm_rows<T, 4, 1, mean, tables, vector>);
-    else f(norm_rows < T, 4, vector ? 2 : 1, mean, tables, vector >);
+    constexpr int coarse = vector ? 2 : 1;
+    constexpr bool through_l1 = vector && tables != Tables::with_row;
+    if (vecs == 2) f(norm_rows<T, 2, 1, mean, tables, vector, false>);
+    else if (coarsening == 1) f(norm_rows<T, 4, 1, mean, tables, vector, false>);
+    else if (in_l1) f(norm_rows<T, 4, coarse, mean, tables, vector, through_l1>);
+    else f(norm_rows<T, 4, coarse, mean, tables, vector, false>);
   };
   const auto choose = [&](auto mean) {
     using Early = std::integral_constant<Tables, Tables::with_row>;
@@ -330,6 +332,7 @@ KernelName norm(const char* op, const Context& ctx, const NormArgs& a) {
           const std::int64_t ctas = divide_rows(p, plan, scope.sms());
           with_kernel<decltype(e), vector>(
               plan.vecs, plan.coarsening(), a.subtract_mean, ctas <= scope.sms(),
+              reads_past_l2((a.x.numel() + (a.residual.given() ? a.x.numel() : 0)) * 2),
               [&](auto kernel) { scope.launch(kernel, ctas, plan.threads, 0, p, Overlap::with_previous); });
         },
         p.x, p.residual, p.y, p.res, p.weight, p.bias);
@@ -368,11 +371,12 @@ void load_norm_kernels(const char* op) {
     }
   for (bool subtract_mean : {false, true})
     for (bool few_rows : {false, true})
-      for (const auto& [vecs, coarsening] : {std::pair(0, 1), {2, 1}, {4, 1}, {4, 2}}) {
-        with_kernel<half, true>(vecs, coarsening, subtract_mean, few_rows, load);
-        with_kernel<half, false>(vecs, coarsening, subtract_mean, few_rows, load);
-        with_kernel<bf16, true>(vecs, coarsening, subtract_mean, few_rows, load);
-        with_kernel<bf16, false>(vecs, coarsening, subtract_mean, few_rows, load);
+      for (const auto& [vecs, coarsening, in_l1] :
+           {std::tuple(0, 1, false), {2, 1, false}, {4, 1, false}, {4, 2, false}, {4, 2, true}}) {
+        with_kernel<half, true>(vecs, coarsening, subtract_mean, few_rows, in_l1, load);
+        with_kernel<half, false>(vecs, coarsening, subtract_mean, few_rows, in_l1, load);
+        with_kernel<bf16, true>(vecs, coarsening, subtract_mean, few_rows, in_l1, load);
+        with_kernel<bf16, false>(vecs, coarsening, subtract_mean, few_rows, in_l1, load);
       }
 }
 

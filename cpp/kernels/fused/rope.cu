@@ -52,11 +52,11 @@ __global__ __launch_bounds__(cta_threads, RopeTraits<vector, many>::ctas_per_sm)
   if (first >= pair_end) {  // past the pairs
     const std::int64_t copied = first - pair_end + 2 * p.pairs;
     if constexpr (many) y = row_at(t.y, at.quotient);
-    store_vec<vector>(y, copied, t.n, known ? load_vec<vector, many>(x, copied, t.n) : quiet_nans());
+    store_vec<vector>(y, copied, t.n, known ? load_vec<vector>(x, copied, t.n) : quiet_nans());
     return;
   }
   const Row x_high = {x.data + p.pairs * x.last_stride, x.last_stride};
-  uint4 low = load_vec<vector, many>(x, first, p.pairs), high = load_vec<vector, many>(x_high, first, p.pairs);
+  uint4 low = load_vec<vector>(x, first, p.pairs), high = load_vec<vector>(x_high, first, p.pairs);
   if (!p.few) let_next_kernel_start();
   if (known) {
     const Floats c = load_table<T, vector>(p.cos, position, first, p.pairs),

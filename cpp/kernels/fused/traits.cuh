@@ -14,9 +14,6 @@ inline constexpr int cta_threads = 128;
 
 // CTAs of an SM here and below: as many as let ptxas keep all loads of a thread in registers without spills. 16 of 128
 // threads are 32 registers a thread, 10 are 48, 8 are 64; strided rows need more, an address for each element.
-// With more CTAs than run at once the loads of gates, of rope and of coarsened norms allocate L1 lines: on an H200
-// silu_mul of 16384 tokens takes 93.4 us and else 99.1, rms_norm 66.3 and 69.5. With fewer they do not: of 64 tokens
-// silu_mul takes 1.68 us and else 1.95, rope 1.51 and 1.84. Why was not measured.
 template <bool vector>
 struct GatedTraits {
   static constexpr int ctas_per_sm = vector ? 16 : 8;
@@ -44,6 +41,11 @@ inline constexpr int row_threads = 512;  // the most of a CTA
 // elements takes 3.27 us with the former and 2.28 with the latter, silu_mul of 1 token 0.93 and 1.22. (embedding of 64
 // tokens, whose loads wait for others, 1.23 and 1.36: its next kernel always starts at once.)
 inline bool few_ctas(std::int64_t ctas, int sms) { return 4 * ctas <= sms; }
+
+// Whether a launch reads more than stays in L2. Then loads of gates and of norms allocate L1 lines: on an H200 silu_mul
+// of 16384 tokens of 4096 (268 MB) takes 93.4 us and else 99.1, of 2048 tokens 12.5 and 11.8, of 64 1.95 and 1.68; why
+// was not measured. (rope gains 1 % and softmax nothing.)
+inline bool reads_past_l2(std::int64_t bytes) { return bytes >= std::int64_t{64} << 20; }
 
 // On an H200 rms_norm of 1 row of 4096 elements takes 1.45 us and coarsened 1.58, of 16384 rows 76.9 and 69.4.
 template <bool vector>
