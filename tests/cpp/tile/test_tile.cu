@@ -245,8 +245,9 @@ TEST_F(Tile, ACoarsenedCtaReducesToTheSameBits) {
   for (std::size_t i = 0; i < most; ++i) x[i] = 1.0f / (1.0f + static_cast<float>(i * 91 % most)) - 0.2f;
   for (const int threads : {96, 256, 352, most}) {
     const int half = (threads / 2 + 31) / 32 * 32;
-    launch(reduce_rows<1>, threads, x.data, sums.data, maxima.data, threads, threads);
-    launch(reduce_rows<2>, half, x.data, coarse_sums.data, coarse_maxima.data, half, threads);
+    reduce_rows<1><<<1, threads>>>(x.data, sums.data, maxima.data, threads, threads);
+    reduce_rows<2><<<1, half>>>(x.data, coarse_sums.data, coarse_maxima.data, half, threads);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     for (std::size_t i = 0; i < static_cast<std::size_t>(half); ++i) {
       ASSERT_EQ(coarse_sums[i], sums[0]) << threads << " threads, thread " << i;
       ASSERT_EQ(coarse_maxima[i], maxima[0]) << threads << " threads, thread " << i;
