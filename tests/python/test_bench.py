@@ -15,6 +15,7 @@ import pytest
 import rooftile as rt
 import tiny_gguf
 import torch
+import transformers
 from rich.console import Console
 from rooftile import _results
 from rooftile.bench import (
@@ -435,6 +436,15 @@ def test_whole_models(source, tmp_path, capsys):
         assert len(row["ms_per_token_rounds"]) == 3 and row["prompt_ms"] > 0 and row["peak_gib"] is None
         share = (row["weight_bytes_a_step"] + row["cache_bytes_a_step"]) / row["ms_per_token"] / 1e6
         assert row["percent_of_read_rate"] == pytest.approx(100 * share / result["read_gb_s"])
+        assert ("ops" in row) is (row["name"] != "hf.eager")
+        if "ops" in row:
+            us = [op["us"] for op in row["ops"]]
+            assert us == sorted(us, reverse=True) and min(us) > 0 and row["step_us"] > 0
+            assert row["between_us"] == pytest.approx(1e3 * row["ms_per_token"] - row["step_us"])
+            ops = {op["op"]: op for op in row["ops"]}
+            assert ops["decode_attention"]["times"] == 2 and ops["decode_attention"]["bytes"] > 0
+            read = sum(op["bytes"] for op in row["ops"])  # of products and attention; the rest is norms, tables, biases
+            assert 0 <= row["weight_bytes_a_step"] + row["cache_bytes_a_step"] - read < 4096
     plain, whole, compressed, packed, both = rows[::2]
     if source == "random":
         # q, k, v, o 64 x (64 + 2 * 32 + 64), gate, up, down 3 * 64 * 96 in 2 layers, 5 norms of 64, the head 256 x 64
@@ -444,7 +454,41 @@ def test_whole_models(source, tmp_path, capsys):
     for fewer, more, of in ((packed, plain, "weight"), (compressed, plain, "cache")):
         assert fewer[f"{of}_bytes_a_step"] < more[f"{of}_bytes_a_step"] == whole[f"{of}_bytes_a_step"]
         assert both[f"{of}_bytes_a_step"] == fewer[f"{of}_bytes_a_step"]
-    assert capsys.readouterr().out.count("8-bit head") == 4
+    said = capsys.readouterr().out
+    assert said.count("8-bit head") == 8 and said.count("between two steps") == 8
+
+
+def test_a_real_model_row_by_row(tmp_path, capsys):
+    path, text, out = tiny_gguf.write(tmp_path / "tiny.gguf"), tmp_path / "text.txt", tmp_path / "m.json"
+    text.write_text("a b c d e f g h " * 200)
+    given = ["--model", path, "--prompt", "9", "--tokens", "6", "--batch", "1", "--device", "cpu"]
+    assert main(["bench", "e2e", *given, "--cumulative", "--text", str(text), "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(e2e.CUMULATIVE)
+    scores = [row["perplexity"] for row in rows]
+    assert scores[1] == pytest.approx(scores[0], rel=1e-2)  # the same numbers in 16 bits
+    assert scores[2] != scores[1] and scores[3] != scores[2] and scores[2] == pytest.approx(scores[1], rel=0.2)
+    weights, cache = ([row[f"{of}_bytes_a_step"] for row in rows] for of in ("weight", "cache"))
+    assert weights[0] == weights[1] == weights[2] > weights[3] and cache[0] == cache[1] > cache[2] == cache[4]
+    assert ["ops" in row for row in rows] == [False] * 4 + [True]
+    assert "perplexity" in capsys.readouterr().out
+    for wrong, said in (
+        (["--config", "tiny", "--cumulative"], "--cumulative: expected --model"),
+        (["--config", "tiny", "--text", str(text)], "--text: is of --cumulative"),
+        (["--model", path, "--random"], "is a file, expected a folder"),
+    ):
+        assert main(["bench", "e2e", "--device", "cpu", *wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_random_weights_of_a_folder(tmp_path):
+    config = transformers.LlamaConfig(**e2e.CONFIGS["tiny"])
+    config.save_pretrained(tmp_path / "shapes")
+    given = ["--model", str(tmp_path / "shapes"), "--random", "--only", "16 bits", "--device", "cpu"]
+    out = tmp_path / "m.json"
+    assert main(["bench", "e2e", *given, "--prompt", "9", "--tokens", "6", "--batch", "1", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["run"]["weights"] == "random" and len(result["rows"]) == 2
 
 
 def test_rows_of_whole_models():
@@ -674,7 +718,7 @@ def test_the_ops_of_a_step(weights, tmp_path, capsys):
 def test_a_call_in_a_row_does_not_outgrow_its_cache():
     """An op that stores a token is repeated; the caches are as long as before, and no longer than they may be."""
     options = {"weights": "w4a16", "kv_cache": "int4-kivi"}
-    step = layer.Step(e2e.random_model("tiny", "cpu", options), "int4-kivi", 2, 130)
+    step = layer.Step(e2e.random_model("tiny", "cpu", e2e.Row(options)), "int4-kivi", 2, 130)
     at = next(i for i, call in enumerate(step.calls) if call.func.__name__ == "rope_append")
     assert layer.alone(step, step.same_op(at), 1e-3, None) > 0  # as often as an op can be repeated
     assert all(130 < cache.lengths[0] <= cache.capacity for cache in step.caches)

@@ -12,12 +12,14 @@ import cases
 import pytest
 import rooftile as rt
 import step_models
+import tiny_gguf
 import torch
 import transformers
 from rooftile.integrations import step_loop
 from rooftile.integrations._models import CACHE
 from rooftile.integrations.step_program import FAMILIES, StepProgram
 from rooftile.integrations.transformers import RooftileCache
+from rooftile.loaders import load_gguf, load_tokenizer, read_gguf
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -250,7 +252,28 @@ def test_a_cache_of_the_callers_holds_all_but_the_last_token(device, eos, taken)
 
 
 @devices
-def test_stop_strings_beams_and_dicts_take_transformers_loop(device, taken):
+def test_stop_strings(device, taken, tmp_path):
+    """In our loop; in transformers', which returns a dict, over the same steps."""
+    path = tiny_gguf.write(tmp_path / "tiny.gguf")
+    tokenizer = load_tokenizer(read_gguf(path))
+    model = rt.accelerate(load_gguf(path, dtype=DTYPE[device], device=device), kv_cache="int8", progress=False)
+    inputs = {"input_ids": torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(2)).to(device)}
+    plain = model.generate(**inputs, max_new_tokens=24, eos_token_id=None)
+    word = next(w for w in map(tokenizer.decode, plain[0, 13:].tolist()) if w.isascii() and w.isprintable() and w)
+    options = {"max_new_tokens": 24, "eos_token_id": None, "tokenizer": tokenizer, "stop_strings": [word, "none of it"]}
+    assert len(taken) == 1
+    found = model.generate(**inputs, **options)
+    assert torch.equal(found, plain[:, : found.shape[1]]) and len(taken) == 2
+    assert word in tokenizer.decode(found[0, 9:]) and found.shape[1] < plain.shape[1]
+    cache = RooftileCache(model.config, format="int8")
+    out = model.generate(**inputs, **options, return_dict_in_generate=True, **{CACHE: cache})
+    assert torch.equal(out.sequences, found) and cache.steps == found.shape[1] - 10 and len(taken) == 2
+    model.generation_config.stop_strings = [word]  # transformers makes the criterion, and keeps the loop
+    assert torch.equal(model.generate(**inputs, **{**options, "stop_strings": None}), found) and len(taken) == 2
+
+
+@devices
+def test_beams_and_dicts_take_transformers_loop(device, taken):
     model, inputs = make(device), prompt(device)
     for options in (
         {"num_beams": 2},

@@ -32,7 +32,7 @@ class Model:
     variant = ""
 
     def __init__(self, options, path, threads, context):  # the threads are torch's
-        self.model = e2e.stored_model(path, "cpu", options)
+        self.model = e2e.stored_model(path, "cpu", e2e.Row(options))
         e2e.check_length(self.model.config, context, "--prompt, --tokens")
 
     def write(self, ids, count):

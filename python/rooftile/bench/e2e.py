@@ -6,7 +6,11 @@ Greedy, no end of text. ms a token is the difference between a generate() of all
 the prompt and what generate() itself takes drop out: the median of three rounds, of fewer where a round takes long;
 prompt_ms is a forward over the prompt into a new cache. A step reads every weight but the embedding (which is read
 where it is the head, too) and the cache, on average three quarters of the way through the tokens: those bytes, over
-the time, are held against the rate at which this machine reads memory.
+the time, are held against the rate at which this machine reads memory. Of rows with steps of their own the ops of a
+step are timed too (bench layer's chain): what a token takes above its step lies between two steps.
+
+CUMULATIVE are rows of a real model, each with what the one before has; with its perplexity, over blocks of 32 tokens
+and a cache that is read as token by token.
 """
 
 import dataclasses
@@ -23,6 +27,7 @@ import transformers
 from transformers.generation import BaseStreamer
 
 import rooftile as rt
+from rooftile import evaluate
 from rooftile.bench.vllm_model import VllmModel
 from rooftile.errors import ArgumentError
 
@@ -49,11 +54,33 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """accelerate: arguments of rt.accelerate, None for transformers or vLLM. generate: further ones of generate()."""
+    """accelerate: arguments of rt.accelerate, None for transformers or vLLM. Without: weights, which are rounded to 4
+    bits if True, and kv_cache, a format of set_kv_cache. generate: further arguments of generate().
+    """
 
     accelerate: dict | None = None
     generate: dict = dataclasses.field(default_factory=dict)
     gpu_only: bool = False
+    kv_cache: str | None = None
+    packed: bool = False
+
+    @property
+    def format(self):
+        """Of the cache; None: transformers' own."""
+        return self.kv_cache if self.accelerate is None else self.accelerate["kv_cache"]
+
+    @property
+    def has_packed_layers(self):
+        return self.packed or "weights" in (self.accelerate or {})
+
+    def applied(self, model):
+        if self.accelerate is not None:
+            return rt.accelerate(model, progress=False, **self.accelerate)
+        if self.packed:
+            rt.quantize_(model, rt.W4A16(), progress=False)
+        if self.kv_cache is not None:
+            rt.set_kv_cache(model, self.kv_cache)
+        return model
 
 
 VLLM = "vllm"  # its row, and its package
@@ -66,6 +93,14 @@ ROWS = {
     "W4A16 + int4-kivi, 8-bit head": Row({"weights": "w4a16", "kv_cache": "int4-kivi", "head": "w8a16"}),
     VLLM: Row(gpu_only=True),  # the last one: vLLM does not give back all memory
 }
+CUMULATIVE = {
+    "transformers": Row(),
+    "+ rooftile's attention": Row(kv_cache="bf16"),
+    "+ int4-kivi cache": Row(kv_cache="int4-kivi"),
+    "+ W4A16": Row(kv_cache="int4-kivi", packed=True),
+    "+ program, 8-bit head": ROWS["W4A16 + int4-kivi, 8-bit head"],
+}
+_TOP = 5  # ops of a step that the table shows
 _ROUNDS = 3
 _SECONDS = 15  # after so many of a row no further round begins
 _READ = 1 << 30  # bytes
@@ -76,21 +111,21 @@ def _named_config(name):
     return transformers.LlamaConfig(**CONFIGS[name], **tokens)
 
 
-def random_model(config, device, options):
-    """A Llama of such shapes in bfloat16, its weights random, with what rt.accelerate makes of it."""
+def random_model(source, device, row):
+    """A model of such shapes in bfloat16, its weights random, as the row has it. source: a name of CONFIGS, or a
+    folder, of which config.json is read.
+    """
+    config = _named_config(source) if source in CONFIGS else _stored_config(source)
     torch.manual_seed(0)
     with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = transformers.LlamaForCausalLM(_named_config(config)).eval()
-        finally:
-            torch.set_default_dtype(torch.float32)
-    return model if options is None else rt.accelerate(model, progress=False, **options)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return row.applied(model)
 
 
-def stored_model(path, device, options):
-    """The model of a GGUF file or a folder; a row with 4-bit weights keeps the 4-bit codes that are there."""
-    packed = options is not None and "weights" in options
+def stored_model(path, device, row):
+    """The model of a GGUF file or a folder as the row has it; one with 4-bit weights keeps the 4-bit codes that are
+    there.
+    """
     if os.path.isdir(path):
         from rooftile.loaders.folder import folder_model
 
@@ -98,8 +133,32 @@ def stored_model(path, device, options):
     else:
         from rooftile.loaders import load_gguf
 
-        model = load_gguf(path, weights="w4a16" if packed else "dequantize", device=device, progress=False)
-    return model if options is None else rt.accelerate(model, progress=False, **options)
+        weights = "w4a16" if row.has_packed_layers else "dequantize"
+        model = load_gguf(path, weights=weights, device=device, progress=False)
+    return row.applied(model)
+
+
+def chunks_of(path, text, count=8, length=512):
+    """A text (None: the demo's) as `count` chunks of token ids [count, length] of the model in a file or a folder."""
+    from rooftile.loaders import demo_text, load_tokenizer, read_gguf
+    from rooftile.loaders.folder import folder_tokenizer
+
+    tokenizer = folder_tokenizer(path, "--model") if os.path.isdir(path) else load_tokenizer(read_gguf(path))
+    ids = tokenizer(demo_text() if text is None else text, verbose=False)["input_ids"]
+    if len(ids) < length:
+        raise ArgumentError(f"--text: expected {length} tokens or more, got {len(ids)}")
+    return evaluate.split_chunks(ids, length, min(count, len(ids) // length))
+
+
+def perplexity(model, row, chunks):
+    """Of a row's model, as a decode step reads its cache."""
+    from rooftile.integrations.transformers import RooftileCache
+
+    make, step = None, None
+    if row.format is not None:
+        make, step = (lambda batch: RooftileCache(model.config, format=row.format, stepwise=True)), 32
+    (score,) = evaluate.compare([evaluate.Variant("", model, make, step)], chunks, progress=False)
+    return score.perplexity
 
 
 def vllm_model(source, rows, tokens):
@@ -148,8 +207,8 @@ def read_gb_s(device):
     return _READ / min(seconds(x.sum, device) for _ in range(5)) / 1e9
 
 
-def bytes_a_step(model, options, batch, tokens):
-    """(of weights, of the cache of `tokens` tokens a row) that a decode step reads."""
+def bytes_a_step(model, format, batch, tokens):
+    """(of weights, of the cache of `tokens` tokens a row) that a decode step reads. format: None is 16 bits."""
     from rooftile.cli.ppl import bits_per_pair
     from rooftile.integrations._models import head_dim
 
@@ -163,19 +222,18 @@ def bytes_a_step(model, options, batch, tokens):
     if not tied:
         del seen[place(embedding)]
     dim = head_dim(text)
-    format = "bf16" if options is None else options["kv_cache"]
     pairs = batch * tokens * text.num_hidden_layers * text.num_key_value_heads * dim
-    return sum(seen.values()), round(pairs * bits_per_pair(format, text, "bfloat16") / 8)
+    return sum(seen.values()), round(pairs * bits_per_pair(format or "bf16", text, "bfloat16") / 8)
 
 
-def rows_on(device, only=(), source=""):
-    """Names of ROWS that run on a device (vLLM's where it is installed, for 16-bit weights) and, if `only` has texts,
+def rows_on(device, only=(), source="", rows=ROWS):
+    """Names of `rows` that run on a device (vLLM's where it is installed, for 16-bit weights) and, if `only` has texts,
     hold one of them; raises ArgumentError for a text that is in none.
     """
     has_vllm = importlib.util.find_spec(VLLM) is not None and not (
         os.path.isfile(source) or (os.path.isdir(source) and hasattr(_stored_config(source), "quantization_config"))
     )
-    there = [name for name, row in ROWS.items() if (device != "cpu" or not row.gpu_only) and (has_vllm or name != VLLM)]
+    there = [name for name, row in rows.items() if (device != "cpu" or not row.gpu_only) and (has_vllm or name != VLLM)]
     for text in only:
         if not any(text in name for name in there):
             raise ArgumentError(f"--only: expected a part of one of {', '.join(map(repr, there))}, got {text!r}")
@@ -206,7 +264,8 @@ def measure(model, row, batch, prompt, tokens, device, read):
     each = [1e3 * (whole - half) / (tokens - tokens // 2) for whole, half in rounds]
     ms = statistics.median(each)
     vllm = isinstance(model, VllmModel)
-    weights, cache = bytes_a_step(model.shapes if vllm else model, row.accelerate, batch, prompt + tokens * 3 // 4)
+    held = prompt + tokens * 3 // 4
+    weights, cache = bytes_a_step(model.shapes if vllm else model, row.format, batch, held)
     rate = (weights + cache) / ms / 1e6
     return {
         "ms_per_token": ms,
@@ -219,7 +278,20 @@ def measure(model, row, batch, prompt, tokens, device, read):
         "percent_of_read_rate": 100 * rate / read,
         # vLLM takes what it is given, for its cache
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" and not vllm else None,
+        **_step_figures(model, row, batch, held, ms, read),
     }
+
+
+def _step_figures(model, row, batch, tokens, ms, read):
+    """Of a row with steps of its own: "step_us", "between_us" (two steps), and a step's "ops", the longest first."""
+    if row.accelerate is None:
+        return {}
+    from rooftile.bench import layer
+
+    step, ops = layer.parts(model, row.format, batch, tokens)
+    for op in ops:
+        op["percent_of_read_rate"] = 100 * op["bytes"] / op["us"] / 1e3 / read
+    return {"step_us": step, "between_us": 1e3 * ms - step, "ops": ops}
 
 
 def check_length(config, tokens, options):
@@ -229,12 +301,14 @@ def check_length(config, tokens, options):
         raise ArgumentError(f"{options}: {tokens} tokens are more than the model's context of {most}")
 
 
-def run(source, batches, prompt, tokens, device, rows, advance=lambda: None):
-    """(rows, how fast memory is read in GB/s). source: a name of CONFIGS, or the path of a model. rows: names of ROWS.
+def run(source, batches, prompt, tokens, device, rows, advance=lambda: None, *, random=False, chunks=None):
+    """(rows, how fast memory is read in GB/s). source: a name of CONFIGS, or the path of a model. rows: names of ROWS,
+    with chunks, on which perplexity is measured, of CUMULATIVE. random: a path's weights are not read.
 
     advance is called after each row.
     """
-    make = random_model if source in CONFIGS else stored_model
+    make = random_model if random or source in CONFIGS else stored_model
+    kinds = ROWS if chunks is None else CUMULATIVE
 
     def check(config):
         check_length(config, prompt + tokens, "--prompt, --tokens")
@@ -246,9 +320,10 @@ def run(source, batches, prompt, tokens, device, rows, advance=lambda: None):
     def add_rows(model, name):
         if name != VLLM:
             check(model.config)
+        quality = {} if chunks is None else {"perplexity": perplexity(model, kinds[name], chunks)}
         for batch in batches:
-            figures = measure(model, ROWS[name], batch, prompt, tokens, device, read)
-            found.append({"name": name, "batch": batch, **figures})
+            figures = measure(model, kinds[name], batch, prompt, tokens, device, read)
+            found.append({"name": name, "batch": batch, **figures, **quality})
             advance()
 
     for name in rows:
@@ -258,7 +333,7 @@ def run(source, batches, prompt, tokens, device, rows, advance=lambda: None):
             except Exception as error:  # another library's, of any kind; the figures of the other rows stay
                 print(f"{VLLM} is left out: {type(error).__name__}: {error}", file=sys.stderr)
         else:
-            add_rows(make(source, device, ROWS[name].accelerate), name)
+            add_rows(make(source, device, kinds[name]), name)
         gc.collect()  # an accelerated model's forward holds the model
         if device != "cpu":
             torch.cuda.empty_cache()
@@ -273,7 +348,9 @@ def table(rows):
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("", no_wrap=True)
     add = functools.partial(shown.add_column, justify="right", no_wrap=True)
-    for title in ("batch", "ms a token", "tok/s", "prompt ms", "MB a step", "of read rate", "peak GiB"):
+    scored = any("perplexity" in row for row in rows)
+    titles = ("batch", "ms a token", "tok/s", "prompt ms", "MB a step", "of read rate", "peak GiB")
+    for title in titles + ("perplexity",) * scored:
         add(title)
     for row in rows:
         read = row["weight_bytes_a_step"] + row["cache_bytes_a_step"]
@@ -286,5 +363,35 @@ def table(rows):
             f"{read / 1e6:.1f}",
             f"{row['percent_of_read_rate']:.0f} %",
             "" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}",
+            *([f"{row['perplexity']:.3f}"] if scored else []),
         )
+    return shown
+
+
+def table_of_steps(rows):
+    """Where the steps of rows with ops go: the longest ops against the rate at which memory is read, the others, and
+    what lies between two steps. A rich.table.Table, or None.
+    """
+    from rich import box
+    from rich.table import Table
+
+    rows = [row for row in rows if "ops" in row]
+    if not rows:
+        return None
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("", no_wrap=True)
+    for title in ("times", "us", "of a token", "of read rate"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        token = 1e3 * row["ms_per_token"]
+        shown.add_row(f"{row['name']}, batch {row['batch']}", "", f"{token:.1f}", "100 %", "")
+        top, others = row["ops"][:_TOP], row["ops"][_TOP:]
+        for op in top:
+            rate = f"{op['percent_of_read_rate']:.0f} %" if op["bytes"] else ""
+            share = f"{100 * op['us'] / token:.0f} %"
+            shown.add_row(f"  {op['op']}", str(op["times"]), f"{op['us']:.1f}", share, rate)
+        rest = [("other ops", sum(op["us"] for op in others)), ("between two steps", row["between_us"])]
+        for what, us in rest:
+            shown.add_row(f"  {what}", "", f"{us:.1f}", f"{100 * us / token:.0f} %", "")
+        shown.add_section()
     return shown

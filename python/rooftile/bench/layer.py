@@ -213,6 +213,25 @@ def measure(model, kv_cache, batch, tokens, advance=lambda: None):
     return {"batch": batch, "step_us": whole, **sums, "ops": ops}
 
 
+def parts(model, kv_cache, batch, tokens):
+    """(us of a step, its ops): of all calls with one label, the longest first, "times", "us" of all together, and
+    "bytes", the weights and cached tokens that they read.
+    """
+    with torch.inference_mode():
+        step = Step(model, kv_cache, batch, tokens)
+        whole, each = chain_on_cpu(step) if step.device == "cpu" else chain_on_gpu(step, GpuTimer())
+    _, of_caches = e2e.bytes_a_step(model, kv_cache, batch, tokens)
+    found = {}
+    for call, us in zip(step.calls, each, strict=True):
+        op = found.setdefault(label(call), {"op": label(call), "times": 0, "us": 0.0, "bytes": 0})
+        op["times"] += 1
+        op["us"] += us
+        op["bytes"] += getattr(call, "weight_bytes", 0)
+        if call.func.__name__ == "decode_attention":
+            op["bytes"] += of_caches // len(step.layers)
+    return whole, sorted(found.values(), key=lambda op: -op["us"])
+
+
 def table(found):
     """What the terminal shows of one batch size, a rich.table.Table."""
     from rich import box

@@ -12,7 +12,7 @@ import time
 from rooftile import _C
 from rooftile._results import COMMIT_HELP, head, machine
 from rooftile.cli._device import usable_device
-from rooftile.cli._files import check_writable, write_json
+from rooftile.cli._files import check_writable, read_text, write_json
 from rooftile.cli._model import ROUNDED
 from rooftile.cli._tables import print_whole
 from rooftile.cli.ppl import positive, threads
@@ -59,6 +59,13 @@ def _add_e2e_arguments(parser):
     add("--prompt", type=positive, default=512, metavar="N", help="tokens of the prompt (default: %(default)s)")
     add("--tokens", type=_two_or_more, default=256, metavar="N", help="tokens written (default: %(default)s)")
     add("--only", metavar="TEXT", action="append", help="rows whose name holds TEXT (may be given again)")
+    add(
+        "--cumulative",
+        action="store_true",
+        help="of --model: transformers, then rooftile's attention, cache, weights and steps, one after the other, each "
+        "row with its perplexity",
+    )
+    add("--text", metavar="FILE", help="of --cumulative, UTF-8 (default: Wikipedia articles, fetched once)")
 
 
 def _add_layer_arguments(parser):
@@ -87,6 +94,7 @@ def _add_model_arguments(parser):
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--config", default="llama3.1-8b", help="shapes of the model, random weights (llama3.1-8b)")
     source.add_argument("--model", metavar="PATH", help="a GGUF file, or a folder of transformers")
+    add("--random", action="store_true", help="random weights, also of --model, a folder whose config.json is read")
     add("--batch", type=_sizes, default=(1, 16), metavar="LIST", help="rows at once, with commas (default: 1,16)")
     add("--device", default="cuda", help="cuda (default) or cpu")
     _add_run_arguments(parser)
@@ -139,6 +147,8 @@ def _source(args):
         )
     if args.model is not None and not os.path.exists(args.model):
         raise ArgumentError(f"--model {args.model}: there is no such file or folder")
+    if args.random and args.model is not None and not os.path.isdir(args.model):
+        raise ArgumentError(f"--random: --model {args.model} is a file, expected a folder with a config.json")
     if args.threads:
         torch.set_num_threads(args.threads)
     return args.model or args.config, device
@@ -154,7 +164,7 @@ def _result(args, source, device, run, **figures):
         "machine": machine(device),
         "run": {
             "model": os.path.basename(source),
-            "weights": "random" if args.model is None and args.family != "cpu" else "stored",
+            "weights": "stored" if args.family == "cpu" or (args.model and not args.random) else "random",
             **run,
             "device": device,
             "threads": torch.get_num_threads(),
@@ -179,16 +189,35 @@ def _run_e2e(args):
     from rooftile._progress import progress_bar
     from rooftile.bench import e2e
 
-    names = e2e.rows_on(device, args.only or (), source)
+    chunks = _chunks(args)
+    names = e2e.rows_on(device, args.only or (), source, e2e.CUMULATIVE if args.cumulative else e2e.ROWS)
     with progress_bar(f"Timing {os.path.basename(source)}", len(names) * len(args.batch)) as advance:
-        rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, names, advance)
+        options = {"random": args.random, "chunks": chunks}
+        rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, names, advance, **options)
     run = {"prompt": args.prompt, "tokens": args.tokens}
     result = _result(args, source, device, run, read_gb_s=read, rows=rows)
     console = Console()
     what = f"prompt of {args.prompt} tokens and {args.tokens} greedy ones, memory read at {read:.0f} GB/s, on"
     _print_title(console, result, what)
     print_whole(console, e2e.table(rows))
+    steps = e2e.table_of_steps(rows)
+    if steps is not None:
+        console.print("Where a token's time goes", highlight=False)
+        print_whole(console, steps)
     return 0
+
+
+def _chunks(args):
+    """What --cumulative scores, or None."""
+    from rooftile.bench import e2e
+
+    if not args.cumulative:
+        if args.text is not None:
+            raise ArgumentError("--text: is of --cumulative, which is not given")
+        return None
+    if args.model is None or args.random:
+        raise ArgumentError("--cumulative: expected --model, a real model, whose perplexity is measured")
+    return e2e.chunks_of(args.model, None if args.text is None else read_text(args.text, "--text"))
 
 
 def _run_cpu(args):
@@ -232,7 +261,8 @@ def _run_layer(args):
 
     options = {"weights": args.weights, "kv_cache": args.kv_cache, "head": args.head}
     options = {name: value for name, value in options.items() if value != "none"}
-    model = (e2e.random_model if args.model is None else e2e.stored_model)(source, device, options)
+    make = e2e.random_model if args.model is None or args.random else e2e.stored_model
+    model = make(source, device, e2e.Row(options))
     e2e.check_length(model.config, args.tokens, "--tokens")
     rows = []
     for batch in args.batch:

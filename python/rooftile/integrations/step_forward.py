@@ -26,6 +26,7 @@ _KEPT = 4  # programs of a model, each of other rows
 # What a step that the program takes may be given; what is None or False says nothing.
 _KEYWORDS = {
     *("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict"),
+    "tokenizer",  # transformers' loop hands on that of stop strings
     *CACHE_KEYWORDS,
 }
 _OUTPUT_CACHE = next(name for name in CACHE_KEYWORDS if name in CausalLMOutputWithPast.__dataclass_fields__)

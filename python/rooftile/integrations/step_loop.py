@@ -31,7 +31,8 @@ _ROOM = 4096  # tokens behind the prompt for which a new cache makes room at onc
 _OTHER_LOOPS = (
     *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers"),
     *("constraints", "force_words_ids", "num_beam_groups", "prefill_chunk_size", "return_dict_in_generate"),
-    *("synced_gpus", "stop_strings", "custom_generate", "inputs_embeds", "token_healing", "use_mtp"),
+    *("synced_gpus", "custom_generate", "inputs_embeds", "token_healing", "use_mtp"),
+    "stop_strings",  # last: what names nothing else takes a criterion in its place
 )
 
 

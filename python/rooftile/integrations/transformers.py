@@ -33,6 +33,7 @@ import weakref
 import torch
 from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.masking_utils import AttentionMaskInterface
 
 import rooftile as rt
@@ -799,6 +800,8 @@ def _generate(model, fresh, *args, **kwargs):
     ours = type(cache) is RooftileCache and hasattr(forward, "loop") and len(args) <= 5
     if ours and _calls_forward_alone(model, fresh):
         other = step_loop.other_loop(setting)
+        if other == "stop_strings" and None not in map(kwargs.get, ("stop_strings", "tokenizer")):
+            other, kwargs = None, _stop_strings_as_criterion(kwargs)
         if other is None:
             kwargs["custom_generate"] = forward.loop(cache, kwargs.get("streamer"), keeps_cache=not made)
         else:
@@ -806,6 +809,16 @@ def _generate(model, fresh, *args, **kwargs):
     if made and setting("cache_implementation") == "dynamic":
         return _generate_unnamed(model, given, args, kwargs)
     return type(model).generate(model, *args, **kwargs)
+
+
+def _stop_strings_as_criterion(kwargs):
+    """The arguments of generate() with stop_strings= as the criterion that transformers makes of them: for a loop that
+    is not its own it would have no tokenizer.
+    """
+    kwargs = dict(kwargs)
+    criterion = StopStringCriteria(stop_strings=kwargs.pop("stop_strings"), tokenizer=kwargs.pop("tokenizer"))
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
+    return kwargs
 
 
 def _calls_forward_alone(model, fresh):
