@@ -177,8 +177,13 @@ def opened(peers, notes):
         inputs, ours, theirs, per_element = OPS[name]
         torch.manual_seed(0)
         first = inputs(tokens, hidden)
-        count, l2 = rotation(sum(x.nbytes for x in first))
-        copies = [first, *(inputs(tokens, hidden) for _ in range(count - 1))]
+        if name == "embedding":  # copies have other ids, which read other rows of the one table
+            ids, table = first
+            count, l2 = rotation(ids.nbytes + tokens * hidden * table.element_size())
+            copies = [first, *((_ids(tokens), table) for _ in range(count - 1))]
+        else:
+            count, l2 = rotation(sum(x.nbytes for x in first))
+            copies = [first, *(inputs(tokens, hidden) for _ in range(count - 1))]
         expected = _flat(theirs(*(x.float() if x.is_floating_point() else x for x in first)))
 
         def error_of(got):
