@@ -47,6 +47,7 @@ def accelerate(
     """
     from transformers import PreTrainedModel
 
+    from rooftile.integrations._models import refuse_resizing
     from rooftile.integrations.step_forward import StepForward
     from rooftile.integrations.step_products import put_in_step_order, put_side_by_side
     from rooftile.integrations.step_program import StepProgram
@@ -90,6 +91,8 @@ def accelerate(
         model.set_output_embeddings(head.module_of(output))
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
         model.save_pretrained = _no_saving
+    if isinstance(model.get_output_embeddings(), PackedLinear):
+        refuse_resizing(model)
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.batch_invariant = batch_invariant

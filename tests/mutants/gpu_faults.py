@@ -454,8 +454,8 @@ FAULTS = {
     "norm_mean_error": Fault(
         "the mean is not corrected by the sum of the deviations",
         FUSED + "norm.cu",
-        "error = sums[1] / n;",
-        "error = 0 * sums[1];",
+        "error = sums[0][1] / n;",
+        "error = 0 * sums[0][1];",
     ),
     "norm_barrier": Fault(
         "the warps' sums are read before all are written",
@@ -470,6 +470,21 @@ FAULTS = {
         "if constexpr (step == WarpPartials::most) return x.at[first];",
         "if constexpr (step == WarpPartials::most) return x.at[first % 8];",
         FUSED + "norm.cu",
+    ),
+    "norm_coarse_sums": Fault(
+        "a thread that stands for two adds both threads' squares to one sum",
+        FUSED + "norm.cu",
+        "sums[k % coarsening][0] += squares;",
+        "sums[0][0] += squares;",
+        first="test_few_rows_as_among_many",
+    ),
+    "norm_coarse_left_over": Fault(
+        "with an odd number of warps the last threads that stand for two count elements of others again",
+        "cpp/tile/strided_rows.cuh",
+        "at.thread + lanes < stride ? at.thread + lanes : past_rows;",
+        "at.thread + lanes;",
+        FUSED + "norm.cu",
+        first="test_few_rows_as_among_many",
     ),
     "norm_pair_second": Fault(
         "the second of two norms begins with the rows that the first one has done",

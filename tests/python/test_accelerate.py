@@ -912,6 +912,9 @@ def test_a_rounded_head_is_untied_and_not_saved(ids, tmp_path):
     with pytest.raises(rt.NotSupportedError, match="save_pretrained: rt"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+    with pytest.raises(rt.NotSupportedError, match="resize_token_embeddings: this model's output head is packed"):
+        model.resize_token_embeddings(310)
+    assert len(model.get_input_embeddings().weight) == 300  # nothing has changed
     wild = make()
     wild.lm_head.weight.data[0, 0] = 3e7
     with pytest.raises(rt.ArgumentError, match="accelerate: head: weight must lie within"):

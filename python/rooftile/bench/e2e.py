@@ -240,8 +240,8 @@ def rows_on(device, only=(), source="", rows=ROWS):
     return [name for name in there if not only or any(text in name for text in only)]
 
 
-def measure(model, row, batch, prompt, tokens, device, read):
-    """The figures of one row."""
+def measure(model, row, batch, prompt, tokens, device, read, parts=None):
+    """The figures of one row. parts: as of run()."""
     ids = torch.randint(2, model.config.vocab_size, (batch, prompt), device=device)
     mask = torch.ones_like(ids)
     ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -278,17 +278,13 @@ def measure(model, row, batch, prompt, tokens, device, read):
         "percent_of_read_rate": 100 * rate / read,
         # vLLM takes what it is given, for its cache
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" and not vllm else None,
-        **_step_figures(model, row, batch, held, ms, read),
+        **({} if parts is None or row.accelerate is None else _step_figures(parts, model, row, batch, held, ms, read)),
     }
 
 
-def _step_figures(model, row, batch, tokens, ms, read):
+def _step_figures(parts, model, row, batch, tokens, ms, read):
     """Of a row with steps of its own: "step_us", "between_us" (two steps), and a step's "ops", the longest first."""
-    if row.accelerate is None:
-        return {}
-    from rooftile.bench import layer
-
-    step, ops = layer.parts(model, row.format, batch, tokens)
+    step, ops = parts(model, row.format, batch, tokens)
     for op in ops:
         op["percent_of_read_rate"] = 100 * op["bytes"] / op["us"] / 1e3 / read
     return {"step_us": step, "between_us": 1e3 * ms - step, "ops": ops}
@@ -301,9 +297,10 @@ def check_length(config, tokens, options):
         raise ArgumentError(f"{options}: {tokens} tokens are more than the model's context of {most}")
 
 
-def run(source, batches, prompt, tokens, device, rows, advance=lambda: None, *, random=False, chunks=None):
+def run(source, batches, prompt, tokens, device, rows, advance=lambda: None, *, random=False, chunks=None, parts=None):
     """(rows, how fast memory is read in GB/s). source: a name of CONFIGS, or the path of a model. rows: names of ROWS,
-    with chunks, on which perplexity is measured, of CUMULATIVE. random: a path's weights are not read.
+    with chunks, on which perplexity is measured, of CUMULATIVE. random: a path's weights are not read. parts: what
+    times the ops of a step, as bench.layer's; None: nothing does.
 
     advance is called after each row.
     """
@@ -322,7 +319,7 @@ def run(source, batches, prompt, tokens, device, rows, advance=lambda: None, *, 
             check(model.config)
         quality = {} if chunks is None else {"perplexity": perplexity(model, kinds[name], chunks)}
         for batch in batches:
-            figures = measure(model, kinds[name], batch, prompt, tokens, device, read)
+            figures = measure(model, kinds[name], batch, prompt, tokens, device, read, parts)
             found.append({"name": name, "batch": batch, **figures, **quality})
             advance()
 

@@ -187,12 +187,12 @@ def _run_e2e(args):
     from rich.console import Console
 
     from rooftile._progress import progress_bar
-    from rooftile.bench import e2e
+    from rooftile.bench import e2e, layer
 
     chunks = _chunks(args)
     names = e2e.rows_on(device, args.only or (), source, e2e.CUMULATIVE if args.cumulative else e2e.ROWS)
     with progress_bar(f"Timing {os.path.basename(source)}", len(names) * len(args.batch)) as advance:
-        options = {"random": args.random, "chunks": chunks}
+        options = {"random": args.random, "chunks": chunks, "parts": layer.parts}
         rows, read = e2e.run(source, args.batch, args.prompt, args.tokens, device, names, advance, **options)
     run = {"prompt": args.prompt, "tokens": args.tokens}
     result = _result(args, source, device, run, read_gb_s=read, rows=rows)

@@ -105,3 +105,15 @@ def _no_interface(model_class):
 def _model_class(config_class):
     """The causal language model of transformers with this config; None for other models."""
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+
+
+def refuse_resizing(model):
+    """Makes resize_token_embeddings of a model whose head is packed an error before it has changed the embedding."""
+    model.resize_token_embeddings = _no_resizing
+
+
+def _no_resizing(*args, **options):
+    raise NotSupportedError(
+        "resize_token_embeddings: this model's output head is packed in 4 or 8 bits, which cannot get more tokens; resize "
+        "the model before its head is rounded (rt.accelerate(head=None), load_gguf(weights='dequantize'))"
+    )

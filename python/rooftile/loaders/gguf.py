@@ -79,8 +79,12 @@ def load_gguf(path, *, dtype="bfloat16", weights="dequantize", device="cpu", pro
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     _fill(model, parameters, device, progress)
     if weights == "w4a16":
+        from rooftile.integrations._models import refuse_resizing
         from rooftile.integrations.quantizer import RooftileConfig
+        from rooftile.nn import PackedLinear
 
+        if isinstance(model.get_output_embeddings(), PackedLinear):
+            refuse_resizing(model)
         model.config.quantization_config = RooftileConfig.of(model)
     return model
 
