@@ -114,6 +114,6 @@ def refuse_resizing(model):
 
 def _no_resizing(*args, **options):
     raise NotSupportedError(
-        "resize_token_embeddings: this model's output head is packed in 4 or 8 bits, which cannot get more tokens; resize "
-        "the model before its head is rounded (rt.accelerate(head=None), load_gguf(weights='dequantize'))"
+        "resize_token_embeddings: this model's output head is packed in 4 or 8 bits, which cannot get more tokens; "
+        "resize the model before its head is rounded (rt.accelerate(head=None), load_gguf(weights='dequantize'))"
     )
