@@ -230,7 +230,7 @@ ROOFTILE_INLINE F32 tanh(F32 x) {
   const F32 under = fma(fma(fma(z, splat(28.0f), splat(3150.0f)), z, splat(62370.0f)), z, splat(135135.0f));
   const F32 near = over / under;
   const F32 far = 1.0f - 2.0f / (exp(x + x) + 1.0f);
-  return z < 1.0f ? near : far;
+  return select(above(splat(1.0f), z), near, far);
 }
 ROOFTILE_INLINE F32 soft_cap(F32 s, float cap) { return tanh(s / cap) * cap; }
 
@@ -238,8 +238,8 @@ ROOFTILE_INLINE F32 lane_index() { return F32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 
 // x where first <= i + lane < last, else `other`.
 ROOFTILE_INLINE F32 select_range(F32 x, int i, int first, int last, F32 other) {
   const F32 at = lane_index() + static_cast<float>(i);
-  const I32 inside = (at >= static_cast<float>(first)) & (at < static_cast<float>(last));
-  return inside ? x : other;
+  const I32 outside = above(splat(static_cast<float>(first)), at);
+  return select(above(splat(static_cast<float>(last)), at) & ~outside, x, other);
 }
 
 // The online-softmax state of one query row: the largest logit so far and the sum of e^(logit - largest).

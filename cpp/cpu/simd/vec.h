@@ -88,11 +88,42 @@ class Accumulator {
   Register part_[registers] = {};
 };
 
+// GCC 12 compares lane by lane where a vector has several registers, and takes `mask ? a : b` so, too: these do it by
+// registers. -1 in the lanes where holds(a, b), a comparison, is true, else 0.
+template <class Holds>
+ROOFTILE_INLINE I32 mask_where(F32 a, F32 b, const Holds& holds) {
+#ifdef ROOFTILE_AVX512
+  return holds(a, b);
+#else
+  Register x[registers], y[registers];
+  std::memcpy(x, &a, sizeof a);
+  std::memcpy(y, &b, sizeof b);
+  decltype(holds(x[0], y[0])) masks[registers];
+#pragma GCC unroll 4
+  for (int i = 0; i < registers; ++i) masks[i] = holds(x[i], y[i]);
+  return load_raw<I32>(masks);
+#endif
+}
+ROOFTILE_INLINE I32 above(F32 a, F32 b) {
+  return mask_where(a, b, [](auto x, auto y) { return x > y; });
+}
+ROOFTILE_INLINE I32 is_nan(F32 x) {
+  return mask_where(x, x, [](auto a, auto b) { return a != b; });
+}
+// a in the lanes where mask is -1, b where it is 0.
+ROOFTILE_INLINE F32 select(I32 mask, F32 a, F32 b) {
+#ifdef ROOFTILE_AVX512
+  return mask ? a : b;
+#else
+  return (F32)(((I32)a & mask) | ((I32)b & ~mask));
+#endif
+}
+
 ROOFTILE_INLINE F32 vmax(F32 a, F32 b) {  // b where a is NaN
 #ifdef ROOFTILE_AVX512
   return (F32)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-  return a > b ? a : b;
+  return select(above(a, b), a, b);
 #endif
 }
 
@@ -100,18 +131,15 @@ ROOFTILE_INLINE F32 clamp(F32 x, float low, float high) {  // NaN stays NaN
 #ifdef ROOFTILE_AVX512
   return (F32)_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), (__m512)x));
 #else
-  x = x < low ? splat(low) : x;
-  return x > high ? splat(high) : x;
+  x = select(above(splat(low), x), splat(low), x);
+  return select(above(x, splat(high)), splat(high), x);
 #endif
 }
 
 ROOFTILE_INLINE F32 magnitude(F32 x) { return (F32)((I32)x & 0x7fffffff); }
 
 // a in the lanes where the sign bit of `sign` is set (-0 too), b elsewhere.
-ROOFTILE_INLINE F32 where_negative(F32 sign, F32 a, F32 b) {
-  const I32 negative = (I32)sign >> 31;
-  return (F32)(((I32)a & negative) | ((I32)b & ~negative));
-}
+ROOFTILE_INLINE F32 where_negative(F32 sign, F32 a, F32 b) { return select((I32)sign >> 31, a, b); }
 
 // ---- 16 doubles, for long sums and for differences that cancel in float ----
 
@@ -163,8 +191,7 @@ ROOFTILE_INLINE void store(BFloat16* p, F32 v) {
   const U32 bits = (U32)v;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const U32 nan = (bits >> 16) | 0x40u;
-  const I32 is_nan = v != v;
-  store_raw(p, __builtin_convertvector((U32)(is_nan ? (I32)nan : (I32)rounded), U16));
+  store_raw(p, __builtin_convertvector((U32)select(is_nan(v), (F32)nan, (F32)rounded), U16));
 }
 ROOFTILE_INLINE void store(Half* p, F32 v) {
 #if defined(ROOFTILE_AVX512)
@@ -200,7 +227,7 @@ ROOFTILE_INLINE I32 e4m3_codes(F32 x) {  // |x| at most 448; the upper bytes are
   const U32 bits = (U32)size;
   const I32 normal = (I32)((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120 << 3);
   const I32 subnormal = (I32)(size + 0x1p14f) - (I32)splat(0x1p14f);  // rounds to a multiple of 2^-9
-  return (size < 0x1p-6f ? subnormal : normal) | (((I32)x >> 24) & 0x80);
+  return (I32)select(above(splat(0x1p-6f), size), (F32)subnormal, (F32)normal) | (((I32)x >> 24) & 0x80);
 }
 
 // Loads and stores of the first n <= 16 elements. Other lanes are loaded as `fill` and are not stored.

@@ -122,9 +122,8 @@ class RowDecoder {
   static constexpr int halves = Split && bits == 8 ? 2 : 1;
   [[gnu::always_inline]] static F32 by_half(const float (&v)[2][tile_n], int row, int half) {
     if constexpr (!Split || bits == 8) return splat(v[half][row]);
-    // not `second ? b : a`, which GCC 12 takes lane by lane where a vector has several registers
     const I32 second = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
-    return (F32)(((I32)splat(v[1][row]) & second) | ((I32)splat(v[0][row]) & ~second));
+    return select(second, splat(v[1][row]), splat(v[0][row]));
   }
   float zero_point_;
   F32 scale_[halves], min_term_[halves];
