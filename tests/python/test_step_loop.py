@@ -252,6 +252,24 @@ def test_a_cache_of_the_callers_holds_all_but_the_last_token(device, eos, taken)
 
 
 @devices
+@pytest.mark.parametrize("left_out", [0, 1, 9])
+def test_a_turn_without_a_new_token_is_refused(device, left_out):
+    """transformers appends the whole text to what a cache holds then, or fails in torch."""
+    model, inputs = make(device), {"input_ids": prompt(device, 1)["input_ids"]}
+    cache = RooftileCache(model.config, format="int8", turns=True)
+    first = model.generate(**inputs, max_new_tokens=5, **{CACHE: cache})
+    ids = first[:, : cache.get_seq_length() - left_out]
+    said = f"generate: input_ids has {ids.shape[1]} tokens a row, {CACHE} holds"
+    for args, kwargs in (((ids,), {}), ((), {"input_ids": ids}), ((), {"inputs": ids})):
+        with pytest.raises(rt.ArgumentError, match=said):
+            model.generate(*args, max_new_tokens=5, **{CACHE: cache}, **kwargs)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    assert model.generate(first, max_new_tokens=5, **{CACHE: cache}).shape[1] == first.shape[1] + 5
+    cache.reset()
+    assert torch.equal(model.generate(**inputs, max_new_tokens=5, **{CACHE: cache}), first)
+
+
+@devices
 def test_stop_strings(device, taken, tmp_path):
     """In our loop; in transformers', which returns a dict, over the same steps."""
     path = tiny_gguf.write(tmp_path / "tiny.gguf")

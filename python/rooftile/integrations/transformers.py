@@ -797,6 +797,8 @@ def _generate(model, fresh, *args, **kwargs):
     if made:
         kwargs[CACHE] = fresh.make(model)
     cache = kwargs.get(CACHE)
+    if not made and type(cache) is RooftileCache:
+        _check_goes_on(cache, kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None)))
     ours = type(cache) is RooftileCache and hasattr(forward, "loop") and len(args) <= 5
     if ours and _calls_forward_alone(model, fresh):
         other = step_loop.other_loop(setting)
@@ -809,6 +811,18 @@ def _generate(model, fresh, *args, **kwargs):
     if made and setting("cache_implementation") == "dynamic":
         return _generate_unnamed(model, given, args, kwargs)
     return type(model).generate(model, *args, **kwargs)
+
+
+def _check_goes_on(cache, ids):
+    """Raises ArgumentError for a text without a token behind those that the cache holds: transformers would store all
+    of it once more.
+    """
+    held = cache.get_seq_length()
+    if held and isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] <= held:
+        raise ArgumentError(
+            f"generate: input_ids has {ids.shape[1]} tokens a row, {CACHE} holds {held}; expected those and at least "
+            f"one more ({CACHE}.reset() forgets them)"
+        )
 
 
 def _stop_strings_as_criterion(kwargs):
