@@ -54,8 +54,8 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """accelerate: arguments of rt.accelerate, None for transformers or vLLM. Without: weights, which are rounded to 4
-    bits if True, and kv_cache, a format of set_kv_cache. generate: further arguments of generate().
+    """accelerate: arguments of rt.accelerate, None for transformers or vLLM; then kv_cache: a format of set_kv_cache,
+    packed: whether the layers are rounded to 4 bits. generate: further arguments of generate().
     """
 
     accelerate: dict | None = None
@@ -152,12 +152,10 @@ def chunks_of(path, text, count=8, length=512):
 
 def perplexity(model, row, chunks):
     """Of a row's model, as a decode step reads its cache."""
-    from rooftile.integrations.transformers import RooftileCache
+    from rooftile.cli.ppl import cache_variant
 
-    make, step = None, None
-    if row.format is not None:
-        make, step = (lambda batch: RooftileCache(model.config, format=row.format, stepwise=True)), 32
-    (score,) = evaluate.compare([evaluate.Variant("", model, make, step)], chunks, progress=False)
+    variant = evaluate.Variant("", model) if row.format is None else cache_variant("", model, row.format)
+    (score,) = evaluate.compare([variant], chunks, progress=False)
     return score.perplexity
 
 

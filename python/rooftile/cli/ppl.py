@@ -134,7 +134,7 @@ def measure(args):
             variants.append(evaluate.Variant("W4A16", model, attention="sdpa"))
             rows.append({"name": "W4A16", "format": None, "weights": named, "bits": None})
         for name in formats:
-            variants.append(_cache_variant(prefix + name, model, name))
+            variants.append(cache_variant(prefix + name, model, name))
             bits = bits_per_pair(name, model.config, dtype)
             rows.append({"name": prefix + name, "format": name, "weights": named, "bits": bits})
 
@@ -303,7 +303,8 @@ def _check_chunks(chunks, args, config):
         raise ArgumentError(f"{option}: token id {largest} is none of the model, which has {config.vocab_size}")
 
 
-def _cache_variant(title, model, format):
+def cache_variant(title, model, format):
+    """What scores a model over a cache that is read as token by token."""
     from rooftile.evaluate import Variant
     from rooftile.integrations.transformers import RooftileCache
 
